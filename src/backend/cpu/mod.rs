@@ -1,0 +1,377 @@
+//! The reference backend: f32 arithmetic on the stored types, rounding only where a result is stored.
+//!
+//! Weights are used where they are mapped; only a view that is misaligned or of another type is copied. This file owns the
+//! memory and turns descriptors into checked views; the arithmetic is in [`kernels`].
+#![allow(unsafe_code)]
+
+mod kernels;
+mod view;
+
+use super::{Backend, HostData, Op, Role, StepKey, WeightPart};
+use crate::error::{Error, Result};
+use crate::tensor::{ALIGN, Bytes, DType, Region, Tensor};
+use half::{bf16, f16};
+use rayon::prelude::*;
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use view::{In, Out};
+
+/// The CPU backend.
+pub struct Cpu {
+    weights: Vec<Segment>,
+    arena: Buffer,
+    high_water: u64,
+    pool: rayon::ThreadPool,
+    stop: Arc<AtomicBool>,
+}
+
+/// A run of weight bytes and the place in the weight region it stands for.
+struct Segment {
+    range: Range<u64>,
+    data: SegmentData,
+}
+
+enum SegmentData {
+    Mapped(Bytes),
+    F32(Vec<f32>),
+    Half(Vec<u16>),
+}
+
+impl Segment {
+    fn as_ptr(&self) -> *const u8 {
+        match &self.data {
+            SegmentData::Mapped(bytes) => bytes.as_ptr(),
+            SegmentData::F32(v) => v.as_ptr().cast(),
+            SegmentData::Half(v) => v.as_ptr().cast(),
+        }
+    }
+}
+
+/// Zeroed memory at [`ALIGN`], untouched pages of which cost nothing.
+struct Buffer {
+    ptr: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: the buffer is plain memory owned by this struct; access to it is handed out by `Cpu::input` and `Cpu::output` only.
+unsafe impl Send for Buffer {}
+// SAFETY: as above; a shared reference alone reads nothing.
+unsafe impl Sync for Buffer {}
+
+impl Buffer {
+    fn layout(len: usize) -> Option<Layout> {
+        Layout::from_size_align(len, ALIGN as usize).ok()
+    }
+
+    fn new(bytes: u64) -> Result<Self> {
+        let refused = Error::Memory { need: bytes };
+        if bytes == 0 {
+            return Ok(Self { ptr: NonNull::dangling(), len: 0 });
+        }
+        let Some(layout) = usize::try_from(bytes).ok().and_then(Self::layout) else { return Err(refused) };
+        // SAFETY: the layout is not empty.
+        let ptr = unsafe { alloc_zeroed(layout) };
+        NonNull::new(ptr).map(|ptr| Self { ptr, len: layout.size() }).ok_or(refused)
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        if let (true, Some(layout)) = (self.len > 0, Self::layout(self.len)) {
+            // SAFETY: allocated in `new` with this same layout.
+            unsafe { dealloc(self.ptr.as_ptr(), layout) }
+        }
+    }
+}
+
+/// Debug builds fill working memory that holds nothing of value with NaN, so that a read of it cannot go unnoticed.
+const POISON: bool = cfg!(debug_assertions);
+
+impl Cpu {
+    /// A backend with `threads` workers (0: one per core). Ops end with [`Error::Interrupted`] once `stop` is set.
+    pub fn new(threads: usize, stop: Arc<AtomicBool>) -> Result<Self> {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().map_err(|e| Error::Usage {
+            what: format!("cannot start {threads} threads: {e}"),
+            hint: Some("try a smaller --threads".into()),
+        })?;
+        Ok(Self { weights: Vec::new(), arena: Buffer::new(0)?, high_water: 0, pool, stop })
+    }
+
+    /// Number of worker threads.
+    pub fn threads(&self) -> usize {
+        self.pool.current_num_threads()
+    }
+
+    /// The highest byte of working memory that any op or transfer has touched.
+    pub fn high_water(&self) -> u64 {
+        self.high_water
+    }
+
+    fn outside(tensor: Tensor, op: &'static str) -> Error {
+        Error::Op { op, what: format!("{tensor:?} lies outside its memory") }
+    }
+
+    /// A view to read from.
+    fn input(&self, tensor: Tensor, op: &'static str) -> Result<In<'_>> {
+        let extent = tensor.extent();
+        if tensor.is_empty() {
+            return Ok(In::empty(tensor));
+        }
+        match tensor.region {
+            Region::Arena => {
+                if extent.end > self.arena.len as u64 {
+                    return Err(Self::outside(tensor, op));
+                }
+                // SAFETY: the extent lies inside the arena, which lives as long as `self`.
+                Ok(unsafe { In::new(tensor, vec![(0, self.arena.ptr.as_ptr().add(tensor.offset as usize))]) })
+            }
+            Region::Weights => {
+                let row_bytes = (tensor.stride * tensor.dtype.size()) as u64;
+                let first = self.weights.partition_point(|s| s.range.end <= extent.start);
+                let mut runs = Vec::new();
+                let mut at = extent.start;
+                for segment in &self.weights[first..] {
+                    if at >= extent.end || segment.range.start > at {
+                        break;
+                    }
+                    let skip = (at - segment.range.start) as usize;
+                    // SAFETY: `skip` is less than the segment's length because the segment contains `at`.
+                    runs.push((((at - extent.start) / row_bytes) as usize, unsafe { segment.as_ptr().add(skip) }));
+                    at = segment.range.end;
+                }
+                if at < extent.end {
+                    return Err(Self::outside(tensor, op));
+                }
+                // SAFETY: the runs cover the extent without a gap, each row inside one run, and live as long as `self`.
+                Ok(unsafe { In::new(tensor, runs) })
+            }
+        }
+    }
+
+    /// A view to write to.
+    ///
+    /// # Safety
+    /// No other view that overlaps the tensor may be used while this one is: [`Op::check`] sees to that.
+    unsafe fn output(&self, tensor: Tensor, op: &'static str) -> Result<Out<'_>> {
+        if tensor.region != Region::Arena || tensor.extent().end > self.arena.len as u64 {
+            return Err(Self::outside(tensor, op));
+        }
+        // SAFETY: the extent lies inside the arena; exclusivity is the caller's promise.
+        Ok(unsafe { Out::new(tensor, self.arena.ptr.as_ptr().add(tensor.offset as usize)) })
+    }
+
+    fn touch(&mut self, tensor: Tensor) {
+        if tensor.region == Region::Arena {
+            self.high_water = self.high_water.max(tensor.extent().end);
+        }
+    }
+
+    fn dispatch(&self, op: Op<'_>) -> Result<()> {
+        let name = op.name();
+        let read = |t: Tensor| self.input(t, name);
+        let read_opt = |t: Option<Tensor>| t.map(read).transpose();
+        // SAFETY: `Op::check` has refused operands that overlap a written one.
+        let write = |t: Tensor| unsafe { self.output(t, name) };
+        match op {
+            Op::Embed { out, ids, table } => kernels::embed(write(out)?, read(ids)?, read(table)?)?,
+            Op::Copy { out, x } => kernels::map(write(out)?, read(x)?, |v| v),
+            Op::Silu { out, x } => kernels::map(write(out)?, read(x)?, kernels::silu),
+            Op::RmsNorm { out, x, weight, eps } => kernels::rms_norm(write(out)?, read(x)?, read(weight)?, eps),
+            Op::LayerNormModulate { streams, eps } => {
+                for s in streams {
+                    kernels::layer_norm_modulate(write(s.out)?, read(s.x)?, read(s.shift)?, read(s.scale)?, eps);
+                }
+            }
+            Op::Linear(streams) => {
+                for s in streams {
+                    kernels::linear(write(s.out)?, read(s.x)?, read(s.w.weight)?, read_opt(s.w.bias)?);
+                }
+            }
+            Op::LinearSwiglu(streams) => {
+                for s in streams {
+                    kernels::linear_swiglu(write(s.out)?, read(s.x)?, read(s.w.weight)?);
+                }
+            }
+            Op::LinearGateResidual(streams) => {
+                for s in streams {
+                    let (gate, bias) = (read_opt(s.gate)?, read_opt(s.w.bias)?);
+                    kernels::linear_gate_residual(write(s.into)?, read(s.x)?, read(s.w.weight)?, bias, gate);
+                }
+            }
+            Op::Qkv(streams) => {
+                for s in streams {
+                    let heads = kernels::Heads {
+                        q_norm: read(s.norm.q)?,
+                        k_norm: read(s.norm.k)?,
+                        eps: s.norm.eps,
+                        table: read(s.rope.table)?,
+                        style: s.rope.style,
+                    };
+                    let out = [write(s.q)?, write(s.k)?, write(s.v)?];
+                    kernels::qkv(out, s.mlp.map(write).transpose()?, read(s.x)?, read(s.w.weight)?, &heads);
+                }
+            }
+            Op::Attention { out, q, kv, head_dim, causal } => {
+                let kv = kv.iter().map(|s| Ok((read(s.k)?, read(s.v)?))).collect::<Result<Vec<_>>>()?;
+                kernels::attention(write(out)?, read(q)?, &kv, head_dim, causal);
+            }
+            Op::Conv { out, x, w, width, height, sampling, residual, stats } => {
+                let geometry = kernels::Geometry { width, height, sampling };
+                kernels::conv(write(out)?, read(x)?, read(w.weight)?, read(w.bias)?, geometry, read_opt(residual)?);
+                if let Some(stats) = stats {
+                    kernels::group_stats_into(write(stats)?, read(out)?);
+                }
+            }
+            Op::GroupNorm { out, x, norm, stats, silu } => {
+                let params = kernels::GroupParams {
+                    weight: read(norm.weight)?,
+                    bias: read(norm.bias)?,
+                    groups: norm.groups,
+                    eps: norm.eps,
+                };
+                kernels::group_norm(write(out)?, read(x)?, &params, read_opt(stats)?, silu);
+            }
+            Op::Patchify { out, x, stats, width } => {
+                kernels::patchify(write(out)?, read(x)?, read(stats.mean)?, read(stats.var)?, stats.eps, width);
+            }
+            Op::Unpatchify { out, x, stats, width } => {
+                kernels::unpatchify(write(out)?, read(x)?, read(stats.mean)?, read(stats.var)?, stats.eps, width);
+            }
+            Op::Euler { latents, velocity, dt } => kernels::euler(write(latents)?, read(velocity)?, dt),
+            Op::Guidance { out, cond, uncond, scale } => kernels::guidance(write(out)?, read(cond)?, read(uncond)?, scale),
+        }
+        Ok(())
+    }
+}
+
+impl Backend for Cpu {
+    fn name(&self) -> &'static str {
+        "cpu"
+    }
+
+    fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {
+        let total = to.offset + (to.len() * to.dtype.size()) as u64;
+        let mut at = to.offset;
+        for part in parts {
+            let elements = part.bytes.len() / part.dtype.size();
+            let end = at + (elements * to.dtype.size()) as u64;
+            if end > total || elements % to.cols.max(1) != 0 {
+                return Err(Error::Op { op: "upload", what: format!("{role:?} parts do not fit {to:?}") });
+            }
+            let aligned = part.bytes.as_ptr().align_offset(part.dtype.size()) == 0;
+            let data = if part.dtype == to.dtype && aligned {
+                SegmentData::Mapped(part.bytes.clone())
+            } else {
+                self.pool.install(|| converted(part, to.dtype))?
+            };
+            if elements > 0 {
+                let index = self.weights.partition_point(|s| s.range.start < at);
+                if self.weights.get(index).is_some_and(|s| s.range.start < end) {
+                    return Err(Error::Op { op: "upload", what: format!("{to:?} is already taken") });
+                }
+                self.weights.insert(index, Segment { range: at..end, data });
+            }
+            at = end;
+        }
+        if at != total {
+            return Err(Error::Op { op: "upload", what: format!("{role:?} parts do not fill {to:?}") });
+        }
+        Ok(())
+    }
+
+    fn reserve(&mut self, bytes: u64) -> Result<()> {
+        self.arena = Buffer::new(0)?;
+        self.arena = Buffer::new(bytes)?;
+        self.high_water = 0;
+        self.released(0..bytes);
+        Ok(())
+    }
+
+    fn write(&mut self, to: Tensor, data: HostData<'_>) -> Result<()> {
+        self.touch(to);
+        let wrong = |what: &str| Error::Op { op: "write", what: format!("{what} for {to:?}") };
+        // SAFETY: `&mut self`, so no other view is alive.
+        let mut out = unsafe { self.output(to, "write")? };
+        match data {
+            HostData::F32(values) if to.dtype != DType::U32 => {
+                if values.len() != to.len() {
+                    return Err(wrong("wrong number of values"));
+                }
+                for (r, row) in values.chunks_exact(to.cols.max(1)).enumerate() {
+                    out.store(r, 0, row);
+                }
+            }
+            HostData::U32(values) if to.dtype == DType::U32 && to.cols == 1 => {
+                if values.len() != to.len() {
+                    return Err(wrong("wrong number of ids"));
+                }
+                values.iter().enumerate().for_each(|(r, &id)| out.store_id(r, id));
+            }
+            _ => return Err(wrong("wrong type")),
+        }
+        Ok(())
+    }
+
+    fn read(&mut self, from: Tensor, to: &mut [f32]) -> Result<()> {
+        if to.len() != from.len() || from.dtype == DType::U32 {
+            return Err(Error::Op { op: "read", what: format!("{} values from {from:?}", to.len()) });
+        }
+        let view = self.input(from, "read")?;
+        for (r, row) in to.chunks_exact_mut(from.cols.max(1)).enumerate() {
+            view.load(r, 0, row);
+        }
+        Ok(())
+    }
+
+    fn run(&mut self, op: Op<'_>) -> Result<()> {
+        if self.stop.load(Ordering::Relaxed) {
+            return Err(Error::Interrupted);
+        }
+        op.check()?;
+        op.operands(&mut |t, _| self.touch(t));
+        self.pool.install(|| self.dispatch(op))
+    }
+
+    fn released(&mut self, range: Range<u64>) {
+        let end = (range.end as usize).min(self.arena.len);
+        let start = (range.start as usize).min(end);
+        if POISON && end > start {
+            // SAFETY: the range lies inside the arena and `&mut self` rules out other views. All ones is NaN in every float type.
+            unsafe { std::ptr::write_bytes(self.arena.ptr.as_ptr().add(start), 0xff, end - start) }
+        }
+    }
+
+    fn step(&mut self, _key: StepKey, body: &mut dyn FnMut(&mut dyn Backend) -> Result<()>) -> Result<()> {
+        body(self)
+    }
+
+    fn synchronize(&mut self) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// A part's values in another element type, or the same one at an aligned address.
+fn converted(part: &WeightPart, to: DType) -> Result<SegmentData> {
+    fn halves(bytes: &[u8], f: impl Fn(u16) -> u16 + Sync) -> Vec<u16> {
+        bytes.par_chunks_exact(2).map(|b| f(u16::from_le_bytes([b[0], b[1]]))).collect()
+    }
+    fn singles(bytes: &[u8], f: impl Fn(u16) -> f32 + Sync) -> Vec<f32> {
+        bytes.par_chunks_exact(2).map(|b| f(u16::from_le_bytes([b[0], b[1]]))).collect()
+    }
+    let single = |b: &[u8]| f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
+    let bytes = &part.bytes[..];
+    Ok(match (part.dtype, to) {
+        (DType::F32, DType::F32) => SegmentData::F32(bytes.par_chunks_exact(4).map(single).collect()),
+        (DType::Bf16, DType::F32) => SegmentData::F32(singles(bytes, |v| bf16::from_bits(v).to_f32())),
+        (DType::F16, DType::F32) => SegmentData::F32(singles(bytes, |v| f16::from_bits(v).to_f32())),
+        (DType::Bf16, DType::Bf16) | (DType::F16, DType::F16) => SegmentData::Half(halves(bytes, |v| v)),
+        (DType::F16, DType::Bf16) => SegmentData::Half(halves(bytes, |v| bf16::from_f32(f16::from_bits(v).to_f32()).to_bits())),
+        (DType::F32, DType::Bf16) => {
+            SegmentData::Half(bytes.par_chunks_exact(4).map(|b| bf16::from_f32(single(b)).to_bits()).collect())
+        }
+        (from, to) => return Err(Error::Op { op: "upload", what: format!("no conversion from {from:?} to {to:?}") }),
+    })
+}

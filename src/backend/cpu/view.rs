@@ -1,0 +1,300 @@
+//! Typed views of raw memory, and the one call into the matrix product library. All that is unsafe about the arithmetic is
+//! here, behind functions that check their bounds.
+#![allow(unsafe_code)]
+
+use crate::tensor::{DType, Tensor};
+use gemm::Parallelism;
+use half::{bf16, f16};
+use std::marker::PhantomData;
+use std::ops::Range;
+
+/// A matrix to read from. Its rows may lie in several runs of memory, as a weight's do that a file stores in parts.
+#[derive(Clone)]
+pub struct In<'a> {
+    /// Number of rows.
+    pub rows: usize,
+    /// Elements in a row.
+    pub cols: usize,
+    dtype: DType,
+    pitch: usize,
+    /// First row of each run and its address.
+    runs: Vec<(usize, *const u8)>,
+    lifetime: PhantomData<&'a [u8]>,
+}
+
+// SAFETY: an `In` only reads, and nothing writes to what it covers while it lives (the promise made to `In::new`).
+unsafe impl Send for In<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for In<'_> {}
+
+impl<'a> In<'a> {
+    /// # Safety
+    /// Every row of `tensor` must lie inside one of `runs`, aligned to its type, valid and unwritten for `'a`.
+    pub unsafe fn new(tensor: Tensor, runs: Vec<(usize, *const u8)>) -> Self {
+        let pitch = tensor.stride * tensor.dtype.size();
+        Self { rows: tensor.rows, cols: tensor.cols, dtype: tensor.dtype, pitch, runs, lifetime: PhantomData }
+    }
+
+    /// A view of nothing.
+    pub fn empty(tensor: Tensor) -> Self {
+        let Tensor { rows, cols, dtype, .. } = tensor;
+        debug_assert!(tensor.is_empty());
+        Self { rows, cols, dtype, pitch: 0, runs: Vec::new(), lifetime: PhantomData }
+    }
+
+    fn row(&self, r: usize, first: usize, len: usize) -> *const u8 {
+        assert!(r < self.rows && first + len <= self.cols, "row {r}, columns {first}..+{len} of {}x{}", self.rows, self.cols);
+        let run = self.runs.partition_point(|&(start, _)| start <= r) - 1;
+        let (start, ptr) = self.runs[run];
+        // SAFETY: the row lies inside the run and the column inside the row.
+        unsafe { ptr.add((r - start) * self.pitch + first * self.dtype.size()) }
+    }
+
+    /// Decodes part of a row.
+    pub fn load(&self, r: usize, first: usize, to: &mut [f32]) {
+        if to.is_empty() {
+            return;
+        }
+        let ptr = self.row(r, first, to.len());
+        // SAFETY: `row` has checked that `to.len()` aligned elements follow.
+        unsafe {
+            match self.dtype {
+                DType::F32 => to.copy_from_slice(std::slice::from_raw_parts(ptr.cast::<f32>(), to.len())),
+                DType::Bf16 => {
+                    let from = std::slice::from_raw_parts(ptr.cast::<u16>(), to.len());
+                    to.iter_mut().zip(from).for_each(|(t, &f)| *t = f32::from_bits(u32::from(f) << 16));
+                }
+                DType::F16 => {
+                    let from = std::slice::from_raw_parts(ptr.cast::<f16>(), to.len());
+                    to.iter_mut().zip(from).for_each(|(t, f)| *t = f.to_f32());
+                }
+                DType::U32 => unreachable!("ids are not values"),
+            }
+        }
+    }
+
+    /// One row as a vector of its own.
+    pub fn row_vec(&self, r: usize) -> Vec<f32> {
+        let mut v = vec![0.0; self.cols];
+        self.load(r, 0, &mut v);
+        v
+    }
+
+    /// A token id.
+    pub fn id(&self, r: usize) -> u32 {
+        assert_eq!(self.dtype, DType::U32);
+        let ptr = self.row(r, 0, 1);
+        // SAFETY: `row` has checked the bounds, and the type is u32.
+        unsafe { ptr.cast::<u32>().read() }
+    }
+
+    /// The matrix as an operand of a product, if it is f32 in one run.
+    pub fn strided(&self, rows: Range<usize>, cols: Range<usize>) -> Option<Strided<'_>> {
+        if self.dtype != DType::F32 || self.runs.len() != 1 || rows.is_empty() || cols.is_empty() {
+            return None;
+        }
+        self.row(rows.end - 1, cols.start, cols.len());
+        let ptr = self.row(rows.start, cols.start, cols.len()).cast();
+        let pitch = (self.pitch / 4) as isize;
+        Some(Strided { ptr, rows: rows.len(), cols: cols.len(), row: pitch, col: 1, lifetime: PhantomData })
+    }
+}
+
+/// A matrix to write to. Splitting it hands out disjoint pieces, which is how threads share one output.
+pub struct Out<'a> {
+    /// Number of rows.
+    pub rows: usize,
+    /// Elements in a row.
+    pub cols: usize,
+    dtype: DType,
+    pitch: usize,
+    ptr: *mut u8,
+    lifetime: PhantomData<&'a mut [u8]>,
+}
+
+// SAFETY: an `Out` is the only view of what it covers (the promise made to `Out::new`), so it may move to another thread.
+unsafe impl Send for Out<'_> {}
+
+impl<'a> Out<'a> {
+    /// # Safety
+    /// `ptr` must point at the tensor's first element, aligned; the tensor must be valid and no other view used for `'a`.
+    pub unsafe fn new(tensor: Tensor, ptr: *mut u8) -> Self {
+        let Tensor { rows, cols, dtype, stride, .. } = tensor;
+        Self { rows, cols, dtype, pitch: stride * dtype.size(), ptr, lifetime: PhantomData }
+    }
+
+    fn at(&self, r: usize, first: usize, len: usize) -> *mut u8 {
+        assert!(r < self.rows && first + len <= self.cols, "row {r}, columns {first}..+{len} of {}x{}", self.rows, self.cols);
+        // SAFETY: the row lies inside the tensor and the column inside the row.
+        unsafe { self.ptr.add(r * self.pitch + first * self.dtype.size()) }
+    }
+
+    /// Rounds values to the stored type and writes them.
+    pub fn store(&mut self, r: usize, first: usize, from: &[f32]) {
+        if from.is_empty() {
+            return;
+        }
+        let ptr = self.at(r, first, from.len());
+        // SAFETY: `at` has checked that `from.len()` aligned elements follow, and `&mut self` is the only view of them.
+        unsafe {
+            match self.dtype {
+                DType::F32 => std::slice::from_raw_parts_mut(ptr.cast::<f32>(), from.len()).copy_from_slice(from),
+                DType::Bf16 => {
+                    let to = std::slice::from_raw_parts_mut(ptr.cast::<bf16>(), from.len());
+                    to.iter_mut().zip(from).for_each(|(t, &f)| *t = round_bf16(f));
+                }
+                DType::F16 => {
+                    let to = std::slice::from_raw_parts_mut(ptr.cast::<f16>(), from.len());
+                    to.iter_mut().zip(from).for_each(|(t, &f)| *t = f16::from_f32(f));
+                }
+                DType::U32 => unreachable!("ids are not values"),
+            }
+        }
+    }
+
+    /// Writes a token id.
+    pub fn store_id(&mut self, r: usize, id: u32) {
+        assert_eq!(self.dtype, DType::U32);
+        let ptr = self.at(r, 0, 1);
+        // SAFETY: as in `store`.
+        unsafe { ptr.cast::<u32>().write(id) }
+    }
+
+    /// Reads back what is there, for outputs that are updated.
+    pub fn load(&self, r: usize, first: usize, to: &mut [f32]) {
+        let Self { rows, cols, dtype, .. } = *self;
+        let runs = vec![(0, self.ptr.cast_const())];
+        In { rows, cols, dtype, pitch: self.pitch, runs, lifetime: PhantomData }.load(r, first, to);
+    }
+
+    /// A part of it, borrowed.
+    pub fn part(&mut self, rows: Range<usize>, cols: Range<usize>) -> Out<'_> {
+        let ptr = if rows.is_empty() || cols.is_empty() { self.ptr } else { self.at(rows.start, cols.start, cols.len()) };
+        assert!(rows.end <= self.rows && cols.end <= self.cols);
+        Out { rows: rows.len(), cols: cols.len(), ptr, lifetime: PhantomData, ..*self }
+    }
+
+    /// Pieces of `step` rows (the last may be shorter), each with its first row.
+    pub fn split_rows(self, step: usize) -> Vec<(usize, Out<'a>)> {
+        let Self { rows, cols, dtype, pitch, ptr, .. } = self;
+        (0..rows)
+            .step_by(step)
+            .map(|first| {
+                // SAFETY: pieces are disjoint rows of a view that is consumed here.
+                let ptr = unsafe { ptr.add(first * pitch) };
+                (first, Out { rows: step.min(rows - first), cols, dtype, pitch, ptr, lifetime: PhantomData })
+            })
+            .collect()
+    }
+
+    /// Pieces of `step` columns, each with its first column. `step` must divide the width.
+    pub fn split_cols(self, step: usize) -> Vec<(usize, Out<'a>)> {
+        let Self { rows, cols, dtype, pitch, ptr, .. } = self;
+        assert_eq!(cols % step, 0);
+        (0..cols)
+            .step_by(step)
+            .map(|first| {
+                // SAFETY: pieces are disjoint columns of a view that is consumed here.
+                let ptr = unsafe { ptr.add(first * dtype.size()) };
+                (first, Out { rows, cols: step, dtype, pitch, ptr, lifetime: PhantomData })
+            })
+            .collect()
+    }
+}
+
+/// Round to nearest even without branches, so that the loop around it becomes vector code; NaN stays NaN.
+fn round_bf16(value: f32) -> bf16 {
+    let bits = value.to_bits();
+    let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+    bf16::from_bits(if value.is_nan() { (bits >> 16) as u16 | 0x40 } else { rounded as u16 })
+}
+
+/// An f32 operand of a matrix product.
+#[derive(Clone, Copy)]
+pub struct Strided<'a> {
+    ptr: *const f32,
+    rows: usize,
+    cols: usize,
+    row: isize,
+    col: isize,
+    lifetime: PhantomData<&'a [f32]>,
+}
+
+// SAFETY: it only reads memory that is borrowed for its lifetime.
+unsafe impl Sync for Strided<'_> {}
+// SAFETY: as above.
+unsafe impl Send for Strided<'_> {}
+
+impl<'a> Strided<'a> {
+    /// A contiguous row-major matrix.
+    pub fn new(data: &'a [f32], rows: usize, cols: usize) -> Self {
+        assert!(rows * cols <= data.len());
+        Self { ptr: data.as_ptr(), rows, cols, row: cols as isize, col: 1, lifetime: PhantomData }
+    }
+
+    /// Rows and columns exchanged.
+    pub fn transposed(self) -> Self {
+        Self { rows: self.cols, cols: self.rows, row: self.col, col: self.row, ..self }
+    }
+}
+
+/// `out = a b`, or `out += a b`; `out` is row-major and contiguous.
+pub fn matmul(out: &mut [f32], a: Strided<'_>, b: Strided<'_>, accumulate: bool, threads: usize) {
+    let (m, n, k) = (a.rows, b.cols, a.cols);
+    assert!(b.rows == k && out.len() >= m * n, "{m}x{k} by {}x{n} into {}", b.rows, out.len());
+    let parallelism = if threads > 1 { Parallelism::Rayon(threads) } else { Parallelism::None };
+    let (alpha, beta) = (1.0, 1.0); // out = alpha * out (if accumulating) + beta * a b
+    // SAFETY: the operands' constructors and the assertion above have checked every address the product touches; `out` is
+    // borrowed mutably, so it overlaps neither operand.
+    unsafe {
+        gemm::gemm(
+            m,
+            n,
+            k,
+            out.as_mut_ptr(),
+            1,
+            n as isize,
+            accumulate,
+            a.ptr,
+            a.col,
+            a.row,
+            b.ptr,
+            b.col,
+            b.row,
+            alpha,
+            beta,
+            false,
+            false,
+            false,
+            parallelism,
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rounding_equals_the_half_crate() {
+        let mut state = 1u32;
+        for _ in 0..1_000_000 {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            let value = f32::from_bits(state);
+            assert_eq!(round_bf16(value).to_bits(), bf16::from_f32(value).to_bits(), "{value}");
+        }
+        for value in [0.0, -0.0, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, f32::MAX, f32::MIN_POSITIVE] {
+            assert_eq!(round_bf16(value).to_bits(), bf16::from_f32(value).to_bits(), "{value}");
+        }
+    }
+
+    #[test]
+    fn matmul_takes_transposed_operands_and_accumulates() {
+        let (a, b) = ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [1.0, 0.0, 2.0, -1.0, 1.0, 1.0]);
+        let mut out = [0.0; 4];
+        matmul(&mut out, Strided::new(&a, 2, 3), Strided::new(&b, 2, 3).transposed(), false, 1);
+        assert_eq!(out, [7.0, 4.0, 16.0, 7.0]);
+        matmul(&mut out, Strided::new(&a, 2, 3), Strided::new(&b, 3, 2), true, 1);
+        assert_eq!(out, [15.0, 5.0, 36.0, 8.0]);
+    }
+}

@@ -1,0 +1,133 @@
+//! Two backends side by side: every op runs on both and the results are compared. The trusted result is then copied over the
+//! other one, so that a difference is reported at the op that made it and small ones do not pile up.
+
+use super::{Access, Backend, HostData, Op, Role, StepKey, WeightPart};
+use crate::error::{Error, Result};
+use crate::tensor::{DType, Tensor};
+use std::ops::Range;
+
+/// A trusted backend and one under test.
+pub struct Lockstep<A, B> {
+    trusted: A,
+    tested: B,
+    ops: usize,
+    /// Largest relative L2 difference that passes, by the type an op's result is stored in.
+    limit: fn(DType) -> f64,
+}
+
+/// What two correct implementations of one op may differ by: the order of f32 sums, and in bf16 one rounding each, half a unit
+/// in the last place at most (2^-9), so twice that between them.
+fn default_limit(dtype: DType) -> f64 {
+    match dtype {
+        DType::Bf16 => 2.0 / 512.0,
+        DType::F16 => 2.0 / 4096.0,
+        _ => 1e-5,
+    }
+}
+
+impl<A: Backend, B: Backend> Lockstep<A, B> {
+    /// Compares `tested` with `trusted`.
+    pub fn new(trusted: A, tested: B) -> Self {
+        Self { trusted, tested, ops: 0, limit: default_limit }
+    }
+
+    /// Ops compared so far.
+    pub fn ops(&self) -> usize {
+        self.ops
+    }
+
+    fn compare(&mut self, op: &'static str, out: Tensor) -> Result<()> {
+        let (mut want, mut got) = (vec![0.0; out.len()], vec![0.0; out.len()]);
+        self.trusted.read(out, &mut want)?;
+        self.tested.read(out, &mut got)?;
+        let (mut difference, mut norm, mut worst) = (0.0_f64, 0.0_f64, (0, 0.0_f64));
+        for (i, (&w, &g)) in want.iter().zip(&got).enumerate() {
+            // Equal bits first, so that an infinity both agree on is no difference.
+            let delta = if w.to_bits() == g.to_bits() { 0.0 } else { (f64::from(w) - f64::from(g)).abs() };
+            let delta = if delta.is_nan() { f64::INFINITY } else { delta };
+            difference += delta * delta;
+            norm += f64::from(w) * f64::from(w);
+            if delta > worst.1 {
+                worst = (i, delta);
+            }
+        }
+        let relative = (difference / norm.max(f64::MIN_POSITIVE)).sqrt();
+        let limit = (self.limit)(out.dtype);
+        if difference > 0.0 && (relative.is_nan() || relative > limit) {
+            let (i, cols) = (worst.0, out.cols.max(1));
+            return Err(Error::Lockstep {
+                index: self.ops,
+                op,
+                left: self.trusted.name(),
+                right: self.tested.name(),
+                detail: format!(
+                    "[{}, {}]: relative difference {relative:.3e}, allowed {limit:.1e}; worst at [{}, {}]: {} {} and {} {}",
+                    out.rows,
+                    out.cols,
+                    i / cols,
+                    i % cols,
+                    self.trusted.name(),
+                    want[i],
+                    self.tested.name(),
+                    got[i]
+                ),
+            });
+        }
+        self.tested.write(out, HostData::F32(&want))
+    }
+}
+
+impl<A: Backend, B: Backend> Backend for Lockstep<A, B> {
+    fn name(&self) -> &'static str {
+        "lockstep"
+    }
+
+    fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {
+        self.trusted.upload(to, role, parts)?;
+        self.tested.upload(to, role, parts)
+    }
+
+    fn reserve(&mut self, bytes: u64) -> Result<()> {
+        self.trusted.reserve(bytes)?;
+        self.tested.reserve(bytes)
+    }
+
+    fn write(&mut self, to: Tensor, data: HostData<'_>) -> Result<()> {
+        self.trusted.write(to, data)?;
+        self.tested.write(to, data)
+    }
+
+    fn read(&mut self, from: Tensor, to: &mut [f32]) -> Result<()> {
+        self.trusted.read(from, to)
+    }
+
+    fn run(&mut self, op: Op<'_>) -> Result<()> {
+        self.trusted.run(op)?;
+        self.tested.run(op)?;
+        let mut results = Vec::new();
+        op.operands(&mut |t, access| {
+            if access != Access::Read {
+                results.push(t);
+            }
+        });
+        for out in results {
+            self.compare(op.name(), out)?;
+        }
+        self.ops += 1;
+        Ok(())
+    }
+
+    fn released(&mut self, range: Range<u64>) {
+        self.trusted.released(range.clone());
+        self.tested.released(range);
+    }
+
+    fn step(&mut self, _key: StepKey, body: &mut dyn FnMut(&mut dyn Backend) -> Result<()>) -> Result<()> {
+        body(self)
+    }
+
+    fn synchronize(&mut self) -> Result<()> {
+        self.trusted.synchronize()?;
+        self.tested.synchronize()
+    }
+}

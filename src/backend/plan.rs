@@ -1,0 +1,73 @@
+//! The dry run: a backend that checks every op and counts what it would cost, and touches no memory.
+
+use super::{Backend, HostData, Op, Role, StepKey, WeightPart};
+use crate::error::Result;
+use crate::tensor::{Region, Tensor};
+
+/// A backend that only plans.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Plan {
+    /// Bytes of working memory in use at the worst moment.
+    pub arena_bytes: u64,
+    /// Bytes of weights.
+    pub weight_bytes: u64,
+    /// Floating-point operations of all matrix products.
+    pub flops: u64,
+    /// Ops run.
+    pub ops: u64,
+}
+
+impl Plan {
+    /// A plan with nothing in it yet.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    fn touch(&mut self, tensor: Tensor) {
+        if tensor.region == Region::Arena {
+            self.arena_bytes = self.arena_bytes.max(tensor.extent().end);
+        }
+    }
+}
+
+impl Backend for Plan {
+    fn name(&self) -> &'static str {
+        "plan"
+    }
+
+    fn upload(&mut self, to: Tensor, _role: Role, _parts: &[WeightPart]) -> Result<()> {
+        self.weight_bytes += (to.len() * to.dtype.size()) as u64;
+        Ok(())
+    }
+
+    fn reserve(&mut self, _bytes: u64) -> Result<()> {
+        Ok(())
+    }
+
+    fn write(&mut self, to: Tensor, _data: HostData<'_>) -> Result<()> {
+        self.touch(to);
+        Ok(())
+    }
+
+    fn read(&mut self, from: Tensor, to: &mut [f32]) -> Result<()> {
+        self.touch(from);
+        to.fill(0.0);
+        Ok(())
+    }
+
+    fn run(&mut self, op: Op<'_>) -> Result<()> {
+        op.check()?;
+        op.operands(&mut |t, _| self.touch(t));
+        self.flops += op.flops();
+        self.ops += 1;
+        Ok(())
+    }
+
+    fn step(&mut self, _key: StepKey, body: &mut dyn FnMut(&mut dyn Backend) -> Result<()>) -> Result<()> {
+        body(self)
+    }
+
+    fn synchronize(&mut self) -> Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,4 @@
+//! kiln.
+pub mod backend;
+pub mod error;
+pub mod tensor;

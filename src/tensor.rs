@@ -1,0 +1,262 @@
+//! Descriptors of memory: what a tensor is, where it lies, and how the working memory of a run is laid out.
+//!
+//! Nothing here owns memory or points at it. A [`Tensor`] is a Copy description; a backend turns it into an address. An
+//! [`Arena`] is pure arithmetic, so a dry run and the real run give the same offsets.
+
+use crate::error::{Error, Result};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// A piece of memory that someone keeps alive: a mapped file or a buffer. Cloning it copies no data.
+#[derive(Clone)]
+pub struct Bytes {
+    owner: Arc<dyn AsRef<[u8]> + Send + Sync>,
+    range: Range<usize>,
+}
+
+impl Bytes {
+    /// All of `owner`.
+    pub fn new(owner: Arc<dyn AsRef<[u8]> + Send + Sync>) -> Self {
+        let range = 0..(*owner).as_ref().len();
+        Self { owner, range }
+    }
+
+    /// A part of it, or `None` if the range does not lie inside.
+    pub fn slice(&self, range: Range<usize>) -> Option<Self> {
+        if range.start > range.end || range.end > self.range.len() {
+            return None;
+        }
+        Some(Self { owner: self.owner.clone(), range: self.range.start + range.start..self.range.start + range.end })
+    }
+}
+
+impl std::ops::Deref for Bytes {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &(*self.owner).as_ref()[self.range.clone()]
+    }
+}
+
+impl std::fmt::Debug for Bytes {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Bytes({:?})", self.range)
+    }
+}
+
+/// Element type of a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum DType {
+    /// IEEE single precision.
+    F32,
+    /// bfloat16.
+    Bf16,
+    /// IEEE half precision; weights only.
+    F16,
+    /// Token ids.
+    U32,
+}
+
+impl DType {
+    /// Bytes of one element.
+    pub const fn size(self) -> usize {
+        match self {
+            Self::F32 | Self::U32 => 4,
+            Self::Bf16 | Self::F16 => 2,
+        }
+    }
+}
+
+/// What a run rounds to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Precision {
+    /// Nothing is rounded below f32.
+    F32,
+    /// Every op computes in f32 and rounds its result to bfloat16 once, when it is stored.
+    Bf16,
+}
+
+impl Precision {
+    /// Element type of activations.
+    pub const fn activations(self) -> DType {
+        match self {
+            Self::F32 => DType::F32,
+            Self::Bf16 => DType::Bf16,
+        }
+    }
+
+    /// Name as the command line spells it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::Bf16 => "bf16",
+        }
+    }
+}
+
+/// Which of a backend's memories a tensor lies in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Region {
+    /// Model weights: written by `upload`, read by ops.
+    Weights,
+    /// Working memory of a run.
+    Arena,
+}
+
+/// A matrix in one of a backend's memories: `rows` rows of `cols` elements, `stride` elements from row to row. Images are
+/// stored with channels last, so everything the model touches is such a matrix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Tensor {
+    /// Which memory.
+    pub region: Region,
+    /// Element type.
+    pub dtype: DType,
+    /// Byte offset of the first element in that memory.
+    pub offset: u64,
+    /// Number of rows.
+    pub rows: usize,
+    /// Elements in a row.
+    pub cols: usize,
+    /// Elements from the start of one row to the start of the next.
+    pub stride: usize,
+}
+
+impl Tensor {
+    /// The sub-matrix of some rows.
+    ///
+    /// # Panics
+    /// If the range does not lie inside the tensor: a bug in model code.
+    pub fn rows(self, range: Range<usize>) -> Self {
+        assert!(range.start <= range.end && range.end <= self.rows, "rows {range:?} of {self:?}");
+        let skip = (range.start * self.stride * self.dtype.size()) as u64;
+        Self { offset: self.offset + skip, rows: range.len(), ..self }
+    }
+
+    /// The sub-matrix of some columns.
+    ///
+    /// # Panics
+    /// If the range does not lie inside the tensor: a bug in model code.
+    pub fn cols(self, range: Range<usize>) -> Self {
+        assert!(range.start <= range.end && range.end <= self.cols, "cols {range:?} of {self:?}");
+        let skip = (range.start * self.dtype.size()) as u64;
+        Self { offset: self.offset + skip, cols: range.len(), ..self }
+    }
+
+    /// Elements, not counting the gaps between rows.
+    pub fn len(self) -> usize {
+        self.rows * self.cols
+    }
+
+    /// True if there is nothing in it.
+    pub fn is_empty(self) -> bool {
+        self.len() == 0
+    }
+
+    /// Bytes from the first element to the last, gaps included.
+    pub fn extent(self) -> Range<u64> {
+        if self.is_empty() {
+            return self.offset..self.offset;
+        }
+        let elements = (self.rows - 1) * self.stride + self.cols;
+        self.offset..self.offset + (elements * self.dtype.size()) as u64
+    }
+
+    /// True if the two may share an element. Exact for column slices of one buffer, conservative otherwise.
+    pub fn overlaps(self, other: Self) -> bool {
+        if self.region != other.region || self.is_empty() || other.is_empty() {
+            return false;
+        }
+        let (a, b) = (self.extent(), other.extent());
+        if a.end <= b.start || b.end <= a.start {
+            return false;
+        }
+        let pitch = (self.stride * self.dtype.size()) as u64;
+        if pitch == (other.stride * other.dtype.size()) as u64 && pitch > 0 {
+            // Two column slices of the same rows-by-pitch buffer: compare the columns.
+            let (low, high) = if self.offset <= other.offset { (self, other) } else { (other, self) };
+            let shift = (high.offset - low.offset) % pitch;
+            let low_width = (low.cols * low.dtype.size()) as u64;
+            let high_width = (high.cols * high.dtype.size()) as u64;
+            return !(shift >= low_width && shift + high_width <= pitch);
+        }
+        true
+    }
+}
+
+/// A bump allocator of offsets. It holds no memory: [`Arena::peak`] tells how much a backend has to provide.
+#[derive(Clone, Debug)]
+pub struct Arena {
+    region: Region,
+    top: u64,
+    peak: u64,
+}
+
+/// Every allocation starts at a multiple of this, which any load, any swizzle and any tensor map accepts.
+pub const ALIGN: u64 = 1024;
+
+impl Arena {
+    /// An empty arena over one region.
+    pub fn new(region: Region) -> Self {
+        Self { region, top: 0, peak: 0 }
+    }
+
+    /// Places a contiguous matrix.
+    pub fn alloc(&mut self, rows: usize, cols: usize, dtype: DType) -> Result<Tensor> {
+        let bytes = (rows as u64).checked_mul(cols as u64).and_then(|n| n.checked_mul(dtype.size() as u64));
+        let end = bytes.and_then(|b| self.top.checked_add(b)).and_then(|e| e.checked_next_multiple_of(ALIGN));
+        let end = end.ok_or(Error::Memory { need: u64::MAX })?;
+        let tensor = Tensor { region: self.region, dtype, offset: self.top, rows, cols, stride: cols };
+        self.top = end;
+        self.peak = self.peak.max(end);
+        Ok(tensor)
+    }
+
+    /// The current top, to come back to with [`Arena::reset`].
+    pub fn mark(&self) -> u64 {
+        self.top
+    }
+
+    /// Frees everything placed since the mark and returns the freed byte range.
+    pub fn reset(&mut self, mark: u64) -> Range<u64> {
+        let freed = mark..self.top;
+        self.top = mark;
+        freed
+    }
+
+    /// The most bytes that were ever in use at once.
+    pub fn peak(&self) -> u64 {
+        self.peak
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slices_of_one_buffer_overlap_only_where_they_share_columns() {
+        let mut arena = Arena::new(Region::Arena);
+        let joined = arena.alloc(10, 1024, DType::Bf16).unwrap();
+        let (left, right) = (joined.cols(0..256), joined.cols(256..1024));
+        assert!(!left.overlaps(right) && !right.overlaps(left));
+        assert!(joined.cols(0..257).overlaps(right));
+        assert!(left.overlaps(joined));
+        assert!(!joined.rows(0..5).overlaps(joined.rows(5..10)));
+        assert!(joined.rows(0..6).cols(0..8).overlaps(joined.rows(5..10)));
+        assert!(!joined.rows(0..6).cols(0..8).overlaps(joined.rows(5..10).cols(8..16)));
+        assert!(!joined.rows(5..10).cols(0..8).overlaps(joined.rows(0..6).cols(8..16)));
+    }
+
+    #[test]
+    fn arena_keeps_its_peak_and_reuses_freed_space() {
+        let mut arena = Arena::new(Region::Arena);
+        let a = arena.alloc(1, 1, DType::F32).unwrap();
+        let mark = arena.mark();
+        let b = arena.alloc(100, 100, DType::F32).unwrap();
+        assert_eq!((a.offset, b.offset), (0, ALIGN));
+        assert_eq!(arena.reset(mark), ALIGN..ALIGN + 40_960);
+        assert_eq!(arena.alloc(1, 1, DType::F32).unwrap().offset, ALIGN);
+        assert_eq!(arena.peak(), ALIGN + 40_960);
+        assert!(arena.alloc(usize::MAX, usize::MAX, DType::F32).is_err());
+    }
+}

@@ -1,0 +1,464 @@
+"""Trains the built-in model in stages that stop by the clock and resume:
+
+    python train.py --stage vae|flow|distil --minutes M --work DIR [--init DIR]
+
+DIR/state_<stage>.pt holds weights, optimiser and EMA; DIR/ema/{vae,transformer,text_encoder}.safetensors hold the
+EMA weights in bf16, which is all that the next stage, another machine (--init) or export.py needs.
+"""
+import argparse
+import contextlib
+import copy
+import math
+import os
+import random
+import sys
+import time
+
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+
+import common as C
+import world
+
+T0 = time.time()
+CHUNK = 128          # pictures rendered and encoded at a time
+
+
+class Clock:
+    """Wall clock of this run plus the minutes of earlier runs of the same stage."""
+
+    def __init__(self, minutes, total, before):
+        self.start, self.minutes, self.total, self.before = T0, minutes, total or before + minutes, before
+        self.last, self.steps, self.hot = time.time(), 0, None
+
+    def spent(self):
+        return (time.time() - self.start) / 60
+
+    def over(self, reserve=0.0):
+        return self.spent() + reserve >= self.minutes
+
+    def progress(self):
+        return min((self.before + self.spent()) / self.total, 1.0)
+
+    def report(self, step, text, every=15):
+        now = time.time()
+        self.hot = self.hot or (now, step)
+        if now - self.last < every:
+            return False
+        rate = (step - self.steps) / (now - self.last)
+        self.last, self.steps = now, step
+        print(f"step {step} {text} {rate:.2f} steps/s progress {self.progress():.3f} left {60 * (self.minutes - self.spent()):.0f}s",
+              flush=True)
+        return True
+
+
+class Ema:
+    def __init__(self, module, decay):
+        self.decay, self.n = decay, 0
+        self.p = [p.detach().clone().float() for p in module.parameters()]
+
+    @torch.no_grad()
+    def update(self, module):
+        self.n += 1
+        d = min(self.decay, (1 + self.n) / (10 + self.n))
+        torch._foreach_lerp_(self.p, [p.detach() for p in module.parameters()], 1 - d)
+
+    @contextlib.contextmanager
+    def swapped(self, module):
+        kept = [p.detach().clone() for p in module.parameters()]
+        with torch.no_grad():
+            for p, e in zip(module.parameters(), self.p):
+                p.copy_(e)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for p, k in zip(module.parameters(), kept):
+                    p.copy_(k)
+
+
+def lr_at(clock, step, peak, warm, floor=0.03, hold=0.45):
+    p = clock.progress()
+    x = 1.0 if p < hold else floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * (p - hold) / (1 - hold)))
+    return peak * x * min(1.0, (step + 1) / warm)
+
+
+def save_state(a, stage, module, opt, ema, step, minutes):
+    path = os.path.join(a.work, f"state_{stage}.pt")
+    torch.save({"model": module.state_dict(), "opt": opt.state_dict(), "ema": ema.p, "ema_n": ema.n, "step": step,
+                "minutes": minutes}, path + ".tmp")
+    os.replace(path + ".tmp", path)
+
+
+def load_state(a, stage, module, opt, ema, dev):
+    path = os.path.join(a.work, f"state_{stage}.pt")
+    if a.restart or a.warm or not os.path.exists(path):
+        return 0, 0.0
+    s = torch.load(path, map_location=dev, weights_only=True)
+    module.load_state_dict(s["model"])
+    opt.load_state_dict(s["opt"])
+    ema.p, ema.n = s["ema"], s["ema_n"]
+    print(f"resumed {stage} at step {s['step']}, {s['minutes']:.1f} minutes trained", flush=True)
+    return s["step"], s["minutes"]
+
+
+def init_from(a, names, module):
+    """The first of the named weight files found in the work folder, else in --init."""
+    for folder in (os.path.join(a.work, "ema"), a.init):
+        for name in names:
+            if folder and C.load_part(folder, name, module):
+                print(f"{name}: EMA weights from {folder}", flush=True)
+                return True
+    return False
+
+
+def init_flow(a, flow):
+    """The undistilled flow weights where there are any, else the final ones."""
+    return all([init_from(a, [f"flow_{n}", n], getattr(flow, n)) for n in ("transformer", "text_encoder")])
+
+
+def compiled(a, f, **k):
+    if a.no_compile or not torch.cuda.is_available():
+        return f
+    return torch.compile(f, dynamic=False, **k)
+
+
+def cast(dev):
+    return torch.autocast(dev, dtype=torch.bfloat16, enabled=dev == "cuda")
+
+
+def optimiser(params, lr, dev, wd=0.01, b2=0.99):
+    params = [p for p in params if p.requires_grad]
+    groups = [{"params": [p for p in params if p.ndim >= 2], "weight_decay": wd},
+              {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, b2), eps=1e-8, fused=dev == "cuda")
+
+
+# ---------------------------------------------------------------- VAE
+
+def train_vae(a, dev):
+    vae = C.make_vae().to(dev)
+    if dev == "cuda":
+        vae = vae.to(memory_format=torch.channels_last)
+    init_from(a, ["vae"], vae)
+    params = [p for p in vae.parameters()]
+    opt, ema = optimiser(params, a.lr or 1e-3, dev, wd=1e-4), Ema(vae, 0.998)
+    step, before = load_state(a, "vae", vae, opt, ema, dev)
+    clock = Clock(a.minutes, a.total, before)
+    data = C.loader(0, a.batch or 64, f"vae{a.seed}{step}", a.workers, captions=1)
+    rend = compiled(a, world.render)
+    enc, dec = compiled(a, vae._encode), compiled(a, lambda z: vae.decoder(vae.post_quant_conv(z)))
+    peak, first = a.lr or 1e-3, step
+    while not clock.over(0.35 * a.reserve) and step - first < a.max_steps:
+        _, _, ob, bg = next(data)
+        with torch.no_grad():
+            x = rend(ob[:, 0].to(dev, non_blocking=True), bg[:, 0].to(dev, non_blocking=True))
+            if dev == "cuda":
+                x = x.contiguous(memory_format=torch.channels_last)
+        with cast(dev):
+            m, lv = enc(x).float().chunk(2, 1)
+            lv = lv.clamp(-12, 4)
+            # three quarters of each batch with the sampled latent, the rest with its mean (as used later)
+            q = (torch.arange(x.shape[0], device=dev) % 4 != 0).view(-1, 1, 1, 1)
+            z = m + torch.randn_like(m) * (0.5 * lv).exp() * q
+            y = dec(z).float()
+        kl = 0.5 * (m.square() + lv.exp() - 1 - lv).mean()
+        l1 = (y - x).abs().mean()
+        gx = ((y - x)[..., 1:] - (y - x)[..., :-1]).abs().mean()
+        gy = ((y - x)[..., 1:, :] - (y - x)[..., :-1, :]).abs().mean()
+        mse = (y - x).square().mean()
+        beta = a.kl * min(1.0, 0.02 + clock.progress() / 0.3)
+        loss = l1 + mse + 0.5 * (gx + gy) + beta * kl
+        for g in opt.param_groups:
+            g["lr"] = lr_at(clock, step, peak, 200)
+        opt.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        opt.step()
+        ema.update(vae)
+        step += 1
+        if step % 20 == 0:
+            clock.report(step, f"vae l1 {l1.item() * 127.5:.3f}/255 grad {(gx + gy).item() * 127.5:.3f} kl {kl.item():.3f}")
+    save_state(a, "vae", vae, opt, ema, step, before + clock.spent())
+    # as shipped: EMA weights rounded to bf16; then the statistics of its own latents
+    ship = C.make_vae().to(dev)
+    with ema.swapped(vae):
+        ship.load_state_dict({k: v.to(torch.bfloat16).float() if v.is_floating_point() else v for k, v in vae.state_dict().items()})
+    ship.eval().requires_grad_(False)
+    n, s1, s2 = 0, 0, 0
+    with torch.no_grad():
+        for _ in range(a.stat_batches):
+            _, _, ob, bg = next(data)
+            p = C.patchify(ship._encode(rend(ob[:, 0].to(dev), bg[:, 0].to(dev)))[:, :32].contiguous()).double()
+            n, s1, s2 = n + p.numel() // 128, s1 + p.sum((0, 2, 3)), s2 + p.square().sum((0, 2, 3))
+        ship.bn.running_mean.copy_((s1 / n).float())
+        ship.bn.running_var.copy_((s2 / n - (s1 / n) ** 2).clamp(min=0).float())
+    C.save_part(os.path.join(a.work, "ema"), "vae", ship.state_dict())
+    rng = random.Random(7)
+    x = world.render_scenes([world.sample_scene(rng, held=None) for _ in range(8)], dev)
+    y = C.to_pictures(ship, C.to_tokens(ship, x))
+    std = ship.bn.running_var.sqrt()
+    print(f"vae done: {step} steps, round trip {(x - y).abs().mean().item() * 127.5:.3f}/255, latent std "
+          f"{std.min().item():.3f}..{std.max().item():.3f}, values under 0.05: {(std < 0.05).sum().item()}", flush=True)
+    world.to_png(world.grid(torch.cat([x, y.clamp(-1, 1)]), 8), os.path.join(a.work, "vae.png"))
+
+
+# ---------------------------------------------------------------- flow
+
+class Pool:
+    """A ring of encoded batches per mode; each is used about `reuse` times before it is replaced."""
+
+    def __init__(self, a, dev, vae, sizes, slots=24, reuse=3.0, seed=""):
+        w = a.workers
+        share = [w - w // 2, (w // 2 + 1) // 2, w // 4] if w else [0, 0, 0]
+        share = [max(s, 1) for s in share] if w else share
+        self.a, self.dev, self.vae, self.slots, self.reuse = a, dev, vae, slots, reuse
+        self.data = [C.loader(r, sizes[r], f"{seed}{a.seed}", share[r]) for r in range(3)]
+        self.ring = [[], [], []]
+        self.rend, self.enc = compiled(a, world.render), compiled(a, vae._encode)
+        self.rng = random.Random(f"{a.seed}{seed}")
+
+    def fresh(self, mode):
+        ids, n, ob, bg = [t.to(self.dev, non_blocking=True) for t in next(self.data[mode])]
+        b, r = ob.shape[:2]
+        with torch.no_grad():
+            # one fixed rendering shape for every mode
+            tok = []
+            ob, bg = ob.reshape(b * r, 3, -1), bg.reshape(b * r, -1)
+            for i in range(0, b * r, CHUNK):
+                o, g = ob[i:i + CHUNK], bg[i:i + CHUNK]
+                k = o.shape[0]
+                if k < CHUNK and self.dev == "cuda":
+                    o, g = torch.cat([o, o[:1].expand(CHUNK - k, -1, -1)]), torch.cat([g, g[:1].expand(CHUNK - k, -1)])
+                tok.append(C.to_tokens(self.vae, self.rend(o, g), encode=self.enc)[:k])
+            tok = torch.cat(tok)
+        return ids, n, tok.view(b, r, 256, 128)
+
+    def get(self, mode):
+        ring = self.ring[mode]
+        if len(ring) < self.slots:
+            ring.append(self.fresh(mode))
+            item = ring[-1]
+        elif self.rng.random() < 1 / self.reuse:
+            i = self.rng.randrange(self.slots)
+            ring[i] = item = self.fresh(mode)
+        else:
+            item = ring[self.rng.randrange(self.slots)]
+        ids, n, tok = item
+        k = torch.randint(0, ids.shape[1], (ids.shape[0],), device=self.dev)
+        row = torch.arange(ids.shape[0], device=self.dev)
+        return ids[row, k].long(), n[row, k].long(), tok[:, 0].float(), [tok[:, j].float() for j in range(1, tok.shape[1])]
+
+
+def load_vae(a, dev):
+    vae = C.make_vae()
+    assert init_from(a, ["vae"], vae) or a.warm, "no trained VAE: run --stage vae, or give --init"
+    vae = vae.to(dev).eval().requires_grad_(False)
+    if dev == "cuda":
+        stats = vae.bn.running_mean.clone(), vae.bn.running_var.clone()
+        vae = vae.to(torch.bfloat16).to(memory_format=torch.channels_last)
+        vae.bn = vae.bn.float()
+        vae.bn.running_mean.copy_(stats[0]), vae.bn.running_var.copy_(stats[1])
+    return vae
+
+
+def draw_sigma(b, dev):
+    """Half shifted logit-normal (the sampler's own shift), a quarter near the 4-step sigmas, a quarter uniform."""
+    mu = 1.97
+    u = torch.sigmoid(torch.randn(b, device=dev))
+    s = math.exp(mu) / (math.exp(mu) + 1 / u - 1)
+    near = C.schedule(device=dev)[torch.randint(0, 4, (b,), device=dev)] + 0.015 * torch.randn(b, device=dev)
+    near = torch.where(near > 1, 2 - near, near)
+    pick = torch.rand(b, device=dev)
+    top = (torch.rand(b, device=dev) < 0.3) & (pick < 0.25)           # pure noise must be seen often: step one
+    s = torch.where(pick < 0.25, near, torch.where(pick < 0.5, torch.rand(b, device=dev), s))
+    return torch.where(top, torch.ones_like(s), s).clamp(0.002, 1.0)
+
+
+def set_null(ids, n, null, rate):
+    drop = torch.rand(ids.shape[0], device=ids.device) < rate
+    return torch.where(drop[:, None], null[0], ids), torch.where(drop, null[1], n)
+
+
+def sizes_of(a, dev):
+    b = a.batch or 256
+    return [b, max(b * 5 // 8, 1), max(b * 3 // 8, 1)]
+
+
+def pick_mode(rng):
+    return rng.choices((0, 1, 2), (0.6, 0.27, 0.13))[0]
+
+
+def next_mode(a, rng, i):
+    return i % 3 if a.warm else pick_mode(rng)
+
+
+def finish_flow(a, dev, stage, flow, opt, ema, step, minutes, vae):
+    if a.warm:
+        return
+    save_state(a, stage, flow, opt, ema, step, minutes)
+    with ema.swapped(flow):
+        for prefix in ("", "flow_") if stage == "flow" else ("",):
+            C.save_part(os.path.join(a.work, "ema"), prefix + "transformer", flow.transformer.state_dict())
+            C.save_part(os.path.join(a.work, "ema"), prefix + "text_encoder", flow.text_encoder.state_dict())
+        if not a.no_samples:
+            import evaluate
+            with cast(dev):
+                evaluate.report(flow, vae, dev, a.work, stage, n=a.eval_n)
+
+
+def train_flow(a, dev):
+    vae = load_vae(a, dev)
+    flow = C.Flow().to(dev)
+    init_flow(a, flow)
+    params = list(flow.parameters())
+    peak = a.lr or 1e-3
+    opt, ema = optimiser(params, peak, dev), Ema(flow, 0.9992)
+    step, before = load_state(a, "flow", flow, opt, ema, dev)
+    clock = Clock(a.minutes, a.total, before)
+    pool = Pool(a, dev, vae, sizes_of(a, dev), seed=f"flow{step}", slots=a.slots)
+    null = C.null_prompt(dev)
+    net = compiled(a, flow.transformer)
+    rng, first, run = random.Random(f"{a.seed}{step}"), step, None
+    while not clock.over(a.reserve) and step - first < a.max_steps:
+        mode = next_mode(a, rng, step)
+        ids, n, x0, refs = pool.get(mode)
+        ids, n = set_null(ids, n, null, 0.1)
+        noise = torch.randn_like(x0)
+        s = draw_sigma(x0.shape[0], dev)
+        xt = x0 + s[:, None, None] * (noise - x0)
+        with cast(dev):
+            v = velocity(flow, net, xt, refs, flow.text(ids, n), s).float()
+        per = (v - (noise - x0)).square().mean((1, 2))
+        loss = per.mean()
+        for g in opt.param_groups:
+            g["lr"] = lr_at(clock, step, peak, 600)
+        opt.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        opt.step()
+        ema.update(flow)
+        step += 1
+        if mode == 0:
+            run = loss.detach() if run is None else torch.lerp(run, loss.detach(), 0.05)
+        if step % 10 == 0:
+            clock.report(step, f"flow loss {0.0 if run is None else run.item():.4f} lr {opt.param_groups[0]['lr']:.1e}")
+    finish_flow(a, dev, "flow", flow, opt, ema, step, before + clock.spent(), vae)
+
+
+def velocity(flow, net, x, refs, ctx, t):
+    n = x.shape[1]
+    return net(hidden_states=torch.cat([x, *refs], 1) if refs else x, encoder_hidden_states=ctx, timestep=t,
+               img_ids=C.image_ids(n, len(refs), x.device), txt_ids=C.text_ids(ctx.shape[1], x.device), return_dict=False)[0][:, :n]
+
+
+# ---------------------------------------------------------------- distillation to 4 steps
+
+def train_distil(a, dev):
+    """The teacher (the flow's EMA) walks from noise to a picture in many steps; the student, rolled out by its own four
+    steps from the same noise, learns at each of them to point straight at the teacher's end point."""
+    vae = load_vae(a, dev)
+    flow = C.Flow().to(dev)
+    assert init_flow(a, flow) or a.warm, "no flow weights: run --stage flow, or give --init"
+    teacher = copy.deepcopy(flow).eval().requires_grad_(False)
+    params = list(flow.parameters())
+    peak = a.lr or 4e-4
+    opt, ema = optimiser(params, peak, dev), Ema(flow, 0.998)
+    step, before = load_state(a, "distil", flow, opt, ema, dev)
+    clock = Clock(a.minutes, a.total, before)
+    sizes = sizes_of(a, dev)
+    pool = Pool(a, dev, vae, sizes, seed=f"distil{step}", slots=min(a.slots, 4), reuse=1.0)
+    null = C.null_prompt(dev)
+    net, tnet = compiled(a, flow.transformer), compiled(a, teacher.transformer)
+    sig = C.schedule(device=dev)
+    many = C.schedule(a.teacher_steps, device=dev)
+    rng, first, run = random.Random(f"{a.seed}{step}d"), step, [None] * 4
+    bank = [[], [], []]
+    lerp = lambda old, new: new if old is None else old + 0.05 * (new - old)
+    while not clock.over(a.reserve) and step - first < a.max_steps:
+        mode = next_mode(a, rng, step)
+        ring = bank[mode]
+        if len(ring) < a.slots or rng.random() < 1 / a.pair_reuse:
+            ids, n, _, refs = pool.get(mode)
+            noise = torch.randn(ids.shape[0], 256, 128, device=dev)
+            with torch.no_grad(), cast(dev):
+                end = C.sample(teacher, ids, n, refs, noise=noise, sig=many, null=null, guidance=a.guidance,
+                               velocity=lambda x, r, c, t: velocity(teacher, tnet, x, r, c, t))
+            item = (ids, n, [r.bfloat16() for r in refs], noise, end)
+            if len(ring) < a.slots:
+                ring.append(item)
+            else:
+                ring[rng.randrange(len(ring))] = item
+        else:
+            item = rng.choice(ring)
+        ids, n, refs, noise, end = item
+        refs = [r.float() for r in refs]
+        k = 1 if a.warm else rng.choices((0, 1, 2, 3), (0.2, 0.2, 0.25, 0.35))[0]
+        with cast(dev):
+            ctx = flow.text(ids, n)
+            x = noise
+            with torch.no_grad():
+                for i in range(k):
+                    x = x + (sig[i + 1] - sig[i]) * velocity(flow, net, x, refs, ctx.detach(), sig[i].expand(len(x))).float()
+            # the time given is blurred a little: engines round it in different ways
+            t = (sig[k] + 0.002 * (2 * torch.rand(len(x), device=dev) - 1)).clamp(max=1.0)
+            v = velocity(flow, net, x, refs, ctx, t).float()
+        loss = ((x - sig[k] * v) - end).square().mean() / sig[k] ** 2
+        for g in opt.param_groups:
+            g["lr"] = lr_at(clock, step, peak, 100, floor=0.02, hold=0.3)
+        opt.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        opt.step()
+        ema.update(flow)
+        step += 1
+        run[k] = lerp(run[k], loss.detach())
+        if step % 10 == 0:
+            clock.report(step, "distil loss by step " + " ".join("-" if r is None else f"{r.item():.4f}" for r in run))
+    finish_flow(a, dev, "distil", flow, opt, ema, step, before + clock.spent(), vae)
+
+
+def main():
+    p = argparse.ArgumentParser()
+    p.add_argument("--stage", choices=["vae", "flow", "distil"], required=True)
+    p.add_argument("--minutes", type=float, required=True, help="wall clock of this run, start-up included")
+    p.add_argument("--total", type=float, help="minutes of the whole stage over all its runs (for the learning rate)")
+    p.add_argument("--work", required=True)
+    p.add_argument("--init", help="folder of EMA weights to start from when --work has none")
+    p.add_argument("--batch", type=int)
+    p.add_argument("--lr", type=float)
+    p.add_argument("--kl", type=float, default=2e-3)
+    p.add_argument("--workers", type=int, default=max((os.cpu_count() or 2) - 3, 0))
+    p.add_argument("--slots", type=int, default=24)
+    p.add_argument("--stat-batches", type=int, default=96)
+    p.add_argument("--teacher-steps", type=int, default=24)
+    p.add_argument("--pair-reuse", type=float, default=6.0)
+    p.add_argument("--guidance", type=float, default=1.0, help="guidance of the distillation's teacher")
+    p.add_argument("--max-steps", type=int, default=10 ** 9)
+    p.add_argument("--reserve", type=float, default=0.4, help="minutes kept for saving and samples")
+    p.add_argument("--eval-n", type=int, default=200)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--restart", action="store_true", help="ignore the saved state of this stage; start from EMA weights")
+    p.add_argument("--warm", action="store_true", help="flow, distil: only fill the compiler's cache, save nothing")
+    p.add_argument("--no-compile", action="store_true")
+    p.add_argument("--no-samples", action="store_true")
+    a = p.parse_args()
+    if a.warm:
+        a.max_steps, a.slots, a.teacher_steps, a.workers = 6, 1, 2, min(a.workers, 3)
+    os.makedirs(a.work, exist_ok=True)
+    dev = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(a.seed + int(time.time()) % 100000)
+    if dev == "cuda":
+        torch.backends.cudnn.benchmark = True
+        torch.set_float32_matmul_precision("high")
+        torch._dynamo.config.suppress_errors = True
+        torch._dynamo.config.cache_size_limit = 64
+    else:
+        torch.set_num_threads(1)
+    {"vae": train_vae, "flow": train_flow, "distil": train_distil}[a.stage](a, dev)
+    print(f"{a.stage}: this run took {(time.time() - T0) / 60:.2f} minutes", flush=True)
+
+
+if __name__ == "__main__":
+    main()
