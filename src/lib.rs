@@ -1,4 +1,23 @@
-//! kiln.
+//! kiln: a FLUX.2 [klein] inference engine.
+//!
+//! A prompt becomes tokens, tokens become text features, features and noise become latents over a few steps, latents become
+//! pixels. [`pipeline`] is that straight line; [`model`] holds the three networks, written once over the [`backend`] seam;
+//! everything between is pure. `ARCHITECTURE.md` tells what may call what, and why.
+
 pub mod backend;
+pub mod checkpoint;
+pub mod config;
+pub mod dump;
 pub mod error;
+pub mod image;
+pub mod locate;
+pub mod model;
+pub mod names;
+pub mod noise;
+pub mod pipeline;
+pub mod progress;
+pub mod sampler;
+pub mod sequence;
 pub mod tensor;
+pub mod tiny;
+pub mod tokenizer;

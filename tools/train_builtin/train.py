@@ -124,6 +124,11 @@ def compiled(a, f, **k):
     return torch.compile(f, dynamic=False, **k)
 
 
+def renderer(a):
+    layer = compiled(a, world.layer)
+    return lambda ob, bg: world.render(ob, bg, layer=layer)
+
+
 def cast(dev):
     return torch.autocast(dev, dtype=torch.bfloat16, enabled=dev == "cuda")
 
@@ -147,7 +152,7 @@ def train_vae(a, dev):
     step, before = load_state(a, "vae", vae, opt, ema, dev)
     clock = Clock(a.minutes, a.total, before)
     data = C.loader(0, a.batch or 64, f"vae{a.seed}{step}", a.workers, captions=1)
-    rend = compiled(a, world.render)
+    rend = renderer(a)
     enc, dec = compiled(a, vae._encode), compiled(a, lambda z: vae.decoder(vae.post_quant_conv(z)))
     peak, first = a.lr or 1e-3, step
     while not clock.over(0.35 * a.reserve) and step - first < a.max_steps:
@@ -216,7 +221,7 @@ class Pool:
         self.a, self.dev, self.vae, self.slots, self.reuse = a, dev, vae, slots, reuse
         self.data = [C.loader(r, sizes[r], f"{seed}{a.seed}", share[r]) for r in range(3)]
         self.ring = [[], [], []]
-        self.rend, self.enc = compiled(a, world.render), compiled(a, vae._encode)
+        self.rend, self.enc = renderer(a), compiled(a, vae._encode)
         self.rng = random.Random(f"{a.seed}{seed}")
 
     def fresh(self, mode):
@@ -254,6 +259,8 @@ class Pool:
 def load_vae(a, dev):
     vae = C.make_vae()
     assert init_from(a, ["vae"], vae) or a.warm, "no trained VAE: run --stage vae, or give --init"
+    if not a.warm and not os.path.exists(os.path.join(a.work, "ema", "vae.safetensors")):
+        C.save_part(os.path.join(a.work, "ema"), "vae", vae.state_dict())
     vae = vae.to(dev).eval().requires_grad_(False)
     if dev == "cuda":
         stats = vae.bn.running_mean.clone(), vae.bn.running_var.clone()
@@ -452,8 +459,10 @@ def main():
     if dev == "cuda":
         torch.backends.cudnn.benchmark = True
         torch.set_float32_matmul_precision("high")
-        torch._dynamo.config.suppress_errors = True
-        torch._dynamo.config.cache_size_limit = 64
+        torch._dynamo.config.suppress_errors = True      # falls back to eager
+        for name in ("recompile_limit", "cache_size_limit"):
+            if hasattr(torch._dynamo.config, name):
+                setattr(torch._dynamo.config, name, 64)
     else:
         torch.set_num_threads(1)
     {"vae": train_vae, "flow": train_flow, "distil": train_distil}[a.stage](a, dev)

@@ -469,38 +469,43 @@ def _sdf(shape, x, y):
     return torch.where(shape == 8, (ex * ex + ey * ey + 1e-12).sqrt() * torch.sign(ey), d)
 
 
-def render(ob, bg, size=SIZE):
-    """ob [B,3,9], bg [B,8] -> pictures [B,3,size,size] in [-1,1]; anti-aliased, lightly shaded."""
-    dev = ob.device
-    g = torch.arange(size, device=dev, dtype=torch.float32) + 0.5
+def layer(o, size=SIZE):
+    """One object per picture, o [B,9] -> its coverage, its shadow's factor, its light, and height, each [B,size,size]."""
+    g = torch.arange(size, device=o.device, dtype=torch.float32) + 0.5
     X, Y = g.view(1, 1, size), g.view(1, size, 1)
-    col = lambda t, i: t[:, i].view(-1, 1, 1)
-    kind, dirn = col(bg, 0), col(bg, 1)
+    col = lambda i: o[:, i].view(-1, 1, 1)
+    shape, r, on = col(0), col(3), col(8)
+    cs, sn = torch.cos(col(4)), torch.sin(col(4))
+
+    def dist(dx, dy):
+        px, py = (X - col(1) - dx) / r, (col(2) + dy - Y) / r
+        return _sdf(shape, cs * px + sn * py, -sn * px + cs * py) * r, px, py
+
+    ds, _, _ = dist(2.0, 3.5)
+    shade = 1 - 0.20 * on * ((4.5 - ds) / 9).clamp(0, 1) ** 2
+    d, px, py = dist(0.0, 0.0)
+    alpha = on * (0.5 - d).clamp(0, 1)
+    light = 1 + 0.07 * (0.8 * py - 0.5 * px).clamp(-1, 1) - 0.06 * (1 + d / 3).clamp(0, 1)
+    return alpha, shade, light, (0.02 * py).expand_as(alpha)
+
+
+def render(ob, bg, size=SIZE, layer=layer):
+    """ob [B,3,9], bg [B,8] -> pictures [B,3,size,size] in [-1,1]; anti-aliased, lightly shaded."""
+    g = torch.arange(size, device=ob.device, dtype=torch.float32) + 0.5
+    X, Y = g.view(1, 1, size), g.view(1, size, 1)
+    kind, dirn = bg[:, 0].view(-1, 1, 1), bg[:, 1].view(-1, 1, 1)
     grad = torch.where(dirn == 0, Y, X).expand(-1, size, size) / size
     # vertical stripes vary along x, horizontal along y, diagonal along (x+y)/sqrt 2; period 64 px
     u = torch.where(dirn == 0, X.expand(1, size, size), torch.where(dirn == 1, Y.expand(1, size, size), (X + Y) * 0.70710678))
     tri = ((u / 64) % 1.0 - 0.5).abs() - 0.25                                   # >0: the first colour
     stripe = (0.5 - tri * 64).clamp(0, 1)
-    mix = torch.where(kind == 1, grad, torch.where(kind == 2, stripe, torch.zeros_like(grad)))
-    img = [col(bg, 2 + c) * (1 - mix) + col(bg, 5 + c) * mix for c in range(3)]
+    mix = torch.where(kind == 1, grad, torch.where(kind == 2, stripe, torch.zeros_like(grad)))[:, None]
+    rgb = lambda t, i: t[:, i:i + 3, None, None]
+    img = torch.lerp(rgb(bg, 2), rgb(bg, 5), mix)
     for j in range(3):
-        o = ob[:, j]
-        shape, r, on = col(o, 0), col(o, 3), col(o, 8)
-        cs, sn = torch.cos(col(o, 4)), torch.sin(col(o, 4))
-
-        def dist(dx, dy):
-            px, py = (X - col(o, 1) - dx) / r, (col(o, 2) + dy - Y) / r
-            x, y = cs * px + sn * py, -sn * px + cs * py
-            return _sdf(shape, x, y) * r, px, py
-
-        ds, _, _ = dist(2.0, 3.5)
-        shade = 1 - 0.20 * on * ((4.5 - ds) / 9).clamp(0, 1) ** 2
-        d, px, py = dist(0.0, 0.0)
-        alpha = on * (0.5 - d).clamp(0, 1)
-        light = 1 + 0.07 * (0.8 * py - 0.5 * px).clamp(-1, 1) - 0.06 * (1 + d / 3).clamp(0, 1)
-        for c in range(3):
-            img[c] = img[c] * shade * (1 - alpha) + ((col(o, 5 + c) * light + 0.02 * py).clamp(0, 1)) * alpha
-    return torch.stack(img, 1).clamp(0, 1) * 2 - 1
+        alpha, shade, light, lift = (t[:, None] for t in layer(ob[:, j].contiguous()))
+        img = torch.lerp(img * shade, (rgb(ob[:, j], 5) * light + lift).clamp(0, 1), alpha)
+    return img.clamp(0, 1) * 2 - 1
 
 
 def render_scenes(scenes, device="cpu"):

@@ -1,0 +1,353 @@
+//! Checkpoints: mapped safetensors files, and the weights of one model part under canonical names.
+//!
+//! A [`Shard`] is one file whose header has been validated. [`Weights`] gathers the shards of a part, brings their names to
+//! canonical ones, and hands out bytes only after name, shape and type were checked. Nothing is copied: a [`Weight`] points
+//! into the mapped file.
+
+mod folder;
+mod header;
+mod quantised;
+
+pub use crate::names::Part;
+pub use header::{ElementType, Entry};
+
+use crate::error::{Error, Result};
+use crate::names::{self, Layout, Place, Rows, Spelling, TensorSpec};
+use crate::tensor::{Bytes, DType};
+use header::Header;
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// One safetensors file. Cloning it copies no data.
+#[derive(Clone, Debug)]
+pub struct Shard {
+    path: PathBuf,
+    bytes: Bytes,
+    header: Arc<Header>,
+}
+
+impl Shard {
+    /// Maps a file and validates its header.
+    pub fn open(path: &Path) -> Result<Self> {
+        // Asked before opening: opening a pipe would wait for a writer.
+        let meta = std::fs::metadata(path).map_err(|e| Error::read(path, e))?;
+        if !meta.is_file() {
+            let detail = if meta.is_dir() { "it is a folder" } else { "it is not a regular file" };
+            return Err(Error::bad_file(path, "not a safetensors file", detail));
+        }
+        let file = File::open(path).map_err(|e| Error::read(path, e))?;
+        let bytes = if meta.len() == 0 { Bytes::new(Arc::new([])) } else { map(path, &file)? };
+        Self::new(path.into(), bytes)
+    }
+
+    /// A file that is already in memory; `name` stands for its path in messages.
+    pub fn from_bytes(name: &str, bytes: Bytes) -> Result<Self> {
+        Self::new(name.into(), bytes)
+    }
+
+    fn new(path: PathBuf, bytes: Bytes) -> Result<Self> {
+        let header = Arc::new(Header::parse(&path, &bytes)?);
+        Ok(Self { path, bytes, header })
+    }
+
+    /// Where it came from.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Its tensors in order of name.
+    pub fn tensors(&self) -> impl Iterator<Item = (&str, &Entry)> {
+        self.header.tensors.iter().map(|(name, entry)| (name.as_str(), entry))
+    }
+
+    /// One tensor.
+    pub fn entry(&self, name: &str) -> Option<&Entry> {
+        self.header.tensors.get(name)
+    }
+
+    /// The bytes of one tensor.
+    pub fn bytes(&self, name: &str) -> Option<Bytes> {
+        self.bytes.slice(self.entry(name)?.range.clone())
+    }
+
+    /// The file's free-form string map.
+    pub fn metadata(&self) -> &BTreeMap<String, String> {
+        &self.header.metadata
+    }
+}
+
+#[allow(unsafe_code)]
+fn map(path: &Path, file: &File) -> Result<Bytes> {
+    // SAFETY: the mapping is read-only, and its bytes are only ever read as plain numbers, for which every bit pattern is
+    // valid; the header, whose text must not change after validation, is copied out first. That nobody shortens the file
+    // while it is mapped cannot be enforced; if somebody does, the process ends with a bus error and reads nothing stray.
+    let map = unsafe { memmap2::Mmap::map(file) }.map_err(|e| Error::read(path, e))?;
+    Ok(Bytes::new(Arc::new(map)))
+}
+
+/// A weight whose name, shape and type were checked.
+#[derive(Clone, Debug)]
+pub struct Weight {
+    /// Its rows in order.
+    pub parts: Vec<WeightSlice>,
+}
+
+/// Consecutive rows of a weight as a file stores them.
+#[derive(Clone, Debug)]
+pub struct WeightSlice {
+    /// The bytes, row-major.
+    pub bytes: Bytes,
+    /// Their element type.
+    pub dtype: DType,
+    /// Extent along the first dimension.
+    pub rows: usize,
+}
+
+/// The weights of one model part under their canonical names.
+#[derive(Clone, Debug)]
+pub struct Weights {
+    part: Part,
+    path: PathBuf,
+    shards: Vec<Shard>,
+    /// Canonical name to its pieces in row order. A piece that no file has is `None`.
+    tensors: BTreeMap<String, Vec<Option<Segment>>>,
+    /// Tensors that no table knows.
+    unknown: Vec<(usize, String)>,
+    /// How these files spell names, for messages about what is missing.
+    layout: Layout,
+    prefix: &'static str,
+}
+
+/// Where rows of a canonical tensor lie.
+#[derive(Clone, Debug)]
+struct Segment {
+    shard: usize,
+    tensor: String,
+    rows: Rows,
+}
+
+impl Weights {
+    /// Opens a `.safetensors` file, or a folder that holds one or holds its shards.
+    pub fn open(part: Part, path: &Path) -> Result<Self> {
+        let meta = std::fs::metadata(path).map_err(|e| match e.kind() {
+            std::io::ErrorKind::NotFound => {
+                Error::NoModel { path: path.into(), what: format!("the {part} does not exist"), hint: None }
+            }
+            _ => Error::read(path, e),
+        })?;
+        let shards = if meta.is_dir() { folder::open(path)? } else { vec![Shard::open(path)?] };
+        Self::gather(part, path.into(), shards)
+    }
+
+    /// Takes files that are already open.
+    pub fn from_shards(part: Part, shards: Vec<Shard>) -> Result<Self> {
+        let path = shards.first().map(|shard| shard.path.clone()).unwrap_or_default();
+        Self::gather(part, path, shards)
+    }
+
+    fn gather(part: Part, path: PathBuf, shards: Vec<Shard>) -> Result<Self> {
+        let layout = Layout::Diffusers;
+        let mut weights = Self { part, path, shards, tensors: BTreeMap::new(), unknown: Vec::new(), layout, prefix: "" };
+        // Quantised files come first: their packed shapes would look like faults.
+        for shard in &weights.shards {
+            quantised::refuse(part, shard)?;
+        }
+        let mut original = 0i64;
+        for (index, shard) in weights.shards.iter().enumerate() {
+            for (name, _) in shard.tensors() {
+                match names::resolve(part, name) {
+                    Place::Weight(spelling) => {
+                        original += spelling.layout.map_or(0, |layout| if layout == Layout::Bfl { 1 } else { -1 });
+                        weights.prefix = spelling.prefix;
+                        place(&weights.shards, &mut weights.tensors, index, name, spelling)?;
+                    }
+                    Place::Unknown => weights.unknown.push((index, name.into())),
+                    Place::Unused | Place::OtherPart | Place::Quantisation(_) => {}
+                }
+            }
+        }
+        if original > 0 {
+            weights.layout = Layout::Bfl;
+        }
+        Ok(weights)
+    }
+
+    /// Which part these are.
+    pub fn part(&self) -> Part {
+        self.part
+    }
+
+    /// The file or folder they came from.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// How most of the names are spelled.
+    pub fn layout(&self) -> Layout {
+        self.layout
+    }
+
+    /// The files.
+    pub fn shards(&self) -> &[Shard] {
+        &self.shards
+    }
+
+    /// Canonical names of everything found, whole or not.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// The shape of a tensor, or `None` if it, or a piece of it, is missing or does not fit the others.
+    pub fn shape(&self, canonical: &str) -> Option<Vec<usize>> {
+        let mut whole: Option<Vec<usize>> = None;
+        for segment in self.tensors.get(canonical)? {
+            let segment = segment.as_ref()?;
+            let shape = &self.entry(segment)?.shape;
+            // The halves of one tensor together have its shape.
+            if segment.rows != Rows::All {
+                return Some(shape.clone());
+            }
+            match &mut whole {
+                None => whole = Some(shape.clone()),
+                Some(sum) => {
+                    if shape.is_empty() || sum.get(1..)? != &shape[1..] {
+                        return None;
+                    }
+                    sum[0] = sum[0].checked_add(shape[0])?;
+                }
+            }
+        }
+        whole
+    }
+
+    /// A tensor of the given shape, ready to be read.
+    pub fn weight(&self, name: &str, shape: &[usize]) -> Result<Weight> {
+        let parts = self.checked(&TensorSpec { name: name.into(), shape: shape.to_vec(), stack: Vec::new() })?;
+        Ok(Weight { parts })
+    }
+
+    /// Checks that everything in the manifest is there and right, and that nothing else is. Extra tensors are an error in the
+    /// transformer, where they mean another model; elsewhere their names are returned.
+    pub fn check(&self, manifest: &[TensorSpec]) -> Result<Vec<String>> {
+        for spec in manifest {
+            self.checked(spec)?;
+        }
+        let known: std::collections::BTreeSet<&str> = manifest.iter().map(|spec| spec.name.as_str()).collect();
+        let surplus = self.tensors.iter().filter(|(name, _)| !known.contains(name.as_str()));
+        let surplus = surplus.flat_map(|(_, segments)| segments.iter().flatten()).map(|s| (s.shard, s.tensor.clone()));
+        let mut extras: Vec<(usize, String)> = self.unknown.iter().cloned().chain(surplus).collect();
+        extras.sort();
+        extras.dedup();
+        match extras.first() {
+            Some((shard, name)) if self.part == Part::Transformer => {
+                Err(Error::TensorUnknown { path: self.shards[*shard].path.clone(), name: name.clone() })
+            }
+            _ => Ok(extras.into_iter().map(|(_, name)| name).collect()),
+        }
+    }
+
+    /// Bytes of the tensors that a run may read.
+    pub fn bytes(&self) -> u64 {
+        let segments = self.tensors.values().flatten().flatten();
+        // Of a tensor that is read as two halves, each half counts once.
+        let share = |s: &Segment| self.entry(s).map_or(0, |e| e.range.len() as u64 / if s.rows == Rows::All { 1 } else { 2 });
+        segments.map(share).sum()
+    }
+
+    fn entry(&self, segment: &Segment) -> Option<&Entry> {
+        self.shards.get(segment.shard)?.entry(&segment.tensor)
+    }
+
+    fn checked(&self, spec: &TensorSpec) -> Result<Vec<WeightSlice>> {
+        let Some(segments) = self.tensors.get(&spec.name) else { return Err(self.missing(spec, 0)) };
+        let mut slices = Vec::with_capacity(segments.len());
+        let mut total = 0usize;
+        for (piece, segment) in segments.iter().enumerate() {
+            let found = segment.as_ref().and_then(|s| Some((s, self.entry(s)?, self.shards[s.shard].bytes(&s.tensor)?)));
+            let Some((segment, entry, bytes)) = found else { return Err(self.missing(spec, piece)) };
+            let whole = segments.len() == 1 || segment.rows != Rows::All;
+            let mut want = spec.shape.clone();
+            if let Some(rows) = want.first_mut().filter(|_| !whole) {
+                // Where only the whole shape is known, the rows are compared in sum.
+                let stacked = (spec.stack.len() == segments.len()).then(|| spec.stack[piece]);
+                *rows = stacked.or(entry.shape.first().copied()).unwrap_or(0);
+            }
+            let slice = self.slice(segment, entry, bytes, &want)?;
+            total = total.saturating_add(slice.rows);
+            slices.push(slice);
+        }
+        if Some(&total) != spec.shape.first() {
+            let name = names::spell(self.part, self.layout, &spec.name).join(" + ");
+            let got = [&[total], spec.shape.get(1..).unwrap_or_default()].concat();
+            return Err(Error::TensorShape { path: self.path.clone(), name, got, want: spec.shape.clone() });
+        }
+        Ok(slices)
+    }
+
+    /// The rows of one file tensor, which as a whole has to have the shape `want`.
+    fn slice(&self, segment: &Segment, entry: &Entry, bytes: Bytes, want: &[usize]) -> Result<WeightSlice> {
+        let (path, name) = (self.shards[segment.shard].path.clone(), segment.tensor.clone());
+        let dtype = match entry.element.name {
+            "BF16" => DType::Bf16,
+            "F16" => DType::F16,
+            "F32" => DType::F32,
+            other => return Err(Error::TensorType { path, name, got: other.into() }),
+        };
+        let rows = want.first().copied().unwrap_or(0);
+        let halves = segment.rows != Rows::All;
+        if matrix(&entry.shape) != matrix(want) || rows == 0 || (halves && rows % 2 != 0) {
+            return Err(Error::TensorShape { path, name, got: entry.shape.clone(), want: want.to_vec() });
+        }
+        if !halves {
+            return Ok(WeightSlice { bytes, dtype, rows });
+        }
+        let middle = bytes.len() / 2;
+        let range = if segment.rows == Rows::FirstHalf { 0..middle } else { middle..bytes.len() };
+        let bytes = bytes.slice(range).ok_or(Error::Op { op: "slice", what: format!("half of `{name}`") })?;
+        Ok(WeightSlice { bytes, dtype, rows: rows / 2 })
+    }
+
+    /// The error for a piece that no file has, in the files' own spelling.
+    fn missing(&self, spec: &TensorSpec, piece: usize) -> Error {
+        let spelled = if spec.stack.is_empty() {
+            let names = names::spell(self.part, self.layout, &spec.name);
+            names.into_iter().map(|name| TensorSpec::new(name, &spec.shape)).collect()
+        } else {
+            names::file_tensors(self.part, self.layout, spec)
+        };
+        let wanted = spelled.into_iter().nth(piece).unwrap_or_else(|| spec.clone());
+        Error::TensorMissing { path: self.path.clone(), name: format!("{}{}", self.prefix, wanted.name), want: wanted.shape }
+    }
+}
+
+/// Enters one file tensor under its canonical name.
+fn place(
+    shards: &[Shard],
+    tensors: &mut BTreeMap<String, Vec<Option<Segment>>>,
+    shard: usize,
+    name: &str,
+    spelling: Spelling,
+) -> Result<()> {
+    let pieces = tensors.entry(spelling.canonical).or_insert_with(|| vec![None; spelling.pieces]);
+    for (piece, rows) in spelling.holds {
+        let taken = pieces.get(piece).and_then(Option::as_ref);
+        // Two spellings of one weight in one checkpoint: there is no telling which one is meant.
+        if pieces.len() != spelling.pieces || taken.is_some() {
+            let other = taken.or(pieces.iter().flatten().next());
+            let other = other.map_or_else(String::new, |o| format!(" and `{}` ({})", o.tensor, shards[o.shard].path.display()));
+            return Err(Error::bad_file(&shards[shard].path, "duplicate tensor", format!("`{name}`{other} are the same weight")));
+        }
+        pieces[piece] = Some(Segment { shard, tensor: name.into(), rows });
+    }
+    Ok(())
+}
+
+/// A 1x1 convolution and a matrix hold the same numbers in the same order.
+fn matrix(shape: &[usize]) -> &[usize] {
+    match shape {
+        [_, _, 1, 1] => &shape[..2],
+        _ => shape,
+    }
+}

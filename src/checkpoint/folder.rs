@@ -1,0 +1,134 @@
+//! Finds the safetensors files of a folder: one file, or the shards that an index names.
+
+use super::Shard;
+use super::header::{UniqueMap, shown};
+use crate::error::{Error, Result};
+use serde::Deserialize;
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+/// Longest index read.
+const MAX_INDEX: u64 = 4 << 20;
+
+/// Stems that the usual tools give to the one file of a folder, and to its index.
+const USUAL: [&str; 2] = ["diffusion_pytorch_model", "model"];
+
+/// Opens the checkpoint in a folder.
+pub(super) fn open(folder: &Path) -> Result<Vec<Shard>> {
+    let (mut single, mut sharded, mut indexes) = (Vec::new(), Vec::new(), Vec::new());
+    for entry in std::fs::read_dir(folder).map_err(|e| Error::read(folder, e))? {
+        let path = entry.map_err(|e| Error::read(folder, e))?.path();
+        // Names that are not Unicode are none of ours.
+        let Some(name) = path.file_name().and_then(|name| name.to_str()) else { continue };
+        if name.ends_with(".safetensors.index.json") {
+            indexes.push(path);
+        } else if let Some(stem) = name.strip_suffix(".safetensors") {
+            if shard_count(stem).is_some() { sharded.push(path) } else { single.push(path) }
+        }
+    }
+    if let Some(path) = one_of(folder, single, ".safetensors")? {
+        return Ok(vec![Shard::open(&path)?]);
+    }
+    if let Some(path) = one_of(folder, indexes, ".safetensors.index.json")? {
+        return open_index(folder, &path);
+    }
+    if sharded.is_empty() {
+        let what = "the folder holds no .safetensors file".into();
+        return Err(Error::NoModel { path: folder.into(), what, hint: None });
+    }
+    sharded.sort();
+    open_shards(folder, &sharded)
+}
+
+/// The only file, or the one with a usual name.
+fn one_of(folder: &Path, mut files: Vec<PathBuf>, suffix: &str) -> Result<Option<PathBuf>> {
+    if files.len() < 2 {
+        return Ok(files.pop());
+    }
+    if let Some(usual) = USUAL.iter().map(|stem| folder.join(format!("{stem}{suffix}"))).find(|path| files.contains(path)) {
+        return Ok(Some(usual));
+    }
+    files.sort();
+    let list: Vec<String> = files.iter().filter_map(|f| Some(f.file_name()?.to_str()?.to_owned())).collect();
+    let error = Error::bad_file(folder, "several checkpoints in one folder", list.join(", "));
+    Err(error.with_hint("name the file itself"))
+}
+
+/// The total in a stem such as `model-00001-of-00002`.
+fn shard_count(stem: &str) -> Option<usize> {
+    let (rest, total) = stem.rsplit_once("-of-")?;
+    let (_, index) = rest.rsplit_once('-')?;
+    let digits = |text: &str| text.len() == 5 && text.bytes().all(|b| b.is_ascii_digit());
+    if digits(index) && digits(total) { total.parse().ok() } else { None }
+}
+
+/// Shards without an index: their names say how many there have to be.
+fn open_shards(folder: &Path, files: &[PathBuf]) -> Result<Vec<Shard>> {
+    for file in files {
+        let total = file.file_stem().and_then(|stem| stem.to_str()).and_then(shard_count);
+        if total != Some(files.len()) {
+            let detail = format!("{} of {} shards are there", files.len(), total.unwrap_or(0));
+            return Err(incomplete(folder, detail));
+        }
+    }
+    files.iter().map(|file| Shard::open(file)).collect()
+}
+
+#[derive(Deserialize)]
+struct Index {
+    weight_map: UniqueMap,
+}
+
+/// The shards that an index names. Every one has to be there and to hold what the index says.
+fn open_index(folder: &Path, path: &Path) -> Result<Vec<Shard>> {
+    let invalid = |detail: String| Error::bad_file(path, "invalid shard index", detail);
+    let mut text = String::new();
+    let file = File::open(path).map_err(|e| Error::read(path, e))?;
+    file.take(MAX_INDEX + 1).read_to_string(&mut text).map_err(|e| Error::read(path, e))?;
+    if text.len() as u64 > MAX_INDEX {
+        return Err(invalid(format!("longer than {MAX_INDEX} bytes")));
+    }
+    let index: Index = serde_json::from_str(&text).map_err(|e| invalid(e.to_string()))?;
+    let mut shards: BTreeMap<&str, Shard> = BTreeMap::new();
+    for (tensor, file) in &index.weight_map.0 {
+        // A name, not a path: an index must not reach outside its folder.
+        if file.contains(['/', '\\', ':', '\0']) || !file.ends_with(".safetensors") {
+            return Err(invalid(format!("tensor `{}` is said to be in `{}`, not a file name", shown(tensor), shown(file))));
+        }
+        if !shards.contains_key(file.as_str()) {
+            let shard = folder.join(file);
+            if !shard.exists() {
+                return Err(incomplete(path, format!("shard `{}` is not there", shown(file))));
+            }
+            shards.insert(file, Shard::open(&shard)?);
+        }
+        if shards.get(file.as_str()).is_none_or(|shard| shard.entry(tensor).is_none()) {
+            let detail = format!("shard `{}` does not hold tensor `{}`", shown(file), shown(tensor));
+            return Err(incomplete(path, detail));
+        }
+    }
+    if shards.is_empty() {
+        return Err(invalid("names no tensor".into()));
+    }
+    Ok(shards.into_values().collect())
+}
+
+fn incomplete(path: &Path, detail: String) -> Error {
+    Error::bad_file(path, "incomplete checkpoint", detail).with_hint("download the missing files")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shard_names_say_how_many_there_are() {
+        assert_eq!(shard_count("model-00001-of-00002"), Some(2));
+        assert_eq!(shard_count("diffusion_pytorch_model-00002-of-00017"), Some(17));
+        for other in ["model", "model-1-of-2", "model-0000a-of-00002", "00001-of-00002", "model-00001-of-"] {
+            assert_eq!(shard_count(other), None, "{other}");
+        }
+    }
+}

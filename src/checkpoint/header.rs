@@ -1,0 +1,369 @@
+//! Validates the header of a safetensors file before anything else looks at it.
+//!
+//! A weight file comes from the network and is mapped into memory, so nothing in its header is believed: lengths are bounded
+//! first, all arithmetic is checked, names are unique, and the tensors must tile the data region exactly. What passes here
+//! can be sliced without further thought.
+
+use crate::error::{Error, Result};
+use serde::Deserialize;
+use serde::de::{self, DeserializeSeed, Deserializer, MapAccess, Visitor};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::ops::Range;
+use std::path::Path;
+
+/// Longest header read. The largest FLUX.2 header known has 85 kB; the format itself would allow 100 MB.
+pub const MAX_HEADER: u64 = 4 << 20;
+/// Most tensors in one file.
+pub const MAX_TENSORS: usize = 4096;
+/// Longest tensor name in bytes.
+pub const MAX_NAME: usize = 256;
+/// Most dimensions of a tensor.
+const MAX_RANK: usize = 8;
+/// The little-endian length in front of the header.
+const LENGTH: u64 = 8;
+
+const INVALID: &str = "invalid safetensors header";
+const FOREIGN: &str = "not a safetensors file";
+const UNSUPPORTED: &str = "unsupported weight format";
+
+/// An element type that a safetensors header may name.
+#[derive(Debug, PartialEq, Eq)]
+pub struct ElementType {
+    /// As the header spells it.
+    pub name: &'static str,
+    /// Bits of one element.
+    pub bits: u64,
+}
+
+const fn element(name: &'static str, bits: u64) -> ElementType {
+    ElementType { name, bits }
+}
+
+static ELEMENT_TYPES: [ElementType; 22] = [
+    element("BOOL", 8),
+    element("F4", 4),
+    element("F6_E2M3", 6),
+    element("F6_E3M2", 6),
+    element("U8", 8),
+    element("I8", 8),
+    element("F8_E5M2", 8),
+    element("F8_E4M3", 8),
+    element("F8_E8M0", 8),
+    element("F8_E4M3FNUZ", 8),
+    element("F8_E5M2FNUZ", 8),
+    element("I16", 16),
+    element("U16", 16),
+    element("F16", 16),
+    element("BF16", 16),
+    element("I32", 32),
+    element("U32", 32),
+    element("F32", 32),
+    element("C64", 64),
+    element("F64", 64),
+    element("I64", 64),
+    element("U64", 64),
+];
+
+/// One tensor of a file.
+#[derive(Clone, Debug)]
+pub struct Entry {
+    /// Its element type.
+    pub element: &'static ElementType,
+    /// Its dimensions; none for a scalar.
+    pub shape: Vec<usize>,
+    /// Where its bytes lie in the file.
+    pub range: Range<usize>,
+}
+
+/// A header that holds together, and fits the file it came from.
+#[derive(Clone, Debug)]
+pub struct Header {
+    /// Tensors by name.
+    pub tensors: BTreeMap<String, Entry>,
+    /// The free-form string map of the file.
+    pub metadata: BTreeMap<String, String>,
+}
+
+impl Header {
+    /// Reads and checks the header of `file`. `path` is for messages only.
+    pub fn parse(path: &Path, file: &[u8]) -> Result<Self> {
+        let length = header_length(path, file)?;
+        let invalid = |detail: String| Error::bad_file(path, INVALID, detail);
+        // Both fit: the length is at most MAX_HEADER, and the file was found to be at least that long. The copy is on purpose:
+        // somebody may write to a mapped file, and text that was checked to be UTF-8 must stay so.
+        let data_start = LENGTH + length;
+        let json = file[LENGTH as usize..data_start as usize].to_vec();
+        let json = String::from_utf8(json).map_err(|e| invalid(format!("not UTF-8: {e}")))?;
+
+        let mut raw = Raw::default();
+        let mut reader = serde_json::Deserializer::from_str(&json);
+        let parsed = RawSeed(&mut raw).deserialize(&mut reader).and_then(|()| reader.end());
+        if let Err(error) = parsed {
+            return Err(invalid(match &raw.current {
+                Some(name) => format!("tensor `{}`: {error}", shown(name)),
+                None => error.to_string(),
+            }));
+        }
+
+        let mut extents = Vec::with_capacity(raw.tensors.len());
+        for (name, tensor) in &raw.tensors {
+            let checked = tensor.check().map_err(|what| invalid(format!("tensor `{name}`: {what}")))?;
+            extents.push((tensor.data_offsets, name.as_str(), checked));
+        }
+        extents.sort_by(|a, b| (a.0, a.1).cmp(&(b.0, b.1)));
+        check_tiling(&extents).map_err(invalid)?;
+
+        // Offsets are contiguous, so the last end is the length of the data.
+        let data = extents.last().map_or(0, |(offsets, ..)| offsets[1]);
+        let described = data_start
+            .checked_add(data)
+            .filter(|&end| usize::try_from(end).is_ok())
+            .ok_or_else(|| invalid(format!("describes {} bytes of data, more than any file can have", grouped(data))))?;
+        let have = file.len() as u64;
+        if have < described {
+            return Err(truncated(path, have, described, ""));
+        }
+        if have > described {
+            return Err(invalid(format!("{} bytes follow the last tensor", grouped(have - described))));
+        }
+
+        let tensors = extents.into_iter().map(|([begin, end], name, (element, shape))| {
+            // In range: `described` bounds every offset and fits usize.
+            let range = (data_start + begin) as usize..(data_start + end) as usize;
+            (name.to_owned(), Entry { element, shape, range })
+        });
+        Ok(Self { tensors: tensors.collect(), metadata: raw.metadata.unwrap_or_default() })
+    }
+}
+
+/// The length of the header, once it is sure that there is a safetensors header and that the file holds all of it.
+fn header_length(path: &Path, file: &[u8]) -> Result<u64> {
+    let have = file.len() as u64;
+    if file.is_empty() {
+        return Err(Error::bad_file(path, FOREIGN, "it is empty").with_hint("download the file again"));
+    }
+    let Some((length, rest)) = file.split_first_chunk::<{ LENGTH as usize }>() else {
+        return Err(foreign(path, file).unwrap_or_else(|| truncated(path, have, LENGTH, "at least ")));
+    };
+    let length = u64::from_le_bytes(*length);
+    let opening = rest.first();
+    // Other formats are told apart only where this cannot be one of ours: a header of 640 bytes begins like a pickle.
+    let implausible = length > MAX_HEADER || opening.is_some_and(|&byte| byte != b'{');
+    if let Some(error) = implausible.then(|| foreign(path, file)).flatten() {
+        return Err(error);
+    }
+    if length > MAX_HEADER {
+        let detail = format!("header is {} bytes, limit {}", grouped(length), grouped(MAX_HEADER));
+        return Err(Error::bad_file(path, INVALID, detail));
+    }
+    if length < 2 {
+        return Err(Error::bad_file(path, INVALID, format!("header is {length} bytes, the shortest possible has 2")));
+    }
+    if opening.is_some_and(|&byte| byte != b'{') {
+        return Err(Error::bad_file(path, INVALID, "does not begin with `{`"));
+    }
+    if have < LENGTH + length {
+        return Err(truncated(path, have, LENGTH + length, "at least "));
+    }
+    Ok(length)
+}
+
+/// Names the formats that people save as weights by mistake.
+fn foreign(path: &Path, file: &[u8]) -> Option<Error> {
+    let start = &file[..file.len().min(256)];
+    let text = start.trim_ascii_start().to_ascii_lowercase();
+    let pickle = "which can run code and is never loaded";
+    if start.starts_with(b"version https://git-lfs") {
+        let detail = format!("it is a {}-byte Git LFS pointer", grouped(file.len() as u64));
+        return Some(Error::bad_file(path, FOREIGN, detail).with_hint("run git lfs pull, or download the file itself"));
+    }
+    if [&b"<!doctype"[..], b"<html", b"<head", b"<?xml"].iter().any(|tag| text.starts_with(tag)) {
+        let error = Error::bad_file(path, FOREIGN, "it is a web page");
+        return Some(error.with_hint("the download was answered with a page, perhaps a login; download the file itself"));
+    }
+    let detail = if start.starts_with(b"PK\x03\x04") {
+        format!("a zip archive, probably a PyTorch checkpoint: Python pickle, {pickle}")
+    } else if start.starts_with(b"GGUF") {
+        "GGUF".into()
+    } else if start.len() > 2 && start[0] == 0x80 && (2..=5).contains(&start[1]) {
+        format!("Python pickle, {pickle}")
+    } else {
+        return None;
+    };
+    Some(Error::bad_file(path, UNSUPPORTED, detail).with_hint("use a .safetensors file"))
+}
+
+fn truncated(path: &Path, have: u64, described: u64, qualifier: &str) -> Error {
+    let detail = format!("has {} bytes, its header describes {qualifier}{}", grouped(have), grouped(described));
+    let missing = grouped(described - have);
+    Error::bad_file(path, "truncated file", detail).with_hint(format!("download again; {qualifier}{missing} bytes are missing"))
+}
+
+/// A tensor's offsets, name, and what `RawEntry::check` made of the rest.
+type Extent<'a> = ([u64; 2], &'a str, (&'static ElementType, Vec<usize>));
+
+/// Extents sorted by offset must follow each other without overlap and without a hole.
+fn check_tiling(extents: &[Extent<'_>]) -> Result<(), String> {
+    let mut cursor = 0;
+    let mut previous: Option<&Extent<'_>> = None;
+    for extent in extents {
+        let ([begin, end], name, _) = extent;
+        if *begin < cursor {
+            let ([before, after], other, _) = previous.unwrap_or(extent);
+            return Err(format!("tensor `{other}` [{before},{after}) overlaps `{name}` [{begin},{end})"));
+        }
+        if *begin > cursor {
+            return Err(format!("{} bytes before tensor `{name}` [{begin},{end}) belong to no tensor", grouped(begin - cursor)));
+        }
+        cursor = *end;
+        previous = Some(extent);
+    }
+    Ok(())
+}
+
+/// A tensor as the header describes it.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawEntry {
+    dtype: String,
+    shape: Vec<u64>,
+    data_offsets: [u64; 2],
+}
+
+impl RawEntry {
+    /// Checks type, shape and length against each other.
+    fn check(&self) -> Result<(&'static ElementType, Vec<usize>), String> {
+        let element = ELEMENT_TYPES.iter().find(|t| t.name == self.dtype);
+        let element = element.ok_or_else(|| format!("unknown dtype `{}`", shown(&self.dtype)))?;
+        if self.shape.len() > MAX_RANK {
+            return Err(format!("has {} dimensions, limit {MAX_RANK}", self.shape.len()));
+        }
+        let too_large = || format!("shape {:?} of {} overflows", self.shape, element.name);
+        let elements = self.shape.iter().try_fold(1u64, |n, &dim| n.checked_mul(dim)).ok_or_else(too_large)?;
+        let bits = elements.checked_mul(element.bits).ok_or_else(too_large)?;
+        if !bits.is_multiple_of(8) {
+            return Err(format!("shape {:?} of {} does not fill whole bytes", self.shape, element.name));
+        }
+        let shape = self.shape.iter().map(|&dim| usize::try_from(dim)).collect::<Result<_, _>>().map_err(|_| too_large())?;
+        let [begin, end] = self.data_offsets;
+        let length = end.checked_sub(begin).ok_or_else(|| format!("data_offsets [{begin},{end}] run backwards"))?;
+        if length != bits / 8 {
+            let need = grouped(bits / 8);
+            return Err(format!(
+                "shape {:?} of {} needs {need} bytes, data_offsets [{begin},{end}] give {}",
+                self.shape,
+                element.name,
+                grouped(length)
+            ));
+        }
+        Ok((element, shape))
+    }
+}
+
+/// The header as parsed so far. `current` is the tensor being read, for the message if its description is broken.
+#[derive(Default)]
+struct Raw {
+    tensors: BTreeMap<String, RawEntry>,
+    metadata: Option<BTreeMap<String, String>>,
+    current: Option<String>,
+}
+
+struct RawSeed<'a>(&'a mut Raw);
+
+impl<'de> DeserializeSeed<'de> for RawSeed<'_> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, reader: D) -> Result<(), D::Error> {
+        reader.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for RawSeed<'_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object of tensors")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
+        let raw = self.0;
+        while let Some(name) = map.next_key::<String>()? {
+            if name == "__metadata__" {
+                let UniqueMap(metadata) = map.next_value()?;
+                if raw.metadata.replace(metadata).is_some() {
+                    return Err(de::Error::custom("`__metadata__` is there twice"));
+                }
+                continue;
+            }
+            if name.len() > MAX_NAME {
+                return Err(de::Error::custom(format!("the name `{}` has {} bytes, limit {MAX_NAME}", shown(&name), name.len())));
+            }
+            // A name ends up on a terminal.
+            if name.chars().any(char::is_control) {
+                return Err(de::Error::custom(format!("the name `{}` has control characters", shown(&name))));
+            }
+            if raw.tensors.contains_key(&name) {
+                return Err(de::Error::custom(format!("tensor `{name}` is there twice")));
+            }
+            if raw.tensors.len() == MAX_TENSORS {
+                return Err(de::Error::custom(format!("more than {MAX_TENSORS} tensors")));
+            }
+            raw.current = Some(name.clone());
+            let entry = map.next_value()?;
+            raw.current = None;
+            raw.tensors.insert(name, entry);
+        }
+        Ok(())
+    }
+}
+
+/// A JSON object of strings in which no key occurs twice; serde's own maps let the last one win.
+pub(super) struct UniqueMap(pub BTreeMap<String, String>);
+
+impl<'de> Deserialize<'de> for UniqueMap {
+    fn deserialize<D: Deserializer<'de>>(reader: D) -> Result<Self, D::Error> {
+        struct Strings;
+        impl<'de> Visitor<'de> for Strings {
+            type Value = UniqueMap;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object of strings")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<UniqueMap, A::Error> {
+                let mut strings = BTreeMap::new();
+                while let Some((key, value)) = map.next_entry::<String, String>()? {
+                    if strings.contains_key(&key) {
+                        return Err(de::Error::custom(format!("`{}` is there twice", shown(&key))));
+                    }
+                    strings.insert(key, value);
+                }
+                Ok(UniqueMap(strings))
+            }
+        }
+        reader.deserialize_map(Strings)
+    }
+}
+
+/// Text from a file, made fit for a message: escaped and not too long.
+pub(super) fn shown(text: &str) -> String {
+    let mut short: String = text.chars().take(64).flat_map(char::escape_debug).collect();
+    if text.chars().nth(64).is_some() {
+        short.push('…');
+    }
+    short
+}
+
+/// A number with a comma between thousands.
+pub(super) fn grouped(number: u64) -> String {
+    let digits = number.to_string();
+    let mut text = String::with_capacity(digits.len() + digits.len() / 3);
+    for (i, digit) in digits.char_indices() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}

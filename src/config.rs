@@ -1,0 +1,239 @@
+//! What a model is: sizes of its three parts, its variant, and its name.
+//!
+//! Sizes are read from the shapes of the tensors themselves. A `config.json` beside them is compared with what was found and
+//! gives the numbers that no shape shows.
+
+mod detect;
+mod json;
+mod variant;
+
+pub use variant::{Variant, display_name};
+
+use crate::error::{Error, Result};
+
+/// Width of an attention head, in the transformer and in the text encoder alike.
+pub const HEAD_DIM: usize = 128;
+
+/// Sizes of the transformer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TransformerConfig {
+    /// Width of a token.
+    pub hidden: usize,
+    /// Attention heads.
+    pub heads: usize,
+    /// Blocks with separate weights for text and image.
+    pub double_blocks: usize,
+    /// Blocks with one set of weights.
+    pub single_blocks: usize,
+    /// Width of a text feature.
+    pub context: usize,
+    /// Channels of an image token, in and out.
+    pub channels: usize,
+    /// Added to the variance in every norm.
+    pub eps: f32,
+    /// Base of the rotary frequencies.
+    pub rope_theta: f64,
+    /// How many of a head's values turn with each of the four position axes.
+    pub rope_axes: [usize; 4],
+    /// Whether guidance is an input of the model.
+    pub guidance_embed: bool,
+}
+
+impl TransformerConfig {
+    const fn sized(hidden: usize, double_blocks: usize, single_blocks: usize, context: usize) -> Self {
+        Self {
+            hidden,
+            heads: hidden / HEAD_DIM,
+            double_blocks,
+            single_blocks,
+            context,
+            channels: 128,
+            eps: 1e-6,
+            rope_theta: 2000.0,
+            rope_axes: [32; 4],
+            guidance_embed: false,
+        }
+    }
+
+    /// FLUX.2 [klein] 4B.
+    pub const fn klein_4b() -> Self {
+        Self::sized(3072, 5, 20, 7680)
+    }
+
+    /// FLUX.2 [klein] 9B.
+    pub const fn klein_9b() -> Self {
+        Self::sized(4096, 8, 24, 12288)
+    }
+
+    /// The same architecture, small enough for tests.
+    pub const fn tiny() -> Self {
+        Self::sized(256, 2, 2, 384)
+    }
+
+    /// Width of the MLP between its two projections.
+    pub const fn mlp(&self) -> usize {
+        3 * self.hidden
+    }
+
+    /// What people call a model of this size.
+    pub fn size(&self) -> &'static str {
+        match (self.hidden, self.double_blocks, self.single_blocks) {
+            (3072, 5, 20) => "4B",
+            (4096, 8, 24) => "9B",
+            (256, 2, 2) => "tiny",
+            _ => "of unknown size",
+        }
+    }
+}
+
+/// Sizes of the text encoder.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TextConfig {
+    /// Width of a token.
+    pub hidden: usize,
+    /// Layers in the checkpoint; not all of them are read.
+    pub layers: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads.
+    pub kv_heads: usize,
+    /// Width of the MLP between its projections.
+    pub intermediate: usize,
+    /// Rows of the embedding.
+    pub vocab: usize,
+    /// Base of the rotary frequencies.
+    pub rope_theta: f64,
+    /// Added to the mean square in every norm.
+    pub eps: f32,
+    /// The features are the residual stream after so many layers.
+    pub taps: [usize; 3],
+    /// Tokens of a padded prompt.
+    pub max_tokens: usize,
+}
+
+impl TextConfig {
+    const fn sized(hidden: usize, layers: usize, heads: [usize; 2], intermediate: usize, vocab: usize) -> Self {
+        Self {
+            hidden,
+            layers,
+            heads: heads[0],
+            kv_heads: heads[1],
+            intermediate,
+            vocab,
+            rope_theta: 1_000_000.0,
+            eps: 1e-6,
+            taps: [9, 18, 27],
+            max_tokens: 512,
+        }
+    }
+
+    /// Qwen3-4B.
+    pub const fn klein_4b() -> Self {
+        Self::sized(2560, 36, [32, 8], 9728, 151_936)
+    }
+
+    /// Qwen3-8B.
+    pub const fn klein_9b() -> Self {
+        Self::sized(4096, 36, [32, 8], 12288, 151_936)
+    }
+
+    /// The same architecture, small enough for tests.
+    pub const fn tiny() -> Self {
+        Self::sized(128, 28, [4, 2], 384, 320)
+    }
+
+    /// Layers that are run: up to the last tap.
+    pub const fn used_layers(&self) -> usize {
+        self.taps[2]
+    }
+
+    /// Width of a text feature: all taps side by side.
+    pub const fn features(&self) -> usize {
+        self.taps.len() * self.hidden
+    }
+}
+
+/// Sizes of the image autoencoder.
+#[derive(Clone, Debug, PartialEq)]
+pub struct VaeConfig {
+    /// Channels of the encoder's levels, finest first.
+    pub encoder: [usize; 4],
+    /// Channels of the decoder's levels, finest first.
+    pub decoder: [usize; 4],
+    /// Channels of a latent.
+    pub latent: usize,
+    /// Groups of every group norm.
+    pub groups: usize,
+    /// Added to the variance in every group norm.
+    pub eps: f32,
+    /// Added to the variance of the latents.
+    pub stats_eps: f32,
+}
+
+impl VaeConfig {
+    const fn sized(encoder: [usize; 4], decoder: [usize; 4]) -> Self {
+        Self { encoder, decoder, latent: 32, groups: 32, eps: 1e-6, stats_eps: 1e-4 }
+    }
+
+    /// The autoencoder of klein 4B.
+    pub const fn klein_4b() -> Self {
+        Self::sized([128, 256, 512, 512], [128, 256, 512, 512])
+    }
+
+    /// The autoencoder of klein 9B, which is the same.
+    pub const fn klein_9b() -> Self {
+        Self::klein_4b()
+    }
+
+    /// The same architecture, small enough for tests.
+    pub const fn tiny() -> Self {
+        Self::sized([32, 64, 64, 64], [32, 64, 64, 64])
+    }
+
+    /// Channels of a 2x2 patch of latents, which is one image token.
+    pub const fn patched(&self) -> usize {
+        4 * self.latent
+    }
+}
+
+/// Checks that the text encoder makes the features that the transformer reads.
+pub fn check_fit(transformer: &TransformerConfig, text: &TextConfig) -> Result<()> {
+    if transformer.context == text.features() {
+        return Ok(());
+    }
+    let known = [
+        ("4B", "Qwen3-4B", TextConfig::klein_4b().hidden),
+        ("9B", "Qwen3-8B", TextConfig::klein_9b().hidden),
+        ("tiny", "its own text encoder", TextConfig::tiny().hidden),
+    ];
+    let needs = known.iter().find(|(.., hidden)| hidden * text.taps.len() == transformer.context);
+    let detail = match needs {
+        Some((size, encoder, hidden)) => format!("klein {size} needs {encoder} (hidden {hidden}), found hidden {}", text.hidden),
+        None => format!("it needs features of width {}, found hidden {} x {}", transformer.context, text.hidden, text.taps.len()),
+    };
+    let found = known.iter().find(|(.., hidden)| *hidden == text.hidden);
+    let hint = found.map(|(size, ..)| format!("this looks like the {size} encoder"));
+    Err(Error::Mismatch { part: "text encoder", detail, hint })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_foreign_text_encoder_is_named() {
+        assert!(check_fit(&TransformerConfig::klein_4b(), &TextConfig::klein_4b()).is_ok());
+        assert!(check_fit(&TransformerConfig::klein_9b(), &TextConfig::klein_9b()).is_ok());
+        assert!(check_fit(&TransformerConfig::tiny(), &TextConfig::tiny()).is_ok());
+        let error = check_fit(&TransformerConfig::klein_4b(), &TextConfig::klein_9b()).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "text encoder does not fit the transformer: klein 4B needs Qwen3-4B (hidden 2560), found hidden 4096"
+        );
+        assert_eq!(error.hint().unwrap(), "this looks like the 9B encoder");
+        let odd = TextConfig { hidden: 1024, ..TextConfig::klein_4b() };
+        let error = check_fit(&TransformerConfig::klein_9b(), &odd).unwrap_err();
+        assert!(error.to_string().contains("klein 9B needs Qwen3-8B (hidden 4096), found hidden 1024"));
+        assert_eq!(error.hint(), None);
+    }
+}

@@ -1,0 +1,219 @@
+//! Reads configurations from tensor shapes, and compares them with a `config.json`.
+
+use super::json::Config;
+use super::{HEAD_DIM, TextConfig, TransformerConfig, VaeConfig};
+use crate::checkpoint::Weights;
+use crate::error::{Error, Result};
+use crate::names::{block_index, spell};
+use std::collections::BTreeSet;
+use std::path::Path;
+
+/// No dimension of a model is larger; products of a few of them cannot overflow.
+const MAX_SIZE: usize = 1 << 20;
+
+impl TransformerConfig {
+    /// Reads the sizes from the tensors, and the rest from `config` if there is one.
+    pub fn detect(weights: &Weights, config: Option<&Path>) -> Result<Self> {
+        let config = config.map(Config::read).transpose()?;
+        let modulations = [
+            "double_stream_modulation_img.lin.weight",
+            "double_stream_modulation_txt.lin.weight",
+            "single_stream_modulation.lin.weight",
+        ];
+        let foreign = |detail: String| {
+            Error::bad_file(weights.path(), "not a FLUX.2 transformer", detail).with_hint("kiln runs FLUX.2 [klein] 4B and 9B")
+        };
+        // Modulations shared by all blocks are what FLUX.2 has and its predecessor has not.
+        if modulations.iter().all(|name| weights.shape(name).is_none()) {
+            let name = spell(weights.part(), weights.layout(), modulations[0]).concat();
+            return Err(foreign(format!("it has no `{name}`")));
+        }
+        // Several tensors vote on the width, so that one of a wrong shape is later named itself.
+        let votes = [("img_in.weight", 0), ("txt_in.weight", 0), ("final_layer.linear.weight", 1)];
+        let votes = votes.into_iter().chain(modulations.map(|name| (name, 1)));
+        let hidden = majority(votes.filter_map(|(name, dim)| weights.shape(name)?.get(dim).copied()));
+        let hidden = size(weights, "width", hidden)?;
+        if !hidden.is_multiple_of(HEAD_DIM) {
+            return Err(foreign(format!("its width {hidden} is not a multiple of {HEAD_DIM}")));
+        }
+        // One tensor alone tells the text width. Without it, the known sizes help to say what is missing.
+        let known = [Self::klein_4b(), Self::klein_9b(), Self::tiny()];
+        let expected = known.iter().find(|known| known.hidden == hidden).map(|known| known.context);
+        let context = weights.shape("txt_in.weight").and_then(|shape| shape.get(1).copied()).or(expected);
+        let context = size(weights, "text width", context)?;
+
+        let (double_blocks, single_blocks) = (count(weights, "double_blocks."), count(weights, "single_blocks."));
+        let mut found = Self::sized(hidden, double_blocks, single_blocks, context);
+        found.guidance_embed = weights.names().any(|name| name.starts_with("guidance_in."));
+        if let Some(config) = config {
+            found.compare(&config)?;
+        }
+        Ok(found)
+    }
+
+    fn compare(&mut self, config: &Config) -> Result<()> {
+        config.expect("in_channels", self.channels)?;
+        config.expect("out_channels", self.channels)?;
+        config.expect("num_layers", self.double_blocks)?;
+        config.expect("num_single_layers", self.single_blocks)?;
+        config.expect("attention_head_dim", HEAD_DIM)?;
+        config.expect("num_attention_heads", self.heads)?;
+        config.expect("joint_attention_dim", self.context)?;
+        config.expect("patch_size", 1)?;
+        if config.positive("mlp_ratio")?.is_some_and(|ratio| ratio != 3.0) {
+            return Err(config.unsupported("mlp_ratio", "3.0"));
+        }
+        // Left out, it means that there is one.
+        let guidance = config.flag("guidance_embeds")?.unwrap_or(true);
+        if guidance != self.guidance_embed {
+            return Err(config.mismatch("guidance_embeds", &guidance, &self.guidance_embed));
+        }
+        if let Some(axes) = config.four("axes_dims_rope")? {
+            let total = axes.iter().try_fold(0usize, |sum, &axis| sum.checked_add(axis));
+            if total != Some(HEAD_DIM) || axes.iter().any(|axis| axis % 2 != 0) {
+                return Err(config.unsupported("axes_dims_rope", "four even numbers with sum 128"));
+            }
+            self.rope_axes = axes;
+        }
+        self.rope_theta = config.positive("rope_theta")?.unwrap_or(self.rope_theta);
+        self.eps = config.positive("eps")?.map_or(self.eps, |eps| eps as f32);
+        Ok(())
+    }
+}
+
+impl TextConfig {
+    /// Reads the sizes from the tensors, and the rest from `config` if there is one.
+    pub fn detect(weights: &Weights, config: Option<&Path>) -> Result<Self> {
+        let config = config.map(Config::read).transpose()?;
+        let foreign = |detail: String| Error::bad_file(weights.path(), "not a Qwen3 text encoder", detail);
+        if let Some(kind) = config.as_ref().and_then(|c| c.text("model_type")).filter(|kind| *kind != "qwen3") {
+            return Err(foreign(format!("its configuration says `{kind}`")));
+        }
+        // Any layer will do: should a tensor of the first be missing, it is later named itself.
+        let layer = |rest: &str, dim: usize| {
+            let mut names = (0..Self::klein_4b().layers).map(|n| format!("model.layers.{n}.{rest}.weight"));
+            names.find_map(|name| weights.shape(&name)?.get(dim).copied())
+        };
+        if layer("self_attn.q_norm", 0).is_none() {
+            return Err(foreign("it has no `model.layers.0.self_attn.q_norm.weight`".into()));
+        }
+        let embedding = |dim: usize| weights.shape("model.embed_tokens.weight").and_then(|shape| shape.get(dim).copied());
+        let votes = [embedding(1), layer("mlp.down_proj", 0), layer("input_layernorm", 0)];
+        let hidden = size(weights, "width", majority(votes.into_iter().flatten()))?;
+        let vocab = size(weights, "vocabulary", embedding(0))?;
+        let intermediate = size(weights, "MLP width", layer("mlp.down_proj", 1))?;
+        let query = size(weights, "query width", layer("self_attn.o_proj", 1))?;
+        let stacked = size(weights, "attention width", layer("self_attn.qkv_proj", 0))?;
+        let (heads, kv_heads) = (query / HEAD_DIM, stacked.saturating_sub(query) / (2 * HEAD_DIM));
+        if heads == 0 || kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
+            return Err(foreign(format!("its attention has {heads} heads over {kv_heads} key heads of {HEAD_DIM}")));
+        }
+        let mut found = Self::sized(hidden, count_layers(weights), [heads, kv_heads], intermediate, vocab);
+        if let Some(config) = config {
+            found.compare(&config)?;
+        }
+        Ok(found)
+    }
+
+    fn compare(&mut self, config: &Config) -> Result<()> {
+        config.expect("hidden_size", self.hidden)?;
+        config.expect("num_attention_heads", self.heads)?;
+        config.expect("num_key_value_heads", self.kv_heads)?;
+        config.expect("head_dim", HEAD_DIM)?;
+        config.expect("intermediate_size", self.intermediate)?;
+        config.expect("vocab_size", self.vocab)?;
+        // Files that were cut down to the layers in use keep the configuration of the whole.
+        if let Some(layers) = config.whole("num_hidden_layers")?.filter(|layers| *layers < self.layers) {
+            return Err(config.mismatch("num_hidden_layers", &layers, &self.layers));
+        }
+        if config.flag("attention_bias")?.unwrap_or(false) {
+            return Err(config.unsupported("attention_bias", "false"));
+        }
+        if config.get("rope_scaling").is_some() {
+            return Err(config.unsupported("rope_scaling", "none"));
+        }
+        // Older files have the base at the top, newer ones among the parameters of the rotation.
+        let rope = config.inner("rope_parameters");
+        if rope.as_ref().and_then(|rope| rope.text("rope_type")).is_some_and(|kind| kind != "default") {
+            return Err(config.unsupported("rope_parameters", "a rotation of type `default`"));
+        }
+        let nested = rope.map(|rope| rope.positive("rope_theta")).transpose()?.flatten();
+        self.rope_theta = config.positive("rope_theta")?.or(nested).unwrap_or(self.rope_theta);
+        self.eps = config.positive("rms_norm_eps")?.map_or(self.eps, |eps| eps as f32);
+        Ok(())
+    }
+}
+
+impl VaeConfig {
+    /// Reads the sizes from the tensors, and the rest from `config` if there is one.
+    pub fn detect(weights: &Weights, config: Option<&Path>) -> Result<Self> {
+        let config = config.map(Config::read).transpose()?;
+        // Every resnet of a level ends with its channels; the first that is there tells.
+        let channels = |stem: &str| {
+            let mut names = (0..3).map(|block| format!("{stem}.resnets.{block}.conv2.weight"));
+            let found = names.find_map(|name| weights.shape(&name)?.first().copied());
+            size(weights, &format!("width in `{stem}`"), found)
+        };
+        let (mut encoder, mut decoder) = ([0; 4], [0; 4]);
+        for level in 0..4 {
+            encoder[level] = channels(&format!("encoder.down_blocks.{level}"))?;
+            decoder[3 - level] = channels(&format!("decoder.up_blocks.{level}"))?;
+        }
+        let mut found = Self::sized(encoder, decoder);
+        if let Some(odd) = encoder.iter().chain(&decoder).find(|width| !width.is_multiple_of(found.groups)) {
+            let detail = format!("{odd} channels do not form {} groups", found.groups);
+            return Err(Error::bad_file(weights.path(), "not a FLUX.2 autoencoder", detail));
+        }
+        if let Some(config) = config {
+            found.compare(&config)?;
+        }
+        Ok(found)
+    }
+
+    fn compare(&mut self, config: &Config) -> Result<()> {
+        config.expect("latent_channels", self.latent)?;
+        config.expect("norm_num_groups", self.groups)?;
+        config.expect("layers_per_block", 2)?;
+        let both = config.four("block_out_channels")?;
+        if let Some(encoder) = both.filter(|encoder| *encoder != self.encoder) {
+            return Err(config.mismatch("block_out_channels", &encoder, &self.encoder));
+        }
+        let own = config.four("decoder_block_out_channels")?;
+        if let Some(decoder) = own.or(both).filter(|decoder| *decoder != self.decoder) {
+            let key = if own.is_some() { "decoder_block_out_channels" } else { "block_out_channels" };
+            return Err(config.mismatch(key, &decoder, &self.decoder));
+        }
+        self.stats_eps = config.positive("batch_norm_eps")?.map_or(self.stats_eps, |eps| eps as f32);
+        Ok(())
+    }
+}
+
+/// A dimension that was found and is of a size some model could have.
+fn size(weights: &Weights, what: &str, found: Option<usize>) -> Result<usize> {
+    let detail = match found {
+        Some(size) if (1..=MAX_SIZE).contains(&size) => return Ok(size),
+        Some(size) => format!("its {what} is {size}"),
+        None => format!("the tensors that tell its {what} are missing"),
+    };
+    Err(Error::bad_file(weights.path(), "unknown architecture", format!("{}: {detail}", weights.part())))
+}
+
+/// The value that occurs most often; of several, the first.
+fn majority(votes: impl Iterator<Item = usize>) -> Option<usize> {
+    let votes: Vec<usize> = votes.collect();
+    let count = |value: usize| votes.iter().filter(|vote| **vote == value).count();
+    votes.iter().copied().rev().max_by_key(|vote| count(*vote))
+}
+
+/// How many blocks there are. A gap in their numbers shows up as a missing tensor later.
+fn count(weights: &Weights, prefix: &str) -> usize {
+    weights.names().filter_map(|name| block_index(name, prefix)).collect::<BTreeSet<_>>().len()
+}
+
+/// How many layers the text encoder's files have, those past the last tap included.
+fn count_layers(weights: &Weights) -> usize {
+    let prefix = "model.layers.";
+    let names = weights.shards().iter().flat_map(|shard| shard.tensors().map(|(name, _)| name));
+    let indexes = names.filter_map(|name| block_index(&name[name.find(prefix)?..], prefix));
+    indexes.collect::<BTreeSet<_>>().len()
+}

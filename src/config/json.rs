@@ -1,0 +1,97 @@
+//! A configuration file: JSON read with a size limit, and numbers taken from it that name the file when they do not fit.
+
+use crate::error::{Error, Result};
+use serde_json::{Map, Value};
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+/// Longest configuration read.
+const MAX_CONFIG: u64 = 1 << 20;
+
+/// A JSON object from a file.
+pub(crate) struct Config {
+    path: PathBuf,
+    object: Map<String, Value>,
+}
+
+impl Config {
+    /// Reads a file.
+    pub fn read(path: &Path) -> Result<Self> {
+        let mut text = String::new();
+        let file = File::open(path).map_err(|e| Error::read(path, e))?;
+        file.take(MAX_CONFIG + 1).read_to_string(&mut text).map_err(|e| Error::read(path, e))?;
+        let invalid = |detail: String| Error::bad_file(path, "invalid configuration", detail);
+        if text.len() as u64 > MAX_CONFIG {
+            return Err(invalid(format!("longer than {MAX_CONFIG} bytes")));
+        }
+        match serde_json::from_str(&text).map_err(|e| invalid(e.to_string()))? {
+            Value::Object(object) => Ok(Self { path: path.into(), object }),
+            _ => Err(invalid("not an object".into())),
+        }
+    }
+
+    /// A value that is there and not null.
+    pub fn get(&self, key: &str) -> Option<&Value> {
+        self.object.get(key).filter(|value| !value.is_null())
+    }
+
+    /// An object inside this one.
+    pub fn inner(&self, key: &str) -> Option<Self> {
+        let object = self.get(key)?.as_object()?.clone();
+        Some(Self { path: self.path.clone(), object })
+    }
+
+    /// A string.
+    pub fn text(&self, key: &str) -> Option<&str> {
+        self.get(key)?.as_str()
+    }
+
+    /// A whole number, if the key is there.
+    pub fn whole(&self, key: &str) -> Result<Option<usize>> {
+        self.take(key, "a whole number", |value| usize::try_from(value.as_u64()?).ok())
+    }
+
+    /// A finite number above zero, if the key is there.
+    pub fn positive(&self, key: &str) -> Result<Option<f64>> {
+        self.take(key, "a number above 0", |value| value.as_f64().filter(|n| n.is_finite() && *n > 0.0))
+    }
+
+    /// Four whole numbers, if the key is there.
+    pub fn four(&self, key: &str) -> Result<Option<[usize; 4]>> {
+        self.take(key, "four whole numbers", |value| {
+            let list: Option<Vec<usize>> = value.as_array()?.iter().map(|n| usize::try_from(n.as_u64()?).ok()).collect();
+            list?.try_into().ok()
+        })
+    }
+
+    /// True or false, if the key is there.
+    pub fn flag(&self, key: &str) -> Result<Option<bool>> {
+        self.take(key, "true or false", Value::as_bool)
+    }
+
+    /// Fails if the key is there and says something else than what the weights show.
+    pub fn expect(&self, key: &str, found: usize) -> Result<()> {
+        match self.whole(key)? {
+            Some(number) if number != found => Err(self.mismatch(key, &number, &found)),
+            _ => Ok(()),
+        }
+    }
+
+    /// The error for a configuration that describes other weights.
+    pub fn mismatch(&self, key: &str, says: &dyn std::fmt::Debug, found: &dyn std::fmt::Debug) -> Error {
+        let detail = format!("`{key}` is {says:?}, the weights have {found:?}");
+        Error::bad_file(&self.path, "configuration does not fit the weights", detail)
+            .with_hint("the two files belong to different models")
+    }
+
+    /// The error for a setting that this engine does not know how to run, or that is no such setting at all.
+    pub fn unsupported(&self, key: &str, need: &str) -> Error {
+        let value: String = self.get(key).map_or_else(String::new, Value::to_string).chars().take(64).collect();
+        Error::bad_file(&self.path, "unsupported configuration", format!("`{key}` is {value}, needed is {need}"))
+    }
+
+    fn take<T>(&self, key: &str, need: &str, read: impl Fn(&Value) -> Option<T>) -> Result<Option<T>> {
+        self.get(key).map(|value| read(value).ok_or_else(|| self.unsupported(key, need))).transpose()
+    }
+}

@@ -1,0 +1,119 @@
+//! Distilled, base or KV: checkpoints of one size have the same tensors, so only names and the pipeline's index tell.
+
+use super::TransformerConfig;
+use super::json::Config;
+use crate::error::{Error, Result};
+use std::fmt;
+use std::path::Path;
+use std::str::FromStr;
+
+/// How a model was trained, and so how it has to be sampled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Variant {
+    /// Few steps, no guidance.
+    Distilled,
+    /// Many steps, with guidance.
+    Base,
+    /// Distilled, with reference images that are seen only by themselves and can be cached.
+    Kv,
+}
+
+impl Variant {
+    /// Finds the variant from a pipeline's `model_index.json`, or, without one, from the names of files and folders.
+    pub fn detect(index: Option<&Path>, names: &[&str]) -> Result<Self> {
+        if let Some(path) = index {
+            let index = Config::read(path)?;
+            let distilled = index.flag("is_distilled")?;
+            if index.text("_class_name").is_some_and(|class| class.to_ascii_lowercase().contains("kv")) {
+                return Ok(Self::Kv);
+            }
+            // The key is left out where it would be false.
+            return Ok(if distilled.unwrap_or(false) { Self::Distilled } else { Self::Base });
+        }
+        let has = |word: &str| {
+            let mut words = names.iter().flat_map(|name| name.split(|c: char| !c.is_ascii_alphanumeric()));
+            words.any(|found| found.eq_ignore_ascii_case(word))
+        };
+        Ok(if has("kv") {
+            Self::Kv
+        } else if has("base") {
+            Self::Base
+        } else {
+            Self::Distilled
+        })
+    }
+
+    /// Steps where none are asked for.
+    pub const fn default_steps(self) -> usize {
+        match self {
+            Self::Distilled | Self::Kv => 4,
+            Self::Base => 50,
+        }
+    }
+
+    /// Guidance where none is asked for; 1 means none.
+    pub const fn default_guidance(self) -> f32 {
+        match self {
+            Self::Distilled | Self::Kv => 1.0,
+            Self::Base => 4.0,
+        }
+    }
+}
+
+impl fmt::Display for Variant {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Distilled => "distilled",
+            Self::Base => "base",
+            Self::Kv => "kv",
+        })
+    }
+}
+
+impl FromStr for Variant {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "distilled" => Ok(Self::Distilled),
+            "base" => Ok(Self::Base),
+            "kv" => Ok(Self::Kv),
+            _ => Err(Error::usage(format!("unknown variant `{text}`"), "use distilled, base or kv")),
+        }
+    }
+}
+
+/// A model's name for people, such as `FLUX.2 [klein] 4B (distilled)`.
+pub fn display_name(config: &TransformerConfig, variant: Variant) -> String {
+    format!("FLUX.2 [klein] {} ({variant})", config.size())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_tell_the_variant_by_whole_words() {
+        for (name, variant) in [
+            ("flux-2-klein-4b.safetensors", Variant::Distilled),
+            ("flux-2-klein-base-9b.safetensors", Variant::Base),
+            ("flux-2-klein-9b-kv.safetensors", Variant::Kv),
+            ("black-forest-labs/FLUX.2-klein-base-4B", Variant::Base),
+            ("database", Variant::Distilled),
+        ] {
+            assert_eq!(Variant::detect(None, &[name]).unwrap(), variant, "{name}");
+        }
+    }
+
+    #[test]
+    fn variants_are_spelled_as_they_are_read() {
+        for variant in [Variant::Distilled, Variant::Base, Variant::Kv] {
+            assert_eq!(variant.to_string().parse::<Variant>().unwrap(), variant);
+        }
+        assert_eq!("turbo".parse::<Variant>().unwrap_err().exit_code(), 2);
+        assert_eq!((Variant::Base.default_steps(), Variant::Base.default_guidance()), (50, 4.0));
+        assert_eq!((Variant::Kv.default_steps(), Variant::Distilled.default_guidance()), (4, 1.0));
+        assert_eq!(display_name(&TransformerConfig::klein_4b(), Variant::Distilled), "FLUX.2 [klein] 4B (distilled)");
+        assert_eq!(display_name(&TransformerConfig::klein_9b(), Variant::Kv), "FLUX.2 [klein] 9B (kv)");
+    }
+}

@@ -1,0 +1,74 @@
+//! Values along the way, as one safetensors file, so that a run can be compared with another engine's; and noise read from one.
+
+use crate::checkpoint::Shard;
+use crate::error::{Error, Result};
+use safetensors::tensor::{Dtype, TensorView};
+use std::path::Path;
+
+/// What a run computed, stage by stage.
+#[derive(Clone, Debug)]
+pub struct Record {
+    /// The padded prompt.
+    pub token_ids: Vec<u32>,
+    /// Text features, one row per token.
+    pub prompt_embeds: Vec<f32>,
+    /// The noise, then the latents after each step, one row of 128 values per token.
+    pub latents: Vec<Vec<f32>>,
+    /// The raw picture, `[3, height, width]`, nominally within -1..1.
+    pub image: Vec<f32>,
+    /// Columns of the picture.
+    pub width: usize,
+    /// Rows of the picture.
+    pub height: usize,
+}
+
+/// Values of an image token.
+const CHANNELS: usize = 128;
+
+impl Record {
+    /// The file's bytes: `token_ids`, `prompt_embeds`, `noise`, `latents.0` (the noise again) to `latents.n`, `image`.
+    pub fn to_safetensors(&self) -> Result<Vec<u8>> {
+        let bytes = |values: &[f32]| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
+        let ids: Vec<u8> = self.token_ids.iter().flat_map(|id| (*id as i32).to_le_bytes()).collect();
+        let rows = self.token_ids.len();
+        let mut tensors = vec![
+            ("token_ids".to_string(), Dtype::I32, vec![rows], ids),
+            ("prompt_embeds".into(), Dtype::F32, vec![rows, self.prompt_embeds.len() / rows.max(1)], bytes(&self.prompt_embeds)),
+            ("image".into(), Dtype::F32, vec![3, self.height, self.width], bytes(&self.image)),
+        ];
+        let shape = |values: &[f32]| vec![values.len() / CHANNELS, CHANNELS];
+        if let Some(noise) = self.latents.first() {
+            tensors.push(("noise".into(), Dtype::F32, shape(noise), bytes(noise)));
+        }
+        for (i, latents) in self.latents.iter().enumerate() {
+            tensors.push((format!("latents.{i}"), Dtype::F32, shape(latents), bytes(latents)));
+        }
+        let failed = |e: safetensors::SafeTensorError| Error::Op { op: "dump", what: e.to_string() };
+        let views = tensors
+            .iter()
+            .map(|(name, dtype, shape, data)| Ok((name.as_str(), TensorView::new(*dtype, shape.clone(), data)?)))
+            .collect::<Result<Vec<_>, _>>()
+            .map_err(failed)?;
+        safetensors::serialize(views, None).map_err(failed)
+    }
+}
+
+/// Reads tensor `noise` of a file: F32, `[tokens, 128]`.
+pub fn read_noise(path: &Path, tokens: usize) -> Result<Vec<f32>> {
+    let shard = Shard::open(path)?;
+    let missing = || Error::TensorMissing { path: path.into(), name: "noise".into(), want: vec![tokens, CHANNELS] };
+    let entry = shard.entry("noise").ok_or_else(missing)?;
+    if entry.shape != [tokens, CHANNELS] {
+        return Err(Error::TensorShape {
+            path: path.into(),
+            name: "noise".into(),
+            got: entry.shape.clone(),
+            want: vec![tokens, CHANNELS],
+        });
+    }
+    if entry.element.name != "F32" {
+        return Err(Error::bad_file(path, "wrong type", format!("tensor `noise` is {}, it must be F32", entry.element.name)));
+    }
+    let bytes = shard.bytes("noise").ok_or_else(missing)?;
+    Ok(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
+}

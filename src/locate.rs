@@ -1,0 +1,237 @@
+//! Finds the files of a model: a folder, a repository in the Hugging Face cache, or single files. Nothing is downloaded.
+
+mod cache;
+
+pub use cache::Environment;
+
+use crate::error::{Error, Result};
+use std::path::{Path, PathBuf};
+
+/// The name of the model that the program makes itself.
+pub const BUILT_IN: &str = "tiny";
+
+/// Repositories looked for in the cache when no model is named, best first.
+pub const KNOWN_REPOSITORIES: [&str; 5] = [
+    "black-forest-labs/FLUX.2-klein-4B",
+    "black-forest-labs/FLUX.2-klein-9B",
+    "black-forest-labs/FLUX.2-klein-base-4B",
+    "black-forest-labs/FLUX.2-klein-base-9B",
+    "black-forest-labs/FLUX.2-klein-9b-kv",
+];
+
+const EXPECTED: &str = "expected transformer/, text_encoder/, vae/ and tokenizer/tokenizer.json there, \
+    or give --transformer, --text-encoder and --vae";
+
+/// What was asked for.
+#[derive(Clone, Debug, Default)]
+pub struct LocateRequest {
+    /// A folder, a repository id, or the name of the built-in model.
+    pub model: Option<PathBuf>,
+    /// Replaces the model's transformer: a file, or a folder of shards.
+    pub transformer: Option<PathBuf>,
+    /// Replaces its text encoder.
+    pub text_encoder: Option<PathBuf>,
+    /// Replaces its autoencoder.
+    pub vae: Option<PathBuf>,
+    /// Replaces its tokenizer: a `tokenizer.json`, or the folder that holds one.
+    pub tokenizer: Option<PathBuf>,
+    /// What the environment says about models.
+    pub environment: Environment,
+}
+
+/// Where a model's files are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModelFiles {
+    /// A safetensors file, or a folder of them.
+    pub transformer: PathBuf,
+    /// A safetensors file, or a folder of them.
+    pub text_encoder: PathBuf,
+    /// A safetensors file, or a folder of them.
+    pub vae: PathBuf,
+    /// A `tokenizer.json`; without one, the tokenizer that comes with the program fits.
+    pub tokenizer: Option<PathBuf>,
+    /// The pipeline's `model_index.json`, if the transformer is the one it describes.
+    pub index: Option<PathBuf>,
+    /// What the model is called in messages: the folder, the repository id, or the transformer's file.
+    pub origin: String,
+}
+
+impl ModelFiles {
+    /// The `config.json` beside a part's weights, if there is one.
+    pub fn config_of(weights: &Path) -> Option<PathBuf> {
+        let config = weights.join("config.json");
+        config.is_file().then_some(config)
+    }
+}
+
+/// What was found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Found {
+    /// A model on disk.
+    Files(ModelFiles),
+    /// None; the program's own tiny model is left.
+    BuiltIn,
+}
+
+/// Looks for a model: what was asked for, then `KILN_MODEL`, then the cache, then the built-in one.
+pub fn locate(request: &LocateRequest) -> Result<Found> {
+    let overrides = [&request.transformer, &request.text_encoder, &request.vae];
+    for path in overrides.into_iter().chain([&request.tokenizer]).flatten() {
+        if !path.exists() {
+            return Err(no_model(path, "it does not exist", None));
+        }
+    }
+    let environment = &request.environment;
+    let named = request.model.as_deref().or(environment.kiln_model.as_deref());
+    let base = match named {
+        Some(name) if name == Path::new(BUILT_IN) => {
+            if overrides.iter().any(|part| part.is_some()) {
+                return Err(Error::usage("the built-in model has no parts to replace", "name a model folder with --model"));
+            }
+            return Ok(Found::BuiltIn);
+        }
+        Some(name) => Folder::named(name, environment)?,
+        None if overrides.iter().all(|part| part.is_some()) => Folder::default(),
+        None => match known_repository(environment) {
+            Some(folder) => folder,
+            None if overrides.iter().all(|part| part.is_none()) => return Ok(Found::BuiltIn),
+            None => Folder::default(),
+        },
+    };
+    assemble(request, base).map(Found::Files)
+}
+
+/// The first repository in the cache that is complete.
+fn known_repository(environment: &Environment) -> Option<Folder> {
+    KNOWN_REPOSITORIES.iter().find_map(|id| {
+        let folder = Folder::read(&cache::snapshot(environment, id).ok()?, id);
+        folder.missing().is_empty().then_some(folder)
+    })
+}
+
+/// Puts overrides over what a folder has, and fails if a part is still missing.
+fn assemble(request: &LocateRequest, base: Folder) -> Result<ModelFiles> {
+    let own_transformer = request.transformer.is_some();
+    let mut parts = base.clone();
+    for (part, replacement) in [
+        (&mut parts.transformer, &request.transformer),
+        (&mut parts.text_encoder, &request.text_encoder),
+        (&mut parts.vae, &request.vae),
+    ] {
+        if let Some(path) = replacement {
+            *part = Some(path.clone());
+        }
+    }
+    let tokenizer = match &request.tokenizer {
+        Some(path) if path.is_dir() => {
+            let file = path.join("tokenizer.json");
+            if !file.is_file() {
+                return Err(no_model(path, "the folder holds no tokenizer.json", None));
+            }
+            Some(file)
+        }
+        given => given.clone().or(parts.tokenizer.clone()),
+    };
+    let missing = parts.missing();
+    match (parts.transformer, parts.text_encoder, parts.vae) {
+        (Some(transformer), Some(text_encoder), Some(vae)) => {
+            let origin = if own_transformer { transformer.display().to_string() } else { base.origin };
+            let index = base.index.filter(|_| !own_transformer);
+            Ok(ModelFiles { transformer, text_encoder, vae, tokenizer, index, origin })
+        }
+        _ => {
+            let what = format!("there is no {}", missing.join(" and no "));
+            Err(no_model(base.path.as_deref().unwrap_or(Path::new("--model")), &what, Some(EXPECTED.into())))
+        }
+    }
+}
+
+/// What a folder holds of a model.
+#[derive(Clone, Debug, Default)]
+struct Folder {
+    path: Option<PathBuf>,
+    origin: String,
+    transformer: Option<PathBuf>,
+    text_encoder: Option<PathBuf>,
+    vae: Option<PathBuf>,
+    tokenizer: Option<PathBuf>,
+    index: Option<PathBuf>,
+}
+
+impl Folder {
+    /// A folder by its path, or a repository by its id.
+    fn named(name: &Path, environment: &Environment) -> Result<Self> {
+        if name.is_dir() {
+            return Ok(Self::read(name, &name.display().to_string()));
+        }
+        if name.exists() {
+            let hint = "give a single file as --transformer, with --text-encoder and --vae";
+            return Err(no_model(name, "it is a file, not a folder", Some(hint.into())));
+        }
+        match name.to_str().filter(|id| cache::is_repository_id(id)) {
+            Some(id) => {
+                let snapshot = cache::snapshot(environment, id).map_err(|what| {
+                    no_model(name, &what, Some("download it first, for example with `hf download`, or name a folder".into()))
+                })?;
+                Ok(Self::read(&snapshot, id))
+            }
+            None => Err(no_model(name, "the folder does not exist", Some(EXPECTED.into()))),
+        }
+    }
+
+    /// Looks at a folder in the diffusers layout, or at one that holds the single files.
+    fn read(path: &Path, origin: &str) -> Self {
+        let part = |name: &str, stems: &[&str]| {
+            let folder = path.join(name);
+            if has_weights(&folder) { Some(folder) } else { single_file(path, stems) }
+        };
+        let file = |name: &str| Some(path.join(name)).filter(|file| file.is_file());
+        let transformer = part("transformer", &["flux-2-klein", "flux2-klein"]);
+        // The index describes the diffusers folder, not a single file that lies beside it.
+        let index = file("model_index.json").filter(|_| transformer.as_ref().is_some_and(|t| t.is_dir()));
+        Self {
+            path: Some(path.into()),
+            origin: origin.into(),
+            transformer,
+            text_encoder: part("text_encoder", &["qwen"]),
+            vae: part("vae", &["ae", "flux2-vae", "full_encoder_small_decoder"]),
+            tokenizer: file("tokenizer/tokenizer.json").or_else(|| file("tokenizer.json")),
+            index,
+        }
+    }
+
+    /// Names of the parts that are not there.
+    fn missing(&self) -> Vec<&'static str> {
+        let parts = [("transformer", &self.transformer), ("text encoder", &self.text_encoder), ("vae", &self.vae)];
+        parts.into_iter().filter(|(_, path)| path.is_none()).map(|(name, _)| name).collect()
+    }
+}
+
+/// The safetensors files of a folder, by name. A folder that cannot be read has none.
+fn safetensors_in(folder: &Path) -> impl Iterator<Item = (String, PathBuf)> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.filter_map(|entry| {
+        let name = entry.file_name().into_string().ok()?;
+        // Cached files are links; one whose target was never downloaded is not there.
+        (name.ends_with(".safetensors") && entry.path().is_file()).then(|| (name, entry.path()))
+    })
+}
+
+fn has_weights(folder: &Path) -> bool {
+    safetensors_in(folder).next().is_some()
+}
+
+/// The only safetensors file whose name begins with one of the stems.
+fn single_file(folder: &Path, stems: &[&str]) -> Option<PathBuf> {
+    let named = |name: &str| {
+        let name = name.to_ascii_lowercase();
+        stems.iter().any(|stem| name.strip_prefix(stem).is_some_and(|rest| !rest.starts_with(|c: char| c.is_ascii_alphabetic())))
+    };
+    let mut files = safetensors_in(folder).filter(|(name, _)| named(name)).map(|(_, path)| path);
+    let first = files.next()?;
+    files.next().is_none().then_some(first)
+}
+
+fn no_model(path: &Path, what: &str, hint: Option<String>) -> Error {
+    Error::NoModel { path: path.into(), what: what.into(), hint }
+}

@@ -1,0 +1,92 @@
+//! Qwen3 as klein uses it: the first layers only, the residual stream taken at three depths, no final norm.
+//!
+//! Padded rows are run too. They see every real token and no pad, and the transformer reads all of them.
+
+use super::Loader;
+use crate::backend::{
+    Backend, GatedProduct, HostData, KeyValues, Linear, Op, Product, Projection, QkNorm, Rope, RopeStyle, scope,
+};
+use crate::config::{HEAD_DIM, TextConfig};
+use crate::error::Result;
+use crate::sequence::half_split_table;
+use crate::tensor::{Arena, DType, Precision, Tensor};
+use crate::tokenizer::Tokens;
+
+/// The text encoder.
+pub struct TextEncoder {
+    config: TextConfig,
+    precision: Precision,
+    embedding: Tensor,
+    layers: Vec<Layer>,
+}
+
+struct Layer {
+    input_norm: Tensor,
+    qkv: Linear,
+    qk_norm: QkNorm,
+    out: Linear,
+    mlp_norm: Tensor,
+    gate_up: Linear,
+    down: Linear,
+}
+
+impl TextEncoder {
+    /// Places the weights of the layers that are used.
+    pub fn load(loader: &mut Loader<'_>, config: &TextConfig) -> Result<Self> {
+        let c = config;
+        let (q, kv) = (c.heads * HEAD_DIM, c.kv_heads * HEAD_DIM);
+        let embedding = loader.table("model.embed_tokens.weight", c.vocab, c.hidden)?;
+        let layers = (0..c.used_layers())
+            .map(|i| {
+                let name = |rest: &str| format!("model.layers.{i}.{rest}.weight");
+                Ok(Layer {
+                    input_norm: loader.vector(&name("input_layernorm"), c.hidden)?,
+                    qkv: loader.linear(&name("self_attn.qkv_proj"), q + 2 * kv, c.hidden)?,
+                    qk_norm: loader.qk_norm(&name("self_attn.q_norm"), &name("self_attn.k_norm"), HEAD_DIM, c.eps)?,
+                    out: loader.linear(&name("self_attn.o_proj"), c.hidden, q)?,
+                    mlp_norm: loader.vector(&name("post_attention_layernorm"), c.hidden)?,
+                    gate_up: loader.gate_up(&name("mlp.gate_up_proj"), 2 * c.intermediate, c.hidden, 2 * c.intermediate)?,
+                    down: loader.linear(&name("mlp.down_proj"), c.hidden, c.intermediate)?,
+                })
+            })
+            .collect::<Result<_>>()?;
+        Ok(Self { config: config.clone(), precision: loader.precision, embedding, layers })
+    }
+
+    /// Writes the features of a prompt, one row per token, the taps side by side.
+    pub fn forward(&self, be: &mut dyn Backend, ws: &mut Arena, features: Tensor, tokens: &Tokens) -> Result<()> {
+        let c = &self.config;
+        let (rows, act) = (tokens.ids.len(), self.precision.activations());
+        let (q_cols, kv_cols) = (c.heads * HEAD_DIM, c.kv_heads * HEAD_DIM);
+        scope(be, ws, |be, ws| {
+            let ids = ws.alloc(rows, 1, DType::U32)?;
+            be.write(ids, HostData::U32(&tokens.ids))?;
+            let table = ws.alloc(rows, HEAD_DIM, DType::F32)?;
+            be.write(table, HostData::F32(&half_split_table(rows, HEAD_DIM, c.rope_theta)))?;
+            let rope = Rope { table, style: RopeStyle::HalfSplit };
+
+            let x = ws.alloc(rows, c.hidden, act)?;
+            let normed = ws.alloc(rows, c.hidden, act)?;
+            let (q, k) = (ws.alloc(rows, q_cols, act)?, ws.alloc(rows, kv_cols, act)?);
+            let (v, attended) = (ws.alloc(rows, kv_cols, act)?, ws.alloc(rows, q_cols, act)?);
+            let inner = ws.alloc(rows, c.intermediate, act)?;
+            be.run(Op::Embed { out: x, ids, table: self.embedding })?;
+
+            for (i, layer) in self.layers.iter().enumerate() {
+                be.run(Op::RmsNorm { out: normed, x, weight: layer.input_norm, eps: c.eps })?;
+                be.run(Op::Qkv(&[Projection { x: normed, w: &layer.qkv, norm: layer.qk_norm, rope, q, k, v, mlp: None }]))?;
+                // Cutting the keys to the real tokens is the padding mask: a causal row past the end sees exactly these.
+                let kv = [KeyValues { k: k.rows(0..tokens.real), v: v.rows(0..tokens.real) }];
+                be.run(Op::Attention { out: attended, q, kv: &kv, head_dim: HEAD_DIM, causal: true })?;
+                be.run(Op::LinearGateResidual(&[GatedProduct { into: x, x: attended, w: &layer.out, gate: None }]))?;
+                be.run(Op::RmsNorm { out: normed, x, weight: layer.mlp_norm, eps: c.eps })?;
+                be.run(Op::LinearSwiglu(&[Product { out: inner, x: normed, w: &layer.gate_up }]))?;
+                be.run(Op::LinearGateResidual(&[GatedProduct { into: x, x: inner, w: &layer.down, gate: None }]))?;
+                if let Some(tap) = c.taps.iter().position(|&depth| depth == i + 1) {
+                    be.run(Op::Copy { out: features.cols(tap * c.hidden..(tap + 1) * c.hidden), x })?;
+                }
+            }
+            Ok(())
+        })
+    }
+}

@@ -1,0 +1,330 @@
+//! Tensor names: the only place that knows how checkpoints spell them.
+//!
+//! The engine asks for weights by canonical names: the transformer's are those of the original single files, the VAE's those
+//! of diffusers, the text encoder's those of Hugging Face with q, k, v and gate, up stacked. [`resolve`] brings a file's name
+//! to the canonical one; [`spell`] goes the other way, for messages and for writing. Both read the same tables.
+
+mod manifest;
+mod tables;
+
+pub(crate) use manifest::text_layers;
+pub use manifest::{TensorSpec, text_manifest, transformer_manifest, vae_manifest};
+
+use std::fmt;
+use tables::{Row, TEXT_ENCODER, TRANSFORMER, VAE, fill, matches};
+
+/// Text encoder layers from this one on feed nothing: the last tap is taken after 27 layers.
+pub const LAST_TEXT_LAYER: usize = 27;
+
+/// The parts of a model that have weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Part {
+    /// The denoiser.
+    Transformer,
+    /// Qwen3.
+    TextEncoder,
+    /// The image autoencoder.
+    Vae,
+}
+
+impl fmt::Display for Part {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Transformer => "transformer",
+            Self::TextEncoder => "text encoder",
+            Self::Vae => "vae",
+        })
+    }
+}
+
+impl Part {
+    fn rows(self) -> &'static [Row] {
+        match self {
+            Self::Transformer => TRANSFORMER,
+            Self::TextEncoder => TEXT_ENCODER,
+            Self::Vae => VAE,
+        }
+    }
+
+    /// The layout whose spelling is the canonical one; the text encoder has only one layout, and its own canonical names.
+    fn canonical_layout(self) -> Option<Layout> {
+        match self {
+            Self::Transformer => Some(Layout::Bfl),
+            Self::TextEncoder => None,
+            Self::Vae => Some(Layout::Diffusers),
+        }
+    }
+}
+
+/// The two families of spellings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Layout {
+    /// Folders written by diffusers.
+    Diffusers,
+    /// Single files as first published.
+    Bfl,
+}
+
+/// Which rows of a file's tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rows {
+    /// All of them.
+    All,
+    /// The first half.
+    FirstHalf,
+    /// The second half.
+    SecondHalf,
+}
+
+/// What a tensor in a file is to the engine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// A weight, or rows of one.
+    Weight(Spelling),
+    /// Known, and not needed.
+    Unused,
+    /// It belongs to another part of an all-in-one checkpoint.
+    OtherPart,
+    /// It describes how the weight of this layer is quantised. The layer is empty if the whole file is meant.
+    Quantisation(String),
+    /// Nothing that a model of this kind has.
+    Unknown,
+}
+
+/// How a file's tensor makes up a canonical one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Spelling {
+    /// The canonical name.
+    pub canonical: String,
+    /// How many pieces the canonical tensor has in this spelling.
+    pub pieces: usize,
+    /// Which of them this tensor holds, and in which of its rows.
+    pub holds: Vec<(usize, Rows)>,
+    /// The layout that spells it so; `None` if both do.
+    pub layout: Option<Layout>,
+    /// The prefix in front of the name in this file.
+    pub prefix: &'static str,
+}
+
+/// Prefixes of checkpoints that hold several parts, or that were saved from inside a wrapper. More specific ones first.
+const PREFIXES: [(&str, Part); 6] = [
+    ("model.diffusion_model.", Part::Transformer),
+    ("model.model.", Part::Transformer),
+    ("net.", Part::Transformer),
+    ("vae.", Part::Vae),
+    ("text_encoders.qwen3_4b.transformer.", Part::TextEncoder),
+    ("text_encoders.qwen3_8b.transformer.", Part::TextEncoder),
+];
+
+/// Suffixes of the tensors that go with a quantised weight; what is before them names the layer.
+const QUANTISATION_SUFFIXES: [&str; 9] = [
+    ".weight_scale",
+    ".weight_scale_2",
+    ".input_scale",
+    ".comfy_quant",
+    ".scale_weight",
+    ".scale_input",
+    ".pre_quant_scale",
+    ".weight_packed",
+    ".weight_global_scale",
+];
+
+/// The tensor holding a layer's quantisation settings as JSON.
+pub const QUANTISATION_TENSOR: &str = "comfy_quant";
+/// The metadata entry holding those of all layers.
+pub const QUANTISATION_METADATA: &str = "_quantization_metadata";
+/// The tensor that marks a whole file as 8-bit.
+const QUANTISATION_MARKER: &str = "scaled_fp8";
+
+/// Says what the tensor `name` of a file is to `part`.
+pub fn resolve(part: Part, name: &str) -> Place {
+    let (prefix, bare) = match PREFIXES.iter().find(|(prefix, _)| name.starts_with(prefix)) {
+        Some((prefix, owner)) if *owner == part => (*prefix, &name[prefix.len()..]),
+        Some(_) => return Place::OtherPart,
+        None => ("", name),
+    };
+    if bare == QUANTISATION_MARKER {
+        return Place::Quantisation(String::new());
+    }
+    if let Some(layer) = QUANTISATION_SUFFIXES.iter().find_map(|suffix| bare.strip_suffix(suffix)) {
+        return Place::Quantisation(format!("{prefix}{layer}"));
+    }
+    if is_unused(part, bare) {
+        return Place::Unused;
+    }
+    // Some files call the learned scale of a query or key norm its weight.
+    let renamed = match bare.strip_suffix("_norm.weight") {
+        Some(stem) if part == Part::Transformer => Some(format!("{stem}_norm.scale")),
+        _ => None,
+    };
+    let bare = renamed.as_deref().unwrap_or(bare);
+    part.rows().iter().find_map(|row| spelling(part, row, prefix, bare)).map_or(Place::Unknown, Place::Weight)
+}
+
+fn spelling(part: Part, row: &Row, prefix: &'static str, name: &str) -> Option<Spelling> {
+    let shared = row.other.is_empty();
+    let canonical_layout = part.canonical_layout().filter(|_| !shared);
+    if matches(row.canonical, name).is_some() {
+        let holds = vec![(0, Rows::All)];
+        return Some(Spelling { canonical: name.into(), pieces: 1, holds, layout: canonical_layout, prefix });
+    }
+    let (piece, captured) =
+        row.other.iter().enumerate().find_map(|(i, pattern)| matches(pattern, name).map(|captured| (i, captured)))?;
+    let (pieces, holds) = if row.swapped {
+        (2, vec![(0, Rows::SecondHalf), (1, Rows::FirstHalf)])
+    } else {
+        (row.other.len(), vec![(piece, Rows::All)])
+    };
+    let layout = canonical_layout.map(|canonical| match canonical {
+        Layout::Bfl => Layout::Diffusers,
+        Layout::Diffusers => Layout::Bfl,
+    });
+    Some(Spelling { canonical: fill(row.canonical, &captured), pieces, holds, layout, prefix })
+}
+
+/// The names under which `layout` stores a canonical tensor, in row order. A canonical name that no table has is returned as it is.
+pub fn spell(part: Part, layout: Layout, canonical: &str) -> Vec<String> {
+    let found = part.rows().iter().find_map(|row| matches(row.canonical, canonical).map(|captured| (row, captured)));
+    match found {
+        Some((row, captured)) if !row.other.is_empty() && part.canonical_layout() != Some(layout) => {
+            row.other.iter().map(|pattern| fill(pattern, &captured)).collect()
+        }
+        _ => vec![canonical.into()],
+    }
+}
+
+/// The tensors that a file of `layout` holds for a canonical one.
+pub fn file_tensors(part: Part, layout: Layout, spec: &TensorSpec) -> Vec<TensorSpec> {
+    let names = spell(part, layout, &spec.name);
+    if names.len() == 1 {
+        let mut shape = spec.shape.clone();
+        // The original VAE writes the projections of its attention as 1x1 convolutions.
+        if part == Part::Vae && layout == Layout::Bfl && shape.len() == 2 {
+            shape.extend([1, 1]);
+        }
+        return names.into_iter().map(|name| TensorSpec::new(name, &shape)).collect();
+    }
+    let rows = spec.stack.iter().copied();
+    names.into_iter().zip(rows).map(|(name, rows)| TensorSpec::new(name, &[&[rows], &spec.shape[1..]].concat())).collect()
+}
+
+/// True for tensors that every checkpoint may have and no run reads.
+pub fn is_unused(part: Part, name: &str) -> bool {
+    match part {
+        Part::Transformer => false,
+        Part::TextEncoder => {
+            name.starts_with("lm_head.")
+                || name.starts_with("model.norm.")
+                || block_index(name, "model.layers.").is_some_and(|layer| layer >= LAST_TEXT_LAYER)
+        }
+        Part::Vae => name == "bn.num_batches_tracked",
+    }
+}
+
+/// The number after `prefix` in a name such as `double_blocks.3.img_mlp.0.weight`.
+pub fn block_index(name: &str, prefix: &str) -> Option<usize> {
+    let (index, _) = name.strip_prefix(prefix)?.split_once('.')?;
+    tables::number(index)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::tables::Captured;
+    use super::*;
+
+    fn weight(part: Part, name: &str) -> Spelling {
+        match resolve(part, name) {
+            Place::Weight(spelling) => spelling,
+            other => panic!("{name}: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn split_projections_are_rows_of_one_tensor() {
+        let key = weight(Part::Transformer, "transformer_blocks.3.attn.to_k.weight");
+        assert_eq!(key.canonical, "double_blocks.3.img_attn.qkv.weight");
+        assert_eq!((key.pieces, key.holds, key.layout), (3, vec![(1, Rows::All)], Some(Layout::Diffusers)));
+        let up = weight(Part::TextEncoder, "text_encoders.qwen3_8b.transformer.model.layers.26.mlp.up_proj.weight");
+        assert_eq!((up.canonical.as_str(), up.holds), ("model.layers.26.mlp.gate_up_proj.weight", vec![(1, Rows::All)]));
+    }
+
+    #[test]
+    fn the_final_modulation_swaps_its_halves_in_one_layout_only() {
+        let swapped = weight(Part::Transformer, "norm_out.linear.weight");
+        assert_eq!(swapped.canonical, "final_layer.adaLN_modulation.1.weight");
+        assert_eq!(swapped.holds, [(0, Rows::SecondHalf), (1, Rows::FirstHalf)]);
+        let plain = weight(Part::Transformer, "model.diffusion_model.final_layer.adaLN_modulation.1.weight");
+        assert_eq!((plain.canonical, plain.holds), (swapped.canonical, vec![(0, Rows::All)]));
+        assert_eq!(plain.prefix, "model.diffusion_model.");
+    }
+
+    #[test]
+    fn decoder_levels_run_backwards_in_the_original_files() {
+        for (file, canonical) in [
+            ("decoder.up.3.block.2.conv1.bias", "decoder.up_blocks.0.resnets.2.conv1.bias"),
+            ("decoder.up.0.block.0.nin_shortcut.weight", "decoder.up_blocks.3.resnets.0.conv_shortcut.weight"),
+            ("vae.decoder.up.1.upsample.conv.weight", "decoder.up_blocks.2.upsamplers.0.conv.weight"),
+            ("encoder.down.1.block.0.norm2.weight", "encoder.down_blocks.1.resnets.0.norm2.weight"),
+            ("decoder.mid.block_2.conv2.bias", "decoder.mid_block.resnets.1.conv2.bias"),
+            ("encoder.mid.attn_1.proj_out.weight", "encoder.mid_block.attentions.0.to_out.0.weight"),
+            ("encoder.quant_conv.bias", "quant_conv.bias"),
+            ("decoder.post_quant_conv.weight", "post_quant_conv.weight"),
+            ("decoder.norm_out.weight", "decoder.conv_norm_out.weight"),
+        ] {
+            let found = weight(Part::Vae, file);
+            assert_eq!((found.canonical.as_str(), found.layout), (canonical, Some(Layout::Bfl)));
+            assert_eq!(spell(Part::Vae, Layout::Bfl, canonical), [file.trim_start_matches("vae.")]);
+        }
+        assert_eq!(weight(Part::Vae, "decoder.conv_in.weight").layout, None);
+    }
+
+    #[test]
+    fn query_norms_may_be_called_scale_or_weight() {
+        for suffix in ["scale", "weight"] {
+            let name = format!("single_blocks.7.norm.key_norm.{suffix}");
+            assert_eq!(weight(Part::Transformer, &name).canonical, "single_blocks.7.norm.key_norm.scale");
+        }
+    }
+
+    #[test]
+    fn other_names_are_told_apart() {
+        let quantised = |layer: &str| Place::Quantisation(layer.into());
+        for (part, name, place) in [
+            (Part::TextEncoder, "lm_head.weight", Place::Unused),
+            (Part::TextEncoder, "model.norm.weight", Place::Unused),
+            (Part::TextEncoder, "model.layers.27.mlp.up_proj.weight", Place::Unused),
+            (Part::Vae, "bn.num_batches_tracked", Place::Unused),
+            (Part::Vae, "model.diffusion_model.img_in.weight", Place::OtherPart),
+            (Part::Transformer, "vae.decoder.conv_in.weight", Place::OtherPart),
+            (Part::Transformer, "img_in.weight_scale_2", quantised("img_in")),
+            (Part::Transformer, "net.img_in.comfy_quant", quantised("net.img_in")),
+            (Part::Transformer, "scaled_fp8", quantised("")),
+            (Part::Transformer, "double_blocks.0.img_mod.lin.weight", Place::Unknown),
+            (Part::Transformer, "double_blocks.00.img_mlp.0.weight", Place::Unknown),
+            (Part::Transformer, "double_blocks.99999.img_mlp.0.weight", Place::Unknown),
+            (Part::Transformer, "double_blocks..img_mlp.0.weight", Place::Unknown),
+            (Part::Vae, "decoder.up.4.block.0.conv1.weight", Place::Unknown),
+            (Part::Transformer, "", Place::Unknown),
+        ] {
+            assert_eq!(resolve(part, name), place, "{name}");
+        }
+    }
+
+    #[test]
+    fn every_spelling_leads_back_to_its_canonical_name() {
+        for part in [Part::Transformer, Part::TextEncoder, Part::Vae] {
+            for row in part.rows() {
+                let captured = Captured { number: 2, block: 1, side: "encoder", op: "norm2", leaf: "bias" };
+                let canonical = fill(row.canonical, &captured);
+                for layout in [Layout::Diffusers, Layout::Bfl] {
+                    let names = spell(part, layout, &canonical);
+                    for (i, name) in names.iter().enumerate() {
+                        let found = weight(part, name);
+                        assert_eq!(found.canonical, canonical);
+                        assert!(row.swapped && i == 0 || found.holds == [(i, Rows::All)]);
+                    }
+                }
+            }
+        }
+    }
+}

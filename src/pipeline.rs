@@ -1,0 +1,408 @@
+//! From a prompt to a picture: one straight line through the stages, run once as a plan and then for real.
+
+use crate::backend::{Backend, HostData, Op, Plan, StepKey, scope};
+use crate::checkpoint::Weights;
+use crate::config::{HEAD_DIM, TextConfig, TransformerConfig, VaeConfig, Variant, check_fit, display_name};
+use crate::dump::Record;
+use crate::error::{Error, Result};
+use crate::image::Image;
+use crate::locate::{Found, ModelFiles};
+use crate::model::{Loader, StepInput, TextEncoder, Transformer, Vae};
+use crate::names::{Layout, Part, text_manifest, transformer_manifest, vae_manifest};
+use crate::noise::{NoiseKind, draw};
+use crate::progress::{Phase, Progress};
+use crate::sampler::Schedule;
+use crate::sequence::{Pixels, RopeSpec, SequencePlan};
+use crate::tensor::{Arena, DType, Precision, Region, Tensor};
+use crate::tiny;
+use crate::tokenizer::{Tokenizer, Tokens};
+use std::path::Path;
+
+/// What to make.
+#[derive(Clone, Debug)]
+pub struct Job {
+    /// The prompt.
+    pub prompt: String,
+    /// Size of the picture.
+    pub size: Pixels,
+    /// Denoising steps.
+    pub steps: usize,
+    /// Guidance scale; base models use it when it is above one, others ignore it.
+    pub guidance: f32,
+    /// One picture for each.
+    pub seeds: Vec<u64>,
+    /// Where the initial noise comes from.
+    pub noise: Noise,
+    /// Keep what [`Record`] holds.
+    pub record: bool,
+}
+
+/// Where the initial noise comes from.
+#[derive(Clone, Debug)]
+pub enum Noise {
+    /// Drawn from the seed.
+    Drawn(NoiseKind),
+    /// Given, one row of 128 values per token.
+    Given(Vec<f32>),
+}
+
+/// A finished picture.
+#[derive(Debug)]
+pub struct Picture {
+    /// The seed it came from.
+    pub seed: u64,
+    /// Its pixels.
+    pub image: Image,
+    /// Values along the way, if asked for.
+    pub record: Option<Record>,
+}
+
+/// A model on a backend, ready to run.
+pub struct Engine {
+    backend: Box<dyn Backend>,
+    parts: Parts,
+    tokenizer: Tokenizer,
+    variant: Variant,
+    precision: Precision,
+    name: String,
+}
+
+struct Parts {
+    transformer_config: TransformerConfig,
+    text_config: TextConfig,
+    transformer: Transformer,
+    text: TextEncoder,
+    vae: Vae,
+}
+
+/// The files of a model, opened and checked, nothing read yet.
+pub struct OpenModel {
+    transformer: Weights,
+    text: Weights,
+    vae: Weights,
+    tokenizer: Tokenizer,
+    configs: (TransformerConfig, TextConfig, VaeConfig),
+    /// Which kind of klein it is.
+    pub variant: Variant,
+    /// Name for people.
+    pub name: String,
+    /// Things worth telling the user.
+    pub warnings: Vec<String>,
+}
+
+impl OpenModel {
+    /// Opens what was found and checks that every tensor is there and right. `variant` overrides what the names say.
+    pub fn open(found: &Found, variant: Option<Variant>) -> Result<Self> {
+        match found {
+            Found::Files(files) => Self::files(files, variant),
+            Found::BuiltIn => {
+                let model = tiny::model(Layout::Diffusers, DType::Bf16)?;
+                let weights = |part| model.weights(part);
+                let tokenizer = Tokenizer::from_json(tiny::TOKENIZER, Path::new("built-in tokenizer"))?;
+                let parts = [weights(Part::Transformer)?, weights(Part::TextEncoder)?, weights(Part::Vae)?];
+                let mut model = Self::check(parts, [None, None, None], tokenizer, variant.unwrap_or(Variant::Distilled))?;
+                model.name = "tiny random model (built in, not trained)".into();
+                Ok(model)
+            }
+        }
+    }
+
+    fn files(files: &ModelFiles, variant: Option<Variant>) -> Result<Self> {
+        let parts = [
+            Weights::open(Part::Transformer, &files.transformer)?,
+            Weights::open(Part::TextEncoder, &files.text_encoder)?,
+            Weights::open(Part::Vae, &files.vae)?,
+        ];
+        let configs = [&files.transformer, &files.text_encoder, &files.vae].map(|p| ModelFiles::config_of(p));
+        let tokenizer = match &files.tokenizer {
+            Some(path) => {
+                let bytes = std::fs::read(path).map_err(|e| Error::read(path, e))?;
+                Tokenizer::from_json(&bytes, path)?
+            }
+            None => Tokenizer::qwen3()?,
+        };
+        let variant = match variant {
+            Some(variant) => variant,
+            None => {
+                let file = files.transformer.file_name().unwrap_or_default().to_string_lossy();
+                Variant::detect(files.index.as_deref(), &[&file, &files.origin])?
+            }
+        };
+        Self::check(parts, configs.each_ref().map(|c| c.as_deref()), tokenizer, variant)
+    }
+
+    fn check(parts: [Weights; 3], configs: [Option<&Path>; 3], tokenizer: Tokenizer, variant: Variant) -> Result<Self> {
+        let [transformer, text, vae] = parts;
+        let c = TransformerConfig::detect(&transformer, configs[0])?;
+        let t = TextConfig::detect(&text, configs[1])?;
+        let v = VaeConfig::detect(&vae, configs[2])?;
+        check_fit(&c, &t)?;
+        if v.patched() != c.channels {
+            let detail = format!("image tokens have {} channels there and {} here", c.channels, v.patched());
+            return Err(Error::Mismatch { part: "VAE", detail, hint: None });
+        }
+        let mut warnings = Vec::new();
+        for (weights, manifest) in
+            [(&transformer, transformer_manifest(&c)), (&text, text_manifest(&t)), (&vae, vae_manifest(&v))]
+        {
+            let extra = weights.check(&manifest)?;
+            if let Some(first) = extra.first() {
+                let more = if extra.len() > 1 { format!(" and {} more", extra.len() - 1) } else { String::new() };
+                warnings.push(format!("{}: unknown tensor `{first}`{more}, ignored", weights.path().display()));
+            }
+        }
+        let name = display_name(&c, variant);
+        Ok(Self { transformer, text, vae, tokenizer, configs: (c, t, v), variant, name, warnings })
+    }
+}
+
+impl Parts {
+    fn load(be: &mut dyn Backend, model: &OpenModel, precision: Precision, loaded: &mut dyn FnMut(u64)) -> Result<Self> {
+        let (c, t, v) = &model.configs;
+        let mut region = Arena::new(Region::Weights);
+        let text = TextEncoder::load(&mut Loader::new(be, &mut region, Some(&model.text), precision, loaded), t)?;
+        let transformer = Transformer::load(&mut Loader::new(be, &mut region, Some(&model.transformer), precision, loaded), c)?;
+        let vae = Vae::load(&mut Loader::new(be, &mut region, Some(&model.vae), precision, loaded), v)?;
+        Ok(Self { transformer_config: c.clone(), text_config: t.clone(), transformer, text, vae })
+    }
+}
+
+/// What the stages need beside the weights, known before anything runs.
+struct Inputs<'a> {
+    job: &'a Job,
+    precision: Precision,
+    prompt: Tokens,
+    /// The empty prompt, where guidance needs it.
+    empty: Option<Tokens>,
+    plan: SequencePlan,
+    schedule: Schedule,
+}
+
+impl Engine {
+    /// Places a model's weights on a backend.
+    pub fn load(mut backend: Box<dyn Backend>, model: OpenModel, precision: Precision, progress: &dyn Progress) -> Result<Self> {
+        progress.begin(Phase::Load, model.transformer.bytes() + model.text.bytes() + model.vae.bytes());
+        let parts = Parts::load(backend.as_mut(), &model, precision, &mut |bytes| progress.advance(bytes))?;
+        progress.end();
+        let OpenModel { tokenizer, variant, name, .. } = model;
+        Ok(Self { backend, parts, tokenizer, variant, precision, name })
+    }
+
+    /// The model's name for people.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Which kind of klein it is.
+    pub fn variant(&self) -> Variant {
+        self.variant
+    }
+
+    fn inputs<'a>(&self, job: &'a Job, progress: &dyn Progress) -> Result<Inputs<'a>> {
+        let config = &self.parts.text_config;
+        let encode = |text: &str| -> Result<Tokens> {
+            let tokens = self.tokenizer.encode(text, config.max_tokens)?;
+            match tokens.ids.iter().find(|&&id| id as usize >= config.vocab) {
+                Some(id) => Err(Error::Mismatch {
+                    part: "tokenizer",
+                    detail: format!("it makes token {id}, the text encoder knows {}", config.vocab),
+                    hint: Some("use the tokenizer.json that came with the text encoder".into()),
+                }),
+                None => Ok(tokens),
+            }
+        };
+        let prompt = encode(&job.prompt)?;
+        if prompt.cut > 0 {
+            let kept = config.max_tokens;
+            progress.warn(&format!("the prompt is {} tokens too long; only its first {kept} are used", prompt.cut));
+        }
+        let guided = self.variant == Variant::Base && job.guidance > 1.0;
+        let grid = job.size.grid();
+        Ok(Inputs {
+            job,
+            precision: self.precision,
+            empty: if guided { Some(encode("")?) } else { None },
+            plan: SequencePlan::new(prompt.ids.len(), grid, &[])?,
+            schedule: Schedule::new(job.steps, grid.tokens()),
+            prompt,
+        })
+    }
+
+    /// Runs the stages of one picture without touching memory and tells what they need.
+    pub fn plan(&self, job: &Job) -> Result<Plan> {
+        Ok(self.dry_run(&self.inputs(job, &crate::progress::Silent)?)?.0)
+    }
+
+    fn dry_run(&self, inputs: &Inputs<'_>) -> Result<(Plan, u64)> {
+        let (mut plan, mut ws) = (Plan::new(), Arena::new(Region::Arena));
+        let seeds = &inputs.job.seeds[..inputs.job.seeds.len().min(1)];
+        let noise = vec![0.0; inputs.plan.canvas().len() * self.parts.transformer_config.channels];
+        let mut noises = |_| Ok(noise.clone());
+        self.parts.run(&mut plan, &mut ws, inputs, seeds, &mut noises, &crate::progress::Silent, &mut |_, _| Ok(()))?;
+        Ok((plan, ws.peak()))
+    }
+
+    /// Makes the job's pictures and hands each to `sink` as it is done.
+    pub fn generate(&mut self, job: &Job, progress: &dyn Progress, sink: &mut dyn FnMut(Picture) -> Result<()>) -> Result<()> {
+        let inputs = self.inputs(job, progress)?;
+        let (plan, bytes) = self.dry_run(&inputs)?;
+        progress.detail(&format!(
+            "{} tokens, {} ops, {:.3} TFLOP, {:.1} MiB of working memory",
+            inputs.plan.tokens(),
+            plan.ops,
+            plan.flops as f64 / 1e12,
+            bytes as f64 / 1_048_576.0
+        ));
+        self.backend.reserve(bytes)?;
+        let Self { backend, parts, precision, .. } = self;
+        let grid = job.size.grid();
+        let mut noises = |seed| match &job.noise {
+            Noise::Drawn(kind) => Ok(draw(*kind, seed, grid, *precision)),
+            Noise::Given(values) => Ok(values.clone()),
+        };
+        let mut ws = Arena::new(Region::Arena);
+        parts.run(backend.as_mut(), &mut ws, &inputs, &job.seeds, &mut noises, progress, &mut |seed, values| {
+            let image = Image::from_raw(&values.image, job.size.width(), job.size.height())?;
+            sink(Picture { seed, image, record: job.record.then(|| values.into_record(&inputs.prompt, job.size)) })
+        })
+    }
+}
+
+/// What a run of the stages leaves on the host. All but the image only when a record is asked for.
+#[derive(Default)]
+struct Values {
+    prompt_embeds: Vec<f32>,
+    latents: Vec<Vec<f32>>,
+    /// One row of three channels per pixel.
+    image: Vec<f32>,
+}
+
+impl Values {
+    fn into_record(self, prompt: &Tokens, size: Pixels) -> Record {
+        let pixels = size.width() * size.height();
+        let image = (0..3).flat_map(|c| (0..pixels).map(move |p| 3 * p + c)).map(|i| self.image[i]).collect();
+        Record {
+            token_ids: prompt.ids.clone(),
+            prompt_embeds: self.prompt_embeds,
+            latents: self.latents,
+            image,
+            width: size.width(),
+            height: size.height(),
+        }
+    }
+}
+
+fn download(be: &mut dyn Backend, tensor: Tensor) -> Result<Vec<f32>> {
+    let mut values = vec![0.0; tensor.len()];
+    be.read(tensor, &mut values)?;
+    Ok(values)
+}
+
+/// A picture with a NaN in it is never shown: it would be a black square with no word of why.
+fn check_finite(values: &[f32], stage: impl FnOnce() -> String) -> Result<()> {
+    match values.iter().filter(|v| !v.is_finite()).count() {
+        0 => Ok(()),
+        count => Err(Error::NotFinite { stage: stage(), count }),
+    }
+}
+
+impl Parts {
+    /// The straight line: encode, prepare, denoise, decode.
+    #[allow(clippy::too_many_arguments)]
+    fn run(
+        &self,
+        be: &mut dyn Backend,
+        ws: &mut Arena,
+        inputs: &Inputs<'_>,
+        seeds: &[u64],
+        noises: &mut dyn FnMut(u64) -> Result<Vec<f32>>,
+        progress: &dyn Progress,
+        sink: &mut dyn FnMut(u64, Values) -> Result<()>,
+    ) -> Result<()> {
+        let (c, job, plan) = (&self.transformer_config, inputs.job, &inputs.plan);
+        let schedule = &inputs.schedule;
+        let mut prompt_embeds = Vec::new();
+
+        progress.begin(Phase::Encode, 1 + u64::from(inputs.empty.is_some()));
+        let context = self.encode(be, ws, inputs, &inputs.prompt, Some(&mut prompt_embeds))?;
+        progress.advance(1);
+        let empty = inputs.empty.as_ref().map(|tokens| self.encode(be, ws, inputs, tokens, None)).transpose()?;
+        be.synchronize()?;
+        progress.end();
+
+        let rope = ws.alloc(plan.tokens(), HEAD_DIM, DType::F32)?;
+        be.write(rope, HostData::F32(&plan.rope_table(&RopeSpec { theta: c.rope_theta, axes: c.rope_axes })))?;
+        let times: Vec<f32> = (0..schedule.steps()).map(|i| schedule.sigma(i)).collect();
+        let table = self.transformer.modulations(be, ws, &times)?;
+        let modulation = self.transformer.modulation_slot(ws)?;
+        let [latents, velocity, other] = {
+            let mut place = || ws.alloc(plan.canvas().len(), c.channels, DType::F32);
+            [place()?, place()?, place()?]
+        };
+        let image = ws.alloc(job.size.width() * job.size.height(), 3, DType::F32)?;
+
+        for &seed in seeds {
+            let mut values = Values { prompt_embeds: prompt_embeds.clone(), ..Values::default() };
+            let noise = noises(seed)?;
+            be.write(latents, HostData::F32(&noise))?;
+            if job.record {
+                values.latents.push(noise);
+            }
+
+            progress.begin(Phase::Denoise, schedule.steps() as u64);
+            for i in 0..schedule.steps() {
+                self.transformer.select(be, modulation, table, i)?;
+                let step = StepInput { plan, rope, context, latents, references: &[], modulation, velocity };
+                self.transformer.step(be, ws, StepKey("prompt"), step)?;
+                if let Some(context) = empty {
+                    let step = StepInput { context, velocity: other, ..step };
+                    self.transformer.step(be, ws, StepKey("empty"), step)?;
+                    scope(be, ws, |be, ws| {
+                        let guided = ws.alloc(velocity.rows, velocity.cols, velocity.dtype)?;
+                        be.run(Op::Guidance { out: guided, cond: velocity, uncond: other, scale: job.guidance })?;
+                        be.run(Op::Euler { latents, velocity: guided, dt: schedule.dt(i) })
+                    })?;
+                } else {
+                    be.run(Op::Euler { latents, velocity, dt: schedule.dt(i) })?;
+                }
+                let now = download(be, latents)?;
+                check_finite(&now, || format!("denoising step {} of {}", i + 1, schedule.steps()))?;
+                if job.record {
+                    values.latents.push(now);
+                }
+                progress.advance(1);
+            }
+            progress.end();
+
+            progress.begin(Phase::Decode, 1);
+            self.vae.decode(be, ws, image, latents, job.size.grid())?;
+            values.image = download(be, image)?;
+            check_finite(&values.image, || "decoding".into())?;
+            progress.end();
+            sink(seed, values)?;
+        }
+        Ok(())
+    }
+
+    /// A prompt's context; its features are needed no longer than that, unless they are asked for.
+    fn encode(
+        &self,
+        be: &mut dyn Backend,
+        ws: &mut Arena,
+        inputs: &Inputs<'_>,
+        tokens: &Tokens,
+        keep: Option<&mut Vec<f32>>,
+    ) -> Result<Tensor> {
+        let context = self.transformer.context_slot(ws, tokens.ids.len())?;
+        scope(be, ws, |be, ws| {
+            let act = inputs.precision.activations();
+            let features = ws.alloc(tokens.ids.len(), self.text_config.features(), act)?;
+            self.text.forward(be, ws, features, tokens)?;
+            if let (true, Some(keep)) = (inputs.job.record, keep) {
+                *keep = download(be, features)?;
+            }
+            self.transformer.context(be, context, features)
+        })?;
+        Ok(context)
+    }
+}

@@ -1,0 +1,317 @@
+//! Turns a prompt, a canvas and reference images into one token sequence with 4-D positions. Pure: no backend, no I/O.
+//!
+//! The sequence is text, then the canvas to be generated, then the references. The transformer has no mask and no notion of
+//! order; all it knows about a token's place is its id `(t, h, w, l)`, which reaches it as a rotation of queries and keys.
+
+use crate::error::{Error, Result};
+use std::ops::Range;
+
+/// The longest sequence the engine plans for.
+pub const MAX_TOKENS: usize = 52_000;
+
+/// Pixels along one side of a token's patch: the autoencoder shrinks by 8, patchifying by 2.
+const PATCH: usize = 16;
+
+/// Shortest side of a canvas, in pixels.
+const MIN_SIDE: usize = 64;
+
+/// Longest side of a canvas, in pixels. No square this large fits [`MAX_TOKENS`]; a narrow strip does.
+const MAX_SIDE: usize = 16_384;
+
+/// Distance on the `t` axis between the canvas and the first reference, and from one reference to the next.
+const REFERENCE_SPACING: usize = 10;
+
+/// The size of an image that divides into whole patches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Pixels {
+    width: usize,
+    height: usize,
+}
+
+impl Pixels {
+    /// Checks the size of a canvas.
+    pub fn new(width: usize, height: usize) -> Result<Self> {
+        let nearest = (nearest_side(width), nearest_side(height));
+        if nearest != (width, height) {
+            return Err(Error::usage(
+                format!(
+                    "--width {width} --height {height}: sides must be multiples of {PATCH}, at least {MIN_SIDE}, and within \
+                     the token limit"
+                ),
+                format!("try --width {} --height {}", nearest.0, nearest.1),
+            ));
+        }
+        Ok(Self { width, height })
+    }
+
+    /// Pixels in a row.
+    pub const fn width(self) -> usize {
+        self.width
+    }
+
+    /// Rows.
+    pub const fn height(self) -> usize {
+        self.height
+    }
+
+    /// The same size counted in tokens.
+    pub const fn grid(self) -> Grid {
+        Grid { width: self.width / PATCH, height: self.height / PATCH }
+    }
+}
+
+/// The legal side closest to `side`; the smaller one if two are equally close.
+fn nearest_side(side: usize) -> usize {
+    let side = side.clamp(MIN_SIDE, MAX_SIDE);
+    let below = side - side % PATCH;
+    if side - below > PATCH / 2 { below + PATCH } else { below }
+}
+
+/// The size of an image in tokens, one for each patch of 16 x 16 pixels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Grid {
+    /// Tokens in a row.
+    pub width: usize,
+    /// Rows of tokens.
+    pub height: usize,
+}
+
+impl Grid {
+    /// How many tokens the image becomes. Saturates, so that a size nobody checked is over every limit.
+    pub const fn tokens(self) -> usize {
+        self.width.saturating_mul(self.height)
+    }
+
+    /// Ids of all patches, row by row, in the plane `t`.
+    fn ids(self, t: usize) -> impl Iterator<Item = [u32; 4]> {
+        (0..self.height).flat_map(move |h| (0..self.width).map(move |w| [t as u32, h as u32, w as u32, 0]))
+    }
+}
+
+/// How positions become rotations.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RopeSpec {
+    /// Base of the geometric row of frequencies.
+    pub theta: f64,
+    /// How many of the head's dimensions belong to each axis, in the order `t, h, w, l`. Each is even.
+    pub axes: [usize; 4],
+}
+
+impl RopeSpec {
+    /// What all FLUX.2 [klein] models use.
+    pub const KLEIN: Self = Self { theta: 2000.0, axes: [32; 4] };
+
+    /// Dimensions of a head.
+    pub fn head_dim(&self) -> usize {
+        self.axes.iter().sum()
+    }
+}
+
+impl Default for RopeSpec {
+    fn default() -> Self {
+        Self::KLEIN
+    }
+}
+
+/// Where every token of a run lies: `text | canvas | reference 0 | reference 1 | ...`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SequencePlan {
+    text: usize,
+    canvas: Grid,
+    references: Vec<Grid>,
+    tokens: usize,
+}
+
+impl SequencePlan {
+    /// Lays out a sequence, or refuses it when it is longer than [`MAX_TOKENS`].
+    pub fn new(text: usize, canvas: Grid, references: &[Grid]) -> Result<Self> {
+        let tokens = references.iter().chain([&canvas]).fold(text, |sum, grid| sum.saturating_add(grid.tokens()));
+        if tokens > MAX_TOKENS {
+            return Err(Error::TooManyTokens { text, image: tokens - text, limit: MAX_TOKENS });
+        }
+        Ok(Self { text, canvas, references: references.to_vec(), tokens })
+    }
+
+    /// Rows of the text tokens.
+    pub fn text(&self) -> Range<usize> {
+        0..self.text
+    }
+
+    /// Rows of the tokens that are denoised.
+    pub fn canvas(&self) -> Range<usize> {
+        self.text..self.text + self.canvas.tokens()
+    }
+
+    /// Rows of the tokens of `references[j]`.
+    ///
+    /// # Panics
+    /// If there is no such reference: a bug in the caller.
+    pub fn reference(&self, j: usize) -> Range<usize> {
+        let before: usize = self.references[..j].iter().map(|grid| grid.tokens()).sum();
+        let start = self.canvas().end + before;
+        start..start + self.references[j].tokens()
+    }
+
+    /// How many references there are.
+    pub fn references(&self) -> usize {
+        self.references.len()
+    }
+
+    /// Length of the sequence.
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    /// The position `(t, h, w, l)` of every token. Text counts along `l`; an image spreads over `h` and `w`, each in a plane
+    /// `t` of its own, so patches of different images never share a position.
+    pub fn ids(&self) -> Vec<[u32; 4]> {
+        let text = (0..self.text).map(|l| [0, 0, 0, l as u32]);
+        let references = self.references.iter().enumerate().flat_map(|(j, grid)| grid.ids(REFERENCE_SPACING * (j + 1)));
+        text.chain(self.canvas.ids(0)).chain(references).collect()
+    }
+
+    /// The rotation of every token, row-major `[tokens, head_dim]`: each row holds the cosines of all pairs, then their sines.
+    /// Pairs are grouped by axis; pair `p` turns elements `2p` and `2p + 1` of a head.
+    pub fn rope_table(&self, spec: &RopeSpec) -> Vec<f32> {
+        let ids = self.ids();
+        // An axis has few distinct positions (no more than rows, columns, text tokens), so each angle is computed once.
+        let tables: [Vec<f32>; 4] = std::array::from_fn(|axis| {
+            let positions = ids.iter().map(|id| id[axis] as usize + 1).max().unwrap_or(0);
+            half_split_table(positions, spec.axes[axis], spec.theta)
+        });
+        let mut out = Vec::with_capacity(ids.len() * spec.head_dim());
+        for id in &ids {
+            let row = |axis: usize| {
+                let dim = spec.axes[axis];
+                tables[axis][id[axis] as usize * dim..][..dim].split_at(dim / 2)
+            };
+            (0..4).for_each(|axis| out.extend_from_slice(row(axis).0));
+            (0..4).for_each(|axis| out.extend_from_slice(row(axis).1));
+        }
+        out
+    }
+}
+
+/// Rotations of the positions `0..tokens` along a single axis, row-major `[tokens, head_dim]`: each row holds `head_dim / 2`
+/// cosines, then as many sines. This is the whole table of a text encoder, where pair `k` turns elements `k` and
+/// `k + head_dim / 2` of a head.
+///
+/// Angles are f64: in f32 the larger ones would already be off by more than a rounding of their cosine.
+pub fn half_split_table(tokens: usize, head_dim: usize, theta: f64) -> Vec<f32> {
+    let half = head_dim / 2;
+    let omega: Vec<f64> = (0..half).map(|k| theta.powf(-(k as f64) / half as f64)).collect();
+    let mut out = Vec::with_capacity(tokens * head_dim);
+    for position in 0..tokens {
+        let angles = omega.iter().map(|omega| position as f64 * omega);
+        out.extend(angles.clone().map(|angle| angle.cos() as f32));
+        out.extend(angles.map(|angle| angle.sin() as f32));
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn grid(width: usize, height: usize) -> Grid {
+        Pixels::new(width, height).unwrap().grid()
+    }
+
+    #[test]
+    fn pixels_name_the_nearest_legal_size() {
+        let error = Pixels::new(1000, 1001).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "--width 1000 --height 1001: sides must be multiples of 16, at least 64, and within the token limit"
+        );
+        assert_eq!(error.hint().as_deref(), Some("try --width 992 --height 1008"));
+        assert_eq!(error.exit_code(), 2);
+        for (side, nearest) in [(0, 64), (48, 64), (65, 64), (72, 64), (73, 80), (16_385, 16_384), (usize::MAX, 16_384)] {
+            let hint = Pixels::new(side, 512).unwrap_err().hint();
+            assert_eq!(hint, Some(format!("try --width {nearest} --height 512")), "{side}");
+        }
+    }
+
+    #[test]
+    fn pixels_become_patches_of_sixteen() {
+        assert_eq!(grid(64, 16_384), Grid { width: 4, height: 1024 });
+        assert_eq!(grid(1360, 768).tokens(), 4080);
+        assert_eq!(Grid { width: usize::MAX, height: 2 }.tokens(), usize::MAX);
+    }
+
+    #[test]
+    fn spans_follow_each_other_and_ids_follow_the_spans() {
+        // Two references of different sizes beside a 1024 x 1024 canvas: 10,002 image tokens.
+        let references = [grid(592, 800), grid(1248, 832)];
+        let plan = SequencePlan::new(512, grid(1024, 1024), &references).unwrap();
+        assert_eq!(plan.text(), 0..512);
+        assert_eq!(plan.canvas(), 512..4608);
+        assert_eq!(plan.reference(0), 4608..6458);
+        assert_eq!(plan.reference(1), 6458..10_514);
+        assert_eq!((plan.tokens(), plan.tokens() - 512, plan.references()), (10_514, 10_002, 2));
+
+        let ids = plan.ids();
+        assert_eq!(ids.len(), plan.tokens());
+        assert_eq!((ids[0], ids[511]), ([0, 0, 0, 0], [0, 0, 0, 511]));
+        assert_eq!((ids[512], ids[513], ids[512 + 64], ids[4607]), ([0; 4], [0, 0, 1, 0], [0, 1, 0, 0], [0, 63, 63, 0]));
+        // Each reference starts a grid of its own: 37 columns by 50 rows, then 78 by 52.
+        assert_eq!((ids[4608], ids[4608 + 37], ids[6457]), ([10, 0, 0, 0], [10, 1, 0, 0], [10, 49, 36, 0]));
+        assert_eq!((ids[6458], ids[6458 + 77], ids[10_513]), ([20, 0, 0, 0], [20, 0, 77, 0], [20, 51, 77, 0]));
+    }
+
+    #[test]
+    fn a_sequence_over_the_limit_is_refused() {
+        let canvas = Grid { width: 1, height: MAX_TOKENS - 512 };
+        assert_eq!(SequencePlan::new(512, canvas, &[]).unwrap().tokens(), MAX_TOKENS);
+        let error = SequencePlan::new(512, canvas, &[Grid { width: 1, height: 1 }]).unwrap_err();
+        assert!(matches!(error, Error::TooManyTokens { text: 512, image: 51_489, limit: MAX_TOKENS }), "{error}");
+        // Sizes that overflow are too many tokens as well, and the message can be printed.
+        let huge = Grid { width: usize::MAX, height: usize::MAX };
+        assert!(SequencePlan::new(512, huge, &[huge]).unwrap_err().to_string().starts_with("too many tokens"));
+    }
+
+    #[test]
+    fn rope_frequencies() {
+        // For small positions sin(omega) is omega, so compare the angles through atan2 of position 1.
+        let want = [
+            1.0, 0.62184998, 0.38669740, 0.24046777, 0.14953488, 0.09298826, 0.05782475, 0.03595832, 0.02236068, 0.01390499,
+            0.00864682, 0.00537702, 0.00334370, 0.00207928, 0.00129300, 0.00080405,
+        ];
+        let table = half_split_table(2, 32, 2000.0);
+        assert_eq!(table[..32], [[1.0f32; 16], [0.0; 16]].concat());
+        for (k, want) in want.into_iter().enumerate() {
+            let (cos, sin) = (f64::from(table[32 + k]), f64::from(table[48 + k]));
+            assert!((sin.atan2(cos) - want).abs() < 1e-7, "omega {k}: {} is not {want}", sin.atan2(cos));
+        }
+    }
+
+    #[test]
+    fn rope_rows_hold_cosines_then_sines_grouped_by_axis() {
+        let plan = SequencePlan::new(3, Grid { width: 5, height: 4 }, &[Grid { width: 2, height: 2 }]).unwrap();
+        let table = plan.rope_table(&RopeSpec::default());
+        assert_eq!(table.len(), plan.tokens() * 128);
+        for (row, id) in table.chunks_exact(128).zip(plan.ids()) {
+            for (axis, k) in (0..4).flat_map(|axis| (0..16).map(move |k| (axis, k))) {
+                let angle = f64::from(id[axis]) * 2000f64.powf(-(k as f64) / 16.0);
+                let pair = 16 * axis + k;
+                assert_eq!((row[pair], row[64 + pair]), (angle.cos() as f32, angle.sin() as f32), "{id:?} pair {pair}");
+            }
+        }
+        // Axes of different sizes keep their places.
+        let table = plan.rope_table(&RopeSpec { theta: 100.0, axes: [4, 2, 6, 8] });
+        let last = &table[(plan.tokens() - 1) * 20..]; // id (10, 1, 1, 0)
+        assert_eq!((last[0], last[2], last[3], last[6]), (10f64.cos() as f32, 1f64.cos() as f32, 1f64.cos() as f32, 1.0));
+        assert_eq!((last[10], last[12], last[13], last[16]), (10f64.sin() as f32, 1f64.sin() as f32, 1f64.sin() as f32, 0.0));
+    }
+
+    #[test]
+    fn half_split_rows_of_a_text_encoder() {
+        let table = half_split_table(512, 128, 1e6);
+        assert_eq!(table.len(), 512 * 128);
+        let (position, k) = (511usize, 63usize);
+        let angle = 511.0 * 1e6f64.powf(-63.0 / 64.0);
+        assert_eq!(table[position * 128 + k], angle.cos() as f32);
+        assert_eq!(table[position * 128 + 64 + k], angle.sin() as f32);
+        assert!(half_split_table(0, 128, 1e6).is_empty());
+    }
+}

@@ -1,0 +1,236 @@
+//! Turns a prompt into the token ids the text encoder reads: chat template, byte-pair encoding, fixed length.
+//!
+//! The encoding itself is the `tokenizers` crate, fed with a model's own `tokenizer.json` or with the one shipped here. That
+//! file comes from wherever the model came from, and the crate was not written for hostile files, so every call into it goes
+//! through `isolated`.
+
+use crate::error::{Error, Result};
+use flate2::read::GzDecoder;
+use std::any::Any;
+use std::io::Read;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+
+/// The longest prompt, in bytes. Far more than fits the token limit; a bound on the work a single "word" can cause.
+pub const MAX_PROMPT_BYTES: usize = 32 * 1024;
+
+/// What stands before and after the prompt. The empty think block tells the encoder's chat model not to reason; the image models
+/// were trained with it there.
+const TEMPLATE: [&str; 2] = ["<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"];
+
+/// The token that fills the rest of a sequence.
+const PAD: &str = "<|endoftext|>";
+
+/// The tokenizer of all Qwen3 models, packed.
+static QWEN3: &[u8] = include_bytes!("../models/qwen3/tokenizer.json.gz");
+
+/// An encoded prompt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tokens {
+    /// Exactly as many ids as were asked for: the prompt in its template, then padding.
+    pub ids: Vec<u32>,
+    /// How many ids come before the padding.
+    pub real: usize,
+    /// How many ids did not fit. They are lost from the end, the template's closing part first.
+    pub cut: usize,
+}
+
+/// A loaded vocabulary.
+#[derive(Debug)]
+pub struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+    pad: u32,
+    origin: PathBuf,
+}
+
+impl Tokenizer {
+    /// Reads the content of a `tokenizer.json`; `origin` is where it came from, for messages.
+    pub fn from_json(bytes: &[u8], origin: &Path) -> Result<Self> {
+        let inner = isolated(origin, || {
+            let mut inner = tokenizers::Tokenizer::from_bytes(bytes)?;
+            // A file may ask for its own length, padding and extra tokens. The text encoder's input is ours to shape.
+            inner.with_truncation(None)?;
+            inner.with_padding(None);
+            inner.with_post_processor(None::<tokenizers::PostProcessorWrapper>);
+            Ok(inner)
+        })?;
+        let pad = isolated(origin, || Ok(inner.token_to_id(PAD)))?
+            .ok_or_else(|| Error::bad_file(origin, "not a Qwen3 tokenizer", format!("it has no token `{PAD}`")))?;
+        Ok(Self { inner, pad, origin: origin.into() })
+    }
+
+    /// The Qwen3 tokenizer that is part of this program.
+    pub fn qwen3() -> Result<Self> {
+        let origin = Path::new("built-in tokenizer.json");
+        let mut json = Vec::new();
+        GzDecoder::new(QWEN3).read_to_end(&mut json).map_err(|source| Error::read(origin, source))?;
+        Self::from_json(&json, origin)
+    }
+
+    /// Encodes a prompt into exactly `length` ids.
+    ///
+    /// Template and prompt are one string: a prompt that starts with a newline merges with the template's, and one that spells a
+    /// special token gets that token. Both are what the models' reference implementation does.
+    pub fn encode(&self, prompt: &str, length: usize) -> Result<Tokens> {
+        if prompt.len() > MAX_PROMPT_BYTES {
+            return Err(Error::usage(
+                format!("prompt too long: {} bytes, the limit is {MAX_PROMPT_BYTES}", prompt.len()),
+                format!("shorten it; the model reads only the first {length} tokens"),
+            ));
+        }
+        let [before, after] = TEMPLATE;
+        let text = [before, prompt, after].concat();
+        let encoding = isolated(&self.origin, || self.inner.encode_fast(text, false))?;
+        let all = encoding.get_ids();
+        let real = all.len().min(length);
+        let mut ids = all[..real].to_vec();
+        ids.resize(length, self.pad);
+        Ok(Tokens { ids, real, cut: all.len() - real })
+    }
+}
+
+/// The only way into the `tokenizers` crate: its errors and its panics both become errors about the file.
+///
+/// Nothing that a panic could leave half-made is used again: a tokenizer that failed to load is dropped, and encoding takes it
+/// by shared reference. Hence the assertion.
+fn isolated<T>(origin: &Path, call: impl FnOnce() -> tokenizers::Result<T>) -> Result<T> {
+    let detail = match catch_unwind(AssertUnwindSafe(call)) {
+        Ok(Ok(value)) => return Ok(value),
+        Ok(Err(error)) => error.to_string(),
+        Err(panic) => panic_message(panic.as_ref()).to_owned(),
+    };
+    Err(Error::bad_file(origin, "not a usable tokenizer", detail))
+}
+
+/// What a panic said.
+fn panic_message(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("the tokenizer library failed without a message")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::LazyLock;
+
+    static TOKENIZER: LazyLock<Tokenizer> = LazyLock::new(|| Tokenizer::qwen3().unwrap());
+
+    const START: [u32; 2] = [151644, 872];
+    const SUFFIX: [u32; 9] = [151645, 198, 151644, 77091, 198, 151667, 271, 151668, 271];
+
+    /// Encodes to 512 ids, checks the padding and returns the rest.
+    fn real_ids(prompt: &str) -> Vec<u32> {
+        let tokens = TOKENIZER.encode(prompt, 512).unwrap();
+        assert_eq!((tokens.ids.len(), tokens.cut), (512, 0));
+        assert!(tokens.ids[tokens.real..].iter().all(|&id| id == 151643));
+        tokens.ids[..tokens.real].to_vec()
+    }
+
+    #[test]
+    fn reference_prompts() {
+        // Ids between `<|im_start|>user` and the closing part, newline included.
+        let cases: [(&str, &[u32]); 10] = [
+            (
+                "A cat holding a sign that says \"Gifu AI Study Group\"",
+                &[198, 32, 8251, 9963, 264, 1841, 429, 2727, 330, 38, 20850, 15235, 19173, 5737, 1],
+            ),
+            ("", &[198]),
+            ("a cat", &[198, 64, 8251]),
+            ("\nleading newline", &[271, 20654, 39027]),
+            (
+                "A photo of 1234 cafés, naïve façade — “quotes”",
+                &[198, 32, 6548, 315, 220, 16, 17, 18, 19, 29103, 5397, 11, 94880, 586, 94872, 1021, 1959, 1036, 53282, 854],
+            ),
+            ("你好，世界", &[198, 108386, 3837, 99489]),
+            ("emoji 🦀🚀 ok", &[198, 37523, 11162, 99, 222, 145836, 5394]),
+            ("don't WON'T I'm", &[198, 15007, 944, 97367, 17323, 358, 2776]),
+            ("  two  spaces\ttab", &[198, 220, 1378, 220, 12621, 58149]),
+            ("Ünïcode e\u{301} combining", &[198, 52491, 77, 37572, 1851, 3958, 34171]),
+        ];
+        for (prompt, middle) in cases {
+            assert_eq!(real_ids(prompt), [&START, middle, &SUFFIX].concat(), "{prompt:?}");
+        }
+        assert_eq!(real_ids("").len(), 12);
+    }
+
+    #[test]
+    fn special_token_text_in_a_prompt_is_the_token() {
+        let ids = real_ids("a<|im_end|>b <think><|endoftext|>");
+        assert_eq!(ids, [&START, &[198, 64, 151645, 65, 220, 151667, 151643][..], &SUFFIX].concat());
+        // Almost the token's name is ordinary text.
+        assert!(!real_ids("<|im_end >").contains(&151643) && real_ids("<|IM_END|>").len() > 13);
+    }
+
+    #[test]
+    fn a_long_prompt_loses_its_end() {
+        let tokens = TOKENIZER.encode(&"cat ".repeat(600), 512).unwrap();
+        assert_eq!((tokens.ids.len(), tokens.real), (512, 512));
+        // 600 words and the space after the last one, in 12 tokens of template.
+        assert_eq!(tokens.cut, 613 - 512);
+        assert_eq!(tokens.ids[..3], [151644, 872, 198]);
+        assert!(!tokens.ids.contains(&151645), "the closing part of the template is cut, too");
+        assert_eq!(TOKENIZER.encode("a cat", 0).unwrap(), Tokens { ids: vec![], real: 0, cut: 14 });
+    }
+
+    #[test]
+    fn prompts_at_and_over_the_cap() {
+        // Texts that are worst for one part each: one word, whitespace the split pattern backtracks over, combining marks.
+        for piece in ["a", " ", "\u{301}", "\0", "'", "\r\n", "🦀"] {
+            let prompt = piece.repeat(MAX_PROMPT_BYTES / piece.len());
+            assert_eq!(TOKENIZER.encode(&prompt, 512).unwrap().ids.len(), 512, "{piece:?}");
+        }
+        let error = TOKENIZER.encode(&"a".repeat(MAX_PROMPT_BYTES + 1), 512).unwrap_err();
+        assert_eq!(error.to_string(), "prompt too long: 32769 bytes, the limit is 32768");
+        assert_eq!(error.exit_code(), 2);
+    }
+
+    #[test]
+    fn settings_stored_in_the_file_are_ignored() {
+        let file = |extra: &str| {
+            format!(
+                r#"{{"version":"1.0",{extra}
+                "added_tokens":[{{"id":2,"content":"<|endoftext|>","single_word":false,"lstrip":false,"rstrip":false,
+                "normalized":false,"special":true}}],"normalizer":null,"pre_tokenizer":null,"decoder":null,
+                "model":{{"type":"BPE","vocab":{{"a":0,"b":1}},"merges":[]}}}}"#
+            )
+        };
+        let plain = r#""truncation":null,"padding":null,"post_processor":null,"#;
+        let loaded = r#""truncation":{"direction":"Left","max_length":4,"strategy":"LongestFirst","stride":0},
+            "padding":{"strategy":{"Fixed":40},"direction":"Left","pad_to_multiple_of":null,"pad_id":1,"pad_type_id":0,
+            "pad_token":"b"},
+            "post_processor":{"type":"TemplateProcessing","single":[{"Sequence":{"id":"A","type_id":0}},
+            {"SpecialToken":{"id":"b","type_id":0}}],"pair":[],"special_tokens":{"b":{"id":"b","ids":[1],"tokens":["b"]}}},"#;
+        let encode = |extra| {
+            let tokenizer = Tokenizer::from_json(file(extra).as_bytes(), Path::new("t.json")).unwrap();
+            tokenizer.encode("aaabaa", 30).unwrap()
+        };
+        assert_eq!(encode(loaded), encode(plain));
+        assert_eq!(encode(plain).ids.last(), Some(&2));
+    }
+
+    #[test]
+    fn damaged_files_are_errors() {
+        let origin = Path::new("m/tokenizer.json");
+        for bytes in [&b""[..], b"{}", b"[1,2", b"\xFF\xFE", br#"{"version":"1.0","model":{"type":"BPE"}}"#] {
+            let error = Tokenizer::from_json(bytes, origin).unwrap_err();
+            assert!(error.to_string().starts_with("not a usable tokenizer (m/tokenizer.json): "), "{error}");
+            assert_eq!(error.exit_code(), 3);
+        }
+        let no_pad = br#"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],"normalizer":null,
+            "pre_tokenizer":null,"post_processor":null,"decoder":null,"model":{"type":"BPE","vocab":{"a":0},"merges":[]}}"#;
+        let error = Tokenizer::from_json(no_pad, origin).unwrap_err();
+        assert!(error.to_string().contains("<|endoftext|>"), "{error}");
+    }
+
+    #[test]
+    fn a_panic_of_the_library_is_an_error() {
+        for (call, want) in [
+            ((|| panic!("plain")) as fn() -> tokenizers::Result<()>, "plain"),
+            (|| panic!("{}", String::from("formatted")), "formatted"),
+            (|| std::panic::panic_any(7), "without a message"),
+        ] {
+            let error = isolated(Path::new("t.json"), call).unwrap_err();
+            assert!(error.to_string().contains(want), "{error}");
+        }
+    }
+}

@@ -1,0 +1,134 @@
+//! What the integration tests share: the tiny model, the recorded reference outputs, and how errors are measured.
+#![allow(dead_code)] // each test binary uses its own part of this
+
+use kiln::backend::Backend;
+use kiln::backend::cpu::Cpu;
+use kiln::checkpoint::Shard;
+use kiln::config::Variant;
+use kiln::locate::Found;
+use kiln::noise::NoiseKind;
+use kiln::pipeline::{Engine, Job, Noise, OpenModel, Picture};
+use kiln::progress::Silent;
+use kiln::sequence::Pixels;
+use kiln::tensor::Precision;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+/// A case of `tests/fixtures/goldens.json`.
+#[derive(Debug, serde::Deserialize)]
+pub struct Case {
+    pub name: String,
+    pub prompt: String,
+    pub width: usize,
+    pub height: usize,
+    pub steps: usize,
+    pub guidance: f32,
+    pub seed: u64,
+    pub distilled: bool,
+    /// How far the reference in bf16 is from itself in f32.
+    pub bf16_relative_l2: Errors,
+    /// The same with the exact time, which the reference rounds to bf16.
+    pub bf16_exact_time_relative_l2: Errors,
+}
+
+/// Relative errors of the stages.
+#[derive(Clone, Copy, Debug, serde::Deserialize)]
+pub struct Errors {
+    pub prompt_embeds: f64,
+    pub velocity: f64,
+    pub latents: f64,
+    pub image: f64,
+}
+
+impl Case {
+    pub fn variant(&self) -> Variant {
+        if self.distilled { Variant::Distilled } else { Variant::Base }
+    }
+
+    pub fn job(&self) -> Job {
+        Job {
+            prompt: self.prompt.clone(),
+            size: Pixels::new(self.width, self.height).unwrap(),
+            steps: self.steps,
+            guidance: self.guidance,
+            seeds: vec![self.seed],
+            noise: Noise::Drawn(NoiseKind::TorchCpu),
+            record: true,
+        }
+    }
+}
+
+pub fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+}
+
+pub fn cases() -> Vec<Case> {
+    #[derive(serde::Deserialize)]
+    struct Goldens {
+        cases: Vec<Case>,
+    }
+    let text = std::fs::read_to_string(fixture("goldens.json")).unwrap();
+    serde_json::from_str::<Goldens>(&text).unwrap().cases
+}
+
+/// The recorded outputs.
+pub struct Goldens(Shard);
+
+impl Goldens {
+    pub fn open() -> Self {
+        Self(Shard::open(&fixture("goldens.safetensors")).unwrap())
+    }
+
+    pub fn f32(&self, name: &str) -> Vec<f32> {
+        let bytes = self.0.bytes(name).unwrap_or_else(|| panic!("no golden `{name}`"));
+        bytes.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
+    }
+
+    pub fn ids(&self, name: &str) -> Vec<u32> {
+        self.0.bytes(name).unwrap().chunks_exact(4).map(|b| u32::from_le_bytes(b.try_into().unwrap())).collect()
+    }
+
+    /// A picture, 0..1, a row of three channels per pixel.
+    pub fn image(&self, name: &str) -> Vec<f32> {
+        let bytes = self.0.bytes(name).unwrap();
+        bytes.chunks_exact(2).map(|b| f32::from(u16::from_le_bytes(b.try_into().unwrap())) / 65535.0).collect()
+    }
+}
+
+pub fn relative_l2(got: &[f32], want: &[f32]) -> f64 {
+    assert_eq!(got.len(), want.len());
+    let (mut difference, mut norm) = (0.0, 0.0);
+    for (&g, &w) in got.iter().zip(want) {
+        difference += (f64::from(g) - f64::from(w)).powi(2);
+        norm += f64::from(w).powi(2);
+    }
+    (difference / norm).sqrt()
+}
+
+pub fn cpu() -> Cpu {
+    Cpu::new(0, Arc::new(AtomicBool::new(false))).unwrap()
+}
+
+/// The built-in tiny model on a backend.
+pub fn engine_on(backend: Box<dyn Backend>, variant: Variant, precision: Precision) -> Engine {
+    let model = OpenModel::open(&Found::BuiltIn, Some(variant)).unwrap();
+    Engine::load(backend, model, precision, &Silent).unwrap()
+}
+
+/// Runs a job that makes one picture.
+pub fn run(engine: &mut Engine, job: &Job) -> kiln::error::Result<Picture> {
+    let mut pictures = Vec::new();
+    engine.generate(job, &Silent, &mut |picture| {
+        pictures.push(picture);
+        Ok(())
+    })?;
+    assert_eq!(pictures.len(), 1);
+    Ok(pictures.remove(0))
+}
+
+/// The raw picture of a record, 0..1, a row of three channels per pixel.
+pub fn unit_image(raw: &[f32]) -> Vec<f32> {
+    let pixels = raw.len() / 3;
+    (0..pixels).flat_map(|p| [0, 1, 2].map(|c| (0.5 * raw[c * pixels + p] + 0.5).clamp(0.0, 1.0))).collect()
+}
