@@ -99,10 +99,10 @@ fn respelled(model: &TinyModel, part: Part, dtype: DType) -> Result<Bytes> {
     let mut tensors = Vec::new();
     for spec in manifest(part) {
         let weight = weights.weight(&spec.name, &spec.shape)?;
-        let bytes = weight.parts.iter().flat_map(|part| part.bytes.iter().copied()).collect();
-        for named in names::file_tensors(part, Layout::Bfl, &spec) {
-            tensors.push((named, Vec::clone(&bytes)));
-        }
+        let rows: Vec<&[u8]> = weight.parts.iter().map(|part| &part.bytes[..]).collect();
+        // The canonical spelling of a transformer, and the other one of a VAE, are one tensor each.
+        let named = names::file_tensors(part, Layout::Bfl, &spec).into_iter().next().unwrap_or(spec);
+        tensors.push((named, rows.concat()));
     }
     serialise(part, dtype, &tensors)
 }
@@ -131,15 +131,17 @@ fn serialise(part: Part, dtype: DType, tensors: &[(TensorSpec, Vec<u8>)]) -> Res
 fn values(name: &str, shape: &[usize], dtype: DType) -> Result<Vec<u8>> {
     let hash = fnv1a(name);
     let rule = Rule::of(name, shape);
-    let indexes = 0..shape.iter().product::<usize>() as u64;
-    let value = |index: u64| rule.value((mixed(hash, index) >> 56) as u32);
+    let value = |index: usize| rule.value((mixed(hash, index as u64) >> 56) as u32);
+    let mut bytes = vec![0; shape.iter().product::<usize>() * dtype.size()];
     // In turn, not in parallel: the tensors themselves are made in parallel.
-    Ok(match dtype {
-        DType::F32 => indexes.flat_map(|i| value(i).to_le_bytes()).collect(),
-        DType::Bf16 => indexes.flat_map(|i| half::bf16::from_f32(value(i)).to_le_bytes()).collect(),
-        DType::F16 => indexes.flat_map(|i| half::f16::from_f32(value(i)).to_le_bytes()).collect(),
+    let elements = bytes.chunks_exact_mut(dtype.size()).enumerate();
+    match dtype {
+        DType::F32 => elements.for_each(|(i, to)| to.copy_from_slice(&value(i).to_le_bytes())),
+        DType::Bf16 => elements.for_each(|(i, to)| to.copy_from_slice(&half::bf16::from_f32(value(i)).to_le_bytes())),
+        DType::F16 => elements.for_each(|(i, to)| to.copy_from_slice(&half::f16::from_f32(value(i)).to_le_bytes())),
         DType::U32 => return Err(not_a_float()),
-    })
+    }
+    Ok(bytes)
 }
 
 fn not_a_float() -> Error {

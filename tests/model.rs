@@ -1,5 +1,7 @@
 //! The whole pipeline on the tiny model against outputs recorded from diffusers.
 
+#![allow(clippy::print_stdout)] // figures, shown with --nocapture
+
 mod common;
 
 use common::{Goldens, cases, cpu, engine_on, relative_l2, run, unit_image};

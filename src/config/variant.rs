@@ -19,7 +19,8 @@ pub enum Variant {
 }
 
 impl Variant {
-    /// Finds the variant from a pipeline's `model_index.json`, or, without one, from the names of files and folders.
+    /// Finds the variant from a pipeline's `model_index.json`, or, without one, from the names of its
+    /// file, folder or repository.
     pub fn detect(index: Option<&Path>, names: &[&str]) -> Result<Self> {
         if let Some(path) = index {
             let index = Config::read(path)?;
@@ -30,6 +31,9 @@ impl Variant {
             // The key is left out where it would be false.
             return Ok(if distilled.unwrap_or(false) { Self::Distilled } else { Self::Base });
         }
+        // Of a path only the last component is the model's name; the folders above it may be called anything.
+        let last = |name: &&str| name.trim_end_matches(['/', '\\']).rsplit(['/', '\\']).next().unwrap_or_default().to_owned();
+        let names: Vec<String> = names.iter().map(last).collect();
         let has = |word: &str| {
             let mut words = names.iter().flat_map(|name| name.split(|c: char| !c.is_ascii_alphanumeric()));
             words.any(|found| found.eq_ignore_ascii_case(word))
@@ -99,6 +103,8 @@ mod tests {
             ("flux-2-klein-base-9b.safetensors", Variant::Base),
             ("flux-2-klein-9b-kv.safetensors", Variant::Kv),
             ("black-forest-labs/FLUX.2-klein-base-4B", Variant::Base),
+            ("models/klein-base-4b/", Variant::Base),
+            ("/srv/kv/base/klein-4b", Variant::Distilled),
             ("database", Variant::Distilled),
         ] {
             assert_eq!(Variant::detect(None, &[name]).unwrap(), variant, "{name}");

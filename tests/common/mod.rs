@@ -1,6 +1,8 @@
 //! What the integration tests share: the tiny model, the recorded reference outputs, and how errors are measured.
 #![allow(dead_code)] // each test binary uses its own part of this
 
+pub mod wrapped;
+
 use kiln::backend::Backend;
 use kiln::backend::cpu::Cpu;
 use kiln::checkpoint::Shard;

@@ -1,0 +1,190 @@
+//! Configurations read from weights and compared with config files, and the tiny model compared with the reference's.
+
+use super::{Described, Scratch, described, message, shard, zeros};
+use kiln::checkpoint::{Part, Weights};
+use kiln::config::{TextConfig, TransformerConfig, VaeConfig, Variant};
+use kiln::error::Result;
+use kiln::names::{Layout, TensorSpec, file_tensors, text_manifest, transformer_manifest, vae_manifest};
+use kiln::tensor::DType;
+use kiln::tiny;
+use serde_json::Value;
+use std::path::Path;
+
+#[test]
+fn a_written_model_is_detected_as_what_it_is() {
+    for layout in [Layout::Diffusers, Layout::Bfl] {
+        let scratch = Scratch::new();
+        tiny::write_to(scratch.path(), layout, DType::Bf16).unwrap();
+        let diffusers = layout == Layout::Diffusers;
+        let place = |folder: &str, file: &str| scratch.path().join(if diffusers { folder } else { file });
+        let open = |part, folder: &str, file: &str| Weights::open(part, &place(folder, file)).unwrap();
+        let config = |folder: &str| scratch.path().join(folder).join("config.json");
+        let given = |path: &Path| path.is_file().then(|| path.to_path_buf());
+
+        let weights = open(Part::Transformer, "transformer", "flux-2-klein-tiny.safetensors");
+        let found = TransformerConfig::detect(&weights, given(&config("transformer")).as_deref()).unwrap();
+        assert_eq!(found, TransformerConfig::tiny());
+        assert!(weights.check(&transformer_manifest(&found)).unwrap().is_empty());
+        let weights = open(Part::TextEncoder, "text_encoder", "qwen.safetensors");
+        let found = TextConfig::detect(&weights, given(&config("text_encoder")).as_deref()).unwrap();
+        assert_eq!(found, TextConfig::tiny());
+        assert!(weights.check(&text_manifest(&found)).unwrap().is_empty());
+        let weights = open(Part::Vae, "vae", "ae.safetensors");
+        let found = VaeConfig::detect(&weights, given(&config("vae")).as_deref()).unwrap();
+        assert_eq!(found, VaeConfig::tiny());
+        assert!(weights.check(&vae_manifest(&found)).unwrap().is_empty());
+    }
+}
+
+#[test]
+fn real_sizes_are_detected_from_shapes_alone() {
+    // Headers of the real models over data that is never touched.
+    let header = |part: Part, manifest: &[TensorSpec]| {
+        let tensors: Vec<Described> = manifest
+            .iter()
+            .flat_map(|spec| file_tensors(part, Layout::Diffusers, spec))
+            .map(|spec| (spec.name, "BF16", spec.shape))
+            .collect();
+        Weights::from_shards(part, vec![shard(zeros(&tensors)).unwrap()]).unwrap()
+    };
+    let config = VaeConfig { decoder: [96, 192, 384, 384], ..VaeConfig::klein_4b() };
+    assert_eq!(VaeConfig::detect(&header(Part::Vae, &vae_manifest(&config)), None).unwrap(), config);
+    let config = TransformerConfig { guidance_embed: true, double_blocks: 1, single_blocks: 3, ..TransformerConfig::tiny() };
+    let weights = header(Part::Transformer, &transformer_manifest(&config));
+    assert_eq!(TransformerConfig::detect(&weights, None).unwrap(), config);
+}
+
+/// Changes one key of a config file of `tiny`, and says what is made of it.
+fn changed<T>(tiny: &Scratch, folder: &str, detect: impl Fn(&Path) -> Result<T>, key: &str, value: Value) -> Result<T> {
+    let original = tiny.path().join(folder).join("config.json");
+    let mut config: Value = serde_json::from_slice(&std::fs::read(original).unwrap()).unwrap();
+    match value {
+        Value::Null => drop(config.as_object_mut().unwrap().remove(key)),
+        value => config[key] = value,
+    }
+    detect(&tiny.write("changed/config.json", config.to_string()))
+}
+
+#[test]
+fn config_files_are_compared_and_read() {
+    let scratch = Scratch::new();
+    tiny::write_to(scratch.path(), Layout::Diffusers, DType::Bf16).unwrap();
+    let model = tiny::model(Layout::Diffusers, DType::Bf16).unwrap();
+    let [transformer, text, vae] = [Part::Transformer, Part::TextEncoder, Part::Vae].map(|part| model.weights(part).unwrap());
+    let transformer = |key: &str, value: Value| {
+        changed(&scratch, "transformer", |p| TransformerConfig::detect(&transformer, Some(p)), key, value)
+    };
+    let text = |key: &str, value: Value| changed(&scratch, "text_encoder", |p| TextConfig::detect(&text, Some(p)), key, value);
+    let vae = |key: &str, value: Value| changed(&scratch, "vae", |p| VaeConfig::detect(&vae, Some(p)), key, value);
+    let refused = |error: kiln::error::Error, key: &str| {
+        let text = message(&error);
+        assert!(text.contains(&format!("`{key}` is")) && text.contains("config.json"), "{text}");
+    };
+    for key in ["num_layers", "num_single_layers", "num_attention_heads", "joint_attention_dim", "in_channels", "mlp_ratio"] {
+        refused(transformer(key, 7.into()).unwrap_err(), key);
+        assert!(transformer(key, Value::Null).is_ok());
+    }
+    // Left out, this one means that guidance is an input.
+    refused(transformer("guidance_embeds", Value::Null).unwrap_err(), "guidance_embeds");
+    refused(transformer("num_layers", "2".into()).unwrap_err(), "num_layers");
+    refused(transformer("num_layers", (-2).into()).unwrap_err(), "num_layers");
+    refused(transformer("axes_dims_rope", vec![64, 32, 32, 32].into()).unwrap_err(), "axes_dims_rope");
+    refused(transformer("eps", 0.into()).unwrap_err(), "eps");
+    assert_eq!(transformer("rope_theta", 10_000.into()).unwrap().rope_theta, 10_000.0);
+    assert_eq!(transformer("eps", 1e-5.into()).unwrap().eps, 1e-5);
+    assert_eq!(transformer("axes_dims_rope", vec![16, 56, 56, 0].into()).unwrap().rope_axes, [16, 56, 56, 0]);
+
+    for key in
+        ["hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size", "num_hidden_layers"]
+    {
+        refused(text(key, 7.into()).unwrap_err(), key);
+    }
+    assert_eq!(text("num_hidden_layers", 36.into()).unwrap().layers, 28);
+    assert_eq!(text("rope_theta", 5_000_000.into()).unwrap().rope_theta, 5e6);
+    assert_eq!(text("rms_norm_eps", 1e-5.into()).unwrap().eps, 1e-5);
+    assert!(text("model_type", "mistral".into()).unwrap_err().to_string().starts_with("not a Qwen3 text encoder"));
+    refused(text("rope_scaling", serde_json::json!({"rope_type": "yarn"})).unwrap_err(), "rope_scaling");
+    refused(text("attention_bias", true.into()).unwrap_err(), "attention_bias");
+
+    refused(vae("block_out_channels", vec![32, 32, 64, 64].into()).unwrap_err(), "block_out_channels");
+    refused(vae("decoder_block_out_channels", vec![96, 192, 384, 384].into()).unwrap_err(), "decoder_block_out_channels");
+    refused(vae("latent_channels", 16.into()).unwrap_err(), "latent_channels");
+    assert_eq!(vae("batch_norm_eps", 1e-5.into()).unwrap().stats_eps, 1e-5);
+}
+
+#[test]
+fn the_base_of_the_rotation_may_be_nested() {
+    let weights = tiny::model(Layout::Diffusers, DType::Bf16).unwrap().weights(Part::TextEncoder).unwrap();
+    let scratch = Scratch::new();
+    let path =
+        scratch.write("config.json", r#"{"rope_parameters":{"rope_type":"default","rope_theta":250000.0},"rope_scaling":null}"#);
+    assert_eq!(TextConfig::detect(&weights, Some(&path)).unwrap().rope_theta, 250_000.0);
+    let path = scratch.write("config.json", r#"{"rope_parameters":{"rope_type":"yarn","rope_theta":250000.0}}"#);
+    assert!(TextConfig::detect(&weights, Some(&path)).unwrap_err().to_string().contains("`rope_parameters`"));
+    let path = scratch.write("config.json", "[1]");
+    assert!(message(&TextConfig::detect(&weights, Some(&path)).unwrap_err()).contains("not an object"));
+}
+
+#[test]
+fn other_models_are_not_mistaken_for_this_one() {
+    let open = |part, tensors: &[Described]| Weights::from_shards(part, vec![shard(zeros(tensors)).unwrap()]).unwrap();
+    let predecessor = [
+        described("img_in.weight", "BF16", &[3072, 64]),
+        described("double_blocks.0.img_mod.lin.weight", "BF16", &[18432, 3072]),
+        described("double_blocks.0.img_attn.qkv.weight", "BF16", &[9216, 3072]),
+    ];
+    let error = TransformerConfig::detect(&open(Part::Transformer, &predecessor), None).unwrap_err();
+    assert_eq!(
+        message(&error),
+        "not a FLUX.2 transformer (x.safetensors): it has no `double_stream_modulation_img.lin.weight` / \
+         kiln runs FLUX.2 [klein] 4B and 9B"
+    );
+    let mistral = [described("model.layers.0.self_attn.q_proj.weight", "BF16", &[128, 128])];
+    let error = TextConfig::detect(&open(Part::TextEncoder, &mistral), None).unwrap_err();
+    assert!(message(&error).starts_with("not a Qwen3 text encoder"), "{error}");
+    let error = VaeConfig::detect(&open(Part::Vae, &mistral), None).unwrap_err();
+    assert!(message(&error).starts_with("unknown architecture"), "{error}");
+    // Sizes that would overflow later are stopped here.
+    let absurd = [described("double_stream_modulation_img.lin.weight", "BF16", &[0, 1 << 40])];
+    let error = TransformerConfig::detect(&open(Part::Transformer, &absurd), None).unwrap_err();
+    assert!(message(&error).contains("its width is 1099511627776"), "{error}");
+}
+
+#[test]
+fn the_index_of_a_pipeline_tells_the_variant() {
+    let scratch = Scratch::new();
+    for (text, variant) in [
+        (r#"{"_class_name":"Flux2KleinPipeline","is_distilled":true}"#, Variant::Distilled),
+        (r#"{"_class_name":"Flux2KleinPipeline","is_distilled":false}"#, Variant::Base),
+        (r#"{"_class_name":"Flux2KleinPipeline"}"#, Variant::Base),
+        (r#"{"_class_name":"Flux2KleinKVPipeline","is_distilled":true}"#, Variant::Kv),
+    ] {
+        let path = scratch.write("model_index.json", text);
+        // The index is asked before the name.
+        assert_eq!(Variant::detect(Some(&path), &["klein-base"]).unwrap(), variant, "{text}");
+    }
+}
+
+/// The reference fills its models by the same rule; these are values it read back from them.
+#[test]
+fn the_tiny_model_is_the_one_the_reference_ran() {
+    let goldens: Value = serde_json::from_str(include_str!("../fixtures/goldens.json")).unwrap();
+    let model = tiny::model(Layout::Diffusers, DType::F32).unwrap();
+    for (key, part) in [("transformer", Part::Transformer), ("text_encoder", Part::TextEncoder), ("vae", Part::Vae)] {
+        let expected = &goldens["weights"][key];
+        let weights = model.weights(part).unwrap();
+        let shard = &weights.shards()[0];
+        let floats = || shard.tensors().filter(|(_, entry)| entry.element.name == "F32");
+        assert_eq!(floats().count() as u64, expected["tensors"].as_u64().unwrap());
+        let parameters: usize = floats().map(|(_, entry)| entry.shape.iter().product::<usize>()).sum();
+        assert_eq!(parameters as u64, expected["parameters"].as_u64().unwrap());
+        for sample in expected["samples"].as_array().unwrap() {
+            let name = sample["name"].as_str().unwrap();
+            let bytes = shard.bytes(name).unwrap();
+            let values: Vec<f64> = bytes.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap()).into()).collect();
+            let first: Vec<f64> = sample["first"].as_array().unwrap().iter().map(|v| v.as_f64().unwrap()).collect();
+            assert_eq!(values[..first.len()], first, "{name}");
+            assert_eq!(values.iter().sum::<f64>(), sample["sum"].as_f64().unwrap(), "{name}");
+        }
+    }
+}

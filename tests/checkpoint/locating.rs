@@ -1,0 +1,191 @@
+//! Finding a model: folders, overrides, the environment, and the Hugging Face cache.
+
+use super::{Scratch, message};
+use kiln::error::Error;
+use kiln::locate::{Environment, Found, LocateRequest, ModelFiles, locate};
+use std::path::{Path, PathBuf};
+
+/// An empty stand-in for every file of a diffusers folder.
+fn write_model(scratch: &Scratch, folder: &str) -> PathBuf {
+    for file in [
+        "transformer/diffusion_pytorch_model.safetensors",
+        "transformer/config.json",
+        "text_encoder/model-00001-of-00002.safetensors",
+        "vae/diffusion_pytorch_model.safetensors",
+        "tokenizer/tokenizer.json",
+        "model_index.json",
+    ] {
+        scratch.write(&format!("{folder}/{file}"), "");
+    }
+    scratch.path().join(folder)
+}
+
+fn files(request: &LocateRequest) -> ModelFiles {
+    match locate(request).unwrap() {
+        Found::Files(files) => files,
+        Found::BuiltIn => panic!("nothing found"),
+    }
+}
+
+fn expected(folder: &Path, origin: &str) -> ModelFiles {
+    ModelFiles {
+        transformer: folder.join("transformer"),
+        text_encoder: folder.join("text_encoder"),
+        vae: folder.join("vae"),
+        tokenizer: Some(folder.join("tokenizer/tokenizer.json")),
+        index: Some(folder.join("model_index.json")),
+        origin: origin.into(),
+    }
+}
+
+#[test]
+fn a_folder_is_found_and_its_parts_can_be_replaced() {
+    let scratch = Scratch::new();
+    let folder = write_model(&scratch, "klein");
+    let mut request = LocateRequest { model: Some(folder.clone()), ..LocateRequest::default() };
+    let whole = expected(&folder, folder.to_str().unwrap());
+    assert_eq!(files(&request), whole);
+    assert_eq!(ModelFiles::config_of(&whole.transformer).unwrap(), folder.join("transformer/config.json"));
+    assert_eq!(ModelFiles::config_of(&whole.vae), None);
+    // The same through the environment, and the option goes first.
+    let environment = Environment { kiln_model: Some(folder.clone()), ..Environment::default() };
+    assert_eq!(files(&LocateRequest { environment: environment.clone(), ..LocateRequest::default() }), whole);
+    let nowhere = LocateRequest { model: Some("nowhere".into()), environment, ..LocateRequest::default() };
+    assert!(locate(&nowhere).is_err());
+
+    let small = scratch.write("small_decoder.safetensors", "");
+    request.vae = Some(small.clone());
+    assert_eq!(files(&request), ModelFiles { vae: small, ..whole.clone() });
+    request.vae = None;
+    // Another transformer is not what the folder's index describes.
+    let own = scratch.write("flux-2-klein-base-4b.safetensors", "");
+    request.transformer = Some(own.clone());
+    let origin = own.to_str().unwrap().to_owned();
+    assert_eq!(files(&request), ModelFiles { transformer: own, index: None, origin, ..whole });
+}
+
+#[test]
+fn single_files_need_no_folder() {
+    let scratch = Scratch::new();
+    let [transformer, text, vae] =
+        ["flux-2-klein-9b.safetensors", "qwen_3_8b.safetensors", "ae.safetensors"].map(|name| scratch.write(name, ""));
+    let tokenizer = scratch.write("tokenizer.json", "{}");
+    let request = LocateRequest {
+        transformer: Some(transformer.clone()),
+        text_encoder: Some(text.clone()),
+        vae: Some(vae.clone()),
+        ..LocateRequest::default()
+    };
+    let mut found = ModelFiles {
+        origin: transformer.to_str().unwrap().into(),
+        transformer,
+        text_encoder: text,
+        vae: vae.clone(),
+        tokenizer: None,
+        index: None,
+    };
+    assert_eq!(files(&request), found);
+    // The tokenizer may be given as a file or by its folder.
+    found.tokenizer = Some(tokenizer.clone());
+    for path in [tokenizer, scratch.path().into()] {
+        assert_eq!(files(&LocateRequest { tokenizer: Some(path), ..request.clone() }), found);
+    }
+    // A folder that holds the single files is a model, too.
+    found.origin = scratch.path().to_str().unwrap().into();
+    assert_eq!(files(&LocateRequest { model: Some(scratch.path().into()), ..LocateRequest::default() }), found);
+    // Two files that could be the transformer: neither is guessed.
+    scratch.write("flux-2-klein-4b.safetensors", "");
+    let error = locate(&LocateRequest { model: Some(scratch.path().into()), ..LocateRequest::default() }).unwrap_err();
+    assert!(message(&error).contains("there is no transformer"), "{error}");
+    // One part alone is no model.
+    let error = locate(&LocateRequest { vae: Some(vae), ..LocateRequest::default() }).unwrap_err();
+    assert!(message(&error).contains("there is no transformer and no text encoder / expected transformer/"), "{error}");
+}
+
+#[test]
+fn what_is_missing_is_named() {
+    let scratch = Scratch::new();
+    let folder = write_model(&scratch, "klein");
+    std::fs::remove_dir_all(folder.join("vae")).unwrap();
+    std::fs::remove_dir_all(folder.join("tokenizer")).unwrap();
+    let error = |model: &Path| locate(&LocateRequest { model: Some(model.into()), ..LocateRequest::default() }).unwrap_err();
+    let text = message(&error(&folder));
+    assert!(text.starts_with(&format!("no model found ({}): there is no vae / ", folder.display())), "{text}");
+    assert!(text.contains("--vae"), "{text}");
+    let text = message(&error(Path::new("models/klein/x")));
+    assert!(text.starts_with("no model found (models/klein/x): the folder does not exist / expected"), "{text}");
+    let file = scratch.write("x.safetensors", "");
+    assert!(message(&error(&file)).contains("it is a file, not a folder / give a single file as --transformer"));
+    let request = LocateRequest { vae: Some("missing.safetensors".into()), ..LocateRequest::default() };
+    assert!(matches!(locate(&request), Err(Error::NoModel { path, .. }) if path == Path::new("missing.safetensors")));
+}
+
+#[test]
+fn the_built_in_model_is_the_last_resort() {
+    assert_eq!(locate(&LocateRequest::default()).unwrap(), Found::BuiltIn);
+    let mut request = LocateRequest { model: Some("tiny".into()), ..LocateRequest::default() };
+    assert_eq!(locate(&request).unwrap(), Found::BuiltIn);
+    let scratch = Scratch::new();
+    request.vae = Some(scratch.write("ae.safetensors", ""));
+    assert_eq!(locate(&request).unwrap_err().exit_code(), 2);
+}
+
+#[test]
+fn repositories_are_looked_up_in_the_cache() {
+    let id = "black-forest-labs/FLUX.2-klein-9B";
+    let repository = "models--black-forest-labs--FLUX.2-klein-9B";
+    // The four places a cache can be, in order of precedence.
+    type Place = fn(PathBuf) -> Environment;
+    let places: [(&str, Place); 4] = [
+        ("", |p| Environment { hf_hub_cache: Some(p), hf_home: Some("nowhere".into()), ..Environment::default() }),
+        ("hub/", |p| Environment { hf_home: Some(p), xdg_cache_home: Some("nowhere".into()), ..Environment::default() }),
+        ("huggingface/hub/", |p| Environment { xdg_cache_home: Some(p), home: Some("nowhere".into()), ..Environment::default() }),
+        (".cache/huggingface/hub/", |p| Environment { home: Some(p), ..Environment::default() }),
+    ];
+    for (hub, environment) in places {
+        let scratch = Scratch::new();
+        let folder = write_model(&scratch, &format!("{hub}{repository}/snapshots/abc123"));
+        let environment = environment(scratch.path().into());
+        let named = LocateRequest { model: Some(id.into()), environment: environment.clone(), ..LocateRequest::default() };
+        // Without a reference, the only snapshot is it.
+        assert_eq!(files(&named), expected(&folder, id));
+        // Nothing asked for: the cache is searched for known models.
+        let unnamed = LocateRequest { environment, ..LocateRequest::default() };
+        assert_eq!(files(&unnamed), expected(&folder, id));
+
+        let newer = write_model(&scratch, &format!("{hub}{repository}/snapshots/def456"));
+        assert!(message(&locate(&named).unwrap_err()).contains("several revisions"));
+        scratch.write(&format!("{hub}{repository}/refs/main"), "def456\n");
+        assert_eq!(files(&named), expected(&newer, id));
+        // A reference cannot lead out of the cache.
+        scratch.write(&format!("{hub}{repository}/refs/main"), "../../..");
+        assert!(message(&locate(&named).unwrap_err()).contains("several revisions"));
+    }
+}
+
+#[test]
+fn cached_models_are_used_only_when_complete() {
+    let scratch = Scratch::new();
+    let environment = Environment { hf_hub_cache: Some(scratch.path().into()), ..Environment::default() };
+    let request = |model: Option<&str>| LocateRequest {
+        model: model.map(PathBuf::from),
+        environment: environment.clone(),
+        ..LocateRequest::default()
+    };
+    let text = message(&locate(&request(Some("some/model"))).unwrap_err());
+    assert!(text.contains("(some/model): neither a folder nor in the Hugging Face cache ("), "{text}");
+    let first = write_model(&scratch, "models--black-forest-labs--FLUX.2-klein-4B/snapshots/a");
+    std::fs::remove_dir_all(first.join("vae")).unwrap();
+    assert_eq!(locate(&request(None)).unwrap(), Found::BuiltIn);
+    assert!(message(&locate(&request(Some("black-forest-labs/FLUX.2-klein-4B"))).unwrap_err()).contains("there is no vae"));
+    let second = write_model(&scratch, "models--black-forest-labs--FLUX.2-klein-base-4B/snapshots/b");
+    assert_eq!(files(&request(None)).transformer, second.join("transformer"));
+    // A link to a file that was never downloaded does not count.
+    #[cfg(unix)]
+    {
+        let weights = second.join("vae/diffusion_pytorch_model.safetensors");
+        std::fs::remove_file(&weights).unwrap();
+        std::os::unix::fs::symlink("../../../blobs/none", &weights).unwrap();
+        assert_eq!(locate(&request(None)).unwrap(), Found::BuiltIn);
+    }
+}

@@ -1,0 +1,78 @@
+//! A backend that passes everything on and lets a test look in, or interfere, after each op.
+
+use kiln::backend::cpu::Cpu;
+use kiln::backend::{Backend, HostData, Op, Role, StepKey, WeightPart};
+use kiln::error::Result;
+use kiln::tensor::Tensor;
+use std::ops::Range;
+
+/// Called after op number `usize` with the op and the backend that ran it.
+pub type AfterOp = Box<dyn FnMut(usize, Op<'_>, &mut Cpu) -> Result<()>>;
+
+/// May change what is about to be written.
+pub type BeforeWrite = Box<dyn FnMut(Tensor, &mut Vec<f32>)>;
+
+pub struct Wrapped {
+    pub inner: Cpu,
+    pub after_op: AfterOp,
+    pub before_write: BeforeWrite,
+    ops: usize,
+}
+
+impl Wrapped {
+    pub fn after_op(inner: Cpu, after_op: impl FnMut(usize, Op<'_>, &mut Cpu) -> Result<()> + 'static) -> Self {
+        Self { inner, after_op: Box::new(after_op), before_write: Box::new(|_, _| ()), ops: 0 }
+    }
+
+    pub fn before_write(inner: Cpu, before_write: impl FnMut(Tensor, &mut Vec<f32>) + 'static) -> Self {
+        Self { inner, after_op: Box::new(|_, _, _| Ok(())), before_write: Box::new(before_write), ops: 0 }
+    }
+}
+
+impl Backend for Wrapped {
+    fn name(&self) -> &'static str {
+        "wrapped"
+    }
+
+    fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {
+        self.inner.upload(to, role, parts)
+    }
+
+    fn reserve(&mut self, bytes: u64) -> Result<()> {
+        self.inner.reserve(bytes)
+    }
+
+    fn write(&mut self, to: Tensor, data: HostData<'_>) -> Result<()> {
+        match data {
+            HostData::F32(values) => {
+                let mut values = values.to_vec();
+                (self.before_write)(to, &mut values);
+                self.inner.write(to, HostData::F32(&values))
+            }
+            other => self.inner.write(to, other),
+        }
+    }
+
+    fn read(&mut self, from: Tensor, to: &mut [f32]) -> Result<()> {
+        self.inner.read(from, to)
+    }
+
+    fn run(&mut self, op: Op<'_>) -> Result<()> {
+        self.inner.run(op)?;
+        (self.after_op)(self.ops, op, &mut self.inner)?;
+        self.ops += 1;
+        Ok(())
+    }
+
+    fn released(&mut self, range: Range<u64>) {
+        self.inner.released(range);
+    }
+
+    fn step(&mut self, _key: StepKey, body: &mut dyn FnMut(&mut dyn Backend) -> Result<()>) -> Result<()> {
+        body(self)
+    }
+
+    fn synchronize(&mut self) -> Result<()> {
+        self.inner.synchronize()
+    }
+}

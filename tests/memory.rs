@@ -1,0 +1,117 @@
+//! Memory of a real run against the plan, by a counting allocator and by what the system says.
+//!
+//! One test in a process of its own: the counters see every thread.
+#![allow(unsafe_code)] // an allocator cannot be written without it
+
+#![allow(clippy::print_stdout)] // figures, shown with --nocapture
+
+mod common;
+
+use common::{cpu, engine_on};
+use kiln::config::Variant;
+use kiln::noise::NoiseKind;
+use kiln::pipeline::{Job, Noise};
+use kiln::sequence::Pixels;
+use kiln::tensor::{ALIGN, Precision};
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Bytes in use and the most there ever were.
+struct Gauge {
+    now: AtomicUsize,
+    peak: AtomicUsize,
+}
+
+impl Gauge {
+    const fn new() -> Self {
+        Self { now: AtomicUsize::new(0), peak: AtomicUsize::new(0) }
+    }
+
+    fn add(&self, bytes: usize) {
+        let now = self.now.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        self.peak.fetch_max(now, Ordering::Relaxed);
+    }
+
+    fn sub(&self, bytes: usize) {
+        self.now.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    fn restart(&self) {
+        self.peak.store(self.now.load(Ordering::Relaxed), Ordering::Relaxed);
+    }
+}
+
+/// Working memory is the only thing that asks for its alignment, which is how it is told from everything else.
+static ARENA: Gauge = Gauge::new();
+static OTHER: Gauge = Gauge::new();
+
+fn gauge(layout: Layout) -> &'static Gauge {
+    if layout.align() == ALIGN as usize { &ARENA } else { &OTHER }
+}
+
+struct Counting;
+
+// SAFETY: every call is passed on to the system allocator unchanged.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        gauge(layout).add(layout.size());
+        // SAFETY: the caller's promise is passed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        gauge(layout).add(layout.size());
+        // SAFETY: the caller's promise is passed on.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        gauge(layout).sub(layout.size());
+        // SAFETY: the caller's promise is passed on.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+}
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+/// The most memory the process ever had in use, in bytes.
+fn peak_resident() -> usize {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:")).unwrap_or("0 kB");
+    line.trim().trim_end_matches(" kB").parse::<usize>().unwrap_or(0) * 1024
+}
+
+#[test]
+fn a_run_uses_the_planned_memory_and_little_else() {
+    const MIB: usize = 1 << 20;
+    for precision in [Precision::F32, Precision::Bf16] {
+        let mut engine = engine_on(Box::new(cpu()), Variant::Distilled, precision);
+        let job = Job {
+            prompt: "a lighthouse".into(),
+            size: Pixels::new(256, 320).unwrap(),
+            steps: 1,
+            guidance: 1.0,
+            seeds: vec![1],
+            noise: Noise::Drawn(NoiseKind::HOPPER),
+            record: false,
+        };
+        let plan = engine.plan(&job).unwrap();
+        let weights = OTHER.now.load(Ordering::Relaxed);
+        ARENA.restart();
+        OTHER.restart();
+        engine.generate(&job, &kiln::progress::Silent, &mut |_| Ok(())).unwrap();
+
+        let arena = ARENA.peak.load(Ordering::Relaxed);
+        assert_eq!(arena as u64, plan.arena_bytes.next_multiple_of(ALIGN), "the arena is what the plan says, to its alignment");
+        let scratch = OTHER.peak.load(Ordering::Relaxed) - weights;
+        println!("{}: arena {} MiB, scratch {} MiB", precision.name(), arena / MIB, scratch / MIB);
+        assert!(scratch <= 256 * MIB, "{scratch} bytes beside the plan");
+
+        let resident = peak_resident();
+        let limit = (weights + arena) + (weights + arena) / 10 + 256 * MIB;
+        assert!(resident <= limit, "{resident} bytes resident, {limit} allowed");
+        drop(engine);
+        assert_eq!(ARENA.now.load(Ordering::Relaxed), 0, "working memory is given back");
+    }
+}
