@@ -56,19 +56,20 @@ impl Record {
 /// Reads tensor `noise` of a file: F32, `[tokens, 128]`.
 pub fn read_noise(path: &Path, tokens: usize) -> Result<Vec<f32>> {
     let shard = Shard::open(path)?;
-    let missing = || Error::TensorMissing { path: path.into(), name: "noise".into(), want: vec![tokens, CHANNELS] };
+    let wrong = |detail: String| Error::bad_file(path, "wrong noise", detail);
+    let missing = || wrong("there is no tensor `noise`".into());
     let entry = shard.entry("noise").ok_or_else(missing)?;
     if entry.shape != [tokens, CHANNELS] {
-        return Err(Error::TensorShape {
-            path: path.into(),
-            name: "noise".into(),
-            got: entry.shape.clone(),
-            want: vec![tokens, CHANNELS],
-        });
+        let detail = format!("tensor `noise` is {:?}, a picture of this size needs {:?}", entry.shape, [tokens, CHANNELS]);
+        return Err(wrong(detail).with_hint("use the --width and --height it was made for"));
     }
     if entry.element.name != "F32" {
-        return Err(Error::bad_file(path, "wrong type", format!("tensor `noise` is {}, it must be F32", entry.element.name)));
+        return Err(wrong(format!("tensor `noise` is {}, it must be F32", entry.element.name)));
     }
     let bytes = shard.bytes("noise").ok_or_else(missing)?;
-    Ok(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
+    let noise: Vec<f32> = bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
+    match noise.iter().filter(|v| !v.is_finite()).count() {
+        0 => Ok(noise),
+        count => Err(wrong(format!("{count} of its values are not finite"))),
+    }
 }

@@ -6,6 +6,7 @@
 
 pub mod backend;
 pub mod checkpoint;
+pub mod cli;
 pub mod config;
 pub mod dump;
 pub mod error;
@@ -19,5 +20,6 @@ pub mod progress;
 pub mod sampler;
 pub mod sequence;
 pub mod tensor;
+pub mod terminal;
 pub mod tiny;
 pub mod tokenizer;

@@ -1,2 +1,190 @@
-//! kiln.
-fn main() {}
+//! The program: parse, run, print the error and what to do about it, end with the code that says which kind it was.
+
+use kiln::cli::args::Command;
+use kiln::cli::{self, GenerateRequest};
+use kiln::error::{Error, Result};
+use kiln::locate::Environment;
+use kiln::terminal::Terminal;
+use std::error::Error as _;
+use std::io::{self, ErrorKind, Write};
+use std::panic::{self, UnwindSafe};
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// What the latest panic said.
+static PANIC: Mutex<Option<String>> = Mutex::new(None);
+
+/// Why the program ends early.
+enum Failure {
+    /// Something was wrong, and the library knows what.
+    Error(Error),
+    /// A bug: what the panic said.
+    Panic(String),
+}
+
+fn main() -> ExitCode {
+    record_panics();
+    let signals = Signals::default();
+    let failure = match guarded(|| {
+        let command = match cli::parse(std::env::args_os()) {
+            Ok(command) => command,
+            // Help, the version, or what is wrong with the flags. If it cannot be printed, nobody is there to be told.
+            Err(text) => {
+                let _ = text.print();
+                return Ok(ExitCode::from(text.exit_code() as u8));
+            }
+        };
+        run(command, &signals).map(|()| ExitCode::SUCCESS)
+    }) {
+        Ok(code) => return code,
+        Err(failure) => failure,
+    };
+    // A reader that has seen enough closes the pipe: it is done, and so are we.
+    if matches!(&failure, Failure::Error(error) if reader_left(error)) {
+        return ExitCode::SUCCESS;
+    }
+    // Standard error may be gone, too. The exit code still tells.
+    let _ = io::stderr().write_all(report(&failure).as_bytes());
+    match failure {
+        Failure::Error(Error::Interrupted) if signals.terminated.load(Ordering::Relaxed) => ExitCode::from(143),
+        Failure::Error(error) => ExitCode::from(error.exit_code()),
+        Failure::Panic(_) => ExitCode::from(70),
+    }
+}
+
+fn run(command: Command, signals: &Signals) -> Result<()> {
+    let out = &mut io::stdout();
+    match command {
+        Command::Tiny(args) => cli::tiny(&args, out),
+        Command::Generate(args) => {
+            let request = GenerateRequest::new(*args, Environment::of_process(), &mut io::stdin(), cli::random_seed())?;
+            let terminal = Terminal::new(request.verbosity);
+            // Only now: until here there is nothing to end cleanly, and a signal may simply end the process.
+            if let Err(error) = signals.listen() {
+                kiln::progress::Progress::warn(&terminal, &format!("signals end this run at once: {error}"));
+            }
+            cli::generate(&request, &signals.stop, &terminal, out)
+        }
+    }
+}
+
+/// Requests from outside to stop.
+#[derive(Clone, Default)]
+struct Signals {
+    /// Set by the first of them.
+    stop: Arc<AtomicBool>,
+    /// Set if it was a request to terminate, and not from the keyboard.
+    terminated: Arc<AtomicBool>,
+}
+
+impl Signals {
+    /// Turns the first signal into a flag, which ends the run at the next op. The second ends the process at once.
+    fn listen(&self) -> io::Result<()> {
+        use signal_hook::consts::{SIGINT, SIGTERM};
+        use signal_hook::flag::{register, register_conditional_shutdown};
+        for (signal, code) in [(SIGINT, 130), (SIGTERM, 143)] {
+            // Handlers run in this order, so the first signal finds the flag still unset.
+            register_conditional_shutdown(signal, code, self.stop.clone())?;
+            register(signal, self.stop.clone())?;
+        }
+        register(SIGTERM, self.terminated.clone())?;
+        Ok(())
+    }
+}
+
+/// Keeps panics off the screen. Some are expected: the library catches those of a dependency, and makes them errors. So the
+/// hook only takes notes, and [`guarded`] alone decides what is the end.
+fn record_panics() {
+    panic::set_hook(Box::new(|info| {
+        let what = info.payload_as_str().unwrap_or("no message");
+        let place = info.location().map(|place| format!(" ({place})")).unwrap_or_default();
+        // Empty unless RUST_BACKTRACE asks for it.
+        let trace = std::backtrace::Backtrace::capture();
+        let trace = match trace.status() {
+            std::backtrace::BacktraceStatus::Captured => format!("\n{trace}"),
+            _ => String::new(),
+        };
+        *PANIC.lock().unwrap_or_else(PoisonError::into_inner) = Some(format!("{what}{place}{trace}"));
+    }));
+}
+
+/// Runs the whole program; a panic that nobody caught is a failure like others.
+fn guarded<T>(work: impl FnOnce() -> Result<T> + UnwindSafe) -> Result<T, Failure> {
+    match panic::catch_unwind(work) {
+        Ok(result) => result.map_err(Failure::Error),
+        Err(_) => {
+            let text = PANIC.lock().unwrap_or_else(PoisonError::into_inner).take();
+            Err(Failure::Panic(text.unwrap_or_else(|| "no message".into())))
+        }
+    }
+}
+
+fn reader_left(error: &Error) -> bool {
+    matches!(error, Error::Write { path, source } if path == Path::new(cli::STDOUT) && source.kind() == ErrorKind::BrokenPipe)
+}
+
+/// The error, what caused it, and after a blank line what can be done.
+fn report(failure: &Failure) -> String {
+    let error = match failure {
+        Failure::Error(error) => error,
+        Failure::Panic(text) => {
+            return format!(
+                "error: internal error: {text}\n\nhint: this is a bug in kiln; please report it with the command line\n"
+            );
+        }
+    };
+    let mut message = error.to_string();
+    let mut text = format!("error: {message}\n");
+    let mut source = error.source();
+    while let Some(cause) = source {
+        // Some messages already end with their cause.
+        let cause_text = cause.to_string();
+        if !message.ends_with(&cause_text) {
+            text.push_str(&format!("  caused by: {cause_text}\n"));
+        }
+        message = cause_text;
+        source = cause.source();
+    }
+    if let Some(hint) = error.hint() {
+        text.push_str(&format!("\nhint: {hint}\n"));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_becomes_one_line_and_a_hint() {
+        record_panics();
+        let failure = guarded(|| -> Result<()> { panic!("boom {}", 7) }).unwrap_err();
+        let text = report(&failure);
+        assert!(text.starts_with("error: internal error: boom 7 (src/main.rs:"), "{text}");
+        assert!(text.ends_with("\n\nhint: this is a bug in kiln; please report it with the command line\n"), "{text}");
+        // One that was caught on the way leaves no trace.
+        let value = guarded(|| Ok(panic::catch_unwind(|| panic!("expected")).is_err()));
+        assert!(matches!(value, Ok(true)));
+        let error = guarded(|| -> Result<()> { Err(Error::Interrupted) });
+        assert!(matches!(error, Err(Failure::Error(Error::Interrupted))));
+    }
+
+    #[test]
+    fn causes_are_not_said_twice() {
+        let source = io::Error::new(ErrorKind::NotFound, "gone");
+        let failure = Failure::Error(Error::Read { path: "x".into(), source });
+        assert_eq!(report(&failure), "error: cannot read (x): gone\n");
+        let failure = Failure::Error(Error::usage("wrong", "do right"));
+        assert_eq!(report(&failure), "error: wrong\n\nhint: do right\n");
+    }
+
+    #[test]
+    fn only_a_closed_standard_output_is_no_error() {
+        let error = |path: &str, kind: ErrorKind| Error::Write { path: path.into(), source: kind.into() };
+        assert!(reader_left(&error(cli::STDOUT, ErrorKind::BrokenPipe)));
+        assert!(!reader_left(&error(cli::STDOUT, ErrorKind::StorageFull)));
+        assert!(!reader_left(&error("x.png", ErrorKind::BrokenPipe)));
+    }
+}

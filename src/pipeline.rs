@@ -7,7 +7,7 @@ use crate::dump::Record;
 use crate::error::{Error, Result};
 use crate::image::Image;
 use crate::locate::{Found, ModelFiles};
-use crate::model::{Loader, StepInput, TextEncoder, Transformer, Vae};
+use crate::model::{Loader, References, StepInput, TextEncoder, Transformer, Vae};
 use crate::names::{Layout, Part, text_manifest, transformer_manifest, vae_manifest};
 use crate::noise::{NoiseKind, draw};
 use crate::progress::{Phase, Progress};
@@ -162,7 +162,7 @@ impl Parts {
         let mut region = Arena::new(Region::Weights);
         let text = TextEncoder::load(&mut Loader::new(be, &mut region, Some(&model.text), precision, loaded), t)?;
         let transformer = Transformer::load(&mut Loader::new(be, &mut region, Some(&model.transformer), precision, loaded), c)?;
-        let vae = Vae::load(&mut Loader::new(be, &mut region, Some(&model.vae), precision, loaded), v)?;
+        let vae = Vae::load(&mut Loader::new(be, &mut region, Some(&model.vae), precision, loaded), v, false)?;
         Ok(Self { transformer_config: c.clone(), text_config: t.clone(), transformer, text, vae })
     }
 }
@@ -333,7 +333,7 @@ impl Parts {
         let rope = ws.alloc(plan.tokens(), HEAD_DIM, DType::F32)?;
         be.write(rope, HostData::F32(&plan.rope_table(&RopeSpec { theta: c.rope_theta, axes: c.rope_axes })))?;
         let times: Vec<f32> = (0..schedule.steps()).map(|i| schedule.sigma(i)).collect();
-        let table = self.transformer.modulations(be, ws, &times)?;
+        let table = self.transformer.modulations(be, ws, &times, job.guidance)?;
         let modulation = self.transformer.modulation_slot(ws)?;
         let [latents, velocity, other] = {
             let mut place = || ws.alloc(plan.canvas().len(), c.channels, DType::F32);
@@ -352,7 +352,7 @@ impl Parts {
             progress.begin(Phase::Denoise, schedule.steps() as u64);
             for i in 0..schedule.steps() {
                 self.transformer.select(be, modulation, table, i)?;
-                let step = StepInput { plan, rope, context, latents, references: &[], modulation, velocity };
+                let step = StepInput { plan, rope, context, latents, references: References::Tokens(&[]), modulation, velocity };
                 self.transformer.step(be, ws, StepKey("prompt"), step)?;
                 if let Some(context) = empty {
                     let step = StepInput { context, velocity: other, ..step };

@@ -72,12 +72,7 @@ impl Tokenizer {
     /// Template and prompt are one string: a prompt that starts with a newline merges with the template's, and one that spells a
     /// special token gets that token. Both are what the models' reference implementation does.
     pub fn encode(&self, prompt: &str, length: usize) -> Result<Tokens> {
-        if prompt.len() > MAX_PROMPT_BYTES {
-            return Err(Error::usage(
-                format!("prompt too long: {} bytes, the limit is {MAX_PROMPT_BYTES}", prompt.len()),
-                format!("shorten it; the model reads only the first {length} tokens"),
-            ));
-        }
+        check_length(prompt.len())?;
         let [before, after] = TEMPLATE;
         let text = [before, prompt, after].concat();
         let encoding = isolated(&self.origin, || self.inner.encode_fast(text, false))?;
@@ -87,6 +82,17 @@ impl Tokenizer {
         ids.resize(length, self.pad);
         Ok(Tokens { ids, real, cut: all.len() - real })
     }
+}
+
+/// Refuses a prompt of more than [`MAX_PROMPT_BYTES`]. Needs no tokenizer, so it can be asked before a model is opened.
+pub fn check_length(bytes: usize) -> Result<()> {
+    if bytes > MAX_PROMPT_BYTES {
+        return Err(Error::usage(
+            format!("prompt too long: the limit is {MAX_PROMPT_BYTES} bytes"),
+            "shorten it; models read a few hundred tokens at most",
+        ));
+    }
+    Ok(())
 }
 
 /// The only way into the `tokenizers` crate: its errors and its panics both become errors about the file.
@@ -180,7 +186,7 @@ mod tests {
             assert_eq!(TOKENIZER.encode(&prompt, 512).unwrap().ids.len(), 512, "{piece:?}");
         }
         let error = TOKENIZER.encode(&"a".repeat(MAX_PROMPT_BYTES + 1), 512).unwrap_err();
-        assert_eq!(error.to_string(), "prompt too long: 32769 bytes, the limit is 32768");
+        assert_eq!(error.to_string(), "prompt too long: the limit is 32768 bytes");
         assert_eq!(error.exit_code(), 2);
     }
 

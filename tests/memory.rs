@@ -2,7 +2,6 @@
 //!
 //! One test in a process of its own: the counters see every thread.
 #![allow(unsafe_code)] // an allocator cannot be written without it
-
 #![allow(clippy::print_stdout)] // figures, shown with --nocapture
 
 mod common;

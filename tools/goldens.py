@@ -5,6 +5,8 @@ The fixtures are the outputs of the diffusers FLUX.2 [klein] pipeline on a model
 small enough to run on a CPU in seconds: the real classes, with a few narrow
 layers, a byte-level tokenizer and weights made by an integer hash of the tensor
 name. Nothing is downloaded and nothing is random but the seeded initial noise.
+tools/goldens_modes.py does the same for references, negative prompts, the KV
+model and the other modes, on the same model.
 
     pip install -r tools/requirements.txt
     python tools/goldens.py            # write the fixtures
@@ -69,8 +71,6 @@ from transformers import Qwen2TokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENIZER = ROOT / "models" / "tiny" / "tokenizer.json"
-TENSORS = ROOT / "tests" / "fixtures" / "goldens.safetensors"
-SUMMARY = ROOT / "tests" / "fixtures" / "goldens.json"
 
 PACKAGES = ("accelerate", "diffusers", "numpy", "safetensors", "tokenizers", "torch", "transformers")
 
@@ -248,16 +248,16 @@ MASK64 = (1 << 64) - 1
 GAMMA = 0x9E3779B97F4A7C15
 
 
-def fnv1a(name):
+def fnv1a(data):
     h = 0xCBF29CE484222325
-    for byte in name.encode():
+    for byte in data:
         h = ((h ^ byte) * 0x100000001B3) & MASK64
     return h
 
 
 def hash_bytes(name, count):
     """One byte, 0..255, for each flat index of the tensor called `name`."""
-    z = np.uint64(fnv1a(name)) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GAMMA)
+    z = np.uint64(fnv1a(name.encode())) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GAMMA)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     z = z ^ (z >> np.uint64(31))
@@ -346,10 +346,10 @@ WEIGHT_SAMPLES = dict(
 )
 
 
-def weight_summary(components):
+def weight_summary(components, names_by_part):
     """Values of some tensors, read back from the models that are run."""
     summary = {}
-    for part, names in WEIGHT_SAMPLES.items():
+    for part, names in names_by_part.items():
         tensors = stored_tensors(components[part])
         samples = []
         for name in names:
@@ -373,20 +373,29 @@ class Run:
     token_ids: torch.Tensor
     prompt_embeds: torch.Tensor
     noise: torch.Tensor
-    velocity: torch.Tensor
+    input_ids: torch.Tensor  # [S, 4] of the image tokens in step 0, in the order the transformer gets them
+    inputs: torch.Tensor  # [S, 128], those tokens
+    velocities: torch.Tensor  # [steps, N, 128]
     latents: torch.Tensor
     image: torch.Tensor
+
+    @property
+    def velocity(self):
+        return self.velocities[0]
 
 
 class Recorder:
     """Keeps the quantities of a pipeline call that the pipeline does not return."""
 
     def __init__(self, pipe, exact_time):
-        self.token_ids = self.noise = self.velocity = self.latents = self.prompt_embeds = self.decoded = None
+        self.token_ids = self.noise = self.latents = self.prompt_embeds = self.decoded = None
+        self.input_ids = self.inputs = None
+        self.velocities = []
         self.pipe = pipe
         self.scheduler_step = pipe.scheduler.step
         self.handles = [
             pipe.text_encoder.register_forward_pre_hook(self.on_text_encoder, with_kwargs=True),
+            pipe.transformer.register_forward_pre_hook(self.on_transformer, with_kwargs=True),
             pipe.vae.decoder.register_forward_hook(self.on_decoder),
         ]
         pipe.scheduler.step = self.on_scheduler_step
@@ -404,13 +413,20 @@ class Recorder:
         if self.token_ids is None:
             self.token_ids = kwargs["input_ids"][0].clone()
 
-    def on_sinusoid(self, _module, _args):
+    def on_transformer(self, _module, _args, kwargs):
+        if self.inputs is None:
+            self.input_ids, self.inputs = kwargs["img_ids"][0].clone(), kwargs["hidden_states"][0].clone()
+
+    def on_sinusoid(self, _module, args):
+        if not args[0].any():
+            return None  # the reference tokens of the KV model, always at time 0
         scheduler = self.pipe.scheduler
         return (scheduler.timesteps[scheduler.step_index or 0].reshape(1),)
 
     def on_scheduler_step(self, model_output, timestep, sample, **kwargs):
-        if self.velocity is None:
-            self.noise, self.velocity = sample[0].clone(), model_output[0].clone()
+        if self.noise is None:
+            self.noise = sample[0].clone()
+        self.velocities.append(model_output[0].clone())
         return self.scheduler_step(model_output, timestep, sample, **kwargs)
 
     def on_step_end(self, _pipe, _step, _timestep, tensors):
@@ -421,14 +437,18 @@ class Recorder:
         self.decoded = output[0].clone()
 
 
-def run_case(components, case, exact_time=False):
-    pipe = Flux2KleinPipeline(
+def make_pipeline(kind, components, distilled):
+    pipe = kind(
         **components,
         scheduler=FlowMatchEulerDiscreteScheduler(**SCHEDULER),
         tokenizer=load_tokenizer(),
-        is_distilled=case.distilled,
+        is_distilled=distilled,
     )
     pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def run_pipeline(pipe, case, exact_time, **arguments):
     recorder = Recorder(pipe, exact_time)
     try:
         returned = pipe(
@@ -436,11 +456,11 @@ def run_case(components, case, exact_time=False):
             width=case.width,
             height=case.height,
             num_inference_steps=case.steps,
-            guidance_scale=case.guidance,
             generator=torch.Generator("cpu").manual_seed(case.seed),
             output_type="np",
             callback_on_step_end=recorder.on_step_end,
             callback_on_step_end_tensor_inputs=["latents", "prompt_embeds"],
+            **arguments,
         ).images[0]
     finally:
         recorder.close()
@@ -448,17 +468,31 @@ def run_case(components, case, exact_time=False):
     image = (recorder.decoded * 0.5 + 0.5).clamp(0, 1).permute(1, 2, 0).float()
     assert np.array_equal(image.numpy(), returned), "the pipeline maps the decoded image to [0, 1] differently"
     run = Run(
-        recorder.token_ids, recorder.prompt_embeds, recorder.noise, recorder.velocity, recorder.latents, image
+        token_ids=recorder.token_ids,
+        prompt_embeds=recorder.prompt_embeds,
+        noise=recorder.noise,
+        input_ids=recorder.input_ids,
+        inputs=recorder.inputs,
+        velocities=torch.stack(recorder.velocities),
+        latents=recorder.latents,
+        image=image,
     )
     check_shapes(run, case)
     return run
+
+
+def run_case(components, case, exact_time=False):
+    pipe = make_pipeline(Flux2KleinPipeline, components, case.distilled)
+    return run_pipeline(pipe, case, exact_time, guidance_scale=case.guidance)
 
 
 def check_shapes(run, case):
     tokens = (case.width // 16) * (case.height // 16)
     assert run.token_ids.shape == (512,)
     assert run.prompt_embeds.shape == (512, TRANSFORMER["joint_attention_dim"])
-    assert run.noise.shape == run.velocity.shape == run.latents.shape == (tokens, 128)
+    assert run.noise.shape == run.latents.shape == (tokens, 128)
+    assert run.velocities.shape == (case.steps, tokens, 128)
+    assert run.inputs.shape == (len(run.input_ids), 128) and run.input_ids.shape[1] == 4
     assert run.image.shape == (case.height, case.width, 3)
 
 
@@ -494,76 +528,101 @@ def rms(tensor):
 
 # --- Fixtures ---------------------------------------------------------------
 
+ERROR_KINDS = ("bf16_relative_l2", "bf16_exact_time_relative_l2")
 
-def case_tensors(case, run):
-    tensors = dict(
+
+@dataclass(frozen=True)
+class Fixture:
+    """The two files a script writes."""
+
+    tensors: Path
+    summary: Path
+
+    @classmethod
+    def named(cls, name):
+        folder = ROOT / "tests" / "fixtures"
+        return cls(folder / f"{name}.safetensors", folder / f"{name}.json")
+
+
+def to_u16(image):
+    return (image.double() * 65535).round().to(torch.uint16)
+
+
+def as_arrays(prefix, tensors):
+    return {f"{prefix}.{name}": np.ascontiguousarray(t.numpy()) for name, t in tensors.items()}
+
+
+def error_report(outputs, references):
+    """Relative L2 error of each output, to seven digits."""
+    return {name: float(f"{relative_l2(outputs[name], reference):.6e}") for name, reference in references.items()}
+
+
+def package_versions(packages):
+    return {package: importlib.metadata.version(package) for package in packages}
+
+
+def case_outputs(run):
+    return {name: getattr(run, name) for name in ("prompt_embeds", "velocity", "latents", "image")}
+
+
+def case_tensors(run):
+    return dict(
         token_ids=run.token_ids.to(torch.int32),
         prompt_embeds=run.prompt_embeds[::16],
         noise_head=run.noise.flatten()[:64],
         velocity=run.velocity,
         latents=run.latents,
-        image=(run.image.double() * 65535).round().to(torch.uint16),
+        image=to_u16(run.image),
     )
-    return {f"{case.name}.{name}": np.ascontiguousarray(t.numpy()) for name, t in tensors.items()}
-
-
-def run_errors(run, reference):
-    names = ("prompt_embeds", "velocity", "latents", "image")
-    return {name: float(f"{relative_l2(getattr(run, name), getattr(reference, name)):.6e}") for name in names}
 
 
 def compute():
     """Run everything. Returns the tensors, the summary and a printable table."""
     check_noise()
     components = build_components()
-    weights = weight_summary(components)
+    weights = weight_summary(components, WEIGHT_SAMPLES)
     exact = [run_case(components, case) for case in CASES]
     to_bf16(components)
     rounded = [run_case(components, case) for case in CASES]
     timed = [run_case(components, case, exact_time=True) for case in CASES]
 
     tensors, cases, table = {}, [], []
-    for case, fp32, bf16, bf16_timed in zip(CASES, exact, rounded, timed):
-        assert torch.equal(bf16.noise, fp32.noise.to(torch.bfloat16))
-        errors, timed_errors = run_errors(bf16, fp32), run_errors(bf16_timed, fp32)
-        check_sanity(case, fp32, errors)
-        tensors.update(case_tensors(case, fp32))
-        cases.append(asdict(case) | dict(bf16_relative_l2=errors, bf16_exact_time_relative_l2=timed_errors))
-        table.append((case.name, errors, fp32))
+    for case, fp32, *bf16 in zip(CASES, exact, rounded, timed):
+        assert all(torch.equal(run.noise, fp32.noise.to(torch.bfloat16)) for run in bf16)
+        errors = [error_report(case_outputs(run), case_outputs(fp32)) for run in bf16]
+        check_sanity(case, fp32, errors[0])
+        tensors.update(as_arrays(case.name, case_tensors(fp32)))
+        cases.append(asdict(case) | dict(zip(ERROR_KINDS, errors)))
+        table.append((case.name, errors[0], fp32))
     summary = dict(
-        versions={package: importlib.metadata.version(package) for package in PACKAGES},
+        versions=package_versions(PACKAGES),
         config=dict(transformer=TRANSFORMER, text_encoder=TEXT_ENCODER, vae=VAE, scheduler=SCHEDULER),
         cases=cases,
         weights=weights,
     )
-    return tensors, summary, table
+    return tensors, summary, format_table(table)
 
 
-def print_table(table):
-    print("        bf16 against fp32, relative L2          | fp32 run")
-    print("case    embeds    velocity  latents   image     | rms(v)  rms(x)  image mean, std")
+def format_table(table):
+    lines = [
+        "        bf16 against fp32, relative L2          | fp32 run",
+        "case    embeds    velocity  latents   image     | rms(v)  rms(x)  image mean, std",
+    ]
     for name, errors, run in table:
         columns = "  ".join(f"{error:.2e}" for error in errors.values())
         image = f"{run.image.mean().item():.3f}, {run.image.std().item():.3f}"
-        print(f"{name:<7} {columns}  | {rms(run.velocity):6.3f}  {rms(run.latents):6.3f}  {image}")
+        lines.append(f"{name:<7} {columns}  | {rms(run.velocity):6.3f}  {rms(run.latents):6.3f}  {image}")
+    return "\n".join(lines)
 
 
-def write(tensors, summary):
-    for path in (TENSORS, SUMMARY):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    TENSORS.write_bytes(safetensors.numpy.save(tensors))
-    SUMMARY.write_text(json.dumps(summary, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    size = 0
-    for path in (TOKENIZER, TENSORS, SUMMARY):
-        print(f"{path.stat().st_size:>8} bytes  {path.relative_to(ROOT)}")
-        size += path.stat().st_size
-    assert size < 1_000_000, "the fixtures should stay below 1 MB"
+def write(fixture, tensors, summary):
+    fixture.tensors.parent.mkdir(parents=True, exist_ok=True)
+    fixture.tensors.write_bytes(safetensors.numpy.save(tensors))
+    fixture.summary.write_text(json.dumps(summary, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 
-def compare(tensors, summary):
-    """Differences from the fixtures on disk, as a list of sentences."""
+def compare_tensors(stored, tensors):
     problems = []
-    stored = safetensors.numpy.load_file(TENSORS)
     if stored.keys() != tensors.keys():
         problems.append(f"tensors differ: {sorted(stored.keys() ^ tensors.keys())}")
     for name in sorted(stored.keys() & tensors.keys()):
@@ -579,27 +638,53 @@ def compare(tensors, summary):
             allowed = 1 if old.dtype == np.uint16 else 0
         if worst > allowed:
             problems.append(f"{name}: differs by {worst:.3g}, allowed {allowed:.3g}")
-
-    old = json.loads(SUMMARY.read_text(encoding="utf-8"))
-    new = json.loads(json.dumps(summary))
-    kinds = ("bf16_relative_l2", "bf16_exact_time_relative_l2")
-    old_errors = [[case.pop(kind, {}) for kind in kinds] for case in old["cases"]]
-    new_errors = [[case.pop(kind, {}) for kind in kinds] for case in new["cases"]]
-    for key in sorted(old.keys() | new.keys()):
-        if old.get(key) != new.get(key):
-            problems.append(f"{key} differs in {SUMMARY.name}")
-    # These measure rounding noise, which depends on the bf16 kernels of the
-    # processor at hand: only their size is a property of the model.
-    for case, was_kinds, now_kinds in zip(CASES, old_errors, new_errors):
-        for was, now in zip(was_kinds, now_kinds):
-            for name, error in now.items():
-                if not math.isclose(error, was.get(name, 0.0), rel_tol=0.25):
-                    problems.append(f"{case.name}: bf16 error of {name} is {error:.2e}, stored {was.get(name)}")
     return problems
 
 
-def main():
-    parser = argparse.ArgumentParser(description="Rebuild or check the fixtures of the tiny reference model.")
+def take_errors(summary):
+    """Remove the bf16 errors from a summary and return them as {"case: kind of name": error}."""
+    errors = {}
+    for value in summary.values():
+        for part in value if isinstance(value, list) else [value]:
+            for kind in ERROR_KINDS:
+                for name, error in part.pop(kind, {}).items():
+                    errors[f"{part['name']}: {kind} of {name}"] = error
+    return errors
+
+
+def compare_summaries(old, new, label):
+    old_errors, new_errors = take_errors(old), take_errors(new)
+    problems = [f"{key} differs in {label}" for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    # These measure rounding noise, which depends on the bf16 kernels of the
+    # processor at hand: only their size is a property of the model.
+    for name in sorted(old_errors.keys() | new_errors.keys()):
+        was, now = old_errors.get(name, 0.0), new_errors.get(name, 0.0)
+        if not math.isclose(now, was, rel_tol=0.25):
+            problems.append(f"{name} is {now:.2e}, stored {was:.2e}")
+    return problems
+
+
+def compare(fixture, tensors, summary):
+    """Differences from the fixtures on disk, as a list of sentences."""
+    stored = json.loads(fixture.summary.read_text(encoding="utf-8"))
+    computed = json.loads(json.dumps(summary))
+    problems = compare_tensors(safetensors.numpy.load_file(fixture.tensors), tensors)
+    return problems + compare_summaries(stored, computed, fixture.summary.name)
+
+
+def compare_texts(texts):
+    return [f"{path.name} differs" for path, text in texts.items() if path.read_text(encoding="utf-8") != text]
+
+
+def write_texts(texts):
+    for path, text in texts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def run_tool(description, fixture, compute, texts):
+    """The command line of a script that writes `fixture` and the files `texts`. Returns the exit code."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--check", action="store_true", help="compare with the stored fixtures instead of writing")
     check = parser.parse_args().check
 
@@ -610,22 +695,29 @@ def main():
     diffusers_logging.set_verbosity_error()
     started = time.monotonic()
 
+    problems = []
     if check:
-        problems = [] if TOKENIZER.read_text(encoding="utf-8") == tokenizer_json() else ["tokenizer.json differs"]
+        problems += compare_texts(texts)
     else:
-        TOKENIZER.parent.mkdir(parents=True, exist_ok=True)
-        TOKENIZER.write_text(tokenizer_json(), encoding="utf-8")
-        problems = []
-
-    tensors, summary, table = compute()
-    print_table(table)
+        write_texts(texts)
+    tensors, summary, report = compute()
+    print(report)
     if check:
-        problems += compare(tensors, summary)
+        problems += compare(fixture, tensors, summary)
         print("\n".join(problems) if problems else "the fixtures are up to date")
     else:
-        write(tensors, summary)
+        write(fixture, tensors, summary)
+        sizes = {path: path.stat().st_size for path in (*texts, fixture.tensors, fixture.summary)}
+        for path, size in sizes.items():
+            print(f"{size:>8} bytes  {path.relative_to(ROOT)}")
+        assert sum(sizes.values()) < 1_000_000, "the fixtures should stay below 1 MB"
     print(f"{time.monotonic() - started:.1f} s")
     return 1 if problems else 0
+
+
+def main():
+    description = "Rebuild or check the fixtures of the tiny reference model."
+    return run_tool(description, Fixture.named("goldens"), compute, {TOKENIZER: tokenizer_json()})
 
 
 if __name__ == "__main__":

@@ -26,6 +26,13 @@ pub struct Linear {
     pub bias: Option<Tensor>,
 }
 
+impl Linear {
+    /// The layer that computes only some of the outputs.
+    pub fn rows(self, range: Range<usize>) -> Self {
+        Self { weight: self.weight.rows(range.clone()), bias: self.bias.map(|b| b.cols(range)) }
+    }
+}
+
 /// A 3x3 convolution with bias.
 #[derive(Clone, Copy, Debug)]
 pub struct Conv {
@@ -117,14 +124,14 @@ pub struct GatedProduct<'a> {
 pub struct Projection<'a> {
     /// `[rows, k]`.
     pub x: Tensor,
-    /// Rows of the weight: queries, keys, values, then (with `mlp`) gates and ups.
+    /// Rows of the weight: queries (with `q`), keys, values, then (with `mlp`) gates and ups.
     pub w: &'a Linear,
     /// Norm of the query and key heads.
     pub norm: QkNorm,
     /// Rotation of the query and key heads.
     pub rope: Rope,
-    /// Queries out.
-    pub q: Tensor,
+    /// Queries out, where they are needed.
+    pub q: Option<Tensor>,
     /// Keys out.
     pub k: Tensor,
     /// Values out, not normalised, not rotated.
@@ -468,7 +475,7 @@ impl Op<'_> {
             }
             Self::Qkv(streams) => {
                 for s in streams {
-                    f(s.q, Write);
+                    s.q.iter().for_each(|&q| f(q, Write));
                     f(s.k, Write);
                     f(s.v, Write);
                     s.mlp.iter().for_each(|&m| f(m, Write));
@@ -577,11 +584,12 @@ impl Op<'_> {
             Self::Qkv(streams) => {
                 for s in streams {
                     let d = s.rope.table.cols;
-                    let wide = s.q.cols + s.k.cols + s.v.cols + s.mlp.map_or(0, |m| 2 * m.cols);
-                    let rows = [Some(s.q), Some(s.k), Some(s.v), s.mlp, Some(s.rope.table)];
+                    let q_cols = s.q.map_or(0, |q| q.cols);
+                    let wide = q_cols + s.k.cols + s.v.cols + s.mlp.map_or(0, |m| 2 * m.cols);
+                    let rows = [s.q, Some(s.k), Some(s.v), s.mlp, Some(s.rope.table)];
                     fits(product(s.x, s.w) && wide == s.w.weight.rows && s.w.bias.is_none(), "shapes")?;
                     fits(rows.iter().flatten().all(|t| t.rows == s.x.rows), "rows")?;
-                    fits(d > 0 && d % 2 == 0 && s.q.cols % d == 0 && s.k.cols % d == 0 && s.k.cols == s.v.cols, "heads")?;
+                    fits(d > 0 && d % 2 == 0 && q_cols % d == 0 && s.k.cols % d == 0 && s.k.cols == s.v.cols, "heads")?;
                     fits(vector(s.norm.q, d) && vector(s.norm.k, d) && s.rope.table.dtype == DType::F32, "norms and table")?;
                 }
             }

@@ -74,7 +74,16 @@ impl TextEncoder {
 
             for (i, layer) in self.layers.iter().enumerate() {
                 be.run(Op::RmsNorm { out: normed, x, weight: layer.input_norm, eps: c.eps })?;
-                be.run(Op::Qkv(&[Projection { x: normed, w: &layer.qkv, norm: layer.qk_norm, rope, q, k, v, mlp: None }]))?;
+                be.run(Op::Qkv(&[Projection {
+                    x: normed,
+                    w: &layer.qkv,
+                    norm: layer.qk_norm,
+                    rope,
+                    q: Some(q),
+                    k,
+                    v,
+                    mlp: None,
+                }]))?;
                 // Cutting the keys to the real tokens is the padding mask: a causal row past the end sees exactly these.
                 let kv = [KeyValues { k: k.rows(0..tokens.real), v: v.rows(0..tokens.real) }];
                 be.run(Op::Attention { out: attended, q, kv: &kv, head_dim: HEAD_DIM, causal: true })?;

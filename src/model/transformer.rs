@@ -13,6 +13,7 @@ use crate::error::Result;
 use crate::sampler::{SINUSOID, sinusoid};
 use crate::sequence::SequencePlan;
 use crate::tensor::{Arena, Precision, Tensor};
+use std::ops::Range;
 
 /// The transformer.
 pub struct Transformer {
@@ -22,6 +23,8 @@ pub struct Transformer {
     text_in: Linear,
     time_in: Linear,
     time_out: Linear,
+    /// Where guidance is an input of the model.
+    guidance: Option<(Linear, Linear)>,
     image_modulation: Linear,
     text_modulation: Linear,
     single_modulation: Linear,
@@ -109,12 +112,36 @@ pub struct StepInput<'a> {
     pub context: Tensor,
     /// The noisy canvas, f32, one row per token.
     pub latents: Tensor,
-    /// Tokens of the reference images.
-    pub references: &'a [Tensor],
+    /// The reference images.
+    pub references: References<'a>,
     /// The time's modulation.
     pub modulation: Modulation,
     /// The predicted velocity of the canvas, f32.
     pub velocity: Tensor,
+}
+
+/// How reference images take part.
+#[derive(Clone, Copy)]
+pub enum References<'a> {
+    /// Their tokens run with the canvas, one tensor per image.
+    Tokens(&'a [Tensor]),
+    /// Their keys and values in every block, from [`Transformer::reference_cache`].
+    Cached(&'a [KeyValues]),
+}
+
+/// A run of tokens in a block: where its residual stream lies, and how the time changes it.
+struct Track<'a> {
+    weights: &'a Stream,
+    x: Tensor,
+    attention: Triple,
+    mlp: Triple,
+}
+
+/// Which keys and values a block uses besides its own, and where its own go.
+#[derive(Clone, Copy)]
+struct Keys {
+    cached: Option<KeyValues>,
+    keep: Option<KeyValues>,
 }
 
 impl Stream {
@@ -154,6 +181,13 @@ impl Transformer {
             text_in: loader.linear("txt_in.weight", h, c.context)?,
             time_in: loader.linear("time_in.in_layer.weight", h, SINUSOID)?,
             time_out: loader.linear("time_in.out_layer.weight", h, h)?,
+            guidance: match c.guidance_embed {
+                true => Some((
+                    loader.linear("guidance_in.in_layer.weight", h, SINUSOID)?,
+                    loader.linear("guidance_in.out_layer.weight", h, h)?,
+                )),
+                false => None,
+            },
             image_modulation: loader.linear("double_stream_modulation_img.lin.weight", 6 * h, h)?,
             text_modulation: loader.linear("double_stream_modulation_txt.lin.weight", 6 * h, h)?,
             single_modulation: loader.linear("single_stream_modulation.lin.weight", 3 * h, h)?,
@@ -171,21 +205,28 @@ impl Transformer {
         })
     }
 
-    /// Modulations of all `times` (1 is pure noise), one row each.
-    pub fn modulations(&self, be: &mut dyn Backend, ws: &mut Arena, times: &[f32]) -> Result<Tensor> {
+    /// Modulations of all `times` (1 is pure noise), one row each. `guidance` counts only for models that take it as input.
+    pub fn modulations(&self, be: &mut dyn Backend, ws: &mut Arena, times: &[f32], guidance: f32) -> Result<Tensor> {
         let (h, rows, act) = (self.config.hidden, times.len(), self.precision.activations());
         let table = ws.alloc(rows, 17 * h, act)?;
         scope(be, ws, |be, ws| {
             let wave = ws.alloc(rows, SINUSOID, act)?;
             let (a, b) = (ws.alloc(rows, h, act)?, ws.alloc(rows, h, act)?);
-            let waves: Vec<f32> = times.iter().flat_map(|&t| sinusoid(t)).collect();
-            be.write(wave, HostData::F32(&waves))?;
-            be.run(Op::Linear(&[Product { out: a, x: wave, w: &self.time_in }]))?;
-            be.run(Op::Silu { out: b, x: a })?;
-            be.run(Op::Linear(&[Product { out: a, x: b, w: &self.time_out }]))?;
-            // Every use of the time vector takes its silu.
-            be.run(Op::Silu { out: b, x: a })?;
-            let part = |chunks: std::ops::Range<usize>, w| Product { out: table.cols(chunks.start * h..chunks.end * h), x: b, w };
+            let vector = ws.alloc(rows, h, act)?;
+            let embed = |be: &mut dyn Backend, waves: Vec<f32>, w: &Linear| {
+                be.write(wave, HostData::F32(&waves))?;
+                be.run(Op::Linear(&[Product { out: a, x: wave, w }]))?;
+                be.run(Op::Silu { out: b, x: a })
+            };
+            embed(be, times.iter().flat_map(|&t| sinusoid(t)).collect(), &self.time_in)?;
+            be.run(Op::Linear(&[Product { out: vector, x: b, w: &self.time_out }]))?;
+            if let Some((guidance_in, guidance_out)) = &self.guidance {
+                embed(be, sinusoid(guidance).repeat(rows), guidance_in)?;
+                be.run(Op::LinearGateResidual(&[GatedProduct { into: vector, x: b, w: guidance_out, gate: None }]))?;
+            }
+            // Every use of the vector takes its silu.
+            be.run(Op::Silu { out: b, x: vector })?;
+            let part = |chunks: Range<usize>, w| Product { out: table.cols(chunks.start * h..chunks.end * h), x: b, w };
             be.run(Op::Linear(&[
                 part(0..6, &self.image_modulation),
                 part(6..12, &self.text_modulation),
@@ -229,117 +270,224 @@ impl Transformer {
     }
 
     fn predict(&self, be: &mut dyn Backend, ws: &mut Arena, input: StepInput<'_>) -> Result<()> {
-        let (c, act) = (&self.config, self.precision.activations());
-        let (plan, tokens) = (input.plan, input.plan.tokens());
-        let rope = Rope { table: input.rope, style: RopeStyle::Interleaved };
-        let x = ws.alloc(tokens, c.hidden, act)?;
-        let text = x.rows(plan.text());
-        let image = x.rows(plan.canvas().start..tokens);
+        let (c, act, plan) = (&self.config, self.precision.activations(), input.plan);
+        let (tokens, cache) = match input.references {
+            References::Tokens(tokens) => (tokens, None),
+            References::Cached(cache) => (&[][..], Some(cache)),
+        };
+        let keys = |block: usize| Keys { cached: cache.map(|c| c[block]), keep: None };
+        let rows = if cache.is_some() { plan.canvas().end } else { plan.tokens() };
+        let rope = Rope { table: input.rope.rows(0..rows), style: RopeStyle::Interleaved };
+        let x = ws.alloc(rows, c.hidden, act)?;
+        let (text, image) = (x.rows(plan.text()), x.rows(plan.canvas().start..rows));
 
         be.run(Op::Copy { out: text, x: input.context })?;
-        scope(be, ws, |be, ws| {
-            let packed = ws.alloc(image.rows, c.channels, act)?;
-            let start = plan.canvas().start;
-            let place = |be: &mut dyn Backend, span: std::ops::Range<usize>, x: Tensor| {
-                be.run(Op::Copy { out: packed.rows(span.start - start..span.end - start), x })
-            };
-            place(be, plan.canvas(), input.latents)?;
-            for (j, &reference) in input.references.iter().enumerate() {
-                place(be, plan.reference(j), reference)?;
-            }
-            be.run(Op::Linear(&[Product { out: image, x: packed, w: &self.image_in }]))
-        })?;
-        for block in &self.double_blocks {
-            scope(be, ws, |be, ws| self.double_block(be, ws, block, [text, image], rope, input.modulation))?;
+        self.embed_image(be, ws, image, &[&[input.latents], tokens].concat())?;
+        let m = input.modulation;
+        for (i, block) in self.double_blocks.iter().enumerate() {
+            let tracks = [
+                Track { weights: &block.text, x: text, attention: m.text(0), mlp: m.text(1) },
+                Track { weights: &block.image, x: image, attention: m.image(0), mlp: m.image(1) },
+            ];
+            scope(be, ws, |be, ws| self.double_block(be, ws, &tracks, rope, keys(i)))?;
         }
-        for block in &self.single_blocks {
-            scope(be, ws, |be, ws| self.single_block(be, ws, block, x, rope, input.modulation.single()))?;
+        for (i, block) in self.single_blocks.iter().enumerate() {
+            // Of the last block only the canvas is read: the other tokens give it their keys and values and nothing more.
+            let wanted = if i + 1 == self.single_blocks.len() { plan.canvas() } else { 0..rows };
+            let keys = keys(self.double_blocks.len() + i);
+            scope(be, ws, |be, ws| self.single_block(be, ws, block, x, wanted, rope, m.single(), keys))?;
         }
         scope(be, ws, |be, ws| {
             let canvas = x.rows(plan.canvas());
             let normed = ws.alloc(canvas.rows, c.hidden, act)?;
-            let (shift, scale) = input.modulation.last();
+            let (shift, scale) = m.last();
             be.run(Op::LayerNormModulate { streams: &[Modulated { out: normed, x: canvas, shift, scale }], eps: c.eps })?;
             be.run(Op::Linear(&[Product { out: input.velocity, x: normed, w: &self.image_out }]))
         })
     }
 
-    fn double_block(
+    /// Keys and values of reference tokens in every block, for models trained to see references on their own: they attend only
+    /// to each other and are modulated as at time zero, so nothing about them depends on the prompt, the canvas or the step.
+    /// `rope` has the references' rows only.
+    pub fn reference_cache(
         &self,
         be: &mut dyn Backend,
         ws: &mut Arena,
-        block: &DoubleBlock,
-        [text, image]: [Tensor; 2],
-        rope: Rope,
+        tokens: &[Tensor],
+        rope: Tensor,
         modulation: Modulation,
-    ) -> Result<()> {
-        let (c, act) = (&self.config, self.precision.activations());
-        let (h, n, tokens) = (c.hidden, text.rows, text.rows + image.rows);
-        let split = |t: Tensor| [t.rows(0..n), t.rows(n..tokens)];
-        let normed = split(ws.alloc(tokens, h, act)?);
-        let attended = ws.alloc(tokens, h, act)?;
-
-        let (mt, mi) = (modulation.text(0), modulation.image(0));
-        be.run(Op::LayerNormModulate { streams: &[mt.norm(normed[0], text), mi.norm(normed[1], image)], eps: c.eps })?;
+    ) -> Result<Vec<KeyValues>> {
+        let (h, act, rows) = (self.config.hidden, self.precision.activations(), rope.rows);
+        let cache = (0..self.double_blocks.len() + self.single_blocks.len())
+            .map(|_| Ok(KeyValues { k: ws.alloc(rows, h, act)?, v: ws.alloc(rows, h, act)? }))
+            .collect::<Result<Vec<_>>>()?;
+        let keys = |block: usize| Keys { cached: None, keep: Some(cache[block]) };
+        let rope = Rope { table: rope, style: RopeStyle::Interleaved };
         scope(be, ws, |be, ws| {
-            let (q, k, v) = (ws.alloc(tokens, h, act)?, ws.alloc(tokens, h, act)?, ws.alloc(tokens, h, act)?);
-            let streams = [&block.text, &block.image];
-            let projection = |i: usize| Projection {
-                x: normed[i],
-                w: &streams[i].qkv,
-                norm: streams[i].qk_norm,
-                rope: Rope { table: split(rope.table)[i], ..rope },
-                q: split(q)[i],
-                k: split(k)[i],
-                v: split(v)[i],
-                mlp: None,
-            };
-            be.run(Op::Qkv(&[projection(0), projection(1)]))?;
-            be.run(Op::Attention { out: attended, q, kv: &[KeyValues { k, v }], head_dim: HEAD_DIM, causal: false })
+            let x = ws.alloc(rows, h, act)?;
+            self.embed_image(be, ws, x, tokens)?;
+            for (i, block) in self.double_blocks.iter().enumerate() {
+                let (attention, mlp) = (modulation.image(0), modulation.image(1));
+                let track = Track { weights: &block.image, x, attention, mlp };
+                scope(be, ws, |be, ws| self.double_block(be, ws, &[track], rope, keys(i)))?;
+            }
+            for (i, block) in self.single_blocks.iter().enumerate() {
+                let wanted = if i + 1 == self.single_blocks.len() { 0..0 } else { 0..rows };
+                let keys = keys(self.double_blocks.len() + i);
+                scope(be, ws, |be, ws| self.single_block(be, ws, block, x, wanted, rope, modulation.single(), keys))?;
+            }
+            Ok(())
         })?;
-        let attended = split(attended);
-        be.run(Op::LinearGateResidual(&[
-            GatedProduct { into: text, x: attended[0], w: &block.text.attention_out, gate: Some(mt.gate) },
-            GatedProduct { into: image, x: attended[1], w: &block.image.attention_out, gate: Some(mi.gate) },
-        ]))?;
-
-        let (mt, mi) = (modulation.text(1), modulation.image(1));
-        be.run(Op::LayerNormModulate { streams: &[mt.norm(normed[0], text), mi.norm(normed[1], image)], eps: c.eps })?;
-        let inner = split(ws.alloc(tokens, c.mlp(), act)?);
-        be.run(Op::LinearSwiglu(&[
-            Product { out: inner[0], x: normed[0], w: &block.text.mlp_in },
-            Product { out: inner[1], x: normed[1], w: &block.image.mlp_in },
-        ]))?;
-        be.run(Op::LinearGateResidual(&[
-            GatedProduct { into: text, x: inner[0], w: &block.text.mlp_out, gate: Some(mt.gate) },
-            GatedProduct { into: image, x: inner[1], w: &block.image.mlp_out, gate: Some(mi.gate) },
-        ]))
+        Ok(cache)
     }
 
+    /// Brings image tokens, given in consecutive pieces, to the transformer's width.
+    fn embed_image(&self, be: &mut dyn Backend, ws: &mut Arena, out: Tensor, pieces: &[Tensor]) -> Result<()> {
+        scope(be, ws, |be, ws| {
+            let packed = ws.alloc(out.rows, self.config.channels, self.precision.activations())?;
+            let mut first = 0;
+            for &x in pieces {
+                be.run(Op::Copy { out: packed.rows(first..first + x.rows), x })?;
+                first += x.rows;
+            }
+            be.run(Op::Linear(&[Product { out, x: packed, w: &self.image_in }]))
+        })
+    }
+
+    /// Attention over all tracks together, then an MLP, each track with its own weights. Tracks are consecutive in the sequence.
+    fn double_block(&self, be: &mut dyn Backend, ws: &mut Arena, tracks: &[Track<'_>], rope: Rope, keys: Keys) -> Result<()> {
+        let (c, act) = (&self.config, self.precision.activations());
+        let (h, rows) = (c.hidden, rope.table.rows);
+        let mut first = 0;
+        let spans: Vec<Range<usize>> = tracks
+            .iter()
+            .map(|t| {
+                first += t.x.rows;
+                first - t.x.rows..first
+            })
+            .collect();
+        let part = |whole: Tensor, i: usize| whole.rows(spans[i].clone());
+        let (normed, attended) = (ws.alloc(rows, h, act)?, ws.alloc(rows, h, act)?);
+
+        let norm = |be: &mut dyn Backend, m: &dyn Fn(&Track<'_>) -> Triple| {
+            let streams: Vec<_> = tracks.iter().enumerate().map(|(i, t)| m(t).norm(part(normed, i), t.x)).collect();
+            be.run(Op::LayerNormModulate { streams: &streams, eps: c.eps })
+        };
+        norm(be, &|t| t.attention)?;
+        scope(be, ws, |be, ws| {
+            let q = ws.alloc(rows, h, act)?;
+            let own = self.own_keys(ws, rows, keys)?;
+            let projections: Vec<_> = tracks
+                .iter()
+                .enumerate()
+                .map(|(i, t)| Projection {
+                    x: part(normed, i),
+                    w: &t.weights.qkv,
+                    norm: t.weights.qk_norm,
+                    rope: Rope { table: part(rope.table, i), ..rope },
+                    q: Some(part(q, i)),
+                    k: part(own.k, i),
+                    v: part(own.v, i),
+                    mlp: None,
+                })
+                .collect();
+            be.run(Op::Qkv(&projections))?;
+            self.attend(be, attended, q, own, keys)
+        })?;
+        let residual = |be: &mut dyn Backend, x: Tensor, w: &dyn for<'t> Fn(&'t Track<'_>) -> (&'t Linear, Tensor)| {
+            let products: Vec<_> = tracks
+                .iter()
+                .enumerate()
+                .map(|(i, t)| {
+                    let (w, gate) = w(t);
+                    GatedProduct { into: t.x, x: part(x, i), w, gate: Some(gate) }
+                })
+                .collect();
+            be.run(Op::LinearGateResidual(&products))
+        };
+        residual(be, attended, &|t| (&t.weights.attention_out, t.attention.gate))?;
+
+        norm(be, &|t| t.mlp)?;
+        let inner = ws.alloc(rows, c.mlp(), act)?;
+        let products: Vec<_> = tracks
+            .iter()
+            .enumerate()
+            .map(|(i, t)| Product { out: part(inner, i), x: part(normed, i), w: &t.weights.mlp_in })
+            .collect();
+        be.run(Op::LinearSwiglu(&products))?;
+        residual(be, inner, &|t| (&t.weights.mlp_out, t.mlp.gate))
+    }
+
+    /// Attention and MLP side by side, over the joint sequence. Only the residual of `wanted` rows is brought up to date.
+    #[allow(clippy::too_many_arguments)]
     fn single_block(
         &self,
         be: &mut dyn Backend,
         ws: &mut Arena,
         block: &SingleBlock,
         x: Tensor,
+        wanted: Range<usize>,
         rope: Rope,
         m: Triple,
+        keys: Keys,
     ) -> Result<()> {
         let (c, act) = (&self.config, self.precision.activations());
-        let (h, tokens) = (c.hidden, x.rows);
+        let (h, rows) = (c.hidden, x.rows);
+        let into = x.rows(wanted.clone());
         // Attention and MLP write side by side, which is how the last product reads them.
-        let joined = ws.alloc(tokens, h + c.mlp(), act)?;
+        let joined = ws.alloc(into.rows, h + c.mlp(), act)?;
         scope(be, ws, |be, ws| {
-            let (q, k, v) = (ws.alloc(tokens, h, act)?, ws.alloc(tokens, h, act)?, ws.alloc(tokens, h, act)?);
+            let q = ws.alloc(into.rows, h, act)?;
+            let own = self.own_keys(ws, rows, keys)?;
             scope(be, ws, |be, ws| {
-                let normed = ws.alloc(tokens, h, act)?;
+                let normed = ws.alloc(rows, h, act)?;
                 be.run(Op::LayerNormModulate { streams: &[m.norm(normed, x)], eps: c.eps })?;
-                let mlp = Some(joined.cols(h..h + c.mlp()));
-                be.run(Op::Qkv(&[Projection { x: normed, w: &block.linear1, norm: block.qk_norm, rope, q, k, v, mlp }]))
+                let keys_only = block.linear1.rows(h..3 * h);
+                let projection = |range: Range<usize>, whole: bool| Projection {
+                    x: normed.rows(range.clone()),
+                    w: if whole { &block.linear1 } else { &keys_only },
+                    norm: block.qk_norm,
+                    rope: Rope { table: rope.table.rows(range.clone()), ..rope },
+                    q: whole.then_some(q),
+                    k: own.k.rows(range.clone()),
+                    v: own.v.rows(range),
+                    mlp: whole.then(|| joined.cols(h..h + c.mlp())),
+                };
+                let all =
+                    [projection(0..wanted.start, false), projection(wanted.clone(), true), projection(wanted.end..rows, false)];
+                let some: Vec<_> = all.into_iter().filter(|p| p.x.rows > 0).collect();
+                be.run(Op::Qkv(&some))
             })?;
-            let out = joined.cols(0..h);
-            be.run(Op::Attention { out, q, kv: &[KeyValues { k, v }], head_dim: HEAD_DIM, causal: false })
+            match into.rows {
+                0 => Ok(()),
+                _ => self.attend(be, joined.cols(0..h), q, own, keys),
+            }
         })?;
-        be.run(Op::LinearGateResidual(&[GatedProduct { into: x, x: joined, w: &block.linear2, gate: Some(m.gate) }]))
+        match into.rows {
+            0 => Ok(()),
+            _ => be.run(Op::LinearGateResidual(&[GatedProduct { into, x: joined, w: &block.linear2, gate: Some(m.gate) }])),
+        }
+    }
+
+    /// Where a block's own keys and values go.
+    fn own_keys(&self, ws: &mut Arena, rows: usize, keys: Keys) -> Result<KeyValues> {
+        let (h, act) = (self.config.hidden, self.precision.activations());
+        match keys.keep {
+            Some(kept) => Ok(kept),
+            None => Ok(KeyValues { k: ws.alloc(rows, h, act)?, v: ws.alloc(rows, h, act)? }),
+        }
+    }
+
+    fn attend(&self, be: &mut dyn Backend, out: Tensor, q: Tensor, own: KeyValues, keys: Keys) -> Result<()> {
+        let both;
+        let one = [own];
+        let kv: &[KeyValues] = match keys.cached {
+            Some(cached) => {
+                both = [own, cached];
+                &both
+            }
+            None => &one,
+        };
+        be.run(Op::Attention { out, q, kv, head_dim: HEAD_DIM, causal: false })
     }
 }

@@ -1,4 +1,4 @@
-//! The image autoencoder: latents to pixels. Images are matrices of one row per pixel, channels last.
+//! The image autoencoder: latents to pixels and back. Images are matrices of one row per pixel, channels last.
 
 use super::Loader;
 use crate::backend::{Backend, Conv, GatedProduct, GroupNorm, KeyValues, LatentStats, Linear, Op, Product, Sampling, scope};
@@ -7,18 +7,39 @@ use crate::error::Result;
 use crate::sequence::Grid;
 use crate::tensor::{Arena, DType, Precision, Tensor};
 
-/// The autoencoder's decoder.
+/// The autoencoder.
 pub struct Vae {
     config: VaeConfig,
     precision: Precision,
     stats: LatentStats,
+    decoder: Decoder,
+    encoder: Option<Encoder>,
+}
+
+struct Decoder {
     post_quant: Linear,
     conv_in: Conv,
-    mid: (Resnet, Attention, Resnet),
+    mid: Mid,
     /// Coarsest first.
     levels: Vec<Level>,
     norm_out: GroupNorm,
     conv_out: Conv,
+}
+
+struct Encoder {
+    conv_in: Conv,
+    /// Finest first.
+    levels: Vec<Level>,
+    mid: Mid,
+    norm_out: GroupNorm,
+    conv_out: Conv,
+    quant: Linear,
+}
+
+struct Mid {
+    first: Resnet,
+    attention: Attention,
+    second: Resnet,
 }
 
 struct Resnet {
@@ -41,7 +62,8 @@ struct Attention {
 struct Level {
     channels: usize,
     resnets: Vec<Resnet>,
-    up: Option<Conv>,
+    /// To the resolution of the next level.
+    resample: Option<Conv>,
 }
 
 /// An image in memory: a row per pixel, and the group statistics of its values where its producer made them.
@@ -53,8 +75,9 @@ struct Map {
     height: usize,
 }
 
-/// Residual blocks of a decoder level.
-const RESNETS: usize = 3;
+/// Residual blocks of a level.
+const ENCODER_RESNETS: usize = 2;
+const DECODER_RESNETS: usize = 3;
 
 impl Resnet {
     fn load(loader: &mut Loader<'_>, name: &str, input: usize, out: usize, c: &VaeConfig) -> Result<Self> {
@@ -79,78 +102,161 @@ impl Attention {
     }
 }
 
-impl Vae {
-    /// Places the decoder's weights and the latent statistics.
-    pub fn load(loader: &mut Loader<'_>, config: &VaeConfig) -> Result<Self> {
-        let c = config;
-        let top = c.decoder[3];
+impl Mid {
+    fn load(loader: &mut Loader<'_>, name: &str, channels: usize, c: &VaeConfig) -> Result<Self> {
+        Ok(Self {
+            first: Resnet::load(loader, &format!("{name}.resnets.0"), channels, channels, c)?,
+            attention: Attention::load(loader, &format!("{name}.attentions.0"), channels, c)?,
+            second: Resnet::load(loader, &format!("{name}.resnets.1"), channels, channels, c)?,
+        })
+    }
+}
+
+impl Level {
+    /// `channels` are those of the input and of the level itself; `resample` names its last convolution.
+    fn load(
+        loader: &mut Loader<'_>,
+        name: &str,
+        (input, channels): (usize, usize),
+        resnets: usize,
+        resample: Option<&str>,
+        c: &VaeConfig,
+    ) -> Result<Self> {
+        let resnets = (0..resnets)
+            .map(|j| Resnet::load(loader, &format!("{name}.resnets.{j}"), if j == 0 { input } else { channels }, channels, c))
+            .collect::<Result<_>>()?;
+        let resample = resample.map(|r| loader.conv(&format!("{name}.{r}.0.conv"), channels, channels)).transpose()?;
+        Ok(Self { channels, resnets, resample })
+    }
+}
+
+impl Decoder {
+    fn load(loader: &mut Loader<'_>, c: &VaeConfig) -> Result<Self> {
+        let [finest, .., coarsest] = c.decoder;
         let mut levels = Vec::new();
-        let mut input = top;
+        let mut input = coarsest;
         for (i, &channels) in c.decoder.iter().rev().enumerate() {
-            let name = format!("decoder.up_blocks.{i}");
-            let resnets = (0..RESNETS)
-                .map(|j| Resnet::load(loader, &format!("{name}.resnets.{j}"), if j == 0 { input } else { channels }, channels, c))
-                .collect::<Result<_>>()?;
-            let up = match i < 3 {
-                true => Some(loader.conv(&format!("{name}.upsamplers.0.conv"), channels, channels)?),
-                false => None,
-            };
-            levels.push(Level { channels, resnets, up });
+            let up = (i < 3).then_some("upsamplers");
+            levels.push(Level::load(loader, &format!("decoder.up_blocks.{i}"), (input, channels), DECODER_RESNETS, up, c)?);
             input = channels;
         }
         Ok(Self {
-            config: c.clone(),
-            precision: loader.precision,
-            stats: LatentStats {
-                mean: loader.vector("bn.running_mean", c.patched())?,
-                var: loader.vector("bn.running_var", c.patched())?,
-                eps: c.stats_eps,
-            },
             post_quant: loader.linear_bias("post_quant_conv", c.latent, c.latent)?,
-            conv_in: loader.conv("decoder.conv_in", top, c.latent)?,
-            mid: (
-                Resnet::load(loader, "decoder.mid_block.resnets.0", top, top, c)?,
-                Attention::load(loader, "decoder.mid_block.attentions.0", top, c)?,
-                Resnet::load(loader, "decoder.mid_block.resnets.1", top, top, c)?,
-            ),
+            conv_in: loader.conv("decoder.conv_in", coarsest, c.latent)?,
+            mid: Mid::load(loader, "decoder.mid_block", coarsest, c)?,
             levels,
-            norm_out: loader.group_norm("decoder.conv_norm_out", c.decoder[0], c.groups, c.eps)?,
-            conv_out: loader.conv("decoder.conv_out", 3, c.decoder[0])?,
+            norm_out: loader.group_norm("decoder.conv_norm_out", finest, c.groups, c.eps)?,
+            conv_out: loader.conv("decoder.conv_out", 3, finest)?,
         })
+    }
+}
+
+impl Encoder {
+    fn load(loader: &mut Loader<'_>, c: &VaeConfig) -> Result<Self> {
+        let [finest, .., coarsest] = c.encoder;
+        let mut levels = Vec::new();
+        let mut input = finest;
+        for (i, &channels) in c.encoder.iter().enumerate() {
+            let down = (i < 3).then_some("downsamplers");
+            levels.push(Level::load(loader, &format!("encoder.down_blocks.{i}"), (input, channels), ENCODER_RESNETS, down, c)?);
+            input = channels;
+        }
+        Ok(Self {
+            conv_in: loader.conv("encoder.conv_in", finest, 3)?,
+            levels,
+            mid: Mid::load(loader, "encoder.mid_block", coarsest, c)?,
+            norm_out: loader.group_norm("encoder.conv_norm_out", coarsest, c.groups, c.eps)?,
+            conv_out: loader.conv("encoder.conv_out", 2 * c.latent, coarsest)?,
+            quant: loader.linear_bias("quant_conv", 2 * c.latent, 2 * c.latent)?,
+        })
+    }
+}
+
+impl Vae {
+    /// Places the decoder's weights and the latent statistics, and the encoder's weights if they will be needed.
+    pub fn load(loader: &mut Loader<'_>, config: &VaeConfig, with_encoder: bool) -> Result<Self> {
+        let c = config;
+        let stats = LatentStats {
+            mean: loader.vector("bn.running_mean", c.patched())?,
+            var: loader.vector("bn.running_var", c.patched())?,
+            eps: c.stats_eps,
+        };
+        let decoder = Decoder::load(loader, c)?;
+        let encoder = if with_encoder { Some(Encoder::load(loader, c)?) } else { None };
+        Ok(Self { config: c.clone(), precision: loader.precision, stats, decoder, encoder })
     }
 
     /// Turns latents of `grid` tokens into an f32 image of `[pixels, 3]`, nominally within -1..1.
     pub fn decode(&self, be: &mut dyn Backend, ws: &mut Arena, image: Tensor, latents: Tensor, grid: Grid) -> Result<()> {
-        let (c, act) = (&self.config, self.precision.activations());
+        let (c, d, act) = (&self.config, &self.decoder, self.precision.activations());
         let (width, height) = (2 * grid.width, 2 * grid.height);
         scope(be, ws, |be, ws| {
             let mut x = self.map(ws, width, height, c.decoder[3])?;
             scope(be, ws, |be, ws| {
                 let (z, quantised) = (ws.alloc(width * height, c.latent, act)?, ws.alloc(width * height, c.latent, act)?);
                 be.run(Op::Unpatchify { out: z, x: latents, stats: &self.stats, width: grid.width })?;
-                be.run(Op::Linear(&[Product { out: quantised, x: z, w: &self.post_quant }]))?;
+                be.run(Op::Linear(&[Product { out: quantised, x: z, w: &d.post_quant }]))?;
                 let z = Map { data: quantised, stats: None, width, height };
-                conv(be, x, z, &self.conv_in, Sampling::Same, None)
+                conv(be, x, z, &d.conv_in, Sampling::Same, None)
             })?;
-            scope(be, ws, |be, ws| {
-                let y = self.map(ws, width, height, c.decoder[3])?;
-                self.resnet(be, ws, &self.mid.0, y, x)?;
-                self.attention(be, ws, &self.mid.1, y)?;
-                self.resnet(be, ws, &self.mid.2, x, Map { stats: None, ..y })
-            })?;
-            for level in &self.levels {
-                x = self.level(be, ws, level, x, image)?;
+            self.mid(be, ws, &d.mid, x)?;
+            for level in &d.levels {
+                x = self.level(be, ws, level, x, Sampling::Up, |be, ws, last| {
+                    let normed = self.norm(be, ws, &d.norm_out, last, true)?;
+                    conv(be, Map { data: image, stats: None, ..last }, normed, &d.conv_out, Sampling::Same, None)
+                })?;
             }
             Ok(())
         })
     }
 
-    /// A level's blocks, then its upsampling; the last level writes the image instead.
-    fn level(&self, be: &mut dyn Backend, ws: &mut Arena, level: &Level, x: Map, image: Tensor) -> Result<Map> {
+    /// Turns an image of `[pixels, 3]` into tokens of `grid`, the mean of what the encoder believes.
+    ///
+    /// # Panics
+    /// If the encoder was not loaded: a bug in the caller.
+    pub fn encode(&self, be: &mut dyn Backend, ws: &mut Arena, tokens: Tensor, image: Tensor, grid: Grid) -> Result<()> {
+        let e = self.encoder.as_ref().expect("the encoder was not loaded");
+        let (c, act) = (&self.config, self.precision.activations());
+        scope(be, ws, |be, ws| {
+            let image = Map { data: image, stats: None, width: 16 * grid.width, height: 16 * grid.height };
+            let mut x = self.map(ws, image.width, image.height, c.encoder[0])?;
+            conv(be, x, image, &e.conv_in, Sampling::Same, None)?;
+            for level in &e.levels {
+                x = self.level(be, ws, level, x, Sampling::Down, |be, ws, last| {
+                    self.mid(be, ws, &e.mid, last)?;
+                    let normed = self.norm(be, ws, &e.norm_out, last, true)?;
+                    let moments = ws.alloc(last.data.rows, 2 * c.latent, act)?;
+                    conv(be, Map { data: moments, stats: None, ..last }, normed, &e.conv_out, Sampling::Same, None)?;
+                    // The second half is the variance, which nobody reads.
+                    let mean = e.quant.rows(0..c.latent);
+                    let z = ws.alloc(last.data.rows, c.latent, act)?;
+                    be.run(Op::Linear(&[Product { out: z, x: moments, w: &mean }]))?;
+                    be.run(Op::Patchify { out: tokens, x: z, stats: &self.stats, width: grid.width })
+                })?;
+            }
+            Ok(())
+        })
+    }
+
+    /// A level's blocks, then its resampling; the last level has none and ends in `last` instead.
+    fn level(
+        &self,
+        be: &mut dyn Backend,
+        ws: &mut Arena,
+        level: &Level,
+        x: Map,
+        sampling: Sampling,
+        last: impl FnOnce(&mut dyn Backend, &mut Arena, Map) -> Result<()>,
+    ) -> Result<Map> {
+        let scaled = |side: usize| match sampling {
+            Sampling::Up => 2 * side,
+            Sampling::Down => side / 2,
+            Sampling::Same => side,
+        };
         // The input of the next level outlives this one, so it is placed first.
-        let next = match &level.up {
-            Some(_) => self.map(ws, 2 * x.width, 2 * x.height, level.channels)?,
-            None => Map { data: image, stats: None, ..x },
+        let next = match &level.resample {
+            Some(_) => self.map(ws, scaled(x.width), scaled(x.height), level.channels)?,
+            None => x,
         };
         scope(be, ws, |be, ws| {
             let buffers = [self.map(ws, x.width, x.height, level.channels)?, self.map(ws, x.width, x.height, level.channels)?];
@@ -159,15 +265,23 @@ impl Vae {
                 self.resnet(be, ws, resnet, out, current)?;
                 current = out;
             }
-            match &level.up {
-                Some(up) => conv(be, next, current, up, Sampling::Up, None),
-                None => {
-                    let normed = self.norm(be, ws, &self.norm_out, current, true)?;
-                    conv(be, next, normed, &self.conv_out, Sampling::Same, None)
-                }
+            match &level.resample {
+                Some(resample) => conv(be, next, current, resample, sampling, None),
+                None => last(be, ws, current),
             }
         })?;
         Ok(next)
+    }
+
+    /// The blocks at the coarsest resolution, in place. Statistics of `x` are those of its new values afterwards.
+    fn mid(&self, be: &mut dyn Backend, ws: &mut Arena, mid: &Mid, x: Map) -> Result<()> {
+        scope(be, ws, |be, ws| {
+            let y = self.map(ws, x.width, x.height, x.data.cols)?;
+            self.resnet(be, ws, &mid.first, y, x)?;
+            self.attention(be, ws, &mid.attention, y)?;
+            // Attention has changed the values since their statistics were made.
+            self.resnet(be, ws, &mid.second, x, Map { stats: None, ..y })
+        })
     }
 
     /// `out = shortcut(x) + conv(silu(norm(conv(silu(norm(x))))))`.

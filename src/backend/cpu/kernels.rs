@@ -251,11 +251,12 @@ pub struct Heads<'a> {
     pub style: RopeStyle,
 }
 
-pub fn qkv(out: [Out<'_>; 3], mut mlp: Option<Out<'_>>, x: In<'_>, w: In<'_>, heads: &Heads<'_>) {
+pub fn qkv(out: [Option<Out<'_>>; 3], mut mlp: Option<Out<'_>>, x: In<'_>, w: In<'_>, heads: &Heads<'_>) {
     let head_dim = heads.table.cols;
     let norms = [Some(heads.q_norm.row_vec(0)), Some(heads.k_norm.row_vec(0)), None];
     let mut first = 0;
-    for (mut out, norm) in out.into_iter().zip(&norms) {
+    for (out, norm) in out.into_iter().zip(&norms) {
+        let Some(mut out) = out else { continue };
         let columns: Vec<Columns> = blocks(first..first + out.cols, head_dim).map(|r| (r, None)).collect();
         products(&x, &w, &columns, |rows, (cols, _), values, _| {
             let part = out.part(rows.clone(), cols.start - first..cols.end - first);

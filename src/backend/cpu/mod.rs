@@ -110,6 +110,10 @@ impl Cpu {
         self.high_water
     }
 
+    fn check_stop(&self) -> Result<()> {
+        if self.stop.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) }
+    }
+
     fn outside(tensor: Tensor, op: &'static str) -> Error {
         Error::Op { op, what: format!("{tensor:?} lies outside its memory") }
     }
@@ -210,7 +214,7 @@ impl Cpu {
                         table: read(s.rope.table)?,
                         style: s.rope.style,
                     };
-                    let out = [write(s.q)?, write(s.k)?, write(s.v)?];
+                    let out = [s.q.map(write).transpose()?, Some(write(s.k)?), Some(write(s.v)?)];
                     kernels::qkv(out, s.mlp.map(write).transpose()?, read(s.x)?, read(s.w.weight)?, &heads);
                 }
             }
@@ -253,6 +257,7 @@ impl Backend for Cpu {
     }
 
     fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {
+        self.check_stop()?;
         let total = to.offset + (to.len() * to.dtype.size()) as u64;
         let mut at = to.offset;
         for part in parts {
@@ -327,9 +332,7 @@ impl Backend for Cpu {
     }
 
     fn run(&mut self, op: Op<'_>) -> Result<()> {
-        if self.stop.load(Ordering::Relaxed) {
-            return Err(Error::Interrupted);
-        }
+        self.check_stop()?;
         op.check()?;
         op.operands(&mut |t, _| self.touch(t));
         self.pool.install(|| self.dispatch(op))

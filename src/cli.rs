@@ -1,0 +1,25 @@
+//! The command line: flags as they are typed ([`args`]), the request they make ([`GenerateRequest`]), and carrying it out
+//! ([`run`]). Only `args` knows clap; once a request exists, every number in it is legal and every file it names was looked at.
+
+pub mod args;
+mod names;
+mod request;
+mod run;
+
+pub use names::Target;
+pub use request::{GenerateRequest, random_seed};
+pub use run::{STDOUT, generate, tiny};
+
+use args::{Cli, Command, GenerateArgs};
+use clap::Parser;
+use std::ffi::OsString;
+
+/// Reads the arguments of a process, its own name first. Asking for help or the version is an "error" too: the text to print,
+/// and the code to end with, are in it.
+///
+/// A first argument that names a command is that command; everything else is the flags of `generate`. So a prompt that is
+/// spelled like a command needs `kiln generate`, and the value of an option is never mistaken for one.
+pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command, clap::Error> {
+    let Cli { command, generate } = Cli::try_parse_from(args)?;
+    Ok(command.unwrap_or_else(|| Command::Generate(Box::<GenerateArgs>::new(generate))))
+}

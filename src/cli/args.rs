@@ -1,0 +1,413 @@
+//! The flags as they are typed. Only what a flag can know by itself is checked here; the rest is [`super::GenerateRequest`]'s.
+
+use crate::config::Variant;
+use crate::names::Layout;
+use crate::tensor::{DType, Precision};
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use std::ffi::OsString;
+use std::fmt::Display;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+/// What `-h` ends with.
+const EXAMPLE: &str = "Example: kiln \"a red fox in the snow\" --seed 7 -o fox.png";
+
+/// What `--help` ends with. Lines fit 100 columns, where clap would wrap them.
+const EXAMPLES: &str = "\
+Examples:
+  kiln \"a red fox in the snow\"
+      Makes a-red-fox-in-the-snow-SEED.png in the current folder and prints that name.
+
+  kiln \"a red fox in the snow\" --seed 7 -o fox.png
+      The same picture every time. An existing fox.png is kept unless --force is given.
+
+  kiln \"a red fox in the snow\" --count 4 -o fox.png
+      fox-1.png to fox-4.png, with four seeds in a row.
+
+  kiln --prompt-file prompt.txt --width 1360 --height 768
+  fortune | kiln --prompt-file -
+      The prompt from a file, or from another program.
+
+  kiln \"a red fox\" --model ~/models/FLUX.2-klein-4B
+  kiln \"a red fox\" --model black-forest-labs/FLUX.2-klein-9B
+  kiln \"a fox\" --transformer klein.safetensors --text-encoder qwen.safetensors --vae ae.safetensors
+      A model by its folder, by its name in the Hugging Face cache, or by its files.
+
+  kiln \"a red fox\" --json | jq .seed
+      One JSON object per picture on standard output. Everything else goes to standard error.
+
+  kiln -- \"--a prompt that begins with dashes\"
+  kiln generate \"tiny\"
+      `--` ends the options. A first argument that names a command is that command, so a prompt that
+      is spelled like one needs `generate`.
+
+Models:
+  kiln uses what --model names, else what the variable KILN_MODEL names, else the first FLUX.2
+  [klein] in the Hugging Face cache (HF_HUB_CACHE, HF_HOME), else a tiny model that it makes itself,
+  called `tiny`. That one is random, not trained: its pictures are noise, and only show that
+  everything works. Nothing is ever downloaded.
+
+Exit codes:
+  0 done, 2 wrong usage, 3 a bad input file, 4 not enough memory, 5 output not written,
+  7 a numeric fault, 70 a bug in kiln, 130 and 143 stopped by a signal";
+
+/// Makes pictures from text with FLUX.2 [klein]: a prompt in, a PNG out
+///
+/// `kiln PROMPT` is short for `kiln generate PROMPT`.
+#[derive(Debug, Parser)]
+#[command(
+    name = "kiln",
+    bin_name = "kiln",
+    version,
+    args_conflicts_with_subcommands = true,
+    arg_required_else_help = true,
+    after_help = EXAMPLE,
+    after_long_help = EXAMPLES
+)]
+pub struct Cli {
+    /// A command; without one, [`Cli::generate`] is what was asked for.
+    #[command(subcommand)]
+    pub command: Option<Command>,
+
+    /// The flags of `generate`, which need not be named.
+    #[command(flatten)]
+    pub generate: GenerateArgs,
+}
+
+/// What can be done.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Make pictures; the same as giving only a prompt
+    #[command(after_help = EXAMPLE, after_long_help = EXAMPLES)]
+    Generate(Box<GenerateArgs>),
+
+    /// Write the tiny random model to a new folder, as real models are published
+    Tiny(TinyArgs),
+}
+
+/// Flags of `kiln generate`.
+#[derive(Args, Debug)]
+// So that `--seed -1` is told what a seed is, and not that there is no option `-1`.
+#[command(allow_negative_numbers = true)]
+pub struct GenerateArgs {
+    /// What to show; may be empty
+    #[arg(value_name = "PROMPT")]
+    pub prompt: Option<OsString>,
+
+    /// What was typed after it, which is a mistake: most likely quotes were forgotten.
+    #[arg(hide = true)]
+    pub rest: Vec<OsString>,
+
+    /// Read the prompt from a file, or from standard input with `-`
+    ///
+    /// One newline at its end is dropped.
+    #[arg(long, value_name = "FILE", help_heading = "Input")]
+    pub prompt_file: Option<PathBuf>,
+
+    /// Model folder, or repository id in the Hugging Face cache
+    ///
+    /// `tiny` is the built-in random model. Without this option kiln looks at KILN_MODEL, then into the cache.
+    #[arg(long, value_name = "PATH|ID", help_heading = "Model")]
+    pub model: Option<PathBuf>,
+
+    /// Transformer to use instead of the model's
+    ///
+    /// A safetensors file in either layout, or a folder of shards. The same goes for the other parts.
+    #[arg(long, value_name = "FILE", help_heading = "Model")]
+    pub transformer: Option<PathBuf>,
+
+    /// Text encoder to use instead of the model's
+    #[arg(long, value_name = "FILE", help_heading = "Model")]
+    pub text_encoder: Option<PathBuf>,
+
+    /// VAE to use instead of the model's
+    #[arg(long, value_name = "FILE", help_heading = "Model")]
+    pub vae: Option<PathBuf>,
+
+    /// The tokenizer.json to use instead of the model's
+    ///
+    /// Single files need none: the one they were trained with is built in.
+    #[arg(long, value_name = "FILE", help_heading = "Model")]
+    pub tokenizer: Option<PathBuf>,
+
+    /// Kind of model, where names do not tell
+    #[arg(long, value_enum, value_name = "KIND", help_heading = "Model")]
+    pub variant: Option<VariantArg>,
+
+    /// The PNG to write [default: PROMPT-SEED.png]
+    ///
+    /// The default name is made from the prompt's words. With --count, `out.png` becomes `out-1.png`, `out-2.png` and so on.
+    #[arg(short, long, value_name = "PATH", help_heading = "Output")]
+    pub output: Option<PathBuf>,
+
+    /// Replace files that exist
+    #[arg(long, help_heading = "Output")]
+    pub force: bool,
+
+    /// Write values along the way to a safetensors file
+    ///
+    /// Its tensors are `token_ids`, `prompt_embeds`, `noise`, `latents.0` (the noise again) to `latents.N`, and `image`, the
+    /// picture before it is rounded.
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    pub dump: Option<PathBuf>,
+
+    /// Print a JSON object per picture instead of its path
+    #[arg(long, help_heading = "Output")]
+    pub json: bool,
+
+    /// Width in pixels, a multiple of 16 [default: 1024]
+    ///
+    /// At least 64. The built-in model's default is 256.
+    #[arg(long, value_name = "PIXELS", value_parser = pixels, help_heading = "Sampling")]
+    pub width: Option<usize>,
+
+    /// Height in pixels, a multiple of 16 [default: 1024]
+    ///
+    /// At least 64. The built-in model's default is 256.
+    #[arg(long, value_name = "PIXELS", value_parser = pixels, help_heading = "Sampling")]
+    pub height: Option<usize>,
+
+    /// Denoising steps [default: 4, base models 50]
+    #[arg(long, value_name = "N", value_parser = within(1usize, 1000), help_heading = "Sampling")]
+    pub steps: Option<usize>,
+
+    /// Guidance scale of base models [default: 4]
+    ///
+    /// From 0 to 100; above 1 each step takes twice as long. Other models take none.
+    #[arg(long, value_name = "SCALE", value_parser = guidance, help_heading = "Sampling")]
+    pub guidance: Option<f32>,
+
+    /// Seed of the noise [default: random]
+    ///
+    /// The same seed gives the same picture. A random one is printed.
+    #[arg(long, value_name = "N", value_parser = within(0, u64::MAX), help_heading = "Sampling")]
+    pub seed: Option<u64>,
+
+    /// How many pictures, with seeds in a row
+    #[arg(long, value_name = "N", value_parser = within(1usize, 10_000), default_value = "1", help_heading = "Sampling")]
+    pub count: usize,
+
+    /// Generator of the noise [default: torch-cuda]
+    #[arg(long, value_enum, value_name = "KIND", conflicts_with = "noise", help_heading = "Sampling")]
+    pub noise_kind: Option<NoiseArg>,
+
+    /// Multiprocessors of the GPU that torch-cuda imitates [default: 132]
+    #[arg(long, value_name = "N", value_parser = within(1u32, 1024), conflicts_with = "noise", help_heading = "Sampling")]
+    pub noise_sms: Option<u32>,
+
+    /// Threads that one of them holds [default: 2048]
+    #[arg(long, value_name = "N", value_parser = within(256u32, 4096), conflicts_with = "noise", help_heading = "Sampling")]
+    pub noise_threads: Option<u32>,
+
+    /// Start from the noise in a safetensors file
+    ///
+    /// Its tensor `noise` has to be F32, with one row of 128 values for each 16 x 16 pixels. Files of --dump have one.
+    #[arg(long, value_name = "FILE", help_heading = "Sampling")]
+    pub noise: Option<PathBuf>,
+
+    /// Where to compute
+    #[arg(long, value_enum, value_name = "WHERE", default_value = "auto", help_heading = "Run")]
+    pub backend: BackendArg,
+
+    /// What results are rounded to
+    #[arg(long, value_enum, value_name = "TYPE", default_value = "bf16", help_heading = "Run")]
+    pub precision: PrecisionArg,
+
+    /// CPU threads [default: one per core]
+    #[arg(long, value_name = "N", value_parser = within(1usize, 1024), help_heading = "Run")]
+    pub threads: Option<usize>,
+
+    /// Say nothing but errors
+    #[arg(short, long, conflicts_with = "verbose", help_heading = "Run")]
+    pub quiet: bool,
+
+    /// Say more
+    #[arg(short, long, help_heading = "Run")]
+    pub verbose: bool,
+}
+
+/// Flags of `kiln tiny`.
+#[derive(Args, Debug)]
+pub struct TinyArgs {
+    /// The folder to make; it must not hold anything yet
+    #[arg(value_name = "DIR")]
+    pub folder: PathBuf,
+
+    /// How files and tensors are named
+    #[arg(long, value_enum, default_value = "diffusers")]
+    pub layout: LayoutArg,
+
+    /// Element type of the weights
+    #[arg(long, value_enum, default_value = "bf16")]
+    pub dtype: DTypeArg,
+}
+
+/// Makes a `ValueEnum` whose values stand for those of another type.
+macro_rules! choice {
+    ($(#[$doc:meta])* $name:ident for $target:ty { $($(#[$text:meta])* $case:ident => $value:expr,)+ }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+        #[allow(missing_docs)] // the comments are help texts
+        pub enum $name {
+            $($(#[$text])* $case,)+
+        }
+
+        impl From<$name> for $target {
+            fn from(choice: $name) -> Self {
+                match choice {
+                    $($name::$case => $value,)+
+                }
+            }
+        }
+    };
+}
+
+choice! {
+    /// Values of `--variant`.
+    VariantArg for Variant {
+        /// Few steps, no guidance
+        Distilled => Variant::Distilled,
+        /// Many steps, with guidance
+        Base => Variant::Base,
+        /// Distilled, with cached reference images
+        Kv => Variant::Kv,
+    }
+}
+
+choice! {
+    /// Values of `--precision`.
+    PrecisionArg for Precision {
+        /// Single precision, nothing rounded
+        F32 => Precision::F32,
+        /// bfloat16, as the models were trained
+        Bf16 => Precision::Bf16,
+    }
+}
+
+choice! {
+    /// Values of `--layout`.
+    LayoutArg for Layout {
+        /// A folder with one folder per part
+        Diffusers => Layout::Diffusers,
+        /// One file per part
+        Bfl => Layout::Bfl,
+    }
+}
+
+choice! {
+    /// Values of `--dtype`.
+    DTypeArg for DType {
+        /// bfloat16
+        Bf16 => DType::Bf16,
+        /// IEEE half precision
+        F16 => DType::F16,
+        /// IEEE single precision
+        F32 => DType::F32,
+    }
+}
+
+/// Values of `--noise-kind`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum NoiseArg {
+    /// PyTorch on a CUDA device
+    TorchCuda,
+    /// PyTorch 2.12 and later on the CPU
+    TorchCpu,
+    /// PyTorch up to 2.11 on the CPU, drawing bfloat16
+    TorchCpuLegacy,
+}
+
+/// Values of `--backend`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum BackendArg {
+    /// The fastest there is
+    Auto,
+    /// The processor
+    Cpu,
+}
+
+/// Parses a number of pixels. Which numbers are legal depends on both sides, so that is told later and with the nearest.
+fn pixels(text: &str) -> Result<usize, String> {
+    text.parse().map_err(|_| "expected a number of pixels, such as 1024".into())
+}
+
+/// A parser of whole numbers within limits.
+fn within<T>(low: T, high: T) -> impl Fn(&str) -> Result<T, String> + Clone + Send + Sync + 'static
+where
+    T: FromStr + PartialOrd + Display + Clone + Send + Sync + 'static,
+{
+    move |text| match text.parse() {
+        Ok(number) if low <= number && number <= high => Ok(number),
+        _ => Err(format!("expected a whole number from {low} to {high}")),
+    }
+}
+
+/// Parses a guidance scale.
+fn guidance(text: &str) -> Result<f32, String> {
+    match text.parse() {
+        // Not a number fails both comparisons.
+        Ok(scale) if (0.0..=100.0).contains(&scale) => Ok(scale),
+        _ => Err("expected a number from 0 to 100".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    fn parse(line: &[&str]) -> Result<Cli, clap::Error> {
+        Cli::try_parse_from([&["kiln"], line].concat())
+    }
+
+    #[test]
+    fn clap_finds_nothing_wrong_with_the_definition() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn a_first_argument_that_names_a_command_is_that_command() {
+        let prompt = |line: &[&str]| {
+            let cli = parse(line).unwrap();
+            let args = match cli.command {
+                None => cli.generate,
+                Some(Command::Generate(args)) => *args,
+                Some(Command::Tiny(_)) => panic!("tiny"),
+            };
+            args.prompt.unwrap().into_string().unwrap()
+        };
+        assert_eq!(prompt(&["a fox"]), "a fox");
+        assert_eq!(prompt(&["generate", "a fox"]), "a fox");
+        assert_eq!(prompt(&["generate", "tiny"]), "tiny");
+        // The value of an option is not a command, nor is anything after an option.
+        assert_eq!(prompt(&["--model", "tiny", "a fox", "--seed", "3"]), "a fox");
+        assert_eq!(prompt(&["--seed", "3", "tiny"]), "tiny");
+        assert_eq!(prompt(&["--", "-fox"]), "-fox");
+        assert_eq!(prompt(&["--", "tiny"]), "tiny");
+        assert!(matches!(parse(&["tiny", "dir"]).unwrap().command, Some(Command::Tiny(_))));
+        assert_eq!(parse(&["tinny", "dir"]).unwrap().generate.rest, ["dir"]);
+    }
+
+    #[test]
+    fn numbers_at_their_limits() {
+        for (flag, good, bad) in [
+            ("--steps", ["1", "1000"], ["0", "1001"]),
+            ("--count", ["1", "10000"], ["0", "10001"]),
+            ("--threads", ["1", "1024"], ["0", "1025"]),
+            ("--noise-sms", ["1", "1024"], ["0", "1025"]),
+            ("--noise-threads", ["256", "4096"], ["255", "4097"]),
+            ("--seed", ["0", "18446744073709551615"], ["-1", "18446744073709551616"]),
+            ("--guidance", ["0", "100"], ["-0.1", "100.1"]),
+            ("--width", ["0", "16384"], ["-512", "1.5"]),
+        ] {
+            for value in good {
+                parse(&["x", flag, value]).unwrap_or_else(|e| panic!("{flag} {value}: {e}"));
+            }
+            for value in bad.into_iter().chain(["nan", "", "1e999", "inf", "٣", "0x10", "1 "]) {
+                let error = parse(&["x", flag, value]).unwrap_err();
+                assert_eq!(error.exit_code(), 2, "{flag} {value}");
+                assert!(error.to_string().contains("expected a"), "{flag} {value}: {error}");
+            }
+        }
+    }
+}

@@ -1,0 +1,121 @@
+//! What pictures are called.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+/// Longest part of a name that comes from the prompt.
+const SLUG: usize = 48;
+
+/// Where the pictures of one run go.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Target {
+    /// One picture, at a path that was given.
+    One(PathBuf),
+    /// Several: `out.png` stands for `out-1.png`, `out-2.png` and so on.
+    Numbered(PathBuf),
+    /// Named after the prompt, in the current folder. The seed tells pictures apart.
+    Prompt(String),
+}
+
+impl Target {
+    /// The place for `count` pictures of a prompt; `given` is the path that was asked for.
+    pub fn new(given: Option<PathBuf>, prompt: &str, count: usize) -> Self {
+        match given {
+            Some(path) if count > 1 => Self::Numbered(path),
+            Some(path) => Self::One(path),
+            None => Self::Prompt(slug(prompt)),
+        }
+    }
+
+    /// The path of picture `index`, counted from 0.
+    pub fn path(&self, index: usize, seed: u64) -> PathBuf {
+        match self {
+            Self::One(path) => path.clone(),
+            Self::Numbered(path) => numbered(path, index + 1),
+            Self::Prompt(slug) if slug.is_empty() => format!("kiln-{seed}.png").into(),
+            Self::Prompt(slug) => format!("{slug}-{seed}.png").into(),
+        }
+    }
+}
+
+/// Puts a number before the extension.
+fn numbered(path: &Path, number: usize) -> PathBuf {
+    let is_folder = path.as_os_str().as_encoded_bytes().last().is_some_and(|&byte| std::path::is_separator(byte.into()));
+    let Some(stem) = path.file_stem().filter(|_| !is_folder) else {
+        // Not the name of a file, and still none with a number in it. Whoever checks the path says so.
+        return path.into();
+    };
+    let mut name = OsString::from(stem);
+    name.push(format!("-{number}"));
+    if let Some(extension) = path.extension() {
+        name.push(".");
+        name.push(extension);
+    }
+    path.with_file_name(name)
+}
+
+/// The prompt's ASCII words, as many as fit.
+fn slug(prompt: &str) -> String {
+    let mut slug = String::new();
+    for word in prompt.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty()) {
+        if slug.is_empty() {
+            // A first word that is too long by itself is cut; it is ASCII, so anywhere.
+            slug.push_str(&word[..word.len().min(SLUG)]);
+        } else if slug.len() + 1 + word.len() <= SLUG {
+            slug.push('-');
+            slug.push_str(word);
+        } else {
+            break;
+        }
+    }
+    slug.make_ascii_lowercase();
+    slug
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_from_prompts() {
+        let long = "w".repeat(60);
+        for (prompt, name) in [
+            ("a red fox in the snow", "a-red-fox-in-the-snow-7.png"),
+            ("  A *Red* fox, 2024! ", "a-red-fox-2024-7.png"),
+            ("../../etc/passwd", "etc-passwd-7.png"),
+            ("café au lait", "caf-au-lait-7.png"),
+            ("", "kiln-7.png"),
+            ("狐 🦊", "kiln-7.png"),
+            (&long, &format!("{}-7.png", &long[..48])),
+            // 48 characters fit exactly; one word more does not.
+            (&format!("{} bc", "a".repeat(45)), &format!("{}-bc-7.png", "a".repeat(45))),
+            (&format!("{} bcd e", "a".repeat(45)), &format!("{}-7.png", "a".repeat(45))),
+        ] {
+            assert_eq!(Target::new(None, prompt, 1).path(0, 7), Path::new(name), "{prompt}");
+        }
+        assert_eq!(Target::new(None, "fox", 2).path(1, 8), Path::new("fox-8.png"));
+    }
+
+    #[test]
+    fn numbers_come_before_the_extension() {
+        for (given, name) in [
+            ("out.png", "out-2.png"),
+            ("a.b/out", "a.b/out-2"),
+            ("/x/out.v1.PNG", "/x/out.v1-2.PNG"),
+            (".png", ".png-2"),
+            ("..", ".."),
+            ("folder/", "folder/"),
+        ] {
+            assert_eq!(Target::new(Some(given.into()), "p", 2).path(1, 7), Path::new(name), "{given}");
+            assert_eq!(Target::new(Some(given.into()), "p", 1).path(0, 7), Path::new(given));
+        }
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn names_need_not_be_text() {
+        use std::os::unix::ffi::OsStringExt;
+        let name = |bytes: &[u8]| PathBuf::from(OsString::from_vec(bytes.to_vec()));
+        assert_eq!(Target::new(Some(name(b"\xff.png")), "p", 3).path(2, 7), name(b"\xff-3.png"));
+    }
+}

@@ -1,0 +1,293 @@
+//! What was asked for, checked as far as it can be before a model is opened.
+
+use super::args::{BackendArg, GenerateArgs, NoiseArg};
+use super::names::Target;
+use crate::config::{TextConfig, Variant};
+use crate::dump::read_noise;
+use crate::error::{Error, Result};
+use crate::image::check_writable;
+use crate::locate::{BUILT_IN, Environment, Found, LocateRequest, locate};
+use crate::noise::NoiseKind;
+use crate::pipeline::Noise;
+use crate::sequence::{Pixels, SequencePlan};
+use crate::tensor::Precision;
+use crate::terminal::Verbosity;
+use crate::tokenizer::{MAX_PROMPT_BYTES, check_length};
+use std::fs::File;
+use std::hash::{BuildHasher, Hasher};
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+
+/// Side of a picture where none is asked for.
+const DEFAULT_SIDE: usize = 1024;
+
+/// The same for the built-in model, whose pictures are not worth waiting for.
+const BUILT_IN_SIDE: usize = 256;
+
+/// Extensions of picture formats that kiln does not write. Others, such as that of `fox.v2`, say nothing about the format.
+const OTHER_FORMATS: [&str; 11] = ["jpg", "jpeg", "jxl", "webp", "gif", "bmp", "tif", "tiff", "avif", "heic", "svg"];
+
+/// Pictures to make. Only what depends on the model's files is still open.
+#[derive(Debug)]
+pub struct GenerateRequest {
+    /// The prompt.
+    pub prompt: String,
+    /// The model.
+    pub found: Found,
+    /// Whether the built-in model was named, rather than what was left.
+    pub built_in_named: bool,
+    /// Overrides what the model's files say about themselves.
+    pub variant: Option<Variant>,
+    /// Size of the pictures.
+    pub size: Pixels,
+    /// Steps, if not the variant's own.
+    pub steps: Option<usize>,
+    /// Guidance, if not the variant's own.
+    pub guidance: Option<f32>,
+    /// One for each picture.
+    pub seeds: Vec<u64>,
+    /// Where noise comes from.
+    pub noise: Noise,
+    /// Names of the pictures.
+    pub target: Target,
+    /// Where values along the way go.
+    pub dump: Option<PathBuf>,
+    /// Replace files.
+    pub force: bool,
+    /// What results are rounded to.
+    pub precision: Precision,
+    /// CPU threads; 0 for one per core.
+    pub threads: usize,
+    /// Print objects, not paths.
+    pub json: bool,
+    /// How much to tell.
+    pub verbosity: Verbosity,
+}
+
+impl GenerateRequest {
+    /// Checks flags against each other, the environment and the file system. `stdin` is read if the prompt comes from there;
+    /// `random` is the seed where none is given.
+    pub fn new(args: GenerateArgs, environment: Environment, stdin: &mut dyn Read, random: u64) -> Result<Self> {
+        // There is one backend yet, so both names mean it.
+        let (BackendArg::Auto | BackendArg::Cpu) = args.backend;
+        let seed = args.seed.unwrap_or(random);
+        let seeds: Vec<u64> = (0..args.count as u64).map(|i| seed.wrapping_add(i)).collect();
+        if seeds.len() > 1 {
+            for (file, flag) in [(&args.noise, "--noise"), (&args.dump, "--dump")] {
+                if file.is_some() {
+                    let what = format!("{flag} is about one picture, --count {} asks for more", seeds.len());
+                    return Err(Error::usage(what, format!("leave out --count, or {flag}")));
+                }
+            }
+        }
+        let kind = noise_kind(&args)?;
+        let prompt = prompt(&args, stdin)?;
+        let named = args.model.as_ref().or(environment.kiln_model.as_ref());
+        let built_in_named = named.is_some_and(|name| name == Path::new(BUILT_IN));
+        let found = locate(&LocateRequest {
+            model: args.model,
+            transformer: args.transformer,
+            text_encoder: args.text_encoder,
+            vae: args.vae,
+            tokenizer: args.tokenizer,
+            environment,
+        })?;
+        let side = if found == Found::BuiltIn { BUILT_IN_SIDE } else { DEFAULT_SIDE };
+        let size = Pixels::new(args.width.unwrap_or(side), args.height.unwrap_or(side))?;
+        // All models read prompts of the same length.
+        SequencePlan::new(TextConfig::klein_4b().max_tokens, size.grid(), &[])?;
+        let noise = match &args.noise {
+            Some(path) => Noise::Given(read_noise(path, size.grid().tokens())?),
+            None => Noise::Drawn(kind),
+        };
+        let request = Self {
+            target: Target::new(args.output, &prompt, seeds.len()),
+            prompt,
+            found,
+            built_in_named,
+            variant: args.variant.map(Variant::from),
+            size,
+            steps: args.steps,
+            guidance: args.guidance,
+            seeds,
+            noise,
+            dump: args.dump,
+            force: args.force,
+            precision: args.precision.into(),
+            threads: args.threads.unwrap_or(0),
+            json: args.json,
+            verbosity: Verbosity::new(args.quiet, args.verbose),
+        };
+        request.check_outputs()?;
+        Ok(request)
+    }
+
+    /// Refuses now what could not be written after minutes of work.
+    fn check_outputs(&self) -> Result<()> {
+        let paths = self.seeds.iter().enumerate().map(|(i, &seed)| self.target.path(i, seed));
+        for path in paths {
+            check_format(&path)?;
+            check_writable(&path, self.force)?;
+            if let Some(dump) = &self.dump
+                && same_place(&path, dump)
+            {
+                let what = format!("the picture and --dump would be the same file ({})", path.display());
+                return Err(Error::usage(what, "give one of them another name"));
+            }
+        }
+        self.dump.iter().try_for_each(|path| check_writable(path, self.force))
+    }
+}
+
+/// A seed nobody chose: half of the random key that the standard library gives every hash map. 32 bits are short enough to type.
+pub fn random_seed() -> u64 {
+    std::hash::RandomState::new().build_hasher().finish() >> 32
+}
+
+fn noise_kind(args: &GenerateArgs) -> Result<NoiseKind> {
+    let card = args.noise_sms.map(|_| "--noise-sms").or(args.noise_threads.map(|_| "--noise-threads"));
+    let cpu = |kind: NoiseKind| match card {
+        Some(flag) => {
+            Err(Error::usage(format!("{flag} describes a GPU, --noise-kind {kind} imitates none"), format!("leave out {flag}")))
+        }
+        None => Ok(kind),
+    };
+    match args.noise_kind {
+        Some(NoiseArg::TorchCpu) => cpu(NoiseKind::TorchCpu),
+        Some(NoiseArg::TorchCpuLegacy) => cpu(NoiseKind::TorchCpuLegacy),
+        Some(NoiseArg::TorchCuda) | None => Ok(match NoiseKind::HOPPER {
+            NoiseKind::TorchCuda { sms, threads } => {
+                NoiseKind::TorchCuda { sms: args.noise_sms.unwrap_or(sms), threads: args.noise_threads.unwrap_or(threads) }
+            }
+            other => other,
+        }),
+    }
+}
+
+fn prompt(args: &GenerateArgs, stdin: &mut dyn Read) -> Result<String> {
+    if let (Some(prompt), Some(rest)) = (&args.prompt, args.rest.first()) {
+        let what = format!("there is more than one prompt: `{}` and `{}`", prompt.display(), rest.display());
+        return Err(Error::usage(what, "put the whole prompt in quotes"));
+    }
+    let bytes = match (&args.prompt, &args.prompt_file) {
+        (Some(prompt), None) => prompt.as_encoded_bytes().to_vec(),
+        (None, Some(path)) => {
+            let mut bytes = Vec::new();
+            // A little more than may be used is enough to tell that it is too long, whatever the file is.
+            let limit = MAX_PROMPT_BYTES as u64 + 3;
+            let read = if path == Path::new("-") {
+                stdin.take(limit).read_to_end(&mut bytes)
+            } else {
+                File::open(path).and_then(|file| file.take(limit).read_to_end(&mut bytes))
+            };
+            read.map_err(|e| Error::read(path, e))?;
+            // Editors end files with a newline that nobody means.
+            if bytes.last() == Some(&b'\n') {
+                bytes.pop();
+                bytes.pop_if(|byte| *byte == b'\r');
+            }
+            bytes
+        }
+        (Some(_), Some(_)) => return Err(Error::usage("there are two prompts", "give PROMPT or --prompt-file, not both")),
+        (None, None) => {
+            return Err(Error::usage(
+                "there is no prompt",
+                "give one in quotes, or --prompt-file FILE; `kiln --help` has examples",
+            ));
+        }
+    };
+    // First, because the limit on reading may have cut a character.
+    check_length(bytes.len())?;
+    String::from_utf8(bytes).map_err(|e| Error::Usage {
+        what: format!("prompt is not valid UTF-8 at byte {}", e.utf8_error().valid_up_to()),
+        hint: None,
+    })
+}
+
+fn check_format(path: &Path) -> Result<()> {
+    let refused = |why: &str| Error::Write { path: path.into(), source: io::Error::new(io::ErrorKind::InvalidInput, why) };
+    if path == Path::new("-") {
+        return Err(refused("standard output is for names of pictures, not for pictures"));
+    }
+    match path.extension() {
+        Some(extension) if OTHER_FORMATS.iter().any(|other| extension.eq_ignore_ascii_case(other)) => {
+            Err(refused("kiln writes PNG files only"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Whether two paths that may not exist yet name the same file.
+fn same_place(a: &Path, b: &Path) -> bool {
+    let place = |path: &Path| {
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        (folder.canonicalize().ok(), path.file_name().map(|name| name.to_owned()))
+    };
+    a == b || place(a) == place(b)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::args::Command;
+    use super::super::parse;
+    use super::*;
+    use std::ffi::OsString;
+
+    fn request(line: &[&str], stdin: &[u8]) -> Result<GenerateRequest> {
+        let output = std::env::temp_dir().join("kiln-request.png").into_os_string();
+        let args = ["kiln", "--model", BUILT_IN, "-o"].map(OsString::from).into_iter().chain([output]);
+        let args = args.chain(line.iter().map(OsString::from));
+        let Ok(Command::Generate(args)) = parse(args) else { panic!("{line:?}") };
+        GenerateRequest::new(*args, Environment::default(), &mut &*stdin, 99)
+    }
+
+    #[test]
+    fn defaults() {
+        let request = request(&["a fox"], b"").unwrap();
+        assert_eq!((request.prompt.as_str(), &*request.seeds), ("a fox", &[99][..]));
+        assert_eq!((request.size.width(), request.size.height()), (256, 256));
+        assert!(matches!(request.noise, Noise::Drawn(NoiseKind::HOPPER)));
+        assert_eq!((request.steps, request.guidance, request.threads), (None, None, 0));
+        assert_eq!((request.precision, request.verbosity), (Precision::Bf16, Verbosity::Normal));
+        assert!(request.built_in_named && !request.force && !request.json);
+    }
+
+    #[test]
+    fn seeds_follow_each_other_around_the_end() {
+        let request = request(&["x", "--seed", "18446744073709551615", "--count", "3"], b"").unwrap();
+        assert_eq!(request.seeds, [u64::MAX, 0, 1]);
+        assert_ne!(random_seed(), random_seed());
+    }
+
+    #[test]
+    fn prompts_from_files_lose_one_newline() {
+        for (bytes, prompt) in
+            [("a fox\n", "a fox"), ("a fox\r\n", "a fox"), ("a\n\n", "a\n"), ("", ""), ("\r", "\r"), ("é", "é")]
+        {
+            assert_eq!(request(&["--prompt-file", "-"], bytes.as_bytes()).unwrap().prompt, prompt);
+        }
+        let longest = "x".repeat(MAX_PROMPT_BYTES);
+        assert_eq!(request(&["--prompt-file", "-"], format!("{longest}\r\n").as_bytes()).unwrap().prompt, longest);
+        let error = request(&["--prompt-file", "-"], format!("{longest}x").as_bytes()).unwrap_err();
+        assert!(error.to_string().starts_with("prompt too long"), "{error}");
+        // A character that is cut by the limit on reading is not blamed.
+        let error = request(&["--prompt-file", "-"], "é".repeat(MAX_PROMPT_BYTES).as_bytes()).unwrap_err();
+        assert!(error.to_string().starts_with("prompt too long"), "{error}");
+    }
+
+    #[test]
+    fn the_card_belongs_to_torch_cuda() {
+        let kind = |line: &[&str]| -> Result<NoiseKind> {
+            match request(&[&["x"], line].concat(), b"")?.noise {
+                Noise::Drawn(kind) => Ok(kind),
+                Noise::Given(_) => panic!(),
+            }
+        };
+        assert_eq!(kind(&["--noise-sms", "108"]).unwrap(), NoiseKind::TorchCuda { sms: 108, threads: 2048 });
+        let line = ["--noise-kind", "torch-cuda", "--noise-threads", "1536"];
+        assert_eq!(kind(&line).unwrap(), NoiseKind::TorchCuda { sms: 132, threads: 1536 });
+        assert_eq!(kind(&["--noise-kind", "torch-cpu"]).unwrap(), NoiseKind::TorchCpu);
+        let error = kind(&["--noise-kind", "torch-cpu-legacy", "--noise-threads", "1536"]).unwrap_err();
+        assert_eq!(error.to_string(), "--noise-threads describes a GPU, --noise-kind torch-cpu-legacy imitates none");
+    }
+}

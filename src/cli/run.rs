@@ -1,0 +1,229 @@
+//! Carries out a request.
+
+use super::args::TinyArgs;
+use super::request::GenerateRequest;
+use crate::backend::cpu::Cpu;
+use crate::config::Variant;
+use crate::error::{Error, Result};
+use crate::image::save_new;
+use crate::locate::Found;
+use crate::noise::NoiseKind;
+use crate::pipeline::{Engine, Job, Noise, OpenModel, Picture};
+use crate::progress::Progress;
+use crate::terminal::{Seconds, Terminal};
+use serde::Serialize;
+use std::io::{self, ErrorKind, Write};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// What standard output is called in errors.
+pub const STDOUT: &str = "standard output";
+
+/// Name of the backend, as the command line spells it.
+const BACKEND: &str = "cpu";
+
+/// Makes the pictures of a request. Each is saved, and its path or JSON object written to `out`, as soon as it is done. Once
+/// `stop` is set nothing more is saved.
+pub fn generate(request: &GenerateRequest, stop: &Arc<AtomicBool>, terminal: &Terminal, out: &mut dyn Write) -> Result<()> {
+    if request.found == Found::BuiltIn {
+        terminal.say(untrained(request.built_in_named));
+    }
+    let cpu = Cpu::new(request.threads, stop.clone())?;
+    let model = OpenModel::open(&request.found, request.variant)?;
+    model.warnings.iter().for_each(|warning| terminal.warn(warning));
+    let made = Made::new(request, &model);
+    if request.guidance.is_some() && made.variant != Variant::Base {
+        terminal.warn(&format!("--guidance is ignored: this is a {} model, only base models take it", made.variant));
+    }
+    terminal.say(&made.headline());
+    terminal.detail(&made.setup(cpu.threads()));
+    let mut engine = Engine::load(Box::new(cpu), model, request.precision, terminal)?;
+    let mut index = 0;
+    engine.generate(&made.job(), terminal, &mut |picture| {
+        if stop.load(Ordering::Relaxed) {
+            return Err(Error::Interrupted);
+        }
+        let path = request.target.path(index, picture.seed);
+        index += 1;
+        save_new(&path, &picture.image.encode_png(&made.text(picture.seed))?, request.force)?;
+        if let (Some(path), Some(record)) = (&request.dump, &picture.record) {
+            save_new(path, &record.to_safetensors()?, request.force)?;
+        }
+        print(out, &made.line(&path, &picture, terminal.seconds())?)
+    })
+}
+
+/// Writes the tiny model to a new folder and that folder's path to `out`.
+pub fn tiny(args: &TinyArgs, out: &mut dyn Write) -> Result<()> {
+    let folder = &args.folder;
+    let refused = |source| Error::Write { path: folder.clone(), source };
+    let occupied = match std::fs::read_dir(folder) {
+        Ok(mut entries) => entries.next().is_some(),
+        Err(error) if error.kind() == ErrorKind::NotFound => false,
+        Err(error) => return Err(refused(error)),
+    };
+    if occupied {
+        return Err(refused(io::Error::new(ErrorKind::DirectoryNotEmpty, "the folder is not empty")));
+    }
+    crate::tiny::write_to(folder, args.layout.into(), args.dtype.into())?;
+    print(out, &line_of(folder))
+}
+
+/// Said before noise is made, so that nobody takes it for a fault.
+const fn untrained(named: bool) -> &'static str {
+    if named {
+        "note: the tiny model is random and untrained, so the picture is noise; for real weights use --model or KILN_MODEL"
+    } else {
+        "note: no FLUX.2 model was found; this is a tiny untrained random model, so the picture is noise; \
+         for real weights use --model or KILN_MODEL"
+    }
+}
+
+/// A path as bytes, whatever they are, and a newline.
+fn line_of(path: &Path) -> Vec<u8> {
+    [path.as_os_str().as_encoded_bytes(), b"\n"].concat()
+}
+
+fn print(out: &mut dyn Write, line: &[u8]) -> Result<()> {
+    // Flushed at once: whoever reads along wants to know of a picture when it is there.
+    out.write_all(line).and_then(|()| out.flush()).map_err(|source| Error::Write { path: STDOUT.into(), source })
+}
+
+/// How pictures are made: the request, and what the model's files added to it.
+struct Made<'a> {
+    request: &'a GenerateRequest,
+    model: String,
+    variant: Variant,
+    steps: usize,
+    /// None where the model takes none.
+    guidance: Option<f32>,
+}
+
+/// What `--json` prints for a picture.
+#[derive(Serialize)]
+struct Report<'a> {
+    path: &'a str,
+    seed: u64,
+    width: usize,
+    height: usize,
+    steps: usize,
+    guidance: Option<f32>,
+    model: &'a str,
+    variant: String,
+    precision: &'a str,
+    backend: &'a str,
+    seconds: Seconds,
+}
+
+impl<'a> Made<'a> {
+    fn new(request: &'a GenerateRequest, model: &OpenModel) -> Self {
+        let variant = model.variant;
+        let guidance = request.guidance.unwrap_or(variant.default_guidance());
+        Self {
+            request,
+            model: model.name.clone(),
+            variant,
+            steps: request.steps.unwrap_or(variant.default_steps()),
+            guidance: (variant == Variant::Base).then_some(guidance),
+        }
+    }
+
+    fn job(&self) -> Job {
+        let request = self.request;
+        Job {
+            prompt: request.prompt.clone(),
+            size: request.size,
+            steps: self.steps,
+            guidance: self.guidance.unwrap_or(self.variant.default_guidance()),
+            seeds: request.seeds.clone(),
+            noise: request.noise.clone(),
+            record: request.dump.is_some(),
+        }
+    }
+
+    fn size(&self) -> String {
+        format!("{}x{}", self.request.size.width(), self.request.size.height())
+    }
+
+    /// What every user sees, before any time is spent: above all the seed, which may be nowhere else.
+    fn headline(&self) -> String {
+        let steps = if self.steps == 1 { "1 step".into() } else { format!("{} steps", self.steps) };
+        let seeds = match &*self.request.seeds {
+            [first, .., last] => format!("seeds {first} to {last}"),
+            [first] => format!("seed {first}"),
+            [] => String::new(),
+        };
+        format!("{}, {}, {steps}, {seeds}", self.model, self.size())
+    }
+
+    /// What only a curious user sees.
+    fn setup(&self, threads: usize) -> String {
+        let origin = match &self.request.found {
+            Found::Files(files) => &files.origin,
+            Found::BuiltIn => "built in",
+        };
+        let guidance = self.guidance.map_or("none".into(), |scale| scale.to_string());
+        let noise: Vec<String> = self.noise().into_iter().map(|(key, value)| format!("{key} {value}")).collect();
+        format!(
+            "model {origin}\nvariant {}, guidance {guidance}, precision {}\nbackend {BACKEND}, {threads} threads\n{}",
+            self.variant,
+            self.request.precision.name(),
+            noise.join(", ")
+        )
+    }
+
+    /// Where the noise came from, by the names of the flags that ask for it.
+    fn noise(&self) -> Vec<(&'static str, String)> {
+        match self.request.noise {
+            Noise::Given(_) => vec![("noise-kind", "file".into())],
+            Noise::Drawn(kind) => {
+                let mut list = vec![("noise-kind", kind.to_string())];
+                if let NoiseKind::TorchCuda { sms, threads } = kind {
+                    list.extend([("noise-sms", sms.to_string()), ("noise-threads", threads.to_string())]);
+                }
+                list
+            }
+        }
+    }
+
+    /// What a PNG says about itself: enough to make it again, and nothing that differs when it is made again.
+    fn text(&self, seed: u64) -> Vec<(&'static str, String)> {
+        let mut text = vec![
+            ("prompt", self.request.prompt.clone()),
+            ("seed", seed.to_string()),
+            ("model", self.model.clone()),
+            ("steps", self.steps.to_string()),
+            ("size", self.size()),
+            ("precision", self.request.precision.name().into()),
+        ];
+        text.extend(self.guidance.map(|scale| ("guidance", scale.to_string())));
+        text.extend(self.noise());
+        text.push(("version", concat!("kiln ", env!("CARGO_PKG_VERSION")).into()));
+        text
+    }
+
+    /// What standard output gets for a picture.
+    fn line(&self, path: &Path, picture: &Picture, seconds: Seconds) -> Result<Vec<u8>> {
+        if !self.request.json {
+            return Ok(line_of(path));
+        }
+        let report = Report {
+            // JSON is text, so a name that is not loses the bytes that are none.
+            path: &path.to_string_lossy(),
+            seed: picture.seed,
+            width: picture.image.width,
+            height: picture.image.height,
+            steps: self.steps,
+            guidance: self.guidance,
+            model: &self.model,
+            variant: self.variant.to_string(),
+            precision: self.request.precision.name(),
+            backend: BACKEND,
+            seconds,
+        };
+        let mut line = serde_json::to_vec(&report).map_err(|e| Error::Op { op: "json", what: e.to_string() })?;
+        line.push(b'\n');
+        Ok(line)
+    }
+}

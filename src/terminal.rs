@@ -1,0 +1,217 @@
+//! [`Progress`] for people: on a terminal a line that is redrawn while a phase runs, and everywhere one line per finished phase.
+//!
+//! Everything goes to standard error; standard output is for data. A standard error that is gone is no reason to stop, so
+//! failures to write are ignored.
+
+use crate::progress::{Phase, Progress};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde::Serialize;
+use std::cell::RefCell;
+use std::io::{IsTerminal, Write};
+use std::time::{Duration, Instant};
+
+/// How much to tell.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Verbosity {
+    /// Nothing; errors are not this module's.
+    Quiet,
+    /// What is being done, and what to know about it.
+    Normal,
+    /// Also how.
+    Verbose,
+}
+
+impl Verbosity {
+    /// That of the two flags, which exclude each other.
+    pub const fn new(quiet: bool, verbose: bool) -> Self {
+        match (quiet, verbose) {
+            (true, _) => Self::Quiet,
+            (false, true) => Self::Verbose,
+            (false, false) => Self::Normal,
+        }
+    }
+}
+
+/// Seconds that the latest run of each phase took.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct Seconds {
+    /// Placing weights, once for all pictures.
+    pub load: f64,
+    /// The text encoder, once for all pictures.
+    pub encode: f64,
+    /// Denoising.
+    pub denoise: f64,
+    /// Turning latents into pixels.
+    pub decode: f64,
+}
+
+impl Seconds {
+    fn of(&mut self, phase: Phase) -> &mut f64 {
+        match phase {
+            Phase::Load => &mut self.load,
+            Phase::Encode => &mut self.encode,
+            Phase::Denoise => &mut self.denoise,
+            Phase::Decode => &mut self.decode,
+        }
+    }
+}
+
+/// Somebody at the other end of standard error.
+pub struct Terminal {
+    verbosity: Verbosity,
+    /// Lines can be redrawn.
+    live: bool,
+    seconds: RefCell<Seconds>,
+    running: RefCell<Option<Running>>,
+}
+
+/// The phase under way.
+struct Running {
+    phase: Phase,
+    total: u64,
+    done: u64,
+    start: Instant,
+    bar: Option<ProgressBar>,
+}
+
+impl Terminal {
+    /// Standard error of this process.
+    pub fn new(verbosity: Verbosity) -> Self {
+        let dumb = std::env::var_os("TERM").is_some_and(|term| term == "dumb");
+        let live = std::io::stderr().is_terminal() && !dumb;
+        Self { verbosity, live, seconds: RefCell::default(), running: RefCell::default() }
+    }
+
+    /// How long each phase took.
+    pub fn seconds(&self) -> Seconds {
+        *self.seconds.borrow()
+    }
+
+    /// Something that everybody but a quiet user wants to read.
+    pub fn say(&self, text: &str) {
+        self.line(Verbosity::Normal, text);
+    }
+
+    fn line(&self, least: Verbosity, text: &str) {
+        if self.verbosity < least {
+            return;
+        }
+        let write = || {
+            let _ = writeln!(std::io::stderr(), "{text}");
+        };
+        // A bar on the screen has to make room for the line.
+        match self.running.borrow().as_ref().and_then(|running| running.bar.as_ref()) {
+            Some(bar) => bar.suspend(write),
+            None => write(),
+        }
+    }
+}
+
+impl Progress for Terminal {
+    fn begin(&self, phase: Phase, total: u64) {
+        let bar = (self.live && self.verbosity > Verbosity::Quiet).then(|| {
+            let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
+            bar.set_style(style(phase));
+            bar.set_message(phase.name());
+            // Steps take long enough for a line that stands still to look like a program that hangs.
+            bar.enable_steady_tick(Duration::from_millis(100));
+            bar
+        });
+        *self.running.borrow_mut() = Some(Running { phase, total, done: 0, start: Instant::now(), bar });
+    }
+
+    fn advance(&self, amount: u64) {
+        let mut running = self.running.borrow_mut();
+        let Some(running) = running.as_mut() else { return };
+        running.done += amount;
+        if let Some(bar) = &running.bar {
+            bar.set_prefix(per_step(running.start.elapsed().as_secs_f64(), running.done));
+            bar.set_position(running.done);
+        }
+    }
+
+    fn end(&self) {
+        // Taken in a statement of its own: the line below looks at it again.
+        let running = self.running.borrow_mut().take();
+        let Some(running) = running else { return };
+        let seconds = running.start.elapsed().as_secs_f64();
+        *self.seconds.borrow_mut().of(running.phase) = seconds;
+        if let Some(bar) = &running.bar {
+            bar.finish_and_clear();
+        }
+        self.say(&summary(running.phase, running.total, seconds));
+    }
+
+    fn detail(&self, text: &str) {
+        self.line(Verbosity::Verbose, text);
+    }
+
+    fn warn(&self, text: &str) {
+        self.say(&format!("warning: {text}"));
+    }
+}
+
+/// What stays of a phase that is over.
+fn summary(phase: Phase, total: u64, seconds: f64) -> String {
+    let name = phase.name();
+    match phase {
+        Phase::Denoise if total > 1 => format!("{name} {seconds:.1} s ({total} steps, {})", per_step(seconds, total)),
+        _ => format!("{name} {seconds:.1} s"),
+    }
+}
+
+fn per_step(seconds: f64, steps: u64) -> String {
+    format!("{:.2} s/step", seconds / steps.max(1) as f64)
+}
+
+/// How a phase looks while it runs.
+fn style(phase: Phase) -> ProgressStyle {
+    // A template that does not parse would be a mistake in this file, which a test below looks for.
+    let style = ProgressStyle::with_template(template(phase)).unwrap_or_else(|_| ProgressStyle::default_bar());
+    style.progress_chars("=> ").tick_chars(r"|/-\ ")
+}
+
+const fn template(phase: Phase) -> &'static str {
+    match phase {
+        Phase::Load => "{msg} [{bar:24}] {bytes}/{total_bytes}",
+        Phase::Denoise => "{spinner} {msg} [{bar:24}] {pos}/{len} {prefix}",
+        Phase::Encode | Phase::Decode => "{spinner} {msg} {elapsed}",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn templates_parse() {
+        for phase in [Phase::Load, Phase::Encode, Phase::Denoise, Phase::Decode] {
+            assert!(ProgressStyle::with_template(template(phase)).is_ok(), "{phase:?}");
+        }
+    }
+
+    #[test]
+    fn finished_phases_are_one_line() {
+        assert_eq!(summary(Phase::Encode, 1, 0.21), "encoding text 0.2 s");
+        assert_eq!(summary(Phase::Denoise, 4, 1.72), "denoising 1.7 s (4 steps, 0.43 s/step)");
+        assert_eq!(summary(Phase::Denoise, 1, 1.72), "denoising 1.7 s");
+    }
+
+    #[test]
+    fn seconds_are_kept_by_phase() {
+        let terminal = Terminal::new(Verbosity::Quiet);
+        terminal.begin(Phase::Denoise, 2);
+        terminal.advance(1);
+        terminal.detail("unheard");
+        std::thread::sleep(Duration::from_millis(2));
+        terminal.end();
+        // An end without a beginning, and progress in no phase, are not worth a panic.
+        terminal.end();
+        terminal.advance(1);
+        let seconds = terminal.seconds();
+        assert!(seconds.denoise >= 0.002, "{seconds:?}");
+        assert_eq!(Seconds { denoise: 0.0, ..seconds }, Seconds::default());
+        assert!(Verbosity::new(true, false) < Verbosity::new(false, false));
+        assert!(Verbosity::new(false, false) < Verbosity::new(false, true));
+    }
+}

@@ -1,0 +1,427 @@
+//! The real program on the tiny model: what it writes, what it says, what it refuses, and how it ends.
+
+#[path = "common/sandbox.rs"]
+mod sandbox;
+
+use sandbox::{Png, QUICK, Run, Sandbox};
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::Write;
+use std::process::Stdio;
+
+#[test]
+fn a_prompt_is_enough() {
+    let sandbox = Sandbox::new();
+    let run = sandbox.run(["A red fox, in the snow!"]).good();
+    let names = sandbox.names();
+    assert_eq!(names.len(), 1, "{names:?}");
+    assert_eq!(run.text(), format!("{}\n", names[0]), "standard output has the path and nothing else");
+    let seed = names[0].strip_prefix("a-red-fox-in-the-snow-").unwrap().strip_suffix(".png").unwrap();
+
+    let lines: Vec<&str> = run.stderr.lines().collect();
+    assert!(lines[0].starts_with("note: no FLUX.2 model was found; this is a tiny untrained random model"), "{}", lines[0]);
+    assert!(lines[0].ends_with("--model or KILN_MODEL"), "{}", lines[0]);
+    assert!(lines[1].ends_with(&format!("256x256, 4 steps, seed {seed}")), "{}", lines[1]);
+    let phases = ["loading weights ", "encoding text ", "denoising ", "decoding "];
+    assert_eq!(lines.len(), 2 + phases.len(), "{}", run.stderr);
+    assert!(lines[2..].iter().zip(phases).all(|(line, phase)| line.starts_with(phase)), "{}", run.stderr);
+
+    let png = Png::read(&sandbox.path(&names[0]));
+    assert_eq!((png.width, png.height), (256, 256));
+    let text: BTreeMap<String, String> = [
+        ("prompt", "A red fox, in the snow!"),
+        ("seed", seed),
+        ("model", "tiny random model (built in, not trained)"),
+        ("steps", "4"),
+        ("size", "256x256"),
+        ("precision", "bf16"),
+        ("noise-kind", "torch-cuda"),
+        ("noise-sms", "132"),
+        ("noise-threads", "2048"),
+        ("version", concat!("kiln ", env!("CARGO_PKG_VERSION"))),
+    ]
+    .map(|(key, value)| (key.to_owned(), value.to_owned()))
+    .into();
+    assert_eq!(png.text, text);
+}
+
+#[test]
+fn a_seed_names_a_picture() {
+    let sandbox = Sandbox::new();
+    sandbox.quick(&["x", "--seed", "7", "-o", "a.png"]);
+    sandbox.quick(&["generate", "x", "--seed", "7", "-o", "b.png", "--threads", "1"]);
+    sandbox.quick(&["x", "--seed", "8", "-o", "c.png"]);
+    sandbox.quick(&["x", "--seed", "7", "-o", "d.png", "--noise-kind", "torch-cpu"]);
+    let bytes = |name: &str| fs::read(sandbox.path(name)).unwrap();
+    let pixels = |name: &str| Png::read(&sandbox.path(name)).pixels;
+    assert_eq!(bytes("a.png"), bytes("b.png"), "whatever the number of threads");
+    assert_ne!(pixels("a.png"), pixels("c.png"));
+    assert_ne!(pixels("a.png"), pixels("d.png"));
+
+    // Refused without --force, replaced with it.
+    assert_eq!(sandbox.run(["y", "-o", "a.png"]).code, Some(5));
+    assert_eq!(bytes("a.png"), bytes("b.png"));
+    sandbox.quick(&["x", "--seed", "8", "-o", "a.png", "--force"]);
+    assert_eq!(bytes("a.png"), bytes("c.png"));
+    assert_eq!(sandbox.names(), ["a.png", "b.png", "c.png", "d.png"]);
+}
+
+#[test]
+fn several_pictures_are_numbered() {
+    let sandbox = Sandbox::new();
+    let run = sandbox.quick(&["x", "--seed", "18446744073709551615", "--count", "2", "-o", "out.png", "--json"]);
+    assert!(run.stderr.contains("seeds 18446744073709551615 to 0\n"), "{}", run.stderr);
+    let objects = run.json();
+    let of = |key: &str| objects.iter().map(|object| object[key].clone()).collect::<Vec<_>>();
+    assert_eq!(of("path"), ["out-1.png", "out-2.png"]);
+    assert_eq!(of("seed"), [u64::MAX, 0]);
+    for (key, value) in [
+        ("width", Value::from(64)),
+        ("height", 64.into()),
+        ("steps", 1.into()),
+        ("guidance", Value::Null),
+        ("model", "tiny random model (built in, not trained)".into()),
+        ("variant", "distilled".into()),
+        ("precision", "f32".into()),
+        ("backend", "cpu".into()),
+    ] {
+        assert_eq!(of(key), [value.clone(), value], "{key}");
+    }
+    for phase in ["load", "encode", "denoise", "decode"] {
+        assert!(objects[1]["seconds"][phase].as_f64().unwrap() > 0.0, "{phase}");
+    }
+
+    // The second is what its seed gives alone, and default names carry the seeds.
+    let run = sandbox.quick(&["x", "--seed", "0", "--count", "2", "-q"]);
+    assert_eq!((run.text(), run.stderr.as_str()), ("x-0.png\nx-1.png\n", ""));
+    assert_eq!(Png::read(&sandbox.path("x-0.png")).pixels, Png::read(&sandbox.path("out-2.png")).pixels);
+
+    // One name that is taken is found before the first picture is made.
+    fs::write(sandbox.path("y-3.png"), b"").unwrap();
+    fs::write(sandbox.path("z-3.png"), b"").unwrap();
+    for target in ["y.png", "z.png"] {
+        let run = sandbox.run(["x", "--count", "3", "-o", target]);
+        assert_eq!(run.code, Some(5), "{}", run.stderr);
+    }
+    assert_eq!(sandbox.names(), ["out-1.png", "out-2.png", "x-0.png", "x-1.png", "y-3.png", "z-3.png"]);
+}
+
+#[test]
+fn a_dump_holds_every_stage_and_its_noise_makes_the_picture_again() {
+    let sandbox = Sandbox::new();
+    let flags = ["x", "--seed", "3", "--width", "80", "--height", "64", "--steps", "2"];
+    let run = |extra: &[&str]| sandbox.run(flags.iter().chain(extra)).good();
+    run(&["-o", "a.png", "--dump", "a.safetensors"]);
+    run(&["-o", "b.png", "--dump", "b.safetensors", "--noise", "a.safetensors"]);
+    let bytes = fs::read(sandbox.path("a.safetensors")).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let mut tensors: Vec<_> =
+        file.tensors().into_iter().map(|(name, t)| (name, format!("{:?}", t.dtype()), t.shape().to_vec())).collect();
+    tensors.sort();
+    let expected = [
+        ("image", "F32", vec![3, 64, 80]),
+        ("latents.0", "F32", vec![20, 128]),
+        ("latents.1", "F32", vec![20, 128]),
+        ("latents.2", "F32", vec![20, 128]),
+        ("noise", "F32", vec![20, 128]),
+        ("prompt_embeds", "F32", vec![512, 384]),
+        ("token_ids", "I32", vec![512]),
+    ];
+    assert_eq!(tensors, expected.map(|(name, dtype, shape)| (name.to_owned(), dtype.to_owned(), shape)));
+    assert_eq!(file.tensor("noise").unwrap().data(), file.tensor("latents.0").unwrap().data());
+
+    // The picture is the raw one, rounded.
+    let raw: Vec<f32> =
+        file.tensor("image").unwrap().data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
+    let interleaved: Vec<f32> = (0..64 * 80 * 3).map(|i| raw[i % 3 * 64 * 80 + i / 3]).collect();
+    let image = kiln::image::Image::from_raw(&interleaved, 80, 64).unwrap();
+    let (a, b) = (Png::read(&sandbox.path("a.png")), Png::read(&sandbox.path("b.png")));
+    assert_eq!((a.width, a.height), (80, 64));
+    assert_eq!(a.pixels, image.pixels);
+    assert_eq!(a.pixels, b.pixels);
+    assert_eq!(b.text["noise-kind"], "file");
+    assert_eq!(bytes, fs::read(sandbox.path("b.safetensors")).unwrap());
+}
+
+#[test]
+fn prompts_from_a_file_and_from_standard_input() {
+    let sandbox = Sandbox::new();
+    fs::write(sandbox.path("prompt.txt"), "狐 in\nthe snow\n").unwrap();
+    let run = sandbox.quick(&["--prompt-file", "prompt.txt", "--seed", "1"]);
+    assert_eq!(run.text(), "in-the-snow-1.png\n");
+    let png = Png::read(&sandbox.path("in-the-snow-1.png"));
+    assert_eq!(png.text["prompt"], "狐 in\nthe snow");
+
+    let mut command = sandbox.command(["--prompt-file", "-", "--seed", "1", "-o", "b.png"].iter().chain(&QUICK));
+    let mut child = command.stdin(Stdio::piped()).spawn().unwrap();
+    child.stdin.take().unwrap().write_all("狐 in\nthe snow".as_bytes()).unwrap();
+    assert!(child.wait().unwrap().success());
+    assert_eq!(Png::read(&sandbox.path("b.png")).pixels, png.pixels);
+
+    // Nothing is a prompt, too, and one may be spelled like a command or an option.
+    assert_eq!(sandbox.quick(&["", "--seed", "1"]).text(), "kiln-1.png\n");
+    assert_eq!(sandbox.quick(&["generate", "tiny", "--seed", "1"]).text(), "tiny-1.png\n");
+    let run = sandbox.run(QUICK.iter().chain(&["--seed", "1", "--", "--fox"])).good();
+    assert_eq!(run.text(), "fox-1.png\n");
+}
+
+#[test]
+fn all_layouts_give_the_same_picture() {
+    let sandbox = Sandbox::new();
+    sandbox.tiny("folder", &[]);
+    sandbox.tiny("files", &["--layout", "bfl"]);
+    sandbox.tiny("half", &["--layout", "bfl", "--dtype", "f16"]);
+    let parts = ["--transformer", "files/flux-2-klein-tiny.safetensors", "--text-encoder", "files/qwen.safetensors"];
+    let rest = ["--vae", "files/ae.safetensors", "--tokenizer", "files/tokenizer.json"];
+    let single = [parts, rest].concat();
+    let picture = |flags: &[&str]| {
+        let run = sandbox.quick(&[&["x", "--seed", "5", "--force", "-o", "out.png", "--json"], flags].concat());
+        (Png::read(&sandbox.path("out.png")).pixels, run.json()[0]["model"].as_str().unwrap().to_owned(), run.stderr)
+    };
+    let (pixels, _, stderr) = picture(&["--model", "tiny"]);
+    assert!(stderr.starts_with("note: the tiny model is random and untrained"), "{stderr}");
+    for flags in [&["--model", "folder"], &["--model", "./files"], &["--model", "half"], &single[..]] {
+        let (same, model, stderr) = picture(flags);
+        assert_eq!(same, pixels, "{flags:?}");
+        assert_eq!(model, "FLUX.2 [klein] tiny (distilled)");
+        assert!(!stderr.contains("note:"), "{stderr}");
+    }
+
+    // The environment names a model, too.
+    let mut command = sandbox.command(["x", "--seed", "5", "--json", "-o", "env.png"].iter().chain(&QUICK));
+    command.env("KILN_MODEL", sandbox.path("folder"));
+    assert_eq!(Run::of(command).good().json()[0]["model"], "FLUX.2 [klein] tiny (distilled)");
+    assert_eq!(Png::read(&sandbox.path("env.png")).pixels, pixels);
+
+    // A folder with something in it is left alone.
+    let run = sandbox.run(["tiny", "folder"]);
+    assert_eq!((run.code, run.stderr.as_str()), (Some(5), "error: cannot write (folder): the folder is not empty\n"));
+}
+
+#[test]
+fn guidance_belongs_to_base_models() {
+    let sandbox = Sandbox::new();
+    let base = sandbox.quick(&["x", "--variant", "base", "--guidance", "3.5", "--seed", "1", "-o", "base.png", "--json", "-v"]);
+    assert_eq!((&base.json()[0]["guidance"], &base.json()[0]["variant"]), (&Value::from(3.5), &Value::from("base")));
+    assert_eq!(Png::read(&sandbox.path("base.png")).text["guidance"], "3.5");
+    for detail in ["variant base, guidance 3.5, precision f32", "backend cpu, ", "noise-kind torch-cuda, noise-sms 132", "TFLOP"]
+    {
+        assert!(base.stderr.contains(detail), "{}", base.stderr);
+    }
+    assert!(!base.stderr.contains("warning"), "{}", base.stderr);
+
+    let run = sandbox.quick(&["x", "--guidance", "3.5", "--seed", "1", "-o", "distilled.png"]);
+    assert!(run.stderr.contains("warning: --guidance is ignored: this is a distilled model"), "{}", run.stderr);
+    assert!(!Png::read(&sandbox.path("distilled.png")).text.contains_key("guidance"));
+}
+
+/// Everything that is refused: arguments, exit code, beginning of the first line, hint.
+#[test]
+fn refusals() {
+    let sandbox = Sandbox::new();
+    sandbox.tiny("model", &["--layout", "bfl"]);
+    let vae = fs::read(sandbox.path("model/ae.safetensors")).unwrap();
+    fs::write(sandbox.path("cut.safetensors"), &vae[..vae.len() - 7]).unwrap();
+    fs::write(sandbox.path("renamed.safetensors"), renamed(&vae, "decoder.conv_out.bias", "decoder.conv_out.bibs")).unwrap();
+    fs::write(sandbox.path("page.safetensors"), "<!DOCTYPE html><html>not found</html>").unwrap();
+    fs::write(sandbox.path("there.png"), "mine").unwrap();
+    fs::write(sandbox.path("latin.txt"), b"a caf\xe9 by the sea").unwrap();
+    fs::write(sandbox.path("long.txt"), "x".repeat(40_000)).unwrap();
+    fs::create_dir(sandbox.path("folder.png")).unwrap();
+    sandbox.quick(&["x", "-o", "there-2.png", "--dump", "noise.safetensors"]);
+    let before = sandbox.names();
+
+    let sides = "sides must be multiples of 16, at least 64, and within the token limit";
+    for (args, code, first, hint) in [
+        ("x -o there.png", 5, "output exists (there.png); not overwritten", "use --force or another name"),
+        ("x --dump there.png", 5, "output exists (there.png); not overwritten", "use --force or another name"),
+        ("x -o out/new.png", 5, "cannot write (out/new.png): there is no such folder", ""),
+        ("x -o folder.png --force", 5, "cannot write (folder.png): this is a folder", ""),
+        ("x -o new.jpg", 5, "cannot write (new.jpg): kiln writes PNG files only", ""),
+        ("x -o -", 5, "cannot write (-): standard output is for names", ""),
+        ("x -o new.png --dump ./new.png", 2, "the picture and --dump would be the same file", "give one of them another name"),
+        ("x --width 1000 --height 1001", 2, &format!("--width 1000 --height 1001: {sides}"), "try --width 992 --height 1008"),
+        ("x --width 0", 2, &format!("--width 0 --height 256: {sides}"), "try --width 64 --height 256"),
+        ("x --width 16384 --height 16384", 2, "too many tokens: 512 text + 1048576 image", "lower --width and --height"),
+        ("x --width -512", 2, "invalid value '-512' for '--width <PIXELS>': expected a number of pixels", "-"),
+        ("x --steps 0", 2, "invalid value '0' for '--steps <N>': expected a whole number from 1 to 1000", "-"),
+        ("x --seed -1", 2, "invalid value '-1' for '--seed <N>': expected a whole number from 0 to 18446744073709551615", "-"),
+        ("x --guidance nan", 2, "invalid value 'nan' for '--guidance <SCALE>': expected a number from 0 to 100", "-"),
+        ("x --variant turbo", 2, "invalid value 'turbo' for '--variant <KIND>'", "-"),
+        ("x --backend cuda", 2, "invalid value 'cuda' for '--backend <WHERE>'", "-"),
+        ("x --no-such-flag", 2, "unexpected argument '--no-such-flag' found", "-"),
+        ("a red fox", 2, "there is more than one prompt: `a` and `red`", "put the whole prompt in quotes"),
+        ("x -q -v", 2, "the argument '--quiet' cannot be used with '--verbose'", "-"),
+        ("x --noise noise.safetensors --noise-kind torch-cpu", 2, "the argument '--noise <FILE>' cannot be used with", "-"),
+        ("x --noise-kind torch-cpu --noise-sms 8", 2, "--noise-sms describes a GPU", "leave out --noise-sms"),
+        ("x --count 2 --noise noise.safetensors", 2, "--noise is about one picture, --count 2", "leave out --count, or --noise"),
+        ("x --count 2 --dump new.safetensors", 2, "--dump is about one picture, --count 2", "leave out --count, or --dump"),
+        ("--seed 1", 2, "there is no prompt", "give one in quotes, or --prompt-file FILE; `kiln --help` has examples"),
+        ("x --prompt-file latin.txt", 2, "there are two prompts", "give PROMPT or --prompt-file, not both"),
+        ("--prompt-file latin.txt", 2, "prompt is not valid UTF-8 at byte 5", ""),
+        (
+            "--prompt-file long.txt",
+            2,
+            "prompt too long: the limit is 32768 bytes",
+            "shorten it; models read a few hundred tokens at most",
+        ),
+        ("--prompt-file none.txt", 3, "cannot read (none.txt): ", ""),
+        (
+            "x --model models/klein/none",
+            3,
+            "no model found (models/klein/none): the folder does not exist",
+            "expected transformer/, ",
+        ),
+        ("x --model some/repository", 3, "no model found (some/repository): ", "download it first"),
+        (
+            "x --model there.png",
+            3,
+            "no model found (there.png): it is a file, not a folder",
+            "give a single file as --transformer",
+        ),
+        ("x --model model --vae none", 3, "no model found (none): it does not exist", ""),
+        ("x --model tiny --vae model/ae.safetensors", 2, "the built-in model has no parts to replace", "name a model folder"),
+        ("x --model model --vae cut.safetensors", 3, "truncated file (cut.safetensors): ", "download"),
+        ("x --model model --vae page.safetensors", 3, "not a safetensors file (page.safetensors): ", ""),
+        (
+            "x --model model --vae renamed.safetensors",
+            3,
+            "missing tensor (renamed.safetensors): `decoder.conv_out.bias`, this model needs it as [3]",
+            "this file is incomplete or belongs to another model",
+        ),
+        (
+            "x --noise noise.safetensors",
+            3,
+            "wrong noise (noise.safetensors): tensor `noise` is [16, 128], a picture of this size needs [256, 128]",
+            "use the --width and --height it was made for",
+        ),
+        ("x --noise model/ae.safetensors", 3, "wrong noise (model/ae.safetensors): there is no tensor `noise`", ""),
+        ("tiny there.png", 5, "cannot write (there.png): ", ""),
+    ] {
+        let run = sandbox.run(args.split(' '));
+        let context = format!("kiln {args}\n{}", run.stderr);
+        let lines: Vec<&str> = run.stderr.lines().skip_while(|line| line.starts_with("note:")).collect();
+        assert_eq!(run.code, Some(code), "{context}");
+        assert!(run.stdout.is_empty(), "{context}");
+        assert!(lines[0].strip_prefix("error: ").is_some_and(|line| line.starts_with(first)), "{context}");
+        match hint {
+            // From clap, which has a form of its own.
+            "-" => assert!(run.stderr.ends_with("try '--help'.\n"), "{context}"),
+            "" => assert!(lines.len() == 1 || lines[2].starts_with("hint: "), "{context}"),
+            hint => {
+                assert_eq!((lines.len(), lines[1]), (3, ""), "{context}");
+                assert!(lines[2].strip_prefix("hint: ").is_some_and(|line| line.starts_with(hint)), "{context}");
+            }
+        }
+        assert!(!run.stderr.contains("panicked") && !run.stderr.contains("backtrace"), "{context}");
+        assert_eq!(sandbox.names(), before, "nothing is written: {context}");
+    }
+    assert_eq!(fs::read(sandbox.path("there.png")).unwrap(), b"mine");
+}
+
+/// A file with a tensor's name spelled differently, at the same length.
+fn renamed(file: &[u8], from: &str, to: &str) -> Vec<u8> {
+    assert_eq!(from.len(), to.len());
+    let at = file.windows(from.len()).position(|window| window == from.as_bytes()).unwrap();
+    let mut file = file.to_vec();
+    file[at..at + to.len()].copy_from_slice(to.as_bytes());
+    file
+}
+
+#[test]
+fn help_teaches_every_flag() {
+    let sandbox = Sandbox::new();
+    for args in [&["--help"][..], &["generate", "--help"], &["help", "generate"]] {
+        let run = sandbox.run(args).good();
+        assert!(run.stderr.is_empty());
+        let flags = "prompt-file output model transformer vae text-encoder tokenizer variant width height steps guidance seed \
+                     count noise-kind noise-sms noise-threads noise dump backend precision threads force quiet verbose json help";
+        for flag in flags.split(' ') {
+            assert!(run.text().contains(&format!("--{flag}")), "{args:?} does not mention --{flag}");
+        }
+        for word in ["Examples:", "Input:", "Model:", "Output:", "Sampling:", "Run:", "KILN_MODEL", "-o, ", "-q, ", "-v, "] {
+            assert!(run.text().contains(word), "{args:?} does not mention {word}");
+        }
+    }
+    assert_eq!(sandbox.run(["--version"]).good().text(), concat!("kiln ", env!("CARGO_PKG_VERSION"), "\n"));
+    let run = sandbox.run::<&str>([]);
+    assert_eq!((run.code, run.text()), (Some(2), ""));
+    assert!(run.stderr.contains("Usage: kiln [OPTIONS] [PROMPT]"), "{}", run.stderr);
+}
+
+#[cfg(unix)]
+mod unix {
+    use super::*;
+    use std::ffi::OsString;
+    use std::io::{BufRead, BufReader, Read};
+    use std::os::unix::ffi::OsStringExt;
+    use std::process::{Child, Command};
+    use std::time::{Duration, Instant};
+
+    /// A run that takes long enough to be stopped, already denoising.
+    fn denoising(sandbox: &Sandbox) -> (Child, BufReader<impl Read + use<>>) {
+        let mut child = sandbox.command(["x", "-o", "out.png", "--steps", "1000"]).spawn().unwrap();
+        let mut stderr = BufReader::new(child.stderr.take().unwrap());
+        let mut line = String::new();
+        while !line.starts_with("encoding text") {
+            line.clear();
+            assert_ne!(stderr.read_line(&mut line).unwrap(), 0, "the run ended by itself");
+        }
+        (child, stderr)
+    }
+
+    fn signal(child: &Child, name: &str) {
+        assert!(Command::new("kill").args([name, &child.id().to_string()]).status().unwrap().success());
+    }
+
+    #[test]
+    fn signals_end_a_run_cleanly() {
+        for (name, code) in [("-INT", 130), ("-TERM", 143)] {
+            let sandbox = Sandbox::new();
+            let (mut child, mut stderr) = denoising(&sandbox);
+            let start = Instant::now();
+            signal(&child, name);
+            assert_eq!(child.wait().unwrap().code(), Some(code));
+            assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+            let mut rest = String::new();
+            stderr.read_to_string(&mut rest).unwrap();
+            assert_eq!(rest, "error: interrupted\n");
+            assert!(sandbox.names().is_empty(), "{:?}", sandbox.names());
+        }
+    }
+
+    #[test]
+    fn a_reader_that_leaves_is_no_error() {
+        let sandbox = Sandbox::new();
+        let mut child = sandbox.command(["x", "-q", "-o", "out.png"].iter().chain(&QUICK)).spawn().unwrap();
+        drop(child.stdout.take());
+        let output = child.wait_with_output().unwrap();
+        assert_eq!((output.status.code(), output.stderr.as_slice()), (Some(0), &b""[..]));
+        assert_eq!(sandbox.names(), ["out.png"]);
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_full_standard_output_is_an_error() {
+        let sandbox = Sandbox::new();
+        let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let mut command = sandbox.command(["x", "-q", "-o", "out.png"].iter().chain(&QUICK));
+        let run = command.stdout(full).output().unwrap();
+        assert_eq!(run.status.code(), Some(5));
+        assert!(String::from_utf8(run.stderr).unwrap().starts_with("error: cannot write (standard output): "));
+    }
+
+    #[test]
+    fn arguments_need_not_be_text() {
+        let sandbox = Sandbox::new();
+        let bytes = |bytes: &[u8]| OsString::from_vec(bytes.to_vec());
+        let mut args = vec![bytes(b"x"), bytes(b"-o"), bytes(b"\xff\xfe.png")];
+        args.extend(QUICK.map(OsString::from));
+        assert_eq!(sandbox.run(&args).good().stdout, b"\xff\xfe.png\n");
+        assert_eq!(Png::read(&sandbox.0.join(bytes(b"\xff\xfe.png"))).width, 64);
+
+        let run = sandbox.run([bytes(b"seventeen letters\xff")]);
+        assert_eq!((run.code, run.stderr.as_str()), (Some(2), "error: prompt is not valid UTF-8 at byte 17\n"));
+    }
+}

@@ -1,0 +1,116 @@
+//! The real program in a folder of its own.
+
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Flags that make a picture quickly.
+pub const QUICK: [&str; 8] = ["--width", "64", "--height", "64", "--steps", "1", "--precision", "f32"];
+
+/// A folder that is current folder and home of the program, removed at the end.
+pub struct Sandbox(pub PathBuf);
+
+/// How a run ended.
+pub struct Run {
+    pub code: Option<i32>,
+    pub stdout: Vec<u8>,
+    pub stderr: String,
+}
+
+impl Sandbox {
+    pub fn new() -> Self {
+        static NEXT: AtomicUsize = AtomicUsize::new(0);
+        let name = format!("kiln-cli-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let path = std::env::temp_dir().join(name);
+        fs::create_dir(&path).unwrap();
+        Self(path)
+    }
+
+    /// The program, cut off from whatever models this machine has.
+    pub fn command<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kiln"));
+        command.args(args).current_dir(&self.0).env("HOME", &self.0);
+        for name in ["KILN_MODEL", "HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "RUST_BACKTRACE"] {
+            command.env_remove(name);
+        }
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+    }
+
+    pub fn run<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> Run {
+        Run::of(self.command(args))
+    }
+
+    /// Runs with [`QUICK`] flags, and expects success.
+    pub fn quick(&self, args: &[&str]) -> Run {
+        self.run(args.iter().chain(&QUICK)).good()
+    }
+
+    /// Writes the tiny model to a folder.
+    pub fn tiny(&self, folder: &str, flags: &[&str]) {
+        let run = self.run(["tiny", folder].iter().chain(flags)).good();
+        assert_eq!((run.text(), run.stderr.as_str()), (format!("{folder}\n").as_str(), ""));
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    /// What is in the folder.
+    pub fn names(&self) -> Vec<String> {
+        let entries = fs::read_dir(&self.0).unwrap();
+        let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned()).collect();
+        names.sort();
+        names
+    }
+}
+
+impl Drop for Sandbox {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+impl Run {
+    pub fn of(mut command: Command) -> Self {
+        let output = command.output().unwrap();
+        Self { code: output.status.code(), stdout: output.stdout, stderr: String::from_utf8(output.stderr).unwrap() }
+    }
+
+    pub fn good(self) -> Self {
+        assert_eq!(self.code, Some(0), "{}", self.stderr);
+        self
+    }
+
+    pub fn text(&self) -> &str {
+        std::str::from_utf8(&self.stdout).unwrap()
+    }
+
+    pub fn json(&self) -> Vec<Value> {
+        self.text().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    }
+}
+
+/// A decoded picture and its text.
+pub struct Png {
+    pub width: u32,
+    pub height: u32,
+    pub pixels: Vec<u8>,
+    pub text: BTreeMap<String, String>,
+}
+
+impl Png {
+    pub fn read(path: &Path) -> Self {
+        let file = std::io::BufReader::new(fs::File::open(path).unwrap());
+        let mut reader = png::Decoder::new(file).read_info().unwrap();
+        let mut pixels = vec![0; reader.output_buffer_size().unwrap()];
+        let frame = reader.next_frame(&mut pixels).unwrap();
+        let chunks = reader.info().utf8_text.iter();
+        let text = chunks.map(|chunk| (chunk.keyword.clone(), chunk.get_text().unwrap())).collect();
+        Self { width: frame.width, height: frame.height, pixels, text }
+    }
+}
