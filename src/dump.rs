@@ -12,6 +12,10 @@ pub struct Record {
     pub token_ids: Vec<u32>,
     /// Text features, one row per token.
     pub prompt_embeds: Vec<f32>,
+    /// Text features of the negative prompt, where there is one.
+    pub negative_prompt_embeds: Option<Vec<f32>>,
+    /// Tokens of each reference image, one row of 128 values per token.
+    pub references: Vec<Vec<f32>>,
     /// The noise, then the latents after each step, one row of 128 values per token.
     pub latents: Vec<Vec<f32>>,
     /// The raw picture, `[3, height, width]`, nominally within -1..1.
@@ -26,7 +30,8 @@ pub struct Record {
 const CHANNELS: usize = 128;
 
 impl Record {
-    /// The file's bytes: `token_ids`, `prompt_embeds`, `noise`, `latents.0` (the noise again) to `latents.n`, `image`.
+    /// The file's bytes: `token_ids`, `prompt_embeds`, `noise`, `latents.0` (the noise again) to `latents.n`, `image`; and where
+    /// there are such, `negative_prompt_embeds` and `reference.1.tokens` onwards.
     pub fn to_safetensors(&self) -> Result<Vec<u8>> {
         let bytes = |values: &[f32]| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
         let ids: Vec<u8> = self.token_ids.iter().flat_map(|id| (*id as i32).to_le_bytes()).collect();
@@ -36,7 +41,13 @@ impl Record {
             ("prompt_embeds".into(), Dtype::F32, vec![rows, self.prompt_embeds.len() / rows.max(1)], bytes(&self.prompt_embeds)),
             ("image".into(), Dtype::F32, vec![3, self.height, self.width], bytes(&self.image)),
         ];
+        if let Some(embeds) = &self.negative_prompt_embeds {
+            tensors.push(("negative_prompt_embeds".into(), Dtype::F32, vec![rows, embeds.len() / rows.max(1)], bytes(embeds)));
+        }
         let shape = |values: &[f32]| vec![values.len() / CHANNELS, CHANNELS];
+        for (j, tokens) in self.references.iter().enumerate() {
+            tensors.push((format!("reference.{}.tokens", j + 1), Dtype::F32, shape(tokens), bytes(tokens)));
+        }
         if let Some(noise) = self.latents.first() {
             tensors.push(("noise".into(), Dtype::F32, shape(noise), bytes(noise)));
         }

@@ -12,7 +12,7 @@ use crate::names::{Layout, Part, text_manifest, transformer_manifest, vae_manife
 use crate::noise::{NoiseKind, draw};
 use crate::progress::{Phase, Progress};
 use crate::sampler::Schedule;
-use crate::sequence::{Pixels, RopeSpec, SequencePlan};
+use crate::sequence::{Grid, Pixels, RopeSpec, SequencePlan};
 use crate::tensor::{Arena, DType, Precision, Region, Tensor};
 use crate::tiny;
 use crate::tokenizer::{Tokenizer, Tokens};
@@ -27,6 +27,10 @@ pub struct Job {
     pub size: Pixels,
     /// Denoising steps.
     pub steps: usize,
+    /// What the picture should not be; base models use it where they use guidance.
+    pub negative: String,
+    /// Images to start from, in order.
+    pub references: Vec<Reference>,
     /// Guidance scale; base models use it when it is above one, others ignore it.
     pub guidance: f32,
     /// One picture for each.
@@ -44,6 +48,15 @@ pub enum Noise {
     Drawn(NoiseKind),
     /// Given, one row of 128 values per token.
     Given(Vec<f32>),
+}
+
+/// An image to start from, brought to size.
+#[derive(Clone, Debug)]
+pub struct Reference {
+    /// Its size in tokens.
+    pub grid: Grid,
+    /// Its pixels within -1..1, row by row, three channels each.
+    pub pixels: Vec<f32>,
 }
 
 /// A finished picture.
@@ -73,6 +86,15 @@ struct Parts {
     transformer: Transformer,
     text: TextEncoder,
     vae: Vae,
+}
+
+/// How a model is loaded.
+#[derive(Clone, Copy, Debug)]
+pub struct LoadOptions {
+    /// What a run rounds to.
+    pub precision: Precision,
+    /// Load what reference images need.
+    pub references: bool,
 }
 
 /// The files of a model, opened and checked, nothing read yet.
@@ -131,7 +153,9 @@ impl OpenModel {
         Self::check(parts, configs.each_ref().map(|c| c.as_deref()), tokenizer, variant)
     }
 
-    fn check(parts: [Weights; 3], configs: [Option<&Path>; 3], tokenizer: Tokenizer, variant: Variant) -> Result<Self> {
+    /// Checks that three parts (transformer, text encoder, VAE) are complete and fit each other. `configs` are their
+    /// `config.json` files, where there are any.
+    pub fn check(parts: [Weights; 3], configs: [Option<&Path>; 3], tokenizer: Tokenizer, variant: Variant) -> Result<Self> {
         let [transformer, text, vae] = parts;
         let c = TransformerConfig::detect(&transformer, configs[0])?;
         let t = TextConfig::detect(&text, configs[1])?;
@@ -157,12 +181,13 @@ impl OpenModel {
 }
 
 impl Parts {
-    fn load(be: &mut dyn Backend, model: &OpenModel, precision: Precision, loaded: &mut dyn FnMut(u64)) -> Result<Self> {
+    fn load(be: &mut dyn Backend, model: &OpenModel, options: LoadOptions, loaded: &mut dyn FnMut(u64)) -> Result<Self> {
         let (c, t, v) = &model.configs;
+        let LoadOptions { precision, references } = options;
         let mut region = Arena::new(Region::Weights);
         let text = TextEncoder::load(&mut Loader::new(be, &mut region, Some(&model.text), precision, loaded), t)?;
         let transformer = Transformer::load(&mut Loader::new(be, &mut region, Some(&model.transformer), precision, loaded), c)?;
-        let vae = Vae::load(&mut Loader::new(be, &mut region, Some(&model.vae), precision, loaded), v, false)?;
+        let vae = Vae::load(&mut Loader::new(be, &mut region, Some(&model.vae), precision, loaded), v, references)?;
         Ok(Self { transformer_config: c.clone(), text_config: t.clone(), transformer, text, vae })
     }
 }
@@ -172,20 +197,22 @@ struct Inputs<'a> {
     job: &'a Job,
     precision: Precision,
     prompt: Tokens,
-    /// The empty prompt, where guidance needs it.
-    empty: Option<Tokens>,
+    /// The negative prompt, where guidance needs one.
+    negative: Option<Tokens>,
+    /// Reference tokens are seen through their cached keys and values.
+    cached: bool,
     plan: SequencePlan,
     schedule: Schedule,
 }
 
 impl Engine {
     /// Places a model's weights on a backend.
-    pub fn load(mut backend: Box<dyn Backend>, model: OpenModel, precision: Precision, progress: &dyn Progress) -> Result<Self> {
+    pub fn load(mut backend: Box<dyn Backend>, model: OpenModel, options: LoadOptions, progress: &dyn Progress) -> Result<Self> {
         progress.begin(Phase::Load, model.transformer.bytes() + model.text.bytes() + model.vae.bytes());
-        let parts = Parts::load(backend.as_mut(), &model, precision, &mut |bytes| progress.advance(bytes))?;
+        let parts = Parts::load(backend.as_mut(), &model, options, &mut |bytes| progress.advance(bytes))?;
         progress.end();
         let OpenModel { tokenizer, variant, name, .. } = model;
-        Ok(Self { backend, parts, tokenizer, variant, precision, name })
+        Ok(Self { backend, parts, tokenizer, variant, precision: options.precision, name })
     }
 
     /// The model's name for people.
@@ -218,11 +245,13 @@ impl Engine {
         }
         let guided = self.variant == Variant::Base && job.guidance > 1.0;
         let grid = job.size.grid();
+        let grids: Vec<Grid> = job.references.iter().map(|r| r.grid).collect();
         Ok(Inputs {
             job,
             precision: self.precision,
-            empty: if guided { Some(encode("")?) } else { None },
-            plan: SequencePlan::new(prompt.ids.len(), grid, &[])?,
+            negative: if guided { Some(encode(&job.negative)?) } else { None },
+            cached: self.variant == Variant::Kv && !job.references.is_empty(),
+            plan: SequencePlan::new(prompt.ids.len(), grid, &grids)?,
             schedule: Schedule::new(job.steps, grid.tokens()),
             prompt,
         })
@@ -269,9 +298,11 @@ impl Engine {
 }
 
 /// What a run of the stages leaves on the host. All but the image only when a record is asked for.
-#[derive(Default)]
+#[derive(Clone, Default)]
 struct Values {
     prompt_embeds: Vec<f32>,
+    negative_prompt_embeds: Option<Vec<f32>>,
+    references: Vec<Vec<f32>>,
     latents: Vec<Vec<f32>>,
     /// One row of three channels per pixel.
     image: Vec<f32>,
@@ -284,6 +315,8 @@ impl Values {
         Record {
             token_ids: prompt.ids.clone(),
             prompt_embeds: self.prompt_embeds,
+            negative_prompt_embeds: self.negative_prompt_embeds,
+            references: self.references,
             latents: self.latents,
             image,
             width: size.width(),
@@ -321,20 +354,35 @@ impl Parts {
     ) -> Result<()> {
         let (c, job, plan) = (&self.transformer_config, inputs.job, &inputs.plan);
         let schedule = &inputs.schedule;
-        let mut prompt_embeds = Vec::new();
+        let mut shared = Values::default();
 
-        progress.begin(Phase::Encode, 1 + u64::from(inputs.empty.is_some()));
-        let context = self.encode(be, ws, inputs, &inputs.prompt, Some(&mut prompt_embeds))?;
+        progress.begin(Phase::Encode, 1 + u64::from(inputs.negative.is_some()));
+        let (context, embeds) = self.encode(be, ws, inputs, &inputs.prompt)?;
+        shared.prompt_embeds = embeds;
         progress.advance(1);
-        let empty = inputs.empty.as_ref().map(|tokens| self.encode(be, ws, inputs, tokens, None)).transpose()?;
+        let mut negative = None;
+        if let Some(tokens) = &inputs.negative {
+            let (context, embeds) = self.encode(be, ws, inputs, tokens)?;
+            shared.negative_prompt_embeds = Some(embeds);
+            negative = Some(context);
+        }
         be.synchronize()?;
         progress.end();
+        let tokens = self.encode_references(be, ws, inputs, &mut shared.references, progress)?;
 
         let rope = ws.alloc(plan.tokens(), HEAD_DIM, DType::F32)?;
         be.write(rope, HostData::F32(&plan.rope_table(&RopeSpec { theta: c.rope_theta, axes: c.rope_axes })))?;
-        let times: Vec<f32> = (0..schedule.steps()).map(|i| schedule.sigma(i)).collect();
+        // The row after the last step is time zero, which cached references see.
+        let times: Vec<f32> = (0..=schedule.steps()).map(|i| schedule.sigma(i)).collect();
         let table = self.transformer.modulations(be, ws, &times, job.guidance)?;
         let modulation = self.transformer.modulation_slot(ws)?;
+        let cache = if inputs.cached {
+            self.transformer.select(be, modulation, table, schedule.steps())?;
+            self.transformer.reference_cache(be, ws, &tokens, rope.rows(plan.canvas().end..plan.tokens()), modulation)?
+        } else {
+            Vec::new()
+        };
+        let references = if inputs.cached { References::Cached(&cache) } else { References::Tokens(&tokens) };
         let [latents, velocity, other] = {
             let mut place = || ws.alloc(plan.canvas().len(), c.channels, DType::F32);
             [place()?, place()?, place()?]
@@ -342,7 +390,7 @@ impl Parts {
         let image = ws.alloc(job.size.width() * job.size.height(), 3, DType::F32)?;
 
         for &seed in seeds {
-            let mut values = Values { prompt_embeds: prompt_embeds.clone(), ..Values::default() };
+            let mut values = shared.clone();
             let noise = noises(seed)?;
             be.write(latents, HostData::F32(&noise))?;
             if job.record {
@@ -352,11 +400,11 @@ impl Parts {
             progress.begin(Phase::Denoise, schedule.steps() as u64);
             for i in 0..schedule.steps() {
                 self.transformer.select(be, modulation, table, i)?;
-                let step = StepInput { plan, rope, context, latents, references: References::Tokens(&[]), modulation, velocity };
+                let step = StepInput { plan, rope, context, latents, references, modulation, velocity };
                 self.transformer.step(be, ws, StepKey("prompt"), step)?;
-                if let Some(context) = empty {
+                if let Some(context) = negative {
                     let step = StepInput { context, velocity: other, ..step };
-                    self.transformer.step(be, ws, StepKey("empty"), step)?;
+                    self.transformer.step(be, ws, StepKey("negative"), step)?;
                     scope(be, ws, |be, ws| {
                         let guided = ws.alloc(velocity.rows, velocity.cols, velocity.dtype)?;
                         be.run(Op::Guidance { out: guided, cond: velocity, uncond: other, scale: job.guidance })?;
@@ -384,25 +432,52 @@ impl Parts {
         Ok(())
     }
 
-    /// A prompt's context; its features are needed no longer than that, unless they are asked for.
-    fn encode(
+    /// A prompt's context, and its features if a record is asked for.
+    fn encode(&self, be: &mut dyn Backend, ws: &mut Arena, inputs: &Inputs<'_>, tokens: &Tokens) -> Result<(Tensor, Vec<f32>)> {
+        let context = self.transformer.context_slot(ws, tokens.ids.len())?;
+        let mut embeds = Vec::new();
+        scope(be, ws, |be, ws| {
+            let features = ws.alloc(tokens.ids.len(), self.text_config.features(), inputs.precision.activations())?;
+            self.text.forward(be, ws, features, tokens)?;
+            if inputs.job.record {
+                embeds = download(be, features)?;
+            }
+            self.transformer.context(be, context, features)
+        })?;
+        Ok((context, embeds))
+    }
+
+    /// Tokens of the reference images, and their values if a record is asked for.
+    fn encode_references(
         &self,
         be: &mut dyn Backend,
         ws: &mut Arena,
         inputs: &Inputs<'_>,
-        tokens: &Tokens,
-        keep: Option<&mut Vec<f32>>,
-    ) -> Result<Tensor> {
-        let context = self.transformer.context_slot(ws, tokens.ids.len())?;
-        scope(be, ws, |be, ws| {
-            let act = inputs.precision.activations();
-            let features = ws.alloc(tokens.ids.len(), self.text_config.features(), act)?;
-            self.text.forward(be, ws, features, tokens)?;
-            if let (true, Some(keep)) = (inputs.job.record, keep) {
-                *keep = download(be, features)?;
+        record: &mut Vec<Vec<f32>>,
+        progress: &dyn Progress,
+    ) -> Result<Vec<Tensor>> {
+        let (references, act) = (&inputs.job.references, inputs.precision.activations());
+        if references.is_empty() {
+            return Ok(Vec::new());
+        }
+        progress.begin(Phase::References, references.len() as u64);
+        let mut all = Vec::with_capacity(references.len());
+        for (j, Reference { grid, pixels }) in references.iter().enumerate() {
+            let tokens = ws.alloc(grid.tokens(), self.transformer_config.channels, act)?;
+            scope(be, ws, |be, ws| {
+                let image = ws.alloc(pixels.len() / 3, 3, act)?;
+                be.write(image, HostData::F32(pixels))?;
+                self.vae.encode(be, ws, tokens, image, *grid)
+            })?;
+            let values = download(be, tokens)?;
+            check_finite(&values, || format!("encoding reference {}", j + 1))?;
+            if inputs.job.record {
+                record.push(values);
             }
-            self.transformer.context(be, context, features)
-        })?;
-        Ok(context)
+            progress.advance(1);
+            all.push(tokens);
+        }
+        progress.end();
+        Ok(all)
     }
 }

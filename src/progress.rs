@@ -7,6 +7,8 @@ pub enum Phase {
     Load,
     /// Running the text encoder; counted in prompts.
     Encode,
+    /// Turning reference images into tokens; counted in images.
+    References,
     /// Denoising; counted in steps.
     Denoise,
     /// Turning latents into pixels.
@@ -19,6 +21,7 @@ impl Phase {
         match self {
             Self::Load => "loading weights",
             Self::Encode => "encoding text",
+            Self::References => "encoding references",
             Self::Denoise => "denoising",
             Self::Decode => "decoding",
         }

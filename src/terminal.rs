@@ -39,6 +39,8 @@ pub struct Seconds {
     pub load: f64,
     /// The text encoder, once for all pictures.
     pub encode: f64,
+    /// Turning reference images into tokens.
+    pub references: f64,
     /// Denoising.
     pub denoise: f64,
     /// Turning latents into pixels.
@@ -50,6 +52,7 @@ impl Seconds {
         match phase {
             Phase::Load => &mut self.load,
             Phase::Encode => &mut self.encode,
+            Phase::References => &mut self.references,
             Phase::Denoise => &mut self.denoise,
             Phase::Decode => &mut self.decode,
         }
@@ -174,7 +177,7 @@ fn style(phase: Phase) -> ProgressStyle {
 const fn template(phase: Phase) -> &'static str {
     match phase {
         Phase::Load => "{msg} [{bar:24}] {bytes}/{total_bytes}",
-        Phase::Denoise => "{spinner} {msg} [{bar:24}] {pos}/{len} {prefix}",
+        Phase::Denoise | Phase::References => "{spinner} {msg} [{bar:24}] {pos}/{len} {prefix}",
         Phase::Encode | Phase::Decode => "{spinner} {msg} {elapsed}",
     }
 }
@@ -185,7 +188,7 @@ mod tests {
 
     #[test]
     fn templates_parse() {
-        for phase in [Phase::Load, Phase::Encode, Phase::Denoise, Phase::Decode] {
+        for phase in [Phase::Load, Phase::Encode, Phase::References, Phase::Denoise, Phase::Decode] {
             assert!(ProgressStyle::with_template(template(phase)).is_ok(), "{phase:?}");
         }
     }

@@ -50,9 +50,9 @@ impl TinyModel {
 /// Makes the model. Weights are stored as `dtype`, which has to be a floating-point type.
 pub fn model(layout: Layout, dtype: DType) -> Result<TinyModel> {
     let diffusers = TinyModel {
-        transformer: file(Part::Transformer, dtype)?,
-        text_encoder: file(Part::TextEncoder, dtype)?,
-        vae: file(Part::Vae, dtype)?,
+        transformer: file(Part::Transformer, &manifest(Part::Transformer), dtype)?,
+        text_encoder: file(Part::TextEncoder, &manifest(Part::TextEncoder), dtype)?,
+        vae: file(Part::Vae, &manifest(Part::Vae), dtype)?,
     };
     match layout {
         Layout::Diffusers => Ok(diffusers),
@@ -79,10 +79,14 @@ fn manifest(part: Part) -> Vec<TensorSpec> {
     }
 }
 
+/// Weights of a part with other tensors than the tiny model's, by the same rule.
+pub fn weights_of(part: Part, manifest: &[TensorSpec], dtype: DType) -> Result<Weights> {
+    Weights::from_shards(part, vec![Shard::from_bytes(&format!("built-in {part}"), file(part, manifest, dtype)?)?])
+}
+
 /// The diffusers file of one part, whose names the hash is over.
-fn file(part: Part, dtype: DType) -> Result<Bytes> {
-    let specs: Vec<TensorSpec> =
-        manifest(part).iter().flat_map(|spec| names::file_tensors(part, Layout::Diffusers, spec)).collect();
+fn file(part: Part, manifest: &[TensorSpec], dtype: DType) -> Result<Bytes> {
+    let specs: Vec<TensorSpec> = manifest.iter().flat_map(|spec| names::file_tensors(part, Layout::Diffusers, spec)).collect();
     let tensors: Result<Vec<_>> = specs
         .into_par_iter()
         .map(|spec| {

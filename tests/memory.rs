@@ -90,6 +90,8 @@ fn a_run_uses_the_planned_memory_and_little_else() {
             prompt: "a lighthouse".into(),
             size: Pixels::new(256, 320).unwrap(),
             steps: 1,
+            negative: String::new(),
+            references: Vec::new(),
             guidance: 1.0,
             seeds: vec![1],
             noise: Noise::Drawn(NoiseKind::HOPPER),

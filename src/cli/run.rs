@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::image::save_new;
 use crate::locate::Found;
 use crate::noise::NoiseKind;
-use crate::pipeline::{Engine, Job, Noise, OpenModel, Picture};
+use crate::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel, Picture};
 use crate::progress::Progress;
 use crate::terminal::{Seconds, Terminal};
 use serde::Serialize;
@@ -38,7 +38,8 @@ pub fn generate(request: &GenerateRequest, stop: &Arc<AtomicBool>, terminal: &Te
     }
     terminal.say(&made.headline());
     terminal.detail(&made.setup(cpu.threads()));
-    let mut engine = Engine::load(Box::new(cpu), model, request.precision, terminal)?;
+    let mut engine =
+        Engine::load(Box::new(cpu), model, LoadOptions { precision: request.precision, references: false }, terminal)?;
     let mut index = 0;
     engine.generate(&made.job(), terminal, &mut |picture| {
         if stop.load(Ordering::Relaxed) {
@@ -135,6 +136,8 @@ impl<'a> Made<'a> {
             prompt: request.prompt.clone(),
             size: request.size,
             steps: self.steps,
+            negative: String::new(),
+            references: Vec::new(),
             guidance: self.guidance.unwrap_or(self.variant.default_guidance()),
             seeds: request.seeds.clone(),
             noise: request.noise.clone(),

@@ -9,7 +9,7 @@ use kiln::checkpoint::Shard;
 use kiln::config::Variant;
 use kiln::locate::Found;
 use kiln::noise::NoiseKind;
-use kiln::pipeline::{Engine, Job, Noise, OpenModel, Picture};
+use kiln::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel, Picture};
 use kiln::progress::Silent;
 use kiln::sequence::Pixels;
 use kiln::tensor::Precision;
@@ -53,6 +53,8 @@ impl Case {
             prompt: self.prompt.clone(),
             size: Pixels::new(self.width, self.height).unwrap(),
             steps: self.steps,
+            negative: String::new(),
+            references: Vec::new(),
             guidance: self.guidance,
             seeds: vec![self.seed],
             noise: Noise::Drawn(NoiseKind::TorchCpu),
@@ -79,7 +81,11 @@ pub struct Goldens(Shard);
 
 impl Goldens {
     pub fn open() -> Self {
-        Self(Shard::open(&fixture("goldens.safetensors")).unwrap())
+        Self::named("goldens.safetensors")
+    }
+
+    pub fn named(file: &str) -> Self {
+        Self(Shard::open(&fixture(file)).unwrap())
     }
 
     pub fn f32(&self, name: &str) -> Vec<f32> {
@@ -115,7 +121,7 @@ pub fn cpu() -> Cpu {
 /// The built-in tiny model on a backend.
 pub fn engine_on(backend: Box<dyn Backend>, variant: Variant, precision: Precision) -> Engine {
     let model = OpenModel::open(&Found::BuiltIn, Some(variant)).unwrap();
-    Engine::load(backend, model, precision, &Silent).unwrap()
+    Engine::load(backend, model, LoadOptions { precision, references: true }, &Silent).unwrap()
 }
 
 /// Runs a job that makes one picture.
