@@ -17,6 +17,7 @@ pub mod names;
 pub mod noise;
 pub mod pipeline;
 pub mod progress;
+pub mod reference;
 pub mod sampler;
 pub mod sequence;
 pub mod tensor;

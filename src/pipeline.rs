@@ -1,5 +1,9 @@
 //! From a prompt to a picture: one straight line through the stages, run once as a plan and then for real.
 
+mod estimate;
+
+pub use estimate::{Configs, Estimate, estimate};
+
 use crate::backend::{Backend, HostData, Op, Plan, StepKey, scope};
 use crate::checkpoint::Weights;
 use crate::config::{HEAD_DIM, TextConfig, TransformerConfig, VaeConfig, Variant, check_fit, display_name};
@@ -12,7 +16,7 @@ use crate::names::{Layout, Part, text_manifest, transformer_manifest, vae_manife
 use crate::noise::{NoiseKind, draw};
 use crate::progress::{Phase, Progress};
 use crate::sampler::Schedule;
-use crate::sequence::{Grid, Pixels, RopeSpec, SequencePlan};
+use crate::sequence::{Grid, PATCH, Pixels, RopeSpec, SequencePlan};
 use crate::tensor::{Arena, DType, Precision, Region, Tensor};
 use crate::tiny;
 use crate::tokenizer::{Tokenizer, Tokens};
@@ -103,7 +107,8 @@ pub struct OpenModel {
     text: Weights,
     vae: Weights,
     tokenizer: Tokenizer,
-    configs: (TransformerConfig, TextConfig, VaeConfig),
+    /// Sizes of the three parts.
+    pub configs: Configs,
     /// Which kind of klein it is.
     pub variant: Variant,
     /// Name for people.
@@ -181,13 +186,18 @@ impl OpenModel {
 }
 
 impl Parts {
-    fn load(be: &mut dyn Backend, model: &OpenModel, options: LoadOptions, loaded: &mut dyn FnMut(u64)) -> Result<Self> {
-        let (c, t, v) = &model.configs;
-        let LoadOptions { precision, references } = options;
+    /// Places the three parts' weights, in the order the stages use them.
+    fn place(
+        be: &mut dyn Backend,
+        (c, t, v): &Configs,
+        [transformer, text, vae]: [Option<&Weights>; 3],
+        LoadOptions { precision, references }: LoadOptions,
+        loaded: &mut dyn FnMut(u64),
+    ) -> Result<Self> {
         let mut region = Arena::new(Region::Weights);
-        let text = TextEncoder::load(&mut Loader::new(be, &mut region, Some(&model.text), precision, loaded), t)?;
-        let transformer = Transformer::load(&mut Loader::new(be, &mut region, Some(&model.transformer), precision, loaded), c)?;
-        let vae = Vae::load(&mut Loader::new(be, &mut region, Some(&model.vae), precision, loaded), v, references)?;
+        let text = TextEncoder::load(&mut Loader::new(be, &mut region, text, precision, loaded), t)?;
+        let transformer = Transformer::load(&mut Loader::new(be, &mut region, transformer, precision, loaded), c)?;
+        let vae = Vae::load(&mut Loader::new(be, &mut region, vae, precision, loaded), v, references)?;
         Ok(Self { transformer_config: c.clone(), text_config: t.clone(), transformer, text, vae })
     }
 }
@@ -209,7 +219,8 @@ impl Engine {
     /// Places a model's weights on a backend.
     pub fn load(mut backend: Box<dyn Backend>, model: OpenModel, options: LoadOptions, progress: &dyn Progress) -> Result<Self> {
         progress.begin(Phase::Load, model.transformer.bytes() + model.text.bytes() + model.vae.bytes());
-        let parts = Parts::load(backend.as_mut(), &model, options, &mut |bytes| progress.advance(bytes))?;
+        let sources = [Some(&model.transformer), Some(&model.text), Some(&model.vae)];
+        let parts = Parts::place(backend.as_mut(), &model.configs, sources, options, &mut |bytes| progress.advance(bytes))?;
         progress.end();
         let OpenModel { tokenizer, variant, name, .. } = model;
         Ok(Self { backend, parts, tokenizer, variant, precision: options.precision, name })
@@ -279,7 +290,7 @@ impl Engine {
             "{} tokens, {} ops, {:.3} TFLOP, {:.1} MiB of working memory",
             inputs.plan.tokens(),
             plan.ops,
-            plan.flops as f64 / 1e12,
+            plan.flops() as f64 / 1e12,
             bytes as f64 / 1_048_576.0
         ));
         self.backend.reserve(bytes)?;
@@ -368,7 +379,6 @@ impl Parts {
         }
         be.synchronize()?;
         progress.end();
-        let tokens = self.encode_references(be, ws, inputs, &mut shared.references, progress)?;
 
         let rope = ws.alloc(plan.tokens(), HEAD_DIM, DType::F32)?;
         be.write(rope, HostData::F32(&plan.rope_table(&RopeSpec { theta: c.rope_theta, axes: c.rope_axes })))?;
@@ -376,12 +386,20 @@ impl Parts {
         let times: Vec<f32> = (0..=schedule.steps()).map(|i| schedule.sigma(i)).collect();
         let table = self.transformer.modulations(be, ws, &times, job.guidance)?;
         let modulation = self.transformer.modulation_slot(ws)?;
-        let cache = if inputs.cached {
-            self.transformer.select(be, modulation, table, schedule.steps())?;
-            self.transformer.reference_cache(be, ws, &tokens, rope.rows(plan.canvas().end..plan.tokens()), modulation)?
-        } else {
-            Vec::new()
-        };
+
+        let (mut tokens, mut cache) = (Vec::new(), Vec::new());
+        if !job.references.is_empty() {
+            progress.begin(Phase::References, (job.references.len() + usize::from(inputs.cached)) as u64);
+            tokens = self.encode_references(be, ws, inputs, &mut shared.references, progress)?;
+            if inputs.cached {
+                let rows = rope.rows(plan.canvas().end..plan.tokens());
+                self.transformer.select(be, modulation, table, schedule.steps())?;
+                cache = self.transformer.reference_cache(be, ws, &tokens, rows, modulation)?;
+                progress.advance(1);
+            }
+            be.synchronize()?;
+            progress.end();
+        }
         let references = if inputs.cached { References::Cached(&cache) } else { References::Tokens(&tokens) };
         let [latents, velocity, other] = {
             let mut place = || ws.alloc(plan.canvas().len(), c.channels, DType::F32);
@@ -457,15 +475,11 @@ impl Parts {
         progress: &dyn Progress,
     ) -> Result<Vec<Tensor>> {
         let (references, act) = (&inputs.job.references, inputs.precision.activations());
-        if references.is_empty() {
-            return Ok(Vec::new());
-        }
-        progress.begin(Phase::References, references.len() as u64);
         let mut all = Vec::with_capacity(references.len());
         for (j, Reference { grid, pixels }) in references.iter().enumerate() {
             let tokens = ws.alloc(grid.tokens(), self.transformer_config.channels, act)?;
             scope(be, ws, |be, ws| {
-                let image = ws.alloc(pixels.len() / 3, 3, act)?;
+                let image = ws.alloc(PATCH * PATCH * grid.tokens(), 3, act)?;
                 be.write(image, HostData::F32(pixels))?;
                 self.vae.encode(be, ws, tokens, image, *grid)
             })?;
@@ -477,7 +491,6 @@ impl Parts {
             progress.advance(1);
             all.push(tokens);
         }
-        progress.end();
         Ok(all)
     }
 }

@@ -10,7 +10,7 @@ use std::ops::Range;
 pub const MAX_TOKENS: usize = 52_000;
 
 /// Pixels along one side of a token's patch: the autoencoder shrinks by 8, patchifying by 2.
-const PATCH: usize = 16;
+pub const PATCH: usize = 16;
 
 /// Shortest side of a canvas, in pixels.
 const MIN_SIDE: usize = 64;

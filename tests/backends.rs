@@ -32,7 +32,7 @@ fn the_plan_is_what_really_happens() {
             run(&mut engine, &case.job()).unwrap();
             assert_eq!(plan.arena_bytes, high.load(Ordering::Relaxed), "{}: working memory", case.name);
             assert_eq!(plan.ops, ops.load(Ordering::Relaxed), "{}: ops", case.name);
-            assert_eq!(plan.flops, flops.load(Ordering::Relaxed), "{}: flops", case.name);
+            assert_eq!(plan.flops(), flops.load(Ordering::Relaxed), "{}: flops", case.name);
         }
     }
 }

@@ -54,6 +54,7 @@ fn modules_use_only_what_is_below_them() {
         "noise",
         "tokenizer",
         "image",
+        "reference",
         "backend",
         "names",
         "checkpoint",

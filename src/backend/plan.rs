@@ -3,24 +3,35 @@
 use super::{Backend, HostData, Op, Role, StepKey, WeightPart};
 use crate::error::Result;
 use crate::tensor::{Region, Tensor};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A backend that only plans.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Debug, Default)]
 pub struct Plan {
     /// Bytes of working memory in use at the worst moment.
     pub arena_bytes: u64,
     /// Bytes of weights.
     pub weight_bytes: u64,
-    /// Floating-point operations of all matrix products.
-    pub flops: u64,
     /// Ops run.
     pub ops: u64,
+    flops: Arc<AtomicU64>,
 }
 
 impl Plan {
     /// A plan with nothing in it yet.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// Floating-point operations of all matrix products.
+    pub fn flops(&self) -> u64 {
+        self.flops.load(Ordering::Relaxed)
+    }
+
+    /// The same count, to look at while the plan is being made.
+    pub fn counter(&self) -> Arc<AtomicU64> {
+        self.flops.clone()
     }
 
     fn touch(&mut self, tensor: Tensor) {
@@ -58,7 +69,7 @@ impl Backend for Plan {
     fn run(&mut self, op: Op<'_>) -> Result<()> {
         op.check()?;
         op.operands(&mut |t, _| self.touch(t));
-        self.flops += op.flops();
+        self.flops.fetch_add(op.flops(), Ordering::Relaxed);
         self.ops += 1;
         Ok(())
     }

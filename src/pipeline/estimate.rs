@@ -1,0 +1,183 @@
+//! What a job would take: the stages run on the dry-run backend over weights that are only shapes. No file is opened.
+
+use super::{Inputs, Job, LoadOptions, Parts};
+use crate::backend::Plan;
+use crate::config::{TextConfig, TransformerConfig, VaeConfig, Variant};
+use crate::error::Result;
+use crate::progress::{Phase, Progress};
+use crate::sampler::{Schedule, mu};
+use crate::sequence::{Grid, SequencePlan};
+use crate::tensor::{Arena, Region};
+use crate::tokenizer::Tokens;
+use std::cell::RefCell;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Sizes of a model's parts.
+pub type Configs = (TransformerConfig, TextConfig, VaeConfig);
+
+/// The answer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Estimate {
+    /// Tokens of the prompt.
+    pub text_tokens: usize,
+    /// Tokens of the picture.
+    pub canvas_tokens: usize,
+    /// Tokens of each reference.
+    pub reference_tokens: Vec<usize>,
+    /// The schedule's shift.
+    pub mu: f64,
+    /// Noise levels, one per step.
+    pub sigmas: Vec<f32>,
+    /// Floating-point operations of each stage, in order.
+    pub stages: Vec<(Phase, u64)>,
+    /// Ops of a whole run.
+    pub ops: u64,
+    /// Bytes of the weights as they are placed.
+    pub weight_bytes: u64,
+    /// Bytes of working memory.
+    pub arena_bytes: u64,
+}
+
+/// Notes how far the plan's count of operations has come at the borders of each phase.
+struct Meter {
+    flops: Arc<AtomicU64>,
+    stages: RefCell<Vec<(Phase, u64)>>,
+}
+
+impl Progress for Meter {
+    fn begin(&self, phase: Phase, _total: u64) {
+        self.stages.borrow_mut().push((phase, self.flops.load(Ordering::Relaxed)));
+    }
+
+    fn advance(&self, _amount: u64) {}
+
+    fn end(&self) {
+        if let Some((_, flops)) = self.stages.borrow_mut().last_mut() {
+            *flops = self.flops.load(Ordering::Relaxed) - *flops;
+        }
+    }
+
+    fn detail(&self, _text: &str) {}
+    fn warn(&self, _text: &str) {}
+}
+
+/// What one picture of `job` takes on a model of these sizes.
+pub fn estimate(configs: &Configs, variant: Variant, options: LoadOptions, job: &Job) -> Result<Estimate> {
+    let (c, t, _) = configs;
+    let mut plan = Plan::new();
+    let parts = Parts::place(&mut plan, configs, [None; 3], options, &mut |_| ())?;
+    let tokens = || Tokens { ids: vec![0; t.max_tokens], real: t.max_tokens, cut: 0 };
+    let canvas = job.size.grid();
+    let grids: Vec<Grid> = job.references.iter().map(|r| r.grid).collect();
+    let inputs = Inputs {
+        job,
+        precision: options.precision,
+        prompt: tokens(),
+        negative: (variant == Variant::Base && job.guidance > 1.0).then(tokens),
+        cached: variant == Variant::Kv && !grids.is_empty(),
+        plan: SequencePlan::new(t.max_tokens, canvas, &grids)?,
+        schedule: Schedule::new(job.steps, canvas.tokens()),
+    };
+    let meter = Meter { flops: plan.counter(), stages: RefCell::new(Vec::new()) };
+    let noise = vec![0.0; canvas.tokens() * c.channels];
+    let mut ws = Arena::new(Region::Arena);
+    parts.run(&mut plan, &mut ws, &inputs, &[0], &mut |_| Ok(noise.clone()), &meter, &mut |_, _| Ok(()))?;
+    Ok(Estimate {
+        text_tokens: inputs.plan.text().len(),
+        canvas_tokens: canvas.tokens(),
+        reference_tokens: grids.iter().map(|g| g.tokens()).collect(),
+        mu: mu(job.steps, canvas.tokens()),
+        sigmas: (0..job.steps).map(|i| inputs.schedule.sigma(i)).collect(),
+        stages: meter.stages.into_inner(),
+        ops: plan.ops,
+        weight_bytes: plan.weight_bytes,
+        arena_bytes: ws.peak(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::noise::NoiseKind;
+    use crate::pipeline::{Noise, Reference};
+    use crate::sequence::Pixels;
+    use crate::tensor::Precision;
+
+    fn klein_4b() -> Configs {
+        (TransformerConfig::klein_4b(), TextConfig::klein_4b(), VaeConfig::klein_4b())
+    }
+
+    fn klein_9b() -> Configs {
+        (TransformerConfig::klein_9b(), TextConfig::klein_9b(), VaeConfig::klein_9b())
+    }
+
+    fn job(side: usize, references: usize) -> Job {
+        let grid = Grid { width: 64, height: 64 };
+        Job {
+            prompt: String::new(),
+            size: Pixels::new(side, side).unwrap(),
+            steps: 4,
+            negative: String::new(),
+            references: (0..references).map(|_| Reference { grid, pixels: Vec::new() }).collect(),
+            guidance: 1.0,
+            seeds: vec![0],
+            noise: Noise::Drawn(NoiseKind::HOPPER),
+            record: false,
+        }
+    }
+
+    fn of(configs: &Configs, variant: Variant, side: usize, references: usize) -> Estimate {
+        let options = LoadOptions { precision: Precision::Bf16, references: references > 0 };
+        estimate(configs, variant, options, &job(side, references)).unwrap()
+    }
+
+    fn tera(estimate: &Estimate, phase: Phase) -> f64 {
+        estimate.stages.iter().filter(|(p, _)| *p == phase).map(|(_, f)| *f as f64).sum::<f64>() / 1e12
+    }
+
+    /// Known costs of klein, less what the last block saves: the queries, MLP and output of tokens that nobody reads.
+    #[test]
+    fn operations_are_the_known_ones() {
+        let (h, text, canvas) = (3072.0, 512.0, 4096.0);
+        let plain = 34.82e12 * 4.0;
+        let saved = 4.0 * (text * h * (2.0 * h * 7.0 + 2.0 * 4.0 * h) + 4.0 * text * (text + canvas) * h);
+        let at_1024 = of(&klein_4b(), Variant::Distilled, 1024, 0);
+        let context = 2.0 * text * 7680.0 * h;
+        let want = (plain - saved - 4.0 * context) / 1e12;
+        assert!((tera(&at_1024, Phase::Denoise) - want).abs() < 0.05, "{} {want}", tera(&at_1024, Phase::Denoise));
+        assert!((tera(&at_1024, Phase::Encode) - 2.91 - context / 1e12).abs() < 0.02, "{}", tera(&at_1024, Phase::Encode));
+        assert!((tera(&at_1024, Phase::Decode) - 10.47).abs() < 0.01, "{}", tera(&at_1024, Phase::Decode));
+        assert_eq!((at_1024.text_tokens, at_1024.canvas_tokens), (512, 4096));
+        assert!((at_1024.mu - 2.291_180).abs() < 1e-6);
+        let edited = of(&klein_4b(), Variant::Distilled, 1024, 1);
+        assert!((tera(&edited, Phase::References) - 4.89).abs() < 0.02, "{}", tera(&edited, Phase::References));
+    }
+
+    #[test]
+    fn weights_are_what_is_used_of_the_files() {
+        let vectors = |bytes: u64| bytes / 500; // norms and biases are held in f32
+        for (configs, transformer, layers, embedding) in [
+            (klein_4b(), 7_751_089_152, 5_450_264_064, 777_912_320),
+            (klein_9b(), 18_157_162_496, 10_419_107_328, 1_244_659_712_u64),
+        ] {
+            let got = of(&configs, Variant::Distilled, 256, 0).weight_bytes;
+            let want = transformer + layers + embedding + 2 * 49_620_259;
+            assert!(got.abs_diff(want) < vectors(want), "{got} {want}");
+        }
+    }
+
+    #[test]
+    fn cached_references_cost_one_pass() {
+        let plain = of(&klein_9b(), Variant::Distilled, 1024, 4);
+        let cached = of(&klein_9b(), Variant::Kv, 1024, 4);
+        let (plain, cached) = (tera(&plain, Phase::Denoise), tera(&cached, Phase::Denoise) + tera(&cached, Phase::References));
+        assert!(plain > 2000.0 && cached < 900.0, "{plain} {cached}");
+    }
+
+    #[test]
+    fn too_many_tokens_are_refused() {
+        let options = LoadOptions { precision: Precision::Bf16, references: true };
+        assert!(estimate(&klein_4b(), Variant::Distilled, options, &job(2048, 9)).is_err());
+    }
+}

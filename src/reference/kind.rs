@@ -1,0 +1,125 @@
+//! What a file is, by its first bytes. Names lie: phones write HEIC into `.jpg`, and servers answer with a web page.
+
+use super::Fault;
+use std::path::Path;
+
+/// The kinds that are decoded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Png,
+    Jpeg,
+}
+
+/// Kinds that are only named, as offset, bytes there and name.
+const OTHERS: [(usize, &[u8], &str); 16] = [
+    (0, b"GIF8", "GIF"),
+    (8, b"WEBP", "WebP"),
+    (0, b"II*\0", "TIFF"),
+    (0, b"MM\0*", "TIFF"),
+    (0, b"II+\0", "TIFF"),
+    (0, b"MM\0+", "TIFF"),
+    (0, b"%PDF", "PDF"),
+    (0, b"8BPS", "Photoshop"),
+    (0, b"\0\0\x01\0", "ICO"),
+    (0, b"\xFF\x0A", "JPEG XL"),
+    (4, b"JXL \r\n", "JPEG XL"),
+    (4, b"jP  \r\n", "JPEG 2000"),
+    (0, b"\xFF\x4F\xFF\x51", "JPEG 2000"),
+    (0, b"qoif", "QOI"),
+    (0, b"PK\x03\x04", "a ZIP archive"),
+    (0, b"version https://git-lfs", "a Git LFS pointer"),
+];
+
+/// Decides what to decode a file as; anything but the two kinds is refused by its name.
+pub(super) fn of(bytes: &[u8], origin: &Path) -> Result<Kind, Fault> {
+    if bytes.starts_with(b"\x89PNG") {
+        return Ok(Kind::Png);
+    }
+    if bytes.starts_with(b"\xFF\xD8\xFF") {
+        return Ok(Kind::Jpeg);
+    }
+    if bytes.is_empty() {
+        return Err(Fault::Unreadable("the file is empty".into()));
+    }
+    // Said against what the name promised, which is what the user believes.
+    let extension = origin.extension().and_then(|e| e.to_str()).unwrap_or_default().to_ascii_lowercase();
+    let wanted = match extension.as_str() {
+        "png" => "PNG",
+        "jpg" | "jpeg" => "JPEG",
+        _ => "PNG or JPEG",
+    };
+    Err(Fault::Unreadable(format!("content is {}, not {wanted}", name(bytes))))
+}
+
+/// What a file that is not decoded should be called.
+fn name(bytes: &[u8]) -> &'static str {
+    let at = |offset: usize, magic: &[u8]| bytes.get(offset..).is_some_and(|rest| rest.starts_with(magic));
+    if let Some((_, _, name)) = OTHERS.iter().find(|(offset, magic, _)| at(*offset, magic)) {
+        return name;
+    }
+    // "BM" alone begins many words; the reserved fields of a bitmap are zero.
+    if at(0, b"BM") && at(6, &[0; 4]) {
+        return "BMP";
+    }
+    if at(4, b"ftyp") {
+        return media_name(bytes);
+    }
+    let start = &bytes[..bytes.len().min(512)];
+    let markup = start.trim_ascii_start().starts_with(b"<");
+    if start.windows(4).any(|word| word == b"<svg") {
+        "SVG"
+    } else if start.iter().any(|byte| byte.is_ascii_control() && !byte.is_ascii_whitespace()) {
+        "unknown"
+    } else if markup {
+        "a web page or XML"
+    } else {
+        "text"
+    }
+}
+
+/// Names a file of the family of MP4 by the brands in its first box. The first brand is often just "some image".
+fn media_name(bytes: &[u8]) -> &'static str {
+    let length = bytes.first_chunk().map_or(0, |length| u32::from_be_bytes(*length) as usize);
+    let brands = bytes.get(8..length.min(bytes.len()).min(256)).unwrap_or_default();
+    let has = |wanted: &[&[u8; 4]]| brands.chunks_exact(4).any(|brand| wanted.iter().any(|w| brand == *w));
+    if has(&[b"avif", b"avis"]) {
+        "AVIF"
+    } else if has(&[b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"]) {
+        "HEIC"
+    } else {
+        "a video"
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn content_decides_and_the_message_names_both() {
+        assert_eq!(of(b"\x89PNG\r\n\x1A\n", Path::new("a.jpg")).unwrap(), Kind::Png);
+        assert_eq!(of(b"\xFF\xD8\xFF\xE0", Path::new("a.png")).unwrap(), Kind::Jpeg);
+        let cases: [(&[u8], &str, &str); 16] = [
+            (b"\0\0\0\x18ftypmif1\0\0\0\0mif1heic", "me.png", "content is HEIC, not PNG"),
+            (b"\0\0\0\x1Cftypmif1\0\0\0\0mif1avif", "me.JPG", "content is AVIF, not JPEG"),
+            (b"\0\0\0\x14ftypisom\0\0\0\0mp41", "me", "content is a video, not PNG or JPEG"),
+            (b"\0\0\0\x02ftyp", "me", "content is a video, not PNG or JPEG"),
+            (b"RIFF\x10\0\0\0WEBPVP8 ", "me.jpeg", "content is WebP, not JPEG"),
+            (b"%PDF-1.7", "me.png", "content is PDF, not PNG"),
+            (b"GIF89a", "me.png", "content is GIF, not PNG"),
+            (b"BM\x36\0\0\0\0\0\0\0", "me.png", "content is BMP, not PNG"),
+            (b"BMW is a car", "me.png", "content is text, not PNG"),
+            (b"II*\0", "me.png", "content is TIFF, not PNG"),
+            (b"MM\0*", "me.png", "content is TIFF, not PNG"),
+            (b"  <!DOCTYPE html><html>", "me.png", "content is a web page or XML, not PNG"),
+            (b"<?xml version='1.0'?><svg>", "me.png", "content is SVG, not PNG"),
+            (b"caf\xC3\xA9\n", "me.png", "content is text, not PNG"),
+            (b"\x00\x01\x02", "me.png", "content is unknown, not PNG"),
+            (b"", "me.png", "the file is empty"),
+        ];
+        for (bytes, origin, message) in cases {
+            let Err(Fault::Unreadable(detail)) = of(bytes, Path::new(origin)) else { panic!("{message}") };
+            assert_eq!(detail, message);
+        }
+    }
+}

@@ -1,0 +1,202 @@
+//! Which way is up: the orientation a camera noted, and turning the pixels accordingly.
+
+use super::{Fault, MAX_METADATA, buffer};
+use crate::image::Image;
+use rayon::prelude::*;
+
+/// The TIFF tag that holds the orientation.
+const TAG: u16 = 0x0112;
+
+/// How stored pixels relate to the upright image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Orientation {
+    /// Rows and columns change places.
+    swap: bool,
+    /// Stored columns run from right to left.
+    mirror_x: bool,
+    /// Stored rows run from bottom to top.
+    mirror_y: bool,
+}
+
+impl Orientation {
+    /// The meaning of the eight values of TIFF; all others mean upright.
+    fn from_tiff(value: u32) -> Self {
+        let [swap, mirror_x, mirror_y] = match value {
+            2 => [false, true, false],
+            3 => [false, true, true],
+            4 => [false, false, true],
+            5 => [true, false, false],
+            6 => [true, false, true],
+            7 => [true, true, true],
+            8 => [true, true, false],
+            _ => [false, false, false],
+        };
+        Self { swap, mirror_x, mirror_y }
+    }
+
+    /// Reads it from the metadata of an image: from Exif (a TIFF file), or if that does not say, from XMP (an XML text).
+    /// Metadata that makes no sense says nothing; the pixels are still good.
+    pub(super) fn from_metadata(exif: Option<&[u8]>, xmp: Option<&[u8]>) -> Self {
+        let small = |bytes: &&[u8]| bytes.len() <= MAX_METADATA;
+        let exif = exif.filter(small).and_then(from_exif);
+        Self::from_tiff(exif.or_else(|| xmp.filter(small).and_then(from_xmp)).unwrap_or(1))
+    }
+
+    /// Turns an image upright.
+    pub(super) fn apply(self, image: Image) -> Result<Image, Fault> {
+        if self == Self::from_tiff(1) {
+            return Ok(image);
+        }
+        let Image { width, height, pixels } = image;
+        let size = if self.swap { (height, width) } else { (width, height) };
+        let mut turned = buffer(pixels.len())?;
+        // A band of rows at a time, column by column: when rows and columns change places, the reads of a column of the band
+        // lie side by side and share cache lines.
+        const BAND: usize = 32;
+        turned.par_chunks_mut(BAND * size.0 * 3).enumerate().for_each(|(band, out)| {
+            let rows = out.len() / (size.0 * 3);
+            for (x, row) in (0..size.0).flat_map(|x| (0..rows).map(move |row| (x, row))) {
+                let y = band * BAND + row;
+                let (mut from_x, mut from_y) = if self.swap { (y, x) } else { (x, y) };
+                if self.mirror_x {
+                    from_x = width - 1 - from_x;
+                }
+                if self.mirror_y {
+                    from_y = height - 1 - from_y;
+                }
+                let from = (from_y * width + from_x) * 3;
+                out[(row * size.0 + x) * 3..][..3].copy_from_slice(&pixels[from..from + 3]);
+            }
+        });
+        Ok(Image { width: size.0, height: size.1, pixels: turned })
+    }
+}
+
+/// Looks the tag up in the first directory of a TIFF file. Every offset in it is a stranger's number.
+fn from_exif(bytes: &[u8]) -> Option<u32> {
+    // PNG stores the TIFF alone, but some writers put the prefix of JPEG in front of it.
+    let tiff = bytes.strip_prefix(b"Exif\0\0").unwrap_or(bytes);
+    let little = match tiff.get(..4)? {
+        b"II*\0" => true,
+        b"MM\0*" => false,
+        _ => return None,
+    };
+    let u16_at = |at: usize| {
+        let bytes = *tiff.get(at..)?.first_chunk()?;
+        Some(if little { u16::from_le_bytes(bytes) } else { u16::from_be_bytes(bytes) })
+    };
+    let u32_at = |at: usize| {
+        let bytes = *tiff.get(at..)?.first_chunk()?;
+        Some(if little { u32::from_le_bytes(bytes) } else { u32::from_be_bytes(bytes) })
+    };
+    let directory = usize::try_from(u32_at(4)?).ok()?;
+    let entries = usize::from(u16_at(directory)?);
+    for entry in 0..entries {
+        let at = directory.checked_add(2 + entry * 12)?;
+        if u16_at(at)? != TAG {
+            continue;
+        }
+        // One value, 16 or 32 bits wide, stands in the entry itself.
+        return match (u16_at(at.checked_add(2)?)?, u32_at(at.checked_add(4)?)?) {
+            (3, 1) => u16_at(at.checked_add(8)?).map(u32::from),
+            (4, 1) => u32_at(at.checked_add(8)?),
+            _ => None,
+        };
+    }
+    None
+}
+
+/// Finds `tiff:Orientation="6"` or `<tiff:Orientation>6` without reading the XML around it.
+fn from_xmp(text: &[u8]) -> Option<u32> {
+    const NAME: &[u8] = b"tiff:Orientation";
+    let mut rest = text;
+    while let Some(at) = rest.windows(NAME.len()).position(|word| word == NAME) {
+        rest = &rest[at + NAME.len()..];
+        let value = rest.strip_prefix(b"=\"").or_else(|| rest.strip_prefix(b">"));
+        if let Some(digit) = value.and_then(|value| value.first()).filter(|byte| byte.is_ascii_digit()) {
+            return Some(u32::from(digit - b'0'));
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A TIFF file with a directory of one foreign entry and the orientation.
+    fn tiff(little: bool, kind: u16, value: u32) -> Vec<u8> {
+        let u16s = |v: u16| if little { v.to_le_bytes() } else { v.to_be_bytes() };
+        let u32s = |v: u32| if little { v.to_le_bytes() } else { v.to_be_bytes() };
+        let mut out = if little { b"II*\0".to_vec() } else { b"MM\0*".to_vec() };
+        out.extend(u32s(10));
+        out.extend([0xAA; 2]); // the directory need not follow the header
+        out.extend(u16s(2));
+        for (tag, kind, value) in [(0x0100, 4, u32s(77)), (TAG, kind, u32s(value))] {
+            out.extend(u16s(tag).into_iter().chain(u16s(kind)).chain(u32s(1)));
+            // A 16-bit value stands at the start of its field.
+            out.extend(if kind == 3 && !little { [value[2], value[3], 0, 0] } else { value });
+        }
+        out
+    }
+
+    #[test]
+    fn exif_is_read_in_both_byte_orders() {
+        for (little, kind) in [(true, 3), (false, 3), (true, 4), (false, 4)] {
+            assert_eq!(from_exif(&tiff(little, kind, 6)), Some(6));
+            assert_eq!(from_exif(&[b"Exif\0\0".as_slice(), &tiff(little, kind, 6)].concat()), Some(6));
+        }
+        assert_eq!(from_exif(&tiff(true, 2, 6)), None, "text is not an orientation");
+    }
+
+    #[test]
+    fn exif_that_ends_early_or_points_anywhere_says_nothing() {
+        let whole = tiff(true, 3, 6);
+        let entry_end = whole.len() - 2; // the upper half of the field is not part of a 16-bit value
+        for cut in 0..entry_end {
+            assert_eq!(from_exif(&whole[..cut]), None, "{cut}");
+        }
+        for offset in [0u32, 7, whole.len() as u32, u32::MAX - 1, u32::MAX] {
+            let mut bad = whole.clone();
+            bad[4..8].copy_from_slice(&offset.to_le_bytes());
+            assert_eq!(from_exif(&bad), None, "{offset}");
+        }
+    }
+
+    #[test]
+    fn xmp_speaks_when_exif_does_not() {
+        let of = |exif: Option<&[u8]>, xmp: &str| Orientation::from_metadata(exif, Some(xmp.as_bytes()));
+        let eight = Orientation::from_tiff(8);
+        assert_eq!(of(None, r#"<x tiff:Orientation="8"/>"#), eight);
+        assert_eq!(of(None, "tiff:Orientation tiff:Orientation> <tiff:Orientation>8</tiff:Orientation>"), eight);
+        assert_eq!(of(Some(b"nonsense"), r#"tiff:Orientation="8""#), eight);
+        assert_eq!(of(Some(&tiff(true, 3, 6)), r#"tiff:Orientation="8""#), Orientation::from_tiff(6));
+        assert_eq!(of(None, r#"tiff:Orientation="9""#), Orientation::from_tiff(1));
+        let large = format!("{}tiff:Orientation=\"8\"", " ".repeat(MAX_METADATA));
+        assert_eq!(of(None, &large), Orientation::from_tiff(1));
+    }
+
+    #[test]
+    fn the_eight_ways_to_hold_a_camera() {
+        // Upright is  a b   The value says which corner the first stored row and column belong to.
+        //             c d
+        //             e f
+        let stored = |value| match value {
+            1 => (2, "abcdef"),
+            2 => (2, "badcfe"),
+            3 => (2, "fedcba"),
+            4 => (2, "efcdab"),
+            5 => (3, "acebdf"),
+            6 => (3, "bdface"),
+            7 => (3, "fdbeca"),
+            _ => (3, "ecafdb"),
+        };
+        let pixels = |letters: &str| letters.bytes().flat_map(|letter| [letter, 0, letter]).collect::<Vec<_>>();
+        for value in 1..=8 {
+            let (width, letters) = stored(value);
+            let image = Image { width, height: 6 / width, pixels: pixels(letters) };
+            let upright = Orientation::from_tiff(value).apply(image).unwrap();
+            assert_eq!(upright, Image { width: 2, height: 3, pixels: pixels("abcdef") }, "orientation {value}");
+        }
+    }
+}

@@ -1,0 +1,183 @@
+//! PNG files: the chunks are checked here, the pixels decoded by the `png` crate.
+//!
+//! The library never sees the file itself. It gets a copy with only the chunks that make pixels, so profiles, texts and
+//! animation frames, however large they claim to unpack, are neither read nor unpacked. Transparency is among what is left
+//! out: alpha is dropped, not blended.
+
+use super::orientation::Orientation;
+use super::{Fault, buffer, check_size, compact, grey_to_rgb};
+use crate::image::Image;
+use std::io::Cursor;
+
+const SIGNATURE: &[u8; 8] = b"\x89PNG\r\n\x1A\n";
+
+/// Bytes of a chunk around its data: length and name before, a checksum after.
+const FRAME: usize = 12;
+
+/// Deflate writes at most 258 bytes for 2 bits, so no data unpacks to more than this many times its length.
+const MAX_RATIO: u64 = 1032;
+
+/// What the library may use beside the pixels; it holds two rows, of 128 KiB at most.
+const LIBRARY_BYTES: usize = 4 << 20;
+
+/// Decodes the image, or the default image of an animation.
+pub(super) fn decode(bytes: &[u8]) -> Result<(Image, Orientation), Fault> {
+    let container = Container::read(bytes)?;
+    let image = pixels(&container)?;
+    Ok((image, Orientation::from_metadata(container.exif, container.xmp)))
+}
+
+/// What of a file matters.
+struct Container<'a> {
+    header: Header,
+    /// The file, without the chunks that do not.
+    core: Vec<u8>,
+    exif: Option<&'a [u8]>,
+    xmp: Option<&'a [u8]>,
+}
+
+impl<'a> Container<'a> {
+    /// Walks the chunks from the signature to the end mark; every length and checksum must be right.
+    fn read(bytes: &'a [u8]) -> Result<Self, Fault> {
+        let mut rest = bytes.strip_prefix(SIGNATURE).ok_or_else(|| damaged("its signature was altered on the way"))?;
+        let (first, after) = Chunk::split(rest)?;
+        if &first.name != b"IHDR" {
+            return Err(damaged("it does not begin with a header"));
+        }
+        rest = after;
+        let header = Header::read(first.data)?;
+        // Before the walk, which takes longer: a large image is refused by its first bytes.
+        check_size(header.width, header.height)?;
+
+        let mut core = SIGNATURE.to_vec();
+        core.extend_from_slice(first.whole);
+        let (mut exif, mut xmp) = (None, None);
+        let mut packed = 0;
+        let mut last = first.name;
+        while &last != b"IEND" {
+            let (chunk, after) = Chunk::split(rest)?;
+            match &chunk.name {
+                b"IDAT" if packed > 0 && &last != b"IDAT" => return Err(damaged("its image data is interrupted")),
+                b"IDAT" => packed += chunk.data.len() as u64,
+                b"PLTE" | b"IEND" => {}
+                b"IHDR" => return Err(damaged("it has two headers")),
+                b"eXIf" => exif = Some(chunk.data),
+                b"iTXt" if chunk.data.starts_with(b"XML:com.adobe.xmp\0\0") => xmp = Some(chunk.data),
+                [b'A'..=b'Z', ..] => return Err(damaged(format!("its chunk `{}` is unknown", chunk.printable_name()))),
+                _ => {}
+            }
+            if chunk.name[0].is_ascii_uppercase() {
+                core.extend_from_slice(chunk.whole);
+            }
+            (last, rest) = (chunk.name, after);
+        }
+        let unpacked = header.unpacked_bytes()?;
+        if packed.saturating_mul(MAX_RATIO) < unpacked {
+            return Err(damaged(format!(
+                "its header says {}x{} pixels, its {packed} bytes of image data cannot hold them",
+                header.width, header.height
+            )));
+        }
+        Ok(Self { header, core, exif, xmp })
+    }
+}
+
+/// A chunk whose length and checksum are right.
+struct Chunk<'a> {
+    name: [u8; 4],
+    data: &'a [u8],
+    /// With length, name and checksum.
+    whole: &'a [u8],
+}
+
+impl<'a> Chunk<'a> {
+    /// Takes the first chunk off `bytes`.
+    fn split(bytes: &'a [u8]) -> Result<(Self, &'a [u8]), Fault> {
+        let ends_early = || damaged("the file ends before the image does");
+        let (length, rest) = bytes.split_first_chunk().ok_or_else(ends_early)?;
+        let name = *rest.first_chunk().ok_or_else(ends_early)?;
+        let chunk = usize::try_from(u32::from_be_bytes(*length)).ok().and_then(|length| length.checked_add(FRAME));
+        let (whole, after) = chunk.and_then(|length| bytes.split_at_checked(length)).ok_or_else(ends_early)?;
+        let (body, stored) = whole.split_last_chunk().ok_or_else(ends_early)?;
+        let chunk = Self { name, data: &body[8..], whole };
+        let mut crc = flate2::Crc::new();
+        crc.update(&body[4..]);
+        if crc.sum() != u32::from_be_bytes(*stored) {
+            return Err(damaged(format!("the checksum of its chunk `{}` is wrong", chunk.printable_name())));
+        }
+        Ok((chunk, after))
+    }
+
+    fn printable_name(&self) -> std::slice::EscapeAscii<'_> {
+        self.name.escape_ascii()
+    }
+}
+
+/// The fields of IHDR that decide how much data there must be. The library checks the rest.
+struct Header {
+    width: usize,
+    height: usize,
+    bits: u64,
+}
+
+impl Header {
+    fn read(data: &[u8]) -> Result<Self, Fault> {
+        let &[w0, w1, w2, w3, h0, h1, h2, h3, depth, colour, _, _, _] = data else {
+            return Err(damaged("its header has the wrong length"));
+        };
+        let samples = match colour {
+            0 | 3 => 1,
+            2 => 3,
+            4 => 2,
+            6 => 4,
+            _ => return Err(damaged(format!("its header names the unknown colour type {colour}"))),
+        };
+        let side = |bytes| usize::try_from(u32::from_be_bytes(bytes)).unwrap_or(usize::MAX);
+        Ok(Self { width: side([w0, w1, w2, w3]), height: side([h0, h1, h2, h3]), bits: samples * u64::from(depth) })
+    }
+
+    /// The least the image data can unpack to. Interlacing adds a little.
+    fn unpacked_bytes(&self) -> Result<u64, Fault> {
+        let row = (self.width as u64).checked_mul(self.bits).map(|bits| bits.div_ceil(8) + 1);
+        row.and_then(|row| row.checked_mul(self.height as u64)).ok_or_else(|| damaged("its header makes no sense"))
+    }
+}
+
+fn pixels(container: &Container<'_>) -> Result<Image, Fault> {
+    let mut options = png::DecodeOptions::default();
+    options.set_ignore_adler32(false);
+    // Checked during the walk.
+    options.set_ignore_crc(true);
+    let mut decoder = png::Decoder::new_with_options(Cursor::new(&container.core), options);
+    decoder.set_limits(png::Limits { bytes: LIBRARY_BYTES });
+    // Palettes and low depths become bytes, and of 16 bits the upper byte stays.
+    decoder.set_transformations(png::Transformations::EXPAND | png::Transformations::STRIP_16);
+    let mut reader = decoder.read_info().map_err(library)?;
+    let mut samples = buffer(reader.output_buffer_size().ok_or_else(|| damaged("its header makes no sense"))?)?;
+    let found = reader.next_frame(&mut samples).map_err(library)?;
+
+    let Header { width, height, .. } = container.header;
+    let pixels = match (found.color_type, found.bit_depth) {
+        (png::ColorType::Rgb, png::BitDepth::Eight) => samples,
+        (png::ColorType::Rgba, png::BitDepth::Eight) => {
+            compact(&mut samples, |[r, g, b, _]| [r, g, b]);
+            samples
+        }
+        (png::ColorType::Grayscale, png::BitDepth::Eight) => grey_to_rgb(&samples)?,
+        (png::ColorType::GrayscaleAlpha, png::BitDepth::Eight) => {
+            let grey: Vec<u8> = samples.chunks_exact(2).map(|pixel| pixel[0]).collect();
+            drop(samples);
+            grey_to_rgb(&grey)?
+        }
+        other => return Err(damaged(format!("it decodes to {other:?}"))),
+    };
+    Ok(Image { width, height, pixels })
+}
+
+fn damaged(what: impl Into<String>) -> Fault {
+    Fault::Damaged(what.into())
+}
+
+fn library(error: png::DecodingError) -> Fault {
+    damaged(error.to_string())
+}

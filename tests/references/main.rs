@@ -1,0 +1,115 @@
+//! Reference images from the outside: equal to what Pillow and the diffusers pipeline make of them, and no file can do harm.
+//!
+//! The fixtures are written by `tools/references.py`.
+#![allow(unsafe_code)] // an allocator cannot be written without it
+
+mod bombs;
+mod equality;
+mod faults;
+
+use kiln::error::Result;
+use kiln::reference::Reference;
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::path::{Path, PathBuf};
+
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures")
+}
+
+fn fixture(name: &str) -> Vec<u8> {
+    let path = fixtures().join("references").join(name);
+    std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+fn decode(bytes: &[u8]) -> Result<Reference> {
+    Reference::from_bytes(bytes, Path::new("x"))
+}
+
+/// The message of a refusal.
+fn refusal(bytes: &[u8]) -> String {
+    let error = decode(bytes).map(|_| "an image").expect_err("this must be refused");
+    assert_eq!(error.exit_code(), 3, "{error}");
+    error.to_string()
+}
+
+/// Byte `i` of the row of bytes that belongs to a seed: the top byte of splitmix64.
+fn hashed(seed: u64, i: u64) -> u8 {
+    let z = seed.wrapping_add((i + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
+    let z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    ((z ^ (z >> 31)) >> 56) as u8
+}
+
+/// Name and data of a part of a PNG.
+type Chunk<'a> = (&'a [u8; 4], &'a [u8]);
+
+/// A PNG of some chunks, each with the right length and checksum.
+fn png(chunks: &[Chunk<'_>]) -> Vec<u8> {
+    let mut out = b"\x89PNG\r\n\x1A\n".to_vec();
+    for (name, data) in chunks {
+        let mut crc = flate2::Crc::new();
+        crc.update(*name);
+        crc.update(data);
+        out.extend((data.len() as u32).to_be_bytes());
+        out.extend(name.iter().chain(*data));
+        out.extend(crc.sum().to_be_bytes());
+    }
+    out
+}
+
+/// The header of an 8-bit RGB image.
+fn png_header(width: u32, height: u32) -> Vec<u8> {
+    [&width.to_be_bytes()[..], &height.to_be_bytes(), &[8, 2, 0, 0, 0]].concat()
+}
+
+/// The place of the height in a JPEG, which the width follows.
+fn jpeg_height_at(jpeg: &[u8]) -> usize {
+    let is_frame = |w: &[u8]| w[0] == 0xFF && matches!(w[1], 0xC0 | 0xC2) && w[2] == 0;
+    jpeg.windows(3).position(is_frame).expect("a frame header") + 5
+}
+
+/// A JPEG with another size in its header.
+fn jpeg_claiming(jpeg: &[u8], width: u16, height: u16) -> Vec<u8> {
+    let mut out = jpeg.to_vec();
+    let at = jpeg_height_at(jpeg);
+    out[at..at + 2].copy_from_slice(&height.to_be_bytes());
+    out[at + 2..at + 4].copy_from_slice(&width.to_be_bytes());
+    out
+}
+
+/// Counts the bytes each thread has in use, and the most there were. A refusal happens on the thread that asked.
+struct Counting;
+
+thread_local! {
+    // Signed: a thread may free what another one reserved.
+    static IN_USE: Cell<isize> = const { Cell::new(0) };
+    static PEAK: Cell<isize> = const { Cell::new(0) };
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+// SAFETY: every call is passed on unchanged to the system's allocator; counting allocates nothing.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        IN_USE.set(IN_USE.get().wrapping_add_unsigned(layout.size()));
+        PEAK.set(PEAK.get().max(IN_USE.get()));
+        // SAFETY: the caller keeps the contract of `alloc`, which is the same one.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        IN_USE.set(IN_USE.get().wrapping_sub_unsigned(layout.size()));
+        // SAFETY: `pointer` came from `System` by way of `alloc` above.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+/// Runs `work` and returns the most memory this thread had in use during it, beyond what it had before.
+fn peak_of<T>(work: impl FnOnce() -> T) -> (T, isize) {
+    let before = IN_USE.get();
+    PEAK.set(before);
+    let out = work();
+    (out, PEAK.get() - before)
+}

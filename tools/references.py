@@ -1,0 +1,315 @@
+#!/usr/bin/env python3
+"""Rebuild (or check) the fixtures of the reference image tests under tests/fixtures.
+
+Pillow and the image processor of the diffusers FLUX.2 [klein] pipeline say what the
+right pixels are. Nothing is downloaded and nothing is random.
+
+    pip install -r tools/requirements.txt
+    python tools/references.py            # write the fixtures
+    python tools/references.py --check    # recompute and compare, exit 1 on mismatch
+
+Written files:
+
+tests/fixtures/references/
+    Small PNG and JPEG files of many kinds.
+
+tests/fixtures/references.json
+    lanczos   sizes before and after, and the FNV-1a 64 of the resized RGB bytes
+    prepared  sizes, and the FNV-1a 64 of the pixels and f32 values the VAE is given
+    images    the files above: upright size, and for PNG the FNV-1a 64 of the RGB bytes
+
+tests/fixtures/references.safetensors
+    lanczos.<index>   U8 [height, width, 3]   the resized bytes of the first cases
+    image.<file>      U8 [height, width, 1 or 3]   the pixels of each JPEG, 1 for grey
+
+Sources of `lanczos` and `prepared`. Byte i of an image with seed s is the top byte of
+splitmix64's output for the state s + (i + 1) * GAMMA; for an odd seed only its top bit
+counts and the byte is 0 or 255, which makes the filter overshoot.
+
+One expectation is not Pillow's: of 16-bit grey the upper byte is kept, as Pillow does
+with 16-bit colour, while its conversion of grey to RGB clips at 255.
+"""
+
+import argparse
+import io
+import json
+import struct
+import sys
+import tempfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import safetensors.numpy
+from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
+from diffusers.utils import load_image
+from PIL import Image
+
+FIXTURES = Path(__file__).resolve().parent.parent / "tests" / "fixtures"
+
+# --- Sources and checksums ----------------------------------------------------
+
+GAMMA = 0x9E3779B97F4A7C15
+
+
+def hashed_image(seed, width, height):
+    """The RGB image that the tests make from the same seed."""
+    with np.errstate(over="ignore"):
+        z = np.uint64(seed) + np.arange(1, width * height * 3 + 1, dtype=np.uint64) * np.uint64(GAMMA)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z = z ^ (z >> np.uint64(31))
+    top = (z >> np.uint64(56)).astype(np.uint8)
+    if seed % 2:
+        top = np.where(top >= 128, np.uint8(255), np.uint8(0))
+    return Image.fromarray(top.reshape(height, width, 3))
+
+
+def fnv(data):
+    """FNV-1a 64, as 16 hexadecimal digits."""
+    state = 0xCBF29CE484222325
+    for byte in bytes(data):
+        state = (state ^ byte) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF
+    return f"{state:016x}"
+
+
+# --- Resizing -----------------------------------------------------------------
+
+# The first five are stored whole. Then the extremes: one pixel, one pass only, no pass.
+LANCZOS = [
+    ((37, 29), (16, 16)), ((40, 30), (39, 29)), ((9, 7), (31, 23)), ((64, 5), (20, 5)), ((5, 64), (5, 20)),
+    ((1, 1), (7, 5)), ((7, 5), (1, 1)), ((1, 50), (3, 20)), ((50, 1), (20, 3)), ((33, 33), (33, 33)),
+    ((2, 2), (1, 1)), ((2, 3), (3, 2)), ((300, 200), (299, 199)), ((512, 16), (16, 512)), ((400, 50), (71, 9)),
+]  # fmt: skip
+
+
+def lanczos_cases():
+    sizes = list(LANCZOS)
+    step = 12345
+    while len(sizes) < 50:
+        sides = []
+        for limit in (150, 150, 120, 120):
+            step = (step * 1103515245 + 12345) % 2**31
+            sides.append(1 + (step >> 8) % limit)
+        a, b = sides[:2], sides[2:]
+        # Two of three shrink, which is all the pipeline ever does.
+        if len(sizes) % 3:
+            a, b = [max(p) for p in zip(a, b)], [min(p) for p in zip(a, b)]
+        sizes.append((tuple(a), tuple(b)))
+    cases, tensors = [], {}
+    for seed, (before, after) in enumerate(sizes):
+        out = np.asarray(hashed_image(seed, *before).resize(after, Image.Resampling.LANCZOS))
+        cases.append({"seed": seed, "from": before, "to": after, "pixels": fnv(out.tobytes())})
+        if seed < 5:
+            tensors[f"lanczos.{seed}"] = np.ascontiguousarray(out)
+    return cases, tensors
+
+
+# --- Preparing ----------------------------------------------------------------
+
+PREPARED = [(605, 807), (1500, 1000), (1025, 1024), (1024, 1024), (64, 512), (79, 95), (3000, 380), (700, 2100)]
+
+
+def prepare(image):
+    """The steps of Flux2KleinPipeline.__call__ on one image: pixels and values, rows of RGB."""
+    processor = Flux2ImageProcessor(vae_scale_factor=16)
+    processor.check_image_input(image)
+    if image.width * image.height > 1024 * 1024:
+        image = processor._resize_to_target_area(image, 1024 * 1024)
+    resized = image.size
+    width, height = image.width // 16 * 16, image.height // 16 * 16
+    values = processor.preprocess(image, height=height, width=width, resize_mode="crop")
+    values = np.ascontiguousarray(values[0].permute(1, 2, 0).numpy())
+    pixels = np.rint((values + 1) / 2 * 255).astype(np.uint8)
+    return resized, pixels, values
+
+
+def prepared_cases():
+    cases = []
+    for seed, size in enumerate(PREPARED):
+        resized, pixels, values = prepare(hashed_image(seed, *size))
+        cases.append({
+            "seed": seed,
+            "original": size,
+            "resized": resized if resized != size else None,
+            "size": [pixels.shape[1], pixels.shape[0]],
+            "pixels": fnv(pixels.tobytes()),
+            "values": fnv(values.astype("<f4").tobytes()),
+        })
+    return cases
+
+
+# --- Files --------------------------------------------------------------------
+
+WIDTH, HEIGHT = 67, 72  # neither fills whole blocks of 16 x 16
+
+
+def picture(channels):
+    """A soft picture with a few edges: float 0..1, [height, width, channels]."""
+    y, x = np.mgrid[0:HEIGHT, 0:WIDTH] / 64.0
+    planes = [0.5 + 0.4 * np.sin((c + 2) * x + 3 * y + c) * np.cos((4 - c) * y - c * x) for c in range(channels)]
+    out = np.stack(planes, axis=-1)
+    out[20:40, 10:30] = 1 - out[20:40, 10:30]
+    out[50:60, 40:60] = 0.9
+    return out
+
+
+def eight_bit(channels):
+    return (picture(channels) * 255).astype(np.uint8)
+
+
+def sixteen_bit(channels):
+    """The same with a lower byte that rounding would not lose."""
+    upper = eight_bit(channels).astype(np.uint16)
+    return upper << 8 | 255 - upper
+
+
+def saved(image, kind, **options):
+    out = io.BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
+ADAM7 = [(0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2)]
+
+
+def written_png(samples, colour, interlaced=False, extra=()):
+    """A PNG of the kinds Pillow does not write. `samples` is uint8 or uint16, [height, width, channels]."""
+
+    def chunk(name, data):
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    def rows(part):
+        """Each row as its difference from the one above (filter 2), byte by byte."""
+        part = part.astype(part.dtype.newbyteorder(">")).reshape(part.shape[0], -1).view(np.uint8)
+        above = np.vstack([np.zeros_like(part[:1]), part[:-1]])
+        return b"".join(b"\2" + row.tobytes() for row in part - above)
+
+    height, width = samples.shape[:2]
+    header = struct.pack(">IIBBBBB", width, height, samples.itemsize * 8, colour, 0, 0, int(interlaced))
+    passes = [samples[y::dy, x::dx] for x, y, dx, dy in ADAM7] if interlaced else [samples]
+    data = zlib.compress(b"".join(rows(part) for part in passes), 9)
+    chunks = [(b"IHDR", header), *extra, (b"IDAT", data), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(name, data) for name, data in chunks)
+
+
+def with_orientation(value):
+    exif = Image.Exif()
+    exif[0x0112] = value
+    return exif
+
+
+def jpeg_files():
+    rgb, grey = Image.fromarray(eight_bit(3)), Image.fromarray(eight_bit(1)[..., 0])
+    cmyk = saved(Image.fromarray(eight_bit(4), "CMYK"), "JPEG", quality=90)
+    adobe = cmyk.index(b"Adobe")
+    files = {
+        "baseline_444": saved(rgb, "JPEG", quality=92, subsampling="4:4:4"),
+        "baseline_422": saved(rgb, "JPEG", quality=92, subsampling="4:2:2"),
+        "baseline_420": saved(rgb, "JPEG", quality=92, subsampling="4:2:0"),
+        "progressive_420": saved(rgb, "JPEG", quality=85, progressive=True, subsampling="4:2:0"),
+        "progressive_444": saved(rgb, "JPEG", quality=85, progressive=True, subsampling="4:4:4"),
+        "restarts": saved(grey, "JPEG", quality=85, restart_marker_blocks=3),
+        "rgb": saved(rgb, "JPEG", quality=85, keep_rgb=True),
+        "grey": saved(grey, "JPEG", quality=90),
+        "cmyk": cmyk,
+        # Same data, declared as luma, chroma and black: odd colours, right file.
+        "ycck": cmyk[: adobe + 11] + b"\x02" + cmyk[adobe + 12 :],
+        "xmp_orientation_8": saved(grey, "JPEG", quality=90, xmp=b'<x:xmpmeta tiff:Orientation="8"/>'),
+    }
+    for value in range(1, 9):
+        files[f"orientation_{value}"] = saved(grey, "JPEG", quality=90, exif=with_orientation(value))
+    return {f"{name}.jpg": data for name, data in files.items()}
+
+
+def png_files():
+    rgb, grey = Image.fromarray(eight_bit(3)), Image.fromarray(eight_bit(1)[..., 0])
+    palette = rgb.quantize(200)
+    files = {
+        "rgb": saved(rgb, "PNG"),
+        "rgba": saved(Image.fromarray(eight_bit(4), "RGBA"), "PNG"),
+        "grey_1": saved(grey.convert("1"), "PNG"),
+        "grey_2": saved(grey.point(lambda v: v >> 6), "PNG", bits=2),
+        "grey_4": saved(grey.point(lambda v: v >> 4), "PNG", bits=4),
+        "grey_8": saved(grey, "PNG"),
+        "grey_16": written_png(sixteen_bit(1), 0),
+        "grey_alpha_8": saved(Image.fromarray(eight_bit(2), "LA"), "PNG"),
+        "grey_alpha_16": written_png(sixteen_bit(2), 4),
+        "palette": saved(palette, "PNG"),
+        "palette_transparent": saved(palette, "PNG", transparency=bytes(range(200))),
+        "palette_4": saved(rgb.quantize(11), "PNG", bits=4),
+        "rgb_16": written_png(sixteen_bit(3), 2),
+        "rgba_16": written_png(sixteen_bit(4), 6),
+        "rgb_transparent": saved(rgb, "PNG", transparency=(20, 30, 40)),
+        "interlaced": written_png(eight_bit(3), 2, interlaced=True),
+        "interlaced_grey_16": written_png(sixteen_bit(1), 0, interlaced=True),
+        "animated": saved(rgb, "PNG", save_all=True, append_images=[rgb.rotate(180)]),
+        "orientation_6": saved(rgb, "PNG", exif=with_orientation(6)),
+        "orientation_late": written_png(eight_bit(3), 2)[:-12],
+        "xmp_orientation_3": written_png(
+            eight_bit(3), 2, extra=[(b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0<tiff:Orientation>3</tiff:Orientation>")]
+        ),
+    }
+    # Metadata may also follow the image data.
+    exif = b"eXIf" + with_orientation(7).tobytes().removeprefix(b"Exif\0\0")
+    files["orientation_late"] += struct.pack(">I", len(exif) - 4) + exif + struct.pack(">I", zlib.crc32(exif))
+    files["orientation_late"] += struct.pack(">I", 0) + b"IEND" + struct.pack(">I", zlib.crc32(b"IEND"))
+    return {f"{name}.png": data for name, data in files.items()}
+
+
+def image_cases():
+    cases, tensors, files = [], {}, {**jpeg_files(), **png_files()}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, data in files.items():
+            path = Path(folder) / name
+            path.write_bytes(data)
+            pixels = np.asarray(load_image(str(path)))
+            if name.endswith("grey_16.png"):
+                pixels = np.repeat(eight_bit(1), 3, axis=-1)
+            case = {"file": name, "size": [pixels.shape[1], pixels.shape[0]]}
+            if name.endswith(".png"):
+                case["pixels"] = fnv(pixels.tobytes())
+            else:
+                is_grey = (pixels[..., :1] == pixels).all()
+                tensors[f"image.{name}"] = np.ascontiguousarray(pixels[..., :1] if is_grey else pixels)
+            cases.append(case)
+    return cases, tensors, files
+
+
+# --- Main ---------------------------------------------------------------------
+
+
+def build():
+    """Every fixture, as path below FIXTURES and content."""
+    lanczos, lanczos_tensors = lanczos_cases()
+    images, image_tensors, files = image_cases()
+    summary = {"lanczos": lanczos, "prepared": prepared_cases(), "images": images}
+    # One case a line: the file stays short and a change shows.
+    sections = (
+        f'  "{name}": [\n    ' + ",\n    ".join(map(json.dumps, cases)) + "\n  ]" for name, cases in summary.items()
+    )
+    return {
+        "references.json": ("{\n" + ",\n".join(sections) + "\n}\n").encode(),
+        "references.safetensors": safetensors.numpy.save({**lanczos_tensors, **image_tensors}),
+        **{f"references/{name}": data for name, data in files.items()},
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare with the files instead of writing them")
+    check = parser.parse_args().check
+    wrong = []
+    for name, data in build().items():
+        path = FIXTURES / name
+        if not check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        elif not path.exists() or path.read_bytes() != data:
+            wrong.append(name)
+    if wrong:
+        sys.exit(f"not as recomputed: {', '.join(wrong)}")
+
+
+if __name__ == "__main__":
+    main()
