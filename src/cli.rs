@@ -3,10 +3,12 @@
 
 pub mod args;
 mod names;
+mod plan;
 mod request;
 mod run;
 
 pub use names::Target;
+pub use plan::plan;
 pub use request::{GenerateRequest, random_seed};
 pub use run::{STDOUT, generate, tiny};
 

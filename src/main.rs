@@ -57,6 +57,7 @@ fn main() -> ExitCode {
 fn run(command: Command, signals: &Signals) -> Result<()> {
     let out = &mut io::stdout();
     match command {
+        Command::Plan(args) => cli::plan(*args, Environment::of_process(), out),
         Command::Tiny(args) => cli::tiny(&args, out),
         Command::Generate(args) => {
             let request = GenerateRequest::new(*args, Environment::of_process(), &mut io::stdin(), cli::random_seed())?;

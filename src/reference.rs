@@ -25,7 +25,7 @@ mod png_file;
 
 use crate::error::{Error, Result};
 use crate::image::Image;
-use crate::sequence::PATCH;
+use crate::sequence::{Grid, PATCH};
 use kind::Kind;
 use std::fs::File;
 use std::io::Read;
@@ -114,6 +114,11 @@ pub struct Prepared {
 }
 
 impl Prepared {
+    /// Its size in tokens.
+    pub fn grid(&self) -> Grid {
+        Grid { width: self.width / PATCH, height: self.height / PATCH }
+    }
+
     /// The pixels as the autoencoder takes them, -1 to 1, in the order of [`Prepared::pixels`].
     pub fn values(&self) -> Vec<f32> {
         // The roundings of the reference: a division in f32, then the scaling in f32.

@@ -1,6 +1,7 @@
 //! The flags as they are typed. Only what a flag can know by itself is checked here; the rest is [`super::GenerateRequest`]'s.
 
 use crate::config::Variant;
+use crate::locate::{Environment, LocateRequest};
 use crate::names::Layout;
 use crate::tensor::{DType, Precision};
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -32,6 +33,13 @@ Examples:
   kiln \"a red fox\" --model black-forest-labs/FLUX.2-klein-9B
   kiln \"a fox\" --transformer klein.safetensors --text-encoder qwen.safetensors --vae ae.safetensors
       A model by its folder, by its name in the Hugging Face cache, or by its files.
+
+  kiln \"make it night\" --reference photo.jpg
+  kiln \"the cat of image 1 on the sofa of image 2\" --reference cat.jpg --reference sofa.png
+      Starts from pictures.
+
+  kiln plan --width 2048 --height 2048
+      What such a picture would take, in operations and memory.
 
   kiln \"a red fox\" --json | jq .seed
       One JSON object per picture on standard output. Everything else goes to standard error.
@@ -81,6 +89,11 @@ pub enum Command {
     #[command(after_help = EXAMPLE, after_long_help = EXAMPLES)]
     Generate(Box<GenerateArgs>),
 
+    /// Tell what a picture would take, without opening weights or computing anything
+    ///
+    /// Tokens of each part, the schedule, floating-point operations of each stage, bytes of weights and of working memory.
+    Plan(Box<PlanArgs>),
+
     /// Write the tiny random model to a new folder, as real models are published
     Tiny(TinyArgs),
 }
@@ -104,35 +117,16 @@ pub struct GenerateArgs {
     #[arg(long, value_name = "FILE", help_heading = "Input")]
     pub prompt_file: Option<PathBuf>,
 
-    /// Model folder, or repository id in the Hugging Face cache
+    /// Image to start from; may be given several times
     ///
-    /// `tiny` is the built-in random model. Without this option kiln looks at KILN_MODEL, then into the cache.
-    #[arg(long, value_name = "PATH|ID", help_heading = "Model")]
-    pub model: Option<PathBuf>,
+    /// PNG or JPEG. The prompt can speak of them in order: "image 1", "image 2". Larger ones are scaled down to one megapixel, and
+    /// all are cut to multiples of 16.
+    #[arg(long, value_name = "FILE", help_heading = "Input")]
+    pub reference: Vec<PathBuf>,
 
-    /// Transformer to use instead of the model's
-    ///
-    /// A safetensors file in either layout, or a folder of shards. The same goes for the other parts.
-    #[arg(long, value_name = "FILE", help_heading = "Model")]
-    pub transformer: Option<PathBuf>,
-
-    /// Text encoder to use instead of the model's
-    #[arg(long, value_name = "FILE", help_heading = "Model")]
-    pub text_encoder: Option<PathBuf>,
-
-    /// VAE to use instead of the model's
-    #[arg(long, value_name = "FILE", help_heading = "Model")]
-    pub vae: Option<PathBuf>,
-
-    /// The tokenizer.json to use instead of the model's
-    ///
-    /// Single files need none: the one they were trained with is built in.
-    #[arg(long, value_name = "FILE", help_heading = "Model")]
-    pub tokenizer: Option<PathBuf>,
-
-    /// Kind of model, where names do not tell
-    #[arg(long, value_enum, value_name = "KIND", help_heading = "Model")]
-    pub variant: Option<VariantArg>,
+    /// Which model
+    #[command(flatten)]
+    pub model: ModelArgs,
 
     /// The PNG to write [default: PROMPT-SEED.png]
     ///
@@ -147,7 +141,7 @@ pub struct GenerateArgs {
     /// Write values along the way to a safetensors file
     ///
     /// Its tensors are `token_ids`, `prompt_embeds`, `noise`, `latents.0` (the noise again) to `latents.N`, and `image`, the
-    /// picture before it is rounded.
+    /// picture before it is rounded; with references also `reference.1.tokens` onwards, with guidance `negative_prompt_embeds`.
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub dump: Option<PathBuf>,
 
@@ -157,13 +151,13 @@ pub struct GenerateArgs {
 
     /// Width in pixels, a multiple of 16 [default: 1024]
     ///
-    /// At least 64. The built-in model's default is 256.
+    /// At least 64. With --reference the default is the size of the first one; the built-in model's is 256.
     #[arg(long, value_name = "PIXELS", value_parser = pixels, help_heading = "Sampling")]
     pub width: Option<usize>,
 
     /// Height in pixels, a multiple of 16 [default: 1024]
     ///
-    /// At least 64. The built-in model's default is 256.
+    /// At least 64. With --reference the default is the size of the first one; the built-in model's is 256.
     #[arg(long, value_name = "PIXELS", value_parser = pixels, help_heading = "Sampling")]
     pub height: Option<usize>,
 
@@ -176,6 +170,10 @@ pub struct GenerateArgs {
     /// From 0 to 100; above 1 each step takes twice as long. Other models take none.
     #[arg(long, value_name = "SCALE", value_parser = guidance, help_heading = "Sampling")]
     pub guidance: Option<f32>,
+
+    /// What the picture should not show; base models only
+    #[arg(long, value_name = "PROMPT", help_heading = "Sampling")]
+    pub negative: Option<String>,
 
     /// Seed of the noise [default: random]
     ///
@@ -224,6 +222,96 @@ pub struct GenerateArgs {
     /// Say more
     #[arg(short, long, help_heading = "Run")]
     pub verbose: bool,
+}
+
+/// Flags that name a model.
+#[derive(Args, Debug)]
+pub struct ModelArgs {
+    /// Model folder, or repository id in the Hugging Face cache
+    ///
+    /// `tiny` is the built-in random model. Without this option kiln looks at KILN_MODEL, then into the cache.
+    #[arg(long, value_name = "PATH|ID", help_heading = "Model")]
+    pub model: Option<PathBuf>,
+
+    /// Transformer to use instead of the model's
+    ///
+    /// A safetensors file in either layout, or a folder of shards. The same goes for the other parts.
+    #[arg(long, value_name = "FILE", help_heading = "Model")]
+    pub transformer: Option<PathBuf>,
+
+    /// Text encoder to use instead of the model's
+    #[arg(long, value_name = "FILE", help_heading = "Model")]
+    pub text_encoder: Option<PathBuf>,
+
+    /// VAE to use instead of the model's
+    #[arg(long, value_name = "FILE", help_heading = "Model")]
+    pub vae: Option<PathBuf>,
+
+    /// The tokenizer.json to use instead of the model's
+    ///
+    /// Single files need none: the one they were trained with is built in.
+    #[arg(long, value_name = "FILE", help_heading = "Model")]
+    pub tokenizer: Option<PathBuf>,
+
+    /// Kind of model, where names do not tell
+    #[arg(long, value_enum, value_name = "KIND", help_heading = "Model")]
+    pub variant: Option<VariantArg>,
+}
+
+impl ModelArgs {
+    /// What to look for, and where.
+    pub fn request(&self, environment: Environment) -> LocateRequest {
+        let Self { model, transformer, text_encoder, vae, tokenizer, .. } = self;
+        LocateRequest {
+            model: model.clone(),
+            transformer: transformer.clone(),
+            text_encoder: text_encoder.clone(),
+            vae: vae.clone(),
+            tokenizer: tokenizer.clone(),
+            environment,
+        }
+    }
+}
+
+/// Flags of `kiln plan`.
+#[derive(Args, Debug)]
+#[command(allow_negative_numbers = true)]
+pub struct PlanArgs {
+    /// Which model
+    #[command(flatten)]
+    pub model: ModelArgs,
+
+    /// Size of the model, where no files are named
+    #[arg(long, value_enum, value_name = "SIZE", default_value = "4b", help_heading = "Model")]
+    pub klein: KleinArg,
+
+    /// Image to start from; may be given several times
+    #[arg(long, value_name = "FILE", help_heading = "Job")]
+    pub reference: Vec<PathBuf>,
+
+    /// Width in pixels, a multiple of 16 [default: 1024]
+    #[arg(long, value_name = "PIXELS", value_parser = pixels, help_heading = "Job")]
+    pub width: Option<usize>,
+
+    /// Height in pixels, a multiple of 16 [default: 1024]
+    #[arg(long, value_name = "PIXELS", value_parser = pixels, help_heading = "Job")]
+    pub height: Option<usize>,
+
+    /// Denoising steps [default: 4, base models 50]
+    #[arg(long, value_name = "N", value_parser = within(1usize, 1000), help_heading = "Job")]
+    pub steps: Option<usize>,
+
+    /// Guidance scale of base models [default: 4]
+    #[arg(long, value_name = "SCALE", value_parser = guidance, help_heading = "Job")]
+    pub guidance: Option<f32>,
+
+    /// What results are rounded to
+    #[arg(long, value_enum, value_name = "TYPE", default_value = "bf16", help_heading = "Job")]
+    pub precision: PrecisionArg,
+
+    /// Print a JSON object instead of a table
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Flags of `kiln tiny`.
@@ -282,6 +370,17 @@ choice! {
         /// bfloat16, as the models were trained
         Bf16 => Precision::Bf16,
     }
+}
+
+/// Values of `--klein`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum KleinArg {
+    /// klein 4B
+    #[value(name = "4b")]
+    FourB,
+    /// klein 9B
+    #[value(name = "9b")]
+    NineB,
 }
 
 choice! {
@@ -372,7 +471,7 @@ mod tests {
             let args = match cli.command {
                 None => cli.generate,
                 Some(Command::Generate(args)) => *args,
-                Some(Command::Tiny(_)) => panic!("tiny"),
+                Some(other) => panic!("{other:?}"),
             };
             args.prompt.unwrap().into_string().unwrap()
         };

@@ -6,10 +6,11 @@ use crate::config::{TextConfig, Variant};
 use crate::dump::read_noise;
 use crate::error::{Error, Result};
 use crate::image::check_writable;
-use crate::locate::{BUILT_IN, Environment, Found, LocateRequest, locate};
+use crate::locate::{BUILT_IN, Environment, Found, locate};
 use crate::noise::NoiseKind;
 use crate::pipeline::Noise;
-use crate::sequence::{Pixels, SequencePlan};
+use crate::reference::{Prepared, Reference};
+use crate::sequence::{Grid, Pixels, SequencePlan};
 use crate::tensor::Precision;
 use crate::terminal::Verbosity;
 use crate::tokenizer::{MAX_PROMPT_BYTES, check_length};
@@ -19,7 +20,7 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 /// Side of a picture where none is asked for.
-const DEFAULT_SIDE: usize = 1024;
+pub const DEFAULT_SIDE: usize = 1024;
 
 /// The same for the built-in model, whose pictures are not worth waiting for.
 const BUILT_IN_SIDE: usize = 256;
@@ -38,6 +39,10 @@ pub struct GenerateRequest {
     pub built_in_named: bool,
     /// Overrides what the model's files say about themselves.
     pub variant: Option<Variant>,
+    /// Images to start from.
+    pub references: Vec<OpenReference>,
+    /// What the picture should not show, if that was said.
+    pub negative: Option<String>,
     /// Size of the pictures.
     pub size: Pixels,
     /// Steps, if not the variant's own.
@@ -82,20 +87,19 @@ impl GenerateRequest {
         }
         let kind = noise_kind(&args)?;
         let prompt = prompt(&args, stdin)?;
-        let named = args.model.as_ref().or(environment.kiln_model.as_ref());
+        if let Some(negative) = &args.negative {
+            check_length(negative.len())?;
+        }
+        let named = args.model.model.as_ref().or(environment.kiln_model.as_ref());
         let built_in_named = named.is_some_and(|name| name == Path::new(BUILT_IN));
-        let found = locate(&LocateRequest {
-            model: args.model,
-            transformer: args.transformer,
-            text_encoder: args.text_encoder,
-            vae: args.vae,
-            tokenizer: args.tokenizer,
-            environment,
-        })?;
+        let variant = args.model.variant.map(Variant::from);
+        let found = locate(&args.model.request(environment))?;
+        let references = open_references(&args.reference)?;
         let side = if found == Found::BuiltIn { BUILT_IN_SIDE } else { DEFAULT_SIDE };
-        let size = Pixels::new(args.width.unwrap_or(side), args.height.unwrap_or(side))?;
+        let size = canvas((args.width, args.height), &references, side)?;
         // All models read prompts of the same length.
-        SequencePlan::new(TextConfig::klein_4b().max_tokens, size.grid(), &[])?;
+        let grids: Vec<Grid> = references.iter().map(|r| r.prepared.grid()).collect();
+        SequencePlan::new(TextConfig::klein_4b().max_tokens, size.grid(), &grids)?;
         let noise = match &args.noise {
             Some(path) => Noise::Given(read_noise(path, size.grid().tokens())?),
             None => Noise::Drawn(kind),
@@ -105,7 +109,9 @@ impl GenerateRequest {
             prompt,
             found,
             built_in_named,
-            variant: args.variant.map(Variant::from),
+            variant,
+            references,
+            negative: args.negative,
             size,
             steps: args.steps,
             guidance: args.guidance,
@@ -137,6 +143,27 @@ impl GenerateRequest {
         }
         self.dump.iter().try_for_each(|path| check_writable(path, self.force))
     }
+}
+
+/// An image to start from and the file it came from.
+#[derive(Debug)]
+pub struct OpenReference {
+    /// The file.
+    pub path: PathBuf,
+    /// Its pixels, brought to size.
+    pub prepared: Prepared,
+}
+
+/// Reads the images to start from.
+pub fn open_references(paths: &[PathBuf]) -> Result<Vec<OpenReference>> {
+    let open = |path: &PathBuf| Ok(OpenReference { path: path.clone(), prepared: Reference::open(path)?.prepare() });
+    paths.iter().map(open).collect()
+}
+
+/// Size of the picture: what was asked for, else that of the first reference, else a square.
+pub fn canvas((width, height): (Option<usize>, Option<usize>), references: &[OpenReference], side: usize) -> Result<Pixels> {
+    let first = references.first().map(|r| (r.prepared.width, r.prepared.height)).unwrap_or((side, side));
+    Pixels::new(width.unwrap_or(first.0), height.unwrap_or(first.1))
 }
 
 /// A seed nobody chose: half of the random key that the standard library gives every hash map. 32 bits are short enough to type.

@@ -1,14 +1,14 @@
 //! Carries out a request.
 
 use super::args::TinyArgs;
-use super::request::GenerateRequest;
+use super::request::{GenerateRequest, OpenReference};
 use crate::backend::cpu::Cpu;
 use crate::config::Variant;
 use crate::error::{Error, Result};
 use crate::image::save_new;
 use crate::locate::Found;
 use crate::noise::NoiseKind;
-use crate::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel, Picture};
+use crate::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel, Picture, Reference};
 use crate::progress::Progress;
 use crate::terminal::{Seconds, Terminal};
 use serde::Serialize;
@@ -36,10 +36,20 @@ pub fn generate(request: &GenerateRequest, stop: &Arc<AtomicBool>, terminal: &Te
     if request.guidance.is_some() && made.variant != Variant::Base {
         terminal.warn(&format!("--guidance is ignored: this is a {} model, only base models take it", made.variant));
     }
+    if request.negative.is_some() && made.variant != Variant::Base {
+        terminal.warn(&format!("--negative is ignored: this is a {} model, only base models take it", made.variant));
+    }
     terminal.say(&made.headline());
     terminal.detail(&made.setup(cpu.threads()));
-    let mut engine =
-        Engine::load(Box::new(cpu), model, LoadOptions { precision: request.precision, references: false }, terminal)?;
+    for (j, reference) in request.references.iter().enumerate() {
+        terminal.detail(&format!("reference {}: {}", j + 1, became(reference)));
+    }
+    let mut engine = Engine::load(
+        Box::new(cpu),
+        model,
+        LoadOptions { precision: request.precision, references: !request.references.is_empty() },
+        terminal,
+    )?;
     let mut index = 0;
     engine.generate(&made.job(), terminal, &mut |picture| {
         if stop.load(Ordering::Relaxed) {
@@ -81,12 +91,22 @@ const fn untrained(named: bool) -> &'static str {
     }
 }
 
+/// What became of a reference on its way to the model.
+fn became(OpenReference { path, prepared }: &OpenReference) -> String {
+    let mut sizes = vec![prepared.original];
+    sizes.extend(prepared.resized);
+    sizes.push((prepared.width, prepared.height));
+    sizes.dedup();
+    let sizes: Vec<String> = sizes.iter().map(|(w, h)| format!("{w}x{h}")).collect();
+    format!("{}, {}, {} tokens", path.display(), sizes.join(" -> "), prepared.grid().tokens())
+}
+
 /// A path as bytes, whatever they are, and a newline.
 fn line_of(path: &Path) -> Vec<u8> {
     [path.as_os_str().as_encoded_bytes(), b"\n"].concat()
 }
 
-fn print(out: &mut dyn Write, line: &[u8]) -> Result<()> {
+pub fn print(out: &mut dyn Write, line: &[u8]) -> Result<()> {
     // Flushed at once: whoever reads along wants to know of a picture when it is there.
     out.write_all(line).and_then(|()| out.flush()).map_err(|source| Error::Write { path: STDOUT.into(), source })
 }
@@ -136,13 +156,18 @@ impl<'a> Made<'a> {
             prompt: request.prompt.clone(),
             size: request.size,
             steps: self.steps,
-            negative: String::new(),
-            references: Vec::new(),
+            negative: request.negative.clone().unwrap_or_default(),
+            references: self.references(),
             guidance: self.guidance.unwrap_or(self.variant.default_guidance()),
             seeds: request.seeds.clone(),
             noise: request.noise.clone(),
             record: request.dump.is_some(),
         }
+    }
+
+    fn references(&self) -> Vec<Reference> {
+        let references = self.request.references.iter().map(|r| &r.prepared);
+        references.map(|prepared| Reference { grid: prepared.grid(), pixels: prepared.values() }).collect()
     }
 
     fn size(&self) -> String {
@@ -201,6 +226,12 @@ impl<'a> Made<'a> {
             ("precision", self.request.precision.name().into()),
         ];
         text.extend(self.guidance.map(|scale| ("guidance", scale.to_string())));
+        if let (Some(negative), Variant::Base) = (&self.request.negative, self.variant) {
+            text.push(("negative", negative.clone()));
+        }
+        if !self.request.references.is_empty() {
+            text.push(("references", self.request.references.len().to_string()));
+        }
         text.extend(self.noise());
         text.push(("version", concat!("kiln ", env!("CARGO_PKG_VERSION")).into()));
         text

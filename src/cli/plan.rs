@@ -1,0 +1,146 @@
+//! `kiln plan`: what a picture would take, told before anything is computed.
+
+use super::args::{KleinArg, PlanArgs};
+use super::request::{DEFAULT_SIDE, canvas, open_references};
+use super::run::print;
+use crate::config::{TextConfig, TransformerConfig, VaeConfig, Variant, display_name};
+use crate::error::{Error, Result};
+use crate::locate::{Environment, Found, locate};
+use crate::noise::NoiseKind;
+use crate::pipeline::{Configs, Estimate, Job, LoadOptions, Noise, OpenModel, Reference, estimate};
+use crate::tensor::Precision;
+use serde::Serialize;
+use std::fmt::Write as _;
+use std::io::Write;
+
+/// A plan and what it is for.
+#[derive(Serialize)]
+struct Report {
+    model: String,
+    variant: String,
+    precision: &'static str,
+    width: usize,
+    height: usize,
+    steps: usize,
+    guidance: Option<f32>,
+    tokens: TokenReport,
+    mu: f64,
+    sigmas: Vec<f32>,
+    stages: Vec<StageReport>,
+    ops: u64,
+    weight_bytes: u64,
+    working_bytes: u64,
+}
+
+#[derive(Serialize)]
+struct TokenReport {
+    text: usize,
+    canvas: usize,
+    references: Vec<usize>,
+    total: usize,
+}
+
+#[derive(Serialize)]
+struct StageReport {
+    stage: &'static str,
+    flop: u64,
+}
+
+/// Writes the plan to `out`.
+pub fn plan(args: PlanArgs, environment: Environment, out: &mut dyn Write) -> Result<()> {
+    let (name, variant, configs) = model(&args, environment)?;
+    let references = open_references(&args.reference)?;
+    let size = canvas((args.width, args.height), &references, DEFAULT_SIDE)?;
+    let guidance = (variant == Variant::Base).then(|| args.guidance.unwrap_or(variant.default_guidance()));
+    let precision: Precision = args.precision.into();
+    let job = Job {
+        prompt: String::new(),
+        size,
+        steps: args.steps.unwrap_or(variant.default_steps()),
+        negative: String::new(),
+        references: references.iter().map(|r| Reference { grid: r.prepared.grid(), pixels: Vec::new() }).collect(),
+        guidance: guidance.unwrap_or(1.0),
+        seeds: vec![0],
+        noise: Noise::Drawn(NoiseKind::HOPPER),
+        record: false,
+    };
+    let options = LoadOptions { precision, references: !references.is_empty() };
+    let estimate = estimate(&configs, variant, options, &job)?;
+    let report = Report::new(name, variant, precision, &job, guidance, estimate);
+    let text = if args.json {
+        let json = serde_json::to_string(&report).map_err(|e| Error::Op { op: "json", what: e.to_string() })?;
+        format!("{json}\n")
+    } else {
+        report.table()
+    };
+    print(out, text.as_bytes())
+}
+
+/// The model that was named, by its files' headers; else klein itself.
+fn model(args: &PlanArgs, environment: Environment) -> Result<(String, Variant, Configs)> {
+    let m = &args.model;
+    let named = [&m.model, &m.transformer, &m.text_encoder, &m.vae, &environment.kiln_model].iter().any(|p| p.is_some());
+    let variant = m.variant.map(Variant::from);
+    if named {
+        let found: Found = locate(&m.request(environment))?;
+        let model = OpenModel::open(&found, variant)?;
+        return Ok((model.name, model.variant, model.configs));
+    }
+    let variant = variant.unwrap_or(Variant::Distilled);
+    let configs = match args.klein {
+        KleinArg::FourB => (TransformerConfig::klein_4b(), TextConfig::klein_4b(), VaeConfig::klein_4b()),
+        KleinArg::NineB => (TransformerConfig::klein_9b(), TextConfig::klein_9b(), VaeConfig::klein_9b()),
+    };
+    Ok((display_name(&configs.0, variant), variant, configs))
+}
+
+impl Report {
+    fn new(model: String, variant: Variant, precision: Precision, job: &Job, guidance: Option<f32>, e: Estimate) -> Self {
+        let total = e.text_tokens + e.canvas_tokens + e.reference_tokens.iter().sum::<usize>();
+        Self {
+            model,
+            variant: variant.to_string(),
+            precision: precision.name(),
+            width: job.size.width(),
+            height: job.size.height(),
+            steps: job.steps,
+            guidance,
+            tokens: TokenReport { text: e.text_tokens, canvas: e.canvas_tokens, references: e.reference_tokens, total },
+            mu: e.mu,
+            sigmas: e.sigmas,
+            stages: e.stages.iter().map(|(phase, flop)| StageReport { stage: phase.name(), flop: *flop }).collect(),
+            ops: e.ops,
+            weight_bytes: e.weight_bytes,
+            working_bytes: e.arena_bytes,
+        }
+    }
+
+    fn table(&self) -> String {
+        let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
+        let mut text = String::new();
+        let mut row = |name: &str, value: String| {
+            // Writing to a string cannot fail.
+            let _ = writeln!(text, "{name:<20} {value}");
+        };
+        row("model", format!("{}, {}", self.model, self.precision));
+        row("picture", format!("{}x{}, {} steps", self.width, self.height, self.steps));
+        if let Some(guidance) = self.guidance {
+            row("guidance", format!("{guidance}, two passes per step"));
+        }
+        let references = &self.tokens.references;
+        let mut parts = vec![format!("{} text", self.tokens.text), format!("{} canvas", self.tokens.canvas)];
+        parts.extend(references.iter().enumerate().map(|(j, n)| format!("{n} reference {}", j + 1)));
+        row("tokens", format!("{} = {}", self.tokens.total, parts.join(" + ")));
+        let levels: Vec<String> = self.sigmas.iter().take(8).map(|s| format!("{:.3}", 1000.0 * s)).collect();
+        let more = if self.sigmas.len() > 8 { ", ..." } else { "" };
+        row("schedule", format!("mu {:.6}, timesteps {}{more}", self.mu, levels.join(", ")));
+        let total: u64 = self.stages.iter().map(|s| s.flop).sum();
+        for stage in &self.stages {
+            row(stage.stage, format!("{:.3} TFLOP", stage.flop as f64 / 1e12));
+        }
+        row("in all", format!("{:.3} TFLOP in {} ops", total as f64 / 1e12, self.ops));
+        row("weights", format!("{:.2} GiB", gib(self.weight_bytes)));
+        row("working memory", format!("{:.2} GiB", gib(self.working_bytes)));
+        text
+    }
+}
