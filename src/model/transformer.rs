@@ -491,3 +491,60 @@ impl Transformer {
         be.run(Op::Attention { out, q, kv, head_dim: HEAD_DIM, causal: false })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::cpu::Cpu;
+    use crate::names::{Layout, Part};
+    use crate::sequence::{Grid, RopeSpec};
+    use crate::tensor::{DType, Region};
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicBool;
+
+    /// Values of a fixed pattern, of order one.
+    fn pattern(count: usize) -> Vec<f32> {
+        (0..count).map(|i| ((i * 7919 + 13) % 257) as f32 / 128.0 - 1.0).collect()
+    }
+
+    #[test]
+    fn what_the_last_block_leaves_out_is_read_by_nobody() {
+        let config = TransformerConfig::tiny();
+        let weights = crate::tiny::model(Layout::Diffusers, DType::Bf16).unwrap().weights(Part::Transformer).unwrap();
+        let mut be = Cpu::new(0, Arc::new(AtomicBool::new(false))).unwrap();
+        let (mut region, mut ws) = (Arena::new(Region::Weights), Arena::new(Region::Arena));
+        let mut ignore = |_| ();
+        let mut loader = Loader::new(&mut be, &mut region, Some(&weights), Precision::F32, &mut ignore);
+        let transformer = Transformer::load(&mut loader, &config).unwrap();
+        be.reserve(64 << 20).unwrap();
+
+        let grid = Grid { width: 4, height: 5 };
+        let plan = SequencePlan::new(33, grid, &[Grid { width: 3, height: 4 }]).unwrap();
+        let mut place = |ws: &mut Arena, rows: usize, cols: usize, values: Vec<f32>| {
+            let tensor = ws.alloc(rows, cols, DType::F32).unwrap();
+            be.write(tensor, HostData::F32(&values)).unwrap();
+            tensor
+        };
+        let rows = plan.tokens();
+        let table = place(&mut ws, rows, HEAD_DIM, plan.rope_table(&RopeSpec::KLEIN));
+        let hidden = pattern(rows * config.hidden);
+        let (whole, part) =
+            (place(&mut ws, rows, config.hidden, hidden.clone()), place(&mut ws, rows, config.hidden, hidden.clone()));
+        let row = place(&mut ws, 1, 17 * config.hidden, pattern(17 * config.hidden));
+        let m = Modulation { row, hidden: config.hidden }.single();
+        let rope = Rope { table, style: RopeStyle::Interleaved };
+        let keys = Keys { cached: None, keep: None };
+        let block = &transformer.single_blocks[1];
+        scope(&mut be, &mut ws, |be, ws| transformer.single_block(be, ws, block, whole, 0..rows, rope, m, keys)).unwrap();
+        scope(&mut be, &mut ws, |be, ws| transformer.single_block(be, ws, block, part, plan.canvas(), rope, m, keys)).unwrap();
+
+        let mut read = |tensor: Tensor| {
+            let mut values = vec![0.0; tensor.len()];
+            be.read(tensor, &mut values).unwrap();
+            values
+        };
+        assert_eq!(read(whole.rows(plan.canvas())), read(part.rows(plan.canvas())), "the canvas is the same to the bit");
+        assert_eq!(read(part.rows(plan.text())), hidden[..33 * config.hidden], "the rest is left as it was");
+        assert_ne!(read(whole.rows(plan.text())), hidden[..33 * config.hidden]);
+    }
+}
