@@ -542,7 +542,7 @@ impl Op<'_> {
         }
     }
 
-    /// Checks that the operands fit each other and that nothing is read while it is being overwritten.
+    /// Checks that the operands fit each other, and that nothing is read or written while it is being overwritten.
     pub fn check(&self) -> Result<()> {
         let fits = |ok: bool, what: &str| {
             if ok { Ok(()) } else { Err(Error::Op { op: self.name(), what: format!("{what} in {self:?}") }) }
@@ -636,6 +636,8 @@ impl Op<'_> {
         let mut operands = Vec::with_capacity(24);
         self.operands(&mut |t, access| operands.push((t, access)));
         for (i, &(a, access)) in operands.iter().enumerate() {
+            fits(a.stride >= a.cols || a.rows <= 1, "rows overlap")?;
+            fits(a.dtype != DType::U32 || matches!(*self, Self::Embed { ids, .. } if ids == a), "ids used as values")?;
             for (j, &(b, other)) in operands.iter().enumerate() {
                 let clash = i != j && access != Access::Read && (other == Access::Read || i < j) && a.overlaps(b);
                 fits(!clash, "operands overlap")?;

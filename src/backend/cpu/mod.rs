@@ -1,10 +1,13 @@
 //! The reference backend: f32 arithmetic on the stored types, rounding only where a result is stored.
 //!
 //! Weights are used where they are mapped; only a view that is misaligned or of another type is copied. This file owns the
-//! memory and turns descriptors into checked views; the arithmetic is in [`kernels`].
+//! memory and turns descriptors into checked views; the arithmetic is in [`kernels`]
+//! and [`image`].
 #![allow(unsafe_code)]
 
+mod image;
 mod kernels;
+mod math;
 mod view;
 
 use super::{Backend, HostData, Op, Role, StepKey, WeightPart};
@@ -118,12 +121,21 @@ impl Cpu {
         Error::Op { op, what: format!("{tensor:?} lies outside its memory") }
     }
 
+    /// Views rely on this: both memories start aligned, so a tensor is aligned if its offset is.
+    fn check_alignment(tensor: Tensor, op: &'static str) -> Result<()> {
+        if tensor.offset.is_multiple_of(tensor.dtype.size() as u64) {
+            return Ok(());
+        }
+        Err(Error::Op { op, what: format!("{tensor:?} is misaligned") })
+    }
+
     /// A view to read from.
     fn input(&self, tensor: Tensor, op: &'static str) -> Result<In<'_>> {
         let extent = tensor.extent();
         if tensor.is_empty() {
             return Ok(In::empty(tensor));
         }
+        Self::check_alignment(tensor, op)?;
         match tensor.region {
             Region::Arena => {
                 if extent.end > self.arena.len as u64 {
@@ -146,7 +158,8 @@ impl Cpu {
                     runs.push((((at - extent.start) / row_bytes) as usize, unsafe { segment.as_ptr().add(skip) }));
                     at = segment.range.end;
                 }
-                if at < extent.end {
+                // A run begins at a whole row of the weight, which is a row of the view only if the view has all columns.
+                if at < extent.end || (runs.len() > 1 && tensor.cols != tensor.stride) {
                     return Err(Self::outside(tensor, op));
                 }
                 // SAFETY: the runs cover the extent without a gap, each row inside one run, and live as long as `self`.
@@ -163,6 +176,7 @@ impl Cpu {
         if tensor.region != Region::Arena || tensor.extent().end > self.arena.len as u64 {
             return Err(Self::outside(tensor, op));
         }
+        Self::check_alignment(tensor, op)?;
         // SAFETY: the extent lies inside the arena; exclusivity is the caller's promise.
         Ok(unsafe { Out::new(tensor, self.arena.ptr.as_ptr().add(tensor.offset as usize)) })
     }
@@ -182,7 +196,7 @@ impl Cpu {
         match op {
             Op::Embed { out, ids, table } => kernels::embed(write(out)?, read(ids)?, read(table)?)?,
             Op::Copy { out, x } => kernels::map(write(out)?, read(x)?, |v| v),
-            Op::Silu { out, x } => kernels::map(write(out)?, read(x)?, kernels::silu),
+            Op::Silu { out, x } => kernels::map(write(out)?, read(x)?, math::silu),
             Op::RmsNorm { out, x, weight, eps } => kernels::rms_norm(write(out)?, read(x)?, read(weight)?, eps),
             Op::LayerNormModulate { streams, eps } => {
                 for s in streams {
@@ -223,26 +237,22 @@ impl Cpu {
                 kernels::attention(write(out)?, read(q)?, &kv, head_dim, causal);
             }
             Op::Conv { out, x, w, width, height, sampling, residual, stats } => {
-                let geometry = kernels::Geometry { width, height, sampling };
-                kernels::conv(write(out)?, read(x)?, read(w.weight)?, read(w.bias)?, geometry, read_opt(residual)?);
+                let geometry = image::Geometry { width, height, sampling };
+                image::conv(write(out)?, read(x)?, read(w.weight)?, read(w.bias)?, geometry, read_opt(residual)?);
                 if let Some(stats) = stats {
-                    kernels::group_stats_into(write(stats)?, read(out)?);
+                    image::group_stats_into(write(stats)?, read(out)?);
                 }
             }
             Op::GroupNorm { out, x, norm, stats, silu } => {
-                let params = kernels::GroupParams {
-                    weight: read(norm.weight)?,
-                    bias: read(norm.bias)?,
-                    groups: norm.groups,
-                    eps: norm.eps,
-                };
-                kernels::group_norm(write(out)?, read(x)?, &params, read_opt(stats)?, silu);
+                let params =
+                    image::GroupParams { weight: read(norm.weight)?, bias: read(norm.bias)?, groups: norm.groups, eps: norm.eps };
+                image::group_norm(write(out)?, read(x)?, &params, read_opt(stats)?, silu);
             }
             Op::Patchify { out, x, stats, width } => {
-                kernels::patchify(write(out)?, read(x)?, read(stats.mean)?, read(stats.var)?, stats.eps, width);
+                image::patchify(write(out)?, read(x)?, read(stats.mean)?, read(stats.var)?, stats.eps, width);
             }
             Op::Unpatchify { out, x, stats, width } => {
-                kernels::unpatchify(write(out)?, read(x)?, read(stats.mean)?, read(stats.var)?, stats.eps, width);
+                image::unpatchify(write(out)?, read(x)?, read(stats.mean)?, read(stats.var)?, stats.eps, width);
             }
             Op::Euler { latents, velocity, dt } => kernels::euler(write(latents)?, read(velocity)?, dt),
             Op::Guidance { out, cond, uncond, scale } => kernels::guidance(write(out)?, read(cond)?, read(uncond)?, scale),
@@ -263,7 +273,8 @@ impl Backend for Cpu {
         for part in parts {
             let elements = part.bytes.len() / part.dtype.size();
             let end = at + (elements * to.dtype.size()) as u64;
-            if end > total || elements % to.cols.max(1) != 0 {
+            let whole = part.bytes.len() % part.dtype.size() == 0 && elements % to.cols.max(1) == 0;
+            if end > total || !whole {
                 return Err(Error::Op { op: "upload", what: format!("{role:?} parts do not fit {to:?}") });
             }
             let aligned = part.bytes.as_ptr().align_offset(part.dtype.size()) == 0;
@@ -273,7 +284,7 @@ impl Backend for Cpu {
                 self.pool.install(|| converted(part, to.dtype))?
             };
             if elements > 0 {
-                let index = self.weights.partition_point(|s| s.range.start < at);
+                let index = self.weights.partition_point(|s| s.range.end <= at);
                 if self.weights.get(index).is_some_and(|s| s.range.start < end) {
                     return Err(Error::Op { op: "upload", what: format!("{to:?} is already taken") });
                 }

@@ -3,7 +3,7 @@
 #![allow(unsafe_code)]
 
 use crate::tensor::{DType, Tensor};
-use gemm::Parallelism;
+use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -52,24 +52,9 @@ impl<'a> In<'a> {
 
     /// Decodes part of a row.
     pub fn load(&self, r: usize, first: usize, to: &mut [f32]) {
-        if to.is_empty() {
-            return;
-        }
-        let ptr = self.row(r, first, to.len());
-        // SAFETY: `row` has checked that `to.len()` aligned elements follow.
-        unsafe {
-            match self.dtype {
-                DType::F32 => to.copy_from_slice(std::slice::from_raw_parts(ptr.cast::<f32>(), to.len())),
-                DType::Bf16 => {
-                    let from = std::slice::from_raw_parts(ptr.cast::<u16>(), to.len());
-                    to.iter_mut().zip(from).for_each(|(t, &f)| *t = f32::from_bits(u32::from(f) << 16));
-                }
-                DType::F16 => {
-                    let from = std::slice::from_raw_parts(ptr.cast::<f16>(), to.len());
-                    to.iter_mut().zip(from).for_each(|(t, f)| *t = f.to_f32());
-                }
-                DType::U32 => unreachable!("ids are not values"),
-            }
+        if !to.is_empty() {
+            // SAFETY: `row` has checked that `to.len()` aligned elements follow.
+            unsafe { decode(self.dtype, self.row(r, first, to.len()), to) }
         }
     }
 
@@ -162,9 +147,10 @@ impl<'a> Out<'a> {
 
     /// Reads back what is there, for outputs that are updated.
     pub fn load(&self, r: usize, first: usize, to: &mut [f32]) {
-        let Self { rows, cols, dtype, .. } = *self;
-        let runs = vec![(0, self.ptr.cast_const())];
-        In { rows, cols, dtype, pitch: self.pitch, runs, lifetime: PhantomData }.load(r, first, to);
+        if !to.is_empty() {
+            // SAFETY: `at` has checked that `to.len()` aligned elements follow.
+            unsafe { decode(self.dtype, self.at(r, first, to.len()), to) }
+        }
     }
 
     /// A part of it, borrowed.
@@ -187,18 +173,36 @@ impl<'a> Out<'a> {
             .collect()
     }
 
-    /// Pieces of `step` columns, each with its first column. `step` must divide the width.
+    /// Pieces of `step` columns (the last may be narrower), each with its first column.
     pub fn split_cols(self, step: usize) -> Vec<(usize, Out<'a>)> {
         let Self { rows, cols, dtype, pitch, ptr, .. } = self;
-        assert_eq!(cols % step, 0);
         (0..cols)
             .step_by(step)
             .map(|first| {
                 // SAFETY: pieces are disjoint columns of a view that is consumed here.
                 let ptr = unsafe { ptr.add(first * dtype.size()) };
-                (first, Out { rows, cols: step, dtype, pitch, ptr, lifetime: PhantomData })
+                (first, Out { rows, cols: step.min(cols - first), dtype, pitch, ptr, lifetime: PhantomData })
             })
             .collect()
+    }
+}
+
+/// Decodes stored values.
+///
+/// # Safety
+/// `from` must point at `to.len()` values of type `dtype`, aligned, that nothing writes to meanwhile.
+unsafe fn decode(dtype: DType, from: *const u8, to: &mut [f32]) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match dtype {
+            DType::F32 => to.copy_from_slice(std::slice::from_raw_parts(from.cast::<f32>(), to.len())),
+            DType::Bf16 => {
+                let from = std::slice::from_raw_parts(from.cast::<u16>(), to.len());
+                to.iter_mut().zip(from).for_each(|(t, &f)| *t = f32::from_bits(u32::from(f) << 16));
+            }
+            DType::F16 => std::slice::from_raw_parts(from.cast::<f16>(), to.len()).convert_to_f32_slice(to),
+            DType::U32 => unreachable!("ids are not values"),
+        }
     }
 }
 
@@ -232,17 +236,21 @@ impl<'a> Strided<'a> {
         Self { ptr: data.as_ptr(), rows, cols, row: cols as isize, col: 1, lifetime: PhantomData }
     }
 
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
     /// Rows and columns exchanged.
     pub fn transposed(self) -> Self {
         Self { rows: self.cols, cols: self.rows, row: self.col, col: self.row, ..self }
     }
 }
 
-/// `out = a b`, or `out += a b`; `out` is row-major and contiguous.
-pub fn matmul(out: &mut [f32], a: Strided<'_>, b: Strided<'_>, accumulate: bool, threads: usize) {
+/// `out = a b`, or `out += a b`; `out` is row-major and contiguous. Runs on the calling thread: callers cut the work.
+pub fn matmul(out: &mut [f32], a: Strided<'_>, b: Strided<'_>, accumulate: bool) {
     let (m, n, k) = (a.rows, b.cols, a.cols);
     assert!(b.rows == k && out.len() >= m * n, "{m}x{k} by {}x{n} into {}", b.rows, out.len());
-    let parallelism = if threads > 1 { Parallelism::Rayon(threads) } else { Parallelism::None };
     let (alpha, beta) = (1.0, 1.0); // out = alpha * out (if accumulating) + beta * a b
     // SAFETY: the operands' constructors and the assertion above have checked every address the product touches; `out` is
     // borrowed mutably, so it overlaps neither operand.
@@ -266,7 +274,7 @@ pub fn matmul(out: &mut [f32], a: Strided<'_>, b: Strided<'_>, accumulate: bool,
             false,
             false,
             false,
-            parallelism,
+            gemm::Parallelism::None,
         );
     }
 }
@@ -292,9 +300,9 @@ mod tests {
     fn matmul_takes_transposed_operands_and_accumulates() {
         let (a, b) = ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [1.0, 0.0, 2.0, -1.0, 1.0, 1.0]);
         let mut out = [0.0; 4];
-        matmul(&mut out, Strided::new(&a, 2, 3), Strided::new(&b, 2, 3).transposed(), false, 1);
+        matmul(&mut out, Strided::new(&a, 2, 3), Strided::new(&b, 2, 3).transposed(), false);
         assert_eq!(out, [7.0, 4.0, 16.0, 7.0]);
-        matmul(&mut out, Strided::new(&a, 2, 3), Strided::new(&b, 3, 2), true, 1);
+        matmul(&mut out, Strided::new(&a, 2, 3), Strided::new(&b, 3, 2), true);
         assert_eq!(out, [15.0, 5.0, 36.0, 8.0]);
     }
 }

@@ -1,0 +1,280 @@
+//! Every op as the plainest loop its documentation allows, generic over the precision: in f64 it is the oracle, in f32 it is
+//! what straightforward arithmetic at that precision costs. No blocking, no fused passes, no shared helpers with the backends.
+
+use super::Mat;
+use kiln::backend::{RopeStyle, Sampling};
+use std::iter::Sum;
+use std::ops::{Add, AddAssign, Div, Mul, Neg, Range, Sub};
+
+/// A precision to compute in.
+pub trait Real:
+    Copy
+    + PartialOrd
+    + Add<Output = Self>
+    + Sub<Output = Self>
+    + Mul<Output = Self>
+    + Div<Output = Self>
+    + Neg<Output = Self>
+    + AddAssign
+    + Sum
+{
+    fn of(value: f32) -> Self;
+    fn exp(self) -> Self;
+    fn sqrt(self) -> Self;
+}
+
+macro_rules! real {
+    ($t:ty) => {
+        impl Real for $t {
+            fn of(value: f32) -> Self {
+                value.into()
+            }
+            fn exp(self) -> Self {
+                <$t>::exp(self)
+            }
+            fn sqrt(self) -> Self {
+                <$t>::sqrt(self)
+            }
+        }
+    };
+}
+real!(f32);
+real!(f64);
+
+fn one<R: Real>() -> R {
+    R::of(1.0)
+}
+
+fn sigmoid<R: Real>(x: R) -> R {
+    one::<R>() / (one::<R>() + (-x).exp())
+}
+
+fn count<R: Real>(n: usize) -> R {
+    R::of(n as f32)
+}
+
+/// One value per element of an `rows x cols` result.
+fn each<R: Real>(rows: usize, cols: usize, mut f: impl FnMut(usize, usize) -> R) -> Vec<R> {
+    (0..rows).flat_map(|r| (0..cols).map(move |c| (r, c))).map(|(r, c)| f(r, c)).collect()
+}
+
+pub fn embed<R: Real>(ids: &[u32], table: &Mat) -> Vec<R> {
+    each(ids.len(), table.cols, |r, c| table.at(ids[r] as usize, c))
+}
+
+pub fn copy<R: Real>(x: &Mat) -> Vec<R> {
+    each(x.rows, x.cols, |r, c| x.at(r, c))
+}
+
+pub fn silu<R: Real>(x: &Mat) -> Vec<R> {
+    each(x.rows, x.cols, |r, c| x.at::<R>(r, c) * sigmoid(x.at::<R>(r, c)))
+}
+
+fn root_mean_square<R: Real>(row: &[R], eps: f32) -> R {
+    (row.iter().map(|&v| v * v).sum::<R>() / count(row.len()) + R::of(eps)).sqrt()
+}
+
+pub fn rms_norm<R: Real>(x: &Mat, weight: &Mat, eps: f32) -> Vec<R> {
+    let root: Vec<R> = (0..x.rows).map(|r| root_mean_square(&x.row(r), eps)).collect();
+    each(x.rows, x.cols, |r, c| x.at::<R>(r, c) / root[r] * weight.at(0, c))
+}
+
+fn mean_and_variance<R: Real>(values: &[R]) -> (R, R) {
+    let mean = values.iter().copied().sum::<R>() / count(values.len());
+    (mean, values.iter().map(|&v| (v - mean) * (v - mean)).sum::<R>() / count(values.len()))
+}
+
+pub fn layer_norm_modulate<R: Real>(x: &Mat, shift: &Mat, scale: &Mat, eps: f32) -> Vec<R> {
+    let stats: Vec<(R, R)> = (0..x.rows).map(|r| mean_and_variance(&x.row(r))).collect();
+    each(x.rows, x.cols, |r, c| {
+        let normal = (x.at::<R>(r, c) - stats[r].0) / (stats[r].1 + R::of(eps)).sqrt();
+        (one::<R>() + scale.at(0, c)) * normal + shift.at(0, c)
+    })
+}
+
+/// `x w^T` for some rows of `w`.
+fn product<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>) -> Vec<R> {
+    let w: Vec<Vec<R>> = rows.map(|o| w.row(o)).collect();
+    let x: Vec<Vec<R>> = (0..x.rows).map(|r| x.row(r)).collect();
+    each(x.len(), w.len(), |r, o| {
+        let mut sum = R::of(0.0);
+        for (&a, &b) in x[r].iter().zip(&w[o]) {
+            sum += a * b;
+        }
+        sum
+    })
+}
+
+pub fn linear<R: Real>(x: &Mat, w: &Mat, bias: Option<&Mat>) -> Vec<R> {
+    let product = product::<R>(x, w, 0..w.rows);
+    each(x.rows, w.rows, |r, c| product[r * w.rows + c] + bias.map_or(R::of(0.0), |b| b.at(0, c)))
+}
+
+/// `silu(gate) * up`, the gates being `width` rows of `w` from `first` on and the ups the next `width`.
+pub fn swiglu<R: Real>(x: &Mat, w: &Mat, first: usize, width: usize) -> Vec<R> {
+    let gate = product::<R>(x, w, first..first + width);
+    let up = product::<R>(x, w, first + width..first + 2 * width);
+    gate.iter().zip(&up).map(|(&g, &u)| g * sigmoid(g) * u).collect()
+}
+
+pub fn gate_residual<R: Real>(into: &Mat, x: &Mat, w: &Mat, bias: Option<&Mat>, gate: Option<&Mat>) -> Vec<R> {
+    let product = linear::<R>(x, w, bias);
+    each(into.rows, into.cols, |r, c| {
+        let gate = gate.map_or(one::<R>(), |g| g.at(0, c));
+        into.at::<R>(r, c) + gate * product[r * into.cols + c]
+    })
+}
+
+/// What happens to query and key heads.
+#[derive(Clone, Copy)]
+pub struct Heads<'a> {
+    pub weight: &'a Mat,
+    pub eps: f32,
+    pub table: &'a Mat,
+    pub style: RopeStyle,
+}
+
+/// Queries or keys: some rows of the product, each head normalised, then rotated.
+pub fn heads<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>, heads: Heads<'_>) -> Vec<R> {
+    let (cols, d) = (rows.len(), heads.table.cols);
+    let product = product::<R>(x, w, rows);
+    let mut out = product.clone();
+    for r in 0..x.rows {
+        for first in (0..cols).step_by(d) {
+            let head = &product[r * cols + first..][..d];
+            let root = root_mean_square(head, heads.eps);
+            let normal = |i: usize| head[i] / root * heads.weight.at(0, i);
+            for pair in 0..d / 2 {
+                let (i, j) = match heads.style {
+                    RopeStyle::Interleaved => (2 * pair, 2 * pair + 1),
+                    RopeStyle::HalfSplit => (pair, pair + d / 2),
+                };
+                let (cos, sin) = (heads.table.at::<R>(r, pair), heads.table.at::<R>(r, d / 2 + pair));
+                out[r * cols + first + i] = normal(i) * cos - normal(j) * sin;
+                out[r * cols + first + j] = normal(i) * sin + normal(j) * cos;
+            }
+        }
+    }
+    out
+}
+
+/// Values: some rows of the product as they are.
+pub fn values<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>) -> Vec<R> {
+    product(x, w, rows)
+}
+
+/// Softmax over the keys of all segments, the mask being a score of minus infinity. `store` is what happens to a probability
+/// before it is multiplied: kernels on matrix units keep it in bf16 there.
+pub fn attention<R: Real>(q: &Mat, kv: &[(Mat, Mat)], d: usize, causal: bool, store: fn(R) -> R) -> Vec<R> {
+    let group = q.cols / kv[0].0.cols;
+    let keys: Vec<Vec<R>> = kv.iter().flat_map(|(k, _)| (0..k.rows).map(|j| k.row(j))).collect();
+    let values: Vec<Vec<R>> = kv.iter().flat_map(|(_, v)| (0..v.rows).map(|j| v.row(j))).collect();
+    let scale = one::<R>() / count::<R>(d).sqrt();
+    let mut out = vec![R::of(0.0); q.rows * q.cols];
+    for i in 0..q.rows {
+        let query: Vec<R> = q.row(i);
+        for head in 0..q.cols / d {
+            let (from, shared) = (head * d, head / group * d);
+            let score = |j: usize| {
+                let dot = (0..d).map(|c| query[from + c] * keys[j][shared + c]).sum::<R>();
+                if causal && j > i { R::of(f32::NEG_INFINITY) } else { dot * scale }
+            };
+            let scores: Vec<R> = (0..keys.len()).map(score).collect();
+            let maximum = scores.iter().copied().fold(R::of(f32::NEG_INFINITY), |a, b| if b > a { b } else { a });
+            let weights: Vec<R> = scores.iter().map(|&s| (s - maximum).exp()).collect();
+            let total = weights.iter().copied().sum::<R>();
+            let result = &mut out[i * q.cols + from..][..d];
+            for (value, &weight) in values.iter().zip(&weights) {
+                result.iter_mut().zip(&value[shared..]).for_each(|(o, &v)| *o += store(weight) * v);
+            }
+            result.iter_mut().for_each(|o| *o = *o / total);
+        }
+    }
+    out
+}
+
+/// A 3x3 convolution, straight from its definition.
+pub fn conv<R: Real>(
+    x: &Mat,
+    (w, bias): (&Mat, &Mat),
+    (width, height): (usize, usize),
+    sampling: Sampling,
+    residual: Option<&Mat>,
+) -> Vec<R> {
+    // The image the filter slides over, its size, the step, and the filter's offset to the left and above.
+    let (factor, step, before) = match sampling {
+        Sampling::Same => (1, 1, 1),
+        Sampling::Up => (2, 1, 1),
+        Sampling::Down => (1, 2, 0),
+    };
+    let (wide, high) = (width * factor, height * factor);
+    let out_width = wide / step;
+    each(out_width * (high / step), w.rows, |pixel, o| {
+        let (top, left) = (pixel / out_width * step, pixel % out_width * step);
+        let mut sum = R::of(0.0);
+        for c in 0..x.cols {
+            for (ky, kx) in (0..9).map(|i| (i / 3, i % 3)) {
+                let (y, x_) = (top + ky, left + kx);
+                let inside = (before..before + high).contains(&y) && (before..before + wide).contains(&x_);
+                if inside {
+                    let source = (y - before) / factor * width + (x_ - before) / factor;
+                    sum += x.at::<R>(source, c) * w.at(o, c * 9 + ky * 3 + kx);
+                }
+            }
+        }
+        sum + bias.at(0, o) + residual.map_or(R::of(0.0), |r| r.at(pixel, o))
+    })
+}
+
+/// Mean and variance of each group of channels of a `[pixels, channels]` matrix.
+pub fn group_stats<R: Real>(x: &[R], channels: usize, groups: usize) -> Vec<R> {
+    let width = channels / groups;
+    let of_group = |g: usize| -> Vec<R> {
+        x.chunks_exact(channels).flat_map(|pixel| pixel[g * width..(g + 1) * width].iter().copied()).collect()
+    };
+    (0..groups).map(|g| mean_and_variance(&of_group(g))).flat_map(|(mean, var)| [mean, var]).collect()
+}
+
+pub fn group_norm<R: Real>(x: &Mat, (w, bias): (&Mat, &Mat), stats: Option<&Mat>, groups: usize, eps: f32, act: bool) -> Vec<R> {
+    let all: Vec<R> = copy(x);
+    let stats: Vec<R> = stats.map_or_else(|| group_stats(&all, x.cols, groups), copy);
+    each(x.rows, x.cols, |r, c| {
+        let g = c / (x.cols / groups);
+        let normal = (x.at::<R>(r, c) - stats[2 * g]) / (stats[2 * g + 1] + R::of(eps)).sqrt();
+        let y = normal * w.at(0, c) + bias.at(0, c);
+        if act { y * sigmoid(y) } else { y }
+    })
+}
+
+/// Pixel and channel of packed channel `packed` of token `t`: a channel's four pixels are neighbours, row by row.
+fn unpacked(t: usize, packed: usize, width: usize) -> (usize, usize) {
+    let (channel, dy, dx) = (packed / 4, packed % 4 / 2, packed % 2);
+    ((t / width * 2 + dy) * 2 * width + t % width * 2 + dx, channel)
+}
+
+pub fn patchify<R: Real>(x: &Mat, (mean, var): (&Mat, &Mat), eps: f32, width: usize) -> Vec<R> {
+    each(x.rows / 4, 4 * x.cols, |t, p| {
+        let (pixel, c) = unpacked(t, p, width);
+        (x.at::<R>(pixel, c) - mean.at(0, p)) / (var.at::<R>(0, p) + R::of(eps)).sqrt()
+    })
+}
+
+pub fn unpatchify<R: Real>(x: &Mat, (mean, var): (&Mat, &Mat), eps: f32, width: usize) -> Vec<R> {
+    let channels = x.cols / 4;
+    let mut out = vec![R::of(0.0); 4 * x.rows * channels];
+    for t in 0..x.rows {
+        for p in 0..x.cols {
+            let (pixel, c) = unpacked(t, p, width);
+            out[pixel * channels + c] = x.at::<R>(t, p) * (var.at::<R>(0, p) + R::of(eps)).sqrt() + mean.at(0, p);
+        }
+    }
+    out
+}
+
+pub fn euler<R: Real>(latents: &Mat, velocity: &Mat, dt: f32) -> Vec<R> {
+    each(latents.rows, latents.cols, |r, c| latents.at::<R>(r, c) + R::of(dt) * velocity.at(r, c))
+}
+
+pub fn guidance<R: Real>(cond: &Mat, uncond: &Mat, scale: f32) -> Vec<R> {
+    each(cond.rows, cond.cols, |r, c| uncond.at::<R>(r, c) + R::of(scale) * (cond.at::<R>(r, c) - uncond.at::<R>(r, c)))
+}

@@ -1,0 +1,182 @@
+//! Every op of the CPU backend against plain f64 loops, and what every backend must refuse. The table of cases and the rules
+//! of judgement are in `common/ops`.
+
+#[path = "common/ops/mod.rs"]
+mod ops;
+
+use kiln::backend::cpu::Cpu;
+use kiln::backend::{
+    Backend, Conv, GatedProduct, GroupNorm, HostData, KeyValues, LatentStats, Linear, Op, Product, Role, Sampling, WeightPart,
+};
+use kiln::error::Error;
+use kiln::tensor::{Arena, Bytes, DType, Region, Tensor};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+fn cpu(threads: usize) -> Cpu {
+    Cpu::new(threads, Arc::new(AtomicBool::new(false))).unwrap()
+}
+
+#[test]
+fn every_op_equals_a_plain_loop() {
+    ops::check_all(&mut cpu(0));
+}
+
+/// The table covers every op: one added without a case is noticed here.
+#[test]
+fn the_table_names_every_op() {
+    let names: Vec<String> = ops::cases::all().into_iter().map(|c| c.name).collect();
+    for op in [
+        "embed",
+        "copy",
+        "silu",
+        "rms_norm",
+        "layer_norm_modulate",
+        "linear",
+        "linear_swiglu",
+        "linear_gate_residual",
+        "qkv",
+        "attention",
+        "attention_causal",
+        "conv",
+        "group_norm",
+        "patchify",
+        "unpatchify",
+        "euler",
+        "guidance",
+    ] {
+        assert!(names.iter().any(|name| name.split(' ').next() == Some(op)), "no case for {op}");
+    }
+}
+
+/// How work is cut depends on shapes alone, so the number of threads changes no bit of any result.
+#[test]
+fn results_do_not_depend_on_the_number_of_threads() {
+    let mut machines = [1, 2, 3].map(|threads| (cpu(threads), Arena::new(Region::Weights)));
+    for case in ops::cases::all() {
+        let [one, two, three] = machines.each_mut().map(|(cpu, weights)| {
+            let results = ops::run(cpu, weights, &case, false, &mut Vec::new());
+            results.into_iter().flatten().map(f32::to_bits).collect::<Vec<_>>()
+        });
+        assert!(one == two && one == three, "{}: not the same bits on 1, 2 and 3 threads", case.name);
+    }
+}
+
+#[test]
+fn unpatchify_undoes_patchify() {
+    let (width, height, channels) = (5, 3, 8);
+    let (mut cpu, mut arena) = (cpu(2), Arena::new(Region::Arena));
+    let x = arena.alloc(4 * width * height, channels, DType::F32).unwrap();
+    let tokens = arena.alloc(width * height, 4 * channels, DType::F32).unwrap();
+    let back = arena.alloc(4 * width * height, channels, DType::F32).unwrap();
+    let [mean, var] = [(); 2].map(|()| arena.alloc(1, 4 * channels, DType::F32).unwrap());
+    cpu.reserve(arena.peak()).unwrap();
+    let values: Vec<f32> = (0..x.len()).map(|i| (i as f32 * 0.37).sin()).collect();
+    let spread: Vec<f32> = (0..4 * channels).map(|i| 0.5 + i as f32 / 8.0).collect();
+    cpu.write(x, HostData::F32(&values)).unwrap();
+    cpu.write(mean, HostData::F32(&spread)).unwrap();
+    cpu.write(var, HostData::F32(&spread)).unwrap();
+    let stats = LatentStats { mean, var, eps: 1e-4 };
+    cpu.run(Op::Patchify { out: tokens, x, stats: &stats, width }).unwrap();
+    cpu.run(Op::Unpatchify { out: back, x: tokens, stats: &stats, width }).unwrap();
+    let mut got = vec![0.0; back.len()];
+    cpu.read(back, &mut got).unwrap();
+    for (i, (got, want)) in got.iter().zip(&values).enumerate() {
+        assert!((got - want).abs() < 1e-6, "element {i}: {got} {want}");
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------- refusals
+
+fn matrix(arena: &mut Arena, rows: usize, cols: usize) -> Tensor {
+    arena.alloc(rows, cols, DType::F32).unwrap()
+}
+
+/// Operands that do not fit each other, or that would be read while they are written, are an error and never a wrong result.
+#[test]
+fn operands_that_do_not_fit_are_refused() {
+    let (mut cpu, mut arena) = (cpu(1), Arena::new(Region::Arena));
+    let (a, b, c) = (matrix(&mut arena, 4, 8), matrix(&mut arena, 4, 8), matrix(&mut arena, 8, 8));
+    let (row, short, ids) = (matrix(&mut arena, 1, 8), matrix(&mut arena, 1, 7), arena.alloc(4, 1, DType::U32).unwrap());
+    let half = arena.alloc(1, 8, DType::Bf16).unwrap();
+    cpu.reserve(arena.peak()).unwrap();
+    let w = Linear { weight: c, bias: None };
+    let biased = Linear { weight: c, bias: Some(short) };
+    let conv = Conv { weight: matrix(&mut Arena::new(Region::Weights), 8, 72), bias: row };
+    let norm = GroupNorm { weight: row, bias: row, groups: 3, eps: 1e-6 };
+    let kv = |k, v| KeyValues { k, v };
+    let (good, uneven, none) = ([kv(c, c); 2], [kv(c, c.rows(0..7))], [kv(c.rows(0..0), c.rows(0..0))]);
+    let same = Sampling::Same;
+    let outside = Tensor { offset: arena.peak(), ..a };
+    let image =
+        |out, x, width, height, sampling| Op::Conv { out, x, w: &conv, width, height, sampling, residual: None, stats: None };
+    fn attention(out: Tensor, q: Tensor, kv: &[KeyValues], head_dim: usize, causal: bool) -> Op<'_> {
+        Op::Attention { out, q, kv, head_dim, causal }
+    }
+    let refused: &[(&str, Op<'_>)] = &[
+        ("another number of rows", Op::Copy { out: a, x: c }),
+        ("another number of columns", Op::Silu { out: a, x: b.cols(0..7) }),
+        ("the result is the input", Op::Silu { out: a, x: a }),
+        ("the result overlaps the input", Op::Copy { out: c.rows(0..4), x: c.rows(3..7) }),
+        ("columns overlap", Op::Copy { out: c.cols(0..4), x: c.cols(3..7) }),
+        ("outside working memory", Op::Copy { out: outside, x: b }),
+        ("partly outside", Op::Copy { out: a, x: Tensor { offset: arena.peak() - 4, ..b } }),
+        ("a result among the weights", Op::Copy { out: Tensor { region: Region::Weights, ..a }, x: b }),
+        ("a weight nobody uploaded", Op::Copy { out: a, x: Tensor { region: Region::Weights, ..b } }),
+        ("rows that overlap each other", Op::Copy { out: Tensor { stride: 4, ..a }, x: b }),
+        ("misaligned", Op::Copy { out: a, x: Tensor { offset: b.offset + 2, ..b } }),
+        ("ids as values", Op::Copy { out: a.cols(0..1), x: ids }),
+        ("values as ids", Op::Embed { out: a, ids: b.cols(0..1), table: c }),
+        ("fewer ids than rows", Op::Embed { out: a, ids: ids.rows(0..3), table: c }),
+        ("a norm weight too short", Op::RmsNorm { out: a, x: b, weight: short, eps: 0.0 }),
+        ("a norm weight in bf16", Op::RmsNorm { out: a, x: b, weight: half, eps: 0.0 }),
+        ("inner sizes differ", Op::Linear(&[Product { out: a, x: b.cols(0..7), w: &w }])),
+        ("bias too short", Op::Linear(&[Product { out: a, x: b, w: &biased }])),
+        ("two streams, one result", Op::Linear(&[Product { out: a, x: b, w: &w }, Product { out: a, x: b, w: &w }])),
+        ("odd gates and ups", Op::LinearSwiglu(&[Product { out: a, x: b, w: &w }])),
+        ("gate too short", Op::LinearGateResidual(&[GatedProduct { into: a, x: b, w: &w, gate: Some(short) }])),
+        ("heads do not divide", attention(a, b, &good, 3, false)),
+        ("values unlike keys", attention(a, b, &uneven, 8, false)),
+        ("no keys", attention(a, b, &none, 8, false)),
+        ("no segment", attention(a, b, &[], 8, false)),
+        ("a mask over segments", attention(a, b, &good, 8, true)),
+        ("another number of pixels", image(a, b, 3, 2, same)),
+        ("an odd side halved", image(a.rows(0..1), b, 4, 1, Sampling::Down)),
+        ("groups do not divide", Op::GroupNorm { out: a, x: b, norm: &norm, stats: None, silu: false }),
+        ("latents in bf16", Op::Euler { latents: half, velocity: row, dt: 1.0 }),
+        ("shapes differ", Op::Guidance { out: a, cond: b, uncond: c, scale: 1.0 }),
+    ];
+    for (what, op) in refused {
+        match cpu.run(*op) {
+            Err(Error::Op { .. }) => {}
+            other => panic!("{what}: {other:?}"),
+        }
+    }
+}
+
+#[test]
+fn an_id_outside_the_vocabulary_is_refused() {
+    let (mut cpu, mut arena) = (cpu(1), Arena::new(Region::Arena));
+    let (ids, out) = (arena.alloc(2, 1, DType::U32).unwrap(), matrix(&mut arena, 2, 8));
+    let table = matrix(&mut arena, 5, 8);
+    cpu.reserve(arena.peak()).unwrap();
+    cpu.write(ids, HostData::U32(&[4, 5])).unwrap();
+    assert!(matches!(cpu.run(Op::Embed { out, ids, table }), Err(Error::Op { .. })));
+}
+
+#[test]
+fn weights_that_do_not_fit_are_refused() {
+    let mut cpu = cpu(1);
+    let mut arena = Arena::new(Region::Weights);
+    let part = |bytes: usize| [WeightPart { bytes: Bytes::new(Arc::new(vec![0u8; bytes])), dtype: DType::F32 }];
+    let to = matrix(&mut arena, 4, 8);
+    for bytes in [0, 96, 124, 130, 160] {
+        assert!(matches!(cpu.upload(to, Role::Linear, &part(bytes)), Err(Error::Op { .. })), "{bytes} bytes");
+    }
+    let mut cpu = self::cpu(1);
+    cpu.upload(to, Role::Linear, &part(128)).unwrap();
+    for taken in [to, to.rows(2..4), Tensor { offset: to.offset + 32, ..to }] {
+        let bytes = part(taken.len() * 4);
+        assert!(matches!(cpu.upload(taken, Role::Linear, &bytes), Err(Error::Op { .. })), "{taken:?} is taken");
+    }
+}
