@@ -5,6 +5,7 @@
 //! into the mapped file.
 
 mod folder;
+mod guard;
 mod header;
 mod quantised;
 
@@ -14,6 +15,7 @@ pub use header::{ElementType, Entry};
 use crate::error::{Error, Result};
 use crate::names::{self, Layout, Place, Rows, Spelling, TensorSpec};
 use crate::tensor::{Bytes, DType};
+use guard::Mapped;
 use header::Header;
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -26,6 +28,8 @@ pub struct Shard {
     path: PathBuf,
     bytes: Bytes,
     header: Arc<Header>,
+    /// The file behind the bytes, if there is one.
+    mapped: Option<Arc<Mapped>>,
 }
 
 impl Shard {
@@ -38,18 +42,30 @@ impl Shard {
             return Err(Error::bad_file(path, "not a safetensors file", detail));
         }
         let file = File::open(path).map_err(|e| Error::read(path, e))?;
-        let bytes = if meta.len() == 0 { Bytes::new(Arc::new([])) } else { map(path, &file)? };
-        Self::new(path.into(), bytes)
+        if meta.len() == 0 {
+            return Self::new(path.into(), Bytes::new(Arc::new([])), None);
+        }
+        let mapped = Arc::new(Mapped::new(path, file)?);
+        Self::new(path.into(), Bytes::new(mapped.clone()), Some(mapped))
     }
 
     /// A file that is already in memory; `name` stands for its path in messages.
     pub fn from_bytes(name: &str, bytes: Bytes) -> Result<Self> {
-        Self::new(name.into(), bytes)
+        Self::new(name.into(), bytes, None)
     }
 
-    fn new(path: PathBuf, bytes: Bytes) -> Result<Self> {
-        let header = Arc::new(Header::parse(&path, &bytes)?);
-        Ok(Self { path, bytes, header })
+    fn new(path: PathBuf, bytes: Bytes, mapped: Option<Arc<Mapped>>) -> Result<Self> {
+        let header = Header::parse(&path, &bytes).map_err(|error| {
+            // A file that is still being written looks broken in many ways. That it changes says more.
+            let changed = mapped.as_ref().and_then(|mapped| mapped.verify(&path).err());
+            changed.unwrap_or(error)
+        })?;
+        Ok(Self { path, bytes, header: Arc::new(header), mapped })
+    }
+
+    /// Fails if the file changed since it was opened, so that anything read from it may be wrong. Bytes in memory do not.
+    pub fn verify(&self) -> Result<()> {
+        self.mapped.as_ref().map_or(Ok(()), |mapped| mapped.verify(&self.path))
     }
 
     /// Where it came from.
@@ -76,15 +92,6 @@ impl Shard {
     pub fn metadata(&self) -> &BTreeMap<String, String> {
         &self.header.metadata
     }
-}
-
-#[allow(unsafe_code)]
-fn map(path: &Path, file: &File) -> Result<Bytes> {
-    // SAFETY: the mapping is read-only, and its bytes are only ever read as plain numbers, for which every bit pattern is
-    // valid; the header, whose text must not change after validation, is copied out first. That nobody shortens the file
-    // while it is mapped cannot be enforced; if somebody does, the process ends with a bus error and reads nothing stray.
-    let map = unsafe { memmap2::Mmap::map(file) }.map_err(|e| Error::read(path, e))?;
-    Ok(Bytes::new(Arc::new(map)))
 }
 
 /// A weight whose name, shape and type were checked.
@@ -192,6 +199,11 @@ impl Weights {
     /// The files.
     pub fn shards(&self) -> &[Shard] {
         &self.shards
+    }
+
+    /// Fails if one of the files changed since it was opened; see [`Shard::verify`].
+    pub fn verify(&self) -> Result<()> {
+        self.shards.iter().try_for_each(Shard::verify)
     }
 
     /// Canonical names of everything found, whole or not.

@@ -79,6 +79,7 @@ pub fn read_noise(path: &Path, tokens: usize) -> Result<Vec<f32>> {
     }
     let bytes = shard.bytes("noise").ok_or_else(missing)?;
     let noise: Vec<f32> = bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
+    shard.verify()?;
     match noise.iter().filter(|v| !v.is_finite()).count() {
         0 => Ok(noise),
         count => Err(wrong(format!("{count} of its values are not finite"))),

@@ -15,6 +15,7 @@ pub mod locate;
 pub mod model;
 pub mod names;
 pub mod noise;
+pub mod output;
 pub mod pipeline;
 pub mod progress;
 pub mod reference;

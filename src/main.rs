@@ -26,6 +26,10 @@ enum Failure {
 
 fn main() -> ExitCode {
     record_panics();
+    // A file that may not grow any further is reported by the write. By itself the signal that comes first would end the
+    // process; that it has a handler is enough, and if it cannot have one, nothing is lost.
+    #[cfg(unix)]
+    let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
     let signals = Signals::default();
     let failure = match guarded(|| {
         let command = match cli::parse(std::env::args_os()) {

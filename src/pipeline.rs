@@ -21,6 +21,7 @@ use crate::tensor::{Arena, DType, Precision, Region, Tensor};
 use crate::tiny;
 use crate::tokenizer::{Tokenizer, Tokens};
 use std::path::Path;
+use std::sync::Arc;
 
 /// What to make.
 #[derive(Clone, Debug)]
@@ -78,6 +79,8 @@ pub struct Picture {
 pub struct Engine {
     backend: Box<dyn Backend>,
     parts: Parts,
+    /// The files, which a backend may go on reading from.
+    weights: Arc<[Weights]>,
     tokenizer: Tokenizer,
     variant: Variant,
     precision: Precision,
@@ -183,6 +186,11 @@ impl OpenModel {
         let name = display_name(&c, variant);
         Ok(Self { transformer, text, vae, tokenizer, configs: (c, t, v), variant, name, warnings })
     }
+
+    /// Fails if one of the files changed since it was opened.
+    pub fn verify(&self) -> Result<()> {
+        [&self.transformer, &self.text, &self.vae].into_iter().try_for_each(Weights::verify)
+    }
 }
 
 impl Parts {
@@ -213,6 +221,19 @@ struct Inputs<'a> {
     cached: bool,
     plan: SequencePlan,
     schedule: Schedule,
+    weights: Arc<[Weights]>,
+}
+
+impl Inputs<'_> {
+    /// Lets values pass that were made from unchanged weights and are finite, and so fit to be shown: a NaN would be a black
+    /// square with no word of why. Weights come first, because changed ones can be where a NaN is from.
+    fn check(&self, values: &[f32], stage: impl FnOnce() -> String) -> Result<()> {
+        self.weights.iter().try_for_each(Weights::verify)?;
+        match values.iter().filter(|v| !v.is_finite()).count() {
+            0 => Ok(()),
+            count => Err(Error::NotFinite { stage: stage(), count }),
+        }
+    }
 }
 
 impl Engine {
@@ -221,9 +242,11 @@ impl Engine {
         progress.begin(Phase::Load, model.transformer.bytes() + model.text.bytes() + model.vae.bytes());
         let sources = [Some(&model.transformer), Some(&model.text), Some(&model.vae)];
         let parts = Parts::place(backend.as_mut(), &model.configs, sources, options, &mut |bytes| progress.advance(bytes))?;
+        model.verify()?;
         progress.end();
-        let OpenModel { tokenizer, variant, name, .. } = model;
-        Ok(Self { backend, parts, tokenizer, variant, precision: options.precision, name })
+        let OpenModel { transformer, text, vae, tokenizer, variant, name, .. } = model;
+        let weights = Arc::from([transformer, text, vae]);
+        Ok(Self { backend, parts, weights, tokenizer, variant, precision: options.precision, name })
     }
 
     /// The model's name for people.
@@ -264,6 +287,7 @@ impl Engine {
             cached: self.variant == Variant::Kv && !job.references.is_empty(),
             plan: SequencePlan::new(prompt.ids.len(), grid, &grids)?,
             schedule: Schedule::new(job.steps, grid.tokens()),
+            weights: self.weights.clone(),
             prompt,
         })
     }
@@ -340,14 +364,6 @@ fn download(be: &mut dyn Backend, tensor: Tensor) -> Result<Vec<f32>> {
     let mut values = vec![0.0; tensor.len()];
     be.read(tensor, &mut values)?;
     Ok(values)
-}
-
-/// A picture with a NaN in it is never shown: it would be a black square with no word of why.
-fn check_finite(values: &[f32], stage: impl FnOnce() -> String) -> Result<()> {
-    match values.iter().filter(|v| !v.is_finite()).count() {
-        0 => Ok(()),
-        count => Err(Error::NotFinite { stage: stage(), count }),
-    }
 }
 
 impl Parts {
@@ -432,7 +448,7 @@ impl Parts {
                     be.run(Op::Euler { latents, velocity, dt: schedule.dt(i) })?;
                 }
                 let now = download(be, latents)?;
-                check_finite(&now, || format!("denoising step {} of {}", i + 1, schedule.steps()))?;
+                inputs.check(&now, || format!("denoising step {} of {}", i + 1, schedule.steps()))?;
                 if job.record {
                     values.latents.push(now);
                 }
@@ -443,7 +459,7 @@ impl Parts {
             progress.begin(Phase::Decode, 1);
             self.vae.decode(be, ws, image, latents, job.size.grid())?;
             values.image = download(be, image)?;
-            check_finite(&values.image, || "decoding".into())?;
+            inputs.check(&values.image, || "decoding".into())?;
             progress.end();
             sink(seed, values)?;
         }
@@ -484,7 +500,7 @@ impl Parts {
                 self.vae.encode(be, ws, tokens, image, *grid)
             })?;
             let values = download(be, tokens)?;
-            check_finite(&values, || format!("encoding reference {}", j + 1))?;
+            inputs.check(&values, || format!("encoding reference {}", j + 1))?;
             if inputs.job.record {
                 record.push(values);
             }

@@ -78,6 +78,7 @@ pub fn estimate(configs: &Configs, variant: Variant, options: LoadOptions, job: 
         cached: variant == Variant::Kv && !grids.is_empty(),
         plan: SequencePlan::new(t.max_tokens, canvas, &grids)?,
         schedule: Schedule::new(job.steps, canvas.tokens()),
+        weights: Arc::from([]),
     };
     let meter = Meter { flops: plan.counter(), stages: RefCell::new(Vec::new()) };
     let noise = vec![0.0; canvas.tokens() * c.channels];

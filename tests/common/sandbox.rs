@@ -1,4 +1,5 @@
 //! The real program in a folder of its own.
+#![allow(dead_code)] // each test binary uses its own part of this
 
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -32,8 +33,15 @@ impl Sandbox {
 
     /// The program, cut off from whatever models this machine has.
     pub fn command<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_kiln"));
-        command.args(args).current_dir(&self.0).env("HOME", &self.0);
+        let mut command = self.wrapped(env!("CARGO_BIN_EXE_kiln"));
+        command.args(args);
+        command
+    }
+
+    /// The same for another program that will start ours.
+    pub fn wrapped(&self, program: &str) -> Command {
+        let mut command = Command::new(program);
+        command.current_dir(&self.0).env("HOME", &self.0);
         for name in ["KILN_MODEL", "HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "RUST_BACKTRACE"] {
             command.env_remove(name);
         }

@@ -1,0 +1,106 @@
+//! A weight file in memory, and whether it is still the file that was opened.
+//!
+//! A mapped file is the file itself, so whoever changes it changes the weights of a run under way:
+//! - cut short, it makes the next read of what is gone a bus error, which ends the process;
+//! - written to, it gives other numbers and no word about it;
+//! - deleted, or replaced by another file of its name, it goes on as it was: the mapping holds on to the old one.
+//!
+//! The last is how files should be replaced, and is no fault. Against the first, a handler puts zeros in place of what is gone
+//! and takes a note (Linux only; elsewhere a bus error stays one). Both notes and changes of size or time come to light in
+//! [`Mapped::verify`], to be asked after the bytes were used and before anybody sees what was made of them.
+//!
+//! A writer who puts back size and modification time goes unnoticed. The change time, which nobody can put back, is no help:
+//! replacing the file changes that of the old one, too.
+#![allow(unsafe_code)]
+
+#[cfg(target_os = "linux")]
+mod bus;
+#[cfg(not(target_os = "linux"))]
+mod bus {
+    //! No handler: see the linux one for what these are.
+
+    #[derive(Debug)]
+    pub(super) struct Watch;
+
+    impl Watch {
+        pub fn new(_mapping: &[u8]) -> std::io::Result<Self> {
+            Ok(Self)
+        }
+
+        pub fn lost(&self) -> bool {
+            false
+        }
+    }
+}
+
+use super::header::grouped;
+use crate::error::{Error, Result};
+use memmap2::{Mmap, MmapOptions};
+use std::fs::File;
+use std::io;
+use std::path::Path;
+use std::time::SystemTime;
+
+/// A mapped file.
+#[derive(Debug)]
+pub(super) struct Mapped {
+    /// Before the mapping, because fields are dropped in order: as soon as the addresses are free they may be someone else's.
+    watch: bus::Watch,
+    map: Mmap,
+    /// Kept open to look at the mapped file itself, whatever has its name by now.
+    file: File,
+    stamp: Stamp,
+}
+
+impl Mapped {
+    /// Maps an open file that is not empty.
+    pub fn new(path: &Path, file: File) -> Result<Self> {
+        let attempt = || {
+            // First the stamp, then the bytes: what changes in between is a change.
+            let stamp = Stamp::of(&file)?;
+            let len = usize::try_from(stamp.len).map_err(|_| io::ErrorKind::FileTooLarge)?;
+            // SAFETY: the mapping is read-only, and its bytes are only ever read as plain numbers, for which every bit pattern
+            // is valid; the header, whose text must not change after validation, is copied out first. Nobody else can be kept
+            // from writing to the file, but what was read from it then is thrown away: see `verify`.
+            let map = unsafe { MmapOptions::new().len(len).map(&file) }?;
+            let watch = bus::Watch::new(&map)?;
+            Ok((watch, map, stamp))
+        };
+        let (watch, map, stamp) = attempt().map_err(|error: io::Error| Error::read(path, error))?;
+        Ok(Self { watch, map, file, stamp })
+    }
+
+    /// Fails if anything read so far may be other than what the file held when it was mapped. `path` is for the message.
+    pub fn verify(&self, path: &Path) -> Result<()> {
+        let detail = match Stamp::of(&self.file) {
+            Err(error) => error.to_string(),
+            Ok(now) if now.len != self.stamp.len => format!("size {} -> {}", grouped(self.stamp.len), grouped(now.len)),
+            Ok(now) if now.modified != self.stamp.modified => "it was written to".into(),
+            Ok(_) if self.watch.lost() => "a part of it was gone when it was needed".into(),
+            Ok(_) => return Ok(()),
+        };
+        let error = Error::bad_file(path, "weight file changed while it was being read", detail);
+        Err(error.with_hint("nothing was written; start again when the file is complete"))
+    }
+}
+
+impl AsRef<[u8]> for Mapped {
+    fn as_ref(&self) -> &[u8] {
+        &self.map
+    }
+}
+
+/// What changes with a file's content.
+#[derive(Clone, Copy, Debug)]
+struct Stamp {
+    len: u64,
+    /// None where a file system keeps no times.
+    modified: Option<SystemTime>,
+}
+
+impl Stamp {
+    fn of(file: &File) -> io::Result<Self> {
+        let meta = file.metadata()?;
+        Ok(Self { len: meta.len(), modified: meta.modified().ok() })
+    }
+}

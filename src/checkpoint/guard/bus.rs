@@ -1,0 +1,193 @@
+//! Reads of a mapped file beyond its end: zeros and a note instead of the end of the process.
+//!
+//! One handler for the whole process looks a fault's address up in a table of mappings. It may run at any moment in any
+//! thread, so it takes no lock and allocates nothing: the table is a static array of atomics, and the rest are two system
+//! calls. Faults that are not ours go to whoever was there before.
+#![allow(unsafe_code)]
+
+use libc::{c_int, c_void, siginfo_t};
+use std::io;
+use std::ops::Range;
+use std::ptr;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
+
+/// Most files mapped at once. A model has a few dozen at most.
+const SLOTS: usize = 1024;
+
+static TABLE: [Slot; SLOTS] = [const { Slot::new() }; SLOTS];
+
+/// What was done about the signal before; set before our handler is.
+static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
+
+/// A place in the table.
+#[derive(Debug)]
+struct Slot {
+    taken: AtomicBool,
+    /// Odd while the two below are being written, and another number afterwards.
+    version: AtomicUsize,
+    start: AtomicUsize,
+    len: AtomicUsize,
+    /// A part of the mapping was gone when it was read.
+    lost: AtomicBool,
+}
+
+impl Slot {
+    const fn new() -> Self {
+        let number = AtomicUsize::new;
+        Self { taken: AtomicBool::new(false), version: number(0), start: number(0), len: number(0), lost: AtomicBool::new(false) }
+    }
+
+    /// Writes the range; only the slot's owner does.
+    fn set(&self, start: usize, len: usize) {
+        let version = self.version.load(Ordering::Relaxed);
+        self.version.store(version.wrapping_add(1), Ordering::Relaxed);
+        fence(Ordering::Release);
+        self.start.store(start, Ordering::Relaxed);
+        self.len.store(len, Ordering::Relaxed);
+        self.version.store(version.wrapping_add(2), Ordering::Release);
+    }
+
+    /// The range, or `None` while it changes. A reader that looks for its own mapping need not wait: it holds on to that
+    /// mapping, so a slot that changes is another's.
+    fn range(&self) -> Option<Range<usize>> {
+        let version = self.version.load(Ordering::Acquire);
+        let (start, len) = (self.start.load(Ordering::Relaxed), self.len.load(Ordering::Relaxed));
+        fence(Ordering::Acquire);
+        let stable = version.is_multiple_of(2) && version == self.version.load(Ordering::Relaxed);
+        stable.then(|| start..start.saturating_add(len))
+    }
+}
+
+/// Faults in one mapping are caught as long as this lives. It must not outlive the mapping.
+#[derive(Debug)]
+pub(super) struct Watch(&'static Slot);
+
+impl Watch {
+    /// Begins to watch a mapping, given as its bytes.
+    pub fn new(mapping: &[u8]) -> io::Result<Self> {
+        install()?;
+        let take = |slot: &&Slot| slot.taken.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok();
+        let slot = TABLE.iter().find(take).ok_or_else(|| io::Error::other(format!("{SLOTS} weight files are already open")))?;
+        slot.lost.store(false, Ordering::Relaxed);
+        slot.set(mapping.as_ptr().addr(), mapping.len());
+        Ok(Self(slot))
+    }
+
+    /// True if a part of the mapping was gone when it was read; since then, all of it reads as zeros.
+    pub fn lost(&self) -> bool {
+        self.0.lost.load(Ordering::Acquire)
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        self.0.set(0, 0);
+        self.0.taken.store(false, Ordering::Release);
+    }
+}
+
+/// Puts the handler in place, once.
+fn install() -> io::Result<()> {
+    static INSTALLED: OnceLock<Result<(), Option<i32>>> = OnceLock::new();
+    let install = || {
+        // SAFETY: for a `sigaction`, all zeros is a value: the default action, no flags, an empty mask.
+        let (mut previous, mut action) = unsafe { std::mem::zeroed::<(libc::sigaction, libc::sigaction)>() };
+        // SAFETY: a null new action only asks for the current one, which goes to a place of the right type.
+        if unsafe { libc::sigaction(libc::SIGBUS, ptr::null(), &mut previous) } != 0 {
+            return Err(io::Error::last_os_error().raw_os_error());
+        }
+        PREVIOUS.get_or_init(|| previous);
+        action.sa_sigaction = on_fault as extern "C" fn(c_int, *mut siginfo_t, *mut c_void) as libc::sighandler_t;
+        // On the alternate stack, because the previous handler may be the one that reports overflows of the usual one.
+        action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_RESTART;
+        // SAFETY: the action is complete, and its handler does only what a signal handler may.
+        if unsafe { libc::sigaction(libc::SIGBUS, &action, ptr::null_mut()) } != 0 {
+            return Err(io::Error::last_os_error().raw_os_error());
+        }
+        Ok(())
+    };
+    INSTALLED.get_or_init(install).map_err(|code| code.map_or_else(|| io::ErrorKind::Other.into(), io::Error::from_raw_os_error))
+}
+
+extern "C" fn on_fault(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
+    // SAFETY: the kernel calls a handler set with SA_SIGINFO with a valid `info`, whose address field is always initialised.
+    let (code, address) = unsafe { ((*info).si_code, (*info).si_addr().addr()) };
+    // A signal that a process sent has no address, and a code that is not positive.
+    if code <= 0 || !cover(address) {
+        pass_on(signal, code, info, context);
+    }
+}
+
+/// If a mapping of ours has this address, notes that and makes it readable.
+fn cover(address: usize) -> bool {
+    let found = TABLE.iter().find_map(|slot| Some((slot, slot.range().filter(|range| range.contains(&address))?)));
+    let Some((slot, range)) = found else { return false };
+    // First the note: nobody may read zeros and find none.
+    slot.lost.store(true, Ordering::Release);
+    // All of the mapping, not one page of it: nothing read from it counts any more, and so there is one fault and not a million.
+    let flags = libc::MAP_FIXED | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    let start = ptr::without_provenance_mut::<c_void>(range.start);
+    // SAFETY: the range is a mapping that only this crate uses, only to read numbers from it, and that the reader who came here
+    // keeps alive; zeros are numbers, too. The call is a plain system call.
+    let zeros = unsafe { libc::mmap(start, range.len(), libc::PROT_READ, flags, -1, 0) };
+    zeros != libc::MAP_FAILED
+}
+
+/// Does what would have been done without us.
+fn pass_on(signal: c_int, code: c_int, info: *mut siginfo_t, context: *mut c_void) {
+    let (handler, flags) = PREVIOUS.get().map_or((libc::SIG_DFL, 0), |previous| (previous.sa_sigaction, previous.sa_flags));
+    match handler {
+        // A fault cannot be ignored, only a signal that was sent.
+        libc::SIG_IGN if code <= 0 => {}
+        // SAFETY: a zeroed action is the default one; both calls are allowed in a handler. The signal waits until this
+        // handler returns, and then ends the process.
+        libc::SIG_DFL | libc::SIG_IGN => unsafe {
+            libc::sigaction(signal, &std::mem::zeroed(), ptr::null_mut());
+            libc::raise(signal);
+        },
+        _ if flags & libc::SA_SIGINFO != 0 => {
+            // SAFETY: with this flag, the address is that of a function of this type, and it gets what the kernel gave us.
+            let handler: extern "C" fn(c_int, *mut siginfo_t, *mut c_void) = unsafe { std::mem::transmute(handler) };
+            handler(signal, info, context);
+        }
+        _ => {
+            // SAFETY: without the flag, the address is that of a function of this type.
+            let handler: extern "C" fn(c_int) = unsafe { std::mem::transmute(handler) };
+            handler(signal);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slot_gives_whole_ranges_or_none() {
+        let slot = Slot::new();
+        assert_eq!(slot.range(), Some(0..0));
+        std::thread::scope(|scope| {
+            scope.spawn(|| (1..200_000).for_each(|i| slot.set(i << 20, i)));
+            for range in (0..200_000).filter_map(|_| slot.range()) {
+                assert_eq!(range.start, range.len() << 20, "half of one range and half of another");
+            }
+        });
+        assert_eq!(slot.range(), Some(199_999 << 20..(199_999 << 20) + 199_999));
+    }
+
+    #[test]
+    fn addresses_are_found_while_they_are_watched() {
+        let find = |address: usize| TABLE.iter().any(|slot| slot.range().is_some_and(|range| range.contains(&address)));
+        // Never read: only the addresses matter.
+        let bytes = vec![7; 10_000];
+        let (first, last) = (bytes.as_ptr().addr(), bytes.as_ptr().addr() + 9_999);
+        let watch = Watch::new(&bytes).unwrap();
+        assert!(find(first) && find(last) && !find(last + 1) && !find(first - 1) && !find(0));
+        assert!(!watch.lost());
+        drop(watch);
+        assert!(!find(first));
+        assert!(!cover(first), "what is not watched is not touched");
+        assert_eq!(bytes, vec![7; 10_000]);
+    }
+}

@@ -1,0 +1,358 @@
+//! Files that appear whole or not at all.
+//!
+//! A picture can cost minutes, so writing it is the last place to be careless: the target is checked before any work starts, an
+//! existing file is never replaced unasked, and at no moment does the target hold half a picture.
+//!
+//! Linux has files without a name. One of those takes the bytes and gets its name as the last step, so a process that is killed
+//! leaves nothing behind, and of many writers one wins. Where there are none, a file beside the target does, under a name that
+//! a killed process leaves.
+
+use crate::error::{Error, Result};
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, ErrorKind, Write};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Finds out before any work whether [`save_new`] can be expected to succeed: the folder exists and takes new files, and the
+/// target is free, or with `force` a file that may be replaced.
+pub fn check_writable(path: &Path, force: bool) -> Result<()> {
+    let name = path.as_os_str().as_encoded_bytes();
+    // `a/b/` and `a/b` have the same components, but no file can be written at the former.
+    if path.file_name().is_none() || name.last().is_some_and(|&byte| std::path::is_separator(byte.into())) {
+        return Err(refused(path, ErrorKind::InvalidInput, "this is not the name of a file"));
+    }
+    let folder = folder_of(path);
+    if !folder.is_dir() {
+        return Err(refused(path, ErrorKind::NotFound, "there is no such folder"));
+    }
+    check_target(path, force)?;
+    match nameless::create(folder) {
+        Ok(_) => Ok(()),
+        Err(_) => Temp::claim(path, create_new).map(drop),
+    }
+}
+
+/// Writes a whole file or nothing. An existing file is an error unless `force` is set, even if it appears while we write.
+pub fn save_new(path: &Path, bytes: &[u8], force: bool) -> Result<()> {
+    check_target(path, force)?;
+    if !place_nameless(path, bytes, force)? {
+        place_named(path, bytes, force)?;
+    }
+    sync_folder(folder_of(path));
+    Ok(())
+}
+
+/// Writes to a file without a name, and gives it one. Returns false if that cannot be done here.
+fn place_nameless(path: &Path, bytes: &[u8], force: bool) -> Result<bool> {
+    // Systems and file systems without them say so in many ways. Whatever it is, what is wrong with the folder itself comes
+    // back from the attempt with a name; so for the link below.
+    let Ok(file) = nameless::create(folder_of(path)) else { return Ok(false) };
+    fill(&file, path, bytes)?;
+    let placed = if force {
+        // A link never replaces, a rename does.
+        Temp::claim(path, |name| nameless::link(&file, name)).and_then(|(temp, ())| temp.replace(path))
+    } else {
+        nameless::link(&file, path).map_err(|error| name_error(path, error))
+    };
+    match placed {
+        Ok(()) => Ok(true),
+        Err(Error::OutputExists { path }) => Err(Error::OutputExists { path }),
+        Err(_) => Ok(false),
+    }
+}
+
+/// Writes to a file beside the target, and gives it the target's name.
+fn place_named(path: &Path, bytes: &[u8], force: bool) -> Result<()> {
+    let (temp, file) = Temp::claim(path, create_new)?;
+    fill(&file, path, bytes)?;
+    if force {
+        return temp.replace(path);
+    }
+    match fs::hard_link(&temp.path, path).map_err(|error| name_error(path, error)) {
+        // File systems without hard links say so in many ways. Whatever it was, if it was something else it comes back.
+        Err(Error::Write { .. }) => claim_and_replace(temp, path),
+        done => done,
+    }
+}
+
+/// Like a hard link followed by removal, where there are no hard links: taking the name with an empty file is exclusive, and
+/// replacing that by the finished one is atomic. A kill between the two leaves an empty file, never half a picture.
+fn claim_and_replace(temp: Temp, path: &Path) -> Result<()> {
+    create_new(path).map_err(|error| name_error(path, error))?;
+    temp.replace(path).inspect_err(|_| {
+        // The error at hand matters more than one about the empty file.
+        let _ = fs::remove_file(path);
+    })
+}
+
+/// Writes all bytes and waits until they are on disk. They must be there before the name is: after a power cut a name without
+/// data would be a partial file.
+fn fill(mut file: &File, target: &Path, bytes: &[u8]) -> Result<()> {
+    file.write_all(bytes).and_then(|()| file.sync_all()).map_err(|source| write_error(target, source))
+}
+
+/// Waits until a new name in a folder is on disk. Not every system can, and the file is there in any case: only a power cut in
+/// the next seconds could take it away again. So a failure is not worth an error.
+fn sync_folder(folder: &Path) {
+    if cfg!(unix) {
+        let _ = File::open(folder).and_then(|folder| folder.sync_all());
+    }
+}
+
+fn create_new(path: &Path) -> io::Result<File> {
+    OpenOptions::new().write(true).create_new(true).open(path)
+}
+
+/// Refuses a target that exists, or with `force` one that is not a file: replacing `/dev/null` would be a surprise.
+fn check_target(path: &Path, force: bool) -> Result<()> {
+    // Not following links: a link to nowhere is something that exists, too.
+    match fs::symlink_metadata(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(write_error(path, error)),
+        Ok(_) => {}
+    }
+    match fs::metadata(path) {
+        Ok(meta) if meta.is_dir() => Err(refused(path, ErrorKind::IsADirectory, "this is a folder")),
+        _ if !force => Err(Error::OutputExists { path: path.into() }),
+        Ok(meta) if !meta.is_file() => Err(refused(path, ErrorKind::InvalidInput, "this is not a regular file")),
+        _ => Ok(()),
+    }
+}
+
+/// The name of a file beside the target, on the same file system and removed when dropped.
+struct Temp {
+    path: PathBuf,
+}
+
+impl Temp {
+    /// Finds a free name with `make`, which fails on a name that is taken. Errors name the target, which is what the user knows.
+    fn claim<T>(target: &Path, make: impl Fn(&Path) -> io::Result<T>) -> Result<(Self, T)> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let folder = folder_of(target);
+        // Another machine on a shared disk can have a process of our number, and a killed one leaves its file behind.
+        let mut attempts = 100;
+        loop {
+            // Not derived from the target's name, which may already be as long as names can be.
+            let path = folder.join(format!(".kiln-{}-{}.tmp", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)));
+            match make(&path) {
+                Ok(made) => return Ok((Self { path }, made)),
+                Err(error) if error.kind() == ErrorKind::AlreadyExists && attempts > 0 => attempts -= 1,
+                Err(error) => return Err(write_error(target, error)),
+            }
+        }
+    }
+
+    /// Gives the file its final name, in place of whatever has that name.
+    fn replace(self, target: &Path) -> Result<()> {
+        // On success there is nothing left under the old name for the drop to remove.
+        fs::rename(&self.path, target).map_err(|source| write_error(target, source))
+    }
+}
+
+impl Drop for Temp {
+    fn drop(&mut self) {
+        // Nobody can be told, and the file is only litter.
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+#[cfg(target_os = "linux")]
+mod nameless {
+    //! Files without a name. They are gone when closed, unless they were given one.
+
+    use rustix::fs::{AtFlags, CWD, Mode, OFlags, linkat, open};
+    use rustix::io::Errno;
+    use std::fs::File;
+    use std::io;
+    use std::os::fd::AsRawFd;
+    use std::path::Path;
+
+    /// Creates one that belongs to a folder's file system.
+    pub fn create(folder: &Path) -> io::Result<File> {
+        // The permissions that any new file gets, less what the user's mask takes away.
+        let mode = Mode::RUSR | Mode::WUSR | Mode::RGRP | Mode::WGRP | Mode::ROTH | Mode::WOTH;
+        Ok(open(folder, OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC, mode)?.into())
+    }
+
+    /// Gives it a name, which must be free.
+    pub fn link(file: &File, name: &Path) -> io::Result<()> {
+        // By way of /proc everybody may. Without /proc only some may, depending on the system's age.
+        let own = format!("/proc/self/fd/{}", file.as_raw_fd());
+        Ok(match linkat(CWD, own, CWD, name, AtFlags::SYMLINK_FOLLOW) {
+            Err(Errno::NOENT) => linkat(file, "", CWD, name, AtFlags::EMPTY_PATH),
+            done => done,
+        }?)
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+mod nameless {
+    //! There are none here.
+
+    use std::fs::File;
+    use std::io;
+    use std::path::Path;
+
+    pub fn create(_folder: &Path) -> io::Result<File> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    pub fn link(_file: &File, _name: &Path) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+}
+
+/// The folder a file lies in; a bare name lies in the current one.
+fn folder_of(path: &Path) -> &Path {
+    match path.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder,
+        _ => Path::new("."),
+    }
+}
+
+fn write_error(path: &Path, source: io::Error) -> Error {
+    Error::Write { path: path.into(), source }
+}
+
+/// Why a new file could not have the target's name.
+fn name_error(path: &Path, source: io::Error) -> Error {
+    match source.kind() {
+        ErrorKind::AlreadyExists => Error::OutputExists { path: path.into() },
+        _ => write_error(path, source),
+    }
+}
+
+fn refused(path: &Path, kind: ErrorKind, why: &str) -> Error {
+    write_error(path, io::Error::new(kind, why))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An empty folder, removed at the end of the test.
+    struct Scratch(PathBuf);
+
+    impl Scratch {
+        fn new(test: &str) -> Self {
+            let path = std::env::temp_dir().join(format!("kiln-output-{test}-{}", std::process::id()));
+            fs::create_dir_all(&path).unwrap();
+            Self(path)
+        }
+
+        fn names(&self) -> Vec<String> {
+            let entries = fs::read_dir(&self.0).unwrap();
+            let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+            names.sort();
+            names
+        }
+    }
+
+    impl Drop for Scratch {
+        fn drop(&mut self) {
+            let _ = fs::remove_dir_all(&self.0);
+        }
+    }
+
+    #[test]
+    fn a_file_is_written_once_and_replaced_only_by_force() {
+        let scratch = Scratch::new("once");
+        let path = scratch.0.join("out.png");
+        check_writable(&path, false).unwrap();
+        assert!(scratch.names().is_empty(), "the check leaves nothing behind");
+        save_new(&path, b"first", false).unwrap();
+
+        for error in [check_writable(&path, false).unwrap_err(), save_new(&path, b"second", false).unwrap_err()] {
+            assert!(matches!(error, Error::OutputExists { .. }), "{error}");
+            assert_eq!(error.exit_code(), 5);
+        }
+        assert_eq!(fs::read(&path).unwrap(), b"first");
+        check_writable(&path, true).unwrap();
+        save_new(&path, b"third", true).unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"third");
+        assert_eq!(scratch.names(), ["out.png"], "no temporary file stays");
+    }
+
+    #[test]
+    fn one_of_many_writers_wins() {
+        let scratch = Scratch::new("race");
+        for round in 0..20 {
+            let path = scratch.0.join(format!("{round}.png"));
+            let wins: usize = std::thread::scope(|scope| {
+                let path = &path;
+                let spawn = |i: u8| scope.spawn(move || save_new(path, &[i; 10_000], false).is_ok());
+                let writers: Vec<_> = (0..8).map(spawn).collect();
+                writers.into_iter().map(|writer| usize::from(writer.join().unwrap())).sum()
+            });
+            assert_eq!(wins, 1);
+        }
+        assert_eq!(scratch.names().len(), 20);
+    }
+
+    #[test]
+    fn without_nameless_files_a_temporary_name_does() {
+        let scratch = Scratch::new("named");
+        let path = scratch.0.join("out.png");
+        place_named(&path, b"first", false).unwrap();
+        assert!(matches!(place_named(&path, b"second", false).unwrap_err(), Error::OutputExists { .. }));
+        assert_eq!(fs::read(&path).unwrap(), b"first");
+        place_named(&path, b"third", true).unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"third");
+        assert_eq!(scratch.names(), ["out.png"], "no temporary file stays");
+        // What cannot be written with a name is not written without one, and what can be is the same file.
+        assert!(!place_nameless(&scratch.0.join("no/out.png"), b"x", false).unwrap());
+        if place_nameless(&path, b"fourth", true).unwrap() {
+            let mode = |name: &str| fs::metadata(scratch.0.join(name)).unwrap().permissions();
+            place_named(&scratch.0.join("other.png"), b"x", false).unwrap();
+            assert_eq!(mode("out.png"), mode("other.png"));
+            assert_eq!(fs::read(&path).unwrap(), b"fourth");
+        }
+    }
+
+    #[test]
+    fn without_hard_links_the_name_is_claimed_first() {
+        let scratch = Scratch::new("claim");
+        let path = scratch.0.join("out.png");
+        let claim = || Temp::claim(&path, create_new).unwrap();
+        let (temp, mut file) = claim();
+        file.write_all(b"whole").unwrap();
+        claim_and_replace(temp, &path).unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"whole");
+        let error = claim_and_replace(claim().0, &path).unwrap_err();
+        assert!(matches!(error, Error::OutputExists { .. }), "{error}");
+        assert_eq!(scratch.names(), ["out.png"]);
+    }
+
+    #[test]
+    fn targets_that_cannot_be_files() {
+        let scratch = Scratch::new("bad");
+        let folder = scratch.0.join("folder");
+        fs::create_dir(&folder).unwrap();
+        fs::write(scratch.0.join("file"), b"").unwrap();
+        let too_long = scratch.0.join("x".repeat(300));
+        let slash = PathBuf::from(format!("{}/", scratch.0.join("new").display()));
+        let (missing, below_file) = (scratch.0.join("no/out.png"), scratch.0.join("file/out.png"));
+        for path in [&folder, &too_long, &slash, &missing, &below_file, Path::new(""), Path::new("..")] {
+            for force in [false, true] {
+                let error = check_writable(path, force).unwrap_err();
+                assert!(matches!(error, Error::Write { .. }), "{error}");
+                assert!(save_new(path, b"x", force).is_err(), "{}", path.display());
+            }
+        }
+        assert_eq!(scratch.names(), ["file", "folder"]);
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn links_count_as_existing_and_devices_are_left_alone() {
+        let scratch = Scratch::new("link");
+        let path = scratch.0.join("dangling.png");
+        std::os::unix::fs::symlink(scratch.0.join("nowhere"), &path).unwrap();
+        assert!(matches!(check_writable(&path, false).unwrap_err(), Error::OutputExists { .. }));
+        assert!(matches!(save_new(&path, b"x", false).unwrap_err(), Error::OutputExists { .. }));
+        save_new(&path, b"x", true).unwrap();
+        assert!(fs::symlink_metadata(&path).unwrap().is_file(), "the link is replaced, not followed");
+        assert_eq!(scratch.names(), ["dangling.png"]);
+        assert!(matches!(save_new(Path::new("/dev/null"), b"x", true).unwrap_err(), Error::Write { .. }));
+    }
+}

@@ -1,0 +1,33 @@
+//! Random moments, and many runs at once.
+#![allow(dead_code)] // each test binary uses its own part of this
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+/// The `index`th of some numbers that look random, below `limit`. The same in every run, so that a failure can be named; when
+/// exactly something happens is up to the machine.
+pub fn number(index: usize, limit: usize) -> usize {
+    // The finaliser of splitmix64.
+    let mut x = (index as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    ((x ^ (x >> 31)) % limit as u64) as usize
+}
+
+/// A random part of some time.
+pub fn moment(index: usize, of: Duration) -> Duration {
+    of.mul_f64(number(index, 1_000_000) as f64 / 1e6)
+}
+
+/// Calls `work` with 0 to `count`, two at a time, and gives the results in no order.
+pub fn in_pairs<T: Send>(count: usize, work: impl Fn(usize) -> T + Sync) -> Vec<T> {
+    let next = AtomicUsize::new(0);
+    let worker = || {
+        let indices = std::iter::from_fn(|| Some(next.fetch_add(1, Ordering::Relaxed)).filter(|index| *index < count));
+        indices.map(&work).collect::<Vec<T>>()
+    };
+    std::thread::scope(|scope| {
+        let workers = [scope.spawn(worker), scope.spawn(worker)];
+        workers.into_iter().flat_map(|worker| worker.join().unwrap()).collect()
+    })
+}

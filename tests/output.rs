@@ -1,0 +1,283 @@
+//! What is on disk however a run ends: the whole picture or nothing, and never somebody else's file gone.
+#![cfg(unix)]
+
+#[path = "common/moments.rs"]
+mod moments;
+#[path = "common/sandbox.rs"]
+mod sandbox;
+
+use kiln::output::save_new;
+use moments::{in_pairs, moment};
+use sandbox::{QUICK, Run, Sandbox};
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// What the helper process saves: as long as a picture, and every part of it different.
+fn contents() -> Vec<u8> {
+    (0..300_000u32).flat_map(u32::to_le_bytes).collect()
+}
+
+/// Names the helper's task; it waits for a byte on standard input, and works in its current folder.
+const TASK: &str = "KILN_TEST_TASK";
+
+/// Not a test: a process of its own that saves files, for the tests below to race and to kill. Pictures take a second to make
+/// and a millisecond to save; here all time is spent where it matters.
+#[test]
+#[ignore = "a helper for the other tests"]
+fn helper() {
+    let Ok(task) = std::env::var(TASK) else { return };
+    let bytes = contents();
+    std::io::stdin().read_exact(&mut [0]).unwrap();
+    let names = (0..).map(|i| format!("{i}.png"));
+    match task.as_str() {
+        "once" => {
+            let code = save_new(Path::new("one.png"), &bytes, false).map_or_else(|error| error.exit_code(), |()| 0);
+            std::process::exit(code.into());
+        }
+        "save" => names.for_each(|name| save_new(name.as_ref(), &bytes, false).unwrap()),
+        "replace" => names.for_each(|_| save_new("one.png".as_ref(), &bytes, true).unwrap()),
+        // As an encoder does that writes straight to the target.
+        "direct" => names.for_each(|name| {
+            let mut file = fs::File::create_new(name).unwrap();
+            bytes.chunks(8192).for_each(|chunk| file.write_all(chunk).unwrap());
+            file.sync_all().unwrap();
+        }),
+        other => panic!("{other}"),
+    }
+}
+
+fn start_helper(task: &str, folder: &Path) -> Child {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "helper", "--ignored"]).env(TASK, task).current_dir(folder);
+    command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
+}
+
+/// True if a folder's file system has files without a name; otherwise killed processes do leave something.
+fn has_nameless_files(folder: &Path) -> bool {
+    #[cfg(target_os = "linux")]
+    let has = {
+        use rustix::fs::{Mode, OFlags, open};
+        open(folder, OFlags::TMPFILE | OFlags::WRONLY, Mode::RUSR).is_ok()
+    };
+    #[cfg(not(target_os = "linux"))]
+    let has = !folder.exists();
+    if !has {
+        let _ = writeln!(std::io::stderr(), "skipped: no files without a name in {}", folder.display());
+    }
+    has
+}
+
+/// Kills the helper at random moments, and counts the files that are not whole and those of other names.
+fn kill_helpers(task: &str, kills: usize) -> (usize, usize) {
+    let right = contents();
+    let results = in_pairs(kills, |index| {
+        let sandbox = Sandbox::new();
+        let mut child = start_helper(task, &sandbox.0);
+        child.stdin.take().unwrap().write_all(b"\n").unwrap();
+        // Some of this time goes to the start.
+        std::thread::sleep(Duration::from_millis(5) + moment(index, Duration::from_millis(60)));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let (pictures, others): (Vec<_>, Vec<_>) = sandbox.names().into_iter().partition(|name| name.ends_with(".png"));
+        let partial = pictures.iter().filter(|name| fs::read(sandbox.path(name)).unwrap() != right).count();
+        (pictures.len(), partial, others.len())
+    });
+    assert!(results.iter().map(|(pictures, ..)| pictures).sum::<usize>() > 0, "{task}: nothing was ever saved");
+    (results.iter().map(|(_, partial, _)| partial).sum(), results.iter().map(|(.., others)| others).sum())
+}
+
+#[test]
+fn a_killed_process_leaves_whole_files_and_nothing_else() {
+    if !has_nameless_files(&Sandbox::new().0) {
+        return;
+    }
+    assert_eq!(kill_helpers("save", 60), (0, 0), "files that are not whole, and others");
+    // Replacing takes a name for an instant, which a kill may leave behind; the target is whole in any case.
+    assert_eq!(kill_helpers("replace", 20).0, 0);
+    // The control: writing to the target itself does not pass this test.
+    let (partial, _) = kill_helpers("direct", 20);
+    assert!(partial > 0, "this test would not notice a partial file");
+}
+
+#[test]
+fn a_killed_run_leaves_a_picture_or_nothing() {
+    let shared = Sandbox::new();
+    if !has_nameless_files(&shared.0) {
+        return;
+    }
+    shared.quick(&["x", "--seed", "5", "-o", "out.png", "--threads", "1"]);
+    let right = fs::read(shared.path("out.png")).unwrap();
+    in_pairs(12, |index| {
+        let sandbox = Sandbox::new();
+        let args = ["x", "--seed", "5", "-o", "out.png", "--threads", "1"];
+        let mut child = sandbox.command(args.iter().chain(&QUICK)).spawn().unwrap();
+        if index % 3 == 0 {
+            std::thread::sleep(moment(index, Duration::from_millis(800)));
+        } else {
+            // Right when the picture is finished and about to be saved.
+            let lines = BufReader::new(child.stderr.take().unwrap()).lines();
+            lines.map_while(Result::ok).find(|line| line.starts_with("decoding")).expect("it decodes");
+            std::thread::sleep(moment(index, Duration::from_millis(6)));
+        }
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let names = sandbox.names();
+        assert!(names.is_empty() || names == ["out.png"], "{names:?}");
+        names.iter().for_each(|name| assert!(fs::read(sandbox.path(name)).unwrap() == right, "run {index} left a part"));
+    });
+}
+
+#[test]
+fn of_many_processes_one_wins() {
+    for round in 0..10 {
+        let sandbox = Sandbox::new();
+        let mut children: Vec<Child> = (0..16).map(|_| start_helper("once", &sandbox.0)).collect();
+        children.iter_mut().for_each(|child| child.stdin.take().unwrap().write_all(b"\n").unwrap());
+        let codes: Vec<_> = children.iter_mut().map(|child| child.wait().unwrap().code()).collect();
+        let count = |code: i32| codes.iter().filter(|other| **other == Some(code)).count();
+        assert_eq!((count(0), count(5)), (1, 15), "round {round}: {codes:?}");
+        assert_eq!(sandbox.names(), ["one.png"]);
+        assert!(fs::read(sandbox.path("one.png")).unwrap() == contents());
+    }
+}
+
+#[test]
+fn what_is_there_stays_as_it_is() {
+    let sandbox = Sandbox::new();
+    let path = |name: &str| sandbox.path(name);
+    fs::write(path("file.png"), "mine").unwrap();
+    fs::write(path("locked.png"), "mine").unwrap();
+    fs::set_permissions(path("locked.png"), fs::Permissions::from_mode(0o444)).unwrap();
+    symlink("file.png", path("link.png")).unwrap();
+    symlink("nowhere", path("dangling.png")).unwrap();
+    symlink("/dev/full", path("full.png")).unwrap();
+    fs::create_dir(path("folder.png")).unwrap();
+    let state = || {
+        let of = |name: String| {
+            let meta = fs::symlink_metadata(path(&name)).unwrap();
+            // Only of files: there is no end to what a device has.
+            let text = meta.is_file().then(|| fs::read(path(&name)).unwrap());
+            (name, meta.ino(), meta.mode(), meta.mtime_nsec(), meta.len(), text)
+        };
+        sandbox.names().into_iter().map(of).collect::<Vec<_>>()
+    };
+    let before = state();
+    let refused = |args: &[&str], message: String| {
+        let run = sandbox.run(["x", "-q"].iter().chain(args));
+        assert_eq!((run.code, run.stdout.len()), (Some(5), 0), "{args:?}: {}", run.stderr);
+        assert!(run.stderr.starts_with(&format!("error: {message}")), "{args:?}: {}", run.stderr);
+        assert_eq!(state(), before, "{args:?}");
+    };
+    for name in ["file.png", "locked.png", "link.png", "dangling.png", "full.png"] {
+        refused(&["-o", name], format!("output exists ({name}); not overwritten\n"));
+    }
+    for flags in [&["-o", "folder.png"][..], &["-o", "folder.png", "--force"]] {
+        refused(flags, "cannot write (folder.png): this is a folder\n".into());
+    }
+    refused(&["-o", "full.png", "--force"], "cannot write (full.png): this is not a regular file\n".into());
+    refused(&["-o", "/dev/full/out.png"], "cannot write (/dev/full/out.png): ".into());
+
+    // One that appears while the picture is made.
+    let mut child = sandbox.command(["x", "-o", "late.png"].iter().chain(&QUICK)).spawn().unwrap();
+    let mut stderr = BufReader::new(child.stderr.take().unwrap());
+    stderr.read_line(&mut String::new()).unwrap();
+    fs::write(path("late.png"), "mine").unwrap();
+    let mut rest = String::new();
+    stderr.read_to_string(&mut rest).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(5));
+    assert!(rest.contains("\nerror: output exists (late.png); not overwritten\n"), "{rest}");
+    assert_eq!(fs::read(path("late.png")).unwrap(), b"mine");
+}
+
+/// Runs the program in surroundings that a shell prepares, with a picture in folder `out`, and lists what is there afterwards.
+/// What the shell mounts is gone when it ends.
+#[cfg(target_os = "linux")]
+fn in_shell(sandbox: &Sandbox, setup: &str) -> Run {
+    let program = env!("CARGO_BIN_EXE_kiln");
+    let script = format!("{setup} && {{ \"$0\" x -q -o out/out.png \"$@\"; code=$?; ls -A out; exit $code; }}");
+    let mut command = sandbox.wrapped("unshare");
+    command.args(["--map-root-user", "--mount", "sh", "-c", &script, program]).args(QUICK);
+    Run::of(command)
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_full_disk_is_reported_and_leaves_nothing() {
+    let sandbox = Sandbox::new();
+    fs::create_dir(sandbox.path("out")).unwrap();
+    let mut tried = 0;
+    for (setup, reason) in [
+        ("true", ""),
+        // Blocks of 512 bytes; the picture has about 12 thousand.
+        ("ulimit -f 8", "File too large"),
+        ("ulimit -f 0", "File too large"),
+        ("mount -t tmpfs -o size=8k none out", "No space left on device"),
+        ("mount -t tmpfs -o size=1m,nr_inodes=1 none out", "No space left on device"),
+    ] {
+        let run = in_shell(&sandbox, setup);
+        if reason.is_empty() {
+            // Not every machine lets everybody do such things.
+            if run.code != Some(0) {
+                let _ = writeln!(std::io::stderr(), "skipped: no surroundings to try: {}", run.stderr);
+                return;
+            }
+            assert_eq!(run.text(), "out/out.png\nout.png\n");
+            fs::remove_file(sandbox.path("out/out.png")).unwrap();
+            continue;
+        }
+        if run.stderr.starts_with("mount:") {
+            let _ = writeln!(std::io::stderr(), "skipped: {}", run.stderr);
+            continue;
+        }
+        assert_eq!(run.code, Some(5), "{setup}: {}", run.stderr);
+        assert!(run.stderr.starts_with(&format!("error: cannot write (out/out.png): {reason}")), "{setup}: {}", run.stderr);
+        assert_eq!(run.text(), "", "{setup}: nothing is left");
+        tried += 1;
+    }
+    assert!(tried >= 2);
+    assert!(fs::read_dir(sandbox.path("out")).unwrap().next().is_none());
+}
+
+/// Standard output that nobody reads is no reason to be silent about errors.
+#[test]
+fn errors_are_told_without_a_standard_output() {
+    let sandbox = Sandbox::new();
+    let mut child = sandbox.command(["x", "-q", "-o", "no/out.png"]).spawn().unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(5));
+    assert_eq!(output.stderr, b"error: cannot write (no/out.png): there is no such folder\n");
+}
+
+#[test]
+fn a_run_can_be_stopped_at_any_moment() {
+    let slowest = in_pairs(24, |index| {
+        let sandbox = Sandbox::new();
+        let (name, code, number_of_signal) = if index % 6 == 5 { ("-TERM", 143, 15) } else { ("-INT", 130, 2) };
+        let args = ["x", "-o", "out.png", "--width", "64", "--height", "64", "--steps", "1000", "--threads", "1"];
+        let mut child = sandbox.command(args).spawn().unwrap();
+        std::thread::sleep(moment(index, Duration::from_millis(1500)));
+        let start = Instant::now();
+        assert!(Command::new("kill").args([name, &child.id().to_string()]).status().unwrap().success());
+        let status = child.wait().unwrap();
+        let took = start.elapsed();
+        let mut stderr = String::new();
+        child.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
+        if stderr.is_empty() {
+            // It had not begun to listen, and there was nothing to end.
+            assert_eq!(status.signal(), Some(number_of_signal));
+        } else {
+            assert_eq!(status.code(), Some(code), "{stderr}");
+            assert!(stderr.ends_with("error: interrupted\n"), "{stderr}");
+        }
+        assert!(sandbox.names().is_empty(), "{:?}", sandbox.names());
+        took
+    });
+    let slowest = slowest.into_iter().max().unwrap();
+    assert!(slowest < Duration::from_secs(1), "{slowest:?}");
+}
