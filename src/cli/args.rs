@@ -117,13 +117,6 @@ pub struct GenerateArgs {
     #[arg(long, value_name = "FILE", help_heading = "Input")]
     pub prompt_file: Option<PathBuf>,
 
-    /// Image to start from; may be given several times
-    ///
-    /// PNG or JPEG. The prompt can speak of them in order: "image 1", "image 2". Larger ones are scaled down to one megapixel, and
-    /// all are cut to multiples of 16.
-    #[arg(long, value_name = "FILE", help_heading = "Input")]
-    pub reference: Vec<PathBuf>,
-
     /// Which model
     #[command(flatten)]
     pub model: ModelArgs,
@@ -149,27 +142,9 @@ pub struct GenerateArgs {
     #[arg(long, help_heading = "Output")]
     pub json: bool,
 
-    /// Width in pixels, a multiple of 16 [default: 1024]
-    ///
-    /// At least 64. With --reference the default is the size of the first one; the built-in model's is 256.
-    #[arg(long, value_name = "PIXELS", value_parser = pixels, help_heading = "Sampling")]
-    pub width: Option<usize>,
-
-    /// Height in pixels, a multiple of 16 [default: 1024]
-    ///
-    /// At least 64. With --reference the default is the size of the first one; the built-in model's is 256.
-    #[arg(long, value_name = "PIXELS", value_parser = pixels, help_heading = "Sampling")]
-    pub height: Option<usize>,
-
-    /// Denoising steps [default: 4, base models 50]
-    #[arg(long, value_name = "N", value_parser = within(1usize, 1000), help_heading = "Sampling")]
-    pub steps: Option<usize>,
-
-    /// Guidance scale of base models [default: 4]
-    ///
-    /// From 0 to 100; above 1 each step takes twice as long. Other models take none.
-    #[arg(long, value_name = "SCALE", value_parser = guidance, help_heading = "Sampling")]
-    pub guidance: Option<f32>,
+    /// What the picture is made from and how large
+    #[command(flatten)]
+    pub shape: ShapeArgs,
 
     /// What the picture should not show; base models only
     #[arg(long, value_name = "PROMPT", help_heading = "Sampling")]
@@ -273,6 +248,39 @@ impl ModelArgs {
     }
 }
 
+/// Flags that decide what a picture takes.
+#[derive(Args, Debug)]
+pub struct ShapeArgs {
+    /// Image to start from; may be given several times
+    ///
+    /// PNG or JPEG. The prompt can speak of them in order: "image 1", "image 2". Larger ones are scaled down to one megapixel, and
+    /// all are cut to multiples of 16.
+    #[arg(long, value_name = "FILE", help_heading = "Input")]
+    pub reference: Vec<PathBuf>,
+
+    /// Width in pixels, a multiple of 16 [default: 1024]
+    ///
+    /// At least 64. With --reference the default is the size of the first one; the built-in model's is 256.
+    #[arg(long, value_name = "PIXELS", value_parser = pixels, help_heading = "Sampling")]
+    pub width: Option<usize>,
+
+    /// Height in pixels, a multiple of 16 [default: 1024]
+    ///
+    /// At least 64. With --reference the default is the size of the first one; the built-in model's is 256.
+    #[arg(long, value_name = "PIXELS", value_parser = pixels, help_heading = "Sampling")]
+    pub height: Option<usize>,
+
+    /// Denoising steps [default: 4, base models 50]
+    #[arg(long, value_name = "N", value_parser = within(1usize, 1000), help_heading = "Sampling")]
+    pub steps: Option<usize>,
+
+    /// Guidance scale of base models [default: 4]
+    ///
+    /// From 0 to 100; above 1 each step takes twice as long. Other models take none.
+    #[arg(long, value_name = "SCALE", value_parser = guidance, help_heading = "Sampling")]
+    pub guidance: Option<f32>,
+}
+
 /// Flags of `kiln plan`.
 #[derive(Args, Debug)]
 #[command(allow_negative_numbers = true)]
@@ -285,32 +293,16 @@ pub struct PlanArgs {
     #[arg(long, value_enum, value_name = "SIZE", default_value = "4b", help_heading = "Model")]
     pub klein: KleinArg,
 
-    /// Image to start from; may be given several times
-    #[arg(long, value_name = "FILE", help_heading = "Job")]
-    pub reference: Vec<PathBuf>,
-
-    /// Width in pixels, a multiple of 16 [default: 1024]
-    #[arg(long, value_name = "PIXELS", value_parser = pixels, help_heading = "Job")]
-    pub width: Option<usize>,
-
-    /// Height in pixels, a multiple of 16 [default: 1024]
-    #[arg(long, value_name = "PIXELS", value_parser = pixels, help_heading = "Job")]
-    pub height: Option<usize>,
-
-    /// Denoising steps [default: 4, base models 50]
-    #[arg(long, value_name = "N", value_parser = within(1usize, 1000), help_heading = "Job")]
-    pub steps: Option<usize>,
-
-    /// Guidance scale of base models [default: 4]
-    #[arg(long, value_name = "SCALE", value_parser = guidance, help_heading = "Job")]
-    pub guidance: Option<f32>,
+    /// What the picture is made from and how large
+    #[command(flatten)]
+    pub shape: ShapeArgs,
 
     /// What results are rounded to
-    #[arg(long, value_enum, value_name = "TYPE", default_value = "bf16", help_heading = "Job")]
+    #[arg(long, value_enum, value_name = "TYPE", default_value = "bf16", help_heading = "Run")]
     pub precision: PrecisionArg,
 
     /// Print a JSON object instead of a table
-    #[arg(long)]
+    #[arg(long, help_heading = "Run")]
     pub json: bool,
 }
 

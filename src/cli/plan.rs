@@ -49,14 +49,14 @@ struct StageReport {
 /// Writes the plan to `out`.
 pub fn plan(args: PlanArgs, environment: Environment, out: &mut dyn Write) -> Result<()> {
     let (name, variant, configs) = model(&args, environment)?;
-    let references = open_references(&args.reference)?;
-    let size = canvas((args.width, args.height), &references, DEFAULT_SIDE)?;
-    let guidance = (variant == Variant::Base).then(|| args.guidance.unwrap_or(variant.default_guidance()));
+    let references = open_references(&args.shape.reference)?;
+    let size = canvas((args.shape.width, args.shape.height), &references, DEFAULT_SIDE)?;
+    let guidance = (variant == Variant::Base).then(|| args.shape.guidance.unwrap_or(variant.default_guidance()));
     let precision: Precision = args.precision.into();
     let job = Job {
         prompt: String::new(),
         size,
-        steps: args.steps.unwrap_or(variant.default_steps()),
+        steps: args.shape.steps.unwrap_or(variant.default_steps()),
         negative: String::new(),
         references: references.iter().map(|r| Reference { grid: r.prepared.grid(), pixels: Vec::new() }).collect(),
         guidance: guidance.unwrap_or(1.0),

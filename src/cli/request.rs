@@ -94,9 +94,9 @@ impl GenerateRequest {
         let built_in_named = named.is_some_and(|name| name == Path::new(BUILT_IN));
         let variant = args.model.variant.map(Variant::from);
         let found = locate(&args.model.request(environment))?;
-        let references = open_references(&args.reference)?;
+        let references = open_references(&args.shape.reference)?;
         let side = if found == Found::BuiltIn { BUILT_IN_SIDE } else { DEFAULT_SIDE };
-        let size = canvas((args.width, args.height), &references, side)?;
+        let size = canvas((args.shape.width, args.shape.height), &references, side)?;
         // All models read prompts of the same length.
         let grids: Vec<Grid> = references.iter().map(|r| r.prepared.grid()).collect();
         SequencePlan::new(TextConfig::klein_4b().max_tokens, size.grid(), &grids)?;
@@ -113,8 +113,8 @@ impl GenerateRequest {
             references,
             negative: args.negative,
             size,
-            steps: args.steps,
-            guidance: args.guidance,
+            steps: args.shape.steps,
+            guidance: args.shape.guidance,
             seeds,
             noise,
             dump: args.dump,
