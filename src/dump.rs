@@ -2,6 +2,7 @@
 
 use crate::checkpoint::Shard;
 use crate::error::{Error, Result};
+use crate::noise::CHANNELS;
 use safetensors::tensor::{Dtype, TensorView};
 use std::path::Path;
 
@@ -25,9 +26,6 @@ pub struct Record {
     /// Rows of the picture.
     pub height: usize,
 }
-
-/// Values of an image token.
-const CHANNELS: usize = 128;
 
 impl Record {
     /// The file's bytes: `token_ids`, `prompt_embeds`, `noise`, `latents.0` (the noise again) to `latents.n`, `image`; and where

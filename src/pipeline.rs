@@ -14,7 +14,7 @@ use crate::locate::{Found, ModelFiles};
 use crate::model::{Loader, References, StepInput, TextEncoder, Transformer, Vae};
 use crate::names::{Layout, Part, text_manifest, transformer_manifest, vae_manifest};
 use crate::noise::{NoiseKind, draw};
-use crate::progress::{Phase, Progress};
+use crate::progress::{Phase, Progress, Silent};
 use crate::sampler::Schedule;
 use crate::sequence::{Grid, PATCH, Pixels, RopeSpec, SequencePlan};
 use crate::tensor::{Arena, DType, Precision, Region, Tensor};
@@ -224,7 +224,35 @@ struct Inputs<'a> {
     weights: Arc<[Weights]>,
 }
 
-impl Inputs<'_> {
+/// Whether a job runs twice per step, with and without its prompt.
+fn guided(variant: Variant, job: &Job) -> bool {
+    variant == Variant::Base && job.guidance > 1.0
+}
+
+impl<'a> Inputs<'a> {
+    /// Derives the rest from a job and its tokens; `negative` belongs to jobs that are [`guided`].
+    fn new(
+        job: &'a Job,
+        precision: Precision,
+        variant: Variant,
+        prompt: Tokens,
+        negative: Option<Tokens>,
+        weights: Arc<[Weights]>,
+    ) -> Result<Self> {
+        let canvas = job.size.grid();
+        let references: Vec<Grid> = job.references.iter().map(|r| r.grid).collect();
+        Ok(Self {
+            job,
+            precision,
+            cached: variant == Variant::Kv && !references.is_empty(),
+            plan: SequencePlan::new(prompt.ids.len(), canvas, &references)?,
+            schedule: Schedule::new(job.steps, canvas.tokens()),
+            prompt,
+            negative,
+            weights,
+        })
+    }
+
     /// Lets values pass that were made from unchanged weights and are finite, and so fit to be shown: a NaN would be a black
     /// square with no word of why. Weights come first, because changed ones can be where a NaN is from.
     fn check(&self, values: &[f32], stage: impl FnOnce() -> String) -> Result<()> {
@@ -277,39 +305,22 @@ impl Engine {
             let kept = config.max_tokens;
             progress.warn(&format!("the prompt is {} tokens too long; only its first {kept} are used", prompt.cut));
         }
-        let guided = self.variant == Variant::Base && job.guidance > 1.0;
-        let grid = job.size.grid();
-        let grids: Vec<Grid> = job.references.iter().map(|r| r.grid).collect();
-        Ok(Inputs {
-            job,
-            precision: self.precision,
-            negative: if guided { Some(encode(&job.negative)?) } else { None },
-            cached: self.variant == Variant::Kv && !job.references.is_empty(),
-            plan: SequencePlan::new(prompt.ids.len(), grid, &grids)?,
-            schedule: Schedule::new(job.steps, grid.tokens()),
-            weights: self.weights.clone(),
-            prompt,
-        })
+        let negative = if guided(self.variant, job) { Some(encode(&job.negative)?) } else { None };
+        Inputs::new(job, self.precision, self.variant, prompt, negative, self.weights.clone())
     }
 
     /// Runs the stages of one picture without touching memory and tells what they need.
     pub fn plan(&self, job: &Job) -> Result<Plan> {
-        Ok(self.dry_run(&self.inputs(job, &crate::progress::Silent)?)?.0)
-    }
-
-    fn dry_run(&self, inputs: &Inputs<'_>) -> Result<(Plan, u64)> {
-        let (mut plan, mut ws) = (Plan::new(), Arena::new(Region::Arena));
-        let seeds = &inputs.job.seeds[..inputs.job.seeds.len().min(1)];
-        let noise = vec![0.0; inputs.plan.canvas().len() * self.parts.transformer_config.channels];
-        let mut noises = |_| Ok(noise.clone());
-        self.parts.run(&mut plan, &mut ws, inputs, seeds, &mut noises, &crate::progress::Silent, &mut |_, _| Ok(()))?;
-        Ok((plan, ws.peak()))
+        let mut plan = Plan::new();
+        self.parts.dry_run(&mut plan, &self.inputs(job, &Silent)?, &Silent)?;
+        Ok(plan)
     }
 
     /// Makes the job's pictures and hands each to `sink` as it is done.
     pub fn generate(&mut self, job: &Job, progress: &dyn Progress, sink: &mut dyn FnMut(Picture) -> Result<()>) -> Result<()> {
         let inputs = self.inputs(job, progress)?;
-        let (plan, bytes) = self.dry_run(&inputs)?;
+        let mut plan = Plan::new();
+        let bytes = self.parts.dry_run(&mut plan, &inputs, &Silent)?;
         progress.detail(&format!(
             "{} tokens, {} ops, {:.3} TFLOP, {:.1} MiB of working memory",
             inputs.plan.tokens(),
@@ -367,6 +378,14 @@ fn download(be: &mut dyn Backend, tensor: Tensor) -> Result<Vec<f32>> {
 }
 
 impl Parts {
+    /// Runs the stages of one picture on a plan. Returns the bytes of working memory they need.
+    fn dry_run(&self, plan: &mut Plan, inputs: &Inputs<'_>, progress: &dyn Progress) -> Result<u64> {
+        let mut ws = Arena::new(Region::Arena);
+        let noise = vec![0.0; inputs.plan.canvas().len() * self.transformer_config.channels];
+        self.run(plan, &mut ws, inputs, &[0], &mut |_| Ok(noise.clone()), progress, &mut |_, _| Ok(()))?;
+        Ok(ws.peak())
+    }
+
     /// The straight line: encode, prepare, denoise, decode.
     #[allow(clippy::too_many_arguments)]
     fn run(

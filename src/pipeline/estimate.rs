@@ -1,13 +1,11 @@
 //! What a job would take: the stages run on the dry-run backend over weights that are only shapes. No file is opened.
 
-use super::{Inputs, Job, LoadOptions, Parts};
+use super::{Inputs, Job, LoadOptions, Parts, guided};
 use crate::backend::Plan;
 use crate::config::{TextConfig, TransformerConfig, VaeConfig, Variant};
 use crate::error::Result;
 use crate::progress::{Phase, Progress};
-use crate::sampler::{Schedule, mu};
-use crate::sequence::{Grid, SequencePlan};
-use crate::tensor::{Arena, Region};
+use crate::sampler::mu;
 use crate::tokenizer::Tokens;
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -64,36 +62,25 @@ impl Progress for Meter {
 
 /// What one picture of `job` takes on a model of these sizes.
 pub fn estimate(configs: &Configs, variant: Variant, options: LoadOptions, job: &Job) -> Result<Estimate> {
-    let (c, t, _) = configs;
+    let (_, t, _) = configs;
     let mut plan = Plan::new();
     let parts = Parts::place(&mut plan, configs, [None; 3], options, &mut |_| ())?;
     let tokens = || Tokens { ids: vec![0; t.max_tokens], real: t.max_tokens, cut: 0 };
-    let canvas = job.size.grid();
-    let grids: Vec<Grid> = job.references.iter().map(|r| r.grid).collect();
-    let inputs = Inputs {
-        job,
-        precision: options.precision,
-        prompt: tokens(),
-        negative: (variant == Variant::Base && job.guidance > 1.0).then(tokens),
-        cached: variant == Variant::Kv && !grids.is_empty(),
-        plan: SequencePlan::new(t.max_tokens, canvas, &grids)?,
-        schedule: Schedule::new(job.steps, canvas.tokens()),
-        weights: Arc::from([]),
-    };
+    let negative = guided(variant, job).then(tokens);
+    let inputs = Inputs::new(job, options.precision, variant, tokens(), negative, Arc::from([]))?;
     let meter = Meter { flops: plan.counter(), stages: RefCell::new(Vec::new()) };
-    let noise = vec![0.0; canvas.tokens() * c.channels];
-    let mut ws = Arena::new(Region::Arena);
-    parts.run(&mut plan, &mut ws, &inputs, &[0], &mut |_| Ok(noise.clone()), &meter, &mut |_, _| Ok(()))?;
+    let arena_bytes = parts.dry_run(&mut plan, &inputs, &meter)?;
+    let canvas_tokens = inputs.plan.canvas().len();
     Ok(Estimate {
         text_tokens: inputs.plan.text().len(),
-        canvas_tokens: canvas.tokens(),
-        reference_tokens: grids.iter().map(|g| g.tokens()).collect(),
-        mu: mu(job.steps, canvas.tokens()),
+        canvas_tokens,
+        reference_tokens: job.references.iter().map(|r| r.grid.tokens()).collect(),
+        mu: mu(job.steps, canvas_tokens),
         sigmas: (0..job.steps).map(|i| inputs.schedule.sigma(i)).collect(),
         stages: meter.stages.into_inner(),
         ops: plan.ops,
         weight_bytes: plan.weight_bytes,
-        arena_bytes: ws.peak(),
+        arena_bytes,
     })
 }
 
@@ -102,7 +89,7 @@ mod tests {
     use super::*;
     use crate::noise::NoiseKind;
     use crate::pipeline::{Noise, Reference};
-    use crate::sequence::Pixels;
+    use crate::sequence::{Grid, Pixels};
     use crate::tensor::Precision;
 
     fn klein_4b() -> Configs {
