@@ -1,0 +1,194 @@
+/* What the host and the kernels agree on: the parameters of every kernel and the constants both sides use.
+ *
+ * The only file that both compilers read. It includes nothing but <stdint.h>, so that bindgen needs no CUDA headers. Addresses
+ * are 64-bit integers; every struct is passed by value as a kernel's only parameter. Sizes are checked on both sides: bindgen
+ * asserts the layout it found, and the runtime asks the driver how large each kernel's parameter is. */
+#ifndef KILN_ABI_H
+#define KILN_ABI_H
+
+#include <stdint.h>
+
+/* Element types of a KlMat. */
+#define KL_F32 0u
+#define KL_BF16 1u
+#define KL_F16 2u
+#define KL_U32 3u
+#define KL_U8 4u
+
+/* A matrix: `rows` rows of `cols` elements, `stride` elements from row to row. A `data` of zero means "not there". */
+typedef struct {
+  uint64_t data;
+  uint64_t stride;
+  uint32_t rows;
+  uint32_t cols;
+  uint32_t dtype;
+  uint32_t unused;
+} KlMat;
+
+/* ---------------------------------------------------------------------------------------------------- pointwise.cu */
+
+#define KL_POINTWISE_THREADS 256u
+
+/* What kl_map does to each value. */
+#define KL_COPY 0u
+#define KL_SILU 1u
+
+typedef struct {
+  KlMat out, x;
+  uint32_t function;
+  uint32_t unused;
+} KlMap;
+
+/* Bits of the word that kernels set when they meet something impossible. */
+#define KL_FAULT_TOKEN 1u
+
+typedef struct {
+  KlMat out, ids, table;
+  uint64_t fault;
+} KlEmbed;
+
+typedef struct {
+  KlMat tokens, pixels, mean, var;
+  uint32_t width;
+  float eps;
+} KlPatch;
+
+typedef struct {
+  KlMat latents, velocity;
+  float dt;
+  uint32_t unused;
+} KlEuler;
+
+typedef struct {
+  KlMat out, cond, uncond;
+  float scale;
+  uint32_t unused;
+} KlGuidance;
+
+typedef struct {
+  KlMat out, x;
+} KlPixels;
+
+/* Partial results of a reduction: as many as blocks were launched, at most this. */
+#define KL_PARTIALS 1024u
+
+typedef struct {
+  KlMat count, x;
+  uint64_t partials;
+  uint64_t blocks;
+} KlCount;
+
+/* --------------------------------------------------------------------------------------------------------- norm.cu */
+
+#define KL_NORM_THREADS 128u
+
+typedef struct {
+  KlMat out, x, weight;
+  float eps;
+  uint32_t unused;
+} KlRmsNorm;
+
+#define KL_STREAMS 2u
+
+typedef struct {
+  KlMat out, x, shift, scale;
+} KlModulated;
+
+typedef struct {
+  KlModulated stream[KL_STREAMS];
+  float eps;
+  uint32_t unused;
+} KlLayerNorm;
+
+#define KL_ROPE_INTERLEAVED 0u
+#define KL_ROPE_HALF_SPLIT 1u
+
+/* Heads of one tensor, normalised and rotated where they lie. */
+typedef struct {
+  KlMat x, weight, table;
+} KlHeads;
+
+/* Queries and keys of two streams. */
+#define KL_HEAD_PARTS 4u
+/* Heads that one warp takes, one after the other. */
+#define KL_HEADS_PER_WARP 8u
+
+typedef struct {
+  KlHeads part[KL_HEAD_PARTS];
+  uint32_t head_dim;
+  uint32_t style;
+  float eps;
+  uint32_t unused;
+} KlHeadNorm;
+
+#define KL_GROUP_THREADS 256u
+/* Most groups a normalisation may have. */
+#define KL_GROUPS 64u
+
+typedef struct {
+  KlMat x, stats;
+  uint64_t partials;
+  uint64_t blocks;
+  uint32_t groups;
+  uint32_t unused;
+} KlGroupStats;
+
+typedef struct {
+  KlMat out, x, weight, bias, stats;
+  uint32_t groups;
+  float eps;
+  uint32_t silu;
+  uint32_t unused;
+} KlGroupNorm;
+
+/* -------------------------------------------------------------------------------------------------------- naive.cu */
+
+#define KL_NAIVE_TILE 64u
+#define KL_NAIVE_THREADS 256u
+
+/* What becomes of a product. */
+#define KL_STORE 0u
+#define KL_SWIGLU 1u
+#define KL_GATE_RESIDUAL 2u
+
+/* `bias` and `gate` may be absent; `w` has twice as many rows as `out` has columns for KL_SWIGLU, gates first. */
+typedef struct {
+  KlMat out, x, w, bias, gate;
+  uint32_t epilogue;
+  uint32_t unused;
+} KlProduct;
+
+/* Runs of keys that one launch takes. */
+#define KL_SEGMENTS 16u
+#define KL_ATTENTION_WARPS 4u
+/* Largest head. */
+#define KL_HEAD_DIM 512u
+
+typedef struct {
+  KlMat k, v;
+} KlKeyValues;
+
+typedef struct {
+  KlMat out, q;
+  KlKeyValues kv[KL_SEGMENTS];
+  uint32_t segments;
+  uint32_t head_dim;
+  uint32_t group;
+  uint32_t causal;
+  float scale;
+  uint32_t unused;
+} KlAttention;
+
+#define KL_SAME 0u
+#define KL_UP 1u
+#define KL_DOWN 2u
+
+/* `w` is stored output channel, kernel row, kernel column, input channel. */
+typedef struct {
+  KlMat out, x, w, bias, residual;
+  uint32_t width, height;
+  uint32_t sampling;
+  uint32_t unused;
+} KlConv;
+
+#endif
