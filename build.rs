@@ -1,0 +1,298 @@
+//! Compiles `kernels/*.cu` into images that the binary carries, and holds `src/backend/cuda/abi.rs` to `kernels/abi.h`.
+//!
+//! Without a CUDA compiler the table of images is empty and everything else works. CONTRIBUTING.md lists the variables.
+
+// What a build script says to cargo goes to stdout.
+#![allow(clippy::print_stdout)]
+
+use std::collections::hash_map::DefaultHasher;
+use std::fmt::Write as _;
+use std::hash::{Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::{env, fs, thread};
+
+#[cfg(feature = "bindgen")]
+#[path = "build/abi.rs"]
+mod abi;
+#[path = "build/ptxas.rs"]
+mod ptxas;
+
+type Result<T> = std::result::Result<T, String>;
+
+/// What a kernel file is compiled for unless its name says otherwise. The `f` images run on the whole family (100 and 103, 120
+/// and 121); every other card newer than 8.0 takes the PTX, which the driver compiles.
+const PORTABLE: &[&str] = &["80", "89", "90", "100f", "120f"];
+const PTX: &str = "80";
+
+const FLAGS: &[&str] = &["-std=c++17", "-O3", "-lineinfo", "-fatbin", "-Werror", "all-warnings", "-Xptxas", "-v"];
+
+/// The `f` targets and the layout of a tensor map ask for this release.
+const OLDEST_NVCC: (u32, u32) = (13, 0);
+
+fn main() {
+    if let Err(message) = build() {
+        for line in message.lines() {
+            println!("cargo::error={line}");
+        }
+    }
+}
+
+fn build() -> Result<()> {
+    let out = PathBuf::from(env::var("OUT_DIR").map_err(|e| format!("OUT_DIR: {e}"))?);
+    println!("cargo::rerun-if-changed=build.rs");
+    println!("cargo::rerun-if-changed=build");
+    println!("cargo::rerun-if-changed=kernels");
+    #[cfg(feature = "bindgen")]
+    abi::check(&out)?;
+
+    let Some(nvcc) = Nvcc::find()? else {
+        println!("cargo::rustc-env=KILN_KERNEL_RESOURCES=");
+        return write(&out.join("kernels.rs"), &image_table(&[], &[], ""));
+    };
+    let chosen = chosen_archs()?;
+    let mut kernels = Vec::new();
+    for source in files_with(&["cu"])? {
+        kernels.extend(Kernel::new(&source, chosen.as_deref(), &nvcc, &out)?);
+    }
+    compile_all(&kernels, &nvcc)?;
+
+    // The list of architectures as nvcc spells them.
+    let mut targets: Vec<_> = pick(PORTABLE, chosen.as_deref()).iter().map(|arch| format!("sm_{arch}")).collect();
+    if chosen.is_none() {
+        targets.push(format!("compute_{PTX}"));
+    }
+    let resources = out.join("resources.txt");
+    write(&resources, &resource_table(&kernels, &targets, &nvcc.version)?)?;
+    println!("cargo::rustc-env=KILN_KERNEL_RESOURCES={}", resources.display());
+    write(&out.join("kernels.rs"), &image_table(&kernels, &targets, &nvcc.version))
+}
+
+/// A variable that the result depends on.
+fn watched(name: &str) -> Option<String> {
+    println!("cargo::rerun-if-env-changed={name}");
+    env::var(name).ok().filter(|value| !value.is_empty())
+}
+
+fn read(path: &Path) -> Result<String> {
+    fs::read_to_string(path).map_err(|e| format!("{}: {e}", path.display()))
+}
+
+fn write(path: &Path, text: &str) -> Result<()> {
+    fs::write(path, text).map_err(|e| format!("{}: {e}", path.display()))
+}
+
+/// The files of `kernels/` with one of these extensions, in order.
+fn files_with(extensions: &[&str]) -> Result<Vec<PathBuf>> {
+    let entries = fs::read_dir("kernels").map_err(|e| format!("kernels: {e}"))?;
+    let mut files: Vec<_> = entries
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .filter(|path| path.extension().is_some_and(|e| extensions.iter().any(|x| e == *x)))
+        .collect();
+    files.sort();
+    Ok(files)
+}
+
+/// The architectures that `KILN_CUDA_ARCHS` asks for, by number; none: all.
+fn chosen_archs() -> Result<Option<Vec<u32>>> {
+    let Some(list) = watched("KILN_CUDA_ARCHS") else { return Ok(None) };
+    let known: Vec<_> = PORTABLE.iter().map(|arch| number(arch)).collect();
+    let parse = |item: &str| item.trim().parse().ok().filter(|n| known.contains(n));
+    let chosen: Option<Vec<u32>> = list.split(',').map(parse).collect();
+    chosen.map(Some).ok_or_else(|| format!("KILN_CUDA_ARCHS=`{list}` is not a comma-separated list of some of {known:?}"))
+}
+
+/// `90` of `90a`.
+fn number(arch: &str) -> u32 {
+    arch.trim_end_matches(char::is_alphabetic).parse().expect("architectures start with a number")
+}
+
+fn pick(archs: &[&'static str], chosen: Option<&[u32]>) -> Vec<&'static str> {
+    archs.iter().copied().filter(|arch| chosen.is_none_or(|c| c.contains(&number(arch)))).collect()
+}
+
+/// The architectures of a kernel file, from its name: `gemm_sm90.cu` uses instructions that only sm_90a has.
+fn archs_of(name: &str) -> Result<&'static [&'static str]> {
+    match name.rsplit_once("_sm") {
+        Some((_, "90")) => Ok(&["90a"]),
+        Some((_, "100")) => Ok(&["100f"]),
+        Some((_, "120")) => Ok(&["120f"]),
+        Some((_, other)) if other.parse::<u32>().is_ok() => Err(format!("kernels/{name}.cu: no kernels are made for sm_{other}")),
+        _ => Ok(PORTABLE),
+    }
+}
+
+struct Nvcc {
+    path: PathBuf,
+    version: String,
+    /// The C++ compiler that nvcc preprocesses with; it stops if it has to look for one and there is no gcc on the path.
+    host: PathBuf,
+}
+
+impl Nvcc {
+    /// The first nvcc of a fixed list of places. Not having one is a state; having one that does not work is an error.
+    fn find() -> Result<Option<Self>> {
+        let required = watched("KILN_REQUIRE_CUDA").is_some_and(|value| value != "0");
+        let stated = watched("KILN_NVCC");
+        let path = match stated.as_deref() {
+            Some("none") => None,
+            Some(path) => Some(PathBuf::from(path)),
+            None => usual_places().into_iter().find(|path| path.is_file()),
+        };
+        match path {
+            Some(path) => Self::check(path).map(Some),
+            None if required => Err("KILN_REQUIRE_CUDA=1, but there is no nvcc; tools/get_nvcc installs one".into()),
+            None if stated.is_some() => Ok(None),
+            None => {
+                println!(
+                    "cargo::warning=no nvcc (looked at KILN_NVCC, CUDA_HOME, CUDA_PATH, PATH, the active virtualenv, .venv, \
+                     /usr/local/cuda): building without CUDA kernels; tools/get_nvcc installs one"
+                );
+                Ok(None)
+            }
+        }
+    }
+
+    fn check(path: PathBuf) -> Result<Self> {
+        println!("cargo::rerun-if-changed={}", path.display());
+        let shown = path.display();
+        let output = Command::new(&path).arg("--version").output().map_err(|e| format!("{shown}: {e}"))?;
+        let text = String::from_utf8_lossy(&output.stdout);
+        // "Cuda compilation tools, release 13.0, V13.0.88"
+        let version = text.split(", V").nth(1).and_then(|rest| rest.split_whitespace().next());
+        let version = version.filter(|_| output.status.success()).ok_or_else(|| {
+            format!("{shown} --version does not say its release:\n{text}{}", String::from_utf8_lossy(&output.stderr))
+        })?;
+        let mut parts = version.split('.').map(|part| part.parse().unwrap_or(0));
+        let (major, minor) = OLDEST_NVCC;
+        if (parts.next().unwrap_or(0), parts.next().unwrap_or(0)) < OLDEST_NVCC {
+            return Err(format!(
+                "{shown} is release {version}; the kernels need {major}.{minor} or newer\n\
+                 name another with KILN_NVCC (tools/get_nvcc installs one), or build without kernels: KILN_NVCC=none"
+            ));
+        }
+        let host = cc::Build::new().cpp(true).try_get_compiler().map_err(|e| format!("no C++ compiler for nvcc: {e}"))?;
+        Ok(Self { version: version.to_owned(), host: host.path().to_owned(), path })
+    }
+}
+
+/// Where an nvcc may be, in the order in which they are tried.
+fn usual_places() -> Vec<PathBuf> {
+    let mut places = Vec::new();
+    for name in ["CUDA_HOME", "CUDA_PATH"] {
+        places.extend(watched(name).map(|home| Path::new(&home).join("bin/nvcc")));
+    }
+    places.extend(watched("PATH").iter().flat_map(env::split_paths).map(|folder| folder.join("nvcc")));
+    for environment in [watched("VIRTUAL_ENV").map(PathBuf::from), Some(PathBuf::from(".venv"))].into_iter().flatten() {
+        // lib/python3.11, or whichever it is
+        let pythons = fs::read_dir(environment.join("lib")).into_iter().flatten().flatten();
+        places.extend(pythons.map(|python| python.path().join("site-packages/nvidia/cu13/bin/nvcc")));
+    }
+    places.push("/usr/local/cuda/bin/nvcc".into());
+    // Kernels are compiled in their folder, so a relative path would no longer lead there.
+    places.into_iter().filter_map(|path| std::path::absolute(path).ok()).collect()
+}
+
+/// One kernel file and what becomes of it.
+struct Kernel {
+    name: String,
+    arguments: Vec<String>,
+    image: PathBuf,
+    /// What ptxas said about it.
+    report: PathBuf,
+    /// The key under which image and report were made; written last, so it stands for both.
+    stamp: PathBuf,
+    key: String,
+}
+
+impl Kernel {
+    /// None where none of the file's architectures is asked for.
+    fn new(source: &Path, chosen: Option<&[u32]>, nvcc: &Nvcc, out: &Path) -> Result<Option<Self>> {
+        let name = source.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        let all = archs_of(&name)?;
+        let archs = pick(all, chosen);
+        if archs.is_empty() {
+            return Ok(None);
+        }
+        let mut arguments: Vec<String> = FLAGS.iter().map(|flag| flag.to_string()).collect();
+        arguments.extend(archs.iter().map(|arch| format!("-gencode=arch=compute_{arch},code=sm_{arch}")));
+        if all == PORTABLE && chosen.is_none() {
+            arguments.push(format!("-gencode=arch=compute_{PTX},code=compute_{PTX}"));
+        }
+        // Any header may be included by any file: there are few, and a list of who includes what would have to be kept true.
+        let mut hasher = DefaultHasher::new();
+        (&arguments, &nvcc.path, &nvcc.version, &nvcc.host, read(source)?).hash(&mut hasher);
+        for header in files_with(&["h", "cuh"])? {
+            (&header, read(&header)?).hash(&mut hasher);
+        }
+        let file = |extension: &str| out.join(format!("{name}.{extension}"));
+        let (image, report, stamp) = (file("fatbin"), file("ptxas"), file("key"));
+        Ok(Some(Self { name, arguments, image, report, stamp, key: format!("{:016x}", hasher.finish()) }))
+    }
+
+    fn is_current(&self) -> bool {
+        self.image.exists() && self.report.exists() && read(&self.stamp).is_ok_and(|key| key == self.key)
+    }
+
+    fn compile(&self, nvcc: &Nvcc) -> Result<()> {
+        let _ = fs::remove_file(&self.stamp);
+        let mut command = Command::new(&nvcc.path);
+        command.current_dir("kernels").arg("-ccbin").arg(&nvcc.host).args(&self.arguments);
+        command.arg("-o").arg(&self.image).arg(format!("{}.cu", self.name));
+        let output = command.output().map_err(|e| format!("{}: {e}", nvcc.path.display()))?;
+        let said = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        if !output.status.success() {
+            let errors: Vec<_> = said.lines().filter(|line| !ptxas::is_information(line)).collect();
+            return Err(format!("nvcc failed on kernels/{}.cu:\n{}", self.name, errors.join("\n")));
+        }
+        write(&self.report, &said)?;
+        write(&self.stamp, &self.key)
+    }
+}
+
+/// Compiles what has changed, on as many cores as cargo was given.
+fn compile_all(kernels: &[Kernel], nvcc: &Nvcc) -> Result<()> {
+    let stale: Vec<_> = kernels.iter().filter(|kernel| !kernel.is_current()).collect();
+    let jobs = env::var("NUM_JOBS").ok().and_then(|jobs| jobs.parse().ok()).unwrap_or(1);
+    let next = AtomicUsize::new(0);
+    let worker = || {
+        let mut errors = Vec::new();
+        while let Some(kernel) = stale.get(next.fetch_add(1, Ordering::Relaxed)) {
+            errors.extend(kernel.compile(nvcc).err());
+        }
+        errors
+    };
+    let errors: Vec<String> = thread::scope(|scope| {
+        let workers: Vec<_> = (0..stale.len().min(jobs)).map(|_| scope.spawn(worker)).collect();
+        workers.into_iter().flat_map(|worker| worker.join().expect("a worker does not panic")).collect()
+    });
+    if errors.is_empty() { Ok(()) } else { Err(errors.join("\n")) }
+}
+
+/// What each kernel takes on each architecture: the text that tests/kernels.rs holds to kernels/resources.txt.
+fn resource_table(kernels: &[Kernel], targets: &[String], version: &str) -> Result<String> {
+    let mut table = format!("# nvcc {version} for {}\n{}\n", targets.join(" "), ptxas::HEADING);
+    for kernel in kernels {
+        for usage in ptxas::usages(&read(&kernel.report)?)? {
+            let _ = writeln!(table, "{}", usage.row(&kernel.name));
+        }
+    }
+    Ok(table)
+}
+
+/// The Rust source of the table of images.
+fn image_table(kernels: &[Kernel], targets: &[String], version: &str) -> String {
+    let mut rows = String::new();
+    for Kernel { name, .. } in kernels {
+        let _ = writeln!(rows, "    ({name:?}, include_bytes!(concat!(env!(\"OUT_DIR\"), \"/{name}.fatbin\"))),");
+    }
+    format!(
+        "/// Every kernel file's name, with its image for all architectures. Empty in a build without nvcc.\n\
+         pub static IMAGES: &[(&str, &[u8])] = &[\n{rows}];\n\n\
+         /// What portable kernels were compiled for, as nvcc spells it; `compute_80` is the PTX for every other card.\n\
+         pub static ARCHS: &[&str] = &{targets:?};\n\n\
+         /// The release of nvcc; empty in a build without it.\n\
+         pub static NVCC: &str = {version:?};\n"
+    )
+}

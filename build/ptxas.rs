@@ -1,0 +1,58 @@
+//! Reads what ptxas says about each kernel (`-Xptxas -v`). The build script and tests/kernels.rs share it.
+
+/// The line above the rows.
+pub const HEADING: &str =
+    "# file           kernel                                   arch     registers   stack   spill  shared   (all but registers in bytes)";
+
+/// What one kernel takes on one architecture.
+#[derive(Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Usage {
+    pub kernel: String,
+    pub arch: String,
+    pub registers: u32,
+    pub stack: u32,
+    /// Stores and loads together.
+    pub spill: u32,
+    pub shared: u32,
+}
+
+impl Usage {
+    /// Its row in the table.
+    pub fn row(&self, file: &str) -> String {
+        let Self { kernel, arch, registers, stack, spill, shared } = self;
+        format!("{file:<16} {kernel:<40} {arch:<8} {registers:>9} {stack:>7} {spill:>7} {shared:>7}")
+    }
+}
+
+/// Whether a line only informs; the rest are warnings and errors.
+pub fn is_information(line: &str) -> bool {
+    line.starts_with("ptxas info") || line.contains("bytes stack frame")
+}
+
+/// The kernels of a report in the order of their names.
+pub fn usages(report: &str) -> Result<Vec<Usage>, String> {
+    let mut found: Vec<Usage> = Vec::new();
+    for line in report.lines() {
+        if let Some((_, entry)) = line.split_once("Compiling entry function '") {
+            let (kernel, arch) = entry.split_once("' for '").ok_or_else(|| format!("ptxas said `{line}`"))?;
+            found.push(Usage { kernel: kernel.into(), arch: arch.trim_end_matches('\'').into(), ..Usage::default() });
+        } else if let Some(usage) = found.last_mut() {
+            // A function that was not inlined has a line of its own, which counts towards the kernel above it.
+            usage.stack += before(line, " bytes stack frame");
+            usage.spill += before(line, " bytes spill stores") + before(line, " bytes spill loads");
+            usage.registers = usage.registers.max(before(line, " registers"));
+            usage.shared += before(line, " bytes smem");
+        }
+    }
+    if let Some(usage) = found.iter().find(|usage| usage.registers == 0) {
+        return Err(format!("ptxas did not say how many registers `{}` takes", usage.kernel));
+    }
+    found.sort();
+    Ok(found)
+}
+
+/// The number before these words; 0 where the line does not have them.
+fn before(line: &str, words: &str) -> u32 {
+    let text = line.split_once(words).map_or("", |(text, _)| text);
+    text.rsplit(' ').next().and_then(|number| number.parse().ok()).unwrap_or(0)
+}

@@ -1,0 +1,398 @@
+//! The Rust side of `kernels/abi.h`, written by bindgen; CONTRIBUTING.md says how. Not to be edited.
+
+#![allow(missing_docs)]
+
+pub const KL_F32: u32 = 0;
+pub const KL_BF16: u32 = 1;
+pub const KL_F16: u32 = 2;
+pub const KL_U32: u32 = 3;
+pub const KL_U8: u32 = 4;
+pub const KL_POINTWISE_THREADS: u32 = 256;
+pub const KL_COPY: u32 = 0;
+pub const KL_SILU: u32 = 1;
+pub const KL_FAULT_TOKEN: u32 = 1;
+pub const KL_PARTIALS: u32 = 1024;
+pub const KL_NORM_THREADS: u32 = 128;
+pub const KL_STREAMS: u32 = 2;
+pub const KL_ROPE_INTERLEAVED: u32 = 0;
+pub const KL_ROPE_HALF_SPLIT: u32 = 1;
+pub const KL_HEAD_PARTS: u32 = 4;
+pub const KL_HEADS_PER_WARP: u32 = 8;
+pub const KL_GROUP_THREADS: u32 = 256;
+pub const KL_GROUPS: u32 = 64;
+pub const KL_NAIVE_TILE: u32 = 64;
+pub const KL_NAIVE_THREADS: u32 = 256;
+pub const KL_STORE: u32 = 0;
+pub const KL_SWIGLU: u32 = 1;
+pub const KL_GATE_RESIDUAL: u32 = 2;
+pub const KL_SEGMENTS: u32 = 16;
+pub const KL_ATTENTION_WARPS: u32 = 4;
+pub const KL_HEAD_DIM: u32 = 512;
+pub const KL_SAME: u32 = 0;
+pub const KL_UP: u32 = 1;
+pub const KL_DOWN: u32 = 2;
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone)]
+pub struct KlMat {
+    pub data: u64,
+    pub stride: u64,
+    pub rows: u32,
+    pub cols: u32,
+    pub dtype: u32,
+    pub unused: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlMat"][::core::mem::size_of::<KlMat>() - 32usize];
+    ["Alignment of KlMat"][::core::mem::align_of::<KlMat>() - 8usize];
+    ["Offset of field: KlMat::data"][::core::mem::offset_of!(KlMat, data) - 0usize];
+    ["Offset of field: KlMat::stride"][::core::mem::offset_of!(KlMat, stride) - 8usize];
+    ["Offset of field: KlMat::rows"][::core::mem::offset_of!(KlMat, rows) - 16usize];
+    ["Offset of field: KlMat::cols"][::core::mem::offset_of!(KlMat, cols) - 20usize];
+    ["Offset of field: KlMat::dtype"][::core::mem::offset_of!(KlMat, dtype) - 24usize];
+    ["Offset of field: KlMat::unused"][::core::mem::offset_of!(KlMat, unused) - 28usize];
+};
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone)]
+pub struct KlMap {
+    pub out: KlMat,
+    pub x: KlMat,
+    pub function: u32,
+    pub unused: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlMap"][::core::mem::size_of::<KlMap>() - 72usize];
+    ["Alignment of KlMap"][::core::mem::align_of::<KlMap>() - 8usize];
+    ["Offset of field: KlMap::out"][::core::mem::offset_of!(KlMap, out) - 0usize];
+    ["Offset of field: KlMap::x"][::core::mem::offset_of!(KlMap, x) - 32usize];
+    ["Offset of field: KlMap::function"][::core::mem::offset_of!(KlMap, function) - 64usize];
+    ["Offset of field: KlMap::unused"][::core::mem::offset_of!(KlMap, unused) - 68usize];
+};
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone)]
+pub struct KlEmbed {
+    pub out: KlMat,
+    pub ids: KlMat,
+    pub table: KlMat,
+    pub fault: u64,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlEmbed"][::core::mem::size_of::<KlEmbed>() - 104usize];
+    ["Alignment of KlEmbed"][::core::mem::align_of::<KlEmbed>() - 8usize];
+    ["Offset of field: KlEmbed::out"][::core::mem::offset_of!(KlEmbed, out) - 0usize];
+    ["Offset of field: KlEmbed::ids"][::core::mem::offset_of!(KlEmbed, ids) - 32usize];
+    ["Offset of field: KlEmbed::table"][::core::mem::offset_of!(KlEmbed, table) - 64usize];
+    ["Offset of field: KlEmbed::fault"][::core::mem::offset_of!(KlEmbed, fault) - 96usize];
+};
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone)]
+pub struct KlPatch {
+    pub tokens: KlMat,
+    pub pixels: KlMat,
+    pub mean: KlMat,
+    pub var: KlMat,
+    pub width: u32,
+    pub eps: f32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlPatch"][::core::mem::size_of::<KlPatch>() - 136usize];
+    ["Alignment of KlPatch"][::core::mem::align_of::<KlPatch>() - 8usize];
+    ["Offset of field: KlPatch::tokens"][::core::mem::offset_of!(KlPatch, tokens) - 0usize];
+    ["Offset of field: KlPatch::pixels"][::core::mem::offset_of!(KlPatch, pixels) - 32usize];
+    ["Offset of field: KlPatch::mean"][::core::mem::offset_of!(KlPatch, mean) - 64usize];
+    ["Offset of field: KlPatch::var"][::core::mem::offset_of!(KlPatch, var) - 96usize];
+    ["Offset of field: KlPatch::width"][::core::mem::offset_of!(KlPatch, width) - 128usize];
+    ["Offset of field: KlPatch::eps"][::core::mem::offset_of!(KlPatch, eps) - 132usize];
+};
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone)]
+pub struct KlEuler {
+    pub latents: KlMat,
+    pub velocity: KlMat,
+    pub dt: f32,
+    pub unused: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlEuler"][::core::mem::size_of::<KlEuler>() - 72usize];
+    ["Alignment of KlEuler"][::core::mem::align_of::<KlEuler>() - 8usize];
+    ["Offset of field: KlEuler::latents"][::core::mem::offset_of!(KlEuler, latents) - 0usize];
+    ["Offset of field: KlEuler::velocity"][::core::mem::offset_of!(KlEuler, velocity) - 32usize];
+    ["Offset of field: KlEuler::dt"][::core::mem::offset_of!(KlEuler, dt) - 64usize];
+    ["Offset of field: KlEuler::unused"][::core::mem::offset_of!(KlEuler, unused) - 68usize];
+};
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone)]
+pub struct KlGuidance {
+    pub out: KlMat,
+    pub cond: KlMat,
+    pub uncond: KlMat,
+    pub scale: f32,
+    pub unused: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlGuidance"][::core::mem::size_of::<KlGuidance>() - 104usize];
+    ["Alignment of KlGuidance"][::core::mem::align_of::<KlGuidance>() - 8usize];
+    ["Offset of field: KlGuidance::out"][::core::mem::offset_of!(KlGuidance, out) - 0usize];
+    ["Offset of field: KlGuidance::cond"][::core::mem::offset_of!(KlGuidance, cond) - 32usize];
+    ["Offset of field: KlGuidance::uncond"][::core::mem::offset_of!(KlGuidance, uncond) - 64usize];
+    ["Offset of field: KlGuidance::scale"][::core::mem::offset_of!(KlGuidance, scale) - 96usize];
+    ["Offset of field: KlGuidance::unused"][::core::mem::offset_of!(KlGuidance, unused) - 100usize];
+};
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone)]
+pub struct KlPixels {
+    pub out: KlMat,
+    pub x: KlMat,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlPixels"][::core::mem::size_of::<KlPixels>() - 64usize];
+    ["Alignment of KlPixels"][::core::mem::align_of::<KlPixels>() - 8usize];
+    ["Offset of field: KlPixels::out"][::core::mem::offset_of!(KlPixels, out) - 0usize];
+    ["Offset of field: KlPixels::x"][::core::mem::offset_of!(KlPixels, x) - 32usize];
+};
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone)]
+pub struct KlCount {
+    pub count: KlMat,
+    pub x: KlMat,
+    pub partials: u64,
+    pub blocks: u64,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlCount"][::core::mem::size_of::<KlCount>() - 80usize];
+    ["Alignment of KlCount"][::core::mem::align_of::<KlCount>() - 8usize];
+    ["Offset of field: KlCount::count"][::core::mem::offset_of!(KlCount, count) - 0usize];
+    ["Offset of field: KlCount::x"][::core::mem::offset_of!(KlCount, x) - 32usize];
+    ["Offset of field: KlCount::partials"][::core::mem::offset_of!(KlCount, partials) - 64usize];
+    ["Offset of field: KlCount::blocks"][::core::mem::offset_of!(KlCount, blocks) - 72usize];
+};
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone)]
+pub struct KlRmsNorm {
+    pub out: KlMat,
+    pub x: KlMat,
+    pub weight: KlMat,
+    pub eps: f32,
+    pub unused: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlRmsNorm"][::core::mem::size_of::<KlRmsNorm>() - 104usize];
+    ["Alignment of KlRmsNorm"][::core::mem::align_of::<KlRmsNorm>() - 8usize];
+    ["Offset of field: KlRmsNorm::out"][::core::mem::offset_of!(KlRmsNorm, out) - 0usize];
+    ["Offset of field: KlRmsNorm::x"][::core::mem::offset_of!(KlRmsNorm, x) - 32usize];
+    ["Offset of field: KlRmsNorm::weight"][::core::mem::offset_of!(KlRmsNorm, weight) - 64usize];
+    ["Offset of field: KlRmsNorm::eps"][::core::mem::offset_of!(KlRmsNorm, eps) - 96usize];
+    ["Offset of field: KlRmsNorm::unused"][::core::mem::offset_of!(KlRmsNorm, unused) - 100usize];
+};
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone)]
+pub struct KlModulated {
+    pub out: KlMat,
+    pub x: KlMat,
+    pub shift: KlMat,
+    pub scale: KlMat,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlModulated"][::core::mem::size_of::<KlModulated>() - 128usize];
+    ["Alignment of KlModulated"][::core::mem::align_of::<KlModulated>() - 8usize];
+    ["Offset of field: KlModulated::out"][::core::mem::offset_of!(KlModulated, out) - 0usize];
+    ["Offset of field: KlModulated::x"][::core::mem::offset_of!(KlModulated, x) - 32usize];
+    ["Offset of field: KlModulated::shift"][::core::mem::offset_of!(KlModulated, shift) - 64usize];
+    ["Offset of field: KlModulated::scale"][::core::mem::offset_of!(KlModulated, scale) - 96usize];
+};
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone)]
+pub struct KlLayerNorm {
+    pub stream: [KlModulated; 2usize],
+    pub eps: f32,
+    pub unused: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlLayerNorm"][::core::mem::size_of::<KlLayerNorm>() - 264usize];
+    ["Alignment of KlLayerNorm"][::core::mem::align_of::<KlLayerNorm>() - 8usize];
+    ["Offset of field: KlLayerNorm::stream"][::core::mem::offset_of!(KlLayerNorm, stream) - 0usize];
+    ["Offset of field: KlLayerNorm::eps"][::core::mem::offset_of!(KlLayerNorm, eps) - 256usize];
+    ["Offset of field: KlLayerNorm::unused"][::core::mem::offset_of!(KlLayerNorm, unused) - 260usize];
+};
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone)]
+pub struct KlHeads {
+    pub x: KlMat,
+    pub weight: KlMat,
+    pub table: KlMat,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlHeads"][::core::mem::size_of::<KlHeads>() - 96usize];
+    ["Alignment of KlHeads"][::core::mem::align_of::<KlHeads>() - 8usize];
+    ["Offset of field: KlHeads::x"][::core::mem::offset_of!(KlHeads, x) - 0usize];
+    ["Offset of field: KlHeads::weight"][::core::mem::offset_of!(KlHeads, weight) - 32usize];
+    ["Offset of field: KlHeads::table"][::core::mem::offset_of!(KlHeads, table) - 64usize];
+};
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone)]
+pub struct KlHeadNorm {
+    pub part: [KlHeads; 4usize],
+    pub head_dim: u32,
+    pub style: u32,
+    pub eps: f32,
+    pub unused: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlHeadNorm"][::core::mem::size_of::<KlHeadNorm>() - 400usize];
+    ["Alignment of KlHeadNorm"][::core::mem::align_of::<KlHeadNorm>() - 8usize];
+    ["Offset of field: KlHeadNorm::part"][::core::mem::offset_of!(KlHeadNorm, part) - 0usize];
+    ["Offset of field: KlHeadNorm::head_dim"][::core::mem::offset_of!(KlHeadNorm, head_dim) - 384usize];
+    ["Offset of field: KlHeadNorm::style"][::core::mem::offset_of!(KlHeadNorm, style) - 388usize];
+    ["Offset of field: KlHeadNorm::eps"][::core::mem::offset_of!(KlHeadNorm, eps) - 392usize];
+    ["Offset of field: KlHeadNorm::unused"][::core::mem::offset_of!(KlHeadNorm, unused) - 396usize];
+};
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone)]
+pub struct KlGroupStats {
+    pub x: KlMat,
+    pub stats: KlMat,
+    pub partials: u64,
+    pub blocks: u64,
+    pub groups: u32,
+    pub unused: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlGroupStats"][::core::mem::size_of::<KlGroupStats>() - 88usize];
+    ["Alignment of KlGroupStats"][::core::mem::align_of::<KlGroupStats>() - 8usize];
+    ["Offset of field: KlGroupStats::x"][::core::mem::offset_of!(KlGroupStats, x) - 0usize];
+    ["Offset of field: KlGroupStats::stats"][::core::mem::offset_of!(KlGroupStats, stats) - 32usize];
+    ["Offset of field: KlGroupStats::partials"][::core::mem::offset_of!(KlGroupStats, partials) - 64usize];
+    ["Offset of field: KlGroupStats::blocks"][::core::mem::offset_of!(KlGroupStats, blocks) - 72usize];
+    ["Offset of field: KlGroupStats::groups"][::core::mem::offset_of!(KlGroupStats, groups) - 80usize];
+    ["Offset of field: KlGroupStats::unused"][::core::mem::offset_of!(KlGroupStats, unused) - 84usize];
+};
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone)]
+pub struct KlGroupNorm {
+    pub out: KlMat,
+    pub x: KlMat,
+    pub weight: KlMat,
+    pub bias: KlMat,
+    pub stats: KlMat,
+    pub groups: u32,
+    pub eps: f32,
+    pub silu: u32,
+    pub unused: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlGroupNorm"][::core::mem::size_of::<KlGroupNorm>() - 176usize];
+    ["Alignment of KlGroupNorm"][::core::mem::align_of::<KlGroupNorm>() - 8usize];
+    ["Offset of field: KlGroupNorm::out"][::core::mem::offset_of!(KlGroupNorm, out) - 0usize];
+    ["Offset of field: KlGroupNorm::x"][::core::mem::offset_of!(KlGroupNorm, x) - 32usize];
+    ["Offset of field: KlGroupNorm::weight"][::core::mem::offset_of!(KlGroupNorm, weight) - 64usize];
+    ["Offset of field: KlGroupNorm::bias"][::core::mem::offset_of!(KlGroupNorm, bias) - 96usize];
+    ["Offset of field: KlGroupNorm::stats"][::core::mem::offset_of!(KlGroupNorm, stats) - 128usize];
+    ["Offset of field: KlGroupNorm::groups"][::core::mem::offset_of!(KlGroupNorm, groups) - 160usize];
+    ["Offset of field: KlGroupNorm::eps"][::core::mem::offset_of!(KlGroupNorm, eps) - 164usize];
+    ["Offset of field: KlGroupNorm::silu"][::core::mem::offset_of!(KlGroupNorm, silu) - 168usize];
+    ["Offset of field: KlGroupNorm::unused"][::core::mem::offset_of!(KlGroupNorm, unused) - 172usize];
+};
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone)]
+pub struct KlProduct {
+    pub out: KlMat,
+    pub x: KlMat,
+    pub w: KlMat,
+    pub bias: KlMat,
+    pub gate: KlMat,
+    pub epilogue: u32,
+    pub unused: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlProduct"][::core::mem::size_of::<KlProduct>() - 168usize];
+    ["Alignment of KlProduct"][::core::mem::align_of::<KlProduct>() - 8usize];
+    ["Offset of field: KlProduct::out"][::core::mem::offset_of!(KlProduct, out) - 0usize];
+    ["Offset of field: KlProduct::x"][::core::mem::offset_of!(KlProduct, x) - 32usize];
+    ["Offset of field: KlProduct::w"][::core::mem::offset_of!(KlProduct, w) - 64usize];
+    ["Offset of field: KlProduct::bias"][::core::mem::offset_of!(KlProduct, bias) - 96usize];
+    ["Offset of field: KlProduct::gate"][::core::mem::offset_of!(KlProduct, gate) - 128usize];
+    ["Offset of field: KlProduct::epilogue"][::core::mem::offset_of!(KlProduct, epilogue) - 160usize];
+    ["Offset of field: KlProduct::unused"][::core::mem::offset_of!(KlProduct, unused) - 164usize];
+};
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone)]
+pub struct KlKeyValues {
+    pub k: KlMat,
+    pub v: KlMat,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlKeyValues"][::core::mem::size_of::<KlKeyValues>() - 64usize];
+    ["Alignment of KlKeyValues"][::core::mem::align_of::<KlKeyValues>() - 8usize];
+    ["Offset of field: KlKeyValues::k"][::core::mem::offset_of!(KlKeyValues, k) - 0usize];
+    ["Offset of field: KlKeyValues::v"][::core::mem::offset_of!(KlKeyValues, v) - 32usize];
+};
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone)]
+pub struct KlAttention {
+    pub out: KlMat,
+    pub q: KlMat,
+    pub kv: [KlKeyValues; 16usize],
+    pub segments: u32,
+    pub head_dim: u32,
+    pub group: u32,
+    pub causal: u32,
+    pub scale: f32,
+    pub unused: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlAttention"][::core::mem::size_of::<KlAttention>() - 1112usize];
+    ["Alignment of KlAttention"][::core::mem::align_of::<KlAttention>() - 8usize];
+    ["Offset of field: KlAttention::out"][::core::mem::offset_of!(KlAttention, out) - 0usize];
+    ["Offset of field: KlAttention::q"][::core::mem::offset_of!(KlAttention, q) - 32usize];
+    ["Offset of field: KlAttention::kv"][::core::mem::offset_of!(KlAttention, kv) - 64usize];
+    ["Offset of field: KlAttention::segments"][::core::mem::offset_of!(KlAttention, segments) - 1088usize];
+    ["Offset of field: KlAttention::head_dim"][::core::mem::offset_of!(KlAttention, head_dim) - 1092usize];
+    ["Offset of field: KlAttention::group"][::core::mem::offset_of!(KlAttention, group) - 1096usize];
+    ["Offset of field: KlAttention::causal"][::core::mem::offset_of!(KlAttention, causal) - 1100usize];
+    ["Offset of field: KlAttention::scale"][::core::mem::offset_of!(KlAttention, scale) - 1104usize];
+    ["Offset of field: KlAttention::unused"][::core::mem::offset_of!(KlAttention, unused) - 1108usize];
+};
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone)]
+pub struct KlConv {
+    pub out: KlMat,
+    pub x: KlMat,
+    pub w: KlMat,
+    pub bias: KlMat,
+    pub residual: KlMat,
+    pub width: u32,
+    pub height: u32,
+    pub sampling: u32,
+    pub unused: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlConv"][::core::mem::size_of::<KlConv>() - 176usize];
+    ["Alignment of KlConv"][::core::mem::align_of::<KlConv>() - 8usize];
+    ["Offset of field: KlConv::out"][::core::mem::offset_of!(KlConv, out) - 0usize];
+    ["Offset of field: KlConv::x"][::core::mem::offset_of!(KlConv, x) - 32usize];
+    ["Offset of field: KlConv::w"][::core::mem::offset_of!(KlConv, w) - 64usize];
+    ["Offset of field: KlConv::bias"][::core::mem::offset_of!(KlConv, bias) - 96usize];
+    ["Offset of field: KlConv::residual"][::core::mem::offset_of!(KlConv, residual) - 128usize];
+    ["Offset of field: KlConv::width"][::core::mem::offset_of!(KlConv, width) - 160usize];
+    ["Offset of field: KlConv::height"][::core::mem::offset_of!(KlConv, height) - 164usize];
+    ["Offset of field: KlConv::sampling"][::core::mem::offset_of!(KlConv, sampling) - 168usize];
+    ["Offset of field: KlConv::unused"][::core::mem::offset_of!(KlConv, unused) - 172usize];
+};
