@@ -140,6 +140,8 @@ impl Nvcc {
             Some(path) => Some(PathBuf::from(path)),
             None => usual_places().into_iter().find(|path| path.is_file()),
         };
+        // Kernels are compiled in their folder, from which a relative path would not lead there.
+        let path = path.map(std::path::absolute).transpose().map_err(|e| format!("nvcc: {e}"))?;
         match path {
             Some(path) => Self::check(path).map(Some),
             None if required => Err("KILN_REQUIRE_CUDA=1, but there is no nvcc; tools/get_nvcc installs one".into()),
@@ -190,8 +192,7 @@ fn usual_places() -> Vec<PathBuf> {
         places.extend(pythons.map(|python| python.path().join("site-packages/nvidia/cu13/bin/nvcc")));
     }
     places.push("/usr/local/cuda/bin/nvcc".into());
-    // Kernels are compiled in their folder, so a relative path would no longer lead there.
-    places.into_iter().filter_map(|path| std::path::absolute(path).ok()).collect()
+    places
 }
 
 /// One kernel file and what becomes of it.
