@@ -1,5 +1,7 @@
 //! The compiled kernels: what each takes of a multiprocessor is held to `kernels/resources.txt`, and each file has its image.
 
+#![allow(clippy::print_stdout)] // why a test was skipped, shown with --nocapture
+
 use std::collections::BTreeMap;
 use std::path::Path;
 
