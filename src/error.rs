@@ -136,6 +136,37 @@ pub enum Error {
         need: u64,
     },
 
+    /// A GPU's memory does not suffice.
+    #[error("not enough GPU memory: this job needs {}, {} is free on {device}", gib(*.need), gib(*.have))]
+    DeviceMemory {
+        /// Bytes asked for.
+        need: u64,
+        /// Bytes there are.
+        have: u64,
+        /// Which GPU.
+        device: String,
+        /// Ways to get by with less.
+        ways: String,
+    },
+
+    /// No GPU can be used.
+    #[error("no usable GPU: {what}")]
+    NoGpu {
+        /// Why.
+        what: String,
+        /// What to do about it.
+        hint: String,
+    },
+
+    /// The GPU or its driver reported a fault.
+    #[error("the GPU failed: {call}: {status}")]
+    Device {
+        /// The call, or the kernel.
+        call: &'static str,
+        /// What the driver says.
+        status: String,
+    },
+
     /// The output file is already there.
     #[error("output exists ({}); not overwritten", .path.display())]
     OutputExists {
@@ -190,6 +221,10 @@ pub enum Error {
     },
 }
 
+fn gib(bytes: u64) -> String {
+    format!("{:.1} GiB", bytes as f64 / (1_u64 << 30) as f64)
+}
+
 impl Error {
     /// A usage error with a hint.
     pub fn usage(what: impl Into<String>, hint: impl Into<String>) -> Self {
@@ -226,6 +261,9 @@ impl Error {
             Self::Quantised { .. } => Some("use the BF16 checkpoint of the same model".into()),
             Self::TooManyTokens { .. } => Some("lower --width and --height".into()),
             Self::Memory { .. } => Some("lower --width and --height".into()),
+            Self::DeviceMemory { ways, .. } => Some(format!("try to {ways}")),
+            Self::NoGpu { hint, .. } => Some(format!("{hint}; --backend cpu runs without one")),
+            Self::Device { .. } => Some("if it happens again, --backend cpu runs without the GPU".into()),
             Self::OutputExists { .. } => Some("use --force or another name".into()),
             Self::Op { .. } | Self::Lockstep { .. } => {
                 Some("this is a bug in kiln; please report it with the command line".into())
@@ -234,8 +272,8 @@ impl Error {
         }
     }
 
-    /// The process exit code: 2 usage, 3 bad input file, 4 not enough memory, 5 output not written, 7 numeric fault,
-    /// 130 interrupted, 70 a bug of ours.
+    /// The process exit code: 2 usage, 3 bad input file, 4 not enough memory, 5 output not written, 6 no usable GPU or a fault of
+    /// it, 7 numeric fault, 130 interrupted, 70 a bug of ours.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Usage { .. } | Self::TooManyTokens { .. } => 2,
@@ -248,8 +286,9 @@ impl Error {
             | Self::Quantised { .. }
             | Self::TensorUnknown { .. }
             | Self::Mismatch { .. } => 3,
-            Self::Memory { .. } => 4,
+            Self::Memory { .. } | Self::DeviceMemory { .. } => 4,
             Self::OutputExists { .. } | Self::Write { .. } => 5,
+            Self::NoGpu { .. } | Self::Device { .. } => 6,
             Self::NotFinite { .. } => 7,
             Self::Interrupted => 130,
             Self::Lockstep { .. } | Self::Op { .. } => 70,

@@ -14,17 +14,6 @@ pub struct Image {
 }
 
 impl Image {
-    /// Rounds the decoder's output, row-major `[height * width, 3]` with nominal range -1 to 1. Values beyond it are clamped.
-    pub fn from_raw(raw: &[f32], width: usize, height: usize) -> Result<Self> {
-        let expected = width.checked_mul(height).and_then(|n| n.checked_mul(3));
-        if expected != Some(raw.len()) {
-            return Err(bug(format!("{} values are not {width} x {height} pixels", raw.len())));
-        }
-        // Half to even, and the scaling in two f32 steps: the roundings of the reference implementation.
-        let to_byte = |&x: &f32| (255.0 * (0.5 * x + 0.5).clamp(0.0, 1.0)).round_ties_even() as u8;
-        Ok(Self { width, height, pixels: raw.iter().map(to_byte).collect() })
-    }
-
     /// Encodes the picture as PNG. `text` is stored as key and value, the value in any script (iTXt); keys are plain ASCII.
     pub fn encode_png(&self, text: &[(&str, String)]) -> Result<Vec<u8>> {
         let (Ok(width), Ok(height)) = (u32::try_from(self.width), u32::try_from(self.height)) else {
@@ -61,22 +50,8 @@ mod tests {
     use std::io;
 
     #[test]
-    fn values_round_half_to_even_and_clamp() {
-        // 0.5 x + 0.5 = 0.5 is 127.5, between 127 and the even 128; the others are clamped or exact.
-        let raw = [-1.0, -0.0, 1.0, -7.0, 7.0, f32::NEG_INFINITY, f32::INFINITY, 254.0 / 255.0, 2.0 / 255.0 - 1.0];
-        let image = Image::from_raw(&raw, 3, 1).unwrap();
-        assert_eq!(image.pixels, [0, 128, 255, 0, 255, 0, 255, 254, 1]);
-        // The tie below falls to the even 126, away from 127.
-        let tie = (253.0 / 255.0 - 1.0) as f32;
-        assert_eq!(255.0 * (0.5 * tie + 0.5), 126.5);
-        assert_eq!(Image::from_raw(&[tie; 3], 1, 1).unwrap().pixels, [126; 3]);
-    }
-
-    #[test]
     fn a_wrong_number_of_values_is_a_bug() {
-        assert_eq!(Image::from_raw(&[0.0; 5], 2, 1).unwrap_err().exit_code(), 70);
-        assert_eq!(Image::from_raw(&[], usize::MAX, usize::MAX).unwrap_err().exit_code(), 70);
-        assert!(Image { width: 2, height: 2, pixels: vec![0; 11] }.encode_png(&[]).is_err());
+        assert_eq!(Image { width: 2, height: 2, pixels: vec![0; 11] }.encode_png(&[]).unwrap_err().exit_code(), 70);
         assert!(Image { width: 0, height: 0, pixels: vec![] }.encode_png(&[]).is_err());
         let image = Image { width: 1, height: 1, pixels: vec![0; 3] };
         assert!(image.encode_png(&[("", "empty key".into())]).is_err());

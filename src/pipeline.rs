@@ -194,19 +194,20 @@ impl OpenModel {
 }
 
 impl Parts {
-    /// Places the three parts' weights, in the order the stages use them.
+    /// Places the three parts' weights, in the order the stages use them. Also returns how many bytes they take.
     fn place(
         be: &mut dyn Backend,
         (c, t, v): &Configs,
         [transformer, text, vae]: [Option<&Weights>; 3],
         LoadOptions { precision, references }: LoadOptions,
         loaded: &mut dyn FnMut(u64),
-    ) -> Result<Self> {
+    ) -> Result<(Self, u64)> {
         let mut region = Arena::new(Region::Weights);
         let text = TextEncoder::load(&mut Loader::new(be, &mut region, text, precision, loaded), t)?;
         let transformer = Transformer::load(&mut Loader::new(be, &mut region, transformer, precision, loaded), c)?;
         let vae = Vae::load(&mut Loader::new(be, &mut region, vae, precision, loaded), v, references)?;
-        Ok(Self { transformer_config: c.clone(), text_config: t.clone(), transformer, text, vae })
+        let parts = Self { transformer_config: c.clone(), text_config: t.clone(), transformer, text, vae };
+        Ok((parts, region.peak()))
     }
 }
 
@@ -254,13 +255,13 @@ impl<'a> Inputs<'a> {
     }
 
     /// Lets values pass that were made from unchanged weights and are finite, and so fit to be shown: a NaN would be a black
-    /// square with no word of why. Weights come first, because changed ones can be where a NaN is from.
-    fn check(&self, values: &[f32], stage: impl FnOnce() -> String) -> Result<()> {
+    /// square with no word of why. Weights come first, because changed ones can be where a NaN is from. `count` is a place for
+    /// one number.
+    fn check(&self, be: &mut dyn Backend, count: Tensor, x: Tensor, stage: impl FnOnce() -> String) -> Result<()> {
+        be.run(Op::NonFinite { count, x })?;
+        let found = download(be, count)?[0];
         self.weights.iter().try_for_each(Weights::verify)?;
-        match values.iter().filter(|v| !v.is_finite()).count() {
-            0 => Ok(()),
-            count => Err(Error::NotFinite { stage: stage(), count }),
-        }
+        if found == 0.0 { Ok(()) } else { Err(Error::NotFinite { stage: stage(), count: found as usize }) }
     }
 }
 
@@ -269,7 +270,9 @@ impl Engine {
     pub fn load(mut backend: Box<dyn Backend>, model: OpenModel, options: LoadOptions, progress: &dyn Progress) -> Result<Self> {
         progress.begin(Phase::Load, model.transformer.bytes() + model.text.bytes() + model.vae.bytes());
         let sources = [Some(&model.transformer), Some(&model.text), Some(&model.vae)];
-        let parts = Parts::place(backend.as_mut(), &model.configs, sources, options, &mut |bytes| progress.advance(bytes))?;
+        let (_, bytes) = Parts::place(&mut Plan::new(), &model.configs, sources, options, &mut |_| ())?;
+        backend.reserve_weights(bytes)?;
+        let (parts, _) = Parts::place(backend.as_mut(), &model.configs, sources, options, &mut |bytes| progress.advance(bytes))?;
         model.verify()?;
         progress.end();
         let OpenModel { transformer, text, vae, tokenizer, variant, name, .. } = model;
@@ -336,22 +339,24 @@ impl Engine {
             Noise::Given(values) => Ok(values.clone()),
         };
         let mut ws = Arena::new(Region::Arena);
-        parts.run(backend.as_mut(), &mut ws, &inputs, &job.seeds, &mut noises, progress, &mut |seed, values| {
-            let image = Image::from_raw(&values.image, job.size.width(), job.size.height())?;
-            sink(Picture { seed, image, record: job.record.then(|| values.into_record(&inputs.prompt, job.size)) })
+        parts.run(backend.as_mut(), &mut ws, &inputs, &job.seeds, &mut noises, progress, &mut |seed, mut values| {
+            let (pixels, width, height) = (std::mem::take(&mut values.pixels), job.size.width(), job.size.height());
+            let record = job.record.then(|| values.into_record(&inputs.prompt, job.size));
+            sink(Picture { seed, image: Image { width, height, pixels }, record })
         })
     }
 }
 
-/// What a run of the stages leaves on the host. All but the image only when a record is asked for.
+/// What a run of the stages leaves on the host. All but the pixels only when a record is asked for.
 #[derive(Clone, Default)]
 struct Values {
     prompt_embeds: Vec<f32>,
     negative_prompt_embeds: Option<Vec<f32>>,
     references: Vec<Vec<f32>>,
     latents: Vec<Vec<f32>>,
-    /// One row of three channels per pixel.
+    /// One row of three channels per pixel, before and after rounding to bytes.
     image: Vec<f32>,
+    pixels: Vec<u8>,
 }
 
 impl Values {
@@ -401,6 +406,7 @@ impl Parts {
         let (c, job, plan) = (&self.transformer_config, inputs.job, &inputs.plan);
         let schedule = &inputs.schedule;
         let mut shared = Values::default();
+        let count = ws.alloc(1, 1, DType::F32)?;
 
         progress.begin(Phase::Encode, 1 + u64::from(inputs.negative.is_some()));
         let (context, embeds) = self.encode(be, ws, inputs, &inputs.prompt)?;
@@ -425,7 +431,7 @@ impl Parts {
         let (mut tokens, mut cache) = (Vec::new(), Vec::new());
         if !job.references.is_empty() {
             progress.begin(Phase::References, (job.references.len() + usize::from(inputs.cached)) as u64);
-            tokens = self.encode_references(be, ws, inputs, &mut shared.references, progress)?;
+            tokens = self.encode_references(be, ws, inputs, count, &mut shared.references, progress)?;
             if inputs.cached {
                 let rows = rope.rows(plan.canvas().end..plan.tokens());
                 self.transformer.select(be, modulation, table, schedule.steps())?;
@@ -441,6 +447,7 @@ impl Parts {
             [place()?, place()?, place()?]
         };
         let image = ws.alloc(job.size.width() * job.size.height(), 3, DType::F32)?;
+        let pixels = ws.alloc(image.rows, image.cols, DType::U8)?;
 
         for &seed in seeds {
             let mut values = shared.clone();
@@ -466,10 +473,9 @@ impl Parts {
                 } else {
                     be.run(Op::Euler { latents, velocity, dt: schedule.dt(i) })?;
                 }
-                let now = download(be, latents)?;
-                inputs.check(&now, || format!("denoising step {} of {}", i + 1, schedule.steps()))?;
+                inputs.check(be, count, latents, || format!("denoising step {} of {}", i + 1, schedule.steps()))?;
                 if job.record {
-                    values.latents.push(now);
+                    values.latents.push(download(be, latents)?);
                 }
                 progress.advance(1);
             }
@@ -477,8 +483,13 @@ impl Parts {
 
             progress.begin(Phase::Decode, 1);
             self.vae.decode(be, ws, image, latents, job.size.grid())?;
-            values.image = download(be, image)?;
-            inputs.check(&values.image, || "decoding".into())?;
+            inputs.check(be, count, image, || "decoding".into())?;
+            be.run(Op::Pixels { out: pixels, x: image })?;
+            values.pixels = vec![0; pixels.len()];
+            be.read_bytes(pixels, &mut values.pixels)?;
+            if job.record {
+                values.image = download(be, image)?;
+            }
             progress.end();
             sink(seed, values)?;
         }
@@ -506,6 +517,7 @@ impl Parts {
         be: &mut dyn Backend,
         ws: &mut Arena,
         inputs: &Inputs<'_>,
+        count: Tensor,
         record: &mut Vec<Vec<f32>>,
         progress: &dyn Progress,
     ) -> Result<Vec<Tensor>> {
@@ -518,10 +530,9 @@ impl Parts {
                 be.write(image, HostData::F32(pixels))?;
                 self.vae.encode(be, ws, tokens, image, *grid)
             })?;
-            let values = download(be, tokens)?;
-            inputs.check(&values, || format!("encoding reference {}", j + 1))?;
+            inputs.check(be, count, tokens, || format!("encoding reference {}", j + 1))?;
             if inputs.job.record {
-                record.push(values);
+                record.push(download(be, tokens)?);
             }
             progress.advance(1);
             all.push(tokens);

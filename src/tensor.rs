@@ -55,6 +55,8 @@ pub enum DType {
     F16,
     /// Token ids.
     U32,
+    /// Values of a finished picture, 0 to 255.
+    U8,
 }
 
 impl DType {
@@ -63,6 +65,7 @@ impl DType {
         match self {
             Self::F32 | Self::U32 => 4,
             Self::Bf16 | Self::F16 => 2,
+            Self::U8 => 1,
         }
     }
 }

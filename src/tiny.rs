@@ -116,7 +116,7 @@ fn serialise(part: Part, dtype: DType, tensors: &[(TensorSpec, Vec<u8>)]) -> Res
         DType::F32 => Dtype::F32,
         DType::F16 => Dtype::F16,
         DType::Bf16 => Dtype::BF16,
-        DType::U32 => return Err(not_a_float()),
+        DType::U32 | DType::U8 => return Err(not_a_float()),
     };
     let broken = |e: safetensors::SafeTensorError| Error::Op { op: "serialise", what: e.to_string() };
     let mut views = Vec::with_capacity(tensors.len() + 1);
@@ -143,7 +143,7 @@ fn values(name: &str, shape: &[usize], dtype: DType) -> Result<Vec<u8>> {
         DType::F32 => elements.for_each(|(i, to)| to.copy_from_slice(&value(i).to_le_bytes())),
         DType::Bf16 => elements.for_each(|(i, to)| to.copy_from_slice(&half::bf16::from_f32(value(i)).to_le_bytes())),
         DType::F16 => elements.for_each(|(i, to)| to.copy_from_slice(&half::f16::from_f32(value(i)).to_le_bytes())),
-        DType::U32 => return Err(not_a_float()),
+        DType::U32 | DType::U8 => return Err(not_a_float()),
     }
     Ok(bytes)
 }

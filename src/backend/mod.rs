@@ -7,6 +7,7 @@
 //! lines long.
 
 pub mod cpu;
+pub mod cuda;
 mod lockstep;
 mod plan;
 
@@ -312,6 +313,20 @@ pub enum Op<'a> {
         /// Guidance scale.
         scale: f32,
     },
+    /// How many values are not finite.
+    NonFinite {
+        /// `[1, 1]`, f32.
+        count: Tensor,
+        /// Any matrix.
+        x: Tensor,
+    },
+    /// Values within -1..1 as bytes: `255 (x / 2 + 1/2)`, clamped, rounded half to even.
+    Pixels {
+        /// Same shape, u8.
+        out: Tensor,
+        /// An image.
+        x: Tensor,
+    },
 }
 
 /// How an op touches one operand.
@@ -373,6 +388,16 @@ pub trait Backend {
     /// Places a weight. `parts` are its rows in order; their element types may differ from `to`'s.
     fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()>;
 
+    /// Bytes of memory that can still be had, where the backend knows.
+    fn available(&self) -> Result<Option<u64>> {
+        Ok(None)
+    }
+
+    /// Says how many bytes of weights there will be. A backend that needs to know hears of it before the first upload.
+    fn reserve_weights(&mut self, _bytes: u64) -> Result<()> {
+        Ok(())
+    }
+
     /// Provides `bytes` of working memory. What was in it before is lost.
     fn reserve(&mut self, bytes: u64) -> Result<()>;
 
@@ -381,6 +406,9 @@ pub trait Backend {
 
     /// Reads a tensor back as f32, row by row. Waits for the ops before it.
     fn read(&mut self, from: Tensor, to: &mut [f32]) -> Result<()>;
+
+    /// Reads a tensor of bytes back, row by row. Waits for the ops before it.
+    fn read_bytes(&mut self, from: Tensor, to: &mut [u8]) -> Result<()>;
 
     /// Runs one op.
     fn run(&mut self, op: Op<'_>) -> Result<()>;
@@ -425,6 +453,8 @@ impl Op<'_> {
             Self::Unpatchify { .. } => "unpatchify",
             Self::Euler { .. } => "euler",
             Self::Guidance { .. } => "guidance",
+            Self::NonFinite { .. } => "non_finite",
+            Self::Pixels { .. } => "pixels",
         }
     }
 
@@ -523,6 +553,10 @@ impl Op<'_> {
                 f(out, Write);
                 f(cond, Read);
                 f(uncond, Read);
+            }
+            Self::NonFinite { count: out, x } | Self::Pixels { out, x } => {
+                f(out, Write);
+                f(x, Read);
             }
         }
     }
@@ -631,6 +665,8 @@ impl Op<'_> {
                 fits(same(latents, velocity) && latents.dtype == DType::F32, "shapes")?;
             }
             Self::Guidance { out, cond, uncond, .. } => fits(same(out, cond) && same(out, uncond), "shapes")?,
+            Self::NonFinite { count, .. } => fits(vector(count, 1), "shapes")?,
+            Self::Pixels { out, x } => fits(same(out, x) && out.dtype == DType::U8, "shapes")?,
         }
 
         let mut operands = Vec::with_capacity(24);
@@ -638,6 +674,7 @@ impl Op<'_> {
         for (i, &(a, access)) in operands.iter().enumerate() {
             fits(a.stride >= a.cols || a.rows <= 1, "rows overlap")?;
             fits(a.dtype != DType::U32 || matches!(*self, Self::Embed { ids, .. } if ids == a), "ids used as values")?;
+            fits(a.dtype != DType::U8 || matches!(*self, Self::Pixels { out, .. } if out == a), "bytes used as values")?;
             for (j, &(b, other)) in operands.iter().enumerate() {
                 let clash = i != j && access != Access::Read && (other == Access::Read || i < j) && a.overlaps(b);
                 fits(!clash, "operands overlap")?;

@@ -11,8 +11,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub struct Plan {
     /// Bytes of working memory in use at the worst moment.
     pub arena_bytes: u64,
-    /// Bytes of weights.
-    pub weight_bytes: u64,
     /// Ops run.
     pub ops: u64,
     flops: Arc<AtomicU64>,
@@ -46,8 +44,7 @@ impl Backend for Plan {
         "plan"
     }
 
-    fn upload(&mut self, to: Tensor, _role: Role, _parts: &[WeightPart]) -> Result<()> {
-        self.weight_bytes += (to.len() * to.dtype.size()) as u64;
+    fn upload(&mut self, _to: Tensor, _role: Role, _parts: &[WeightPart]) -> Result<()> {
         Ok(())
     }
 
@@ -63,6 +60,12 @@ impl Backend for Plan {
     fn read(&mut self, from: Tensor, to: &mut [f32]) -> Result<()> {
         self.touch(from);
         to.fill(0.0);
+        Ok(())
+    }
+
+    fn read_bytes(&mut self, from: Tensor, to: &mut [u8]) -> Result<()> {
+        self.touch(from);
+        to.fill(0);
         Ok(())
     }
 

@@ -64,7 +64,7 @@ impl Progress for Meter {
 pub fn estimate(configs: &Configs, variant: Variant, options: LoadOptions, job: &Job) -> Result<Estimate> {
     let (_, t, _) = configs;
     let mut plan = Plan::new();
-    let parts = Parts::place(&mut plan, configs, [None; 3], options, &mut |_| ())?;
+    let (parts, weight_bytes) = Parts::place(&mut plan, configs, [None; 3], options, &mut |_| ())?;
     let tokens = || Tokens { ids: vec![0; t.max_tokens], real: t.max_tokens, cut: 0 };
     let negative = guided(variant, job).then(tokens);
     let inputs = Inputs::new(job, options.precision, variant, tokens(), negative, Arc::from([]))?;
@@ -79,7 +79,7 @@ pub fn estimate(configs: &Configs, variant: Variant, options: LoadOptions, job: 
         sigmas: (0..job.steps).map(|i| inputs.schedule.sigma(i)).collect(),
         stages: meter.stages.into_inner(),
         ops: plan.ops,
-        weight_bytes: plan.weight_bytes,
+        weight_bytes,
         arena_bytes,
     })
 }

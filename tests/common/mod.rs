@@ -1,6 +1,8 @@
 //! What the integration tests share: the tiny model, the recorded reference outputs, and how errors are measured.
-#![allow(dead_code)] // each test binary uses its own part of this
+#![allow(dead_code, clippy::print_stdout)] // each test binary uses its own part of this, and some show figures
 
+pub mod goldens;
+pub mod modes;
 pub mod wrapped;
 
 use kiln::backend::Backend;
@@ -63,8 +65,13 @@ impl Case {
     }
 }
 
+/// Makes the backend of a test.
+pub type Make<'a> = &'a dyn Fn() -> Box<dyn Backend>;
+
+/// A recorded file. `KILN_FIXTURES` says where they are on a machine without the sources.
 pub fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+    let sources = || Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+    std::env::var_os("KILN_FIXTURES").map_or_else(sources, PathBuf::from).join(name)
 }
 
 pub fn cases() -> Vec<Case> {

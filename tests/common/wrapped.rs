@@ -57,6 +57,10 @@ impl Backend for Wrapped {
         self.inner.read(from, to)
     }
 
+    fn read_bytes(&mut self, from: Tensor, to: &mut [u8]) -> Result<()> {
+        self.inner.read_bytes(from, to)
+    }
+
     fn run(&mut self, op: Op<'_>) -> Result<()> {
         self.inner.run(op)?;
         (self.after_op)(self.ops, op, &mut self.inner)?;

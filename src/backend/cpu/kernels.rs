@@ -111,6 +111,18 @@ pub fn guidance(out: Out<'_>, cond: In<'_>, uncond: In<'_>, scale: f32) {
     });
 }
 
+pub fn non_finite(mut count: Out<'_>, x: In<'_>) {
+    let rows = (0..x.rows).into_par_iter().with_min_len(ROWS_PER_TASK);
+    let found = rows.map_init(
+        || vec![0.0; x.cols],
+        |buffer, r| {
+            x.load(r, 0, buffer);
+            buffer.iter().filter(|v| !v.is_finite()).count()
+        },
+    );
+    count.store(0, 0, &[found.sum::<usize>() as f32]);
+}
+
 // ------------------------------------------------------------------------------------------------------------- products
 
 /// Most rows of the left operand in one block: enough to pay for decoding the weight anew for each.

@@ -25,6 +25,12 @@ pub fn silu(x: f32) -> f32 {
     x / (1.0 + exp(-x))
 }
 
+/// A value within -1..1 as one within 0..255, to be rounded to a byte. The scaling is in two steps, as in the reference
+/// implementation.
+pub fn to_byte(x: f32) -> f32 {
+    255.0 * (0.5 * x + 0.5).clamp(0.0, 1.0)
+}
+
 /// Values that are summed side by side, a vector register or two.
 const LANES: usize = 16;
 

@@ -256,6 +256,8 @@ impl Cpu {
             }
             Op::Euler { latents, velocity, dt } => kernels::euler(write(latents)?, read(velocity)?, dt),
             Op::Guidance { out, cond, uncond, scale } => kernels::guidance(write(out)?, read(cond)?, read(uncond)?, scale),
+            Op::NonFinite { count, x } => kernels::non_finite(write(count)?, read(x)?),
+            Op::Pixels { out, x } => kernels::map(write(out)?, read(x)?, math::to_byte),
         }
         Ok(())
     }
@@ -338,6 +340,17 @@ impl Backend for Cpu {
         let view = self.input(from, "read")?;
         for (r, row) in to.chunks_exact_mut(from.cols.max(1)).enumerate() {
             view.load(r, 0, row);
+        }
+        Ok(())
+    }
+
+    fn read_bytes(&mut self, from: Tensor, to: &mut [u8]) -> Result<()> {
+        if to.len() != from.len() || from.dtype != DType::U8 {
+            return Err(Error::Op { op: "read_bytes", what: format!("{} bytes from {from:?}", to.len()) });
+        }
+        let view = self.input(from, "read_bytes")?;
+        for (r, row) in to.chunks_exact_mut(from.cols.max(1)).enumerate() {
+            view.bytes(r, 0, row);
         }
         Ok(())
     }

@@ -58,6 +58,16 @@ impl<'a> In<'a> {
         }
     }
 
+    /// Part of a row as it is stored.
+    pub fn bytes(&self, r: usize, first: usize, to: &mut [u8]) {
+        assert_eq!(self.dtype, DType::U8);
+        if !to.is_empty() {
+            let from = self.row(r, first, to.len());
+            // SAFETY: `row` has checked that `to.len()` bytes follow.
+            to.copy_from_slice(unsafe { std::slice::from_raw_parts(from, to.len()) });
+        }
+    }
+
     /// One row as a vector of its own.
     pub fn row_vec(&self, r: usize) -> Vec<f32> {
         let mut v = vec![0.0; self.cols];
@@ -132,6 +142,10 @@ impl<'a> Out<'a> {
                     let to = std::slice::from_raw_parts_mut(ptr.cast::<f16>(), from.len());
                     to.iter_mut().zip(from).for_each(|(t, &f)| *t = f16::from_f32(f));
                 }
+                DType::U8 => {
+                    let to = std::slice::from_raw_parts_mut(ptr, from.len());
+                    to.iter_mut().zip(from).for_each(|(t, &f)| *t = f.round_ties_even() as u8);
+                }
                 DType::U32 => unreachable!("ids are not values"),
             }
         }
@@ -201,6 +215,10 @@ unsafe fn decode(dtype: DType, from: *const u8, to: &mut [f32]) {
                 to.iter_mut().zip(from).for_each(|(t, &f)| *t = f32::from_bits(u32::from(f) << 16));
             }
             DType::F16 => std::slice::from_raw_parts(from.cast::<f16>(), to.len()).convert_to_f32_slice(to),
+            DType::U8 => {
+                let from = std::slice::from_raw_parts(from, to.len());
+                to.iter_mut().zip(from).for_each(|(t, &f)| *t = f32::from(f));
+            }
             DType::U32 => unreachable!("ids are not values"),
         }
     }

@@ -7,7 +7,7 @@ use kiln::backend::{
     Conv, GatedProduct, GroupNorm, KeyValues, LatentStats, Linear, Modulated, Op, Product, Projection, QkNorm, Role, Rope,
     RopeStyle, Sampling,
 };
-use kiln::tensor::DType::{self, Bf16, F16, F32};
+use kiln::tensor::DType::{self, Bf16, F16, F32, U8};
 
 const EPS: f32 = 1e-6;
 
@@ -93,6 +93,22 @@ fn row_wise(table: &mut Table) {
             let op = Op::Euler { latents: x.t, velocity: v.t, dt: -0.37 };
             rig.run(op, &[(x.t, want!(euler(&x.host, &v.host, -0.37)))]);
         });
+        table.add(format!("non_finite {rows}x{cols}"), move |rig| {
+            let x = rig.input(rows, cols, |v| match v {
+                0.6.. => f32::INFINITY,
+                ..-0.9 => f32::NAN,
+                -0.8..-0.7 => f32::NEG_INFINITY,
+                v => v * f32::MAX / 2.0,
+            });
+            let found = x.host.row::<f32>(0).len() * rows - finite(&x.host);
+            let count = rig.output_as(F32, 1, 1);
+            let want = |_| Expected { exact: vec![found as f64], plain: vec![found as f64] };
+            rig.run(Op::NonFinite { count, x: x.t }, &[(count, Box::new(want))]);
+        });
+        table.add(format!("pixels {rows}x{cols}"), move |rig| {
+            let (x, out) = (rig.input(rows, cols, |v| 1.25 * v), rig.output_as(U8, rows, cols));
+            rig.run(Op::Pixels { out, x: x.t }, &[(out, want!(pixels(&x.host)))]);
+        });
     }
     for (from, to) in WEIGHT_TYPES {
         table.add(format!("embed {from:?} as {to:?}"), move |rig| {
@@ -102,6 +118,10 @@ fn row_wise(table: &mut Table) {
             rig.run(Op::Embed { out, ids: t, table: w.t }, &[(out, want!(embed(&ids, &w.host)))]);
         });
     }
+}
+
+fn finite(m: &Mat) -> usize {
+    (0..m.rows).map(|r| m.row::<f32>(r).iter().filter(|v| v.is_finite()).count()).sum()
 }
 
 fn plain(weight: &Operand, bias: Option<&Operand>) -> Linear {

@@ -18,6 +18,8 @@ use std::sync::Arc;
 
 /// Added to every limit: the error of a result whose plain arithmetic happens to be exact.
 const FLOOR: f64 = 1e-6;
+/// Enough bytes for the weights of all cases together.
+const WEIGHTS: u64 = 64 << 20;
 /// What columns beside a result hold; exact in every type.
 const BESIDE: f32 = 1280.0;
 /// Columns to the left and right of a sliced operand.
@@ -48,6 +50,7 @@ pub fn stored(value: f32, dtype: DType) -> f32 {
         DType::F32 => value,
         DType::Bf16 => bf16::from_f32(value).to_f32(),
         DType::F16 => f16::from_f32(value).to_f32(),
+        DType::U8 => value.clamp(0.0, 255.0).round_ties_even(),
         DType::U32 => panic!("ids are not values"),
     }
 }
@@ -144,9 +147,11 @@ impl Rig<'_> {
     fn place(&mut self, rows: usize, cols: usize, dtype: DType, beside: f32, mut value: impl FnMut(usize) -> f32) -> Tensor {
         let (left, right) = if self.fit == Fit::Slice { (LEFT, RIGHT) } else { (0, 0) };
         let whole = self.arena.alloc(rows, left + cols + right, dtype).unwrap();
-        let mut held = vec![beside; whole.len()];
+        // Bytes cannot be NaN: there a result that was not written shows by its value.
+        let kept = |v: f32| if dtype == DType::U8 { stored(if v.is_nan() { 77.0 } else { v }, dtype) } else { v };
+        let mut held = vec![kept(beside); whole.len()];
         for r in 0..rows {
-            (0..cols).for_each(|c| held[r * whole.cols + left + c] = value(r * cols + c));
+            (0..cols).for_each(|c| held[r * whole.cols + left + c] = kept(value(r * cols + c)));
         }
         self.buffers.push((whole, held));
         whole.cols(left..left + cols)
@@ -216,7 +221,7 @@ impl Rig<'_> {
                     DType::F32 => bytes.extend(v.to_le_bytes()),
                     DType::Bf16 => bytes.extend(bf16::from_f32(v).to_le_bytes()),
                     DType::F16 => bytes.extend(f16::from_f32(v).to_le_bytes()),
-                    DType::U32 => panic!("ids are not weights"),
+                    DType::U32 | DType::U8 => panic!("not a weight's type"),
                 });
                 let bytes = Bytes::new(Arc::new(bytes));
                 WeightPart { bytes: bytes.slice(shift..bytes.len()).unwrap(), dtype: from }
@@ -326,6 +331,7 @@ pub fn run(be: &mut dyn Backend, weights: &mut Arena, case: &Case, verify: bool,
 /// Checks the cases that `wanted` picks by name.
 pub fn check_some(backend: &mut dyn Backend, wanted: impl Fn(&str) -> bool) {
     let (mut weights, mut faults, mut count) = (Arena::new(Region::Weights), Vec::new(), 0);
+    backend.reserve_weights(WEIGHTS).unwrap();
     for case in cases::all().iter().filter(|c| wanted(&c.name)) {
         run(backend, &mut weights, case, true, &mut faults);
         count += 1;

@@ -275,6 +275,20 @@ pub fn euler<R: Real>(latents: &Mat, velocity: &Mat, dt: f32) -> Vec<R> {
     each(latents.rows, latents.cols, |r, c| latents.at::<R>(r, c) + R::of(dt) * velocity.at(r, c))
 }
 
+pub fn pixels<R: Real>(x: &Mat) -> Vec<R> {
+    let half = R::of(0.5);
+    let unit = |v: R| {
+        if v < R::of(0.0) {
+            R::of(0.0)
+        } else if v > one() {
+            one()
+        } else {
+            v
+        }
+    };
+    each(x.rows, x.cols, |r, c| R::of(255.0) * unit(half * x.at(r, c) + half))
+}
+
 pub fn guidance<R: Real>(cond: &Mat, uncond: &Mat, scale: f32) -> Vec<R> {
     each(cond.rows, cond.cols, |r, c| uncond.at::<R>(r, c) + R::of(scale) * (cond.at::<R>(r, c) - uncond.at::<R>(r, c)))
 }

@@ -1,0 +1,161 @@
+// What every kernel file uses: element types and conversions, matrices, vector loads, reductions.
+//
+// Kernels read the element type of a matrix from its KlMat and branch on it once, at the top (see with_type), so that one entry
+// point serves all storage types. Arithmetic is in f32; a result is rounded once, when it is stored. Offsets are 64-bit: at
+// 52,000 tokens one activation is larger than 2 GB.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+#include "abi.h"
+
+// Every entry point takes one struct by value, and states how many threads it is launched with.
+#define KL_ENTRY(name, Params, threads) extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ Params p)
+
+using bf16 = __nv_bfloat16;
+using f16 = __half;
+
+template <class T>
+struct Type {
+  using type = T;
+};
+
+// Calls f with the element type of a matrix. Activations are f32 or bf16; weights may be f16 as well.
+template <class F>
+__device__ __forceinline__ void with_type(uint32_t dtype, F f) {
+  if (dtype == KL_BF16) {
+    f(Type<bf16>());
+  } else {
+    f(Type<float>());
+  }
+}
+
+template <class F>
+__device__ __forceinline__ void with_weight_type(uint32_t dtype, F f) {
+  if (dtype == KL_F16) {
+    f(Type<f16>());
+  } else {
+    with_type(dtype, f);
+  }
+}
+
+__device__ __forceinline__ float to_float(float v) { return v; }
+__device__ __forceinline__ float to_float(bf16 v) { return __bfloat162float(v); }
+__device__ __forceinline__ float to_float(f16 v) { return __half2float(v); }
+
+template <class T>
+__device__ __forceinline__ T from_float(float v);
+template <>
+__device__ __forceinline__ float from_float<float>(float v) { return v; }
+template <>
+__device__ __forceinline__ bf16 from_float<bf16>(float v) { return __float2bfloat16_rn(v); }
+
+template <class T>
+__device__ __forceinline__ T* row_of(const KlMat& m, uint64_t row) {
+  return reinterpret_cast<T*>(m.data) + row * m.stride;
+}
+
+template <class T>
+__device__ __forceinline__ float load(const KlMat& m, uint64_t row, uint64_t col) {
+  return to_float(row_of<const T>(m, row)[col]);
+}
+
+// For the few values whose type is not worth a branch of its own.
+__device__ __forceinline__ float load_any(const KlMat& m, uint64_t row, uint64_t col) {
+  if (m.dtype == KL_BF16) return load<bf16>(m, row, col);
+  if (m.dtype == KL_F16) return load<f16>(m, row, col);
+  return load<float>(m, row, col);
+}
+
+__device__ __forceinline__ void store_any(const KlMat& m, uint64_t row, uint64_t col, float v) {
+  if (m.dtype == KL_BF16) {
+    row_of<bf16>(m, row)[col] = from_float<bf16>(v);
+  } else {
+    row_of<float>(m, row)[col] = v;
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------------- vectors
+
+constexpr int kVector = 8;  // values that one thread moves at once: 16 bytes of bf16
+
+// True if rows can be taken kVector values at a time.
+__device__ __forceinline__ bool vectors_fit(const KlMat& m) {
+  const uint32_t size = m.dtype == KL_BF16 || m.dtype == KL_F16 ? 2 : 4;
+  const bool rows = m.rows <= 1 || m.stride * size % 16 == 0;
+  return m.data % 16 == 0 && rows && m.cols % kVector == 0;
+}
+
+__device__ __forceinline__ void load_vector(const float* from, float (&v)[kVector]) {
+  const float4 a = reinterpret_cast<const float4*>(from)[0], b = reinterpret_cast<const float4*>(from)[1];
+  v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+}
+
+__device__ __forceinline__ void load_vector(const bf16* from, float (&v)[kVector]) {
+  const uint4 raw = *reinterpret_cast<const uint4*>(from);
+  const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    v[2 * i] = __uint_as_float(words[i] << 16);
+    v[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+  }
+}
+
+__device__ __forceinline__ void load_vector(const f16* from, float (&v)[kVector]) {
+  const uint4 raw = *reinterpret_cast<const uint4*>(from);
+  const f16* h = reinterpret_cast<const f16*>(&raw);
+#pragma unroll
+  for (int i = 0; i < kVector; i++) v[i] = __half2float(h[i]);
+}
+
+__device__ __forceinline__ void store_vector(float* to, const float (&v)[kVector]) {
+  reinterpret_cast<float4*>(to)[0] = make_float4(v[0], v[1], v[2], v[3]);
+  reinterpret_cast<float4*>(to)[1] = make_float4(v[4], v[5], v[6], v[7]);
+}
+
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+__device__ __forceinline__ void store_vector(bf16* to, const float (&v)[kVector]) {
+  *reinterpret_cast<uint4*>(to) = make_uint4(pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7]));
+}
+
+// ---------------------------------------------------------------------------------------------------------- arithmetic
+
+template <class T>
+__host__ __device__ constexpr T ceil_div(T a, T b) {
+  return (a + b - 1) / b;
+}
+
+__device__ __forceinline__ float silu(float v) { return v / (1.0f + expf(-v)); }
+
+__device__ __forceinline__ float warp_sum(float v) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) v += __shfl_xor_sync(0xffffffffu, v, offset);
+  return v;
+}
+
+// The sum over a block of kThreads threads, in every thread, always added in the same order. May be called again at once: the
+// result is read from the other half of `shared` than the call before it wrote.
+template <int kThreads>
+struct BlockSum {
+  float (*shared)[kThreads / 32];
+  int half = 0;
+
+  __device__ explicit BlockSum(float (&memory)[2][kThreads / 32]) : shared(memory) {}
+
+  __device__ float operator()(float v) {
+    v = warp_sum(v);
+    if (threadIdx.x % 32 == 0) shared[half][threadIdx.x / 32] = v;
+    __syncthreads();
+    float total = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < kThreads / 32; warp++) total += shared[half][warp];
+    half ^= 1;
+    return total;
+  }
+};

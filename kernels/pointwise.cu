@@ -1,0 +1,166 @@
+// Memory-bound kernels without reductions (but one): each value is read once, changed, and written once.
+//
+//   kl_map         out = f(x), f one of copy and silu; may change the element type
+//   kl_embed       out[r] = table[ids[r]]
+//   kl_patchify    tokens[t, 4 c + p] = (pixels[4 t's pixel p, c] - mean) / sqrt(var + eps), 2x2 pixels to a token
+//   kl_unpatchify  its inverse
+//   kl_euler       latents += dt * velocity, in f32
+//   kl_guidance    out = uncond + scale * (cond - uncond)
+//   kl_pixels      8-bit values of an image within -1..1: round((x / 2 + 1/2) * 255), half to even, as the reference does
+//   kl_count       how many values of a matrix are not finite, as f32
+//
+// Bound: HBM for the large ones; the latents' kernels (1 to 2 MB at 1024 x 1024) are bound by their launch.
+// One thread takes kVector consecutive values of a row where every matrix allows 16-byte accesses, one value elsewhere.
+#include "common.cuh"
+
+constexpr uint64_t kThreads = KL_POINTWISE_THREADS;
+
+// Calls f(row, col) for every run of `width` columns: rows along the grid's y, columns along its x, both in strides, so that a
+// grid of any size does. The host passes matrices without gaps as one long row.
+template <class F>
+__device__ __forceinline__ void for_each_run(const KlMat& m, uint32_t width, F f) {
+  for (uint64_t row = blockIdx.y; row < m.rows; row += gridDim.y) {
+    for (uint64_t col = (blockIdx.x * kThreads + threadIdx.x) * width; col < m.cols; col += gridDim.x * kThreads * width) {
+      f(row, col);
+    }
+  }
+}
+
+template <class Out, class X, class F>
+__device__ __forceinline__ void map_one(const KlMat& out, const KlMat& x, F f) {
+  if (vectors_fit(out) && vectors_fit(x)) {
+    for_each_run(out, kVector, [&](uint64_t row, uint64_t col) {
+      float v[kVector];
+      load_vector(row_of<const X>(x, row) + col, v);
+#pragma unroll
+      for (int i = 0; i < kVector; i++) v[i] = f(v[i]);
+      store_vector(row_of<Out>(out, row) + col, v);
+    });
+  } else {
+    for_each_run(out, 1, [&](uint64_t row, uint64_t col) {
+      row_of<Out>(out, row)[col] = from_float<Out>(f(load<X>(x, row, col)));
+    });
+  }
+}
+
+template <class F>
+__device__ __forceinline__ void map_types(const KlMat& out, const KlMat& x, F f) {
+  with_type(out.dtype, [&](auto o) {
+    with_type(x.dtype, [&](auto i) { map_one<typename decltype(o)::type, typename decltype(i)::type>(out, x, f); });
+  });
+}
+
+KL_ENTRY(kl_map, KlMap, KL_POINTWISE_THREADS) {
+  if (p.function == KL_SILU) {
+    map_types(p.out, p.x, [](float v) { return silu(v); });
+  } else {
+    map_types(p.out, p.x, [](float v) { return v; });
+  }
+}
+
+KL_ENTRY(kl_embed, KlEmbed, KL_POINTWISE_THREADS) {
+  with_type(p.out.dtype, [&](auto o) {
+    with_weight_type(p.table.dtype, [&](auto t) {
+      using Out = typename decltype(o)::type;
+      using Table = typename decltype(t)::type;
+      const bool vectors = vectors_fit(p.out) && vectors_fit(p.table);
+      for_each_run(p.out, vectors ? kVector : 1, [&](uint64_t row, uint64_t col) {
+        uint32_t id = *row_of<const uint32_t>(p.ids, row);
+        if (id >= p.table.rows) {
+          atomicOr(reinterpret_cast<uint32_t*>(p.fault), KL_FAULT_TOKEN);
+          id = 0;
+        }
+        if (vectors) {
+          float v[kVector];
+          load_vector(row_of<const Table>(p.table, id) + col, v);
+          store_vector(row_of<Out>(p.out, row) + col, v);
+        } else {
+          row_of<Out>(p.out, row)[col] = from_float<Out>(load<Table>(p.table, id, col));
+        }
+      });
+    });
+  });
+}
+
+// Where value (row, col) of the tokens lies among the pixels.
+struct PatchPlace {
+  uint64_t pixel, channel;
+  __device__ PatchPlace(const KlPatch& p, uint64_t row, uint64_t col) {
+    const uint64_t y = row / p.width, x = row % p.width, corner = col % 4;
+    pixel = (2 * y + corner / 2) * 2 * p.width + 2 * x + corner % 2;
+    channel = col / 4;
+  }
+};
+
+KL_ENTRY(kl_patchify, KlPatch, KL_POINTWISE_THREADS) {
+  for_each_run(p.tokens, 1, [&](uint64_t row, uint64_t col) {
+    const PatchPlace at(p, row, col);
+    const float deviation = sqrtf(load<float>(p.var, 0, col) + p.eps);
+    store_any(p.tokens, row, col, (load_any(p.pixels, at.pixel, at.channel) - load<float>(p.mean, 0, col)) / deviation);
+  });
+}
+
+KL_ENTRY(kl_unpatchify, KlPatch, KL_POINTWISE_THREADS) {
+  for_each_run(p.tokens, 1, [&](uint64_t row, uint64_t col) {
+    const PatchPlace at(p, row, col);
+    const float deviation = sqrtf(load<float>(p.var, 0, col) + p.eps);
+    store_any(p.pixels, at.pixel, at.channel, load_any(p.tokens, row, col) * deviation + load<float>(p.mean, 0, col));
+  });
+}
+
+KL_ENTRY(kl_euler, KlEuler, KL_POINTWISE_THREADS) {
+  for_each_run(p.latents, 1, [&](uint64_t row, uint64_t col) {
+    // One rounding of the product and one of the sum, as on the host.
+    float* at = row_of<float>(p.latents, row) + col;
+    *at = __fadd_rn(*at, __fmul_rn(p.dt, load_any(p.velocity, row, col)));
+  });
+}
+
+KL_ENTRY(kl_guidance, KlGuidance, KL_POINTWISE_THREADS) {
+  for_each_run(p.out, 1, [&](uint64_t row, uint64_t col) {
+    const float cond = load_any(p.cond, row, col), uncond = load_any(p.uncond, row, col);
+    store_any(p.out, row, col, __fadd_rn(uncond, __fmul_rn(p.scale, cond - uncond)));
+  });
+}
+
+__device__ __forceinline__ uint32_t to_byte(float v) {
+  return static_cast<uint32_t>(__float2int_rn(255.0f * __saturatef(__fadd_rn(__fmul_rn(0.5f, v), 0.5f))));
+}
+
+KL_ENTRY(kl_pixels, KlPixels, KL_POINTWISE_THREADS) {
+  if (vectors_fit(p.x) && p.x.dtype == KL_F32 && p.out.data % 4 == 0 && p.out.rows == 1) {
+    for_each_run(p.out, 4, [&](uint64_t row, uint64_t col) {
+      const float4 v = *reinterpret_cast<const float4*>(row_of<const float>(p.x, row) + col);
+      const uint32_t bytes = to_byte(v.x) | to_byte(v.y) << 8 | to_byte(v.z) << 16 | to_byte(v.w) << 24;
+      *reinterpret_cast<uint32_t*>(row_of<uint8_t>(p.out, row) + col) = bytes;
+    });
+  } else {
+    for_each_run(p.out, 1, [&](uint64_t row, uint64_t col) {
+      row_of<uint8_t>(p.out, row)[col] = static_cast<uint8_t>(to_byte(load_any(p.x, row, col)));
+    });
+  }
+}
+
+// Each block counts its share, and the last kernel adds the shares: no atomics, and nothing to clear beforehand.
+KL_ENTRY(kl_count, KlCount, KL_POINTWISE_THREADS) {
+  uint32_t found = 0;
+  for_each_run(p.x, 1, [&](uint64_t row, uint64_t col) { found += !isfinite(load_any(p.x, row, col)); });
+  __shared__ uint32_t warps[kThreads / 32];
+  found = __reduce_add_sync(0xffffffffu, found);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = found;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    uint32_t total = 0;
+    for (uint32_t warp : warps) total += warp;
+    reinterpret_cast<uint32_t*>(p.partials)[blockIdx.y * gridDim.x + blockIdx.x] = total;
+  }
+}
+
+KL_ENTRY(kl_count_finish, KlCount, 32) {
+  const uint32_t* partials = reinterpret_cast<const uint32_t*>(p.partials);
+  uint64_t total = 0;
+  if (threadIdx.x == 0) {
+    for (uint64_t i = 0; i < p.blocks; i++) total += partials[i];
+    row_of<float>(p.count, 0)[0] = static_cast<float>(total);
+  }
+}

@@ -1,0 +1,145 @@
+//! The calls the CUDA backend makes, as a trait: the real driver is one implementation, and tests run the backend on a stand-in
+//! that can refuse any of them. Addresses are device addresses; handles are whatever the driver says they are.
+
+use crate::error::Result;
+use std::ptr::NonNull;
+
+/// What is known of a GPU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceInfo {
+    /// Its number.
+    pub index: usize,
+    /// Its name.
+    pub name: String,
+    /// Compute capability, major and minor.
+    pub capability: (u32, u32),
+    /// Number of multiprocessors.
+    pub multiprocessors: u32,
+    /// Bytes of memory.
+    pub memory: u64,
+    /// Newest CUDA version the driver speaks, major and minor.
+    pub driver: (u32, u32),
+}
+
+/// Loaded kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Module(pub u64);
+
+/// One kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Function(pub u64);
+
+/// A queue of work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stream(pub u64);
+
+/// A recorded sequence of launches, ready to run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Graph(pub u64);
+
+/// A point in a stream's work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Event(pub u64);
+
+/// How a kernel is launched.
+#[derive(Clone, Copy, Debug)]
+pub struct Launch {
+    /// The kernel.
+    pub function: Function,
+    /// Blocks along x, y and z.
+    pub grid: [u32; 3],
+    /// Threads of a block.
+    pub threads: u32,
+    /// Bytes of dynamic shared memory.
+    pub shared: u32,
+    /// Blocks of a cluster; 1 for none.
+    pub cluster: u32,
+    /// Start before the kernel before it is done; the kernel waits for it where it has to.
+    pub overlap: bool,
+}
+
+/// Rows of bytes in device memory, `pitch` bytes from row to row.
+#[derive(Clone, Copy, Debug)]
+pub struct Rows {
+    /// Address of the first.
+    pub address: u64,
+    /// Bytes from the start of one row to the start of the next.
+    pub pitch: u64,
+    /// Bytes of a row.
+    pub width: u64,
+}
+
+/// A GPU. Work is queued on streams and done in order; an error may belong to work that was queued long before.
+pub trait Driver {
+    /// Which GPU this is.
+    fn device(&self) -> &DeviceInfo;
+
+    /// Bytes of device memory that can still be had.
+    fn free_memory(&self) -> Result<u64>;
+
+    /// Allocates device memory.
+    fn allocate(&self, bytes: u64) -> Result<u64>;
+
+    /// Gives device memory back.
+    fn free(&self, address: u64);
+
+    /// Allocates host memory that the device can copy from by itself.
+    fn allocate_pinned(&self, bytes: usize) -> Result<NonNull<u8>>;
+
+    /// Gives such memory back.
+    fn free_pinned(&self, memory: NonNull<u8>);
+
+    /// Loads kernels.
+    fn load(&self, image: &[u8]) -> Result<Module>;
+
+    /// Gives kernels back.
+    fn unload(&self, module: Module);
+
+    /// Finds a kernel, checks that its only parameter has `params` bytes and allows it `shared` bytes of dynamic memory.
+    fn function(&self, module: Module, symbol: &str, params: usize, shared: u32) -> Result<Function>;
+
+    /// Makes a stream.
+    fn stream(&self) -> Result<Stream>;
+
+    /// Gives a stream back.
+    fn destroy_stream(&self, stream: Stream);
+
+    /// Waits until everything queued on a stream is done.
+    fn synchronize(&self, stream: Stream) -> Result<()>;
+
+    /// Queues a copy to the device. Pinned memory must stay as it is until the stream is synchronised.
+    fn copy_in(&self, stream: Stream, to: Rows, from: &[u8]) -> Result<()>;
+
+    /// Copies from the device and waits for it.
+    fn copy_out(&self, stream: Stream, from: Rows, to: &mut [u8]) -> Result<()>;
+
+    /// Queues filling `len` bytes with one value.
+    fn fill(&self, stream: Stream, at: u64, value: u8, len: u64) -> Result<()>;
+
+    /// Queues a kernel; `params` are the bytes of its parameter.
+    fn launch(&self, stream: Stream, launch: &Launch, params: &[u8]) -> Result<()>;
+
+    /// From now on, what is queued on the stream is recorded instead.
+    fn begin_capture(&self, stream: Stream) -> Result<()>;
+
+    /// Ends recording.
+    fn end_capture(&self, stream: Stream) -> Result<Graph>;
+
+    /// Queues everything that was recorded.
+    fn replay(&self, stream: Stream, graph: Graph) -> Result<()>;
+
+    /// Gives a recording back.
+    fn destroy_graph(&self, graph: Graph);
+
+    /// Makes an event.
+    fn event(&self) -> Result<Event>;
+
+    /// Queues an event.
+    fn record(&self, stream: Stream, event: Event) -> Result<()>;
+
+    /// Milliseconds between two events, both of which have happened.
+    fn elapsed(&self, from: Event, to: Event) -> Result<f32>;
+
+    /// Gives an event back.
+    fn destroy_event(&self, event: Event);
+}

@@ -1,0 +1,342 @@
+//! The CUDA backend: two device allocations, one stream, and a launch for each op.
+//!
+//! [`driver`] is the seam to the driver API and [`system`] the real thing behind it; `launch` holds the kernel table and the one
+//! launch function, `ops` turns descriptors into parameters, `staging` brings weights over. This file owns the memory.
+
+mod abi;
+pub mod driver;
+mod launch;
+mod ops;
+mod staging;
+mod system;
+
+pub use launch::{ARCHS, Images, Kernel, NVCC};
+pub use ops::kernels_of;
+pub use system::{System, devices};
+
+use super::{Backend, HostData, Op, Role, StepKey, WeightPart};
+use crate::error::{Error, Result};
+use crate::tensor::{ALIGN, DType, Region, Tensor};
+use driver::{DeviceInfo, Driver, Graph, Rows, Stream};
+use launch::Kernels;
+use staging::Staging;
+use std::collections::HashMap;
+use std::ops::Range;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Working memory that belongs to no op: the word of faults, then partial results of reductions.
+const SCRATCH: u64 = ALIGN + abi::KL_PARTIALS as u64 * abi::KL_GROUPS as u64 * 16;
+
+/// The CUDA backend.
+pub struct Cuda {
+    // In this order: graphs and kernels go before the memory they name, and all before the stream and the driver.
+    steps: HashMap<StepKey, Step>,
+    kernels: Kernels,
+    staging: Option<Staging>,
+    weights: Memory,
+    arena: Memory,
+    capturing: bool,
+    record: bool,
+    poison: bool,
+    stop: Arc<AtomicBool>,
+    stream: StreamGuard,
+    driver: Rc<dyn Driver>,
+}
+
+/// What is known of a step.
+enum Step {
+    /// It has run once.
+    Seen,
+    /// It is recorded.
+    Recorded(GraphGuard),
+}
+
+/// A device allocation. Weights of a borrowing backend are the whole address space, owned by nobody.
+struct Memory {
+    driver: Rc<dyn Driver>,
+    address: u64,
+    bytes: u64,
+}
+
+impl Memory {
+    fn empty(driver: &Rc<dyn Driver>) -> Self {
+        Self { driver: driver.clone(), address: 0, bytes: 0 }
+    }
+
+    fn new(driver: &Rc<dyn Driver>, bytes: u64) -> Result<Self> {
+        let address = if bytes == 0 { 0 } else { driver.allocate(bytes)? };
+        Ok(Self { driver: driver.clone(), address, bytes })
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        if self.address != 0 {
+            self.driver.free(self.address);
+        }
+    }
+}
+
+struct StreamGuard(Rc<dyn Driver>, Stream);
+
+impl Drop for StreamGuard {
+    fn drop(&mut self) {
+        self.0.destroy_stream(self.1);
+    }
+}
+
+struct GraphGuard(Rc<dyn Driver>, Graph);
+
+impl Drop for GraphGuard {
+    fn drop(&mut self) {
+        self.0.destroy_graph(self.1);
+    }
+}
+
+impl Cuda {
+    /// A backend on GPU number `device`. Ops end with [`Error::Interrupted`] once `stop` is set.
+    pub fn open(device: usize, stop: Arc<AtomicBool>) -> Result<Self> {
+        Self::new(Rc::new(System::open(device)?), &launch::built_in, stop)
+    }
+
+    /// A backend on a driver, with kernels from `images`.
+    pub fn new(driver: Rc<dyn Driver>, images: Images<'_>, stop: Arc<AtomicBool>) -> Result<Self> {
+        let stream = StreamGuard(driver.clone(), driver.stream()?);
+        Ok(Self {
+            steps: HashMap::new(),
+            kernels: Kernels::load(driver.clone(), images, stream.1)?,
+            staging: None,
+            weights: Memory::empty(&driver),
+            arena: Memory::empty(&driver),
+            capturing: false,
+            record: true,
+            poison: cfg!(debug_assertions),
+            stop,
+            stream,
+            driver,
+        })
+    }
+
+    /// Fills working memory that holds nothing of value with NaN, so that a read of it cannot go unnoticed. Debug builds do so
+    /// anyway.
+    pub fn set_poison(&mut self, poison: bool) {
+        self.poison = poison;
+    }
+
+    /// Whether steps that recur are recorded and replayed.
+    pub fn set_recording(&mut self, record: bool) {
+        self.record = record;
+    }
+
+    /// The GPU.
+    pub fn device(&self) -> &DeviceInfo {
+        self.driver.device()
+    }
+
+    /// The driver and the stream that ops are queued on, for measurements.
+    pub fn queue(&self) -> (&dyn Driver, Stream) {
+        (self.driver.as_ref(), self.stream.1)
+    }
+
+    fn check_stop(&self) -> Result<()> {
+        if self.stop.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) }
+    }
+
+    /// Where a tensor's rows lie.
+    fn rows(&self, tensor: Tensor, op: &'static str) -> Result<Rows> {
+        let memory = match tensor.region {
+            Region::Weights => &self.weights,
+            Region::Arena => &self.arena,
+        };
+        // The scratch at the end of working memory is ours.
+        let end = if tensor.region == Region::Arena { memory.bytes.saturating_sub(SCRATCH) } else { memory.bytes };
+        let size = tensor.dtype.size() as u64;
+        if tensor.extent().end > end || tensor.offset % size != 0 {
+            return Err(Error::Op { op, what: format!("{tensor:?} lies outside its memory or is misaligned") });
+        }
+        let (width, pitch) = (tensor.cols as u64 * size, tensor.stride as u64 * size);
+        // Rows without gaps are one long row.
+        let width = if pitch == width || tensor.rows <= 1 { width * tensor.rows as u64 } else { width };
+        Ok(Rows { address: memory.address + tensor.offset, pitch: pitch.max(width), width })
+    }
+
+    /// Address of the word of faults, and behind it room for partial results.
+    fn scratch(&self) -> (u64, u64) {
+        let start = self.arena.address + self.arena.bytes - SCRATCH;
+        (start, start + ALIGN)
+    }
+
+    fn finish_uploads(&mut self) -> Result<()> {
+        match self.staging.take() {
+            Some(staging) => staging.finish(),
+            None => Ok(()),
+        }
+    }
+
+    fn transfer(&mut self, op: &'static str) -> Result<()> {
+        if self.capturing {
+            return Err(Error::Op { op, what: "a transfer inside a step".into() });
+        }
+        self.finish_uploads()
+    }
+
+    /// Fails if a kernel met something impossible since the arena was reserved.
+    fn check_faults(&self) -> Result<()> {
+        if self.arena.bytes == 0 {
+            return Ok(());
+        }
+        let mut word = [0; 4];
+        self.driver.copy_out(self.stream.1, Rows { address: self.scratch().0, pitch: 4, width: 4 }, &mut word)?;
+        match u32::from_ne_bytes(word) {
+            0 => Ok(()),
+            abi::KL_FAULT_TOKEN => Err(Error::Op { op: "embed", what: "a token id outside the vocabulary".into() }),
+            faults => Err(Error::Op { op: "cuda", what: format!("fault word {faults:#x}") }),
+        }
+    }
+
+    fn download(&mut self, from: Tensor, op: &'static str) -> Result<Vec<u8>> {
+        self.transfer(op)?;
+        let mut bytes = vec![0; from.len() * from.dtype.size()];
+        if !bytes.is_empty() {
+            self.driver.copy_out(self.stream.1, self.rows(from, op)?, &mut bytes)?;
+        }
+        self.check_faults()?;
+        Ok(bytes)
+    }
+}
+
+impl Backend for Cuda {
+    fn name(&self) -> &'static str {
+        "cuda"
+    }
+
+    fn available(&self) -> Result<Option<u64>> {
+        // What an allocation is rounded up to, for each of the two.
+        const GRANULE: u64 = 2 << 20;
+        Ok(Some(self.driver.free_memory()?.saturating_sub(SCRATCH + 2 * GRANULE)))
+    }
+
+    fn reserve_weights(&mut self, bytes: u64) -> Result<()> {
+        self.finish_uploads()?;
+        self.weights = Memory::empty(&self.driver);
+        self.weights = Memory::new(&self.driver, bytes)?;
+        Ok(())
+    }
+
+    fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {
+        let address = self.rows(to, "upload")?.address;
+        if to.region != Region::Weights || to.stride != to.cols {
+            return Err(Error::Op { op: "upload", what: format!("{to:?} is no place for a weight") });
+        }
+        let mut staging = match self.staging.take() {
+            Some(staging) => staging,
+            None => Staging::new(self.driver.clone())?,
+        };
+        let queued = staging.weight(address, to, role, parts, &|| self.check_stop());
+        self.staging = Some(staging);
+        queued
+    }
+
+    fn reserve(&mut self, bytes: u64) -> Result<()> {
+        self.finish_uploads()?;
+        self.steps.clear();
+        self.driver.synchronize(self.stream.1)?;
+        let total = bytes.next_multiple_of(ALIGN) + SCRATCH;
+        // A second picture of the same size finds its memory where it was.
+        if self.arena.bytes != total {
+            self.arena = Memory::empty(&self.driver);
+            self.arena = Memory::new(&self.driver, total)?;
+        }
+        self.released(0..bytes);
+        self.driver.fill(self.stream.1, self.scratch().0, 0, 4)
+    }
+
+    fn write(&mut self, to: Tensor, data: HostData<'_>) -> Result<()> {
+        self.transfer("write")?;
+        let wrong = |what: &str| Error::Op { op: "write", what: format!("{what} for {to:?}") };
+        let rows = self.rows(to, "write")?;
+        let bytes = match data {
+            HostData::F32(values) if to.dtype != DType::U32 && values.len() == to.len() => staging::encode(values, to.dtype),
+            HostData::U32(ids) if to.dtype == DType::U32 && to.cols == 1 && ids.len() == to.len() => {
+                ids.iter().flat_map(|id| id.to_le_bytes()).collect()
+            }
+            _ => return Err(wrong("wrong type or number of values")),
+        };
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        self.driver.copy_in(self.stream.1, rows, &bytes)?;
+        self.driver.synchronize(self.stream.1)
+    }
+
+    fn read(&mut self, from: Tensor, to: &mut [f32]) -> Result<()> {
+        if to.len() != from.len() || from.dtype == DType::U32 {
+            return Err(Error::Op { op: "read", what: format!("{} values from {from:?}", to.len()) });
+        }
+        let bytes = self.download(from, "read")?;
+        staging::decode(&bytes, from.dtype, to);
+        Ok(())
+    }
+
+    fn read_bytes(&mut self, from: Tensor, to: &mut [u8]) -> Result<()> {
+        if to.len() != from.len() || from.dtype != DType::U8 {
+            return Err(Error::Op { op: "read_bytes", what: format!("{} bytes from {from:?}", to.len()) });
+        }
+        to.copy_from_slice(&self.download(from, "read_bytes")?);
+        Ok(())
+    }
+
+    fn run(&mut self, op: Op<'_>) -> Result<()> {
+        self.check_stop()?;
+        op.check()?;
+        self.finish_uploads()?;
+        self.dispatch(op)
+    }
+
+    fn released(&mut self, range: Range<u64>) {
+        let end = range.end.min(self.arena.bytes.saturating_sub(SCRATCH));
+        if self.poison && end > range.start {
+            // All ones is NaN in every float type. A failure is an earlier fault, which the next call reports.
+            let _ = self.driver.fill(self.stream.1, self.arena.address + range.start, 0xff, end - range.start);
+        }
+    }
+
+    /// Runs plainly the first time, is recorded the second, and replayed from then on.
+    fn step(&mut self, key: StepKey, body: &mut dyn FnMut(&mut dyn Backend) -> Result<()>) -> Result<()> {
+        self.check_stop()?;
+        match self.steps.get(&key) {
+            Some(Step::Recorded(graph)) => return self.driver.replay(self.stream.1, graph.1),
+            Some(Step::Seen) if self.record && !self.capturing => {}
+            _ => {
+                self.steps.insert(key, Step::Seen);
+                return body(self);
+            }
+        }
+        self.driver.begin_capture(self.stream.1)?;
+        self.capturing = true;
+        let issued = body(self);
+        self.capturing = false;
+        // Recording has to end whatever happened inside, or the stream is lost.
+        let graph = self.driver.end_capture(self.stream.1).map(|graph| GraphGuard(self.driver.clone(), graph));
+        issued?;
+        let graph = graph?;
+        self.driver.replay(self.stream.1, graph.1)?;
+        self.steps.insert(key, Step::Recorded(graph));
+        Ok(())
+    }
+
+    fn synchronize(&mut self) -> Result<()> {
+        self.finish_uploads()?;
+        self.driver.synchronize(self.stream.1)?;
+        self.check_faults()
+    }
+}
+
+impl Drop for Cuda {
+    fn drop(&mut self) {
+        // Nothing may be running when its memory goes. An error was reported where it happened, or no longer matters.
+        let _ = self.driver.synchronize(self.stream.1);
+    }
+}

@@ -1,0 +1,334 @@
+//! From an op to launches: descriptors become parameters, shapes become grids. Which kernel an op takes is decided here, from
+//! its shapes alone.
+
+use super::super::{Conv, GroupNorm, KeyValues, LatentStats, Linear, Op, Projection, RopeStyle, Sampling};
+use super::abi::{self, KlMat};
+use super::launch::Kernel;
+use super::{Cuda, Rows};
+use crate::error::{Error, Result};
+use crate::tensor::{DType, Region, Tensor};
+
+/// Values that a thread of an element-wise kernel moves at once.
+const VECTOR: u32 = 8;
+/// Blocks along y and z are numbered by sixteen bits.
+const GRID_LIMIT: u32 = 65_535;
+/// Rows and columns are 32-bit numbers in the kernels.
+const SIDE_LIMIT: usize = u32::MAX as usize;
+
+/// A matrix that is not there.
+const NONE: KlMat = KlMat { data: 0, stride: 0, rows: 0, cols: 0, dtype: 0, unused: 0 };
+
+const fn dtype(dtype: DType) -> u32 {
+    match dtype {
+        DType::F32 => abi::KL_F32,
+        DType::Bf16 => abi::KL_BF16,
+        DType::F16 => abi::KL_F16,
+        DType::U32 => abi::KL_U32,
+        DType::U8 => abi::KL_U8,
+    }
+}
+
+/// Matrices of one shape as one long row each, if none has gaps.
+fn flat<const N: usize>(mut mats: [KlMat; N]) -> [KlMat; N] {
+    let whole =
+        |m: &KlMat| (m.rows <= 1 || m.stride == u64::from(m.cols)) && u64::from(m.rows) * u64::from(m.cols) <= SIDE_LIMIT as u64;
+    if mats.iter().all(whole) {
+        for m in &mut mats {
+            *m = KlMat { cols: m.rows * m.cols, rows: m.rows.min(1), stride: u64::from(m.rows * m.cols), ..*m };
+        }
+    }
+    mats
+}
+
+/// Blocks for an element-wise kernel: columns along x, rows along y.
+fn elements(m: &KlMat) -> [u32; 3] {
+    [m.cols.div_ceil(abi::KL_POINTWISE_THREADS * VECTOR), m.rows.min(GRID_LIMIT), 1]
+}
+
+/// Blocks for a product of `rows` by `cols`.
+fn tiles(m: &KlMat) -> [u32; 3] {
+    [m.rows.div_ceil(abi::KL_NAIVE_TILE), m.cols.div_ceil(abi::KL_NAIVE_TILE), 1]
+}
+
+/// Pixels that a block of a group kernel takes at once.
+fn group_pixels(x: &KlMat) -> u32 {
+    let runs = if x.cols % VECTOR == 0 { x.cols / VECTOR } else { x.cols };
+    (abi::KL_GROUP_THREADS / runs.max(1)).max(1)
+}
+
+/// The kernels an op launches, in order, for people.
+pub fn kernels_of(op: &str) -> &'static [Kernel] {
+    match op {
+        "embed" => &[Kernel::Embed],
+        "copy" | "silu" => &[Kernel::Map],
+        "rms_norm" => &[Kernel::RmsNorm],
+        "layer_norm_modulate" => &[Kernel::LayerNorm],
+        "linear" | "linear_swiglu" | "linear_gate_residual" => &[Kernel::NaiveProduct],
+        "qkv_norm_rope" | "qkv_mlp" => &[Kernel::NaiveProduct, Kernel::HeadNorm],
+        "attention" | "attention_causal" => &[Kernel::NaiveAttention],
+        "conv" => &[Kernel::NaiveConv, Kernel::GroupStats, Kernel::GroupStatsFinish],
+        "group_norm" => &[Kernel::GroupStats, Kernel::GroupStatsFinish, Kernel::GroupNorm],
+        "patchify" => &[Kernel::Patchify],
+        "unpatchify" => &[Kernel::Unpatchify],
+        "euler" => &[Kernel::Euler],
+        "guidance" => &[Kernel::Guidance],
+        "non_finite" => &[Kernel::Count, Kernel::CountFinish],
+        "pixels" => &[Kernel::Pixels],
+        _ => &[],
+    }
+}
+
+impl Cuda {
+    fn mat(&self, t: Tensor, op: &'static str) -> Result<KlMat> {
+        let Rows { address, .. } = self.rows(t, op)?;
+        if t.rows > SIDE_LIMIT || t.cols > SIDE_LIMIT {
+            return Err(Error::Op { op, what: format!("{t:?} is too large for the GPU") });
+        }
+        Ok(KlMat {
+            data: address,
+            stride: t.stride as u64,
+            rows: t.rows as u32,
+            cols: t.cols as u32,
+            dtype: dtype(t.dtype),
+            unused: 0,
+        })
+    }
+
+    /// Runs one op whose operands fit each other.
+    pub(super) fn dispatch(&self, op: Op<'_>) -> Result<()> {
+        let name = op.name();
+        let mut written = Ok(());
+        op.operands(&mut |t, access| {
+            let f16 = t.dtype == DType::F16 && t.region == Region::Arena;
+            if (access != super::super::Access::Read && t.region != Region::Arena) || f16 {
+                written = Err(Error::Op { op: name, what: format!("{t:?} cannot be used so on the GPU") });
+            }
+        });
+        written?;
+        let mat = |t: Tensor| self.mat(t, name);
+        let optional = |t: Option<Tensor>| t.map_or(Ok(NONE), mat);
+        match op {
+            Op::Embed { out, ids, table } => {
+                let p = abi::KlEmbed { out: mat(out)?, ids: mat(ids)?, table: mat(table)?, fault: self.scratch().0 };
+                self.kernels.launch(Kernel::Embed, elements(&p.out), &p)
+            }
+            Op::Copy { out, x } => self.map(abi::KL_COPY, mat(out)?, mat(x)?),
+            Op::Silu { out, x } => self.map(abi::KL_SILU, mat(out)?, mat(x)?),
+            Op::RmsNorm { out, x, weight, eps } => {
+                let p = abi::KlRmsNorm { out: mat(out)?, x: mat(x)?, weight: mat(weight)?, eps, unused: 0 };
+                self.kernels.launch(Kernel::RmsNorm, [p.x.rows, 1, 1], &p)
+            }
+            Op::LayerNormModulate { streams, eps } => {
+                const ABSENT: abi::KlModulated = abi::KlModulated { out: NONE, x: NONE, shift: NONE, scale: NONE };
+                for pair in streams.chunks(abi::KL_STREAMS as usize) {
+                    let mut p = abi::KlLayerNorm { stream: [ABSENT; abi::KL_STREAMS as usize], eps, unused: 0 };
+                    for (to, s) in p.stream.iter_mut().zip(pair) {
+                        *to = abi::KlModulated { out: mat(s.out)?, x: mat(s.x)?, shift: mat(s.shift)?, scale: mat(s.scale)? };
+                        if s.shift.dtype != s.scale.dtype {
+                            return Err(Error::Op { op: name, what: "shift and scale of different types".into() });
+                        }
+                    }
+                    let rows = p.stream.iter().map(|s| s.x.rows).sum();
+                    self.kernels.launch(Kernel::LayerNorm, [rows, 1, 1], &p)?;
+                }
+                Ok(())
+            }
+            Op::Linear(streams) => streams.iter().try_for_each(|s| self.product(name, s.out, s.x, s.w, abi::KL_STORE, None)),
+            Op::LinearSwiglu(streams) => {
+                streams.iter().try_for_each(|s| self.product(name, s.out, s.x, s.w, abi::KL_SWIGLU, None))
+            }
+            Op::LinearGateResidual(streams) => {
+                streams.iter().try_for_each(|s| self.product(name, s.into, s.x, s.w, abi::KL_GATE_RESIDUAL, s.gate))
+            }
+            Op::Qkv(streams) => self.qkv(name, streams),
+            Op::Attention { out, q, kv, head_dim, causal } => self.attention(name, mat(out)?, mat(q)?, kv, head_dim, causal),
+            Op::Conv { out, x, w, width, height, sampling, residual, stats } => {
+                let Conv { weight, bias } = *w;
+                let p = abi::KlConv {
+                    out: mat(out)?,
+                    x: mat(x)?,
+                    w: mat(weight)?,
+                    bias: mat(bias)?,
+                    residual: optional(residual)?,
+                    width: width as u32,
+                    height: height as u32,
+                    sampling: match sampling {
+                        Sampling::Same => abi::KL_SAME,
+                        Sampling::Up => abi::KL_UP,
+                        Sampling::Down => abi::KL_DOWN,
+                    },
+                    unused: 0,
+                };
+                self.kernels.launch(Kernel::NaiveConv, tiles(&p.out), &p)?;
+                match stats {
+                    Some(stats) => self.group_stats(name, p.out, mat(stats)?),
+                    None => Ok(()),
+                }
+            }
+            Op::GroupNorm { out, x, norm, stats, silu } => {
+                let GroupNorm { weight, bias, groups, eps } = *norm;
+                let x = mat(x)?;
+                let stats = match stats {
+                    Some(stats) => mat(stats)?,
+                    None => {
+                        // Beside the word of faults.
+                        let own = KlMat {
+                            data: self.scratch().0 + 64,
+                            stride: 2,
+                            rows: groups as u32,
+                            cols: 2,
+                            dtype: abi::KL_F32,
+                            unused: 0,
+                        };
+                        self.group_stats(name, x, own)?;
+                        own
+                    }
+                };
+                let p = abi::KlGroupNorm {
+                    out: mat(out)?,
+                    x,
+                    weight: mat(weight)?,
+                    bias: mat(bias)?,
+                    stats,
+                    groups: groups as u32,
+                    eps,
+                    silu: u32::from(silu),
+                    unused: 0,
+                };
+                // Eight rounds each, to spread what a block reads first.
+                let blocks = x.rows.div_ceil(group_pixels(&x) * 8);
+                self.kernels.launch(Kernel::GroupNorm, [blocks, 1, 1], &p)
+            }
+            Op::Patchify { out, x, stats, width } => self.patch(Kernel::Patchify, mat(out)?, mat(x)?, stats, width),
+            Op::Unpatchify { out, x, stats, width } => self.patch(Kernel::Unpatchify, mat(x)?, mat(out)?, stats, width),
+            Op::Euler { latents, velocity, dt } => {
+                let [latents, velocity] = flat([mat(latents)?, mat(velocity)?]);
+                self.kernels.launch(Kernel::Euler, elements(&latents), &abi::KlEuler { latents, velocity, dt, unused: 0 })
+            }
+            Op::Guidance { out, cond, uncond, scale } => {
+                let [out, cond, uncond] = flat([mat(out)?, mat(cond)?, mat(uncond)?]);
+                self.kernels.launch(Kernel::Guidance, elements(&out), &abi::KlGuidance { out, cond, uncond, scale, unused: 0 })
+            }
+            Op::NonFinite { count, x } => {
+                let [x] = flat([mat(x)?]);
+                // Few enough blocks in all for the list of partial results.
+                let limit = if x.rows > 1 { abi::KL_PARTIALS.isqrt() } else { abi::KL_PARTIALS };
+                let grid = [x.cols.div_ceil(abi::KL_POINTWISE_THREADS * VECTOR).clamp(1, limit), x.rows.clamp(1, limit), 1];
+                let blocks = u64::from(grid[0]) * u64::from(grid[1]);
+                let p = abi::KlCount { count: mat(count)?, x, partials: self.scratch().1, blocks };
+                self.kernels.launch(Kernel::Count, grid, &p)?;
+                self.kernels.launch(Kernel::CountFinish, [1, 1, 1], &p)
+            }
+            Op::Pixels { out, x } => {
+                let [out, x] = flat([mat(out)?, mat(x)?]);
+                self.kernels.launch(Kernel::Pixels, elements(&out), &abi::KlPixels { out, x })
+            }
+        }
+    }
+
+    fn map(&self, function: u32, out: KlMat, x: KlMat) -> Result<()> {
+        let [out, x] = flat([out, x]);
+        self.kernels.launch(Kernel::Map, elements(&out), &abi::KlMap { out, x, function, unused: 0 })
+    }
+
+    fn patch(&self, kernel: Kernel, tokens: KlMat, pixels: KlMat, stats: &LatentStats, width: usize) -> Result<()> {
+        let (mean, var) = (self.mat(stats.mean, "patchify")?, self.mat(stats.var, "patchify")?);
+        let p = abi::KlPatch { tokens, pixels, mean, var, width: width as u32, eps: stats.eps };
+        self.kernels.launch(kernel, elements(&tokens), &p)
+    }
+
+    fn product(&self, op: &'static str, out: Tensor, x: Tensor, w: &Linear, epilogue: u32, gate: Option<Tensor>) -> Result<()> {
+        let optional = |t: Option<Tensor>| t.map_or(Ok(NONE), |t| self.mat(t, op));
+        let p = abi::KlProduct {
+            out: self.mat(out, op)?,
+            x: self.mat(x, op)?,
+            w: self.mat(w.weight, op)?,
+            bias: optional(w.bias)?,
+            gate: optional(gate)?,
+            epilogue,
+            unused: 0,
+        };
+        self.kernels.launch(Kernel::NaiveProduct, tiles(&p.out), &p)
+    }
+
+    /// Products to their places, then the heads of queries and keys where they lie: in bf16 that rounds once more than a fused
+    /// kernel would.
+    fn qkv(&self, op: &'static str, streams: &[Projection<'_>]) -> Result<()> {
+        let mut heads = Vec::new();
+        for s in streams {
+            let mut first = 0;
+            for (out, norm) in [(s.q, Some(s.norm.q)), (Some(s.k), Some(s.norm.k)), (Some(s.v), None)] {
+                let Some(out) = out else { continue };
+                self.product(op, out, s.x, &s.w.rows(first..first + out.cols), abi::KL_STORE, None)?;
+                first += out.cols;
+                if let Some(weight) = norm {
+                    let part =
+                        abi::KlHeads { x: self.mat(out, op)?, weight: self.mat(weight, op)?, table: self.mat(s.rope.table, op)? };
+                    heads.push((part, (s.rope.table.cols, s.rope.style, s.norm.eps)));
+                }
+            }
+            if let Some(mlp) = s.mlp {
+                self.product(op, mlp, s.x, &s.w.rows(first..s.w.weight.rows), abi::KL_SWIGLU, None)?;
+            }
+        }
+        // One launch for all that are treated alike: as a rule, all.
+        while let Some((_, (head_dim, style, eps))) = heads.first().copied() {
+            let alike = heads.iter().take(abi::KL_HEAD_PARTS as usize).take_while(|h| h.1 == (head_dim, style, eps)).count();
+            const ABSENT: abi::KlHeads = abi::KlHeads { x: NONE, weight: NONE, table: NONE };
+            let mut p = abi::KlHeadNorm {
+                part: [ABSENT; abi::KL_HEAD_PARTS as usize],
+                head_dim: head_dim as u32,
+                style: match style {
+                    RopeStyle::Interleaved => abi::KL_ROPE_INTERLEAVED,
+                    RopeStyle::HalfSplit => abi::KL_ROPE_HALF_SPLIT,
+                },
+                eps,
+                unused: 0,
+            };
+            p.part.iter_mut().zip(heads.drain(..alike)).for_each(|(to, (part, _))| *to = part);
+            let rows: u32 = p.part.iter().map(|h| h.x.rows).sum();
+            let most = p.part.iter().map(|h| h.x.cols / p.head_dim).max().unwrap_or(0);
+            let grid = [rows.div_ceil(abi::KL_NORM_THREADS / 32), most.div_ceil(abi::KL_HEADS_PER_WARP), 1];
+            self.kernels.launch(Kernel::HeadNorm, grid, &p)?;
+        }
+        Ok(())
+    }
+
+    fn attention(&self, op: &'static str, out: KlMat, q: KlMat, kv: &[KeyValues], head_dim: usize, causal: bool) -> Result<()> {
+        let limits = kv.len() <= abi::KL_SEGMENTS as usize && head_dim <= abi::KL_HEAD_DIM as usize;
+        if !limits || kv.iter().any(|s| s.k.dtype != s.v.dtype || dtype(s.k.dtype) != q.dtype) {
+            let what = format!("{} runs of keys, heads of {head_dim}, or mixed types", kv.len());
+            return Err(Error::Op { op, what });
+        }
+        const ABSENT: abi::KlKeyValues = abi::KlKeyValues { k: NONE, v: NONE };
+        let mut p = abi::KlAttention {
+            out,
+            q,
+            kv: [ABSENT; abi::KL_SEGMENTS as usize],
+            segments: kv.len() as u32,
+            head_dim: head_dim as u32,
+            group: (q.cols as usize / kv[0].k.cols) as u32,
+            causal: u32::from(causal),
+            scale: 1.0 / (head_dim as f32).sqrt(),
+            unused: 0,
+        };
+        for (to, s) in p.kv.iter_mut().zip(kv) {
+            *to = abi::KlKeyValues { k: self.mat(s.k, op)?, v: self.mat(s.v, op)? };
+        }
+        let grid = [q.rows.div_ceil(abi::KL_ATTENTION_WARPS), q.cols / p.head_dim, 1];
+        self.kernels.launch(Kernel::NaiveAttention, grid, &p)
+    }
+
+    /// Mean and variance of each group of channels of `x`.
+    fn group_stats(&self, op: &'static str, x: KlMat, stats: KlMat) -> Result<()> {
+        let groups = stats.rows;
+        if groups > abi::KL_GROUPS {
+            return Err(Error::Op { op, what: format!("{groups} groups, at most {}", abi::KL_GROUPS) });
+        }
+        // Sixteen rounds each, as far as there is room for partial results. A matter of shapes alone, so sums are always cut alike.
+        let blocks = x.rows.div_ceil(group_pixels(&x) * 16).clamp(1, abi::KL_PARTIALS);
+        let p = abi::KlGroupStats { x, stats, partials: self.scratch().1, blocks: u64::from(blocks), groups, unused: 0 };
+        self.kernels.launch(Kernel::GroupStats, [blocks, 1, 1], &p)?;
+        self.kernels.launch(Kernel::GroupStatsFinish, [groups, 1, 1], &p)
+    }
+}

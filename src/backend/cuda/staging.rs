@@ -1,0 +1,191 @@
+//! Weights on their way to the device: two pinned buffers in turn, so that one is filled while the other is copied.
+#![allow(unsafe_code)]
+
+use super::super::{Role, WeightPart};
+use super::driver::{Driver, Rows, Stream};
+use crate::error::{Error, Result};
+use crate::tensor::{DType, Tensor};
+use half::{bf16, f16};
+use rayon::prelude::*;
+use std::ptr::NonNull;
+use std::rc::Rc;
+
+/// Bytes of a buffer: large enough that a copy runs at full speed, and small because pinning memory takes time.
+const BUFFER: usize = 16 << 20;
+/// Elements that one thread converts at a time.
+const GRAIN: usize = 32 << 10;
+
+/// The two buffers.
+pub struct Staging {
+    driver: Rc<dyn Driver>,
+    buffers: Vec<(NonNull<u8>, Stream)>,
+    next: usize,
+}
+
+impl Staging {
+    pub fn new(driver: Rc<dyn Driver>) -> Result<Self> {
+        let mut staging = Self { driver, buffers: Vec::new(), next: 0 };
+        for _ in 0..2 {
+            let stream = staging.driver.stream()?;
+            match staging.driver.allocate_pinned(BUFFER) {
+                Ok(memory) => staging.buffers.push((memory, stream)),
+                Err(error) => {
+                    staging.driver.destroy_stream(stream);
+                    return Err(error);
+                }
+            }
+        }
+        Ok(staging)
+    }
+
+    /// Queues `len` bytes that `fill` provides.
+    fn put(&mut self, to: u64, len: usize, fill: impl FnOnce(&mut [u8])) -> Result<()> {
+        assert!(len <= BUFFER);
+        let (memory, stream) = self.buffers[self.next];
+        self.next = (self.next + 1) % self.buffers.len();
+        self.driver.synchronize(stream)?;
+        // SAFETY: the buffer has `BUFFER` bytes, and its last copy is done.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(memory.as_ptr(), len) };
+        fill(bytes);
+        self.driver.copy_in(stream, Rows { address: to, pitch: len as u64, width: len as u64 }, bytes)
+    }
+
+    /// Queues a weight to address `to`, in the element type of `tensor`. `checkpoint` may end it between pieces.
+    pub fn weight(
+        &mut self,
+        to: u64,
+        tensor: Tensor,
+        role: Role,
+        parts: &[WeightPart],
+        checkpoint: &dyn Fn() -> Result<()>,
+    ) -> Result<()> {
+        let wrong = |what: &str| Error::Op { op: "upload", what: format!("{role:?} parts do not {what} {tensor:?}") };
+        let (size, mut at) = (tensor.dtype.size(), 0);
+        for part in parts {
+            let from = part.dtype.size();
+            let elements = part.bytes.len() / from;
+            if part.bytes.len() % from != 0 || elements % tensor.cols.max(1) != 0 || at + elements > tensor.len() {
+                return Err(wrong("fit"));
+            }
+            // Whole rows where the order inside a row changes.
+            let unit = if role == Role::Conv { tensor.cols } else { 1 };
+            let step = BUFFER / size / unit * unit;
+            if step == 0 {
+                return Err(wrong("have rows short enough for"));
+            }
+            for first in (0..elements).step_by(step) {
+                checkpoint()?;
+                let count = step.min(elements - first);
+                let bytes = &part.bytes[first * from..(first + count) * from];
+                self.put(to + ((at + first) * size) as u64, count * size, |out| {
+                    if role == Role::Conv {
+                        let rows = bytes.par_chunks_exact(unit * from).zip(out.par_chunks_exact_mut(unit * size));
+                        rows.for_each(|(row, out)| convert(&channels_last(row, from), part.dtype, out, tensor.dtype));
+                    } else {
+                        let pieces = bytes.par_chunks(GRAIN * from).zip(out.par_chunks_mut(GRAIN * size));
+                        pieces.for_each(|(piece, out)| convert(piece, part.dtype, out, tensor.dtype));
+                    }
+                })?;
+            }
+            at += elements;
+        }
+        if at == tensor.len() { Ok(()) } else { Err(wrong("fill")) }
+    }
+
+    /// Waits until everything is on the device.
+    pub fn finish(&self) -> Result<()> {
+        self.buffers.iter().try_for_each(|(_, stream)| self.driver.synchronize(*stream))
+    }
+}
+
+impl Drop for Staging {
+    fn drop(&mut self) {
+        for (memory, stream) in self.buffers.drain(..) {
+            // The device may still be reading; whether it succeeds no longer matters.
+            let _ = self.driver.synchronize(stream);
+            self.driver.free_pinned(memory);
+            self.driver.destroy_stream(stream);
+        }
+    }
+}
+
+/// One filter with its nine positions outside and its channels inside, so that a position's channels lie together.
+fn channels_last(row: &[u8], size: usize) -> Vec<u8> {
+    let channels = row.len() / size / 9;
+    let mut out = Vec::with_capacity(row.len());
+    for position in 0..9 {
+        (0..channels).for_each(|c| out.extend_from_slice(&row[(c * 9 + position) * size..][..size]));
+    }
+    out
+}
+
+/// Rounds values of one element type to another.
+fn convert(from: &[u8], from_type: DType, to: &mut [u8], to_type: DType) {
+    fn halves<'a>(from: &'a [u8], f: impl Fn(u16) -> f32 + 'a) -> impl Iterator<Item = f32> + 'a {
+        from.chunks_exact(2).map(move |b| f(u16::from_le_bytes([b[0], b[1]])))
+    }
+    fn store(values: impl Iterator<Item = f32>, to: &mut [u8], to_type: DType) {
+        match to_type {
+            DType::F32 => to.chunks_exact_mut(4).zip(values).for_each(|(t, v)| t.copy_from_slice(&v.to_le_bytes())),
+            DType::Bf16 => {
+                to.chunks_exact_mut(2).zip(values).for_each(|(t, v)| t.copy_from_slice(&bf16::from_f32(v).to_le_bytes()))
+            }
+            DType::F16 => {
+                to.chunks_exact_mut(2).zip(values).for_each(|(t, v)| t.copy_from_slice(&f16::from_f32(v).to_le_bytes()))
+            }
+            DType::U8 => to.iter_mut().zip(values).for_each(|(t, v)| *t = v.round_ties_even() as u8),
+            DType::U32 => unreachable!("ids are not values"),
+        }
+    }
+    match from_type {
+        _ if from_type == to_type => to.copy_from_slice(from),
+        DType::F32 => store(from.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])), to, to_type),
+        DType::Bf16 => store(halves(from, |v| bf16::from_bits(v).to_f32()), to, to_type),
+        DType::F16 => store(halves(from, |v| f16::from_bits(v).to_f32()), to, to_type),
+        DType::U8 => store(from.iter().map(|&v| f32::from(v)), to, to_type),
+        DType::U32 => unreachable!("ids are not values"),
+    }
+}
+
+/// Values as a tensor stores them.
+pub fn encode(values: &[f32], dtype: DType) -> Vec<u8> {
+    let mut bytes = vec![0; values.len() * dtype.size()];
+    bytes.par_chunks_mut(GRAIN * dtype.size()).zip(values.par_chunks(GRAIN)).for_each(|(to, from)| {
+        let from: Vec<u8> = from.iter().flat_map(|v| v.to_le_bytes()).collect();
+        convert(&from, DType::F32, to, dtype);
+    });
+    bytes
+}
+
+/// Stored values as f32.
+pub fn decode(bytes: &[u8], dtype: DType, to: &mut [f32]) {
+    to.par_chunks_mut(GRAIN).zip(bytes.par_chunks(GRAIN * dtype.size())).for_each(|(to, from)| {
+        let mut wide = vec![0; to.len() * 4];
+        convert(from, dtype, &mut wide, DType::F32);
+        to.iter_mut().zip(wide.chunks_exact(4)).for_each(|(t, b)| *t = f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_survive_the_way_there_and_back() {
+        let values: Vec<f32> = (0..70_001).map(|i| (i % 255) as f32 / 2.0).collect();
+        for dtype in [DType::F32, DType::Bf16, DType::F16] {
+            let mut back = vec![0.0; values.len()];
+            decode(&encode(&values, dtype), dtype, &mut back);
+            assert_eq!(back, values, "{dtype:?}");
+        }
+    }
+
+    #[test]
+    fn a_filter_is_turned_inside_out() {
+        // Two channels of nine positions, two bytes each.
+        let row: Vec<u8> = (0..36).collect();
+        let out = channels_last(&row, 2);
+        assert_eq!(out[..8], [0, 1, 18, 19, 2, 3, 20, 21]);
+        assert_eq!(out[32..], [16, 17, 34, 35]);
+    }
+}

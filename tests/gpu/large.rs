@@ -1,0 +1,116 @@
+//! Tensors so large that 32-bit offsets wrap: the last row computed inside the whole must be the row computed alone, bit for bit.
+
+use super::cuda;
+use kiln::backend::{Backend, Conv, GroupNorm, HostData, KeyValues, Linear, Modulated, Op, Product, Role, Sampling, WeightPart};
+use kiln::tensor::{Arena, Bytes, DType, Region, Tensor};
+use std::sync::Arc;
+
+/// More rows than the longest sequence, and with these columns more elements than a signed 32-bit number counts.
+const ROWS: usize = 59_000;
+const COLS: usize = 36_864;
+
+fn noise(len: usize, seed: u32) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9) | 1;
+    (0..len)
+        .map(|_| {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 8) as f32 / (1 << 23) as f32 - 1.0
+        })
+        .collect()
+}
+
+fn last(t: Tensor, rows: usize) -> Tensor {
+    t.rows(t.rows - rows..t.rows)
+}
+
+/// Runs an op on everything and on the last rows alone, and compares these.
+fn same(be: &mut dyn Backend, name: &str, whole: Op<'_>, alone: Op<'_>, results: (Tensor, Tensor)) {
+    be.run(whole).unwrap();
+    be.run(alone).unwrap();
+    let [mut a, mut b] = [results.0, results.1].map(|t| vec![0.0; t.len()]);
+    be.read(results.0, &mut a).unwrap();
+    be.read(results.1, &mut b).unwrap();
+    assert!(b.iter().all(|v| v.is_finite()), "{name}: not finite");
+    assert!(b.iter().any(|v| *v != b[0]), "{name}: all values are the same");
+    assert!(a.iter().zip(&b).all(|(a, b)| a.to_bits() == b.to_bits()), "{name}: the last rows differ");
+}
+
+pub fn last_rows_are_right() {
+    rows_of_two_dimensions();
+    pixels();
+}
+
+fn rows_of_two_dimensions() {
+    let mut cuda = cuda();
+    let be: &mut dyn Backend = &mut cuda;
+    let (mut region, mut arena) = (Arena::new(Region::Weights), Arena::new(Region::Arena));
+    be.reserve_weights(64 << 20).unwrap();
+    let inner = 16;
+    let weight = region.alloc(COLS, inner, DType::Bf16).unwrap();
+    let bytes: Vec<u8> = noise(weight.len(), 5).into_iter().flat_map(|v| half::bf16::from_f32(v).to_le_bytes()).collect();
+    be.upload(weight, Role::Linear, &[WeightPart { bytes: Bytes::new(Arc::new(bytes)), dtype: DType::Bf16 }]).unwrap();
+    for dtype in [DType::Bf16, DType::F32] {
+        arena.reset(0);
+        let mut place = |rows, cols, dtype| arena.alloc(rows, cols, dtype).unwrap();
+        let (x, out) = (place(ROWS, COLS, dtype), place(ROWS, COLS, dtype));
+        let (row, shift, scale) = (place(1, COLS, dtype), place(1, COLS, DType::F32), place(1, COLS, DType::F32));
+        let (narrow, norm) = (place(ROWS, inner, dtype), place(1, COLS, DType::F32));
+        be.reserve(arena.peak()).unwrap();
+        be.write(last(x, 1), HostData::F32(&noise(COLS, 1))).unwrap();
+        for (t, seed) in [(shift, 2), (scale, 3), (norm, 4)] {
+            be.write(t, HostData::F32(&noise(COLS, seed))).unwrap();
+        }
+        be.write(narrow, HostData::F32(&noise(narrow.len(), 6))).unwrap();
+        let end = last(x, 1);
+        let results = (last(out, 1), row);
+        same(be, "copy", Op::Copy { out, x }, Op::Copy { out: row, x: end }, results);
+        same(be, "silu", Op::Silu { out, x }, Op::Silu { out: row, x: end }, results);
+        let rms = |out, x| Op::RmsNorm { out, x, weight: norm, eps: 1e-6 };
+        same(be, "rms_norm", rms(out, x), rms(row, end), results);
+        let [whole, alone] = [(out, x), (row, end)].map(|(out, x)| [Modulated { out, x, shift, scale }]);
+        let ln = |streams| Op::LayerNormModulate { streams, eps: 1e-6 };
+        same(be, "layer_norm", ln(&whole), ln(&alone), results);
+        let w = Linear { weight, bias: None };
+        let [whole, alone] = [(out, narrow), (row, last(narrow, 1))].map(|(out, x)| [Product { out, x, w: &w }]);
+        same(be, "linear", Op::Linear(&whole), Op::Linear(&alone), results);
+        // Keys and values at the end of the large buffers, queries all over them.
+        be.write(last(x, 7), HostData::F32(&noise(7 * COLS, 7))).unwrap();
+        be.write(last(out, 7), HostData::F32(&noise(7 * COLS, 8))).unwrap();
+        let (d, heads) = (128, COLS - 128..COLS);
+        let kv = [KeyValues { k: last(x, 5).cols(heads.clone()), v: last(x, 5).cols(0..d) }];
+        let attention = |out: Tensor, q: Tensor| Op::Attention { out, q, kv: &kv, head_dim: d, causal: false };
+        let (q, o) = (out.cols(heads.clone()), out.cols(d..2 * d));
+        same(be, "attention", attention(o, q), attention(row.cols(0..d), last(q, 1)), (last(o, 1), row.cols(0..d)));
+    }
+}
+
+/// An image of exactly 2^31 values, and the convolution that reads it.
+fn pixels() {
+    let mut cuda = cuda();
+    let be: &mut dyn Backend = &mut cuda;
+    let (side, channels, rows) = (4096, 128, 3);
+    let (mut region, mut arena) = (Arena::new(Region::Weights), Arena::new(Region::Arena));
+    be.reserve_weights(1 << 20).unwrap();
+    let (weight, bias) = (region.alloc(8, 9 * channels, DType::Bf16).unwrap(), region.alloc(1, 8, DType::F32).unwrap());
+    let bytes: Vec<u8> = noise(weight.len(), 5).into_iter().flat_map(|v| half::bf16::from_f32(v).to_le_bytes()).collect();
+    be.upload(weight, Role::Conv, &[WeightPart { bytes: Bytes::new(Arc::new(bytes)), dtype: DType::Bf16 }]).unwrap();
+    be.upload(bias, Role::Vector, &[WeightPart { bytes: Bytes::new(Arc::new(vec![0; 32])), dtype: DType::F32 }]).unwrap();
+    let mut place = |rows, cols, dtype| arena.alloc(rows, cols, dtype).unwrap();
+    let (x, out) = (place(side * side, channels, DType::Bf16), place(side * side, channels, DType::Bf16));
+    let (few, strip) = (place(side * side, 8, DType::Bf16), place(rows * side, 8, DType::Bf16));
+    let alone = place(rows * side, channels, DType::Bf16);
+    let (vector, stats) = (place(1, channels, DType::F32), place(32, 2, DType::F32));
+    be.reserve(arena.peak()).unwrap();
+    be.write(last(x, (rows + 1) * side), HostData::F32(&noise((rows + 1) * side * channels, 1))).unwrap();
+    be.write(vector, HostData::F32(&noise(channels, 2))).unwrap();
+    be.write(stats, HostData::F32(&noise(64, 3).iter().map(|v| v.abs() + 0.1).collect::<Vec<_>>())).unwrap();
+    let norm = GroupNorm { weight: vector, bias: vector, groups: 32, eps: 1e-6 };
+    let group = |out, x| Op::GroupNorm { out, x, norm: &norm, stats: Some(stats), silu: true };
+    same(be, "group_norm", group(out, x), group(alone, last(x, rows * side)), (last(out, rows * side), alone));
+    // The strip's first row has no row above it, so it is left out of the comparison.
+    let w = Conv { weight, bias };
+    let conv =
+        |out, x, height| Op::Conv { out, x, w: &w, width: side, height, sampling: Sampling::Same, residual: None, stats: None };
+    let keep = (rows - 1) * side;
+    same(be, "conv", conv(few, x, side), conv(strip, last(x, rows * side), rows), (last(few, keep), last(strip, keep)));
+}

@@ -1,0 +1,150 @@
+//! Everything that needs a GPU, in one program, so that one file can be carried to a machine without Rust (see
+//! `tools/gpu_bundle`). `cargo test` runs it like the others; without a GPU it says so and passes.
+//!
+//!     gpu                all tests
+//!     gpu ops [words]    every op, or those whose case has all words in its name, against f64 loops
+//!     gpu NAME           one test by its name
+//!     gpu hash           a checksum of pictures, to compare processes
+#![allow(clippy::print_stdout)]
+
+#[path = "../common/mod.rs"]
+mod common;
+#[path = "../common/ops/mod.rs"]
+mod ops;
+
+mod large;
+
+use common::{Make, cases, cpu, engine_on, goldens, modes, run};
+use kiln::backend::cuda::{self, Cuda};
+use kiln::backend::{Backend, Lockstep};
+use kiln::error::Error;
+use kiln::pipeline::Picture;
+use kiln::tensor::Precision;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+
+fn cuda() -> Cuda {
+    let mut cuda = Cuda::open(0, Arc::new(AtomicBool::new(false))).unwrap();
+    cuda.set_poison(true);
+    cuda
+}
+
+fn on_cuda() -> Box<dyn Backend> {
+    Box::new(cuda())
+}
+
+fn in_lockstep() -> Box<dyn Backend> {
+    Box::new(Lockstep::new(cpu(), cuda()))
+}
+
+const TESTS: &[(&str, fn())] = &[
+    ("ops", || ops::check_all(&mut cuda())),
+    ("lockstep", lockstep),
+    ("goldens", || every_golden(&on_cuda)),
+    ("repeat", repeat),
+    ("graphs", graphs_change_nothing),
+    ("large", large::last_rows_are_right),
+];
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with('-')).collect();
+    match cuda::devices() {
+        Ok(found) => found.iter().for_each(|d| println!("GPU {}: {}, {} multiprocessors", d.index, d.name, d.multiprocessors)),
+        Err(Error::NoGpu { what, .. }) => {
+            println!("skipped: no CUDA device ({what})");
+            return ExitCode::SUCCESS;
+        }
+        Err(error) => panic!("{error}"),
+    }
+    match arguments.first().map(String::as_str) {
+        Some("ops") if arguments.len() > 1 => {
+            let words = &arguments[1..];
+            ops::check_some(&mut cuda(), |name| words.iter().all(|w| name.contains(w.as_str())));
+            ExitCode::SUCCESS
+        }
+        Some("hash") => {
+            println!("{:016x}", checksum(&pictures(&mut |_| ())));
+            ExitCode::SUCCESS
+        }
+        name => all(name),
+    }
+}
+
+/// Runs the tests, or the one of that name.
+fn all(only: Option<&str>) -> ExitCode {
+    let (mut failed, mut count) = (0, 0);
+    for (name, test) in TESTS.iter().filter(|(name, _)| only.is_none_or(|only| only == *name)) {
+        let start = Instant::now();
+        let passed = catch_unwind(AssertUnwindSafe(test)).is_ok();
+        println!("test {name} ... {} ({:.1} s)", if passed { "ok" } else { "FAILED" }, start.elapsed().as_secs_f64());
+        failed += usize::from(!passed);
+        count += 1;
+    }
+    assert!(count > 0, "no test is called {only:?}");
+    println!("{} passed, {failed} failed", count - failed);
+    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn every_golden(make: Make<'_>) {
+    goldens::f32_equals_diffusers(make);
+    goldens::bf16_is_as_close_as_diffusers_in_bf16(make);
+    modes::every_mode_equals_diffusers(make);
+    modes::every_mode_in_bf16_is_as_close_as_diffusers_in_bf16(make);
+    modes::guidance_as_an_input_equals_diffusers(make);
+}
+
+/// Every op of every recorded case, on both backends. Here the host's results are carried forward, so passing the goldens is no
+/// feat; what counts is that no op differs.
+fn lockstep() {
+    every_golden(&in_lockstep);
+}
+
+/// A picture of each kind: plain, guided, with references, with cached ones.
+fn pictures(prepare: &mut dyn FnMut(&mut Cuda)) -> Vec<Picture> {
+    let mut pictures = Vec::new();
+    let mut backend = || {
+        let mut cuda = cuda();
+        prepare(&mut cuda);
+        Box::new(cuda)
+    };
+    for precision in [Precision::F32, Precision::Bf16] {
+        for case in cases() {
+            pictures.push(run(&mut engine_on(backend(), case.variant(), precision), &case.job()).unwrap());
+        }
+        let modes = modes::modes();
+        for case in &modes.cases {
+            pictures.push(run(&mut case.engine(backend(), precision), &case.job(&modes.images)).unwrap());
+        }
+    }
+    pictures
+}
+
+fn checksum(pictures: &[Picture]) -> u64 {
+    modes::fnv1a(pictures.iter().flat_map(|p| p.image.pixels.iter().copied()))
+}
+
+/// Same seed, same bytes: twenty times on one engine, whose steps are plain, recorded and replayed in turn.
+fn repeat() {
+    for precision in [Precision::F32, Precision::Bf16] {
+        for case in cases() {
+            let mut engine = engine_on(on_cuda(), case.variant(), precision);
+            let first = run(&mut engine, &case.job()).unwrap();
+            for i in 1..20 {
+                let again = run(&mut engine, &case.job()).unwrap();
+                assert!(first.image == again.image, "{} {}: run {i} differs", case.name, precision.name());
+                assert_eq!(first.record.as_ref().unwrap().image, again.record.unwrap().image);
+            }
+        }
+    }
+}
+
+fn graphs_change_nothing() {
+    let with = checksum(&pictures(&mut |_| ()));
+    let without = checksum(&pictures(&mut |cuda| cuda.set_recording(false)));
+    let clean = checksum(&pictures(&mut |cuda| cuda.set_poison(false)));
+    assert_eq!(with, without, "recorded steps give other bytes");
+    assert_eq!(with, clean, "released memory is read");
+}
