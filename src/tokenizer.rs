@@ -14,6 +14,9 @@ use std::path::{Path, PathBuf};
 /// The longest prompt, in bytes. Far more than fits the token limit; a bound on the work a single "word" can cause.
 pub const MAX_PROMPT_BYTES: usize = 32 * 1024;
 
+/// What to do about a longer one.
+pub const SHORTEN: &str = "shorten it; models read a few hundred tokens at most";
+
 /// What stands before and after the prompt. The empty think block tells the encoder's chat model not to reason; the image models
 /// were trained with it there.
 const TEMPLATE: [&str; 2] = ["<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"];
@@ -87,10 +90,7 @@ impl Tokenizer {
 /// Refuses a prompt of more than [`MAX_PROMPT_BYTES`]. Needs no tokenizer, so it can be asked before a model is opened.
 pub fn check_length(bytes: usize) -> Result<()> {
     if bytes > MAX_PROMPT_BYTES {
-        return Err(Error::usage(
-            format!("prompt too long: the limit is {MAX_PROMPT_BYTES} bytes"),
-            "shorten it; models read a few hundred tokens at most",
-        ));
+        return Err(Error::usage(format!("prompt too long: it has {bytes} bytes, the limit is {MAX_PROMPT_BYTES}"), SHORTEN));
     }
     Ok(())
 }
@@ -186,7 +186,7 @@ mod tests {
             assert_eq!(TOKENIZER.encode(&prompt, 512).unwrap().ids.len(), 512, "{piece:?}");
         }
         let error = TOKENIZER.encode(&"a".repeat(MAX_PROMPT_BYTES + 1), 512).unwrap_err();
-        assert_eq!(error.to_string(), "prompt too long: the limit is 32768 bytes");
+        assert_eq!(error.to_string(), "prompt too long: it has 32769 bytes, the limit is 32768");
         assert_eq!(error.exit_code(), 2);
     }
 
