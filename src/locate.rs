@@ -182,7 +182,7 @@ impl Folder {
     /// Looks at a folder in the diffusers layout, at ComfyUI's folder of models, or at one that holds the single files.
     fn read(path: &Path, origin: &str) -> Self {
         let part = |diffusers: &str, comfy: &str, stems: &[&str]| {
-            // In ComfyUI's folders lie files of many models, and one of them is called like diffusers'.
+            // ComfyUI's folders hold files of many models, so there the file's name decides. Both call one folder `vae`.
             let single = single_file(&path.join(comfy), stems);
             let folder = Some(path.join(diffusers)).filter(|folder| has_weights(folder));
             single.or(folder).or_else(|| single_file(path, stems))

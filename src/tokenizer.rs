@@ -21,6 +21,9 @@ pub const SHORTEN: &str = "shorten it; models read a few hundred tokens at most"
 /// were trained with it there.
 const TEMPLATE: [&str; 2] = ["<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"];
 
+/// How many tokens of a prompt are shown to say where it was cut.
+const ENDING: usize = 12;
+
 /// The token that fills the rest of a sequence.
 const PAD: &str = "<|endoftext|>";
 
@@ -84,6 +87,16 @@ impl Tokenizer {
         let mut ids = all[..real].to_vec();
         ids.resize(length, self.pad);
         Ok(Tokens { ids, real, cut: all.len() - real })
+    }
+
+    /// The last words that a prompt consists of after it was cut, to be shown.
+    pub fn ending(&self, tokens: &Tokens) -> Result<String> {
+        let kept = &tokens.ids[..tokens.real];
+        let last = &kept[kept.len().saturating_sub(ENDING)..];
+        let text = isolated(&self.origin, || self.inner.decode(last, true))?;
+        // A character may be cut in the middle, too, and none of them may move a terminal's cursor.
+        let words = text.trim_end_matches(char::REPLACEMENT_CHARACTER).split(|c: char| c.is_whitespace() || c.is_control());
+        Ok(words.filter(|word| !word.is_empty()).collect::<Vec<_>>().join(" "))
     }
 }
 

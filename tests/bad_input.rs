@@ -30,13 +30,16 @@ use Hint::{Help, Is, Nothing};
 /// The file that is changed while it is in use.
 const CHANGING: &str = "changing.safetensors";
 
+/// Something that happens while the program runs.
+type Change = fn(&Sandbox);
+
 /// One mistake.
 struct Row {
     args: Vec<OsString>,
     /// Shell commands that make the surroundings.
     setup: &'static str,
     /// Done once the program has opened its files.
-    meanwhile: Option<fn(&Sandbox)>,
+    meanwhile: Option<Change>,
     code: i32,
     /// The first line, without `error: `.
     first: String,
@@ -65,7 +68,7 @@ impl Row {
         Self { setup, ..self }
     }
 
-    fn meanwhile(self, change: fn(&Sandbox)) -> Self {
+    fn meanwhile(self, change: Change) -> Self {
         Self { meanwhile: Some(change), ..self }
     }
 
@@ -117,7 +120,7 @@ impl Row {
     }
 
     /// With something happening after the first line it prints, which it does when its files are open.
-    fn run_and(&self, sandbox: &Sandbox, change: fn(&Sandbox)) -> Run {
+    fn run_and(&self, sandbox: &Sandbox, change: Change) -> Run {
         let mut child = sandbox.command(&self.args).spawn().unwrap();
         let mut reader = BufReader::new(child.stderr.take().unwrap());
         let mut stderr = String::new();
@@ -195,7 +198,7 @@ fn the_table_can_fail() {
     for what in ["exit code is\n  Some(0)", "standard output is\n  new.png", "files were left or changed"] {
         assert!(report.contains(what), "{report}");
     }
-    let rewrites: fn(&Sandbox) = |sandbox| {
+    let rewrites: Change = |sandbox| {
         write(sandbox, "there.png", "ours");
     };
     let report = right().meanwhile(rewrites).check(&sandbox).unwrap_err();
@@ -453,7 +456,7 @@ fn weights_that_change() {
     let changed = "weight file changed while it was being read (changing.safetensors)";
     let hint = Is("nothing was written; start again when the file is complete");
     let length = grouped(fs::metadata(&model).unwrap().len());
-    let changes: [(String, fn(&Sandbox)); 2] = [
+    let changes: [(String, Change); 2] = [
         (format!("size {length} -> 4,096"), |sandbox| {
             File::options().write(true).open(sandbox.path(CHANGING)).unwrap().set_len(4096).unwrap();
         }),

@@ -167,6 +167,31 @@ fn prompts_from_a_file_and_from_standard_input() {
 }
 
 #[test]
+fn a_prompt_that_is_too_long_is_cut_where_the_warning_says() {
+    let sandbox = Sandbox::new();
+    let words: Vec<String> = (0..400).map(|i| format!("w{i}")).collect();
+    let prompt = words.join(" ");
+    let run = sandbox.quick(&[&prompt, "--seed", "1", "-o", "a.png"]);
+    let warning =
+        run.stderr.lines().find(|line| line.starts_with("warning: the prompt is ")).unwrap_or_else(|| panic!("{}", run.stderr));
+    let (count, ending) = warning.split_once(" tokens too long; only its first 512 are used, up to `…").unwrap();
+    assert!(count.rsplit(' ').next().unwrap().parse::<usize>().unwrap() > 0, "{warning}");
+    let ending = ending.strip_suffix('`').unwrap();
+    let end = prompt.find(ending).unwrap() + ending.len();
+    assert!(ending.contains(' ') && end < prompt.len(), "{warning}");
+
+    // What comes later is not seen, and what comes before is.
+    let with = |from: usize| format!("{}{}", &prompt[..from], "z".repeat(prompt.len() - from));
+    sandbox.quick(&[&with(end + 8), "--seed", "1", "-o", "b.png"]);
+    sandbox.quick(&[&with(end - 4), "--seed", "1", "-o", "c.png"]);
+    let pixels = |name: &str| Png::read(&sandbox.path(name)).pixels;
+    assert_eq!(pixels("a.png"), pixels("b.png"));
+    assert_ne!(pixels("a.png"), pixels("c.png"));
+
+    assert!(!sandbox.quick(&["x", "-o", "d.png"]).stderr.contains("warning"));
+}
+
+#[test]
 fn all_layouts_give_the_same_picture() {
     let sandbox = Sandbox::new();
     sandbox.tiny("folder", &[]);
