@@ -179,22 +179,24 @@ impl Folder {
         }
     }
 
-    /// Looks at a folder in the diffusers layout, or at one that holds the single files.
+    /// Looks at a folder in the diffusers layout, at ComfyUI's folder of models, or at one that holds the single files.
     fn read(path: &Path, origin: &str) -> Self {
-        let part = |name: &str, stems: &[&str]| {
-            let folder = path.join(name);
-            if has_weights(&folder) { Some(folder) } else { single_file(path, stems) }
+        let part = |diffusers: &str, comfy: &str, stems: &[&str]| {
+            // ComfyUI's folders hold files of many models, so there the file's name decides. Both call one folder `vae`.
+            let single = single_file(&path.join(comfy), stems);
+            let folder = Some(path.join(diffusers)).filter(|folder| has_weights(folder));
+            single.or(folder).or_else(|| single_file(path, stems))
         };
         let file = |name: &str| Some(path.join(name)).filter(|file| file.is_file());
-        let transformer = part("transformer", &["flux-2-klein", "flux2-klein"]);
+        let transformer = part("transformer", "diffusion_models", &["flux-2-klein", "flux2-klein"]);
         // The index describes the diffusers folder, not a single file that lies beside it.
         let index = file("model_index.json").filter(|_| transformer.as_ref().is_some_and(|t| t.is_dir()));
         Self {
             path: Some(path.into()),
             origin: origin.into(),
             transformer,
-            text_encoder: part("text_encoder", &["qwen"]),
-            vae: part("vae", &["ae", "flux2-vae", "full_encoder_small_decoder"]),
+            text_encoder: part("text_encoder", "text_encoders", &["qwen"]),
+            vae: part("vae", "vae", &["ae", "flux2-vae", "full_encoder_small_decoder"]),
             tokenizer: file("tokenizer/tokenizer.json").or_else(|| file("tokenizer.json")),
             index,
         }

@@ -88,7 +88,10 @@ fn claim_and_replace(temp: Temp, path: &Path) -> Result<()> {
 /// Writes all bytes and waits until they are on disk. They must be there before the name is: after a power cut a name without
 /// data would be a partial file.
 fn fill(mut file: &File, target: &Path, bytes: &[u8]) -> Result<()> {
-    file.write_all(bytes).and_then(|()| file.sync_all()).map_err(|source| write_error(target, source))
+    file.write_all(bytes).and_then(|()| file.sync_all()).map_err(|error| {
+        // A disk that is full leaves doubts about what is on it.
+        refused(target, error.kind(), &format!("{error}; nothing was written"))
+    })
 }
 
 /// Waits until a new name in a folder is on disk. Not every system can, and the file is there in any case: only a power cut in

@@ -305,8 +305,8 @@ impl Engine {
         };
         let prompt = encode(&job.prompt)?;
         if prompt.cut > 0 {
-            let kept = config.max_tokens;
-            progress.warn(&format!("the prompt is {} tokens too long; only its first {kept} are used", prompt.cut));
+            let (cut, kept, ending) = (prompt.cut, config.max_tokens, self.tokenizer.ending(&prompt)?);
+            progress.warn(&format!("the prompt is {cut} tokens too long; only its first {kept} are used, up to `…{ending}`"));
         }
         let negative = if guided(self.variant, job) { Some(encode(&job.negative)?) } else { None };
         Inputs::new(job, self.precision, self.variant, prompt, negative, self.weights.clone())

@@ -233,6 +233,11 @@ enum Fault {
     Memory(u64),
 }
 
+/// The fault of a file that was cut short.
+fn ends_early(length: usize) -> Fault {
+    Fault::Damaged(format!("the file ends after {length} bytes, before the image does"))
+}
+
 impl Fault {
     fn into_error(self, origin: &Path) -> Error {
         match self {

@@ -18,6 +18,9 @@ const MIN_SIDE: usize = 64;
 /// Longest side of a canvas, in pixels. No square this large fits [`MAX_TOKENS`]; a narrow strip does.
 const MAX_SIDE: usize = 16_384;
 
+/// Side of the largest square that fits [`MAX_TOKENS`] beside a prompt: 226 x 226 tokens and 512.
+const LARGEST_SQUARE: usize = 226 * PATCH;
+
 /// Distance on the `t` axis between the canvas and the first reference, and from one reference to the next.
 const REFERENCE_SPACING: usize = 10;
 
@@ -31,8 +34,12 @@ pub struct Pixels {
 impl Pixels {
     /// Checks the size of a canvas.
     pub fn new(width: usize, height: usize) -> Result<Self> {
-        let nearest = (nearest_side(width), nearest_side(height));
+        let mut nearest = (nearest_side(width), nearest_side(height));
         if nearest != (width, height) {
+            // Advice has to be good: sides that are legal each may be too much together.
+            if nearest.0 * nearest.1 > LARGEST_SQUARE * LARGEST_SQUARE {
+                nearest = (LARGEST_SQUARE, LARGEST_SQUARE);
+            }
             return Err(Error::usage(
                 format!(
                     "--width {width} --height {height}: sides must be multiples of {PATCH}, at least {MIN_SIDE}, and within \

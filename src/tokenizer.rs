@@ -14,9 +14,15 @@ use std::path::{Path, PathBuf};
 /// The longest prompt, in bytes. Far more than fits the token limit; a bound on the work a single "word" can cause.
 pub const MAX_PROMPT_BYTES: usize = 32 * 1024;
 
+/// What to do about a longer one.
+pub const SHORTEN: &str = "shorten it; models read a few hundred tokens at most";
+
 /// What stands before and after the prompt. The empty think block tells the encoder's chat model not to reason; the image models
 /// were trained with it there.
 const TEMPLATE: [&str; 2] = ["<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"];
+
+/// How many tokens of a prompt are shown to say where it was cut.
+const ENDING: usize = 12;
 
 /// The token that fills the rest of a sequence.
 const PAD: &str = "<|endoftext|>";
@@ -82,15 +88,22 @@ impl Tokenizer {
         ids.resize(length, self.pad);
         Ok(Tokens { ids, real, cut: all.len() - real })
     }
+
+    /// The last words that a prompt consists of after it was cut, to be shown.
+    pub fn ending(&self, tokens: &Tokens) -> Result<String> {
+        let kept = &tokens.ids[..tokens.real];
+        let last = &kept[kept.len().saturating_sub(ENDING)..];
+        let text = isolated(&self.origin, || self.inner.decode(last, true))?;
+        // A character may be cut in the middle, too, and none of them may move a terminal's cursor.
+        let words = text.trim_end_matches(char::REPLACEMENT_CHARACTER).split(|c: char| c.is_whitespace() || c.is_control());
+        Ok(words.filter(|word| !word.is_empty()).collect::<Vec<_>>().join(" "))
+    }
 }
 
 /// Refuses a prompt of more than [`MAX_PROMPT_BYTES`]. Needs no tokenizer, so it can be asked before a model is opened.
 pub fn check_length(bytes: usize) -> Result<()> {
     if bytes > MAX_PROMPT_BYTES {
-        return Err(Error::usage(
-            format!("prompt too long: the limit is {MAX_PROMPT_BYTES} bytes"),
-            "shorten it; models read a few hundred tokens at most",
-        ));
+        return Err(Error::usage(format!("prompt too long: it has {bytes} bytes, the limit is {MAX_PROMPT_BYTES}"), SHORTEN));
     }
     Ok(())
 }
@@ -186,7 +199,7 @@ mod tests {
             assert_eq!(TOKENIZER.encode(&prompt, 512).unwrap().ids.len(), 512, "{piece:?}");
         }
         let error = TOKENIZER.encode(&"a".repeat(MAX_PROMPT_BYTES + 1), 512).unwrap_err();
-        assert_eq!(error.to_string(), "prompt too long: the limit is 32768 bytes");
+        assert_eq!(error.to_string(), "prompt too long: it has 32769 bytes, the limit is 32768");
         assert_eq!(error.exit_code(), 2);
     }
 

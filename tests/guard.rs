@@ -20,7 +20,7 @@ use kiln::tensor::{Bytes, DType, Precision};
 use kiln::tiny;
 use kiln::tokenizer::Tokenizer;
 use moments::{in_pairs, moment, number};
-use sandbox::{QUICK, Sandbox};
+use sandbox::{QUICK, Sandbox, grouped};
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -103,14 +103,6 @@ impl Fate {
             }
             Self::Forbidden => fs::set_permissions(path, Permissions::from_mode(0o000)).unwrap(),
         }
-    }
-}
-
-/// A number as messages write it.
-fn grouped(number: u64) -> String {
-    match number {
-        0..1000 => number.to_string(),
-        _ => format!("{},{:03}", grouped(number / 1000), number % 1000),
     }
 }
 

@@ -100,8 +100,7 @@ fn a_killed_process_leaves_whole_files_and_nothing_else() {
     // Replacing takes a name for an instant, which a kill may leave behind; the target is whole in any case.
     assert_eq!(kill_helpers("replace", 20).0, 0);
     // The control: writing to the target itself does not pass this test.
-    let (partial, _) = kill_helpers("direct", 20);
-    assert!(partial > 0, "this test would not notice a partial file");
+    assert!((0..5).any(|_| kill_helpers("direct", 20).0 > 0), "this test would not notice a partial file");
 }
 
 #[test]
@@ -254,16 +253,46 @@ fn errors_are_told_without_a_standard_output() {
     assert_eq!(output.stderr, b"error: cannot write (no/out.png): there is no such folder\n");
 }
 
+fn send(signal: &str, child: &Child) {
+    assert!(Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap().success());
+}
+
+/// The first signal waits for the op at hand, which may take long. Whoever asks twice does not want to wait.
+#[test]
+fn a_second_signal_ends_a_run_at_once() {
+    let ended_by_the_second = || {
+        let sandbox = Sandbox::new();
+        let args = ["x", "-o", "out.png", "--width", "1024", "--height", "1024", "--threads", "1"];
+        let mut child = sandbox.command(args).spawn().unwrap();
+        let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
+        lines.find(|line| line.starts_with("encoding text")).expect("it encodes");
+        // Attention over so many tokens takes most of a second, and most of the time.
+        std::thread::sleep(Duration::from_millis(400));
+        send("-INT", &child);
+        send("-INT", &child);
+        let start = Instant::now();
+        assert_eq!(child.wait().unwrap().code(), Some(130));
+        let at_once = start.elapsed() < Duration::from_millis(500);
+        assert!(sandbox.names().is_empty(), "{:?}", sandbox.names());
+        // Otherwise the first was noticed before the second came.
+        at_once && !lines.any(|line| line == "error: interrupted")
+    };
+    assert!((0..8).any(|_| ended_by_the_second()), "the second signal never ended a run");
+}
+
 #[test]
 fn a_run_can_be_stopped_at_any_moment() {
-    let slowest = in_pairs(24, |index| {
+    let moments = if std::env::var_os("KILN_TEST_LONG").is_some() { 200 } else { 40 };
+    let stop = |index: usize| {
         let sandbox = Sandbox::new();
         let (name, code, number_of_signal) = if index % 6 == 5 { ("-TERM", 143, 15) } else { ("-INT", 130, 2) };
-        let args = ["x", "-o", "out.png", "--width", "64", "--height", "64", "--steps", "1000", "--threads", "1"];
+        // Of every four runs, one is short enough to end by itself about then.
+        let steps = if index % 4 == 3 { "1" } else { "1000" };
+        let args = ["x", "-o", "out.png", "--width", "64", "--height", "64", "--steps", steps, "--threads", "1"];
         let mut child = sandbox.command(args).spawn().unwrap();
-        std::thread::sleep(moment(index, Duration::from_millis(1500)));
+        std::thread::sleep(moment(index, Duration::from_millis(1000)));
         let start = Instant::now();
-        assert!(Command::new("kill").args([name, &child.id().to_string()]).status().unwrap().success());
+        send(name, &child);
         let status = child.wait().unwrap();
         let took = start.elapsed();
         let mut stderr = String::new();
@@ -271,13 +300,19 @@ fn a_run_can_be_stopped_at_any_moment() {
         if stderr.is_empty() {
             // It had not begun to listen, and there was nothing to end.
             assert_eq!(status.signal(), Some(number_of_signal));
+        } else if status.code() == Some(0) {
+            assert_eq!((steps, sandbox.names()), ("1", vec!["out.png".to_owned()]), "{stderr}");
+            return took;
         } else {
             assert_eq!(status.code(), Some(code), "{stderr}");
             assert!(stderr.ends_with("error: interrupted\n"), "{stderr}");
         }
         assert!(sandbox.names().is_empty(), "{:?}", sandbox.names());
         took
+    };
+    in_pairs(moments, |index| {
+        // A busy machine may take the processor away for longer than that; who is slow to stop is slow every time.
+        let took: Vec<Duration> = (0..4).map(|_| stop(index)).take_while(|took| *took >= Duration::from_secs(1)).collect();
+        assert!(took.len() < 4, "run {index} took {took:?} to stop");
     });
-    let slowest = slowest.into_iter().max().unwrap();
-    assert!(slowest < Duration::from_secs(1), "{slowest:?}");
 }

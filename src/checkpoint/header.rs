@@ -176,7 +176,12 @@ fn foreign(path: &Path, file: &[u8]) -> Option<Error> {
     let pickle = "which can run code and is never loaded";
     if start.starts_with(b"version https://git-lfs") {
         let detail = format!("it is a {}-byte Git LFS pointer", grouped(file.len() as u64));
-        return Some(Error::bad_file(path, FOREIGN, detail).with_hint("run git lfs pull, or download the file itself"));
+        // The pointer says how large the file is that it stands for.
+        let size = start.split(|&byte| byte == b'\n').find_map(|line| line.strip_prefix(b"size "));
+        let size: Option<u64> = size.and_then(|digits| str::from_utf8(digits).ok()?.trim().parse().ok());
+        let whole = size.map_or_else(String::new, |size| format!("{}-byte ", grouped(size)));
+        let hint = format!("run git lfs pull, or download the {whole}file itself");
+        return Some(Error::bad_file(path, FOREIGN, detail).with_hint(hint));
     }
     if [&b"<!doctype"[..], b"<html", b"<head", b"<?xml"].iter().any(|tag| text.starts_with(tag)) {
         let error = Error::bad_file(path, FOREIGN, "it is a web page");

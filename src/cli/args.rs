@@ -204,7 +204,8 @@ pub struct GenerateArgs {
 pub struct ModelArgs {
     /// Model folder, or repository id in the Hugging Face cache
     ///
-    /// `tiny` is the built-in random model. Without this option kiln looks at KILN_MODEL, then into the cache.
+    /// A folder as diffusers writes it, ComfyUI's folder of models, or one with a file for each part. `tiny` is the built-in random
+    /// model. Without this option kiln looks at KILN_MODEL, then into the cache.
     #[arg(long, value_name = "PATH|ID", help_heading = "Model")]
     pub model: Option<PathBuf>,
 

@@ -13,7 +13,7 @@ use crate::reference::{Prepared, Reference};
 use crate::sequence::{Grid, Pixels, SequencePlan};
 use crate::tensor::Precision;
 use crate::terminal::Verbosity;
-use crate::tokenizer::{MAX_PROMPT_BYTES, check_length};
+use crate::tokenizer::{MAX_PROMPT_BYTES, SHORTEN, check_length};
 use std::fs::File;
 use std::hash::{BuildHasher, Hasher};
 use std::io::{self, Read};
@@ -24,9 +24,6 @@ pub const DEFAULT_SIDE: usize = 1024;
 
 /// The same for the built-in model, whose pictures are not worth waiting for.
 const BUILT_IN_SIDE: usize = 256;
-
-/// Extensions of picture formats that kiln does not write. Others, such as that of `fox.v2`, say nothing about the format.
-const OTHER_FORMATS: [&str; 11] = ["jpg", "jpeg", "jxl", "webp", "gif", "bmp", "tif", "tiff", "avif", "heic", "svg"];
 
 /// Pictures to make. Only what depends on the model's files is still open.
 #[derive(Debug)]
@@ -223,23 +220,29 @@ fn prompt(args: &GenerateArgs, stdin: &mut dyn Read) -> Result<String> {
             ));
         }
     };
+    let file = args.prompt_file.as_ref().map(|path| format!(" ({})", path.display()));
     // First, because the limit on reading may have cut a character.
-    check_length(bytes.len())?;
-    String::from_utf8(bytes).map_err(|e| Error::Usage {
-        what: format!("prompt is not valid UTF-8 at byte {}", e.utf8_error().valid_up_to()),
-        hint: None,
+    match &file {
+        // How long it is was not found out.
+        Some(file) if bytes.len() > MAX_PROMPT_BYTES => {
+            return Err(Error::usage(format!("prompt too long{file}: the limit is {MAX_PROMPT_BYTES} bytes"), SHORTEN));
+        }
+        _ => check_length(bytes.len())?,
+    }
+    String::from_utf8(bytes).map_err(|e| {
+        let (file, at) = (file.unwrap_or_default(), e.utf8_error().valid_up_to());
+        Error::Usage { what: format!("prompt is not valid UTF-8 at byte {at}{file}"), hint: None }
     })
 }
 
+/// Refuses names of other formats, and extensions that nobody would open as a picture. No extension at all is fine.
 fn check_format(path: &Path) -> Result<()> {
     let refused = |why: &str| Error::Write { path: path.into(), source: io::Error::new(io::ErrorKind::InvalidInput, why) };
     if path == Path::new("-") {
         return Err(refused("standard output is for names of pictures, not for pictures"));
     }
     match path.extension() {
-        Some(extension) if OTHER_FORMATS.iter().any(|other| extension.eq_ignore_ascii_case(other)) => {
-            Err(refused("kiln writes PNG files only"))
-        }
+        Some(extension) if !extension.eq_ignore_ascii_case("png") => Err(refused("kiln writes PNG files, named .png")),
         _ => Ok(()),
     }
 }

@@ -85,7 +85,10 @@ impl TextConfig {
     /// Reads the sizes from the tensors, and the rest from `config` if there is one.
     pub fn detect(weights: &Weights, config: Option<&Path>) -> Result<Self> {
         let config = config.map(Config::read).transpose()?;
-        let foreign = |detail: String| Error::bad_file(weights.path(), "not a Qwen3 text encoder", detail);
+        let foreign = |detail: String| {
+            let error = Error::bad_file(weights.path(), "not a Qwen3 text encoder", detail);
+            error.with_hint("klein 4B needs Qwen3-4B, klein 9B needs Qwen3-8B")
+        };
         if let Some(kind) = config.as_ref().and_then(|c| c.text("model_type")).filter(|kind| *kind != "qwen3") {
             return Err(foreign(format!("its configuration says `{kind}`")));
         }
@@ -195,7 +198,8 @@ fn size(weights: &Weights, what: &str, found: Option<usize>) -> Result<usize> {
         Some(size) => format!("its {what} is {size}"),
         None => format!("the tensors that tell its {what} are missing"),
     };
-    Err(Error::bad_file(weights.path(), "unknown architecture", format!("{}: {detail}", weights.part())))
+    let error = Error::bad_file(weights.path(), "unknown architecture", format!("{}: {detail}", weights.part()));
+    Err(error.with_hint(format!("this is no {} of FLUX.2 [klein]", weights.part())))
 }
 
 /// The value that occurs most often; of several, the first.

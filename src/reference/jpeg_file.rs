@@ -5,7 +5,7 @@
 //! with only the segments that make pixels. It is built without its vector code: no `unsafe`, and the same pixels everywhere.
 
 use super::orientation::Orientation;
-use super::{Fault, buffer, check_size, compact, grey_to_rgb};
+use super::{Fault, buffer, check_size, compact, ends_early, grey_to_rgb};
 use crate::image::Image;
 use zune_jpeg::JpegDecoder;
 use zune_jpeg::errors::DecodeErrors;
@@ -154,8 +154,12 @@ struct Walk<'a> {
 }
 
 impl<'a> Walk<'a> {
+    fn ends_early(&self) -> Fault {
+        ends_early(self.bytes.len())
+    }
+
     fn byte(&mut self) -> Result<u8, Fault> {
-        let byte = *self.bytes.get(self.at).ok_or_else(ends_early)?;
+        let byte = *self.bytes.get(self.at).ok_or_else(|| self.ends_early())?;
         self.at += 1;
         Ok(byte)
     }
@@ -178,7 +182,7 @@ impl<'a> Walk<'a> {
     fn segment(&mut self) -> Result<&'a [u8], Fault> {
         let length = usize::from(u16::from_be_bytes([self.byte()?, self.byte()?]));
         let length = length.checked_sub(2).ok_or_else(|| damaged("a segment has an impossible length"))?;
-        let data = self.bytes[self.at..].get(..length).ok_or_else(ends_early)?;
+        let data = self.bytes[self.at..].get(..length).ok_or_else(|| self.ends_early())?;
         self.at += length;
         Ok(data)
     }
@@ -188,7 +192,7 @@ impl<'a> Walk<'a> {
         let data = &self.bytes[self.at..];
         // FF is data when a 0 follows it, and a restart mark or filling belongs to the data.
         let is_marker = |pair: &[u8]| pair[0] == 0xFF && !matches!(pair[1], 0 | 0xFF | 0xD0..=0xD7);
-        let length = data.windows(2).position(is_marker).ok_or_else(ends_early)?;
+        let length = data.windows(2).position(is_marker).ok_or_else(|| self.ends_early())?;
         self.at += length;
         Ok(length)
     }
@@ -241,10 +245,6 @@ fn ink_to_rgb(inks: [u8; 3], black: u8) -> [u8; 3] {
 
 fn damaged(what: impl Into<String>) -> Fault {
     Fault::Damaged(what.into())
-}
-
-fn ends_early() -> Fault {
-    damaged("the file ends before the image does")
 }
 
 fn library(error: DecodeErrors) -> Fault {

@@ -5,7 +5,7 @@
 //! out: alpha is dropped, not blended.
 
 use super::orientation::Orientation;
-use super::{Fault, buffer, check_size, compact, grey_to_rgb};
+use super::{Fault, buffer, check_size, compact, ends_early, grey_to_rgb};
 use crate::image::Image;
 use std::io::Cursor;
 
@@ -40,7 +40,7 @@ impl<'a> Container<'a> {
     /// Walks the chunks from the signature to the end mark; every length and checksum must be right.
     fn read(bytes: &'a [u8]) -> Result<Self, Fault> {
         let mut rest = bytes.strip_prefix(SIGNATURE).ok_or_else(|| damaged("its signature was altered on the way"))?;
-        let (first, after) = Chunk::split(rest)?;
+        let (first, after) = Chunk::split(rest, bytes.len())?;
         if &first.name != b"IHDR" {
             return Err(damaged("it does not begin with a header"));
         }
@@ -55,7 +55,7 @@ impl<'a> Container<'a> {
         let mut packed = 0;
         let mut last = first.name;
         while &last != b"IEND" {
-            let (chunk, after) = Chunk::split(rest)?;
+            let (chunk, after) = Chunk::split(rest, bytes.len())?;
             match &chunk.name {
                 b"IDAT" if packed > 0 && &last != b"IDAT" => return Err(damaged("its image data is interrupted")),
                 b"IDAT" => packed += chunk.data.len() as u64,
@@ -91,9 +91,9 @@ struct Chunk<'a> {
 }
 
 impl<'a> Chunk<'a> {
-    /// Takes the first chunk off `bytes`.
-    fn split(bytes: &'a [u8]) -> Result<(Self, &'a [u8]), Fault> {
-        let ends_early = || damaged("the file ends before the image does");
+    /// Takes the first chunk off `bytes`, which are the last of a file of `length`.
+    fn split(bytes: &'a [u8], length: usize) -> Result<(Self, &'a [u8]), Fault> {
+        let ends_early = || ends_early(length);
         let (length, rest) = bytes.split_first_chunk().ok_or_else(ends_early)?;
         let name = *rest.first_chunk().ok_or_else(ends_early)?;
         let chunk = usize::try_from(u32::from_be_bytes(*length)).ok().and_then(|length| length.checked_add(FRAME));

@@ -103,6 +103,14 @@ impl Run {
     }
 }
 
+/// A number as messages write it.
+pub fn grouped(number: u64) -> String {
+    match number {
+        0..1000 => number.to_string(),
+        _ => format!("{},{:03}", grouped(number / 1000), number % 1000),
+    }
+}
+
 /// A decoded picture and its text.
 pub struct Png {
     pub width: u32,

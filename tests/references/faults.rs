@@ -240,7 +240,7 @@ fn rare_kinds_and_broken_structure_are_named() {
         (&[header, (b"NoTe", b""), data, end], "its chunk `NoTe` is unknown"),
         (&[(b"IHDR", b"short"), data, end], "its header has the wrong length"),
         (&[header, header, data, end], "it has two headers"),
-        (&[header, data], "the file ends before the image does"),
+        (&[header, data], "the file ends after 47 bytes, before the image does"),
         (&[header, end], "its header says 64x64 pixels, its 0 bytes of image data cannot hold them"),
     ] {
         assert_eq!(refusal(&png(chunks)), format!("damaged image (x): {message}"));

@@ -96,9 +96,9 @@ const POISON: bool = cfg!(debug_assertions);
 impl Cpu {
     /// A backend with `threads` workers (0: one per core). Ops end with [`Error::Interrupted`] once `stop` is set.
     pub fn new(threads: usize, stop: Arc<AtomicBool>) -> Result<Self> {
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().map_err(|e| Error::Usage {
-            what: format!("cannot start {threads} threads: {e}"),
-            hint: Some("try a smaller --threads".into()),
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().map_err(|e| {
+            let count = if threads == 0 { "a thread for each core".into() } else { format!("{threads} threads") };
+            Error::usage(format!("cannot start {count}: {e}"), "try a smaller --threads")
         })?;
         Ok(Self { weights: Vec::new(), arena: Buffer::new(0)?, high_water: 0, pool, stop })
     }

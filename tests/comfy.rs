@@ -1,0 +1,189 @@
+//! Split files as ComfyUI's users have them: a diffusion model, a text encoder and a VAE, each in a file of its own, in several
+//! spellings. The picture is that of the diffusers folder with the same weights, to the byte.
+
+#[path = "common/sandbox.rs"]
+mod sandbox;
+
+use kiln::names::Layout;
+use kiln::tensor::DType;
+use kiln::tiny;
+use sandbox::{QUICK, Sandbox};
+use serde_json::{Map, Value, json};
+use std::fs;
+
+/// A safetensors file with other names. The names of matrices in the VAE's attention come with another shape, too.
+fn renamed(file: &[u8], rename: impl Fn(&str) -> String) -> Vec<u8> {
+    let (length, rest) = file.split_first_chunk().unwrap();
+    let (header, data) = rest.split_at(u64::from_le_bytes(*length) as usize);
+    let header: Map<String, Value> = serde_json::from_slice(header).unwrap();
+    let entries = header.into_iter().map(|(name, mut entry)| {
+        let name = rename(&name);
+        if let Some(shape) = entry["shape"].as_array_mut()
+            && shape.len() == 2
+            && name.contains(".attn_1.")
+        {
+            shape.extend([1.into(), 1.into()]);
+        }
+        (name, entry)
+    });
+    let header = serde_json::to_vec(&entries.collect::<Map<_, _>>()).unwrap();
+    [&(header.len() as u64).to_le_bytes(), &header[..], data].concat()
+}
+
+/// What latent-diffusion calls a tensor of diffusers' VAE. Written out here, and not taken from the tables under test.
+fn original_name(name: &str) -> String {
+    let mut name = name.to_owned();
+    for level in 0..4 {
+        name = name.replace(&format!("encoder.down_blocks.{level}."), &format!("encoder.down.{level}."));
+        name = name.replace(&format!("decoder.up_blocks.{level}."), &format!("decoder.up.{}.", 3 - level));
+    }
+    for (diffusers, original) in [
+        ("mid_block.resnets.0.", "mid.block_1."),
+        ("mid_block.resnets.1.", "mid.block_2."),
+        ("mid_block.attentions.0.", "mid.attn_1."),
+        (".resnets.", ".block."),
+        ("downsamplers.0.", "downsample."),
+        ("upsamplers.0.", "upsample."),
+        ("conv_shortcut", "nin_shortcut"),
+        ("conv_norm_out", "norm_out"),
+        ("group_norm", "norm"),
+        ("to_q", "q"),
+        ("to_k", "k"),
+        ("to_v", "v"),
+        ("to_out.0", "proj_out"),
+    ] {
+        name = name.replace(diffusers, original);
+    }
+    name
+}
+
+/// The same where the convolutions around the latents belong to encoder and decoder.
+fn original_name_inside(name: &str) -> String {
+    match original_name(name) {
+        name if name.starts_with("quant_conv") => format!("encoder.{name}"),
+        name if name.starts_with("post_quant_conv") => format!("decoder.{name}"),
+        name => name,
+    }
+}
+
+/// The tiny model's files, as different programs write them.
+struct Files {
+    transformer: Vec<u8>,
+    text_encoder: Vec<u8>,
+    /// In single precision, with values that bfloat16 does not hold, under diffusers' names.
+    vae: Vec<u8>,
+}
+
+impl Files {
+    fn new() -> Self {
+        let half = tiny::model(Layout::Bfl, DType::Bf16).unwrap();
+        let mut vae = tiny::model(Layout::Diffusers, DType::F32).unwrap().vae.to_vec();
+        let data = 8 + u64::from_le_bytes(*vae.first_chunk().unwrap()) as usize;
+        // A bit among the lower half of each number.
+        vae[data..].chunks_exact_mut(4).for_each(|number| number[1] |= 0x40);
+        Self { transformer: half.transformer.to_vec(), text_encoder: half.text_encoder.to_vec(), vae }
+    }
+
+    fn prefixed(&self) -> Vec<u8> {
+        renamed(&self.transformer, |name| format!("model.diffusion_model.{name}"))
+    }
+}
+
+/// Makes the same picture with other files, and returns the PNG.
+fn picture(sandbox: &Sandbox, flags: &[&str]) -> Vec<u8> {
+    sandbox.quick(&[&["x", "--seed", "5", "--force", "-o", "out.png"], flags].concat());
+    fs::read(sandbox.path("out.png")).unwrap()
+}
+
+/// A sandbox with the diffusers folder, whose VAE is replaced, and the picture it makes.
+fn reference(files: &Files) -> (Sandbox, Vec<u8>) {
+    let sandbox = Sandbox::new();
+    sandbox.tiny("diffusers", &[]);
+    let own = picture(&sandbox, &["--model", "diffusers"]);
+    fs::write(sandbox.path("diffusers/vae/diffusion_pytorch_model.safetensors"), &files.vae).unwrap();
+    let right = picture(&sandbox, &["--model", "diffusers"]);
+    assert!(own != right, "the added bits matter, so that files of other numbers would be found out");
+    fs::copy(sandbox.path("diffusers/tokenizer/tokenizer.json"), sandbox.path("tokenizer.json")).unwrap();
+    (sandbox, right)
+}
+
+#[test]
+fn split_files_make_the_picture_of_the_diffusers_folder() {
+    let files = Files::new();
+    let (sandbox, right) = reference(&files);
+    let write = |name: &str, bytes: &[u8]| fs::write(sandbox.path(name), bytes).unwrap();
+    write("flux-2-klein.safetensors", &files.transformer);
+    write("prefixed.safetensors", &files.prefixed());
+    // Norms are called scale by some, weight by others.
+    let weight = |name: &str| name.strip_suffix(".scale").map_or(name.into(), |stem| format!("{stem}.weight"));
+    let weights = renamed(&files.transformer, weight);
+    assert!(weights != files.transformer);
+    write("weights.safetensors", &weights);
+    write("qwen_3_4b.safetensors", &files.text_encoder);
+    write("diffusers.safetensors", &files.vae);
+    write("original.safetensors", &renamed(&files.vae, original_name));
+    write("inside.safetensors", &renamed(&files.vae, original_name_inside));
+    for (transformer, vae) in [
+        ("flux-2-klein", "diffusers"),
+        ("prefixed", "original"),
+        ("prefixed", "inside"),
+        ("weights", "original"),
+        ("weights", "diffusers"),
+    ] {
+        let [transformer, vae] = [transformer, vae].map(|name| format!("{name}.safetensors"));
+        let parts = ["--transformer", &transformer, "--vae", &vae];
+        let rest = ["--text-encoder", "qwen_3_4b.safetensors", "--tokenizer", "tokenizer.json"];
+        assert!(picture(&sandbox, &[parts, rest].concat()) == right, "{transformer} {vae}");
+    }
+}
+
+#[test]
+fn the_folder_of_models_is_a_model() {
+    let files = Files::new();
+    let (sandbox, right) = reference(&files);
+    let write = |name: &str, bytes: &[u8]| {
+        let path = sandbox.path(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, bytes).unwrap();
+    };
+    write("models/diffusion_models/flux-2-klein-4b.safetensors", &files.prefixed());
+    write("models/text_encoders/qwen_3_4b.safetensors", &files.text_encoder);
+    write("models/vae/flux2-vae.safetensors", &renamed(&files.vae, original_name));
+    // Files of other models lie there, too.
+    write("models/diffusion_models/wan2.2_ti2v_5B.safetensors", b"");
+    write("models/text_encoders/t5xxl_fp16.safetensors", b"");
+    write("models/vae/wan2.2_vae.safetensors", b"");
+    let flags = ["--model", "models", "--tokenizer", "tokenizer.json"];
+    assert!(picture(&sandbox, &flags) == right);
+
+    // Of two that it could be, neither is guessed.
+    write("models/diffusion_models/flux-2-klein-9b.safetensors", b"");
+    let run = sandbox.run(["x", "-q", "-o", "new.png"].iter().chain(&flags).chain(&QUICK));
+    assert_eq!(run.code, Some(3));
+    assert!(run.stderr.starts_with("error: no model found (models): there is no transformer\n"), "{}", run.stderr);
+}
+
+#[test]
+fn a_tensor_of_another_name_is_refused_by_its_own() {
+    let files = Files::new();
+    let (sandbox, _) = reference(&files);
+    let misspelled = |wrong: &str| {
+        let wrong = wrong.to_owned();
+        move |name: &str| if name == wrong { format!("{name}_") } else { name.to_owned() }
+    };
+    let qkv = "model.diffusion_model.double_blocks.1.txt_attn.qkv.weight";
+    let conv = "decoder.up.3.block.2.conv1.weight";
+    let up = "model.layers.26.mlp.up_proj.weight";
+    fs::write(sandbox.path("transformer"), renamed(&files.prefixed(), misspelled(qkv))).unwrap();
+    fs::write(sandbox.path("vae"), renamed(&renamed(&files.vae, original_name), misspelled(conv))).unwrap();
+    fs::write(sandbox.path("text-encoder"), renamed(&files.text_encoder, misspelled(up))).unwrap();
+    for (part, name, shape) in
+        [("transformer", qkv, json!([768, 256])), ("vae", conv, json!([64, 64, 3, 3])), ("text-encoder", up, json!([384, 128]))]
+    {
+        let run = sandbox.run(["x", "-q", "-o", "new.png", "--model", "diffusers", &format!("--{part}"), part]);
+        let shape = shape.to_string().replace(',', ", ");
+        let line = format!("error: missing tensor ({part}): `{name}`, this model needs it as {shape}");
+        assert_eq!((run.code, run.stderr.lines().next()), (Some(3), Some(line.as_str())), "{part}");
+        assert!(!sandbox.path("new.png").exists());
+    }
+}

@@ -1,0 +1,109 @@
+//! Every exit code that the help lists, reached with the real program: what it says, and that no picture is left.
+#![cfg(target_os = "linux")]
+
+#[path = "common/sandbox.rs"]
+mod sandbox;
+
+use kiln::checkpoint::Shard;
+use sandbox::{QUICK, Run, Sandbox};
+use std::fs;
+use std::io::{BufRead, BufReader, Read};
+use std::process::Command;
+
+/// Writes the first elements of a tensor over, in a file of bfloat16.
+fn plant(sandbox: &Sandbox, file: &str, tensor: &str, value: f32) {
+    let path = sandbox.path(file);
+    let place = Shard::open(&path).unwrap().entry(tensor).unwrap().range.start;
+    let mut bytes = fs::read(&path).unwrap();
+    bytes[place..place + 2].copy_from_slice(&half::bf16::from_f32(value).to_le_bytes());
+    fs::write(&path, bytes).unwrap();
+}
+
+/// Runs with a limit that a shell sets.
+fn limited(sandbox: &Sandbox, limit: &str, args: &[&str]) -> Run {
+    let mut command = sandbox.wrapped("sh");
+    command.args(["-c", &format!("{limit} exec \"$0\" \"$@\""), env!("CARGO_BIN_EXE_kiln")]).args(args);
+    Run::of(command)
+}
+
+/// Sends a signal to a run that is denoising.
+fn stopped(sandbox: &Sandbox, signal: &str) -> Run {
+    let mut child = sandbox.command(["x", "-o", "out.png", "--steps", "1000"]).spawn().unwrap();
+    let mut reader = BufReader::new(child.stderr.take().unwrap());
+    let mut stderr = String::new();
+    while !stderr.starts_with("encoding text") {
+        stderr.clear();
+        assert_ne!(reader.read_line(&mut stderr).unwrap(), 0, "the run ended by itself");
+    }
+    assert!(Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap().success());
+    stderr.clear();
+    reader.read_to_string(&mut stderr).unwrap();
+    let output = child.wait_with_output().unwrap();
+    Run { code: output.status.code(), stdout: output.stdout, stderr }
+}
+
+#[test]
+fn every_exit_code_is_reached() {
+    let sandbox = Sandbox::new();
+    let run = |line: &str| sandbox.run(line.split(' ').chain(["-o", "out.png"]).chain(QUICK));
+    let large = ["x", "-q", "-o", "out.png", "--threads", "1", "--width", "2048", "--height", "2048"];
+    let plan = sandbox.run(["plan", "--model", "tiny", "--width", "2048", "--height", "2048", "--json"]).good();
+    let need = plan.json()[0]["working_bytes"].as_u64().unwrap();
+    // One number that is none in one tensor of each part, and where it comes to light.
+    let planted = |folder: &str, file: &str, tensor: &str, value: f32| {
+        sandbox.tiny(folder, &["--layout", "bfl"]);
+        plant(&sandbox, &format!("{folder}/{file}.safetensors"), tensor, value);
+        run(&format!("x -q --model {folder}"))
+    };
+    let not_finite = "values that are not finite; no image was written\n";
+    let mut codes = Vec::new();
+    for (run, code, begin, end) in [
+        (run("x -q --steps 0"), 2, "error: invalid value '0'", "try '--help'.\n"),
+        (run("x -q --model none"), 3, "error: no model found (none): ", "--text-encoder and --vae\n"),
+        (
+            limited(&sandbox, "ulimit -v 1000000;", &large),
+            4,
+            &format!("error: not enough memory: this job needs {need} bytes of working memory"),
+            "\n\nhint: lower --width and --height\n",
+        ),
+        (sandbox.run(["x", "-q", "-o", "no/out.png"]), 5, "error: cannot write (no/out.png): ", "no such folder\n"),
+        (
+            planted("a", "flux-2-klein-tiny", "img_in.weight", f32::NAN),
+            7,
+            "error: denoising step 1 of 1 produced 2048 ",
+            not_finite,
+        ),
+        (
+            planted("b", "qwen", "model.layers.3.mlp.down_proj.weight", f32::INFINITY),
+            7,
+            "error: denoising step 1 of 1 produced 2048 ",
+            not_finite,
+        ),
+        (planted("c", "ae", "decoder.conv_out.bias", f32::NAN), 7, "error: decoding produced 4096 ", not_finite),
+        // More threads than there is room for is a case that nobody thought of, in a library that panics.
+        (
+            limited(&sandbox, "ulimit -v 600000; RAYON_NUM_THREADS=2000", &["x", "-q", "-o", "out.png", "--threads", "1"]),
+            70,
+            "error: internal error: The global thread pool has not been initialized.",
+            "\n\nhint: this is a bug in kiln; please report it with the command line\n",
+        ),
+        (stopped(&sandbox, "-INT"), 130, "error: interrupted\n", ""),
+        (stopped(&sandbox, "-TERM"), 143, "error: interrupted\n", ""),
+    ] {
+        assert_eq!((run.code, run.text()), (Some(code), ""), "{}", run.stderr);
+        assert!(run.stderr.starts_with(begin) && run.stderr.ends_with(end), "{code}: {}", run.stderr);
+        assert!(run.stderr.lines().count() <= 3 && !run.stderr.contains("backtrace"), "{code}: {}", run.stderr);
+        assert!(!sandbox.path("out.png").exists(), "{code}");
+        codes.push(code);
+    }
+    // The control: the last one that could have left a picture leaves one, where nothing is wrong.
+    run("x -q").good();
+    assert!(sandbox.path("out.png").exists());
+    codes.insert(0, 0);
+    codes.dedup();
+
+    let help = sandbox.run(["--help"]).good();
+    let (_, listed) = help.text().split_once("Exit codes:").unwrap();
+    let listed: Vec<i32> = listed.split(|c: char| !c.is_ascii_digit()).filter_map(|number| number.parse().ok()).collect();
+    assert_eq!(codes, listed);
+}
