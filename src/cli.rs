@@ -2,11 +2,13 @@
 //! ([`run`]). Only `args` knows clap; once a request exists, every number in it is legal and every file it names was looked at.
 
 pub mod args;
+mod device;
 mod names;
 mod plan;
 mod request;
 mod run;
 
+pub use device::doctor;
 pub use names::Target;
 pub use plan::plan;
 pub use request::{GenerateRequest, random_seed};

@@ -221,7 +221,8 @@ pub enum Error {
     },
 }
 
-fn gib(bytes: u64) -> String {
+/// Bytes in the unit that cards are sold by.
+pub fn gib(bytes: u64) -> String {
     format!("{:.1} GiB", bytes as f64 / (1_u64 << 30) as f64)
 }
 

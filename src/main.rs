@@ -61,6 +61,7 @@ fn main() -> ExitCode {
 fn run(command: Command, signals: &Signals) -> Result<()> {
     let out = &mut io::stdout();
     match command {
+        Command::Doctor(args) => cli::doctor(*args, Environment::of_process(), out),
         Command::Plan(args) => cli::plan(*args, Environment::of_process(), out),
         Command::Tiny(args) => cli::tiny(&args, out),
         Command::Generate(args) => {

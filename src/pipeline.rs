@@ -1,6 +1,7 @@
 //! From a prompt to a picture: one straight line through the stages, run once as a plan and then for real.
 
 mod estimate;
+mod fit;
 
 pub use estimate::{Configs, Estimate, estimate};
 
@@ -187,6 +188,10 @@ impl OpenModel {
         Ok(Self { transformer, text, vae, tokenizer, configs: (c, t, v), variant, name, warnings })
     }
 
+    fn sources(&self) -> [Option<&Weights>; 3] {
+        [Some(&self.transformer), Some(&self.text), Some(&self.vae)]
+    }
+
     /// Fails if one of the files changed since it was opened.
     pub fn verify(&self) -> Result<()> {
         [&self.transformer, &self.text, &self.vae].into_iter().try_for_each(Weights::verify)
@@ -269,10 +274,10 @@ impl Engine {
     /// Places a model's weights on a backend.
     pub fn load(mut backend: Box<dyn Backend>, model: OpenModel, options: LoadOptions, progress: &dyn Progress) -> Result<Self> {
         progress.begin(Phase::Load, model.transformer.bytes() + model.text.bytes() + model.vae.bytes());
-        let sources = [Some(&model.transformer), Some(&model.text), Some(&model.vae)];
-        let (_, bytes) = Parts::place(&mut Plan::new(), &model.configs, sources, options, &mut |_| ())?;
+        let (_, bytes) = Parts::place(&mut Plan::new(), &model.configs, model.sources(), options, &mut |_| ())?;
         backend.reserve_weights(bytes)?;
-        let (parts, _) = Parts::place(backend.as_mut(), &model.configs, sources, options, &mut |bytes| progress.advance(bytes))?;
+        let (parts, _) =
+            Parts::place(backend.as_mut(), &model.configs, model.sources(), options, &mut |bytes| progress.advance(bytes))?;
         model.verify()?;
         progress.end();
         let OpenModel { transformer, text, vae, tokenizer, variant, name, .. } = model;

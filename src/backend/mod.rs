@@ -329,6 +329,30 @@ pub enum Op<'a> {
     },
 }
 
+/// What [`Op::name`] may say.
+pub const OP_NAMES: &[&str] = &[
+    "embed",
+    "copy",
+    "silu",
+    "rms_norm",
+    "layer_norm_modulate",
+    "linear",
+    "linear_swiglu",
+    "linear_gate_residual",
+    "qkv_norm_rope",
+    "qkv_mlp",
+    "attention",
+    "attention_causal",
+    "conv",
+    "group_norm",
+    "patchify",
+    "unpatchify",
+    "euler",
+    "guidance",
+    "non_finite",
+    "pixels",
+];
+
 /// How an op touches one operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {

@@ -39,7 +39,8 @@ Examples:
       Starts from pictures.
 
   kiln plan --width 2048 --height 2048
-      What such a picture would take, in operations and memory.
+  kiln doctor
+      What such a picture would take, in operations and memory; what kiln finds on this machine.
 
   kiln \"a red fox\" --json | jq .seed
       One JSON object per picture on standard output. Everything else goes to standard error.
@@ -57,7 +58,8 @@ Models:
 
 Exit codes:
   0 done, 2 wrong usage, 3 a bad input file, 4 not enough memory, 5 output not written,
-  7 a numeric fault, 70 a bug in kiln, 130 and 143 stopped by a signal";
+  6 no usable GPU or a fault of it, 7 a numeric fault, 70 a bug in kiln, 130 and 143 stopped by a
+  signal";
 
 /// Makes pictures from text with FLUX.2 [klein]: a prompt in, a PNG out
 ///
@@ -93,6 +95,9 @@ pub enum Command {
     ///
     /// Tokens of each part, the schedule, floating-point operations of each stage, bytes of weights and of working memory.
     Plan(Box<PlanArgs>),
+
+    /// Tell what kiln can use on this machine: GPUs, driver, kernels, models
+    Doctor(Box<DoctorArgs>),
 
     /// Write the tiny random model to a new folder, as real models are published
     Tiny(TinyArgs),
@@ -181,6 +186,10 @@ pub struct GenerateArgs {
     /// Where to compute
     #[arg(long, value_enum, value_name = "WHERE", default_value = "auto", help_heading = "Run")]
     pub backend: BackendArg,
+
+    /// Which GPU, as `kiln doctor` numbers them
+    #[arg(long, value_name = "N", value_parser = within(0usize, 1023), default_value = "0", help_heading = "Run")]
+    pub device: usize,
 
     /// What results are rounded to
     #[arg(long, value_enum, value_name = "TYPE", default_value = "bf16", help_heading = "Run")]
@@ -307,6 +316,14 @@ pub struct PlanArgs {
     pub json: bool,
 }
 
+/// Flags of `kiln doctor`.
+#[derive(Args, Debug)]
+pub struct DoctorArgs {
+    /// Which model to look for
+    #[command(flatten)]
+    pub model: ModelArgs,
+}
+
 /// Flags of `kiln tiny`.
 #[derive(Args, Debug)]
 pub struct TinyArgs {
@@ -412,8 +429,10 @@ pub enum NoiseArg {
 /// Values of `--backend`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum BackendArg {
-    /// The fastest there is
+    /// A GPU if one can be used, else the processor
     Auto,
+    /// An NVIDIA GPU
+    Cuda,
     /// The processor
     Cpu,
 }

@@ -58,6 +58,10 @@ pub struct GenerateRequest {
     pub force: bool,
     /// What results are rounded to.
     pub precision: Precision,
+    /// Where to compute.
+    pub backend: BackendArg,
+    /// Which GPU.
+    pub device: usize,
     /// CPU threads; 0 for one per core.
     pub threads: usize,
     /// Print objects, not paths.
@@ -70,8 +74,6 @@ impl GenerateRequest {
     /// Checks flags against each other, the environment and the file system. `stdin` is read if the prompt comes from there;
     /// `random` is the seed where none is given.
     pub fn new(args: GenerateArgs, environment: Environment, stdin: &mut dyn Read, random: u64) -> Result<Self> {
-        // There is one backend yet, so both names mean it.
-        let (BackendArg::Auto | BackendArg::Cpu) = args.backend;
         let seed = args.seed.unwrap_or(random);
         let seeds: Vec<u64> = (0..args.count as u64).map(|i| seed.wrapping_add(i)).collect();
         if seeds.len() > 1 {
@@ -117,6 +119,8 @@ impl GenerateRequest {
             dump: args.dump,
             force: args.force,
             precision: args.precision.into(),
+            backend: args.backend,
+            device: args.device,
             threads: args.threads.unwrap_or(0),
             json: args.json,
             verbosity: Verbosity::new(args.quiet, args.verbose),

@@ -1,8 +1,8 @@
 //! Carries out a request.
 
 use super::args::TinyArgs;
+use super::device::{Chosen, choose};
 use super::request::{GenerateRequest, OpenReference};
-use crate::backend::cpu::Cpu;
 use crate::config::Variant;
 use crate::error::{Error, Result};
 use crate::locate::Found;
@@ -20,19 +20,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// What standard output is called in errors.
 pub const STDOUT: &str = "standard output";
 
-/// Name of the backend, as the command line spells it.
-const BACKEND: &str = "cpu";
-
 /// Makes the pictures of a request. Each is saved, and its path or JSON object written to `out`, as soon as it is done. Once
 /// `stop` is set nothing more is saved.
 pub fn generate(request: &GenerateRequest, stop: &Arc<AtomicBool>, terminal: &Terminal, out: &mut dyn Write) -> Result<()> {
     if request.found == Found::BuiltIn {
         terminal.say(untrained(request.built_in_named));
     }
-    let cpu = Cpu::new(request.threads, stop.clone())?;
+    let chosen = choose(request, stop)?;
+    chosen.note.iter().for_each(|note| terminal.say(&format!("note: {note}")));
     let model = OpenModel::open(&request.found, request.variant)?;
     model.warnings.iter().for_each(|warning| terminal.warn(warning));
-    let made = Made::new(request, &model);
+    let made = Made::new(request, &model, &chosen);
     if request.guidance.is_some() && made.variant != Variant::Base {
         terminal.warn(&format!("--guidance is ignored: this is a {} model, only base models take it", made.variant));
     }
@@ -40,18 +38,16 @@ pub fn generate(request: &GenerateRequest, stop: &Arc<AtomicBool>, terminal: &Te
         terminal.warn(&format!("--negative is ignored: this is a {} model, only base models take it", made.variant));
     }
     terminal.say(&made.headline());
-    terminal.detail(&made.setup(cpu.threads()));
+    terminal.detail(&made.setup(&chosen.machine));
     for (j, reference) in request.references.iter().enumerate() {
         terminal.detail(&format!("reference {}: {}", j + 1, became(reference)));
     }
-    let mut engine = Engine::load(
-        Box::new(cpu),
-        model,
-        LoadOptions { precision: request.precision, references: !request.references.is_empty() },
-        terminal,
-    )?;
+    let options = LoadOptions { precision: request.precision, references: !request.references.is_empty() };
+    let job = made.job();
+    model.check_memory(chosen.backend.as_ref(), &chosen.machine, options, &job)?;
+    let mut engine = Engine::load(chosen.backend, model, options, terminal)?;
     let mut index = 0;
-    engine.generate(&made.job(), terminal, &mut |picture| {
+    engine.generate(&job, terminal, &mut |picture| {
         if stop.load(Ordering::Relaxed) {
             return Err(Error::Interrupted);
         }
@@ -119,6 +115,8 @@ struct Made<'a> {
     steps: usize,
     /// None where the model takes none.
     guidance: Option<f32>,
+    /// Name of the backend, as the command line spells it.
+    backend: &'static str,
 }
 
 /// What `--json` prints for a picture.
@@ -138,7 +136,7 @@ struct Report<'a> {
 }
 
 impl<'a> Made<'a> {
-    fn new(request: &'a GenerateRequest, model: &OpenModel) -> Self {
+    fn new(request: &'a GenerateRequest, model: &OpenModel, chosen: &Chosen) -> Self {
         let variant = model.variant;
         let guidance = request.guidance.unwrap_or(variant.default_guidance());
         Self {
@@ -147,6 +145,7 @@ impl<'a> Made<'a> {
             variant,
             steps: request.steps.unwrap_or(variant.default_steps()),
             guidance: (variant == Variant::Base).then_some(guidance),
+            backend: chosen.name,
         }
     }
 
@@ -186,7 +185,7 @@ impl<'a> Made<'a> {
     }
 
     /// What only a curious user sees.
-    fn setup(&self, threads: usize) -> String {
+    fn setup(&self, machine: &str) -> String {
         let origin = match &self.request.found {
             Found::Files(files) => &files.origin,
             Found::BuiltIn => "built in",
@@ -194,9 +193,10 @@ impl<'a> Made<'a> {
         let guidance = self.guidance.map_or("none".into(), |scale| scale.to_string());
         let noise: Vec<String> = self.noise().into_iter().map(|(key, value)| format!("{key} {value}")).collect();
         format!(
-            "model {origin}\nvariant {}, guidance {guidance}, precision {}\nbackend {BACKEND}, {threads} threads\n{}",
+            "model {origin}\nvariant {}, guidance {guidance}, precision {}\nbackend {}, {machine}\n{}",
             self.variant,
             self.request.precision.name(),
+            self.backend,
             noise.join(", ")
         )
     }
@@ -253,7 +253,7 @@ impl<'a> Made<'a> {
             model: &self.model,
             variant: self.variant.to_string(),
             precision: self.request.precision.name(),
-            backend: BACKEND,
+            backend: self.backend,
             seconds,
         };
         let mut line = serde_json::to_vec(&report).map_err(|e| Error::Op { op: "json", what: e.to_string() })?;

@@ -1,7 +1,8 @@
 //! What a job would take: the stages run on the dry-run backend over weights that are only shapes. No file is opened.
 
-use super::{Inputs, Job, LoadOptions, Parts, guided};
+use super::{Inputs, Job, LoadOptions, OpenModel, Parts, guided};
 use crate::backend::Plan;
+use crate::checkpoint::Weights;
 use crate::config::{TextConfig, TransformerConfig, VaeConfig, Variant};
 use crate::error::Result;
 use crate::progress::{Phase, Progress};
@@ -62,9 +63,26 @@ impl Progress for Meter {
 
 /// What one picture of `job` takes on a model of these sizes.
 pub fn estimate(configs: &Configs, variant: Variant, options: LoadOptions, job: &Job) -> Result<Estimate> {
+    estimate_from(configs, [None; 3], variant, options, job)
+}
+
+impl OpenModel {
+    /// What one picture of `job` takes on this model. Its files say how wide their values are, which f32 keeps.
+    pub fn estimate(&self, options: LoadOptions, job: &Job) -> Result<Estimate> {
+        estimate_from(&self.configs, self.sources(), self.variant, options, job)
+    }
+}
+
+fn estimate_from(
+    configs: &Configs,
+    sources: [Option<&Weights>; 3],
+    variant: Variant,
+    options: LoadOptions,
+    job: &Job,
+) -> Result<Estimate> {
     let (_, t, _) = configs;
     let mut plan = Plan::new();
-    let (parts, weight_bytes) = Parts::place(&mut plan, configs, [None; 3], options, &mut |_| ())?;
+    let (parts, weight_bytes) = Parts::place(&mut plan, configs, sources, options, &mut |_| ())?;
     let tokens = || Tokens { ids: vec![0; t.max_tokens], real: t.max_tokens, cut: 0 };
     let negative = guided(variant, job).then(tokens);
     let inputs = Inputs::new(job, options.precision, variant, tokens(), negative, Arc::from([]))?;

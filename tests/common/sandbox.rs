@@ -45,6 +45,8 @@ impl Sandbox {
         for name in ["KILN_MODEL", "HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "RUST_BACKTRACE"] {
             command.env_remove(name);
         }
+        // The same machine for everyone: one without a GPU.
+        command.env("CUDA_VISIBLE_DEVICES", "");
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         command
     }

@@ -153,7 +153,7 @@ impl Cuda {
         // The scratch at the end of working memory is ours.
         let end = if tensor.region == Region::Arena { memory.bytes.saturating_sub(SCRATCH) } else { memory.bytes };
         let size = tensor.dtype.size() as u64;
-        if tensor.extent().end > end || tensor.offset % size != 0 {
+        if tensor.extent().end > end || !tensor.offset.is_multiple_of(size) {
             return Err(Error::Op { op, what: format!("{tensor:?} lies outside its memory or is misaligned") });
         }
         let (width, pitch) = (tensor.cols as u64 * size, tensor.stride as u64 * size);

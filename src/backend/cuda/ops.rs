@@ -52,7 +52,7 @@ fn tiles(m: &KlMat) -> [u32; 3] {
 
 /// Pixels that a block of a group kernel takes at once.
 fn group_pixels(x: &KlMat) -> u32 {
-    let runs = if x.cols % VECTOR == 0 { x.cols / VECTOR } else { x.cols };
+    let runs = if x.cols.is_multiple_of(VECTOR) { x.cols / VECTOR } else { x.cols };
     (abi::KL_GROUP_THREADS / runs.max(1)).max(1)
 }
 

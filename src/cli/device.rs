@@ -1,0 +1,114 @@
+//! Where a request is computed: choosing the backend, and `kiln doctor`.
+
+use super::args::{BackendArg, DoctorArgs};
+use super::request::GenerateRequest;
+use super::run::print;
+use crate::backend::cpu::Cpu;
+use crate::backend::cuda::{self, Cuda};
+use crate::backend::{Backend, HostData, OP_NAMES, Op};
+use crate::error::{Error, Result, gib};
+use crate::locate::{Environment, Found, locate};
+use crate::tensor::{Arena, DType, Region};
+use std::fmt::Write as _;
+use std::io::Write;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+/// A backend and what to say about it.
+pub struct Chosen {
+    pub backend: Box<dyn Backend>,
+    /// As the command line spells it.
+    pub name: &'static str,
+    /// The machine, for people.
+    pub machine: String,
+    /// Why it is not the one that `auto` would rather have.
+    pub note: Option<String>,
+}
+
+/// Takes the backend that a request asks for.
+pub fn choose(request: &GenerateRequest, stop: &Arc<AtomicBool>) -> Result<Chosen> {
+    let cpu = |note| -> Result<Chosen> {
+        let cpu = Cpu::new(request.threads, stop.clone())?;
+        let machine = format!("{} threads", cpu.threads());
+        Ok(Chosen { backend: Box::new(cpu), name: "cpu", machine, note })
+    };
+    let gpu = || -> Result<Chosen> {
+        let cuda = Cuda::open(request.device, stop.clone())?;
+        let machine = format!("GPU {} ({})", cuda.device().index, cuda.device().name);
+        Ok(Chosen { backend: Box::new(cuda), name: "cuda", machine, note: None })
+    };
+    match request.backend {
+        BackendArg::Cpu => cpu(None),
+        BackendArg::Cuda => gpu(),
+        BackendArg::Auto => match gpu() {
+            Err(error @ (Error::NoGpu { .. } | Error::Device { .. })) => cpu(Some(format!("{error}; running on the CPU"))),
+            chosen => chosen,
+        },
+    }
+}
+
+/// Writes what this program can use on this machine to `out`.
+pub fn doctor(args: DoctorArgs, environment: Environment, out: &mut dyn Write) -> Result<()> {
+    let mut text = format!("kiln      {}\n", env!("CARGO_PKG_VERSION"));
+    let mut row = |name: &str, value: String| {
+        let _ = writeln!(text, "{name:<9} {value}");
+    };
+    let kernels = match cuda::NVCC {
+        "" => "none: built without nvcc".into(),
+        nvcc => format!("{} (nvcc {nvcc})", cuda::ARCHS.join(" ")),
+    };
+    row("kernels", kernels);
+    row("cpu", format!("{} threads", std::thread::available_parallelism().map_or(1, usize::from)));
+    let stop = Arc::new(AtomicBool::new(false));
+    match cuda::devices() {
+        Err(error) => {
+            row("driver", error.to_string());
+            row("", error.hint().unwrap_or_default());
+        }
+        Ok(devices) => {
+            for (i, d) in devices.iter().enumerate() {
+                if i == 0 {
+                    row("driver", format!("CUDA {}.{}", d.driver.0, d.driver.1));
+                }
+                let ((major, minor), memory) = (d.capability, gib(d.memory));
+                let what = format!("{}, compute {major}.{minor}, {} multiprocessors, {memory}", d.name, d.multiprocessors);
+                row(&format!("gpu {}", d.index), what);
+                let state = match Cuda::open(d.index, stop.clone()).and_then(self_test) {
+                    Ok(free) => format!("usable, {} free", gib(free)),
+                    Err(error) => error.to_string(),
+                };
+                row("", state);
+            }
+        }
+    }
+    match locate(&args.model.request(environment)) {
+        Ok(Found::BuiltIn) => row("model", "none found; the built-in tiny one is used".into()),
+        Ok(Found::Files(files)) => {
+            row("model", files.origin.clone());
+            for part in [&files.transformer, &files.text_encoder, &files.vae] {
+                row("", part.display().to_string());
+            }
+        }
+        Err(error) => row("model", error.to_string()),
+    }
+    row("\nop", "kernels".into());
+    for op in OP_NAMES {
+        let kernels: Vec<&str> = cuda::kernels_of(op).iter().map(|k| k.symbol()).collect();
+        let _ = writeln!(text, "{op:<21} {}", kernels.join(" "));
+    }
+    print(out, text.as_bytes())
+}
+
+/// Sends a few values to a GPU, has them changed there, and looks at what comes back. Returns the bytes that are free.
+fn self_test(mut cuda: Cuda) -> Result<u64> {
+    let free = cuda.available()?.unwrap_or(0);
+    let mut arena = Arena::new(Region::Arena);
+    let (x, out) = (arena.alloc(3, 40, DType::F32)?, arena.alloc(3, 40, DType::Bf16)?);
+    cuda.reserve(arena.peak())?;
+    let values: Vec<f32> = (0..x.len()).map(|i| i as f32).collect();
+    cuda.write(x, HostData::F32(&values))?;
+    cuda.run(Op::Copy { out, x })?;
+    let mut back = vec![0.0; out.len()];
+    cuda.read(out, &mut back)?;
+    if back == values { Ok(free) } else { Err(Error::Device { call: "self-test", status: "wrong values came back".into() }) }
+}

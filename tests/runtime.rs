@@ -1,0 +1,386 @@
+//! The CUDA backend on a stand-in for the driver: no arithmetic, but every call is counted, everything taken has to be given back,
+//! and any call can be made to fail.
+
+mod common;
+
+use common::cases;
+use kiln::backend::cuda::Cuda;
+use kiln::backend::cuda::driver::{DeviceInfo, Driver, Event, Function, Graph, Launch, Module, Rows, Stream};
+use kiln::config::Variant;
+use kiln::error::{Error, Result};
+use kiln::names::{Layout, Part};
+use kiln::pipeline::{Engine, Job, LoadOptions, OpenModel, Picture};
+use kiln::progress::Silent;
+use kiln::tensor::{DType, Precision};
+use kiln::tiny::{self, TinyModel};
+use kiln::tokenizer::Tokenizer;
+use std::alloc::Layout as Block;
+use std::borrow::Cow;
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::path::Path;
+use std::ptr::NonNull;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// A driver without a device.
+struct StandIn {
+    info: DeviceInfo,
+    /// Calls so far that may fail.
+    calls: Cell<usize>,
+    /// The one that does.
+    fails: Cell<Option<usize>>,
+    /// Which it was.
+    failed: Cell<&'static str>,
+    /// What is taken and not given back, by handle: what it is and how many bytes.
+    taken: RefCell<HashMap<u64, (&'static str, u64)>>,
+    next: Cell<u64>,
+    /// Bytes of device memory in use, and the most there ever were.
+    bytes: Cell<(u64, u64)>,
+    memory: u64,
+    launches: Cell<usize>,
+    replays: Cell<usize>,
+}
+
+impl StandIn {
+    fn new(memory: u64) -> Rc<Self> {
+        let info =
+            DeviceInfo { index: 0, name: "Stand-in".into(), capability: (9, 0), multiprocessors: 1, memory, driver: (13, 0) };
+        Rc::new(Self {
+            info,
+            calls: Cell::new(0),
+            fails: Cell::new(None),
+            failed: Cell::new(""),
+            taken: RefCell::new(HashMap::new()),
+            next: Cell::new(1 << 20),
+            bytes: Cell::new((0, 0)),
+            memory,
+            launches: Cell::new(0),
+            replays: Cell::new(0),
+        })
+    }
+
+    fn call(&self, name: &'static str) -> Result<()> {
+        let call = self.calls.get();
+        self.calls.set(call + 1);
+        if self.fails.get() == Some(call) {
+            self.failed.set(name);
+            return Err(Error::Device { call: name, status: "planted".into() });
+        }
+        Ok(())
+    }
+
+    fn take(&self, what: &'static str, bytes: u64) -> u64 {
+        let handle = self.next.get();
+        self.next.set(handle + bytes.next_multiple_of(1024) + 1024);
+        self.taken.borrow_mut().insert(handle, (what, bytes));
+        handle
+    }
+
+    fn give(&self, what: &'static str, handle: u64) -> u64 {
+        let (kind, bytes) = self.taken.borrow_mut().remove(&handle).unwrap_or_else(|| panic!("{what} given back twice"));
+        assert_eq!(kind, what);
+        bytes
+    }
+
+    /// Fails from the `n`th call on from here.
+    fn fail_after(&self, n: usize) {
+        self.fails.set(Some(self.calls.get() + n));
+    }
+
+    /// Calls since then, if the one that was to fail was never reached.
+    fn heal(&self) {
+        self.fails.set(None);
+    }
+}
+
+impl Drop for StandIn {
+    fn drop(&mut self) {
+        assert!(self.taken.borrow().is_empty() || std::thread::panicking(), "never given back: {:?}", self.taken.borrow());
+    }
+}
+
+/// Pinned memory is real: the backend writes to it.
+fn block(bytes: u64) -> Block {
+    Block::from_size_align(bytes as usize, 4096).unwrap()
+}
+
+#[allow(unsafe_code)]
+impl Driver for StandIn {
+    fn device(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn free_memory(&self) -> Result<u64> {
+        self.call("free_memory")?;
+        Ok(self.memory - self.bytes.get().0)
+    }
+
+    fn allocate(&self, bytes: u64) -> Result<u64> {
+        self.call("allocate")?;
+        let (now, most) = self.bytes.get();
+        self.bytes.set((now + bytes, most.max(now + bytes)));
+        Ok(self.take("memory", bytes))
+    }
+
+    fn free(&self, address: u64) {
+        let bytes = self.give("memory", address);
+        let (now, most) = self.bytes.get();
+        self.bytes.set((now - bytes, most));
+    }
+
+    fn allocate_pinned(&self, bytes: usize) -> Result<NonNull<u8>> {
+        self.call("allocate_pinned")?;
+        // SAFETY: the block is not empty.
+        let memory = NonNull::new(unsafe { std::alloc::alloc_zeroed(block(bytes as u64)) }).unwrap();
+        self.taken.borrow_mut().insert(memory.as_ptr() as u64, ("pinned", bytes as u64));
+        Ok(memory)
+    }
+
+    fn free_pinned(&self, memory: NonNull<u8>) {
+        let bytes = self.give("pinned", memory.as_ptr() as u64);
+        // SAFETY: allocated above with the same layout.
+        unsafe { std::alloc::dealloc(memory.as_ptr(), block(bytes)) }
+    }
+
+    fn load(&self, _image: &[u8]) -> Result<Module> {
+        self.call("load")?;
+        Ok(Module(self.take("module", 0)))
+    }
+
+    fn unload(&self, module: Module) {
+        self.give("module", module.0);
+    }
+
+    fn function(&self, module: Module, _symbol: &str, _params: usize, _shared: u32) -> Result<Function> {
+        assert!(self.taken.borrow().contains_key(&module.0), "a kernel of a module that is gone");
+        self.call("function")?;
+        Ok(Function(0))
+    }
+
+    fn stream(&self) -> Result<Stream> {
+        self.call("stream")?;
+        Ok(Stream(self.take("stream", 0)))
+    }
+
+    fn destroy_stream(&self, stream: Stream) {
+        self.give("stream", stream.0);
+    }
+
+    fn synchronize(&self, _stream: Stream) -> Result<()> {
+        self.call("synchronize")
+    }
+
+    fn copy_in(&self, _stream: Stream, to: Rows, from: &[u8]) -> Result<()> {
+        assert!((from.len() as u64).is_multiple_of(to.width));
+        self.call("copy_in")
+    }
+
+    fn copy_out(&self, _stream: Stream, _from: Rows, to: &mut [u8]) -> Result<()> {
+        self.call("copy_out")?;
+        to.fill(0);
+        Ok(())
+    }
+
+    fn fill(&self, _stream: Stream, _at: u64, _value: u8, _len: u64) -> Result<()> {
+        self.call("fill")
+    }
+
+    fn launch(&self, stream: Stream, _launch: &Launch, _params: &[u8]) -> Result<()> {
+        assert!(self.taken.borrow().contains_key(&stream.0), "a launch on a stream that is gone");
+        self.launches.set(self.launches.get() + 1);
+        self.call("launch")
+    }
+
+    fn begin_capture(&self, _stream: Stream) -> Result<()> {
+        self.call("begin_capture")
+    }
+
+    fn end_capture(&self, _stream: Stream) -> Result<Graph> {
+        self.call("end_capture")?;
+        Ok(Graph(self.take("graph", 0)))
+    }
+
+    fn replay(&self, _stream: Stream, graph: Graph) -> Result<()> {
+        assert!(self.taken.borrow().contains_key(&graph.0), "a graph that is gone");
+        self.replays.set(self.replays.get() + 1);
+        self.call("replay")
+    }
+
+    fn destroy_graph(&self, graph: Graph) {
+        self.give("graph", graph.0);
+    }
+
+    fn event(&self) -> Result<Event> {
+        self.call("event")?;
+        Ok(Event(self.take("event", 0)))
+    }
+
+    fn record(&self, _stream: Stream, _event: Event) -> Result<()> {
+        self.call("record")
+    }
+
+    fn elapsed(&self, _from: Event, _to: Event) -> Result<f32> {
+        self.call("elapsed")?;
+        Ok(1.0)
+    }
+
+    fn destroy_event(&self, event: Event) {
+        self.give("event", event.0);
+    }
+}
+
+/// The tiny model, made once.
+struct Model(TinyModel);
+
+impl Model {
+    fn new() -> Self {
+        Self(tiny::model(Layout::Diffusers, DType::Bf16).unwrap())
+    }
+
+    fn open(&self, variant: Variant) -> OpenModel {
+        let weights = |part| self.0.weights(part).unwrap();
+        let parts = [weights(Part::Transformer), weights(Part::TextEncoder), weights(Part::Vae)];
+        let tokenizer = Tokenizer::from_json(tiny::TOKENIZER, Path::new("tiny")).unwrap();
+        OpenModel::check(parts, [None; 3], tokenizer, variant).unwrap()
+    }
+
+    fn engine(&self, driver: &Rc<StandIn>, stop: &Arc<AtomicBool>, variant: Variant) -> Result<Engine> {
+        let cuda = Cuda::new(driver.clone(), &|_| Ok(Cow::Borrowed(&[])), stop.clone())?;
+        let options = LoadOptions { precision: Precision::Bf16, references: true };
+        Engine::load(Box::new(cuda), self.open(variant), options, &Silent)
+    }
+}
+
+fn make(engine: &mut Engine, job: &Job) -> Result<Vec<Picture>> {
+    let mut pictures = Vec::new();
+    engine.generate(job, &Silent, &mut |picture| {
+        pictures.push(picture);
+        Ok(())
+    })?;
+    Ok(pictures)
+}
+
+/// One job from a prompt and one from an image, with steps enough for each to be plain, recorded and replayed.
+fn jobs() -> [(Variant, Job); 2] {
+    let job = Job { steps: 3, record: false, ..cases()[0].job() };
+    let modes = common::modes::modes();
+    let edit = modes.cases.iter().find(|c| c.kv).unwrap().job(&modes.images);
+    [(Variant::Distilled, job.clone()), (Variant::Kv, Job { steps: 3, record: false, size: job.size, ..edit })]
+}
+
+const PLENTY: u64 = 80 << 30;
+
+#[test]
+fn memory_is_what_was_planned_and_steps_are_replayed() {
+    let (model, driver, stop) = (Model::new(), StandIn::new(PLENTY), Arc::default());
+    for (variant, job) in jobs() {
+        let mut engine = model.engine(&driver, &stop, variant).unwrap();
+        let weights = driver.bytes.get().0;
+        let plan = engine.plan(&job).unwrap();
+        let estimate = model.open(variant).estimate(LoadOptions { precision: Precision::Bf16, references: true }, &job).unwrap();
+        assert_eq!(weights, estimate.weight_bytes);
+        let before = driver.replays.get();
+        make(&mut engine, &job).unwrap();
+        let working = driver.bytes.get().0 - weights;
+        assert_eq!(working - plan.arena_bytes.next_multiple_of(1024), 1024 + (1 << 20), "beside the plan only the scratch");
+        assert_eq!(driver.replays.get() - before, 2, "the second and the third step");
+        // A second picture of the same size takes no more memory.
+        make(&mut engine, &job).unwrap();
+        assert_eq!(driver.bytes.get().0, weights + working);
+        drop(engine);
+        assert_eq!(driver.bytes.get().0, 0);
+    }
+}
+
+/// Every call of a run fails in turn: an error each time, everything given back, and the same engine works again.
+#[test]
+fn any_call_of_a_run_may_fail() {
+    let (model, driver, stop) = (Model::new(), StandIn::new(PLENTY), Arc::default());
+    for (variant, job) in jobs() {
+        let mut engine = model.engine(&driver, &stop, variant).unwrap();
+        // The second run finds its memory there.
+        make(&mut engine, &job).unwrap();
+        let start = driver.calls.get();
+        make(&mut engine, &job).unwrap();
+        let calls = driver.calls.get() - start;
+        assert!(calls > 500, "{calls}");
+        for n in 0..calls {
+            driver.fail_after(n);
+            let result = make(&mut engine, &job);
+            driver.heal();
+            // Poisoning released memory may fail unseen: the next call on a real device would say so.
+            match result {
+                Err(Error::Device { .. }) => {}
+                Ok(_) if driver.failed.get() == "fill" => {}
+                other => panic!("call {n} ({}): {:?}", driver.failed.get(), other.map(|p| p.len())),
+            }
+        }
+        assert_eq!(make(&mut engine, &job).unwrap().len(), 1);
+    }
+}
+
+#[test]
+fn any_call_of_loading_may_fail() {
+    let (model, stop) = (Model::new(), Arc::default());
+    let calls = {
+        let driver = StandIn::new(PLENTY);
+        model.engine(&driver, &stop, Variant::Distilled).map(drop).unwrap();
+        driver.calls.get()
+    };
+    assert!(calls > 200, "{calls}");
+    for n in 0..calls {
+        let driver = StandIn::new(PLENTY);
+        driver.fail_after(n);
+        let result = model.engine(&driver, &stop, Variant::Distilled).map(drop);
+        // What is left to synchronise when the backend goes away has nobody to tell.
+        let failed = matches!(result, Err(Error::Device { .. }) | Err(Error::DeviceMemory { .. }));
+        assert!(failed || (result.is_ok() && driver.failed.get() == "synchronize"), "call {n} ({})", driver.failed.get());
+        assert!(driver.taken.borrow().is_empty(), "call {n} ({}): {:?}", driver.failed.get(), driver.taken.borrow());
+    }
+}
+
+#[test]
+fn a_run_ends_at_the_next_op_when_asked_to() {
+    let (model, driver, stop) = (Model::new(), StandIn::new(PLENTY), Arc::<AtomicBool>::default());
+    let [(variant, job), _] = jobs();
+    let mut engine = model.engine(&driver, &stop, variant).unwrap();
+    stop.store(true, Ordering::Relaxed);
+    let before = driver.launches.get();
+    assert!(matches!(make(&mut engine, &job), Err(Error::Interrupted)));
+    assert_eq!(driver.launches.get(), before);
+    let loading = model.engine(&driver, &stop, variant).map(drop);
+    assert!(matches!(loading, Err(Error::Interrupted)), "{loading:?}");
+    stop.store(false, Ordering::Relaxed);
+    assert_eq!(make(&mut engine, &job).unwrap().len(), 1);
+}
+
+#[test]
+fn a_job_that_does_not_fit_is_refused_with_ways_down() {
+    let (model, stop) = (Model::new(), Arc::default());
+    let [(variant, job), _] = jobs();
+    let size = kiln::sequence::Pixels::new(2048, 2048).unwrap();
+    let job = Job { size, ..job };
+    let open = model.open(variant);
+    let options = LoadOptions { precision: Precision::Bf16, references: false };
+    let estimate = open.estimate(options, &job).unwrap();
+    let need = estimate.weight_bytes + estimate.arena_bytes;
+    for (memory, fits) in [(need + (6 << 20), true), (need, false), (need / 2, false), (1 << 22, false)] {
+        let driver = StandIn::new(memory);
+        let cuda = Cuda::new(driver.clone(), &|_| Ok(Cow::Borrowed(&[])), Arc::clone(&stop)).unwrap();
+        let answer = open.check_memory(&cuda, "GPU 0 (Stand-in)", options, &job);
+        assert_eq!(driver.bytes.get().1, 0, "nothing is taken to find out");
+        if fits {
+            answer.unwrap();
+            continue;
+        }
+        let error = answer.unwrap_err();
+        assert_eq!(error.exit_code(), 4);
+        let (message, hint) = (error.to_string(), error.hint().unwrap());
+        assert!(message.starts_with("not enough GPU memory: this job needs "), "{message}");
+        assert!(message.ends_with(" is free on GPU 0 (Stand-in)"), "{message}");
+        let smaller = if memory > 1 << 25 { "try to use --width 1" } else { "try to close other programs" };
+        assert!(hint.starts_with(smaller) && hint.ends_with(", or use --backend cpu"), "{memory}: {hint}");
+    }
+}
