@@ -17,7 +17,7 @@ use std::path::Path;
 
 /// Longest header read. The largest FLUX.2 header known has 85 kB; the format itself would allow 100 MB.
 pub const MAX_HEADER: u64 = 4 << 20;
-/// Most tensors in one file.
+/// Most tensors in one file, and most texts in its free-form map.
 pub const MAX_TENSORS: usize = 4096;
 /// Longest tensor name in bytes.
 pub const MAX_NAME: usize = 256;
@@ -323,7 +323,8 @@ impl<'de> Visitor<'de> for RawSeed<'_> {
     }
 }
 
-/// A JSON object of strings in which no key occurs twice; serde's own maps let the last one win.
+/// A JSON object of strings in which no key occurs twice; serde's own maps let the last one win. A text takes ten times the bytes
+/// in memory that it may have in a file, so their number is bounded, too.
 pub(super) struct UniqueMap(pub BTreeMap<String, String>);
 
 impl<'de> Deserialize<'de> for UniqueMap {
@@ -341,6 +342,9 @@ impl<'de> Deserialize<'de> for UniqueMap {
                 while let Some((key, value)) = map.next_entry::<String, String>()? {
                     if strings.contains_key(&key) {
                         return Err(de::Error::custom(format!("`{}` is there twice", shown(&key))));
+                    }
+                    if strings.len() == MAX_TENSORS {
+                        return Err(de::Error::custom(format!("more than {MAX_TENSORS} texts")));
                     }
                     strings.insert(key, value);
                 }

@@ -1,6 +1,7 @@
 //! Small files that ask for much: refused or decoded at once, in little memory.
 
-use crate::{Chunk, decode, fixture, jpeg_claiming, peak_of, png, png_header};
+use crate::cost::peak_of;
+use crate::{Chunk, decode, fixture, jpeg_claiming, png, png_header};
 use flate2::Compression;
 use flate2::write::ZlibEncoder;
 use std::io::Write;
