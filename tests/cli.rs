@@ -421,6 +421,16 @@ mod unix {
         assert_eq!(sandbox.run(&args).good().stdout, b"\xff\xfe.png\n");
         assert_eq!(Png::read(&sandbox.0.join(bytes(b"\xff\xfe.png"))).width, 64);
 
+        // Files and folders that are read may have such names, too.
+        let (folder, image) = (bytes(b"model\xff"), bytes(b"\xfe.jpg"));
+        sandbox.run([bytes(b"tiny"), folder.clone()]).good();
+        let fixture = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/references/baseline_420.jpg");
+        fs::copy(fixture, sandbox.0.join(&image)).unwrap();
+        let mut args = vec![bytes(b"x"), bytes(b"-o"), bytes(b"read.png"), bytes(b"--model"), folder];
+        args.extend([bytes(b"--reference"), image]);
+        args.extend(QUICK.map(OsString::from));
+        assert_eq!(sandbox.run(&args).good().text(), "read.png\n");
+
         let run = sandbox.run([bytes(b"seventeen letters\xff")]);
         assert_eq!((run.code, run.stderr.as_str()), (Some(2), "error: prompt is not valid UTF-8 at byte 17\n"));
     }
