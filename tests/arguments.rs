@@ -112,7 +112,7 @@ fn bytes(bytes: Vec<u8>) -> OsString {
 fn arguments(random: &mut Random) -> Vec<OsString> {
     let mut args = vec![OsString::from("kiln")];
     match random.below(8) {
-        0 => args.push("plan".into()),
+        0 if random.below(8) == 0 => args.push("plan".into()),
         1 => args.push("generate".into()),
         2 if random.below(4) == 0 => args.push("tiny".into()),
         // Most get far enough to be checked against each other.
