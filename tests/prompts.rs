@@ -295,3 +295,11 @@ fn no_prompt_takes_long() {
     let time = time_of(|| assert_eq!(QWEN3.encode(&long, LENGTH).unwrap_err().exit_code(), 2));
     assert!(time <= Duration::from_millis(5), "{time:?}");
 }
+
+#[cfg(unix)]
+#[test]
+fn a_tokenizer_file_without_end_is_refused() {
+    let error = Tokenizer::open(Path::new("/dev/zero")).unwrap_err();
+    assert_eq!(error.to_string(), "not a usable tokenizer (/dev/zero): longer than 33554432 bytes");
+    assert_eq!(error.exit_code(), 3);
+}

@@ -72,19 +72,22 @@ impl<'a> Model<'a> {
     }
 }
 
+/// Something done to a list of tensors.
+type Change<'a> = dyn Fn(&mut Vec<Described>) + 'a;
+
 /// Tries every fault in every tensor of one part, and returns how many there were.
 fn faults(model: &Model<'_>, part: Part, whole: &[Described]) -> usize {
     assert!(model.with(part, whole).unwrap().is_empty());
     let mut count = 0;
     for (i, (name, _, shape)) in whole.iter().enumerate() {
-        let with = |change: &dyn Fn(&mut Vec<Described>)| {
+        let with = |change: &Change<'_>| {
             let mut changed = whole.to_vec();
             change(&mut changed);
             model.with(part, &changed)
         };
-        let refused = |change: &dyn Fn(&mut Vec<Described>)| with(change).expect_err(name);
+        let refused = |change: &Change<'_>| with(change).expect_err(name);
 
-        let missing: [&dyn Fn(&mut Vec<Described>); 2] = [&|t| drop(t.remove(i)), &|t| t[i].0.push_str("_x")];
+        let missing: [&Change<'_>; 2] = [&|t| drop(t.remove(i)), &|t| t[i].0.push_str("_x")];
         for change in missing {
             let error = refused(change);
             let named = matches!(&error, Error::TensorMissing { name: n, want, .. } if n == name && want == shape);
