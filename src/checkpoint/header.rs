@@ -9,7 +9,7 @@
 
 use crate::error::{Error, Result};
 use serde::Deserialize;
-use serde::de::{self, DeserializeSeed, Deserializer, MapAccess, Visitor};
+use serde::de::{self, DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
@@ -232,6 +232,7 @@ fn check_tiling(extents: &[Extent<'_>]) -> Result<(), String> {
 #[serde(deny_unknown_fields)]
 struct RawEntry {
     dtype: String,
+    #[serde(deserialize_with = "dimensions")]
     shape: Vec<u64>,
     data_offsets: [u64; 2],
 }
@@ -241,9 +242,6 @@ impl RawEntry {
     fn check(&self) -> Result<(&'static ElementType, Vec<usize>), String> {
         let element = ELEMENT_TYPES.iter().find(|t| t.name == self.dtype);
         let element = element.ok_or_else(|| format!("unknown dtype `{}`", shown(&self.dtype)))?;
-        if self.shape.len() > MAX_RANK {
-            return Err(format!("has {} dimensions, limit {MAX_RANK}", self.shape.len()));
-        }
         let too_large = || format!("shape {:?} of {} overflows", self.shape, element.name);
         let elements = self.shape.iter().try_fold(1u64, |n, &dim| n.checked_mul(dim)).ok_or_else(too_large)?;
         let bits = elements.checked_mul(element.bits).ok_or_else(too_large)?;
@@ -264,6 +262,30 @@ impl RawEntry {
         }
         Ok((element, shape))
     }
+}
+
+/// Reads a shape, and stops at the first dimension too many: a header has room for millions.
+fn dimensions<'de, D: Deserializer<'de>>(reader: D) -> Result<Vec<u64>, D::Error> {
+    struct Shape;
+    impl<'de> Visitor<'de> for Shape {
+        type Value = Vec<u64>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("a sequence")
+        }
+
+        fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Vec<u64>, A::Error> {
+            let mut shape = Vec::new();
+            while let Some(dim) = seq.next_element()? {
+                if shape.len() == MAX_RANK {
+                    return Err(de::Error::custom(format!("more than {MAX_RANK} dimensions")));
+                }
+                shape.push(dim);
+            }
+            Ok(shape)
+        }
+    }
+    reader.deserialize_seq(Shape)
 }
 
 /// The header as parsed so far. `current` is the tensor being read, for the message if its description is broken.

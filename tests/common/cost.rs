@@ -13,13 +13,17 @@ fn running(since: Instant) -> Duration {
     nanos.map_or(since.elapsed(), Duration::from_nanos)
 }
 
-/// The processor time that `work` takes: the mean of some runs, because the system counts in steps of milliseconds.
+/// The processor time that `work` takes: the mean of some runs, because the system counts in steps of milliseconds, and the least
+/// of three such, because a busy machine is slow by chance and a bad input every time.
 pub fn time_of(mut work: impl FnMut()) -> Duration {
-    const RUNS: u32 = 5;
+    const RUNS: u32 = 3;
     let since = Instant::now();
-    let start = running(since);
-    (0..RUNS).for_each(|_| work());
-    running(since).saturating_sub(start) / RUNS
+    let rounds = (0..3).map(|_| {
+        let start = running(since);
+        (0..RUNS).for_each(|_| work());
+        running(since).saturating_sub(start) / RUNS
+    });
+    rounds.min().unwrap_or_default()
 }
 
 /// Counts the bytes each thread has in use, and the most there were. Nothing measured here moves to another thread.
