@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// A folder to try names in, removed by the system in its time: tests share it and end in any order.
+/// A folder to try names in.
 static FOLDER: LazyLock<PathBuf> = LazyLock::new(|| {
     let path = std::env::temp_dir().join(format!("kiln-arguments-{}", std::process::id()));
     std::fs::create_dir_all(&path).unwrap();
@@ -86,7 +86,7 @@ const VALUES: [&str; 47] = [
     "9b",
 ];
 
-/// The `index`th value or something worse.
+/// One of these, or something worse.
 fn value(random: &mut Random) -> OsString {
     match random.below(16) {
         0 => OsString::from("x".repeat(random.below(70_000))),
