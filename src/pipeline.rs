@@ -146,10 +146,7 @@ impl OpenModel {
         ];
         let configs = [&files.transformer, &files.text_encoder, &files.vae].map(|p| ModelFiles::config_of(p));
         let tokenizer = match &files.tokenizer {
-            Some(path) => {
-                let bytes = std::fs::read(path).map_err(|e| Error::read(path, e))?;
-                Tokenizer::from_json(&bytes, path)?
-            }
+            Some(path) => Tokenizer::open(path)?,
             None => Tokenizer::qwen3()?,
         };
         let variant = match variant {

@@ -14,6 +14,8 @@ pub struct Bytes {
     range: Range<usize>,
 }
 
+// Ranges come from files.
+#[deny(clippy::arithmetic_side_effects, clippy::cast_possible_truncation)]
 impl Bytes {
     /// All of `owner`.
     pub fn new(owner: Arc<dyn AsRef<[u8]> + Send + Sync>) -> Self {
@@ -23,10 +25,9 @@ impl Bytes {
 
     /// A part of it, or `None` if the range does not lie inside.
     pub fn slice(&self, range: Range<usize>) -> Option<Self> {
-        if range.start > range.end || range.end > self.range.len() {
-            return None;
-        }
-        Some(Self { owner: self.owner.clone(), range: self.range.start + range.start..self.range.start + range.end })
+        let start = self.range.start.checked_add(range.start)?;
+        let end = self.range.start.checked_add(range.end)?;
+        (start <= end && end <= self.range.end).then(|| Self { owner: self.owner.clone(), range: start..end })
     }
 }
 
@@ -197,6 +198,8 @@ pub struct Arena {
 /// Every allocation starts at a multiple of this, which any load, any swizzle and any tensor map accepts.
 pub const ALIGN: u64 = 1024;
 
+// Sizes come from files and flags. What was placed here has sizes that [`Tensor`] can add and multiply without a thought.
+#[deny(clippy::arithmetic_side_effects, clippy::cast_possible_truncation)]
 impl Arena {
     /// An empty arena over one region.
     pub fn new(region: Region) -> Self {

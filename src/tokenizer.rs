@@ -7,9 +7,14 @@
 use crate::error::{Error, Result};
 use flate2::read::GzDecoder;
 use std::any::Any;
+use std::fs::File;
 use std::io::Read;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
+use tokenizers::{Model, OffsetReferential, OffsetType, PreTokenizer};
+
+/// The longest `tokenizer.json`, in bytes. The largest in use have a third of that.
+const MAX_FILE_BYTES: u64 = 32 << 20;
 
 /// The longest prompt, in bytes. Far more than fits the token limit; a bound on the work a single "word" can cause.
 pub const MAX_PROMPT_BYTES: usize = 32 * 1024;
@@ -50,6 +55,18 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
+    /// Reads a `tokenizer.json`.
+    pub fn open(path: &Path) -> Result<Self> {
+        let mut bytes = Vec::new();
+        // A byte more than may be used is enough to tell that it is too long, whatever the file is.
+        let read = File::open(path).and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes));
+        let length = read.map_err(|source| Error::read(path, source))?;
+        if length as u64 > MAX_FILE_BYTES {
+            return Err(Error::bad_file(path, "not a usable tokenizer", format!("longer than {MAX_FILE_BYTES} bytes")));
+        }
+        Self::from_json(&bytes, path)
+    }
+
     /// Reads the content of a `tokenizer.json`; `origin` is where it came from, for messages.
     pub fn from_json(bytes: &[u8], origin: &Path) -> Result<Self> {
         let inner = isolated(origin, || {
@@ -81,12 +98,10 @@ impl Tokenizer {
         check_length(prompt.len())?;
         let [before, after] = TEMPLATE;
         let text = [before, prompt, after].concat();
-        let encoding = isolated(&self.origin, || self.inner.encode_fast(text, false))?;
-        let all = encoding.get_ids();
-        let real = all.len().min(length);
-        let mut ids = all[..real].to_vec();
+        let mut ids = isolated(&self.origin, || ids(&self.inner, &text))?;
+        let (all, real) = (ids.len(), ids.len().min(length));
         ids.resize(length, self.pad);
-        Ok(Tokens { ids, real, cut: all.len() - real })
+        Ok(Tokens { ids, real, cut: all - real })
     }
 
     /// The last words that a prompt consists of after it was cut, to be shown.
@@ -98,6 +113,24 @@ impl Tokenizer {
         let words = text.trim_end_matches(char::REPLACEMENT_CHARACTER).split(|c: char| c.is_whitespace() || c.is_control());
         Ok(words.filter(|word| !word.is_empty()).collect::<Vec<_>>().join(" "))
     }
+}
+
+/// The ids of a text: the steps of `encode_fast` without the words, offsets and masks it makes of them, which would take a third
+/// of the time.
+fn ids(tokenizer: &tokenizers::Tokenizer, text: &str) -> tokenizers::Result<Vec<u32>> {
+    let mut pieces = tokenizer.get_added_vocabulary().extract_and_normalize(tokenizer.get_normalizer(), text);
+    if let Some(splitter) = tokenizer.get_pre_tokenizer() {
+        splitter.pre_tokenize(&mut pieces)?;
+    }
+    let mut ids = Vec::new();
+    for (piece, _, token) in pieces.get_splits(OffsetReferential::Normalized, OffsetType::Byte) {
+        match token {
+            // Text that is a special token already has its id.
+            Some(tokens) => ids.extend(tokens.iter().map(|token| token.id)),
+            None => ids.extend(tokenizer.get_model().tokenize(piece)?.iter().map(|token| token.id)),
+        }
+    }
+    Ok(ids)
 }
 
 /// Refuses a prompt of more than [`MAX_PROMPT_BYTES`]. Needs no tokenizer, so it can be asked before a model is opened.

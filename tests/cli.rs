@@ -19,9 +19,11 @@ fn a_prompt_is_enough() {
     assert_eq!(run.text(), format!("{}\n", names[0]), "standard output has the path and nothing else");
     let seed = names[0].strip_prefix("a-red-fox-in-the-snow-").unwrap().strip_suffix(".png").unwrap();
 
-    let lines: Vec<&str> = run.stderr.lines().collect();
+    let mut lines: Vec<&str> = run.stderr.lines().collect();
     assert!(lines[0].starts_with("note: no FLUX.2 model was found; this is a tiny untrained random model"), "{}", lines[0]);
     assert!(lines[0].ends_with("--model or KILN_MODEL"), "{}", lines[0]);
+    let gpu = lines.remove(1);
+    assert!(gpu.starts_with("note: no usable GPU: ") && gpu.ends_with("; running on the CPU"), "{gpu}");
     assert!(lines[1].ends_with(&format!("256x256, 4 steps, seed {seed}")), "{}", lines[1]);
     let phases = ["loading weights ", "encoding text ", "denoising ", "decoding "];
     assert_eq!(lines.len(), 2 + phases.len(), "{}", run.stderr);
@@ -211,7 +213,7 @@ fn all_layouts_give_the_same_picture() {
         let (same, model, stderr) = picture(flags);
         assert_eq!(same, pixels, "{flags:?}");
         assert_eq!(model, "FLUX.2 [klein] tiny (distilled)");
-        assert!(!stderr.contains("note:"), "{stderr}");
+        assert!(!stderr.contains("random"), "{stderr}");
     }
 
     // The environment names a model, too.
@@ -257,7 +259,8 @@ fn refusals() {
     for (args, code, first, hint) in [
         ("x -o new.png --dump ./new.png", 2, "the picture and --dump would be the same file", "give one of them another name"),
         ("x --variant turbo", 2, "invalid value 'turbo' for '--variant <KIND>'", "-"),
-        ("x --backend cuda", 2, "invalid value 'cuda' for '--backend <WHERE>'", "-"),
+        ("x --backend gpu", 2, "invalid value 'gpu' for '--backend <WHERE>'", "-"),
+        ("x --device -1", 2, "invalid value '-1' for '--device <N>'", "-"),
         ("x --no-such-flag", 2, "unexpected argument '--no-such-flag' found", "-"),
         ("a red fox", 2, "there is more than one prompt: `a` and `red`", "put the whole prompt in quotes"),
         ("x -q -v", 2, "the argument '--quiet' cannot be used with '--verbose'", "-"),
@@ -369,5 +372,15 @@ mod unix {
         args.extend(QUICK.map(OsString::from));
         assert_eq!(sandbox.run(&args).good().stdout, b"\xff\xfe.png\n");
         assert_eq!(Png::read(&sandbox.0.join(bytes(b"\xff\xfe.png"))).width, 64);
+
+        // Files and folders that are read may have such names, too.
+        let (folder, image) = (bytes(b"model\xff"), bytes(b"\xfe.jpg"));
+        sandbox.run([bytes(b"tiny"), folder.clone()]).good();
+        let fixture = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/references/baseline_420.jpg");
+        fs::copy(fixture, sandbox.0.join(&image)).unwrap();
+        let mut args = vec![bytes(b"x"), bytes(b"-o"), bytes(b"read.png"), bytes(b"--model"), folder];
+        args.extend([bytes(b"--reference"), image]);
+        args.extend(QUICK.map(OsString::from));
+        assert_eq!(sandbox.run(&args).good().text(), "read.png\n");
     }
 }

@@ -67,6 +67,7 @@ fn every_exit_code_is_reached() {
             "\n\nhint: lower --width and --height\n",
         ),
         (sandbox.run(["x", "-q", "-o", "no/out.png"]), 5, "error: cannot write (no/out.png): ", "no such folder\n"),
+        (sandbox.run(["x", "-q", "--backend", "cuda"]), 6, "error: no usable GPU: ", "; --backend cpu runs without one\n"),
         (
             planted("a", "flux-2-klein-tiny", "img_in.weight", f32::NAN),
             7,

@@ -4,9 +4,12 @@
 //! first, all arithmetic is checked, names are unique, and the tensors must tile the data region exactly. What passes here
 //! can be sliced without further thought.
 
+// Lengths here come from outside: no sum, product or conversion of one goes unchecked, not even where it looks safe.
+#![deny(clippy::arithmetic_side_effects, clippy::cast_possible_truncation)]
+
 use crate::error::{Error, Result};
 use serde::Deserialize;
-use serde::de::{self, DeserializeSeed, Deserializer, MapAccess, Visitor};
+use serde::de::{self, DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
@@ -14,14 +17,14 @@ use std::path::Path;
 
 /// Longest header read. The largest FLUX.2 header known has 85 kB; the format itself would allow 100 MB.
 pub const MAX_HEADER: u64 = 4 << 20;
-/// Most tensors in one file.
+/// Most tensors in one file, and most texts in its free-form map.
 pub const MAX_TENSORS: usize = 4096;
 /// Longest tensor name in bytes.
 pub const MAX_NAME: usize = 256;
 /// Most dimensions of a tensor.
 const MAX_RANK: usize = 8;
-/// The little-endian length in front of the header.
-const LENGTH: u64 = 8;
+/// Bytes of the little-endian length in front of the header.
+const LENGTH: usize = size_of::<u64>();
 
 const INVALID: &str = "invalid safetensors header";
 const FOREIGN: &str = "not a safetensors file";
@@ -88,12 +91,10 @@ pub struct Header {
 impl Header {
     /// Reads and checks the header of `file`. `path` is for messages only.
     pub fn parse(path: &Path, file: &[u8]) -> Result<Self> {
-        let length = header_length(path, file)?;
+        let data_start = header_end(path, file)?;
         let invalid = |detail: String| Error::bad_file(path, INVALID, detail);
-        // Both fit: the length is at most MAX_HEADER, and the file was found to be at least that long. The copy is on purpose:
-        // somebody may write to a mapped file, and text that was checked to be UTF-8 must stay so.
-        let data_start = LENGTH + length;
-        let json = file[LENGTH as usize..data_start as usize].to_vec();
+        // The copy is on purpose: somebody may write to a mapped file, and text that was checked to be UTF-8 must stay so.
+        let json = file[LENGTH..data_start].to_vec();
         let json = String::from_utf8(json).map_err(|e| invalid(format!("not UTF-8: {e}")))?;
 
         let mut raw = Raw::default();
@@ -116,35 +117,34 @@ impl Header {
 
         // Offsets are contiguous, so the last end is the length of the data.
         let data = extents.last().map_or(0, |(offsets, ..)| offsets[1]);
-        let described = data_start
-            .checked_add(data)
-            .filter(|&end| usize::try_from(end).is_ok())
-            .ok_or_else(|| invalid(format!("describes {} bytes of data, more than any file can have", grouped(data))))?;
-        let have = file.len() as u64;
+        let in_file = |offset: u64| {
+            let place = usize::try_from(offset).ok().and_then(|offset| data_start.checked_add(offset));
+            place.ok_or_else(|| invalid(format!("describes {} bytes of data, more than any file can have", grouped(data))))
+        };
+        let (have, described) = (file.len(), in_file(data)?);
         if have < described {
             return Err(truncated(path, have, described, ""));
         }
         if have > described {
-            return Err(invalid(format!("{} bytes follow the last tensor", grouped(have - described))));
+            return Err(invalid(format!("{} bytes follow the last tensor", grouped(have.abs_diff(described) as u64))));
         }
 
-        let tensors = extents.into_iter().map(|([begin, end], name, (element, shape))| {
-            // In range: `described` bounds every offset and fits usize.
-            let range = (data_start + begin) as usize..(data_start + end) as usize;
-            (name.to_owned(), Entry { element, shape, range })
-        });
-        Ok(Self { tensors: tensors.collect(), metadata: raw.metadata.unwrap_or_default() })
+        let mut tensors = BTreeMap::new();
+        for ([begin, end], name, (element, shape)) in extents {
+            let range = in_file(begin)?..in_file(end)?;
+            tensors.insert(name.to_owned(), Entry { element, shape, range });
+        }
+        Ok(Self { tensors, metadata: raw.metadata.unwrap_or_default() })
     }
 }
 
-/// The length of the header, once it is sure that there is a safetensors header and that the file holds all of it.
-fn header_length(path: &Path, file: &[u8]) -> Result<u64> {
-    let have = file.len() as u64;
+/// Where the header ends, once it is sure that there is a safetensors header and that the file holds all of it.
+fn header_end(path: &Path, file: &[u8]) -> Result<usize> {
     if file.is_empty() {
         return Err(Error::bad_file(path, FOREIGN, "it is empty").with_hint("download the file again"));
     }
-    let Some((length, rest)) = file.split_first_chunk::<{ LENGTH as usize }>() else {
-        return Err(foreign(path, file).unwrap_or_else(|| truncated(path, have, LENGTH, "at least ")));
+    let Some((length, rest)) = file.split_first_chunk::<LENGTH>() else {
+        return Err(foreign(path, file).unwrap_or_else(|| truncated(path, file.len(), LENGTH, "at least ")));
     };
     let length = u64::from_le_bytes(*length);
     let opening = rest.first();
@@ -153,20 +153,21 @@ fn header_length(path: &Path, file: &[u8]) -> Result<u64> {
     if let Some(error) = implausible.then(|| foreign(path, file)).flatten() {
         return Err(error);
     }
-    if length > MAX_HEADER {
+    let end = usize::try_from(length).ok().and_then(|length| length.checked_add(LENGTH)).filter(|_| length <= MAX_HEADER);
+    let Some(end) = end else {
         let detail = format!("header is {} bytes, limit {}", grouped(length), grouped(MAX_HEADER));
         return Err(Error::bad_file(path, INVALID, detail));
-    }
+    };
     if length < 2 {
         return Err(Error::bad_file(path, INVALID, format!("header is {length} bytes, the shortest possible has 2")));
     }
     if opening.is_some_and(|&byte| byte != b'{') {
         return Err(Error::bad_file(path, INVALID, "does not begin with `{`"));
     }
-    if have < LENGTH + length {
-        return Err(truncated(path, have, LENGTH + length, "at least "));
+    if file.len() < end {
+        return Err(truncated(path, file.len(), end, "at least "));
     }
-    Ok(length)
+    Ok(end)
 }
 
 /// Names the formats that people save as weights by mistake.
@@ -199,9 +200,10 @@ fn foreign(path: &Path, file: &[u8]) -> Option<Error> {
     Some(Error::bad_file(path, UNSUPPORTED, detail).with_hint("use a .safetensors file"))
 }
 
-fn truncated(path: &Path, have: u64, described: u64, qualifier: &str) -> Error {
-    let detail = format!("has {} bytes, its header describes {qualifier}{}", grouped(have), grouped(described));
-    let missing = grouped(described - have);
+fn truncated(path: &Path, have: usize, described: usize, qualifier: &str) -> Error {
+    let missing = grouped(described.abs_diff(have) as u64);
+    let (have, described) = (grouped(have as u64), grouped(described as u64));
+    let detail = format!("has {have} bytes, its header describes {qualifier}{described}");
     Error::bad_file(path, "truncated file", detail).with_hint(format!("download again; {qualifier}{missing} bytes are missing"))
 }
 
@@ -219,7 +221,10 @@ fn check_tiling(extents: &[Extent<'_>]) -> Result<(), String> {
             return Err(format!("tensor `{other}` [{before},{after}) overlaps `{name}` [{begin},{end})"));
         }
         if *begin > cursor {
-            return Err(format!("{} bytes before tensor `{name}` [{begin},{end}) belong to no tensor", grouped(begin - cursor)));
+            return Err(format!(
+                "{} bytes before tensor `{name}` [{begin},{end}) belong to no tensor",
+                grouped(begin.abs_diff(cursor))
+            ));
         }
         cursor = *end;
         previous = Some(extent);
@@ -232,6 +237,7 @@ fn check_tiling(extents: &[Extent<'_>]) -> Result<(), String> {
 #[serde(deny_unknown_fields)]
 struct RawEntry {
     dtype: String,
+    #[serde(deserialize_with = "dimensions")]
     shape: Vec<u64>,
     data_offsets: [u64; 2],
 }
@@ -241,9 +247,6 @@ impl RawEntry {
     fn check(&self) -> Result<(&'static ElementType, Vec<usize>), String> {
         let element = ELEMENT_TYPES.iter().find(|t| t.name == self.dtype);
         let element = element.ok_or_else(|| format!("unknown dtype `{}`", shown(&self.dtype)))?;
-        if self.shape.len() > MAX_RANK {
-            return Err(format!("has {} dimensions, limit {MAX_RANK}", self.shape.len()));
-        }
         let too_large = || format!("shape {:?} of {} overflows", self.shape, element.name);
         let elements = self.shape.iter().try_fold(1u64, |n, &dim| n.checked_mul(dim)).ok_or_else(too_large)?;
         let bits = elements.checked_mul(element.bits).ok_or_else(too_large)?;
@@ -264,6 +267,30 @@ impl RawEntry {
         }
         Ok((element, shape))
     }
+}
+
+/// Reads a shape, and stops at the first dimension too many: a header has room for millions.
+fn dimensions<'de, D: Deserializer<'de>>(reader: D) -> Result<Vec<u64>, D::Error> {
+    struct Shape;
+    impl<'de> Visitor<'de> for Shape {
+        type Value = Vec<u64>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("a sequence")
+        }
+
+        fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Vec<u64>, A::Error> {
+            let mut shape = Vec::new();
+            while let Some(dim) = seq.next_element()? {
+                if shape.len() == MAX_RANK {
+                    return Err(de::Error::custom(format!("more than {MAX_RANK} dimensions")));
+                }
+                shape.push(dim);
+            }
+            Ok(shape)
+        }
+    }
+    reader.deserialize_seq(Shape)
 }
 
 /// The header as parsed so far. `current` is the tensor being read, for the message if its description is broken.
@@ -323,7 +350,8 @@ impl<'de> Visitor<'de> for RawSeed<'_> {
     }
 }
 
-/// A JSON object of strings in which no key occurs twice; serde's own maps let the last one win.
+/// A JSON object of strings in which no key occurs twice; serde's own maps let the last one win. A text takes ten times the bytes
+/// in memory that it may have in a file, so their number is bounded, too.
 pub(super) struct UniqueMap(pub BTreeMap<String, String>);
 
 impl<'de> Deserialize<'de> for UniqueMap {
@@ -341,6 +369,9 @@ impl<'de> Deserialize<'de> for UniqueMap {
                 while let Some((key, value)) = map.next_entry::<String, String>()? {
                     if strings.contains_key(&key) {
                         return Err(de::Error::custom(format!("`{}` is there twice", shown(&key))));
+                    }
+                    if strings.len() == MAX_TENSORS {
+                        return Err(de::Error::custom(format!("more than {MAX_TENSORS} texts")));
                     }
                     strings.insert(key, value);
                 }
@@ -363,12 +394,12 @@ pub(super) fn shown(text: &str) -> String {
 /// A number with a comma between thousands.
 pub(super) fn grouped(number: u64) -> String {
     let digits = number.to_string();
-    let mut text = String::with_capacity(digits.len() + digits.len() / 3);
-    for (i, digit) in digits.char_indices() {
-        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+    let mut text = String::new();
+    for (left, digit) in (0..digits.len()).rev().zip(digits.chars()) {
+        text.push(digit);
+        if left > 0 && left.is_multiple_of(3) {
             text.push(',');
         }
-        text.push(digit);
     }
     text
 }

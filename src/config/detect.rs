@@ -92,10 +92,10 @@ impl TextConfig {
         if let Some(kind) = config.as_ref().and_then(|c| c.text("model_type")).filter(|kind| *kind != "qwen3") {
             return Err(foreign(format!("its configuration says `{kind}`")));
         }
-        // Any layer will do: should a tensor of the first be missing, it is later named itself.
+        // The layers vote, so that one with a tensor that is missing or of a wrong shape is later named itself.
         let layer = |rest: &str, dim: usize| {
-            let mut names = (0..Self::klein_4b().layers).map(|n| format!("model.layers.{n}.{rest}.weight"));
-            names.find_map(|name| weights.shape(&name)?.get(dim).copied())
+            let names = (0..Self::klein_4b().layers).map(|n| format!("model.layers.{n}.{rest}.weight"));
+            majority(names.filter_map(|name| weights.shape(&name)?.get(dim).copied()))
         };
         if layer("self_attn.q_norm", 0).is_none() {
             return Err(foreign("it has no `model.layers.0.self_attn.q_norm.weight`".into()));
@@ -103,7 +103,10 @@ impl TextConfig {
         let embedding = |dim: usize| weights.shape("model.embed_tokens.weight").and_then(|shape| shape.get(dim).copied());
         let votes = [embedding(1), layer("mlp.down_proj", 0), layer("input_layernorm", 0)];
         let hidden = size(weights, "width", majority(votes.into_iter().flatten()))?;
-        let vocab = size(weights, "vocabulary", embedding(0))?;
+        // One tensor alone tells the vocabulary, and what encoders of a known width have is known.
+        let known = [Self::klein_4b(), Self::klein_9b(), Self::tiny()];
+        let expected = known.iter().find(|known| known.hidden == hidden).map(|known| known.vocab);
+        let vocab = size(weights, "vocabulary", expected.or(embedding(0)))?;
         let intermediate = size(weights, "MLP width", layer("mlp.down_proj", 1))?;
         let query = size(weights, "query width", layer("self_attn.o_proj", 1))?;
         let stacked = size(weights, "attention width", layer("self_attn.qkv_proj", 0))?;
@@ -151,11 +154,11 @@ impl VaeConfig {
     /// Reads the sizes from the tensors, and the rest from `config` if there is one.
     pub fn detect(weights: &Weights, config: Option<&Path>) -> Result<Self> {
         let config = config.map(Config::read).transpose()?;
-        // Every resnet of a level ends with its channels; the first that is there tells.
+        // The convolutions of a level all end with its channels. They vote, so that a wrong one is later named itself.
         let channels = |stem: &str| {
-            let mut names = (0..3).map(|block| format!("{stem}.resnets.{block}.conv2.weight"));
-            let found = names.find_map(|name| weights.shape(&name)?.first().copied());
-            size(weights, &format!("width in `{stem}`"), found)
+            let blocks = (0..3).flat_map(|block| [1, 2].map(|conv| format!("{stem}.resnets.{block}.conv{conv}.weight")));
+            let votes = blocks.filter_map(|name| weights.shape(&name)?.first().copied());
+            size(weights, &format!("width in `{stem}`"), majority(votes))
         };
         let (mut encoder, mut decoder) = ([0; 4], [0; 4]);
         for level in 0..4 {

@@ -6,6 +6,10 @@ mod files;
 mod headers;
 mod locating;
 mod manifests;
+mod mutations;
+#[path = "../common/random.rs"]
+mod random;
+mod real;
 
 use kiln::checkpoint::Shard;
 use kiln::error::{Error, Result};
@@ -28,6 +32,12 @@ fn zeros(tensors: &[Described]) -> Vec<u8> {
 
 /// The same with something more at the start of the header.
 fn zeros_with(tensors: &[Described], more: &str) -> Vec<u8> {
+    let (header, data) = header_of(tensors, more);
+    raw(&header, data)
+}
+
+/// The header of a file of these tensors, and how many bytes of data follow it.
+fn header_of(tensors: &[Described], more: &str) -> (String, usize) {
     let mut offset = 0;
     let mut entries = Vec::new();
     for (name, element, shape) in tensors {
@@ -41,7 +51,7 @@ fn zeros_with(tensors: &[Described], more: &str) -> Vec<u8> {
         entries.push(format!("{name:?}:{{\"dtype\":\"{element}\",\"shape\":{shape:?},\"data_offsets\":[{offset},{end}]}}"));
         offset = end;
     }
-    raw(&format!("{{{more}{}}}", entries.join(",")), offset)
+    (format!("{{{more}{}}}", entries.join(",")), offset)
 }
 
 /// Header text, with `data` zero bytes behind it.

@@ -1,6 +1,7 @@
 //! Small files that ask for much: refused or decoded at once, in little memory.
 
-use crate::{Chunk, decode, fixture, jpeg_claiming, peak_of, png, png_header};
+use crate::cost::peak_of;
+use crate::{Chunk, decode, fixture, jpeg_claiming, png, png_header};
 use flate2::Compression;
 use flate2::write::ZlibEncoder;
 use std::io::Write;
@@ -39,6 +40,13 @@ fn claiming_png(width: u32, height: u32, data: &[u8]) -> Vec<u8> {
     png(&[(b"IHDR", &png_header(width, height)), (b"IDAT", data), (b"IEND", b"")])
 }
 
+/// A PNG of 99 megapixels of some depth, colour type and order, with little data.
+fn claiming_kind(depth: u8, colour: u8, interlaced: u8) -> Vec<u8> {
+    let mut header = png_header(9_990, 9_990);
+    (header[8], header[9], header[12]) = (depth, colour, interlaced);
+    png(&[(b"IHDR", &header), (b"IDAT", &[0; 100]), (b"IEND", b"")])
+}
+
 /// A progressive JPEG whose last scan comes many times.
 fn many_scans() -> Vec<u8> {
     let whole = fixture("progressive_420.jpg");
@@ -58,6 +66,13 @@ fn bombs_are_harmless() {
     let exif = [b"II*\0\x08\0\0\0\xFF\xFF", &[0x12; 300 << 10][..]].concat();
     let app: Vec<u8> = [&[0xFF, 0xE2, 0xFF, 0xFF], &b"ICC_PROFILE\0\x01\xFF"[..], &vec![0; 65_533 - 14]].concat();
     let apps = [&jpeg[..2], &app.repeat(255), &jpeg[2..]].concat();
+    let private = vec![0x41; 50 << 20];
+    let comment: Vec<u8> = [&[0xFF, 0xFE, 0xFF, 0xFF][..], &vec![0x41; 65_533]].concat();
+    let comments = [&jpeg[..2], &comment.repeat(255), &jpeg[2..]].concat();
+    // The first table of quantisers, over and over.
+    let table = jpeg.windows(2).position(|w| w == [0xFF, 0xDB]).unwrap();
+    let length = 2 + usize::from(u16::from_be_bytes([jpeg[table + 2], jpeg[table + 3]]));
+    let tables = [&jpeg[..table], &jpeg[table..table + length].repeat(1_000), &jpeg[table..]].concat();
     let frame: [Chunk<'_>; 2] = [(b"fcTL", &[0xFF; 26]), (b"fdAT", &bomb[..4096])];
 
     let bombs: Vec<(&str, Vec<u8>, Fate)> = vec![
@@ -79,7 +94,21 @@ fn bombs_are_harmless() {
         ("large exif", small_png(&[(b"eXIf", &exif)], &[(b"eXIf", &exif)]), Decoded),
         ("10,000 texts", small_png(&[(b"tEXt", &b"a\0b"[..])].repeat(10_000), &[]), Decoded),
         ("5,000 frames", small_png(&[(b"acTL", &[0xFF; 8])], &frame.repeat(5_000)), Decoded),
+        ("long png", claiming_png(16_385, 64, b"x"), Refused("limit 16384 a side")),
+        ("tall png", claiming_png(64, 16_385, b"x"), Refused("limit 16384 a side")),
+        ("png of one bit, 99 MP", claiming_kind(1, 0, 0), Refused("cannot hold them")),
+        ("png of 16 bits and alpha, 99 MP", claiming_kind(16, 6, 0), Refused("cannot hold them")),
+        ("interlaced png of 99 MP", claiming_kind(8, 2, 1), Refused("cannot hold them")),
+        ("50 MiB of a private chunk", small_png(&[(b"prVt", &private)], &[]), Decoded),
+        ("10,000 empty parts of image data", small_png(&[(b"IDAT", &b""[..])].repeat(10_000), &[]), Decoded),
+        ("text of 50 MiB", small_png(&[(b"tEXt", &private)], &[]), Decoded),
+        ("a hundred profiles", small_png(&[(b"iCCP", &profile[..])].repeat(100), &[]), Decoded),
+        ("16 MB of comments in a jpeg", comments, Decoded),
+        ("1,000 tables in a jpeg", tables, Decoded),
+        ("progressive of 4295 MP", jpeg_claiming(&progressive, 65_535, 65_535), Refused("limit 100 MP")),
+        ("tall jpeg", jpeg_claiming(&jpeg, 2_048, 65_535), Refused("limit 100 MP")),
     ];
+    assert!(bombs.len() >= 30, "{}", bombs.len());
     for (name, bytes, fate) in bombs {
         let run = || {
             let start = Instant::now();

@@ -1,16 +1,17 @@
 //! Reference images from the outside: equal to what Pillow and the diffusers pipeline make of them, and no file can do harm.
 //!
 //! The fixtures are written by `tools/references.py`.
-#![allow(unsafe_code)] // an allocator cannot be written without it
 
 mod bombs;
+#[path = "../common/cost.rs"]
+mod cost;
 mod equality;
 mod faults;
+#[path = "../common/random.rs"]
+mod random;
 
 use kiln::error::Result;
 use kiln::reference::Reference;
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
 use std::path::{Path, PathBuf};
 
 fn fixtures() -> PathBuf {
@@ -76,40 +77,4 @@ fn jpeg_claiming(jpeg: &[u8], width: u16, height: u16) -> Vec<u8> {
     out[at..at + 2].copy_from_slice(&height.to_be_bytes());
     out[at + 2..at + 4].copy_from_slice(&width.to_be_bytes());
     out
-}
-
-/// Counts the bytes each thread has in use, and the most there were. A refusal happens on the thread that asked.
-struct Counting;
-
-thread_local! {
-    // Signed: a thread may free what another one reserved.
-    static IN_USE: Cell<isize> = const { Cell::new(0) };
-    static PEAK: Cell<isize> = const { Cell::new(0) };
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
-
-// SAFETY: every call is passed on unchanged to the system's allocator; counting allocates nothing.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        IN_USE.set(IN_USE.get().wrapping_add_unsigned(layout.size()));
-        PEAK.set(PEAK.get().max(IN_USE.get()));
-        // SAFETY: the caller keeps the contract of `alloc`, which is the same one.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        IN_USE.set(IN_USE.get().wrapping_sub_unsigned(layout.size()));
-        // SAFETY: `pointer` came from `System` by way of `alloc` above.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
-
-/// Runs `work` and returns the most memory this thread had in use during it, beyond what it had before.
-fn peak_of<T>(work: impl FnOnce() -> T) -> (T, isize) {
-    let before = IN_USE.get();
-    PEAK.set(before);
-    let out = work();
-    (out, PEAK.get() - before)
 }

@@ -1,0 +1,152 @@
+//! One fault in one tensor of the real models, for every tensor in turn: refused by name before any weight is read.
+
+use super::{Described, Scratch, header_of};
+use kiln::checkpoint::{Part, Weights};
+use kiln::config::{TextConfig, TransformerConfig, VaeConfig, check_fit};
+use kiln::error::{Error, Result};
+use kiln::names::{Layout, file_tensors, text_manifest, transformer_manifest, vae_manifest};
+use kiln::pipeline::Configs;
+use rayon::prelude::*;
+use std::fs::File;
+use std::io::Write;
+use std::path::Path;
+
+const PARTS: [Part; 3] = [Part::Transformer, Part::TextEncoder, Part::Vae];
+
+fn klein() -> [Configs; 2] {
+    [
+        (TransformerConfig::klein_4b(), TextConfig::klein_4b(), VaeConfig::klein_4b()),
+        (TransformerConfig::klein_9b(), TextConfig::klein_9b(), VaeConfig::klein_9b()),
+    ]
+}
+
+/// The tensors of one part as its file has them.
+fn tensors(part: Part, (transformer, text, vae): &Configs, layout: Layout) -> Vec<Described> {
+    let manifest = match part {
+        Part::Transformer => transformer_manifest(transformer),
+        Part::TextEncoder => text_manifest(text),
+        Part::Vae => vae_manifest(vae),
+    };
+    manifest.iter().flat_map(|spec| file_tensors(part, layout, spec)).map(|s| (s.name, "BF16", s.shape)).collect()
+}
+
+/// A file of these tensors: a header, and gigabytes that are never written and take no room.
+fn open(part: Part, path: &Path, tensors: &[Described]) -> Result<Weights> {
+    let (header, data) = header_of(tensors, "");
+    let mut file = File::create(path).unwrap();
+    file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();
+    file.write_all(header.as_bytes()).unwrap();
+    file.set_len((8 + header.len() + data) as u64).unwrap();
+    Weights::open(part, path)
+}
+
+/// A model of which one part may be changed.
+struct Model<'a> {
+    scratch: Scratch,
+    configs: &'a Configs,
+}
+
+impl<'a> Model<'a> {
+    fn new(configs: &'a Configs) -> Self {
+        Self { scratch: Scratch::new(), configs }
+    }
+
+    /// What a program does with a model before it runs one, with another file for one part: find its sizes, compare them with
+    /// those of the others, check everything. Returns unknown tensors.
+    fn with(&self, part: Part, tensors: &[Described]) -> Result<Vec<String>> {
+        let weights = open(part, &self.scratch.path().join("changed"), tensors)?;
+        let (mut transformer, mut text, _) = self.configs.clone();
+        let manifest = match part {
+            Part::Transformer => {
+                transformer = TransformerConfig::detect(&weights, None)?;
+                transformer_manifest(&transformer)
+            }
+            Part::TextEncoder => {
+                text = TextConfig::detect(&weights, None)?;
+                text_manifest(&text)
+            }
+            Part::Vae => vae_manifest(&VaeConfig::detect(&weights, None)?),
+        };
+        check_fit(&transformer, &text)?;
+        weights.check(&manifest)
+    }
+}
+
+/// Something done to a list of tensors.
+type Change<'a> = dyn Fn(&mut Vec<Described>) + 'a;
+
+/// Tries every fault in every tensor of one part, and returns how many there were.
+fn faults(model: &Model<'_>, part: Part, whole: &[Described]) -> usize {
+    assert!(model.with(part, whole).unwrap().is_empty());
+    let mut count = 0;
+    for (i, (name, _, shape)) in whole.iter().enumerate() {
+        let with = |change: &Change<'_>| {
+            let mut changed = whole.to_vec();
+            change(&mut changed);
+            model.with(part, &changed)
+        };
+        let refused = |change: &Change<'_>| with(change).expect_err(name);
+
+        let missing: [&Change<'_>; 2] = [&|t| drop(t.remove(i)), &|t| t[i].0.push_str("_x")];
+        for change in missing {
+            let error = refused(change);
+            let named = matches!(&error, Error::TensorMissing { name: n, want, .. } if n == name && want == shape);
+            assert!(named, "{name}: {error}");
+        }
+        let extra = format!("{name}.bias");
+        match with(&|t| t.push((extra.clone(), "BF16", vec![1]))) {
+            // Only the transformer may not have more than it needs: elsewhere the same file serves other programs.
+            Err(Error::TensorUnknown { name: n, .. }) if part == Part::Transformer => assert_eq!(n, extra),
+            Ok(unknown) if part != Part::Transformer => assert_eq!(unknown, [extra]),
+            other => panic!("{name}: {other:?}"),
+        }
+        let error = refused(&|t| t[i].1 = "I16");
+        assert!(matches!(&error, Error::TensorType { name: n, got, .. } if n == name && got == "I16"), "{name}: {error}");
+        for dim in 0..shape.len() {
+            let error = refused(&|t| t[i].2[dim] += 128);
+            count += 1;
+            let named = match &error {
+                // A matrix is a kernel of 1x1, and asked for as one or the other.
+                Error::TensorShape { name: n, got, want, .. } => {
+                    n == name && shape.starts_with(want) && got[dim] == shape[dim] + 128
+                }
+                // This one dimension is not the transformer's own: it has to be that of the text encoder.
+                Error::Mismatch { .. } => dim == 1 && (name == "txt_in.weight" || name == "context_embedder.weight"),
+                _ => false,
+            };
+            assert!(named, "{name} {dim}: {error}");
+        }
+        count += 4;
+    }
+    count
+}
+
+#[test]
+fn every_fault_in_every_tensor_of_the_real_models_is_refused_by_name() {
+    let configs = klein();
+    let layouts = [Layout::Diffusers, Layout::Bfl];
+    let parts = configs.iter().flat_map(|configs| PARTS.map(|part| (configs, part)));
+    let jobs: Vec<_> = parts.flat_map(|(configs, part)| layouts.map(|layout| (configs, part, layout))).collect();
+    let counts = jobs.into_par_iter().map(|(configs, part, layout)| {
+        // The text encoder has only one layout.
+        if part == Part::TextEncoder && layout == Layout::Bfl {
+            return 0;
+        }
+        faults(&Model::new(configs), part, &tensors(part, configs, layout))
+    });
+    let count: usize = counts.sum();
+    assert!(count > 10_000, "{count}");
+}
+
+#[test]
+fn the_encoder_of_the_other_size_is_refused_by_name() {
+    let [small, large] = klein();
+    for (configs, other, expected) in [
+        (&small, &large, "klein 4B needs Qwen3-4B (hidden 2560), found hidden 4096"),
+        (&large, &small, "klein 9B needs Qwen3-8B (hidden 4096), found hidden 2560"),
+    ] {
+        let error =
+            Model::new(configs).with(Part::TextEncoder, &tensors(Part::TextEncoder, other, Layout::Diffusers)).unwrap_err();
+        assert_eq!(error.to_string(), format!("text encoder does not fit the transformer: {expected}"));
+    }
+}

@@ -1,0 +1,63 @@
+//! What a call costs: processor time, and memory.
+#![allow(dead_code)] // each test binary uses its own part of this
+#![allow(unsafe_code)] // an allocator cannot be written without it
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::time::{Duration, Instant};
+
+/// How long this thread has been running. Where the system does not tell, time that others had is counted, too.
+fn running(since: Instant) -> Duration {
+    let text = std::fs::read_to_string("/proc/thread-self/schedstat").ok();
+    let nanos = text.and_then(|text| text.split(' ').next()?.parse().ok());
+    nanos.map_or(since.elapsed(), Duration::from_nanos)
+}
+
+/// The processor time that `work` takes: the mean of some runs, because the system counts in steps of milliseconds, and the least
+/// of three such, because a busy machine is slow by chance and a bad input every time.
+pub fn time_of(mut work: impl FnMut()) -> Duration {
+    const RUNS: u32 = 3;
+    let since = Instant::now();
+    let rounds = (0..3).map(|_| {
+        let start = running(since);
+        (0..RUNS).for_each(|_| work());
+        running(since).saturating_sub(start) / RUNS
+    });
+    rounds.min().unwrap_or_default()
+}
+
+/// Counts the bytes each thread has in use, and the most there were. Nothing measured here moves to another thread.
+struct Counting;
+
+thread_local! {
+    // Signed: a thread may free what another one reserved.
+    static IN_USE: Cell<isize> = const { Cell::new(0) };
+    static PEAK: Cell<isize> = const { Cell::new(0) };
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+// SAFETY: every call is passed on unchanged to the system's allocator; counting allocates nothing.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        IN_USE.set(IN_USE.get().wrapping_add_unsigned(layout.size()));
+        PEAK.set(PEAK.get().max(IN_USE.get()));
+        // SAFETY: the caller keeps the contract of `alloc`, which is the same one.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        IN_USE.set(IN_USE.get().wrapping_sub_unsigned(layout.size()));
+        // SAFETY: `pointer` came from `System` by way of `alloc` above.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+/// Runs `work` and returns the most memory this thread had in use during it, beyond what it had before.
+pub fn peak_of<T>(work: impl FnOnce() -> T) -> (T, isize) {
+    let before = IN_USE.get();
+    PEAK.set(before);
+    let out = work();
+    (out, PEAK.get() - before)
+}

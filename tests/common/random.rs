@@ -1,0 +1,94 @@
+//! Random cases: a generator, how many cases there are, and how a failure is named.
+#![allow(dead_code)] // each test binary uses its own part of this
+#![allow(clippy::print_stdout)] // figures, shown with --nocapture
+
+use rayon::prelude::*;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+/// Whether the long versions of the tests were asked for.
+pub fn long() -> bool {
+    std::env::var_os("KILN_TEST_LONG").is_some_and(|value| value == "1")
+}
+
+/// The seed of all cases. A short run is the same every time; a long one is new, unless `KILN_TEST_SEED` repeats another.
+fn seed() -> u64 {
+    match std::env::var("KILN_TEST_SEED") {
+        Ok(text) => text.parse().expect("KILN_TEST_SEED is a number"),
+        Err(_) if long() => SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64,
+        Err(_) => 1,
+    }
+}
+
+/// Runs `case` many times, each with a generator of its own. A case that panics is named, so that it can be run again alone.
+pub fn cases(what: &str, short: u64, long_count: u64, case: impl Fn(&mut Random) + Sync) {
+    let (seed, count) = (seed(), if long() { long_count } else { short });
+    println!("{what}: {count} cases, seed {seed}");
+    let start = Instant::now();
+    (0..count).into_par_iter().for_each(|index| {
+        let run = || case(&mut Random::new(seed.wrapping_add(index)));
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(run)) {
+            println!(
+                "{what}: case {index} of seed {seed} failed; KILN_TEST_SEED={} makes it the first",
+                seed.wrapping_add(index)
+            );
+            resume_unwind(panic);
+        }
+    });
+    println!("{what}: {:.1} s", start.elapsed().as_secs_f64());
+}
+
+/// splitmix64, which gives good numbers from any seed.
+pub struct Random(u64);
+
+impl Random {
+    pub fn new(seed: u64) -> Self {
+        // Seeds in a row must not give the same numbers, one later.
+        let mut mixed = Self(seed);
+        Self(mixed.next())
+    }
+
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    pub fn below(&mut self, limit: usize) -> usize {
+        (self.next() % limit as u64) as usize
+    }
+
+    pub fn pick<'a, T: ?Sized>(&mut self, list: &[&'a T]) -> &'a T {
+        list[self.below(list.len())]
+    }
+
+    /// A number of any magnitude, often next to a power of two, where arithmetic goes wrong.
+    pub fn size(&mut self) -> u64 {
+        let power = 1u64 << self.below(64);
+        match self.below(4) {
+            0 => power,
+            1 => power - 1,
+            2 => power.wrapping_add(1),
+            _ => self.next() >> self.below(64),
+        }
+    }
+
+    /// A few bytes replaced, removed, doubled, cut off, or swapped with one of `words`.
+    pub fn mutate(&mut self, bytes: &mut Vec<u8>, words: &[&str]) {
+        for _ in 0..=self.below(3) {
+            if bytes.len() < 2 {
+                break;
+            }
+            let at = self.below(bytes.len());
+            match self.below(6) {
+                0 => bytes[at] = self.next() as u8,
+                1 => drop(bytes.remove(at)),
+                2 => bytes.insert(at, bytes[at]),
+                3 => bytes[at] ^= 1 << self.below(8),
+                4 if self.below(8) == 0 => bytes.truncate(at.max(1)),
+                _ => drop(bytes.splice(at..at + 1, self.pick(words).bytes())),
+            }
+        }
+    }
+}

@@ -1,0 +1,156 @@
+//! Sizes: arithmetic against numbers that cannot overflow, and what the largest headers cost.
+#![allow(clippy::print_stdout)] // figures, shown with --nocapture
+
+#[path = "common/cost.rs"]
+mod cost;
+#[path = "common/random.rs"]
+mod random;
+
+use cost::{peak_of, time_of};
+use kiln::checkpoint::Shard;
+use kiln::error::{Error, Result};
+use kiln::tensor::{ALIGN, Arena, Bytes, DType, Region};
+use random::{Random, cases};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+fn open(bytes: Vec<u8>) -> Result<Shard> {
+    Shard::from_bytes("x.safetensors", Bytes::new(Arc::new(bytes)))
+}
+
+/// A header and nothing behind it.
+fn file(header: &str) -> Vec<u8> {
+    [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat()
+}
+
+/// What has to be said of a tensor that is alone in a file without data, by arithmetic in 128 bits.
+fn verdict(shape: &[u64], bits: u64, [begin, end]: [u64; 2], header: usize) -> &'static str {
+    // Eight dimensions of 64 bits do not fit 128; beyond 64 nothing fits anyway.
+    let fits = |value: &u128| *value <= u128::from(u64::MAX);
+    let bits = shape.iter().try_fold(1u128, |n, &dim| Some(n * u128::from(dim)).filter(fits)).map(|n| n * u128::from(bits));
+    let Some(bits) = bits.filter(fits) else { return "overflows" };
+    if bits % 8 != 0 {
+        return "does not fill whole bytes";
+    }
+    if end < begin {
+        return "run backwards";
+    }
+    if u128::from(end - begin) != bits / 8 {
+        return " bytes, data_offsets ";
+    }
+    if begin > 0 {
+        return "belong to no tensor";
+    }
+    let described = 8 + header as u128 + u128::from(end);
+    if !fits(&described) {
+        return "more than any file can have";
+    }
+    if end > 0 { "truncated file" } else { "" }
+}
+
+#[test]
+fn shapes_are_multiplied_as_large_integers_are() {
+    let wrapped = AtomicUsize::new(0);
+    cases("shapes", 100_000, 1_000_000, |random| {
+        let types = [("U8", 8), ("BF16", 16), ("F32", 32), ("F64", 64), ("F4", 4), ("F6_E3M2", 6)];
+        let (dtype, bits) = types[random.below(types.len())];
+        // Many products must come out just below or above 2^64.
+        let mut left = 64;
+        let shape: Vec<u64> = (0..random.below(5))
+            .map(|_| {
+                let power = random.below(left + 1);
+                left -= power;
+                near(random, power)
+            })
+            .collect();
+        let product = shape.iter().fold(1u64, |n, &dim| n.wrapping_mul(dim));
+        let length = product.wrapping_mul(bits) / 8;
+        let begin = if random.below(8) == 0 { random.size() } else { 0 };
+        let end = if random.below(8) == 0 { random.size() } else { begin.wrapping_add(length) };
+        let header = format!(r#"{{"a":{{"dtype":"{dtype}","shape":{shape:?},"data_offsets":[{begin},{end}]}}}}"#);
+        let want = verdict(&shape, bits, [begin, end], header.len());
+        if want == "overflows" && end == begin.wrapping_add(product.wrapping_mul(bits) / 8) {
+            wrapped.fetch_add(1, Ordering::Relaxed);
+        }
+        match open(file(&header)) {
+            Ok(_) => assert_eq!(want, "", "{header}"),
+            Err(error) => assert!(!want.is_empty() && error.to_string().contains(want), "{header}: {error}, not {want}"),
+        }
+    });
+    // The control: arithmetic that wraps around would find nothing wrong with the shapes of these.
+    assert!(wrapped.into_inner() > 1000);
+}
+
+/// 2 to a power, or next to it.
+fn near(random: &mut Random, power: usize) -> u64 {
+    let exact = 1u128 << power;
+    u64::try_from(exact + random.below(3) as u128 - 1).unwrap_or(u64::MAX)
+}
+
+#[test]
+fn working_memory_is_laid_out_as_large_integers_are() {
+    let refused = AtomicUsize::new(0);
+    cases("allocations", 100_000, 1_000_000, |random| {
+        let mut arena = Arena::new(Region::Arena);
+        let (mut top, mut peak) = (0u128, 0u128);
+        for _ in 0..6 {
+            let [rows, cols] = [(); 2].map(|()| {
+                let power = random.below(40);
+                near(random, power) as usize
+            });
+            let dtype = [DType::F32, DType::Bf16, DType::F16, DType::U32][random.below(4)];
+            let end = top + rows as u128 * cols as u128 * dtype.size() as u128;
+            let end = end.next_multiple_of(u128::from(ALIGN));
+            match arena.alloc(rows, cols, dtype) {
+                Ok(tensor) => {
+                    assert_eq!((u128::from(tensor.offset), tensor.rows, tensor.cols), (top, rows, cols));
+                    assert!(end <= u128::from(u64::MAX), "{end}");
+                    (top, peak) = (end, peak.max(end));
+                }
+                Err(error) => {
+                    assert!(matches!(error, Error::Memory { .. }) && end > u128::from(u64::MAX), "{error} {end}");
+                    refused.fetch_add(1, Ordering::Relaxed);
+                }
+            }
+            assert_eq!((u128::from(arena.mark()), u128::from(arena.peak())), (top, peak));
+        }
+    });
+    // The control: as many would be placed wrongly by arithmetic that wraps around.
+    assert!(refused.into_inner() > 1000);
+}
+
+/// A header of exactly the most bytes there may be, filled up with spaces.
+fn largest(entries: &str) -> Vec<u8> {
+    let header = format!("{{{entries}}}");
+    assert!(header.len() <= 4 << 20, "{}", header.len());
+    file(&format!("{header}{}", " ".repeat((4 << 20) - header.len())))
+}
+
+#[test]
+fn the_largest_headers_are_cheap() {
+    let entry = |name: String| format!(r#""{name}":{{"dtype":"F32","shape":[0,1,1,1,1,1,1,1],"data_offsets":[0,0]}}"#);
+    let tensors = |name: &dyn Fn(usize) -> String| (0..4096).map(|i| entry(name(i))).collect::<Vec<_>>().join(",");
+    let texts = |count: usize, size: usize| {
+        let pairs: Vec<String> = (0..count).map(|i| format!(r#""{i:x}":"{}""#, "x".repeat(size))).collect();
+        format!(r#""__metadata__":{{{}}}"#, pairs.join(","))
+    };
+    for (what, header, accepted) in [
+        ("long names", largest(&tensors(&|i| format!("{i:0256}"))), true),
+        ("escaped names", largest(&tensors(&|i| format!(r"{}{i:04}", r"\u0061".repeat(150)))), true),
+        ("one long text", largest(&format!(r#""__metadata__":{{"x":"{}"}}"#, "x".repeat(4_000_000))), true),
+        ("many texts", largest(&texts(4096, 1000)), true),
+        ("too many texts", largest(&texts(350_000, 0)), false),
+        ("many dimensions", largest(&format!(r#""a":{{"dtype":"U8","shape":[{}1]}}"#, "1,".repeat(2_000_000))), false),
+        ("deep", largest(&format!(r#""a":{}"#, "[".repeat(4_000_000))), false),
+    ] {
+        let bytes = Bytes::new(Arc::new(header));
+        let parse = || Shard::from_bytes("x.safetensors", bytes.clone());
+        let (result, peak) = peak_of(parse);
+        let time = time_of(|| drop(parse()));
+        println!("{what}: {:.1} ms, {:.1} MiB", time.as_secs_f64() * 1e3, peak as f64 / f64::from(1 << 20));
+        assert_eq!(result.is_ok(), accepted, "{what}: {result:?}");
+        assert!(peak <= 32 << 20, "{what}: {peak} bytes");
+        assert!(time <= Duration::from_millis(50), "{what}: {time:?}");
+    }
+}

@@ -1,0 +1,307 @@
+//! The tokenizer from the outside: no file and no prompt harms it, none takes long, and ids are those of the reference.
+//!
+//! `tests/fixtures/tokens.json` is written by `tools/tokens.py`.
+#![allow(clippy::print_stdout)] // figures, shown with --nocapture
+
+#[path = "common/cost.rs"]
+mod cost;
+#[path = "common/random.rs"]
+mod random;
+
+use cost::time_of;
+use flate2::read::GzDecoder;
+use kiln::tiny;
+use kiln::tokenizer::{MAX_PROMPT_BYTES, Tokenizer};
+use random::{Random, cases};
+use serde::Deserialize;
+use std::io::Read;
+use std::path::Path;
+use std::sync::LazyLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+/// Ids that a text encoder reads.
+const LENGTH: usize = 512;
+
+static QWEN3: LazyLock<Tokenizer> = LazyLock::new(|| Tokenizer::qwen3().unwrap());
+static TINY: LazyLock<Tokenizer> = LazyLock::new(|| Tokenizer::from_json(tiny::TOKENIZER, Path::new("tiny")).unwrap());
+
+#[derive(Deserialize)]
+struct Recorded {
+    tokenizer: Source,
+    cases: Vec<Case>,
+}
+
+#[derive(Deserialize)]
+struct Source {
+    bytes: usize,
+    fnv: String,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Case {
+    Short { prompt: String, ids: Vec<u32> },
+    Long { piece: String, times: usize, count: usize, fnv: String },
+}
+
+fn recorded() -> Recorded {
+    serde_json::from_str(include_str!("fixtures/tokens.json")).unwrap()
+}
+
+/// The shipped file.
+fn unpacked() -> Vec<u8> {
+    let mut json = Vec::new();
+    GzDecoder::new(&include_bytes!("../models/qwen3/tokenizer.json.gz")[..]).read_to_end(&mut json).unwrap();
+    json
+}
+
+/// FNV-1a 64.
+fn fnv(bytes: impl IntoIterator<Item = u8>) -> String {
+    let step = |state: u64, byte| (state ^ u64::from(byte)).wrapping_mul(0x100_0000_01B3);
+    format!("{:016x}", bytes.into_iter().fold(0xCBF2_9CE4_8422_2325, step))
+}
+
+#[test]
+fn the_shipped_tokenizer_is_the_recorded_one() {
+    let (json, want) = (unpacked(), recorded().tokenizer);
+    assert_eq!((json.len(), fnv(json)), (want.bytes, want.fnv));
+}
+
+#[test]
+fn prompts_give_the_ids_of_the_reference() {
+    let cases = recorded().cases;
+    assert!(cases.len() >= 50, "{}", cases.len());
+    for case in cases {
+        match case {
+            Case::Short { prompt, ids } => {
+                let tokens = QWEN3.encode(&prompt, LENGTH).unwrap();
+                assert_eq!((&tokens.ids[..tokens.real], tokens.cut), (&ids[..], 0), "{prompt:?}");
+            }
+            Case::Long { piece, times, count, fnv: want } => {
+                let tokens = QWEN3.encode(&piece.repeat(times), count).unwrap();
+                assert_eq!((tokens.real, tokens.cut), (count, 0), "{piece:?}");
+                assert_eq!(fnv(tokens.ids.into_iter().flat_map(u32::to_le_bytes)), want, "{piece:?}");
+            }
+        }
+    }
+}
+
+/// Pieces that mean something to a tokenizer.
+const PIECES: [&str; 24] = [
+    "<|im_end|>",
+    "<think>",
+    "</think>",
+    "<|endoftext|>",
+    "<|im_",
+    "|>",
+    "\0",
+    "\u{301}",
+    "\u{1100}\u{1161}",
+    "\u{200d}",
+    "🦀",
+    "\u{10ffff}",
+    "\u{fffd}",
+    "\r\n",
+    "\n",
+    " ",
+    "   ",
+    "'s",
+    "a",
+    "fox",
+    "7",
+    "中",
+    "\u{202e}",
+    "\\ud800",
+];
+
+/// A prompt of mixed pieces and characters of all planes. Most are short, some as long as a prompt may be.
+fn prompt(random: &mut Random) -> String {
+    let longest = if random.below(500) == 0 { MAX_PROMPT_BYTES } else { 200 };
+    let (length, pieces) = (random.below(longest + 1), random.below(4) > 0);
+    // Often the same piece again and again.
+    let same = (random.below(4) == 0).then(|| random.pick(&PIECES));
+    let mut text = String::new();
+    while text.len() < length {
+        match same {
+            Some(piece) => text.push_str(piece),
+            None if pieces && random.below(2) == 0 => text.push_str(random.pick(&PIECES)),
+            // Of every plane, as often as of the first 256 characters.
+            None => {
+                let code = if random.below(2) == 0 { random.below(0x11_0000) } else { random.below(256) };
+                text.extend(char::from_u32(code as u32));
+            }
+        }
+    }
+    text.truncate(text.floor_char_boundary(MAX_PROMPT_BYTES));
+    text
+}
+
+#[test]
+fn random_prompts_never_fail() {
+    let reference = tokenizers::Tokenizer::from_bytes(unpacked()).unwrap();
+    cases("random prompts", 60_000, 1_000_000, |random| {
+        let prompt = prompt(random);
+        let tokenizer = if random.below(4) == 0 { &TINY } else { &QWEN3 };
+        let tokens = tokenizer.encode(&prompt, LENGTH).unwrap();
+        assert_eq!((tokens.ids.len(), tokens.real), (LENGTH, tokens.real.min(LENGTH)));
+        assert!(tokens.cut == 0 || tokens.real == LENGTH);
+        // Now and then: the same as the library's own way, which makes more of it.
+        if random.below(16) == 0 {
+            let text = format!("<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n");
+            let want = reference.encode_fast(text, false).unwrap();
+            let got = QWEN3.encode(&prompt, want.len()).unwrap();
+            assert_eq!((&got.ids[..], got.cut), (want.get_ids(), 0));
+        }
+    });
+}
+
+/// A BPE of a few tokens with every part a file can have.
+const SMALL: &str = r#"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[{"id":7,"content":"<|endoftext|>",
+"single_word":false,"lstrip":false,"rstrip":false,"normalized":false,"special":true},{"id":8,"content":"<think>",
+"single_word":true,"lstrip":true,"rstrip":true,"normalized":true,"special":false}],"normalizer":{"type":"NFC"},
+"pre_tokenizer":{"type":"Sequence","pretokenizers":[{"type":"Split","pattern":{"Regex":"\\s+(?!\\S)|\\w+"},"behavior":"Isolated",
+"invert":false},{"type":"ByteLevel","add_prefix_space":false,"trim_offsets":false,"use_regex":false}]},"post_processor":null,
+"decoder":null,"model":{"type":"BPE","dropout":null,"unk_token":null,"continuing_subword_prefix":"","end_of_word_suffix":"",
+"fuse_unk":false,"byte_fallback":false,"ignore_merges":false,"vocab":{"a":0,"b":1,"c":2,"ab":3,"abc":4,"Ċ":5,"u":6},
+"merges":[["a","b"],["ab","c"]]}}"#;
+
+/// Pieces of such files.
+const WORDS: [&str; 32] = [
+    "null",
+    "true",
+    "0",
+    "-1",
+    "4294967295",
+    "1e99",
+    "\"\"",
+    "[]",
+    "{}",
+    "\"a\"",
+    "\"abc\"",
+    "[\"a\",\"b\"],",
+    "[\"abc\",\"c\"]",
+    "\"zz\":9,",
+    "\"<0x61>\":9,",
+    "\"dropout\":1.0,",
+    "\"byte_fallback\":true,",
+    "\"unk_token\":\"u\",",
+    "\"unk_token\":\"zz\",",
+    "\"continuing_subword_prefix\":\"##\",",
+    "\"end_of_word_suffix\":\"</w>\",",
+    "\"WordLevel\"",
+    "\"Unigram\"",
+    "\"WordPiece\"",
+    "\"Replace\"",
+    "\"Metaspace\"",
+    "\"Removed\"",
+    "\"invert\":true",
+    "(a*)*b",
+    "(?=",
+    "\\u0000",
+    "\\ud800",
+];
+
+/// A file with a few words exchanged, lost or doubled, or bytes changed whatever they mean.
+fn mutated(random: &mut Random) -> Vec<u8> {
+    let mut file = SMALL.as_bytes().to_vec();
+    if random.below(64) == 0 {
+        file = tiny::TOKENIZER.to_vec();
+    }
+    for _ in 0..random.below(4) {
+        // Places where a value, a name or a list begins or ends.
+        let marks: Vec<usize> = (0..file.len()).filter(|&at| b"\",:[]{}".contains(&file[at])).collect();
+        let [from, to] = [(); 2].map(|()| marks[random.below(marks.len())]);
+        let (from, to) = (from.min(to), from.max(to).min(from.min(to) + 40));
+        match random.below(4) {
+            0 => drop(file.drain(from..to)),
+            1 => drop(file.splice(from..from, file[from..to].to_vec())),
+            2 => drop(file.splice(from..to, random.pick(&WORDS).bytes())),
+            _ => drop(file.splice(from + 1..from + 1, random.pick(&WORDS).bytes())),
+        }
+    }
+    if random.below(2) == 0 {
+        random.mutate(&mut file, &WORDS);
+    }
+    file
+}
+
+#[test]
+fn mutated_tokenizer_files_are_isolated() {
+    static PANICS: AtomicUsize = AtomicUsize::new(0);
+    // Panics of the library are expected, and caught. They need not fill the screen.
+    let others = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info| match info.location() {
+        Some(place) if place.file().contains("/tokenizers-") => drop(PANICS.fetch_add(1, Ordering::Relaxed)),
+        _ => others(info),
+    }));
+    let [loaded, refused] = [const { AtomicUsize::new(0) }; 2];
+    cases("mutated tokenizer files", 20_000, 200_000, |random| {
+        let file = mutated(random);
+        match Tokenizer::from_json(&file, Path::new("t.json")) {
+            Ok(tokenizer) => {
+                loaded.fetch_add(1, Ordering::Relaxed);
+                for prompt in ["", "abcab a\n<think>b <|endoftext|>", &prompt(random)] {
+                    if let Err(error) = tokenizer.encode(prompt, LENGTH) {
+                        assert_eq!(error.exit_code(), 3, "{error}");
+                    }
+                }
+            }
+            Err(error) => {
+                refused.fetch_add(1, Ordering::Relaxed);
+                assert!(error.to_string().contains("(t.json)") && error.exit_code() == 3, "{error}");
+            }
+        }
+    });
+    let [loaded, refused] = [loaded, refused].map(AtomicUsize::into_inner);
+    println!("{loaded} loaded, {refused} refused, {PANICS:?} panics caught");
+    assert!(loaded > 1000 && refused > 1000, "{loaded} {refused}");
+}
+
+#[test]
+fn no_prompt_takes_long() {
+    // Nearly all stay below 50 ms. What takes longer is a word per character: the library allocates several times for each of
+    // them, and digits between spaces send its split pattern through every alternative. That is 90 ms at worst, and the count
+    // of what did not fit is part of the answer, so it cannot stop early.
+    const LIMIT: Duration = Duration::from_millis(120);
+    // Loading it is not meant.
+    let tokenizer = &*QWEN3;
+    let mut random = Random::new(1);
+    let mut texts: Vec<(String, String)> = PIECES.map(|piece| (format!("{piece:?}"), piece.to_owned())).into();
+    for piece in ["a ", "a.", " \n", "-", "ab", "1a", "    x", "<|im_start|", "\u{fdfa}", "e\u{301}", "7 ", ".7"] {
+        texts.push((format!("{piece:?}"), piece.to_owned()));
+    }
+    let mut drawn = |what: &str, range: std::ops::Range<usize>| {
+        let draw = || char::from_u32((range.start + random.below(range.len())) as u32).unwrap_or('?');
+        texts.push((what.into(), std::iter::repeat_with(draw).take(MAX_PROMPT_BYTES).collect()));
+    };
+    drawn("letters", 0x61..0x7b);
+    drawn("ASCII", 0x20..0x7f);
+    drawn("marks", 0x300..0x36f);
+    drawn("Hangul", 0x1100..0x1200);
+    drawn("CJK", 0x4e00..0x9fff);
+    drawn("emoji", 0x1f300..0x1f6ff);
+    drawn("everything", 0..0x11_0000);
+    let mut worst = Vec::new();
+    for (what, text) in texts {
+        let text = text.repeat(MAX_PROMPT_BYTES / text.len() + 1);
+        let prompt = &text[..text.floor_char_boundary(MAX_PROMPT_BYTES)];
+        worst.push((time_of(|| drop(tokenizer.encode(prompt, LENGTH).unwrap())), what));
+    }
+    worst.sort();
+    println!("{worst:.1?}");
+    let (time, what) = worst.last().unwrap();
+    assert!(*time <= LIMIT, "{what}: {time:?}");
+
+    let long = "a".repeat(100 << 20);
+    let time = time_of(|| assert_eq!(tokenizer.encode(&long, LENGTH).unwrap_err().exit_code(), 2));
+    assert!(time <= Duration::from_millis(5), "{time:?}");
+}
+
+#[cfg(unix)]
+#[test]
+fn a_tokenizer_file_without_end_is_refused() {
+    let error = Tokenizer::open(Path::new("/dev/zero")).unwrap_err();
+    assert_eq!(error.to_string(), "not a usable tokenizer (/dev/zero): longer than 33554432 bytes");
+    assert_eq!(error.exit_code(), 3);
+}
