@@ -144,6 +144,8 @@ fn outcome(args: Vec<OsString>) -> Option<u8> {
         }
         Ok(Command::Generate(args)) => GenerateRequest::new(*args, Environment::default(), &mut &b"a fox"[..], 1).err(),
         Ok(Command::Plan(args)) => cli::plan(*args, Environment::default(), &mut Vec::new()).err(),
+        // Would ask the driver.
+        Ok(Command::Doctor(_)) => None,
         // Would write.
         Ok(Command::Tiny(_)) => None,
     };
@@ -190,6 +192,7 @@ fn numbers_are_accepted_exactly_within_their_limits() {
         ("--threads", "0", "1", "1024", "1025"),
         ("--noise-sms", "0", "1", "1024", "1025"),
         ("--noise-threads", "255", "256", "4096", "4097"),
+        ("--device", "-1", "0", "1023", "1024"),
         ("--seed", "-1", "0", "18446744073709551615", "18446744073709551616"),
         ("--guidance", "-0.0001", "0", "100", "100.0001"),
         ("--width", "63", "64", "16384", "16385"),
@@ -214,5 +217,5 @@ fn numbers_are_accepted_exactly_within_their_limits() {
     for flag in &numeric {
         assert!(table.iter().any(|(listed, ..)| listed == flag), "{flag}");
     }
-    assert_eq!(numeric.len(), 9);
+    assert_eq!(numeric.len(), 10);
 }

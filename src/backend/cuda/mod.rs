@@ -37,6 +37,11 @@ pub struct Cuda {
     staging: Option<Staging>,
     weights: Memory,
     arena: Memory,
+    /// Where working memory begins, and how many bytes of it ops may use.
+    base: u64,
+    working: u64,
+    /// Address of [`SCRATCH`] bytes.
+    scratch: u64,
     capturing: bool,
     record: bool,
     poison: bool,
@@ -53,7 +58,7 @@ enum Step {
     Recorded(GraphGuard),
 }
 
-/// A device allocation. Weights of a borrowing backend are the whole address space, owned by nobody.
+/// A device allocation.
 struct Memory {
     driver: Rc<dyn Driver>,
     address: u64,
@@ -79,11 +84,14 @@ impl Drop for Memory {
     }
 }
 
-struct StreamGuard(Rc<dyn Driver>, Stream);
+/// A stream, and who gives it back if it is ours.
+struct StreamGuard(Option<Rc<dyn Driver>>, Stream);
 
 impl Drop for StreamGuard {
     fn drop(&mut self) {
-        self.0.destroy_stream(self.1);
+        if let Some(driver) = &self.0 {
+            driver.destroy_stream(self.1);
+        }
     }
 }
 
@@ -103,13 +111,32 @@ impl Cuda {
 
     /// A backend on a driver, with kernels from `images`.
     pub fn new(driver: Rc<dyn Driver>, images: Images<'_>, stop: Arc<AtomicBool>) -> Result<Self> {
-        let stream = StreamGuard(driver.clone(), driver.stream()?);
+        let stream = StreamGuard(Some(driver.clone()), driver.stream()?);
+        Self::on_stream(driver, images, stop, stream)
+    }
+
+    /// A backend for tensors that somebody else owns, on somebody else's stream of the same GPU: a tensor's offset is its address,
+    /// and all lie in working memory. For measuring beside another library.
+    pub fn borrowing(device: usize, stream: u64) -> Result<Self> {
+        let driver: Rc<dyn Driver> = Rc::new(System::open(device)?);
+        let mut cuda = Self::on_stream(driver, &launch::built_in, Arc::default(), StreamGuard(None, Stream(stream)))?;
+        // Room for partial results is the only memory of its own, and whatever address a tensor has is right.
+        cuda.reserve(0)?;
+        cuda.base = 0;
+        cuda.working = u64::MAX;
+        Ok(cuda)
+    }
+
+    fn on_stream(driver: Rc<dyn Driver>, images: Images<'_>, stop: Arc<AtomicBool>, stream: StreamGuard) -> Result<Self> {
         Ok(Self {
             steps: HashMap::new(),
             kernels: Kernels::load(driver.clone(), images, stream.1)?,
             staging: None,
             weights: Memory::empty(&driver),
             arena: Memory::empty(&driver),
+            base: 0,
+            working: 0,
+            scratch: 0,
             capturing: false,
             record: true,
             poison: cfg!(debug_assertions),
@@ -146,12 +173,10 @@ impl Cuda {
 
     /// Where a tensor's rows lie.
     fn rows(&self, tensor: Tensor, op: &'static str) -> Result<Rows> {
-        let memory = match tensor.region {
-            Region::Weights => &self.weights,
-            Region::Arena => &self.arena,
+        let (base, end) = match tensor.region {
+            Region::Weights => (self.weights.address, self.weights.bytes),
+            Region::Arena => (self.base, self.working),
         };
-        // The scratch at the end of working memory is ours.
-        let end = if tensor.region == Region::Arena { memory.bytes.saturating_sub(SCRATCH) } else { memory.bytes };
         let size = tensor.dtype.size() as u64;
         if tensor.extent().end > end || !tensor.offset.is_multiple_of(size) {
             return Err(Error::Op { op, what: format!("{tensor:?} lies outside its memory or is misaligned") });
@@ -159,13 +184,17 @@ impl Cuda {
         let (width, pitch) = (tensor.cols as u64 * size, tensor.stride as u64 * size);
         // Rows without gaps are one long row.
         let width = if pitch == width || tensor.rows <= 1 { width * tensor.rows as u64 } else { width };
-        Ok(Rows { address: memory.address + tensor.offset, pitch: pitch.max(width), width })
+        Ok(Rows { address: base + tensor.offset, pitch: pitch.max(width), width })
     }
 
-    /// Address of the word of faults, and behind it room for partial results.
-    fn scratch(&self) -> (u64, u64) {
-        let start = self.arena.address + self.arena.bytes - SCRATCH;
-        (start, start + ALIGN)
+    /// Address of the word of faults.
+    fn faults(&self) -> u64 {
+        self.scratch
+    }
+
+    /// Address of room for partial results.
+    fn partials(&self) -> u64 {
+        self.scratch + ALIGN
     }
 
     fn finish_uploads(&mut self) -> Result<()> {
@@ -184,11 +213,11 @@ impl Cuda {
 
     /// Fails if a kernel met something impossible since the arena was reserved.
     fn check_faults(&self) -> Result<()> {
-        if self.arena.bytes == 0 {
+        if self.scratch == 0 {
             return Ok(());
         }
         let mut word = [0; 4];
-        self.driver.copy_out(self.stream.1, Rows { address: self.scratch().0, pitch: 4, width: 4 }, &mut word)?;
+        self.driver.copy_out(self.stream.1, Rows { address: self.faults(), pitch: 4, width: 4 }, &mut word)?;
         match u32::from_ne_bytes(word) {
             0 => Ok(()),
             abi::KL_FAULT_TOKEN => Err(Error::Op { op: "embed", what: "a token id outside the vocabulary".into() }),
@@ -246,11 +275,14 @@ impl Backend for Cuda {
         let total = bytes.next_multiple_of(ALIGN) + SCRATCH;
         // A second picture of the same size finds its memory where it was.
         if self.arena.bytes != total {
+            (self.working, self.scratch) = (0, 0);
             self.arena = Memory::empty(&self.driver);
             self.arena = Memory::new(&self.driver, total)?;
+            (self.base, self.working) = (self.arena.address, total - SCRATCH);
+            self.scratch = self.base + self.working;
         }
         self.released(0..bytes);
-        self.driver.fill(self.stream.1, self.scratch().0, 0, 4)
+        self.driver.fill(self.stream.1, self.faults(), 0, 4)
     }
 
     fn write(&mut self, to: Tensor, data: HostData<'_>) -> Result<()> {
@@ -296,10 +328,10 @@ impl Backend for Cuda {
     }
 
     fn released(&mut self, range: Range<u64>) {
-        let end = range.end.min(self.arena.bytes.saturating_sub(SCRATCH));
+        let end = range.end.min(self.working);
         if self.poison && end > range.start {
             // All ones is NaN in every float type. A failure is an earlier fault, which the next call reports.
-            let _ = self.driver.fill(self.stream.1, self.arena.address + range.start, 0xff, end - range.start);
+            let _ = self.driver.fill(self.stream.1, self.base + range.start, 0xff, end - range.start);
         }
     }
 

@@ -109,7 +109,7 @@ impl Cuda {
         let optional = |t: Option<Tensor>| t.map_or(Ok(NONE), mat);
         match op {
             Op::Embed { out, ids, table } => {
-                let p = abi::KlEmbed { out: mat(out)?, ids: mat(ids)?, table: mat(table)?, fault: self.scratch().0 };
+                let p = abi::KlEmbed { out: mat(out)?, ids: mat(ids)?, table: mat(table)?, fault: self.faults() };
                 self.kernels.launch(Kernel::Embed, elements(&p.out), &p)
             }
             Op::Copy { out, x } => self.map(abi::KL_COPY, mat(out)?, mat(x)?),
@@ -173,7 +173,7 @@ impl Cuda {
                     None => {
                         // Beside the word of faults.
                         let own = KlMat {
-                            data: self.scratch().0 + 64,
+                            data: self.faults() + 64,
                             stride: 2,
                             rows: groups as u32,
                             cols: 2,
@@ -215,7 +215,7 @@ impl Cuda {
                 let limit = if x.rows > 1 { abi::KL_PARTIALS.isqrt() } else { abi::KL_PARTIALS };
                 let grid = [x.cols.div_ceil(abi::KL_POINTWISE_THREADS * VECTOR).clamp(1, limit), x.rows.clamp(1, limit), 1];
                 let blocks = u64::from(grid[0]) * u64::from(grid[1]);
-                let p = abi::KlCount { count: mat(count)?, x, partials: self.scratch().1, blocks };
+                let p = abi::KlCount { count: mat(count)?, x, partials: self.partials(), blocks };
                 self.kernels.launch(Kernel::Count, grid, &p)?;
                 self.kernels.launch(Kernel::CountFinish, [1, 1, 1], &p)
             }
@@ -327,7 +327,7 @@ impl Cuda {
         }
         // Sixteen rounds each, as far as there is room for partial results. A matter of shapes alone, so sums are always cut alike.
         let blocks = x.rows.div_ceil(group_pixels(&x) * 16).clamp(1, abi::KL_PARTIALS);
-        let p = abi::KlGroupStats { x, stats, partials: self.scratch().1, blocks: u64::from(blocks), groups, unused: 0 };
+        let p = abi::KlGroupStats { x, stats, partials: self.partials(), blocks: u64::from(blocks), groups, unused: 0 };
         self.kernels.launch(Kernel::GroupStats, [blocks, 1, 1], &p)?;
         self.kernels.launch(Kernel::GroupStatsFinish, [groups, 1, 1], &p)
     }
