@@ -37,7 +37,6 @@ fn generate(file: &Path) -> Result<String> {
         .allowlist_type("Kl.*")
         .allowlist_var("KL_.*")
         .use_core()
-        .derive_default(true)
         .layout_tests(true)
         .disable_header_comment()
         .raw_line(HEAD)

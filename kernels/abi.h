@@ -25,6 +25,17 @@ typedef struct {
   uint32_t unused;
 } KlMat;
 
+/* A tensor map as the driver encodes it, which lies in a kernel's parameters at this alignment. */
+#ifdef __cplusplus
+#define KL_ALIGN(bytes) alignas(bytes)
+#else
+#define KL_ALIGN(bytes) _Alignas(bytes)
+#endif
+
+typedef struct {
+  KL_ALIGN(128) uint64_t opaque[16];
+} KlTensorMap;
+
 /* ---------------------------------------------------------------------------------------------------- pointwise.cu */
 
 #define KL_POINTWISE_THREADS 256u
@@ -190,5 +201,17 @@ typedef struct {
   uint32_t sampling;
   uint32_t unused;
 } KlConv;
+
+/* ------------------------------------------------------------------------------------------------ selftest_sm90.cu */
+
+#define KL_SELFTEST_TILE 64u
+#define KL_SELFTEST_THREADS 128u
+#define KL_SELFTEST_CLUSTER 2u
+
+typedef struct {
+  KlTensorMap x;
+  KlMat out;
+  uint64_t unused[12];
+} KlSelftest;
 
 #endif

@@ -41,6 +41,7 @@ fn in_lockstep() -> Box<dyn Backend> {
 }
 
 const TESTS: &[(&str, fn())] = &[
+    ("driver", every_road),
     ("ops", || ops::check_all(&mut cuda())),
     ("lockstep", lockstep),
     ("goldens", || every_golden(&on_cuda)),
@@ -86,6 +87,13 @@ fn all(only: Option<&str>) -> ExitCode {
     assert!(count > 0, "no test is called {only:?}");
     println!("{} passed, {failed} failed", count - failed);
     if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Tensor maps, clusters, overlapped launches and recorded graphs, through the product's own launch code.
+fn every_road() {
+    let tried = cuda().self_test().unwrap();
+    println!("tried: {}", tried.join(", "));
+    assert!(tried.len() == 5 || cuda().device().capability != (9, 0));
 }
 
 fn every_golden(make: Make<'_>) {

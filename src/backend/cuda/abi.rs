@@ -31,8 +31,11 @@ pub const KL_HEAD_DIM: u32 = 512;
 pub const KL_SAME: u32 = 0;
 pub const KL_UP: u32 = 1;
 pub const KL_DOWN: u32 = 2;
+pub const KL_SELFTEST_TILE: u32 = 64;
+pub const KL_SELFTEST_THREADS: u32 = 128;
+pub const KL_SELFTEST_CLUSTER: u32 = 2;
 #[repr(C)]
-#[derive(Debug, Default, Copy, Clone)]
+#[derive(Debug, Copy, Clone)]
 pub struct KlMat {
     pub data: u64,
     pub stride: u64,
@@ -53,7 +56,19 @@ const _: () = {
     ["Offset of field: KlMat::unused"][::core::mem::offset_of!(KlMat, unused) - 28usize];
 };
 #[repr(C)]
-#[derive(Debug, Default, Copy, Clone)]
+#[repr(align(128))]
+#[derive(Debug, Copy, Clone)]
+pub struct KlTensorMap {
+    pub opaque: [u64; 16usize],
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlTensorMap"][::core::mem::size_of::<KlTensorMap>() - 128usize];
+    ["Alignment of KlTensorMap"][::core::mem::align_of::<KlTensorMap>() - 128usize];
+    ["Offset of field: KlTensorMap::opaque"][::core::mem::offset_of!(KlTensorMap, opaque) - 0usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct KlMap {
     pub out: KlMat,
     pub x: KlMat,
@@ -70,7 +85,7 @@ const _: () = {
     ["Offset of field: KlMap::unused"][::core::mem::offset_of!(KlMap, unused) - 68usize];
 };
 #[repr(C)]
-#[derive(Debug, Default, Copy, Clone)]
+#[derive(Debug, Copy, Clone)]
 pub struct KlEmbed {
     pub out: KlMat,
     pub ids: KlMat,
@@ -87,7 +102,7 @@ const _: () = {
     ["Offset of field: KlEmbed::fault"][::core::mem::offset_of!(KlEmbed, fault) - 96usize];
 };
 #[repr(C)]
-#[derive(Debug, Default, Copy, Clone)]
+#[derive(Debug, Copy, Clone)]
 pub struct KlPatch {
     pub tokens: KlMat,
     pub pixels: KlMat,
@@ -108,7 +123,7 @@ const _: () = {
     ["Offset of field: KlPatch::eps"][::core::mem::offset_of!(KlPatch, eps) - 132usize];
 };
 #[repr(C)]
-#[derive(Debug, Default, Copy, Clone)]
+#[derive(Debug, Copy, Clone)]
 pub struct KlEuler {
     pub latents: KlMat,
     pub velocity: KlMat,
@@ -125,7 +140,7 @@ const _: () = {
     ["Offset of field: KlEuler::unused"][::core::mem::offset_of!(KlEuler, unused) - 68usize];
 };
 #[repr(C)]
-#[derive(Debug, Default, Copy, Clone)]
+#[derive(Debug, Copy, Clone)]
 pub struct KlGuidance {
     pub out: KlMat,
     pub cond: KlMat,
@@ -144,7 +159,7 @@ const _: () = {
     ["Offset of field: KlGuidance::unused"][::core::mem::offset_of!(KlGuidance, unused) - 100usize];
 };
 #[repr(C)]
-#[derive(Debug, Default, Copy, Clone)]
+#[derive(Debug, Copy, Clone)]
 pub struct KlPixels {
     pub out: KlMat,
     pub x: KlMat,
@@ -157,7 +172,7 @@ const _: () = {
     ["Offset of field: KlPixels::x"][::core::mem::offset_of!(KlPixels, x) - 32usize];
 };
 #[repr(C)]
-#[derive(Debug, Default, Copy, Clone)]
+#[derive(Debug, Copy, Clone)]
 pub struct KlCount {
     pub count: KlMat,
     pub x: KlMat,
@@ -174,7 +189,7 @@ const _: () = {
     ["Offset of field: KlCount::blocks"][::core::mem::offset_of!(KlCount, blocks) - 72usize];
 };
 #[repr(C)]
-#[derive(Debug, Default, Copy, Clone)]
+#[derive(Debug, Copy, Clone)]
 pub struct KlRmsNorm {
     pub out: KlMat,
     pub x: KlMat,
@@ -193,7 +208,7 @@ const _: () = {
     ["Offset of field: KlRmsNorm::unused"][::core::mem::offset_of!(KlRmsNorm, unused) - 100usize];
 };
 #[repr(C)]
-#[derive(Debug, Default, Copy, Clone)]
+#[derive(Debug, Copy, Clone)]
 pub struct KlModulated {
     pub out: KlMat,
     pub x: KlMat,
@@ -210,7 +225,7 @@ const _: () = {
     ["Offset of field: KlModulated::scale"][::core::mem::offset_of!(KlModulated, scale) - 96usize];
 };
 #[repr(C)]
-#[derive(Debug, Default, Copy, Clone)]
+#[derive(Debug, Copy, Clone)]
 pub struct KlLayerNorm {
     pub stream: [KlModulated; 2usize],
     pub eps: f32,
@@ -225,7 +240,7 @@ const _: () = {
     ["Offset of field: KlLayerNorm::unused"][::core::mem::offset_of!(KlLayerNorm, unused) - 260usize];
 };
 #[repr(C)]
-#[derive(Debug, Default, Copy, Clone)]
+#[derive(Debug, Copy, Clone)]
 pub struct KlHeads {
     pub x: KlMat,
     pub weight: KlMat,
@@ -240,7 +255,7 @@ const _: () = {
     ["Offset of field: KlHeads::table"][::core::mem::offset_of!(KlHeads, table) - 64usize];
 };
 #[repr(C)]
-#[derive(Debug, Default, Copy, Clone)]
+#[derive(Debug, Copy, Clone)]
 pub struct KlHeadNorm {
     pub part: [KlHeads; 4usize],
     pub head_dim: u32,
@@ -259,7 +274,7 @@ const _: () = {
     ["Offset of field: KlHeadNorm::unused"][::core::mem::offset_of!(KlHeadNorm, unused) - 396usize];
 };
 #[repr(C)]
-#[derive(Debug, Default, Copy, Clone)]
+#[derive(Debug, Copy, Clone)]
 pub struct KlGroupStats {
     pub x: KlMat,
     pub stats: KlMat,
@@ -280,7 +295,7 @@ const _: () = {
     ["Offset of field: KlGroupStats::unused"][::core::mem::offset_of!(KlGroupStats, unused) - 84usize];
 };
 #[repr(C)]
-#[derive(Debug, Default, Copy, Clone)]
+#[derive(Debug, Copy, Clone)]
 pub struct KlGroupNorm {
     pub out: KlMat,
     pub x: KlMat,
@@ -307,7 +322,7 @@ const _: () = {
     ["Offset of field: KlGroupNorm::unused"][::core::mem::offset_of!(KlGroupNorm, unused) - 172usize];
 };
 #[repr(C)]
-#[derive(Debug, Default, Copy, Clone)]
+#[derive(Debug, Copy, Clone)]
 pub struct KlProduct {
     pub out: KlMat,
     pub x: KlMat,
@@ -330,7 +345,7 @@ const _: () = {
     ["Offset of field: KlProduct::unused"][::core::mem::offset_of!(KlProduct, unused) - 164usize];
 };
 #[repr(C)]
-#[derive(Debug, Default, Copy, Clone)]
+#[derive(Debug, Copy, Clone)]
 pub struct KlKeyValues {
     pub k: KlMat,
     pub v: KlMat,
@@ -343,7 +358,7 @@ const _: () = {
     ["Offset of field: KlKeyValues::v"][::core::mem::offset_of!(KlKeyValues, v) - 32usize];
 };
 #[repr(C)]
-#[derive(Debug, Default, Copy, Clone)]
+#[derive(Debug, Copy, Clone)]
 pub struct KlAttention {
     pub out: KlMat,
     pub q: KlMat,
@@ -370,7 +385,7 @@ const _: () = {
     ["Offset of field: KlAttention::unused"][::core::mem::offset_of!(KlAttention, unused) - 1108usize];
 };
 #[repr(C)]
-#[derive(Debug, Default, Copy, Clone)]
+#[derive(Debug, Copy, Clone)]
 pub struct KlConv {
     pub out: KlMat,
     pub x: KlMat,
@@ -395,4 +410,20 @@ const _: () = {
     ["Offset of field: KlConv::height"][::core::mem::offset_of!(KlConv, height) - 164usize];
     ["Offset of field: KlConv::sampling"][::core::mem::offset_of!(KlConv, sampling) - 168usize];
     ["Offset of field: KlConv::unused"][::core::mem::offset_of!(KlConv, unused) - 172usize];
+};
+#[repr(C)]
+#[repr(align(128))]
+#[derive(Debug, Copy, Clone)]
+pub struct KlSelftest {
+    pub x: KlTensorMap,
+    pub out: KlMat,
+    pub unused: [u64; 12usize],
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlSelftest"][::core::mem::size_of::<KlSelftest>() - 256usize];
+    ["Alignment of KlSelftest"][::core::mem::align_of::<KlSelftest>() - 128usize];
+    ["Offset of field: KlSelftest::x"][::core::mem::offset_of!(KlSelftest, x) - 0usize];
+    ["Offset of field: KlSelftest::out"][::core::mem::offset_of!(KlSelftest, out) - 128usize];
+    ["Offset of field: KlSelftest::unused"][::core::mem::offset_of!(KlSelftest, unused) - 160usize];
 };

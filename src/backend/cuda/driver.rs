@@ -2,6 +2,7 @@
 //! that can refuse any of them. Addresses are device addresses; handles are whatever the driver says they are.
 
 use crate::error::Result;
+use crate::tensor::DType;
 use std::ptr::NonNull;
 
 /// What is known of a GPU.
@@ -69,6 +70,32 @@ pub struct Rows {
     pub width: u64,
 }
 
+/// What a tensor map says: a matrix, and the box of it that one copy brings to shared memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct MapSpec {
+    /// Address of the first element.
+    pub address: u64,
+    /// Element type.
+    pub dtype: DType,
+    /// Columns and rows.
+    pub size: [u64; 2],
+    /// Bytes from row to row.
+    pub pitch: u64,
+    /// Columns and rows of a box.
+    pub tile: [u32; 2],
+    /// How a row of a box is spread over the banks of shared memory.
+    pub swizzle: Swizzle,
+}
+
+/// How the 16-byte chunks of a box are exchanged, so that columns can be read without conflicts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Swizzle {
+    /// Not at all.
+    None,
+    /// Within 128 bytes, by the row's last three bits.
+    Bytes128,
+}
+
 /// A GPU. Work is queued on streams and done in order; an error may belong to work that was queued long before.
 pub trait Driver {
     /// Which GPU this is.
@@ -118,6 +145,9 @@ pub trait Driver {
 
     /// Queues a kernel; `params` are the bytes of its parameter.
     fn launch(&self, stream: Stream, launch: &Launch, params: &[u8]) -> Result<()>;
+
+    /// Encodes a tensor map.
+    fn tensor_map(&self, spec: &MapSpec) -> Result<[u64; 16]>;
 
     /// From now on, what is queued on the stream is recorded instead.
     fn begin_capture(&self, stream: Stream) -> Result<()>;

@@ -2,9 +2,11 @@
 #![allow(unsafe_code)]
 
 use super::abi;
-use super::driver::{Driver, Function, Launch, Module, Stream};
+use super::driver::{Driver, Function, Launch, MapSpec, Module, Stream};
 use crate::error::{Error, Result};
 use std::borrow::Cow;
+use std::cell::RefCell;
+use std::collections::HashMap;
 use std::path::PathBuf;
 use std::rc::Rc;
 
@@ -20,12 +22,16 @@ pub unsafe trait Params: Copy {}
 struct Row {
     symbol: &'static str,
     file: &'static str,
-    threads: u32,
     params: usize,
+    threads: u32,
+    cluster: u32,
+    overlap: bool,
 }
 
+/// One row a kernel: file, symbol, parameters, threads. One for Hopper and later may wait for its predecessor by itself, and so start
+/// before that is done, and have clusters of several blocks.
 macro_rules! kernels {
-    ($($name:ident = $file:literal $symbol:literal ($params:ident) $threads:expr;)*) => {
+    ($($name:ident = $file:literal $symbol:literal ($params:ident) $threads:expr $(, overlap in clusters of $cluster:expr)?;)*) => {
         /// A kernel.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         #[allow(missing_docs)]
@@ -37,7 +43,14 @@ macro_rules! kernels {
 
             const fn row(self) -> Row {
                 match self {
-                    $(Self::$name => Row { symbol: $symbol, file: $file, threads: $threads, params: size_of::<abi::$params>() }),*
+                    $(Self::$name => Row {
+                        symbol: $symbol,
+                        file: $file,
+                        params: size_of::<abi::$params>(),
+                        threads: $threads,
+                        cluster: 1 $(- 1 + $cluster)?,
+                        overlap: false $(|| $cluster > 0)?,
+                    }),*
                 }
             }
         }
@@ -63,18 +76,19 @@ kernels! {
     NaiveProduct = "naive" "kl_naive_product" (KlProduct) abi::KL_NAIVE_THREADS;
     NaiveConv = "naive" "kl_naive_conv" (KlConv) abi::KL_NAIVE_THREADS;
     NaiveAttention = "naive" "kl_naive_attention" (KlAttention) abi::KL_ATTENTION_WARPS * 32;
+    Selftest = "selftest_sm90" "kl_selftest" (KlSelftest) abi::KL_SELFTEST_THREADS, overlap in clusters of abi::KL_SELFTEST_CLUSTER;
 }
 
 macro_rules! params {
     ($($name:ident)*) => {$(
-        // SAFETY: the fields of the struct add up to its size, as the assertion beside it in `abi.h` and bindgen's say.
+        // SAFETY: `abi.h` fills every gap with a field of its own.
         unsafe impl Params for abi::$name {}
     )*};
 }
 
 params! {
     KlMap KlEmbed KlPatch KlEuler KlGuidance KlPixels KlCount KlRmsNorm KlLayerNorm KlHeadNorm KlGroupStats KlGroupNorm
-    KlProduct KlConv KlAttention
+    KlProduct KlConv KlAttention KlSelftest
 }
 
 impl Kernel {
@@ -83,9 +97,14 @@ impl Kernel {
         self.row().symbol
     }
 
-    /// Threads of a block.
-    pub const fn threads(self) -> u32 {
-        self.row().threads
+    /// Whether a GPU of that compute capability can run it: a file named after an architecture is for that one alone.
+    fn runs_on(self, (major, minor): (u32, u32)) -> bool {
+        match self.row().file.rsplit_once("_sm") {
+            Some((_, "90")) => (major, minor) == (9, 0),
+            Some((_, "100")) => major == 10,
+            Some((_, "120")) => major == 12,
+            _ => true,
+        }
     }
 }
 
@@ -96,29 +115,50 @@ pub type Images<'a> = &'a dyn Fn(&'static str) -> Result<Cow<'static, [u8]>>;
 pub struct Kernels {
     driver: Rc<dyn Driver>,
     modules: Vec<Module>,
-    functions: Vec<Function>,
+    /// One for each of [`Kernel::ALL`], where this GPU and this build have it.
+    functions: Vec<Option<Function>>,
+    maps: RefCell<HashMap<MapSpec, abi::KlTensorMap>>,
     stream: Stream,
 }
 
 impl Kernels {
     /// Loads every module and finds every kernel, so that one that is missing is found at once and not at step three.
     pub fn load(driver: Rc<dyn Driver>, images: Images<'_>, stream: Stream) -> Result<Self> {
-        let mut kernels = Self { driver, modules: Vec::new(), functions: Vec::new(), stream };
-        let mut files: Vec<(&str, Module)> = Vec::new();
+        let mut kernels = Self { driver, modules: Vec::new(), functions: Vec::new(), maps: RefCell::default(), stream };
+        let mut files: HashMap<&str, Option<Module>> = HashMap::new();
         for kernel in Kernel::ALL {
             let Row { symbol, file, params, .. } = kernel.row();
-            let module = match files.iter().find(|(name, _)| *name == file) {
-                Some((_, module)) => *module,
+            let module = match files.get(file) {
+                Some(module) => *module,
                 None => {
-                    let module = kernels.driver.load(&images(file)?)?;
-                    kernels.modules.push(module);
-                    files.push((file, module));
-                    module
+                    let module = kernels.module(*kernel, images)?;
+                    *files.entry(file).or_insert(module)
                 }
             };
-            kernels.functions.push(kernels.driver.function(module, symbol, params, 0)?);
+            let function = module.map(|module| kernels.driver.function(module, symbol, params, 0)).transpose()?;
+            kernels.functions.push(function);
         }
         Ok(kernels)
+    }
+
+    /// The module of a kernel, or none if this GPU has no use for it.
+    fn module(&mut self, kernel: Kernel, images: Images<'_>) -> Result<Option<Module>> {
+        if !kernel.runs_on(self.driver.device().capability) {
+            return Ok(None);
+        }
+        let image = match images(kernel.row().file) {
+            // Built for other GPUs only; every op has a kernel that runs anywhere.
+            Err(Error::NoGpu { .. }) if kernel.row().file.contains("_sm") => return Ok(None),
+            image => image?,
+        };
+        let module = self.driver.load(&image)?;
+        self.modules.push(module);
+        Ok(Some(module))
+    }
+
+    /// Whether a kernel can be launched here.
+    pub fn has(&self, kernel: Kernel) -> bool {
+        self.functions[kernel as usize].is_some()
     }
 
     /// Queues a kernel.
@@ -126,16 +166,29 @@ impl Kernels {
         if grid.contains(&0) {
             return Ok(());
         }
-        let Row { threads, params: size, .. } = kernel.row();
+        let Row { symbol, params: size, threads, cluster, overlap, .. } = kernel.row();
         assert_eq!(size, size_of::<P>(), "{kernel:?} takes other parameters");
+        let Some(function) = self.functions[kernel as usize] else {
+            return Err(Error::Op { op: symbol, what: "this GPU cannot run it".into() });
+        };
         // SAFETY: `Params` promises that every byte is initialised.
         let bytes = unsafe { std::slice::from_raw_parts(std::ptr::from_ref(params).cast::<u8>(), size) };
-        let function = self.functions[kernel as usize];
-        let launch = Launch { function, grid, threads, shared: 0, cluster: 1, overlap: false };
+        let launch = Launch { function, grid, threads, shared: 0, cluster, overlap };
         self.driver.launch(self.stream, &launch, bytes).map_err(|error| match error {
-            Error::Device { status, .. } => Error::Device { call: kernel.symbol(), status },
+            Error::Device { status, .. } => Error::Device { call: symbol, status },
             other => other,
         })
+    }
+
+    /// A tensor map, encoded once. What it says depends on nothing but its description, so it never grows stale; addresses are
+    /// fixed, so after one step all are there.
+    pub fn tensor_map(&self, spec: MapSpec) -> Result<abi::KlTensorMap> {
+        if let Some(map) = self.maps.borrow().get(&spec) {
+            return Ok(*map);
+        }
+        let map = abi::KlTensorMap { opaque: self.driver.tensor_map(&spec)? };
+        self.maps.borrow_mut().insert(spec, map);
+        Ok(map)
     }
 }
 
@@ -155,4 +208,23 @@ pub fn built_in(file: &'static str) -> Result<Cow<'static, [u8]>> {
         what: "this kiln was built without GPU kernels".into(),
         hint: "install CUDA 13 or run tools/get_nvcc, then build kiln again".into(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_named_after_an_architecture_are_for_it_alone() {
+        let on = |kernel: Kernel| [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)].map(|c| kernel.runs_on(c));
+        assert_eq!(on(Kernel::Map), [true; 5]);
+        assert_eq!(on(Kernel::Selftest), [false, false, true, false, false]);
+    }
+
+    #[test]
+    fn rows_say_how_a_kernel_is_launched() {
+        let (plain, hopper) = (Kernel::Map.row(), Kernel::Selftest.row());
+        assert_eq!((plain.cluster, plain.overlap), (1, false));
+        assert_eq!((hopper.cluster, hopper.overlap), (2, true));
+    }
 }

@@ -7,6 +7,7 @@ mod abi;
 pub mod driver;
 mod launch;
 mod ops;
+mod selftest;
 mod staging;
 mod system;
 

@@ -79,7 +79,7 @@ pub fn kernels_of(op: &str) -> &'static [Kernel] {
 }
 
 impl Cuda {
-    fn mat(&self, t: Tensor, op: &'static str) -> Result<KlMat> {
+    pub(super) fn mat(&self, t: Tensor, op: &'static str) -> Result<KlMat> {
         let Rows { address, .. } = self.rows(t, op)?;
         if t.rows > SIDE_LIMIT || t.cols > SIDE_LIMIT {
             return Err(Error::Op { op, what: format!("{t:?} is too large for the GPU") });

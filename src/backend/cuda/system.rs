@@ -2,8 +2,9 @@
 //! program runs without one.
 #![allow(unsafe_code)]
 
-use super::driver::{DeviceInfo, Driver, Event, Function, Graph, Launch, Module, Rows, Stream};
+use super::driver::{DeviceInfo, Driver, Event, Function, Graph, Launch, MapSpec, Module, Rows, Stream, Swizzle};
 use crate::error::{Error, Result};
+use crate::tensor::DType;
 use cudarc::driver::sys::{self, CUdevice_attribute, CUresult};
 use std::ffi::{CStr, CString, c_void};
 use std::ptr::{NonNull, null_mut};
@@ -353,6 +354,40 @@ impl Driver for System {
         check("cuLaunchKernelEx", unsafe {
             sys::cuLaunchKernelEx(&config, launch.function.0 as sys::CUfunction, arguments.as_mut_ptr(), null_mut())
         })
+    }
+
+    fn tensor_map(&self, spec: &MapSpec) -> Result<[u64; 16]> {
+        use sys::CUtensorMapDataType as Type;
+        let dtype = match spec.dtype {
+            DType::F32 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+            DType::Bf16 => Type::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            DType::F16 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+            DType::U32 => Type::CU_TENSOR_MAP_DATA_TYPE_UINT32,
+            DType::U8 => Type::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        };
+        let swizzle = match spec.swizzle {
+            Swizzle::None => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_NONE,
+            Swizzle::Bytes128 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+        };
+        let mut map = sys::CUtensorMap { opaque: [0; 16] };
+        // SAFETY: the arrays have as many entries as a matrix has dimensions (one fewer for pitches) and outlive the call.
+        check("cuTensorMapEncodeTiled", unsafe {
+            sys::cuTensorMapEncodeTiled(
+                &mut map,
+                dtype,
+                2,
+                spec.address as *mut c_void,
+                spec.size.as_ptr(),
+                &spec.pitch,
+                spec.tile.as_ptr(),
+                [1, 1].as_ptr(),
+                sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+                swizzle,
+                sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            )
+        })?;
+        Ok(map.opaque)
     }
 
     fn begin_capture(&self, stream: Stream) -> Result<()> {
