@@ -270,7 +270,7 @@ __device__ __forceinline__ void group_sums(const KlGroupStats& p, float2* thread
 #pragma unroll
       for (int j = 0; j < kWidth; j++) shift[j] = to_float(first[(run * kWidth + j) / width * width]);
       const uint64_t step = static_cast<uint64_t>(gridDim.x) * walk.pixels;
-#pragma unroll 4
+#pragma unroll 2
       for (uint64_t pixel = blockIdx.x * walk.pixels + walk.thread_pixel; pixel < p.x.rows; pixel += step) {
         float v[kWidth];
         load_run<X, kWidth>(row_of<const X>(p.x, pixel) + run * kWidth, v);
