@@ -202,6 +202,40 @@ typedef struct {
   uint32_t unused;
 } KlConv;
 
+/* ----------------------------------------------------------------------------------------- gemm_mma.cu, conv_mma.cu */
+
+#define KL_MMA_THREADS 128u
+#define KL_MMA_COLS 128u
+#define KL_MMA_SHARED_128 65536u
+#define KL_MMA_SHARED_64 49152u
+
+/* One more thing that may become of a product: heads of 128 columns, normalised and rotated. */
+#define KL_HEADS 3u
+
+/* Some columns of a product and where they go. `extra` is the gate of KL_GATE_RESIDUAL or the norm weight of KL_HEADS. */
+typedef struct {
+  KlMat out, extra;
+  uint32_t epilogue;
+  uint32_t first_row; /* of the weight */
+  uint32_t tiles;     /* of KL_MMA_COLS weight rows */
+  uint32_t unused;
+} KlGemmPart;
+
+#define KL_GEMM_PARTS 4u
+
+typedef struct {
+  KlMat x, w, bias, table;
+  KlGemmPart part[KL_GEMM_PARTS];
+  uint32_t row_tiles;
+  uint32_t col_tiles;
+  uint32_t rope;
+  float eps;
+} KlGemmStream;
+
+typedef struct {
+  KlGemmStream stream[KL_STREAMS];
+} KlGemm;
+
 /* ------------------------------------------------------------------------------------------------ selftest_sm90.cu */
 
 #define KL_SELFTEST_TILE 64u

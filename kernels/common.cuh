@@ -11,8 +11,9 @@
 
 #include "abi.h"
 
-// Every entry point takes one struct by value, and states how many threads it is launched with.
-#define KL_ENTRY(name, Params, threads) extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ Params p)
+// Every entry point takes one struct by value, and states how many threads it is launched with; and, where the compiler would
+// rather spill than take more registers, how few blocks of a multiprocessor will do.
+#define KL_ENTRY(name, Params, ...) extern "C" __global__ void __launch_bounds__(__VA_ARGS__) name(const __grid_constant__ Params p)
 
 using bf16 = __nv_bfloat16;
 using f16 = __half;

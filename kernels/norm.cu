@@ -270,7 +270,7 @@ __device__ __forceinline__ void group_sums(const KlGroupStats& p, float2* thread
 #pragma unroll
       for (int j = 0; j < kWidth; j++) shift[j] = to_float(first[(run * kWidth + j) / width * width]);
       const uint64_t step = static_cast<uint64_t>(gridDim.x) * walk.pixels;
-#pragma unroll 2
+#pragma unroll 4
       for (uint64_t pixel = blockIdx.x * walk.pixels + walk.thread_pixel; pixel < p.x.rows; pixel += step) {
         float v[kWidth];
         load_run<X, kWidth>(row_of<const X>(p.x, pixel) + run * kWidth, v);
@@ -304,7 +304,7 @@ __device__ __forceinline__ void group_sums(const KlGroupStats& p, float2* thread
   }
 }
 
-KL_ENTRY(kl_group_stats, KlGroupStats, KL_GROUP_THREADS) {
+KL_ENTRY(kl_group_stats, KlGroupStats, KL_GROUP_THREADS, 3) {
   __shared__ float2 thread_sums[KL_GROUP_THREADS * kVector];
   with_type(p.x.dtype, [&](auto t) {
     using X = typename decltype(t)::type;

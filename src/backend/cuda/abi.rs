@@ -31,6 +31,12 @@ pub const KL_HEAD_DIM: u32 = 512;
 pub const KL_SAME: u32 = 0;
 pub const KL_UP: u32 = 1;
 pub const KL_DOWN: u32 = 2;
+pub const KL_MMA_THREADS: u32 = 128;
+pub const KL_MMA_COLS: u32 = 128;
+pub const KL_MMA_SHARED_128: u32 = 65536;
+pub const KL_MMA_SHARED_64: u32 = 49152;
+pub const KL_HEADS: u32 = 3;
+pub const KL_GEMM_PARTS: u32 = 4;
 pub const KL_SELFTEST_TILE: u32 = 64;
 pub const KL_SELFTEST_THREADS: u32 = 128;
 pub const KL_SELFTEST_CLUSTER: u32 = 2;
@@ -410,6 +416,65 @@ const _: () = {
     ["Offset of field: KlConv::height"][::core::mem::offset_of!(KlConv, height) - 164usize];
     ["Offset of field: KlConv::sampling"][::core::mem::offset_of!(KlConv, sampling) - 168usize];
     ["Offset of field: KlConv::unused"][::core::mem::offset_of!(KlConv, unused) - 172usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct KlGemmPart {
+    pub out: KlMat,
+    pub extra: KlMat,
+    pub epilogue: u32,
+    pub first_row: u32,
+    pub tiles: u32,
+    pub unused: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlGemmPart"][::core::mem::size_of::<KlGemmPart>() - 80usize];
+    ["Alignment of KlGemmPart"][::core::mem::align_of::<KlGemmPart>() - 8usize];
+    ["Offset of field: KlGemmPart::out"][::core::mem::offset_of!(KlGemmPart, out) - 0usize];
+    ["Offset of field: KlGemmPart::extra"][::core::mem::offset_of!(KlGemmPart, extra) - 32usize];
+    ["Offset of field: KlGemmPart::epilogue"][::core::mem::offset_of!(KlGemmPart, epilogue) - 64usize];
+    ["Offset of field: KlGemmPart::first_row"][::core::mem::offset_of!(KlGemmPart, first_row) - 68usize];
+    ["Offset of field: KlGemmPart::tiles"][::core::mem::offset_of!(KlGemmPart, tiles) - 72usize];
+    ["Offset of field: KlGemmPart::unused"][::core::mem::offset_of!(KlGemmPart, unused) - 76usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct KlGemmStream {
+    pub x: KlMat,
+    pub w: KlMat,
+    pub bias: KlMat,
+    pub table: KlMat,
+    pub part: [KlGemmPart; 4usize],
+    pub row_tiles: u32,
+    pub col_tiles: u32,
+    pub rope: u32,
+    pub eps: f32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlGemmStream"][::core::mem::size_of::<KlGemmStream>() - 464usize];
+    ["Alignment of KlGemmStream"][::core::mem::align_of::<KlGemmStream>() - 8usize];
+    ["Offset of field: KlGemmStream::x"][::core::mem::offset_of!(KlGemmStream, x) - 0usize];
+    ["Offset of field: KlGemmStream::w"][::core::mem::offset_of!(KlGemmStream, w) - 32usize];
+    ["Offset of field: KlGemmStream::bias"][::core::mem::offset_of!(KlGemmStream, bias) - 64usize];
+    ["Offset of field: KlGemmStream::table"][::core::mem::offset_of!(KlGemmStream, table) - 96usize];
+    ["Offset of field: KlGemmStream::part"][::core::mem::offset_of!(KlGemmStream, part) - 128usize];
+    ["Offset of field: KlGemmStream::row_tiles"][::core::mem::offset_of!(KlGemmStream, row_tiles) - 448usize];
+    ["Offset of field: KlGemmStream::col_tiles"][::core::mem::offset_of!(KlGemmStream, col_tiles) - 452usize];
+    ["Offset of field: KlGemmStream::rope"][::core::mem::offset_of!(KlGemmStream, rope) - 456usize];
+    ["Offset of field: KlGemmStream::eps"][::core::mem::offset_of!(KlGemmStream, eps) - 460usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct KlGemm {
+    pub stream: [KlGemmStream; 2usize],
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlGemm"][::core::mem::size_of::<KlGemm>() - 928usize];
+    ["Alignment of KlGemm"][::core::mem::align_of::<KlGemm>() - 8usize];
+    ["Offset of field: KlGemm::stream"][::core::mem::offset_of!(KlGemm, stream) - 0usize];
 };
 #[repr(C)]
 #[repr(align(128))]

@@ -24,14 +24,15 @@ struct Row {
     file: &'static str,
     params: usize,
     threads: u32,
+    shared: u32,
     cluster: u32,
     overlap: bool,
 }
 
-/// One row a kernel: file, symbol, parameters, threads. One for Hopper and later may wait for its predecessor by itself, and so start
+/// One row a kernel: file, symbol, parameters, threads, bytes of dynamic shared memory. One for Hopper and later may wait for its predecessor by itself, and so start
 /// before that is done, and have clusters of several blocks.
 macro_rules! kernels {
-    ($($name:ident = $file:literal $symbol:literal ($params:ident) $threads:expr $(, overlap in clusters of $cluster:expr)?;)*) => {
+    ($($name:ident = $file:literal $symbol:literal ($params:ident) $threads:expr $(, shared $shared:expr)? $(, overlap in clusters of $cluster:expr)?;)*) => {
         /// A kernel.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         #[allow(missing_docs)]
@@ -48,6 +49,7 @@ macro_rules! kernels {
                         file: $file,
                         params: size_of::<abi::$params>(),
                         threads: $threads,
+                        shared: 0 $(+ $shared)?,
                         cluster: 1 $(- 1 + $cluster)?,
                         overlap: false $(|| $cluster > 0)?,
                     }),*
@@ -76,6 +78,8 @@ kernels! {
     NaiveProduct = "naive" "kl_naive_product" (KlProduct) abi::KL_NAIVE_THREADS;
     NaiveConv = "naive" "kl_naive_conv" (KlConv) abi::KL_NAIVE_THREADS;
     NaiveAttention = "naive" "kl_naive_attention" (KlAttention) abi::KL_ATTENTION_WARPS * 32;
+    GemmMma128 = "gemm_mma" "kl_gemm_mma_128" (KlGemm) abi::KL_MMA_THREADS, shared abi::KL_MMA_SHARED_128;
+    GemmMma64 = "gemm_mma" "kl_gemm_mma_64" (KlGemm) abi::KL_MMA_THREADS, shared abi::KL_MMA_SHARED_64;
     Selftest = "selftest_sm90" "kl_selftest" (KlSelftest) abi::KL_SELFTEST_THREADS, overlap in clusters of abi::KL_SELFTEST_CLUSTER;
 }
 
@@ -88,7 +92,7 @@ macro_rules! params {
 
 params! {
     KlMap KlEmbed KlPatch KlEuler KlGuidance KlPixels KlCount KlRmsNorm KlLayerNorm KlHeadNorm KlGroupStats KlGroupNorm
-    KlProduct KlConv KlAttention KlSelftest
+    KlProduct KlConv KlAttention KlGemm KlSelftest
 }
 
 impl Kernel {
@@ -127,7 +131,7 @@ impl Kernels {
         let mut kernels = Self { driver, modules: Vec::new(), functions: Vec::new(), maps: RefCell::default(), stream };
         let mut files: HashMap<&str, Option<Module>> = HashMap::new();
         for kernel in Kernel::ALL {
-            let Row { symbol, file, params, .. } = kernel.row();
+            let Row { symbol, file, params, shared, .. } = kernel.row();
             let module = match files.get(file) {
                 Some(module) => *module,
                 None => {
@@ -135,7 +139,7 @@ impl Kernels {
                     *files.entry(file).or_insert(module)
                 }
             };
-            let function = module.map(|module| kernels.driver.function(module, symbol, params, 0)).transpose()?;
+            let function = module.map(|module| kernels.driver.function(module, symbol, params, shared)).transpose()?;
             kernels.functions.push(function);
         }
         Ok(kernels)
@@ -166,14 +170,14 @@ impl Kernels {
         if grid.contains(&0) {
             return Ok(());
         }
-        let Row { symbol, params: size, threads, cluster, overlap, .. } = kernel.row();
+        let Row { symbol, params: size, threads, shared, cluster, overlap, .. } = kernel.row();
         assert_eq!(size, size_of::<P>(), "{kernel:?} takes other parameters");
         let Some(function) = self.functions[kernel as usize] else {
             return Err(Error::Op { op: symbol, what: "this GPU cannot run it".into() });
         };
         // SAFETY: `Params` promises that every byte is initialised.
         let bytes = unsafe { std::slice::from_raw_parts(std::ptr::from_ref(params).cast::<u8>(), size) };
-        let launch = Launch { function, grid, threads, shared: 0, cluster, overlap };
+        let launch = Launch { function, grid, threads, shared, cluster, overlap };
         self.driver.launch(self.stream, &launch, bytes).map_err(|error| match error {
             Error::Device { status, .. } => Error::Device { call: symbol, status },
             other => other,

@@ -5,6 +5,7 @@
 
 mod abi;
 pub mod driver;
+mod gemm;
 mod launch;
 mod ops;
 mod selftest;
@@ -15,7 +16,7 @@ pub use launch::{ARCHS, Images, Kernel, NVCC};
 pub use ops::kernels_of;
 pub use system::{System, devices};
 
-use super::{Backend, HostData, Op, Role, StepKey, WeightPart};
+use super::{Backend, HostData, Linear, Op, Projection, Role, StepKey, WeightPart};
 use crate::error::{Error, Result};
 use crate::tensor::{ALIGN, DType, Region, Tensor};
 use driver::{DeviceInfo, Driver, Graph, Rows, Stream};
@@ -45,6 +46,7 @@ pub struct Cuda {
     scratch: u64,
     capturing: bool,
     record: bool,
+    naive: bool,
     poison: bool,
     stop: Arc<AtomicBool>,
     stream: StreamGuard,
@@ -140,6 +142,7 @@ impl Cuda {
             scratch: 0,
             capturing: false,
             record: true,
+            naive: false,
             poison: cfg!(debug_assertions),
             stop,
             stream,
@@ -156,6 +159,11 @@ impl Cuda {
     /// Whether steps that recur are recorded and replayed.
     pub fn set_recording(&mut self, record: bool) {
         self.record = record;
+    }
+
+    /// Whether matrix ops take the obvious kernels, which are what the fast ones are held to.
+    pub fn set_naive(&mut self, naive: bool) {
+        self.naive = naive;
     }
 
     /// The GPU.

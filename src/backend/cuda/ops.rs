@@ -1,8 +1,9 @@
 //! From an op to launches: descriptors become parameters, shapes become grids. Which kernel an op takes is decided here, from
 //! its shapes alone.
 
-use super::super::{Conv, GroupNorm, KeyValues, LatentStats, Linear, Op, Projection, RopeStyle, Sampling};
+use super::super::{Conv, GatedProduct, GroupNorm, KeyValues, LatentStats, Op, Product, Sampling};
 use super::abi::{self, KlMat};
+use super::gemm::Job;
 use super::launch::Kernel;
 use super::{Cuda, Rows};
 use crate::error::{Error, Result};
@@ -16,7 +17,7 @@ const GRID_LIMIT: u32 = 65_535;
 const SIDE_LIMIT: usize = u32::MAX as usize;
 
 /// A matrix that is not there.
-const NONE: KlMat = KlMat { data: 0, stride: 0, rows: 0, cols: 0, dtype: 0, unused: 0 };
+pub(super) const NONE: KlMat = KlMat { data: 0, stride: 0, rows: 0, cols: 0, dtype: 0, unused: 0 };
 
 const fn dtype(dtype: DType) -> u32 {
     match dtype {
@@ -46,7 +47,7 @@ fn elements(m: &KlMat) -> [u32; 3] {
 }
 
 /// Blocks for a product of `rows` by `cols`.
-fn tiles(m: &KlMat) -> [u32; 3] {
+pub(super) fn tiles(m: &KlMat) -> [u32; 3] {
     [m.rows.div_ceil(abi::KL_NAIVE_TILE), m.cols.div_ceil(abi::KL_NAIVE_TILE), 1]
 }
 
@@ -56,15 +57,15 @@ fn group_pixels(x: &KlMat) -> u32 {
     (abi::KL_GROUP_THREADS / runs.max(1)).max(1)
 }
 
-/// The kernels an op launches, in order, for people.
+/// The kernels an op may launch, for people: the fast ones first, then those for other types and odd addresses.
 pub fn kernels_of(op: &str) -> &'static [Kernel] {
     match op {
         "embed" => &[Kernel::Embed],
         "copy" | "silu" => &[Kernel::Map],
         "rms_norm" => &[Kernel::RmsNorm],
         "layer_norm_modulate" => &[Kernel::LayerNorm],
-        "linear" | "linear_swiglu" | "linear_gate_residual" => &[Kernel::NaiveProduct],
-        "qkv_norm_rope" | "qkv_mlp" => &[Kernel::NaiveProduct, Kernel::HeadNorm],
+        "linear" | "linear_swiglu" | "linear_gate_residual" => &[Kernel::GemmMma128, Kernel::GemmMma64, Kernel::NaiveProduct],
+        "qkv_norm_rope" | "qkv_mlp" => &[Kernel::GemmMma128, Kernel::GemmMma64, Kernel::NaiveProduct, Kernel::HeadNorm],
         "attention" | "attention_causal" => &[Kernel::NaiveAttention],
         "conv" => &[Kernel::NaiveConv, Kernel::GroupStats, Kernel::GroupStatsFinish],
         "group_norm" => &[Kernel::GroupStats, Kernel::GroupStatsFinish, Kernel::GroupNorm],
@@ -133,12 +134,18 @@ impl Cuda {
                 }
                 Ok(())
             }
-            Op::Linear(streams) => streams.iter().try_for_each(|s| self.product(name, s.out, s.x, s.w, abi::KL_STORE, None)),
+            Op::Linear(streams) => {
+                let job = |s: &Product<'_>| Job { out: s.out, x: s.x, w: *s.w, epilogue: abi::KL_STORE, gate: None };
+                self.products(name, &streams.iter().map(job).collect::<Vec<_>>())
+            }
             Op::LinearSwiglu(streams) => {
-                streams.iter().try_for_each(|s| self.product(name, s.out, s.x, s.w, abi::KL_SWIGLU, None))
+                let job = |s: &Product<'_>| Job { out: s.out, x: s.x, w: *s.w, epilogue: abi::KL_SWIGLU, gate: None };
+                self.products(name, &streams.iter().map(job).collect::<Vec<_>>())
             }
             Op::LinearGateResidual(streams) => {
-                streams.iter().try_for_each(|s| self.product(name, s.into, s.x, s.w, abi::KL_GATE_RESIDUAL, s.gate))
+                let job =
+                    |s: &GatedProduct<'_>| Job { out: s.into, x: s.x, w: *s.w, epilogue: abi::KL_GATE_RESIDUAL, gate: s.gate };
+                self.products(name, &streams.iter().map(job).collect::<Vec<_>>())
             }
             Op::Qkv(streams) => self.qkv(name, streams),
             Op::Attention { out, q, kv, head_dim, causal } => self.attention(name, mat(out)?, mat(q)?, kv, head_dim, causal),
@@ -235,63 +242,6 @@ impl Cuda {
         let (mean, var) = (self.mat(stats.mean, "patchify")?, self.mat(stats.var, "patchify")?);
         let p = abi::KlPatch { tokens, pixels, mean, var, width: width as u32, eps: stats.eps };
         self.kernels.launch(kernel, elements(&tokens), &p)
-    }
-
-    fn product(&self, op: &'static str, out: Tensor, x: Tensor, w: &Linear, epilogue: u32, gate: Option<Tensor>) -> Result<()> {
-        let optional = |t: Option<Tensor>| t.map_or(Ok(NONE), |t| self.mat(t, op));
-        let p = abi::KlProduct {
-            out: self.mat(out, op)?,
-            x: self.mat(x, op)?,
-            w: self.mat(w.weight, op)?,
-            bias: optional(w.bias)?,
-            gate: optional(gate)?,
-            epilogue,
-            unused: 0,
-        };
-        self.kernels.launch(Kernel::NaiveProduct, tiles(&p.out), &p)
-    }
-
-    /// Products to their places, then the heads of queries and keys where they lie: in bf16 that rounds once more than a fused
-    /// kernel would.
-    fn qkv(&self, op: &'static str, streams: &[Projection<'_>]) -> Result<()> {
-        let mut heads = Vec::new();
-        for s in streams {
-            let mut first = 0;
-            for (out, norm) in [(s.q, Some(s.norm.q)), (Some(s.k), Some(s.norm.k)), (Some(s.v), None)] {
-                let Some(out) = out else { continue };
-                self.product(op, out, s.x, &s.w.rows(first..first + out.cols), abi::KL_STORE, None)?;
-                first += out.cols;
-                if let Some(weight) = norm {
-                    let part =
-                        abi::KlHeads { x: self.mat(out, op)?, weight: self.mat(weight, op)?, table: self.mat(s.rope.table, op)? };
-                    heads.push((part, (s.rope.table.cols, s.rope.style, s.norm.eps)));
-                }
-            }
-            if let Some(mlp) = s.mlp {
-                self.product(op, mlp, s.x, &s.w.rows(first..s.w.weight.rows), abi::KL_SWIGLU, None)?;
-            }
-        }
-        // One launch for all that are treated alike: as a rule, all.
-        while let Some((_, (head_dim, style, eps))) = heads.first().copied() {
-            let alike = heads.iter().take(abi::KL_HEAD_PARTS as usize).take_while(|h| h.1 == (head_dim, style, eps)).count();
-            const ABSENT: abi::KlHeads = abi::KlHeads { x: NONE, weight: NONE, table: NONE };
-            let mut p = abi::KlHeadNorm {
-                part: [ABSENT; abi::KL_HEAD_PARTS as usize],
-                head_dim: head_dim as u32,
-                style: match style {
-                    RopeStyle::Interleaved => abi::KL_ROPE_INTERLEAVED,
-                    RopeStyle::HalfSplit => abi::KL_ROPE_HALF_SPLIT,
-                },
-                eps,
-                unused: 0,
-            };
-            p.part.iter_mut().zip(heads.drain(..alike)).for_each(|(to, (part, _))| *to = part);
-            let rows: u32 = p.part.iter().map(|h| h.x.rows).sum();
-            let most = p.part.iter().map(|h| h.x.cols / p.head_dim).max().unwrap_or(0);
-            let grid = [rows.div_ceil(abi::KL_NORM_THREADS / 32), most.div_ceil(abi::KL_HEADS_PER_WARP), 1];
-            self.kernels.launch(Kernel::HeadNorm, grid, &p)?;
-        }
-        Ok(())
     }
 
     fn attention(&self, op: &'static str, out: KlMat, q: KlMat, kv: &[KeyValues], head_dim: usize, causal: bool) -> Result<()> {
