@@ -1,0 +1,487 @@
+"""What `peers.py` compares: one row per op and size of FLUX.2 [klein], with PyTorch's way of doing the same.
+
+A row makes operand sets. Each names kiln's op with its tensors and numbers (in the order `peers.rs` states), a `peer` that does
+the same with PyTorch, and a `reference` in f64 (convolutions in f32) that both results are compared with.
+"""
+
+from dataclasses import dataclass
+from typing import Callable
+
+import torch
+import torch.nn.functional as F
+
+BF16, F32 = torch.bfloat16, torch.float32
+EPS = 1e-6
+HEAD_DIM = 128
+# What does not fit here is read from memory again when it is read twice.
+CACHE = 60_000_000
+
+
+@dataclass
+class Case:
+    """One operand set."""
+
+    op: str
+    tensors: list
+    numbers: list
+    outputs: list  # those of `tensors` that are written
+    peer: Callable[[], tuple]
+    reference: Callable[[], tuple]
+    in_place: bool = False  # outputs are read, too
+    bytes: int = 0  # what has to be read and written; 0: every operand once, outputs that are read twice
+    flops: int = 0  # of matrix products; 0: bound by memory
+
+    def __post_init__(self):
+        if not self.bytes:
+            updated = self.outputs if self.in_place else []
+            self.bytes = sum(size_of(t) for t in self.tensors + updated if t is not None)
+
+
+@dataclass
+class Row:
+    name: str
+    shape: str
+    make: Callable[["Operands"], Case]
+
+
+class Operands:
+    """Makes tensors of random values. On the device `meta` they have shapes only."""
+
+    def __init__(self, device: str, seed: int = 1):
+        self.device = device
+        self.generator = None if device == "meta" else torch.Generator(device).manual_seed(seed)
+        self.kept = {}
+
+    def normal(self, rows: int, cols: int, dtype=BF16, scale: float = 1.0, mean: float = 0.0):
+        values = torch.randn(rows, cols, device=self.device, dtype=F32, generator=self.generator)
+        return values.mul_(scale).add_(mean).to(dtype)
+
+    def vector(self, cols: int, mean: float = 0.0):
+        return self.normal(1, cols, F32, 0.2, mean)
+
+    def empty(self, rows: int, cols: int, dtype=BF16):
+        return torch.empty(rows, cols, device=self.device, dtype=dtype)
+
+    def ids(self, count: int, below: int):
+        return torch.randint(below, (count, 1), device=self.device, dtype=torch.int32, generator=self.generator)
+
+    def weight(self, rows: int, cols: int):
+        return self.normal(rows, cols, scale=cols**-0.5)
+
+    def rope_table(self, rows: int):
+        angles = self.normal(rows, HEAD_DIM // 2, F32, 3.0)
+        return torch.cat([angles.cos(), angles.sin()], 1)
+
+    def shared(self, key: str, make):
+        """What is too large to have once per set."""
+        if key not in self.kept:
+            self.kept[key] = make()
+        return self.kept[key]
+
+
+def size_of(t) -> int:
+    return t.numel() * t.element_size()
+
+
+# ------------------------------------------------------------------------------------------------------------- bound by memory
+
+
+def embed(rows: int, cols: int, vocabulary: int) -> Row:
+    def make(m):
+        table = m.shared("table", lambda: m.normal(vocabulary, cols))
+        ids, out = m.ids(rows, vocabulary), m.empty(rows, cols)
+        flat = ids.view(-1)
+        peer = lambda: (F.embedding(flat, table),)
+        reference = lambda: (table[flat.long()].double(),)
+        moved = size_of(ids) + 2 * size_of(out)
+        return Case("embed", [out, ids, table], [], [out], peer, reference, bytes=moved)
+
+    return Row("embed", f"{rows}x{cols} of {vocabulary}", make)
+
+
+def copy(rows: int, cols: int, to=BF16) -> Row:
+    def make(m):
+        x, out, theirs = m.normal(rows, cols), m.empty(rows, cols, to), m.empty(rows, cols, to)
+        return Case("copy", [out, x], [], [out], lambda: (theirs.copy_(x),), lambda: (x.double(),))
+
+    return Row("copy", f"{rows}x{cols}" + (" to f32" if to == F32 else ""), make)
+
+
+def silu(rows: int, cols: int) -> Row:
+    def make(m):
+        x, out = m.normal(rows, cols), m.empty(rows, cols)
+        return Case("silu", [out, x], [], [out], lambda: (F.silu(x),), lambda: (F.silu(x.double()),))
+
+    return Row("silu", f"{rows}x{cols}", make)
+
+
+def rms(x, weight):
+    return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
+
+
+def rms_norm(rows: int, cols: int) -> Row:
+    def make(m):
+        x, out, weight = m.normal(rows, cols), m.empty(rows, cols), m.vector(cols, 1.0)
+        theirs = weight.view(-1).to(BF16)  # PyTorch's fused kernel wants one type
+        peer = lambda: (F.rms_norm(x, (cols,), theirs, EPS),)
+        return Case("rms_norm", [out, x, weight], [EPS], [out], peer, lambda: (rms(x.double(), weight.double()),))
+
+    return Row("rms_norm", f"{rows}x{cols}", make)
+
+
+def layer_norm(streams: tuple, cols: int) -> Row:
+    """The peer's scale and shift are its norm's weight and bias: one kernel, the best PyTorch has."""
+
+    def make(m):
+        tensors, outputs, weights = [], [], []
+        for rows in streams:
+            out, x, shift, scale = m.empty(rows, cols), m.normal(rows, cols), m.normal(1, cols), m.normal(1, cols, scale=0.2)
+            tensors += [out, x, shift, scale]
+            outputs.append(out)
+            weights.append((x, (1 + scale).view(-1), shift.view(-1)))
+        xs, shifts, scales = tensors[1::4], tensors[2::4], tensors[3::4]
+
+        def reference():
+            normed = [F.layer_norm(x.double(), (cols,), eps=EPS) for x in xs]
+            return tuple((1 + a.double()) * n + b.double() for n, a, b in zip(normed, scales, shifts))
+
+        peer = lambda: tuple(F.layer_norm(x, (cols,), w, b, EPS) for x, w, b in weights)
+        return Case("layer_norm_modulate", tensors, [EPS], outputs, peer, reference)
+
+    return Row("layer_norm_modulate", "+".join(map(str, streams)) + f"x{cols}", make)
+
+
+def group_norm(side: int, channels: int, given: bool) -> Row:
+    """With `given` the statistics are there (the convolution before makes them) and the peer is told scale and shift. Without,
+    they come first, so x is read twice where no cache holds it; the peer has its image channels first, where it is faster."""
+    groups = 32
+
+    def make(m):
+        x, out = m.normal(side * side, channels, mean=0.3), m.empty(side * side, channels)
+        weight, bias = m.vector(channels, 1.0), m.vector(channels)
+        var, mean = torch.var_mean(x.view(-1, groups, channels // groups).float(), (0, 2), correction=0)
+        stats = torch.stack([mean, var], 1) if given else None
+        per_channel = lambda v: v.repeat_interleave(channels // groups).view(1, -1)
+        scale = weight * (per_channel(var) + EPS).rsqrt()
+        shift = bias - per_channel(mean) * scale
+        if given:
+            a, b = scale.to(BF16), shift.to(BF16)
+            peer = lambda: (F.silu(torch.addcmul(b, x, a), inplace=True),)
+        else:
+            image = x.view(1, side, side, channels).permute(0, 3, 1, 2).contiguous()
+            w, b = weight.view(-1).to(BF16), bias.view(-1).to(BF16)
+            peer = lambda: (F.silu(F.group_norm(image, groups, w, b, EPS), inplace=True).permute(0, 2, 3, 1),)
+        reference = lambda: (F.silu(x.double() * scale.double() + shift.double()),)
+        tensors = [out, x, weight, bias, stats]
+        twice = size_of(x) if not given and size_of(x) > CACHE else 0
+        moved = sum(size_of(t) for t in tensors if t is not None) + twice
+        return Case("group_norm", tensors, [groups, EPS, 1], [out], peer, reference, bytes=moved)
+
+    return Row("group_norm", f"{side}x{side}, {channels}" + (", stats given" if given else ""), make)
+
+
+def patchify(width: int, height: int, channels: int) -> Row:
+    def make(m):
+        x, out = m.normal(4 * width * height, channels), m.empty(width * height, 4 * channels)
+        mean, var = m.vector(4 * channels), m.vector(4 * channels, 2.0)
+        patches = x.view(height, 2, width, 2, channels).permute(0, 2, 4, 1, 3)
+
+        def result(patches, mean, var, to):
+            return (((patches.reshape(width * height, -1) - mean) / (var + EPS).sqrt()).to(to),)
+
+        peer = lambda: result(patches, mean, var, BF16)
+        reference = lambda: result(patches.double(), mean.double(), var.double(), torch.float64)
+        return Case("patchify", [out, x, mean, var], [EPS, width], [out], peer, reference)
+
+    return Row("patchify", f"{width * height}x{4 * channels}", make)
+
+
+def unpatchify(width: int, height: int, channels: int) -> Row:
+    def make(m):
+        x, out = m.normal(width * height, 4 * channels, F32), m.empty(4 * width * height, channels)
+        mean, var = m.vector(4 * channels), m.vector(4 * channels, 2.0)
+
+        def result(x, mean, var, to):
+            patches = (x * (var + EPS).sqrt() + mean).to(to).view(height, width, channels, 2, 2)
+            return (patches.permute(0, 3, 1, 4, 2).reshape(-1, channels),)
+
+        peer = lambda: result(x, mean, var, BF16)
+        reference = lambda: result(x.double(), mean.double(), var.double(), torch.float64)
+        return Case("unpatchify", [out, x, mean, var], [EPS, width], [out], peer, reference)
+
+    return Row("unpatchify", f"{width * height}x{4 * channels}", make)
+
+
+def euler(rows: int, cols: int) -> Row:
+    def make(m):
+        latents, velocity, dt = m.normal(rows, cols, F32), m.normal(rows, cols, F32), -0.25
+        theirs = latents.clone()
+        peer = lambda: (theirs.add_(velocity, alpha=dt),)
+        reference = lambda: (latents.double() + dt * velocity.double(),)
+        return Case("euler", [latents, velocity], [dt], [latents], peer, reference, in_place=True)
+
+    return Row("euler", f"{rows}x{cols}", make)
+
+
+def guidance(rows: int, cols: int) -> Row:
+    def make(m):
+        out, cond, uncond, scale = m.empty(rows, cols, F32), m.normal(rows, cols, F32), m.normal(rows, cols, F32), 4.0
+        peer = lambda: (torch.lerp(uncond, cond, scale),)
+        reference = lambda: (torch.lerp(uncond.double(), cond.double(), scale),)
+        return Case("guidance", [out, cond, uncond], [scale], [out], peer, reference)
+
+    return Row("guidance", f"{rows}x{cols}", make)
+
+
+def non_finite(rows: int, cols: int, dtype) -> Row:
+    def make(m):
+        x, count = m.normal(rows, cols, dtype), m.empty(1, 1, F32)
+        x[rows // 2, 0], x[rows - 1, cols - 1], x[0, cols // 2] = float("nan"), float("inf"), float("-inf")
+        result = lambda: ((~torch.isfinite(x)).sum().view(1, 1),)
+        return Case("non_finite", [count, x], [], [count], result, result)
+
+    return Row("non_finite", f"{rows}x{cols}" + (" f32" if dtype == F32 else ""), make)
+
+
+def pixels(side: int) -> Row:
+    def make(m):
+        x, out = m.normal(side * side, 3, F32, 0.6), m.empty(side * side, 3, torch.uint8)
+        result = lambda: (((x * 0.5 + 0.5).clamp_(0, 1) * 255).round_().to(torch.uint8),)
+        return Case("pixels", [out, x], [], [out], result, result)
+
+    return Row("pixels", f"{side}x{side}x3", make)
+
+
+# ------------------------------------------------------------------------------------------------------------ bound by products
+
+
+def product(x, w):
+    return x.double() @ w.double().T
+
+
+def linear(rows: int, cols: int, inner: int) -> Row:
+    def make(m):
+        x, w, out = m.normal(rows, inner), m.weight(cols, inner), m.empty(rows, cols)
+        flops = 2 * rows * cols * inner
+        return Case("linear", [out, x, w, None], [], [out], lambda: (F.linear(x, w),), lambda: (product(x, w),), flops=flops)
+
+    return Row("linear", f"{rows}x{cols}x{inner}", make)
+
+
+def swiglu(y):
+    gate, up = y.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def linear_swiglu(rows: int, cols: int, inner: int) -> Row:
+    def make(m):
+        x, w, out = m.normal(rows, inner), m.weight(2 * cols, inner), m.empty(rows, cols)
+        peer, reference = lambda: (swiglu(F.linear(x, w)),), lambda: (swiglu(product(x, w)),)
+        return Case("linear_swiglu", [out, x, w, None], [], [out], peer, reference, flops=4 * rows * cols * inner)
+
+    return Row("linear_swiglu", f"{rows}x2*{cols}x{inner}", make)
+
+
+def linear_gate_residual(rows: int, cols: int, inner: int) -> Row:
+    def make(m):
+        x, w, into, gate = m.normal(rows, inner), m.weight(cols, inner), m.normal(rows, cols), m.normal(1, cols, scale=0.2)
+        theirs = into.clone()
+        peer = lambda: (theirs.addcmul_(gate, F.linear(x, w)),)
+        reference = lambda: (into.double() + gate.double() * product(x, w),)
+        tensors, flops = [into, x, w, None, gate], 2 * rows * cols * inner
+        return Case("linear_gate_residual", tensors, [], [into], peer, reference, in_place=True, flops=flops)
+
+    return Row("linear_gate_residual", f"{rows}x{cols}x{inner}", make)
+
+
+def rotate(x, cos, sin, half_split: bool):
+    """x [rows, heads, head_dim] by its row's angles: pairs are halves, or neighbours."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    a, b = x.chunk(2, -1) if half_split else (x[..., 0::2], x[..., 1::2])
+    turned = a * cos - b * sin, a * sin + b * cos
+    return torch.cat(turned, -1) if half_split else torch.stack(turned, -1).flatten(-2)
+
+
+def qkv(streams: tuple, inner: int, heads: int, kv_heads: int, mlp: int = 0, half_split: bool = False) -> Row:
+    q_cols, kv_cols = heads * HEAD_DIM, kv_heads * HEAD_DIM
+    sizes = [q_cols, kv_cols, kv_cols, 2 * mlp]
+
+    def make(m):
+        tensors, outputs, parts = [], [], []
+        for rows in streams:
+            x, w, table = m.normal(rows, inner), m.weight(sum(sizes), inner), m.rope_table(rows)
+            norm_q, norm_k = m.vector(HEAD_DIM, 1.0), m.vector(HEAD_DIM, 1.0)
+            q, k, v = m.empty(rows, q_cols), m.empty(rows, kv_cols), m.empty(rows, kv_cols)
+            # Beside the room for the attention's result, as in a single block.
+            hidden = m.empty(rows, q_cols + mlp)[:, q_cols:] if mlp else None
+            tensors += [x, w, norm_q, norm_k, table, q, k, v, hidden]
+            outputs += [q, k, v] + ([hidden] if mlp else [])
+            parts.append((x, w, norm_q, norm_k, table))
+
+        def split(y, turn_q, turn_k):
+            q, k, v, hidden = y.split(sizes, -1)
+            heads_of = lambda t: t.unflatten(-1, (-1, HEAD_DIM))
+            return [turn_q(heads_of(q)), turn_k(heads_of(k)), v] + ([swiglu(hidden)] if mlp else [])
+
+        def reference():
+            results = []
+            for x, w, norm_q, norm_k, table in parts:
+                cos, sin = table.double().chunk(2, -1)
+                turn = lambda weight: lambda h: rotate(rms(h, weight.double().view(-1)), cos, sin, half_split).flatten(1)
+                results += split(product(x, w), turn(norm_q), turn(norm_k))
+            return tuple(results)
+
+        theirs = []
+        for x, w, norm_q, norm_k, table in parts:
+            # In the types and ways models use: complex numbers for neighbours, bf16 cosines and sines for halves.
+            angles = table.to(BF16).chunk(2, -1) if half_split else torch.complex(*table.chunk(2, -1)).unsqueeze(1)
+            theirs.append((x, w, norm_q.view(-1).to(BF16), norm_k.view(-1).to(BF16), angles))
+
+        def turn(weight, angles):
+            def apply(h):
+                h = F.rms_norm(h, (HEAD_DIM,), weight, EPS)
+                if half_split:
+                    return rotate(h, *angles, True).flatten(1)
+                turned = torch.view_as_complex(h.float().unflatten(-1, (-1, 2))) * angles
+                return torch.view_as_real(turned).flatten(1).to(BF16)
+
+            return apply
+
+        def peer():
+            results = []
+            for x, w, norm_q, norm_k, angles in theirs:
+                results += split(F.linear(x, w), turn(norm_q, angles), turn(norm_k, angles))
+            return tuple(results)
+
+        flops = 2 * sum(streams) * sum(sizes) * inner
+        return Case("qkv", tensors, [EPS, int(half_split)], outputs, peer, reference, flops=flops)
+
+    name = "qkv_mlp" if mlp else "qkv_norm_rope"
+    return Row(name, "+".join(map(str, streams)) + f"x{sum(sizes)}x{inner}", make)
+
+
+def attention(tokens: int, heads: int, kv_heads: int, head_dim: int = HEAD_DIM, causal: bool = False) -> Row:
+    def make(m):
+        q, out = m.normal(tokens, heads * head_dim), m.empty(tokens, heads * head_dim)
+        k, v = m.normal(tokens, kv_heads * head_dim), m.normal(tokens, kv_heads * head_dim)
+        batch = lambda t: t.unflatten(-1, (-1, head_dim)).transpose(0, 1).unsqueeze(0)
+        operands = batch(q), batch(k), batch(v)
+        gqa = heads != kv_heads
+
+        def peer():
+            result = F.scaled_dot_product_attention(*operands, is_causal=causal, enable_gqa=gqa)
+            return (result.squeeze(0).transpose(0, 1),)
+
+        def reference():
+            results = []
+            for head in range(heads):  # one after the other: the scores of all are too many
+                own, shared = (slice(i * head_dim, (i + 1) * head_dim) for i in (head, head // (heads // kv_heads)))
+                scores = product(q[:, own], k[:, shared]) * head_dim**-0.5
+                if causal:
+                    scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu_(1), float("-inf"))
+                results.append(scores.softmax(-1) @ v[:, shared].double())
+            return (torch.cat(results, 1),)
+
+        flops = 4 * tokens * tokens * heads * head_dim
+        return Case("attention", [out, q, k, v], [head_dim, int(causal)], [out], peer, reference, flops=flops)
+
+    of = f"{heads}" if heads == kv_heads else f"{heads}:{kv_heads}"
+    return Row("attention_causal" if causal else "attention", f"{tokens} tokens, {of} heads of {head_dim}", make)
+
+
+def conv(side: int, channels: int, to: int, sampling: str = "same", more: bool = False) -> Row:
+    """`more` adds a residual and asks for the statistics of the next norm, which the peer leaves to that norm."""
+    out_side = {"same": side, "up": 2 * side, "down": side // 2}[sampling]
+
+    def make(m):
+        x, out = m.normal(side * side, channels), m.empty(out_side * out_side, to)
+        w, bias = m.weight(to, 9 * channels), m.vector(to)
+        residual = m.normal(out_side * out_side, to) if more else None
+        stats = m.empty(32, 2, F32) if more else None
+        # The same memory as PyTorch sees it: channels last.
+        image = x.view(1, side, side, channels).permute(0, 3, 1, 2)
+        filters = w.view(to, 3, 3, channels).permute(0, 3, 1, 2)
+        beside = residual.view(1, out_side, out_side, to).permute(0, 3, 1, 2) if more else None
+        short = bias.view(-1).to(BF16)
+
+        def result(image, filters, bias, beside):
+            if sampling == "up":
+                image = F.interpolate(image, scale_factor=2, mode="nearest")
+            if sampling == "down":
+                y = F.conv2d(F.pad(image, (0, 1, 0, 1)), filters, bias, stride=2)
+            else:
+                y = F.conv2d(image, filters, bias, padding=1)
+            return (y if beside is None else y + beside).permute(0, 2, 3, 1)
+
+        def reference():
+            y = result(image.float(), filters.float(), bias.view(-1), beside.float() if more else None)
+            y = y.reshape(-1, to)
+            if not more:
+                return (y,)
+            var, mean = torch.var_mean(y.view(-1, 32, to // 32), (0, 2), correction=0)
+            return (y, torch.stack([mean, var], 1))
+
+        peer = lambda: (result(image, filters, short, beside),)
+        numbers = [side, side, {"same": 0, "up": 1, "down": 2}[sampling]]
+        flops = 2 * out_side * out_side * to * 9 * channels
+        outputs = [out] + ([stats] if more else [])
+        return Case("conv", [out, x, w, bias, residual, stats], numbers, outputs, peer, reference, flops=flops)
+
+    change = {"same": "", "up": ", up", "down": ", down"}[sampling] + (", residual, stats" if more else "")
+    return Row("conv", f"{side}x{side}, {channels} to {to}{change}", make)
+
+
+# ------------------------------------------------------------------------------------------------------------------------ sizes
+
+# 512 tokens of the prompt; 4096 of a picture of 1024x1024, 16384 of 2048x2048. klein 4B is 3072 wide with 24 heads, 9B 4096 with
+# 32; Qwen3-4B is 2560 wide with 32 heads that share 8.
+ROWS = [
+    embed(512, 2560, 151_936),
+    copy(4608, 3072),
+    copy(4608, 3072, F32),
+    copy(16_896, 3072),
+    silu(4608, 3072),
+    silu(16_896, 3072),
+    rms_norm(512, 2560),
+    rms_norm(4608, 3072),
+    rms_norm(4608, 4096),
+    rms_norm(16_896, 3072),
+    layer_norm((4608,), 3072),
+    layer_norm((4608,), 4096),
+    layer_norm((512, 4096), 3072),
+    layer_norm((512, 4096), 4096),
+    layer_norm((16_896,), 3072),
+    layer_norm((512, 16_384), 3072),
+    *(
+        group_norm(side, channels, given)
+        for given in (True, False)
+        for side, channels in ((128, 512), (256, 512), (512, 256), (1024, 256), (1024, 128))
+    ),
+    patchify(64, 64, 32),
+    unpatchify(64, 64, 32),
+    euler(4096, 128),
+    guidance(4096, 128),
+    non_finite(4096, 128, F32),
+    non_finite(4608, 3072, BF16),
+    pixels(1024),
+    pixels(2048),
+    linear(1, 18_432, 3072),
+    linear(4608, 3072, 3072),
+    linear_swiglu(4096, 9216, 3072),
+    linear_swiglu(512, 9728, 2560),
+    linear_gate_residual(4608, 3072, 12_288),
+    linear_gate_residual(512, 2560, 9728),
+    qkv((512, 4096), 3072, 24, 24),
+    qkv((512,), 2560, 32, 8, half_split=True),
+    qkv((4608,), 3072, 24, 24, mlp=9216),
+    qkv((4608,), 4096, 32, 32, mlp=12_288),
+    attention(4608, 24, 24),
+    attention(4608, 32, 32),
+    attention(512, 32, 8, causal=True),
+    attention(16_384, 1, 1, head_dim=512),
+    conv(128, 512, 512),
+    conv(128, 512, 512, "up"),
+    conv(512, 256, 256),
+    conv(1024, 128, 128, more=True),
+    conv(1024, 128, 128, "down"),
+]
