@@ -5,6 +5,7 @@ use super::abi;
 use super::driver::{Driver, Function, Launch, Module, Stream};
 use crate::error::{Error, Result};
 use std::borrow::Cow;
+use std::cell::Cell;
 use std::path::PathBuf;
 use std::rc::Rc;
 
@@ -97,13 +98,16 @@ pub struct Kernels {
     driver: Rc<dyn Driver>,
     modules: Vec<Module>,
     functions: Vec<Function>,
+    /// Launches of each kernel, by its place in [`Kernel::ALL`].
+    launched: Vec<Cell<u64>>,
     stream: Stream,
 }
 
 impl Kernels {
     /// Loads every module and finds every kernel, so that one that is missing is found at once and not at step three.
     pub fn load(driver: Rc<dyn Driver>, images: Images<'_>, stream: Stream) -> Result<Self> {
-        let mut kernels = Self { driver, modules: Vec::new(), functions: Vec::new(), stream };
+        let mut kernels = Self { driver, modules: Vec::new(), functions: Vec::new(), launched: Vec::new(), stream };
+        kernels.launched.resize(Kernel::ALL.len(), Cell::new(0));
         let mut files: Vec<(&str, Module)> = Vec::new();
         for kernel in Kernel::ALL {
             let Row { symbol, file, params, .. } = kernel.row();
@@ -130,12 +134,18 @@ impl Kernels {
         assert_eq!(size, size_of::<P>(), "{kernel:?} takes other parameters");
         // SAFETY: `Params` promises that every byte is initialised.
         let bytes = unsafe { std::slice::from_raw_parts(std::ptr::from_ref(params).cast::<u8>(), size) };
-        let function = self.functions[kernel as usize];
+        let (function, launched) = (self.functions[kernel as usize], &self.launched[kernel as usize]);
+        launched.set(launched.get() + 1);
         let launch = Launch { function, grid, threads, shared: 0, cluster: 1, overlap: false };
         self.driver.launch(self.stream, &launch, bytes).map_err(|error| match error {
             Error::Device { status, .. } => Error::Device { call: kernel.symbol(), status },
             other => other,
         })
+    }
+
+    /// How often each kernel was launched, or recorded to be.
+    pub fn launched(&self) -> impl Iterator<Item = (Kernel, u64)> {
+        Kernel::ALL.iter().copied().zip(self.launched.iter().map(Cell::get))
     }
 }
 

@@ -162,6 +162,11 @@ impl Cuda {
         self.driver.device()
     }
 
+    /// How often each kernel was launched so far. A recorded step counts once, however often it is replayed.
+    pub fn launched(&self) -> impl Iterator<Item = (Kernel, u64)> {
+        self.kernels.launched()
+    }
+
     /// The driver and the stream that ops are queued on, for measurements.
     pub fn queue(&self) -> (&dyn Driver, Stream) {
         (self.driver.as_ref(), self.stream.1)
