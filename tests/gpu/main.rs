@@ -4,7 +4,10 @@
 //!     gpu                all tests
 //!     gpu ops [words]    every op, or those whose case has all words in its name, against f64 loops
 //!     gpu NAME           one test by its name
+//!     gpu list           the names of the tests
 //!     gpu hash           a checksum of pictures, to compare processes
+//!     gpu planted KERNEL FATBIN, gpu ballast BYTES, gpu spoil FILE TENSOR
+//!                        see bundle.rs
 #![allow(clippy::print_stdout)]
 
 #[path = "../common/mod.rs"]
@@ -12,15 +15,19 @@ mod common;
 #[path = "../common/ops/mod.rs"]
 mod ops;
 
+mod bundle;
 mod large;
 
 use common::{Make, cases, cpu, engine_on, goldens, modes, run};
 use kiln::backend::cuda::{self, Cuda};
 use kiln::backend::{Backend, Lockstep};
+use kiln::config::Variant;
 use kiln::error::Error;
-use kiln::pipeline::Picture;
+use kiln::pipeline::{Job, Picture};
+use kiln::sequence::Pixels;
 use kiln::tensor::Precision;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -41,7 +48,8 @@ fn in_lockstep() -> Box<dyn Backend> {
 }
 
 const TESTS: &[(&str, fn())] = &[
-    ("ops", || ops::check_all(&mut cuda())),
+    ("small", small),
+    ("ops", || ops::check_some(&mut cuda(), |_| true)),
     ("lockstep", lockstep),
     ("goldens", || every_golden(&on_cuda)),
     ("repeat", repeat),
@@ -51,6 +59,11 @@ const TESTS: &[(&str, fn())] = &[
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with('-')).collect();
+    let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    if words == ["list"] {
+        TESTS.iter().for_each(|(name, _)| println!("{name}"));
+        return ExitCode::SUCCESS;
+    }
     match cuda::devices() {
         Ok(found) => found.iter().for_each(|d| println!("GPU {}: {}, {} multiprocessors", d.index, d.name, d.multiprocessors)),
         Err(Error::NoGpu { what, .. }) => {
@@ -59,18 +72,19 @@ fn main() -> ExitCode {
         }
         Err(error) => panic!("{error}"),
     }
-    match arguments.first().map(String::as_str) {
-        Some("ops") if arguments.len() > 1 => {
-            let words = &arguments[1..];
-            ops::check_some(&mut cuda(), |name| words.iter().all(|w| name.contains(w.as_str())));
-            ExitCode::SUCCESS
+    match *words {
+        ["ops", ref words @ ..] if !words.is_empty() => {
+            ops::check_some(&mut cuda(), |name| words.iter().all(|w| name.contains(w)));
         }
-        Some("hash") => {
-            println!("{:016x}", checksum(&pictures(&mut |_| ())));
-            ExitCode::SUCCESS
-        }
-        name => all(name),
+        ["hash"] => println!("{:016x}", checksum(&pictures(&mut |_| ()))),
+        ["planted", kernel, image] => bundle::planted(kernel, Path::new(image)).unwrap(),
+        ["ballast", left] => bundle::ballast(left.parse().unwrap()).unwrap(),
+        ["spoil", file, tensor] => bundle::spoil(Path::new(file), tensor),
+        [] => return all(None),
+        [name] => return all(Some(name)),
+        _ => panic!("nothing is called {words:?}"),
     }
+    ExitCode::SUCCESS
 }
 
 /// Runs the tests, or the one of that name.
@@ -86,6 +100,24 @@ fn all(only: Option<&str>) -> ExitCode {
     assert!(count > 0, "no test is called {only:?}");
     println!("{} passed, {failed} failed", count - failed);
     if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Every kernel, on shapes small enough for tools that slow them down a hundredfold, then a picture whose steps are plain,
+/// recorded and replayed. Fresh memory stays as it is: filled with NaN, a read of it would no longer be one of memory that nobody
+/// wrote.
+fn small() {
+    let open = || {
+        let mut cuda = cuda();
+        cuda.set_poison(false);
+        cuda
+    };
+    let mut cuda = open();
+    ops::check_some(&mut cuda, ops::is_small);
+    let missed: Vec<_> = cuda.launched().filter(|(_, times)| *times == 0).map(|(kernel, _)| kernel).collect();
+    assert!(missed.is_empty(), "never launched: {missed:?}");
+    let case = &cases()[0];
+    let job = Job { size: Pixels::new(64, 64).unwrap(), steps: 3, record: false, ..case.job() };
+    run(&mut engine_on(Box::new(open()), Variant::Distilled, Precision::Bf16), &job).unwrap();
 }
 
 fn every_golden(make: Make<'_>) {
