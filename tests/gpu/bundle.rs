@@ -11,14 +11,14 @@ use std::time::Duration;
 /// Values of each buffer of `planted.cu`, and threads of a block.
 const COUNT: u32 = 64;
 
-/// Launches one kernel of the compiled `planted.cu`, once. An error is no surprise: the bug may have been fatal.
-pub fn planted(kernel: &str, image: &Path) -> Result<()> {
+/// Launches the kernel of the compiled `planted.cu` that is for this tool, once. An error is no surprise: the bug may be fatal.
+pub fn planted(tool: &str, image: &Path) -> Result<()> {
     let image = std::fs::read(image).map_err(|e| Error::read(image, e))?;
     let driver = System::open(0)?;
     let (module, stream) = (driver.load(&image)?, driver.stream()?);
     let addresses = [driver.allocate(u64::from(COUNT) * 4)?, driver.allocate(u64::from(COUNT) * 4)?];
     let params: Vec<u8> = addresses.iter().flat_map(|address| address.to_ne_bytes()).collect();
-    let function = driver.function(module, kernel, params.len(), 0)?;
+    let function = driver.function(module, &format!("planted_{tool}"), params.len(), 0)?;
     let launch = Launch { function, grid: [1, 1, 1], threads: COUNT, shared: 0, cluster: 1, overlap: false };
     let done = driver.launch(stream, &launch, &params).and_then(|()| driver.synchronize(stream));
     addresses.into_iter().for_each(|address| driver.free(address));

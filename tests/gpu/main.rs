@@ -6,7 +6,7 @@
 //!     gpu NAME           one test by its name
 //!     gpu list           the names of the tests
 //!     gpu hash           a checksum of pictures, to compare processes
-//!     gpu planted KERNEL FATBIN, gpu ballast BYTES, gpu spoil FILE TENSOR
+//!     gpu planted TOOL FATBIN, gpu ballast BYTES, gpu spoil FILE TENSOR
 //!                        see bundle.rs
 #![allow(clippy::print_stdout)]
 
@@ -60,9 +60,17 @@ const TESTS: &[(&str, fn())] = &[
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with('-')).collect();
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
-    if words == ["list"] {
-        TESTS.iter().for_each(|(name, _)| println!("{name}"));
-        return ExitCode::SUCCESS;
+    // What needs no GPU.
+    match *words {
+        ["list"] => {
+            TESTS.iter().for_each(|(name, _)| println!("{name}"));
+            return ExitCode::SUCCESS;
+        }
+        ["spoil", file, tensor] => {
+            bundle::spoil(Path::new(file), tensor);
+            return ExitCode::SUCCESS;
+        }
+        _ => {}
     }
     match cuda::devices() {
         Ok(found) => found.iter().for_each(|d| println!("GPU {}: {}, {} multiprocessors", d.index, d.name, d.multiprocessors)),
@@ -77,9 +85,8 @@ fn main() -> ExitCode {
             ops::check_some(&mut cuda(), |name| words.iter().all(|w| name.contains(w)));
         }
         ["hash"] => println!("{:016x}", checksum(&pictures(&mut |_| ()))),
-        ["planted", kernel, image] => bundle::planted(kernel, Path::new(image)).unwrap(),
+        ["planted", tool, image] => bundle::planted(tool, Path::new(image)).unwrap(),
         ["ballast", left] => bundle::ballast(left.parse().unwrap()).unwrap(),
-        ["spoil", file, tensor] => bundle::spoil(Path::new(file), tensor),
         [] => return all(None),
         [name] => return all(Some(name)),
         _ => panic!("nothing is called {words:?}"),

@@ -8,7 +8,7 @@ struct Planted {
 
 constexpr int kCount = 64;
 
-#define PLANTED(name) extern "C" __global__ void __launch_bounds__(kCount) name(const __grid_constant__ Planted p)
+#define PLANTED(tool) extern "C" __global__ void __launch_bounds__(kCount) planted_##tool(const __grid_constant__ Planted p)
 
 // Writes one value too many.
 PLANTED(memcheck) { reinterpret_cast<uint32_t*>(p.out)[threadIdx.x + 1] = threadIdx.x; }
