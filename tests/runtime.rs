@@ -2,6 +2,9 @@
 //! and any call can be made to fail.
 
 mod common;
+#[path = "common/ops/mod.rs"]
+#[allow(dead_code)] // results are not looked at here
+mod ops;
 
 use common::cases;
 use kiln::backend::cuda::Cuda;
@@ -11,7 +14,7 @@ use kiln::error::{Error, Result};
 use kiln::names::{Layout, Part};
 use kiln::pipeline::{Engine, Job, LoadOptions, OpenModel, Picture};
 use kiln::progress::Silent;
-use kiln::tensor::{DType, Precision};
+use kiln::tensor::{Arena, DType, Precision, Region};
 use kiln::tiny::{self, TinyModel};
 use kiln::tokenizer::Tokenizer;
 use std::alloc::Layout as Block;
@@ -359,6 +362,19 @@ fn a_run_ends_at_the_next_op_when_asked_to() {
     assert!(matches!(loading, Err(Error::Interrupted)), "{loading:?}");
     stop.store(false, Ordering::Relaxed);
     assert_eq!(make(&mut engine, &job).unwrap().len(), 1);
+}
+
+/// Tools that look for races and the like run the small cases only: no kernel may escape them.
+#[test]
+fn the_small_cases_launch_every_kernel() {
+    let mut cuda = Cuda::new(StandIn::new(PLENTY), &|_| Ok(Cow::Borrowed(&[])), Arc::default()).unwrap();
+    assert!(cuda.launched().all(|(_, times)| times == 0));
+    let mut weights = Arena::new(Region::Weights);
+    for case in ops::cases::all().iter().filter(|case| ops::is_small(&case.name)) {
+        ops::run(&mut cuda, &mut weights, case, false, &mut Vec::new());
+    }
+    let missed: Vec<_> = cuda.launched().filter(|(_, times)| *times == 0).map(|(kernel, _)| kernel).collect();
+    assert!(missed.is_empty(), "never launched: {missed:?}");
 }
 
 #[test]

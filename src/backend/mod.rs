@@ -76,7 +76,7 @@ pub trait Backend {
         Ok(None)
     }
 
-    /// Says how many bytes of weights there will be. A backend that needs to know hears of it before the first upload.
+    /// Says how many bytes of weights there will be, before the first upload. Weights from before are gone.
     fn reserve_weights(&mut self, _bytes: u64) -> Result<()> {
         Ok(())
     }

@@ -4,7 +4,10 @@
 //!     gpu                all tests
 //!     gpu ops [words]    every op, or those whose case has all words in its name, against f64 loops
 //!     gpu NAME           one test by its name
+//!     gpu list           the names of the tests
 //!     gpu hash           a checksum of pictures, to compare processes
+//!     gpu planted TOOL FATBIN, gpu ballast BYTES, gpu spoil FILE TENSOR
+//!                        see bundle.rs
 #![allow(clippy::print_stdout)]
 
 #[path = "../common/mod.rs"]
@@ -12,15 +15,19 @@ mod common;
 #[path = "../common/ops/mod.rs"]
 mod ops;
 
+mod bundle;
 mod large;
 
 use common::{Make, cases, cpu, engine_on, goldens, modes, run};
-use kiln::backend::cuda::{self, Cuda};
+use kiln::backend::cuda::{self, Choice, Cuda};
 use kiln::backend::{Backend, Lockstep};
+use kiln::config::Variant;
 use kiln::error::Error;
-use kiln::pipeline::Picture;
+use kiln::pipeline::{Job, Picture};
+use kiln::sequence::Pixels;
 use kiln::tensor::Precision;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -42,7 +49,9 @@ fn in_lockstep() -> Box<dyn Backend> {
 
 const TESTS: &[(&str, fn())] = &[
     ("driver", every_road),
-    ("ops", || ops::check_all(&mut cuda())),
+    ("small", small),
+    ("ops", || ops::check_some(&mut cuda(), |_| true)),
+    ("products", every_product),
     ("lockstep", lockstep),
     ("goldens", || every_golden(&on_cuda)),
     ("repeat", repeat),
@@ -52,6 +61,19 @@ const TESTS: &[(&str, fn())] = &[
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with('-')).collect();
+    let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    // What needs no GPU.
+    match *words {
+        ["list"] => {
+            TESTS.iter().for_each(|(name, _)| println!("{name}"));
+            return ExitCode::SUCCESS;
+        }
+        ["spoil", file, tensor] => {
+            bundle::spoil(Path::new(file), tensor);
+            return ExitCode::SUCCESS;
+        }
+        _ => {}
+    }
     match cuda::devices() {
         Ok(found) => found.iter().for_each(|d| println!("GPU {}: {}, {} multiprocessors", d.index, d.name, d.multiprocessors)),
         Err(Error::NoGpu { what, .. }) => {
@@ -60,18 +82,18 @@ fn main() -> ExitCode {
         }
         Err(error) => panic!("{error}"),
     }
-    match arguments.first().map(String::as_str) {
-        Some("ops") if arguments.len() > 1 => {
-            let words = &arguments[1..];
-            ops::check_some(&mut cuda(), |name| words.iter().all(|w| name.contains(w.as_str())));
-            ExitCode::SUCCESS
+    match *words {
+        ["ops", ref words @ ..] if !words.is_empty() => {
+            ops::check_some(&mut cuda(), |name| words.iter().all(|w| name.contains(w)));
         }
-        Some("hash") => {
-            println!("{:016x}", checksum(&pictures(&mut |_| ())));
-            ExitCode::SUCCESS
-        }
-        name => all(name),
+        ["hash"] => println!("{:016x}", checksum(&pictures(&mut |_| ()))),
+        ["planted", tool, image] => bundle::planted(tool, Path::new(image)).unwrap(),
+        ["ballast", left] => bundle::ballast(left.parse().unwrap()).unwrap(),
+        [] => return all(None),
+        [name] => return all(Some(name)),
+        _ => panic!("nothing is called {words:?}"),
     }
+    ExitCode::SUCCESS
 }
 
 /// Runs the tests, or the one of that name.
@@ -94,6 +116,42 @@ fn every_road() {
     let tried = cuda().self_test().unwrap();
     println!("tried: {}", tried.join(", "));
     assert!(tried.len() == 5 || cuda().device().capability != (9, 0));
+}
+
+/// Every kernel, on shapes small enough for tools that slow them down a hundredfold, then a picture whose steps are plain,
+/// recorded and replayed. Fresh memory stays as it is: filled with NaN, a read of it would no longer be one of memory that nobody
+/// wrote.
+fn small() {
+    let open = || {
+        let mut cuda = cuda();
+        cuda.set_poison(false);
+        cuda
+    };
+    let mut cuda = open();
+    ops::check_some(&mut cuda, ops::is_small);
+    for choice in [Choice::Naive, Choice::Rows128] {
+        cuda.set_choice(choice);
+        ops::check_some(&mut cuda, |name| ops::is_small(name) && is_product(name));
+    }
+    cuda.self_test().unwrap();
+    let missed: Vec<_> = cuda.launched().filter(|(_, times)| *times == 0).map(|(kernel, _)| kernel).collect();
+    assert!(missed.is_empty(), "never launched: {missed:?}");
+    let case = &cases()[0];
+    let job = Job { size: Pixels::new(64, 64).unwrap(), steps: 3, record: false, ..case.job() };
+    run(&mut engine_on(Box::new(open()), Variant::Distilled, Precision::Bf16), &job).unwrap();
+}
+
+fn is_product(name: &str) -> bool {
+    ["linear", "qkv", "attention", "conv"].iter().any(|op| name.starts_with(op))
+}
+
+/// Matrix ops by every kernel there is for them, and not only by the one that suits the shape.
+fn every_product() {
+    for choice in [Choice::Naive, Choice::Rows64, Choice::Rows128] {
+        let mut cuda = cuda();
+        cuda.set_choice(choice);
+        ops::check_some(&mut cuda, is_product);
+    }
 }
 
 fn every_golden(make: Make<'_>) {

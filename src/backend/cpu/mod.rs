@@ -268,6 +268,11 @@ impl Backend for Cpu {
         "cpu"
     }
 
+    fn reserve_weights(&mut self, _bytes: u64) -> Result<()> {
+        self.weights.clear();
+        Ok(())
+    }
+
     fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {
         self.check_stop()?;
         let total = to.offset + (to.len() * to.dtype.size()) as u64;

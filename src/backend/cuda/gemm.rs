@@ -3,7 +3,7 @@
 use super::abi::{self, KlGemmPart, KlGemmStream, KlMat};
 use super::launch::Kernel;
 use super::ops::{NONE, tiles};
-use super::{Cuda, Linear, Projection};
+use super::{Choice, Cuda, Linear, Projection};
 use crate::backend::RopeStyle;
 use crate::error::{Error, Result};
 use crate::tensor::{DType, Tensor};
@@ -104,7 +104,7 @@ impl Cuda {
     /// A product as the tensor-core kernel takes it, if it does.
     fn stream(&self, op: &'static str, job: &Job) -> Result<Option<KlGemmStream>> {
         let (x, w) = (self.mat(job.x, op)?, self.mat(job.w.weight, op)?);
-        if self.naive || !aligned(&x) || !aligned(&w) || !matches!(job.out.dtype, DType::Bf16 | DType::F32) {
+        if self.choice == Choice::Naive || !aligned(&x) || !aligned(&w) || !matches!(job.out.dtype, DType::Bf16 | DType::F32) {
             return Ok(None);
         }
         let optional = |t: Option<Tensor>| t.map_or(Ok(NONE), |t| self.mat(t, op));
@@ -132,7 +132,11 @@ impl Cuda {
 
     fn launch_gemm(&self, streams: &[KlGemmStream]) -> Result<()> {
         let sizes: Vec<(u32, u32)> = streams.iter().map(|s| (s.x.rows, s.col_tiles)).collect();
-        let tile = pick_tile(&sizes, self.device().multiprocessors);
+        let tile = match self.choice {
+            Choice::Rows64 => Tile::Rows64,
+            Choice::Rows128 => Tile::Rows128,
+            Choice::Best | Choice::Naive => pick_tile(&sizes, self.device().multiprocessors),
+        };
         let mut p = abi::KlGemm { stream: [NO_STREAM; abi::KL_STREAMS as usize] };
         for (to, s) in p.stream.iter_mut().zip(streams) {
             *to = KlGemmStream { row_tiles: s.x.rows.div_ceil(tile.rows()), ..*s };
@@ -162,7 +166,12 @@ impl Cuda {
         let (x, w) = (self.mat(s.x, op)?, self.mat(s.w.weight, op)?);
         let outs = [s.q, Some(s.k), Some(s.v), s.mlp];
         let stored = outs.iter().flatten().all(|t| t.dtype == DType::Bf16);
-        if self.naive || !aligned(&x) || !aligned(&w) || !stored || s.rope.table.cols != abi::KL_MMA_COLS as usize {
+        if self.choice == Choice::Naive
+            || !aligned(&x)
+            || !aligned(&w)
+            || !stored
+            || s.rope.table.cols != abi::KL_MMA_COLS as usize
+        {
             return Ok(None);
         }
         let rope = match s.rope.style {

@@ -5,7 +5,7 @@ use super::abi;
 use super::driver::{Driver, Function, Launch, MapSpec, Module, Stream};
 use crate::error::{Error, Result};
 use std::borrow::Cow;
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::rc::Rc;
@@ -122,13 +122,16 @@ pub struct Kernels {
     /// One for each of [`Kernel::ALL`], where this GPU and this build have it.
     functions: Vec<Option<Function>>,
     maps: RefCell<HashMap<MapSpec, abi::KlTensorMap>>,
+    /// Launches of each kernel, by its place in [`Kernel::ALL`].
+    launched: Vec<Cell<u64>>,
     stream: Stream,
 }
 
 impl Kernels {
     /// Loads every module and finds every kernel, so that one that is missing is found at once and not at step three.
     pub fn load(driver: Rc<dyn Driver>, images: Images<'_>, stream: Stream) -> Result<Self> {
-        let mut kernels = Self { driver, modules: Vec::new(), functions: Vec::new(), maps: RefCell::default(), stream };
+        let (modules, functions, launched) = (Vec::new(), Vec::new(), vec![Cell::new(0); Kernel::ALL.len()]);
+        let mut kernels = Self { driver, modules, functions, maps: RefCell::default(), launched, stream };
         let mut files: HashMap<&str, Option<Module>> = HashMap::new();
         for kernel in Kernel::ALL {
             let Row { symbol, file, params, shared, .. } = kernel.row();
@@ -177,6 +180,8 @@ impl Kernels {
         };
         // SAFETY: `Params` promises that every byte is initialised.
         let bytes = unsafe { std::slice::from_raw_parts(std::ptr::from_ref(params).cast::<u8>(), size) };
+        let launched = &self.launched[kernel as usize];
+        launched.set(launched.get() + 1);
         let launch = Launch { function, grid, threads, shared, cluster, overlap };
         self.driver.launch(self.stream, &launch, bytes).map_err(|error| match error {
             Error::Device { status, .. } => Error::Device { call: symbol, status },
@@ -193,6 +198,11 @@ impl Kernels {
         let map = abi::KlTensorMap { opaque: self.driver.tensor_map(&spec)? };
         self.maps.borrow_mut().insert(spec, map);
         Ok(map)
+    }
+
+    /// How often each kernel was launched, or recorded to be.
+    pub fn launched(&self) -> impl Iterator<Item = (Kernel, u64)> {
+        Kernel::ALL.iter().copied().zip(self.launched.iter().map(Cell::get))
     }
 }
 

@@ -46,11 +46,24 @@ pub struct Cuda {
     scratch: u64,
     capturing: bool,
     record: bool,
-    naive: bool,
+    choice: Choice,
     poison: bool,
     stop: Arc<AtomicBool>,
     stream: StreamGuard,
     driver: Rc<dyn Driver>,
+}
+
+/// Which kernels matrix ops take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Choice {
+    /// What shapes and the GPU call for.
+    Best,
+    /// The obvious ones.
+    Naive,
+    /// On tensor cores, with tiles of 64 rows.
+    Rows64,
+    /// On tensor cores, with tiles of 128 rows.
+    Rows128,
 }
 
 /// What is known of a step.
@@ -142,7 +155,7 @@ impl Cuda {
             scratch: 0,
             capturing: false,
             record: true,
-            naive: false,
+            choice: Choice::Best,
             poison: cfg!(debug_assertions),
             stop,
             stream,
@@ -161,14 +174,19 @@ impl Cuda {
         self.record = record;
     }
 
-    /// Whether matrix ops take the obvious kernels, which are what the fast ones are held to.
-    pub fn set_naive(&mut self, naive: bool) {
-        self.naive = naive;
+    /// Which kernels matrix ops take, to hold one to another.
+    pub fn set_choice(&mut self, choice: Choice) {
+        self.choice = choice;
     }
 
     /// The GPU.
     pub fn device(&self) -> &DeviceInfo {
         self.driver.device()
+    }
+
+    /// How often each kernel was launched so far. A recorded step counts once, however often it is replayed.
+    pub fn launched(&self) -> impl Iterator<Item = (Kernel, u64)> {
+        self.kernels.launched()
     }
 
     /// The driver and the stream that ops are queued on, for measurements.

@@ -1,5 +1,6 @@
 //! The table: every op at awkward sizes. One, primes, powers of two and their neighbours; sizes that cross a backend's blocks
 //! (more than 1,024 rows, 512 columns, 256 queries, 512 keys, 512 pixels); all of it in f32 and bf16, whole and as columns of wider buffers.
+//! Then some at the widths of the real models; their names say `klein`.
 
 use super::oracle::{self, Heads};
 use super::{Case, Check, Expected, Fit, Mat, Operand, Rig, stored, want};
@@ -18,31 +19,71 @@ const SHAPES: [(usize, usize); 6] = [(1, 1), (7, 113), (113, 128), (129, 7), (1,
 const WEIGHT_TYPES: [(DType, DType); 7] =
     [(Bf16, Bf16), (F32, F32), (F16, F16), (F16, Bf16), (F32, Bf16), (Bf16, F32), (F16, F32)];
 
-struct Table(Vec<Case>);
+/// In which storage types and layouts a case runs: as a rule in all.
+type Variants = &'static [(DType, Fit)];
+const ALL: Variants = &[(F32, Fit::Whole), (F32, Fit::Slice), (Bf16, Fit::Whole), (Bf16, Fit::Slice)];
+/// For weights of ten million values and more.
+const TWO: Variants = &[(F32, Fit::Slice), (Bf16, Fit::Whole)];
+
+struct Table {
+    cases: Vec<Case>,
+    /// What names say beside the shape.
+    label: &'static str,
+    variants: Variants,
+}
 
 impl Table {
-    /// Adds a case in every storage type and layout.
     fn add(&mut self, name: String, body: impl Fn(&mut Rig<'_>) + Clone + 'static) {
-        for storage in [F32, Bf16] {
-            for fit in [Fit::Whole, Fit::Slice] {
-                let name = format!("{name} {storage:?} {fit:?}").to_lowercase();
-                self.0.push(Case { name, storage, fit, body: Box::new(body.clone()) });
-            }
+        for &(storage, fit) in self.variants {
+            let name = format!("{name}{} {storage:?} {fit:?}", self.label).to_lowercase();
+            self.cases.push(Case { name, storage, fit, body: Box::new(body.clone()) });
         }
     }
 }
 
 /// The whole table.
 pub fn all() -> Vec<Case> {
-    let mut table = Table(Vec::new());
-    row_wise(&mut table);
-    products(&mut table);
-    projections(&mut table);
-    attention(&mut table);
-    convolutions(&mut table);
-    group_norms(&mut table);
-    latents(&mut table);
-    table.0
+    let mut table = Table { cases: Vec::new(), label: "", variants: ALL };
+    awkward(&mut table);
+    klein(&mut table);
+    table.cases
+}
+
+fn awkward(table: &mut Table) {
+    row_wise(table);
+    products(table);
+    projections(table);
+    attention(table);
+    convolutions(table);
+    group_norms(table);
+    latents(table);
+}
+
+/// The widths of the real models (4B: 3072 from 2560, 9B: 4096 from 4096, and their decoder), on so few rows that plain loops are
+/// quick. Kernels choose how they work by width.
+fn klein(table: &mut Table) {
+    table.label = " klein";
+    for cols in [2560, 3072, 4096, 12288] {
+        rms_norm(table, 5, cols);
+        layer_norm_modulate(table, 5, cols);
+    }
+    table.variants = TWO;
+    for (rows, side) in [(5, 3072), (3, 4096)] {
+        linear(table, rows, side, side, false);
+        gate_residual(table, rows, side, side, true, false);
+    }
+    swiglu(table, 3, 3072, 9216);
+    qkv(table, (2, 3072, 24, 24, 128, RopeStyle::Interleaved, Some(9216)));
+    table.variants = ALL;
+    qkv(table, (5, 2560, 32, 8, 128, RopeStyle::HalfSplit, None));
+    attend(table, (130, &[200], 24, 24, 128, false));
+    attend(table, (70, &[70], 32, 8, 128, true));
+    for (from, to) in [(512, 512), (256, 128), (128, 3)] {
+        conv(table, (5, 3, from, to, Sampling::Same, false, (to == 128).then_some(32)));
+    }
+    for channels in [512, 384, 256, 128, 96] {
+        group_norm(table, 37, channels, 32, false, true);
+    }
 }
 
 fn row_wise(table: &mut Table) {
@@ -61,27 +102,8 @@ fn row_wise(table: &mut Table) {
             let (x, out) = (rig.input(rows, cols, |v| 20.0 * v), rig.output(rows, cols));
             rig.run(Op::Silu { out, x: x.t }, &[(out, want!(silu(&x.host)))]);
         });
-        table.add(format!("rms_norm {rows}x{cols}"), move |rig| {
-            let (x, out, w) = (rig.input(rows, cols, |v| 8.0 * v), rig.output(rows, cols), rig.vector(cols));
-            let op = Op::RmsNorm { out, x: x.t, weight: w.t, eps: EPS };
-            rig.run(op, &[(out, want!(rms_norm(&x.host, &w.host, EPS)))]);
-        });
-        table.add(format!("layer_norm_modulate {rows}x{cols} and 3x{cols}"), move |rig| {
-            // The mean is several deviations from zero, as in late blocks.
-            let streams = [rows, 3].map(|rows| {
-                let (x, out) = (rig.input(rows, cols, |v| v + 4.0), rig.output(rows, cols));
-                (x, out, rig.input(1, cols, |v| v), rig.input(1, cols, |v| v))
-            });
-            let [a, b] = &streams;
-            let ops = [a, b].map(|(x, out, shift, scale)| Modulated { out: *out, x: x.t, shift: shift.t, scale: scale.t });
-            rig.run(
-                Op::LayerNormModulate { streams: &ops, eps: EPS },
-                &[
-                    (a.1, want!(layer_norm_modulate(&a.0.host, &a.2.host, &a.3.host, EPS))),
-                    (b.1, want!(layer_norm_modulate(&b.0.host, &b.2.host, &b.3.host, EPS))),
-                ],
-            );
-        });
+        rms_norm(table, rows, cols);
+        layer_norm_modulate(table, rows, cols);
         table.add(format!("guidance {rows}x{cols}"), move |rig| {
             let (cond, uncond) = (rig.input(rows, cols, |v| v), rig.input(rows, cols, |v| v));
             let out = rig.output(rows, cols);
@@ -120,6 +142,33 @@ fn row_wise(table: &mut Table) {
     }
 }
 
+fn rms_norm(table: &mut Table, rows: usize, cols: usize) {
+    table.add(format!("rms_norm {rows}x{cols}"), move |rig| {
+        let (x, out, w) = (rig.input(rows, cols, |v| 8.0 * v), rig.output(rows, cols), rig.vector(cols));
+        let op = Op::RmsNorm { out, x: x.t, weight: w.t, eps: EPS };
+        rig.run(op, &[(out, want!(rms_norm(&x.host, &w.host, EPS)))]);
+    });
+}
+
+fn layer_norm_modulate(table: &mut Table, rows: usize, cols: usize) {
+    table.add(format!("layer_norm_modulate {rows}x{cols} and 3x{cols}"), move |rig| {
+        // The mean is several deviations from zero, as in late blocks.
+        let streams = [rows, 3].map(|rows| {
+            let (x, out) = (rig.input(rows, cols, |v| v + 4.0), rig.output(rows, cols));
+            (x, out, rig.input(1, cols, |v| v), rig.input(1, cols, |v| v))
+        });
+        let [a, b] = &streams;
+        let ops = [a, b].map(|(x, out, shift, scale)| Modulated { out: *out, x: x.t, shift: shift.t, scale: scale.t });
+        rig.run(
+            Op::LayerNormModulate { streams: &ops, eps: EPS },
+            &[
+                (a.1, want!(layer_norm_modulate(&a.0.host, &a.2.host, &a.3.host, EPS))),
+                (b.1, want!(layer_norm_modulate(&b.0.host, &b.2.host, &b.3.host, EPS))),
+            ],
+        );
+    });
+}
+
 fn finite(m: &Mat) -> usize {
     (0..m.rows).map(|r| m.row::<f32>(r).iter().filter(|v| v.is_finite()).count()).sum()
 }
@@ -131,48 +180,18 @@ fn plain(weight: &Operand, bias: Option<&Operand>) -> Linear {
 /// Rows, inner size and columns of products.
 const PRODUCTS: [(usize, usize, usize); 7] =
     [(1, 7, 1), (1, 128, 129), (7, 113, 128), (113, 129, 7), (129, 1, 113), (2, 2, 600), (1031, 67, 523)];
+/// One less than a tile, a tile, one more.
+const EDGES: [usize; 3] = [63, 64, 65];
 
 fn products(table: &mut Table) {
-    for (rows, inner, cols) in PRODUCTS {
+    let edges = EDGES.iter().flat_map(|&m| EDGES.iter().flat_map(move |&k| EDGES.iter().map(move |&n| (m, k, n))));
+    for (rows, inner, cols) in PRODUCTS.into_iter().chain(edges) {
         for with_bias in [false, true] {
-            table.add(format!("linear {rows}x{inner}x{cols} bias {with_bias}, two streams"), move |rig| {
-                let w = [rig.weight(Role::Linear, &[cols], inner, Bf16, Bf16), rig.weight(Role::Linear, &[5], inner, F32, F32)];
-                let bias = [cols, 5].map(|n| with_bias.then(|| rig.vector(n)));
-                let (x, y) = (rig.input(rows, inner, |v| v), rig.input(3, inner, |v| v));
-                let out = [rig.output(rows, cols), rig.output(3, 5)];
-                let linear = [plain(&w[0], bias[0].as_ref()), plain(&w[1], bias[1].as_ref())];
-                let streams = [Product { out: out[0], x: x.t, w: &linear[0] }, Product { out: out[1], x: y.t, w: &linear[1] }];
-                let host = bias.each_ref().map(|b| b.as_ref().map(|b| &b.host));
-                rig.run(
-                    Op::Linear(&streams),
-                    &[
-                        (out[0], want!(linear(&x.host, &w[0].host, host[0]))),
-                        (out[1], want!(linear(&y.host, &w[1].host, host[1]))),
-                    ],
-                );
-            });
+            linear(table, rows, inner, cols, with_bias);
         }
-        table.add(format!("linear_swiglu {rows}x{inner}x{cols}"), move |rig| {
-            let w = rig.weight(Role::GateUp { tail: 2 * cols }, &[cols, cols], inner, Bf16, Bf16);
-            let (x, out) = (rig.input(rows, inner, |v| 3.0 * v), rig.output(rows, cols));
-            let linear = plain(&w, None);
-            let op = Op::LinearSwiglu(&[Product { out, x: x.t, w: &linear }]);
-            rig.run(op, &[(out, want!(swiglu(&x.host, &w.host, 0, cols)))]);
-        });
+        swiglu(table, rows, inner, cols);
         for (gated, with_bias) in [(true, false), (false, false), (true, true)] {
-            table.add(format!("linear_gate_residual {rows}x{inner}x{cols} gate {gated} bias {with_bias}"), move |rig| {
-                let w = rig.weight(Role::Linear, &[cols], inner, Bf16, Bf16);
-                let bias = with_bias.then(|| rig.vector(cols));
-                let gate = gated.then(|| rig.input(1, cols, |v| v));
-                let (x, into) = (rig.input(rows, inner, |v| v), rig.updated(rows, cols));
-                let linear = plain(&w, bias.as_ref());
-                let stream = GatedProduct { into: into.t, x: x.t, w: &linear, gate: gate.as_ref().map(|g| g.t) };
-                let host = (bias.as_ref().map(|b| &b.host), gate.as_ref().map(|g| &g.host));
-                rig.run(
-                    Op::LinearGateResidual(&[stream]),
-                    &[(into.t, want!(gate_residual(&into.host, &x.host, &w.host, host.0, host.1)))],
-                );
-            });
+            gate_residual(table, rows, inner, cols, gated, with_bias);
         }
     }
     // Long rows, many of them: the left operand is too large to be decoded at once.
@@ -197,9 +216,53 @@ fn products(table: &mut Table) {
     }
 }
 
+fn linear(table: &mut Table, rows: usize, inner: usize, cols: usize, with_bias: bool) {
+    table.add(format!("linear {rows}x{inner}x{cols} bias {with_bias}, two streams"), move |rig| {
+        let w = [rig.weight(Role::Linear, &[cols], inner, Bf16, Bf16), rig.weight(Role::Linear, &[5], inner, F32, F32)];
+        let bias = [cols, 5].map(|n| with_bias.then(|| rig.vector(n)));
+        let (x, y) = (rig.input(rows, inner, |v| v), rig.input(3, inner, |v| v));
+        let out = [rig.output(rows, cols), rig.output(3, 5)];
+        let linear = [plain(&w[0], bias[0].as_ref()), plain(&w[1], bias[1].as_ref())];
+        let streams = [Product { out: out[0], x: x.t, w: &linear[0] }, Product { out: out[1], x: y.t, w: &linear[1] }];
+        let host = bias.each_ref().map(|b| b.as_ref().map(|b| &b.host));
+        rig.run(
+            Op::Linear(&streams),
+            &[(out[0], want!(linear(&x.host, &w[0].host, host[0]))), (out[1], want!(linear(&y.host, &w[1].host, host[1])))],
+        );
+    });
+}
+
+fn swiglu(table: &mut Table, rows: usize, inner: usize, cols: usize) {
+    table.add(format!("linear_swiglu {rows}x{inner}x{cols}"), move |rig| {
+        let w = rig.weight(Role::GateUp { tail: 2 * cols }, &[cols, cols], inner, Bf16, Bf16);
+        let (x, out) = (rig.input(rows, inner, |v| 3.0 * v), rig.output(rows, cols));
+        let linear = plain(&w, None);
+        let op = Op::LinearSwiglu(&[Product { out, x: x.t, w: &linear }]);
+        rig.run(op, &[(out, want!(swiglu(&x.host, &w.host, 0, cols)))]);
+    });
+}
+
+fn gate_residual(table: &mut Table, rows: usize, inner: usize, cols: usize, gated: bool, with_bias: bool) {
+    table.add(format!("linear_gate_residual {rows}x{inner}x{cols} gate {gated} bias {with_bias}"), move |rig| {
+        let w = rig.weight(Role::Linear, &[cols], inner, Bf16, Bf16);
+        let bias = with_bias.then(|| rig.vector(cols));
+        let gate = gated.then(|| rig.input(1, cols, |v| v));
+        let (x, into) = (rig.input(rows, inner, |v| v), rig.updated(rows, cols));
+        let linear = plain(&w, bias.as_ref());
+        let stream = GatedProduct { into: into.t, x: x.t, w: &linear, gate: gate.as_ref().map(|g| g.t) };
+        let host = (bias.as_ref().map(|b| &b.host), gate.as_ref().map(|g| &g.host));
+        rig.run(
+            Op::LinearGateResidual(&[stream]),
+            &[(into.t, want!(gate_residual(&into.host, &x.host, &w.host, host.0, host.1)))],
+        );
+    });
+}
+
+/// Rows, inner size, query heads, key heads, head size, rotation, SwiGLU width.
+type QkvShape = (usize, usize, usize, usize, usize, RopeStyle, Option<usize>);
+
 fn projections(table: &mut Table) {
     use RopeStyle::{HalfSplit, Interleaved};
-    // Rows, inner size, query heads, key heads, head size, rotation, SwiGLU width.
     let shapes = [
         (1, 31, 1, 1, 2, Interleaved, None),
         (7, 113, 4, 2, 64, HalfSplit, None),
@@ -209,43 +272,46 @@ fn projections(table: &mut Table) {
         (3, 17, 2, 1, 512, HalfSplit, None),
         (1031, 17, 5, 5, 128, Interleaved, Some(523)),
     ];
-    for (rows, inner, q_heads, k_heads, d, style, mlp) in shapes {
-        let (k_start, v_start, mlp_start) = (q_heads * d, (q_heads + k_heads) * d, (q_heads + 2 * k_heads) * d);
-        let name = format!("qkv {rows}x{inner} {q_heads}:{k_heads} heads of {d} {style:?} mlp {mlp:?}");
-        table.add(name, move |rig| {
-            let tail = 2 * mlp.unwrap_or(0);
-            let role = if tail > 0 { Role::GateUp { tail } } else { Role::Linear };
-            let parts = [k_start, v_start - k_start, mlp_start - v_start, tail];
-            let w = rig.weight(role, &parts, inner, Bf16, Bf16);
-            let (q_norm, k_norm) = (rig.vector(d), rig.vector(d));
-            let angles = rig.input_as(F32, rows, d, |v| v);
-            let x = rig.input(rows, inner, |v| 2.0 * v);
-            let q = (q_heads > 0).then(|| rig.output(rows, k_start));
-            let (k, v) = (rig.output(rows, k_heads * d), rig.output(rows, k_heads * d));
-            let mlp = mlp.map(|width| rig.output(rows, width));
-            let linear = plain(&w, None);
-            let norm = QkNorm { q: q_norm.t, k: k_norm.t, eps: EPS };
-            let rope = Rope { table: angles.t, style };
-            let stream = Projection { x: x.t, w: &linear, norm, rope, q, k, v, mlp };
-            let (x, w, table) = (&x.host, &w.host, &angles.host);
-            let [q_norm, k_norm] = [&q_norm, &k_norm].map(|n| Heads { weight: &n.host, eps: EPS, table, style });
-            let mut checks: Vec<Check<'_>> =
-                vec![(k, want!(heads(x, w, k_start..v_start, k_norm))), (v, want!(values(x, w, v_start..mlp_start)))];
-            if let Some(q) = q {
-                checks.push((q, want!(heads(x, w, 0..k_start, q_norm))));
-            }
-            if let Some(mlp) = mlp {
-                checks.push((mlp, want!(swiglu(x, w, mlp_start, tail / 2))));
-            }
-            rig.run(Op::Qkv(&[stream]), &checks);
-        });
-    }
+    shapes.into_iter().for_each(|shape| qkv(table, shape));
 }
 
+fn qkv(table: &mut Table, (rows, inner, q_heads, k_heads, d, style, mlp): QkvShape) {
+    let (k_start, v_start, mlp_start) = (q_heads * d, (q_heads + k_heads) * d, (q_heads + 2 * k_heads) * d);
+    let name = format!("qkv {rows}x{inner} {q_heads}:{k_heads} heads of {d} {style:?} mlp {mlp:?}");
+    table.add(name, move |rig| {
+        let tail = 2 * mlp.unwrap_or(0);
+        let role = if tail > 0 { Role::GateUp { tail } } else { Role::Linear };
+        let parts = [k_start, v_start - k_start, mlp_start - v_start, tail];
+        let w = rig.weight(role, &parts, inner, Bf16, Bf16);
+        let (q_norm, k_norm) = (rig.vector(d), rig.vector(d));
+        let angles = rig.input_as(F32, rows, d, |v| v);
+        let x = rig.input(rows, inner, |v| 2.0 * v);
+        let q = (q_heads > 0).then(|| rig.output(rows, k_start));
+        let (k, v) = (rig.output(rows, k_heads * d), rig.output(rows, k_heads * d));
+        let mlp = mlp.map(|width| rig.output(rows, width));
+        let linear = plain(&w, None);
+        let norm = QkNorm { q: q_norm.t, k: k_norm.t, eps: EPS };
+        let rope = Rope { table: angles.t, style };
+        let stream = Projection { x: x.t, w: &linear, norm, rope, q, k, v, mlp };
+        let (x, w, table) = (&x.host, &w.host, &angles.host);
+        let [q_norm, k_norm] = [&q_norm, &k_norm].map(|n| Heads { weight: &n.host, eps: EPS, table, style });
+        let mut checks: Vec<Check<'_>> =
+            vec![(k, want!(heads(x, w, k_start..v_start, k_norm))), (v, want!(values(x, w, v_start..mlp_start)))];
+        if let Some(q) = q {
+            checks.push((q, want!(heads(x, w, 0..k_start, q_norm))));
+        }
+        if let Some(mlp) = mlp {
+            checks.push((mlp, want!(swiglu(x, w, mlp_start, tail / 2))));
+        }
+        rig.run(Op::Qkv(&[stream]), &checks);
+    });
+}
+
+/// Queries, keys of each segment, query heads, key heads, head size, causal.
+type AttentionShape = (usize, &'static [usize], usize, usize, usize, bool);
+
 fn attention(table: &mut Table) {
-    // Queries, keys of each segment, query heads, key heads, head size, causal.
-    type Shape = (usize, &'static [usize], usize, usize, usize, bool);
-    let shapes: [Shape; 13] = [
+    let shapes: [AttentionShape; 13] = [
         (1, &[1], 1, 1, 128, false),
         (1, &[129], 4, 2, 128, false),
         (113, &[1], 2, 2, 64, false),
@@ -260,33 +326,37 @@ fn attention(table: &mut Table) {
         (7, &[113], 2, 1, 64, true),
         (601, &[601], 1, 1, 64, true),
     ];
-    for (queries, keys, q_heads, k_heads, d, causal) in shapes {
-        let mask = if causal { "_causal" } else { "" };
-        table.add(format!("attention{mask} {queries} queries {keys:?} keys {q_heads}:{k_heads} heads of {d}"), move |rig| {
-            // Large enough that a few keys win: then the running maximum matters.
-            let (q, out) = (rig.input(queries, q_heads * d, |v| 6.0 * v), rig.output(queries, q_heads * d));
-            let segments: Vec<(Operand, Operand)> =
-                keys.iter().map(|&n| (rig.input(n, k_heads * d, |v| v), rig.input(n, k_heads * d, |v| v))).collect();
-            let kv: Vec<KeyValues> = segments.iter().map(|(k, v)| KeyValues { k: k.t, v: v.t }).collect();
-            let hosts: Vec<(Mat, Mat)> = segments.into_iter().map(|(k, v)| (k.host, v.host)).collect();
-            let want = |dtype| {
-                let exact = oracle::attention::<f64>(&q.host, &hosts, d, causal, |p| p);
-                if dtype == F32 {
-                    return Expected::plain_f32(exact, oracle::attention::<f32>(&q.host, &hosts, d, causal, |p| p));
-                }
-                // Plain bf16 keeps the probabilities in bf16 between the two products.
-                let round = |p: f64| f64::from(stored(p as f32, Bf16));
-                let plain = oracle::attention::<f64>(&q.host, &hosts, d, causal, round);
-                Expected { exact, plain: plain.into_iter().map(round).collect() }
-            };
-            rig.run(Op::Attention { out, q: q.t, kv: &kv, head_dim: d, causal }, &[(out, Box::new(want))]);
-        });
-    }
+    shapes.into_iter().for_each(|shape| attend(table, shape));
 }
+
+fn attend(table: &mut Table, (queries, keys, q_heads, k_heads, d, causal): AttentionShape) {
+    let mask = if causal { "_causal" } else { "" };
+    table.add(format!("attention{mask} {queries} queries {keys:?} keys {q_heads}:{k_heads} heads of {d}"), move |rig| {
+        // Large enough that a few keys win: then the running maximum matters.
+        let (q, out) = (rig.input(queries, q_heads * d, |v| 6.0 * v), rig.output(queries, q_heads * d));
+        let segments: Vec<(Operand, Operand)> =
+            keys.iter().map(|&n| (rig.input(n, k_heads * d, |v| v), rig.input(n, k_heads * d, |v| v))).collect();
+        let kv: Vec<KeyValues> = segments.iter().map(|(k, v)| KeyValues { k: k.t, v: v.t }).collect();
+        let hosts: Vec<(Mat, Mat)> = segments.into_iter().map(|(k, v)| (k.host, v.host)).collect();
+        let want = |dtype| {
+            let exact = oracle::attention::<f64>(&q.host, &hosts, d, causal, |p| p);
+            if dtype == F32 {
+                return Expected::plain_f32(exact, oracle::attention::<f32>(&q.host, &hosts, d, causal, |p| p));
+            }
+            // Plain bf16 keeps the probabilities in bf16 between the two products.
+            let round = |p: f64| f64::from(stored(p as f32, Bf16));
+            let plain = oracle::attention::<f64>(&q.host, &hosts, d, causal, round);
+            Expected { exact, plain: plain.into_iter().map(round).collect() }
+        };
+        rig.run(Op::Attention { out, q: q.t, kv: &kv, head_dim: d, causal }, &[(out, Box::new(want))]);
+    });
+}
+
+/// Width, height, channels in and out, resolution, residual, groups of the statistics.
+type ConvShape = (usize, usize, usize, usize, Sampling, bool, Option<usize>);
 
 fn convolutions(table: &mut Table) {
     use Sampling::{Down, Same, Up};
-    // Width, height, channels in and out, resolution, residual, groups of the statistics.
     let shapes = [
         (1, 1, 3, 40, Same, false, None),
         (1, 1, 40, 3, Up, true, None),
@@ -300,59 +370,66 @@ fn convolutions(table: &mut Table) {
         (62, 38, 3, 32, Down, false, Some(16)),
         (31, 37, 3, 32, Same, false, Some(32)),
     ];
-    for (width, height, from, to, sampling, with_residual, groups) in shapes {
-        let name = format!("conv {width}x{height} {from} to {to} {sampling:?} residual {with_residual} stats {groups:?}");
-        table.add(name, move |rig| {
-            let pixels = match sampling {
-                Same => width * height,
-                Up => 4 * width * height,
-                Down => width * height / 4,
+    shapes.into_iter().for_each(|shape| conv(table, shape));
+}
+
+fn conv(table: &mut Table, (width, height, from, to, sampling, with_residual, groups): ConvShape) {
+    use Sampling::{Down, Same, Up};
+    let name = format!("conv {width}x{height} {from} to {to} {sampling:?} residual {with_residual} stats {groups:?}");
+    table.add(name, move |rig| {
+        let pixels = match sampling {
+            Same => width * height,
+            Up => 4 * width * height,
+            Down => width * height / 4,
+        };
+        let (w, bias) = (rig.weight(Role::Conv, &[to], 9 * from, Bf16, Bf16), rig.vector(to));
+        let x = rig.input(width * height, from, |v| v + 0.5);
+        let residual = with_residual.then(|| rig.input(pixels, to, |v| v));
+        let out = rig.output(pixels, to);
+        let stats = groups.map(|g| rig.output_as(F32, g, 2));
+        let conv = Conv { weight: w.t, bias: bias.t };
+        let (size, filter) = ((width, height), (&w.host, &bias.host));
+        let host = residual.as_ref().map(|r| &r.host);
+        // Statistics may be taken before or after the result is rounded; plain arithmetic takes them after.
+        let storage = out.dtype;
+        let want_stats = |_| {
+            let exact = oracle::conv::<f64>(&x.host, filter, size, sampling, host);
+            let plain: Vec<f32> = match storage {
+                F32 => oracle::conv::<f32>(&x.host, filter, size, sampling, host),
+                _ => exact.iter().map(|&v| stored(v as f32, storage)).collect(),
             };
-            let (w, bias) = (rig.weight(Role::Conv, &[to], 9 * from, Bf16, Bf16), rig.vector(to));
-            let x = rig.input(width * height, from, |v| v + 0.5);
-            let residual = with_residual.then(|| rig.input(pixels, to, |v| v));
-            let out = rig.output(pixels, to);
-            let stats = groups.map(|g| rig.output_as(F32, g, 2));
-            let conv = Conv { weight: w.t, bias: bias.t };
-            let (size, filter) = ((width, height), (&w.host, &bias.host));
-            let host = residual.as_ref().map(|r| &r.host);
-            // Statistics may be taken before or after the result is rounded; plain arithmetic takes them after.
-            let storage = out.dtype;
-            let want_stats = |_| {
-                let exact = oracle::conv::<f64>(&x.host, filter, size, sampling, host);
-                let plain: Vec<f32> = match storage {
-                    F32 => oracle::conv::<f32>(&x.host, filter, size, sampling, host),
-                    _ => exact.iter().map(|&v| stored(v as f32, storage)).collect(),
-                };
-                let groups = groups.unwrap_or(1);
-                Expected::plain_f32(oracle::group_stats(&exact, to, groups), oracle::group_stats(&plain, to, groups))
-            };
-            let mut checks: Vec<Check<'_>> = vec![(out, want!(conv(&x.host, filter, size, sampling, host)))];
-            if let Some(stats) = stats {
-                checks.push((stats, Box::new(want_stats)));
-            }
-            let residual = residual.as_ref().map(|r| r.t);
-            rig.run(Op::Conv { out, x: x.t, w: &conv, width, height, sampling, residual, stats }, &checks);
-        });
-    }
+            let groups = groups.unwrap_or(1);
+            Expected::plain_f32(oracle::group_stats(&exact, to, groups), oracle::group_stats(&plain, to, groups))
+        };
+        let mut checks: Vec<Check<'_>> = vec![(out, want!(conv(&x.host, filter, size, sampling, host)))];
+        if let Some(stats) = stats {
+            checks.push((stats, Box::new(want_stats)));
+        }
+        let residual = residual.as_ref().map(|r| r.t);
+        rig.run(Op::Conv { out, x: x.t, w: &conv, width, height, sampling, residual, stats }, &checks);
+    });
 }
 
 fn group_norms(table: &mut Table) {
     for (pixels, channels, groups) in [(1, 32, 32), (1, 40, 8), (7, 96, 32), (113, 40, 5), (129, 32, 1), (1031, 128, 32)] {
         for (given, silu) in [(false, false), (false, true), (true, true)] {
-            let name = format!("group_norm {pixels}x{channels} groups {groups} stats given {given} silu {silu}");
-            table.add(name, move |rig| {
-                let (w, bias) = (rig.vector(channels), rig.vector(channels));
-                let (x, out) = (rig.input(pixels, channels, |v| v + 4.0), rig.output(pixels, channels));
-                let stats = given.then(|| rig.input_as(F32, groups, 2, |v| v.abs() + 0.1));
-                let norm = GroupNorm { weight: w.t, bias: bias.t, groups, eps: EPS };
-                let host = stats.as_ref().map(|s| &s.host);
-                let op = Op::GroupNorm { out, x: x.t, norm: &norm, stats: stats.as_ref().map(|s| s.t), silu };
-                let want = want!(group_norm(&x.host, (&w.host, &bias.host), host, groups, EPS, silu));
-                rig.run(op, &[(out, want)]);
-            });
+            group_norm(table, pixels, channels, groups, given, silu);
         }
     }
+}
+
+fn group_norm(table: &mut Table, pixels: usize, channels: usize, groups: usize, given: bool, silu: bool) {
+    let name = format!("group_norm {pixels}x{channels} groups {groups} stats given {given} silu {silu}");
+    table.add(name, move |rig| {
+        let (w, bias) = (rig.vector(channels), rig.vector(channels));
+        let (x, out) = (rig.input(pixels, channels, |v| v + 4.0), rig.output(pixels, channels));
+        let stats = given.then(|| rig.input_as(F32, groups, 2, |v| v.abs() + 0.1));
+        let norm = GroupNorm { weight: w.t, bias: bias.t, groups, eps: EPS };
+        let host = stats.as_ref().map(|s| &s.host);
+        let op = Op::GroupNorm { out, x: x.t, norm: &norm, stats: stats.as_ref().map(|s| s.t), silu };
+        let want = want!(group_norm(&x.host, (&w.host, &bias.host), host, groups, EPS, silu));
+        rig.run(op, &[(out, want)]);
+    });
 }
 
 fn latents(table: &mut Table) {

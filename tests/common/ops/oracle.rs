@@ -94,15 +94,15 @@ pub fn layer_norm_modulate<R: Real>(x: &Mat, shift: &Mat, scale: &Mat, eps: f32)
 
 /// `x w^T` for some rows of `w`.
 fn product<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>) -> Vec<R> {
-    let w: Vec<Vec<R>> = rows.map(|o| w.row(o)).collect();
-    let x: Vec<Vec<R>> = (0..x.rows).map(|r| x.row(r)).collect();
-    each(x.len(), w.len(), |r, o| {
-        let mut sum = R::of(0.0);
-        for (&a, &b) in x[r].iter().zip(&w[o]) {
-            sum += a * b;
+    let (x, cols): (Vec<Vec<R>>, usize) = ((0..x.rows).map(|r| x.row(r)).collect(), rows.len());
+    let mut out = vec![R::of(0.0); x.len() * cols];
+    for (c, o) in rows.enumerate() {
+        let w: Vec<R> = w.row(o);
+        for (r, x) in x.iter().enumerate() {
+            out[r * cols + c] = x.iter().zip(&w).map(|(&a, &b)| a * b).sum();
         }
-        sum
-    })
+    }
+    out
 }
 
 pub fn linear<R: Real>(x: &Mat, w: &Mat, bias: Option<&Mat>) -> Vec<R> {

@@ -1,0 +1,54 @@
+//! What only the `run` script of `tools/gpu_bundle` asks for: planted bugs, a GPU with little room, a weight that is no number.
+
+use kiln::backend::cuda::System;
+use kiln::backend::cuda::driver::{Driver, Launch};
+use kiln::checkpoint::Shard;
+use kiln::error::{Error, Result};
+use std::path::Path;
+use std::thread;
+use std::time::Duration;
+
+/// Values of each buffer of `planted.cu`, and threads of a block.
+const COUNT: u32 = 64;
+
+/// Launches the kernel of the compiled `planted.cu` that is for this tool, once. An error is no surprise: the bug may be fatal.
+pub fn planted(tool: &str, image: &Path) -> Result<()> {
+    let image = std::fs::read(image).map_err(|e| Error::read(image, e))?;
+    let driver = System::open(0)?;
+    let (module, stream) = (driver.load(&image)?, driver.stream()?);
+    let addresses = [driver.allocate(u64::from(COUNT) * 4)?, driver.allocate(u64::from(COUNT) * 4)?];
+    let params: Vec<u8> = addresses.iter().flat_map(|address| address.to_ne_bytes()).collect();
+    let function = driver.function(module, &format!("planted_{tool}"), params.len(), 0)?;
+    let launch = Launch { function, grid: [1, 1, 1], threads: COUNT, shared: 0, cluster: 1, overlap: false };
+    let done = driver.launch(stream, &launch, &params).and_then(|()| driver.synchronize(stream));
+    addresses.into_iter().for_each(|address| driver.free(address));
+    driver.destroy_stream(stream);
+    driver.unload(module);
+    done
+}
+
+/// Takes all memory of the GPU but about `left` bytes, says so, and keeps it until the process is ended.
+pub fn ballast(left: u64) -> Result<()> {
+    let driver = System::open(0)?;
+    // What is free need not be free in one piece.
+    let mut piece = driver.free_memory()?.saturating_sub(left);
+    while piece >= 1 << 20 {
+        match driver.allocate(piece) {
+            Ok(_) => piece = driver.free_memory()?.saturating_sub(left),
+            Err(Error::DeviceMemory { .. }) => piece /= 2,
+            Err(error) => return Err(error),
+        }
+    }
+    println!("ballast: {} bytes left", driver.free_memory()?);
+    loop {
+        thread::sleep(Duration::from_secs(60));
+    }
+}
+
+/// Writes NaN over the first value of a tensor, in a file of bfloat16.
+pub fn spoil(file: &Path, tensor: &str) {
+    let place = Shard::open(file).unwrap().entry(tensor).expect("no such tensor").range.start;
+    let mut bytes = std::fs::read(file).unwrap();
+    bytes[place..place + 2].copy_from_slice(&half::bf16::NAN.to_le_bytes());
+    std::fs::write(file, bytes).unwrap();
+}
