@@ -104,9 +104,10 @@ impl Drop for StandIn {
     }
 }
 
-/// Pinned memory is real: the backend writes to it.
+/// Pinned memory is real: the backend writes to it. Aligned no further than the allocator does by itself, which then need not fill
+/// it with zeros.
 fn block(bytes: u64) -> Block {
-    Block::from_size_align(bytes as usize, 4096).unwrap()
+    Block::from_size_align(bytes as usize, 16).unwrap()
 }
 
 #[allow(unsafe_code)]

@@ -180,12 +180,21 @@ fn plain(weight: &Operand, bias: Option<&Operand>) -> Linear {
 /// Rows, inner size and columns of products.
 const PRODUCTS: [(usize, usize, usize); 7] =
     [(1, 7, 1), (1, 128, 129), (7, 113, 128), (113, 129, 7), (129, 1, 113), (2, 2, 600), (1031, 67, 523)];
-/// One less than a tile, a tile, one more.
-const EDGES: [usize; 3] = [63, 64, 65];
+/// The same at a tile of 64, one less and one more, in each dimension and in all.
+const TILES: [(usize, usize, usize); 9] = [
+    (64, 64, 64),
+    (63, 64, 64),
+    (65, 64, 64),
+    (64, 63, 64),
+    (64, 65, 64),
+    (64, 64, 63),
+    (64, 64, 65),
+    (63, 63, 63),
+    (65, 65, 65),
+];
 
 fn products(table: &mut Table) {
-    let edges = EDGES.iter().flat_map(|&m| EDGES.iter().flat_map(move |&k| EDGES.iter().map(move |&n| (m, k, n))));
-    for (rows, inner, cols) in PRODUCTS.into_iter().chain(edges) {
+    for (rows, inner, cols) in PRODUCTS.into_iter().chain(TILES) {
         for with_bias in [false, true] {
             linear(table, rows, inner, cols, with_bias);
         }
