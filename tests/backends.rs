@@ -50,7 +50,8 @@ fn corrupt(target: usize, named: Arc<Mutex<&'static str>>) -> impl FnMut(usize, 
         let mut values = vec![0.0; row.cols];
         cpu.read(row, &mut values)?;
         let size = values.iter().map(|v| v.abs()).fold(0.0, f32::max);
-        values.iter_mut().for_each(|v| *v += size);
+        // A count of zero has no size of its own.
+        values.iter_mut().for_each(|v| *v += size.max(1e-3));
         cpu.write(row, HostData::F32(&values))
     }
 }

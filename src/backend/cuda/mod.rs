@@ -225,7 +225,7 @@ impl Cuda {
     }
 
     fn finish_uploads(&mut self) -> Result<()> {
-        match self.staging.take() {
+        match &mut self.staging {
             Some(staging) => staging.finish(),
             None => Ok(()),
         }

@@ -20,11 +20,13 @@ pub struct Staging {
     driver: Rc<dyn Driver>,
     buffers: Vec<(NonNull<u8>, Stream)>,
     next: usize,
+    /// Something may still be on its way.
+    pending: bool,
 }
 
 impl Staging {
     pub fn new(driver: Rc<dyn Driver>) -> Result<Self> {
-        let mut staging = Self { driver, buffers: Vec::new(), next: 0 };
+        let mut staging = Self { driver, buffers: Vec::new(), next: 0, pending: false };
         for _ in 0..2 {
             let stream = staging.driver.stream()?;
             match staging.driver.allocate_pinned(BUFFER) {
@@ -47,6 +49,7 @@ impl Staging {
         // SAFETY: the buffer has `BUFFER` bytes, and its last copy is done.
         let bytes = unsafe { std::slice::from_raw_parts_mut(memory.as_ptr(), len) };
         fill(bytes);
+        self.pending = true;
         self.driver.copy_in(stream, Rows { address: to, pitch: len as u64, width: len as u64 }, bytes)
     }
 
@@ -93,8 +96,12 @@ impl Staging {
     }
 
     /// Waits until everything is on the device.
-    pub fn finish(&self) -> Result<()> {
-        self.buffers.iter().try_for_each(|(_, stream)| self.driver.synchronize(*stream))
+    pub fn finish(&mut self) -> Result<()> {
+        if self.pending {
+            self.buffers.iter().try_for_each(|(_, stream)| self.driver.synchronize(*stream))?;
+            self.pending = false;
+        }
+        Ok(())
     }
 }
 
