@@ -7,8 +7,8 @@ mod common;
 mod ops;
 
 use common::cases;
-use kiln::backend::cuda::Cuda;
 use kiln::backend::cuda::driver::{DeviceInfo, Driver, Event, Function, Graph, Launch, MapSpec, Module, Rows, Stream};
+use kiln::backend::cuda::{Choice, Cuda, Kernel};
 use kiln::config::Variant;
 use kiln::error::{Error, Result};
 use kiln::names::{Layout, Part};
@@ -314,7 +314,7 @@ fn any_call_of_a_run_may_fail() {
         let start = driver.calls.get();
         make(&mut engine, &job).unwrap();
         let calls = driver.calls.get() - start;
-        assert!(calls > 500, "{calls}");
+        assert!(calls > 300, "{calls}");
         for n in 0..calls {
             driver.fail_after(n);
             let result = make(&mut engine, &job);
@@ -371,10 +371,16 @@ fn the_small_cases_launch_every_kernel() {
     let mut cuda = Cuda::new(StandIn::new(PLENTY), &|_| Ok(Cow::Borrowed(&[])), Arc::default()).unwrap();
     assert!(cuda.launched().all(|(_, times)| times == 0));
     let mut weights = Arena::new(Region::Weights);
-    for case in ops::cases::all().iter().filter(|case| ops::is_small(&case.name)) {
-        ops::run(&mut cuda, &mut weights, case, false, &mut Vec::new());
+    for choice in [Choice::Best, Choice::Rows128] {
+        cuda.set_choice(choice);
+        for case in ops::cases::all().iter().filter(|case| ops::is_small(&case.name)) {
+            ops::run(&mut cuda, &mut weights, case, false, &mut Vec::new());
+        }
     }
-    let missed: Vec<_> = cuda.launched().filter(|(_, times)| *times == 0).map(|(kernel, _)| kernel).collect();
+    // The self-test launches its own, and looks at what comes back, which here is nothing.
+    assert!(cuda.self_test().is_err());
+    let missed = cuda.launched().filter(|(kernel, times)| *times == 0 && *kernel != Kernel::Selftest);
+    let missed: Vec<_> = missed.map(|(kernel, _)| kernel).collect();
     assert!(missed.is_empty(), "never launched: {missed:?}");
 }
 
