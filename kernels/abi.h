@@ -92,6 +92,8 @@ typedef struct {
 /* --------------------------------------------------------------------------------------------------------- norm.cu */
 
 #define KL_NORM_THREADS 128u
+/* Rows that a block of a row norm takes. */
+#define KL_NORM_ROWS 2u
 
 typedef struct {
   KlMat out, x, weight;

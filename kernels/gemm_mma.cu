@@ -46,24 +46,75 @@ struct Gemm {
 
   __device__ __forceinline__ void plain() {
     const uint64_t col0 = static_cast<uint64_t>(col_tile) * Tile::kCols;
-    const bool residual = part.epilogue == KL_GATE_RESIDUAL, staged = part.out.dtype == KL_BF16;
-    rows([&](int m, int half, uint32_t row, uint64_t r) {
+    const KlMat& out = part.out;
+    // Whole tiles of bf16 take the straight way; pairs of the residual are read as one word.
+    if (out.dtype == KL_BF16 && col0 + Tile::kCols <= out.cols && out.data % 4 == 0 && out.stride % 2 == 0) {
+      whole(col0);
+    } else {
+      edge(col0);
+    }
+  }
+
+  __device__ __forceinline__ void whole(uint64_t col0) {
+    const uint64_t first = col0 + Tile::col_of_sum(0);
+    if (s.bias.data) {
+      const float* bias = row_of<const float>(s.bias, 0) + part.first_row + first;
 #pragma unroll
       for (int n = 0; n < Tile::kN; n++) {
-        float v[2] = {tile.sums[m][n][2 * half], tile.sums[m][n][2 * half + 1]};
-        const uint32_t col = Tile::col_of_sum(n);
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-          const uint64_t c = col0 + col + e;
-          if (c >= part.out.cols || !row_exists(r)) continue;
-          if (s.bias.data) v[e] += load<float>(s.bias, 0, part.first_row + c);
-          if (residual) v[e] = load_any(part.out, r, c) + (part.extra.data ? load_any(part.extra, 0, c) : 1.0f) * v[e];
-          if (!staged) row_of<float>(part.out, r)[c] = v[e];
+          const float b = bias[n * 8 + e];
+#pragma unroll
+          for (int m = 0; m < Tile::kM; m++) tile.sums[m][n][e] += b, tile.sums[m][n][2 + e] += b;
         }
-        if (staged) Tile::stage_pair(shared, row, col, v[0], v[1]);
+      }
+    }
+    if (part.epilogue == KL_GATE_RESIDUAL) {
+      float gate[Tile::kN][2];
+#pragma unroll
+      for (int n = 0; n < Tile::kN; n++) {
+#pragma unroll
+        for (int e = 0; e < 2; e++) gate[n][e] = part.extra.data ? load_any(part.extra, 0, first + n * 8 + e) : 1.0f;
+      }
+      rows([&](int m, int half, uint32_t, uint64_t r) {
+        if (!row_exists(r)) return;
+        const bf16* residual = row_of<const bf16>(part.out, r) + first;
+#pragma unroll
+        for (int n = 0; n < Tile::kN; n++) {
+          const float2 old = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(residual + n * 8));
+          float* sum = &tile.sums[m][n][2 * half];
+          sum[0] = old.x + gate[n][0] * sum[0];
+          sum[1] = old.y + gate[n][1] * sum[1];
+        }
+      });
+    }
+    rows([&](int m, int half, uint32_t row, uint64_t) {
+#pragma unroll
+      for (int n = 0; n < Tile::kN; n++) {
+        Tile::stage_pair(shared, row, Tile::col_of_sum(n), tile.sums[m][n][2 * half], tile.sums[m][n][2 * half + 1]);
       }
     });
-    if (staged) Tile::store_staged(shared, part.out, row0, col0, Tile::kCols);
+    Tile::store_staged(shared, part.out, row0, col0, Tile::kCols);
+  }
+
+  // Value by value, for other types and for the last columns.
+  __device__ __forceinline__ void edge(uint64_t col0) {
+    rows([&](int m, int half, uint32_t, uint64_t r) {
+#pragma unroll
+      for (int n = 0; n < Tile::kN; n++) {
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          const uint64_t c = col0 + Tile::col_of_sum(n) + e;
+          if (c >= part.out.cols || !row_exists(r)) continue;
+          float v = tile.sums[m][n][2 * half + e];
+          if (s.bias.data) v += load<float>(s.bias, 0, part.first_row + c);
+          if (part.epilogue == KL_GATE_RESIDUAL) {
+            v = load_any(part.out, r, c) + (part.extra.data ? load_any(part.extra, 0, c) : 1.0f) * v;
+          }
+          store_any(part.out, r, c, v);
+        }
+      }
+    });
   }
 
   __device__ __forceinline__ void swiglu() {

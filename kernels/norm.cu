@@ -1,13 +1,13 @@
 // Memory-bound kernels with a reduction.
 //
-//   kl_rms_norm      y = x / sqrt(mean(x^2) + eps) * weight                                one block a row
-//   kl_layer_norm    y = (1 + scale) * (x - mean) / sqrt(var + eps) + shift, per stream    one block a row
+//   kl_rms_norm      y = x / sqrt(mean(x^2) + eps) * weight                                one block two rows
+//   kl_layer_norm    y = (1 + scale) * (x - mean) / sqrt(var + eps) + shift, per stream    one block two rows
 //   kl_head_norm     each head of x: RMS norm with weight, then rotation by the row's angles, in place
 //                    table [rows, d]: d/2 cosines, then d/2 sines; pairs are neighbours (2i, 2i+1) or halves (i, i + d/2)
 //   kl_group_stats, kl_group_stats_finish    mean and variance of each group of channels over all pixels
 //   kl_group_norm    y = (x - mean) / sqrt(var + eps) * weight + bias, then silu if asked
 //
-// Bound: HBM. Rows of up to kRowLimit values are read once and kept in registers; sums are f32, deviations are taken from the
+// Bound: HBM. Rows of up to kRowLimit values in bf16 are read once and kept in registers; sums are f32, deviations are taken from the
 // mean in a second pass over the registers. Group sums are taken relative to one value of the group, which keeps them exact
 // where the mean is far from zero, and partial sums are added in a fixed order.
 #include "common.cuh"
@@ -17,118 +17,166 @@
 constexpr int kRowThreads = KL_NORM_THREADS;
 constexpr int kRowVectors = 4;  // per thread
 constexpr uint32_t kRowLimit = kRowThreads * kRowVectors * kVector;
+constexpr int kRows = KL_NORM_ROWS;  // of a block at once: weights and barriers are shared by them
 
-// One row of x: in registers where it fits, read again from the caches where it does not.
+__device__ __forceinline__ uint32_t column_of(int i) { return (i * kRowThreads + threadIdx.x) * kVector; }
+
+// Sums over a block for kRows rows at once, in every thread, always added in the same order. May be called again at once: the result
+// is read from the other half of `shared` than the call before it wrote.
+struct RowSums {
+  float (*shared)[kRowThreads / 32][kRows];
+  int half = 0;
+
+  __device__ explicit RowSums(float (&memory)[2][kRowThreads / 32][kRows]) : shared(memory) {}
+
+  __device__ __forceinline__ void operator()(float (&v)[kRows]) {
+#pragma unroll
+    for (int r = 0; r < kRows; r++) {
+      v[r] = warp_sum(v[r]);
+      if (threadIdx.x % 32 == 0) shared[half][threadIdx.x / 32][r] = v[r];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < kRows; r++) {
+      v[r] = 0.0f;
+#pragma unroll
+      for (int warp = 0; warp < kRowThreads / 32; warp++) v[r] += shared[half][warp][r];
+    }
+    half ^= 1;
+  }
+};
+
+// Rows of x: bf16 in registers, as it is stored, where it fits; else read again from the caches. f32 is for comparing, not for speed,
+// and its registers would cost bf16 half the blocks.
 template <class X>
-struct Row {
-  const X* x;
-  uint32_t cols;
-  bool vectors;
-  float held[kRowVectors][kVector];
+struct HeldRows {
+  const KlMat& x;
+  uint64_t first;
+  bool held;
+  uint4 values[kRows][kRowVectors];
 
-  __device__ Row(const KlMat& m, uint64_t row, bool aligned) : x(row_of<const X>(m, row)), cols(m.cols) {
-    vectors = aligned && cols <= kRowLimit;
-    if (vectors) {
+  __device__ __forceinline__ HeldRows(const KlMat& m, uint64_t first_row, bool aligned) : x(m), first(first_row) {
+    held = sizeof(X) == sizeof(bf16) && aligned && m.cols <= kRowLimit;
+    if (held) {
 #pragma unroll
-      for (int i = 0; i < kRowVectors; i++) {
-        const uint32_t col = (i * kRowThreads + threadIdx.x) * kVector;
-        if (col < cols) load_vector(x + col, held[i]);
+      for (int r = 0; r < kRows; r++) {
+#pragma unroll
+        for (int i = 0; i < kRowVectors; i++) {
+          if (column_of(i) < x.cols && first + r < x.rows) {
+            values[r][i] = *reinterpret_cast<const uint4*>(row_of<const X>(x, first + r) + column_of(i));
+          }
+        }
       }
     }
   }
 
-  // The thread's share of a sum of f(value).
+  // The thread's share of each row's sum of f(row, value).
   template <class F>
-  __device__ float sum(F f) const {
-    float total = 0.0f;
-    if (vectors) {
+  __device__ __forceinline__ void sum(float (&total)[kRows], F f) const {
 #pragma unroll
-      for (int i = 0; i < kRowVectors; i++) {
-        if ((i * kRowThreads + threadIdx.x) * kVector < cols) {
+    for (int r = 0; r < kRows; r++) {
+      total[r] = 0.0f;
+      if (first + r >= x.rows) continue;
+      if (held) {
 #pragma unroll
-          for (int j = 0; j < kVector; j++) total += f(held[i][j]);
+        for (int i = 0; i < kRowVectors; i++) {
+          if (column_of(i) >= x.cols) continue;
+          float v[kVector];
+          unpack(values[r][i], v);
+#pragma unroll
+          for (int j = 0; j < kVector; j++) total[r] += f(r, v[j]);
         }
+      } else {
+        const X* row = row_of<const X>(x, first + r);
+        for (uint32_t col = threadIdx.x; col < x.cols; col += kRowThreads) total[r] += f(r, to_float(row[col]));
       }
-    } else {
-      for (uint32_t col = threadIdx.x; col < cols; col += kRowThreads) total += f(to_float(x[col]));
     }
-    return total;
   }
 
-  // Stores what `vector` makes of the values it is given with their first column where the row is held, and what `single` makes
-  // of one value elsewhere.
-  template <class Out, class V, class S>
-  __device__ void store(const KlMat& out, uint64_t row, V vector, S single) {
-    Out* to = row_of<Out>(out, row);
-    if (vectors) {
+  // Stores what `vector(column)` prepares for all rows and `f(row, value, place)` makes of each value, or `single(row, value, column)`
+  // where rows are not held.
+  template <class Out, class V, class F, class S>
+  __device__ __forceinline__ void store(const KlMat& out, V vector, F f, S single) const {
+    if (held) {
 #pragma unroll
       for (int i = 0; i < kRowVectors; i++) {
-        const uint32_t col = (i * kRowThreads + threadIdx.x) * kVector;
-        if (col < cols) {
-          vector(col, held[i]);
-          store_vector(to + col, held[i]);
+        if (column_of(i) >= x.cols) continue;
+        vector(column_of(i));
+#pragma unroll
+        for (int r = 0; r < kRows; r++) {
+          if (first + r >= x.rows) continue;
+          float v[kVector];
+          unpack(values[r][i], v);
+#pragma unroll
+          for (int j = 0; j < kVector; j++) v[j] = f(r, v[j], j);
+          store_vector(row_of<Out>(out, first + r) + column_of(i), v);
         }
       }
     } else {
-      for (uint32_t col = threadIdx.x; col < cols; col += kRowThreads) to[col] = from_float<Out>(single(col, to_float(x[col])));
+      for (int r = 0; r < kRows && first + r < x.rows; r++) {
+        const X* row = row_of<const X>(x, first + r);
+        Out* to = row_of<Out>(out, first + r);
+        for (uint32_t col = threadIdx.x; col < x.cols; col += kRowThreads) to[col] = from_float<Out>(single(r, to_float(row[col]), col));
+      }
     }
   }
 };
 
 KL_ENTRY(kl_rms_norm, KlRmsNorm, KL_NORM_THREADS) {
-  __shared__ float memory[2][kRowThreads / 32];
-  BlockSum<kRowThreads> block_sum(memory);
-  const uint64_t r = blockIdx.x;
+  __shared__ float memory[2][kRowThreads / 32][kRows];
+  RowSums sums(memory);
   const bool aligned = vectors_fit(p.x) && vectors_fit(p.out) && vectors_fit(p.weight);
   const float* weight = row_of<const float>(p.weight, 0);
   with_type(p.out.dtype, [&](auto o) {
-    with_type(p.x.dtype, [&](auto i) {
+    with_type(p.x.dtype, [&](auto t) {
       using Out = typename decltype(o)::type;
-      Row<typename decltype(i)::type> row(p.x, r, aligned);
-      const float squares = block_sum(row.sum([](float v) { return v * v; }));
-      const float scale = rsqrtf(squares / static_cast<float>(p.x.cols) + p.eps);
-      row.template store<Out>(
-          p.out, r,
-          [&](uint32_t col, float(&v)[kVector]) {
-            float w[kVector];
-            load_vector(weight + col, w);
+      const HeldRows<typename decltype(t)::type> rows(p.x, static_cast<uint64_t>(blockIdx.x) * kRows, aligned);
+      float scale[kRows], w[kVector];
+      rows.sum(scale, [](int, float v) { return v * v; });
+      sums(scale);
 #pragma unroll
-            for (int j = 0; j < kVector; j++) v[j] = v[j] * scale * w[j];
-          },
-          [&](uint32_t col, float v) { return v * scale * weight[col]; });
+      for (int r = 0; r < kRows; r++) scale[r] = rsqrtf(scale[r] / static_cast<float>(p.x.cols) + p.eps);
+      rows.template store<Out>(
+          p.out, [&](uint32_t col) { load_vector(weight + col, w); }, [&](int r, float v, int j) { return v * scale[r] * w[j]; },
+          [&](int r, float v, uint32_t col) { return v * scale[r] * weight[col]; });
     });
   });
 }
 
 KL_ENTRY(kl_layer_norm, KlLayerNorm, KL_NORM_THREADS) {
-  __shared__ float memory[2][kRowThreads / 32];
-  BlockSum<kRowThreads> block_sum(memory);
-  const bool second = blockIdx.x >= p.stream[0].x.rows;
+  __shared__ float memory[2][kRowThreads / 32][kRows];
+  RowSums sums(memory);
+  const uint32_t blocks = ceil_div(p.stream[0].x.rows, static_cast<uint32_t>(kRows));
+  const bool second = blockIdx.x >= blocks;
   const KlModulated& s = p.stream[second];
-  const uint64_t r = second ? blockIdx.x - p.stream[0].x.rows : blockIdx.x;
+  const uint64_t first = static_cast<uint64_t>(second ? blockIdx.x - blocks : blockIdx.x) * kRows;
   const bool aligned = vectors_fit(s.x) && vectors_fit(s.out) && vectors_fit(s.shift) && vectors_fit(s.scale);
   with_type(s.out.dtype, [&](auto o) {
-    with_type(s.x.dtype, [&](auto i) {
-      with_type(s.shift.dtype, [&](auto m) {
+    with_type(s.x.dtype, [&](auto t) {
+      with_type(s.shift.dtype, [&](auto u) {
         using Out = typename decltype(o)::type;
-        using M = typename decltype(m)::type;
+        using M = typename decltype(u)::type;
         const M *shift = row_of<const M>(s.shift, 0), *scale = row_of<const M>(s.scale, 0);
-        Row<typename decltype(i)::type> row(s.x, r, aligned);
+        const HeldRows<typename decltype(t)::type> rows(s.x, first, aligned);
         const float n = static_cast<float>(s.x.cols);
-        const float mean = block_sum(row.sum([](float v) { return v; })) / n;
-        const float var = block_sum(row.sum([&](float v) { return (v - mean) * (v - mean); })) / n;
-        const float rstd = rsqrtf(var + p.eps);
-        row.template store<Out>(
-            s.out, r,
-            [&](uint32_t col, float(&v)[kVector]) {
-              float a[kVector], b[kVector];
+        float mean[kRows], rstd[kRows], a[kVector], b[kVector];
+        rows.sum(mean, [](int, float v) { return v; });
+        sums(mean);
+#pragma unroll
+        for (int r = 0; r < kRows; r++) mean[r] /= n;
+        rows.sum(rstd, [&](int r, float v) { return (v - mean[r]) * (v - mean[r]); });
+        sums(rstd);
+#pragma unroll
+        for (int r = 0; r < kRows; r++) rstd[r] = rsqrtf(rstd[r] / n + p.eps);
+        rows.template store<Out>(
+            s.out,
+            [&](uint32_t col) {
               load_vector(scale + col, a);
               load_vector(shift + col, b);
-#pragma unroll
-              for (int j = 0; j < kVector; j++) v[j] = (1.0f + a[j]) * ((v[j] - mean) * rstd) + b[j];
             },
-            [&](uint32_t col, float v) {
-              return (1.0f + to_float(scale[col])) * ((v - mean) * rstd) + to_float(shift[col]);
+            [&](int r, float v, int j) { return (1.0f + a[j]) * ((v - mean[r]) * rstd[r]) + b[j]; },
+            [&](int r, float v, uint32_t col) {
+              return (1.0f + to_float(scale[col])) * ((v - mean[r]) * rstd[r]) + to_float(shift[col]);
             });
       });
     });
@@ -244,12 +292,55 @@ struct Walk {
   }
 };
 
+// A run of channels as it is stored.
 template <class X, int kWidth>
-__device__ __forceinline__ void load_run(const X* from, float (&v)[kWidth]) {
-  if constexpr (kWidth == kVector) {
-    load_vector(from, v);
-  } else {
-    v[0] = to_float(*from);
+struct Run {
+  static constexpr int kWords = kWidth == kVector ? sizeof(X) * kVector / 16 : 1;
+  uint4 words[kWords];
+
+  __device__ __forceinline__ void load(const X* from) {
+    if constexpr (kWidth == kVector) {
+#pragma unroll
+      for (int i = 0; i < kWords; i++) words[i] = reinterpret_cast<const uint4*>(from)[i];
+    } else {
+      words[0].x = __float_as_uint(to_float(*from));
+    }
+  }
+
+  __device__ __forceinline__ void get(float (&v)[kWidth]) const {
+    if constexpr (kWidth == 1) {
+      v[0] = __uint_as_float(words[0].x);
+    } else if constexpr (kWords == 1) {
+      unpack(words[0], v);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kWords; i++) {
+        const uint32_t w[4] = {words[i].x, words[i].y, words[i].z, words[i].w};
+#pragma unroll
+        for (int j = 0; j < 4; j++) v[4 * i + j] = __uint_as_float(w[j]);
+      }
+    }
+  }
+};
+
+// Calls f(pixel, values) for every pixel of the thread's, a batch of loads at a time.
+template <class X, int kWidth, class F>
+__device__ __forceinline__ void for_pixels(const KlMat& x, const Walk<kWidth>& walk, uint32_t channel, F f) {
+  constexpr int kBatch = sizeof(X) == sizeof(bf16) ? 4 : 2;  // pixels whose loads are under way at once
+  const uint64_t step = static_cast<uint64_t>(gridDim.x) * walk.pixels;
+  for (uint64_t pixel = blockIdx.x * walk.pixels + walk.thread_pixel; pixel < x.rows; pixel += kBatch * step) {
+    Run<X, kWidth> runs[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; i++) {
+      if (pixel + i * step < x.rows) runs[i].load(row_of<const X>(x, pixel + i * step) + channel);
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; i++) {
+      if (pixel + i * step >= x.rows) continue;
+      float v[kWidth];
+      runs[i].get(v);
+      f(pixel + i * step, v);
+    }
   }
 }
 
@@ -269,18 +360,14 @@ __device__ __forceinline__ void group_sums(const KlGroupStats& p, float2* thread
     if (busy) {
 #pragma unroll
       for (int j = 0; j < kWidth; j++) shift[j] = to_float(first[(run * kWidth + j) / width * width]);
-      const uint64_t step = static_cast<uint64_t>(gridDim.x) * walk.pixels;
-#pragma unroll 4
-      for (uint64_t pixel = blockIdx.x * walk.pixels + walk.thread_pixel; pixel < p.x.rows; pixel += step) {
-        float v[kWidth];
-        load_run<X, kWidth>(row_of<const X>(p.x, pixel) + run * kWidth, v);
+      for_pixels<X, kWidth>(p.x, walk, run * kWidth, [&](uint64_t, const float(&v)[kWidth]) {
 #pragma unroll
         for (int j = 0; j < kWidth; j++) {
           const float delta = v[j] - shift[j];
           sum[j] += delta;
           squares[j] += delta * delta;
         }
-      }
+      });
     }
 #pragma unroll
     for (int j = 0; j < kWidth; j++) thread_sums[threadIdx.x * kWidth + j] = make_float2(sum[j], squares[j]);
@@ -316,12 +403,13 @@ KL_ENTRY(kl_group_stats, KlGroupStats, KL_GROUP_THREADS, 3) {
   });
 }
 
-// One warp a group: lanes add every 32nd block's share, then each other's, always in the same order.
-KL_ENTRY(kl_group_stats_finish, KlGroupStats, 32) {
+// One block a group: threads add every 128th block's share, then each other's, always in the same order.
+KL_ENTRY(kl_group_stats_finish, KlGroupStats, KL_NORM_THREADS) {
+  __shared__ double2 warps[KL_NORM_THREADS / 32];
   const double2* partials = reinterpret_cast<const double2*>(p.partials);
   const uint32_t group = blockIdx.x, width = p.x.cols / p.groups;
   double sum = 0.0, squares = 0.0;
-  for (uint64_t block = threadIdx.x; block < p.blocks; block += 32) {
+  for (uint64_t block = threadIdx.x; block < p.blocks; block += KL_NORM_THREADS) {
     const double2 s = partials[block * p.groups + group];
     sum += s.x;
     squares += s.y;
@@ -331,7 +419,11 @@ KL_ENTRY(kl_group_stats_finish, KlGroupStats, 32) {
     sum += __shfl_xor_sync(0xffffffffu, sum, offset);
     squares += __shfl_xor_sync(0xffffffffu, squares, offset);
   }
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = make_double2(sum, squares);
+  __syncthreads();
   if (threadIdx.x == 0) {
+    sum = squares = 0.0;
+    for (const double2& warp : warps) sum += warp.x, squares += warp.y;
     const double n = static_cast<double>(p.x.rows) * width, delta = sum / n;
     float* stats = row_of<float>(p.stats, group);
     stats[0] = static_cast<float>(load_any(p.x, 0, static_cast<uint64_t>(group) * width) + delta);
@@ -353,11 +445,7 @@ __device__ __forceinline__ void normalise_groups(const KlGroupNorm& p) {
       scale[j] = weight[channel + j] * rsqrtf(stats[1] + p.eps);
       shift[j] = bias[channel + j];
     }
-    const uint64_t step = static_cast<uint64_t>(gridDim.x) * walk.pixels;
-#pragma unroll 2
-    for (uint64_t pixel = blockIdx.x * walk.pixels + walk.thread_pixel; pixel < p.x.rows; pixel += step) {
-      float v[kWidth];
-      load_run<X, kWidth>(row_of<const X>(p.x, pixel) + channel, v);
+    for_pixels<X, kWidth>(p.x, walk, channel, [&](uint64_t pixel, float(&v)[kWidth]) {
 #pragma unroll
       for (int j = 0; j < kWidth; j++) {
         v[j] = (v[j] - mean[j]) * scale[j] + shift[j];
@@ -369,11 +457,11 @@ __device__ __forceinline__ void normalise_groups(const KlGroupNorm& p) {
       } else {
         *to = from_float<Out>(v[0]);
       }
-    }
+    });
   });
 }
 
-KL_ENTRY(kl_group_norm, KlGroupNorm, KL_GROUP_THREADS) {
+KL_ENTRY(kl_group_norm, KlGroupNorm, KL_GROUP_THREADS, 3) {
   with_type(p.out.dtype, [&](auto o) {
     with_type(p.x.dtype, [&](auto t) {
       using Out = typename decltype(o)::type;

@@ -108,18 +108,54 @@ KL_ENTRY(kl_unpatchify, KlPatch, KL_POINTWISE_THREADS) {
   });
 }
 
+// One rounding of the product and one of the sum, as on the host.
+__device__ __forceinline__ float multiply_add(float a, float b, float c) { return __fadd_rn(c, __fmul_rn(a, b)); }
+
+template <class V>
+__device__ __forceinline__ void euler(const KlEuler& p) {
+  if (vectors_fit(p.latents) && vectors_fit(p.velocity)) {
+    for_each_run(p.latents, kVector, [&](uint64_t row, uint64_t col) {
+      float x[kVector], v[kVector];
+      load_vector(row_of<float>(p.latents, row) + col, x);
+      load_vector(row_of<const V>(p.velocity, row) + col, v);
+#pragma unroll
+      for (int i = 0; i < kVector; i++) x[i] = multiply_add(p.dt, v[i], x[i]);
+      store_vector(row_of<float>(p.latents, row) + col, x);
+    });
+  } else {
+    for_each_run(p.latents, 1, [&](uint64_t row, uint64_t col) {
+      float* at = row_of<float>(p.latents, row) + col;
+      *at = multiply_add(p.dt, load<V>(p.velocity, row, col), *at);
+    });
+  }
+}
+
 KL_ENTRY(kl_euler, KlEuler, KL_POINTWISE_THREADS) {
-  for_each_run(p.latents, 1, [&](uint64_t row, uint64_t col) {
-    // One rounding of the product and one of the sum, as on the host.
-    float* at = row_of<float>(p.latents, row) + col;
-    *at = __fadd_rn(*at, __fmul_rn(p.dt, load_any(p.velocity, row, col)));
-  });
+  with_type(p.velocity.dtype, [&](auto t) { euler<typename decltype(t)::type>(p); });
+}
+
+template <class Out, class X>
+__device__ __forceinline__ void guidance(const KlGuidance& p) {
+  if (vectors_fit(p.out) && vectors_fit(p.cond) && vectors_fit(p.uncond)) {
+    for_each_run(p.out, kVector, [&](uint64_t row, uint64_t col) {
+      float c[kVector], u[kVector];
+      load_vector(row_of<const X>(p.cond, row) + col, c);
+      load_vector(row_of<const X>(p.uncond, row) + col, u);
+#pragma unroll
+      for (int i = 0; i < kVector; i++) c[i] = multiply_add(p.scale, c[i] - u[i], u[i]);
+      store_vector(row_of<Out>(p.out, row) + col, c);
+    });
+  } else {
+    for_each_run(p.out, 1, [&](uint64_t row, uint64_t col) {
+      const float c = load<X>(p.cond, row, col), u = load<X>(p.uncond, row, col);
+      row_of<Out>(p.out, row)[col] = from_float<Out>(multiply_add(p.scale, c - u, u));
+    });
+  }
 }
 
 KL_ENTRY(kl_guidance, KlGuidance, KL_POINTWISE_THREADS) {
-  for_each_run(p.out, 1, [&](uint64_t row, uint64_t col) {
-    const float cond = load_any(p.cond, row, col), uncond = load_any(p.uncond, row, col);
-    store_any(p.out, row, col, __fadd_rn(uncond, __fmul_rn(p.scale, cond - uncond)));
+  with_type(p.out.dtype, [&](auto o) {
+    with_type(p.cond.dtype, [&](auto x) { guidance<typename decltype(o)::type, typename decltype(x)::type>(p); });
   });
 }
 
@@ -141,10 +177,26 @@ KL_ENTRY(kl_pixels, KlPixels, KL_POINTWISE_THREADS) {
   }
 }
 
-// Each block counts its share, and the last kernel adds the shares: no atomics, and nothing to clear beforehand.
+template <class X>
+__device__ __forceinline__ uint32_t count_in(const KlMat& x) {
+  uint32_t found = 0;
+  if (vectors_fit(x)) {
+    for_each_run(x, kVector, [&](uint64_t row, uint64_t col) {
+      float v[kVector];
+      load_vector(row_of<const X>(x, row) + col, v);
+#pragma unroll
+      for (int i = 0; i < kVector; i++) found += !isfinite(v[i]);
+    });
+  } else {
+    for_each_run(x, 1, [&](uint64_t row, uint64_t col) { found += !isfinite(load<X>(x, row, col)); });
+  }
+  return found;
+}
+
+// Each block counts its share, and a last kernel adds the shares: no atomics, and nothing to clear beforehand.
 KL_ENTRY(kl_count, KlCount, KL_POINTWISE_THREADS) {
   uint32_t found = 0;
-  for_each_run(p.x, 1, [&](uint64_t row, uint64_t col) { found += !isfinite(load_any(p.x, row, col)); });
+  with_type(p.x.dtype, [&](auto t) { found = count_in<typename decltype(t)::type>(p.x); });
   __shared__ uint32_t warps[kThreads / 32];
   found = __reduce_add_sync(0xffffffffu, found);
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = found;
@@ -158,9 +210,9 @@ KL_ENTRY(kl_count, KlCount, KL_POINTWISE_THREADS) {
 
 KL_ENTRY(kl_count_finish, KlCount, 32) {
   const uint32_t* partials = reinterpret_cast<const uint32_t*>(p.partials);
-  uint64_t total = 0;
-  if (threadIdx.x == 0) {
-    for (uint64_t i = 0; i < p.blocks; i++) total += partials[i];
-    row_of<float>(p.count, 0)[0] = static_cast<float>(total);
-  }
+  uint32_t total = 0;
+  for (uint64_t i = threadIdx.x; i < p.blocks; i += 32) total += partials[i];
+  // More than 2^32 values that are not finite would wrap to a smaller number of them, which is as wrong as before.
+  total = __reduce_add_sync(0xffffffffu, total);
+  if (threadIdx.x == 0) row_of<float>(p.count, 0)[0] = static_cast<float>(total);
 }

@@ -13,6 +13,7 @@ pub const KL_SILU: u32 = 1;
 pub const KL_FAULT_TOKEN: u32 = 1;
 pub const KL_PARTIALS: u32 = 1024;
 pub const KL_NORM_THREADS: u32 = 128;
+pub const KL_NORM_ROWS: u32 = 2;
 pub const KL_STREAMS: u32 = 2;
 pub const KL_ROPE_INTERLEAVED: u32 = 0;
 pub const KL_ROPE_HALF_SPLIT: u32 = 1;

@@ -73,7 +73,7 @@ kernels! {
     LayerNorm = "norm" "kl_layer_norm" (KlLayerNorm) abi::KL_NORM_THREADS;
     HeadNorm = "norm" "kl_head_norm" (KlHeadNorm) abi::KL_NORM_THREADS;
     GroupStats = "norm" "kl_group_stats" (KlGroupStats) abi::KL_GROUP_THREADS;
-    GroupStatsFinish = "norm" "kl_group_stats_finish" (KlGroupStats) 32;
+    GroupStatsFinish = "norm" "kl_group_stats_finish" (KlGroupStats) abi::KL_NORM_THREADS;
     GroupNorm = "norm" "kl_group_norm" (KlGroupNorm) abi::KL_GROUP_THREADS;
     NaiveProduct = "naive" "kl_naive_product" (KlProduct) abi::KL_NAIVE_THREADS;
     NaiveConv = "naive" "kl_naive_conv" (KlConv) abi::KL_NAIVE_THREADS;

@@ -117,7 +117,7 @@ impl Cuda {
             Op::Silu { out, x } => self.map(abi::KL_SILU, mat(out)?, mat(x)?),
             Op::RmsNorm { out, x, weight, eps } => {
                 let p = abi::KlRmsNorm { out: mat(out)?, x: mat(x)?, weight: mat(weight)?, eps, unused: 0 };
-                self.kernels.launch(Kernel::RmsNorm, [p.x.rows, 1, 1], &p)
+                self.kernels.launch(Kernel::RmsNorm, [p.x.rows.div_ceil(abi::KL_NORM_ROWS), 1, 1], &p)
             }
             Op::LayerNormModulate { streams, eps } => {
                 const ABSENT: abi::KlModulated = abi::KlModulated { out: NONE, x: NONE, shift: NONE, scale: NONE };
@@ -129,8 +129,8 @@ impl Cuda {
                             return Err(Error::Op { op: name, what: "shift and scale of different types".into() });
                         }
                     }
-                    let rows = p.stream.iter().map(|s| s.x.rows).sum();
-                    self.kernels.launch(Kernel::LayerNorm, [rows, 1, 1], &p)?;
+                    let blocks = p.stream.iter().map(|s| s.x.rows.div_ceil(abi::KL_NORM_ROWS)).sum();
+                    self.kernels.launch(Kernel::LayerNorm, [blocks, 1, 1], &p)?;
                 }
                 Ok(())
             }
