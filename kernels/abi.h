@@ -192,6 +192,10 @@ typedef struct {
   uint32_t unused;
 } KlAttention;
 
+/* On tensor cores. */
+#define KL_ATTENTION_QUERIES 128u
+#define KL_ATTENTION_SHARED 98304u
+
 #define KL_SAME 0u
 #define KL_UP 1u
 #define KL_DOWN 2u

@@ -88,14 +88,6 @@ KL_ENTRY(kl_naive_product, KlProduct, KL_NAIVE_THREADS) {
   });
 }
 
-// The input coordinate under kernel position `tap` for output coordinate `at`; negative or past the end is a padded zero.
-__device__ __forceinline__ int64_t source(uint32_t sampling, uint64_t at, uint32_t tap, uint32_t size) {
-  if (sampling == KL_DOWN) return static_cast<int64_t>(2 * at + tap);
-  const int64_t i = static_cast<int64_t>(at) + tap - 1;
-  if (sampling == KL_UP) return i < 0 || i >= 2 * static_cast<int64_t>(size) ? -1 : i / 2;
-  return i;
-}
-
 KL_ENTRY(kl_naive_conv, KlConv, KL_NAIVE_THREADS) {
   __shared__ Lines left, right[1];
   with_type(p.x.dtype, [&](auto t) {
@@ -103,13 +95,14 @@ KL_ENTRY(kl_naive_conv, KlConv, KL_NAIVE_THREADS) {
       using X = typename decltype(t)::type;
       using W = typename decltype(u)::type;
       const uint32_t channels = p.x.cols;
-      const uint32_t out_width = p.sampling == KL_UP ? 2 * p.width : p.sampling == KL_DOWN ? p.width / 2 : p.width;
+      const uint32_t out_width = conv_width(p);
       const auto x = [&](uint64_t pixel, uint32_t i) {
         const uint32_t tap = i / channels;
-        const int64_t sy = source(p.sampling, pixel / out_width, tap / 3, p.height);
-        const int64_t sx = source(p.sampling, pixel % out_width, tap % 3, p.width);
-        if (sy < 0 || sy >= p.height || sx < 0 || sx >= p.width) return 0.0f;
-        return load<X>(p.x, sy * p.width + sx, i % channels);
+        const int32_t sy = conv_source(p.sampling, pixel / out_width, tap / 3, p.height);
+        const int32_t sx = conv_source(p.sampling, pixel % out_width, tap % 3, p.width);
+        if (sy < 0 || sy >= static_cast<int32_t>(p.height) || sx < 0 || sx >= static_cast<int32_t>(p.width)) return 0.0f;
+        const uint64_t from = static_cast<uint64_t>(sy) * p.width + sx;
+        return load<X>(p.x, from, i % channels);
       };
       const auto w = [&](int, uint64_t col, uint32_t i) { return load<W>(p.w, col, i); };
       const uint64_t m = p.out.rows, n = p.out.cols;

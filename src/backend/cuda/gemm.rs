@@ -39,7 +39,7 @@ pub enum Tile {
 }
 
 impl Tile {
-    const fn rows(self) -> u32 {
+    pub(super) const fn rows(self) -> u32 {
         match self {
             Self::Rows64 => 64,
             Self::Rows128 => 128,
@@ -75,7 +75,7 @@ pub fn pick_tile(products: &[(u32, u32)], multiprocessors: u32) -> Tile {
 }
 
 /// Whether an operand can be copied sixteen bytes at a time.
-fn aligned(m: &KlMat) -> bool {
+pub(super) fn aligned(m: &KlMat) -> bool {
     m.dtype == abi::KL_BF16
         && m.data.is_multiple_of(16)
         && m.stride.is_multiple_of(8)

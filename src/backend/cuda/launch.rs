@@ -80,6 +80,8 @@ kernels! {
     NaiveAttention = "naive" "kl_naive_attention" (KlAttention) abi::KL_ATTENTION_WARPS * 32;
     GemmMma128 = "gemm_mma" "kl_gemm_mma_128" (KlGemm) abi::KL_MMA_THREADS, shared abi::KL_MMA_SHARED_128;
     GemmMma64 = "gemm_mma" "kl_gemm_mma_64" (KlGemm) abi::KL_MMA_THREADS, shared abi::KL_MMA_SHARED_64;
+    AttentionMma = "attention_mma" "kl_attention_mma" (KlAttention) abi::KL_MMA_THREADS, shared abi::KL_ATTENTION_SHARED;
+    ConvMma = "conv_mma" "kl_conv_mma" (KlConv) abi::KL_MMA_THREADS, shared abi::KL_MMA_SHARED_128;
     Selftest = "selftest_sm90" "kl_selftest" (KlSelftest) abi::KL_SELFTEST_THREADS, overlap in clusters of abi::KL_SELFTEST_CLUSTER;
 }
 

@@ -3,9 +3,9 @@
 
 use super::super::{Conv, GatedProduct, GroupNorm, KeyValues, LatentStats, Op, Product, Sampling};
 use super::abi::{self, KlMat};
-use super::gemm::Job;
+use super::gemm::{Job, Tile, aligned};
 use super::launch::Kernel;
-use super::{Cuda, Rows};
+use super::{Choice, Cuda, Rows};
 use crate::error::{Error, Result};
 use crate::tensor::{DType, Region, Tensor};
 
@@ -66,8 +66,8 @@ pub fn kernels_of(op: &str) -> &'static [Kernel] {
         "layer_norm_modulate" => &[Kernel::LayerNorm],
         "linear" | "linear_swiglu" | "linear_gate_residual" => &[Kernel::GemmMma128, Kernel::GemmMma64, Kernel::NaiveProduct],
         "qkv_norm_rope" | "qkv_mlp" => &[Kernel::GemmMma128, Kernel::GemmMma64, Kernel::NaiveProduct, Kernel::HeadNorm],
-        "attention" | "attention_causal" => &[Kernel::NaiveAttention],
-        "conv" => &[Kernel::NaiveConv, Kernel::GroupStats, Kernel::GroupStatsFinish],
+        "attention" | "attention_causal" => &[Kernel::AttentionMma, Kernel::NaiveAttention],
+        "conv" => &[Kernel::ConvMma, Kernel::NaiveConv, Kernel::GroupStats, Kernel::GroupStatsFinish],
         "group_norm" => &[Kernel::GroupStats, Kernel::GroupStatsFinish, Kernel::GroupNorm],
         "patchify" => &[Kernel::Patchify],
         "unpatchify" => &[Kernel::Unpatchify],
@@ -166,7 +166,12 @@ impl Cuda {
                     },
                     unused: 0,
                 };
-                self.kernels.launch(Kernel::NaiveConv, tiles(&p.out), &p)?;
+                if self.choice != Choice::Naive && aligned(&p.x) && aligned(&p.w) {
+                    let (rows, cols) = (p.out.rows.div_ceil(Tile::Rows128.rows()), p.out.cols.div_ceil(abi::KL_MMA_COLS));
+                    self.kernels.launch(Kernel::ConvMma, [rows * cols, 1, 1], &p)?;
+                } else {
+                    self.kernels.launch(Kernel::NaiveConv, tiles(&p.out), &p)?;
+                }
                 match stats {
                     Some(stats) => self.group_stats(name, p.out, mat(stats)?),
                     None => Ok(()),
@@ -265,8 +270,15 @@ impl Cuda {
         for (to, s) in p.kv.iter_mut().zip(kv) {
             *to = abi::KlKeyValues { k: self.mat(s.k, op)?, v: self.mat(s.v, op)? };
         }
-        let grid = [q.rows.div_ceil(abi::KL_ATTENTION_WARPS), q.cols / p.head_dim, 1];
-        self.kernels.launch(Kernel::NaiveAttention, grid, &p)
+        let heads = q.cols / p.head_dim;
+        let copied =
+            [p.q].into_iter().chain(p.kv[..kv.len()].iter().flat_map(|s| [s.k, s.v])).all(|m| m.rows == 0 || aligned(&m));
+        // Results leave in pairs.
+        let paired = p.out.dtype == abi::KL_BF16 && p.out.data.is_multiple_of(4) && p.out.stride.is_multiple_of(2);
+        if self.choice != Choice::Naive && head_dim == 128 && copied && paired {
+            return self.kernels.launch(Kernel::AttentionMma, [q.rows.div_ceil(abi::KL_ATTENTION_QUERIES), heads, 1], &p);
+        }
+        self.kernels.launch(Kernel::NaiveAttention, [q.rows.div_ceil(abi::KL_ATTENTION_WARPS), heads, 1], &p)
     }
 
     /// Mean and variance of each group of channels of `x`.

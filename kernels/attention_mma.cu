@@ -1,0 +1,191 @@
+// Attention on tensor cores, portable (sm_80 and newer): softmax(q k^T * scale) v with a running maximum, so that scores exist one
+// tile at a time.
+//
+//   kl_attention_mma   heads of 128; keys in several runs, query heads sharing key heads, causal if asked
+//
+// A block takes 128 queries of one head, four warps of 32; keys and values come in tiles of 64, the next one on its way while this
+// one is used. Scores and sums are f32; probabilities are rounded to bf16 for the second product, as plain bf16 arithmetic does.
+// Bound: tensor cores. 4 * queries * keys * 128 operations a head; klein 4B at 1024x1024: 0.26 TFLOP a block.
+// Needs: bf16, strides multiples of 8, 16-byte addresses.
+#include "mma.cuh"
+
+constexpr int kHead = 128, kKeys = 64, kWarps = KL_MMA_THREADS / 32;
+constexpr int kM = KL_ATTENTION_QUERIES / (16 * kWarps);  // 16-row tiles of a warp
+constexpr int kQueries = KL_ATTENTION_QUERIES;
+constexpr uint32_t kRowBytes = kHead * 2, kTileBytes = kKeys * kRowBytes;
+static_assert(kQueries * kRowBytes + 4 * kTileBytes == KL_ATTENTION_SHARED, "abi.h states another size");
+
+// Rows are 256 bytes; 16-byte chunks are exchanged by the row's last three bits, so that eight rows lie in eight bank groups.
+__device__ __forceinline__ uint32_t place(uint32_t row, uint32_t chunk) { return row * kRowBytes + (chunk ^ (row & 7)) * 16; }
+
+// Copies `count` rows of one head; rows beyond the matrix become zeros.
+template <int kCount>
+__device__ __forceinline__ void fetch_rows(uint32_t to, const KlMat& m, uint32_t first, uint32_t col) {
+#pragma unroll 2
+  for (int i = 0; i < kCount * 16 / static_cast<int>(KL_MMA_THREADS); i++) {
+    const uint32_t at = i * KL_MMA_THREADS + threadIdx.x, row = at / 16, chunk = at % 16;
+    const bool valid = first + row < m.rows;
+    copy_async(to + place(row, chunk), row_of<const bf16>(m, valid ? first + row : 0) + col + chunk * 8, valid);
+  }
+}
+
+// Which tile of which run of keys.
+struct Cursor {
+  uint32_t segment = 0;
+  uint32_t key = 0;
+
+  __device__ __forceinline__ bool at_end(const KlAttention& p) const { return segment >= p.segments; }
+
+  // Steps over runs without keys.
+  __device__ __forceinline__ void settle(const KlAttention& p, uint32_t limit) {
+    while (segment < p.segments && key >= min(p.kv[segment].k.rows, limit)) segment++, key = 0;
+  }
+
+  __device__ __forceinline__ void next(const KlAttention& p, uint32_t limit) {
+    key += kKeys;
+    settle(p, limit);
+  }
+};
+
+extern __shared__ __align__(128) unsigned char dynamic_shared[];
+
+KL_ENTRY(kl_attention_mma, KlAttention, KL_MMA_THREADS, 2) {
+  const uint32_t lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16 * kM;
+  const uint32_t query0 = blockIdx.x * kQueries;
+  const uint32_t q_col = blockIdx.y * kHead, kv_col = blockIdx.y / p.group * kHead;
+  const uint32_t q_at = smem_address(dynamic_shared), tiles_at = q_at + kQueries * kRowBytes;
+  // With a mask no query of this block sees a key past its last row.
+  const uint32_t limit = p.causal ? query0 + kQueries : ~0u;
+  const float scale = p.scale * 1.44269504f;  // powers of two are what the hardware has
+
+  const auto fetch = [&](const Cursor& c, uint32_t stage) {
+    if (!c.at_end(p)) {
+      fetch_rows<kKeys>(tiles_at + stage * 2 * kTileBytes, p.kv[c.segment].k, c.key, kv_col);
+      fetch_rows<kKeys>(tiles_at + stage * 2 * kTileBytes + kTileBytes, p.kv[c.segment].v, c.key, kv_col);
+    }
+    copy_commit();
+  };
+
+  float out[kM][kHead / 8][4] = {}, maximum[kM][2], total[kM][2] = {};
+#pragma unroll
+  for (int m = 0; m < kM; m++) maximum[m][0] = maximum[m][1] = -INFINITY;
+
+  Cursor now;
+  now.settle(p, limit);
+  fetch_rows<kQueries>(q_at, p.q, query0, q_col);
+  fetch(now, 0);
+  for (uint32_t stage = 0; !now.at_end(p); stage ^= 1) {
+    {
+      Cursor after = now;
+      after.next(p, limit);
+      fetch(after, stage ^ 1);
+    }
+    copy_wait<1>();
+    __syncthreads();
+    const uint32_t k_at = tiles_at + stage * 2 * kTileBytes, v_at = k_at + kTileBytes;
+
+    float scores[kM][kKeys / 8][4] = {};
+#pragma unroll 2
+    for (int d = 0; d < kHead / 16; d++) {
+      uint32_t q[kM][4];
+#pragma unroll
+      for (int m = 0; m < kM; m++) load_matrices(q[m], q_at + place(warp_row + m * 16 + lane % 16, 2 * d + lane / 16));
+#pragma unroll
+      for (int n = 0; n < kKeys / 16; n++) {
+        uint32_t k[4];
+        load_matrices(k, k_at + place(n * 16 + lane % 8 + lane / 16 * 8, 2 * d + lane / 8 % 2));
+#pragma unroll
+        for (int m = 0; m < kM; m++) {
+          mma(scores[m][2 * n], q[m], k[0], k[1]);
+          mma(scores[m][2 * n + 1], q[m], k[2], k[3]);
+        }
+      }
+    }
+
+    // Keys beyond the run's end, and those a mask hides.
+    const uint32_t keys = p.kv[now.segment].k.rows;
+    if (now.key + kKeys > keys || (p.causal && now.key + kKeys > query0)) {
+#pragma unroll
+      for (int m = 0; m < kM; m++) {
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; n++) {
+#pragma unroll
+          for (int e = 0; e < 4; e++) {
+            const uint32_t key = now.key + n * 8 + lane % 4 * 2 + e % 2;
+            const uint32_t query = query0 + warp_row + m * 16 + lane / 4 + e / 2 * 8;
+            if (key >= keys || (p.causal && key > query)) scores[m][n][e] = -INFINITY;
+          }
+        }
+      }
+    }
+
+#pragma unroll
+    for (int m = 0; m < kM; m++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        float highest = maximum[m][half];
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; n++) highest = fmaxf(highest, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
+        highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
+        highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
+        // A row that has seen no key yet keeps its zeros.
+        const float base = highest == -INFINITY ? 0.0f : highest * scale;
+        const float correction = exp2f(maximum[m][half] * scale - base);
+        maximum[m][half] = highest;
+        float sum = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; n++) {
+#pragma unroll
+          for (int e = 0; e < 2; e++) {
+            const float weight = exp2f(scores[m][n][2 * half + e] * scale - base);
+            scores[m][n][2 * half + e] = weight;
+            sum += weight;
+          }
+        }
+        total[m][half] = total[m][half] * correction + sum;
+#pragma unroll
+        for (int n = 0; n < kHead / 8; n++) out[m][n][2 * half] *= correction, out[m][n][2 * half + 1] *= correction;
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kKeys / 16; k++) {
+      // What a thread has of two tiles of scores is what it needs of one tile of the second product.
+      uint32_t weights[kM][4];
+#pragma unroll
+      for (int m = 0; m < kM; m++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) weights[m][i] = pack(scores[m][2 * k + i / 2][i % 2 * 2], scores[m][2 * k + i / 2][i % 2 * 2 + 1]);
+      }
+#pragma unroll
+      for (int n = 0; n < kHead / 16; n++) {
+        uint32_t v[4];
+        load_matrices_transposed(v, v_at + place(k * 16 + lane % 16, 2 * n + lane / 16));
+#pragma unroll
+        for (int m = 0; m < kM; m++) {
+          mma(out[m][2 * n], weights[m], v[0], v[1]);
+          mma(out[m][2 * n + 1], weights[m], v[2], v[3]);
+        }
+      }
+    }
+    __syncthreads();  // everyone is done with this stage
+    now.next(p, limit);
+  }
+
+#pragma unroll
+  for (int m = 0; m < kM; m++) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float sum = total[m][half];
+      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      const uint32_t query = query0 + warp_row + m * 16 + half * 8 + lane / 4;
+      if (query >= p.out.rows) continue;
+      const float inverse = 1.0f / sum;
+      bf16* to = row_of<bf16>(p.out, query) + q_col + lane % 4 * 2;
+#pragma unroll
+      for (int n = 0; n < kHead / 8; n++) {
+        *reinterpret_cast<uint32_t*>(to + n * 8) = pack(out[m][n][2 * half] * inverse, out[m][n][2 * half + 1] * inverse);
+      }
+    }
+  }
+}
