@@ -63,7 +63,8 @@ struct HeldRows {
 #pragma unroll
         for (int i = 0; i < kRowVectors; i++) {
           if (column_of(i) < x.cols && first + r < x.rows) {
-            values[r][i] = *reinterpret_cast<const uint4*>(row_of<const X>(x, first + r) + column_of(i));
+            // Read once, so not worth keeping: weights and modulations are what the cache is for.
+            values[r][i] = __ldcs(reinterpret_cast<const uint4*>(row_of<const X>(x, first + r) + column_of(i)));
           }
         }
       }
@@ -323,17 +324,24 @@ struct Run {
   }
 };
 
-// Calls f(pixel, values) for every pixel of the thread's, a batch of loads at a time.
-template <class X, int kWidth, class F>
-__device__ __forceinline__ void for_pixels(const KlMat& x, const Walk<kWidth>& walk, uint32_t channel, F f) {
-  constexpr int kBatch = sizeof(X) == sizeof(bf16) ? 4 : 2;  // pixels whose loads are under way at once
-  const uint64_t step = static_cast<uint64_t>(gridDim.x) * walk.pixels;
-  for (uint64_t pixel = blockIdx.x * walk.pixels + walk.thread_pixel; pixel < x.rows; pixel += kBatch * step) {
-    Run<X, kWidth> runs[kBatch];
+// Calls f(pixel, values) for every pixel of the thread's, a batch of loads at a time. The first are under way when `prepare` is called,
+// which loads what f needs beside them.
+template <class X, int kWidth, class P, class F>
+__device__ __forceinline__ void for_pixels(const KlMat& x, const Walk<kWidth>& walk, uint32_t channel, P prepare, F f) {
+  constexpr int kBatch = sizeof(X) == sizeof(bf16) ? 4 : 2;
+  // An image has fewer pixels than 32 bits count, and a grid is small beside them.
+  const uint32_t step = gridDim.x * walk.pixels;
+  uint32_t pixel = blockIdx.x * walk.pixels + walk.thread_pixel;
+  Run<X, kWidth> runs[kBatch];
+  const auto load = [&] {
 #pragma unroll
     for (int i = 0; i < kBatch; i++) {
       if (pixel + i * step < x.rows) runs[i].load(row_of<const X>(x, pixel + i * step) + channel);
     }
+  };
+  load();
+  prepare();
+  while (pixel < x.rows) {
 #pragma unroll
     for (int i = 0; i < kBatch; i++) {
       if (pixel + i * step >= x.rows) continue;
@@ -341,6 +349,8 @@ __device__ __forceinline__ void for_pixels(const KlMat& x, const Walk<kWidth>& w
       runs[i].get(v);
       f(pixel + i * step, v);
     }
+    pixel += kBatch * step;
+    load();
   }
 }
 
@@ -358,9 +368,11 @@ __device__ __forceinline__ void group_sums(const KlGroupStats& p, float2* thread
     const bool busy = walk.thread_pixel < walk.pixels && run < walk.runs;
     float sum[kWidth] = {}, squares[kWidth] = {}, shift[kWidth] = {};
     if (busy) {
+      const auto shifts = [&] {
 #pragma unroll
-      for (int j = 0; j < kWidth; j++) shift[j] = to_float(first[(run * kWidth + j) / width * width]);
-      for_pixels<X, kWidth>(p.x, walk, run * kWidth, [&](uint64_t, const float(&v)[kWidth]) {
+        for (int j = 0; j < kWidth; j++) shift[j] = to_float(first[(run * kWidth + j) / width * width]);
+      };
+      for_pixels<X, kWidth>(p.x, walk, run * kWidth, shifts, [&](uint32_t, const float(&v)[kWidth]) {
 #pragma unroll
         for (int j = 0; j < kWidth; j++) {
           const float delta = v[j] - shift[j];
@@ -431,25 +443,27 @@ KL_ENTRY(kl_group_stats_finish, KlGroupStats, KL_NORM_THREADS) {
   }
 }
 
-template <class Out, class X, int kWidth>
+template <class Out, class X, int kWidth, bool kSilu>
 __device__ __forceinline__ void normalise_groups(const KlGroupNorm& p) {
   const Walk<kWidth> walk(p.x.cols);
   const uint32_t width = p.x.cols / p.groups;
   const float *weight = row_of<const float>(p.weight, 0), *bias = row_of<const float>(p.bias, 0);
   walk.channels([&](uint32_t channel) {
     float mean[kWidth], scale[kWidth], shift[kWidth];
+    const auto prepare = [&] {
 #pragma unroll
-    for (int j = 0; j < kWidth; j++) {
-      const float* stats = row_of<const float>(p.stats, (channel + j) / width);
-      mean[j] = stats[0];
-      scale[j] = weight[channel + j] * rsqrtf(stats[1] + p.eps);
-      shift[j] = bias[channel + j];
-    }
-    for_pixels<X, kWidth>(p.x, walk, channel, [&](uint64_t pixel, float(&v)[kWidth]) {
+      for (int j = 0; j < kWidth; j++) {
+        const float* stats = row_of<const float>(p.stats, (channel + j) / width);
+        mean[j] = stats[0];
+        scale[j] = weight[channel + j] * rsqrtf(stats[1] + p.eps);
+        shift[j] = bias[channel + j];
+      }
+    };
+    for_pixels<X, kWidth>(p.x, walk, channel, prepare, [&](uint32_t pixel, float(&v)[kWidth]) {
 #pragma unroll
       for (int j = 0; j < kWidth; j++) {
         v[j] = (v[j] - mean[j]) * scale[j] + shift[j];
-        if (p.silu) v[j] = silu(v[j]);
+        if (kSilu) v[j] = silu(v[j]);
       }
       Out* to = row_of<Out>(p.out, pixel) + channel;
       if constexpr (kWidth == kVector) {
@@ -461,15 +475,24 @@ __device__ __forceinline__ void normalise_groups(const KlGroupNorm& p) {
   });
 }
 
+template <class Out, class X, bool kSilu>
+__device__ __forceinline__ void normalise_image(const KlGroupNorm& p) {
+  if (vectors_fit(p.x) && vectors_fit(p.out)) {
+    normalise_groups<Out, X, kVector, kSilu>(p);
+  } else {
+    normalise_groups<Out, X, 1, kSilu>(p);
+  }
+}
+
 KL_ENTRY(kl_group_norm, KlGroupNorm, KL_GROUP_THREADS, 3) {
   with_type(p.out.dtype, [&](auto o) {
     with_type(p.x.dtype, [&](auto t) {
       using Out = typename decltype(o)::type;
       using X = typename decltype(t)::type;
-      if (vectors_fit(p.x) && vectors_fit(p.out)) {
-        normalise_groups<Out, X, kVector>(p);
+      if (p.silu) {
+        normalise_image<Out, X, true>(p);
       } else {
-        normalise_groups<Out, X, 1>(p);
+        normalise_image<Out, X, false>(p);
       }
     });
   });

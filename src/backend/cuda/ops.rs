@@ -207,8 +207,9 @@ impl Cuda {
                     silu: u32::from(silu),
                     unused: 0,
                 };
-                // Eight rounds each, to spread what a block reads first.
-                let blocks = x.rows.div_ceil(group_pixels(&x) * 8);
+                // Long-lived blocks, since each begins by reading what belongs to its channels; but enough of them for any GPU.
+                let rounds = x.rows.div_ceil(group_pixels(&x));
+                let blocks = rounds.div_ceil((rounds / 1024).clamp(4, 32));
                 self.kernels.launch(Kernel::GroupNorm, [blocks, 1, 1], &p)
             }
             Op::Patchify { out, x, stats, width } => self.patch(Kernel::Patchify, mat(out)?, mat(x)?, stats, width),
