@@ -13,9 +13,9 @@ use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Finds out before any work whether [`save_new`] can be expected to succeed: the folder exists and takes new files, and the
-/// target is free, or with `force` a file that may be replaced.
-pub fn check_writable(path: &Path, force: bool) -> Result<()> {
+/// Finds out before any work whether [`save_new`] can be expected to succeed: the folder exists and takes new files, there is room
+/// for `bytes`, and the target is free, or with `force` a file that may be replaced.
+pub fn check_writable(path: &Path, force: bool, bytes: u64) -> Result<()> {
     let name = path.as_os_str().as_encoded_bytes();
     // `a/b/` and `a/b` have the same components, but no file can be written at the former.
     if path.file_name().is_none() || name.last().is_some_and(|&byte| std::path::is_separator(byte.into())) {
@@ -27,7 +27,7 @@ pub fn check_writable(path: &Path, force: bool) -> Result<()> {
     }
     check_target(path, force)?;
     match nameless::create(folder) {
-        Ok(_) => Ok(()),
+        Ok(file) => nameless::make_room(&file, bytes).map_err(|error| unwritten(path, &error)),
         Err(_) => Temp::claim(path, create_new).map(drop),
     }
 }
@@ -88,10 +88,7 @@ fn claim_and_replace(temp: Temp, path: &Path) -> Result<()> {
 /// Writes all bytes and waits until they are on disk. They must be there before the name is: after a power cut a name without
 /// data would be a partial file.
 fn fill(mut file: &File, target: &Path, bytes: &[u8]) -> Result<()> {
-    file.write_all(bytes).and_then(|()| file.sync_all()).map_err(|error| {
-        // A disk that is full leaves doubts about what is on it.
-        refused(target, error.kind(), &format!("{error}; nothing was written"))
-    })
+    file.write_all(bytes).and_then(|()| file.sync_all()).map_err(|error| unwritten(target, &error))
 }
 
 /// Waits until a new name in a folder is on disk. Not every system can, and the file is there in any case: only a power cut in
@@ -163,7 +160,7 @@ impl Drop for Temp {
 mod nameless {
     //! Files without a name. They are gone when closed, unless they were given one.
 
-    use rustix::fs::{AtFlags, CWD, Mode, OFlags, linkat, open};
+    use rustix::fs::{AtFlags, CWD, FallocateFlags, Mode, OFlags, fallocate, linkat, open};
     use rustix::io::Errno;
     use std::fs::File;
     use std::io;
@@ -175,6 +172,14 @@ mod nameless {
         // The permissions that any new file gets, less what the user's mask takes away.
         let mode = Mode::RUSR | Mode::WUSR | Mode::RGRP | Mode::WGRP | Mode::ROTH | Mode::WOTH;
         Ok(open(folder, OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC, mode)?.into())
+    }
+
+    /// Takes the room that it will need, if there is as much. File systems that cannot say let it pass.
+    pub fn make_room(file: &File, bytes: u64) -> io::Result<()> {
+        match fallocate(file, FallocateFlags::empty(), 0, bytes.max(1)) {
+            Err(error @ (Errno::NOSPC | Errno::DQUOT | Errno::FBIG)) => Err(error.into()),
+            _ => Ok(()),
+        }
     }
 
     /// Gives it a name, which must be free.
@@ -200,6 +205,10 @@ mod nameless {
         Err(io::ErrorKind::Unsupported.into())
     }
 
+    pub fn make_room(_file: &File, _bytes: u64) -> io::Result<()> {
+        Ok(())
+    }
+
     pub fn link(_file: &File, _name: &Path) -> io::Result<()> {
         Err(io::ErrorKind::Unsupported.into())
     }
@@ -223,6 +232,11 @@ fn name_error(path: &Path, source: io::Error) -> Error {
         ErrorKind::AlreadyExists => Error::OutputExists { path: path.into() },
         _ => write_error(path, source),
     }
+}
+
+/// A disk that is full leaves doubts about what is on it.
+fn unwritten(path: &Path, error: &io::Error) -> Error {
+    refused(path, error.kind(), &format!("{error}; nothing was written"))
 }
 
 fn refused(path: &Path, kind: ErrorKind, why: &str) -> Error {
@@ -261,16 +275,16 @@ mod tests {
     fn a_file_is_written_once_and_replaced_only_by_force() {
         let scratch = Scratch::new("once");
         let path = scratch.0.join("out.png");
-        check_writable(&path, false).unwrap();
+        check_writable(&path, false, 1).unwrap();
         assert!(scratch.names().is_empty(), "the check leaves nothing behind");
         save_new(&path, b"first", false).unwrap();
 
-        for error in [check_writable(&path, false).unwrap_err(), save_new(&path, b"second", false).unwrap_err()] {
+        for error in [check_writable(&path, false, 1).unwrap_err(), save_new(&path, b"second", false).unwrap_err()] {
             assert!(matches!(error, Error::OutputExists { .. }), "{error}");
             assert_eq!(error.exit_code(), 5);
         }
         assert_eq!(fs::read(&path).unwrap(), b"first");
-        check_writable(&path, true).unwrap();
+        check_writable(&path, true, 1).unwrap();
         save_new(&path, b"third", true).unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"third");
         assert_eq!(scratch.names(), ["out.png"], "no temporary file stays");
@@ -337,7 +351,7 @@ mod tests {
         let (missing, below_file) = (scratch.0.join("no/out.png"), scratch.0.join("file/out.png"));
         for path in [&folder, &too_long, &slash, &missing, &below_file, Path::new(""), Path::new("..")] {
             for force in [false, true] {
-                let error = check_writable(path, force).unwrap_err();
+                let error = check_writable(path, force, 1).unwrap_err();
                 assert!(matches!(error, Error::Write { .. }), "{error}");
                 assert!(save_new(path, b"x", force).is_err(), "{}", path.display());
             }
@@ -351,7 +365,7 @@ mod tests {
         let scratch = Scratch::new("link");
         let path = scratch.0.join("dangling.png");
         std::os::unix::fs::symlink(scratch.0.join("nowhere"), &path).unwrap();
-        assert!(matches!(check_writable(&path, false).unwrap_err(), Error::OutputExists { .. }));
+        assert!(matches!(check_writable(&path, false, 1).unwrap_err(), Error::OutputExists { .. }));
         assert!(matches!(save_new(&path, b"x", false).unwrap_err(), Error::OutputExists { .. }));
         save_new(&path, b"x", true).unwrap();
         assert!(fs::symlink_metadata(&path).unwrap().is_file(), "the link is replaced, not followed");

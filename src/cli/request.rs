@@ -131,10 +131,12 @@ impl GenerateRequest {
 
     /// Refuses now what could not be written after minutes of work.
     fn check_outputs(&self) -> Result<()> {
+        // As large as a picture that does not compress, with its text.
+        let picture = (self.size.width() * self.size.height() * 3 + self.size.height() + self.prompt.len()) as u64 + (16 << 10);
         let paths = self.seeds.iter().enumerate().map(|(i, &seed)| self.target.path(i, seed));
         for path in paths {
             check_format(&path)?;
-            check_writable(&path, self.force)?;
+            check_writable(&path, self.force, picture)?;
             if let Some(dump) = &self.dump
                 && same_place(&path, dump)
             {
@@ -142,7 +144,7 @@ impl GenerateRequest {
                 return Err(Error::usage(what, "give one of them another name"));
             }
         }
-        self.dump.iter().try_for_each(|path| check_writable(path, self.force))
+        self.dump.iter().try_for_each(|path| check_writable(path, self.force, 0))
     }
 }
 
