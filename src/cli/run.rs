@@ -27,8 +27,8 @@ pub fn generate(request: &GenerateRequest, stop: &Arc<AtomicBool>, terminal: &Te
         terminal.say(untrained(request.built_in_named));
     }
     let chosen = choose(request, stop)?;
-    chosen.note.iter().for_each(|note| terminal.say(&format!("note: {note}")));
     let model = OpenModel::open(&request.found, request.variant)?;
+    chosen.note.iter().for_each(|note| terminal.say(&format!("note: {note}")));
     model.warnings.iter().for_each(|warning| terminal.warn(warning));
     let made = Made::new(request, &model, &chosen);
     if request.guidance.is_some() && made.variant != Variant::Base {
