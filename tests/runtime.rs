@@ -7,7 +7,7 @@ mod common;
 mod ops;
 
 use common::cases;
-use kiln::backend::cuda::driver::{DeviceInfo, Driver, Event, Function, Graph, Launch, MapSpec, Module, Rows, Stream};
+use kiln::backend::cuda::driver::{DeviceInfo, Driver, Function, Graph, Launch, MapSpec, Module, Rows, Stream};
 use kiln::backend::cuda::{Choice, Cuda, Kernel};
 use kiln::config::Variant;
 use kiln::error::{Error, Result};
@@ -219,24 +219,6 @@ impl Driver for StandIn {
 
     fn destroy_graph(&self, graph: Graph) {
         self.give("graph", graph.0);
-    }
-
-    fn event(&self) -> Result<Event> {
-        self.call("event")?;
-        Ok(Event(self.take("event", 0)))
-    }
-
-    fn record(&self, _stream: Stream, _event: Event) -> Result<()> {
-        self.call("record")
-    }
-
-    fn elapsed(&self, _from: Event, _to: Event) -> Result<f32> {
-        self.call("elapsed")?;
-        Ok(1.0)
-    }
-
-    fn destroy_event(&self, event: Event) {
-        self.give("event", event.0);
     }
 }
 

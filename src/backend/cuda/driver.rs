@@ -38,10 +38,6 @@ pub struct Stream(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Graph(pub u64);
 
-/// A point in a stream's work.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Event(pub u64);
-
 /// How a kernel is launched.
 #[derive(Clone, Copy, Debug)]
 pub struct Launch {
@@ -160,16 +156,4 @@ pub trait Driver {
 
     /// Gives a recording back.
     fn destroy_graph(&self, graph: Graph);
-
-    /// Makes an event.
-    fn event(&self) -> Result<Event>;
-
-    /// Queues an event.
-    fn record(&self, stream: Stream, event: Event) -> Result<()>;
-
-    /// Milliseconds between two events, both of which have happened.
-    fn elapsed(&self, from: Event, to: Event) -> Result<f32>;
-
-    /// Gives an event back.
-    fn destroy_event(&self, event: Event);
 }

@@ -84,21 +84,35 @@ pub(super) fn aligned(m: &KlMat) -> bool {
         && m.cols > 0
 }
 
+const fn rope(style: RopeStyle) -> u32 {
+    match style {
+        RopeStyle::Interleaved => abi::KL_ROPE_INTERLEAVED,
+        RopeStyle::HalfSplit => abi::KL_ROPE_HALF_SPLIT,
+    }
+}
+
 impl Cuda {
-    /// Runs products, two streams to a launch.
-    pub(super) fn products(&self, op: &'static str, jobs: &[Job]) -> Result<()> {
-        for pair in jobs.chunks(abi::KL_STREAMS as usize) {
-            let mut streams = Vec::with_capacity(pair.len());
-            for job in pair {
-                streams.extend(self.stream(op, job)?);
-            }
-            if streams.len() == pair.len() {
-                self.launch_gemm(&streams)?;
-            } else {
-                pair.iter().try_for_each(|job| self.naive_product(op, job))?;
+    /// Takes streams two to a launch: on tensor cores where `stream` gives all of them their form for it, else by `otherwise`.
+    fn in_pairs<T>(
+        &self,
+        all: &[T],
+        stream: impl Fn(&T) -> Result<Option<KlGemmStream>>,
+        otherwise: impl Fn(&[T]) -> Result<()>,
+    ) -> Result<()> {
+        for pair in all.chunks(abi::KL_STREAMS as usize) {
+            let streams = pair.iter().map(&stream).collect::<Result<Option<Vec<_>>>>()?;
+            match streams {
+                Some(streams) => self.launch_gemm(&streams)?,
+                None => otherwise(pair)?,
             }
         }
         Ok(())
+    }
+
+    /// Runs products.
+    pub(super) fn products(&self, op: &'static str, jobs: &[Job]) -> Result<()> {
+        let naive = |pair: &[Job]| pair.iter().try_for_each(|job| self.naive_product(op, job));
+        self.in_pairs(jobs, |job| self.stream(op, job), naive)
     }
 
     /// A product as the tensor-core kernel takes it, if it does.
@@ -107,23 +121,21 @@ impl Cuda {
         if self.choice == Choice::Naive || !aligned(&x) || !aligned(&w) || !matches!(job.out.dtype, DType::Bf16 | DType::F32) {
             return Ok(None);
         }
-        let optional = |t: Option<Tensor>| t.map_or(Ok(NONE), |t| self.mat(t, op));
         let width = if job.epilogue == abi::KL_SWIGLU { abi::KL_MMA_COLS / 2 } else { abi::KL_MMA_COLS };
         let out = self.mat(job.out, op)?;
         let tiles = out.cols.div_ceil(width);
-        let mut stream = KlGemmStream { x, w, bias: optional(job.w.bias)?, col_tiles: tiles, ..NO_STREAM };
-        stream.part[0] = KlGemmPart { out, extra: optional(job.gate)?, epilogue: job.epilogue, tiles, ..NO_PART };
+        let mut stream = KlGemmStream { x, w, bias: self.mat_if(job.w.bias, op)?, col_tiles: tiles, ..NO_STREAM };
+        stream.part[0] = KlGemmPart { out, extra: self.mat_if(job.gate, op)?, epilogue: job.epilogue, tiles, ..NO_PART };
         Ok(Some(stream))
     }
 
     fn naive_product(&self, op: &'static str, job: &Job) -> Result<()> {
-        let optional = |t: Option<Tensor>| t.map_or(Ok(NONE), |t| self.mat(t, op));
         let p = abi::KlProduct {
             out: self.mat(job.out, op)?,
             x: self.mat(job.x, op)?,
             w: self.mat(job.w.weight, op)?,
-            bias: optional(job.w.bias)?,
-            gate: optional(job.gate)?,
+            bias: self.mat_if(job.w.bias, op)?,
+            gate: self.mat_if(job.gate, op)?,
             epilogue: job.epilogue,
             unused: 0,
         };
@@ -148,18 +160,7 @@ impl Cuda {
     /// Attention inputs: on tensor cores in one launch, queries and keys normalised and rotated before they are stored; elsewhere as
     /// products and a pass over the heads.
     pub(super) fn qkv(&self, op: &'static str, streams: &[Projection<'_>]) -> Result<()> {
-        for pair in streams.chunks(abi::KL_STREAMS as usize) {
-            let mut fused = Vec::with_capacity(pair.len());
-            for projection in pair {
-                fused.extend(self.qkv_stream(op, projection)?);
-            }
-            if fused.len() == pair.len() {
-                self.launch_gemm(&fused)?;
-            } else {
-                self.qkv_in_passes(op, pair)?;
-            }
-        }
-        Ok(())
+        self.in_pairs(streams, |s| self.qkv_stream(op, s), |pair| self.qkv_in_passes(op, pair))
     }
 
     fn qkv_stream(&self, op: &'static str, s: &Projection<'_>) -> Result<Option<KlGemmStream>> {
@@ -174,17 +175,14 @@ impl Cuda {
         {
             return Ok(None);
         }
-        let rope = match s.rope.style {
-            RopeStyle::Interleaved => abi::KL_ROPE_INTERLEAVED,
-            RopeStyle::HalfSplit => abi::KL_ROPE_HALF_SPLIT,
-        };
-        let mut stream = KlGemmStream { x, w, table: self.mat(s.rope.table, op)?, rope, eps: s.norm.eps, ..NO_STREAM };
+        let mut stream =
+            KlGemmStream { x, w, table: self.mat(s.rope.table, op)?, rope: rope(s.rope.style), eps: s.norm.eps, ..NO_STREAM };
         let (mut first_row, mut parts) = (0, stream.part.iter_mut());
         let kinds =
             [(abi::KL_HEADS, Some(s.norm.q)), (abi::KL_HEADS, Some(s.norm.k)), (abi::KL_STORE, None), (abi::KL_SWIGLU, None)];
         for (out, (epilogue, norm)) in outs.into_iter().zip(kinds) {
             let (Some(out), Some(part)) = (out, out.and_then(|_| parts.next())) else { continue };
-            let (out, extra) = (self.mat(out, op)?, norm.map_or(Ok(NONE), |t| self.mat(t, op))?);
+            let (out, extra) = (self.mat(out, op)?, self.mat_if(norm, op)?);
             let rows = if epilogue == abi::KL_SWIGLU { 2 * out.cols } else { out.cols };
             let tiles = rows.div_ceil(abi::KL_MMA_COLS);
             *part = KlGemmPart { out, extra, epilogue, first_row, tiles, unused: 0 };
@@ -223,10 +221,7 @@ impl Cuda {
         let mut p = abi::KlHeadNorm {
             part: [ABSENT; abi::KL_HEAD_PARTS as usize],
             head_dim: head_dim as u32,
-            style: match style {
-                RopeStyle::Interleaved => abi::KL_ROPE_INTERLEAVED,
-                RopeStyle::HalfSplit => abi::KL_ROPE_HALF_SPLIT,
-            },
+            style: rope(style),
             eps,
             unused: 0,
         };

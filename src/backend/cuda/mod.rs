@@ -189,11 +189,6 @@ impl Cuda {
         self.kernels.launched()
     }
 
-    /// The driver and the stream that ops are queued on, for measurements.
-    pub fn queue(&self) -> (&dyn Driver, Stream) {
-        (self.driver.as_ref(), self.stream.1)
-    }
-
     fn check_stop(&self) -> Result<()> {
         if self.stop.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) }
     }

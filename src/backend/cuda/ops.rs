@@ -1,7 +1,7 @@
 //! From an op to launches: descriptors become parameters, shapes become grids. Which kernel an op takes is decided here, from
 //! its shapes alone.
 
-use super::super::{Conv, GatedProduct, GroupNorm, KeyValues, LatentStats, Op, Product, Sampling};
+use super::super::{Access, Conv, GatedProduct, GroupNorm, KeyValues, LatentStats, Op, Product, Sampling};
 use super::abi::{self, KlMat};
 use super::gemm::{Job, Tile, aligned};
 use super::launch::Kernel;
@@ -95,19 +95,23 @@ impl Cuda {
         })
     }
 
+    /// The same for an operand that need not be there.
+    pub(super) fn mat_if(&self, t: Option<Tensor>, op: &'static str) -> Result<KlMat> {
+        t.map_or(Ok(NONE), |t| self.mat(t, op))
+    }
+
     /// Runs one op whose operands fit each other.
     pub(super) fn dispatch(&self, op: Op<'_>) -> Result<()> {
         let name = op.name();
         let mut written = Ok(());
         op.operands(&mut |t, access| {
             let f16 = t.dtype == DType::F16 && t.region == Region::Arena;
-            if (access != super::super::Access::Read && t.region != Region::Arena) || f16 {
+            if (access != Access::Read && t.region != Region::Arena) || f16 {
                 written = Err(Error::Op { op: name, what: format!("{t:?} cannot be used so on the GPU") });
             }
         });
         written?;
         let mat = |t: Tensor| self.mat(t, name);
-        let optional = |t: Option<Tensor>| t.map_or(Ok(NONE), mat);
         match op {
             Op::Embed { out, ids, table } => {
                 let p = abi::KlEmbed { out: mat(out)?, ids: mat(ids)?, table: mat(table)?, fault: self.faults() };
@@ -156,7 +160,7 @@ impl Cuda {
                     x: mat(x)?,
                     w: mat(weight)?,
                     bias: mat(bias)?,
-                    residual: optional(residual)?,
+                    residual: self.mat_if(residual, name)?,
                     width: width as u32,
                     height: height as u32,
                     sampling: match sampling {

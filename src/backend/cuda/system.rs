@@ -2,7 +2,7 @@
 //! program runs without one.
 #![allow(unsafe_code)]
 
-use super::driver::{DeviceInfo, Driver, Event, Function, Graph, Launch, MapSpec, Module, Rows, Stream, Swizzle};
+use super::driver::{DeviceInfo, Driver, Function, Graph, Launch, MapSpec, Module, Rows, Stream, Swizzle};
 use crate::error::{Error, Result};
 use crate::tensor::DType;
 use cudarc::driver::sys::{self, CUdevice_attribute, CUresult};
@@ -416,31 +416,5 @@ impl Driver for System {
     fn destroy_graph(&self, graph: Graph) {
         // SAFETY: came from `end_capture`.
         let _ = unsafe { sys::cuGraphExecDestroy(graph.0 as sys::CUgraphExec) };
-    }
-
-    fn event(&self) -> Result<Event> {
-        let mut event = null_mut();
-        // SAFETY: `event` outlives the call.
-        check("cuEventCreate", unsafe { sys::cuEventCreate(&mut event, 0) })?;
-        Ok(Event(event as u64))
-    }
-
-    fn record(&self, stream: Stream, event: Event) -> Result<()> {
-        // SAFETY: both are alive.
-        check("cuEventRecord", unsafe { sys::cuEventRecord(event.0 as sys::CUevent, stream_of(stream)) })
-    }
-
-    fn elapsed(&self, from: Event, to: Event) -> Result<f32> {
-        let mut milliseconds = 0.0;
-        // SAFETY: `milliseconds` outlives the call.
-        check("cuEventElapsedTime", unsafe {
-            sys::cuEventElapsedTime_v2(&mut milliseconds, from.0 as sys::CUevent, to.0 as sys::CUevent)
-        })?;
-        Ok(milliseconds)
-    }
-
-    fn destroy_event(&self, event: Event) {
-        // SAFETY: came from `event`.
-        let _ = unsafe { sys::cuEventDestroy_v2(event.0 as sys::CUevent) };
     }
 }
