@@ -53,7 +53,7 @@ KL_ENTRY(kl_attention_mma, KlAttention, KL_MMA_THREADS, 2) {
   const uint32_t lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16 * kM;
   const uint32_t query0 = blockIdx.x * kQueries;
   const uint32_t q_col = blockIdx.y * kHead, kv_col = blockIdx.y / p.group * kHead;
-  const uint32_t q_at = smem_address(dynamic_shared), tiles_at = q_at + kQueries * kRowBytes;
+  const uint32_t q_at = shared_address(dynamic_shared), tiles_at = q_at + kQueries * kRowBytes;
   // With a mask no query of this block sees a key past its last row.
   const uint32_t limit = p.causal ? query0 + kQueries : ~0u;
   const float scale = p.scale * 1.44269504f;  // powers of two are what the hardware has

@@ -78,6 +78,9 @@ __device__ __forceinline__ void store_any(const KlMat& m, uint64_t row, uint64_t
   }
 }
 
+// Where a thread's shared memory lies, as instructions want it.
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
 // ------------------------------------------------------------------------------------------------------------- vectors
 
 constexpr int kVector = 8;  // values that one thread moves at once: 16 bytes of bf16

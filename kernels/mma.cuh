@@ -4,8 +4,6 @@
 
 #include "common.cuh"
 
-__device__ __forceinline__ uint32_t smem_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
-
 // Copies 16 bytes, or writes 16 zeros where there is nothing to copy. `from` is never read then.
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
@@ -75,7 +73,7 @@ struct MmaTile {
   // are rows threadIdx.x / 4 + 32 i, from `inner` on; `inner` is the thread's own chunk of the current 32.
   template <class Left, class Right>
   __device__ __forceinline__ void run(unsigned char* shared, uint32_t inner, Left left, Right right) {
-    const uint32_t base = smem_address(shared), chunk = threadIdx.x % 4, line = threadIdx.x / 4, lane = threadIdx.x % 32;
+    const uint32_t base = shared_address(shared), chunk = threadIdx.x % 4, line = threadIdx.x / 4, lane = threadIdx.x % 32;
     const uint32_t rounds = ceil_div(inner, static_cast<uint32_t>(kInner));
     const auto fetch = [&](uint32_t round) {
       if (round < rounds) {

@@ -1,13 +1,7 @@
 // One wrapper per instruction that Hopper added and C++ has no name for. Nothing else of ours contains assembly for it.
 #pragma once
 
-#include <stdint.h>
-
-#include "abi.h"
-
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
+#include "common.cuh"
 
 // ------------------------------------------------------------------------------------------------------------ barriers
 
