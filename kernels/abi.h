@@ -195,10 +195,19 @@ typedef struct {
 /* On tensor cores. */
 #define KL_ATTENTION_QUERIES 128u
 #define KL_ATTENTION_SHARED 98304u
+/* With a head of 512. */
+#define KL_WIDE_HEAD 512u
+#define KL_WIDE_THREADS_64 256u
+#define KL_WIDE_SHARED_64 135936u
+#define KL_WIDE_THREADS_32 128u
+#define KL_WIDE_SHARED_32 100736u
 
 #define KL_SAME 0u
 #define KL_UP 1u
 #define KL_DOWN 2u
+
+/* Sides of an image are at most this. */
+#define KL_CONV_SIDE 16384u
 
 /* `w` is stored output channel, kernel row, kernel column, input channel. */
 typedef struct {
@@ -211,9 +220,15 @@ typedef struct {
 /* ----------------------------------------------------------------------------------------- gemm_mma.cu, conv_mma.cu */
 
 #define KL_MMA_THREADS 128u
+#define KL_MMA_THREADS_256 256u
 #define KL_MMA_COLS 128u
-#define KL_MMA_SHARED_128 65536u
-#define KL_MMA_SHARED_64 49152u
+#define KL_MMA_SHARED_256 147456u
+#define KL_MMA_SHARED_128 49152u
+#define KL_MMA_SHARED_64 73728u
+/* Of the inner dimension, in one round. */
+#define KL_MMA_INNER_256 64u
+#define KL_MMA_INNER_128 32u
+#define KL_MMA_INNER_64 64u
 
 /* One more thing that may become of a product: heads of 128 columns, normalised and rotated. */
 #define KL_HEADS 3u
@@ -238,8 +253,16 @@ typedef struct {
   float eps;
 } KlGemmStream;
 
+/* Of all streams' tiles, blocks take the first `whole` as they are; workers share the `rounds` of each of the others evenly, the first
+ * `extra` one more than `share`. Between them pass sums in `left` and words in `flags`, which are zero before and after. */
 typedef struct {
   KlGemmStream stream[KL_STREAMS];
+  uint64_t left;
+  uint64_t flags;
+  uint32_t rounds;
+  uint32_t whole;
+  uint32_t share;
+  uint32_t extra;
 } KlGemm;
 
 /* ------------------------------------------------------------------------------------------------ selftest_sm90.cu */

@@ -130,14 +130,14 @@ KL_ENTRY(kl_attention_mma, KlAttention, KL_MMA_THREADS, 2) {
         highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
         // A row that has seen no key yet keeps its zeros.
         const float base = highest == -INFINITY ? 0.0f : highest * scale;
-        const float correction = exp2f(maximum[m][half] * scale - base);
+        const float correction = power_of_two(maximum[m][half] * scale - base);
         maximum[m][half] = highest;
         float sum = 0.0f;
 #pragma unroll
         for (int n = 0; n < kKeys / 8; n++) {
 #pragma unroll
           for (int e = 0; e < 2; e++) {
-            const float weight = exp2f(scores[m][n][2 * half + e] * scale - base);
+            const float weight = power_of_two(scores[m][n][2 * half + e] * scale - base);
             scores[m][n][2 * half + e] = weight;
             sum += weight;
           }

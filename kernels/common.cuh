@@ -81,6 +81,17 @@ __device__ __forceinline__ void store_any(const KlMat& m, uint64_t row, uint64_t
 // Where a thread's shared memory lies, as instructions want it.
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
+// A word that blocks pass to each other: whoever reads it sees everything that was written before it.
+__device__ __forceinline__ void store_release(uint32_t* to, uint32_t v) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* from) {
+  uint32_t v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+  return v;
+}
+
 // ------------------------------------------------------------------------------------------------------------- vectors
 
 constexpr int kVector = 8;  // values that one thread moves at once: 16 bytes of bf16
@@ -141,6 +152,13 @@ __host__ __device__ constexpr T ceil_div(T a, T b) {
 // Two fast instructions, each right to two or three units in the last place: the exact ones take as long as the memory that
 // element-wise kernels wait for.
 __device__ __forceinline__ float silu(float v) { return __fdividef(v, 1.0f + __expf(-v)); }
+
+// Right to two units in the last place; what is too small for a normal number becomes zero.
+__device__ __forceinline__ float power_of_two(float v) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(v));
+  return result;
+}
 
 __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll

@@ -1,19 +1,17 @@
 // 3x3 convolution on tensor cores, portable (sm_80 and newer), as a product whose left operand is gathered while it is copied.
 //
-//   kl_conv_mma   out = conv(x) + bias + residual over an image with channels last; same size, doubled by repetition first, or halved
-//                 by a stride of two with zeros at the right and bottom edge only
+//   kl_conv_mma_256, _128   out = conv(x) + bias + residual over an image with channels last; same size, doubled by repetition first,
+//                           or halved by a stride of two with zeros at the right and bottom edge only; tiles of so many pixels
 //
 // A row of the product is a pixel, its inner dimension the nine positions by the input's channels. Bound: tensor cores; decoding
 // 1024x1024 is 10.5 TFLOP.
-// Needs: bf16, input channels a multiple of 8, 16-byte addresses.
+// Needs: bf16, input channels a multiple of 8, 16-byte addresses, sides of at most KL_CONV_SIDE.
 #include "mma.cuh"
-
-using Tile = MmaTile<128, 4>;
-static_assert(Tile::kSharedBytes == KL_MMA_SHARED_128, "abi.h states another size");
 
 extern __shared__ __align__(128) unsigned char dynamic_shared[];
 
 // Pairs of results, the residual read as one word; every column exists.
+template <class Tile>
 __device__ __forceinline__ void whole(const KlConv& p, Tile& tile, uint64_t row0, uint64_t col0) {
 #pragma unroll
   for (int m = 0; m < Tile::kM; m++) {
@@ -39,6 +37,7 @@ __device__ __forceinline__ void whole(const KlConv& p, Tile& tile, uint64_t row0
 }
 
 // Value by value, for other types and for the last columns.
+template <class Tile>
 __device__ __forceinline__ void edge(const KlConv& p, Tile& tile, uint64_t row0, uint64_t col0) {
 #pragma unroll
   for (int m = 0; m < Tile::kM; m++) {
@@ -56,34 +55,35 @@ __device__ __forceinline__ void edge(const KlConv& p, Tile& tile, uint64_t row0,
   }
 }
 
-KL_ENTRY(kl_conv_mma, KlConv, KL_MMA_THREADS, 2) {
+template <class Tile>
+__device__ __forceinline__ void conv(const KlConv& p) {
   // Columns first: the filters stay in the cache, and so do the pixels that neighbours share.
   const uint32_t col_tiles = ceil_div(p.out.cols, static_cast<uint32_t>(Tile::kCols));
-  const uint64_t row0 = static_cast<uint64_t>(blockIdx.x / col_tiles) * Tile::kRows;
-  const uint64_t col0 = static_cast<uint64_t>(blockIdx.x % col_tiles) * Tile::kCols;
-  const uint32_t line = threadIdx.x / 4, channels = p.x.cols, out_width = conv_width(p);
-  uint32_t y[Tile::kLeftCopies], x[Tile::kLeftCopies];
+  const uint32_t row0 = blockIdx.x / col_tiles * Tile::kRows, col0 = blockIdx.x % col_tiles * Tile::kCols;
+  const uint32_t channels = p.x.cols, out_width = conv_width(p), chunk = Tile::chunk() * 8;
+  // Coordinates of the thread's pixels, y above x. Those beyond the image lie far below it, where there is nothing to copy.
+  uint32_t pixels[Tile::kLeftCopies];
 #pragma unroll
   for (int i = 0; i < Tile::kLeftCopies; i++) {
-    const uint64_t pixel = row0 + line + 32 * i;
-    // Rows beyond the image lie below it, where there is nothing to copy.
-    y[i] = pixel < p.out.rows ? static_cast<uint32_t>(pixel) / out_width : 0x40000000u;
-    x[i] = static_cast<uint32_t>(pixel) % out_width;
+    const uint32_t pixel = row0 + Tile::line() + Tile::kLines * i;
+    pixels[i] = pixel < p.out.rows ? pixel / out_width << 16 | pixel % out_width : 2 * KL_CONV_SIDE << 16;
   }
   const bf16 *image = row_of<const bf16>(p.x, 0), *filters = row_of<const bf16>(p.w, 0);
+  const uint32_t stride = p.x.stride, filter = (col0 + Tile::line()) * static_cast<uint32_t>(p.w.stride) + chunk;
+  const uint32_t last_filter = (p.out.cols - 1) * static_cast<uint32_t>(p.w.stride) + chunk;
   Tile tile;
   tile.run(
-      dynamic_shared, 9 * channels,
+      dynamic_shared, 9 * channels, 0, ceil_div(9 * channels, static_cast<uint32_t>(Tile::kInner)),
       [&](int i, uint32_t k, bool& valid) {
-        const uint32_t tap = k / channels, channel = k - tap * channels;
-        const int32_t sy = conv_source(p.sampling, y[i], tap / 3, p.height), sx = conv_source(p.sampling, x[i], tap % 3, p.width);
-        valid = valid && sy >= 0 && sy < static_cast<int32_t>(p.height) && sx >= 0 && sx < static_cast<int32_t>(p.width);
-        return valid ? image + (static_cast<uint64_t>(sy) * p.width + sx) * p.x.stride + channel : image;
+        const uint32_t tap = (k + chunk) / channels, channel = k + chunk - tap * channels;
+        const int32_t y = conv_source(p.sampling, pixels[i] >> 16, tap / 3, p.height);
+        const int32_t x = conv_source(p.sampling, pixels[i] & 0xffff, tap % 3, p.width);
+        valid = valid && y >= 0 && y < static_cast<int32_t>(p.height) && x >= 0 && x < static_cast<int32_t>(p.width);
+        return valid ? image + static_cast<uint64_t>(y * p.width + x) * stride + channel : image;
       },
-      [&](int i, uint32_t k, bool& valid) {
-        const uint64_t col = col0 + line + 32 * i;
-        valid = valid && col < p.out.cols;
-        return valid ? filters + col * p.w.stride + k : filters;
+      // Filters beyond the last repeat it: what becomes of them is not stored.
+      [&](int i, uint32_t k, bool&) {
+        return filters + (min(filter + i * Tile::kLines * static_cast<uint32_t>(p.w.stride), last_filter) + k);
       });
   const bool words = p.residual.dtype == KL_BF16 && p.residual.data % 4 == 0 && p.residual.stride % 2 == 0;
   const bool pairs = p.out.dtype == KL_BF16 && (!p.residual.data || words);
@@ -93,3 +93,11 @@ KL_ENTRY(kl_conv_mma, KlConv, KL_MMA_THREADS, 2) {
     edge(p, tile, row0, col0);
   }
 }
+
+using Tile256 = MmaTile<256, 8, 64, 3>;
+using Tile128 = MmaTile<128, 4, 32, 3>;
+static_assert(Tile256::kSharedBytes == KL_MMA_SHARED_256 && Tile256::kThreads == KL_MMA_THREADS_256, "abi.h states another size");
+static_assert(Tile128::kSharedBytes == KL_MMA_SHARED_128 && Tile128::kThreads == KL_MMA_THREADS, "abi.h states another size");
+
+KL_ENTRY(kl_conv_mma_256, KlConv, KL_MMA_THREADS_256, 1) { conv<Tile256>(p); }
+KL_ENTRY(kl_conv_mma_128, KlConv, KL_MMA_THREADS, 2) { conv<Tile128>(p); }

@@ -1,6 +1,6 @@
 // Products on tensor cores, portable (sm_80 and newer), with what follows a product done before it is stored.
 //
-//   kl_gemm_mma_128, kl_gemm_mma_64   out = epilogue(x w^T + bias), bf16 operands, f32 sums; tiles of 128 or 64 rows by 128 columns
+//   kl_gemm_mma_256, _128, _64   out = epilogue(x w^T + bias), bf16 operands, f32 sums; tiles of so many rows by 128 columns
 //     store           out
 //     swiglu          silu(gate) * up; w is all gates, then all ups; a tile has 64 columns of each
 //     gate_residual   out += gate * (...)
@@ -9,7 +9,13 @@
 // One launch takes up to two streams (the text and the image of a double block), and of each up to four ranges of weight rows with
 // epilogues and destinations of their own (queries, keys, values, MLP).
 // Bound: tensor cores. A step of klein 4B at 1024x1024 is 29 TFLOP of this.
-// Needs: bf16, inner dimension and strides of x and w multiples of 8, 16-byte addresses; heads of 128.
+// Needs: bf16, inner dimension and strides of x and w multiples of 8, 16-byte addresses, operands of less than 2^32 elements; heads
+// of 128.
+//
+// The first `whole` blocks take a tile each. What would be a last round with half the machine idle is cut into equal shares instead:
+// a worker's share may begin and end within a tile. It takes its last tile first, leaves the sums of that tile's front for the next
+// worker, and ends with the back of the tile whose front the one before it left: by then that is long there. A worker waits only for
+// blocks of smaller numbers, which are started before it. Sums are always added in the same order.
 //
 // Which weight row a column of the tile takes is free, since copies go row by row. Swiglu puts eight gates beside the eight ups that
 // belong to them, and half-split rotation eight elements beside those 64 further, so that a thread has both in its registers.
@@ -146,15 +152,16 @@ struct Gemm {
     return s.rope == KL_ROPE_HALF_SPLIT ? paired_column(col, 64) : col;
   }
 
+  // The row's angles: 64 cosines, then 64 sines.
+  static __device__ __forceinline__ void rotate(float& a, float& b, const float* angles, uint32_t pair) {
+    const float c = angles[pair], q = angles[64 + pair], x = a;
+    a = x * c - b * q;
+    b = x * q + b * c;
+  }
+
   __device__ __forceinline__ void heads() {
     const uint64_t col0 = static_cast<uint64_t>(col_tile) * Tile::kCols;
     const float* weight = row_of<const float>(part.extra, 0);
-    float w[Tile::kN][2];
-#pragma unroll
-    for (int n = 0; n < Tile::kN; n++) {
-#pragma unroll
-      for (int e = 0; e < 2; e++) w[n][e] = weight[head_column(n) + e];
-    }
     // Each half of a row's columns is in another warp: both write their sum of squares, and read the other's.
     float* squares = reinterpret_cast<float*>(shared);
     const uint32_t side = threadIdx.x / 32 % 2;
@@ -173,31 +180,20 @@ struct Gemm {
     rows([&](int m, int half, uint32_t row, uint64_t r) {
       const float scale = rsqrtf((squares[row] + squares[Tile::kRows + row]) * (1.0f / 128.0f) + s.eps);
       const float* angles = row_of<const float>(s.table, row_exists(r) ? r : 0);
+      // Neighbours are a pair, or what stands beside them eight columns further and belongs 64 further.
+      const bool interleaved = s.rope == KL_ROPE_INTERLEAVED;
 #pragma unroll
-      for (int n = 0; n < Tile::kN; n++) {
-#pragma unroll
-        for (int e = 0; e < 2; e++) tile.sums[m][n][2 * half + e] *= scale * w[n][e];
-      }
-      if (s.rope == KL_ROPE_INTERLEAVED) {
-#pragma unroll
-        for (int n = 0; n < Tile::kN; n++) {
-          float &a = tile.sums[m][n][2 * half], &b = tile.sums[m][n][2 * half + 1];
-          const uint32_t pair = head_column(n) / 2;
-          const float c = angles[pair], q = angles[64 + pair], x = a;
-          a = x * c - b * q;
-          b = x * q + b * c;
-        }
-      } else {
-#pragma unroll
-        for (int n = 0; n < Tile::kN; n += 2) {
-#pragma unroll
-          for (int e = 0; e < 2; e++) {
-            float &a = tile.sums[m][n][2 * half + e], &b = tile.sums[m][n + 1][2 * half + e];
-            const uint32_t pair = head_column(n) + e;
-            const float c = angles[pair], q = angles[64 + pair], x = a;
-            a = x * c - b * q;
-            b = x * q + b * c;
-          }
+      for (int n = 0; n < Tile::kN; n += 2) {
+        const uint32_t col = head_column(n), next = head_column(n + 1);
+        float &a = tile.sums[m][n][2 * half], &b = tile.sums[m][n][2 * half + 1];
+        float &c = tile.sums[m][n + 1][2 * half], &d = tile.sums[m][n + 1][2 * half + 1];
+        a *= scale * weight[col], b *= scale * weight[col + 1], c *= scale * weight[next], d *= scale * weight[next + 1];
+        if (interleaved) {
+          rotate(a, b, angles, col / 2);
+          rotate(c, d, angles, next / 2);
+        } else {
+          rotate(a, c, angles, col);
+          rotate(b, d, angles, col + 1);
         }
       }
     });
@@ -212,66 +208,153 @@ struct Gemm {
   }
 };
 
+// Sums that a worker leaves for the next, as the threads have them.
 template <class Tile>
-__device__ __forceinline__ void gemm(const KlGemm& p, unsigned char* shared) {
-  const uint32_t first = p.stream[0].row_tiles * p.stream[0].col_tiles;
-  const bool second = blockIdx.x >= first;
-  const KlGemmStream& s = p.stream[second];
-  // Rows first: neighbours in time share the weight, and x stays in the cache.
-  const uint32_t index = second ? blockIdx.x - first : blockIdx.x, row_tile = index % s.row_tiles;
-  uint32_t col_tile = index / s.row_tiles, which = 0;
-  while (col_tile >= s.part[which].tiles) col_tile -= s.part[which++].tiles;
-  const KlGemmPart& part = s.part[which];
-  const uint64_t row0 = static_cast<uint64_t>(row_tile) * Tile::kRows;
+__device__ __forceinline__ float4* left_sums(const KlGemm& p, uint32_t worker) {
+  return reinterpret_cast<float4*>(p.left) + static_cast<uint64_t>(worker) * Tile::kM * Tile::kN * Tile::kThreads + threadIdx.x;
+}
 
-  // This thread's rows of the operands, or null beyond the edge.
-  const uint32_t line = threadIdx.x / 4;
-  const bf16 *left[Tile::kLeftCopies], *right[Tile::kRightCopies];
+template <class Tile>
+__device__ __forceinline__ void leave(const KlGemm& p, const Tile& tile, uint32_t worker) {
+  float4* to = left_sums<Tile>(p, worker);
 #pragma unroll
-  for (int i = 0; i < Tile::kLeftCopies; i++) {
-    const uint64_t row = row0 + line + 32 * i;
-    left[i] = row < s.x.rows ? row_of<const bf16>(s.x, row) : nullptr;
-  }
-  const bool swiglu = part.epilogue == KL_SWIGLU, heads = part.epilogue == KL_HEADS;
+  for (int m = 0; m < Tile::kM; m++) {
 #pragma unroll
-  for (int i = 0; i < Tile::kRightCopies; i++) {
-    const uint32_t col = line + 32 * i;
-    uint64_t column = static_cast<uint64_t>(col_tile) * Tile::kCols + col;
-    bool exists = column < part.out.cols;
-    if (swiglu) {
-      const uint32_t within = col_tile * (Tile::kCols / 2) + paired_column(col, 0);
-      exists = within < part.out.cols;
-      column = within + (col / 8 % 2) * static_cast<uint64_t>(part.out.cols);
-    } else if (heads && s.rope == KL_ROPE_HALF_SPLIT) {
-      column = static_cast<uint64_t>(col_tile) * Tile::kCols + paired_column(col, 64);
+    for (int n = 0; n < Tile::kN; n++, to += Tile::kThreads) {
+      const float* v = tile.sums[m][n];
+      __stcg(to, make_float4(v[0], v[1], v[2], v[3]));
     }
-    right[i] = exists ? row_of<const bf16>(s.w, part.first_row + column) : nullptr;
   }
-  Tile tile;
-  const auto from = [](const bf16* row, const bf16* anything, uint32_t k, bool& valid) {
-    valid = valid && row;
-    return valid ? row + k : anything;
-  };
-  const bf16* anything = row_of<const bf16>(s.w, 0);
-  tile.run(
-      shared, s.x.cols, [&](int i, uint32_t k, bool& valid) { return from(left[i], anything, k, valid); },
-      [&](int i, uint32_t k, bool& valid) { return from(right[i], anything, k, valid); });
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) store_release(reinterpret_cast<uint32_t*>(p.flags) + worker, 1);
+}
 
-  Gemm<Tile> end{s, part, tile, shared, row0, col_tile};
-  if (swiglu) {
+// Takes what a worker left, waiting for it if need be, and puts its flag back for the next launch.
+template <class Tile>
+__device__ __forceinline__ void add_left(const KlGemm& p, Tile& tile, uint32_t worker) {
+  if (threadIdx.x == 0) {
+    uint32_t* flag = reinterpret_cast<uint32_t*>(p.flags) + worker;
+    while (load_acquire(flag) == 0) {
+    }
+    *flag = 0;
+  }
+  __syncthreads();
+  const float4* from = left_sums<Tile>(p, worker);
+#pragma unroll
+  for (int m = 0; m < Tile::kM; m++) {
+#pragma unroll
+    for (int n = 0; n < Tile::kN; n++, from += Tile::kThreads) {
+      const float4 v = __ldcg(from);
+      float* sum = tile.sums[m][n];
+      sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
+    }
+  }
+}
+
+// Rows of an operand as a thread copies them: every kLines-th or, where tiles pair columns, every half as many. Rows beyond the end
+// repeat the last: what becomes of them is not stored.
+struct Rows {
+  const bf16* base;
+  uint32_t offset, step, last;  // in elements
+
+  __device__ __forceinline__ const bf16* at(int i, uint32_t k) const { return base + (min(offset + i * step, last) + k); }
+};
+
+// What a number among all tiles stands for.
+struct Place {
+  const KlGemmStream& s;
+  uint32_t row_tile, col_tile, which;
+
+  __device__ __forceinline__ Place(const KlGemm& p, uint32_t index) : s(p.stream[index >= p.stream[0].row_tiles * p.stream[0].col_tiles]) {
+    // Rows first: neighbours in time share the weight, and x stays in the cache.
+    if (&s != &p.stream[0]) index -= p.stream[0].row_tiles * p.stream[0].col_tiles;
+    row_tile = index % s.row_tiles, col_tile = index / s.row_tiles, which = 0;
+    while (col_tile >= s.part[which].tiles) col_tile -= s.part[which++].tiles;
+  }
+
+  __device__ __forceinline__ const KlGemmPart& part() const { return s.part[which]; }
+};
+
+template <class Tile>
+__device__ __forceinline__ void multiply(const KlGemm& p, Tile& tile, unsigned char* shared, uint32_t index, uint32_t first, uint32_t rounds) {
+  const Place at(p, index);
+  const KlGemmStream& s = at.s;
+  const KlGemmPart& part = at.part();
+  const uint32_t x_stride = s.x.stride, w_stride = s.w.stride, line = Tile::line(), chunk = Tile::chunk() * 8;
+  const Rows left{row_of<const bf16>(s.x, 0), (at.row_tile * Tile::kRows + line) * x_stride + chunk, Tile::kLines * x_stride,
+                  (s.x.rows - 1) * x_stride + chunk};
+  // The weight row of the thread's first column.
+  uint32_t row = at.col_tile * Tile::kCols + line, step = Tile::kLines, last = part.out.cols - 1;
+  if (part.epilogue == KL_SWIGLU) {
+    row = at.col_tile * (Tile::kCols / 2) + paired_column(line, part.out.cols), step = Tile::kLines / 2;
+    last += line / 8 % 2 * part.out.cols;
+  } else if (part.epilogue == KL_HEADS && s.rope == KL_ROPE_HALF_SPLIT) {
+    row = at.col_tile * Tile::kCols + paired_column(line, 64), step = Tile::kLines / 2;
+  }
+  const Rows right{row_of<const bf16>(s.w, part.first_row), row * w_stride + chunk, step * w_stride, last * w_stride + chunk};
+  tile.run(
+      shared, s.x.cols, first, min(rounds, ceil_div(s.x.cols, static_cast<uint32_t>(Tile::kInner))),
+      [&](int i, uint32_t k, bool&) { return left.at(i, k); }, [&](int i, uint32_t k, bool&) { return right.at(i, k); });
+}
+
+template <class Tile>
+__device__ __forceinline__ void finish(const KlGemm& p, Tile& tile, unsigned char* shared, uint32_t index) {
+  const Place at(p, index);
+  Gemm<Tile> end{at.s, at.part(), tile, shared, static_cast<uint64_t>(at.row_tile) * Tile::kRows, at.col_tile};
+  if (at.part().epilogue == KL_SWIGLU) {
     end.swiglu();
-  } else if (heads) {
+  } else if (at.part().epilogue == KL_HEADS) {
     end.heads();
   } else {
     end.plain();
   }
 }
 
+template <class Tile>
+__device__ __forceinline__ void gemm(const KlGemm& p, unsigned char* shared) {
+  const auto front = [&](uint32_t worker) { return p.whole * p.rounds + worker * p.share + min(worker, p.extra); };
+  uint32_t end = blockIdx.x < p.whole ? (blockIdx.x + 1) * p.rounds : front(blockIdx.x - p.whole + 1);
+  for (;;) {
+    const auto begin = [&] { return blockIdx.x < p.whole ? blockIdx.x * p.rounds : front(blockIdx.x - p.whole); };
+    uint32_t index = (end - 1) / p.rounds;
+    Tile tile;
+    {
+      const uint32_t start = max(begin(), index * p.rounds);
+      multiply(p, tile, shared, index, start - index * p.rounds, end - start);
+    }
+    // From here on everything is derived again: registers are scarce above, and the compiler would keep it all.
+    asm volatile("" : "+r"(end));
+    index = (end - 1) / p.rounds;
+    const uint32_t origin = index * p.rounds, start = max(begin(), origin), worker = blockIdx.x - p.whole;
+    if (end < origin + p.rounds) {
+      leave(p, tile, worker);
+    } else {
+      if (start > origin) {
+        uint32_t other = worker;
+        do {
+          add_left(p, tile, --other);
+        } while (front(other) > origin);
+      }
+      finish(p, tile, shared, index);
+    }
+    end = start;
+    if (end <= begin()) return;
+    __syncthreads();  // results have left shared memory
+  }
+}
+
 extern __shared__ __align__(128) unsigned char dynamic_shared[];
 
-using Tile128 = MmaTile<128, 4>;
-using Tile64 = MmaTile<64, 4>;
-static_assert(Tile128::kSharedBytes == KL_MMA_SHARED_128 && Tile64::kSharedBytes == KL_MMA_SHARED_64, "abi.h states another size");
+using Tile256 = MmaTile<256, 8, 64, 3>;
+using Tile128 = MmaTile<128, 4, 32, 3>;
+using Tile64 = MmaTile<64, 4, 64, 3>;
+static_assert(Tile256::kSharedBytes == KL_MMA_SHARED_256 && Tile256::kThreads == KL_MMA_THREADS_256, "abi.h states another size");
+static_assert(Tile128::kSharedBytes == KL_MMA_SHARED_128 && Tile128::kThreads == KL_MMA_THREADS, "abi.h states another size");
+static_assert(Tile64::kSharedBytes == KL_MMA_SHARED_64 && Tile64::kThreads == KL_MMA_THREADS, "abi.h states another size");
+static_assert(Tile256::kInner == KL_MMA_INNER_256 && Tile128::kInner == KL_MMA_INNER_128 && Tile64::kInner == KL_MMA_INNER_64,
+              "abi.h states another size");
 
+KL_ENTRY(kl_gemm_mma_256, KlGemm, KL_MMA_THREADS_256, 1) { gemm<Tile256>(p, dynamic_shared); }
 KL_ENTRY(kl_gemm_mma_128, KlGemm, KL_MMA_THREADS, 2) { gemm<Tile128>(p, dynamic_shared); }
 KL_ENTRY(kl_gemm_mma_64, KlGemm, KL_MMA_THREADS, 3) { gemm<Tile64>(p, dynamic_shared); }

@@ -128,8 +128,8 @@ fn small() {
         cuda
     };
     let mut cuda = open();
-    ops::check_some(&mut cuda, ops::is_small);
-    for choice in [Choice::Naive, Choice::Rows128] {
+    ops::check_some(&mut cuda, |name| ops::is_small(name) && !is_product(name));
+    for choice in Choice::ALL {
         cuda.set_choice(choice);
         ops::check_some(&mut cuda, |name| ops::is_small(name) && is_product(name));
     }
@@ -145,11 +145,13 @@ fn is_product(name: &str) -> bool {
     ["linear", "qkv", "attention", "conv"].iter().any(|op| name.starts_with(op))
 }
 
-/// Matrix ops with large tiles, too: at these sizes the small ones are chosen.
+/// Matrix ops with every tile: at these sizes mostly the smallest is chosen.
 fn every_product() {
     let mut cuda = cuda();
-    cuda.set_choice(Choice::Rows128);
-    ops::check_some(&mut cuda, is_product);
+    for choice in Choice::ALL {
+        cuda.set_choice(choice);
+        ops::check_some(&mut cuda, is_product);
+    }
 }
 
 fn every_golden(make: Make<'_>) {

@@ -31,13 +31,24 @@ pub const KL_ATTENTION_WARPS: u32 = 4;
 pub const KL_HEAD_DIM: u32 = 512;
 pub const KL_ATTENTION_QUERIES: u32 = 128;
 pub const KL_ATTENTION_SHARED: u32 = 98304;
+pub const KL_WIDE_HEAD: u32 = 512;
+pub const KL_WIDE_THREADS_64: u32 = 256;
+pub const KL_WIDE_SHARED_64: u32 = 135936;
+pub const KL_WIDE_THREADS_32: u32 = 128;
+pub const KL_WIDE_SHARED_32: u32 = 100736;
 pub const KL_SAME: u32 = 0;
 pub const KL_UP: u32 = 1;
 pub const KL_DOWN: u32 = 2;
+pub const KL_CONV_SIDE: u32 = 16384;
 pub const KL_MMA_THREADS: u32 = 128;
+pub const KL_MMA_THREADS_256: u32 = 256;
 pub const KL_MMA_COLS: u32 = 128;
-pub const KL_MMA_SHARED_128: u32 = 65536;
-pub const KL_MMA_SHARED_64: u32 = 49152;
+pub const KL_MMA_SHARED_256: u32 = 147456;
+pub const KL_MMA_SHARED_128: u32 = 49152;
+pub const KL_MMA_SHARED_64: u32 = 73728;
+pub const KL_MMA_INNER_256: u32 = 64;
+pub const KL_MMA_INNER_128: u32 = 32;
+pub const KL_MMA_INNER_64: u32 = 64;
 pub const KL_HEADS: u32 = 3;
 pub const KL_GEMM_PARTS: u32 = 4;
 pub const KL_SELFTEST_TILE: u32 = 64;
@@ -472,12 +483,24 @@ const _: () = {
 #[derive(Debug, Copy, Clone)]
 pub struct KlGemm {
     pub stream: [KlGemmStream; 2usize],
+    pub left: u64,
+    pub flags: u64,
+    pub rounds: u32,
+    pub whole: u32,
+    pub share: u32,
+    pub extra: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlGemm"][::core::mem::size_of::<KlGemm>() - 928usize];
+    ["Size of KlGemm"][::core::mem::size_of::<KlGemm>() - 960usize];
     ["Alignment of KlGemm"][::core::mem::align_of::<KlGemm>() - 8usize];
     ["Offset of field: KlGemm::stream"][::core::mem::offset_of!(KlGemm, stream) - 0usize];
+    ["Offset of field: KlGemm::left"][::core::mem::offset_of!(KlGemm, left) - 928usize];
+    ["Offset of field: KlGemm::flags"][::core::mem::offset_of!(KlGemm, flags) - 936usize];
+    ["Offset of field: KlGemm::rounds"][::core::mem::offset_of!(KlGemm, rounds) - 944usize];
+    ["Offset of field: KlGemm::whole"][::core::mem::offset_of!(KlGemm, whole) - 948usize];
+    ["Offset of field: KlGemm::share"][::core::mem::offset_of!(KlGemm, share) - 952usize];
+    ["Offset of field: KlGemm::extra"][::core::mem::offset_of!(KlGemm, extra) - 956usize];
 };
 #[repr(C)]
 #[repr(align(128))]

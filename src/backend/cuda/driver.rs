@@ -16,6 +16,8 @@ pub struct DeviceInfo {
     pub capability: (u32, u32),
     /// Number of multiprocessors.
     pub multiprocessors: u32,
+    /// Most bytes of shared memory that a block may have.
+    pub shared: u32,
     /// Bytes of memory.
     pub memory: u64,
     /// Newest CUDA version the driver speaks, major and minor.

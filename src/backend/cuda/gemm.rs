@@ -34,15 +34,25 @@ const NO_STREAM: KlGemmStream = KlGemmStream {
 /// Rows of a tile on tensor cores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tile {
+    /// For a handful of rows.
     Rows64,
+    /// For GPUs with little shared memory.
     Rows128,
+    /// For the rest.
+    Rows256,
 }
 
+/// Most blocks that a multiprocessor runs at once, of any tile.
+pub(super) const RESIDENT: u32 = 3;
+
 impl Tile {
+    const ALL: [Self; 3] = [Self::Rows64, Self::Rows128, Self::Rows256];
+
     pub(super) const fn rows(self) -> u32 {
         match self {
             Self::Rows64 => 64,
             Self::Rows128 => 128,
+            Self::Rows256 => 256,
         }
     }
 
@@ -50,31 +60,82 @@ impl Tile {
         match self {
             Self::Rows64 => Kernel::GemmMma64,
             Self::Rows128 => Kernel::GemmMma128,
+            Self::Rows256 => Kernel::GemmMma256,
+        }
+    }
+
+    /// How much of the inner dimension is a round.
+    const fn inner(self) -> u32 {
+        match self {
+            Self::Rows64 => abi::KL_MMA_INNER_64,
+            Self::Rows128 => abi::KL_MMA_INNER_128,
+            Self::Rows256 => abi::KL_MMA_INNER_256,
         }
     }
 
     /// Blocks of it that a multiprocessor runs at once.
     const fn resident(self) -> u32 {
         match self {
-            Self::Rows64 => 3,
+            Self::Rows64 => RESIDENT,
             Self::Rows128 => 2,
+            Self::Rows256 => 1,
+        }
+    }
+
+    /// Time for as much work, as measured: small tiles load each operand more often.
+    const fn slowness(self) -> u64 {
+        match self {
+            Self::Rows64 | Self::Rows128 => 115,
+            Self::Rows256 => 100,
         }
     }
 }
 
-/// The tile for products of so many rows, each with so many tiles of columns: the one whose last round of blocks wastes less. A small
-/// tile reads the weight twice as often, which costs it about a tenth.
-pub fn pick_tile(products: &[(u32, u32)], multiprocessors: u32) -> Tile {
-    let cost = |tile: Tile, penalty: u64| {
-        let blocks: u32 = products.iter().map(|(rows, cols)| rows.div_ceil(tile.rows()) * cols).sum();
-        let rounds = blocks.div_ceil(tile.resident() * multiprocessors.max(1));
-        // A round takes as long as the work that a multiprocessor has in it.
-        u64::from(rounds) * u64::from(tile.resident() * tile.rows()) * penalty
-    };
-    if cost(Tile::Rows64, 11) < cost(Tile::Rows128, 10) { Tile::Rows64 } else { Tile::Rows128 }
+/// How tiles are dealt out: so many to blocks of their own, the rest shared by workers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Deal {
+    whole: u32,
+    workers: u32,
 }
 
-/// Whether an operand can be copied sixteen bytes at a time.
+/// Deals `tiles` of `rounds` each to as many blocks as run at once. Rather than leave a last round of blocks half empty, the last two
+/// are shared.
+pub fn deal(tiles: u32, rounds: u32, slots: u32) -> Deal {
+    /// Below this a worker's share is not worth starting it.
+    const LEAST_ROUNDS: u64 = 4;
+    let full = tiles / slots.max(1);
+    let shared = tiles - full.saturating_sub(1) * slots;
+    let workers = (u64::from(shared) * u64::from(rounds) / LEAST_ROUNDS).min(u64::from(slots)) as u32;
+    let even = tiles.is_multiple_of(slots.max(1));
+    if even || (full == 0 && workers <= tiles) {
+        Deal { whole: tiles, workers: 0 }
+    } else {
+        Deal { whole: tiles - shared, workers }
+    }
+}
+
+/// The tile for products of so many rows, each with so many tiles of columns, over an inner dimension of `inner`.
+pub fn pick_tile(products: &[(u32, u32)], inner: u32, multiprocessors: u32, can: impl Fn(Tile) -> bool) -> Tile {
+    let cost = |tile: Tile| {
+        let tiles: u32 = products.iter().map(|(rows, cols)| rows.div_ceil(tile.rows()) * cols).sum();
+        let rounds = inner.div_ceil(tile.inner());
+        let Deal { whole, workers } = deal(tiles, rounds, tile.resident() * multiprocessors.max(1));
+        let work = u64::from(tiles) * u64::from(inner) * u64::from(tile.rows()) * tile.slowness();
+        let work = if workers > 0 {
+            work / u64::from(multiprocessors.max(1))
+        } else {
+            // Without sharing, the last round of blocks takes as long as a full one.
+            let slots = tile.resident() * multiprocessors.max(1);
+            u64::from(tiles.div_ceil(slots) * tile.resident()) * u64::from(inner) * u64::from(tile.rows()) * tile.slowness()
+        };
+        // Adding up what workers leave takes a fixed time and some for each row, as measured.
+        let parts = if workers > 0 { u64::from(workers) / u64::from((tiles - whole).max(1)) } else { 0 };
+        work + parts * u64::from(128 + tile.rows()) * 64 * 100
+    };
+    Tile::ALL.into_iter().rev().filter(|&tile| can(tile)).min_by_key(|&tile| cost(tile)).unwrap_or(Tile::Rows128)
+}
+
+/// Whether an operand can be copied sixteen bytes at a time, from 32-bit offsets.
 pub(super) fn aligned(m: &KlMat) -> bool {
     m.dtype == abi::KL_BF16
         && m.data.is_multiple_of(16)
@@ -82,6 +143,7 @@ pub(super) fn aligned(m: &KlMat) -> bool {
         && m.cols.is_multiple_of(8)
         && m.rows > 0
         && m.cols > 0
+        && u64::from(m.rows) * m.stride <= u64::from(u32::MAX)
 }
 
 const fn rope(style: RopeStyle) -> u32 {
@@ -144,17 +206,30 @@ impl Cuda {
 
     fn launch_gemm(&self, streams: &[KlGemmStream]) -> Result<()> {
         let sizes: Vec<(u32, u32)> = streams.iter().map(|s| (s.x.rows, s.col_tiles)).collect();
+        let (multiprocessors, inner) = (self.device().multiprocessors, streams.iter().map(|s| s.x.cols).max().unwrap_or(0));
+        let can = |tile: Tile| self.kernels.has(tile.kernel());
         let tile = match self.choice {
-            Choice::Rows64 => Tile::Rows64,
-            Choice::Rows128 => Tile::Rows128,
-            Choice::Best | Choice::Naive => pick_tile(&sizes, self.device().multiprocessors),
+            Choice::Tile(tile) if can(tile) => tile,
+            _ => pick_tile(&sizes, inner, multiprocessors, can),
         };
-        let mut p = abi::KlGemm { stream: [NO_STREAM; abi::KL_STREAMS as usize] };
+        let (flags, left) = self.left();
+        let rounds = inner.div_ceil(tile.inner());
+        let mut p =
+            abi::KlGemm { stream: [NO_STREAM; abi::KL_STREAMS as usize], left, flags, rounds, whole: 0, share: 0, extra: 0 };
         for (to, s) in p.stream.iter_mut().zip(streams) {
             *to = KlGemmStream { row_tiles: s.x.rows.div_ceil(tile.rows()), ..*s };
         }
-        let blocks = p.stream.iter().map(|s| s.row_tiles * s.col_tiles).sum();
-        self.kernels.launch(tile.kernel(), [blocks, 1, 1], &p)
+        let tiles = p.stream.iter().map(|s| s.row_tiles * s.col_tiles).sum();
+        // Shares are counted in rounds, of which all tiles must have as many.
+        let alike = streams.iter().all(|s| s.x.cols == inner);
+        let dealt =
+            if alike { deal(tiles, rounds, tile.resident() * multiprocessors) } else { Deal { whole: tiles, workers: 0 } };
+        p.whole = dealt.whole;
+        if dealt.workers > 0 {
+            let shared = (tiles - dealt.whole) * rounds;
+            (p.share, p.extra) = (shared / dealt.workers, shared % dealt.workers);
+        }
+        self.kernels.launch(tile.kernel(), [dealt.whole + dealt.workers, 1, 1], &p)
     }
 
     /// Attention inputs: on tensor cores in one launch, queries and keys normalised and rotated before they are stored; elsewhere as
@@ -238,17 +313,40 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tiles_fill_the_machine() {
-        // A single block of klein 4B at 1024x1024: thousands of blocks either way, so the tile that reads less.
-        assert_eq!(pick_tile(&[(4608, 216)], 132), Tile::Rows128);
-        // Its output projection: 864 blocks of 128 rows take four rounds, 1728 of 64 rows five smaller ones, which is no gain.
-        assert_eq!(pick_tile(&[(4608, 24)], 132), Tile::Rows128);
-        // The text encoder's 512 rows: 4 by 20 blocks leave most of the machine idle.
-        assert_eq!(pick_tile(&[(512, 20)], 132), Tile::Rows64);
+    fn tiles_fit_the_product() {
+        let h200 = |products: &[(u32, u32)], inner| pick_tile(products, inner, 132, |_| true);
+        // A single block of klein 4B at 1024x1024 and its output projection; both streams of a double block.
+        assert_eq!(h200(&[(4608, 216)], 3072), Tile::Rows256);
+        assert_eq!(h200(&[(4608, 24)], 12288), Tile::Rows256);
+        assert_eq!(h200(&[(512, 72), (4096, 72)], 3072), Tile::Rows256);
+        // The text encoder's 512 rows: few tiles, but a long inner dimension to share.
+        assert_eq!(h200(&[(512, 20)], 9728), Tile::Rows256);
+        // The last layer is so narrow that adding up would take longer than the product.
+        assert_eq!(h200(&[(4608, 1)], 3072), Tile::Rows64);
         // A handful of rows, as modulations have.
-        assert_eq!(pick_tile(&[(5, 144)], 132), Tile::Rows64);
-        // Both streams of a double block together.
-        assert_eq!(pick_tile(&[(512, 72), (4096, 72)], 132), Tile::Rows128);
-        assert_eq!(pick_tile(&[], 0), Tile::Rows128);
+        assert_eq!(h200(&[(5, 144)], 3072), Tile::Rows64);
+        assert_eq!(h200(&[], 0), Tile::Rows256);
+        // Without room for the large tile.
+        assert_eq!(pick_tile(&[(4608, 216)], 3072, 128, |tile| tile != Tile::Rows256), Tile::Rows128);
+        assert_eq!(pick_tile(&[(4608, 216)], 3072, 0, |_| false), Tile::Rows128);
+    }
+
+    #[test]
+    fn every_round_is_dealt_once() {
+        // Even, no more than fits, too short to share: everyone has a tile.
+        assert_eq!(deal(264, 48, 132), Deal { whole: 264, workers: 0 });
+        assert_eq!(deal(40, 2, 132), Deal { whole: 40, workers: 0 });
+        assert_eq!(deal(0, 48, 132), Deal { whole: 0, workers: 0 });
+        // Three rounds of blocks and a quarter: two are whole.
+        assert_eq!(deal(432, 48, 132), Deal { whole: 264, workers: 132 });
+        assert_eq!(deal(40, 152, 132), Deal { whole: 0, workers: 132 });
+        // At least four rounds each.
+        assert_eq!(deal(40, 8, 132), Deal { whole: 0, workers: 80 });
+        for (tiles, rounds, slots) in [(1, 1, 1), (1, 96, 264), (7, 5, 3), (133, 48, 132), (10_000, 3, 132), (395, 7, 396)] {
+            let Deal { whole, workers } = deal(tiles, rounds, slots);
+            assert!(workers <= slots && whole <= tiles && (workers > 0 || whole == tiles), "{tiles} {rounds} {slots}");
+            // A share is never empty.
+            assert!(workers == 0 || (tiles - whole) * rounds >= workers);
+        }
     }
 }

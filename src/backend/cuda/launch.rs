@@ -78,10 +78,14 @@ kernels! {
     NaiveProduct = "naive" "kl_naive_product" (KlProduct) abi::KL_NAIVE_THREADS;
     NaiveConv = "naive" "kl_naive_conv" (KlConv) abi::KL_NAIVE_THREADS;
     NaiveAttention = "naive" "kl_naive_attention" (KlAttention) abi::KL_ATTENTION_WARPS * 32;
+    GemmMma256 = "gemm_mma" "kl_gemm_mma_256" (KlGemm) abi::KL_MMA_THREADS_256, shared abi::KL_MMA_SHARED_256;
     GemmMma128 = "gemm_mma" "kl_gemm_mma_128" (KlGemm) abi::KL_MMA_THREADS, shared abi::KL_MMA_SHARED_128;
     GemmMma64 = "gemm_mma" "kl_gemm_mma_64" (KlGemm) abi::KL_MMA_THREADS, shared abi::KL_MMA_SHARED_64;
     AttentionMma = "attention_mma" "kl_attention_mma" (KlAttention) abi::KL_MMA_THREADS, shared abi::KL_ATTENTION_SHARED;
-    ConvMma = "conv_mma" "kl_conv_mma" (KlConv) abi::KL_MMA_THREADS, shared abi::KL_MMA_SHARED_128;
+    AttentionWide64 = "attention_wide_mma" "kl_attention_wide_64" (KlAttention) abi::KL_WIDE_THREADS_64, shared abi::KL_WIDE_SHARED_64;
+    AttentionWide32 = "attention_wide_mma" "kl_attention_wide_32" (KlAttention) abi::KL_WIDE_THREADS_32, shared abi::KL_WIDE_SHARED_32;
+    ConvMma256 = "conv_mma" "kl_conv_mma_256" (KlConv) abi::KL_MMA_THREADS_256, shared abi::KL_MMA_SHARED_256;
+    ConvMma128 = "conv_mma" "kl_conv_mma_128" (KlConv) abi::KL_MMA_THREADS, shared abi::KL_MMA_SHARED_128;
     Selftest = "selftest_sm90" "kl_selftest" (KlSelftest) abi::KL_SELFTEST_THREADS, overlap in clusters of abi::KL_SELFTEST_CLUSTER;
 }
 
@@ -144,6 +148,8 @@ impl Kernels {
                     *files.entry(file).or_insert(module)
                 }
             };
+            // Large tiles are for GPUs that have room for them; every op has a kernel that runs anywhere.
+            let module = module.filter(|_| shared <= kernels.driver.device().shared);
             let function = module.map(|module| kernels.driver.function(module, symbol, params, shared)).transpose()?;
             kernels.functions.push(function);
         }

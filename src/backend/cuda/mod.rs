@@ -12,6 +12,7 @@ mod selftest;
 mod staging;
 mod system;
 
+pub use gemm::Tile;
 pub use launch::{ARCHS, Images, Kernel, NVCC};
 pub use ops::kernels_of;
 pub use system::{System, devices};
@@ -28,8 +29,30 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Working memory that belongs to no op: the word of faults, then partial results of reductions.
-const SCRATCH: u64 = ALIGN + abi::KL_PARTIALS as u64 * abi::KL_GROUPS as u64 * 16;
+/// Working memory that belongs to no op: the word of faults, partial results of reductions, and what the blocks of a product leave
+/// for each other, first words and then sums.
+#[derive(Clone, Copy)]
+struct Scratch {
+    multiprocessors: u64,
+}
+
+impl Scratch {
+    const PARTIALS: u64 = abi::KL_PARTIALS as u64 * abi::KL_GROUPS as u64 * 16;
+
+    /// A word for each of at most [`gemm::RESIDENT`] blocks of a multiprocessor.
+    fn words(self) -> u64 {
+        (self.multiprocessors * u64::from(gemm::RESIDENT) * 4).next_multiple_of(ALIGN)
+    }
+
+    /// No tile has more rows in all blocks of a multiprocessor than the largest has in one.
+    fn sums(self) -> u64 {
+        self.multiprocessors * u64::from(gemm::Tile::Rows256.rows() * abi::KL_MMA_COLS) * 4
+    }
+
+    fn bytes(self) -> u64 {
+        ALIGN + Self::PARTIALS + self.words() + self.sums()
+    }
+}
 
 /// The CUDA backend.
 pub struct Cuda {
@@ -42,7 +65,7 @@ pub struct Cuda {
     /// Where working memory begins, and how many bytes of it ops may use.
     base: u64,
     working: u64,
-    /// Address of [`SCRATCH`] bytes.
+    /// Address of [`Scratch`].
     scratch: u64,
     capturing: bool,
     record: bool,
@@ -60,10 +83,14 @@ pub enum Choice {
     Best,
     /// The obvious ones.
     Naive,
-    /// On tensor cores, with tiles of 64 rows.
-    Rows64,
-    /// On tensor cores, with tiles of 128 rows.
-    Rows128,
+    /// On tensor cores, with such tiles as far as an op and the GPU have them.
+    Tile(Tile),
+}
+
+impl Choice {
+    /// All of them.
+    pub const ALL: [Self; 5] =
+        [Self::Best, Self::Naive, Self::Tile(Tile::Rows64), Self::Tile(Tile::Rows128), Self::Tile(Tile::Rows256)];
 }
 
 /// What is known of a step.
@@ -219,6 +246,16 @@ impl Cuda {
         self.scratch + ALIGN
     }
 
+    /// Address of words that blocks leave for each other, and of sums.
+    fn left(&self) -> (u64, u64) {
+        let words = self.partials() + Scratch::PARTIALS;
+        (words, words + self.scratch_size().words())
+    }
+
+    fn scratch_size(&self) -> Scratch {
+        Scratch { multiprocessors: u64::from(self.device().multiprocessors) }
+    }
+
     fn finish_uploads(&mut self) -> Result<()> {
         match &mut self.staging {
             Some(staging) => staging.finish(),
@@ -266,7 +303,7 @@ impl Backend for Cuda {
     fn available(&self) -> Result<Option<u64>> {
         // What an allocation is rounded up to, for each of the two.
         const GRANULE: u64 = 2 << 20;
-        Ok(Some(self.driver.free_memory()?.saturating_sub(SCRATCH + 2 * GRANULE)))
+        Ok(Some(self.driver.free_memory()?.saturating_sub(self.scratch_size().bytes() + 2 * GRANULE)))
     }
 
     fn reserve_weights(&mut self, bytes: u64) -> Result<()> {
@@ -294,16 +331,18 @@ impl Backend for Cuda {
         self.finish_uploads()?;
         self.steps.clear();
         self.driver.synchronize(self.stream.1)?;
-        let total = bytes.next_multiple_of(ALIGN) + SCRATCH;
+        let scratch = self.scratch_size();
+        let total = bytes.next_multiple_of(ALIGN) + scratch.bytes();
         // A second picture of the same size finds its memory where it was.
         if self.arena.bytes != total {
             (self.working, self.scratch) = (0, 0);
             self.arena = Memory::empty(&self.driver);
             self.arena = Memory::new(&self.driver, total)?;
-            (self.base, self.working) = (self.arena.address, total - SCRATCH);
+            (self.base, self.working) = (self.arena.address, total - scratch.bytes());
             self.scratch = self.base + self.working;
         }
         self.released(0..bytes);
+        self.driver.fill(self.stream.1, self.left().0, 0, scratch.words())?;
         self.driver.fill(self.stream.1, self.faults(), 0, 4)
     }
 

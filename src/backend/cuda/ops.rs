@@ -64,10 +64,16 @@ pub fn kernels_of(op: &str) -> &'static [Kernel] {
         "copy" | "silu" => &[Kernel::Map],
         "rms_norm" => &[Kernel::RmsNorm],
         "layer_norm_modulate" => &[Kernel::LayerNorm],
-        "linear" | "linear_swiglu" | "linear_gate_residual" => &[Kernel::GemmMma128, Kernel::GemmMma64, Kernel::NaiveProduct],
-        "qkv_norm_rope" | "qkv_mlp" => &[Kernel::GemmMma128, Kernel::GemmMma64, Kernel::NaiveProduct, Kernel::HeadNorm],
-        "attention" | "attention_causal" => &[Kernel::AttentionMma, Kernel::NaiveAttention],
-        "conv" => &[Kernel::ConvMma, Kernel::NaiveConv, Kernel::GroupStats, Kernel::GroupStatsFinish],
+        "linear" | "linear_swiglu" | "linear_gate_residual" => {
+            &[Kernel::GemmMma256, Kernel::GemmMma128, Kernel::GemmMma64, Kernel::NaiveProduct]
+        }
+        "qkv_norm_rope" | "qkv_mlp" => {
+            &[Kernel::GemmMma256, Kernel::GemmMma128, Kernel::GemmMma64, Kernel::NaiveProduct, Kernel::HeadNorm]
+        }
+        "attention" | "attention_causal" => {
+            &[Kernel::AttentionMma, Kernel::AttentionWide64, Kernel::AttentionWide32, Kernel::NaiveAttention]
+        }
+        "conv" => &[Kernel::ConvMma256, Kernel::ConvMma128, Kernel::NaiveConv, Kernel::GroupStats, Kernel::GroupStatsFinish],
         "group_norm" => &[Kernel::GroupStats, Kernel::GroupStatsFinish, Kernel::GroupNorm],
         "patchify" => &[Kernel::Patchify],
         "unpatchify" => &[Kernel::Unpatchify],
@@ -170,9 +176,11 @@ impl Cuda {
                     },
                     unused: 0,
                 };
-                if self.choice != Choice::Naive && aligned(&p.x) && aligned(&p.w) {
-                    let (rows, cols) = (p.out.rows.div_ceil(Tile::Rows128.rows()), p.out.cols.div_ceil(abi::KL_MMA_COLS));
-                    self.kernels.launch(Kernel::ConvMma, [rows * cols, 1, 1], &p)?;
+                let sides = width.max(height) * if sampling == Sampling::Up { 2 } else { 1 };
+                if self.choice != Choice::Naive && aligned(&p.x) && aligned(&p.w) && sides <= abi::KL_CONV_SIDE as usize {
+                    let (kernel, tile) = self.conv_tile(&p.out);
+                    let (rows, cols) = (p.out.rows.div_ceil(tile.rows()), p.out.cols.div_ceil(abi::KL_MMA_COLS));
+                    self.kernels.launch(kernel, [rows * cols, 1, 1], &p)?;
                 } else {
                     self.kernels.launch(Kernel::NaiveConv, tiles(&p.out), &p)?;
                 }
@@ -243,6 +251,20 @@ impl Cuda {
         }
     }
 
+    /// The tile for a convolution: the large one, unless it would leave multiprocessors without work.
+    fn conv_tile(&self, out: &KlMat) -> (Kernel, Tile) {
+        let tiles = out.rows.div_ceil(Tile::Rows256.rows()) * out.cols.div_ceil(abi::KL_MMA_COLS);
+        let large = match self.choice {
+            Choice::Tile(tile) => tile == Tile::Rows256,
+            Choice::Best | Choice::Naive => tiles >= self.device().multiprocessors,
+        };
+        if large && self.kernels.has(Kernel::ConvMma256) {
+            (Kernel::ConvMma256, Tile::Rows256)
+        } else {
+            (Kernel::ConvMma128, Tile::Rows128)
+        }
+    }
+
     fn map(&self, function: u32, out: KlMat, x: KlMat) -> Result<()> {
         let [out, x] = flat([out, x]);
         self.kernels.launch(Kernel::Map, elements(&out), &abi::KlMap { out, x, function, unused: 0 })
@@ -280,10 +302,30 @@ impl Cuda {
             [p.q].into_iter().chain(p.kv[..kv.len()].iter().flat_map(|s| [s.k, s.v])).all(|m| m.rows == 0 || aligned(&m));
         // Results leave in pairs.
         let paired = p.out.dtype == abi::KL_BF16 && p.out.data.is_multiple_of(4) && p.out.stride.is_multiple_of(2);
-        if self.choice != Choice::Naive && head_dim == 128 && copied && paired {
-            return self.kernels.launch(Kernel::AttentionMma, [q.rows.div_ceil(abi::KL_ATTENTION_QUERIES), heads, 1], &p);
+        if self.choice != Choice::Naive && copied && paired {
+            if head_dim == 128 {
+                return self.kernels.launch(Kernel::AttentionMma, [q.rows.div_ceil(abi::KL_ATTENTION_QUERIES), heads, 1], &p);
+            }
+            if head_dim == abi::KL_WIDE_HEAD as usize && kv.len() == 1 && !causal && p.kv[0].k.rows > 0 {
+                let (kernel, queries) = self.wide_block(q.rows * heads);
+                return self.kernels.launch(kernel, [q.rows.div_ceil(queries), heads, 1], &p);
+            }
         }
         self.kernels.launch(Kernel::NaiveAttention, [q.rows.div_ceil(abi::KL_ATTENTION_WARPS), heads, 1], &p)
+    }
+
+    /// The kernel for wide heads, and how many queries a block of it takes: fewer where the larger would leave multiprocessors without
+    /// work.
+    fn wide_block(&self, queries: u32) -> (Kernel, u32) {
+        let large = match self.choice {
+            Choice::Tile(tile) => tile == Tile::Rows256,
+            Choice::Best | Choice::Naive => queries >= 64 * self.device().multiprocessors,
+        };
+        if large && self.kernels.has(Kernel::AttentionWide64) {
+            (Kernel::AttentionWide64, 64)
+        } else {
+            (Kernel::AttentionWide32, 32)
+        }
     }
 
     /// Mean and variance of each group of channels of `x`.
