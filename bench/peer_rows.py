@@ -9,6 +9,7 @@ from typing import Callable
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 BF16, F32 = torch.bfloat16, torch.float32
 EPS = 1e-6
@@ -27,6 +28,7 @@ class Case:
     outputs: list  # those of `tensors` that are written
     peer: Callable[[], tuple]
     reference: Callable[[], tuple]
+    flash: Callable[[], tuple] | None = None  # the same by FlashAttention, where PyTorch has it
     in_place: bool = False  # outputs are read, too
     bytes: int = 0  # what has to be read and written; 0: every operand once, outputs that are read twice
     flops: int = 0  # of matrix products; 0: bound by memory
@@ -372,6 +374,10 @@ def attention(tokens: int, heads: int, kv_heads: int, head_dim: int = HEAD_DIM, 
             result = F.scaled_dot_product_attention(*operands, is_causal=causal, enable_gqa=gqa)
             return (result.squeeze(0).transpose(0, 1),)
 
+        def flash():
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                return peer()
+
         def reference():
             results = []
             for head in range(heads):  # one after the other: the scores of all are too many
@@ -383,7 +389,8 @@ def attention(tokens: int, heads: int, kv_heads: int, head_dim: int = HEAD_DIM, 
             return (torch.cat(results, 1),)
 
         flops = 4 * tokens * tokens * heads * head_dim
-        return Case("attention", [out, q, k, v], [head_dim, int(causal)], [out], peer, reference, flops=flops)
+        other = flash if head_dim <= 256 else None  # the largest it takes
+        return Case("attention", [out, q, k, v], [head_dim, int(causal)], [out], peer, reference, other, flops=flops)
 
     of = f"{heads}" if heads == kv_heads else f"{heads}:{kv_heads}"
     return Row("attention_causal" if causal else "attention", f"{tokens} tokens, {of} heads of {head_dim}", make)

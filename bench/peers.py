@@ -165,13 +165,13 @@ class Side:
         return start.elapsed_time(end) / 1e3 / self.count
 
 
-def burst(sides: list, pairs: int) -> dict:
-    """Every side once a round, with pauses, forwards and backwards in turn."""
-    times = {side.name: [] for side in sides}
+def burst(order: list, pairs: int) -> dict:
+    """Every side once a round for each time it is named, with pauses, forwards and backwards in turn."""
+    times = {side: [] for side in order}
     for i in range(pairs):
-        for side in sides if i % 2 == 0 else reversed(sides):
+        for side in order if i % 2 == 0 else reversed(order):
             time.sleep(PAUSE_S)
-            times[side.name].append(side.sample())
+            times[side].append(side.sample())
     return times
 
 
@@ -181,7 +181,7 @@ def sustained(sides: list, seconds: float, per_call: dict) -> dict:
     times = {side.name: [] for side in sides}
     for side in sides + sides[::-1]:
         # Events about every 10 ms, a few of them ahead of the GPU.
-        repeats = max(1, round(0.01 / (per_call[side.name] * side.count)))
+        repeats = max(1, round(0.01 / (per_call[side] * side.count)))
         marks = [torch.cuda.Event(enable_timing=True)]
         marks[0].record()
         end = time.perf_counter() + seconds / 2
@@ -242,53 +242,96 @@ def copies(total: int, sets: int) -> list:
     return [lambda to=to, source=source: to.copy_(source) for to, source in pairs]
 
 
-def keeping(cases: list) -> list:
+def keeping(peers: list) -> list:
     """The peers' calls. Results are kept until the next round, so that their memory is as cold as ours."""
-    results = [None] * len(cases)
+    results = [None] * len(peers)
 
     def call(i):
-        results[i] = cases[i].peer()
+        results[i] = peers[i]()
 
-    return [lambda i=i: call(i) for i in range(len(cases))]
+    return [lambda i=i: call(i) for i in range(len(peers))]
 
 
-def run_row(row, kiln: Kiln, stream, args) -> dict:
-    operands = Operands("cuda")
-    cases = [row.make(operands)]
-    first = cases[0]
-    record = {"row": row.name, "shape": row.shape, "bytes": first.bytes, "flops": first.flops}
-    if args.check:
-        record["error"], record["peer_error"], record["right"] = check(first, kiln.call(first))
-    if args.check_only:
-        return record
-    # Together more than the L2 holds twice, so that each finds its operands gone.
-    sets = min(MOST_SETS, max(FEWEST_SETS, math.ceil(args.cold / first.bytes)))
-    cases += [row.make(operands) for _ in range(sets - 1)]
-    sides = [
-        Side("kiln", [kiln.call(case) for case in cases], stream, args.graphs),
-        Side("torch", keeping(cases), stream, args.graphs),
-    ]
-    large = first.bytes >= FLOOR_BYTES
-    if not first.flops:
-        moves = copies(first.bytes, sets)
-        sides.append(Side("copy", moves, stream, args.graphs))
+class Trial:
+    """A row with its operands and sides, ready to be timed."""
+
+    def __init__(self, row, kiln: Kiln, stream, args):
+        operands = Operands("cuda")
+        self.cases = [row.make(operands)]
+        first = self.cases[0]
+        self.record = {"row": row.name, "shape": row.shape, "bytes": first.bytes, "flops": first.flops}
+        self.sides = []
+        if args.check:
+            self.record["error"], self.record["peer_error"], self.record["right"] = check(first, kiln.call(first))
+        if args.check_only:
+            return
+        # Together more than the L2 holds twice, so that each finds its operands gone.
+        sets = sets_of(first.bytes, args)
+        self.cases += [row.make(operands) for _ in range(sets - 1)]
+        self.sides = [
+            Side("kiln", [kiln.call(case) for case in self.cases], stream, args.graphs),
+            Side("torch", keeping([case.peer for case in self.cases]), stream, args.graphs),
+        ]
+        if first.flash:
+            self.sides.append(Side("flash", keeping([case.flash for case in self.cases]), stream, args.graphs))
+        self.record |= {"sets": sets, "calls": {s.name: s.count for s in self.sides}}
+
+
+def sets_of(total: int, args) -> int:
+    return min(MOST_SETS, max(FEWEST_SETS, math.ceil(args.cold / total)))
+
+
+def sizes_of(rows: list) -> list:
+    """Rows bound by memory that move as much as each other (to three digits) are one list; all others are alone."""
+    lists = {}
+    for i, row in enumerate(rows):
+        case = row.make(Operands("meta"))
+        lists.setdefault(("product", i) if case.flops else f"{case.bytes:.3g}", []).append(row)
+    return list(lists.values())
+
+
+def failure(row, error) -> dict:
+    return {"row": row.name, "shape": row.shape, "failed": str(error)}
+
+
+def run_size(rows: list, kiln: Kiln, stream, args) -> list:
+    """The records of rows that have one ceiling."""
+    trials, records = [], []
+    for row in rows:
+        try:
+            trials.append(Trial(row, kiln, stream, args))
+            records.append(trials[-1].record)
+        except RuntimeError as error:  # out of memory, a refused operand, a fault on the device
+            records.append(failure(row, error))
+    if args.check_only or not trials:
+        return records
+    copied, first = [], trials[0].record
+    large = first["bytes"] >= FLOOR_BYTES
+    if not first["flops"]:
+        moves = copies(first["bytes"], first["sets"])
+        copied.append(Side("copy", moves, stream, args.graphs))
         if args.graphs and large:  # a graph may copy in another way than a stream; the faster one is the ceiling
-            sides.append(Side("copy without graph", moves, stream, False))
-    times = burst(sides, args.pairs)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    record |= {"sets": sets, "calls": {s.name: s.count for s in sides}, "burst_s": times, "after_burst": gpu_state()}
-    record["ceiling"] = min((n for n in medians if n.startswith("copy")), key=medians.get, default=None)
-    # A row bound by its launch has nothing to sustain.
-    if args.sustain > 0 and (first.flops or large):
-        lasting = [s for s in sides if s.name in ("kiln", "torch", record["ceiling"])]
-        record["sustained_s"] = sustained(lasting, args.sustain, medians)
-        record["after_sustained"] = gpu_state()
-    return record
+            copied.append(Side("copy without graph", moves, stream, False))
+    # A copy between any two rows: it is the same for all, and known better the more of them there are.
+    times = burst([side for trial in trials for side in trial.sides + copied], args.pairs)
+    medians = {side: statistics.median(values) for side, values in times.items()}
+    ceiling = min(copied, key=medians.get, default=None)
+    state = gpu_state()
+    for trial in trials:
+        sides = trial.sides + copied
+        trial.record |= {"burst_s": {s.name: times[s] for s in sides}, "after_burst": state}
+        trial.record |= {"ceiling": ceiling and ceiling.name, "ceiling_s": ceiling and medians[ceiling]}
+        # A row bound by its launch has nothing to sustain.
+        if args.sustain > 0 and (first["flops"] or large):
+            lasting = trial.sides + ([ceiling] if ceiling else [])
+            trial.record["sustained_s"] = sustained(lasting, args.sustain, medians)
+            trial.record["after_sustained"] = gpu_state()
+    return records
 
 
 HEAD = (
     f"{'row':<21}{'shape':<38}|{'kiln us':>10} {'quartiles':>17} {'torch us':>10} {'quartiles':>17} {'x torch':>7} "
-    f"|{'kiln':>6} {'torch':>6}        {'of copy':>7} | sustained: kiln us, torch us, x torch, of copy | errors"
+    f"|{'kiln':>6} {'torch':>6}        {'of copy':>7} | sustained: kiln us, torch us, x torch, of copy | flash us, x flash | errors"
 )
 
 
@@ -311,6 +354,10 @@ def line(record: dict) -> str:
         text += f" {ours * 1e6:.1f} {theirs * 1e6:.1f} {theirs / ours:.2f}"
         if record["ceiling"]:
             text += f" {statistics.median(times[record['ceiling']]) / ours:.2f}"
+    if "flash" in record.get("burst_s", {}):
+        for times in (record["burst_s"], record.get("sustained_s")):
+            if times:
+                text += f" | flash {statistics.median(times['flash']) * 1e6:.1f} {ratio(times['flash'], times['kiln']):.2f}"
     if "error" in record:
         text += f" | {record['error']:.1e} {record['peer_error']:.1e}" + ("" if record["right"] else " WRONG")
     if below(record):
@@ -319,7 +366,7 @@ def line(record: dict) -> str:
 
 
 def speed(record: dict) -> float:
-    return ratio(record["burst_s"][record["ceiling"]], record["burst_s"]["kiln"])
+    return record["ceiling_s"] / statistics.median(record["burst_s"]["kiln"])
 
 
 def share(record: dict) -> str:
@@ -415,22 +462,23 @@ def main() -> int:
         kiln.open(torch.cuda.current_device(), stream.cuda_stream)
         stack.callback(kiln.close)
         out = stack.enter_context(open(args.json, "w")) if args.json else None
-        for row in args.rows:
-            name = f"{row.name} {row.shape}"
+        for rows in sizes_of(args.rows):
             try:
-                record = run_row(row, kiln, stream, args)
-            except RuntimeError as error:  # out of memory, a refused operand, a fault on the device
-                first = str(error).splitlines()[0]
-                print(f"{row.name:<21}{row.shape:<38}| FAILED: {first}", flush=True)
-                bad.append(name)
-                record = {"row": row.name, "shape": row.shape, "failed": str(error)}
-            else:
-                print(line(record), flush=True)
-                slow += [f"{name} ({speed(record):.2f})"] if below(record) else []
-                bad += [name] if not record.get("right", True) else []
-            if out:
-                print(json.dumps(about | record), file=out, flush=True)
-            gc.collect()  # graphs and tensors of the row
+                records = run_size(rows, kiln, stream, args)
+            except RuntimeError as error:
+                records = [failure(row, error) for row in rows]
+            for record in records:
+                name = f"{record['row']} {record['shape']}"
+                if "failed" in record:
+                    print(f"{record['row']:<21}{record['shape']:<38}| FAILED: {record['failed'].splitlines()[0]}", flush=True)
+                    bad.append(name)
+                else:
+                    print(line(record), flush=True)
+                    slow += [f"{name} ({speed(record):.2f})"] if below(record) else []
+                    bad += [name] if not record.get("right", True) else []
+                if out:
+                    print(json.dumps(about | record), file=out, flush=True)
+            gc.collect()  # graphs and tensors of these rows
             torch.cuda.empty_cache()
 
     size = FLOOR_BYTES // 1_000_000

@@ -45,7 +45,7 @@ fn the_table_names_every_op() {
 /// What runs under tools that slow kernels down still has every op in every storage type and layout.
 #[test]
 fn the_small_cases_name_every_op() {
-    let small: Vec<_> = ops::cases::all().into_iter().filter(|c| ops::is_small(&c.name)).collect();
+    let small: Vec<_> = ops::cases::all().into_iter().filter(|c| ops::is_within(ops::SMALL, &c.name)).collect();
     for op in kiln::backend::OP_NAMES {
         let op = if op.starts_with("qkv") { "qkv" } else { op };
         let variants: HashSet<_> = small

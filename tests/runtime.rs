@@ -364,7 +364,7 @@ fn the_small_cases_launch_every_kernel() {
     let mut weights = Arena::new(Region::Weights);
     for choice in Choice::ALL {
         cuda.set_choice(choice);
-        for case in ops::cases::all().iter().filter(|case| ops::is_small(&case.name)) {
+        for case in ops::cases::all().iter().filter(|case| ops::is_within(ops::SMALL, &case.name)) {
             ops::run(&mut cuda, &mut weights, case, false, &mut Vec::new());
         }
     }

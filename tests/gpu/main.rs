@@ -4,6 +4,7 @@
 //!     gpu                all tests
 //!     gpu ops [words]    every op, or those whose case has all words in its name, against f64 loops
 //!     gpu NAME           one test by its name
+//!     gpu small I/N [L]  the share of process I of N, counted from 0, in cases without a number above L in their name (256)
 //!     gpu list           the names of the tests
 //!     gpu hash           a checksum of pictures, to compare processes
 //!     gpu planted TOOL FATBIN, gpu ballast BYTES, gpu spoil FILE TENSOR
@@ -26,6 +27,7 @@ use kiln::error::Error;
 use kiln::pipeline::{Job, Picture};
 use kiln::sequence::Pixels;
 use kiln::tensor::Precision;
+use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::process::ExitCode;
@@ -49,7 +51,7 @@ fn in_lockstep() -> Box<dyn Backend> {
 
 const TESTS: &[(&str, fn())] = &[
     ("driver", every_road),
-    ("small", small),
+    ("small", || Share::ALL.check()),
     ("ops", || ops::check_some(&mut cuda(), |_| true)),
     ("products", every_product),
     ("lockstep", lockstep),
@@ -86,6 +88,7 @@ fn main() -> ExitCode {
         ["ops", ref words @ ..] if !words.is_empty() => {
             ops::check_some(&mut cuda(), |name| words.iter().all(|w| name.contains(w)));
         }
+        ["small", share, ref limit @ ..] => Share::parse(share, limit.first().copied()).expect("small I/N [LIMIT]").check(),
         ["hash"] => println!("{:016x}", checksum(&pictures(&mut |_| ()))),
         ["planted", tool, image] => bundle::planted(tool, Path::new(image)).unwrap(),
         ["ballast", left] => bundle::ballast(left.parse().unwrap()).unwrap(),
@@ -118,27 +121,63 @@ fn every_road() {
     assert!(tried.len() == 5 || cuda().device().capability != (9, 0));
 }
 
-/// Every kernel, on shapes small enough for tools that slow them down a hundredfold, then a picture whose steps are plain,
-/// recorded and replayed. Fresh memory stays as it is: filled with NaN, a read of it would no longer be one of memory that nobody
-/// wrote.
-fn small() {
-    let open = || {
-        let mut cuda = cuda();
-        cuda.set_poison(false);
-        cuda
-    };
-    let mut cuda = open();
-    ops::check_some(&mut cuda, |name| ops::is_small(name) && !is_product(name));
-    for choice in Choice::ALL {
-        cuda.set_choice(choice);
-        ops::check_some(&mut cuda, |name| ops::is_small(name) && is_product(name));
+/// Every kernel, on shapes small enough for tools that slow them down a hundredfold, and a picture whose steps are plain, recorded
+/// and replayed. Several processes may share them: the first has the picture, the others take turns at the cases.
+struct Share {
+    part: usize,
+    parts: usize,
+    limit: usize,
+}
+
+impl Share {
+    const ALL: Self = Self { part: 0, parts: 1, limit: ops::SMALL };
+
+    fn parse(share: &str, limit: Option<&str>) -> Option<Self> {
+        let (part, parts) = share.split_once('/')?;
+        let (part, parts) = (part.parse().ok()?, parts.parse().ok()?);
+        let limit = limit.map_or(Some(Self::ALL.limit), |limit| limit.parse().ok())?;
+        (part < parts).then_some(Self { part, parts, limit })
     }
-    cuda.self_test().unwrap();
-    let missed: Vec<_> = cuda.launched().filter(|(_, times)| *times == 0).map(|(kernel, _)| kernel).collect();
-    assert!(missed.is_empty(), "never launched: {missed:?}");
-    let case = &cases()[0];
-    let job = Job { size: Pixels::new(64, 64).unwrap(), steps: 3, record: false, ..case.job() };
-    run(&mut engine_on(Box::new(open()), Variant::Distilled, Precision::Bf16), &job).unwrap();
+
+    fn check(&self) {
+        let alone = self.parts == 1;
+        if alone || self.part > 0 {
+            self.cases();
+        }
+        if self.part == 0 {
+            let job = Job { size: Pixels::new(64, 64).unwrap(), steps: 3, record: false, ..cases()[0].job() };
+            run(&mut engine_on(Box::new(unpoisoned()), Variant::Distilled, Precision::Bf16), &job).unwrap();
+        }
+        println!("small {}/{} is ok", self.part, self.parts);
+    }
+
+    fn cases(&self) {
+        let mut cuda = unpoisoned();
+        // Neighbours in the table are of one kind and take as long as each other, so they go to different processes.
+        let (turn, others) = (Cell::new(0), (self.parts - 1).max(1));
+        let ours = |name: &str| {
+            let small = ops::is_within(self.limit, name);
+            turn.set(turn.get() + usize::from(small));
+            small && turn.get() % others == self.part % others
+        };
+        ops::check_some(&mut cuda, |name| !is_product(name) && ours(name));
+        for choice in Choice::ALL {
+            cuda.set_choice(choice);
+            ops::check_some(&mut cuda, |name| is_product(name) && ours(name));
+        }
+        cuda.self_test().unwrap();
+        // For whoever adds up the shares.
+        cuda.launched().for_each(|(kernel, times)| println!("launched: {} {times}", kernel.symbol()));
+        let missed: Vec<_> = cuda.launched().filter(|(_, times)| *times == 0).map(|(kernel, _)| kernel).collect();
+        assert!(missed.is_empty() || self.parts > 1, "never launched: {missed:?}");
+    }
+}
+
+/// Fresh memory stays as it is: filled with NaN, a read of it would no longer be one of memory that nobody wrote.
+fn unpoisoned() -> Cuda {
+    let mut cuda = cuda();
+    cuda.set_poison(false);
+    cuda
 }
 
 fn is_product(name: &str) -> bool {

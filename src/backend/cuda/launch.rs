@@ -208,9 +208,9 @@ impl Kernels {
         Ok(map)
     }
 
-    /// How often each kernel was launched, or recorded to be.
+    /// How often each kernel that is there was launched, or recorded to be.
     pub fn launched(&self) -> impl Iterator<Item = (Kernel, u64)> {
-        Kernel::ALL.iter().copied().zip(self.launched.iter().map(Cell::get))
+        Kernel::ALL.iter().copied().zip(self.launched.iter().map(Cell::get)).filter(|(kernel, _)| self.has(*kernel))
     }
 }
 

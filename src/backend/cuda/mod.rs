@@ -211,7 +211,7 @@ impl Cuda {
         self.driver.device()
     }
 
-    /// How often each kernel was launched so far. A recorded step counts once, however often it is replayed.
+    /// How often each kernel that this GPU can run was launched so far. A recorded step counts once, however often it is replayed.
     pub fn launched(&self) -> impl Iterator<Item = (Kernel, u64)> {
         self.kernels.launched()
     }

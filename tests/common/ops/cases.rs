@@ -320,7 +320,7 @@ fn qkv(table: &mut Table, (rows, inner, q_heads, k_heads, d, style, mlp): QkvSha
 type AttentionShape = (usize, &'static [usize], usize, usize, usize, bool);
 
 fn attention(table: &mut Table) {
-    let shapes: [AttentionShape; 13] = [
+    let shapes: [AttentionShape; 16] = [
         (1, &[1], 1, 1, 128, false),
         (1, &[129], 4, 2, 128, false),
         (113, &[1], 2, 2, 64, false),
@@ -329,6 +329,9 @@ fn attention(table: &mut Table) {
         (130, &[129, 0, 7], 3, 3, 128, false),
         (7, &[0, 1031], 1, 1, 128, false),
         (113, &[512, 1], 1, 1, 512, false),
+        (1, &[1], 1, 1, 512, false),
+        (65, &[33], 2, 1, 512, false),
+        (257, &[600], 1, 1, 512, false),
         (1, &[1], 1, 1, 64, true),
         (129, &[129], 4, 2, 128, true),
         (130, &[7], 2, 1, 64, true),

@@ -346,7 +346,11 @@ pub fn check_some(backend: &mut dyn Backend, wanted: impl Fn(&str) -> bool) {
     assert!(faults.is_empty(), "{} of {count} cases fail on {name}:\n{}", faults.len(), faults.join("\n"));
 }
 
-/// Whether a case is small enough for tools that slow kernels down a hundredfold: no number in its name is above 256.
-pub fn is_small(name: &str) -> bool {
-    name.split(|c: char| !c.is_ascii_digit()).filter_map(|n| n.parse::<usize>().ok()).all(|n| n <= 256)
+/// Numbers in the names of cases that are small enough for tools that slow kernels down a hundredfold.
+pub const SMALL: usize = 256;
+
+/// Whether no number in the name of a case is above `limit`, but for the size of a head, which is the model's.
+pub fn is_within(limit: usize, name: &str) -> bool {
+    let name = name.split_once(" heads of ").map_or(name, |(shape, _)| shape);
+    name.split(|c: char| !c.is_ascii_digit()).filter_map(|n| n.parse::<usize>().ok()).all(|n| n <= limit)
 }
