@@ -126,13 +126,14 @@ def exact_arithmetic():
     diffusers_logging.set_verbosity_error()
 
 
-def fill(model, folder):
+def fill(model, folder, device):
     """Copies the tensors of a folder's files into a model; every one has to have its place and every place its tensor."""
     targets = model.state_dict()
     if getattr(model.config, "tie_word_embeddings", False):
         del targets["lm_head.weight"]
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
+        # To the device as they are stored, and only there to fp32.
+        with safe_open(path, "pt", device=device) as file:
             for name in file.keys():
                 targets.pop(name).copy_(file.get_tensor(name))
     assert not targets, f"{folder}: not in the files: {sorted(targets)}"
@@ -149,7 +150,7 @@ def load_pipeline(folder, device):
         text_encoder = Qwen3ForCausalLM(Qwen3Config.from_pretrained(folder / "text_encoder")).float()
         models = dict(transformer=transformer, vae=vae, text_encoder=text_encoder)
         for part, model in models.items():
-            fill(model.eval().requires_grad_(False), folder / part)
+            fill(model.eval().requires_grad_(False), folder / part, device)
     index = json.loads((folder / "model_index.json").read_text())
     pipe = Flux2KleinPipeline(
         **models,
@@ -302,19 +303,22 @@ def print_rows(rows):
 
 
 def print_times(times):
-    print("\nms                        text   step    decode  whole")
+    print(f"\n{'':<28} text encode      step  vae decode     whole")
+
+    def line(*cells):
+        print("{:<14} {:<13} {:>11} {:>9} {:>11} {:>9}".format(*cells))
+
     for name, (peer, compiled, kiln) in times.items():
-        seconds = kiln["seconds"]
-        kiln_step = seconds["denoise"] / kiln["steps"]
-        print(f"{name:<14} peer   {ms(peer['text_encode'])} {ms(peer['step'])} {ms(peer['vae_decode'])} {ms(peer['whole'])}")
+        line(name, "peer_ms", *(ms(peer[key]) for key in ("text_encode", "step", "vae_decode", "whole")))
         if compiled is not None:
-            print(f"{'':<14} compiled      {ms(compiled)}")
-        own = [ms(1000 * value) for value in (seconds["encode"], kiln_step, seconds["decode"])]
-        print(f"{'':<14} kiln   {' '.join(own)}         (one cold run)")
+            line("", "compiled_ms", "", ms(compiled), "", "")
+        seconds = kiln["seconds"]
+        own = (seconds["encode"], seconds["denoise"] / kiln["steps"], seconds["decode"])
+        line("", "kiln_ms, cold", *(ms(1000 * value) for value in own), "")
 
 
 def ms(value):
-    return f"{value:7.1f}" if value is not None else "      -"
+    return f"{value:.1f}" if value is not None else "-"
 
 
 def versions():
@@ -368,7 +372,7 @@ def run(args):
         said(f"timed {case.name}")
     compiled = {}
     if args.compile:
-        pipe.transformer.compile()
+        pipe.transformer.compile(dynamic=False)
         for case in cases:
             compiled[case.name] = compiled_step_ms(pipe, args, case)
             said(f"timed {case.name}, compiled")

@@ -201,7 +201,7 @@ def write_all(file, data, offset):
 
 
 def write_shard(path, part, tensors, device, pool):
-    """Queues the tensors of a safetensors file. Returns what to wait for; the last is done when all are."""
+    """Queues the tensors of a safetensors file. Returns the open file, and what to wait for before it is closed."""
     header, offset = {"__metadata__": {"format": "pt"}}, 0
     for name, shape, is_float in tensors:
         end = offset + byte_size(shape, is_float)
@@ -307,19 +307,21 @@ def check(folder, device, size):
     print(f"picture: mean {picture.mean():.3f}, deviation {picture.std():.3f}, {saturated:.1%} of the values saturated")
 
 
+def block_counts(text):
+    double, single = (int(number) for number in text.split(","))
+    return double, single
+
+
 def main():
     parser = argparse.ArgumentParser(description="Write a random FLUX.2 [klein] checkpoint.")
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--model", choices=MODELS, required=True, help="sizes of the model")
-    two = lambda text: tuple(int(n) for n in text.split(","))  # noqa: E731
-    parser.add_argument("--blocks", type=two, metavar="D,S", help="double and single blocks, instead of all")
+    parser.add_argument("--blocks", type=block_counts, metavar="D,S", help="double and single blocks, instead of all")
     parser.add_argument("--encoder-layers", type=int, metavar="N", help="layers of the text encoder, at least 28")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--check", action="store_true", help="then run a step and print how large activations are")
     parser.add_argument("--check-size", type=int, default=256, metavar="PIXELS", help="width and height of that")
     args = parser.parse_args()
-    if args.blocks and len(args.blocks) != 2:
-        parser.error("--blocks takes two numbers")
     # Features are taken after 27 layers, and what the reference returns after its last one has gone through a norm.
     if args.encoder_layers is not None and args.encoder_layers < 28:
         parser.error("--encoder-layers must be at least 28")
