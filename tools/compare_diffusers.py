@@ -1,0 +1,421 @@
+#!/usr/bin/env python3
+"""Compare kiln with the real diffusers pipeline on one checkpoint, stage by stage.
+
+    python tools/random_checkpoint.py /tmp/klein --model 4b
+    python tools/compare_diffusers.py /tmp/klein --kiln target/release/kiln --out /tmp/compared --references 2
+
+Every case (each size, and with --references the last size with reference images) runs three ways from the same noise: diffusers in
+fp32, with nothing rounded to less; diffusers in bf16; kiln in its default precision. The error of the two latter is their relative
+L2 distance from the first: of the text features, the reference tokens, velocity and latents of each step, and the decoded picture.
+Latents of early steps are mostly the noise, which has no error; the velocity is what the transformer itself makes.
+
+The rule is that of tests/model.rs: kiln's error is at most 1.2 times that of diffusers in bf16. diffusers rounds the timestep to
+bf16, which moves the result by more than everything else; so it runs once more with exact times, and the smaller error counts.
+
+Exits 1 when the rule is broken or token ids differ. Also prints how long diffusers takes in bf16, as `peer_ms`: medians after a
+warm-up. kiln's times are of a single run that began with nothing loaded, and no benchmark.
+
+Needs torch, diffusers, transformers, safetensors, Pillow and numpy, and no network. In --out are the references, noise, kiln's dumps
+and pictures.
+"""
+
+import argparse
+import gc
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import torch
+from diffusers import (
+    AutoencoderKLFlux2,
+    FlowMatchEulerDiscreteScheduler,
+    Flux2KleinPipeline,
+    Flux2Transformer2DModel,
+)
+from diffusers.utils import logging as diffusers_logging
+from goldens import Recorder, hash_bytes, relative_l2, rms, to_bf16
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import Qwen2TokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+ALLOWED = 1.2
+PARTS = ("text_encoder", "transformer", "vae")
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    width: int
+    height: int
+    steps: int
+    references: tuple = ()  # files
+
+
+# --- Inputs -----------------------------------------------------------------
+
+
+def draw_reference(number, size):
+    """A picture with edges, colours and slopes, the same every time."""
+    width, height = size
+    side = 24
+    rows, columns = -(-height // side), -(-width // side)
+    blocks = hash_bytes(f"reference.{number}", rows * columns * 3).reshape(rows, columns, 3)
+    blocks = blocks.repeat(side, axis=0).repeat(side, axis=1)[:height, :width]
+    y, x = np.mgrid[:height, :width]
+    slope = (x * 255 // width + y * 255 // height)[..., None] // 2
+    return PIL.Image.fromarray(((blocks + slope) // 2).astype(np.uint8))
+
+
+def noise_of(case):
+    """Noise as the pipeline takes it, rounded so that all runs can start from exactly the same."""
+    shape = (1, 128, case.height // 16, case.width // 16)
+    generator = torch.Generator("cpu").manual_seed(case.width * 10_000 + case.height)
+    return torch.randn(shape, generator=generator).bfloat16().float()
+
+
+def cases_of(args):
+    plain = [Case(f"{w}x{h}", w, h, args.steps) for w, h in args.sizes]
+    if not args.references:
+        return plain
+    files = []
+    for number in range(args.references):
+        size = args.reference_sizes[number % len(args.reference_sizes)]
+        files.append(args.out / f"reference-{number + 1}.png")
+        draw_reference(number, size).save(files[-1])
+    last = plain[-1]
+    return [*plain, Case(f"{last.name}+{len(files)}", last.width, last.height, last.steps, tuple(files))]
+
+
+# --- kiln -------------------------------------------------------------------
+
+
+def run_kiln(args, case):
+    """Runs kiln once. Returns what it dumped, and its seconds by stage."""
+    stem = args.out / f"kiln-{case.name}"
+    noise, dump = args.out / f"noise-{case.name}.safetensors", stem.with_suffix(".safetensors")
+    save_file({"noise": noise_of(case).flatten(2)[0].T.contiguous()}, noise)
+    command = [args.kiln.resolve(), "generate", "--model", args.checkpoint, "--backend", args.device, "--json", "--force"]
+    command += ["--width", case.width, "--height", case.height, "--steps", case.steps, "--noise", noise]
+    command += ["--dump", dump, "--output", stem.with_suffix(".png"), *shlex.split(args.kiln_args)]
+    command += [part for file in case.references for part in ("--reference", file)]
+    command += ["--quiet", "--", args.prompt]
+    done = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE)
+    if done.returncode != 0:
+        sys.exit(f"kiln ended with {done.returncode}: {shlex.join(str(part) for part in command)}")
+    return load_file(dump), json.loads(done.stdout)
+
+
+# --- diffusers --------------------------------------------------------------
+
+
+def exact_arithmetic():
+    """No TF32, no choice of algorithms by time: fp32 means fp32, and a run can be repeated."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.benchmark = False
+    # Casting a model with to() warns about modules to keep in fp32; there are none.
+    diffusers_logging.set_verbosity_error()
+
+
+def fill(model, folder, device):
+    """Copies the tensors of a folder's files into a model; every one has to have its place and every place its tensor."""
+    targets = model.state_dict()
+    if getattr(model.config, "tie_word_embeddings", False):
+        del targets["lm_head.weight"]
+    for path in sorted(folder.glob("*.safetensors")):
+        # To the device as they are stored, and only there to fp32.
+        with safe_open(path, "pt", device=device) as file:
+            for name in file.keys():
+                targets.pop(name).copy_(file.get_tensor(name))
+    assert not targets, f"{folder}: not in the files: {sorted(targets)}"
+
+
+def load_pipeline(folder, device):
+    """The pipeline in fp32.
+
+    Not with from_pretrained: that makes the models in the memory of the host first, and can do without only with `accelerate`.
+    """
+    with torch.device(device), torch.no_grad():
+        transformer = Flux2Transformer2DModel.from_config(Flux2Transformer2DModel.load_config(folder / "transformer"))
+        vae = AutoencoderKLFlux2.from_config(AutoencoderKLFlux2.load_config(folder / "vae"))
+        text_encoder = Qwen3ForCausalLM(Qwen3Config.from_pretrained(folder / "text_encoder")).float()
+        models = dict(transformer=transformer, vae=vae, text_encoder=text_encoder)
+        for part, model in models.items():
+            fill(model.eval().requires_grad_(False), folder / part, device)
+    index = json.loads((folder / "model_index.json").read_text())
+    pipe = Flux2KleinPipeline(
+        **models,
+        scheduler=FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler"),
+        tokenizer=Qwen2TokenizerFast.from_pretrained(folder / "tokenizer"),
+        is_distilled=index.get("is_distilled", False),
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+class StepRecorder(Recorder):
+    """Keeps the latents of every step, too."""
+
+    def __init__(self, pipe, exact_time):
+        super().__init__(pipe, exact_time)
+        self.steps = []
+
+    def on_step_end(self, pipe, step, timestep, tensors):
+        self.steps.append(tensors["latents"][0].clone())
+        return super().on_step_end(pipe, step, timestep, tensors)
+
+
+def call(pipe, args, case, **more):
+    images = [PIL.Image.open(file) for file in case.references]
+    return pipe(
+        prompt=args.prompt,
+        image=images or None,
+        width=case.width,
+        height=case.height,
+        num_inference_steps=case.steps,
+        guidance_scale=1.0,
+        latents=noise_of(case),
+        **more,
+    )
+
+
+def run_diffusers(pipe, args, case, exact_time=False):
+    """Runs the pipeline. Returns the same tensors as kiln's dump, on the CPU."""
+    recorder = StepRecorder(pipe, exact_time)
+    names = ["latents", "prompt_embeds"]
+    try:
+        call(
+            pipe,
+            args,
+            case,
+            output_type="pt",
+            callback_on_step_end=recorder.on_step_end,
+            callback_on_step_end_tensor_inputs=names,
+        )
+    finally:
+        recorder.close()
+    outputs = dict(token_ids=recorder.token_ids, prompt_embeds=recorder.prompt_embeds)
+    for number in range(1, len(case.references) + 1):
+        outputs[f"reference.{number}.tokens"] = recorder.inputs[recorder.input_ids[:, 0] == 10 * number]
+    for step, (velocity, latents) in enumerate(zip(recorder.velocities, recorder.steps), 1):
+        outputs[f"velocity.{step}"] = velocity
+        outputs[f"latents.{step}"] = latents
+    outputs.update(image=recorder.decoded, sigmas=pipe.scheduler.sigmas)
+    return {name: tensor.float().cpu() for name, tensor in outputs.items()}
+
+
+# --- Times ------------------------------------------------------------------
+
+
+def now(device):
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return 1000 * time.perf_counter()
+
+
+def median_ms(device, repeats, work):
+    times = []
+    for _ in range(repeats + 1):
+        started = now(device)
+        work()
+        times.append(now(device) - started)
+    return statistics.median(times[1:])
+
+
+def step_ms(pipe, args, case):
+    """From the end of a step to the end of the next; the first step of a call is not counted."""
+    times = []
+    for _ in range(args.repeats + 1):
+        ends = []
+
+        def on_step_end(_pipe, _step, _timestep, _tensors):
+            ends.append(now(args.device))
+            return {}
+
+        call(pipe, args, case, output_type="latent", callback_on_step_end=on_step_end)
+        times.append([end - start for start, end in zip(ends, ends[1:])])
+    return statistics.median([t for run in times[1:] for t in run]) if case.steps > 1 else None
+
+
+def peer_times(pipe, args, case):
+    latents = torch.randn(1, 32, case.height // 8, case.width // 8, device=args.device, dtype=pipe.vae.dtype)
+    with torch.no_grad():
+        return dict(
+            step=step_ms(pipe, args, case),
+            text_encode=median_ms(args.device, args.repeats, lambda: pipe.encode_prompt(args.prompt)),
+            vae_decode=median_ms(args.device, args.repeats, lambda: pipe.vae.decode(latents)),
+            whole=median_ms(args.device, args.repeats, lambda: call(pipe, args, case, output_type="pil")),
+        )
+
+
+def compiled_step_ms(pipe, args, case):
+    try:
+        return step_ms(pipe, args, case)
+    except Exception as error:  # whatever the compiler fails with: the comparison is done, and this a bonus
+        print(f"{case.name}: torch.compile failed: {error}")
+        return None
+
+
+# --- Comparison -------------------------------------------------------------
+
+
+def stages(case):
+    references = [f"reference.{number}.tokens" for number in range(1, len(case.references) + 1)]
+    steps = [f"{what}.{step}" for step in range(1, case.steps + 1) for what in ("velocity", "latents")]
+    return ["prompt_embeds", *references, *steps, "image"]
+
+
+def with_velocities(dump, sigmas):
+    """kiln does not dump velocities, but its latents are exact enough to tell them."""
+    moves = sigmas.diff().tolist()
+    return dump | {f"velocity.{i}": (dump[f"latents.{i}"] - dump[f"latents.{i - 1}"]) / d for i, d in enumerate(moves, 1)}
+
+
+def compare(case, exact, rounded, timed, kiln):
+    """Rows of the table for one case, and whether the token ids are the same."""
+    rows, kiln = [], with_velocities(kiln, exact["sigmas"])
+    for stage in stages(case):
+        assert kiln[stage].shape == exact[stage].shape, f"{stage}: {kiln[stage].shape}, not {exact[stage].shape}"
+        plain, exact_time, own = (relative_l2(run[stage], exact[stage]) for run in (rounded, timed, kiln))
+        ratio = own / min(plain, exact_time)
+        row = dict(case=case.name, stage=stage, rms=rms(exact[stage]), bf16=plain, bf16_exact_time=exact_time, kiln=own)
+        # NaN is not within any limit.
+        rows.append(row | dict(ratio=ratio, ok=ratio <= ALLOWED))
+    return rows, torch.equal(kiln["token_ids"].float(), exact["token_ids"])
+
+
+def print_rows(rows):
+    print("\ncase            stage                  rms     bf16      exact time  kiln      kiln / bf16")
+    for row in rows:
+        print(
+            f"{row['case']:<15} {row['stage']:<20} {row['rms']:7.3f}  {row['bf16']:.2e}  {row['bf16_exact_time']:.2e}"
+            f"    {row['kiln']:.2e}  {row['ratio']:.2f}{'' if row['ok'] else '  above ' + str(ALLOWED)}"
+        )
+
+
+def print_times(times):
+    print(f"\n{'':<28} text encode      step  vae decode     whole")
+
+    def line(*cells):
+        print("{:<14} {:<13} {:>11} {:>9} {:>11} {:>9}".format(*cells))
+
+    for name, (peer, compiled, kiln) in times.items():
+        line(name, "peer_ms", *(ms(peer[key]) for key in ("text_encode", "step", "vae_decode", "whole")))
+        if compiled is not None:
+            line("", "compiled_ms", "", ms(compiled), "", "")
+        seconds = kiln["seconds"]
+        own = (seconds["encode"], seconds["denoise"] / kiln["steps"], seconds["decode"])
+        line("", "kiln_ms, cold", *(ms(1000 * value) for value in own), "")
+
+
+def ms(value):
+    return f"{value:.1f}" if value is not None else "-"
+
+
+def versions():
+    found = {}
+    for package in ("diffusers", "transformers", "torch"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = sys.modules[package].__version__
+    return found
+
+
+def run(args):
+    clock = time.monotonic()
+
+    def said(what):
+        print(f"{time.monotonic() - clock:6.1f} s  {what}", flush=True)
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    exact_arithmetic()
+    cases = cases_of(args)
+    # First, so that a GPU is not shared with the other.
+    dumps, reports = {}, {}
+    for case in cases:
+        dumps[case.name], reports[case.name] = run_kiln(args, case)
+        said(f"kiln {case.name}: {reports[case.name]['model']}, {reports[case.name]['precision']}")
+    pipe = load_pipeline(args.checkpoint, args.device)
+    said(f"diffusers loaded, {versions()}")
+    exact, rounded, timed, times = {}, {}, {}, {}
+    for case in cases:
+        exact[case.name] = run_diffusers(pipe, args, case)
+        said(f"diffusers fp32 {case.name}")
+    to_bf16({part: getattr(pipe, part) for part in PARTS})
+    gc.collect()
+    if args.device == "cuda":
+        torch.cuda.empty_cache()
+    for case in cases:
+        rounded[case.name] = run_diffusers(pipe, args, case)
+        timed[case.name] = run_diffusers(pipe, args, case, exact_time=True)
+        said(f"diffusers bf16 {case.name}")
+
+    rows, ids = [], {}
+    for name, case in {case.name: case for case in cases}.items():
+        found, ids[name] = compare(case, exact[name], rounded[name], timed[name], dumps[name])
+        rows += found
+    print_rows(rows)
+    print(flush=True)
+
+    for case in cases:
+        times[case.name] = peer_times(pipe, args, case)
+        said(f"timed {case.name}")
+    compiled = {}
+    if args.compile:
+        pipe.transformer.compile(dynamic=False)
+        for case in cases:
+            compiled[case.name] = compiled_step_ms(pipe, args, case)
+            said(f"timed {case.name}, compiled")
+    print_times({name: (peer, compiled.get(name), reports[name]) for name, peer in times.items()})
+
+    broken = [f"{row['case']}: {row['stage']} is {row['ratio']:.2f} times off" for row in rows if not row["ok"]]
+    broken += [f"{name}: token ids differ" for name, same in ids.items() if not same]
+    if args.json:
+        device = torch.cuda.get_device_name() if args.device == "cuda" else args.device
+        result = dict(device=device, versions=versions(), prompt=args.prompt, steps=args.steps, allowed=ALLOWED)
+        result.update(rows=rows, peer_ms=times, peer_compiled_step_ms=compiled, kiln=reports, broken=broken)
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    print("\n" + "\n".join(broken or ["kiln is as close to fp32 as the rule asks, everywhere"]))
+    return 1 if broken else 0
+
+
+def sizes(text):
+    """Pixels such as `512,768x1024` as pairs."""
+    pairs = []
+    for item in text.split(","):
+        width, _, height = item.partition("x")
+        pairs.append((int(width), int(height or width)))
+    return pairs
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Compare kiln with diffusers on one checkpoint.")
+    parser.add_argument("checkpoint", type=Path, help="model folder in the diffusers layout")
+    parser.add_argument("--kiln", type=Path, required=True, help="the program")
+    parser.add_argument("--out", type=Path, required=True, help="folder for files along the way")
+    parser.add_argument("--sizes", type=sizes, default=sizes("512,1024"), help="pixels: 512,768x1024")
+    parser.add_argument("--references", type=int, default=0, metavar="N", help="reference images, with the last size")
+    # The first is not changed on its way to the model; the second is scaled down and cut.
+    parser.add_argument("--reference-sizes", type=sizes, default=sizes("1024,1300x1100"), metavar="SIZES")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--prompt", default="a red fox in the snow, looking at a sign that says \u201cKiln\u201d")
+    parser.add_argument("--repeats", type=int, default=3, help="measured calls of each timed part")
+    parser.add_argument("--compile", action="store_true", help="also time the transformer under torch.compile")
+    parser.add_argument("--json", type=Path, help="write the figures to a file")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--kiln-args", default="", metavar="ARGS", help="more arguments for kiln")
+    return run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

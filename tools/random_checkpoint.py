@@ -1,0 +1,337 @@
+#!/usr/bin/env python3
+"""Write a random FLUX.2 [klein] checkpoint at its real size, as the real ones are published.
+
+    python tools/random_checkpoint.py OUT --model 4b                   # 16 GB: klein 4B, Qwen3-4B, VAE, tokenizer
+    python tools/random_checkpoint.py OUT --model 9b --blocks 2,2      # fewer blocks: double, single
+    python tools/random_checkpoint.py OUT --model tiny --check         # the sizes of tools/goldens.py, and how large activations are
+
+The folder has the diffusers layout with weights in bf16; kiln and diffusers both open it. Nothing in it was trained: it serves to
+compare two engines (tools/compare_diffusers.py) and to time them at the real sizes, not to make pictures.
+
+Names and shapes are those of the diffusers and transformers classes, built without memory. Values come from a generator of their
+own for each tensor, seeded by its name; it is that of the GPU where there is one, so only machines of one kind make the same files.
+They are scaled so that every part of the model matters in the result, and an error anywhere shows: activations, modulations and
+gates are of order one, attention looks at a few tokens and not at the mean of all, and the picture fills its range.
+"""
+
+import argparse
+import gzip
+import json
+import math
+import os
+import re
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
+from goldens import CHAT_TEMPLATE, ROOT, SCHEDULER, TEXT_ENCODER, TOKENIZER, TRANSFORMER, VAE, fnv1a, rms
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+# --- Sizes ------------------------------------------------------------------
+
+QWEN3 = TEXT_ENCODER | dict(vocab_size=151936, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8)
+REAL_VAE = VAE | dict(block_out_channels=[128, 256, 512, 512])
+
+MODELS = {
+    "tiny": dict(transformer=TRANSFORMER, text_encoder=TEXT_ENCODER, vae=VAE),
+    "4b": dict(
+        transformer=TRANSFORMER
+        | dict(num_layers=5, num_single_layers=20, num_attention_heads=24, joint_attention_dim=7680),
+        text_encoder=QWEN3 | dict(hidden_size=2560, intermediate_size=9728),
+        vae=REAL_VAE,
+    ),
+    "9b": dict(
+        transformer=TRANSFORMER
+        | dict(num_layers=8, num_single_layers=24, num_attention_heads=32, joint_attention_dim=12288),
+        text_encoder=QWEN3 | dict(hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False),
+        vae=REAL_VAE,
+    ),
+}
+
+# What is written besides the settings above: whose they are.
+HEADS = dict(
+    transformer=dict(_class_name="Flux2Transformer2DModel", out_channels=None),
+    text_encoder=dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_act="silu", dtype="bfloat16"),
+    vae=dict(_class_name="AutoencoderKLFlux2", batch_norm_eps=1e-4),
+)
+INDEX = dict(
+    _class_name="Flux2KleinPipeline",
+    is_distilled=True,
+    scheduler=["diffusers", "FlowMatchEulerDiscreteScheduler"],
+    text_encoder=["transformers", "Qwen3ForCausalLM"],
+    tokenizer=["transformers", "Qwen2TokenizerFast"],
+    transformer=["diffusers", "Flux2Transformer2DModel"],
+    vae=["diffusers", "AutoencoderKLFlux2"],
+)
+TOKENIZER_CONFIG = dict(
+    tokenizer_class="Qwen2Tokenizer",
+    add_prefix_space=False,
+    bos_token=None,
+    eos_token="<|im_end|>",
+    pad_token="<|endoftext|>",
+    unk_token=None,
+    padding_side="right",
+    model_max_length=131072,
+    clean_up_tokenization_spaces=False,
+    chat_template=CHAT_TEMPLATE,
+)
+
+# Stem of the weight files and bytes of the largest, as the libraries that save real models have them.
+FILES = dict(
+    transformer=("diffusion_pytorch_model", 10_000_000_000),
+    text_encoder=("model", 5_000_000_000),
+    vae=("diffusion_pytorch_model", 10_000_000_000),
+)
+
+
+def configs_of(args):
+    configs = {part: dict(config) for part, config in MODELS[args.model].items()}
+    if args.blocks:
+        configs["transformer"].update(num_layers=args.blocks[0], num_single_layers=args.blocks[1])
+    if args.encoder_layers:
+        configs["text_encoder"].update(num_hidden_layers=args.encoder_layers)
+    return configs
+
+
+def build(part, config):
+    if part == "text_encoder":
+        return Qwen3ForCausalLM(Qwen3Config(**config))
+    return (Flux2Transformer2DModel if part == "transformer" else AutoencoderKLFlux2)(**config)
+
+
+def tensors_of(part, config):
+    """Name, shape and whether it is a float, of every tensor that a published file of the part has."""
+    with torch.device("meta"):
+        state = build(part, config).state_dict()
+    tied = {"lm_head.weight"} if config.get("tie_word_embeddings") else set()
+    return [(name, tuple(t.shape), t.is_floating_point()) for name, t in state.items() if name not in tied]
+
+
+# --- Values -----------------------------------------------------------------
+
+# What silu makes of a normal variable has this size; a projection after it makes up for the loss.
+SILU = 1 / 0.6
+# Shifts and scales stay below the signal, or all tokens become one; gates let a block's whole output pass.
+SHIFT, SCALE, GATE = 0.3 * SILU, 0.3 * SILU, SILU
+
+# Gain of a projection: the size of its output for an input of size one. The first pattern that fits counts, and the others have 1.
+# Several numbers are for as many equal slices of the rows.
+GAINS = [
+    # The sinusoid has size 0.7.
+    (r"transformer\.time_guidance_embed\..*linear_1", [1.4]),
+    (r"transformer\.time_guidance_embed\..*linear_2", [SILU]),
+    (r"transformer\.double_stream_modulation", [SHIFT, SCALE, GATE] * 2),
+    (r"transformer\.single_stream_modulation", [SHIFT, SCALE, GATE]),
+    (r"transformer\.norm_out\.linear", [SCALE, SHIFT]),
+    # Text features have grown through the layers of their encoder.
+    (r"transformer\.context_embedder", [0.3]),
+    (r"transformer\..*\.(to_out|to_add_out|linear_out)\b", [SILU]),
+    # The residual stream grows with the root of the number of layers. In the encoder there are more of them.
+    (r"text_encoder\..*\.o_proj", [0.7]),
+    (r"text_encoder\..*\.down_proj", [0.7 * SILU]),
+    (r"vae\..*\.attentions\.0\.to_[qk]", [1.6]),
+    (r"vae\..*coder\.conv_in", [1.5]),
+    # Most pixels should be within -1..1.
+    (r"vae\.decoder\.conv_out", [0.4 * SILU]),
+    (r"vae\..*\.(conv1|conv2|conv_out)\b", [SILU]),
+]
+
+# Mean of vectors that are factors. Large query and key norms make attention sharp: with thousands of keys it would otherwise be
+# close to the mean of all values, and wrong positions would not show.
+FACTORS = [
+    (r"transformer\..*\.norm_(added_)?[qk]\.weight", 1.7),
+    (r"text_encoder\..*\.[qk]_norm\.weight", 1.4),
+    (r"\.(weight|running_var)$", 1.0),
+]
+
+
+def first_match(table, name):
+    return next((value for pattern, value in table if re.search(pattern, name)), None)
+
+
+def values(name, shape, device):
+    """The tensor `name` (with its part in front), in bf16."""
+    generator = torch.Generator(device).manual_seed(fnv1a(name.encode()) >> 1)
+    tensor = torch.empty(shape, device=device).normal_(generator=generator)
+    factor = first_match(FACTORS, name)
+    if len(shape) == 1 and factor is not None:
+        # Never near zero, which would hide whatever it is multiplied with.
+        tensor.clamp_(-3, 3).mul_(0.2).add_(1).mul_(factor)
+    elif len(shape) == 1:
+        tensor.mul_(0.2)
+    elif not name.endswith("embed_tokens.weight"):
+        gains = first_match(GAINS, name) or [1.0]
+        for rows, gain in zip(tensor.chunk(len(gains)), gains):
+            rows.mul_(gain / math.sqrt(math.prod(shape[1:])))
+    return tensor.to(torch.bfloat16)
+
+
+# --- Files ------------------------------------------------------------------
+
+
+def write_json(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def byte_size(shape, is_float):
+    return math.prod(shape) * (2 if is_float else 8)
+
+
+def split(tensors, limit):
+    """Consecutive tensors, in shards of at most `limit` bytes."""
+    shards, used = [[]], 0
+    for tensor in tensors:
+        size = byte_size(*tensor[1:])
+        if shards[-1] and used + size > limit:
+            shards.append([])
+            used = 0
+        shards[-1].append(tensor)
+        used += size
+    return shards
+
+
+def write_all(file, data, offset):
+    while data:
+        written = os.pwrite(file, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def write_shard(path, part, tensors, device, pool):
+    """Queues the tensors of a safetensors file. Returns the open file, and what to wait for before it is closed."""
+    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    for name, shape, is_float in tensors:
+        end = offset + byte_size(shape, is_float)
+        header[name] = dict(dtype="BF16" if is_float else "I64", shape=shape, data_offsets=[offset, end])
+        offset = end
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    start = 8 + len(head)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    write_all(file, len(head).to_bytes(8, "little") + head, 0)
+    os.truncate(file, start + offset)
+
+    def write(name, shape, is_float):
+        # The only one that is no float counts batches, and nobody reads it.
+        tensor = values(f"{part}.{name}", shape, device) if is_float else torch.zeros(shape, dtype=torch.int64)
+        data = tensor.cpu().reshape(-1).view(torch.uint8).numpy()
+        write_all(file, memoryview(data), start + header[name]["data_offsets"][0])
+
+    return file, [pool.submit(write, *tensor) for tensor in tensors]
+
+
+def write_weights(folder, part, config, device, pool):
+    """Writes a part's weights. Returns the number of tensors and of bytes."""
+    tensors = tensors_of(part, config)
+    stem, limit = FILES[part]
+    shards = split(tensors, limit)
+    total = sum(byte_size(*tensor[1:]) for tensor in tensors)
+    weight_map, queued = {}, []
+    for number, shard in enumerate(shards, 1):
+        suffix = f"-{number:05}-of-{len(shards):05}" if len(shards) > 1 else ""
+        path = folder / f"{stem}{suffix}.safetensors"
+        weight_map.update({name: path.name for name, *_ in shard})
+        queued.append(write_shard(path, part, shard, device, pool))
+    for file, writes in queued:
+        for write in writes:
+            write.result()
+        os.close(file)
+    if len(shards) > 1:
+        index = dict(metadata=dict(total_size=total), weight_map=dict(sorted(weight_map.items())))
+        write_json(folder / f"{stem}.safetensors.index.json", index)
+    return len(tensors), total
+
+
+def tokenizer_json(model):
+    packed = ROOT / "models" / "qwen3" / "tokenizer.json.gz"
+    return TOKENIZER.read_bytes() if model == "tiny" else gzip.decompress(packed.read_bytes())
+
+
+def write_checkpoint(folder, args, device):
+    # More threads than this only wait for the same disk.
+    with ThreadPoolExecutor(8 if device == "cuda" else os.cpu_count()) as pool:
+        for part, config in configs_of(args).items():
+            started = time.monotonic()
+            write_json(folder / part / "config.json", HEADS[part] | config)
+            tensors, total = write_weights(folder / part, part, config, device, pool)
+            print(f"{part:<13} {tensors:>4} tensors  {total:>14,} bytes  {time.monotonic() - started:5.1f} s", flush=True)
+    write_json(folder / "model_index.json", INDEX)
+    write_json(folder / "scheduler" / "scheduler_config.json", dict(_class_name=INDEX["scheduler"][1]) | SCHEDULER)
+    write_json(folder / "tokenizer" / "tokenizer_config.json", TOKENIZER_CONFIG)
+    (folder / "tokenizer" / "tokenizer.json").write_bytes(tokenizer_json(args.model))
+
+
+# --- Check ------------------------------------------------------------------
+
+# The modules whose outputs are shown: what adds to a residual stream or changes it, and every modulation.
+SHOWN = re.compile(
+    r"(time_guidance_embed|\w+_stream_modulation\w*|x_embedder|context_embedder|norm_out|proj_out"
+    r"|(single_)?transformer_blocks\.\d+(\.attn|\.ff|\.ff_context)?|model\.layers\.\d+(\.self_attn|\.mlp)?"
+    r"|quant_conv|post_quant_conv|.*\.(attentions|resnets)\.\d+|.*\.conv_out)$"
+)
+
+
+def show_sizes(part, name, output):
+    """Prints the size of an output, and how much of it all tokens or pixels have in common."""
+    for tensor in output if isinstance(output, tuple) else [output]:
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            spread = (2, 3) if tensor.ndim == 4 else (-2,)
+            common = rms(tensor.float().mean(spread)) / rms(tensor)
+            print(f"{part}.{name:<48} rms {rms(tensor):7.3f}  in common {common:4.2f}  {tuple(tensor.shape)}")
+
+
+def check(folder, device, size):
+    """Runs one step with the real classes and prints the size of what comes out of each block."""
+    from compare_diffusers import Case, draw_reference, exact_arithmetic, load_pipeline, noise_of  # needs more packages
+
+    exact_arithmetic()
+    pipe = load_pipeline(folder, device)
+    for part in ("text_encoder", "transformer", "vae"):
+        for name, module in getattr(pipe, part).named_modules():
+            if SHOWN.match(name):
+                module.register_forward_hook(lambda _m, _a, out, part=part, name=name: show_sizes(part, name, out))
+    case = Case("check", size, size, 1)
+    picture = pipe(
+        prompt="a red fox in the snow",
+        image=[draw_reference(0, (size, size))],
+        width=size,
+        height=size,
+        num_inference_steps=1,
+        latents=noise_of(case),
+        output_type="np",
+    ).images[0]
+    saturated = ((picture == 0) | (picture == 1)).mean()
+    print(f"picture: mean {picture.mean():.3f}, deviation {picture.std():.3f}, {saturated:.1%} of the values saturated")
+
+
+def block_counts(text):
+    double, single = (int(number) for number in text.split(","))
+    return double, single
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Write a random FLUX.2 [klein] checkpoint.")
+    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("--model", choices=MODELS, required=True, help="sizes of the model")
+    parser.add_argument("--blocks", type=block_counts, metavar="D,S", help="double and single blocks, instead of all")
+    parser.add_argument("--encoder-layers", type=int, metavar="N", help="layers of the text encoder, at least 28")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--check", action="store_true", help="then run a step and print how large activations are")
+    parser.add_argument("--check-size", type=int, default=256, metavar="PIXELS", help="width and height of that")
+    args = parser.parse_args()
+    # Features are taken after 27 layers, and what the reference returns after its last one has gone through a norm.
+    if args.encoder_layers is not None and args.encoder_layers < 28:
+        parser.error("--encoder-layers must be at least 28")
+    started = time.monotonic()
+    write_checkpoint(args.out, args, args.device)
+    print(f"{args.out}: {time.monotonic() - started:.1f} s")
+    if args.check:
+        check(args.out, args.device, args.check_size)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
