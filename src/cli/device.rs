@@ -1,7 +1,6 @@
 //! Where a request is computed: choosing the backend, and `kiln doctor`.
 
 use super::args::{BackendArg, DoctorArgs};
-use super::request::GenerateRequest;
 use super::run::print;
 use crate::backend::cpu::Cpu;
 use crate::backend::cuda::{self, Cuda};
@@ -24,19 +23,19 @@ pub struct Chosen {
     pub note: Option<String>,
 }
 
-/// Takes the backend that a request asks for.
-pub fn choose(request: &GenerateRequest, stop: &Arc<AtomicBool>) -> Result<Chosen> {
+/// Takes the backend that was asked for.
+pub fn choose(backend: BackendArg, device: usize, threads: usize, stop: &Arc<AtomicBool>) -> Result<Chosen> {
     let cpu = |note| -> Result<Chosen> {
-        let cpu = Cpu::new(request.threads, stop.clone())?;
+        let cpu = Cpu::new(threads, stop.clone())?;
         let machine = format!("{} threads", cpu.threads());
         Ok(Chosen { backend: Box::new(cpu), name: "cpu", machine, note })
     };
     let gpu = || -> Result<Chosen> {
-        let cuda = Cuda::open(request.device, stop.clone())?;
+        let cuda = Cuda::open(device, stop.clone())?;
         let machine = format!("GPU {} ({})", cuda.device().index, cuda.device().name);
         Ok(Chosen { backend: Box::new(cuda), name: "cuda", machine, note: None })
     };
-    match request.backend {
+    match backend {
         BackendArg::Cpu => cpu(None),
         BackendArg::Cuda => gpu(),
         BackendArg::Auto => match gpu() {
