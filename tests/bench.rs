@@ -132,6 +132,8 @@ fn what_cannot_be_measured_is_refused() {
         ("bench --seed 1", 2, "unexpected argument '--seed'"),
         ("bench --quick", 2, "--kernels"),
         ("bench --kernels --steps 2", 2, "cannot be used with"),
+        ("bench --kernels=fox", 2, "no op has `fox` in its name"),
+        ("bench --kernels --backend cuda", 6, "no usable GPU"),
         ("bench --model none", 3, "none"),
         ("bench --backend cuda", 6, "no usable GPU"),
     ] {
@@ -153,6 +155,37 @@ fn help_teaches() {
     }
     assert!(run.text().lines().all(|line| line.chars().count() <= 100), "{}", run.text());
     assert!(sandbox.run(["--help"]).good().text().contains("bench"));
+}
+
+#[test]
+fn kernels_are_timed_one_by_one() {
+    let sandbox = Sandbox::new();
+    let run = sandbox.run(["bench", "--kernels", "--quick", "--json=kernels.json"]).good();
+    let report: Value = serde_json::from_slice(&std::fs::read(sandbox.path("kernels.json")).unwrap()).unwrap();
+    for (key, value) in [("kind", "kernels"), ("backend", "cpu"), ("precision", "bf16"), ("scale", "quick")] {
+        assert_eq!(report[key], value, "{key}");
+    }
+    assert!(report["tensor_flops"].is_null());
+    let rows = report["rows"].as_array().unwrap();
+    let table = run.text().split_once("\n\n").unwrap().1;
+    assert_eq!(table.lines().count(), rows.len());
+    for (row, line) in rows.iter().zip(table.lines()) {
+        assert!(line.starts_with(row["op"].as_str().unwrap()) && line.contains(row["shape"].as_str().unwrap()), "{line}");
+        assert!(line.contains(" us ±") && (line.contains("B/s") || line.contains("FLOP/s")), "{line}");
+        assert_eq!(row["of_copy"].is_null(), !line.ends_with(" % of copy"), "{line}");
+        assert_eq!(row["seconds"].as_array().unwrap().len(), 3);
+        assert!(row["median_s"].as_f64().unwrap() > 0.0);
+    }
+    for op in kiln::backend::OP_NAMES {
+        assert!(rows.iter().any(|row| row["op"] == *op), "{op}");
+    }
+
+    let run = sandbox.run(["bench", "--kernels=attention", "--quick", "--json", "-q", "--precision", "f32"]).good();
+    let [report] = &run.json()[..] else { panic!("{}", run.text()) };
+    let rows = report["rows"].as_array().unwrap();
+    assert!(!rows.is_empty() && rows.iter().all(|row| row["op"].as_str().unwrap().starts_with("attention")), "{report}");
+    assert_eq!((report["precision"].as_str(), run.stderr.as_str()), (Some("f32"), ""));
+    assert_eq!(sandbox.names(), ["kernels.json"]);
 }
 
 /// The first interrupt ends the run, and nothing was written.

@@ -48,8 +48,15 @@ struct StandIn {
 
 impl StandIn {
     fn new(memory: u64) -> Rc<Self> {
-        let info =
-            DeviceInfo { index: 0, name: "Stand-in".into(), capability: (9, 0), multiprocessors: 1, memory, driver: (13, 0) };
+        let info = DeviceInfo {
+            index: 0,
+            name: "Stand-in".into(),
+            capability: (9, 0),
+            multiprocessors: 1,
+            clock: 1_000_000,
+            memory,
+            driver: (13, 0),
+        };
         Rc::new(Self {
             info,
             calls: Cell::new(0),

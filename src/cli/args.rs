@@ -629,9 +629,11 @@ mod tests {
 
     #[test]
     fn bench_measures_pictures_or_kernels() {
-        let bench = |line: &[&str]| match parse(&[&["bench"], line].concat())?.command {
-            Some(Command::Bench(args)) => Ok(*args),
-            other => panic!("{other:?}"),
+        let bench = |line: &[&str]| -> Result<BenchArgs, clap::Error> {
+            match parse(&[&["bench"], line].concat())?.command {
+                Some(Command::Bench(args)) => Ok(*args),
+                other => panic!("{other:?}"),
+            }
         };
         let args = bench(&["a fox", "--json", "--runs", "1000"]).unwrap();
         assert_eq!((args.prompt.prompt.as_deref(), args.runs), (Some("a fox".as_ref()), 1000));

@@ -1,8 +1,9 @@
 //! `kiln bench`: how long pictures take, stage by stage, and what they take of memory; or how fast single kernels are.
 
+mod kernels;
 mod pictures;
 
-use super::args::{BenchArgs, GenerateArgs};
+use super::args::{BenchArgs, GenerateArgs, RunArgs};
 use super::request::GenerateRequest;
 use super::run::print;
 use crate::error::{Error, Result};
@@ -25,26 +26,38 @@ const PROMPT: &str = "a red fox in the snow";
 pub struct BenchRequest {
     /// When this began, which a cold picture is counted from.
     started: Instant,
-    pictures: GenerateRequest,
-    runs: usize,
+    subject: Subject,
     /// Where JSON goes, if anywhere; `-` is standard output, which then has no table.
     json: Option<PathBuf>,
     /// How much to tell.
     pub verbosity: Verbosity,
 }
 
+/// What is timed.
+#[derive(Debug)]
+enum Subject {
+    /// A cold picture and so many warm ones.
+    Pictures(Box<GenerateRequest>, usize),
+    /// Ops with this in their names, where the flags say.
+    Kernels { filter: String, quick: bool, run: RunArgs },
+}
+
 impl BenchRequest {
     /// Checks flags against each other, the environment and the file system.
     pub fn new(args: BenchArgs, environment: Environment, stdin: &mut dyn Read) -> Result<Self> {
         let started = Instant::now();
-        let BenchArgs { mut prompt, model, runs, json, shape, run, .. } = args;
+        let BenchArgs { mut prompt, model, kernels, quick, runs, json, shape, run } = args;
+        let verbosity = Verbosity::new(run.quiet, run.verbose);
         if let Some(path) = json.as_deref().filter(|path| *path != Path::new("-")) {
             check_writable(path, false, 0)?;
+        }
+        if let Some(filter) = kernels {
+            kernels::check(&filter)?;
+            return Ok(Self { started, subject: Subject::Kernels { filter, quick, run }, json, verbosity });
         }
         if prompt.prompt.is_none() && prompt.prompt_file.is_none() {
             prompt.prompt = Some(OsString::from(PROMPT));
         }
-        let verbosity = Verbosity::new(run.quiet, run.verbose);
         let args = GenerateArgs {
             prompt,
             model,
@@ -63,14 +76,23 @@ impl BenchRequest {
             run,
         };
         let pictures = GenerateRequest::unsaved(args, environment, stdin, 0)?;
-        Ok(Self { started, pictures, runs, json, verbosity })
+        Ok(Self { started, subject: Subject::Pictures(Box::new(pictures), runs), json, verbosity })
     }
 }
 
 /// Measures, and writes a table or JSON to `out`. No picture is kept.
 pub fn bench(request: &BenchRequest, stop: &Arc<AtomicBool>, terminal: &Terminal, out: &mut dyn Write) -> Result<()> {
-    let report = pictures::measure(&request.pictures, request.started, request.runs, stop, terminal)?;
-    publish(&report, report.table(), request.json.as_deref(), out)
+    let json = request.json.as_deref();
+    match &request.subject {
+        Subject::Pictures(pictures, runs) => {
+            let report = pictures::measure(pictures, request.started, *runs, stop, terminal)?;
+            publish(&report, report.table(), json, out)
+        }
+        Subject::Kernels { filter, quick, run } => {
+            let report = kernels::measure(filter, *quick, run, stop, terminal)?;
+            publish(&report, report.table(), json, out)
+        }
+    }
 }
 
 /// Writes results where they were asked for.

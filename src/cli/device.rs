@@ -3,6 +3,7 @@
 use super::args::{BackendArg, DoctorArgs};
 use super::run::print;
 use crate::backend::cpu::Cpu;
+use crate::backend::cuda::driver::DeviceInfo;
 use crate::backend::cuda::{self, Cuda};
 use crate::backend::{Backend, OP_NAMES};
 use crate::error::{Error, Result, gib};
@@ -19,6 +20,8 @@ pub struct Chosen {
     pub name: &'static str,
     /// The machine, for people.
     pub machine: String,
+    /// The GPU, if it is one.
+    pub device: Option<DeviceInfo>,
     /// Why it is not the one that `auto` would rather have.
     pub note: Option<String>,
 }
@@ -28,12 +31,13 @@ pub fn choose(backend: BackendArg, device: usize, threads: usize, stop: &Arc<Ato
     let cpu = |note| -> Result<Chosen> {
         let cpu = Cpu::new(threads, stop.clone())?;
         let machine = format!("{} threads", cpu.threads());
-        Ok(Chosen { backend: Box::new(cpu), name: "cpu", machine, note })
+        Ok(Chosen { backend: Box::new(cpu), name: "cpu", machine, device: None, note })
     };
     let gpu = || -> Result<Chosen> {
         let cuda = Cuda::open(device, stop.clone())?;
-        let machine = format!("GPU {} ({})", cuda.device().index, cuda.device().name);
-        Ok(Chosen { backend: Box::new(cuda), name: "cuda", machine, note: None })
+        let device = cuda.device().clone();
+        let machine = format!("GPU {} ({})", device.index, device.name);
+        Ok(Chosen { backend: Box::new(cuda), name: "cuda", machine, device: Some(device), note: None })
     };
     match backend {
         BackendArg::Cpu => cpu(None),

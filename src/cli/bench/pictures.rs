@@ -4,6 +4,7 @@ use super::super::device::choose;
 use super::super::request::GenerateRequest;
 use super::super::run::{Made, say_untrained};
 use crate::error::{Error, Result};
+use crate::microbench::median;
 use crate::pipeline::{Engine, Job, OpenModel};
 use crate::progress::{Phase, Progress};
 use crate::terminal::Terminal;
@@ -271,9 +272,9 @@ fn picture(engine: &mut Engine, job: &Job, made: &Made<'_>, watch: &Watch<'_>, s
 }
 
 /// The smallest, the middle and the largest of some numbers.
-fn spread(mut values: Vec<f64>) -> Option<[f64; 3]> {
-    values.sort_by(f64::total_cmp);
-    Some([*values.first()?, values[values.len() / 2], *values.last()?])
+fn spread(values: &[f64]) -> Option<[f64; 3]> {
+    let (min, max) = (values.iter().copied().reduce(f64::min)?, values.iter().copied().reduce(f64::max)?);
+    Some([min, median(values), max])
 }
 
 impl Report {
@@ -286,7 +287,7 @@ impl Report {
         let _ = writeln!(text, "{:<10} {:>12} {:>12} {:>12} {:>12}", "ms", "cold", "warm median", "min", "max");
         let mut row = |name: &str, cold: Option<f64>, warm: Vec<f64>| {
             let cell = |seconds: Option<f64>| seconds.map_or(String::new(), |s| format!("{:.3}", 1e3 * s));
-            let [min, median, max] = spread(warm).map_or([None; 3], |values| values.map(Some));
+            let [min, median, max] = spread(&warm).map_or([None; 3], |values| values.map(Some));
             let cells = [cold, median, min, max].map(cell);
             let line = format!("{name:<10} {:>12} {:>12} {:>12} {:>12}", cells[0], cells[1], cells[2], cells[3]);
             let _ = writeln!(text, "{}", line.trim_end());
@@ -298,7 +299,7 @@ impl Report {
                 row(name, cold, warm);
             }
             if name == "denoise" {
-                let cold = spread(self.cold_s.steps.clone()).map(|[_, median, _]| median);
+                let cold = spread(&self.cold_s.steps).map(|[_, median, _]| median);
                 row("  a step", cold, self.warm_s.iter().flat_map(|t| t.steps.iter().copied()).collect());
             }
         }
@@ -361,7 +362,7 @@ mod tests {
 
     #[test]
     fn the_middle_of_some_numbers() {
-        assert_eq!(spread(vec![3.0, 1.0, 2.0]), Some([1.0, 2.0, 3.0]));
-        assert_eq!(spread(vec![]), None);
+        assert_eq!(spread(&[3.0, 1.0, 2.0]), Some([1.0, 2.0, 3.0]));
+        assert_eq!(spread(&[]), None);
     }
 }
