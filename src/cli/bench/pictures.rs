@@ -62,8 +62,11 @@ struct Times {
     total: f64,
 }
 
-/// Rows of the table, and where their figures are.
-const STAGES: [(&str, fn(&Times) -> Option<f64>); 10] = [
+/// Where a stage's seconds are.
+type Stage = fn(&Times) -> Option<f64>;
+
+/// Rows of the table.
+const STAGES: [(&str, Stage); 10] = [
     ("device", |t| t.device),
     ("open", |t| t.open),
     ("load", |t| t.load),
