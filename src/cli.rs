@@ -2,12 +2,14 @@
 //! ([`run`]). Only `args` knows clap; once a request exists, every number in it is legal and every file it names was looked at.
 
 pub mod args;
+mod bench;
 mod device;
 mod names;
 mod plan;
 mod request;
 mod run;
 
+pub use bench::{BenchRequest, bench};
 pub use device::doctor;
 pub use names::Target;
 pub use plan::plan;

@@ -12,6 +12,7 @@ pub mod dump;
 pub mod error;
 pub mod image;
 pub mod locate;
+pub mod microbench;
 pub mod model;
 pub mod names;
 pub mod noise;

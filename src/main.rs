@@ -1,10 +1,11 @@
 //! The program: parse, run, print the error and what to do about it, end with the code that says which kind it was.
 
 use kiln::cli::args::Command;
-use kiln::cli::{self, GenerateRequest};
+use kiln::cli::{self, BenchRequest, GenerateRequest};
 use kiln::error::{Error, Result};
 use kiln::locate::Environment;
-use kiln::terminal::Terminal;
+use kiln::progress::Progress;
+use kiln::terminal::{Terminal, Verbosity};
 use std::error::Error as _;
 use std::io::{self, ErrorKind, Write};
 use std::panic::{self, UnwindSafe};
@@ -66,14 +67,22 @@ fn run(command: Command, signals: &Signals) -> Result<()> {
         Command::Tiny(args) => cli::tiny(&args, out),
         Command::Generate(args) => {
             let request = GenerateRequest::new(*args, Environment::of_process(), &mut io::stdin(), cli::random_seed())?;
-            let terminal = Terminal::new(request.verbosity);
-            // Only now: until here there is nothing to end cleanly, and a signal may simply end the process.
-            if let Err(error) = signals.listen() {
-                kiln::progress::Progress::warn(&terminal, &format!("signals end this run at once: {error}"));
-            }
-            cli::generate(&request, &signals.stop, &terminal, out)
+            cli::generate(&request, &signals.stop, &terminal(request.verbosity, signals), out)
+        }
+        Command::Bench(args) => {
+            let request = BenchRequest::new(*args, Environment::of_process(), &mut io::stdin())?;
+            cli::bench(&request, &signals.stop, &terminal(request.verbosity, signals), out)
         }
     }
+}
+
+/// A terminal for work that signals can end cleanly. Until there is such work, a signal may simply end the process.
+fn terminal(verbosity: Verbosity, signals: &Signals) -> Terminal {
+    let terminal = Terminal::new(verbosity);
+    if let Err(error) = signals.listen() {
+        terminal.warn(&format!("signals end this run at once: {error}"));
+    }
+    terminal
 }
 
 /// Requests from outside to stop.

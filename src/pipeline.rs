@@ -287,6 +287,11 @@ impl Engine {
         &self.name
     }
 
+    /// Where it runs.
+    pub fn backend(&self) -> &dyn Backend {
+        self.backend.as_ref()
+    }
+
     /// Which kind of klein it is.
     pub fn variant(&self) -> Variant {
         self.variant

@@ -5,7 +5,7 @@ mod random;
 
 use clap::CommandFactory;
 use kiln::cli::args::{Cli, Command};
-use kiln::cli::{self, GenerateRequest};
+use kiln::cli::{self, BenchRequest, GenerateRequest};
 use kiln::locate::Environment;
 use random::{Random, cases};
 use std::ffi::OsString;
@@ -115,6 +115,7 @@ fn arguments(random: &mut Random) -> Vec<OsString> {
         0 if random.below(8) == 0 => args.push("plan".into()),
         1 => args.push("generate".into()),
         2 if random.below(4) == 0 => args.push("tiny".into()),
+        2 => args.push("bench".into()),
         // Most get far enough to be checked against each other.
         3..7 => args.extend(["a fox", "--model", "tiny"].map(OsString::from)),
         _ => {}
@@ -143,6 +144,7 @@ fn outcome(args: Vec<OsString>) -> Option<u8> {
             return Some(u8::try_from(text.exit_code()).unwrap());
         }
         Ok(Command::Generate(args)) => GenerateRequest::new(*args, Environment::default(), &mut &b"a fox"[..], 1).err(),
+        Ok(Command::Bench(args)) => BenchRequest::new(*args, Environment::default(), &mut &b"a fox"[..]).err(),
         Ok(Command::Plan(args)) => cli::plan(*args, Environment::default(), &mut Vec::new()).err(),
         // Would ask the driver.
         Ok(Command::Doctor(_)) => None,

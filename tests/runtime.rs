@@ -8,9 +8,10 @@ mod ops;
 
 use common::cases;
 use kiln::backend::cuda::driver::{DeviceInfo, Driver, Function, Graph, Launch, MapSpec, Module, Rows, Stream};
-use kiln::backend::cuda::{Choice, Cuda, Kernel};
+use kiln::backend::cuda::{self, Choice, Cuda, Kernel};
 use kiln::config::Variant;
 use kiln::error::{Error, Result};
+use kiln::microbench::{Protocol, Scale, rows};
 use kiln::names::{Layout, Part};
 use kiln::pipeline::{Engine, Job, LoadOptions, OpenModel, Picture};
 use kiln::progress::Silent;
@@ -54,6 +55,7 @@ impl StandIn {
             capability: (9, 0),
             multiprocessors: 1,
             shared: 232_448,
+            clock: 1_000_000,
             memory,
             driver: (13, 0),
         };
@@ -402,4 +404,42 @@ fn a_job_that_does_not_fit_is_refused_with_ways_down() {
         let smaller = if memory > 1 << 25 { "try to use --width 1" } else { "try to close other programs" };
         assert!(hint.starts_with(smaller) && hint.ends_with(", or use --backend cpu"), "{memory}: {hint}");
     }
+}
+
+#[test]
+fn every_op_can_be_timed() {
+    let driver = StandIn::new(1 << 40);
+    let mut cuda = Cuda::new(driver.clone(), &|_| Ok(Cow::Borrowed(&[])), Arc::default()).unwrap();
+    for row in rows(Scale::Quick, Precision::Bf16).unwrap() {
+        let (launches, replays) = (driver.launches.get(), driver.replays.get());
+        let figure = row.measure(&mut cuda, &Protocol::QUICK).unwrap();
+        assert!(figure.kernels.iter().all(|name| name.starts_with("kl_")) && !figure.kernels.is_empty(), "{figure:?}");
+        // Warm-up launches and records; what is timed is replayed.
+        let recorded = if figure.of_copy.is_some() { 2 } else { 1 };
+        assert_eq!(driver.replays.get() - replays, recorded * (1 + 1 + figure.seconds.len()), "{figure:?}");
+        assert!(driver.launches.get() - launches >= recorded * 2 * figure.sets, "{figure:?}");
+        assert!(figure.kernels.iter().all(|name| cuda::kernels_of(row.name).iter().any(|k| k.symbol() == *name)), "{figure:?}");
+    }
+}
+
+#[test]
+fn fewer_sets_where_memory_is_short() {
+    let driver = StandIn::new(8 << 20);
+    let mut cuda = Cuda::new(driver.clone(), &|_| Ok(Cow::Borrowed(&[])), Arc::default()).unwrap();
+    let rows = rows(Scale::Quick, Precision::Bf16).unwrap();
+    let row = rows.iter().find(|row| row.shape == "64x64, 64 channels, stats given").unwrap();
+    assert_eq!(row.measure(&mut cuda, &Protocol::QUICK).unwrap().sets, 1);
+}
+
+/// At full size on tensor cores but for one op, whose heads are too wide.
+#[test]
+fn large_shapes_take_the_fast_kernels() {
+    let driver = StandIn::new(1 << 40);
+    let mut cuda = Cuda::new(driver.clone(), &|_| Ok(Cow::Borrowed(&[])), Arc::default()).unwrap();
+    for row in rows(Scale::Klein, Precision::Bf16).unwrap() {
+        row.prepare(&mut cuda, 1).unwrap().warm_up(&mut cuda).unwrap();
+    }
+    let launched = |kernel: Kernel| cuda.launched().any(|(k, times)| k == kernel && times > 0);
+    assert!([Kernel::GemmMma128, Kernel::AttentionMma, Kernel::ConvMma].into_iter().all(launched));
+    assert!(![Kernel::NaiveProduct, Kernel::NaiveConv, Kernel::HeadNorm].into_iter().any(launched));
 }

@@ -57,6 +57,7 @@ fn modules_use_only_what_is_below_them() {
         "image",
         "reference",
         "backend",
+        "microbench",
         "names",
         "checkpoint",
         "config",

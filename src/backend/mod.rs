@@ -76,6 +76,12 @@ pub trait Backend {
         Ok(None)
     }
 
+    /// How often each kernel was launched so far, by its name, where the backend has kernels. What is recorded counts once, however
+    /// often it is replayed.
+    fn launches(&self) -> Vec<(&'static str, u64)> {
+        Vec::new()
+    }
+
     /// Says how many bytes of weights there will be, before the first upload. Weights from before are gone.
     fn reserve_weights(&mut self, _bytes: u64) -> Result<()> {
         Ok(())

@@ -39,8 +39,10 @@ Examples:
       Starts from pictures.
 
   kiln plan --width 2048 --height 2048
+  kiln bench --width 1024 --height 1024
   kiln doctor
-      What such a picture would take, in operations and memory; what kiln finds on this machine.
+      What such a picture would take, in operations and memory; how long it takes, stage by stage; what
+      kiln finds on this machine.
 
   kiln \"a red fox\" --json | jq .seed
       One JSON object per picture on standard output. Everything else goes to standard error.
@@ -60,6 +62,29 @@ Exit codes:
   0 done, 2 wrong usage, 3 a bad input file, 4 not enough memory, 5 output not written,
   6 no usable GPU or a fault of it, 7 a numeric fault, 70 a bug in kiln, 130 and 143 stopped by a
   signal";
+
+/// What `bench -h` ends with.
+const BENCH_EXAMPLE: &str = "Example: kiln bench --width 1024 --height 1024 --runs 10";
+
+/// What `bench --help` ends with.
+const BENCH_EXAMPLES: &str = "\
+Examples:
+  kiln bench
+      The model that `kiln PROMPT` would use, with its own size and steps: one picture cold, five warm.
+
+  kiln bench --model ~/models/FLUX.2-klein-4B --width 1024 --height 1024 --runs 10
+  kiln bench \"make it night\" --reference photo.jpg --steps 8
+      Everything that decides how long a picture takes is said as for a picture.
+
+  kiln bench --json | jq .warm_s[].total
+  kiln bench --json=times.json
+      JSON with every single time: on standard output, or in a new file beside the table.
+
+  kiln bench --kernels
+  kiln bench --kernels=attention --json=attention.json
+      Single ops at klein 4B's shapes: time, rate, share of the ceiling. Needs no model.
+
+Close other programs that use the GPU: they take its time, and what they do to its memory is counted too.";
 
 /// Makes pictures from text with FLUX.2 [klein]: a prompt in, a PNG out
 ///
@@ -96,6 +121,13 @@ pub enum Command {
     /// Tokens of each part, the schedule, floating-point operations of each stage, bytes of weights and of working memory.
     Plan(Box<PlanArgs>),
 
+    /// Measure: a first picture and warm ones stage by stage, or single kernels
+    ///
+    /// Loads the model, makes a picture cold and several warm, writes none of them, and tells the time of each stage and the memory
+    /// that was planned and used. Cold is the first of this process; the system may still have the files in memory.
+    #[command(after_help = BENCH_EXAMPLE, after_long_help = BENCH_EXAMPLES)]
+    Bench(Box<BenchArgs>),
+
     /// Tell what kiln can use on this machine: GPUs, driver, kernels, models
     Doctor(Box<DoctorArgs>),
 
@@ -108,19 +140,9 @@ pub enum Command {
 // So that `--seed -1` is told what a seed is, and not that there is no option `-1`.
 #[command(allow_negative_numbers = true)]
 pub struct GenerateArgs {
-    /// What to show; may be empty
-    #[arg(value_name = "PROMPT")]
-    pub prompt: Option<OsString>,
-
-    /// What was typed after it, which is a mistake: most likely quotes were forgotten.
-    #[arg(hide = true)]
-    pub rest: Vec<OsString>,
-
-    /// Read the prompt from a file, or from standard input with `-`
-    ///
-    /// One newline at its end is dropped.
-    #[arg(long, value_name = "FILE", help_heading = "Input")]
-    pub prompt_file: Option<PathBuf>,
+    /// What the picture shows
+    #[command(flatten)]
+    pub prompt: PromptArgs,
 
     /// Which model
     #[command(flatten)]
@@ -183,6 +205,32 @@ pub struct GenerateArgs {
     #[arg(long, value_name = "FILE", help_heading = "Sampling")]
     pub noise: Option<PathBuf>,
 
+    /// Where and how to compute
+    #[command(flatten)]
+    pub run: RunArgs,
+}
+
+/// Flags that give a prompt.
+#[derive(Args, Debug)]
+pub struct PromptArgs {
+    /// What to show; may be empty
+    #[arg(value_name = "PROMPT")]
+    pub prompt: Option<OsString>,
+
+    /// What was typed after it, which is a mistake: most likely quotes were forgotten.
+    #[arg(hide = true)]
+    pub rest: Vec<OsString>,
+
+    /// Read the prompt from a file, or from standard input with `-`
+    ///
+    /// One newline at its end is dropped.
+    #[arg(long, value_name = "FILE", help_heading = "Input")]
+    pub prompt_file: Option<PathBuf>,
+}
+
+/// Flags that say where and how to compute.
+#[derive(Args, Debug)]
+pub struct RunArgs {
     /// Where to compute
     #[arg(long, value_enum, value_name = "WHERE", default_value = "auto", help_heading = "Run")]
     pub backend: BackendArg,
@@ -314,6 +362,63 @@ pub struct PlanArgs {
     /// Print a JSON object instead of a table
     #[arg(long, help_heading = "Run")]
     pub json: bool,
+}
+
+/// Flags of `kiln bench`.
+#[derive(Args, Debug)]
+#[command(allow_negative_numbers = true)]
+pub struct BenchArgs {
+    /// What the pictures show; any prompt takes the same time
+    #[command(flatten)]
+    pub prompt: PromptArgs,
+
+    /// Which model
+    #[command(flatten)]
+    pub model: ModelArgs,
+
+    /// Time single ops at klein 4B's shapes instead of pictures; with a name, those that have it in theirs
+    ///
+    /// Needs no model. Each row tells how much of the ceiling is reached: memory-bound ops against a copy of as many bytes in the
+    /// same run, matrix products on a GPU against its tensor cores at their highest clock. The processor gets smaller shapes.
+    #[arg(
+        long,
+        value_name = "NAME",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "",
+        conflicts_with_all = ["PromptArgs", "ModelArgs", "ShapeArgs", "runs"],
+        help_heading = "Measuring"
+    )]
+    pub kernels: Option<String>,
+
+    /// Only show that every op can be timed: tiny shapes, few batches, figures that mean nothing
+    #[arg(long, requires = "kernels", help_heading = "Measuring")]
+    pub quick: bool,
+
+    /// How many warm pictures
+    #[arg(long, value_name = "N", value_parser = within(1usize, 1000), default_value = "5", help_heading = "Measuring")]
+    pub runs: usize,
+
+    /// Print JSON instead of a table, or write it to a new file beside the table
+    ///
+    /// With every single time. bench/README.md in the sources describes the fields.
+    #[arg(
+        long,
+        value_name = "FILE",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "-",
+        help_heading = "Measuring"
+    )]
+    pub json: Option<PathBuf>,
+
+    /// What the pictures are made from and how large
+    #[command(flatten)]
+    pub shape: ShapeArgs,
+
+    /// Where and how to compute
+    #[command(flatten)]
+    pub run: RunArgs,
 }
 
 /// Flags of `kiln doctor`.
@@ -485,7 +590,7 @@ mod tests {
                 Some(Command::Generate(args)) => *args,
                 Some(other) => panic!("{other:?}"),
             };
-            args.prompt.unwrap().into_string().unwrap()
+            args.prompt.prompt.unwrap().into_string().unwrap()
         };
         assert_eq!(prompt(&["a fox"]), "a fox");
         assert_eq!(prompt(&["generate", "a fox"]), "a fox");
@@ -496,7 +601,7 @@ mod tests {
         assert_eq!(prompt(&["--", "-fox"]), "-fox");
         assert_eq!(prompt(&["--", "tiny"]), "tiny");
         assert!(matches!(parse(&["tiny", "dir"]).unwrap().command, Some(Command::Tiny(_))));
-        assert_eq!(parse(&["tinny", "dir"]).unwrap().generate.rest, ["dir"]);
+        assert_eq!(parse(&["tinny", "dir"]).unwrap().generate.prompt.rest, ["dir"]);
     }
 
     #[test]
@@ -519,6 +624,35 @@ mod tests {
                 assert_eq!(error.exit_code(), 2, "{flag} {value}");
                 assert!(error.to_string().contains("expected a"), "{flag} {value}: {error}");
             }
+        }
+    }
+
+    #[test]
+    fn bench_measures_pictures_or_kernels() {
+        let bench = |line: &[&str]| -> Result<BenchArgs, clap::Error> {
+            match parse(&[&["bench"], line].concat())?.command {
+                Some(Command::Bench(args)) => Ok(*args),
+                other => panic!("{other:?}"),
+            }
+        };
+        let args = bench(&["a fox", "--json", "--runs", "1000"]).unwrap();
+        assert_eq!((args.prompt.prompt.as_deref(), args.runs), (Some("a fox".as_ref()), 1000));
+        assert_eq!((args.json, args.kernels), (Some("-".into()), None));
+        let args = bench(&["--kernels", "--json=times.json", "--backend", "cpu"]).unwrap();
+        assert_eq!((args.kernels.as_deref(), args.json), (Some(""), Some("times.json".into())));
+        assert_eq!(bench(&["--kernels=conv", "--quick"]).unwrap().kernels.as_deref(), Some("conv"));
+        for wrong in [
+            &["--runs", "0"][..],
+            &["--runs", "1001"],
+            &["--quick"],
+            &["--kernels", "a fox"],
+            &["--kernels", "--model", "tiny"],
+            &["--kernels", "--width", "64"],
+            &["--kernels", "--runs", "3"],
+            &["--output", "a.png"],
+            &["--count", "2"],
+        ] {
+            assert_eq!(bench(wrong).unwrap_err().exit_code(), 2, "{wrong:?}");
         }
     }
 }

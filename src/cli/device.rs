@@ -1,9 +1,9 @@
 //! Where a request is computed: choosing the backend, and `kiln doctor`.
 
 use super::args::{BackendArg, DoctorArgs};
-use super::request::GenerateRequest;
 use super::run::print;
 use crate::backend::cpu::Cpu;
+use crate::backend::cuda::driver::DeviceInfo;
 use crate::backend::cuda::{self, Cuda};
 use crate::backend::{Backend, OP_NAMES};
 use crate::error::{Error, Result, gib};
@@ -20,23 +20,26 @@ pub struct Chosen {
     pub name: &'static str,
     /// The machine, for people.
     pub machine: String,
+    /// The GPU, if it is one.
+    pub device: Option<DeviceInfo>,
     /// Why it is not the one that `auto` would rather have.
     pub note: Option<String>,
 }
 
-/// Takes the backend that a request asks for.
-pub fn choose(request: &GenerateRequest, stop: &Arc<AtomicBool>) -> Result<Chosen> {
+/// Takes the backend that was asked for.
+pub fn choose(backend: BackendArg, device: usize, threads: usize, stop: &Arc<AtomicBool>) -> Result<Chosen> {
     let cpu = |note| -> Result<Chosen> {
-        let cpu = Cpu::new(request.threads, stop.clone())?;
+        let cpu = Cpu::new(threads, stop.clone())?;
         let machine = format!("{} threads", cpu.threads());
-        Ok(Chosen { backend: Box::new(cpu), name: "cpu", machine, note })
+        Ok(Chosen { backend: Box::new(cpu), name: "cpu", machine, device: None, note })
     };
     let gpu = || -> Result<Chosen> {
-        let cuda = Cuda::open(request.device, stop.clone())?;
-        let machine = format!("GPU {} ({})", cuda.device().index, cuda.device().name);
-        Ok(Chosen { backend: Box::new(cuda), name: "cuda", machine, note: None })
+        let cuda = Cuda::open(device, stop.clone())?;
+        let device = cuda.device().clone();
+        let machine = format!("GPU {} ({})", device.index, device.name);
+        Ok(Chosen { backend: Box::new(cuda), name: "cuda", machine, device: Some(device), note: None })
     };
-    match request.backend {
+    match backend {
         BackendArg::Cpu => cpu(None),
         BackendArg::Cuda => gpu(),
         BackendArg::Auto => match gpu() {

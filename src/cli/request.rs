@@ -1,6 +1,6 @@
 //! What was asked for, checked as far as it can be before a model is opened.
 
-use super::args::{BackendArg, GenerateArgs, NoiseArg};
+use super::args::{BackendArg, GenerateArgs, NoiseArg, PromptArgs};
 use super::names::Target;
 use crate::config::{TextConfig, Variant};
 use crate::dump::read_noise;
@@ -74,6 +74,13 @@ impl GenerateRequest {
     /// Checks flags against each other, the environment and the file system. `stdin` is read if the prompt comes from there;
     /// `random` is the seed where none is given.
     pub fn new(args: GenerateArgs, environment: Environment, stdin: &mut dyn Read, random: u64) -> Result<Self> {
+        let request = Self::unsaved(args, environment, stdin, random)?;
+        request.check_outputs()?;
+        Ok(request)
+    }
+
+    /// The same for pictures that nobody keeps.
+    pub fn unsaved(args: GenerateArgs, environment: Environment, stdin: &mut dyn Read, random: u64) -> Result<Self> {
         let seed = args.seed.unwrap_or(random);
         let seeds: Vec<u64> = (0..args.count as u64).map(|i| seed.wrapping_add(i)).collect();
         if seeds.len() > 1 {
@@ -85,7 +92,7 @@ impl GenerateRequest {
             }
         }
         let kind = noise_kind(&args)?;
-        let prompt = prompt(&args, stdin)?;
+        let prompt = prompt(&args.prompt, stdin)?;
         if let Some(negative) = &args.negative {
             check_length(negative.len())?;
         }
@@ -103,7 +110,7 @@ impl GenerateRequest {
             Some(path) => Noise::Given(read_noise(path, size.grid().tokens())?),
             None => Noise::Drawn(kind),
         };
-        let request = Self {
+        Ok(Self {
             target: Target::new(args.output, &prompt, seeds.len()),
             prompt,
             found,
@@ -118,15 +125,13 @@ impl GenerateRequest {
             noise,
             dump: args.dump,
             force: args.force,
-            precision: args.precision.into(),
-            backend: args.backend,
-            device: args.device,
-            threads: args.threads.unwrap_or(0),
+            precision: args.run.precision.into(),
+            backend: args.run.backend,
+            device: args.run.device,
+            threads: args.run.threads.unwrap_or(0),
             json: args.json,
-            verbosity: Verbosity::new(args.quiet, args.verbose),
-        };
-        request.check_outputs()?;
-        Ok(request)
+            verbosity: Verbosity::new(args.run.quiet, args.run.verbose),
+        })
     }
 
     /// Refuses now what could not be written after minutes of work.
@@ -194,7 +199,7 @@ fn noise_kind(args: &GenerateArgs) -> Result<NoiseKind> {
     }
 }
 
-fn prompt(args: &GenerateArgs, stdin: &mut dyn Read) -> Result<String> {
+fn prompt(args: &PromptArgs, stdin: &mut dyn Read) -> Result<String> {
     if let (Some(prompt), Some(rest)) = (&args.prompt, args.rest.first()) {
         let what = format!("there is more than one prompt: `{}` and `{}`", prompt.display(), rest.display());
         return Err(Error::usage(what, "put the whole prompt in quotes"));

@@ -23,27 +23,12 @@ pub const STDOUT: &str = "standard output";
 /// Makes the pictures of a request. Each is saved, and its path or JSON object written to `out`, as soon as it is done. Once
 /// `stop` is set nothing more is saved.
 pub fn generate(request: &GenerateRequest, stop: &Arc<AtomicBool>, terminal: &Terminal, out: &mut dyn Write) -> Result<()> {
-    if request.found == Found::BuiltIn {
-        terminal.say(untrained(request.built_in_named));
-    }
-    let chosen = choose(request, stop)?;
+    say_untrained(request, terminal);
+    let chosen = choose(request.backend, request.device, request.threads, stop)?;
     let model = OpenModel::open(&request.found, request.variant)?;
-    chosen.note.iter().for_each(|note| terminal.say(&format!("note: {note}")));
-    model.warnings.iter().for_each(|warning| terminal.warn(warning));
     let made = Made::new(request, &model, &chosen);
-    if request.guidance.is_some() && made.variant != Variant::Base {
-        terminal.warn(&format!("--guidance is ignored: this is a {} model, only base models take it", made.variant));
-    }
-    if request.negative.is_some() && made.variant != Variant::Base {
-        terminal.warn(&format!("--negative is ignored: this is a {} model, only base models take it", made.variant));
-    }
-    terminal.say(&made.headline());
-    terminal.detail(&made.setup(&chosen.machine));
-    for (j, reference) in request.references.iter().enumerate() {
-        terminal.detail(&format!("reference {}: {}", j + 1, became(reference)));
-    }
-    let options = LoadOptions { precision: request.precision, references: !request.references.is_empty() };
-    let job = made.job();
+    made.introduce(&model, &chosen, terminal);
+    let (options, job) = (made.options(), made.job());
     model.check_memory(chosen.backend.as_ref(), &chosen.machine, options, &job)?;
     let mut engine = Engine::load(chosen.backend, model, options, terminal)?;
     let mut index = 0;
@@ -77,13 +62,15 @@ pub fn tiny(args: &TinyArgs, out: &mut dyn Write) -> Result<()> {
     print(out, &line_of(folder))
 }
 
-/// Said before noise is made, so that nobody takes it for a fault.
-const fn untrained(named: bool) -> &'static str {
-    if named {
-        "note: the tiny model is random and untrained, so the picture is noise; for real weights use --model or KILN_MODEL"
-    } else {
-        "note: no FLUX.2 model was found; this is a tiny untrained random model, so the picture is noise; \
-         for real weights use --model or KILN_MODEL"
+/// Says that the model was never trained, before it makes noise, so that nobody takes that for a fault.
+pub fn say_untrained(request: &GenerateRequest, terminal: &Terminal) {
+    if request.found == Found::BuiltIn {
+        terminal.say(if request.built_in_named {
+            "note: the tiny model is random and untrained, so the picture is noise; for real weights use --model or KILN_MODEL"
+        } else {
+            "note: no FLUX.2 model was found; this is a tiny untrained random model, so the picture is noise; \
+             for real weights use --model or KILN_MODEL"
+        });
     }
 }
 
@@ -108,15 +95,15 @@ pub fn print(out: &mut dyn Write, line: &[u8]) -> Result<()> {
 }
 
 /// How pictures are made: the request, and what the model's files added to it.
-struct Made<'a> {
-    request: &'a GenerateRequest,
-    model: String,
-    variant: Variant,
-    steps: usize,
+pub struct Made<'a> {
+    pub request: &'a GenerateRequest,
+    pub model: String,
+    pub variant: Variant,
+    pub steps: usize,
     /// None where the model takes none.
-    guidance: Option<f32>,
+    pub guidance: Option<f32>,
     /// Name of the backend, as the command line spells it.
-    backend: &'static str,
+    pub backend: &'static str,
 }
 
 /// What `--json` prints for a picture.
@@ -136,7 +123,7 @@ struct Report<'a> {
 }
 
 impl<'a> Made<'a> {
-    fn new(request: &'a GenerateRequest, model: &OpenModel, chosen: &Chosen) -> Self {
+    pub fn new(request: &'a GenerateRequest, model: &OpenModel, chosen: &Chosen) -> Self {
         let variant = model.variant;
         let guidance = request.guidance.unwrap_or(variant.default_guidance());
         Self {
@@ -149,7 +136,29 @@ impl<'a> Made<'a> {
         }
     }
 
-    fn job(&self) -> Job {
+    /// Says what is about to be made, with what and on what.
+    pub fn introduce(&self, model: &OpenModel, chosen: &Chosen, terminal: &Terminal) {
+        let request = self.request;
+        chosen.note.iter().for_each(|note| terminal.say(&format!("note: {note}")));
+        model.warnings.iter().for_each(|warning| terminal.warn(warning));
+        if request.guidance.is_some() && self.variant != Variant::Base {
+            terminal.warn(&format!("--guidance is ignored: this is a {} model, only base models take it", self.variant));
+        }
+        if request.negative.is_some() && self.variant != Variant::Base {
+            terminal.warn(&format!("--negative is ignored: this is a {} model, only base models take it", self.variant));
+        }
+        terminal.say(&self.headline());
+        terminal.detail(&self.setup(&chosen.machine));
+        for (j, reference) in request.references.iter().enumerate() {
+            terminal.detail(&format!("reference {}: {}", j + 1, became(reference)));
+        }
+    }
+
+    pub fn options(&self) -> LoadOptions {
+        LoadOptions { precision: self.request.precision, references: !self.request.references.is_empty() }
+    }
+
+    pub fn job(&self) -> Job {
         let request = self.request;
         Job {
             prompt: request.prompt.clone(),
@@ -169,7 +178,7 @@ impl<'a> Made<'a> {
         references.map(|prepared| Reference { grid: prepared.grid(), pixels: prepared.values() }).collect()
     }
 
-    fn size(&self) -> String {
+    pub fn size(&self) -> String {
         format!("{}x{}", self.request.size.width(), self.request.size.height())
     }
 
@@ -216,7 +225,7 @@ impl<'a> Made<'a> {
     }
 
     /// What a PNG says about itself: enough to make it again, and nothing that differs when it is made again.
-    fn text(&self, seed: u64) -> Vec<(&'static str, String)> {
+    pub fn text(&self, seed: u64) -> Vec<(&'static str, String)> {
         let mut text = vec![
             ("prompt", self.request.prompt.clone()),
             ("seed", seed.to_string()),

@@ -18,10 +18,34 @@ pub struct DeviceInfo {
     pub multiprocessors: u32,
     /// Most bytes of shared memory that a block may have.
     pub shared: u32,
+    /// The highest clock they run at, in kHz.
+    pub clock: u32,
     /// Bytes of memory.
     pub memory: u64,
     /// Newest CUDA version the driver speaks, major and minor.
     pub driver: (u32, u32),
+}
+
+impl DeviceInfo {
+    /// Operations of one multiprocessor's tensor cores in a clock: dense products of bf16, summed in f32. From the vendor's
+    /// descriptions of each architecture; none where they are not known.
+    pub fn tensor_flops_per_clock(&self) -> Option<u32> {
+        // What is sold for games sums in f32 at half the rate of the same chip in a workstation.
+        let whole = if self.name.contains("GeForce") { 512 } else { 1024 };
+        match self.capability {
+            (8, 0) => Some(2048),
+            (8, 6 | 9) | (12, 0) => Some(whole),
+            (9, 0) => Some(4096),
+            (10, 0 | 3) => Some(8192),
+            _ => None,
+        }
+    }
+
+    /// The same for the whole GPU in a second, at its highest clock: what no kernel can pass, and none holds for long.
+    pub fn tensor_flops(&self) -> Option<f64> {
+        let per_clock = f64::from(self.tensor_flops_per_clock()?);
+        Some(per_clock * f64::from(self.multiprocessors) * f64::from(self.clock) * 1e3)
+    }
 }
 
 /// Loaded kernels.
@@ -158,4 +182,28 @@ pub trait Driver {
 
     /// Gives a recording back.
     fn destroy_graph(&self, graph: Graph);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The makers' own figures, which use a clock that is sometimes below the highest.
+    #[test]
+    fn tensor_cores_do_what_their_makers_say() {
+        for (name, capability, multiprocessors, clock, tera) in [
+            ("NVIDIA A100-SXM4-80GB", (8, 0), 108, 1_410_000, 312.0),
+            ("NVIDIA GeForce RTX 3090", (8, 6), 82, 1_695_000, 71.0),
+            ("NVIDIA GeForce RTX 4090", (8, 9), 128, 2_520_000, 165.2),
+            ("NVIDIA RTX 6000 Ada Generation", (8, 9), 142, 2_505_000, 364.2),
+            ("NVIDIA H100 80GB HBM3", (9, 0), 132, 1_830_000, 989.4),
+            ("NVIDIA GeForce RTX 5090", (12, 0), 170, 2_407_000, 209.5),
+        ] {
+            let (index, memory, driver) = (0, 0, (13, 0));
+            let device = DeviceInfo { index, name: name.into(), capability, multiprocessors, shared: 0, clock, memory, driver };
+            let got = device.tensor_flops().unwrap() / 1e12;
+            assert!((got / tera - 1.0).abs() < 0.005, "{name}: {got}");
+            assert_eq!(DeviceInfo { capability: (7, 5), ..device }.tensor_flops(), None);
+        }
+    }
 }

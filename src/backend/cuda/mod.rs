@@ -306,6 +306,10 @@ impl Backend for Cuda {
         Ok(Some(self.driver.free_memory()?.saturating_sub(self.scratch_size().bytes() + 2 * GRANULE)))
     }
 
+    fn launches(&self) -> Vec<(&'static str, u64)> {
+        self.launched().filter(|(_, times)| *times > 0).map(|(kernel, times)| (kernel.symbol(), times)).collect()
+    }
+
     fn reserve_weights(&mut self, bytes: u64) -> Result<()> {
         self.finish_uploads()?;
         self.weights = Memory::empty(&self.driver);

@@ -88,9 +88,10 @@ fn describe_device(index: usize, driver: (u32, u32)) -> Result<(DeviceInfo, sys:
     );
     let multiprocessors = get(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
     let shared = get(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+    let clock = get(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_CLOCK_RATE)?;
     let bytes = name.map(|c| c as u8);
     let name = CStr::from_bytes_until_nul(&bytes).map(|s| s.to_string_lossy().into_owned()).unwrap_or_default();
-    Ok((DeviceInfo { index, name, capability, multiprocessors, shared, memory: memory as u64, driver }, device))
+    Ok((DeviceInfo { index, name, capability, multiprocessors, shared, clock, memory: memory as u64, driver }, device))
 }
 
 /// All GPUs, or why there are none.

@@ -1,0 +1,113 @@
+//! `kiln bench`: how long pictures take, stage by stage, and what they take of memory; or how fast single kernels are.
+
+mod kernels;
+mod pictures;
+
+use super::args::{BenchArgs, GenerateArgs, RunArgs};
+use super::request::GenerateRequest;
+use super::run::print;
+use crate::error::{Error, Result};
+use crate::locate::Environment;
+use crate::output::{check_writable, save_new};
+use crate::terminal::{Terminal, Verbosity};
+use serde::Serialize;
+use std::ffi::OsString;
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+
+/// The prompt where none is given. All are padded to the same length, so none is faster than another.
+const PROMPT: &str = "a red fox in the snow";
+
+/// What to measure.
+#[derive(Debug)]
+pub struct BenchRequest {
+    /// When this began, which a cold picture is counted from.
+    started: Instant,
+    subject: Subject,
+    /// Where JSON goes, if anywhere; `-` is standard output, which then has no table.
+    json: Option<PathBuf>,
+    /// How much to tell.
+    pub verbosity: Verbosity,
+}
+
+/// What is timed.
+#[derive(Debug)]
+enum Subject {
+    /// A cold picture and so many warm ones.
+    Pictures(Box<GenerateRequest>, usize),
+    /// Ops with this in their names, where the flags say.
+    Kernels { filter: String, quick: bool, run: RunArgs },
+}
+
+impl BenchRequest {
+    /// Checks flags against each other, the environment and the file system.
+    pub fn new(args: BenchArgs, environment: Environment, stdin: &mut dyn Read) -> Result<Self> {
+        let started = Instant::now();
+        let BenchArgs { mut prompt, model, kernels, quick, runs, json, shape, run } = args;
+        let verbosity = Verbosity::new(run.quiet, run.verbose);
+        if let Some(path) = json.as_deref().filter(|path| *path != Path::new("-")) {
+            check_writable(path, false, 0)?;
+        }
+        if let Some(filter) = kernels {
+            kernels::check(&filter)?;
+            return Ok(Self { started, subject: Subject::Kernels { filter, quick, run }, json, verbosity });
+        }
+        if prompt.prompt.is_none() && prompt.prompt_file.is_none() {
+            prompt.prompt = Some(OsString::from(PROMPT));
+        }
+        let args = GenerateArgs {
+            prompt,
+            model,
+            output: None,
+            force: false,
+            dump: None,
+            json: false,
+            shape,
+            negative: None,
+            seed: Some(0),
+            count: 1,
+            noise_kind: None,
+            noise_sms: None,
+            noise_threads: None,
+            noise: None,
+            run,
+        };
+        let pictures = GenerateRequest::unsaved(args, environment, stdin, 0)?;
+        Ok(Self { started, subject: Subject::Pictures(Box::new(pictures), runs), json, verbosity })
+    }
+}
+
+/// Measures, and writes a table or JSON to `out`. No picture is kept.
+pub fn bench(request: &BenchRequest, stop: &Arc<AtomicBool>, terminal: &Terminal, out: &mut dyn Write) -> Result<()> {
+    let json = request.json.as_deref();
+    match &request.subject {
+        Subject::Pictures(pictures, runs) => {
+            let report = pictures::measure(pictures, request.started, *runs, stop, terminal)?;
+            publish(&report, report.table(), json, out)
+        }
+        Subject::Kernels { filter, quick, run } => {
+            let report = kernels::measure(filter, *quick, run, stop, terminal)?;
+            publish(&report, report.table(), json, out)
+        }
+    }
+}
+
+/// Writes results where they were asked for.
+fn publish(report: &impl Serialize, table: String, json: Option<&Path>, out: &mut dyn Write) -> Result<()> {
+    let text = || {
+        let text = serde_json::to_string(report).map_err(|e| Error::Op { op: "json", what: e.to_string() })?;
+        Ok(format!("{text}\n"))
+    };
+    match json {
+        Some(path) if path == Path::new("-") => print(out, text()?.as_bytes()),
+        Some(path) => {
+            // First, so that a table that cannot be shown costs no figures.
+            save_new(path, text()?.as_bytes(), false)?;
+            print(out, table.as_bytes())
+        }
+        None => print(out, table.as_bytes()),
+    }
+}

@@ -1,0 +1,123 @@
+//! Single ops: time, rate, and share of what the machine could do at best.
+
+use super::super::args::RunArgs;
+use super::super::device::choose;
+use crate::backend::OP_NAMES;
+use crate::backend::cuda::driver::DeviceInfo;
+use crate::error::{Error, Result};
+use crate::microbench::{Figure, Protocol, Scale, rows};
+use crate::tensor::Precision;
+use crate::terminal::Terminal;
+use serde::Serialize;
+use std::fmt::Write as _;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+/// What was measured. These are the fields of the JSON, and `bench/README.md` describes them.
+#[derive(Serialize)]
+pub struct Report {
+    kiln: &'static str,
+    kind: &'static str,
+    backend: &'static str,
+    machine: String,
+    precision: &'static str,
+    scale: &'static str,
+    /// Operations a second of the tensor cores at their highest clock, where rows are held to that.
+    tensor_flops: Option<f64>,
+    /// Where that figure comes from, for people.
+    #[serde(skip)]
+    ceiling: Option<String>,
+    rounds: usize,
+    rows: Vec<Figure>,
+}
+
+/// Refuses a name that no op has.
+pub fn check(filter: &str) -> Result<()> {
+    if OP_NAMES.iter().any(|op| op.contains(filter)) {
+        return Ok(());
+    }
+    Err(Error::usage(format!("no op has `{filter}` in its name"), format!("the ops are {}", OP_NAMES.join(", "))))
+}
+
+/// Times every op with `filter` in its name.
+pub fn measure(filter: &str, quick: bool, run: &RunArgs, stop: &Arc<AtomicBool>, terminal: &Terminal) -> Result<Report> {
+    let mut chosen = choose(run.backend, run.device, run.threads.unwrap_or(0), stop)?;
+    chosen.note.iter().for_each(|note| terminal.say(&format!("note: {note}")));
+    let precision: Precision = run.precision.into();
+    let (scale, protocol) = match (quick, &chosen.device) {
+        (true, _) => (Scale::Quick, Protocol::QUICK),
+        (false, Some(_)) => (Scale::Klein, Protocol::FULL),
+        (false, None) => (Scale::Processor, Protocol::FULL),
+    };
+    // In f32 products run on the plain cores.
+    let device = chosen.device.as_ref().filter(|_| precision == Precision::Bf16);
+    let tensor_flops = device.and_then(DeviceInfo::tensor_flops);
+    let mut figures = Vec::new();
+    for row in rows(scale, precision)?.into_iter().filter(|row| row.name.contains(filter)) {
+        terminal.say(&format!("timing {} {}", row.name, row.shape));
+        figures.push(row.measure(chosen.backend.as_mut(), &protocol)?.held_to(tensor_flops));
+    }
+    Ok(Report {
+        kiln: env!("CARGO_PKG_VERSION"),
+        kind: "kernels",
+        backend: chosen.name,
+        precision: precision.name(),
+        scale: scale.name(),
+        tensor_flops,
+        ceiling: device.and_then(ceiling),
+        machine: chosen.machine,
+        rounds: protocol.rounds,
+        rows: figures,
+    })
+}
+
+/// What products are held to.
+fn ceiling(device: &DeviceInfo) -> Option<String> {
+    let (flops, per_clock) = (device.tensor_flops()?, device.tensor_flops_per_clock()?);
+    let (major, minor) = device.capability;
+    Some(format!(
+        "peak: {:.1} TFLOP/s = {} multiprocessors x {per_clock} FLOP a clock (known of compute {major}.{minor}) x {:.3} GHz",
+        flops / 1e12,
+        device.multiprocessors,
+        f64::from(device.clock) / 1e6
+    ))
+}
+
+impl Report {
+    pub fn table(&self) -> String {
+        let mut text = format!("kiln {}, {}, {}, {}, {}\n", self.kiln, self.backend, self.machine, self.scale, self.precision);
+        text.push_str("copy: as many bytes read and written, in turn with the row\n");
+        self.ceiling.iter().for_each(|line| {
+            let _ = writeln!(text, "{line}");
+        });
+        text.push('\n');
+        self.rows.iter().for_each(|figure| {
+            let _ = writeln!(text, "{}", figure.line());
+        });
+        text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_ceiling_says_where_it_comes_from() {
+        let name = "NVIDIA H200".into();
+        let (index, memory, driver) = (0, 0, (13, 0));
+        let device = DeviceInfo {
+            index,
+            name,
+            capability: (9, 0),
+            multiprocessors: 132,
+            shared: 232_448,
+            clock: 1_980_000,
+            memory,
+            driver,
+        };
+        let line = "peak: 1070.5 TFLOP/s = 132 multiprocessors x 4096 FLOP a clock (known of compute 9.0) x 1.980 GHz";
+        assert_eq!(ceiling(&device).as_deref(), Some(line));
+        assert_eq!(ceiling(&DeviceInfo { capability: (7, 5), ..device }), None);
+    }
+}

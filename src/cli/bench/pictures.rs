@@ -1,0 +1,371 @@
+//! Pictures, stage by stage: one cold, several warm.
+
+use super::super::device::choose;
+use super::super::request::GenerateRequest;
+use super::super::run::{Made, say_untrained};
+use crate::error::{Error, Result};
+use crate::microbench::median;
+use crate::pipeline::{Engine, Job, OpenModel};
+use crate::progress::{Phase, Progress};
+use crate::terminal::Terminal;
+use serde::Serialize;
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+/// What was measured. These are the fields of the JSON, and `bench/README.md` describes them.
+#[derive(Serialize)]
+pub struct Report {
+    kiln: &'static str,
+    kind: &'static str,
+    model: String,
+    variant: String,
+    backend: &'static str,
+    machine: String,
+    precision: &'static str,
+    width: usize,
+    height: usize,
+    steps: usize,
+    guidance: Option<f32>,
+    references: usize,
+    cold_s: Times,
+    warm_s: Vec<Times>,
+    memory: Memory,
+    kernels: BTreeMap<&'static str, u64>,
+}
+
+/// Seconds of one picture.
+#[derive(Default, Serialize)]
+struct Times {
+    /// Opening the device and loading its kernels; only the cold picture has this and the next two.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    device: Option<f64>,
+    /// Reading flags, references and headers of weight files.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    open: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    load: Option<f64>,
+    encode: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    references: Option<f64>,
+    denoise: f64,
+    /// Each step of `denoise`.
+    steps: Vec<f64>,
+    decode: f64,
+    /// Compressing the picture, which is then thrown away.
+    png: f64,
+    /// Everything between stages: tokens, the plan, positions, modulations, noise.
+    rest: f64,
+    total: f64,
+}
+
+/// Where a stage's seconds are.
+type Stage = fn(&Times) -> Option<f64>;
+
+/// Rows of the table.
+const STAGES: [(&str, Stage); 10] = [
+    ("device", |t| t.device),
+    ("open", |t| t.open),
+    ("load", |t| t.load),
+    ("encode", |t| Some(t.encode)),
+    ("references", |t| t.references),
+    ("denoise", |t| Some(t.denoise)),
+    ("decode", |t| Some(t.decode)),
+    ("png", |t| Some(t.png)),
+    ("rest", |t| Some(t.rest)),
+    ("total", |t| Some(t.total)),
+];
+
+impl Times {
+    /// Fills in the stages that were watched, and what is between them.
+    fn finish(mut self, spans: &[Span], png: f64, total: f64) -> Self {
+        let of = |phase: Phase| spans.iter().filter(|s| s.phase == phase).map(Span::seconds).reduce(|a, b| a + b);
+        self.load = of(Phase::Load);
+        self.encode = of(Phase::Encode).unwrap_or(0.0);
+        self.references = of(Phase::References);
+        self.denoise = of(Phase::Denoise).unwrap_or(0.0);
+        self.steps = spans.iter().filter(|s| s.phase == Phase::Denoise).flat_map(Span::steps).collect();
+        self.decode = of(Phase::Decode).unwrap_or(0.0);
+        (self.png, self.total) = (png, total);
+        let known: f64 = STAGES.iter().filter(|(name, _)| *name != "total").filter_map(|(_, of)| of(&self)).sum();
+        self.rest = (total - known).max(0.0);
+        self
+    }
+}
+
+/// Bytes of device memory.
+#[derive(Serialize)]
+struct Memory {
+    planned_weights: u64,
+    planned_working: u64,
+    /// What became of the free memory between opening the device and the worst moment after it, where the backend can tell.
+    measured: Option<u64>,
+    /// Whether the two agree: within 5 % and 256 MiB.
+    holds: Option<bool>,
+}
+
+impl Memory {
+    fn new(planned_weights: u64, planned_working: u64, measured: Option<u64>) -> Self {
+        let planned = planned_weights + planned_working;
+        let holds = measured.map(|bytes| bytes.abs_diff(planned) <= planned / 20 + (256 << 20));
+        Self { planned_weights, planned_working, measured, holds }
+    }
+
+    fn lines(&self) -> String {
+        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+        let planned = self.planned_weights + self.planned_working;
+        let (weights, working) = (mib(self.planned_weights), mib(self.planned_working));
+        let mut text = format!("memory      {weights:.1} MiB of weights + {working:.1} MiB of working memory planned\n");
+        let measured = match self.measured {
+            Some(bytes) => {
+                let more = mib(bytes) - mib(planned);
+                let share = 100.0 * more / mib(planned).max(f64::MIN_POSITIVE);
+                let verdict = if self.holds == Some(true) { "within" } else { "NOT within" };
+                format!("{:.1} MiB measured, {more:+.1} MiB ({share:+.1} %): {verdict} 5 % + 256 MiB of the plan", mib(bytes))
+            }
+            None => "not measured: only GPUs tell".into(),
+        };
+        let _ = writeln!(text, "            {measured}");
+        text
+    }
+}
+
+/// A phase, as it was seen to begin, advance and end.
+struct Span {
+    phase: Phase,
+    start: Instant,
+    advances: Vec<Instant>,
+    end: Option<Instant>,
+}
+
+impl Span {
+    fn seconds(&self) -> f64 {
+        self.end.map_or(0.0, |end| (end - self.start).as_secs_f64())
+    }
+
+    /// Seconds from one advance to the next.
+    fn steps(&self) -> impl Iterator<Item = f64> {
+        let starts = std::iter::once(&self.start).chain(&self.advances);
+        starts.zip(&self.advances).map(|(from, to)| (*to - *from).as_secs_f64())
+    }
+}
+
+/// Looks at the clock whenever something is reported. Stages end with reading a result back, so the device is done by then.
+struct Watch<'a> {
+    terminal: &'a Terminal,
+    /// Whether phases are shown, too: while somebody waits for the first picture, and not between warm ones.
+    shown: Cell<bool>,
+    spans: RefCell<Vec<Span>>,
+}
+
+impl Progress for Watch<'_> {
+    fn begin(&self, phase: Phase, total: u64) {
+        if self.shown.get() {
+            self.terminal.begin(phase, total);
+        }
+        self.spans.borrow_mut().push(Span { phase, start: Instant::now(), advances: Vec::new(), end: None });
+    }
+
+    fn advance(&self, amount: u64) {
+        if let Some(span) = self.spans.borrow_mut().iter_mut().rfind(|span| span.end.is_none()) {
+            span.advances.push(Instant::now());
+        }
+        if self.shown.get() {
+            self.terminal.advance(amount);
+        }
+    }
+
+    fn end(&self) {
+        if let Some(span) = self.spans.borrow_mut().iter_mut().rfind(|span| span.end.is_none()) {
+            span.end = Some(Instant::now());
+        }
+        if self.shown.get() {
+            self.terminal.end();
+        }
+    }
+
+    fn detail(&self, text: &str) {
+        if self.shown.get() {
+            self.terminal.detail(text);
+        }
+    }
+
+    fn warn(&self, text: &str) {
+        if self.shown.get() {
+            self.terminal.warn(text);
+        }
+    }
+}
+
+/// Makes a cold picture and `runs` warm ones. The cold one is counted from `started`.
+pub fn measure(
+    request: &GenerateRequest,
+    started: Instant,
+    runs: usize,
+    stop: &Arc<AtomicBool>,
+    terminal: &Terminal,
+) -> Result<Report> {
+    say_untrained(request, terminal);
+    let opening = Instant::now();
+    let chosen = choose(request.backend, request.device, request.threads, stop)?;
+    let opened = Instant::now();
+    let model = OpenModel::open(&request.found, request.variant)?;
+    let open = opening - started + opened.elapsed();
+    let mut cold = Times { device: Some((opened - opening).as_secs_f64()), open: Some(open.as_secs_f64()), ..Times::default() };
+    let made = Made::new(request, &model, &chosen);
+    made.introduce(&model, &chosen, terminal);
+    let (options, job) = (made.options(), made.job());
+    let plan = model.estimate(options, &job)?;
+    model.check_memory(chosen.backend.as_ref(), &chosen.machine, options, &job)?;
+    let before = chosen.backend.available()?;
+    let watch = Watch { terminal, shown: Cell::new(true), spans: RefCell::default() };
+    let mut engine = Engine::load(chosen.backend, model, options, &watch)?;
+
+    let png = picture(&mut engine, &job, &made, &watch, stop)?;
+    cold = cold.finish(&watch.spans.take(), png, started.elapsed().as_secs_f64());
+    // Both allocations are there until the engine goes, so a look after each picture does not miss the worst moment.
+    let mut after = engine.backend().available()?;
+    watch.shown.set(false);
+    let mut warm = Vec::with_capacity(runs);
+    for run in 1..=runs {
+        let start = Instant::now();
+        let png = picture(&mut engine, &job, &made, &watch, stop)?;
+        let times = Times::default().finish(&watch.spans.take(), png, start.elapsed().as_secs_f64());
+        terminal.say(&format!("warm picture {run} of {runs}: {:.3} s", times.total));
+        warm.push(times);
+        after = after.min(engine.backend().available()?);
+    }
+    let measured = before.zip(after).map(|(before, after)| before.saturating_sub(after));
+    Ok(Report {
+        kiln: env!("CARGO_PKG_VERSION"),
+        kind: "pictures",
+        model: made.model.clone(),
+        variant: made.variant.to_string(),
+        backend: made.backend,
+        machine: chosen.machine,
+        precision: request.precision.name(),
+        width: request.size.width(),
+        height: request.size.height(),
+        steps: made.steps,
+        guidance: made.guidance,
+        references: request.references.len(),
+        cold_s: cold,
+        warm_s: warm,
+        memory: Memory::new(plan.weight_bytes, plan.arena_bytes, measured),
+        kernels: engine.backend().launches().into_iter().collect(),
+    })
+}
+
+/// Makes one picture and throws it away. Returns the seconds that compressing it took.
+fn picture(engine: &mut Engine, job: &Job, made: &Made<'_>, watch: &Watch<'_>, stop: &AtomicBool) -> Result<f64> {
+    let mut seconds = 0.0;
+    engine.generate(job, watch, &mut |picture| {
+        if stop.load(Ordering::Relaxed) {
+            return Err(Error::Interrupted);
+        }
+        let start = Instant::now();
+        picture.image.encode_png(&made.text(picture.seed))?;
+        seconds = start.elapsed().as_secs_f64();
+        Ok(())
+    })?;
+    Ok(seconds)
+}
+
+/// The smallest, the middle and the largest of some numbers.
+fn spread(values: &[f64]) -> Option<[f64; 3]> {
+    let (min, max) = (values.iter().copied().reduce(f64::min)?, values.iter().copied().reduce(f64::max)?);
+    Some([min, median(values), max])
+}
+
+impl Report {
+    pub fn table(&self) -> String {
+        let mut text = format!(
+            "kiln {}, {}, {}x{}, {} steps, {}\n",
+            self.kiln, self.model, self.width, self.height, self.steps, self.precision
+        );
+        let _ = writeln!(text, "{}, {}\n", self.backend, self.machine);
+        let _ = writeln!(text, "{:<10} {:>12} {:>12} {:>12} {:>12}", "ms", "cold", "warm median", "min", "max");
+        let mut row = |name: &str, cold: Option<f64>, warm: Vec<f64>| {
+            let cell = |seconds: Option<f64>| seconds.map_or(String::new(), |s| format!("{:.3}", 1e3 * s));
+            let [min, median, max] = spread(&warm).map_or([None; 3], |values| values.map(Some));
+            let cells = [cold, median, min, max].map(cell);
+            let line = format!("{name:<10} {:>12} {:>12} {:>12} {:>12}", cells[0], cells[1], cells[2], cells[3]);
+            let _ = writeln!(text, "{}", line.trim_end());
+        };
+        for (name, of) in STAGES {
+            let (cold, warm) = (of(&self.cold_s), self.warm_s.iter().filter_map(of).collect::<Vec<f64>>());
+            // Without references there is nothing to say about them.
+            if cold.is_some() || !warm.is_empty() {
+                row(name, cold, warm);
+            }
+            if name == "denoise" {
+                let cold = spread(&self.cold_s.steps).map(|[_, median, _]| median);
+                row("  a step", cold, self.warm_s.iter().flat_map(|t| t.steps.iter().copied()).collect());
+            }
+        }
+        let _ = write!(text, "\n{}", self.memory.lines());
+        if !self.kernels.is_empty() {
+            let names: Vec<&str> = self.kernels.keys().copied().collect();
+            let _ = writeln!(text, "kernels     {}", names.join(" "));
+        }
+        text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::terminal::Verbosity;
+    use std::time::Duration;
+
+    #[test]
+    fn spans_are_told_apart() {
+        let terminal = Terminal::new(Verbosity::Quiet);
+        let watch = Watch { terminal: &terminal, shown: Cell::new(true), spans: RefCell::default() };
+        let wait = || std::thread::sleep(Duration::from_millis(2));
+        watch.begin(Phase::Load, 2);
+        wait();
+        // A phase within another, as when weights arrive while text is encoded.
+        watch.begin(Phase::Encode, 1);
+        wait();
+        watch.end();
+        watch.end();
+        watch.begin(Phase::Denoise, 2);
+        for _ in 0..2 {
+            wait();
+            watch.advance(1);
+        }
+        watch.end();
+        // Nobody's end, and progress in no phase.
+        watch.end();
+        watch.advance(1);
+        let times = Times::default().finish(&watch.spans.take(), 0.0, 1.0);
+        assert!(times.load.unwrap() >= 0.004 && times.encode >= 0.002, "{:?} {}", times.load, times.encode);
+        assert_eq!((times.steps.len(), times.references), (2, None));
+        assert!(times.steps.iter().all(|s| *s >= 0.002) && times.steps.iter().sum::<f64>() <= times.denoise);
+        let known = times.load.unwrap() + times.encode + times.denoise + times.decode + times.png;
+        assert!((known + times.rest - 1.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn the_plan_holds_within_a_twentieth_and_some() {
+        let memory = |measured| Memory::new(9_000 << 20, 1_000 << 20, measured);
+        for (mib, holds) in [(10_000, true), (10_756, true), (10_757, false), (9_244, true), (9_243, false)] {
+            let memory = memory(Some(mib << 20));
+            assert_eq!(memory.holds, Some(holds), "{mib}");
+            assert_eq!(memory.lines().contains("NOT within"), !holds, "{mib}");
+        }
+        assert_eq!(memory(None).holds, None);
+        assert!(memory(None).lines().contains("not measured"));
+        assert!(memory(Some(10_100 << 20)).lines().contains("10100.0 MiB measured, +100.0 MiB (+1.0 %): within 5 %"));
+    }
+
+    #[test]
+    fn the_middle_of_some_numbers() {
+        assert_eq!(spread(&[3.0, 1.0, 2.0]), Some([1.0, 2.0, 3.0]));
+        assert_eq!(spread(&[]), None);
+    }
+}

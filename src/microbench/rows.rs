@@ -1,0 +1,389 @@
+//! Which ops are timed, at which shapes.
+
+use super::{Row, call};
+use crate::backend::{
+    Conv, GatedProduct, GroupNorm, KeyValues, LatentStats, Modulated, Op, Product, Projection, QkNorm, Role, Rope, RopeStyle,
+    Sampling,
+};
+use crate::error::Result;
+use crate::tensor::{DType, Precision};
+
+/// How large shapes are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scale {
+    /// Those of klein 4B for a picture of 1024x1024.
+    Klein,
+    /// Of the same widths, but as many rows as a processor can do in a moment.
+    Processor,
+    /// As small as they can be.
+    Quick,
+}
+
+impl Scale {
+    /// What results call it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Klein => "klein 4B, 1024x1024",
+            Self::Processor => "klein 4B, few rows",
+            Self::Quick => "quick",
+        }
+    }
+}
+
+const HEAD_DIM: usize = 128;
+const GROUPS: usize = 32;
+const EPS: f32 = 1e-6;
+/// Channels of an image token and of the pixels it is made from.
+const PACKED: usize = 128;
+const LATENT: usize = 32;
+
+/// Sizes of a model and a picture.
+struct Sizes {
+    /// Tokens of the prompt, and of one side of the picture.
+    text: usize,
+    side: usize,
+    /// The transformer's width and that of its MLP.
+    width: usize,
+    mlp: usize,
+    /// The text encoder: vocabulary, width, heads, heads of keys, MLP.
+    vocabulary: usize,
+    text_width: usize,
+    text_heads: usize,
+    text_kv_heads: usize,
+    text_mlp: usize,
+    /// The decoder's widest level.
+    channels: usize,
+}
+
+const KLEIN: Sizes = Sizes {
+    text: 512,
+    side: 64,
+    width: 3072,
+    mlp: 9216,
+    vocabulary: 151_936,
+    text_width: 2560,
+    text_heads: 32,
+    text_kv_heads: 8,
+    text_mlp: 9728,
+    channels: 512,
+};
+
+const QUICK: Sizes = Sizes {
+    text: 16,
+    side: 4,
+    width: 256,
+    mlp: 384,
+    vocabulary: 100,
+    text_width: 128,
+    text_heads: 2,
+    text_kv_heads: 1,
+    text_mlp: 256,
+    channels: 128,
+};
+
+/// All rows of a scale, with activations of a precision.
+pub fn rows(scale: Scale, precision: Precision) -> Result<Vec<Row>> {
+    let make = Make(precision.activations());
+    match scale {
+        Scale::Klein => make.model(&KLEIN),
+        Scale::Quick => make.model(&QUICK),
+        Scale::Processor => make.processor(),
+    }
+}
+
+/// Makes rows with activations of this type.
+struct Make(DType);
+
+impl Make {
+    /// Every op of a picture, stage by stage.
+    fn model(&self, s: &Sizes) -> Result<Vec<Row>> {
+        let Sizes { text, side, width, mlp, text_width, text_heads, text_kv_heads, text_mlp, channels, .. } = *s;
+        let canvas = side * side;
+        let (all, both) = (text + canvas, [text, canvas]);
+        let (text_q, text_kv) = (text_heads * HEAD_DIM, text_kv_heads * HEAD_DIM);
+        let heads = width / HEAD_DIM;
+        // A picture's side at each level of the decoder.
+        let [first, second, third, last] = [2, 4, 8, 16].map(|scale| scale * side);
+        let (half, quarter) = (channels / 2, channels / 4);
+        [
+            // The text encoder.
+            self.embed(text, text_width, s.vocabulary),
+            self.rms_norm(text, text_width),
+            self.qkv(&[text], text_width, text_q, text_kv, 0, RopeStyle::HalfSplit),
+            self.attention(text, text_heads, text_kv_heads, HEAD_DIM, true),
+            self.linear_gate_residual(&[text], text_width, text_q, false),
+            self.linear_swiglu(&[text], text_mlp, text_width),
+            self.linear_gate_residual(&[text], text_width, text_mlp, false),
+            // The transformer: inputs, a double block, a single block, the output.
+            self.copy(all, width),
+            self.silu(all, width),
+            self.linear(1, 6 * width, width),
+            self.linear(text, width, 3 * text_width),
+            self.linear(canvas, width, PACKED),
+            self.layer_norm_modulate(&both, width),
+            self.qkv(&both, width, width, width, 0, RopeStyle::Interleaved),
+            self.attention(all, heads, heads, HEAD_DIM, false),
+            self.linear_gate_residual(&both, width, width, true),
+            self.linear_swiglu(&both, mlp, width),
+            self.linear_gate_residual(&both, width, mlp, true),
+            self.layer_norm_modulate(&[all], width),
+            self.qkv(&[all], width, width, width, mlp, RopeStyle::Interleaved),
+            self.linear_gate_residual(&[all], width, width + mlp, true),
+            self.linear(canvas, PACKED, width),
+            self.guidance(canvas, PACKED),
+            self.euler(canvas, PACKED),
+            self.non_finite(canvas, PACKED),
+            // The VAE: its decoder, and of its encoder what the decoder has not.
+            self.unpatchify(side),
+            self.conv(first, channels, channels, Sampling::Same, true),
+            self.group_norm(first, channels, true),
+            self.group_norm(first, channels, false),
+            self.attention(first * first, 1, 1, channels, false),
+            self.conv(first, channels, channels, Sampling::Up, true),
+            self.group_norm(second, channels, true),
+            self.conv(second, channels, channels, Sampling::Same, true),
+            self.conv(third, channels, half, Sampling::Same, false),
+            self.group_norm(third, half, true),
+            self.conv(third, half, half, Sampling::Same, true),
+            self.conv(last, half, quarter, Sampling::Same, false),
+            self.group_norm(last, half, true),
+            self.group_norm(last, quarter, true),
+            self.conv(last, quarter, quarter, Sampling::Same, true),
+            self.conv(last, quarter, 3, Sampling::Same, false),
+            self.pixels(last),
+            self.conv(last, quarter, quarter, Sampling::Down, false),
+            self.patchify(side),
+        ]
+        .into_iter()
+        .collect()
+    }
+
+    /// One row for each of the processor's loops.
+    fn processor(&self) -> Result<Vec<Row>> {
+        let Sizes { width, mlp, channels, .. } = KLEIN;
+        let heads = width / HEAD_DIM;
+        [
+            // Several blocks of the product in both directions, so that their seams are measured too.
+            self.linear(1536, width, width),
+            // The modulation: one row, bound by reading the weight.
+            self.linear(1, 6 * width, width),
+            self.qkv(&[512], width, width, width, mlp, RopeStyle::Interleaved),
+            self.attention(1024, heads, heads, HEAD_DIM, false),
+            self.conv(64, channels, channels, Sampling::Same, false),
+            self.rms_norm(4096, width),
+            self.layer_norm_modulate(&[4096], width),
+            self.group_norm(128, channels, false),
+        ]
+        .into_iter()
+        .collect()
+    }
+
+    // ------------------------------------------------------------------------------------------------------- one op each
+
+    fn embed(&self, rows: usize, cols: usize, vocabulary: usize) -> Result<Row> {
+        Row::new(format!("{rows}x{cols} of {vocabulary}"), self.0, move |m| {
+            let (out, ids, table) = (m.results(rows, cols)?, m.ids(rows, vocabulary)?, m.table(vocabulary, cols)?);
+            call(move |run| run(Op::Embed { out, ids, table }))
+        })
+    }
+
+    fn copy(&self, rows: usize, cols: usize) -> Result<Row> {
+        Row::new(format!("{rows}x{cols}"), self.0, move |m| {
+            let (out, x) = (m.results(rows, cols)?, m.activations(rows, cols)?);
+            call(move |run| run(Op::Copy { out, x }))
+        })
+    }
+
+    fn silu(&self, rows: usize, cols: usize) -> Result<Row> {
+        Row::new(format!("{rows}x{cols}"), self.0, move |m| {
+            let (out, x) = (m.results(rows, cols)?, m.activations(rows, cols)?);
+            call(move |run| run(Op::Silu { out, x }))
+        })
+    }
+
+    fn rms_norm(&self, rows: usize, cols: usize) -> Result<Row> {
+        Row::new(format!("{rows}x{cols}"), self.0, move |m| {
+            let (out, x, weight) = (m.results(rows, cols)?, m.activations(rows, cols)?, m.vector(cols)?);
+            call(move |run| run(Op::RmsNorm { out, x, weight, eps: EPS }))
+        })
+    }
+
+    fn layer_norm_modulate(&self, streams: &[usize], cols: usize) -> Result<Row> {
+        let rows = streams.to_vec();
+        Row::new(format!("{}x{cols}", sum(streams)), self.0, move |m| {
+            let stream = |&rows: &usize| {
+                let (out, x) = (m.results(rows, cols)?, m.activations(rows, cols)?);
+                Ok(Modulated { out, x, shift: m.activations(1, cols)?, scale: m.activations(1, cols)? })
+            };
+            let streams = rows.iter().map(stream).collect::<Result<Vec<_>>>()?;
+            call(move |run| run(Op::LayerNormModulate { streams: &streams, eps: EPS }))
+        })
+    }
+
+    fn linear(&self, rows: usize, cols: usize, inner: usize) -> Result<Row> {
+        Row::new(format!("{rows}x{cols}x{inner}"), self.0, move |m| {
+            let (out, x, w) = (m.results(rows, cols)?, m.activations(rows, inner)?, m.linear(cols, inner, Role::Linear)?);
+            call(move |run| run(Op::Linear(&[Product { out, x, w: &w }])))
+        })
+    }
+
+    fn linear_swiglu(&self, streams: &[usize], cols: usize, inner: usize) -> Result<Row> {
+        let rows = streams.to_vec();
+        Row::new(format!("{}x{}x{inner}", sum(streams), 2 * cols), self.0, move |m| {
+            let stream = |&rows: &usize| {
+                let w = m.linear(2 * cols, inner, Role::GateUp { tail: 2 * cols })?;
+                Ok((m.results(rows, cols)?, m.activations(rows, inner)?, w))
+            };
+            let streams = rows.iter().map(stream).collect::<Result<Vec<_>>>()?;
+            call(move |run| {
+                let products: Vec<_> = streams.iter().map(|(out, x, w)| Product { out: *out, x: *x, w }).collect();
+                run(Op::LinearSwiglu(&products))
+            })
+        })
+    }
+
+    fn linear_gate_residual(&self, streams: &[usize], cols: usize, inner: usize, gated: bool) -> Result<Row> {
+        let rows = streams.to_vec();
+        Row::new(format!("{}x{cols}x{inner}", sum(streams)), self.0, move |m| {
+            let stream = |&rows: &usize| {
+                let gate = if gated { Some(m.activations(1, cols)?) } else { None };
+                let (into, x) = (m.activations(rows, cols)?, m.activations(rows, inner)?);
+                Ok((into, x, m.linear(cols, inner, Role::Linear)?, gate))
+            };
+            let streams = rows.iter().map(stream).collect::<Result<Vec<_>>>()?;
+            call(move |run| {
+                let products: Vec<_> =
+                    streams.iter().map(|(into, x, w, gate)| GatedProduct { into: *into, x: *x, w, gate: *gate }).collect();
+                run(Op::LinearGateResidual(&products))
+            })
+        })
+    }
+
+    fn qkv(&self, streams: &[usize], inner: usize, q_cols: usize, kv_cols: usize, mlp: usize, style: RopeStyle) -> Result<Row> {
+        let rows = streams.to_vec();
+        let cols = q_cols + 2 * kv_cols + 2 * mlp;
+        Row::new(format!("{}x{cols}x{inner}", sum(streams)), self.0, move |m| {
+            let stream = |&rows: &usize| {
+                let role = if mlp > 0 { Role::GateUp { tail: 2 * mlp } } else { Role::Linear };
+                let w = m.linear(cols, inner, role)?;
+                let norm = QkNorm { q: m.vector(HEAD_DIM)?, k: m.vector(HEAD_DIM)?, eps: EPS };
+                let rope = Rope { table: m.input(rows, HEAD_DIM, DType::F32)?, style };
+                let (x, q) = (m.activations(rows, inner)?, m.results(rows, q_cols)?);
+                let (k, v) = (m.results(rows, kv_cols)?, m.results(rows, kv_cols)?);
+                // Beside the room for the attention's result, as in a single block.
+                let hidden = if mlp > 0 { Some(m.results(rows, q_cols + mlp)?.cols(q_cols..q_cols + mlp)) } else { None };
+                Ok((x, w, norm, rope, q, k, v, hidden))
+            };
+            let streams = rows.iter().map(stream).collect::<Result<Vec<_>>>()?;
+            call(move |run| {
+                let projections: Vec<_> = streams
+                    .iter()
+                    .map(|(x, w, norm, rope, q, k, v, mlp)| Projection {
+                        x: *x,
+                        w,
+                        norm: *norm,
+                        rope: *rope,
+                        q: Some(*q),
+                        k: *k,
+                        v: *v,
+                        mlp: *mlp,
+                    })
+                    .collect();
+                run(Op::Qkv(&projections))
+            })
+        })
+    }
+
+    fn attention(&self, tokens: usize, heads: usize, kv_heads: usize, head_dim: usize, causal: bool) -> Result<Row> {
+        let of = if heads == kv_heads { heads.to_string() } else { format!("{heads}:{kv_heads}") };
+        let plural = if heads == 1 { "head" } else { "heads" };
+        Row::new(format!("{tokens} tokens, {of} {plural} of {head_dim}"), self.0, move |m| {
+            let (out, q) = (m.results(tokens, heads * head_dim)?, m.activations(tokens, heads * head_dim)?);
+            let kv =
+                [KeyValues { k: m.activations(tokens, kv_heads * head_dim)?, v: m.activations(tokens, kv_heads * head_dim)? }];
+            call(move |run| run(Op::Attention { out, q, kv: &kv, head_dim, causal }))
+        })
+    }
+
+    /// With `more`, the result is added to another, and its statistics are made for the norm that follows.
+    fn conv(&self, side: usize, channels: usize, to: usize, sampling: Sampling, more: bool) -> Result<Row> {
+        let (name, to_side) = match sampling {
+            Sampling::Same => ("", side),
+            Sampling::Up => (", up", 2 * side),
+            Sampling::Down => (", down", side / 2),
+        };
+        // Where the resolution changes there is nothing of that size to add to.
+        let residual = more && sampling == Sampling::Same;
+        let added = if residual { ", residual" } else { "" };
+        let stats = if more { ", stats" } else { "" };
+        Row::new(format!("{side}x{side}, {channels} to {to}{name}{added}{stats}"), self.0, move |m| {
+            let w = Conv { weight: m.weight(to, 9 * channels, DType::Bf16, Role::Conv)?, bias: m.vector(to)? };
+            let x = m.activations(side * side, channels)?;
+            let pixels = to_side * to_side;
+            // A finished image is never rounded.
+            let out = if to == 3 { m.output(pixels, to, DType::F32)? } else { m.results(pixels, to)? };
+            let residual = if residual { Some(m.activations(pixels, to)?) } else { None };
+            let stats = if more { Some(m.output(GROUPS, 2, DType::F32)?) } else { None };
+            call(move |run| run(Op::Conv { out, x, w: &w, width: side, height: side, sampling, residual, stats }))
+        })
+    }
+
+    fn group_norm(&self, side: usize, channels: usize, given: bool) -> Result<Row> {
+        let stats = if given { ", stats given" } else { "" };
+        Row::new(format!("{side}x{side}, {channels} channels{stats}"), self.0, move |m| {
+            let norm = GroupNorm { weight: m.vector(channels)?, bias: m.vector(channels)?, groups: GROUPS, eps: EPS };
+            let (out, x) = (m.results(side * side, channels)?, m.activations(side * side, channels)?);
+            let stats = if given { Some(m.input(GROUPS, 2, DType::F32)?) } else { None };
+            call(move |run| run(Op::GroupNorm { out, x, norm: &norm, stats, silu: true }))
+        })
+    }
+
+    fn patchify(&self, side: usize) -> Result<Row> {
+        Row::new(format!("{}x{PACKED}", side * side), self.0, move |m| {
+            let stats = LatentStats { mean: m.vector(PACKED)?, var: m.vector(PACKED)?, eps: EPS };
+            let (out, x) = (m.results(side * side, PACKED)?, m.activations(4 * side * side, LATENT)?);
+            call(move |run| run(Op::Patchify { out, x, stats: &stats, width: side }))
+        })
+    }
+
+    fn unpatchify(&self, side: usize) -> Result<Row> {
+        Row::new(format!("{}x{PACKED}", side * side), self.0, move |m| {
+            let stats = LatentStats { mean: m.vector(PACKED)?, var: m.vector(PACKED)?, eps: EPS };
+            let (out, x) = (m.results(4 * side * side, LATENT)?, m.input(side * side, PACKED, DType::F32)?);
+            call(move |run| run(Op::Unpatchify { out, x, stats: &stats, width: side }))
+        })
+    }
+
+    fn euler(&self, rows: usize, cols: usize) -> Result<Row> {
+        Row::new(format!("{rows}x{cols}"), self.0, move |m| {
+            let (latents, velocity) = (m.input(rows, cols, DType::F32)?, m.input(rows, cols, DType::F32)?);
+            call(move |run| run(Op::Euler { latents, velocity, dt: -0.25 }))
+        })
+    }
+
+    fn guidance(&self, rows: usize, cols: usize) -> Result<Row> {
+        Row::new(format!("{rows}x{cols}"), self.0, move |m| {
+            let (cond, uncond) = (m.input(rows, cols, DType::F32)?, m.input(rows, cols, DType::F32)?);
+            let out = m.output(rows, cols, DType::F32)?;
+            call(move |run| run(Op::Guidance { out, cond, uncond, scale: 4.0 }))
+        })
+    }
+
+    fn non_finite(&self, rows: usize, cols: usize) -> Result<Row> {
+        Row::new(format!("{rows}x{cols}"), self.0, move |m| {
+            let (count, x) = (m.output(1, 1, DType::F32)?, m.input(rows, cols, DType::F32)?);
+            call(move |run| run(Op::NonFinite { count, x }))
+        })
+    }
+
+    fn pixels(&self, side: usize) -> Result<Row> {
+        Row::new(format!("{side}x{side}x3"), self.0, move |m| {
+            let (out, x) = (m.output(side * side, 3, DType::U8)?, m.input(side * side, 3, DType::F32)?);
+            call(move |run| run(Op::Pixels { out, x }))
+        })
+    }
+}
+
+fn sum(streams: &[usize]) -> String {
+    streams.iter().map(usize::to_string).collect::<Vec<_>>().join("+")
+}

@@ -1,0 +1,206 @@
+//! `kiln bench` with the real program: what it prints, that its times add up, what it refuses, and that it leaves nothing behind.
+
+#[path = "common/sandbox.rs"]
+mod sandbox;
+
+use sandbox::{QUICK, Sandbox};
+use serde_json::Value;
+
+/// Seconds of a picture by name, without those of single steps.
+fn stages(times: &Value) -> Vec<(String, f64)> {
+    let object = times.as_object().unwrap();
+    object.iter().filter_map(|(name, value)| Some((name.clone(), value.as_f64()?))).collect()
+}
+
+fn check_times(times: &Value, stage_names: &[&str], steps: usize) {
+    let stages = stages(times);
+    let of = |name: &str| stages.iter().find(|(n, _)| n == name).unwrap_or_else(|| panic!("{name}: {times}")).1;
+    let mut names: Vec<&str> = stages.iter().map(|(name, _)| name.as_str()).collect();
+    names.sort_unstable();
+    let mut expected = [stage_names, &["encode", "denoise", "decode", "png", "rest", "total"]].concat();
+    expected.sort_unstable();
+    assert_eq!(names, expected);
+    let sum: f64 = stages.iter().filter(|(name, _)| name != "total").map(|(_, seconds)| seconds).sum();
+    assert!((sum - of("total")).abs() < 1e-6, "{sum} in {times}");
+    assert!(stages.iter().all(|(_, seconds)| *seconds >= 0.0) && of("denoise") > 0.0 && of("decode") > 0.0);
+    // What is not a stage is little of the whole.
+    assert!(of("rest") < 0.5 * of("total"), "{times}");
+    let steps_s: Vec<f64> = times["steps"].as_array().unwrap().iter().map(|s| s.as_f64().unwrap()).collect();
+    assert_eq!(steps_s.len(), steps);
+    assert!(steps_s.iter().all(|s| *s > 0.0) && steps_s.iter().sum::<f64>() <= of("denoise"), "{times}");
+}
+
+#[test]
+fn a_table_has_a_row_for_each_stage() {
+    let sandbox = Sandbox::new();
+    let run = sandbox.quick(&["bench", "--runs", "3"]);
+    assert!(sandbox.names().is_empty(), "{:?}", sandbox.names());
+    let lines: Vec<&str> = run.text().lines().collect();
+    let version = env!("CARGO_PKG_VERSION");
+    assert_eq!(lines[0], format!("kiln {version}, tiny random model (built in, not trained), 64x64, 1 steps, f32"));
+    assert!(lines[1].starts_with("cpu, ") && lines[1].ends_with(" threads"), "{}", lines[1]);
+    let cells = |line: &str| line.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+    assert_eq!(cells(lines[3]), ["ms", "cold", "warm", "median", "min", "max"]);
+    let number = |cell: &String| cell.parse::<f64>().unwrap();
+    let mut at = 4;
+    for (stage, figures) in [
+        ("device", 1),
+        ("open", 1),
+        ("load", 1),
+        ("encode", 4),
+        ("denoise", 4),
+        ("  a step", 4),
+        ("decode", 4),
+        ("png", 4),
+        ("rest", 4),
+        ("total", 4),
+    ] {
+        let rest = lines[at].strip_prefix(stage).unwrap_or_else(|| panic!("{stage}: {}", lines[at]));
+        let figures_here: Vec<f64> = cells(rest).iter().map(number).collect();
+        assert_eq!(figures_here.len(), figures, "{}", lines[at]);
+        if let [_, median, min, max] = figures_here[..] {
+            assert!(min <= median && median <= max, "{}", lines[at]);
+        }
+        at += 1;
+    }
+    assert!(lines[at + 1].starts_with("memory ") && lines[at + 1].contains(" MiB of weights + "), "{}", lines[at + 1]);
+    assert!(lines[at + 2].contains("not measured: only GPUs tell"), "{}", lines[at + 2]);
+    assert_eq!(lines.len(), at + 3, "{}", run.text());
+    // The first picture is shown as usual, warm ones in a line each.
+    for line in ["denoising ", "warm picture 1 of 3: ", "warm picture 3 of 3: "] {
+        assert_eq!(run.stderr.lines().filter(|l| l.starts_with(line)).count(), 1, "{line}: {}", run.stderr);
+    }
+}
+
+#[test]
+fn json_has_every_time_and_stages_add_up() {
+    let sandbox = Sandbox::new();
+    let image = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/references/rgb.png");
+    let flags = ["bench", "x", "--runs", "2", "--json", "-q", "--model", "tiny", "--variant", "kv", "--reference", image];
+    let run = sandbox.run(flags.iter().chain(&["--width", "80", "--height", "64", "--steps", "3"])).good();
+    assert_eq!(run.stderr, "");
+    assert!(sandbox.names().is_empty());
+    let [report] = &run.json()[..] else { panic!("{}", run.text()) };
+    for (key, value) in [
+        ("kiln", Value::from(env!("CARGO_PKG_VERSION"))),
+        ("kind", "pictures".into()),
+        ("variant", "kv".into()),
+        ("backend", "cpu".into()),
+        ("precision", "bf16".into()),
+        ("width", 80.into()),
+        ("height", 64.into()),
+        ("steps", 3.into()),
+        ("guidance", Value::Null),
+        ("references", 1.into()),
+    ] {
+        assert_eq!(report[key], value, "{key}");
+    }
+    check_times(&report["cold_s"], &["device", "open", "load", "references"], 3);
+    let warm = report["warm_s"].as_array().unwrap();
+    assert_eq!(warm.len(), 2);
+    warm.iter().for_each(|times| check_times(times, &["references"], 3));
+    let memory = &report["memory"];
+    assert!(memory["planned_weights"].as_u64().unwrap() > 0 && memory["planned_working"].as_u64().unwrap() > 0);
+    assert!(memory["measured"].is_null() && memory["holds"].is_null());
+    assert!(report["kernels"].as_object().unwrap().is_empty());
+}
+
+#[test]
+fn json_goes_to_a_new_file_beside_the_table() {
+    let sandbox = Sandbox::new();
+    let run = sandbox.quick(&["bench", "--runs", "1", "--json=times.json"]);
+    assert!(run.text().contains("\ntotal "), "{}", run.text());
+    assert_eq!(sandbox.names(), ["times.json"]);
+    let report: Value = serde_json::from_slice(&std::fs::read(sandbox.path("times.json")).unwrap()).unwrap();
+    check_times(&report["warm_s"][0], &[], 1);
+    // Found out before anything is measured.
+    for (json, message) in [("--json=times.json", "times.json"), ("--json=none/times.json", "there is no such folder")] {
+        let run = sandbox.run(["bench", json]);
+        assert_eq!((run.code, run.text()), (Some(5), ""), "{}", run.stderr);
+        assert!(run.stderr.contains(message) && !run.stderr.contains("denoising"), "{}", run.stderr);
+    }
+}
+
+#[test]
+fn what_cannot_be_measured_is_refused() {
+    let sandbox = Sandbox::new();
+    for (line, code, message) in [
+        ("bench --runs 0", 2, "expected a whole number from 1 to 1000"),
+        ("bench --width 65", 2, "65"),
+        ("bench one two", 2, "more than one prompt"),
+        ("bench --output a.png", 2, "unexpected argument '--output'"),
+        ("bench --seed 1", 2, "unexpected argument '--seed'"),
+        ("bench --quick", 2, "--kernels"),
+        ("bench --kernels --steps 2", 2, "cannot be used with"),
+        ("bench --kernels=fox", 2, "no op has `fox` in its name"),
+        ("bench --kernels --backend cuda", 6, "no usable GPU"),
+        ("bench --model none", 3, "none"),
+        ("bench --backend cuda", 6, "no usable GPU"),
+    ] {
+        let run = sandbox.run(line.split(' '));
+        assert_eq!((run.code, run.text()), (Some(code), ""), "{line}: {}", run.stderr);
+        assert!(run.stderr.contains(message), "{line}: {}", run.stderr);
+    }
+    assert!(sandbox.names().is_empty());
+}
+
+#[test]
+fn help_teaches() {
+    let sandbox = Sandbox::new();
+    let run = sandbox.run(["bench", "--help"]).good();
+    for word in
+        "--runs --json --kernels --quick --model --width --steps --reference --backend --device --precision Examples:".split(' ')
+    {
+        assert!(run.text().contains(word), "{word}");
+    }
+    assert!(run.text().lines().all(|line| line.chars().count() <= 100), "{}", run.text());
+    assert!(sandbox.run(["--help"]).good().text().contains("bench"));
+}
+
+#[test]
+fn kernels_are_timed_one_by_one() {
+    let sandbox = Sandbox::new();
+    let run = sandbox.run(["bench", "--kernels", "--quick", "--json=kernels.json"]).good();
+    let report: Value = serde_json::from_slice(&std::fs::read(sandbox.path("kernels.json")).unwrap()).unwrap();
+    for (key, value) in [("kind", "kernels"), ("backend", "cpu"), ("precision", "bf16"), ("scale", "quick")] {
+        assert_eq!(report[key], value, "{key}");
+    }
+    assert!(report["tensor_flops"].is_null());
+    let rows = report["rows"].as_array().unwrap();
+    let table = run.text().split_once("\n\n").unwrap().1;
+    assert_eq!(table.lines().count(), rows.len());
+    for (row, line) in rows.iter().zip(table.lines()) {
+        assert!(line.starts_with(row["op"].as_str().unwrap()) && line.contains(row["shape"].as_str().unwrap()), "{line}");
+        assert!(line.contains(" us ±") && (line.contains("B/s") || line.contains("FLOP/s")), "{line}");
+        assert_eq!(row["of_copy"].is_null(), !line.ends_with(" % of copy"), "{line}");
+        assert_eq!(row["seconds"].as_array().unwrap().len(), 3);
+        assert!(row["median_s"].as_f64().unwrap() > 0.0);
+    }
+    for op in kiln::backend::OP_NAMES {
+        assert!(rows.iter().any(|row| row["op"] == *op), "{op}");
+    }
+
+    let run = sandbox.run(["bench", "--kernels=attention", "--quick", "--json", "-q", "--precision", "f32"]).good();
+    let [report] = &run.json()[..] else { panic!("{}", run.text()) };
+    let rows = report["rows"].as_array().unwrap();
+    assert!(!rows.is_empty() && rows.iter().all(|row| row["op"].as_str().unwrap().starts_with("attention")), "{report}");
+    assert_eq!((report["precision"].as_str(), run.stderr.as_str()), (Some("f32"), ""));
+    assert_eq!(sandbox.names(), ["kernels.json"]);
+}
+
+/// The first interrupt ends the run, and nothing was written.
+#[cfg(unix)]
+#[test]
+fn an_interrupt_ends_it() {
+    use std::io::{BufRead, BufReader};
+    let sandbox = Sandbox::new();
+    let mut child = sandbox.command(["bench", "--runs", "1000"].iter().chain(&QUICK)).spawn().unwrap();
+    let mut stderr = BufReader::new(child.stderr.take().unwrap()).lines();
+    assert!(stderr.any(|line| line.unwrap().starts_with("warm picture 1 of 1000")));
+    let pid = i32::try_from(child.id()).unwrap();
+    assert!(std::process::Command::new("kill").args(["-INT", &pid.to_string()]).status().unwrap().success());
+    assert_eq!(stderr.last().unwrap().unwrap(), "error: interrupted");
+    let output = child.wait_with_output().unwrap();
+    assert_eq!((output.status.code(), output.stdout.as_slice()), (Some(130), &b""[..]));
+    assert!(sandbox.names().is_empty());
+}
