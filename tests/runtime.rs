@@ -431,7 +431,7 @@ fn fewer_sets_where_memory_is_short() {
     assert_eq!(row.measure(&mut cuda, &Protocol::QUICK).unwrap().sets, 1);
 }
 
-/// At full size on tensor cores but for one op, whose heads are too wide.
+/// At full size on tensor cores, every one.
 #[test]
 fn large_shapes_take_the_fast_kernels() {
     let driver = StandIn::new(1 << 40);
@@ -440,6 +440,6 @@ fn large_shapes_take_the_fast_kernels() {
         row.prepare(&mut cuda, 1).unwrap().warm_up(&mut cuda).unwrap();
     }
     let launched = |kernel: Kernel| cuda.launched().any(|(k, times)| k == kernel && times > 0);
-    assert!([Kernel::GemmMma128, Kernel::AttentionMma, Kernel::ConvMma].into_iter().all(launched));
-    assert!(![Kernel::NaiveProduct, Kernel::NaiveConv, Kernel::HeadNorm].into_iter().any(launched));
+    assert!([Kernel::GemmMma256, Kernel::AttentionMma, Kernel::AttentionWide64, Kernel::ConvMma256].into_iter().all(launched));
+    assert!(![Kernel::NaiveProduct, Kernel::NaiveConv, Kernel::NaiveAttention, Kernel::HeadNorm].into_iter().any(launched));
 }
