@@ -25,7 +25,7 @@ fn a_prompt_is_enough() {
     let gpu = lines.remove(1);
     assert!(gpu.starts_with("note: no usable GPU: ") && gpu.ends_with("; running on the CPU"), "{gpu}");
     assert!(lines[1].ends_with(&format!("256x256, 4 steps, seed {seed}")), "{}", lines[1]);
-    let phases = ["loading weights ", "encoding text ", "denoising ", "decoding "];
+    let phases = ["loading weights ", "encoding text ", "loading weights ", "denoising ", "decoding "];
     assert_eq!(lines.len(), 2 + phases.len(), "{}", run.stderr);
     assert!(lines[2..].iter().zip(phases).all(|(line, phase)| line.starts_with(phase)), "{}", run.stderr);
 

@@ -62,6 +62,8 @@ pub struct GenerateRequest {
     pub backend: BackendArg,
     /// Which GPU.
     pub device: usize,
+    /// Save GPU memory whether or not it is short.
+    pub low_memory: bool,
     /// CPU threads; 0 for one per core.
     pub threads: usize,
     /// Print objects, not paths.
@@ -121,6 +123,7 @@ impl GenerateRequest {
             precision: args.precision.into(),
             backend: args.backend,
             device: args.device,
+            low_memory: args.low_memory,
             threads: args.threads.unwrap_or(0),
             json: args.json,
             verbosity: Verbosity::new(args.quiet, args.verbose),

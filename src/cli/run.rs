@@ -26,8 +26,8 @@ pub fn generate(request: &GenerateRequest, stop: &Arc<AtomicBool>, terminal: &Te
     if request.found == Found::BuiltIn {
         terminal.say(untrained(request.built_in_named));
     }
-    let chosen = choose(request, stop)?;
-    let model = OpenModel::open(&request.found, request.variant)?;
+    let (chosen, model) = beside(|| OpenModel::open(&request.found, request.variant), || choose(request, stop));
+    let (chosen, model) = (chosen?, model?);
     chosen.note.iter().for_each(|note| terminal.say(&format!("note: {note}")));
     model.warnings.iter().for_each(|warning| terminal.warn(warning));
     let made = Made::new(request, &model, &chosen);
@@ -42,9 +42,13 @@ pub fn generate(request: &GenerateRequest, stop: &Arc<AtomicBool>, terminal: &Te
     for (j, reference) in request.references.iter().enumerate() {
         terminal.detail(&format!("reference {}: {}", j + 1, became(reference)));
     }
-    let options = LoadOptions { precision: request.precision, references: !request.references.is_empty() };
+    let (references, low_memory) = (!request.references.is_empty(), request.low_memory);
+    let asked = LoadOptions { precision: request.precision, references, low_memory };
     let job = made.job();
-    model.check_memory(chosen.backend.as_ref(), &chosen.machine, options, &job)?;
+    let options = model.check_memory(chosen.backend.as_ref(), &chosen.machine, asked, &job)?;
+    if options.low_memory && !asked.low_memory {
+        terminal.say("note: GPU memory is short, so the transformer takes the text encoder's place");
+    }
     let mut engine = Engine::load(chosen.backend, model, options, terminal)?;
     let mut index = 0;
     engine.generate(&job, terminal, &mut |picture| {
@@ -58,6 +62,20 @@ pub fn generate(request: &GenerateRequest, stop: &Arc<AtomicBool>, terminal: &Te
             save_new(path, &record.to_safetensors()?, request.force)?;
         }
         print(out, &made.line(&path, &picture, terminal.seconds())?)
+    })
+}
+
+/// Does `there` on a thread of its own and `here` on this one. Returns what `here` gave, then what `there` gave.
+fn beside<A, B: Send>(there: impl Fn() -> B + Send + Sync, here: impl FnOnce() -> A) -> (A, B) {
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().spawn_scoped(scope, &there);
+        let first = here();
+        match thread.map(|thread| thread.join()) {
+            Ok(Ok(second)) => (first, second),
+            Ok(Err(panic)) => std::panic::resume_unwind(panic),
+            // Where there can be no thread, one after the other does as well.
+            Err(_) => (first, there()),
+        }
     })
 }
 
