@@ -139,10 +139,10 @@ impl Progress for Terminal {
         let running = self.running.borrow_mut().take();
         let Some(running) = running else { return };
         let seconds = running.start.elapsed().as_secs_f64();
-        let mut all = self.seconds.borrow_mut();
-        let phase = all.of(running.phase);
-        *phase = if running.phase == Phase::Load { *phase + seconds } else { seconds };
-        drop(all);
+        let mut all = self.seconds();
+        let before = if running.phase == Phase::Load { all.load } else { 0.0 };
+        *all.of(running.phase) = before + seconds;
+        self.seconds.replace(all);
         if let Some(bar) = &running.bar {
             bar.finish_and_clear();
         }
@@ -220,6 +220,12 @@ mod tests {
         let seconds = terminal.seconds();
         assert!(seconds.denoise >= 0.002, "{seconds:?}");
         assert_eq!(Seconds { denoise: 0.0, ..seconds }, Seconds::default());
+        for _ in 0..2 {
+            terminal.begin(Phase::Load, 1);
+            std::thread::sleep(Duration::from_millis(2));
+            terminal.end();
+        }
+        assert!(terminal.seconds().load >= 0.004, "{:?}", terminal.seconds());
         assert!(Verbosity::new(true, false) < Verbosity::new(false, false));
         assert!(Verbosity::new(false, false) < Verbosity::new(false, true));
     }

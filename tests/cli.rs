@@ -58,6 +58,8 @@ fn a_seed_names_a_picture() {
     let bytes = |name: &str| fs::read(sandbox.path(name)).unwrap();
     let pixels = |name: &str| Png::read(&sandbox.path(name)).pixels;
     assert_eq!(bytes("a.png"), bytes("b.png"), "whatever the number of threads");
+    sandbox.quick(&["x", "--seed", "7", "-o", "b.png", "--force", "--low-memory"]);
+    assert_eq!(bytes("a.png"), bytes("b.png"), "in little memory");
     assert_ne!(pixels("a.png"), pixels("c.png"));
     assert_ne!(pixels("a.png"), pixels("d.png"));
 
