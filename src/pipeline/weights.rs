@@ -18,6 +18,11 @@ pub struct Placing<'a> {
     pub options: LoadOptions,
 }
 
+/// What reads prompts.
+pub type TextSide = (TextEncoder, ContextIn);
+/// What makes pictures.
+pub type ImageSide = (Transformer, Vae);
+
 /// Bytes of the two sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sizes {
@@ -39,7 +44,7 @@ impl Sizes {
 
 impl Placing<'_> {
     /// Places both sides.
-    pub fn both(&self, be: &mut dyn Backend) -> Result<((TextEncoder, ContextIn), (Transformer, Vae), Sizes)> {
+    pub fn both(&self, be: &mut dyn Backend) -> Result<(TextSide, ImageSide, Sizes)> {
         let (text, text_bytes) = self.text(be, &mut |_| ())?;
         let sizes = Sizes { text: text_bytes, image: 0 };
         let (image, image_bytes) = self.image(be, sizes.image_at(self.options.low_memory), &mut |_| ())?;
@@ -47,7 +52,7 @@ impl Placing<'_> {
     }
 
     /// Places what reads prompts; `loaded` is told the bytes of each weight. Also returns how many bytes all take.
-    fn text(&self, be: &mut dyn Backend, loaded: &mut dyn FnMut(u64)) -> Result<((TextEncoder, ContextIn), u64)> {
+    fn text(&self, be: &mut dyn Backend, loaded: &mut dyn FnMut(u64)) -> Result<(TextSide, u64)> {
         let ((c, t, _), [transformer, text, _]) = (self.configs, self.sources);
         let (mut region, precision) = (Arena::new(Region::Weights), self.options.precision);
         let text = TextEncoder::load(&mut Loader::new(be, &mut region, text, precision, loaded), t)?;
@@ -56,7 +61,7 @@ impl Placing<'_> {
     }
 
     /// Places what makes pictures from byte `at` on, likewise.
-    fn image(&self, be: &mut dyn Backend, at: u64, loaded: &mut dyn FnMut(u64)) -> Result<((Transformer, Vae), u64)> {
+    fn image(&self, be: &mut dyn Backend, at: u64, loaded: &mut dyn FnMut(u64)) -> Result<(ImageSide, u64)> {
         let ((c, _, v), [transformer, _, vae]) = (self.configs, self.sources);
         let (mut region, LoadOptions { precision, references, .. }) = (Arena::starting_at(Region::Weights, at), self.options);
         let transformer = Transformer::load(&mut Loader::new(be, &mut region, transformer, precision, loaded), c)?;
