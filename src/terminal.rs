@@ -3,9 +3,8 @@
 //! Everything goes to standard error; standard output is for data. A standard error that is gone is no reason to stop, so
 //! failures to write are ignored.
 
-use crate::error::gib;
 use crate::progress::{Phase, Progress};
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{HumanBytes, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 use std::cell::RefCell;
 use std::io::{IsTerminal, Write};
@@ -162,7 +161,7 @@ impl Progress for Terminal {
 fn summary(phase: Phase, total: u64, seconds: f64) -> String {
     let name = phase.name();
     match phase {
-        Phase::Load => format!("{name} {seconds:.1} s ({})", gib(total)),
+        Phase::Load => format!("{name} {seconds:.1} s ({})", HumanBytes(total)),
         Phase::Denoise if total > 1 => format!("{name} {seconds:.1} s ({total} steps, {})", per_step(seconds, total)),
         _ => format!("{name} {seconds:.1} s"),
     }
@@ -200,7 +199,7 @@ mod tests {
 
     #[test]
     fn finished_phases_are_one_line() {
-        assert_eq!(summary(Phase::Load, 3 << 29, 0.26), "loading weights 0.3 s (1.5 GiB)");
+        assert_eq!(summary(Phase::Load, 3 << 29, 0.26), "loading weights 0.3 s (1.50 GiB)");
         assert_eq!(summary(Phase::Encode, 1, 0.21), "encoding text 0.2 s");
         assert_eq!(summary(Phase::Denoise, 4, 1.72), "denoising 1.7 s (4 steps, 0.43 s/step)");
         assert_eq!(summary(Phase::Denoise, 1, 1.72), "denoising 1.7 s");

@@ -141,7 +141,10 @@ impl Report {
             row(stage.stage, format!("{:.3} TFLOP", stage.flop as f64 / 1e12));
         }
         row("in all", format!("{:.3} TFLOP in {} ops", total as f64 / 1e12, self.ops));
-        row("weights", format!("{:.2} GiB, with --low-memory {:.2}", gib(self.weight_bytes), gib(self.low_memory_weight_bytes)));
+        row(
+            "weights",
+            format!("{:.2} GiB, {:.2} GiB with --low-memory", gib(self.weight_bytes), gib(self.low_memory_weight_bytes)),
+        );
         row("working memory", format!("{:.2} GiB", gib(self.working_bytes)));
         text
     }
