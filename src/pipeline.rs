@@ -2,6 +2,7 @@
 
 mod estimate;
 mod fit;
+mod weights;
 
 pub use estimate::{Configs, Estimate, estimate};
 
@@ -12,7 +13,7 @@ use crate::dump::Record;
 use crate::error::{Error, Result};
 use crate::image::Image;
 use crate::locate::{Found, ModelFiles};
-use crate::model::{Loader, References, StepInput, TextEncoder, Transformer, Vae};
+use crate::model::{ContextIn, References, StepInput, TextEncoder, Transformer, Vae};
 use crate::names::{Layout, Part, text_manifest, transformer_manifest, vae_manifest};
 use crate::noise::{NoiseKind, draw};
 use crate::progress::{Phase, Progress, Silent};
@@ -23,6 +24,7 @@ use crate::tiny;
 use crate::tokenizer::{Tokenizer, Tokens};
 use std::path::Path;
 use std::sync::Arc;
+use weights::{Placing, Sizes, Store};
 
 /// What to make.
 #[derive(Clone, Debug)]
@@ -80,19 +82,18 @@ pub struct Picture {
 pub struct Engine {
     backend: Box<dyn Backend>,
     parts: Parts,
-    /// The files, which a backend may go on reading from.
-    weights: Arc<[Weights]>,
+    store: Store,
     tokenizer: Tokenizer,
     variant: Variant,
-    precision: Precision,
     name: String,
 }
 
 struct Parts {
     transformer_config: TransformerConfig,
     text_config: TextConfig,
-    transformer: Transformer,
     text: TextEncoder,
+    context: ContextIn,
+    transformer: Transformer,
     vae: Vae,
 }
 
@@ -103,6 +104,8 @@ pub struct LoadOptions {
     pub precision: Precision,
     /// Load what reference images need.
     pub references: bool,
+    /// Let the transformer take the text encoder's place in memory once a prompt is encoded.
+    pub low_memory: bool,
 }
 
 /// The files of a model, opened and checked, nothing read yet.
@@ -196,20 +199,12 @@ impl OpenModel {
 }
 
 impl Parts {
-    /// Places the three parts' weights, in the order the stages use them. Also returns how many bytes they take.
-    fn place(
-        be: &mut dyn Backend,
-        (c, t, v): &Configs,
-        [transformer, text, vae]: [Option<&Weights>; 3],
-        LoadOptions { precision, references }: LoadOptions,
-        loaded: &mut dyn FnMut(u64),
-    ) -> Result<(Self, u64)> {
-        let mut region = Arena::new(Region::Weights);
-        let text = TextEncoder::load(&mut Loader::new(be, &mut region, text, precision, loaded), t)?;
-        let transformer = Transformer::load(&mut Loader::new(be, &mut region, transformer, precision, loaded), c)?;
-        let vae = Vae::load(&mut Loader::new(be, &mut region, vae, precision, loaded), v, references)?;
-        let parts = Self { transformer_config: c.clone(), text_config: t.clone(), transformer, text, vae };
-        Ok((parts, region.peak()))
+    /// The model's parts, and how many bytes their weights take.
+    fn place(configs: &Configs, sources: [Option<&Weights>; 3], options: LoadOptions) -> Result<(Self, Sizes)> {
+        let placing = Placing { configs, sources, options };
+        let ((text, context), (transformer, vae), sizes) = placing.both(&mut Plan::new())?;
+        let (transformer_config, text_config) = (configs.0.clone(), configs.1.clone());
+        Ok((Self { transformer_config, text_config, text, context, transformer, vae }, sizes))
     }
 }
 
@@ -224,7 +219,8 @@ struct Inputs<'a> {
     cached: bool,
     plan: SequencePlan,
     schedule: Schedule,
-    weights: Arc<[Weights]>,
+    /// Files that ops read from.
+    files: Option<Arc<[Weights; 3]>>,
 }
 
 /// Whether a job runs twice per step, with and without its prompt.
@@ -240,7 +236,7 @@ impl<'a> Inputs<'a> {
         variant: Variant,
         prompt: Tokens,
         negative: Option<Tokens>,
-        weights: Arc<[Weights]>,
+        files: Option<Arc<[Weights; 3]>>,
     ) -> Result<Self> {
         let canvas = job.size.grid();
         let references: Vec<Grid> = job.references.iter().map(|r| r.grid).collect();
@@ -252,7 +248,7 @@ impl<'a> Inputs<'a> {
             schedule: Schedule::new(job.steps, canvas.tokens()),
             prompt,
             negative,
-            weights,
+            files,
         })
     }
 
@@ -262,24 +258,21 @@ impl<'a> Inputs<'a> {
     fn check(&self, be: &mut dyn Backend, count: Tensor, x: Tensor, stage: impl FnOnce() -> String) -> Result<()> {
         be.run(Op::NonFinite { count, x })?;
         let found = download(be, count)?[0];
-        self.weights.iter().try_for_each(Weights::verify)?;
+        self.files.iter().flat_map(|files| files.iter()).try_for_each(Weights::verify)?;
         if found == 0.0 { Ok(()) } else { Err(Error::NotFinite { stage: stage(), count: found as usize }) }
     }
 }
 
 impl Engine {
-    /// Places a model's weights on a backend.
+    /// Makes room for a model on a backend and brings over what reads prompts. The rest follows with the first picture.
     pub fn load(mut backend: Box<dyn Backend>, model: OpenModel, options: LoadOptions, progress: &dyn Progress) -> Result<Self> {
-        progress.begin(Phase::Load, model.transformer.bytes() + model.text.bytes() + model.vae.bytes());
-        let (_, bytes) = Parts::place(&mut Plan::new(), &model.configs, model.sources(), options, &mut |_| ())?;
-        backend.reserve_weights(bytes)?;
-        let (parts, _) =
-            Parts::place(backend.as_mut(), &model.configs, model.sources(), options, &mut |bytes| progress.advance(bytes))?;
-        model.verify()?;
-        progress.end();
-        let OpenModel { transformer, text, vae, tokenizer, variant, name, .. } = model;
-        let weights = Arc::from([transformer, text, vae]);
-        Ok(Self { backend, parts, weights, tokenizer, variant, precision: options.precision, name })
+        let (parts, sizes) = Parts::place(&model.configs, model.sources(), options)?;
+        backend.reserve_weights(sizes.total(options.low_memory))?;
+        let OpenModel { transformer, text, vae, tokenizer, configs, variant, name, .. } = model;
+        let files = Arc::new([transformer, text, vae]);
+        let mut store = Store { files, configs, options, sizes, text: false, image: false };
+        store.bring_text(backend.as_mut(), progress)?;
+        Ok(Self { backend, parts, store, tokenizer, variant, name })
     }
 
     /// The model's name for people.
@@ -316,7 +309,8 @@ impl Engine {
             progress.warn(&format!("the prompt is {cut} tokens too long; only its first {kept} are used, up to `…{ending}`"));
         }
         let negative = if guided(self.variant, job) { Some(encode(&job.negative)?) } else { None };
-        Inputs::new(job, self.precision, self.variant, prompt, negative, self.weights.clone())
+        let files = self.backend.reads_files().then(|| self.store.files.clone());
+        Inputs::new(job, self.store.options.precision, self.variant, prompt, negative, files)
     }
 
     /// Runs the stages of one picture without touching memory and tells what they need.
@@ -339,14 +333,18 @@ impl Engine {
             bytes as f64 / 1_048_576.0
         ));
         self.backend.reserve(bytes)?;
-        let Self { backend, parts, precision, .. } = self;
-        let grid = job.size.grid();
+        let Self { backend, parts, store, .. } = self;
+        let (be, mut ws) = (backend.as_mut(), Arena::new(Region::Arena));
+        store.bring_text(be, progress)?;
+        // With weights left to bring there is better to do than to wait.
+        let prompts = parts.read_prompts(be, &mut ws, &inputs, store.image, progress)?;
+        store.bring_image(be, progress)?;
+        let (grid, precision) = (job.size.grid(), inputs.precision);
         let mut noises = |seed| match &job.noise {
-            Noise::Drawn(kind) => Ok(draw(*kind, seed, grid, *precision)),
+            Noise::Drawn(kind) => Ok(draw(*kind, seed, grid, precision)),
             Noise::Given(values) => Ok(values.clone()),
         };
-        let mut ws = Arena::new(Region::Arena);
-        parts.run(backend.as_mut(), &mut ws, &inputs, &job.seeds, &mut noises, progress, &mut |seed, mut values| {
+        parts.paint(be, &mut ws, &inputs, prompts, &job.seeds, &mut noises, progress, &mut |seed, mut values| {
             let (pixels, width, height) = (std::mem::take(&mut values.pixels), job.size.width(), job.size.height());
             let record = job.record.then(|| values.into_record(&inputs.prompt, job.size));
             sink(Picture { seed, image: Image { width, height, pixels }, record })
@@ -383,6 +381,14 @@ impl Values {
     }
 }
 
+/// Encoded prompts in working memory.
+struct Prompts {
+    context: Tensor,
+    negative: Option<Tensor>,
+    /// Holds their features if a record is asked for.
+    values: Values,
+}
+
 fn download(be: &mut dyn Backend, tensor: Tensor) -> Result<Vec<f32>> {
     let mut values = vec![0.0; tensor.len()];
     be.read(tensor, &mut values)?;
@@ -394,17 +400,46 @@ impl Parts {
     fn dry_run(&self, plan: &mut Plan, inputs: &Inputs<'_>, progress: &dyn Progress) -> Result<u64> {
         let mut ws = Arena::new(Region::Arena);
         let noise = vec![0.0; inputs.plan.canvas().len() * self.transformer_config.channels];
-        self.run(plan, &mut ws, inputs, &[0], &mut |_| Ok(noise.clone()), progress, &mut |_, _| Ok(()))?;
+        let prompts = self.read_prompts(plan, &mut ws, inputs, true, progress)?;
+        self.paint(plan, &mut ws, inputs, prompts, &[0], &mut |_| Ok(noise.clone()), progress, &mut |_, _| Ok(()))?;
         Ok(ws.peak())
     }
 
-    /// The straight line: encode, prepare, denoise, decode.
-    #[allow(clippy::too_many_arguments)]
-    fn run(
+    /// The first half of the line: encode.
+    fn read_prompts(
         &self,
         be: &mut dyn Backend,
         ws: &mut Arena,
         inputs: &Inputs<'_>,
+        wait: bool,
+        progress: &dyn Progress,
+    ) -> Result<Prompts> {
+        progress.begin(Phase::Encode, 1 + u64::from(inputs.negative.is_some()));
+        let mut values = Values::default();
+        let (context, embeds) = self.encode(be, ws, inputs, &inputs.prompt)?;
+        values.prompt_embeds = embeds;
+        progress.advance(1);
+        let mut negative = None;
+        if let Some(tokens) = &inputs.negative {
+            let (context, embeds) = self.encode(be, ws, inputs, tokens)?;
+            values.negative_prompt_embeds = Some(embeds);
+            negative = Some(context);
+        }
+        if wait {
+            be.synchronize()?;
+        }
+        progress.end();
+        Ok(Prompts { context, negative, values })
+    }
+
+    /// The second half: prepare, denoise, decode.
+    #[allow(clippy::too_many_arguments)]
+    fn paint(
+        &self,
+        be: &mut dyn Backend,
+        ws: &mut Arena,
+        inputs: &Inputs<'_>,
+        Prompts { context, negative, values: mut shared }: Prompts,
         seeds: &[u64],
         noises: &mut dyn FnMut(u64) -> Result<Vec<f32>>,
         progress: &dyn Progress,
@@ -412,22 +447,7 @@ impl Parts {
     ) -> Result<()> {
         let (c, job, plan) = (&self.transformer_config, inputs.job, &inputs.plan);
         let schedule = &inputs.schedule;
-        let mut shared = Values::default();
         let count = ws.alloc(1, 1, DType::F32)?;
-
-        progress.begin(Phase::Encode, 1 + u64::from(inputs.negative.is_some()));
-        let (context, embeds) = self.encode(be, ws, inputs, &inputs.prompt)?;
-        shared.prompt_embeds = embeds;
-        progress.advance(1);
-        let mut negative = None;
-        if let Some(tokens) = &inputs.negative {
-            let (context, embeds) = self.encode(be, ws, inputs, tokens)?;
-            shared.negative_prompt_embeds = Some(embeds);
-            negative = Some(context);
-        }
-        be.synchronize()?;
-        progress.end();
-
         let rope = ws.alloc(plan.tokens(), HEAD_DIM, DType::F32)?;
         be.write(rope, HostData::F32(&plan.rope_table(&RopeSpec { theta: c.rope_theta, axes: c.rope_axes })))?;
         // The row after the last step is time zero, which cached references see.
@@ -505,7 +525,7 @@ impl Parts {
 
     /// A prompt's context, and its features if a record is asked for.
     fn encode(&self, be: &mut dyn Backend, ws: &mut Arena, inputs: &Inputs<'_>, tokens: &Tokens) -> Result<(Tensor, Vec<f32>)> {
-        let context = self.transformer.context_slot(ws, tokens.ids.len())?;
+        let context = self.context.slot(ws, tokens.ids.len())?;
         let mut embeds = Vec::new();
         scope(be, ws, |be, ws| {
             let features = ws.alloc(tokens.ids.len(), self.text_config.features(), inputs.precision.activations())?;
@@ -513,7 +533,7 @@ impl Parts {
             if inputs.job.record {
                 embeds = download(be, features)?;
             }
-            self.transformer.context(be, context, features)
+            self.context.run(be, context, features)
         })?;
         Ok((context, embeds))
     }

@@ -3,7 +3,7 @@
 /// A part of the work that takes noticeable time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
-    /// Placing weights; counted in bytes.
+    /// Placing weights, in parts; counted in bytes.
     Load,
     /// Running the text encoder; counted in prompts.
     Encode,

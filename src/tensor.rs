@@ -203,7 +203,12 @@ pub const ALIGN: u64 = 1024;
 impl Arena {
     /// An empty arena over one region.
     pub fn new(region: Region) -> Self {
-        Self { region, top: 0, peak: 0 }
+        Self::starting_at(region, 0)
+    }
+
+    /// An arena over what lies behind `offset`, where another one may have ended.
+    pub fn starting_at(region: Region, offset: u64) -> Self {
+        Self { region, top: offset, peak: offset }
     }
 
     /// Places a contiguous matrix.

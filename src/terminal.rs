@@ -4,7 +4,7 @@
 //! failures to write are ignored.
 
 use crate::progress::{Phase, Progress};
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{HumanBytes, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 use std::cell::RefCell;
 use std::io::{IsTerminal, Write};
@@ -32,12 +32,12 @@ impl Verbosity {
     }
 }
 
-/// Seconds that the latest run of each phase took.
+/// Seconds that the latest run of each phase took; loading happens in parts, which are added up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Seconds {
-    /// Placing weights, once for all pictures.
+    /// Placing weights, all together, once for all pictures. On a GPU the prompt is encoded meanwhile.
     pub load: f64,
-    /// The text encoder, once for all pictures.
+    /// The text encoder, once for all pictures; what loading does not hide.
     pub encode: f64,
     /// Turning reference images into tokens.
     pub references: f64,
@@ -138,7 +138,10 @@ impl Progress for Terminal {
         let running = self.running.borrow_mut().take();
         let Some(running) = running else { return };
         let seconds = running.start.elapsed().as_secs_f64();
-        *self.seconds.borrow_mut().of(running.phase) = seconds;
+        let mut all = self.seconds();
+        let before = if running.phase == Phase::Load { all.load } else { 0.0 };
+        *all.of(running.phase) = before + seconds;
+        self.seconds.replace(all);
         if let Some(bar) = &running.bar {
             bar.finish_and_clear();
         }
@@ -158,6 +161,7 @@ impl Progress for Terminal {
 fn summary(phase: Phase, total: u64, seconds: f64) -> String {
     let name = phase.name();
     match phase {
+        Phase::Load => format!("{name} {seconds:.1} s ({})", HumanBytes(total)),
         Phase::Denoise if total > 1 => format!("{name} {seconds:.1} s ({total} steps, {})", per_step(seconds, total)),
         _ => format!("{name} {seconds:.1} s"),
     }
@@ -195,6 +199,7 @@ mod tests {
 
     #[test]
     fn finished_phases_are_one_line() {
+        assert_eq!(summary(Phase::Load, 3 << 29, 0.26), "loading weights 0.3 s (1.50 GiB)");
         assert_eq!(summary(Phase::Encode, 1, 0.21), "encoding text 0.2 s");
         assert_eq!(summary(Phase::Denoise, 4, 1.72), "denoising 1.7 s (4 steps, 0.43 s/step)");
         assert_eq!(summary(Phase::Denoise, 1, 1.72), "denoising 1.7 s");
@@ -214,6 +219,12 @@ mod tests {
         let seconds = terminal.seconds();
         assert!(seconds.denoise >= 0.002, "{seconds:?}");
         assert_eq!(Seconds { denoise: 0.0, ..seconds }, Seconds::default());
+        for _ in 0..2 {
+            terminal.begin(Phase::Load, 1);
+            std::thread::sleep(Duration::from_millis(2));
+            terminal.end();
+        }
+        assert!(terminal.seconds().load >= 0.004, "{:?}", terminal.seconds());
         assert!(Verbosity::new(true, false) < Verbosity::new(false, false));
         assert!(Verbosity::new(false, false) < Verbosity::new(false, true));
     }

@@ -4,7 +4,7 @@
 mod common;
 
 use common::wrapped::Wrapped;
-use common::{Goldens, cases, cpu, engine_on, relative_l2, run};
+use common::{Goldens, cases, cpu, engine_on, relative_l2, run, saving_memory_changes_nothing};
 use kiln::backend::cpu::Cpu;
 use kiln::backend::{Access, Backend, HostData, Lockstep, Op};
 use kiln::config::{HEAD_DIM, Variant};
@@ -35,6 +35,11 @@ fn the_plan_is_what_really_happens() {
             assert_eq!(plan.flops(), flops.load(Ordering::Relaxed), "{}: flops", case.name);
         }
     }
+}
+
+#[test]
+fn saving_memory_changes_no_picture() {
+    saving_memory_changes_nothing(&|| Box::new(cpu()));
 }
 
 /// Changes one row in the middle of the result of op number `target`.

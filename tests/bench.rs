@@ -44,7 +44,6 @@ fn a_table_has_a_row_for_each_stage() {
     let number = |cell: &String| cell.parse::<f64>().unwrap();
     let mut at = 4;
     for (stage, figures) in [
-        ("device", 1),
         ("open", 1),
         ("load", 1),
         ("encode", 4),
@@ -95,7 +94,7 @@ fn json_has_every_time_and_stages_add_up() {
     ] {
         assert_eq!(report[key], value, "{key}");
     }
-    check_times(&report["cold_s"], &["device", "open", "load", "references"], 3);
+    check_times(&report["cold_s"], &["open", "load", "references"], 3);
     let warm = report["warm_s"].as_array().unwrap();
     assert_eq!(warm.len(), 2);
     warm.iter().for_each(|times| check_times(times, &["references"], 3));

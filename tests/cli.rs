@@ -25,7 +25,7 @@ fn a_prompt_is_enough() {
     let gpu = lines.remove(1);
     assert!(gpu.starts_with("note: no usable GPU: ") && gpu.ends_with("; running on the CPU"), "{gpu}");
     assert!(lines[1].ends_with(&format!("256x256, 4 steps, seed {seed}")), "{}", lines[1]);
-    let phases = ["loading weights ", "encoding text ", "denoising ", "decoding "];
+    let phases = ["loading weights ", "encoding text ", "loading weights ", "denoising ", "decoding "];
     assert_eq!(lines.len(), 2 + phases.len(), "{}", run.stderr);
     assert!(lines[2..].iter().zip(phases).all(|(line, phase)| line.starts_with(phase)), "{}", run.stderr);
 
@@ -58,6 +58,8 @@ fn a_seed_names_a_picture() {
     let bytes = |name: &str| fs::read(sandbox.path(name)).unwrap();
     let pixels = |name: &str| Png::read(&sandbox.path(name)).pixels;
     assert_eq!(bytes("a.png"), bytes("b.png"), "whatever the number of threads");
+    sandbox.quick(&["x", "--seed", "7", "-o", "b.png", "--force", "--low-memory"]);
+    assert_eq!(bytes("a.png"), bytes("b.png"), "in little memory");
     assert_ne!(pixels("a.png"), pixels("c.png"));
     assert_ne!(pixels("a.png"), pixels("d.png"));
 

@@ -202,7 +202,7 @@ fn open(transformer: Shard) -> OpenModel {
 
 fn load(model: OpenModel) -> Result<Engine> {
     let cpu = Cpu::new(1, Arc::default()).unwrap();
-    Engine::load(Box::new(cpu), model, LoadOptions { precision: Precision::F32, references: false }, &Silent)
+    Engine::load(Box::new(cpu), model, LoadOptions { precision: Precision::F32, references: false, low_memory: false }, &Silent)
 }
 
 /// The pixels of a picture, or none if the run failed before there was one.

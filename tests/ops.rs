@@ -182,10 +182,30 @@ fn weights_that_do_not_fit_are_refused() {
     for bytes in [0, 96, 124, 130, 160] {
         assert!(matches!(cpu.upload(to, Role::Linear, &part(bytes)), Err(Error::Op { .. })), "{bytes} bytes");
     }
-    let mut cpu = self::cpu(1);
-    cpu.upload(to, Role::Linear, &part(128)).unwrap();
-    for taken in [to, to.rows(2..4), Tensor { offset: to.offset + 32, ..to }] {
-        let bytes = part(taken.len() * 4);
-        assert!(matches!(cpu.upload(taken, Role::Linear, &bytes), Err(Error::Op { .. })), "{taken:?} is taken");
+}
+
+/// And of a weight that was touched nothing is left: a read of it is an error, never a mixture.
+#[test]
+fn a_weight_takes_the_place_of_what_was_there() {
+    let (mut cpu, mut weights, mut arena) = (cpu(1), Arena::new(Region::Weights), Arena::new(Region::Arena));
+    let (to, out) = (matrix(&mut weights, 4, 8), matrix(&mut arena, 4, 8));
+    cpu.reserve(arena.peak()).unwrap();
+    let fill = |cpu: &mut Cpu, to: Tensor, value: f32| {
+        let bytes = Bytes::new(Arc::new(value.to_le_bytes().repeat(to.len())));
+        cpu.upload(to, Role::Linear, &[WeightPart { bytes, dtype: DType::F32 }]).unwrap();
+    };
+    let read = |cpu: &mut Cpu, x: Tensor| {
+        let (out, mut values) = (out.rows(0..x.rows), vec![0.0; x.len()]);
+        cpu.run(Op::Copy { out, x }).and_then(|()| cpu.read(out, &mut values)).map(|()| values)
+    };
+    fill(&mut cpu, to, 1.0);
+    fill(&mut cpu, to, 2.0);
+    assert_eq!(read(&mut cpu, to).unwrap(), [2.0; 32]);
+    fill(&mut cpu, to.rows(1..3), 3.0);
+    assert_eq!(read(&mut cpu, to.rows(1..3)).unwrap(), [3.0; 16]);
+    for gone in [to, to.rows(0..1), to.rows(3..4)] {
+        assert!(matches!(read(&mut cpu, gone), Err(Error::Op { .. })), "{gone:?}");
     }
+    fill(&mut cpu, to, 4.0);
+    assert_eq!(read(&mut cpu, to).unwrap(), [4.0; 32]);
 }

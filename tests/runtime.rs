@@ -1,23 +1,28 @@
 //! The CUDA backend on a stand-in for the driver: no arithmetic, but every call is counted, everything taken has to be given back,
-//! and any call can be made to fail.
+//! weights have to be there when a kernel reads them, and any call can be made to fail.
 
 mod common;
 #[path = "common/ops/mod.rs"]
 #[allow(dead_code)] // results are not looked at here
 mod ops;
+#[path = "common/order.rs"]
+mod order;
 
 use common::cases;
-use kiln::backend::cuda::driver::{DeviceInfo, Driver, Function, Graph, Launch, MapSpec, Module, Rows, Stream};
+use kiln::backend::cuda::driver::{DeviceInfo, Driver, Event, Function, Graph, Launch, MapSpec, Module, Rows, Stream};
 use kiln::backend::cuda::{self, Choice, Cuda, Kernel};
+use kiln::backend::{Backend, Op, Role, WeightPart};
+use kiln::checkpoint::Weights;
 use kiln::config::Variant;
 use kiln::error::{Error, Result};
 use kiln::microbench::{Protocol, Scale, rows};
 use kiln::names::{Layout, Part};
 use kiln::pipeline::{Engine, Job, LoadOptions, OpenModel, Picture};
 use kiln::progress::Silent;
-use kiln::tensor::{Arena, DType, Precision, Region};
+use kiln::tensor::{Arena, Bytes, DType, Precision, Region};
 use kiln::tiny::{self, TinyModel};
 use kiln::tokenizer::Tokenizer;
+use order::Order;
 use std::alloc::Layout as Block;
 use std::borrow::Cow;
 use std::cell::{Cell, RefCell};
@@ -45,6 +50,7 @@ struct StandIn {
     memory: u64,
     launches: Cell<usize>,
     replays: Cell<usize>,
+    order: RefCell<Order>,
 }
 
 impl StandIn {
@@ -65,11 +71,12 @@ impl StandIn {
             fails: Cell::new(None),
             failed: Cell::new(""),
             taken: RefCell::new(HashMap::new()),
-            next: Cell::new(1 << 20),
+            next: Cell::new(FIRST_ADDRESS),
             bytes: Cell::new((0, 0)),
             memory,
             launches: Cell::new(0),
             replays: Cell::new(0),
+            order: RefCell::default(),
         })
     }
 
@@ -139,6 +146,7 @@ impl Driver for StandIn {
 
     fn free(&self, address: u64) {
         let bytes = self.give("memory", address);
+        self.order.borrow_mut().free(address..address + bytes);
         let (now, most) = self.bytes.get();
         self.bytes.set((now - bytes, most));
     }
@@ -181,17 +189,52 @@ impl Driver for StandIn {
         self.give("stream", stream.0);
     }
 
-    fn synchronize(&self, _stream: Stream) -> Result<()> {
-        self.call("synchronize")
+    fn synchronize(&self, stream: Stream) -> Result<()> {
+        self.call("synchronize")?;
+        self.order.borrow_mut().synchronize(stream.0);
+        Ok(())
     }
 
-    fn copy_in(&self, _stream: Stream, to: Rows, from: &[u8]) -> Result<()> {
+    fn event(&self) -> Result<Event> {
+        self.call("event")?;
+        Ok(Event(self.take("event", 0)))
+    }
+
+    fn destroy_event(&self, event: Event) {
+        self.give("event", event.0);
+    }
+
+    fn set_event(&self, event: Event, stream: Stream) -> Result<()> {
+        self.call("set_event")?;
+        self.order.borrow_mut().set_event(event.0, stream.0);
+        Ok(())
+    }
+
+    fn finish_event(&self, event: Event) -> Result<()> {
+        self.call("finish_event")?;
+        self.order.borrow_mut().finish_event(event.0);
+        Ok(())
+    }
+
+    fn wait_event(&self, stream: Stream, event: Event) -> Result<()> {
+        self.call("wait_event")?;
+        self.order.borrow_mut().wait_event(stream.0, event.0);
+        Ok(())
+    }
+
+    fn copy_in(&self, stream: Stream, to: Rows, from: &[u8]) -> Result<()> {
         assert!((from.len() as u64).is_multiple_of(to.width));
-        self.call("copy_in")
+        self.call("copy_in")?;
+        let buffer = from.as_ptr() as u64;
+        if self.taken.borrow().contains_key(&buffer) {
+            self.order.borrow_mut().copy(stream.0, buffer, to.address..to.address + from.len() as u64);
+        }
+        Ok(())
     }
 
-    fn copy_out(&self, _stream: Stream, _from: Rows, to: &mut [u8]) -> Result<()> {
+    fn copy_out(&self, stream: Stream, _from: Rows, to: &mut [u8]) -> Result<()> {
         self.call("copy_out")?;
+        self.order.borrow_mut().synchronize(stream.0);
         to.fill(0);
         Ok(())
     }
@@ -200,10 +243,12 @@ impl Driver for StandIn {
         self.call("fill")
     }
 
-    fn launch(&self, stream: Stream, _launch: &Launch, _params: &[u8]) -> Result<()> {
+    fn launch(&self, stream: Stream, _launch: &Launch, params: &[u8]) -> Result<()> {
         assert!(self.taken.borrow().contains_key(&stream.0), "a launch on a stream that is gone");
         self.launches.set(self.launches.get() + 1);
-        self.call("launch")
+        self.call("launch")?;
+        self.order.borrow_mut().launch(stream.0, params);
+        Ok(())
     }
 
     fn tensor_map(&self, _spec: &MapSpec) -> Result<[u64; 16]> {
@@ -212,18 +257,23 @@ impl Driver for StandIn {
     }
 
     fn begin_capture(&self, _stream: Stream) -> Result<()> {
-        self.call("begin_capture")
+        self.call("begin_capture")?;
+        self.order.borrow_mut().record();
+        Ok(())
     }
 
     fn end_capture(&self, _stream: Stream) -> Result<Graph> {
-        self.call("end_capture")?;
-        Ok(Graph(self.take("graph", 0)))
+        let ended = self.call("end_capture").map(|()| Graph(self.take("graph", 0)));
+        self.order.borrow_mut().recorded(ended.as_ref().ok().map(|graph| graph.0));
+        ended
     }
 
-    fn replay(&self, _stream: Stream, graph: Graph) -> Result<()> {
+    fn replay(&self, stream: Stream, graph: Graph) -> Result<()> {
         assert!(self.taken.borrow().contains_key(&graph.0), "a graph that is gone");
         self.replays.set(self.replays.get() + 1);
-        self.call("replay")
+        self.call("replay")?;
+        self.order.borrow_mut().replay(stream.0, graph.0);
+        Ok(())
     }
 
     fn destroy_graph(&self, graph: Graph) {
@@ -246,11 +296,16 @@ impl Model {
         OpenModel::check(parts, [None; 3], tokenizer, variant).unwrap()
     }
 
-    fn engine(&self, driver: &Rc<StandIn>, stop: &Arc<AtomicBool>, variant: Variant) -> Result<Engine> {
-        let cuda = Cuda::new(driver.clone(), &|_| Ok(Cow::Borrowed(&[])), stop.clone())?;
-        let options = LoadOptions { precision: Precision::Bf16, references: true };
-        Engine::load(Box::new(cuda), self.open(variant), options, &Silent)
+    fn engine(&self, driver: &Rc<StandIn>, stop: &Arc<AtomicBool>, variant: Variant, low_memory: bool) -> Result<Engine> {
+        let options = LoadOptions { low_memory, ..OPTIONS };
+        Engine::load(Box::new(cuda(driver, stop)?), self.open(variant), options, &Silent)
     }
+}
+
+const OPTIONS: LoadOptions = LoadOptions { precision: Precision::Bf16, references: true, low_memory: false };
+
+fn cuda(driver: &Rc<StandIn>, stop: &Arc<AtomicBool>) -> Result<Cuda> {
+    Cuda::new(driver.clone(), &|_| Ok(Cow::Borrowed(&[])), stop.clone())
 }
 
 fn make(engine: &mut Engine, job: &Job) -> Result<Vec<Picture>> {
@@ -270,17 +325,26 @@ fn jobs() -> [(Variant, Job); 2] {
     [(Variant::Distilled, job.clone()), (Variant::Kv, Job { steps: 3, record: false, size: job.size, ..edit })]
 }
 
+/// The same in little time.
+fn small(job: Job) -> Job {
+    Job { steps: 1, size: kiln::sequence::Pixels::new(64, 64).unwrap(), ..job }
+}
+
 const PLENTY: u64 = 80 << 30;
+
+/// Where addresses begin: what kernels read is told from their parameters, and no two sizes side by side look like this.
+const FIRST_ADDRESS: u64 = 0x7f << 40;
 
 #[test]
 fn memory_is_what_was_planned_and_steps_are_replayed() {
     let (model, driver, stop) = (Model::new(), StandIn::new(PLENTY), Arc::default());
-    for (variant, job) in jobs() {
-        let mut engine = model.engine(&driver, &stop, variant).unwrap();
+    for ((variant, job), low_memory) in jobs().into_iter().flat_map(|job| [(job.clone(), false), (job, true)]) {
+        let mut engine = model.engine(&driver, &stop, variant, low_memory).unwrap();
         let weights = driver.bytes.get().0;
         let plan = engine.plan(&job).unwrap();
-        let estimate = model.open(variant).estimate(LoadOptions { precision: Precision::Bf16, references: true }, &job).unwrap();
-        assert_eq!(weights, estimate.weight_bytes);
+        let estimate = model.open(variant).estimate(OPTIONS, &job).unwrap();
+        assert_eq!(weights, if low_memory { estimate.low_memory_weight_bytes } else { estimate.weight_bytes });
+        assert!(estimate.low_memory_weight_bytes < estimate.weight_bytes);
         let before = driver.replays.get();
         make(&mut engine, &job).unwrap();
         let working = driver.bytes.get().0 - weights;
@@ -300,8 +364,10 @@ fn memory_is_what_was_planned_and_steps_are_replayed() {
 #[test]
 fn any_call_of_a_run_may_fail() {
     let (model, driver, stop) = (Model::new(), StandIn::new(PLENTY), Arc::default());
-    for (variant, job) in jobs() {
-        let mut engine = model.engine(&driver, &stop, variant).unwrap();
+    let [plain, edit] = jobs();
+    // Where memory is saved, all weights are brought again with every run.
+    for ((variant, job), low_memory) in [(plain.clone(), false), (edit, false), ((plain.0, small(plain.1)), true)] {
+        let mut engine = model.engine(&driver, &stop, variant, low_memory).unwrap();
         // The second run finds its memory there.
         make(&mut engine, &job).unwrap();
         let start = driver.calls.get();
@@ -323,19 +389,103 @@ fn any_call_of_a_run_may_fail() {
     }
 }
 
+/// The first run brings the rest of the weights. A second one finishes what a failure left half done.
+#[test]
+fn any_call_of_the_first_run_may_fail() {
+    let (model, driver, stop) = (Model::new(), StandIn::new(PLENTY), Arc::default());
+    let [(variant, job), _] = jobs();
+    let job = small(job);
+    let mut engine = model.engine(&driver, &stop, variant, false).unwrap();
+    let start = driver.calls.get();
+    make(&mut engine, &job).unwrap();
+    let calls = driver.calls.get() - start;
+    // Not every call, because each takes an engine: uploads make the same three again and again.
+    for n in (0..calls).step_by(7) {
+        let mut engine = model.engine(&driver, &stop, variant, false).unwrap();
+        driver.fail_after(n);
+        let result = make(&mut engine, &job);
+        driver.heal();
+        assert!(result.is_err() || driver.failed.get() == "fill", "call {n} ({})", driver.failed.get());
+        assert_eq!(make(&mut engine, &job).unwrap().len(), 1, "call {n} ({})", driver.failed.get());
+    }
+}
+
+/// Copies of the transformer go on beside the kernels that read the prompt, unless they take the place of what these read. That
+/// kernels wait for weights, and copies for kernels, is checked with every call: see [`Order`].
+#[test]
+fn weights_are_brought_while_the_prompt_is_read() {
+    let (model, stop) = (Model::new(), Arc::default());
+    let [(variant, job), _] = jobs();
+    for low_memory in [false, true] {
+        let driver = StandIn::new(PLENTY);
+        let mut engine = model.engine(&driver, &stop, variant, low_memory).unwrap();
+        let copies = || (driver.order.borrow().beside, driver.order.borrow().behind);
+        assert_eq!((driver.launches.get(), copies()), (0, (0, 0)));
+        make(&mut engine, &job).unwrap();
+        let (beside, behind) = copies();
+        assert!(if low_memory { beside == 0 && behind > 50 } else { beside > 50 && behind == 0 }, "{beside} {behind}");
+        make(&mut engine, &Job { prompt: "another".into(), ..job.clone() }).unwrap();
+        let again = copies();
+        assert!(if low_memory { again.0 == 0 && again.1 > 2 * behind } else { again == (beside, behind) }, "{again:?}");
+    }
+}
+
+/// Nothing between them that would wait anyway.
+#[test]
+fn ops_and_the_weights_they_read_take_turns() {
+    let driver = StandIn::new(PLENTY);
+    let mut cuda = cuda(&driver, &Arc::default()).unwrap();
+    let (mut weights, mut ws) = (Arena::new(Region::Weights), Arena::new(Region::Arena));
+    let weight = weights.alloc(1, 64, DType::F32).unwrap();
+    let [out, x] = [4, 4].map(|rows| ws.alloc(rows, 64, DType::F32).unwrap());
+    cuda.reserve_weights(weights.peak()).unwrap();
+    cuda.reserve(ws.peak()).unwrap();
+    for _ in 0..3 {
+        let bytes = Bytes::new(Arc::new(vec![0; 256]));
+        cuda.upload(weight, Role::Vector, &[WeightPart { bytes, dtype: DType::F32 }]).unwrap();
+        cuda.run(Op::RmsNorm { out, x, weight, eps: 1e-6 }).unwrap();
+    }
+    assert_eq!((driver.order.borrow().beside, driver.order.borrow().behind), (0, 2));
+}
+
+/// Files matter as long as something is read from them.
+#[test]
+fn files_may_change_once_everything_is_on_the_gpu() {
+    let (model, stop) = (Model::new(), Arc::default());
+    let [(variant, job), _] = jobs();
+    let path = std::env::temp_dir().join(format!("kiln-runtime-{}.safetensors", std::process::id()));
+    for (low_memory, pictures, refused) in [(false, 1, false), (true, 1, true), (false, 0, true)] {
+        std::fs::write(&path, &*model.0.transformer).unwrap();
+        let transformer = Weights::open(Part::Transformer, &path).unwrap();
+        let (text, vae) = (model.0.weights(Part::TextEncoder).unwrap(), model.0.weights(Part::Vae).unwrap());
+        let tokenizer = Tokenizer::from_json(tiny::TOKENIZER, Path::new("tiny")).unwrap();
+        let open = OpenModel::check([transformer, text, vae], [None; 3], tokenizer, variant).unwrap();
+        let driver = StandIn::new(PLENTY);
+        let options = LoadOptions { low_memory, ..OPTIONS };
+        let mut engine = Engine::load(Box::new(cuda(&driver, &stop).unwrap()), open, options, &Silent).unwrap();
+        (0..pictures).for_each(|_| drop(make(&mut engine, &job).unwrap()));
+        std::fs::write(&path, b"short").unwrap();
+        match make(&mut engine, &job) {
+            Ok(_) => assert!(!refused, "{low_memory} {pictures}"),
+            Err(error) => assert!(refused && error.to_string().starts_with("weight file changed"), "{error}"),
+        }
+    }
+    std::fs::remove_file(&path).unwrap();
+}
+
 #[test]
 fn any_call_of_loading_may_fail() {
     let (model, stop) = (Model::new(), Arc::default());
     let calls = {
         let driver = StandIn::new(PLENTY);
-        model.engine(&driver, &stop, Variant::Distilled).map(drop).unwrap();
+        model.engine(&driver, &stop, Variant::Distilled, false).map(drop).unwrap();
         driver.calls.get()
     };
-    assert!(calls > 200, "{calls}");
+    assert!(calls > 150, "{calls}");
     for n in 0..calls {
         let driver = StandIn::new(PLENTY);
         driver.fail_after(n);
-        let result = model.engine(&driver, &stop, Variant::Distilled).map(drop);
+        let result = model.engine(&driver, &stop, Variant::Distilled, false).map(drop);
         // What is left to synchronise when the backend goes away has nobody to tell.
         let failed = matches!(result, Err(Error::Device { .. }) | Err(Error::DeviceMemory { .. }));
         assert!(failed || (result.is_ok() && driver.failed.get() == "synchronize"), "call {n} ({})", driver.failed.get());
@@ -347,12 +497,12 @@ fn any_call_of_loading_may_fail() {
 fn a_run_ends_at_the_next_op_when_asked_to() {
     let (model, driver, stop) = (Model::new(), StandIn::new(PLENTY), Arc::<AtomicBool>::default());
     let [(variant, job), _] = jobs();
-    let mut engine = model.engine(&driver, &stop, variant).unwrap();
+    let mut engine = model.engine(&driver, &stop, variant, false).unwrap();
     stop.store(true, Ordering::Relaxed);
     let before = driver.launches.get();
     assert!(matches!(make(&mut engine, &job), Err(Error::Interrupted)));
     assert_eq!(driver.launches.get(), before);
-    let loading = model.engine(&driver, &stop, variant).map(drop);
+    let loading = model.engine(&driver, &stop, variant, false).map(drop);
     assert!(matches!(loading, Err(Error::Interrupted)), "{loading:?}");
     stop.store(false, Ordering::Relaxed);
     assert_eq!(make(&mut engine, &job).unwrap().len(), 1);
@@ -361,7 +511,7 @@ fn a_run_ends_at_the_next_op_when_asked_to() {
 /// Tools that look for races and the like run the small cases only: no kernel may escape them.
 #[test]
 fn the_small_cases_launch_every_kernel() {
-    let mut cuda = Cuda::new(StandIn::new(PLENTY), &|_| Ok(Cow::Borrowed(&[])), Arc::default()).unwrap();
+    let mut cuda = cuda(&StandIn::new(PLENTY), &Arc::default()).unwrap();
     assert!(cuda.launched().all(|(_, times)| times == 0));
     let mut weights = Arena::new(Region::Weights);
     for choice in Choice::ALL {
@@ -384,22 +534,26 @@ fn a_job_that_does_not_fit_is_refused_with_ways_down() {
     let size = kiln::sequence::Pixels::new(2048, 2048).unwrap();
     let job = Job { size, ..job };
     let open = model.open(variant);
-    let options = LoadOptions { precision: Precision::Bf16, references: false };
+    let options = LoadOptions { references: false, ..OPTIONS };
     let estimate = open.estimate(options, &job).unwrap();
     let need = estimate.weight_bytes + estimate.arena_bytes;
-    for (memory, fits) in [(need + (6 << 20), true), (need, false), (need / 2, false), (1 << 22, false)] {
+    let least = estimate.low_memory_weight_bytes + estimate.arena_bytes;
+    // What the backend itself takes, at most.
+    let own = 6 << 20;
+    let saves = [(need + own, Some(false)), (need, Some(true)), (least + own, Some(true))];
+    for (memory, saves) in saves.into_iter().chain([least, need / 2, 1 << 22].map(|memory| (memory, None))) {
         let driver = StandIn::new(memory);
-        let cuda = Cuda::new(driver.clone(), &|_| Ok(Cow::Borrowed(&[])), Arc::clone(&stop)).unwrap();
-        let answer = open.check_memory(&cuda, "GPU 0 (Stand-in)", options, &job);
+        let answer = open.check_memory(&cuda(&driver, &stop).unwrap(), "GPU 0 (Stand-in)", options, &job);
         assert_eq!(driver.bytes.get().1, 0, "nothing is taken to find out");
-        if fits {
-            answer.unwrap();
+        if let Some(low_memory) = saves {
+            assert_eq!(answer.unwrap().low_memory, low_memory, "{memory}");
             continue;
         }
         let error = answer.unwrap_err();
         assert_eq!(error.exit_code(), 4);
         let (message, hint) = (error.to_string(), error.hint().unwrap());
-        assert!(message.starts_with("not enough GPU memory: this job needs "), "{message}");
+        let needs = format!("not enough GPU memory: this job needs {:.1} GiB", least as f64 / f64::from(1 << 30));
+        assert!(message.starts_with(&needs), "{message}");
         assert!(message.ends_with(" is free on GPU 0 (Stand-in)"), "{message}");
         let smaller = if memory > 1 << 25 { "try to use --width 1" } else { "try to close other programs" };
         assert!(hint.starts_with(smaller) && hint.ends_with(", or use --backend cpu"), "{memory}: {hint}");

@@ -91,6 +91,10 @@ impl<A: Backend, B: Backend> Backend for Lockstep<A, B> {
         self.tested.reserve_weights(bytes)
     }
 
+    fn reads_files(&self) -> bool {
+        self.trusted.reads_files() || self.tested.reads_files()
+    }
+
     fn reserve(&mut self, bytes: u64) -> Result<()> {
         self.trusted.reserve(bytes)?;
         self.tested.reserve(bytes)

@@ -68,7 +68,8 @@ pub trait Backend {
     /// A short name for messages.
     fn name(&self) -> &'static str;
 
-    /// Places a weight. `parts` are its rows in order; their element types may differ from `to`'s.
+    /// Places a weight, whatever was there before. `parts` are its rows in order; their element types may differ from `to`'s. Ops
+    /// from before it see what they saw then.
     fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()>;
 
     /// Bytes of memory that can still be had, where the backend knows.
@@ -85,6 +86,11 @@ pub trait Backend {
     /// Says how many bytes of weights there will be, before the first upload. Weights from before are gone.
     fn reserve_weights(&mut self, _bytes: u64) -> Result<()> {
         Ok(())
+    }
+
+    /// Whether ops read weights where [`Backend::upload`] was given them, and not a copy.
+    fn reads_files(&self) -> bool {
+        true
     }
 
     /// Provides `bytes` of working memory. What was in it before is lost.

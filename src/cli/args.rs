@@ -243,6 +243,12 @@ pub struct RunArgs {
     #[arg(long, value_enum, value_name = "TYPE", default_value = "bf16", help_heading = "Run")]
     pub precision: PrecisionArg,
 
+    /// Let the transformer take the text encoder's place in GPU memory
+    ///
+    /// Done anyway where both do not fit. The picture is the same; it is there a little later, because loading waits for the prompt.
+    #[arg(long, help_heading = "Run")]
+    pub low_memory: bool,
+
     /// CPU threads [default: one per core]
     #[arg(long, value_name = "N", value_parser = within(1usize, 1024), help_heading = "Run")]
     pub threads: Option<usize>,

@@ -29,6 +29,7 @@ struct Report {
     stages: Vec<StageReport>,
     ops: u64,
     weight_bytes: u64,
+    low_memory_weight_bytes: u64,
     working_bytes: u64,
 }
 
@@ -64,7 +65,7 @@ pub fn plan(args: PlanArgs, environment: Environment, out: &mut dyn Write) -> Re
         noise: Noise::Drawn(NoiseKind::HOPPER),
         record: false,
     };
-    let options = LoadOptions { precision, references: !references.is_empty() };
+    let options = LoadOptions { precision, references: !references.is_empty(), low_memory: false };
     let estimate = estimate(&configs, variant, options, &job)?;
     let report = Report::new(name, variant, precision, &job, guidance, estimate);
     let text = if args.json {
@@ -111,6 +112,7 @@ impl Report {
             stages: e.stages.iter().map(|(phase, flop)| StageReport { stage: phase.name(), flop: *flop }).collect(),
             ops: e.ops,
             weight_bytes: e.weight_bytes,
+            low_memory_weight_bytes: e.low_memory_weight_bytes,
             working_bytes: e.arena_bytes,
         }
     }
@@ -139,7 +141,10 @@ impl Report {
             row(stage.stage, format!("{:.3} TFLOP", stage.flop as f64 / 1e12));
         }
         row("in all", format!("{:.3} TFLOP in {} ops", total as f64 / 1e12, self.ops));
-        row("weights", format!("{:.2} GiB", gib(self.weight_bytes)));
+        row(
+            "weights",
+            format!("{:.2} GiB, {:.2} GiB with --low-memory", gib(self.weight_bytes), gib(self.low_memory_weight_bytes)),
+        );
         row("working memory", format!("{:.2} GiB", gib(self.working_bytes)));
         text
     }

@@ -62,6 +62,8 @@ pub struct GenerateRequest {
     pub backend: BackendArg,
     /// Which GPU.
     pub device: usize,
+    /// Save GPU memory whether or not it is short.
+    pub low_memory: bool,
     /// CPU threads; 0 for one per core.
     pub threads: usize,
     /// Print objects, not paths.
@@ -128,6 +130,7 @@ impl GenerateRequest {
             precision: args.run.precision.into(),
             backend: args.run.backend,
             device: args.run.device,
+            low_memory: args.run.low_memory,
             threads: args.run.threads.unwrap_or(0),
             json: args.json,
             verbosity: Verbosity::new(args.run.quiet, args.run.verbose),

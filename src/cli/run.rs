@@ -24,12 +24,11 @@ pub const STDOUT: &str = "standard output";
 /// `stop` is set nothing more is saved.
 pub fn generate(request: &GenerateRequest, stop: &Arc<AtomicBool>, terminal: &Terminal, out: &mut dyn Write) -> Result<()> {
     say_untrained(request, terminal);
-    let chosen = choose(request.backend, request.device, request.threads, stop)?;
-    let model = OpenModel::open(&request.found, request.variant)?;
+    let (chosen, model) = open(request, stop)?;
     let made = Made::new(request, &model, &chosen);
     made.introduce(&model, &chosen, terminal);
-    let (options, job) = (made.options(), made.job());
-    model.check_memory(chosen.backend.as_ref(), &chosen.machine, options, &job)?;
+    let job = made.job();
+    let options = made.fit(&model, &chosen, &job, terminal)?;
     let mut engine = Engine::load(chosen.backend, model, options, terminal)?;
     let mut index = 0;
     engine.generate(&job, terminal, &mut |picture| {
@@ -43,6 +42,27 @@ pub fn generate(request: &GenerateRequest, stop: &Arc<AtomicBool>, terminal: &Te
             save_new(path, &record.to_safetensors()?, request.force)?;
         }
         print(out, &made.line(&path, &picture, terminal.seconds())?)
+    })
+}
+
+/// Opens the device and the model's files at once.
+pub fn open(request: &GenerateRequest, stop: &Arc<AtomicBool>) -> Result<(Chosen, OpenModel)> {
+    let device = || choose(request.backend, request.device, request.threads, stop);
+    let (chosen, model) = beside(|| OpenModel::open(&request.found, request.variant), device);
+    Ok((chosen?, model?))
+}
+
+/// Does `there` on a thread of its own and `here` on this one. Returns what `here` gave, then what `there` gave.
+fn beside<A, B: Send>(there: impl Fn() -> B + Send + Sync, here: impl FnOnce() -> A) -> (A, B) {
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().spawn_scoped(scope, &there);
+        let first = here();
+        match thread.map(|thread| thread.join()) {
+            Ok(Ok(second)) => (first, second),
+            Ok(Err(panic)) => std::panic::resume_unwind(panic),
+            // Where there can be no thread, one after the other does as well.
+            Err(_) => (first, there()),
+        }
     })
 }
 
@@ -154,8 +174,15 @@ impl<'a> Made<'a> {
         }
     }
 
-    pub fn options(&self) -> LoadOptions {
-        LoadOptions { precision: self.request.precision, references: !self.request.references.is_empty() }
+    /// How the model is loaded so that the job fits, or why it cannot.
+    pub fn fit(&self, model: &OpenModel, chosen: &Chosen, job: &Job, terminal: &Terminal) -> Result<LoadOptions> {
+        let GenerateRequest { precision, low_memory, references, .. } = self.request;
+        let asked = LoadOptions { precision: *precision, references: !references.is_empty(), low_memory: *low_memory };
+        let options = model.check_memory(chosen.backend.as_ref(), &chosen.machine, asked, job)?;
+        if options.low_memory && !asked.low_memory {
+            terminal.say("note: GPU memory is short, so the transformer takes the text encoder's place");
+        }
+        Ok(options)
     }
 
     pub fn job(&self) -> Job {

@@ -6,7 +6,7 @@ mod transformer;
 mod vae;
 
 pub use text_encoder::TextEncoder;
-pub use transformer::{Modulation, References, StepInput, Transformer};
+pub use transformer::{ContextIn, Modulation, References, StepInput, Transformer};
 pub use vae::Vae;
 
 use crate::backend::{Backend, Conv, GroupNorm, Linear, QkNorm, Role, WeightPart};

@@ -1,7 +1,7 @@
 //! The FLUX.2 transformer: double blocks with separate weights for text and image, then single blocks over the joint sequence.
 //!
 //! The residual stream of the whole sequence is one matrix, text rows first, so nothing is ever concatenated. What depends only
-//! on the time ([`Transformer::modulations`]) or only on the prompt ([`Transformer::context`]) is computed once per image.
+//! on the time ([`Transformer::modulations`]) or only on the prompt ([`ContextIn`]) is computed once per image.
 
 use super::Loader;
 use crate::backend::{
@@ -15,12 +15,36 @@ use crate::sequence::SequencePlan;
 use crate::tensor::{Arena, Precision, Tensor};
 use std::ops::Range;
 
-/// The transformer.
+/// The layer that brings a prompt's features to the transformer's width. It is apart from the others because it is needed as early
+/// as the text encoder.
+pub struct ContextIn {
+    layer: Linear,
+    precision: Precision,
+}
+
+impl ContextIn {
+    /// Places the weight.
+    pub fn load(loader: &mut Loader<'_>, config: &TransformerConfig) -> Result<Self> {
+        let layer = loader.linear("txt_in.weight", config.hidden, config.context)?;
+        Ok(Self { layer, precision: loader.precision })
+    }
+
+    /// A place for the context of a prompt of `rows` tokens.
+    pub fn slot(&self, ws: &mut Arena, rows: usize) -> Result<Tensor> {
+        ws.alloc(rows, self.layer.weight.rows, self.precision.activations())
+    }
+
+    /// Makes a prompt's context from its features.
+    pub fn run(&self, be: &mut dyn Backend, context: Tensor, features: Tensor) -> Result<()> {
+        be.run(Op::Linear(&[Product { out: context, x: features, w: &self.layer }]))
+    }
+}
+
+/// The transformer, from the contexts of prompts on.
 pub struct Transformer {
     config: TransformerConfig,
     precision: Precision,
     image_in: Linear,
-    text_in: Linear,
     time_in: Linear,
     time_out: Linear,
     /// Where guidance is an input of the model.
@@ -108,7 +132,7 @@ pub struct StepInput<'a> {
     pub plan: &'a SequencePlan,
     /// Rotations, one row per token of the plan.
     pub rope: Tensor,
-    /// The prompt's context, from [`Transformer::context`].
+    /// The prompt's context, from [`ContextIn`].
     pub context: Tensor,
     /// The noisy canvas, f32, one row per token.
     pub latents: Tensor,
@@ -178,7 +202,6 @@ impl Transformer {
             config: c.clone(),
             precision: loader.precision,
             image_in: loader.linear("img_in.weight", h, c.channels)?,
-            text_in: loader.linear("txt_in.weight", h, c.context)?,
             time_in: loader.linear("time_in.in_layer.weight", h, SINUSOID)?,
             time_out: loader.linear("time_in.out_layer.weight", h, h)?,
             guidance: match c.guidance_embed {
@@ -246,16 +269,6 @@ impl Transformer {
     /// Brings row `step` of `table` into the slot.
     pub fn select(&self, be: &mut dyn Backend, slot: Modulation, table: Tensor, step: usize) -> Result<()> {
         be.run(Op::Copy { out: slot.row, x: table.rows(step..step + 1) })
-    }
-
-    /// A place for a prompt's context of `rows` tokens.
-    pub fn context_slot(&self, ws: &mut Arena, rows: usize) -> Result<Tensor> {
-        ws.alloc(rows, self.config.hidden, self.precision.activations())
-    }
-
-    /// Brings a prompt's features to the transformer's width.
-    pub fn context(&self, be: &mut dyn Backend, context: Tensor, features: Tensor) -> Result<()> {
-        be.run(Op::Linear(&[Product { out: context, x: features, w: &self.text_in }]))
     }
 
     /// Predicts the velocity of the canvas.

@@ -34,6 +34,8 @@ pub struct Estimate {
     pub ops: u64,
     /// Bytes of the weights as they are placed.
     pub weight_bytes: u64,
+    /// The same where the transformer takes the text encoder's place.
+    pub low_memory_weight_bytes: u64,
     /// Bytes of working memory.
     pub arena_bytes: u64,
 }
@@ -82,10 +84,10 @@ fn estimate_from(
 ) -> Result<Estimate> {
     let (_, t, _) = configs;
     let mut plan = Plan::new();
-    let (parts, weight_bytes) = Parts::place(&mut plan, configs, sources, options, &mut |_| ())?;
+    let (parts, sizes) = Parts::place(configs, sources, options)?;
     let tokens = || Tokens { ids: vec![0; t.max_tokens], real: t.max_tokens, cut: 0 };
     let negative = guided(variant, job).then(tokens);
-    let inputs = Inputs::new(job, options.precision, variant, tokens(), negative, Arc::from([]))?;
+    let inputs = Inputs::new(job, options.precision, variant, tokens(), negative, None)?;
     let meter = Meter { flops: plan.counter(), stages: RefCell::new(Vec::new()) };
     let arena_bytes = parts.dry_run(&mut plan, &inputs, &meter)?;
     let canvas_tokens = inputs.plan.canvas().len();
@@ -97,7 +99,8 @@ fn estimate_from(
         sigmas: (0..job.steps).map(|i| inputs.schedule.sigma(i)).collect(),
         stages: meter.stages.into_inner(),
         ops: plan.ops,
-        weight_bytes,
+        weight_bytes: sizes.total(false),
+        low_memory_weight_bytes: sizes.total(true),
         arena_bytes,
     })
 }
@@ -134,7 +137,7 @@ mod tests {
     }
 
     fn of(configs: &Configs, variant: Variant, side: usize, references: usize) -> Estimate {
-        let options = LoadOptions { precision: Precision::Bf16, references: references > 0 };
+        let options = LoadOptions { precision: Precision::Bf16, references: references > 0, low_memory: false };
         estimate(configs, variant, options, &job(side, references)).unwrap()
     }
 
@@ -183,7 +186,7 @@ mod tests {
 
     #[test]
     fn too_many_tokens_are_refused() {
-        let options = LoadOptions { precision: Precision::Bf16, references: true };
+        let options = LoadOptions { precision: Precision::Bf16, references: true, low_memory: false };
         assert!(estimate(&klein_4b(), Variant::Distilled, options, &job(2048, 9)).is_err());
     }
 }

@@ -1,18 +1,30 @@
-//! Whether a job fits into a backend's memory, answered before anything is loaded.
+//! Whether a job fits into a backend's memory, and how, answered before anything is loaded.
 
-use super::{Job, LoadOptions, OpenModel};
+use super::{Estimate, Job, LoadOptions, OpenModel};
 use crate::backend::Backend;
 use crate::error::{Error, Result, gib};
 use crate::sequence::{PATCH, Pixels};
 
+impl Estimate {
+    /// Bytes it takes in all, weights in as little room as they can do with or beside each other.
+    fn bytes(&self, low_memory: bool) -> u64 {
+        self.arena_bytes.saturating_add(if low_memory { self.low_memory_weight_bytes } else { self.weight_bytes })
+    }
+
+    /// Whether it has to do with little memory to fit into `have` bytes, or is asked to; none if it fits in no way.
+    fn fit(&self, have: u64, asked: bool) -> Option<bool> {
+        [asked, true].into_iter().find(|&low_memory| self.bytes(low_memory) <= have)
+    }
+}
+
 impl OpenModel {
-    /// Refuses a job that is too large for the backend, and says how it could be made to fit. `machine` is whose memory it is.
-    pub fn check_memory(&self, backend: &dyn Backend, machine: &str, options: LoadOptions, job: &Job) -> Result<()> {
-        let Some(have) = backend.available()? else { return Ok(()) };
-        let need = |job: &Job| self.estimate(options, job).map(|e| e.weight_bytes + e.arena_bytes);
-        let total = need(job)?;
-        if total <= have {
-            return Ok(());
+    /// The options with which a job fits into the backend's memory: the given ones, or those that save memory. Refuses one that is
+    /// too large, and says how it could be made to fit. `machine` is whose memory it is.
+    pub fn check_memory(&self, backend: &dyn Backend, machine: &str, options: LoadOptions, job: &Job) -> Result<LoadOptions> {
+        let Some(have) = backend.available()? else { return Ok(options) };
+        let estimate = self.estimate(options, job)?;
+        if let Some(low_memory) = estimate.fit(have, options.low_memory) {
+            return Ok(LoadOptions { low_memory, ..options });
         }
         // The largest picture of about the same shape that fits.
         let scaled = |eighths: usize| {
@@ -20,7 +32,7 @@ impl OpenModel {
             Pixels::new(side(job.size.width()), side(job.size.height())).ok()
         };
         let smaller = (1..8).rev().filter_map(scaled).find_map(|size| {
-            let bytes = need(&Job { size, ..job.clone() }).ok()?;
+            let bytes = self.estimate(options, &Job { size, ..job.clone() }).ok()?.bytes(true);
             (bytes <= have).then(|| format!("use --width {} --height {} ({})", size.width(), size.height(), gib(bytes)))
         });
         let mut ways: Vec<String> = smaller.into_iter().collect();
@@ -29,6 +41,43 @@ impl OpenModel {
         }
         ways.push("close other programs that use the GPU".into());
         let ways = format!("{}, or use --backend cpu", ways.join(", "));
-        Err(Error::DeviceMemory { need: total, have, device: machine.into(), ways })
+        Err(Error::DeviceMemory { need: estimate.bytes(true), have, device: machine.into(), ways })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_saved_only_where_it_has_to_be() {
+        let estimate = |weight_bytes, low_memory_weight_bytes, arena_bytes| Estimate {
+            text_tokens: 0,
+            canvas_tokens: 0,
+            reference_tokens: Vec::new(),
+            mu: 0.0,
+            sigmas: Vec::new(),
+            stages: Vec::new(),
+            ops: 0,
+            weight_bytes,
+            low_memory_weight_bytes,
+            arena_bytes,
+        };
+        // Weights, weights in one place, working memory; memory there is, whether saving is asked for; what comes of it.
+        for (of, have, asked, want) in [
+            ((13, 8, 2), 100, false, Some(false)),
+            ((13, 8, 2), 15, false, Some(false)),
+            ((13, 8, 2), 14, false, Some(true)),
+            ((13, 8, 2), 10, false, Some(true)),
+            ((13, 8, 2), 9, false, None),
+            ((13, 8, 2), 0, false, None),
+            ((13, 8, 2), 100, true, Some(true)),
+            ((13, 8, 2), 10, true, Some(true)),
+            ((13, 8, 2), 9, true, None),
+            ((0, 0, 0), 0, false, Some(false)),
+            ((13, 8, u64::MAX), u64::MAX - 1, false, None),
+        ] {
+            assert_eq!(estimate(of.0, of.1, of.2).fit(have, asked), want, "{of:?} {have} {asked}");
+        }
     }
 }

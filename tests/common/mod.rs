@@ -127,8 +127,32 @@ pub fn cpu() -> Cpu {
 
 /// The built-in tiny model on a backend.
 pub fn engine_on(backend: Box<dyn Backend>, variant: Variant, precision: Precision) -> Engine {
+    engine_with(backend, variant, LoadOptions { precision, references: true, low_memory: false })
+}
+
+/// The same, loaded otherwise.
+pub fn engine_with(backend: Box<dyn Backend>, variant: Variant, options: LoadOptions) -> Engine {
     let model = OpenModel::open(&Found::BuiltIn, Some(variant)).unwrap();
-    Engine::load(backend, model, LoadOptions { precision, references: true }, &Silent).unwrap()
+    Engine::load(backend, model, options, &Silent).unwrap()
+}
+
+/// Where the transformer takes the text encoder's place pictures are the same, the first on an engine and those after it.
+pub fn saving_memory_changes_nothing(make: Make<'_>) {
+    for precision in [Precision::F32, Precision::Bf16] {
+        for case in cases() {
+            // Without a record nothing waits for the prompt before the other weights are on their way.
+            let job = Job { size: Pixels::new(64, 64).unwrap(), steps: 2, record: false, ..case.job() };
+            let prompts = [&job.prompt, "something else", &job.prompt];
+            let pictures = |low_memory| {
+                let options = LoadOptions { precision, references: true, low_memory };
+                let mut engine = engine_with(make(), case.variant(), options);
+                prompts.map(|prompt| run(&mut engine, &Job { prompt: prompt.into(), ..job.clone() }).unwrap().image)
+            };
+            let (saved, plain) = (pictures(true), pictures(false));
+            assert!(saved == plain, "{} {}", case.name, precision.name());
+            assert!(plain[0] == plain[2] && plain[0] != plain[1], "{} {}", case.name, precision.name());
+        }
+    }
 }
 
 /// Runs a job that makes one picture.

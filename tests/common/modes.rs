@@ -5,7 +5,7 @@ use super::{Goldens, Make, fixture, relative_l2, run, unit_image};
 use kiln::backend::{Backend, HostData, StepKey};
 use kiln::config::{HEAD_DIM, TransformerConfig, VaeConfig, Variant};
 use kiln::dump::Record;
-use kiln::model::{Loader, References, StepInput, Transformer};
+use kiln::model::{ContextIn, Loader, References, StepInput, Transformer};
 use kiln::names::{Layout, Part, transformer_manifest, vae_manifest};
 use kiln::noise::NoiseKind;
 use kiln::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel, Reference};
@@ -132,7 +132,7 @@ impl Case {
         let parts = [model.weights(Part::Transformer).unwrap(), model.weights(Part::TextEncoder).unwrap(), vae];
         let tokenizer = Tokenizer::from_json(tiny::TOKENIZER, Path::new("tiny")).unwrap();
         let model = OpenModel::check(parts, [None; 3], tokenizer, variant).unwrap();
-        Engine::load(backend, model, LoadOptions { precision, references: true }, &Silent).unwrap()
+        Engine::load(backend, model, LoadOptions { precision, references: true, low_memory: false }, &Silent).unwrap()
     }
 
     /// Relative errors of everything that was recorded, by its name there.
@@ -234,14 +234,15 @@ fn predict(
     be.reserve_weights(64 << 20).unwrap();
     let mut ignore = |_| ();
     let mut loader = Loader::new(be, &mut region, Some(weights), precision, &mut ignore);
+    let context_in = ContextIn::load(&mut loader, config).unwrap();
     let transformer = Transformer::load(&mut loader, config).unwrap();
     be.reserve(256 << 20).unwrap();
     let plan = SequencePlan::new(512, Pixels::new(case.width, case.height).unwrap().grid(), &[]).unwrap();
     let tokens = plan.canvas().len();
     let features = ws.alloc(512, config.context, precision.activations()).unwrap();
     be.write(features, HostData::F32(&values("guidance.features", 512 * config.context))).unwrap();
-    let context = transformer.context_slot(&mut ws, 512).unwrap();
-    transformer.context(be, context, features).unwrap();
+    let context = context_in.slot(&mut ws, 512).unwrap();
+    context_in.run(be, context, features).unwrap();
     let rope = ws.alloc(plan.tokens(), HEAD_DIM, DType::F32).unwrap();
     be.write(rope, HostData::F32(&plan.rope_table(&RopeSpec::KLEIN))).unwrap();
     let table = transformer.modulations(be, &mut ws, &[case.time], guidance).unwrap();

@@ -19,7 +19,7 @@ mod ops;
 mod bundle;
 mod large;
 
-use common::{Make, cases, cpu, engine_on, goldens, modes, run};
+use common::{Make, cases, cpu, engine_on, goldens, modes, run, saving_memory_changes_nothing};
 use kiln::backend::cuda::{self, Choice, Cuda};
 use kiln::backend::{Backend, Lockstep};
 use kiln::config::Variant;
@@ -58,6 +58,7 @@ const TESTS: &[(&str, fn())] = &[
     ("goldens", || every_golden(&on_cuda)),
     ("repeat", repeat),
     ("graphs", graphs_change_nothing),
+    ("memory", || saving_memory_changes_nothing(&on_cuda)),
     ("large", large::last_rows_are_right),
 ];
 

@@ -292,10 +292,9 @@ impl Backend for Cpu {
             };
             if elements > 0 {
                 let index = self.weights.partition_point(|s| s.range.end <= at);
-                if self.weights.get(index).is_some_and(|s| s.range.start < end) {
-                    return Err(Error::Op { op: "upload", what: format!("{to:?} is already taken") });
-                }
-                self.weights.insert(index, Segment { range: at..end, data });
+                // What was there goes, even what is only touched: reading the rest of it is an error from now on.
+                let taken = index + self.weights[index..].partition_point(|s| s.range.start < end);
+                self.weights.splice(index..taken, [Segment { range: at..end, data }]);
             }
             at = end;
         }

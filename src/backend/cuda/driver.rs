@@ -60,6 +60,10 @@ pub struct Function(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stream(pub u64);
 
+/// A point in a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Event(pub u64);
+
 /// A recorded sequence of launches, ready to run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Graph(pub u64);
@@ -155,6 +159,21 @@ pub trait Driver {
 
     /// Waits until everything queued on a stream is done.
     fn synchronize(&self, stream: Stream) -> Result<()>;
+
+    /// Makes an event.
+    fn event(&self) -> Result<Event>;
+
+    /// Gives an event back.
+    fn destroy_event(&self, event: Event);
+
+    /// Sets an event behind everything queued on a stream.
+    fn set_event(&self, event: Event, stream: Stream) -> Result<()>;
+
+    /// Waits for the event's point, where it was set last; not at all if it never was.
+    fn finish_event(&self, event: Event) -> Result<()>;
+
+    /// What is queued on a stream from now on is done after the event's point, where it was set last.
+    fn wait_event(&self, stream: Stream, event: Event) -> Result<()>;
 
     /// Queues a copy to the device. Pinned memory must stay as it is until the stream is synchronised.
     fn copy_in(&self, stream: Stream, to: Rows, from: &[u8]) -> Result<()>;

@@ -1,4 +1,4 @@
-//! The CUDA backend: two device allocations, one stream, and a launch for each op.
+//! The CUDA backend: two device allocations, a stream for ops and one for weights on their way, and a launch for each op.
 //!
 //! [`driver`] is the seam to the driver API and [`system`] the real thing behind it; `launch` holds the kernel table and the one
 //! launch function, `ops` turns descriptors into parameters, `staging` brings weights over. This file owns the memory.
@@ -61,6 +61,8 @@ pub struct Cuda {
     kernels: Kernels,
     staging: Option<Staging>,
     weights: Memory,
+    /// Offsets of weights that ops read which may not be done.
+    read: Range<u64>,
     arena: Memory,
     /// Where working memory begins, and how many bytes of it ops may use.
     base: u64,
@@ -146,6 +148,10 @@ impl Drop for GraphGuard {
     }
 }
 
+fn check_stop(stop: &AtomicBool) -> Result<()> {
+    if stop.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) }
+}
+
 impl Cuda {
     /// A backend on GPU number `device`. Ops end with [`Error::Interrupted`] once `stop` is set.
     pub fn open(device: usize, stop: Arc<AtomicBool>) -> Result<Self> {
@@ -176,6 +182,7 @@ impl Cuda {
             kernels: Kernels::load(driver.clone(), images, stream.1)?,
             staging: None,
             weights: Memory::empty(&driver),
+            read: 0..0,
             arena: Memory::empty(&driver),
             base: 0,
             working: 0,
@@ -216,10 +223,6 @@ impl Cuda {
         self.kernels.launched()
     }
 
-    fn check_stop(&self) -> Result<()> {
-        if self.stop.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) }
-    }
-
     /// Where a tensor's rows lie.
     fn rows(&self, tensor: Tensor, op: &'static str) -> Result<Rows> {
         let (base, end) = match tensor.region {
@@ -256,18 +259,27 @@ impl Cuda {
         Scratch { multiprocessors: u64::from(self.device().multiprocessors) }
     }
 
-    fn finish_uploads(&mut self) -> Result<()> {
+    /// What is issued next finds the weights that were uploaded so far.
+    fn order_uploads(&mut self) -> Result<()> {
         match &mut self.staging {
-            Some(staging) => staging.finish(),
+            Some(staging) => staging.before(self.stream.1),
             None => Ok(()),
         }
     }
 
+    fn no_step(&self, op: &'static str) -> Result<()> {
+        if self.capturing { Err(Error::Op { op, what: "a transfer inside a step".into() }) } else { Ok(()) }
+    }
+
     fn transfer(&mut self, op: &'static str) -> Result<()> {
-        if self.capturing {
-            return Err(Error::Op { op, what: "a transfer inside a step".into() });
-        }
-        self.finish_uploads()
+        self.no_step(op)?;
+        self.order_uploads()
+    }
+
+    /// Notes that weights are about to be read.
+    fn reads(&mut self, weights: Range<u64>) {
+        let Range { start, end } = self.read;
+        self.read = if start == end { weights } else { start.min(weights.start)..end.max(weights.end) };
     }
 
     /// Fails if a kernel met something impossible since the arena was reserved.
@@ -311,28 +323,39 @@ impl Backend for Cuda {
     }
 
     fn reserve_weights(&mut self, bytes: u64) -> Result<()> {
-        self.finish_uploads()?;
+        if let Some(staging) = &self.staging {
+            staging.finish()?;
+        }
+        self.driver.synchronize(self.stream.1)?;
+        self.read = 0..0;
         self.weights = Memory::empty(&self.driver);
         self.weights = Memory::new(&self.driver, bytes)?;
         Ok(())
     }
 
+    fn reads_files(&self) -> bool {
+        false
+    }
+
     fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {
+        self.no_step("upload")?;
         let address = self.rows(to, "upload")?.address;
         if to.region != Region::Weights || to.stride != to.cols {
             return Err(Error::Op { op: "upload", what: format!("{to:?} is no place for a weight") });
         }
-        let mut staging = match self.staging.take() {
+        let staging = match &mut self.staging {
             Some(staging) => staging,
-            None => Staging::new(self.driver.clone())?,
+            none => none.insert(Staging::new(self.driver.clone())?),
         };
-        let queued = staging.weight(address, to, role, parts, &|| self.check_stop());
-        self.staging = Some(staging);
-        queued
+        // Copies go on beside ops, unless these read what is to be replaced.
+        if to.extent().start < self.read.end && self.read.start < to.extent().end {
+            staging.after(self.stream.1)?;
+            self.read = 0..0;
+        }
+        staging.weight(address, to, role, parts, &|| check_stop(&self.stop))
     }
 
     fn reserve(&mut self, bytes: u64) -> Result<()> {
-        self.finish_uploads()?;
         self.steps.clear();
         self.driver.synchronize(self.stream.1)?;
         let scratch = self.scratch_size();
@@ -386,9 +409,14 @@ impl Backend for Cuda {
     }
 
     fn run(&mut self, op: Op<'_>) -> Result<()> {
-        self.check_stop()?;
+        check_stop(&self.stop)?;
         op.check()?;
-        self.finish_uploads()?;
+        self.order_uploads()?;
+        op.operands(&mut |tensor, _| {
+            if tensor.region == Region::Weights {
+                self.reads(tensor.extent());
+            }
+        });
         self.dispatch(op)
     }
 
@@ -402,7 +430,9 @@ impl Backend for Cuda {
 
     /// Runs plainly the first time, is recorded the second, and replayed from then on.
     fn step(&mut self, key: StepKey, body: &mut dyn FnMut(&mut dyn Backend) -> Result<()>) -> Result<()> {
-        self.check_stop()?;
+        check_stop(&self.stop)?;
+        self.order_uploads()?;
+        self.reads(0..self.weights.bytes);
         match self.steps.get(&key) {
             Some(Step::Recorded(graph)) => return self.driver.replay(self.stream.1, graph.1),
             Some(Step::Seen) if self.record && !self.capturing => {}
@@ -425,7 +455,7 @@ impl Backend for Cuda {
     }
 
     fn synchronize(&mut self) -> Result<()> {
-        self.finish_uploads()?;
+        self.order_uploads()?;
         self.driver.synchronize(self.stream.1)?;
         self.check_faults()
     }

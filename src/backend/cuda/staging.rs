@@ -1,8 +1,9 @@
-//! Weights on their way to the device: two pinned buffers in turn, so that one is filled while the other is copied.
+//! Weights on their way to the device: two pinned buffers in turn, so that one is filled while the other is copied. Copies have a
+//! stream of their own and go on beside kernels; who has to wait for whom is said by [`Staging::before`] and [`Staging::after`].
 #![allow(unsafe_code)]
 
 use super::super::{Role, WeightPart};
-use super::driver::{Driver, Rows, Stream};
+use super::driver::{Driver, Event, Rows, Stream};
 use crate::error::{Error, Result};
 use crate::tensor::{DType, Tensor};
 use half::{bf16, f16};
@@ -15,42 +16,93 @@ const BUFFER: usize = 16 << 20;
 /// Elements that one thread converts at a time.
 const GRAIN: usize = 32 << 10;
 
-/// The two buffers.
+/// The two buffers, and the stream that empties them: copies are done in order.
 pub struct Staging {
-    driver: Rc<dyn Driver>,
-    buffers: Vec<(NonNull<u8>, Stream)>,
+    // Goes first: it waits until nothing is copied any more.
+    stream: CopyStream,
+    buffers: [Buffer; 2],
     next: usize,
-    /// Something may still be on its way.
+    /// Set wherever copies and kernels have to wait for each other.
+    order: EventGuard,
+    /// Something was queued that [`Staging::before`] has not been told of.
     pending: bool,
+    driver: Rc<dyn Driver>,
+}
+
+struct Buffer {
+    memory: Pinned,
+    /// Set behind its last copy.
+    free: EventGuard,
+}
+
+struct CopyStream(Rc<dyn Driver>, Stream);
+
+impl Drop for CopyStream {
+    fn drop(&mut self) {
+        // The device may still be reading; whether it succeeds no longer matters.
+        let _ = self.0.synchronize(self.1);
+        self.0.destroy_stream(self.1);
+    }
+}
+
+struct Pinned(Rc<dyn Driver>, NonNull<u8>);
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        self.0.free_pinned(self.1);
+    }
+}
+
+struct EventGuard(Rc<dyn Driver>, Event);
+
+impl EventGuard {
+    fn new(driver: &Rc<dyn Driver>) -> Result<Self> {
+        Ok(Self(driver.clone(), driver.event()?))
+    }
+}
+
+impl Drop for EventGuard {
+    fn drop(&mut self) {
+        self.0.destroy_event(self.1);
+    }
+}
+
+impl Buffer {
+    fn new(driver: &Rc<dyn Driver>) -> Result<Self> {
+        let free = EventGuard::new(driver)?;
+        Ok(Self { memory: Pinned(driver.clone(), driver.allocate_pinned(BUFFER)?), free })
+    }
 }
 
 impl Staging {
     pub fn new(driver: Rc<dyn Driver>) -> Result<Self> {
-        let mut staging = Self { driver, buffers: Vec::new(), next: 0, pending: false };
-        for _ in 0..2 {
-            let stream = staging.driver.stream()?;
-            match staging.driver.allocate_pinned(BUFFER) {
-                Ok(memory) => staging.buffers.push((memory, stream)),
-                Err(error) => {
-                    staging.driver.destroy_stream(stream);
-                    return Err(error);
-                }
-            }
-        }
-        Ok(staging)
+        Ok(Self {
+            stream: CopyStream(driver.clone(), driver.stream()?),
+            buffers: [Buffer::new(&driver)?, Buffer::new(&driver)?],
+            next: 0,
+            order: EventGuard::new(&driver)?,
+            pending: false,
+            driver,
+        })
     }
 
     /// Queues `len` bytes that `fill` provides.
     fn put(&mut self, to: u64, len: usize, fill: impl FnOnce(&mut [u8])) -> Result<()> {
         assert!(len <= BUFFER);
-        let (memory, stream) = self.buffers[self.next];
-        self.next = (self.next + 1) % self.buffers.len();
-        self.driver.synchronize(stream)?;
+        let (stream, Buffer { memory, free }) = (self.stream.1, &self.buffers[self.next]);
+        self.driver.finish_event(free.1)?;
         // SAFETY: the buffer has `BUFFER` bytes, and its last copy is done.
-        let bytes = unsafe { std::slice::from_raw_parts_mut(memory.as_ptr(), len) };
+        let bytes = unsafe { std::slice::from_raw_parts_mut(memory.1.as_ptr(), len) };
         fill(bytes);
         self.pending = true;
-        self.driver.copy_in(stream, Rows { address: to, pitch: len as u64, width: len as u64 }, bytes)
+        let rows = Rows { address: to, pitch: len as u64, width: len as u64 };
+        let queued = self.driver.copy_in(stream, rows, bytes).and_then(|()| self.driver.set_event(free.1, stream));
+        if queued.is_err() {
+            // Nobody would know when the buffer is free.
+            let _ = self.driver.synchronize(stream);
+        }
+        self.next = (self.next + 1) % self.buffers.len();
+        queued
     }
 
     /// Queues a weight to address `to`, in the element type of `tensor`. `checkpoint` may end it between pieces.
@@ -95,24 +147,25 @@ impl Staging {
         if at == tensor.len() { Ok(()) } else { Err(wrong("fill")) }
     }
 
-    /// Waits until everything is on the device.
-    pub fn finish(&mut self) -> Result<()> {
+    /// Everything queued here so far is done before what follows on `stream`. The host does not wait.
+    pub fn before(&mut self, stream: Stream) -> Result<()> {
         if self.pending {
-            self.buffers.iter().try_for_each(|(_, stream)| self.driver.synchronize(*stream))?;
+            self.driver.set_event(self.order.1, self.stream.1)?;
+            self.driver.wait_event(stream, self.order.1)?;
             self.pending = false;
         }
         Ok(())
     }
-}
 
-impl Drop for Staging {
-    fn drop(&mut self) {
-        for (memory, stream) in self.buffers.drain(..) {
-            // The device may still be reading; whether it succeeds no longer matters.
-            let _ = self.driver.synchronize(stream);
-            self.driver.free_pinned(memory);
-            self.driver.destroy_stream(stream);
-        }
+    /// Everything queued on `stream` so far is done before what follows here. The host does not wait.
+    pub fn after(&self, stream: Stream) -> Result<()> {
+        self.driver.set_event(self.order.1, stream)?;
+        self.driver.wait_event(self.stream.1, self.order.1)
+    }
+
+    /// Waits until everything is on the device.
+    pub fn finish(&self) -> Result<()> {
+        self.driver.synchronize(self.stream.1)
     }
 }
 

@@ -2,7 +2,7 @@
 //! program runs without one.
 #![allow(unsafe_code)]
 
-use super::driver::{DeviceInfo, Driver, Function, Graph, Launch, MapSpec, Module, Rows, Stream, Swizzle};
+use super::driver::{DeviceInfo, Driver, Event, Function, Graph, Launch, MapSpec, Module, Rows, Stream, Swizzle};
 use crate::error::{Error, Result};
 use crate::tensor::DType;
 use cudarc::driver::sys::{self, CUdevice_attribute, CUresult};
@@ -270,6 +270,34 @@ impl Driver for System {
     fn synchronize(&self, stream: Stream) -> Result<()> {
         // SAFETY: the stream is alive.
         check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(stream_of(stream)) })
+    }
+
+    fn event(&self) -> Result<Event> {
+        let mut event = null_mut();
+        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
+        // SAFETY: `event` outlives the call.
+        check("cuEventCreate", unsafe { sys::cuEventCreate(&mut event, flags) })?;
+        Ok(Event(event as u64))
+    }
+
+    fn destroy_event(&self, event: Event) {
+        // SAFETY: came from `event`. The driver keeps what still waits for it.
+        let _ = unsafe { sys::cuEventDestroy_v2(event.0 as sys::CUevent) };
+    }
+
+    fn set_event(&self, event: Event, stream: Stream) -> Result<()> {
+        // SAFETY: event and stream are alive.
+        check("cuEventRecord", unsafe { sys::cuEventRecord(event.0 as sys::CUevent, stream_of(stream)) })
+    }
+
+    fn finish_event(&self, event: Event) -> Result<()> {
+        // SAFETY: the event is alive.
+        check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(event.0 as sys::CUevent) })
+    }
+
+    fn wait_event(&self, stream: Stream, event: Event) -> Result<()> {
+        // SAFETY: event and stream are alive.
+        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream_of(stream), event.0 as sys::CUevent, 0) })
     }
 
     fn copy_in(&self, stream: Stream, to: Rows, from: &[u8]) -> Result<()> {

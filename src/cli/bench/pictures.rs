@@ -1,11 +1,10 @@
 //! Pictures, stage by stage: one cold, several warm.
 
-use super::super::device::choose;
 use super::super::request::GenerateRequest;
-use super::super::run::{Made, say_untrained};
+use super::super::run::{Made, open, say_untrained};
 use crate::error::{Error, Result};
 use crate::microbench::median;
-use crate::pipeline::{Engine, Job, OpenModel};
+use crate::pipeline::{Engine, Job};
 use crate::progress::{Phase, Progress};
 use crate::terminal::Terminal;
 use serde::Serialize;
@@ -40,12 +39,10 @@ pub struct Report {
 /// Seconds of one picture.
 #[derive(Default, Serialize)]
 struct Times {
-    /// Opening the device and loading its kernels; only the cold picture has this and the next two.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    device: Option<f64>,
-    /// Reading flags, references and headers of weight files.
+    /// Reading flags and references, opening weight files and, at the same time, the device; only the cold picture has this.
     #[serde(skip_serializing_if = "Option::is_none")]
     open: Option<f64>,
+    /// Bringing weights to the device; where memory is short, warm pictures have it, too.
     #[serde(skip_serializing_if = "Option::is_none")]
     load: Option<f64>,
     encode: f64,
@@ -66,8 +63,7 @@ struct Times {
 type Stage = fn(&Times) -> Option<f64>;
 
 /// Rows of the table.
-const STAGES: [(&str, Stage); 10] = [
-    ("device", |t| t.device),
+const STAGES: [(&str, Stage); 9] = [
     ("open", |t| t.open),
     ("load", |t| t.load),
     ("encode", |t| Some(t.encode)),
@@ -209,17 +205,14 @@ pub fn measure(
     terminal: &Terminal,
 ) -> Result<Report> {
     say_untrained(request, terminal);
-    let opening = Instant::now();
-    let chosen = choose(request.backend, request.device, request.threads, stop)?;
-    let opened = Instant::now();
-    let model = OpenModel::open(&request.found, request.variant)?;
-    let open = opening - started + opened.elapsed();
-    let mut cold = Times { device: Some((opened - opening).as_secs_f64()), open: Some(open.as_secs_f64()), ..Times::default() };
+    let (chosen, model) = open(request, stop)?;
+    let mut cold = Times { open: Some(started.elapsed().as_secs_f64()), ..Times::default() };
     let made = Made::new(request, &model, &chosen);
     made.introduce(&model, &chosen, terminal);
-    let (options, job) = (made.options(), made.job());
+    let job = made.job();
+    let options = made.fit(&model, &chosen, &job, terminal)?;
     let plan = model.estimate(options, &job)?;
-    model.check_memory(chosen.backend.as_ref(), &chosen.machine, options, &job)?;
+    let weights = if options.low_memory { plan.low_memory_weight_bytes } else { plan.weight_bytes };
     let before = chosen.backend.available()?;
     let watch = Watch { terminal, shown: Cell::new(true), spans: RefCell::default() };
     let mut engine = Engine::load(chosen.backend, model, options, &watch)?;
@@ -254,7 +247,7 @@ pub fn measure(
         references: request.references.len(),
         cold_s: cold,
         warm_s: warm,
-        memory: Memory::new(plan.weight_bytes, plan.arena_bytes, measured),
+        memory: Memory::new(weights, plan.arena_bytes, measured),
         kernels: engine.backend().launches().into_iter().collect(),
     })
 }
