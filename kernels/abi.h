@@ -209,9 +209,13 @@ typedef struct {
 /* Sides of an image are at most this. */
 #define KL_CONV_SIDE 16384u
 
-/* `w` is stored output channel, kernel row, kernel column, input channel. */
+/* `w` is stored output channel, kernel row, kernel column, input channel. Where there is a `stats`, tiles leave what it takes for
+ * each group in `partials`, sixteen bytes each. */
 typedef struct {
-  KlMat out, x, w, bias, residual;
+  KlMat out, x, w, bias, residual, stats;
+  uint64_t partials;
+  uint32_t row_tiles;
+  uint32_t groups;
   uint32_t width, height;
   uint32_t sampling;
   uint32_t unused;

@@ -2,17 +2,99 @@
 //
 //   kl_conv_mma_256, _128   out = conv(x) + bias + residual over an image with channels last; same size, doubled by repetition first,
 //                           or halved by a stride of two with zeros at the right and bottom edge only; tiles of so many pixels
+//   kl_conv_stats           mean and variance of each group of channels, from what the tiles left
 //
 // A row of the product is a pixel, its inner dimension the nine positions by the input's channels. Bound: tensor cores; decoding
 // 1024x1024 is 10.5 TFLOP.
-// Needs: bf16, input channels a multiple of 8, 16-byte addresses, sides of at most KL_CONV_SIDE.
+// Needs: bf16, input channels a multiple of 8, 16-byte addresses, sides of at most KL_CONV_SIDE; for statistics whole tiles of
+// channels and groups of 2, 4, ... 128 of them.
+//
+// Statistics are of results as they are stored. Each thread takes mean and squared deviations of the few values it has; these are
+// merged by lane, warp and tile, and tiles in f64, so that nothing cancels where the mean is far from zero, always in the same order.
 #include "mma.cuh"
 
 extern __shared__ __align__(128) unsigned char dynamic_shared[];
 
+// How many values, their mean and the sum of their squared deviations from it.
+template <class T>
+struct Moments {
+  T count, mean, squares;
+
+  __device__ __forceinline__ void merge(const Moments& other) {
+    const T sum = count + other.count, share = sum > 0 ? other.count / sum : 0, delta = other.mean - mean;
+    mean += delta * share;
+    squares += other.squares + delta * delta * count * share;
+    count = sum;
+  }
+
+  // With that of the lane whose number differs by `mask`. Both must get the same bits, so the lower one comes first.
+  __device__ __forceinline__ void merge_lanes(int mask) {
+    Moments other{__shfl_xor_sync(0xffffffffu, count, mask), __shfl_xor_sync(0xffffffffu, mean, mask),
+                  __shfl_xor_sync(0xffffffffu, squares, mask)};
+    const bool upper = threadIdx.x & mask;
+    const Moments low = upper ? other : *this, high = upper ? *this : other;
+    *this = low;
+    merge(high);
+  }
+};
+
+// Room for the moments of 2 to 8 columns by a warp's rows, behind the staged tile.
+template <class Tile>
+__device__ __forceinline__ float4* moments_at(uint32_t warp_row, uint32_t unit) {
+  static_assert(Tile::kRows * Tile::kOutPitch + Tile::kThreads / 64 * (Tile::kCols / 2) * 16 <= Tile::kSharedBytes, "no room");
+  return reinterpret_cast<float4*>(dynamic_shared + Tile::kRows * Tile::kOutPitch) + warp_row * (Tile::kCols / 2) + unit;
+}
+
+// Moments of the thread's results by the groups they belong to, merged as far as a warp has them.
+template <class Tile>
+__device__ __forceinline__ void warp_moments(const KlConv& p, const Tile& tile, uint32_t row0) {
+  const uint32_t width = p.out.cols / p.groups, unit = min(width, 8u), lane = threadIdx.x % 32;
+#pragma unroll
+  for (int n = 0; n < Tile::kN; n++) {
+    Moments<float> own{0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < 2 * Tile::kM; i++) {
+      if (row0 + Tile::row_of_sum(i / 2, i % 2) < p.out.rows) {
+        own.count += 2.0f;
+        own.mean += tile.sums[i / 2][n][i % 2 * 2] + tile.sums[i / 2][n][i % 2 * 2 + 1];
+      }
+    }
+    if (own.count > 0.0f) own.mean /= own.count;
+#pragma unroll
+    for (int i = 0; i < 2 * Tile::kM; i++) {
+      const float a = tile.sums[i / 2][n][i % 2 * 2] - own.mean, b = tile.sums[i / 2][n][i % 2 * 2 + 1] - own.mean;
+      if (row0 + Tile::row_of_sum(i / 2, i % 2) < p.out.rows) own.squares += a * a + b * b;
+    }
+#pragma unroll
+    for (int mask = 4; mask < 32; mask *= 2) own.merge_lanes(mask);
+    if (unit > 2) own.merge_lanes(1);
+    if (unit > 4) own.merge_lanes(2);
+    const uint32_t col = Tile::col_of_sum(n);
+    if (lane < 4 && col % unit == 0) {
+      *moments_at<Tile>(threadIdx.x / 64, col / unit) = make_float4(own.count, own.mean, own.squares, 0.0f);
+    }
+  }
+}
+
+// Merges what the warps have and leaves it for kl_conv_stats.
+template <class Tile>
+__device__ __forceinline__ void leave_moments(const KlConv& p, uint32_t row0, uint32_t col0) {
+  const uint32_t width = p.out.cols / p.groups, units = width / min(width, 8u);
+  if (threadIdx.x >= Tile::kCols / width) return;
+  Moments<float> group{0.0f, 0.0f, 0.0f};
+  for (uint32_t warp = 0; warp < Tile::kThreads / 64; warp++) {
+    for (uint32_t unit = 0; unit < units; unit++) {
+      const float4 v = *moments_at<Tile>(warp, threadIdx.x * units + unit);
+      group.merge({v.x, v.y, v.z});
+    }
+  }
+  float4* to = reinterpret_cast<float4*>(p.partials) + static_cast<uint64_t>(row0 / Tile::kRows) * p.groups + col0 / width;
+  to[threadIdx.x] = make_float4(group.count, group.mean, group.squares, 0.0f);
+}
+
 // Pairs of results, the residual read as one word; every column exists.
 template <class Tile>
-__device__ __forceinline__ void whole(const KlConv& p, Tile& tile, uint64_t row0, uint64_t col0) {
+__device__ __forceinline__ void whole(const KlConv& p, Tile& tile, uint32_t row0, uint32_t col0) {
 #pragma unroll
   for (int m = 0; m < Tile::kM; m++) {
 #pragma unroll
@@ -30,22 +112,26 @@ __device__ __forceinline__ void whole(const KlConv& p, Tile& tile, uint64_t row0
           v.x += r.x, v.y += r.y;
         }
         Tile::stage_pair(dynamic_shared, row, col, v.x, v.y);
+        tile.sums[m][n][2 * half] = to_float(from_float<bf16>(v.x));
+        tile.sums[m][n][2 * half + 1] = to_float(from_float<bf16>(v.y));
       }
     }
   }
+  if (p.stats.data) warp_moments(p, tile, row0);
   Tile::store_staged(dynamic_shared, p.out, row0, col0, Tile::kCols);
+  if (p.stats.data) leave_moments<Tile>(p, row0, col0);
 }
 
 // Value by value, for other types and for the last columns.
 template <class Tile>
-__device__ __forceinline__ void edge(const KlConv& p, Tile& tile, uint64_t row0, uint64_t col0) {
+__device__ __forceinline__ void edge(const KlConv& p, Tile& tile, uint32_t row0, uint32_t col0) {
 #pragma unroll
   for (int m = 0; m < Tile::kM; m++) {
 #pragma unroll
     for (int n = 0; n < Tile::kN; n++) {
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        const uint64_t row = row0 + Tile::row_of_sum(m, e / 2), col = col0 + Tile::col_of_sum(n) + e % 2;
+        const uint32_t row = row0 + Tile::row_of_sum(m, e / 2), col = col0 + Tile::col_of_sum(n) + e % 2;
         if (row >= p.out.rows || col >= p.out.cols) continue;
         float v = tile.sums[m][n][e] + load<float>(p.bias, 0, col);
         if (p.residual.data) v += load_any(p.residual, row, col);
@@ -101,3 +187,24 @@ static_assert(Tile128::kSharedBytes == KL_MMA_SHARED_128 && Tile128::kThreads ==
 
 KL_ENTRY(kl_conv_mma_256, KlConv, KL_MMA_THREADS_256, 1) { conv<Tile256>(p); }
 KL_ENTRY(kl_conv_mma_128, KlConv, KL_MMA_THREADS, 2) { conv<Tile128>(p); }
+
+// One block a group: threads merge every KL_NORM_THREADS-th tile, then each other.
+KL_ENTRY(kl_conv_stats, KlConv, KL_NORM_THREADS) {
+  __shared__ Moments<double> warps[KL_NORM_THREADS / 32];
+  const float4* partials = reinterpret_cast<const float4*>(p.partials) + blockIdx.x;
+  Moments<double> group{0.0, 0.0, 0.0};
+  for (uint32_t tile = threadIdx.x; tile < p.row_tiles; tile += KL_NORM_THREADS) {
+    const float4 v = partials[static_cast<uint64_t>(tile) * p.groups];
+    group.merge({v.x, v.y, v.z});
+  }
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) group.merge_lanes(mask);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = group;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (uint32_t warp = 1; warp < KL_NORM_THREADS / 32; warp++) group.merge(warps[warp]);
+    float* stats = row_of<float>(p.stats, blockIdx.x);
+    stats[0] = static_cast<float>(group.mean);
+    stats[1] = static_cast<float>(group.squares / group.count);
+  }
+}

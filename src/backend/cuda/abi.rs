@@ -412,6 +412,10 @@ pub struct KlConv {
     pub w: KlMat,
     pub bias: KlMat,
     pub residual: KlMat,
+    pub stats: KlMat,
+    pub partials: u64,
+    pub row_tiles: u32,
+    pub groups: u32,
     pub width: u32,
     pub height: u32,
     pub sampling: u32,
@@ -419,17 +423,21 @@ pub struct KlConv {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlConv"][::core::mem::size_of::<KlConv>() - 176usize];
+    ["Size of KlConv"][::core::mem::size_of::<KlConv>() - 224usize];
     ["Alignment of KlConv"][::core::mem::align_of::<KlConv>() - 8usize];
     ["Offset of field: KlConv::out"][::core::mem::offset_of!(KlConv, out) - 0usize];
     ["Offset of field: KlConv::x"][::core::mem::offset_of!(KlConv, x) - 32usize];
     ["Offset of field: KlConv::w"][::core::mem::offset_of!(KlConv, w) - 64usize];
     ["Offset of field: KlConv::bias"][::core::mem::offset_of!(KlConv, bias) - 96usize];
     ["Offset of field: KlConv::residual"][::core::mem::offset_of!(KlConv, residual) - 128usize];
-    ["Offset of field: KlConv::width"][::core::mem::offset_of!(KlConv, width) - 160usize];
-    ["Offset of field: KlConv::height"][::core::mem::offset_of!(KlConv, height) - 164usize];
-    ["Offset of field: KlConv::sampling"][::core::mem::offset_of!(KlConv, sampling) - 168usize];
-    ["Offset of field: KlConv::unused"][::core::mem::offset_of!(KlConv, unused) - 172usize];
+    ["Offset of field: KlConv::stats"][::core::mem::offset_of!(KlConv, stats) - 160usize];
+    ["Offset of field: KlConv::partials"][::core::mem::offset_of!(KlConv, partials) - 192usize];
+    ["Offset of field: KlConv::row_tiles"][::core::mem::offset_of!(KlConv, row_tiles) - 200usize];
+    ["Offset of field: KlConv::groups"][::core::mem::offset_of!(KlConv, groups) - 204usize];
+    ["Offset of field: KlConv::width"][::core::mem::offset_of!(KlConv, width) - 208usize];
+    ["Offset of field: KlConv::height"][::core::mem::offset_of!(KlConv, height) - 212usize];
+    ["Offset of field: KlConv::sampling"][::core::mem::offset_of!(KlConv, sampling) - 216usize];
+    ["Offset of field: KlConv::unused"][::core::mem::offset_of!(KlConv, unused) - 220usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

@@ -85,6 +85,7 @@ kernels! {
     AttentionWide64 = "attention_wide_mma" "kl_attention_wide_64" (KlAttention) abi::KL_WIDE_THREADS_64, shared abi::KL_WIDE_SHARED_64;
     AttentionWide32 = "attention_wide_mma" "kl_attention_wide_32" (KlAttention) abi::KL_WIDE_THREADS_32, shared abi::KL_WIDE_SHARED_32;
     ConvMma256 = "conv_mma" "kl_conv_mma_256" (KlConv) abi::KL_MMA_THREADS_256, shared abi::KL_MMA_SHARED_256;
+    ConvStats = "conv_mma" "kl_conv_stats" (KlConv) abi::KL_NORM_THREADS;
     ConvMma128 = "conv_mma" "kl_conv_mma_128" (KlConv) abi::KL_MMA_THREADS, shared abi::KL_MMA_SHARED_128;
     Selftest = "selftest_sm90" "kl_selftest" (KlSelftest) abi::KL_SELFTEST_THREADS, overlap in clusters of abi::KL_SELFTEST_CLUSTER;
 }

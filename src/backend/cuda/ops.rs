@@ -46,6 +46,11 @@ fn elements(m: &KlMat) -> [u32; 3] {
     [m.cols.div_ceil(abi::KL_POINTWISE_THREADS * VECTOR), m.rows.min(GRID_LIMIT), 1]
 }
 
+/// Whether values of two bytes can be read and written in pairs.
+fn in_words(m: &KlMat) -> bool {
+    m.data.is_multiple_of(4) && m.stride.is_multiple_of(2)
+}
+
 /// Blocks for a product of `rows` by `cols`.
 pub(super) fn tiles(m: &KlMat) -> [u32; 3] {
     [m.rows.div_ceil(abi::KL_NAIVE_TILE), m.cols.div_ceil(abi::KL_NAIVE_TILE), 1]
@@ -73,7 +78,14 @@ pub fn kernels_of(op: &str) -> &'static [Kernel] {
         "attention" | "attention_causal" => {
             &[Kernel::AttentionMma, Kernel::AttentionWide64, Kernel::AttentionWide32, Kernel::NaiveAttention]
         }
-        "conv" => &[Kernel::ConvMma256, Kernel::ConvMma128, Kernel::NaiveConv, Kernel::GroupStats, Kernel::GroupStatsFinish],
+        "conv" => &[
+            Kernel::ConvMma256,
+            Kernel::ConvMma128,
+            Kernel::ConvStats,
+            Kernel::NaiveConv,
+            Kernel::GroupStats,
+            Kernel::GroupStatsFinish,
+        ],
         "group_norm" => &[Kernel::GroupStats, Kernel::GroupStatsFinish, Kernel::GroupNorm],
         "patchify" => &[Kernel::Patchify],
         "unpatchify" => &[Kernel::Unpatchify],
@@ -167,6 +179,10 @@ impl Cuda {
                     w: mat(weight)?,
                     bias: mat(bias)?,
                     residual: self.mat_if(residual, name)?,
+                    stats: NONE,
+                    partials: 0,
+                    row_tiles: 0,
+                    groups: 0,
                     width: width as u32,
                     height: height as u32,
                     sampling: match sampling {
@@ -176,18 +192,7 @@ impl Cuda {
                     },
                     unused: 0,
                 };
-                let sides = width.max(height) * if sampling == Sampling::Up { 2 } else { 1 };
-                if self.choice != Choice::Naive && aligned(&p.x) && aligned(&p.w) && sides <= abi::KL_CONV_SIDE as usize {
-                    let (kernel, tile) = self.conv_tile(&p.out);
-                    let (rows, cols) = (p.out.rows.div_ceil(tile.rows()), p.out.cols.div_ceil(abi::KL_MMA_COLS));
-                    self.kernels.launch(kernel, [rows * cols, 1, 1], &p)?;
-                } else {
-                    self.kernels.launch(Kernel::NaiveConv, tiles(&p.out), &p)?;
-                }
-                match stats {
-                    Some(stats) => self.group_stats(name, p.out, mat(stats)?),
-                    None => Ok(()),
-                }
+                self.conv(name, p, stats.map(mat).transpose()?)
             }
             Op::GroupNorm { out, x, norm, stats, silu } => {
                 let GroupNorm { weight, bias, groups, eps } = *norm;
@@ -251,6 +256,31 @@ impl Cuda {
         }
     }
 
+    fn conv(&self, op: &'static str, mut p: abi::KlConv, stats: Option<KlMat>) -> Result<()> {
+        let sides = p.width.max(p.height) * if p.sampling == abi::KL_UP { 2 } else { 1 };
+        if self.choice == Choice::Naive || !aligned(&p.x) || !aligned(&p.w) || sides > abi::KL_CONV_SIDE {
+            self.kernels.launch(Kernel::NaiveConv, tiles(&p.out), &p)?;
+            return stats.map_or(Ok(()), |stats| self.group_stats(op, p.out, stats));
+        }
+        let (kernel, tile) = self.conv_tile(&p.out);
+        (p.row_tiles, p.partials) = (p.out.rows.div_ceil(tile.rows()), self.left().1);
+        let grid = [p.row_tiles * p.out.cols.div_ceil(abi::KL_MMA_COLS), 1, 1];
+        // With statistics on the way where tiles are whole, groups divide them and there is room for every tile's share.
+        let Some(stats) = stats else { return self.kernels.launch(kernel, grid, &p) };
+        let room = u64::from(p.row_tiles) * u64::from(stats.rows) * 16 <= self.scratch_size().sums();
+        let width = p.out.cols / stats.rows;
+        let pairs =
+            p.out.dtype == abi::KL_BF16 && (p.residual.data == 0 || p.residual.dtype == abi::KL_BF16 && in_words(&p.residual));
+        if !pairs || !room || !p.out.cols.is_multiple_of(abi::KL_MMA_COLS) || width < 2 || !abi::KL_MMA_COLS.is_multiple_of(width)
+        {
+            self.kernels.launch(kernel, grid, &p)?;
+            return self.group_stats(op, p.out, stats);
+        }
+        (p.stats, p.groups) = (stats, stats.rows);
+        self.kernels.launch(kernel, grid, &p)?;
+        self.kernels.launch(Kernel::ConvStats, [p.groups, 1, 1], &p)
+    }
+
     /// The tile for a convolution: the large one, unless it would leave multiprocessors without work.
     fn conv_tile(&self, out: &KlMat) -> (Kernel, Tile) {
         let tiles = out.rows.div_ceil(Tile::Rows256.rows()) * out.cols.div_ceil(abi::KL_MMA_COLS);
@@ -300,8 +330,7 @@ impl Cuda {
         let heads = q.cols / p.head_dim;
         let copied =
             [p.q].into_iter().chain(p.kv[..kv.len()].iter().flat_map(|s| [s.k, s.v])).all(|m| m.rows == 0 || aligned(&m));
-        // Results leave in pairs.
-        let paired = p.out.dtype == abi::KL_BF16 && p.out.data.is_multiple_of(4) && p.out.stride.is_multiple_of(2);
+        let paired = p.out.dtype == abi::KL_BF16 && in_words(&p.out);
         if self.choice != Choice::Naive && copied && paired {
             if head_dim == 128 {
                 return self.kernels.launch(Kernel::AttentionMma, [q.rows.div_ceil(abi::KL_ATTENTION_QUERIES), heads, 1], &p);

@@ -381,6 +381,13 @@ fn convolutions(table: &mut Table) {
         (13, 11, 32, 3, Up, false, None),
         (62, 38, 3, 32, Down, false, Some(16)),
         (31, 37, 3, 32, Same, false, Some(32)),
+        // Whole tiles of channels, in groups of 2 to 128.
+        (17, 9, 8, 128, Same, false, Some(64)),
+        (19, 31, 32, 128, Same, true, Some(32)),
+        (7, 3, 40, 128, Up, false, Some(16)),
+        (62, 38, 8, 256, Down, false, Some(16)),
+        (33, 35, 8, 256, Same, true, Some(4)),
+        (9, 9, 8, 128, Same, false, Some(1)),
     ];
     shapes.into_iter().for_each(|shape| conv(table, shape));
 }
