@@ -141,31 +141,46 @@ __device__ __forceinline__ void edge(const KlConv& p, Tile& tile, uint32_t row0,
   }
 }
 
+__device__ __forceinline__ uint32_t in_image(int32_t at, uint32_t size) { return at >= 0 && at < static_cast<int32_t>(size); }
+
 template <class Tile>
 __device__ __forceinline__ void conv(const KlConv& p) {
   // Columns first: the filters stay in the cache, and so do the pixels that neighbours share.
   const uint32_t col_tiles = ceil_div(p.out.cols, static_cast<uint32_t>(Tile::kCols));
   const uint32_t row0 = blockIdx.x / col_tiles * Tile::kRows, col0 = blockIdx.x % col_tiles * Tile::kCols;
-  const uint32_t channels = p.x.cols, out_width = conv_width(p), chunk = Tile::chunk() * 8;
-  // Coordinates of the thread's pixels, y above x. Those beyond the image lie far below it, where there is nothing to copy.
-  uint32_t pixels[Tile::kLeftCopies];
+  const uint32_t channels = p.x.cols, stride = p.x.stride, out_width = conv_width(p), chunk = Tile::chunk() * 8;
+  // Of each of the thread's pixels: the element under the middle of the filter (its corner if halved), and a byte that says which
+  // rows (bits 0 to 2) and columns (3 to 5) of the filter lie in the image, and whether y (6) and x (7) are odd. Pixels beyond the
+  // last have none.
+  uint32_t middle[Tile::kLeftCopies], inside[ceil_div(Tile::kLeftCopies, 4)] = {};
 #pragma unroll
   for (int i = 0; i < Tile::kLeftCopies; i++) {
-    const uint32_t pixel = row0 + Tile::line() + Tile::kLines * i;
-    pixels[i] = pixel < p.out.rows ? pixel / out_width << 16 | pixel % out_width : 2 * KL_CONV_SIDE << 16;
+    const uint32_t pixel = row0 + Tile::line() + Tile::kLines * i, y = pixel / out_width, x = pixel % out_width;
+    uint32_t bits = y % 2 << 6 | x % 2 << 7;
+#pragma unroll
+    for (uint32_t tap = 0; tap < 3; tap++) {
+      bits |= in_image(conv_source(p.sampling, y, tap, p.height), p.height) << tap;
+      bits |= in_image(conv_source(p.sampling, x, tap, p.width), p.width) << (3 + tap);
+    }
+    const uint32_t at_y = p.sampling == KL_DOWN ? 2 * y : p.sampling == KL_UP ? y / 2 : y;
+    const uint32_t at_x = p.sampling == KL_DOWN ? 2 * x : p.sampling == KL_UP ? x / 2 : x;
+    middle[i] = (at_y * p.width + at_x) * stride;
+    if (pixel < p.out.rows) inside[i / 4] |= bits << i % 4 * 8;
   }
   const bf16 *image = row_of<const bf16>(p.x, 0), *filters = row_of<const bf16>(p.w, 0);
-  const uint32_t stride = p.x.stride, filter = (col0 + Tile::line()) * static_cast<uint32_t>(p.w.stride) + chunk;
+  const uint32_t filter = (col0 + Tile::line()) * static_cast<uint32_t>(p.w.stride) + chunk;
   const uint32_t last_filter = (p.out.cols - 1) * static_cast<uint32_t>(p.w.stride) + chunk;
   Tile tile;
   tile.run(
       dynamic_shared, 9 * channels, 0, ceil_div(9 * channels, static_cast<uint32_t>(Tile::kInner)),
       [&](int i, uint32_t k, bool& valid) {
-        const uint32_t tap = (k + chunk) / channels, channel = k + chunk - tap * channels;
-        const int32_t y = conv_source(p.sampling, pixels[i] >> 16, tap / 3, p.height);
-        const int32_t x = conv_source(p.sampling, pixels[i] & 0xffff, tap % 3, p.width);
-        valid = valid && y >= 0 && y < static_cast<int32_t>(p.height) && x >= 0 && x < static_cast<int32_t>(p.width);
-        return valid ? image + static_cast<uint64_t>(y * p.width + x) * stride + channel : image;
+        const uint32_t tap = (k + chunk) / channels, channel = k + chunk - tap * channels, bits = inside[i / 4] >> i % 4 * 8;
+        uint32_t dy = tap / 3, dx = tap % 3;
+        valid = valid && bits >> dy & bits >> (3 + dx) & 1;
+        if (p.sampling == KL_UP) dy = (dy + (bits >> 6 & 1) + 1) / 2, dx = (dx + (bits >> 7 & 1) + 1) / 2;
+        // From the middle, which is one row and one column in. Offsets wrap around and end in the image.
+        const uint32_t in = p.sampling == KL_DOWN ? 0 : p.width + 1;
+        return image + (valid ? middle[i] + (dy * p.width + dx - in) * stride + channel : 0);
       },
       // Filters beyond the last repeat it: what becomes of them is not stored.
       [&](int i, uint32_t k, bool&) {

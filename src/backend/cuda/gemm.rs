@@ -224,11 +224,11 @@ impl Cuda {
         let alike = streams.iter().all(|s| s.x.cols == inner);
         let dealt =
             if alike { deal(tiles, rounds, tile.resident() * multiprocessors) } else { Deal { whole: tiles, workers: 0 } };
+        let shared = (tiles - dealt.whole) * rounds;
         p.whole = dealt.whole;
-        if dealt.workers > 0 {
-            let shared = (tiles - dealt.whole) * rounds;
-            (p.share, p.extra) = (shared / dealt.workers, shared % dealt.workers);
-        }
+        // Without workers there is nothing to share.
+        p.share = shared.checked_div(dealt.workers).unwrap_or(0);
+        p.extra = shared.checked_rem(dealt.workers).unwrap_or(0);
         self.kernels.launch(tile.kernel(), [dealt.whole + dealt.workers, 1, 1], &p)
     }
 
