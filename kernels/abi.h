@@ -80,18 +80,19 @@ typedef struct {
   KlMat out, x;
 } KlPixels;
 
-/* Partial results of a reduction: as many as blocks were launched, at most this. */
-#define KL_PARTIALS 1024u
+/* Loads of 16 bytes that a thread has on their way at once. */
+#define KL_COUNT_BATCH 4u
 
+/* `words`: how many blocks are done, and what they counted; zero before and after. */
 typedef struct {
   KlMat count, x;
-  uint64_t partials;
-  uint64_t blocks;
+  uint64_t words;
 } KlCount;
 
 /* --------------------------------------------------------------------------------------------------------- norm.cu */
 
 #define KL_NORM_THREADS 128u
+#define KL_NORM_THREADS_WIDE 512u
 /* Rows that a block of a row norm takes. */
 #define KL_NORM_ROWS 2u
 
@@ -137,7 +138,10 @@ typedef struct {
 #define KL_GROUP_THREADS 256u
 /* Most groups a normalisation may have. */
 #define KL_GROUPS 64u
+/* Most blocks that share the statistics of an image. */
+#define KL_PARTIALS 1024u
 
+/* `partials` are two f32 for each block and group. */
 typedef struct {
   KlMat x, stats;
   uint64_t partials;
@@ -146,12 +150,14 @@ typedef struct {
   uint32_t unused;
 } KlGroupStats;
 
+/* `stats` are means and variances; if absent, those of the `partials` that `blocks` blocks of kl_group_stats left. */
 typedef struct {
   KlMat out, x, weight, bias, stats;
+  uint64_t partials;
+  uint32_t blocks;
   uint32_t groups;
   float eps;
   uint32_t silu;
-  uint32_t unused;
 } KlGroupNorm;
 
 /* -------------------------------------------------------------------------------------------------------- naive.cu */

@@ -1,187 +1,234 @@
 // Memory-bound kernels with a reduction.
 //
-//   kl_rms_norm      y = x / sqrt(mean(x^2) + eps) * weight                                one block two rows
-//   kl_layer_norm    y = (1 + scale) * (x - mean) / sqrt(var + eps) + shift, per stream    one block two rows
+//   kl_rms_norm_*    y = x / sqrt(mean(x^2) + eps) * weight
+//   kl_layer_norm_*  y = (1 + scale) * (x - mean) / sqrt(var + eps) + shift, per stream
+//                    _1024 to _8192: aligned rows of bf16 with at most so many columns, a multiple of 8; _any: all others
 //   kl_head_norm     each head of x: RMS norm with weight, then rotation by the row's angles, in place
 //                    table [rows, d]: d/2 cosines, then d/2 sines; pairs are neighbours (2i, 2i+1) or halves (i, i + d/2)
-//   kl_group_stats, kl_group_stats_finish    mean and variance of each group of channels over all pixels
-//   kl_group_norm    y = (x - mean) / sqrt(var + eps) * weight + bias, then silu if asked
+//   kl_group_stats_*, kl_group_stats_finish    mean and variance of each group of channels over all pixels
+//   kl_group_norm_*  y = (x - mean) / sqrt(var + eps) * weight + bias, then silu if asked; finishes statistics itself if nobody else
+//                    needs them.  _8: images of bf16 in aligned runs of eight channels; _any: all others
 //
-// Bound: HBM. Rows of up to kRowLimit values in bf16 are read once and kept in registers; sums are f32, deviations are taken from the
-// mean in a second pass over the registers. Group sums are taken relative to one value of the group, which keeps them exact
-// where the mean is far from zero, and partial sums are added in a fixed order.
+// Bound: HBM. Rows are read once and kept in registers, as they are stored; a warp takes deviations from the mean of what it holds, and
+// a block puts warps together with one barrier (Chan et al.), so a mean far from zero costs nothing. An image that makes its own
+// statistics is read twice, the second time from its end, which the cache still has. Group sums are taken relative to one value of the
+// group, which keeps them exact where the mean is far from zero; all sums are added in a fixed order.
 #include "common.cuh"
 
 // ---------------------------------------------------------------------------------------------------------------- rows
 
-constexpr int kRowThreads = KL_NORM_THREADS;
-constexpr int kRowVectors = 4;  // per thread
-constexpr uint32_t kRowLimit = kRowThreads * kRowVectors * kVector;
-constexpr int kRows = KL_NORM_ROWS;  // of a block at once: weights and barriers are shared by them
+constexpr uint32_t kRows = KL_NORM_ROWS;  // of a block at once: modulations and barriers are shared by them
 
-__device__ __forceinline__ uint32_t column_of(int i) { return (i * kRowThreads + threadIdx.x) * kVector; }
-
-// Sums over a block for kRows rows at once, in every thread, always added in the same order. May be called again at once: the result
-// is read from the other half of `shared` than the call before it wrote.
-struct RowSums {
-  float (*shared)[kRowThreads / 32][kRows];
-  int half = 0;
-
-  __device__ explicit RowSums(float (&memory)[2][kRowThreads / 32][kRows]) : shared(memory) {}
-
-  __device__ __forceinline__ void operator()(float (&v)[kRows]) {
-#pragma unroll
-    for (int r = 0; r < kRows; r++) {
-      v[r] = warp_sum(v[r]);
-      if (threadIdx.x % 32 == 0) shared[half][threadIdx.x / 32][r] = v[r];
-    }
-    __syncthreads();
-#pragma unroll
-    for (int r = 0; r < kRows; r++) {
-      v[r] = 0.0f;
-#pragma unroll
-      for (int warp = 0; warp < kRowThreads / 32; warp++) v[r] += shared[half][warp][r];
-    }
-    half ^= 1;
-  }
+// What a warp found in its part of a row: mean, sum of squared deviations from it, number of values.
+struct alignas(16) Moments {
+  float mean, squares, count;
 };
 
-// Rows of x: bf16 in registers, as it is stored, where it fits; else read again from the caches. f32 is for comparing, not for speed,
-// and its registers would cost bf16 half the blocks.
-template <class X>
-struct HeldRows {
-  const KlMat& x;
-  uint64_t first;
-  bool held;
-  uint4 values[kRows][kRowVectors];
+// The compiler forgets what it knows of these registers: or it keeps eight floats beside every four words.
+__device__ __forceinline__ void forget(uint4& v) { asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)); }
 
-  __device__ __forceinline__ HeldRows(const KlMat& m, uint64_t first_row, bool aligned) : x(m), first(first_row) {
-    held = sizeof(X) == sizeof(bf16) && aligned && m.cols <= kRowLimit;
-    if (held) {
-#pragma unroll
-      for (int r = 0; r < kRows; r++) {
-#pragma unroll
-        for (int i = 0; i < kRowVectors; i++) {
-          if (column_of(i) < x.cols && first + r < x.rows) {
-            // Read once, so not worth keeping: weights and modulations are what the cache is for.
-            values[r][i] = __ldcs(reinterpret_cast<const uint4*>(row_of<const X>(x, first + r) + column_of(i)));
-          }
-        }
-      }
-    }
-  }
-
-  // The thread's share of each row's sum of f(row, value).
-  template <class F>
-  __device__ __forceinline__ void sum(float (&total)[kRows], F f) const {
-#pragma unroll
-    for (int r = 0; r < kRows; r++) {
-      total[r] = 0.0f;
-      if (first + r >= x.rows) continue;
-      if (held) {
-#pragma unroll
-        for (int i = 0; i < kRowVectors; i++) {
-          if (column_of(i) >= x.cols) continue;
-          float v[kVector];
-          unpack(values[r][i], v);
-#pragma unroll
-          for (int j = 0; j < kVector; j++) total[r] += f(r, v[j]);
-        }
-      } else {
-        const X* row = row_of<const X>(x, first + r);
-        for (uint32_t col = threadIdx.x; col < x.cols; col += kRowThreads) total[r] += f(r, to_float(row[col]));
-      }
-    }
-  }
-
-  // Stores what `vector(column)` prepares for all rows and `f(row, value, place)` makes of each value, or `single(row, value, column)`
-  // where rows are not held.
-  template <class Out, class V, class F, class S>
-  __device__ __forceinline__ void store(const KlMat& out, V vector, F f, S single) const {
-    if (held) {
-#pragma unroll
-      for (int i = 0; i < kRowVectors; i++) {
-        if (column_of(i) >= x.cols) continue;
-        vector(column_of(i));
-#pragma unroll
-        for (int r = 0; r < kRows; r++) {
-          if (first + r >= x.rows) continue;
-          float v[kVector];
-          unpack(values[r][i], v);
-#pragma unroll
-          for (int j = 0; j < kVector; j++) v[j] = f(r, v[j], j);
-          store_vector(row_of<Out>(out, first + r) + column_of(i), v);
-        }
-      }
-    } else {
-      for (int r = 0; r < kRows && first + r < x.rows; r++) {
-        const X* row = row_of<const X>(x, first + r);
-        Out* to = row_of<Out>(out, first + r);
-        for (uint32_t col = threadIdx.x; col < x.cols; col += kRowThreads) to[col] = from_float<Out>(single(r, to_float(row[col]), col));
-      }
-    }
-  }
-};
-
-KL_ENTRY(kl_rms_norm, KlRmsNorm, KL_NORM_THREADS) {
-  __shared__ float memory[2][kRowThreads / 32][kRows];
-  RowSums sums(memory);
-  const bool aligned = vectors_fit(p.x) && vectors_fit(p.out) && vectors_fit(p.weight);
-  const float* weight = row_of<const float>(p.weight, 0);
-  with_type(p.out.dtype, [&](auto o) {
-    with_type(p.x.dtype, [&](auto t) {
-      using Out = typename decltype(o)::type;
-      const HeldRows<typename decltype(t)::type> rows(p.x, static_cast<uint64_t>(blockIdx.x) * kRows, aligned);
-      float scale[kRows], w[kVector];
-      rows.sum(scale, [](int, float v) { return v * v; });
-      sums(scale);
-#pragma unroll
-      for (int r = 0; r < kRows; r++) scale[r] = rsqrtf(scale[r] / static_cast<float>(p.x.cols) + p.eps);
-      rows.template store<Out>(
-          p.out, [&](uint32_t col) { load_vector(weight + col, w); }, [&](int r, float v, int j) { return v * scale[r] * w[j]; },
-          [&](int r, float v, uint32_t col) { return v * scale[r] * weight[col]; });
-    });
-  });
+// A load that may be on its way before the sums: without `volatile` the compiler would move it behind them.
+__device__ __forceinline__ uint4 load_now(const bf16* from) {
+  uint4 v;
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+  return v;
 }
 
-KL_ENTRY(kl_layer_norm, KlLayerNorm, KL_NORM_THREADS) {
-  __shared__ float memory[2][kRowThreads / 32][kRows];
-  RowSums sums(memory);
-  const uint32_t blocks = ceil_div(p.stream[0].x.rows, static_cast<uint32_t>(kRows));
-  const bool second = blockIdx.x >= blocks;
-  const KlModulated& s = p.stream[second];
-  const uint64_t first = static_cast<uint64_t>(second ? blockIdx.x - blocks : blockIdx.x) * kRows;
-  const bool aligned = vectors_fit(s.x) && vectors_fit(s.out) && vectors_fit(s.shift) && vectors_fit(s.scale);
-  with_type(s.out.dtype, [&](auto o) {
-    with_type(s.x.dtype, [&](auto t) {
-      with_type(s.shift.dtype, [&](auto u) {
-        using Out = typename decltype(o)::type;
-        using M = typename decltype(u)::type;
-        const M *shift = row_of<const M>(s.shift, 0), *scale = row_of<const M>(s.scale, 0);
-        const HeldRows<typename decltype(t)::type> rows(s.x, first, aligned);
-        const float n = static_cast<float>(s.x.cols);
-        float mean[kRows], rstd[kRows], a[kVector], b[kVector];
-        rows.sum(mean, [](int, float v) { return v; });
-        sums(mean);
+// a / n to the last place but for rare cases: a mean that is a little off shows where a row hardly differs from it.
+__device__ __forceinline__ float divide(float a, float n) {
+  const float inverse = __fdividef(1.0f, n), near = a * inverse;
+  return fmaf(fmaf(-near, n, a), inverse, near);
+}
+
+// Rows `first` to `first` + kRows of aligned bf16. A thread has kVecs vectors, of which only the last may lie past the end; it takes the
+// row's first vector instead, which it neither counts nor stores. A row past the end is the last one once more: both store the same.
+// kRms: no mean, no shift, and `scale` is the weight.
+template <int kThreads, int kVecs, bool kRms>
+__device__ __forceinline__ void norm_rows(const KlMat& out, const KlMat& x, const KlMat& scale, const KlMat& shift, uint32_t first,
+                                          float eps, Moments (&moments)[kRows][kThreads / 32]) {
+  constexpr uint32_t kStep = kThreads * kVector;
+  const uint32_t col = threadIdx.x * kVector;
+  const bool full = col + (kVecs - 1) * kStep < x.cols;
+  const uint32_t last = full ? col + (kVecs - 1) * kStep : 0;
+  const auto column = [&](int i) { return i < kVecs - 1 ? col + i * kStep : last; };
+  const auto row = [&](int r) { return min(first + r, x.rows - 1); };
+
+  uint4 values[kRows][kVecs];
 #pragma unroll
-        for (int r = 0; r < kRows; r++) mean[r] /= n;
-        rows.sum(rstd, [&](int r, float v) { return (v - mean[r]) * (v - mean[r]); });
-        sums(rstd);
+  for (int r = 0; r < kRows; r++) {
+    const bf16* from = row_of<const bf16>(x, row(r));
 #pragma unroll
-        for (int r = 0; r < kRows; r++) rstd[r] = rsqrtf(rstd[r] / n + p.eps);
-        rows.template store<Out>(
-            s.out,
-            [&](uint32_t col) {
-              load_vector(scale + col, a);
-              load_vector(shift + col, b);
-            },
-            [&](int r, float v, int j) { return (1.0f + a[j]) * ((v - mean[r]) * rstd[r]) + b[j]; },
-            [&](int r, float v, uint32_t col) {
-              return (1.0f + to_float(scale[col])) * ((v - mean[r]) * rstd[r]) + to_float(shift[col]);
-            });
-      });
-    });
+    for (int i = 0; i < kVecs; i++) values[r][i] = __ldcs(reinterpret_cast<const uint4*>(from + column(i)));
+  }
+  uint4 mul[kVecs], add[kVecs];
+  if constexpr (!kRms) {
+    const bf16 *scales = row_of<const bf16>(scale, 0), *shifts = row_of<const bf16>(shift, 0);
+#pragma unroll
+    for (int i = 0; i < kVecs; i++) mul[i] = load_now(scales + column(i)), add[i] = load_now(shifts + column(i));
+  }
+
+  // Both rows take each step together, or their shuffles wait for each other.
+  const float count = kVector * ((kVecs - 1) * 32 + __popc(__ballot_sync(0xffffffffu, full)));
+  float mean[kRows] = {}, squares[kRows] = {};
+  const auto warp_sums = [](float(&v)[kRows]) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+#pragma unroll
+      for (int r = 0; r < kRows; r++) v[r] += __shfl_xor_sync(0xffffffffu, v[r], offset);
+    }
+  };
+  if constexpr (!kRms) {
+#pragma unroll
+    for (int r = 0; r < kRows; r++) {
+#pragma unroll
+      for (int i = 0; i < kVecs; i++) {
+        float v[kVector];
+        unpack(values[r][i], v);
+        const float sum = ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+        mean[r] += i < kVecs - 1 || full ? sum : 0.0f;
+      }
+    }
+    warp_sums(mean);
+#pragma unroll
+    for (int r = 0; r < kRows; r++) {
+      mean[r] = count > 0.0f ? divide(mean[r], count) : 0.0f;
+#pragma unroll
+      for (int i = 0; i < kVecs; i++) forget(values[r][i]);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; r++) {
+#pragma unroll
+    for (int i = 0; i < kVecs; i++) {
+      float v[kVector], sum = 0.0f;
+      unpack(values[r][i], v);
+#pragma unroll
+      for (int j = 0; j < kVector; j++) {
+        const float d = kRms ? v[j] : v[j] - mean[r];
+        sum += d * d;
+      }
+      squares[r] += i < kVecs - 1 || full ? sum : 0.0f;
+    }
+  }
+  warp_sums(squares);
+#pragma unroll
+  for (int r = 0; r < kRows; r++) {
+    if (threadIdx.x % 32 == 0) moments[r][threadIdx.x / 32] = Moments{mean[r], squares[r], count};
+  }
+  __syncthreads();
+
+  const float n = static_cast<float>(x.cols);
+  float rstd[kRows], minus[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; r++) {
+    float whole = 0.0f, deviations = 0.0f;
+    if constexpr (!kRms) {
+#pragma unroll 4
+      for (int w = 1; w < kThreads / 32; w++) whole += (moments[r][w].mean - moments[r][0].mean) * moments[r][w].count;
+      whole = moments[r][0].mean + __fdividef(whole, n);
+    }
+#pragma unroll 4
+    for (int w = 0; w < kThreads / 32; w++) {
+      const Moments m = moments[r][w];
+      const float d = m.mean - whole;
+      deviations += kRms ? m.squares : m.squares + d * d * m.count;
+    }
+    rstd[r] = rsqrtf(__fdividef(deviations, n) + eps);
+    minus[r] = -whole * rstd[r];
+  }
+#pragma unroll
+  for (int i = 0; i < kVecs; i++) {
+#pragma unroll
+    for (int r = 0; r < kRows; r++) forget(values[r][i]);
+    if constexpr (!kRms) forget(mul[i]), forget(add[i]);
+  }
+
+#pragma unroll
+  for (int i = 0; i < kVecs; i++) {
+    float a[kVector], b[kVector];
+    if constexpr (kRms) {
+      load_vector(row_of<const float>(scale, 0) + column(i), a);
+    } else {
+      unpack(mul[i], a);
+      unpack(add[i], b);
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; r++) {
+      float v[kVector];
+      unpack(values[r][i], v);
+#pragma unroll
+      for (int j = 0; j < kVector; j++) v[j] = kRms ? v[j] * rstd[r] * a[j] : (v[j] * rstd[r] + minus[r]) * (1.0f + a[j]) + b[j];
+      if (i < kVecs - 1 || full) store_vector(row_of<bf16>(out, row(r)) + column(i), v);
+    }
+  }
+}
+
+// Rows of at most kVecs * kThreads vectors and more than one less a thread. One entry point for each number of vectors: with several in
+// one, they would keep each other's registers.
+#define KL_ROW_NORMS(cols, kThreads, kVecs, layer_blocks, rms_blocks)                                                  \
+  static_assert(kThreads * kVecs * kVector == cols, "the name says another width");                                    \
+  KL_ENTRY(kl_layer_norm_##cols, KlLayerNorm, kThreads, layer_blocks) {                                                \
+    __shared__ Moments moments[kRows][kThreads / 32];                                                                  \
+    const uint32_t blocks = ceil_div(p.stream[0].x.rows, kRows);                                                       \
+    const bool second = blockIdx.x >= blocks;                                                                          \
+    const KlModulated& s = p.stream[second];                                                                           \
+    const uint32_t first = (second ? blockIdx.x - blocks : blockIdx.x) * kRows;                                        \
+    norm_rows<kThreads, kVecs, false>(s.out, s.x, s.scale, s.shift, first, p.eps, moments);                            \
+  }                                                                                                                    \
+  KL_ENTRY(kl_rms_norm_##cols, KlRmsNorm, kThreads, rms_blocks) {                                                      \
+    __shared__ Moments moments[kRows][kThreads / 32];                                                                  \
+    norm_rows<kThreads, kVecs, true>(p.out, p.x, p.weight, p.weight, blockIdx.x * kRows, p.eps, moments);              \
+  }
+
+KL_ROW_NORMS(1024, KL_NORM_THREADS, 1, 6, 8)
+KL_ROW_NORMS(2048, KL_NORM_THREADS, 2, 6, 8)
+KL_ROW_NORMS(3072, KL_NORM_THREADS, 3, 6, 7)
+KL_ROW_NORMS(4096, KL_NORM_THREADS, 4, 5, 7)
+KL_ROW_NORMS(8192, KL_NORM_THREADS_WIDE, 2, 1, 1)
+
+// Sum over a block of KL_NORM_THREADS threads of f(column), in every thread.
+template <class F>
+__device__ __forceinline__ float sum_of_columns(uint32_t cols, F f) {
+  __shared__ float warps[KL_NORM_THREADS / 32];
+  float sum = 0.0f;
+  for (uint32_t col = threadIdx.x; col < cols; col += KL_NORM_THREADS) sum += f(col);
+  sum = warp_sum(sum);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = sum;
+  __syncthreads();
+  sum = 0.0f;
+#pragma unroll
+  for (int warp = 0; warp < KL_NORM_THREADS / 32; warp++) sum += warps[warp];
+  return sum;
+}
+
+// Rows of any width, type and address, one a block, read again for each pass.
+KL_ENTRY(kl_rms_norm_any, KlRmsNorm, KL_NORM_THREADS) {
+  const uint64_t row = blockIdx.x;
+  const float squares = sum_of_columns(p.x.cols, [&](uint32_t col) {
+    const float v = load_any(p.x, row, col);
+    return v * v;
   });
+  const float scale = rsqrtf(squares / static_cast<float>(p.x.cols) + p.eps);
+  for (uint32_t col = threadIdx.x; col < p.x.cols; col += KL_NORM_THREADS) {
+    store_any(p.out, row, col, load_any(p.x, row, col) * scale * load<float>(p.weight, 0, col));
+  }
+}
+
+KL_ENTRY(kl_layer_norm_any, KlLayerNorm, KL_NORM_THREADS) {
+  const bool second = blockIdx.x >= p.stream[0].x.rows;
+  const KlModulated& s = p.stream[second];
+  const uint64_t row = second ? blockIdx.x - p.stream[0].x.rows : blockIdx.x;
+  const float n = static_cast<float>(s.x.cols);
+  const float mean = sum_of_columns(s.x.cols, [&](uint32_t col) { return load_any(s.x, row, col); }) / n;
+  const float squares = sum_of_columns(s.x.cols, [&](uint32_t col) {
+    const float d = load_any(s.x, row, col) - mean;
+    return d * d;
+  });
+  const float rstd = rsqrtf(squares / n + p.eps);
+  for (uint32_t col = threadIdx.x; col < s.x.cols; col += KL_NORM_THREADS) {
+    const float v = (load_any(s.x, row, col) - mean) * rstd;
+    store_any(s.out, row, col, (1.0f + load_any(s.scale, 0, col)) * v + load_any(s.shift, 0, col));
+  }
 }
 
 // --------------------------------------------------------------------------------------------------------------- heads
@@ -271,229 +318,264 @@ KL_ENTRY(kl_head_norm, KlHeadNorm, KL_NORM_THREADS) {
 
 // -------------------------------------------------------------------------------------------------------------- groups
 
+// What a thread takes at once: eight channels of bf16 at an address that allows it, or one of any type.
+struct EightChannels {
+  static constexpr int kWidth = kVector;
+  uint4 raw;
+
+  __device__ __forceinline__ void load(const KlMat& m, uint64_t row, uint32_t channel) {
+    raw = *reinterpret_cast<const uint4*>(row_of<const bf16>(m, row) + channel);
+  }
+  __device__ __forceinline__ void get(float (&v)[kWidth]) const { unpack(raw, v); }
+  static __device__ __forceinline__ void load_weights(const KlMat& m, uint32_t channel, float (&v)[kWidth]) {
+    load_vector(row_of<const float>(m, 0) + channel, v);
+  }
+  static __device__ __forceinline__ void store(const KlMat& m, uint64_t row, uint32_t channel, const float (&v)[kWidth]) {
+    store_vector(row_of<bf16>(m, row) + channel, v);
+  }
+};
+
+struct OneChannel {
+  static constexpr int kWidth = 1;
+  float value;
+
+  __device__ __forceinline__ void load(const KlMat& m, uint64_t row, uint32_t channel) { value = load_any(m, row, channel); }
+  __device__ __forceinline__ void get(float (&v)[kWidth]) const { v[0] = value; }
+  static __device__ __forceinline__ void load_weights(const KlMat& m, uint32_t channel, float (&v)[kWidth]) {
+    v[0] = ::load<float>(m, 0, channel);
+  }
+  static __device__ __forceinline__ void store(const KlMat& m, uint64_t row, uint32_t channel, const float (&v)[kWidth]) {
+    store_any(m, row, channel, v[0]);
+  }
+};
+
 // How a block of KL_GROUP_THREADS threads walks over pixels: each thread keeps to the same run of channels, so that what
 // belongs to the channels stays in registers. Threads that do not make up a whole pixel rest. Images of more channels than a
 // block has threads for are walked over several times.
-template <int kWidth>
 struct Walk {
   uint32_t runs, pixels, thread_pixel, thread_run;
 
-  __device__ explicit Walk(uint32_t channels) {
-    runs = channels / kWidth;
+  __device__ explicit Walk(uint32_t all_runs) : runs(all_runs) {
     pixels = max(1u, KL_GROUP_THREADS / runs);
     thread_pixel = runs <= KL_GROUP_THREADS ? threadIdx.x / runs : 0;
     thread_run = runs <= KL_GROUP_THREADS ? threadIdx.x % runs : threadIdx.x;
   }
-
-  // Calls f(channel) for each run of channels that the thread is responsible for.
-  template <class F>
-  __device__ __forceinline__ void channels(F f) const {
-    if (thread_pixel >= pixels) return;
-    for (uint32_t run = thread_run; run < runs; run += KL_GROUP_THREADS) f(run * kWidth);
-  }
 };
 
-// A run of channels as it is stored.
-template <class X, int kWidth>
-struct Run {
-  static constexpr int kWords = kWidth == kVector ? sizeof(X) * kVector / 16 : 1;
-  uint4 words[kWords];
-
-  __device__ __forceinline__ void load(const X* from) {
-    if constexpr (kWidth == kVector) {
-#pragma unroll
-      for (int i = 0; i < kWords; i++) words[i] = reinterpret_cast<const uint4*>(from)[i];
-    } else {
-      words[0].x = __float_as_uint(to_float(*from));
-    }
-  }
-
-  __device__ __forceinline__ void get(float (&v)[kWidth]) const {
-    if constexpr (kWidth == 1) {
-      v[0] = __uint_as_float(words[0].x);
-    } else if constexpr (kWords == 1) {
-      unpack(words[0], v);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kWords; i++) {
-        const uint32_t w[4] = {words[i].x, words[i].y, words[i].z, words[i].w};
-#pragma unroll
-        for (int j = 0; j < 4; j++) v[4 * i + j] = __uint_as_float(w[j]);
-      }
-    }
-  }
-};
-
-// Calls f(pixel, values) for every pixel of the thread's, a batch of loads at a time. The first are under way when `prepare` is called,
-// which loads what f needs beside them.
-template <class X, int kWidth, class P, class F>
-__device__ __forceinline__ void for_pixels(const KlMat& x, const Walk<kWidth>& walk, uint32_t channel, P prepare, F f) {
-  constexpr int kBatch = sizeof(X) == sizeof(bf16) ? 4 : 2;
+// Calls f(pixel, values) for every pixel of the thread's, a batch of loads ahead; kBack: from the last pixel to the first. All threads come
+// here: the first loads are under way when all of them call `prepare`, which may hold a barrier.
+template <class Run, int kBatch, bool kBack, class P, class F>
+__device__ __forceinline__ void for_pixels(const KlMat& x, const Walk& walk, uint32_t run, P prepare, F f) {
   // An image has fewer pixels than 32 bits count, and a grid is small beside them.
   const uint32_t step = gridDim.x * walk.pixels;
-  uint32_t pixel = blockIdx.x * walk.pixels + walk.thread_pixel;
-  Run<X, kWidth> runs[kBatch];
+  const bool busy = walk.thread_pixel < walk.pixels && run < walk.runs;
+  uint32_t next = busy ? blockIdx.x * walk.pixels + walk.thread_pixel : x.rows;
+  const auto place = [&](uint32_t pixel) { return kBack ? x.rows - 1 - pixel : pixel; };
+  Run ahead[kBatch];
   const auto load = [&] {
 #pragma unroll
     for (int i = 0; i < kBatch; i++) {
-      if (pixel + i * step < x.rows) runs[i].load(row_of<const X>(x, pixel + i * step) + channel);
+      if (next + i * step < x.rows) ahead[i].load(x, place(next + i * step), run * Run::kWidth);
     }
   };
   load();
   prepare();
-  while (pixel < x.rows) {
+  while (next < x.rows) {
+    Run now[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; i++) now[i] = ahead[i];
+    const uint32_t pixel = next;
+    next += kBatch * step;
+    load();
 #pragma unroll
     for (int i = 0; i < kBatch; i++) {
       if (pixel + i * step >= x.rows) continue;
-      float v[kWidth];
-      runs[i].get(v);
-      f(pixel + i * step, v);
+      float v[Run::kWidth];
+      now[i].get(v);
+      f(place(pixel + i * step), v);
     }
-    pixel += kBatch * step;
-    load();
   }
 }
 
-// Sums and sums of squares of a block's pixels, per group, relative to the group's first value of the first pixel. Each thread
-// adds its channels in shared memory one after the other, in the order of the threads.
-template <class X, int kWidth>
-__device__ __forceinline__ void group_sums(const KlGroupStats& p, float2* thread_sums) {
-  const Walk<kWidth> walk(p.x.cols);
-  const uint32_t width = p.x.cols / p.groups;
-  const X* first = row_of<const X>(p.x, 0);
-  double2* partials = reinterpret_cast<double2*>(p.partials) + static_cast<uint64_t>(blockIdx.x) * p.groups;
-  // A thread's channels may lie in several groups, so sums are kept per channel until the end.
+// Threads that add up a group.
+constexpr uint32_t kGroupLanes = KL_GROUP_THREADS / KL_GROUPS;
+
+// Sums and sums of squares of a block's pixels, per group, relative to the group's first value of the first pixel. A thread keeps them
+// for each piece of kPiece channels, of which none lies in two groups.
+template <class Run, int kPiece>
+__device__ __forceinline__ void group_sums(const KlGroupStats& p, float2* shares) {
+  constexpr int kWidth = Run::kWidth, kPieces = kWidth / kPiece;
+  constexpr int kBatch = kPieces > 2 ? 4 : 8;
+  const Walk walk(p.x.cols / kWidth);
+  const uint32_t width = p.x.cols / p.groups, pieces = width / kPiece;
+  const uint32_t group = threadIdx.x / kGroupLanes, lane = threadIdx.x % kGroupLanes;
+  float2* partials = reinterpret_cast<float2*>(p.partials) + static_cast<uint64_t>(blockIdx.x) * p.groups;
   for (uint32_t base = 0; base < walk.runs; base += KL_GROUP_THREADS) {
     const uint32_t run = base + walk.thread_run;
-    const bool busy = walk.thread_pixel < walk.pixels && run < walk.runs;
-    float sum[kWidth] = {}, squares[kWidth] = {}, shift[kWidth] = {};
-    if (busy) {
-      const auto shifts = [&] {
+    float sum[kPieces] = {}, squares[kPieces] = {}, shift[kPieces] = {};
+    const auto shifts = [&] {
+      if (run >= walk.runs) return;
 #pragma unroll
-        for (int j = 0; j < kWidth; j++) shift[j] = to_float(first[(run * kWidth + j) / width * width]);
-      };
-      for_pixels<X, kWidth>(p.x, walk, run * kWidth, shifts, [&](uint32_t, const float(&v)[kWidth]) {
+      for (int k = 0; k < kPieces; k++) shift[k] = load_any(p.x, 0, (run * kWidth + k * kPiece) / width * width);
+    };
+    for_pixels<Run, kBatch, false>(p.x, walk, run, shifts, [&](uint32_t, const float(&v)[kWidth]) {
 #pragma unroll
-        for (int j = 0; j < kWidth; j++) {
-          const float delta = v[j] - shift[j];
-          sum[j] += delta;
-          squares[j] += delta * delta;
-        }
-      });
-    }
+      for (int j = 0; j < kWidth; j++) {
+        const float delta = v[j] - shift[j / kPiece];
+        sum[j / kPiece] += delta;
+        squares[j / kPiece] += delta * delta;
+      }
+    });
 #pragma unroll
-    for (int j = 0; j < kWidth; j++) thread_sums[threadIdx.x * kWidth + j] = make_float2(sum[j], squares[j]);
+    for (int k = 0; k < kPieces; k++) shares[threadIdx.x * kPieces + k] = make_float2(sum[k], squares[k]);
     __syncthreads();
-    // One thread a group; a group may begin in one round of channels and end in the next.
-    const uint32_t round = min(walk.runs - base, static_cast<uint32_t>(KL_GROUP_THREADS)) * kWidth, origin = base * kWidth;
-    for (uint32_t group = threadIdx.x; group < p.groups; group += KL_GROUP_THREADS) {
-      double2 total = base == 0 ? make_double2(0.0, 0.0) : partials[group];
-      const uint32_t begin = max(group * width, origin), end = min((group + 1) * width, origin + round);
-      for (uint32_t channel = begin; channel < end; channel++) {
-        for (uint32_t pixel = 0; pixel < walk.pixels; pixel++) {
-          const uint32_t thread = pixel * min(walk.runs, static_cast<uint32_t>(KL_GROUP_THREADS)) + (channel - origin) / kWidth;
-          const float2 s = thread_sums[thread * kWidth + (channel - origin) % kWidth];
-          total.x += s.x;
-          total.y += s.y;
+    // Of all pieces, this round has those from `origin` on, `round` a pixel: a group may begin in one round and end in the next.
+    const uint32_t origin = base * kPieces, round = min(walk.runs - base, static_cast<uint32_t>(KL_GROUP_THREADS)) * kPieces;
+    float2 total = make_float2(0.0f, 0.0f);
+    if (group < p.groups) {
+      const uint32_t begin = max(group * pieces, origin), end = min((group + 1) * pieces, origin + round);
+      for (uint32_t pixel = lane; pixel < walk.pixels; pixel += kGroupLanes) {
+        for (uint32_t piece = begin; piece < end; piece++) {
+          const float2 s = shares[pixel * round + piece - origin];
+          total.x += s.x, total.y += s.y;
         }
       }
+    }
+#pragma unroll
+    for (int offset = kGroupLanes / 2; offset > 0; offset /= 2) {
+      total.x += __shfl_xor_sync(0xffffffffu, total.x, offset);
+      total.y += __shfl_xor_sync(0xffffffffu, total.y, offset);
+    }
+    if (group < p.groups && lane == 0) {
+      if (base > 0) total.x += partials[group].x, total.y += partials[group].y;
       partials[group] = total;
     }
     __syncthreads();
   }
 }
 
-KL_ENTRY(kl_group_stats, KlGroupStats, KL_GROUP_THREADS, 3) {
-  __shared__ float2 thread_sums[KL_GROUP_THREADS * kVector];
-  with_type(p.x.dtype, [&](auto t) {
-    using X = typename decltype(t)::type;
-    if (vectors_fit(p.x)) {
-      group_sums<X, kVector>(p, thread_sums);
-    } else {
-      group_sums<X, 1>(p, thread_sums);
-    }
-  });
-}
-
-// One block a group: threads add every 128th block's share, then each other's, always in the same order.
-KL_ENTRY(kl_group_stats_finish, KlGroupStats, KL_NORM_THREADS) {
-  __shared__ double2 warps[KL_NORM_THREADS / 32];
-  const double2* partials = reinterpret_cast<const double2*>(p.partials);
-  const uint32_t group = blockIdx.x, width = p.x.cols / p.groups;
-  double sum = 0.0, squares = 0.0;
-  for (uint64_t block = threadIdx.x; block < p.blocks; block += KL_NORM_THREADS) {
-    const double2 s = partials[block * p.groups + group];
-    sum += s.x;
-    squares += s.y;
-  }
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) {
-    sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-    squares += __shfl_xor_sync(0xffffffffu, squares, offset);
-  }
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = make_double2(sum, squares);
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    sum = squares = 0.0;
-    for (const double2& warp : warps) sum += warp.x, squares += warp.y;
-    const double n = static_cast<double>(p.x.rows) * width, delta = sum / n;
-    float* stats = row_of<float>(p.stats, group);
-    stats[0] = static_cast<float>(load_any(p.x, 0, static_cast<uint64_t>(group) * width) + delta);
-    stats[1] = static_cast<float>(fmax(squares / n - delta * delta, 0.0));
-  }
-}
-
-template <class Out, class X, int kWidth, bool kSilu>
-__device__ __forceinline__ void normalise_groups(const KlGroupNorm& p) {
-  const Walk<kWidth> walk(p.x.cols);
+KL_ENTRY(kl_group_stats_8, KlGroupStats, KL_GROUP_THREADS, 2) {
+  __shared__ float2 shares[KL_GROUP_THREADS * kVector];
   const uint32_t width = p.x.cols / p.groups;
-  const float *weight = row_of<const float>(p.weight, 0), *bias = row_of<const float>(p.bias, 0);
-  walk.channels([&](uint32_t channel) {
-    float mean[kWidth], scale[kWidth], shift[kWidth];
+  if (width % kVector == 0) {
+    group_sums<EightChannels, kVector>(p, shares);
+  } else if (width % (kVector / 2) == 0) {
+    group_sums<EightChannels, kVector / 2>(p, shares);
+  } else {
+    group_sums<EightChannels, 1>(p, shares);
+  }
+}
+
+KL_ENTRY(kl_group_stats_any, KlGroupStats, KL_GROUP_THREADS, 3) {
+  __shared__ float2 shares[KL_GROUP_THREADS];
+  group_sums<OneChannel, 1>(p, shares);
+}
+
+// Means and variances of all groups, in shared memory.
+struct GroupMoments {
+  double2 shares[KL_GROUP_THREADS];
+  float2 stats[KL_GROUPS];
+
+  // From what `blocks` blocks of kl_group_stats found in x. A thread adds every so manieth block's share of its group.
+  __device__ __forceinline__ void finish(const KlMat& x, uint32_t groups, uint64_t found, uint32_t blocks) {
+    const float2* partials = reinterpret_cast<const float2*>(found);
+    const uint32_t width = x.cols / groups, group = threadIdx.x % groups, at_once = KL_GROUP_THREADS / groups;
+    const double inverse = 1.0 / (static_cast<double>(x.rows) * width), shift = load_any(x, 0, group * width);
+    double sum = 0.0, squares = 0.0;
+    // A batch of loads at a time: one after the other they would take longer than the pixels.
+    constexpr int kBatch = 12;
+    for (uint32_t block = threadIdx.x < groups * at_once ? threadIdx.x / groups : blocks; block < blocks; block += kBatch * at_once) {
+      float2 s[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; i++) {
+        const uint32_t from = block + i * at_once;
+        s[i] = from < blocks ? partials[from * groups + group] : make_float2(0.0f, 0.0f);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; i++) sum += s[i].x, squares += s[i].y;
+    }
+    shares[threadIdx.x] = make_double2(sum, squares);
+    __syncthreads();
+    if (threadIdx.x < groups) {
+      for (uint32_t i = 1; i < at_once; i++) sum += shares[i * groups + group].x, squares += shares[i * groups + group].y;
+      const double delta = sum * inverse, variance = fmax(squares * inverse - delta * delta, 0.0);
+      stats[group] = make_float2(static_cast<float>(shift + delta), static_cast<float>(variance));
+    }
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ void load(const KlMat& given) {
+    if (threadIdx.x < given.rows) {
+      const float* row = row_of<const float>(given, threadIdx.x);
+      stats[threadIdx.x] = make_float2(row[0], row[1]);
+    }
+    __syncthreads();
+  }
+};
+
+// One block.
+KL_ENTRY(kl_group_stats_finish, KlGroupStats, KL_GROUP_THREADS) {
+  __shared__ GroupMoments moments;
+  moments.finish(p.x, p.groups, p.partials, p.blocks);
+  if (threadIdx.x < p.groups) {
+    float* row = row_of<float>(p.stats, threadIdx.x);
+    row[0] = moments.stats[threadIdx.x].x;
+    row[1] = moments.stats[threadIdx.x].y;
+  }
+}
+
+template <class Run, bool kSilu>
+__device__ __forceinline__ void normalise_groups(const KlGroupNorm& p, GroupMoments& moments) {
+  constexpr int kWidth = Run::kWidth;
+  const Walk walk(p.x.cols / kWidth);
+  const uint32_t width = p.x.cols / p.groups;
+  for (uint32_t base = 0; base < walk.runs; base += KL_GROUP_THREADS) {
+    const uint32_t run = base + walk.thread_run, channel = run * kWidth;
+    float scale[kWidth] = {}, shift[kWidth] = {};
     const auto prepare = [&] {
+      if (base == 0) {
+        if (p.stats.data != 0) {
+          moments.load(p.stats);
+        } else {
+          moments.finish(p.x, p.groups, p.partials, p.blocks);
+        }
+      }
+      if (run >= walk.runs) return;
+      Run::load_weights(p.weight, channel, scale);
+      Run::load_weights(p.bias, channel, shift);
 #pragma unroll
       for (int j = 0; j < kWidth; j++) {
-        const float* stats = row_of<const float>(p.stats, (channel + j) / width);
-        mean[j] = stats[0];
-        scale[j] = weight[channel + j] * rsqrtf(stats[1] + p.eps);
-        shift[j] = bias[channel + j];
+        const float2 stats = moments.stats[(channel + j) / width];
+        scale[j] *= rsqrtf(stats.y + p.eps);
+        shift[j] -= stats.x * scale[j];
       }
     };
-    for_pixels<X, kWidth>(p.x, walk, channel, prepare, [&](uint32_t pixel, float(&v)[kWidth]) {
+    for_pixels<Run, 4, true>(p.x, walk, run, prepare, [&](uint32_t pixel, float(&v)[kWidth]) {
 #pragma unroll
       for (int j = 0; j < kWidth; j++) {
-        v[j] = (v[j] - mean[j]) * scale[j] + shift[j];
+        v[j] = v[j] * scale[j] + shift[j];
         if (kSilu) v[j] = silu(v[j]);
       }
-      Out* to = row_of<Out>(p.out, pixel) + channel;
-      if constexpr (kWidth == kVector) {
-        store_vector(to, v);
-      } else {
-        *to = from_float<Out>(v[0]);
-      }
+      Run::store(p.out, pixel, channel, v);
     });
-  });
-}
-
-template <class Out, class X, bool kSilu>
-__device__ __forceinline__ void normalise_image(const KlGroupNorm& p) {
-  if (vectors_fit(p.x) && vectors_fit(p.out)) {
-    normalise_groups<Out, X, kVector, kSilu>(p);
-  } else {
-    normalise_groups<Out, X, 1, kSilu>(p);
   }
 }
 
-KL_ENTRY(kl_group_norm, KlGroupNorm, KL_GROUP_THREADS, 3) {
-  with_type(p.out.dtype, [&](auto o) {
-    with_type(p.x.dtype, [&](auto t) {
-      using Out = typename decltype(o)::type;
-      using X = typename decltype(t)::type;
-      if (p.silu) {
-        normalise_image<Out, X, true>(p);
-      } else {
-        normalise_image<Out, X, false>(p);
-      }
-    });
-  });
+template <class Run>
+__device__ __forceinline__ void normalise_image(const KlGroupNorm& p, GroupMoments& moments) {
+  if (p.silu) {
+    normalise_groups<Run, true>(p, moments);
+  } else {
+    normalise_groups<Run, false>(p, moments);
+  }
+}
+
+KL_ENTRY(kl_group_norm_8, KlGroupNorm, KL_GROUP_THREADS, 3) {
+  __shared__ GroupMoments moments;
+  normalise_image<EightChannels>(p, moments);
+}
+
+KL_ENTRY(kl_group_norm_any, KlGroupNorm, KL_GROUP_THREADS, 3) {
+  __shared__ GroupMoments moments;
+  normalise_image<OneChannel>(p, moments);
 }

@@ -11,6 +11,7 @@
 //
 // Bound: HBM for the large ones; the latents' kernels (1 to 2 MB at 1024 x 1024) are bound by their launch.
 // One thread takes kVector consecutive values of a row where every matrix allows 16-byte accesses, one value elsewhere.
+// kl_count looks at bits and has several loads on their way; it is one launch, since a second would take as long as a small matrix.
 #include "common.cuh"
 
 constexpr uint64_t kThreads = KL_POINTWISE_THREADS;
@@ -177,42 +178,59 @@ KL_ENTRY(kl_pixels, KlPixels, KL_POINTWISE_THREADS) {
   }
 }
 
+// Bits 15 and 31 of a pair of bf16, or bit 31 of a float, where the exponent is all ones: infinite or no number.
+template <class X>
+__device__ __forceinline__ uint32_t not_finite(uint32_t word) {
+  if constexpr (sizeof(X) == sizeof(bf16)) return ((word & 0x7f807f80u) + 0x00800080u) & 0x80008000u;
+  return ((word & 0x7f800000u) + 0x00800000u) & 0x80000000u;
+}
+
 template <class X>
 __device__ __forceinline__ uint32_t count_in(const KlMat& x) {
   uint32_t found = 0;
-  if (vectors_fit(x)) {
-    for_each_run(x, kVector, [&](uint64_t row, uint64_t col) {
-      float v[kVector];
-      load_vector(row_of<const X>(x, row) + col, v);
-#pragma unroll
-      for (int i = 0; i < kVector; i++) found += !isfinite(v[i]);
-    });
-  } else {
+  if (x.rows != 1 || !vectors_fit(x)) {
     for_each_run(x, 1, [&](uint64_t row, uint64_t col) { found += !isfinite(load<X>(x, row, col)); });
+    return found;
+  }
+  constexpr int kBatch = KL_COUNT_BATCH;
+  const uint4* from = row_of<const uint4>(x, 0);
+  const uint64_t vectors = x.cols * sizeof(X) / sizeof(uint4), step = gridDim.x * kThreads;
+  for (uint64_t at = blockIdx.x * kThreads + threadIdx.x; at < vectors; at += kBatch * step) {
+    uint4 v[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; i++) v[i] = at + i * step < vectors ? __ldcs(from + at + i * step) : make_uint4(0, 0, 0, 0);
+    uint32_t any = 0;
+#pragma unroll
+    for (int i = 0; i < kBatch; i++) any |= not_finite<X>(v[i].x) | not_finite<X>(v[i].y) | not_finite<X>(v[i].z) | not_finite<X>(v[i].w);
+    if (any == 0) continue;
+#pragma unroll
+    for (int i = 0; i < kBatch; i++) {
+      found += __popc(not_finite<X>(v[i].x)) + __popc(not_finite<X>(v[i].y)) + __popc(not_finite<X>(v[i].z)) + __popc(not_finite<X>(v[i].w));
+    }
   }
   return found;
 }
 
-// Each block counts its share, and a last kernel adds the shares: no atomics, and nothing to clear beforehand.
+// The last block to come writes the sum and leaves both words as it found them. Whole numbers may be added in any order; more than 2^32
+// would wrap to a smaller number, which is as wrong as before.
 KL_ENTRY(kl_count, KlCount, KL_POINTWISE_THREADS) {
   uint32_t found = 0;
   with_type(p.x.dtype, [&](auto t) { found = count_in<typename decltype(t)::type>(p.x); });
-  __shared__ uint32_t warps[kThreads / 32];
-  found = __reduce_add_sync(0xffffffffu, found);
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = found;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    uint32_t total = 0;
-    for (uint32_t warp : warps) total += warp;
-    reinterpret_cast<uint32_t*>(p.partials)[blockIdx.y * gridDim.x + blockIdx.x] = total;
+  uint32_t *done = reinterpret_cast<uint32_t*>(p.words), *total = done + 1;
+  if (__syncthreads_or(found != 0)) {  // rare
+    found = __reduce_add_sync(0xffffffffu, found);
+    if (threadIdx.x % 32 == 0 && found != 0) {
+      atomicAdd(total, found);
+      __threadfence();
+    }
+    __syncthreads();
   }
-}
-
-KL_ENTRY(kl_count_finish, KlCount, 32) {
-  const uint32_t* partials = reinterpret_cast<const uint32_t*>(p.partials);
-  uint32_t total = 0;
-  for (uint64_t i = threadIdx.x; i < p.blocks; i += 32) total += partials[i];
-  // More than 2^32 values that are not finite would wrap to a smaller number of them, which is as wrong as before.
-  total = __reduce_add_sync(0xffffffffu, total);
-  if (threadIdx.x == 0) row_of<float>(p.count, 0)[0] = static_cast<float>(total);
+  if (threadIdx.x == 0) {
+    const uint32_t others = gridDim.x * gridDim.y - 1;
+    __threadfence();
+    if (atomicInc(done, others) == others) {
+      __threadfence();
+      row_of<float>(p.count, 0)[0] = static_cast<float>(atomicExch(total, 0));
+    }
+  }
 }

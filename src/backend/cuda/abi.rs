@@ -11,8 +11,9 @@ pub const KL_POINTWISE_THREADS: u32 = 256;
 pub const KL_COPY: u32 = 0;
 pub const KL_SILU: u32 = 1;
 pub const KL_FAULT_TOKEN: u32 = 1;
-pub const KL_PARTIALS: u32 = 1024;
+pub const KL_COUNT_BATCH: u32 = 4;
 pub const KL_NORM_THREADS: u32 = 128;
+pub const KL_NORM_THREADS_WIDE: u32 = 512;
 pub const KL_NORM_ROWS: u32 = 2;
 pub const KL_STREAMS: u32 = 2;
 pub const KL_ROPE_INTERLEAVED: u32 = 0;
@@ -21,6 +22,7 @@ pub const KL_HEAD_PARTS: u32 = 4;
 pub const KL_HEADS_PER_WARP: u32 = 8;
 pub const KL_GROUP_THREADS: u32 = 256;
 pub const KL_GROUPS: u32 = 64;
+pub const KL_PARTIALS: u32 = 1024;
 pub const KL_NAIVE_TILE: u32 = 64;
 pub const KL_NAIVE_THREADS: u32 = 256;
 pub const KL_STORE: u32 = 0;
@@ -196,17 +198,15 @@ const _: () = {
 pub struct KlCount {
     pub count: KlMat,
     pub x: KlMat,
-    pub partials: u64,
-    pub blocks: u64,
+    pub words: u64,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlCount"][::core::mem::size_of::<KlCount>() - 80usize];
+    ["Size of KlCount"][::core::mem::size_of::<KlCount>() - 72usize];
     ["Alignment of KlCount"][::core::mem::align_of::<KlCount>() - 8usize];
     ["Offset of field: KlCount::count"][::core::mem::offset_of!(KlCount, count) - 0usize];
     ["Offset of field: KlCount::x"][::core::mem::offset_of!(KlCount, x) - 32usize];
-    ["Offset of field: KlCount::partials"][::core::mem::offset_of!(KlCount, partials) - 64usize];
-    ["Offset of field: KlCount::blocks"][::core::mem::offset_of!(KlCount, blocks) - 72usize];
+    ["Offset of field: KlCount::words"][::core::mem::offset_of!(KlCount, words) - 64usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -322,24 +322,26 @@ pub struct KlGroupNorm {
     pub weight: KlMat,
     pub bias: KlMat,
     pub stats: KlMat,
+    pub partials: u64,
+    pub blocks: u32,
     pub groups: u32,
     pub eps: f32,
     pub silu: u32,
-    pub unused: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlGroupNorm"][::core::mem::size_of::<KlGroupNorm>() - 176usize];
+    ["Size of KlGroupNorm"][::core::mem::size_of::<KlGroupNorm>() - 184usize];
     ["Alignment of KlGroupNorm"][::core::mem::align_of::<KlGroupNorm>() - 8usize];
     ["Offset of field: KlGroupNorm::out"][::core::mem::offset_of!(KlGroupNorm, out) - 0usize];
     ["Offset of field: KlGroupNorm::x"][::core::mem::offset_of!(KlGroupNorm, x) - 32usize];
     ["Offset of field: KlGroupNorm::weight"][::core::mem::offset_of!(KlGroupNorm, weight) - 64usize];
     ["Offset of field: KlGroupNorm::bias"][::core::mem::offset_of!(KlGroupNorm, bias) - 96usize];
     ["Offset of field: KlGroupNorm::stats"][::core::mem::offset_of!(KlGroupNorm, stats) - 128usize];
-    ["Offset of field: KlGroupNorm::groups"][::core::mem::offset_of!(KlGroupNorm, groups) - 160usize];
-    ["Offset of field: KlGroupNorm::eps"][::core::mem::offset_of!(KlGroupNorm, eps) - 164usize];
-    ["Offset of field: KlGroupNorm::silu"][::core::mem::offset_of!(KlGroupNorm, silu) - 168usize];
-    ["Offset of field: KlGroupNorm::unused"][::core::mem::offset_of!(KlGroupNorm, unused) - 172usize];
+    ["Offset of field: KlGroupNorm::partials"][::core::mem::offset_of!(KlGroupNorm, partials) - 160usize];
+    ["Offset of field: KlGroupNorm::blocks"][::core::mem::offset_of!(KlGroupNorm, blocks) - 168usize];
+    ["Offset of field: KlGroupNorm::groups"][::core::mem::offset_of!(KlGroupNorm, groups) - 172usize];
+    ["Offset of field: KlGroupNorm::eps"][::core::mem::offset_of!(KlGroupNorm, eps) - 176usize];
+    ["Offset of field: KlGroupNorm::silu"][::core::mem::offset_of!(KlGroupNorm, silu) - 180usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

@@ -29,8 +29,8 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Working memory that belongs to no op: the word of faults, partial results of reductions, and what the blocks of a product leave
-/// for each other, first words and then sums.
+/// Working memory that belongs to no op: the word of faults and those of counts, partial results of reductions, and what the blocks
+/// of a product leave for each other, first words and then sums.
 #[derive(Clone, Copy)]
 struct Scratch {
     multiprocessors: u64,
@@ -244,6 +244,11 @@ impl Cuda {
         self.scratch
     }
 
+    /// Address of the words that the blocks of a count share, in a line of memory of their own.
+    fn counts(&self) -> u64 {
+        self.scratch + 128
+    }
+
     /// Address of room for partial results.
     fn partials(&self) -> u64 {
         self.scratch + ALIGN
@@ -370,7 +375,8 @@ impl Backend for Cuda {
         }
         self.released(0..bytes);
         self.driver.fill(self.stream.1, self.left().0, 0, scratch.words())?;
-        self.driver.fill(self.stream.1, self.faults(), 0, 4)
+        // Faults and counts.
+        self.driver.fill(self.stream.1, self.faults(), 0, ALIGN)
     }
 
     fn write(&mut self, to: Tensor, data: HostData<'_>) -> Result<()> {

@@ -56,10 +56,45 @@ pub(super) fn tiles(m: &KlMat) -> [u32; 3] {
     [m.rows.div_ceil(abi::KL_NAIVE_TILE), m.cols.div_ceil(abi::KL_NAIVE_TILE), 1]
 }
 
-/// Pixels that a block of a group kernel takes at once.
-fn group_pixels(x: &KlMat) -> u32 {
-    let runs = if x.cols.is_multiple_of(VECTOR) { x.cols / VECTOR } else { x.cols };
-    (abi::KL_GROUP_THREADS / runs.max(1)).max(1)
+/// Whether rows of that type can be taken [`VECTOR`] values at a time.
+fn in_vectors(m: &KlMat, dtype: u32) -> bool {
+    let bytes = if dtype == abi::KL_F32 { 4 } else { 2 };
+    let rows = m.rows <= 1 || (m.stride * bytes).is_multiple_of(16);
+    m.dtype == dtype && m.data.is_multiple_of(16) && rows && m.cols.is_multiple_of(VECTOR)
+}
+
+/// Most columns that the row norms but the last take; that takes any number, of any type at any address.
+const ROW_LIMITS: [u32; 5] = [1024, 2048, 3072, 4096, 8192];
+const RMS_NORMS: [Kernel; 6] =
+    [Kernel::RmsNorm1024, Kernel::RmsNorm2048, Kernel::RmsNorm3072, Kernel::RmsNorm4096, Kernel::RmsNorm8192, Kernel::RmsNormAny];
+const LAYER_NORMS: [Kernel; 6] = [
+    Kernel::LayerNorm1024,
+    Kernel::LayerNorm2048,
+    Kernel::LayerNorm3072,
+    Kernel::LayerNorm4096,
+    Kernel::LayerNorm8192,
+    Kernel::LayerNormAny,
+];
+
+/// The norm for rows of so many columns, and how many of them a block takes.
+fn row_norm(norms: [Kernel; 6], cols: u32, in_vectors: bool) -> (Kernel, u32) {
+    match ROW_LIMITS.iter().position(|most| in_vectors && cols <= *most) {
+        Some(i) => (norms[i], abi::KL_NORM_ROWS),
+        None => (norms[ROW_LIMITS.len()], 1),
+    }
+}
+
+/// How often a block of a group kernel has to take pixels, if it is alone: as many at once as it has threads for.
+fn group_rounds(x: &KlMat, in_vectors: bool) -> u32 {
+    let runs = if in_vectors { x.cols / VECTOR } else { x.cols };
+    x.rows.div_ceil((abi::KL_GROUP_THREADS / runs.max(1)).max(1))
+}
+
+fn check_groups(op: &'static str, groups: u32) -> Result<()> {
+    if groups > abi::KL_GROUPS {
+        return Err(Error::Op { op, what: format!("{groups} groups, at most {}", abi::KL_GROUPS) });
+    }
+    Ok(())
 }
 
 /// The kernels an op may launch, for people: the fast ones first, then those for other types and odd addresses.
@@ -67,8 +102,8 @@ pub fn kernels_of(op: &str) -> &'static [Kernel] {
     match op {
         "embed" => &[Kernel::Embed],
         "copy" | "silu" => &[Kernel::Map],
-        "rms_norm" => &[Kernel::RmsNorm],
-        "layer_norm_modulate" => &[Kernel::LayerNorm],
+        "rms_norm" => &RMS_NORMS,
+        "layer_norm_modulate" => &LAYER_NORMS,
         "linear" | "linear_swiglu" | "linear_gate_residual" => {
             &[Kernel::GemmMma256, Kernel::GemmMma128, Kernel::GemmMma64, Kernel::NaiveProduct]
         }
@@ -83,15 +118,16 @@ pub fn kernels_of(op: &str) -> &'static [Kernel] {
             Kernel::ConvMma128,
             Kernel::ConvStats,
             Kernel::NaiveConv,
-            Kernel::GroupStats,
+            Kernel::GroupStats8,
+            Kernel::GroupStatsAny,
             Kernel::GroupStatsFinish,
         ],
-        "group_norm" => &[Kernel::GroupStats, Kernel::GroupStatsFinish, Kernel::GroupNorm],
+        "group_norm" => &[Kernel::GroupStats8, Kernel::GroupNorm8, Kernel::GroupStatsAny, Kernel::GroupNormAny],
         "patchify" => &[Kernel::Patchify],
         "unpatchify" => &[Kernel::Unpatchify],
         "euler" => &[Kernel::Euler],
         "guidance" => &[Kernel::Guidance],
-        "non_finite" => &[Kernel::Count, Kernel::CountFinish],
+        "non_finite" => &[Kernel::Count],
         "pixels" => &[Kernel::Pixels],
         _ => &[],
     }
@@ -139,7 +175,9 @@ impl Cuda {
             Op::Silu { out, x } => self.map(abi::KL_SILU, mat(out)?, mat(x)?),
             Op::RmsNorm { out, x, weight, eps } => {
                 let p = abi::KlRmsNorm { out: mat(out)?, x: mat(x)?, weight: mat(weight)?, eps, unused: 0 };
-                self.kernels.launch(Kernel::RmsNorm, [p.x.rows.div_ceil(abi::KL_NORM_ROWS), 1, 1], &p)
+                let fit = [p.out, p.x].iter().all(|m| in_vectors(m, abi::KL_BF16)) && in_vectors(&p.weight, abi::KL_F32);
+                let (kernel, rows) = row_norm(RMS_NORMS, p.x.cols, fit);
+                self.kernels.launch(kernel, [p.x.rows.div_ceil(rows), 1, 1], &p)
             }
             Op::LayerNormModulate { streams, eps } => {
                 const ABSENT: abi::KlModulated = abi::KlModulated { out: NONE, x: NONE, shift: NONE, scale: NONE };
@@ -147,12 +185,14 @@ impl Cuda {
                     let mut p = abi::KlLayerNorm { stream: [ABSENT; abi::KL_STREAMS as usize], eps, unused: 0 };
                     for (to, s) in p.stream.iter_mut().zip(pair) {
                         *to = abi::KlModulated { out: mat(s.out)?, x: mat(s.x)?, shift: mat(s.shift)?, scale: mat(s.scale)? };
-                        if s.shift.dtype != s.scale.dtype {
-                            return Err(Error::Op { op: name, what: "shift and scale of different types".into() });
-                        }
                     }
-                    let blocks = p.stream.iter().map(|s| s.x.rows.div_ceil(abi::KL_NORM_ROWS)).sum();
-                    self.kernels.launch(Kernel::LayerNorm, [blocks, 1, 1], &p)?;
+                    let cols = p.stream[0].x.cols;
+                    let fit = p.stream[..pair.len()]
+                        .iter()
+                        .all(|s| s.x.cols == cols && [s.out, s.x, s.shift, s.scale].iter().all(|m| in_vectors(m, abi::KL_BF16)));
+                    let (kernel, rows) = row_norm(LAYER_NORMS, cols, fit);
+                    let blocks = p.stream.iter().map(|s| s.x.rows.div_ceil(rows)).sum();
+                    self.kernels.launch(kernel, [blocks, 1, 1], &p)?;
                 }
                 Ok(())
             }
@@ -196,38 +236,26 @@ impl Cuda {
             }
             Op::GroupNorm { out, x, norm, stats, silu } => {
                 let GroupNorm { weight, bias, groups, eps } = *norm;
-                let x = mat(x)?;
-                let stats = match stats {
-                    Some(stats) => mat(stats)?,
-                    None => {
-                        // Beside the word of faults.
-                        let own = KlMat {
-                            data: self.faults() + 64,
-                            stride: 2,
-                            rows: groups as u32,
-                            cols: 2,
-                            dtype: abi::KL_F32,
-                            unused: 0,
-                        };
-                        self.group_stats(name, x, own)?;
-                        own
-                    }
-                };
+                let groups = groups as u32;
+                check_groups(name, groups)?;
+                let (x, own) = (mat(x)?, stats.is_none());
                 let p = abi::KlGroupNorm {
                     out: mat(out)?,
                     x,
                     weight: mat(weight)?,
                     bias: mat(bias)?,
-                    stats,
-                    groups: groups as u32,
+                    stats: self.mat_if(stats, name)?,
+                    partials: self.partials(),
+                    blocks: if own { self.group_sums(x, groups)? } else { 0 },
+                    groups,
                     eps,
                     silu: u32::from(silu),
-                    unused: 0,
                 };
-                // Long-lived blocks, since each begins by reading what belongs to its channels; but enough of them for any GPU.
-                let rounds = x.rows.div_ceil(group_pixels(&x));
-                let blocks = rounds.div_ceil((rounds / 1024).clamp(4, 32));
-                self.kernels.launch(Kernel::GroupNorm, [blocks, 1, 1], &p)
+                let fit = [p.out, x].iter().all(|m| in_vectors(m, abi::KL_BF16))
+                    && [p.weight, p.bias].iter().all(|m| in_vectors(m, abi::KL_F32));
+                // As many blocks as run at once, since each begins with the statistics; and a batch of pixels for each thread.
+                let blocks = group_rounds(&x, fit).div_ceil(4).min(3 * self.device().multiprocessors);
+                self.kernels.launch(if fit { Kernel::GroupNorm8 } else { Kernel::GroupNormAny }, [blocks, 1, 1], &p)
             }
             Op::Patchify { out, x, stats, width } => self.patch(Kernel::Patchify, mat(out)?, mat(x)?, stats, width),
             Op::Unpatchify { out, x, stats, width } => self.patch(Kernel::Unpatchify, mat(x)?, mat(out)?, stats, width),
@@ -241,13 +269,13 @@ impl Cuda {
             }
             Op::NonFinite { count, x } => {
                 let [x] = flat([mat(x)?]);
-                // Few enough blocks in all for the list of partial results.
-                let limit = if x.rows > 1 { abi::KL_PARTIALS.isqrt() } else { abi::KL_PARTIALS };
-                let grid = [x.cols.div_ceil(abi::KL_POINTWISE_THREADS * VECTOR).clamp(1, limit), x.rows.clamp(1, limit), 1];
-                let blocks = u64::from(grid[0]) * u64::from(grid[1]);
-                let p = abi::KlCount { count: mat(count)?, x, partials: self.partials(), blocks };
-                self.kernels.launch(Kernel::Count, grid, &p)?;
-                self.kernels.launch(Kernel::CountFinish, [1, 1, 1], &p)
+                let p = abi::KlCount { count: mat(count)?, x, words: self.counts() };
+                // As many blocks as run at once, and a batch of loads for each thread.
+                let most = 8 * self.device().multiprocessors;
+                let (bytes, batch) =
+                    (if x.dtype == abi::KL_F32 { 4 } else { 2 }, abi::KL_POINTWISE_THREADS * abi::KL_COUNT_BATCH * 16);
+                let columns = x.cols.div_ceil(batch / bytes).clamp(1, most);
+                self.kernels.launch(Kernel::Count, [columns, x.rows.clamp(1, most.div_ceil(columns)), 1], &p)
             }
             Op::Pixels { out, x } => {
                 let [out, x] = flat([mat(out)?, mat(x)?]);
@@ -360,13 +388,46 @@ impl Cuda {
     /// Mean and variance of each group of channels of `x`.
     fn group_stats(&self, op: &'static str, x: KlMat, stats: KlMat) -> Result<()> {
         let groups = stats.rows;
-        if groups > abi::KL_GROUPS {
-            return Err(Error::Op { op, what: format!("{groups} groups, at most {}", abi::KL_GROUPS) });
-        }
-        // Sixteen rounds each, as far as there is room for partial results. A matter of shapes alone, so sums are always cut alike.
-        let blocks = x.rows.div_ceil(group_pixels(&x) * 16).clamp(1, abi::KL_PARTIALS);
-        let p = abi::KlGroupStats { x, stats, partials: self.partials(), blocks: u64::from(blocks), groups, unused: 0 };
-        self.kernels.launch(Kernel::GroupStats, [blocks, 1, 1], &p)?;
-        self.kernels.launch(Kernel::GroupStatsFinish, [groups, 1, 1], &p)
+        check_groups(op, groups)?;
+        let blocks = u64::from(self.group_sums(x, groups)?);
+        let p = abi::KlGroupStats { x, stats, partials: self.partials(), blocks, groups, unused: 0 };
+        self.kernels.launch(Kernel::GroupStatsFinish, [1, 1, 1], &p)
+    }
+
+    /// The sums they are made of, by how many blocks it says. A matter of shapes and the GPU alone, so sums are always cut alike.
+    fn group_sums(&self, x: KlMat, groups: u32) -> Result<u32> {
+        let fit = in_vectors(&x, abi::KL_BF16);
+        // Few blocks, since whoever finishes reads what all of them leave; and a batch of pixels for each thread.
+        let most = (2 * self.device().multiprocessors).min(abi::KL_PARTIALS);
+        let blocks = group_rounds(&x, fit).div_ceil(8).clamp(1, most);
+        let p = abi::KlGroupStats { x, stats: NONE, partials: self.partials(), blocks: u64::from(blocks), groups, unused: 0 };
+        self.kernels.launch(if fit { Kernel::GroupStats8 } else { Kernel::GroupStatsAny }, [blocks, 1, 1], &p)?;
+        Ok(blocks)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn row_norms_fit_their_rows() {
+        let rms = |cols| row_norm(RMS_NORMS, cols, true);
+        // Each takes what is too wide for the one before it: only then does a thread miss its last vector at most.
+        assert_eq!([8, 1024, 1032, 2560].map(|cols| rms(cols).0), [0, 0, 1, 2].map(|i| RMS_NORMS[i]));
+        assert_eq!([3072, 4096, 4104, 8192].map(|cols| rms(cols).0), [2, 3, 4, 4].map(|i| RMS_NORMS[i]));
+        assert_eq!(rms(8200), (Kernel::RmsNormAny, 1));
+        assert_eq!(row_norm(LAYER_NORMS, 3072, true), (Kernel::LayerNorm3072, 2));
+        assert_eq!(row_norm(LAYER_NORMS, 3072, false), (Kernel::LayerNormAny, 1));
+    }
+
+    #[test]
+    fn vectors_are_whole_and_aligned() {
+        let m = KlMat { data: 1 << 20, stride: 3072, rows: 5, cols: 3072, dtype: abi::KL_BF16, unused: 0 };
+        let bf16 = |m: KlMat| in_vectors(&m, abi::KL_BF16);
+        assert!(bf16(m) && bf16(KlMat { stride: 3080, ..m }) && bf16(KlMat { stride: 3073, rows: 1, ..m }));
+        assert!(!bf16(KlMat { stride: 3076, ..m }) && in_vectors(&KlMat { stride: 3076, dtype: abi::KL_F32, ..m }, abi::KL_F32));
+        assert!(!bf16(KlMat { data: m.data + 8, ..m }) && !bf16(KlMat { cols: 3068, ..m }));
+        assert!(!bf16(KlMat { dtype: abi::KL_F32, ..m }));
     }
 }

@@ -22,6 +22,8 @@ const WEIGHT_TYPES: [(DType, DType); 7] =
 /// In which storage types and layouts a case runs: as a rule in all.
 type Variants = &'static [(DType, Fit)];
 const ALL: Variants = &[(F32, Fit::Whole), (F32, Fit::Slice), (Bf16, Fit::Whole), (Bf16, Fit::Slice)];
+/// Where plain f32 is as good as its luck.
+const BF16: Variants = &[(Bf16, Fit::Whole), (Bf16, Fit::Slice)];
 /// For weights of ten million values and more.
 const TWO: Variants = &[(F32, Fit::Slice), (Bf16, Fit::Whole)];
 
@@ -65,7 +67,7 @@ fn klein(table: &mut Table) {
     table.label = " klein";
     for cols in [2560, 3072, 4096, 12288] {
         rms_norm(table, 5, cols);
-        layer_norm_modulate(table, 5, cols);
+        layer_norm_modulate(table, 5, cols, 4.0);
     }
     table.variants = TWO;
     for (rows, side) in [(5, 3072), (3, 4096)] {
@@ -103,7 +105,7 @@ fn row_wise(table: &mut Table) {
             rig.run(Op::Silu { out, x: x.t }, &[(out, want!(silu(&x.host)))]);
         });
         rms_norm(table, rows, cols);
-        layer_norm_modulate(table, rows, cols);
+        layer_norm_modulate(table, rows, cols, 4.0);
         table.add(format!("guidance {rows}x{cols}"), move |rig| {
             let (cond, uncond) = (rig.input(rows, cols, |v| v), rig.input(rows, cols, |v| v));
             let out = rig.output(rows, cols);
@@ -115,23 +117,26 @@ fn row_wise(table: &mut Table) {
             let op = Op::Euler { latents: x.t, velocity: v.t, dt: -0.37 };
             rig.run(op, &[(x.t, want!(euler(&x.host, &v.host, -0.37)))]);
         });
-        table.add(format!("non_finite {rows}x{cols}"), move |rig| {
-            let x = rig.input(rows, cols, |v| match v {
-                0.6.. => f32::INFINITY,
-                ..-0.9 => f32::NAN,
-                -0.8..-0.7 => f32::NEG_INFINITY,
-                v => v * f32::MAX / 2.0,
-            });
-            let found = x.host.row::<f32>(0).len() * rows - finite(&x.host);
-            let count = rig.output_as(F32, 1, 1);
-            let want = |_| Expected { exact: vec![found as f64], plain: vec![found as f64] };
-            rig.run(Op::NonFinite { count, x: x.t }, &[(count, Box::new(want))]);
-        });
+        non_finite(table, rows, cols);
         table.add(format!("pixels {rows}x{cols}"), move |rig| {
             let (x, out) = (rig.input(rows, cols, |v| 1.25 * v), rig.output_as(U8, rows, cols));
             rig.run(Op::Pixels { out, x: x.t }, &[(out, want!(pixels(&x.host)))]);
         });
     }
+    // Around the widths at which other kernels begin; some threads have a whole vector less than others, or nothing.
+    for cols in [8, 264, 1024, 1032, 2040, 3064, 3080, 4104, 6152, 8192, 8200] {
+        rms_norm(table, 2, cols);
+        layer_norm_modulate(table, 1, cols, 4.0);
+    }
+    // What is subtracted is a hundred times what remains.
+    table.variants = BF16;
+    for cols in [67, 2560, 3072, 8192] {
+        layer_norm_modulate(table, 4, cols, 100.0);
+    }
+    // More than all blocks of a GPU take at once.
+    table.variants = TWO;
+    non_finite(table, 3001, 3000);
+    table.variants = ALL;
     for (from, to) in WEIGHT_TYPES {
         table.add(format!("embed {from:?} as {to:?}"), move |rig| {
             let w = rig.weight(Role::Table, &[67, 34], 113, from, to);
@@ -142,19 +147,34 @@ fn row_wise(table: &mut Table) {
     }
 }
 
+fn non_finite(table: &mut Table, rows: usize, cols: usize) {
+    table.add(format!("non_finite {rows}x{cols}"), move |rig| {
+        let x = rig.input(rows, cols, |v| match v {
+            0.6.. => f32::INFINITY,
+            ..-0.9 => f32::NAN,
+            -0.8..-0.7 => f32::NEG_INFINITY,
+            v => v * f32::MAX / 2.0,
+        });
+        let found = x.host.row::<f32>(0).len() * rows - finite(&x.host);
+        let count = rig.output_as(F32, 1, 1);
+        let want = |_| Expected { exact: vec![found as f64], plain: vec![found as f64] };
+        rig.run(Op::NonFinite { count, x: x.t }, &[(count, Box::new(want))]);
+    });
+}
+
 fn rms_norm(table: &mut Table, rows: usize, cols: usize) {
-    table.add(format!("rms_norm {rows}x{cols}"), move |rig| {
+    table.add(format!("rms_norm {rows} rows of {cols}"), move |rig| {
         let (x, out, w) = (rig.input(rows, cols, |v| 8.0 * v), rig.output(rows, cols), rig.vector(cols));
         let op = Op::RmsNorm { out, x: x.t, weight: w.t, eps: EPS };
         rig.run(op, &[(out, want!(rms_norm(&x.host, &w.host, EPS)))]);
     });
 }
 
-fn layer_norm_modulate(table: &mut Table, rows: usize, cols: usize) {
-    table.add(format!("layer_norm_modulate {rows}x{cols} and 3x{cols}"), move |rig| {
-        // The mean is several deviations from zero, as in late blocks.
+/// The mean is several deviations from zero, as in late blocks.
+fn layer_norm_modulate(table: &mut Table, rows: usize, cols: usize, mean: f32) {
+    table.add(format!("layer_norm_modulate {rows} and 3 rows of {cols} around {mean}"), move |rig| {
         let streams = [rows, 3].map(|rows| {
-            let (x, out) = (rig.input(rows, cols, |v| v + 4.0), rig.output(rows, cols));
+            let (x, out) = (rig.input(rows, cols, |v| v + mean), rig.output(rows, cols));
             (x, out, rig.input(1, cols, |v| v), rig.input(1, cols, |v| v))
         });
         let [a, b] = &streams;
@@ -430,11 +450,31 @@ fn conv(table: &mut Table, (width, height, from, to, sampling, with_residual, gr
 }
 
 fn group_norms(table: &mut Table) {
-    for (pixels, channels, groups) in [(1, 32, 32), (1, 40, 8), (7, 96, 32), (113, 40, 5), (129, 32, 1), (1031, 128, 32)] {
+    let shapes = [
+        (1, 32, 32),
+        (1, 40, 8),
+        (1, 128, 32),
+        (1, 512, 32),
+        (5, 64, 64),
+        (7, 96, 32),
+        (67, 64, 16),
+        (129, 128, 8),
+        (129, 256, 32),
+        (113, 40, 5),
+        (129, 32, 1),
+        (1031, 128, 32),
+        // More channels than a block takes at once; groups go across.
+        (3, 2304, 3),
+    ];
+    for (pixels, channels, groups) in shapes {
         for (given, silu) in [(false, false), (false, true), (true, true)] {
             group_norm(table, pixels, channels, groups, given, silu);
         }
     }
+    // More than all blocks of a GPU take at once.
+    table.variants = TWO;
+    group_norm(table, 20_011, 256, 32, false, true);
+    table.variants = ALL;
 }
 
 fn group_norm(table: &mut Table, pixels: usize, channels: usize, groups: usize, given: bool, silu: bool) {

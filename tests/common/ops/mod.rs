@@ -349,8 +349,9 @@ pub fn check_some(backend: &mut dyn Backend, wanted: impl Fn(&str) -> bool) {
 /// Numbers in the names of cases that are small enough for tools that slow kernels down a hundredfold.
 pub const SMALL: usize = 256;
 
-/// Whether no number in the name of a case is above `limit`, but for the size of a head, which is the model's.
+/// Whether no number in the name of a case is above `limit`, but for the size of a head, which is the model's, and the length of
+/// rows, which is what their kernels differ in.
 pub fn is_within(limit: usize, name: &str) -> bool {
-    let name = name.split_once(" heads of ").map_or(name, |(shape, _)| shape);
+    let name = [" heads of ", " rows of "].iter().find_map(|of| name.split_once(of)).map_or(name, |(shape, _)| shape);
     name.split(|c: char| !c.is_ascii_digit()).filter_map(|n| n.parse::<usize>().ok()).all(|n| n <= limit)
 }
