@@ -133,7 +133,8 @@ __device__ __forceinline__ void norm_rows(const KlMat& out, const KlMat& x, cons
       const float d = m.mean - whole;
       deviations += kRms ? m.squares : m.squares + d * d * m.count;
     }
-    rstd[r] = rsqrtf(__fdividef(deviations, n) + eps);
+    // To sixteen bits, so that its product with a bf16 is exact: what is the mean becomes zero, however large both are.
+    rstd[r] = __uint_as_float(__float_as_uint(rsqrtf(__fdividef(deviations, n) + eps)) & 0xffffff00u);
     minus[r] = -whole * rstd[r];
   }
 #pragma unroll
@@ -531,7 +532,7 @@ __device__ __forceinline__ void normalise_groups(const KlGroupNorm& p, GroupMome
   const uint32_t width = p.x.cols / p.groups;
   for (uint32_t base = 0; base < walk.runs; base += KL_GROUP_THREADS) {
     const uint32_t run = base + walk.thread_run, channel = run * kWidth;
-    float scale[kWidth] = {}, shift[kWidth] = {};
+    float mean[kWidth] = {}, scale[kWidth] = {}, shift[kWidth] = {};
     const auto prepare = [&] {
       if (base == 0) {
         if (p.stats.data != 0) {
@@ -546,14 +547,14 @@ __device__ __forceinline__ void normalise_groups(const KlGroupNorm& p, GroupMome
 #pragma unroll
       for (int j = 0; j < kWidth; j++) {
         const float2 stats = moments.stats[(channel + j) / width];
+        mean[j] = stats.x;
         scale[j] *= rsqrtf(stats.y + p.eps);
-        shift[j] -= stats.x * scale[j];
       }
     };
     for_pixels<Run, 4, true>(p.x, walk, run, prepare, [&](uint32_t pixel, float(&v)[kWidth]) {
 #pragma unroll
       for (int j = 0; j < kWidth; j++) {
-        v[j] = v[j] * scale[j] + shift[j];
+        v[j] = (v[j] - mean[j]) * scale[j] + shift[j];
         if (kSilu) v[j] = silu(v[j]);
       }
       Run::store(p.out, pixel, channel, v);

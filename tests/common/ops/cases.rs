@@ -67,7 +67,7 @@ fn klein(table: &mut Table) {
     table.label = " klein";
     for cols in [2560, 3072, 4096, 12288] {
         rms_norm(table, 5, cols);
-        layer_norm_modulate(table, 5, cols, 4.0);
+        layer_norm_modulate(table, 5, cols, (4.0, 1.0));
     }
     table.variants = TWO;
     for (rows, side) in [(5, 3072), (3, 4096)] {
@@ -105,7 +105,7 @@ fn row_wise(table: &mut Table) {
             rig.run(Op::Silu { out, x: x.t }, &[(out, want!(silu(&x.host)))]);
         });
         rms_norm(table, rows, cols);
-        layer_norm_modulate(table, rows, cols, 4.0);
+        layer_norm_modulate(table, rows, cols, (4.0, 1.0));
         table.add(format!("guidance {rows}x{cols}"), move |rig| {
             let (cond, uncond) = (rig.input(rows, cols, |v| v), rig.input(rows, cols, |v| v));
             let out = rig.output(rows, cols);
@@ -126,12 +126,13 @@ fn row_wise(table: &mut Table) {
     // Around the widths at which other kernels begin; some threads have a whole vector less than others, or nothing.
     for cols in [8, 264, 1024, 1032, 2040, 3064, 3080, 4104, 6152, 8192, 8200] {
         rms_norm(table, 2, cols);
-        layer_norm_modulate(table, 1, cols, 4.0);
+        layer_norm_modulate(table, 1, cols, (4.0, 1.0));
     }
-    // What is subtracted is a hundred times what remains.
+    // What is subtracted is a hundred times what remains, or all there is.
     table.variants = BF16;
     for cols in [67, 2560, 3072, 8192] {
-        layer_norm_modulate(table, 4, cols, 100.0);
+        layer_norm_modulate(table, 4, cols, (100.0, 1.0));
+        layer_norm_modulate(table, 4, cols, (100.0, 0.0));
     }
     // More than all blocks of a GPU take at once.
     table.variants = TWO;
@@ -171,10 +172,10 @@ fn rms_norm(table: &mut Table, rows: usize, cols: usize) {
 }
 
 /// The mean is several deviations from zero, as in late blocks.
-fn layer_norm_modulate(table: &mut Table, rows: usize, cols: usize, mean: f32) {
-    table.add(format!("layer_norm_modulate {rows} and 3 rows of {cols} around {mean}"), move |rig| {
+fn layer_norm_modulate(table: &mut Table, rows: usize, cols: usize, (mean, spread): (f32, f32)) {
+    table.add(format!("layer_norm_modulate {rows} and 3 rows of {cols} around {mean} by {spread}"), move |rig| {
         let streams = [rows, 3].map(|rows| {
-            let (x, out) = (rig.input(rows, cols, |v| v + mean), rig.output(rows, cols));
+            let (x, out) = (rig.input(rows, cols, |v| spread * v + mean), rig.output(rows, cols));
             (x, out, rig.input(1, cols, |v| v), rig.input(1, cols, |v| v))
         });
         let [a, b] = &streams;
