@@ -162,8 +162,8 @@ impl Share {
             small && turn.get() % others == self.part % others
         };
         ops::check_some(&mut cuda, |name| !is_product(name) && ours(name));
-        // Every kernel there is for them; the best is one of these.
-        for choice in Choice::ALL.into_iter().filter(|choice| *choice != Choice::Best) {
+        // Every tile there is for them; values of four bytes take the naive kernels in any case.
+        for choice in Choice::ALL.into_iter().filter(|choice| matches!(choice, Choice::Tile(_))) {
             cuda.set_choice(choice);
             ops::check_some(&mut cuda, |name| is_product(name) && ours(name));
         }
