@@ -114,23 +114,22 @@ pub fn deal(tiles: u32, rounds: u32, slots: u32) -> Deal {
     }
 }
 
-/// The tile for products of so many rows, each with so many tiles of columns, over an inner dimension of `inner`.
+/// The tile for products of so many rows, each with so many tiles of columns, over an inner dimension of `inner`: the one that keeps a
+/// multiprocessor busy for the least time.
 pub fn pick_tile(products: &[(u32, u32)], inner: u32, multiprocessors: u32, can: impl Fn(Tile) -> bool) -> Tile {
+    let multiprocessors = multiprocessors.max(1);
     let cost = |tile: Tile| {
         let tiles: u32 = products.iter().map(|(rows, cols)| rows.div_ceil(tile.rows()) * cols).sum();
-        let rounds = inner.div_ceil(tile.inner());
-        let Deal { whole, workers } = deal(tiles, rounds, tile.resident() * multiprocessors.max(1));
-        let work = u64::from(tiles) * u64::from(inner) * u64::from(tile.rows()) * tile.slowness();
-        let work = if workers > 0 {
-            work / u64::from(multiprocessors.max(1))
-        } else {
-            // Without sharing, the last round of blocks takes as long as a full one.
-            let slots = tile.resident() * multiprocessors.max(1);
-            u64::from(tiles.div_ceil(slots) * tile.resident()) * u64::from(inner) * u64::from(tile.rows()) * tile.slowness()
-        };
+        let slots = tile.resident() * multiprocessors;
+        let Deal { whole, workers } = deal(tiles, inner.div_ceil(tile.inner()), slots);
+        let one = u64::from(inner) * u64::from(tile.rows()) * tile.slowness();
+        if workers == 0 {
+            // The last round of blocks takes as long as a full one.
+            return u64::from(tiles.div_ceil(slots) * tile.resident()) * one;
+        }
         // Adding up what workers leave takes a fixed time and some for each row, as measured.
-        let parts = if workers > 0 { u64::from(workers) / u64::from((tiles - whole).max(1)) } else { 0 };
-        work + parts * u64::from(128 + tile.rows()) * 64 * 100
+        let parts = u64::from(workers / (tiles - whole).max(1));
+        u64::from(tiles) * one / u64::from(multiprocessors) + parts * u64::from(128 + tile.rows()) * 64 * 100
     };
     Tile::ALL.into_iter().rev().filter(|&tile| can(tile)).min_by_key(|&tile| cost(tile)).unwrap_or(Tile::Rows128)
 }
