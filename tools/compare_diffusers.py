@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Compare kiln with the real diffusers pipeline on one checkpoint, stage by stage.
 
-    python tools/random_checkpoint.py /tmp/klein --model 4b
-    python tools/compare_diffusers.py /tmp/klein --kiln target/release/kiln --out /tmp/compared --references 2
+    python tools/random_checkpoint.py FOLDER --model 4b
+    python tools/compare_diffusers.py FOLDER --kiln target/release/kiln --out RESULTS --references 2
 
 Every case (each size, and with --references the last size with reference images) runs three ways from the same noise: diffusers in
 fp32, with nothing rounded to less; diffusers in bf16; kiln in its default precision. The error of the two latter is their relative

@@ -163,7 +163,7 @@ impl Share {
         };
         ops::check_some(&mut cuda, |name| !is_product(name) && ours(name));
         // Every tile there is for them; values of four bytes take the naive kernels in any case.
-        for choice in Choice::ALL.into_iter().filter(|choice| matches!(choice, Choice::Tile(_))) {
+        for choice in tiles() {
             cuda.set_choice(choice);
             ops::check_some(&mut cuda, |name| is_product(name) && ours(name));
         }
@@ -182,6 +182,11 @@ fn unpoisoned() -> Cuda {
     cuda
 }
 
+/// The choices that force a tile.
+fn tiles() -> impl Iterator<Item = Choice> {
+    Choice::ALL.into_iter().filter(|choice| matches!(choice, Choice::Tile(_)))
+}
+
 fn is_product(name: &str) -> bool {
     ["linear", "qkv", "attention", "conv"].iter().any(|op| name.starts_with(op))
 }
@@ -189,7 +194,7 @@ fn is_product(name: &str) -> bool {
 /// Matrix ops with every tile: at these sizes mostly the smallest is chosen.
 fn every_product() {
     let mut cuda = cuda();
-    for choice in Choice::ALL.into_iter().filter(|choice| matches!(choice, Choice::Tile(_))) {
+    for choice in tiles() {
         cuda.set_choice(choice);
         ops::check_some(&mut cuda, is_product);
     }

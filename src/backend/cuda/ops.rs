@@ -290,37 +290,37 @@ impl Cuda {
             self.kernels.launch(Kernel::NaiveConv, tiles(&p.out), &p)?;
             return stats.map_or(Ok(()), |stats| self.group_stats(op, p.out, stats));
         }
-        let (kernel, tile) = self.conv_tile(&p.out);
+        let cols = p.out.cols.div_ceil(abi::KL_MMA_COLS);
+        let large = self.takes_large(Kernel::ConvMma256, p.out.rows.div_ceil(Tile::Rows256.rows()) * cols);
+        let (kernel, tile) = if large { (Kernel::ConvMma256, Tile::Rows256) } else { (Kernel::ConvMma128, Tile::Rows128) };
         (p.row_tiles, p.partials) = (p.out.rows.div_ceil(tile.rows()), self.left().1);
-        let grid = [p.row_tiles * p.out.cols.div_ceil(abi::KL_MMA_COLS), 1, 1];
         // With statistics on the way where tiles are whole, groups divide them and there is room for every tile's share.
-        let Some(stats) = stats else { return self.kernels.launch(kernel, grid, &p) };
-        let room = u64::from(p.row_tiles) * u64::from(stats.rows) * 16 <= self.scratch_size().sums();
-        let width = p.out.cols / stats.rows;
-        let pairs =
-            p.out.dtype == abi::KL_BF16 && (p.residual.data == 0 || p.residual.dtype == abi::KL_BF16 && in_words(&p.residual));
-        if !pairs || !room || !p.out.cols.is_multiple_of(abi::KL_MMA_COLS) || width < 2 || !abi::KL_MMA_COLS.is_multiple_of(width)
-        {
-            self.kernels.launch(kernel, grid, &p)?;
-            return self.group_stats(op, p.out, stats);
+        let on_the_way = |stats: &KlMat| {
+            let room = u64::from(p.row_tiles) * u64::from(stats.rows) * 16 <= self.scratch_size().sums();
+            let residual = p.residual.data == 0 || p.residual.dtype == abi::KL_BF16 && in_words(&p.residual);
+            let width = p.out.cols / stats.rows;
+            let whole = p.out.cols.is_multiple_of(abi::KL_MMA_COLS) && width >= 2 && abi::KL_MMA_COLS.is_multiple_of(width);
+            p.out.dtype == abi::KL_BF16 && residual && room && whole
+        };
+        let fused = stats.filter(on_the_way);
+        if let Some(stats) = fused {
+            (p.stats, p.groups) = (stats, stats.rows);
         }
-        (p.stats, p.groups) = (stats, stats.rows);
-        self.kernels.launch(kernel, grid, &p)?;
-        self.kernels.launch(Kernel::ConvStats, [p.groups, 1, 1], &p)
+        self.kernels.launch(kernel, [p.row_tiles * cols, 1, 1], &p)?;
+        match stats {
+            None => Ok(()),
+            Some(_) if fused.is_some() => self.kernels.launch(Kernel::ConvStats, [p.groups, 1, 1], &p),
+            Some(stats) => self.group_stats(op, p.out, stats),
+        }
     }
 
-    /// The tile for a convolution: the large one, unless it would leave multiprocessors without work.
-    fn conv_tile(&self, out: &KlMat) -> (Kernel, Tile) {
-        let tiles = out.rows.div_ceil(Tile::Rows256.rows()) * out.cols.div_ceil(abi::KL_MMA_COLS);
-        let large = match self.choice {
+    /// Whether a kernel with large blocks is taken, so many of them: not if it would leave multiprocessors without work.
+    fn takes_large(&self, kernel: Kernel, blocks: u32) -> bool {
+        let wanted = match self.choice {
             Choice::Tile(tile) => tile == Tile::Rows256,
-            Choice::Best | Choice::Naive => tiles >= self.device().multiprocessors,
+            Choice::Best | Choice::Naive => blocks >= self.device().multiprocessors,
         };
-        if large && self.kernels.has(Kernel::ConvMma256) {
-            (Kernel::ConvMma256, Tile::Rows256)
-        } else {
-            (Kernel::ConvMma128, Tile::Rows128)
-        }
+        wanted && self.kernels.has(kernel)
     }
 
     fn map(&self, function: u32, out: KlMat, x: KlMat) -> Result<()> {
@@ -364,25 +364,12 @@ impl Cuda {
                 return self.kernels.launch(Kernel::AttentionMma, [q.rows.div_ceil(abi::KL_ATTENTION_QUERIES), heads, 1], &p);
             }
             if head_dim == abi::KL_WIDE_HEAD as usize && kv.len() == 1 && !causal && p.kv[0].k.rows > 0 {
-                let (kernel, queries) = self.wide_block(q.rows * heads);
+                let large = self.takes_large(Kernel::AttentionWide64, q.rows * heads / 64);
+                let (kernel, queries) = if large { (Kernel::AttentionWide64, 64) } else { (Kernel::AttentionWide32, 32) };
                 return self.kernels.launch(kernel, [q.rows.div_ceil(queries), heads, 1], &p);
             }
         }
         self.kernels.launch(Kernel::NaiveAttention, [q.rows.div_ceil(abi::KL_ATTENTION_WARPS), heads, 1], &p)
-    }
-
-    /// The kernel for wide heads, and how many queries a block of it takes: fewer where the larger would leave multiprocessors without
-    /// work.
-    fn wide_block(&self, queries: u32) -> (Kernel, u32) {
-        let large = match self.choice {
-            Choice::Tile(tile) => tile == Tile::Rows256,
-            Choice::Best | Choice::Naive => queries >= 64 * self.device().multiprocessors,
-        };
-        if large && self.kernels.has(Kernel::AttentionWide64) {
-            (Kernel::AttentionWide64, 64)
-        } else {
-            (Kernel::AttentionWide32, 32)
-        }
     }
 
     /// Mean and variance of each group of channels of `x`.
