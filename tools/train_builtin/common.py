@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 import world
 from tokenizer import Tok
 
-TEXT_LEN, TAPS, STEPS = 64, (2, 3, 4), 4
+TEXT_LEN, TAPS, STEPS = 64, (1, 2, 4), 4
 VOCAB = 704       # the tokenizer has 692 tokens
 TRANSFORMER = dict(patch_size=1, in_channels=128, num_layers=1, num_single_layers=4, attention_head_dim=128,
                    num_attention_heads=2, joint_attention_dim=3 * 128, timestep_guidance_channels=256, mlp_ratio=3.0,

@@ -27,7 +27,7 @@ RGB = {
 TOO_CLOSE = {frozenset(p) for p in [("brown", "black"), ("brown", "orange"), ("white", "gray"), ("yellow", "orange"),
                                     ("blue", "purple"), ("red", "orange"), ("red", "brown"), ("white", "pink")]}
 SIZES = ["small", "medium", "large"]
-RADIUS = {0: (26, 40, 56), 1: (26, 40, 56), 2: (24, 34, 46), 3: (22, 30, 40)}   # by number of objects
+RADIUS = {0: (30, 42, 58), 1: (30, 42, 58), 2: (28, 37, 48), 3: (26, 33, 41)}   # by number of objects
 ANCHOR = {0: (62, 128, 194), 1: (62, 128, 194), 2: (58, 128, 198), 3: (54, 128, 202)}
 # place -> (column, row) of a 3x3 grid
 PLACES = {"left": (0, 1), "right": (2, 1), "top": (1, 0), "bottom": (1, 2), "center": (1, 1),
@@ -112,13 +112,13 @@ def sample_bg(rng, avoid=(), kind=None):
 
 
 def place_object(o, n, rng, jitter=1.0):
-    o.r = RADIUS[n][SIZES.index(o.size)] * (1 + jitter * rng.uniform(-0.05, 0.05))
+    o.r = RADIUS[n][SIZES.index(o.size)] * (1 + jitter * rng.uniform(-0.03, 0.03))
     col, row = PLACES[o.place]
     lo, hi = o.r * 1.08 + 6, SIZE - o.r * 1.08 - 6
-    o.cx = min(max(ANCHOR[n][col] + jitter * rng.uniform(-6, 6), lo), hi)
-    o.cy = min(max(ANCHOR[n][row] + jitter * rng.uniform(-6, 6), lo), hi)
-    o.rot = jitter * rng.uniform(-0.08, 0.08)
-    o.tint = jitter * rng.uniform(-0.03, 0.03)
+    o.cx = min(max(ANCHOR[n][col] + jitter * rng.uniform(-3, 3), lo), hi)
+    o.cy = min(max(ANCHOR[n][row] + jitter * rng.uniform(-3, 3), lo), hi)
+    o.rot = jitter * rng.uniform(-0.04, 0.04)
+    o.tint = jitter * rng.uniform(-0.02, 0.02)
     return o
 
 
@@ -193,8 +193,10 @@ def article(words):
 
 def noun(o, rng, art=True):
     size = {"small": rng.choice(LITTLE), "large": rng.choice(BIG), "medium": ""}[o.size]
-    w = f"{size} {grey(o.colour, rng)} {o.shape}".strip()
-    return article(w) if art else w
+    colour = grey(o.colour, rng)
+    # Said apart now and then: colour and shape are two things, not one word for each pair.
+    w = f"{size} {o.shape} in {colour}" if rng.random() < 0.12 else f"{size} {colour} {o.shape}"
+    return article(w.strip()) if art else w.strip()
 
 
 def where(o, rng):
