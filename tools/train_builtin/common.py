@@ -59,9 +59,37 @@ class Flow(torch.nn.Module):
         self.text_encoder = make_encoder()
 
     def text(self, ids, lengths):
+        """The tapped hidden states, [B,64,384]: transformers' Qwen3 (`check_text` holds it to that), written out so that it
+        compiles into one graph with the transformer."""
+        m = self.text_encoder.model
+        b, n = ids.shape
+        at = torch.arange(n, device=ids.device)
+        mask = (at[None, :] <= at[:, None])[None] & (at[None, None, :] < lengths[:, None, None])
+        x = m.embed_tokens(ids)
+        heads, keys, dim = ENCODER["num_attention_heads"], ENCODER["num_key_value_heads"], ENCODER["head_dim"]
+        turn = at[:, None].float() * (1e6 ** (-torch.arange(0, dim, 2, device=ids.device).float() / dim))[None]
+        cos, sin = torch.cat([turn.cos()] * 2, -1), torch.cat([turn.sin()] * 2, -1)
+        rotate = lambda v: v.float() * cos + torch.cat([-v[..., dim // 2:], v[..., :dim // 2]], -1).float() * sin
+        taps = [x]
+        for layer in m.layers[:max(TAPS)]:
+            a = layer.self_attn
+            h = layer.input_layernorm(x)
+            q = rotate(a.q_norm(a.q_proj(h).view(b, n, heads, dim)).transpose(1, 2)).to(x.dtype)
+            k = rotate(a.k_norm(a.k_proj(h).view(b, n, keys, dim)).transpose(1, 2)).to(x.dtype)
+            v = a.v_proj(h).view(b, n, keys, dim).transpose(1, 2).to(x.dtype)
+            k, v = (t.repeat_interleave(heads // keys, 1) for t in (k, v))
+            o = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
+            x = x + a.o_proj(o.transpose(1, 2).reshape(b, n, heads * dim))
+            h = layer.post_attention_layernorm(x)
+            x = x + layer.mlp.down_proj(torch.nn.functional.silu(layer.mlp.gate_proj(h)) * layer.mlp.up_proj(h))
+            taps.append(x)
+        return torch.cat([taps[k] for k in TAPS], -1)
+
+    def check_text(self, ids, lengths):
+        """Largest difference between `text` and transformers' own forward pass."""
         mask = (torch.arange(ids.shape[1], device=ids.device)[None] < lengths[:, None]).long()
         out = self.text_encoder.model(input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False)
-        return torch.cat([out.hidden_states[k] for k in TAPS], -1)
+        return (torch.cat([out.hidden_states[k] for k in TAPS], -1) - self.text(ids, lengths)).abs().max().item()
 
     def velocity(self, x, refs, ctx, t):
         """x [B,256,128], refs list of [B,256,128], t [B] in 0..1."""
@@ -71,25 +99,16 @@ class Flow(torch.nn.Module):
                                 txt_ids=text_ids(ctx.shape[1], x.device), return_dict=False)[0][:, :n]
 
 
-_ids = {}
-
-
 def image_ids(n, refs, device):
-    key = ("i", n, refs, str(device))
-    if key not in _ids:
-        s = int(math.isqrt(n))
-        _ids[key] = torch.cat([torch.cartesian_prod(torch.tensor([10 * j]), torch.arange(s), torch.arange(s),
-                                                    torch.arange(1)) for j in range(refs + 1)]).to(device)
-    return _ids[key]
+    at, side = torch.arange(n, device=device), math.isqrt(n)
+    zero = torch.zeros_like(at)
+    return torch.cat([torch.stack([zero + 10 * j, at // side, at % side, zero], 1) for j in range(refs + 1)])
 
 
 def text_ids(n, device):
-    key = ("t", n, str(device))
-    if key not in _ids:
-        out = torch.zeros(n, 4, dtype=torch.long)
-        out[:, 3] = torch.arange(n)
-        _ids[key] = out.to(device)
-    return _ids[key]
+    at = torch.arange(n, device=device)
+    zero = torch.zeros_like(at)
+    return torch.stack([zero, zero, zero, at], 1)
 
 
 def schedule(n=STEPS, tokens=256, device="cpu"):

@@ -79,16 +79,18 @@ def edit_set(n, seed=12):
     out = []
     for i in range(n):
         kind = (world.EDITS1 + world.EDITS2)[i % 7]
-        k, refs, dst, say = world.sample_edit(rng, kind, refs=2 if kind in world.EDITS2 else 1, held=None, held_wording=True)
+        k, refs, dst, say = world.sample_edit(rng, kind, refs=2 if kind in world.EDITS2 else 1, held=None,
+                                              jitter=0.0, held_wording=True)
         out.append((k, refs, dst, say()))
     return out
 
 
 @torch.no_grad()
-def report(flow, vae, dev, folder, tag, n=200, steps=C.STEPS, batch=100):
+def report(flow, vae, dev, folder, tag, n=200, steps=C.STEPS, batch=100, guidance=1.0):
     os.makedirs(folder, exist_ok=True)
     flow.eval()
     tok = Tok()
+    guided = dict(steps=steps, guidance=guidance, null=C.null_prompt(dev))
     toks = lambda texts: [torch.from_numpy(x).long().to(dev) for x in tok(texts)]
     g = torch.Generator(device=dev).manual_seed(5)
     scenes, texts = t2i_set(n)
@@ -96,7 +98,7 @@ def report(flow, vae, dev, folder, tag, n=200, steps=C.STEPS, batch=100):
     for i in range(0, n, batch):
         ids, ln = toks(texts[i:i + batch])
         noise = torch.randn(len(ln), 256, 128, generator=g, device=dev)
-        imgs.append(C.to_pictures(vae, C.sample(flow, ids, ln, steps=steps, noise=noise)).clamp(-1, 1))
+        imgs.append(C.to_pictures(vae, C.sample(flow, ids, ln, noise=noise, **guided)).clamp(-1, 1))
     imgs = torch.cat(imgs)
     res = [score_scene(im.float(), s, dev) for im, s in zip(imgs, scenes)]
     per = [o for r, _ in res for o in r]
@@ -118,7 +120,7 @@ def report(flow, vae, dev, folder, tag, n=200, steps=C.STEPS, batch=100):
             ref_img = [world.render_scenes([e[1][j] for e in chunk], dev) for j in range(want)]
             refs = [C.to_tokens(vae, r).float() for r in ref_img]
             noise = torch.randn(len(ln), 256, 128, generator=g, device=dev)
-            out = C.to_pictures(vae, C.sample(flow, ids, ln, refs, steps=steps, noise=noise)).clamp(-1, 1).float()
+            out = C.to_pictures(vae, C.sample(flow, ids, ln, refs, noise=noise, **guided)).clamp(-1, 1).float()
             goal = world.render_scenes([e[2] for e in chunk], dev)
             trip = C.to_pictures(vae, C.to_tokens(vae, goal)).clamp(-1, 1).float()
             for b, e in enumerate(chunk):
@@ -147,6 +149,7 @@ def main():
     p.add_argument("--out", required=True)
     p.add_argument("--n", type=int, default=200)
     p.add_argument("--steps", type=int, default=C.STEPS)
+    p.add_argument("--guidance", type=float, default=1.0)
     p.add_argument("--controls", action="store_true", help="score the true renders instead of the model")
     a = p.parse_args()
     dev = "cuda" if torch.cuda.is_available() else "cpu"
@@ -161,7 +164,7 @@ def main():
     vae, flow = C.make_vae().to(dev).eval(), C.Flow().to(dev).eval()
     for name, m in (("vae", vae), ("transformer", flow.transformer), ("text_encoder", flow.text_encoder)):
         assert C.load_part(a.weights, name, m), name
-    report(flow, vae, dev, a.out, f"eval{a.steps}", a.n, a.steps)
+    report(flow, vae, dev, a.out, f"eval{a.steps}", a.n, a.steps, guidance=a.guidance)
 
 
 if __name__ == "__main__":

@@ -119,9 +119,16 @@ def init_flow(a, flow):
 
 
 def compiled(a, f, **k):
-    if a.no_compile or not torch.cuda.is_available():
+    if a.compile != "all" or not torch.cuda.is_available():
         return f
     return torch.compile(f, dynamic=False, **k)
+
+
+def compile_blocks(a, *flows):
+    if a.compile == "blocks" and torch.cuda.is_available():
+        for flow in flows:
+            for block in [*flow.transformer.transformer_blocks, *flow.transformer.single_transformer_blocks]:
+                block.compile(dynamic=False)
 
 
 def renderer(a):
@@ -138,6 +145,85 @@ def optimiser(params, lr, dev, wd=0.01, b2=0.99):
     groups = [{"params": [p for p in params if p.ndim >= 2], "weight_decay": wd},
               {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, b2), eps=1e-8, fused=dev == "cuda")
+
+
+class Muon:
+    """AdamW for most; for the matrices inside the blocks, orthogonalised momentum (Newton-Schulz). Matrices are taken apart
+    into squares of the model's width, so that queries, keys, gates and so on each get their own, and all are done in two batches."""
+
+    def __init__(self, flow, lr, ratio, dev):
+        self.ratio, self.groups, taken = ratio, [], set()
+        for width, prefix in ((256, ("transformer.transformer_blocks.", "transformer.single_transformer_blocks.")),
+                              (128, ("text_encoder.model.layers.",))):
+            ps = [p for n, p in flow.named_parameters() if n.startswith(prefix) and p.ndim == 2
+                  and not n.startswith(f"text_encoder.model.layers.{max(C.TAPS)}.")]
+            taken |= {id(p) for p in ps}
+            count = sum(p.numel() for p in ps) // width ** 2
+            self.groups.append((width, ps, torch.zeros(count, width, width, device=dev)))
+        self.rest = [p for p in flow.parameters() if id(p) not in taken]
+        self.adam = optimiser(self.rest, lr, dev)
+
+    @staticmethod
+    def squares(t, w):
+        m, n = t.shape
+        return t.view(m // w, w, n // w, w).transpose(1, 2).reshape(-1, w, w)
+
+    @torch.no_grad()
+    def step(self, lr):
+        torch.nn.utils.clip_grad_norm_(self.rest, 1.0)
+        for g in self.adam.param_groups:
+            g["lr"] = lr
+        self.adam.step()
+        for w, ps, momentum in self.groups:
+            grad = torch.cat([self.squares(p.grad, w) for p in ps])
+            momentum.lerp_(grad, 0.05)
+            x = torch.lerp(grad, momentum, 0.95).bfloat16()
+            x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+            for _ in range(5):
+                a = x @ x.mT
+                x = torch.baddbmm(x, torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+            # entries of size 0.2 on average, as AdamW's steps have
+            x = x.float() * (0.2 * w ** 0.5 * self.ratio * lr)
+            at = 0
+            deltas = []
+            for p in ps:
+                m, n = p.shape
+                k = (m // w) * (n // w)
+                deltas.append(x[at:at + k].view(m // w, n // w, w, w).transpose(1, 2).reshape(m, n))
+                at += k
+            torch._foreach_mul_(ps, 1 - 0.05 * lr)
+            torch._foreach_sub_(ps, deltas)
+
+    def zero_grad(self, set_to_none=True):
+        self.adam.zero_grad(set_to_none=set_to_none)
+        for _, ps, _ in self.groups:
+            for p in ps:
+                p.grad = None
+
+    def state_dict(self):
+        return {"adam": self.adam.state_dict(), "momentum": [m for _, _, m in self.groups]}
+
+    def load_state_dict(self, s):
+        self.adam.load_state_dict(s["adam"])
+        for (_, _, m), v in zip(self.groups, s["momentum"]):
+            m.copy_(v)
+
+
+class Adam:
+    def __init__(self, flow, lr, dev):
+        self.params = list(flow.parameters())
+        self.adam = optimiser(self.params, lr, dev)
+        self.zero_grad, self.state_dict, self.load_state_dict = self.adam.zero_grad, self.adam.state_dict, self.adam.load_state_dict
+
+    def step(self, lr):
+        torch.nn.utils.clip_grad_norm_(self.params, 1.0)
+        for g in self.adam.param_groups:
+            g["lr"] = lr
+        self.adam.step()
+
+
+def make_optimiser(a, flow, lr, dev):
+    return Muon(flow, lr, a.muon, dev) if a.muon else Adam(flow, lr, dev)
 
 
 # ---------------------------------------------------------------- VAE
@@ -214,12 +300,12 @@ def train_vae(a, dev):
 class Pool:
     """A ring of encoded batches per mode; each is used about `reuse` times before it is replaced."""
 
-    def __init__(self, a, dev, vae, sizes, slots=24, reuse=3.0, seed=""):
+    def __init__(self, a, dev, vae, sizes, slots, reuse, seed=""):
         w = a.workers
         share = [w - w // 2, (w // 2 + 1) // 2, w // 4] if w else [0, 0, 0]
         share = [max(s, 1) for s in share] if w else share
         self.a, self.dev, self.vae, self.slots, self.reuse = a, dev, vae, slots, reuse
-        self.data = [C.loader(r, sizes[r], f"{seed}{a.seed}", share[r]) for r in range(3)]
+        self.data = [C.loader(r, sizes[r], f"{seed}{a.seed}", share[r], captions=4) for r in range(3)]
         self.ring = [[], [], []]
         self.rend, self.enc = renderer(a), compiled(a, vae._encode)
         self.rng = random.Random(f"{a.seed}{seed}")
@@ -228,6 +314,7 @@ class Pool:
         ids, n, ob, bg = [t.to(self.dev, non_blocking=True) for t in next(self.data[mode])]
         b, r = ob.shape[:2]
         with torch.no_grad():
+            weight = token_weights(ob[:, :2])
             # one fixed rendering shape for every mode
             tok = []
             ob, bg = ob.reshape(b * r, 3, -1), bg.reshape(b * r, -1)
@@ -238,22 +325,53 @@ class Pool:
                     o, g = torch.cat([o, o[:1].expand(CHUNK - k, -1, -1)]), torch.cat([g, g[:1].expand(CHUNK - k, -1)])
                 tok.append(C.to_tokens(self.vae, self.rend(o, g), encode=self.enc)[:k])
             tok = torch.cat(tok)
-        return ids, n, tok.view(b, r, 256, 128)
+        return ids, n, tok.view(b, r, 256, 128), weight
 
     def get(self, mode):
         ring = self.ring[mode]
-        if len(ring) < self.slots:
-            ring.append(self.fresh(mode))
-            item = ring[-1]
-        elif self.rng.random() < 1 / self.reuse:
-            i = self.rng.randrange(self.slots)
-            ring[i] = item = self.fresh(mode)
+        if len(ring) < min(self.slots, 8) or self.rng.random() < 1 / self.reuse:
+            item = self.fresh(mode)
+            if len(ring) < self.slots:
+                ring.append(item)
+            else:
+                ring[self.rng.randrange(self.slots)] = item
         else:
-            item = ring[self.rng.randrange(self.slots)]
-        ids, n, tok = item
+            item = self.rng.choice(ring)
+        ids, n, tok, weight = item
         k = torch.randint(0, ids.shape[1], (ids.shape[0],), device=self.dev)
         row = torch.arange(ids.shape[0], device=self.dev)
-        return ids[row, k].long(), n[row, k].long(), tok[:, 0].float(), [tok[:, j].float() for j in range(1, tok.shape[1])]
+        refs = [tok[:, j].float() for j in range(1, tok.shape[1])]
+        return ids[row, k].long(), n[row, k].long(), tok[:, 0].float(), refs, weight
+
+
+def token_weights(ob):
+    """Tokens that show an object of the target, or of the first reference, count three times; the mean is one. [B,256]."""
+    at = torch.arange(16, device=ob.device) * 16 + 8.0
+    near = lambda c, r: (at[None, None] - c[..., None]).abs() < r[..., None] * 1.1 + 8          # [B,n,16]
+    ob = ob.flatten(1, 2)
+    on = near(ob[..., 2], ob[..., 3])[..., :, None] & near(ob[..., 1], ob[..., 3])[..., None, :] & (ob[..., 8] > 0)[..., None, None]
+    w = 1 + 2 * on.any(1).flatten(1).float()
+    return w / w.mean(1, keepdim=True)
+
+
+@torch.no_grad()
+def channel_weights(vae, dev):
+    """How strongly the picture follows each of a token's 128 values, as weights of the loss: square root, mean one."""
+    rng = random.Random(3)
+    tok = C.to_tokens(vae, world.render_scenes([world.sample_scene(rng, 2) for _ in range(8)], dev)).float()
+    g = torch.Generator(device=dev).manual_seed(3)
+    noise = 0.3 * torch.randn(tok.shape[:2], generator=g, device=dev)
+    base, out = C.to_pictures(vae, tok), []
+    for c in range(128 if dev == "cuda" else 0):
+        moved = tok.clone()
+        moved[:, :, c] += noise
+        out.append((C.to_pictures(vae, moved) - base).square().mean())
+    if not out:
+        return torch.ones(128, device=dev)
+    w = torch.stack(out).sqrt()
+    w = (w / w.mean()).clamp(0.3, 3.0)
+    print("channel weights", " ".join(f"{v:.2f}" for v in w.sort().values[::16].tolist()), f"{w.max():.2f}", flush=True)
+    return w / w.mean()
 
 
 def load_vae(a, dev):
@@ -271,16 +389,17 @@ def load_vae(a, dev):
 
 
 def draw_sigma(b, dev):
-    """Half shifted logit-normal (the sampler's own shift), a quarter near the 4-step sigmas, a quarter uniform."""
+    """45 % near the four sigmas that are sampled, 40 % logit-normal with the sampler's shift, 15 % uniform above the lowest
+    that the teacher of the distillation visits."""
     mu = 1.97
     u = torch.sigmoid(torch.randn(b, device=dev))
     s = math.exp(mu) / (math.exp(mu) + 1 / u - 1)
-    near = C.schedule(device=dev)[torch.randint(0, 4, (b,), device=dev)] + 0.015 * torch.randn(b, device=dev)
+    k = torch.randint(0, 4, (b,), device=dev)
+    near = C.schedule(device=dev)[k] + torch.where(k == 0, 0.0, 0.01) * torch.randn(b, device=dev)
     near = torch.where(near > 1, 2 - near, near)
     pick = torch.rand(b, device=dev)
-    top = (torch.rand(b, device=dev) < 0.3) & (pick < 0.25)           # pure noise must be seen often: step one
-    s = torch.where(pick < 0.25, near, torch.where(pick < 0.5, torch.rand(b, device=dev), s))
-    return torch.where(top, torch.ones_like(s), s).clamp(0.002, 1.0)
+    s = torch.where(pick < 0.45, near, torch.where(pick < 0.6, 0.2 + 0.8 * torch.rand(b, device=dev), s))
+    return s.clamp(0.1, 1.0)
 
 
 def set_null(ids, n, null, rate):
@@ -294,7 +413,7 @@ def sizes_of(a, dev):
 
 
 def pick_mode(rng):
-    return rng.choices((0, 1, 2), (0.6, 0.27, 0.13))[0]
+    return rng.choices((0, 1, 2), (0.4, 0.4, 0.2))[0]
 
 
 def next_mode(a, rng, i):
@@ -313,51 +432,46 @@ def finish_flow(a, dev, stage, flow, opt, ema, step, minutes, vae):
             import evaluate
             with cast(dev):
                 evaluate.report(flow, vae, dev, a.work, stage, n=a.eval_n)
+                if stage == "flow":
+                    evaluate.report(flow, vae, dev, a.work, "flow_guided", n=a.eval_n, guidance=a.guidance)
 
 
 def train_flow(a, dev):
     vae = load_vae(a, dev)
     flow = C.Flow().to(dev)
     init_flow(a, flow)
-    params = list(flow.parameters())
     peak = a.lr or 1e-3
-    opt, ema = optimiser(params, peak, dev), Ema(flow, 0.9992)
+    opt, ema = make_optimiser(a, flow, peak, dev), Ema(flow, 0.9992)
     step, before = load_state(a, "flow", flow, opt, ema, dev)
     clock = Clock(a.minutes, a.total, before)
-    pool = Pool(a, dev, vae, sizes_of(a, dev), seed=f"flow{step}", slots=a.slots)
+    pool = Pool(a, dev, vae, sizes_of(a, dev), a.slots, a.reuse, seed=f"flow{step}")
     null = C.null_prompt(dev)
-    net = compiled(a, flow.transformer)
+    weights = channel_weights(vae, dev)
+
+    def loss_of(ids, n, x0, refs, weight, noise, s):
+        with cast(dev):
+            v = flow.velocity(x0 + s[:, None, None] * (noise - x0), refs, flow.text(ids, n), s).float()
+        return ((v - (noise - x0)).square() * weights * weight[..., None]).mean()
+
+    loss_of = compiled(a, loss_of)
+    compile_blocks(a, flow)
     rng, first, run = random.Random(f"{a.seed}{step}"), step, None
     while not clock.over(a.reserve) and step - first < a.max_steps:
         mode = next_mode(a, rng, step)
-        ids, n, x0, refs = pool.get(mode)
+        ids, n, x0, refs, weight = pool.get(mode)
         ids, n = set_null(ids, n, null, 0.1)
-        noise = torch.randn_like(x0)
-        s = draw_sigma(x0.shape[0], dev)
-        xt = x0 + s[:, None, None] * (noise - x0)
-        with cast(dev):
-            v = velocity(flow, net, xt, refs, flow.text(ids, n), s).float()
-        per = (v - (noise - x0)).square().mean((1, 2))
-        loss = per.mean()
-        for g in opt.param_groups:
-            g["lr"] = lr_at(clock, step, peak, 600)
+        loss = loss_of(ids, n, x0, refs, weight, torch.randn_like(x0), draw_sigma(x0.shape[0], dev))
         opt.zero_grad(set_to_none=True)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(params, 1.0)
-        opt.step()
+        opt.step(lr_at(clock, step, peak, 300))
         ema.update(flow)
         step += 1
-        if mode == 0:
-            run = loss.detach() if run is None else torch.lerp(run, loss.detach(), 0.05)
+        if run is None:
+            run = [None] * 3
+        run[mode] = loss.detach() if run[mode] is None else torch.lerp(run[mode], loss.detach(), 0.03)
         if step % 10 == 0:
-            clock.report(step, f"flow loss {0.0 if run is None else run.item():.4f} lr {opt.param_groups[0]['lr']:.1e}")
+            clock.report(step, "flow loss " + " ".join("-" if r is None else f"{r.item():.4f}" for r in run))
     finish_flow(a, dev, "flow", flow, opt, ema, step, before + clock.spent(), vae)
-
-
-def velocity(flow, net, x, refs, ctx, t):
-    n = x.shape[1]
-    return net(hidden_states=torch.cat([x, *refs], 1) if refs else x, encoder_hidden_states=ctx, timestep=t,
-               img_ids=C.image_ids(n, len(refs), x.device), txt_ids=C.text_ids(ctx.shape[1], x.device), return_dict=False)[0][:, :n]
 
 
 # ---------------------------------------------------------------- distillation to 4 steps
@@ -369,55 +483,56 @@ def train_distil(a, dev):
     flow = C.Flow().to(dev)
     assert init_flow(a, flow) or a.warm, "no flow weights: run --stage flow, or give --init"
     teacher = copy.deepcopy(flow).eval().requires_grad_(False)
-    params = list(flow.parameters())
     peak = a.lr or 4e-4
-    opt, ema = optimiser(params, peak, dev), Ema(flow, 0.998)
+    opt, ema = make_optimiser(a, flow, peak, dev), Ema(flow, 0.998)
     step, before = load_state(a, "distil", flow, opt, ema, dev)
     clock = Clock(a.minutes, a.total, before)
-    sizes = sizes_of(a, dev)
-    pool = Pool(a, dev, vae, sizes, seed=f"distil{step}", slots=min(a.slots, 4), reuse=1.0)
+    pool = Pool(a, dev, vae, sizes_of(a, dev), 16, 1.0, seed=f"distil{step}")
     null = C.null_prompt(dev)
-    net, tnet = compiled(a, flow.transformer), compiled(a, teacher.transformer)
-    sig = C.schedule(device=dev)
-    many = C.schedule(a.teacher_steps, device=dev)
+    weights = channel_weights(vae, dev)
+    sig, many = C.schedule(device=dev), C.schedule(a.teacher_steps, device=dev)
+    teach, roll = compiled(a, teacher.velocity), compiled(a, flow.velocity)
+
+    def loss_of(ids, n, x, refs, weight, end, t, sigma):
+        with cast(dev):
+            v = flow.velocity(x, refs, flow.text(ids, n), t).float()
+        return (((x - end) / sigma - v).square() * weights * weight[..., None]).mean()
+
+    loss_of = compiled(a, loss_of)
+    compile_blocks(a, flow, teacher)
     rng, first, run = random.Random(f"{a.seed}{step}d"), step, [None] * 4
     bank = [[], [], []]
     lerp = lambda old, new: new if old is None else old + 0.05 * (new - old)
     while not clock.over(a.reserve) and step - first < a.max_steps:
         mode = next_mode(a, rng, step)
         ring = bank[mode]
-        if len(ring) < a.slots or rng.random() < 1 / a.pair_reuse:
-            ids, n, _, refs = pool.get(mode)
+        if len(ring) < 8 or rng.random() < 1 / a.pair_reuse:
+            ids, n, _, refs, weight = pool.get(mode)
             noise = torch.randn(ids.shape[0], 256, 128, device=dev)
             with torch.no_grad(), cast(dev):
-                end = C.sample(teacher, ids, n, refs, noise=noise, sig=many, null=null, guidance=a.guidance,
-                               velocity=lambda x, r, c, t: velocity(teacher, tnet, x, r, c, t))
-            item = (ids, n, [r.bfloat16() for r in refs], noise, end)
+                end = C.sample(teacher, ids, n, refs, noise=noise, sig=many, null=null, guidance=a.guidance, velocity=teach)
+            item = (ids, n, [r.bfloat16() for r in refs], weight, noise, end)
             if len(ring) < a.slots:
                 ring.append(item)
             else:
                 ring[rng.randrange(len(ring))] = item
         else:
             item = rng.choice(ring)
-        ids, n, refs, noise, end = item
+        ids, n, refs, weight, noise, end = item
         refs = [r.float() for r in refs]
         k = 1 if a.warm else rng.choices((0, 1, 2, 3), (0.2, 0.2, 0.25, 0.35))[0]
-        with cast(dev):
-            ctx = flow.text(ids, n)
-            x = noise
-            with torch.no_grad():
+        x = noise
+        if k:
+            with torch.no_grad(), cast(dev):
+                ctx = flow.text(ids, n)
                 for i in range(k):
-                    x = x + (sig[i + 1] - sig[i]) * velocity(flow, net, x, refs, ctx.detach(), sig[i].expand(len(x))).float()
-            # the time given is blurred a little: engines round it in different ways
-            t = (sig[k] + 0.002 * (2 * torch.rand(len(x), device=dev) - 1)).clamp(max=1.0)
-            v = velocity(flow, net, x, refs, ctx, t).float()
-        loss = ((x - sig[k] * v) - end).square().mean() / sig[k] ** 2
-        for g in opt.param_groups:
-            g["lr"] = lr_at(clock, step, peak, 100, floor=0.02, hold=0.3)
+                    x = x + (sig[i + 1] - sig[i]) * roll(x, refs, ctx, sig[i].expand(len(x))).float()
+        # the time given is blurred a little: engines round it in different ways
+        t = (sig[k] + 0.002 * (2 * torch.rand(len(x), device=dev) - 1)).clamp(max=1.0)
+        loss = loss_of(ids, n, x, refs, weight, end, t, sig[k])
         opt.zero_grad(set_to_none=True)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(params, 1.0)
-        opt.step()
+        opt.step(lr_at(clock, step, peak, 100, floor=0.02, hold=0.3))
         ema.update(flow)
         step += 1
         run[k] = lerp(run[k], loss.detach())
@@ -437,18 +552,21 @@ def main():
     p.add_argument("--lr", type=float)
     p.add_argument("--kl", type=float, default=2e-3)
     p.add_argument("--workers", type=int, default=max((os.cpu_count() or 2) - 3, 0))
-    p.add_argument("--slots", type=int, default=24)
+    p.add_argument("--slots", type=int, default=250, help="encoded batches kept per mode")
+    p.add_argument("--reuse", type=float, default=16.0, help="how often an encoded batch is used")
+    p.add_argument("--muon", type=float, default=2.0, help="learning rate of the blocks' matrices over that of the rest; 0: AdamW")
     p.add_argument("--stat-batches", type=int, default=96)
-    p.add_argument("--teacher-steps", type=int, default=24)
-    p.add_argument("--pair-reuse", type=float, default=6.0)
-    p.add_argument("--guidance", type=float, default=1.0, help="guidance of the distillation's teacher")
+    p.add_argument("--teacher-steps", type=int, default=12)
+    p.add_argument("--pair-reuse", type=float, default=12.0)
+    p.add_argument("--guidance", type=float, default=2.0, help="guidance of the distillation's teacher")
     p.add_argument("--max-steps", type=int, default=10 ** 9)
     p.add_argument("--reserve", type=float, default=0.4, help="minutes kept for saving and samples")
-    p.add_argument("--eval-n", type=int, default=200)
+    p.add_argument("--eval-n", type=int, default=100)
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--restart", action="store_true", help="ignore the saved state of this stage; start from EMA weights")
     p.add_argument("--warm", action="store_true", help="flow, distil: only fill the compiler's cache, save nothing")
-    p.add_argument("--no-compile", action="store_true")
+    p.add_argument("--compile", choices=["all", "blocks", "none"], default="all",
+                   help="all: fastest steps, minutes to compile; blocks: only the transformer's blocks, half a minute")
     p.add_argument("--no-samples", action="store_true")
     a = p.parse_args()
     if a.warm:

@@ -227,7 +227,10 @@ WORDINGS = {
         "an image of {a1} {p1} against {b}", "{p1} there is {a1}, on {b}", "{a1} {p1} against {b}",
         "{a1} placed {p1} on {b}", "{p1}, {a1} on {b}", "show {a1} {p1} over {b}", "{b} and {a1} {p1}",
         "please draw {a1} {p1} on {b}", "a single {n1} {p1} on {b}", "one {n1} {p1}, {b}", "{a1} sits {p1} on {b}",
-        "a simple drawing of {a1} {p1} on {b}"],
+        "a simple drawing of {a1} {p1} on {b}",
+        "a drawing of {a1} {p1} on {b}", "a simple picture of {a1} {p1}, {b}", "{a1} {p1} in front of {b}",
+        "{a1} is {p1} on {b}", "{a1} {p1} and {b}", "{p1} {a1} on {b}", "{b}; {a1} {p1}", "just {a1} {p1} on {b}",
+        "a simple image: {a1} {p1} on {b}", "a drawing with {a1} {p1} on {b}"],
     2: ["{a1} {p1} and {a2} {p2} on {b}", "{a1} {p1}, {a2} {p2}, {b}", "on {b}, {a1} {p1} and {a2} {p2}",
         "a picture of {a1} {p1} and {a2} {p2} on {b}", "{b} with {a1} {p1} and {a2} {p2}",
         "{p1} {a1} and {p2} {a2}, on {b}", "there is {a1} {p1} and {a2} {p2} on {b}",
@@ -237,7 +240,11 @@ WORDINGS = {
         "show {a1} {p1} and {a2} {p2} over {b}", "an image with {a1} {p1}, and {a2} {p2}, on {b}",
         "{a1} {p1} plus {a2} {p2} on {b}", "{a1} is {p1} and {a2} is {p2} on {b}",
         "please draw {a1} {p1} and {a2} {p2}, {b}", "{a1} sits {p1} and {a2} {p2} on {b}",
-        "a simple drawing of {a1} {p1} and {a2} {p2} on {b}"],
+        "a simple drawing of {a1} {p1} and {a2} {p2} on {b}",
+        "a drawing of {a1} {p1} and {a2} {p2} on {b}", "a simple picture of {a1} {p1} and {a2} {p2}, {b}",
+        "{a1} {p1}, and {a2} {p2}, {b}", "{b} with {a1} {p1}, {a2} {p2}", "{a1} {p1} and then {a2} {p2} on {b}",
+        "{p1} {a1}, {p2} {a2}, {b}", "{a1} {p1}; {a2} {p2}; {b}", "just {a1} {p1} and {a2} {p2} on {b}",
+        "{b} and {a1} {p1} and {a2} {p2}", "a drawing with {a1} {p1} and {a2} {p2} on {b}"],
     3: ["{a1} {p1}, {a2} {p2} and {a3} {p3} on {b}", "{a1} {p1}, {a2} {p2}, {a3} {p3}, {b}",
         "on {b}, {a1} {p1}, {a2} {p2} and {a3} {p3}", "a picture of {a1} {p1}, {a2} {p2} and {a3} {p3} on {b}",
         "{b} with {a1} {p1}, {a2} {p2} and {a3} {p3}", "three shapes on {b}: {a1} {p1}, {a2} {p2} and {a3} {p3}",
@@ -245,33 +252,66 @@ WORDINGS = {
         "{a1} {p1} and {a2} {p2} and {a3} {p3} on {b}", "{b}, {a1} {p1}, {a2} {p2}, {a3} {p3}",
         "{a1} {p1} with {a2} {p2} and {a3} {p3} on {b}", "{p1} {a1}, {p2} {a2} and {p3} {a3}, on {b}",
         "{a1} {p1}, {a2} {p2}, and {a3} {p3} against {b}", "{p1}, {a1}; {p2}, {a2}; {p3}, {a3}; {b}",
-        "show {a1} {p1}, {a2} {p2} and {a3} {p3} over {b}"],
+        "show {a1} {p1}, {a2} {p2} and {a3} {p3} over {b}",
+        "a drawing of {a1} {p1}, {a2} {p2} and {a3} {p3} on {b}",
+        "a simple picture of {a1} {p1}, {a2} {p2}, {a3} {p3}, {b}", "{b} with {a1} {p1}, {a2} {p2}, {a3} {p3}",
+        "{a1} {p1}; {a2} {p2}; {a3} {p3}; {b}", "{a1} {p1}, {a2} {p2} plus {a3} {p3} on {b}"],
     # relations: two objects, left/right or top/bottom, and no place named
     "horizontal": ["{a1} to the left of {a2} on {b}", "{a2} to the right of {a1} on {b}", "{a1} left of {a2}, {b}",
-                   "on {b}, {a1} to the left of {a2}", "{b} with {a2} right of {a1}"],
+                   "on {b}, {a1} to the left of {a2}", "{b} with {a2} right of {a1}",
+        "{a2} right of {a1} on {b}", "{b} and {a1} left of {a2}", "a picture of {a1} to the left of {a2} on {b}",
+        "{a1} is to the left of {a2} on {b}", "a drawing of {a2} to the right of {a1} on {b}",
+        "{b} with {a1} to the left of {a2}", "on {b}, {a2} right of {a1}", "draw {a2} to the right of {a1} on {b}",
+        "there is {a1} left of {a2}, {b}", "{b}, {a2} to the right of {a1}"],
     "vertical": ["{a1} above {a2} on {b}", "{a2} below {a1} on {b}", "{a1} over {a2}, {b}",
-                 "on {b}, {a1} above {a2}", "{b} with {a2} under {a1}"],
+                 "on {b}, {a1} above {a2}", "{b} with {a2} under {a1}",
+        "{a2} under {a1} on {b}", "{b} and {a1} above {a2}", "a picture of {a1} above {a2} on {b}",
+        "{a1} is above {a2} on {b}", "a drawing of {a2} below {a1} on {b}", "{b} with {a1} over {a2}",
+        "on {b}, {a2} under {a1}", "draw {a2} below {a1} on {b}", "there is {a1} above {a2}, {b}", "{b}, {a2} below {a1}"],
     # one object in the center, and no place named
-    "center": ["{a1} on {b}", "{a1}, {b}", "a picture of {a1} on {b}", "{b} with {a1}", "draw {a1} on {b}"],
+    "center": ["{a1} on {b}", "{a1}, {b}", "a picture of {a1} on {b}", "{b} with {a1}", "draw {a1} on {b}",
+        "a drawing of {a1} on {b}", "{b} and {a1}", "there is {a1} on {b}", "on {b}, {a1}",
+        "a simple picture of {a1} on {b}", "{a1} against {b}", "please draw {a1} on {b}", "an image of {a1}, {b}",
+        "show {a1} over {b}", "a simple drawing of {a1}, {b}"],
     # edits
     "recolour": ["make the {s1} {c}", "change the {s1} to {c}", "recolor the {s1} {c}", "turn the {n1} {c}",
                  "paint the {s1} {c}", "make the {n1} {c}", "change the color of the {s1} to {c}",
-                 "the {s1} should be {c}", "color the {s1} {c}", "make the {s1} of image 1 {c}"],
+                 "the {s1} should be {c}", "color the {s1} {c}", "make the {s1} of image 1 {c}",
+        "the {n1} should be painted {c}", "i want the {s1} in {c}", "give the {s1} the color {c}", "let the {s1} be {c}",
+        "paint the {n1} {c}", "set the color of the {s1} to {c}", "turn the {s1} {c}", "use {c} for the {s1}",
+        "paint the {s1} of image 1 {c}", "change the {s1} in image 1 to {c}"],
     "background": ["change the background to {b}", "put it on {b}", "make it {b}",
                    "change the background of image 1 to {b}", "replace the background with {b}",
                    "set the background to {b}", "use {b}", "give it {b}", "same shapes on {b}",
-                   "the same picture on {b}"],
+                   "the same picture on {b}",
+        "i want {b}", "put the shapes on {b}", "let it be on {b}", "change it to {b}", "put image 1 on {b}",
+        "turn the background into {b}", "the same image with {b}", "paint {b} behind it", "it should be on {b}",
+        "the shapes on {b}"],
     "bgplain": ["make the background {c}", "change the background to {c}", "change the background of image 1 to {c}",
                 "the background should be {c}", "turn the background {c}", "paint the background {c}",
                 "set the background to {c}", "color the background {c}", "recolor the background {c}",
-                "make the background of image 1 {c}"],
+                "make the background of image 1 {c}",
+        "use {c} for the background", "i want the background in {c}", "give it the background color {c}",
+        "let the background be {c}", "set the color of the background to {c}", "the background of image 1 should be {c}",
+        "put {c} behind it", "paint {c} behind the shapes", "change the color of the background to {c}",
+        "turn the background of image 1 {c}"],
     "remove": ["remove the {s1}", "delete the {s1}", "erase the {s1}", "take away the {n1}", "get rid of the {s1}",
                "remove the {n1}", "without the {s1}", "remove the {s1} from image 1", "delete the {n1}",
-               "take the {s1} out"],
+               "take the {s1} out",
+        "take out the {s1}", "the picture should be rid of the {s1}", "clear out the {s1}", "i want it without the {n1}",
+        "clear the {s1} away", "delete the {s1} of image 1", "no more {s1}", "erase the {n1} from image 1",
+        "get the {n1} out of it", "i want the {s1} out"],
     "reshape": ["turn the {s1} into {t}", "change the {s1} to {t}", "replace the {s1} with {t}",
-                "make the {s1} {t}", "swap the {s1} for {t}"],
+                "make the {s1} {t}", "swap the {s1} for {t}",
+        "put {t} in place of the {s1}", "the {s1} should be {t}", "swap {t} in for the {s1}",
+        "i want {t} and not the {s1}", "turn the {n1} into {t}", "let the {s1} be {t}",
+        "replace the {n1} of image 1 with {t}", "change the {n1} into {t}", "exchange the {s1} for {t}",
+        "make {t} out of the {s1}"],
     "add": ["add {a1} {p1}", "put {a1} {p1}", "add {a1} {p1} to image 1", "draw {a1} {p1} as well",
-            "insert {a1} {p1}"],
+            "insert {a1} {p1}",
+        "place {a1} {p1}", "there should be {a1} {p1} too", "i want {a1} {p1} as well", "insert into image 1 {a1} {p1}",
+        "place {a1} {p1} as well", "draw {a1} {p1}", "also put {a1} {p1}", "with {a1} {p1} too", "add to it {a1} {p1}",
+        "put in {a1} {p1}"],
     "combine": ["put the {s1} of image 1 on the background of image 2",
                 "put the shape of image 1 on the background of image 2",
                 "the {s1} from image 1 on the background from image 2",
@@ -280,13 +320,29 @@ WORDINGS = {
                 "move the {s1} of image 1 onto the background of image 2", "use the background of image 2 for image 1",
                 "change the background of image 1 to the background of image 2",
                 "put the {n1} of image 1 on the background of image 2",
-                "replace the background of image 1 with that of image 2"],
+                "replace the background of image 1 with that of image 2",
+        "the shapes of image 1 on the background from image 2", "combine image 1 with the background of image 2",
+        "use the background of image 2 behind the {s1} of image 1", "image 1 with the background of image 2",
+        "put image 1 on the background from image 2"],
     "colourlike": ["make the {s1} of image 1 the color of the {s2} of image 2",
                    "give the {s1} of image 1 the color of the {s2} in image 2",
                    "color the {s1} of image 1 like the {s2} of image 2",
                    "paint the {s1} in image 1 with the color of the {s2} in image 2",
-                   "the {s1} of image 1 in the color of the {s2} of image 2"],
+                   "the {s1} of image 1 in the color of the {s2} of image 2",
+        "the {s1} of image 1 should be like the {s2} of image 2",
+        "use the color of the {s2} of image 2 for the {s1} of image 1",
+        "let the {s1} of image 1 be in the color of the {s2} in image 2",
+        "paint the {s1} of image 1 like the {s2} in image 2",
+        "color the {s1} of image 1 with the color of the {s2} of image 2",
+        "take the color of the {s2} of image 2 for the {s1} of image 1",
+        "the {s1} should have the color of the {s2} of image 2",
+        "turn the {s1} of image 1 into the color of the {s2} of image 2",
+        "paint the {s1} with the color of the {s2} from image 2",
+        "make the {s1} of image 1 like the {s2} of image 2 in color"],
 }
+
+
+POLITE = ["please ", "now ", "can you ", "could you please ", "i want you to ", "then ", "ok, ", "hey, ", "next, "]   # edits
 
 
 def pick_wording(key, rng, held=False):
@@ -296,13 +352,15 @@ def pick_wording(key, rng, held=False):
     return w[rng.choice(idx)]
 
 
-def fill(template, rng, objs=(), bg=None, **extra):
+def fill(template, rng, objs=(), bg=None, polite=0.0, **extra):
     d = dict(extra)
     for i, o in enumerate(objs, 1):
         d[f"a{i}"], d[f"n{i}"], d[f"p{i}"], d[f"s{i}"] = noun(o, rng), noun(o, rng, False), where(o, rng), o.shape
     if bg is not None:
         d["b"], d["b_"] = bg_words(bg, rng), bg_words(bg, rng, False)
     text = template.format(**d)
+    if rng.random() < polite:
+        text = rng.choice(POLITE) + text
     style = rng.random()
     if style < 0.25:
         text = text[0].upper() + text[1:] + ("." if rng.random() < 0.6 else "")
@@ -335,9 +393,10 @@ EDITS2 = ["combine", "colourlike"]
 
 def sample_edit(rng, kind=None, refs=1, held=False, jitter=1.0, held_wording=False):
     """Returns (kind, [reference scenes], target scene, instruction maker)."""
-    kind = kind or (rng.choices(EDITS1, (0.3, 0.25, 0.2, 0.1, 0.15))[0] if refs == 1
-                    else rng.choices(EDITS2, (0.75, 0.25))[0])
+    kind = kind or (rng.choices(EDITS1, (0.25, 0.15, 0.2, 0.2, 0.2))[0] if refs == 1
+                    else rng.choices(EDITS2, (0.6, 0.4))[0])
     W = lambda key: pick_wording(key, rng, held_wording)
+    say = lambda *args, **kw: fill(*args, polite=0.0 if held_wording else 0.12, **kw)
     ok_pair = lambda c, s: held is None or held_out_pair(c, s) == held
     while True:
         n = rng.choices((1, 2, 3), (0.45, 0.35, 0.2))[0]
@@ -359,32 +418,32 @@ def sample_edit(rng, kind=None, refs=1, held=False, jitter=1.0, held_wording=Fal
             c = rng.choice(cs)
             new = replace(o, colour=c)
             dst = Scene(src.bg, [new if q is o else q for q in src.objs])
-            return kind, [src], dst, lambda: fill(W(kind), rng, [o], c=grey(c, rng))
+            return kind, [src], dst, lambda: say(W(kind), rng, [o], c=grey(c, rng))
         if kind == "background":
             bg = sample_bg(rng, [q.colour for q in src.objs])
             if bg == src.bg:
                 continue
             dst = Scene(bg, src.objs)
             if bg.kind == "plain":
-                return kind, [src], dst, lambda: (fill(W("bgplain"), rng, [], c=grey(bg.colour, rng))
-                                                  if rng.random() < 0.6 else fill(W(kind), rng, [], bg))
-            return kind, [src], dst, lambda: fill(W(kind), rng, [], bg)
+                return kind, [src], dst, lambda: (say(W("bgplain"), rng, [], c=grey(bg.colour, rng))
+                                                  if rng.random() < 0.6 else say(W(kind), rng, [], bg))
+            return kind, [src], dst, lambda: say(W(kind), rng, [], bg)
         if kind == "remove":
-            return kind, [src], Scene(src.bg, others), lambda: fill(W(kind), rng, [o])
+            return kind, [src], Scene(src.bg, others), lambda: say(W(kind), rng, [o])
         if kind == "reshape":
             ss = [s for s in SHAPES if s != o.shape and ok_pair(o.colour, s) and all(q.shape != s for q in others)]
             if not ss:
                 continue
             s = rng.choice(ss)
             dst = Scene(src.bg, [replace(o, shape=s) if q is o else q for q in src.objs])
-            return kind, [src], dst, lambda: fill(W(kind), rng, [o], t=article(s))
+            return kind, [src], dst, lambda: say(W(kind), rng, [o], t=article(s))
         if kind == "add":
             for _ in range(20):
                 c, s = pick_pair(rng, held)
                 new = place_object(Obj(s, c, rng.choice(SIZES), rng.choice(list(PLACES))), n + 1, rng, jitter)
                 if (not hidden(c, src.bg) and all(q.colour != c and q.shape != s for q in src.objs)
                         and all(apart(new, q) for q in src.objs)):
-                    return kind, [src], Scene(src.bg, src.objs + [new]), lambda: fill(W(kind), rng, [new])
+                    return kind, [src], Scene(src.bg, src.objs + [new]), lambda: say(W(kind), rng, [new])
             continue
         if kind == "combine":
             other = sample_scene(rng, rng.choices((0, 1, 2), (0.5, 0.35, 0.15))[0], held, jitter)
@@ -392,7 +451,7 @@ def sample_edit(rng, kind=None, refs=1, held=False, jitter=1.0, held_wording=Fal
                 continue
             dst = Scene(other.bg, src.objs)
             if n == 1:
-                return kind, [src, other], dst, lambda: fill(W(kind), rng, [o])
+                return kind, [src, other], dst, lambda: say(W(kind), rng, [o])
             return kind, [src, other], dst, lambda: rng.choice([
                 "use the background of image 2 for image 1", "put the shapes of image 1 on the background of image 2",
                 "change the background of image 1 to the background of image 2"])
@@ -404,7 +463,7 @@ def sample_edit(rng, kind=None, refs=1, held=False, jitter=1.0, held_wording=Fal
                     or any(q.colour == c for q in others)):
                 continue
             dst = Scene(src.bg, [replace(o, colour=c) if q is o else q for q in src.objs])
-            return kind, [src, other], dst, lambda: fill(W(kind), rng, [o, q2])
+            return kind, [src, other], dst, lambda: say(W(kind), rng, [o, q2])
         raise ValueError(kind)
 
 
