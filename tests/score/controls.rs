@@ -76,7 +76,7 @@ fn other<'a>(list: &[&'a str], name: &str) -> &'a str {
 
 #[test]
 fn every_column_can_fail() {
-    let prompts = fixture().prompts;
+    let prompts: Vec<Prompt> = fixture().prompts.into_iter().step_by(2).collect();
     let plain: Vec<Prompt> = prompts.iter().filter(|p| p.scene.background.kind == "plain").cloned().collect();
     let expect = |name: &str, shares: [Share; 4], right: [bool; 4]| {
         println!("{name:<28} {}", line(&shares));
@@ -187,21 +187,24 @@ fn true_edits_are_right_and_missing_ones_wrong() {
 fn blurred(p: &Picture) -> Picture {
     let mean = |i: usize| {
         let (x, y) = (i % SIDE, i / SIDE);
-        let near = |c: usize| c.saturating_sub(1)..=(c + 1).min(SIDE - 1);
-        let around: Vec<[f32; 3]> = near(y).flat_map(|y| near(x).map(move |x| (x, y))).map(|(x, y)| p.at(x, y)).collect();
-        std::array::from_fn(|c| (around.iter().map(|q| q[c]).sum::<f32>() / around.len() as f32).round() as u8)
+        let near = |c: usize| [c.saturating_sub(1), c, (c + 1).min(SIDE - 1)];
+        let mut sum = [0; 3];
+        for pixel in near(y).iter().flat_map(|y| near(x).map(|x| p.0[y * SIDE + x])) {
+            (0..3).for_each(|c| sum[c] += u16::from(pixel[c]));
+        }
+        sum.map(|v| ((v + 4) / 9) as u8)
     };
     Picture((0..SIDE * SIDE).map(mean).collect())
 }
 
-/// Adds noise of a standard deviation of four: the sum of twelve uniform numbers, times four.
+/// Adds noise of a standard deviation of four. The sum of three uniform numbers has one of a half.
 fn noisy(p: &Picture, seed: u64) -> Picture {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut uniform = || {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (state >> 40) as f32 / (1u64 << 24) as f32
     };
-    let mut add = |v: u8| (f32::from(v) + 4.0 * ((0..12).map(|_| uniform()).sum::<f32>() - 6.0)).round().clamp(0.0, 255.0) as u8;
+    let mut add = |v: u8| (f32::from(v) + 8.0 * ((0..3).map(|_| uniform()).sum::<f32>() - 1.5)).round().clamp(0.0, 255.0) as u8;
     Picture(p.0.iter().map(|q| q.map(&mut add)).collect())
 }
 

@@ -137,7 +137,11 @@ fn matched(wanted: &[Mask], found: &[Mask]) -> Vec<Option<usize>> {
     /// Dearer than any region can be.
     const NONE: f32 = 1000.0;
     let size = |mask: &Mask| (count(mask) as f32).sqrt();
-    let cost = |w: &Mask, f: &Mask| apart(centroid(w), centroid(f)) + (size(w) - size(f)).abs();
+    // The smallest size that can be asked for is half as wide as the largest; beyond that a region is something else.
+    let cost = |w: &Mask, f: &Mask| match size(f) / size(w) {
+        0.5..=2.0 => apart(centroid(w), centroid(f)) + (size(w) - size(f)).abs(),
+        _ => f32::INFINITY,
+    };
     let costs: Vec<Vec<f32>> = wanted.iter().map(|w| found.iter().map(|f| cost(w, f)).chain([NONE]).collect()).collect();
     // All ways, each a number with a digit for every object; the last digit of the system is no region.
     let base = found.len() + 1;

@@ -92,12 +92,13 @@ fn filled(mask: &Mask) -> Mask {
     filled
 }
 
-/// Area of the convex hull, by Andrew's monotone chain over the corners of the pixels.
+/// Area of the convex hull, by Andrew's monotone chain over the corners of the first and last pixel of every row.
 fn hull_area(mask: &Mask) -> f32 {
     let mut corners: Vec<(i32, i32)> = Vec::new();
-    for (x, y) in pixels(mask) {
-        let (x, y) = (x as i32, y as i32);
-        corners.extend([(x, y), (x + 1, y), (x, y + 1), (x + 1, y + 1)]);
+    for (y, row) in mask.chunks(SIDE).enumerate() {
+        let ends = [row.iter().position(|m| *m), row.iter().rposition(|m| *m).map(|x| x + 1)];
+        let both = |x: usize| [(x as i32, y as i32), (x as i32, y as i32 + 1)];
+        corners.extend(ends.into_iter().flatten().flat_map(both));
     }
     corners.sort_unstable();
     corners.dedup();

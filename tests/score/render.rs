@@ -28,7 +28,23 @@ enum Outline {
     /// All points between two distances from the centre.
     Round { inner: f32, outer: f32 },
     /// All points inside one of some polygons.
-    Polygons(Vec<Vec<Point>>),
+    Polygons(Vec<Vec<Edge>>),
+}
+
+/// A side of a polygon: where it begins, where to it goes from there, and one over the square of its length.
+struct Edge {
+    start: Point,
+    along: Point,
+    inverse: f32,
+}
+
+fn edges(points: &[Point]) -> Vec<Edge> {
+    let next = points.iter().cycle().skip(1);
+    let edge = |(&start, end): (&Point, &Point)| {
+        let along = (end.0 - start.0, end.1 - start.1);
+        Edge { start, along, inverse: 1.0 / (along.0 * along.0 + along.1 * along.1) }
+    };
+    points.iter().zip(next).map(edge).collect()
 }
 
 fn polar(radius: f32, degrees: f32) -> Point {
@@ -37,7 +53,7 @@ fn polar(radius: f32, degrees: f32) -> Point {
 }
 
 fn outline(shape: &str) -> Outline {
-    let polygon = |points: Vec<Point>| Outline::Polygons(vec![points]);
+    let polygon = |points: Vec<Point>| Outline::Polygons(vec![edges(&points)]);
     let bar = |x: f32, y: f32| vec![(x, y), (-x, y), (-x, -y), (x, -y)];
     match shape {
         "circle" => Outline::Round { inner: 0.0, outer: 0.92 },
@@ -52,7 +68,7 @@ fn outline(shape: &str) -> Outline {
             let point = |i: usize| polar(if i.is_multiple_of(2) { 1.1 } else { 1.1 * 0.46 }, 90.0 + 36.0 * i as f32);
             polygon((0..10).map(point).map(|(x, y)| (x, y - 0.05)).collect())
         }
-        "cross" => Outline::Polygons(vec![bar(0.95, 0.32), bar(0.32, 0.95)]),
+        "cross" => Outline::Polygons(vec![edges(&bar(0.95, 0.32)), edges(&bar(0.32, 0.95))]),
         "heart" => {
             // A tip at the origin, sides at 45 degrees, and two half circles that meet in (0, 1); then scaled.
             let arc = |i: usize| polar(2f32.sqrt() / 4.0, -45.0 + 180.0 * i as f32 / 48.0);
@@ -72,18 +88,19 @@ fn signed_distance(outline: &Outline, (x, y): Point) -> f32 {
             let r = x.hypot(y);
             if *inner > 0.0 { (inner - r).max(r - outer) } else { r - outer }
         }
-        Outline::Polygons(all) => all.iter().map(|points| polygon_distance(points, (x, y))).fold(f32::MAX, f32::min),
+        Outline::Polygons(all) => all.iter().map(|edges| polygon_distance(edges, (x, y))).fold(f32::MAX, f32::min),
     }
 }
 
-fn polygon_distance(points: &[Point], (x, y): Point) -> f32 {
+fn polygon_distance(edges: &[Edge], (x, y): Point) -> f32 {
     let (mut nearest, mut inside) = (f32::MAX, false);
-    for (i, &(ax, ay)) in points.iter().enumerate() {
-        let (bx, by) = points[(i + 1) % points.len()];
-        let (ex, ey) = (bx - ax, by - ay);
-        let t = (((x - ax) * ex + (y - ay) * ey) / (ex * ex + ey * ey)).clamp(0.0, 1.0);
-        nearest = nearest.min((x - ax - t * ex).powi(2) + (y - ay - t * ey).powi(2));
-        if (ay > y) != (by > y) && x < ax + (y - ay) / ey * ex {
+    for &Edge { start, along, inverse } in edges {
+        let (dx, dy) = (x - start.0, y - start.1);
+        let t = ((dx * along.0 + dy * along.1) * inverse).clamp(0.0, 1.0);
+        let (ox, oy) = (dx - t * along.0, dy - t * along.1);
+        nearest = nearest.min(ox * ox + oy * oy);
+        // A ray to the right crosses this side.
+        if (dy < 0.0) != (dy < along.1) && dx < dy / along.1 * along.0 {
             inside = !inside;
         }
     }

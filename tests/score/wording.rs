@@ -68,5 +68,7 @@ fn rest_fits(template: &str, text: &str) -> bool {
     let Some(at) = template.find('{') else { return template == text };
     let Some(text) = text.strip_prefix(&template[..at]) else { return false };
     let placeholder = template[at + 1..].chars().next().unwrap();
-    (1..=text.len()).any(|end| fills(placeholder, &text[..end]) && rest_fits(&template[at + 3..], &text[end..]))
+    // A placeholder ends where a word does.
+    let ends = (1..=text.len()).filter(|end| text[*end..].chars().next().is_none_or(|c| " ,".contains(c)));
+    ends.into_iter().any(|end| fills(placeholder, &text[..end]) && rest_fits(&template[at + 3..], &text[end..]))
 }
