@@ -79,8 +79,8 @@ impl<'a> Task<'a> {
         let off = mean_difference(result, &self.target, &self.rest);
         let trip = mean_difference(trip, &self.target, &self.rest);
         // A small object can go and hardly change the mean.
-        let others = verdict.objects.iter().enumerate().filter(|(i, _)| edit.kind == "remove" || Some(*i) != edit.object);
-        let there = edit.object.is_none() || others.into_iter().all(|(_, o)| o.colour && o.place);
+        let mut others = verdict.objects.iter().enumerate().filter(|(i, _)| edit.kind == "remove" || Some(*i) != edit.object);
+        let there = edit.object.is_none() || others.all(|(_, o)| o.colour && o.place);
         EditVerdict { kind: edit.kind.clone(), made, kept: off <= trip + LEEWAY && there, off, trip, found }
     }
 }

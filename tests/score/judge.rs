@@ -107,7 +107,7 @@ fn regions(picture: &Picture, background: &Background) -> Vec<Mask> {
     let whole = |seed: Mask| -> Mask {
         let mean = mean_colour(picture, &seed);
         let own = |pixel: [f32; 3]| stripes.iter().flatten().all(|s| distance(pixel, mean) <= distance(pixel, *s));
-        let near = (0..6).fold(seed, |region, _| and(&grow(&region, 1), &apart));
+        let near = (0..3).fold(seed, |region, _| and(&grow(&region, 2), &apart));
         near.iter().zip(&picture.0).map(|(near, pixel)| *near && own(pixel.map(f32::from))).collect()
     };
     seeds.map(whole).collect()
@@ -178,7 +178,7 @@ pub fn judge(picture: &Picture, scene: &Scene) -> Verdict {
     let chosen = matched(&wanted, &found);
     let mut own: Vec<Option<Mask>> = chosen.iter().map(|c| c.map(|c| found[c].clone())).collect();
     let mut extra = 0;
-    for (_, region) in found.iter().enumerate().filter(|(i, _)| !chosen.contains(&Some(*i))) {
+    for region in (0..found.len()).filter(|i| !chosen.contains(&Some(*i))).map(|i| &found[i]) {
         // A piece beside the rest of its object is part of it, and spoils its shape.
         let home = (0..own.len()).find(|&o| {
             let object = &scene.objects[o];

@@ -30,7 +30,13 @@ fn fixture() -> Fixture {
 fn read_pictures(path: &Path) -> Vec<Picture> {
     let file = kiln::reference::Reference::open(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
     let image = file.image();
-    assert!(image.width % SIDE == 0 && image.height % SIDE == 0, "{} is {}x{}", path.display(), image.width, image.height);
+    assert!(
+        image.width.is_multiple_of(SIDE) && image.height.is_multiple_of(SIDE),
+        "{} is {}x{}",
+        path.display(),
+        image.width,
+        image.height
+    );
     let columns = image.width / SIDE;
     let cut = |i: usize| {
         let (left, top) = (i % columns * SIDE, i / columns * SIDE);

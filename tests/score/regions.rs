@@ -52,28 +52,31 @@ pub fn centroid(mask: &Mask) -> (f32, f32) {
     (x / n, y / n)
 }
 
-/// Connected parts, corners included.
-pub fn connected(mask: &Mask) -> Vec<Mask> {
-    let (mut seen, mut parts) = (vec![false; SIDE * SIDE], Vec::new());
-    for start in 0..SIDE * SIDE {
-        if !mask[start] || seen[start] {
-            continue;
-        }
-        let (mut part, mut todo) = (vec![false; SIDE * SIDE], vec![start]);
-        seen[start] = true;
-        while let Some(i) = todo.pop() {
-            part[i] = true;
-            let (x, y) = (i % SIDE, i / SIDE);
-            for ny in y.saturating_sub(1)..=(y + 1).min(SIDE - 1) {
-                for nx in x.saturating_sub(1)..=(x + 1).min(SIDE - 1) {
-                    let n = ny * SIDE + nx;
-                    if mask[n] && !seen[n] {
-                        seen[n] = true;
-                        todo.push(n);
-                    }
+/// The part of a mask that is connected with some of its pixels, corners included.
+fn reached(mask: &Mask, mut todo: Vec<usize>) -> Mask {
+    let mut part = vec![false; SIDE * SIDE];
+    todo.iter().for_each(|i| part[*i] = true);
+    while let Some(i) = todo.pop() {
+        let (x, y) = (i % SIDE, i / SIDE);
+        for ny in y.saturating_sub(1)..=(y + 1).min(SIDE - 1) {
+            for nx in x.saturating_sub(1)..=(x + 1).min(SIDE - 1) {
+                let n = ny * SIDE + nx;
+                if mask[n] && !part[n] {
+                    part[n] = true;
+                    todo.push(n);
                 }
             }
         }
+    }
+    part
+}
+
+/// Connected parts.
+pub fn connected(mask: &Mask) -> Vec<Mask> {
+    let (mut left, mut parts) = (mask.clone(), Vec::new());
+    while let Some(start) = left.iter().position(|m| *m) {
+        let part = reached(&left, vec![start]);
+        left.iter_mut().zip(&part).for_each(|(left, part)| *left &= !part);
         parts.push(part);
     }
     parts
@@ -81,15 +84,9 @@ pub fn connected(mask: &Mask) -> Vec<Mask> {
 
 /// The mask with its holes filled: all that cannot be reached from the picture's border.
 fn filled(mask: &Mask) -> Mask {
-    let outside = connected(&not(mask)).into_iter().filter(|part| {
-        let border = |(x, y): (usize, usize)| x == 0 || y == 0 || x == SIDE - 1 || y == SIDE - 1;
-        pixels(part).any(border)
-    });
-    let mut filled = vec![true; SIDE * SIDE];
-    for part in outside {
-        pixels(&part).for_each(|(x, y)| filled[y * SIDE + x] = false);
-    }
-    filled
+    let border = |i: &usize| [i % SIDE, i / SIDE].iter().any(|c| [0, SIDE - 1].contains(c));
+    let outside = not(mask);
+    not(&reached(&outside, (0..SIDE * SIDE).filter(border).filter(|i| outside[*i]).collect()))
 }
 
 /// Area of the convex hull, by Andrew's monotone chain over the corners of the first and last pixel of every row.
