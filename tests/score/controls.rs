@@ -1,0 +1,215 @@
+//! The judge on pictures whose marks are known.
+
+use crate::edits::{EditVerdict, Task};
+use crate::fixture;
+use crate::judge::{Verdict, judge};
+use crate::render::{Picture, render};
+use crate::report::{Share, by_kind, line, tally, tally_edits};
+use crate::world::{Edit, Object, Prompt, SIDE, Scene};
+use rayon::prelude::*;
+
+fn judge_all(prompts: &[Prompt], change: impl Fn(usize, Picture) -> Picture + Sync) -> Vec<Verdict> {
+    prompts.par_iter().enumerate().map(|(i, p)| judge(&change(i, render(&p.scene)), &p.scene)).collect()
+}
+
+/// Fails unless every column reaches a share; names what does not.
+fn all_reach(name: &str, verdicts: &[Verdict], prompts: &[Prompt], percent: f64) {
+    let shares = tally(verdicts);
+    println!("{name:<28} {}", line(&shares));
+    for (v, p) in verdicts.iter().zip(prompts) {
+        if !v.background || v.objects.iter().any(|o| !(o.colour && o.shape && o.place)) {
+            println!("  {}\n    {v:?}", p.text);
+        }
+    }
+    assert!(shares.iter().all(|s| s.percent() >= percent), "{name}: {}", line(&shares));
+}
+
+#[test]
+fn true_pictures_are_right() {
+    let prompts = fixture().prompts;
+    all_reach("true", &judge_all(&prompts, |_, p| p), &prompts, 99.0);
+}
+
+/// Meaning is judged, not pixels.
+#[test]
+fn blurred_noisy_and_shifted_pictures_are_right() {
+    let prompts = fixture().prompts;
+    all_reach("blurred", &judge_all(&prompts, |_, p| blurred(&p)), &prompts, 97.0);
+    all_reach("noisy", &judge_all(&prompts, |i, p| noisy(&p, i as u64)), &prompts, 97.0);
+    for (dx, dy) in [(3, 0), (-3, 3)] {
+        all_reach(&format!("shifted by {dx}, {dy}"), &judge_all(&prompts, |_, p| shifted(&p, dx, dy)), &prompts, 97.0);
+    }
+}
+
+#[test]
+fn pictures_of_other_prompts_are_wrong() {
+    let prompts = fixture().prompts;
+    let of = |n: usize| prompts.iter().filter(move |p| p.scene.objects.len() == n);
+    // Each prompt with the picture of the one after it, within its number of objects.
+    let pairs: Vec<(&Prompt, &Prompt)> = (1..=3).flat_map(|n| of(n).zip(of(n).cycle().skip(1))).collect();
+    let verdicts: Vec<Verdict> = pairs.par_iter().map(|(a, b)| judge(&render(&b.scene), &a.scene)).collect();
+    let shares = tally(&verdicts);
+    println!("{:<28} {}", "of the next prompt", line(&shares));
+    assert_eq!(shares[3].of, prompts.len());
+    assert!(shares.iter().all(|s| s.percent() <= 30.0), "{}", line(&shares));
+}
+
+/// Marks of a picture of a scene that was changed, judged as the scene itself: colours, shapes, places, backgrounds.
+fn after(prompts: &[Prompt], change: impl Fn(&mut Scene) + Sync) -> [Share; 4] {
+    let changed = |p: &Prompt| {
+        let mut scene = p.scene.clone();
+        change(&mut scene);
+        judge(&render(&scene), &p.scene)
+    };
+    // Of the objects only the first is looked at: it is the one that changes.
+    let first = |mut v: Verdict| {
+        v.objects.truncate(1);
+        v
+    };
+    tally(&prompts.par_iter().map(changed).map(first).collect::<Vec<_>>())
+}
+
+/// The next name of a list that is held to be clearly another one.
+fn other<'a>(list: &[&'a str], name: &str) -> &'a str {
+    list[(list.iter().position(|n| *n == name).unwrap() + 3) % list.len()]
+}
+
+#[test]
+fn every_column_can_fail() {
+    let prompts: Vec<Prompt> = fixture().prompts.into_iter().step_by(2).collect();
+    let plain: Vec<Prompt> = prompts.iter().filter(|p| p.scene.background.kind == "plain").cloned().collect();
+    let expect = |name: &str, shares: [Share; 4], right: [bool; 4]| {
+        println!("{name:<28} {}", line(&shares));
+        for (share, right) in shares.iter().zip(right) {
+            assert!(if right { share.percent() >= 97.0 } else { share.percent() <= 3.0 }, "{name}: {}", line(&shares));
+        }
+    };
+    let shapes = crate::world::SHAPES;
+    expect(
+        "another shape",
+        after(&prompts, |s| s.objects[0].shape = other(&shapes, &s.objects[0].shape).into()),
+        [true, false, true, true],
+    );
+    // Colours that stand out from each other and from every background that is left.
+    let loud = |s: &Scene| {
+        let taken: Vec<&str> = s.objects.iter().map(|o| o.colour.as_str()).chain([s.background.colour.as_str()]).collect();
+        *["green", "purple", "cyan", "yellow", "black", "white"]
+            .iter()
+            .find(|c| !taken.contains(c) && stands_out(c, &taken))
+            .unwrap()
+    };
+    expect("another colour", after(&plain, |s| s.objects[0].colour = loud(s).into()), [false, true, true, true]);
+    let alone: Vec<Prompt> = prompts.iter().filter(|p| p.scene.objects.len() == 1).cloned().collect();
+    expect("moved by 31 pixels", after(&alone, |s| moved(&mut s.objects[0])), [true, true, false, true]);
+    expect("nothing there", after(&alone, |s| s.objects.clear()), [false, false, false, true]);
+    let plain_alone: Vec<Prompt> = plain.iter().filter(|p| p.scene.objects.len() == 1).cloned().collect();
+    expect("one object too many", after(&plain_alone, |s| s.objects.push(far_from(s, loud(s)))), [true, true, true, false]);
+    expect(
+        "the same object twice",
+        after(&plain_alone, |s| s.objects.push(far_from(s, &s.objects[0].colour))),
+        [true, true, true, false],
+    );
+    expect("another background", after(&plain, |s| s.background.colour = loud(s).into()), [true, true, true, false]);
+    let mixed: Vec<Prompt> = prompts.iter().filter(|p| p.scene.background.kind != "plain").cloned().collect();
+    let swap = |s: &mut Scene| {
+        let b = &mut s.background;
+        std::mem::swap(&mut b.colour, &mut b.colour2);
+    };
+    expect("the background turned round", after(&mixed, swap), [true, true, true, false]);
+    let turn = |s: &mut Scene| {
+        let turned = if s.background.direction == "vertical" { "horizontal" } else { "vertical" };
+        s.background.direction = turned.into();
+    };
+    expect("the background turned", after(&mixed, turn), [true, true, true, false]);
+}
+
+/// Whether a colour is not easily taken for one of others.
+fn stands_out(colour: &str, others: &[&str]) -> bool {
+    others.iter().all(|o| crate::world::distance(crate::world::rgb(colour), crate::world::rgb(o)) > 100.0)
+}
+
+/// Moves an object towards the middle of the picture and past it, where there is room.
+fn moved(o: &mut Object) {
+    let inwards = |c: f32| if c < 128.0 { 22.0 } else { -22.0 };
+    (o.cx, o.cy) = (o.cx + inwards(o.cx), o.cy + inwards(o.cy));
+}
+
+/// A small circle away from a scene's only object.
+fn far_from(s: &Scene, colour: &str) -> Object {
+    let away = |c: f32| if c < 128.0 { 225.0 } else { 31.0 };
+    let (cx, cy) = (away(s.objects[0].cx), away(s.objects[0].cy));
+    Object { shape: "circle".into(), colour: colour.into(), cx, cy, r: 16.0, ..s.objects[0].clone() }
+}
+
+#[test]
+fn true_edits_are_right_and_missing_ones_wrong() {
+    let edits = fixture().edits;
+    let tasks: Vec<Task<'_>> = edits.par_iter().map(Task::new).collect();
+    // As if the autoencoder were perfect.
+    let all = |result: &(dyn Fn(&Task<'_>) -> Picture + Sync)| -> Vec<EditVerdict> {
+        tasks.par_iter().map(|t| t.judge(&result(t), &t.target)).collect()
+    };
+    let made = all(&|t| t.target.clone());
+    println!("{:<28} {}", "true edits", line(&tally_edits(&made)));
+    made.iter().filter(|v| !v.made || !v.kept).for_each(|v| println!("  {v:?}"));
+    assert!(tally_edits(&made).iter().all(|s| s.percent() >= 99.0));
+    for (name, change) in [("blurred edits", blurred as fn(&Picture) -> Picture), ("noisy edits", |p| noisy(p, 1))] {
+        let shares = tally_edits(&all(&|t| change(&t.target)));
+        println!("{name:<28} {}", line(&shares));
+        assert!(shares.iter().all(|s| s.percent() >= 97.0), "{name}");
+    }
+    // The reference as it was: all is kept and nothing is made, of no kind.
+    let idle = all(&|t| render(&t.edit.references[0]));
+    println!("{:<28} {}", "no edit at all", line(&tally_edits(&idle)));
+    assert!(tally_edits(&idle)[1].percent() >= 99.0);
+    for (kind, [made, _]) in by_kind(&idle) {
+        assert!(made.right <= 1, "{kind}: {made:?}");
+    }
+    // The change made, but all ten shades brighter; or another object lost.
+    let brighter = all(&|t| Picture(t.target.0.iter().map(|p| p.map(|v| v.saturating_add(10))).collect()));
+    println!("{:<28} {}", "the rest brighter", line(&tally_edits(&brighter)));
+    let another = |e: &Edit| (0..e.target.objects.len()).find(|i| e.kind == "remove" || Some(*i) != e.object);
+    let mut lost = all(&|t| {
+        let mut scene = t.edit.target.clone();
+        another(t.edit).map(|i| scene.objects.remove(i));
+        render(&scene)
+    });
+    let mut has_another = edits.iter().map(|e| another(e).is_some());
+    lost.retain(|_| has_another.next().unwrap());
+    println!("{:<28} {}", "another object lost", line(&tally_edits(&lost)));
+    assert!(lost.len() > 50);
+    for verdicts in [&brighter, &lost] {
+        assert!(tally_edits(verdicts)[1].percent() <= 3.0);
+    }
+}
+
+/// Every pixel becomes the mean of its square of three.
+fn blurred(p: &Picture) -> Picture {
+    let mean = |i: usize| {
+        let (x, y) = (i % SIDE, i / SIDE);
+        let near = |c: usize| [c.saturating_sub(1), c, (c + 1).min(SIDE - 1)];
+        let mut sum = [0; 3];
+        for pixel in near(y).iter().flat_map(|y| near(x).map(|x| p.0[y * SIDE + x])) {
+            (0..3).for_each(|c| sum[c] += u16::from(pixel[c]));
+        }
+        sum.map(|v| ((v + 4) / 9) as u8)
+    };
+    Picture((0..SIDE * SIDE).map(mean).collect())
+}
+
+/// Adds noise of a standard deviation of four. The sum of three uniform numbers has one of a half.
+fn noisy(p: &Picture, seed: u64) -> Picture {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut uniform = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 40) as f32 / (1u64 << 24) as f32
+    };
+    let mut add = |v: u8| (f32::from(v) + 8.0 * ((0..3).map(|_| uniform()).sum::<f32>() - 1.5)).round().clamp(0.0, 255.0) as u8;
+    Picture(p.0.iter().map(|q| q.map(&mut add)).collect())
+}
+
+/// Moves all of a picture; what comes in from outside repeats its border.
+fn shifted(p: &Picture, dx: isize, dy: isize) -> Picture {
+    let from = |c: usize, d: isize| (c as isize - d).clamp(0, SIDE as isize - 1) as usize;
+    Picture((0..SIDE * SIDE).map(|i| p.0[from(i / SIDE, dy) * SIDE + from(i % SIDE, dx)]).collect())
+}

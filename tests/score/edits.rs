@@ -1,0 +1,86 @@
+//! Was the change made that an edit asks for, and was everything else left alone?
+
+use crate::judge::{is_background, judge};
+use crate::regions::{Mask, grow, not, pixels};
+use crate::render::{Picture, background_of, mask_of, render};
+use crate::report::Share;
+use crate::world::Edit;
+
+/// How much further from the target than the autoencoder's own round trip the rest may be, in 255ths.
+const LEEWAY: f32 = 4.0;
+
+/// What became of an edit.
+#[derive(Clone, Debug, serde::Serialize)]
+pub struct EditVerdict {
+    pub kind: String,
+    pub made: bool,
+    pub kept: bool,
+    /// How far the rest is from the target, and how far it is after a round trip of the target through the autoencoder.
+    pub off: f32,
+    pub trip: f32,
+    /// What was found, in words.
+    pub found: String,
+}
+
+/// An edit and what its result is held to.
+pub struct Task<'a> {
+    pub edit: &'a Edit,
+    pub target: Picture,
+    rest: Mask,
+}
+
+/// Mean difference of two pictures, in 255ths, where the mask is.
+fn mean_difference(a: &Picture, b: &Picture, mask: &Mask) -> f32 {
+    let (mut sum, mut n) = (0u32, 0);
+    for (x, y) in pixels(mask) {
+        let (a, b) = (a.at(x, y), b.at(x, y));
+        sum += (0..3).map(|c| (a[c] - b[c]).abs() as u32).sum::<u32>();
+        n += 3;
+    }
+    assert!(n > 0, "nothing is left to compare");
+    sum as f32 / n as f32
+}
+
+impl<'a> Task<'a> {
+    pub fn new(edit: &'a Edit) -> Self {
+        let (before, target) = (render(&edit.references[0]), render(&edit.target));
+        let differ = |(a, b): (&[u8; 3], &[u8; 3])| (0..3).any(|c| a[c].abs_diff(b[c]) > 2);
+        let changed = before.0.iter().zip(&target.0).map(differ).collect();
+        // What differs, and some pixels around it, may change; where the background changes that leaves the inside of objects. A
+        // new object's exact place is left open by the words; a background's edge is where the object is.
+        let rest = not(&grow(&changed, if edit.object.is_some() { 8 } else { 4 }));
+        Self { edit, target, rest }
+    }
+
+    /// Judges a result. `trip` is what the autoencoder makes of the true target. The rest is kept if it is as near to the target
+    /// as the autoencoder brings it, or almost, and every other object is still there.
+    pub fn judge(&self, result: &Picture, trip: &Picture) -> EditVerdict {
+        let edit = self.edit;
+        let verdict = judge(result, &edit.target);
+        let (made, found) = match (edit.kind.as_str(), edit.object) {
+            ("remove", Some(i)) => {
+                let (gone, background) = (mask_of(&edit.references[0].objects[i]), background_of(&edit.target.background));
+                let there = (0..gone.len()).filter(|p| gone[*p]);
+                let clean = Share::of(there.map(|p| is_background(result.0[p], background[p])));
+                (clean.percent() >= 95.0, format!("{:.0} % of it is background", clean.percent()))
+            }
+            ("recolour" | "colourlike" | "reshape" | "add", Some(i)) => {
+                let seen = &verdict.objects[i];
+                (seen.colour && seen.shape && seen.place, seen.found.clone())
+            }
+            ("background" | "combine", None) => {
+                let there = verdict.objects.iter().all(|o| o.colour && o.place);
+                let objects = verdict.objects.iter().map(|o| o.found.as_str());
+                let words: Vec<&str> = [verdict.found.as_str()].into_iter().chain(objects).collect();
+                (verdict.background && there, words.join("; "))
+            }
+            (kind, object) => panic!("no edit `{kind}` of object {object:?}"),
+        };
+        let off = mean_difference(result, &self.target, &self.rest);
+        let trip = mean_difference(trip, &self.target, &self.rest);
+        // A small object can go and hardly change the mean.
+        let mut others = verdict.objects.iter().enumerate().filter(|(i, _)| edit.kind == "remove" || Some(*i) != edit.object);
+        let there = edit.object.is_none() || others.all(|(_, o)| o.colour && o.place);
+        EditVerdict { kind: edit.kind.clone(), made, kept: off <= trip + LEEWAY && there, off, trip, found }
+    }
+}

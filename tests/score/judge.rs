@@ -1,0 +1,212 @@
+//! Is a picture what a scene asks for? Regions are found as what is not background, and matched to objects by place and size;
+//! then a region's colour, shape and place are judged each for itself.
+
+use crate::regions::{Mask, NO_SHAPE, and, centroid, connected, count, grow, pixels, shape_of, shrink};
+use crate::render::{Picture, background_of, lerp, mask_of, mix};
+use crate::report::Share;
+use crate::world::{Background, Object, PALETTE, SHAPES, SIDE, Scene, colour_index, distance, nearest_colour, rgb};
+use std::sync::OnceLock;
+
+/// A pixel this near to the background's colour is background.
+const SAME: f32 = 40.0;
+/// Objects throw shadows: background may be as dark as this.
+const SHADES: [f32; 6] = [1.0, 0.95, 0.9, 0.85, 0.8, 0.75];
+/// A region of fewer pixels is dirt.
+pub const DIRT: usize = 120;
+/// Places are 66 pixels apart or more.
+const NEAR: f32 = 20.0;
+/// The share of an object that must have its colour's name.
+const MOSTLY: f32 = 0.75;
+/// Per cent of what is not object that must be the background asked for.
+const CLEAN: f64 = 95.0;
+
+/// What became of one object.
+#[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
+pub struct Seen {
+    pub colour: bool,
+    pub shape: bool,
+    pub place: bool,
+    /// What was found instead, in words.
+    pub found: String,
+}
+
+/// What became of a scene.
+#[derive(Clone, Debug, serde::Serialize)]
+pub struct Verdict {
+    pub objects: Vec<Seen>,
+    pub background: bool,
+    /// What the background looked like, in words.
+    pub found: String,
+}
+
+/// Whether a pixel is a background's colour, in light or in shadow.
+pub fn is_background(pixel: [u8; 3], background: [f32; 3]) -> bool {
+    SHADES.iter().any(|s| distance(pixel.map(f32::from), background.map(|v| v * s)) <= SAME)
+}
+
+/// Every background of the world.
+fn all_backgrounds() -> Vec<Background> {
+    let names = PALETTE.map(|(name, _)| name);
+    let make = |kind: &str, colour: &str, colour2: &str, direction: &str| Background {
+        kind: kind.into(),
+        colour: colour.into(),
+        colour2: colour2.into(),
+        direction: direction.into(),
+    };
+    let mut all: Vec<Background> = names.iter().map(|a| make("plain", a, "", "vertical")).collect();
+    for (a, b) in names.iter().flat_map(|a| names.iter().map(move |b| (a, b))).filter(|(a, b)| a != b) {
+        all.extend(["vertical", "horizontal"].map(|d| make("gradient", a, b, d)));
+        all.extend(["vertical", "horizontal", "diagonal"].map(|d| make("stripes", a, b, d)));
+    }
+    all
+}
+
+/// The background that most of a picture agrees with, of all there are.
+fn recognise(picture: &Picture) -> Background {
+    /// Where to look: a grid that meets every stripe.
+    const STEP: usize = 8;
+    static CANDIDATES: OnceLock<Vec<(Background, Vec<f32>)>> = OnceLock::new();
+    let points: Vec<(usize, usize)> =
+        (0..(SIDE / STEP).pow(2)).map(|i| (i % (SIDE / STEP) * STEP + STEP / 2, i / (SIDE / STEP) * STEP + STEP / 2)).collect();
+    let candidates = CANDIDATES.get_or_init(|| {
+        let shares = |b: &Background| -> Vec<f32> {
+            points.iter().map(|&(x, y)| mix(&b.kind, &b.direction, x as f32 + 0.5, y as f32 + 0.5)).collect()
+        };
+        all_backgrounds().into_iter().map(|b| (b.clone(), shares(&b))).collect()
+    });
+    let seen: Vec<[f32; 3]> = points.iter().map(|&(x, y)| picture.at(x, y)).collect();
+    let mut best = (f32::MAX, &candidates[0].0);
+    for (background, shares) in candidates {
+        let first = rgb(&background.colour);
+        let second = if background.kind == "plain" { first } else { rgb(&background.colour2) };
+        let mut off = 0.0;
+        for (pixel, share) in seen.iter().zip(shares) {
+            // What is far off is an object; how far makes no difference.
+            off += distance(*pixel, lerp(first, second, *share)).min(1.5 * SAME);
+            if off >= best.0 {
+                break;
+            }
+        }
+        if off < best.0 {
+            best = (off, background);
+        }
+    }
+    best.1.clone()
+}
+
+/// Regions that stand out from a background.
+fn regions(picture: &Picture, background: &Background) -> Vec<Mask> {
+    let foreground = picture.0.iter().zip(background_of(background)).map(|(p, b)| !is_background(*p, b)).collect();
+    // Growing and shrinking mends cracks, which a stripe's edge can leave in an object of the colour between the stripes'.
+    let apart = shrink(&grow(&foreground, 1), 1);
+    // Shrinking and growing drops lines, which a stripe drawn some pixels off leaves.
+    let solid = grow(&shrink(&apart, 2), 2);
+    let seeds = connected(&solid).into_iter().filter(|part| count(part) > DIRT);
+    // With the lines go an object's tips; they come back. Then goes what is rather of a stripe's colour than of its own.
+    let stripes = [&background.colour, &background.colour2].map(|name| (background.kind == "stripes").then(|| rgb(name)));
+    let whole = |seed: Mask| -> Mask {
+        let mean = mean_colour(picture, &seed);
+        let own = |pixel: [f32; 3]| stripes.iter().flatten().all(|s| distance(pixel, mean) <= distance(pixel, *s));
+        let near = (0..3).fold(seed, |region, _| and(&grow(&region, 2), &apart));
+        near.iter().zip(&picture.0).map(|(near, pixel)| *near && own(pixel.map(f32::from))).collect()
+    };
+    seeds.map(whole).collect()
+}
+
+fn mean_colour(picture: &Picture, mask: &Mask) -> [f32; 3] {
+    let n = count(mask) as f32;
+    pixels(mask).map(|(x, y)| picture.at(x, y)).fold([0.0; 3], |sum, pixel| std::array::from_fn(|c| sum[c] + pixel[c] / n))
+}
+
+/// The share of a region that has each colour's name. Its rim is left out: there colours mix.
+fn colours_of(picture: &Picture, region: &Mask) -> [f32; PALETTE.len()] {
+    let inner = shrink(region, 2);
+    let core = if count(&inner) > DIRT / 2 { inner } else { region.clone() };
+    let mut shares = [0.0; PALETTE.len()];
+    let one = 1.0 / count(&core) as f32;
+    pixels(&core).for_each(|(x, y)| shares[nearest_colour(picture.0[y * SIDE + x])] += one);
+    shares
+}
+
+fn apart(a: (f32, f32), b: (f32, f32)) -> f32 {
+    (a.0 - b.0).hypot(a.1 - b.1)
+}
+
+/// For each object the region that is its own: as many as can be, with places and sizes as near as they come.
+fn matched(wanted: &[Mask], found: &[Mask]) -> Vec<Option<usize>> {
+    /// Dearer than any region can be.
+    const NONE: f32 = 1000.0;
+    let size = |mask: &Mask| (count(mask) as f32).sqrt();
+    // The smallest size that can be asked for is half as wide as the largest; beyond that a region is something else.
+    let cost = |w: &Mask, f: &Mask| match size(f) / size(w) {
+        0.5..=2.0 => apart(centroid(w), centroid(f)) + (size(w) - size(f)).abs(),
+        _ => f32::INFINITY,
+    };
+    let costs: Vec<Vec<f32>> = wanted.iter().map(|w| found.iter().map(|f| cost(w, f)).chain([NONE]).collect()).collect();
+    // All ways, each a number with a digit for every object; the last digit of the system is no region.
+    let base = found.len() + 1;
+    let ways = (0..base.pow(wanted.len() as u32))
+        .map(|way| -> Vec<usize> { (0..wanted.len()).map(|i| way / base.pow(i as u32) % base).collect() });
+    let once = |way: &Vec<usize>| (0..found.len()).all(|f| way.iter().filter(|w| **w == f).count() <= 1);
+    let total = |way: &[usize]| way.iter().enumerate().map(|(i, f)| costs[i][*f]).sum::<f32>();
+    let best = ways.filter(once).min_by(|a, b| total(a).total_cmp(&total(b))).unwrap();
+    best.into_iter().map(|f| (f < found.len()).then_some(f)).collect()
+}
+
+/// Judges one region as one object.
+fn object_seen(picture: &Picture, region: &Mask, wanted: &Mask, object: &Object) -> Seen {
+    let shares = colours_of(picture, region);
+    let main = (0..shares.len()).max_by(|a, b| shares[*a].total_cmp(&shares[*b])).unwrap();
+    let (shape, off) = shape_of(region);
+    let far = apart(centroid(region), centroid(wanted));
+    Seen {
+        colour: shares[colour_index(&object.colour)] >= MOSTLY,
+        shape: SHAPES[shape] == object.shape && off < NO_SHAPE,
+        place: far <= NEAR,
+        found: format!("{:.0} % {} {} ({off:.3}), {far:.1} px off", 100.0 * shares[main], PALETTE[main].0, SHAPES[shape]),
+    }
+}
+
+/// Judges a picture. What stands out and belongs to no object counts against the background.
+pub fn judge(picture: &Picture, scene: &Scene) -> Verdict {
+    let background = recognise(picture);
+    let mut found = regions(picture, &background);
+    // The largest few: trying all ways to match more would take long, and such a picture is lost anyway.
+    found.sort_by_key(|region| std::cmp::Reverse(count(region)));
+    found.truncate(8);
+    let wanted: Vec<Mask> = scene.objects.iter().map(mask_of).collect();
+    let chosen = matched(&wanted, &found);
+    let mut own: Vec<Option<Mask>> = chosen.iter().map(|c| c.map(|c| found[c].clone())).collect();
+    let mut extra = 0;
+    for region in (0..found.len()).filter(|i| !chosen.contains(&Some(*i))).map(|i| &found[i]) {
+        // A piece beside the rest of its object is part of it, and spoils its shape.
+        let home = (0..own.len()).find(|&o| {
+            let object = &scene.objects[o];
+            own[o].is_some() && apart(centroid(region), (object.cx, object.cy)) < 1.15 * object.r
+        });
+        match home {
+            Some(o) => own[o] = own[o].take().map(|mask| mask.iter().zip(region).map(|(a, b)| *a || *b).collect()),
+            None => extra += 1,
+        }
+    }
+    let seen = |i: usize| match &own[i] {
+        Some(region) => object_seen(picture, region, &wanted[i], &scene.objects[i]),
+        None => Seen { found: "nothing".into(), ..Seen::default() },
+    };
+    let objects = (0..own.len()).map(seen).collect();
+    let mut taken = vec![false; SIDE * SIDE];
+    for mask in own.iter().flatten().map(|mask| grow(mask, 3)) {
+        pixels(&mask).for_each(|(x, y)| taken[y * SIDE + x] = true);
+    }
+    let asked = background_of(&scene.background);
+    // A stripe's edge may be drawn some pixels off.
+    let even = |i: usize| {
+        let beside = [i.saturating_sub(4), i + 4, i.saturating_sub(4 * SIDE), i + 4 * SIDE];
+        scene.background.kind != "stripes" || beside.iter().all(|&b| asked.get(b).is_none_or(|b| *b == asked[i]))
+    };
+    let free = (0..SIDE * SIDE).filter(|&i| !taken[i] && even(i));
+    let clean = Share::of(free.map(|i| is_background(picture.0[i], asked[i])));
+    let b = &background;
+    let words = format!("{} {} {} {}, {:.1} % as asked, {extra} more", b.kind, b.direction, b.colour, b.colour2, clean.percent());
+    Verdict { objects, background: background == scene.background && clean.percent() >= CLEAN && extra == 0, found: words }
+}

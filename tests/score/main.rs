@@ -1,0 +1,50 @@
+//! What the built-in model draws, judged by plain geometry that shares no code with its training: colours, shapes and places of
+//! objects, backgrounds, edits. The judge itself is held to controls.
+//!
+//! `cargo test --release --test score -- --ignored --nocapture` is the score; `tools/train_builtin/README.md` tells how it works.
+#![allow(clippy::print_stdout)] // figures, shown with --nocapture
+
+mod controls;
+mod edits;
+mod engine;
+mod fixture;
+mod full;
+mod judge;
+mod regions;
+mod render;
+mod report;
+mod wording;
+mod world;
+
+use engine::root;
+use render::Picture;
+use std::path::Path;
+use world::{Fixture, SIDE};
+
+fn fixture() -> Fixture {
+    let path = root().join("tests/fixtures/builtin/prompts.json");
+    serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
+}
+
+/// Reads a PNG, cut into pictures row by row.
+fn read_pictures(path: &Path) -> Vec<Picture> {
+    let file = kiln::reference::Reference::open(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    let image = file.image();
+    assert!(
+        image.width.is_multiple_of(SIDE) && image.height.is_multiple_of(SIDE),
+        "{} is {}x{}",
+        path.display(),
+        image.width,
+        image.height
+    );
+    let columns = image.width / SIDE;
+    let cut = |i: usize| {
+        let (left, top) = (i % columns * SIDE, i / columns * SIDE);
+        let row = |y: usize| {
+            let at = ((top + y) * image.width + left) * 3;
+            &image.pixels[at..at + 3 * SIDE]
+        };
+        Picture::from_bytes(&(0..SIDE).flat_map(row).copied().collect::<Vec<u8>>())
+    };
+    (0..columns * (image.height / SIDE)).map(cut).collect()
+}

@@ -1,0 +1,194 @@
+//! Plain geometry of pixel masks: growing and shrinking, connected regions, and what shape one of them has.
+
+use crate::render::mask_of;
+use crate::world::{Object, SHAPES, SIDE};
+use std::sync::OnceLock;
+
+pub type Mask = Vec<bool>;
+
+/// Every pixel that has one of the mask within `by` pixels of it, in a square.
+pub fn grow(mask: &Mask, by: usize) -> Mask {
+    // Along lines of pixels `step` apart: rows first, then columns.
+    let pass = |mask: &Mask, step: usize, line: usize| -> Mask {
+        let mut grown = vec![false; SIDE * SIDE];
+        for start in (0..SIDE).map(|i| i * line) {
+            let mut done = 0;
+            for at in (0..SIDE).filter(|at| mask[start + at * step]) {
+                let end = (at + by + 1).min(SIDE);
+                (at.saturating_sub(by).max(done)..end).for_each(|p| grown[start + p * step] = true);
+                done = end;
+            }
+        }
+        grown
+    };
+    pass(&pass(mask, 1, SIDE), SIDE, 1)
+}
+
+/// Every pixel whose square of `by` pixels to each side lies in the mask; what lies beyond the picture counts as in it.
+pub fn shrink(mask: &Mask, by: usize) -> Mask {
+    not(&grow(&not(mask), by))
+}
+
+pub fn not(mask: &Mask) -> Mask {
+    mask.iter().map(|m| !m).collect()
+}
+
+pub fn and(a: &Mask, b: &Mask) -> Mask {
+    a.iter().zip(b).map(|(a, b)| *a && *b).collect()
+}
+
+pub fn count(mask: &Mask) -> usize {
+    mask.iter().filter(|m| **m).count()
+}
+
+pub fn pixels(mask: &Mask) -> impl Iterator<Item = (usize, usize)> {
+    mask.iter().enumerate().filter(|(_, m)| **m).map(|(i, _)| (i % SIDE, i / SIDE))
+}
+
+/// Middle of a mask, in pixels from the top left corner.
+pub fn centroid(mask: &Mask) -> (f32, f32) {
+    let n = count(mask).max(1) as f32;
+    let (x, y) = pixels(mask).fold((0.0, 0.0), |(x, y), (px, py)| (x + px as f32 + 0.5, y + py as f32 + 0.5));
+    (x / n, y / n)
+}
+
+/// The part of a mask that is connected with some of its pixels, corners included.
+fn reached(mask: &Mask, mut todo: Vec<usize>) -> Mask {
+    let mut part = vec![false; SIDE * SIDE];
+    todo.iter().for_each(|i| part[*i] = true);
+    while let Some(i) = todo.pop() {
+        let (x, y) = (i % SIDE, i / SIDE);
+        for ny in y.saturating_sub(1)..=(y + 1).min(SIDE - 1) {
+            for nx in x.saturating_sub(1)..=(x + 1).min(SIDE - 1) {
+                let n = ny * SIDE + nx;
+                if mask[n] && !part[n] {
+                    part[n] = true;
+                    todo.push(n);
+                }
+            }
+        }
+    }
+    part
+}
+
+/// Connected parts.
+pub fn connected(mask: &Mask) -> Vec<Mask> {
+    let (mut left, mut parts) = (mask.clone(), Vec::new());
+    while let Some(start) = left.iter().position(|m| *m) {
+        let part = reached(&left, vec![start]);
+        left.iter_mut().zip(&part).for_each(|(left, part)| *left &= !part);
+        parts.push(part);
+    }
+    parts
+}
+
+/// The mask with its holes filled: all that cannot be reached from the picture's border.
+fn filled(mask: &Mask) -> Mask {
+    let border = |i: &usize| [i % SIDE, i / SIDE].iter().any(|c| [0, SIDE - 1].contains(c));
+    let outside = not(mask);
+    not(&reached(&outside, (0..SIDE * SIDE).filter(border).filter(|i| outside[*i]).collect()))
+}
+
+/// Area of the convex hull, by Andrew's monotone chain over the corners of the first and last pixel of every row.
+fn hull_area(mask: &Mask) -> f32 {
+    let mut corners: Vec<(i32, i32)> = Vec::new();
+    for (y, row) in mask.chunks(SIDE).enumerate() {
+        let ends = [row.iter().position(|m| *m), row.iter().rposition(|m| *m).map(|x| x + 1)];
+        let both = |x: usize| [(x as i32, y as i32), (x as i32, y as i32 + 1)];
+        corners.extend(ends.into_iter().flatten().flat_map(both));
+    }
+    corners.sort_unstable();
+    corners.dedup();
+    let half = |points: &mut dyn Iterator<Item = (i32, i32)>| {
+        let mut chain: Vec<(i32, i32)> = Vec::new();
+        for p in points {
+            while let [.., a, b] = chain[..] {
+                if (b.0 - a.0) * (p.1 - a.1) - (b.1 - a.1) * (p.0 - a.0) > 0 {
+                    break;
+                }
+                chain.pop();
+            }
+            chain.push(p);
+        }
+        chain.pop();
+        chain
+    };
+    let mut hull = half(&mut corners.iter().copied());
+    hull.extend(half(&mut corners.iter().rev().copied()));
+    let twice: i32 = (0..hull.len()).map(|i| (hull[i], hull[(i + 1) % hull.len()])).map(|(a, b)| a.0 * b.1 - a.1 * b.0).sum();
+    twice.abs() as f32 / 2.0
+}
+
+/// How strongly a mask repeats itself 1 to 8 times in a turn, how much its hull is larger, and how much of it is hole. None of it
+/// depends on place or size, and of a round disc all is zero.
+pub type Features = [f32; 2 * UPRIGHT + HARMONICS - UPRIGHT + 2];
+
+/// Three for a triangle, up to six for a hexagon, and what goes with them.
+const HARMONICS: usize = 8;
+/// Of so many it counts which way they point, as two numbers each: a triangle stands on a side and a heart on its tip, while a
+/// lump can have its bulge anywhere.
+const UPRIGHT: usize = 3;
+/// The hole of a ring is a quarter of it; to be counted like a harmonic it has to weigh more.
+const HOLE: f32 = 2.0;
+
+fn features(mask: &Mask) -> Features {
+    let whole = filled(mask);
+    let (cx, cy) = centroid(&whole);
+    let (mut turns, mut weight) = ([(0.0f32, 0.0f32); HARMONICS], 0.0);
+    for (x, y) in pixels(&whole) {
+        let (dx, dy) = (x as f32 + 0.5 - cx, y as f32 + 0.5 - cy);
+        // Far pixels are what tells outlines apart.
+        let far = (dx * dx + dy * dy).max(1e-6);
+        weight += far;
+        // The pixel's direction, turned on by itself for each harmonic.
+        let (cos, sin) = (dx / far.sqrt(), dy / far.sqrt());
+        let (mut a, mut b) = (cos, sin);
+        for sum in &mut turns {
+            *sum = (sum.0 + far * a, sum.1 + far * b);
+            (a, b) = (a * cos - b * sin, a * sin + b * cos);
+        }
+    }
+    let area = count(&whole) as f32;
+    let pointed = turns[..UPRIGHT].iter().flat_map(|(a, b)| [a / weight, b / weight]);
+    let strengths = turns[UPRIGHT..].iter().map(|(a, b)| a.hypot(*b) / weight);
+    let others = [1.0 - area / hull_area(&whole), HOLE * (1.0 - count(mask) as f32 / area)];
+    pointed.chain(strengths).chain(others).collect::<Vec<_>>().try_into().unwrap()
+}
+
+/// Every shape's features at a few sizes: index of the shape, root of its area, features.
+fn known() -> &'static Vec<(usize, f32, Features)> {
+    static KNOWN: OnceLock<Vec<(usize, f32, Features)>> = OnceLock::new();
+    KNOWN.get_or_init(|| {
+        let radii = [22.0, 26.0, 30.0, 36.0, 44.0, 56.0];
+        (0..SHAPES.len())
+            .flat_map(|s| radii.map(|r| (s, r)))
+            .map(|(s, r)| {
+                let name = SHAPES[s].to_string();
+                let at = SIDE as f32 / 2.0;
+                let (colour, size, place) = Default::default();
+                let mask = mask_of(&Object { shape: name, colour, size, place, cx: at, cy: at, r, rot: 0.0, tint: 0.0 });
+                (s, (count(&mask) as f32).sqrt(), features(&mask))
+            })
+            .collect()
+    })
+}
+
+/// A mask further than this from every shape is none of them.
+pub const NO_SHAPE: f32 = 0.45;
+
+/// The shape a mask looks most like, and how far it is from it. A shape that is drawn rounder or sharper than it should be has all
+/// its features weaker or stronger, and is still that shape.
+pub fn shape_of(mask: &Mask) -> (usize, f32) {
+    let (size, seen) = ((count(mask) as f32).sqrt(), features(mask));
+    let dot = |a: &Features, b: &Features| a.iter().zip(b).map(|(a, b)| a * b).sum::<f32>();
+    let far = |f: &Features| {
+        let strength = (dot(f, &seen) / dot(f, f)).clamp(0.7, 1.2);
+        (0..f.len()).map(|i| (strength * f[i] - seen[i]).powi(2)).sum::<f32>().sqrt()
+    };
+    let each = (0..SHAPES.len()).map(|s| {
+        let same = known().iter().filter(|k| k.0 == s);
+        let nearest = same.min_by(|a, b| (a.1 - size).abs().total_cmp(&(b.1 - size).abs())).unwrap();
+        (s, far(&nearest.2))
+    });
+    each.min_by(|a, b| a.1.total_cmp(&b.1)).unwrap()
+}
