@@ -4,38 +4,64 @@ use crate::world::{PALETTE, SHAPES};
 
 /// In a template `{a}` is an object with its article, `{n}` one without, `{p}` a place, `{b}` a background with its article, `{s}`
 /// a shape, `{t}` a shape with its article, `{c}` a colour.
-pub const PROMPTS: [&str; 14] = [
+pub const PROMPTS: [&str; 25] = [
     "{b} with {a} {p}",
     "{p} there is {a}, on {b}",
     "{b} and {a} {p}",
     "a simple drawing of {a} {p} on {b}",
-    "draw {a} on {b}",
+    "{a} {p} and {b}",
+    "a drawing with {a} {p} on {b}",
     "{b} with {a} {p} and {a} {p}",
     "{b}, {a} {p} and {a} {p}",
     "an image with {a} {p}, and {a} {p}, on {b}",
     "a simple drawing of {a} {p} and {a} {p} on {b}",
-    "{b} with {a} right of {a}",
-    "{b} with {a} under {a}",
+    "{a} {p} and then {a} {p} on {b}",
+    "a drawing with {a} {p} and {a} {p} on {b}",
     "{b} with {a} {p}, {a} {p} and {a} {p}",
     "{b}, {a} {p}, {a} {p}, {a} {p}",
     "show {a} {p}, {a} {p} and {a} {p} over {b}",
+    "{a} {p}, {a} {p} plus {a} {p} on {b}",
+    "{b} with {a} right of {a}",
+    "a drawing of {a} to the right of {a} on {b}",
+    "{b}, {a} to the right of {a}",
+    "{b} with {a} under {a}",
+    "a drawing of {a} below {a} on {b}",
+    "{b}, {a} below {a}",
+    "draw {a} on {b}",
+    "a simple picture of {a} on {b}",
+    "a simple drawing of {a}, {b}",
 ];
 
 /// The kind of edit, and a template of it.
-pub const EDITS: [(&str, &str); 13] = [
+pub const EDITS: [(&str, &str); 28] = [
     ("recolour", "paint the {s} {c}"),
     ("recolour", "make the {s} of image 1 {c}"),
+    ("recolour", "paint the {n} {c}"),
+    ("recolour", "change the {s} in image 1 to {c}"),
     ("background", "replace the background with {b}"),
     ("background", "the same picture on {b}"),
+    ("background", "put image 1 on {b}"),
+    ("background", "the shapes on {b}"),
     ("background", "turn the background {c}"),
     ("background", "make the background of image 1 {c}"),
+    ("background", "set the color of the background to {c}"),
+    ("background", "turn the background of image 1 {c}"),
     ("remove", "get rid of the {s}"),
     ("remove", "take the {s} out"),
+    ("remove", "clear the {s} away"),
+    ("remove", "i want the {s} out"),
     ("reshape", "swap the {s} for {t}"),
+    ("reshape", "turn the {n} into {t}"),
+    ("reshape", "change the {n} into {t}"),
     ("add", "insert {a} {p}"),
+    ("add", "place {a} {p} as well"),
+    ("add", "put in {a} {p}"),
     ("combine", "combine the {s} of image 1 with the background of image 2"),
     ("combine", "replace the background of image 1 with that of image 2"),
+    ("combine", "put image 1 on the background from image 2"),
     ("colourlike", "the {s} of image 1 in the color of the {s} of image 2"),
+    ("colourlike", "color the {s} of image 1 with the color of the {s} of image 2"),
+    ("colourlike", "make the {s} of image 1 like the {s} of image 2 in color"),
 ];
 
 /// Whether words can stand for a placeholder.
@@ -50,6 +76,7 @@ fn fills(placeholder: char, words: &str) -> bool {
             let place = ["left", "right", "top", "bottom", "center", "centre", "middle"];
             place.iter().any(|p| list.contains(p)) && !has_shape && !has_background && list.len() <= 5
         }
+        'n' => !article(words) && has_shape && !has_background && list.len() <= 4,
         's' => SHAPES.contains(&words),
         't' => article(words) && has_shape && list.len() == 2,
         'c' => words == "grey" || PALETTE.iter().any(|(name, _)| *name == words),
