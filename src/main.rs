@@ -62,15 +62,15 @@ fn main() -> ExitCode {
 fn run(command: Command, signals: &Signals) -> Result<()> {
     let out = &mut io::stdout();
     match command {
-        Command::Doctor(args) => cli::doctor(*args, Environment::of_process(), out),
-        Command::Plan(args) => cli::plan(*args, Environment::of_process(), out),
+        Command::Doctor(args) => cli::doctor(*args, Environment::of_process(None), out),
+        Command::Plan(args) => cli::plan(*args, Environment::of_process(None), out),
         Command::Tiny(args) => cli::tiny(&args, out),
         Command::Generate(args) => {
-            let request = GenerateRequest::new(*args, Environment::of_process(), &mut io::stdin(), cli::random_seed())?;
+            let request = GenerateRequest::new(*args, Environment::of_process(None), &mut io::stdin(), cli::random_seed())?;
             cli::generate(&request, &signals.stop, &terminal(request.verbosity, signals), out)
         }
         Command::Bench(args) => {
-            let request = BenchRequest::new(*args, Environment::of_process(), &mut io::stdin())?;
+            let request = BenchRequest::new(*args, Environment::of_process(None), &mut io::stdin())?;
             cli::bench(&request, &signals.stop, &terminal(request.verbosity, signals), out)
         }
     }
