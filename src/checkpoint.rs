@@ -247,9 +247,13 @@ impl Weights {
             self.checked(spec)?;
         }
         let known: std::collections::BTreeSet<&str> = manifest.iter().map(|spec| spec.name.as_str()).collect();
+        // Layers of a text encoder past the last one that is read feed nothing.
+        let read = manifest.iter().filter_map(|spec| names::text_layer(&spec.name)).max();
+        let unread = |name: &str| read.is_some_and(|last| names::text_layer(name).is_some_and(|layer| layer > last));
         let surplus = self.tensors.iter().filter(|(name, _)| !known.contains(name.as_str()));
         let surplus = surplus.flat_map(|(_, segments)| segments.iter().flatten()).map(|s| (s.shard, s.tensor.clone()));
-        let mut extras: Vec<(usize, String)> = self.unknown.iter().cloned().chain(surplus).collect();
+        let mut extras: Vec<(usize, String)> =
+            self.unknown.iter().cloned().chain(surplus).filter(|(_, name)| !unread(name)).collect();
         extras.sort();
         extras.dedup();
         match extras.first() {
@@ -258,14 +262,6 @@ impl Weights {
             }
             _ => Ok(extras.into_iter().map(|(_, name)| name).collect()),
         }
-    }
-
-    /// Bytes of the tensors that a run may read.
-    pub fn bytes(&self) -> u64 {
-        let segments = self.tensors.values().flatten().flatten();
-        // Of a tensor that is read as two halves, each half counts once.
-        let share = |s: &Segment| self.entry(s).map_or(0, |e| e.range.len() as u64 / if s.rows == Rows::All { 1 } else { 2 });
-        segments.map(share).sum()
     }
 
     fn entry(&self, segment: &Segment) -> Option<&Entry> {

@@ -1,18 +1,27 @@
 //! What a model is: sizes of its three parts, its variant, and its name.
 //!
 //! Sizes are read from the shapes of the tensors themselves. A `config.json` beside them is compared with what was found and
-//! gives the numbers that no shape shows.
+//! gives the numbers that no shape shows. What neither tells are [`Conventions`].
 
+mod conventions;
 mod detect;
 mod json;
 mod variant;
 
+pub use conventions::Conventions;
+pub use json::ConfigFile;
 pub use variant::{Variant, display_name};
 
 use crate::error::{Error, Result};
 
 /// Width of an attention head, in the transformer and in the text encoder alike.
 pub const HEAD_DIM: usize = 128;
+
+/// Layers of the text encoder after which klein takes its features.
+const KLEIN_TEXT_LAYERS: [usize; 3] = [9, 18, 27];
+
+/// Tokens that klein's prompts are padded to.
+const KLEIN_TEXT_TOKENS: usize = 512;
 
 /// Sizes of the transformer.
 #[derive(Clone, Debug, PartialEq)]
@@ -122,8 +131,8 @@ impl TextConfig {
             vocab,
             rope_theta: 1_000_000.0,
             eps: 1e-6,
-            taps: [9, 18, 27],
-            max_tokens: 512,
+            taps: KLEIN_TEXT_LAYERS,
+            max_tokens: KLEIN_TEXT_TOKENS,
         }
     }
 

@@ -1,14 +1,23 @@
 //! Finds the files of a model: a folder, a repository in the Hugging Face cache, or single files. Nothing is downloaded.
 
 mod cache;
+mod embedded;
 
 pub use cache::Environment;
+pub use embedded::Embedded;
 
+use crate::config::Conventions;
 use crate::error::{Error, Result};
 use std::path::{Path, PathBuf};
 
-/// The name of the model that the program makes itself.
-pub const BUILT_IN: &str = "tiny";
+/// The name of the model that is part of the program.
+pub const BUILT_IN: &str = "builtin";
+
+/// The name of the random model that the program makes itself.
+pub const TINY: &str = "tiny";
+
+/// Side of the random model's pictures, which are not worth waiting for.
+const TINY_SIDE: usize = 256;
 
 /// Repositories looked for in the cache when no model is named, best first.
 pub const KNOWN_REPOSITORIES: [&str; 5] = [
@@ -25,7 +34,7 @@ const EXPECTED: &str = "expected transformer/, text_encoder/, vae/ and tokenizer
 /// What was asked for.
 #[derive(Clone, Debug, Default)]
 pub struct LocateRequest {
-    /// A folder, a repository id, or the name of the built-in model.
+    /// A folder, a repository id, or the name of a model that needs no files.
     pub model: Option<PathBuf>,
     /// Replaces the model's transformer: a file, or a folder of shards.
     pub transformer: Option<PathBuf>,
@@ -35,12 +44,12 @@ pub struct LocateRequest {
     pub vae: Option<PathBuf>,
     /// Replaces its tokenizer: a `tokenizer.json`, or the folder that holds one.
     pub tokenizer: Option<PathBuf>,
-    /// What the environment says about models.
+    /// What the process knows about models.
     pub environment: Environment,
 }
 
 /// Where a model's files are.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct ModelFiles {
     /// A safetensors file, or a folder of them.
     pub transformer: PathBuf,
@@ -52,6 +61,8 @@ pub struct ModelFiles {
     pub tokenizer: Option<PathBuf>,
     /// The pipeline's `model_index.json`, if the transformer is the one it describes.
     pub index: Option<PathBuf>,
+    /// The folder's `kiln.json`, likewise; klein's conventions where there is none.
+    pub conventions: Conventions,
     /// What the model is called in messages: the folder, the repository id, or the transformer's file.
     pub origin: String,
 }
@@ -65,15 +76,42 @@ impl ModelFiles {
 }
 
 /// What was found.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum Found {
     /// A model on disk.
-    Files(ModelFiles),
-    /// None; the program's own tiny model is left.
-    BuiltIn,
+    Files(Box<ModelFiles>),
+    /// The one that is part of the program.
+    BuiltIn(Embedded),
+    /// The random one, which the program makes itself.
+    Tiny,
 }
 
-/// Looks for a model: what was asked for, then `KILN_MODEL`, then the cache, then the built-in one.
+impl Found {
+    /// How its pictures are made.
+    pub fn conventions(&self) -> Result<Conventions> {
+        match self {
+            Self::Files(files) => Ok(files.conventions.clone()),
+            Self::BuiltIn(model) => model.conventions(),
+            Self::Tiny => Ok(Conventions { width: TINY_SIDE, height: TINY_SIDE, ..Conventions::klein() }),
+        }
+    }
+
+    /// The model that needs no files, by its name. None if there is no such name.
+    fn named(name: &Path, environment: &Environment) -> Result<Option<Self>> {
+        if !needs_no_files(name) {
+            return Ok(None);
+        }
+        if name == Path::new(TINY) {
+            return Ok(Some(Self::Tiny));
+        }
+        environment.built_in.map(Self::BuiltIn).map(Some).ok_or_else(|| {
+            let hint = "build it with the feature `builtin`, or name the folder models/builtin of its sources";
+            no_model(name, "this program was built without its model", Some(hint.into()))
+        })
+    }
+}
+
+/// Looks for a model: what was asked for, then `KILN_MODEL`, then the cache, then what the program has itself.
 pub fn locate(request: &LocateRequest) -> Result<Found> {
     let overrides = [&request.transformer, &request.text_encoder, &request.vae];
     for path in overrides.into_iter().chain([&request.tokenizer]).flatten() {
@@ -82,23 +120,30 @@ pub fn locate(request: &LocateRequest) -> Result<Found> {
         }
     }
     let environment = &request.environment;
-    let named = request.model.as_deref().or(environment.kiln_model.as_deref());
-    let base = match named {
-        Some(name) if name == Path::new(BUILT_IN) => {
-            if overrides.iter().any(|part| part.is_some()) {
-                return Err(Error::usage("the built-in model has no parts to replace", "name a model folder with --model"));
+    let (some, all) = (overrides.iter().any(|part| part.is_some()), overrides.iter().all(|part| part.is_some()));
+    // A variable names a model for when none is named, and three parts are one.
+    let fallback = environment.kiln_model.as_deref().filter(|name| !(all && needs_no_files(name)));
+    let base = match request.model.as_deref().or(fallback) {
+        Some(name) => match Found::named(name, environment)? {
+            Some(_) if some => {
+                let what = format!("the model `{}` has no parts to replace", name.display());
+                return Err(Error::usage(what, "name a model folder with --model"));
             }
-            return Ok(Found::BuiltIn);
-        }
-        Some(name) => Folder::named(name, environment)?,
-        None if overrides.iter().all(|part| part.is_some()) => Folder::default(),
+            Some(found) => return Ok(found),
+            None => Folder::named(name, environment)?,
+        },
+        None if all => Folder::default(),
         None => match known_repository(environment) {
             Some(folder) => folder,
-            None if overrides.iter().all(|part| part.is_none()) => return Ok(Found::BuiltIn),
+            None if !some => return Ok(environment.built_in.map_or(Found::Tiny, Found::BuiltIn)),
             None => Folder::default(),
         },
     };
-    assemble(request, base).map(Found::Files)
+    assemble(request, base).map(Box::new).map(Found::Files)
+}
+
+fn needs_no_files(name: &Path) -> bool {
+    [TINY, BUILT_IN].iter().any(|own| name == Path::new(own))
 }
 
 /// The first repository in the cache that is complete.
@@ -137,7 +182,9 @@ fn assemble(request: &LocateRequest, base: Folder) -> Result<ModelFiles> {
         (Some(transformer), Some(text_encoder), Some(vae)) => {
             let origin = if own_transformer { transformer.display().to_string() } else { base.origin };
             let index = base.index.filter(|_| !own_transformer);
-            Ok(ModelFiles { transformer, text_encoder, vae, tokenizer, index, origin })
+            let conventions = base.conventions.filter(|_| !own_transformer);
+            let conventions = conventions.map_or(Ok(Conventions::klein()), |path| Conventions::read(&path))?;
+            Ok(ModelFiles { transformer, text_encoder, vae, tokenizer, index, conventions, origin })
         }
         _ => {
             let what = format!("there is no {}", missing.join(" and no "));
@@ -156,6 +203,7 @@ struct Folder {
     vae: Option<PathBuf>,
     tokenizer: Option<PathBuf>,
     index: Option<PathBuf>,
+    conventions: Option<PathBuf>,
 }
 
 impl Folder {
@@ -199,6 +247,7 @@ impl Folder {
             vae: part("vae", "vae", &["ae", "flux2-vae", "full_encoder_small_decoder"]),
             tokenizer: file("tokenizer/tokenizer.json").or_else(|| file("tokenizer.json")),
             index,
+            conventions: file("kiln.json"),
         }
     }
 

@@ -1,9 +1,12 @@
 //! The program: parse, run, print the error and what to do about it, end with the code that says which kind it was.
 
+#[cfg(feature = "builtin")]
+mod builtin;
+
 use kiln::cli::args::Command;
 use kiln::cli::{self, BenchRequest, GenerateRequest};
 use kiln::error::{Error, Result};
-use kiln::locate::Environment;
+use kiln::locate::{Embedded, Environment};
 use kiln::progress::Progress;
 use kiln::terminal::{Terminal, Verbosity};
 use std::error::Error as _;
@@ -13,6 +16,12 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+
+/// The model that this program carries.
+#[cfg(feature = "builtin")]
+const BUILT_IN: Option<Embedded> = Some(builtin::MODEL);
+#[cfg(not(feature = "builtin"))]
+const BUILT_IN: Option<Embedded> = None;
 
 /// What the latest panic said.
 static PANIC: Mutex<Option<String>> = Mutex::new(None);
@@ -60,17 +69,17 @@ fn main() -> ExitCode {
 }
 
 fn run(command: Command, signals: &Signals) -> Result<()> {
-    let out = &mut io::stdout();
+    let (environment, out) = (Environment::of_process(BUILT_IN), &mut io::stdout());
     match command {
-        Command::Doctor(args) => cli::doctor(*args, Environment::of_process(), out),
-        Command::Plan(args) => cli::plan(*args, Environment::of_process(), out),
+        Command::Doctor(args) => cli::doctor(*args, environment, out),
+        Command::Plan(args) => cli::plan(*args, environment, out),
         Command::Tiny(args) => cli::tiny(&args, out),
         Command::Generate(args) => {
-            let request = GenerateRequest::new(*args, Environment::of_process(), &mut io::stdin(), cli::random_seed())?;
+            let request = GenerateRequest::new(*args, environment, &mut io::stdin(), cli::random_seed())?;
             cli::generate(&request, &signals.stop, &terminal(request.verbosity, signals), out)
         }
         Command::Bench(args) => {
-            let request = BenchRequest::new(*args, Environment::of_process(), &mut io::stdin())?;
+            let request = BenchRequest::new(*args, environment, &mut io::stdin())?;
             cli::bench(&request, &signals.stop, &terminal(request.verbosity, signals), out)
         }
     }

@@ -13,9 +13,6 @@ pub use manifest::{TensorSpec, text_manifest, transformer_manifest, vae_manifest
 use std::fmt;
 use tables::{Row, TEXT_ENCODER, TRANSFORMER, VAE, fill, matches};
 
-/// Text encoder layers from this one on feed nothing: the last tap is taken after 27 layers.
-pub const LAST_TEXT_LAYER: usize = 27;
-
 /// The parts of a model that have weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Part {
@@ -212,13 +209,16 @@ pub fn file_tensors(part: Part, layout: Layout, spec: &TensorSpec) -> Vec<Tensor
 pub fn is_unused(part: Part, name: &str) -> bool {
     match part {
         Part::Transformer => false,
-        Part::TextEncoder => {
-            name.starts_with("lm_head.")
-                || name.starts_with("model.norm.")
-                || block_index(name, "model.layers.").is_some_and(|layer| layer >= LAST_TEXT_LAYER)
-        }
+        Part::TextEncoder => name.starts_with("lm_head.") || name.starts_with("model.norm."),
         Part::Vae => name == "bn.num_batches_tracked",
     }
+}
+
+/// The text encoder's layer that a tensor belongs to, whatever stands before its name. Which layers are read is a matter of the
+/// model's conventions, so a file may have more.
+pub fn text_layer(name: &str) -> Option<usize> {
+    let prefix = "model.layers.";
+    block_index(&name[name.find(prefix)?..], prefix)
 }
 
 /// The number after `prefix` in a name such as `double_blocks.3.img_mlp.0.weight`.
@@ -292,7 +292,6 @@ mod tests {
         for (part, name, place) in [
             (Part::TextEncoder, "lm_head.weight", Place::Unused),
             (Part::TextEncoder, "model.norm.weight", Place::Unused),
-            (Part::TextEncoder, "model.layers.27.mlp.up_proj.weight", Place::Unused),
             (Part::Vae, "bn.num_batches_tracked", Place::Unused),
             (Part::Vae, "model.diffusion_model.img_in.weight", Place::OtherPart),
             (Part::Transformer, "vae.decoder.conv_in.weight", Place::OtherPart),
@@ -307,6 +306,19 @@ mod tests {
             (Part::Transformer, "", Place::Unknown),
         ] {
             assert_eq!(resolve(part, name), place, "{name}");
+        }
+    }
+
+    #[test]
+    fn layers_are_told_from_names() {
+        for (name, layer) in [
+            ("model.layers.27.mlp.up_proj.weight", Some(27)),
+            ("text_encoders.qwen3_4b.transformer.model.layers.0.x", Some(0)),
+            ("model.layers.01.x", None),
+            ("model.layers.7", None),
+            ("model.norm.weight", None),
+        ] {
+            assert_eq!(text_layer(name), layer, "{name}");
         }
     }
 

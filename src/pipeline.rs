@@ -8,11 +8,13 @@ pub use estimate::{Configs, Estimate, estimate};
 
 use crate::backend::{Backend, HostData, Op, Plan, StepKey, scope};
 use crate::checkpoint::Weights;
-use crate::config::{HEAD_DIM, TextConfig, TransformerConfig, VaeConfig, Variant, check_fit, display_name};
+use crate::config::{
+    ConfigFile, Conventions, HEAD_DIM, TextConfig, TransformerConfig, VaeConfig, Variant, check_fit, display_name,
+};
 use crate::dump::Record;
 use crate::error::{Error, Result};
 use crate::image::Image;
-use crate::locate::{Found, ModelFiles};
+use crate::locate::{Embedded, Found, ModelFiles};
 use crate::model::{ContextIn, References, StepInput, TextEncoder, Transformer, Vae};
 use crate::names::{Layout, Part, text_manifest, transformer_manifest, vae_manifest};
 use crate::noise::{NoiseKind, draw};
@@ -22,7 +24,7 @@ use crate::sequence::{Grid, PATCH, Pixels, RopeSpec, SequencePlan};
 use crate::tensor::{Arena, DType, Precision, Region, Tensor};
 use crate::tiny;
 use crate::tokenizer::{Tokenizer, Tokens};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use weights::{Placing, Sizes, Store};
 
@@ -118,6 +120,8 @@ pub struct OpenModel {
     pub configs: Configs,
     /// Which kind of klein it is.
     pub variant: Variant,
+    /// How its pictures are made where nothing else is asked for.
+    pub conventions: Conventions,
     /// Name for people.
     pub name: String,
     /// Things worth telling the user.
@@ -129,12 +133,14 @@ impl OpenModel {
     pub fn open(found: &Found, variant: Option<Variant>) -> Result<Self> {
         match found {
             Found::Files(files) => Self::files(files, variant),
-            Found::BuiltIn => {
+            Found::BuiltIn(model) => Self::embedded(*model, variant),
+            Found::Tiny => {
                 let model = tiny::model(Layout::Diffusers, DType::Bf16)?;
                 let weights = |part| model.weights(part);
                 let tokenizer = Tokenizer::from_json(tiny::TOKENIZER, Path::new("built-in tokenizer"))?;
                 let parts = [weights(Part::Transformer)?, weights(Part::TextEncoder)?, weights(Part::Vae)?];
-                let mut model = Self::check(parts, [None, None, None], tokenizer, variant.unwrap_or(Variant::Distilled))?;
+                let variant = variant.unwrap_or(Variant::Distilled);
+                let mut model = Self::check(parts, [None; 3], tokenizer, variant, found.conventions()?)?;
                 model.name = "tiny random model (built in, not trained)".into();
                 Ok(model)
             }
@@ -147,27 +153,51 @@ impl OpenModel {
             Weights::open(Part::TextEncoder, &files.text_encoder)?,
             Weights::open(Part::Vae, &files.vae)?,
         ];
-        let configs = [&files.transformer, &files.text_encoder, &files.vae].map(|p| ModelFiles::config_of(p));
+        let read = |path: Option<PathBuf>| path.as_deref().map(ConfigFile::read).transpose();
+        let config = |part: &Path| read(ModelFiles::config_of(part));
+        let configs = [config(&files.transformer)?, config(&files.text_encoder)?, config(&files.vae)?];
         let tokenizer = match &files.tokenizer {
             Some(path) => Tokenizer::open(path)?,
             None => Tokenizer::qwen3()?,
         };
-        let variant = match variant {
+        let variant = match variant.or(files.conventions.variant) {
             Some(variant) => variant,
             None => {
                 let file = files.transformer.file_name().unwrap_or_default().to_string_lossy();
-                Variant::detect(files.index.as_deref(), &[&file, &files.origin])?
+                Variant::detect(read(files.index.clone())?.as_ref(), &[&file, &files.origin])?
             }
         };
-        Self::check(parts, configs.each_ref().map(|c| c.as_deref()), tokenizer, variant)
+        Self::check(parts, configs.each_ref().map(Option::as_ref), tokenizer, variant, files.conventions.clone())
+    }
+
+    fn embedded(model: Embedded, variant: Option<Variant>) -> Result<Self> {
+        let parts = [
+            model.weights(Part::Transformer, "transformer/diffusion_pytorch_model.safetensors")?,
+            model.weights(Part::TextEncoder, "text_encoder/model.safetensors")?,
+            model.weights(Part::Vae, "vae/diffusion_pytorch_model.safetensors")?,
+        ];
+        let config = |part: &str| model.config(&format!("{part}/config.json"));
+        let configs = [config("transformer")?, config("text_encoder")?, config("vae")?];
+        let conventions = model.conventions()?;
+        let variant = match variant.or(conventions.variant) {
+            Some(variant) => variant,
+            None => Variant::detect(Some(&model.config("model_index.json")?), &[])?,
+        };
+        Self::check(parts, configs.each_ref().map(Some), model.tokenizer()?, variant, conventions)
     }
 
     /// Checks that three parts (transformer, text encoder, VAE) are complete and fit each other. `configs` are their
     /// `config.json` files, where there are any.
-    pub fn check(parts: [Weights; 3], configs: [Option<&Path>; 3], tokenizer: Tokenizer, variant: Variant) -> Result<Self> {
+    pub fn check(
+        parts: [Weights; 3],
+        configs: [Option<&ConfigFile>; 3],
+        tokenizer: Tokenizer,
+        variant: Variant,
+        conventions: Conventions,
+    ) -> Result<Self> {
         let [transformer, text, vae] = parts;
         let c = TransformerConfig::detect(&transformer, configs[0])?;
-        let t = TextConfig::detect(&text, configs[1])?;
+        let t = TextConfig::detect(&text, configs[1], &conventions)?;
         let v = VaeConfig::detect(&vae, configs[2])?;
         check_fit(&c, &t)?;
         if v.patched() != c.channels {
@@ -184,8 +214,8 @@ impl OpenModel {
                 warnings.push(format!("{}: unknown tensor `{first}`{more}, ignored", weights.path().display()));
             }
         }
-        let name = display_name(&c, variant);
-        Ok(Self { transformer, text, vae, tokenizer, configs: (c, t, v), variant, name, warnings })
+        let name = conventions.name.clone().unwrap_or_else(|| display_name(&c, variant));
+        Ok(Self { transformer, text, vae, tokenizer, configs: (c, t, v), variant, conventions, name, warnings })
     }
 
     fn sources(&self) -> [Option<&Weights>; 3] {

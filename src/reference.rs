@@ -50,8 +50,8 @@ const MIN_SIDE: usize = 64;
 /// The largest ratio of the sides the model takes.
 const MAX_RATIO: usize = 8;
 
-/// Images of more pixels than this are shrunk to it.
-const AREA_CAP: usize = 1024 * 1024;
+/// Images of more pixels than this are shrunk to it, for klein.
+pub const AREA_CAP: usize = 1024 * 1024;
 
 /// A decoded reference image: upright, RGB, and of a size that [`Reference::prepare`] can use.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -85,12 +85,12 @@ impl Reference {
         &self.image
     }
 
-    /// Brings the image to the size the model takes: at most 1024 x 1024 pixels' worth of area, then the largest centred part
+    /// Brings the image to the size the model takes: at most `area` pixels ([`AREA_CAP`] for klein), then the largest centred part
     /// that divides into whole patches. Nothing is ever enlarged.
-    pub fn prepare(self) -> Prepared {
+    pub fn prepare(self, area: usize) -> Prepared {
         let image = self.image;
         let original = (image.width, image.height);
-        let resized = capped(original);
+        let resized = capped(original, area);
         let (width, height) = resized.unwrap_or(original);
         let pixels = if resized.is_some() { lanczos::resize(&image.pixels, original, (width, height)) } else { image.pixels };
         let whole = (width - width % PATCH, height - height % PATCH);
@@ -128,12 +128,12 @@ impl Prepared {
 }
 
 /// The size an image is shrunk to, or `None` if it may stay as it is.
-fn capped((width, height): (usize, usize)) -> Option<(usize, usize)> {
+fn capped((width, height): (usize, usize), cap: usize) -> Option<(usize, usize)> {
     let area = width * height;
     // An area is at most MAX_PIXELS, so f64 holds it exactly and these are the steps of the reference: truncation included.
-    let scale = (AREA_CAP as f64 / area as f64).sqrt();
+    let scale = (cap as f64 / area as f64).sqrt();
     let shrunk = |side: usize| (side as f64 * scale) as usize;
-    (area > AREA_CAP).then(|| (shrunk(width), shrunk(height)))
+    (area > cap).then(|| (shrunk(width), shrunk(height)))
 }
 
 /// Cuts the middle out of an image; an odd rest is one pixel larger on the right and at the bottom.
@@ -256,11 +256,14 @@ mod tests {
 
     #[test]
     fn areas_over_the_cap_shrink_to_truncated_sides() {
-        assert_eq!(capped((1500, 1000)), Some((1254, 836)));
-        assert_eq!(capped((605, 807)), None);
-        assert_eq!(capped((1024, 1024)), None);
-        assert_eq!(capped((1025, 1024)), Some((1024, 1023)));
-        assert_eq!(capped((16_384, 2048)), Some((2896, 362)));
+        assert_eq!(capped((1500, 1000), AREA_CAP), Some((1254, 836)));
+        assert_eq!(capped((605, 807), AREA_CAP), None);
+        assert_eq!(capped((1024, 1024), AREA_CAP), None);
+        assert_eq!(capped((1025, 1024), AREA_CAP), Some((1024, 1023)));
+        assert_eq!(capped((16_384, 2048), AREA_CAP), Some((2896, 362)));
+        // A model of small pictures; the narrowest strip still has a patch of height.
+        assert_eq!(capped((1024, 768), 256 * 256), Some((295, 221)));
+        assert_eq!(capped((512, 64), 64 * 64), Some((181, 22)));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! A tiny random model of the true architecture, made by the program itself: for tests, and for a first run without a download.
+//! A tiny random model of the true architecture, made by the program itself: for tests, and where there is no other.
 //!
 //! Every value comes from an integer hash of the tensor's name and the element's index, and is exact in bfloat16. Any other
 //! program can repeat it bit for bit, and all element types and both layouts hold the same numbers.

@@ -36,7 +36,7 @@ static FLAGS: LazyLock<Vec<String>> = LazyLock::new(|| {
     flags
 });
 
-const VALUES: [&str; 47] = [
+const VALUES: [&str; 48] = [
     "",
     " ",
     "x",
@@ -65,6 +65,7 @@ const VALUES: [&str; 47] = [
     "٣",
     "½",
     "tiny",
+    "builtin",
     "base",
     "kv",
     "f32",

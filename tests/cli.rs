@@ -20,7 +20,7 @@ fn a_prompt_is_enough() {
     let seed = names[0].strip_prefix("a-red-fox-in-the-snow-").unwrap().strip_suffix(".png").unwrap();
 
     let mut lines: Vec<&str> = run.stderr.lines().collect();
-    assert!(lines[0].starts_with("note: no FLUX.2 model was found; this is a tiny untrained random model"), "{}", lines[0]);
+    assert!(lines[0].starts_with("note: the tiny model is random and untrained, so the picture is noise"), "{}", lines[0]);
     assert!(lines[0].ends_with("--model or KILN_MODEL"), "{}", lines[0]);
     let gpu = lines.remove(1);
     assert!(gpu.starts_with("note: no usable GPU: ") && gpu.ends_with("; running on the CPU"), "{gpu}");
@@ -272,7 +272,7 @@ fn refusals() {
         ("x --count 2 --dump new.safetensors", 2, "--dump is about one picture, --count 2", "leave out --count, or --dump"),
         ("--seed 1", 2, "there is no prompt", "give one in quotes, or --prompt-file FILE; `kiln --help` has examples"),
         ("x --prompt-file latin.txt", 2, "there are two prompts", "give PROMPT or --prompt-file, not both"),
-        ("x --model tiny --vae model/ae.safetensors", 2, "the built-in model has no parts to replace", "name a model folder"),
+        ("x --model tiny --vae model/ae.safetensors", 2, "the model `tiny` has no parts to replace", "name a model folder"),
         (
             "x --model model --vae renamed.safetensors",
             3,

@@ -75,7 +75,7 @@ fn a_negative_prompt_is_for_base_models() {
 #[test]
 fn a_plan_opens_no_weights() {
     let sandbox = Sandbox::new();
-    let run = sandbox.run(["plan"]).good();
+    let run = sandbox.bare(["plan"]).good();
     assert_eq!(run.stderr, "");
     for line in [
         "model                FLUX.2 [klein] 4B (distilled), bf16",
@@ -88,13 +88,13 @@ fn a_plan_opens_no_weights() {
     picture(&sandbox, "b.png", 1500, 1000, [1, 2, 3]);
     let flags =
         ["--width", "1024", "--height", "1024", "--reference", "a.png", "--reference", "b.png", "--klein", "9b", "--json"];
-    let run = sandbox.run(["plan"].iter().chain(&flags)).good();
+    let run = sandbox.bare(["plan"].iter().chain(&flags)).good();
     let json = &run.json()[0];
     assert_eq!(json["tokens"]["references"], serde_json::json!([1850, 4056]));
     assert_eq!(json["tokens"]["total"], 512 + 10_002);
     assert!(json["weight_bytes"].as_u64().unwrap() > 29_000_000_000);
 
-    let run = sandbox.run(["plan", "--width", "4096", "--height", "4096"]);
+    let run = sandbox.bare(["plan", "--width", "4096", "--height", "4096"]);
     assert_eq!(run.code, Some(2));
     assert_eq!(
         run.stderr,
@@ -104,7 +104,7 @@ fn a_plan_opens_no_weights() {
     // A named model is planned by its headers.
     sandbox.tiny("model", &[]);
     let run =
-        sandbox.run(["plan", "--model", "model", "--width", "64", "--height", "64", "--variant", "base", "--steps", "2"]).good();
+        sandbox.bare(["plan", "--model", "model", "--width", "64", "--height", "64", "--variant", "base", "--steps", "2"]).good();
     assert!(run.text().contains("guidance             4, two passes per step"), "{}", run.text());
     assert_eq!(sandbox.names(), ["a.png", "b.png", "model"]);
 }

@@ -9,7 +9,7 @@ mod sandbox;
 
 use kiln::backend::cpu::Cpu;
 use kiln::checkpoint::{Part, Shard, Weights};
-use kiln::config::Variant;
+use kiln::config::{Conventions, Variant};
 use kiln::error::{Error, Result};
 use kiln::names::Layout;
 use kiln::noise::NoiseKind;
@@ -197,7 +197,7 @@ fn open(transformer: Shard) -> OpenModel {
     let transformer = Weights::from_shards(Part::Transformer, vec![transformer]).unwrap();
     let parts = [transformer, tiny.weights(Part::TextEncoder).unwrap(), tiny.weights(Part::Vae).unwrap()];
     let tokenizer = Tokenizer::from_json(tiny::TOKENIZER, Path::new("tokenizer")).unwrap();
-    OpenModel::check(parts, [None; 3], tokenizer, Variant::Distilled).unwrap()
+    OpenModel::check(parts, [None; 3], tokenizer, Variant::Distilled, Conventions::klein()).unwrap()
 }
 
 fn load(model: OpenModel) -> Result<Engine> {

@@ -13,7 +13,7 @@ use kiln::backend::cuda::driver::{DeviceInfo, Driver, Event, Function, Graph, La
 use kiln::backend::cuda::{self, Choice, Cuda, Kernel};
 use kiln::backend::{Backend, Op, Role, WeightPart};
 use kiln::checkpoint::Weights;
-use kiln::config::Variant;
+use kiln::config::{Conventions, Variant};
 use kiln::error::{Error, Result};
 use kiln::microbench::{Protocol, Scale, rows};
 use kiln::names::{Layout, Part};
@@ -293,7 +293,7 @@ impl Model {
         let weights = |part| self.0.weights(part).unwrap();
         let parts = [weights(Part::Transformer), weights(Part::TextEncoder), weights(Part::Vae)];
         let tokenizer = Tokenizer::from_json(tiny::TOKENIZER, Path::new("tiny")).unwrap();
-        OpenModel::check(parts, [None; 3], tokenizer, variant).unwrap()
+        OpenModel::check(parts, [None; 3], tokenizer, variant, Conventions::klein()).unwrap()
     }
 
     fn engine(&self, driver: &Rc<StandIn>, stop: &Arc<AtomicBool>, variant: Variant, low_memory: bool) -> Result<Engine> {
@@ -459,7 +459,7 @@ fn files_may_change_once_everything_is_on_the_gpu() {
         let transformer = Weights::open(Part::Transformer, &path).unwrap();
         let (text, vae) = (model.0.weights(Part::TextEncoder).unwrap(), model.0.weights(Part::Vae).unwrap());
         let tokenizer = Tokenizer::from_json(tiny::TOKENIZER, Path::new("tiny")).unwrap();
-        let open = OpenModel::check([transformer, text, vae], [None; 3], tokenizer, variant).unwrap();
+        let open = OpenModel::check([transformer, text, vae], [None; 3], tokenizer, variant, Conventions::klein()).unwrap();
         let driver = StandIn::new(PLENTY);
         let options = LoadOptions { low_memory, ..OPTIONS };
         let mut engine = Engine::load(Box::new(cuda(&driver, &stop).unwrap()), open, options, &Silent).unwrap();

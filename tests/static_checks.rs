@@ -69,6 +69,7 @@ fn modules_use_only_what_is_below_them() {
         "terminal",
         "cli",
         "lib",
+        "builtin",
         "main",
     ];
     // Names and configuration are two views of one thing: which tensors a model of some size has.

@@ -11,32 +11,35 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 /// What `-h` ends with.
-const EXAMPLE: &str = "Example: kiln \"a red fox in the snow\" --seed 7 -o fox.png";
+const EXAMPLE: &str = "Example: kiln \"a large red star on a blue background\" --seed 7 -o star.png";
 
 /// What `--help` ends with. Lines fit 100 columns, where clap would wrap them.
 const EXAMPLES: &str = "\
 Examples:
-  kiln \"a red fox in the snow\"
-      Makes a-red-fox-in-the-snow-SEED.png in the current folder and prints that name.
+  kiln \"a large red star on a blue background\"
+      Makes a-large-red-star-on-a-blue-background-SEED.png in the current folder and prints that
+      name. No model is needed: kiln has a small one of its own (see Models).
 
-  kiln \"a red fox in the snow\" --seed 7 -o fox.png
-      The same picture every time. An existing fox.png is kept unless --force is given.
+  kiln \"a large red star on a blue background\" --seed 7 -o star.png
+      The same picture every time. An existing star.png is kept unless --force is given.
 
-  kiln \"a red fox in the snow\" --count 4 -o fox.png
-      fox-1.png to fox-4.png, with four seeds in a row.
+  kiln \"make the star green\" --reference star.png -o green.png
+      Starts from a picture.
+
+  kiln \"a small pink heart at the top left on a black background\" --count 4 -o heart.png
+      heart-1.png to heart-4.png, with four seeds in a row.
+
+  kiln \"a red fox in the snow\" --model ~/models/FLUX.2-klein-4B
+  kiln \"a red fox in the snow\" --model black-forest-labs/FLUX.2-klein-9B
+  kiln \"a fox\" --transformer klein.safetensors --text-encoder qwen.safetensors --vae ae.safetensors
+      FLUX.2 [klein] by its folder, by its name in the Hugging Face cache, or by its files.
+
+  kiln \"the cat of image 1 on the sofa of image 2\" --reference cat.jpg --reference sofa.png
+      Starts from several pictures.
 
   kiln --prompt-file prompt.txt --width 1360 --height 768
   fortune | kiln --prompt-file -
       The prompt from a file, or from another program.
-
-  kiln \"a red fox\" --model ~/models/FLUX.2-klein-4B
-  kiln \"a red fox\" --model black-forest-labs/FLUX.2-klein-9B
-  kiln \"a fox\" --transformer klein.safetensors --text-encoder qwen.safetensors --vae ae.safetensors
-      A model by its folder, by its name in the Hugging Face cache, or by its files.
-
-  kiln \"make it night\" --reference photo.jpg
-  kiln \"the cat of image 1 on the sofa of image 2\" --reference cat.jpg --reference sofa.png
-      Starts from pictures.
 
   kiln plan --width 2048 --height 2048
   kiln bench --width 1024 --height 1024
@@ -44,7 +47,7 @@ Examples:
       What such a picture would take, in operations and memory; how long it takes, stage by stage; what
       kiln finds on this machine.
 
-  kiln \"a red fox\" --json | jq .seed
+  kiln \"a yellow ring\" --json | jq .seed
       One JSON object per picture on standard output. Everything else goes to standard error.
 
   kiln -- \"--a prompt that begins with dashes\"
@@ -54,9 +57,19 @@ Examples:
 
 Models:
   kiln uses what --model names, else what the variable KILN_MODEL names, else the first FLUX.2
-  [klein] in the Hugging Face cache (HF_HUB_CACHE, HF_HOME), else a tiny model that it makes itself,
-  called `tiny`. That one is random, not trained: its pictures are noise, and only show that
-  everything works. Nothing is ever downloaded.
+  [klein] in the Hugging Face cache (HF_HUB_CACHE, HF_HOME), else its own, called `builtin`. Nothing
+  is ever downloaded.
+
+  `builtin` is a small trained model of klein's architecture. It draws one to three shapes (circle,
+  square, triangle, star, heart, ring, cross, hexagon), small or large, in twelve colours (red,
+  orange, yellow, green, cyan, blue, purple, pink, brown, black, white, gray), at named places on
+  plain, gradient or striped backgrounds, in 256x256 pixels:
+      \"a large red star at the left and a small blue circle at the right on a yellow background\"
+  and edits such pictures: \"make the star green\", \"remove the circle\", \"change the background to
+  blue\". Anything else is beyond it.
+
+  `tiny` is random, not trained: its pictures are noise, and only show that everything works. A kiln
+  that was built without `builtin` falls back on it.
 
 Exit codes:
   0 done, 2 wrong usage, 3 a bad input file, 4 not enough memory, 5 output not written,
@@ -116,9 +129,10 @@ pub enum Command {
     #[command(after_help = EXAMPLE, after_long_help = EXAMPLES)]
     Generate(Box<GenerateArgs>),
 
-    /// Tell what a picture would take, without opening weights or computing anything
+    /// Tell what a picture would take, without computing anything
     ///
-    /// Tokens of each part, the schedule, floating-point operations of each stage, bytes of weights and of working memory.
+    /// For klein 4B, or for the model that is named, by its files' headers: tokens of each part, the schedule, floating-point
+    /// operations of each stage, bytes of weights and of working memory.
     Plan(Box<PlanArgs>),
 
     /// Measure: a first picture and warm ones stage by stage, or single kernels
@@ -267,8 +281,8 @@ pub struct RunArgs {
 pub struct ModelArgs {
     /// Model folder, or repository id in the Hugging Face cache
     ///
-    /// A folder as diffusers writes it, ComfyUI's folder of models, or one with a file for each part. `tiny` is the built-in random
-    /// model. Without this option kiln looks at KILN_MODEL, then into the cache.
+    /// A folder as diffusers writes it, ComfyUI's folder of models, or one with a file for each part; or `builtin`, the small model
+    /// that kiln has itself, or `tiny`, a random one. Without this option kiln looks at KILN_MODEL, then into the cache.
     #[arg(long, value_name = "PATH|ID", help_heading = "Model")]
     pub model: Option<PathBuf>,
 
@@ -317,24 +331,24 @@ impl ModelArgs {
 pub struct ShapeArgs {
     /// Image to start from; may be given several times
     ///
-    /// PNG or JPEG. The prompt can speak of them in order: "image 1", "image 2". Larger ones are scaled down to one megapixel, and
-    /// all are cut to multiples of 16.
+    /// PNG or JPEG. The prompt can speak of them in order: "image 1", "image 2". Large ones are scaled down, to one megapixel or
+    /// what else the model takes, and all are cut to multiples of 16.
     #[arg(long, value_name = "FILE", help_heading = "Input")]
     pub reference: Vec<PathBuf>,
 
     /// Width in pixels, a multiple of 16 [default: 1024]
     ///
-    /// At least 64. With --reference the default is the size of the first one; the built-in model's is 256.
+    /// At least 64. With --reference the default is the size of the first one; a model may have its own, `builtin` has 256.
     #[arg(long, value_name = "PIXELS", value_parser = pixels, help_heading = "Sampling")]
     pub width: Option<usize>,
 
     /// Height in pixels, a multiple of 16 [default: 1024]
     ///
-    /// At least 64. With --reference the default is the size of the first one; the built-in model's is 256.
+    /// At least 64. With --reference the default is the size of the first one; a model may have its own, `builtin` has 256.
     #[arg(long, value_name = "PIXELS", value_parser = pixels, help_heading = "Sampling")]
     pub height: Option<usize>,
 
-    /// Denoising steps [default: 4, base models 50]
+    /// Denoising steps [default: the model's own; 4, base models 50]
     #[arg(long, value_name = "N", value_parser = within(1usize, 1000), help_heading = "Sampling")]
     pub steps: Option<usize>,
 

@@ -7,7 +7,7 @@ use crate::backend::cuda::driver::DeviceInfo;
 use crate::backend::cuda::{self, Cuda};
 use crate::backend::{Backend, OP_NAMES};
 use crate::error::{Error, Result, gib};
-use crate::locate::{Environment, Found, locate};
+use crate::locate::{BUILT_IN, Environment, Found, TINY, locate};
 use std::fmt::Write as _;
 use std::io::Write;
 use std::sync::Arc;
@@ -83,8 +83,11 @@ pub fn doctor(args: DoctorArgs, environment: Environment, out: &mut dyn Write) -
             }
         }
     }
+    let named = args.model.model.is_some() || environment.kiln_model.is_some();
+    let found = if named { "" } else { "; no FLUX.2 model was found" };
     match locate(&args.model.request(environment)) {
-        Ok(Found::BuiltIn) => row("model", "none found; the built-in tiny one is used".into()),
+        Ok(Found::BuiltIn(_)) => row("model", format!("{BUILT_IN}, part of this program, draws coloured shapes{found}")),
+        Ok(Found::Tiny) => row("model", format!("{TINY}, made by this program, random and untrained{found}")),
         Ok(Found::Files(files)) => {
             row("model", files.origin.clone());
             for part in [&files.transformer, &files.text_encoder, &files.vae] {

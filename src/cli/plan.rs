@@ -1,9 +1,9 @@
 //! `kiln plan`: what a picture would take, told before anything is computed.
 
 use super::args::{KleinArg, PlanArgs};
-use super::request::{DEFAULT_SIDE, canvas, open_references};
+use super::request::{canvas, open_references};
 use super::run::print;
-use crate::config::{TextConfig, TransformerConfig, VaeConfig, Variant, display_name};
+use crate::config::{Conventions, TextConfig, TransformerConfig, VaeConfig, Variant, display_name};
 use crate::error::{Error, Result};
 use crate::locate::{Environment, Found, locate};
 use crate::noise::NoiseKind;
@@ -49,15 +49,15 @@ struct StageReport {
 
 /// Writes the plan to `out`.
 pub fn plan(args: PlanArgs, environment: Environment, out: &mut dyn Write) -> Result<()> {
-    let (name, variant, configs) = model(&args, environment)?;
-    let references = open_references(&args.shape.reference)?;
-    let size = canvas((args.shape.width, args.shape.height), &references, DEFAULT_SIDE)?;
-    let guidance = (variant == Variant::Base).then(|| args.shape.guidance.unwrap_or(variant.default_guidance()));
+    let Planned { name, variant, conventions, configs } = model(&args, environment)?;
+    let references = open_references(&args.shape.reference, &conventions)?;
+    let size = canvas(&args.shape, &references, &conventions)?;
+    let guidance = (variant == Variant::Base).then(|| args.shape.guidance.unwrap_or(conventions.guidance(variant)));
     let precision: Precision = args.precision.into();
     let job = Job {
         prompt: String::new(),
         size,
-        steps: args.shape.steps.unwrap_or(variant.default_steps()),
+        steps: args.shape.steps.unwrap_or(conventions.steps(variant)),
         negative: String::new(),
         references: references.iter().map(|r| Reference { grid: r.prepared.grid(), pixels: Vec::new() }).collect(),
         guidance: guidance.unwrap_or(1.0),
@@ -77,22 +77,30 @@ pub fn plan(args: PlanArgs, environment: Environment, out: &mut dyn Write) -> Re
     print(out, text.as_bytes())
 }
 
+/// What is known of a model before its weights are read.
+struct Planned {
+    name: String,
+    variant: Variant,
+    conventions: Conventions,
+    configs: Configs,
+}
+
 /// The model that was named, by its files' headers; else klein itself.
-fn model(args: &PlanArgs, environment: Environment) -> Result<(String, Variant, Configs)> {
+fn model(args: &PlanArgs, environment: Environment) -> Result<Planned> {
     let m = &args.model;
     let named = [&m.model, &m.transformer, &m.text_encoder, &m.vae, &environment.kiln_model].iter().any(|p| p.is_some());
     let variant = m.variant.map(Variant::from);
     if named {
         let found: Found = locate(&m.request(environment))?;
-        let model = OpenModel::open(&found, variant)?;
-        return Ok((model.name, model.variant, model.configs));
+        let OpenModel { name, variant, conventions, configs, .. } = OpenModel::open(&found, variant)?;
+        return Ok(Planned { name, variant, conventions, configs });
     }
     let variant = variant.unwrap_or(Variant::Distilled);
     let configs = match args.klein {
         KleinArg::FourB => (TransformerConfig::klein_4b(), TextConfig::klein_4b(), VaeConfig::klein_4b()),
         KleinArg::NineB => (TransformerConfig::klein_9b(), TextConfig::klein_9b(), VaeConfig::klein_9b()),
     };
-    Ok((display_name(&configs.0, variant), variant, configs))
+    Ok(Planned { name: display_name(&configs.0, variant), variant, conventions: Conventions::klein(), configs })
 }
 
 impl Report {

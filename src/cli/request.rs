@@ -1,11 +1,11 @@
 //! What was asked for, checked as far as it can be before a model is opened.
 
-use super::args::{BackendArg, GenerateArgs, NoiseArg, PromptArgs};
+use super::args::{BackendArg, GenerateArgs, NoiseArg, PromptArgs, ShapeArgs};
 use super::names::Target;
-use crate::config::{TextConfig, Variant};
+use crate::config::{Conventions, Variant};
 use crate::dump::read_noise;
 use crate::error::{Error, Result};
-use crate::locate::{BUILT_IN, Environment, Found, locate};
+use crate::locate::{Environment, Found, locate};
 use crate::noise::NoiseKind;
 use crate::output::check_writable;
 use crate::pipeline::Noise;
@@ -19,12 +19,6 @@ use std::hash::{BuildHasher, Hasher};
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-/// Side of a picture where none is asked for.
-pub const DEFAULT_SIDE: usize = 1024;
-
-/// The same for the built-in model, whose pictures are not worth waiting for.
-const BUILT_IN_SIDE: usize = 256;
-
 /// Pictures to make. Only what depends on the model's files is still open.
 #[derive(Debug)]
 pub struct GenerateRequest {
@@ -32,8 +26,8 @@ pub struct GenerateRequest {
     pub prompt: String,
     /// The model.
     pub found: Found,
-    /// Whether the built-in model was named, rather than what was left.
-    pub built_in_named: bool,
+    /// Whether a model was named, or this is what was found.
+    pub named: bool,
     /// Overrides what the model's files say about themselves.
     pub variant: Option<Variant>,
     /// Images to start from.
@@ -98,16 +92,14 @@ impl GenerateRequest {
         if let Some(negative) = &args.negative {
             check_length(negative.len())?;
         }
-        let named = args.model.model.as_ref().or(environment.kiln_model.as_ref());
-        let built_in_named = named.is_some_and(|name| name == Path::new(BUILT_IN));
+        let named = args.model.model.is_some() || environment.kiln_model.is_some();
         let variant = args.model.variant.map(Variant::from);
         let found = locate(&args.model.request(environment))?;
-        let references = open_references(&args.shape.reference)?;
-        let side = if found == Found::BuiltIn { BUILT_IN_SIDE } else { DEFAULT_SIDE };
-        let size = canvas((args.shape.width, args.shape.height), &references, side)?;
-        // All models read prompts of the same length.
+        let conventions = found.conventions()?;
+        let references = open_references(&args.shape.reference, &conventions)?;
+        let size = canvas(&args.shape, &references, &conventions)?;
         let grids: Vec<Grid> = references.iter().map(|r| r.prepared.grid()).collect();
-        SequencePlan::new(TextConfig::klein_4b().max_tokens, size.grid(), &grids)?;
+        SequencePlan::new(conventions.max_text_tokens, size.grid(), &grids)?;
         let noise = match &args.noise {
             Some(path) => Noise::Given(read_noise(path, size.grid().tokens())?),
             None => Noise::Drawn(kind),
@@ -116,7 +108,7 @@ impl GenerateRequest {
             target: Target::new(args.output, &prompt, seeds.len()),
             prompt,
             found,
-            built_in_named,
+            named,
             variant,
             references,
             negative: args.negative,
@@ -166,15 +158,16 @@ pub struct OpenReference {
 }
 
 /// Reads the images to start from.
-pub fn open_references(paths: &[PathBuf]) -> Result<Vec<OpenReference>> {
-    let open = |path: &PathBuf| Ok(OpenReference { path: path.clone(), prepared: Reference::open(path)?.prepare() });
-    paths.iter().map(open).collect()
+pub fn open_references(paths: &[PathBuf], conventions: &Conventions) -> Result<Vec<OpenReference>> {
+    let prepare = |path| Ok(Reference::open(path)?.prepare(conventions.max_reference_pixels));
+    paths.iter().map(|path| Ok(OpenReference { path: path.clone(), prepared: prepare(path)? })).collect()
 }
 
-/// Size of the picture: what was asked for, else that of the first reference, else a square.
-pub fn canvas((width, height): (Option<usize>, Option<usize>), references: &[OpenReference], side: usize) -> Result<Pixels> {
-    let first = references.first().map(|r| (r.prepared.width, r.prepared.height)).unwrap_or((side, side));
-    Pixels::new(width.unwrap_or(first.0), height.unwrap_or(first.1))
+/// Size of the picture: what was asked for, else that of the first reference, else the model's own.
+pub fn canvas(asked: &ShapeArgs, references: &[OpenReference], conventions: &Conventions) -> Result<Pixels> {
+    let first = references.first().map(|r| (r.prepared.width, r.prepared.height));
+    let (width, height) = first.unwrap_or((conventions.width, conventions.height));
+    Pixels::new(asked.width.unwrap_or(width), asked.height.unwrap_or(height))
 }
 
 /// A seed nobody chose: half of the random key that the standard library gives every hash map. 32 bits are short enough to type.
@@ -279,7 +272,7 @@ mod tests {
 
     fn request(line: &[&str], stdin: &[u8]) -> Result<GenerateRequest> {
         let output = std::env::temp_dir().join("kiln-request.png").into_os_string();
-        let args = ["kiln", "--model", BUILT_IN, "-o"].map(OsString::from).into_iter().chain([output]);
+        let args = ["kiln", "--model", "tiny", "-o"].map(OsString::from).into_iter().chain([output]);
         let args = args.chain(line.iter().map(OsString::from));
         let Ok(Command::Generate(args)) = parse(args) else { panic!("{line:?}") };
         GenerateRequest::new(*args, Environment::default(), &mut &*stdin, 99)
@@ -293,7 +286,7 @@ mod tests {
         assert!(matches!(request.noise, Noise::Drawn(NoiseKind::HOPPER)));
         assert_eq!((request.steps, request.guidance, request.threads), (None, None, 0));
         assert_eq!((request.precision, request.verbosity), (Precision::Bf16, Verbosity::Normal));
-        assert!(request.built_in_named && !request.force && !request.json);
+        assert!(request.named && !request.force && !request.json);
     }
 
     #[test]

@@ -23,7 +23,7 @@ pub const STDOUT: &str = "standard output";
 /// Makes the pictures of a request. Each is saved, and its path or JSON object written to `out`, as soon as it is done. Once
 /// `stop` is set nothing more is saved.
 pub fn generate(request: &GenerateRequest, stop: &Arc<AtomicBool>, terminal: &Terminal, out: &mut dyn Write) -> Result<()> {
-    say_untrained(request, terminal);
+    say_which(request, terminal);
     let (chosen, model) = open(request, stop)?;
     let made = Made::new(request, &model, &chosen);
     made.introduce(&model, &chosen, terminal);
@@ -82,15 +82,22 @@ pub fn tiny(args: &TinyArgs, out: &mut dyn Write) -> Result<()> {
     print(out, &line_of(folder))
 }
 
-/// Says that the model was never trained, before it makes noise, so that nobody takes that for a fault.
-pub fn say_untrained(request: &GenerateRequest, terminal: &Terminal) {
-    if request.found == Found::BuiltIn {
-        terminal.say(if request.built_in_named {
-            "note: the tiny model is random and untrained, so the picture is noise; for real weights use --model or KILN_MODEL"
-        } else {
-            "note: no FLUX.2 model was found; this is a tiny untrained random model, so the picture is noise; \
-             for real weights use --model or KILN_MODEL"
-        });
+/// Says which model makes the picture where none was named, or what to expect of one that was never trained, so that nobody takes
+/// that for a fault.
+pub fn say_which(request: &GenerateRequest, terminal: &Terminal) {
+    let how = "for FLUX.2 weights use --model or KILN_MODEL";
+    match (&request.found, request.named) {
+        (Found::BuiltIn(_), false) => terminal.say(&format!(
+            "note: no FLUX.2 model was found, so kiln's own small one draws this; it knows shapes and colours, as in \
+             \"a large red star on a blue background\"; {how}"
+        )),
+        (Found::Tiny, true) => {
+            terminal.say(&format!("note: the tiny model is random and untrained, so the picture is noise; {how}"));
+        }
+        (Found::Tiny, false) => terminal.say(&format!(
+            "note: no FLUX.2 model was found; this is a tiny untrained random model, so the picture is noise; {how}"
+        )),
+        _ => {}
     }
 }
 
@@ -122,6 +129,8 @@ pub struct Made<'a> {
     pub steps: usize,
     /// None where the model takes none.
     pub guidance: Option<f32>,
+    /// What such a model was made with, should it have that as an input.
+    fixed_guidance: f32,
     /// Name of the backend, as the command line spells it.
     pub backend: &'static str,
 }
@@ -145,13 +154,14 @@ struct Report<'a> {
 impl<'a> Made<'a> {
     pub fn new(request: &'a GenerateRequest, model: &OpenModel, chosen: &Chosen) -> Self {
         let variant = model.variant;
-        let guidance = request.guidance.unwrap_or(variant.default_guidance());
+        let fixed_guidance = model.conventions.guidance(variant);
         Self {
             request,
             model: model.name.clone(),
             variant,
-            steps: request.steps.unwrap_or(variant.default_steps()),
-            guidance: (variant == Variant::Base).then_some(guidance),
+            steps: request.steps.unwrap_or(model.conventions.steps(variant)),
+            guidance: (variant == Variant::Base).then(|| request.guidance.unwrap_or(fixed_guidance)),
+            fixed_guidance,
             backend: chosen.name,
         }
     }
@@ -166,6 +176,10 @@ impl<'a> Made<'a> {
         }
         if request.negative.is_some() && self.variant != Variant::Base {
             terminal.warn(&format!("--negative is ignored: this is a {} model, only base models take it", self.variant));
+        }
+        let (width, height) = (model.conventions.width, model.conventions.height);
+        if matches!(request.found, Found::BuiltIn(_)) && (request.size.width(), request.size.height()) != (width, height) {
+            terminal.say(&format!("note: {} was trained on pictures of {width}x{height}, others may look wrong", self.model));
         }
         terminal.say(&self.headline());
         terminal.detail(&self.setup(&chosen.machine));
@@ -193,7 +207,7 @@ impl<'a> Made<'a> {
             steps: self.steps,
             negative: request.negative.clone().unwrap_or_default(),
             references: self.references(),
-            guidance: self.guidance.unwrap_or(self.variant.default_guidance()),
+            guidance: self.guidance.unwrap_or(self.fixed_guidance),
             seeds: request.seeds.clone(),
             noise: request.noise.clone(),
             record: request.dump.is_some(),
@@ -224,7 +238,8 @@ impl<'a> Made<'a> {
     fn setup(&self, machine: &str) -> String {
         let origin = match &self.request.found {
             Found::Files(files) => &files.origin,
-            Found::BuiltIn => "built in",
+            Found::BuiltIn(_) => "part of this program",
+            Found::Tiny => "made by this program",
         };
         let guidance = self.guidance.map_or("none".into(), |scale| scale.to_string());
         let noise: Vec<String> = self.noise().into_iter().map(|(key, value)| format!("{key} {value}")).collect();

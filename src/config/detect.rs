@@ -1,20 +1,17 @@
 //! Reads configurations from tensor shapes, and compares them with a `config.json`.
 
-use super::json::Config;
-use super::{HEAD_DIM, TextConfig, TransformerConfig, VaeConfig};
+use super::{ConfigFile, Conventions, HEAD_DIM, TextConfig, TransformerConfig, VaeConfig};
 use crate::checkpoint::Weights;
 use crate::error::{Error, Result};
 use crate::names::{block_index, spell};
 use std::collections::BTreeSet;
-use std::path::Path;
 
 /// No dimension of a model is larger; products of a few of them cannot overflow.
 const MAX_SIZE: usize = 1 << 20;
 
 impl TransformerConfig {
     /// Reads the sizes from the tensors, and the rest from `config` if there is one.
-    pub fn detect(weights: &Weights, config: Option<&Path>) -> Result<Self> {
-        let config = config.map(Config::read).transpose()?;
+    pub fn detect(weights: &Weights, config: Option<&ConfigFile>) -> Result<Self> {
         let modulations = [
             "double_stream_modulation_img.lin.weight",
             "double_stream_modulation_txt.lin.weight",
@@ -46,20 +43,20 @@ impl TransformerConfig {
         let mut found = Self::sized(hidden, double_blocks, single_blocks, context);
         found.guidance_embed = weights.names().any(|name| name.starts_with("guidance_in."));
         if let Some(config) = config {
-            found.compare(&config)?;
+            found.compare(config)?;
         }
         Ok(found)
     }
 
-    fn compare(&mut self, config: &Config) -> Result<()> {
-        config.expect("in_channels", self.channels)?;
-        config.expect("out_channels", self.channels)?;
+    fn compare(&mut self, config: &ConfigFile) -> Result<()> {
+        config.require("in_channels", self.channels)?;
+        config.require("out_channels", self.channels)?;
         config.expect("num_layers", self.double_blocks)?;
         config.expect("num_single_layers", self.single_blocks)?;
-        config.expect("attention_head_dim", HEAD_DIM)?;
+        config.require("attention_head_dim", HEAD_DIM)?;
         config.expect("num_attention_heads", self.heads)?;
         config.expect("joint_attention_dim", self.context)?;
-        config.expect("patch_size", 1)?;
+        config.require("patch_size", 1)?;
         if config.positive("mlp_ratio")?.is_some_and(|ratio| ratio != 3.0) {
             return Err(config.unsupported("mlp_ratio", "3.0"));
         }
@@ -68,7 +65,7 @@ impl TransformerConfig {
         if guidance != self.guidance_embed {
             return Err(config.mismatch("guidance_embeds", &guidance, &self.guidance_embed));
         }
-        if let Some(axes) = config.four("axes_dims_rope")? {
+        if let Some(axes) = config.list::<4>("axes_dims_rope")? {
             let total = axes.iter().try_fold(0usize, |sum, &axis| sum.checked_add(axis));
             if total != Some(HEAD_DIM) || axes.iter().any(|axis| axis % 2 != 0) {
                 return Err(config.unsupported("axes_dims_rope", "four even numbers with sum 128"));
@@ -82,14 +79,14 @@ impl TransformerConfig {
 }
 
 impl TextConfig {
-    /// Reads the sizes from the tensors, and the rest from `config` if there is one.
-    pub fn detect(weights: &Weights, config: Option<&Path>) -> Result<Self> {
-        let config = config.map(Config::read).transpose()?;
+    /// Reads the sizes from the tensors, and the rest from `config` if there is one. Which layers are read, and of how many
+    /// tokens, is a matter of `conventions`.
+    pub fn detect(weights: &Weights, config: Option<&ConfigFile>, conventions: &Conventions) -> Result<Self> {
         let foreign = |detail: String| {
             let error = Error::bad_file(weights.path(), "not a Qwen3 text encoder", detail);
             error.with_hint("klein 4B needs Qwen3-4B, klein 9B needs Qwen3-8B")
         };
-        if let Some(kind) = config.as_ref().and_then(|c| c.text("model_type")).filter(|kind| *kind != "qwen3") {
+        if let Some(kind) = config.and_then(|c| c.text("model_type")).filter(|kind| *kind != "qwen3") {
             return Err(foreign(format!("its configuration says `{kind}`")));
         }
         // The layers vote, so that one with a tensor that is missing or of a wrong shape is later named itself.
@@ -103,29 +100,35 @@ impl TextConfig {
         let embedding = |dim: usize| weights.shape("model.embed_tokens.weight").and_then(|shape| shape.get(dim).copied());
         let votes = [embedding(1), layer("mlp.down_proj", 0), layer("input_layernorm", 0)];
         let hidden = size(weights, "width", majority(votes.into_iter().flatten()))?;
-        // One tensor alone tells the vocabulary, and what encoders of a known width have is known.
+        // One tensor alone tells the vocabulary. A configuration confirms it; without one, what encoders of a known width have
+        // is known, and an embedding that is something else is named as wrong.
         let known = [Self::klein_4b(), Self::klein_9b(), Self::tiny()];
-        let expected = known.iter().find(|known| known.hidden == hidden).map(|known| known.vocab);
+        let expected = known.iter().find(|known| config.is_none() && known.hidden == hidden).map(|known| known.vocab);
         let vocab = size(weights, "vocabulary", expected.or(embedding(0)))?;
         let intermediate = size(weights, "MLP width", layer("mlp.down_proj", 1))?;
         let query = size(weights, "query width", layer("self_attn.o_proj", 1))?;
         let stacked = size(weights, "attention width", layer("self_attn.qkv_proj", 0))?;
         let (heads, kv_heads) = (query / HEAD_DIM, stacked.saturating_sub(query) / (2 * HEAD_DIM));
         if heads == 0 || kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
-            return Err(foreign(format!("its attention has {heads} heads over {kv_heads} key heads of {HEAD_DIM}")));
+            let detail = format!("its attention has {heads} heads over {kv_heads} key heads of {HEAD_DIM}");
+            return Err(foreign(format!("{detail}; query heads have to be a multiple of key heads")));
         }
-        let mut found = Self::sized(hidden, count_layers(weights), [heads, kv_heads], intermediate, vocab);
+        let mut found = Self::sized(hidden, count(weights, "model.layers."), [heads, kv_heads], intermediate, vocab);
+        found.taps = conventions.text_layers;
+        found.max_tokens = conventions.max_text_tokens;
+        let whole = config.map(|config| config.whole("num_hidden_layers")).transpose()?.flatten();
+        conventions.check_depth(found.layers, whole)?;
         if let Some(config) = config {
-            found.compare(&config)?;
+            found.compare(config)?;
         }
         Ok(found)
     }
 
-    fn compare(&mut self, config: &Config) -> Result<()> {
+    fn compare(&mut self, config: &ConfigFile) -> Result<()> {
         config.expect("hidden_size", self.hidden)?;
         config.expect("num_attention_heads", self.heads)?;
         config.expect("num_key_value_heads", self.kv_heads)?;
-        config.expect("head_dim", HEAD_DIM)?;
+        config.require("head_dim", HEAD_DIM)?;
         config.expect("intermediate_size", self.intermediate)?;
         config.expect("vocab_size", self.vocab)?;
         // Files that were cut down to the layers in use keep the configuration of the whole.
@@ -152,8 +155,7 @@ impl TextConfig {
 
 impl VaeConfig {
     /// Reads the sizes from the tensors, and the rest from `config` if there is one.
-    pub fn detect(weights: &Weights, config: Option<&Path>) -> Result<Self> {
-        let config = config.map(Config::read).transpose()?;
+    pub fn detect(weights: &Weights, config: Option<&ConfigFile>) -> Result<Self> {
         // The convolutions of a level all end with its channels. They vote, so that a wrong one is later named itself.
         let channels = |stem: &str| {
             let blocks = (0..3).flat_map(|block| [1, 2].map(|conv| format!("{stem}.resnets.{block}.conv{conv}.weight")));
@@ -171,20 +173,20 @@ impl VaeConfig {
             return Err(Error::bad_file(weights.path(), "not a FLUX.2 autoencoder", detail));
         }
         if let Some(config) = config {
-            found.compare(&config)?;
+            found.compare(config)?;
         }
         Ok(found)
     }
 
-    fn compare(&mut self, config: &Config) -> Result<()> {
-        config.expect("latent_channels", self.latent)?;
-        config.expect("norm_num_groups", self.groups)?;
-        config.expect("layers_per_block", 2)?;
-        let both = config.four("block_out_channels")?;
+    fn compare(&mut self, config: &ConfigFile) -> Result<()> {
+        config.require("latent_channels", self.latent)?;
+        config.require("norm_num_groups", self.groups)?;
+        config.require("layers_per_block", 2)?;
+        let both = config.list::<4>("block_out_channels")?;
         if let Some(encoder) = both.filter(|encoder| *encoder != self.encoder) {
             return Err(config.mismatch("block_out_channels", &encoder, &self.encoder));
         }
-        let own = config.four("decoder_block_out_channels")?;
+        let own = config.list::<4>("decoder_block_out_channels")?;
         if let Some(decoder) = own.or(both).filter(|decoder| *decoder != self.decoder) {
             let key = if own.is_some() { "decoder_block_out_channels" } else { "block_out_channels" };
             return Err(config.mismatch(key, &decoder, &self.decoder));
@@ -215,12 +217,4 @@ fn majority(votes: impl Iterator<Item = usize>) -> Option<usize> {
 /// How many blocks there are. A gap in their numbers shows up as a missing tensor later.
 fn count(weights: &Weights, prefix: &str) -> usize {
     weights.names().filter_map(|name| block_index(name, prefix)).collect::<BTreeSet<_>>().len()
-}
-
-/// How many layers the text encoder's files have, those past the last tap included.
-fn count_layers(weights: &Weights) -> usize {
-    let prefix = "model.layers.";
-    let names = weights.shards().iter().flat_map(|shard| shard.tensors().map(|(name, _)| name));
-    let indexes = names.filter_map(|name| block_index(&name[name.find(prefix)?..], prefix));
-    indexes.collect::<BTreeSet<_>>().len()
 }

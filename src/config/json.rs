@@ -10,25 +10,41 @@ use std::path::{Path, PathBuf};
 const MAX_CONFIG: u64 = 1 << 20;
 
 /// A JSON object from a file.
-pub(crate) struct Config {
+#[derive(Debug)]
+pub struct ConfigFile {
     path: PathBuf,
     object: Map<String, Value>,
 }
 
-impl Config {
+impl ConfigFile {
     /// Reads a file.
     pub fn read(path: &Path) -> Result<Self> {
-        let mut text = String::new();
+        let mut text = Vec::new();
         let file = File::open(path).map_err(|e| Error::read(path, e))?;
-        file.take(MAX_CONFIG + 1).read_to_string(&mut text).map_err(|e| Error::read(path, e))?;
+        file.take(MAX_CONFIG + 1).read_to_end(&mut text).map_err(|e| Error::read(path, e))?;
+        Self::parse(path, &text)
+    }
+
+    /// Reads the content of one; `path` is where it came from, for messages.
+    pub fn parse(path: &Path, text: &[u8]) -> Result<Self> {
         let invalid = |detail: String| Error::bad_file(path, "invalid configuration", detail);
         if text.len() as u64 > MAX_CONFIG {
             return Err(invalid(format!("longer than {MAX_CONFIG} bytes")));
         }
-        match serde_json::from_str(&text).map_err(|e| invalid(e.to_string()))? {
+        match serde_json::from_slice(text).map_err(|e| invalid(e.to_string()))? {
             Value::Object(object) => Ok(Self { path: path.into(), object }),
             _ => Err(invalid("not an object".into())),
         }
+    }
+
+    /// Where it came from.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// All its keys.
+    pub fn keys(&self) -> impl Iterator<Item = &str> {
+        self.object.keys().map(String::as_str)
     }
 
     /// A value that is there and not null.
@@ -57,9 +73,9 @@ impl Config {
         self.take(key, "a number above 0", |value| value.as_f64().filter(|n| n.is_finite() && *n > 0.0))
     }
 
-    /// Four whole numbers, if the key is there.
-    pub fn four(&self, key: &str) -> Result<Option<[usize; 4]>> {
-        self.take(key, "four whole numbers", |value| {
+    /// So many whole numbers, if the key is there.
+    pub fn list<const N: usize>(&self, key: &str) -> Result<Option<[usize; N]>> {
+        self.take(key, &format!("{N} whole numbers"), |value| {
             let list: Option<Vec<usize>> = value.as_array()?.iter().map(|n| usize::try_from(n.as_u64()?).ok()).collect();
             list?.try_into().ok()
         })
@@ -78,6 +94,14 @@ impl Config {
         }
     }
 
+    /// Fails if the key is there and says something else than the only value this engine runs.
+    pub fn require(&self, key: &str, only: usize) -> Result<()> {
+        match self.whole(key)? {
+            Some(number) if number != only => Err(self.unsupported(key, &only.to_string())),
+            _ => Ok(()),
+        }
+    }
+
     /// The error for a configuration that describes other weights.
     pub fn mismatch(&self, key: &str, says: &dyn std::fmt::Debug, found: &dyn std::fmt::Debug) -> Error {
         let detail = format!("`{key}` is {says:?}, the weights have {found:?}");
@@ -91,7 +115,8 @@ impl Config {
         Error::bad_file(&self.path, "unsupported configuration", format!("`{key}` is {value}, needed is {need}"))
     }
 
-    fn take<T>(&self, key: &str, need: &str, read: impl Fn(&Value) -> Option<T>) -> Result<Option<T>> {
+    /// What `read` makes of a value, if the key is there; `need` says what it has to be.
+    pub fn take<T>(&self, key: &str, need: &str, read: impl Fn(&Value) -> Option<T>) -> Result<Option<T>> {
         self.get(key).map(|value| read(value).ok_or_else(|| self.unsupported(key, need))).transpose()
     }
 }

@@ -1,10 +1,9 @@
 //! Distilled, base or KV: checkpoints of one size have the same tensors, so only names and the pipeline's index tell.
 
 use super::TransformerConfig;
-use super::json::Config;
+use super::json::ConfigFile;
 use crate::error::{Error, Result};
 use std::fmt;
-use std::path::Path;
 use std::str::FromStr;
 
 /// How a model was trained, and so how it has to be sampled.
@@ -21,9 +20,8 @@ pub enum Variant {
 impl Variant {
     /// Finds the variant from a pipeline's `model_index.json`, or, without one, from the names of its
     /// file, folder or repository.
-    pub fn detect(index: Option<&Path>, names: &[&str]) -> Result<Self> {
-        if let Some(path) = index {
-            let index = Config::read(path)?;
+    pub fn detect(index: Option<&ConfigFile>, names: &[&str]) -> Result<Self> {
+        if let Some(index) = index {
             let distilled = index.flag("is_distilled")?;
             if index.text("_class_name").is_some_and(|class| class.to_ascii_lowercase().contains("kv")) {
                 return Ok(Self::Kv);

@@ -1,8 +1,10 @@
 //! The layout of the Hugging Face cache: `models--org--name/refs/main` names a revision, `snapshots/<revision>` holds its files.
 
+use super::Embedded;
 use std::path::{Path, PathBuf};
 
-/// What the environment says about models. Kept apart from the process, so that a search depends on its arguments alone.
+/// What the process knows about models: its variables, and one it may carry. Kept apart from it, so that a search depends on its
+/// arguments alone.
 #[derive(Clone, Debug, Default)]
 pub struct Environment {
     /// `KILN_MODEL`: the model to use where none is named.
@@ -15,11 +17,13 @@ pub struct Environment {
     pub xdg_cache_home: Option<PathBuf>,
     /// `HOME`: the user's folder.
     pub home: Option<PathBuf>,
+    /// The model that is part of the program.
+    pub built_in: Option<Embedded>,
 }
 
 impl Environment {
-    /// That of this process.
-    pub fn of_process() -> Self {
+    /// That of this process, and the model it carries.
+    pub fn of_process(built_in: Option<Embedded>) -> Self {
         // An empty variable is as good as none.
         let path = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
         Self {
@@ -28,6 +32,7 @@ impl Environment {
             hf_home: path("HF_HOME"),
             xdg_cache_home: path("XDG_CACHE_HOME"),
             home: path("HOME"),
+            built_in,
         }
     }
 

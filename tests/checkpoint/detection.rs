@@ -1,14 +1,25 @@
 //! Configurations read from weights and compared with config files, and the tiny model compared with the reference's.
 
 use super::{Described, Scratch, described, message, shard, zeros};
+use kiln::backend::cpu::Cpu;
 use kiln::checkpoint::{Part, Weights};
-use kiln::config::{TextConfig, TransformerConfig, VaeConfig, Variant};
+use kiln::config::{ConfigFile, Conventions, TextConfig, TransformerConfig, VaeConfig, Variant};
 use kiln::error::Result;
 use kiln::names::{Layout, TensorSpec, file_tensors, text_manifest, transformer_manifest, vae_manifest};
-use kiln::tensor::DType;
+use kiln::noise::NoiseKind;
+use kiln::pipeline::{Configs, Engine, Job, LoadOptions, Noise, OpenModel, Reference};
+use kiln::progress::Silent;
+use kiln::sequence::{Grid, Pixels};
+use kiln::tensor::{DType, Precision};
 use kiln::tiny;
+use kiln::tokenizer::Tokenizer;
 use serde_json::Value;
 use std::path::Path;
+use std::sync::Arc;
+
+fn detect_text(weights: &Weights, config: Option<&ConfigFile>) -> Result<TextConfig> {
+    TextConfig::detect(weights, config, &Conventions::klein())
+}
 
 #[test]
 fn a_written_model_is_detected_as_what_it_is() {
@@ -19,18 +30,18 @@ fn a_written_model_is_detected_as_what_it_is() {
         let place = |folder: &str, file: &str| scratch.path().join(if diffusers { folder } else { file });
         let open = |part, folder: &str, file: &str| Weights::open(part, &place(folder, file)).unwrap();
         let config = |folder: &str| scratch.path().join(folder).join("config.json");
-        let given = |path: &Path| path.is_file().then(|| path.to_path_buf());
+        let given = |path: &Path| path.is_file().then(|| ConfigFile::read(path).unwrap());
 
         let weights = open(Part::Transformer, "transformer", "flux-2-klein-tiny.safetensors");
-        let found = TransformerConfig::detect(&weights, given(&config("transformer")).as_deref()).unwrap();
+        let found = TransformerConfig::detect(&weights, given(&config("transformer")).as_ref()).unwrap();
         assert_eq!(found, TransformerConfig::tiny());
         assert!(weights.check(&transformer_manifest(&found)).unwrap().is_empty());
         let weights = open(Part::TextEncoder, "text_encoder", "qwen.safetensors");
-        let found = TextConfig::detect(&weights, given(&config("text_encoder")).as_deref()).unwrap();
+        let found = detect_text(&weights, given(&config("text_encoder")).as_ref()).unwrap();
         assert_eq!(found, TextConfig::tiny());
         assert!(weights.check(&text_manifest(&found)).unwrap().is_empty());
         let weights = open(Part::Vae, "vae", "ae.safetensors");
-        let found = VaeConfig::detect(&weights, given(&config("vae")).as_deref()).unwrap();
+        let found = VaeConfig::detect(&weights, given(&config("vae")).as_ref()).unwrap();
         assert_eq!(found, VaeConfig::tiny());
         assert!(weights.check(&vae_manifest(&found)).unwrap().is_empty());
     }
@@ -54,15 +65,136 @@ fn real_sizes_are_detected_from_shapes_alone() {
     assert_eq!(TransformerConfig::detect(&weights, None).unwrap(), config);
 }
 
+/// Sizes that no published model has, and that keep every rule.
+fn unusual() -> Configs {
+    let transformer = TransformerConfig {
+        hidden: 384,
+        heads: 3,
+        double_blocks: 1,
+        single_blocks: 3,
+        context: 480,
+        ..TransformerConfig::tiny()
+    };
+    let text = TextConfig {
+        hidden: 160,
+        layers: 4,
+        heads: 3,
+        kv_heads: 1,
+        intermediate: 224,
+        vocab: 300,
+        taps: [1, 2, 4],
+        max_tokens: 48,
+        ..TextConfig::tiny()
+    };
+    (transformer, text, VaeConfig { encoder: [32, 96, 64, 32], decoder: [96, 32, 64, 64], ..VaeConfig::tiny() })
+}
+
+fn hashed((transformer, text, vae): &Configs) -> [Weights; 3] {
+    [
+        (Part::Transformer, transformer_manifest(transformer)),
+        (Part::TextEncoder, text_manifest(text)),
+        (Part::Vae, vae_manifest(vae)),
+    ]
+    .map(|(part, manifest)| tiny::weights_of(part, &manifest, DType::Bf16).unwrap())
+}
+
+#[test]
+fn any_sizes_that_keep_the_rules_are_run() {
+    let conventions = Conventions::parse(
+        Path::new("kiln.json"),
+        br#"{"name": "odd", "text_layers": [1, 2, 4], "max_text_tokens": 48, "width": 80, "height": 64, "steps": 2}"#,
+    )
+    .unwrap();
+    let tokenizer = Tokenizer::from_json(tiny::TOKENIZER, Path::new("tiny")).unwrap();
+    let model = OpenModel::check(hashed(&unusual()), [None; 3], tokenizer, Variant::Distilled, conventions.clone()).unwrap();
+    assert_eq!((&model.configs, model.name.as_str()), (&unusual(), "odd"));
+    let job = Job {
+        prompt: "a fox".into(),
+        size: Pixels::new(conventions.width, conventions.height).unwrap(),
+        steps: conventions.steps(model.variant),
+        negative: String::new(),
+        references: vec![Reference { grid: Grid { width: 4, height: 5 }, pixels: vec![0.5; 4 * 5 * 256 * 3] }],
+        guidance: 1.0,
+        seeds: vec![1],
+        noise: Noise::Drawn(NoiseKind::HOPPER),
+        record: true,
+    };
+    let options = LoadOptions { precision: Precision::F32, references: true, low_memory: false };
+    let planned = model.estimate(options, &job).unwrap();
+    assert_eq!((planned.text_tokens, planned.canvas_tokens, planned.reference_tokens), (48, 20, vec![20]));
+    let cpu = Cpu::new(0, Arc::default()).unwrap();
+    let mut engine = Engine::load(Box::new(cpu), model, options, &Silent).unwrap();
+    let mut pictures = Vec::new();
+    engine
+        .generate(&job, &Silent, &mut |picture| {
+            pictures.push(picture);
+            Ok(())
+        })
+        .unwrap();
+    let record = pictures[0].record.as_ref().unwrap();
+    assert_eq!((record.token_ids.len(), record.prompt_embeds.len()), (48, 48 * 480));
+    assert_eq!((pictures[0].image.width, pictures[0].image.height), (80, 64));
+}
+
+#[test]
+fn a_vocabulary_of_another_size_needs_a_configuration() {
+    let text = TextConfig { vocab: 704, ..TextConfig::tiny() };
+    let weights = tiny::weights_of(Part::TextEncoder, &text_manifest(&text), DType::Bf16).unwrap();
+    let config = ConfigFile::parse(Path::new("config.json"), br#"{"vocab_size": 704}"#).unwrap();
+    assert_eq!(detect_text(&weights, Some(&config)).unwrap().vocab, 704);
+    // A file alone is held to what encoders of its width have.
+    let known = detect_text(&weights, None).unwrap();
+    let error = weights.check(&text_manifest(&known)).unwrap_err();
+    assert!(message(&error).contains("`model.embed_tokens.weight` is [704, 128], this model needs [320, 128]"), "{error}");
+}
+
+#[test]
+fn sizes_that_break_a_rule_are_refused_by_it() {
+    let (transformer, text, vae) = unusual();
+    let config = |text: &str| ConfigFile::parse(Path::new("config.json"), text.as_bytes()).unwrap();
+    let refused = |error: kiln::error::Error, rule: &str| assert!(message(&error).contains(rule), "{rule}: {}", message(&error));
+
+    let narrow = TransformerConfig { hidden: 320, ..transformer.clone() };
+    let weights = tiny::weights_of(Part::Transformer, &transformer_manifest(&narrow), DType::Bf16).unwrap();
+    refused(TransformerConfig::detect(&weights, None).unwrap_err(), "its width 320 is not a multiple of 128");
+    let weights = &hashed(&unusual())[0];
+    for (json, rule) in [
+        (r#"{"guidance_embeds": false, "attention_head_dim": 64}"#, "`attention_head_dim` is 64, needed is 128"),
+        (r#"{"guidance_embeds": false, "axes_dims_rope": [64, 32, 32, 32]}"#, "four even numbers with sum 128"),
+        (r#"{"guidance_embeds": false, "mlp_ratio": 4}"#, "`mlp_ratio` is 4, needed is 3.0"),
+        (r#"{"guidance_embeds": false, "num_attention_heads": 6}"#, "`num_attention_heads` is 6, the weights have 3"),
+    ] {
+        refused(TransformerConfig::detect(weights, Some(&config(json))).unwrap_err(), rule);
+    }
+
+    let uneven = TextConfig { heads: 3, kv_heads: 2, ..text.clone() };
+    let weights = tiny::weights_of(Part::TextEncoder, &text_manifest(&uneven), DType::Bf16).unwrap();
+    refused(detect_text(&weights, None).unwrap_err(), "3 heads over 2 key heads of 128; query heads have to be a multiple of");
+    let weights = &hashed(&unusual())[1];
+    refused(detect_text(weights, Some(&config(r#"{"head_dim": 64}"#))).unwrap_err(), "`head_dim` is 64, needed is 128");
+    let deep = Conventions::parse(Path::new("kiln.json"), br#"{"text_layers": [1, 2, 5]}"#).unwrap();
+    refused(TextConfig::detect(weights, None, &deep).unwrap_err(), "(kiln.json): `text_layers` ends with 5, the text encoder's");
+    let last = Conventions::parse(Path::new("kiln.json"), br#"{"text_layers": [1, 2, 4]}"#).unwrap();
+    let whole = config(r#"{"num_hidden_layers": 4}"#);
+    refused(TextConfig::detect(weights, Some(&whole), &last).unwrap_err(), "has to be less than the text encoder's 4 layers");
+
+    let odd = VaeConfig { decoder: [32, 48, 64, 64], ..vae };
+    let weights = tiny::weights_of(Part::Vae, &vae_manifest(&odd), DType::Bf16).unwrap();
+    refused(VaeConfig::detect(&weights, None).unwrap_err(), "48 channels do not form 32 groups");
+    let weights = &hashed(&unusual())[2];
+    let groups = config(r#"{"norm_num_groups": 16}"#);
+    refused(VaeConfig::detect(weights, Some(&groups)).unwrap_err(), "`norm_num_groups` is 16, needed is 32");
+}
+
 /// Changes one key of a config file of `tiny`, and says what is made of it.
-fn changed<T>(tiny: &Scratch, folder: &str, detect: impl Fn(&Path) -> Result<T>, key: &str, value: Value) -> Result<T> {
+fn changed<T>(tiny: &Scratch, folder: &str, detect: impl Fn(&ConfigFile) -> Result<T>, key: &str, value: Value) -> Result<T> {
     let original = tiny.path().join(folder).join("config.json");
     let mut config: Value = serde_json::from_slice(&std::fs::read(original).unwrap()).unwrap();
     match value {
         Value::Null => drop(config.as_object_mut().unwrap().remove(key)),
         value => config[key] = value,
     }
-    detect(&tiny.write("changed/config.json", config.to_string()))
+    detect(&ConfigFile::read(&tiny.write("changed/config.json", config.to_string()))?)
 }
 
 #[test]
@@ -74,7 +206,7 @@ fn config_files_are_compared_and_read() {
     let transformer = |key: &str, value: Value| {
         changed(&scratch, "transformer", |p| TransformerConfig::detect(&transformer, Some(p)), key, value)
     };
-    let text = |key: &str, value: Value| changed(&scratch, "text_encoder", |p| TextConfig::detect(&text, Some(p)), key, value);
+    let text = |key: &str, value: Value| changed(&scratch, "text_encoder", |p| detect_text(&text, Some(p)), key, value);
     let vae = |key: &str, value: Value| changed(&scratch, "vae", |p| VaeConfig::detect(&vae, Some(p)), key, value);
     let refused = |error: kiln::error::Error, key: &str| {
         let text = message(&error);
@@ -115,14 +247,15 @@ fn config_files_are_compared_and_read() {
 #[test]
 fn the_base_of_the_rotation_may_be_nested() {
     let weights = tiny::model(Layout::Diffusers, DType::Bf16).unwrap().weights(Part::TextEncoder).unwrap();
+    let detect = |path: &Path| detect_text(&weights, Some(&ConfigFile::read(path)?));
     let scratch = Scratch::new();
     let path =
         scratch.write("config.json", r#"{"rope_parameters":{"rope_type":"default","rope_theta":250000.0},"rope_scaling":null}"#);
-    assert_eq!(TextConfig::detect(&weights, Some(&path)).unwrap().rope_theta, 250_000.0);
+    assert_eq!(detect(&path).unwrap().rope_theta, 250_000.0);
     let path = scratch.write("config.json", r#"{"rope_parameters":{"rope_type":"yarn","rope_theta":250000.0}}"#);
-    assert!(TextConfig::detect(&weights, Some(&path)).unwrap_err().to_string().contains("`rope_parameters`"));
+    assert!(detect(&path).unwrap_err().to_string().contains("`rope_parameters`"));
     let path = scratch.write("config.json", "[1]");
-    assert!(message(&TextConfig::detect(&weights, Some(&path)).unwrap_err()).contains("not an object"));
+    assert!(message(&detect(&path).unwrap_err()).contains("not an object"));
 }
 
 #[test]
@@ -140,7 +273,7 @@ fn other_models_are_not_mistaken_for_this_one() {
          kiln runs FLUX.2 [klein] 4B and 9B"
     );
     let mistral = [described("model.layers.0.self_attn.q_proj.weight", "BF16", &[128, 128])];
-    let error = TextConfig::detect(&open(Part::TextEncoder, &mistral), None).unwrap_err();
+    let error = detect_text(&open(Part::TextEncoder, &mistral), None).unwrap_err();
     assert!(message(&error).starts_with("not a Qwen3 text encoder"), "{error}");
     let error = VaeConfig::detect(&open(Part::Vae, &mistral), None).unwrap_err();
     assert!(message(&error).starts_with("unknown architecture"), "{error}");
@@ -161,7 +294,7 @@ fn the_index_of_a_pipeline_tells_the_variant() {
     ] {
         let path = scratch.write("model_index.json", text);
         // The index is asked before the name.
-        assert_eq!(Variant::detect(Some(&path), &["klein-base"]).unwrap(), variant, "{text}");
+        assert_eq!(Variant::detect(Some(&ConfigFile::read(&path).unwrap()), &["klein-base"]).unwrap(), variant, "{text}");
     }
 }
 

@@ -106,8 +106,6 @@ fn extras_outside_the_transformer_are_returned_and_known_ones_passed_over() {
     text.push(described("tekken_model", "U8", &[3]));
     let weights = open(Part::TextEncoder, &text).unwrap();
     assert_eq!(weights.check(&manifest(Part::TextEncoder)).unwrap(), ["tekken_model"]);
-    let used: usize = manifest(Part::TextEncoder).iter().map(|s| 2 * s.shape.iter().product::<usize>()).sum();
-    assert_eq!(weights.bytes(), used as u64);
 
     let mut vae = tensors(Part::Vae, Layout::Bfl);
     vae.push(described("bn.num_batches_tracked", "I64", &[]));
@@ -180,7 +178,6 @@ fn both_layouts_hold_the_same_weights() {
         let original = tiny::model(Layout::Bfl, dtype).unwrap();
         for part in [Part::Transformer, Part::TextEncoder, Part::Vae] {
             let (a, b) = (diffusers.weights(part).unwrap(), original.weights(part).unwrap());
-            assert_eq!(a.bytes(), b.bytes());
             for weights in [&a, &b] {
                 assert!(weights.check(&manifest(part)).unwrap().is_empty());
             }

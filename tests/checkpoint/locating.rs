@@ -1,8 +1,9 @@
 //! Finding a model: folders, overrides, the environment, and the Hugging Face cache.
 
 use super::{Scratch, message};
+use kiln::config::{Conventions, Variant};
 use kiln::error::Error;
-use kiln::locate::{Environment, Found, LocateRequest, ModelFiles, locate};
+use kiln::locate::{Embedded, Environment, Found, LocateRequest, ModelFiles, locate};
 use std::path::{Path, PathBuf};
 
 /// An empty stand-in for every file of a diffusers folder.
@@ -22,8 +23,8 @@ fn write_model(scratch: &Scratch, folder: &str) -> PathBuf {
 
 fn files(request: &LocateRequest) -> ModelFiles {
     match locate(request).unwrap() {
-        Found::Files(files) => files,
-        Found::BuiltIn => panic!("nothing found"),
+        Found::Files(files) => *files,
+        other => panic!("{other:?}"),
     }
 }
 
@@ -34,6 +35,7 @@ fn expected(folder: &Path, origin: &str) -> ModelFiles {
         vae: folder.join("vae"),
         tokenizer: Some(folder.join("tokenizer/tokenizer.json")),
         index: Some(folder.join("model_index.json")),
+        conventions: Conventions::klein(),
         origin: origin.into(),
     }
 }
@@ -65,6 +67,26 @@ fn a_folder_is_found_and_its_parts_can_be_replaced() {
 }
 
 #[test]
+fn conventions_are_those_of_the_folder() {
+    let scratch = Scratch::new();
+    let folder = write_model(&scratch, "shapes");
+    scratch.write("shapes/kiln.json", r#"{"name": "shapes", "variant": "base", "width": 128}"#);
+    let mut request = LocateRequest { model: Some(folder.clone()), ..LocateRequest::default() };
+    let found = files(&request).conventions;
+    assert_eq!((found.name.as_deref(), found.variant, found.width), (Some("shapes"), Some(Variant::Base), 128));
+    assert_eq!(locate(&request).unwrap().conventions().unwrap(), found);
+    // They are about the folder's transformer.
+    request.transformer = Some(scratch.write("flux-2-klein-4b.safetensors", ""));
+    assert_eq!(files(&request).conventions, Conventions::klein());
+    request.transformer = None;
+    scratch.write("shapes/kiln.json", r#"{"width": 130}"#);
+    let text = message(&locate(&request).unwrap_err());
+    let path = folder.join("kiln.json");
+    assert!(text.starts_with(&format!("unsupported configuration ({}): `width` is 130", path.display())), "{text}");
+    assert!(text.contains(" / kiln.json may say name, "), "{text}");
+}
+
+#[test]
 fn single_files_need_no_folder() {
     let scratch = Scratch::new();
     let [transformer, text, vae] =
@@ -83,6 +105,7 @@ fn single_files_need_no_folder() {
         vae: vae.clone(),
         tokenizer: None,
         index: None,
+        conventions: Conventions::klein(),
     };
     assert_eq!(files(&request), found);
     // The tokenizer may be given as a file or by its folder.
@@ -121,13 +144,58 @@ fn what_is_missing_is_named() {
 }
 
 #[test]
-fn the_built_in_model_is_the_last_resort() {
-    assert_eq!(locate(&LocateRequest::default()).unwrap(), Found::BuiltIn);
-    let mut request = LocateRequest { model: Some("tiny".into()), ..LocateRequest::default() };
-    assert_eq!(locate(&request).unwrap(), Found::BuiltIn);
+fn a_model_without_files_is_the_last_resort() {
+    static FILES: [(&str, &[u8]); 1] = [("kiln.json", br#"{"name": "shapes", "height": 96}"#)];
+    let model = Embedded { files: &FILES };
     let scratch = Scratch::new();
-    request.vae = Some(scratch.write("ae.safetensors", ""));
-    assert_eq!(locate(&request).unwrap_err().exit_code(), 2);
+    let found = |model: Option<&str>, environment: &Environment| {
+        locate(&LocateRequest { model: model.map(Into::into), environment: environment.clone(), ..LocateRequest::default() })
+    };
+    let mut environment = Environment { hf_hub_cache: Some(scratch.path().into()), ..Environment::default() };
+
+    // A program without a model of its own makes one up.
+    assert_eq!(found(None, &environment).unwrap(), Found::Tiny);
+    assert_eq!(found(Some("tiny"), &environment).unwrap(), Found::Tiny);
+    let text = message(&found(Some("builtin"), &environment).unwrap_err());
+    assert!(text.starts_with("no model found (builtin): this program was built without its model / build it with"), "{text}");
+    assert_eq!(Found::Tiny.conventions().unwrap(), Conventions { width: 256, height: 256, ..Conventions::klein() });
+
+    environment.built_in = Some(model);
+    assert_eq!(found(None, &environment).unwrap(), Found::BuiltIn(model));
+    assert_eq!(found(Some("builtin"), &environment).unwrap(), Found::BuiltIn(model));
+    assert_eq!(found(Some("tiny"), &environment).unwrap(), Found::Tiny);
+    let conventions = found(None, &environment).unwrap().conventions().unwrap();
+    assert_eq!((conventions.name.as_deref(), conventions.height), (Some("shapes"), 96));
+    assert!(!format!("{model:?}").contains("96"), "content is not shown");
+
+    // The cache goes before it, and a variable before the cache.
+    let cached = write_model(&scratch, "models--black-forest-labs--FLUX.2-klein-4B/snapshots/a");
+    let Found::Files(files) = found(None, &environment).unwrap() else { panic!() };
+    assert_eq!(files.transformer, cached.join("transformer"));
+    environment.kiln_model = Some("builtin".into());
+    assert_eq!(found(None, &environment).unwrap(), Found::BuiltIn(model));
+    environment.kiln_model = Some(write_model(&scratch, "own"));
+    let Found::Files(files) = found(None, &environment).unwrap() else { panic!() };
+    assert_eq!(files.transformer, scratch.path().join("own/transformer"));
+    assert_eq!(found(Some("builtin"), &environment).unwrap(), Found::BuiltIn(model));
+}
+
+#[test]
+fn a_model_without_files_has_no_parts_to_replace() {
+    let scratch = Scratch::new();
+    let part = Some(scratch.write("ae.safetensors", ""));
+    for name in ["tiny", "builtin"] {
+        static FILES: [(&str, &[u8]); 0] = [];
+        let built_in = Some(Embedded { files: &FILES });
+        let environment = Environment { built_in, ..Environment::default() };
+        let mut request = LocateRequest { model: Some(name.into()), vae: part.clone(), environment, ..LocateRequest::default() };
+        assert_eq!(locate(&request).unwrap_err().exit_code(), 2, "{name}");
+        // All three parts are a model, which goes before one that only a variable names.
+        (request.transformer, request.text_encoder) = (part.clone(), part.clone());
+        assert_eq!(locate(&request).unwrap_err().exit_code(), 2, "{name}");
+        request.environment.kiln_model = request.model.take();
+        assert_eq!(files(&request).origin, part.as_ref().unwrap().to_str().unwrap(), "{name}");
+    }
 }
 
 #[test]
@@ -176,7 +244,7 @@ fn cached_models_are_used_only_when_complete() {
     assert!(text.contains("(some/model): neither a folder nor in the Hugging Face cache ("), "{text}");
     let first = write_model(&scratch, "models--black-forest-labs--FLUX.2-klein-4B/snapshots/a");
     std::fs::remove_dir_all(first.join("vae")).unwrap();
-    assert_eq!(locate(&request(None)).unwrap(), Found::BuiltIn);
+    assert_eq!(locate(&request(None)).unwrap(), Found::Tiny);
     assert!(message(&locate(&request(Some("black-forest-labs/FLUX.2-klein-4B"))).unwrap_err()).contains("there is no vae"));
     let second = write_model(&scratch, "models--black-forest-labs--FLUX.2-klein-base-4B/snapshots/b");
     assert_eq!(files(&request(None)).transformer, second.join("transformer"));
@@ -186,6 +254,6 @@ fn cached_models_are_used_only_when_complete() {
         let weights = second.join("vae/diffusion_pytorch_model.safetensors");
         std::fs::remove_file(&weights).unwrap();
         std::os::unix::fs::symlink("../../../blobs/none", &weights).unwrap();
-        assert_eq!(locate(&request(None)).unwrap(), Found::BuiltIn);
+        assert_eq!(locate(&request(None)).unwrap(), Found::Tiny);
     }
 }

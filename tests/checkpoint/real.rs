@@ -2,7 +2,7 @@
 
 use super::{Described, Scratch, header_of};
 use kiln::checkpoint::{Part, Weights};
-use kiln::config::{TextConfig, TransformerConfig, VaeConfig, check_fit};
+use kiln::config::{Conventions, TextConfig, TransformerConfig, VaeConfig, check_fit};
 use kiln::error::{Error, Result};
 use kiln::names::{Layout, file_tensors, text_manifest, transformer_manifest, vae_manifest};
 use kiln::pipeline::Configs;
@@ -62,7 +62,7 @@ impl<'a> Model<'a> {
                 transformer_manifest(&transformer)
             }
             Part::TextEncoder => {
-                text = TextConfig::detect(&weights, None)?;
+                text = TextConfig::detect(&weights, None, &Conventions::klein())?;
                 text_manifest(&text)
             }
             Part::Vae => vae_manifest(&VaeConfig::detect(&weights, None)?),

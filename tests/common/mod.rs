@@ -125,14 +125,14 @@ pub fn cpu() -> Cpu {
     Cpu::new(0, Arc::new(AtomicBool::new(false))).unwrap()
 }
 
-/// The built-in tiny model on a backend.
+/// The tiny model on a backend.
 pub fn engine_on(backend: Box<dyn Backend>, variant: Variant, precision: Precision) -> Engine {
     engine_with(backend, variant, LoadOptions { precision, references: true, low_memory: false })
 }
 
 /// The same, loaded otherwise.
 pub fn engine_with(backend: Box<dyn Backend>, variant: Variant, options: LoadOptions) -> Engine {
-    let model = OpenModel::open(&Found::BuiltIn, Some(variant)).unwrap();
+    let model = OpenModel::open(&Found::Tiny, Some(variant)).unwrap();
     Engine::load(backend, model, options, &Silent).unwrap()
 }
 

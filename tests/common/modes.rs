@@ -3,7 +3,7 @@
 
 use super::{Goldens, Make, fixture, relative_l2, run, unit_image};
 use kiln::backend::{Backend, HostData, StepKey};
-use kiln::config::{HEAD_DIM, TransformerConfig, VaeConfig, Variant};
+use kiln::config::{Conventions, HEAD_DIM, TransformerConfig, VaeConfig, Variant};
 use kiln::dump::Record;
 use kiln::model::{ContextIn, Loader, References, StepInput, Transformer};
 use kiln::names::{Layout, Part, transformer_manifest, vae_manifest};
@@ -131,7 +131,7 @@ impl Case {
         };
         let parts = [model.weights(Part::Transformer).unwrap(), model.weights(Part::TextEncoder).unwrap(), vae];
         let tokenizer = Tokenizer::from_json(tiny::TOKENIZER, Path::new("tiny")).unwrap();
-        let model = OpenModel::check(parts, [None; 3], tokenizer, variant).unwrap();
+        let model = OpenModel::check(parts, [None; 3], tokenizer, variant, Conventions::klein()).unwrap();
         Engine::load(backend, model, LoadOptions { precision, references: true, low_memory: false }, &Silent).unwrap()
     }
 

@@ -31,18 +31,29 @@ impl Sandbox {
         Self(path)
     }
 
-    /// The program, cut off from whatever models this machine has.
+    /// The program, cut off from whatever models this machine has; where none is named, the tiny one is meant.
     pub fn command<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> Command {
         let mut command = self.wrapped(env!("CARGO_BIN_EXE_kiln"));
         command.args(args);
         command
     }
 
+    /// The program left to find a model by itself.
+    pub fn bare_command<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> Command {
+        let mut command = self.command(args);
+        command.env_remove("KILN_MODEL");
+        command
+    }
+
+    pub fn bare<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> Run {
+        Run::of(self.bare_command(args))
+    }
+
     /// The same for another program that will start ours.
     pub fn wrapped(&self, program: &str) -> Command {
         let mut command = Command::new(program);
-        command.current_dir(&self.0).env("HOME", &self.0);
-        for name in ["KILN_MODEL", "HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "RUST_BACKTRACE"] {
+        command.current_dir(&self.0).env("HOME", &self.0).env("KILN_MODEL", "tiny");
+        for name in ["HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "RUST_BACKTRACE"] {
             command.env_remove(name);
         }
         // The same machine for everyone: one without a GPU.

@@ -3,7 +3,7 @@
 use crate::{decode, fixture, fixtures, hashed};
 use kiln::checkpoint::Shard;
 use kiln::image::Image;
-use kiln::reference::{Reference, lanczos};
+use kiln::reference::{AREA_CAP, Reference, lanczos};
 use kiln::sequence::Pixels;
 use serde::Deserialize;
 
@@ -83,7 +83,7 @@ fn lanczos_equals_pillow_in_every_bit() {
 fn preparing_equals_the_pipeline_in_every_bit() {
     for case in cases().prepared {
         let png = source(case.seed, case.original).encode_png(&[]).unwrap();
-        let prepared = decode(&png).unwrap().prepare();
+        let prepared = decode(&png).unwrap().prepare(AREA_CAP);
         assert_eq!((prepared.original, prepared.resized), (case.original, case.resized));
         assert_eq!((prepared.width, prepared.height), case.size);
         // Whatever was prepared is a size the model takes.
@@ -100,7 +100,7 @@ fn the_sizes_of_the_specification() {
         [((605, 807), None, (592, 800), 1850), ((1500, 1000), Some((1254, 836)), (1248, 832), 4056)]
     {
         let png = Image { width: original.0, height: original.1, pixels: vec![7; original.0 * original.1 * 3] };
-        let prepared = decode(&png.encode_png(&[]).unwrap()).unwrap().prepare();
+        let prepared = decode(&png.encode_png(&[]).unwrap()).unwrap().prepare(AREA_CAP);
         assert_eq!((prepared.original, prepared.resized, (prepared.width, prepared.height)), (original, resized, size));
         assert_eq!(Pixels::new(size.0, size.1).unwrap().grid().tokens(), tokens);
         assert!(prepared.pixels.iter().all(|&v| v == 7));

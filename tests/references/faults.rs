@@ -3,7 +3,7 @@
 use crate::random::{Random, cases};
 use crate::{Chunk, decode, fixture, fixtures, jpeg_claiming, png, png_header, refusal};
 use kiln::image::Image;
-use kiln::reference::Reference;
+use kiln::reference::{AREA_CAP, Reference};
 use std::io::Write;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -206,7 +206,7 @@ fn sizes_the_model_does_not_take_are_refused_by_name() {
     }
     for (width, height) in [(64, 64), (64, 512), (512, 64), (65, 66)] {
         let image = Image { width, height, pixels: vec![9; width * height * 3] };
-        let prepared = decode(&image.encode_png(&[]).unwrap()).unwrap().prepare();
+        let prepared = decode(&image.encode_png(&[]).unwrap()).unwrap().prepare(AREA_CAP);
         assert_eq!((prepared.width, prepared.height), (width / 16 * 16, height / 16 * 16));
     }
     let jpeg = fixture("grey.jpg");

@@ -1,7 +1,7 @@
 //! Pictures, stage by stage: one cold, several warm.
 
 use super::super::request::GenerateRequest;
-use super::super::run::{Made, open, say_untrained};
+use super::super::run::{Made, open, say_which};
 use crate::error::{Error, Result};
 use crate::microbench::median;
 use crate::pipeline::{Engine, Job};
@@ -204,7 +204,7 @@ pub fn measure(
     stop: &Arc<AtomicBool>,
     terminal: &Terminal,
 ) -> Result<Report> {
-    say_untrained(request, terminal);
+    say_which(request, terminal);
     let (chosen, model) = open(request, stop)?;
     let mut cold = Times { open: Some(started.elapsed().as_secs_f64()), ..Times::default() };
     let made = Made::new(request, &model, &chosen);

@@ -1,0 +1,251 @@
+//! What no tensor and no `config.json` tells about a model: which layers of the text encoder it reads, how long its prompts are,
+//! and how its pictures are best made. FLUX.2 [klein] fixes these by convention; another model says them in a `kiln.json`
+//! beside its `model_index.json`, where whatever is left out is as in klein.
+
+use super::{ConfigFile, KLEIN_TEXT_LAYERS, KLEIN_TEXT_TOKENS, Variant};
+use crate::error::{Error, Result};
+use crate::reference::AREA_CAP;
+use crate::sequence::Pixels;
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
+/// Every key of a `kiln.json`.
+const KEYS: [&str; 9] =
+    ["name", "variant", "text_layers", "max_text_tokens", "width", "height", "steps", "guidance", "max_reference_pixels"];
+
+/// Longest name. It is shown in one line with other things.
+const MAX_NAME: usize = 64;
+
+/// The template around a prompt takes a dozen tokens; what is left has to be worth it. Four times the longest prompts of klein
+/// are a bound on the work.
+const TEXT_TOKENS: std::ops::RangeInclusive<usize> = 16..=2048;
+
+/// From the smallest picture to as much as there is memory for.
+const REFERENCE_PIXELS: std::ops::RangeInclusive<usize> = 64 * 64..=4 * AREA_CAP;
+
+/// A model's conventions.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Conventions {
+    /// The `kiln.json` they came from, if they are not all klein's.
+    pub path: Option<PathBuf>,
+    /// The model's name for people.
+    pub name: Option<String>,
+    /// How it was trained; left open, its files and their names tell.
+    pub variant: Option<Variant>,
+    /// Features are the text encoder's residual stream after so many layers.
+    pub text_layers: [usize; 3],
+    /// Tokens of a padded prompt.
+    pub max_text_tokens: usize,
+    /// Width of a picture where none is asked for.
+    pub width: usize,
+    /// Height of a picture where none is asked for.
+    pub height: usize,
+    /// Larger reference images are shrunk to so many pixels.
+    pub max_reference_pixels: usize,
+    /// Steps of its variant, where they are not klein's.
+    pub steps: Option<usize>,
+    /// Guidance of its variant, where it is not klein's.
+    pub guidance: Option<f32>,
+}
+
+impl Conventions {
+    /// Those of FLUX.2 [klein].
+    pub const fn klein() -> Self {
+        Self {
+            path: None,
+            name: None,
+            variant: None,
+            text_layers: KLEIN_TEXT_LAYERS,
+            max_text_tokens: KLEIN_TEXT_TOKENS,
+            width: 1024,
+            height: 1024,
+            max_reference_pixels: AREA_CAP,
+            steps: None,
+            guidance: None,
+        }
+    }
+
+    /// Reads a `kiln.json`.
+    pub fn read(path: &Path) -> Result<Self> {
+        Self::of(&ConfigFile::read(path)?).map_err(with_keys)
+    }
+
+    /// Reads the content of one; `path` is where it came from, for messages.
+    pub fn parse(path: &Path, text: &[u8]) -> Result<Self> {
+        Self::of(&ConfigFile::parse(path, text)?).map_err(with_keys)
+    }
+
+    fn of(file: &ConfigFile) -> Result<Self> {
+        if let Some(key) = file.keys().find(|key| !KEYS.contains(key)) {
+            let key: String = key.chars().take(MAX_NAME).collect();
+            return Err(Error::bad_file(file.path(), "invalid configuration", format!("unknown key `{}`", key.escape_debug())));
+        }
+        let klein = Self::klein();
+        let within = |key: &str, range: std::ops::RangeInclusive<usize>| {
+            let need = format!("a whole number from {} to {}", range.start(), range.end());
+            file.take(key, &need, |value| whole(value).filter(|n| range.contains(n)))
+        };
+        let layers = file.take("text_layers", "three whole numbers above 0, ascending", |value| {
+            let list: [usize; 3] = value.as_array()?.iter().map(whole).collect::<Option<Vec<_>>>()?.try_into().ok()?;
+            (list[0] > 0 && list[0] < list[1] && list[1] < list[2]).then_some(list)
+        })?;
+        let side = |key: &str| {
+            // A square of it is legal where the side is; whether both are, together with a prompt, is asked of every picture.
+            file.take(key, "a multiple of 16, at least 64", |value| whole(value).filter(|&n| Pixels::new(n, n).is_ok()))
+        };
+        Ok(Self {
+            path: Some(file.path().into()),
+            name: file.take("name", "a short text in one line", |value| {
+                let name = value.as_str()?;
+                let plain = !name.is_empty() && name.chars().count() <= MAX_NAME && !name.contains(char::is_control);
+                plain.then(|| name.into())
+            })?,
+            variant: file.take("variant", "distilled, base or kv", |value| value.as_str()?.parse().ok())?,
+            text_layers: layers.unwrap_or(klein.text_layers),
+            max_text_tokens: within("max_text_tokens", TEXT_TOKENS)?.unwrap_or(klein.max_text_tokens),
+            width: side("width")?.unwrap_or(klein.width),
+            height: side("height")?.unwrap_or(klein.height),
+            max_reference_pixels: within("max_reference_pixels", REFERENCE_PIXELS)?.unwrap_or(klein.max_reference_pixels),
+            steps: within("steps", 1..=1000)?,
+            guidance: file.take("guidance", "a number from 0 to 100", |value| {
+                value.as_f64().filter(|scale| (0.0..=100.0).contains(scale)).map(|scale| scale as f32)
+            })?,
+        })
+    }
+
+    /// Steps where none are asked for. What the file says is meant for the variant that it names.
+    pub fn steps(&self, variant: Variant) -> usize {
+        self.steps.filter(|_| self.is_for(variant)).unwrap_or(variant.default_steps())
+    }
+
+    /// Guidance where none is asked for.
+    pub fn guidance(&self, variant: Variant) -> f32 {
+        self.guidance.filter(|_| self.is_for(variant)).unwrap_or(variant.default_guidance())
+    }
+
+    fn is_for(&self, variant: Variant) -> bool {
+        self.variant.is_none_or(|own| own == variant)
+    }
+
+    /// Fails if the text encoder is not deep enough. `have` layers are in its files; `whole` were there before the files were cut
+    /// down to what is used, if that is known. The stream after the very last layer is no feature: where models are trained, it
+    /// has passed a norm by then.
+    pub(super) fn check_depth(&self, have: usize, whole: Option<usize>) -> Result<()> {
+        let (Some(path), [.., last]) = (&self.path, self.text_layers) else { return Ok(()) };
+        let detail = if last > have {
+            format!("`text_layers` ends with {last}, the text encoder's files have {have} layers")
+        } else if let Some(whole) = whole.filter(|whole| last >= *whole) {
+            format!("`text_layers` ends with {last}, which has to be less than the text encoder's {whole} layers")
+        } else {
+            return Ok(());
+        };
+        Err(with_keys(Error::bad_file(path, "configuration does not fit the weights", detail)))
+    }
+}
+
+fn whole(value: &Value) -> Option<usize> {
+    usize::try_from(value.as_u64()?).ok()
+}
+
+fn with_keys(error: Error) -> Error {
+    error.with_hint(format!("kiln.json may say {}; what it leaves out is as in klein", KEYS.join(", ")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<Conventions> {
+        Conventions::parse(Path::new("m/kiln.json"), text.as_bytes())
+    }
+
+    #[test]
+    fn what_is_left_out_is_as_in_klein() {
+        let path = Some(PathBuf::from("m/kiln.json"));
+        assert_eq!(parse("{}").unwrap(), Conventions { path: path.clone(), ..Conventions::klein() });
+        assert_eq!(parse(r#"{"steps": null, "width": null}"#).unwrap(), parse("{}").unwrap());
+        let found = parse(r#"{"height": 512, "guidance": 2}"#).unwrap();
+        assert_eq!((found.width, found.height, found.steps(Variant::Base)), (1024, 512, 50));
+        assert_eq!((found.guidance(Variant::Base), found.guidance(Variant::Kv)), (2.0, 2.0));
+        let all = r#"{"name": "shapes", "variant": "base", "text_layers": [1, 2, 4], "max_text_tokens": 64, "width": 256,
+            "height": 320, "steps": 7, "guidance": 2.5, "max_reference_pixels": 65536}"#;
+        let want = Conventions {
+            path,
+            name: Some("shapes".into()),
+            variant: Some(Variant::Base),
+            text_layers: [1, 2, 4],
+            max_text_tokens: 64,
+            width: 256,
+            height: 320,
+            max_reference_pixels: 65536,
+            steps: Some(7),
+            guidance: Some(2.5),
+        };
+        let found = parse(all).unwrap();
+        assert_eq!(found, want);
+        assert_eq!((found.steps(Variant::Base), found.guidance(Variant::Base)), (7, 2.5));
+        // Another variant was asked for: what the file says is not about it.
+        assert_eq!((found.steps(Variant::Distilled), found.guidance(Variant::Distilled)), (4, 1.0));
+    }
+
+    #[test]
+    fn bad_files_are_refused_by_key() {
+        for (text, detail) in [
+            ("", "EOF while parsing"),
+            ("[]", "not an object"),
+            ("{", "EOF while parsing"),
+            ("\u{feff}{}", "expected value"),
+            (r#"{"stpes": 4}"#, "unknown key `stpes`"),
+            (r#"{"\u001b[2J": 4}"#, r"unknown key `\u{1b}[2J`"),
+            (r#"{"name": ""}"#, "`name` is \"\", needed is a short text in one line"),
+            (r#"{"name": 7}"#, "`name` is 7, needed is"),
+            (r#"{"name": "a\nb"}"#, "`name` is"),
+            (r#"{"variant": "turbo"}"#, "`variant` is \"turbo\", needed is distilled, base or kv"),
+            (r#"{"text_layers": [1, 2]}"#, "`text_layers` is [1,2], needed is three whole numbers above 0, ascending"),
+            (r#"{"text_layers": [1, 2, 3, 4]}"#, "`text_layers` is"),
+            (r#"{"text_layers": [2, 2, 4]}"#, "`text_layers` is"),
+            (r#"{"text_layers": [4, 2, 1]}"#, "`text_layers` is"),
+            (r#"{"text_layers": [0, 2, 4]}"#, "`text_layers` is"),
+            (r#"{"text_layers": [1, 2.5, 4]}"#, "`text_layers` is"),
+            (r#"{"text_layers": [-1, 2, 4]}"#, "`text_layers` is"),
+            (r#"{"text_layers": 4}"#, "`text_layers` is 4"),
+            (r#"{"max_text_tokens": 0}"#, "`max_text_tokens` is 0, needed is a whole number from 16 to 2048"),
+            (r#"{"max_text_tokens": 100000}"#, "`max_text_tokens` is"),
+            (r#"{"width": 250}"#, "`width` is 250, needed is a multiple of 16, at least 64"),
+            (r#"{"width": 48}"#, "`width` is 48"),
+            (r#"{"height": 18446744073709551615}"#, "`height` is"),
+            (r#"{"height": "256"}"#, "`height` is \"256\""),
+            (r#"{"steps": 0}"#, "`steps` is 0, needed is a whole number from 1 to 1000"),
+            (r#"{"steps": 1e9}"#, "`steps` is"),
+            (r#"{"guidance": -1}"#, "`guidance` is -1, needed is a number from 0 to 100"),
+            (r#"{"guidance": 1e30}"#, "`guidance` is"),
+            (r#"{"max_reference_pixels": 100}"#, "`max_reference_pixels` is 100, needed is a whole number from 4096 to"),
+        ] {
+            let error = parse(text).unwrap_err();
+            let message = error.to_string();
+            assert!(message.contains(" (m/kiln.json): ") && message.contains(detail), "{text}: {message}");
+            assert_eq!(error.exit_code(), 3);
+            if text.starts_with('{') && text.len() > 1 {
+                assert!(error.hint().unwrap().starts_with("kiln.json may say name, variant, text_layers"), "{text}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_last_layer_read_is_not_the_last_there_is() {
+        let found = parse(r#"{"text_layers": [1, 2, 4]}"#).unwrap();
+        // Layers in the files, layers of the whole, fine.
+        for (have, whole, fine) in
+            [(5, Some(5), true), (4, None, true), (4, Some(5), true), (4, Some(4), false), (3, None, false), (3, Some(36), false)]
+        {
+            assert_eq!(found.check_depth(have, whole).is_ok(), fine, "{have} {whole:?}");
+        }
+        let error = found.check_depth(4, Some(4)).unwrap_err().to_string();
+        assert!(
+            error.contains("(m/kiln.json): `text_layers` ends with 4, which has to be less than the text encoder's 4 layers"),
+            "{error}"
+        );
+        // Where the file says nothing of it a missing layer is named as the tensor that is missing.
+        assert!(Conventions::klein().check_depth(3, None).is_ok());
+    }
+}

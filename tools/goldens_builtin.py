@@ -1,0 +1,161 @@
+#!/usr/bin/env python3
+"""Rebuild (or check) tests/fixtures/builtin.*: the built-in model, models/builtin, run by diffusers.
+
+One prompt and one edit of a reference image, with the weights that kiln ships. To be
+run again whenever those change. tools/goldens.py holds what is shared.
+
+    python tools/goldens_builtin.py            # write the fixtures
+    python tools/goldens_builtin.py --check    # recompute and compare, exit 1 on mismatch
+
+The reference runs in fp64 here, rounded to F32 when stored: on pictures as flat as these the group
+norms of PyTorch lose three digits in fp32, and kiln would be held to their errors.
+
+tests/fixtures/builtin.safetensors, F32 where not said otherwise:
+    noise                  [N, 128]    the initial noise of all cases, token order
+    <case>.token_ids   I32 [T]         what the text encoder is given
+    <case>.prompt_embeds   [T/8, 384]  every 8th of the rows
+    <case>.latents         [N, 128]    after the last step, still normalised
+    <case>.image       U16 [H/8, W/8, 3]  every 8th pixel of every 8th row, round(65535 * v)
+
+tests/fixtures/builtin.json:
+    versions, weights (the CRC-32 of each safetensors file), and the cases: prompt, size,
+    steps, the reference image if there is one, and how far the same pipeline in bf16 is
+    from fp64, as in goldens.json.
+
+A reference image is a disc on a plain background: pixel (y, x) has the disc's colour
+where (x - cx)^2 + (y - cy)^2 <= r^2.
+"""
+
+import functools
+import json
+import sys
+import zlib
+
+import numpy as np
+import PIL.Image
+import torch
+from diffusers import Flux2KleinPipeline
+from goldens import (
+    ERROR_KINDS,
+    PACKAGES,
+    ROOT,
+    Fixture,
+    Recorder,
+    as_arrays,
+    error_report,
+    package_versions,
+    rms,
+    run_tool,
+    to_bf16,
+    to_u16,
+)
+
+FOLDER = ROOT / "models" / "builtin"
+SEED = 7
+DISC = dict(width=256, height=256, cx=128, cy=128, r=58, colour=[214, 40, 40], background=[40, 80, 205])
+CASES = (
+    dict(name="prompt", prompt="a large red star on a blue background", reference=None),
+    dict(name="edit", prompt="make the circle green", reference=DISC),
+)
+
+
+@functools.cache
+def conventions():
+    """kiln.json: what klein fixes by convention and this model does otherwise."""
+    return json.loads((FOLDER / "kiln.json").read_text(encoding="utf-8"))
+
+
+def disc(reference):
+    y, x = np.mgrid[: reference["height"], : reference["width"]]
+    inside = (x - reference["cx"]) ** 2 + (y - reference["cy"]) ** 2 <= reference["r"] ** 2
+    pixels = np.where(inside[..., None], reference["colour"], reference["background"]).astype(np.uint8)
+    return PIL.Image.fromarray(pixels)
+
+
+def noise():
+    """The same for all cases and precisions."""
+    own = conventions()
+    shape = (1, 128, own["height"] // 16, own["width"] // 16)
+    return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(SEED))
+
+
+def run_case(pipe, case, exact_time=False):
+    """Every output of one case, at full size and precision."""
+    own = conventions()
+    recorder = Recorder(pipe, exact_time)
+    try:
+        returned = pipe(
+            prompt=case["prompt"],
+            image=None if case["reference"] is None else [disc(case["reference"])],
+            width=own["width"],
+            height=own["height"],
+            num_inference_steps=own["steps"],
+            guidance_scale=own["guidance"],
+            max_sequence_length=own["max_text_tokens"],
+            text_encoder_out_layers=tuple(own["text_layers"]),
+            latents=noise(),
+            output_type="np",
+            callback_on_step_end=recorder.on_step_end,
+            callback_on_step_end_tensor_inputs=["latents", "prompt_embeds"],
+        ).images[0]
+    finally:
+        recorder.close()
+    return dict(
+        noise=recorder.noise.float(),
+        token_ids=recorder.token_ids,
+        prompt_embeds=recorder.prompt_embeds.float(),
+        latents=recorder.latents.float(),
+        image=torch.from_numpy(np.ascontiguousarray(returned)).float(),
+    )
+
+
+def outputs(run):
+    return {name: run[name] for name in ("prompt_embeds", "latents", "image")}
+
+
+def stored(run):
+    return dict(
+        token_ids=run["token_ids"].to(torch.int32),
+        prompt_embeds=run["prompt_embeds"][::8],
+        latents=run["latents"],
+        image=to_u16(run["image"][::8, ::8]),
+    )
+
+
+def compute():
+    """Run everything. Returns the tensors, the summary and a printable report."""
+    own = conventions()
+    pipe = Flux2KleinPipeline.from_pretrained(FOLDER, dtype=torch.float64)
+    pipe.set_progress_bar_config(disable=True)
+    exact = [run_case(pipe, case) for case in CASES]
+    to_bf16(dict(transformer=pipe.transformer, vae=pipe.vae, text_encoder=pipe.text_encoder))
+    rounded = [run_case(pipe, case) for case in CASES]
+    timed = [run_case(pipe, case, exact_time=True) for case in CASES]
+
+    tensors, cases = {"noise": np.ascontiguousarray(exact[0]["noise"].numpy())}, []
+    report = ["case    output           rms     bf16      bf16 with exact times"]
+    for case, fp64, *bf16 in zip(CASES, exact, rounded, timed):
+        assert torch.equal(fp64["noise"], exact[0]["noise"])
+        assert len(fp64["token_ids"]) == own["max_text_tokens"]
+        assert all(torch.isfinite(value).all() for value in fp64.values()), case["name"]
+        errors = [error_report(outputs(run), outputs(fp64)) for run in bf16]
+        tensors.update(as_arrays(case["name"], stored(fp64)))
+        shape = {key: own[key] for key in ("width", "height", "steps")}
+        cases.append(case | shape | dict(zip(ERROR_KINDS, errors)))
+        for name, value in outputs(fp64).items():
+            report.append(f"{case['name']:<7} {name:<14} {rms(value):6.3f}  {errors[0][name]:.2e}  {errors[1][name]:.2e}")
+    files = sorted(FOLDER.rglob("*.safetensors"))
+    summary = dict(
+        versions=package_versions((*PACKAGES, "pillow")),
+        weights={path.relative_to(FOLDER).as_posix(): f"{zlib.crc32(path.read_bytes()):08x}" for path in files},
+        cases=cases,
+    )
+    return tensors, summary, "\n".join(report)
+
+
+def main():
+    return run_tool("Rebuild or check the fixtures of the built-in model.", Fixture.named("builtin"), compute, {})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
