@@ -181,7 +181,6 @@ fn full_score() {
 
 /// A sample of the score. Ten prompts say little about a per cent, so the musts are lowered.
 #[test]
-#[ignore = "the engine does not load models/builtin yet"]
 fn a_sample_of_the_score() {
     let fixture = fixture();
     let mut source = Source::Model(Box::new(Model::open(&model_folder())));

@@ -189,8 +189,10 @@ def save_part(folder, name, sd):
 
 
 def load_part(folder, name, module):
-    path = os.path.join(folder, name + ".safetensors")
-    if not os.path.exists(path):
+    """From a work folder's EMA weights, or from a model folder as export.py writes it."""
+    files = (name + ".safetensors", f"{name}/diffusion_pytorch_model.safetensors", f"{name}/model.safetensors")
+    path = next((p for p in (os.path.join(folder, f) for f in files) if os.path.exists(p)), None)
+    if path is None:
         return False
     sd = {k: v.float() if v.is_floating_point() else v for k, v in load_file(path).items()}
     missing, unexpected = module.load_state_dict(sd, strict=False)
