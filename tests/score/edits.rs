@@ -1,9 +1,8 @@
 //! Was the change made that an edit asks for, and was everything else left alone?
 
-use crate::judge::{is_background, judge};
+use crate::judge::{judge, share_of_background};
 use crate::regions::{Mask, grow, not, pixels};
-use crate::render::{Picture, background_of, mask_of, render};
-use crate::report::Share;
+use crate::render::{Picture, mask_of, render};
 use crate::world::Edit;
 
 /// How much further from the target than the autoencoder's own round trip the rest may be, in 255ths.
@@ -59,9 +58,8 @@ impl<'a> Task<'a> {
         let verdict = judge(result, &edit.target);
         let (made, found) = match (edit.kind.as_str(), edit.object) {
             ("remove", Some(i)) => {
-                let (gone, background) = (mask_of(&edit.references[0].objects[i]), background_of(&edit.target.background));
-                let there = (0..gone.len()).filter(|p| gone[*p]);
-                let clean = Share::of(there.map(|p| is_background(result.0[p], background[p])));
+                let gone = mask_of(&edit.references[0].objects[i]);
+                let clean = share_of_background(result, &edit.target.background, |p| gone[p]);
                 (clean.percent() >= 95.0, format!("{:.0} % of it is background", clean.percent()))
             }
             ("recolour" | "colourlike" | "reshape" | "add", Some(i)) => {
@@ -80,7 +78,7 @@ impl<'a> Task<'a> {
         let trip = mean_difference(trip, &self.target, &self.rest);
         // A small object can go and hardly change the mean.
         let mut others = verdict.objects.iter().enumerate().filter(|(i, _)| edit.kind == "remove" || Some(*i) != edit.object);
-        let there = edit.object.is_none() || others.all(|(_, o)| o.colour && o.place);
+        let there = others.all(|(_, o)| o.colour && o.place);
         EditVerdict { kind: edit.kind.clone(), made, kept: off <= trip + LEEWAY && there, off, trip, found }
     }
 }

@@ -40,7 +40,7 @@ pub struct Verdict {
 }
 
 /// Whether a pixel is a background's colour, in light or in shadow.
-pub fn is_background(pixel: [u8; 3], background: [f32; 3]) -> bool {
+fn is_background(pixel: [u8; 3], background: [f32; 3]) -> bool {
     SHADES.iter().any(|s| distance(pixel.map(f32::from), background.map(|v| v * s)) <= SAME)
 }
 
@@ -59,6 +59,17 @@ fn all_backgrounds() -> Vec<Background> {
         all.extend(["vertical", "horizontal", "diagonal"].map(|d| make("stripes", a, b, d)));
     }
     all
+}
+
+/// How much of a picture, where `counts` says so, is the background asked for.
+pub fn share_of_background(picture: &Picture, background: &Background, counts: impl Fn(usize) -> bool) -> Share {
+    let asked = background_of(background);
+    // A stripe's edge may be drawn some pixels off.
+    let even = |i: usize| {
+        let beside = [i.saturating_sub(4), i + 4, i.saturating_sub(4 * SIDE), i + 4 * SIDE];
+        background.kind != "stripes" || beside.iter().all(|&b| asked.get(b).is_none_or(|b| *b == asked[i]))
+    };
+    Share::of((0..SIDE * SIDE).filter(|&i| counts(i) && even(i)).map(|i| is_background(picture.0[i], asked[i])))
 }
 
 /// The background that most of a picture agrees with, of all there are.
@@ -198,14 +209,7 @@ pub fn judge(picture: &Picture, scene: &Scene) -> Verdict {
     for mask in own.iter().flatten().map(|mask| grow(mask, 3)) {
         pixels(&mask).for_each(|(x, y)| taken[y * SIDE + x] = true);
     }
-    let asked = background_of(&scene.background);
-    // A stripe's edge may be drawn some pixels off.
-    let even = |i: usize| {
-        let beside = [i.saturating_sub(4), i + 4, i.saturating_sub(4 * SIDE), i + 4 * SIDE];
-        scene.background.kind != "stripes" || beside.iter().all(|&b| asked.get(b).is_none_or(|b| *b == asked[i]))
-    };
-    let free = (0..SIDE * SIDE).filter(|&i| !taken[i] && even(i));
-    let clean = Share::of(free.map(|i| is_background(picture.0[i], asked[i])));
+    let clean = share_of_background(picture, &scene.background, |i| !taken[i]);
     let b = &background;
     let words = format!("{} {} {} {}, {:.1} % as asked, {extra} more", b.kind, b.direction, b.colour, b.colour2, clean.percent());
     Verdict { objects, background: background == scene.background && clean.percent() >= CLEAN && extra == 0, found: words }

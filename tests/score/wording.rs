@@ -76,7 +76,7 @@ fn fills(placeholder: char, words: &str) -> bool {
             let place = ["left", "right", "top", "bottom", "center", "centre", "middle"];
             place.iter().any(|p| list.contains(p)) && !has_shape && !has_background && list.len() <= 5
         }
-        'n' => !article(words) && has_shape && !has_background && list.len() <= 4,
+        'n' => !article(words) && has_shape && !has_background && (2..=4).contains(&list.len()),
         's' => SHAPES.contains(&words),
         't' => article(words) && has_shape && list.len() == 2,
         'c' => words == "grey" || PALETTE.iter().any(|(name, _)| *name == words),
