@@ -448,15 +448,11 @@ def make_pipeline(kind, components, distilled):
     return pipe
 
 
-def run_pipeline(pipe, case, exact_time, **arguments):
+def record(pipe, exact_time, **arguments):
+    """Runs a pipeline. Returns what it did on the way, and the image."""
     recorder = Recorder(pipe, exact_time)
     try:
         returned = pipe(
-            prompt=case.prompt,
-            width=case.width,
-            height=case.height,
-            num_inference_steps=case.steps,
-            generator=torch.Generator("cpu").manual_seed(case.seed),
             output_type="np",
             callback_on_step_end=recorder.on_step_end,
             callback_on_step_end_tensor_inputs=["latents", "prompt_embeds"],
@@ -464,6 +460,20 @@ def run_pipeline(pipe, case, exact_time, **arguments):
         ).images[0]
     finally:
         recorder.close()
+    return recorder, returned
+
+
+def run_pipeline(pipe, case, exact_time, **arguments):
+    recorder, returned = record(
+        pipe,
+        exact_time,
+        prompt=case.prompt,
+        width=case.width,
+        height=case.height,
+        num_inference_steps=case.steps,
+        generator=torch.Generator("cpu").manual_seed(case.seed),
+        **arguments,
+    )
     # In the dtype of the decoder, like the pipeline: in bf16 the sum is rounded.
     image = (recorder.decoded * 0.5 + 0.5).clamp(0, 1).permute(1, 2, 0).float()
     assert np.array_equal(image.numpy(), returned), "the pipeline maps the decoded image to [0, 1] differently"

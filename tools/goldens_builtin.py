@@ -40,10 +40,10 @@ from goldens import (
     PACKAGES,
     ROOT,
     Fixture,
-    Recorder,
     as_arrays,
     error_report,
     package_versions,
+    record,
     rms,
     run_tool,
     to_bf16,
@@ -82,24 +82,19 @@ def noise():
 def run_case(pipe, case, exact_time=False):
     """Every output of one case, at full size and precision."""
     own = conventions()
-    recorder = Recorder(pipe, exact_time)
-    try:
-        returned = pipe(
-            prompt=case["prompt"],
-            image=None if case["reference"] is None else [disc(case["reference"])],
-            width=own["width"],
-            height=own["height"],
-            num_inference_steps=own["steps"],
-            guidance_scale=own["guidance"],
-            max_sequence_length=own["max_text_tokens"],
-            text_encoder_out_layers=tuple(own["text_layers"]),
-            latents=noise(),
-            output_type="np",
-            callback_on_step_end=recorder.on_step_end,
-            callback_on_step_end_tensor_inputs=["latents", "prompt_embeds"],
-        ).images[0]
-    finally:
-        recorder.close()
+    recorder, returned = record(
+        pipe,
+        exact_time,
+        prompt=case["prompt"],
+        image=None if case["reference"] is None else [disc(case["reference"])],
+        width=own["width"],
+        height=own["height"],
+        num_inference_steps=own["steps"],
+        guidance_scale=own["guidance"],
+        max_sequence_length=own["max_text_tokens"],
+        text_encoder_out_layers=tuple(own["text_layers"]),
+        latents=noise(),
+    )
     return dict(
         noise=recorder.noise.float(),
         token_ids=recorder.token_ids,

@@ -312,6 +312,11 @@ pub struct ModelArgs {
 }
 
 impl ModelArgs {
+    /// Whether a model is asked for by its name, here or in the environment.
+    pub fn is_named(&self, environment: &Environment) -> bool {
+        self.model.is_some() || environment.kiln_model.is_some()
+    }
+
     /// What to look for, and where.
     pub fn request(&self, environment: Environment) -> LocateRequest {
         let Self { model, transformer, text_encoder, vae, tokenizer, .. } = self;

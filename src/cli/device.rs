@@ -83,8 +83,7 @@ pub fn doctor(args: DoctorArgs, environment: Environment, out: &mut dyn Write) -
             }
         }
     }
-    let named = args.model.model.is_some() || environment.kiln_model.is_some();
-    let found = if named { "" } else { "; no FLUX.2 model was found" };
+    let found = if args.model.is_named(&environment) { "" } else { "; no FLUX.2 model was found" };
     match locate(&args.model.request(environment)) {
         Ok(Found::BuiltIn(_)) => row("model", format!("{BUILT_IN}, part of this program, draws coloured shapes{found}")),
         Ok(Found::Tiny) => row("model", format!("{TINY}, made by this program, random and untrained{found}")),

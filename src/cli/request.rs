@@ -92,7 +92,7 @@ impl GenerateRequest {
         if let Some(negative) = &args.negative {
             check_length(negative.len())?;
         }
-        let named = args.model.model.is_some() || environment.kiln_model.is_some();
+        let named = args.model.is_named(&environment);
         let variant = args.model.variant.map(Variant::from);
         let found = locate(&args.model.request(environment))?;
         let conventions = found.conventions()?;

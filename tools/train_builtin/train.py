@@ -140,11 +140,21 @@ def cast(dev):
     return torch.autocast(dev, dtype=torch.bfloat16, enabled=dev == "cuda")
 
 
-def optimiser(params, lr, dev, wd=0.01, b2=0.99):
-    params = [p for p in params if p.requires_grad]
-    groups = [{"params": [p for p in params if p.ndim >= 2], "weight_decay": wd},
-              {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, b2), eps=1e-8, fused=dev == "cuda")
+class Adam:
+    """AdamW with clipped gradients and a learning rate that every step is given."""
+
+    def __init__(self, params, lr, dev, wd=0.01):
+        self.params = [p for p in params if p.requires_grad]
+        groups = [{"params": [p for p in self.params if p.ndim >= 2], "weight_decay": wd},
+                  {"params": [p for p in self.params if p.ndim < 2], "weight_decay": 0.0}]
+        self.adam = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.99), eps=1e-8, fused=dev == "cuda")
+        self.zero_grad, self.state_dict, self.load_state_dict = self.adam.zero_grad, self.adam.state_dict, self.adam.load_state_dict
+
+    def step(self, lr):
+        torch.nn.utils.clip_grad_norm_(self.params, 1.0)
+        for g in self.adam.param_groups:
+            g["lr"] = lr
+        self.adam.step()
 
 
 class Muon:
@@ -160,8 +170,7 @@ class Muon:
             taken |= {id(p) for p in ps}
             count = sum(p.numel() for p in ps) // width ** 2
             self.groups.append((width, ps, torch.zeros(count, width, width, device=dev)))
-        self.rest = [p for p in flow.parameters() if id(p) not in taken]
-        self.adam = optimiser(self.rest, lr, dev)
+        self.rest = Adam([p for p in flow.parameters() if id(p) not in taken], lr, dev)
 
     @staticmethod
     def squares(t, w):
@@ -170,10 +179,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, lr):
-        torch.nn.utils.clip_grad_norm_(self.rest, 1.0)
-        for g in self.adam.param_groups:
-            g["lr"] = lr
-        self.adam.step()
+        self.rest.step(lr)
         for w, ps, momentum in self.groups:
             grad = torch.cat([self.squares(p.grad, w) for p in ps])
             momentum.lerp_(grad, 0.05)
@@ -194,36 +200,23 @@ class Muon:
             torch._foreach_mul_(ps, 1 - 0.05 * lr)
             torch._foreach_sub_(ps, deltas)
 
-    def zero_grad(self, set_to_none=True):
-        self.adam.zero_grad(set_to_none=set_to_none)
+    def zero_grad(self):
+        self.rest.zero_grad()
         for _, ps, _ in self.groups:
             for p in ps:
                 p.grad = None
 
     def state_dict(self):
-        return {"adam": self.adam.state_dict(), "momentum": [m for _, _, m in self.groups]}
+        return {"adam": self.rest.state_dict(), "momentum": [m for _, _, m in self.groups]}
 
     def load_state_dict(self, s):
-        self.adam.load_state_dict(s["adam"])
+        self.rest.load_state_dict(s["adam"])
         for (_, _, m), v in zip(self.groups, s["momentum"]):
             m.copy_(v)
 
 
-class Adam:
-    def __init__(self, flow, lr, dev):
-        self.params = list(flow.parameters())
-        self.adam = optimiser(self.params, lr, dev)
-        self.zero_grad, self.state_dict, self.load_state_dict = self.adam.zero_grad, self.adam.state_dict, self.adam.load_state_dict
-
-    def step(self, lr):
-        torch.nn.utils.clip_grad_norm_(self.params, 1.0)
-        for g in self.adam.param_groups:
-            g["lr"] = lr
-        self.adam.step()
-
-
 def make_optimiser(a, flow, lr, dev):
-    return Muon(flow, lr, a.muon, dev) if a.muon else Adam(flow, lr, dev)
+    return Muon(flow, lr, a.muon, dev) if a.muon else Adam(flow.parameters(), lr, dev)
 
 
 # ---------------------------------------------------------------- VAE
@@ -233,14 +226,14 @@ def train_vae(a, dev):
     if dev == "cuda":
         vae = vae.to(memory_format=torch.channels_last)
     init_from(a, ["vae"], vae)
-    params = [p for p in vae.parameters()]
-    opt, ema = optimiser(params, a.lr or 1e-3, dev, wd=1e-4), Ema(vae, 0.998)
+    peak = a.lr or 1e-3
+    opt, ema = Adam(vae.parameters(), peak, dev, wd=1e-4), Ema(vae, 0.998)
     step, before = load_state(a, "vae", vae, opt, ema, dev)
     clock = Clock(a.minutes, a.total, before)
     data = C.loader(0, a.batch or 64, f"vae{a.seed}{step}", a.workers, captions=1)
     rend = renderer(a)
     enc, dec = compiled(a, vae._encode), compiled(a, lambda z: vae.decoder(vae.post_quant_conv(z)))
-    peak, first = a.lr or 1e-3, step
+    first = step
     while not clock.over(0.35 * a.reserve) and step - first < a.max_steps:
         _, _, ob, bg = next(data)
         with torch.no_grad():
@@ -261,12 +254,9 @@ def train_vae(a, dev):
         mse = (y - x).square().mean()
         beta = a.kl * min(1.0, 0.02 + clock.progress() / 0.3)
         loss = l1 + mse + 0.5 * (gx + gy) + beta * kl
-        for g in opt.param_groups:
-            g["lr"] = lr_at(clock, step, peak, 200)
-        opt.zero_grad(set_to_none=True)
+        opt.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(params, 1.0)
-        opt.step()
+        opt.step(lr_at(clock, step, peak, 200))
         ema.update(vae)
         step += 1
         if step % 20 == 0:
@@ -357,17 +347,17 @@ def token_weights(ob):
 @torch.no_grad()
 def channel_weights(vae, dev):
     """How strongly the picture follows each of a token's 128 values, as weights of the loss: square root, mean one."""
+    if dev != "cuda":
+        return torch.ones(128, device=dev)      # for trying it out; 128 pictures take minutes there
     rng = random.Random(3)
     tok = C.to_tokens(vae, world.render_scenes([world.sample_scene(rng, 2) for _ in range(8)], dev)).float()
     g = torch.Generator(device=dev).manual_seed(3)
     noise = 0.3 * torch.randn(tok.shape[:2], generator=g, device=dev)
     base, out = C.to_pictures(vae, tok), []
-    for c in range(128 if dev == "cuda" else 0):
+    for c in range(128):
         moved = tok.clone()
         moved[:, :, c] += noise
         out.append((C.to_pictures(vae, moved) - base).square().mean())
-    if not out:
-        return torch.ones(128, device=dev)
     w = torch.stack(out).sqrt()
     w = (w / w.mean()).clamp(0.3, 3.0)
     print("channel weights", " ".join(f"{v:.2f}" for v in w.sort().values[::16].tolist()), f"{w.max():.2f}", flush=True)
@@ -461,7 +451,7 @@ def train_flow(a, dev):
         ids, n, x0, refs, weight = pool.get(mode)
         ids, n = set_null(ids, n, null, 0.1)
         loss = loss_of(ids, n, x0, refs, weight, torch.randn_like(x0), draw_sigma(x0.shape[0], dev))
-        opt.zero_grad(set_to_none=True)
+        opt.zero_grad()
         loss.backward()
         opt.step(lr_at(clock, step, peak, 300))
         ema.update(flow)
@@ -530,7 +520,7 @@ def train_distil(a, dev):
         # the time given is blurred a little: engines round it in different ways
         t = (sig[k] + 0.002 * (2 * torch.rand(len(x), device=dev) - 1)).clamp(max=1.0)
         loss = loss_of(ids, n, x, refs, weight, end, t, sig[k])
-        opt.zero_grad(set_to_none=True)
+        opt.zero_grad()
         loss.backward()
         opt.step(lr_at(clock, step, peak, 100, floor=0.02, hold=0.3))
         ema.update(flow)
