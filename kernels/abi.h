@@ -248,7 +248,7 @@ typedef struct {
   KlMat out, extra;
   uint32_t epilogue;
   uint32_t first_row; /* of the weight */
-  uint32_t tiles;     /* of KL_MMA_COLS weight rows */
+  uint32_t tiles;     /* of columns */
   uint32_t unused;
 } KlGemmPart;
 
@@ -274,6 +274,42 @@ typedef struct {
   uint32_t share;
   uint32_t extra;
 } KlGemm;
+
+/* ---------------------------------------------------------------------------------------------- gemm_bf16_sm90.cu */
+
+/* Blocks that share an operand. */
+#define KL_SM90_CLUSTER 2u
+#define KL_SM90_INNER 64u
+/* Rows that a warp stores at once; with them 64 columns, or 32 or 16 where a tile is no multiple of those. */
+#define KL_SM90_STORE_ROWS 16u
+/* By the tile, rows x columns. */
+#define KL_SM90_THREADS_256X192 384u
+#define KL_SM90_THREADS_192X192 512u
+#define KL_SM90_THREADS_128X256 384u
+#define KL_SM90_THREADS_128X192 384u
+#define KL_SM90_THREADS_128X160 384u
+#define KL_SM90_SHARED_256X192 222448u
+#define KL_SM90_SHARED_192X192 222368u
+#define KL_SM90_SHARED_128X256 230592u
+#define KL_SM90_SHARED_128X192 230720u
+#define KL_SM90_SHARED_128X160 218448u
+
+/* As KlGemm; `row_tiles` and `col_tiles` of a stream are those of a cluster, which walks `group` of the rows before it goes on to the
+ * next columns. `out` has the maps of the parts. Of two workers that share a tile the first has `lean` rounds less than its share. */
+typedef struct {
+  KlTensorMap x[KL_STREAMS], w[KL_STREAMS], out[KL_STREAMS][KL_GEMM_PARTS];
+  KlGemmStream stream[KL_STREAMS];
+  uint32_t group[KL_STREAMS];
+  uint64_t left;
+  uint64_t flags;
+  uint32_t rounds;
+  uint32_t whole;
+  uint32_t share;
+  uint32_t extra;
+  uint32_t lean;
+  uint32_t spare;
+  uint64_t unused[6];
+} KlGemmSm90;
 
 /* ------------------------------------------------------------------------------------------------ selftest_sm90.cu */
 

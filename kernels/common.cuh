@@ -92,6 +92,13 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* from) {
   return v;
 }
 
+// Sixteen bytes of global memory, past the first cache, in the order in which they are asked for.
+__device__ __forceinline__ float4 load_uncached(const float4* from) {
+  float4 v;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from) : "memory");
+  return v;
+}
+
 // ------------------------------------------------------------------------------------------------------------- vectors
 
 constexpr int kVector = 8;  // values that one thread moves at once: 16 bytes of bf16

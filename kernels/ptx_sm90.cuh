@@ -1,12 +1,13 @@
-// One wrapper per instruction that Hopper added and C++ has no name for. Nothing else of ours contains assembly for it.
+// One wrapper per instruction that Hopper added and C++ has no name for. Nothing else of ours contains assembly for it. What lies in
+// shared memory is named by its address there (shared_address): half as many registers as a pointer.
 #pragma once
 
 #include "common.cuh"
 
 // ------------------------------------------------------------------------------------------------------------ barriers
 
-__device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
 // Makes initialised barriers visible to the copy engine and to the other blocks of the cluster.
@@ -15,12 +16,28 @@ __device__ __forceinline__ void fence_barrier_init() {
 }
 
 // Arrives, and says how many bytes the copy engine will bring before the phase is complete.
-__device__ __forceinline__ void barrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+__device__ __forceinline__ void barrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// At the same barrier of another block of the cluster. Says nothing about what this thread wrote: it is for having read.
+__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+      "}\n" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
 }
 
 // Waits for the end of the phase of that parity.
-__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   uint32_t done = 0;
   while (!done) {
     asm volatile(
@@ -30,7 +47,7 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
         "selp.u32 %0, 1, 0, p;\n"
         "}\n"
         : "=r"(done)
-        : "r"(shared_address(barrier)), "r"(parity)
+        : "r"(barrier), "r"(parity)
         : "memory");
   }
 }
@@ -38,12 +55,111 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
 // --------------------------------------------------------------------------------------------------------- copy engine
 
 // Copies a box of a matrix to shared memory; `barrier` counts the bytes.
-__device__ __forceinline__ void tma_load_2d(void* to, const KlTensorMap* map, int32_t col, int32_t row, uint64_t* barrier) {
+__device__ __forceinline__ void tma_load_2d(uint32_t to, const KlTensorMap* map, int32_t col, int32_t row, uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-          shared_address(to)),
-      "l"(map), "r"(col), "r"(row), "r"(shared_address(barrier))
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(map),
+      "r"(col), "r"(row), "r"(barrier)
       : "memory");
+}
+
+// The same, to the same place in every block of the cluster that `mask` names; each one's barrier counts the bytes.
+__device__ __forceinline__ void tma_load_2d_to_all(uint32_t to, const KlTensorMap* map, int32_t col, int32_t row, uint32_t barrier,
+                                                   uint16_t mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], "
+      "[%4], %5;" ::"r"(to),
+      "l"(map), "r"(col), "r"(row), "r"(barrier), "h"(mask)
+      : "memory");
+}
+
+// Copies a box to a matrix; what lies beyond its edges is left out. Writes of the threads come before it by `fence_shared_writes`.
+__device__ __forceinline__ void tma_store_2d(const KlTensorMap* map, uint32_t from, int32_t col, int32_t row) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];\n"
+      "cp.async.bulk.commit_group;" ::"l"(map),
+      "r"(col), "r"(row), "r"(from)
+      : "memory");
+}
+
+// Until all but so many of this thread's stores have read their boxes.
+template <int kLeft>
+__device__ __forceinline__ void tma_store_wait() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
+}
+
+// What threads wrote to shared memory comes before what the copy engine reads of it.
+__device__ __forceinline__ void fence_shared_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ __forceinline__ void prefetch_map(const KlTensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
+// ------------------------------------------------------------------------------------------------- warpgroup products
+
+// Writes to shared memory and registers come before the products that follow.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Until all but so many groups are done.
+template <int kLeft>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
+}
+
+// An operand in shared memory: rows of 128 bytes with the 128-byte swizzle, eight of them 1024 bytes after the eight before.
+__device__ __forceinline__ uint64_t wgmma_operand(uint32_t address) {
+  return (uint64_t{1} << 62) | (uint64_t{64} << 32) | (uint64_t{1} << 16) | ((address & 0x3ffff) >> 4);
+}
+
+#define KL_NAMES_64                                                                                                                \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, " \
+  "%27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
+  "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define KL_NAMES_80 KL_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define KL_NAMES_96 KL_NAMES_80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define KL_NAMES_128                                                                                                              \
+  KL_NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, " \
+              "%115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define KL_SUMS_4(i) "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3])
+#define KL_SUMS_16(i) KL_SUMS_4(i), KL_SUMS_4(i + 4), KL_SUMS_4(i + 8), KL_SUMS_4(i + 12)
+#define KL_SUMS_64(i) KL_SUMS_16(i), KL_SUMS_16(i + 16), KL_SUMS_16(i + 32), KL_SUMS_16(i + 48)
+#define KL_WGMMA(cols, names, left_name, right_name, add_name, ...)                                                       \
+  asm volatile(                                                                                                           \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %" #add_name ", 0;\n"                                                             \
+      "wgmma.mma_async.sync.aligned.m64n" #cols "k16.f32.bf16.bf16 {" names "}, %" #left_name ", %" #right_name            \
+      ", p, 1, 1, 0, 0;\n}\n"                                                                                             \
+      : __VA_ARGS__                                                                                                       \
+      : "l"(left), "l"(right), "r"(add))
+
+// sums (+)= left right^T: 64 rows by kCols columns, over 16 of the inner dimension. Without `add` what was there is dropped.
+template <int kCols>
+__device__ __forceinline__ void wgmma(float (&sums)[kCols / 2], uint64_t left, uint64_t right, uint32_t add) {
+  static_assert(kCols == 128 || kCols == 160 || kCols == 192 || kCols == 256, "no such width");
+  if constexpr (kCols == 256) {
+    KL_WGMMA(256, KL_NAMES_128, 128, 129, 130, KL_SUMS_64(0), KL_SUMS_64(64));
+  } else if constexpr (kCols == 192) {
+    KL_WGMMA(192, KL_NAMES_96, 96, 97, 98, KL_SUMS_64(0), KL_SUMS_16(64), KL_SUMS_16(80));
+  } else if constexpr (kCols == 160) {
+    KL_WGMMA(160, KL_NAMES_80, 80, 81, 82, KL_SUMS_64(0), KL_SUMS_16(64));
+  } else {
+    KL_WGMMA(128, KL_NAMES_64, 64, 65, 66, KL_SUMS_64(0));
+  }
+}
+
+// The calling warpgroup gives registers back, or takes what others gave.
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Brings a line as near as the cache.
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory"); }
+
+// Four 8x8 matrices of 16-bit values from registers to rows of 16 bytes, which the lanes name, eight for each matrix.
+__device__ __forceinline__ void store_matrices(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
 // ------------------------------------------------------------------------------------------------------------ clusters

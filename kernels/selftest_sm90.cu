@@ -16,16 +16,16 @@ KL_ENTRY(kl_selftest, KlSelftest, KL_SELFTEST_THREADS) {
   __shared__ alignas(1024) bf16 box[kTile * kTile];
   __shared__ alignas(8) uint64_t loaded;
   if (threadIdx.x == 0) {
-    barrier_init(&loaded, 1);
+    barrier_init(shared_address(&loaded), 1);
     fence_barrier_init();
   }
   __syncthreads();
   wait_for_previous_kernel();
   if (threadIdx.x == 0) {
-    barrier_arrive_expect(&loaded, kBoxBytes);
-    tma_load_2d(box, &p.x, blockIdx.x * kTile, blockIdx.y * kTile, &loaded);
+    barrier_arrive_expect(shared_address(&loaded), kBoxBytes);
+    tma_load_2d(shared_address(box), &p.x, blockIdx.x * kTile, blockIdx.y * kTile, shared_address(&loaded));
   }
-  barrier_wait(&loaded, 0);
+  barrier_wait(shared_address(&loaded), 0);
   cluster_sync();  // the partner's box is there, too
   const uint32_t partner = cluster_rank() ^ 1;
   const uint64_t row0 = static_cast<uint64_t>(blockIdx.y) * kTile, col0 = static_cast<uint64_t>(blockIdx.x ^ 1) * kTile;

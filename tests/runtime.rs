@@ -514,7 +514,7 @@ fn the_small_cases_launch_every_kernel() {
     let mut cuda = cuda(&StandIn::new(PLENTY), &Arc::default()).unwrap();
     assert!(cuda.launched().all(|(_, times)| times == 0));
     let mut weights = Arena::new(Region::Weights);
-    for choice in Choice::ALL {
+    for choice in Choice::all() {
         cuda.set_choice(choice);
         for case in ops::cases::all().iter().filter(|case| ops::is_within(ops::SMALL, &case.name)) {
             ops::run(&mut cuda, &mut weights, case, false, &mut Vec::new());

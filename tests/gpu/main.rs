@@ -184,7 +184,7 @@ fn unpoisoned() -> Cuda {
 
 /// The choices that force a tile.
 fn tiles() -> impl Iterator<Item = Choice> {
-    Choice::ALL.into_iter().filter(|choice| matches!(choice, Choice::Tile(_)))
+    Choice::all().filter(|choice| matches!(choice, Choice::Tile(_)))
 }
 
 fn is_product(name: &str) -> bool {

@@ -118,6 +118,10 @@ pub struct MapSpec {
 pub enum Swizzle {
     /// Not at all.
     None,
+    /// Within 32 bytes, by the third bit of the row.
+    Bytes32,
+    /// Within 64 bytes, by the second and third bit of the row.
+    Bytes64,
     /// Within 128 bytes, by the row's last three bits.
     Bytes128,
 }

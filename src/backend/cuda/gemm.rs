@@ -1,8 +1,10 @@
 //! Matrix products: on tensor cores where operands allow it, by the naive kernel elsewhere.
 
-use super::abi::{self, KlGemmPart, KlGemmStream, KlMat};
+use super::abi::{self, KlGemmPart, KlGemmStream, KlMat, KlTensorMap};
+use super::driver::{MapSpec, Swizzle};
 use super::launch::Kernel;
 use super::ops::{NONE, tiles};
+use super::tile::{self, Common, Deal, Size, Spec, Tile};
 use super::{Choice, Cuda, Linear, Projection};
 use crate::backend::RopeStyle;
 use crate::error::{Error, Result};
@@ -19,6 +21,10 @@ pub struct Job {
 
 const NO_PART: KlGemmPart = KlGemmPart { out: NONE, extra: NONE, epilogue: 0, first_row: 0, tiles: 0, unused: 0 };
 
+const NO_MAP: KlTensorMap = KlTensorMap { opaque: [0; 16] };
+
+const NO_MAPS: [KlTensorMap; abi::KL_STREAMS as usize] = [NO_MAP; abi::KL_STREAMS as usize];
+
 const NO_STREAM: KlGemmStream = KlGemmStream {
     x: NONE,
     w: NONE,
@@ -31,107 +37,33 @@ const NO_STREAM: KlGemmStream = KlGemmStream {
     eps: 0.0,
 };
 
-/// Rows of a tile on tensor cores.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Tile {
-    /// For a handful of rows.
-    Rows64,
-    /// For GPUs with little shared memory.
-    Rows128,
-    /// For the rest.
-    Rows256,
+/// Rows of the weight that a part takes.
+fn weight_rows(part: &KlGemmPart) -> u32 {
+    if part.epilogue == abi::KL_SWIGLU { 2 * part.out.cols } else { part.out.cols }
 }
 
-/// Most blocks that a multiprocessor runs at once, of any tile.
-pub(super) const RESIDENT: u32 = 3;
-
-impl Tile {
-    const ALL: [Self; 3] = [Self::Rows64, Self::Rows128, Self::Rows256];
-
-    pub(super) const fn rows(self) -> u32 {
-        match self {
-            Self::Rows64 => 64,
-            Self::Rows128 => 128,
-            Self::Rows256 => 256,
-        }
-    }
-
-    const fn kernel(self) -> Kernel {
-        match self {
-            Self::Rows64 => Kernel::GemmMma64,
-            Self::Rows128 => Kernel::GemmMma128,
-            Self::Rows256 => Kernel::GemmMma256,
-        }
-    }
-
-    /// How much of the inner dimension is a round.
-    const fn inner(self) -> u32 {
-        match self {
-            Self::Rows64 => abi::KL_MMA_INNER_64,
-            Self::Rows128 => abi::KL_MMA_INNER_128,
-            Self::Rows256 => abi::KL_MMA_INNER_256,
-        }
-    }
-
-    /// Blocks of it that a multiprocessor runs at once.
-    const fn resident(self) -> u32 {
-        match self {
-            Self::Rows64 => RESIDENT,
-            Self::Rows128 => 2,
-            Self::Rows256 => 1,
-        }
-    }
-
-    /// Time for as much work, as measured: small tiles load each operand more often.
-    const fn slowness(self) -> u64 {
-        match self {
-            Self::Rows64 | Self::Rows128 => 115,
-            Self::Rows256 => 100,
-        }
-    }
-}
-
-/// How tiles are dealt out: so many to blocks of their own, the rest shared by workers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Deal {
-    whole: u32,
-    workers: u32,
-}
-
-/// Deals `tiles` of `rounds` each to as many blocks as run at once. Rather than leave a last round of blocks half empty, the last two
-/// are shared.
-pub fn deal(tiles: u32, rounds: u32, slots: u32) -> Deal {
-    /// Below this a worker's share is not worth starting it.
-    const LEAST_ROUNDS: u64 = 4;
-    let full = tiles / slots.max(1);
-    let shared = tiles - full.saturating_sub(1) * slots;
-    let workers = (u64::from(shared) * u64::from(rounds) / LEAST_ROUNDS).min(u64::from(slots)) as u32;
-    let even = tiles.is_multiple_of(slots.max(1));
-    if even || (full == 0 && workers <= tiles) {
-        Deal { whole: tiles, workers: 0 }
+/// Columns of a result that a warp of Hopper's kernel stores at once, of a tile with so many.
+const fn stored_cols(cols: u32) -> u32 {
+    if cols.is_multiple_of(64) {
+        64
+    } else if cols.is_multiple_of(32) {
+        32
     } else {
-        Deal { whole: tiles - shared, workers }
+        16
     }
 }
 
-/// The tile for products of so many rows, each with so many tiles of columns, over an inner dimension of `inner`: the one that keeps a
-/// multiprocessor busy for the least time.
-pub fn pick_tile(products: &[(u32, u32)], inner: u32, multiprocessors: u32, can: impl Fn(Tile) -> bool) -> Tile {
-    let multiprocessors = multiprocessors.max(1);
-    let cost = |tile: Tile| {
-        let tiles: u32 = products.iter().map(|(rows, cols)| rows.div_ceil(tile.rows()) * cols).sum();
-        let slots = tile.resident() * multiprocessors;
-        let Deal { whole, workers } = deal(tiles, inner.div_ceil(tile.inner()), slots);
-        let one = u64::from(inner) * u64::from(tile.rows()) * tile.slowness();
-        if workers == 0 {
-            // The last round of blocks takes as long as a full one.
-            return u64::from(tiles.div_ceil(slots) * tile.resident()) * one;
-        }
-        // Adding up what workers leave takes a fixed time and some for each row, as measured.
-        let parts = u64::from(workers / (tiles - whole).max(1));
-        u64::from(tiles) * one / u64::from(multiprocessors) + parts * u64::from(128 + tile.rows()) * 64 * 100
-    };
-    Tile::ALL.into_iter().rev().filter(|&tile| can(tile)).min_by_key(|&tile| cost(tile)).unwrap_or(Tile::Rows128)
+/// Whether Hopper's kernel can do a stream with such tiles: results in bf16 that the copy engine can store, whole heads.
+fn on_hopper(stream: &KlGemmStream, tile: Spec) -> bool {
+    let in_pairs = |m: &KlMat| m.data == 0 || m.dtype == abi::KL_BF16 && m.data.is_multiple_of(4);
+    stream.part.iter().filter(|part| part.out.data != 0).all(|part| {
+        let fits = match part.epilogue {
+            abi::KL_HEADS => tile.cols.is_multiple_of(abi::KL_MMA_COLS),
+            abi::KL_GATE_RESIDUAL => in_pairs(&part.extra),
+            _ => true,
+        };
+        fits && aligned(&part.out)
+    })
 }
 
 /// Whether an operand can be copied sixteen bytes at a time, from 32-bit offsets.
@@ -182,11 +114,9 @@ impl Cuda {
         if self.choice == Choice::Naive || !aligned(&x) || !aligned(&w) || !matches!(job.out.dtype, DType::Bf16 | DType::F32) {
             return Ok(None);
         }
-        let width = if job.epilogue == abi::KL_SWIGLU { abi::KL_MMA_COLS / 2 } else { abi::KL_MMA_COLS };
-        let out = self.mat(job.out, op)?;
-        let tiles = out.cols.div_ceil(width);
-        let mut stream = KlGemmStream { x, w, bias: self.mat_if(job.w.bias, op)?, col_tiles: tiles, ..NO_STREAM };
-        stream.part[0] = KlGemmPart { out, extra: self.mat_if(job.gate, op)?, epilogue: job.epilogue, tiles, ..NO_PART };
+        let mut stream = KlGemmStream { x, w, bias: self.mat_if(job.w.bias, op)?, ..NO_STREAM };
+        stream.part[0] =
+            KlGemmPart { out: self.mat(job.out, op)?, extra: self.mat_if(job.gate, op)?, epilogue: job.epilogue, ..NO_PART };
         Ok(Some(stream))
     }
 
@@ -204,31 +134,70 @@ impl Cuda {
     }
 
     fn launch_gemm(&self, streams: &[KlGemmStream]) -> Result<()> {
-        let sizes: Vec<(u32, u32)> = streams.iter().map(|s| (s.x.rows, s.col_tiles)).collect();
+        let size = |s: &KlGemmStream| Size { rows: s.x.rows, parts: s.part.iter().map(weight_rows).collect() };
+        let sizes: Vec<Size> = streams.iter().map(size).collect();
         let (multiprocessors, inner) = (self.device().multiprocessors, streams.iter().map(|s| s.x.cols).max().unwrap_or(0));
-        let can = |tile: Tile| self.kernels.has(tile.kernel());
-        let tile = match self.choice {
-            Choice::Tile(tile) if can(tile) => tile,
-            _ => pick_tile(&sizes, inner, multiprocessors, can),
-        };
-        let (flags, left) = self.left();
-        let rounds = inner.div_ceil(tile.inner());
-        let mut p =
-            abi::KlGemm { stream: [NO_STREAM; abi::KL_STREAMS as usize], left, flags, rounds, whole: 0, share: 0, extra: 0 };
-        for (to, s) in p.stream.iter_mut().zip(streams) {
-            *to = KlGemmStream { row_tiles: s.x.rows.div_ceil(tile.rows()), ..*s };
-        }
-        let tiles = p.stream.iter().map(|s| s.row_tiles * s.col_tiles).sum();
-        // Shares are counted in rounds, of which all tiles must have as many.
         let alike = streams.iter().all(|s| s.x.cols == inner);
-        let dealt =
-            if alike { deal(tiles, rounds, tile.resident() * multiprocessors) } else { Deal { whole: tiles, workers: 0 } };
-        let shared = (tiles - dealt.whole) * rounds;
-        p.whole = dealt.whole;
+        let can = |tile: Tile| {
+            let fits = !tile.is_hopper() || alike && streams.iter().all(|s| on_hopper(s, tile.spec()));
+            fits && self.kernels.has(tile.spec().kernel)
+        };
+        let plan = match self.choice {
+            Choice::Tile(tile) if can(tile) => tile::plan(&sizes, inner, alike, multiprocessors, |t| t == tile),
+            _ => tile::plan(&sizes, inner, alike, multiprocessors, can),
+        };
+        let Spec { rows, cols, inner: step, kernel, cluster, .. } = plan.tile.spec();
+        let rounds = inner.div_ceil(step);
+        let mut stream = [NO_STREAM; abi::KL_STREAMS as usize];
+        for (to, s) in stream.iter_mut().zip(streams) {
+            *to = *s;
+            to.part.iter_mut().for_each(|part| part.tiles = weight_rows(part).div_ceil(cols));
+            to.col_tiles = to.part.iter().map(|part| part.tiles).sum();
+            to.row_tiles = s.x.rows.div_ceil(rows);
+            match cluster {
+                None => {}
+                Some(Common::Rows) => to.col_tiles = to.col_tiles.div_ceil(abi::KL_SM90_CLUSTER),
+                Some(Common::Cols) => to.row_tiles = to.row_tiles.div_ceil(abi::KL_SM90_CLUSTER),
+            }
+        }
+        let Deal { whole, workers } = plan.deal;
+        let tiles: u32 = stream.iter().map(|s| s.row_tiles * s.col_tiles).sum();
+        let shared = (tiles - whole) * rounds;
         // Without workers there is nothing to share.
-        p.share = shared.checked_div(dealt.workers).unwrap_or(0);
-        p.extra = shared.checked_rem(dealt.workers).unwrap_or(0);
-        self.kernels.launch(tile.kernel(), [dealt.whole + dealt.workers, 1, 1], &p)
+        let (share, extra) = (shared.checked_div(workers).unwrap_or(0), shared.checked_rem(workers).unwrap_or(0));
+        let (flags, left) = self.left();
+        let Some(common) = cluster else {
+            let p = abi::KlGemm { stream, left, flags, rounds, whole, share, extra };
+            return self.kernels.launch(kernel, [whole + workers, 1, 1], &p);
+        };
+        let group = stream.map(|s| tile::group(plan.tile, s.row_tiles));
+        let (x, w, out, unused) = (NO_MAPS, NO_MAPS, [[NO_MAP; abi::KL_GEMM_PARTS as usize]; abi::KL_STREAMS as usize], [0; 6]);
+        let lean = plan.lean(tiles);
+        let mut p = abi::KlGemmSm90 { x, w, out, stream, group, left, flags, rounds, whole, share, extra, lean, spare: 0, unused };
+        // What both blocks of a cluster need, each copies one half of; weight rows come in halves in any case.
+        let x_rows = if common == Common::Rows { rows / abi::KL_SM90_CLUSTER } else { rows };
+        for (i, s) in stream.iter().enumerate().take(streams.len()) {
+            p.x[i] = self.box_map(&s.x, [step, x_rows])?;
+            p.w[i] = self.box_map(&s.w, [step, cols / 2])?;
+            for (map, part) in p.out[i].iter_mut().zip(&s.part).filter(|(_, part)| part.out.data != 0) {
+                let width = if part.epilogue == abi::KL_SWIGLU { cols / 2 } else { cols };
+                *map = self.box_map(&part.out, [stored_cols(width), abi::KL_SM90_STORE_ROWS])?;
+            }
+        }
+        let slots = (multiprocessors / abi::KL_SM90_CLUSTER).max(1);
+        let clusters = if workers > 0 { workers } else { tiles.min(slots) };
+        self.kernels.launch(kernel, [clusters * abi::KL_SM90_CLUSTER, 1, 1], &p)
+    }
+
+    /// How the copy engine takes boxes of so many columns and rows from a matrix, and puts them there.
+    fn box_map(&self, m: &KlMat, tile: [u32; 2]) -> Result<KlTensorMap> {
+        let swizzle = match tile[0] {
+            64 => Swizzle::Bytes128,
+            32 => Swizzle::Bytes64,
+            _ => Swizzle::Bytes32,
+        };
+        let (size, pitch) = ([u64::from(m.cols), u64::from(m.rows)], m.stride * DType::Bf16.size() as u64);
+        self.kernels.tensor_map(MapSpec { address: m.data, dtype: DType::Bf16, size, pitch, tile, swizzle })
     }
 
     /// Attention inputs: on tensor cores in one launch, queries and keys normalised and rotated before they are stored; elsewhere as
@@ -257,11 +226,8 @@ impl Cuda {
         for (out, (epilogue, norm)) in outs.into_iter().zip(kinds) {
             let (Some(out), Some(part)) = (out, out.and_then(|_| parts.next())) else { continue };
             let (out, extra) = (self.mat(out, op)?, self.mat_if(norm, op)?);
-            let rows = if epilogue == abi::KL_SWIGLU { 2 * out.cols } else { out.cols };
-            let tiles = rows.div_ceil(abi::KL_MMA_COLS);
-            *part = KlGemmPart { out, extra, epilogue, first_row, tiles, unused: 0 };
-            first_row += rows;
-            stream.col_tiles += tiles;
+            *part = KlGemmPart { out, extra, epilogue, first_row, ..NO_PART };
+            first_row += weight_rows(part);
         }
         Ok(Some(stream))
     }
@@ -304,48 +270,5 @@ impl Cuda {
         let most = p.part.iter().map(|h| h.x.cols / p.head_dim).max().unwrap_or(0);
         let grid = [rows.div_ceil(abi::KL_NORM_THREADS / 32), most.div_ceil(abi::KL_HEADS_PER_WARP), 1];
         self.kernels.launch(Kernel::HeadNorm, grid, &p)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn tiles_fit_the_product() {
-        let h200 = |products: &[(u32, u32)], inner| pick_tile(products, inner, 132, |_| true);
-        // A single block of klein 4B at 1024x1024 and its output projection; both streams of a double block.
-        assert_eq!(h200(&[(4608, 216)], 3072), Tile::Rows256);
-        assert_eq!(h200(&[(4608, 24)], 12288), Tile::Rows256);
-        assert_eq!(h200(&[(512, 72), (4096, 72)], 3072), Tile::Rows256);
-        // The text encoder's 512 rows: few tiles, but a long inner dimension to share.
-        assert_eq!(h200(&[(512, 20)], 9728), Tile::Rows256);
-        // The last layer is so narrow that adding up would take longer than the product.
-        assert_eq!(h200(&[(4608, 1)], 3072), Tile::Rows64);
-        // A handful of rows, as modulations have.
-        assert_eq!(h200(&[(5, 144)], 3072), Tile::Rows64);
-        assert_eq!(h200(&[], 0), Tile::Rows256);
-        // Without room for the large tile.
-        assert_eq!(pick_tile(&[(4608, 216)], 3072, 128, |tile| tile != Tile::Rows256), Tile::Rows128);
-        assert_eq!(pick_tile(&[(4608, 216)], 3072, 0, |_| false), Tile::Rows128);
-    }
-
-    #[test]
-    fn every_round_is_dealt_once() {
-        // Even, no more than fits, too short to share: everyone has a tile.
-        assert_eq!(deal(264, 48, 132), Deal { whole: 264, workers: 0 });
-        assert_eq!(deal(40, 2, 132), Deal { whole: 40, workers: 0 });
-        assert_eq!(deal(0, 48, 132), Deal { whole: 0, workers: 0 });
-        // Three rounds of blocks and a quarter: two are whole.
-        assert_eq!(deal(432, 48, 132), Deal { whole: 264, workers: 132 });
-        assert_eq!(deal(40, 152, 132), Deal { whole: 0, workers: 132 });
-        // At least four rounds each.
-        assert_eq!(deal(40, 8, 132), Deal { whole: 0, workers: 80 });
-        for (tiles, rounds, slots) in [(1, 1, 1), (1, 96, 264), (7, 5, 3), (133, 48, 132), (10_000, 3, 132), (395, 7, 396)] {
-            let Deal { whole, workers } = deal(tiles, rounds, slots);
-            assert!(workers <= slots && whole <= tiles && (workers > 0 || whole == tiles), "{tiles} {rounds} {slots}");
-            // A share is never empty.
-            assert!(workers == 0 || (tiles - whole) * rounds >= workers);
-        }
     }
 }

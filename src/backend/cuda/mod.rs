@@ -11,11 +11,12 @@ mod ops;
 mod selftest;
 mod staging;
 mod system;
+mod tile;
 
-pub use gemm::Tile;
 pub use launch::{ARCHS, Images, Kernel, NVCC};
 pub use ops::kernels_of;
 pub use system::{System, devices};
+pub use tile::Tile;
 
 use super::{Backend, HostData, Linear, Op, Projection, Role, StepKey, WeightPart};
 use crate::error::{Error, Result};
@@ -39,14 +40,15 @@ struct Scratch {
 impl Scratch {
     const PARTIALS: u64 = abi::KL_PARTIALS as u64 * abi::KL_GROUPS as u64 * 16;
 
-    /// A word for each of at most [`gemm::RESIDENT`] blocks of a multiprocessor.
+    /// A word for each of the blocks of a multiprocessor, or for each warp of its only one.
     fn words(self) -> u64 {
-        (self.multiprocessors * u64::from(gemm::RESIDENT) * 4).next_multiple_of(ALIGN)
+        (self.multiprocessors * u64::from(tile::RESIDENT.max(tile::WARPS)) * 4).next_multiple_of(ALIGN)
     }
 
-    /// No tile has more rows in all blocks of a multiprocessor than the largest has in one.
+    /// No tile has more sums in all blocks of a multiprocessor than the largest has in one.
     fn sums(self) -> u64 {
-        self.multiprocessors * u64::from(gemm::Tile::Rows256.rows() * abi::KL_MMA_COLS) * 4
+        let largest = Tile::ALL.map(|tile| tile.spec()).map(|tile| tile.rows * tile.cols * tile.resident).into_iter().max();
+        self.multiprocessors * u64::from(largest.unwrap_or(0)) * 4
     }
 
     fn bytes(self) -> u64 {
@@ -91,8 +93,9 @@ pub enum Choice {
 
 impl Choice {
     /// All of them.
-    pub const ALL: [Self; 5] =
-        [Self::Best, Self::Naive, Self::Tile(Tile::Rows64), Self::Tile(Tile::Rows128), Self::Tile(Tile::Rows256)];
+    pub fn all() -> impl Iterator<Item = Self> {
+        [Self::Best, Self::Naive].into_iter().chain(Tile::ALL.map(Self::Tile))
+    }
 }
 
 /// What is known of a step.

@@ -3,9 +3,9 @@
 
 use super::super::{Access, Conv, GatedProduct, GroupNorm, KeyValues, LatentStats, Op, Product, Sampling};
 use super::abi::{self, KlMat};
-use super::gemm::{Job, Tile, aligned};
+use super::gemm::{Job, aligned};
 use super::launch::Kernel;
-use super::{Choice, Cuda, Rows};
+use super::{Choice, Cuda, Rows, Tile};
 use crate::error::{Error, Result};
 use crate::tensor::{DType, Region, Tensor};
 
@@ -104,12 +104,25 @@ pub fn kernels_of(op: &str) -> &'static [Kernel] {
         "copy" | "silu" => &[Kernel::Map],
         "rms_norm" => &RMS_NORMS,
         "layer_norm_modulate" => &LAYER_NORMS,
-        "linear" | "linear_swiglu" | "linear_gate_residual" => {
-            &[Kernel::GemmMma256, Kernel::GemmMma128, Kernel::GemmMma64, Kernel::NaiveProduct]
-        }
-        "qkv_norm_rope" | "qkv_mlp" => {
-            &[Kernel::GemmMma256, Kernel::GemmMma128, Kernel::GemmMma64, Kernel::NaiveProduct, Kernel::HeadNorm]
-        }
+        "linear" | "linear_swiglu" | "linear_gate_residual" => &[
+            Kernel::GemmSm90Large,
+            Kernel::GemmSm90Square,
+            Kernel::GemmSm90Wide,
+            Kernel::GemmSm90Medium,
+            Kernel::GemmSm90Narrow,
+            Kernel::GemmMma256,
+            Kernel::GemmMma128,
+            Kernel::GemmMma64,
+            Kernel::NaiveProduct,
+        ],
+        "qkv_norm_rope" | "qkv_mlp" => &[
+            Kernel::GemmSm90Wide,
+            Kernel::GemmMma256,
+            Kernel::GemmMma128,
+            Kernel::GemmMma64,
+            Kernel::NaiveProduct,
+            Kernel::HeadNorm,
+        ],
         "attention" | "attention_causal" => {
             &[Kernel::AttentionMma, Kernel::AttentionWide64, Kernel::AttentionWide32, Kernel::NaiveAttention]
         }
@@ -291,9 +304,9 @@ impl Cuda {
             return stats.map_or(Ok(()), |stats| self.group_stats(op, p.out, stats));
         }
         let cols = p.out.cols.div_ceil(abi::KL_MMA_COLS);
-        let large = self.takes_large(Kernel::ConvMma256, p.out.rows.div_ceil(Tile::Rows256.rows()) * cols);
+        let large = self.takes_large(Kernel::ConvMma256, p.out.rows.div_ceil(Tile::Rows256.spec().rows) * cols);
         let (kernel, tile) = if large { (Kernel::ConvMma256, Tile::Rows256) } else { (Kernel::ConvMma128, Tile::Rows128) };
-        (p.row_tiles, p.partials) = (p.out.rows.div_ceil(tile.rows()), self.left().1);
+        (p.row_tiles, p.partials) = (p.out.rows.div_ceil(tile.spec().rows), self.left().1);
         // With statistics on the way where tiles are whole, groups divide them and there is room for every tile's share.
         let on_the_way = |stats: &KlMat| {
             let room = u64::from(p.row_tiles) * u64::from(stats.rows) * 16 <= self.scratch_size().sums();

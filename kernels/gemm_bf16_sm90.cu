@@ -1,0 +1,541 @@
+// Products on Hopper: what kl_gemm_mma does (see there for the epilogues), by the copy engine and whole warpgroups.
+//
+//   kl_gemm_bf16_sm90_256x192, ...   out = epilogue(x w^T + bias), bf16, f32 sums; tiles of so many rows by so many columns
+//
+// Bound: tensor cores, and with large products the power they draw: at 700 W the clock falls until the energy of a product, not its
+// cycles, decides how long it takes. Most of what can be saved is bytes moved to the multiprocessors, hence tiles as large as the
+// registers hold and operands that two blocks share.
+// Needs: what kl_gemm_mma needs; bf16 results at 16-byte addresses with strides that are multiples of 8; heads of 128 in tiles of 128
+// or 256 columns; one inner dimension for all streams.
+//
+// As many blocks as multiprocessors stay for the whole product. Of a block one thread copies: 64 of the inner dimension of both
+// operands at a time, into a ring of stages. Two or three warpgroups multiply out of it, 64 or 128 rows each, and each warp stores its
+// own sixteen rows by the copy engine. Meanwhile the ring fills for the next tile. Two blocks are a cluster: they have rows or columns in
+// common, and each copies one half of those for both.
+//
+// Tiles are dealt out as kl_gemm_mma does, with clusters for blocks: see there for what workers leave for each other.
+//
+// Swiglu has gates in the left half of a tile and ups in the right, so that a thread has both in its registers. So it has both
+// elements of a pair in heads, whether they are neighbours or 64 apart.
+#include "mma.cuh"
+#include "ptx_sm90.cuh"
+
+enum class Common { kRows, kCols };
+
+// Columns that a warp stores at once, of a tile with so many.
+__host__ __device__ constexpr int store_cols(int cols) {
+  return cols % 64 == 0 ? 64 : cols % 32 == 0 ? 32 : 16;
+}
+
+// kGroups warpgroups of 64 kM x kCols, one below the other, make a tile.
+template <int kGroups_, int kM_, int kCols_, int kStages_, Common kCommon_>
+struct Shape {
+  static constexpr int kGroups = kGroups_, kWarps = 4 * kGroups, kThreads = 128 * (1 + kGroups), kStages = kStages_;
+  static constexpr int kM = kM_, kN = kCols_ / 8, kRows = kGroups * kM * 64, kCols = kCols_;
+  static constexpr Common kCommon = kCommon_;
+  // A cluster's tiles, down and across.
+  static constexpr uint32_t kDown = kCommon == Common::kCols ? 2 : 1, kAcross = kCommon == Common::kRows ? 2 : 1;
+  static constexpr uint32_t kLeftBytes = kRows * 128, kRightBytes = kCols * 128, kStageBytes = kLeftBytes + kRightBytes;
+  // Registers that the copying warpgroup keeps, and that others have.
+  static constexpr int kFewRegisters = kGroups == 3 ? 32 : 40, kManyRegisters = kGroups == 3 ? 160 : 232;
+  // Buffers of each warp, for a piece of what it stores: as many as fit, up to four.
+  static constexpr uint32_t kBufferBytes = KL_SM90_STORE_ROWS * store_cols(kCols) * sizeof(bf16);
+  static constexpr int kRoom = (232448 - 1024 - 512 - kStages * kStageBytes) / (kWarps * kBufferBytes), kBuffers = kRoom < 4 ? kRoom : 4;
+  static constexpr uint32_t kSharedBytes = 1024 + kStages * (kStageBytes + 16) + kWarps * kBuffers * (kBufferBytes + 8);
+  static_assert(kBuffers > 0 && kSharedBytes <= 232448, "more than a multiprocessor has");
+};
+
+__device__ __forceinline__ uint32_t lane() { return threadIdx.x % 32; }
+
+// Rounds `first` to `last` of a tile.
+struct Item {
+  uint32_t tile, first, last;
+};
+
+// What a cluster does, in order: whole tiles, then its share of the others, from the last round to the first.
+struct Work {
+  const KlGemmSm90& p;
+  // The next whole tile, or where the rest of the share ends: one register, for there are few.
+  uint32_t next_tile = worker();
+  static constexpr uint32_t kSharing = 1u << 31;
+
+  static __device__ __forceinline__ uint32_t worker() { return blockIdx.x / KL_SM90_CLUSTER; }
+  static __device__ __forceinline__ uint32_t front(const KlGemmSm90& p, uint32_t worker) {
+    // Where two share a tile, the first has less: the second waits for what it leaves.
+    return p.whole * p.rounds + worker * p.share + min(worker, p.extra) - worker % 2 * p.lean;
+  }
+
+  __device__ __forceinline__ bool next(Item& item) {
+    if (next_tile < p.whole) {
+      item = {next_tile, 0, p.rounds};
+      next_tile += gridDim.x / KL_SM90_CLUSTER;
+      return true;
+    }
+    if (next_tile < kSharing) next_tile = kSharing + front(p, worker() + 1);
+    const uint32_t begin = front(p, worker()), end = next_tile - kSharing;
+    if (end <= begin) return false;
+    const uint32_t index = (end - 1) / p.rounds, origin = index * p.rounds, start = max(begin, origin);
+    item = {index, start - origin, end - origin};
+    next_tile = kSharing + start;
+    return true;
+  }
+};
+
+// Where a tile lies.
+template <class S>
+struct Place {
+  uint32_t stream, row_tile, col_tile, part = 0;  // col_tile: within the part
+
+  __device__ __forceinline__ Place(const KlGemmSm90& p, uint32_t index) {
+    const uint32_t first = p.stream[0].row_tiles * p.stream[0].col_tiles;
+    stream = index >= first;
+    if (stream) index -= first;
+    const KlGemmStream& s = p.stream[stream];
+    // Some rows at a time, as many as stay in the cache while all columns pass.
+    const uint32_t group = p.group[stream], which = index / (group * s.col_tiles), within = index - which * group * s.col_tiles;
+    const uint32_t rows = min(group, s.row_tiles - which * group);
+    row_tile = (which * group + within % rows) * S::kDown, col_tile = within / rows * S::kAcross;
+    (S::kCommon == Common::kCols ? row_tile : col_tile) += cluster_rank();
+    // The last cluster may have a tile too many: it lies beyond the last part, where nothing is stored.
+    while (part + 1 < KL_GEMM_PARTS && s.part[part + 1].tiles && col_tile >= s.part[part].tiles) col_tile -= s.part[part++].tiles;
+  }
+};
+
+// Shared memory: a ring of stages, the warps' buffers, and barriers; and where a thread stands in the ring.
+template <class S>
+struct Ring {
+  uint32_t base, stage = 0, parity = 0;
+
+  static constexpr uint32_t kBuffersAt = S::kStages * S::kStageBytes, kFullAt = kBuffersAt + S::kWarps * S::kBuffers * S::kBufferBytes;
+  static constexpr uint32_t kEmptyAt = kFullAt + 8 * S::kStages, kArrivalsAt = kEmptyAt + 8 * S::kStages;
+
+  __device__ __forceinline__ uint32_t left() const { return base + stage * S::kStageBytes; }
+  __device__ __forceinline__ uint32_t right() const { return left() + S::kLeftBytes; }
+  __device__ __forceinline__ uint32_t full(uint32_t i) const { return base + kFullAt + 8 * i; }
+  __device__ __forceinline__ uint32_t empty(uint32_t i) const { return base + kEmptyAt + 8 * i; }
+  // A warp's.
+  __device__ __forceinline__ uint32_t buffers(uint32_t warp) const { return base + kBuffersAt + warp * (S::kBuffers * S::kBufferBytes); }
+  __device__ __forceinline__ uint32_t arrivals(uint32_t warp) const { return base + kArrivalsAt + warp * (S::kBuffers * 8); }
+  __device__ __forceinline__ void advance() {
+    if (++stage == S::kStages) stage = 0, parity ^= 1;
+  }
+  __device__ __forceinline__ uint32_t before() const { return (stage == 0 ? S::kStages : stage) - 1; }
+};
+
+// What a warp does with its rows of a finished tile.
+template <class S>
+struct Epilogue {
+  const KlGemmStream& s;
+  const KlGemmPart& part;
+  const KlTensorMap* out;
+  float (&sums)[S::kM][S::kCols / 2];
+  uint32_t buffers, arrivals;  // the warp's own, and a barrier for each
+  uint32_t& parities;          // of those, a bit each
+  uint32_t thread;
+  uint32_t row0, col0;
+
+  static constexpr int kCols = S::kCols, kPieceCols = store_cols(kCols), kAcross = kCols / kPieceCols, kPieces = S::kM * kAcross;
+
+  __device__ __forceinline__ Epilogue(const KlGemmSm90& p, const Place<S>& at, float (&sums)[S::kM][S::kCols / 2], const Ring<S>& ring,
+                                      uint32_t& parities, uint32_t thread)
+      : s(p.stream[at.stream]), part(s.part[at.part]), out(&p.out[at.stream][at.part]), sums(sums), buffers(ring.buffers(thread / 32 - 4)),
+        arrivals(ring.arrivals(thread / 32 - 4)), parities(parities), thread(thread) {
+    const uint32_t warp = thread / 32 - 4;
+    row0 = at.row_tile * S::kRows + warp / 4 * (S::kM * 64) + warp % 4 * 16;
+    col0 = at.col_tile * (part.epilogue == KL_SWIGLU ? kCols / 2 : kCols);
+  }
+
+  __device__ __forceinline__ uint32_t lane() const { return thread % 32; }
+
+  // Buffer i. Its rows are kWidth columns; the copy engine exchanges chunks of sixteen bytes within them by the row (the swizzle).
+  __device__ __forceinline__ uint32_t buffer(int i) const { return buffers + i % S::kBuffers * S::kBufferBytes; }
+
+  // The chunk of the lane's row that it names to store_matrices and load_matrices, of chunks j and j + 1.
+  template <int kWidth>
+  __device__ __forceinline__ uint32_t spot(int i, int j) const {
+    constexpr uint32_t kChunks = kWidth / 8;
+    const uint32_t row = lane() % 16, chunk = (lane() / 16 ^ row * kChunks / 8) % kChunks;
+    return (buffers + row * (kWidth * 2) + chunk * 16 ^ j * 16) + i % S::kBuffers * S::kBufferBytes;
+  }
+
+  // Stores sixteen rows of kWidth columns, of fragments from v on, as the i-th piece of the tile.
+  template <int kWidth>
+  __device__ __forceinline__ void store(int i, int m, const float* v, uint32_t col, bool fresh = true) {
+    if (fresh) {
+      if (lane() == 0) tma_store_wait<S::kBuffers - 1>();
+      __syncwarp();
+    }
+#pragma unroll
+    for (int j = 0; j < kWidth / 8; j += 2) {
+      const float* a = v + 4 * j;
+      store_matrices(spot<kWidth>(i, j), pack(a[0], a[1]), pack(a[2], a[3]), pack(a[4], a[5]), pack(a[6], a[7]));
+    }
+    fence_shared_writes();
+    __syncwarp();
+    if (lane() == 0) tma_store_2d(out, buffer(i), col, row0 + 64 * m);
+  }
+
+  // Stores the first kWidth columns of all rows, each value of f(m, where it stands).
+  template <int kWidth, class F>
+  __device__ __forceinline__ void store_all(F f) {
+    constexpr int kPiece = store_cols(kWidth), kCount = kWidth / kPiece;
+#pragma unroll
+    for (int m = 0; m < S::kM; m++) {
+#pragma unroll
+      for (int i = 0; i < kCount; i++) {
+        float v[kPiece / 2];
+#pragma unroll
+        for (int e = 0; e < kPiece / 2; e++) v[e] = f(m, i * kPiece / 2 + e);
+        store<kPiece>(m * kCount + i, m, v, col0 + i * kPiece);
+      }
+    }
+  }
+
+  // Calls f(column of the part, sum of the row, of the next column, of the row eight below ...) for the thread's columns that exist.
+  template <class F>
+  __device__ __forceinline__ void columns(F f) {
+#pragma unroll
+    for (int n = 0; n < S::kN; n++) {
+      const uint32_t col = col0 + 8 * n + lane() % 4 * 2;
+      if (col >= part.out.cols) continue;
+      f(n, col);
+    }
+  }
+
+  __device__ __forceinline__ void add_bias() {
+    if (!s.bias.data) return;
+    const float* bias = row_of<const float>(s.bias, 0) + part.first_row;
+    columns([&](int n, uint32_t col) {
+      const float a = bias[col], b = bias[col + 1];
+#pragma unroll
+      for (int m = 0; m < S::kM; m++) {
+        float* v = &sums[m][4 * n];
+        v[0] += a, v[1] += b, v[2] += a, v[3] += b;
+      }
+    });
+  }
+
+  __device__ __forceinline__ void plain() {
+    add_bias();
+    store_all<kCols>([&](int m, int e) { return sums[m][e]; });
+  }
+
+  // Starts to bring the i-th piece of what is there to its buffer.
+  __device__ __forceinline__ void fetch(int i) {
+    if (i >= kPieces || lane() != 0) return;
+    const uint32_t arrival = arrivals + i % S::kBuffers * 8;
+    barrier_arrive_expect(arrival, KL_SM90_STORE_ROWS * kPieceCols * sizeof(bf16));
+    tma_load_2d(buffer(i), out, col0 + i % kAcross * kPieceCols, row0 + i / kAcross * 64, arrival);
+  }
+
+  // Before the tile is multiplied: pieces for which there are buffers; the rest comes as near as the cache.
+  __device__ __forceinline__ void fetch_first() {
+    if (lane() == 0) tma_store_wait<0>();
+#pragma unroll
+    for (int i = 0; i < S::kBuffers; i++) fetch(i);
+    constexpr uint32_t kSoon = S::kBuffers < kPieces ? S::kBuffers : kPieces;
+    for (uint32_t at = kSoon * 16 + lane(); at < kPieces * 16; at += 32) {
+      const uint32_t row = row0 + at / 16 / kAcross * 64 + at % 16, col = col0 + at / 16 % kAcross * kPieceCols;
+      if (row < part.out.rows && col < part.out.cols) prefetch(row_of<const bf16>(part.out, row) + col);
+    }
+  }
+
+  __device__ __forceinline__ void residual() {
+    add_bias();
+    if (part.extra.data) {
+      const bf16* gates = row_of<const bf16>(part.extra, 0);
+      columns([&](int n, uint32_t col) {
+        const float2 g = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(gates + col));
+#pragma unroll
+        for (int m = 0; m < S::kM; m++) {
+          float* v = &sums[m][4 * n];
+          v[0] *= g.x, v[1] *= g.y, v[2] *= g.x, v[3] *= g.y;
+        }
+      });
+    }
+#pragma unroll
+    for (int i = 0; i < kPieces; i++) {
+      const uint32_t bit = 1u << i % S::kBuffers;
+      barrier_wait(arrivals + i % S::kBuffers * 8, (parities & bit) != 0);
+      parities ^= bit;
+      float* v = &sums[i / kAcross][i % kAcross * kPieceCols / 2];
+#pragma unroll
+      for (int j = 0; j < kPieceCols / 8; j += 2) {
+        uint32_t old[4];
+        load_matrices(old, spot<kPieceCols>(i, j));
+#pragma unroll
+        for (int h = 0; h < 4; h++) {
+          const float2 pair = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&old[h]));
+          v[4 * j + 2 * h] += pair.x, v[4 * j + 2 * h + 1] += pair.y;
+        }
+      }
+      __syncwarp();
+      store<kPieceCols>(i, i / kAcross, v, col0 + i % kAcross * kPieceCols, false);
+      if (i + S::kBuffers < kPieces) {
+        if (lane() == 0) tma_store_wait<0>();
+        fetch(i + S::kBuffers);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void swiglu() {
+    store_all<kCols / 2>([&](int m, int e) { return silu(sums[m][e]) * sums[m][kCols / 4 + e]; });
+  }
+
+  // A pair of elements, normalised, weighted and turned.
+  static __device__ __forceinline__ void turn(float& a, float& b, float scale, float weight_a, float weight_b, float cosine, float sine) {
+    const float x = a * scale * weight_a, y = b * scale * weight_b;
+    a = x * cosine - y * sine, b = x * sine + y * cosine;
+  }
+
+  __device__ __forceinline__ void heads() {
+    constexpr int kHeads = kCols / 128;
+    const float* weight = row_of<const float>(part.extra, 0);
+    const uint32_t q = lane() % 4;
+#pragma unroll
+    for (int m = 0; m < S::kM; m++) {
+#pragma unroll
+      for (int h = 0; h < kHeads; h++) {
+        float* head = &sums[m][64 * h];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          float sum = 0.0f;
+#pragma unroll
+          for (int n = 0; n < 16; n++) sum += head[4 * n + 2 * half] * head[4 * n + 2 * half] + head[4 * n + 2 * half + 1] * head[4 * n + 2 * half + 1];
+          sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+          sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+          const float scale = rsqrtf(sum * (1.0f / 128.0f) + s.eps);
+          // The row's angles: 64 cosines, then 64 sines.
+          const float* angles = row_of<const float>(s.table, min(row0 + 64 * m + lane() / 4 + 8 * half, s.x.rows - 1));
+          if (s.rope == KL_ROPE_INTERLEAVED) {
+#pragma unroll
+            for (int n = 0; n < 16; n++) {
+              const float2 w = *reinterpret_cast<const float2*>(weight + 8 * n + 2 * q);
+              float* v = &head[4 * n + 2 * half];
+              turn(v[0], v[1], scale, w.x, w.y, angles[4 * n + q], angles[64 + 4 * n + q]);
+            }
+          } else {
+#pragma unroll
+            for (int n = 0; n < 8; n++) {
+              const uint32_t i = 8 * n + 2 * q;
+              float *v = &head[4 * n + 2 * half], *u = v + 32;
+#pragma unroll
+              for (int e = 0; e < 2; e++) turn(v[e], u[e], scale, weight[i + e], weight[64 + i + e], angles[i + e], angles[64 + i + e]);
+            }
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) store<64>((m * kHeads + h) * 2 + i, m, head + 32 * i, col0 + 128 * h + 64 * i);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    if (part.epilogue == KL_GATE_RESIDUAL) {
+      residual();
+      return;
+    }
+    if (lane() == 0) tma_store_wait<0>();  // of the tile before
+    if (part.epilogue == KL_SWIGLU) {
+      if constexpr (kCols / 2 % 16 == 0) swiglu();
+    } else if (part.epilogue == KL_HEADS) {
+      if constexpr (kCols % 128 == 0) heads();
+    } else {
+      plain();
+    }
+  }
+};
+
+// A warp's sums and its word, of those that a worker leaves for the next.
+template <class S>
+struct Left {
+  float4* sums;
+  uint32_t* flag;
+
+  __device__ __forceinline__ Left(const KlGemmSm90& p, uint32_t worker) {
+    const uint32_t warp = (worker * KL_SM90_CLUSTER + cluster_rank()) * S::kWarps + threadIdx.x / 32 - 4;
+    sums = reinterpret_cast<float4*>(p.left) + static_cast<uint64_t>(warp) * (S::kM * S::kN * 32) + lane();
+    flag = reinterpret_cast<uint32_t*>(p.flags) + warp;
+  }
+
+  __device__ __forceinline__ void put(const float (&from)[S::kM][S::kCols / 2]) const {
+#pragma unroll
+    for (int m = 0; m < S::kM; m++) {
+#pragma unroll
+      for (int n = 0; n < S::kN; n++) {
+        const float* v = &from[m][4 * n];
+        __stcg(sums + (m * S::kN + n) * 32, make_float4(v[0], v[1], v[2], v[3]));
+      }
+    }
+    __syncwarp();
+    if (lane() == 0) store_release(flag, 1);
+  }
+
+  // Adds them, waiting if need be, and puts the word back for the next launch.
+  __device__ __forceinline__ void add(float (&to)[S::kM][S::kCols / 2]) const {
+    if (lane() == 0) {
+      while (load_acquire(flag) == 0) {
+      }
+      *flag = 0;
+    }
+    __syncwarp();
+    // As many on their way at once as there are registers for.
+    constexpr int kCount = S::kM * S::kN, kFree = (S::kManyRegisters - 4 * kCount - 40) / 4, kBatch = kFree < 1 ? 1 : kFree < kCount ? kFree : kCount;
+    float* sum = to[0];
+#pragma unroll
+    for (int i = 0; i < kCount; i += kBatch) {
+      float4 v[kBatch];
+#pragma unroll
+      for (int j = 0; j < kBatch && i + j < kCount; j++) v[j] = load_uncached(sums + (i + j) * 32);
+#pragma unroll
+      for (int j = 0; j < kBatch && i + j < kCount; j++, sum += 4) sum[0] += v[j].x, sum[1] += v[j].y, sum[2] += v[j].z, sum[3] += v[j].w;
+    }
+  }
+};
+
+// The one thread that copies.
+template <class S>
+__device__ __forceinline__ void copy(const KlGemmSm90& p, Ring<S> ring) {
+  constexpr uint16_t kAll = (1 << KL_SM90_CLUSTER) - 1;
+  const uint32_t rank = cluster_rank();
+  uint32_t ahead = 0;
+  bool waited = false;
+  Work work{p};
+  for (Item item; work.next(item);) {
+    const Place<S> at(p, item.tile);
+    const KlGemmPart& part = p.stream[at.stream].part[at.part];
+    const KlTensorMap *x = &p.x[at.stream], *w = &p.w[at.stream];
+    // Weight rows come in two halves: gates and ups lie apart.
+    const bool paired = part.epilogue == KL_SWIGLU;
+    const uint32_t row = part.first_row + at.col_tile * (paired ? S::kCols / 2 : S::kCols), apart = paired ? part.out.cols : S::kCols / 2;
+    const auto weights = [&](uint32_t k) {
+      const uint32_t full = ring.full(ring.stage);
+      barrier_arrive_expect(full, S::kStageBytes);
+      if constexpr (S::kCommon == Common::kCols) {
+        tma_load_2d_to_all(ring.right() + rank * (S::kRightBytes / 2), w, k * KL_SM90_INNER, row + rank * apart, full, kAll);
+      } else {
+        tma_load_2d(ring.right(), w, k * KL_SM90_INNER, row, full);
+        tma_load_2d(ring.right() + S::kRightBytes / 2, w, k * KL_SM90_INNER, row + apart, full);
+      }
+    };
+    if (!waited) {
+      // Weights depend on no kernel before: the first are on their way while it ends.
+      const Ring<S> start = ring;
+      for (uint32_t k = item.first; k < item.last && ahead < S::kStages; k++, ahead++, ring.advance()) weights(k);
+      ring = start;
+      wait_for_previous_kernel();
+      waited = true;
+    }
+    for (uint32_t k = item.first; k < item.last; k++, ring.advance()) {
+      if (ahead) {
+        ahead--;
+      } else {
+        barrier_wait(ring.empty(ring.stage), ring.parity ^ 1);
+        weights(k);
+      }
+      const uint32_t full = ring.full(ring.stage);
+      if constexpr (S::kCommon == Common::kCols) {
+        tma_load_2d(ring.left(), x, k * KL_SM90_INNER, at.row_tile * S::kRows, full);
+      } else {
+        tma_load_2d_to_all(ring.left() + rank * (S::kLeftBytes / 2), x, k * KL_SM90_INNER, at.row_tile * S::kRows + rank * (S::kRows / 2), full, kAll);
+      }
+    }
+  }
+}
+
+// The other warpgroups.
+template <class S>
+__device__ __forceinline__ void multiply(const KlGemmSm90& p, Ring<S> ring) {
+  const uint32_t group = threadIdx.x / 128 - 1;
+  uint32_t parities = 0;
+  const auto release = [&](uint32_t stage) {
+    if (threadIdx.x % 128 < KL_SM90_CLUSTER) barrier_arrive_at(ring.empty(stage), threadIdx.x % 128);
+  };
+  Work work{p};
+  for (Item item; work.next(item);) {
+    // Hidden from the compiler, which would find out everything that follows from it once, for all tiles, and keep it.
+    uint32_t thread = threadIdx.x;
+    asm volatile("" : "+r"(thread));
+    float sums[S::kM][S::kCols / 2];
+    // Found before there are sums: divisions take registers that are scarce afterwards.
+    const Place<S> at(p, item.tile);
+    if (item.last == p.rounds && p.stream[at.stream].part[at.part].epilogue == KL_GATE_RESIDUAL) Epilogue<S>(p, at, sums, ring, parities, thread).fetch_first();
+    for (uint32_t k = item.first; k < item.last; k++, ring.advance()) {
+      barrier_wait(ring.full(ring.stage), ring.parity);
+      const uint32_t left = ring.left() + group * (S::kM * 64 * 128);
+      const uint64_t right = wgmma_operand(ring.right());
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < KL_SM90_INNER / 16; i++) {
+#pragma unroll
+        for (int m = 0; m < S::kM; m++) wgmma<S::kCols>(sums[m], wgmma_operand(left + m * 8192) + 2 * i, right + 2 * i, k > item.first || i > 0);
+      }
+      wgmma_commit();
+      // The products of the round before are done: its stage is free.
+      wgmma_wait<1>();
+      if (k > item.first) release(ring.before());
+    }
+    wgmma_wait<0>();
+    release(ring.before());
+    if (item.last < p.rounds) {
+      Left<S>(p, Work::worker()).put(sums);
+    } else {
+      if (item.first > 0) {
+        uint32_t other = Work::worker();
+        do {
+          Left<S>(p, --other).add(sums);
+        } while (Work::front(p, other) > item.tile * p.rounds);
+      }
+      Epilogue<S>(p, at, sums, ring, parities, thread).run();
+    }
+  }
+  if (lane() == 0) tma_store_wait<0>();
+}
+
+template <class S>
+__device__ __forceinline__ void gemm(const KlGemmSm90& p) {
+  extern __shared__ __align__(1024) unsigned char dynamic[];
+  // The swizzle goes by addresses: stages and buffers begin at multiples of 1024.
+  const Ring<S> ring{shared_address(dynamic) + 1023 & ~1023u};
+  if (threadIdx.x == 0) {
+    prefetch_map(&p.x[0]), prefetch_map(&p.w[0]);
+    for (int i = 0; i < S::kStages; i++) {
+      barrier_init(ring.full(i), 1);
+      barrier_init(ring.empty(i), S::kGroups * KL_SM90_CLUSTER);
+    }
+    for (int i = 0; i < S::kWarps * S::kBuffers; i++) barrier_init(ring.base + Ring<S>::kArrivalsAt + 8 * i, 1);
+    fence_barrier_init();
+  }
+  cluster_sync();
+  launch_next_kernel();
+  if (threadIdx.x < 128) {
+    give_registers<S::kFewRegisters>();
+    if (threadIdx.x == 0) copy(p, ring);
+    __syncwarp();
+  } else {
+    take_registers<S::kManyRegisters>();
+    wait_for_previous_kernel();
+    multiply(p, ring);
+  }
+  cluster_sync();  // nobody leaves while the other copies into it or arrives at its barriers
+}
+
+using Large = Shape<2, 2, 192, 3, Common::kRows>;
+using Square = Shape<3, 1, 192, 4, Common::kRows>;
+using Wide = Shape<2, 1, 256, 4, Common::kCols>;
+using Medium = Shape<2, 1, 192, 4, Common::kCols>;
+using Narrow = Shape<2, 1, 160, 5, Common::kCols>;
+#define KL_SAME_SIZE(S, suffix)                                                                                                     \
+  static_assert(S::kSharedBytes == KL_SM90_SHARED_##suffix && S::kThreads == KL_SM90_THREADS_##suffix, "abi.h states another size")
+KL_SAME_SIZE(Large, 256X192);
+KL_SAME_SIZE(Square, 192X192);
+KL_SAME_SIZE(Wide, 128X256);
+KL_SAME_SIZE(Medium, 128X192);
+KL_SAME_SIZE(Narrow, 128X160);
+static_assert(sizeof(KlGemmSm90) % 128 == 0, "abi.h leaves a gap");
+
+KL_ENTRY(kl_gemm_bf16_sm90_256x192, KlGemmSm90, KL_SM90_THREADS_256X192, 1) { gemm<Large>(p); }
+KL_ENTRY(kl_gemm_bf16_sm90_192x192, KlGemmSm90, KL_SM90_THREADS_192X192, 1) { gemm<Square>(p); }
+KL_ENTRY(kl_gemm_bf16_sm90_128x256, KlGemmSm90, KL_SM90_THREADS_128X256, 1) { gemm<Wide>(p); }
+KL_ENTRY(kl_gemm_bf16_sm90_128x192, KlGemmSm90, KL_SM90_THREADS_128X192, 1) { gemm<Medium>(p); }
+KL_ENTRY(kl_gemm_bf16_sm90_128x160, KlGemmSm90, KL_SM90_THREADS_128X160, 1) { gemm<Narrow>(p); }
