@@ -222,13 +222,13 @@ pub fn plan(products: &[Size], inner: u32, alike: bool, multiprocessors: u32, ca
         }
         // Adding up what workers leave takes a time that was measured, and as often as there are parts of a tile.
         let left = tiles - whole;
-        let parts = u64::from(workers / left.max(1)).max(1);
+        let parts = u64::from(workers / left.max(1));
         let adding = if tile.is_hopper() {
-            (parts - 1).max(1) * 1500 * u64::from(rows * cols) * 100
+            parts.saturating_sub(1).max(1) * 1500 * u64::from(rows * cols) * 100
         } else {
             parts * u64::from(128 + rows) * 64 * 175 * u64::from(cols)
         };
-        u64::from(tiles) * one / u64::from(slots) + adding
+        u64::from(whole) * one / u64::from(slots) + u64::from(left) * one / u64::from(workers) + adding
     };
     let candidates = Tile::ALL.into_iter().rev().filter(|&tile| can(tile)).flat_map(plans);
     let none = || Plan { tile: Tile::Rows128, deal: Deal { whole: tiles_of(Tile::Rows128), workers: 0 } };
