@@ -4,7 +4,7 @@ use super::abi::{self, KlGemmPart, KlGemmStream, KlMat, KlTensorMap};
 use super::driver::{MapSpec, Swizzle};
 use super::launch::Kernel;
 use super::ops::{NONE, tiles};
-use super::tile::{self, Common, Deal, Size, Spec, Tile};
+use super::tile::{self, Common, Deal, Products, Size, Spec, Tile};
 use super::{Choice, Cuda, Linear, Projection};
 use crate::backend::RopeStyle;
 use crate::error::{Error, Result};
@@ -142,9 +142,10 @@ impl Cuda {
             let fits = !tile.is_hopper() || alike && streams.iter().all(|s| on_hopper(s, tile.spec()));
             fits && self.kernels.has(tile.spec().kernel)
         };
+        let products = Products { sizes: &sizes, inner, alike };
         let plan = match self.choice {
-            Choice::Tile(tile) if can(tile) => tile::plan(&sizes, inner, alike, multiprocessors, |t| t == tile),
-            _ => tile::plan(&sizes, inner, alike, multiprocessors, can),
+            Choice::Tile(tile) if can(tile) => products.forced(tile, multiprocessors),
+            _ => products.plan(multiprocessors, can),
         };
         let Spec { rows, cols, inner: step, kernel, cluster, .. } = plan.tile.spec();
         let rounds = inner.div_ceil(step);
@@ -172,8 +173,9 @@ impl Cuda {
         };
         let group = stream.map(|s| tile::group(plan.tile, s.row_tiles));
         let (x, w, out, unused) = (NO_MAPS, NO_MAPS, [[NO_MAP; abi::KL_GEMM_PARTS as usize]; abi::KL_STREAMS as usize], [0; 6]);
-        let lean = plan.lean(tiles);
-        let mut p = abi::KlGemmSm90 { x, w, out, stream, group, left, flags, rounds, whole, share, extra, lean, spare: 0, unused };
+        let lean = tile::lean(plan.deal, tiles, share);
+        let mut p =
+            abi::KlGemmSm90 { x, w, out, stream, group, left, flags, rounds, whole, share, extra, lean, spare: 0, unused };
         // What both blocks of a cluster need, each copies one half of; weight rows come in halves in any case.
         let x_rows = if common == Common::Rows { rows / abi::KL_SM90_CLUSTER } else { rows };
         for (i, s) in stream.iter().enumerate().take(streams.len()) {

@@ -141,12 +141,11 @@ pub struct Deal {
     pub workers: u32,
 }
 
-/// Below this a worker's share is not worth starting it.
-const LEAST_ROUNDS: u64 = 4;
-
 /// Deals `tiles` of `rounds` each to as many blocks as run at once. Rather than leave a last round of blocks half empty, the last two
 /// are shared.
 pub fn deal(tiles: u32, rounds: u32, slots: u32) -> Deal {
+    /// Below this a worker's share is not worth starting it.
+    const LEAST_ROUNDS: u64 = 4;
     let full = tiles / slots.max(1);
     let shared = tiles - full.saturating_sub(1) * slots;
     let workers = (u64::from(shared) * u64::from(rounds) / LEAST_ROUNDS).min(u64::from(slots)) as u32;
@@ -165,7 +164,7 @@ fn deal_to_clusters(tiles: u32, rounds: u32, slots: u32) -> Deal {
         return none;
     }
     if tiles < slots {
-        let parts = (slots / tiles).min((u64::from(rounds) / LEAST_ROUNDS) as u32);
+        let parts = (slots / tiles).min(rounds);
         return if parts > 1 { Deal { whole: 0, workers: tiles * parts } } else { none };
     }
     let dealt = deal(tiles, rounds, slots);
@@ -181,12 +180,10 @@ pub struct Plan {
     pub deal: Deal,
 }
 
-impl Plan {
-    /// Of two workers that share a tile, rounds that the first has less than half: the second adds up what it leaves, and that takes a
-    /// while to get there.
-    pub fn lean(&self, tiles: u32) -> u32 {
-        if self.tile.is_hopper() && self.deal.whole == 0 && self.deal.workers == 2 * tiles { 3 } else { 0 }
-    }
+/// Of two workers that share a tile, rounds that the first has less than its `share`: the second adds up what it leaves, and that takes
+/// a while to get there.
+pub fn lean(Deal { whole, workers }: Deal, tiles: u32, share: u32) -> u32 {
+    if whole == 0 && workers == 2 * tiles { (share / 8).min(3) } else { 0 }
 }
 
 /// Row tiles that a cluster walks before it goes on to the next columns, of so many: groups of nearly the same size.
@@ -196,26 +193,40 @@ pub fn group(tile: Tile, row_tiles: u32) -> u32 {
     row_tiles.div_ceil(groups).max(1)
 }
 
-/// The plan for some products in one launch, over an inner dimension of `inner`: the one that keeps a multiprocessor busy for the least
-/// time. Without `alike` inner dimensions nothing is shared: shares are counted in rounds, of which all tiles must have as many.
-pub fn plan(products: &[Size], inner: u32, alike: bool, multiprocessors: u32, can: impl Fn(Tile) -> bool) -> Plan {
-    let tiles_of = |tile: Tile| products.iter().map(|p| p.cut(tile)).map(|(down, across)| down * across).sum::<u32>();
-    let plans = |tile: Tile| {
-        let (tiles, rounds, slots) = (tiles_of(tile), inner.div_ceil(tile.spec().inner), tile.slots(multiprocessors));
+/// Products in one launch, over inner dimensions of at most `inner`. Unless they are `alike`, nothing is shared: shares are counted in
+/// rounds, of which all tiles must have as many.
+#[derive(Clone, Copy, Debug)]
+pub struct Products<'a> {
+    /// Their sizes.
+    pub sizes: &'a [Size],
+    /// The longest inner dimension.
+    pub inner: u32,
+    /// Whether all have it.
+    pub alike: bool,
+}
+
+impl Products<'_> {
+    fn tiles(&self, tile: Tile) -> u32 {
+        self.sizes.iter().map(|size| size.cut(tile)).map(|(down, across)| down * across).sum()
+    }
+
+    /// With that tile: as it is, and shared if that is possible.
+    fn plans(&self, tile: Tile, multiprocessors: u32) -> [Plan; 2] {
+        let (tiles, rounds, slots) = (self.tiles(tile), self.inner.div_ceil(tile.spec().inner), tile.slots(multiprocessors));
         let none = Deal { whole: tiles, workers: 0 };
-        let shared = match (alike, tile.is_hopper()) {
+        let shared = match (self.alike, tile.is_hopper()) {
             (false, _) => none,
             (true, true) => deal_to_clusters(tiles, rounds, slots),
             (true, false) => deal(tiles, rounds, slots),
         };
         // On other GPUs what can be shared is: it was never slower.
-        let plain = (tile.is_hopper() && shared != none).then_some(none);
-        plain.into_iter().chain([shared]).map(move |deal| Plan { tile, deal })
-    };
-    let cost = |&Plan { tile, deal: Deal { whole, workers } }: &Plan| {
+        [if tile.is_hopper() { none } else { shared }, shared].map(|deal| Plan { tile, deal })
+    }
+
+    fn cost(&self, Plan { tile, deal: Deal { whole, workers } }: Plan, multiprocessors: u32) -> u64 {
         let Spec { rows, cols, resident, slowness, .. } = tile.spec();
-        let (tiles, slots) = (tiles_of(tile), tile.slots(multiprocessors));
-        let one = u64::from(inner) * u64::from(rows * cols) * slowness * u64::from(resident);
+        let (tiles, slots) = (self.tiles(tile), tile.slots(multiprocessors));
+        let one = u64::from(self.inner) * u64::from(rows * cols) * slowness * u64::from(resident);
         if workers == 0 {
             // The last round of blocks takes as long as a full one.
             return u64::from(tiles.div_ceil(slots)) * one;
@@ -229,10 +240,20 @@ pub fn plan(products: &[Size], inner: u32, alike: bool, multiprocessors: u32, ca
             parts * u64::from(128 + rows) * 64 * 175 * u64::from(cols)
         };
         u64::from(whole) * one / u64::from(slots) + u64::from(left) * one / u64::from(workers) + adding
-    };
-    let candidates = Tile::ALL.into_iter().rev().filter(|&tile| can(tile)).flat_map(plans);
-    let none = || Plan { tile: Tile::Rows128, deal: Deal { whole: tiles_of(Tile::Rows128), workers: 0 } };
-    candidates.min_by_key(cost).unwrap_or_else(none)
+    }
+
+    /// The plan that keeps a multiprocessor busy for the least time.
+    pub fn plan(&self, multiprocessors: u32, can: impl Fn(Tile) -> bool) -> Plan {
+        let candidates = Tile::ALL.into_iter().rev().filter(|&tile| can(tile));
+        let plans = candidates.flat_map(|tile| self.plans(tile, multiprocessors));
+        let portable = || self.plans(Tile::Rows128, multiprocessors)[0];
+        plans.min_by_key(|&plan| self.cost(plan, multiprocessors)).unwrap_or_else(portable)
+    }
+
+    /// The plan with a tile that was asked for, shared wherever possible: who asks wants to see that it works.
+    pub fn forced(&self, tile: Tile, multiprocessors: u32) -> Plan {
+        self.plans(tile, multiprocessors)[1]
+    }
 }
 
 #[cfg(test)]
@@ -243,8 +264,12 @@ mod tests {
         Size { rows, parts: parts.to_vec() }
     }
 
+    fn plan(sizes: &[Size], inner: u32, multiprocessors: u32, can: impl Fn(Tile) -> bool) -> Plan {
+        Products { sizes, inner, alike: true }.plan(multiprocessors, can)
+    }
+
     fn tile_of(products: &[Size], inner: u32, can: impl Fn(Tile) -> bool) -> Tile {
-        plan(products, inner, true, 132, can).tile
+        plan(products, inner, 132, can).tile
     }
 
     #[test]
@@ -263,14 +288,14 @@ mod tests {
         assert_eq!(other(&[], 0), Tile::Rows256);
         // Without room for the large tile.
         let small = |tile: Tile| !tile.is_hopper() && tile != Tile::Rows256;
-        assert_eq!(plan(&[size(4608, &[27648])], 3072, true, 128, small).tile, Tile::Rows128);
-        assert_eq!(plan(&[size(4608, &[27648])], 3072, true, 0, |_| false).tile, Tile::Rows128);
+        assert_eq!(plan(&[size(4608, &[27648])], 3072, 128, small).tile, Tile::Rows128);
+        assert_eq!(plan(&[size(4608, &[27648])], 3072, 0, |_| false).tile, Tile::Rows128);
     }
 
     /// What the sweep of bench/README.md found to be best, or as good as the best.
     #[test]
     fn hopper_takes_what_was_measured_to_be_fastest() {
-        let all = |rows, cols, inner| plan(&[size(rows, &[cols])], inner, true, 132, |_| true);
+        let all = |rows, cols, inner| plan(&[size(rows, &[cols])], inner, 132, |_| true);
         let whole = |plan: Plan| (plan.tile, plan.deal.workers == 0);
         for (rows, cols, inner) in [
             (4608, 27648, 3072),
@@ -291,7 +316,7 @@ mod tests {
         for inner in [4096, 9728] {
             let plan = all(512, 2560, inner);
             assert_eq!(plan, Plan { tile: Tile::Hopper128x160, deal: Deal { whole: 0, workers: 64 } });
-            assert_eq!(plan.lean(32), 3);
+            assert_eq!(lean(plan.deal, 32, inner / 64 / 2), 3);
         }
         // Heads need whole heads of columns; a handful of rows and the last layer are no work for large tiles.
         let heads = |tile: Tile| tile.spec().cols.is_multiple_of(128);
@@ -328,6 +353,7 @@ mod tests {
         // Fewer tiles than clusters: each in as many equal parts.
         assert_eq!(deal_to_clusters(32, 152, 66), Deal { whole: 0, workers: 64 });
         assert_eq!(deal_to_clusters(20, 152, 66), Deal { whole: 0, workers: 60 });
+        assert_eq!(deal_to_clusters(1, 3, 66), Deal { whole: 0, workers: 3 });
         assert_eq!(deal_to_clusters(40, 152, 66), Deal { whole: 40, workers: 0 });
         // Blocks that stay begin with whole tiles: everyone has as many.
         assert_eq!(deal_to_clusters(216, 48, 66), Deal { whole: 132, workers: 66 });
@@ -336,6 +362,9 @@ mod tests {
             let Deal { whole, workers } = deal_to_clusters(tiles, 48, 66);
             assert!(workers == 0 || whole.is_multiple_of(66) && (whole == 0 || workers == 66), "{tiles}");
         }
+        // The first of two never has less than nothing.
+        assert!((0..100).all(|share| lean(Deal { whole: 0, workers: 2 }, 1, share) <= share));
+        assert_eq!(lean(Deal { whole: 0, workers: 3 }, 1, 50), 0);
     }
 
     #[test]
