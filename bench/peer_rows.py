@@ -4,7 +4,7 @@ A row makes operand sets. Each names kiln's op with its tensors and numbers (in 
 the same with PyTorch, and a `reference` in f64 (convolutions in f32) that both results are compared with.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Callable
 
 import torch
@@ -28,7 +28,7 @@ class Case:
     outputs: list  # those of `tensors` that are written
     peer: Callable[[], tuple]
     reference: Callable[[], tuple]
-    flash: Callable[[], tuple] | None = None  # the same by FlashAttention, where PyTorch has it
+    others: dict = field(default_factory=dict)  # more ways to do the same, or only its product, by name
     in_place: bool = False  # outputs are read, too
     bytes: int = 0  # what has to be read and written; 0: every operand once, outputs that are read twice
     flops: int = 0  # of matrix products; 0: bound by memory
@@ -279,7 +279,8 @@ def linear_swiglu(rows: int, cols: int, inner: int) -> Row:
     def make(m):
         x, w, out = m.normal(rows, inner), m.weight(2 * cols, inner), m.empty(rows, cols)
         peer, reference = lambda: (swiglu(F.linear(x, w)),), lambda: (swiglu(product(x, w)),)
-        return Case("linear_swiglu", [out, x, w, None], [], [out], peer, reference, flops=4 * rows * cols * inner)
+        others = {"product": lambda: (F.linear(x, w),)}
+        return Case("linear_swiglu", [out, x, w, None], [], [out], peer, reference, others, flops=4 * rows * cols * inner)
 
     return Row("linear_swiglu", f"{rows}x2*{cols}x{inner}", make)
 
@@ -291,7 +292,8 @@ def linear_gate_residual(rows: int, cols: int, inner: int) -> Row:
         peer = lambda: (theirs.addcmul_(gate, F.linear(x, w)),)
         reference = lambda: (into.double() + gate.double() * product(x, w),)
         tensors, flops = [into, x, w, None, gate], 2 * rows * cols * inner
-        return Case("linear_gate_residual", tensors, [], [into], peer, reference, in_place=True, flops=flops)
+        others = {"product": lambda: (F.linear(x, w),)}
+        return Case("linear_gate_residual", tensors, [], [into], peer, reference, others, in_place=True, flops=flops)
 
     return Row("linear_gate_residual", f"{rows}x{cols}x{inner}", make)
 
@@ -302,6 +304,15 @@ def rotate(x, cos, sin, half_split: bool):
     a, b = x.chunk(2, -1) if half_split else (x[..., 0::2], x[..., 1::2])
     turned = a * cos - b * sin, a * sin + b * cos
     return torch.cat(turned, -1) if half_split else torch.stack(turned, -1).flatten(-2)
+
+
+@torch.compile(dynamic=False)
+def finish(y, norm_q, norm_k, table, sizes):
+    """What follows the product of a single block."""
+    cos, sin = table.chunk(2, -1)
+    q, k, v, hidden = y.float().split(sizes, -1)
+    heads = lambda t, weight: rotate(rms(t.unflatten(-1, (-1, HEAD_DIM)), weight.view(-1)), cos, sin, False).flatten(1).to(BF16)
+    return heads(q, norm_q), heads(k, norm_k), v.to(BF16), swiglu(hidden).to(BF16)
 
 
 def qkv(streams: tuple, inner: int, heads: int, kv_heads: int, mlp: int = 0, half_split: bool = False) -> Row:
@@ -355,8 +366,12 @@ def qkv(streams: tuple, inner: int, heads: int, kv_heads: int, mlp: int = 0, hal
                 results += split(F.linear(x, w), turn(norm_q, angles), turn(norm_k, angles))
             return tuple(results)
 
+        # The product alone, and with all that follows in one kernel, as torch.compile makes it of plain arithmetic.
+        others = {"product": lambda: tuple(F.linear(x, w) for x, w, *_ in theirs)}
+        if mlp:
+            others["compiled"] = lambda: tuple(finish(F.linear(x, w), q, k, table, sizes) for x, w, q, k, table in parts)
         flops = 2 * sum(streams) * sum(sizes) * inner
-        return Case("qkv", tensors, [EPS, int(half_split)], outputs, peer, reference, flops=flops)
+        return Case("qkv", tensors, [EPS, int(half_split)], outputs, peer, reference, others, flops=flops)
 
     name = "qkv_mlp" if mlp else "qkv_norm_rope"
     return Row(name, "+".join(map(str, streams)) + f"x{sum(sizes)}x{inner}", make)
@@ -389,8 +404,8 @@ def attention(tokens: int, heads: int, kv_heads: int, head_dim: int = HEAD_DIM, 
             return (torch.cat(results, 1),)
 
         flops = 4 * tokens * tokens * heads * head_dim
-        other = flash if head_dim <= 256 else None  # the largest it takes
-        return Case("attention", [out, q, k, v], [head_dim, int(causal)], [out], peer, reference, other, flops=flops)
+        others = {"flash": flash} if head_dim <= 256 else {}  # the largest it takes
+        return Case("attention", [out, q, k, v], [head_dim, int(causal)], [out], peer, reference, others, flops=flops)
 
     of = f"{heads}" if heads == kv_heads else f"{heads}:{kv_heads}"
     return Row("attention_causal" if causal else "attention", f"{tokens} tokens, {of} heads of {head_dim}", make)
@@ -440,6 +455,15 @@ def conv(side: int, channels: int, to: int, sampling: str = "same", more: bool =
 
 # ------------------------------------------------------------------------------------------------------------------------ sizes
 
+# Products of double and single blocks of both models, of the text encoder, and of single blocks with 2048x2048, a reference, and as many
+# tokens as there may be.
+PRODUCTS = [
+    *(linear(4096, cols, inner) for cols, inner in ((9216, 3072), (18_432, 3072), (3072, 9216), (3072, 3072))),
+    *(linear(rows, cols, inner) for rows in (4608, 16_896, 20_992, 52_000) for cols, inner in ((27_648, 3072), (3072, 12_288))),
+    *(linear(4608, cols, inner) for cols, inner in ((36_864, 4096), (4096, 16_384))),
+    *(linear(512, cols, inner) for cols, inner in ((6144, 2560), (19_456, 2560), (2560, 4096), (2560, 9728))),
+]
+
 # 512 tokens of the prompt; 4096 of a picture of 1024x1024, 16384 of 2048x2048. klein 4B is 3072 wide with 24 heads, 9B 4096 with
 # 32; Qwen3-4B is 2560 wide with 32 heads that share 8.
 ROWS = [
@@ -474,9 +498,11 @@ ROWS = [
     pixels(2048),
     linear(1, 18_432, 3072),
     linear(4608, 3072, 3072),
+    *PRODUCTS,
     linear_swiglu(4096, 9216, 3072),
     linear_swiglu(512, 9728, 2560),
     linear_gate_residual(4608, 3072, 12_288),
+    linear_gate_residual(4608, 4096, 16_384),
     linear_gate_residual(512, 2560, 9728),
     qkv((512, 4096), 3072, 24, 24),
     qkv((512,), 2560, 32, 8, half_split=True),

@@ -272,9 +272,9 @@ class Trial:
             Side("kiln", [kiln.call(case) for case in self.cases], stream, args.graphs),
             Side("torch", keeping([case.peer for case in self.cases]), stream, args.graphs),
         ]
-        if first.flash:
-            self.sides.append(Side("flash", keeping([case.flash for case in self.cases]), stream, args.graphs))
-        self.record |= {"sets": sets, "calls": {s.name: s.count for s in self.sides}}
+        for name in first.others:
+            self.sides.append(Side(name, keeping([case.others[name] for case in self.cases]), stream, args.graphs))
+        self.record |= {"sets": sets, "calls": {s.name: s.count for s in self.sides}, "others": list(first.others)}
 
 
 def sets_of(total: int, args) -> int:
@@ -331,7 +331,7 @@ def run_size(rows: list, kiln: Kiln, stream, args) -> list:
 
 HEAD = (
     f"{'row':<21}{'shape':<38}|{'kiln us':>10} {'quartiles':>17} {'torch us':>10} {'quartiles':>17} {'x torch':>7} "
-    f"|{'kiln':>6} {'torch':>6}        {'of copy':>7} | sustained: kiln us, torch us, x torch, of copy | flash us, x flash | errors"
+    f"|{'kiln':>6} {'torch':>6}        {'of copy':>7} | sustained: kiln us, torch us, x torch, of copy | other us, x other | errors"
 )
 
 
@@ -346,18 +346,18 @@ def line(record: dict) -> str:
         amount, unit = (record["flops"], "TFLOP/s") if record["flops"] else (record["bytes"], "TB/s")
         rates = [amount / statistics.median(times[side]) / 1e12 for side in ("kiln", "torch")]
         digits = 1 if record["flops"] else 2
-        text += f"{ratio(times['torch'], times['kiln']):>7.2f} |"
+        text += f"{ratio(times['torch'], times['kiln']):>7.{3 if record['flops'] else 2}f} |"
         text += f"{rates[0]:>6.{digits}f} {rates[1]:>6.{digits}f} {unit:<7}{share(record):>7} |"
     if "sustained_s" in record:
         times = record["sustained_s"]
         ours, theirs = (statistics.median(times[side]) for side in ("kiln", "torch"))
-        text += f" {ours * 1e6:.1f} {theirs * 1e6:.1f} {theirs / ours:.2f}"
+        text += f" {ours * 1e6:.1f} {theirs * 1e6:.1f} {theirs / ours:.{3 if record['flops'] else 2}f}"
         if record["ceiling"]:
             text += f" {statistics.median(times[record['ceiling']]) / ours:.2f}"
-    if "flash" in record.get("burst_s", {}):
+    for name in record.get("others", []):
         for times in (record["burst_s"], record.get("sustained_s")):
             if times:
-                text += f" | flash {statistics.median(times['flash']) * 1e6:.1f} {ratio(times['flash'], times['kiln']):.2f}"
+                text += f" | {name} {statistics.median(times[name]) * 1e6:.1f} {ratio(times[name], times['kiln']):.3f}"
     if "error" in record:
         text += f" | {record['error']:.1e} {record['peer_error']:.1e}" + ("" if record["right"] else " WRONG")
     if below(record):
@@ -379,6 +379,18 @@ def below(record: dict) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------------------------- main
+
+
+def products(records: list) -> str:
+    """What plain products say together: they are one kernel family, and no single row is all of it."""
+    text = []
+    for key in ("burst_s", "sustained_s"):
+        rows = [r for r in records if r["row"] == "linear" and key in r and not r["shape"].startswith("1x")]
+        ratios = {r["shape"]: ratio(r[key]["torch"], r[key]["kiln"]) for r in rows}
+        if len(ratios) > 1:
+            least = min(ratios, key=ratios.get)
+            text.append(f"{key[:-2]} {statistics.geometric_mean(ratios.values()):.3f}, least {ratios[least]:.3f} ({least})")
+    return f"products, x torch, geometric mean of {len(ratios)}: " + "; ".join(text) if text else ""
 
 
 def gpu_state() -> dict:
@@ -451,7 +463,7 @@ def main() -> int:
 
     # Not the default stream, which cannot be recorded.
     stream = torch.cuda.Stream()
-    slow, bad = [], []
+    slow, bad, done = [], [], []
     with contextlib.ExitStack() as stack:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -474,6 +486,7 @@ def main() -> int:
                     bad.append(name)
                 else:
                     print(line(record), flush=True)
+                    done.append(record)
                     slow += [f"{name} ({speed(record):.2f})"] if below(record) else []
                     bad += [name] if not record.get("right", True) else []
                 if out:
@@ -481,6 +494,8 @@ def main() -> int:
             gc.collect()  # graphs and tensors of these rows
             torch.cuda.empty_cache()
 
+    if summary := products(done):
+        print(summary)
     size = FLOOR_BYTES // 1_000_000
     print(f"rule: memory-bound rows of {size} MB or more run at {FLOOR:.2f} of the copy's speed or better (burst)")
     print("below it: " + ("; ".join(slow) or "none") + ". Wrong or failed: " + ("; ".join(bad) or "none"))
