@@ -271,7 +271,7 @@ pub struct RunArgs {
     #[arg(short, long, conflicts_with = "verbose", help_heading = "Run")]
     pub quiet: bool,
 
-    /// Say more
+    /// Say more: what became of the flags and of references, and which GPU kernels ran
     #[arg(short, long, help_heading = "Run")]
     pub verbose: bool,
 }

@@ -42,7 +42,12 @@ pub fn generate(request: &GenerateRequest, stop: &Arc<AtomicBool>, terminal: &Te
             save_new(path, &record.to_safetensors()?, request.force)?;
         }
         print(out, &made.line(&path, &picture, terminal.seconds())?)
-    })
+    })?;
+    let kernels: Vec<&str> = engine.backend().launches().iter().map(|(name, _)| *name).collect();
+    if !kernels.is_empty() {
+        terminal.detail(&format!("kernels {}", kernels.join(" ")));
+    }
+    Ok(())
 }
 
 /// Opens the device and the model's files at once.
