@@ -49,6 +49,7 @@ fn build() -> Result<()> {
 
     let Some(nvcc) = Nvcc::find()? else {
         println!("cargo::rustc-env=KILN_KERNEL_RESOURCES=");
+        println!("cargo::rustc-env=KILN_KERNEL_TOOLS=");
         return write(&out.join("kernels.rs"), &image_table(&[], &[], ""));
     };
     let chosen = chosen_archs()?;
@@ -57,6 +58,7 @@ fn build() -> Result<()> {
         kernels.extend(Kernel::new(&source, chosen.as_deref(), &nvcc, &out)?);
     }
     compile_all(&kernels, &nvcc)?;
+    refuse_losses(&kernels)?;
 
     // The list of architectures as nvcc spells them.
     let mut targets: Vec<_> = pick(PORTABLE, chosen.as_deref()).iter().map(|arch| format!("sm_{arch}")).collect();
@@ -66,6 +68,8 @@ fn build() -> Result<()> {
     let resources = out.join("resources.txt");
     write(&resources, &resource_table(&kernels, &targets, &nvcc.version)?)?;
     println!("cargo::rustc-env=KILN_KERNEL_RESOURCES={}", resources.display());
+    // The disassembler comes with the compiler.
+    println!("cargo::rustc-env=KILN_KERNEL_TOOLS={}", nvcc.path.parent().unwrap_or(Path::new("")).display());
     write(&out.join("kernels.rs"), &image_table(&kernels, &targets, &nvcc.version))
 }
 
@@ -268,6 +272,19 @@ fn compile_all(kernels: &[Kernel], nvcc: &Nvcc) -> Result<()> {
         let workers: Vec<_> = (0..stale.len().min(jobs)).map(|_| scope.spawn(worker)).collect();
         workers.into_iter().flat_map(|worker| worker.join().expect("a worker does not panic")).collect()
     });
+    if errors.is_empty() { Ok(()) } else { Err(errors.join("\n")) }
+}
+
+/// A kernel that ptxas had to slow down gives right results, and ptxas only informs about it: nothing else would notice.
+fn refuse_losses(kernels: &[Kernel]) -> Result<()> {
+    let mut errors = Vec::new();
+    for kernel in kernels {
+        let report = read(&kernel.report)?;
+        let losses: Vec<_> = report.lines().filter(|line| ptxas::is_loss(line)).collect();
+        if !losses.is_empty() {
+            errors.push(format!("kernels/{}.cu would be slow; ptxas says:\n{}", kernel.name, losses.join("\n")));
+        }
+    }
     if errors.is_empty() { Ok(()) } else { Err(errors.join("\n")) }
 }
 

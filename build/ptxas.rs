@@ -28,6 +28,12 @@ pub fn is_information(line: &str) -> bool {
     line.starts_with("ptxas info") || line.contains("bytes stack frame")
 }
 
+/// Whether a line says that warpgroup products wait for one another, or that warps keep the registers they were to pass on. ptxas
+/// gives the name of the second in quotes, or not.
+pub fn is_loss(line: &str) -> bool {
+    line.contains("wgmma.mma_async instructions are serialized") || line.replace('\'', "").contains("setmaxnreg ignored")
+}
+
 /// The kernels of a report in the order of their names.
 pub fn usages(report: &str) -> Result<Vec<Usage>, String> {
     let mut found: Vec<Usage> = Vec::new();

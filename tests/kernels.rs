@@ -1,9 +1,11 @@
-//! The compiled kernels: what each takes of a multiprocessor is held to `kernels/resources.txt`, and each file has its image.
+//! The compiled kernels: what each takes of a multiprocessor is held to `kernels/resources.txt`, each file has its image, and the
+//! products on Hopper are made of the instructions they were written for.
 
 #![allow(clippy::print_stdout)] // why a test was skipped, shown with --nocapture
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
+use std::process::Command;
 
 #[path = "../build/ptxas.rs"]
 mod ptxas;
@@ -36,6 +38,20 @@ impl Table {
         let rows = text.lines().filter(|line| !line.starts_with('#')).map(row).collect();
         Self { nvcc: nvcc.into(), archs: archs.into(), rows }
     }
+
+    /// The products on Hopper: each kernel's name and numbers.
+    fn hopper(&self) -> Vec<(&str, [u32; 4])> {
+        let rows = self.rows.iter().map(|(name, numbers)| (name.split(' ').nth(1).unwrap_or_default(), *numbers));
+        rows.filter(|(kernel, _)| kernel.starts_with("kl_gemm_bf16_sm90_")).collect()
+    }
+
+    /// Where they have a stack or spills, which would stand between their products: no table can allow it.
+    fn hopper_spills(&self) -> Vec<String> {
+        let spilled = self.hopper().into_iter().filter(|(_, [_, stack, spills, _])| stack + spills > 0);
+        spilled
+            .map(|(kernel, [_, stack, spills, _])| format!("{kernel}: {stack} bytes of stack, {spills} of spills, may have none"))
+            .collect()
+    }
 }
 
 /// Where a build exceeds what is allowed.
@@ -52,6 +68,7 @@ fn faults(built: &Table, allowed: &Table) -> Vec<String> {
             }
         }
     }
+    faults.extend(built.hopper_spills());
     // A build for fewer architectures says nothing about the others.
     if built.archs == allowed.archs {
         let gone = allowed.rows.keys().filter(|name| !built.rows.contains_key(*name));
@@ -86,6 +103,89 @@ fn kernels_take_no_more_than_the_table_allows() {
         "{}\n\nif this is meant: KILN_UPDATE_RESOURCES=1 cargo test --test kernels, and say why in the change",
         faults.join("\n")
     );
+}
+
+#[test]
+fn products_on_hopper_do_not_spill() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/resources.txt");
+    let mut table = Table::parse(&std::fs::read_to_string(path).unwrap());
+    assert!(!table.hopper().is_empty(), "the table has none of these kernels");
+    assert!(table.hopper_spills().is_empty(), "{:?}", table.hopper_spills());
+
+    table.rows.insert("gemm_bf16_sm90 kl_gemm_bf16_sm90_1x1 sm_90a".into(), [168, 8, 16, 0]);
+    let spills = "kl_gemm_bf16_sm90_1x1: 8 bytes of stack, 16 of spills, may have none";
+    assert_eq!(faults(&table, &table), [spills], "though the table allows it");
+}
+
+/// The opcodes of each kernel in a listing of cuobjdump: `HGMMA` of `/*1ad0*/ @P0 HGMMA.64x160x16.F32.BF16 R24, ...`.
+fn opcodes(listing: &str) -> BTreeMap<&str, BTreeSet<&str>> {
+    fn opcode(line: &str) -> Option<&str> {
+        let (_, instruction) = line.trim_start().strip_prefix("/*")?.split_once("*/")?;
+        instruction.split_whitespace().find(|word| !word.starts_with('@'))?.split('.').next()
+    }
+    let kernels = listing.split("Function : ").skip(1).map(|part| part.split_once('\n').unwrap_or((part, "")));
+    kernels.map(|(name, code)| (name.trim(), code.lines().filter_map(opcode).collect())).collect()
+}
+
+#[test]
+fn products_on_hopper_are_those_of_warpgroups() {
+    if !built::ARCHS.contains(&"sm_90") {
+        println!("skipped: built without kernels for sm_90");
+        return;
+    }
+    // cuobjdump calls nvdisasm.
+    let tools = Path::new(env!("KILN_KERNEL_TOOLS"));
+    if let Some(missing) = ["cuobjdump", "nvdisasm"].iter().find(|tool| !tools.join(tool).is_file()) {
+        let required = std::env::var("KILN_REQUIRE_CUDA").is_ok_and(|value| !["", "0"].contains(&value.as_str()));
+        assert!(!required, "KILN_REQUIRE_CUDA=1, but there is no {missing} with nvcc; tools/get_nvcc installs one");
+        println!("skipped: no {missing} with nvcc");
+        return;
+    }
+    let listing = |file: &str, arch: &str| {
+        let image = Path::new(env!("OUT_DIR")).join(format!("{file}.fatbin"));
+        let output = Command::new(tools.join("cuobjdump")).args(["-sass", "-arch", arch]).arg(image).output().unwrap();
+        assert!(output.status.success(), "cuobjdump: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let built = Table::parse(&std::fs::read_to_string(env!("KILN_KERNEL_RESOURCES")).unwrap());
+
+    let hopper = listing("gemm_bf16_sm90", "sm_90a");
+    let hopper = opcodes(&hopper);
+    assert!(hopper.keys().copied().eq(built.hopper().iter().map(|(kernel, _)| *kernel)), "{:?}", hopper.keys());
+    for (kernel, opcodes) in &hopper {
+        assert!(opcodes.contains("HGMMA"), "{kernel} has no products of warpgroups");
+        assert!(!opcodes.contains("LDL") && !opcodes.contains("STL"), "{kernel} uses local memory");
+    }
+
+    // The listing of a kernel that is otherwise says so.
+    let portable = listing("gemm_mma", "sm_90");
+    let portable = &opcodes(&portable)["kl_gemm_mma_256"];
+    assert!(portable.contains("HMMA") && !portable.contains("HGMMA"), "{portable:?}");
+    let spills = built.rows["gemm_mma kl_gemm_mma_256 sm_90"][2] > 0;
+    assert_eq!(portable.contains("LDL") && portable.contains("STL"), spills, "{portable:?}");
+}
+
+#[test]
+fn listings_are_read() {
+    let listing = "\
+\tcode for sm_90a
+\t\tFunction : kl_one
+\t.headerflags\t@\"EF_CUDA_SM90\"
+        /*0000*/                   LDC R1, c[0x0][0x28] ;              /* 0x00000a00ff017b82 */
+                                                                       /* 0x000fe20000000800 */
+        /*0060*/              @!P1 STL.64 [R1], R2 ;                   /* 0x0000000201007387 */
+                                                                       /* 0x000fea0003800000 */
+\t\t..........
+
+
+\t\tFunction : kl_two
+        /*1ad0*/              @UP0 HGMMA.64x160x16.F32.BF16 R24, gdesc[UR12], R24, UP0 ; /* 0x026000000c1879f0 */
+        /*1ae0*/                   EXIT ;                              /* 0x000000000000794d */
+";
+    let read = opcodes(listing);
+    assert_eq!(read.keys().copied().collect::<Vec<_>>(), ["kl_one", "kl_two"]);
+    assert_eq!(read["kl_one"], BTreeSet::from(["LDC", "STL"]));
+    assert_eq!(read["kl_two"], BTreeSet::from(["EXIT", "HGMMA"]));
 }
 
 #[test]
@@ -148,6 +248,14 @@ ptxas info    : Used 14 registers, used 1 barriers, 256 bytes smem, 424 bytes cm
     assert_eq!(numbers(&rows[1]), "file kl_two sm_100f 32 504 1140 0");
     assert!(report.lines().all(ptxas::is_information), "nothing in it is an error");
     assert!(ptxas::usages("Compiling entry function 'kl_one' for 'sm_80'").is_err(), "a report that ends early");
+    assert!(!report.lines().any(ptxas::is_loss), "nothing in it is a loss");
+    let losses = "\
+ptxas info    : (C7520) Potential Performance Loss: wgmma.mma_async instructions are serialized due to program dependence on \
+compiler-inserted WG.AR in divergent path in the function 'kl_one'
+ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored; unable to determine register count at entry.
+ptxas info    : setmaxnreg ignored to maintain minimum register requirements.
+";
+    assert!(losses.lines().all(ptxas::is_loss));
 }
 
 #[test]
