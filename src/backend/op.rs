@@ -7,7 +7,7 @@ use std::ops::Range;
 /// A linear layer `y = W x + b`, `W` stored `[out, in]`.
 #[derive(Clone, Copy, Debug)]
 pub struct Linear {
-    /// The weight, `[out, in]`.
+    /// The weight, `[out, in]`. No op writes it: a GPU reads it before the op before has ended.
     pub weight: Tensor,
     /// The bias, `[1, out]`, where the layer has one.
     pub bias: Option<Tensor>,
