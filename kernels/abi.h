@@ -279,6 +279,8 @@ typedef struct {
 
 /* Blocks that share an operand. */
 #define KL_SM90_CLUSTER 2u
+/* With halved tiles. */
+#define KL_SM90_CLUSTER_HALVED 4u
 #define KL_SM90_INNER 64u
 /* Rows that a warp stores at once; with them 64 columns, or 32 or 16 where a tile is no multiple of those. */
 #define KL_SM90_STORE_ROWS 16u
@@ -287,17 +289,18 @@ typedef struct {
 #define KL_SM90_THREADS_192X192 512u
 #define KL_SM90_THREADS_128X256 384u
 #define KL_SM90_THREADS_128X192 384u
-#define KL_SM90_THREADS_128X160 384u
-#define KL_SM90_SHARED_256X192 222448u
-#define KL_SM90_SHARED_192X192 222368u
-#define KL_SM90_SHARED_128X256 230592u
-#define KL_SM90_SHARED_128X192 230720u
-#define KL_SM90_SHARED_128X160 218448u
+#define KL_SM90_THREADS_128X176 384u
+#define KL_SM90_SHARED_256X192 222256u
+#define KL_SM90_SHARED_192X192 222272u
+#define KL_SM90_SHARED_128X256 230464u
+#define KL_SM90_SHARED_128X192 230464u
+#define KL_SM90_SHARED_128X176 201856u
 
 /* As KlGemm; `row_tiles` and `col_tiles` of a stream are those of a cluster, which walks `group` of the rows before it goes on to the
- * next columns. `out` has the maps of the parts. Of two workers that share a tile the first has `lean` rounds less than its share. */
+ * next columns. `out` has the maps of the parts, `residual` that of the
+ * first where its residual is read. */
 typedef struct {
-  KlTensorMap x[KL_STREAMS], w[KL_STREAMS], out[KL_STREAMS][KL_GEMM_PARTS];
+  KlTensorMap x[KL_STREAMS], w[KL_STREAMS], out[KL_STREAMS][KL_GEMM_PARTS], residual[KL_STREAMS];
   KlGemmStream stream[KL_STREAMS];
   uint32_t group[KL_STREAMS];
   uint64_t left;
@@ -306,9 +309,7 @@ typedef struct {
   uint32_t whole;
   uint32_t share;
   uint32_t extra;
-  uint32_t lean;
-  uint32_t spare;
-  uint64_t unused[6];
+  uint64_t unused[7];
 } KlGemmSm90;
 
 /* ------------------------------------------------------------------------------------------------ selftest_sm90.cu */

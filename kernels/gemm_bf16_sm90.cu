@@ -10,7 +10,7 @@
 //
 // As many blocks as multiprocessors stay for the whole product. Of a block one thread copies: 64 of the inner dimension of both
 // operands at a time, into a ring of stages. Two or three warpgroups multiply out of it, 64 or 128 rows each, and each warp stores its
-// own sixteen rows by the copy engine. Meanwhile the ring fills for the next tile. Two blocks are a cluster: they have rows or columns in
+// own sixteen rows by the copy engine. Meanwhile the ring fills for the next tile. A residual comes through the ring as well. Two blocks are a cluster: they have rows or columns in
 // common, and each copies one half of those for both.
 //
 // Tiles are dealt out as kl_gemm_mma does, with clusters for blocks: see there for what workers leave for each other.
@@ -38,10 +38,13 @@ struct Shape {
   static constexpr uint32_t kLeftBytes = kRows * 128, kRightBytes = kCols * 128, kStageBytes = kLeftBytes + kRightBytes;
   // Registers that the copying warpgroup keeps, and that others have.
   static constexpr int kFewRegisters = kGroups == 3 ? 32 : 40, kManyRegisters = kGroups == 3 ? 160 : 232;
+  // What is there already comes through the ring as well, in boxes of a warpgroup's rows and 64 columns, as many as a stage holds at a time.
+  static constexpr uint32_t kBoxBytes = kM * 64 * 128, kBoxesAcross = (kCols + 63) / 64, kBoxes = kGroups * kBoxesAcross;
+  static constexpr uint32_t kBoxesOfStage = kStageBytes / kBoxBytes, kResidualStages = (kBoxes + kBoxesOfStage - 1) / kBoxesOfStage;
   // Buffers of each warp, for a piece of what it stores: as many as fit, up to four.
   static constexpr uint32_t kBufferBytes = KL_SM90_STORE_ROWS * store_cols(kCols) * sizeof(bf16);
   static constexpr int kRoom = (232448 - 1024 - 512 - kStages * kStageBytes) / (kWarps * kBufferBytes), kBuffers = kRoom < 4 ? kRoom : 4;
-  static constexpr uint32_t kSharedBytes = 1024 + kStages * (kStageBytes + 16) + kWarps * kBuffers * (kBufferBytes + 8);
+  static constexpr uint32_t kSharedBytes = 1024 + kStages * (kStageBytes + 16) + kWarps * kBuffers * kBufferBytes;
   static_assert(kBuffers > 0 && kSharedBytes <= 232448, "more than a multiprocessor has");
 };
 
@@ -61,8 +64,7 @@ struct Work {
 
   static __device__ __forceinline__ uint32_t worker() { return blockIdx.x / KL_SM90_CLUSTER; }
   static __device__ __forceinline__ uint32_t front(const KlGemmSm90& p, uint32_t worker) {
-    // Where two share a tile, the first has less: the second waits for what it leaves.
-    return p.whole * p.rounds + worker * p.share + min(worker, p.extra) - worker % 2 * p.lean;
+    return p.whole * p.rounds + worker * p.share + min(worker, p.extra);
   }
 
   __device__ __forceinline__ bool next(Item& item) {
@@ -107,7 +109,7 @@ struct Ring {
   uint32_t base, stage = 0, parity = 0;
 
   static constexpr uint32_t kBuffersAt = S::kStages * S::kStageBytes, kFullAt = kBuffersAt + S::kWarps * S::kBuffers * S::kBufferBytes;
-  static constexpr uint32_t kEmptyAt = kFullAt + 8 * S::kStages, kArrivalsAt = kEmptyAt + 8 * S::kStages;
+  static constexpr uint32_t kEmptyAt = kFullAt + 8 * S::kStages;
 
   __device__ __forceinline__ uint32_t left() const { return base + stage * S::kStageBytes; }
   __device__ __forceinline__ uint32_t right() const { return left() + S::kLeftBytes; }
@@ -115,7 +117,6 @@ struct Ring {
   __device__ __forceinline__ uint32_t empty(uint32_t i) const { return base + kEmptyAt + 8 * i; }
   // A warp's.
   __device__ __forceinline__ uint32_t buffers(uint32_t warp) const { return base + kBuffersAt + warp * (S::kBuffers * S::kBufferBytes); }
-  __device__ __forceinline__ uint32_t arrivals(uint32_t warp) const { return base + kArrivalsAt + warp * (S::kBuffers * 8); }
   __device__ __forceinline__ void advance() {
     if (++stage == S::kStages) stage = 0, parity ^= 1;
   }
@@ -129,17 +130,16 @@ struct Epilogue {
   const KlGemmPart& part;
   const KlTensorMap* out;
   float (&sums)[S::kM][S::kCols / 2];
-  uint32_t buffers, arrivals;  // the warp's own, and a barrier for each
-  uint32_t& parities;          // of those, a bit each
+  uint32_t buffers;  // the warp's own
   uint32_t thread;
   uint32_t row0, col0;
 
-  static constexpr int kCols = S::kCols, kPieceCols = store_cols(kCols), kAcross = kCols / kPieceCols, kPieces = S::kM * kAcross;
+  static constexpr int kCols = S::kCols;
 
   __device__ __forceinline__ Epilogue(const KlGemmSm90& p, const Place<S>& at, float (&sums)[S::kM][S::kCols / 2], const Ring<S>& ring,
-                                      uint32_t& parities, uint32_t thread)
+                                      uint32_t thread)
       : s(p.stream[at.stream]), part(s.part[at.part]), out(&p.out[at.stream][at.part]), sums(sums), buffers(ring.buffers(thread / 32 - 4)),
-        arrivals(ring.arrivals(thread / 32 - 4)), parities(parities), thread(thread) {
+        thread(thread) {
     const uint32_t warp = thread / 32 - 4;
     row0 = at.row_tile * S::kRows + warp / 4 * (S::kM * 64) + warp % 4 * 16;
     col0 = at.col_tile * (part.epilogue == KL_SWIGLU ? kCols / 2 : kCols);
@@ -150,7 +150,7 @@ struct Epilogue {
   // Buffer i. Its rows are kWidth columns; the copy engine exchanges chunks of sixteen bytes within them by the row (the swizzle).
   __device__ __forceinline__ uint32_t buffer(int i) const { return buffers + i % S::kBuffers * S::kBufferBytes; }
 
-  // The chunk of the lane's row that it names to store_matrices and load_matrices, of chunks j and j + 1.
+  // The chunk of the lane's row that it names to store_matrices, of chunks j and j + 1.
   template <int kWidth>
   __device__ __forceinline__ uint32_t spot(int i, int j) const {
     constexpr uint32_t kChunks = kWidth / 8;
@@ -160,11 +160,9 @@ struct Epilogue {
 
   // Stores sixteen rows of kWidth columns, of fragments from v on, as the i-th piece of the tile.
   template <int kWidth>
-  __device__ __forceinline__ void store(int i, int m, const float* v, uint32_t col, bool fresh = true) {
-    if (fresh) {
-      if (lane() == 0) tma_store_wait<S::kBuffers - 1>();
-      __syncwarp();
-    }
+  __device__ __forceinline__ void store(int i, int m, const float* v, uint32_t col) {
+    if (lane() == 0) tma_store_wait<S::kBuffers - 1>();
+    __syncwarp();
 #pragma unroll
     for (int j = 0; j < kWidth / 8; j += 2) {
       const float* a = v + 4 * j;
@@ -220,61 +218,50 @@ struct Epilogue {
     store_all<kCols>([&](int m, int e) { return sums[m][e]; });
   }
 
-  // Starts to bring the i-th piece of what is there to its buffer.
-  __device__ __forceinline__ void fetch(int i) {
-    if (i >= kPieces || lane() != 0) return;
-    const uint32_t arrival = arrivals + i % S::kBuffers * 8;
-    barrier_arrive_expect(arrival, KL_SM90_STORE_ROWS * kPieceCols * sizeof(bf16));
-    tma_load_2d(buffer(i), out, col0 + i % kAcross * kPieceCols, row0 + i / kAcross * 64, arrival);
-  }
-
-  // Before the tile is multiplied: pieces for which there are buffers; the rest comes as near as the cache.
-  __device__ __forceinline__ void fetch_first() {
-    if (lane() == 0) tma_store_wait<0>();
+  __device__ __forceinline__ void gate() {
+    if (!part.extra.data) return;
+    const bf16* gates = row_of<const bf16>(part.extra, 0);
+    columns([&](int n, uint32_t col) {
+      const float2 g = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(gates + col));
 #pragma unroll
-    for (int i = 0; i < S::kBuffers; i++) fetch(i);
-    constexpr uint32_t kSoon = S::kBuffers < kPieces ? S::kBuffers : kPieces;
-    for (uint32_t at = kSoon * 16 + lane(); at < kPieces * 16; at += 32) {
-      const uint32_t row = row0 + at / 16 / kAcross * 64 + at % 16, col = col0 + at / 16 % kAcross * kPieceCols;
-      if (row < part.out.rows && col < part.out.cols) prefetch(row_of<const bf16>(part.out, row) + col);
-    }
+      for (int m = 0; m < S::kM; m++) {
+        float* v = &sums[m][4 * n];
+        v[0] *= g.x, v[1] *= g.y, v[2] *= g.x, v[3] *= g.y;
+      }
+    });
   }
 
-  __device__ __forceinline__ void residual() {
-    add_bias();
-    if (part.extra.data) {
-      const bf16* gates = row_of<const bf16>(part.extra, 0);
-      columns([&](int n, uint32_t col) {
-        const float2 g = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(gates + col));
+  // Adds what is there: the boxes of the warpgroup's rows, as they come through the ring.
+  template <class Release>
+  __device__ __forceinline__ void add_residual(Ring<S>& ring, Release release) {
+    const uint32_t group = thread / 128 - 1, row = thread / 32 % 4 * 16 + lane() % 16, chunk = (lane() / 16 ^ row) % 8;
+#pragma unroll
+    for (uint32_t stage = 0; stage < S::kResidualStages; stage++, ring.advance()) {
+      barrier_wait(ring.full(ring.stage), ring.parity);
+#pragma unroll
+      for (uint32_t across = 0; across < S::kBoxesAcross; across++) {
+        // Boxes lie one after the other, those of all warpgroups for the same columns together.
+        const uint32_t box = across * S::kGroups + group;
+        if (box / S::kBoxesOfStage != stage) continue;
+        const uint32_t from = ring.left() + box % S::kBoxesOfStage * S::kBoxBytes + row * 128 + chunk * 16;
 #pragma unroll
         for (int m = 0; m < S::kM; m++) {
-          float* v = &sums[m][4 * n];
-          v[0] *= g.x, v[1] *= g.y, v[2] *= g.x, v[3] *= g.y;
-        }
-      });
-    }
 #pragma unroll
-    for (int i = 0; i < kPieces; i++) {
-      const uint32_t bit = 1u << i % S::kBuffers;
-      barrier_wait(arrivals + i % S::kBuffers * 8, (parities & bit) != 0);
-      parities ^= bit;
-      float* v = &sums[i / kAcross][i % kAcross * kPieceCols / 2];
+          for (int j = 0; j < 8; j += 2) {
+            if (across * 8 + j >= S::kN) continue;
+            uint32_t old[4];
+            load_matrices(old, (from + m * 8192) ^ j * 16);
+            float* v = &sums[m][4 * (across * 8 + j)];
 #pragma unroll
-      for (int j = 0; j < kPieceCols / 8; j += 2) {
-        uint32_t old[4];
-        load_matrices(old, spot<kPieceCols>(i, j));
-#pragma unroll
-        for (int h = 0; h < 4; h++) {
-          const float2 pair = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&old[h]));
-          v[4 * j + 2 * h] += pair.x, v[4 * j + 2 * h + 1] += pair.y;
+            for (int h = 0; h < 4; h++) {
+              const float2 pair = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&old[h]));
+              v[2 * h] += pair.x, v[2 * h + 1] += pair.y;
+            }
+          }
         }
       }
-      __syncwarp();
-      store<kPieceCols>(i, i / kAcross, v, col0 + i % kAcross * kPieceCols, false);
-      if (i + S::kBuffers < kPieces) {
-        if (lane() == 0) tma_store_wait<0>();
-        fetch(i + S::kBuffers);
-      }
+      warpgroup_sync(group);  // all its warps have read the stage
+      release(ring.stage);
     }
   }
 
@@ -295,48 +282,60 @@ struct Epilogue {
 #pragma unroll
     for (int m = 0; m < S::kM; m++) {
 #pragma unroll
-      for (int h = 0; h < kHeads; h++) {
-        float* head = &sums[m][64 * h];
+      for (int half = 0; half < 2; half++) {
+        float scale[kHeads];
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
+        for (int h = 0; h < kHeads; h++) {
+          const float* head = &sums[m][64 * h + 2 * half];
           float sum = 0.0f;
 #pragma unroll
-          for (int n = 0; n < 16; n++) sum += head[4 * n + 2 * half] * head[4 * n + 2 * half] + head[4 * n + 2 * half + 1] * head[4 * n + 2 * half + 1];
+          for (int n = 0; n < 16; n++) sum += head[4 * n] * head[4 * n] + head[4 * n + 1] * head[4 * n + 1];
           sum += __shfl_xor_sync(0xffffffffu, sum, 1);
           sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-          const float scale = rsqrtf(sum * (1.0f / 128.0f) + s.eps);
-          // The row's angles: 64 cosines, then 64 sines.
-          const float* angles = row_of<const float>(s.table, min(row0 + 64 * m + lane() / 4 + 8 * half, s.x.rows - 1));
-          if (s.rope == KL_ROPE_INTERLEAVED) {
+          scale[h] = rsqrtf(sum * (1.0f / 128.0f) + s.eps);
+        }
+        // The row's angles: 64 cosines, then 64 sines. All heads turn by the same.
+        const float* angles = row_of<const float>(s.table, min(row0 + 64 * m + lane() / 4 + 8 * half, s.x.rows - 1));
+        if (s.rope == KL_ROPE_INTERLEAVED) {
 #pragma unroll
-            for (int n = 0; n < 16; n++) {
-              const float2 w = *reinterpret_cast<const float2*>(weight + 8 * n + 2 * q);
-              float* v = &head[4 * n + 2 * half];
-              turn(v[0], v[1], scale, w.x, w.y, angles[4 * n + q], angles[64 + 4 * n + q]);
+          for (int n = 0; n < 16; n++) {
+            const float2 w = *reinterpret_cast<const float2*>(weight + 8 * n + 2 * q);
+            const float cosine = angles[4 * n + q], sine = angles[64 + 4 * n + q];
+#pragma unroll
+            for (int h = 0; h < kHeads; h++) {
+              float* v = &sums[m][64 * h + 4 * n + 2 * half];
+              turn(v[0], v[1], scale[h], w.x, w.y, cosine, sine);
             }
-          } else {
+          }
+        } else {
 #pragma unroll
-            for (int n = 0; n < 8; n++) {
-              const uint32_t i = 8 * n + 2 * q;
-              float *v = &head[4 * n + 2 * half], *u = v + 32;
+          for (int n = 0; n < 8; n++) {
 #pragma unroll
-              for (int e = 0; e < 2; e++) turn(v[e], u[e], scale, weight[i + e], weight[64 + i + e], angles[i + e], angles[64 + i + e]);
+            for (int e = 0; e < 2; e++) {
+              const uint32_t i = 8 * n + 2 * q + e;
+              const float a = weight[i], b = weight[64 + i], cosine = angles[i], sine = angles[64 + i];
+#pragma unroll
+              for (int h = 0; h < kHeads; h++) {
+                float* v = &sums[m][64 * h + 4 * n + 2 * half + e];
+                turn(v[0], v[32], scale[h], a, b, cosine, sine);
+              }
             }
           }
         }
-#pragma unroll
-        for (int i = 0; i < 2; i++) store<64>((m * kHeads + h) * 2 + i, m, head + 32 * i, col0 + 128 * h + 64 * i);
       }
     }
+    store_all<kCols>([&](int m, int e) { return sums[m][e]; });
   }
 
-  __device__ __forceinline__ void run() {
-    if (part.epilogue == KL_GATE_RESIDUAL) {
-      residual();
-      return;
-    }
+  template <class Release>
+  __device__ __forceinline__ void run(Ring<S>& ring, Release release) {
     if (lane() == 0) tma_store_wait<0>();  // of the tile before
-    if (part.epilogue == KL_SWIGLU) {
+    if (part.epilogue == KL_GATE_RESIDUAL) {
+      add_bias();
+      gate();
+      add_residual(ring, release);
+      store_all<kCols>([&](int m, int e) { return sums[m][e]; });
+    } else if (part.epilogue == KL_SWIGLU) {
       if constexpr (kCols / 2 % 16 == 0) swiglu();
     } else if (part.epilogue == KL_HEADS) {
       if constexpr (kCols % 128 == 0) heads();
@@ -440,6 +439,16 @@ __device__ __forceinline__ void copy(const KlGemmSm90& p, Ring<S> ring) {
         tma_load_2d_to_all(ring.left() + rank * (S::kLeftBytes / 2), x, k * KL_SM90_INNER, at.row_tile * S::kRows + rank * (S::kRows / 2), full, kAll);
       }
     }
+    if (part.epilogue != KL_GATE_RESIDUAL || item.last < p.rounds) continue;
+    for (uint32_t box = 0; box < S::kBoxes; ring.advance()) {
+      const uint32_t full = ring.full(ring.stage), count = min(S::kBoxesOfStage, S::kBoxes - box);
+      barrier_wait(ring.empty(ring.stage), ring.parity ^ 1);
+      barrier_arrive_expect(full, count * S::kBoxBytes);
+      for (uint32_t i = 0; i < count; i++, box++) {
+        const uint32_t col = at.col_tile * S::kCols + box / S::kGroups * 64, row = at.row_tile * S::kRows + box % S::kGroups * (S::kM * 64);
+        tma_load_2d(ring.left() + i * S::kBoxBytes, &p.residual[at.stream], col, row, full);
+      }
+    }
   }
 }
 
@@ -447,7 +456,6 @@ __device__ __forceinline__ void copy(const KlGemmSm90& p, Ring<S> ring) {
 template <class S>
 __device__ __forceinline__ void multiply(const KlGemmSm90& p, Ring<S> ring) {
   const uint32_t group = threadIdx.x / 128 - 1;
-  uint32_t parities = 0;
   const auto release = [&](uint32_t stage) {
     if (threadIdx.x % 128 < KL_SM90_CLUSTER) barrier_arrive_at(ring.empty(stage), threadIdx.x % 128);
   };
@@ -459,7 +467,6 @@ __device__ __forceinline__ void multiply(const KlGemmSm90& p, Ring<S> ring) {
     float sums[S::kM][S::kCols / 2];
     // Found before there are sums: divisions take registers that are scarce afterwards.
     const Place<S> at(p, item.tile);
-    if (item.last == p.rounds && p.stream[at.stream].part[at.part].epilogue == KL_GATE_RESIDUAL) Epilogue<S>(p, at, sums, ring, parities, thread).fetch_first();
     for (uint32_t k = item.first; k < item.last; k++, ring.advance()) {
       barrier_wait(ring.full(ring.stage), ring.parity);
       const uint32_t left = ring.left() + group * (S::kM * 64 * 128);
@@ -486,7 +493,7 @@ __device__ __forceinline__ void multiply(const KlGemmSm90& p, Ring<S> ring) {
           Left<S>(p, --other).add(sums);
         } while (Work::front(p, other) > item.tile * p.rounds);
       }
-      Epilogue<S>(p, at, sums, ring, parities, thread).run();
+      Epilogue<S>(p, at, sums, ring, thread).run(ring, release);
     }
   }
   if (lane() == 0) tma_store_wait<0>();
@@ -503,7 +510,6 @@ __device__ __forceinline__ void gemm(const KlGemmSm90& p) {
       barrier_init(ring.full(i), 1);
       barrier_init(ring.empty(i), S::kGroups * KL_SM90_CLUSTER);
     }
-    for (int i = 0; i < S::kWarps * S::kBuffers; i++) barrier_init(ring.base + Ring<S>::kArrivalsAt + 8 * i, 1);
     fence_barrier_init();
   }
   cluster_sync();
@@ -520,22 +526,171 @@ __device__ __forceinline__ void gemm(const KlGemmSm90& p) {
   cluster_sync();  // nobody leaves while the other copies into it or arrives at its barriers
 }
 
+// ------------------------------------------------------------------------------------------------------------ halved tiles
+
+// For products of a few hundred rows, which have fewer tiles than there are multiprocessors: four blocks are a cluster, two rows of tiles
+// by two halves of the inner dimension. Blocks with the same half copy weights for each other; blocks with the same tile add up what
+// they have, each for half of the rows. One tile for each cluster.
+template <int kCols_, int kStages_>
+struct Halved {
+  static constexpr int kGroups = 2, kWarps = 8, kThreads = 384, kM = 1, kRows = 128, kCols = kCols_, kN = kCols / 8, kStages = kStages_;
+  static constexpr uint32_t kCluster = 4, kPair = 2;
+  static constexpr uint32_t kLeftBytes = kRows * 128, kRightBytes = kCols * 128, kStageBytes = kLeftBytes + kRightBytes;
+  // Where the other block puts its sums, for each warp: a float4 of every lane for two fragments.
+  static constexpr int kBuffers = 1;
+  static constexpr uint32_t kBufferBytes = kN / 2 * 32 * sizeof(float4);
+  static constexpr uint32_t kSharedBytes = 1024 + kStages * (kStageBytes + 16) + kWarps * (kBufferBytes + 8);
+  static_assert(kN % 2 == 0 && kSharedBytes <= 232448, "more than a multiprocessor has");
+};
+
+// Where a block of a cluster stands.
+template <class S>
+struct Quarter {
+  uint32_t rank = cluster_rank(), half = rank / S::kPair, row_tile, col_tile, first, last;
+
+  __device__ __forceinline__ explicit Quarter(const KlGemmSm90& p) {
+    const uint32_t tile = blockIdx.x / S::kCluster, rows = p.stream[0].row_tiles, middle = ceil_div(p.rounds, 2u);
+    row_tile = tile % rows * S::kPair + rank % S::kPair, col_tile = tile / rows;
+    first = half == 0 ? 0 : middle, last = half == 0 ? middle : p.rounds;
+  }
+};
+
+template <class S>
+__device__ __forceinline__ uint32_t arrived(const Ring<S>& ring, uint32_t warp) {
+  return ring.base + Ring<S>::kEmptyAt + 8 * (S::kStages + warp);
+}
+
+template <class S>
+__device__ __forceinline__ void copy_half(const KlGemmSm90& p, Ring<S> ring) {
+  const Quarter<S> at(p);
+  const uint32_t mine = at.rank % S::kPair;
+  const auto weights = [&](uint32_t k) {
+    const uint32_t full = ring.full(ring.stage), row = p.stream[0].part[0].first_row + at.col_tile * S::kCols + mine * (S::kCols / 2);
+    barrier_arrive_expect(full, S::kStageBytes);
+    tma_load_2d_to_all(ring.right() + mine * (S::kRightBytes / 2), &p.w[0], k * KL_SM90_INNER, row, full, 3 << at.half * S::kPair);
+  };
+  const Ring<S> start = ring;
+  uint32_t ahead = 0;
+  for (; ahead < S::kStages && at.first + ahead < at.last; ahead++, ring.advance()) weights(at.first + ahead);
+  ring = start;
+  wait_for_previous_kernel();
+  for (uint32_t k = at.first; k < at.last; k++, ring.advance()) {
+    if (k >= at.first + ahead) {
+      barrier_wait(ring.empty(ring.stage), ring.parity ^ 1);
+      weights(k);
+    }
+    tma_load_2d(ring.left(), &p.x[0], k * KL_SM90_INNER, at.row_tile * S::kRows, ring.full(ring.stage));
+  }
+}
+
+template <class S>
+__device__ __forceinline__ void multiply_half(const KlGemmSm90& p, Ring<S> ring) {
+  const Quarter<S> at(p);
+  const uint32_t group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 - 4;
+  float sums[S::kCols / 2] = {};
+  for (uint32_t k = at.first; k < at.last; k++, ring.advance()) {
+    barrier_wait(ring.full(ring.stage), ring.parity);
+    const uint64_t left = wgmma_operand(ring.left() + group * 8192), right = wgmma_operand(ring.right());
+    const auto release = [&](uint32_t stage) {
+      if (threadIdx.x % 128 < S::kPair) barrier_arrive_at(ring.empty(stage), at.half * S::kPair + threadIdx.x % 128);
+    };
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < KL_SM90_INNER / 16; i++) wgmma<S::kCols>(sums, left + 2 * i, right + 2 * i, 1);
+    wgmma_commit();
+    wgmma_wait<1>();
+    // Nobody waits for the last stages.
+    if (k > at.first) release(ring.before());
+  }
+  wgmma_wait<0>();
+
+  // Of a thread's two rows each half keeps one and gives the other away.
+  const bool upper = at.half == 0;
+  const uint32_t buffer = ring.buffers(warp) + lane() * sizeof(float4);
+#pragma unroll
+  for (int n = 0; n < S::kN; n += 2) {
+    const float *a = &sums[4 * n], *b = a + 4;
+    const float4 other = upper ? make_float4(a[2], a[3], b[2], b[3]) : make_float4(a[0], a[1], b[0], b[1]);
+    store_in_block(buffer + n / 2 * (32 * sizeof(float4)), other, arrived(ring, warp), at.rank ^ S::kPair);
+  }
+  const KlGemmStream& s = p.stream[0];
+  const KlGemmPart& part = s.part[0];
+  const uint32_t row = at.row_tile * S::kRows + group * 64 + warp % 4 * 16 + lane() / 4 + at.half * 8, col0 = at.col_tile * S::kCols + lane() % 4 * 2;
+  bf16* out = row_of<bf16>(part.out, min(row, part.out.rows - 1));
+  const bool adds = part.epilogue == KL_GATE_RESIDUAL;
+  const auto exists = [&](int n) { return row < part.out.rows && col0 + 8 * n < part.out.cols; };
+  uint32_t old[S::kN];
+#pragma unroll
+  for (int n = 0; n < S::kN; n++) old[n] = adds && exists(n) ? *reinterpret_cast<const uint32_t*>(out + col0 + 8 * n) : 0;
+  barrier_wait(arrived(ring, warp), 0);
+#pragma unroll
+  for (int n = 0; n < S::kN; n += 2) {
+    const float4 theirs = load_shared(buffer + n / 2 * (32 * sizeof(float4)));
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const float* own = &sums[4 * (n + e)];
+      float2 v = make_float2((upper ? own[0] : own[2]) + (e ? theirs.z : theirs.x), (upper ? own[1] : own[3]) + (e ? theirs.w : theirs.y));
+      if (!exists(n + e)) continue;
+      const uint32_t col = col0 + 8 * (n + e);
+      if (s.bias.data) {
+        const float* bias = row_of<const float>(s.bias, 0) + part.first_row + col;
+        v.x += bias[0], v.y += bias[1];
+      }
+      if (adds) {
+        float2 gate = make_float2(1.0f, 1.0f);
+        if (part.extra.data) gate = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(row_of<const bf16>(part.extra, 0) + col));
+        const float2 there = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&old[n + e]));
+        v.x = there.x + gate.x * v.x, v.y = there.y + gate.y * v.y;
+      }
+      *reinterpret_cast<uint32_t*>(out + col) = pack(v.x, v.y);
+    }
+  }
+}
+
+template <class S>
+__device__ __forceinline__ void gemm_halved(const KlGemmSm90& p) {
+  extern __shared__ __align__(1024) unsigned char dynamic[];
+  const Ring<S> ring{shared_address(dynamic) + 1023 & ~1023u};
+  if (threadIdx.x == 0) {
+    prefetch_map(&p.x[0]), prefetch_map(&p.w[0]);
+    for (int i = 0; i < S::kStages; i++) {
+      barrier_init(ring.full(i), 1);
+      barrier_init(ring.empty(i), S::kGroups * S::kPair);
+    }
+    for (int i = 0; i < S::kWarps; i++) barrier_init(arrived(ring, i), 1);
+    fence_barrier_init();
+    for (int i = 0; i < S::kWarps; i++) barrier_arrive_expect(arrived(ring, i), S::kBufferBytes);
+  }
+  cluster_sync();
+  launch_next_kernel();
+  if (threadIdx.x < 128) {
+    give_registers<40>();
+    if (threadIdx.x == 0) copy_half(p, ring);
+    __syncwarp();
+  } else {
+    take_registers<232>();
+    wait_for_previous_kernel();
+    multiply_half(p, ring);
+  }
+  cluster_sync();  // nobody leaves while others write to it
+}
+
 using Large = Shape<2, 2, 192, 3, Common::kRows>;
 using Square = Shape<3, 1, 192, 4, Common::kRows>;
 using Wide = Shape<2, 1, 256, 4, Common::kCols>;
 using Medium = Shape<2, 1, 192, 4, Common::kCols>;
-using Narrow = Shape<2, 1, 160, 5, Common::kCols>;
+using Narrow = Halved<176, 4>;
 #define KL_SAME_SIZE(S, suffix)                                                                                                     \
   static_assert(S::kSharedBytes == KL_SM90_SHARED_##suffix && S::kThreads == KL_SM90_THREADS_##suffix, "abi.h states another size")
 KL_SAME_SIZE(Large, 256X192);
 KL_SAME_SIZE(Square, 192X192);
 KL_SAME_SIZE(Wide, 128X256);
 KL_SAME_SIZE(Medium, 128X192);
-KL_SAME_SIZE(Narrow, 128X160);
+KL_SAME_SIZE(Narrow, 128X176);
 static_assert(sizeof(KlGemmSm90) % 128 == 0, "abi.h leaves a gap");
 
 KL_ENTRY(kl_gemm_bf16_sm90_256x192, KlGemmSm90, KL_SM90_THREADS_256X192, 1) { gemm<Large>(p); }
 KL_ENTRY(kl_gemm_bf16_sm90_192x192, KlGemmSm90, KL_SM90_THREADS_192X192, 1) { gemm<Square>(p); }
 KL_ENTRY(kl_gemm_bf16_sm90_128x256, KlGemmSm90, KL_SM90_THREADS_128X256, 1) { gemm<Wide>(p); }
 KL_ENTRY(kl_gemm_bf16_sm90_128x192, KlGemmSm90, KL_SM90_THREADS_128X192, 1) { gemm<Medium>(p); }
-KL_ENTRY(kl_gemm_bf16_sm90_128x160, KlGemmSm90, KL_SM90_THREADS_128X160, 1) { gemm<Narrow>(p); }
+KL_ENTRY(kl_gemm_bf16_sm90_128x176, KlGemmSm90, KL_SM90_THREADS_128X176, 1) { gemm_halved<Narrow>(p); }

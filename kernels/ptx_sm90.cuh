@@ -114,7 +114,8 @@ __device__ __forceinline__ uint64_t wgmma_operand(uint32_t address) {
   "%27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
   "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define KL_NAMES_80 KL_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-#define KL_NAMES_96 KL_NAMES_80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define KL_NAMES_88 KL_NAMES_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define KL_NAMES_96 KL_NAMES_88 ", %88, %89, %90, %91, %92, %93, %94, %95"
 #define KL_NAMES_128                                                                                                              \
   KL_NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, " \
               "%115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
@@ -132,17 +133,20 @@ __device__ __forceinline__ uint64_t wgmma_operand(uint32_t address) {
 // sums (+)= left right^T: 64 rows by kCols columns, over 16 of the inner dimension. Without `add` what was there is dropped.
 template <int kCols>
 __device__ __forceinline__ void wgmma(float (&sums)[kCols / 2], uint64_t left, uint64_t right, uint32_t add) {
-  static_assert(kCols == 128 || kCols == 160 || kCols == 192 || kCols == 256, "no such width");
+  static_assert(kCols == 128 || kCols == 176 || kCols == 192 || kCols == 256, "no such width");
   if constexpr (kCols == 256) {
     KL_WGMMA(256, KL_NAMES_128, 128, 129, 130, KL_SUMS_64(0), KL_SUMS_64(64));
   } else if constexpr (kCols == 192) {
     KL_WGMMA(192, KL_NAMES_96, 96, 97, 98, KL_SUMS_64(0), KL_SUMS_16(64), KL_SUMS_16(80));
-  } else if constexpr (kCols == 160) {
-    KL_WGMMA(160, KL_NAMES_80, 80, 81, 82, KL_SUMS_64(0), KL_SUMS_16(64));
+  } else if constexpr (kCols == 176) {
+    KL_WGMMA(176, KL_NAMES_88, 88, 89, 90, KL_SUMS_64(0), KL_SUMS_16(64), KL_SUMS_4(80), KL_SUMS_4(84));
   } else {
     KL_WGMMA(128, KL_NAMES_64, 64, 65, 66, KL_SUMS_64(0));
   }
 }
+
+// All threads of a warpgroup, which is the `group`-th of those that call this.
+__device__ __forceinline__ void warpgroup_sync(uint32_t group) { asm volatile("barrier.sync %0, 128;" ::"r"(group + 1) : "memory"); }
 
 // The calling warpgroup gives registers back, or takes what others gave.
 template <int kRegisters>
@@ -153,9 +157,6 @@ template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
-
-// Brings a line as near as the cache.
-__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory"); }
 
 // Four 8x8 matrices of 16-bit values from registers to rows of 16 bytes, which the lanes name, eight for each matrix.
 __device__ __forceinline__ void store_matrices(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
@@ -176,6 +177,25 @@ __device__ __forceinline__ void cluster_sync() {
       "barrier.cluster.arrive.release.aligned;\n"
       "barrier.cluster.wait.acquire.aligned;\n" ::
           : "memory");
+}
+
+// Stores sixteen bytes at this block's address in another block's shared memory; that block's barrier counts them.
+__device__ __forceinline__ void store_in_block(uint32_t to, float4 v, uint32_t barrier, uint32_t rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there, then;\n"
+      "mapa.shared::cluster.u32 there, %0, %2;\n"
+      "mapa.shared::cluster.u32 then, %1, %2;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [then];\n"
+      "}\n" ::"r"(to),
+      "r"(barrier), "r"(rank), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+      : "memory");
+}
+
+__device__ __forceinline__ float4 load_shared(uint32_t from) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(from) : "memory");
+  return v;
 }
 
 // Sixteen bits at this block's address in another block's shared memory.

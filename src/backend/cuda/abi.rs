@@ -54,18 +54,19 @@ pub const KL_MMA_INNER_64: u32 = 64;
 pub const KL_HEADS: u32 = 3;
 pub const KL_GEMM_PARTS: u32 = 4;
 pub const KL_SM90_CLUSTER: u32 = 2;
+pub const KL_SM90_CLUSTER_HALVED: u32 = 4;
 pub const KL_SM90_INNER: u32 = 64;
 pub const KL_SM90_STORE_ROWS: u32 = 16;
 pub const KL_SM90_THREADS_256X192: u32 = 384;
 pub const KL_SM90_THREADS_192X192: u32 = 512;
 pub const KL_SM90_THREADS_128X256: u32 = 384;
 pub const KL_SM90_THREADS_128X192: u32 = 384;
-pub const KL_SM90_THREADS_128X160: u32 = 384;
-pub const KL_SM90_SHARED_256X192: u32 = 222448;
-pub const KL_SM90_SHARED_192X192: u32 = 222368;
-pub const KL_SM90_SHARED_128X256: u32 = 230592;
-pub const KL_SM90_SHARED_128X192: u32 = 230720;
-pub const KL_SM90_SHARED_128X160: u32 = 218448;
+pub const KL_SM90_THREADS_128X176: u32 = 384;
+pub const KL_SM90_SHARED_256X192: u32 = 222256;
+pub const KL_SM90_SHARED_192X192: u32 = 222272;
+pub const KL_SM90_SHARED_128X256: u32 = 230464;
+pub const KL_SM90_SHARED_128X192: u32 = 230464;
+pub const KL_SM90_SHARED_128X176: u32 = 201856;
 pub const KL_SELFTEST_TILE: u32 = 64;
 pub const KL_SELFTEST_THREADS: u32 = 128;
 pub const KL_SELFTEST_CLUSTER: u32 = 2;
@@ -532,6 +533,7 @@ pub struct KlGemmSm90 {
     pub x: [KlTensorMap; 2usize],
     pub w: [KlTensorMap; 2usize],
     pub out: [[KlTensorMap; 4usize]; 2usize],
+    pub residual: [KlTensorMap; 2usize],
     pub stream: [KlGemmStream; 2usize],
     pub group: [u32; 2usize],
     pub left: u64,
@@ -540,28 +542,25 @@ pub struct KlGemmSm90 {
     pub whole: u32,
     pub share: u32,
     pub extra: u32,
-    pub lean: u32,
-    pub spare: u32,
-    pub unused: [u64; 6usize],
+    pub unused: [u64; 7usize],
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlGemmSm90"][::core::mem::size_of::<KlGemmSm90>() - 2560usize];
+    ["Size of KlGemmSm90"][::core::mem::size_of::<KlGemmSm90>() - 2816usize];
     ["Alignment of KlGemmSm90"][::core::mem::align_of::<KlGemmSm90>() - 128usize];
     ["Offset of field: KlGemmSm90::x"][::core::mem::offset_of!(KlGemmSm90, x) - 0usize];
     ["Offset of field: KlGemmSm90::w"][::core::mem::offset_of!(KlGemmSm90, w) - 256usize];
     ["Offset of field: KlGemmSm90::out"][::core::mem::offset_of!(KlGemmSm90, out) - 512usize];
-    ["Offset of field: KlGemmSm90::stream"][::core::mem::offset_of!(KlGemmSm90, stream) - 1536usize];
-    ["Offset of field: KlGemmSm90::group"][::core::mem::offset_of!(KlGemmSm90, group) - 2464usize];
-    ["Offset of field: KlGemmSm90::left"][::core::mem::offset_of!(KlGemmSm90, left) - 2472usize];
-    ["Offset of field: KlGemmSm90::flags"][::core::mem::offset_of!(KlGemmSm90, flags) - 2480usize];
-    ["Offset of field: KlGemmSm90::rounds"][::core::mem::offset_of!(KlGemmSm90, rounds) - 2488usize];
-    ["Offset of field: KlGemmSm90::whole"][::core::mem::offset_of!(KlGemmSm90, whole) - 2492usize];
-    ["Offset of field: KlGemmSm90::share"][::core::mem::offset_of!(KlGemmSm90, share) - 2496usize];
-    ["Offset of field: KlGemmSm90::extra"][::core::mem::offset_of!(KlGemmSm90, extra) - 2500usize];
-    ["Offset of field: KlGemmSm90::lean"][::core::mem::offset_of!(KlGemmSm90, lean) - 2504usize];
-    ["Offset of field: KlGemmSm90::spare"][::core::mem::offset_of!(KlGemmSm90, spare) - 2508usize];
-    ["Offset of field: KlGemmSm90::unused"][::core::mem::offset_of!(KlGemmSm90, unused) - 2512usize];
+    ["Offset of field: KlGemmSm90::residual"][::core::mem::offset_of!(KlGemmSm90, residual) - 1536usize];
+    ["Offset of field: KlGemmSm90::stream"][::core::mem::offset_of!(KlGemmSm90, stream) - 1792usize];
+    ["Offset of field: KlGemmSm90::group"][::core::mem::offset_of!(KlGemmSm90, group) - 2720usize];
+    ["Offset of field: KlGemmSm90::left"][::core::mem::offset_of!(KlGemmSm90, left) - 2728usize];
+    ["Offset of field: KlGemmSm90::flags"][::core::mem::offset_of!(KlGemmSm90, flags) - 2736usize];
+    ["Offset of field: KlGemmSm90::rounds"][::core::mem::offset_of!(KlGemmSm90, rounds) - 2744usize];
+    ["Offset of field: KlGemmSm90::whole"][::core::mem::offset_of!(KlGemmSm90, whole) - 2748usize];
+    ["Offset of field: KlGemmSm90::share"][::core::mem::offset_of!(KlGemmSm90, share) - 2752usize];
+    ["Offset of field: KlGemmSm90::extra"][::core::mem::offset_of!(KlGemmSm90, extra) - 2756usize];
+    ["Offset of field: KlGemmSm90::unused"][::core::mem::offset_of!(KlGemmSm90, unused) - 2760usize];
 };
 #[repr(C)]
 #[repr(align(128))]

@@ -138,8 +138,11 @@ impl Cuda {
         let sizes: Vec<Size> = streams.iter().map(size).collect();
         let (multiprocessors, inner) = (self.device().multiprocessors, streams.iter().map(|s| s.x.cols).max().unwrap_or(0));
         let alike = streams.iter().all(|s| s.x.cols == inner);
+        // Halves are added up by a kernel that does little else.
+        let simple = matches!(streams, [s] if s.part[1].out.data == 0 && [abi::KL_STORE, abi::KL_GATE_RESIDUAL].contains(&s.part[0].epilogue));
         let can = |tile: Tile| {
-            let fits = !tile.is_hopper() || alike && streams.iter().all(|s| on_hopper(s, tile.spec()));
+            let hopper = alike && (simple || !tile.spec().halved) && streams.iter().all(|s| on_hopper(s, tile.spec()));
+            let fits = !tile.is_hopper() || hopper;
             fits && self.kernels.has(tile.spec().kernel)
         };
         let products = Products { sizes: &sizes, inner, alike };
@@ -147,7 +150,7 @@ impl Cuda {
             Choice::Tile(tile) if can(tile) => products.forced(tile, multiprocessors),
             _ => products.plan(multiprocessors, can),
         };
-        let Spec { rows, cols, inner: step, kernel, cluster, .. } = plan.tile.spec();
+        let Spec { rows, cols, inner: step, kernel, cluster, halved, .. } = plan.tile.spec();
         let rounds = inner.div_ceil(step);
         let mut stream = [NO_STREAM; abi::KL_STREAMS as usize];
         for (to, s) in stream.iter_mut().zip(streams) {
@@ -172,23 +175,29 @@ impl Cuda {
             return self.kernels.launch(kernel, [whole + workers, 1, 1], &p);
         };
         let group = stream.map(|s| tile::group(plan.tile, s.row_tiles));
-        let (x, w, out, unused) = (NO_MAPS, NO_MAPS, [[NO_MAP; abi::KL_GEMM_PARTS as usize]; abi::KL_STREAMS as usize], [0; 6]);
-        let lean = tile::lean(plan.deal, tiles, share);
+        let (x, w, out, unused) = (NO_MAPS, NO_MAPS, [[NO_MAP; abi::KL_GEMM_PARTS as usize]; abi::KL_STREAMS as usize], [0; 7]);
         let mut p =
-            abi::KlGemmSm90 { x, w, out, stream, group, left, flags, rounds, whole, share, extra, lean, spare: 0, unused };
+            abi::KlGemmSm90 { x, w, out, residual: NO_MAPS, stream, group, left, flags, rounds, whole, share, extra, unused };
         // What both blocks of a cluster need, each copies one half of; weight rows come in halves in any case.
         let x_rows = if common == Common::Rows { rows / abi::KL_SM90_CLUSTER } else { rows };
         for (i, s) in stream.iter().enumerate().take(streams.len()) {
             p.x[i] = self.box_map(&s.x, [step, x_rows])?;
             p.w[i] = self.box_map(&s.w, [step, cols / 2])?;
+            if s.part[0].epilogue == abi::KL_GATE_RESIDUAL {
+                p.residual[i] = self.box_map(&s.part[0].out, [step, plan.tile.group_rows()])?;
+            }
             for (map, part) in p.out[i].iter_mut().zip(&s.part).filter(|(_, part)| part.out.data != 0) {
                 let width = if part.epilogue == abi::KL_SWIGLU { cols / 2 } else { cols };
                 *map = self.box_map(&part.out, [stored_cols(width), abi::KL_SM90_STORE_ROWS])?;
             }
         }
-        let slots = (multiprocessors / abi::KL_SM90_CLUSTER).max(1);
-        let clusters = if workers > 0 { workers } else { tiles.min(slots) };
-        self.kernels.launch(kernel, [clusters * abi::KL_SM90_CLUSTER, 1, 1], &p)
+        let blocks = if halved {
+            tiles * abi::KL_SM90_CLUSTER_HALVED
+        } else {
+            let slots = (multiprocessors / abi::KL_SM90_CLUSTER).max(1);
+            abi::KL_SM90_CLUSTER * if workers > 0 { workers } else { tiles.min(slots) }
+        };
+        self.kernels.launch(kernel, [blocks, 1, 1], &p)
     }
 
     /// How the copy engine takes boxes of so many columns and rows from a matrix, and puts them there.

@@ -20,8 +20,8 @@ pub enum Tile {
     Hopper128x256,
     /// For products of a few hundred rows.
     Hopper128x192,
-    /// For narrow ones of those.
-    Hopper128x160,
+    /// For narrow ones of those: two blocks share a tile by halves of the inner dimension.
+    Hopper128x176,
 }
 
 /// What the blocks of a cluster have in common, and copy for each other by halves.
@@ -46,6 +46,8 @@ pub struct Spec {
     pub resident: u32,
     /// On Hopper, where blocks stay for the whole product, in clusters.
     pub cluster: Option<Common>,
+    /// Whether two blocks of a cluster share each tile; then it has one for each pair, and does not stay.
+    pub halved: bool,
     /// The kernel that computes it.
     pub kernel: Kernel,
     /// Time for as much work, as measured (bench/README.md): small tiles move each operand more often.
@@ -71,16 +73,16 @@ impl Tile {
         Self::Hopper192x192,
         Self::Hopper128x256,
         Self::Hopper128x192,
-        Self::Hopper128x160,
+        Self::Hopper128x176,
     ];
 
     /// What there is to know about it.
     pub const fn spec(self) -> Spec {
         const fn portable(rows: u32, inner: u32, resident: u32, kernel: Kernel, slowness: u64) -> Spec {
-            Spec { rows, cols: abi::KL_MMA_COLS, inner, resident, cluster: None, kernel, slowness }
+            Spec { rows, cols: abi::KL_MMA_COLS, inner, resident, cluster: None, halved: false, kernel, slowness }
         }
         const fn hopper(rows: u32, cols: u32, common: Common, kernel: Kernel, slowness: u64) -> Spec {
-            Spec { rows, cols, inner: abi::KL_SM90_INNER, resident: 1, cluster: Some(common), kernel, slowness }
+            Spec { rows, cols, inner: abi::KL_SM90_INNER, resident: 1, cluster: Some(common), halved: false, kernel, slowness }
         }
         match self {
             Self::Rows64 => portable(64, abi::KL_MMA_INNER_64, RESIDENT, Kernel::GemmMma64, 200),
@@ -90,8 +92,13 @@ impl Tile {
             Self::Hopper192x192 => hopper(192, 192, Common::Rows, Kernel::GemmSm90Square, 102),
             Self::Hopper128x256 => hopper(128, 256, Common::Cols, Kernel::GemmSm90Wide, 102),
             Self::Hopper128x192 => hopper(128, 192, Common::Cols, Kernel::GemmSm90Medium, 106),
-            Self::Hopper128x160 => hopper(128, 160, Common::Cols, Kernel::GemmSm90Narrow, 118),
+            Self::Hopper128x176 => Spec { halved: true, ..hopper(128, 176, Common::Cols, Kernel::GemmSm90Narrow, 118) },
         }
+    }
+
+    /// Rows of it that a warpgroup has.
+    pub const fn group_rows(self) -> u32 {
+        if matches!(self, Self::Hopper256x192) { 128 } else { 64 }
     }
 
     /// Whether it is for Hopper alone.
@@ -112,8 +119,14 @@ impl Tile {
 
     /// Blocks, or clusters of them, that run at once.
     fn slots(self, multiprocessors: u32) -> u32 {
-        let Spec { resident, cluster, .. } = self.spec();
-        if cluster.is_some() { multiprocessors / abi::KL_SM90_CLUSTER } else { resident * multiprocessors }.max(1)
+        let Spec { resident, cluster, halved, .. } = self.spec();
+        let slots = match (cluster, halved) {
+            (None, _) => resident * multiprocessors,
+            (Some(_), false) => multiprocessors / abi::KL_SM90_CLUSTER,
+            // Clusters of four leave some multiprocessors over: an H200 has 132 in groups of 16 and 18, of which one is not whole.
+            (Some(_), true) => multiprocessors * 10 / 11 / abi::KL_SM90_CLUSTER_HALVED,
+        };
+        slots.max(1)
     }
 }
 
@@ -180,12 +193,6 @@ pub struct Plan {
     pub deal: Deal,
 }
 
-/// Of two workers that share a tile, rounds that the first has less than its `share`: the second adds up what it leaves, and that takes
-/// a while to get there.
-pub fn lean(Deal { whole, workers }: Deal, tiles: u32, share: u32) -> u32 {
-    if whole == 0 && workers == 2 * tiles { (share / 8).min(3) } else { 0 }
-}
-
 /// Row tiles that a cluster walks before it goes on to the next columns, of so many: groups of nearly the same size.
 pub fn group(tile: Tile, row_tiles: u32) -> u32 {
     let high = tile.spec().rows * if tile.spec().cluster == Some(Common::Cols) { abi::KL_SM90_CLUSTER } else { 1 };
@@ -214,7 +221,7 @@ impl Products<'_> {
     fn plans(&self, tile: Tile, multiprocessors: u32) -> [Plan; 2] {
         let (tiles, rounds, slots) = (self.tiles(tile), self.inner.div_ceil(tile.spec().inner), tile.slots(multiprocessors));
         let none = Deal { whole: tiles, workers: 0 };
-        let shared = match (self.alike, tile.is_hopper()) {
+        let shared = match (self.alike && !tile.spec().halved, tile.is_hopper()) {
             (false, _) => none,
             (true, true) => deal_to_clusters(tiles, rounds, slots),
             (true, false) => deal(tiles, rounds, slots),
@@ -224,12 +231,13 @@ impl Products<'_> {
     }
 
     fn cost(&self, Plan { tile, deal: Deal { whole, workers } }: Plan, multiprocessors: u32) -> u64 {
-        let Spec { rows, cols, resident, slowness, .. } = tile.spec();
+        let Spec { rows, cols, resident, slowness, halved, .. } = tile.spec();
         let (tiles, slots) = (self.tiles(tile), tile.slots(multiprocessors));
         let one = u64::from(self.inner) * u64::from(rows * cols) * slowness * u64::from(resident);
         if workers == 0 {
-            // The last round of blocks takes as long as a full one.
-            return u64::from(tiles.div_ceil(slots)) * one;
+            // The last round of blocks takes as long as a full one. Halves have to come together.
+            let each = if halved { one / 2 + 150 * u64::from(rows * cols) * 100 } else { one };
+            return u64::from(tiles.div_ceil(slots)) * each;
         }
         // Adding up what workers leave takes a time that was measured, and as often as there are parts of a tile.
         let left = tiles - whole;
@@ -315,8 +323,7 @@ mod tests {
         assert_eq!(whole(all(512, 19456, 2560)), (Tile::Hopper128x192, false));
         for inner in [4096, 9728] {
             let plan = all(512, 2560, inner);
-            assert_eq!(plan, Plan { tile: Tile::Hopper128x160, deal: Deal { whole: 0, workers: 64 } });
-            assert_eq!(lean(plan.deal, 32, inner / 64 / 2), 3);
+            assert_eq!(plan, Plan { tile: Tile::Hopper128x176, deal: Deal { whole: 30, workers: 0 } });
         }
         // Heads need whole heads of columns; a handful of rows and the last layer are no work for large tiles.
         let heads = |tile: Tile| tile.spec().cols.is_multiple_of(128);
@@ -362,9 +369,6 @@ mod tests {
             let Deal { whole, workers } = deal_to_clusters(tiles, 48, 66);
             assert!(workers == 0 || whole.is_multiple_of(66) && (whole == 0 || workers == 66), "{tiles}");
         }
-        // The first of two never has less than nothing.
-        assert!((0..100).all(|share| lean(Deal { whole: 0, workers: 2 }, 1, share) <= share));
-        assert_eq!(lean(Deal { whole: 0, workers: 3 }, 1, 50), 0);
     }
 
     #[test]
