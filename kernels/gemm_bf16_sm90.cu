@@ -189,7 +189,7 @@ struct Epilogue {
     }
   }
 
-  // Calls f(column of the part, sum of the row, of the next column, of the row eight below ...) for the thread's columns that exist.
+  // Calls f(fragment, column of the part) for those of the thread's columns that exist; of each it has two neighbours.
   template <class F>
   __device__ __forceinline__ void columns(F f) {
 #pragma unroll

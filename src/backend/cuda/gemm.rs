@@ -156,13 +156,8 @@ impl Cuda {
         for (to, s) in stream.iter_mut().zip(streams) {
             *to = *s;
             to.part.iter_mut().for_each(|part| part.tiles = weight_rows(part).div_ceil(cols));
-            to.col_tiles = to.part.iter().map(|part| part.tiles).sum();
-            to.row_tiles = s.x.rows.div_ceil(rows);
-            match cluster {
-                None => {}
-                Some(Common::Rows) => to.col_tiles = to.col_tiles.div_ceil(abi::KL_SM90_CLUSTER),
-                Some(Common::Cols) => to.row_tiles = to.row_tiles.div_ceil(abi::KL_SM90_CLUSTER),
-            }
+            let across = to.part.iter().map(|part| part.tiles).sum();
+            (to.row_tiles, to.col_tiles) = plan.tile.count(s.x.rows, across);
         }
         let Deal { whole, workers } = plan.deal;
         let tiles: u32 = stream.iter().map(|s| s.row_tiles * s.col_tiles).sum();

@@ -107,7 +107,7 @@ impl Tile {
     }
 
     /// Tiles of a product, down and across, counted as they are dealt out: by blocks, or by clusters.
-    fn count(self, rows: u32, col_tiles: u32) -> (u32, u32) {
+    pub fn count(self, rows: u32, col_tiles: u32) -> (u32, u32) {
         let Spec { rows: high, cluster, .. } = self.spec();
         let down = rows.div_ceil(high);
         match cluster {
