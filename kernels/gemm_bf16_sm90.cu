@@ -62,19 +62,19 @@ struct Work {
   static __device__ __forceinline__ uint32_t worker() { return blockIdx.x / KL_SM90_CLUSTER; }
   static __device__ __forceinline__ uint32_t front(const KlGemmSm90& p, uint32_t worker) {
     // Where two share a tile, the first has less: the second waits for what it leaves.
-    return p.whole * p.rounds + worker * p.share + min(worker, p.extra) - worker % 2 * p.lean;
+    return ::front(p.deal, worker) - worker % 2 * p.lean;
   }
 
   __device__ __forceinline__ bool next(Item& item) {
-    if (next_tile < p.whole) {
-      item = {next_tile, 0, p.rounds};
+    if (next_tile < p.deal.whole) {
+      item = {next_tile, 0, p.deal.rounds};
       next_tile += gridDim.x / KL_SM90_CLUSTER;
       return true;
     }
     if (next_tile < kSharing) next_tile = kSharing + front(p, worker() + 1);
     const uint32_t begin = front(p, worker()), end = next_tile - kSharing;
     if (end <= begin) return false;
-    const uint32_t index = (end - 1) / p.rounds, origin = index * p.rounds, start = max(begin, origin);
+    const uint32_t index = (end - 1) / p.deal.rounds, origin = index * p.deal.rounds, start = max(begin, origin);
     item = {index, start - origin, end - origin};
     next_tile = kSharing + start;
     return true;
@@ -354,8 +354,8 @@ struct Left {
 
   __device__ __forceinline__ Left(const KlGemmSm90& p, uint32_t worker) {
     const uint32_t warp = (worker * KL_SM90_CLUSTER + cluster_rank()) * S::kWarps + threadIdx.x / 32 - 4;
-    sums = reinterpret_cast<float4*>(p.left) + static_cast<uint64_t>(warp) * (S::kM * S::kN * 32) + lane();
-    flag = reinterpret_cast<uint32_t*>(p.flags) + warp;
+    sums = reinterpret_cast<float4*>(p.deal.left) + static_cast<uint64_t>(warp) * (S::kM * S::kN * 32) + lane();
+    flag = reinterpret_cast<uint32_t*>(p.deal.flags) + warp;
   }
 
   __device__ __forceinline__ void put(const float (&from)[S::kM][S::kCols / 2]) const {
@@ -459,7 +459,7 @@ __device__ __forceinline__ void multiply(const KlGemmSm90& p, Ring<S> ring) {
     float sums[S::kM][S::kCols / 2];
     // Found before there are sums: divisions take registers that are scarce afterwards.
     const Place<S> at(p, item.tile);
-    if (item.last == p.rounds && p.stream[at.stream].part[at.part].epilogue == KL_GATE_RESIDUAL) Epilogue<S>(p, at, sums, ring, parities, thread).fetch_first();
+    if (item.last == p.deal.rounds && p.stream[at.stream].part[at.part].epilogue == KL_GATE_RESIDUAL) Epilogue<S>(p, at, sums, ring, parities, thread).fetch_first();
     for (uint32_t k = item.first; k < item.last; k++, ring.advance()) {
       barrier_wait(ring.full(ring.stage), ring.parity);
       const uint32_t left = ring.left() + group * (S::kM * 64 * 128);
@@ -477,14 +477,14 @@ __device__ __forceinline__ void multiply(const KlGemmSm90& p, Ring<S> ring) {
     }
     wgmma_wait<0>();
     release(ring.before());
-    if (item.last < p.rounds) {
+    if (item.last < p.deal.rounds) {
       Left<S>(p, Work::worker()).put(sums);
     } else {
       if (item.first > 0) {
         uint32_t other = Work::worker();
         do {
           Left<S>(p, --other).add(sums);
-        } while (Work::front(p, other) > item.tile * p.rounds);
+        } while (Work::front(p, other) > item.tile * p.deal.rounds);
       }
       Epilogue<S>(p, at, sums, ring, parities, thread).run();
     }
