@@ -266,13 +266,17 @@ typedef struct {
 /* Of all streams' tiles, blocks take the first `whole` as they are; workers share the `rounds` of each of the others evenly, the first
  * `extra` one more than `share`. Between them pass sums in `left` and words in `flags`, which are zero before and after. */
 typedef struct {
-  KlGemmStream stream[KL_STREAMS];
   uint64_t left;
   uint64_t flags;
   uint32_t rounds;
   uint32_t whole;
   uint32_t share;
   uint32_t extra;
+} KlDeal;
+
+typedef struct {
+  KlGemmStream stream[KL_STREAMS];
+  KlDeal deal;
 } KlGemm;
 
 /* ---------------------------------------------------------------------------------------------- gemm_bf16_sm90.cu */
@@ -303,12 +307,7 @@ typedef struct {
   KlTensorMap x[KL_STREAMS], w[KL_STREAMS], out[KL_STREAMS][KL_GEMM_PARTS], residual[KL_STREAMS];
   KlGemmStream stream[KL_STREAMS];
   uint32_t group[KL_STREAMS];
-  uint64_t left;
-  uint64_t flags;
-  uint32_t rounds;
-  uint32_t whole;
-  uint32_t share;
-  uint32_t extra;
+  KlDeal deal;
   uint64_t unused[7];
 } KlGemmSm90;
 

@@ -92,6 +92,11 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* from) {
   return v;
 }
 
+// The first of all rounds that a worker has; the share of the one before ends there.
+__device__ __forceinline__ uint32_t front(const KlDeal& deal, uint32_t worker) {
+  return deal.whole * deal.rounds + worker * deal.share + min(worker, deal.extra);
+}
+
 // Sixteen bytes of global memory, past the first cache, in the order in which they are asked for.
 __device__ __forceinline__ float4 load_uncached(const float4* from) {
   float4 v;

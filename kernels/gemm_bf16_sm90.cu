@@ -63,20 +63,17 @@ struct Work {
   static constexpr uint32_t kSharing = 1u << 31;
 
   static __device__ __forceinline__ uint32_t worker() { return blockIdx.x / KL_SM90_CLUSTER; }
-  static __device__ __forceinline__ uint32_t front(const KlGemmSm90& p, uint32_t worker) {
-    return p.whole * p.rounds + worker * p.share + min(worker, p.extra);
-  }
 
   __device__ __forceinline__ bool next(Item& item) {
-    if (next_tile < p.whole) {
-      item = {next_tile, 0, p.rounds};
+    if (next_tile < p.deal.whole) {
+      item = {next_tile, 0, p.deal.rounds};
       next_tile += gridDim.x / KL_SM90_CLUSTER;
       return true;
     }
-    if (next_tile < kSharing) next_tile = kSharing + front(p, worker() + 1);
-    const uint32_t begin = front(p, worker()), end = next_tile - kSharing;
+    if (next_tile < kSharing) next_tile = kSharing + front(p.deal, worker() + 1);
+    const uint32_t begin = front(p.deal, worker()), end = next_tile - kSharing;
     if (end <= begin) return false;
-    const uint32_t index = (end - 1) / p.rounds, origin = index * p.rounds, start = max(begin, origin);
+    const uint32_t index = (end - 1) / p.deal.rounds, origin = index * p.deal.rounds, start = max(begin, origin);
     item = {index, start - origin, end - origin};
     next_tile = kSharing + start;
     return true;
@@ -353,8 +350,8 @@ struct Left {
 
   __device__ __forceinline__ Left(const KlGemmSm90& p, uint32_t worker) {
     const uint32_t warp = (worker * KL_SM90_CLUSTER + cluster_rank()) * S::kWarps + threadIdx.x / 32 - 4;
-    sums = reinterpret_cast<float4*>(p.left) + static_cast<uint64_t>(warp) * (S::kM * S::kN * 32) + lane();
-    flag = reinterpret_cast<uint32_t*>(p.flags) + warp;
+    sums = reinterpret_cast<float4*>(p.deal.left) + static_cast<uint64_t>(warp) * (S::kM * S::kN * 32) + lane();
+    flag = reinterpret_cast<uint32_t*>(p.deal.flags) + warp;
   }
 
   __device__ __forceinline__ void put(const float (&from)[S::kM][S::kCols / 2]) const {
@@ -439,7 +436,7 @@ __device__ __forceinline__ void copy(const KlGemmSm90& p, Ring<S> ring) {
         tma_load_2d_to_all(ring.left() + rank * (S::kLeftBytes / 2), x, k * KL_SM90_INNER, at.row_tile * S::kRows + rank * (S::kRows / 2), full, kAll);
       }
     }
-    if (part.epilogue != KL_GATE_RESIDUAL || item.last < p.rounds) continue;
+    if (part.epilogue != KL_GATE_RESIDUAL || item.last < p.deal.rounds) continue;
     for (uint32_t box = 0; box < S::kBoxes; ring.advance()) {
       const uint32_t full = ring.full(ring.stage), count = min(S::kBoxesOfStage, S::kBoxes - box);
       barrier_wait(ring.empty(ring.stage), ring.parity ^ 1);
@@ -484,14 +481,14 @@ __device__ __forceinline__ void multiply(const KlGemmSm90& p, Ring<S> ring) {
     }
     wgmma_wait<0>();
     release(ring.before());
-    if (item.last < p.rounds) {
+    if (item.last < p.deal.rounds) {
       Left<S>(p, Work::worker()).put(sums);
     } else {
       if (item.first > 0) {
         uint32_t other = Work::worker();
         do {
           Left<S>(p, --other).add(sums);
-        } while (Work::front(p, other) > item.tile * p.rounds);
+        } while (front(p.deal, other) > item.tile * p.deal.rounds);
       }
       Epilogue<S>(p, at, sums, ring, thread).run(ring, release);
     }
@@ -549,9 +546,9 @@ struct Quarter {
   uint32_t rank = cluster_rank(), half = rank / S::kPair, row_tile, col_tile, first, last;
 
   __device__ __forceinline__ explicit Quarter(const KlGemmSm90& p) {
-    const uint32_t tile = blockIdx.x / S::kCluster, rows = p.stream[0].row_tiles, middle = ceil_div(p.rounds, 2u);
+    const uint32_t tile = blockIdx.x / S::kCluster, rows = p.stream[0].row_tiles, middle = ceil_div(p.deal.rounds, 2u);
     row_tile = tile % rows * S::kPair + rank % S::kPair, col_tile = tile / rows;
-    first = half == 0 ? 0 : middle, last = half == 0 ? middle : p.rounds;
+    first = half == 0 ? 0 : middle, last = half == 0 ? middle : p.deal.rounds;
   }
 };
 

@@ -211,7 +211,7 @@ struct Gemm {
 // Sums that a worker leaves for the next, as the threads have them.
 template <class Tile>
 __device__ __forceinline__ float4* left_sums(const KlGemm& p, uint32_t worker) {
-  return reinterpret_cast<float4*>(p.left) + static_cast<uint64_t>(worker) * Tile::kM * Tile::kN * Tile::kThreads + threadIdx.x;
+  return reinterpret_cast<float4*>(p.deal.left) + static_cast<uint64_t>(worker) * Tile::kM * Tile::kN * Tile::kThreads + threadIdx.x;
 }
 
 template <class Tile>
@@ -227,14 +227,14 @@ __device__ __forceinline__ void leave(const KlGemm& p, const Tile& tile, uint32_
   }
   __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) store_release(reinterpret_cast<uint32_t*>(p.flags) + worker, 1);
+  if (threadIdx.x == 0) store_release(reinterpret_cast<uint32_t*>(p.deal.flags) + worker, 1);
 }
 
 // Takes what a worker left, waiting for it if need be, and puts its flag back for the next launch.
 template <class Tile>
 __device__ __forceinline__ void add_left(const KlGemm& p, Tile& tile, uint32_t worker) {
   if (threadIdx.x == 0) {
-    uint32_t* flag = reinterpret_cast<uint32_t*>(p.flags) + worker;
+    uint32_t* flag = reinterpret_cast<uint32_t*>(p.deal.flags) + worker;
     while (load_acquire(flag) == 0) {
     }
     *flag = 0;
@@ -313,28 +313,27 @@ __device__ __forceinline__ void finish(const KlGemm& p, Tile& tile, unsigned cha
 
 template <class Tile>
 __device__ __forceinline__ void gemm(const KlGemm& p, unsigned char* shared) {
-  const auto front = [&](uint32_t worker) { return p.whole * p.rounds + worker * p.share + min(worker, p.extra); };
-  uint32_t end = blockIdx.x < p.whole ? (blockIdx.x + 1) * p.rounds : front(blockIdx.x - p.whole + 1);
+  uint32_t end = blockIdx.x < p.deal.whole ? (blockIdx.x + 1) * p.deal.rounds : front(p.deal, blockIdx.x - p.deal.whole + 1);
   for (;;) {
-    const auto begin = [&] { return blockIdx.x < p.whole ? blockIdx.x * p.rounds : front(blockIdx.x - p.whole); };
-    uint32_t index = (end - 1) / p.rounds;
+    const auto begin = [&] { return blockIdx.x < p.deal.whole ? blockIdx.x * p.deal.rounds : front(p.deal, blockIdx.x - p.deal.whole); };
+    uint32_t index = (end - 1) / p.deal.rounds;
     Tile tile;
     {
-      const uint32_t start = max(begin(), index * p.rounds);
-      multiply(p, tile, shared, index, start - index * p.rounds, end - start);
+      const uint32_t start = max(begin(), index * p.deal.rounds);
+      multiply(p, tile, shared, index, start - index * p.deal.rounds, end - start);
     }
     // From here on everything is derived again: registers are scarce above, and the compiler would keep it all.
     asm volatile("" : "+r"(end));
-    index = (end - 1) / p.rounds;
-    const uint32_t origin = index * p.rounds, start = max(begin(), origin), worker = blockIdx.x - p.whole;
-    if (end < origin + p.rounds) {
+    index = (end - 1) / p.deal.rounds;
+    const uint32_t origin = index * p.deal.rounds, start = max(begin(), origin), worker = blockIdx.x - p.deal.whole;
+    if (end < origin + p.deal.rounds) {
       leave(p, tile, worker);
     } else {
       if (start > origin) {
         uint32_t other = worker;
         do {
           add_left(p, tile, --other);
-        } while (front(other) > origin);
+        } while (front(p.deal, other) > origin);
       }
       finish(p, tile, shared, index);
     }

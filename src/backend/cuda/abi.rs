@@ -505,8 +505,7 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
-pub struct KlGemm {
-    pub stream: [KlGemmStream; 2usize],
+pub struct KlDeal {
     pub left: u64,
     pub flags: u64,
     pub rounds: u32,
@@ -516,15 +515,27 @@ pub struct KlGemm {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
+    ["Size of KlDeal"][::core::mem::size_of::<KlDeal>() - 32usize];
+    ["Alignment of KlDeal"][::core::mem::align_of::<KlDeal>() - 8usize];
+    ["Offset of field: KlDeal::left"][::core::mem::offset_of!(KlDeal, left) - 0usize];
+    ["Offset of field: KlDeal::flags"][::core::mem::offset_of!(KlDeal, flags) - 8usize];
+    ["Offset of field: KlDeal::rounds"][::core::mem::offset_of!(KlDeal, rounds) - 16usize];
+    ["Offset of field: KlDeal::whole"][::core::mem::offset_of!(KlDeal, whole) - 20usize];
+    ["Offset of field: KlDeal::share"][::core::mem::offset_of!(KlDeal, share) - 24usize];
+    ["Offset of field: KlDeal::extra"][::core::mem::offset_of!(KlDeal, extra) - 28usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct KlGemm {
+    pub stream: [KlGemmStream; 2usize],
+    pub deal: KlDeal,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
     ["Size of KlGemm"][::core::mem::size_of::<KlGemm>() - 960usize];
     ["Alignment of KlGemm"][::core::mem::align_of::<KlGemm>() - 8usize];
     ["Offset of field: KlGemm::stream"][::core::mem::offset_of!(KlGemm, stream) - 0usize];
-    ["Offset of field: KlGemm::left"][::core::mem::offset_of!(KlGemm, left) - 928usize];
-    ["Offset of field: KlGemm::flags"][::core::mem::offset_of!(KlGemm, flags) - 936usize];
-    ["Offset of field: KlGemm::rounds"][::core::mem::offset_of!(KlGemm, rounds) - 944usize];
-    ["Offset of field: KlGemm::whole"][::core::mem::offset_of!(KlGemm, whole) - 948usize];
-    ["Offset of field: KlGemm::share"][::core::mem::offset_of!(KlGemm, share) - 952usize];
-    ["Offset of field: KlGemm::extra"][::core::mem::offset_of!(KlGemm, extra) - 956usize];
+    ["Offset of field: KlGemm::deal"][::core::mem::offset_of!(KlGemm, deal) - 928usize];
 };
 #[repr(C)]
 #[repr(align(128))]
@@ -536,12 +547,7 @@ pub struct KlGemmSm90 {
     pub residual: [KlTensorMap; 2usize],
     pub stream: [KlGemmStream; 2usize],
     pub group: [u32; 2usize],
-    pub left: u64,
-    pub flags: u64,
-    pub rounds: u32,
-    pub whole: u32,
-    pub share: u32,
-    pub extra: u32,
+    pub deal: KlDeal,
     pub unused: [u64; 7usize],
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
@@ -554,12 +560,7 @@ const _: () = {
     ["Offset of field: KlGemmSm90::residual"][::core::mem::offset_of!(KlGemmSm90, residual) - 1536usize];
     ["Offset of field: KlGemmSm90::stream"][::core::mem::offset_of!(KlGemmSm90, stream) - 1792usize];
     ["Offset of field: KlGemmSm90::group"][::core::mem::offset_of!(KlGemmSm90, group) - 2720usize];
-    ["Offset of field: KlGemmSm90::left"][::core::mem::offset_of!(KlGemmSm90, left) - 2728usize];
-    ["Offset of field: KlGemmSm90::flags"][::core::mem::offset_of!(KlGemmSm90, flags) - 2736usize];
-    ["Offset of field: KlGemmSm90::rounds"][::core::mem::offset_of!(KlGemmSm90, rounds) - 2744usize];
-    ["Offset of field: KlGemmSm90::whole"][::core::mem::offset_of!(KlGemmSm90, whole) - 2748usize];
-    ["Offset of field: KlGemmSm90::share"][::core::mem::offset_of!(KlGemmSm90, share) - 2752usize];
-    ["Offset of field: KlGemmSm90::extra"][::core::mem::offset_of!(KlGemmSm90, extra) - 2756usize];
+    ["Offset of field: KlGemmSm90::deal"][::core::mem::offset_of!(KlGemmSm90, deal) - 2728usize];
     ["Offset of field: KlGemmSm90::unused"][::core::mem::offset_of!(KlGemmSm90, unused) - 2760usize];
 };
 #[repr(C)]

@@ -165,14 +165,14 @@ impl Cuda {
         // Without workers there is nothing to share.
         let (share, extra) = (shared.checked_div(workers).unwrap_or(0), shared.checked_rem(workers).unwrap_or(0));
         let (flags, left) = self.left();
+        let deal = abi::KlDeal { left, flags, rounds, whole, share, extra };
         let Some(common) = cluster else {
-            let p = abi::KlGemm { stream, left, flags, rounds, whole, share, extra };
+            let p = abi::KlGemm { stream, deal };
             return self.kernels.launch(kernel, [whole + workers, 1, 1], &p);
         };
         let group = stream.map(|s| tile::group(plan.tile, s.row_tiles));
         let (x, w, out, unused) = (NO_MAPS, NO_MAPS, [[NO_MAP; abi::KL_GEMM_PARTS as usize]; abi::KL_STREAMS as usize], [0; 7]);
-        let mut p =
-            abi::KlGemmSm90 { x, w, out, residual: NO_MAPS, stream, group, left, flags, rounds, whole, share, extra, unused };
+        let mut p = abi::KlGemmSm90 { x, w, out, residual: NO_MAPS, stream, group, deal, unused };
         // What both blocks of a cluster need, each copies one half of; weight rows come in halves in any case.
         let x_rows = if common == Common::Rows { rows / abi::KL_SM90_CLUSTER } else { rows };
         for (i, s) in stream.iter().enumerate().take(streams.len()) {
