@@ -20,6 +20,10 @@ __device__ __forceinline__ void barrier_arrive_expect(uint32_t barrier, uint32_t
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // Arrives at the same barrier of another block of the cluster. Says nothing about what this thread wrote: it is for having read.
 __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
   asm volatile(
@@ -47,6 +51,10 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
         : "memory");
   }
 }
+
+// Two warpgroups meet at a numbered barrier: one waits there for the other, which goes on.
+__device__ __forceinline__ void meet_wait(uint32_t number) { asm volatile("barrier.sync %0, 256;" ::"r"(number) : "memory"); }
+__device__ __forceinline__ void meet_arrive(uint32_t number) { asm volatile("barrier.arrive %0, 256;" ::"r"(number) : "memory"); }
 
 // --------------------------------------------------------------------------------------------------------- copy engine
 
@@ -110,7 +118,8 @@ __device__ __forceinline__ uint64_t wgmma_operand(uint32_t address) {
   "%27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
   "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define KL_NAMES_80 KL_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-#define KL_NAMES_96 KL_NAMES_80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define KL_NAMES_88 KL_NAMES_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define KL_NAMES_96 KL_NAMES_88 ", %88, %89, %90, %91, %92, %93, %94, %95"
 #define KL_NAMES_128                                                                                                              \
   KL_NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, " \
               "%115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
@@ -128,16 +137,32 @@ __device__ __forceinline__ uint64_t wgmma_operand(uint32_t address) {
 // sums (+)= left right^T: 64 rows by kCols columns, over 16 of the inner dimension. Without `add` what was there is dropped.
 template <int kCols>
 __device__ __forceinline__ void wgmma(float (&sums)[kCols / 2], uint64_t left, uint64_t right, uint32_t add) {
-  static_assert(kCols == 128 || kCols == 160 || kCols == 192 || kCols == 256, "no such width");
+  static_assert(kCols == 128 || kCols == 160 || kCols == 176 || kCols == 192 || kCols == 256, "no such width");
   if constexpr (kCols == 256) {
     KL_WGMMA(256, KL_NAMES_128, 128, 129, 130, KL_SUMS_64(0), KL_SUMS_64(64));
   } else if constexpr (kCols == 192) {
     KL_WGMMA(192, KL_NAMES_96, 96, 97, 98, KL_SUMS_64(0), KL_SUMS_16(64), KL_SUMS_16(80));
+  } else if constexpr (kCols == 176) {
+    KL_WGMMA(176, KL_NAMES_88, 88, 89, 90, KL_SUMS_64(0), KL_SUMS_16(64), KL_SUMS_4(80), KL_SUMS_4(84));
   } else if constexpr (kCols == 160) {
     KL_WGMMA(160, KL_NAMES_80, 80, 81, 82, KL_SUMS_64(0), KL_SUMS_16(64));
   } else {
     KL_WGMMA(128, KL_NAMES_64, 64, 65, 66, KL_SUMS_64(0));
   }
+}
+
+// An operand in shared memory whose columns are contiguous: 64 of them are a row of 128 bytes with the 128-byte swizzle, eight rows of
+// the inner dimension 1024 bytes after the eight before, the next 64 columns `apart` bytes on.
+__device__ __forceinline__ uint64_t wgmma_columns(uint32_t address, uint32_t apart) {
+  return (uint64_t{1} << 62) | (uint64_t{64} << 32) | (uint64_t{apart >> 4} << 16) | ((address & 0x3ffff) >> 4);
+}
+
+// sums += left right: 64 rows by 128 columns, over 16 of the inner dimension, with the left operand in registers, as `pack` makes it of
+// sums, and the right one as `wgmma_columns` says.
+__device__ __forceinline__ void wgmma_from_registers(float (&sums)[64], const uint32_t* left, uint64_t right) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" KL_NAMES_64 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;\n"
+               : KL_SUMS_64(0)
+               : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right));
 }
 
 // The calling warpgroup gives registers back, or takes what others gave.
@@ -156,6 +181,14 @@ __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch
 // Four 8x8 matrices of 16-bit values from registers to rows of 16 bytes, which the lanes name, eight for each matrix.
 __device__ __forceinline__ void store_matrices(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+__device__ __forceinline__ void store_shared(uint32_t to, uint32_t v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(v) : "memory"); }
+
+__device__ __forceinline__ uint32_t load_shared_word(uint32_t from) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
+  return v;
 }
 
 // ------------------------------------------------------------------------------------------------------------ clusters
