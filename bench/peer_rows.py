@@ -377,10 +377,22 @@ def qkv(streams: tuple, inner: int, heads: int, kv_heads: int, mlp: int = 0, hal
     return Row(name, "+".join(map(str, streams)) + f"x{sum(sizes)}x{inner}", make)
 
 
-def attention(tokens: int, heads: int, kv_heads: int, head_dim: int = HEAD_DIM, causal: bool = False) -> Row:
+def attention(
+    tokens: int, heads: int, kv_heads: int, head_dim: int = HEAD_DIM, causal: bool = False, keys: int = 0, bounded: bool = False
+) -> Row:
+    """`bounded`: queries and keys are normalised, as in the transformer, and the op is told so."""
+    keys = keys or tokens
+
     def make(m):
-        q, out = m.normal(tokens, heads * head_dim), m.empty(tokens, heads * head_dim)
-        k, v = m.normal(tokens, kv_heads * head_dim), m.normal(tokens, kv_heads * head_dim)
+        def heads_of(rows, count):
+            values = m.normal(rows, count * head_dim)
+            if not bounded:
+                return values
+            each = values.float().unflatten(-1, (-1, head_dim))
+            return rms(each, torch.ones_like(each[0, 0])).flatten(1).to(values.dtype)
+
+        q, out = heads_of(tokens, heads), m.empty(tokens, heads * head_dim)
+        k, v = heads_of(keys, kv_heads), m.normal(keys, kv_heads * head_dim)
         batch = lambda t: t.unflatten(-1, (-1, head_dim)).transpose(0, 1).unsqueeze(0)
         operands = batch(q), batch(k), batch(v)
         gqa = heads != kv_heads
@@ -395,20 +407,29 @@ def attention(tokens: int, heads: int, kv_heads: int, head_dim: int = HEAD_DIM, 
 
         def reference():
             results = []
-            for head in range(heads):  # one after the other: the scores of all are too many
+            for head in range(heads):  # one after the other, some rows at a time: the scores of all are too many
                 own, shared = (slice(i * head_dim, (i + 1) * head_dim) for i in (head, head // (heads // kv_heads)))
-                scores = product(q[:, own], k[:, shared]) * head_dim**-0.5
-                if causal:
-                    scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu_(1), float("-inf"))
-                results.append(scores.softmax(-1) @ v[:, shared].double())
+                parts = []
+                for first in range(0, tokens, 8192):
+                    scores = product(q[first : first + 8192, own], k[:, shared]) * head_dim**-0.5
+                    if causal:
+                        scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu_(first + 1), float("-inf"))
+                    parts.append(scores.softmax(-1) @ v[:, shared].double())
+                results.append(torch.cat(parts))
             return (torch.cat(results, 1),)
 
-        flops = 4 * tokens * tokens * heads * head_dim
-        others = {"flash": flash} if head_dim <= 256 else {}  # the largest it takes
-        return Case("attention", [out, q, k, v], [head_dim, int(causal)], [out], peer, reference, others, flops=flops)
+        flops = 4 * tokens * keys * heads * head_dim
+        others = {"flash": flash} if head_dim <= 256 and keys == tokens else {}  # the largest it takes, and its idea of a mask
+        bound = 1.02 * head_dim**0.5 if bounded else float("inf")
+        return Case("attention", [out, q, k, v], [head_dim, int(causal), bound], [out], peer, reference, others, flops=flops)
 
     of = f"{heads}" if heads == kv_heads else f"{heads}:{kv_heads}"
-    return Row("attention_causal" if causal else "attention", f"{tokens} tokens, {of} heads of {head_dim}", make)
+    shape = f"{tokens} tokens, {of} heads of {head_dim}"
+    if keys != tokens:
+        shape += f", {keys} keys"
+    if not bounded and not causal and head_dim == HEAD_DIM:
+        shape += ", any scores"
+    return Row("attention_causal" if causal else "attention", shape, make)
 
 
 def conv(side: int, channels: int, to: int, sampling: str = "same", more: bool = False) -> Row:
@@ -457,6 +478,13 @@ def conv(side: int, channels: int, to: int, sampling: str = "same", more: bool =
 
 # Products of double and single blocks of both models, of the text encoder, and of single blocks with 2048x2048, a reference, and as many
 # tokens as there may be.
+ATTENTION = [
+    *(attention(tokens, 24, 24, bounded=True) for tokens in (4608, 8704, 16_896, 20_992, 52_000)),
+    *(attention(tokens, 32, 32, bounded=True) for tokens in (4608, 52_000)),
+    *(attention(tokens, 24, 24) for tokens in (4608, 16_896)),
+    *(attention(512, 32, 8, causal=True, keys=keys) for keys in (512, 26)),
+]
+
 PRODUCTS = [
     *(linear(4096, cols, inner) for cols, inner in ((9216, 3072), (18_432, 3072), (3072, 9216), (3072, 3072))),
     *(linear(rows, cols, inner) for rows in (4608, 16_896, 20_992, 52_000) for cols, inner in ((27_648, 3072), (3072, 12_288))),
@@ -508,9 +536,7 @@ ROWS = [
     qkv((512,), 2560, 32, 8, half_split=True),
     qkv((4608,), 3072, 24, 24, mlp=9216),
     qkv((4608,), 4096, 32, 32, mlp=12_288),
-    attention(4608, 24, 24),
-    attention(4608, 32, 32),
-    attention(512, 32, 8, causal=True),
+    *ATTENTION,
     attention(16_384, 1, 1, head_dim=512),
     conv(128, 512, 512),
     conv(128, 512, 512, "up"),

@@ -311,6 +311,32 @@ typedef struct {
   uint64_t unused[7];
 } KlGemmSm90;
 
+/* --------------------------------------------------------------------------------------------- attention_sm90.cu */
+
+/* Runs of keys that one launch takes; none is empty. */
+#define KL_SM90_SEGMENTS 8u
+#define KL_SM90_QUERIES 128u
+#define KL_SM90_ATTENTION_THREADS 384u
+/* Keys of a round, and what they take, without a mask and with one. */
+#define KL_SM90_KEYS 176u
+#define KL_SM90_CAUSAL_KEYS 128u
+#define KL_SM90_ATTENTION_SHARED 214112u
+#define KL_SM90_CAUSAL_SHARED 164960u
+
+/* A tile is `pack` heads of KL_SM90_QUERIES / pack queries each; those heads share their keys. A cluster's tiles lie below each other,
+ * and there are `row_tiles` such pairs. `deal` counts rounds of keys. */
+typedef struct {
+  KlTensorMap q, k[KL_SM90_SEGMENTS], v[KL_SM90_SEGMENTS];
+  KlMat out;
+  KlDeal deal;
+  uint32_t keys[KL_SM90_SEGMENTS];
+  uint32_t row_tiles;
+  uint32_t group;
+  uint32_t pack;
+  float scale; /* of powers of two */
+  uint64_t unused[2];
+} KlAttentionSm90;
+
 /* ------------------------------------------------------------------------------------------------ selftest_sm90.cu */
 
 #define KL_SELFTEST_TILE 64u

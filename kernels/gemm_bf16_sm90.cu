@@ -19,6 +19,7 @@
 // elements of a pair in heads, whether they are neighbours or 64 apart.
 #include "mma.cuh"
 #include "ptx_sm90.cuh"
+#include "work_sm90.cuh"
 
 enum class Common { kRows, kCols };
 
@@ -49,36 +50,6 @@ struct Shape {
 };
 
 __device__ __forceinline__ uint32_t lane() { return threadIdx.x % 32; }
-
-// Rounds `first` to `last` of a tile.
-struct Item {
-  uint32_t tile, first, last;
-};
-
-// What a cluster does, in order: whole tiles, then its share of the others, from the last round to the first.
-struct Work {
-  const KlGemmSm90& p;
-  // The next whole tile, or where the rest of the share ends: one register, for there are few.
-  uint32_t next_tile = worker();
-  static constexpr uint32_t kSharing = 1u << 31;
-
-  static __device__ __forceinline__ uint32_t worker() { return blockIdx.x / KL_SM90_CLUSTER; }
-
-  __device__ __forceinline__ bool next(Item& item) {
-    if (next_tile < p.deal.whole) {
-      item = {next_tile, 0, p.deal.rounds};
-      next_tile += gridDim.x / KL_SM90_CLUSTER;
-      return true;
-    }
-    if (next_tile < kSharing) next_tile = kSharing + front(p.deal, worker() + 1);
-    const uint32_t begin = front(p.deal, worker()), end = next_tile - kSharing;
-    if (end <= begin) return false;
-    const uint32_t index = (end - 1) / p.deal.rounds, origin = index * p.deal.rounds, start = max(begin, origin);
-    item = {index, start - origin, end - origin};
-    next_tile = kSharing + start;
-    return true;
-  }
-};
 
 // Where a tile lies.
 template <class S>
@@ -396,7 +367,7 @@ __device__ __forceinline__ void copy(const KlGemmSm90& p, Ring<S> ring) {
   const uint32_t rank = cluster_rank();
   uint32_t ahead = 0;
   bool waited = false;
-  Work work{p};
+  Work<KL_SM90_CLUSTER> work{p.deal};
   for (Item item; work.next(item);) {
     const Place<S> at(p, item.tile);
     const KlGemmPart& part = p.stream[at.stream].part[at.part];
@@ -456,7 +427,7 @@ __device__ __forceinline__ void multiply(const KlGemmSm90& p, Ring<S> ring) {
   const auto release = [&](uint32_t stage) {
     if (threadIdx.x % 128 < KL_SM90_CLUSTER) barrier_arrive_at(ring.empty(stage), threadIdx.x % 128);
   };
-  Work work{p};
+  Work<KL_SM90_CLUSTER> work{p.deal};
   for (Item item; work.next(item);) {
     // Hidden from the compiler, which would find out everything that follows from it once, for all tiles, and keep it.
     uint32_t thread = threadIdx.x;
@@ -482,10 +453,10 @@ __device__ __forceinline__ void multiply(const KlGemmSm90& p, Ring<S> ring) {
     wgmma_wait<0>();
     release(ring.before());
     if (item.last < p.deal.rounds) {
-      Left<S>(p, Work::worker()).put(sums);
+      Left<S>(p, Work<KL_SM90_CLUSTER>::worker()).put(sums);
     } else {
       if (item.first > 0) {
-        uint32_t other = Work::worker();
+        uint32_t other = Work<KL_SM90_CLUSTER>::worker();
         do {
           Left<S>(p, --other).add(sums);
         } while (front(p.deal, other) > item.tile * p.deal.rounds);

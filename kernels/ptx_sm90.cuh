@@ -20,6 +20,10 @@ __device__ __forceinline__ void barrier_arrive_expect(uint32_t barrier, uint32_t
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // Arrives at the same barrier of another block of the cluster. Says nothing about what this thread wrote: it is for having read.
 __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
   asm volatile(
@@ -47,6 +51,10 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
         : "memory");
   }
 }
+
+// Two warpgroups meet at a numbered barrier: one waits there for the other, which goes on.
+__device__ __forceinline__ void meet_wait(uint32_t number) { asm volatile("barrier.sync %0, 256;" ::"r"(number) : "memory"); }
+__device__ __forceinline__ void meet_arrive(uint32_t number) { asm volatile("barrier.arrive %0, 256;" ::"r"(number) : "memory"); }
 
 // --------------------------------------------------------------------------------------------------------- copy engine
 
@@ -144,6 +152,20 @@ __device__ __forceinline__ void wgmma(float (&sums)[kCols / 2], uint64_t left, u
 // All threads of a warpgroup, which is the `group`-th of those that call this.
 __device__ __forceinline__ void warpgroup_sync(uint32_t group) { asm volatile("barrier.sync %0, 128;" ::"r"(group + 1) : "memory"); }
 
+// An operand in shared memory whose columns are contiguous: 64 of them are a row of 128 bytes with the 128-byte swizzle, eight rows of
+// the inner dimension 1024 bytes after the eight before, the next 64 columns `apart` bytes on.
+__device__ __forceinline__ uint64_t wgmma_columns(uint32_t address, uint32_t apart) {
+  return (uint64_t{1} << 62) | (uint64_t{64} << 32) | (uint64_t{apart >> 4} << 16) | ((address & 0x3ffff) >> 4);
+}
+
+// sums += left right: 64 rows by 128 columns, over 16 of the inner dimension, with the left operand in registers, as `pack` makes it of
+// sums, and the right one as `wgmma_columns` says.
+__device__ __forceinline__ void wgmma_from_registers(float (&sums)[64], const uint32_t* left, uint64_t right) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" KL_NAMES_64 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;\n"
+               : KL_SUMS_64(0)
+               : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right));
+}
+
 // The calling warpgroup gives registers back, or takes what others gave.
 template <int kRegisters>
 __device__ __forceinline__ void give_registers() {
@@ -157,6 +179,14 @@ __device__ __forceinline__ void take_registers() {
 // Four 8x8 matrices of 16-bit values from registers to rows of 16 bytes, which the lanes name, eight for each matrix.
 __device__ __forceinline__ void store_matrices(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+__device__ __forceinline__ void store_shared(uint32_t to, uint32_t v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(v) : "memory"); }
+
+__device__ __forceinline__ uint32_t load_shared_word(uint32_t from) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
+  return v;
 }
 
 // ------------------------------------------------------------------------------------------------------------ clusters

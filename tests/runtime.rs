@@ -594,10 +594,17 @@ fn large_shapes_take_the_fast_kernels() {
         row.prepare(&mut cuda, 1).unwrap().warm_up(&mut cuda).unwrap();
     }
     let launched = |kernel: Kernel| cuda.launched().any(|(k, times)| k == kernel && times > 0);
-    let fast = [Kernel::GemmSm90Large, Kernel::GemmSm90Wide, Kernel::AttentionMma, Kernel::AttentionWide64, Kernel::ConvMma256];
+    let fast = [
+        Kernel::GemmSm90Large,
+        Kernel::GemmSm90Wide,
+        Kernel::AttentionSm90,
+        Kernel::AttentionSm90Causal,
+        Kernel::AttentionWide64,
+        Kernel::ConvMma256,
+    ];
     assert!(fast.into_iter().all(launched));
     assert!(
-        ![Kernel::GemmMma256, Kernel::NaiveProduct, Kernel::NaiveConv, Kernel::NaiveAttention, Kernel::HeadNorm]
+        ![Kernel::GemmMma256, Kernel::AttentionMma, Kernel::NaiveProduct, Kernel::NaiveConv, Kernel::NaiveAttention, Kernel::HeadNorm]
             .into_iter()
             .any(launched)
     );

@@ -224,6 +224,8 @@ pub enum Op<'a> {
         head_dim: usize,
         /// Query `i` sees keys `0..=i` only.
         causal: bool,
+        /// No scaled score is larger than this, whatever the tokens; infinite where nothing is known.
+        bound: f32,
     },
     /// 3x3 convolution over an image with channels last.
     Conv {
@@ -546,13 +548,14 @@ impl Op<'_> {
                     fits(vector(s.norm.q, d) && vector(s.norm.k, d) && s.rope.table.dtype == DType::F32, "norms and table")?;
                 }
             }
-            Self::Attention { out, q, kv, head_dim, causal } => {
+            Self::Attention { out, q, kv, head_dim, causal, bound } => {
                 fits(same(out, q) && head_dim > 0 && q.cols % head_dim == 0 && !kv.is_empty(), "shapes")?;
                 let kv_cols = kv[0].k.cols;
                 fits(kv.iter().all(|s| same(s.k, s.v) && s.k.cols == kv_cols), "segments")?;
                 fits(kv_cols > 0 && kv_cols % head_dim == 0 && q.cols % kv_cols == 0, "heads")?;
                 fits(kv.iter().any(|s| s.k.rows > 0), "no keys")?;
                 fits(!causal || kv.len() == 1, "a causal mask over several segments")?;
+                fits(bound >= 0.0, "bound")?;
             }
             Self::Conv { out, x, w, width, height, sampling, residual, stats } => {
                 let pixels = match sampling {

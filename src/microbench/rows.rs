@@ -301,7 +301,9 @@ impl Make {
             let (out, q) = (m.results(tokens, heads * head_dim)?, m.activations(tokens, heads * head_dim)?);
             let kv =
                 [KeyValues { k: m.activations(tokens, kv_heads * head_dim)?, v: m.activations(tokens, kv_heads * head_dim)? }];
-            call(move |run| run(Op::Attention { out, q, kv: &kv, head_dim, causal }))
+            // Values are at most one, as large as norms leave them in the transformer.
+            let bound = if causal { f32::INFINITY } else { (head_dim as f32).sqrt() };
+            call(move |run| run(Op::Attention { out, q, kv: &kv, head_dim, causal, bound }))
         })
     }
 

@@ -1,6 +1,7 @@
 //! The three parts of a model as descriptors of weights and a forward written over [`Backend`]. Nothing here knows which backend
 //! runs it, and nothing is kept between calls.
 
+mod bounds;
 mod text_encoder;
 mod transformer;
 mod vae;
@@ -9,6 +10,7 @@ pub use text_encoder::TextEncoder;
 pub use transformer::{ContextIn, Modulation, References, StepInput, Transformer};
 pub use vae::Vae;
 
+use self::bounds::{Stretch, Stretches};
 use crate::backend::{Backend, Conv, GroupNorm, Linear, QkNorm, Role, WeightPart};
 use crate::checkpoint::Weights;
 use crate::error::Result;
@@ -38,10 +40,7 @@ impl<'a> Loader<'a> {
 
     /// Places a weight whose rows are `shape[0]` and whose columns are all other dimensions together.
     fn place(&mut self, name: &str, shape: &[usize], role: Role) -> Result<Tensor> {
-        let mut parts = Vec::new();
-        if let Some(source) = self.source {
-            parts.extend(source.weight(name, shape)?.parts.into_iter().map(|p| WeightPart { bytes: p.bytes, dtype: p.dtype }));
-        }
+        let parts = self.stored(name, shape)?;
         // In f32 a matrix stays as it is stored, which every op can read exactly; vectors are few and always f32.
         let dtype = match (role, self.precision) {
             (Role::Vector, _) => DType::F32,
@@ -60,6 +59,12 @@ impl<'a> Loader<'a> {
         self.backend.upload(tensor, role, &parts)?;
         (self.loaded)((tensor.len() * dtype.size()) as u64);
         Ok(tensor)
+    }
+
+    /// A weight as the source has it; nothing without a source.
+    fn stored(&self, name: &str, shape: &[usize]) -> Result<Vec<WeightPart>> {
+        let Some(source) = self.source else { return Ok(Vec::new()) };
+        Ok(source.weight(name, shape)?.parts.into_iter().map(|p| WeightPart { bytes: p.bytes, dtype: p.dtype }).collect())
     }
 
     fn vector(&mut self, name: &str, n: usize) -> Result<Tensor> {
@@ -98,5 +103,11 @@ impl<'a> Loader<'a> {
 
     fn qk_norm(&mut self, q: &str, k: &str, head_dim: usize, eps: f32) -> Result<QkNorm> {
         Ok(QkNorm { q: self.vector(q, head_dim)?, k: self.vector(k, head_dim)?, eps })
+    }
+
+    /// What that norm does to lengths.
+    fn stretches(&self, q: &str, k: &str, head_dim: usize) -> Result<Stretches> {
+        let stretch = |name| self.stored(name, &[head_dim]).map(|parts| Stretch::of(&parts));
+        Ok(Stretches { q: stretch(q)?, k: stretch(k)? })
     }
 }

@@ -86,7 +86,7 @@ impl TextEncoder {
                 }]))?;
                 // Cutting the keys to the real tokens is the padding mask: a causal row past the end sees exactly these.
                 let kv = [KeyValues { k: k.rows(0..tokens.real), v: v.rows(0..tokens.real) }];
-                be.run(Op::Attention { out: attended, q, kv: &kv, head_dim: HEAD_DIM, causal: true })?;
+                be.run(Op::Attention { out: attended, q, kv: &kv, head_dim: HEAD_DIM, causal: true, bound: f32::INFINITY })?;
                 be.run(Op::LinearGateResidual(&[GatedProduct { into: x, x: attended, w: &layer.out, gate: None }]))?;
                 be.run(Op::RmsNorm { out: normed, x, weight: layer.mlp_norm, eps: c.eps })?;
                 be.run(Op::LinearSwiglu(&[Product { out: inner, x: normed, w: &layer.gate_up }]))?;

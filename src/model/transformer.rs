@@ -3,7 +3,7 @@
 //! The residual stream of the whole sequence is one matrix, text rows first, so nothing is ever concatenated. What depends only
 //! on the time ([`Transformer::modulations`]) or only on the prompt ([`ContextIn`]) is computed once per image.
 
-use super::Loader;
+use super::{Loader, bounds::Stretches};
 use crate::backend::{
     Backend, GatedProduct, HostData, KeyValues, Linear, Modulated, Op, Product, Projection, QkNorm, Rope, RopeStyle, StepKey,
     scope,
@@ -62,6 +62,7 @@ pub struct Transformer {
 struct Stream {
     qkv: Linear,
     qk_norm: QkNorm,
+    stretches: Stretches,
     attention_out: Linear,
     mlp_in: Linear,
     mlp_out: Linear,
@@ -70,11 +71,15 @@ struct Stream {
 struct DoubleBlock {
     text: Stream,
     image: Stream,
+    /// Of scores, whichever streams meet.
+    bound: f32,
 }
 
 struct SingleBlock {
     linear1: Linear,
     qk_norm: QkNorm,
+    /// Of scores.
+    bound: f32,
     linear2: Linear,
 }
 
@@ -175,6 +180,7 @@ impl Stream {
         Ok(Self {
             qkv: loader.linear(&format!("{prefix}_attn.qkv.weight"), 3 * h, h)?,
             qk_norm: loader.qk_norm(&norm("query"), &norm("key"), HEAD_DIM, c.eps)?,
+            stretches: loader.stretches(&norm("query"), &norm("key"), HEAD_DIM)?,
             attention_out: loader.linear(&format!("{prefix}_attn.proj.weight"), h, h)?,
             mlp_in: loader.gate_up(&format!("{prefix}_mlp.0.weight"), 2 * mlp, h, 2 * mlp)?,
             mlp_out: loader.linear(&format!("{prefix}_mlp.2.weight"), h, mlp)?,
@@ -189,6 +195,7 @@ impl SingleBlock {
         Ok(Self {
             linear1: loader.gate_up(&format!("{prefix}.linear1.weight"), 3 * h + 2 * mlp, h, 2 * mlp)?,
             qk_norm: loader.qk_norm(&norm("query"), &norm("key"), HEAD_DIM, c.eps)?,
+            bound: loader.stretches(&norm("query"), &norm("key"), HEAD_DIM)?.bound(HEAD_DIM),
             linear2: loader.linear(&format!("{prefix}.linear2.weight"), h, h + mlp)?,
         })
     }
@@ -217,7 +224,9 @@ impl Transformer {
             double_blocks: (0..c.double_blocks)
                 .map(|i| {
                     let image = Stream::load(loader, &format!("double_blocks.{i}.img"), c)?;
-                    Ok(DoubleBlock { image, text: Stream::load(loader, &format!("double_blocks.{i}.txt"), c)? })
+                    let text = Stream::load(loader, &format!("double_blocks.{i}.txt"), c)?;
+                    let bound = image.stretches.or(&text.stretches).bound(HEAD_DIM);
+                    Ok(DoubleBlock { image, text, bound })
                 })
                 .collect::<Result<_>>()?,
             single_blocks: (0..c.single_blocks)
@@ -302,7 +311,7 @@ impl Transformer {
                 Track { weights: &block.text, x: text, attention: m.text(0), mlp: m.text(1) },
                 Track { weights: &block.image, x: image, attention: m.image(0), mlp: m.image(1) },
             ];
-            scope(be, ws, |be, ws| self.double_block(be, ws, &tracks, rope, keys(i)))?;
+            scope(be, ws, |be, ws| self.double_block(be, ws, &tracks, block.bound, rope, keys(i)))?;
         }
         for (i, block) in self.single_blocks.iter().enumerate() {
             // Of the last block only the canvas is read: the other tokens give it their keys and values and nothing more.
@@ -342,7 +351,7 @@ impl Transformer {
             for (i, block) in self.double_blocks.iter().enumerate() {
                 let (attention, mlp) = (modulation.image(0), modulation.image(1));
                 let track = Track { weights: &block.image, x, attention, mlp };
-                scope(be, ws, |be, ws| self.double_block(be, ws, &[track], rope, keys(i)))?;
+                scope(be, ws, |be, ws| self.double_block(be, ws, &[track], block.bound, rope, keys(i)))?;
             }
             for (i, block) in self.single_blocks.iter().enumerate() {
                 let wanted = if i + 1 == self.single_blocks.len() { 0..0 } else { 0..rows };
@@ -368,7 +377,15 @@ impl Transformer {
     }
 
     /// Attention over all tracks together, then an MLP, each track with its own weights. Tracks are consecutive in the sequence.
-    fn double_block(&self, be: &mut dyn Backend, ws: &mut Arena, tracks: &[Track<'_>], rope: Rope, keys: Keys) -> Result<()> {
+    fn double_block(
+        &self,
+        be: &mut dyn Backend,
+        ws: &mut Arena,
+        tracks: &[Track<'_>],
+        bound: f32,
+        rope: Rope,
+        keys: Keys,
+    ) -> Result<()> {
         let (c, act) = (&self.config, self.precision.activations());
         let (h, rows) = (c.hidden, rope.table.rows);
         let mut first = 0;
@@ -405,7 +422,7 @@ impl Transformer {
                 })
                 .collect();
             be.run(Op::Qkv(&projections))?;
-            self.attend(be, attended, q, own, keys)
+            self.attend(be, attended, q, own, keys, bound)
         })?;
         let residual = |be: &mut dyn Backend, x: Tensor, w: &dyn for<'t> Fn(&'t Track<'_>) -> (&'t Linear, Tensor)| {
             let products: Vec<_> = tracks
@@ -473,7 +490,7 @@ impl Transformer {
             })?;
             match into.rows {
                 0 => Ok(()),
-                _ => self.attend(be, joined.cols(0..h), q, own, keys),
+                _ => self.attend(be, joined.cols(0..h), q, own, keys, block.bound),
             }
         })?;
         match into.rows {
@@ -491,7 +508,7 @@ impl Transformer {
         }
     }
 
-    fn attend(&self, be: &mut dyn Backend, out: Tensor, q: Tensor, own: KeyValues, keys: Keys) -> Result<()> {
+    fn attend(&self, be: &mut dyn Backend, out: Tensor, q: Tensor, own: KeyValues, keys: Keys, bound: f32) -> Result<()> {
         let both;
         let one = [own];
         let kv: &[KeyValues] = match keys.cached {
@@ -501,7 +518,7 @@ impl Transformer {
             }
             None => &one,
         };
-        be.run(Op::Attention { out, q, kv, head_dim: HEAD_DIM, causal: false })
+        be.run(Op::Attention { out, q, kv, head_dim: HEAD_DIM, causal: false, bound })
     }
 }
 

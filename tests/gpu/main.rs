@@ -161,7 +161,7 @@ impl Share {
             turn.set(turn.get() + usize::from(small));
             small && turn.get() % others == self.part % others
         };
-        ops::check_some(&mut cuda, |name| !is_product(name) && ours(name));
+        ops::check_some(&mut cuda, |name| (!is_product(name) || is_attention(name)) && ours(name));
         // Every tile there is for them; values of four bytes take the naive kernels in any case.
         for tile in Tile::ALL {
             cuda.set_choice(Choice::Tile(tile));
@@ -182,6 +182,11 @@ fn unpoisoned() -> Cuda {
     cuda
 }
 
+/// Which has no tiles to choose from, but kernels of its own for some GPUs.
+fn is_attention(name: &str) -> bool {
+    name.starts_with("attention")
+}
+
 fn is_product(name: &str) -> bool {
     ["linear", "qkv", "attention", "conv"].iter().any(|op| name.starts_with(op))
 }
@@ -197,6 +202,7 @@ fn has_tile(name: &str, tile: Tile) -> bool {
 /// Matrix ops with every tile: at these sizes mostly the smallest is chosen.
 fn every_product() {
     let mut cuda = cuda();
+    ops::check_some(&mut cuda, is_attention);
     for tile in Tile::ALL {
         cuda.set_choice(Choice::Tile(tile));
         ops::check_some(&mut cuda, |name| has_tile(name, tile));

@@ -232,7 +232,7 @@ impl Cpu {
                     kernels::qkv(out, s.mlp.map(write).transpose()?, read(s.x)?, read(s.w.weight)?, &heads);
                 }
             }
-            Op::Attention { out, q, kv, head_dim, causal } => {
+            Op::Attention { out, q, kv, head_dim, causal, .. } => {
                 let kv = kv.iter().map(|s| Ok((read(s.k)?, read(s.v)?))).collect::<Result<Vec<_>>>()?;
                 kernels::attention(write(out)?, read(q)?, &kv, head_dim, causal);
             }

@@ -67,6 +67,13 @@ pub const KL_SM90_SHARED_192X192: u32 = 222272;
 pub const KL_SM90_SHARED_128X256: u32 = 230464;
 pub const KL_SM90_SHARED_128X192: u32 = 230464;
 pub const KL_SM90_SHARED_128X176: u32 = 201856;
+pub const KL_SM90_SEGMENTS: u32 = 8;
+pub const KL_SM90_QUERIES: u32 = 128;
+pub const KL_SM90_ATTENTION_THREADS: u32 = 384;
+pub const KL_SM90_KEYS: u32 = 176;
+pub const KL_SM90_CAUSAL_KEYS: u32 = 128;
+pub const KL_SM90_ATTENTION_SHARED: u32 = 214112;
+pub const KL_SM90_CAUSAL_SHARED: u32 = 164960;
 pub const KL_SELFTEST_TILE: u32 = 64;
 pub const KL_SELFTEST_THREADS: u32 = 128;
 pub const KL_SELFTEST_CLUSTER: u32 = 2;
@@ -562,6 +569,38 @@ const _: () = {
     ["Offset of field: KlGemmSm90::group"][::core::mem::offset_of!(KlGemmSm90, group) - 2720usize];
     ["Offset of field: KlGemmSm90::deal"][::core::mem::offset_of!(KlGemmSm90, deal) - 2728usize];
     ["Offset of field: KlGemmSm90::unused"][::core::mem::offset_of!(KlGemmSm90, unused) - 2760usize];
+};
+#[repr(C)]
+#[repr(align(128))]
+#[derive(Debug, Copy, Clone)]
+pub struct KlAttentionSm90 {
+    pub q: KlTensorMap,
+    pub k: [KlTensorMap; 8usize],
+    pub v: [KlTensorMap; 8usize],
+    pub out: KlMat,
+    pub deal: KlDeal,
+    pub keys: [u32; 8usize],
+    pub row_tiles: u32,
+    pub group: u32,
+    pub pack: u32,
+    pub scale: f32,
+    pub unused: [u64; 2usize],
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlAttentionSm90"][::core::mem::size_of::<KlAttentionSm90>() - 2304usize];
+    ["Alignment of KlAttentionSm90"][::core::mem::align_of::<KlAttentionSm90>() - 128usize];
+    ["Offset of field: KlAttentionSm90::q"][::core::mem::offset_of!(KlAttentionSm90, q) - 0usize];
+    ["Offset of field: KlAttentionSm90::k"][::core::mem::offset_of!(KlAttentionSm90, k) - 128usize];
+    ["Offset of field: KlAttentionSm90::v"][::core::mem::offset_of!(KlAttentionSm90, v) - 1152usize];
+    ["Offset of field: KlAttentionSm90::out"][::core::mem::offset_of!(KlAttentionSm90, out) - 2176usize];
+    ["Offset of field: KlAttentionSm90::deal"][::core::mem::offset_of!(KlAttentionSm90, deal) - 2208usize];
+    ["Offset of field: KlAttentionSm90::keys"][::core::mem::offset_of!(KlAttentionSm90, keys) - 2240usize];
+    ["Offset of field: KlAttentionSm90::row_tiles"][::core::mem::offset_of!(KlAttentionSm90, row_tiles) - 2272usize];
+    ["Offset of field: KlAttentionSm90::group"][::core::mem::offset_of!(KlAttentionSm90, group) - 2276usize];
+    ["Offset of field: KlAttentionSm90::pack"][::core::mem::offset_of!(KlAttentionSm90, pack) - 2280usize];
+    ["Offset of field: KlAttentionSm90::scale"][::core::mem::offset_of!(KlAttentionSm90, scale) - 2284usize];
+    ["Offset of field: KlAttentionSm90::unused"][::core::mem::offset_of!(KlAttentionSm90, unused) - 2288usize];
 };
 #[repr(C)]
 #[repr(align(128))]

@@ -21,7 +21,7 @@ pub struct Job {
 
 const NO_PART: KlGemmPart = KlGemmPart { out: NONE, extra: NONE, epilogue: 0, first_row: 0, tiles: 0, unused: 0 };
 
-const NO_MAP: KlTensorMap = KlTensorMap { opaque: [0; 16] };
+pub(super) const NO_MAP: KlTensorMap = KlTensorMap { opaque: [0; 16] };
 
 const NO_MAPS: [KlTensorMap; abi::KL_STREAMS as usize] = [NO_MAP; abi::KL_STREAMS as usize];
 
@@ -161,11 +161,7 @@ impl Cuda {
         }
         let Deal { whole, workers } = plan.deal;
         let tiles: u32 = stream.iter().map(|s| s.row_tiles * s.col_tiles).sum();
-        let shared = (tiles - whole) * rounds;
-        // Without workers there is nothing to share.
-        let (share, extra) = (shared.checked_div(workers).unwrap_or(0), shared.checked_rem(workers).unwrap_or(0));
-        let (flags, left) = self.left();
-        let deal = abi::KlDeal { left, flags, rounds, whole, share, extra };
+        let deal = self.dealt(plan.deal, tiles, rounds);
         let Some(common) = cluster else {
             let p = abi::KlGemm { stream, deal };
             return self.kernels.launch(kernel, [whole + workers, 1, 1], &p);
@@ -195,8 +191,17 @@ impl Cuda {
         self.kernels.launch(kernel, [blocks, 1, 1], &p)
     }
 
+    /// What each of those who share `tiles` of so many rounds has of them.
+    pub(super) fn dealt(&self, Deal { whole, workers }: Deal, tiles: u32, rounds: u32) -> abi::KlDeal {
+        let shared = (tiles - whole) * rounds;
+        // Without workers there is nothing to share.
+        let (share, extra) = (shared.checked_div(workers).unwrap_or(0), shared.checked_rem(workers).unwrap_or(0));
+        let (flags, left) = self.left();
+        abi::KlDeal { left, flags, rounds, whole, share, extra }
+    }
+
     /// How the copy engine takes boxes of so many columns and rows from a matrix, and puts them there.
-    fn box_map(&self, m: &KlMat, tile: [u32; 2]) -> Result<KlTensorMap> {
+    pub(super) fn box_map(&self, m: &KlMat, tile: [u32; 2]) -> Result<KlTensorMap> {
         let swizzle = match tile[0] {
             64 => Swizzle::Bytes128,
             32 => Swizzle::Bytes64,

@@ -97,6 +97,9 @@ kernels! {
     GemmSm90Wide = "gemm_bf16_sm90" "kl_gemm_bf16_sm90_128x256" (KlGemmSm90) abi::KL_SM90_THREADS_128X256, shared abi::KL_SM90_SHARED_128X256, overlap in clusters of abi::KL_SM90_CLUSTER;
     GemmSm90Medium = "gemm_bf16_sm90" "kl_gemm_bf16_sm90_128x192" (KlGemmSm90) abi::KL_SM90_THREADS_128X192, shared abi::KL_SM90_SHARED_128X192, overlap in clusters of abi::KL_SM90_CLUSTER;
     GemmSm90Narrow = "gemm_bf16_sm90" "kl_gemm_bf16_sm90_128x176" (KlGemmSm90) abi::KL_SM90_THREADS_128X176, shared abi::KL_SM90_SHARED_128X176, overlap in clusters of abi::KL_SM90_CLUSTER_HALVED;
+    AttentionSm90 = "attention_sm90" "kl_attention_sm90" (KlAttentionSm90) abi::KL_SM90_ATTENTION_THREADS, shared abi::KL_SM90_ATTENTION_SHARED, overlap in clusters of abi::KL_SM90_CLUSTER;
+    AttentionSm90Running = "attention_sm90" "kl_attention_sm90_running" (KlAttentionSm90) abi::KL_SM90_ATTENTION_THREADS, shared abi::KL_SM90_ATTENTION_SHARED, overlap in clusters of abi::KL_SM90_CLUSTER;
+    AttentionSm90Causal = "attention_sm90" "kl_attention_sm90_causal" (KlAttentionSm90) abi::KL_SM90_ATTENTION_THREADS, shared abi::KL_SM90_CAUSAL_SHARED, overlap in clusters of 1;
     AttentionMma = "attention_mma" "kl_attention_mma" (KlAttention) abi::KL_MMA_THREADS, shared abi::KL_ATTENTION_SHARED;
     AttentionWide64 = "attention_wide_mma" "kl_attention_wide_64" (KlAttention) abi::KL_WIDE_THREADS_64, shared abi::KL_WIDE_SHARED_64;
     AttentionWide32 = "attention_wide_mma" "kl_attention_wide_32" (KlAttention) abi::KL_WIDE_THREADS_32, shared abi::KL_WIDE_SHARED_32;
@@ -115,7 +118,7 @@ macro_rules! params {
 
 params! {
     KlMap KlEmbed KlPatch KlEuler KlGuidance KlPixels KlCount KlRmsNorm KlLayerNorm KlHeadNorm KlGroupStats KlGroupNorm
-    KlProduct KlConv KlAttention KlGemm KlGemmSm90 KlSelftest
+    KlProduct KlConv KlAttention KlGemm KlGemmSm90 KlAttentionSm90 KlSelftest
 }
 
 impl Kernel {

@@ -4,6 +4,7 @@
 //! launch function, `ops` turns descriptors into parameters, `staging` brings weights over. This file owns the memory.
 
 mod abi;
+mod attention;
 pub mod driver;
 mod gemm;
 mod launch;

@@ -1,8 +1,9 @@
 //! From an op to launches: descriptors become parameters, shapes become grids. Which kernel an op takes is decided here, from
 //! its shapes alone.
 
-use super::super::{Access, Conv, GatedProduct, GroupNorm, KeyValues, LatentStats, Op, Product, Sampling};
+use super::super::{Access, Conv, GatedProduct, GroupNorm, LatentStats, Op, Product, Sampling};
 use super::abi::{self, KlMat};
+use super::attention::Attended;
 use super::gemm::{Job, aligned};
 use super::launch::Kernel;
 use super::{Choice, Cuda, Rows, Tile};
@@ -19,7 +20,7 @@ const SIDE_LIMIT: usize = u32::MAX as usize;
 /// A matrix that is not there.
 pub(super) const NONE: KlMat = KlMat { data: 0, stride: 0, rows: 0, cols: 0, dtype: 0, unused: 0 };
 
-const fn dtype(dtype: DType) -> u32 {
+pub(super) const fn dtype(dtype: DType) -> u32 {
     match dtype {
         DType::F32 => abi::KL_F32,
         DType::Bf16 => abi::KL_BF16,
@@ -47,7 +48,7 @@ fn elements(m: &KlMat) -> [u32; 3] {
 }
 
 /// Whether values of two bytes can be read and written in pairs.
-fn in_words(m: &KlMat) -> bool {
+pub(super) fn in_words(m: &KlMat) -> bool {
     m.data.is_multiple_of(4) && m.stride.is_multiple_of(2)
 }
 
@@ -124,7 +125,15 @@ pub fn kernels_of(op: &str) -> &'static [Kernel] {
             Kernel::HeadNorm,
         ],
         "attention" | "attention_causal" => {
-            &[Kernel::AttentionMma, Kernel::AttentionWide64, Kernel::AttentionWide32, Kernel::NaiveAttention]
+            &[
+                Kernel::AttentionSm90,
+                Kernel::AttentionSm90Running,
+                Kernel::AttentionSm90Causal,
+                Kernel::AttentionMma,
+                Kernel::AttentionWide64,
+                Kernel::AttentionWide32,
+                Kernel::NaiveAttention,
+            ]
         }
         "conv" => &[
             Kernel::ConvMma256,
@@ -223,7 +232,9 @@ impl Cuda {
                 self.products(name, &streams.iter().map(job).collect::<Vec<_>>())
             }
             Op::Qkv(streams) => self.qkv(name, streams),
-            Op::Attention { out, q, kv, head_dim, causal } => self.attention(name, mat(out)?, mat(q)?, kv, head_dim, causal),
+            Op::Attention { out, q, kv, head_dim, causal, bound } => {
+                self.attention(name, mat(out)?, mat(q)?, &Attended { kv, head_dim, causal, bound })
+            }
             Op::Conv { out, x, w, width, height, sampling, residual, stats } => {
                 let Conv { weight, bias } = *w;
                 let p = abi::KlConv {
@@ -328,7 +339,7 @@ impl Cuda {
     }
 
     /// Whether a kernel with large blocks is taken, so many of them: not if it would leave multiprocessors without work.
-    fn takes_large(&self, kernel: Kernel, blocks: u32) -> bool {
+    pub(super) fn takes_large(&self, kernel: Kernel, blocks: u32) -> bool {
         let wanted = match self.choice {
             Choice::Tile(tile) => tile == Tile::Rows256,
             Choice::Best | Choice::Naive => blocks >= self.device().multiprocessors,
@@ -345,44 +356,6 @@ impl Cuda {
         let (mean, var) = (self.mat(stats.mean, "patchify")?, self.mat(stats.var, "patchify")?);
         let p = abi::KlPatch { tokens, pixels, mean, var, width: width as u32, eps: stats.eps };
         self.kernels.launch(kernel, elements(&tokens), &p)
-    }
-
-    fn attention(&self, op: &'static str, out: KlMat, q: KlMat, kv: &[KeyValues], head_dim: usize, causal: bool) -> Result<()> {
-        let limits = kv.len() <= abi::KL_SEGMENTS as usize && head_dim <= abi::KL_HEAD_DIM as usize;
-        if !limits || kv.iter().any(|s| s.k.dtype != s.v.dtype || dtype(s.k.dtype) != q.dtype) {
-            let what = format!("{} runs of keys, heads of {head_dim}, or mixed types", kv.len());
-            return Err(Error::Op { op, what });
-        }
-        const ABSENT: abi::KlKeyValues = abi::KlKeyValues { k: NONE, v: NONE };
-        let mut p = abi::KlAttention {
-            out,
-            q,
-            kv: [ABSENT; abi::KL_SEGMENTS as usize],
-            segments: kv.len() as u32,
-            head_dim: head_dim as u32,
-            group: (q.cols as usize / kv[0].k.cols) as u32,
-            causal: u32::from(causal),
-            scale: 1.0 / (head_dim as f32).sqrt(),
-            unused: 0,
-        };
-        for (to, s) in p.kv.iter_mut().zip(kv) {
-            *to = abi::KlKeyValues { k: self.mat(s.k, op)?, v: self.mat(s.v, op)? };
-        }
-        let heads = q.cols / p.head_dim;
-        let copied =
-            [p.q].into_iter().chain(p.kv[..kv.len()].iter().flat_map(|s| [s.k, s.v])).all(|m| m.rows == 0 || aligned(&m));
-        let paired = p.out.dtype == abi::KL_BF16 && in_words(&p.out);
-        if self.choice != Choice::Naive && copied && paired {
-            if head_dim == 128 {
-                return self.kernels.launch(Kernel::AttentionMma, [q.rows.div_ceil(abi::KL_ATTENTION_QUERIES), heads, 1], &p);
-            }
-            if head_dim == abi::KL_WIDE_HEAD as usize && kv.len() == 1 && !causal && p.kv[0].k.rows > 0 {
-                let large = self.takes_large(Kernel::AttentionWide64, q.rows * heads / 64);
-                let (kernel, queries) = if large { (Kernel::AttentionWide64, 64) } else { (Kernel::AttentionWide32, 32) };
-                return self.kernels.launch(kernel, [q.rows.div_ceil(queries), heads, 1], &p);
-            }
-        }
-        self.kernels.launch(Kernel::NaiveAttention, [q.rows.div_ceil(abi::KL_ATTENTION_WARPS), heads, 1], &p)
     }
 
     /// Mean and variance of each group of channels of `x`.

@@ -171,7 +171,7 @@ pub fn deal(tiles: u32, rounds: u32, slots: u32) -> Deal {
 }
 
 /// The same for blocks that stay: all of them or none share, and where there are fewer tiles than clusters each is cut into equal parts.
-fn deal_to_clusters(tiles: u32, rounds: u32, slots: u32) -> Deal {
+pub fn deal_to_clusters(tiles: u32, rounds: u32, slots: u32) -> Deal {
     let none = Deal { whole: tiles, workers: 0 };
     if tiles == 0 {
         return none;

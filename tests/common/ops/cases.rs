@@ -78,8 +78,8 @@ fn klein(table: &mut Table) {
     qkv(table, (2, 3072, 24, 24, 128, RopeStyle::Interleaved, Some(9216)));
     table.variants = ALL;
     qkv(table, (5, 2560, 32, 8, 128, RopeStyle::HalfSplit, None));
-    attend(table, (130, &[200], 24, 24, 128, false));
-    attend(table, (70, &[70], 32, 8, 128, true));
+    attend(table, (130, &[200], 24, 24, 128, false), Scores::Bounded);
+    attend(table, (70, &[70], 32, 8, 128, true), Scores::Usual);
     for (from, to) in [(512, 512), (256, 128), (128, 3)] {
         conv(table, (5, 3, from, to, Sampling::Same, false, (to == 128).then_some(32)));
     }
@@ -340,6 +340,17 @@ fn qkv(table: &mut Table, (rows, inner, q_heads, k_heads, d, style, mlp): QkvSha
 /// Queries, keys of each segment, query heads, key heads, head size, causal.
 type AttentionShape = (usize, &'static [usize], usize, usize, usize, bool);
 
+/// How large scores are, and what the op is told of it.
+#[derive(Clone, Copy, PartialEq)]
+enum Scores {
+    /// A few keys win, so that the running maximum matters.
+    Usual,
+    /// The same, and known to be no larger.
+    Bounded,
+    /// As large as norms with weights of ten make them.
+    Huge,
+}
+
 fn attention(table: &mut Table) {
     let shapes: [AttentionShape; 16] = [
         (1, &[1], 1, 1, 128, false),
@@ -359,14 +370,38 @@ fn attention(table: &mut Table) {
         (7, &[113], 2, 1, 64, true),
         (601, &[601], 1, 1, 64, true),
     ];
-    shapes.into_iter().for_each(|shape| attend(table, shape));
+    shapes.into_iter().for_each(|shape| attend(table, shape, Scores::Usual));
+    // What makes a difference to kernels that take whole tiles, share them, or know how large scores are.
+    let more: [AttentionShape; 6] = [
+        (1, &[1], 1, 1, 128, false),
+        (257, &[600], 2, 2, 128, false),
+        (130, &[129, 0, 7], 3, 3, 128, false),
+        (40, &[177, 351, 1, 176], 2, 1, 128, false),
+        (513, &[1409], 1, 1, 128, false),
+        (300, &[300], 2, 2, 128, false),
+    ];
+    for scores in [Scores::Bounded, Scores::Huge] {
+        more.into_iter().for_each(|shape| attend(table, shape, scores));
+    }
+    let masked: [AttentionShape; 4] =
+        [(130, &[130], 4, 1, 128, true), (300, &[26], 8, 2, 128, true), (33, &[33], 2, 2, 128, true), (1, &[1], 4, 1, 128, true)];
+    for scores in [Scores::Usual, Scores::Huge] {
+        masked.into_iter().for_each(|shape| attend(table, shape, scores));
+    }
 }
 
-fn attend(table: &mut Table, (queries, keys, q_heads, k_heads, d, causal): AttentionShape) {
+fn attend(table: &mut Table, (queries, keys, q_heads, k_heads, d, causal): AttentionShape, scores: Scores) {
     let mask = if causal { "_causal" } else { "" };
-    table.add(format!("attention{mask} {queries} queries {keys:?} keys {q_heads}:{k_heads} heads of {d}"), move |rig| {
-        // Large enough that a few keys win: then the running maximum matters.
-        let (q, out) = (rig.input(queries, q_heads * d, |v| 6.0 * v), rig.output(queries, q_heads * d));
+    let kind = match scores {
+        Scores::Usual => "",
+        Scores::Bounded => " bounded",
+        Scores::Huge => " huge",
+    };
+    table.add(format!("attention{mask}{kind} {queries} queries {keys:?} keys {q_heads}:{k_heads} heads of {d}"), move |rig| {
+        let large = if scores == Scores::Huge { 100.0 } else { 6.0 };
+        let (q, out) = (rig.input(queries, q_heads * d, move |v| large * v), rig.output(queries, q_heads * d));
+        // Inputs before they are scaled are at most one.
+        let bound = if scores == Scores::Bounded { large * (d as f32).sqrt() } else { f32::INFINITY };
         let segments: Vec<(Operand, Operand)> =
             keys.iter().map(|&n| (rig.input(n, k_heads * d, |v| v), rig.input(n, k_heads * d, |v| v))).collect();
         let kv: Vec<KeyValues> = segments.iter().map(|(k, v)| KeyValues { k: k.t, v: v.t }).collect();
@@ -381,7 +416,7 @@ fn attend(table: &mut Table, (queries, keys, q_heads, k_heads, d, causal): Atten
             let plain = oracle::attention::<f64>(&q.host, &hosts, d, causal, round);
             Expected { exact, plain: plain.into_iter().map(round).collect() }
         };
-        rig.run(Op::Attention { out, q: q.t, kv: &kv, head_dim: d, causal }, &[(out, Box::new(want))]);
+        rig.run(Op::Attention { out, q: q.t, kv: &kv, head_dim: d, causal, bound }, &[(out, Box::new(want))]);
     });
 }
 

@@ -1,0 +1,448 @@
+// Attention on Hopper: what kl_attention_mma does, by the copy engine and whole warpgroups.
+//
+//   kl_attention_sm90           softmax(q k^T * scale) v where scores are known to be small (see below)
+//   kl_attention_sm90_running   the same for any scores, with a running maximum
+//   kl_attention_sm90_causal    query i sees keys 0 to i; heads that share keys lie in one tile
+//
+// Bound: tensor cores, 4 * queries * keys * 128 operations a head; and the power they draw.
+// Needs: heads of 128, bf16, strides multiples of 8, 16-byte addresses.
+//
+// As many blocks as multiprocessors stay for the whole launch. Of a block one thread copies: queries of a tile, then keys and values a
+// round at a time, two rounds ahead. Two warpgroups have 64 queries each. While the copy of one round's scores becomes probabilities,
+// the tensor cores have the product of the round before with its values, and the other warpgroup's products: the two take turns.
+// Probabilities never leave registers: what a thread has of scores is what it needs of the second product's left operand. Two blocks
+// are a cluster with the same keys, of which each copies one half for both.
+//
+// Without a maximum: softmax does not change when a constant is taken from all scores of a row, and in floating point neither does its
+// precision. A maximum only keeps powers in range. Queries and keys that were normalised have lengths that their norms' weights bound,
+// so scores are bounded, too; where 2^score can neither overflow nor vanish, no maximum is sought and no sum is ever scaled.
+//
+// Tiles are dealt out as kl_gemm_mma does, with clusters for blocks, and with sums go totals and maxima.
+#include "mma.cuh"
+#include "ptx_sm90.cuh"
+#include "work_sm90.cuh"
+
+constexpr int kHead = 128;
+// Rows of 64 columns: how a tile of one head lies in shared memory, one half after the other.
+constexpr uint32_t kRowBytes = 128;
+
+template <int kKeys_, int kStages_, int kCluster_, bool kRunning_, bool kCausal_, bool kTurns_ = true, int kGroups_ = 2>
+struct Form {
+  static constexpr bool kTurns = kTurns_, kOverlap = kGroups_ == 2;
+  static constexpr int kGroups = kGroups_, kQueries = 64 * kGroups, kThreads = 128 * (1 + kGroups), kWarps = 4 * kGroups;
+  static constexpr int kKeys = kKeys_, kStages = kStages_, kCluster = kCluster_;
+  static constexpr bool kRunning = kRunning_, kCausal = kCausal_;
+  static constexpr uint32_t kQueryHalf = kQueries * kRowBytes, kKeyHalf = kKeys * kRowBytes;
+  static constexpr uint32_t kQueryBytes = 2 * kQueryHalf, kKeyBytes = 2 * kKeyHalf;
+  // Barriers: of queries full and empty; of a stage's keys and values the same; then how many keys there are.
+  static constexpr uint32_t kBarriersAt = kQueryBytes + 2 * kStages * kKeyBytes, kStageBarriers = 40;
+  static constexpr uint32_t kSharedBytes = 1024 + kBarriersAt + 16 + kStages * kStageBarriers;
+  static_assert(kSharedBytes <= 232448, "more than a multiprocessor has");
+  static_assert(kKeys / kCluster % 8 == 0 && kKeys % 16 == 0, "the swizzle goes by eight rows, the second product by sixteen keys");
+};
+
+__device__ __forceinline__ uint32_t lane() { return threadIdx.x % 32; }
+
+// Shared memory, and where a thread stands in it.
+template <class F>
+struct Room {
+  uint32_t base, stage = 0, parity = 0;
+
+  __device__ __forceinline__ uint32_t queries() const { return base; }
+  __device__ __forceinline__ uint32_t keys(uint32_t i) const { return base + F::kQueryBytes + 2 * i * F::kKeyBytes; }
+  __device__ __forceinline__ uint32_t values(uint32_t i) const { return keys(i) + F::kKeyBytes; }
+  __device__ __forceinline__ uint32_t queries_full() const { return base + F::kBarriersAt; }
+  __device__ __forceinline__ uint32_t queries_empty() const { return queries_full() + 8; }
+  __device__ __forceinline__ uint32_t keys_full(uint32_t i) const { return queries_full() + 16 + i * F::kStageBarriers; }
+  __device__ __forceinline__ uint32_t values_full(uint32_t i) const { return keys_full(i) + 8; }
+  __device__ __forceinline__ uint32_t keys_empty(uint32_t i) const { return keys_full(i) + 16; }
+  __device__ __forceinline__ uint32_t values_empty(uint32_t i) const { return keys_full(i) + 24; }
+  __device__ __forceinline__ uint32_t count(uint32_t i) const { return keys_full(i) + 32; }
+  __device__ __forceinline__ void advance() {
+    if (++stage == F::kStages) stage = 0, parity ^= 1;
+  }
+};
+
+// Where a tile lies, and its rounds.
+template <class F>
+struct Place {
+  uint32_t head, query;  // the first ones
+
+  __device__ __forceinline__ Place(const KlAttentionSm90& p, uint32_t tile) {
+    const uint32_t heads = tile / p.row_tiles;
+    uint32_t row = tile - heads * p.row_tiles;
+    if constexpr (F::kCluster > 1) row = row * F::kCluster + cluster_rank();
+    head = heads * p.pack, query = row * (F::kQueries / p.pack);
+  }
+
+  // With a mask nobody sees a key past the tile's last query.
+  __device__ __forceinline__ void cut(const KlAttentionSm90& p, Item& item) const {
+    if constexpr (F::kCausal) item.last = min(item.last, ceil_div<uint32_t>(query + F::kQueries / p.pack, F::kKeys));
+  }
+};
+
+// Which keys a round has.
+template <class F>
+struct Cursor {
+  const KlAttentionSm90& p;
+  uint32_t segment = 0, key;
+
+  __device__ __forceinline__ Cursor(const KlAttentionSm90& p, uint32_t round) : p(p) {
+    for (uint32_t count; round >= (count = ceil_div<uint32_t>(p.keys[segment], F::kKeys)); segment++) round -= count;
+    key = round * F::kKeys;
+  }
+
+  __device__ __forceinline__ uint32_t count() const { return min(p.keys[segment] - key, F::kKeys); }
+
+  __device__ __forceinline__ void next() {
+    key += F::kKeys;
+    if (key >= p.keys[segment]) segment++, key = 0;
+  }
+};
+
+// The one thread that copies.
+template <class F>
+__device__ __forceinline__ void copy(const KlAttentionSm90& p, Room<F> room) {
+  // Both halves of a head, of the rows that this block copies.
+  const auto fetch = [&](uint32_t to, const KlTensorMap* map, uint32_t head, uint32_t row, uint32_t full) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      if constexpr (F::kCluster > 1) {
+        constexpr uint32_t kOwn = F::kKeys / F::kCluster;
+        const uint32_t own = cluster_rank() * kOwn;
+        tma_load_2d_to_all(to + half * F::kKeyHalf + own * kRowBytes, map, head * kHead + half * 64, row + own, full, (1 << F::kCluster) - 1);
+      } else {
+        tma_load_2d(to + half * F::kKeyHalf, map, head * kHead + half * 64, row, full);
+      }
+    }
+  };
+  uint32_t queries_parity = 1;
+  Work<F::kCluster> work{p.deal};
+  for (Item item; work.next(item); queries_parity ^= 1) {
+    const Place<F> at(p, item.tile);
+    at.cut(p, item);
+    const uint32_t key_head = at.head / p.group, rows = F::kQueries / p.pack;
+    barrier_wait(room.queries_empty(), queries_parity);
+    barrier_arrive_expect(room.queries_full(), F::kQueryBytes);
+    for (uint32_t h = 0; h < p.pack; h++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        tma_load_2d(room.queries() + half * F::kQueryHalf + h * rows * kRowBytes, &p.q, (at.head + h) * kHead + half * 64, at.query, room.queries_full());
+      }
+    }
+    Cursor<F> cursor(p, item.first);
+    for (uint32_t k = item.first; k < item.last; k++, room.advance(), cursor.next()) {
+      const uint32_t i = room.stage, parity = room.parity ^ 1;
+      barrier_wait(room.keys_empty(i), parity);
+      store_shared(room.count(i), cursor.count());
+      barrier_arrive_expect(room.keys_full(i), F::kKeyBytes);
+      fetch(room.keys(i), &p.k[cursor.segment], key_head, cursor.key, room.keys_full(i));
+      barrier_wait(room.values_empty(i), parity);
+      barrier_arrive_expect(room.values_full(i), F::kKeyBytes);
+      fetch(room.values(i), &p.v[cursor.segment], key_head, cursor.key, room.values_full(i));
+    }
+  }
+}
+
+// What a thread has of a tile: of two rows, eight apart, two columns of every eight.
+template <class F>
+struct Tile {
+  float out[kHead / 2] = {}, total[2] = {}, top[2] = {-INFINITY, -INFINITY};
+  float scores[F::kKeys / 2];
+  uint32_t chances[F::kKeys / 4];
+  float shrink[2];  // of sums, since the maximum rose
+
+  // scores = q k^T
+  __device__ __forceinline__ void multiply_keys(uint32_t queries, uint32_t keys) {
+#pragma unroll
+    for (int i = 0; i < kHead / 16; i++) {
+      wgmma<F::kKeys>(scores, wgmma_operand(queries + i / 4 * F::kQueryHalf) + 2 * (i % 4), wgmma_operand(keys + i / 4 * F::kKeyHalf) + 2 * (i % 4), i > 0);
+    }
+    wgmma_commit();
+  }
+
+  // out += chances v
+  __device__ __forceinline__ void multiply_values(uint32_t values) {
+#pragma unroll
+    for (int i = 0; i < F::kKeys / 16; i++) wgmma_from_registers(out, &chances[4 * i], wgmma_columns(values + i * 16 * kRowBytes, F::kKeyHalf));
+    wgmma_commit();
+  }
+
+  // Hides scores whose key, counted from the round's first, is not under the limit of its row.
+  __device__ __forceinline__ void mask(uint32_t limit0, uint32_t limit1) {
+#pragma unroll
+    for (int i = 0; i < F::kKeys / 2; i++) {
+      if (i / 4 * 8 + lane() % 4 * 2 + i % 2 >= (i / 2 % 2 ? limit1 : limit0)) scores[i] = -INFINITY;
+    }
+  }
+
+  // Scores become powers of two, and are added up.
+  __device__ __forceinline__ void soften(float scale) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float most = 0.0f;
+      if constexpr (F::kRunning) {
+        most = top[h];
+#pragma unroll
+        for (int i = 0; i < F::kKeys / 8; i++) most = fmaxf(most, fmaxf(scores[4 * i + 2 * h], scores[4 * i + 2 * h + 1]));
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+        shrink[h] = power_of_two((top[h] - most) * scale);
+        top[h] = most;
+        total[h] *= shrink[h];
+        most *= scale;
+      }
+      // Two sums, so that one addition need not wait for the other.
+      float sum[2] = {};
+#pragma unroll
+      for (int i = 0; i < F::kKeys / 8; i++) {
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          float& v = scores[4 * i + 2 * h + e];
+          v = power_of_two(F::kRunning ? v * scale - most : v * scale);
+          sum[e] += v;
+        }
+      }
+      total[h] += sum[0] + sum[1];
+    }
+  }
+
+  __device__ __forceinline__ void convert() {
+#pragma unroll
+    for (int i = 0; i < F::kKeys / 4; i++) chances[i] = pack(scores[2 * i], scores[2 * i + 1]);
+  }
+
+  __device__ __forceinline__ void rescale(const float (&by)[2]) {
+#pragma unroll
+    for (int i = 0; i < kHead / 2; i++) out[i] *= by[i / 2 % 2];
+  }
+};
+
+// A warp's sums and its word, of those that a worker leaves for the next.
+template <class F>
+struct Left {
+  float4* sums;
+  uint32_t* flag;
+
+  __device__ __forceinline__ Left(const KlAttentionSm90& p, uint32_t worker) {
+    uint32_t block = worker;
+    if constexpr (F::kCluster > 1) block = worker * F::kCluster + cluster_rank();
+    const uint32_t warp = block * F::kWarps + threadIdx.x / 32 - 4;
+    sums = reinterpret_cast<float4*>(p.deal.left) + static_cast<uint64_t>(warp) * ((kHead / 8 + 1) * 32) + lane();
+    flag = reinterpret_cast<uint32_t*>(p.deal.flags) + warp;
+  }
+
+  __device__ __forceinline__ void put(const Tile<F>& tile) const {
+    __stcg(sums, make_float4(tile.total[0], tile.total[1], tile.top[0], tile.top[1]));
+#pragma unroll
+    for (int i = 0; i < kHead / 8; i++) {
+      const float* v = &tile.out[4 * i];
+      __stcg(sums + (i + 1) * 32, make_float4(v[0], v[1], v[2], v[3]));
+    }
+    __syncwarp();
+    if (lane() == 0) store_release(flag, 1);
+  }
+
+  // Adds them, waiting if need be, and puts the word back for the next launch.
+  __device__ __forceinline__ void add(Tile<F>& tile, float scale) const {
+    if (lane() == 0) {
+      while (load_acquire(flag) == 0) {
+      }
+      *flag = 0;
+    }
+    __syncwarp();
+    const float4 other = load_uncached(sums);
+    float by[2] = {1.0f, 1.0f};
+    if constexpr (F::kRunning) {
+      const float theirs[2] = {other.z, other.w};
+      float shrink[2];
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const float most = fmaxf(tile.top[h], theirs[h]);
+        shrink[h] = power_of_two((tile.top[h] - most) * scale), by[h] = power_of_two((theirs[h] - most) * scale);
+        tile.total[h] *= shrink[h], tile.top[h] = most;
+      }
+      tile.rescale(shrink);
+    }
+    tile.total[0] += other.x * by[0], tile.total[1] += other.y * by[1];
+#pragma unroll
+    for (int i = 0; i < kHead / 8; i++) {
+      const float4 v = load_uncached(sums + (i + 1) * 32);
+      float* to = &tile.out[4 * i];
+      to[0] += v.x * by[0], to[1] += v.y * by[0], to[2] += v.z * by[1], to[3] += v.w * by[1];
+    }
+  }
+};
+
+template <class F>
+__device__ __forceinline__ void store(const KlAttentionSm90& p, const Place<F>& at, const Tile<F>& tile) {
+  const uint32_t rows = F::kQueries / p.pack, first = (threadIdx.x - 128) / 32 * 16 + lane() / 4;
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    float total = tile.total[h];
+    total += __shfl_xor_sync(0xffffffffu, total, 1);
+    total += __shfl_xor_sync(0xffffffffu, total, 2);
+    const float inverse = 1.0f / total;
+    const uint32_t row = first + 8 * h, query = at.query + row % rows;
+    if (query >= p.out.rows) continue;
+    bf16* to = row_of<bf16>(p.out, query) + (at.head + row / rows) * kHead + lane() % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kHead / 8; i++) {
+      *reinterpret_cast<uint32_t*>(to + 8 * i) = pack(tile.out[4 * i + 2 * h] * inverse, tile.out[4 * i + 2 * h + 1] * inverse);
+    }
+  }
+}
+
+// The other warpgroups.
+template <class F>
+__device__ __forceinline__ void attend(const KlAttentionSm90& p, Room<F> room) {
+  const uint32_t group = threadIdx.x / 128 - 1, own = 1 + group, other = 2 - group;
+  const uint32_t queries = room.queries() + group * 64 * kRowBytes;
+  // Once for every block that copies into what was read.
+  const auto release = [&](uint32_t barrier) {
+    if constexpr (F::kCluster > 1) {
+      if (threadIdx.x % 128 < F::kCluster) barrier_arrive_at(barrier, threadIdx.x % 128);
+    } else {
+      if (threadIdx.x % 128 == 0) barrier_arrive(barrier);
+    }
+  };
+  if (F::kTurns && group == 1) meet_arrive(1);  // the first goes first
+  uint32_t queries_parity = 0;
+  Work<F::kCluster> work{p.deal};
+  for (Item item; work.next(item); queries_parity ^= 1) {
+    const Place<F> at(p, item.tile);
+    at.cut(p, item);
+    Tile<F> tile;
+    // Scores of round k have arrived.
+    const auto scored = [&](uint32_t k, uint32_t count) {
+      release(room.keys_empty(room.stage));
+      if (k + 1 == item.last && threadIdx.x % 128 == 0) barrier_arrive(room.queries_empty());
+      if (F::kCausal && k + 1 == item.last) {
+        const uint32_t rows = F::kQueries / p.pack, row = (threadIdx.x - 128) / 32 * 16 + lane() / 4;
+        // Keys up to the row's own, counted from the round's first.
+        const auto limit = [&](uint32_t row) { return min(count, max(at.query + row % rows + 1, k * F::kKeys) - k * F::kKeys); };
+        tile.mask(limit(row), limit(row + 8));
+      } else if (count < F::kKeys) {
+        tile.mask(count, count);
+      }
+      tile.soften(p.scale);
+    };
+    barrier_wait(room.queries_full(), queries_parity);
+    if constexpr (F::kOverlap) {
+    barrier_wait(room.keys_full(room.stage), room.parity);
+    const uint32_t count = load_shared_word(room.count(room.stage));
+    if constexpr (F::kTurns) meet_wait(own);
+    wgmma_fence();
+    tile.multiply_keys(queries, room.keys(room.stage));
+    if constexpr (F::kTurns) meet_arrive(other);
+    wgmma_wait<0>();
+    scored(item.first, count);
+    // Ends the product that is under way, if one is, and makes the next one's left operand. It stands behind a barrier, for otherwise the
+    // compiler would wait for that product before it softens.
+    uint32_t under_way = F::kStages;
+    const auto prepare = [&](uint32_t full, uint32_t parity) {
+      barrier_wait(full, parity);
+      wgmma_wait<0>();
+      if (under_way < F::kStages) release(room.values_empty(under_way));
+      if constexpr (F::kRunning) tile.rescale(tile.shrink);
+      tile.convert();
+    };
+    for (uint32_t k = item.first + 1; k < item.last; k++) {
+      const uint32_t before = room.stage, before_parity = room.parity;
+      room.advance();
+      prepare(room.keys_full(room.stage), room.parity);
+      const uint32_t count = load_shared_word(room.count(room.stage));
+      if constexpr (F::kTurns) meet_wait(own);
+      wgmma_fence();
+      tile.multiply_keys(queries, room.keys(room.stage));
+      barrier_wait(room.values_full(before), before_parity);
+      wgmma_fence();
+      tile.multiply_values(room.values(before));
+      under_way = before;
+      if constexpr (F::kTurns) meet_arrive(other);
+      wgmma_wait<1>();
+      scored(k, count);
+    }
+    prepare(room.values_full(room.stage), room.parity);
+    wgmma_fence();
+    tile.multiply_values(room.values(room.stage));
+    wgmma_wait<0>();
+    release(room.values_empty(room.stage));
+    room.advance();
+    } else {
+      for (uint32_t k = item.first; k < item.last; k++, room.advance()) {
+        barrier_wait(room.keys_full(room.stage), room.parity);
+        const uint32_t count = load_shared_word(room.count(room.stage));
+        wgmma_fence();
+        tile.multiply_keys(queries, room.keys(room.stage));
+        wgmma_wait<0>();
+        scored(k, count);
+        if constexpr (F::kRunning) tile.rescale(tile.shrink);
+        tile.convert();
+        barrier_wait(room.values_full(room.stage), room.parity);
+        wgmma_fence();
+        tile.multiply_values(room.values(room.stage));
+        wgmma_wait<0>();
+        release(room.values_empty(room.stage));
+      }
+    }
+    if (!F::kCausal && item.last < p.deal.rounds) {
+      Left<F>(p, Work<F::kCluster>::worker()).put(tile);
+    } else {
+      if (!F::kCausal && item.first > 0) {
+        uint32_t worker = Work<F::kCluster>::worker();
+        do {
+          Left<F>(p, --worker).add(tile, p.scale);
+        } while (front(p.deal, worker) > item.tile * p.deal.rounds);
+      }
+      store(p, at, tile);
+    }
+  }
+  if (F::kTurns && group == 0) meet_wait(1);  // the other's last arrival
+}
+
+template <class F>
+__device__ __forceinline__ void attention(const KlAttentionSm90& p) {
+  extern __shared__ __align__(1024) unsigned char dynamic[];
+  // The swizzle goes by addresses.
+  const Room<F> room{shared_address(dynamic) + 1023 & ~1023u};
+  if (threadIdx.x == 0) {
+    prefetch_map(&p.q), prefetch_map(&p.k[0]), prefetch_map(&p.v[0]);
+    barrier_init(room.queries_full(), 1);
+    barrier_init(room.queries_empty(), F::kGroups);
+    for (int i = 0; i < F::kStages; i++) {
+      barrier_init(room.keys_full(i), 1), barrier_init(room.values_full(i), 1);
+      barrier_init(room.keys_empty(i), F::kGroups * F::kCluster), barrier_init(room.values_empty(i), F::kGroups * F::kCluster);
+    }
+    fence_barrier_init();
+  }
+  if constexpr (F::kCluster > 1) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
+  launch_next_kernel();
+  if (threadIdx.x < 128) {
+    give_registers<24>();
+    if (threadIdx.x == 0) {
+      wait_for_previous_kernel();
+      copy(p, room);
+    }
+    __syncwarp();
+  } else {
+    take_registers<F::kGroups == 3 ? 160 : 240>();
+    wait_for_previous_kernel();
+    attend(p, room);
+  }
+  if constexpr (F::kCluster > 1) cluster_sync();  // nobody leaves while the other copies into it or arrives at its barriers
+}
+
+using Bounded = Form<KL_SM90_KEYS, 2, KL_SM90_CLUSTER, false, false>;
+using Running = Form<KL_SM90_KEYS, 2, KL_SM90_CLUSTER, true, false>;
+using Causal = Form<KL_SM90_CAUSAL_KEYS, 2, 1, true, true>;
+static_assert(Bounded::kSharedBytes == KL_SM90_ATTENTION_SHARED && Causal::kSharedBytes == KL_SM90_CAUSAL_SHARED, "abi.h states another size");
+static_assert(sizeof(KlAttentionSm90) % 128 == 0, "abi.h leaves a gap");
+
+KL_ENTRY(kl_attention_sm90, KlAttentionSm90, KL_SM90_ATTENTION_THREADS, 1) { attention<Bounded>(p); }
+KL_ENTRY(kl_attention_sm90_running, KlAttentionSm90, KL_SM90_ATTENTION_THREADS, 1) { attention<Running>(p); }
+KL_ENTRY(kl_attention_sm90_causal, KlAttentionSm90, KL_SM90_ATTENTION_THREADS, 1) { attention<Causal>(p); }
