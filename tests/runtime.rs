@@ -604,8 +604,15 @@ fn large_shapes_take_the_fast_kernels() {
     ];
     assert!(fast.into_iter().all(launched));
     assert!(
-        ![Kernel::GemmMma256, Kernel::AttentionMma, Kernel::NaiveProduct, Kernel::NaiveConv, Kernel::NaiveAttention, Kernel::HeadNorm]
-            .into_iter()
-            .any(launched)
+        ![
+            Kernel::GemmMma256,
+            Kernel::AttentionMma,
+            Kernel::NaiveProduct,
+            Kernel::NaiveConv,
+            Kernel::NaiveAttention,
+            Kernel::HeadNorm
+        ]
+        .into_iter()
+        .any(launched)
     );
 }

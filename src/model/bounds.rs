@@ -87,7 +87,8 @@ mod tests {
         assert!(3.0 * length * 2.0 * length / length <= bound);
         let mut worst: f32 = 0.0;
         for seed in 0..2000_u32 {
-            let random = |i: u32| (seed.wrapping_mul(2_654_435_761).wrapping_add(i.wrapping_mul(40_503)) >> 7 & 1023) as f32 / 512.0 - 1.0;
+            let random =
+                |i: u32| (seed.wrapping_mul(2_654_435_761).wrapping_add(i.wrapping_mul(40_503)) >> 7 & 1023) as f32 / 512.0 - 1.0;
             let head = |weights: &[f32], first: u32, angle: f32| -> Vec<f32> {
                 let x: Vec<f32> = (0..d as u32).map(|i| random(first + i)).collect();
                 let rms = (x.iter().map(|v| v * v).sum::<f32>() / d as f32).sqrt().max(1e-6);

@@ -316,7 +316,14 @@ impl Vae {
                 Product { out: k, x: normed, w: &block.k },
                 Product { out: v, x: normed, w: &block.v },
             ]))?;
-            be.run(Op::Attention { out: normed, q, kv: &[KeyValues { k, v }], head_dim: channels, causal: false, bound: f32::INFINITY })?;
+            be.run(Op::Attention {
+                out: normed,
+                q,
+                kv: &[KeyValues { k, v }],
+                head_dim: channels,
+                causal: false,
+                bound: f32::INFINITY,
+            })?;
             be.run(Op::LinearGateResidual(&[GatedProduct { into: x.data, x: normed, w: &block.out, gate: None }]))
         })
     }

@@ -99,8 +99,7 @@ impl Cuda {
 
     fn attention_on_hopper(&self, kernel: Kernel, of: &abi::KlAttention, runs: &[abi::KlKeyValues]) -> Result<()> {
         let causal = of.causal != 0;
-        let (round, cluster) =
-            if causal { (abi::KL_SM90_CAUSAL_KEYS, 1) } else { (abi::KL_SM90_KEYS, abi::KL_SM90_CLUSTER) };
+        let (round, cluster) = if causal { (abi::KL_SM90_CAUSAL_KEYS, 1) } else { (abi::KL_SM90_KEYS, abi::KL_SM90_CLUSTER) };
         let pack = if causal && of.group.is_multiple_of(PACKED) { PACKED } else { 1 };
         let (rows, heads) = (abi::KL_SM90_QUERIES / pack, of.q.cols / of.head_dim);
         let row_tiles = of.q.rows.div_ceil(rows * cluster);

@@ -124,17 +124,15 @@ pub fn kernels_of(op: &str) -> &'static [Kernel] {
             Kernel::NaiveProduct,
             Kernel::HeadNorm,
         ],
-        "attention" | "attention_causal" => {
-            &[
-                Kernel::AttentionSm90,
-                Kernel::AttentionSm90Running,
-                Kernel::AttentionSm90Causal,
-                Kernel::AttentionMma,
-                Kernel::AttentionWide64,
-                Kernel::AttentionWide32,
-                Kernel::NaiveAttention,
-            ]
-        }
+        "attention" | "attention_causal" => &[
+            Kernel::AttentionSm90,
+            Kernel::AttentionSm90Running,
+            Kernel::AttentionSm90Causal,
+            Kernel::AttentionMma,
+            Kernel::AttentionWide64,
+            Kernel::AttentionWide32,
+            Kernel::NaiveAttention,
+        ],
         "conv" => &[
             Kernel::ConvMma256,
             Kernel::ConvMma128,

@@ -345,7 +345,7 @@ type AttentionShape = (usize, &'static [usize], usize, usize, usize, bool);
 enum Scores {
     /// A few keys win, so that the running maximum matters.
     Usual,
-    /// The same, and known to be no larger.
+    /// Nearly as large, and known to be no larger.
     Bounded,
     /// As large as norms with weights of ten make them.
     Huge,
@@ -398,7 +398,11 @@ fn attend(table: &mut Table, (queries, keys, q_heads, k_heads, d, causal): Atten
         Scores::Huge => " huge",
     };
     table.add(format!("attention{mask}{kind} {queries} queries {keys:?} keys {q_heads}:{k_heads} heads of {d}"), move |rig| {
-        let large = if scores == Scores::Huge { 100.0 } else { 6.0 };
+        let large = match scores {
+            Scores::Usual => 6.0,
+            Scores::Bounded => 4.0,
+            Scores::Huge => 100.0,
+        };
         let (q, out) = (rig.input(queries, q_heads * d, move |v| large * v), rig.output(queries, q_heads * d));
         // Inputs before they are scaled are at most one.
         let bound = if scores == Scores::Bounded { large * (d as f32).sqrt() } else { f32::INFINITY };
