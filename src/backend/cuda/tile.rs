@@ -111,7 +111,7 @@ impl Tile {
     }
 
     /// Blocks, or clusters of them, that run at once.
-    fn slots(self, multiprocessors: u32) -> u32 {
+    pub fn slots(self, multiprocessors: u32) -> u32 {
         let Spec { resident, cluster, .. } = self.spec();
         if cluster.is_some() { multiprocessors / abi::KL_SM90_CLUSTER } else { resident * multiprocessors }.max(1)
     }
