@@ -185,8 +185,7 @@ impl Cuda {
         let blocks = if halved {
             tiles * abi::KL_SM90_CLUSTER_HALVED
         } else {
-            let slots = (multiprocessors / abi::KL_SM90_CLUSTER).max(1);
-            abi::KL_SM90_CLUSTER * if workers > 0 { workers } else { tiles.min(slots) }
+            abi::KL_SM90_CLUSTER * if workers > 0 { workers } else { tiles.min(plan.tile.slots(multiprocessors)) }
         };
         self.kernels.launch(kernel, [blocks, 1, 1], &p)
     }

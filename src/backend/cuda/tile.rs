@@ -118,7 +118,7 @@ impl Tile {
     }
 
     /// Blocks, or clusters of them, that run at once.
-    fn slots(self, multiprocessors: u32) -> u32 {
+    pub fn slots(self, multiprocessors: u32) -> u32 {
         let Spec { resident, cluster, halved, .. } = self.spec();
         let slots = match (cluster, halved) {
             (None, _) => resident * multiprocessors,
