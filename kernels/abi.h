@@ -300,9 +300,8 @@ typedef struct {
 #define KL_SM90_SHARED_128X192 230464u
 #define KL_SM90_SHARED_128X176 201856u
 
-/* As KlGemm; `row_tiles` and `col_tiles` of a stream are those of a cluster, which walks `group` of the rows before it goes on to the
- * next columns. `out` has the maps of the parts, `residual` that of the
- * first where its residual is read. */
+/* As KlGemm; `row_tiles` and `col_tiles` of a stream are those of a cluster, which walks `group` of the rows before it goes on to
+ * the next columns. `out` has the maps of the parts, `residual` that of the first where its residual is read. */
 typedef struct {
   KlTensorMap x[KL_STREAMS], w[KL_STREAMS], out[KL_STREAMS][KL_GEMM_PARTS], residual[KL_STREAMS];
   KlGemmStream stream[KL_STREAMS];
@@ -317,14 +316,14 @@ typedef struct {
 #define KL_SM90_SEGMENTS 8u
 #define KL_SM90_QUERIES 128u
 #define KL_SM90_ATTENTION_THREADS 384u
-/* Keys of a round, and what they take, without a mask and with one. */
-#define KL_SM90_KEYS 176u
-#define KL_SM90_CAUSAL_KEYS 128u
-#define KL_SM90_ATTENTION_SHARED 214112u
+/* Of a round. */
+#define KL_SM90_KEYS 128u
+/* Without a mask, and with one. */
+#define KL_SM90_ATTENTION_SHARED 230536u
 #define KL_SM90_CAUSAL_SHARED 164960u
 
-/* A tile is `pack` heads of KL_SM90_QUERIES / pack queries each; those heads share their keys. A cluster's tiles lie below each other,
- * and there are `row_tiles` such pairs. `deal` counts rounds of keys. */
+/* A tile is `pack` heads of KL_SM90_QUERIES / pack queries each; those heads share their keys. A cluster's tiles lie below each
+ * other, and there are `row_tiles` such pairs. `deal` counts rounds of keys. */
 typedef struct {
   KlTensorMap q, k[KL_SM90_SEGMENTS], v[KL_SM90_SEGMENTS];
   KlMat out;

@@ -7,33 +7,33 @@
 // Bound: tensor cores, 4 * queries * keys * 128 operations a head; and the power they draw.
 // Needs: heads of 128, bf16, strides multiples of 8, 16-byte addresses.
 //
-// As many blocks as multiprocessors stay for the whole launch. Of a block one thread copies: queries of a tile, then keys and values a
-// round at a time, two rounds ahead. Two warpgroups have 64 queries each. While the copy of one round's scores becomes probabilities,
-// the tensor cores have the product of the round before with its values, and the other warpgroup's products: the two take turns.
-// Probabilities never leave registers: what a thread has of scores is what it needs of the second product's left operand. Two blocks
-// are a cluster with the same keys, of which each copies one half for both.
+// As many blocks as multiprocessors stay for the whole launch. Of a block one thread copies: queries of a tile, then keys and
+// values, 128 a round, up to three rounds ahead (two with a mask). Two warpgroups have 64 queries each. While one round's scores
+// become probabilities, the tensor cores have the product of the round before with its values, and the other warpgroup's products:
+// the two take turns. Probabilities never leave registers: what a thread has of scores is what it needs of the second product's
+// left operand. Two blocks are a cluster with the same keys, of which each copies one half for both.
 //
-// Without a maximum: softmax does not change when a constant is taken from all scores of a row, and in floating point neither does its
-// precision. A maximum only keeps powers in range. Queries and keys that were normalised have lengths that their norms' weights bound,
-// so scores are bounded, too; where 2^score can neither overflow nor vanish, no maximum is sought and no sum is ever scaled.
+// Without a maximum: softmax does not change when a constant is taken from all scores of a row, and in floating point neither does
+// its precision. A maximum only keeps powers in range. Queries and keys that were normalised have lengths that their norms' weights
+// bound, so scores are bounded, too; where 2^score can neither overflow nor vanish, no maximum is sought and no sum is ever scaled.
 //
 // Tiles are dealt out as kl_gemm_mma does, with clusters for blocks, and with sums go totals and maxima.
 #include "mma.cuh"
 #include "ptx_sm90.cuh"
 #include "work_sm90.cuh"
 
-constexpr int kHead = 128;
+constexpr int kHead = 128, kQueries = KL_SM90_QUERIES, kKeys = KL_SM90_KEYS;
+constexpr int kGroups = 2, kWarps = 4 * kGroups;
+static_assert(kQueries == 64 * kGroups, "abi.h states another size");
+static_assert(KL_SM90_ATTENTION_THREADS == 128 * (1 + kGroups), "abi.h states other threads: one warpgroup copies");
 // Rows of 64 columns: how a tile of one head lies in shared memory, one half after the other.
-constexpr uint32_t kRowBytes = 128;
+constexpr uint32_t kRowBytes = 128, kQueryHalf = kQueries * kRowBytes, kKeyHalf = kKeys * kRowBytes;
+constexpr uint32_t kQueryBytes = 2 * kQueryHalf, kKeyBytes = 2 * kKeyHalf;
 
-template <int kKeys_, int kStages_, int kCluster_, bool kRunning_, bool kCausal_, bool kTurns_ = true, int kGroups_ = 2>
+template <int kStages_, int kCluster_, bool kRunning_, bool kCausal_>
 struct Form {
-  static constexpr bool kTurns = kTurns_, kOverlap = kGroups_ == 2;
-  static constexpr int kGroups = kGroups_, kQueries = 64 * kGroups, kThreads = 128 * (1 + kGroups), kWarps = 4 * kGroups;
-  static constexpr int kKeys = kKeys_, kStages = kStages_, kCluster = kCluster_;
+  static constexpr int kStages = kStages_, kCluster = kCluster_;
   static constexpr bool kRunning = kRunning_, kCausal = kCausal_;
-  static constexpr uint32_t kQueryHalf = kQueries * kRowBytes, kKeyHalf = kKeys * kRowBytes;
-  static constexpr uint32_t kQueryBytes = 2 * kQueryHalf, kKeyBytes = 2 * kKeyHalf;
   // Barriers: of queries full and empty; of a stage's keys and values the same; then how many keys there are.
   static constexpr uint32_t kBarriersAt = kQueryBytes + 2 * kStages * kKeyBytes, kStageBarriers = 40;
   static constexpr uint32_t kSharedBytes = 1024 + kBarriersAt + 16 + kStages * kStageBarriers;
@@ -49,8 +49,8 @@ struct Room {
   uint32_t base, stage = 0, parity = 0;
 
   __device__ __forceinline__ uint32_t queries() const { return base; }
-  __device__ __forceinline__ uint32_t keys(uint32_t i) const { return base + F::kQueryBytes + 2 * i * F::kKeyBytes; }
-  __device__ __forceinline__ uint32_t values(uint32_t i) const { return keys(i) + F::kKeyBytes; }
+  __device__ __forceinline__ uint32_t keys(uint32_t i) const { return base + kQueryBytes + 2 * i * kKeyBytes; }
+  __device__ __forceinline__ uint32_t values(uint32_t i) const { return keys(i) + kKeyBytes; }
   __device__ __forceinline__ uint32_t queries_full() const { return base + F::kBarriersAt; }
   __device__ __forceinline__ uint32_t queries_empty() const { return queries_full() + 8; }
   __device__ __forceinline__ uint32_t keys_full(uint32_t i) const { return queries_full() + 16 + i * F::kStageBarriers; }
@@ -72,30 +72,29 @@ struct Place {
     const uint32_t heads = tile / p.row_tiles;
     uint32_t row = tile - heads * p.row_tiles;
     if constexpr (F::kCluster > 1) row = row * F::kCluster + cluster_rank();
-    head = heads * p.pack, query = row * (F::kQueries / p.pack);
+    head = heads * p.pack, query = row * (kQueries / p.pack);
   }
 
   // With a mask nobody sees a key past the tile's last query.
   __device__ __forceinline__ void cut(const KlAttentionSm90& p, Item& item) const {
-    if constexpr (F::kCausal) item.last = min(item.last, ceil_div<uint32_t>(query + F::kQueries / p.pack, F::kKeys));
+    if constexpr (F::kCausal) item.last = min(item.last, ceil_div<uint32_t>(query + kQueries / p.pack, kKeys));
   }
 };
 
 // Which keys a round has.
-template <class F>
 struct Cursor {
   const KlAttentionSm90& p;
   uint32_t segment = 0, key;
 
   __device__ __forceinline__ Cursor(const KlAttentionSm90& p, uint32_t round) : p(p) {
-    for (uint32_t count; round >= (count = ceil_div<uint32_t>(p.keys[segment], F::kKeys)); segment++) round -= count;
-    key = round * F::kKeys;
+    for (uint32_t count; round >= (count = ceil_div<uint32_t>(p.keys[segment], kKeys)); segment++) round -= count;
+    key = round * kKeys;
   }
 
-  __device__ __forceinline__ uint32_t count() const { return min(p.keys[segment] - key, F::kKeys); }
+  __device__ __forceinline__ uint32_t count() const { return min(p.keys[segment] - key, kKeys); }
 
   __device__ __forceinline__ void next() {
-    key += F::kKeys;
+    key += kKeys;
     if (key >= p.keys[segment]) segment++, key = 0;
   }
 };
@@ -108,11 +107,12 @@ __device__ __forceinline__ void copy(const KlAttentionSm90& p, Room<F> room) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       if constexpr (F::kCluster > 1) {
-        constexpr uint32_t kOwn = F::kKeys / F::kCluster;
+        constexpr uint32_t kOwn = kKeys / F::kCluster;
         const uint32_t own = cluster_rank() * kOwn;
-        tma_load_2d_to_all(to + half * F::kKeyHalf + own * kRowBytes, map, head * kHead + half * 64, row + own, full, (1 << F::kCluster) - 1);
+        tma_load_2d_to_all(to + half * kKeyHalf + own * kRowBytes, map, head * kHead + half * 64, row + own, full,
+                           (1 << F::kCluster) - 1);
       } else {
-        tma_load_2d(to + half * F::kKeyHalf, map, head * kHead + half * 64, row, full);
+        tma_load_2d(to + half * kKeyHalf, map, head * kHead + half * 64, row, full);
       }
     }
   };
@@ -121,24 +121,25 @@ __device__ __forceinline__ void copy(const KlAttentionSm90& p, Room<F> room) {
   for (Item item; work.next(item); queries_parity ^= 1) {
     const Place<F> at(p, item.tile);
     at.cut(p, item);
-    const uint32_t key_head = at.head / p.group, rows = F::kQueries / p.pack;
+    const uint32_t key_head = at.head / p.group, rows = kQueries / p.pack;
     barrier_wait(room.queries_empty(), queries_parity);
-    barrier_arrive_expect(room.queries_full(), F::kQueryBytes);
+    barrier_arrive_expect(room.queries_full(), kQueryBytes);
     for (uint32_t h = 0; h < p.pack; h++) {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        tma_load_2d(room.queries() + half * F::kQueryHalf + h * rows * kRowBytes, &p.q, (at.head + h) * kHead + half * 64, at.query, room.queries_full());
+        tma_load_2d(room.queries() + half * kQueryHalf + h * rows * kRowBytes, &p.q, (at.head + h) * kHead + half * 64, at.query,
+                    room.queries_full());
       }
     }
-    Cursor<F> cursor(p, item.first);
+    Cursor cursor(p, item.first);
     for (uint32_t k = item.first; k < item.last; k++, room.advance(), cursor.next()) {
       const uint32_t i = room.stage, parity = room.parity ^ 1;
       barrier_wait(room.keys_empty(i), parity);
       store_shared(room.count(i), cursor.count());
-      barrier_arrive_expect(room.keys_full(i), F::kKeyBytes);
+      barrier_arrive_expect(room.keys_full(i), kKeyBytes);
       fetch(room.keys(i), &p.k[cursor.segment], key_head, cursor.key, room.keys_full(i));
       barrier_wait(room.values_empty(i), parity);
-      barrier_arrive_expect(room.values_full(i), F::kKeyBytes);
+      barrier_arrive_expect(room.values_full(i), kKeyBytes);
       fetch(room.values(i), &p.v[cursor.segment], key_head, cursor.key, room.values_full(i));
     }
   }
@@ -148,15 +149,16 @@ __device__ __forceinline__ void copy(const KlAttentionSm90& p, Room<F> room) {
 template <class F>
 struct Tile {
   float out[kHead / 2] = {}, total[2] = {}, top[2] = {-INFINITY, -INFINITY};
-  float scores[F::kKeys / 2];
-  uint32_t chances[F::kKeys / 4];
+  float scores[kKeys / 2];
+  uint32_t chances[kKeys / 4];
   float shrink[2];  // of sums, since the maximum rose
 
   // scores = q k^T
   __device__ __forceinline__ void multiply_keys(uint32_t queries, uint32_t keys) {
 #pragma unroll
     for (int i = 0; i < kHead / 16; i++) {
-      wgmma<F::kKeys>(scores, wgmma_operand(queries + i / 4 * F::kQueryHalf) + 2 * (i % 4), wgmma_operand(keys + i / 4 * F::kKeyHalf) + 2 * (i % 4), i > 0);
+      const uint64_t left = wgmma_operand(queries + i / 4 * kQueryHalf), right = wgmma_operand(keys + i / 4 * kKeyHalf);
+      wgmma<kKeys>(scores, left + 2 * (i % 4), right + 2 * (i % 4), i > 0);
     }
     wgmma_commit();
   }
@@ -164,14 +166,16 @@ struct Tile {
   // out += chances v
   __device__ __forceinline__ void multiply_values(uint32_t values) {
 #pragma unroll
-    for (int i = 0; i < F::kKeys / 16; i++) wgmma_from_registers(out, &chances[4 * i], wgmma_columns(values + i * 16 * kRowBytes, F::kKeyHalf));
+    for (int i = 0; i < kKeys / 16; i++) {
+      wgmma_from_registers(out, &chances[4 * i], wgmma_columns(values + i * 16 * kRowBytes, kKeyHalf));
+    }
     wgmma_commit();
   }
 
   // Hides scores whose key, counted from the round's first, is not under the limit of its row.
   __device__ __forceinline__ void mask(uint32_t limit0, uint32_t limit1) {
 #pragma unroll
-    for (int i = 0; i < F::kKeys / 2; i++) {
+    for (int i = 0; i < kKeys / 2; i++) {
       if (i / 4 * 8 + lane() % 4 * 2 + i % 2 >= (i / 2 % 2 ? limit1 : limit0)) scores[i] = -INFINITY;
     }
   }
@@ -184,7 +188,7 @@ struct Tile {
       if constexpr (F::kRunning) {
         most = top[h];
 #pragma unroll
-        for (int i = 0; i < F::kKeys / 8; i++) most = fmaxf(most, fmaxf(scores[4 * i + 2 * h], scores[4 * i + 2 * h + 1]));
+        for (int i = 0; i < kKeys / 8; i++) most = fmaxf(most, fmaxf(scores[4 * i + 2 * h], scores[4 * i + 2 * h + 1]));
         most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
         most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
         shrink[h] = power_of_two((top[h] - most) * scale);
@@ -195,7 +199,7 @@ struct Tile {
       // Two sums, so that one addition need not wait for the other.
       float sum[2] = {};
 #pragma unroll
-      for (int i = 0; i < F::kKeys / 8; i++) {
+      for (int i = 0; i < kKeys / 8; i++) {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           float& v = scores[4 * i + 2 * h + e];
@@ -209,7 +213,7 @@ struct Tile {
 
   __device__ __forceinline__ void convert() {
 #pragma unroll
-    for (int i = 0; i < F::kKeys / 4; i++) chances[i] = pack(scores[2 * i], scores[2 * i + 1]);
+    for (int i = 0; i < kKeys / 4; i++) chances[i] = pack(scores[2 * i], scores[2 * i + 1]);
   }
 
   __device__ __forceinline__ void rescale(const float (&by)[2]) {
@@ -227,7 +231,7 @@ struct Left {
   __device__ __forceinline__ Left(const KlAttentionSm90& p, uint32_t worker) {
     uint32_t block = worker;
     if constexpr (F::kCluster > 1) block = worker * F::kCluster + cluster_rank();
-    const uint32_t warp = block * F::kWarps + threadIdx.x / 32 - 4;
+    const uint32_t warp = block * kWarps + threadIdx.x / 32 - 4;
     sums = reinterpret_cast<float4*>(p.deal.left) + static_cast<uint64_t>(warp) * ((kHead / 8 + 1) * 32) + lane();
     flag = reinterpret_cast<uint32_t*>(p.deal.flags) + warp;
   }
@@ -276,7 +280,7 @@ struct Left {
 
 template <class F>
 __device__ __forceinline__ void store(const KlAttentionSm90& p, const Place<F>& at, const Tile<F>& tile) {
-  const uint32_t rows = F::kQueries / p.pack, first = (threadIdx.x - 128) / 32 * 16 + lane() / 4;
+  const uint32_t rows = kQueries / p.pack, first = (threadIdx.x - 128) / 32 * 16 + lane() / 4;
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     float total = tile.total[h];
@@ -306,7 +310,7 @@ __device__ __forceinline__ void attend(const KlAttentionSm90& p, Room<F> room) {
       if (threadIdx.x % 128 == 0) barrier_arrive(barrier);
     }
   };
-  if (F::kTurns && group == 1) meet_arrive(1);  // the first goes first
+  if (group == 1) meet_arrive(1);  // the first goes first
   uint32_t queries_parity = 0;
   Work<F::kCluster> work{p.deal};
   for (Item item; work.next(item); queries_parity ^= 1) {
@@ -318,27 +322,26 @@ __device__ __forceinline__ void attend(const KlAttentionSm90& p, Room<F> room) {
       release(room.keys_empty(room.stage));
       if (k + 1 == item.last && threadIdx.x % 128 == 0) barrier_arrive(room.queries_empty());
       if (F::kCausal && k + 1 == item.last) {
-        const uint32_t rows = F::kQueries / p.pack, row = (threadIdx.x - 128) / 32 * 16 + lane() / 4;
+        const uint32_t rows = kQueries / p.pack, row = (threadIdx.x - 128) / 32 * 16 + lane() / 4;
         // Keys up to the row's own, counted from the round's first.
-        const auto limit = [&](uint32_t row) { return min(count, max(at.query + row % rows + 1, k * F::kKeys) - k * F::kKeys); };
+        const auto limit = [&](uint32_t row) { return min(count, max(at.query + row % rows + 1, k * kKeys) - k * kKeys); };
         tile.mask(limit(row), limit(row + 8));
-      } else if (count < F::kKeys) {
+      } else if (count < kKeys) {
         tile.mask(count, count);
       }
       tile.soften(p.scale);
     };
     barrier_wait(room.queries_full(), queries_parity);
-    if constexpr (F::kOverlap) {
     barrier_wait(room.keys_full(room.stage), room.parity);
     const uint32_t count = load_shared_word(room.count(room.stage));
-    if constexpr (F::kTurns) meet_wait(own);
+    meet_wait(own);
     wgmma_fence();
     tile.multiply_keys(queries, room.keys(room.stage));
-    if constexpr (F::kTurns) meet_arrive(other);
+    meet_arrive(other);
     wgmma_wait<0>();
     scored(item.first, count);
-    // Ends the product that is under way, if one is, and makes the next one's left operand. It stands behind a barrier, for otherwise the
-    // compiler would wait for that product before it softens.
+    // Ends the product that is under way, if one is, and makes the next one's left operand. It stands behind a barrier, for
+    // otherwise the compiler would wait for that product before it softens.
     uint32_t under_way = F::kStages;
     const auto prepare = [&](uint32_t full, uint32_t parity) {
       barrier_wait(full, parity);
@@ -352,14 +355,14 @@ __device__ __forceinline__ void attend(const KlAttentionSm90& p, Room<F> room) {
       room.advance();
       prepare(room.keys_full(room.stage), room.parity);
       const uint32_t count = load_shared_word(room.count(room.stage));
-      if constexpr (F::kTurns) meet_wait(own);
+      meet_wait(own);
       wgmma_fence();
       tile.multiply_keys(queries, room.keys(room.stage));
       barrier_wait(room.values_full(before), before_parity);
       wgmma_fence();
       tile.multiply_values(room.values(before));
       under_way = before;
-      if constexpr (F::kTurns) meet_arrive(other);
+      meet_arrive(other);
       wgmma_wait<1>();
       scored(k, count);
     }
@@ -369,23 +372,6 @@ __device__ __forceinline__ void attend(const KlAttentionSm90& p, Room<F> room) {
     wgmma_wait<0>();
     release(room.values_empty(room.stage));
     room.advance();
-    } else {
-      for (uint32_t k = item.first; k < item.last; k++, room.advance()) {
-        barrier_wait(room.keys_full(room.stage), room.parity);
-        const uint32_t count = load_shared_word(room.count(room.stage));
-        wgmma_fence();
-        tile.multiply_keys(queries, room.keys(room.stage));
-        wgmma_wait<0>();
-        scored(k, count);
-        if constexpr (F::kRunning) tile.rescale(tile.shrink);
-        tile.convert();
-        barrier_wait(room.values_full(room.stage), room.parity);
-        wgmma_fence();
-        tile.multiply_values(room.values(room.stage));
-        wgmma_wait<0>();
-        release(room.values_empty(room.stage));
-      }
-    }
     if (!F::kCausal && item.last < p.deal.rounds) {
       Left<F>(p, Work<F::kCluster>::worker()).put(tile);
     } else {
@@ -398,7 +384,7 @@ __device__ __forceinline__ void attend(const KlAttentionSm90& p, Room<F> room) {
       store(p, at, tile);
     }
   }
-  if (F::kTurns && group == 0) meet_wait(1);  // the other's last arrival
+  if (group == 0) meet_wait(1);  // the other's last arrival
 }
 
 template <class F>
@@ -409,10 +395,10 @@ __device__ __forceinline__ void attention(const KlAttentionSm90& p) {
   if (threadIdx.x == 0) {
     prefetch_map(&p.q), prefetch_map(&p.k[0]), prefetch_map(&p.v[0]);
     barrier_init(room.queries_full(), 1);
-    barrier_init(room.queries_empty(), F::kGroups);
+    barrier_init(room.queries_empty(), kGroups);
     for (int i = 0; i < F::kStages; i++) {
       barrier_init(room.keys_full(i), 1), barrier_init(room.values_full(i), 1);
-      barrier_init(room.keys_empty(i), F::kGroups * F::kCluster), barrier_init(room.values_empty(i), F::kGroups * F::kCluster);
+      barrier_init(room.keys_empty(i), kGroups * F::kCluster), barrier_init(room.values_empty(i), kGroups * F::kCluster);
     }
     fence_barrier_init();
   }
@@ -430,17 +416,18 @@ __device__ __forceinline__ void attention(const KlAttentionSm90& p) {
     }
     __syncwarp();
   } else {
-    take_registers<F::kGroups == 3 ? 160 : 240>();
+    take_registers<240>();
     wait_for_previous_kernel();
     attend(p, room);
   }
   if constexpr (F::kCluster > 1) cluster_sync();  // nobody leaves while the other copies into it or arrives at its barriers
 }
 
-using Bounded = Form<KL_SM90_KEYS, 2, KL_SM90_CLUSTER, false, false>;
-using Running = Form<KL_SM90_KEYS, 2, KL_SM90_CLUSTER, true, false>;
-using Causal = Form<KL_SM90_CAUSAL_KEYS, 2, 1, true, true>;
-static_assert(Bounded::kSharedBytes == KL_SM90_ATTENTION_SHARED && Causal::kSharedBytes == KL_SM90_CAUSAL_SHARED, "abi.h states another size");
+using Bounded = Form</*stages*/ 3, KL_SM90_CLUSTER, /*running*/ false, /*causal*/ false>;
+using Running = Form</*stages*/ 3, KL_SM90_CLUSTER, /*running*/ true, /*causal*/ false>;
+using Causal = Form</*stages*/ 2, /*cluster*/ 1, /*running*/ true, /*causal*/ true>;
+static_assert(Bounded::kSharedBytes == KL_SM90_ATTENTION_SHARED, "abi.h states another size");
+static_assert(Causal::kSharedBytes == KL_SM90_CAUSAL_SHARED, "abi.h states another size");
 static_assert(sizeof(KlAttentionSm90) % 128 == 0, "abi.h leaves a gap");
 
 KL_ENTRY(kl_attention_sm90, KlAttentionSm90, KL_SM90_ATTENTION_THREADS, 1) { attention<Bounded>(p); }

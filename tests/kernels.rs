@@ -125,35 +125,37 @@ fn products_on_hopper_do_not_spill() {
     assert_eq!(faults(&table, &table), [spills], "though the table allows it");
 }
 
-/// The instructions of each kernel in a listing of cuobjdump, without operands: `HGMMA.64x160x16.F32.BF16` of
-/// `/*1ad0*/ @P0 HGMMA.64x160x16.F32.BF16 R24, ...`.
+/// The instructions of each kernel in a listing of cuobjdump: `HGMMA.64x128x16.F32.BF16 R24, ...` of
+/// `/*1ad0*/ @P0 HGMMA.64x128x16.F32.BF16 R24, ... ;`.
 fn instructions(listing: &str) -> BTreeMap<&str, Vec<&str>> {
-    fn name(line: &str) -> Option<&str> {
-        let (_, instruction) = line.trim_start().strip_prefix("/*")?.split_once("*/")?;
-        instruction.split_whitespace().find(|word| !word.starts_with('@'))
+    fn instruction(line: &str) -> Option<&str> {
+        let (_, rest) = line.trim_start().strip_prefix("/*")?.split_once("*/")?;
+        let text = rest.split_once(';')?.0.trim();
+        Some(if text.starts_with('@') { text.split_once(' ')?.1.trim_start() } else { text })
     }
     let kernels = listing.split("Function : ").skip(1).map(|part| part.split_once('\n').unwrap_or((part, "")));
-    kernels.map(|(kernel, code)| (kernel.trim(), code.lines().filter_map(name).collect())).collect()
+    kernels.map(|(kernel, code)| (kernel.trim(), code.lines().filter_map(instruction).collect())).collect()
 }
 
 /// Their opcodes: `HGMMA`.
 fn opcodes(listing: &str) -> BTreeMap<&str, BTreeSet<&str>> {
-    let opcode = |name: &'_ str| -> usize { name.find('.').unwrap_or(name.len()) };
+    let opcode = |code: &'_ str| -> usize { code.find(['.', ' ']).unwrap_or(code.len()) };
     instructions(listing)
         .into_iter()
-        .map(|(kernel, names)| (kernel, names.into_iter().map(|name| &name[..opcode(name)]).collect()))
+        .map(|(kernel, codes)| (kernel, codes.into_iter().map(|code| &code[..opcode(code)]).collect()))
         .collect()
 }
 
 /// Powers of two that are taken between the wait for scores and the wait for the product that is under way meanwhile, in the loop
 /// over keys. The compiler may put the second wait first: that is right, and slow.
-fn powers_beside_a_product(names: &[&str]) -> usize {
-    // In the loop, products with values are issued before the other warpgroup is told that it is its turn.
-    let values = |name: &str| name.starts_with("HGMMA.64x128x16");
-    let turn = (1..names.len()).find(|&i| names[i].starts_with("BAR.ARV") && names[..i].iter().any(|name| values(name)));
-    let after = &names[turn.unwrap_or(names.len())..];
-    let mut waits = after.split(|name| name.starts_with("WARPGROUP.DEPBAR"));
-    waits.nth(1).map_or(0, |between| between.iter().filter(|name| name.starts_with("MUFU.EX2")).count())
+fn powers_beside_a_product(codes: &[&str]) -> usize {
+    // In the loop, products with values are issued before the other warpgroup is told that it is its turn. Values alone are
+    // transposed.
+    let values = |code: &str| code.starts_with("HGMMA") && code.contains(".tnspB");
+    let turn = (1..codes.len()).find(|&i| codes[i].starts_with("BAR.ARV") && codes[..i].iter().any(|code| values(code)));
+    let after = &codes[turn.unwrap_or(codes.len())..];
+    let mut waits = after.split(|code| code.starts_with("WARPGROUP.DEPBAR"));
+    waits.nth(1).map_or(0, |between| between.iter().filter(|code| code.starts_with("MUFU.EX2")).count())
 }
 
 #[test]
@@ -187,9 +189,9 @@ fn products_on_hopper_are_those_of_warpgroups() {
             assert!(!opcodes.contains("LDL") && !opcodes.contains("STL"), "{kernel} uses local memory");
         }
         if file == "attention_sm90" {
-            // 64 queries by 128 keys, or more, of a warpgroup.
-            for (kernel, names) in instructions(&listing) {
-                let powers = powers_beside_a_product(&names);
+            // 64 queries by 128 keys, of a warpgroup: 64 for each thread.
+            for (kernel, codes) in instructions(&listing) {
+                let powers = powers_beside_a_product(&codes);
                 assert!(powers >= 64, "{kernel}: {powers} powers are taken while a product is under way");
             }
         }
@@ -224,13 +226,14 @@ fn listings_are_read() {
     assert_eq!(read.keys().copied().collect::<Vec<_>>(), ["kl_one", "kl_two"]);
     assert_eq!(read["kl_one"], BTreeSet::from(["LDC", "STL"]));
     assert_eq!(read["kl_two"], BTreeSet::from(["EXIT", "HGMMA"]));
-    assert_eq!(instructions(listing)["kl_two"], ["HGMMA.64x160x16.F32.BF16", "EXIT"]);
+    assert_eq!(instructions(listing)["kl_two"], ["HGMMA.64x160x16.F32.BF16 R24, gdesc[UR12], R24, UP0", "EXIT"]);
 }
 
 #[test]
 fn a_wait_that_comes_too_early_is_seen() {
-    let (scores, values, turn) = ("HGMMA.64x176x16.F32.BF16", "HGMMA.64x128x16.F32.BF16", "BAR.ARV");
-    let (wait, power) = ("WARPGROUP.DEPBAR.LE", "MUFU.EX2");
+    let scores = "HGMMA.64x128x16.F32.BF16 R88, gdesc[UR8], R88";
+    let values = "HGMMA.64x128x16.F32.BF16 R24, R152, gdesc[UR4].tnspB, R24";
+    let (turn, wait, power) = ("BAR.ARV R9, 0x100", "WARPGROUP.DEPBAR.LE gsb0, 0x0", "MUFU.EX2 R4, R4");
     let first = [scores, turn, wait, power, power];
     let count = |rest: &[&str]| powers_beside_a_product(&[&first, rest].concat());
     assert_eq!(count(&[scores, values, turn, wait, power, power, power, wait]), 3);

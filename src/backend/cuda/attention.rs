@@ -99,12 +99,12 @@ impl Cuda {
 
     fn attention_on_hopper(&self, kernel: Kernel, of: &abi::KlAttention, runs: &[abi::KlKeyValues]) -> Result<()> {
         let causal = of.causal != 0;
-        let (round, cluster) = if causal { (abi::KL_SM90_CAUSAL_KEYS, 1) } else { (abi::KL_SM90_KEYS, abi::KL_SM90_CLUSTER) };
+        let cluster = if causal { 1 } else { abi::KL_SM90_CLUSTER };
         let pack = if causal && of.group.is_multiple_of(PACKED) { PACKED } else { 1 };
         let (rows, heads) = (abi::KL_SM90_QUERIES / pack, of.q.cols / of.head_dim);
         let row_tiles = of.q.rows.div_ceil(rows * cluster);
         let tiles = row_tiles * (heads / pack);
-        let rounds: u32 = runs.iter().map(|s| s.k.rows.div_ceil(round)).sum();
+        let rounds: u32 = runs.iter().map(|s| s.k.rows.div_ceil(abi::KL_SM90_KEYS)).sum();
         let slots = (self.device().multiprocessors / cluster).max(1);
         // With a mask tiles have as many rounds as they see keys, so there is nothing to share.
         let deal = if causal { Deal { whole: tiles, workers: 0 } } else { deal_to_clusters(tiles, rounds, slots) };
@@ -122,8 +122,8 @@ impl Cuda {
             unused: [0; 2],
         };
         for (i, run) in runs.iter().enumerate() {
-            p.k[i] = self.box_map(&run.k, [64, round / cluster])?;
-            p.v[i] = self.box_map(&run.v, [64, round / cluster])?;
+            p.k[i] = self.box_map(&run.k, [64, abi::KL_SM90_KEYS / cluster])?;
+            p.v[i] = self.box_map(&run.v, [64, abi::KL_SM90_KEYS / cluster])?;
             p.keys[i] = run.k.rows;
         }
         // With a mask every block has one tile; there are few.
