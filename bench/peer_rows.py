@@ -4,6 +4,7 @@ A row makes operand sets. Each names kiln's op with its tensors and numbers (in 
 the same with PyTorch, and a `reference` in f64 (convolutions in f32) that both results are compared with.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Callable
 
@@ -380,25 +381,27 @@ def qkv(streams: tuple, inner: int, heads: int, kv_heads: int, mlp: int = 0, hal
 def attention(
     tokens: int, heads: int, kv_heads: int, head_dim: int = HEAD_DIM, causal: bool = False, keys: int = 0, bounded: bool = False
 ) -> Row:
-    """`bounded`: queries and keys are normalised, as in the transformer, and the op is told so."""
+    """`bounded`: queries and keys are normalised and scores are exponents of two, as in the transformer, and the op is told so."""
     keys = keys or tokens
 
     def make(m):
-        def heads_of(rows, count):
+        def heads_of(rows, count, by):
             values = m.normal(rows, count * head_dim)
             if not bounded:
                 return values
             each = values.float().unflatten(-1, (-1, head_dim))
-            return rms(each, torch.ones_like(each[0, 0])).flatten(1).to(values.dtype)
+            return (rms(each, torch.ones_like(each[0, 0])) * by).flatten(1).to(values.dtype)
 
-        q, out = heads_of(tokens, heads), m.empty(tokens, heads * head_dim)
-        k, v = heads_of(keys, kv_heads), m.normal(keys, kv_heads * head_dim)
+        usual = head_dim**-0.5
+        scale = math.log(2) if bounded else usual
+        q, out = heads_of(tokens, heads, usual / scale), m.empty(tokens, heads * head_dim)
+        k, v = heads_of(keys, kv_heads, 1.0), m.normal(keys, kv_heads * head_dim)
         batch = lambda t: t.unflatten(-1, (-1, head_dim)).transpose(0, 1).unsqueeze(0)
         operands = batch(q), batch(k), batch(v)
         gqa = heads != kv_heads
 
         def peer():
-            result = F.scaled_dot_product_attention(*operands, is_causal=causal, enable_gqa=gqa)
+            result = F.scaled_dot_product_attention(*operands, is_causal=causal, scale=scale, enable_gqa=gqa)
             return (result.squeeze(0).transpose(0, 1),)
 
         def flash():
@@ -411,7 +414,7 @@ def attention(
                 own, shared = (slice(i * head_dim, (i + 1) * head_dim) for i in (head, head // (heads // kv_heads)))
                 parts = []
                 for first in range(0, tokens, 8192):
-                    scores = product(q[first : first + 8192, own], k[:, shared]) * head_dim**-0.5
+                    scores = product(q[first : first + 8192, own], k[:, shared]) * scale
                     if causal:
                         scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu_(first + 1), float("-inf"))
                     parts.append(scores.softmax(-1) @ v[:, shared].double())
@@ -421,7 +424,7 @@ def attention(
         flops = 4 * tokens * keys * heads * head_dim
         others = {"flash": flash} if head_dim <= 256 and keys == tokens else {}  # the largest it takes, and its idea of a mask
         bound = 1.02 * head_dim**0.5 if bounded else float("inf")
-        return Case("attention", [out, q, k, v], [head_dim, int(causal), bound], [out], peer, reference, others, flops=flops)
+        return Case("attention", [out, q, k, v], [head_dim, int(causal), scale, bound], [out], peer, reference, others, flops=flops)
 
     of = f"{heads}" if heads == kv_heads else f"{heads}:{kv_heads}"
     shape = f"{tokens} tokens, {of} heads of {head_dim}"

@@ -72,7 +72,7 @@ const CALLS: &[Call] = &[
     // Style 0 pairs neighbours, 1 halves.
     streams("qkv", &["x", "weight", "norm q", "norm k", "rope table", "[q]", "k", "v", "[mlp]"], &["eps", "style"]),
     // The first pair is out and q, those after it are runs of keys and values.
-    streams("attention", &["out or k", "q or v"], &["head_dim", "causal", "bound"]),
+    streams("attention", &["out or k", "q or v"], &["head_dim", "causal", "scale", "bound"]),
     // Sampling 0 keeps the size, 1 doubles it, 2 halves it.
     call("conv", &["out", "x", "weight", "bias", "[residual]", "[stats]"], &["width", "height", "sampling"]),
     call("group_norm", &["out", "x", "weight", "bias", "[stats]"], &["groups", "eps", "silu"]),
@@ -160,7 +160,7 @@ fn with_op<R>(name: &str, tensors: &[PeerTensor], numbers: &[f64], then: impl Fn
             let layers = layers(1, None)?;
             let style = if size(1) == 0 { RopeStyle::Interleaved } else { RopeStyle::HalfSplit };
             let stream = |(s, w): (&[Option<Tensor>], _)| {
-                let norm = QkNorm { q: there(s[2])?, k: there(s[3])?, eps: float(0) };
+                let norm = QkNorm { q: there(s[2])?, k: there(s[3])?, eps: float(0), q_scale: 1.0 };
                 let rope = Rope { table: there(s[4])?, style };
                 Ok(Projection { x: there(s[0])?, w, norm, rope, q: s[5], k: there(s[6])?, v: there(s[7])?, mlp: s[8] })
             };
@@ -170,7 +170,8 @@ fn with_op<R>(name: &str, tensors: &[PeerTensor], numbers: &[f64], then: impl Fn
         "attention" => {
             let run = |s: &[Option<Tensor>]| Ok(KeyValues { k: there(s[0])?, v: there(s[1])? });
             let kv = per_stream().skip(1).map(run).collect::<Result<Vec<_>>>()?;
-            then(Op::Attention { out: t(0)?, q: t(1)?, kv: &kv, head_dim: size(0), causal: size(1) != 0, bound: float(2) })
+            let (causal, scale, bound) = (size(1) != 0, float(2), float(3));
+            then(Op::Attention { out: t(0)?, q: t(1)?, kv: &kv, head_dim: size(0), causal, scale, bound })
         }
         "conv" => {
             let sampling = match size(2) {

@@ -120,6 +120,8 @@ typedef struct {
 /* Heads of one tensor, normalised and rotated where they lie. */
 typedef struct {
   KlMat x, weight, table;
+  float scale; /* after the norm */
+  uint32_t unused;
 } KlHeads;
 
 /* Queries and keys of two streams. */
@@ -249,7 +251,7 @@ typedef struct {
   uint32_t epilogue;
   uint32_t first_row; /* of the weight */
   uint32_t tiles;     /* of columns */
-  uint32_t unused;
+  float scale;        /* of heads, after their norm */
 } KlGemmPart;
 
 #define KL_GEMM_PARTS 4u
@@ -283,22 +285,24 @@ typedef struct {
 
 /* Blocks that share an operand. */
 #define KL_SM90_CLUSTER 2u
-/* With halved tiles. */
-#define KL_SM90_CLUSTER_HALVED 4u
 #define KL_SM90_INNER 64u
-/* Rows that a warp stores at once; with them 64 columns, or 32 or 16 where a tile is no multiple of those. */
+/* Rows that a warp stores at once; with them 64 columns, or 32, 16 or 8 where a tile is no multiple of those. */
 #define KL_SM90_STORE_ROWS 16u
 /* By the tile, rows x columns. */
 #define KL_SM90_THREADS_256X192 384u
 #define KL_SM90_THREADS_192X192 512u
 #define KL_SM90_THREADS_128X256 384u
+#define KL_SM90_THREADS_128X208 384u
 #define KL_SM90_THREADS_128X192 384u
-#define KL_SM90_THREADS_128X176 384u
+#define KL_SM90_THREADS_128X160 384u
+#define KL_SM90_THREADS_64X160 256u
 #define KL_SM90_SHARED_256X192 222256u
 #define KL_SM90_SHARED_192X192 222272u
 #define KL_SM90_SHARED_128X256 230464u
+#define KL_SM90_SHARED_128X208 228432u
 #define KL_SM90_SHARED_128X192 230464u
-#define KL_SM90_SHARED_128X176 201856u
+#define KL_SM90_SHARED_128X160 218192u
+#define KL_SM90_SHARED_64X160 218224u
 
 /* As KlGemm; `row_tiles` and `col_tiles` of a stream are those of a cluster, which walks `group` of the rows before it goes on to
  * the next columns. `out` has the maps of the parts, `residual` that of the first where its residual is read. */

@@ -1,7 +1,7 @@
 // Attention on Hopper: what kl_attention_mma does, by the copy engine and whole warpgroups.
 //
-//   kl_attention_sm90           softmax(q k^T * scale) v where scores are known to be small (see below)
-//   kl_attention_sm90_running   the same for any scores, with a running maximum
+//   kl_attention_sm90           2^(q k^T) v, divided by the sum of the powers, where scores are known to be small (see below)
+//   kl_attention_sm90_running   softmax(q k^T * scale) v for any scores, with a running maximum
 //   kl_attention_sm90_causal    query i sees keys 0 to i; heads that share keys lie in one tile
 //
 // Bound: tensor cores, 4 * queries * keys * 128 operations a head; and the power they draw.
@@ -10,12 +10,16 @@
 // As many blocks as multiprocessors stay for the whole launch. Of a block one thread copies: queries of a tile, then keys and
 // values, 128 a round, up to three rounds ahead (two with a mask). Two warpgroups have 64 queries each. While one round's scores
 // become probabilities, the tensor cores have the product of the round before with its values, and the other warpgroup's products:
-// the two take turns. Probabilities never leave registers: what a thread has of scores is what it needs of the second product's
+// without a mask the two take turns. Probabilities never leave registers: what a thread has of scores is what it needs of the second product's
 // left operand. Two blocks are a cluster with the same keys, of which each copies one half for both.
 //
 // Without a maximum: softmax does not change when a constant is taken from all scores of a row, and in floating point neither does
 // its precision. A maximum only keeps powers in range. Queries and keys that were normalised have lengths that their norms' weights
 // bound, so scores are bounded, too; where 2^score can neither overflow nor vanish, no maximum is sought and no sum is ever scaled.
+// Whoever made the queries has multiplied them by what makes scores exponents, so that this need not do it to every score.
+//
+// With a mask rows have more keys the later they come. A block's first warpgroup takes rows from the end, its second as many from the
+// beginning: both together have as much to do in every block.
 //
 // Tiles are dealt out as kl_gemm_mma does, with clusters for blocks, and with sums go totals and maxima.
 #include "mma.cuh"
@@ -66,18 +70,26 @@ struct Room {
 // Where a tile lies, and its rounds.
 template <class F>
 struct Place {
-  uint32_t head, query;  // the first ones
+  const KlAttentionSm90& p;
+  uint32_t head, row;  // the first head; the tile's number among those of its heads
+  uint32_t rows;       // of a head that a warpgroup has
 
-  __device__ __forceinline__ Place(const KlAttentionSm90& p, uint32_t tile) {
+  __device__ __forceinline__ Place(const KlAttentionSm90& p, uint32_t tile) : p(p), rows(64 / p.pack) {
     const uint32_t heads = tile / p.row_tiles;
-    uint32_t row = tile - heads * p.row_tiles;
+    head = heads * p.pack, row = tile - heads * p.row_tiles;
     if constexpr (F::kCluster > 1) row = row * F::kCluster + cluster_rank();
-    head = heads * p.pack, query = row * (kQueries / p.pack);
   }
 
-  // With a mask nobody sees a key past the tile's last query.
-  __device__ __forceinline__ void cut(const KlAttentionSm90& p, Item& item) const {
-    if constexpr (F::kCausal) item.last = min(item.last, ceil_div<uint32_t>(query + kQueries / p.pack, kKeys));
+  // The first one of a warpgroup.
+  __device__ __forceinline__ uint32_t query(uint32_t group) const {
+    if constexpr (F::kCausal) return (group == 0 ? kGroups * p.row_tiles - 1 - row : row) * rows;
+    return (kGroups * row + group) * rows;
+  }
+
+  // Where a warpgroup's rounds end: with a mask nobody sees a key past its last query. The first warpgroup has the most.
+  __device__ __forceinline__ uint32_t last(const Item& item, uint32_t group) const {
+    if constexpr (F::kCausal) return min(item.last, ceil_div<uint32_t>(query(group) + rows, kKeys));
+    return item.last;
   }
 };
 
@@ -120,19 +132,20 @@ __device__ __forceinline__ void copy(const KlAttentionSm90& p, Room<F> room) {
   Work<F::kCluster> work{p.deal};
   for (Item item; work.next(item); queries_parity ^= 1) {
     const Place<F> at(p, item.tile);
-    at.cut(p, item);
-    const uint32_t key_head = at.head / p.group, rows = kQueries / p.pack;
+    const uint32_t key_head = at.head / p.group, last = at.last(item, 0);
     barrier_wait(room.queries_empty(), queries_parity);
     barrier_arrive_expect(room.queries_full(), kQueryBytes);
-    for (uint32_t h = 0; h < p.pack; h++) {
+    for (uint32_t group = 0; group < kGroups; group++) {
+      for (uint32_t h = 0; h < p.pack; h++) {
+        const uint32_t to = room.queries() + (group * 64 + h * at.rows) * kRowBytes, col = (at.head + h) * kHead;
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        tma_load_2d(room.queries() + half * kQueryHalf + h * rows * kRowBytes, &p.q, (at.head + h) * kHead + half * 64, at.query,
-                    room.queries_full());
+        for (int half = 0; half < 2; half++) {
+          tma_load_2d(to + half * kQueryHalf, &p.q, col + half * 64, at.query(group), room.queries_full());
+        }
       }
     }
     Cursor cursor(p, item.first);
-    for (uint32_t k = item.first; k < item.last; k++, room.advance(), cursor.next()) {
+    for (uint32_t k = item.first; k < last; k++, room.advance(), cursor.next()) {
       const uint32_t i = room.stage, parity = room.parity ^ 1;
       barrier_wait(room.keys_empty(i), parity);
       store_shared(room.count(i), cursor.count());
@@ -203,7 +216,7 @@ struct Tile {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           float& v = scores[4 * i + 2 * h + e];
-          v = power_of_two(F::kRunning ? v * scale - most : v * scale);
+          v = power_of_two(F::kRunning ? v * scale - most : v);
           sum[e] += v;
         }
       }
@@ -278,21 +291,36 @@ struct Left {
   }
 };
 
+// Of four lanes each has a word of four vectors; afterwards each has one vector, the one of its number.
+__device__ __forceinline__ uint4 exchange(const uint32_t (&v)[4]) {
+  const bool odd = lane() % 2, high = lane() / 2 % 2;
+  const auto swap = [](bool second, uint32_t a, uint32_t b, uint32_t with) {
+    const uint32_t theirs = __shfl_xor_sync(0xffffffffu, second ? a : b, with);
+    return second ? make_uint2(theirs, b) : make_uint2(a, theirs);
+  };
+  const uint2 front = swap(odd, v[0], v[1], 1), back = swap(odd, v[2], v[3], 1);
+  const uint2 x = swap(high, front.x, back.x, 2), y = swap(high, front.y, back.y, 2);
+  return make_uint4(x.x, y.x, x.y, y.y);
+}
+
 template <class F>
-__device__ __forceinline__ void store(const KlAttentionSm90& p, const Place<F>& at, const Tile<F>& tile) {
-  const uint32_t rows = kQueries / p.pack, first = (threadIdx.x - 128) / 32 * 16 + lane() / 4;
+__device__ __forceinline__ void store(const KlAttentionSm90& p, const Place<F>& at, uint32_t group, const Tile<F>& tile) {
+  const uint32_t first = threadIdx.x % 128 / 32 * 16 + lane() / 4;
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     float total = tile.total[h];
     total += __shfl_xor_sync(0xffffffffu, total, 1);
     total += __shfl_xor_sync(0xffffffffu, total, 2);
     const float inverse = 1.0f / total;
-    const uint32_t row = first + 8 * h, query = at.query + row % rows;
-    if (query >= p.out.rows) continue;
-    bf16* to = row_of<bf16>(p.out, query) + (at.head + row / rows) * kHead + lane() % 4 * 2;
+    const uint32_t row = first + 8 * h, query = at.query(group) + row % at.rows;
+    bf16* to = row_of<bf16>(p.out, min(query, p.out.rows - 1)) + (at.head + row / at.rows) * kHead + lane() % 4 * 8;
 #pragma unroll
-    for (int i = 0; i < kHead / 8; i++) {
-      *reinterpret_cast<uint32_t*>(to + 8 * i) = pack(tile.out[4 * i + 2 * h] * inverse, tile.out[4 * i + 2 * h + 1] * inverse);
+    for (int i = 0; i < kHead / 8; i += 4) {
+      uint32_t v[4];
+#pragma unroll
+      for (int e = 0; e < 4; e++) v[e] = pack(tile.out[4 * (i + e) + 2 * h] * inverse, tile.out[4 * (i + e) + 2 * h + 1] * inverse);
+      const uint4 eight = exchange(v);
+      if (query < p.out.rows) *reinterpret_cast<uint4*>(to + 8 * i) = eight;
     }
   }
 }
@@ -310,21 +338,25 @@ __device__ __forceinline__ void attend(const KlAttentionSm90& p, Room<F> room) {
       if (threadIdx.x % 128 == 0) barrier_arrive(barrier);
     }
   };
-  if (group == 1) meet_arrive(1);  // the first goes first
+  // Warpgroups take turns, unless they have unlike work; the first goes first.
+  constexpr bool kTurns = !F::kCausal;
+  if (kTurns && group == 1) meet_arrive(1);
   uint32_t queries_parity = 0;
   Work<F::kCluster> work{p.deal};
   for (Item item; work.next(item); queries_parity ^= 1) {
     const Place<F> at(p, item.tile);
-    at.cut(p, item);
+    const uint32_t last = at.last(item, group);
     Tile<F> tile;
     // Scores of round k have arrived.
     const auto scored = [&](uint32_t k, uint32_t count) {
       release(room.keys_empty(room.stage));
-      if (k + 1 == item.last && threadIdx.x % 128 == 0) barrier_arrive(room.queries_empty());
-      if (F::kCausal && k + 1 == item.last) {
-        const uint32_t rows = kQueries / p.pack, row = (threadIdx.x - 128) / 32 * 16 + lane() / 4;
+      if (k + 1 == last && threadIdx.x % 128 == 0) barrier_arrive(room.queries_empty());
+      if (F::kCausal && k + 1 == last) {
+        const uint32_t row = threadIdx.x % 128 / 32 * 16 + lane() / 4;
         // Keys up to the row's own, counted from the round's first.
-        const auto limit = [&](uint32_t row) { return min(count, max(at.query + row % rows + 1, k * kKeys) - k * kKeys); };
+        const auto limit = [&](uint32_t row) {
+          return min(count, max(at.query(group) + row % at.rows + 1, k * kKeys) - k * kKeys);
+        };
         tile.mask(limit(row), limit(row + 8));
       } else if (count < kKeys) {
         tile.mask(count, count);
@@ -334,10 +366,10 @@ __device__ __forceinline__ void attend(const KlAttentionSm90& p, Room<F> room) {
     barrier_wait(room.queries_full(), queries_parity);
     barrier_wait(room.keys_full(room.stage), room.parity);
     const uint32_t count = load_shared_word(room.count(room.stage));
-    meet_wait(own);
+    if constexpr (kTurns) meet_wait(own);
     wgmma_fence();
     tile.multiply_keys(queries, room.keys(room.stage));
-    meet_arrive(other);
+    if constexpr (kTurns) meet_arrive(other);
     wgmma_wait<0>();
     scored(item.first, count);
     // Ends the product that is under way, if one is, and makes the next one's left operand. It stands behind a barrier, for
@@ -350,19 +382,19 @@ __device__ __forceinline__ void attend(const KlAttentionSm90& p, Room<F> room) {
       if constexpr (F::kRunning) tile.rescale(tile.shrink);
       tile.convert();
     };
-    for (uint32_t k = item.first + 1; k < item.last; k++) {
+    for (uint32_t k = item.first + 1; k < last; k++) {
       const uint32_t before = room.stage, before_parity = room.parity;
       room.advance();
       prepare(room.keys_full(room.stage), room.parity);
       const uint32_t count = load_shared_word(room.count(room.stage));
-      meet_wait(own);
+      if constexpr (kTurns) meet_wait(own);
       wgmma_fence();
       tile.multiply_keys(queries, room.keys(room.stage));
       barrier_wait(room.values_full(before), before_parity);
       wgmma_fence();
       tile.multiply_values(room.values(before));
       under_way = before;
-      meet_arrive(other);
+      if constexpr (kTurns) meet_arrive(other);
       wgmma_wait<1>();
       scored(k, count);
     }
@@ -381,10 +413,17 @@ __device__ __forceinline__ void attend(const KlAttentionSm90& p, Room<F> room) {
           Left<F>(p, --worker).add(tile, p.scale);
         } while (front(p.deal, worker) > item.tile * p.deal.rounds);
       }
-      store(p, at, tile);
+      store(p, at, group, tile);
+    }
+    // Rounds that only the other has.
+    for (uint32_t k = last; k < at.last(item, 0); k++, room.advance()) {
+      barrier_wait(room.keys_full(room.stage), room.parity);
+      release(room.keys_empty(room.stage));
+      barrier_wait(room.values_full(room.stage), room.parity);
+      release(room.values_empty(room.stage));
     }
   }
-  if (group == 0) meet_wait(1);  // the other's last arrival
+  if (kTurns && group == 0) meet_wait(1);  // the other's last arrival
 }
 
 template <class F>

@@ -25,7 +25,7 @@ enum class Common { kRows, kCols };
 
 // Columns that a warp stores at once, of a tile with so many.
 __host__ __device__ constexpr int store_cols(int cols) {
-  return cols % 64 == 0 ? 64 : cols % 32 == 0 ? 32 : 16;
+  return cols % 64 == 0 ? 64 : cols % 32 == 0 ? 32 : cols % 16 == 0 ? 16 : 8;
 }
 
 // kGroups warpgroups of 64 kM x kCols, one below the other, make a tile.
@@ -131,10 +131,15 @@ struct Epilogue {
   __device__ __forceinline__ void store(int i, int m, const float* v, uint32_t col) {
     if (lane() == 0) tma_store_wait<S::kBuffers - 1>();
     __syncwarp();
+    if constexpr (kWidth == 8) {
+      const uint32_t to = buffer(i) + lane() * 4;
+      store_shared(to, pack(v[0], v[1])), store_shared(to + 128, pack(v[2], v[3]));
+    } else {
 #pragma unroll
-    for (int j = 0; j < kWidth / 8; j += 2) {
-      const float* a = v + 4 * j;
-      store_matrices(spot<kWidth>(i, j), pack(a[0], a[1]), pack(a[2], a[3]), pack(a[4], a[5]), pack(a[6], a[7]));
+      for (int j = 0; j < kWidth / 8; j += 2) {
+        const float* a = v + 4 * j;
+        store_matrices(spot<kWidth>(i, j), pack(a[0], a[1]), pack(a[2], a[3]), pack(a[4], a[5]), pack(a[6], a[7]));
+      }
     }
     fence_shared_writes();
     __syncwarp();
@@ -260,7 +265,7 @@ struct Epilogue {
           for (int n = 0; n < 16; n++) sum += head[4 * n] * head[4 * n] + head[4 * n + 1] * head[4 * n + 1];
           sum += __shfl_xor_sync(0xffffffffu, sum, 1);
           sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-          scale[h] = rsqrtf(sum * (1.0f / 128.0f) + s.eps);
+          scale[h] = part.scale * rsqrtf(sum * (1.0f / 128.0f) + s.eps);
         }
         // The row's angles: 64 cosines, then 64 sines. All heads turn by the same.
         const float* angles = row_of<const float>(s.table, min(row0 + 64 * m + lane() / 4 + 8 * half, s.x.rows - 1));
@@ -304,7 +309,7 @@ struct Epilogue {
       add_residual(ring, release);
       store_all<kCols>([&](int m, int e) { return sums[m][e]; });
     } else if (part.epilogue == KL_SWIGLU) {
-      if constexpr (kCols / 2 % 16 == 0) swiglu();
+      swiglu();
     } else if (part.epilogue == KL_HEADS) {
       if constexpr (kCols % 128 == 0) heads();
     } else {
@@ -386,9 +391,10 @@ __device__ __forceinline__ void copy(const KlGemmSm90& p, Ring<S> ring) {
       }
     };
     if (!waited) {
-      // Weights depend on no kernel before: the first are on their way while it ends.
+      // Weights depend on no kernel before: the first are on their way while it ends. More of them would keep activations waiting.
+      constexpr uint32_t kAhead = 2;
       const Ring<S> start = ring;
-      for (uint32_t k = item.first; k < item.last && ahead < S::kStages; k++, ahead++, ring.advance()) weights(k);
+      for (uint32_t k = item.first; k < item.last && ahead < kAhead; k++, ahead++, ring.advance()) weights(k);
       ring = start;
       wait_for_previous_kernel();
       waited = true;
@@ -420,6 +426,16 @@ __device__ __forceinline__ void copy(const KlGemmSm90& p, Ring<S> ring) {
   }
 }
 
+// Asks for the gates of a tile, so that they are there when it is summed.
+template <class S>
+__device__ __forceinline__ void expect_gates(const KlGemmSm90& p, const Place<S>& at) {
+  const KlGemmPart& part = p.stream[at.stream].part[at.part];
+  const uint32_t col = at.col_tile * S::kCols + lane() * 64;
+  if (part.epilogue == KL_GATE_RESIDUAL && part.extra.data && lane() * 64 < S::kCols && col < part.out.cols) {
+    prefetch(row_of<const bf16>(part.extra, 0) + col);
+  }
+}
+
 // The other warpgroups.
 template <class S>
 __device__ __forceinline__ void multiply(const KlGemmSm90& p, Ring<S> ring) {
@@ -435,6 +451,7 @@ __device__ __forceinline__ void multiply(const KlGemmSm90& p, Ring<S> ring) {
     float sums[S::kM][S::kCols / 2];
     // Found before there are sums: divisions take registers that are scarce afterwards.
     const Place<S> at(p, item.tile);
+    expect_gates<S>(p, at);
     for (uint32_t k = item.first; k < item.last; k++, ring.advance()) {
       barrier_wait(ring.full(ring.stage), ring.parity);
       const uint32_t left = ring.left() + group * (S::kM * 64 * 128);
@@ -494,171 +511,28 @@ __device__ __forceinline__ void gemm(const KlGemmSm90& p) {
   cluster_sync();  // nobody leaves while the other copies into it or arrives at its barriers
 }
 
-// ------------------------------------------------------------------------------------------------------------ halved tiles
-
-// For products of a few hundred rows, which have fewer tiles than there are multiprocessors: four blocks are a cluster, two rows of tiles
-// by two halves of the inner dimension. Blocks with the same half copy weights for each other; blocks with the same tile add up what
-// they have, each for half of the rows. One tile for each cluster.
-template <int kCols_, int kStages_>
-struct Halved {
-  static constexpr int kGroups = 2, kWarps = 8, kThreads = 384, kM = 1, kRows = 128, kCols = kCols_, kN = kCols / 8, kStages = kStages_;
-  static constexpr uint32_t kCluster = 4, kPair = 2;
-  static constexpr uint32_t kLeftBytes = kRows * 128, kRightBytes = kCols * 128, kStageBytes = kLeftBytes + kRightBytes;
-  // Where the other block puts its sums, for each warp: a float4 of every lane for two fragments.
-  static constexpr int kBuffers = 1;
-  static constexpr uint32_t kBufferBytes = kN / 2 * 32 * sizeof(float4);
-  static constexpr uint32_t kSharedBytes = 1024 + kStages * (kStageBytes + 16) + kWarps * (kBufferBytes + 8);
-  static_assert(kN % 2 == 0 && kSharedBytes <= 232448, "more than a multiprocessor has");
-};
-
-// Where a block of a cluster stands.
-template <class S>
-struct Quarter {
-  uint32_t rank = cluster_rank(), half = rank / S::kPair, row_tile, col_tile, first, last;
-
-  __device__ __forceinline__ explicit Quarter(const KlGemmSm90& p) {
-    const uint32_t tile = blockIdx.x / S::kCluster, rows = p.stream[0].row_tiles, middle = ceil_div(p.deal.rounds, 2u);
-    row_tile = tile % rows * S::kPair + rank % S::kPair, col_tile = tile / rows;
-    first = half == 0 ? 0 : middle, last = half == 0 ? middle : p.deal.rounds;
-  }
-};
-
-template <class S>
-__device__ __forceinline__ uint32_t arrived(const Ring<S>& ring, uint32_t warp) {
-  return ring.base + Ring<S>::kEmptyAt + 8 * (S::kStages + warp);
-}
-
-template <class S>
-__device__ __forceinline__ void copy_half(const KlGemmSm90& p, Ring<S> ring) {
-  const Quarter<S> at(p);
-  const uint32_t mine = at.rank % S::kPair;
-  const auto weights = [&](uint32_t k) {
-    const uint32_t full = ring.full(ring.stage), row = p.stream[0].part[0].first_row + at.col_tile * S::kCols + mine * (S::kCols / 2);
-    barrier_arrive_expect(full, S::kStageBytes);
-    tma_load_2d_to_all(ring.right() + mine * (S::kRightBytes / 2), &p.w[0], k * KL_SM90_INNER, row, full, 3 << at.half * S::kPair);
-  };
-  const Ring<S> start = ring;
-  uint32_t ahead = 0;
-  for (; ahead < S::kStages && at.first + ahead < at.last; ahead++, ring.advance()) weights(at.first + ahead);
-  ring = start;
-  wait_for_previous_kernel();
-  for (uint32_t k = at.first; k < at.last; k++, ring.advance()) {
-    if (k >= at.first + ahead) {
-      barrier_wait(ring.empty(ring.stage), ring.parity ^ 1);
-      weights(k);
-    }
-    tma_load_2d(ring.left(), &p.x[0], k * KL_SM90_INNER, at.row_tile * S::kRows, ring.full(ring.stage));
-  }
-}
-
-template <class S>
-__device__ __forceinline__ void multiply_half(const KlGemmSm90& p, Ring<S> ring) {
-  const Quarter<S> at(p);
-  const uint32_t group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 - 4;
-  float sums[S::kCols / 2] = {};
-  for (uint32_t k = at.first; k < at.last; k++, ring.advance()) {
-    barrier_wait(ring.full(ring.stage), ring.parity);
-    const uint64_t left = wgmma_operand(ring.left() + group * 8192), right = wgmma_operand(ring.right());
-    const auto release = [&](uint32_t stage) {
-      if (threadIdx.x % 128 < S::kPair) barrier_arrive_at(ring.empty(stage), at.half * S::kPair + threadIdx.x % 128);
-    };
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < KL_SM90_INNER / 16; i++) wgmma<S::kCols>(sums, left + 2 * i, right + 2 * i, 1);
-    wgmma_commit();
-    wgmma_wait<1>();
-    // Nobody waits for the last stages.
-    if (k > at.first) release(ring.before());
-  }
-  wgmma_wait<0>();
-
-  // Of a thread's two rows each half keeps one and gives the other away.
-  const bool upper = at.half == 0;
-  const uint32_t buffer = ring.buffers(warp) + lane() * sizeof(float4);
-#pragma unroll
-  for (int n = 0; n < S::kN; n += 2) {
-    const float *a = &sums[4 * n], *b = a + 4;
-    const float4 other = upper ? make_float4(a[2], a[3], b[2], b[3]) : make_float4(a[0], a[1], b[0], b[1]);
-    store_in_block(buffer + n / 2 * (32 * sizeof(float4)), other, arrived(ring, warp), at.rank ^ S::kPair);
-  }
-  const KlGemmStream& s = p.stream[0];
-  const KlGemmPart& part = s.part[0];
-  const uint32_t row = at.row_tile * S::kRows + group * 64 + warp % 4 * 16 + lane() / 4 + at.half * 8, col0 = at.col_tile * S::kCols + lane() % 4 * 2;
-  bf16* out = row_of<bf16>(part.out, min(row, part.out.rows - 1));
-  const bool adds = part.epilogue == KL_GATE_RESIDUAL;
-  const auto exists = [&](int n) { return row < part.out.rows && col0 + 8 * n < part.out.cols; };
-  uint32_t old[S::kN];
-#pragma unroll
-  for (int n = 0; n < S::kN; n++) old[n] = adds && exists(n) ? *reinterpret_cast<const uint32_t*>(out + col0 + 8 * n) : 0;
-  barrier_wait(arrived(ring, warp), 0);
-#pragma unroll
-  for (int n = 0; n < S::kN; n += 2) {
-    const float4 theirs = load_shared(buffer + n / 2 * (32 * sizeof(float4)));
-#pragma unroll
-    for (int e = 0; e < 2; e++) {
-      const float* own = &sums[4 * (n + e)];
-      float2 v = make_float2((upper ? own[0] : own[2]) + (e ? theirs.z : theirs.x), (upper ? own[1] : own[3]) + (e ? theirs.w : theirs.y));
-      if (!exists(n + e)) continue;
-      const uint32_t col = col0 + 8 * (n + e);
-      if (s.bias.data) {
-        const float* bias = row_of<const float>(s.bias, 0) + part.first_row + col;
-        v.x += bias[0], v.y += bias[1];
-      }
-      if (adds) {
-        float2 gate = make_float2(1.0f, 1.0f);
-        if (part.extra.data) gate = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(row_of<const bf16>(part.extra, 0) + col));
-        const float2 there = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&old[n + e]));
-        v.x = there.x + gate.x * v.x, v.y = there.y + gate.y * v.y;
-      }
-      *reinterpret_cast<uint32_t*>(out + col) = pack(v.x, v.y);
-    }
-  }
-}
-
-template <class S>
-__device__ __forceinline__ void gemm_halved(const KlGemmSm90& p) {
-  extern __shared__ __align__(1024) unsigned char dynamic[];
-  const Ring<S> ring{shared_address(dynamic) + 1023 & ~1023u};
-  if (threadIdx.x == 0) {
-    prefetch_map(&p.x[0]), prefetch_map(&p.w[0]);
-    for (int i = 0; i < S::kStages; i++) {
-      barrier_init(ring.full(i), 1);
-      barrier_init(ring.empty(i), S::kGroups * S::kPair);
-    }
-    for (int i = 0; i < S::kWarps; i++) barrier_init(arrived(ring, i), 1);
-    fence_barrier_init();
-    for (int i = 0; i < S::kWarps; i++) barrier_arrive_expect(arrived(ring, i), S::kBufferBytes);
-  }
-  cluster_sync();
-  launch_next_kernel();
-  if (threadIdx.x < 128) {
-    give_registers<40>();
-    if (threadIdx.x == 0) copy_half(p, ring);
-    __syncwarp();
-  } else {
-    take_registers<232>();
-    wait_for_previous_kernel();
-    multiply_half(p, ring);
-  }
-  cluster_sync();  // nobody leaves while others write to it
-}
-
 using Large = Shape<2, 2, 192, 3, Common::kRows>;
 using Square = Shape<3, 1, 192, 4, Common::kRows>;
 using Wide = Shape<2, 1, 256, 4, Common::kCols>;
+using Broad = Shape<2, 1, 208, 5, Common::kCols>;
 using Medium = Shape<2, 1, 192, 4, Common::kCols>;
-using Narrow = Halved<176, 4>;
+using Narrow = Shape<2, 1, 160, 5, Common::kCols>;
+using Low = Shape<1, 1, 160, 7, Common::kCols>;
 #define KL_SAME_SIZE(S, suffix)                                                                                                     \
   static_assert(S::kSharedBytes == KL_SM90_SHARED_##suffix && S::kThreads == KL_SM90_THREADS_##suffix, "abi.h states another size")
 KL_SAME_SIZE(Large, 256X192);
 KL_SAME_SIZE(Square, 192X192);
 KL_SAME_SIZE(Wide, 128X256);
+KL_SAME_SIZE(Broad, 128X208);
 KL_SAME_SIZE(Medium, 128X192);
-KL_SAME_SIZE(Narrow, 128X176);
+KL_SAME_SIZE(Narrow, 128X160);
+KL_SAME_SIZE(Low, 64X160);
 static_assert(sizeof(KlGemmSm90) % 128 == 0, "abi.h leaves a gap");
 
 KL_ENTRY(kl_gemm_bf16_sm90_256x192, KlGemmSm90, KL_SM90_THREADS_256X192, 1) { gemm<Large>(p); }
 KL_ENTRY(kl_gemm_bf16_sm90_192x192, KlGemmSm90, KL_SM90_THREADS_192X192, 1) { gemm<Square>(p); }
 KL_ENTRY(kl_gemm_bf16_sm90_128x256, KlGemmSm90, KL_SM90_THREADS_128X256, 1) { gemm<Wide>(p); }
+KL_ENTRY(kl_gemm_bf16_sm90_128x208, KlGemmSm90, KL_SM90_THREADS_128X208, 1) { gemm<Broad>(p); }
 KL_ENTRY(kl_gemm_bf16_sm90_128x192, KlGemmSm90, KL_SM90_THREADS_128X192, 1) { gemm<Medium>(p); }
-KL_ENTRY(kl_gemm_bf16_sm90_128x176, KlGemmSm90, KL_SM90_THREADS_128X176, 1) { gemm_halved<Narrow>(p); }
+KL_ENTRY(kl_gemm_bf16_sm90_128x160, KlGemmSm90, KL_SM90_THREADS_128X160, 1) { gemm<Narrow>(p); }
+KL_ENTRY(kl_gemm_bf16_sm90_64x160, KlGemmSm90, KL_SM90_THREADS_64X160, 1) { gemm<Low>(p); }

@@ -178,7 +178,7 @@ struct Gemm {
     });
     __syncthreads();
     rows([&](int m, int half, uint32_t row, uint64_t r) {
-      const float scale = rsqrtf((squares[row] + squares[Tile::kRows + row]) * (1.0f / 128.0f) + s.eps);
+      const float scale = part.scale * rsqrtf((squares[row] + squares[Tile::kRows + row]) * (1.0f / 128.0f) + s.eps);
       const float* angles = row_of<const float>(s.table, row_exists(r) ? r : 0);
       // Neighbours are a pair, or what stands beside them eight columns further and belongs 64 further.
       const bool interleaved = s.rope == KL_ROPE_INTERLEAVED;

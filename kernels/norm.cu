@@ -3,7 +3,7 @@
 //   kl_rms_norm_*    y = x / sqrt(mean(x^2) + eps) * weight
 //   kl_layer_norm_*  y = (1 + scale) * (x - mean) / sqrt(var + eps) + shift, per stream
 //                    _1024 to _8192: aligned rows of bf16 with at most so many columns, a multiple of 8; _any: all others
-//   kl_head_norm     each head of x: RMS norm with weight, then rotation by the row's angles, in place
+//   kl_head_norm     each head of x: RMS norm with weight, times scale, then rotation by the row's angles, in place
 //                    table [rows, d]: d/2 cosines, then d/2 sines; pairs are neighbours (2i, 2i+1) or halves (i, i + d/2)
 //   kl_group_stats_*, kl_group_stats_finish    mean and variance of each group of channels over all pixels
 //   kl_group_norm_*  y = (x - mean) / sqrt(var + eps) * weight + bias, then silu if asked; finishes statistics itself if nobody else
@@ -260,7 +260,7 @@ __device__ __forceinline__ void heads_of_128(const KlHeads& part, uint64_t row, 
     X* const x = at + head * 128;
     const float2 a = load_pair(x + low), b = load_pair(x + high);
     const float squares = warp_sum(a.x * a.x + a.y * a.y + b.x * b.x + b.y * b.y);
-    const float scale = rsqrtf(squares * (1.0f / 128.0f) + eps);
+    const float scale = part.scale * rsqrtf(squares * (1.0f / 128.0f) + eps);
     const float v0 = a.x * scale * w0, v1 = a.y * scale * w1, v2 = b.x * scale * w2, v3 = b.y * scale * w3;
     if (kInterleaved) {
       store_pair(x + low, v0 * c0 - v1 * s0, v0 * s0 + v1 * c0);
@@ -282,7 +282,7 @@ __device__ __forceinline__ void heads_of_any(const KlHeads& part, uint64_t row, 
     X* const x = row_of<X>(part.x, row) + static_cast<uint64_t>(head) * d;
     float squares = 0.0f;
     for (uint32_t i = lane; i < d; i += 32) squares += to_float(x[i]) * to_float(x[i]);
-    const float scale = rsqrtf(warp_sum(squares) / static_cast<float>(d) + eps);
+    const float scale = part.scale * rsqrtf(warp_sum(squares) / static_cast<float>(d) + eps);
     for (uint32_t pair = lane; pair < half; pair += 32) {
       const uint32_t i = interleaved ? 2 * pair : pair, j = interleaved ? i + 1 : pair + half;
       const float a = to_float(x[i]) * scale * weight[i], b = to_float(x[j]) * scale * weight[j];

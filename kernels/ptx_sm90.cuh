@@ -94,6 +94,9 @@ __device__ __forceinline__ void tma_store_wait() {
 // What threads wrote to shared memory comes before what the copy engine reads of it.
 __device__ __forceinline__ void fence_shared_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Brings a line of global memory near.
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p) : "memory"); }
+
 __device__ __forceinline__ void prefetch_map(const KlTensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 // ------------------------------------------------------------------------------------------------- warpgroup products
@@ -117,13 +120,12 @@ __device__ __forceinline__ uint64_t wgmma_operand(uint32_t address) {
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, " \
   "%27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
   "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define KL_NAMES_88                                                                                                             \
-  KL_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, " \
-              "%86, %87"
-#define KL_NAMES_96 KL_NAMES_88 ", %88, %89, %90, %91, %92, %93, %94, %95"
-#define KL_NAMES_128                                                                                                              \
-  KL_NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, " \
-              "%115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define KL_NAMES_80 KL_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define KL_NAMES_96 KL_NAMES_80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define KL_NAMES_104 KL_NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define KL_NAMES_128                                                                                                                  \
+  KL_NAMES_104 ", %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, " \
+               "%123, %124, %125, %126, %127"
 #define KL_SUMS_4(i) "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3])
 #define KL_SUMS_16(i) KL_SUMS_4(i), KL_SUMS_4(i + 4), KL_SUMS_4(i + 8), KL_SUMS_4(i + 12)
 #define KL_SUMS_64(i) KL_SUMS_16(i), KL_SUMS_16(i + 16), KL_SUMS_16(i + 32), KL_SUMS_16(i + 48)
@@ -138,13 +140,15 @@ __device__ __forceinline__ uint64_t wgmma_operand(uint32_t address) {
 // sums (+)= left right^T: 64 rows by kCols columns, over 16 of the inner dimension. Without `add` what was there is dropped.
 template <int kCols>
 __device__ __forceinline__ void wgmma(float (&sums)[kCols / 2], uint64_t left, uint64_t right, uint32_t add) {
-  static_assert(kCols == 128 || kCols == 176 || kCols == 192 || kCols == 256, "no such width");
+  static_assert(kCols == 128 || kCols == 160 || kCols == 192 || kCols == 208 || kCols == 256, "no such width");
   if constexpr (kCols == 256) {
     KL_WGMMA(256, KL_NAMES_128, 128, 129, 130, KL_SUMS_64(0), KL_SUMS_64(64));
+  } else if constexpr (kCols == 208) {
+    KL_WGMMA(208, KL_NAMES_104, 104, 105, 106, KL_SUMS_64(0), KL_SUMS_16(64), KL_SUMS_16(80), KL_SUMS_4(96), KL_SUMS_4(100));
   } else if constexpr (kCols == 192) {
     KL_WGMMA(192, KL_NAMES_96, 96, 97, 98, KL_SUMS_64(0), KL_SUMS_16(64), KL_SUMS_16(80));
-  } else if constexpr (kCols == 176) {
-    KL_WGMMA(176, KL_NAMES_88, 88, 89, 90, KL_SUMS_64(0), KL_SUMS_16(64), KL_SUMS_4(80), KL_SUMS_4(84));
+  } else if constexpr (kCols == 160) {
+    KL_WGMMA(160, KL_NAMES_80, 80, 81, 82, KL_SUMS_64(0), KL_SUMS_16(64));
   } else {
     KL_WGMMA(128, KL_NAMES_64, 64, 65, 66, KL_SUMS_64(0));
   }
@@ -204,25 +208,6 @@ __device__ __forceinline__ void cluster_sync() {
       "barrier.cluster.arrive.release.aligned;\n"
       "barrier.cluster.wait.acquire.aligned;\n" ::
           : "memory");
-}
-
-// Stores sixteen bytes at this block's address in another block's shared memory; that block's barrier counts them.
-__device__ __forceinline__ void store_in_block(uint32_t to, float4 v, uint32_t barrier, uint32_t rank) {
-  asm volatile(
-      "{\n"
-      ".reg .b32 there, then;\n"
-      "mapa.shared::cluster.u32 there, %0, %2;\n"
-      "mapa.shared::cluster.u32 then, %1, %2;\n"
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [then];\n"
-      "}\n" ::"r"(to),
-      "r"(barrier), "r"(rank), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
-      : "memory");
-}
-
-__device__ __forceinline__ float4 load_shared(uint32_t from) {
-  float4 v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(from) : "memory");
-  return v;
 }
 
 // Sixteen bits at this block's address in another block's shared memory.

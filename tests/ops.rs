@@ -120,7 +120,7 @@ fn operands_that_do_not_fit_are_refused() {
     let image =
         |out, x, width, height, sampling| Op::Conv { out, x, w: &conv, width, height, sampling, residual: None, stats: None };
     fn attention(out: Tensor, q: Tensor, kv: &[KeyValues], head_dim: usize, causal: bool) -> Op<'_> {
-        Op::Attention { out, q, kv, head_dim, causal, bound: f32::INFINITY }
+        Op::Attention { out, q, kv, head_dim, causal, scale: 1.0, bound: f32::INFINITY }
     }
     let refused: &[(&str, Op<'_>)] = &[
         ("another number of rows", Op::Copy { out: a, x: c }),

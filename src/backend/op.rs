@@ -80,6 +80,8 @@ pub struct QkNorm {
     pub k: Tensor,
     /// Added to the mean square.
     pub eps: f32,
+    /// Queries are multiplied by it as well.
+    pub q_scale: f32,
 }
 
 /// `out = x W^T + b`, one stream.
@@ -212,7 +214,7 @@ pub enum Op<'a> {
     LinearGateResidual(&'a [GatedProduct<'a>]),
     /// Attention inputs of a block.
     Qkv(&'a [Projection<'a>]),
-    /// `softmax(q k^T / sqrt(head_dim)) v` over the keys of all segments together.
+    /// `softmax(q k^T * scale) v` over the keys of all segments together.
     Attention {
         /// Same shape as `q`.
         out: Tensor,
@@ -224,6 +226,8 @@ pub enum Op<'a> {
         head_dim: usize,
         /// Query `i` sees keys `0..=i` only.
         causal: bool,
+        /// Of scores. Where it is ln 2, scores are exponents of two, and kernels need not multiply.
+        scale: f32,
         /// No scaled score is larger than this, whatever the tokens; infinite where nothing is known.
         bound: f32,
     },
@@ -548,14 +552,14 @@ impl Op<'_> {
                     fits(vector(s.norm.q, d) && vector(s.norm.k, d) && s.rope.table.dtype == DType::F32, "norms and table")?;
                 }
             }
-            Self::Attention { out, q, kv, head_dim, causal, bound } => {
+            Self::Attention { out, q, kv, head_dim, causal, scale, bound } => {
                 fits(same(out, q) && head_dim > 0 && q.cols % head_dim == 0 && !kv.is_empty(), "shapes")?;
                 let kv_cols = kv[0].k.cols;
                 fits(kv.iter().all(|s| same(s.k, s.v) && s.k.cols == kv_cols), "segments")?;
                 fits(kv_cols > 0 && kv_cols % head_dim == 0 && q.cols % kv_cols == 0, "heads")?;
                 fits(kv.iter().any(|s| s.k.rows > 0), "no keys")?;
                 fits(!causal || kv.len() == 1, "a causal mask over several segments")?;
-                fits(bound >= 0.0, "bound")?;
+                fits(scale > 0.0 && bound >= 0.0, "scale or bound")?;
             }
             Self::Conv { out, x, w, width, height, sampling, residual, stats } => {
                 let pixels = match sampling {

@@ -101,8 +101,8 @@ impl<'a> Loader<'a> {
         Ok(GroupNorm { weight, bias: self.vector(&format!("{name}.bias"), channels)?, groups, eps })
     }
 
-    fn qk_norm(&mut self, q: &str, k: &str, head_dim: usize, eps: f32) -> Result<QkNorm> {
-        Ok(QkNorm { q: self.vector(q, head_dim)?, k: self.vector(k, head_dim)?, eps })
+    fn qk_norm(&mut self, q: &str, k: &str, head_dim: usize, eps: f32, q_scale: f32) -> Result<QkNorm> {
+        Ok(QkNorm { q: self.vector(q, head_dim)?, k: self.vector(k, head_dim)?, eps, q_scale })
     }
 
     /// What that norm does to lengths.

@@ -42,7 +42,7 @@ impl TextEncoder {
                 Ok(Layer {
                     input_norm: loader.vector(&name("input_layernorm"), c.hidden)?,
                     qkv: loader.linear(&name("self_attn.qkv_proj"), q + 2 * kv, c.hidden)?,
-                    qk_norm: loader.qk_norm(&name("self_attn.q_norm"), &name("self_attn.k_norm"), HEAD_DIM, c.eps)?,
+                    qk_norm: loader.qk_norm(&name("self_attn.q_norm"), &name("self_attn.k_norm"), HEAD_DIM, c.eps, 1.0)?,
                     out: loader.linear(&name("self_attn.o_proj"), c.hidden, q)?,
                     mlp_norm: loader.vector(&name("post_attention_layernorm"), c.hidden)?,
                     gate_up: loader.gate_up(&name("mlp.gate_up_proj"), 2 * c.intermediate, c.hidden, 2 * c.intermediate)?,
@@ -86,7 +86,16 @@ impl TextEncoder {
                 }]))?;
                 // Cutting the keys to the real tokens is the padding mask: a causal row past the end sees exactly these.
                 let kv = [KeyValues { k: k.rows(0..tokens.real), v: v.rows(0..tokens.real) }];
-                be.run(Op::Attention { out: attended, q, kv: &kv, head_dim: HEAD_DIM, causal: true, bound: f32::INFINITY })?;
+                let scale = 1.0 / (HEAD_DIM as f32).sqrt();
+                be.run(Op::Attention {
+                    out: attended,
+                    q,
+                    kv: &kv,
+                    head_dim: HEAD_DIM,
+                    causal: true,
+                    scale,
+                    bound: f32::INFINITY,
+                })?;
                 be.run(Op::LinearGateResidual(&[GatedProduct { into: x, x: attended, w: &layer.out, gate: None }]))?;
                 be.run(Op::RmsNorm { out: normed, x, weight: layer.mlp_norm, eps: c.eps })?;
                 be.run(Op::LinearSwiglu(&[Product { out: inner, x: normed, w: &layer.gate_up }]))?;

@@ -13,6 +13,7 @@ use crate::error::Result;
 use crate::sampler::{SINUSOID, sinusoid};
 use crate::sequence::SequencePlan;
 use crate::tensor::{Arena, Precision, Tensor};
+use std::f32::consts::{LN_2, LOG2_E};
 use std::ops::Range;
 
 /// The layer that brings a prompt's features to the transformer's width. It is apart from the others because it is needed as early
@@ -56,6 +57,12 @@ pub struct Transformer {
     single_blocks: Vec<SingleBlock>,
     final_modulation: Linear,
     image_out: Linear,
+}
+
+/// What queries are multiplied by as soon as they are normalised, so that scores are exponents of two: the scale of attention, once for
+/// each query instead of once for each score.
+fn q_scale() -> f32 {
+    LOG2_E / (HEAD_DIM as f32).sqrt()
 }
 
 /// One stream's half of a double block.
@@ -179,7 +186,7 @@ impl Stream {
         let norm = |which: &str| format!("{prefix}_attn.norm.{which}_norm.scale");
         Ok(Self {
             qkv: loader.linear(&format!("{prefix}_attn.qkv.weight"), 3 * h, h)?,
-            qk_norm: loader.qk_norm(&norm("query"), &norm("key"), HEAD_DIM, c.eps)?,
+            qk_norm: loader.qk_norm(&norm("query"), &norm("key"), HEAD_DIM, c.eps, q_scale())?,
             stretches: loader.stretches(&norm("query"), &norm("key"), HEAD_DIM)?,
             attention_out: loader.linear(&format!("{prefix}_attn.proj.weight"), h, h)?,
             mlp_in: loader.gate_up(&format!("{prefix}_mlp.0.weight"), 2 * mlp, h, 2 * mlp)?,
@@ -194,7 +201,7 @@ impl SingleBlock {
         let norm = |which: &str| format!("{prefix}.norm.{which}_norm.scale");
         Ok(Self {
             linear1: loader.gate_up(&format!("{prefix}.linear1.weight"), 3 * h + 2 * mlp, h, 2 * mlp)?,
-            qk_norm: loader.qk_norm(&norm("query"), &norm("key"), HEAD_DIM, c.eps)?,
+            qk_norm: loader.qk_norm(&norm("query"), &norm("key"), HEAD_DIM, c.eps, q_scale())?,
             bound: loader.stretches(&norm("query"), &norm("key"), HEAD_DIM)?.bound(HEAD_DIM),
             linear2: loader.linear(&format!("{prefix}.linear2.weight"), h, h + mlp)?,
         })
@@ -518,7 +525,7 @@ impl Transformer {
             }
             None => &one,
         };
-        be.run(Op::Attention { out, q, kv, head_dim: HEAD_DIM, causal: false, bound })
+        be.run(Op::Attention { out, q, kv, head_dim: HEAD_DIM, causal: false, scale: LN_2, bound })
     }
 }
 

@@ -322,6 +322,7 @@ impl Vae {
                 kv: &[KeyValues { k, v }],
                 head_dim: channels,
                 causal: false,
+                scale: 1.0 / (channels as f32).sqrt(),
                 bound: f32::INFINITY,
             })?;
             be.run(Op::LinearGateResidual(&[GatedProduct { into: x.data, x: normed, w: &block.out, gate: None }]))

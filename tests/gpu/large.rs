@@ -4,6 +4,7 @@ use super::cuda;
 use kiln::backend::cuda::{Choice, Cuda};
 use kiln::backend::{Backend, Conv, GroupNorm, HostData, KeyValues, Linear, Modulated, Op, Product, Role, Sampling, WeightPart};
 use kiln::tensor::{Arena, Bytes, DType, Region, Tensor};
+use std::f32::consts::{LN_2, LOG2_E};
 use std::sync::Arc;
 
 /// More rows than the longest sequence, and with these columns more elements than a signed 32-bit number counts.
@@ -52,12 +53,14 @@ fn long_attention() {
         let [q, k, v, out] = std::array::from_fn(|_| arena.alloc(tokens, heads * d, DType::Bf16).unwrap());
         let alone = arena.alloc(rows, heads * d, DType::Bf16).unwrap();
         cuda.reserve(arena.peak()).unwrap();
-        for (t, seed, scale) in [(q, 1, 4.0), (k, 2, 1.0), (v, 3, 1.0)] {
+        let scale = 1.0 / (d as f32).sqrt();
+        // Scores are exponents of two, at most 4 sqrt(d) of e.
+        for (t, seed, scale) in [(q, 1, 4.0 * LOG2_E * scale), (k, 2, 1.0), (v, 3, 1.0)] {
             let values: Vec<f32> = noise(t.len(), seed).into_iter().map(|v| scale * v).collect();
             cuda.write(t, HostData::F32(&values)).unwrap();
         }
         let kv = [KeyValues { k, v }];
-        let attention = |out, q, bound| Op::Attention { out, q, kv: &kv, head_dim: d, causal: false, bound };
+        let attention = |out, q, bound| Op::Attention { out, q, kv: &kv, head_dim: d, causal: false, scale: LN_2, bound };
         let read = |cuda: &mut Cuda, t: Tensor| {
             let mut values = vec![0.0; t.len()];
             cuda.read(t, &mut values).unwrap();
@@ -116,8 +119,15 @@ fn rows_of_two_dimensions() {
         be.write(last(out, 7), HostData::F32(&noise(7 * COLS, 8))).unwrap();
         let (d, heads) = (128, COLS - 128..COLS);
         let kv = [KeyValues { k: last(x, 5).cols(heads.clone()), v: last(x, 5).cols(0..d) }];
-        let attention =
-            |out: Tensor, q: Tensor| Op::Attention { out, q, kv: &kv, head_dim: d, causal: false, bound: f32::INFINITY };
+        let attention = |out: Tensor, q: Tensor| Op::Attention {
+            out,
+            q,
+            kv: &kv,
+            head_dim: d,
+            causal: false,
+            scale: 0.1,
+            bound: f32::INFINITY,
+        };
         let (q, o) = (out.cols(heads.clone()), out.cols(d..2 * d));
         same(be, "attention", attention(o, q), attention(row.cols(0..d), last(q, 1)), (last(o, 1), row.cols(0..d)));
     }

@@ -273,13 +273,15 @@ pub struct Heads<'a> {
     pub q_norm: In<'a>,
     pub k_norm: In<'a>,
     pub eps: f32,
+    pub q_scale: f32,
     pub table: In<'a>,
     pub style: RopeStyle,
 }
 
 pub fn qkv(out: [Option<Out<'_>>; 3], mlp: Option<Out<'_>>, x: In<'_>, w: In<'_>, heads: &Heads<'_>) {
     let head_dim = heads.table.cols;
-    let norms = [Some(heads.q_norm.row_vec(0)), Some(heads.k_norm.row_vec(0)), None];
+    let scaled = |norm: &In<'_>, by: f32| norm.row_vec(0).into_iter().map(|w| w * by).collect::<Vec<_>>();
+    let norms = [Some(scaled(&heads.q_norm, heads.q_scale)), Some(scaled(&heads.k_norm, 1.0)), None];
     let mut first = 0;
     for (out, norm) in out.into_iter().zip(&norms) {
         let Some(out) = out else { continue };
@@ -335,8 +337,15 @@ struct AttentionScratch {
     out: Vec<f32>,
 }
 
+/// What becomes of scores.
+#[derive(Clone, Copy)]
+pub struct Scores {
+    pub causal: bool,
+    pub scale: f32,
+}
+
 /// Attention with a running maximum: scores exist one block at a time, never as a whole.
-pub fn attention(out: Out<'_>, q: In<'_>, kv: &[(In<'_>, In<'_>)], head_dim: usize, causal: bool) {
+pub fn attention(out: Out<'_>, q: In<'_>, kv: &[(In<'_>, In<'_>)], head_dim: usize, scores: Scores) {
     let group = q.cols / kv[0].0.cols;
     let tasks: Vec<_> = out
         .split_rows(QUERY_BLOCK)
@@ -345,7 +354,7 @@ pub fn attention(out: Out<'_>, q: In<'_>, kv: &[(In<'_>, In<'_>)], head_dim: usi
         .collect();
     for_tasks(tasks, |scratch: &mut AttentionScratch, (row, col, piece)| {
         let kv_col = col / head_dim / group * head_dim;
-        attend(piece, &q, kv, (row, col, kv_col), causal, scratch);
+        attend(piece, &q, kv, (row, col, kv_col), scores, scratch);
     });
 }
 
@@ -354,11 +363,10 @@ fn attend(
     q: &In<'_>,
     kv: &[(In<'_>, In<'_>)],
     (row, col, kv_col): (usize, usize, usize),
-    causal: bool,
+    Scores { causal, scale }: Scores,
     scratch: &mut AttentionScratch,
 ) {
     let (n, d) = (out.rows, out.cols);
-    let scale = 1.0 / (d as f32).sqrt();
     let s = scratch;
     s.q.resize(n * d, 0.0);
     for (i, q_row) in s.q.chunks_exact_mut(d).enumerate() {

@@ -225,6 +225,7 @@ impl Cpu {
                         q_norm: read(s.norm.q)?,
                         k_norm: read(s.norm.k)?,
                         eps: s.norm.eps,
+                        q_scale: s.norm.q_scale,
                         table: read(s.rope.table)?,
                         style: s.rope.style,
                     };
@@ -232,9 +233,9 @@ impl Cpu {
                     kernels::qkv(out, s.mlp.map(write).transpose()?, read(s.x)?, read(s.w.weight)?, &heads);
                 }
             }
-            Op::Attention { out, q, kv, head_dim, causal, .. } => {
+            Op::Attention { out, q, kv, head_dim, causal, scale, .. } => {
                 let kv = kv.iter().map(|s| Ok((read(s.k)?, read(s.v)?))).collect::<Result<Vec<_>>>()?;
-                kernels::attention(write(out)?, read(q)?, &kv, head_dim, causal);
+                kernels::attention(write(out)?, read(q)?, &kv, head_dim, kernels::Scores { causal, scale });
             }
             Op::Conv { out, x, w, width, height, sampling, residual, stats } => {
                 let geometry = image::Geometry { width, height, sampling };

@@ -54,19 +54,22 @@ pub const KL_MMA_INNER_64: u32 = 64;
 pub const KL_HEADS: u32 = 3;
 pub const KL_GEMM_PARTS: u32 = 4;
 pub const KL_SM90_CLUSTER: u32 = 2;
-pub const KL_SM90_CLUSTER_HALVED: u32 = 4;
 pub const KL_SM90_INNER: u32 = 64;
 pub const KL_SM90_STORE_ROWS: u32 = 16;
 pub const KL_SM90_THREADS_256X192: u32 = 384;
 pub const KL_SM90_THREADS_192X192: u32 = 512;
 pub const KL_SM90_THREADS_128X256: u32 = 384;
+pub const KL_SM90_THREADS_128X208: u32 = 384;
 pub const KL_SM90_THREADS_128X192: u32 = 384;
-pub const KL_SM90_THREADS_128X176: u32 = 384;
+pub const KL_SM90_THREADS_128X160: u32 = 384;
+pub const KL_SM90_THREADS_64X160: u32 = 256;
 pub const KL_SM90_SHARED_256X192: u32 = 222256;
 pub const KL_SM90_SHARED_192X192: u32 = 222272;
 pub const KL_SM90_SHARED_128X256: u32 = 230464;
+pub const KL_SM90_SHARED_128X208: u32 = 228432;
 pub const KL_SM90_SHARED_128X192: u32 = 230464;
-pub const KL_SM90_SHARED_128X176: u32 = 201856;
+pub const KL_SM90_SHARED_128X160: u32 = 218192;
+pub const KL_SM90_SHARED_64X160: u32 = 218224;
 pub const KL_SM90_SEGMENTS: u32 = 8;
 pub const KL_SM90_QUERIES: u32 = 128;
 pub const KL_SM90_ATTENTION_THREADS: u32 = 384;
@@ -285,14 +288,18 @@ pub struct KlHeads {
     pub x: KlMat,
     pub weight: KlMat,
     pub table: KlMat,
+    pub scale: f32,
+    pub unused: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlHeads"][::core::mem::size_of::<KlHeads>() - 96usize];
+    ["Size of KlHeads"][::core::mem::size_of::<KlHeads>() - 104usize];
     ["Alignment of KlHeads"][::core::mem::align_of::<KlHeads>() - 8usize];
     ["Offset of field: KlHeads::x"][::core::mem::offset_of!(KlHeads, x) - 0usize];
     ["Offset of field: KlHeads::weight"][::core::mem::offset_of!(KlHeads, weight) - 32usize];
     ["Offset of field: KlHeads::table"][::core::mem::offset_of!(KlHeads, table) - 64usize];
+    ["Offset of field: KlHeads::scale"][::core::mem::offset_of!(KlHeads, scale) - 96usize];
+    ["Offset of field: KlHeads::unused"][::core::mem::offset_of!(KlHeads, unused) - 100usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -305,13 +312,13 @@ pub struct KlHeadNorm {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlHeadNorm"][::core::mem::size_of::<KlHeadNorm>() - 400usize];
+    ["Size of KlHeadNorm"][::core::mem::size_of::<KlHeadNorm>() - 432usize];
     ["Alignment of KlHeadNorm"][::core::mem::align_of::<KlHeadNorm>() - 8usize];
     ["Offset of field: KlHeadNorm::part"][::core::mem::offset_of!(KlHeadNorm, part) - 0usize];
-    ["Offset of field: KlHeadNorm::head_dim"][::core::mem::offset_of!(KlHeadNorm, head_dim) - 384usize];
-    ["Offset of field: KlHeadNorm::style"][::core::mem::offset_of!(KlHeadNorm, style) - 388usize];
-    ["Offset of field: KlHeadNorm::eps"][::core::mem::offset_of!(KlHeadNorm, eps) - 392usize];
-    ["Offset of field: KlHeadNorm::unused"][::core::mem::offset_of!(KlHeadNorm, unused) - 396usize];
+    ["Offset of field: KlHeadNorm::head_dim"][::core::mem::offset_of!(KlHeadNorm, head_dim) - 416usize];
+    ["Offset of field: KlHeadNorm::style"][::core::mem::offset_of!(KlHeadNorm, style) - 420usize];
+    ["Offset of field: KlHeadNorm::eps"][::core::mem::offset_of!(KlHeadNorm, eps) - 424usize];
+    ["Offset of field: KlHeadNorm::unused"][::core::mem::offset_of!(KlHeadNorm, unused) - 428usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -469,7 +476,7 @@ pub struct KlGemmPart {
     pub epilogue: u32,
     pub first_row: u32,
     pub tiles: u32,
-    pub unused: u32,
+    pub scale: f32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -480,7 +487,7 @@ const _: () = {
     ["Offset of field: KlGemmPart::epilogue"][::core::mem::offset_of!(KlGemmPart, epilogue) - 64usize];
     ["Offset of field: KlGemmPart::first_row"][::core::mem::offset_of!(KlGemmPart, first_row) - 68usize];
     ["Offset of field: KlGemmPart::tiles"][::core::mem::offset_of!(KlGemmPart, tiles) - 72usize];
-    ["Offset of field: KlGemmPart::unused"][::core::mem::offset_of!(KlGemmPart, unused) - 76usize];
+    ["Offset of field: KlGemmPart::scale"][::core::mem::offset_of!(KlGemmPart, scale) - 76usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

@@ -23,6 +23,7 @@ pub struct Attended<'a> {
     pub kv: &'a [KeyValues],
     pub head_dim: usize,
     pub causal: bool,
+    pub scale: f32,
     pub bound: f32,
 }
 
@@ -62,7 +63,7 @@ impl Cuda {
             head_dim: head_dim as u32,
             group: (q.cols as usize / kv[0].k.cols) as u32,
             causal: u32::from(causal),
-            scale: 1.0 / (head_dim as f32).sqrt(),
+            scale: what.scale,
             unused: 0,
         };
         for (to, s) in p.kv.iter_mut().zip(kv) {
@@ -76,8 +77,9 @@ impl Cuda {
             if head_dim == 128 {
                 let runs = joined(&p.kv[..kv.len()]);
                 // Tiles that are asked for are those of the portable kernels.
-                if self.choice == Choice::Best && runs.len() <= abi::KL_SM90_SEGMENTS as usize {
-                    let kernel = match (causal, what.bound * LOG2_E <= LARGEST_POWER) {
+                if self.choice == Choice::Best && runs.len() <= abi::KL_SM90_SEGMENTS as usize && aligned(&p.out) {
+                    let exponents = (what.scale * LOG2_E - 1.0).abs() <= f32::EPSILON;
+                    let kernel = match (causal, exponents && what.bound * LOG2_E <= LARGEST_POWER) {
                         (true, _) => Kernel::AttentionSm90Causal,
                         (false, true) => Kernel::AttentionSm90,
                         (false, false) => Kernel::AttentionSm90Running,
@@ -109,7 +111,8 @@ impl Cuda {
         // With a mask tiles have as many rounds as they see keys, so there is nothing to share.
         let deal = if causal { Deal { whole: tiles, workers: 0 } } else { deal_to_clusters(tiles, rounds, slots) };
         let mut p = KlAttentionSm90 {
-            q: self.box_map(&of.q, [64, rows])?,
+            // Each of two warpgroups has rows of its own.
+            q: self.box_map(&of.q, [64, rows / 2])?,
             k: [NO_MAP; abi::KL_SM90_SEGMENTS as usize],
             v: [NO_MAP; abi::KL_SM90_SEGMENTS as usize],
             out: of.out,

@@ -19,7 +19,7 @@ pub struct Job {
     pub gate: Option<Tensor>,
 }
 
-const NO_PART: KlGemmPart = KlGemmPart { out: NONE, extra: NONE, epilogue: 0, first_row: 0, tiles: 0, unused: 0 };
+const NO_PART: KlGemmPart = KlGemmPart { out: NONE, extra: NONE, epilogue: 0, first_row: 0, tiles: 0, scale: 1.0 };
 
 pub(super) const NO_MAP: KlTensorMap = KlTensorMap { opaque: [0; 16] };
 
@@ -48,8 +48,10 @@ const fn stored_cols(cols: u32) -> u32 {
         64
     } else if cols.is_multiple_of(32) {
         32
-    } else {
+    } else if cols.is_multiple_of(16) {
         16
+    } else {
+        8
     }
 }
 
@@ -138,10 +140,8 @@ impl Cuda {
         let sizes: Vec<Size> = streams.iter().map(size).collect();
         let (multiprocessors, inner) = (self.device().multiprocessors, streams.iter().map(|s| s.x.cols).max().unwrap_or(0));
         let alike = streams.iter().all(|s| s.x.cols == inner);
-        // Halves are added up by a kernel that does little else.
-        let simple = matches!(streams, [s] if s.part[1].out.data == 0 && [abi::KL_STORE, abi::KL_GATE_RESIDUAL].contains(&s.part[0].epilogue));
         let can = |tile: Tile| {
-            let hopper = alike && (simple || !tile.spec().halved) && streams.iter().all(|s| on_hopper(s, tile.spec()));
+            let hopper = alike && streams.iter().all(|s| on_hopper(s, tile.spec()));
             let fits = !tile.is_hopper() || hopper;
             fits && self.kernels.has(tile.spec().kernel)
         };
@@ -150,7 +150,7 @@ impl Cuda {
             Choice::Tile(tile) if can(tile) => products.forced(tile, multiprocessors),
             _ => products.plan(multiprocessors, can),
         };
-        let Spec { rows, cols, inner: step, kernel, cluster, halved, .. } = plan.tile.spec();
+        let Spec { rows, cols, inner: step, kernel, cluster, .. } = plan.tile.spec();
         let rounds = inner.div_ceil(step);
         let mut stream = [NO_STREAM; abi::KL_STREAMS as usize];
         for (to, s) in stream.iter_mut().zip(streams) {
@@ -182,12 +182,8 @@ impl Cuda {
                 *map = self.box_map(&part.out, [stored_cols(width), abi::KL_SM90_STORE_ROWS])?;
             }
         }
-        let blocks = if halved {
-            tiles * abi::KL_SM90_CLUSTER_HALVED
-        } else {
-            abi::KL_SM90_CLUSTER * if workers > 0 { workers } else { tiles.min(plan.tile.slots(multiprocessors)) }
-        };
-        self.kernels.launch(kernel, [blocks, 1, 1], &p)
+        let clusters = if workers > 0 { workers } else { tiles.min(plan.tile.slots(multiprocessors)) };
+        self.kernels.launch(kernel, [clusters * abi::KL_SM90_CLUSTER, 1, 1], &p)
     }
 
     /// What each of those who share `tiles` of so many rounds has of them.
@@ -204,7 +200,8 @@ impl Cuda {
         let swizzle = match tile[0] {
             64 => Swizzle::Bytes128,
             32 => Swizzle::Bytes64,
-            _ => Swizzle::Bytes32,
+            16 => Swizzle::Bytes32,
+            _ => Swizzle::None,
         };
         let (size, pitch) = ([u64::from(m.cols), u64::from(m.rows)], m.stride * DType::Bf16.size() as u64);
         self.kernels.tensor_map(MapSpec { address: m.data, dtype: DType::Bf16, size, pitch, tile, swizzle })
@@ -231,12 +228,16 @@ impl Cuda {
         let mut stream =
             KlGemmStream { x, w, table: self.mat(s.rope.table, op)?, rope: rope(s.rope.style), eps: s.norm.eps, ..NO_STREAM };
         let (mut first_row, mut parts) = (0, stream.part.iter_mut());
-        let kinds =
-            [(abi::KL_HEADS, Some(s.norm.q)), (abi::KL_HEADS, Some(s.norm.k)), (abi::KL_STORE, None), (abi::KL_SWIGLU, None)];
-        for (out, (epilogue, norm)) in outs.into_iter().zip(kinds) {
+        let kinds = [
+            (abi::KL_HEADS, Some(s.norm.q), s.norm.q_scale),
+            (abi::KL_HEADS, Some(s.norm.k), 1.0),
+            (abi::KL_STORE, None, 1.0),
+            (abi::KL_SWIGLU, None, 1.0),
+        ];
+        for (out, (epilogue, norm, scale)) in outs.into_iter().zip(kinds) {
             let (Some(out), Some(part)) = (out, out.and_then(|_| parts.next())) else { continue };
             let (out, extra) = (self.mat(out, op)?, self.mat_if(norm, op)?);
-            *part = KlGemmPart { out, extra, epilogue, first_row, ..NO_PART };
+            *part = KlGemmPart { out, extra, epilogue, first_row, scale, ..NO_PART };
             first_row += weight_rows(part);
         }
         Ok(Some(stream))
@@ -247,14 +248,19 @@ impl Cuda {
         let mut heads = Vec::new();
         for s in streams {
             let mut first = 0;
-            for (out, norm) in [(s.q, Some(s.norm.q)), (Some(s.k), Some(s.norm.k)), (Some(s.v), None)] {
+            for (out, norm, scale) in
+                [(s.q, Some(s.norm.q), s.norm.q_scale), (Some(s.k), Some(s.norm.k), 1.0), (Some(s.v), None, 1.0)]
+            {
                 let Some(out) = out else { continue };
                 let w = s.w.rows(first..first + out.cols);
                 self.naive_product(op, &Job { out, x: s.x, w, epilogue: abi::KL_STORE, gate: None })?;
                 first += out.cols;
                 if let Some(weight) = norm {
                     let (x, weight, table) = (self.mat(out, op)?, self.mat(weight, op)?, self.mat(s.rope.table, op)?);
-                    heads.push((abi::KlHeads { x, weight, table }, (s.rope.table.cols, s.rope.style, s.norm.eps)));
+                    heads.push((
+                        abi::KlHeads { x, weight, table, scale, unused: 0 },
+                        (s.rope.table.cols, s.rope.style, s.norm.eps),
+                    ));
                 }
             }
             if let Some(out) = s.mlp {
@@ -267,7 +273,7 @@ impl Cuda {
             return Err(Error::Op { op, what: "streams with other heads, rotations or epsilons".into() });
         }
         let (head_dim, style, eps) = alike;
-        const ABSENT: abi::KlHeads = abi::KlHeads { x: NONE, weight: NONE, table: NONE };
+        const ABSENT: abi::KlHeads = abi::KlHeads { x: NONE, weight: NONE, table: NONE, scale: 1.0, unused: 0 };
         let mut p = abi::KlHeadNorm {
             part: [ABSENT; abi::KL_HEAD_PARTS as usize],
             head_dim: head_dim as u32,

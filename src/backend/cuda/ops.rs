@@ -109,8 +109,10 @@ pub fn kernels_of(op: &str) -> &'static [Kernel] {
             Kernel::GemmSm90Large,
             Kernel::GemmSm90Square,
             Kernel::GemmSm90Wide,
+            Kernel::GemmSm90Broad,
             Kernel::GemmSm90Medium,
             Kernel::GemmSm90Narrow,
+            Kernel::GemmSm90Low,
             Kernel::GemmMma256,
             Kernel::GemmMma128,
             Kernel::GemmMma64,
@@ -230,8 +232,8 @@ impl Cuda {
                 self.products(name, &streams.iter().map(job).collect::<Vec<_>>())
             }
             Op::Qkv(streams) => self.qkv(name, streams),
-            Op::Attention { out, q, kv, head_dim, causal, bound } => {
-                self.attention(name, mat(out)?, mat(q)?, &Attended { kv, head_dim, causal, bound })
+            Op::Attention { out, q, kv, head_dim, causal, scale, bound } => {
+                self.attention(name, mat(out)?, mat(q)?, &Attended { kv, head_dim, causal, scale, bound })
             }
             Op::Conv { out, x, w, width, height, sampling, residual, stats } => {
                 let Conv { weight, bias } = *w;

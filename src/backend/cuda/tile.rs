@@ -18,10 +18,14 @@ pub enum Tile {
     Hopper192x192,
     /// With whole heads of 128 columns.
     Hopper128x256,
-    /// For products of a few hundred rows.
+    /// For products of a few hundred rows, whichever of two wastes less.
+    Hopper128x208,
+    /// The other one.
     Hopper128x192,
-    /// For narrow ones of those: two blocks share a tile by halves of the inner dimension.
-    Hopper128x176,
+    /// For narrow ones of those with a long inner dimension, which tiles share.
+    Hopper128x160,
+    /// For narrow ones with a shorter one, and for a handful of rows.
+    Hopper64x160,
 }
 
 /// What the blocks of a cluster have in common, and copy for each other by halves.
@@ -46,8 +50,6 @@ pub struct Spec {
     pub resident: u32,
     /// On Hopper, where blocks stay for the whole product, in clusters.
     pub cluster: Option<Common>,
-    /// Whether two blocks of a cluster share each tile; then it has one for each pair, and does not stay.
-    pub halved: bool,
     /// The kernel that computes it.
     pub kernel: Kernel,
     /// Time for as much work, as measured (bench/README.md): small tiles move each operand more often.
@@ -65,34 +67,38 @@ const GROUP_ROWS: u32 = 3072;
 
 impl Tile {
     /// All of them.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 10] = [
         Self::Rows64,
         Self::Rows128,
         Self::Rows256,
         Self::Hopper256x192,
         Self::Hopper192x192,
         Self::Hopper128x256,
+        Self::Hopper128x208,
         Self::Hopper128x192,
-        Self::Hopper128x176,
+        Self::Hopper128x160,
+        Self::Hopper64x160,
     ];
 
     /// What there is to know about it.
     pub const fn spec(self) -> Spec {
         const fn portable(rows: u32, inner: u32, resident: u32, kernel: Kernel, slowness: u64) -> Spec {
-            Spec { rows, cols: abi::KL_MMA_COLS, inner, resident, cluster: None, halved: false, kernel, slowness }
+            Spec { rows, cols: abi::KL_MMA_COLS, inner, resident, cluster: None, kernel, slowness }
         }
         const fn hopper(rows: u32, cols: u32, common: Common, kernel: Kernel, slowness: u64) -> Spec {
-            Spec { rows, cols, inner: abi::KL_SM90_INNER, resident: 1, cluster: Some(common), halved: false, kernel, slowness }
+            Spec { rows, cols, inner: abi::KL_SM90_INNER, resident: 1, cluster: Some(common), kernel, slowness }
         }
         match self {
-            Self::Rows64 => portable(64, abi::KL_MMA_INNER_64, RESIDENT, Kernel::GemmMma64, 200),
-            Self::Rows128 => portable(128, abi::KL_MMA_INNER_128, 2, Kernel::GemmMma128, 200),
-            Self::Rows256 => portable(256, abi::KL_MMA_INNER_256, 1, Kernel::GemmMma256, 175),
+            Self::Rows64 => portable(64, abi::KL_MMA_INNER_64, RESIDENT, Kernel::GemmMma64, 480),
+            Self::Rows128 => portable(128, abi::KL_MMA_INNER_128, 2, Kernel::GemmMma128, 480),
+            Self::Rows256 => portable(256, abi::KL_MMA_INNER_256, 1, Kernel::GemmMma256, 420),
             Self::Hopper256x192 => hopper(256, 192, Common::Rows, Kernel::GemmSm90Large, 100),
             Self::Hopper192x192 => hopper(192, 192, Common::Rows, Kernel::GemmSm90Square, 102),
             Self::Hopper128x256 => hopper(128, 256, Common::Cols, Kernel::GemmSm90Wide, 102),
+            Self::Hopper128x208 => hopper(128, 208, Common::Cols, Kernel::GemmSm90Broad, 103),
             Self::Hopper128x192 => hopper(128, 192, Common::Cols, Kernel::GemmSm90Medium, 106),
-            Self::Hopper128x176 => Spec { halved: true, ..hopper(128, 176, Common::Cols, Kernel::GemmSm90Narrow, 118) },
+            Self::Hopper128x160 => hopper(128, 160, Common::Cols, Kernel::GemmSm90Narrow, 108),
+            Self::Hopper64x160 => hopper(64, 160, Common::Cols, Kernel::GemmSm90Low, 118),
         }
     }
 
@@ -119,13 +125,8 @@ impl Tile {
 
     /// Blocks, or clusters of them, that run at once.
     pub fn slots(self, multiprocessors: u32) -> u32 {
-        let Spec { resident, cluster, halved, .. } = self.spec();
-        let slots = match (cluster, halved) {
-            (None, _) => resident * multiprocessors,
-            (Some(_), false) => multiprocessors / abi::KL_SM90_CLUSTER,
-            // Clusters of four leave some multiprocessors over: an H200 has 132 in groups of 16 and 18, of which one is not whole.
-            (Some(_), true) => multiprocessors * 10 / 11 / abi::KL_SM90_CLUSTER_HALVED,
-        };
+        let Spec { resident, cluster, .. } = self.spec();
+        let slots = if cluster.is_some() { multiprocessors / abi::KL_SM90_CLUSTER } else { resident * multiprocessors };
         slots.max(1)
     }
 }
@@ -221,7 +222,7 @@ impl Products<'_> {
     fn plans(&self, tile: Tile, multiprocessors: u32) -> [Plan; 2] {
         let (tiles, rounds, slots) = (self.tiles(tile), self.inner.div_ceil(tile.spec().inner), tile.slots(multiprocessors));
         let none = Deal { whole: tiles, workers: 0 };
-        let shared = match (self.alike && !tile.spec().halved, tile.is_hopper()) {
+        let shared = match (self.alike, tile.is_hopper()) {
             (false, _) => none,
             (true, true) => deal_to_clusters(tiles, rounds, slots),
             (true, false) => deal(tiles, rounds, slots),
@@ -231,21 +232,22 @@ impl Products<'_> {
     }
 
     fn cost(&self, Plan { tile, deal: Deal { whole, workers } }: Plan, multiprocessors: u32) -> u64 {
-        let Spec { rows, cols, resident, slowness, halved, .. } = tile.spec();
+        let Spec { rows, cols, resident, slowness, .. } = tile.spec();
         let (tiles, slots) = (self.tiles(tile), tile.slots(multiprocessors));
         let one = u64::from(self.inner) * u64::from(rows * cols) * slowness * u64::from(resident);
         if workers == 0 {
-            // The last round of blocks takes as long as a full one. Halves have to come together.
-            let each = if halved { one / 2 + 150 * u64::from(rows * cols) * 100 } else { one };
-            return u64::from(tiles.div_ceil(slots)) * each;
+            // The last round of blocks takes as long as a full one.
+            return u64::from(tiles.div_ceil(slots)) * one;
         }
         // Adding up what workers leave takes a time that was measured, and as often as there are parts of a tile.
         let left = tiles - whole;
         let parts = u64::from(workers / left.max(1));
         let adding = if tile.is_hopper() {
-            parts.saturating_sub(1).max(1) * 1500 * u64::from(rows * cols) * 100
+            // Those who have nothing else to do end at the same time.
+            let each = if whole == 0 && tiles < slots { 350 } else { 1500 };
+            parts.saturating_sub(1).max(1) * each * u64::from(rows * cols) * 100
         } else {
-            parts * u64::from(128 + rows) * 64 * 175 * u64::from(cols)
+            parts * u64::from(128 + rows) * 64 * 420 * u64::from(cols)
         };
         u64::from(whole) * one / u64::from(slots) + u64::from(left) * one / u64::from(workers) + adding
     }
@@ -320,16 +322,13 @@ mod tests {
         assert_eq!(whole(all(4608, 3072, 12288)), (Tile::Hopper192x192, true));
         // The text encoder.
         assert_eq!(whole(all(512, 6144, 2560)), (Tile::Hopper128x192, true));
-        assert_eq!(whole(all(512, 19456, 2560)), (Tile::Hopper128x192, false));
-        for inner in [4096, 9728] {
-            let plan = all(512, 2560, inner);
-            assert_eq!(plan, Plan { tile: Tile::Hopper128x176, deal: Deal { whole: 30, workers: 0 } });
-        }
-        // Heads need whole heads of columns; a handful of rows and the last layer are no work for large tiles.
+        assert_eq!(whole(all(512, 19456, 2560)), (Tile::Hopper128x208, true));
+        assert_eq!(whole(all(512, 2560, 4096)), (Tile::Hopper64x160, true));
+        assert_eq!(all(512, 2560, 9728), Plan { tile: Tile::Hopper128x160, deal: Deal { whole: 0, workers: 64 } });
+        // Heads need whole heads of columns; a handful of rows is no work for large tiles.
         let heads = |tile: Tile| tile.spec().cols.is_multiple_of(128);
         assert_eq!(tile_of(&[size(4608, &[3072, 3072, 3072, 18432])], 3072, heads), Tile::Hopper128x256);
-        assert_eq!(all(5, 18432, 3072).tile, Tile::Rows64);
-        assert_eq!(all(4608, 128, 3072).tile, Tile::Rows64);
+        assert_eq!(all(5, 18432, 3072).tile, Tile::Hopper64x160);
     }
 
     #[test]

@@ -9,6 +9,7 @@ use kiln::backend::{
     RopeStyle, Sampling,
 };
 use kiln::tensor::DType::{self, Bf16, F16, F32, U8};
+use std::f32::consts::LN_2;
 
 const EPS: f32 = 1e-6;
 
@@ -320,11 +321,13 @@ fn qkv(table: &mut Table, (rows, inner, q_heads, k_heads, d, style, mlp): QkvSha
         let (k, v) = (rig.output(rows, k_heads * d), rig.output(rows, k_heads * d));
         let mlp = mlp.map(|width| rig.output(rows, width));
         let linear = plain(&w, None);
-        let norm = QkNorm { q: q_norm.t, k: k_norm.t, eps: EPS };
+        let q_scale = 0.3;
+        let norm = QkNorm { q: q_norm.t, k: k_norm.t, eps: EPS, q_scale };
         let rope = Rope { table: angles.t, style };
         let stream = Projection { x: x.t, w: &linear, norm, rope, q, k, v, mlp };
         let (x, w, table) = (&x.host, &w.host, &angles.host);
-        let [q_norm, k_norm] = [&q_norm, &k_norm].map(|n| Heads { weight: &n.host, eps: EPS, table, style });
+        let [q_norm, k_norm] =
+            [(&q_norm, q_scale), (&k_norm, 1.0)].map(|(n, scale)| Heads { weight: &n.host, eps: EPS, scale, table, style });
         let mut checks: Vec<Check<'_>> =
             vec![(k, want!(heads(x, w, k_start..v_start, k_norm))), (v, want!(values(x, w, v_start..mlp_start)))];
         if let Some(q) = q {
@@ -403,24 +406,26 @@ fn attend(table: &mut Table, (queries, keys, q_heads, k_heads, d, causal): Atten
             Scores::Bounded => 4.0,
             Scores::Huge => 100.0,
         };
-        let (q, out) = (rig.input(queries, q_heads * d, move |v| large * v), rig.output(queries, q_heads * d));
         // Inputs before they are scaled are at most one.
-        let bound = if scores == Scores::Bounded { large * (d as f32).sqrt() } else { f32::INFINITY };
+        let (usual, bounded) = (1.0 / (d as f32).sqrt(), scores == Scores::Bounded);
+        let (scale, bound) = if bounded { (LN_2, large * (d as f32).sqrt()) } else { (usual, f32::INFINITY) };
+        let large = large * usual / scale;
+        let (q, out) = (rig.input(queries, q_heads * d, move |v| large * v), rig.output(queries, q_heads * d));
         let segments: Vec<(Operand, Operand)> =
             keys.iter().map(|&n| (rig.input(n, k_heads * d, |v| v), rig.input(n, k_heads * d, |v| v))).collect();
         let kv: Vec<KeyValues> = segments.iter().map(|(k, v)| KeyValues { k: k.t, v: v.t }).collect();
         let hosts: Vec<(Mat, Mat)> = segments.into_iter().map(|(k, v)| (k.host, v.host)).collect();
         let want = |dtype| {
-            let exact = oracle::attention::<f64>(&q.host, &hosts, d, causal, |p| p);
+            let exact = oracle::attention::<f64>(&q.host, &hosts, (d, scale), causal, |p| p);
             if dtype == F32 {
-                return Expected::plain_f32(exact, oracle::attention::<f32>(&q.host, &hosts, d, causal, |p| p));
+                return Expected::plain_f32(exact, oracle::attention::<f32>(&q.host, &hosts, (d, scale), causal, |p| p));
             }
             // Plain bf16 keeps the probabilities in bf16 between the two products.
             let round = |p: f64| f64::from(stored(p as f32, Bf16));
-            let plain = oracle::attention::<f64>(&q.host, &hosts, d, causal, round);
+            let plain = oracle::attention::<f64>(&q.host, &hosts, (d, scale), causal, round);
             Expected { exact, plain: plain.into_iter().map(round).collect() }
         };
-        rig.run(Op::Attention { out, q: q.t, kv: &kv, head_dim: d, causal, bound }, &[(out, Box::new(want))]);
+        rig.run(Op::Attention { out, q: q.t, kv: &kv, head_dim: d, causal, scale, bound }, &[(out, Box::new(want))]);
     });
 }
 

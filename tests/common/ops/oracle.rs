@@ -130,6 +130,7 @@ pub fn gate_residual<R: Real>(into: &Mat, x: &Mat, w: &Mat, bias: Option<&Mat>, 
 pub struct Heads<'a> {
     pub weight: &'a Mat,
     pub eps: f32,
+    pub scale: f32,
     pub table: &'a Mat,
     pub style: RopeStyle,
 }
@@ -143,7 +144,7 @@ pub fn heads<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>, heads: Heads<'_>) ->
         for first in (0..cols).step_by(d) {
             let head = &product[r * cols + first..][..d];
             let root = root_mean_square(head, heads.eps);
-            let normal = |i: usize| head[i] / root * heads.weight.at(0, i);
+            let normal = |i: usize| head[i] / root * heads.weight.at(0, i) * R::of(heads.scale);
             for pair in 0..d / 2 {
                 let (i, j) = match heads.style {
                     RopeStyle::Interleaved => (2 * pair, 2 * pair + 1),
@@ -165,11 +166,11 @@ pub fn values<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>) -> Vec<R> {
 
 /// Softmax over the keys of all segments, the mask being a score of minus infinity. `store` is what happens to a probability
 /// before it is multiplied: kernels on matrix units keep it in bf16 there.
-pub fn attention<R: Real>(q: &Mat, kv: &[(Mat, Mat)], d: usize, causal: bool, store: fn(R) -> R) -> Vec<R> {
+pub fn attention<R: Real>(q: &Mat, kv: &[(Mat, Mat)], (d, scale): (usize, f32), causal: bool, store: fn(R) -> R) -> Vec<R> {
     let group = q.cols / kv[0].0.cols;
     let keys: Vec<Vec<R>> = kv.iter().flat_map(|(k, _)| (0..k.rows).map(|j| k.row(j))).collect();
     let values: Vec<Vec<R>> = kv.iter().flat_map(|(_, v)| (0..v.rows).map(|j| v.row(j))).collect();
-    let scale = one::<R>() / count::<R>(d).sqrt();
+    let scale = R::of(scale);
     let mut out = vec![R::of(0.0); q.rows * q.cols];
     for i in 0..q.rows {
         let query: Vec<R> = q.row(i);
