@@ -88,7 +88,8 @@ struct Ring {
   __device__ __forceinline__ void advance() {
     if (++stage == S::kStages) stage = 0, parity ^= 1;
   }
-  __device__ __forceinline__ uint32_t before() const { return (stage == 0 ? S::kStages : stage) - 1; }
+  // The stage so many before.
+  __device__ __forceinline__ uint32_t back(uint32_t count) const { return stage < count ? stage + S::kStages - count : stage - count; }
 };
 
 // What a warp does with its rows of a finished tile.
@@ -452,23 +453,35 @@ __device__ __forceinline__ void multiply(const KlGemmSm90& p, Ring<S> ring) {
     // Found before there are sums: divisions take registers that are scarce afterwards.
     const Place<S> at(p, item.tile);
     expect_gates<S>(p, at);
-    for (uint32_t k = item.first; k < item.last; k++, ring.advance()) {
-      barrier_wait(ring.full(ring.stage), ring.parity);
+    // Tensor cores have few products waiting, so nothing stands between one round's and the next: what is to be said and asked of
+    // other rounds comes in the middle.
+    const auto half = [&](uint32_t k, int from) {
       const uint32_t left = ring.left() + group * (S::kM * 64 * 128);
       const uint64_t right = wgmma_operand(ring.right());
       wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < KL_SM90_INNER / 16; i++) {
+      for (int i = from; i < from + KL_SM90_INNER / 32; i++) {
 #pragma unroll
         for (int m = 0; m < S::kM; m++) wgmma<S::kCols>(sums[m], wgmma_operand(left + m * 8192) + 2 * i, right + 2 * i, k > item.first || i > 0);
       }
       wgmma_commit();
-      // The products of the round before are done: its stage is free.
-      wgmma_wait<1>();
-      if (k > item.first) release(ring.before());
+    };
+    barrier_wait(ring.full(ring.stage), ring.parity);
+    for (uint32_t k = item.first; k < item.last; k++, ring.advance()) {
+      half(k, 0);
+      // Of the round two before nothing is under way any more.
+      wgmma_wait<3>();
+      if (k > item.first + 1) release(ring.back(2));
+      if (k + 1 < item.last) {
+        Ring<S> next = ring;
+        next.advance();
+        barrier_wait(next.full(next.stage), next.parity);
+      }
+      half(k, KL_SM90_INNER / 32);
     }
     wgmma_wait<0>();
-    release(ring.before());
+    if (item.last > item.first + 1) release(ring.back(2));
+    release(ring.back(1));
     if (item.last < p.deal.rounds) {
       Left<S>(p, Work<KL_SM90_CLUSTER>::worker()).put(sums);
     } else {

@@ -11,9 +11,9 @@ use crate::error::{Error, Result};
 use crate::tensor::DType;
 use std::f32::consts::LOG2_E;
 
-/// Exponents of two up to which no maximum is needed: either way there is room for as many keys as fit in memory, and for values up
-/// to 2^30, before a sum leaves the range of f32.
-const LARGEST_POWER: f32 = 80.0;
+/// Exponents of two up to which no maximum is needed: even if every score is as large, there is room for 2^16 keys and values up to
+/// 2^11 before a sum leaves the range of f32; the smallest powers are far from vanishing.
+const LARGEST_POWER: f32 = 100.0;
 
 /// Heads that share keys and lie in one tile, where there is a mask: then a prompt is about as many tiles as there are multiprocessors.
 const PACKED: u32 = 4;

@@ -352,6 +352,10 @@ enum Scores {
     Bounded,
     /// As large as norms with weights of ten make them.
     Huge,
+    /// All the same, near the largest that a kernel without a maximum takes, and known to be no larger.
+    Highest,
+    /// Near the smallest.
+    Lowest,
 }
 
 fn attention(table: &mut Table) {
@@ -386,6 +390,9 @@ fn attention(table: &mut Table) {
     for scores in [Scores::Bounded, Scores::Huge] {
         more.into_iter().for_each(|shape| attend(table, shape, scores));
     }
+    for scores in [Scores::Highest, Scores::Lowest] {
+        attend(table, (130, &[129, 0, 300], 2, 1, 128, false), scores);
+    }
     let masked: [AttentionShape; 4] =
         [(130, &[130], 4, 1, 128, true), (300, &[26], 8, 2, 128, true), (33, &[33], 2, 2, 128, true), (1, &[1], 4, 1, 128, true)];
     for scores in [Scores::Usual, Scores::Huge] {
@@ -399,20 +406,26 @@ fn attend(table: &mut Table, (queries, keys, q_heads, k_heads, d, causal): Atten
         Scores::Usual => "",
         Scores::Bounded => " bounded",
         Scores::Huge => " huge",
+        Scores::Highest => " highest",
+        Scores::Lowest => " lowest",
     };
     table.add(format!("attention{mask}{kind} {queries} queries {keys:?} keys {q_heads}:{k_heads} heads of {d}"), move |rig| {
+        let (alike, unknown) =
+            (matches!(scores, Scores::Highest | Scores::Lowest), matches!(scores, Scores::Usual | Scores::Huge));
+        let usual = 1.0 / (d as f32).sqrt();
         let large = match scores {
             Scores::Usual => 6.0,
             Scores::Bounded => 4.0,
             Scores::Huge => 100.0,
+            Scores::Highest | Scores::Lowest => 96.0 * LN_2 * usual,
         };
         // Inputs before they are scaled are at most one.
-        let (usual, bounded) = (1.0 / (d as f32).sqrt(), scores == Scores::Bounded);
-        let (scale, bound) = if bounded { (LN_2, large * (d as f32).sqrt()) } else { (usual, f32::INFINITY) };
-        let large = large * usual / scale;
-        let (q, out) = (rig.input(queries, q_heads * d, move |v| large * v), rig.output(queries, q_heads * d));
+        let (scale, bound) = if unknown { (usual, f32::INFINITY) } else { (LN_2, large / usual) };
+        let large = large * usual / scale * if scores == Scores::Lowest { -1.0 } else { 1.0 };
+        let value = move |v| if alike { 1.0 } else { v };
+        let (q, out) = (rig.input(queries, q_heads * d, move |v| large * value(v)), rig.output(queries, q_heads * d));
         let segments: Vec<(Operand, Operand)> =
-            keys.iter().map(|&n| (rig.input(n, k_heads * d, |v| v), rig.input(n, k_heads * d, |v| v))).collect();
+            keys.iter().map(|&n| (rig.input(n, k_heads * d, value), rig.input(n, k_heads * d, |v| v))).collect();
         let kv: Vec<KeyValues> = segments.iter().map(|(k, v)| KeyValues { k: k.t, v: v.t }).collect();
         let hosts: Vec<(Mat, Mat)> = segments.into_iter().map(|(k, v)| (k.host, v.host)).collect();
         let want = |dtype| {
