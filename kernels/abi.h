@@ -286,7 +286,7 @@ typedef struct {
 /* Blocks that share an operand. */
 #define KL_SM90_CLUSTER 2u
 #define KL_SM90_INNER 64u
-/* Rows that a warp stores at once; with them 64 columns, or 32, 16 or 8 where a tile is no multiple of those. */
+/* Rows that a warp stores at once; with them 64 columns, or 32 or 16 where a tile is no multiple of those. */
 #define KL_SM90_STORE_ROWS 16u
 /* By the tile, rows x columns. */
 #define KL_SM90_THREADS_256X192 384u

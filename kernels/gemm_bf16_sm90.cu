@@ -25,7 +25,7 @@ enum class Common { kRows, kCols };
 
 // Columns that a warp stores at once, of a tile with so many.
 __host__ __device__ constexpr int store_cols(int cols) {
-  return cols % 64 == 0 ? 64 : cols % 32 == 0 ? 32 : cols % 16 == 0 ? 16 : 8;
+  return cols % 64 == 0 ? 64 : cols % 32 == 0 ? 32 : 16;
 }
 
 // kGroups warpgroups of 64 kM x kCols, one below the other, make a tile.
@@ -88,8 +88,7 @@ struct Ring {
   __device__ __forceinline__ void advance() {
     if (++stage == S::kStages) stage = 0, parity ^= 1;
   }
-  // The stage so many before.
-  __device__ __forceinline__ uint32_t back(uint32_t count) const { return stage < count ? stage + S::kStages - count : stage - count; }
+  __device__ __forceinline__ uint32_t before() const { return (stage == 0 ? S::kStages : stage) - 1; }
 };
 
 // What a warp does with its rows of a finished tile.
@@ -132,15 +131,10 @@ struct Epilogue {
   __device__ __forceinline__ void store(int i, int m, const float* v, uint32_t col) {
     if (lane() == 0) tma_store_wait<S::kBuffers - 1>();
     __syncwarp();
-    if constexpr (kWidth == 8) {
-      const uint32_t to = buffer(i) + lane() * 4;
-      store_shared(to, pack(v[0], v[1])), store_shared(to + 128, pack(v[2], v[3]));
-    } else {
 #pragma unroll
-      for (int j = 0; j < kWidth / 8; j += 2) {
-        const float* a = v + 4 * j;
-        store_matrices(spot<kWidth>(i, j), pack(a[0], a[1]), pack(a[2], a[3]), pack(a[4], a[5]), pack(a[6], a[7]));
-      }
+    for (int j = 0; j < kWidth / 8; j += 2) {
+      const float* a = v + 4 * j;
+      store_matrices(spot<kWidth>(i, j), pack(a[0], a[1]), pack(a[2], a[3]), pack(a[4], a[5]), pack(a[6], a[7]));
     }
     fence_shared_writes();
     __syncwarp();
@@ -310,7 +304,7 @@ struct Epilogue {
       add_residual(ring, release);
       store_all<kCols>([&](int m, int e) { return sums[m][e]; });
     } else if (part.epilogue == KL_SWIGLU) {
-      swiglu();
+      if constexpr (kCols / 2 % 16 == 0) swiglu();
     } else if (part.epilogue == KL_HEADS) {
       if constexpr (kCols % 128 == 0) heads();
     } else {
@@ -453,35 +447,23 @@ __device__ __forceinline__ void multiply(const KlGemmSm90& p, Ring<S> ring) {
     // Found before there are sums: divisions take registers that are scarce afterwards.
     const Place<S> at(p, item.tile);
     expect_gates<S>(p, at);
-    // Tensor cores have few products waiting, so nothing stands between one round's and the next: what is to be said and asked of
-    // other rounds comes in the middle.
-    const auto half = [&](uint32_t k, int from) {
+    for (uint32_t k = item.first; k < item.last; k++, ring.advance()) {
+      barrier_wait(ring.full(ring.stage), ring.parity);
       const uint32_t left = ring.left() + group * (S::kM * 64 * 128);
       const uint64_t right = wgmma_operand(ring.right());
       wgmma_fence();
 #pragma unroll
-      for (int i = from; i < from + KL_SM90_INNER / 32; i++) {
+      for (int i = 0; i < KL_SM90_INNER / 16; i++) {
 #pragma unroll
         for (int m = 0; m < S::kM; m++) wgmma<S::kCols>(sums[m], wgmma_operand(left + m * 8192) + 2 * i, right + 2 * i, k > item.first || i > 0);
       }
       wgmma_commit();
-    };
-    barrier_wait(ring.full(ring.stage), ring.parity);
-    for (uint32_t k = item.first; k < item.last; k++, ring.advance()) {
-      half(k, 0);
-      // Of the round two before nothing is under way any more.
-      wgmma_wait<3>();
-      if (k > item.first + 1) release(ring.back(2));
-      if (k + 1 < item.last) {
-        Ring<S> next = ring;
-        next.advance();
-        barrier_wait(next.full(next.stage), next.parity);
-      }
-      half(k, KL_SM90_INNER / 32);
+      // The products of the round before are done: its stage is free.
+      wgmma_wait<1>();
+      if (k > item.first) release(ring.before());
     }
     wgmma_wait<0>();
-    if (item.last > item.first + 1) release(ring.back(2));
-    release(ring.back(1));
+    release(ring.before());
     if (item.last < p.deal.rounds) {
       Left<S>(p, Work<KL_SM90_CLUSTER>::worker()).put(sums);
     } else {

@@ -48,10 +48,8 @@ const fn stored_cols(cols: u32) -> u32 {
         64
     } else if cols.is_multiple_of(32) {
         32
-    } else if cols.is_multiple_of(16) {
-        16
     } else {
-        8
+        16
     }
 }
 
@@ -61,6 +59,8 @@ fn on_hopper(stream: &KlGemmStream, tile: Spec) -> bool {
     stream.part.iter().filter(|part| part.out.data != 0).all(|part| {
         let fits = match part.epilogue {
             abi::KL_HEADS => tile.cols.is_multiple_of(abi::KL_MMA_COLS),
+            // Half of a tile's columns are stored, sixteen at a time at least.
+            abi::KL_SWIGLU => tile.cols.is_multiple_of(32),
             abi::KL_GATE_RESIDUAL => in_pairs(&part.extra),
             _ => true,
         };
@@ -200,8 +200,7 @@ impl Cuda {
         let swizzle = match tile[0] {
             64 => Swizzle::Bytes128,
             32 => Swizzle::Bytes64,
-            16 => Swizzle::Bytes32,
-            _ => Swizzle::None,
+            _ => Swizzle::Bytes32,
         };
         let (size, pitch) = ([u64::from(m.cols), u64::from(m.rows)], m.stride * DType::Bf16.size() as u64);
         self.kernels.tensor_map(MapSpec { address: m.data, dtype: DType::Bf16, size, pitch, tile, swizzle })
