@@ -149,11 +149,10 @@ fn opcodes(listing: &str) -> BTreeMap<&str, BTreeSet<&str>> {
 /// Powers of two that are taken between the wait for scores and the wait for the product that is under way meanwhile, in the loop
 /// over keys. The compiler may put the second wait first: that is right, and slow.
 fn powers_beside_a_product(codes: &[&str]) -> usize {
-    // In the loop, products with values are issued before the other warpgroup is told that it is its turn. Values alone are
-    // transposed.
+    // The loop's products with values come before those of the last round. Values alone are transposed.
     let values = |code: &str| code.starts_with("HGMMA") && code.contains(".tnspB");
-    let turn = (1..codes.len()).find(|&i| codes[i].starts_with("BAR.ARV") && codes[..i].iter().any(|code| values(code)));
-    let after = &codes[turn.unwrap_or(codes.len())..];
+    let first = codes.iter().position(|code| values(code));
+    let after = &codes[first.unwrap_or(codes.len())..];
     let mut waits = after.split(|code| code.starts_with("WARPGROUP.DEPBAR"));
     waits.nth(1).map_or(0, |between| between.iter().filter(|code| code.starts_with("MUFU.EX2")).count())
 }
