@@ -327,7 +327,8 @@ typedef struct {
 #define KL_SM90_CAUSAL_SHARED 164960u
 
 /* A tile is `pack` heads of KL_SM90_QUERIES / pack queries each; those heads share their keys. A cluster's tiles lie below each
- * other, and there are `row_tiles` such pairs. `deal` counts rounds of keys. */
+ * other, and there are `row_tiles` such pairs; with a mask there are no clusters, and half of a tile's queries come from the end.
+ * `deal` counts rounds of keys. `scale` makes scores exponents of two; the kernel without a maximum takes them as they are. */
 typedef struct {
   KlTensorMap q, k[KL_SM90_SEGMENTS], v[KL_SM90_SEGMENTS];
   KlMat out;

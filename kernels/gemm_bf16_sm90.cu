@@ -9,7 +9,7 @@
 // or 256 columns; one inner dimension for all streams.
 //
 // As many blocks as multiprocessors stay for the whole product. Of a block one thread copies: 64 of the inner dimension of both
-// operands at a time, into a ring of stages. Two or three warpgroups multiply out of it, 64 or 128 rows each, and each warp stores its
+// operands at a time, into a ring of stages. One to three warpgroups multiply out of it, 64 or 128 rows each, and each warp stores its
 // own sixteen rows by the copy engine. Meanwhile the ring fills for the next tile. A residual comes through the ring as well. Two
 // blocks are a cluster: they have rows or columns in common, and each copies one half of those for both.
 //

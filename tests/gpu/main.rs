@@ -4,7 +4,8 @@
 //!     gpu                all tests
 //!     gpu ops [words]    every op, or those whose case has all words in its name, against f64 loops
 //!     gpu NAME           one test by its name
-//!     gpu small I/N [L]  the share of process I of N, counted from 0, in cases without a number above L in their name (256)
+//!     gpu small I/N [L [portable]]  the share of process I of N, counted from 0, in cases without a number above L in their name
+//!                        (256); `portable`: the picture without kernels that store through the copy engine
 //!     gpu list           the names of the tests
 //!     gpu hash           a checksum of pictures, to compare processes
 //!     gpu planted TOOL FATBIN, gpu ballast BYTES, gpu spoil FILE TENSOR
@@ -89,7 +90,7 @@ fn main() -> ExitCode {
         ["ops", ref words @ ..] if !words.is_empty() => {
             ops::check_some(&mut cuda(), |name| words.iter().all(|w| name.contains(w)));
         }
-        ["small", share, ref limit @ ..] => Share::parse(share, limit.first().copied()).expect("small I/N [LIMIT]").check(),
+        ["small", share, ref rest @ ..] => Share::parse(share, rest).expect("small I/N [LIMIT [portable]]").check(),
         ["hash"] => println!("{:016x}", checksum(&pictures(&mut |_| ()))),
         ["planted", tool, image] => bundle::planted(tool, Path::new(image)).unwrap(),
         ["ballast", left] => bundle::ballast(left.parse().unwrap()).unwrap(),
@@ -128,16 +129,23 @@ struct Share {
     part: usize,
     parts: usize,
     limit: usize,
+    /// For tools that do not see what the copy engine stores, and would find that nobody wrote what the next kernel reads.
+    portable: bool,
 }
 
 impl Share {
-    const ALL: Self = Self { part: 0, parts: 1, limit: ops::SMALL };
+    const ALL: Self = Self { part: 0, parts: 1, limit: ops::SMALL, portable: false };
 
-    fn parse(share: &str, limit: Option<&str>) -> Option<Self> {
+    fn parse(share: &str, rest: &[&str]) -> Option<Self> {
         let (part, parts) = share.split_once('/')?;
         let (part, parts) = (part.parse().ok()?, parts.parse().ok()?);
-        let limit = limit.map_or(Some(Self::ALL.limit), |limit| limit.parse().ok())?;
-        (part < parts).then_some(Self { part, parts, limit })
+        let (limit, portable) = match *rest {
+            [] => (Self::ALL.limit, false),
+            [limit] => (limit.parse().ok()?, false),
+            [limit, "portable"] => (limit.parse().ok()?, true),
+            _ => return None,
+        };
+        (part < parts).then_some(Self { part, parts, limit, portable })
     }
 
     fn check(&self) {
@@ -147,7 +155,11 @@ impl Share {
         }
         if self.part == 0 {
             let job = Job { size: Pixels::new(64, 64).unwrap(), steps: 3, record: false, ..cases()[0].job() };
-            run(&mut engine_on(Box::new(unpoisoned()), Variant::Distilled, Precision::Bf16), &job).unwrap();
+            let mut cuda = unpoisoned();
+            if self.portable {
+                cuda.set_choice(Choice::Tile(Tile::Rows256));
+            }
+            run(&mut engine_on(Box::new(cuda), Variant::Distilled, Precision::Bf16), &job).unwrap();
         }
         println!("small {}/{} is ok", self.part, self.parts);
     }
