@@ -479,8 +479,8 @@ def conv(side: int, channels: int, to: int, sampling: str = "same", more: bool =
 
 # ------------------------------------------------------------------------------------------------------------------------ sizes
 
-# Products of double and single blocks of both models, of the text encoder, and of single blocks with 2048x2048, a reference, and as many
-# tokens as there may be.
+# As in the transformer at 1024x1024, with one and four references, at 2048x2048 and at as many tokens as there may be; with a running
+# maximum; and in the text encoder.
 ATTENTION = [
     *(attention(tokens, 24, 24, bounded=True) for tokens in (4608, 8704, 16_896, 20_992, 52_000)),
     *(attention(tokens, 32, 32, bounded=True) for tokens in (4608, 52_000)),
@@ -488,6 +488,8 @@ ATTENTION = [
     *(attention(512, 32, 8, causal=True, keys=keys) for keys in (512, 26)),
 ]
 
+# Products of double and single blocks of both models, of the text encoder, and of single blocks with 2048x2048, a reference, and as many
+# tokens as there may be.
 PRODUCTS = [
     *(linear(4096, cols, inner) for cols, inner in ((9216, 3072), (18_432, 3072), (3072, 9216), (3072, 3072))),
     *(linear(rows, cols, inner) for rows in (4608, 16_896, 20_992, 52_000) for cols, inner in ((27_648, 3072), (3072, 12_288))),

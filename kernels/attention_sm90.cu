@@ -10,8 +10,8 @@
 // As many blocks as multiprocessors stay for the whole launch. Of a block one thread copies: queries of a tile, then keys and
 // values, 128 a round, up to three rounds ahead (two with a mask). Two warpgroups have 64 queries each. While one round's scores
 // become probabilities, the tensor cores have the product of the round before with its values, and the other warpgroup's products:
-// without a mask the two take turns. Probabilities never leave registers: what a thread has of scores is what it needs of the second product's
-// left operand. Two blocks are a cluster with the same keys, of which each copies one half for both.
+// without a mask the two take turns. Probabilities never leave registers: what a thread has of scores is what it needs of the second
+// product's left operand. Two blocks are a cluster with the same keys, of which each copies one half for both.
 //
 // Without a maximum: softmax does not change when a constant is taken from all scores of a row, and in floating point neither does
 // its precision. A maximum only keeps powers in range. Queries and keys that were normalised have lengths that their norms' weights
@@ -44,8 +44,6 @@ struct Form {
   static_assert(kSharedBytes <= 232448, "more than a multiprocessor has");
   static_assert(kKeys / kCluster % 8 == 0 && kKeys % 16 == 0, "the swizzle goes by eight rows, the second product by sixteen keys");
 };
-
-__device__ __forceinline__ uint32_t lane() { return threadIdx.x % 32; }
 
 // Shared memory, and where a thread stands in it.
 template <class F>
@@ -235,61 +233,45 @@ struct Tile {
   }
 };
 
-// A warp's sums and its word, of those that a worker leaves for the next.
+// With the sums go totals and maxima.
 template <class F>
-struct Left {
-  float4* sums;
-  uint32_t* flag;
+using TileLeft = Left<F::kCluster, kWarps, kHead / 8 + 1>;
 
-  __device__ __forceinline__ Left(const KlAttentionSm90& p, uint32_t worker) {
-    uint32_t block = worker;
-    if constexpr (F::kCluster > 1) block = worker * F::kCluster + cluster_rank();
-    const uint32_t warp = block * kWarps + threadIdx.x / 32 - 4;
-    sums = reinterpret_cast<float4*>(p.deal.left) + static_cast<uint64_t>(warp) * ((kHead / 8 + 1) * 32) + lane();
-    flag = reinterpret_cast<uint32_t*>(p.deal.flags) + warp;
+template <class F>
+__device__ __forceinline__ void leave(const TileLeft<F>& left, const Tile<F>& tile) {
+  left.put(0, make_float4(tile.total[0], tile.total[1], tile.top[0], tile.top[1]));
+#pragma unroll
+  for (int i = 0; i < kHead / 8; i++) {
+    const float* v = &tile.out[4 * i];
+    left.put(i + 1, make_float4(v[0], v[1], v[2], v[3]));
   }
+  left.done();
+}
 
-  __device__ __forceinline__ void put(const Tile<F>& tile) const {
-    __stcg(sums, make_float4(tile.total[0], tile.total[1], tile.top[0], tile.top[1]));
+template <class F>
+__device__ __forceinline__ void add_left(const TileLeft<F>& left, Tile<F>& tile, float scale) {
+  left.wait();
+  const float4 other = left.get(0);
+  float by[2] = {1.0f, 1.0f};
+  if constexpr (F::kRunning) {
+    const float theirs[2] = {other.z, other.w};
+    float shrink[2];
 #pragma unroll
-    for (int i = 0; i < kHead / 8; i++) {
-      const float* v = &tile.out[4 * i];
-      __stcg(sums + (i + 1) * 32, make_float4(v[0], v[1], v[2], v[3]));
+    for (int h = 0; h < 2; h++) {
+      const float most = fmaxf(tile.top[h], theirs[h]);
+      shrink[h] = power_of_two((tile.top[h] - most) * scale), by[h] = power_of_two((theirs[h] - most) * scale);
+      tile.total[h] *= shrink[h], tile.top[h] = most;
     }
-    __syncwarp();
-    if (lane() == 0) store_release(flag, 1);
+    tile.rescale(shrink);
   }
-
-  // Adds them, waiting if need be, and puts the word back for the next launch.
-  __device__ __forceinline__ void add(Tile<F>& tile, float scale) const {
-    if (lane() == 0) {
-      while (load_acquire(flag) == 0) {
-      }
-      *flag = 0;
-    }
-    __syncwarp();
-    const float4 other = load_uncached(sums);
-    float by[2] = {1.0f, 1.0f};
-    if constexpr (F::kRunning) {
-      const float theirs[2] = {other.z, other.w};
-      float shrink[2];
+  tile.total[0] += other.x * by[0], tile.total[1] += other.y * by[1];
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const float most = fmaxf(tile.top[h], theirs[h]);
-        shrink[h] = power_of_two((tile.top[h] - most) * scale), by[h] = power_of_two((theirs[h] - most) * scale);
-        tile.total[h] *= shrink[h], tile.top[h] = most;
-      }
-      tile.rescale(shrink);
-    }
-    tile.total[0] += other.x * by[0], tile.total[1] += other.y * by[1];
-#pragma unroll
-    for (int i = 0; i < kHead / 8; i++) {
-      const float4 v = load_uncached(sums + (i + 1) * 32);
-      float* to = &tile.out[4 * i];
-      to[0] += v.x * by[0], to[1] += v.y * by[0], to[2] += v.z * by[1], to[3] += v.w * by[1];
-    }
+  for (int i = 0; i < kHead / 8; i++) {
+    const float4 v = left.get(i + 1);
+    float* to = &tile.out[4 * i];
+    to[0] += v.x * by[0], to[1] += v.y * by[0], to[2] += v.z * by[1], to[3] += v.w * by[1];
   }
-};
+}
 
 // Of four lanes each has a word of four vectors; afterwards each has one vector, the one of its number.
 __device__ __forceinline__ uint4 exchange(const uint32_t (&v)[4]) {
@@ -405,13 +387,13 @@ __device__ __forceinline__ void attend(const KlAttentionSm90& p, Room<F> room) {
     release(room.values_empty(room.stage));
     room.advance();
     if (!F::kCausal && item.last < p.deal.rounds) {
-      Left<F>(p, Work<F::kCluster>::worker()).put(tile);
+      leave<F>({p.deal, work.worker()}, tile);
     } else {
       if (!F::kCausal && item.first > 0) {
-        uint32_t worker = Work<F::kCluster>::worker();
+        uint32_t other = work.worker();
         do {
-          Left<F>(p, --worker).add(tile, p.scale);
-        } while (front(p.deal, worker) > item.tile * p.deal.rounds);
+          add_left<F>({p.deal, --other}, tile, p.scale);
+        } while (front(p.deal, other) > item.tile * p.deal.rounds);
       }
       store(p, at, group, tile);
     }

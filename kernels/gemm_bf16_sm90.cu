@@ -39,7 +39,8 @@ struct Shape {
   static constexpr uint32_t kLeftBytes = kRows * 128, kRightBytes = kCols * 128, kStageBytes = kLeftBytes + kRightBytes;
   // Registers that the copying warpgroup keeps, and that others have.
   static constexpr int kFewRegisters = kGroups == 3 ? 32 : 40, kManyRegisters = kGroups == 3 ? 160 : 232;
-  // What is there already comes through the ring as well, in boxes of a warpgroup's rows and 64 columns, as many as a stage holds at a time.
+  // What is there already comes through the ring as well, in boxes of a warpgroup's rows and 64 columns, as many as a stage holds at
+  // a time.
   static constexpr uint32_t kBoxBytes = kM * 64 * 128, kBoxesAcross = (kCols + 63) / 64, kBoxes = kGroups * kBoxesAcross;
   static constexpr uint32_t kBoxesOfStage = kStageBytes / kBoxBytes, kResidualStages = (kBoxes + kBoxesOfStage - 1) / kBoxesOfStage;
   // Buffers of each warp, for a piece of what it stores: as many as fit, up to four.
@@ -48,8 +49,6 @@ struct Shape {
   static constexpr uint32_t kSharedBytes = 1024 + kStages * (kStageBytes + 16) + kWarps * kBuffers * kBufferBytes;
   static_assert(kBuffers > 0 && kSharedBytes <= 232448, "more than a multiprocessor has");
 };
-
-__device__ __forceinline__ uint32_t lane() { return threadIdx.x % 32; }
 
 // Where a tile lies.
 template <class S>
@@ -157,6 +156,10 @@ struct Epilogue {
     }
   }
 
+  __device__ __forceinline__ void store_sums() {
+    store_all<kCols>([&](int m, int e) { return sums[m][e]; });
+  }
+
   // Calls f(fragment, column of the part) for those of the thread's columns that exist; of each it has two neighbours.
   template <class F>
   __device__ __forceinline__ void columns(F f) {
@@ -183,7 +186,7 @@ struct Epilogue {
 
   __device__ __forceinline__ void plain() {
     add_bias();
-    store_all<kCols>([&](int m, int e) { return sums[m][e]; });
+    store_sums();
   }
 
   __device__ __forceinline__ void gate() {
@@ -292,7 +295,7 @@ struct Epilogue {
         }
       }
     }
-    store_all<kCols>([&](int m, int e) { return sums[m][e]; });
+    store_sums();
   }
 
   template <class Release>
@@ -302,7 +305,7 @@ struct Epilogue {
       add_bias();
       gate();
       add_residual(ring, release);
-      store_all<kCols>([&](int m, int e) { return sums[m][e]; });
+      store_sums();
     } else if (part.epilogue == KL_SWIGLU) {
       if constexpr (kCols / 2 % 16 == 0) swiglu();
     } else if (part.epilogue == KL_HEADS) {
@@ -313,52 +316,38 @@ struct Epilogue {
   }
 };
 
-// A warp's sums and its word, of those that a worker leaves for the next.
 template <class S>
-struct Left {
-  float4* sums;
-  uint32_t* flag;
+using TileLeft = Left<KL_SM90_CLUSTER, S::kWarps, S::kM * S::kN>;
 
-  __device__ __forceinline__ Left(const KlGemmSm90& p, uint32_t worker) {
-    const uint32_t warp = (worker * KL_SM90_CLUSTER + cluster_rank()) * S::kWarps + threadIdx.x / 32 - 4;
-    sums = reinterpret_cast<float4*>(p.deal.left) + static_cast<uint64_t>(warp) * (S::kM * S::kN * 32) + lane();
-    flag = reinterpret_cast<uint32_t*>(p.deal.flags) + warp;
-  }
-
-  __device__ __forceinline__ void put(const float (&from)[S::kM][S::kCols / 2]) const {
+template <class S>
+__device__ __forceinline__ void leave(const TileLeft<S>& left, const float (&from)[S::kM][S::kCols / 2]) {
 #pragma unroll
-    for (int m = 0; m < S::kM; m++) {
+  for (int m = 0; m < S::kM; m++) {
 #pragma unroll
-      for (int n = 0; n < S::kN; n++) {
-        const float* v = &from[m][4 * n];
-        __stcg(sums + (m * S::kN + n) * 32, make_float4(v[0], v[1], v[2], v[3]));
-      }
-    }
-    __syncwarp();
-    if (lane() == 0) store_release(flag, 1);
-  }
-
-  // Adds them, waiting if need be, and puts the word back for the next launch.
-  __device__ __forceinline__ void add(float (&to)[S::kM][S::kCols / 2]) const {
-    if (lane() == 0) {
-      while (load_acquire(flag) == 0) {
-      }
-      *flag = 0;
-    }
-    __syncwarp();
-    // As many on their way at once as there are registers for.
-    constexpr int kCount = S::kM * S::kN, kFree = (S::kManyRegisters - 4 * kCount - 40) / 4, kBatch = kFree < 1 ? 1 : kFree < kCount ? kFree : kCount;
-    float* sum = to[0];
-#pragma unroll
-    for (int i = 0; i < kCount; i += kBatch) {
-      float4 v[kBatch];
-#pragma unroll
-      for (int j = 0; j < kBatch && i + j < kCount; j++) v[j] = load_uncached(sums + (i + j) * 32);
-#pragma unroll
-      for (int j = 0; j < kBatch && i + j < kCount; j++, sum += 4) sum[0] += v[j].x, sum[1] += v[j].y, sum[2] += v[j].z, sum[3] += v[j].w;
+    for (int n = 0; n < S::kN; n++) {
+      const float* v = &from[m][4 * n];
+      left.put(m * S::kN + n, make_float4(v[0], v[1], v[2], v[3]));
     }
   }
-};
+  left.done();
+}
+
+template <class S>
+__device__ __forceinline__ void add_left(const TileLeft<S>& left, float (&to)[S::kM][S::kCols / 2]) {
+  left.wait();
+  // As many on their way at once as there are registers for.
+  constexpr int kCount = S::kM * S::kN, kFree = (S::kManyRegisters - 4 * kCount - 40) / 4;
+  constexpr int kBatch = kFree < 1 ? 1 : kFree < kCount ? kFree : kCount;
+  float* sum = to[0];
+#pragma unroll
+  for (int i = 0; i < kCount; i += kBatch) {
+    float4 v[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch && i + j < kCount; j++) v[j] = left.get(i + j);
+#pragma unroll
+    for (int j = 0; j < kBatch && i + j < kCount; j++, sum += 4) sum[0] += v[j].x, sum[1] += v[j].y, sum[2] += v[j].z, sum[3] += v[j].w;
+  }
+}
 
 // The one thread that copies.
 template <class S>
@@ -465,12 +454,12 @@ __device__ __forceinline__ void multiply(const KlGemmSm90& p, Ring<S> ring) {
     wgmma_wait<0>();
     release(ring.before());
     if (item.last < p.deal.rounds) {
-      Left<S>(p, Work<KL_SM90_CLUSTER>::worker()).put(sums);
+      leave<S>({p.deal, work.worker()}, sums);
     } else {
       if (item.first > 0) {
-        uint32_t other = Work<KL_SM90_CLUSTER>::worker();
+        uint32_t other = work.worker();
         do {
-          Left<S>(p, --other).add(sums);
+          add_left<S>({p.deal, --other}, sums);
         } while (front(p.deal, other) > item.tile * p.deal.rounds);
       }
       Epilogue<S>(p, at, sums, ring, thread).run(ring, release);

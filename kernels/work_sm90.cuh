@@ -2,6 +2,9 @@
 #pragma once
 
 #include "common.cuh"
+#include "ptx_sm90.cuh"
+
+__device__ __forceinline__ uint32_t lane() { return threadIdx.x % 32; }
 
 // Rounds `first` to `last` of a tile.
 struct Item {
@@ -32,5 +35,40 @@ struct Work {
     item = {index, start - origin, end - origin};
     next_tile = kSharing + start;
     return true;
+  }
+};
+
+// What a warp leaves for the same warp of the next worker, of kVectors vectors for every lane, and the word that says it is there. The
+// first warpgroup of a block copies and leaves nothing; kWarps others do.
+template <int kCluster, int kWarps, int kVectors>
+struct Left {
+  float4* vectors;
+  uint32_t* flag;
+
+  __device__ __forceinline__ Left(const KlDeal& deal, uint32_t worker) {
+    uint32_t block = worker;
+    if constexpr (kCluster > 1) block = worker * kCluster + cluster_rank();
+    const uint32_t warp = block * kWarps + threadIdx.x / 32 - 4;
+    vectors = reinterpret_cast<float4*>(deal.left) + static_cast<uint64_t>(warp) * (kVectors * 32) + lane();
+    flag = reinterpret_cast<uint32_t*>(deal.flags) + warp;
+  }
+
+  __device__ __forceinline__ void put(int i, float4 v) const { __stcg(vectors + i * 32, v); }
+  __device__ __forceinline__ float4 get(int i) const { return load_uncached(vectors + i * 32); }
+
+  // All are put.
+  __device__ __forceinline__ void done() const {
+    __syncwarp();
+    if (lane() == 0) store_release(flag, 1);
+  }
+
+  // Until all are there; puts the word back for the next launch.
+  __device__ __forceinline__ void wait() const {
+    if (lane() == 0) {
+      while (load_acquire(flag) == 0) {
+      }
+      *flag = 0;
+    }
+    __syncwarp();
   }
 };

@@ -107,8 +107,8 @@ impl Cuda {
         let row_tiles = of.q.rows.div_ceil(rows * cluster);
         let tiles = row_tiles * (heads / pack);
         let rounds: u32 = runs.iter().map(|s| s.k.rows.div_ceil(abi::KL_SM90_KEYS)).sum();
-        let slots = (self.device().multiprocessors / cluster).max(1);
-        // With a mask tiles have as many rounds as they see keys, so there is nothing to share.
+        // With a mask every block has one tile; there are few. They have as many rounds as they see keys, so there is nothing to share.
+        let slots = if causal { tiles } else { (self.device().multiprocessors / cluster).max(1) };
         let deal = if causal { Deal { whole: tiles, workers: 0 } } else { deal_to_clusters(tiles, rounds, slots) };
         let mut p = KlAttentionSm90 {
             // Each of two warpgroups has rows of its own.
@@ -129,13 +129,7 @@ impl Cuda {
             p.v[i] = self.box_map(&run.v, [64, abi::KL_SM90_KEYS / cluster])?;
             p.keys[i] = run.k.rows;
         }
-        // With a mask every block has one tile; there are few.
-        let clusters = match deal.workers {
-            0 if causal => tiles,
-            0 => tiles.min(slots),
-            workers => workers,
-        };
-        self.kernels.launch(kernel, [clusters * cluster, 1, 1], &p)
+        self.kernels.launch(kernel, [deal.clusters(tiles, slots) * cluster, 1, 1], &p)
     }
 }
 

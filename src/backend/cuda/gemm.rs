@@ -182,7 +182,7 @@ impl Cuda {
                 *map = self.box_map(&part.out, [stored_cols(width), abi::KL_SM90_STORE_ROWS])?;
             }
         }
-        let clusters = if workers > 0 { workers } else { tiles.min(plan.tile.slots(multiprocessors)) };
+        let clusters = plan.deal.clusters(tiles, plan.tile.slots(multiprocessors));
         self.kernels.launch(kernel, [clusters * abi::KL_SM90_CLUSTER, 1, 1], &p)
     }
 

@@ -155,6 +155,13 @@ pub struct Deal {
     pub workers: u32,
 }
 
+impl Deal {
+    /// Clusters to launch, where those that have no share stay for as many of the `tiles` as come to them.
+    pub fn clusters(self, tiles: u32, slots: u32) -> u32 {
+        if self.workers > 0 { self.workers } else { tiles.min(slots) }
+    }
+}
+
 /// Deals `tiles` of `rounds` each to as many blocks as run at once. Rather than leave a last round of blocks half empty, the last two
 /// are shared.
 pub fn deal(tiles: u32, rounds: u32, slots: u32) -> Deal {
@@ -329,6 +336,8 @@ mod tests {
         let heads = |tile: Tile| tile.spec().cols.is_multiple_of(128);
         assert_eq!(tile_of(&[size(4608, &[3072, 3072, 3072, 18432])], 3072, heads), Tile::Hopper128x256);
         assert_eq!(all(5, 18432, 3072).tile, Tile::Hopper64x160);
+        // The last layer was not in the sweep.
+        assert_eq!(all(4608, 128, 3072).tile, Tile::Hopper128x160);
     }
 
     #[test]
