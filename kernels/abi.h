@@ -295,14 +295,12 @@ typedef struct {
 #define KL_SM90_THREADS_128X208 384u
 #define KL_SM90_THREADS_128X192 384u
 #define KL_SM90_THREADS_128X160 384u
-#define KL_SM90_THREADS_64X160 256u
 #define KL_SM90_SHARED_256X192 222256u
 #define KL_SM90_SHARED_192X192 222272u
 #define KL_SM90_SHARED_128X256 230464u
 #define KL_SM90_SHARED_128X208 228432u
 #define KL_SM90_SHARED_128X192 230464u
-#define KL_SM90_SHARED_128X160 218192u
-#define KL_SM90_SHARED_64X160 218224u
+#define KL_SM90_SHARED_128X160 226416u
 
 /* As KlGemm; `row_tiles` and `col_tiles` of a stream are those of a cluster, which walks `group` of the rows before it goes on to
  * the next columns. `out` has the maps of the parts, `residual` that of the first where its residual is read. */

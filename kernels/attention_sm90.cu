@@ -424,7 +424,7 @@ __device__ __forceinline__ void attention(const KlAttentionSm90& p) {
     fence_barrier_init();
   }
   if constexpr (F::kCluster > 1) {
-    cluster_sync();
+    cluster_meet();
   } else {
     __syncthreads();
   }
@@ -441,7 +441,7 @@ __device__ __forceinline__ void attention(const KlAttentionSm90& p) {
     wait_for_previous_kernel();
     attend(p, room);
   }
-  if constexpr (F::kCluster > 1) cluster_sync();  // nobody leaves while the other copies into it or arrives at its barriers
+  if constexpr (F::kCluster > 1) cluster_meet();  // nobody leaves while the other copies into it or arrives at its barriers
 }
 
 using Bounded = Form</*stages*/ 3, KL_SM90_CLUSTER, /*running*/ false, /*causal*/ false>;

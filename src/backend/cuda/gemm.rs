@@ -141,7 +141,9 @@ impl Cuda {
         let (multiprocessors, inner) = (self.device().multiprocessors, streams.iter().map(|s| s.x.cols).max().unwrap_or(0));
         let alike = streams.iter().all(|s| s.x.cols == inner);
         let can = |tile: Tile| {
-            let hopper = alike && streams.iter().all(|s| on_hopper(s, tile.spec()));
+            // One round has no halves.
+            let divisible = tile.spec().cluster != Some(Common::Tile) || inner > tile.spec().inner;
+            let hopper = alike && divisible && streams.iter().all(|s| on_hopper(s, tile.spec()));
             let fits = !tile.is_hopper() || hopper;
             fits && self.kernels.has(tile.spec().kernel)
         };
@@ -166,7 +168,7 @@ impl Cuda {
             let p = abi::KlGemm { stream, deal };
             return self.kernels.launch(kernel, [whole + workers, 1, 1], &p);
         };
-        let group = stream.map(|s| tile::group(plan.tile, s.row_tiles));
+        let group = stream.map(|s| tile::group(plan.tile, s.row_tiles, s.col_tiles, multiprocessors));
         let (x, w, out, unused) = (NO_MAPS, NO_MAPS, [[NO_MAP; abi::KL_GEMM_PARTS as usize]; abi::KL_STREAMS as usize], [0; 7]);
         let mut p = abi::KlGemmSm90 { x, w, out, residual: NO_MAPS, stream, group, deal, unused };
         // What both blocks of a cluster need, each copies one half of; weight rows come in halves in any case.
@@ -182,7 +184,11 @@ impl Cuda {
                 *map = self.box_map(&part.out, [stored_cols(width), abi::KL_SM90_STORE_ROWS])?;
             }
         }
-        let clusters = plan.deal.clusters(tiles, plan.tile.slots(multiprocessors));
+        // Halves do not stay: each cluster has one tile.
+        let clusters = match common {
+            Common::Tile => tiles,
+            Common::Rows | Common::Cols => plan.deal.clusters(tiles, plan.tile.slots(multiprocessors)),
+        };
         self.kernels.launch(kernel, [clusters * abi::KL_SM90_CLUSTER, 1, 1], &p)
     }
 

@@ -98,7 +98,6 @@ kernels! {
     GemmSm90Broad = "gemm_bf16_sm90" "kl_gemm_bf16_sm90_128x208" (KlGemmSm90) abi::KL_SM90_THREADS_128X208, shared abi::KL_SM90_SHARED_128X208, overlap in clusters of abi::KL_SM90_CLUSTER;
     GemmSm90Medium = "gemm_bf16_sm90" "kl_gemm_bf16_sm90_128x192" (KlGemmSm90) abi::KL_SM90_THREADS_128X192, shared abi::KL_SM90_SHARED_128X192, overlap in clusters of abi::KL_SM90_CLUSTER;
     GemmSm90Narrow = "gemm_bf16_sm90" "kl_gemm_bf16_sm90_128x160" (KlGemmSm90) abi::KL_SM90_THREADS_128X160, shared abi::KL_SM90_SHARED_128X160, overlap in clusters of abi::KL_SM90_CLUSTER;
-    GemmSm90Low = "gemm_bf16_sm90" "kl_gemm_bf16_sm90_64x160" (KlGemmSm90) abi::KL_SM90_THREADS_64X160, shared abi::KL_SM90_SHARED_64X160, overlap in clusters of abi::KL_SM90_CLUSTER;
     AttentionSm90 = "attention_sm90" "kl_attention_sm90" (KlAttentionSm90) abi::KL_SM90_ATTENTION_THREADS, shared abi::KL_SM90_ATTENTION_SHARED, overlap in clusters of abi::KL_SM90_CLUSTER;
     AttentionSm90Running = "attention_sm90" "kl_attention_sm90_running" (KlAttentionSm90) abi::KL_SM90_ATTENTION_THREADS, shared abi::KL_SM90_ATTENTION_SHARED, overlap in clusters of abi::KL_SM90_CLUSTER;
     AttentionSm90Causal = "attention_sm90" "kl_attention_sm90_causal" (KlAttentionSm90) abi::KL_SM90_ATTENTION_THREADS, shared abi::KL_SM90_CAUSAL_SHARED, overlap in clusters of 1;

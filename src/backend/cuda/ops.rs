@@ -112,7 +112,6 @@ pub fn kernels_of(op: &str) -> &'static [Kernel] {
             Kernel::GemmSm90Broad,
             Kernel::GemmSm90Medium,
             Kernel::GemmSm90Narrow,
-            Kernel::GemmSm90Low,
             Kernel::GemmMma256,
             Kernel::GemmMma128,
             Kernel::GemmMma64,

@@ -22,10 +22,8 @@ pub enum Tile {
     Hopper128x208,
     /// The other one.
     Hopper128x192,
-    /// For narrow ones of those with a long inner dimension, which tiles share.
+    /// For narrow ones of those and for a handful of rows: two blocks have halves of a tile's inner dimension.
     Hopper128x160,
-    /// For narrow ones with a shorter one, and for a handful of rows.
-    Hopper64x160,
 }
 
 /// What the blocks of a cluster have in common, and copy for each other by halves.
@@ -35,6 +33,8 @@ pub enum Common {
     Rows,
     /// Rows of the weight: the cluster is two tiles high.
     Cols,
+    /// The whole tile, of which each has half of the inner dimension. Such clusters do not stay: each has one tile.
+    Tile,
 }
 
 /// What there is to know about a tile.
@@ -67,7 +67,7 @@ const GROUP_ROWS: u32 = 3072;
 
 impl Tile {
     /// All of them.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 9] = [
         Self::Rows64,
         Self::Rows128,
         Self::Rows256,
@@ -77,7 +77,6 @@ impl Tile {
         Self::Hopper128x208,
         Self::Hopper128x192,
         Self::Hopper128x160,
-        Self::Hopper64x160,
     ];
 
     /// What there is to know about it.
@@ -97,8 +96,7 @@ impl Tile {
             Self::Hopper128x256 => hopper(128, 256, Common::Cols, Kernel::GemmSm90Wide, 102),
             Self::Hopper128x208 => hopper(128, 208, Common::Cols, Kernel::GemmSm90Broad, 103),
             Self::Hopper128x192 => hopper(128, 192, Common::Cols, Kernel::GemmSm90Medium, 106),
-            Self::Hopper128x160 => hopper(128, 160, Common::Cols, Kernel::GemmSm90Narrow, 108),
-            Self::Hopper64x160 => hopper(64, 160, Common::Cols, Kernel::GemmSm90Low, 118),
+            Self::Hopper128x160 => hopper(128, 160, Common::Tile, Kernel::GemmSm90Narrow, 108),
         }
     }
 
@@ -117,7 +115,7 @@ impl Tile {
         let Spec { rows: high, cluster, .. } = self.spec();
         let down = rows.div_ceil(high);
         match cluster {
-            None => (down, col_tiles),
+            None | Some(Common::Tile) => (down, col_tiles),
             Some(Common::Rows) => (down, col_tiles.div_ceil(abi::KL_SM90_CLUSTER)),
             Some(Common::Cols) => (down.div_ceil(abi::KL_SM90_CLUSTER), col_tiles),
         }
@@ -201,8 +199,21 @@ pub struct Plan {
     pub deal: Deal,
 }
 
-/// Row tiles that a cluster walks before it goes on to the next columns, of so many: groups of nearly the same size.
-pub fn group(tile: Tile, row_tiles: u32) -> u32 {
+/// Row tiles that a cluster walks before it goes on to the next columns, of so many rows and columns of tiles.
+pub fn group(tile: Tile, row_tiles: u32, col_tiles: u32, multiprocessors: u32) -> u32 {
+    /// With this many rows of tiles what all clusters have at once is about as high as it is wide.
+    const SQUARE: u32 = 6;
+    /// How often all clusters have to take tiles for their order to count.
+    const OFTEN: u32 = 4;
+    let slots = tile.slots(multiprocessors);
+    let at_once = slots / col_tiles.max(1);
+    if at_once >= SQUARE && slots.is_multiple_of(col_tiles) {
+        return at_once;
+    }
+    if at_once >= SQUARE && row_tiles > OFTEN * at_once {
+        return 1;
+    }
+    // Groups of nearly the same size.
     let high = tile.spec().rows * if tile.spec().cluster == Some(Common::Cols) { abi::KL_SM90_CLUSTER } else { 1 };
     let groups = row_tiles.div_ceil(GROUP_ROWS / high).max(1);
     row_tiles.div_ceil(groups).max(1)
@@ -229,7 +240,7 @@ impl Products<'_> {
     fn plans(&self, tile: Tile, multiprocessors: u32) -> [Plan; 2] {
         let (tiles, rounds, slots) = (self.tiles(tile), self.inner.div_ceil(tile.spec().inner), tile.slots(multiprocessors));
         let none = Deal { whole: tiles, workers: 0 };
-        let shared = match (self.alike, tile.is_hopper()) {
+        let shared = match (self.alike && tile.spec().cluster != Some(Common::Tile), tile.is_hopper()) {
             (false, _) => none,
             (true, true) => deal_to_clusters(tiles, rounds, slots),
             (true, false) => deal(tiles, rounds, slots),
@@ -239,20 +250,19 @@ impl Products<'_> {
     }
 
     fn cost(&self, Plan { tile, deal: Deal { whole, workers } }: Plan, multiprocessors: u32) -> u64 {
-        let Spec { rows, cols, resident, slowness, .. } = tile.spec();
+        let Spec { rows, cols, resident, slowness, cluster, .. } = tile.spec();
         let (tiles, slots) = (self.tiles(tile), tile.slots(multiprocessors));
         let one = u64::from(self.inner) * u64::from(rows * cols) * slowness * u64::from(resident);
         if workers == 0 {
-            // The last round of blocks takes as long as a full one.
-            return u64::from(tiles.div_ceil(slots)) * one;
+            // The last round of blocks takes as long as a full one. Halves have to come together.
+            let each = if cluster == Some(Common::Tile) { one / 2 + 100 * u64::from(rows * cols) * 100 } else { one };
+            return u64::from(tiles.div_ceil(slots)) * each;
         }
         // Adding up what workers leave takes a time that was measured, and as often as there are parts of a tile.
         let left = tiles - whole;
         let parts = u64::from(workers / left.max(1));
         let adding = if tile.is_hopper() {
-            // Those who have nothing else to do end at the same time.
-            let each = if whole == 0 && tiles < slots { 350 } else { 1500 };
-            parts.saturating_sub(1).max(1) * each * u64::from(rows * cols) * 100
+            parts.saturating_sub(1).max(1) * 1500 * u64::from(rows * cols) * 100
         } else {
             parts * u64::from(128 + rows) * 64 * 420 * u64::from(cols)
         };
@@ -330,12 +340,13 @@ mod tests {
         // The text encoder.
         assert_eq!(whole(all(512, 6144, 2560)), (Tile::Hopper128x192, true));
         assert_eq!(whole(all(512, 19456, 2560)), (Tile::Hopper128x208, true));
-        assert_eq!(whole(all(512, 2560, 4096)), (Tile::Hopper64x160, true));
-        assert_eq!(all(512, 2560, 9728), Plan { tile: Tile::Hopper128x160, deal: Deal { whole: 0, workers: 64 } });
+        for inner in [4096, 9728] {
+            assert_eq!(whole(all(512, 2560, inner)), (Tile::Hopper128x160, true));
+        }
         // Heads need whole heads of columns; a handful of rows is no work for large tiles.
         let heads = |tile: Tile| tile.spec().cols.is_multiple_of(128);
         assert_eq!(tile_of(&[size(4608, &[3072, 3072, 3072, 18432])], 3072, heads), Tile::Hopper128x256);
-        assert_eq!(all(5, 18432, 3072).tile, Tile::Hopper64x160);
+        assert_eq!(all(5, 18432, 3072).tile, Tile::Hopper128x160);
         // The last layer was not in the sweep.
         assert_eq!(all(4608, 128, 3072).tile, Tile::Hopper128x160);
     }
@@ -382,10 +393,15 @@ mod tests {
     #[test]
     fn groups_of_rows_are_alike() {
         // 204 row tiles: 17 groups of 12. 19 do not leave a group of seven.
-        assert_eq!(group(Tile::Hopper256x192, 204), 12);
-        assert_eq!(group(Tile::Hopper256x192, 19), 10);
-        assert_eq!(group(Tile::Hopper128x256, 18), 9);
-        assert_eq!(group(Tile::Hopper192x192, 1), 1);
-        assert_eq!(group(Tile::Hopper192x192, 0), 1);
+        let group = |tile, down, across| group(tile, down, across, 132);
+        assert_eq!(group(Tile::Hopper256x192, 204, 72), 12);
+        assert_eq!(group(Tile::Hopper256x192, 19, 72), 10);
+        assert_eq!(group(Tile::Hopper128x256, 18, 108), 9);
+        // All columns at once: six rows are all clusters, eight and a bit are not.
+        assert_eq!(group(Tile::Hopper256x192, 18, 11), 6);
+        assert_eq!(group(Tile::Hopper256x192, 204, 8), 1);
+        assert_eq!(group(Tile::Hopper192x192, 24, 8), 12);
+        assert_eq!(group(Tile::Hopper192x192, 1, 0), 1);
+        assert_eq!(group(Tile::Hopper192x192, 0, 0), 1);
     }
 }

@@ -3,7 +3,7 @@
 //! Then some at the widths of the real models; their names say `klein`.
 
 use super::oracle::{self, Heads};
-use super::{Case, Check, Expected, Fit, Mat, Operand, Rig, stored, want};
+use super::{Case, Check, Expected, Fit, Mat, Operand, Rig, SMALL, stored, want};
 use kiln::backend::{
     Conv, GatedProduct, GroupNorm, KeyValues, LatentStats, Linear, Modulated, Op, Product, Projection, QkNorm, Role, Rope,
     RopeStyle, Sampling,
@@ -215,8 +215,16 @@ const TILES: [(usize, usize, usize); 9] = [
     (65, 65, 65),
 ];
 
+/// The same with enough of the inner dimension for it to be shared.
+const LONG: [(usize, usize, usize); 2] = [(66, 584, 130), (130, 520, 161)];
+
+/// A long inner dimension is the length of rows, which tools that slow kernels down can do with.
+fn shape(rows: usize, inner: usize, cols: usize) -> String {
+    if inner > SMALL { format!("{rows}x{cols}, rows of {inner}") } else { format!("{rows}x{inner}x{cols}") }
+}
+
 fn products(table: &mut Table) {
-    for (rows, inner, cols) in PRODUCTS.into_iter().chain(TILES) {
+    for (rows, inner, cols) in PRODUCTS.into_iter().chain(TILES).chain(LONG) {
         for with_bias in [false, true] {
             linear(table, rows, inner, cols, with_bias);
         }
@@ -248,7 +256,8 @@ fn products(table: &mut Table) {
 }
 
 fn linear(table: &mut Table, rows: usize, inner: usize, cols: usize, with_bias: bool) {
-    table.add(format!("linear {rows}x{inner}x{cols} bias {with_bias}, two streams"), move |rig| {
+    let shape = shape(rows, inner, cols);
+    table.add(format!("linear {shape} bias {with_bias}, two streams"), move |rig| {
         let w = [rig.weight(Role::Linear, &[cols], inner, Bf16, Bf16), rig.weight(Role::Linear, &[5], inner, F32, F32)];
         let bias = [cols, 5].map(|n| with_bias.then(|| rig.vector(n)));
         let (x, y) = (rig.input(rows, inner, |v| v), rig.input(3, inner, |v| v));
@@ -264,7 +273,7 @@ fn linear(table: &mut Table, rows: usize, inner: usize, cols: usize, with_bias: 
 }
 
 fn swiglu(table: &mut Table, rows: usize, inner: usize, cols: usize) {
-    table.add(format!("linear_swiglu {rows}x{inner}x{cols}"), move |rig| {
+    table.add(format!("linear_swiglu {}", shape(rows, inner, cols)), move |rig| {
         let w = rig.weight(Role::GateUp { tail: 2 * cols }, &[cols, cols], inner, Bf16, Bf16);
         let (x, out) = (rig.input(rows, inner, |v| 3.0 * v), rig.output(rows, cols));
         let linear = plain(&w, None);
@@ -274,7 +283,8 @@ fn swiglu(table: &mut Table, rows: usize, inner: usize, cols: usize) {
 }
 
 fn gate_residual(table: &mut Table, rows: usize, inner: usize, cols: usize, gated: bool, with_bias: bool) {
-    table.add(format!("linear_gate_residual {rows}x{inner}x{cols} gate {gated} bias {with_bias}"), move |rig| {
+    let shape = shape(rows, inner, cols);
+    table.add(format!("linear_gate_residual {shape} gate {gated} bias {with_bias}"), move |rig| {
         let w = rig.weight(Role::Linear, &[cols], inner, Bf16, Bf16);
         let bias = with_bias.then(|| rig.vector(cols));
         let gate = gated.then(|| rig.input(1, cols, |v| v));
