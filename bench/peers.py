@@ -383,14 +383,14 @@ def below(record: dict) -> bool:
 
 def products(records: list) -> str:
     """What plain products say together: they are one kernel family, and no single row is all of it."""
-    text = []
+    text, count = [], 0
     for key in ("burst_s", "sustained_s"):
         rows = [r for r in records if r["row"] == "linear" and key in r and not r["shape"].startswith("1x")]
         ratios = {r["shape"]: ratio(r[key]["torch"], r[key]["kiln"]) for r in rows}
         if len(ratios) > 1:
-            least = min(ratios, key=ratios.get)
+            count, least = len(ratios), min(ratios, key=ratios.get)
             text.append(f"{key[:-2]} {statistics.geometric_mean(ratios.values()):.3f}, least {ratios[least]:.3f} ({least})")
-    return f"products, x torch, geometric mean of {len(ratios)}: " + "; ".join(text) if text else ""
+    return f"products, x torch, geometric mean of {count}: " + "; ".join(text) if text else ""
 
 
 def gpu_state() -> dict:
