@@ -203,12 +203,22 @@ fn is_product(name: &str) -> bool {
     ["linear", "qkv", "attention", "conv"].iter().any(|op| name.starts_with(op))
 }
 
-/// Whether a tile makes a difference to a case: Hopper's are for products alone. The widths of the real models take the host longer
-/// than all the rest, so of those only the tiles that they get in a real model.
+/// Whether a tile makes a difference to a case: Hopper's are for products alone, and what takes the naive kernels is the same with all.
+/// The widths of the real models take the host longer than all the rest, so of those only the tiles that they get in a real model.
 fn has_tile(name: &str, tile: Tile) -> bool {
     let usual = matches!(tile, Tile::Hopper256x192 | Tile::Hopper128x256);
     let product = ["linear", "qkv"].iter().any(|op| name.starts_with(op)) && (usual || !name.contains(" klein"));
-    is_product(name) && (!tile.is_hopper() || product)
+    let first = tile == Tile::ALL[0];
+    is_product(name) && (first || on_tensor_cores(name)) && (!tile.is_hopper() || product)
+}
+
+/// Values of four bytes take the naive kernels, and so do products of rows that do not begin at whole vectors.
+fn on_tensor_cores(name: &str) -> bool {
+    let words: Vec<&str> = name.split([' ', 'x', ',']).collect();
+    // "linear 64x65x66 ..." or "linear 64x66, rows of 65 ...".
+    let inner = words.iter().position(|word| *word == "of").map_or(2, |of| of + 1);
+    let whole = !name.starts_with("linear") || words[inner].parse::<usize>().is_ok_and(|inner| inner.is_multiple_of(8));
+    whole && name.contains(" bf16 ")
 }
 
 /// Matrix ops with every tile: at these sizes mostly the smallest is chosen. What they are compared with takes the host far longer than
