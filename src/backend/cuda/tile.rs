@@ -254,9 +254,14 @@ impl Products<'_> {
         let (tiles, slots) = (self.tiles(tile), tile.slots(multiprocessors));
         let one = u64::from(self.inner) * u64::from(rows * cols) * slowness * u64::from(resident);
         if workers == 0 {
-            // The last round of blocks takes as long as a full one. Halves have to come together.
-            let each = if cluster == Some(Common::Tile) { one / 2 + 100 * u64::from(rows * cols) * 100 } else { one };
-            return u64::from(tiles.div_ceil(slots)) * each;
+            // The last round of blocks takes as long as a full one.
+            let turns = u64::from(tiles.div_ceil(slots));
+            if cluster != Some(Common::Tile) {
+                return turns * one;
+            }
+            // Halves have to come together; and as they do not stay, all but the first start while the machine waits.
+            let (together, start) = (100 * u64::from(rows * cols) * 100, 600 * u64::from(rows * cols) * 100);
+            return turns * (one / 2 + together) + turns.saturating_sub(1) * start;
         }
         // Adding up what workers leave takes a time that was measured, and as often as there are parts of a tile.
         let left = tiles - whole;
@@ -343,6 +348,8 @@ mod tests {
         for inner in [4096, 9728] {
             assert_eq!(whole(all(512, 2560, inner)), (Tile::Hopper128x160, true));
         }
+        let halvable = |tile: Tile| tile != Tile::Hopper128x208;
+        assert_eq!(whole(plan(&[size(512, &[19456])], 2560, 132, halvable)), (Tile::Hopper128x192, false));
         // Heads need whole heads of columns; a handful of rows is no work for large tiles.
         let heads = |tile: Tile| tile.spec().cols.is_multiple_of(128);
         assert_eq!(tile_of(&[size(4608, &[3072, 3072, 3072, 18432])], 3072, heads), Tile::Hopper128x256);
