@@ -194,6 +194,12 @@ __device__ __forceinline__ uint32_t load_shared_word(uint32_t from) {
   return v;
 }
 
+__device__ __forceinline__ float4 load_shared(uint32_t from) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(from) : "memory");
+  return v;
+}
+
 // ------------------------------------------------------------------------------------------------------------ clusters
 
 __device__ __forceinline__ uint32_t cluster_rank() {
@@ -210,10 +216,8 @@ __device__ __forceinline__ void cluster_meet() { cluster_arrive(), cluster_wait(
 
 // The same, and what they wrote is there.
 __device__ __forceinline__ void cluster_sync() {
-  asm volatile(
-      "barrier.cluster.arrive.release.aligned;\n"
-      "barrier.cluster.wait.acquire.aligned;\n" ::
-          : "memory");
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  cluster_wait();
 }
 
 // Stores sixteen bytes at this block's address in another block's shared memory; that block's barrier counts them.
@@ -227,12 +231,6 @@ __device__ __forceinline__ void store_in_block(uint32_t to, float4 v, uint32_t b
       "}\n" ::"r"(to),
       "r"(barrier), "r"(rank), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
       : "memory");
-}
-
-__device__ __forceinline__ float4 load_shared(uint32_t from) {
-  float4 v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(from) : "memory");
-  return v;
 }
 
 // Sixteen bits at this block's address in another block's shared memory.

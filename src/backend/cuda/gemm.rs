@@ -142,7 +142,7 @@ impl Cuda {
         let alike = streams.iter().all(|s| s.x.cols == inner);
         let can = |tile: Tile| {
             // One round has no halves.
-            let divisible = tile.spec().cluster != Some(Common::Tile) || inner > tile.spec().inner;
+            let divisible = !tile.is_halved() || inner > tile.spec().inner;
             let hopper = alike && divisible && streams.iter().all(|s| on_hopper(s, tile.spec()));
             let fits = !tile.is_hopper() || hopper;
             fits && self.kernels.has(tile.spec().kernel)
@@ -185,11 +185,8 @@ impl Cuda {
             }
         }
         // Halves do not stay: each cluster has one tile.
-        let clusters = match common {
-            Common::Tile => tiles,
-            Common::Rows | Common::Cols => plan.deal.clusters(tiles, plan.tile.slots(multiprocessors)),
-        };
-        self.kernels.launch(kernel, [clusters * abi::KL_SM90_CLUSTER, 1, 1], &p)
+        let slots = if plan.tile.is_halved() { tiles } else { plan.tile.slots(multiprocessors) };
+        self.kernels.launch(kernel, [plan.deal.clusters(tiles, slots) * abi::KL_SM90_CLUSTER, 1, 1], &p)
     }
 
     /// What each of those who share `tiles` of so many rounds has of them.

@@ -110,6 +110,11 @@ impl Tile {
         self.spec().cluster.is_some()
     }
 
+    /// Whether two blocks have halves of its inner dimension.
+    pub const fn is_halved(self) -> bool {
+        matches!(self.spec().cluster, Some(Common::Tile))
+    }
+
     /// Tiles of a product, down and across, counted as they are dealt out: by blocks, or by clusters.
     pub fn count(self, rows: u32, col_tiles: u32) -> (u32, u32) {
         let Spec { rows: high, cluster, .. } = self.spec();
@@ -240,7 +245,7 @@ impl Products<'_> {
     fn plans(&self, tile: Tile, multiprocessors: u32) -> [Plan; 2] {
         let (tiles, rounds, slots) = (self.tiles(tile), self.inner.div_ceil(tile.spec().inner), tile.slots(multiprocessors));
         let none = Deal { whole: tiles, workers: 0 };
-        let shared = match (self.alike && tile.spec().cluster != Some(Common::Tile), tile.is_hopper()) {
+        let shared = match (self.alike && !tile.is_halved(), tile.is_hopper()) {
             (false, _) => none,
             (true, true) => deal_to_clusters(tiles, rounds, slots),
             (true, false) => deal(tiles, rounds, slots),
@@ -250,13 +255,13 @@ impl Products<'_> {
     }
 
     fn cost(&self, Plan { tile, deal: Deal { whole, workers } }: Plan, multiprocessors: u32) -> u64 {
-        let Spec { rows, cols, resident, slowness, cluster, .. } = tile.spec();
+        let Spec { rows, cols, resident, slowness, .. } = tile.spec();
         let (tiles, slots) = (self.tiles(tile), tile.slots(multiprocessors));
         let one = u64::from(self.inner) * u64::from(rows * cols) * slowness * u64::from(resident);
         if workers == 0 {
             // The last round of blocks takes as long as a full one.
             let turns = u64::from(tiles.div_ceil(slots));
-            if cluster != Some(Common::Tile) {
+            if !tile.is_halved() {
                 return turns * one;
             }
             // Halves have to come together; and as they do not stay, all but the first start while the machine waits.
