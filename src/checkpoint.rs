@@ -13,12 +13,13 @@ pub use crate::names::Part;
 pub use header::{ElementType, Entry};
 
 use crate::error::{Error, Result};
+use crate::files;
 use crate::names::{self, Layout, Place, Rows, Spelling, TensorSpec};
 use crate::tensor::{Bytes, DType};
 use guard::Mapped;
 use header::Header;
 use std::collections::BTreeMap;
-use std::fs::File;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -35,14 +36,11 @@ pub struct Shard {
 impl Shard {
     /// Maps a file and validates its header.
     pub fn open(path: &Path) -> Result<Self> {
-        // Asked before opening: opening a pipe would wait for a writer.
-        let meta = std::fs::metadata(path).map_err(|e| Error::read(path, e))?;
-        if !meta.is_file() {
-            let detail = if meta.is_dir() { "it is a folder" } else { "it is not a regular file" };
-            return Err(Error::bad_file(path, "not a safetensors file", detail));
-        }
-        let file = File::open(path).map_err(|e| Error::read(path, e))?;
-        if meta.len() == 0 {
+        let file = files::open(path).map_err(|error| match error.kind() {
+            ErrorKind::InvalidInput => Error::bad_file(path, "not a safetensors file", error.to_string()),
+            _ => Error::read(path, error),
+        })?;
+        if file.metadata().map_err(|e| Error::read(path, e))?.len() == 0 {
             return Self::new(path.into(), Bytes::new(Arc::new([])), None);
         }
         let mapped = Arc::new(Mapped::new(path, file)?);

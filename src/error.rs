@@ -1,6 +1,7 @@
 //! One error type for the whole crate. A message says what went wrong and where; [`Error::hint`] says what to do about it;
 //! [`Error::exit_code`] is what the process ends with.
 
+use crate::text::{gib, shown, shown_path, shown_text};
 use std::path::{Path, PathBuf};
 
 /// The crate's result type.
@@ -11,7 +12,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum Error {
     /// An option or the prompt is not usable.
-    #[error("{what}")]
+    #[error("{}", shown_text(.what))]
     Usage {
         /// What is wrong.
         what: String,
@@ -20,7 +21,7 @@ pub enum Error {
     },
 
     /// No model where one was asked for.
-    #[error("no model found ({}): {what}", .path.display())]
+    #[error("no model found ({}): {}", shown_path(.path), shown_text(.what))]
     NoModel {
         /// Where it was looked for.
         path: PathBuf,
@@ -31,7 +32,7 @@ pub enum Error {
     },
 
     /// A file could not be read.
-    #[error("cannot read ({}): {source}", .path.display())]
+    #[error("cannot read ({}): {}", shown_path(.path), shown_text(&.source.to_string()))]
     Read {
         /// The file.
         path: PathBuf,
@@ -40,7 +41,7 @@ pub enum Error {
     },
 
     /// A file was read, and is not what it should be.
-    #[error("{what} ({}): {detail}", .path.display())]
+    #[error("{what} ({}): {}", shown_path(.path), shown_text(.detail))]
     BadFile {
         /// The file.
         path: PathBuf,
@@ -53,7 +54,7 @@ pub enum Error {
     },
 
     /// The checkpoint lacks a tensor.
-    #[error("missing tensor ({}): `{name}`, this model needs it as {want:?}", .path.display())]
+    #[error("missing tensor ({}): `{}`, this model needs it as {want:?}", shown_path(.path), shown(.name))]
     TensorMissing {
         /// File or folder.
         path: PathBuf,
@@ -64,7 +65,7 @@ pub enum Error {
     },
 
     /// A tensor has another shape than the model needs.
-    #[error("wrong shape ({}): tensor `{name}` is {got:?}, this model needs {want:?}", .path.display())]
+    #[error("wrong shape ({}): tensor `{}` is {}, this model needs {want:?}", shown_path(.path), shown(.name), shown(&format!("{:?}", .got)))]
     TensorShape {
         /// The file.
         path: PathBuf,
@@ -77,7 +78,7 @@ pub enum Error {
     },
 
     /// A tensor's element type is not one kiln computes with.
-    #[error("wrong type ({}): tensor `{name}` is {got}, this model needs BF16, F16 or F32", .path.display())]
+    #[error("wrong type ({}): tensor `{}` is {}, this model needs BF16, F16 or F32", shown_path(.path), shown(.name), shown(.got))]
     TensorType {
         /// The file.
         path: PathBuf,
@@ -88,7 +89,7 @@ pub enum Error {
     },
 
     /// A tensor belongs to a quantised checkpoint.
-    #[error("quantised weights are not supported yet ({}): tensor `{name}` is {format}", .path.display())]
+    #[error("quantised weights are not supported yet ({}): tensor `{}` is {format}", shown_path(.path), shown(.name))]
     Quantised {
         /// The file.
         path: PathBuf,
@@ -99,7 +100,7 @@ pub enum Error {
     },
 
     /// The transformer file holds a tensor that no FLUX.2 transformer has.
-    #[error("unknown tensor ({}): `{name}` is not part of a FLUX.2 transformer", .path.display())]
+    #[error("unknown tensor ({}): `{}` is not part of a FLUX.2 transformer", shown_path(.path), shown(.name))]
     TensorUnknown {
         /// The file.
         path: PathBuf,
@@ -108,7 +109,7 @@ pub enum Error {
     },
 
     /// Parts of a model that do not belong together.
-    #[error("{part} does not fit the transformer: {detail}")]
+    #[error("{part} does not fit the transformer: {}", shown_text(.detail))]
     Mismatch {
         /// Which part.
         part: &'static str,
@@ -137,7 +138,7 @@ pub enum Error {
     },
 
     /// A GPU's memory does not suffice.
-    #[error("not enough GPU memory: this job needs {}, {} is free on {device}", gib(*.need), gib(*.have))]
+    #[error("not enough GPU memory: this job needs {}, {} is free on {}", gib(*.need), gib(*.have), shown_text(.device))]
     DeviceMemory {
         /// Bytes asked for.
         need: u64,
@@ -150,7 +151,7 @@ pub enum Error {
     },
 
     /// No GPU can be used.
-    #[error("no usable GPU: {what}")]
+    #[error("no usable GPU: {}", shown_text(.what))]
     NoGpu {
         /// Why.
         what: String,
@@ -159,7 +160,7 @@ pub enum Error {
     },
 
     /// The GPU or its driver reported a fault.
-    #[error("the GPU failed: {call}: {status}")]
+    #[error("the GPU failed: {call}: {}", shown_text(.status))]
     Device {
         /// The call, or the kernel.
         call: &'static str,
@@ -168,14 +169,14 @@ pub enum Error {
     },
 
     /// The output file is already there.
-    #[error("output exists ({}); not overwritten", .path.display())]
+    #[error("output exists ({}); not overwritten", shown_path(.path))]
     OutputExists {
         /// The file.
         path: PathBuf,
     },
 
     /// The output could not be written.
-    #[error("cannot write ({}): {source}", .path.display())]
+    #[error("cannot write ({}): {}", shown_path(.path), shown_text(&.source.to_string()))]
     Write {
         /// The file.
         path: PathBuf,
@@ -184,7 +185,7 @@ pub enum Error {
     },
 
     /// A stage produced NaN or infinity.
-    #[error("{stage} produced {count} values that are not finite; no image was written")]
+    #[error("{} produced {count} values that are not finite; no image was written", shown(.stage))]
     NotFinite {
         /// Which stage and step.
         stage: String,
@@ -197,7 +198,7 @@ pub enum Error {
     Interrupted,
 
     /// Two backends disagree about an op.
-    #[error("lockstep: op {index} `{op}` differs between `{left}` and `{right}`: {detail}")]
+    #[error("lockstep: op {index} `{op}` differs between `{left}` and `{right}`: {}", shown_text(.detail))]
     Lockstep {
         /// Ops run before this one.
         index: usize,
@@ -212,18 +213,13 @@ pub enum Error {
     },
 
     /// An op was called with operands that do not fit each other. Always a bug in kiln.
-    #[error("internal error: op `{op}`: {what}")]
+    #[error("internal error: op `{op}`: {}", shown_text(.what))]
     Op {
         /// The op.
         op: &'static str,
         /// What does not fit.
         what: String,
     },
-}
-
-/// Bytes in the unit that cards are sold by.
-pub fn gib(bytes: u64) -> String {
-    format!("{:.1} GiB", bytes as f64 / (1_u64 << 30) as f64)
 }
 
 impl Error {
@@ -252,7 +248,7 @@ impl Error {
 
     /// What the user can do about it.
     pub fn hint(&self) -> Option<String> {
-        match self {
+        let hint = match self {
             Self::Usage { hint, .. } | Self::NoModel { hint, .. } | Self::BadFile { hint, .. } | Self::Mismatch { hint, .. } => {
                 hint.clone()
             }
@@ -270,7 +266,8 @@ impl Error {
                 Some("this is a bug in kiln; please report it with the command line".into())
             }
             _ => None,
-        }
+        };
+        hint.map(|hint| shown_text(&hint))
     }
 
     /// The process exit code: 2 usage, 3 bad input file, 4 not enough memory, 5 output not written, 6 no usable GPU or a fault of
@@ -293,6 +290,83 @@ impl Error {
             Self::NotFinite { .. } => 7,
             Self::Interrupted => 130,
             Self::Lockstep { .. } | Self::Op { .. } => 70,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io;
+
+    /// Every error with text from outside in it, that text being `foreign`.
+    fn all(foreign: &str) -> Vec<Error> {
+        let (text, path) = (|| foreign.to_owned(), || PathBuf::from(foreign));
+        let hint = || Some(text());
+        let source = || io::Error::other(text());
+        let (part, format, shape) = ("text encoder", "NVFP4", vec![1; 3]);
+        let (want, got) = (shape.clone(), vec![usize::MAX; 1000]);
+        vec![
+            Error::Usage { what: text(), hint: hint() },
+            Error::NoModel { path: path(), what: text(), hint: hint() },
+            Error::Read { path: path(), source: source() },
+            Error::BadFile { path: path(), what: "damaged", detail: text(), hint: hint() },
+            Error::TensorMissing { path: path(), name: text(), want: want.clone() },
+            Error::TensorShape { path: path(), name: text(), got, want },
+            Error::TensorType { path: path(), name: text(), got: text() },
+            Error::Quantised { path: path(), name: text(), format },
+            Error::TensorUnknown { path: path(), name: text() },
+            Error::Mismatch { part, detail: text(), hint: hint() },
+            Error::TooManyTokens { text: 1, image: 2, limit: 3 },
+            Error::Memory { need: 1 },
+            Error::DeviceMemory { need: 2, have: 1, device: text(), ways: text() },
+            Error::NoGpu { what: text(), hint: text() },
+            Error::Device { call: "cuInit", status: text() },
+            Error::OutputExists { path: path() },
+            Error::Write { path: path(), source: source() },
+            Error::NotFinite { stage: text(), count: 1 },
+            Error::Interrupted,
+            Error::Lockstep { index: 0, op: "copy", left: "cpu", right: "cuda", detail: text() },
+            Error::Op { op: "copy", what: text() },
+        ]
+    }
+
+    #[test]
+    fn no_error_hands_foreign_text_to_a_terminal() {
+        // A new kind of error has to join the list: this match has no other arm.
+        let kind = |error: &Error| match error {
+            Error::Usage { .. } => 0,
+            Error::NoModel { .. } => 1,
+            Error::Read { .. } => 2,
+            Error::BadFile { .. } => 3,
+            Error::TensorMissing { .. } => 4,
+            Error::TensorShape { .. } => 5,
+            Error::TensorType { .. } => 6,
+            Error::Quantised { .. } => 7,
+            Error::TensorUnknown { .. } => 8,
+            Error::Mismatch { .. } => 9,
+            Error::TooManyTokens { .. } => 10,
+            Error::Memory { .. } => 11,
+            Error::DeviceMemory { .. } => 12,
+            Error::NoGpu { .. } => 13,
+            Error::Device { .. } => 14,
+            Error::OutputExists { .. } => 15,
+            Error::Write { .. } => 16,
+            Error::NotFinite { .. } => 17,
+            Error::Interrupted => 18,
+            Error::Lockstep { .. } => 19,
+            Error::Op { .. } => 20,
+        };
+        let long = "\u{1b}]0;x\u{7}\n".repeat(100_000);
+        for foreign in ["\u{1b}[2J\r\nhint: a planted line\u{202e}", &long] {
+            let errors = all(foreign);
+            assert_eq!(errors.iter().map(kind).collect::<Vec<_>>(), (0..=20).collect::<Vec<_>>());
+            for error in errors {
+                for text in [error.to_string(), error.hint().unwrap_or_default()] {
+                    assert!(!text.contains(|c: char| c.is_control() || c == '\u{202e}'), "{text:?}");
+                    assert!(text.chars().count() < 10_000, "{} characters", text.chars().count());
+                }
+            }
         }
     }
 }

@@ -24,11 +24,11 @@ mod orientation;
 mod png_file;
 
 use crate::error::{Error, Result};
+use crate::files;
 use crate::image::Image;
 use crate::sequence::{Grid, PATCH};
 use kind::Kind;
-use std::fs::File;
-use std::io::Read;
+use std::io::ErrorKind;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
@@ -62,16 +62,12 @@ pub struct Reference {
 impl Reference {
     /// Reads a PNG or JPEG file.
     pub fn open(path: &Path) -> Result<Self> {
-        // Before opening: a pipe without a writer would block right there.
-        let metadata = std::fs::metadata(path).map_err(|source| Error::read(path, source))?;
-        if !metadata.is_file() {
-            let found = if metadata.is_dir() { "this is a folder" } else { "this is not a regular file" };
-            return Err(Fault::Unreadable(found.into()).into_error(path));
-        }
-        let mut bytes = Vec::new();
-        let file = File::open(path).map_err(|source| Error::read(path, source))?;
-        // One byte more than allowed shows that there is more, even if the file grows meanwhile.
-        file.take(MAX_FILE + 1).read_to_end(&mut bytes).map_err(|source| Error::read(path, source))?;
+        let bytes = files::read(path, MAX_FILE).map_err(|error| match error.kind() {
+            // No image, so nothing that could be converted to another kind of image.
+            ErrorKind::InvalidInput => Error::bad_file(path, "cannot read image", error.to_string()),
+            ErrorKind::FileTooLarge => Fault::too_long().into_error(path),
+            _ => Error::read(path, error),
+        })?;
         Self::from_bytes(&bytes, path)
     }
 
@@ -153,7 +149,7 @@ fn centre(mut pixels: Vec<u8>, from: (usize, usize), to: (usize, usize)) -> Vec<
 
 fn decode(bytes: &[u8], origin: &Path) -> Result<Image, Fault> {
     if bytes.len() as u64 > MAX_FILE {
-        return Err(Fault::TooLarge(format!("the file is over {} MiB, which is the limit", MAX_FILE >> 20)));
+        return Err(Fault::too_long());
     }
     let kind = kind::of(bytes, origin)?;
     let (image, orientation) = isolated(|| match kind {
@@ -239,6 +235,10 @@ fn ends_early(length: usize) -> Fault {
 }
 
 impl Fault {
+    fn too_long() -> Self {
+        Self::TooLarge(format!("the file is over {} MiB, which is the limit", MAX_FILE >> 20))
+    }
+
     fn into_error(self, origin: &Path) -> Error {
         match self {
             Self::Unreadable(detail) => Error::bad_file(origin, "cannot read image", detail).with_hint("convert to PNG or JPEG"),

@@ -5,9 +5,9 @@
 //! through `isolated`.
 
 use crate::error::{Error, Result};
+use crate::files;
 use flate2::read::GzDecoder;
 use std::any::Any;
-use std::fs::File;
 use std::io::Read;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -57,13 +57,7 @@ pub struct Tokenizer {
 impl Tokenizer {
     /// Reads a `tokenizer.json`.
     pub fn open(path: &Path) -> Result<Self> {
-        let mut bytes = Vec::new();
-        // A byte more than may be used is enough to tell that it is too long, whatever the file is.
-        let read = File::open(path).and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes));
-        let length = read.map_err(|source| Error::read(path, source))?;
-        if length as u64 > MAX_FILE_BYTES {
-            return Err(Error::bad_file(path, "not a usable tokenizer", format!("longer than {MAX_FILE_BYTES} bytes")));
-        }
+        let bytes = files::read(path, MAX_FILE_BYTES).map_err(|source| Error::read(path, source))?;
         Self::from_json(&bytes, path)
     }
 

@@ -46,6 +46,8 @@ fn module(path: &str) -> &str {
 fn modules_use_only_what_is_below_them() {
     // From the bottom up: a module may use those before it in this list, and itself.
     let order = [
+        "text",
+        "files",
         "error",
         "tensor",
         "progress",

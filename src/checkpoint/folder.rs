@@ -1,12 +1,12 @@
 //! Finds the safetensors files of a folder: one file, or the shards that an index names.
 
 use super::Shard;
-use super::header::{UniqueMap, shown};
+use super::header::UniqueMap;
 use crate::error::{Error, Result};
+use crate::files;
+use crate::text::shown;
 use serde::Deserialize;
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 
 /// Longest index read.
@@ -84,13 +84,8 @@ struct Index {
 /// The shards that an index names. Every one has to be there and to hold what the index says.
 fn open_index(folder: &Path, path: &Path) -> Result<Vec<Shard>> {
     let invalid = |detail: String| Error::bad_file(path, "invalid shard index", detail);
-    let mut text = String::new();
-    let file = File::open(path).map_err(|e| Error::read(path, e))?;
-    file.take(MAX_INDEX + 1).read_to_string(&mut text).map_err(|e| Error::read(path, e))?;
-    if text.len() as u64 > MAX_INDEX {
-        return Err(invalid(format!("longer than {MAX_INDEX} bytes")));
-    }
-    let index: Index = serde_json::from_str(&text).map_err(|e| invalid(e.to_string()))?;
+    let text = files::read(path, MAX_INDEX).map_err(|e| Error::read(path, e))?;
+    let index: Index = serde_json::from_slice(&text).map_err(|e| invalid(e.to_string()))?;
     let mut shards: BTreeMap<&str, Shard> = BTreeMap::new();
     for (tensor, file) in &index.weight_map.0 {
         // A name, not a path: an index must not reach outside its folder.

@@ -33,8 +33,8 @@ mod bus {
     }
 }
 
-use super::header::grouped;
 use crate::error::{Error, Result};
+use crate::text::grouped;
 use memmap2::{Mmap, MmapOptions};
 use std::fs::File;
 use std::io;

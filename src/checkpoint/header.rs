@@ -8,6 +8,7 @@
 #![deny(clippy::arithmetic_side_effects, clippy::cast_possible_truncation)]
 
 use crate::error::{Error, Result};
+use crate::text::{grouped, shown};
 use serde::Deserialize;
 use serde::de::{self, DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
 use std::collections::BTreeMap;
@@ -380,26 +381,4 @@ impl<'de> Deserialize<'de> for UniqueMap {
         }
         reader.deserialize_map(Strings)
     }
-}
-
-/// Text from a file, made fit for a message: escaped and not too long.
-pub(super) fn shown(text: &str) -> String {
-    let mut short: String = text.chars().take(64).flat_map(char::escape_debug).collect();
-    if text.chars().nth(64).is_some() {
-        short.push('…');
-    }
-    short
-}
-
-/// A number with a comma between thousands.
-pub(super) fn grouped(number: u64) -> String {
-    let digits = number.to_string();
-    let mut text = String::new();
-    for (left, digit) in (0..digits.len()).rev().zip(digits.chars()) {
-        text.push(digit);
-        if left > 0 && left.is_multiple_of(3) {
-            text.push(',');
-        }
-    }
-    text
 }

@@ -4,9 +4,9 @@
 //! in which case the element types tell.
 
 use super::Shard;
-use super::header::shown;
 use crate::error::{Error, Result};
 use crate::names::{self, Part, Place, QUANTISATION_METADATA, QUANTISATION_TENSOR};
+use crate::text::shown;
 use serde::Deserialize;
 use std::collections::BTreeMap;
 

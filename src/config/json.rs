@@ -1,9 +1,8 @@
 //! A configuration file: JSON read with a size limit, and numbers taken from it that name the file when they do not fit.
 
 use crate::error::{Error, Result};
+use crate::files;
 use serde_json::{Map, Value};
-use std::fs::File;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 
 /// Longest configuration read.
@@ -19,18 +18,13 @@ pub struct ConfigFile {
 impl ConfigFile {
     /// Reads a file.
     pub fn read(path: &Path) -> Result<Self> {
-        let mut text = Vec::new();
-        let file = File::open(path).map_err(|e| Error::read(path, e))?;
-        file.take(MAX_CONFIG + 1).read_to_end(&mut text).map_err(|e| Error::read(path, e))?;
+        let text = files::read(path, MAX_CONFIG).map_err(|e| Error::read(path, e))?;
         Self::parse(path, &text)
     }
 
     /// Reads the content of one; `path` is where it came from, for messages.
     pub fn parse(path: &Path, text: &[u8]) -> Result<Self> {
         let invalid = |detail: String| Error::bad_file(path, "invalid configuration", detail);
-        if text.len() as u64 > MAX_CONFIG {
-            return Err(invalid(format!("longer than {MAX_CONFIG} bytes")));
-        }
         match serde_json::from_slice(text).map_err(|e| invalid(e.to_string()))? {
             Value::Object(object) => Ok(Self { path: path.into(), object }),
             _ => Err(invalid("not an object".into())),

@@ -2,8 +2,9 @@
 
 use super::{Estimate, Job, LoadOptions, OpenModel};
 use crate::backend::Backend;
-use crate::error::{Error, Result, gib};
+use crate::error::{Error, Result};
 use crate::sequence::{PATCH, Pixels};
+use crate::text::gib;
 
 impl Estimate {
     /// Bytes it takes in all, weights in as little room as they can do with or beside each other.

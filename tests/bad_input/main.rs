@@ -1,0 +1,83 @@
+//! What people do wrong first, and what they are told: one table, each row with the exact exit code, the exact first line of
+//! the error and the exact hint, run with the real program. Nothing may be left on disk or changed.
+#![cfg(unix)]
+
+#[path = "../common/mistake.rs"]
+mod mistake;
+mod outputs;
+mod prompts;
+mod references;
+#[path = "../common/sandbox.rs"]
+mod sandbox;
+mod weights;
+
+use kiln::checkpoint::Part;
+use kiln::config::{TextConfig, TransformerConfig, VaeConfig};
+use kiln::names::{Layout, TensorSpec, file_tensors, text_manifest, transformer_manifest, vae_manifest};
+use mistake::{CHANGING, Change, Help, Is, Nothing, Row, check, row};
+use sandbox::{QUICK, Sandbox, grouped};
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::io::Write;
+
+/// Files that every row can use: the tiny model, and a picture of somebody's.
+fn prepared() -> Sandbox {
+    let sandbox = Sandbox::new();
+    sandbox.tiny("model", &["--layout", "bfl"]);
+    write(&sandbox, "there.png", "mine");
+    sandbox
+}
+
+fn write(sandbox: &Sandbox, name: &str, bytes: impl AsRef<[u8]>) -> u64 {
+    fs::write(sandbox.path(name), &bytes).unwrap();
+    bytes.as_ref().len() as u64
+}
+
+/// A table can only be trusted if it can fail: a good run is no error, and a row that is wrong in one place is told from a
+/// right one.
+#[test]
+fn the_table_can_fail() {
+    let sandbox = prepared();
+    let exists = "output exists (there.png); not overwritten";
+    let hint = "use --force or another name";
+    let right = || row("x -q -o there.png", 5, exists, Is(hint));
+    right().check(&sandbox).unwrap();
+    for (wrong, what) in [
+        (Row { code: 3, ..right() }, "exit code is"),
+        (Row { first: "output exists (there.png)".into(), ..right() }, "error is"),
+        (Row { hint: String::new(), ..right() }, "error is"),
+        (Row { help: true, ..right() }, "error is"),
+    ] {
+        assert!(wrong.check(&sandbox).unwrap_err().contains(what));
+    }
+    let line = format!("x -q -o new.png {}", QUICK.join(" "));
+    let report = row(&line, 5, exists, Is(hint)).check(&sandbox).unwrap_err();
+    for what in ["exit code is\n  Some(0)", "standard output is\n  new.png", "files were left or changed"] {
+        assert!(report.contains(what), "{report}");
+    }
+    let rewrites: Change = |sandbox| {
+        write(sandbox, "there.png", "ours");
+    };
+    let report = right().meanwhile(rewrites).check(&sandbox).unwrap_err();
+    assert!(report.contains("files were left or changed"), "{report}");
+}
+
+/// A file with the header of a real model, over data that is a hole in the file and takes no room.
+fn sparse(sandbox: &Sandbox, name: &str, part: Part, layout: Layout, manifest: &[TensorSpec]) {
+    let mut end = 0;
+    let entries = manifest.iter().flat_map(|spec| file_tensors(part, layout, spec)).map(|TensorSpec { name, shape, .. }| {
+        let start = end;
+        end += 2 * shape.iter().product::<usize>();
+        format!("\"{name}\":{{\"dtype\":\"BF16\",\"shape\":{shape:?},\"data_offsets\":[{start},{end}]}}")
+    });
+    let header = format!("{{{}}}", entries.collect::<Vec<_>>().join(","));
+    let mut file = File::create_new(sandbox.path(name)).unwrap();
+    file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();
+    file.write_all(header.as_bytes()).unwrap();
+    file.set_len((8 + header.len() + end) as u64).unwrap();
+}
+
+/// A safetensors file of this header, with so many zero bytes behind it.
+fn crafted(sandbox: &Sandbox, name: &str, header: &str, data: usize) {
+    write(sandbox, name, [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &vec![0; data]].concat());
+}

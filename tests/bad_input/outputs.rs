@@ -1,0 +1,49 @@
+//! Outputs: places where nothing can be written.
+
+use super::*;
+use std::os::unix::fs::symlink;
+
+#[test]
+fn outputs_that_cannot_be_written() {
+    let sandbox = prepared();
+    symlink("nowhere", sandbox.path("dangling.png")).unwrap();
+    for name in ["folder.png", "full", "locked"] {
+        fs::create_dir(sandbox.path(name)).unwrap();
+    }
+    let quick = |line: &str| format!("{line} {}", QUICK.join(" "));
+    let exists = |name: &str| format!("output exists ({name}); not overwritten");
+    let cannot = |name: &str, why: &str| format!("cannot write ({name}): {why}");
+    let force = Is("use --force or another name");
+    let format = "kiln writes PNG files, named .png";
+    let mut rows = vec![
+        row("x -q -o there.png", 5, exists("there.png"), force),
+        row("x -q -o new.png --dump there.png", 5, exists("there.png"), force),
+        row("x -q -o dangling.png", 5, exists("dangling.png"), force),
+        row("x -q -o /dev/full", 5, exists("/dev/full"), force),
+        row("x -q -o /dev/full --force", 5, cannot("/dev/full", "this is not a regular file"), Nothing),
+        row("x -q -o folder.png --force", 5, cannot("folder.png", "this is a folder"), Nothing),
+        row("x -q -o no/new.png", 5, cannot("no/new.png", "there is no such folder"), Nothing),
+        row("x -q -o there.png/new.png", 5, cannot("there.png/new.png", "there is no such folder"), Nothing),
+        row("x -q -o new.jpg", 5, cannot("new.jpg", format), Nothing),
+        row("x -q -o new.v2", 5, cannot("new.v2", format), Nothing),
+        row("x -q -o -", 5, cannot("-", "standard output is for names of pictures, not for pictures"), Nothing),
+        // Blocks of 512 bytes; the picture has about 12 thousand.
+        row(&quick("x -q -o new.png"), 5, cannot("new.png", "File too large (os error 27); nothing was written"), Nothing)
+            .within("ulimit -f 8"),
+    ];
+    // Not every machine lets everybody mount things.
+    let may_mount = "mount -t tmpfs none full";
+    let mut probe = sandbox.wrapped("unshare");
+    if probe.args(["--map-root-user", "--mount", "sh", "-c", may_mount]).output().is_ok_and(|output| output.status.success()) {
+        let full = "No space left on device (os error 28); nothing was written";
+        rows.extend([
+            row(&quick("x -q -o full/new.png"), 5, cannot("full/new.png", full), Nothing)
+                .within("mount -t tmpfs -o size=8k none full"),
+            row("x -q -o locked/new.png", 5, cannot("locked/new.png", "Read-only file system (os error 30)"), Nothing)
+                .within("mount -t tmpfs -o ro none locked"),
+        ]);
+    } else {
+        let _ = writeln!(std::io::stderr(), "skipped: a full and a read-only disk");
+    }
+    check(&sandbox, &rows);
+}

@@ -1,0 +1,249 @@
+//! Weights: other formats, other models, damaged, changing.
+
+use super::*;
+
+#[test]
+fn files_that_are_no_weights() {
+    let sandbox = prepared();
+    let lfs = "version https://git-lfs.github.com/spec/v1\n\
+        oid sha256:ec3d4e733a771f61c052fb4856c48b336c55eaf2c65487c2a1faeb9bbda7a343\nsize 7751105712\n";
+    write(&sandbox, "pointer.safetensors", lfs);
+    write(&sandbox, "page.safetensors", "<!DOCTYPE html><html><title>Sign in</title></html>");
+    write(&sandbox, "empty.safetensors", "");
+    write(&sandbox, "zeros.safetensors", [0; 4096]);
+    write(&sandbox, "model.ckpt", b"\x80\x02}q\x00(X\x05\x00\x00\x00state");
+    write(&sandbox, "model.pt", b"PK\x03\x04\x00\x00\x08\x08\x00\x00\x00\x00archive/data.pkl");
+    write(&sandbox, "model.gguf", b"GGUF\x03\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00");
+    fs::create_dir(sandbox.path("nothing")).unwrap();
+    let whole = fs::read(sandbox.path("model/flux-2-klein-tiny.safetensors")).unwrap();
+    let (have, all) = (write(&sandbox, "cut.safetensors", &whole[..whole.len() / 3]), whole.len() as u64);
+    write(&sandbox, "begun.safetensors", &whole[..100]);
+    let header = 8 + u64::from_le_bytes(*whole.first_chunk().unwrap());
+
+    let foreign = "not a safetensors file";
+    let unsupported = "unsupported weight format";
+    let pickle = "Python pickle, which can run code and is never loaded";
+    let use_safetensors = Is("use a .safetensors file");
+    let expected = "expected transformer/, text_encoder/, vae/ and tokenizer/tokenizer.json there, or give --transformer, \
+        --text-encoder and --vae";
+    let part = |flag: &str, file: &str| format!("x -q --model model --{flag} {file}");
+    check(
+        &sandbox,
+        &[
+            row(
+                &part("transformer", "pointer.safetensors"),
+                3,
+                format!("{foreign} (pointer.safetensors): it is a {}-byte Git LFS pointer", lfs.len()),
+                Is("run git lfs pull, or download the 7,751,105,712-byte file itself"),
+            ),
+            row(
+                &part("vae", "page.safetensors"),
+                3,
+                format!("{foreign} (page.safetensors): it is a web page"),
+                Is("the download was answered with a page, perhaps a login; download the file itself"),
+            ),
+            row(
+                &part("vae", "empty.safetensors"),
+                3,
+                format!("{foreign} (empty.safetensors): it is empty"),
+                Is("download the file again"),
+            ),
+            row(
+                &part("vae", "zeros.safetensors"),
+                3,
+                "invalid safetensors header (zeros.safetensors): header is 0 bytes, the shortest possible has 2",
+                Nothing,
+            ),
+            row(
+                &part("transformer", "cut.safetensors"),
+                3,
+                format!("truncated file (cut.safetensors): has {} bytes, its header describes {}", grouped(have), grouped(all)),
+                Nothing,
+            )
+            .hint(format!("download again; {} bytes are missing", grouped(all - have))),
+            row(
+                &part("transformer", "begun.safetensors"),
+                3,
+                format!("truncated file (begun.safetensors): has 100 bytes, its header describes at least {}", grouped(header)),
+                Nothing,
+            )
+            .hint(format!("download again; at least {} bytes are missing", grouped(header - 100))),
+            row(&part("transformer", "model.ckpt"), 3, format!("{unsupported} (model.ckpt): {pickle}"), use_safetensors),
+            row(
+                &part("transformer", "model.pt"),
+                3,
+                format!("{unsupported} (model.pt): a zip archive, probably a PyTorch checkpoint: {pickle}"),
+                use_safetensors,
+            ),
+            row(&part("transformer", "model.gguf"), 3, format!("{unsupported} (model.gguf): GGUF"), use_safetensors),
+            // No model at all.
+            row("x -q --model models/klein/4b", 3, "no model found (models/klein/4b): the folder does not exist", Is(expected)),
+            row(
+                "x -q --model models/klein",
+                3,
+                "no model found (models/klein): neither a folder nor in the Hugging Face cache ($HOME/.cache/huggingface/hub)",
+                Is("download it first, for example with `hf download`, or name a folder"),
+            ),
+            row(
+                "x -q --model nothing",
+                3,
+                "no model found (nothing): there is no transformer and no text encoder and no vae",
+                Is(expected),
+            ),
+            row(
+                "x -q --model model.gguf",
+                3,
+                "no model found (model.gguf): it is a file, not a folder",
+                Is("give a single file as --transformer, with --text-encoder and --vae"),
+            ),
+            row(&part("vae", "none"), 3, "no model found (none): it does not exist", Nothing),
+        ],
+    );
+}
+
+#[test]
+fn parts_of_different_models() {
+    let sandbox = prepared();
+    let transformer = |name: &str, config: &TransformerConfig| {
+        sparse(&sandbox, name, Part::Transformer, Layout::Bfl, &transformer_manifest(config));
+    };
+    let encoder = |name: &str, config: &TextConfig| {
+        sparse(&sandbox, name, Part::TextEncoder, Layout::Diffusers, &text_manifest(config));
+    };
+    transformer("4b.safetensors", &TransformerConfig::klein_4b());
+    transformer("9b.safetensors", &TransformerConfig::klein_9b());
+    let dev =
+        TransformerConfig { hidden: 6144, heads: 48, context: 15_360, guidance_embed: true, ..TransformerConfig::klein_9b() };
+    transformer("dev.safetensors", &TransformerConfig { single_blocks: 48, ..dev });
+    encoder("qwen4.safetensors", &TextConfig::klein_4b());
+    encoder("qwen8.safetensors", &TextConfig::klein_9b());
+    sparse(&sandbox, "vae.safetensors", Part::Vae, Layout::Bfl, &vae_manifest(&VaeConfig::klein_4b()));
+    // FLUX.1 has half the channels in its latents, and modulations in every block.
+    let older = VaeConfig { latent: 16, ..VaeConfig::klein_4b() };
+    sparse(&sandbox, "ae.safetensors", Part::Vae, Layout::Bfl, &vae_manifest(&older));
+    let older =
+        [TensorSpec::new("img_in.weight", &[3072, 64]), TensorSpec::new("double_blocks.0.img_mod.lin.weight", &[18432, 3072])];
+    sparse(&sandbox, "flux1.safetensors", Part::Transformer, Layout::Bfl, &older);
+
+    let line = |transformer: &str, encoder: &str, vae: &str| {
+        format!("x -q --transformer {transformer}.safetensors --text-encoder {encoder}.safetensors --vae {vae}.safetensors")
+    };
+    let misfit = "text encoder does not fit the transformer";
+    check(
+        &sandbox,
+        &[
+            row(
+                &line("4b", "qwen8", "vae"),
+                3,
+                format!("{misfit}: klein 4B needs Qwen3-4B (hidden 2560), found hidden 4096"),
+                Is("this looks like the 9B encoder"),
+            ),
+            row(
+                &line("9b", "qwen4", "vae"),
+                3,
+                format!("{misfit}: klein 9B needs Qwen3-8B (hidden 4096), found hidden 2560"),
+                Is("this looks like the 4B encoder"),
+            ),
+            row(
+                &line("dev", "qwen4", "vae"),
+                3,
+                format!("{misfit}: it needs features of width 15360, found hidden 2560 x 3"),
+                Is("this looks like the 4B encoder"),
+            ),
+            row(
+                &line("flux1", "qwen4", "vae"),
+                3,
+                "not a FLUX.2 transformer (flux1.safetensors): it has no `double_stream_modulation_img.lin.weight`",
+                Is("kiln runs FLUX.2 [klein] 4B and 9B"),
+            ),
+            row(
+                &line("4b", "qwen4", "ae"),
+                3,
+                "wrong shape (ae.safetensors): tensor `encoder.conv_out.weight` is [32, 512, 3, 3], this model needs \
+                 [64, 512, 3, 3]",
+                Is("this file is incomplete or belongs to another model; kiln runs FLUX.2 [klein] 4B and 9B"),
+            ),
+            // Mixed up on the command line.
+            row(
+                &line("vae", "qwen4", "4b"),
+                3,
+                "not a FLUX.2 transformer (vae.safetensors): it has no `double_stream_modulation_img.linear.weight`",
+                Is("kiln runs FLUX.2 [klein] 4B and 9B"),
+            ),
+            row(
+                &line("4b", "vae", "qwen4"),
+                3,
+                "not a Qwen3 text encoder (vae.safetensors): it has no `model.layers.0.self_attn.q_norm.weight`",
+                Is("klein 4B needs Qwen3-4B, klein 9B needs Qwen3-8B"),
+            ),
+            row(
+                &line("4b", "qwen4", "9b"),
+                3,
+                "unknown architecture (9b.safetensors): vae: the tensors that tell its width in `encoder.down_blocks.0` are missing",
+                Is("this is no vae of FLUX.2 [klein]"),
+            ),
+        ],
+    );
+}
+
+#[test]
+fn crafted_weights() {
+    let sandbox = prepared();
+    let tensor = |name: &str, length: u64, [begin, end]: [u64; 2]| {
+        format!("\"{name}\":{{\"dtype\":\"U8\",\"shape\":[{length}],\"data_offsets\":[{begin},{end}]}}")
+    };
+    let file = |name: &str, tensors: &[String], data| crafted(&sandbox, name, &format!("{{{}}}", tensors.join(",")), data);
+    file("overlap.safetensors", &[tensor("a", 16, [0, 16]), tensor("b", 16, [8, 24])], 24);
+    file("hole.safetensors", &[tensor("a", 16, [0, 16]), tensor("b", 8, [24, 32])], 32);
+    file("twice.safetensors", &[tensor("a", 8, [0, 8]), tensor("a", 8, [8, 16])], 16);
+    file("more.safetensors", &[tensor("a", 8, [0, 8])], 11);
+    file("shape.safetensors", &[tensor("a", 9, [0, 8])], 8);
+    // The sum of these ends, and the length of the header, is over 64 bits.
+    let huge = (1 << 61) - 1;
+    let huge: Vec<String> = (0..8).map(|i| tensor(&format!("t{i}"), huge, [i * huge, (i + 1) * huge])).collect();
+    file("huge.safetensors", &huge, 8);
+    write(&sandbox, "long.safetensors", [&99_000_051u64.to_le_bytes()[..], b"{\"a\":"].concat());
+    let deep = format!("{{\"a\":{}", "[".repeat(100_000));
+    crafted(&sandbox, "deep.safetensors", &deep, 0);
+
+    let invalid = |name: &str, detail: &str| {
+        let first = format!("invalid safetensors header ({name}.safetensors): {detail}");
+        row(&format!("x -q --model model --transformer {name}.safetensors"), 3, first, Nothing)
+    };
+    check(
+        &sandbox,
+        &[
+            invalid("overlap", "tensor `a` [0,16) overlaps `b` [8,24)"),
+            invalid("hole", "8 bytes before tensor `b` [24,32) belong to no tensor"),
+            invalid("twice", "tensor `a` is there twice at line 1 column 56"),
+            invalid("more", "3 bytes follow the last tensor"),
+            invalid("shape", "tensor `a`: shape [9] of U8 needs 9 bytes, data_offsets [0,8] give 8"),
+            invalid("huge", "describes 18,446,744,073,709,551,608 bytes of data, more than any file can have"),
+            invalid("long", "header is 99,000,051 bytes, limit 4,194,304"),
+            invalid("deep", "tensor `a`: invalid type: sequence, expected a string at line 1 column 6"),
+        ],
+    );
+}
+
+#[test]
+fn weights_that_change() {
+    let sandbox = prepared();
+    let model = sandbox.path("model/flux-2-klein-tiny.safetensors");
+    let line = "x -o out.png --steps 1000 --width 64 --height 64 --model model --transformer changing.safetensors";
+    let changed = "weight file changed while it was being read (changing.safetensors)";
+    let hint = Is("nothing was written; start again when the file is complete");
+    let length = grouped(fs::metadata(&model).unwrap().len());
+    let changes: [(String, Change); 2] = [
+        (format!("size {length} -> 4,096"), |sandbox| {
+            File::options().write(true).open(sandbox.path(CHANGING)).unwrap().set_len(4096).unwrap();
+        }),
+        ("it was written to".into(), |sandbox| {
+            let mut file = File::options().write(true).open(sandbox.path(CHANGING)).unwrap();
+            file.write_all(b"once more").unwrap();
+        }),
+    ];
+    for (detail, change) in changes {
+        fs::copy(&model, sandbox.path(CHANGING)).unwrap();
+        check(&sandbox, &[row(line, 3, format!("{changed}: {detail}"), hint).meanwhile(change)]);
+    }
+}
