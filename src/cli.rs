@@ -14,7 +14,7 @@ pub use device::doctor;
 pub use names::Target;
 pub use plan::plan;
 pub use request::{GenerateRequest, random_seed};
-pub use run::{STDOUT, generate, tiny};
+pub use run::{STDOUT, generate, reader_left, tiny};
 
 use args::{Cli, Command, GenerateArgs};
 use clap::Parser;

@@ -9,10 +9,10 @@ use kiln::error::{Error, Result};
 use kiln::locate::{Embedded, Environment};
 use kiln::progress::Progress;
 use kiln::terminal::{Terminal, Verbosity};
+use kiln::text::{shown_lines, shown_text};
 use std::error::Error as _;
-use std::io::{self, ErrorKind, Write};
+use std::io::{self, Write};
 use std::panic::{self, UnwindSafe};
-use std::path::Path;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -56,7 +56,7 @@ fn main() -> ExitCode {
         Err(failure) => failure,
     };
     // A reader that has seen enough closes the pipe: it is done, and so are we.
-    if matches!(&failure, Failure::Error(error) if reader_left(error)) {
+    if matches!(&failure, Failure::Error(error) if cli::reader_left(error)) {
         return ExitCode::SUCCESS;
     }
     // Standard error may be gone, too. The exit code still tells.
@@ -145,15 +145,12 @@ fn guarded<T>(work: impl FnOnce() -> Result<T> + UnwindSafe) -> Result<T, Failur
     }
 }
 
-fn reader_left(error: &Error) -> bool {
-    matches!(error, Error::Write { path, source } if path == Path::new(cli::STDOUT) && source.kind() == ErrorKind::BrokenPipe)
-}
-
 /// The error, what caused it, and after a blank line what can be done.
 fn report(failure: &Failure) -> String {
     let error = match failure {
         Failure::Error(error) => error,
         Failure::Panic(text) => {
+            let text = shown_lines(text);
             return format!(
                 "error: internal error: {text}\n\nhint: this is a bug in kiln; please report it with the command line\n"
             );
@@ -164,7 +161,7 @@ fn report(failure: &Failure) -> String {
     let mut source = error.source();
     while let Some(cause) = source {
         // Some messages already end with their cause.
-        let cause_text = cause.to_string();
+        let cause_text = shown_text(&cause.to_string());
         if !message.ends_with(&cause_text) {
             text.push_str(&format!("  caused by: {cause_text}\n"));
         }
@@ -180,6 +177,7 @@ fn report(failure: &Failure) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::io::ErrorKind;
 
     #[test]
     fn a_panic_becomes_one_line_and_a_hint() {
@@ -207,8 +205,8 @@ mod tests {
     #[test]
     fn only_a_closed_standard_output_is_no_error() {
         let error = |path: &str, kind: ErrorKind| Error::Write { path: path.into(), source: kind.into() };
-        assert!(reader_left(&error(cli::STDOUT, ErrorKind::BrokenPipe)));
-        assert!(!reader_left(&error(cli::STDOUT, ErrorKind::StorageFull)));
-        assert!(!reader_left(&error("x.png", ErrorKind::BrokenPipe)));
+        assert!(cli::reader_left(&error(cli::STDOUT, ErrorKind::BrokenPipe)));
+        assert!(!cli::reader_left(&error(cli::STDOUT, ErrorKind::StorageFull)));
+        assert!(!cli::reader_left(&error("x.png", ErrorKind::BrokenPipe)));
     }
 }

@@ -8,46 +8,83 @@
 //! a killed process leaves.
 
 use crate::error::{Error, Result};
-use std::fs::{self, File, OpenOptions};
+use crate::text::grouped;
+use std::collections::BTreeMap;
+use std::fs::{self, File, Metadata, OpenOptions};
 use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Finds out before any work whether [`save_new`] can be expected to succeed: the folder exists and takes new files, there is room
-/// for `bytes`, and the target is free, or with `force` a file that may be replaced.
-pub fn check_writable(path: &Path, force: bool, bytes: u64) -> Result<()> {
-    let name = path.as_os_str().as_encoded_bytes();
-    // `a/b/` and `a/b` have the same components, but no file can be written at the former.
-    if path.file_name().is_none() || name.last().is_some_and(|&byte| std::path::is_separator(byte.into())) {
-        return Err(refused(path, ErrorKind::InvalidInput, "this is not the name of a file"));
+/// A file that is going to be written, and how long it may get.
+#[derive(Clone, Debug)]
+pub struct Planned {
+    /// The target.
+    pub path: PathBuf,
+    /// At most so many bytes, as far as that is known.
+    pub bytes: u64,
+}
+
+/// Finds out before any work whether [`save_new`] can be expected to succeed for all of these: folders exist and take new files,
+/// there is room for everything together, and each target is free, or with `force` a file that may be replaced.
+pub fn check_writable(files: &[Planned], force: bool) -> Result<()> {
+    // By folder: the longest file in it and all of them together. Thousands of images are looked up one by one, but room is
+    // asked for once.
+    let mut folders: BTreeMap<&Path, (&Planned, u64)> = BTreeMap::new();
+    for file in files {
+        let path = file.path.as_path();
+        let name = path.as_os_str().as_encoded_bytes();
+        // `a/b/` and `a/b` have the same components, but no file can be written at the former.
+        if path.file_name().is_none() || name.last().is_some_and(|&byte| std::path::is_separator(byte.into())) {
+            return Err(refused(path, ErrorKind::InvalidInput, "this is not the name of a file"));
+        }
+        let folder = folder_of(path);
+        if !folders.contains_key(folder) && !folder.is_dir() {
+            return Err(refused(path, ErrorKind::NotFound, "there is no such folder"));
+        }
+        check_target(path, force)?;
+        let (longest, total) = folders.entry(folder).or_insert((file, 0));
+        if file.bytes > longest.bytes {
+            *longest = file;
+        }
+        *total = total.saturating_add(file.bytes);
     }
-    let folder = folder_of(path);
-    if !folder.is_dir() {
-        return Err(refused(path, ErrorKind::NotFound, "there is no such folder"));
+    // Room that one folder takes is missing in the next, so all is held until the end.
+    let mut held = Vec::new();
+    for (folder, (longest, total)) in folders {
+        match nameless::create(folder) {
+            Ok(file) => {
+                nameless::make_room(&file, longest.bytes).map_err(|error| unwritten(&longest.path, &error))?;
+                // Not taken, only counted: on a file system in memory it would be real memory.
+                let rest = total - longest.bytes;
+                if let Some(free) = nameless::room_beside(&file).filter(|free| *free < rest) {
+                    let (need, free) = (grouped(total), grouped(free + longest.bytes));
+                    let why = format!("all files together need up to {need} bytes, {free} are free; nothing was written");
+                    return Err(refused(&longest.path, ErrorKind::StorageFull, &why));
+                }
+                held.push(file);
+            }
+            Err(_) => Temp::claim(&longest.path, create_new).map(drop)?,
+        }
     }
-    check_target(path, force)?;
-    match nameless::create(folder) {
-        Ok(file) => nameless::make_room(&file, bytes).map_err(|error| unwritten(path, &error)),
-        Err(_) => Temp::claim(path, create_new).map(drop),
-    }
+    Ok(())
 }
 
 /// Writes a whole file or nothing. An existing file is an error unless `force` is set, even if it appears while we write.
 pub fn save_new(path: &Path, bytes: &[u8], force: bool) -> Result<()> {
-    check_target(path, force)?;
-    if !place_nameless(path, bytes, force)? {
-        place_named(path, bytes, force)?;
+    let replaced = check_target(path, force)?;
+    if !place_nameless(path, bytes, force, replaced.as_ref())? {
+        place_named(path, bytes, force, replaced.as_ref())?;
     }
     sync_folder(folder_of(path));
     Ok(())
 }
 
 /// Writes to a file without a name, and gives it one. Returns false if that cannot be done here.
-fn place_nameless(path: &Path, bytes: &[u8], force: bool) -> Result<bool> {
+fn place_nameless(path: &Path, bytes: &[u8], force: bool, replaced: Option<&Metadata>) -> Result<bool> {
     // Systems and file systems without them say so in many ways. Whatever it is, what is wrong with the folder itself comes
     // back from the attempt with a name; so for the link below.
     let Ok(file) = nameless::create(folder_of(path)) else { return Ok(false) };
-    fill(&file, path, bytes)?;
+    fill(&file, path, bytes, replaced)?;
     let placed = if force {
         // A link never replaces, a rename does.
         Temp::claim(path, |name| nameless::link(&file, name)).and_then(|(temp, ())| temp.replace(path))
@@ -62,9 +99,9 @@ fn place_nameless(path: &Path, bytes: &[u8], force: bool) -> Result<bool> {
 }
 
 /// Writes to a file beside the target, and gives it the target's name.
-fn place_named(path: &Path, bytes: &[u8], force: bool) -> Result<()> {
+fn place_named(path: &Path, bytes: &[u8], force: bool, replaced: Option<&Metadata>) -> Result<()> {
     let (temp, file) = Temp::claim(path, create_new)?;
-    fill(&file, path, bytes)?;
+    fill(&file, path, bytes, replaced)?;
     if force {
         return temp.replace(path);
     }
@@ -86,8 +123,18 @@ fn claim_and_replace(temp: Temp, path: &Path) -> Result<()> {
 }
 
 /// Writes all bytes and waits until they are on disk. They must be there before the name is: after a power cut a name without
-/// data would be a partial file.
-fn fill(mut file: &File, target: &Path, bytes: &[u8]) -> Result<()> {
+/// data would be a partial file. Who may read and write a file that is replaced stays as it was.
+fn fill(mut file: &File, target: &Path, bytes: &[u8], replaced: Option<&Metadata>) -> Result<()> {
+    if let Some(replaced) = replaced {
+        // As far as the system lets us: that the image is there matters more. The owner goes first, because a change of owner
+        // takes some permissions away.
+        #[cfg(unix)]
+        {
+            use std::os::unix::fs::{MetadataExt, fchown};
+            let _ = fchown(file, Some(replaced.uid()), Some(replaced.gid()));
+        }
+        let _ = file.set_permissions(replaced.permissions());
+    }
     file.write_all(bytes).and_then(|()| file.sync_all()).map_err(|error| unwritten(target, &error))
 }
 
@@ -103,19 +150,26 @@ fn create_new(path: &Path) -> io::Result<File> {
     OpenOptions::new().write(true).create_new(true).open(path)
 }
 
-/// Refuses a target that exists, or with `force` one that is not a file: replacing `/dev/null` would be a surprise.
-fn check_target(path: &Path, force: bool) -> Result<()> {
-    // Not following links: a link to nowhere is something that exists, too.
-    match fs::symlink_metadata(path) {
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+/// What a target replaces, if anything. Refuses one that exists, and even with `force` one that is no file: a link would lose
+/// what it leads to, and `/dev/null` or `/dev/stdout` replaced by an image would be everybody's loss.
+fn check_target(path: &Path, force: bool) -> Result<Option<Metadata>> {
+    // Of the name itself, not of what a link leads to.
+    let meta = match fs::symlink_metadata(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(write_error(path, error)),
-        Ok(_) => {}
-    }
-    match fs::metadata(path) {
-        Ok(meta) if meta.is_dir() => Err(refused(path, ErrorKind::IsADirectory, "this is a folder")),
-        _ if !force => Err(Error::OutputExists { path: path.into() }),
-        Ok(meta) if !meta.is_file() => Err(refused(path, ErrorKind::InvalidInput, "this is not a regular file")),
-        _ => Ok(()),
+        Ok(meta) => meta,
+    };
+    let kind = meta.file_type();
+    if kind.is_dir() {
+        Err(refused(path, ErrorKind::IsADirectory, "this is a folder"))
+    } else if kind.is_symlink() {
+        Err(refused(path, ErrorKind::InvalidInput, "this is a symbolic link; name the file that it leads to"))
+    } else if !kind.is_file() {
+        Err(refused(path, ErrorKind::InvalidInput, "this is not a regular file"))
+    } else if !force {
+        Err(Error::OutputExists { path: path.into() })
+    } else {
+        Ok(Some(meta))
     }
 }
 
@@ -160,7 +214,7 @@ impl Drop for Temp {
 mod nameless {
     //! Files without a name. They are gone when closed, unless they were given one.
 
-    use rustix::fs::{AtFlags, CWD, FallocateFlags, Mode, OFlags, fallocate, linkat, open};
+    use rustix::fs::{AtFlags, CWD, FallocateFlags, Mode, OFlags, fallocate, fstatvfs, linkat, open};
     use rustix::io::Errno;
     use std::fs::File;
     use std::io;
@@ -180,6 +234,12 @@ mod nameless {
             Err(error @ (Errno::NOSPC | Errno::DQUOT | Errno::FBIG)) => Err(error.into()),
             _ => Ok(()),
         }
+    }
+
+    /// Bytes that its file system has left for us, where it says so.
+    pub fn room_beside(file: &File) -> Option<u64> {
+        let stat = fstatvfs(file).ok().filter(|stat| stat.f_blocks > 0)?;
+        Some(stat.f_bavail.saturating_mul(stat.f_frsize))
     }
 
     /// Gives it a name, which must be free.
@@ -207,6 +267,10 @@ mod nameless {
 
     pub fn make_room(_file: &File, _bytes: u64) -> io::Result<()> {
         Ok(())
+    }
+
+    pub fn room_beside(_file: &File) -> Option<u64> {
+        None
     }
 
     pub fn link(_file: &File, _name: &Path) -> io::Result<()> {
@@ -271,20 +335,24 @@ mod tests {
         }
     }
 
+    fn check(path: &Path, force: bool) -> Result<()> {
+        check_writable(&[Planned { path: path.into(), bytes: 1 }], force)
+    }
+
     #[test]
     fn a_file_is_written_once_and_replaced_only_by_force() {
         let scratch = Scratch::new("once");
         let path = scratch.0.join("out.png");
-        check_writable(&path, false, 1).unwrap();
+        check(&path, false).unwrap();
         assert!(scratch.names().is_empty(), "the check leaves nothing behind");
         save_new(&path, b"first", false).unwrap();
 
-        for error in [check_writable(&path, false, 1).unwrap_err(), save_new(&path, b"second", false).unwrap_err()] {
+        for error in [check(&path, false).unwrap_err(), save_new(&path, b"second", false).unwrap_err()] {
             assert!(matches!(error, Error::OutputExists { .. }), "{error}");
             assert_eq!(error.exit_code(), 5);
         }
         assert_eq!(fs::read(&path).unwrap(), b"first");
-        check_writable(&path, true, 1).unwrap();
+        check(&path, true).unwrap();
         save_new(&path, b"third", true).unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"third");
         assert_eq!(scratch.names(), ["out.png"], "no temporary file stays");
@@ -310,17 +378,17 @@ mod tests {
     fn without_nameless_files_a_temporary_name_does() {
         let scratch = Scratch::new("named");
         let path = scratch.0.join("out.png");
-        place_named(&path, b"first", false).unwrap();
-        assert!(matches!(place_named(&path, b"second", false).unwrap_err(), Error::OutputExists { .. }));
+        place_named(&path, b"first", false, None).unwrap();
+        assert!(matches!(place_named(&path, b"second", false, None).unwrap_err(), Error::OutputExists { .. }));
         assert_eq!(fs::read(&path).unwrap(), b"first");
-        place_named(&path, b"third", true).unwrap();
+        place_named(&path, b"third", true, None).unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"third");
         assert_eq!(scratch.names(), ["out.png"], "no temporary file stays");
         // What cannot be written with a name is not written without one, and what can be is the same file.
-        assert!(!place_nameless(&scratch.0.join("no/out.png"), b"x", false).unwrap());
-        if place_nameless(&path, b"fourth", true).unwrap() {
+        assert!(!place_nameless(&scratch.0.join("no/out.png"), b"x", false, None).unwrap());
+        if place_nameless(&path, b"fourth", true, None).unwrap() {
             let mode = |name: &str| fs::metadata(scratch.0.join(name)).unwrap().permissions();
-            place_named(&scratch.0.join("other.png"), b"x", false).unwrap();
+            place_named(&scratch.0.join("other.png"), b"x", false, None).unwrap();
             assert_eq!(mode("out.png"), mode("other.png"));
             assert_eq!(fs::read(&path).unwrap(), b"fourth");
         }
@@ -351,7 +419,7 @@ mod tests {
         let (missing, below_file) = (scratch.0.join("no/out.png"), scratch.0.join("file/out.png"));
         for path in [&folder, &too_long, &slash, &missing, &below_file, Path::new(""), Path::new("..")] {
             for force in [false, true] {
-                let error = check_writable(path, force, 1).unwrap_err();
+                let error = check(path, force).unwrap_err();
                 assert!(matches!(error, Error::Write { .. }), "{error}");
                 assert!(save_new(path, b"x", force).is_err(), "{}", path.display());
             }
@@ -359,17 +427,59 @@ mod tests {
         assert_eq!(scratch.names(), ["file", "folder"]);
     }
 
+    #[test]
+    fn all_files_need_room_together() {
+        let scratch = Scratch::new("room");
+        let planned = |count: usize, bytes: u64| -> Vec<Planned> {
+            (0..count).map(|i| Planned { path: scratch.0.join(format!("{i}.png")), bytes }).collect()
+        };
+        check_writable(&planned(10_000, 1), false).unwrap();
+        // One of them fits, and so would each by itself.
+        if let Some(free) = nameless::create(&scratch.0).ok().and_then(|file| nameless::room_beside(&file)) {
+            let error = check_writable(&planned(10_000, free / 5_000), false).unwrap_err();
+            assert!(error.to_string().contains("all files together need up to "), "{error}");
+            assert_eq!(error.exit_code(), 5);
+        }
+        assert!(scratch.names().is_empty());
+    }
+
     #[cfg(unix)]
     #[test]
-    fn links_count_as_existing_and_devices_are_left_alone() {
+    fn only_files_are_replaced() {
         let scratch = Scratch::new("link");
-        let path = scratch.0.join("dangling.png");
-        std::os::unix::fs::symlink(scratch.0.join("nowhere"), &path).unwrap();
-        assert!(matches!(check_writable(&path, false, 1).unwrap_err(), Error::OutputExists { .. }));
-        assert!(matches!(save_new(&path, b"x", false).unwrap_err(), Error::OutputExists { .. }));
-        save_new(&path, b"x", true).unwrap();
-        assert!(fs::symlink_metadata(&path).unwrap().is_file(), "the link is replaced, not followed");
-        assert_eq!(scratch.names(), ["dangling.png"]);
-        assert!(matches!(save_new(Path::new("/dev/null"), b"x", true).unwrap_err(), Error::Write { .. }));
+        fs::write(scratch.0.join("real.png"), "mine").unwrap();
+        for (link, target) in [("dangling.png", "nowhere"), ("link.png", "real.png"), ("device.png", "/dev/null")] {
+            std::os::unix::fs::symlink(target, scratch.0.join(link)).unwrap();
+        }
+        let links = ["dangling.png", "link.png", "device.png"].map(|name| scratch.0.join(name));
+        for path in links.iter().map(PathBuf::as_path).chain(["/dev/null", "/dev/stdout"].map(Path::new)) {
+            for force in [false, true] {
+                for error in [check(path, force).unwrap_err(), save_new(path, b"x", force).unwrap_err()] {
+                    assert!(matches!(error, Error::Write { .. }), "{error}");
+                    assert_eq!(error.hint(), None, "force would be no help");
+                }
+            }
+        }
+        assert!(links.iter().all(|link| fs::symlink_metadata(link).unwrap().is_symlink()));
+        assert_eq!(fs::read(scratch.0.join("real.png")).unwrap(), b"mine");
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_file_that_is_replaced_keeps_its_mode() {
+        use std::os::unix::fs::PermissionsExt;
+        let scratch = Scratch::new("mode");
+        let path = scratch.0.join("out.png");
+        let mode = || fs::metadata(&path).unwrap().permissions().mode() & 0o7777;
+        for wanted in [0o600, 0o640, 0o444, 0o666] {
+            fs::write(&path, b"").unwrap();
+            fs::set_permissions(&path, fs::Permissions::from_mode(wanted)).unwrap();
+            save_new(&path, b"whole", true).unwrap();
+            assert_eq!((mode(), fs::read(&path).unwrap()), (wanted, b"whole".to_vec()));
+            let replaced = fs::metadata(&path).unwrap();
+            place_named(&path, b"named", true, Some(&replaced)).unwrap();
+            assert_eq!((mode(), fs::read(&path).unwrap()), (wanted, b"named".to_vec()));
+            fs::remove_file(&path).unwrap();
+        }
     }
 }

@@ -4,6 +4,7 @@
 //! failures to write are ignored.
 
 use crate::progress::{Phase, Progress};
+use crate::text::shown_lines;
 use indicatif::{HumanBytes, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 use std::cell::RefCell;
@@ -100,7 +101,8 @@ impl Terminal {
             return;
         }
         let write = || {
-            let _ = writeln!(std::io::stderr(), "{text}");
+            // What is said may name files and what stands in them.
+            let _ = writeln!(std::io::stderr(), "{}", shown_lines(text));
         };
         // A bar on the screen has to make room for the line.
         match self.running.borrow().as_ref().and_then(|running| running.bar.as_ref()) {

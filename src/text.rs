@@ -8,6 +8,9 @@ const NAME: usize = 128;
 /// Characters of anything longer that are shown: a path, what a library says about a file.
 const SENTENCE: usize = 1024;
 
+/// Characters of a whole line that are shown.
+const LINE: usize = 8192;
+
 /// A name out of a file as it may be shown: at most [`NAME`] characters, none of which moves a terminal's cursor.
 pub fn shown(name: &str) -> String {
     harmless(name, NAME)
@@ -21,6 +24,12 @@ pub fn shown_path(path: &Path) -> String {
 /// Text that may hold parts of a file, as it may be shown.
 pub fn shown_text(text: &str) -> String {
     harmless(text, SENTENCE)
+}
+
+/// Whole output with foreign text in it, as it may be shown: lines stay lines, everything else is escaped, and no line goes on
+/// for pages.
+pub fn shown_lines(text: &str) -> String {
+    text.split('\n').map(|line| harmless(line, LINE)).collect::<Vec<_>>().join("\n")
 }
 
 /// The one function that foreign text passes before anybody sees it: whatever a terminal would obey is escaped, and the rest is
@@ -82,6 +91,12 @@ mod tests {
         assert_eq!(shown(&"é".repeat(129)), format!("{}…", "é".repeat(128)));
         assert_eq!(shown_path(Path::new(&"x".repeat(5000))).chars().count(), 1025);
         assert_eq!(shown_text(&"\n".repeat(5000)).len(), 2048 + '…'.len_utf8());
+    }
+
+    #[test]
+    fn lines_stay_lines() {
+        let text = format!("name\u{1b}[2J\n{}\n", "x".repeat(9000));
+        assert_eq!(shown_lines(&text), format!("name\\u{{1b}}[2J\n{}…\n", "x".repeat(8192)));
     }
 
     #[test]

@@ -35,6 +35,7 @@ fn a_prompt_is_enough() {
         ("prompt", "A red fox, in the snow!"),
         ("seed", seed),
         ("model", "tiny random model (built in, not trained)"),
+        ("variant", "distilled"),
         ("steps", "4"),
         ("size", "256x256"),
         ("precision", "bf16"),
@@ -114,10 +115,10 @@ fn several_pictures_are_numbered() {
 #[test]
 fn a_dump_holds_every_stage_and_its_noise_makes_the_picture_again() {
     let sandbox = Sandbox::new();
-    let flags = ["x", "--seed", "3", "--width", "80", "--height", "64", "--steps", "2"];
+    let flags = ["x", "--width", "80", "--height", "64", "--steps", "2", "--json"];
     let run = |extra: &[&str]| sandbox.run(flags.iter().chain(extra)).good();
-    run(&["-o", "a.png", "--dump", "a.safetensors"]);
-    run(&["-o", "b.png", "--dump", "b.safetensors", "--noise", "a.safetensors"]);
+    run(&["-o", "a.png", "--dump", "a.safetensors", "--seed", "3"]);
+    let again = run(&["-o", "b.png", "--dump", "b.safetensors", "--noise", "a.safetensors"]);
     let bytes = fs::read(sandbox.path("a.safetensors")).unwrap();
     let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
     let mut tensors: Vec<_> =
@@ -146,6 +147,10 @@ fn a_dump_holds_every_stage_and_its_noise_makes_the_picture_again() {
     assert_eq!(a.pixels, rounded);
     assert_eq!(a.pixels, b.pixels);
     assert_eq!(b.text["noise-kind"], "file");
+    // No seed gives that noise, so none is told, whatever was drawn; nor is there one to name the file after.
+    assert_eq!((a.text["seed"].as_str(), b.text.get("seed"), &again.json()[0]["seed"]), ("3", None, &Value::Null));
+    assert!(again.stderr.contains("80x64, 2 steps, noise from a file\n"), "{}", again.stderr);
+    assert_eq!(run(&["--noise", "a.safetensors"]).json()[0]["path"], "x-noise.png");
     assert_eq!(bytes, fs::read(sandbox.path("b.safetensors")).unwrap());
 }
 
@@ -267,6 +272,7 @@ fn refusals() {
         ("a red fox", 2, "there is more than one prompt: `a` and `red`", "put the whole prompt in quotes"),
         ("x -q -v", 2, "the argument '--quiet' cannot be used with '--verbose'", "-"),
         ("x --noise noise.safetensors --noise-kind torch-cpu", 2, "the argument '--noise <FILE>' cannot be used with", "-"),
+        ("x --noise noise.safetensors --seed 3", 2, "the argument '--noise <FILE>' cannot be used with '--seed <N>'", "-"),
         ("x --noise-kind torch-cpu --noise-sms 8", 2, "--noise-sms describes a GPU", "leave out --noise-sms"),
         ("x --count 2 --noise noise.safetensors", 2, "--noise is about one picture, --count 2", "leave out --count, or --noise"),
         ("x --count 2 --dump new.safetensors", 2, "--dump is about one picture, --count 2", "leave out --count, or --dump"),
@@ -337,6 +343,23 @@ fn help_teaches_every_flag() {
     let run = sandbox.run::<&str>([]);
     assert_eq!((run.code, run.text()), (Some(2), ""));
     assert!(run.stderr.contains("Usage: kiln [OPTIONS] [PROMPT]"), "{}", run.stderr);
+    // Whatever is wrong, nothing optional is shown as if it had to be there.
+    for (line, usage) in [
+        ("x --no-such-flag", "kiln [OPTIONS] [PROMPT]\n       kiln <COMMAND>"),
+        ("x -q -v", "kiln [OPTIONS] [PROMPT]\n       kiln <COMMAND>"),
+        ("x --modl y", "kiln [OPTIONS] [PROMPT]\n       kiln <COMMAND>"),
+        ("generate x --noise a --noise-kind torch-cpu", "kiln generate [OPTIONS] [PROMPT]"),
+        ("plan x", "kiln plan [OPTIONS]"),
+        ("bench --quick", "kiln bench [OPTIONS] [PROMPT]"),
+        ("bench --kernels --model tiny", "kiln bench [OPTIONS] [PROMPT]"),
+        ("doctor --force", "kiln doctor [OPTIONS]"),
+        ("tiny", "kiln tiny [OPTIONS] <DIR>"),
+    ] {
+        let run = sandbox.run(line.split(' '));
+        assert_eq!(run.code, Some(2), "{line}");
+        let (_, rest) = run.stderr.split_once("\nUsage: ").unwrap_or_else(|| panic!("{line}: {}", run.stderr));
+        assert_eq!(rest, format!("{usage}\n\nFor more information, try '--help'.\n"), "{line}");
+    }
 }
 
 #[cfg(unix)]

@@ -172,13 +172,17 @@ fn what_is_there_stays_as_it_is() {
         assert!(run.stderr.starts_with(&format!("error: {message}")), "{args:?}: {}", run.stderr);
         assert_eq!(state(), before, "{args:?}");
     };
-    for name in ["file.png", "locked.png", "link.png", "dangling.png", "full.png"] {
+    for name in ["file.png", "locked.png"] {
         refused(&["-o", name], format!("output exists ({name}); not overwritten\n"));
+    }
+    for name in ["link.png", "dangling.png", "full.png"] {
+        let message = format!("cannot write ({name}): this is a symbolic link; name the file that it leads to\n");
+        refused(&["-o", name], message.clone());
+        refused(&["-o", name, "--force"], message);
     }
     for flags in [&["-o", "folder.png"][..], &["-o", "folder.png", "--force"]] {
         refused(flags, "cannot write (folder.png): this is a folder\n".into());
     }
-    refused(&["-o", "full.png", "--force"], "cannot write (full.png): this is not a regular file\n".into());
     refused(&["-o", "/dev/full/out.png"], "cannot write (/dev/full/out.png): ".into());
 
     // One that appears while the picture is made.
@@ -251,6 +255,56 @@ fn errors_are_told_without_a_standard_output() {
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(5));
     assert_eq!(output.stderr, b"error: cannot write (no/out.png): there is no such folder\n");
+}
+
+#[test]
+fn a_dash_is_standard_output() {
+    let sandbox = Sandbox::new();
+    sandbox.quick(&["x", "--seed", "7", "-o", "file.png"]);
+    let run = Command::output(&mut sandbox.command(["x", "--seed", "7", "-o", "-"].iter().chain(&QUICK))).unwrap();
+    assert_eq!(run.status.code(), Some(0));
+    assert_eq!(run.stdout, fs::read(sandbox.path("file.png")).unwrap());
+    assert!(String::from_utf8(run.stderr).unwrap().contains("seed 7"));
+    // There the stream is the product, and its end is a loss.
+    let mut child = sandbox.command(["x", "-q", "-o", "-"].iter().chain(&QUICK)).spawn().unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(5));
+    assert!(output.stderr.starts_with(b"error: cannot write (-): Broken pipe"));
+    assert_eq!(sandbox.names(), ["file.png"]);
+}
+
+/// `kiln ... | true`: the files are the product.
+#[test]
+fn all_images_are_made_even_if_nobody_listens() {
+    let sandbox = Sandbox::new();
+    for json in [&[][..], &["--json"]] {
+        let args = ["x", "-q", "-o", "out.png", "--count", "3", "--force"];
+        let mut child = sandbox.command(args.iter().chain(&QUICK).chain(json)).spawn().unwrap();
+        drop(child.stdout.take());
+        let output = child.wait_with_output().unwrap();
+        assert_eq!((output.status.code(), output.stderr.as_slice()), (Some(0), &b""[..]));
+        assert_eq!(sandbox.names(), ["out-1.png", "out-2.png", "out-3.png"]);
+    }
+}
+
+/// Blocks of 512 bytes: the image has about 12 thousand, the dump 800 thousand.
+#[test]
+fn an_image_whose_dump_fails_is_told_of() {
+    let sandbox = Sandbox::new();
+    let script = "ulimit -f 200 && exec \"$0\" \"$@\"";
+    let mut command = sandbox.wrapped("sh");
+    command.args(["-c", script, env!("CARGO_BIN_EXE_kiln"), "x", "-q", "-o", "out.png", "--dump", "run.safetensors"]).args(QUICK);
+    let run = Run::of(command);
+    assert_eq!((run.code, run.text()), (Some(5), "out.png\n"), "{}", run.stderr);
+    assert!(run.stderr.starts_with("error: cannot write (run.safetensors): File too large"), "{}", run.stderr);
+    assert_eq!(sandbox.names(), ["out.png"]);
+    // What is known to be too long beforehand costs no image.
+    let mut command = sandbox.wrapped("sh");
+    command.args(["-c", script, env!("CARGO_BIN_EXE_kiln"), "x", "-q", "-o", "two.png", "--dump", "run.safetensors"]);
+    let run = Run::of(command);
+    assert_eq!((run.code, run.text()), (Some(5), ""), "{}", run.stderr);
+    assert_eq!(sandbox.names(), ["out.png"]);
 }
 
 fn send(signal: &str, child: &Child) {

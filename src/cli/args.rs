@@ -107,6 +107,8 @@ Close other programs that use the GPU: they take its time, and what they do to i
     name = "kiln",
     bin_name = "kiln",
     version,
+    // By itself clap makes a line of the flags that were given, as if they had to be.
+    override_usage = "kiln [OPTIONS] [PROMPT]\n       kiln <COMMAND>",
     args_conflicts_with_subcommands = true,
     arg_required_else_help = true,
     after_help = EXAMPLE,
@@ -126,26 +128,29 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Make pictures; the same as giving only a prompt
-    #[command(after_help = EXAMPLE, after_long_help = EXAMPLES)]
+    #[command(override_usage = "kiln generate [OPTIONS] [PROMPT]", after_help = EXAMPLE, after_long_help = EXAMPLES)]
     Generate(Box<GenerateArgs>),
 
     /// Tell what a picture would take, without computing anything
     ///
     /// For klein 4B, or for the model that is named, by its files' headers: tokens of each part, the schedule, floating-point
     /// operations of each stage, bytes of weights and of working memory.
+    #[command(override_usage = "kiln plan [OPTIONS]")]
     Plan(Box<PlanArgs>),
 
     /// Measure: a first picture and warm ones stage by stage, or single kernels
     ///
     /// Loads the model, makes a picture cold and several warm, writes none of them, and tells the time of each stage and the memory
     /// that was planned and used. Cold is the first of this process; the system may still have the files in memory.
-    #[command(after_help = BENCH_EXAMPLE, after_long_help = BENCH_EXAMPLES)]
+    #[command(override_usage = "kiln bench [OPTIONS] [PROMPT]", after_help = BENCH_EXAMPLE, after_long_help = BENCH_EXAMPLES)]
     Bench(Box<BenchArgs>),
 
     /// Tell what kiln can use on this machine: GPUs, driver, kernels, models
+    #[command(override_usage = "kiln doctor [OPTIONS]")]
     Doctor(Box<DoctorArgs>),
 
     /// Write the tiny random model to a new folder, as real models are published
+    #[command(override_usage = "kiln tiny [OPTIONS] <DIR>")]
     Tiny(TinyArgs),
 }
 
@@ -164,11 +169,14 @@ pub struct GenerateArgs {
 
     /// The PNG to write [default: PROMPT-SEED.png]
     ///
-    /// The default name is made from the prompt's words. With --count, `out.png` becomes `out-1.png`, `out-2.png` and so on.
+    /// The default name is made from the prompt's words. With --count, `out.png` becomes `out-1.png`, `out-2.png` and so on. `-`
+    /// writes the picture itself to standard output.
     #[arg(short, long, value_name = "PATH", help_heading = "Output")]
     pub output: Option<PathBuf>,
 
     /// Replace files that exist
+    ///
+    /// Only regular files are replaced, and they keep their permissions; links, devices and folders never are.
     #[arg(long, help_heading = "Output")]
     pub force: bool,
 
@@ -194,7 +202,7 @@ pub struct GenerateArgs {
     /// Seed of the noise [default: random]
     ///
     /// The same seed gives the same picture. A random one is printed.
-    #[arg(long, value_name = "N", value_parser = within(0, u64::MAX), help_heading = "Sampling")]
+    #[arg(long, value_name = "N", value_parser = within(0, u64::MAX), conflicts_with = "noise", help_heading = "Sampling")]
     pub seed: Option<u64>,
 
     /// How many pictures, with seeds in a row

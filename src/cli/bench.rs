@@ -4,12 +4,14 @@ mod kernels;
 mod pictures;
 
 use super::args::{BenchArgs, GenerateArgs, RunArgs};
+use super::names::DASH;
 use super::request::GenerateRequest;
 use super::run::print;
 use crate::error::{Error, Result};
 use crate::locate::Environment;
-use crate::output::{check_writable, save_new};
+use crate::output::{Planned, check_writable, save_new};
 use crate::terminal::{Terminal, Verbosity};
+use crate::text::shown_path;
 use serde::Serialize;
 use std::ffi::OsString;
 use std::io::{Read, Write};
@@ -48,8 +50,16 @@ impl BenchRequest {
         let started = Instant::now();
         let BenchArgs { mut prompt, model, kernels, quick, runs, json, shape, run } = args;
         let verbosity = Verbosity::new(run.quiet, run.verbose);
-        if let Some(path) = json.as_deref().filter(|path| *path != Path::new("-")) {
-            check_writable(path, false, 0)?;
+        if let Some(path) = json.as_deref().filter(|path| *path != Path::new(DASH)) {
+            check_writable(&[Planned { path: path.into(), bytes: 0 }], false)?;
+        } else if let (Some(_), Some(word)) = (&json, &prompt.prompt)
+            && Path::new(word).extension().is_some_and(|extension| extension == "json")
+        {
+            let file = shown_path(Path::new(word));
+            return Err(Error::usage(
+                format!("`{file}` would be the prompt, not the file of --json"),
+                format!("write --json={file}"),
+            ));
         }
         if let Some(filter) = kernels {
             kernels::check(&filter)?;
@@ -102,7 +112,7 @@ fn publish(report: &impl Serialize, table: String, json: Option<&Path>, out: &mu
         Ok(format!("{text}\n"))
     };
     match json {
-        Some(path) if path == Path::new("-") => print(out, text()?.as_bytes()),
+        Some(path) if path == Path::new(DASH) => print(out, text()?.as_bytes()),
         Some(path) => {
             // First, so that a table that cannot be shown costs no figures.
             save_new(path, text()?.as_bytes(), false)?;

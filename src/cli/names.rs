@@ -6,9 +6,14 @@ use std::path::{Path, PathBuf};
 /// Longest part of a name that comes from the prompt.
 const SLUG: usize = 48;
 
+/// What standard output is called on the command line.
+pub const DASH: &str = "-";
+
 /// Where the pictures of one run go.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Target {
+    /// One picture, on standard output.
+    Stdout,
     /// One picture, at a path that was given.
     One(PathBuf),
     /// Several: `out.png` stands for `out-1.png`, `out-2.png` and so on.
@@ -18,22 +23,28 @@ pub enum Target {
 }
 
 impl Target {
-    /// The place for `count` pictures of a prompt; `given` is the path that was asked for.
+    /// The place for `count` pictures of a prompt; `given` is the path that was asked for, `-` for standard output.
     pub fn new(given: Option<PathBuf>, prompt: &str, count: usize) -> Self {
         match given {
+            Some(path) if path == Path::new(DASH) => Self::Stdout,
             Some(path) if count > 1 => Self::Numbered(path),
             Some(path) => Self::One(path),
             None => Self::Prompt(slug(prompt)),
         }
     }
 
-    /// The path of picture `index`, counted from 0.
-    pub fn path(&self, index: usize, seed: u64) -> PathBuf {
+    /// The path of picture `index`, counted from 0; none on standard output. A picture without a seed has its noise from a file.
+    pub fn path(&self, index: usize, seed: Option<u64>) -> Option<PathBuf> {
+        let named = |stem: &str| match seed {
+            Some(seed) => format!("{stem}-{seed}.png").into(),
+            None => format!("{stem}-noise.png").into(),
+        };
         match self {
-            Self::One(path) => path.clone(),
-            Self::Numbered(path) => numbered(path, index + 1),
-            Self::Prompt(slug) if slug.is_empty() => format!("kiln-{seed}.png").into(),
-            Self::Prompt(slug) => format!("{slug}-{seed}.png").into(),
+            Self::Stdout => None,
+            Self::One(path) => Some(path.clone()),
+            Self::Numbered(path) => Some(numbered(path, index + 1)),
+            Self::Prompt(slug) if slug.is_empty() => Some(named("kiln")),
+            Self::Prompt(slug) => Some(named(slug)),
         }
     }
 }
@@ -91,9 +102,11 @@ mod tests {
             (&format!("{} bc", "a".repeat(45)), &format!("{}-bc-7.png", "a".repeat(45))),
             (&format!("{} bcd e", "a".repeat(45)), &format!("{}-7.png", "a".repeat(45))),
         ] {
-            assert_eq!(Target::new(None, prompt, 1).path(0, 7), Path::new(name), "{prompt}");
+            assert_eq!(Target::new(None, prompt, 1).path(0, Some(7)).unwrap(), Path::new(name), "{prompt}");
         }
-        assert_eq!(Target::new(None, "fox", 2).path(1, 8), Path::new("fox-8.png"));
+        assert_eq!(Target::new(None, "fox", 2).path(1, Some(8)).unwrap(), Path::new("fox-8.png"));
+        assert_eq!(Target::new(None, "fox", 1).path(0, None).unwrap(), Path::new("fox-noise.png"));
+        assert_eq!(Target::new(Some("-".into()), "fox", 1).path(0, Some(8)), None);
     }
 
     #[test]
@@ -106,8 +119,8 @@ mod tests {
             ("..", ".."),
             ("folder/", "folder/"),
         ] {
-            assert_eq!(Target::new(Some(given.into()), "p", 2).path(1, 7), Path::new(name), "{given}");
-            assert_eq!(Target::new(Some(given.into()), "p", 1).path(0, 7), Path::new(given));
+            assert_eq!(Target::new(Some(given.into()), "p", 2).path(1, Some(7)).unwrap(), Path::new(name), "{given}");
+            assert_eq!(Target::new(Some(given.into()), "p", 1).path(0, Some(7)).unwrap(), Path::new(given));
         }
     }
 
@@ -116,6 +129,6 @@ mod tests {
     fn names_need_not_be_text() {
         use std::os::unix::ffi::OsStringExt;
         let name = |bytes: &[u8]| PathBuf::from(OsString::from_vec(bytes.to_vec()));
-        assert_eq!(Target::new(Some(name(b"\xff.png")), "p", 3).path(2, 7), name(b"\xff-3.png"));
+        assert_eq!(Target::new(Some(name(b"\xff.png")), "p", 3).path(2, Some(7)).unwrap(), name(b"\xff-3.png"));
     }
 }

@@ -1,22 +1,24 @@
 //! What was asked for, checked as far as it can be before a model is opened.
 
 use super::args::{BackendArg, GenerateArgs, NoiseArg, PromptArgs, ShapeArgs};
-use super::names::Target;
+use super::names::{DASH, Target};
+use super::run::STDOUT;
 use crate::config::{Conventions, Variant};
 use crate::dump::read_noise;
 use crate::error::{Error, Result};
 use crate::locate::{Environment, Found, locate};
-use crate::noise::NoiseKind;
-use crate::output::check_writable;
+use crate::noise::{CHANNELS, NoiseKind};
+use crate::output::{Planned, check_writable};
 use crate::pipeline::Noise;
 use crate::reference::{Prepared, Reference};
 use crate::sequence::{Grid, Pixels, SequencePlan};
 use crate::tensor::Precision;
 use crate::terminal::Verbosity;
+use crate::text::shown_path;
 use crate::tokenizer::{MAX_PROMPT_BYTES, SHORTEN, check_length};
 use std::fs::File;
 use std::hash::{BuildHasher, Hasher};
-use std::io::{self, Read};
+use std::io::{self, IsTerminal, Read};
 use std::path::{Path, PathBuf};
 
 /// Pictures to make. Only what depends on the model's files is still open.
@@ -79,13 +81,23 @@ impl GenerateRequest {
     pub fn unsaved(args: GenerateArgs, environment: Environment, stdin: &mut dyn Read, random: u64) -> Result<Self> {
         let seed = args.seed.unwrap_or(random);
         let seeds: Vec<u64> = (0..args.count as u64).map(|i| seed.wrapping_add(i)).collect();
+        let to_stdout = args.output.as_deref() == Some(Path::new(DASH));
         if seeds.len() > 1 {
-            for (file, flag) in [(&args.noise, "--noise"), (&args.dump, "--dump")] {
-                if file.is_some() {
+            for (given, flag) in [(args.noise.is_some(), "--noise"), (args.dump.is_some(), "--dump"), (to_stdout, "--output -")] {
+                if given {
                     let what = format!("{flag} is about one picture, --count {} asks for more", seeds.len());
                     return Err(Error::usage(what, format!("leave out --count, or {flag}")));
                 }
             }
+        }
+        if to_stdout && args.json {
+            return Err(Error::usage(
+                "the picture and its JSON would both go to standard output",
+                "leave out --json, or name a file",
+            ));
+        }
+        if args.dump.as_deref() == Some(Path::new(DASH)) {
+            return Err(Error::usage("--dump writes a file, not standard output", "name a file, such as run.safetensors"));
         }
         let kind = noise_kind(&args)?;
         let prompt = prompt(&args.prompt, stdin)?;
@@ -132,19 +144,33 @@ impl GenerateRequest {
     /// Refuses now what could not be written after minutes of work.
     fn check_outputs(&self) -> Result<()> {
         // As large as a picture that does not compress, with its text.
-        let picture = (self.size.width() * self.size.height() * 3 + self.size.height() + self.prompt.len()) as u64 + (16 << 10);
-        let paths = self.seeds.iter().enumerate().map(|(i, &seed)| self.target.path(i, seed));
-        for path in paths {
+        let (pixels, rows) = (self.size.width() * self.size.height(), self.size.height());
+        let bytes = (3 * pixels + rows + self.prompt.len()) as u64 + (16 << 10);
+        let mut files = Vec::with_capacity(self.seeds.len() + 1);
+        for path in self.seeds.iter().enumerate().filter_map(|(i, &seed)| self.target.path(i, self.seed(seed))) {
             check_format(&path)?;
-            check_writable(&path, self.force, picture)?;
             if let Some(dump) = &self.dump
                 && same_place(&path, dump)
             {
-                let what = format!("the picture and --dump would be the same file ({})", path.display());
+                let what = format!("the picture and --dump would be the same file ({})", shown_path(&path));
                 return Err(Error::usage(what, "give one of them another name"));
             }
+            files.push(Planned { path, bytes });
         }
-        self.dump.iter().try_for_each(|path| check_writable(path, self.force, 0))
+        if self.target == Target::Stdout && io::stdout().is_terminal() {
+            let why = "a terminal cannot show a picture; redirect standard output, or name a file";
+            return Err(Error::Write { path: STDOUT.into(), source: io::Error::new(io::ErrorKind::InvalidInput, why) });
+        }
+        // The noise twice, the latents of each step and the raw picture; the text features come on top of that.
+        let latents = (self.steps.unwrap_or(1) + 2) * self.size.grid().tokens() * CHANNELS;
+        let bytes = 4 * (latents + 3 * pixels) as u64;
+        files.extend(self.dump.clone().map(|path| Planned { path, bytes }));
+        check_writable(&files, self.force)
+    }
+
+    /// The seed of a picture as it is told: none where the noise comes from a file, whatever number was drawn.
+    pub fn seed(&self, drawn: u64) -> Option<u64> {
+        matches!(self.noise, Noise::Drawn(_)).then_some(drawn)
     }
 }
 
@@ -206,7 +232,7 @@ fn prompt(args: &PromptArgs, stdin: &mut dyn Read) -> Result<String> {
             let mut bytes = Vec::new();
             // A little more than may be used is enough to tell that it is too long, whatever the file is.
             let limit = MAX_PROMPT_BYTES as u64 + 3;
-            let read = if path == Path::new("-") {
+            let read = if path == Path::new(DASH) {
                 stdin.take(limit).read_to_end(&mut bytes)
             } else {
                 File::open(path).and_then(|file| file.take(limit).read_to_end(&mut bytes))
@@ -245,8 +271,8 @@ fn prompt(args: &PromptArgs, stdin: &mut dyn Read) -> Result<String> {
 /// Refuses names of other formats, and extensions that nobody would open as a picture. No extension at all is fine.
 fn check_format(path: &Path) -> Result<()> {
     let refused = |why: &str| Error::Write { path: path.into(), source: io::Error::new(io::ErrorKind::InvalidInput, why) };
-    if path == Path::new("-") {
-        return Err(refused("standard output is for names of pictures, not for pictures"));
+    if ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"].iter().any(|own| path == Path::new(own)) {
+        return Err(refused("this is standard output, which is called `-`"));
     }
     match path.extension() {
         Some(extension) if !extension.eq_ignore_ascii_case("png") => Err(refused("kiln writes PNG files, named .png")),

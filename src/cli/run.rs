@@ -2,6 +2,7 @@
 
 use super::args::TinyArgs;
 use super::device::{Chosen, choose};
+use super::names::DASH;
 use super::request::{GenerateRequest, OpenReference};
 use crate::config::Variant;
 use crate::error::{Error, Result};
@@ -35,13 +36,26 @@ pub fn generate(request: &GenerateRequest, stop: &Arc<AtomicBool>, terminal: &Te
         if stop.load(Ordering::Relaxed) {
             return Err(Error::Interrupted);
         }
-        let path = request.target.path(index, picture.seed);
+        let path = request.target.path(index, request.seed(picture.seed));
         index += 1;
-        save_new(&path, &picture.image.encode_png(&made.text(picture.seed))?, request.force)?;
+        let png = picture.image.encode_png(&made.text(picture.seed))?;
+        let told = match &path {
+            Some(path) => {
+                save_new(path, &png, request.force)?;
+                // The files are the product, and the rest of them is made even if nobody listens any more.
+                print(out, &made.line(path, &picture, terminal.seconds())?).or_else(|error| match reader_left(&error) {
+                    true => Ok(()),
+                    false => Err(error),
+                })
+            }
+            // Here the stream is the product, and a reader who leaves has lost it.
+            None => out.write_all(&png).and_then(|()| out.flush()).map_err(|source| Error::Write { path: DASH.into(), source }),
+        };
+        // After what was said: should this fail, the picture is there all the same, and somebody has to know.
         if let (Some(path), Some(record)) = (&request.dump, &picture.record) {
             save_new(path, &record.to_safetensors()?, request.force)?;
         }
-        print(out, &made.line(&path, &picture, terminal.seconds())?)
+        told
     })?;
     let kernels: Vec<&str> = engine.backend().launches().iter().map(|(name, _)| *name).collect();
     if !kernels.is_empty() {
@@ -116,6 +130,11 @@ fn became(OpenReference { path, prepared }: &OpenReference) -> String {
     format!("{}, {}, {} tokens", path.display(), sizes.join(" -> "), prepared.grid().tokens())
 }
 
+/// Whether an error only says that whoever read standard output has seen enough.
+pub fn reader_left(error: &Error) -> bool {
+    matches!(error, Error::Write { path, source } if path == Path::new(STDOUT) && source.kind() == ErrorKind::BrokenPipe)
+}
+
 /// A path as bytes, whatever they are, and a newline.
 fn line_of(path: &Path) -> Vec<u8> {
     [path.as_os_str().as_encoded_bytes(), b"\n"].concat()
@@ -144,7 +163,7 @@ pub struct Made<'a> {
 #[derive(Serialize)]
 struct Report<'a> {
     path: &'a str,
-    seed: u64,
+    seed: Option<u64>,
     width: usize,
     height: usize,
     steps: usize,
@@ -232,6 +251,7 @@ impl<'a> Made<'a> {
     fn headline(&self) -> String {
         let steps = if self.steps == 1 { "1 step".into() } else { format!("{} steps", self.steps) };
         let seeds = match &*self.request.seeds {
+            _ if matches!(self.request.noise, Noise::Given(_)) => "noise from a file".into(),
             [first, .., last] => format!("seeds {first} to {last}"),
             [first] => format!("seed {first}"),
             [] => String::new(),
@@ -273,14 +293,15 @@ impl<'a> Made<'a> {
 
     /// What a PNG says about itself: enough to make it again, and nothing that differs when it is made again.
     pub fn text(&self, seed: u64) -> Vec<(&'static str, String)> {
-        let mut text = vec![
-            ("prompt", self.request.prompt.clone()),
-            ("seed", seed.to_string()),
+        let mut text = vec![("prompt", self.request.prompt.clone())];
+        text.extend(self.request.seed(seed).map(|seed| ("seed", seed.to_string())));
+        text.extend([
             ("model", self.model.clone()),
+            ("variant", self.variant.to_string()),
             ("steps", self.steps.to_string()),
             ("size", self.size()),
             ("precision", self.request.precision.name().into()),
-        ];
+        ]);
         text.extend(self.guidance.map(|scale| ("guidance", scale.to_string())));
         if let (Some(negative), Variant::Base) = (&self.request.negative, self.variant) {
             text.push(("negative", negative.clone()));
@@ -301,7 +322,7 @@ impl<'a> Made<'a> {
         let report = Report {
             // JSON is text, so a name that is not loses the bytes that are none.
             path: &path.to_string_lossy(),
-            seed: picture.seed,
+            seed: self.request.seed(picture.seed),
             width: picture.image.width,
             height: picture.image.height,
             steps: self.steps,

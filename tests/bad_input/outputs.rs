@@ -7,6 +7,7 @@ use std::os::unix::fs::symlink;
 fn outputs_that_cannot_be_written() {
     let sandbox = prepared();
     symlink("nowhere", sandbox.path("dangling.png")).unwrap();
+    symlink("there.png", sandbox.path("link.png")).unwrap();
     for name in ["folder.png", "full", "locked"] {
         fs::create_dir(sandbox.path(name)).unwrap();
     }
@@ -14,19 +15,47 @@ fn outputs_that_cannot_be_written() {
     let exists = |name: &str| format!("output exists ({name}); not overwritten");
     let cannot = |name: &str, why: &str| format!("cannot write ({name}): {why}");
     let force = Is("use --force or another name");
+    let link = "this is a symbolic link; name the file that it leads to";
     let format = "kiln writes PNG files, named .png";
     let mut rows = vec![
         row("x -q -o there.png", 5, exists("there.png"), force),
         row("x -q -o new.png --dump there.png", 5, exists("there.png"), force),
-        row("x -q -o dangling.png", 5, exists("dangling.png"), force),
-        row("x -q -o /dev/full", 5, exists("/dev/full"), force),
+        row("x -q -o dangling.png", 5, cannot("dangling.png", link), Nothing),
+        row("x -q -o link.png", 5, cannot("link.png", link), Nothing),
+        row("x -q -o link.png --force", 5, cannot("link.png", link), Nothing),
+        row("x -q -o new.png --dump link.png --force", 5, cannot("link.png", link), Nothing),
+        row("x -q -o /dev/full", 5, cannot("/dev/full", "this is not a regular file"), Nothing),
         row("x -q -o /dev/full --force", 5, cannot("/dev/full", "this is not a regular file"), Nothing),
+        row("x -q -o /dev/stdout --force", 5, cannot("/dev/stdout", "this is standard output, which is called `-`"), Nothing),
         row("x -q -o folder.png --force", 5, cannot("folder.png", "this is a folder"), Nothing),
         row("x -q -o no/new.png", 5, cannot("no/new.png", "there is no such folder"), Nothing),
         row("x -q -o there.png/new.png", 5, cannot("there.png/new.png", "there is no such folder"), Nothing),
         row("x -q -o new.jpg", 5, cannot("new.jpg", format), Nothing),
         row("x -q -o new.v2", 5, cannot("new.v2", format), Nothing),
-        row("x -q -o -", 5, cannot("-", "standard output is for names of pictures, not for pictures"), Nothing),
+        row(
+            "x -q -o - --count 2",
+            2,
+            "--output - is about one picture, --count 2 asks for more",
+            Is("leave out --count, or --output -"),
+        ),
+        row(
+            "x -q -o - --json",
+            2,
+            "the picture and its JSON would both go to standard output",
+            Is("leave out --json, or name a file"),
+        ),
+        row(
+            "x -q -o new.png --dump -",
+            2,
+            "--dump writes a file, not standard output",
+            Is("name a file, such as run.safetensors"),
+        ),
+        row(
+            "bench -q --json times.json",
+            2,
+            "`times.json` would be the prompt, not the file of --json",
+            Is("write --json=times.json"),
+        ),
         // Blocks of 512 bytes; the picture has about 12 thousand.
         row(&quick("x -q -o new.png"), 5, cannot("new.png", "File too large (os error 27); nothing was written"), Nothing)
             .within("ulimit -f 8"),
@@ -41,6 +70,14 @@ fn outputs_that_cannot_be_written() {
                 .within("mount -t tmpfs -o size=8k none full"),
             row("x -q -o locked/new.png", 5, cannot("locked/new.png", "Read-only file system (os error 30)"), Nothing)
                 .within("mount -t tmpfs -o ro none locked"),
+            // One image has room, and so has each of them by itself.
+            row(
+                &quick("x -q -o full/new.png --count 40"),
+                5,
+                cannot("full/new-1.png", "all files together need up to 1,149,480 bytes, 405,569 are free; nothing was written"),
+                Nothing,
+            )
+            .within("mount -t tmpfs -o size=400k none full"),
         ]);
     } else {
         let _ = writeln!(std::io::stderr(), "skipped: a full and a read-only disk");
