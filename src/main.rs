@@ -9,7 +9,7 @@ use kiln::error::{Error, Result};
 use kiln::locate::{Embedded, Environment};
 use kiln::progress::Progress;
 use kiln::terminal::{Terminal, Verbosity};
-use kiln::text::{shown_lines, shown_text};
+use kiln::text::{shown_line, shown_text};
 use std::error::Error as _;
 use std::io::{self, Write};
 use std::panic::{self, UnwindSafe};
@@ -150,7 +150,7 @@ fn report(failure: &Failure) -> String {
     let error = match failure {
         Failure::Error(error) => error,
         Failure::Panic(text) => {
-            let text = shown_lines(text);
+            let text = text.split('\n').map(shown_line).collect::<Vec<_>>().join("\n");
             return format!(
                 "error: internal error: {text}\n\nhint: this is a bug in kiln; please report it with the command line\n"
             );

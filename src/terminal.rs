@@ -4,7 +4,7 @@
 //! failures to write are ignored.
 
 use crate::progress::{Phase, Progress};
-use crate::text::shown_lines;
+use crate::text::shown_line;
 use indicatif::{HumanBytes, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 use std::cell::RefCell;
@@ -102,7 +102,7 @@ impl Terminal {
         }
         let write = || {
             // What is said may name files and what stands in them.
-            let _ = writeln!(std::io::stderr(), "{}", shown_lines(text));
+            let _ = writeln!(std::io::stderr(), "{}", shown_line(text));
         };
         // A bar on the screen has to make room for the line.
         match self.running.borrow().as_ref().and_then(|running| running.bar.as_ref()) {

@@ -8,7 +8,7 @@ use crate::backend::cuda::{self, Cuda};
 use crate::backend::{Backend, OP_NAMES};
 use crate::error::{Error, Result};
 use crate::locate::{BUILT_IN, Environment, Found, TINY, locate};
-use crate::text::gib;
+use crate::text::{gib, shown_line};
 use std::fmt::Write as _;
 use std::io::Write;
 use std::sync::Arc;
@@ -54,7 +54,7 @@ pub fn choose(backend: BackendArg, device: usize, threads: usize, stop: &Arc<Ato
 pub fn doctor(args: DoctorArgs, environment: Environment, out: &mut dyn Write) -> Result<()> {
     let mut text = format!("kiln      {}\n", env!("CARGO_PKG_VERSION"));
     let mut row = |name: &str, value: String| {
-        let _ = writeln!(text, "{name:<9} {value}");
+        let _ = writeln!(text, "{name:<9} {}", shown_line(&value));
     };
     let kernels = match cuda::NVCC {
         "" => "none: built without nvcc".into(),

@@ -9,6 +9,7 @@ use crate::locate::{Environment, Found, locate};
 use crate::noise::NoiseKind;
 use crate::pipeline::{Configs, Estimate, Job, LoadOptions, Noise, OpenModel, Reference, estimate};
 use crate::tensor::Precision;
+use crate::text::shown_line;
 use serde::Serialize;
 use std::fmt::Write as _;
 use std::io::Write;
@@ -130,7 +131,7 @@ impl Report {
         let mut text = String::new();
         let mut row = |name: &str, value: String| {
             // Writing to a string cannot fail.
-            let _ = writeln!(text, "{name:<20} {value}");
+            let _ = writeln!(text, "{name:<20} {}", shown_line(&value));
         };
         row("model", format!("{}, {}", self.model, self.precision));
         row("picture", format!("{}x{}, {} steps", self.width, self.height, self.steps));

@@ -206,7 +206,7 @@ impl<'a> Made<'a> {
             terminal.say(&format!("note: {} was trained on pictures of {width}x{height}, others may look wrong", self.model));
         }
         terminal.say(&self.headline());
-        terminal.detail(&self.setup(&chosen.machine));
+        self.setup(&chosen.machine).iter().for_each(|line| terminal.detail(line));
         for (j, reference) in request.references.iter().enumerate() {
             terminal.detail(&format!("reference {}: {}", j + 1, became(reference)));
         }
@@ -260,7 +260,7 @@ impl<'a> Made<'a> {
     }
 
     /// What only a curious user sees.
-    fn setup(&self, machine: &str) -> String {
+    fn setup(&self, machine: &str) -> [String; 4] {
         let origin = match &self.request.found {
             Found::Files(files) => &files.origin,
             Found::BuiltIn(_) => "part of this program",
@@ -268,13 +268,12 @@ impl<'a> Made<'a> {
         };
         let guidance = self.guidance.map_or("none".into(), |scale| scale.to_string());
         let noise: Vec<String> = self.noise().into_iter().map(|(key, value)| format!("{key} {value}")).collect();
-        format!(
-            "model {origin}\nvariant {}, guidance {guidance}, precision {}\nbackend {}, {machine}\n{}",
-            self.variant,
-            self.request.precision.name(),
-            self.backend,
-            noise.join(", ")
-        )
+        [
+            format!("model {origin}"),
+            format!("variant {}, guidance {guidance}, precision {}", self.variant, self.request.precision.name()),
+            format!("backend {}, {machine}", self.backend),
+            noise.join(", "),
+        ]
     }
 
     /// Where the noise came from, by the names of the flags that ask for it.

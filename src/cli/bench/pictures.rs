@@ -7,6 +7,7 @@ use crate::microbench::median;
 use crate::pipeline::{Engine, Job};
 use crate::progress::{Phase, Progress};
 use crate::terminal::Terminal;
+use crate::text::shown;
 use serde::Serialize;
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -277,7 +278,12 @@ impl Report {
     pub fn table(&self) -> String {
         let mut text = format!(
             "kiln {}, {}, {}x{}, {} steps, {}\n",
-            self.kiln, self.model, self.width, self.height, self.steps, self.precision
+            self.kiln,
+            shown(&self.model),
+            self.width,
+            self.height,
+            self.steps,
+            self.precision
         );
         let _ = writeln!(text, "{}, {}\n", self.backend, self.machine);
         let _ = writeln!(text, "{:<10} {:>12} {:>12} {:>12} {:>12}", "ms", "cold", "warm median", "min", "max");
