@@ -32,6 +32,15 @@ pub fn is_fallible() -> bool {
     FALLIBLE.get()
 }
 
+/// Whether so many bytes can be had at this moment, by asking for them.
+pub fn is_room_for(bytes: usize) -> bool {
+    let mut memory = Vec::<u8>::new();
+    let answer = fallible(|| memory.try_reserve_exact(bytes));
+    // Somebody might look at it: otherwise it need not be asked for at all.
+    std::hint::black_box(&memory);
+    answer.is_ok()
+}
+
 /// Bytes that this process can still have, as far as the system tells.
 pub fn available() -> Option<u64> {
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
@@ -198,6 +207,11 @@ mod tests {
         if cfg!(target_os = "linux") {
             assert!(available().is_some_and(|bytes| bytes > 1 << 20));
         }
+    }
+
+    #[test]
+    fn room_is_asked_for() {
+        assert!(is_room_for(1 << 20) && !is_room_for(isize::MAX as usize) && !is_room_for(usize::MAX));
     }
 
     #[test]

@@ -5,6 +5,7 @@
 //! a thread that cannot be had ends the process. So the program makes it itself. The thread that does is one of the workers: with
 //! `--threads 1` there is no other, and where the system gives no more, that one does all the work.
 
+use crate::memory;
 use std::io::ErrorKind;
 use std::num::NonZero;
 use std::sync::mpsc::{Receiver, channel};
@@ -33,7 +34,7 @@ pub fn start(asked: usize) -> usize {
     let (sender, receiver) = channel::<rayon::ThreadBuilder>();
     let receiver = Arc::new(Mutex::new(receiver));
     // First the threads and then the pool, which would be broken for good by one that it cannot have.
-    let others = (1..granted(asked, cores())).take_while(|_| spawn(&receiver)).count();
+    let others = (0..with_room(granted(asked, cores()) - 1)).take_while(|_| spawn(&receiver)).count();
     let built = rayon::ThreadPoolBuilder::new()
         .num_threads(1 + others)
         .use_current_thread()
@@ -42,6 +43,13 @@ pub fn start(asked: usize) -> usize {
     // There is one already, and it does as well. The threads end for want of a worker to be.
     drop(built);
     rayon::current_num_threads()
+}
+
+/// For how many of so many threads there is memory: for their stacks, and for what a thread needs as it starts, where libraries
+/// take a no for the end of the world.
+fn with_room(count: usize) -> usize {
+    let bytes = |count: usize| count * (STACK + (64 << 10)) + (4 << 20);
+    (1..=count).rev().find(|&count| memory::is_room_for(bytes(count))).unwrap_or(0)
 }
 
 /// Starts a thread that becomes the worker it is sent.
