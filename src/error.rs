@@ -1,7 +1,9 @@
 //! One error type for the whole crate. A message says what went wrong and where; [`Error::hint`] says what to do about it;
 //! [`Error::exit_code`] is what the process ends with.
 
-use crate::text::{gib, shown, shown_path, shown_text};
+use crate::memory::HINT;
+use crate::text::{amount, gib, shown, shown_path, shown_text};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 /// The crate's result type.
@@ -137,6 +139,26 @@ pub enum Error {
         need: u64,
     },
 
+    /// What a job takes is more than there is.
+    #[error("not enough memory: this job needs {}, {} is free", amount(*.need), amount(*.have))]
+    HostMemory {
+        /// Bytes asked for.
+        need: u64,
+        /// Bytes there are.
+        have: u64,
+        /// Ways to get by with less.
+        ways: String,
+    },
+
+    /// Threads could not be started.
+    #[error("cannot start {count} threads: {}", shown_text(.why))]
+    Threads {
+        /// How many.
+        count: usize,
+        /// What the system says.
+        why: String,
+    },
+
     /// A GPU's memory does not suffice.
     #[error("not enough GPU memory: this job needs {}, {} is free on {}", gib(*.need), gib(*.have), shown_text(.device))]
     DeviceMemory {
@@ -257,8 +279,10 @@ impl Error {
             }
             Self::Quantised { .. } => Some("use the BF16 checkpoint of the same model".into()),
             Self::TooManyTokens { .. } => Some("lower --width and --height".into()),
-            Self::Memory { .. } => Some("lower --width and --height".into()),
-            Self::DeviceMemory { ways, .. } => Some(format!("try to {ways}")),
+            Self::Memory { .. } => Some(HINT.into()),
+            Self::Read { source, .. } if source.kind() == ErrorKind::OutOfMemory => Some(HINT.into()),
+            Self::Threads { .. } => Some("ask for fewer threads, or allow more of them or more memory".into()),
+            Self::HostMemory { ways, .. } | Self::DeviceMemory { ways, .. } => Some(format!("try to {ways}")),
             Self::NoGpu { hint, .. } => Some(format!("{hint}; --backend cpu runs without one")),
             Self::Device { .. } => Some("if it happens again, --backend cpu runs without the GPU".into()),
             Self::OutputExists { .. } => Some("use --force or another name".into()),
@@ -275,6 +299,8 @@ impl Error {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Usage { .. } | Self::TooManyTokens { .. } => 2,
+            // Of files, and of mapping them.
+            Self::Read { source, .. } if source.kind() == ErrorKind::OutOfMemory => 4,
             Self::NoModel { .. }
             | Self::Read { .. }
             | Self::BadFile { .. }
@@ -284,7 +310,7 @@ impl Error {
             | Self::Quantised { .. }
             | Self::TensorUnknown { .. }
             | Self::Mismatch { .. } => 3,
-            Self::Memory { .. } | Self::DeviceMemory { .. } => 4,
+            Self::Memory { .. } | Self::HostMemory { .. } | Self::Threads { .. } | Self::DeviceMemory { .. } => 4,
             Self::OutputExists { .. } | Self::Write { .. } => 5,
             Self::NoGpu { .. } | Self::Device { .. } => 6,
             Self::NotFinite { .. } => 7,
@@ -319,6 +345,8 @@ mod tests {
             Error::Mismatch { part, detail: text(), hint: hint() },
             Error::TooManyTokens { text: 1, image: 2, limit: 3 },
             Error::Memory { need: 1 },
+            Error::HostMemory { need: 2, have: 1, ways: text() },
+            Error::Threads { count: 2, why: text() },
             Error::DeviceMemory { need: 2, have: 1, device: text(), ways: text() },
             Error::NoGpu { what: text(), hint: text() },
             Error::Device { call: "cuInit", status: text() },
@@ -347,20 +375,22 @@ mod tests {
             Error::Mismatch { .. } => 9,
             Error::TooManyTokens { .. } => 10,
             Error::Memory { .. } => 11,
-            Error::DeviceMemory { .. } => 12,
-            Error::NoGpu { .. } => 13,
-            Error::Device { .. } => 14,
-            Error::OutputExists { .. } => 15,
-            Error::Write { .. } => 16,
-            Error::NotFinite { .. } => 17,
-            Error::Interrupted => 18,
-            Error::Lockstep { .. } => 19,
-            Error::Op { .. } => 20,
+            Error::HostMemory { .. } => 12,
+            Error::Threads { .. } => 13,
+            Error::DeviceMemory { .. } => 14,
+            Error::NoGpu { .. } => 15,
+            Error::Device { .. } => 16,
+            Error::OutputExists { .. } => 17,
+            Error::Write { .. } => 18,
+            Error::NotFinite { .. } => 19,
+            Error::Interrupted => 20,
+            Error::Lockstep { .. } => 21,
+            Error::Op { .. } => 22,
         };
         let long = "\u{1b}]0;x\u{7}\n".repeat(100_000);
         for foreign in ["\u{1b}[2J\r\nhint: a planted line\u{202e}", &long] {
             let errors = all(foreign);
-            assert_eq!(errors.iter().map(kind).collect::<Vec<_>>(), (0..=20).collect::<Vec<_>>());
+            assert_eq!(errors.iter().map(kind).collect::<Vec<_>>(), (0..=22).collect::<Vec<_>>());
             for error in errors {
                 for text in [error.to_string(), error.hint().unwrap_or_default()] {
                     assert!(!text.contains(|c: char| c.is_control() || c == '\u{202e}'), "{text:?}");
@@ -368,5 +398,14 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn too_little_memory_is_no_fault_of_a_file() {
+        let read = |source: io::Error| Error::read(Path::new("x"), source);
+        let short = read(ErrorKind::OutOfMemory.into());
+        assert_eq!((short.exit_code(), short.hint()), (4, Some(HINT.into())));
+        let gone = read(ErrorKind::NotFound.into());
+        assert_eq!((gone.exit_code(), gone.hint()), (3, None));
     }
 }

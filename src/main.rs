@@ -1,5 +1,7 @@
 //! The program: parse, run, print the error and what to do about it, end with the code that says which kind it was.
 
+#[cfg(target_os = "linux")]
+mod allocator;
 #[cfg(feature = "builtin")]
 mod builtin;
 
@@ -10,6 +12,7 @@ use kiln::locate::{Embedded, Environment};
 use kiln::progress::Progress;
 use kiln::terminal::{Terminal, Verbosity};
 use kiln::text::{shown_line, shown_text};
+use kiln::threads;
 use std::error::Error as _;
 use std::io::{self, Write};
 use std::panic::{self, UnwindSafe};
@@ -35,6 +38,26 @@ enum Failure {
 }
 
 fn main() -> ExitCode {
+    with_stack(program)
+}
+
+/// Runs the program on a stack that is large enough for it.
+fn with_stack(program: fn() -> ExitCode) -> ExitCode {
+    // What the system gives the first thread is up to the user, and can be next to nothing.
+    #[cfg(target_os = "linux")]
+    {
+        let limit = rustix::process::getrlimit(rustix::process::Resource::Stack).current;
+        if limit.is_some_and(|bytes| bytes < threads::STACK as u64)
+            && let Ok(thread) = std::thread::Builder::new().stack_size(threads::STACK).spawn(program)
+        {
+            // The program catches its panics.
+            return thread.join().unwrap_or(ExitCode::from(70));
+        }
+    }
+    program()
+}
+
+fn program() -> ExitCode {
     record_panics();
     // A file that may not grow any further is reported by the write. By itself the signal that comes first would end the
     // process; that it has a handler is enough, and if it cannot have one, nothing is lost.
@@ -44,12 +67,18 @@ fn main() -> ExitCode {
     let failure = match guarded(|| {
         let command = match cli::parse(std::env::args_os()) {
             Ok(command) => command,
-            // Help, the version, or what is wrong with the flags. If it cannot be printed, nobody is there to be told.
+            // Help, the version, or what is wrong with the flags.
             Err(text) => {
-                let _ = text.print();
-                return Ok(ExitCode::from(text.exit_code() as u8));
+                let printed = text.print().and_then(|()| io::stdout().flush());
+                return match printed {
+                    Err(source) if !text.use_stderr() => Err(Error::Write { path: cli::STDOUT.into(), source }),
+                    // If it cannot be printed, nobody is there to be told.
+                    _ => Ok(ExitCode::from(text.exit_code() as u8)),
+                };
             }
         };
+        // Before anything runs in parallel.
+        threads::start(command.threads());
         run(command, &signals).map(|()| ExitCode::SUCCESS)
     }) {
         Ok(code) => return code,
@@ -61,10 +90,15 @@ fn main() -> ExitCode {
     }
     // Standard error may be gone, too. The exit code still tells.
     let _ = io::stderr().write_all(report(&failure).as_bytes());
+    ExitCode::from(code(&failure, &signals))
+}
+
+/// What the process ends with.
+fn code(failure: &Failure, signals: &Signals) -> u8 {
     match failure {
-        Failure::Error(Error::Interrupted) if signals.terminated.load(Ordering::Relaxed) => ExitCode::from(143),
-        Failure::Error(error) => ExitCode::from(error.exit_code()),
-        Failure::Panic(_) => ExitCode::from(70),
+        Failure::Error(Error::Interrupted) if signals.terminated.load(Ordering::Relaxed) => 143,
+        Failure::Error(error) => error.exit_code(),
+        Failure::Panic(_) => 70,
     }
 }
 
@@ -186,6 +220,7 @@ mod tests {
         let text = report(&failure);
         assert!(text.starts_with("error: internal error: boom 7 (src/main.rs:"), "{text}");
         assert!(text.ends_with("\n\nhint: this is a bug in kiln; please report it with the command line\n"), "{text}");
+        assert_eq!(code(&failure, &Signals::default()), 70);
         // One that was caught on the way leaves no trace.
         let value = guarded(|| Ok(panic::catch_unwind(|| panic!("expected")).is_err()));
         assert!(matches!(value, Ok(true)));

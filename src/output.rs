@@ -79,6 +79,54 @@ pub fn save_new(path: &Path, bytes: &[u8], force: bool) -> Result<()> {
     Ok(())
 }
 
+/// Makes a folder with all that `fill` writes into the one it is given, or nothing. An empty folder may be there already.
+pub fn save_folder(path: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+    let error = |source| write_error(path, source);
+    let there = match fs::canonicalize(path) {
+        Ok(there) => Some(there),
+        Err(missing) if missing.kind() == ErrorKind::NotFound => None,
+        Err(other) => return Err(error(other)),
+    };
+    // A folder that has to stay the same one is filled from inside.
+    let kept = there.as_deref().filter(|folder| has_to_stay(folder));
+    let target = there.as_deref().unwrap_or(path);
+    let beside = kept.map_or(target.to_owned(), |folder| folder.join("any"));
+    fs::create_dir_all(folder_of(&beside)).map_err(error)?;
+    let (temp, ()) = Temp::claim(&beside, |name| fs::create_dir(name))?;
+    fill(&temp.path).map_err(|failure| match failure {
+        Error::Write { path: at, source } => {
+            // By the name that the user knows.
+            let known = at.strip_prefix(&temp.path).map(|name| path.join(name));
+            Error::Write { path: known.unwrap_or(at), source }
+        }
+        other => other,
+    })?;
+    match kept {
+        None => fs::rename(&temp.path, target).map_err(error)?,
+        Some(folder) => {
+            for entry in fs::read_dir(&temp.path).map_err(error)? {
+                let entry = entry.map_err(error)?;
+                fs::rename(entry.path(), folder.join(entry.file_name())).map_err(error)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Whether a folder must not be replaced by another of its name: whoever stands in it would be left in one that is gone, and where
+/// a disk is mounted none can be.
+fn has_to_stay(folder: &Path) -> bool {
+    #[cfg(unix)]
+    let mounted = {
+        use std::os::unix::fs::MetadataExt;
+        let disk = |folder: &Path| fs::metadata(folder).ok().map(|meta| meta.dev());
+        disk(folder) != disk(folder.parent().unwrap_or(folder))
+    };
+    #[cfg(not(unix))]
+    let mounted = false;
+    mounted || std::env::current_dir().is_ok_and(|current| current == folder)
+}
+
 /// Writes to a file without a name, and gives it one. Returns false if that cannot be done here.
 fn place_nameless(path: &Path, bytes: &[u8], force: bool, replaced: Option<&Metadata>) -> Result<bool> {
     // Systems and file systems without them say so in many ways. Whatever it is, what is wrong with the folder itself comes
@@ -173,7 +221,7 @@ fn check_target(path: &Path, force: bool) -> Result<Option<Metadata>> {
     }
 }
 
-/// The name of a file beside the target, on the same file system and removed when dropped.
+/// The name of a file or folder beside the target, on the same file system and removed when dropped.
 struct Temp {
     path: PathBuf,
 }
@@ -205,8 +253,8 @@ impl Temp {
 
 impl Drop for Temp {
     fn drop(&mut self) {
-        // Nobody can be told, and the file is only litter.
-        let _ = fs::remove_file(&self.path);
+        // Nobody can be told, and the file or folder is only litter.
+        let _ = fs::remove_file(&self.path).or_else(|_| fs::remove_dir_all(&self.path));
     }
 }
 
@@ -406,6 +454,35 @@ mod tests {
         let error = claim_and_replace(claim().0, &path).unwrap_err();
         assert!(matches!(error, Error::OutputExists { .. }), "{error}");
         assert_eq!(scratch.names(), ["out.png"]);
+    }
+
+    #[test]
+    fn a_folder_appears_whole_or_not_at_all() {
+        let scratch = Scratch::new("folder");
+        let two = |folder: &Path| {
+            fs::create_dir(folder.join("sub")).unwrap();
+            fs::write(folder.join("sub/a"), "a").unwrap();
+            fs::write(folder.join("b"), "b").unwrap();
+            Ok(())
+        };
+        let full = |folder: &Path| {
+            two(folder)?;
+            Err(write_error(&folder.join("c"), ErrorKind::StorageFull.into()))
+        };
+        fs::create_dir(scratch.0.join("empty")).unwrap();
+        for (name, before) in [("new", &["empty"][..]), ("empty", &["empty", "new"])] {
+            let path = scratch.0.join(name);
+            let error = save_folder(&path, full).unwrap_err();
+            assert!(error.to_string().starts_with(&format!("cannot write ({}/c)", path.display())), "{error}");
+            assert_eq!(scratch.names(), before, "nothing is left");
+            save_folder(&path, two).unwrap();
+            assert_eq!((fs::read(path.join("sub/a")).unwrap(), fs::read(path.join("b")).unwrap()), (b"a".into(), b"b".into()));
+        }
+        assert_eq!(scratch.names(), ["empty", "new"]);
+        // What is in a folder stays there.
+        fs::remove_file(scratch.0.join("new/b")).unwrap();
+        assert!(save_folder(&scratch.0.join("new"), two).is_err() && !scratch.0.join("new/b").exists());
+        assert_eq!(scratch.names(), ["empty", "new"]);
     }
 
     #[test]

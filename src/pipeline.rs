@@ -229,12 +229,12 @@ impl OpenModel {
 }
 
 impl Parts {
-    /// The model's parts, and how many bytes their weights take.
-    fn place(configs: &Configs, sources: [Option<&Weights>; 3], options: LoadOptions) -> Result<(Self, Sizes)> {
+    /// The model's parts, how many bytes their weights take, and how many of them are copied whatever the backend.
+    fn place(configs: &Configs, sources: [Option<&Weights>; 3], options: LoadOptions) -> Result<(Self, Sizes, Sizes)> {
         let placing = Placing { configs, sources, options };
-        let ((text, context), (transformer, vae), sizes) = placing.both(&mut Plan::new())?;
+        let ((text, context), (transformer, vae), sizes, copied) = placing.both()?;
         let (transformer_config, text_config) = (configs.0.clone(), configs.1.clone());
-        Ok((Self { transformer_config, text_config, text, context, transformer, vae }, sizes))
+        Ok((Self { transformer_config, text_config, text, context, transformer, vae }, sizes, copied))
     }
 }
 
@@ -296,7 +296,7 @@ impl<'a> Inputs<'a> {
 impl Engine {
     /// Makes room for a model on a backend and brings over what reads prompts. The rest follows with the first picture.
     pub fn load(mut backend: Box<dyn Backend>, model: OpenModel, options: LoadOptions, progress: &dyn Progress) -> Result<Self> {
-        let (parts, sizes) = Parts::place(&model.configs, model.sources(), options)?;
+        let (parts, sizes, _) = Parts::place(&model.configs, model.sources(), options)?;
         backend.reserve_weights(sizes.total(options.low_memory))?;
         let OpenModel { transformer, text, vae, tokenizer, configs, variant, name, .. } = model;
         let files = Arc::new([transformer, text, vae]);

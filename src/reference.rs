@@ -26,6 +26,7 @@ mod png_file;
 use crate::error::{Error, Result};
 use crate::files;
 use crate::image::Image;
+use crate::memory;
 use crate::sequence::{Grid, PATCH};
 use kind::Kind;
 use std::io::ErrorKind;
@@ -190,7 +191,7 @@ fn check_size(width: usize, height: usize) -> Result<(), Fault> {
 /// Memory for pixels, or the news that there is none: an image can ask for hundreds of megabytes.
 fn buffer(bytes: usize) -> Result<Vec<u8>, Fault> {
     let mut buffer = Vec::new();
-    buffer.try_reserve_exact(bytes).map_err(|_| Fault::Memory(bytes as u64))?;
+    memory::fallible(|| buffer.try_reserve_exact(bytes)).map_err(|_| Fault::Memory(bytes as u64))?;
     buffer.resize(bytes, 0);
     Ok(buffer)
 }

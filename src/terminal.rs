@@ -5,10 +5,13 @@
 
 use crate::progress::{Phase, Progress};
 use crate::text::shown_line;
+use crate::threads;
 use indicatif::{HumanBytes, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 use std::cell::RefCell;
 use std::io::{IsTerminal, Write};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// How much to tell.
@@ -75,7 +78,44 @@ struct Running {
     total: u64,
     done: u64,
     start: Instant,
-    bar: Option<ProgressBar>,
+    bar: Option<Bar>,
+}
+
+/// A line that is redrawn.
+struct Bar {
+    line: ProgressBar,
+    /// Draws it again even where nothing happens. None where the system gives no thread for it, which the library's own takes for
+    /// a bug.
+    ticker: Option<(Sender<()>, JoinHandle<()>)>,
+}
+
+impl Bar {
+    fn new(phase: Phase, total: u64) -> Self {
+        let line = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
+        line.set_style(style(phase));
+        line.set_message(phase.name());
+        let ((sender, receiver), ticking) = (channel::<()>(), line.clone());
+        // Steps take long enough for a line that stands still to look like a program that hangs.
+        let tick = move || {
+            while receiver.recv_timeout(Duration::from_millis(100)) == Err(RecvTimeoutError::Timeout) {
+                ticking.tick();
+            }
+        };
+        line.tick();
+        let thread = std::thread::Builder::new().stack_size(threads::STACK).spawn(tick);
+        Self { line, ticker: thread.ok().map(|thread| (sender, thread)) }
+    }
+}
+
+impl Drop for Bar {
+    fn drop(&mut self) {
+        if let Some((sender, thread)) = self.ticker.take() {
+            // It ends when nobody can send any more. Waited for, so that it draws nothing over what comes next.
+            drop(sender);
+            let _ = thread.join();
+        }
+        self.line.finish_and_clear();
+    }
 }
 
 impl Terminal {
@@ -106,7 +146,7 @@ impl Terminal {
         };
         // A bar on the screen has to make room for the line.
         match self.running.borrow().as_ref().and_then(|running| running.bar.as_ref()) {
-            Some(bar) => bar.suspend(write),
+            Some(bar) => bar.line.suspend(write),
             None => write(),
         }
     }
@@ -114,14 +154,7 @@ impl Terminal {
 
 impl Progress for Terminal {
     fn begin(&self, phase: Phase, total: u64) {
-        let bar = (self.live && self.verbosity > Verbosity::Quiet).then(|| {
-            let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
-            bar.set_style(style(phase));
-            bar.set_message(phase.name());
-            // Steps take long enough for a line that stands still to look like a program that hangs.
-            bar.enable_steady_tick(Duration::from_millis(100));
-            bar
-        });
+        let bar = (self.live && self.verbosity > Verbosity::Quiet).then(|| Bar::new(phase, total));
         *self.running.borrow_mut() = Some(Running { phase, total, done: 0, start: Instant::now(), bar });
     }
 
@@ -129,25 +162,23 @@ impl Progress for Terminal {
         let mut running = self.running.borrow_mut();
         let Some(running) = running.as_mut() else { return };
         running.done += amount;
-        if let Some(bar) = &running.bar {
-            bar.set_prefix(per_step(running.start.elapsed().as_secs_f64(), running.done));
-            bar.set_position(running.done);
+        if let Some(Bar { line, .. }) = &running.bar {
+            line.set_prefix(per_step(running.start.elapsed().as_secs_f64(), running.done));
+            line.set_position(running.done);
         }
     }
 
     fn end(&self) {
         // Taken in a statement of its own: the line below looks at it again.
         let running = self.running.borrow_mut().take();
-        let Some(running) = running else { return };
-        let seconds = running.start.elapsed().as_secs_f64();
+        let Some(Running { phase, total, start, bar, .. }) = running else { return };
+        let seconds = start.elapsed().as_secs_f64();
         let mut all = self.seconds();
-        let before = if running.phase == Phase::Load { all.load } else { 0.0 };
-        *all.of(running.phase) = before + seconds;
+        let before = if phase == Phase::Load { all.load } else { 0.0 };
+        *all.of(phase) = before + seconds;
         self.seconds.replace(all);
-        if let Some(bar) = &running.bar {
-            bar.finish_and_clear();
-        }
-        self.say(&summary(running.phase, running.total, seconds));
+        drop(bar);
+        self.say(&summary(phase, total, seconds));
     }
 
     fn detail(&self, text: &str) {

@@ -69,6 +69,14 @@ pub fn gib(bytes: u64) -> String {
     format!("{:.1} GiB", bytes as f64 / (1_u64 << 30) as f64)
 }
 
+/// The same where much less can matter.
+pub fn amount(bytes: u64) -> String {
+    match bytes >> 30 {
+        0 => format!("{:.1} MiB", bytes as f64 / (1_u64 << 20) as f64),
+        _ => gib(bytes),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

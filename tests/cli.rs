@@ -376,6 +376,9 @@ mod unix {
         let output = child.wait_with_output().unwrap();
         assert_eq!((output.status.code(), output.stderr.as_slice()), (Some(0), &b""[..]));
         assert_eq!(sandbox.names(), ["out.png"]);
+        let mut child = sandbox.command(["--help"]).spawn().unwrap();
+        drop(child.stdout.take());
+        assert!(child.wait_with_output().unwrap().status.success());
     }
 
     #[cfg(target_os = "linux")]
@@ -384,9 +387,18 @@ mod unix {
         let sandbox = Sandbox::new();
         let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
         let mut command = sandbox.command(["x", "-q", "-o", "out.png"].iter().chain(&QUICK));
-        let run = command.stdout(full).output().unwrap();
+        let run = command.stdout(full.try_clone().unwrap()).output().unwrap();
         assert_eq!(run.status.code(), Some(5));
-        assert!(String::from_utf8(run.stderr).unwrap().starts_with("error: cannot write (standard output): "));
+        let error = "error: cannot write (standard output): ";
+        assert!(String::from_utf8(run.stderr).unwrap().starts_with(error));
+        // What is only printed is all there is.
+        for args in [&["--help"][..], &["-h"], &["--version"], &["help", "bench"]] {
+            let run = sandbox.command(args).stdout(full.try_clone().unwrap()).output().unwrap();
+            assert_eq!(run.status.code(), Some(5), "{args:?}");
+            assert!(String::from_utf8(run.stderr).unwrap().starts_with(error), "{args:?}");
+        }
+        // What is wrong with flags goes to standard error; if that is full, the code still tells.
+        assert_eq!(sandbox.command(["--bad"]).stderr(full).output().unwrap().status.code(), Some(2));
     }
 
     #[test]

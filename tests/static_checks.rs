@@ -48,7 +48,9 @@ fn modules_use_only_what_is_below_them() {
     let order = [
         "text",
         "files",
+        "memory",
         "error",
+        "threads",
         "tensor",
         "progress",
         "output",
@@ -72,6 +74,7 @@ fn modules_use_only_what_is_below_them() {
         "cli",
         "lib",
         "builtin",
+        "allocator",
         "main",
     ];
     // Names and configuration are two views of one thing: which tensors a model of some size has.
@@ -103,6 +106,7 @@ fn pure_modules_stay_pure() {
 #[test]
 fn unsafe_code_stands_where_it_is_allowed() {
     let allowed = [
+        "allocator.rs",
         "backend/cpu/mod.rs",
         "backend/cpu/view.rs",
         "backend/cuda/launch.rs",

@@ -50,6 +50,13 @@ pub struct WeightPart {
     pub dtype: DType,
 }
 
+impl WeightPart {
+    /// Whether they can be read where they are, as values of this type.
+    pub fn is_readable_as(&self, dtype: DType) -> bool {
+        self.dtype == dtype && self.bytes.as_ptr().align_offset(dtype.size()) == 0
+    }
+}
+
 /// Host data to place in working memory.
 #[derive(Clone, Copy, Debug)]
 pub enum HostData<'a> {

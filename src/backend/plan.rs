@@ -11,6 +11,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub struct Plan {
     /// Bytes of working memory in use at the worst moment.
     pub arena_bytes: u64,
+    /// Bytes of weights that cannot be read where they are, and so are copied even by a backend that reads files.
+    pub copied_bytes: u64,
     /// Ops run.
     pub ops: u64,
     flops: Arc<AtomicU64>,
@@ -44,7 +46,10 @@ impl Backend for Plan {
         "plan"
     }
 
-    fn upload(&mut self, _to: Tensor, _role: Role, _parts: &[WeightPart]) -> Result<()> {
+    fn upload(&mut self, to: Tensor, _role: Role, parts: &[WeightPart]) -> Result<()> {
+        for part in parts.iter().filter(|part| !part.is_readable_as(to.dtype)) {
+            self.copied_bytes += (part.bytes.len() / part.dtype.size() * to.dtype.size()) as u64;
+        }
         Ok(())
     }
 

@@ -154,6 +154,18 @@ pub enum Command {
     Tiny(TinyArgs),
 }
 
+impl Command {
+    /// CPU threads that it asks for; 0 for one per core.
+    pub fn threads(&self) -> usize {
+        let asked = match self {
+            Self::Generate(args) => args.run.threads,
+            Self::Bench(args) => args.run.threads,
+            Self::Plan(_) | Self::Doctor(_) | Self::Tiny(_) => None,
+        };
+        asked.unwrap_or(0)
+    }
+}
+
 /// Flags of `kiln generate`.
 #[derive(Args, Debug)]
 // So that `--seed -1` is told what a seed is, and not that there is no option `-1`.
@@ -271,7 +283,7 @@ pub struct RunArgs {
     #[arg(long, help_heading = "Run")]
     pub low_memory: bool,
 
-    /// CPU threads [default: one per core]
+    /// CPU threads, at most one per core [default: one per core]
     #[arg(long, value_name = "N", value_parser = within(1usize, 1024), help_heading = "Run")]
     pub threads: Option<usize>,
 

@@ -9,6 +9,7 @@ use crate::backend::{Backend, OP_NAMES};
 use crate::error::{Error, Result};
 use crate::locate::{BUILT_IN, Environment, Found, TINY, locate};
 use crate::text::{gib, shown_line};
+use crate::threads;
 use std::fmt::Write as _;
 use std::io::Write;
 use std::sync::Arc;
@@ -28,9 +29,9 @@ pub struct Chosen {
 }
 
 /// Takes the backend that was asked for.
-pub fn choose(backend: BackendArg, device: usize, threads: usize, stop: &Arc<AtomicBool>) -> Result<Chosen> {
+pub fn choose(backend: BackendArg, device: usize, stop: &Arc<AtomicBool>) -> Result<Chosen> {
     let cpu = |note| -> Result<Chosen> {
-        let cpu = Cpu::new(threads, stop.clone())?;
+        let cpu = Cpu::shared(stop.clone());
         let machine = format!("{} threads", cpu.threads());
         Ok(Chosen { backend: Box::new(cpu), name: "cpu", machine, device: None, note })
     };
@@ -61,7 +62,7 @@ pub fn doctor(args: DoctorArgs, environment: Environment, out: &mut dyn Write) -
         nvcc => format!("{} (nvcc {nvcc})", cuda::ARCHS.join(" ")),
     };
     row("kernels", kernels);
-    row("cpu", format!("{} threads", std::thread::available_parallelism().map_or(1, usize::from)));
+    row("cpu", format!("{} threads", threads::cores()));
     let stop = Arc::new(AtomicBool::new(false));
     match cuda::devices() {
         Err(error) => {

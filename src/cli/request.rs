@@ -60,8 +60,6 @@ pub struct GenerateRequest {
     pub device: usize,
     /// Save GPU memory whether or not it is short.
     pub low_memory: bool,
-    /// CPU threads; 0 for one per core.
-    pub threads: usize,
     /// Print objects, not paths.
     pub json: bool,
     /// How much to tell.
@@ -135,7 +133,6 @@ impl GenerateRequest {
             backend: args.run.backend,
             device: args.run.device,
             low_memory: args.run.low_memory,
-            threads: args.run.threads.unwrap_or(0),
             json: args.json,
             verbosity: Verbosity::new(args.run.quiet, args.run.verbose),
         })
@@ -310,7 +307,7 @@ mod tests {
         assert_eq!((request.prompt.as_str(), &*request.seeds), ("a fox", &[99][..]));
         assert_eq!((request.size.width(), request.size.height()), (256, 256));
         assert!(matches!(request.noise, Noise::Drawn(NoiseKind::HOPPER)));
-        assert_eq!((request.steps, request.guidance, request.threads), (None, None, 0));
+        assert_eq!((request.steps, request.guidance), (None, None));
         assert_eq!((request.precision, request.verbosity), (Precision::Bf16, Verbosity::Normal));
         assert!(request.named && !request.force && !request.json);
     }

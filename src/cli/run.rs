@@ -66,23 +66,21 @@ pub fn generate(request: &GenerateRequest, stop: &Arc<AtomicBool>, terminal: &Te
 
 /// Opens the device and the model's files at once.
 pub fn open(request: &GenerateRequest, stop: &Arc<AtomicBool>) -> Result<(Chosen, OpenModel)> {
-    let device = || choose(request.backend, request.device, request.threads, stop);
+    let device = || choose(request.backend, request.device, stop);
     let (chosen, model) = beside(|| OpenModel::open(&request.found, request.variant), device);
     Ok((chosen?, model?))
 }
 
-/// Does `there` on a thread of its own and `here` on this one. Returns what `here` gave, then what `there` gave.
-fn beside<A, B: Send>(there: impl Fn() -> B + Send + Sync, here: impl FnOnce() -> A) -> (A, B) {
-    std::thread::scope(|scope| {
-        let thread = std::thread::Builder::new().spawn_scoped(scope, &there);
-        let first = here();
-        match thread.map(|thread| thread.join()) {
-            Ok(Ok(second)) => (first, second),
-            Ok(Err(panic)) => std::panic::resume_unwind(panic),
-            // Where there can be no thread, one after the other does as well.
-            Err(_) => (first, there()),
-        }
-    })
+/// Does `there` on another thread of the pool and `here` on this one; one after the other where this is the only one. Returns
+/// what `here` gave, then what `there` gave.
+fn beside<A, B: Send>(there: impl FnOnce() -> B + Send, here: impl FnOnce() -> A) -> (A, B) {
+    let mut second = None;
+    let first = rayon::in_place_scope(|scope| {
+        scope.spawn(|_| second = Some(there()));
+        here()
+    });
+    // A scope ends when all in it is done.
+    (first, second.unwrap_or_else(|| unreachable!()))
 }
 
 /// Writes the tiny model to a new folder and that folder's path to `out`.
@@ -218,7 +216,8 @@ impl<'a> Made<'a> {
         let asked = LoadOptions { precision: *precision, references: !references.is_empty(), low_memory: *low_memory };
         let options = model.check_memory(chosen.backend.as_ref(), &chosen.machine, asked, job)?;
         if options.low_memory && !asked.low_memory {
-            terminal.say("note: GPU memory is short, so the transformer takes the text encoder's place");
+            let gpu = if chosen.device.is_some() { "GPU " } else { "" };
+            terminal.say(&format!("note: {gpu}memory is short, so the transformer takes the text encoder's place"));
         }
         Ok(options)
     }

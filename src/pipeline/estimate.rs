@@ -36,6 +36,10 @@ pub struct Estimate {
     pub weight_bytes: u64,
     /// The same where the transformer takes the text encoder's place.
     pub low_memory_weight_bytes: u64,
+    /// What a backend that reads files in place has to copy of them: what is misaligned there, or of another type.
+    pub copied_bytes: u64,
+    /// The same where the transformer takes the text encoder's place.
+    pub low_memory_copied_bytes: u64,
     /// Bytes of working memory.
     pub arena_bytes: u64,
 }
@@ -84,7 +88,7 @@ fn estimate_from(
 ) -> Result<Estimate> {
     let (_, t, _) = configs;
     let mut plan = Plan::new();
-    let (parts, sizes) = Parts::place(configs, sources, options)?;
+    let (parts, sizes, copied) = Parts::place(configs, sources, options)?;
     let tokens = || Tokens { ids: vec![0; t.max_tokens], real: t.max_tokens, cut: 0 };
     let negative = guided(variant, job).then(tokens);
     let inputs = Inputs::new(job, options.precision, variant, tokens(), negative, None)?;
@@ -101,6 +105,8 @@ fn estimate_from(
         ops: plan.ops,
         weight_bytes: sizes.total(false),
         low_memory_weight_bytes: sizes.total(true),
+        copied_bytes: copied.total(false),
+        low_memory_copied_bytes: copied.total(true),
         arena_bytes,
     })
 }

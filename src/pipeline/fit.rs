@@ -4,17 +4,24 @@ use super::{Estimate, Job, LoadOptions, OpenModel};
 use crate::backend::Backend;
 use crate::error::{Error, Result};
 use crate::sequence::{PATCH, Pixels};
-use crate::text::gib;
+use crate::text::amount;
 
 impl Estimate {
-    /// Bytes it takes in all, weights in as little room as they can do with or beside each other.
-    fn bytes(&self, low_memory: bool) -> u64 {
-        self.arena_bytes.saturating_add(if low_memory { self.low_memory_weight_bytes } else { self.weight_bytes })
+    /// Bytes it takes in all, weights in as little room as they can do with or beside each other. Files that are read in place
+    /// take none: the system gives them up where it needs the memory, and reads them again.
+    fn bytes(&self, in_place: bool, low_memory: bool) -> u64 {
+        let weights = match (in_place, low_memory) {
+            (false, false) => self.weight_bytes,
+            (false, true) => self.low_memory_weight_bytes,
+            (true, false) => self.copied_bytes,
+            (true, true) => self.low_memory_copied_bytes,
+        };
+        self.arena_bytes.saturating_add(weights)
     }
 
     /// Whether it has to do with little memory to fit into `have` bytes, or is asked to; none if it fits in no way.
-    fn fit(&self, have: u64, asked: bool) -> Option<bool> {
-        [asked, true].into_iter().find(|&low_memory| self.bytes(low_memory) <= have)
+    fn fit(&self, have: u64, in_place: bool, asked: bool) -> Option<bool> {
+        [asked, true].into_iter().find(|&low_memory| self.bytes(in_place, low_memory) <= have)
     }
 }
 
@@ -24,7 +31,8 @@ impl OpenModel {
     pub fn check_memory(&self, backend: &dyn Backend, machine: &str, options: LoadOptions, job: &Job) -> Result<LoadOptions> {
         let Some(have) = backend.available()? else { return Ok(options) };
         let estimate = self.estimate(options, job)?;
-        if let Some(low_memory) = estimate.fit(have, options.low_memory) {
+        let in_place = backend.reads_files();
+        if let Some(low_memory) = estimate.fit(have, in_place, options.low_memory) {
             return Ok(LoadOptions { low_memory, ..options });
         }
         // The largest picture of about the same shape that fits.
@@ -33,16 +41,22 @@ impl OpenModel {
             Pixels::new(side(job.size.width()), side(job.size.height())).ok()
         };
         let smaller = (1..8).rev().filter_map(scaled).find_map(|size| {
-            let bytes = self.estimate(options, &Job { size, ..job.clone() }).ok()?.bytes(true);
-            (bytes <= have).then(|| format!("use --width {} --height {} ({})", size.width(), size.height(), gib(bytes)))
+            let bytes = self.estimate(options, &Job { size, ..job.clone() }).ok()?.bytes(in_place, true);
+            (bytes <= have).then(|| format!("use --width {} --height {} ({})", size.width(), size.height(), amount(bytes)))
         });
         let mut ways: Vec<String> = smaller.into_iter().collect();
         if job.references.len() > 1 {
             ways.push("give fewer --reference".into());
         }
+        let need = estimate.bytes(in_place, true);
+        if in_place {
+            ways.push("close other programs".into());
+            let ways = format!("{}, or allow this one more memory", ways.join(", "));
+            return Err(Error::HostMemory { need, have, ways });
+        }
         ways.push("close other programs that use the GPU".into());
         let ways = format!("{}, or use --backend cpu", ways.join(", "));
-        Err(Error::DeviceMemory { need: estimate.bytes(true), have, device: machine.into(), ways })
+        Err(Error::DeviceMemory { need, have, device: machine.into(), ways })
     }
 }
 
@@ -52,7 +66,10 @@ mod tests {
 
     #[test]
     fn memory_is_saved_only_where_it_has_to_be() {
+        // What is copied is a tenth of it.
         let estimate = |weight_bytes, low_memory_weight_bytes, arena_bytes| Estimate {
+            copied_bytes: weight_bytes / 10,
+            low_memory_copied_bytes: low_memory_weight_bytes / 10,
             text_tokens: 0,
             canvas_tokens: 0,
             reference_tokens: Vec::new(),
@@ -78,7 +95,17 @@ mod tests {
             ((0, 0, 0), 0, false, Some(false)),
             ((13, 8, u64::MAX), u64::MAX - 1, false, None),
         ] {
-            assert_eq!(estimate(of.0, of.1, of.2).fit(have, asked), want, "{of:?} {have} {asked}");
+            assert_eq!(estimate(of.0, of.1, of.2).fit(have, false, asked), want, "{of:?} {have} {asked}");
+        }
+        // The same where files are read in place.
+        for (of, have, want) in [
+            ((130, 80, 2), 100, Some(false)),
+            ((130, 80, 2), 15, Some(false)),
+            ((130, 80, 2), 14, Some(true)),
+            ((130, 80, 2), 10, Some(true)),
+            ((130, 80, 2), 9, None),
+        ] {
+            assert_eq!(estimate(of.0, of.1, of.2).fit(have, true, false), want, "{of:?} {have}");
         }
     }
 }

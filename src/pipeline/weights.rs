@@ -3,7 +3,7 @@
 //! place of the first, which then has to come back for the next prompt.
 
 use super::{Configs, LoadOptions};
-use crate::backend::Backend;
+use crate::backend::{Backend, Plan};
 use crate::checkpoint::Weights;
 use crate::error::Result;
 use crate::model::{ContextIn, Loader, TextEncoder, Transformer, Vae};
@@ -43,12 +43,15 @@ impl Sizes {
 }
 
 impl Placing<'_> {
-    /// Places both sides.
-    pub fn both(&self, be: &mut dyn Backend) -> Result<(TextSide, ImageSide, Sizes)> {
-        let (text, text_bytes) = self.text(be, &mut |_| ())?;
-        let sizes = Sizes { text: text_bytes, image: 0 };
-        let (image, image_bytes) = self.image(be, sizes.image_at(self.options.low_memory), &mut |_| ())?;
-        Ok((text, image, Sizes { image: image_bytes, ..sizes }))
+    /// Places both sides where they cost nothing. Also returns what they take, and what of that even a backend that reads files
+    /// has to copy.
+    pub fn both(&self) -> Result<(TextSide, ImageSide, Sizes, Sizes)> {
+        let mut plan = Plan::new();
+        let (text, text_bytes) = self.text(&mut plan, &mut |_| ())?;
+        let (sizes, copied) = (Sizes { text: text_bytes, image: 0 }, Sizes { text: plan.copied_bytes, image: 0 });
+        let (image, image_bytes) = self.image(&mut plan, sizes.image_at(self.options.low_memory), &mut |_| ())?;
+        let copied = Sizes { image: plan.copied_bytes - copied.text, ..copied };
+        Ok((text, image, Sizes { image: image_bytes, ..sizes }, copied))
     }
 
     /// Places what reads prompts; `loaded` is told the bytes of each weight. Also returns how many bytes all take.

@@ -1,16 +1,21 @@
 //! Writes the tiny model to a folder, as the real ones are published.
 
-use super::{TOKENIZER, model};
+use super::{TOKENIZER, TinyModel, model};
 use crate::config::{HEAD_DIM, TextConfig, TransformerConfig, VaeConfig};
 use crate::error::{Error, Result};
 use crate::names::Layout;
+use crate::output::save_folder;
 use crate::tensor::DType;
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// Writes a complete model: a diffusers folder, or single files in the original layout.
+/// Writes a complete model or nothing: a diffusers folder, or single files in the original layout.
 pub fn write_to(folder: &Path, layout: Layout, dtype: DType) -> Result<()> {
     let tiny = model(layout, dtype)?;
+    save_folder(folder, |folder| fill(folder, &tiny, layout, dtype))
+}
+
+fn fill(folder: &Path, tiny: &TinyModel, layout: Layout, dtype: DType) -> Result<()> {
     let write = |name: &str, bytes: &[u8]| write(folder, name, bytes);
     match layout {
         Layout::Bfl => {

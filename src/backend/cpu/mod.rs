@@ -12,7 +12,9 @@ mod view;
 
 use super::{Backend, HostData, Op, Role, StepKey, WeightPart};
 use crate::error::{Error, Result};
+use crate::memory;
 use crate::tensor::{ALIGN, Bytes, DType, Region, Tensor};
+use crate::threads;
 use half::{bf16, f16};
 use rayon::prelude::*;
 use std::alloc::{Layout, alloc_zeroed, dealloc};
@@ -27,7 +29,8 @@ pub struct Cpu {
     weights: Vec<Segment>,
     arena: Buffer,
     high_water: u64,
-    pool: rayon::ThreadPool,
+    /// Threads of its own; without them, those of whoever calls.
+    pool: Option<rayon::ThreadPool>,
     stop: Arc<AtomicBool>,
 }
 
@@ -65,6 +68,8 @@ unsafe impl Send for Buffer {}
 unsafe impl Sync for Buffer {}
 
 impl Buffer {
+    const EMPTY: Self = Self { ptr: NonNull::dangling(), len: 0 };
+
     fn layout(len: usize) -> Option<Layout> {
         Layout::from_size_align(len, ALIGN as usize).ok()
     }
@@ -72,11 +77,11 @@ impl Buffer {
     fn new(bytes: u64) -> Result<Self> {
         let refused = Error::Memory { need: bytes };
         if bytes == 0 {
-            return Ok(Self { ptr: NonNull::dangling(), len: 0 });
+            return Ok(Self::EMPTY);
         }
         let Some(layout) = usize::try_from(bytes).ok().and_then(Self::layout) else { return Err(refused) };
         // SAFETY: the layout is not empty.
-        let ptr = unsafe { alloc_zeroed(layout) };
+        let ptr = memory::fallible(|| unsafe { alloc_zeroed(layout) });
         NonNull::new(ptr).map(|ptr| Self { ptr, len: layout.size() }).ok_or(refused)
     }
 }
@@ -94,18 +99,31 @@ impl Drop for Buffer {
 const POISON: bool = cfg!(debug_assertions);
 
 impl Cpu {
-    /// A backend with `threads` workers (0: one per core). Ops end with [`Error::Interrupted`] once `stop` is set.
+    /// A backend with `threads` workers of its own (0: one per core). Ops end with [`Error::Interrupted`] once `stop` is set.
     pub fn new(threads: usize, stop: Arc<AtomicBool>) -> Result<Self> {
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().map_err(|e| {
-            let count = if threads == 0 { "a thread for each core".into() } else { format!("{threads} threads") };
-            Error::usage(format!("cannot start {count}: {e}"), "try a smaller --threads")
-        })?;
-        Ok(Self { weights: Vec::new(), arena: Buffer::new(0)?, high_water: 0, pool, stop })
+        // Never zero, for which the environment would say how many.
+        let count = if threads == 0 { threads::cores() } else { threads };
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(count).stack_size(threads::STACK).build();
+        let pool = pool.map_err(|error| Error::Threads { count, why: error.to_string() })?;
+        Ok(Self { pool: Some(pool), ..Self::shared(stop) })
+    }
+
+    /// A backend that works on the threads of whoever calls it: the pool that the caller is in, or that of the process.
+    pub fn shared(stop: Arc<AtomicBool>) -> Self {
+        Self { weights: Vec::new(), arena: Buffer::EMPTY, high_water: 0, pool: None, stop }
     }
 
     /// Number of worker threads.
     pub fn threads(&self) -> usize {
-        self.pool.current_num_threads()
+        self.pool.as_ref().map_or_else(rayon::current_num_threads, rayon::ThreadPool::current_num_threads)
+    }
+
+    /// Does something on the backend's threads.
+    fn on_threads<R: Send>(&self, work: impl FnOnce() -> R + Send) -> R {
+        match &self.pool {
+            Some(pool) => pool.install(work),
+            None => work(),
+        }
     }
 
     /// The highest byte of working memory that any op or transfer has touched.
@@ -269,6 +287,10 @@ impl Backend for Cpu {
         "cpu"
     }
 
+    fn available(&self) -> Result<Option<u64>> {
+        Ok(memory::available())
+    }
+
     fn reserve_weights(&mut self, _bytes: u64) -> Result<()> {
         self.weights.clear();
         Ok(())
@@ -285,11 +307,10 @@ impl Backend for Cpu {
             if end > total || !whole {
                 return Err(Error::Op { op: "upload", what: format!("{role:?} parts do not fit {to:?}") });
             }
-            let aligned = part.bytes.as_ptr().align_offset(part.dtype.size()) == 0;
-            let data = if part.dtype == to.dtype && aligned {
+            let data = if part.is_readable_as(to.dtype) {
                 SegmentData::Mapped(part.bytes.clone())
             } else {
-                self.pool.install(|| converted(part, to.dtype))?
+                self.on_threads(|| converted(part, to.dtype))?
             };
             if elements > 0 {
                 let index = self.weights.partition_point(|s| s.range.end <= at);
@@ -306,7 +327,7 @@ impl Backend for Cpu {
     }
 
     fn reserve(&mut self, bytes: u64) -> Result<()> {
-        self.arena = Buffer::new(0)?;
+        self.arena = Buffer::EMPTY;
         self.arena = Buffer::new(bytes)?;
         self.high_water = 0;
         self.released(0..bytes);
@@ -364,7 +385,7 @@ impl Backend for Cpu {
         self.check_stop()?;
         op.check()?;
         op.operands(&mut |t, _| self.touch(t));
-        self.pool.install(|| self.dispatch(op))
+        self.on_threads(|| self.dispatch(op))
     }
 
     fn released(&mut self, range: Range<u64>) {

@@ -214,7 +214,9 @@ pub fn measure(
     let options = made.fit(&model, &chosen, &job, terminal)?;
     let plan = model.estimate(options, &job)?;
     let weights = if options.low_memory { plan.low_memory_weight_bytes } else { plan.weight_bytes };
-    let before = chosen.backend.available()?;
+    // What is free on the machine changes with everything else on it, what is free on a GPU hardly.
+    let gpu = chosen.device.is_some();
+    let before = chosen.backend.available()?.filter(|_| gpu);
     let watch = Watch { terminal, shown: Cell::new(true), spans: RefCell::default() };
     let mut engine = Engine::load(chosen.backend, model, options, &watch)?;
 

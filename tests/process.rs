@@ -1,0 +1,155 @@
+//! What the system gives the real program, and what comes of too little of it: threads, memory, a stack. Every run makes its
+//! picture, or ends with exit code 4, a line that says why and a hint. None ends by a signal, and none leaves a file.
+#![cfg(target_os = "linux")]
+#![allow(clippy::print_stderr)] // what was skipped
+
+#[path = "common/sandbox.rs"]
+mod sandbox;
+
+use kiln::threads::cores;
+use sandbox::{QUICK, Run, Sandbox};
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::os::unix::fs::PermissionsExt;
+use std::process::Command;
+
+/// Threads of a run that is making a picture.
+fn threads_of(mut command: Command) -> usize {
+    let mut child = command.spawn().unwrap();
+    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
+    lines.find(|line| line.starts_with("encoding text")).expect("it encodes");
+    let threads = fs::read_dir(format!("/proc/{}/task", child.id())).unwrap().count();
+    child.kill().unwrap();
+    child.wait().unwrap();
+    threads
+}
+
+/// One pool, of as many threads as asked for and no more than can run at once, the first of which is there anyway.
+#[test]
+fn there_are_as_many_threads_as_asked_for() {
+    let sandbox = Sandbox::new();
+    let args = ["x", "-o", "out.png", "--width", "64", "--height", "64", "--steps", "1000"];
+    for (flags, want) in [(&["--threads", "1"][..], 1), (&["--threads", "1024"], cores()), (&[], cores())] {
+        let mut command = sandbox.command(args.iter().chain(flags));
+        // Not for us: it speaks of pools that nobody has made.
+        command.env("RAYON_NUM_THREADS", "100000");
+        assert_eq!(threads_of(command), want, "{flags:?}");
+    }
+}
+
+/// A system that gives no thread at all: to root by way of another user, because no limit binds root.
+#[test]
+fn one_thread_is_enough() {
+    let sandbox = Sandbox::new();
+    fs::set_permissions(&sandbox.0, fs::Permissions::from_mode(0o777)).unwrap();
+    // Where the tests are built may be closed to others.
+    fs::copy(env!("CARGO_BIN_EXE_kiln"), sandbox.path("kiln")).unwrap();
+    let root = Run::of({
+        let mut command = sandbox.wrapped("id");
+        command.arg("-u");
+        command
+    });
+    let limit = match root.text().trim() {
+        "0" => "setpriv --reuid=65534 --clear-groups prlimit --nproc=1",
+        _ => "prlimit --nproc=1",
+    };
+    let limited = |line: &str| {
+        let mut command = sandbox.wrapped("sh");
+        command.args(["-c", line]);
+        Run::of(command)
+    };
+    if limited(&format!("{limit} ./kiln --version")).code != Some(0) {
+        eprintln!("skipped: threads cannot be limited here");
+        return;
+    }
+    sandbox.quick(&["x", "--seed", "5", "-q", "-o", "want.png"]);
+    let picture = |name: &str| format!("{limit} ./kiln x --seed 5 --threads 8 -v -o {name} {}", QUICK.join(" "));
+    let run = limited(&picture("out.png")).good();
+    assert!(run.stderr.contains("\nbackend cpu, 1 threads\n"), "{}", run.stderr);
+    // On a terminal a thread draws a line again and again, and there is none for that either.
+    let drawn = limited(&format!("command -v script > /dev/null || exit 77; script -qec '{}' /dev/null", picture("drawn.png")));
+    let pictures = match drawn.code {
+        Some(77) => vec!["out.png"],
+        _ => {
+            assert_eq!(drawn.code, Some(0), "{}", drawn.text());
+            vec!["out.png", "drawn.png"]
+        }
+    };
+    for name in pictures {
+        assert!(fs::read(sandbox.path(name)).unwrap() == fs::read(sandbox.path("want.png")).unwrap(), "{name}: another picture");
+    }
+}
+
+/// Runs under a limit that a shell sets.
+fn under(sandbox: &Sandbox, limit: &str, args: &[&str]) -> Run {
+    Run::of(limited(sandbox, limit, args))
+}
+
+fn limited(sandbox: &Sandbox, limit: &str, args: &[&str]) -> Command {
+    let mut command = sandbox.wrapped("sh");
+    command.args(["-c", &format!("ulimit {limit}; exec \"$0\" \"$@\""), env!("CARGO_BIN_EXE_kiln")]).args(args);
+    command
+}
+
+#[test]
+fn a_small_stack_is_enough() {
+    let sandbox = Sandbox::new();
+    for kilobytes in [16, 128] {
+        let args = ["x", "-q", "--force", "-o", "out.png", "--model", "tiny", "--backend", "cpu"];
+        let mut command = limited(&sandbox, &format!("-s {kilobytes}"), &[&args, &QUICK[..]].concat());
+        // The environment lies on the stack, too. A large one leaves nothing for any program.
+        command.env_clear();
+        assert_eq!(Run::of(command).good().stderr, "");
+    }
+}
+
+/// Every limit on addresses, of models that are made, carried and mapped. Below some 35 MB the program itself cannot be loaded:
+/// that is told by the system, which ends the program before its first line.
+#[test]
+fn too_little_memory_is_told() {
+    let long = std::env::var_os("KILN_TEST_LONG").is_some();
+    let megabytes: Vec<usize> = match long {
+        true => (20..110).chain((110..=900).step_by(10)).collect(),
+        false => vec![20, 36, 38, 45, 60, 75, 90, 200, 900],
+    };
+    let sandbox = Sandbox::new();
+    sandbox.tiny("model", &[]);
+    let (mut done, mut refused) = (0, 0);
+    for megabytes in megabytes {
+        let limit = format!("-v {}", megabytes << 10);
+        if under(&sandbox, &limit, &["--version"]).code != Some(0) {
+            assert!(megabytes < 64, "the program takes {megabytes} MB to start");
+            continue;
+        }
+        for model in ["tiny", "builtin", "model"] {
+            let run = under(&sandbox, &limit, &[&["x", "-q", "-o", "out.png", "--model", model], &QUICK[..]].concat());
+            match run.code {
+                Some(0) => done += 1,
+                code => {
+                    let context = format!("{model} in {megabytes} MB: {code:?}\n{}", run.stderr);
+                    assert_eq!((code, run.text()), (Some(4), ""), "{context}");
+                    let (first, hint) = run.stderr.split_once("\n\nhint: ").unwrap_or_else(|| panic!("{context}"));
+                    let told = first.starts_with("error: not enough memory: ") || first.starts_with("error: cannot read (model/");
+                    assert!(told && first.lines().count() == 1 && hint.lines().count() == 1, "{context}");
+                    refused += 1;
+                }
+            }
+            let _ = fs::remove_file(sandbox.path("out.png"));
+            assert_eq!(sandbox.names(), ["model"], "{model} in {megabytes} MB");
+        }
+    }
+    assert!(done > 0 && refused > 0, "{done} pictures, {refused} refusals: the limits are not around what is needed");
+}
+
+/// A file that cannot be mapped is not a bad one.
+#[test]
+fn memory_for_a_file_is_memory() {
+    let sandbox = Sandbox::new();
+    sandbox.tiny("model", &["--layout", "bfl"]);
+    // As long as a file can be here without taking room.
+    let file = fs::File::options().write(true).open(sandbox.path("model/qwen.safetensors")).unwrap();
+    file.set_len(8 << 30).unwrap();
+    let run = under(&sandbox, "-v 4000000", &[&["x", "-q", "-o", "out.png", "--model", "model"], &QUICK[..]].concat());
+    let first = "error: cannot read (model/qwen.safetensors): Cannot allocate memory (os error 12)";
+    assert_eq!((run.code, run.stderr), (Some(4), format!("{first}\n\nhint: {}\n", kiln::memory::HINT)));
+}
