@@ -9,6 +9,7 @@ mod prompts;
 mod references;
 #[path = "../common/sandbox.rs"]
 mod sandbox;
+mod tokenizers;
 mod weights;
 
 use kiln::checkpoint::Part;
