@@ -28,3 +28,4 @@ pub mod terminal;
 pub mod text;
 pub mod tiny;
 pub mod tokenizer;
+pub mod words;
