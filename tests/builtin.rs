@@ -221,7 +221,7 @@ fn it_knows_the_words_it_is_scored_with() {
         assert!(unknown(prompt).is_empty(), "{prompt}: {:?}", unknown(prompt));
         count += 1;
     }
-    assert!(count > 500, "{count}");
+    assert!(count >= 300, "{count}");
     for case in recorded().cases {
         assert!(unknown(&case.prompt).is_empty(), "{}", case.prompt);
     }
@@ -232,7 +232,7 @@ fn it_knows_the_words_of_its_examples() {
     let readme = include_str!("../README.md");
     // Captions of its pictures, and the commands that make some of them.
     let captions = readme.lines().filter(|line| line.starts_with("| \"")).flat_map(quoted);
-    let commands = readme.lines().filter(|line| line.starts_with("    kiln \"") && line.contains("star"));
+    let commands = readme.lines().filter(|line| line.starts_with("    kiln \"") && line.contains(" star "));
     let examples: Vec<String> = captions.chain(commands.map(|line| quoted(line).swap_remove(0))).collect();
     assert!(examples.len() >= 15, "{examples:?}");
     for example in examples {

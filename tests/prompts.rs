@@ -330,13 +330,52 @@ fn known_tokenizers_are_read_in_all_their_spellings() {
     assert_eq!(reference.encode_fast(text, false).unwrap().get_ids(), &want.ids[..want.real]);
 }
 
+/// The worst that a file can still ask for: tokens as short as text can have, words as long as prompts can be.
+#[test]
+fn no_file_makes_prompts_take_long() {
+    const LIMIT: Duration = Duration::from_millis(120);
+    let think = r#""id":8,"content":"<think>","#;
+    let token = |id: usize, content: &str| with(think, &format!(r#""id":{id},"content":"{content}","#));
+    let plain = |file: String| file.replace(r#""normalized":true"#, r#""normalized":false"#);
+    let pairs: Vec<String> = (0..12).map(|i| format!(r#""{}":{}"#, "a".repeat(1 << (i + 1)), i + 7)).collect();
+    let merges: Vec<String> = (0..12).map(|i| format!(r#"["{0}","{0}"]"#, "a".repeat(1 << i))).collect();
+    let splitter = &SMALL[SMALL.find(r#"{"type":"Sequence""#).unwrap()..SMALL.find(r#","post_processor""#).unwrap()];
+    let long = with(r#""u":6"#, &format!(r#""u":6,{}"#, pairs.join(",")))
+        .replace(r#"["ab","c"]"#, &format!(r#"["ab","c"],{}"#, merges.join(",")))
+        .replace(r#""id":7"#, r#""id":19"#)
+        .replace(r#""id":8"#, r#""id":20"#);
+    let files = [
+        ("token a", plain(token(0, "a"))),
+        ("token a, normalized", token(0, "a")),
+        ("token of a mark", plain(token(8, "\\u0301"))),
+        ("token of a mark, normalized", token(8, "\\u0301")),
+        ("no words", with(splitter, "null")),
+        ("words of GPT-2", with(splitter, r#"{"type":"ByteLevel","add_prefix_space":false,"trim_offsets":false}"#)),
+        ("long tokens", long.clone()),
+        ("long tokens, no words", long.replace(splitter, "null")),
+    ];
+    let mut worst = Vec::new();
+    for (what, file) in files {
+        let tokenizer = Tokenizer::from_json(file.as_bytes(), Path::new("t.json")).unwrap_or_else(|e| panic!("{what}: {e}"));
+        for piece in ["a", "ab", "a ", "\u{301}", " ", "7 ", "<think>"] {
+            let prompt = piece.repeat(MAX_PROMPT_BYTES / piece.len());
+            worst.push((time_of(|| drop(tokenizer.encode(&prompt, LENGTH).unwrap())), what, piece));
+        }
+    }
+    worst.sort();
+    println!("{:.1?}", worst.iter().rev().take(8).collect::<Vec<_>>());
+    let (time, what, piece) = worst.last().unwrap();
+    assert!(*time <= LIMIT, "{what}, {piece:?}: {time:?}");
+}
+
 #[test]
 fn loading_takes_no_longer_than_in_the_library() {
     let json = unpacked();
     let theirs = time_of(|| drop(tokenizers::Tokenizer::from_bytes(&json).unwrap()));
     let ours = time_of(|| drop(Tokenizer::from_json(&json, Path::new("t.json")).unwrap()));
     let unpacking = time_of(|| drop(unpacked()));
-    println!("{ours:.1?}, the library {theirs:.1?}; unpacking {unpacking:.1?}");
+    let tiny = time_of(|| drop(Tokenizer::from_json(tiny::TOKENIZER, Path::new("t.json")).unwrap()));
+    println!("{ours:.1?}, the library {theirs:.1?}; unpacking {unpacking:.1?}; the tiny model's {tiny:.1?}");
     assert!(ours <= theirs, "{ours:?}, the library {theirs:?}");
 }
 
