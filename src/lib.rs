@@ -30,3 +30,4 @@ pub mod text;
 pub mod threads;
 pub mod tiny;
 pub mod tokenizer;
+pub mod words;

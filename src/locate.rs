@@ -8,6 +8,7 @@ pub use embedded::Embedded;
 
 use crate::config::Conventions;
 use crate::error::{Error, Result};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 /// The name of the model that is part of the program.
@@ -120,7 +121,8 @@ pub fn locate(request: &LocateRequest) -> Result<Found> {
         }
     }
     let environment = &request.environment;
-    let (some, all) = (overrides.iter().any(|part| part.is_some()), overrides.iter().all(|part| part.is_some()));
+    let some = request.tokenizer.is_some() || overrides.iter().any(|part| part.is_some());
+    let all = overrides.iter().all(|part| part.is_some());
     // A variable names a model for when none is named, and three parts are one.
     let fallback = environment.kiln_model.as_deref().filter(|name| !(all && needs_no_files(name)));
     let base = match request.model.as_deref().or(fallback) {
@@ -170,7 +172,7 @@ fn assemble(request: &LocateRequest, base: Folder) -> Result<ModelFiles> {
     let tokenizer = match &request.tokenizer {
         Some(path) if path.is_dir() => {
             let file = path.join("tokenizer.json");
-            if !file.is_file() {
+            if !is_there(&file) {
                 return Err(no_model(path, "the folder holds no tokenizer.json", None));
             }
             Some(file)
@@ -245,7 +247,11 @@ impl Folder {
             transformer,
             text_encoder: part("text_encoder", "text_encoders", &["qwen"]),
             vae: part("vae", "vae", &["ae", "flux2-vae", "full_encoder_small_decoder"]),
-            tokenizer: file("tokenizer/tokenizer.json").or_else(|| file("tokenizer.json")),
+            // One that is there is meant, even if it cannot be read: another would give other pictures without a word.
+            tokenizer: ["tokenizer/tokenizer.json", "tokenizer.json"]
+                .map(|name| path.join(name))
+                .into_iter()
+                .find(|p| is_there(p)),
             index,
             conventions: file("kiln.json"),
         }
@@ -255,6 +261,17 @@ impl Folder {
     fn missing(&self) -> Vec<&'static str> {
         let parts = [("transformer", &self.transformer), ("text encoder", &self.text_encoder), ("vae", &self.vae)];
         parts.into_iter().filter(|(_, path)| path.is_none()).map(|(name, _)| name).collect()
+    }
+}
+
+/// Whether a folder has an entry for a file, be it a link that leads nowhere, or something that only its owner may look into.
+fn is_there(file: &Path) -> bool {
+    match file.symlink_metadata() {
+        Ok(_) => true,
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            file.parent().is_some_and(|folder| folder.is_symlink() && !folder.exists())
+        }
+        Err(_) => true,
     }
 }
 

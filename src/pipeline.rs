@@ -23,7 +23,7 @@ use crate::sampler::Schedule;
 use crate::sequence::{Grid, PATCH, Pixels, RopeSpec, SequencePlan};
 use crate::tensor::{Arena, DType, Precision, Region, Tensor};
 use crate::tiny;
-use crate::tokenizer::{Tokenizer, Tokens};
+use crate::tokenizer::{self, Tokenizer, Tokens};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use weights::{Placing, Sizes, Store};
@@ -255,7 +255,7 @@ struct Inputs<'a> {
 
 /// Whether a job runs twice per step, with and without its prompt.
 fn guided(variant: Variant, job: &Job) -> bool {
-    variant == Variant::Base && job.guidance > 1.0
+    variant.is_guided(job.guidance)
 }
 
 impl<'a> Inputs<'a> {
@@ -322,23 +322,23 @@ impl Engine {
 
     fn inputs<'a>(&self, job: &'a Job, progress: &dyn Progress) -> Result<Inputs<'a>> {
         let config = &self.parts.text_config;
-        let encode = |text: &str| -> Result<Tokens> {
+        let encode = |what: &str, text: &str| -> Result<Tokens> {
             let tokens = self.tokenizer.encode(text, config.max_tokens)?;
-            match tokens.ids.iter().find(|&&id| id as usize >= config.vocab) {
-                Some(id) => Err(Error::Mismatch {
+            if let Some(id) = tokens.ids.iter().find(|&&id| id as usize >= config.vocab) {
+                return Err(Error::Mismatch {
                     part: "tokenizer",
                     detail: format!("it makes token {id}, the text encoder knows {}", config.vocab),
-                    hint: Some("use the tokenizer.json that came with the text encoder".into()),
-                }),
-                None => Ok(tokens),
+                    hint: Some(tokenizer::HINT.into()),
+                });
             }
+            if tokens.cut > 0 {
+                let (cut, kept, ending) = (tokens.cut, config.max_tokens, self.tokenizer.ending(&tokens)?);
+                progress.warn(&format!("the {what} is {cut} tokens too long; only its first {kept} are used, up to `…{ending}`"));
+            }
+            Ok(tokens)
         };
-        let prompt = encode(&job.prompt)?;
-        if prompt.cut > 0 {
-            let (cut, kept, ending) = (prompt.cut, config.max_tokens, self.tokenizer.ending(&prompt)?);
-            progress.warn(&format!("the prompt is {cut} tokens too long; only its first {kept} are used, up to `…{ending}`"));
-        }
-        let negative = if guided(self.variant, job) { Some(encode(&job.negative)?) } else { None };
+        let prompt = encode("prompt", &job.prompt)?;
+        let negative = if guided(self.variant, job) { Some(encode("negative prompt", &job.negative)?) } else { None };
         let files = self.backend.reads_files().then(|| self.store.files.clone());
         Inputs::new(job, self.store.options.precision, self.variant, prompt, negative, files)
     }

@@ -1,8 +1,10 @@
 //! Turns a prompt into the token ids the text encoder reads: chat template, byte-pair encoding, fixed length.
 //!
 //! The encoding itself is the `tokenizers` crate, fed with a model's own `tokenizer.json` or with the one shipped here. That
-//! file comes from wherever the model came from, and the crate was not written for hostile files, so every call into it goes
-//! through `isolated`.
+//! file comes from wherever the model came from, and the crate was not written for hostile files: `file` reads it, and every call
+//! into the crate goes through `isolated`.
+
+mod file;
 
 use crate::error::{Error, Result};
 use crate::files;
@@ -31,6 +33,9 @@ const ENDING: usize = 12;
 
 /// The token that fills the rest of a sequence.
 const PAD: &str = "<|endoftext|>";
+
+/// What to do about a file that is none.
+pub const HINT: &str = "use the tokenizer.json that came with the text encoder";
 
 /// The tokenizer of all Qwen3 models, packed.
 static QWEN3: &[u8] = include_bytes!("../models/qwen3/tokenizer.json.gz");
@@ -63,16 +68,10 @@ impl Tokenizer {
 
     /// Reads the content of a `tokenizer.json`; `origin` is where it came from, for messages.
     pub fn from_json(bytes: &[u8], origin: &Path) -> Result<Self> {
-        let inner = isolated(origin, || {
-            let mut inner = tokenizers::Tokenizer::from_bytes(bytes)?;
-            // A file may ask for its own length, padding and extra tokens. The text encoder's input is ours to shape.
-            inner.with_truncation(None)?;
-            inner.with_padding(None);
-            inner.with_post_processor(None::<tokenizers::PostProcessorWrapper>);
-            Ok(inner)
+        let inner = isolated(origin, || file::build(bytes))?;
+        let pad = isolated(origin, || Ok(inner.token_to_id(PAD)))?.ok_or_else(|| {
+            Error::bad_file(origin, "not a Qwen3 tokenizer", format!("it has no token `{PAD}`")).with_hint(HINT)
         })?;
-        let pad = isolated(origin, || Ok(inner.token_to_id(PAD)))?
-            .ok_or_else(|| Error::bad_file(origin, "not a Qwen3 tokenizer", format!("it has no token `{PAD}`")))?;
         Ok(Self { inner, pad, origin: origin.into() })
     }
 
@@ -145,7 +144,7 @@ fn isolated<T>(origin: &Path, call: impl FnOnce() -> tokenizers::Result<T>) -> R
         Ok(Err(error)) => error.to_string(),
         Err(panic) => panic_message(panic.as_ref()).to_owned(),
     };
-    Err(Error::bad_file(origin, "not a usable tokenizer", detail))
+    Err(Error::bad_file(origin, "not a usable tokenizer", detail).with_hint(HINT))
 }
 
 /// What a panic said.

@@ -200,6 +200,48 @@ fn a_models_conventions_are_kept_by_every_command() {
     }
 }
 
+/// What is in quotes, each on one line.
+fn quoted(text: &str) -> Vec<String> {
+    let odd = text.split('"').skip(1).step_by(2);
+    odd.map(|quote| quote.split_whitespace().collect::<Vec<_>>().join(" ")).collect()
+}
+
+/// Words that the model's folder does not list.
+fn unknown(prompt: &str) -> Vec<&str> {
+    let words = folder().conventions().unwrap().words.unwrap();
+    kiln::words::unknown(prompt, &words)
+}
+
+#[test]
+fn it_knows_the_words_it_is_scored_with() {
+    let file: Value = serde_json::from_str(&std::fs::read_to_string(fixture("builtin/prompts.json")).unwrap()).unwrap();
+    let prompts = ["prompts", "edits"].iter().flat_map(|list| file[list].as_array().unwrap());
+    let mut count = 0;
+    for prompt in prompts.map(|prompt| prompt["text"].as_str().unwrap()) {
+        assert!(unknown(prompt).is_empty(), "{prompt}: {:?}", unknown(prompt));
+        count += 1;
+    }
+    assert!(count >= 300, "{count}");
+    for case in recorded().cases {
+        assert!(unknown(&case.prompt).is_empty(), "{}", case.prompt);
+    }
+}
+
+#[test]
+fn it_knows_the_words_of_its_examples() {
+    let readme = include_str!("../README.md");
+    // Captions of its pictures, and the commands that make some of them.
+    let captions = readme.lines().filter(|line| line.starts_with("| \"")).flat_map(quoted);
+    let commands = readme.lines().filter(|line| line.starts_with("    kiln \"") && line.contains(" star "));
+    let examples: Vec<String> = captions.chain(commands.map(|line| quoted(line).swap_remove(0))).collect();
+    assert!(examples.len() >= 15, "{examples:?}");
+    for example in examples {
+        assert!(unknown(&example).is_empty(), "{example}: {:?}", unknown(&example));
+    }
+    // Numbers above three are no words of its world, nor is any that it was not told.
+    assert_eq!(unknown("Five red stars, a fluffy cat and one blue ring"), ["Five", "stars", "fluffy", "cat"]);
+}
+
 /// The program that carries the model.
 #[cfg(feature = "builtin")]
 mod program {
@@ -255,6 +297,40 @@ mod program {
             let png = Png::read(&sandbox.path("a.png"));
             // The reference was brought to the model's own size, which is the picture's.
             assert_eq!((png.width, png.height), (256, 256));
+        }
+    }
+
+    #[test]
+    fn words_it_does_not_know_are_named() {
+        let sandbox = Sandbox::new();
+        let draw = |prompt: &str, flags: &[&str]| {
+            let run = sandbox.bare([&[prompt, "-o", "a.png", "--force"][..], &ONE, flags].concat()).good();
+            run.stderr.lines().filter(|line| line.contains("does not know")).map(str::to_owned).collect::<Vec<_>>()
+        };
+        let draws = "it draws one to three circles, squares, triangles, stars, hearts, rings, crosses or hexagons in twelve colours on \
+            plain, gradient or striped backgrounds";
+        let note = |words: &str, rest: &str| vec![format!("note: builtin does not know {words}; {draws}{rest}")];
+        let help = ", see kiln --help";
+        assert_eq!(draw("A fluffy cat.", &[]), note(r#""fluffy", "cat""#, help));
+        assert_eq!(draw("five red stars", &["--model", "builtin"]), note(r#""five", "stars""#, help));
+        assert_eq!(draw("a fluffy cat", &["--model", FOLDER]), note(r#""fluffy", "cat""#, ""));
+        // Few are named, and none moves a cursor.
+        let long = format!("{} b\u{202e}c d e f g", "x".repeat(500));
+        let want = format!(r#""{}…", "b", "c", "d", "e" and 2 more"#, "x".repeat(128));
+        assert_eq!(draw(&long, &["--model", "builtin"]), note(&want, help));
+        for quiet in [&["A large, RED star: on a blue background!", "--model", "builtin"][..], &["a fluffy cat", "-q"], &[""]] {
+            assert!(draw(quiet[0], &quiet[1..]).is_empty(), "{quiet:?}");
+        }
+    }
+
+    #[test]
+    fn it_knows_the_words_of_the_help() {
+        let help = Sandbox::new().bare(["--help"]).good().text().to_owned();
+        let others = |text: &String| ["fox", "cat", "dashes", "tiny"].iter().any(|word| text.split(' ').any(|w| w == *word));
+        let examples: Vec<String> = super::quoted(&help).into_iter().filter(|text| !text.is_empty() && !others(text)).collect();
+        assert!(examples.len() >= 8, "{examples:?}");
+        for example in examples {
+            assert!(super::unknown(&example).is_empty(), "{example}: {:?}", super::unknown(&example));
         }
     }
 

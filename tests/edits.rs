@@ -70,6 +70,23 @@ fn a_negative_prompt_is_for_base_models() {
     assert_eq!(dump.entry("negative_prompt_embeds").unwrap().shape, [512, 384]);
     let run = sandbox.quick(&["x", "-o", "d.png", "--negative", "blurry"]);
     assert!(run.stderr.contains("--negative is ignored: this is a distilled model"), "{}", run.stderr);
+    // Without guidance there is nothing for it to do, and the picture does not claim otherwise.
+    for scale in ["1", "0.5"] {
+        let run =
+            sandbox.quick(&["x", "-o", "e.png", "--force", "--variant", "base", "--guidance", scale, "--negative", "blurry"]);
+        let warning = format!("warning: --negative is ignored: it works through a --guidance above 1, which is {scale} here");
+        assert!(run.stderr.lines().any(|line| line == warning), "{}", run.stderr);
+        assert!(!Png::read(&sandbox.path("e.png")).text.contains_key("negative"));
+    }
+    // Each is cut by itself, and the warning says which.
+    let long = "blurry ".repeat(200);
+    for (prompt, negative, cut) in [("x", &*long, "the negative prompt"), (&*long, "x", "the prompt")] {
+        let run =
+            sandbox.quick(&[prompt, "-o", "f.png", "--force", "--variant", "base", "--guidance", "2", "--negative", negative]);
+        let warnings: Vec<&str> = run.stderr.lines().filter(|line| line.starts_with("warning: ")).collect();
+        assert!(warnings.len() == 1 && warnings[0].starts_with(&format!("warning: {cut} is ")), "{warnings:?}");
+        assert!(warnings[0].contains(" tokens too long; only its first 512 are used, up to `…"), "{warnings:?}");
+    }
 }
 
 #[test]

@@ -257,7 +257,8 @@ pub struct PromptArgs {
 
     /// Read the prompt from a file, or from standard input with `-`
     ///
-    /// One newline at its end is dropped.
+    /// UTF-8. A byte order mark at its start and one newline at its end are dropped. Standard input that is empty is an error; an
+    /// empty prompt is given as "".
     #[arg(long, value_name = "FILE", help_heading = "Input")]
     pub prompt_file: Option<PathBuf>,
 }

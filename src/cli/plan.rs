@@ -89,7 +89,8 @@ struct Planned {
 /// The model that was named, by its files' headers; else klein itself.
 fn model(args: &PlanArgs, environment: Environment) -> Result<Planned> {
     let m = &args.model;
-    let named = m.is_named(&environment) || [&m.transformer, &m.text_encoder, &m.vae].iter().any(|p| p.is_some());
+    let parts = [&m.transformer, &m.text_encoder, &m.vae, &m.tokenizer];
+    let named = m.is_named(&environment) || parts.iter().any(|part| part.is_some());
     let variant = m.variant.map(Variant::from);
     if named {
         let found: Found = locate(&m.request(environment))?;

@@ -101,6 +101,7 @@ impl GenerateRequest {
         let prompt = prompt(&args.prompt, stdin)?;
         if let Some(negative) = &args.negative {
             check_length(negative.len())?;
+            check_nul(negative, "negative prompt", None)?;
         }
         let named = args.model.is_named(&environment);
         let variant = args.model.variant.map(Variant::from);
@@ -228,13 +229,24 @@ fn prompt(args: &PromptArgs, stdin: &mut dyn Read) -> Result<String> {
         (None, Some(path)) => {
             let mut bytes = Vec::new();
             // A little more than may be used is enough to tell that it is too long, whatever the file is.
-            let limit = MAX_PROMPT_BYTES as u64 + 3;
-            let read = if path == Path::new(DASH) {
+            let limit = (BYTE_ORDER_MARK.len() + MAX_PROMPT_BYTES) as u64 + 3;
+            let standard = path == Path::new(DASH);
+            let read = if standard {
                 stdin.take(limit).read_to_end(&mut bytes)
             } else {
                 File::open(path).and_then(|file| file.take(limit).read_to_end(&mut bytes))
             };
             read.map_err(|e| Error::read(path, e))?;
+            // A program whose standard input is closed finds an empty one, and so does one after a command that failed.
+            if standard && bytes.is_empty() {
+                return Err(Error::usage("standard input is empty, so there is no prompt", "an empty prompt is given as \"\""));
+            }
+            if bytes.starts_with(b"\xFF\xFE") || bytes.starts_with(b"\xFE\xFF") {
+                return Err(Error::usage(format!("prompt is UTF-16, not UTF-8 ({})", path.display()), SAVE));
+            }
+            if bytes.starts_with(BYTE_ORDER_MARK) {
+                bytes.drain(..BYTE_ORDER_MARK.len());
+            }
             // Editors end files with a newline that nobody means.
             if bytes.last() == Some(&b'\n') {
                 bytes.pop();
@@ -251,18 +263,39 @@ fn prompt(args: &PromptArgs, stdin: &mut dyn Read) -> Result<String> {
         }
     };
     let file = args.prompt_file.as_ref().map(|path| format!(" ({})", path.display()));
+    let file = file.as_deref();
     // First, because the limit on reading may have cut a character.
-    match &file {
+    match file {
         // How long it is was not found out.
         Some(file) if bytes.len() > MAX_PROMPT_BYTES => {
             return Err(Error::usage(format!("prompt too long{file}: the limit is {MAX_PROMPT_BYTES} bytes"), SHORTEN));
         }
         _ => check_length(bytes.len())?,
     }
-    String::from_utf8(bytes).map_err(|e| {
-        let (file, at) = (file.unwrap_or_default(), e.utf8_error().valid_up_to());
-        Error::Usage { what: format!("prompt is not valid UTF-8 at byte {at}{file}"), hint: None }
-    })
+    let prompt = String::from_utf8(bytes).map_err(|e| {
+        let at = e.utf8_error().valid_up_to();
+        let what = format!("prompt is not valid UTF-8 at byte {at}{}", file.unwrap_or_default());
+        Error::Usage { what, hint: file.map(|_| SAVE.into()) }
+    })?;
+    check_nul(&prompt, "prompt", file)?;
+    Ok(prompt)
+}
+
+/// What some editors begin UTF-8 files with, and nobody means to say.
+const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
+
+/// What to do about a file in another encoding.
+const SAVE: &str = "save it as UTF-8";
+
+/// Refuses the one character that a PNG's text cannot hold. A file that has one is most likely UTF-16.
+fn check_nul(text: &str, what: &str, file: Option<&str>) -> Result<()> {
+    match text.find('\0') {
+        Some(at) => {
+            let hint = if file.is_some() { SAVE } else { "leave it out" };
+            Err(Error::usage(format!("{what} has a NUL character at byte {at}{}", file.unwrap_or_default()), hint))
+        }
+        None => Ok(()),
+    }
 }
 
 /// Refuses names of other formats, and extensions that nobody would open as a picture. No extension at all is fine.
@@ -321,18 +354,53 @@ mod tests {
 
     #[test]
     fn prompts_from_files_lose_one_newline() {
-        for (bytes, prompt) in
-            [("a fox\n", "a fox"), ("a fox\r\n", "a fox"), ("a\n\n", "a\n"), ("", ""), ("\r", "\r"), ("é", "é")]
-        {
+        for (bytes, prompt) in [
+            ("a fox\n", "a fox"),
+            ("a fox\r\n", "a fox"),
+            ("a\n\n", "a\n"),
+            ("\n", ""),
+            ("\r", "\r"),
+            ("é", "é"),
+            ("\u{feff}a fox\n", "a fox"),
+            ("\u{feff}", ""),
+            // Only the first is a mark.
+            ("\u{feff}\u{feff}a", "\u{feff}a"),
+            ("a\u{feff}", "a\u{feff}"),
+        ] {
             assert_eq!(request(&["--prompt-file", "-"], bytes.as_bytes()).unwrap().prompt, prompt);
         }
         let longest = "x".repeat(MAX_PROMPT_BYTES);
-        assert_eq!(request(&["--prompt-file", "-"], format!("{longest}\r\n").as_bytes()).unwrap().prompt, longest);
+        for text in [format!("{longest}\r\n"), format!("\u{feff}{longest}\r\n")] {
+            assert_eq!(request(&["--prompt-file", "-"], text.as_bytes()).unwrap().prompt, longest);
+        }
         let error = request(&["--prompt-file", "-"], format!("{longest}x").as_bytes()).unwrap_err();
         assert!(error.to_string().starts_with("prompt too long"), "{error}");
         // A character that is cut by the limit on reading is not blamed.
         let error = request(&["--prompt-file", "-"], "é".repeat(MAX_PROMPT_BYTES).as_bytes()).unwrap_err();
         assert!(error.to_string().starts_with("prompt too long"), "{error}");
+    }
+
+    #[test]
+    fn prompts_in_other_encodings_are_refused() {
+        let error = |line: &[&str], stdin: &[u8]| request(line, stdin).unwrap_err();
+        let file = |stdin: &[u8]| error(&["--prompt-file", "-"], stdin).to_string();
+        let utf16 = |mark: &[u8], bytes: fn(u16) -> [u8; 2]| -> Vec<u8> {
+            mark.iter().copied().chain("a fox é 狐\n".encode_utf16().flat_map(bytes)).collect()
+        };
+        for stdin in [utf16(b"\xff\xfe", u16::to_le_bytes), utf16(b"\xfe\xff", u16::to_be_bytes)] {
+            assert_eq!(file(&stdin), "prompt is UTF-16, not UTF-8 (-)");
+        }
+        // Without a mark it is a text full of NUL characters, if it is one at all.
+        assert_eq!(file(b"a\0 \0f\0o\0x\0"), "prompt has a NUL character at byte 1 (-)");
+        assert_eq!(file(b"\0a\0 \0f\0o\0x"), "prompt has a NUL character at byte 0 (-)");
+        assert!(file(&utf16(b"", u16::to_le_bytes)).starts_with("prompt is not valid UTF-8 at byte "));
+        assert_eq!(error(&["--prompt-file", "-"], b"a\0").hint().unwrap(), "save it as UTF-8");
+        assert_eq!(error(&["a\0b"], b"").to_string(), "prompt has a NUL character at byte 1");
+        assert_eq!(error(&["x", "--negative", "ab\0"], b"").to_string(), "negative prompt has a NUL character at byte 2");
+        // Nothing at all was not said by anybody.
+        let error = error(&["--prompt-file", "-"], b"");
+        assert_eq!(error.to_string(), "standard input is empty, so there is no prompt");
+        assert_eq!((error.exit_code(), request(&[""], b"").unwrap().prompt.as_str()), (2, ""));
     }
 
     #[test]

@@ -4,7 +4,7 @@ use super::args::TinyArgs;
 use super::device::{Chosen, choose};
 use super::names::DASH;
 use super::request::{GenerateRequest, OpenReference};
-use crate::config::Variant;
+use crate::config::{Conventions, Variant};
 use crate::error::{Error, Result};
 use crate::locate::Found;
 use crate::noise::NoiseKind;
@@ -12,6 +12,8 @@ use crate::output::save_new;
 use crate::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel, Picture, Reference};
 use crate::progress::Progress;
 use crate::terminal::{Seconds, Terminal};
+use crate::text::shown;
+use crate::words;
 use serde::Serialize;
 use std::io::{self, ErrorKind, Write};
 use std::path::Path;
@@ -25,6 +27,7 @@ pub const STDOUT: &str = "standard output";
 /// `stop` is set nothing more is saved.
 pub fn generate(request: &GenerateRequest, stop: &Arc<AtomicBool>, terminal: &Terminal, out: &mut dyn Write) -> Result<()> {
     say_which(request, terminal);
+    say_unknown(request, terminal)?;
     let (chosen, model) = open(request, stop)?;
     let made = Made::new(request, &model, &chosen);
     made.introduce(&model, &chosen, terminal);
@@ -118,6 +121,28 @@ pub fn say_which(request: &GenerateRequest, terminal: &Terminal) {
     }
 }
 
+/// How many unknown words are named.
+const NAMED_WORDS: usize = 5;
+
+/// Says which words of the prompt a model was never trained with, where its files tell: it draws something all the same, and nobody
+/// would know why.
+fn say_unknown(request: &GenerateRequest, terminal: &Terminal) -> Result<()> {
+    let Conventions { name, words: Some(words), draws, .. } = request.found.conventions()? else { return Ok(()) };
+    let unknown = words::unknown(&request.prompt, &words);
+    if unknown.is_empty() {
+        return Ok(());
+    }
+    let named: Vec<String> = unknown.iter().take(NAMED_WORDS).map(|word| format!("\"{}\"", shown(word))).collect();
+    let mut note = format!("note: {} does not know {}", name.as_deref().unwrap_or("this model"), named.join(", "));
+    if unknown.len() > NAMED_WORDS {
+        note += &format!(" and {} more", unknown.len() - NAMED_WORDS);
+    }
+    note += &draws.map_or(String::new(), |draws| format!("; it draws {draws}"));
+    note += if matches!(request.found, Found::BuiltIn(_)) { ", see kiln --help" } else { "" };
+    terminal.say(&note);
+    Ok(())
+}
+
 /// What became of a reference on its way to the model.
 fn became(OpenReference { path, prepared }: &OpenReference) -> String {
     let mut sizes = vec![prepared.original];
@@ -196,8 +221,14 @@ impl<'a> Made<'a> {
         if request.guidance.is_some() && self.variant != Variant::Base {
             terminal.warn(&format!("--guidance is ignored: this is a {} model, only base models take it", self.variant));
         }
-        if request.negative.is_some() && self.variant != Variant::Base {
-            terminal.warn(&format!("--negative is ignored: this is a {} model, only base models take it", self.variant));
+        match (&request.negative, self.guidance) {
+            (Some(_), None) => {
+                terminal.warn(&format!("--negative is ignored: this is a {} model, only base models take it", self.variant));
+            }
+            (Some(_), Some(scale)) if !self.variant.is_guided(scale) => {
+                terminal.warn(&format!("--negative is ignored: it works through a --guidance above 1, which is {scale} here"));
+            }
+            _ => {}
         }
         let (width, height) = (model.conventions.width, model.conventions.height);
         if matches!(request.found, Found::BuiltIn(_)) && (request.size.width(), request.size.height()) != (width, height) {
@@ -301,7 +332,9 @@ impl<'a> Made<'a> {
             ("precision", self.request.precision.name().into()),
         ]);
         text.extend(self.guidance.map(|scale| ("guidance", scale.to_string())));
-        if let (Some(negative), Variant::Base) = (&self.request.negative, self.variant) {
+        if let (Some(negative), Some(scale)) = (&self.request.negative, self.guidance)
+            && self.variant.is_guided(scale)
+        {
             text.push(("negative", negative.clone()));
         }
         if !self.request.references.is_empty() {

@@ -6,15 +6,30 @@ use super::{ConfigFile, KLEIN_TEXT_LAYERS, KLEIN_TEXT_TOKENS, Variant};
 use crate::error::{Error, Result};
 use crate::reference::AREA_CAP;
 use crate::sequence::Pixels;
+use crate::text::shown_text;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
 /// Every key of a `kiln.json`.
-const KEYS: [&str; 9] =
-    ["name", "variant", "text_layers", "max_text_tokens", "width", "height", "steps", "guidance", "max_reference_pixels"];
+const KEYS: [&str; 11] = [
+    "name",
+    "variant",
+    "text_layers",
+    "max_text_tokens",
+    "width",
+    "height",
+    "steps",
+    "guidance",
+    "max_reference_pixels",
+    "words",
+    "draws",
+];
 
 /// Longest name. It is shown in one line with other things.
 const MAX_NAME: usize = 64;
+
+/// Longest text about what it draws, likewise.
+const MAX_DRAWS: usize = 256;
 
 /// The template around a prompt takes a dozen tokens; what is left has to be worth it. Four times the longest prompts of klein
 /// are a bound on the work.
@@ -46,6 +61,10 @@ pub struct Conventions {
     pub steps: Option<usize>,
     /// Guidance of its variant, where it is not klein's.
     pub guidance: Option<f32>,
+    /// All words that its prompts were made of in training, in lower case with spaces between; left open, it knows any.
+    pub words: Option<String>,
+    /// What it draws, for people.
+    pub draws: Option<String>,
 }
 
 impl Conventions {
@@ -62,6 +81,8 @@ impl Conventions {
             max_reference_pixels: AREA_CAP,
             steps: None,
             guidance: None,
+            words: None,
+            draws: None,
         }
     }
 
@@ -85,6 +106,13 @@ impl Conventions {
             let need = format!("a whole number from {} to {}", range.start(), range.end());
             file.take(key, &need, |value| whole(value).filter(|n| range.contains(n)))
         };
+        let line = |key: &str, longest: usize| {
+            file.take(key, "a short text in one line", |value| {
+                let text = value.as_str()?;
+                let plain = !text.is_empty() && text.chars().count() <= longest && text == shown_text(text);
+                plain.then(|| text.to_owned())
+            })
+        };
         let layers = file.take("text_layers", "three whole numbers above 0, ascending", |value| {
             let list: [usize; 3] = value.as_array()?.iter().map(whole).collect::<Option<Vec<_>>>()?.try_into().ok()?;
             (list[0] > 0 && list[0] < list[1] && list[1] < list[2]).then_some(list)
@@ -95,11 +123,7 @@ impl Conventions {
         };
         Ok(Self {
             path: Some(file.path().into()),
-            name: file.take("name", "a short text in one line", |value| {
-                let name = value.as_str()?;
-                let plain = !name.is_empty() && name.chars().count() <= MAX_NAME && !name.contains(char::is_control);
-                plain.then(|| name.into())
-            })?,
+            name: line("name", MAX_NAME)?,
             variant: file.take("variant", "distilled, base or kv", |value| value.as_str()?.parse().ok())?,
             text_layers: layers.unwrap_or(klein.text_layers),
             max_text_tokens: within("max_text_tokens", TEXT_TOKENS)?.unwrap_or(klein.max_text_tokens),
@@ -110,6 +134,12 @@ impl Conventions {
             guidance: file.take("guidance", "a number from 0 to 100", |value| {
                 value.as_f64().filter(|scale| (0.0..=100.0).contains(scale)).map(|scale| scale as f32)
             })?,
+            words: file.take("words", "words in lower case with spaces between", |value| {
+                let words = value.as_str().filter(|words| words.to_lowercase() == **words)?;
+                let plain = words.split_whitespace().next().is_some() && !words.contains(char::is_control);
+                plain.then(|| words.into())
+            })?,
+            draws: line("draws", MAX_DRAWS)?,
         })
     }
 
@@ -168,7 +198,7 @@ mod tests {
         assert_eq!((found.width, found.height, found.steps(Variant::Base)), (1024, 512, 50));
         assert_eq!((found.guidance(Variant::Base), found.guidance(Variant::Kv)), (2.0, 2.0));
         let all = r#"{"name": "shapes", "variant": "base", "text_layers": [1, 2, 4], "max_text_tokens": 64, "width": 256,
-            "height": 320, "steps": 7, "guidance": 2.5, "max_reference_pixels": 65536}"#;
+            "height": 320, "steps": 7, "guidance": 2.5, "max_reference_pixels": 65536, "words": "a red star", "draws": "stars"}"#;
         let want = Conventions {
             path,
             name: Some("shapes".into()),
@@ -180,6 +210,8 @@ mod tests {
             max_reference_pixels: 65536,
             steps: Some(7),
             guidance: Some(2.5),
+            words: Some("a red star".into()),
+            draws: Some("stars".into()),
         };
         let found = parse(all).unwrap();
         assert_eq!(found, want);
@@ -219,6 +251,11 @@ mod tests {
             (r#"{"steps": 1e9}"#, "`steps` is"),
             (r#"{"guidance": -1}"#, "`guidance` is -1, needed is a number from 0 to 100"),
             (r#"{"guidance": 1e30}"#, "`guidance` is"),
+            (r#"{"words": ["a", "star"]}"#, "`words` is [\"a\",\"star\"], needed is words in lower case with spaces between"),
+            (r#"{"words": " "}"#, "`words` is"),
+            (r#"{"words": "a Star"}"#, "`words` is"),
+            (r#"{"draws": "a\u202eb"}"#, "`draws` is"),
+            (r#"{"draws": ["stars"]}"#, "`draws` is [\"stars\"], needed is a short text in one line"),
             (r#"{"max_reference_pixels": 100}"#, "`max_reference_pixels` is 100, needed is a whole number from 4096 to"),
         ] {
             let error = parse(text).unwrap_err();

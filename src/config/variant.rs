@@ -45,6 +45,11 @@ impl Variant {
         })
     }
 
+    /// Whether a step runs twice at that guidance, with the prompt and with the negative one.
+    pub fn is_guided(self, guidance: f32) -> bool {
+        self == Self::Base && guidance > 1.0
+    }
+
     /// Steps where none are asked for.
     pub const fn default_steps(self) -> usize {
         match self {

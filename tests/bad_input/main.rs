@@ -10,6 +10,7 @@ mod references;
 #[path = "../common/sandbox.rs"]
 mod sandbox;
 mod terminal;
+mod tokenizers;
 mod weights;
 
 use kiln::checkpoint::Part;

@@ -56,17 +56,29 @@ fn prompts_that_are_none() {
     let sandbox = prepared();
     write(&sandbox, "latin.txt", b"a caf\xe9 by the sea");
     write(&sandbox, "long.txt", "x".repeat(40_000));
+    let utf16: Vec<u8> = "a fox\r\n".encode_utf16().flat_map(u16::to_le_bytes).collect();
+    write(&sandbox, "marked.txt", [b"\xff\xfe", &*utf16].concat());
+    write(&sandbox, "unmarked.txt", &utf16);
+    let nobody = |setup| {
+        let (what, hint) = ("standard input is empty, so there is no prompt", "an empty prompt is given as \"\"");
+        row("--prompt-file -", 2, what, Is(hint)).within(setup)
+    };
     let given = |bytes: &[u8], first: &str, hint| {
         let mut row = row("", 2, first, hint);
         row.args = vec![OsString::from_vec(bytes.to_vec())];
         row
     };
+    let save = Is("save it as UTF-8");
     let shorten = Is("shorten it; models read a few hundred tokens at most");
     check(
         &sandbox,
         &[
             given(b"seventeen letters\xff", "prompt is not valid UTF-8 at byte 17", Nothing),
-            row("--prompt-file latin.txt", 2, "prompt is not valid UTF-8 at byte 5 (latin.txt)", Nothing),
+            row("--prompt-file latin.txt", 2, "prompt is not valid UTF-8 at byte 5 (latin.txt)", save),
+            row("--prompt-file marked.txt", 2, "prompt is UTF-16, not UTF-8 (marked.txt)", save),
+            row("--prompt-file unmarked.txt", 2, "prompt has a NUL character at byte 1 (unmarked.txt)", save),
+            nobody("exec 0<&-"),
+            nobody("exec 0</dev/null"),
             given(&[b'x'; 32_769], "prompt too long: it has 32769 bytes, the limit is 32768", shorten),
             row("--prompt-file long.txt", 2, "prompt too long (long.txt): the limit is 32768 bytes", shorten),
             row("--prompt-file none.txt", 3, "cannot read (none.txt): No such file or directory (os error 2)", Nothing),

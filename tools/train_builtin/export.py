@@ -11,6 +11,7 @@ import torch
 
 import common as C
 import tokenizer
+import words
 
 
 def export(weights, out):
@@ -36,7 +37,8 @@ def export(weights, out):
                "transformer": ["diffusers", "Flux2Transformer2DModel"], "vae": ["diffusers", "AutoencoderKLFlux2"]},
               open(os.path.join(out, "model_index.json"), "w"), indent=2)
     json.dump({"name": "builtin", "variant": "distilled", "text_layers": list(C.TAPS), "max_text_tokens": C.TEXT_LEN,
-               "width": 256, "height": 256, "steps": C.STEPS, "guidance": 1.0, "max_reference_pixels": 256 * 256},
+               "width": 256, "height": 256, "steps": C.STEPS, "guidance": 1.0, "max_reference_pixels": 256 * 256,
+               "words": " ".join(words.words()), "draws": words.DRAWS},
               open(os.path.join(out, "kiln.json"), "w"), indent=2)
     total = sum(os.path.getsize(os.path.join(d, f)) for d, _, fs in os.walk(out) for f in fs)
     big = max((os.path.getsize(os.path.join(d, f)), f) for d, _, fs in os.walk(out) for f in fs)

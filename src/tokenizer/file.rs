@@ -1,0 +1,397 @@
+//! What a `tokenizer.json` may contain, and the tokenizer that is made of it.
+//!
+//! The format can describe programs: replacements that double a text forty times, patterns that take forever, tables that ask for
+//! gigabytes, chances that give other ids every time. The tokenizers that models of this architecture come with use very little of
+//! it. So the file is read with types that know only that little; the library never sees it, and gets what was read. Anything else
+//! is refused by its name, and nothing takes more memory than a small multiple of the file.
+
+use crate::text::shown;
+use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use std::fmt;
+use std::marker::PhantomData;
+use tokenizers::models::bpe::{BPE, Vocab};
+use tokenizers::normalizers::NFC;
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::pre_tokenizers::sequence::Sequence;
+use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
+use tokenizers::{AddedToken, PreTokenizerWrapper, SplitDelimiterBehavior, Tokenizer};
+
+/// Most tokens of a vocabulary, and most merges. Qwen3 has 151,643; the largest in use have twice that.
+const MAX_TOKENS: usize = 1 << 19;
+
+/// Most tokens beside the vocabulary. Qwen3 has 26.
+const MAX_ADDED: usize = 1024;
+
+/// Longest of those, in bytes: together they become one automaton.
+const MAX_ADDED_BYTES: usize = 128;
+
+/// Steps of a pre-tokenizer that are looked at.
+const STEPS: usize = 2;
+
+/// How Qwen2 and Qwen3 split text into words. No other pattern reaches the library, whose search can take exponential time.
+pub const QWEN_PATTERN: &str =
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+/// Makes the tokenizer that a file describes. Its own length, padding and extra tokens are left out: the text encoder's input is
+/// ours to shape.
+pub fn build(bytes: &[u8]) -> tokenizers::Result<Tokenizer> {
+    let file: File = serde_json::from_slice(bytes)?;
+    let Model { vocab, merges } = file.model.0?;
+    let added = added_tokens(file.added_tokens, &vocab)?;
+    let normalizer = match &file.normalizer {
+        None => None,
+        Some(part) if part.kind == "NFC" => Some(NFC),
+        Some(part) => return Err(part.unknown("normalizer", "NFC").into()),
+    };
+    let decoder = match &file.decoder {
+        None => None,
+        // Its settings are about other things than decoding.
+        Some(part) if part.kind == BYTE_LEVEL => Some(ByteLevel::default()),
+        Some(part) => return Err(part.unknown("decoder", BYTE_LEVEL).into()),
+    };
+    let mut tokenizer = Tokenizer::new(BPE::builder().vocab_and_merges(vocab, merges).build()?);
+    // Last, because it takes a while to compile.
+    let splitter = file.pre_tokenizer.map(pre_tokenizer).transpose()?;
+    tokenizer.with_normalizer(normalizer).with_pre_tokenizer(splitter).with_decoder(decoder);
+    tokenizer.add_tokens(&added);
+    Ok(tokenizer)
+}
+
+const BYTE_LEVEL: &str = "ByteLevel";
+
+/// The file, less what is ignored.
+#[derive(serde::Deserialize)]
+struct File {
+    model: ReadModel,
+    normalizer: Option<Part<IgnoredAny>>,
+    pre_tokenizer: Option<Part<Few<Part<IgnoredAny>, STEPS>>>,
+    decoder: Option<Part<IgnoredAny>>,
+    #[serde(default)]
+    added_tokens: Few<Added, MAX_ADDED>,
+}
+
+/// A normalizer, pre-tokenizer or decoder, or a step of one: its kind, and every setting that the known ones have.
+#[derive(serde::Deserialize)]
+#[serde(bound(deserialize = "S: serde::Deserialize<'de> + Default"))]
+struct Part<S> {
+    #[serde(rename = "type")]
+    kind: String,
+    #[serde(default)]
+    add_prefix_space: bool,
+    #[serde(default = "yes")]
+    use_regex: bool,
+    #[serde(default)]
+    pattern: Option<Pattern>,
+    #[serde(default)]
+    behavior: Option<String>,
+    #[serde(default)]
+    invert: bool,
+    #[serde(default)]
+    pretokenizers: S,
+}
+
+/// What the format takes for said where nothing is.
+const fn yes() -> bool {
+    true
+}
+
+#[derive(serde::Deserialize)]
+enum Pattern {
+    String(IgnoredAny),
+    Regex(String),
+}
+
+impl<S> Part<S> {
+    fn unknown(&self, what: &str, known: &str) -> String {
+        format!("its {what} is `{}`, kiln knows {known}", shown(&self.kind))
+    }
+
+    /// This part as a step that turns text into bytes.
+    fn byte_level(&self) -> Result<ByteLevel, String> {
+        if self.kind != BYTE_LEVEL {
+            return Err(self.unknown("pre-tokenizer", "ByteLevel, and Split before it"));
+        }
+        if self.add_prefix_space {
+            return Err("its pre-tokenizer has `add_prefix_space`, kiln knows ByteLevel without".into());
+        }
+        Ok(ByteLevel::new(false, false, self.use_regex))
+    }
+
+    /// This part as a step that finds words.
+    fn split(&self) -> Result<Split, String> {
+        if self.kind != "Split" {
+            return Err(self.unknown("pre-tokenizer's first step", "Split"));
+        }
+        let detail = match (&self.pattern, self.behavior.as_deref(), self.invert) {
+            (Some(Pattern::Regex(pattern)), Some("Isolated"), false) if pattern == QWEN_PATTERN => {
+                let pattern = SplitPattern::Regex(QWEN_PATTERN.into());
+                return Split::new(pattern, SplitDelimiterBehavior::Isolated, false).map_err(|e| e.to_string());
+            }
+            (Some(Pattern::Regex(pattern)), Some("Isolated"), false) => format!("the pattern `{}`", shown(pattern)),
+            (Some(Pattern::String(_)), ..) => "a text to split at".into(),
+            (_, _, true) => "`invert`".into(),
+            (_, behavior, _) => format!("the behavior `{}`", shown(behavior.unwrap_or_default())),
+        };
+        Err(format!("its pre-tokenizer's Split has {detail}, kiln knows Qwen3's"))
+    }
+}
+
+fn pre_tokenizer(part: Part<Few<Part<IgnoredAny>, STEPS>>) -> Result<PreTokenizerWrapper, String> {
+    if part.kind != "Sequence" {
+        return part.byte_level().map(Into::into);
+    }
+    match (&part.pretokenizers.first[..], part.pretokenizers.count) {
+        ([split, bytes], STEPS) => Ok(Sequence::new(vec![split.split()?.into(), bytes.byte_level()?.into()]).into()),
+        (_, count) => Err(format!("its pre-tokenizer has {count} steps, kiln knows Split and ByteLevel")),
+    }
+}
+
+/// A token beside the vocabulary.
+#[derive(serde::Deserialize)]
+struct Added {
+    id: u32,
+    content: String,
+    #[serde(default)]
+    single_word: bool,
+    #[serde(default)]
+    lstrip: bool,
+    #[serde(default)]
+    rstrip: bool,
+    #[serde(default)]
+    normalized: bool,
+    #[serde(default)]
+    special: bool,
+}
+
+/// Checks that the library will give these tokens the ids they claim: their own where the vocabulary has them, else the next.
+fn added_tokens(list: Few<Added, MAX_ADDED>, vocab: &Vocab) -> Result<Vec<AddedToken>, String> {
+    if list.count > MAX_ADDED {
+        return Err(format!("it adds {} tokens, the limit is {MAX_ADDED}", list.count));
+    }
+    let mut names = std::collections::HashSet::new();
+    let mut next = vocab.len();
+    for token in &list.first {
+        let name = shown(&token.content);
+        let (length, settings) = (token.content.len(), [token.single_word, token.lstrip, token.rstrip]);
+        if !(1..=MAX_ADDED_BYTES).contains(&length) {
+            return Err(format!("it adds the token `{name}` of {length} bytes, the limit is {MAX_ADDED_BYTES}"));
+        }
+        if !names.insert(token.content.as_str()) {
+            return Err(format!("it adds the token `{name}` twice"));
+        }
+        // The library looks at the whole text before such a token, each time it finds one.
+        if let Some((_, setting)) = settings.iter().zip(["single_word", "lstrip", "rstrip"]).find(|(set, _)| **set) {
+            return Err(format!("its token `{name}` has `{setting}`, kiln knows tokens without"));
+        }
+        let id = vocab.get(&token.content).map_or(next, |id| *id as usize);
+        if token.id as usize != id {
+            return Err(format!("its token `{name}` has the id {}, which should be {id}", token.id));
+        }
+        next += usize::from(id == next);
+    }
+    let token = |t: Added| AddedToken::from(t.content, t.special).normalized(t.normalized);
+    Ok(list.first.into_iter().map(token).collect())
+}
+
+/// A byte-pair encoding.
+struct Model {
+    vocab: Vocab,
+    merges: Vec<(String, String)>,
+}
+
+/// A model, or why it is none that kiln knows. A value and no error of the reader, which would speak of lines and columns.
+struct ReadModel(Result<Model, String>);
+
+impl<'de> Deserialize<'de> for ReadModel {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(ModelVisitor).map(Self)
+    }
+}
+
+struct ModelVisitor;
+
+impl<'de> Visitor<'de> for ModelVisitor {
+    type Value = Result<Model, String>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a model")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+        let (mut vocab, mut merges) = (None, None);
+        let mut refused = None;
+        while let Some(key) = map.next_key::<String>()? {
+            let refusal = match key.as_str() {
+                "type" => match map.next_value::<String>()? {
+                    kind if kind == "BPE" => None,
+                    kind => Some(format!("its model is `{}`, kiln knows BPE", shown(&kind))),
+                },
+                "vocab" => match map.next_value::<ReadVocab>()?.0 {
+                    Ok(read) => vocab.replace(read).map(|_| "its model has two vocabularies".into()),
+                    Err(detail) => Some(detail),
+                },
+                "merges" => match map.next_value::<Few<Merge, MAX_TOKENS>>()? {
+                    Few { count, .. } if count > MAX_TOKENS => Some(format!("it has {count} merges, the limit is {MAX_TOKENS}")),
+                    list => merges
+                        .replace(list.first.into_iter().map(|merge| merge.0).collect())
+                        .map(|_: Vec<_>| "its model has two lists of merges".into()),
+                },
+                // Same prompt, same ids: chance has no place here.
+                "dropout" => {
+                    map.next_value::<Option<f64>>()?.filter(|p| *p != 0.0).map(|p| format!("`dropout` is {p}, kiln knows 0"))
+                }
+                "unk_token" | "continuing_subword_prefix" | "end_of_word_suffix" => map
+                    .next_value::<Option<String>>()?
+                    .filter(|text| !text.is_empty())
+                    .map(|text| format!("`{key}` is `{}`, kiln knows models without", shown(&text))),
+                "fuse_unk" | "byte_fallback" | "ignore_merges" => map
+                    .next_value::<Option<bool>>()?
+                    .filter(|set| *set)
+                    .map(|_| format!("`{key}` is set, kiln knows models without")),
+                _ => {
+                    map.next_value::<IgnoredAny>()?;
+                    None
+                }
+            };
+            if refusal.is_some() {
+                refused = refusal;
+                break;
+            }
+        }
+        if let Some(refused) = refused {
+            // The reader wants to see the end of what it began.
+            while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
+            return Ok(Err(refused));
+        }
+        Ok(match (vocab, merges) {
+            (Some(vocab), Some(merges)) => Ok(Model { vocab, merges }),
+            (None, _) => Err("its model has no `vocab`".into()),
+            (_, None) => Err("its model has no `merges`".into()),
+        })
+    }
+}
+
+/// A vocabulary whose ids are 0 to one less than it has tokens, or why it is none.
+struct ReadVocab(Result<Vocab, String>);
+
+impl<'de> Deserialize<'de> for ReadVocab {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(VocabVisitor).map(Self)
+    }
+}
+
+struct VocabVisitor;
+
+impl<'de> Visitor<'de> for VocabVisitor {
+    type Value = Result<Vocab, String>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a vocabulary of tokens and their ids")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+        let mut vocab = Vocab::default();
+        let mut taken: Vec<bool> = Vec::new();
+        let mut refused = None;
+        while let Some((token, id)) = map.next_entry::<String, u32>()? {
+            let at = id as usize;
+            if at >= MAX_TOKENS {
+                refused = Some(format!("its token `{}` has the id {id}, the limit is {MAX_TOKENS}", shown(&token)));
+            } else {
+                taken.resize(taken.len().max(at + 1), false);
+                if std::mem::replace(&mut taken[at], true) {
+                    refused = Some(format!("its token `{}` has the id {id}, and so has another", shown(&token)));
+                } else if vocab.contains_key(&token) {
+                    refused = Some(format!("its token `{}` is there twice", shown(&token)));
+                } else {
+                    vocab.insert(token, id);
+                }
+            }
+            if refused.is_some() {
+                break;
+            }
+        }
+        if let Some(refused) = refused {
+            while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
+            return Ok(Err(refused));
+        }
+        Ok(match taken.iter().position(|taken| !taken) {
+            Some(id) => Err(format!("its ids go up to {}, and no token has {id}", taken.len() - 1)),
+            None => Ok(vocab),
+        })
+    }
+}
+
+/// Two tokens that become one, spelled `"a b"` or `["a", "b"]`.
+struct Merge((String, String));
+
+impl<'de> Deserialize<'de> for Merge {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(MergeVisitor).map(Self)
+    }
+}
+
+struct MergeVisitor;
+
+impl<'de> Visitor<'de> for MergeVisitor {
+    type Value = (String, String);
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("two tokens to merge")
+    }
+
+    fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<Self::Value, E> {
+        match text.split_once(' ') {
+            Some((a, b)) if !b.contains(' ') => Ok((a.into(), b.into())),
+            _ => Err(E::custom(format!("merge `{}` is not two tokens", shown(text)))),
+        }
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Self::Value, A::Error> {
+        match (list.next_element()?, list.next_element()?, list.next_element::<IgnoredAny>()?) {
+            (Some(a), Some(b), None) => Ok((a, b)),
+            _ => Err(A::Error::custom("a merge is not two tokens")),
+        }
+    }
+}
+
+/// The first `N` elements of a list, and how many it has. The rest is read and not kept.
+struct Few<T, const N: usize> {
+    first: Vec<T>,
+    count: usize,
+}
+
+impl<T, const N: usize> Default for Few<T, N> {
+    fn default() -> Self {
+        Self { first: Vec::new(), count: 0 }
+    }
+}
+
+impl<'de, T: Deserialize<'de>, const N: usize> Deserialize<'de> for Few<T, N> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_seq(FewVisitor(PhantomData))
+    }
+}
+
+struct FewVisitor<T, const N: usize>(PhantomData<T>);
+
+impl<'de, T: Deserialize<'de>, const N: usize> Visitor<'de> for FewVisitor<T, N> {
+    type Value = Few<T, N>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a list")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Self::Value, A::Error> {
+        let mut few = Few::default();
+        while few.count < N {
+            let Some(element) = list.next_element()? else { return Ok(few) };
+            few.first.push(element);
+            few.count += 1;
+        }
+        while list.next_element::<IgnoredAny>()?.is_some() {
+            few.count += 1;
+        }
+        Ok(few)
+    }
+}

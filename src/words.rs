@@ -1,0 +1,48 @@
+//! Words of a prompt that a model was never trained with.
+
+use std::collections::HashSet;
+
+/// The words of a prompt that are not among the known ones, each once, as it was written first. Upper case and punctuation do not
+/// count. `known` has them in lower case with spaces between.
+pub fn unknown<'a>(prompt: &'a str, known: &str) -> Vec<&'a str> {
+    let mut seen: HashSet<String> = known.split_whitespace().map(str::to_owned).collect();
+    let words = prompt.split(is_between).map(|word| word.trim_matches(is_apostrophe));
+    words.filter(|word| !word.is_empty() && seen.insert(word.to_lowercase())).collect()
+}
+
+/// Whatever stands between words. Everything else is part of one, signs and pictures too: a model that does not know a word for a
+/// fox does not know its picture either.
+fn is_between(c: char) -> bool {
+    let punctuation =
+        c.is_ascii_punctuation() || matches!(c, '\u{ab}' | '\u{bb}' | '\u{2000}'..='\u{206f}' | '\u{3000}'..='\u{303f}');
+    (punctuation && !is_apostrophe(c)) || c.is_whitespace() || c.is_control()
+}
+
+fn is_apostrophe(c: char) -> bool {
+    matches!(c, '\'' | '\u{2018}' | '\u{2019}')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_words_count() {
+        let known = "a an red star on the background 1 image";
+        for (prompt, want) in [
+            ("", &[][..]),
+            (" ,.;!? \n\u{1b} - “” … ", &[]),
+            ("a red star", &[]),
+            ("A RED, star... on the (background)!", &[]),
+            ("'red' \"star\" ‘red’ «star» a-star red/star 1", &[]),
+            ("a fluffy cat", &["fluffy", "cat"]),
+            ("five red stars, Five more Stars", &["five", "stars", "more"]),
+            ("the star's background", &["star's"]),
+            ("a light-red star", &["light"]),
+            ("a 🦊 狐、rénard", &["🦊", "狐", "rénard"]),
+            ("image 2", &["2"]),
+        ] {
+            assert_eq!(unknown(prompt, known), want, "{prompt:?}");
+        }
+    }
+}
