@@ -5,9 +5,11 @@
 //! into the mapped file.
 
 mod folder;
+mod foreign;
 mod guard;
 mod header;
 mod quantised;
+mod zeros;
 
 pub use crate::names::Part;
 pub use header::{ElementType, Entry};
@@ -16,6 +18,7 @@ use crate::error::{Error, Result};
 use crate::files;
 use crate::names::{self, Layout, Place, Rows, Spelling, TensorSpec};
 use crate::tensor::{Bytes, DType};
+use crate::text::shown_path;
 use guard::Mapped;
 use header::Header;
 use std::collections::BTreeMap;
@@ -155,8 +158,9 @@ impl Weights {
     fn gather(part: Part, path: PathBuf, shards: Vec<Shard>) -> Result<Self> {
         let layout = Layout::Diffusers;
         let mut weights = Self { part, path, shards, tensors: BTreeMap::new(), unknown: Vec::new(), layout, prefix: "" };
-        // Quantised files come first: their packed shapes would look like faults.
+        // Adapters and quantised files come first: their tensors would look like faults.
         for shard in &weights.shards {
+            foreign::refuse_adapter(shard)?;
             quantised::refuse(part, shard)?;
         }
         let mut original = 0i64;
@@ -197,6 +201,14 @@ impl Weights {
     /// The files.
     pub fn shards(&self) -> &[Shard] {
         &self.shards
+    }
+
+    /// The files for people: the one, or how many shards and where.
+    pub fn source(&self) -> String {
+        match &*self.shards {
+            [only] => shown_path(&only.path),
+            shards => format!("{} shards of {}", shards.len(), shown_path(&self.path)),
+        }
     }
 
     /// Fails if one of the files changed since it was opened; see [`Shard::verify`].
@@ -260,6 +272,20 @@ impl Weights {
             }
             _ => Ok(extras.into_iter().map(|(_, name)| name).collect()),
         }
+    }
+
+    /// Fails if a matrix is zero where no trained one is, which is what a file is made of that was not written yet. Looks at a
+    /// few places; made for the moment at which all of the matrix was just read. A `table` may have rows that nothing uses.
+    pub fn refuse_zeros(&self, name: &str, table: bool) -> Result<()> {
+        for segment in self.tensors.get(name).into_iter().flatten().flatten() {
+            let shard = &self.shards[segment.shard];
+            if let (Some(entry), Some(bytes)) = (shard.entry(&segment.tensor), shard.bytes(&segment.tensor)) {
+                // A file that was cut short meanwhile reads as zeros, too. That it changed says more.
+                zeros::refuse(&shard.path, &segment.tensor, entry, &bytes, table)
+                    .map_err(|error| shard.verify().err().unwrap_or(error))?;
+            }
+        }
+        Ok(())
     }
 
     fn entry(&self, segment: &Segment) -> Option<&Entry> {
