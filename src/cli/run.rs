@@ -3,7 +3,7 @@
 use super::args::TinyArgs;
 use super::device::{Chosen, choose};
 use super::request::{GenerateRequest, OpenReference};
-use crate::config::Variant;
+use crate::config::{Guidance, Variant};
 use crate::error::{Error, Result};
 use crate::locate::Found;
 use crate::noise::NoiseKind;
@@ -38,6 +38,7 @@ pub fn generate(request: &GenerateRequest, stop: &Arc<AtomicBool>, terminal: &Te
         let path = request.target.path(index, picture.seed);
         index += 1;
         save_new(&path, &picture.image.encode_png(&made.text(picture.seed))?, request.force)?;
+        warn_of_flat(&picture, terminal);
         if let (Some(path), Some(record)) = (&request.dump, &picture.record) {
             save_new(path, &record.to_safetensors()?, request.force)?;
         }
@@ -48,6 +49,22 @@ pub fn generate(request: &GenerateRequest, stop: &Arc<AtomicBool>, terminal: &Te
         terminal.detail(&format!("kernels {}", kernels.join(" ")));
     }
     Ok(())
+}
+
+/// Tells of a picture that shows nothing.
+fn warn_of_flat(picture: &Picture, terminal: &Terminal) {
+    if let Some([red, green, blue]) = picture.image.flat_colour() {
+        terminal.warn(&format!(
+            "the image is one flat colour ({red}, {green}, {blue}); unless the prompt asks for that, the model's files are damaged"
+        ));
+    }
+}
+
+/// Tells of a guidance that was asked for and that the model does not take.
+pub fn warn_of_guidance(guidance: Guidance, variant: Variant, terminal: &Terminal) {
+    if guidance.ignored {
+        terminal.warn(&format!("--guidance is ignored: this is a {variant} model, only base models take it"));
+    }
 }
 
 /// Opens the device and the model's files at once.
@@ -132,10 +149,7 @@ pub struct Made<'a> {
     pub model: String,
     pub variant: Variant,
     pub steps: usize,
-    /// None where the model takes none.
-    pub guidance: Option<f32>,
-    /// What such a model was made with, should it have that as an input.
-    fixed_guidance: f32,
+    pub guidance: Guidance,
     /// Name of the backend, as the command line spells it.
     pub backend: &'static str,
 }
@@ -159,14 +173,12 @@ struct Report<'a> {
 impl<'a> Made<'a> {
     pub fn new(request: &'a GenerateRequest, model: &OpenModel, chosen: &Chosen) -> Self {
         let variant = model.variant;
-        let fixed_guidance = model.conventions.guidance(variant);
         Self {
             request,
             model: model.name.clone(),
             variant,
             steps: request.steps.unwrap_or(model.conventions.steps(variant)),
-            guidance: (variant == Variant::Base).then(|| request.guidance.unwrap_or(fixed_guidance)),
-            fixed_guidance,
+            guidance: model.conventions.guide(variant, request.guidance),
             backend: chosen.name,
         }
     }
@@ -176,9 +188,7 @@ impl<'a> Made<'a> {
         let request = self.request;
         chosen.note.iter().for_each(|note| terminal.say(&format!("note: {note}")));
         model.warnings.iter().for_each(|warning| terminal.warn(warning));
-        if request.guidance.is_some() && self.variant != Variant::Base {
-            terminal.warn(&format!("--guidance is ignored: this is a {} model, only base models take it", self.variant));
-        }
+        warn_of_guidance(self.guidance, self.variant, terminal);
         if request.negative.is_some() && self.variant != Variant::Base {
             terminal.warn(&format!("--negative is ignored: this is a {} model, only base models take it", self.variant));
         }
@@ -188,6 +198,9 @@ impl<'a> Made<'a> {
         }
         terminal.say(&self.headline());
         terminal.detail(&self.setup(&chosen.machine));
+        if matches!(request.found, Found::Files(_)) {
+            model.files_in_use().iter().for_each(|(part, files)| terminal.detail(&format!("{part} {files}")));
+        }
         for (j, reference) in request.references.iter().enumerate() {
             terminal.detail(&format!("reference {}: {}", j + 1, became(reference)));
         }
@@ -212,7 +225,7 @@ impl<'a> Made<'a> {
             steps: self.steps,
             negative: request.negative.clone().unwrap_or_default(),
             references: self.references(),
-            guidance: self.guidance.unwrap_or(self.fixed_guidance),
+            guidance: self.guidance.scale,
             seeds: request.seeds.clone(),
             noise: request.noise.clone(),
             record: request.dump.is_some(),
@@ -246,7 +259,7 @@ impl<'a> Made<'a> {
             Found::BuiltIn(_) => "part of this program",
             Found::Tiny => "made by this program",
         };
-        let guidance = self.guidance.map_or("none".into(), |scale| scale.to_string());
+        let guidance = self.guidance.chosen.map_or("none".into(), |scale| scale.to_string());
         let noise: Vec<String> = self.noise().into_iter().map(|(key, value)| format!("{key} {value}")).collect();
         format!(
             "model {origin}\nvariant {}, guidance {guidance}, precision {}\nbackend {}, {machine}\n{}",
@@ -281,7 +294,7 @@ impl<'a> Made<'a> {
             ("size", self.size()),
             ("precision", self.request.precision.name().into()),
         ];
-        text.extend(self.guidance.map(|scale| ("guidance", scale.to_string())));
+        text.extend(self.guidance.chosen.map(|scale| ("guidance", scale.to_string())));
         if let (Some(negative), Variant::Base) = (&self.request.negative, self.variant) {
             text.push(("negative", negative.clone()));
         }
@@ -305,7 +318,7 @@ impl<'a> Made<'a> {
             width: picture.image.width,
             height: picture.image.height,
             steps: self.steps,
-            guidance: self.guidance,
+            guidance: self.guidance.chosen,
             model: &self.model,
             variant: self.variant.to_string(),
             precision: self.request.precision.name(),
