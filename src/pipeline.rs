@@ -425,7 +425,7 @@ impl Parts {
     ) -> Result<()> {
         let (c, job, plan) = (&self.transformer_config, inputs.job, &inputs.plan);
         let schedule = &inputs.schedule;
-        // The prompts are done by now: loading the other weights, or whoever had none to load, has waited for them.
+        // They are done by now: where nothing waited for them, loading the other weights did, so asking holds nothing up.
         inputs.check_prompts(be, counts)?;
         let count = ws.alloc(1, 1, DType::F32)?;
         let rope = ws.alloc(plan.tokens(), HEAD_DIM, DType::F32)?;

@@ -117,6 +117,6 @@ fn model_lines(args: &DoctorArgs, environment: Environment) -> Result<Vec<String
     // A name that a model gives itself need not tell the variant.
     let mut lines = vec![format!("{}, {}, {}", model.name, model.variant, shown_text(&files.origin))];
     lines.extend(model.files_in_use().iter().map(|(part, files)| format!("{part} {files}")));
-    lines.extend(model.warnings.iter().map(|warning| format!("warning: {warning}")));
+    lines.extend(model.warnings.iter().map(|warning| format!("warning: {}", shown_text(warning))));
     Ok(lines)
 }

@@ -55,7 +55,7 @@ pub fn generate(request: &GenerateRequest, stop: &Arc<AtomicBool>, terminal: &Te
 fn warn_of_flat(picture: &Picture, terminal: &Terminal) {
     if let Some([red, green, blue]) = picture.image.flat_colour() {
         terminal.warn(&format!(
-            "the image is one flat colour ({red}, {green}, {blue}); unless the prompt asks for that, the model's files are damaged"
+            "the image is one flat colour ({red}, {green}, {blue}); unless the prompt asks for that, the model's files may be damaged"
         ));
     }
 }
