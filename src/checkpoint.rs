@@ -24,7 +24,7 @@ use header::Header;
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// One safetensors file. Cloning it copies no data.
 #[derive(Clone, Debug)]
@@ -126,6 +126,8 @@ pub struct Weights {
     /// How these files spell names, for messages about what is missing.
     layout: Layout,
     prefix: &'static str,
+    /// Matrices in use that were not looked at yet, and whether each is a lookup table.
+    unseen: Arc<Mutex<Vec<(String, bool)>>>,
 }
 
 /// Where rows of a canonical tensor lie.
@@ -157,7 +159,8 @@ impl Weights {
 
     fn gather(part: Part, path: PathBuf, shards: Vec<Shard>) -> Result<Self> {
         let layout = Layout::Diffusers;
-        let mut weights = Self { part, path, shards, tensors: BTreeMap::new(), unknown: Vec::new(), layout, prefix: "" };
+        let (tensors, unknown, unseen) = Default::default();
+        let mut weights = Self { part, path, shards, tensors, unknown, layout, prefix: "", unseen };
         // Adapters and quantised files come first: their tensors would look like faults.
         for shard in &weights.shards {
             foreign::refuse_adapter(shard)?;
@@ -274,9 +277,20 @@ impl Weights {
         }
     }
 
-    /// Fails if a matrix is zero where no trained one is, which is what a file is made of that was not written yet. Looks at a
-    /// few places; made for the moment at which all of the matrix was just read. A `table` may have rows that nothing uses.
-    pub fn refuse_zeros(&self, name: &str, table: bool) -> Result<()> {
+    /// Notes that a matrix is in use, for [`Weights::look`]. A `table` may have rows that nothing uses.
+    pub fn note(&self, name: &str, table: bool) {
+        self.unseen.lock().unwrap_or_else(PoisonError::into_inner).push((name.into(), table));
+    }
+
+    /// Fails if one of the matrices noted since the last time is zero where no trained one is, which is what a file reads as that
+    /// was not written yet. This looks at a few places of each, which takes long for what has to be fetched from a disk and no
+    /// time for what was just read: it is meant to be asked then.
+    pub fn look(&self) -> Result<()> {
+        let unseen = std::mem::take(&mut *self.unseen.lock().unwrap_or_else(PoisonError::into_inner));
+        unseen.iter().try_for_each(|(name, table)| self.refuse_zeros(name, *table))
+    }
+
+    fn refuse_zeros(&self, name: &str, table: bool) -> Result<()> {
         for segment in self.tensors.get(name).into_iter().flatten().flatten() {
             let shard = &self.shards[segment.shard];
             if let (Some(entry), Some(bytes)) = (shard.entry(&segment.tensor), shard.bytes(&segment.tensor)) {

@@ -480,7 +480,9 @@ impl Parts {
                 } else {
                     be.run(Op::Euler { latents, velocity, dt: schedule.dt(i) })?;
                 }
-                inputs.check(be, count, latents, || format!("denoising step {} of {}", i + 1, schedule.steps()))?;
+                // The VAE's weights come next and are few, so that they are not found missing after all the other steps.
+                let parts = [Part::Transformer, Part::Vae];
+                inputs.check(be, count, latents, &parts, || format!("denoising step {} of {}", i + 1, schedule.steps()))?;
                 if job.record {
                     values.latents.push(download(be, latents)?);
                 }
@@ -490,7 +492,7 @@ impl Parts {
 
             progress.begin(Phase::Decode, 1);
             self.vae.decode(be, ws, image, latents, job.size.grid())?;
-            inputs.check(be, count, image, || "decoding".into())?;
+            inputs.check(be, count, image, &[], || "decoding".into())?;
             be.run(Op::Pixels { out: pixels, x: image })?;
             values.pixels = vec![0; pixels.len()];
             be.read_bytes(pixels, &mut values.pixels)?;
@@ -545,7 +547,7 @@ impl Parts {
                 be.write(image, HostData::F32(pixels))?;
                 self.vae.encode(be, ws, tokens, image, *grid)
             })?;
-            inputs.check(be, count, tokens, || format!("encoding reference {}", j + 1))?;
+            inputs.check(be, count, tokens, &[Part::Vae], || format!("encoding reference {}", j + 1))?;
             if inputs.job.record {
                 record.push(download(be, tokens)?);
             }

@@ -40,7 +40,7 @@ impl<'a> Loader<'a> {
         Self { backend, region, source, precision, loaded, wary: false }
     }
 
-    /// The same, but refuses matrices of which a part was never written. That reads from them, which a dry run should not.
+    /// The same, but weights are noted as being in use, and matrices refused of which a part was never written. A dry run should not.
     pub fn wary(mut self, wary: bool) -> Self {
         self.wary = wary;
         self
@@ -65,9 +65,12 @@ impl<'a> Loader<'a> {
         };
         let tensor = self.region.alloc(rows, cols, dtype)?;
         self.backend.upload(tensor, role, &parts)?;
-        // After the upload, where a backend copies: by now the file's pages are in memory, and looking at a few costs nothing.
         if let Some(source) = self.source.filter(|_| self.wary && role != Role::Vector) {
-            source.refuse_zeros(name, role == Role::Table)?;
+            source.note(name, role == Role::Table);
+            // Whoever copies has just read all of it. Where files are used in place, their pages come with the first ops.
+            if !self.backend.reads_files() {
+                source.look()?;
+            }
         }
         (self.loaded)((tensor.len() * dtype.size()) as u64);
         Ok(tensor)

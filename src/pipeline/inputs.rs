@@ -2,7 +2,7 @@
 
 use super::Job;
 use crate::backend::{Backend, Op};
-use crate::checkpoint::Weights;
+use crate::checkpoint::{Part, Weights};
 use crate::config::Variant;
 use crate::error::{Error, Result};
 use crate::sampler::Schedule;
@@ -50,20 +50,27 @@ impl<'a> Inputs<'a> {
         })
     }
 
-    /// Lets values pass that were made from unchanged weights and are finite, and so fit to be shown: a NaN would be a black
-    /// square with no word of why. Weights come first, because changed ones can be where a NaN is from. `count` is a place for
-    /// one number.
-    pub fn check(&self, be: &mut dyn Backend, count: Tensor, x: Tensor, stage: impl FnOnce() -> String) -> Result<()> {
+    /// Lets values pass that were made from whole and unchanged weights and are finite, and so fit to be shown: a NaN would be a
+    /// black square with no word of why. Weights come first, because they can be where a NaN is from. `count` is a place for one
+    /// number, `parts` are those whose weights were read by now.
+    pub fn check(
+        &self,
+        be: &mut dyn Backend,
+        count: Tensor,
+        x: Tensor,
+        parts: &[Part],
+        stage: impl FnOnce() -> String,
+    ) -> Result<()> {
         be.run(Op::NonFinite { count, x })?;
         let found = download(be, count)?[0];
-        self.verify()?;
+        self.check_files(parts)?;
         if found == 0.0 { Ok(()) } else { Err(Error::NotFinite { stage: stage(), count: found as usize }) }
     }
 
     /// The same for encoded prompts, which were counted when they were made: nobody waited for them then.
     pub fn check_prompts(&self, be: &mut dyn Backend, counts: Tensor) -> Result<()> {
         let counts = download(be, counts)?;
-        self.verify()?;
+        self.check_files(&[Part::TextEncoder])?;
         for (count, stage) in counts.into_iter().zip(["encoding the prompt", "encoding the negative prompt"]) {
             if count != 0.0 {
                 return Err(Error::NotFinite { stage: stage.into(), count: count as usize });
@@ -72,9 +79,11 @@ impl<'a> Inputs<'a> {
         Ok(())
     }
 
-    /// Fails if files that ops read from changed.
-    fn verify(&self) -> Result<()> {
-        self.files.iter().flat_map(|files| files.iter()).try_for_each(Weights::verify)
+    /// Fails if files that ops read from changed, or if weights of these parts were never written.
+    fn check_files(&self, parts: &[Part]) -> Result<()> {
+        let files = || self.files.iter().flat_map(|files| files.iter());
+        files().try_for_each(Weights::verify)?;
+        files().filter(|weights| parts.contains(&weights.part())).try_for_each(Weights::look)
     }
 }
 
