@@ -5,9 +5,11 @@
 //! into the mapped file.
 
 mod folder;
+mod foreign;
 mod guard;
 mod header;
 mod quantised;
+mod zeros;
 
 pub use crate::names::Part;
 pub use header::{ElementType, Entry};
@@ -16,12 +18,13 @@ use crate::error::{Error, Result};
 use crate::files;
 use crate::names::{self, Layout, Place, Rows, Spelling, TensorSpec};
 use crate::tensor::{Bytes, DType};
+use crate::text::shown_path;
 use guard::Mapped;
 use header::Header;
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// One safetensors file. Cloning it copies no data.
 #[derive(Clone, Debug)]
@@ -123,6 +126,8 @@ pub struct Weights {
     /// How these files spell names, for messages about what is missing.
     layout: Layout,
     prefix: &'static str,
+    /// Matrices in use that were not looked at yet, and whether each is a lookup table.
+    unseen: Arc<Mutex<Vec<(String, bool)>>>,
 }
 
 /// Where rows of a canonical tensor lie.
@@ -154,9 +159,11 @@ impl Weights {
 
     fn gather(part: Part, path: PathBuf, shards: Vec<Shard>) -> Result<Self> {
         let layout = Layout::Diffusers;
-        let mut weights = Self { part, path, shards, tensors: BTreeMap::new(), unknown: Vec::new(), layout, prefix: "" };
-        // Quantised files come first: their packed shapes would look like faults.
+        let (tensors, unknown, unseen) = Default::default();
+        let mut weights = Self { part, path, shards, tensors, unknown, layout, prefix: "", unseen };
+        // Adapters and quantised files come first: their tensors would look like faults.
         for shard in &weights.shards {
+            foreign::refuse_adapter(shard)?;
             quantised::refuse(part, shard)?;
         }
         let mut original = 0i64;
@@ -197,6 +204,14 @@ impl Weights {
     /// The files.
     pub fn shards(&self) -> &[Shard] {
         &self.shards
+    }
+
+    /// The files for people: the one, or how many shards and where.
+    pub fn source(&self) -> String {
+        match &*self.shards {
+            [only] => shown_path(&only.path),
+            shards => format!("{} shards of {}", shards.len(), shown_path(&self.path)),
+        }
     }
 
     /// Fails if one of the files changed since it was opened; see [`Shard::verify`].
@@ -260,6 +275,31 @@ impl Weights {
             }
             _ => Ok(extras.into_iter().map(|(_, name)| name).collect()),
         }
+    }
+
+    /// Notes that a matrix is in use, for [`Weights::look`]. A `table` may have rows that nothing uses.
+    pub fn note(&self, name: &str, table: bool) {
+        self.unseen.lock().unwrap_or_else(PoisonError::into_inner).push((name.into(), table));
+    }
+
+    /// Fails if one of the matrices noted since the last time is zero where no trained one is, which is what a file reads as that
+    /// was not written yet. This looks at a few places of each, which takes long for what has to be fetched from a disk and no
+    /// time for what was just read: it is meant to be asked then.
+    pub fn look(&self) -> Result<()> {
+        let unseen = std::mem::take(&mut *self.unseen.lock().unwrap_or_else(PoisonError::into_inner));
+        unseen.iter().try_for_each(|(name, table)| self.refuse_zeros(name, *table))
+    }
+
+    fn refuse_zeros(&self, name: &str, table: bool) -> Result<()> {
+        for segment in self.tensors.get(name).into_iter().flatten().flatten() {
+            let shard = &self.shards[segment.shard];
+            if let (Some(entry), Some(bytes)) = (shard.entry(&segment.tensor), shard.bytes(&segment.tensor)) {
+                // A file that was cut short meanwhile reads as zeros, too. That it changed says more.
+                zeros::refuse(&shard.path, &segment.tensor, entry, &bytes, table)
+                    .map_err(|error| shard.verify().err().unwrap_or(error))?;
+            }
+        }
+        Ok(())
     }
 
     fn entry(&self, segment: &Segment) -> Option<&Entry> {

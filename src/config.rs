@@ -8,7 +8,7 @@ mod detect;
 mod json;
 mod variant;
 
-pub use conventions::Conventions;
+pub use conventions::{Conventions, Guidance};
 pub use json::ConfigFile;
 pub use variant::{Variant, display_name};
 

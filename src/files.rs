@@ -7,6 +7,12 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Read};
 use std::path::Path;
 
+/// What is said of a folder where a file should be.
+pub const FOLDER: &str = "it is a folder";
+
+/// What is said of pipes, sockets and devices.
+pub const IRREGULAR: &str = "it is not a regular file";
+
 /// Opens a regular file for reading.
 pub fn open(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
@@ -23,7 +29,7 @@ pub fn open(path: &Path) -> io::Result<File> {
     if kind.is_file() {
         return Ok(file);
     }
-    Err(io::Error::new(ErrorKind::InvalidInput, if kind.is_dir() { "it is a folder" } else { "it is not a regular file" }))
+    Err(io::Error::new(ErrorKind::InvalidInput, if kind.is_dir() { FOLDER } else { IRREGULAR }))
 }
 
 /// Reads a regular file of at most `limit` bytes.
@@ -34,6 +40,24 @@ pub fn read(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
         return Err(io::Error::new(ErrorKind::FileTooLarge, format!("it is longer than {limit} bytes")));
     }
     Ok(bytes)
+}
+
+/// Whether a name is taken, be it by a link that leads nowhere. What cannot be looked at is taken, too: reading it says why.
+pub fn is_there(path: &Path) -> bool {
+    match path.symlink_metadata() {
+        Ok(_) => true,
+        Err(error) => !matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory),
+    }
+}
+
+/// Why there is nothing at a path, if so.
+pub fn absence(path: &Path) -> Option<String> {
+    let error = path.metadata().err()?;
+    Some(match error.kind() {
+        ErrorKind::NotFound if path.symlink_metadata().is_ok() => "it is a link to something that is not there".into(),
+        ErrorKind::NotFound => "it does not exist".into(),
+        _ => error.to_string(),
+    })
 }
 
 #[cfg(test)]
@@ -49,7 +73,11 @@ mod tests {
         assert_eq!(read(&file, 5).unwrap(), b"12345");
         assert_eq!(read(&file, 4).unwrap_err().to_string(), "it is longer than 4 bytes");
         assert_eq!(read(&folder, 5).unwrap_err().to_string(), "it is a folder");
-        assert_eq!(read(&folder.join("none"), 5).unwrap_err().kind(), ErrorKind::NotFound);
+        let none = folder.join("none");
+        assert_eq!(read(&none, 5).unwrap_err().kind(), ErrorKind::NotFound);
+        assert!(is_there(&file) && is_there(&folder) && !is_there(&none) && !is_there(&file.join("x")));
+        assert_eq!((absence(&file), absence(&none).as_deref()), (None, Some("it does not exist")));
+        assert!(absence(&file.join("x")).unwrap().contains("(os error"));
         #[cfg(target_os = "linux")]
         {
             let pipe = folder.join("pipe");
@@ -57,6 +85,10 @@ mod tests {
             for path in [&pipe, Path::new("/dev/zero"), Path::new("/dev/null")] {
                 assert_eq!(read(path, 5).unwrap_err().to_string(), "it is not a regular file", "{}", path.display());
             }
+            let link = folder.join("link");
+            std::os::unix::fs::symlink("nowhere", &link).unwrap();
+            assert!(is_there(&link));
+            assert_eq!(absence(&link).unwrap(), "it is a link to something that is not there");
         }
         std::fs::remove_dir_all(&folder).unwrap();
     }

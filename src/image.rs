@@ -14,6 +14,26 @@ pub struct Image {
 }
 
 impl Image {
+    /// The one colour of a picture whose channels all deviate by less than a level from their means.
+    pub fn flat_colour(&self) -> Option<[u8; 3]> {
+        let pixels = (self.pixels.len() / 3).max(1) as f64;
+        let mut colour = [0; 3];
+        for (channel, level) in colour.iter_mut().enumerate() {
+            let values = || self.pixels.iter().skip(channel).step_by(3).map(|&value| f64::from(value));
+            let mean = values().sum::<f64>() / pixels;
+            let mut squares = 0.0;
+            for value in values() {
+                squares += (value - mean).powi(2);
+                // More cannot take it back: most pictures are told from their first rows.
+                if squares >= pixels {
+                    return None;
+                }
+            }
+            *level = mean.round() as u8;
+        }
+        Some(colour)
+    }
+
     /// Encodes the picture as PNG. `text` is stored as key and value, the value in any script (iTXt); keys are plain ASCII.
     pub fn encode_png(&self, text: &[(&str, String)]) -> Result<Vec<u8>> {
         let (Ok(width), Ok(height)) = (u32::try_from(self.width), u32::try_from(self.height)) else {
@@ -55,6 +75,20 @@ mod tests {
         assert!(Image { width: 0, height: 0, pixels: vec![] }.encode_png(&[]).is_err());
         let image = Image { width: 1, height: 1, pixels: vec![0; 3] };
         assert!(image.encode_png(&[("", "empty key".into())]).is_err());
+    }
+
+    #[test]
+    fn flat_pictures_are_told_from_others() {
+        let of = |pixel: fn(usize) -> [u8; 3]| {
+            let pixels = (0..64 * 64).flat_map(pixel).collect();
+            Image { width: 64, height: 64, pixels }.flat_colour()
+        };
+        assert_eq!(of(|_| [128, 127, 200]), Some([128, 127, 200]));
+        assert_eq!(of(|i| [128 + (i % 2) as u8, 127, 200]), Some([129, 127, 200]));
+        // One channel is enough, and so is one spot.
+        assert_eq!(of(|i| [128, 127, 200 + (i % 4) as u8]), None);
+        assert_eq!(of(|i| if i < 8 { [255; 3] } else { [0; 3] }), None);
+        assert_eq!(of(|i| [0, (i / 64 * 4) as u8, 0]), None);
     }
 
     #[test]

@@ -2,13 +2,15 @@
 
 mod cache;
 mod embedded;
+mod parts;
 
 pub use cache::Environment;
 pub use embedded::Embedded;
 
 use crate::config::Conventions;
 use crate::error::{Error, Result};
-use std::io::ErrorKind;
+use crate::files;
+use parts::{Sought, complain, folder_of_weights, single_file};
 use std::path::{Path, PathBuf};
 
 /// The name of the model that is part of the program.
@@ -69,10 +71,9 @@ pub struct ModelFiles {
 }
 
 impl ModelFiles {
-    /// The `config.json` beside a part's weights, if there is one.
+    /// The `config.json` beside a part's weights, if there is one. One that is no file is still one: reading it says so.
     pub fn config_of(weights: &Path) -> Option<PathBuf> {
-        let config = weights.join("config.json");
-        config.is_file().then_some(config)
+        Some(weights.join("config.json")).filter(|config| files::is_there(config))
     }
 }
 
@@ -116,8 +117,8 @@ impl Found {
 pub fn locate(request: &LocateRequest) -> Result<Found> {
     let overrides = [&request.transformer, &request.text_encoder, &request.vae];
     for path in overrides.into_iter().chain([&request.tokenizer]).flatten() {
-        if !path.exists() {
-            return Err(no_model(path, "it does not exist", None));
+        if let Some(why) = files::absence(path) {
+            return Err(no_model(path, &why, None));
         }
     }
     let environment = &request.environment;
@@ -135,7 +136,7 @@ pub fn locate(request: &LocateRequest) -> Result<Found> {
             None => Folder::named(name, environment)?,
         },
         None if all => Folder::default(),
-        None => match known_repository(environment) {
+        None => match known_repository(request)? {
             Some(folder) => folder,
             None if !some => return Ok(environment.built_in.map_or(Found::Tiny, Found::BuiltIn)),
             None => Folder::default(),
@@ -148,40 +149,54 @@ fn needs_no_files(name: &Path) -> bool {
     [TINY, BUILT_IN].iter().any(|own| name == Path::new(own))
 }
 
-/// The first repository in the cache that is complete.
-fn known_repository(environment: &Environment) -> Option<Folder> {
-    KNOWN_REPOSITORIES.iter().find_map(|id| {
-        let folder = Folder::read(&cache::snapshot(environment, id).ok()?, id);
-        folder.missing().is_empty().then_some(folder)
-    })
+/// The first repository in the cache that is complete, together with the parts that are given otherwise. One that was begun and
+/// not finished is an error where none is complete: whoever downloaded it means to use it, and not some other model.
+fn known_repository(request: &LocateRequest) -> Result<Option<Folder>> {
+    let mut unfinished = None;
+    for id in KNOWN_REPOSITORIES {
+        let what = match cache::snapshot(&request.environment, id) {
+            Ok(snapshot) => {
+                let mut folder = Folder::read(&snapshot, id);
+                let given = folder.clone();
+                folder.replace(request);
+                match folder.complaint() {
+                    None => return Ok(Some(given)),
+                    Some((what, _)) => what,
+                }
+            }
+            Err(none) if none.begun => none.what,
+            Err(_) => continue,
+        };
+        unfinished.get_or_insert((id, what));
+    }
+    let Some((id, what)) = unfinished else { return Ok(None) };
+    let mut hint = format!("finish the download, for example with `hf download {id}`");
+    // A model of our own has no parts, so it is no advice to whoever gave some.
+    if [&request.transformer, &request.text_encoder, &request.vae].iter().all(|part| part.is_none()) {
+        let own = if request.environment.built_in.is_some() { BUILT_IN } else { TINY };
+        hint.push_str(&format!("; --model {own} is kiln's own small model"));
+    }
+    Err(no_model(Path::new(id), &format!("it is in the Hugging Face cache, but not whole: {what}"), Some(hint)))
 }
 
 /// Puts overrides over what a folder has, and fails if a part is still missing.
 fn assemble(request: &LocateRequest, base: Folder) -> Result<ModelFiles> {
     let own_transformer = request.transformer.is_some();
     let mut parts = base.clone();
-    for (part, replacement) in [
-        (&mut parts.transformer, &request.transformer),
-        (&mut parts.text_encoder, &request.text_encoder),
-        (&mut parts.vae, &request.vae),
-    ] {
-        if let Some(path) = replacement {
-            *part = Some(path.clone());
-        }
-    }
+    parts.replace(request);
     let tokenizer = match &request.tokenizer {
         Some(path) if path.is_dir() => {
             let file = path.join("tokenizer.json");
-            if !is_there(&file) {
+            if !files::is_there(&file) {
                 return Err(no_model(path, "the folder holds no tokenizer.json", None));
             }
             Some(file)
         }
         given => given.clone().or(parts.tokenizer.clone()),
     };
-    let missing = parts.missing();
+    let complaint = parts.complaint();
     match (parts.transformer, parts.text_encoder, parts.vae) {
-        (Some(transformer), Some(text_encoder), Some(vae)) => {
+        (Sought::At(transformer), Sought::At(text_encoder), Sought::At(vae)) => {
             let origin = if own_transformer { transformer.display().to_string() } else { base.origin };
             let index = base.index.filter(|_| !own_transformer);
             let conventions = base.conventions.filter(|_| !own_transformer);
@@ -189,8 +204,8 @@ fn assemble(request: &LocateRequest, base: Folder) -> Result<ModelFiles> {
             Ok(ModelFiles { transformer, text_encoder, vae, tokenizer, index, conventions, origin })
         }
         _ => {
-            let what = format!("there is no {}", missing.join(" and no "));
-            Err(no_model(base.path.as_deref().unwrap_or(Path::new("--model")), &what, Some(EXPECTED.into())))
+            let (what, hint) = complaint.unwrap_or_default();
+            Err(no_model(base.path.as_deref().unwrap_or(Path::new("--model")), &what, Some(hint)))
         }
     }
 }
@@ -200,9 +215,9 @@ fn assemble(request: &LocateRequest, base: Folder) -> Result<ModelFiles> {
 struct Folder {
     path: Option<PathBuf>,
     origin: String,
-    transformer: Option<PathBuf>,
-    text_encoder: Option<PathBuf>,
-    vae: Option<PathBuf>,
+    transformer: Sought,
+    text_encoder: Sought,
+    vae: Sought,
     tokenizer: Option<PathBuf>,
     index: Option<PathBuf>,
     conventions: Option<PathBuf>,
@@ -218,10 +233,14 @@ impl Folder {
             let hint = "give a single file as --transformer, with --text-encoder and --vae";
             return Err(no_model(name, "it is a file, not a folder", Some(hint.into())));
         }
+        // A link that leads nowhere, or a place that may not be looked at, is not the id of a repository.
+        if let Some(why) = files::absence(name).filter(|_| files::is_there(name)) {
+            return Err(no_model(name, &why, None));
+        }
         match name.to_str().filter(|id| cache::is_repository_id(id)) {
             Some(id) => {
-                let snapshot = cache::snapshot(environment, id).map_err(|what| {
-                    no_model(name, &what, Some("download it first, for example with `hf download`, or name a folder".into()))
+                let snapshot = cache::snapshot(environment, id).map_err(|none| {
+                    no_model(name, &none.what, Some("download it first, for example with `hf download`, or name a folder".into()))
                 })?;
                 Ok(Self::read(&snapshot, id))
             }
@@ -234,13 +253,15 @@ impl Folder {
         let part = |diffusers: &str, comfy: &str, stems: &[&str]| {
             // ComfyUI's folders hold files of many models, so there the file's name decides. Both call one folder `vae`.
             let single = single_file(&path.join(comfy), stems);
-            let folder = Some(path.join(diffusers)).filter(|folder| has_weights(folder));
-            single.or(folder).or_else(|| single_file(path, stems))
+            single.or_else(|| folder_of_weights(&path.join(diffusers))).or_else(|| single_file(path, stems))
         };
-        let file = |name: &str| Some(path.join(name)).filter(|file| file.is_file());
+        // What says how to read the weights is not passed over because it is no file: reading it says what it is.
+        let settings = |name: &str| Some(path.join(name)).filter(|file| files::is_there(file));
+        // Likewise where the folder is a link that leads nowhere, or no folder.
+        let unusable = || settings("tokenizer").filter(|folder| !folder.is_dir()).map(|folder| folder.join("tokenizer.json"));
         let transformer = part("transformer", "diffusion_models", &["flux-2-klein", "flux2-klein"]);
         // The index describes the diffusers folder, not a single file that lies beside it.
-        let index = file("model_index.json").filter(|_| transformer.as_ref().is_some_and(|t| t.is_dir()));
+        let index = settings("model_index.json").filter(|_| matches!(&transformer, Sought::At(path) if path.is_dir()));
         Self {
             path: Some(path.into()),
             origin: origin.into(),
@@ -248,56 +269,34 @@ impl Folder {
             text_encoder: part("text_encoder", "text_encoders", &["qwen"]),
             vae: part("vae", "vae", &["ae", "flux2-vae", "full_encoder_small_decoder"]),
             // One that is there is meant, even if it cannot be read: another would give other pictures without a word.
-            tokenizer: ["tokenizer/tokenizer.json", "tokenizer.json"]
-                .map(|name| path.join(name))
-                .into_iter()
-                .find(|p| is_there(p)),
+            tokenizer: settings("tokenizer/tokenizer.json").or_else(unusable).or_else(|| settings("tokenizer.json")),
             index,
-            conventions: file("kiln.json"),
+            conventions: settings("kiln.json"),
         }
     }
 
-    /// Names of the parts that are not there.
-    fn missing(&self) -> Vec<&'static str> {
-        let parts = [("transformer", &self.transformer), ("text encoder", &self.text_encoder), ("vae", &self.vae)];
-        parts.into_iter().filter(|(_, path)| path.is_none()).map(|(name, _)| name).collect()
-    }
-}
-
-/// Whether a folder has an entry for a file, be it a link that leads nowhere, or something that only its owner may look into.
-fn is_there(file: &Path) -> bool {
-    match file.symlink_metadata() {
-        Ok(_) => true,
-        Err(error) if error.kind() == ErrorKind::NotFound => {
-            file.parent().is_some_and(|folder| folder.is_symlink() && !folder.exists())
+    /// Puts the parts that are given otherwise in their places.
+    fn replace(&mut self, request: &LocateRequest) {
+        for (part, replacement) in [
+            (&mut self.transformer, &request.transformer),
+            (&mut self.text_encoder, &request.text_encoder),
+            (&mut self.vae, &request.vae),
+        ] {
+            if let Some(path) = replacement {
+                *part = Sought::At(path.clone());
+            }
         }
-        Err(_) => true,
     }
-}
 
-/// The safetensors files of a folder, by name. A folder that cannot be read has none.
-fn safetensors_in(folder: &Path) -> impl Iterator<Item = (String, PathBuf)> {
-    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
-    entries.filter_map(|entry| {
-        let name = entry.file_name().into_string().ok()?;
-        // Cached files are links; one whose target was never downloaded is not there.
-        (name.ends_with(".safetensors") && entry.path().is_file()).then(|| (name, entry.path()))
-    })
-}
-
-fn has_weights(folder: &Path) -> bool {
-    safetensors_in(folder).next().is_some()
-}
-
-/// The only safetensors file whose name begins with one of the stems.
-fn single_file(folder: &Path, stems: &[&str]) -> Option<PathBuf> {
-    let named = |name: &str| {
-        let name = name.to_ascii_lowercase();
-        stems.iter().any(|stem| name.strip_prefix(stem).is_some_and(|rest| !rest.starts_with(|c: char| c.is_ascii_alphabetic())))
-    };
-    let mut files = safetensors_in(folder).filter(|(name, _)| named(name)).map(|(_, path)| path);
-    let first = files.next()?;
-    files.next().is_none().then_some(first)
+    /// What is wrong with its parts and what to do about it, if not all are there.
+    fn complaint(&self) -> Option<(String, String)> {
+        let parts = [
+            ("transformer", "--transformer", &self.transformer),
+            ("text encoder", "--text-encoder", &self.text_encoder),
+            ("vae", "--vae", &self.vae),
+        ];
+        complain(parts, self.path.as_deref(), EXPECTED)
+    }
 }
 
 fn no_model(path: &Path, what: &str, hint: Option<String>) -> Error {

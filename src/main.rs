@@ -106,7 +106,7 @@ fn run(command: Command, signals: &Signals) -> Result<()> {
     let (environment, out) = (Environment::of_process(BUILT_IN), &mut io::stdout());
     match command {
         Command::Doctor(args) => cli::doctor(*args, environment, out),
-        Command::Plan(args) => cli::plan(*args, environment, out),
+        Command::Plan(args) => cli::plan(*args, environment, &Terminal::new(Verbosity::Normal), out),
         Command::Tiny(args) => cli::tiny(&args, out),
         Command::Generate(args) => {
             let request = GenerateRequest::new(*args, environment, &mut io::stdin(), cli::random_seed())?;

@@ -114,7 +114,7 @@ const PREFIXES: [(&str, Part); 6] = [
 ];
 
 /// Suffixes of the tensors that go with a quantised weight; what is before them names the layer.
-const QUANTISATION_SUFFIXES: [&str; 9] = [
+const QUANTISATION_SUFFIXES: [&str; 20] = [
     ".weight_scale",
     ".weight_scale_2",
     ".input_scale",
@@ -124,6 +124,49 @@ const QUANTISATION_SUFFIXES: [&str; 9] = [
     ".pre_quant_scale",
     ".weight_packed",
     ".weight_global_scale",
+    // bitsandbytes
+    ".weight.absmax",
+    ".weight.quant_map",
+    ".weight.nested_absmax",
+    ".weight.nested_quant_map",
+    ".weight.quant_state.bitsandbytes__nf4",
+    ".weight.quant_state.bitsandbytes__fp4",
+    ".SCB",
+    // AWQ and GPTQ
+    ".qweight",
+    ".qzeros",
+    ".scales",
+    ".g_idx",
+];
+
+/// What quantisers call themselves, by a tensor that they alone leave beside a layer. More specific ones first.
+pub const QUANTISERS: [(&str, &str); 7] = [
+    (".weight.quant_state.bitsandbytes__nf4", "NF4 (bitsandbytes)"),
+    (".weight.quant_state.bitsandbytes__fp4", "FP4 (bitsandbytes)"),
+    (".weight.quant_map", "4-bit (bitsandbytes)"),
+    (".weight.absmax", "4-bit (bitsandbytes)"),
+    (".SCB", "INT8 (bitsandbytes)"),
+    (".g_idx", "GPTQ"),
+    (".qweight", "AWQ or GPTQ"),
+];
+
+/// What adapters put into the names of their tensors, in the spellings of all trainers.
+const ADAPTER_MARKS: [&str; 15] = [
+    ".lora_A",
+    ".lora_B",
+    ".lora_down.",
+    ".lora_up.",
+    ".lora_mid.",
+    "_lora.down.",
+    "_lora.up.",
+    ".lora.down.",
+    ".lora.up.",
+    ".lora_linear_layer.",
+    ".lora_magnitude_vector",
+    ".dora_scale",
+    ".lokr_",
+    ".hada_w",
+    ".oft_",
 ];
 
 /// The tensor holding a layer's quantisation settings as JSON.
@@ -132,6 +175,11 @@ pub const QUANTISATION_TENSOR: &str = "comfy_quant";
 pub const QUANTISATION_METADATA: &str = "_quantization_metadata";
 /// The tensor that marks a whole file as 8-bit.
 const QUANTISATION_MARKER: &str = "scaled_fp8";
+
+/// True for tensors that change a model and are none: LoRA and its relatives.
+pub fn is_adapter(name: &str) -> bool {
+    ADAPTER_MARKS.iter().any(|mark| name.contains(mark))
+}
 
 /// Says what the tensor `name` of a file is to `part`.
 pub fn resolve(part: Part, name: &str) -> Place {
@@ -306,6 +354,27 @@ mod tests {
             (Part::Transformer, "", Place::Unknown),
         ] {
             assert_eq!(resolve(part, name), place, "{name}");
+        }
+    }
+
+    #[test]
+    fn adapters_are_told_from_models() {
+        for name in [
+            "diffusion_model.double_blocks.0.img_attn.qkv.lora_A.weight",
+            "base_model.model.double_blocks.0.img_attn.qkv.lora_B.default.weight",
+            "lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight",
+            "transformer.transformer_blocks.0.attn.to_q.lora_A.weight",
+            "transformer.double_blocks.0.img_attn.qkv.0.lora_up.weight",
+            "unet.attn.to_q_lora.down.weight",
+            "attn.to_q.lora_linear_layer.up.weight",
+            "lycoris_transformer_blocks_0_attn_to_q.lokr_w1",
+            "lycoris_transformer_blocks_0_attn_to_q.hada_w1_a",
+            "x.lora_A",
+        ] {
+            assert!(is_adapter(name), "{name}");
+        }
+        for part in [Part::Transformer, Part::TextEncoder, Part::Vae] {
+            assert!(part.rows().iter().all(|row| !is_adapter(row.canonical) && !row.other.iter().any(|name| is_adapter(name))));
         }
     }
 

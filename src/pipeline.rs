@@ -2,6 +2,7 @@
 
 mod estimate;
 mod fit;
+mod inputs;
 mod weights;
 
 pub use estimate::{Configs, Estimate, estimate};
@@ -19,11 +20,11 @@ use crate::model::{ContextIn, References, StepInput, TextEncoder, Transformer, V
 use crate::names::{Layout, Part, text_manifest, transformer_manifest, vae_manifest};
 use crate::noise::{NoiseKind, draw};
 use crate::progress::{Phase, Progress, Silent};
-use crate::sampler::Schedule;
-use crate::sequence::{Grid, PATCH, Pixels, RopeSpec, SequencePlan};
+use crate::sequence::{Grid, PATCH, Pixels, RopeSpec};
 use crate::tensor::{Arena, DType, Precision, Region, Tensor};
 use crate::tiny;
 use crate::tokenizer::{self, Tokenizer, Tokens};
+use inputs::{Inputs, download};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use weights::{Placing, Sizes, Store};
@@ -218,6 +219,11 @@ impl OpenModel {
         Ok(Self { transformer, text, vae, tokenizer, configs: (c, t, v), variant, conventions, name, warnings })
     }
 
+    /// The files in use, part by part, for people.
+    pub fn files_in_use(&self) -> [(Part, String); 3] {
+        [&self.transformer, &self.text, &self.vae].map(|weights| (weights.part(), weights.source()))
+    }
+
     fn sources(&self) -> [Option<&Weights>; 3] {
         [Some(&self.transformer), Some(&self.text), Some(&self.vae)]
     }
@@ -231,65 +237,10 @@ impl OpenModel {
 impl Parts {
     /// The model's parts, how many bytes their weights take, and how many of them are copied whatever the backend.
     fn place(configs: &Configs, sources: [Option<&Weights>; 3], options: LoadOptions) -> Result<(Self, Sizes, Sizes)> {
-        let placing = Placing { configs, sources, options };
+        let placing = Placing { configs, sources, options, real: false };
         let ((text, context), (transformer, vae), sizes, copied) = placing.both()?;
         let (transformer_config, text_config) = (configs.0.clone(), configs.1.clone());
         Ok((Self { transformer_config, text_config, text, context, transformer, vae }, sizes, copied))
-    }
-}
-
-/// What the stages need beside the weights, known before anything runs.
-struct Inputs<'a> {
-    job: &'a Job,
-    precision: Precision,
-    prompt: Tokens,
-    /// The negative prompt, where guidance needs one.
-    negative: Option<Tokens>,
-    /// Reference tokens are seen through their cached keys and values.
-    cached: bool,
-    plan: SequencePlan,
-    schedule: Schedule,
-    /// Files that ops read from.
-    files: Option<Arc<[Weights; 3]>>,
-}
-
-/// Whether a job runs twice per step, with and without its prompt.
-fn guided(variant: Variant, job: &Job) -> bool {
-    variant.is_guided(job.guidance)
-}
-
-impl<'a> Inputs<'a> {
-    /// Derives the rest from a job and its tokens; `negative` belongs to jobs that are [`guided`].
-    fn new(
-        job: &'a Job,
-        precision: Precision,
-        variant: Variant,
-        prompt: Tokens,
-        negative: Option<Tokens>,
-        files: Option<Arc<[Weights; 3]>>,
-    ) -> Result<Self> {
-        let canvas = job.size.grid();
-        let references: Vec<Grid> = job.references.iter().map(|r| r.grid).collect();
-        Ok(Self {
-            job,
-            precision,
-            cached: variant == Variant::Kv && !references.is_empty(),
-            plan: SequencePlan::new(prompt.ids.len(), canvas, &references)?,
-            schedule: Schedule::new(job.steps, canvas.tokens()),
-            prompt,
-            negative,
-            files,
-        })
-    }
-
-    /// Lets values pass that were made from unchanged weights and are finite, and so fit to be shown: a NaN would be a black
-    /// square with no word of why. Weights come first, because changed ones can be where a NaN is from. `count` is a place for
-    /// one number.
-    fn check(&self, be: &mut dyn Backend, count: Tensor, x: Tensor, stage: impl FnOnce() -> String) -> Result<()> {
-        be.run(Op::NonFinite { count, x })?;
-        let found = download(be, count)?[0];
-        self.files.iter().flat_map(|files| files.iter()).try_for_each(Weights::verify)?;
-        if found == 0.0 { Ok(()) } else { Err(Error::NotFinite { stage: stage(), count: found as usize }) }
     }
 }
 
@@ -338,7 +289,7 @@ impl Engine {
             Ok(tokens)
         };
         let prompt = encode("prompt", &job.prompt)?;
-        let negative = if guided(self.variant, job) { Some(encode("negative prompt", &job.negative)?) } else { None };
+        let negative = if self.variant.guides(job.guidance) { Some(encode("negative prompt", &job.negative)?) } else { None };
         let files = self.backend.reads_files().then(|| self.store.files.clone());
         Inputs::new(job, self.store.options.precision, self.variant, prompt, negative, files)
     }
@@ -415,14 +366,10 @@ impl Values {
 struct Prompts {
     context: Tensor,
     negative: Option<Tensor>,
+    /// How many of their values are not finite, one number each.
+    counts: Tensor,
     /// Holds their features if a record is asked for.
     values: Values,
-}
-
-fn download(be: &mut dyn Backend, tensor: Tensor) -> Result<Vec<f32>> {
-    let mut values = vec![0.0; tensor.len()];
-    be.read(tensor, &mut values)?;
-    Ok(values)
 }
 
 impl Parts {
@@ -446,12 +393,13 @@ impl Parts {
     ) -> Result<Prompts> {
         progress.begin(Phase::Encode, 1 + u64::from(inputs.negative.is_some()));
         let mut values = Values::default();
-        let (context, embeds) = self.encode(be, ws, inputs, &inputs.prompt)?;
+        let counts = ws.alloc(1 + usize::from(inputs.negative.is_some()), 1, DType::F32)?;
+        let (context, embeds) = self.encode(be, ws, inputs, &inputs.prompt, counts.rows(0..1))?;
         values.prompt_embeds = embeds;
         progress.advance(1);
         let mut negative = None;
         if let Some(tokens) = &inputs.negative {
-            let (context, embeds) = self.encode(be, ws, inputs, tokens)?;
+            let (context, embeds) = self.encode(be, ws, inputs, tokens, counts.rows(1..2))?;
             values.negative_prompt_embeds = Some(embeds);
             negative = Some(context);
         }
@@ -459,7 +407,7 @@ impl Parts {
             be.synchronize()?;
         }
         progress.end();
-        Ok(Prompts { context, negative, values })
+        Ok(Prompts { context, negative, counts, values })
     }
 
     /// The second half: prepare, denoise, decode.
@@ -469,7 +417,7 @@ impl Parts {
         be: &mut dyn Backend,
         ws: &mut Arena,
         inputs: &Inputs<'_>,
-        Prompts { context, negative, values: mut shared }: Prompts,
+        Prompts { context, negative, counts, values: mut shared }: Prompts,
         seeds: &[u64],
         noises: &mut dyn FnMut(u64) -> Result<Vec<f32>>,
         progress: &dyn Progress,
@@ -477,6 +425,8 @@ impl Parts {
     ) -> Result<()> {
         let (c, job, plan) = (&self.transformer_config, inputs.job, &inputs.plan);
         let schedule = &inputs.schedule;
+        // They are done by now: where nothing waited for them, loading the other weights did, so asking holds nothing up.
+        inputs.check_prompts(be, counts)?;
         let count = ws.alloc(1, 1, DType::F32)?;
         let rope = ws.alloc(plan.tokens(), HEAD_DIM, DType::F32)?;
         be.write(rope, HostData::F32(&plan.rope_table(&RopeSpec { theta: c.rope_theta, axes: c.rope_axes })))?;
@@ -530,7 +480,9 @@ impl Parts {
                 } else {
                     be.run(Op::Euler { latents, velocity, dt: schedule.dt(i) })?;
                 }
-                inputs.check(be, count, latents, || format!("denoising step {} of {}", i + 1, schedule.steps()))?;
+                // The VAE's weights come next and are few, so that they are not found missing after all the other steps.
+                let parts = [Part::Transformer, Part::Vae];
+                inputs.check(be, count, latents, &parts, || format!("denoising step {} of {}", i + 1, schedule.steps()))?;
                 if job.record {
                     values.latents.push(download(be, latents)?);
                 }
@@ -540,7 +492,7 @@ impl Parts {
 
             progress.begin(Phase::Decode, 1);
             self.vae.decode(be, ws, image, latents, job.size.grid())?;
-            inputs.check(be, count, image, || "decoding".into())?;
+            inputs.check(be, count, image, &[], || "decoding".into())?;
             be.run(Op::Pixels { out: pixels, x: image })?;
             values.pixels = vec![0; pixels.len()];
             be.read_bytes(pixels, &mut values.pixels)?;
@@ -553,8 +505,15 @@ impl Parts {
         Ok(())
     }
 
-    /// A prompt's context, and its features if a record is asked for.
-    fn encode(&self, be: &mut dyn Backend, ws: &mut Arena, inputs: &Inputs<'_>, tokens: &Tokens) -> Result<(Tensor, Vec<f32>)> {
+    /// A prompt's context, and its features if a record is asked for. `count` becomes the number of its values that are not finite.
+    fn encode(
+        &self,
+        be: &mut dyn Backend,
+        ws: &mut Arena,
+        inputs: &Inputs<'_>,
+        tokens: &Tokens,
+        count: Tensor,
+    ) -> Result<(Tensor, Vec<f32>)> {
         let context = self.context.slot(ws, tokens.ids.len())?;
         let mut embeds = Vec::new();
         scope(be, ws, |be, ws| {
@@ -565,6 +524,7 @@ impl Parts {
             }
             self.context.run(be, context, features)
         })?;
+        be.run(Op::NonFinite { count, x: context })?;
         Ok((context, embeds))
     }
 
@@ -587,7 +547,7 @@ impl Parts {
                 be.write(image, HostData::F32(pixels))?;
                 self.vae.encode(be, ws, tokens, image, *grid)
             })?;
-            inputs.check(be, count, tokens, || format!("encoding reference {}", j + 1))?;
+            inputs.check(be, count, tokens, &[Part::Vae], || format!("encoding reference {}", j + 1))?;
             if inputs.job.record {
                 record.push(download(be, tokens)?);
             }

@@ -7,6 +7,7 @@ use clap::CommandFactory;
 use kiln::cli::args::{Cli, Command};
 use kiln::cli::{self, BenchRequest, GenerateRequest};
 use kiln::locate::Environment;
+use kiln::terminal::{Terminal, Verbosity};
 use random::{Random, cases};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -146,7 +147,9 @@ fn outcome(args: Vec<OsString>) -> Option<u8> {
         }
         Ok(Command::Generate(args)) => GenerateRequest::new(*args, Environment::default(), &mut &b"a fox"[..], 1).err(),
         Ok(Command::Bench(args)) => BenchRequest::new(*args, Environment::default(), &mut &b"a fox"[..]).err(),
-        Ok(Command::Plan(args)) => cli::plan(*args, Environment::default(), &mut Vec::new()).err(),
+        Ok(Command::Plan(args)) => {
+            cli::plan(*args, Environment::default(), &Terminal::new(Verbosity::Quiet), &mut Vec::new()).err()
+        }
         // Would ask the driver.
         Ok(Command::Doctor(_)) => None,
         // Would write.

@@ -123,6 +123,27 @@ fn a_fault_that_is_not_finite_is_an_error() {
     }
 }
 
+/// What goes wrong in the text encoder is not blamed on the steps that come after it, whichever prompt it is.
+#[test]
+fn a_prompt_that_is_not_finite_is_told_from_a_step() {
+    let mut job = Job { size: Pixels::new(64, 64).unwrap(), steps: 1, guidance: 4.0, record: false, ..cases()[0].job() };
+    job.references.clear();
+    for (prompt, want) in [(0, "encoding the prompt"), (1, "encoding the negative prompt")] {
+        let seen = AtomicUsize::new(0);
+        let wrapped = Wrapped::after_op(cpu(), move |_, op, cpu| match op {
+            Op::Embed { out, .. } if seen.fetch_add(1, Ordering::Relaxed) == prompt => {
+                cpu.write(out.rows(0..1), HostData::F32(&vec![f32::INFINITY; out.cols]))
+            }
+            _ => Ok(()),
+        });
+        let mut engine = engine_on(Box::new(wrapped), Variant::Base, Precision::F32);
+        match run(&mut engine, &job) {
+            Err(Error::NotFinite { stage, count }) => assert!(stage == want && count > 0, "{stage} {count}"),
+            other => panic!("{want}: {:?}", other.map(|p| p.seed)),
+        }
+    }
+}
+
 /// The goldens' control: a model with a wrong idea of positions must fail them, in f32 and even at bf16's tolerance.
 #[test]
 fn goldens_notice_wrong_positions() {

@@ -251,6 +251,108 @@ fn guidance_belongs_to_base_models() {
     assert!(!Png::read(&sandbox.path("distilled.png")).text.contains_key("guidance"));
 }
 
+/// Two shards of a safetensors file and the index that names them.
+fn shards(file: &[u8], stem: &str) -> [(String, Vec<u8>); 3] {
+    let tensors = safetensors::SafeTensors::deserialize(file).unwrap().tensors();
+    let (mut halves, mut map) = ([Vec::new(), Vec::new()], BTreeMap::new());
+    for (i, (name, view)) in tensors.into_iter().enumerate() {
+        map.insert(name.clone(), format!("{stem}-0000{}-of-00002.safetensors", i % 2 + 1));
+        halves[i % 2].push((name, view));
+    }
+    let index = serde_json::json!({ "metadata": {}, "weight_map": map }).to_string().into_bytes();
+    let [first, second] = halves.map(|half| safetensors::serialize(half, None).unwrap());
+    [
+        (format!("{stem}-00001-of-00002.safetensors"), first),
+        (format!("{stem}-00002-of-00002.safetensors"), second),
+        (format!("{stem}.safetensors.index.json"), index),
+    ]
+}
+
+#[test]
+fn the_files_in_use_are_told() {
+    let sandbox = Sandbox::new();
+    sandbox.tiny("model", &[]);
+    let single = sandbox.path("model/transformer/diffusion_pytorch_model.safetensors");
+    let whole = fs::read(&single).unwrap();
+    let plain = sandbox.quick(&["x", "--seed", "1", "-o", "plain.png", "--model", "model", "-v"]);
+    let lines = |third: &str| {
+        let rest = ["text encoder model/text_encoder/model.safetensors", "vae model/vae/diffusion_pytorch_model.safetensors"];
+        [third.to_owned(), rest[0].into(), rest[1].into()]
+    };
+    let first = "transformer model/transformer/diffusion_pytorch_model.safetensors";
+    assert!(plain.stderr.contains(&lines(first).join("\n")), "{}", plain.stderr);
+
+    // The same in shards, with a file beside them that somebody left there.
+    fs::remove_file(&single).unwrap();
+    for (name, bytes) in shards(&whole, "diffusion_pytorch_model") {
+        fs::write(sandbox.path(&format!("model/transformer/{name}")), bytes).unwrap();
+    }
+    fs::write(sandbox.path("model/transformer/an_adapter.safetensors"), "").unwrap();
+    let run = sandbox.quick(&["x", "--seed", "1", "-o", "sharded.png", "--model", "model", "-v"]);
+    let lines = lines("transformer 2 shards of model/transformer");
+    assert!(run.stderr.contains(&lines.join("\n")), "{}", run.stderr);
+    let pixels = |name: &str| Png::read(&sandbox.path(name)).pixels;
+    assert_eq!(pixels("plain.png"), pixels("sharded.png"));
+
+    // The doctor opens them, names what they are, and shows what is wrong.
+    let doctor = |args: &[&str]| sandbox.run([&["doctor"], args].concat()).good().text().to_owned();
+    let indented: Vec<String> = lines.iter().map(|line| format!("          {line}\n")).collect();
+    let found = format!("model     FLUX.2 [klein] tiny (distilled), distilled, model\n{}", indented.concat());
+    assert!(doctor(&["--model", "model"]).contains(&found), "{}", doctor(&["--model", "model"]));
+    fs::write(sandbox.path("model/vae/diffusion_pytorch_model.safetensors"), "no weights at all").unwrap();
+    let text = doctor(&["--model", "model"]);
+    let wrong = "model     not a safetensors file (model/vae/diffusion_pytorch_model.safetensors): it is text\n          use a";
+    assert!(text.contains(wrong), "{text}");
+    assert!(!text.contains("--backend"), "it has no such flag: {text}");
+}
+
+#[test]
+fn a_picture_of_nothing_is_told() {
+    let sandbox = Sandbox::new();
+    sandbox.tiny("model", &["--layout", "bfl", "--dtype", "f32"]);
+    // A last layer that is almost nothing leaves only its bias.
+    let path = sandbox.path("model/ae.safetensors");
+    let mut bytes = fs::read(&path).unwrap();
+    let range = kiln::checkpoint::Shard::open(&path).unwrap().entry("decoder.conv_out.weight").unwrap().range.clone();
+    bytes[range].chunks_exact_mut(4).for_each(|value| value.copy_from_slice(&1e-9f32.to_le_bytes()));
+    fs::write(&path, bytes).unwrap();
+    let run = sandbox.quick(&["x", "-o", "flat.png", "--model", "model"]);
+    assert!(run.stderr.contains("\nwarning: the image is one flat colour ("), "{}", run.stderr);
+    assert!(Png::read(&sandbox.path("flat.png")).pixels.chunks(3).all(|pixel| pixel.iter().all(|v| v.abs_diff(pixel[0]) < 64)));
+    assert!(!sandbox.quick(&["x", "-o", "noise.png"]).stderr.contains("flat"));
+}
+
+#[test]
+fn a_plan_is_about_the_files_and_flags_that_are_given() {
+    let sandbox = Sandbox::new();
+    sandbox.tiny("single", &["--dtype", "f32"]);
+    sandbox.tiny("half", &[]);
+    let plan = |args: &[&str]| sandbox.run([&["plan"], args].concat()).good();
+    let weights = |args: &[&str]| plan(&[args, &["--json"]].concat()).json()[0]["weight_bytes"].as_u64().unwrap();
+    // In f32 a file's numbers stay as wide as they are.
+    let [wide, narrow] = ["single", "half"].map(|model| weights(&["--model", model, "--precision", "f32"]));
+    assert!(wide > 2 * narrow - narrow / 50 && wide <= 2 * narrow, "{wide} {narrow}");
+    assert_eq!(weights(&["--model", "single"]), weights(&["--model", "half"]));
+
+    for (scale, passes) in [
+        ("4", "guidance             4, two passes per step\n"),
+        ("1", "guidance             1, one pass per step: only above 1 there is a second\n"),
+        ("0.5", "guidance             0.5, one pass per step: only above 1 there is a second\n"),
+    ] {
+        let run = plan(&["--variant", "base", "--guidance", scale]);
+        assert!(run.text().contains(passes) && run.stderr.is_empty(), "{}{}", run.text(), run.stderr);
+    }
+    for variant in ["distilled", "kv"] {
+        let run = plan(&["--variant", variant, "--guidance", "4"]);
+        let told = format!("warning: --guidance is ignored: this is a {variant} model, only base models take it\n");
+        assert_eq!((run.stderr.as_str(), run.text().contains("guidance")), (told.as_str(), false));
+    }
+
+    // A size that is asked for is not overruled by a variable.
+    assert!(plan(&[]).text().starts_with("model                tiny random model"), "{}", plan(&[]).text());
+    assert!(plan(&["--klein", "9b"]).text().starts_with("model                FLUX.2 [klein] 9B (distilled), bf16\n"));
+}
+
 /// What is refused beside the table of `tests/bad_input.rs`: arguments, exit code, beginning of the first line, hint.
 #[test]
 fn refusals() {

@@ -160,7 +160,10 @@ fn the_folder_of_models_is_a_model() {
     write("models/diffusion_models/flux-2-klein-9b.safetensors", b"");
     let run = sandbox.run(["x", "-q", "-o", "new.png"].iter().chain(&flags).chain(&QUICK));
     assert_eq!(run.code, Some(3));
-    assert!(run.stderr.starts_with("error: no model found (models): there is no transformer\n"), "{}", run.stderr);
+    let both = "2 files could be the transformer: diffusion_models/flux-2-klein-4b.safetensors, \
+        diffusion_models/flux-2-klein-9b.safetensors";
+    let told = format!("error: no model found (models): {both}\n\nhint: pick one with --transformer\n");
+    assert_eq!(run.stderr, told);
 }
 
 #[test]

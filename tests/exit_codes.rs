@@ -75,7 +75,7 @@ fn every_exit_code_is_reached() {
         (
             planted("b", "qwen", "model.layers.3.mlp.down_proj.weight", f32::INFINITY),
             7,
-            "error: denoising step 1 of 1 produced 2048 ",
+            "error: encoding the prompt produced ",
             not_finite,
         ),
         (planted("c", "ae", "decoder.conv_out.bias", f32::NAN), 7, "error: decoding produced 4096 ", not_finite),

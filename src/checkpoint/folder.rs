@@ -28,18 +28,26 @@ pub(super) fn open(folder: &Path) -> Result<Vec<Shard>> {
             if shard_count(stem).is_some() { sharded.push(path) } else { single.push(path) }
         }
     }
-    if let Some(path) = one_of(folder, single, ".safetensors")? {
-        return Ok(vec![Shard::open(&path)?]);
-    }
-    if let Some(path) = one_of(folder, indexes, ".safetensors.index.json")? {
-        return open_index(folder, &path);
-    }
-    if sharded.is_empty() {
-        let what = "the folder holds no .safetensors file".into();
-        return Err(Error::NoModel { path: folder.into(), what, hint: None });
-    }
+    single.sort();
     sharded.sort();
-    open_shards(folder, &sharded)
+    let index = one_of(folder, indexes, ".safetensors.index.json")?;
+    // A checkpoint in several files is what a folder is for, so a file beside its index is a stray one. Without an index, or with
+    // the name that a checkpoint in one file has, it is as good as they are.
+    let usual = USUAL.iter().map(|stem| folder.join(format!("{stem}.safetensors"))).find(|path| single.contains(path));
+    let rival = usual.or(if index.is_none() { single.first().cloned() } else { None });
+    match (index, rival) {
+        (Some(index), None) => open_index(folder, &index),
+        (Some(index), Some(rival)) => Err(several(folder, &[rival, index])),
+        (None, Some(rival)) => match sharded.first() {
+            Some(shard) => Err(several(folder, &[rival, shard.clone()])),
+            None => one_of(folder, single, ".safetensors")?.map_or(Ok(Vec::new()), |path| Ok(vec![Shard::open(&path)?])),
+        },
+        (None, None) if sharded.is_empty() => {
+            let what = "the folder holds no .safetensors file".into();
+            Err(Error::NoModel { path: folder.into(), what, hint: None })
+        }
+        (None, None) => open_shards(folder, &sharded),
+    }
 }
 
 /// The only file, or the one with a usual name.
@@ -51,9 +59,14 @@ fn one_of(folder: &Path, mut files: Vec<PathBuf>, suffix: &str) -> Result<Option
         return Ok(Some(usual));
     }
     files.sort();
+    Err(several(folder, &files))
+}
+
+/// The error for a folder in which there is no telling what is meant.
+fn several(folder: &Path, files: &[PathBuf]) -> Error {
     let list: Vec<String> = files.iter().filter_map(|f| Some(f.file_name()?.to_str()?.to_owned())).collect();
     let error = Error::bad_file(folder, "several checkpoints in one folder", list.join(", "));
-    Err(error.with_hint("name the file itself"))
+    error.with_hint("name the file itself, or move what is not meant elsewhere")
 }
 
 /// The total in a stem such as `model-00001-of-00002`.

@@ -7,6 +7,7 @@
 // Lengths here come from outside: no sum, product or conversion of one goes unchecked, not even where it looks safe.
 #![deny(clippy::arithmetic_side_effects, clippy::cast_possible_truncation)]
 
+use super::foreign;
 use crate::error::{Error, Result};
 use crate::text::{grouped, shown};
 use serde::Deserialize;
@@ -28,8 +29,7 @@ const MAX_RANK: usize = 8;
 const LENGTH: usize = size_of::<u64>();
 
 const INVALID: &str = "invalid safetensors header";
-const FOREIGN: &str = "not a safetensors file";
-const UNSUPPORTED: &str = "unsupported weight format";
+pub(super) const FOREIGN: &str = "not a safetensors file";
 
 /// An element type that a safetensors header may name.
 #[derive(Debug, PartialEq, Eq)]
@@ -145,13 +145,13 @@ fn header_end(path: &Path, file: &[u8]) -> Result<usize> {
         return Err(Error::bad_file(path, FOREIGN, "it is empty").with_hint("download the file again"));
     }
     let Some((length, rest)) = file.split_first_chunk::<LENGTH>() else {
-        return Err(foreign(path, file).unwrap_or_else(|| truncated(path, file.len(), LENGTH, "at least ")));
+        return Err(foreign::format(path, file).unwrap_or_else(|| truncated(path, file.len(), LENGTH, "at least ")));
     };
     let length = u64::from_le_bytes(*length);
     let opening = rest.first();
     // Other formats are told apart only where this cannot be one of ours: a header of 640 bytes begins like a pickle.
     let implausible = length > MAX_HEADER || opening.is_some_and(|&byte| byte != b'{');
-    if let Some(error) = implausible.then(|| foreign(path, file)).flatten() {
+    if let Some(error) = implausible.then(|| foreign::format(path, file)).flatten() {
         return Err(error);
     }
     let end = usize::try_from(length).ok().and_then(|length| length.checked_add(LENGTH)).filter(|_| length <= MAX_HEADER);
@@ -169,36 +169,6 @@ fn header_end(path: &Path, file: &[u8]) -> Result<usize> {
         return Err(truncated(path, file.len(), end, "at least "));
     }
     Ok(end)
-}
-
-/// Names the formats that people save as weights by mistake.
-fn foreign(path: &Path, file: &[u8]) -> Option<Error> {
-    let start = &file[..file.len().min(256)];
-    let text = start.trim_ascii_start().to_ascii_lowercase();
-    let pickle = "which can run code and is never loaded";
-    if start.starts_with(b"version https://git-lfs") {
-        let detail = format!("it is a {}-byte Git LFS pointer", grouped(file.len() as u64));
-        // The pointer says how large the file is that it stands for.
-        let size = start.split(|&byte| byte == b'\n').find_map(|line| line.strip_prefix(b"size "));
-        let size: Option<u64> = size.and_then(|digits| str::from_utf8(digits).ok()?.trim().parse().ok());
-        let whole = size.map_or_else(String::new, |size| format!("{}-byte ", grouped(size)));
-        let hint = format!("run git lfs pull, or download the {whole}file itself");
-        return Some(Error::bad_file(path, FOREIGN, detail).with_hint(hint));
-    }
-    if [&b"<!doctype"[..], b"<html", b"<head", b"<?xml"].iter().any(|tag| text.starts_with(tag)) {
-        let error = Error::bad_file(path, FOREIGN, "it is a web page");
-        return Some(error.with_hint("the download was answered with a page, perhaps a login; download the file itself"));
-    }
-    let detail = if start.starts_with(b"PK\x03\x04") {
-        format!("a zip archive, probably a PyTorch checkpoint: Python pickle, {pickle}")
-    } else if start.starts_with(b"GGUF") {
-        "GGUF".into()
-    } else if start.len() > 2 && start[0] == 0x80 && (2..=5).contains(&start[1]) {
-        format!("Python pickle, {pickle}")
-    } else {
-        return None;
-    };
-    Some(Error::bad_file(path, UNSUPPORTED, detail).with_hint("use a .safetensors file"))
 }
 
 fn truncated(path: &Path, have: usize, described: usize, qualifier: &str) -> Error {

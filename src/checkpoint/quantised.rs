@@ -5,7 +5,7 @@
 
 use super::Shard;
 use crate::error::{Error, Result};
-use crate::names::{self, Part, Place, QUANTISATION_METADATA, QUANTISATION_TENSOR};
+use crate::names::{self, Part, Place, QUANTISATION_METADATA, QUANTISATION_TENSOR, QUANTISERS};
 use crate::text::shown;
 use serde::Deserialize;
 use std::collections::BTreeMap;
@@ -43,12 +43,14 @@ pub(super) fn refuse(part: Part, shard: &Shard) -> Result<()> {
             Place::Quantisation(layer) if layer.is_empty() => return refused(name.into(), "FP8 (E4M3)"),
             Place::Quantisation(layer) => {
                 let weight = format!("{layer}.weight");
-                let format = declared_format(shard, &layer).or_else(|| stored_format(shard, &weight)).unwrap_or(UNKNOWN);
+                let format = declared_format(shard, &layer).or_else(|| quantiser(shard, &layer));
+                let format = format.or_else(|| stored_format(shard, &weight)).unwrap_or(UNKNOWN);
                 let name = if shard.entry(&weight).is_some() { weight } else { name.into() };
                 return refused(name, format);
             }
             Place::Weight(_) if is_packed(entry.element.name) => {
-                return refused(name.into(), stored_format(shard, name).unwrap_or(UNKNOWN));
+                let format = name.strip_suffix(".weight").and_then(|layer| quantiser(shard, layer));
+                return refused(name.into(), format.or_else(|| stored_format(shard, name)).unwrap_or(UNKNOWN));
             }
             _ => {}
         }
@@ -61,6 +63,12 @@ fn declared_format(shard: &Shard, layer: &str) -> Option<&'static str> {
     let bytes = shard.bytes(&format!("{layer}.{QUANTISATION_TENSOR}"))?;
     let settings: Layer = serde_json::from_slice(&bytes).ok()?;
     Some(format_name(&settings.format))
+}
+
+/// The format of a quantiser that leaves tensors of its own beside a layer.
+fn quantiser(shard: &Shard, layer: &str) -> Option<&'static str> {
+    let beside = |suffix: &str| shard.entry(&format!("{layer}{suffix}")).is_some();
+    QUANTISERS.iter().find(|(suffix, _)| beside(suffix)).map(|(_, format)| *format)
 }
 
 /// The format that the element type of a weight, and what lies beside it, gives.

@@ -393,9 +393,15 @@ pub struct PlanArgs {
     #[command(flatten)]
     pub model: ModelArgs,
 
-    /// Size of the model, where no files are named
-    #[arg(long, value_enum, value_name = "SIZE", default_value = "4b", help_heading = "Model")]
-    pub klein: KleinArg,
+    /// Size of klein, whatever KILN_MODEL names [default: 4b]
+    #[arg(
+        long,
+        value_enum,
+        value_name = "SIZE",
+        conflicts_with_all = ["model", "transformer", "text_encoder", "vae", "tokenizer"],
+        help_heading = "Model"
+    )]
+    pub klein: Option<KleinArg>,
 
     /// What the picture is made from and how large
     #[command(flatten)]
@@ -670,6 +676,14 @@ mod tests {
                 assert_eq!(error.exit_code(), 2, "{flag} {value}");
                 assert!(error.to_string().contains("expected a"), "{flag} {value}: {error}");
             }
+        }
+    }
+
+    #[test]
+    fn a_size_of_klein_is_not_another_model() {
+        assert!(parse(&["plan", "--klein", "9b", "--variant", "base", "--steps", "3"]).is_ok());
+        for wrong in ["--model", "--transformer", "--text-encoder", "--vae", "--tokenizer"] {
+            assert_eq!(parse(&["plan", "--klein", "9b", wrong, "x"]).unwrap_err().exit_code(), 2, "{wrong}");
         }
     }
 

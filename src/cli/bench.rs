@@ -14,7 +14,7 @@ use crate::terminal::{Terminal, Verbosity};
 use crate::text::shown_path;
 use serde::Serialize;
 use std::ffi::OsString;
-use std::io::{Read, Write};
+use std::io::{self, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -51,7 +51,7 @@ impl BenchRequest {
         let BenchArgs { mut prompt, model, kernels, quick, runs, json, shape, run } = args;
         let verbosity = Verbosity::new(run.quiet, run.verbose);
         if let Some(path) = json.as_deref().filter(|path| *path != Path::new(DASH)) {
-            check_writable(&[Planned { path: path.into(), bytes: 0 }], false)?;
+            check_writable(&[Planned { path: path.into(), bytes: 0 }], false).map_err(unforced)?;
         } else if let (Some(_), Some(word)) = (&json, &prompt.prompt)
             && Path::new(word).extension().is_some_and(|extension| extension == "json")
         {
@@ -115,9 +115,20 @@ fn publish(report: &impl Serialize, table: String, json: Option<&Path>, out: &mu
         Some(path) if path == Path::new(DASH) => print(out, text()?.as_bytes()),
         Some(path) => {
             // First, so that a table that cannot be shown costs no figures.
-            save_new(path, text()?.as_bytes(), false)?;
+            save_new(path, text()?.as_bytes(), false).map_err(unforced)?;
             print(out, table.as_bytes())
         }
         None => print(out, table.as_bytes()),
+    }
+}
+
+/// Measuring has no `--force`, so nobody is told to use it.
+fn unforced(error: Error) -> Error {
+    match error {
+        Error::OutputExists { path } => {
+            let source = io::Error::new(ErrorKind::AlreadyExists, "it exists, and is not overwritten; give another name");
+            Error::Write { path, source }
+        }
+        other => other,
     }
 }

@@ -6,9 +6,11 @@ use crate::backend::cpu::Cpu;
 use crate::backend::cuda::driver::DeviceInfo;
 use crate::backend::cuda::{self, Cuda};
 use crate::backend::{Backend, OP_NAMES};
+use crate::config::Variant;
 use crate::error::{Error, Result};
 use crate::locate::{BUILT_IN, Environment, Found, TINY, locate};
-use crate::text::{gib, shown_line};
+use crate::pipeline::OpenModel;
+use crate::text::{gib, shown_line, shown_text};
 use crate::threads;
 use std::fmt::Write as _;
 use std::io::Write;
@@ -67,7 +69,12 @@ pub fn doctor(args: DoctorArgs, environment: Environment, out: &mut dyn Write) -
     match cuda::devices() {
         Err(error) => {
             row("driver", error.to_string());
-            row("", error.hint().unwrap_or_default());
+            // What else could be done on another command line is no matter here.
+            let hint = match &error {
+                Error::NoGpu { hint, .. } => Some(shown_text(hint)),
+                other => other.hint(),
+            };
+            row("", hint.unwrap_or_default());
         }
         Ok(devices) => {
             for (i, d) in devices.iter().enumerate() {
@@ -85,17 +92,10 @@ pub fn doctor(args: DoctorArgs, environment: Environment, out: &mut dyn Write) -
             }
         }
     }
-    let found = if args.model.is_named(&environment) { "" } else { "; no FLUX.2 model was found" };
-    match locate(&args.model.request(environment)) {
-        Ok(Found::BuiltIn(_)) => row("model", format!("{BUILT_IN}, part of this program, draws coloured shapes{found}")),
-        Ok(Found::Tiny) => row("model", format!("{TINY}, made by this program, random and untrained{found}")),
-        Ok(Found::Files(files)) => {
-            row("model", files.origin.clone());
-            for part in [&files.transformer, &files.text_encoder, &files.vae] {
-                row("", part.display().to_string());
-            }
-        }
-        Err(error) => row("model", error.to_string()),
+    let lines =
+        model_lines(&args, environment).unwrap_or_else(|error| [error.to_string()].into_iter().chain(error.hint()).collect());
+    for (i, line) in lines.into_iter().enumerate() {
+        row(if i == 0 { "model" } else { "" }, line);
     }
     row("\nop", "kernels".into());
     for op in OP_NAMES {
@@ -103,4 +103,21 @@ pub fn doctor(args: DoctorArgs, environment: Environment, out: &mut dyn Write) -
         let _ = writeln!(text, "{op:<21} {}", kernels.join(" "));
     }
     print(out, text.as_bytes())
+}
+
+/// Which model would be used, and which files of it. They are opened, so that what is wrong with them is found.
+fn model_lines(args: &DoctorArgs, environment: Environment) -> Result<Vec<String>> {
+    let none = if args.model.is_named(&environment) { "" } else { "; no FLUX.2 model was found" };
+    let found = locate(&args.model.request(environment))?;
+    let files = match &found {
+        Found::BuiltIn(_) => return Ok(vec![format!("{BUILT_IN}, part of this program, draws coloured shapes{none}")]),
+        Found::Tiny => return Ok(vec![format!("{TINY}, made by this program, random and untrained{none}")]),
+        Found::Files(files) => files,
+    };
+    let model = OpenModel::open(&found, args.model.variant.map(Variant::from))?;
+    // A name that a model gives itself need not tell the variant.
+    let mut lines = vec![format!("{}, {}, {}", model.name, model.variant, shown_text(&files.origin))];
+    lines.extend(model.files_in_use().iter().map(|(part, files)| format!("{part} {files}")));
+    lines.extend(model.warnings.iter().map(|warning| format!("warning: {}", shown_text(warning))));
+    Ok(lines)
 }

@@ -2,13 +2,15 @@
 
 use super::args::{KleinArg, PlanArgs};
 use super::request::{canvas, open_references};
-use super::run::print;
-use crate::config::{Conventions, TextConfig, TransformerConfig, VaeConfig, Variant, display_name};
+use super::run::{print, warn_of_guidance};
+use crate::config::{Conventions, Guidance, TextConfig, TransformerConfig, VaeConfig, Variant, display_name};
 use crate::error::{Error, Result};
 use crate::locate::{Environment, Found, locate};
 use crate::noise::NoiseKind;
 use crate::pipeline::{Configs, Estimate, Job, LoadOptions, Noise, OpenModel, Reference, estimate};
+use crate::progress::Progress;
 use crate::tensor::Precision;
+use crate::terminal::Terminal;
 use crate::text::shown_line;
 use serde::Serialize;
 use std::fmt::Write as _;
@@ -24,6 +26,9 @@ struct Report {
     height: usize,
     steps: usize,
     guidance: Option<f32>,
+    /// Whether each step runs twice.
+    #[serde(skip)]
+    guided: bool,
     tokens: TokenReport,
     mu: f64,
     sigmas: Vec<f32>,
@@ -48,12 +53,15 @@ struct StageReport {
     flop: u64,
 }
 
-/// Writes the plan to `out`.
-pub fn plan(args: PlanArgs, environment: Environment, out: &mut dyn Write) -> Result<()> {
-    let Planned { name, variant, conventions, configs } = model(&args, environment)?;
-    let references = open_references(&args.shape.reference, &conventions)?;
-    let size = canvas(&args.shape, &references, &conventions)?;
-    let guidance = (variant == Variant::Base).then(|| args.shape.guidance.unwrap_or(conventions.guidance(variant)));
+/// Writes the plan to `out`. What is worth knowing about the model or the flags goes to the terminal.
+pub fn plan(args: PlanArgs, environment: Environment, terminal: &Terminal, out: &mut dyn Write) -> Result<()> {
+    let model = Planned::new(&args, environment)?;
+    let (variant, conventions) = (model.variant(), model.conventions());
+    let references = open_references(&args.shape.reference, conventions)?;
+    let size = canvas(&args.shape, &references, conventions)?;
+    let guidance = conventions.guide(variant, args.shape.guidance);
+    model.warnings().iter().for_each(|warning| terminal.warn(warning));
+    warn_of_guidance(guidance, variant, terminal);
     let precision: Precision = args.precision.into();
     let job = Job {
         prompt: String::new(),
@@ -61,14 +69,14 @@ pub fn plan(args: PlanArgs, environment: Environment, out: &mut dyn Write) -> Re
         steps: args.shape.steps.unwrap_or(conventions.steps(variant)),
         negative: String::new(),
         references: references.iter().map(|r| Reference { grid: r.prepared.grid(), pixels: Vec::new() }).collect(),
-        guidance: guidance.unwrap_or(1.0),
+        guidance: guidance.scale,
         seeds: vec![0],
         noise: Noise::Drawn(NoiseKind::HOPPER),
         record: false,
     };
     let options = LoadOptions { precision, references: !references.is_empty(), low_memory: false };
-    let estimate = estimate(&configs, variant, options, &job)?;
-    let report = Report::new(name, variant, precision, &job, guidance, estimate);
+    let estimate = model.estimate(options, &job)?;
+    let report = Report::new(model.name(), variant, precision, &job, guidance, estimate);
     let text = if args.json {
         let json = serde_json::to_string(&report).map_err(|e| Error::Op { op: "json", what: e.to_string() })?;
         format!("{json}\n")
@@ -79,34 +87,72 @@ pub fn plan(args: PlanArgs, environment: Environment, out: &mut dyn Write) -> Re
 }
 
 /// What is known of a model before its weights are read.
-struct Planned {
-    name: String,
-    variant: Variant,
-    conventions: Conventions,
-    configs: Configs,
+enum Planned {
+    /// One whose files are there: their headers tell all.
+    Open(Box<OpenModel>),
+    /// klein of some size, without files.
+    Klein { variant: Variant, conventions: Conventions, configs: Box<Configs> },
 }
 
-/// The model that was named, by its files' headers; else klein itself.
-fn model(args: &PlanArgs, environment: Environment) -> Result<Planned> {
-    let m = &args.model;
-    let parts = [&m.transformer, &m.text_encoder, &m.vae, &m.tokenizer];
-    let named = m.is_named(&environment) || parts.iter().any(|part| part.is_some());
-    let variant = m.variant.map(Variant::from);
-    if named {
-        let found: Found = locate(&m.request(environment))?;
-        let OpenModel { name, variant, conventions, configs, .. } = OpenModel::open(&found, variant)?;
-        return Ok(Planned { name, variant, conventions, configs });
+impl Planned {
+    /// The model that was named, by its files' headers; else klein itself. A size that is asked for goes before a model that only
+    /// a variable names.
+    fn new(args: &PlanArgs, environment: Environment) -> Result<Self> {
+        let m = &args.model;
+        let parts = [&m.transformer, &m.text_encoder, &m.vae, &m.tokenizer];
+        let named = m.is_named(&environment) || parts.iter().any(|part| part.is_some());
+        let variant = m.variant.map(Variant::from);
+        if named && args.klein.is_none() {
+            let found: Found = locate(&m.request(environment))?;
+            return OpenModel::open(&found, variant).map(Box::new).map(Self::Open);
+        }
+        let configs = match args.klein.unwrap_or(KleinArg::FourB) {
+            KleinArg::FourB => (TransformerConfig::klein_4b(), TextConfig::klein_4b(), VaeConfig::klein_4b()),
+            KleinArg::NineB => (TransformerConfig::klein_9b(), TextConfig::klein_9b(), VaeConfig::klein_9b()),
+        };
+        let (variant, conventions) = (variant.unwrap_or(Variant::Distilled), Conventions::klein());
+        Ok(Self::Klein { variant, conventions, configs: Box::new(configs) })
     }
-    let variant = variant.unwrap_or(Variant::Distilled);
-    let configs = match args.klein {
-        KleinArg::FourB => (TransformerConfig::klein_4b(), TextConfig::klein_4b(), VaeConfig::klein_4b()),
-        KleinArg::NineB => (TransformerConfig::klein_9b(), TextConfig::klein_9b(), VaeConfig::klein_9b()),
-    };
-    Ok(Planned { name: display_name(&configs.0, variant), variant, conventions: Conventions::klein(), configs })
+
+    fn variant(&self) -> Variant {
+        match self {
+            Self::Open(model) => model.variant,
+            Self::Klein { variant, .. } => *variant,
+        }
+    }
+
+    fn conventions(&self) -> &Conventions {
+        match self {
+            Self::Open(model) => &model.conventions,
+            Self::Klein { conventions, .. } => conventions,
+        }
+    }
+
+    fn name(&self) -> String {
+        match self {
+            Self::Open(model) => model.name.clone(),
+            Self::Klein { variant, configs, .. } => display_name(&configs.0, *variant),
+        }
+    }
+
+    fn warnings(&self) -> &[String] {
+        match self {
+            Self::Open(model) => &model.warnings,
+            Self::Klein { .. } => &[],
+        }
+    }
+
+    /// What a job takes. Files say how wide their numbers are, which f32 keeps; klein's are bfloat16.
+    fn estimate(&self, options: LoadOptions, job: &Job) -> Result<Estimate> {
+        match self {
+            Self::Open(model) => model.estimate(options, job),
+            Self::Klein { variant, configs, .. } => estimate(configs, *variant, options, job),
+        }
+    }
 }
 
 impl Report {
-    fn new(model: String, variant: Variant, precision: Precision, job: &Job, guidance: Option<f32>, e: Estimate) -> Self {
+    fn new(model: String, variant: Variant, precision: Precision, job: &Job, guidance: Guidance, e: Estimate) -> Self {
         let total = e.text_tokens + e.canvas_tokens + e.reference_tokens.iter().sum::<usize>();
         Self {
             model,
@@ -115,7 +161,8 @@ impl Report {
             width: job.size.width(),
             height: job.size.height(),
             steps: job.steps,
-            guidance,
+            guidance: guidance.chosen,
+            guided: variant.guides(guidance.scale),
             tokens: TokenReport { text: e.text_tokens, canvas: e.canvas_tokens, references: e.reference_tokens, total },
             mu: e.mu,
             sigmas: e.sigmas,
@@ -137,7 +184,8 @@ impl Report {
         row("model", format!("{}, {}", self.model, self.precision));
         row("picture", format!("{}x{}, {} steps", self.width, self.height, self.steps));
         if let Some(guidance) = self.guidance {
-            row("guidance", format!("{guidance}, two passes per step"));
+            let passes = if self.guided { "two passes per step" } else { "one pass per step: only above 1 there is a second" };
+            row("guidance", format!("{guidance}, {passes}"));
         }
         let references = &self.tokens.references;
         let mut parts = vec![format!("{} text", self.tokens.text), format!("{} canvas", self.tokens.canvas)];

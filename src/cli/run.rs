@@ -4,7 +4,7 @@ use super::args::TinyArgs;
 use super::device::{Chosen, choose};
 use super::names::DASH;
 use super::request::{GenerateRequest, OpenReference};
-use crate::config::{Conventions, Variant};
+use crate::config::{Conventions, Guidance, Variant};
 use crate::error::{Error, Result};
 use crate::locate::Found;
 use crate::noise::NoiseKind;
@@ -54,6 +54,7 @@ pub fn generate(request: &GenerateRequest, stop: &Arc<AtomicBool>, terminal: &Te
             // Here the stream is the product, and a reader who leaves has lost it.
             None => out.write_all(&png).and_then(|()| out.flush()).map_err(|source| Error::Write { path: DASH.into(), source }),
         };
+        warn_of_flat(&picture, terminal);
         // After what was said: should this fail, the picture is there all the same, and somebody has to know.
         if let (Some(path), Some(record)) = (&request.dump, &picture.record) {
             save_new(path, &record.to_safetensors()?, request.force)?;
@@ -65,6 +66,22 @@ pub fn generate(request: &GenerateRequest, stop: &Arc<AtomicBool>, terminal: &Te
         terminal.detail(&format!("kernels {}", kernels.join(" ")));
     }
     Ok(())
+}
+
+/// Tells of a picture that shows nothing.
+fn warn_of_flat(picture: &Picture, terminal: &Terminal) {
+    if let Some([red, green, blue]) = picture.image.flat_colour() {
+        terminal.warn(&format!(
+            "the image is one flat colour ({red}, {green}, {blue}); unless the prompt asks for that, the model's files may be damaged"
+        ));
+    }
+}
+
+/// Tells of a guidance that was asked for and that the model does not take.
+pub fn warn_of_guidance(guidance: Guidance, variant: Variant, terminal: &Terminal) {
+    if guidance.ignored {
+        terminal.warn(&format!("--guidance is ignored: this is a {variant} model, only base models take it"));
+    }
 }
 
 /// Opens the device and the model's files at once.
@@ -174,10 +191,7 @@ pub struct Made<'a> {
     pub model: String,
     pub variant: Variant,
     pub steps: usize,
-    /// None where the model takes none.
-    pub guidance: Option<f32>,
-    /// What such a model was made with, should it have that as an input.
-    fixed_guidance: f32,
+    pub guidance: Guidance,
     /// Name of the backend, as the command line spells it.
     pub backend: &'static str,
 }
@@ -201,14 +215,12 @@ struct Report<'a> {
 impl<'a> Made<'a> {
     pub fn new(request: &'a GenerateRequest, model: &OpenModel, chosen: &Chosen) -> Self {
         let variant = model.variant;
-        let fixed_guidance = model.conventions.guidance(variant);
         Self {
             request,
             model: model.name.clone(),
             variant,
             steps: request.steps.unwrap_or(model.conventions.steps(variant)),
-            guidance: (variant == Variant::Base).then(|| request.guidance.unwrap_or(fixed_guidance)),
-            fixed_guidance,
+            guidance: model.conventions.guide(variant, request.guidance),
             backend: chosen.name,
         }
     }
@@ -218,14 +230,12 @@ impl<'a> Made<'a> {
         let request = self.request;
         chosen.note.iter().for_each(|note| terminal.say(&format!("note: {note}")));
         model.warnings.iter().for_each(|warning| terminal.warn(warning));
-        if request.guidance.is_some() && self.variant != Variant::Base {
-            terminal.warn(&format!("--guidance is ignored: this is a {} model, only base models take it", self.variant));
-        }
-        match (&request.negative, self.guidance) {
+        warn_of_guidance(self.guidance, self.variant, terminal);
+        match (&request.negative, self.guidance.chosen) {
             (Some(_), None) => {
                 terminal.warn(&format!("--negative is ignored: this is a {} model, only base models take it", self.variant));
             }
-            (Some(_), Some(scale)) if !self.variant.is_guided(scale) => {
+            (Some(_), Some(scale)) if !self.variant.guides(scale) => {
                 terminal.warn(&format!("--negative is ignored: it works through a --guidance above 1, which is {scale} here"));
             }
             _ => {}
@@ -236,6 +246,9 @@ impl<'a> Made<'a> {
         }
         terminal.say(&self.headline());
         self.setup(&chosen.machine).iter().for_each(|line| terminal.detail(line));
+        if matches!(request.found, Found::Files(_)) {
+            model.files_in_use().iter().for_each(|(part, files)| terminal.detail(&format!("{part} {files}")));
+        }
         for (j, reference) in request.references.iter().enumerate() {
             terminal.detail(&format!("reference {}: {}", j + 1, became(reference)));
         }
@@ -261,7 +274,7 @@ impl<'a> Made<'a> {
             steps: self.steps,
             negative: request.negative.clone().unwrap_or_default(),
             references: self.references(),
-            guidance: self.guidance.unwrap_or(self.fixed_guidance),
+            guidance: self.guidance.scale,
             seeds: request.seeds.clone(),
             noise: request.noise.clone(),
             record: request.dump.is_some(),
@@ -296,7 +309,7 @@ impl<'a> Made<'a> {
             Found::BuiltIn(_) => "part of this program",
             Found::Tiny => "made by this program",
         };
-        let guidance = self.guidance.map_or("none".into(), |scale| scale.to_string());
+        let guidance = self.guidance.chosen.map_or("none".into(), |scale| scale.to_string());
         let noise: Vec<String> = self.noise().into_iter().map(|(key, value)| format!("{key} {value}")).collect();
         [
             format!("model {origin}"),
@@ -331,9 +344,9 @@ impl<'a> Made<'a> {
             ("size", self.size()),
             ("precision", self.request.precision.name().into()),
         ]);
-        text.extend(self.guidance.map(|scale| ("guidance", scale.to_string())));
-        if let (Some(negative), Some(scale)) = (&self.request.negative, self.guidance)
-            && self.variant.is_guided(scale)
+        text.extend(self.guidance.chosen.map(|scale| ("guidance", scale.to_string())));
+        if let (Some(negative), Some(scale)) = (&self.request.negative, self.guidance.chosen)
+            && self.variant.guides(scale)
         {
             text.push(("negative", negative.clone()));
         }
@@ -357,7 +370,7 @@ impl<'a> Made<'a> {
             width: picture.image.width,
             height: picture.image.height,
             steps: self.steps,
-            guidance: self.guidance,
+            guidance: self.guidance.chosen,
             model: &self.model,
             variant: self.variant.to_string(),
             precision: self.request.precision.name(),

@@ -67,6 +67,17 @@ pub struct Conventions {
     pub draws: Option<String>,
 }
 
+/// The guidance of a picture.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Guidance {
+    /// The scale, as it is told to people; none where the model takes none.
+    pub chosen: Option<f32>,
+    /// The scale that the model is given, should it have that as an input: one that takes none gets what it was made with.
+    pub scale: f32,
+    /// Whether something else was asked for.
+    pub ignored: bool,
+}
+
 impl Conventions {
     /// Those of FLUX.2 [klein].
     pub const fn klein() -> Self {
@@ -153,6 +164,13 @@ impl Conventions {
         self.guidance.filter(|_| self.is_for(variant)).unwrap_or(variant.default_guidance())
     }
 
+    /// The guidance that a picture is made with: what is asked for or else the model's own, and none where the model takes none.
+    pub fn guide(&self, variant: Variant, asked: Option<f32>) -> Guidance {
+        let own = self.guidance(variant);
+        let chosen = (variant == Variant::Base).then(|| asked.unwrap_or(own));
+        Guidance { chosen, scale: chosen.unwrap_or(own), ignored: asked.is_some() && chosen.is_none() }
+    }
+
     fn is_for(&self, variant: Variant) -> bool {
         self.variant.is_none_or(|own| own == variant)
     }
@@ -218,6 +236,14 @@ mod tests {
         assert_eq!((found.steps(Variant::Base), found.guidance(Variant::Base)), (7, 2.5));
         // Another variant was asked for: what the file says is not about it.
         assert_eq!((found.steps(Variant::Distilled), found.guidance(Variant::Distilled)), (4, 1.0));
+        let guide = |variant, asked| {
+            let Guidance { chosen, scale, ignored } = found.guide(variant, asked);
+            (chosen, scale, ignored)
+        };
+        assert_eq!(guide(Variant::Base, None), (Some(2.5), 2.5, false));
+        assert_eq!(guide(Variant::Base, Some(0.5)), (Some(0.5), 0.5, false));
+        assert_eq!(guide(Variant::Distilled, Some(7.0)), (None, 1.0, true));
+        assert_eq!(guide(Variant::Kv, None), (None, 1.0, false));
     }
 
     #[test]

@@ -9,6 +9,12 @@ use std::collections::BTreeSet;
 /// No dimension of a model is larger; products of a few of them cannot overflow.
 const MAX_SIZE: usize = 1 << 20;
 
+/// Values that a time is spread over before the transformer reads it.
+const TIME_CHANNELS: usize = 256;
+
+/// Classes whose layers are those of the text encoder.
+const CLASSES: [&str; 2] = ["Qwen3ForCausalLM", "Qwen3Model"];
+
 impl TransformerConfig {
     /// Reads the sizes from the tensors, and the rest from `config` if there is one.
     pub fn detect(weights: &Weights, config: Option<&ConfigFile>) -> Result<Self> {
@@ -49,8 +55,10 @@ impl TransformerConfig {
     }
 
     fn compare(&mut self, config: &ConfigFile) -> Result<()> {
+        config.require_text("_class_name", "Flux2Transformer2DModel")?;
         config.require("in_channels", self.channels)?;
         config.require("out_channels", self.channels)?;
+        config.require("timestep_guidance_channels", TIME_CHANNELS)?;
         config.expect("num_layers", self.double_blocks)?;
         config.expect("num_single_layers", self.single_blocks)?;
         config.require("attention_head_dim", HEAD_DIM)?;
@@ -72,8 +80,8 @@ impl TransformerConfig {
             }
             self.rope_axes = axes;
         }
-        self.rope_theta = config.positive("rope_theta")?.unwrap_or(self.rope_theta);
-        self.eps = config.positive("eps")?.map_or(self.eps, |eps| eps as f32);
+        self.rope_theta = config.rope_base("rope_theta")?.unwrap_or(self.rope_theta);
+        self.eps = config.small("eps")?.unwrap_or(self.eps);
         Ok(())
     }
 }
@@ -88,6 +96,12 @@ impl TextConfig {
         };
         if let Some(kind) = config.and_then(|c| c.text("model_type")).filter(|kind| *kind != "qwen3") {
             return Err(foreign(format!("its configuration says `{kind}`")));
+        }
+        // The same layers with another head, or with none, are the same encoder.
+        let classes = config.and_then(|c| c.get("architectures")).and_then(|list| list.as_array());
+        let known = |class: &serde_json::Value| class.as_str().is_some_and(|class| CLASSES.contains(&class));
+        if let Some(class) = classes.into_iter().flatten().find(|class| !known(class)) {
+            return Err(foreign(format!("its configuration says {class}")));
         }
         // The layers vote, so that one with a tensor that is missing or of a wrong shape is later named itself.
         let layer = |rest: &str, dim: usize| {
@@ -135,9 +149,11 @@ impl TextConfig {
         if let Some(layers) = config.whole("num_hidden_layers")?.filter(|layers| *layers < self.layers) {
             return Err(config.mismatch("num_hidden_layers", &layers, &self.layers));
         }
-        if config.flag("attention_bias")?.unwrap_or(false) {
-            return Err(config.unsupported("attention_bias", "false"));
-        }
+        config.require_text("hidden_act", "silu")?;
+        config.require_flag("attention_bias", false)?;
+        // The width of a window says nothing as long as no layer uses one.
+        config.require_flag("use_sliding_window", false)?;
+        config.require_all("layer_types", "full_attention")?;
         if config.get("rope_scaling").is_some() {
             return Err(config.unsupported("rope_scaling", "none"));
         }
@@ -146,9 +162,9 @@ impl TextConfig {
         if rope.as_ref().and_then(|rope| rope.text("rope_type")).is_some_and(|kind| kind != "default") {
             return Err(config.unsupported("rope_parameters", "a rotation of type `default`"));
         }
-        let nested = rope.map(|rope| rope.positive("rope_theta")).transpose()?.flatten();
-        self.rope_theta = config.positive("rope_theta")?.or(nested).unwrap_or(self.rope_theta);
-        self.eps = config.positive("rms_norm_eps")?.map_or(self.eps, |eps| eps as f32);
+        let nested = rope.map(|rope| rope.rope_base("rope_theta")).transpose()?.flatten();
+        self.rope_theta = config.rope_base("rope_theta")?.or(nested).unwrap_or(self.rope_theta);
+        self.eps = config.small("rms_norm_eps")?.unwrap_or(self.eps);
         Ok(())
     }
 }
@@ -179,6 +195,18 @@ impl VaeConfig {
     }
 
     fn compare(&mut self, config: &ConfigFile) -> Result<()> {
+        config.require_text("_class_name", "AutoencoderKLFlux2")?;
+        config.require_text("act_fn", "silu")?;
+        config.require("in_channels", 3)?;
+        config.require("out_channels", 3)?;
+        for switch in ["mid_block_add_attention", "use_quant_conv", "use_post_quant_conv"] {
+            config.require_flag(switch, true)?;
+        }
+        config.require_all("down_block_types", "DownEncoderBlock2D")?;
+        config.require_all("up_block_types", "UpDecoderBlock2D")?;
+        if config.list::<2>("patch_size")?.is_some_and(|patch| patch != [2, 2]) {
+            return Err(config.unsupported("patch_size", "[2,2]"));
+        }
         config.require("latent_channels", self.latent)?;
         config.require("norm_num_groups", self.groups)?;
         config.require("layers_per_block", 2)?;
@@ -191,7 +219,7 @@ impl VaeConfig {
             let key = if own.is_some() { "decoder_block_out_channels" } else { "block_out_channels" };
             return Err(config.mismatch(key, &decoder, &self.decoder));
         }
-        self.stats_eps = config.positive("batch_norm_eps")?.map_or(self.stats_eps, |eps| eps as f32);
+        self.stats_eps = config.small("batch_norm_eps")?.unwrap_or(self.stats_eps);
         Ok(())
     }
 }

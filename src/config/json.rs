@@ -67,6 +67,44 @@ impl ConfigFile {
         self.take(key, "a number above 0", |value| value.as_f64().filter(|n| n.is_finite() && *n > 0.0))
     }
 
+    /// A number that may be added to a variance, if the key is there: above zero and small, also once it is rounded.
+    pub fn small(&self, key: &str) -> Result<Option<f32>> {
+        self.take(key, "a number above 0 and at most 0.01", |value| {
+            let number = value.as_f64()? as f32;
+            (number > 0.0 && number <= 0.01).then_some(number)
+        })
+    }
+
+    /// Base of rotary frequencies, if the key is there.
+    pub fn rope_base(&self, key: &str) -> Result<Option<f64>> {
+        self.take(key, "a number from 1 to 1e12", |value| value.as_f64().filter(|base| (1.0..=1e12).contains(base)))
+    }
+
+    /// Fails if the key is there and says something else than the only text this engine runs.
+    pub fn require_text(&self, key: &str, only: &str) -> Result<()> {
+        match self.get(key) {
+            Some(value) if value.as_str() != Some(only) => Err(self.unsupported(key, only)),
+            _ => Ok(()),
+        }
+    }
+
+    /// The same for a list of texts, all of which have to be this one.
+    pub fn require_all(&self, key: &str, only: &str) -> Result<()> {
+        match self.get(key) {
+            Some(Value::Array(list)) if list.iter().all(|value| value.as_str() == Some(only)) => Ok(()),
+            Some(_) => Err(self.unsupported(key, &format!("a list of {only}"))),
+            None => Ok(()),
+        }
+    }
+
+    /// The same for a switch.
+    pub fn require_flag(&self, key: &str, only: bool) -> Result<()> {
+        match self.flag(key)? {
+            Some(flag) if flag != only => Err(self.unsupported(key, &only.to_string())),
+            _ => Ok(()),
+        }
+    }
+
     /// So many whole numbers, if the key is there.
     pub fn list<const N: usize>(&self, key: &str) -> Result<Option<[usize; N]>> {
         self.take(key, &format!("{N} whole numbers"), |value| {

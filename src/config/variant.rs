@@ -23,7 +23,11 @@ impl Variant {
     pub fn detect(index: Option<&ConfigFile>, names: &[&str]) -> Result<Self> {
         if let Some(index) = index {
             let distilled = index.flag("is_distilled")?;
-            if index.text("_class_name").is_some_and(|class| class.to_ascii_lowercase().contains("kv")) {
+            let class = index.text("_class_name");
+            if class.is_some_and(|class| !class.starts_with("Flux2")) {
+                return Err(index.unsupported("_class_name", "a pipeline of FLUX.2"));
+            }
+            if class.is_some_and(|class| class.to_ascii_lowercase().contains("kv")) {
                 return Ok(Self::Kv);
             }
             // The key is left out where it would be false.
@@ -45,17 +49,18 @@ impl Variant {
         })
     }
 
-    /// Whether a step runs twice at that guidance, with the prompt and with the negative one.
-    pub fn is_guided(self, guidance: f32) -> bool {
-        self == Self::Base && guidance > 1.0
-    }
-
     /// Steps where none are asked for.
     pub const fn default_steps(self) -> usize {
         match self {
             Self::Distilled | Self::Kv => 4,
             Self::Base => 50,
         }
+    }
+
+    /// Whether a step runs twice, with and without its prompt, so that the scale between the two can guide it. This is the one
+    /// place where that is decided.
+    pub fn guides(self, scale: f32) -> bool {
+        self == Self::Base && scale > 1.0
     }
 
     /// Guidance where none is asked for; 1 means none.
@@ -121,6 +126,8 @@ mod tests {
         }
         assert_eq!("turbo".parse::<Variant>().unwrap_err().exit_code(), 2);
         assert_eq!((Variant::Base.default_steps(), Variant::Base.default_guidance()), (50, 4.0));
+        assert!(Variant::Base.guides(1.5) && !Variant::Base.guides(1.0) && !Variant::Base.guides(0.5));
+        assert!(!Variant::Distilled.guides(4.0) && !Variant::Kv.guides(4.0));
         assert_eq!((Variant::Kv.default_steps(), Variant::Distilled.default_guidance()), (4, 1.0));
         assert_eq!(display_name(&TransformerConfig::klein_4b(), Variant::Distilled), "FLUX.2 [klein] 4B (distilled)");
         assert_eq!(display_name(&TransformerConfig::klein_9b(), Variant::Kv), "FLUX.2 [klein] 9B (kv)");

@@ -24,6 +24,8 @@ pub struct Loader<'a> {
     source: Option<&'a Weights>,
     precision: Precision,
     loaded: &'a mut dyn FnMut(u64),
+    /// Whether weights are looked at as they are placed.
+    wary: bool,
 }
 
 impl<'a> Loader<'a> {
@@ -35,7 +37,13 @@ impl<'a> Loader<'a> {
         precision: Precision,
         loaded: &'a mut dyn FnMut(u64),
     ) -> Self {
-        Self { backend, region, source, precision, loaded }
+        Self { backend, region, source, precision, loaded, wary: false }
+    }
+
+    /// The same, but weights are noted as being in use, and matrices refused of which a part was never written. A dry run should not.
+    pub fn wary(mut self, wary: bool) -> Self {
+        self.wary = wary;
+        self
     }
 
     /// Places a weight whose rows are `shape[0]` and whose columns are all other dimensions together.
@@ -57,6 +65,13 @@ impl<'a> Loader<'a> {
         };
         let tensor = self.region.alloc(rows, cols, dtype)?;
         self.backend.upload(tensor, role, &parts)?;
+        if let Some(source) = self.source.filter(|_| self.wary && role != Role::Vector) {
+            source.note(name, role == Role::Table);
+            // Whoever copies has just read all of it. Where files are used in place, their pages come with the first ops.
+            if !self.backend.reads_files() {
+                source.look()?;
+            }
+        }
         (self.loaded)((tensor.len() * dtype.size()) as u64);
         Ok(tensor)
     }

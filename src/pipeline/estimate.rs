@@ -1,6 +1,6 @@
 //! What a job would take: the stages run on the dry-run backend over weights that are only shapes. No file is opened.
 
-use super::{Inputs, Job, LoadOptions, OpenModel, Parts, guided};
+use super::{Inputs, Job, LoadOptions, OpenModel, Parts};
 use crate::backend::Plan;
 use crate::checkpoint::Weights;
 use crate::config::{TextConfig, TransformerConfig, VaeConfig, Variant};
@@ -90,7 +90,7 @@ fn estimate_from(
     let mut plan = Plan::new();
     let (parts, sizes, copied) = Parts::place(configs, sources, options)?;
     let tokens = || Tokens { ids: vec![0; t.max_tokens], real: t.max_tokens, cut: 0 };
-    let negative = guided(variant, job).then(tokens);
+    let negative = variant.guides(job.guidance).then(tokens);
     let inputs = Inputs::new(job, options.precision, variant, tokens(), negative, None)?;
     let meter = Meter { flops: plan.counter(), stages: RefCell::new(Vec::new()) };
     let arena_bytes = parts.dry_run(&mut plan, &inputs, &meter)?;

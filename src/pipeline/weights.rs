@@ -16,6 +16,8 @@ pub struct Placing<'a> {
     pub configs: &'a Configs,
     pub sources: [Option<&'a Weights>; 3],
     pub options: LoadOptions,
+    /// Whether the backend gets the weights, or is only told of their shapes.
+    pub real: bool,
 }
 
 /// What reads prompts.
@@ -58,8 +60,8 @@ impl Placing<'_> {
     fn text(&self, be: &mut dyn Backend, loaded: &mut dyn FnMut(u64)) -> Result<(TextSide, u64)> {
         let ((c, t, _), [transformer, text, _]) = (self.configs, self.sources);
         let (mut region, precision) = (Arena::new(Region::Weights), self.options.precision);
-        let text = TextEncoder::load(&mut Loader::new(be, &mut region, text, precision, loaded), t)?;
-        let context = ContextIn::load(&mut Loader::new(be, &mut region, transformer, precision, loaded), c)?;
+        let text = TextEncoder::load(&mut Loader::new(be, &mut region, text, precision, loaded).wary(self.real), t)?;
+        let context = ContextIn::load(&mut Loader::new(be, &mut region, transformer, precision, loaded).wary(self.real), c)?;
         Ok(((text, context), region.peak()))
     }
 
@@ -67,8 +69,10 @@ impl Placing<'_> {
     fn image(&self, be: &mut dyn Backend, at: u64, loaded: &mut dyn FnMut(u64)) -> Result<(ImageSide, u64)> {
         let ((c, _, v), [transformer, _, vae]) = (self.configs, self.sources);
         let (mut region, LoadOptions { precision, references, .. }) = (Arena::starting_at(Region::Weights, at), self.options);
-        let transformer = Transformer::load(&mut Loader::new(be, &mut region, transformer, precision, loaded), c)?;
-        let vae = Vae::load(&mut Loader::new(be, &mut region, vae, precision, loaded), v, references)?;
+        let transformer = Loader::new(be, &mut region, transformer, precision, loaded);
+        let transformer = Transformer::load(&mut transformer.wary(self.real), c)?;
+        let vae = Loader::new(be, &mut region, vae, precision, loaded);
+        let vae = Vae::load(&mut vae.wary(self.real), v, references)?;
         Ok(((transformer, vae), region.peak() - at))
     }
 }
@@ -87,7 +91,7 @@ pub struct Store {
 
 impl Store {
     fn placing(&self) -> Placing<'_> {
-        Placing { configs: &self.configs, sources: self.files.each_ref().map(Some), options: self.options }
+        Placing { configs: &self.configs, sources: self.files.each_ref().map(Some), options: self.options, real: true }
     }
 
     /// Fails if a file changed since it was opened.

@@ -4,6 +4,7 @@
 
 #[path = "../common/mistake.rs"]
 mod mistake;
+mod models;
 mod outputs;
 mod prompts;
 mod references;

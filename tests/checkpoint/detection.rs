@@ -244,6 +244,80 @@ fn config_files_are_compared_and_read() {
     assert_eq!(vae("batch_norm_eps", 1e-5.into()).unwrap().stats_eps, 1e-5);
 }
 
+/// What a `config.json` says about the computation, and not about sizes, is held to what the engine computes.
+#[test]
+fn config_files_that_ask_for_another_computation_are_refused() {
+    let scratch = Scratch::new();
+    tiny::write_to(scratch.path(), Layout::Diffusers, DType::Bf16).unwrap();
+    let model = tiny::model(Layout::Diffusers, DType::Bf16).unwrap();
+    let [transformer, text, vae] = [Part::Transformer, Part::TextEncoder, Part::Vae].map(|part| model.weights(part).unwrap());
+    let check = |folder: &str, key: &str, value: Value| match folder {
+        "transformer" => changed(&scratch, folder, |p| TransformerConfig::detect(&transformer, Some(p)).map(drop), key, value),
+        "text_encoder" => changed(&scratch, folder, |p| detect_text(&text, Some(p)).map(drop), key, value),
+        _ => changed(&scratch, folder, |p| VaeConfig::detect(&vae, Some(p)).map(drop), key, value),
+    };
+    let json = |text: &str| serde_json::from_str::<Value>(text).unwrap();
+    for (folder, key, value) in [
+        ("transformer", "_class_name", r#""SD3Transformer2DModel""#),
+        ("transformer", "_class_name", "7"),
+        ("transformer", "timestep_guidance_channels", "320"),
+        ("transformer", "eps", "1e300"),
+        ("transformer", "eps", "1e-300"),
+        ("transformer", "eps", "0"),
+        ("transformer", "eps", "-1e-6"),
+        ("transformer", "eps", "0.5"),
+        ("transformer", "eps", r#""1e-6""#),
+        ("transformer", "rope_theta", "0"),
+        ("transformer", "rope_theta", "1e300"),
+        ("text_encoder", "hidden_act", r#""gelu_new""#),
+        ("text_encoder", "use_sliding_window", "true"),
+        ("text_encoder", "use_sliding_window", r#""no""#),
+        ("text_encoder", "layer_types", r#"["full_attention", "sliding_attention"]"#),
+        ("text_encoder", "layer_types", "28"),
+        ("text_encoder", "rms_norm_eps", "1e39"),
+        ("text_encoder", "rope_theta", "-1"),
+        ("vae", "_class_name", r#""AutoencoderKL""#),
+        ("vae", "act_fn", r#""relu""#),
+        ("vae", "in_channels", "4"),
+        ("vae", "out_channels", "4"),
+        ("vae", "mid_block_add_attention", "false"),
+        ("vae", "use_quant_conv", "false"),
+        ("vae", "use_post_quant_conv", "false"),
+        ("vae", "patch_size", "[1, 1]"),
+        ("vae", "up_block_types", r#"["UpDecoderBlock2D", "AttnUpDecoderBlock2D"]"#),
+        ("vae", "batch_norm_eps", "1e300"),
+    ] {
+        let text = message(&check(folder, key, json(value)).expect_err(key));
+        assert!(text.starts_with("unsupported configuration (") && text.contains(&format!("`{key}` is ")), "{key}: {text}");
+    }
+    let text = message(&check("text_encoder", "architectures", json(r#"["MistralForCausalLM"]"#)).unwrap_err());
+    assert!(
+        text.starts_with("not a Qwen3 text encoder") && text.contains(r#"its configuration says "MistralForCausalLM""#),
+        "{text}"
+    );
+    // A number that no double holds is no number.
+    let path = scratch.write("changed/config.json", r#"{"eps": 1e999}"#);
+    assert!(message(&ConfigFile::read(&path).unwrap_err()).contains("number out of range"));
+    // What the published files say, and what changes nothing.
+    for (folder, key, value) in [
+        ("transformer", "_class_name", r#""Flux2Transformer2DModel""#),
+        ("transformer", "eps", "1e-05"),
+        ("text_encoder", "architectures", r#"["Qwen3ForCausalLM"]"#),
+        ("text_encoder", "architectures", r#"["Qwen3Model"]"#),
+        ("text_encoder", "sliding_window", "null"),
+        ("text_encoder", "sliding_window", "131072"),
+        ("text_encoder", "max_window_layers", "36"),
+        ("text_encoder", "use_sliding_window", "false"),
+        ("text_encoder", "tie_word_embeddings", "false"),
+        ("text_encoder", "layer_types", r#"["full_attention", "full_attention"]"#),
+        ("vae", "force_upcast", "true"),
+        ("vae", "sample_size", "1024"),
+        ("vae", "batch_norm_momentum", "0.1"),
+    ] {
+        check(folder, key, json(value)).unwrap_or_else(|error| panic!("{key}: {error}"));
+    }
+}
+
 #[test]
 fn the_base_of_the_rotation_may_be_nested() {
     let weights = tiny::model(Layout::Diffusers, DType::Bf16).unwrap().weights(Part::TextEncoder).unwrap();
@@ -296,6 +370,9 @@ fn the_index_of_a_pipeline_tells_the_variant() {
         // The index is asked before the name.
         assert_eq!(Variant::detect(Some(&ConfigFile::read(&path).unwrap()), &["klein-base"]).unwrap(), variant, "{text}");
     }
+    let path = scratch.write("model_index.json", r#"{"_class_name":"FluxPipeline"}"#);
+    let error = Variant::detect(Some(&ConfigFile::read(&path).unwrap()), &["klein"]).unwrap_err();
+    assert!(message(&error).ends_with("`_class_name` is \"FluxPipeline\", needed is a pipeline of FLUX.2"), "{error}");
 }
 
 /// The reference fills its models by the same rule; these are values it read back from them.

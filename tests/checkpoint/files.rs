@@ -38,10 +38,47 @@ fn shards_are_read_with_and_without_an_index() {
         assert_eq!(weights.shape("model.embed_tokens.weight").unwrap(), [8, 4]);
         assert_eq!(weights.weight("model.layers.0.input_layernorm.weight", &[4]).unwrap().parts[0].rows, 4);
     }
-    // A single file beside them is the better source: it needs no index.
-    scratch.write("model.safetensors", zeros(&[described("model.embed_tokens.weight", "F32", &[2, 2])]));
-    let single = Weights::open(Part::TextEncoder, scratch.path()).unwrap();
-    assert_eq!(single.shape("model.embed_tokens.weight").unwrap(), [2, 2]);
+}
+
+/// Of a checkpoint in several files and a single file beside it, the first is meant if it has an index and the second no name that
+/// a checkpoint in one file has. Otherwise there is no telling, and nothing is guessed.
+#[test]
+fn a_stray_file_does_not_take_the_place_of_a_checkpoint() {
+    let other = || zeros(&[described("model.embed_tokens.weight", "F32", &[2, 2])]);
+    for (stray, indexed, wins) in [
+        ("aaa.safetensors", true, true),
+        ("zzz.safetensors", true, true),
+        ("model.fp16.safetensors", true, true),
+        ("model.safetensors", true, false),
+        ("diffusion_pytorch_model.safetensors", true, false),
+        ("aaa.safetensors", false, false),
+        ("model.safetensors", false, false),
+    ] {
+        let scratch = Scratch::new();
+        for (name, bytes) in halves() {
+            scratch.write(name, bytes);
+        }
+        if indexed {
+            scratch.write("model.safetensors.index.json", index(BOTH));
+        }
+        scratch.write(stray, other());
+        if wins {
+            let weights = Weights::open(Part::TextEncoder, scratch.path()).unwrap();
+            assert_eq!(weights.shape("model.embed_tokens.weight").unwrap(), [8, 4], "{stray}");
+            assert_eq!(weights.source(), format!("2 shards of {}", scratch.path().display()));
+        } else {
+            let error = refused(scratch.path());
+            let beside = if indexed { "model.safetensors.index.json" } else { "model-00001-of-00002.safetensors" };
+            assert!(
+                error.starts_with("several checkpoints in one folder") && error.contains(&format!("{stray}, {beside}")),
+                "{error}"
+            );
+        }
+        // The file itself can always be named.
+        let single = Weights::open(Part::TextEncoder, &scratch.path().join(stray)).unwrap();
+        assert_eq!(single.shape("model.embed_tokens.weight").unwrap(), [2, 2]);
+        assert_eq!(single.source(), scratch.path().join(stray).display().to_string());
+    }
 }
 
 #[test]
@@ -83,9 +120,10 @@ fn incomplete_and_misleading_folders_are_refused() {
     let error = refused(scratch.path());
     assert!(error.starts_with("duplicate tensor") && error.contains("`model.embed_tokens.weight`"), "{error}");
     // Several single files, none with a usual name.
+    let scratch = Scratch::new();
     scratch.write("a.safetensors", zeros(&[]));
     scratch.write("b.safetensors", zeros(&[]));
-    assert!(refused(scratch.path()).contains("a.safetensors, b.safetensors / name the file itself"));
+    assert!(refused(scratch.path()).contains("a.safetensors, b.safetensors / name the file itself, or move"));
 }
 
 #[test]

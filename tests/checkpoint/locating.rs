@@ -119,7 +119,15 @@ fn single_files_need_no_folder() {
     // Two files that could be the transformer: neither is guessed.
     scratch.write("flux-2-klein-4b.safetensors", "");
     let error = locate(&LocateRequest { model: Some(scratch.path().into()), ..LocateRequest::default() }).unwrap_err();
-    assert!(message(&error).contains("there is no transformer"), "{error}");
+    let both = "2 files could be the transformer: flux-2-klein-4b.safetensors, flux-2-klein-9b.safetensors";
+    assert!(message(&error).ends_with(&format!("{both} / pick one with --transformer")), "{error}");
+    // One that is picked decides.
+    let picked = LocateRequest {
+        model: Some(scratch.path().into()),
+        transformer: Some(scratch.path().join("flux-2-klein-4b.safetensors")),
+        ..LocateRequest::default()
+    };
+    assert!(files(&picked).transformer.ends_with("flux-2-klein-4b.safetensors"));
     // One part alone is no model.
     let error = locate(&LocateRequest { vae: Some(vae), ..LocateRequest::default() }).unwrap_err();
     assert!(message(&error).contains("there is no transformer and no text encoder / expected transformer/"), "{error}");
@@ -244,8 +252,24 @@ fn cached_models_are_used_only_when_complete() {
     assert!(text.contains("(some/model): neither a folder nor in the Hugging Face cache ("), "{text}");
     let first = write_model(&scratch, "models--black-forest-labs--FLUX.2-klein-4B/snapshots/a");
     std::fs::remove_dir_all(first.join("vae")).unwrap();
-    assert_eq!(locate(&request(None)).unwrap(), Found::Tiny);
+    // Whoever began to download a model means it, and gets no other without a word.
+    let unfinished = |what: &str| {
+        let text = message(&locate(&request(None)).unwrap_err());
+        let whole =
+            format!("no model found (black-forest-labs/FLUX.2-klein-4B): it is in the Hugging Face cache, but not whole: {what}");
+        assert!(text.starts_with(&whole), "{text}");
+        assert!(
+            text.ends_with("`hf download black-forest-labs/FLUX.2-klein-4B`; --model tiny is kiln's own small model"),
+            "{text}"
+        );
+    };
+    unfinished("there is no vae / ");
     assert!(message(&locate(&request(Some("black-forest-labs/FLUX.2-klein-4B"))).unwrap_err()).contains("there is no vae"));
+    assert_eq!(locate(&request(Some("tiny"))).unwrap(), Found::Tiny);
+    // What it lacks may be given.
+    let given = scratch.write("ae.safetensors", "");
+    let with = LocateRequest { vae: Some(given.clone()), ..request(None) };
+    assert_eq!((files(&with).transformer, files(&with).vae), (first.join("transformer"), given));
     let second = write_model(&scratch, "models--black-forest-labs--FLUX.2-klein-base-4B/snapshots/b");
     assert_eq!(files(&request(None)).transformer, second.join("transformer"));
     // A link to a file that was never downloaded does not count.
@@ -254,6 +278,32 @@ fn cached_models_are_used_only_when_complete() {
         let weights = second.join("vae/diffusion_pytorch_model.safetensors");
         std::fs::remove_file(&weights).unwrap();
         std::os::unix::fs::symlink("../../../blobs/none", &weights).unwrap();
-        assert_eq!(locate(&request(None)).unwrap(), Found::Tiny);
+        unfinished("there is no vae / ");
+        std::fs::remove_dir_all(first.parent().unwrap().parent().unwrap()).unwrap();
+        let text = message(&locate(&request(None)).unwrap_err());
+        let link = "vae/diffusion_pytorch_model.safetensors: it is a link to something that is not there";
+        assert!(
+            text.contains(&format!(
+                "FLUX.2-klein-base-4B): it is in the Hugging Face cache, but not whole: the vae cannot be used: {link}"
+            )),
+            "{text}"
+        );
     }
+}
+
+#[test]
+fn a_repository_that_was_only_asked_about_is_none() {
+    let scratch = Scratch::new();
+    let environment = Environment { hf_hub_cache: Some(scratch.path().into()), ..Environment::default() };
+    let request = LocateRequest { environment, ..LocateRequest::default() };
+    let repository = "models--black-forest-labs--FLUX.2-klein-9B";
+    scratch.write(&format!("{repository}/.no_exist/abc/config.json"), "");
+    assert_eq!(locate(&request).unwrap(), Found::Tiny);
+    // A file that is being downloaded is a beginning.
+    scratch.write(&format!("{repository}/blobs/0123.incomplete"), "");
+    let text = message(&locate(&request).unwrap_err());
+    assert!(
+        text.contains("FLUX.2-klein-9B): it is in the Hugging Face cache, but not whole: the Hugging Face cache has no files"),
+        "{text}"
+    );
 }

@@ -10,6 +10,7 @@ mod mutations;
 #[path = "../common/random.rs"]
 mod random;
 mod real;
+mod unwritten;
 
 use kiln::checkpoint::Shard;
 use kiln::error::{Error, Result};

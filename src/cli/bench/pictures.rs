@@ -246,7 +246,7 @@ pub fn measure(
         width: request.size.width(),
         height: request.size.height(),
         steps: made.steps,
-        guidance: made.guidance,
+        guidance: made.guidance.chosen,
         references: request.references.len(),
         cold_s: cold,
         warm_s: warm,

@@ -1,0 +1,164 @@
+//! Names what people give as weights by mistake: files of other formats by their first bytes, and adapters by their tensors.
+
+use super::Shard;
+use super::header::FOREIGN;
+use crate::error::{Error, Result};
+use crate::names;
+use crate::text::grouped;
+use std::path::Path;
+
+const UNSUPPORTED: &str = "unsupported weight format";
+const USE_SAFETENSORS: &str = "use a .safetensors file";
+
+/// Bytes at the beginning of a file that tell what it is.
+const START: usize = 512;
+
+/// Formats that hold weights and are not read, as offset, bytes there and name.
+const WEIGHTS: [(usize, &[u8], &str); 7] = [
+    (0, b"PK\x03\x04", "a zip archive, probably a PyTorch checkpoint: Python pickle, which can run code and is never loaded"),
+    (0, b"GGUF", "GGUF"),
+    (0, b"GGML", "GGML"),
+    (0, b"\x89HDF\r\n\x1A\n", "HDF5, as Keras writes it"),
+    (0, b"\x93NUMPY", "a NumPy array"),
+    (4, b"TFL3", "TensorFlow Lite"),
+    (4, b"ORTM", "ONNX Runtime"),
+];
+
+/// Formats that hold none, or something packed, likewise.
+const OTHERS: [(usize, &[u8], &str); 14] = [
+    (0, b"\x7FELF", "a program or library (ELF)"),
+    (0, b"MZ\x90\0", "a program or library for Windows"),
+    (0, b"\x89PNG", "a PNG picture"),
+    (0, b"\xFF\xD8\xFF", "a JPEG picture"),
+    (0, b"GIF8", "a GIF picture"),
+    (8, b"WEBP", "a WebP picture"),
+    (0, b"%PDF", "a PDF document"),
+    (0, b"\x1F\x8B", "packed with gzip"),
+    (0, b"\xFD7zXZ\0", "packed with xz"),
+    (0, b"\x28\xB5\x2F\xFD", "packed with zstd"),
+    (4, b"1AY&SY", "packed with bzip2"),
+    (0, b"7z\xBC\xAF\x27\x1C", "a 7-Zip archive"),
+    (0, b"Rar!\x1A\x07", "a RAR archive"),
+    (257, b"ustar", "a tar archive"),
+];
+
+/// What a file is that cannot be a safetensors file, if that is known.
+pub(super) fn format(path: &Path, file: &[u8]) -> Option<Error> {
+    let start = &file[..file.len().min(START)];
+    let at = |offset: usize, magic: &[u8]| start.get(offset..).is_some_and(|rest| rest.starts_with(magic));
+    let foreign = |detail: String, hint: &str| Some(Error::bad_file(path, FOREIGN, detail).with_hint(hint));
+    if at(0, b"version https://git-lfs") {
+        // The pointer says how large the file is that it stands for.
+        let size = start.split(|&byte| byte == b'\n').find_map(|line| line.strip_prefix(b"size "));
+        let size: Option<u64> = size.and_then(|digits| str::from_utf8(digits).ok()?.trim().parse().ok());
+        let whole = size.map_or_else(String::new, |size| format!("{}-byte ", grouped(size)));
+        let hint = format!("run git lfs pull, or download the {whole}file itself");
+        return foreign(format!("it is a {}-byte Git LFS pointer", grouped(file.len() as u64)), &hint);
+    }
+    if let Some((_, _, name)) = WEIGHTS.iter().find(|(offset, magic, _)| at(*offset, magic)) {
+        return Some(Error::bad_file(path, UNSUPPORTED, *name).with_hint(USE_SAFETENSORS));
+    }
+    if start.len() > 2 && start[0] == 0x80 && (2..=5).contains(&start[1]) {
+        let pickle = "Python pickle, which can run code and is never loaded";
+        return Some(Error::bad_file(path, UNSUPPORTED, pickle).with_hint(USE_SAFETENSORS));
+    }
+    if is_onnx(start) {
+        return Some(Error::bad_file(path, UNSUPPORTED, "ONNX").with_hint(USE_SAFETENSORS));
+    }
+    if let Some((_, _, name)) = OTHERS.iter().find(|(offset, magic, _)| at(*offset, magic)) {
+        let hint = if name.starts_with("packed") { "unpack it first" } else { USE_SAFETENSORS };
+        return foreign(format!("it is {name}"), hint);
+    }
+    // So short a file can be the beginning of the length that a safetensors file begins with.
+    if start.len() < size_of::<u64>() {
+        return None;
+    }
+    if start.iter().all(|&byte| byte == 0) {
+        return foreign(
+            "it begins with zeros, as a file does whose download has not got that far".into(),
+            "wait for the download, or download the file again",
+        );
+    }
+    let text = readable(start)?.trim_start().to_ascii_lowercase();
+    if ["<!doctype", "<html", "<head", "<?xml"].iter().any(|tag| text.starts_with(tag)) {
+        return foreign(
+            "it is a web page".into(),
+            "the download was answered with a page, perhaps a login; download the file itself",
+        );
+    }
+    if !text.starts_with(['{', '[']) {
+        return foreign("it is text".into(), USE_SAFETENSORS);
+    }
+    // The index of shards is the one JSON file that people take for the weights.
+    let index = text.contains("\"weight_map\"") || path.to_string_lossy().ends_with(".safetensors.index.json");
+    if index {
+        return foreign("it is the index of a checkpoint in several files".into(), "give the folder that holds it");
+    }
+    foreign("it is JSON".into(), USE_SAFETENSORS)
+}
+
+/// The beginning of a file as text, if it is text. A character may be cut at its end.
+fn readable(start: &[u8]) -> Option<&str> {
+    let text = match str::from_utf8(start) {
+        Ok(text) => text,
+        Err(error) if error.error_len().is_none() => str::from_utf8(&start[..error.valid_up_to()]).ok()?,
+        Err(_) => return None,
+    };
+    (!text.contains(|c: char| c.is_control() && !c.is_ascii_whitespace())).then_some(text)
+}
+
+/// ONNX has no mark of its own: it is a message whose first field is a small version and whose second is who wrote it.
+fn is_onnx(start: &[u8]) -> bool {
+    let [0x08, 1..=32, 0x12, length, rest @ ..] = start else { return false };
+    let producer = rest.get(..usize::from(*length));
+    producer.is_some_and(|name| !name.is_empty() && name.iter().all(|byte| byte.is_ascii_graphic() || *byte == b' '))
+}
+
+/// Fails if a file holds an adapter to a model, and no model.
+pub(super) fn refuse_adapter(shard: &Shard) -> Result<()> {
+    let Some((name, _)) = shard.tensors().find(|(name, _)| names::is_adapter(name)) else { return Ok(()) };
+    let error = Error::bad_file(shard.path(), "not a model", format!("it is a LoRA adapter, with tensor `{name}`"));
+    Err(error.with_hint("LoRA is not supported yet; use the model that it was made for"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn told(file: &[u8]) -> Option<String> {
+        format(Path::new("x"), file).map(|error| error.to_string())
+    }
+
+    #[test]
+    fn files_are_called_by_their_names() {
+        let mut tar = vec![b'a'; 600];
+        tar[3] = 0;
+        tar[257..262].copy_from_slice(b"ustar");
+        let cases: [(&[u8], &str); 14] = [
+            (b"\x7FELF\x02\x01", "not a safetensors file (x): it is a program or library (ELF)"),
+            (b"\x1F\x8B\x08\0", "not a safetensors file (x): it is packed with gzip"),
+            (b"\x28\xB5\x2F\xFD\0", "not a safetensors file (x): it is packed with zstd"),
+            (b"\xFD7zXZ\0\0", "not a safetensors file (x): it is packed with xz"),
+            (&tar, "not a safetensors file (x): it is a tar archive"),
+            (b"\x89HDF\r\n\x1A\n\0", "unsupported weight format (x): HDF5, as Keras writes it"),
+            (b"\x08\x08\x12\x07pytorch\x1A\x05", "unsupported weight format (x): ONNX"),
+            (b"\x80\x04\x95", "unsupported weight format (x): Python pickle, which can run code and is never loaded"),
+            (b"# FLUX.2\n", "not a safetensors file (x): it is text"),
+            ("狐 in the snow".as_bytes(), "not a safetensors file (x): it is text"),
+            (b" {\"a\": 1}", "not a safetensors file (x): it is JSON"),
+            (b"[1, 2, 3]", "not a safetensors file (x): it is JSON"),
+            (b"{\"weight_map\": {}}", "not a safetensors file (x): it is the index of a checkpoint in several files"),
+            (&[0; 700], "not a safetensors file (x): it begins with zeros, as a file does whose download has not got that far"),
+        ];
+        for (file, message) in cases {
+            assert_eq!(told(file).as_deref(), Some(message));
+        }
+        // A character that is cut at the end of what is looked at is still text; other bytes are nothing that is known.
+        assert!(told(format!("x{}", "é".repeat(400)).as_bytes()).unwrap().ends_with("it is text"));
+        for unknown in
+            [&b"\x01\x02\x03"[..], b"text", b"\0\0", b"\x08\x08\x12\x00", b"\x08\x08\x12\x07pyt", b"\xE9t\xE9 in Latin-1"]
+        {
+            assert_eq!(told(unknown), None, "{unknown:?}");
+        }
+    }
+}

@@ -1,0 +1,83 @@
+//! Files that were given their length and not yet all of their content: from wherever on they are zeros, it is found.
+
+use super::message;
+use kiln::checkpoint::{Part, Shard, Weights};
+use kiln::config::{TextConfig, TransformerConfig, VaeConfig};
+use kiln::error::Result;
+use kiln::names::{self, Layout, Place, TensorSpec, text_manifest, transformer_manifest, vae_manifest};
+use kiln::tensor::{Bytes, DType};
+use kiln::tiny;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+/// The tiny model's files, each with what a run reads of it.
+fn parts() -> [(Part, Vec<u8>, Vec<TensorSpec>); 3] {
+    let model = tiny::model(Layout::Diffusers, DType::Bf16).unwrap();
+    [
+        (Part::Transformer, model.transformer.to_vec(), transformer_manifest(&TransformerConfig::tiny())),
+        (Part::TextEncoder, model.text_encoder.to_vec(), text_manifest(&TextConfig::tiny())),
+        (Part::Vae, model.vae.to_vec(), vae_manifest(&VaeConfig::tiny())),
+    ]
+}
+
+fn opened(part: Part, bytes: &[u8]) -> Weights {
+    let shard = Shard::from_bytes("x.safetensors", Bytes::new(Arc::new(bytes.to_vec()))).unwrap();
+    Weights::from_shards(part, vec![shard]).unwrap()
+}
+
+/// What a run looks at as it uses its weights.
+fn look(weights: &Weights, manifest: &[TensorSpec]) -> Result<()> {
+    for spec in manifest.iter().filter(|spec| spec.shape.len() > 1) {
+        weights.note(&spec.name, spec.name.contains("embed_tokens"));
+    }
+    weights.look()
+}
+
+/// Places of the matrices that a run reads, in a file.
+fn matrices(weights: &Weights, manifest: &[TensorSpec]) -> Vec<Range<usize>> {
+    let read = |name: &str| match names::resolve(weights.part(), name) {
+        Place::Weight(spelling) => manifest.iter().any(|spec| spec.name == spelling.canonical),
+        _ => false,
+    };
+    let tensors = weights.shards()[0].tensors().filter(|(name, _)| read(name)).map(|(_, entry)| entry);
+    tensors.filter(|entry| entry.shape.len() > 1 && entry.shape[0] > 1).map(|entry| entry.range.clone()).collect()
+}
+
+#[test]
+fn a_download_that_stopped_anywhere_is_found() {
+    for (part, bytes, manifest) in parts() {
+        let whole = opened(part, &bytes);
+        look(&whole, &manifest).unwrap();
+        let places = matrices(&whole, &manifest);
+        let last = places.iter().map(|range| range.start).max().unwrap();
+        let first = places.iter().map(|range| range.start).min().unwrap();
+        // From the first matrix to the last, in steps that fall anywhere in them.
+        for cut in (first..=last).step_by((last - first) / 23 + 1).chain([last]) {
+            let mut cut_short = bytes.clone();
+            cut_short[cut..].fill(0);
+            let text = message(&look(&opened(part, &cut_short), &manifest).unwrap_err());
+            assert!(
+                text.starts_with("incomplete file (x.safetensors): tensor `") && text.ends_with("download it again"),
+                "{text}"
+            );
+        }
+        // A piece that is missing in the middle.
+        for range in places.iter().step_by(places.len() / 24 + 1) {
+            let mut holed = bytes.clone();
+            holed[range.clone()].fill(0);
+            let text = message(&look(&opened(part, &holed), &manifest).unwrap_err());
+            assert!(text.contains("` is all zeros / "), "{text}");
+        }
+    }
+}
+
+#[test]
+fn trained_weights_are_not_mistaken_for_missing_ones() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/builtin");
+    for (part, name) in [(Part::Transformer, "transformer"), (Part::TextEncoder, "text_encoder"), (Part::Vae, "vae")] {
+        let weights = Weights::open(part, &folder.join(name)).unwrap();
+        weights.names().for_each(|tensor| weights.note(tensor, tensor.contains("embed_tokens")));
+        weights.look().unwrap();
+    }
+}
