@@ -26,7 +26,7 @@ pub(super) fn refuse(path: &Path, name: &str, entry: &Entry, bytes: &[u8], table
     }
     let stretch = bytes.len().div_ceil(STRETCHES);
     let stretch = if table || stretch < LEAST { bytes.len() } else { stretch };
-    let Some(empty) = bytes.chunks(stretch).position(|stretch| all_zero(stretch)) else { return Ok(()) };
+    let Some(empty) = bytes.chunks(stretch).position(all_zero) else { return Ok(()) };
     let detail = if all_zero(bytes) {
         format!("tensor `{name}` is all zeros")
     } else {
