@@ -304,7 +304,8 @@ mod program {
     fn words_it_does_not_know_are_named() {
         let sandbox = Sandbox::new();
         let draw = |prompt: &str, flags: &[&str]| {
-            let run = sandbox.bare([&[prompt, "-o", "a.png", "--force"][..], &ONE, flags].concat()).good();
+            let quick = ["-o", "a.png", "--force", "--width", "64", "--height", "64"];
+            let run = sandbox.bare([&[prompt], &quick[..], &ONE, flags].concat()).good();
             run.stderr.lines().filter(|line| line.contains("does not know")).map(str::to_owned).collect::<Vec<_>>()
         };
         let draws = "it draws one to three circles, squares, triangles, stars, hearts, rings, crosses or hexagons in twelve colours on \

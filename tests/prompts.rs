@@ -219,6 +219,7 @@ fn what_no_known_tokenizer_has_is_refused_by_name() {
             ),
         ),
         (with(r#"{"Regex":"#, r#"{"String":"#), split("a text to split at")),
+        (with(r#""pattern":"#, r#""other":"#), split("no pattern")),
         (with("Isolated", "Removed"), split("the behavior `Removed`")),
         (with(r#""invert":false"#, r#""invert":true"#), split("`invert`")),
         (

@@ -129,6 +129,7 @@ impl<S> Part<S> {
             }
             (Some(Pattern::Regex(pattern)), Some("Isolated"), false) => format!("the pattern `{}`", shown(pattern)),
             (Some(Pattern::String(_)), ..) => "a text to split at".into(),
+            (None, ..) => "no pattern".into(),
             (_, _, true) => "`invert`".into(),
             (_, behavior, _) => format!("the behavior `{}`", shown(behavior.unwrap_or_default())),
         };
