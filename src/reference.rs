@@ -17,6 +17,7 @@
 //! An image handed to that pipeline without `load_image` is resized in its own colour mode (palettes even without
 //! interpolation) and converted afterwards; for an RGB image, which is what `load_image` returns, the two orders are the same.
 
+mod jpeg;
 mod jpeg_file;
 mod kind;
 pub mod lanczos;
@@ -188,10 +189,10 @@ fn check_size(width: usize, height: usize) -> Result<(), Fault> {
 }
 
 /// Memory for pixels, or the news that there is none: an image can ask for hundreds of megabytes.
-fn buffer(bytes: usize) -> Result<Vec<u8>, Fault> {
+fn buffer<T: Copy + Default>(count: usize) -> Result<Vec<T>, Fault> {
     let mut buffer = Vec::new();
-    buffer.try_reserve_exact(bytes).map_err(|_| Fault::Memory(bytes as u64))?;
-    buffer.resize(bytes, 0);
+    buffer.try_reserve_exact(count).map_err(|_| Fault::Memory((count * size_of::<T>()) as u64))?;
+    buffer.resize(count, T::default());
     Ok(buffer)
 }
 

@@ -8,8 +8,6 @@ use std::io::Write;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
-use zune_jpeg::JpegDecoder;
-use zune_jpeg::zune_core::bytestream::ZCursor;
 
 #[test]
 fn a_file_cut_anywhere_is_refused() {
@@ -23,28 +21,17 @@ fn a_file_cut_anywhere_is_refused() {
         cuts += whole.len();
     }
     assert!(cuts >= 1000, "{cuts}");
-
-    // The control: the same library, left to its defaults, fills in what is missing.
-    let whole = fixture("baseline_420.jpg");
-    assert!(JpegDecoder::new(ZCursor::new(&whole[..whole.len() * 9 / 10])).decode().is_ok());
 }
 
 #[test]
 fn an_end_mark_does_not_make_half_an_image_whole() {
     for name in ["baseline_420.jpg", "baseline_444.jpg", "grey.jpg", "restarts.jpg", "cmyk.jpg", "progressive_420.jpg"] {
         let whole = fixture(name);
-        let image = decode(&whole).unwrap();
-        // Of a progressive image, a cut in an earlier scan would leave a coarser image, and a whole one.
-        let last_scan = whole.windows(2).rposition(|w| w == [0xFF, 0xDA]).unwrap() + 16;
-        let mut refused = 0;
-        for length in last_scan..whole.len() - 2 {
-            match decode(&[&whole[..length], &[0xFF, 0xD9]].concat()) {
-                Err(_) => refused += 1,
-                // The last bits are sometimes those that stand in for missing ones.
-                Ok(found) => assert!(found == image, "{name} cut to {length} of {} bytes", whole.len()),
-            }
+        decode(&whole).unwrap();
+        for length in 2..whole.len() - 2 {
+            let cut = [&whole[..length], &[0xFF, 0xD9]].concat();
+            assert!(decode(&cut).is_err(), "{name} cut to {length} of {} bytes", whole.len());
         }
-        assert!(refused + 1 >= whole.len() - 2 - last_scan, "{name}: {refused} refused");
     }
 }
 
@@ -183,7 +170,8 @@ fn what_is_not_an_image_is_named() {
         assert_eq!((error.exit_code(), error.hint().as_deref()), (3, Some("convert to PNG or JPEG")));
     }
     let error = Reference::open(&folder).unwrap_err();
-    assert!(error.to_string().ends_with("this is a folder"), "{error}");
+    // No image, so there is nothing to convert.
+    assert!(error.to_string().ends_with("it is a folder") && error.hint().is_none(), "{error}");
     let error = Reference::open(&folder.join("none.png")).unwrap_err();
     assert!(error.to_string().starts_with("cannot read ("), "{error}");
     std::fs::remove_dir_all(&folder).unwrap();
@@ -193,7 +181,7 @@ fn what_is_not_an_image_is_named() {
 #[test]
 fn what_is_not_a_file_does_not_block() {
     let error = Reference::open(Path::new("/dev/zero")).unwrap_err();
-    assert_eq!(error.to_string(), "cannot read image (/dev/zero): this is not a regular file");
+    assert_eq!(error.to_string(), "cannot read image (/dev/zero): it is not a regular file");
 }
 
 #[test]
