@@ -89,9 +89,9 @@ impl Stored {
 
     /// Makes the samples of a block.
     #[inline(always)]
-    fn transform(&mut self, coefficients: &Block, only_dc: bool, (x, y): (usize, usize)) {
+    fn transform(&mut self, coefficients: &Block, (x, y): (usize, usize)) {
         let stride = self.blocks.0 * 8;
-        idct::block(coefficients, &self.quantisers, only_dc, &mut self.samples[y * 8 * stride + x * 8..], stride);
+        idct::block(coefficients, &self.quantisers, &mut self.samples[y * 8 * stride + x * 8..], stride);
     }
 
     /// Makes samples of the coefficients that are stored, and drops these.
@@ -101,8 +101,7 @@ impl Stored {
             self.samples = buffer(coefficients.len() * 64)?;
         }
         for (i, block) in coefficients.iter().enumerate() {
-            let only_dc = block[1..].iter().all(|&v| v == 0);
-            self.transform(block, only_dc, (i % self.blocks.0, i / self.blocks.0));
+            self.transform(block, (i % self.blocks.0, i / self.blocks.0));
         }
         Ok(())
     }

@@ -24,17 +24,11 @@ fn at(coded: usize) -> usize {
     usize::from(ZIGZAG[coded & 63])
 }
 
-/// Decodes a block of a sequential scan into zeros, and returns the last coefficient that was set, in coded order.
+/// Decodes a block of a sequential scan into zeros.
 #[inline(always)]
-pub(super) fn sequential(
-    bits: &mut Bits<'_>,
-    dc: &Codes,
-    ac: &Codes,
-    previous: &mut i16,
-    block: &mut Block,
-) -> Result<usize, Flaw> {
+pub(super) fn sequential(bits: &mut Bits<'_>, dc: &Codes, ac: &Codes, previous: &mut i16, block: &mut Block) -> Result<(), Flaw> {
     block[0] = difference(bits, dc, previous)?;
-    let (mut k, mut last) = (1, 0);
+    let mut k = 1;
     while k < 64 {
         let symbol = bits.symbol(ac)?;
         let (run, length) = (usize::from(symbol >> 4), symbol & 15);
@@ -53,10 +47,9 @@ pub(super) fn sequential(
         }
         // Fifteen bits at most, so it fits.
         block[at(k)] = bits.signed(length)? as i16;
-        last = k;
         k += 1;
     }
-    Ok(last)
+    Ok(())
 }
 
 /// A DC coefficient, coded as the difference from the one before it.

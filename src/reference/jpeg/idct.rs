@@ -21,29 +21,49 @@ const fn fixed(value: f64) -> i32 {
     (value * (1 << CONSTANT) as f64 + 0.5) as i32
 }
 
+/// Ones where a coefficient is none of the lowest `SIDE` in each direction.
+const fn outside<const SIDE: usize>() -> Block {
+    let (mut mask, mut at) = ([0; 64], 0);
+    while at < 64 {
+        mask[at] = if at / 8 < SIDE && at % 8 < SIDE { 0 } else { -1 };
+        at += 1;
+    }
+    mask
+}
+
+/// Whether all coefficients but the lowest `SIDE` in each direction are zero.
+#[inline(always)]
+fn within<const SIDE: usize>(coefficients: &Block) -> bool {
+    let mask = const { &outside::<SIDE>() };
+    coefficients.iter().zip(mask).fold(0, |all, (c, m)| all | (c & m)) == 0
+}
+
 /// Dequantises the coefficients of a block and writes its 8 x 8 samples to rows that are `stride` apart.
-pub(super) fn block(coefficients: &Block, quantisers: &Block, only_dc: bool, out: &mut [u8], stride: usize) {
-    if only_dc {
+pub(super) fn block(coefficients: &Block, quantisers: &Block, out: &mut [u8], stride: usize) {
+    // Most blocks of most images are smooth.
+    if within::<1>(coefficients) {
         let value = coefficients[0].wrapping_mul(quantisers[0]).wrapping_shl(EXTRA as u32);
         let sample = sample(saturated((i32::from(value) + 16) >> 5));
         out.chunks_mut(stride).take(8).for_each(|row| row[..8].fill(sample));
-        return;
+    } else if within::<4>(coefficients) {
+        transform::<4>(coefficients, quantisers, out, stride);
+    } else {
+        transform::<8>(coefficients, quantisers, out, stride);
     }
+}
+
+/// Both passes, if no more than the lowest `SIDE` coefficients in each direction matter.
+fn transform<const SIDE: usize>(coefficients: &Block, quantisers: &Block, out: &mut [u8], stride: usize) {
     let mut rows = [[0; 8]; 8];
     let values = coefficients.iter().zip(quantisers).map(|(c, q)| c.wrapping_mul(*q));
-    rows.as_flattened_mut().iter_mut().zip(values).for_each(|(to, value)| *to = value);
-    // A block has few coefficients; with all of them in the first row its columns are constant.
-    if rows[1..].as_flattened().iter().all(|&v| v == 0) {
-        let first = rows[0].map(|v| v.wrapping_shl(EXTRA as u32));
-        rows = [first; 8];
-    } else {
-        rows = pass::<{ CONSTANT - EXTRA }>(&rows);
-    }
-    let columns = pass::<{ CONSTANT + EXTRA + 3 }>(&transposed(rows));
-    for (to, row) in out.chunks_mut(stride).zip(transposed(columns)) {
-        let mut samples = [0; 8];
-        samples.iter_mut().zip(row).for_each(|(to, value)| *to = sample(value));
-        to[..8].copy_from_slice(&samples);
+    rows.as_flattened_mut().iter_mut().zip(values).take(8 * SIDE).for_each(|(to, value)| *to = value);
+    let rows = pass::<{ CONSTANT - EXTRA }, SIDE, SIDE>(&rows);
+    let columns = pass::<{ CONSTANT + EXTRA + 3 }, SIDE, 8>(&transposed(&rows));
+    let mut samples = [[0; 8]; 8];
+    let values = columns.as_flattened().iter().map(|&value| sample(value));
+    samples.as_flattened_mut().iter_mut().zip(values).for_each(|(to, sample)| *to = sample);
+    for (to, row) in out.chunks_mut(stride).zip(transposed_bytes(samples)) {
+        to[..8].copy_from_slice(&row);
     }
 }
 
@@ -58,26 +78,37 @@ fn saturated(value: i32) -> i16 {
     value.clamp(i32::from(i16::MIN), i32::from(i16::MAX)) as i16
 }
 
-/// Rows become columns: three times, the upper and the lower half of the rows are interleaved, which vectors are good at.
-#[inline(always)]
-fn transposed(mut rows: [Lanes; 8]) -> [Lanes; 8] {
-    for _ in 0..3 {
-        let mut next = [[0; 8]; 8];
-        for i in 0..4 {
-            let (a, b) = (rows[i], rows[i + 4]);
-            next[2 * i] = [a[0], b[0], a[1], b[1], a[2], b[2], a[3], b[3]];
-            next[2 * i + 1] = [a[4], b[4], a[5], b[5], a[6], b[6], a[7], b[7]];
+/// Rows become columns.
+fn transposed(rows: &[Lanes; 8]) -> [Lanes; 8] {
+    let mut out = [[0; 8]; 8];
+    for (y, row) in out.iter_mut().enumerate() {
+        for (to, from) in row.iter_mut().zip(rows) {
+            *to = from[y];
         }
-        rows = next;
     }
-    rows
+    out
 }
 
-/// Transforms the columns; `DOWN` bits are rounded away.
-fn pass<const DOWN: usize>(rows: &[Lanes; 8]) -> [Lanes; 8] {
+/// The same for bytes, eight of them in a word: blocks of 1, 2 and 4 change places across the diagonal.
+#[inline(always)]
+fn transposed_bytes(rows: [[u8; 8]; 8]) -> [[u8; 8]; 8] {
+    let mut words = rows.map(u64::from_le_bytes);
+    for (apart, mask) in [(1, 0x00FF_00FF_00FF_00FF), (2, 0x0000_FFFF_0000_FFFF), (4, 0x0000_0000_FFFF_FFFF)] {
+        for i in (0..8).filter(|i| i & apart == 0) {
+            let swapped = ((words[i] >> (8 * apart)) ^ words[i + apart]) & mask;
+            words[i] ^= swapped << (8 * apart);
+            words[i + apart] ^= swapped;
+        }
+    }
+    words.map(u64::to_le_bytes)
+}
+
+/// Transforms `LANES` columns, of which no more than the first `SIDE` rows matter; `DOWN` bits are rounded away.
+#[inline(always)]
+fn pass<const DOWN: usize, const SIDE: usize, const LANES: usize>(rows: &[Lanes; 8]) -> [Lanes; 8] {
     let mut out = [[0; 8]; 8];
-    for lane in 0..8 {
-        let column = column::<DOWN>(std::array::from_fn(|k| rows[k][lane]));
+    for lane in 0..LANES {
+        let column = column::<DOWN>(std::array::from_fn(|k| if k < SIDE { rows[k][lane] } else { 0 }));
         for (row, value) in out.iter_mut().zip(column) {
             row[lane] = value;
         }
@@ -147,7 +178,7 @@ mod tests {
                 if k <= case / 4 { value / (1 + k as i16) } else { 0 }
             });
             let (mut samples, want) = ([0; 64], exact(&coefficients));
-            block(&coefficients, &[1; 64], case < 4, &mut samples, 8);
+            block(&coefficients, &[1; 64], &mut samples, 8);
             for (&got, want) in samples.iter().zip(want) {
                 let want = want.clamp(0.0, 255.0);
                 assert!((f64::from(got) - want).abs() < 0.6, "case {case}: {got}, not {want}");
@@ -160,20 +191,13 @@ mod tests {
     #[test]
     fn shortcuts_change_nothing() {
         let quantisers: Block = std::array::from_fn(|k| k as i16 + 1);
-        for dc in [-1500, -300, -1, 0, 7, 100, 1500] {
-            let coefficients: Block = std::array::from_fn(|k| if k == 0 { dc } else { 0 });
+        for (side, scale) in [(1, 1500), (1, -300), (1, 7), (2, 100), (4, 60), (4, -9), (5, 20), (8, 3)] {
+            let inside = |k: usize| k / 8 < side && k % 8 < side;
+            let coefficients: Block = std::array::from_fn(|k| if inside(k) { scale / (1 + k as i16) } else { 0 });
             let (mut short, mut long) = ([0; 64], [0; 64]);
-            block(&coefficients, &quantisers, true, &mut short, 8);
-            block(&coefficients, &quantisers, false, &mut long, 8);
+            block(&coefficients, &quantisers, &mut short, 8);
+            transform::<8>(&coefficients, &quantisers, &mut long, 8);
             assert_eq!(short, long);
         }
-        let row: Block = std::array::from_fn(|k| if k < 8 { 40 - 9 * k as i16 } else { 0 });
-        let (mut short, mut long) = ([0; 64], [0; 64]);
-        block(&row, &[3; 64], false, &mut short, 8);
-        let mut rows = [[0; 8]; 8];
-        rows.as_flattened_mut().iter_mut().zip(row).for_each(|(to, v)| *to = v * 3);
-        let columns = pass::<{ CONSTANT + EXTRA + 3 }>(&transposed(pass::<{ CONSTANT - EXTRA }>(&rows)));
-        long.iter_mut().enumerate().for_each(|(at, to)| *to = sample(columns[at % 8][at / 8]));
-        assert_eq!(short, long);
     }
 }

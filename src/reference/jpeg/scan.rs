@@ -121,9 +121,9 @@ impl Scan<'_> {
         if !frame.progressive {
             let mut coefficients: Block = [0; 64];
             return self.walk(frame, parts, |bits, carried, part, place| {
-                let last = block::sequential(bits, &dc[part], &ac[part], &mut carried.dc[part], &mut coefficients)?;
+                block::sequential(bits, &dc[part], &ac[part], &mut carried.dc[part], &mut coefficients)?;
                 if let Some(place) = place {
-                    stored[parts[part].component].transform(&coefficients, last == 0, place);
+                    stored[parts[part].component].transform(&coefficients, place);
                 }
                 coefficients = [0; 64];
                 Ok(())
