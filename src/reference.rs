@@ -7,12 +7,12 @@
 //!
 //! [`Reference::prepare`] then does what the reference pipeline does, to the bit: `diffusers.utils.load_image` (turn as EXIF
 //! says, convert to RGB, drop alpha) followed by the preprocessing of its klein pipeline (cap the area, crop to whole patches).
-//! Two differences are known, and both are in the decoding:
+//! That includes the decoding, where JPEG leaves roundings to the decoder: ours has those of the one in Pillow. Two differences
+//! are meant:
 //!
-//! - JPEG decoders may round differently, above all when they enlarge chroma. Ours is within 5 of 255 levels of the one in
-//!   Pillow, and within half a level on average; `tests/references` holds it to that.
 //! - Pillow clips 16-bit grey at 255, which turns such an image white. Here all 16-bit images keep their upper byte, as Pillow
 //!   does with colour.
+//! - Pillow fills in what is missing inside of a JPEG. Here it is damaged.
 //!
 //! An image handed to that pipeline without `load_image` is resized in its own colour mode (palettes even without
 //! interpolation) and converted afterwards; for an RGB image, which is what `load_image` returns, the two orders are the same.
@@ -160,8 +160,7 @@ fn decode(bytes: &[u8], origin: &Path) -> Result<Image, Fault> {
     orientation.apply(image)
 }
 
-/// Runs a decoder. The libraries behind it are fuzzed by their authors and by us, and still: a panic on a strange file must not
-/// take the process with it.
+/// Runs a decoder. Ours and the libraries' are fuzzed, and still: a panic on a strange file must not take the process with it.
 fn isolated<T>(decoder: impl FnOnce() -> Result<T, Fault>) -> Result<T, Fault> {
     // Nothing the decoder touches outlives a panic, so nothing broken can be seen.
     catch_unwind(AssertUnwindSafe(decoder)).unwrap_or_else(|_| Err(Fault::Damaged("the decoder gave up on it".into())))

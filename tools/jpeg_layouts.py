@@ -317,7 +317,7 @@ def layouts_of(parts, fits):
         "apart": Layout(whole(reversed(each))),
         "successive": Layout(successive, progressive=True),
         "restarts_apart": Layout(whole(each), restart=4, sof=0xC1),
-        "spectral": Layout([(part, 0, 0, 0, 0) for part in each] + bands((1, 2, 0, 0), (3, 63, 0, 0)), progressive=True),
+        "spectral": Layout(bands((0, 0, 0, 0), (1, 2, 0, 0), (3, 63, 0, 0)), progressive=True),
         "deep": Layout(deep, progressive=True, restart=7, end_run=5),
     }
     if fits and parts > 1:
@@ -361,6 +361,6 @@ def layouts():
         found[name] = {
             key: b"".join(encode(SIZE, components, layout))
             for key, layout in chosen.items()
-            if (name in THOROUGH or key in OTHERS) and (key != "luma_first" or sum(c.h * c.v for c in components[1:]) <= 10)
+            if name in THOROUGH or key in OTHERS
         }
     return found

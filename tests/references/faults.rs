@@ -1,7 +1,7 @@
 //! Damaged, hostile and merely unsuitable files: each is refused by one clear message, and none does harm.
 
 use crate::random::{Random, cases};
-use crate::{Chunk, decode, fixture, fixtures, jpeg_claiming, png, png_header, refusal};
+use crate::{Chunk, decode, fixture, fixtures, jpeg_claiming, layouts, png, png_header, refusal};
 use kiln::image::Image;
 use kiln::reference::{AREA_CAP, Reference};
 use std::io::Write;
@@ -95,7 +95,7 @@ fn mutated(original: &[u8], random: &mut Random) -> Vec<u8> {
 #[test]
 fn mutated_files_neither_panic_nor_take_long() {
     const LIMIT: Duration = Duration::from_millis(100);
-    let originals: Vec<Vec<u8>> = [
+    let mut originals: Vec<Vec<u8>> = [
         "baseline_420.jpg",
         "baseline_422.jpg",
         "progressive_420.jpg",
@@ -117,6 +117,10 @@ fn mutated_files_neither_panic_nor_take_long() {
     ]
     .map(fixture)
     .into();
+    originals.extend(
+        ["420.apart", "unlike_chroma.deep", "440.restarts", "ycck.spectral", "dense_cb.luma_first", "ninth.successive"]
+            .map(|name| layouts::layout(name).jpeg),
+    );
     let (accepted, damaged) = (AtomicUsize::new(0), AtomicUsize::new(0));
     cases("mutated images", 200_000, 1_000_000, |random| {
         let original = &originals[random.below(originals.len())];

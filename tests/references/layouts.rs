@@ -6,9 +6,9 @@ use kiln::checkpoint::Shard;
 use kiln::image::Image;
 
 /// Name, file, and the picture it must be.
-struct Layout {
+pub struct Layout {
     name: String,
-    jpeg: Vec<u8>,
+    pub jpeg: Vec<u8>,
     image: Image,
 }
 
@@ -24,7 +24,7 @@ fn layouts() -> Vec<Layout> {
         .collect()
 }
 
-fn layout(name: &str) -> Layout {
+pub fn layout(name: &str) -> Layout {
     layouts().into_iter().find(|layout| layout.name == name).unwrap_or_else(|| panic!("no layout {name}"))
 }
 

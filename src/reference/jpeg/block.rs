@@ -165,3 +165,86 @@ fn refine(bits: &mut Bits<'_>, coefficient: &mut i16, one: i16) -> Result<(), Fl
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::huffman::Table;
+    use super::*;
+
+    /// Codes of eight bits, which are the symbols' indices.
+    fn codes(symbols: &[u8]) -> Codes {
+        let counts = std::array::from_fn(|i| if i == 7 { symbols.len() as u8 } else { 0 });
+        Table { counts: &counts, symbols }.codes(255).unwrap()
+    }
+
+    /// Symbols of the tests: end, sixteen zeros, a value after 15 and after no zeros, three zeros and no value, two bits.
+    const SYMBOLS: [u8; 6] = [0x00, 0xF0, 0xF1, 0x01, 0x30, 0x02];
+    const WHOLE: Band = Band { first: 1, last: 63, low: 0 };
+
+    fn whole(data: &[u8]) -> Result<Block, Flaw> {
+        let mut block = [0; 64];
+        let (dc, ac) = (codes(&[0, 8, 15]), codes(&SYMBOLS));
+        sequential(&mut Bits::new(data), &dc, &ac, &mut 0, &mut block).map(|()| block)
+    }
+
+    #[test]
+    fn a_block_is_a_difference_and_runs_of_zeros() {
+        // A difference of 8 bits, a value at once, one 16 later, the end.
+        let block = whole(&[1, 200, 3, 0b1000_0001, 0b0000_0000, 0, 0]).unwrap();
+        let set: Vec<(usize, i16)> = (0..64).map(|k| (k, block[at(k)])).filter(|&(_, v)| v != 0).collect();
+        assert_eq!(set, [(0, 200), (1, 1), (17, -1)]);
+        // Zeros up to the very end need no symbol of their own.
+        assert_eq!(whole(&[0, 1, 1, 1, 0]), Ok([0; 64]));
+    }
+
+    #[test]
+    fn runs_beyond_the_block_and_unknown_symbols_are_refused() {
+        for data in [&[0, 1, 1, 1, 1][..], &[0, 1, 1, 1, 2, 0x80], &[0, 4], &[9], &[0, 9]] {
+            let padded = [data, &[0; 8]].concat();
+            assert_eq!(whole(&padded), Err(Flaw::Code), "{data:?}");
+        }
+        for data in [&[][..], &[1], &[0], &[0, 1, 1], &[0, 5]] {
+            assert_eq!(whole(data), Err(Flaw::Short), "{data:?}");
+        }
+        // Differences that add up to more than a coefficient can be.
+        let (dc, mut previous, mut block) = (codes(&[15]), 0, [0; 64]);
+        let data = [0, 0xFF, 0, 0xFE, 0x01, 0xFF, 0, 0xFC, 0x03];
+        let mut bits = Bits::new(&data);
+        assert_eq!(dc_first(&mut bits, &dc, &mut previous, 0, &mut block), Ok(()));
+        assert_eq!(previous, i16::MAX);
+        assert_eq!(dc_first(&mut Bits::new(&data), &dc, &mut previous, 0, &mut block), Err(Flaw::Code));
+        assert_eq!(dc_first(&mut Bits::new(&data), &dc, &mut 0, 1, &mut block), Err(Flaw::Code));
+    }
+
+    #[test]
+    fn blocks_may_end_together_and_be_refined_together() {
+        let (ac, mut ends, mut blocks) = (codes(&SYMBOLS), 0, [[0; 64]; 9]);
+        let band = Band { low: 1, ..WHOLE };
+        // A value in the first block; it and seven more end, for 8 + 0; the ninth has a value and ends alone.
+        let data = [3, 0b1000_0010, 0b0000_0000, 0b0011_0000, 0b0000_0000, 0];
+        let mut bits = Bits::new(&data);
+        for block in &mut blocks {
+            ac_first(&mut bits, &ac, &mut ends, band, block).unwrap();
+        }
+        assert_eq!((blocks[0][at(1)], blocks[8][at(1)], ends), (2, -2, 0));
+        assert!(blocks[1..8].iter().all(|block| block == &[0; 64]));
+        // One more bit each: nothing new, so all end at once, followed by the bit of the first and of the ninth block.
+        let mut bits = Bits::new(&[4, 0b0011_1000, 0, 0]);
+        for block in &mut blocks {
+            ac_refine(&mut bits, &ac, &mut ends, WHOLE, block).unwrap();
+        }
+        assert_eq!((blocks[0][at(1)], blocks[8][at(1)], ends), (3, -3, 0));
+    }
+
+    #[test]
+    fn refinements_that_make_no_sense_are_refused() {
+        let ac = codes(&SYMBOLS);
+        let refined = |data: &[u8], band| ac_refine(&mut Bits::new(data), &ac, &mut 0, band, &mut [0; 64]);
+        // A new value of two bits, a run beyond the band, a code that is none.
+        assert_eq!(refined(&[5, 0, 0], WHOLE), Err(Flaw::Code));
+        assert_eq!(refined(&[1, 0, 0], Band { last: 15, ..WHOLE }), Err(Flaw::Code));
+        assert_eq!(refined(&[2, 0, 0], Band { last: 15, ..WHOLE }), Err(Flaw::Code));
+        assert_eq!(refined(&[9, 0, 0], WHOLE), Err(Flaw::Code));
+        assert_eq!(refined(&[1, 0, 0, 0], Band { last: 16, ..WHOLE }), Ok(()));
+    }
+}

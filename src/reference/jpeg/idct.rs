@@ -21,31 +21,31 @@ const fn fixed(value: f64) -> i32 {
     (value * (1 << CONSTANT) as f64 + 0.5) as i32
 }
 
-/// Ones where a coefficient is none of the lowest `SIDE` in each direction.
-const fn outside<const SIDE: usize>() -> Block {
+/// Ones where a coefficient is not in the first so many rows and columns.
+const fn outside<const ROWS: usize, const COLUMNS: usize>() -> Block {
     let (mut mask, mut at) = ([0; 64], 0);
     while at < 64 {
-        mask[at] = if at / 8 < SIDE && at % 8 < SIDE { 0 } else { -1 };
+        mask[at] = if at / 8 < ROWS && at % 8 < COLUMNS { 0 } else { -1 };
         at += 1;
     }
     mask
 }
 
-/// Whether all coefficients but the lowest `SIDE` in each direction are zero.
+/// Whether all coefficients are zero but those in the first so many rows and columns.
 #[inline(always)]
-fn within<const SIDE: usize>(coefficients: &Block) -> bool {
-    let mask = const { &outside::<SIDE>() };
+fn within<const ROWS: usize, const COLUMNS: usize>(coefficients: &Block) -> bool {
+    let mask = const { &outside::<ROWS, COLUMNS>() };
     coefficients.iter().zip(mask).fold(0, |all, (c, m)| all | (c & m)) == 0
 }
 
 /// Dequantises the coefficients of a block and writes its 8 x 8 samples to rows that are `stride` apart.
 pub(super) fn block(coefficients: &Block, quantisers: &Block, out: &mut [u8], stride: usize) {
     // Most blocks of most images are smooth.
-    if within::<1>(coefficients) {
+    if within::<1, 1>(coefficients) {
         let value = coefficients[0].wrapping_mul(quantisers[0]).wrapping_shl(EXTRA as u32);
         let sample = sample(saturated((i32::from(value) + 16) >> 5));
         out.chunks_mut(stride).take(8).for_each(|row| row[..8].fill(sample));
-    } else if within::<4>(coefficients) {
+    } else if within::<4, 4>(coefficients) {
         transform::<4>(coefficients, quantisers, out, stride);
     } else {
         transform::<8>(coefficients, quantisers, out, stride);
@@ -57,7 +57,12 @@ fn transform<const SIDE: usize>(coefficients: &Block, quantisers: &Block, out: &
     let mut rows = [[0; 8]; 8];
     let values = coefficients.iter().zip(quantisers).map(|(c, q)| c.wrapping_mul(*q));
     rows.as_flattened_mut().iter_mut().zip(values).take(8 * SIDE).for_each(|(to, value)| *to = value);
-    let rows = pass::<{ CONSTANT - EXTRA }, SIDE, SIDE>(&rows);
+    let rows = if within::<1, 8>(coefficients) {
+        // Constant columns.
+        [rows[0].map(|value| value.wrapping_shl(EXTRA as u32)); 8]
+    } else {
+        pass::<{ CONSTANT - EXTRA }, SIDE, SIDE>(&rows)
+    };
     let columns = pass::<{ CONSTANT + EXTRA + 3 }, SIDE, 8>(&transposed(&rows));
     let mut samples = [[0; 8]; 8];
     let values = columns.as_flattened().iter().map(|&value| sample(value));
@@ -199,5 +204,8 @@ mod tests {
             transform::<8>(&coefficients, &quantisers, &mut long, 8);
             assert_eq!(short, long);
         }
+        let row = |k: usize| if k < 8 { 90 - 17 * k as i16 } else { 0 };
+        let rows: [Lanes; 8] = std::array::from_fn(|y| std::array::from_fn(|x| row(8 * y + x)));
+        assert_eq!(pass::<{ CONSTANT - EXTRA }, 8, 8>(&rows), [rows[0].map(|value| value << EXTRA); 8]);
     }
 }
