@@ -63,28 +63,28 @@ struct Stored {
     known: [Option<u8>; 64],
     /// In the order of rows; all zero, which no table is, until its first scan.
     quantisers: Block,
-    /// Of a progressive image, until all of its scans are read.
-    coefficients: Vec<Block>,
+    /// Of a progressive image, until all of its scans are read; block after block.
+    coefficients: Vec<i16>,
     /// Whole blocks, in rows.
     samples: Vec<u8>,
 }
 
 impl Stored {
     fn new(component: &Component, progressive: bool) -> Result<Self, Fault> {
-        let count = component.count();
-        let (coefficients, samples) = if progressive { (count, 0) } else { (0, count * 64) };
-        let mut stored = Self {
+        let values = component.count() * 64;
+        let (coefficients, samples) = if progressive { (values, 0) } else { (0, values) };
+        Ok(Self {
             blocks: component.blocks,
             known: [None; 64],
             quantisers: [0; 64],
-            coefficients: Vec::new(),
+            coefficients: buffer(coefficients)?,
             samples: buffer(samples)?,
-        };
-        // Not by `buffer`, whose zeros are those of types with a default.
-        let bytes = coefficients * size_of::<Block>();
-        stored.coefficients.try_reserve_exact(coefficients).map_err(|_| Fault::Memory(bytes as u64))?;
-        stored.coefficients.resize(coefficients, [0; 64]);
-        Ok(stored)
+        })
+    }
+
+    /// The coefficients of a block of a progressive image.
+    fn block(&mut self, (x, y): (usize, usize)) -> &mut Block {
+        &mut self.coefficients.as_chunks_mut().0[y * self.blocks.0 + x]
     }
 
     /// Makes the samples of a block.
@@ -98,9 +98,9 @@ impl Stored {
     fn finish(&mut self) -> Result<(), Fault> {
         let coefficients = std::mem::take(&mut self.coefficients);
         if self.samples.is_empty() {
-            self.samples = buffer(coefficients.len() * 64)?;
+            self.samples = buffer(coefficients.len())?;
         }
-        for (i, block) in coefficients.iter().enumerate() {
+        for (i, block) in coefficients.as_chunks().0.iter().enumerate() {
             self.transform(block, (i % self.blocks.0, i / self.blocks.0));
         }
         Ok(())

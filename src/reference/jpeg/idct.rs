@@ -58,7 +58,7 @@ fn transform<const SIDE: usize>(coefficients: &Block, quantisers: &Block, out: &
     let values = coefficients.iter().zip(quantisers).map(|(c, q)| c.wrapping_mul(*q));
     rows.as_flattened_mut().iter_mut().zip(values).take(8 * SIDE).for_each(|(to, value)| *to = value);
     let rows = if within::<1, 8>(coefficients) {
-        // Constant columns.
+        // Constant columns. A product that fills 16 bits is shifted out of them here, and saturates in a pass; so it is in Pillow.
         [rows[0].map(|value| value.wrapping_shl(EXTRA as u32)); 8]
     } else {
         pass::<{ CONSTANT - EXTRA }, SIDE, SIDE>(&rows)

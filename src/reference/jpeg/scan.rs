@@ -157,7 +157,7 @@ impl Scan<'_> {
         self.walk(frame, parts, |bits, carried, part, place| {
             let stored = &mut stored[parts[part].component];
             let block = match place {
-                Some((x, y)) => &mut stored.coefficients[y * stored.blocks.0 + x],
+                Some(place) => stored.block(place),
                 None => &mut filling,
             };
             decode(bits, carried, part, block)
