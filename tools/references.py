@@ -22,6 +22,10 @@ tests/fixtures/references.safetensors
     lanczos.<index>   U8 [height, width, 3]   the resized bytes of the first cases
     image.<file>      U8 [height, width, 1 or 3]   the pixels of each JPEG, 1 for grey
 
+tests/fixtures/layouts.safetensors
+    jpeg.<picture>.<layout>   U8 [length]   a JPEG of that sampling and order of scans
+    png.<picture>             U8 [length]   the pixels of these, as a PNG
+
 Sources of `lanczos` and `prepared`. Byte i of an image with seed s is the top byte of
 splitmix64's output for the state s + (i + 1) * GAMMA; for an odd seed only its top bit
 counts and the byte is 0 or 255, which makes the filter overshoot.
@@ -39,6 +43,7 @@ import tempfile
 import zlib
 from pathlib import Path
 
+import jpeg_layouts
 import numpy as np
 import safetensors.numpy
 from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
@@ -276,6 +281,24 @@ def image_cases():
     return cases, tensors, files
 
 
+def layout_tensors():
+    """The JPEGs of jpeg_layouts and their pixels, which are the same in every layout of a picture."""
+    tensors, pixels = {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "layout.jpg"
+        for name, files in jpeg_layouts.layouts().items():
+            for layout, data in files.items():
+                path.write_bytes(data)
+                found = np.asarray(load_image(str(path)))
+                known = pixels.setdefault(name.partition(".")[0], found)
+                assert (known == found).all(), f"{name}, {layout}: another picture"
+                tensors[f"jpeg.{name}.{layout}"] = np.frombuffer(data, np.uint8)
+    for name, found in pixels.items():
+        image = Image.fromarray(found[..., 0] if (found[..., :1] == found).all() else found)
+        tensors[f"png.{name}"] = np.frombuffer(saved(image, "PNG", optimize=True), np.uint8)
+    return tensors
+
+
 # --- Main ---------------------------------------------------------------------
 
 
@@ -291,6 +314,7 @@ def build():
     return {
         "references.json": ("{\n" + ",\n".join(sections) + "\n}\n").encode(),
         "references.safetensors": safetensors.numpy.save({**lanczos_tensors, **image_tensors}),
+        "layouts.safetensors": safetensors.numpy.save(layout_tensors()),
         **{f"references/{name}": data for name, data in files.items()},
     }
 

@@ -22,13 +22,25 @@ fn references_that_are_none() {
     write(&sandbox, "empty.png", "");
     write(&sandbox, "bomb.png", claiming(20_000, 20_000));
     write(&sandbox, "strip.png", claiming(16_385, 4_000));
-    let jpeg = fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/references/baseline_420.jpg")).unwrap();
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/references");
+    let jpeg = fs::read(fixtures.join("baseline_420.jpg")).unwrap();
     let half = write(&sandbox, "half.jpg", &jpeg[..jpeg.len() / 2]);
     // The frame header has length, depth, height, width.
     let frame = jpeg.windows(3).position(|w| w == [0xFF, 0xC0, 0]).unwrap();
     let mut bomb = jpeg.clone();
     bomb[frame + 5..frame + 9].copy_from_slice(&[13_000u16.to_be_bytes(), 13_000u16.to_be_bytes()].concat());
     write(&sandbox, "bomb.jpg", bomb);
+    // Of the frame header: its marker, the depth, and the sampling of luma and chroma.
+    for (name, at, value) in [("coded.jpg", 1, 0xC9), ("deep.jpg", 4, 12), ("blocks.jpg", 11, 0x44), ("ratio.jpg", 14, 0x31)] {
+        let mut other = jpeg.clone();
+        other[frame + at] = value;
+        write(&sandbox, name, other);
+    }
+    // Cut, and closed with an end mark: in the data, and where the last scan would begin.
+    write(&sandbox, "closed.jpg", [&jpeg[..jpeg.len() / 2], &[0xFF, 0xD9]].concat());
+    let progressive = fs::read(fixtures.join("progressive_420.jpg")).unwrap();
+    let last = progressive.windows(2).rposition(|w| w == [0xFF, 0xDA]).unwrap();
+    write(&sandbox, "coarse.jpg", [&progressive[..last], &[0xFF, 0xD9]].concat());
     for (name, width, height) in [("dot.png", 1, 1), ("line.png", 1, 8000)] {
         let image = Image { width, height, pixels: vec![0; width * height * 3] };
         write(&sandbox, name, image.encode_png(&[]).unwrap());
@@ -42,6 +54,7 @@ fn references_that_are_none() {
     let ends = |file: &str, length: u64| {
         of(file, format!("damaged image ({file}): the file ends after {length} bytes, before the image does"), Nothing)
     };
+    let damaged = |file: &str, detail: &str| of(file, format!("damaged image ({file}): {detail}"), Nothing);
     let large = |file: &str, detail: &str| of(file, format!("image too large ({file}): {detail}"), Nothing);
     let small = |file: &str, size: &str| {
         let limits = "sides must be at least 64 and the ratio at most 8:1";
@@ -59,6 +72,12 @@ fn references_that_are_none() {
             of("none.png", "cannot read (none.png): No such file or directory (os error 2)".into(), Nothing),
             ends("half.jpg", half),
             ends("half.png", short),
+            unreadable("coded.jpg", "content is a rare kind of JPEG (lossless, hierarchical or arithmetic)"),
+            unreadable("deep.jpg", "content is a JPEG of 12 bits a sample, not 8"),
+            unreadable("ratio.jpg", "content is a JPEG with the rare sampling 2:3 across"),
+            damaged("blocks.jpg", "a scan has 18 blocks in an MCU, limit 10"),
+            damaged("closed.jpg", "its image data ends before the image does"),
+            damaged("coarse.jpg", "scans are missing: a part of component 1 of 3"),
             large("bomb.png", "20000x20000 = 400 MP, limit 100 MP"),
             large("bomb.jpg", "13000x13000 = 169 MP, limit 100 MP"),
             large("strip.png", "16385x4000, limit 16384 a side"),

@@ -1,15 +1,13 @@
 //! Damaged, hostile and merely unsuitable files: each is refused by one clear message, and none does harm.
 
 use crate::random::{Random, cases};
-use crate::{Chunk, decode, fixture, fixtures, jpeg_claiming, png, png_header, refusal};
+use crate::{Chunk, decode, fixture, fixtures, jpeg_claiming, layouts, png, png_header, refusal};
 use kiln::image::Image;
 use kiln::reference::{AREA_CAP, Reference};
 use std::io::Write;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
-use zune_jpeg::JpegDecoder;
-use zune_jpeg::zune_core::bytestream::ZCursor;
 
 #[test]
 fn a_file_cut_anywhere_is_refused() {
@@ -23,28 +21,17 @@ fn a_file_cut_anywhere_is_refused() {
         cuts += whole.len();
     }
     assert!(cuts >= 1000, "{cuts}");
-
-    // The control: the same library, left to its defaults, fills in what is missing.
-    let whole = fixture("baseline_420.jpg");
-    assert!(JpegDecoder::new(ZCursor::new(&whole[..whole.len() * 9 / 10])).decode().is_ok());
 }
 
 #[test]
 fn an_end_mark_does_not_make_half_an_image_whole() {
     for name in ["baseline_420.jpg", "baseline_444.jpg", "grey.jpg", "restarts.jpg", "cmyk.jpg", "progressive_420.jpg"] {
         let whole = fixture(name);
-        let image = decode(&whole).unwrap();
-        // Of a progressive image, a cut in an earlier scan would leave a coarser image, and a whole one.
-        let last_scan = whole.windows(2).rposition(|w| w == [0xFF, 0xDA]).unwrap() + 16;
-        let mut refused = 0;
-        for length in last_scan..whole.len() - 2 {
-            match decode(&[&whole[..length], &[0xFF, 0xD9]].concat()) {
-                Err(_) => refused += 1,
-                // The last bits are sometimes those that stand in for missing ones.
-                Ok(found) => assert!(found == image, "{name} cut to {length} of {} bytes", whole.len()),
-            }
+        decode(&whole).unwrap();
+        for length in 2..whole.len() - 2 {
+            let cut = [&whole[..length], &[0xFF, 0xD9]].concat();
+            assert!(decode(&cut).is_err(), "{name} cut to {length} of {} bytes", whole.len());
         }
-        assert!(refused + 1 >= whole.len() - 2 - last_scan, "{name}: {refused} refused");
     }
 }
 
@@ -108,7 +95,7 @@ fn mutated(original: &[u8], random: &mut Random) -> Vec<u8> {
 #[test]
 fn mutated_files_neither_panic_nor_take_long() {
     const LIMIT: Duration = Duration::from_millis(100);
-    let originals: Vec<Vec<u8>> = [
+    let mut originals: Vec<Vec<u8>> = [
         "baseline_420.jpg",
         "baseline_422.jpg",
         "progressive_420.jpg",
@@ -130,6 +117,10 @@ fn mutated_files_neither_panic_nor_take_long() {
     ]
     .map(fixture)
     .into();
+    originals.extend(
+        ["420.apart", "unlike_chroma.deep", "440.restarts", "ycck.spectral", "dense_cb.luma_first", "ninth.successive"]
+            .map(|name| layouts::layout(name).jpeg),
+    );
     let (accepted, damaged) = (AtomicUsize::new(0), AtomicUsize::new(0));
     cases("mutated images", 200_000, 1_000_000, |random| {
         let original = &originals[random.below(originals.len())];
@@ -183,7 +174,8 @@ fn what_is_not_an_image_is_named() {
         assert_eq!((error.exit_code(), error.hint().as_deref()), (3, Some("convert to PNG or JPEG")));
     }
     let error = Reference::open(&folder).unwrap_err();
-    assert!(error.to_string().ends_with("this is a folder"), "{error}");
+    // No image, so there is nothing to convert.
+    assert!(error.to_string().ends_with("it is a folder") && error.hint().is_none(), "{error}");
     let error = Reference::open(&folder.join("none.png")).unwrap_err();
     assert!(error.to_string().starts_with("cannot read ("), "{error}");
     std::fs::remove_dir_all(&folder).unwrap();
@@ -193,7 +185,7 @@ fn what_is_not_an_image_is_named() {
 #[test]
 fn what_is_not_a_file_does_not_block() {
     let error = Reference::open(Path::new("/dev/zero")).unwrap_err();
-    assert_eq!(error.to_string(), "cannot read image (/dev/zero): this is not a regular file");
+    assert_eq!(error.to_string(), "cannot read image (/dev/zero): it is not a regular file");
 }
 
 #[test]

@@ -7,6 +7,7 @@ mod bombs;
 mod cost;
 mod equality;
 mod faults;
+mod layouts;
 #[path = "../common/random.rs"]
 mod random;
 

@@ -1,0 +1,137 @@
+//! What the components of an image mean, and their conversion to RGB as Pillow and libjpeg do it.
+
+use super::frame::Frame;
+
+/// What markers before the first scan say about colours.
+#[derive(Clone, Copy, Default)]
+pub(in crate::reference) struct Notes {
+    /// There is a JFIF header.
+    pub(in crate::reference) jfif: bool,
+    /// The transform that Adobe's marker names.
+    pub(in crate::reference) adobe: Option<u8>,
+}
+
+impl Notes {
+    /// Looks at the data of an APP0 segment.
+    pub(in crate::reference) fn read_app0(&mut self, data: &[u8]) {
+        // As long as a JFIF header is.
+        self.jfif |= data.len() >= 14 && data.starts_with(b"JFIF\0");
+    }
+
+    /// Looks at the data of an APP14 segment.
+    pub(in crate::reference) fn read_app14(&mut self, data: &[u8]) {
+        if let (Some(&transform), true) = (data.get(11), data.starts_with(b"Adobe")) {
+            self.adobe = Some(transform);
+        }
+    }
+}
+
+/// The colour space of the components.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Colours {
+    Grey,
+    Rgb,
+    YCbCr,
+    Cmyk,
+    Ycck,
+}
+
+impl Colours {
+    /// The rules of libjpeg. JFIF knows no RGB; Adobe's marker says what there is; otherwise the ids are a hint.
+    pub(super) fn of(frame: &Frame, notes: Notes) -> Self {
+        let ids: Vec<u8> = frame.components.iter().map(|c| c.id).collect();
+        match (ids.as_slice(), notes.jfif, notes.adobe) {
+            ([_], ..) => Self::Grey,
+            ([_, _, _], true, _) => Self::YCbCr,
+            ([_, _, _], false, Some(0)) | ([b'R', b'G', b'B'], false, None) => Self::Rgb,
+            ([_, _, _], false, _) => Self::YCbCr,
+            (_, _, None | Some(0)) => Self::Cmyk,
+            (_, _, Some(_)) => Self::Ycck,
+        }
+    }
+
+    /// Converts a row of samples, a slice for each component. Slices may be longer than the row.
+    pub(super) fn convert(self, rows: &[&[u8]], out: &mut [u8]) {
+        let pixels = out.as_chunks_mut::<3>().0;
+        match (self, rows) {
+            (Self::Grey, [grey]) => pixels.iter_mut().zip(*grey).for_each(|(pixel, &v)| *pixel = [v; 3]),
+            (Self::Rgb, [r, g, b]) => each(pixels, [r, g, b], |rgb| rgb),
+            (Self::YCbCr, [y, cb, cr]) => each(pixels, [y, cb, cr], ycc_to_rgb),
+            // Inks are stored inverted: 255 is none.
+            (Self::Cmyk, [c, m, y, k]) => {
+                each(pixels, [c, m, y, k], |[c, m, y, k]| ink_to_rgb([255 - c, 255 - m, 255 - y], 255 - k))
+            }
+            // Taken as a colour, the first three are the inks themselves.
+            (Self::Ycck, [y, cb, cr, k]) => {
+                each(pixels, [y, cb, cr, k], |[y, cb, cr, k]| ink_to_rgb(ycc_to_rgb([y, cb, cr]), 255 - k))
+            }
+            _ => unreachable!("{self:?} of {} components", rows.len()),
+        }
+    }
+}
+
+#[inline(always)]
+fn each<const N: usize>(pixels: &mut [[u8; 3]], rows: [&&[u8]; N], convert: impl Fn([u8; N]) -> [u8; 3]) {
+    // Of one length, so that nothing is checked for each sample.
+    let rows = rows.map(|row| &row[..pixels.len()]);
+    for (i, pixel) in pixels.iter_mut().enumerate() {
+        *pixel = convert(rows.map(|row| row[i]));
+    }
+}
+
+/// The conversion of JFIF in 16-bit fixed point, rounded as libjpeg does.
+#[inline(always)]
+fn ycc_to_rgb([y, cb, cr]: [u8; 3]) -> [u8; 3] {
+    const HALF: i32 = 1 << 15;
+    let (y, cb, cr) = (i32::from(y), i32::from(cb) - 128, i32::from(cr) - 128);
+    let [r, g, b] = [91_881 * cr + HALF, -22_554 * cb - 46_802 * cr + HALF, 116_130 * cb + HALF];
+    [r, g, b].map(|chroma| (y + (chroma >> 16)).clamp(0, 255) as u8)
+}
+
+/// Ink on white paper, without a colour profile: what Pillow makes of it.
+#[inline(always)]
+fn ink_to_rgb(inks: [u8; 3], black: u8) -> [u8; 3] {
+    let paper = i32::from(255 - black);
+    inks.map(|ink| {
+        // ink / 255 of what the black leaves, rounded.
+        let product = i32::from(ink) * paper + 128;
+        (paper - ((product + (product >> 8)) >> 8)) as u8
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn frame(ids: &[u8]) -> Frame {
+        let components = ids.iter().flat_map(|&id| [id, 0x11, 0]);
+        Frame::read(&[8, 0, 64, 0, 64, ids.len() as u8].into_iter().chain(components).collect::<Vec<_>>(), false).unwrap()
+    }
+
+    #[test]
+    fn markers_come_before_ids() {
+        let of = |ids: &[u8], jfif, adobe| Colours::of(&frame(ids), Notes { jfif, adobe });
+        for adobe in [None, Some(0), Some(1), Some(2)] {
+            assert_eq!(of(&[1], false, adobe), Colours::Grey);
+            assert_eq!(of(b"RGB", true, adobe), Colours::YCbCr);
+        }
+        assert_eq!(of(&[1, 2, 3], false, Some(0)), Colours::Rgb);
+        assert_eq!(of(b"RGB", false, Some(1)), Colours::YCbCr);
+        assert_eq!(of(b"RGB", false, None), Colours::Rgb);
+        assert_eq!(of(&[0, 1, 2], false, None), Colours::YCbCr);
+        assert_eq!(of(&[1, 2, 3, 4], true, None), Colours::Cmyk);
+        assert_eq!(of(&[1, 2, 3, 4], false, Some(0)), Colours::Cmyk);
+        assert_eq!(of(&[1, 2, 3, 4], false, Some(2)), Colours::Ycck);
+    }
+
+    #[test]
+    fn short_markers_say_nothing() {
+        let mut notes = Notes::default();
+        notes.read_app0(b"JFIF\0");
+        notes.read_app14(b"Adobe\0\x64\0\0\0\0");
+        assert!(!notes.jfif && notes.adobe.is_none());
+        notes.read_app0(b"JFIF\0\x01\x01\0\0\x01\0\x01\0\0");
+        notes.read_app14(b"Adobe\0\x64\0\0\0\0\x01");
+        assert!(notes.jfif && notes.adobe == Some(1));
+    }
+}

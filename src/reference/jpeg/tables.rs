@@ -1,0 +1,135 @@
+//! The tables a scan is decoded with: quantisers, Huffman codes, the distance of restart marks (ITU T.81, B.2.4).
+
+use super::damaged;
+use super::huffman::{Codes, Table};
+use crate::reference::Fault;
+
+/// Where the coefficients of a block are, in the order in which they are coded (figure A.6).
+pub(super) const ZIGZAG: [u8; 64] = [
+    0, 1, 8, 16, 9, 2, 3, 10, 17, 24, 32, 25, 18, 11, 4, 5, 12, 19, 26, 33, 40, 48, 41, 34, 27, 20, 13, 6, 7, 14, 21, 28, 35, 42,
+    49, 56, 57, 50, 43, 36, 29, 22, 15, 23, 30, 37, 44, 51, 58, 59, 52, 45, 38, 31, 39, 46, 53, 60, 61, 54, 47, 55, 62, 63,
+];
+
+/// The tables in force at some place of a file. They are only looked at when a scan uses them, so many of them cost nothing.
+#[derive(Clone, Copy, Default)]
+pub(in crate::reference) struct Tables<'a> {
+    quantisers: [Option<Quantisers<'a>>; 4],
+    dc: [Option<Table<'a>>; 4],
+    ac: [Option<Table<'a>>; 4],
+    /// MCUs between restart marks, 0 for none.
+    pub(super) restart: usize,
+}
+
+/// The 64 quantisers of a table in coded order.
+#[derive(Clone, Copy)]
+enum Quantisers<'a> {
+    Byte(&'a [u8; 64]),
+    Word(&'a [u8; 128]),
+}
+
+impl<'a> Tables<'a> {
+    /// Reads a segment of quantisers.
+    pub(in crate::reference) fn read_quantisers(&mut self, mut segment: &'a [u8]) -> Result<(), Fault> {
+        let broken = || damaged("a table of quantisers is broken");
+        while let Some((&kind, rest)) = segment.split_first() {
+            let place = self.quantisers.get_mut(usize::from(kind & 15)).ok_or_else(broken)?;
+            (*place, segment) = match kind >> 4 {
+                0 => rest.split_first_chunk().map(|(table, rest)| (Some(Quantisers::Byte(table)), rest)),
+                1 => rest.split_first_chunk().map(|(table, rest)| (Some(Quantisers::Word(table)), rest)),
+                _ => None,
+            }
+            .ok_or_else(broken)?;
+        }
+        Ok(())
+    }
+
+    /// Reads a segment of Huffman codes.
+    pub(in crate::reference) fn read_codes(&mut self, mut segment: &'a [u8]) -> Result<(), Fault> {
+        let broken = || damaged("a Huffman table is broken");
+        while let Some((&kind, rest)) = segment.split_first() {
+            let class = match kind >> 4 {
+                0 => &mut self.dc,
+                1 => &mut self.ac,
+                _ => return Err(broken()),
+            };
+            let place = class.get_mut(usize::from(kind & 15)).ok_or_else(broken)?;
+            let (counts, rest) = rest.split_first_chunk().ok_or_else(broken)?;
+            let length = counts.iter().map(|&count| usize::from(count)).sum::<usize>();
+            let (symbols, rest) = rest.split_at_checked(length).filter(|_| length <= 256).ok_or_else(broken)?;
+            (*place, segment) = (Some(Table { counts, symbols }), rest);
+        }
+        Ok(())
+    }
+
+    /// Reads a segment that says how far restart marks are apart.
+    pub(in crate::reference) fn read_restart(&mut self, segment: &[u8]) -> Result<(), Fault> {
+        let distance = segment.try_into().map_err(|_| damaged("its distance of restart marks is broken"))?;
+        self.restart = usize::from(u16::from_be_bytes(distance));
+        Ok(())
+    }
+
+    /// Quantisers in the order of rows. Like libjpeg-turbo, it keeps 16 bits of a product, so the sign does not matter.
+    pub(super) fn quantisers(&self, index: u8) -> Result<[i16; 64], Fault> {
+        let table = self.quantisers.get(usize::from(index)).copied().flatten();
+        let table = table.ok_or_else(|| damaged(format!("its table {index} of quantisers is missing")))?;
+        let mut out = [0; 64];
+        for (coded, &at) in ZIGZAG.iter().enumerate() {
+            out[usize::from(at)] = match table {
+                Quantisers::Byte(table) => i16::from(table[coded]),
+                Quantisers::Word(table) => i16::from_be_bytes([table[coded * 2], table[coded * 2 + 1]]),
+            };
+        }
+        if out.contains(&0) {
+            return Err(damaged(format!("its table {index} of quantisers has a zero")));
+        }
+        Ok(out)
+    }
+
+    /// Codes of DC coefficients: a symbol is the length of a difference.
+    pub(super) fn dc(&self, index: u8) -> Result<Codes, Fault> {
+        Self::codes(&self.dc, index, 15)
+    }
+
+    /// Codes of AC coefficients: a symbol is a run of zeros and the length of a value.
+    pub(super) fn ac(&self, index: u8) -> Result<Codes, Fault> {
+        Self::codes(&self.ac, index, 255)
+    }
+
+    fn codes(tables: &[Option<Table<'_>>; 4], index: u8, largest: u8) -> Result<Codes, Fault> {
+        let table = tables.get(usize::from(index)).and_then(Option::as_ref);
+        table.ok_or_else(|| damaged(format!("its Huffman table {index} is missing")))?.codes(largest)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_zigzag_runs_along_diagonals() {
+        // Figure A.6: along each diagonal, the odd ones downwards.
+        let mut order: Vec<(usize, usize)> = (0..64).map(|at| (at / 8, at % 8)).collect();
+        order.sort_by_key(|&(y, x)| (x + y, if (x + y) % 2 == 1 { y } else { x }));
+        assert!(order.iter().zip(ZIGZAG).all(|(&(y, x), at)| y * 8 + x == usize::from(at)));
+    }
+
+    #[test]
+    fn broken_tables_are_refused_and_the_last_one_counts() {
+        let bytes: Vec<u8> = [&[0][..], &[1; 64], &[0x11], &[2; 128], &[0], &[3; 64]].concat();
+        let mut tables = Tables::default();
+        tables.read_quantisers(&bytes).unwrap();
+        assert_eq!(tables.quantisers(0).unwrap(), [3; 64]);
+        assert_eq!(tables.quantisers(1).unwrap(), [0x0202; 64]);
+        assert!(tables.quantisers(2).is_err() && tables.quantisers(9).is_err());
+        for bad in [&bytes[..64], &[&[4][..], &[1; 64]].concat(), &[&[0x20][..], &[1; 64]].concat()] {
+            assert!(Tables::default().read_quantisers(bad).is_err());
+        }
+        let codes = [&[0x10, 1][..], &[0; 15], &[7]].concat();
+        tables.read_codes(&codes).unwrap();
+        assert!(tables.ac(0).is_ok() && tables.dc(0).is_err() && tables.ac(1).is_err());
+        for bad in [&codes[..17], &[&[0x20][..], &codes[1..]].concat(), &[&[4][..], &codes[1..]].concat()] {
+            assert!(Tables::default().read_codes(bad).is_err());
+        }
+        assert!(tables.read_restart(&[0, 1, 2]).is_err());
+    }
+}
