@@ -353,7 +353,7 @@ fn a_plan_is_about_the_files_and_flags_that_are_given() {
     assert!(plan(&["--klein", "9b"]).text().starts_with("model                FLUX.2 [klein] 9B (distilled), bf16\n"));
 }
 
-/// What is refused beside the table of `tests/bad_input.rs`: arguments, exit code, beginning of the first line, hint.
+/// What is refused beside the table of `tests/bad_input`: arguments, exit code, beginning of the first line, hint.
 #[test]
 fn refusals() {
     let sandbox = Sandbox::new();
