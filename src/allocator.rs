@@ -48,6 +48,16 @@ fn answered(ptr: *mut u8, size: usize) -> *mut u8 {
     ptr
 }
 
+/// Where addresses are limited, lets all threads take memory from one place. By itself the C library reserves 64 MiB of addresses
+/// for each, which on a large machine is all there are.
+pub fn save_addresses() {
+    #[cfg(target_env = "gnu")]
+    if kiln::memory::address_limit().is_some() {
+        // SAFETY: a setting, made before there are other threads. If it is not taken, more is reserved.
+        unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) };
+    }
+}
+
 /// Says what was asked for and ends the process. No memory is asked for meanwhile, and no lock, which others may hold for good.
 #[cold]
 fn end(size: usize) -> ! {
@@ -59,9 +69,13 @@ fn end(size: usize) -> ! {
     }
     let mut buffer = [0; 256];
     let text = message(size, &mut buffer);
-    // SAFETY: the bytes are ours and initialised. Whether they arrive no longer matters. The process ends at once, with nothing run
-    // on the way that could ask for memory.
+    // SAFETY: plain system calls on bytes that are ours and initialised. Whether they arrive no longer matters. The process ends at
+    // once, with nothing run on the way that could ask for memory.
     unsafe {
+        // On a terminal a line of progress may be in the way.
+        if libc::isatty(libc::STDERR_FILENO) == 1 {
+            libc::write(libc::STDERR_FILENO, c"\n".as_ptr().cast(), 1);
+        }
         libc::write(libc::STDERR_FILENO, text.as_ptr().cast(), text.len());
         libc::_exit(CODE)
     }

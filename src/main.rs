@@ -77,6 +77,8 @@ fn program() -> ExitCode {
                 };
             }
         };
+        #[cfg(target_os = "linux")]
+        allocator::save_addresses();
         // Before anything runs in parallel.
         threads::start(command.threads());
         run(command, &signals).map(|()| ExitCode::SUCCESS)

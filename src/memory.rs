@@ -49,8 +49,8 @@ pub fn available() -> Option<u64> {
     free(&read("/proc/meminfo"), &groups, address_limit(), &read("/proc/self/status"))
 }
 
-/// The limit on addresses, if there is one.
-fn address_limit() -> Option<u64> {
+/// This process's limit on addresses, if there is one.
+pub fn address_limit() -> Option<u64> {
     #[cfg(target_os = "linux")]
     return rustix::process::getrlimit(rustix::process::Resource::As).current;
     #[cfg(not(target_os = "linux"))]
@@ -59,7 +59,8 @@ fn address_limit() -> Option<u64> {
 
 /// What all limits leave: the texts are those of `/proc/meminfo` and `/proc/self/status`.
 fn free(meminfo: &str, groups: &[Group], address_limit: Option<u64>, status: &str) -> Option<u64> {
-    let machine = kilobytes(meminfo, "MemAvailable:");
+    // None at all is said by systems that do not know.
+    let machine = kilobytes(meminfo, "MemAvailable:").filter(|&bytes| bytes > 0);
     let groups = groups.iter().filter_map(Group::free);
     // What does not fit goes to swap, if slowly.
     let swap = kilobytes(meminfo, "SwapFree:").unwrap_or(0);
@@ -161,7 +162,7 @@ mod tests {
             assert_eq!(free(MEMINFO, &groups, addresses, STATUS), Some(want), "{addresses:?}");
         }
         assert_eq!(free("", &[], None, ""), None, "a system that tells nothing");
-        assert_eq!(free("", &[], Some(7), ""), None);
+        assert_eq!(free("MemAvailable: 0 kB\n", &[], Some(7), ""), None);
         let swapping = MEMINFO.replace("SwapFree:              0", "SwapFree:              8");
         assert_eq!(free(&swapping, &[small()], None, STATUS), Some(600_000 + 8 * kb), "swap is memory, too");
     }

@@ -13,7 +13,7 @@ use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::os::unix::process::ExitStatusExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -369,72 +369,4 @@ fn a_run_can_be_stopped_at_any_moment() {
         let took: Vec<Duration> = (0..4).map(|_| stop(index)).take_while(|took| *took >= Duration::from_secs(1)).collect();
         assert!(took.len() < 4, "run {index} took {took:?} to stop");
     });
-}
-
-/// Every file below a folder, with its length.
-fn listing(folder: &Path) -> Vec<(PathBuf, u64)> {
-    let mut found = Vec::new();
-    for entry in fs::read_dir(folder).into_iter().flatten().map(|entry| entry.unwrap()) {
-        match entry.metadata().unwrap() {
-            meta if meta.is_dir() => found.extend(listing(&entry.path())),
-            meta => found.push((entry.path(), meta.len())),
-        }
-    }
-    found.sort();
-    found
-}
-
-/// The only thing beside pictures that the program writes: a model is there whole, or its name is not.
-#[test]
-fn a_tiny_model_is_whole_or_not_there() {
-    let control = Sandbox::new();
-    let start = Instant::now();
-    control.tiny("model", &[]);
-    let took = start.elapsed();
-    let whole = |sandbox: &Sandbox| -> Vec<(PathBuf, u64)> {
-        let local = |(path, len): (PathBuf, u64)| (path.strip_prefix(&sandbox.0).unwrap().to_owned(), len);
-        listing(&sandbox.path("model")).into_iter().map(local).collect()
-    };
-    assert_eq!(control.names(), ["model"]);
-
-    // Blocks of 512 bytes: one file fits, the next does not. The folder may be there, or not.
-    let sandbox = Sandbox::new();
-    for there in [false, true] {
-        if there {
-            fs::create_dir(sandbox.path("model")).unwrap();
-        }
-        let mut command = sandbox.wrapped("sh");
-        command.args(["-c", "ulimit -f 4000; exec \"$0\" tiny model", env!("CARGO_BIN_EXE_kiln")]);
-        let run = Run::of(command);
-        assert_eq!((run.code, run.text()), (Some(5), ""), "{}", run.stderr);
-        assert!(run.stderr.starts_with("error: cannot write (model/"), "{}", run.stderr);
-        assert_eq!(sandbox.names(), if there { vec!["model"] } else { vec![] });
-        assert_eq!(whole(&sandbox), []);
-    }
-    sandbox.tiny("model", &[]);
-    assert_eq!(whole(&sandbox), whole(&control));
-    // The folder that one stands in is still the one.
-    let sandbox = Sandbox::new();
-    fs::create_dir(sandbox.path("model")).unwrap();
-    let inode = || fs::metadata(sandbox.path("model")).unwrap().ino();
-    let before = inode();
-    Run::of({
-        let mut command = sandbox.command(["tiny", "."]);
-        command.current_dir(sandbox.path("model"));
-        command
-    })
-    .good();
-    assert_eq!((inode(), whole(&sandbox)), (before, whole(&control)));
-
-    let placed = in_pairs(12, |index| {
-        let sandbox = Sandbox::new();
-        let mut child = sandbox.command(["tiny", "model"]).spawn().unwrap();
-        std::thread::sleep(moment(index, took.mul_f64(1.5)));
-        child.kill().unwrap();
-        child.wait().unwrap();
-        let placed = sandbox.path("model").exists();
-        assert_eq!(whole(&sandbox), if placed { whole(&control) } else { Vec::new() });
-        usize::from(placed)
-    });
-    assert!(placed.iter().sum::<usize>() < 12, "none was stopped in time");
 }

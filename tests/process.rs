@@ -1,17 +1,22 @@
-//! What the system gives the real program, and what comes of too little of it: threads, memory, a stack. Every run makes its
-//! picture, or ends with exit code 4, a line that says why and a hint. None ends by a signal, and none leaves a file.
+//! What the system gives the real program, and what comes of too little of it: threads, memory, a stack, room on a disk. Every run
+//! makes its picture, or ends with exit code 4, a line that says why and a hint. None ends by a signal, and none leaves a file.
 #![cfg(target_os = "linux")]
 #![allow(clippy::print_stderr)] // what was skipped
 
+#[path = "common/moments.rs"]
+mod moments;
 #[path = "common/sandbox.rs"]
 mod sandbox;
 
 use kiln::threads::cores;
+use moments::{in_pairs, moment};
 use sandbox::{QUICK, Run, Sandbox};
 use std::fs;
 use std::io::{BufRead, BufReader};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Instant;
 
 /// Threads of a run that is making a picture.
 fn threads_of(mut command: Command) -> usize {
@@ -152,4 +157,70 @@ fn memory_for_a_file_is_memory() {
     let run = under(&sandbox, "-v 4000000", &[&["x", "-q", "-o", "out.png", "--model", "model"], &QUICK[..]].concat());
     let first = "error: cannot read (model/qwen.safetensors): Cannot allocate memory (os error 12)";
     assert_eq!((run.code, run.stderr), (Some(4), format!("{first}\n\nhint: {}\n", kiln::memory::HINT)));
+}
+
+/// Every file below a folder, with its length.
+fn listing(folder: &Path) -> Vec<(PathBuf, u64)> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder).into_iter().flatten().map(|entry| entry.unwrap()) {
+        match entry.metadata().unwrap() {
+            meta if meta.is_dir() => found.extend(listing(&entry.path())),
+            meta => found.push((entry.path(), meta.len())),
+        }
+    }
+    found.sort();
+    found
+}
+
+/// The only thing beside pictures that the program writes: a model is there whole, or its name is not.
+#[test]
+fn a_tiny_model_is_whole_or_not_there() {
+    let control = Sandbox::new();
+    let start = Instant::now();
+    control.tiny("model", &[]);
+    let took = start.elapsed();
+    let whole = |sandbox: &Sandbox| -> Vec<(PathBuf, u64)> {
+        let local = |(path, len): (PathBuf, u64)| (path.strip_prefix(&sandbox.0).unwrap().to_owned(), len);
+        listing(&sandbox.path("model")).into_iter().map(local).collect()
+    };
+    assert_eq!(control.names(), ["model"]);
+
+    // Blocks of 512 bytes: one file fits, the next does not. The folder may be there, or not.
+    let sandbox = Sandbox::new();
+    for there in [false, true] {
+        if there {
+            fs::create_dir(sandbox.path("model")).unwrap();
+        }
+        let run = under(&sandbox, "-f 4000", &["tiny", "model"]);
+        assert_eq!((run.code, run.text()), (Some(5), ""), "{}", run.stderr);
+        assert!(run.stderr.starts_with("error: cannot write (model/"), "{}", run.stderr);
+        assert_eq!(sandbox.names(), if there { vec!["model"] } else { vec![] });
+        assert_eq!(whole(&sandbox), []);
+    }
+    sandbox.tiny("model", &[]);
+    assert_eq!(whole(&sandbox), whole(&control));
+    // The folder that one stands in is still the one.
+    let sandbox = Sandbox::new();
+    fs::create_dir(sandbox.path("model")).unwrap();
+    let inode = || fs::metadata(sandbox.path("model")).unwrap().ino();
+    let before = inode();
+    Run::of({
+        let mut command = sandbox.command(["tiny", "."]);
+        command.current_dir(sandbox.path("model"));
+        command
+    })
+    .good();
+    assert_eq!((inode(), whole(&sandbox)), (before, whole(&control)));
+
+    let placed = in_pairs(12, |index| {
+        let sandbox = Sandbox::new();
+        let mut child = sandbox.command(["tiny", "model"]).spawn().unwrap();
+        std::thread::sleep(moment(index, took.mul_f64(1.5)));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let placed = sandbox.path("model").exists();
+        assert_eq!(whole(&sandbox), if placed { whole(&control) } else { Vec::new() });
+        usize::from(placed)
+    });
+    assert!(placed.iter().sum::<usize>() < 12, "none was stopped in time");
 }
