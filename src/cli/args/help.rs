@@ -1,0 +1,90 @@
+//! What help ends with: examples, models, exit codes.
+
+/// What `-h` ends with.
+pub(super) const EXAMPLE: &str = "Example: kiln \"a large red star on a blue background\" --seed 7 -o star.png";
+
+/// What `--help` ends with. Lines fit 100 columns, where clap would wrap them.
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  kiln \"a large red star on a blue background\"
+      Makes a-large-red-star-on-a-blue-background-SEED.png in the current folder and prints that
+      name. No model is needed: kiln has a small one of its own (see Models).
+
+  kiln \"a large red star on a blue background\" --seed 7 -o star.png
+      The same picture every time. An existing star.png is kept unless --force is given.
+
+  kiln \"make the star green\" --reference star.png -o green.png
+      Starts from a picture.
+
+  kiln \"a small pink heart at the top left on a black background\" --count 4 -o heart.png
+      heart-1.png to heart-4.png, with four seeds in a row.
+
+  kiln \"a red fox in the snow\" --model ~/models/FLUX.2-klein-4B
+  kiln \"a red fox in the snow\" --model black-forest-labs/FLUX.2-klein-9B
+  kiln \"a fox\" --transformer klein.safetensors --text-encoder qwen.safetensors --vae ae.safetensors
+      FLUX.2 [klein] by its folder, by its name in the Hugging Face cache, or by its files.
+
+  kiln \"the cat of image 1 on the sofa of image 2\" --reference cat.jpg --reference sofa.png
+      Starts from several pictures.
+
+  kiln --prompt-file prompt.txt --width 1360 --height 768
+  fortune | kiln --prompt-file -
+      The prompt from a file, or from another program.
+
+  kiln plan --width 2048 --height 2048
+  kiln bench --width 1024 --height 1024
+  kiln doctor
+      What such a picture would take, in operations and memory; how long it takes, stage by stage; what
+      kiln finds on this machine.
+
+  kiln \"a yellow ring\" --json | jq .seed
+      One JSON object per picture on standard output. Everything else goes to standard error.
+
+  kiln -- \"--a prompt that begins with dashes\"
+  kiln generate \"tiny\"
+      `--` ends the options. A first argument that names a command is that command, so a prompt that
+      is spelled like one needs `generate`.
+
+Models:
+  kiln uses what --model names, else what the variable KILN_MODEL names, else the first FLUX.2
+  [klein] in the Hugging Face cache (HF_HUB_CACHE, HF_HOME), else its own, called `builtin`. Nothing
+  is ever downloaded.
+
+  `builtin` is a small trained model of klein's architecture. It draws one to three shapes (circle,
+  square, triangle, star, heart, ring, cross, hexagon), small or large, in twelve colours (red,
+  orange, yellow, green, cyan, blue, purple, pink, brown, black, white, gray), at named places on
+  plain, gradient or striped backgrounds, in 256x256 pixels:
+      \"a large red star at the left and a small blue circle at the right on a yellow background\"
+  and edits such pictures: \"make the star green\", \"remove the circle\", \"change the background to
+  blue\". Anything else is beyond it.
+
+  `tiny` is random, not trained: its pictures are noise, and only show that everything works. A kiln
+  that was built without `builtin` falls back on it.
+
+Exit codes:
+  0 done, 2 wrong usage, 3 a bad input file, 4 not enough memory, 5 output not written,
+  6 no usable GPU or a fault of it, 7 a numeric fault, 70 a bug in kiln, 130 and 143 stopped by a
+  signal";
+
+/// What `bench -h` ends with.
+pub(super) const BENCH_EXAMPLE: &str = "Example: kiln bench --width 1024 --height 1024 --runs 10";
+
+/// What `bench --help` ends with.
+pub(super) const BENCH_EXAMPLES: &str = "\
+Examples:
+  kiln bench
+      The model that `kiln PROMPT` would use, with its own size and steps: one picture cold, five warm.
+
+  kiln bench --model ~/models/FLUX.2-klein-4B --width 1024 --height 1024 --runs 10
+  kiln bench \"make it night\" --reference photo.jpg --steps 8
+      Everything that decides how long a picture takes is said as for a picture.
+
+  kiln bench --json | jq .warm_s[].total
+  kiln bench --json=times.json
+      JSON with every single time: on standard output, or in a new file beside the table.
+
+  kiln bench --kernels
+  kiln bench --kernels=attention --json=attention.json
+      Single ops at klein 4B's shapes: time, rate, share of the ceiling. Needs no model.
+
+Close other programs that use the GPU: they take its time, and what they do to its memory is counted too.";

@@ -1,0 +1,130 @@
+//! The values of flags: choices, and numbers within limits.
+
+use crate::config::Variant;
+use crate::names::Layout;
+use crate::tensor::{DType, Precision};
+use clap::ValueEnum;
+use std::fmt::Display;
+use std::str::FromStr;
+
+/// Makes a `ValueEnum` whose values stand for those of another type.
+macro_rules! choice {
+    ($(#[$doc:meta])* $name:ident for $target:ty { $($(#[$text:meta])* $case:ident => $value:expr,)+ }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+        #[allow(missing_docs)] // the comments are help texts
+        pub enum $name {
+            $($(#[$text])* $case,)+
+        }
+
+        impl From<$name> for $target {
+            fn from(choice: $name) -> Self {
+                match choice {
+                    $($name::$case => $value,)+
+                }
+            }
+        }
+    };
+}
+
+choice! {
+    /// Values of `--variant`.
+    VariantArg for Variant {
+        /// Few steps, no guidance
+        Distilled => Variant::Distilled,
+        /// Many steps, with guidance
+        Base => Variant::Base,
+        /// Distilled, with cached reference images
+        Kv => Variant::Kv,
+    }
+}
+
+choice! {
+    /// Values of `--precision`.
+    PrecisionArg for Precision {
+        /// Single precision, nothing rounded
+        F32 => Precision::F32,
+        /// bfloat16, as the models were trained
+        Bf16 => Precision::Bf16,
+    }
+}
+
+/// Values of `--klein`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum KleinArg {
+    /// klein 4B
+    #[value(name = "4b")]
+    FourB,
+    /// klein 9B
+    #[value(name = "9b")]
+    NineB,
+}
+
+choice! {
+    /// Values of `--layout`.
+    LayoutArg for Layout {
+        /// A folder with one folder per part
+        Diffusers => Layout::Diffusers,
+        /// One file per part
+        Bfl => Layout::Bfl,
+    }
+}
+
+choice! {
+    /// Values of `--dtype`.
+    DTypeArg for DType {
+        /// bfloat16
+        Bf16 => DType::Bf16,
+        /// IEEE half precision
+        F16 => DType::F16,
+        /// IEEE single precision
+        F32 => DType::F32,
+    }
+}
+
+/// Values of `--noise-kind`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum NoiseArg {
+    /// PyTorch on a CUDA device
+    TorchCuda,
+    /// PyTorch 2.12 and later on the CPU
+    TorchCpu,
+    /// PyTorch up to 2.11 on the CPU, drawing bfloat16
+    TorchCpuLegacy,
+}
+
+/// Values of `--backend`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum BackendArg {
+    /// A GPU if one can be used, else the processor
+    Auto,
+    /// An NVIDIA GPU
+    Cuda,
+    /// The processor
+    Cpu,
+}
+
+/// Parses a number of pixels. Which numbers are legal depends on both sides, so that is told later and with the nearest.
+pub(super) fn pixels(text: &str) -> Result<usize, String> {
+    text.parse().map_err(|_| "expected a number of pixels, such as 1024".into())
+}
+
+/// A parser of whole numbers within limits.
+pub(super) fn within<T>(low: T, high: T) -> impl Fn(&str) -> Result<T, String> + Clone + Send + Sync + 'static
+where
+    T: FromStr + PartialOrd + Display + Clone + Send + Sync + 'static,
+{
+    move |text| match text.parse() {
+        Ok(number) if low <= number && number <= high => Ok(number),
+        _ => Err(format!("expected a whole number from {low} to {high}")),
+    }
+}
+
+/// Parses a guidance scale.
+pub(super) fn guidance(text: &str) -> Result<f32, String> {
+    match text.parse() {
+        // Not a number fails both comparisons.
+        Ok(scale) if (0.0..=100.0).contains(&scale) => Ok(scale),
+        _ => Err("expected a number from 0 to 100".into()),
+    }
+}
