@@ -16,6 +16,7 @@ pub use plan::plan;
 pub use request::{GenerateRequest, random_seed};
 pub use run::{STDOUT, generate, reader_left, tiny};
 
+use crate::text::shown;
 use args::{Cli, Command, GenerateArgs};
 use clap::Parser;
 use std::ffi::OsString;
@@ -26,6 +27,11 @@ use std::ffi::OsString;
 /// A first argument that names a command is that command; everything else is the flags of `generate`. So a prompt that is
 /// spelled like a command needs `kiln generate`, and the value of an option is never mistaken for one.
 pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command, clap::Error> {
-    let Cli { command, generate } = Cli::try_parse_from(args)?;
+    let args: Vec<OsString> = args.into_iter().collect();
+    let Cli { command, generate } = Cli::try_parse_from(&args).map_err(|error| {
+        // An error repeats what was typed, or what a script passed on. Said again with that made harmless it is the same error.
+        let harmless = args.iter().map(|arg| OsString::from(shown(&arg.to_string_lossy())));
+        if error.use_stderr() { Cli::try_parse_from(harmless).err().unwrap_or(error) } else { error }
+    })?;
     Ok(command.unwrap_or_else(|| Command::Generate(Box::<GenerateArgs>::new(generate))))
 }

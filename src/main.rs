@@ -109,7 +109,10 @@ fn run(command: Command, signals: &Signals) -> Result<()> {
     match command {
         Command::Doctor(args) => cli::doctor(*args, environment, out),
         Command::Plan(args) => cli::plan(*args, environment, &Terminal::new(Verbosity::Normal), out),
-        Command::Tiny(args) => cli::tiny(&args, out),
+        Command::Tiny(args) => {
+            terminal(Verbosity::Normal, signals);
+            cli::tiny(&args, &signals.stop, out)
+        }
         Command::Generate(args) => {
             let request = GenerateRequest::new(*args, environment, &mut io::stdin(), cli::random_seed())?;
             cli::generate(&request, &signals.stop, &terminal(request.verbosity, signals), out)

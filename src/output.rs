@@ -87,12 +87,26 @@ pub fn save_folder(path: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Resul
         Err(missing) if missing.kind() == ErrorKind::NotFound => None,
         Err(other) => return Err(error(other)),
     };
-    // A folder that has to stay the same one is filled from inside.
-    let kept = there.as_deref().filter(|folder| has_to_stay(folder));
+    let claim = |beside: &Path| match Temp::claim(beside, |name| fs::create_dir(name)) {
+        Ok((temp, ())) => Ok(temp),
+        // By the name that the user knows.
+        Err(Error::Write { source, .. }) => Err(error(source)),
+        Err(other) => Err(other),
+    };
+    // A folder that has to stay the same one is filled from inside, and so is one beside which nothing can be made.
+    let inside = |folder: &Path| claim(&folder.join("any"));
+    let (temp, kept) = match there.as_deref() {
+        Some(folder) if has_to_stay(folder) => (inside(folder)?, Some(folder)),
+        Some(folder) => match claim(folder) {
+            Ok(temp) => (temp, None),
+            Err(_) => (inside(folder)?, Some(folder)),
+        },
+        None => {
+            fs::create_dir_all(folder_of(path)).map_err(error)?;
+            (claim(path)?, None)
+        }
+    };
     let target = there.as_deref().unwrap_or(path);
-    let beside = kept.map_or(target.to_owned(), |folder| folder.join("any"));
-    fs::create_dir_all(folder_of(&beside)).map_err(error)?;
-    let (temp, ()) = Temp::claim(&beside, |name| fs::create_dir(name))?;
     fill(&temp.path).map_err(|failure| match failure {
         Error::Write { path: at, source } => {
             // By the name that the user knows.
@@ -102,7 +116,13 @@ pub fn save_folder(path: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Resul
         other => other,
     })?;
     match kept {
-        None => fs::rename(&temp.path, target).map_err(error)?,
+        None => {
+            // A folder that was there may be looked into by the same people as before.
+            if let Some(replaced) = there.as_deref().and_then(|folder| fs::metadata(folder).ok()) {
+                let _ = File::open(&temp.path).map(|folder| keep_access(&folder, &replaced));
+            }
+            fs::rename(&temp.path, target).map_err(error)?;
+        }
         Some(folder) => {
             for entry in fs::read_dir(&temp.path).map_err(error)? {
                 let entry = entry.map_err(error)?;
@@ -174,16 +194,20 @@ fn claim_and_replace(temp: Temp, path: &Path) -> Result<()> {
 /// data would be a partial file. Who may read and write a file that is replaced stays as it was.
 fn fill(mut file: &File, target: &Path, bytes: &[u8], replaced: Option<&Metadata>) -> Result<()> {
     if let Some(replaced) = replaced {
-        // As far as the system lets us: that the image is there matters more. The owner goes first, because a change of owner
-        // takes some permissions away.
-        #[cfg(unix)]
-        {
-            use std::os::unix::fs::{MetadataExt, fchown};
-            let _ = fchown(file, Some(replaced.uid()), Some(replaced.gid()));
-        }
-        let _ = file.set_permissions(replaced.permissions());
+        keep_access(file, replaced);
     }
     file.write_all(bytes).and_then(|()| file.sync_all()).map_err(|error| unwritten(target, &error))
+}
+
+/// Gives a file or folder the owner and the permissions of the one it replaces, as far as the system lets us: that it is there
+/// matters more. The owner goes first, because a change of owner takes some permissions away.
+fn keep_access(file: &File, replaced: &Metadata) {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::{MetadataExt, fchown};
+        let _ = fchown(file, Some(replaced.uid()), Some(replaced.gid()));
+    }
+    let _ = file.set_permissions(replaced.permissions());
 }
 
 /// Waits until a new name in a folder is on disk. Not every system can, and the file is there in any case: only a power cut in
@@ -539,6 +563,26 @@ mod tests {
         }
         assert!(links.iter().all(|link| fs::symlink_metadata(link).unwrap().is_symlink()));
         assert_eq!(fs::read(scratch.0.join("real.png")).unwrap(), b"mine");
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_folder_that_was_there_keeps_its_mode() {
+        use std::os::unix::fs::PermissionsExt;
+        let scratch = Scratch::new("folder-mode");
+        let folder = scratch.0.join("folder");
+        for wanted in [0o700, 0o2775, 0o755] {
+            fs::create_dir(&folder).unwrap();
+            fs::set_permissions(&folder, fs::Permissions::from_mode(wanted)).unwrap();
+            save_folder(&folder, |folder| {
+                fs::write(folder.join("file"), b"x").unwrap();
+                Ok(())
+            })
+            .unwrap();
+            assert_eq!(fs::metadata(&folder).unwrap().permissions().mode() & 0o7777, wanted);
+            assert_eq!(scratch.names(), ["folder"]);
+            fs::remove_dir_all(&folder).unwrap();
+        }
     }
 
     #[cfg(unix)]

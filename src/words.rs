@@ -13,9 +13,12 @@ pub fn unknown<'a>(prompt: &'a str, known: &str) -> Vec<&'a str> {
 /// Whatever stands between words. Everything else is part of one, signs and pictures too: a model that does not know a word for a
 /// fox does not know its picture either.
 fn is_between(c: char) -> bool {
-    let punctuation =
-        c.is_ascii_punctuation() || matches!(c, '\u{ab}' | '\u{bb}' | '\u{2000}'..='\u{206f}' | '\u{3000}'..='\u{303f}');
-    (punctuation && !is_apostrophe(c)) || c.is_whitespace() || c.is_control()
+    // Of the blocks that hold punctuation, for Latin, Arabic, Indic and East Asian scripts.
+    let punctuation = c.is_ascii_punctuation()
+        || matches!(c, '\u{a1}'..='\u{bf}' | '\u{60c}' | '\u{61b}' | '\u{61f}' | '\u{6d4}' | '\u{964}' | '\u{965}' | '\u{feff}')
+        || matches!(c, '\u{2000}'..='\u{206f}' | '\u{2e00}'..='\u{2e7f}' | '\u{3000}'..='\u{303f}' | '\u{fe10}'..='\u{fe6f}')
+        || matches!(c, '\u{ff01}'..='\u{ff65}');
+    (punctuation && !is_apostrophe(c) && !c.is_alphanumeric()) || c.is_whitespace() || c.is_control()
 }
 
 fn is_apostrophe(c: char) -> bool {
@@ -35,6 +38,8 @@ mod tests {
             ("a red star", &[]),
             ("A RED, star... on the (background)!", &[]),
             ("'red' \"star\" ‘red’ «star» a-star red/star 1", &[]),
+            ("¿red? ¡star! red，star red star؟ red star। red·star § re\u{feff}d", &["re", "d"]),
+            ("Ａ red star", &["Ａ"]),
             ("a fluffy cat", &["fluffy", "cat"]),
             ("five red stars, Five more Stars", &["five", "stars", "more"]),
             ("the star's background", &["star's"]),

@@ -271,6 +271,16 @@ fn a_dash_is_standard_output() {
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(5));
     assert!(output.stderr.starts_with(b"error: cannot write (-): Broken pipe"));
+    // One that is closed is told before any work; one that leads nowhere is as good as any.
+    for (end, code, told) in [
+        (">&-", 5, "error: cannot write (standard output): it is closed, so nobody would get the picture\n"),
+        ("> /dev/null", 0, ""),
+    ] {
+        let mut command = sandbox.wrapped("sh");
+        command.args(["-c", &format!("\"$0\" \"$@\" {end}"), env!("CARGO_BIN_EXE_kiln"), "x", "-q", "-o", "-"]).args(QUICK);
+        let run = Run::of(command);
+        assert_eq!((run.code, run.stderr.as_str()), (Some(code), told), "{end}");
+    }
     assert_eq!(sandbox.names(), ["file.png"]);
 }
 
@@ -288,23 +298,31 @@ fn all_images_are_made_even_if_nobody_listens() {
     }
 }
 
-/// Blocks of 512 bytes: the image has about 12 thousand, the dump 800 thousand.
 #[test]
 fn an_image_whose_dump_fails_is_told_of() {
     let sandbox = Sandbox::new();
+    let args = ["x", "-o", "out.png", "--dump", "run.safetensors"];
+    let mut child = sandbox.command(args.iter().chain(&QUICK)).spawn().unwrap();
+    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
+    lines.find(|line| line.starts_with("encoding text")).expect("it encodes");
+    // Somebody takes the name after it was found free.
+    fs::write(sandbox.path("run.safetensors"), "mine").unwrap();
+    let rest: Vec<String> = lines.collect();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!((output.status.code(), output.stdout.as_slice()), (Some(5), &b"out.png\n"[..]), "{rest:?}");
+    assert!(rest.iter().any(|line| line == "error: output exists (run.safetensors); not overwritten"), "{rest:?}");
+    assert_eq!(sandbox.names(), ["out.png", "run.safetensors"]);
+    assert_eq!(fs::read(sandbox.path("run.safetensors")).unwrap(), b"mine");
+
+    // What is known to be too long beforehand costs no image. Blocks of 512 bytes: the image has about 12 thousand, the dump 800
+    // thousand, most of it the text features.
     let script = "ulimit -f 200 && exec \"$0\" \"$@\"";
     let mut command = sandbox.wrapped("sh");
-    command.args(["-c", script, env!("CARGO_BIN_EXE_kiln"), "x", "-q", "-o", "out.png", "--dump", "run.safetensors"]).args(QUICK);
-    let run = Run::of(command);
-    assert_eq!((run.code, run.text()), (Some(5), "out.png\n"), "{}", run.stderr);
-    assert!(run.stderr.starts_with("error: cannot write (run.safetensors): File too large"), "{}", run.stderr);
-    assert_eq!(sandbox.names(), ["out.png"]);
-    // What is known to be too long beforehand costs no image.
-    let mut command = sandbox.wrapped("sh");
-    command.args(["-c", script, env!("CARGO_BIN_EXE_kiln"), "x", "-q", "-o", "two.png", "--dump", "run.safetensors"]);
+    command.args(["-c", script, env!("CARGO_BIN_EXE_kiln"), "x", "-q", "-o", "two.png", "--dump", "two.safetensors"]).args(QUICK);
     let run = Run::of(command);
     assert_eq!((run.code, run.text()), (Some(5), ""), "{}", run.stderr);
-    assert_eq!(sandbox.names(), ["out.png"]);
+    assert!(run.stderr.starts_with("error: cannot write (two.safetensors): File too large"), "{}", run.stderr);
+    assert_eq!(sandbox.names(), ["out.png", "run.safetensors"]);
 }
 
 fn send(signal: &str, child: &Child) {

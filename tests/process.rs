@@ -222,4 +222,17 @@ fn a_tiny_model_is_whole_or_not_there() {
         usize::from(placed)
     });
     assert!(placed.iter().sum::<usize>() < 12, "none was stopped in time");
+
+    // Asked to stop, it cleans up after itself.
+    in_pairs(12, |index| {
+        let sandbox = Sandbox::new();
+        let mut child = sandbox.command(["tiny", "model"]).spawn().unwrap();
+        std::thread::sleep(moment(index, took.mul_f64(1.2)));
+        let signal = if index % 2 == 0 { "-INT" } else { "-TERM" };
+        assert!(Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap().success());
+        child.wait().unwrap();
+        let names = sandbox.names();
+        assert!(names.is_empty() || names == ["model"], "{signal}: {names:?}");
+        assert_eq!(whole(&sandbox), if names.is_empty() { Vec::new() } else { whole(&control) });
+    });
 }

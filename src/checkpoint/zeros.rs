@@ -4,7 +4,8 @@
 //! A matrix counts as missing if all of it is zero, or one of eight equal stretches of it: hundreds of a layer's outputs, or a
 //! whole head, of which not one number is anything. Single rows of zeros are left alone, since training can kill an output, and so
 //! are parts of a lookup table, whose rows past the last token are never trained, and of matrices so small that a stretch would be
-//! only a few rows. Zeros in norms and biases mean nothing: some are trained to be.
+//! only a few rows. The weights of a norm and variances count as well, since zeros there let nothing pass; biases and means do not: some
+//! are trained to be zero.
 //!
 //! What is there ends the search at its first number, so a good matrix costs eight looks, and only zeros are read through.
 
@@ -18,10 +19,12 @@ const STRETCHES: usize = 8;
 /// Shortest stretch that is looked at by itself, in bytes.
 const LEAST: usize = 64 << 10;
 
+/// Fewest numbers that say anything by all being zero.
+const FEWEST: usize = 8;
+
 /// Fails if a matrix is zero where no trained one is; `bytes` are those of the tensor `name`.
 pub(super) fn refuse(path: &Path, name: &str, entry: &Entry, bytes: &[u8], table: bool) -> Result<()> {
-    // Vectors, and matrices of one row, which are vectors, too.
-    if entry.shape.len() < 2 || entry.shape[0] < 2 || bytes.is_empty() {
+    if entry.shape.iter().product::<usize>() < FEWEST {
         return Ok(());
     }
     let stretch = bytes.len().div_ceil(STRETCHES);
@@ -76,8 +79,8 @@ mod tests {
         // A table's last rows, a few dead rows, a vector, a small kernel.
         assert_eq!(found(&shape, &tail, true), None);
         assert_eq!(found(&shape, &filled(4096..4096 + 20 * 1024), false), None);
-        assert_eq!(found(&[1024 * 512], &filled(0..length), false), None);
-        assert_eq!(found(&[1, 1024 * 512], &filled(0..length), false), None);
+        assert!(found(&[1024 * 512], &filled(0..length), false).is_some(), "all of a vector");
+        assert_eq!(found(&[7], &[0; 14], false), None, "too few to tell");
         let mut small = vec![0; 64 * 64 * 2];
         assert!(found(&[64, 64], &small, false).is_some());
         small[8191] = 1;

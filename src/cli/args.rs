@@ -5,6 +5,7 @@ mod values;
 
 pub use values::{BackendArg, DTypeArg, KleinArg, LayoutArg, NoiseArg, PrecisionArg, VariantArg};
 
+use crate::error::{Error, Result};
 use crate::locate::{Environment, LocateRequest};
 use clap::{Args, Parser, Subcommand};
 use help::{BENCH_EXAMPLE, BENCH_EXAMPLES, EXAMPLE, EXAMPLES};
@@ -183,9 +184,9 @@ pub struct RunArgs {
     #[arg(long, value_enum, value_name = "WHERE", default_value = "auto", help_heading = "Run")]
     pub backend: BackendArg,
 
-    /// Which GPU, as `kiln doctor` numbers them
-    #[arg(long, value_name = "N", value_parser = within(0usize, 1023), default_value = "0", help_heading = "Run")]
-    pub device: usize,
+    /// Which GPU, as `kiln doctor` numbers them [default: 0]
+    #[arg(long, value_name = "N", value_parser = within(0usize, 1023), help_heading = "Run")]
+    pub device: Option<usize>,
 
     /// What results are rounded to
     #[arg(long, value_enum, value_name = "TYPE", default_value = "bf16", help_heading = "Run")]
@@ -208,6 +209,18 @@ pub struct RunArgs {
     /// Say more: what became of the flags and of references, and which GPU kernels ran
     #[arg(short, long, help_heading = "Run")]
     pub verbose: bool,
+}
+
+impl RunArgs {
+    /// The GPU to take, if one is taken.
+    pub fn device(&self) -> Result<usize> {
+        match self.device {
+            Some(_) if self.backend == BackendArg::Cpu => {
+                Err(Error::usage("--device is about GPUs, --backend cpu takes none", "leave out one of them"))
+            }
+            asked => Ok(asked.unwrap_or(0)),
+        }
+    }
 }
 
 /// Flags that name a model.
@@ -351,7 +364,7 @@ pub struct BenchArgs {
         num_args = 0..=1,
         require_equals = true,
         default_missing_value = "",
-        conflicts_with_all = ["PromptArgs", "ModelArgs", "ShapeArgs", "runs"],
+        conflicts_with_all = ["PromptArgs", "ModelArgs", "ShapeArgs", "runs", "low_memory"],
         help_heading = "Measuring"
     )]
     pub kernels: Option<String>,

@@ -71,7 +71,7 @@ impl GenerateRequest {
     /// `random` is the seed where none is given.
     pub fn new(args: GenerateArgs, environment: Environment, stdin: &mut dyn Read, random: u64) -> Result<Self> {
         let request = Self::unsaved(args, environment, stdin, random)?;
-        request.check_outputs()?;
+        request.check_outputs(0)?;
         Ok(request)
     }
 
@@ -132,15 +132,15 @@ impl GenerateRequest {
             force: args.force,
             precision: args.run.precision.into(),
             backend: args.run.backend,
-            device: args.run.device,
+            device: args.run.device()?,
             low_memory: args.run.low_memory,
             json: args.json,
             verbosity: Verbosity::new(args.run.quiet, args.run.verbose),
         })
     }
 
-    /// Refuses now what could not be written after minutes of work.
-    fn check_outputs(&self) -> Result<()> {
+    /// Refuses now what could not be written after minutes of work. `features` are the numbers that text makes, as far as is known.
+    pub fn check_outputs(&self, features: usize) -> Result<()> {
         // As large as a picture that does not compress, with its text.
         let (pixels, rows) = (self.size.width() * self.size.height(), self.size.height());
         let bytes = (3 * pixels + rows + self.prompt.len()) as u64 + (16 << 10);
@@ -155,13 +155,12 @@ impl GenerateRequest {
             }
             files.push(Planned { path, bytes });
         }
-        if self.target == Target::Stdout && io::stdout().is_terminal() {
-            let why = "a terminal cannot show a picture; redirect standard output, or name a file";
-            return Err(Error::Write { path: STDOUT.into(), source: io::Error::new(io::ErrorKind::InvalidInput, why) });
+        if self.target == Target::Stdout {
+            check_stdout()?;
         }
-        // The noise twice, the latents of each step and the raw picture; the text features come on top of that.
+        // The noise twice, the latents of each step, the raw picture and the text features.
         let latents = (self.steps.unwrap_or(1) + 2) * self.size.grid().tokens() * CHANNELS;
-        let bytes = 4 * (latents + 3 * pixels) as u64;
+        let bytes = 4 * (latents + 3 * pixels + features) as u64;
         files.extend(self.dump.clone().map(|path| Planned { path, bytes }));
         check_writable(&files, self.force)
     }
@@ -308,6 +307,33 @@ fn check_format(path: &Path) -> Result<()> {
         Some(extension) if !extension.eq_ignore_ascii_case("png") => Err(refused("kiln writes PNG files, named .png")),
         _ => Ok(()),
     }
+}
+
+/// Refuses a standard output that cannot take a picture.
+fn check_stdout() -> Result<()> {
+    let why = if io::stdout().is_terminal() {
+        "a terminal cannot show a picture; redirect standard output, or name a file"
+    } else if is_lost() {
+        "it is closed, so nobody would get the picture"
+    } else {
+        return Ok(());
+    };
+    Err(Error::Write { path: STDOUT.into(), source: io::Error::new(io::ErrorKind::InvalidInput, why) })
+}
+
+/// Whether standard output was closed when the program started. Rust's runtime then puts the null device in its place, open for
+/// reading as well, which a shell's redirection never is.
+fn is_lost() -> bool {
+    #[cfg(target_os = "linux")]
+    {
+        use rustix::fs::{OFlags, fcntl_getfl, fstat, stat};
+        let (stdout, null) = (fstat(io::stdout()), stat("/dev/null"));
+        let is_null =
+            stdout.is_ok_and(|stdout| null.is_ok_and(|null| stdout.st_rdev == null.st_rdev && stdout.st_ino == null.st_ino));
+        is_null && fcntl_getfl(io::stdout()).is_ok_and(|flags| flags & OFlags::ACCMODE == OFlags::RDWR)
+    }
+    #[cfg(not(target_os = "linux"))]
+    false
 }
 
 /// Whether two paths that may not exist yet name the same file.

@@ -32,6 +32,9 @@ pub fn generate(request: &GenerateRequest, stop: &Arc<AtomicBool>, terminal: &Te
     let made = Made::new(request, &model, &chosen);
     made.introduce(&model, &chosen, terminal);
     let job = made.job();
+    // Now that it is known how wide features are.
+    let encoder = &model.configs.1;
+    request.check_outputs(made.prompts() * encoder.max_tokens * encoder.features())?;
     let options = made.fit(&model, &chosen, &job, terminal)?;
     let mut engine = Engine::load(chosen.backend, model, options, terminal)?;
     let mut index = 0;
@@ -103,8 +106,8 @@ fn beside<A, B: Send>(there: impl FnOnce() -> B + Send, here: impl FnOnce() -> A
     (first, second.unwrap_or_else(|| unreachable!()))
 }
 
-/// Writes the tiny model to a new folder and that folder's path to `out`.
-pub fn tiny(args: &TinyArgs, out: &mut dyn Write) -> Result<()> {
+/// Writes the tiny model to a new folder and that folder's path to `out`, unless `stop` is set before it is complete.
+pub fn tiny(args: &TinyArgs, stop: &AtomicBool, out: &mut dyn Write) -> Result<()> {
     let folder = &args.folder;
     let refused = |source| Error::Write { path: folder.clone(), source };
     let occupied = match std::fs::read_dir(folder) {
@@ -115,7 +118,7 @@ pub fn tiny(args: &TinyArgs, out: &mut dyn Write) -> Result<()> {
     if occupied {
         return Err(refused(io::Error::new(ErrorKind::DirectoryNotEmpty, "the folder is not empty")));
     }
-    crate::tiny::write_to(folder, args.layout.into(), args.dtype.into())?;
+    crate::tiny::write_to(folder, args.layout.into(), args.dtype.into(), stop)?;
     print(out, &line_of(folder))
 }
 
@@ -284,6 +287,11 @@ impl<'a> Made<'a> {
     fn references(&self) -> Vec<Reference> {
         let references = self.request.references.iter().map(|r| &r.prepared);
         references.map(|prepared| Reference { grid: prepared.grid(), pixels: prepared.values() }).collect()
+    }
+
+    /// Prompts that are encoded: the negative one, too, where a step runs twice.
+    fn prompts(&self) -> usize {
+        1 + usize::from(self.guidance.chosen.is_some_and(|scale| self.variant.guides(scale)))
     }
 
     pub fn size(&self) -> String {

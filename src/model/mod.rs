@@ -65,7 +65,9 @@ impl<'a> Loader<'a> {
         };
         let tensor = self.region.alloc(rows, cols, dtype)?;
         self.backend.upload(tensor, role, &parts)?;
-        if let Some(source) = self.source.filter(|_| self.wary && role != Role::Vector) {
+        // Of vectors those that something is multiplied or divided by.
+        let scales = role != Role::Vector || !["bias", "mean"].iter().any(|end| name.ends_with(end));
+        if let Some(source) = self.source.filter(|_| self.wary && scales) {
             source.note(name, role == Role::Table);
             // Whoever copies has just read all of it. Where files are used in place, their pages come with the first ops.
             if !self.backend.reads_files() {

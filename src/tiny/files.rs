@@ -8,15 +8,21 @@ use crate::output::save_folder;
 use crate::tensor::DType;
 use serde_json::{Value, json};
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Writes a complete model or nothing: a diffusers folder, or single files in the original layout.
-pub fn write_to(folder: &Path, layout: Layout, dtype: DType) -> Result<()> {
+/// Writes a complete model or nothing: a diffusers folder, or single files in the original layout. Ends with
+/// [`Error::Interrupted`] once `stop` is set.
+pub fn write_to(folder: &Path, layout: Layout, dtype: DType, stop: &AtomicBool) -> Result<()> {
+    let check = || if stop.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) };
     let tiny = model(layout, dtype)?;
-    save_folder(folder, |folder| fill(folder, &tiny, layout, dtype))
+    save_folder(folder, |folder| {
+        let write = |name: &str, bytes: &[u8]| check().and_then(|()| write(folder, name, bytes));
+        fill(&write, &tiny, layout, dtype)?;
+        check()
+    })
 }
 
-fn fill(folder: &Path, tiny: &TinyModel, layout: Layout, dtype: DType) -> Result<()> {
-    let write = |name: &str, bytes: &[u8]| write(folder, name, bytes);
+fn fill(write: &dyn Fn(&str, &[u8]) -> Result<()>, tiny: &TinyModel, layout: Layout, dtype: DType) -> Result<()> {
     match layout {
         Layout::Bfl => {
             write("flux-2-klein-tiny.safetensors", &tiny.transformer)?;

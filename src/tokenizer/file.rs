@@ -49,12 +49,26 @@ pub fn build(bytes: &[u8]) -> tokenizers::Result<Tokenizer> {
         Some(part) if part.kind == BYTE_LEVEL => Some(ByteLevel::default()),
         Some(part) => return Err(part.unknown("decoder", BYTE_LEVEL).into()),
     };
+    let alphabet = check_alphabet(&vocab);
     let mut tokenizer = Tokenizer::new(BPE::builder().vocab_and_merges(vocab, merges).build()?);
-    // Last, because it takes a while to compile.
-    let splitter = file.pre_tokenizer.map(pre_tokenizer).transpose()?;
-    tokenizer.with_normalizer(normalizer).with_pre_tokenizer(splitter).with_decoder(decoder);
+    // Late, because it takes a while to compile.
+    let splitter =
+        file.pre_tokenizer.map(pre_tokenizer).unwrap_or_else(|| Err("it has no pre-tokenizer, kiln knows ByteLevel".into()))?;
+    tokenizer.with_normalizer(normalizer).with_pre_tokenizer(Some(splitter)).with_decoder(decoder);
     tokenizer.add_tokens(&added);
+    // Last, because other faults say more.
+    alphabet?;
     Ok(tokenizer)
+}
+
+/// Every byte of a text is a letter of the vocabulary, so that any text has ids. The library leaves out what has none, and two
+/// prompts would be the same without a word.
+fn check_alphabet(vocab: &Vocab) -> Result<(), String> {
+    let missing = ByteLevel::alphabet().into_iter().filter(|letter| !vocab.contains_key(letter.encode_utf8(&mut [0; 4]) as &str));
+    match missing.min() {
+        Some(letter) => Err(format!("its vocabulary has no token for the byte letter `{letter}`")),
+        None => Ok(()),
+    }
 }
 
 const BYTE_LEVEL: &str = "ByteLevel";

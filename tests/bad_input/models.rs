@@ -190,6 +190,10 @@ fn weights_that_were_never_written() {
         ("text-encoder", "qwen", text, 0, "is all zeros"),
         ("text-encoder", "qwen", "model.embed_tokens.weight", 0, "is all zeros"),
         ("vae", "ae", "decoder.conv_in.weight", 0, "is all zeros"),
+        // Of vectors those by which something is multiplied or divided.
+        ("text-encoder", "qwen", "model.layers.3.input_layernorm.weight", 0, "is all zeros"),
+        ("transformer", "flux-2-klein-tiny", "single_blocks.0.norm.key_norm.scale", 0, "is all zeros"),
+        ("vae", "ae", "bn.running_var", 0, "is all zeros"),
         ("transformer", "flux-2-klein-tiny", "single_blocks.0.linear1.weight", 7, "is zeros from byte"),
     ] {
         let source = sandbox.path(&format!("model/{file}.safetensors"));

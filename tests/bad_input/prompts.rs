@@ -47,6 +47,12 @@ fn numbers_that_cannot_be() {
             invalid("seed", "-1", "N", seed),
             invalid("seed", "18446744073709551616", "N", seed),
             invalid("guidance", "NaN", "SCALE", "a number from 0 to 100"),
+            row(
+                "x -q --backend cpu --device 1",
+                2,
+                "--device is about GPUs, --backend cpu takes none",
+                Is("leave out one of them"),
+            ),
         ],
     );
 }

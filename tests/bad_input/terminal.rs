@@ -151,5 +151,18 @@ fn no_text_of_a_file_reaches_the_terminal_raw() {
     ] {
         lines.push([words(line), vec![name(file).into()]].concat());
     }
+    // Arguments themselves, as a script may pass them on.
+    let hostile = OsString::from(HOSTILE);
+    for flag in
+        "width height steps guidance seed count noise-kind backend device precision threads variant no-such-flag".split(' ')
+    {
+        lines.push([words(&format!("x --{flag}")), vec![hostile.clone()]].concat());
+        lines.push([words("x"), vec![format!("--{flag}={HOSTILE}").into()]].concat());
+    }
+    for line in ["plan", "plan --klein", "doctor", "tiny a", "tiny a --layout", "bench --runs", "help", "x --json=", "generate x"]
+    {
+        lines.push([words(line), vec![hostile.clone()]].concat());
+    }
+    lines.push(vec![format!("--{}", HOSTILE.repeat(1000)).into()]);
     lines.into_iter().for_each(check);
 }

@@ -39,8 +39,17 @@ fn files_that_are_programs() {
     changed(&sandbox, "twice.json", |file| file["model"]["vocab"]["a"] = 0.into());
     changed(&sandbox, "merge.json", |file| file["model"]["merges"] = json!(["a bc"]));
     changed(&sandbox, "unigram.json", |file| file["model"] = json!({"type": "Unigram", "vocab": [["a", 0.5]], "unk_id": 0}));
+    changed(&sandbox, "whole.json", |file| file["pre_tokenizer"] = json!(null));
+    // Without its letter `z`, whose id another token takes.
+    changed(&sandbox, "letters.json", |file| {
+        let vocab = file["model"]["vocab"].as_object_mut().unwrap();
+        let id = vocab.remove("z").unwrap();
+        vocab.insert("zz".into(), id);
+    });
     let mut rows = Vec::new();
     for (name, detail) in [
+        ("whole", "it has no pre-tokenizer, kiln knows ByteLevel"),
+        ("letters", "its vocabulary has no token for the byte letter `z`"),
         ("doubling", "its normalizer is `Sequence`, kiln knows NFC"),
         ("prepend", "its normalizer is `Prepend`, kiln knows NFC"),
         ("charsmap", "its normalizer is `Precompiled`, kiln knows NFC"),

@@ -25,7 +25,7 @@ fn detect_text(weights: &Weights, config: Option<&ConfigFile>) -> Result<TextCon
 fn a_written_model_is_detected_as_what_it_is() {
     for layout in [Layout::Diffusers, Layout::Bfl] {
         let scratch = Scratch::new();
-        tiny::write_to(scratch.path(), layout, DType::Bf16).unwrap();
+        tiny::write_to(scratch.path(), layout, DType::Bf16, &Default::default()).unwrap();
         let diffusers = layout == Layout::Diffusers;
         let place = |folder: &str, file: &str| scratch.path().join(if diffusers { folder } else { file });
         let open = |part, folder: &str, file: &str| Weights::open(part, &place(folder, file)).unwrap();
@@ -200,7 +200,7 @@ fn changed<T>(tiny: &Scratch, folder: &str, detect: impl Fn(&ConfigFile) -> Resu
 #[test]
 fn config_files_are_compared_and_read() {
     let scratch = Scratch::new();
-    tiny::write_to(scratch.path(), Layout::Diffusers, DType::Bf16).unwrap();
+    tiny::write_to(scratch.path(), Layout::Diffusers, DType::Bf16, &Default::default()).unwrap();
     let model = tiny::model(Layout::Diffusers, DType::Bf16).unwrap();
     let [transformer, text, vae] = [Part::Transformer, Part::TextEncoder, Part::Vae].map(|part| model.weights(part).unwrap());
     let transformer = |key: &str, value: Value| {
@@ -248,7 +248,7 @@ fn config_files_are_compared_and_read() {
 #[test]
 fn config_files_that_ask_for_another_computation_are_refused() {
     let scratch = Scratch::new();
-    tiny::write_to(scratch.path(), Layout::Diffusers, DType::Bf16).unwrap();
+    tiny::write_to(scratch.path(), Layout::Diffusers, DType::Bf16, &Default::default()).unwrap();
     let model = tiny::model(Layout::Diffusers, DType::Bf16).unwrap();
     let [transformer, text, vae] = [Part::Transformer, Part::TextEncoder, Part::Vae].map(|part| model.weights(part).unwrap());
     let check = |folder: &str, key: &str, value: Value| match folder {

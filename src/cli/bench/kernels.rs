@@ -41,7 +41,7 @@ pub fn check(filter: &str) -> Result<()> {
 
 /// Times every op with `filter` in its name.
 pub fn measure(filter: &str, quick: bool, run: &RunArgs, stop: &Arc<AtomicBool>, terminal: &Terminal) -> Result<Report> {
-    let mut chosen = choose(run.backend, run.device, stop)?;
+    let mut chosen = choose(run.backend, run.device()?, stop)?;
     chosen.note.iter().for_each(|note| terminal.say(&format!("note: {note}")));
     let precision: Precision = run.precision.into();
     let (scale, protocol) = match (quick, &chosen.device) {
