@@ -10,6 +10,7 @@ pub use embedded::Embedded;
 use crate::config::Conventions;
 use crate::error::{Error, Result};
 use crate::files;
+use cache::NoSnapshot;
 use parts::{Sought, complain, folder_of_weights, single_file};
 use std::path::{Path, PathBuf};
 
@@ -164,8 +165,12 @@ fn known_repository(request: &LocateRequest) -> Result<Option<Folder>> {
                     Some((what, _)) => what,
                 }
             }
-            Err(none) if none.begun => none.what,
-            Err(_) => continue,
+            Err(NoSnapshot::Absent(_)) => continue,
+            Err(NoSnapshot::Begun(what)) => what,
+            Err(NoSnapshot::NoCache(folder, why)) => {
+                let hint = "name a model with --model, or another cache with HF_HUB_CACHE".into();
+                return Err(no_model(&folder, &format!("{}: {why}", cache::NO_CACHE), Some(hint)));
+            }
         };
         unfinished.get_or_insert((id, what));
     }
@@ -240,7 +245,11 @@ impl Folder {
         match name.to_str().filter(|id| cache::is_repository_id(id)) {
             Some(id) => {
                 let snapshot = cache::snapshot(environment, id).map_err(|none| {
-                    no_model(name, &none.what, Some("download it first, for example with `hf download`, or name a folder".into()))
+                    no_model(
+                        name,
+                        &none.what(),
+                        Some("download it first, for example with `hf download`, or name a folder".into()),
+                    )
                 })?;
                 Ok(Self::read(&snapshot, id))
             }

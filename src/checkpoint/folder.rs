@@ -33,7 +33,7 @@ pub(super) fn open(folder: &Path) -> Result<Vec<Shard>> {
     let index = one_of(folder, indexes, ".safetensors.index.json")?;
     // A checkpoint in several files is what a folder is for, so a file beside its index is a stray one. Without an index, or with
     // the name that a checkpoint in one file has, it is as good as they are.
-    let usual = USUAL.iter().map(|stem| folder.join(format!("{stem}.safetensors"))).find(|path| single.contains(path));
+    let usual = usual(folder, &single, ".safetensors").into_iter().next();
     let rival = usual.or(if index.is_none() { single.first().cloned() } else { None });
     match (index, rival) {
         (Some(index), None) => open_index(folder, &index),
@@ -50,13 +50,21 @@ pub(super) fn open(folder: &Path) -> Result<Vec<Shard>> {
     }
 }
 
-/// The only file, or the one with a usual name.
+/// Those files that have a usual name.
+fn usual(folder: &Path, files: &[PathBuf], suffix: &str) -> Vec<PathBuf> {
+    USUAL.iter().map(|stem| folder.join(format!("{stem}{suffix}"))).filter(|path| files.contains(path)).collect()
+}
+
+/// The only file, or the only one with a usual name.
 fn one_of(folder: &Path, mut files: Vec<PathBuf>, suffix: &str) -> Result<Option<PathBuf>> {
     if files.len() < 2 {
         return Ok(files.pop());
     }
-    if let Some(usual) = USUAL.iter().map(|stem| folder.join(format!("{stem}{suffix}"))).find(|path| files.contains(path)) {
-        return Ok(Some(usual));
+    let mut usual = usual(folder, &files, suffix);
+    match usual.len() {
+        1 => return Ok(usual.pop()),
+        0 => {}
+        _ => files = usual,
     }
     files.sort();
     Err(several(folder, &files))

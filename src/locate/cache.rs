@@ -2,6 +2,7 @@
 
 use super::Embedded;
 use crate::files;
+use crate::text::shown;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
@@ -50,6 +51,12 @@ impl Environment {
             .or_else(|| self.xdg_cache_home.as_deref().map(in_caches))
             .or_else(|| self.home.as_ref().map(|home| in_caches(&home.join(".cache"))))
     }
+
+    /// Whether the cache would be in a home that is no folder of this user's, as services have it.
+    fn homeless(&self) -> bool {
+        let named = [&self.hf_hub_cache, &self.hf_home, &self.xdg_cache_home].iter().any(|folder| folder.is_some());
+        !named && self.home.as_deref().is_some_and(|home| obstacle(home).is_some())
+    }
 }
 
 /// True for `org/name`.
@@ -61,53 +68,107 @@ pub(super) fn is_repository_id(text: &str) -> bool {
     text.split_once('/').is_some_and(|(org, name)| plain(org) && plain(name))
 }
 
+/// What is said of a cache that is there and cannot be looked at.
+pub(super) const NO_CACHE: &str = "the Hugging Face cache cannot be used";
+
 /// Why a repository has no folder of files.
-pub(super) struct NoSnapshot {
-    /// Something of it is in the cache.
-    pub begun: bool,
+pub(super) enum NoSnapshot {
+    /// Nothing of it is in the cache.
+    Absent(String),
+    /// Something of it is, and what is wrong with that.
+    Begun(String),
+    /// The cache itself cannot be looked at.
+    NoCache(PathBuf, String),
+}
+
+impl NoSnapshot {
     /// What is wrong.
-    pub what: String,
+    pub fn what(self) -> String {
+        match self {
+            Self::Absent(what) | Self::Begun(what) => what,
+            Self::NoCache(folder, why) => format!("{NO_CACHE} ({}): {why}", folder.display()),
+        }
+    }
+}
+
+/// Why nothing inside a folder can be looked at, if so.
+fn obstacle(folder: &Path) -> Option<String> {
+    let error = folder.join(".").metadata().err()?;
+    Some(files::absence(folder).unwrap_or_else(|| error.to_string()))
+}
+
+/// What a folder holds. One that does not exist holds nothing.
+fn entries(folder: &Path) -> Result<Vec<PathBuf>, NoSnapshot> {
+    let read = || std::fs::read_dir(folder)?.map(|entry| Ok(entry?.path())).collect::<std::io::Result<Vec<PathBuf>>>();
+    match read() {
+        Ok(paths) => Ok(paths),
+        Err(_) if !files::is_there(folder) => Ok(Vec::new()),
+        Err(error) => {
+            let why = files::absence(folder).unwrap_or_else(|| error.to_string());
+            Err(NoSnapshot::Begun(format!("a folder cannot be read ({}): {why}", folder.display())))
+        }
+    }
 }
 
 /// The folder of a repository's current revision, or what is wrong.
 pub(super) fn snapshot(environment: &Environment, id: &str) -> Result<PathBuf, NoSnapshot> {
-    let absent = |what: String| NoSnapshot { begun: false, what };
-    let begun = |what: String| NoSnapshot { begun: true, what };
-    let hub = environment.hub();
-    let hub = hub.ok_or_else(|| absent("it is not a folder, and there is no Hugging Face cache: HOME is not set".into()))?;
-    let repository = hub.join(format!("models--{}", id.replace('/', "--")));
-    if !repository.is_dir() {
-        return Err(absent(format!("neither a folder nor in the Hugging Face cache ({})", hub.display())));
+    let none = || NoSnapshot::Absent("it is not a folder, and there is no Hugging Face cache: HOME is not set".into());
+    let hub = environment.hub().ok_or_else(none)?;
+    let absent = || NoSnapshot::Absent(format!("neither a folder nor in the Hugging Face cache ({})", hub.display()));
+    // Folders above that exist may be a link to a disk that is not there. One that nobody made yet is no fault, and neither is a
+    // home that this user does not have.
+    if environment.homeless() {
+        return Err(absent());
     }
-    let (snapshots, reference) = (repository.join("snapshots"), repository.join("refs").join("main"));
+    let nearest = hub.ancestors().find(|folder| !folder.as_os_str().is_empty() && files::is_there(folder));
+    if let Some((folder, why)) = nearest.and_then(|folder| Some((folder, obstacle(folder)?))) {
+        return Err(NoSnapshot::NoCache(folder.into(), why));
+    }
+    let repository = hub.join(format!("models--{}", id.replace('/', "--")));
+    if !files::is_there(&repository) {
+        return Err(absent());
+    }
+    if let Some(why) = obstacle(&repository) {
+        return Err(NoSnapshot::Begun(format!("its folder cannot be used ({}): {why}", repository.display())));
+    }
+    let (snapshots, references) = (repository.join("snapshots"), repository.join("refs"));
+    let mut revisions = entries(&snapshots)?;
+    revisions.retain(|revision| !revision.is_file());
+    // Asking for a file that a repository does not have leaves a folder and a reference, too. Only a download has files in it.
+    if revisions.is_empty() {
+        let what = format!("the Hugging Face cache has no files of it ({})", repository.display());
+        let begun = !entries(&repository.join("blobs"))?.is_empty();
+        return Err(if begun { NoSnapshot::Begun(what) } else { NoSnapshot::Absent(what) });
+    }
+    let reference = references.join("main");
+    let damaged = |how: &str| NoSnapshot::Begun(format!("the Hugging Face cache has a reference that {how}"));
+    if let Some(why) = obstacle(&references).filter(|_| files::is_there(&references)) {
+        return Err(damaged(&format!("cannot be read ({}): {why}", references.display())));
+    }
     match files::read(&reference, MAX_REFERENCE) {
         Ok(bytes) => {
-            let revision = String::from_utf8(bytes).unwrap_or_default();
-            let revision = revision.trim();
+            let text = String::from_utf8_lossy(&bytes);
+            let revision = text.trim();
             // A revision is a hash; anything else must not lead out of the folder.
-            let plain = !revision.is_empty() && revision.bytes().all(|b| b.is_ascii_alphanumeric());
+            if revision.is_empty() || !revision.bytes().all(|b| b.is_ascii_alphanumeric()) {
+                return Err(damaged(&format!("names no revision ({}): `{}`", reference.display(), shown(revision))));
+            }
             let folder = snapshots.join(revision);
-            if plain && folder.is_dir() {
-                return Ok(folder);
+            match obstacle(&folder) {
+                None => Ok(folder),
+                Some(why) => {
+                    Err(damaged(&format!("names a revision without files ({}): `{revision}`: {why}", reference.display())))
+                }
             }
         }
-        Err(error) if error.kind() == ErrorKind::NotFound && !files::is_there(&reference) => {}
-        Err(error) => {
-            return Err(begun(format!(
-                "the Hugging Face cache has a reference that cannot be read ({}): {error}",
-                reference.display()
-            )));
-        }
-    }
-    let entries = std::fs::read_dir(&snapshots).into_iter().flatten().flatten();
-    let mut folders = entries.map(|entry| entry.path()).filter(|path| path.is_dir());
-    match (folders.next(), folders.next()) {
-        (Some(only), None) => Ok(only),
-        // Asking for a file that a repository does not have leaves a folder, too. Only a download has files in it.
-        (None, _) => Err(NoSnapshot {
-            begun: std::fs::read_dir(repository.join("blobs")).is_ok_and(|mut blobs| blobs.next().is_some()),
-            what: format!("the Hugging Face cache has no files of it ({})", repository.display()),
-        }),
-        (Some(_), Some(_)) => Err(begun(format!("the Hugging Face cache has several revisions ({})", snapshots.display()))),
+        // Without a reference, the only revision is meant.
+        Err(error) if error.kind() == ErrorKind::NotFound && !files::is_there(&reference) => match &revisions[..] {
+            [only] => match obstacle(only) {
+                None => Ok(only.clone()),
+                Some(why) => Err(NoSnapshot::Begun(format!("a revision cannot be used ({}): {why}", only.display()))),
+            },
+            _ => Err(NoSnapshot::Begun(format!("the Hugging Face cache has several revisions ({})", snapshots.display()))),
+        },
+        Err(error) => Err(damaged(&format!("cannot be read ({}): {error}", reference.display()))),
     }
 }

@@ -17,19 +17,23 @@ pub(super) enum Sought {
     At(PathBuf),
     /// Files that are equally good.
     Several(Vec<PathBuf>),
-    /// Something that looks like it, and why it is not.
-    Unusable(PathBuf, String),
+    /// Something that looks like it, why it is not, and what could be meant in its stead.
+    Unusable(PathBuf, String, Vec<PathBuf>),
 }
 
 impl Sought {
-    /// Looks further if nothing was found. Something unusable is still worth telling if there is nothing better.
+    /// Looks further if nothing was found. Something unusable may be what is meant, so nothing takes its place without a word.
     pub fn or_else(self, next: impl FnOnce() -> Self) -> Self {
         match self {
             Self::Missing => next(),
-            Self::Unusable(..) => match next() {
-                Self::Missing | Self::Unusable(..) => self,
-                better => better,
-            },
+            Self::Unusable(path, why, mut others) => {
+                match next() {
+                    Self::Missing => {}
+                    Self::At(other) => others.push(other),
+                    Self::Several(more) | Self::Unusable(_, _, more) => others.extend(more),
+                }
+                Self::Unusable(path, why, others)
+            }
             found => found,
         }
     }
@@ -40,18 +44,19 @@ impl Sought {
 pub(super) fn complain(parts: [(&str, &str, &Sought); 3], folder: Option<&Path>, expected: &str) -> Option<(String, String)> {
     let inside = |path: &Path| folder.and_then(|folder| path.strip_prefix(folder).ok()).unwrap_or(path).display().to_string();
     let (mut missing, mut faults, mut pick, mut replace) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    let list = |paths: &[PathBuf]| paths.iter().map(|path| inside(path)).collect::<Vec<String>>().join(", ");
     for (name, flag, sought) in parts {
         match sought {
             Sought::At(_) => {}
             Sought::Missing => missing.push(name),
             Sought::Several(paths) => {
-                let list: Vec<String> = paths.iter().map(|path| inside(path)).collect();
-                faults.push(format!("{} files could be the {name}: {}", list.len(), list.join(", ")));
+                faults.push(format!("{} files could be the {name}: {}", paths.len(), list(paths)));
                 pick.push(flag);
             }
-            Sought::Unusable(path, why) => {
-                faults.push(format!("the {name} cannot be used: {}: {why}", inside(path)));
-                replace.push(flag);
+            Sought::Unusable(path, why, others) => {
+                let usable = if others.is_empty() { String::new() } else { format!(" (usable is {})", list(others)) };
+                faults.push(format!("the {name} cannot be used: {}: {why}{usable}", inside(path)));
+                if others.is_empty() { &mut replace } else { &mut pick }.push(flag);
             }
         }
     }
@@ -73,24 +78,36 @@ pub(super) fn single_file(folder: &Path, stems: &[&str]) -> Sought {
         let fits = |rest: &str| rest.ends_with(".safetensors") && !rest.starts_with(|c: char| c.is_ascii_alphabetic());
         stems.iter().any(|stem| name.strip_prefix(stem).is_some_and(fits))
     };
-    look(folder, named, |mut files| if files.len() == 1 { Sought::At(files.remove(0)) } else { Sought::Several(files) })
+    look(folder, named, |mut good, bad| match bad {
+        Some((path, why)) => Sought::Unusable(path, why, good),
+        None if good.len() == 1 => Sought::At(good.remove(0)),
+        None => Sought::Several(good),
+    })
 }
 
-/// A folder that holds the weights of one part. An index alone counts, too: whoever opens it says which shards are missing.
+/// A folder that holds the weights of one part. An index alone counts, too: whoever opens it says which shards are missing, and
+/// which of its files is meant.
 pub(super) fn folder_of_weights(folder: &Path) -> Sought {
     let named = |name: &str| name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json");
-    look(folder, named, |_| Sought::At(folder.into()))
+    look(folder, named, |_, _| Sought::At(folder.into()))
 }
 
-/// What `usable` makes of the usable files of these names, of which there is at least one; else why there is none.
-fn look(folder: &Path, named: impl Fn(&str) -> bool, usable: impl FnOnce(Vec<PathBuf>) -> Sought) -> Sought {
-    let entries = match fs::read_dir(folder) {
+/// Something with a part's name, and why it cannot be used.
+type Fault = (PathBuf, String);
+
+/// What `usable` makes of the usable files of these names, of which there is at least one, and of the first that is not; else why
+/// there is none.
+fn look(folder: &Path, named: impl Fn(&str) -> bool, usable: impl FnOnce(Vec<PathBuf>, Option<Fault>) -> Sought) -> Sought {
+    let unusable = |error: std::io::Error| {
+        Sought::Unusable(folder.into(), files::absence(folder).unwrap_or_else(|| error.to_string()), Vec::new())
+    };
+    let entries: Vec<fs::DirEntry> = match fs::read_dir(folder).and_then(Iterator::collect) {
         Ok(entries) => entries,
         Err(error) if error.kind() == ErrorKind::NotFound && !files::is_there(folder) => return Sought::Missing,
-        Err(error) => return Sought::Unusable(folder.into(), files::absence(folder).unwrap_or_else(|| error.to_string())),
+        Err(error) => return unusable(error),
     };
     let (mut good, mut bad) = (Vec::new(), Vec::new());
-    for entry in entries.flatten() {
+    for entry in entries {
         // Names that are not Unicode are none of ours.
         if entry.file_name().to_str().is_some_and(&named) {
             match fault(&entry.path()) {
@@ -102,8 +119,8 @@ fn look(folder: &Path, named: impl Fn(&str) -> bool, usable: impl FnOnce(Vec<Pat
     good.sort();
     bad.sort();
     match bad.into_iter().next() {
-        _ if !good.is_empty() => usable(good),
-        Some((path, why)) => Sought::Unusable(path, why),
+        first if !good.is_empty() => usable(good, first),
+        Some((path, why)) => Sought::Unusable(path, why, good),
         None => Sought::Missing,
     }
 }

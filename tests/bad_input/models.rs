@@ -57,6 +57,20 @@ fn parts_that_are_not_what_they_seem() {
     instead(&sandbox, weights, |path| symlink("../../../blobs/none", path).unwrap());
     copied(&sandbox, "folder", "both");
     write(&sandbox, "both/vae/diffusion_pytorch_model.safetensors.index.json", r#"{"weight_map":{}}"#);
+    copied(&sandbox, "folder", "usual");
+    fs::copy(
+        sandbox.path("usual/text_encoder/model.safetensors"),
+        sandbox.path("usual/text_encoder/diffusion_pytorch_model.safetensors"),
+    )
+    .unwrap();
+    for name in ["pipe-beside", "link-beside", "link-before", "link-instead"] {
+        copied(&sandbox, "model", name);
+    }
+    pipe(&sandbox, "pipe-beside/flux-2-klein-9b.safetensors");
+    symlink("none", sandbox.path("link-beside/flux-2-klein-9b.safetensors")).unwrap();
+    fs::create_dir(sandbox.path("link-before/diffusion_models")).unwrap();
+    symlink("none", sandbox.path("link-before/diffusion_models/flux-2-klein-4b.safetensors")).unwrap();
+    symlink("none", sandbox.path("link-instead/transformer")).unwrap();
     symlink("none", sandbox.path("model-link")).unwrap();
 
     let model =
@@ -100,8 +114,43 @@ fn parts_that_are_not_what_they_seem() {
                 &format!("the text encoder cannot be used: text_encoder/model.safetensors: {NOT_THERE}"),
                 Is("put a complete file there, or give another with --text-encoder"),
             ),
+            // What cannot be used is not passed over for something else.
+            model(
+                "pipe-beside",
+                &format!(
+                    "the transformer cannot be used: flux-2-klein-9b.safetensors: {PIPE} (usable is flux-2-klein-tiny.safetensors)"
+                ),
+                Is("pick one with --transformer"),
+            ),
+            model(
+                "link-beside",
+                &format!(
+                    "the transformer cannot be used: flux-2-klein-9b.safetensors: {NOT_THERE} \
+                     (usable is flux-2-klein-tiny.safetensors)"
+                ),
+                Is("pick one with --transformer"),
+            ),
+            model(
+                "link-before",
+                &format!(
+                    "the transformer cannot be used: diffusion_models/flux-2-klein-4b.safetensors: {NOT_THERE} \
+                     (usable is flux-2-klein-tiny.safetensors)"
+                ),
+                Is("pick one with --transformer"),
+            ),
+            model(
+                "link-instead",
+                &format!("the transformer cannot be used: transformer: {NOT_THERE} (usable is flux-2-klein-tiny.safetensors)"),
+                Is("pick one with --transformer"),
+            ),
             model("model-link", NOT_THERE, Nothing),
             row("x -q --model model --vae model-link", 3, format!("no model found (model-link): {NOT_THERE}"), Nothing),
+            row(
+                "x -q --model usual",
+                3,
+                "several checkpoints in one folder (usual/text_encoder): diffusion_pytorch_model.safetensors, model.safetensors",
+                Is("name the file itself, or move what is not meant elsewhere"),
+            ),
             // One file with the name that one file has, and the index of several.
             row(
                 "x -q --model both",
@@ -176,6 +225,24 @@ fn downloads_that_are_not_finished() {
     check(&sandbox, &[named(PIPE)]);
     instead(&sandbox, &reference, |path| fs::write(path, [b'a'; 300]).unwrap());
     check(&sandbox, &[named("it is longer than 256 bytes")]);
+    // It names nothing, or what is not there.
+    let wrong = |what: &str| {
+        let whole = |how: &str| format!("the Hugging Face cache has a reference that {how} ($HOME/{reference}): ");
+        whole(what)
+    };
+    instead(&sandbox, &reference, |path| fs::write(path, "../../../m").unwrap());
+    check(&sandbox, &[bare("x -q", &format!("{}`../../../m`", wrong("names no revision")))]);
+    instead(&sandbox, &reference, |path| fs::write(path, "0123").unwrap());
+    check(&sandbox, &[bare("x -q", &format!("{}`0123`: it does not exist", wrong("names a revision without files")))]);
+    // The repository, or the whole cache, is on a disk that is not there.
+    fs::remove_dir_all(sandbox.path(&repository)).unwrap();
+    symlink("none", sandbox.path(&repository)).unwrap();
+    check(&sandbox, &[bare("x -q", &format!("its folder cannot be used ($HOME/{repository}): {NOT_THERE}"))]);
+    fs::remove_dir_all(sandbox.path(hub)).unwrap();
+    symlink("none", sandbox.path(hub)).unwrap();
+    let first = format!("no model found ($HOME/{hub}): the Hugging Face cache cannot be used: {NOT_THERE}");
+    let hint = Is("name a model with --model, or another cache with HF_HUB_CACHE");
+    check(&sandbox, &[row("x -q", 3, first, hint).within("unset KILN_MODEL")]);
 }
 
 #[test]

@@ -81,6 +81,32 @@ fn a_stray_file_does_not_take_the_place_of_a_checkpoint() {
     }
 }
 
+/// A usual name goes before others, and two of them are as good as each other.
+#[test]
+fn of_two_usual_names_none_is_guessed() {
+    let scratch = Scratch::new();
+    let file = |side| zeros(&[described("model.embed_tokens.weight", "F32", &[side, 2])]);
+    scratch.write("model.safetensors", file(2));
+    scratch.write("aaa.safetensors", file(3));
+    let weights = Weights::open(Part::TextEncoder, scratch.path()).unwrap();
+    assert_eq!(weights.shape("model.embed_tokens.weight").unwrap(), [2, 2]);
+    scratch.write("diffusion_pytorch_model.safetensors", file(4));
+    let error = refused(scratch.path());
+    assert!(error.starts_with("several checkpoints in one folder"), "{error}");
+    assert!(error.contains(": diffusion_pytorch_model.safetensors, model.safetensors / name the file itself"), "{error}");
+
+    let scratch = Scratch::new();
+    for (name, bytes) in halves() {
+        scratch.write(name, bytes);
+    }
+    for name in ["model", "diffusion_pytorch_model"] {
+        scratch.write(&format!("{name}.safetensors.index.json"), index(BOTH));
+    }
+    let error = refused(scratch.path());
+    let both = "diffusion_pytorch_model.safetensors.index.json, model.safetensors.index.json";
+    assert!(error.starts_with("several checkpoints in one folder") && error.contains(both), "{error}");
+}
+
 #[test]
 fn incomplete_and_misleading_folders_are_refused() {
     let scratch = Scratch::new();

@@ -233,9 +233,24 @@ fn repositories_are_looked_up_in_the_cache() {
         assert!(message(&locate(&named).unwrap_err()).contains("several revisions"));
         scratch.write(&format!("{hub}{repository}/refs/main"), "def456\n");
         assert_eq!(files(&named), expected(&newer, id));
-        // A reference cannot lead out of the cache.
-        scratch.write(&format!("{hub}{repository}/refs/main"), "../../..");
-        assert!(message(&locate(&named).unwrap_err()).contains("several revisions"));
+        // A reference cannot lead out of the cache, and one that is wrong is not replaced by a guess.
+        for only in [false, true] {
+            if only {
+                std::fs::remove_dir_all(&newer).unwrap();
+            }
+            for (text, what) in [
+                ("../../..", "has a reference that names no revision"),
+                ("abc\u{1b}[2J", "has a reference that names no revision"),
+                ("", "has a reference that names no revision"),
+                ("0123", "has a reference that names a revision without files"),
+            ] {
+                scratch.write(&format!("{hub}{repository}/refs/main"), text);
+                for request in [&named, &unnamed] {
+                    let text = message(&locate(request).unwrap_err());
+                    assert!(text.contains(what) && !text.contains('\u{1b}'), "{text}");
+                }
+            }
+        }
     }
 }
 
@@ -298,6 +313,7 @@ fn a_repository_that_was_only_asked_about_is_none() {
     let request = LocateRequest { environment, ..LocateRequest::default() };
     let repository = "models--black-forest-labs--FLUX.2-klein-9B";
     scratch.write(&format!("{repository}/.no_exist/abc/config.json"), "");
+    scratch.write(&format!("{repository}/refs/main"), "abc");
     assert_eq!(locate(&request).unwrap(), Found::Tiny);
     // A file that is being downloaded is a beginning.
     scratch.write(&format!("{repository}/blobs/0123.incomplete"), "");
@@ -306,4 +322,51 @@ fn a_repository_that_was_only_asked_about_is_none() {
         text.contains("FLUX.2-klein-9B): it is in the Hugging Face cache, but not whole: the Hugging Face cache has no files"),
         "{text}"
     );
+}
+
+/// A cache that is not there is no fault. One that is there and cannot be looked at is: the model that is meant may be in it.
+#[cfg(unix)]
+#[test]
+fn a_cache_that_cannot_be_looked_at_is_not_an_empty_one() {
+    use std::os::unix::fs::symlink;
+    let repository = "models--black-forest-labs--FLUX.2-klein-4B";
+    let file = |path: &Path| std::fs::write(path, "").unwrap();
+    let dangling = |path: &Path| symlink("none", path).unwrap();
+    // A link to itself fails as a folder does that nobody may look into.
+    let looped = |path: &Path| symlink(path, path).unwrap();
+    type Put<'a> = &'a dyn Fn(&Path);
+    let puts: [(Put<'_>, &str); 3] =
+        [(&file, "Not a directory"), (&dangling, "it is a link to something that is not there"), (&looped, "symbolic link")];
+    for (put, why) in puts {
+        for (place, what) in [
+            ("home", "the Hugging Face cache cannot be used"),
+            ("home/hub", "the Hugging Face cache cannot be used"),
+            (&format!("home/hub/{repository}"), "not whole: its folder cannot be used"),
+            (&format!("home/hub/{repository}/snapshots"), "not whole: a folder cannot be read"),
+            (&format!("home/hub/{repository}/blobs"), "not whole: a folder cannot be read"),
+            (&format!("home/hub/{repository}/refs"), "has a reference that cannot be read"),
+        ] {
+            let scratch = Scratch::new();
+            let environment = Environment { hf_home: Some(scratch.path().join("home")), ..Environment::default() };
+            let request = LocateRequest { environment, ..LocateRequest::default() };
+            assert_eq!(locate(&request).unwrap(), Found::Tiny);
+            let path = scratch.path().join(place);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            if place.ends_with("refs") {
+                std::fs::create_dir_all(path.parent().unwrap().join("snapshots/a")).unwrap();
+            }
+            put(&path);
+            let error = locate(&request).unwrap_err();
+            assert_eq!(error.exit_code(), 3);
+            let text = message(&error);
+            assert!(text.contains(what) && text.contains(why), "{place}: {text}");
+            let named = LocateRequest { model: Some("black-forest-labs/FLUX.2-klein-4B".into()), ..request };
+            assert!(message(&locate(&named).unwrap_err()).contains(why), "{place}");
+        }
+    }
+    // A user without a home has no cache.
+    for home in ["/dev/null", "/nonexistent"] {
+        let environment = Environment { home: Some(home.into()), ..Environment::default() };
+        assert_eq!(locate(&LocateRequest { environment, ..LocateRequest::default() }).unwrap(), Found::Tiny);
+    }
 }
