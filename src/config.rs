@@ -9,6 +9,7 @@ mod json;
 mod variant;
 
 pub use conventions::{Conventions, Guidance};
+pub use detect::check_scheduler;
 pub use json::ConfigFile;
 pub use variant::{Variant, display_name};
 

@@ -76,6 +76,12 @@ impl ModelFiles {
     pub fn config_of(weights: &Path) -> Option<PathBuf> {
         Some(weights.join("config.json")).filter(|config| files::is_there(config))
     }
+
+    /// The configuration of the scheduler that belongs to the transformer, if that is part of a diffusers folder that has one.
+    pub fn scheduler(&self) -> Option<PathBuf> {
+        let folder = self.transformer.parent().filter(|_| self.transformer.ends_with("transformer"))?;
+        Some(folder.join("scheduler/scheduler_config.json")).filter(|config| files::is_there(config))
+    }
 }
 
 /// What was found.

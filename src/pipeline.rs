@@ -10,7 +10,8 @@ pub use estimate::{Configs, Estimate, estimate};
 use crate::backend::{Backend, HostData, Op, Plan, StepKey, scope};
 use crate::checkpoint::Weights;
 use crate::config::{
-    ConfigFile, Conventions, HEAD_DIM, TextConfig, TransformerConfig, VaeConfig, Variant, check_fit, display_name,
+    ConfigFile, Conventions, HEAD_DIM, TextConfig, TransformerConfig, VaeConfig, Variant, check_fit, check_scheduler,
+    display_name,
 };
 use crate::dump::Record;
 use crate::error::{Error, Result};
@@ -157,6 +158,7 @@ impl OpenModel {
         let read = |path: Option<PathBuf>| path.as_deref().map(ConfigFile::read).transpose();
         let config = |part: &Path| read(ModelFiles::config_of(part));
         let configs = [config(&files.transformer)?, config(&files.text_encoder)?, config(&files.vae)?];
+        read(files.scheduler())?.as_ref().map_or(Ok(()), check_scheduler)?;
         let tokenizer = match &files.tokenizer {
             Some(path) => Tokenizer::open(path)?,
             None => Tokenizer::qwen3()?,

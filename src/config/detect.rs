@@ -56,6 +56,7 @@ impl TransformerConfig {
 
     fn compare(&mut self, config: &ConfigFile) -> Result<()> {
         config.require_text("_class_name", "Flux2Transformer2DModel")?;
+        config.require_none("quantization_config")?;
         config.require("in_channels", self.channels)?;
         config.require("out_channels", self.channels)?;
         config.require("timestep_guidance_channels", TIME_CHANNELS)?;
@@ -94,11 +95,13 @@ impl TextConfig {
             let error = Error::bad_file(weights.path(), "not a Qwen3 text encoder", detail);
             error.with_hint("klein 4B needs Qwen3-4B, klein 9B needs Qwen3-8B")
         };
-        if let Some(kind) = config.and_then(|c| c.text("model_type")).filter(|kind| *kind != "qwen3") {
+        let kind = config.map(|config| config.text("model_type")).transpose()?.flatten();
+        if let Some(kind) = kind.filter(|kind| *kind != "qwen3") {
             return Err(foreign(format!("its configuration says `{kind}`")));
         }
         // The same layers with another head, or with none, are the same encoder.
-        let classes = config.and_then(|c| c.get("architectures")).and_then(|list| list.as_array());
+        let list = |config: &ConfigFile| config.take("architectures", "a list of classes", |list| list.as_array().cloned());
+        let classes = config.map(list).transpose()?.flatten();
         let known = |class: &serde_json::Value| class.as_str().is_some_and(|class| CLASSES.contains(&class));
         if let Some(class) = classes.into_iter().flatten().find(|class| !known(class)) {
             return Err(foreign(format!("its configuration says {class}")));
@@ -154,16 +157,24 @@ impl TextConfig {
         // The width of a window says nothing as long as no layer uses one.
         config.require_flag("use_sliding_window", false)?;
         config.require_all("layer_types", "full_attention")?;
-        if config.get("rope_scaling").is_some() {
-            return Err(config.unsupported("rope_scaling", "none"));
+        config.require_none("quantization_config")?;
+        config.require_none("rope_scaling")?;
+        if config.positive("partial_rotary_factor")?.is_some_and(|factor| factor != 1.0) {
+            return Err(config.unsupported("partial_rotary_factor", "1.0"));
         }
         // Older files have the base at the top, newer ones among the parameters of the rotation.
-        let rope = config.inner("rope_parameters");
-        if rope.as_ref().and_then(|rope| rope.text("rope_type")).is_some_and(|kind| kind != "default") {
+        let rope = config.inner("rope_parameters")?;
+        if rope.as_ref().is_some_and(|rope| !plain_rotation(rope)) {
             return Err(config.unsupported("rope_parameters", "a rotation of type `default`"));
         }
         let nested = rope.map(|rope| rope.rope_base("rope_theta")).transpose()?.flatten();
-        self.rope_theta = config.rope_base("rope_theta")?.or(nested).unwrap_or(self.rope_theta);
+        let top = config.rope_base("rope_theta")?;
+        if let (Some(top), Some(nested)) = (top, nested)
+            && top != nested
+        {
+            return Err(config.unsupported("rope_theta", &format!("{nested:?}, as in `rope_parameters`")));
+        }
+        self.rope_theta = top.or(nested).unwrap_or(self.rope_theta);
         self.eps = config.small("rms_norm_eps")?.unwrap_or(self.eps);
         Ok(())
     }
@@ -222,6 +233,31 @@ impl VaeConfig {
         self.stats_eps = config.small("batch_norm_eps")?.unwrap_or(self.stats_eps);
         Ok(())
     }
+}
+
+/// Whether parameters say nothing but the base of a rotation of all channels.
+fn plain_rotation(rope: &ConfigFile) -> bool {
+    rope.keys().filter_map(|key| Some((key, rope.get(key)?))).all(|(key, value)| match key {
+        // Older files call it `type`.
+        "rope_type" | "type" => value.as_str() == Some("default"),
+        "partial_rotary_factor" => value.as_f64() == Some(1.0),
+        "rope_theta" => true,
+        _ => false,
+    })
+}
+
+/// Fails if the configuration of a scheduler describes another schedule than klein's, which follows from the number of steps and
+/// the size of the picture. What does not enter into that one, as a constant shift, may be anything.
+pub fn check_scheduler(config: &ConfigFile) -> Result<()> {
+    config.require_text("_class_name", "FlowMatchEulerDiscreteScheduler")?;
+    config.require("num_train_timesteps", 1000)?;
+    config.require_flag("use_dynamic_shifting", true)?;
+    config.require_text("time_shift_type", "exponential")?;
+    config.require_none("shift_terminal")?;
+    for switch in ["use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "invert_sigmas", "stochastic_sampling"] {
+        config.require_flag(switch, false)?;
+    }
+    Ok(())
 }
 
 /// A dimension that was found and is of a size some model could have.

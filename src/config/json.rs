@@ -46,15 +46,14 @@ impl ConfigFile {
         self.object.get(key).filter(|value| !value.is_null())
     }
 
-    /// An object inside this one.
-    pub fn inner(&self, key: &str) -> Option<Self> {
-        let object = self.get(key)?.as_object()?.clone();
-        Some(Self { path: self.path.clone(), object })
+    /// An object inside this one, if the key is there.
+    pub fn inner(&self, key: &str) -> Result<Option<Self>> {
+        self.take(key, "an object", |value| Some(Self { path: self.path.clone(), object: value.as_object()?.clone() }))
     }
 
-    /// A string.
-    pub fn text(&self, key: &str) -> Option<&str> {
-        self.get(key)?.as_str()
+    /// A string, if the key is there.
+    pub fn text(&self, key: &str) -> Result<Option<&str>> {
+        self.get(key).map(|value| value.as_str().ok_or_else(|| self.unsupported(key, "a text"))).transpose()
     }
 
     /// A whole number, if the key is there.
@@ -103,6 +102,11 @@ impl ConfigFile {
             Some(flag) if flag != only => Err(self.unsupported(key, &only.to_string())),
             _ => Ok(()),
         }
+    }
+
+    /// Fails if the key is there at all: it would change what this engine computes.
+    pub fn require_none(&self, key: &str) -> Result<()> {
+        if self.get(key).is_some() { Err(self.unsupported(key, "none")) } else { Ok(()) }
     }
 
     /// So many whole numbers, if the key is there.

@@ -23,7 +23,7 @@ impl Variant {
     pub fn detect(index: Option<&ConfigFile>, names: &[&str]) -> Result<Self> {
         if let Some(index) = index {
             let distilled = index.flag("is_distilled")?;
-            let class = index.text("_class_name");
+            let class = index.text("_class_name")?;
             if class.is_some_and(|class| !class.starts_with("Flux2")) {
                 return Err(index.unsupported("_class_name", "a pipeline of FLUX.2"));
             }

@@ -175,6 +175,7 @@ fn settings_that_are_no_files() {
         ("d", "text_encoder/config.json"),
         ("e", "vae/config.json"),
         ("f", "text_encoder/model.safetensors.index.json"),
+        ("s", "scheduler/scheduler_config.json"),
     ] {
         copied(&sandbox, "folder", folder);
         if folder == "f" {
@@ -226,10 +227,7 @@ fn downloads_that_are_not_finished() {
     instead(&sandbox, &reference, |path| fs::write(path, [b'a'; 300]).unwrap());
     check(&sandbox, &[named("it is longer than 256 bytes")]);
     // It names nothing, or what is not there.
-    let wrong = |what: &str| {
-        let whole = |how: &str| format!("the Hugging Face cache has a reference that {how} ($HOME/{reference}): ");
-        whole(what)
-    };
+    let wrong = |how: &str| format!("the Hugging Face cache has a reference that {how} ($HOME/{reference}): ");
     instead(&sandbox, &reference, |path| fs::write(path, "../../../m").unwrap());
     check(&sandbox, &[bare("x -q", &format!("{}`../../../m`", wrong("names no revision")))]);
     instead(&sandbox, &reference, |path| fs::write(path, "0123").unwrap());
@@ -374,12 +372,22 @@ fn settings_that_contradict_the_engine() {
         ("transformer", "eps", json!(1e300), "a number above 0 and at most 0.01"),
         ("text_encoder", "hidden_act", json!("gelu"), "silu"),
         ("text_encoder", "use_sliding_window", json!(true), "false"),
+        ("text_encoder", "model_type", json!(5), "a text"),
+        ("text_encoder", "architectures", json!("LlamaForCausalLM"), "a list of classes"),
+        ("text_encoder", "rope_parameters", json!({"type": "yarn"}), "a rotation of type `default`"),
+        ("text_encoder", "rope_parameters", json!([1]), "an object"),
+        ("text_encoder", "quantization_config", json!({"bits": 4}), "none"),
+        ("transformer", "quantization_config", json!({"bits": 4}), "none"),
+        ("scheduler", "_class_name", json!("EulerDiscreteScheduler"), "FlowMatchEulerDiscreteScheduler"),
+        ("scheduler", "use_dynamic_shifting", json!(false), "true"),
+        ("scheduler", "num_train_timesteps", json!(500), "1000"),
         ("vae", "act_fn", json!("mish"), "silu"),
         ("vae", "_class_name", json!("AutoencoderKL"), "AutoencoderKLFlux2"),
     ] {
         let name = format!("m{}", rows.len());
         copied(&sandbox, "folder", &name);
-        let path = format!("{name}/{part}/config.json");
+        let file = if part == "scheduler" { "scheduler_config.json" } else { "config.json" };
+        let path = format!("{name}/{part}/{file}");
         let mut config: Value = serde_json::from_slice(&fs::read(sandbox.path(&path)).unwrap()).unwrap();
         config[key] = value.clone();
         write(&sandbox, &path, config.to_string());

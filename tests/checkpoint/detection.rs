@@ -3,7 +3,7 @@
 use super::{Described, Scratch, described, message, shard, zeros};
 use kiln::backend::cpu::Cpu;
 use kiln::checkpoint::{Part, Weights};
-use kiln::config::{ConfigFile, Conventions, TextConfig, TransformerConfig, VaeConfig, Variant};
+use kiln::config::{ConfigFile, Conventions, TextConfig, TransformerConfig, VaeConfig, Variant, check_scheduler};
 use kiln::error::Result;
 use kiln::names::{Layout, TensorSpec, file_tensors, text_manifest, transformer_manifest, vae_manifest};
 use kiln::noise::NoiseKind;
@@ -276,6 +276,16 @@ fn config_files_that_ask_for_another_computation_are_refused() {
         ("text_encoder", "layer_types", "28"),
         ("text_encoder", "rms_norm_eps", "1e39"),
         ("text_encoder", "rope_theta", "-1"),
+        ("text_encoder", "model_type", "5"),
+        ("text_encoder", "architectures", r#""LlamaForCausalLM""#),
+        ("text_encoder", "partial_rotary_factor", "0.5"),
+        ("text_encoder", "rope_parameters", "[1]"),
+        ("text_encoder", "rope_parameters", r#"{"type": "yarn"}"#),
+        ("text_encoder", "rope_parameters", r#"{"rope_type": 7}"#),
+        ("text_encoder", "rope_parameters", r#"{"rope_type": "default", "partial_rotary_factor": 0.5}"#),
+        ("text_encoder", "rope_parameters", r#"{"full_attention": {"rope_type": "default"}}"#),
+        ("text_encoder", "quantization_config", r#"{"quant_method": "gptq"}"#),
+        ("transformer", "quantization_config", r#"{"quant_method": "bitsandbytes"}"#),
         ("vae", "_class_name", r#""AutoencoderKL""#),
         ("vae", "act_fn", r#""relu""#),
         ("vae", "in_channels", "4"),
@@ -304,6 +314,10 @@ fn config_files_that_ask_for_another_computation_are_refused() {
         ("transformer", "eps", "1e-05"),
         ("text_encoder", "architectures", r#"["Qwen3ForCausalLM"]"#),
         ("text_encoder", "architectures", r#"["Qwen3Model"]"#),
+        ("text_encoder", "rope_parameters", r#"{"type": "default", "partial_rotary_factor": 1.0}"#),
+        ("text_encoder", "rope_parameters", "null"),
+        ("text_encoder", "partial_rotary_factor", "1.0"),
+        ("text_encoder", "quantization_config", "null"),
         ("text_encoder", "sliding_window", "null"),
         ("text_encoder", "sliding_window", "131072"),
         ("text_encoder", "max_window_layers", "36"),
@@ -319,6 +333,36 @@ fn config_files_that_ask_for_another_computation_are_refused() {
 }
 
 #[test]
+fn another_schedule_is_refused() {
+    let scratch = Scratch::new();
+    let check = |text: &str| check_scheduler(&ConfigFile::read(&scratch.write("scheduler_config.json", text)).unwrap());
+    // What diffusers writes for FLUX.2.
+    check(
+        r#"{"_class_name": "FlowMatchEulerDiscreteScheduler", "base_image_seq_len": 256, "base_shift": 0.5,
+            "invert_sigmas": false, "max_image_seq_len": 4096, "max_shift": 1.15, "num_train_timesteps": 1000, "shift": 3.0,
+            "shift_terminal": null, "stochastic_sampling": false, "time_shift_type": "exponential", "use_beta_sigmas": false,
+            "use_dynamic_shifting": true, "use_exponential_sigmas": false, "use_karras_sigmas": false}"#,
+    )
+    .unwrap();
+    for (key, value) in [
+        ("_class_name", r#""DDIMScheduler""#),
+        ("num_train_timesteps", "500"),
+        ("use_dynamic_shifting", "false"),
+        ("use_dynamic_shifting", r#""yes""#),
+        ("time_shift_type", r#""linear""#),
+        ("shift_terminal", "0.02"),
+        ("use_karras_sigmas", "true"),
+        ("use_exponential_sigmas", "true"),
+        ("use_beta_sigmas", "true"),
+        ("invert_sigmas", "true"),
+        ("stochastic_sampling", "true"),
+    ] {
+        let text = message(&check(&format!(r#"{{"{key}": {value}}}"#)).expect_err(key));
+        assert!(text.contains(&format!("`{key}` is {value}, needed is ")), "{text}");
+    }
+}
+
+#[test]
 fn the_base_of_the_rotation_may_be_nested() {
     let weights = tiny::model(Layout::Diffusers, DType::Bf16).unwrap().weights(Part::TextEncoder).unwrap();
     let detect = |path: &Path| detect_text(&weights, Some(&ConfigFile::read(path)?));
@@ -328,6 +372,12 @@ fn the_base_of_the_rotation_may_be_nested() {
     assert_eq!(detect(&path).unwrap().rope_theta, 250_000.0);
     let path = scratch.write("config.json", r#"{"rope_parameters":{"rope_type":"yarn","rope_theta":250000.0}}"#);
     assert!(detect(&path).unwrap_err().to_string().contains("`rope_parameters`"));
+    // In both places it has to be the same.
+    let path = scratch.write("config.json", r#"{"rope_theta":1000000,"rope_parameters":{"rope_theta":1000000.0}}"#);
+    assert_eq!(detect(&path).unwrap().rope_theta, 1e6);
+    let path = scratch.write("config.json", r#"{"rope_theta":10000,"rope_parameters":{"rope_theta":1000000.0}}"#);
+    let text = message(&detect(&path).unwrap_err());
+    assert!(text.ends_with("`rope_theta` is 10000, needed is 1000000.0, as in `rope_parameters`"), "{text}");
     let path = scratch.write("config.json", "[1]");
     assert!(message(&detect(&path).unwrap_err()).contains("not an object"));
 }
