@@ -270,7 +270,7 @@ fn weights_that_were_never_written() {
         write(&sandbox, &name, bytes);
         let told = if from == 0 { told.into() } else { format!("{told} {start} of the file on") };
         rows.push(row(
-            &format!("x -q --model model --{flag} {name}"),
+            &format!("x -q --model model --{flag} {name} {}", QUICK.join(" ")),
             3,
             format!("incomplete file ({name}): tensor `{tensor}` {told}"),
             Is("what is not downloaded yet reads as zeros; download it again"),
