@@ -28,6 +28,8 @@ pub struct GenerateRequest {
     pub prompt: String,
     /// The model.
     pub found: Found,
+    /// How its pictures are made where nothing else is asked for.
+    pub conventions: Conventions,
     /// Whether a model was named, or this is what was found.
     pub named: bool,
     /// Overrides what the model's files say about themselves.
@@ -119,6 +121,7 @@ impl GenerateRequest {
             target: Target::new(args.output, &prompt, seeds.len()),
             prompt,
             found,
+            conventions,
             named,
             variant,
             references,

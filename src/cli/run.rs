@@ -27,14 +27,16 @@ pub const STDOUT: &str = "standard output";
 /// `stop` is set nothing more is saved.
 pub fn generate(request: &GenerateRequest, stop: &Arc<AtomicBool>, terminal: &Terminal, out: &mut dyn Write) -> Result<()> {
     say_which(request, terminal);
-    say_unknown(request, terminal)?;
+    say_unknown(request, terminal);
     let (chosen, model) = open(request, stop)?;
     let made = Made::new(request, &model, &chosen);
     made.introduce(&model, &chosen, terminal);
     let job = made.job();
-    // Now that it is known how wide features are.
-    let encoder = &model.configs.1;
-    request.check_outputs(made.prompts() * encoder.max_tokens * encoder.features())?;
+    // Now that it is known how wide features are, which only a dump holds.
+    if request.dump.is_some() {
+        let encoder = &model.configs.1;
+        request.check_outputs(made.prompts() * encoder.max_tokens * encoder.features())?;
+    }
     let options = made.fit(&model, &chosen, &job, terminal)?;
     let mut engine = Engine::load(chosen.backend, model, options, terminal)?;
     let mut index = 0;
@@ -146,21 +148,20 @@ const NAMED_WORDS: usize = 5;
 
 /// Says which words of the prompt a model was never trained with, where its files tell: it draws something all the same, and nobody
 /// would know why.
-fn say_unknown(request: &GenerateRequest, terminal: &Terminal) -> Result<()> {
-    let Conventions { name, words: Some(words), draws, .. } = request.found.conventions()? else { return Ok(()) };
-    let unknown = words::unknown(&request.prompt, &words);
+fn say_unknown(request: &GenerateRequest, terminal: &Terminal) {
+    let Conventions { name, words: Some(words), draws, .. } = &request.conventions else { return };
+    let unknown = words::unknown(&request.prompt, words);
     if unknown.is_empty() {
-        return Ok(());
+        return;
     }
     let named: Vec<String> = unknown.iter().take(NAMED_WORDS).map(|word| format!("\"{}\"", shown(word))).collect();
     let mut note = format!("note: {} does not know {}", name.as_deref().unwrap_or("this model"), named.join(", "));
     if unknown.len() > NAMED_WORDS {
         note += &format!(" and {} more", unknown.len() - NAMED_WORDS);
     }
-    note += &draws.map_or(String::new(), |draws| format!("; it draws {draws}"));
+    note += &draws.as_ref().map_or(String::new(), |draws| format!("; it draws {draws}"));
     note += if matches!(request.found, Found::BuiltIn(_)) { ", see kiln --help" } else { "" };
     terminal.say(&note);
-    Ok(())
 }
 
 /// What became of a reference on its way to the model.
