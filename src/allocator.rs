@@ -5,7 +5,8 @@
 //! or one that a kill would leave as well: see `output.rs`.
 #![allow(unsafe_code)] // an allocator cannot be written without it
 
-use kiln::memory::{HINT, is_fallible};
+use kiln::cli::SAVE_MEMORY;
+use kiln::memory::is_fallible;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -86,7 +87,7 @@ fn message(size: usize, buffer: &mut [u8; 256]) -> &[u8] {
     let room = buffer.len();
     let mut rest = &mut buffer[..];
     // A test shows that all of it fits.
-    let _ = write!(rest, "error: not enough memory: an allocation of {size} bytes failed\n\nhint: {HINT}\n");
+    let _ = write!(rest, "error: not enough memory: an allocation of {size} bytes failed\n\nhint: {SAVE_MEMORY}\n");
     let left = rest.len();
     &buffer[..room - left]
 }
@@ -100,7 +101,7 @@ mod tests {
         let mut buffer = [0; 256];
         let text = std::str::from_utf8(message(usize::MAX, &mut buffer)).unwrap();
         let first = "error: not enough memory: an allocation of 18446744073709551615 bytes failed";
-        assert_eq!(text, format!("{first}\n\nhint: {HINT}\n"));
+        assert_eq!(text, format!("{first}\n\nhint: {SAVE_MEMORY}\n"));
     }
 
     #[test]

@@ -4,6 +4,7 @@
 pub mod args;
 mod bench;
 mod device;
+mod hint;
 mod names;
 mod plan;
 mod request;
@@ -11,6 +12,7 @@ mod run;
 
 pub use bench::{BenchRequest, bench};
 pub use device::doctor;
+pub use hint::{SAVE_MEMORY, hint, message};
 pub use names::Target;
 pub use plan::plan;
 pub use request::{GenerateRequest, random_seed};

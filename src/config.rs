@@ -222,7 +222,7 @@ pub fn check_fit(transformer: &TransformerConfig, text: &TextConfig) -> Result<(
         None => format!("it needs features of width {}, found hidden {} x {}", transformer.context, text.hidden, text.taps.len()),
     };
     let found = known.iter().find(|(.., hidden)| *hidden == text.hidden);
-    let hint = found.map(|(size, ..)| format!("this looks like the {size} encoder"));
+    let hint = found.map(|(size, ..)| format!("this looks like the {size} encoder").into());
     Err(Error::Mismatch { part: "text encoder", detail, hint })
 }
 

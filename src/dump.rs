@@ -1,7 +1,7 @@
 //! Values along the way, as one safetensors file, so that a run can be compared with another engine's; and noise read from one.
 
 use crate::checkpoint::Shard;
-use crate::error::{Error, Result};
+use crate::error::{Error, Remedy, Result};
 use crate::noise::CHANNELS;
 use safetensors::tensor::{Dtype, TensorView};
 use std::path::Path;
@@ -70,7 +70,7 @@ pub fn read_noise(path: &Path, tokens: usize) -> Result<Vec<f32>> {
     let entry = shard.entry("noise").ok_or_else(missing)?;
     if entry.shape != [tokens, CHANNELS] {
         let detail = format!("tensor `noise` is {:?}, a picture of this size needs {:?}", entry.shape, [tokens, CHANNELS]);
-        return Err(wrong(detail).with_hint("use the --width and --height it was made for"));
+        return Err(wrong(detail).with_hint(Remedy::SizeOfNoise));
     }
     if entry.element.name != "F32" {
         return Err(wrong(format!("tensor `noise` is {}, it must be F32", entry.element.name)));

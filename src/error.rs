@@ -1,7 +1,10 @@
 //! One error type for the whole crate. A message says what went wrong and where; [`Error::hint`] says what to do about it;
 //! [`Error::exit_code`] is what the process ends with.
 
-use crate::memory::HINT;
+mod remedy;
+
+pub use remedy::{EXPECTED, Remedy, alternatives};
+
 use crate::text::{amount, gib, shown, shown_path, shown_text};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -19,7 +22,7 @@ pub enum Error {
         /// What is wrong.
         what: String,
         /// What to do instead.
-        hint: Option<String>,
+        hint: Option<Remedy>,
     },
 
     /// No model where one was asked for.
@@ -30,7 +33,29 @@ pub enum Error {
         /// What was found instead.
         what: String,
         /// What to do instead.
-        hint: Option<String>,
+        hint: Option<Remedy>,
+    },
+
+    /// Parts of a model were given, and the others are nowhere.
+    #[error("no model found: {}", shown_text(.what))]
+    IncompleteModel {
+        /// Which parts are missing, or cannot be used.
+        what: String,
+        /// What to do instead.
+        hint: Option<Remedy>,
+    },
+
+    /// An image cannot have this size.
+    #[error("{width}x{height}: {rule}")]
+    ImageSize {
+        /// Pixels in a row that were asked for.
+        width: usize,
+        /// Rows that were asked for.
+        height: usize,
+        /// What sides have to be.
+        rule: String,
+        /// The nearest width and height that are legal.
+        nearest: (usize, usize),
     },
 
     /// A file could not be read.
@@ -52,7 +77,7 @@ pub enum Error {
         /// What was found.
         detail: String,
         /// What to do instead.
-        hint: Option<String>,
+        hint: Option<Remedy>,
     },
 
     /// The checkpoint lacks a tensor.
@@ -118,7 +143,7 @@ pub enum Error {
         /// Needed and found.
         detail: String,
         /// What it looks like.
-        hint: Option<String>,
+        hint: Option<Remedy>,
     },
 
     /// The joint sequence is longer than the engine plans for.
@@ -147,7 +172,7 @@ pub enum Error {
         /// Bytes there are.
         have: u64,
         /// Ways to get by with less.
-        ways: String,
+        ways: Vec<Remedy>,
     },
 
     /// Threads could not be started.
@@ -169,7 +194,7 @@ pub enum Error {
         /// Which GPU.
         device: String,
         /// Ways to get by with less.
-        ways: String,
+        ways: Vec<Remedy>,
     },
 
     /// No GPU can be used.
@@ -246,7 +271,7 @@ pub enum Error {
 
 impl Error {
     /// A usage error with a hint.
-    pub fn usage(what: impl Into<String>, hint: impl Into<String>) -> Self {
+    pub fn usage(what: impl Into<String>, hint: impl Into<Remedy>) -> Self {
         Self::Usage { what: what.into(), hint: Some(hint.into()) }
     }
 
@@ -256,9 +281,9 @@ impl Error {
     }
 
     /// Adds a hint to a [`Error::BadFile`]; other errors are returned as they are.
-    pub fn with_hint(mut self, text: impl Into<String>) -> Self {
+    pub fn with_hint(mut self, remedy: impl Into<Remedy>) -> Self {
         if let Self::BadFile { hint, .. } = &mut self {
-            *hint = Some(text.into());
+            *hint = Some(remedy.into());
         }
         self
     }
@@ -268,40 +293,48 @@ impl Error {
         Self::Read { path: path.into(), source }
     }
 
-    /// What the user can do about it.
-    pub fn hint(&self) -> Option<String> {
-        let hint = match self {
-            Self::Usage { hint, .. } | Self::NoModel { hint, .. } | Self::BadFile { hint, .. } | Self::Mismatch { hint, .. } => {
-                hint.clone()
-            }
+    /// What can be done about it.
+    pub fn remedy(&self) -> Option<Remedy> {
+        match self {
+            Self::Usage { hint, .. }
+            | Self::NoModel { hint, .. }
+            | Self::IncompleteModel { hint, .. }
+            | Self::BadFile { hint, .. }
+            | Self::Mismatch { hint, .. } => hint.clone(),
+            Self::ImageSize { nearest: (width, height), .. } => Some(Remedy::LegalSize { width: *width, height: *height }),
             Self::TensorMissing { .. } | Self::TensorShape { .. } | Self::TensorUnknown { .. } => {
                 Some("this file is incomplete or belongs to another model; kiln runs FLUX.2 [klein] 4B and 9B".into())
             }
             Self::Quantised { .. } => Some("use the BF16 checkpoint of the same model".into()),
-            Self::TooManyTokens { .. } => Some("lower --width and --height".into()),
-            Self::Memory { .. } => Some(HINT.into()),
-            Self::Read { source, .. } if source.kind() == ErrorKind::OutOfMemory => Some(HINT.into()),
+            Self::TooManyTokens { .. } => Some(Remedy::SmallerImage),
+            Self::Memory { .. } => Some(Remedy::SaveMemory),
+            Self::Read { source, .. } if source.kind() == ErrorKind::OutOfMemory => Some(Remedy::SaveMemory),
             Self::Threads { .. } => Some("ask for fewer threads, or allow more of them or more memory".into()),
-            Self::HostMemory { ways, .. } | Self::DeviceMemory { ways, .. } => Some(format!("try to {ways}")),
-            Self::NoGpu { hint, .. } => Some(format!("{hint}; --backend cpu runs without one")),
-            Self::Device { .. } => Some("if it happens again, --backend cpu runs without the GPU".into()),
-            Self::OutputExists { .. } => Some("use --force or another name".into()),
+            Self::HostMemory { ways, .. } | Self::DeviceMemory { ways, .. } => Some(Remedy::AnyOf(ways.clone())),
+            Self::NoGpu { hint, .. } => Some(Remedy::RepairGpu(hint.clone())),
+            Self::Device { .. } => Some(Remedy::CpuBackendIfAgain),
+            Self::OutputExists { .. } => Some(Remedy::Overwrite),
             Self::Op { .. } | Self::Lockstep { .. } => {
                 Some("this is a bug in kiln; please report it with the command line".into())
             }
             _ => None,
-        };
-        hint.map(|hint| shown_text(&hint))
+        }
+    }
+
+    /// The remedy in words that suit any front end; `cli::hint` has those of the command line.
+    pub fn hint(&self) -> Option<String> {
+        self.remedy().map(|remedy| shown_text(&remedy.to_string()))
     }
 
     /// The process exit code: 2 usage, 3 bad input file, 4 not enough memory, 5 output not written, 6 no usable GPU or a fault of
     /// it, 7 numeric fault, 130 interrupted, 70 a bug of ours.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Usage { .. } | Self::TooManyTokens { .. } => 2,
+            Self::Usage { .. } | Self::ImageSize { .. } | Self::TooManyTokens { .. } => 2,
             // Of files, and of mapping them.
             Self::Read { source, .. } if source.kind() == ErrorKind::OutOfMemory => 4,
             Self::NoModel { .. }
+            | Self::IncompleteModel { .. }
             | Self::Read { .. }
             | Self::BadFile { .. }
             | Self::TensorMissing { .. }
@@ -328,13 +361,15 @@ mod tests {
     /// Every error with text from outside in it, that text being `foreign`.
     fn all(foreign: &str) -> Vec<Error> {
         let (text, path) = (|| foreign.to_owned(), || PathBuf::from(foreign));
-        let hint = || Some(text());
+        let hint = || Some(Remedy::Advice(text()));
         let source = || io::Error::other(text());
         let (part, format, shape) = ("text encoder", "NVFP4", vec![1; 3]);
         let (want, got) = (shape.clone(), vec![usize::MAX; 1000]);
         vec![
             Error::Usage { what: text(), hint: hint() },
             Error::NoModel { path: path(), what: text(), hint: hint() },
+            Error::IncompleteModel { what: text(), hint: hint() },
+            Error::ImageSize { width: 1, height: 2, rule: "even".into(), nearest: (2, 2) },
             Error::Read { path: path(), source: source() },
             Error::BadFile { path: path(), what: "damaged", detail: text(), hint: hint() },
             Error::TensorMissing { path: path(), name: text(), want: want.clone() },
@@ -345,9 +380,9 @@ mod tests {
             Error::Mismatch { part, detail: text(), hint: hint() },
             Error::TooManyTokens { text: 1, image: 2, limit: 3 },
             Error::Memory { need: 1 },
-            Error::HostMemory { need: 2, have: 1, ways: text() },
+            Error::HostMemory { need: 2, have: 1, ways: vec![Remedy::Advice(text())] },
             Error::Threads { count: 2, why: text() },
-            Error::DeviceMemory { need: 2, have: 1, device: text(), ways: text() },
+            Error::DeviceMemory { need: 2, have: 1, device: text(), ways: vec![Remedy::Advice(text())] },
             Error::NoGpu { what: text(), hint: text() },
             Error::Device { call: "cuInit", status: text() },
             Error::OutputExists { path: path() },
@@ -365,32 +400,34 @@ mod tests {
         let kind = |error: &Error| match error {
             Error::Usage { .. } => 0,
             Error::NoModel { .. } => 1,
-            Error::Read { .. } => 2,
-            Error::BadFile { .. } => 3,
-            Error::TensorMissing { .. } => 4,
-            Error::TensorShape { .. } => 5,
-            Error::TensorType { .. } => 6,
-            Error::Quantised { .. } => 7,
-            Error::TensorUnknown { .. } => 8,
-            Error::Mismatch { .. } => 9,
-            Error::TooManyTokens { .. } => 10,
-            Error::Memory { .. } => 11,
-            Error::HostMemory { .. } => 12,
-            Error::Threads { .. } => 13,
-            Error::DeviceMemory { .. } => 14,
-            Error::NoGpu { .. } => 15,
-            Error::Device { .. } => 16,
-            Error::OutputExists { .. } => 17,
-            Error::Write { .. } => 18,
-            Error::NotFinite { .. } => 19,
-            Error::Interrupted => 20,
-            Error::Lockstep { .. } => 21,
-            Error::Op { .. } => 22,
+            Error::IncompleteModel { .. } => 2,
+            Error::ImageSize { .. } => 3,
+            Error::Read { .. } => 4,
+            Error::BadFile { .. } => 5,
+            Error::TensorMissing { .. } => 6,
+            Error::TensorShape { .. } => 7,
+            Error::TensorType { .. } => 8,
+            Error::Quantised { .. } => 9,
+            Error::TensorUnknown { .. } => 10,
+            Error::Mismatch { .. } => 11,
+            Error::TooManyTokens { .. } => 12,
+            Error::Memory { .. } => 13,
+            Error::HostMemory { .. } => 14,
+            Error::Threads { .. } => 15,
+            Error::DeviceMemory { .. } => 16,
+            Error::NoGpu { .. } => 17,
+            Error::Device { .. } => 18,
+            Error::OutputExists { .. } => 19,
+            Error::Write { .. } => 20,
+            Error::NotFinite { .. } => 21,
+            Error::Interrupted => 22,
+            Error::Lockstep { .. } => 23,
+            Error::Op { .. } => 24,
         };
         let long = "\u{1b}]0;x\u{7}\n".repeat(100_000);
         for foreign in ["\u{1b}[2J\r\nhint: a planted line\u{202e}", &long] {
             let errors = all(foreign);
-            assert_eq!(errors.iter().map(kind).collect::<Vec<_>>(), (0..=22).collect::<Vec<_>>());
+            assert_eq!(errors.iter().map(kind).collect::<Vec<_>>(), (0..=24).collect::<Vec<_>>());
             for error in errors {
                 for text in [error.to_string(), error.hint().unwrap_or_default()] {
                     assert!(!text.contains(|c: char| c.is_control() || c == '\u{202e}'), "{text:?}");
@@ -404,7 +441,7 @@ mod tests {
     fn too_little_memory_is_no_fault_of_a_file() {
         let read = |source: io::Error| Error::read(Path::new("x"), source);
         let short = read(ErrorKind::OutOfMemory.into());
-        assert_eq!((short.exit_code(), short.hint()), (4, Some(HINT.into())));
+        assert_eq!((short.exit_code(), short.remedy()), (4, Some(Remedy::SaveMemory)));
         let gone = read(ErrorKind::NotFound.into());
         assert_eq!((gone.exit_code(), gone.hint()), (3, None));
     }

@@ -19,6 +19,7 @@ pub mod model;
 pub mod names;
 pub mod noise;
 pub mod output;
+pub mod part;
 pub mod pipeline;
 pub mod progress;
 pub mod reference;

@@ -8,8 +8,9 @@ pub use cache::Environment;
 pub use embedded::Embedded;
 
 use crate::config::Conventions;
-use crate::error::{Error, Result};
+use crate::error::{Error, Remedy, Result};
 use crate::files;
+use crate::part::Part;
 use cache::NoSnapshot;
 use parts::{Sought, complain, folder_of_weights, single_file};
 use std::path::{Path, PathBuf};
@@ -31,9 +32,6 @@ pub const KNOWN_REPOSITORIES: [&str; 5] = [
     "black-forest-labs/FLUX.2-klein-base-9B",
     "black-forest-labs/FLUX.2-klein-9b-kv",
 ];
-
-const EXPECTED: &str = "expected transformer/, text_encoder/, vae/ and tokenizer/tokenizer.json there, \
-    or give --transformer, --text-encoder and --vae";
 
 /// What was asked for.
 #[derive(Clone, Debug, Default)]
@@ -137,7 +135,7 @@ pub fn locate(request: &LocateRequest) -> Result<Found> {
         Some(name) => match Found::named(name, environment)? {
             Some(_) if some => {
                 let what = format!("the model `{}` has no parts to replace", name.display());
-                return Err(Error::usage(what, "name a model folder with --model"));
+                return Err(Error::usage(what, Remedy::NameModel));
             }
             Some(found) => return Ok(found),
             None => Folder::named(name, environment)?,
@@ -174,19 +172,16 @@ fn known_repository(request: &LocateRequest) -> Result<Option<Folder>> {
             Err(NoSnapshot::Absent(_)) => continue,
             Err(NoSnapshot::Begun(what)) => what,
             Err(NoSnapshot::NoCache(folder, why)) => {
-                let hint = "name a model with --model, or another cache with HF_HUB_CACHE".into();
-                return Err(no_model(&folder, &format!("{}: {why}", cache::NO_CACHE), Some(hint)));
+                return Err(no_model(&folder, &format!("{}: {why}", cache::NO_CACHE), Some(Remedy::NameModelOrCache)));
             }
         };
         unfinished.get_or_insert((id, what));
     }
     let Some((id, what)) = unfinished else { return Ok(None) };
-    let mut hint = format!("finish the download, for example with `hf download {id}`");
     // A model of our own has no parts, so it is no advice to whoever gave some.
-    if [&request.transformer, &request.text_encoder, &request.vae].iter().all(|part| part.is_none()) {
-        let own = if request.environment.built_in.is_some() { BUILT_IN } else { TINY };
-        hint.push_str(&format!("; --model {own} is kiln's own small model"));
-    }
+    let whole = [&request.transformer, &request.text_encoder, &request.vae].iter().all(|part| part.is_none());
+    let own = whole.then_some(if request.environment.built_in.is_some() { BUILT_IN } else { TINY });
+    let hint = Remedy::FinishDownload { repository: id.into(), own };
     Err(no_model(Path::new(id), &format!("it is in the Hugging Face cache, but not whole: {what}"), Some(hint)))
 }
 
@@ -215,8 +210,12 @@ fn assemble(request: &LocateRequest, base: Folder) -> Result<ModelFiles> {
             Ok(ModelFiles { transformer, text_encoder, vae, tokenizer, index, conventions, origin })
         }
         _ => {
-            let (what, hint) = complaint.unwrap_or_default();
-            Err(no_model(base.path.as_deref().unwrap_or(Path::new("--model")), &what, Some(hint)))
+            let (what, hint) = complaint.unzip();
+            let what = what.unwrap_or_default();
+            Err(match base.path {
+                Some(path) => no_model(&path, &what, hint),
+                None => Error::IncompleteModel { what, hint },
+            })
         }
     }
 }
@@ -241,8 +240,7 @@ impl Folder {
             return Ok(Self::read(name, &name.display().to_string()));
         }
         if name.exists() {
-            let hint = "give a single file as --transformer, with --text-encoder and --vae";
-            return Err(no_model(name, "it is a file, not a folder", Some(hint.into())));
+            return Err(no_model(name, "it is a file, not a folder", Some(Remedy::NameParts)));
         }
         // A link that leads nowhere, or a place that may not be looked at, is not the id of a repository.
         if let Some(why) = files::absence(name).filter(|_| files::is_there(name)) {
@@ -259,7 +257,7 @@ impl Folder {
                 })?;
                 Ok(Self::read(&snapshot, id))
             }
-            None => Err(no_model(name, "the folder does not exist", Some(EXPECTED.into()))),
+            None => Err(no_model(name, "the folder does not exist", Some(Remedy::CompleteFolder))),
         }
     }
 
@@ -304,16 +302,12 @@ impl Folder {
     }
 
     /// What is wrong with its parts and what to do about it, if not all are there.
-    fn complaint(&self) -> Option<(String, String)> {
-        let parts = [
-            ("transformer", "--transformer", &self.transformer),
-            ("text encoder", "--text-encoder", &self.text_encoder),
-            ("vae", "--vae", &self.vae),
-        ];
-        complain(parts, self.path.as_deref(), EXPECTED)
+    fn complaint(&self) -> Option<(String, Remedy)> {
+        let parts = [(Part::Transformer, &self.transformer), (Part::TextEncoder, &self.text_encoder), (Part::Vae, &self.vae)];
+        complain(parts, self.path.as_deref())
     }
 }
 
-fn no_model(path: &Path, what: &str, hint: Option<String>) -> Error {
+fn no_model(path: &Path, what: &str, hint: Option<Remedy>) -> Error {
     Error::NoModel { path: path.into(), what: what.into(), hint }
 }

@@ -195,7 +195,7 @@ fn report(failure: &Failure) -> String {
             );
         }
     };
-    let mut message = error.to_string();
+    let mut message = cli::message(error);
     let mut text = format!("error: {message}\n");
     let mut source = error.source();
     while let Some(cause) = source {
@@ -207,7 +207,7 @@ fn report(failure: &Failure) -> String {
         message = cause_text;
         source = cause.source();
     }
-    if let Some(hint) = error.hint() {
+    if let Some(hint) = cli::hint(error) {
         text.push_str(&format!("\nhint: {hint}\n"));
     }
     text

@@ -11,9 +11,6 @@
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
 
-/// What to do where there is too little.
-pub const HINT: &str = "lower --width and --height, close other programs, or allow this one more memory";
-
 thread_local! {
     // Neither lazy nor dropped, and so fit to be asked by an allocator.
     static FALLIBLE: Cell<bool> = const { Cell::new(false) };

@@ -7,32 +7,11 @@
 mod manifest;
 mod tables;
 
+pub use crate::part::Part;
 pub(crate) use manifest::text_layers;
 pub use manifest::{TensorSpec, text_manifest, transformer_manifest, vae_manifest};
 
-use std::fmt;
 use tables::{Row, TEXT_ENCODER, TRANSFORMER, VAE, fill, matches};
-
-/// The parts of a model that have weights.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Part {
-    /// The denoiser.
-    Transformer,
-    /// Qwen3.
-    TextEncoder,
-    /// The image autoencoder.
-    Vae,
-}
-
-impl fmt::Display for Part {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Transformer => "transformer",
-            Self::TextEncoder => "text encoder",
-            Self::Vae => "vae",
-        })
-    }
-}
 
 impl Part {
     fn rows(self) -> &'static [Row] {

@@ -40,13 +40,8 @@ impl Pixels {
             if nearest.0 * nearest.1 > LARGEST_SQUARE * LARGEST_SQUARE {
                 nearest = (LARGEST_SQUARE, LARGEST_SQUARE);
             }
-            return Err(Error::usage(
-                format!(
-                    "--width {width} --height {height}: sides must be multiples of {PATCH}, at least {MIN_SIDE}, and within \
-                     the token limit"
-                ),
-                format!("try --width {} --height {}", nearest.0, nearest.1),
-            ));
+            let rule = format!("sides must be multiples of {PATCH}, at least {MIN_SIDE}, and within the token limit");
+            return Err(Error::ImageSize { width, height, rule, nearest });
         }
         Ok(Self { width, height })
     }
@@ -227,15 +222,12 @@ mod tests {
     #[test]
     fn pixels_name_the_nearest_legal_size() {
         let error = Pixels::new(1000, 1001).unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "--width 1000 --height 1001: sides must be multiples of 16, at least 64, and within the token limit"
-        );
-        assert_eq!(error.hint().as_deref(), Some("try --width 992 --height 1008"));
+        assert_eq!(error.to_string(), "1000x1001: sides must be multiples of 16, at least 64, and within the token limit");
+        assert_eq!(error.hint().as_deref(), Some("try 992x1008"));
         assert_eq!(error.exit_code(), 2);
         for (side, nearest) in [(0, 64), (48, 64), (65, 64), (72, 64), (73, 80), (16_385, 16_384), (usize::MAX, 16_384)] {
             let hint = Pixels::new(side, 512).unwrap_err().hint();
-            assert_eq!(hint, Some(format!("try --width {nearest} --height 512")), "{side}");
+            assert_eq!(hint, Some(format!("try {nearest}x512")), "{side}");
         }
     }
 

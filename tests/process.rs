@@ -155,7 +155,7 @@ fn memory_for_a_file_is_memory() {
     file.set_len(8 << 30).unwrap();
     let run = under(&sandbox, "-v 4000000", &[&["x", "-q", "-o", "out.png", "--model", "model"], &QUICK[..]].concat());
     let first = "error: cannot read (model/qwen.safetensors): Cannot allocate memory (os error 12)";
-    assert_eq!((run.code, run.stderr), (Some(4), format!("{first}\n\nhint: {}\n", kiln::memory::HINT)));
+    assert_eq!((run.code, run.stderr), (Some(4), format!("{first}\n\nhint: {}\n", kiln::cli::SAVE_MEMORY)));
 }
 
 /// Every file below a folder, with its length.

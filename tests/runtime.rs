@@ -551,7 +551,7 @@ fn a_job_that_does_not_fit_is_refused_with_ways_down() {
         }
         let error = answer.unwrap_err();
         assert_eq!(error.exit_code(), 4);
-        let (message, hint) = (error.to_string(), error.hint().unwrap());
+        let (message, hint) = (error.to_string(), kiln::cli::hint(&error).unwrap());
         let needs = format!("not enough GPU memory: this job needs {:.1} GiB", least as f64 / f64::from(1 << 30));
         assert!(message.starts_with(&needs), "{message}");
         assert!(message.ends_with(" is free on GPU 0 (Stand-in)"), "{message}");

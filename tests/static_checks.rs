@@ -50,6 +50,7 @@ fn modules_use_only_what_is_below_them() {
         "words",
         "files",
         "memory",
+        "part",
         "error",
         "threads",
         "tensor",

@@ -1,6 +1,7 @@
 //! Where a request is computed: choosing the backend, and `kiln doctor`.
 
 use super::args::{BackendArg, DoctorArgs};
+use super::hint::{hint, message};
 use super::run::print;
 use crate::backend::cpu::Cpu;
 use crate::backend::cuda::driver::DeviceInfo;
@@ -70,11 +71,11 @@ pub fn doctor(args: DoctorArgs, environment: Environment, out: &mut dyn Write) -
         Err(error) => {
             row("driver", error.to_string());
             // What else could be done on another command line is no matter here.
-            let hint = match &error {
+            let advice = match &error {
                 Error::NoGpu { hint, .. } => Some(shown_text(hint)),
-                other => other.hint(),
+                other => hint(other),
             };
-            row("", hint.unwrap_or_default());
+            row("", advice.unwrap_or_default());
         }
         Ok(devices) => {
             for (i, d) in devices.iter().enumerate() {
@@ -93,7 +94,7 @@ pub fn doctor(args: DoctorArgs, environment: Environment, out: &mut dyn Write) -
         }
     }
     let lines =
-        model_lines(&args, environment).unwrap_or_else(|error| [error.to_string()].into_iter().chain(error.hint()).collect());
+        model_lines(&args, environment).unwrap_or_else(|error| [message(&error)].into_iter().chain(hint(&error)).collect());
     for (i, line) in lines.into_iter().enumerate() {
         row(if i == 0 { "model" } else { "" }, line);
     }

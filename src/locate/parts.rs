@@ -2,7 +2,9 @@
 //! be there and is not (a link whose target was never downloaded, a pipe, a folder with a file's name) is named with the reason,
 //! and of several that it could be none is guessed.
 
+use crate::error::Remedy;
 use crate::files;
+use crate::part::Part;
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -39,24 +41,24 @@ impl Sought {
     }
 }
 
-/// Says what is wrong with the parts that were not found, and what to do about it. Each comes with its name and its flag; paths
-/// are told as they are inside `folder`, and `expected` is the advice where nothing is there at all.
-pub(super) fn complain(parts: [(&str, &str, &Sought); 3], folder: Option<&Path>, expected: &str) -> Option<(String, String)> {
+/// Says what is wrong with the parts that were not found, and what to do about it. Paths are told as
+/// they are inside `folder`.
+pub(super) fn complain(parts: [(Part, &Sought); 3], folder: Option<&Path>) -> Option<(String, Remedy)> {
     let inside = |path: &Path| folder.and_then(|folder| path.strip_prefix(folder).ok()).unwrap_or(path).display().to_string();
     let (mut missing, mut faults, mut pick, mut replace) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     let list = |paths: &[PathBuf]| paths.iter().map(|path| inside(path)).collect::<Vec<String>>().join(", ");
-    for (name, flag, sought) in parts {
+    for (part, sought) in parts {
         match sought {
             Sought::At(_) => {}
-            Sought::Missing => missing.push(name),
+            Sought::Missing => missing.push(part.to_string()),
             Sought::Several(paths) => {
-                faults.push(format!("{} files could be the {name}: {}", paths.len(), list(paths)));
-                pick.push(flag);
+                faults.push(format!("{} files could be the {part}: {}", paths.len(), list(paths)));
+                pick.push(part);
             }
             Sought::Unusable(path, why, others) => {
                 let usable = if others.is_empty() { String::new() } else { format!(" (usable is {})", list(others)) };
-                faults.push(format!("the {name} cannot be used: {}: {why}{usable}", inside(path)));
-                if others.is_empty() { &mut replace } else { &mut pick }.push(flag);
+                faults.push(format!("the {part} cannot be used: {}: {why}{usable}", inside(path)));
+                if others.is_empty() { &mut replace } else { &mut pick }.push(part);
             }
         }
     }
@@ -64,9 +66,9 @@ pub(super) fn complain(parts: [(&str, &str, &Sought); 3], folder: Option<&Path>,
         faults.push(format!("there is no {}", missing.join(" and no ")));
     }
     let hint = match (pick.is_empty(), replace.is_empty()) {
-        (false, _) => format!("pick one with {}", pick.join(" and one with ")),
-        (true, false) => format!("put a complete file there, or give another with {}", replace.join(" and ")),
-        (true, true) => expected.into(),
+        (false, _) => Remedy::PickParts(pick),
+        (true, false) => Remedy::ReplaceParts(replace),
+        (true, true) => Remedy::CompleteFolder,
     };
     (!faults.is_empty()).then(|| (faults.join("; "), hint))
 }

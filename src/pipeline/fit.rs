@@ -2,9 +2,8 @@
 
 use super::{Estimate, Job, LoadOptions, OpenModel};
 use crate::backend::Backend;
-use crate::error::{Error, Result};
+use crate::error::{Error, Remedy, Result};
 use crate::sequence::{PATCH, Pixels};
-use crate::text::amount;
 
 impl Estimate {
     /// Bytes it takes in all, weights in as little room as they can do with or beside each other. Files that are read in place
@@ -42,20 +41,18 @@ impl OpenModel {
         };
         let smaller = (1..8).rev().filter_map(scaled).find_map(|size| {
             let bytes = self.estimate(options, &Job { size, ..job.clone() }).ok()?.bytes(in_place, true);
-            (bytes <= have).then(|| format!("use --width {} --height {} ({})", size.width(), size.height(), amount(bytes)))
+            (bytes <= have).then_some(Remedy::SizeThatFits { width: size.width(), height: size.height(), bytes })
         });
-        let mut ways: Vec<String> = smaller.into_iter().collect();
+        let mut ways: Vec<Remedy> = smaller.into_iter().collect();
         if job.references.len() > 1 {
-            ways.push("give fewer --reference".into());
+            ways.push(Remedy::FewerReferences);
         }
         let need = estimate.bytes(in_place, true);
         if in_place {
-            ways.push("close other programs".into());
-            let ways = format!("{}, or allow this one more memory", ways.join(", "));
+            ways.extend([Remedy::ClosePrograms, Remedy::AllowMemory]);
             return Err(Error::HostMemory { need, have, ways });
         }
-        ways.push("close other programs that use the GPU".into());
-        let ways = format!("{}, or use --backend cpu", ways.join(", "));
+        ways.extend([Remedy::CloseGpuPrograms, Remedy::CpuBackend]);
         Err(Error::DeviceMemory { need, have, device: machine.into(), ways })
     }
 }

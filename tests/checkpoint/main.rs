@@ -70,9 +70,9 @@ fn shard(bytes: Vec<u8>) -> Result<Shard> {
 /// What the user sees.
 fn message(error: &Error) -> String {
     assert_eq!(error.exit_code(), 3, "{error}");
-    match error.hint() {
-        Some(hint) => format!("{error} / {hint}"),
-        None => error.to_string(),
+    match kiln::cli::hint(error) {
+        Some(hint) => format!("{} / {hint}", kiln::cli::message(error)),
+        None => kiln::cli::message(error),
     }
 }
 

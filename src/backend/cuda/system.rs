@@ -3,7 +3,7 @@
 #![allow(unsafe_code)]
 
 use super::driver::{DeviceInfo, Driver, Event, Function, Graph, Launch, MapSpec, Module, Rows, Stream, Swizzle};
-use crate::error::{Error, Result};
+use crate::error::{Error, Remedy, Result};
 use crate::tensor::DType;
 use cudarc::driver::sys::{self, CUdevice_attribute, CUresult};
 use std::ffi::{CStr, CString, c_void};
@@ -184,7 +184,7 @@ impl Driver for System {
                 need: bytes,
                 have: self.free_memory()?,
                 device: format!("GPU {} ({})", self.device.index, self.device.name),
-                ways: "lower --width and --height, close other programs that use the GPU, or use --backend cpu".into(),
+                ways: vec![Remedy::SmallerImage, Remedy::CloseGpuPrograms, Remedy::CpuBackend],
             }),
             status => check("cuMemAlloc", status).map(|()| address),
         }

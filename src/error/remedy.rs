@@ -1,0 +1,135 @@
+//! What can be done about an error, as data. The library knows no flags: a front end puts a remedy into its own words (the command
+//! line names flags, see `cli::hint`), and the [`Display`](fmt::Display) form serves callers that have none.
+
+use crate::part::Part;
+use crate::text::amount;
+use std::fmt;
+
+/// A way out of an error.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Remedy {
+    /// Advice that reads the same in every front end.
+    Advice(String),
+    /// Any one of these helps.
+    AnyOf(Vec<Remedy>),
+    /// Generate a smaller image.
+    SmallerImage,
+    /// Generate an image of this size, the nearest one that is legal.
+    LegalSize {
+        /// Pixels in a row.
+        width: usize,
+        /// Rows.
+        height: usize,
+    },
+    /// Generate an image of this size, the largest of about the same shape that fits into memory.
+    SizeThatFits {
+        /// Pixels in a row.
+        width: usize,
+        /// Rows.
+        height: usize,
+        /// Memory that it takes.
+        bytes: u64,
+    },
+    /// Generate an image of the size that the noise was recorded for.
+    SizeOfNoise,
+    /// Give fewer reference images.
+    FewerReferences,
+    /// Close other programs.
+    ClosePrograms,
+    /// Close other programs that use the GPU.
+    CloseGpuPrograms,
+    /// Raise this process's memory limit.
+    AllowMemory,
+    /// Generate a smaller image, close other programs or raise the limit: what helps when an allocation fails.
+    SaveMemory,
+    /// Run on the CPU.
+    CpuBackend,
+    /// Run on the CPU if the fault happens again.
+    CpuBackendIfAgain,
+    /// Do what the text says, or run on the CPU.
+    RepairGpu(String),
+    /// Allow existing files to be replaced, or choose another name.
+    Overwrite,
+    /// Name a model folder.
+    NameModel,
+    /// Name a model, or the folder of another Hugging Face cache.
+    NameModelOrCache,
+    /// Finish a download that was begun, or use one of the program's own models.
+    FinishDownload {
+        /// The repository.
+        repository: String,
+        /// The model that the program carries, unless parts of another were given.
+        own: Option<&'static str>,
+    },
+    /// Give the weights of each part as a file of its own.
+    NameParts,
+    /// Complete the folder, or give the weights of each part as a file of its own.
+    CompleteFolder,
+    /// Say which of several files is meant, for each of these parts.
+    PickParts(Vec<Part>),
+    /// Put a complete file there, or name another one, for each of these parts.
+    ReplaceParts(Vec<Part>),
+}
+
+/// Joins alternatives as in "a, b, or c".
+pub fn alternatives(ways: &[String]) -> String {
+    match ways {
+        [rest @ .., last] if !rest.is_empty() => format!("{}, or {last}", rest.join(", ")),
+        ways => ways.concat(),
+    }
+}
+
+impl fmt::Display for Remedy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names = |parts: &[Part]| parts.iter().map(Part::to_string).collect::<Vec<_>>().join(" and the ");
+        match self {
+            Self::Advice(text) => f.write_str(text),
+            Self::AnyOf(ways) => {
+                let ways: Vec<String> = ways.iter().map(Self::to_string).collect();
+                write!(f, "try to {}", alternatives(&ways))
+            }
+            Self::SmallerImage => f.write_str("lower the width and height"),
+            Self::LegalSize { width, height } => write!(f, "try {width}x{height}"),
+            Self::SizeThatFits { width, height, bytes } => write!(f, "use {width}x{height} ({})", amount(*bytes)),
+            Self::SizeOfNoise => f.write_str("use the width and height it was made for"),
+            Self::FewerReferences => f.write_str("give fewer references"),
+            Self::ClosePrograms => f.write_str("close other programs"),
+            Self::CloseGpuPrograms => f.write_str("close other programs that use the GPU"),
+            Self::AllowMemory => f.write_str("allow this one more memory"),
+            Self::SaveMemory => {
+                let ways = [Self::SmallerImage, Self::ClosePrograms, Self::AllowMemory].map(|way| way.to_string());
+                f.write_str(&alternatives(&ways))
+            }
+            Self::CpuBackend => f.write_str("use the CPU backend"),
+            Self::CpuBackendIfAgain => f.write_str("if it happens again, the CPU backend runs without the GPU"),
+            Self::RepairGpu(text) => write!(f, "{text}; the CPU backend runs without one"),
+            Self::Overwrite => f.write_str("allow it to be replaced, or use another name"),
+            Self::NameModel => f.write_str("name a model folder"),
+            Self::NameModelOrCache => f.write_str("name a model, or another cache with HF_HUB_CACHE"),
+            Self::FinishDownload { repository, own } => {
+                write!(f, "finish the download, for example with `hf download {repository}`")?;
+                own.map_or(Ok(()), |own| write!(f, "; `{own}` is kiln's own small model"))
+            }
+            Self::NameParts => f.write_str("give a single file as the transformer, with a text encoder and a vae"),
+            Self::CompleteFolder => write!(f, "{EXPECTED}, or give the transformer, the text encoder and the vae"),
+            Self::PickParts(parts) => write!(f, "pick the {}", names(parts)),
+            Self::ReplaceParts(parts) => write!(f, "put a complete file there, or give another {}", names(parts)),
+        }
+    }
+}
+
+/// What a model folder holds.
+pub const EXPECTED: &str = "expected transformer/, text_encoder/, vae/ and tokenizer/tokenizer.json there";
+
+impl From<&str> for Remedy {
+    fn from(advice: &str) -> Self {
+        Self::Advice(advice.into())
+    }
+}
+
+impl From<String> for Remedy {
+    fn from(advice: String) -> Self {
+        Self::Advice(advice)
+    }
+}
