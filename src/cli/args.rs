@@ -8,6 +8,7 @@ pub use values::{BackendArg, DTypeArg, KleinArg, LayoutArg, NoiseArg, PrecisionA
 use crate::error::{Error, Result};
 use crate::locate::{Environment, LocateRequest};
 use clap::{Args, Parser, Subcommand};
+use clap_complete::Shell;
 use help::{BENCH_EXAMPLE, BENCH_EXAMPLES, EXAMPLE, EXAMPLES};
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -16,6 +17,7 @@ use values::{guidance, pixels, within};
 /// Makes pictures from text with FLUX.2 [klein]: a prompt in, a PNG out
 ///
 /// `kiln PROMPT` is short for `kiln generate PROMPT`.
+#[allow(rustdoc::broken_intra_doc_links)] // the comment is a help text, and FLUX.2 [klein] a name
 #[derive(Debug, Parser)]
 #[command(
     name = "kiln",
@@ -66,6 +68,18 @@ pub enum Command {
     /// Write the tiny random model to a new folder, as real models are published
     #[command(override_usage = "kiln tiny [OPTIONS] <DIR>")]
     Tiny(TinyArgs),
+
+    /// Print the completion script of a shell
+    ///
+    /// For bash: kiln completions bash > ~/.local/share/bash-completion/completions/kiln
+    #[command(override_usage = "kiln completions <SHELL>")]
+    Completions(CompletionsArgs),
+
+    /// Print a man page, of kiln or of one of its commands
+    ///
+    /// To read it: kiln man | man -l -
+    #[command(override_usage = "kiln man [COMMAND]")]
+    Man(ManArgs),
 }
 
 impl Command {
@@ -74,7 +88,7 @@ impl Command {
         let asked = match self {
             Self::Generate(args) => args.run.threads,
             Self::Bench(args) => args.run.threads,
-            Self::Plan(_) | Self::Doctor(_) | Self::Tiny(_) => None,
+            Self::Plan(_) | Self::Doctor(_) | Self::Tiny(_) | Self::Completions(_) | Self::Man(_) => None,
         };
         asked.unwrap_or(0)
     }
@@ -423,6 +437,25 @@ pub struct TinyArgs {
     pub dtype: DTypeArg,
 }
 
+/// Flags of `kiln completions`.
+#[derive(Args, Debug)]
+pub struct CompletionsArgs {
+    /// The shell that reads the script
+    #[arg(value_enum)]
+    pub shell: Shell,
+}
+
+/// Flags of `kiln man`.
+#[derive(Args, Debug)]
+pub struct ManArgs {
+    /// The command to describe, instead of kiln as a whole
+    #[arg(value_parser = COMMANDS)]
+    pub command: Option<String>,
+}
+
+/// The names of all commands.
+const COMMANDS: [&str; 7] = ["generate", "plan", "bench", "doctor", "tiny", "completions", "man"];
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -458,6 +491,12 @@ mod tests {
         assert_eq!(prompt(&["--", "tiny"]), "tiny");
         assert!(matches!(parse(&["tiny", "dir"]).unwrap().command, Some(Command::Tiny(_))));
         assert_eq!(parse(&["tinny", "dir"]).unwrap().generate.prompt.rest, ["dir"]);
+    }
+
+    #[test]
+    fn every_command_has_a_man_page() {
+        let command = Cli::command();
+        assert_eq!(command.get_subcommands().map(clap::Command::get_name).collect::<Vec<_>>(), COMMANDS);
     }
 
     #[test]
