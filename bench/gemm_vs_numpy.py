@@ -1,9 +1,9 @@
-"""Compares kiln's linear layer with numpy's f32 matrix product on the same cores in the same run.
+"""Compares kiln's linear layer with numpy's f32 GEMM on the same cores in the same run.
 
     python bench/gemm_vs_numpy.py [--pairs N] [--threads N] [--json FILE]
 
 kiln multiplies bf16 activations by bf16 weights and rounds the result to bf16; numpy multiplies f32 by f32. The two take
-turns, one product each, so that whatever else the machine does hits both alike. Exits 1 when kiln runs at less than
+turns, one GEMM each, so that whatever else the machine does hits both alike. Exits 1 when kiln runs at less than
 0.8 times numpy's speed (median of the ratios of neighbouring runs).
 """
 
@@ -42,7 +42,7 @@ def cpu_model() -> str:
 
 
 class Kiln:
-    """The bench binary, which times one product for every line it is sent."""
+    """The bench binary, which times one GEMM for every line it is sent."""
 
     def __init__(self, binary: str, threads: int):
         command = [binary, "--serve", "linear", "--threads", str(threads)]
@@ -61,7 +61,7 @@ class Kiln:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=21, help="products each, at least 15 (default 21)")
+    parser.add_argument("--pairs", type=int, default=21, help="GEMMs each, at least 15 (default 21)")
     parser.add_argument("--threads", type=int, default=2, help="threads for both (default 2)")
     parser.add_argument("--json", metavar="FILE", help="write every time as one JSON line per pair")
     args = parser.parse_args()

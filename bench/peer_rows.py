@@ -29,10 +29,10 @@ class Case:
     outputs: list  # those of `tensors` that are written
     peer: Callable[[], tuple]
     reference: Callable[[], tuple]
-    others: dict = field(default_factory=dict)  # more ways to do the same, or only its product, by name
+    others: dict = field(default_factory=dict)  # more ways to do the same, or its GEMM alone, by name
     in_place: bool = False  # outputs are read, too
     bytes: int = 0  # what has to be read and written; 0: every operand once, outputs that are read twice
-    flops: int = 0  # of matrix products; 0: bound by memory
+    flops: int = 0  # 0: bound by memory
 
     def __post_init__(self):
         if not self.bytes:
@@ -255,10 +255,10 @@ def pixels(side: int) -> Row:
     return Row("pixels", f"{side}x{side}x3", make)
 
 
-# ------------------------------------------------------------------------------------------------------------ bound by products
+# --------------------------------------------------------------------------------------------------------------- compute-bound
 
 
-def product(x, w):
+def gemm_f64(x, w):
     return x.double() @ w.double().T
 
 
@@ -266,7 +266,7 @@ def linear(rows: int, cols: int, inner: int) -> Row:
     def make(m):
         x, w, out = m.normal(rows, inner), m.weight(cols, inner), m.empty(rows, cols)
         flops = 2 * rows * cols * inner
-        return Case("linear", [out, x, w, None], [], [out], lambda: (F.linear(x, w),), lambda: (product(x, w),), flops=flops)
+        return Case("linear", [out, x, w, None], [], [out], lambda: (F.linear(x, w),), lambda: (gemm_f64(x, w),), flops=flops)
 
     return Row("linear", f"{rows}x{cols}x{inner}", make)
 
@@ -279,7 +279,7 @@ def swiglu(y):
 def linear_swiglu(rows: int, cols: int, inner: int) -> Row:
     def make(m):
         x, w, out = m.normal(rows, inner), m.weight(2 * cols, inner), m.empty(rows, cols)
-        peer, reference = lambda: (swiglu(F.linear(x, w)),), lambda: (swiglu(product(x, w)),)
+        peer, reference = lambda: (swiglu(F.linear(x, w)),), lambda: (swiglu(gemm_f64(x, w)),)
         others = {"product": lambda: (F.linear(x, w),)}
         return Case("linear_swiglu", [out, x, w, None], [], [out], peer, reference, others, flops=4 * rows * cols * inner)
 
@@ -291,7 +291,7 @@ def linear_gate_residual(rows: int, cols: int, inner: int) -> Row:
         x, w, into, gate = m.normal(rows, inner), m.weight(cols, inner), m.normal(rows, cols), m.normal(1, cols, scale=0.2)
         theirs = into.clone()
         peer = lambda: (theirs.addcmul_(gate, F.linear(x, w)),)
-        reference = lambda: (into.double() + gate.double() * product(x, w),)
+        reference = lambda: (into.double() + gate.double() * gemm_f64(x, w),)
         tensors, flops = [into, x, w, None, gate], 2 * rows * cols * inner
         others = {"product": lambda: (F.linear(x, w),)}
         return Case("linear_gate_residual", tensors, [], [into], peer, reference, others, in_place=True, flops=flops)
@@ -300,16 +300,16 @@ def linear_gate_residual(rows: int, cols: int, inner: int) -> Row:
 
 
 def rotate(x, cos, sin, half_split: bool):
-    """x [rows, heads, head_dim] by its row's angles: pairs are halves, or neighbours."""
+    """RoPE of x [rows, heads, head_dim] by the angles of its row: pairs are halves, or neighbours."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     a, b = x.chunk(2, -1) if half_split else (x[..., 0::2], x[..., 1::2])
-    turned = a * cos - b * sin, a * sin + b * cos
-    return torch.cat(turned, -1) if half_split else torch.stack(turned, -1).flatten(-2)
+    rotated = a * cos - b * sin, a * sin + b * cos
+    return torch.cat(rotated, -1) if half_split else torch.stack(rotated, -1).flatten(-2)
 
 
 @torch.compile(dynamic=False)
 def finish(y, norm_q, norm_k, table, sizes):
-    """What follows the product of a single block."""
+    """The epilogue of a single block's first GEMM: qk-norm, RoPE and SwiGLU."""
     cos, sin = table.chunk(2, -1)
     q, k, v, hidden = y.float().split(sizes, -1)
     heads = lambda t, weight: rotate(rms(t.unflatten(-1, (-1, HEAD_DIM)), weight.view(-1)), cos, sin, False).flatten(1).to(BF16)
@@ -326,23 +326,23 @@ def qkv(streams: tuple, inner: int, heads: int, kv_heads: int, mlp: int = 0, hal
             x, w, table = m.normal(rows, inner), m.weight(sum(sizes), inner), m.rope_table(rows)
             norm_q, norm_k = m.vector(HEAD_DIM, 1.0), m.vector(HEAD_DIM, 1.0)
             q, k, v = m.empty(rows, q_cols), m.empty(rows, kv_cols), m.empty(rows, kv_cols)
-            # Beside the room for the attention's result, as in a single block.
+            # A slice of a wider buffer that also takes the attention's result, as in a single block.
             hidden = m.empty(rows, q_cols + mlp)[:, q_cols:] if mlp else None
             tensors += [x, w, norm_q, norm_k, table, q, k, v, hidden]
             outputs += [q, k, v] + ([hidden] if mlp else [])
             parts.append((x, w, norm_q, norm_k, table))
 
-        def split(y, turn_q, turn_k):
+        def split(y, norm_rope_q, norm_rope_k):
             q, k, v, hidden = y.split(sizes, -1)
             heads_of = lambda t: t.unflatten(-1, (-1, HEAD_DIM))
-            return [turn_q(heads_of(q)), turn_k(heads_of(k)), v] + ([swiglu(hidden)] if mlp else [])
+            return [norm_rope_q(heads_of(q)), norm_rope_k(heads_of(k)), v] + ([swiglu(hidden)] if mlp else [])
 
         def reference():
             results = []
             for x, w, norm_q, norm_k, table in parts:
                 cos, sin = table.double().chunk(2, -1)
-                turn = lambda weight: lambda h: rotate(rms(h, weight.double().view(-1)), cos, sin, half_split).flatten(1)
-                results += split(product(x, w), turn(norm_q), turn(norm_k))
+                norm_rope = lambda weight: lambda h: rotate(rms(h, weight.double().view(-1)), cos, sin, half_split).flatten(1)
+                results += split(gemm_f64(x, w), norm_rope(norm_q), norm_rope(norm_k))
             return tuple(results)
 
         theirs = []
@@ -351,23 +351,23 @@ def qkv(streams: tuple, inner: int, heads: int, kv_heads: int, mlp: int = 0, hal
             angles = table.to(BF16).chunk(2, -1) if half_split else torch.complex(*table.chunk(2, -1)).unsqueeze(1)
             theirs.append((x, w, norm_q.view(-1).to(BF16), norm_k.view(-1).to(BF16), angles))
 
-        def turn(weight, angles):
+        def norm_rope(weight, angles):
             def apply(h):
                 h = F.rms_norm(h, (HEAD_DIM,), weight, EPS)
                 if half_split:
                     return rotate(h, *angles, True).flatten(1)
-                turned = torch.view_as_complex(h.float().unflatten(-1, (-1, 2))) * angles
-                return torch.view_as_real(turned).flatten(1).to(BF16)
+                rotated = torch.view_as_complex(h.float().unflatten(-1, (-1, 2))) * angles
+                return torch.view_as_real(rotated).flatten(1).to(BF16)
 
             return apply
 
         def peer():
             results = []
             for x, w, norm_q, norm_k, angles in theirs:
-                results += split(F.linear(x, w), turn(norm_q, angles), turn(norm_k, angles))
+                results += split(F.linear(x, w), norm_rope(norm_q, angles), norm_rope(norm_k, angles))
             return tuple(results)
 
-        # The product alone, and with all that follows in one kernel, as torch.compile makes it of plain arithmetic.
+        # The GEMM alone, and with the epilogue in one kernel that torch.compile generates from plain arithmetic.
         others = {"product": lambda: tuple(F.linear(x, w) for x, w, *_ in theirs)}
         if mlp:
             others["compiled"] = lambda: tuple(finish(F.linear(x, w), q, k, table, sizes) for x, w, q, k, table in parts)
@@ -414,7 +414,7 @@ def attention(
                 own, shared = (slice(i * head_dim, (i + 1) * head_dim) for i in (head, head // (heads // kv_heads)))
                 parts = []
                 for first in range(0, tokens, 8192):
-                    scores = product(q[first : first + 8192, own], k[:, shared]) * scale
+                    scores = gemm_f64(q[first : first + 8192, own], k[:, shared]) * scale
                     if causal:
                         scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu_(first + 1), float("-inf"))
                     parts.append(scores.softmax(-1) @ v[:, shared].double())
@@ -488,16 +488,16 @@ ATTENTION = [
     *(attention(512, 32, 8, causal=True, keys=keys) for keys in (512, 26)),
 ]
 
-# Products of double and single blocks of both models, of the text encoder, and of single blocks with 2048x2048, a reference, and as many
+# GEMMs of double and single blocks of both models, of the text encoder, and of single blocks with 2048x2048, a reference, and as many
 # tokens as there may be.
-PRODUCTS = [
+GEMMS = [
     *(linear(4096, cols, inner) for cols, inner in ((9216, 3072), (18_432, 3072), (3072, 9216), (3072, 3072))),
     *(linear(rows, cols, inner) for rows in (4608, 16_896, 20_992, 52_000) for cols, inner in ((27_648, 3072), (3072, 12_288))),
     *(linear(4608, cols, inner) for cols, inner in ((36_864, 4096), (4096, 16_384))),
     *(linear(512, cols, inner) for cols, inner in ((6144, 2560), (19_456, 2560), (2560, 4096), (2560, 9728))),
 ]
 
-# 512 tokens of the prompt; 4096 of a picture of 1024x1024, 16384 of 2048x2048. klein 4B is 3072 wide with 24 heads, 9B 4096 with
+# 512 tokens of the prompt; 4096 of an image of 1024x1024, 16384 of 2048x2048. klein 4B is 3072 wide with 24 heads, 9B 4096 with
 # 32; Qwen3-4B is 2560 wide with 32 heads that share 8.
 ROWS = [
     embed(512, 2560, 151_936),
@@ -531,7 +531,7 @@ ROWS = [
     pixels(2048),
     linear(1, 18_432, 3072),
     linear(4608, 3072, 3072),
-    *PRODUCTS,
+    *GEMMS,
     linear_swiglu(4096, 9216, 3072),
     linear_swiglu(512, 9728, 2560),
     linear_gate_residual(4608, 3072, 12_288),

@@ -32,7 +32,7 @@ FLOOR, FLOOR_BYTES = 0.80, 32_000_000
 FEWEST_PAIRS, FEWEST_SETS, MOST_SETS = 15, 3, 160
 # Between samples, so that they run at high clocks.
 PAUSE_S = 0.03
-# A call that takes longer is a sample by itself. Shorter ones are recorded in a graph that goes through all sets, as often as it
+# A call that takes longer is a sample by itself. Shorter ones are captured in a CUDA graph that goes through all sets, as often as it
 # takes for its start not to count.
 SLOW_S, SAMPLE_S = 0.005, 0.0005
 # Clock ticks for which the GPU is kept busy before a sample, so that all its work is queued when it starts.
@@ -286,7 +286,7 @@ def sizes_of(rows: list) -> list:
     lists = {}
     for i, row in enumerate(rows):
         case = row.make(Operands("meta"))
-        lists.setdefault(("product", i) if case.flops else f"{case.bytes:.3g}", []).append(row)
+        lists.setdefault(("compute", i) if case.flops else f"{case.bytes:.3g}", []).append(row)
     return list(lists.values())
 
 
@@ -336,7 +336,7 @@ HEAD = (
 
 
 def line(record: dict) -> str:
-    """A row for people. `x torch` is kiln's speed over PyTorch's, `of copy` its speed over the copy's."""
+    """A row for display. `x torch` is kiln's speed over PyTorch's, `of copy` its speed over the copy's."""
     text = f"{record['row']:<21}{record['shape']:<38}|"
     if "burst_s" in record:
         times = record["burst_s"]
@@ -381,8 +381,8 @@ def below(record: dict) -> bool:
 # ------------------------------------------------------------------------------------------------------------------------- main
 
 
-def products(records: list) -> str:
-    """What plain products say together: they are one kernel family, and no single row is all of it."""
+def gemm_summary(records: list) -> str:
+    """The geometric mean over plain GEMMs: they are one kernel family, and no single row is all of it."""
     text, count = [], 0
     for key in ("burst_s", "sustained_s"):
         rows = [r for r in records if r["row"] == "linear" and key in r and not r["shape"].startswith("1x")]
@@ -461,7 +461,7 @@ def main() -> int:
     print(f"{args.pairs} rounds of {how}, at least {args.cold >> 20} MiB of operands in turn, {args.sustain} s sustained")
     print(HEAD)
 
-    # Not the default stream, which cannot be recorded.
+    # Not the default stream, which cannot be captured.
     stream = torch.cuda.Stream()
     slow, bad, done = [], [], []
     with contextlib.ExitStack() as stack:
@@ -494,7 +494,7 @@ def main() -> int:
             gc.collect()  # graphs and tensors of these rows
             torch.cuda.empty_cache()
 
-    if summary := products(done):
+    if summary := gemm_summary(done):
         print(summary)
     size = FLOOR_BYTES // 1_000_000
     print(f"rule: memory-bound rows of {size} MB or more run at {FLOOR:.2f} of the copy's speed or better (burst)")

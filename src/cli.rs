@@ -1,8 +1,9 @@
 //! The command line: flags as they are typed ([`args`]), the request they make ([`GenerateRequest`]), and carrying it out
-//! ([`run`]). Only `args` knows clap; once a request exists, every number in it is legal and every file it names was looked at.
+//! (`run`). Only `args` and `completions` know clap; once a request exists, every number in it is legal and every file it names was looked at.
 
 pub mod args;
 mod bench;
+mod completions;
 mod device;
 mod hint;
 mod names;
@@ -11,6 +12,7 @@ mod request;
 mod run;
 
 pub use bench::{BenchRequest, bench};
+pub use completions::{completions, man};
 pub use device::doctor;
 pub use hint::{SAVE_MEMORY, hint, message};
 pub use names::Target;

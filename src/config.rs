@@ -65,12 +65,12 @@ impl TransformerConfig {
         }
     }
 
-    /// FLUX.2 [klein] 4B.
+    /// FLUX.2 klein 4B.
     pub const fn klein_4b() -> Self {
         Self::sized(3072, 5, 20, 7680)
     }
 
-    /// FLUX.2 [klein] 9B.
+    /// FLUX.2 klein 9B.
     pub const fn klein_9b() -> Self {
         Self::sized(4096, 8, 24, 12288)
     }

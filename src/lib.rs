@@ -1,8 +1,23 @@
-//! kiln: a FLUX.2 [klein] inference engine.
+//! kiln: an inference engine for FLUX.2 \[klein\].
 //!
-//! A prompt becomes tokens, tokens become text features, features and noise become latents over a few steps, latents become
-//! pixels. [`pipeline`] is that straight line; [`model`] holds the three networks, written once over the [`backend`] seam;
+//! A prompt becomes tokens, tokens become prompt embeddings, embeddings and noise become latents over a few denoising steps, latents
+//! become pixels. [`pipeline`] is that straight line; [`model`] holds the three networks, written once over the [`Backend`] trait;
 //! everything between is pure. `ARCHITECTURE.md` tells what may call what, and why.
+//!
+//! An image takes a model, a job and a backend (`examples/generate.rs` is the whole program):
+//!
+//! ```ignore
+//! let model = kiln::open("path/to/FLUX.2-klein-4B")?;
+//! let job = kiln::Job::new("a red fox in the snow", 7, &model.conventions, model.variant)?;
+//! let backend = Box::new(kiln::backend::cuda::Cuda::open(0, Arc::default())?);
+//! let mut engine = kiln::Engine::load(backend, model, kiln::LoadOptions::default(), &Silent)?;
+//! engine.generate(&job, &Silent, &mut |generated| save(generated.image))?;
+//! ```
+//!
+//! [`OpenModel::estimate`] answers what a job would take without reading a weight, and [`OpenModel::check_memory`] whether it fits
+//! into a backend's memory. The fields of [`Job`] are public: size, steps, guidance scale, seeds and reference images can be set.
+//!
+//! [`Backend`]: backend::Backend
 
 pub mod backend;
 pub mod checkpoint;
@@ -32,3 +47,14 @@ pub mod threads;
 pub mod tiny;
 pub mod tokenizer;
 pub mod words;
+
+pub use error::{Error, Result};
+pub use pipeline::{Engine, Job, LoadOptions, OpenModel};
+
+/// Opens the model that `kiln --model NAME` names: a folder, a repository in the Hugging Face cache, or `tiny`. Every tensor is
+/// checked by name, shape and dtype; nothing is read yet.
+pub fn open(name: &str) -> Result<OpenModel> {
+    let environment = locate::Environment::of_process(None);
+    let request = locate::LocateRequest { model: Some(name.into()), environment, ..Default::default() };
+    OpenModel::open(&locate::locate(&request)?, None)
+}

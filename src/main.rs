@@ -121,6 +121,8 @@ fn run(command: Command, signals: &Signals) -> Result<()> {
             let request = BenchRequest::new(*args, environment, &mut io::stdin())?;
             cli::bench(&request, &signals.stop, &terminal(request.verbosity, signals), out)
         }
+        Command::Completions(args) => cli::completions(&args, out),
+        Command::Man(args) => cli::man(&args, out),
     }
 }
 

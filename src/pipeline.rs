@@ -1,5 +1,6 @@
 //! From a prompt to a picture: one straight line through the stages, run once as a plan and then for real.
 
+mod defaults;
 mod estimate;
 mod fit;
 mod inputs;

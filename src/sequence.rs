@@ -100,7 +100,7 @@ pub struct RopeSpec {
 }
 
 impl RopeSpec {
-    /// What all FLUX.2 [klein] models use.
+    /// What all FLUX.2 klein models use.
     pub const KLEIN: Self = Self { theta: 2000.0, axes: [32; 4] };
 
     /// Dimensions of a head.

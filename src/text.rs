@@ -11,7 +11,7 @@ const SENTENCE: usize = 1024;
 /// Characters of a whole line that are shown.
 const LINE: usize = 8192;
 
-/// A name out of a file as it may be shown: at most [`NAME`] characters, none of which moves a terminal's cursor.
+/// A name out of a file as it may be shown: at most `NAME` characters, none of which moves a terminal's cursor.
 pub fn shown(name: &str) -> String {
     harmless(name, NAME)
 }

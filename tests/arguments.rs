@@ -154,6 +154,8 @@ fn outcome(args: Vec<OsString>) -> Option<u8> {
         Ok(Command::Doctor(_)) => None,
         // Would write.
         Ok(Command::Tiny(_)) => None,
+        Ok(Command::Completions(args)) => cli::completions(&args, &mut Vec::new()).err(),
+        Ok(Command::Man(args)) => cli::man(&args, &mut Vec::new()).err(),
     };
     error.map(|error| {
         assert!(!error.to_string().is_empty());

@@ -229,10 +229,10 @@ fn it_knows_the_words_it_is_scored_with() {
 
 #[test]
 fn it_knows_the_words_of_its_examples() {
-    let readme = include_str!("../README.md");
-    // Captions of its pictures, and the commands that make some of them.
-    let captions = readme.lines().filter(|line| line.starts_with("| \"")).flat_map(quoted);
-    let commands = readme.lines().filter(|line| line.starts_with("    kiln \"") && line.contains(" star "));
+    let page = include_str!("../docs/builtin-model.md");
+    // Captions of its images, and the commands that generate some of them.
+    let captions = page.lines().filter(|line| line.starts_with("| \"")).flat_map(quoted);
+    let commands = page.lines().filter(|line| line.starts_with("    kiln \"") && line.contains(" star "));
     let examples: Vec<String> = captions.chain(commands.map(|line| quoted(line).swap_remove(0))).collect();
     assert!(examples.len() >= 15, "{examples:?}");
     for example in examples {

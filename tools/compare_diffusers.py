@@ -6,7 +6,7 @@
 
 Every case (each size, and with --references the last size with reference images) runs three ways from the same noise: diffusers in
 fp32, with nothing rounded to less; diffusers in bf16; kiln in its default precision. The error of the two latter is their relative
-L2 distance from the first: of the text features, the reference tokens, velocity and latents of each step, and the decoded picture.
+L2 distance from the first: of the prompt embeddings, the reference tokens, velocity and latents of each step, and the decoded image.
 Latents of early steps are mostly the noise, which has no error; the velocity is what the transformer itself makes.
 
 The rule is that of tests/model.rs: kiln's error is at most 1.2 times that of diffusers in bf16. diffusers rounds the timestep to
@@ -63,7 +63,7 @@ class Case:
 
 
 def draw_reference(number, size):
-    """A picture with edges, colours and slopes, the same every time."""
+    """An image with edges, colours and slopes, the same every time."""
     width, height = size
     side = 24
     rows, columns = -(-height // side), -(-width // side)

@@ -7,7 +7,7 @@ run again whenever those change. tools/goldens.py holds what is shared.
     python tools/goldens_builtin.py            # write the fixtures
     python tools/goldens_builtin.py --check    # recompute and compare, exit 1 on mismatch
 
-The reference runs in fp64 here, rounded to F32 when stored: on pictures as flat as these the group
+The reference runs in fp64 here, rounded to F32 when stored: on images as flat as these the group
 norms of PyTorch lose three digits in fp32, and kiln would be held to their errors.
 
 tests/fixtures/builtin.safetensors, F32 where not said otherwise:

@@ -258,7 +258,7 @@ YCC, RGB = (1, 2, 3), (82, 71, 66)
 
 # Name: ids, sampling factors (across, down) of each component, markers. What a name has after
 # its dot makes no difference to the pixels.
-PICTURES = {
+IMAGES = {
     "444": (YCC, "11 11 11", [JFIF]),
     "422": (YCC, "21 11 11", [JFIF]),
     "440": (YCC, "12 11 11", [JFIF]),
@@ -333,7 +333,7 @@ THOROUGH = {"420", "440", "unlike_chroma", "grey.22", "ycck"}
 OTHERS = ("together", "apart", "luma_first", "successive")
 
 
-def picture_components(ids, factors):
+def image_components(ids, factors):
     """Soft waves with edges, a different one for each component."""
     components = [Component(i, int(f[0]), int(f[1]), None, None) for i, f in zip(ids, factors.split())]
     most, _, _, padded = planned(SIZE, components)
@@ -350,10 +350,10 @@ def picture_components(ids, factors):
 
 
 def layouts():
-    """Every picture, as {name: {layout: file}}."""
+    """Every image, as {name: {layout: file}}."""
     found = {}
-    for name, (ids, factors, app) in PICTURES.items():
-        components = picture_components(ids, factors)
+    for name, (ids, factors, app) in IMAGES.items():
+        components = image_components(ids, factors)
         fits = sum(c.h * c.v for c in components) <= 10
         chosen = layouts_of(len(components), fits)
         for layout in chosen.values():

@@ -6,12 +6,12 @@
     python tools/random_checkpoint.py OUT --model tiny --check         # the sizes of tools/goldens.py, and how large activations are
 
 The folder has the diffusers layout with weights in bf16; kiln and diffusers both open it. Nothing in it was trained: it serves to
-compare two engines (tools/compare_diffusers.py) and to time them at the real sizes, not to make pictures.
+compare two engines (tools/compare_diffusers.py) and to time them at the real sizes, not to generate images worth looking at.
 
 Names and shapes are those of the diffusers and transformers classes, built without memory. Values come from a generator of their
 own for each tensor, seeded by its name; it is that of the GPU where there is one, so only machines of one kind make the same files.
 They are scaled so that every part of the model matters in the result, and an error anywhere shows: activations, modulations and
-gates are of order one, attention looks at a few tokens and not at the mean of all, and the picture fills its range.
+gates are of order one, attention looks at a few tokens and not at the mean of all, and the image fills its range.
 """
 
 import argparse

@@ -23,8 +23,8 @@ tests/fixtures/references.safetensors
     image.<file>      U8 [height, width, 1 or 3]   the pixels of each JPEG, 1 for grey
 
 tests/fixtures/layouts.safetensors
-    jpeg.<picture>.<layout>   U8 [length]   a JPEG of that sampling and order of scans
-    png.<picture>             U8 [length]   the pixels of these, as a PNG
+    jpeg.<image>.<layout>     U8 [length]   a JPEG of that sampling and order of scans
+    png.<image>               U8 [length]   the pixels of these, as a PNG
 
 Sources of `lanczos` and `prepared`. Byte i of an image with seed s is the top byte of
 splitmix64's output for the state s + (i + 1) * GAMMA; for an odd seed only its top bit
@@ -149,8 +149,8 @@ def prepared_cases():
 WIDTH, HEIGHT = 67, 72  # neither fills whole blocks of 16 x 16
 
 
-def picture(channels):
-    """A soft picture with a few edges: float 0..1, [height, width, channels]."""
+def soft_image(channels):
+    """A soft image with a few edges: float 0..1, [height, width, channels]."""
     y, x = np.mgrid[0:HEIGHT, 0:WIDTH] / 64.0
     planes = [0.5 + 0.4 * np.sin((c + 2) * x + 3 * y + c) * np.cos((4 - c) * y - c * x) for c in range(channels)]
     out = np.stack(planes, axis=-1)
@@ -160,7 +160,7 @@ def picture(channels):
 
 
 def eight_bit(channels):
-    return (picture(channels) * 255).astype(np.uint8)
+    return (soft_image(channels) * 255).astype(np.uint8)
 
 
 def sixteen_bit(channels):
@@ -282,7 +282,7 @@ def image_cases():
 
 
 def layout_tensors():
-    """The JPEGs of jpeg_layouts and their pixels, which are the same in every layout of a picture."""
+    """The JPEGs of jpeg_layouts and their pixels, which are the same in every layout of an image."""
     tensors, pixels = {}, {}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "layout.jpg"
@@ -291,7 +291,7 @@ def layout_tensors():
                 path.write_bytes(data)
                 found = np.asarray(load_image(str(path)))
                 known = pixels.setdefault(name.partition(".")[0], found)
-                assert (known == found).all(), f"{name}, {layout}: another picture"
+                assert (known == found).all(), f"{name}, {layout}: another image"
                 tensors[f"jpeg.{name}.{layout}"] = np.frombuffer(data, np.uint8)
     for name, found in pixels.items():
         image = Image.fromarray(found[..., 0] if (found[..., :1] == found).all() else found)

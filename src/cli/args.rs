@@ -8,14 +8,16 @@ pub use values::{BackendArg, DTypeArg, KleinArg, LayoutArg, NoiseArg, PrecisionA
 use crate::error::{Error, Result};
 use crate::locate::{Environment, LocateRequest};
 use clap::{Args, Parser, Subcommand};
+use clap_complete::Shell;
 use help::{BENCH_EXAMPLE, BENCH_EXAMPLES, EXAMPLE, EXAMPLES};
 use std::ffi::OsString;
 use std::path::PathBuf;
 use values::{guidance, pixels, within};
 
-/// Makes pictures from text with FLUX.2 [klein]: a prompt in, a PNG out
+/// Generates pictures from text with FLUX.2 [klein]: a prompt in, a PNG out
 ///
 /// `kiln PROMPT` is short for `kiln generate PROMPT`.
+#[allow(rustdoc::broken_intra_doc_links)] // the comment is a help text, and FLUX.2 [klein] a name
 #[derive(Debug, Parser)]
 #[command(
     name = "kiln",
@@ -41,31 +43,43 @@ pub struct Cli {
 /// What can be done.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Make pictures; the same as giving only a prompt
+    /// Generate pictures; the same as giving only a prompt
     #[command(override_usage = "kiln generate [OPTIONS] [PROMPT]", after_help = EXAMPLE, after_long_help = EXAMPLES)]
     Generate(Box<GenerateArgs>),
 
-    /// Tell what a picture would take, without computing anything
+    /// Print what a picture would take, without computing anything
     ///
     /// For klein 4B, or for the model that is named, by its files' headers: tokens of each part, the schedule, floating-point
-    /// operations of each stage, bytes of weights and of working memory.
+    /// operations of each stage, bytes of weights and of workspace.
     #[command(override_usage = "kiln plan [OPTIONS]")]
     Plan(Box<PlanArgs>),
 
-    /// Measure: a first picture and warm ones stage by stage, or single kernels
+    /// Benchmark: a cold picture and warm ones stage by stage, or single kernels
     ///
-    /// Loads the model, makes a picture cold and several warm, writes none of them, and tells the time of each stage and the memory
-    /// that was planned and used. Cold is the first of this process; the system may still have the files in memory.
+    /// Loads the model, generates a picture cold and several warm, writes none of them, and prints the time of each stage and the
+    /// memory that was planned and used. Cold is the first of this process; its files may still be in the page cache.
     #[command(override_usage = "kiln bench [OPTIONS] [PROMPT]", after_help = BENCH_EXAMPLE, after_long_help = BENCH_EXAMPLES)]
     Bench(Box<BenchArgs>),
 
-    /// Tell what kiln can use on this machine: GPUs, driver, kernels, models
+    /// Print what kiln can use on this machine: GPUs, driver, kernels, models
     #[command(override_usage = "kiln doctor [OPTIONS]")]
     Doctor(Box<DoctorArgs>),
 
     /// Write the tiny random model to a new folder, as real models are published
     #[command(override_usage = "kiln tiny [OPTIONS] <DIR>")]
     Tiny(TinyArgs),
+
+    /// Print the completion script of a shell
+    ///
+    /// For bash: kiln completions bash > ~/.local/share/bash-completion/completions/kiln
+    #[command(override_usage = "kiln completions <SHELL>")]
+    Completions(CompletionsArgs),
+
+    /// Print a man page, of kiln or of one of its commands
+    ///
+    /// To read it: kiln man | man -l -
+    #[command(override_usage = "kiln man [COMMAND]")]
+    Man(ManArgs),
 }
 
 impl Command {
@@ -74,7 +88,7 @@ impl Command {
         let asked = match self {
             Self::Generate(args) => args.run.threads,
             Self::Bench(args) => args.run.threads,
-            Self::Plan(_) | Self::Doctor(_) | Self::Tiny(_) => None,
+            Self::Plan(_) | Self::Doctor(_) | Self::Tiny(_) | Self::Completions(_) | Self::Man(_) => None,
         };
         asked.unwrap_or(0)
     }
@@ -106,7 +120,7 @@ pub struct GenerateArgs {
     #[arg(long, help_heading = "Output")]
     pub force: bool,
 
-    /// Write values along the way to a safetensors file
+    /// Write intermediate values to a safetensors file
     ///
     /// Its tensors are `token_ids`, `prompt_embeds`, `noise`, `latents.0` (the noise again) to `latents.N`, and `image`, the
     /// picture before it is rounded; with references also `reference.1.tokens` onwards, with guidance `negative_prompt_embeds`.
@@ -121,7 +135,7 @@ pub struct GenerateArgs {
     #[command(flatten)]
     pub shape: ShapeArgs,
 
-    /// What the picture should not show; base models only
+    /// Negative prompt: what the picture should not show; base models only
     #[arg(long, value_name = "PROMPT", help_heading = "Sampling")]
     pub negative: Option<String>,
 
@@ -131,7 +145,7 @@ pub struct GenerateArgs {
     #[arg(long, value_name = "N", value_parser = within(0, u64::MAX), conflicts_with = "noise", help_heading = "Sampling")]
     pub seed: Option<u64>,
 
-    /// How many pictures, with seeds in a row
+    /// How many pictures, with consecutive seeds
     #[arg(long, value_name = "N", value_parser = within(1usize, 10_000), default_value = "1", help_heading = "Sampling")]
     pub count: usize,
 
@@ -139,15 +153,15 @@ pub struct GenerateArgs {
     #[arg(long, value_enum, value_name = "KIND", conflicts_with = "noise", help_heading = "Sampling")]
     pub noise_kind: Option<NoiseArg>,
 
-    /// Multiprocessors of the GPU that torch-cuda imitates [default: 132]
+    /// SMs (multiprocessors) of the GPU that torch-cuda reproduces [default: 132]
     #[arg(long, value_name = "N", value_parser = within(1u32, 1024), conflicts_with = "noise", help_heading = "Sampling")]
     pub noise_sms: Option<u32>,
 
-    /// Threads that one of them holds [default: 2048]
+    /// Resident threads per SM of that GPU [default: 2048]
     #[arg(long, value_name = "N", value_parser = within(256u32, 4096), conflicts_with = "noise", help_heading = "Sampling")]
     pub noise_threads: Option<u32>,
 
-    /// Start from the noise in a safetensors file
+    /// Read the initial noise from a safetensors file
     ///
     /// Its tensor `noise` has to be F32, with one row of 128 values for each 16 x 16 pixels. Files of --dump have one.
     #[arg(long, value_name = "FILE", help_heading = "Sampling")]
@@ -180,7 +194,7 @@ pub struct PromptArgs {
 /// Flags that say where and how to compute.
 #[derive(Args, Debug)]
 pub struct RunArgs {
-    /// Where to compute
+    /// Backend to compute on
     #[arg(long, value_enum, value_name = "WHERE", default_value = "auto", help_heading = "Run")]
     pub backend: BackendArg,
 
@@ -188,7 +202,7 @@ pub struct RunArgs {
     #[arg(long, value_name = "N", value_parser = within(0usize, 1023), help_heading = "Run")]
     pub device: Option<usize>,
 
-    /// What results are rounded to
+    /// Precision that results are stored in
     #[arg(long, value_enum, value_name = "TYPE", default_value = "bf16", help_heading = "Run")]
     pub precision: PrecisionArg,
 
@@ -202,11 +216,11 @@ pub struct RunArgs {
     #[arg(long, value_name = "N", value_parser = within(1usize, 1024), help_heading = "Run")]
     pub threads: Option<usize>,
 
-    /// Say nothing but errors
+    /// Print nothing but errors
     #[arg(short, long, conflicts_with = "verbose", help_heading = "Run")]
     pub quiet: bool,
 
-    /// Say more: what became of the flags and of references, and which GPU kernels ran
+    /// Print more: what became of the flags and of references, and which GPU kernels ran
     #[arg(short, long, help_heading = "Run")]
     pub verbose: bool,
 }
@@ -235,7 +249,7 @@ pub struct ModelArgs {
 
     /// Transformer to use instead of the model's
     ///
-    /// A safetensors file in either layout, or a folder of shards. The same goes for the other parts.
+    /// A safetensors file in the BFL or the diffusers layout, or a folder of shards. The same goes for the other parts.
     #[arg(long, value_name = "FILE", help_heading = "Model")]
     pub transformer: Option<PathBuf>,
 
@@ -253,7 +267,7 @@ pub struct ModelArgs {
     #[arg(long, value_name = "FILE", help_heading = "Model")]
     pub tokenizer: Option<PathBuf>,
 
-    /// Kind of model, where names do not tell
+    /// Variant of the model, where names do not tell
     #[arg(long, value_enum, value_name = "KIND", help_heading = "Model")]
     pub variant: Option<VariantArg>,
 }
@@ -281,10 +295,10 @@ impl ModelArgs {
 /// Flags that decide what a picture takes.
 #[derive(Args, Debug)]
 pub struct ShapeArgs {
-    /// Image to start from; may be given several times
+    /// Reference image to edit or to combine; may be given several times
     ///
     /// PNG or JPEG. The prompt can speak of them in order: "image 1", "image 2". Large ones are scaled down, to one megapixel or
-    /// what else the model takes, and all are cut to multiples of 16.
+    /// what else the model takes, and all are cropped to multiples of 16.
     #[arg(long, value_name = "FILE", help_heading = "Input")]
     pub reference: Vec<PathBuf>,
 
@@ -304,7 +318,7 @@ pub struct ShapeArgs {
     #[arg(long, value_name = "N", value_parser = within(1usize, 1000), help_heading = "Sampling")]
     pub steps: Option<usize>,
 
-    /// Guidance scale of base models [default: 4]
+    /// Classifier-free guidance scale of base models [default: 4]
     ///
     /// From 0 to 100; above 1 each step takes twice as long. Other models take none.
     #[arg(long, value_name = "SCALE", value_parser = guidance, help_heading = "Sampling")]
@@ -333,7 +347,7 @@ pub struct PlanArgs {
     #[command(flatten)]
     pub shape: ShapeArgs,
 
-    /// What results are rounded to
+    /// Precision that results are stored in
     #[arg(long, value_enum, value_name = "TYPE", default_value = "bf16", help_heading = "Run")]
     pub precision: PrecisionArg,
 
@@ -354,10 +368,10 @@ pub struct BenchArgs {
     #[command(flatten)]
     pub model: ModelArgs,
 
-    /// Time single ops at klein 4B's shapes instead of pictures; with a name, those that have it in theirs
+    /// Time single ops at klein 4B's shapes instead of pictures; with NAME, those whose name contains it
     ///
     /// Needs no model. Each row tells how much of the ceiling is reached: memory-bound ops against a copy of as many bytes in the
-    /// same run, matrix products on a GPU against its tensor cores at their highest clock. The processor gets smaller shapes.
+    /// same run; GEMM, convolution and attention on a GPU against the peak of its tensor cores. The CPU gets smaller shapes.
     #[arg(
         long,
         value_name = "NAME",
@@ -410,7 +424,7 @@ pub struct DoctorArgs {
 /// Flags of `kiln tiny`.
 #[derive(Args, Debug)]
 pub struct TinyArgs {
-    /// The folder to make; it must not hold anything yet
+    /// The folder to write; it must not hold anything yet
     #[arg(value_name = "DIR")]
     pub folder: PathBuf,
 
@@ -418,10 +432,29 @@ pub struct TinyArgs {
     #[arg(long, value_enum, default_value = "diffusers")]
     pub layout: LayoutArg,
 
-    /// Element type of the weights
+    /// Dtype of the weights
     #[arg(long, value_enum, default_value = "bf16")]
     pub dtype: DTypeArg,
 }
+
+/// Flags of `kiln completions`.
+#[derive(Args, Debug)]
+pub struct CompletionsArgs {
+    /// The shell that reads the script
+    #[arg(value_enum)]
+    pub shell: Shell,
+}
+
+/// Flags of `kiln man`.
+#[derive(Args, Debug)]
+pub struct ManArgs {
+    /// The command to describe, instead of kiln as a whole
+    #[arg(value_parser = COMMANDS)]
+    pub command: Option<String>,
+}
+
+/// The names of all commands.
+const COMMANDS: [&str; 7] = ["generate", "plan", "bench", "doctor", "tiny", "completions", "man"];
 
 #[cfg(test)]
 mod tests {
@@ -458,6 +491,12 @@ mod tests {
         assert_eq!(prompt(&["--", "tiny"]), "tiny");
         assert!(matches!(parse(&["tiny", "dir"]).unwrap().command, Some(Command::Tiny(_))));
         assert_eq!(parse(&["tinny", "dir"]).unwrap().generate.prompt.rest, ["dir"]);
+    }
+
+    #[test]
+    fn every_command_has_a_man_page() {
+        let command = Cli::command();
+        assert_eq!(command.get_subcommands().map(clap::Command::get_name).collect::<Vec<_>>(), COMMANDS);
     }
 
     #[test]

@@ -79,7 +79,7 @@ pub struct Guidance {
 }
 
 impl Conventions {
-    /// Those of FLUX.2 [klein].
+    /// Those of FLUX.2 klein.
     pub const fn klein() -> Self {
         Self {
             path: None,

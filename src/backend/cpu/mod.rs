@@ -1,8 +1,8 @@
 //! The reference backend: f32 arithmetic on the stored types, rounding only where a result is stored.
 //!
 //! Weights are used where they are mapped; only a view that is misaligned or of another type is copied. This file owns the
-//! memory and turns descriptors into checked views; the arithmetic is in [`kernels`]
-//! and [`image`].
+//! memory and turns descriptors into checked views; the arithmetic is in `kernels`
+//! and `image`.
 #![allow(unsafe_code)]
 
 mod image;

@@ -1,6 +1,6 @@
 //! The CUDA backend: two device allocations, a stream for ops and one for weights on their way, and a launch for each op.
 //!
-//! [`driver`] is the seam to the driver API and [`system`] the real thing behind it; `launch` holds the kernel table and the one
+//! [`driver`] is the seam to the driver API and `system` the real thing behind it; `launch` holds the kernel table and the one
 //! launch function, `ops` turns descriptors into parameters, `staging` brings weights over. This file owns the memory.
 
 mod abi;

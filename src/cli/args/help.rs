@@ -7,17 +7,17 @@ pub(super) const EXAMPLE: &str = "Example: kiln \"a large red star on a blue bac
 pub(super) const EXAMPLES: &str = "\
 Examples:
   kiln \"a large red star on a blue background\"
-      Makes a-large-red-star-on-a-blue-background-SEED.png in the current folder and prints that
+      Writes a-large-red-star-on-a-blue-background-SEED.png to the current folder and prints that
       name. No model is needed: kiln has a small one of its own (see Models).
 
   kiln \"a large red star on a blue background\" --seed 7 -o star.png
       The same picture every time. An existing star.png is kept unless --force is given.
 
   kiln \"make the star green\" --reference star.png -o green.png
-      Starts from a picture.
+      Edits a picture.
 
   kiln \"a small pink heart at the top left on a black background\" --count 4 -o heart.png
-      heart-1.png to heart-4.png, with four seeds in a row.
+      heart-1.png to heart-4.png, with four consecutive seeds.
 
   kiln \"a red fox in the snow\" --model ~/models/FLUX.2-klein-4B
   kiln \"a red fox in the snow\" --model black-forest-labs/FLUX.2-klein-9B
@@ -25,7 +25,7 @@ Examples:
       FLUX.2 [klein] by its folder, by its name in the Hugging Face cache, or by its files.
 
   kiln \"the cat of image 1 on the sofa of image 2\" --reference cat.jpg --reference sofa.png
-      Starts from several pictures.
+      Combines several pictures.
 
   kiln --prompt-file prompt.txt --width 1360 --height 768
   fortune | kiln --prompt-file -
@@ -34,8 +34,8 @@ Examples:
   kiln plan --width 2048 --height 2048
   kiln bench --width 1024 --height 1024
   kiln doctor
-      What such a picture would take, in operations and memory; how long it takes, stage by stage; what
-      kiln finds on this machine.
+      What such a picture would take, in FLOPs and memory; how long it takes, stage by stage; what kiln
+      finds on this machine.
 
   kiln \"a yellow ring\" --json | jq .seed
       One JSON object per picture on standard output. Everything else goes to standard error.
@@ -77,7 +77,7 @@ Examples:
 
   kiln bench --model ~/models/FLUX.2-klein-4B --width 1024 --height 1024 --runs 10
   kiln bench \"make it night\" --reference photo.jpg --steps 8
-      Everything that decides how long a picture takes is said as for a picture.
+      Everything that decides how long a picture takes is given as for a picture.
 
   kiln bench --json | jq .warm_s[].total
   kiln bench --json=times.json

@@ -96,11 +96,11 @@ pub enum NoiseArg {
 /// Values of `--backend`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum BackendArg {
-    /// A GPU if one can be used, else the processor
+    /// A GPU if one can be used, else the CPU
     Auto,
     /// An NVIDIA GPU
     Cuda,
-    /// The processor
+    /// The CPU
     Cpu,
 }
 

@@ -1,0 +1,24 @@
+//! Tells what an image would take before any weight is read: `cargo run --example plan -- [MODEL [WIDTH HEIGHT]]`. MODEL is whatever
+//! `kiln --model` takes; the default is `tiny`, a random model that needs no files.
+#![allow(clippy::print_stdout)] // this program's output is its purpose
+
+use kiln::sequence::Pixels;
+use kiln::{Job, LoadOptions};
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let model = kiln::open(args.first().map_or("tiny", String::as_str))?;
+
+    let mut job = Job::new("any prompt costs the same", 0, &model.conventions, model.variant)?;
+    if let [_, width, height] = &args[..] {
+        job.size = Pixels::new(width.parse()?, height.parse()?)?;
+    }
+    let plan = model.estimate(LoadOptions::default(), &job)?;
+    println!("{}, {}x{}, {} steps", model.name, job.size.width(), job.size.height(), job.steps);
+    println!("{} text tokens and {} image tokens", plan.text_tokens, plan.canvas_tokens);
+    for (stage, flops) in &plan.stages {
+        println!("{stage:?}: {:.3} GFLOP", *flops as f64 / 1e9);
+    }
+    println!("{} bytes of weights, {} bytes of workspace", plan.weight_bytes, plan.arena_bytes);
+    Ok(())
+}
