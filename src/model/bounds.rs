@@ -11,9 +11,9 @@ const ROUNDING: f32 = 1.02;
 
 /// How much a norm of heads stretches each pair of neighbours, at most. Empty where the weights are not known.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Stretch(Vec<f32>);
+pub struct NormGain(Vec<f32>);
 
-impl Stretch {
+impl NormGain {
     /// Of a norm's weights as they are stored.
     pub fn of(parts: &[WeightPart]) -> Self {
         let values: Vec<f32> = parts.iter().flat_map(values).collect();
@@ -30,12 +30,12 @@ impl Stretch {
 
 /// Of the queries and of the keys that meet in a block.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Stretches {
-    pub q: Stretch,
-    pub k: Stretch,
+pub struct QkGain {
+    pub q: NormGain,
+    pub k: NormGain,
 }
 
-impl Stretches {
+impl QkGain {
     /// What covers both streams.
     pub fn or(&self, other: &Self) -> Self {
         Self { q: self.q.or(&other.q), k: self.k.or(&other.k) }
@@ -69,9 +69,9 @@ mod tests {
     use crate::tensor::Bytes;
     use std::sync::Arc;
 
-    fn stretch(values: &[f32]) -> Stretch {
+    fn gain(values: &[f32]) -> NormGain {
         let bytes = values.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect::<Vec<_>>();
-        Stretch::of(&[WeightPart { bytes: Bytes::new(Arc::new(bytes)), dtype: DType::Bf16 }])
+        NormGain::of(&[WeightPart { bytes: Bytes::new(Arc::new(bytes)), dtype: DType::Bf16 }])
     }
 
     #[test]
@@ -79,7 +79,7 @@ mod tests {
         let q = [0.5, -3.0, 1.0, 0.25, 2.0, 0.0, 1.5, 1.0];
         let k = [2.0, 1.0, 0.5, 4.0, -1.0, 1.0, 0.125, 1.5];
         let d = q.len();
-        let bound = Stretches { q: stretch(&q), k: stretch(&k) }.bound(d);
+        let bound = QkGain { q: gain(&q), k: gain(&k) }.bound(d);
         // Pairs count 3 * 2, 1 * 4, 2 * 1, 1.5 * 1.5: the first one wins.
         assert!((bound - ROUNDING * 6.0 * (d as f32).sqrt()).abs() < 1e-4, "{bound}");
         // All of both lengths in the pair that stretches most, turned so that they meet: that score is the bound, but for rounding.
@@ -104,13 +104,13 @@ mod tests {
 
     #[test]
     fn streams_that_meet_count_together_and_what_is_unknown_is_unbounded() {
-        let known = Stretches { q: stretch(&[1.0, 2.0, 1.0, 1.0]), k: stretch(&[1.0, 1.0, 3.0, 1.0]) };
-        let other = Stretches { q: stretch(&[1.0, 1.0, 4.0, 1.0]), k: stretch(&[1.0, 1.0, 1.0, 1.0]) };
+        let known = QkGain { q: gain(&[1.0, 2.0, 1.0, 1.0]), k: gain(&[1.0, 1.0, 3.0, 1.0]) };
+        let other = QkGain { q: gain(&[1.0, 1.0, 4.0, 1.0]), k: gain(&[1.0, 1.0, 1.0, 1.0]) };
         assert!(other.bound(4) < known.or(&other).bound(4) && known.bound(4) < known.or(&other).bound(4));
         assert_eq!(known.or(&other).bound(4), ROUNDING * 12.0 * 2.0);
-        assert_eq!(Stretches::default().bound(4), f32::INFINITY);
-        assert_eq!(known.or(&Stretches::default()).bound(4), f32::INFINITY);
-        let bad = Stretches { q: stretch(&[f32::NAN, 1.0, 1.0, 1.0]), ..known };
+        assert_eq!(QkGain::default().bound(4), f32::INFINITY);
+        assert_eq!(known.or(&QkGain::default()).bound(4), f32::INFINITY);
+        let bad = QkGain { q: gain(&[f32::NAN, 1.0, 1.0, 1.0]), ..known };
         assert_eq!(bad.bound(4), f32::INFINITY);
     }
 }

@@ -3,7 +3,7 @@
 //! The residual stream of the whole sequence is one matrix, text rows first, so nothing is ever concatenated. What depends only
 //! on the time ([`Transformer::modulations`]) or only on the prompt ([`ContextIn`]) is computed once per image.
 
-use super::{Loader, bounds::Stretches};
+use super::{Loader, bounds::QkGain};
 use crate::backend::{
     Backend, GatedProduct, HostData, KeyValues, Linear, Modulated, Op, Product, Projection, QkNorm, Rope, RopeStyle, StepKey,
     scope,
@@ -69,7 +69,7 @@ fn q_scale() -> f32 {
 struct Stream {
     qkv: Linear,
     qk_norm: QkNorm,
-    stretches: Stretches,
+    qk_gain: QkGain,
     attention_out: Linear,
     mlp_in: Linear,
     mlp_out: Linear,
@@ -187,7 +187,7 @@ impl Stream {
         Ok(Self {
             qkv: loader.linear(&format!("{prefix}_attn.qkv.weight"), 3 * h, h)?,
             qk_norm: loader.qk_norm(&norm("query"), &norm("key"), HEAD_DIM, c.eps, q_scale())?,
-            stretches: loader.stretches(&norm("query"), &norm("key"), HEAD_DIM)?,
+            qk_gain: loader.qk_gain(&norm("query"), &norm("key"), HEAD_DIM)?,
             attention_out: loader.linear(&format!("{prefix}_attn.proj.weight"), h, h)?,
             mlp_in: loader.gate_up(&format!("{prefix}_mlp.0.weight"), 2 * mlp, h, 2 * mlp)?,
             mlp_out: loader.linear(&format!("{prefix}_mlp.2.weight"), h, mlp)?,
@@ -202,7 +202,7 @@ impl SingleBlock {
         Ok(Self {
             linear1: loader.gate_up(&format!("{prefix}.linear1.weight"), 3 * h + 2 * mlp, h, 2 * mlp)?,
             qk_norm: loader.qk_norm(&norm("query"), &norm("key"), HEAD_DIM, c.eps, q_scale())?,
-            bound: loader.stretches(&norm("query"), &norm("key"), HEAD_DIM)?.bound(HEAD_DIM),
+            bound: loader.qk_gain(&norm("query"), &norm("key"), HEAD_DIM)?.bound(HEAD_DIM),
             linear2: loader.linear(&format!("{prefix}.linear2.weight"), h, h + mlp)?,
         })
     }
@@ -232,7 +232,7 @@ impl Transformer {
                 .map(|i| {
                     let image = Stream::load(loader, &format!("double_blocks.{i}.img"), c)?;
                     let text = Stream::load(loader, &format!("double_blocks.{i}.txt"), c)?;
-                    let bound = image.stretches.or(&text.stretches).bound(HEAD_DIM);
+                    let bound = image.qk_gain.or(&text.qk_gain).bound(HEAD_DIM);
                     Ok(DoubleBlock { image, text, bound })
                 })
                 .collect::<Result<_>>()?,
