@@ -6,7 +6,7 @@ mod ops;
 
 use kiln::backend::cpu::Cpu;
 use kiln::backend::{
-    Backend, Conv, GatedProduct, GroupNorm, HostData, KeyValues, LatentStats, Linear, Op, Product, Role, Sampling, WeightPart,
+    Backend, Conv, GatedGemm, Gemm, GroupNorm, HostData, KeyValues, LatentStats, Linear, Op, Role, Sampling, WeightPart,
 };
 use kiln::error::Error;
 use kiln::tensor::{Arena, Bytes, DType, Region, Tensor};
@@ -139,11 +139,11 @@ fn operands_that_do_not_fit_are_refused() {
         ("fewer ids than rows", Op::Embed { out: a, ids: ids.rows(0..3), table: c }),
         ("a norm weight too short", Op::RmsNorm { out: a, x: b, weight: short, eps: 0.0 }),
         ("a norm weight in bf16", Op::RmsNorm { out: a, x: b, weight: half, eps: 0.0 }),
-        ("inner sizes differ", Op::Linear(&[Product { out: a, x: b.cols(0..7), w: &w }])),
-        ("bias too short", Op::Linear(&[Product { out: a, x: b, w: &biased }])),
-        ("two streams, one result", Op::Linear(&[Product { out: a, x: b, w: &w }, Product { out: a, x: b, w: &w }])),
-        ("odd gates and ups", Op::LinearSwiglu(&[Product { out: a, x: b, w: &w }])),
-        ("gate too short", Op::LinearGateResidual(&[GatedProduct { into: a, x: b, w: &w, gate: Some(short) }])),
+        ("inner sizes differ", Op::Linear(&[Gemm { out: a, x: b.cols(0..7), w: &w }])),
+        ("bias too short", Op::Linear(&[Gemm { out: a, x: b, w: &biased }])),
+        ("two streams, one result", Op::Linear(&[Gemm { out: a, x: b, w: &w }, Gemm { out: a, x: b, w: &w }])),
+        ("odd gates and ups", Op::LinearSwiglu(&[Gemm { out: a, x: b, w: &w }])),
+        ("gate too short", Op::LinearGateResidual(&[GatedGemm { into: a, x: b, w: &w, gate: Some(short) }])),
         ("heads do not divide", attention(a, b, &good, 3, false)),
         ("values unlike keys", attention(a, b, &uneven, 8, false)),
         ("no keys", attention(a, b, &none, 8, false)),

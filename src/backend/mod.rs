@@ -14,8 +14,8 @@ mod plan;
 
 pub use lockstep::Lockstep;
 pub use op::{
-    Access, Conv, GatedProduct, GroupNorm, KeyValues, LatentStats, Linear, Modulated, OP_NAMES, Op, Product, Projection, QkNorm,
-    Rope, RopeStyle, Sampling,
+    Access, Conv, GatedGemm, Gemm, GroupNorm, KeyValues, LatentStats, Linear, Modulated, OP_NAMES, Op, Projection, QkNorm, Rope,
+    RopeStyle, Sampling,
 };
 pub use plan::Plan;
 

@@ -86,7 +86,7 @@ pub struct QkNorm {
 
 /// `out = x W^T + b`, one stream.
 #[derive(Clone, Copy, Debug)]
-pub struct Product<'a> {
+pub struct Gemm<'a> {
     /// `[rows, n]`.
     pub out: Tensor,
     /// `[rows, k]`.
@@ -97,7 +97,7 @@ pub struct Product<'a> {
 
 /// `into += gate * (x W^T + b)`, one stream; no gate means a gate of one.
 #[derive(Clone, Copy, Debug)]
-pub struct GatedProduct<'a> {
+pub struct GatedGemm<'a> {
     /// The residual stream, read and written.
     pub into: Tensor,
     /// `[rows, k]`.
@@ -207,11 +207,11 @@ pub enum Op<'a> {
         eps: f32,
     },
     /// Matrix products.
-    Linear(&'a [Product<'a>]),
+    Linear(&'a [Gemm<'a>]),
     /// `silu(gate) * up`, the weight's rows being all gates, then all ups.
-    LinearSwiglu(&'a [Product<'a>]),
+    LinearSwiglu(&'a [Gemm<'a>]),
     /// Products added to a residual stream.
-    LinearGateResidual(&'a [GatedProduct<'a>]),
+    LinearGateResidual(&'a [GatedGemm<'a>]),
     /// Attention inputs of a block.
     Qkv(&'a [Projection<'a>]),
     /// `softmax(q k^T * scale) v` over the keys of all segments together.

@@ -2,8 +2,7 @@
 
 use super::{Row, call};
 use crate::backend::{
-    Conv, GatedProduct, GroupNorm, KeyValues, LatentStats, Modulated, Op, Product, Projection, QkNorm, Role, Rope, RopeStyle,
-    Sampling,
+    Conv, GatedGemm, Gemm, GroupNorm, KeyValues, LatentStats, Modulated, Op, Projection, QkNorm, Role, Rope, RopeStyle, Sampling,
 };
 use crate::error::Result;
 use crate::tensor::{DType, Precision};
@@ -224,7 +223,7 @@ impl Make {
     fn linear(&self, rows: usize, cols: usize, inner: usize) -> Result<Row> {
         Row::new(format!("{rows}x{cols}x{inner}"), self.0, move |m| {
             let (out, x, w) = (m.results(rows, cols)?, m.activations(rows, inner)?, m.linear(cols, inner, Role::Linear)?);
-            call(move |run| run(Op::Linear(&[Product { out, x, w: &w }])))
+            call(move |run| run(Op::Linear(&[Gemm { out, x, w: &w }])))
         })
     }
 
@@ -237,7 +236,7 @@ impl Make {
             };
             let streams = rows.iter().map(stream).collect::<Result<Vec<_>>>()?;
             call(move |run| {
-                let products: Vec<_> = streams.iter().map(|(out, x, w)| Product { out: *out, x: *x, w }).collect();
+                let products: Vec<_> = streams.iter().map(|(out, x, w)| Gemm { out: *out, x: *x, w }).collect();
                 run(Op::LinearSwiglu(&products))
             })
         })
@@ -254,7 +253,7 @@ impl Make {
             let streams = rows.iter().map(stream).collect::<Result<Vec<_>>>()?;
             call(move |run| {
                 let products: Vec<_> =
-                    streams.iter().map(|(into, x, w, gate)| GatedProduct { into: *into, x: *x, w, gate: *gate }).collect();
+                    streams.iter().map(|(into, x, w, gate)| GatedGemm { into: *into, x: *x, w, gate: *gate }).collect();
                 run(Op::LinearGateResidual(&products))
             })
         })

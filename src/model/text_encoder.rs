@@ -3,9 +3,7 @@
 //! Padded rows are run too. They see every real token and no pad, and the transformer reads all of them.
 
 use super::Loader;
-use crate::backend::{
-    Backend, GatedProduct, HostData, KeyValues, Linear, Op, Product, Projection, QkNorm, Rope, RopeStyle, scope,
-};
+use crate::backend::{Backend, GatedGemm, Gemm, HostData, KeyValues, Linear, Op, Projection, QkNorm, Rope, RopeStyle, scope};
 use crate::config::{HEAD_DIM, TextConfig};
 use crate::error::Result;
 use crate::sequence::half_split_table;
@@ -96,10 +94,10 @@ impl TextEncoder {
                     scale,
                     bound: f32::INFINITY,
                 })?;
-                be.run(Op::LinearGateResidual(&[GatedProduct { into: x, x: attended, w: &layer.out, gate: None }]))?;
+                be.run(Op::LinearGateResidual(&[GatedGemm { into: x, x: attended, w: &layer.out, gate: None }]))?;
                 be.run(Op::RmsNorm { out: normed, x, weight: layer.mlp_norm, eps: c.eps })?;
-                be.run(Op::LinearSwiglu(&[Product { out: inner, x: normed, w: &layer.gate_up }]))?;
-                be.run(Op::LinearGateResidual(&[GatedProduct { into: x, x: inner, w: &layer.down, gate: None }]))?;
+                be.run(Op::LinearSwiglu(&[Gemm { out: inner, x: normed, w: &layer.gate_up }]))?;
+                be.run(Op::LinearGateResidual(&[GatedGemm { into: x, x: inner, w: &layer.down, gate: None }]))?;
                 if let Some(tap) = c.taps.iter().position(|&depth| depth == i + 1) {
                     be.run(Op::Copy { out: features.cols(tap * c.hidden..(tap + 1) * c.hidden), x })?;
                 }

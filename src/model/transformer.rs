@@ -5,8 +5,7 @@
 
 use super::{Loader, bounds::QkGain};
 use crate::backend::{
-    Backend, GatedProduct, HostData, KeyValues, Linear, Modulated, Op, Product, Projection, QkNorm, Rope, RopeStyle, StepKey,
-    scope,
+    Backend, GatedGemm, Gemm, HostData, KeyValues, Linear, Modulated, Op, Projection, QkNorm, Rope, RopeStyle, StepKey, scope,
 };
 use crate::config::{HEAD_DIM, TransformerConfig};
 use crate::error::Result;
@@ -37,7 +36,7 @@ impl ContextIn {
 
     /// Makes a prompt's context from its features.
     pub fn run(&self, be: &mut dyn Backend, context: Tensor, features: Tensor) -> Result<()> {
-        be.run(Op::Linear(&[Product { out: context, x: features, w: &self.layer }]))
+        be.run(Op::Linear(&[Gemm { out: context, x: features, w: &self.layer }]))
     }
 }
 
@@ -254,18 +253,18 @@ impl Transformer {
             let vector = ws.alloc(rows, h, act)?;
             let embed = |be: &mut dyn Backend, waves: Vec<f32>, w: &Linear| {
                 be.write(wave, HostData::F32(&waves))?;
-                be.run(Op::Linear(&[Product { out: a, x: wave, w }]))?;
+                be.run(Op::Linear(&[Gemm { out: a, x: wave, w }]))?;
                 be.run(Op::Silu { out: b, x: a })
             };
             embed(be, times.iter().flat_map(|&t| sinusoid(t)).collect(), &self.time_in)?;
-            be.run(Op::Linear(&[Product { out: vector, x: b, w: &self.time_out }]))?;
+            be.run(Op::Linear(&[Gemm { out: vector, x: b, w: &self.time_out }]))?;
             if let Some((guidance_in, guidance_out)) = &self.guidance {
                 embed(be, sinusoid(guidance).repeat(rows), guidance_in)?;
-                be.run(Op::LinearGateResidual(&[GatedProduct { into: vector, x: b, w: guidance_out, gate: None }]))?;
+                be.run(Op::LinearGateResidual(&[GatedGemm { into: vector, x: b, w: guidance_out, gate: None }]))?;
             }
             // Every use of the vector takes its silu.
             be.run(Op::Silu { out: b, x: vector })?;
-            let part = |chunks: Range<usize>, w| Product { out: table.cols(chunks.start * h..chunks.end * h), x: b, w };
+            let part = |chunks: Range<usize>, w| Gemm { out: table.cols(chunks.start * h..chunks.end * h), x: b, w };
             be.run(Op::Linear(&[
                 part(0..6, &self.image_modulation),
                 part(6..12, &self.text_modulation),
@@ -331,7 +330,7 @@ impl Transformer {
             let normed = ws.alloc(canvas.rows, c.hidden, act)?;
             let (shift, scale) = m.last();
             be.run(Op::LayerNormModulate { streams: &[Modulated { out: normed, x: canvas, shift, scale }], eps: c.eps })?;
-            be.run(Op::Linear(&[Product { out: input.velocity, x: normed, w: &self.image_out }]))
+            be.run(Op::Linear(&[Gemm { out: input.velocity, x: normed, w: &self.image_out }]))
         })
     }
 
@@ -379,7 +378,7 @@ impl Transformer {
                 be.run(Op::Copy { out: packed.rows(first..first + x.rows), x })?;
                 first += x.rows;
             }
-            be.run(Op::Linear(&[Product { out, x: packed, w: &self.image_in }]))
+            be.run(Op::Linear(&[Gemm { out, x: packed, w: &self.image_in }]))
         })
     }
 
@@ -437,7 +436,7 @@ impl Transformer {
                 .enumerate()
                 .map(|(i, t)| {
                     let (w, gate) = w(t);
-                    GatedProduct { into: t.x, x: part(x, i), w, gate: Some(gate) }
+                    GatedGemm { into: t.x, x: part(x, i), w, gate: Some(gate) }
                 })
                 .collect();
             be.run(Op::LinearGateResidual(&products))
@@ -449,7 +448,7 @@ impl Transformer {
         let products: Vec<_> = tracks
             .iter()
             .enumerate()
-            .map(|(i, t)| Product { out: part(inner, i), x: part(normed, i), w: &t.weights.mlp_in })
+            .map(|(i, t)| Gemm { out: part(inner, i), x: part(normed, i), w: &t.weights.mlp_in })
             .collect();
         be.run(Op::LinearSwiglu(&products))?;
         residual(be, inner, &|t| (&t.weights.mlp_out, t.mlp.gate))
@@ -502,7 +501,7 @@ impl Transformer {
         })?;
         match into.rows {
             0 => Ok(()),
-            _ => be.run(Op::LinearGateResidual(&[GatedProduct { into, x: joined, w: &block.linear2, gate: Some(m.gate) }])),
+            _ => be.run(Op::LinearGateResidual(&[GatedGemm { into, x: joined, w: &block.linear2, gate: Some(m.gate) }])),
         }
     }
 

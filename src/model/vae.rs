@@ -1,7 +1,7 @@
 //! The image autoencoder: latents to pixels and back. Images are matrices of one row per pixel, channels last.
 
 use super::Loader;
-use crate::backend::{Backend, Conv, GatedProduct, GroupNorm, KeyValues, LatentStats, Linear, Op, Product, Sampling, scope};
+use crate::backend::{Backend, Conv, GatedGemm, Gemm, GroupNorm, KeyValues, LatentStats, Linear, Op, Sampling, scope};
 use crate::config::VaeConfig;
 use crate::error::Result;
 use crate::sequence::Grid;
@@ -195,7 +195,7 @@ impl Vae {
             scope(be, ws, |be, ws| {
                 let (z, quantised) = (ws.alloc(width * height, c.latent, act)?, ws.alloc(width * height, c.latent, act)?);
                 be.run(Op::Unpatchify { out: z, x: latents, stats: &self.stats, width: grid.width })?;
-                be.run(Op::Linear(&[Product { out: quantised, x: z, w: &d.post_quant }]))?;
+                be.run(Op::Linear(&[Gemm { out: quantised, x: z, w: &d.post_quant }]))?;
                 let z = Map { data: quantised, stats: None, width, height };
                 conv(be, x, z, &d.conv_in, Sampling::Same, None)
             })?;
@@ -230,7 +230,7 @@ impl Vae {
                     // The second half is the variance, which nobody reads.
                     let mean = e.quant.rows(0..c.latent);
                     let z = ws.alloc(last.data.rows, c.latent, act)?;
-                    be.run(Op::Linear(&[Product { out: z, x: moments, w: &mean }]))?;
+                    be.run(Op::Linear(&[Gemm { out: z, x: moments, w: &mean }]))?;
                     be.run(Op::Patchify { out: tokens, x: z, stats: &self.stats, width: grid.width })
                 })?;
             }
@@ -296,7 +296,7 @@ impl Vae {
             let residual = match &block.shortcut {
                 Some(w) => {
                     let shortcut = ws.alloc(out.data.rows, out.data.cols, out.data.dtype)?;
-                    be.run(Op::Linear(&[Product { out: shortcut, x: x.data, w }]))?;
+                    be.run(Op::Linear(&[Gemm { out: shortcut, x: x.data, w }]))?;
                     shortcut
                 }
                 None => x.data,
@@ -312,9 +312,9 @@ impl Vae {
             let normed = self.norm(be, ws, &block.norm, x, false)?.data;
             let (q, k, v) = (ws.alloc(rows, channels, act)?, ws.alloc(rows, channels, act)?, ws.alloc(rows, channels, act)?);
             be.run(Op::Linear(&[
-                Product { out: q, x: normed, w: &block.q },
-                Product { out: k, x: normed, w: &block.k },
-                Product { out: v, x: normed, w: &block.v },
+                Gemm { out: q, x: normed, w: &block.q },
+                Gemm { out: k, x: normed, w: &block.k },
+                Gemm { out: v, x: normed, w: &block.v },
             ]))?;
             be.run(Op::Attention {
                 out: normed,
@@ -325,7 +325,7 @@ impl Vae {
                 scale: 1.0 / (channels as f32).sqrt(),
                 bound: f32::INFINITY,
             })?;
-            be.run(Op::LinearGateResidual(&[GatedProduct { into: x.data, x: normed, w: &block.out, gate: None }]))
+            be.run(Op::LinearGateResidual(&[GatedGemm { into: x.data, x: normed, w: &block.out, gate: None }]))
         })
     }
 

@@ -2,7 +2,7 @@
 
 use super::cuda;
 use kiln::backend::cuda::{Choice, Cuda};
-use kiln::backend::{Backend, Conv, GroupNorm, HostData, KeyValues, Linear, Modulated, Op, Product, Role, Sampling, WeightPart};
+use kiln::backend::{Backend, Conv, Gemm, GroupNorm, HostData, KeyValues, Linear, Modulated, Op, Role, Sampling, WeightPart};
 use kiln::tensor::{Arena, Bytes, DType, Region, Tensor};
 use std::f32::consts::{LN_2, LOG2_E};
 use std::sync::Arc;
@@ -112,7 +112,7 @@ fn rows_of_two_dimensions() {
         let ln = |streams| Op::LayerNormModulate { streams, eps: 1e-6 };
         same(be, "layer_norm", ln(&whole), ln(&alone), results);
         let w = Linear { weight, bias: None };
-        let [whole, alone] = [(out, narrow), (row, last(narrow, 1))].map(|(out, x)| [Product { out, x, w: &w }]);
+        let [whole, alone] = [(out, narrow), (row, last(narrow, 1))].map(|(out, x)| [Gemm { out, x, w: &w }]);
         same(be, "linear", Op::Linear(&whole), Op::Linear(&alone), results);
         // Keys and values at the end of the large buffers, queries all over them.
         be.write(last(x, 7), HostData::F32(&noise(7 * COLS, 7))).unwrap();

@@ -5,8 +5,8 @@
 use super::oracle::{self, Heads};
 use super::{Case, Check, Expected, Fit, Mat, Operand, Rig, SMALL, stored, want};
 use kiln::backend::{
-    Conv, GatedProduct, GroupNorm, KeyValues, LatentStats, Linear, Modulated, Op, Product, Projection, QkNorm, Role, Rope,
-    RopeStyle, Sampling,
+    Conv, GatedGemm, Gemm, GroupNorm, KeyValues, LatentStats, Linear, Modulated, Op, Projection, QkNorm, Role, Rope, RopeStyle,
+    Sampling,
 };
 use kiln::tensor::DType::{self, Bf16, F16, F32, U8};
 use std::f32::consts::LN_2;
@@ -238,7 +238,7 @@ fn products(table: &mut Table) {
         let w = rig.weight(Role::Linear, &[3], 8209, Bf16, Bf16);
         let (x, out) = (rig.input(1031, 8209, |v| v), rig.output(1031, 3));
         let linear = plain(&w, None);
-        let op = Op::Linear(&[Product { out, x: x.t, w: &linear }]);
+        let op = Op::Linear(&[Gemm { out, x: x.t, w: &linear }]);
         rig.run(op, &[(out, want!(linear(&x.host, &w.host, None)))]);
     });
     // How a weight is stored: three parts as q, k and v come, the second at an odd address, in every pair of types.
@@ -248,7 +248,7 @@ fn products(table: &mut Table) {
                 let w = rig.weight(Role::Linear, parts, 129, from, to);
                 let (x, out) = (rig.input(113, 129, |v| v), rig.output(113, 131));
                 let linear = plain(&w, None);
-                let op = Op::Linear(&[Product { out, x: x.t, w: &linear }]);
+                let op = Op::Linear(&[Gemm { out, x: x.t, w: &linear }]);
                 rig.run(op, &[(out, want!(linear(&x.host, &w.host, None)))]);
             });
         }
@@ -263,7 +263,7 @@ fn linear(table: &mut Table, rows: usize, inner: usize, cols: usize, with_bias: 
         let (x, y) = (rig.input(rows, inner, |v| v), rig.input(3, inner, |v| v));
         let out = [rig.output(rows, cols), rig.output(3, 5)];
         let linear = [plain(&w[0], bias[0].as_ref()), plain(&w[1], bias[1].as_ref())];
-        let streams = [Product { out: out[0], x: x.t, w: &linear[0] }, Product { out: out[1], x: y.t, w: &linear[1] }];
+        let streams = [Gemm { out: out[0], x: x.t, w: &linear[0] }, Gemm { out: out[1], x: y.t, w: &linear[1] }];
         let host = bias.each_ref().map(|b| b.as_ref().map(|b| &b.host));
         rig.run(
             Op::Linear(&streams),
@@ -277,7 +277,7 @@ fn swiglu(table: &mut Table, rows: usize, inner: usize, cols: usize) {
         let w = rig.weight(Role::GateUp { tail: 2 * cols }, &[cols, cols], inner, Bf16, Bf16);
         let (x, out) = (rig.input(rows, inner, |v| 3.0 * v), rig.output(rows, cols));
         let linear = plain(&w, None);
-        let op = Op::LinearSwiglu(&[Product { out, x: x.t, w: &linear }]);
+        let op = Op::LinearSwiglu(&[Gemm { out, x: x.t, w: &linear }]);
         rig.run(op, &[(out, want!(swiglu(&x.host, &w.host, 0, cols)))]);
     });
 }
@@ -290,7 +290,7 @@ fn gate_residual(table: &mut Table, rows: usize, inner: usize, cols: usize, gate
         let gate = gated.then(|| rig.input(1, cols, |v| v));
         let (x, into) = (rig.input(rows, inner, |v| v), rig.updated(rows, cols));
         let linear = plain(&w, bias.as_ref());
-        let stream = GatedProduct { into: into.t, x: x.t, w: &linear, gate: gate.as_ref().map(|g| g.t) };
+        let stream = GatedGemm { into: into.t, x: x.t, w: &linear, gate: gate.as_ref().map(|g| g.t) };
         let host = (bias.as_ref().map(|b| &b.host), gate.as_ref().map(|g| &g.host));
         rig.run(
             Op::LinearGateResidual(&[stream]),
