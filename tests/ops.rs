@@ -6,7 +6,7 @@ mod ops;
 
 use kiln::backend::cpu::Cpu;
 use kiln::backend::{
-    Backend, Conv, GatedGemm, Gemm, GroupNorm, HostData, KeyValues, LatentStats, Linear, Op, Role, Sampling, WeightPart,
+    Backend, Conv, GatedGemm, Gemm, GroupNorm, HostData, KvSegment, LatentStats, Linear, Op, Role, Sampling, WeightPart,
 };
 use kiln::error::Error;
 use kiln::tensor::{Arena, Bytes, DType, Region, Tensor};
@@ -113,13 +113,13 @@ fn operands_that_do_not_fit_are_refused() {
     let biased = Linear { weight: c, bias: Some(short) };
     let conv = Conv { weight: matrix(&mut Arena::new(Region::Weights), 8, 72), bias: row };
     let norm = GroupNorm { weight: row, bias: row, groups: 3, eps: 1e-6 };
-    let kv = |k, v| KeyValues { k, v };
+    let kv = |k, v| KvSegment { k, v };
     let (good, uneven, none) = ([kv(c, c); 2], [kv(c, c.rows(0..7))], [kv(c.rows(0..0), c.rows(0..0))]);
     let same = Sampling::Same;
     let outside = Tensor { offset: arena.peak(), ..a };
     let image =
         |out, x, width, height, sampling| Op::Conv { out, x, w: &conv, width, height, sampling, residual: None, stats: None };
-    fn attention(out: Tensor, q: Tensor, kv: &[KeyValues], head_dim: usize, causal: bool) -> Op<'_> {
+    fn attention(out: Tensor, q: Tensor, kv: &[KvSegment], head_dim: usize, causal: bool) -> Op<'_> {
         Op::Attention { out, q, kv, head_dim, causal, scale: 1.0, bound: f32::INFINITY }
     }
     let refused: &[(&str, Op<'_>)] = &[

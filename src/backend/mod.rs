@@ -14,7 +14,7 @@ mod plan;
 
 pub use lockstep::Lockstep;
 pub use op::{
-    Access, Conv, GatedGemm, Gemm, GroupNorm, KeyValues, LatentStats, Linear, Modulated, OP_NAMES, Op, Projection, QkNorm, Rope,
+    Access, Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, Modulated, OP_NAMES, Op, Projection, QkNorm, Rope,
     RopeStyle, Sampling,
 };
 pub use plan::Plan;

@@ -144,7 +144,7 @@ pub struct Modulated {
 
 /// One run of keys and their values.
 #[derive(Clone, Copy, Debug)]
-pub struct KeyValues {
+pub struct KvSegment {
     /// `[tokens, kv_heads * head_dim]`.
     pub k: Tensor,
     /// The same shape.
@@ -221,7 +221,7 @@ pub enum Op<'a> {
         /// `[tokens, heads * head_dim]`.
         q: Tensor,
         /// Runs of keys; query heads share key heads evenly.
-        kv: &'a [KeyValues],
+        kv: &'a [KvSegment],
         /// Elements of a head.
         head_dim: usize,
         /// Query `i` sees keys `0..=i` only.

@@ -2,7 +2,7 @@
 
 use super::{Row, call};
 use crate::backend::{
-    Conv, GatedGemm, Gemm, GroupNorm, KeyValues, LatentStats, Modulated, Op, Projection, QkNorm, Role, Rope, RopeStyle, Sampling,
+    Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Modulated, Op, Projection, QkNorm, Role, Rope, RopeStyle, Sampling,
 };
 use crate::error::Result;
 use crate::tensor::{DType, Precision};
@@ -300,7 +300,7 @@ impl Make {
         Row::new(format!("{tokens} tokens, {of} {plural} of {head_dim}"), self.0, move |m| {
             let (out, q) = (m.results(tokens, heads * head_dim)?, m.activations(tokens, heads * head_dim)?);
             let kv =
-                [KeyValues { k: m.activations(tokens, kv_heads * head_dim)?, v: m.activations(tokens, kv_heads * head_dim)? }];
+                [KvSegment { k: m.activations(tokens, kv_heads * head_dim)?, v: m.activations(tokens, kv_heads * head_dim)? }];
             // In the transformer scores are exponents of two, and known to be small. Here they are about four, and none is over 64.
             let bounded = !causal && head_dim == HEAD_DIM;
             let (scale, bound) = if bounded { (LN_2, 64.0 * LN_2) } else { (1.0 / (head_dim as f32).sqrt(), f32::INFINITY) };

@@ -3,7 +3,7 @@
 //! Padded rows are run too. They see every real token and no pad, and the transformer reads all of them.
 
 use super::Loader;
-use crate::backend::{Backend, GatedGemm, Gemm, HostData, KeyValues, Linear, Op, Projection, QkNorm, Rope, RopeStyle, scope};
+use crate::backend::{Backend, GatedGemm, Gemm, HostData, KvSegment, Linear, Op, Projection, QkNorm, Rope, RopeStyle, scope};
 use crate::config::{HEAD_DIM, TextConfig};
 use crate::error::Result;
 use crate::sequence::half_split_table;
@@ -83,7 +83,7 @@ impl TextEncoder {
                     mlp: None,
                 }]))?;
                 // Cutting the keys to the real tokens is the padding mask: a causal row past the end sees exactly these.
-                let kv = [KeyValues { k: k.rows(0..tokens.real), v: v.rows(0..tokens.real) }];
+                let kv = [KvSegment { k: k.rows(0..tokens.real), v: v.rows(0..tokens.real) }];
                 let scale = 1.0 / (HEAD_DIM as f32).sqrt();
                 be.run(Op::Attention {
                     out: attended,

@@ -5,7 +5,7 @@
 
 use super::{Loader, bounds::QkGain};
 use crate::backend::{
-    Backend, GatedGemm, Gemm, HostData, KeyValues, Linear, Modulated, Op, Projection, QkNorm, Rope, RopeStyle, StepKey, scope,
+    Backend, GatedGemm, Gemm, HostData, KvSegment, Linear, Modulated, Op, Projection, QkNorm, Rope, RopeStyle, StepKey, scope,
 };
 use crate::config::{HEAD_DIM, TransformerConfig};
 use crate::error::Result;
@@ -161,7 +161,7 @@ pub enum References<'a> {
     /// Their tokens run with the canvas, one tensor per image.
     Tokens(&'a [Tensor]),
     /// Their keys and values in every block, from [`Transformer::reference_cache`].
-    Cached(&'a [KeyValues]),
+    Cached(&'a [KvSegment]),
 }
 
 /// A run of tokens in a block: where its residual stream lies, and how the time changes it.
@@ -175,8 +175,8 @@ struct Track<'a> {
 /// Which keys and values a block uses besides its own, and where its own go.
 #[derive(Clone, Copy)]
 struct Keys {
-    cached: Option<KeyValues>,
-    keep: Option<KeyValues>,
+    cached: Option<KvSegment>,
+    keep: Option<KvSegment>,
 }
 
 impl Stream {
@@ -344,10 +344,10 @@ impl Transformer {
         tokens: &[Tensor],
         rope: Tensor,
         modulation: Modulation,
-    ) -> Result<Vec<KeyValues>> {
+    ) -> Result<Vec<KvSegment>> {
         let (h, act, rows) = (self.config.hidden, self.precision.activations(), rope.rows);
         let cache = (0..self.double_blocks.len() + self.single_blocks.len())
-            .map(|_| Ok(KeyValues { k: ws.alloc(rows, h, act)?, v: ws.alloc(rows, h, act)? }))
+            .map(|_| Ok(KvSegment { k: ws.alloc(rows, h, act)?, v: ws.alloc(rows, h, act)? }))
             .collect::<Result<Vec<_>>>()?;
         let keys = |block: usize| Keys { cached: None, keep: Some(cache[block]) };
         let rope = Rope { table: rope, style: RopeStyle::Interleaved };
@@ -506,18 +506,18 @@ impl Transformer {
     }
 
     /// Where a block's own keys and values go.
-    fn own_keys(&self, ws: &mut Arena, rows: usize, keys: Keys) -> Result<KeyValues> {
+    fn own_keys(&self, ws: &mut Arena, rows: usize, keys: Keys) -> Result<KvSegment> {
         let (h, act) = (self.config.hidden, self.precision.activations());
         match keys.keep {
             Some(kept) => Ok(kept),
-            None => Ok(KeyValues { k: ws.alloc(rows, h, act)?, v: ws.alloc(rows, h, act)? }),
+            None => Ok(KvSegment { k: ws.alloc(rows, h, act)?, v: ws.alloc(rows, h, act)? }),
         }
     }
 
-    fn attend(&self, be: &mut dyn Backend, out: Tensor, q: Tensor, own: KeyValues, keys: Keys, bound: f32) -> Result<()> {
+    fn attend(&self, be: &mut dyn Backend, out: Tensor, q: Tensor, own: KvSegment, keys: Keys, bound: f32) -> Result<()> {
         let both;
         let one = [own];
-        let kv: &[KeyValues] = match keys.cached {
+        let kv: &[KvSegment] = match keys.cached {
             Some(cached) => {
                 both = [own, cached];
                 &both

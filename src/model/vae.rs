@@ -1,7 +1,7 @@
 //! The image autoencoder: latents to pixels and back. Images are matrices of one row per pixel, channels last.
 
 use super::Loader;
-use crate::backend::{Backend, Conv, GatedGemm, Gemm, GroupNorm, KeyValues, LatentStats, Linear, Op, Sampling, scope};
+use crate::backend::{Backend, Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, Op, Sampling, scope};
 use crate::config::VaeConfig;
 use crate::error::Result;
 use crate::sequence::Grid;
@@ -319,7 +319,7 @@ impl Vae {
             be.run(Op::Attention {
                 out: normed,
                 q,
-                kv: &[KeyValues { k, v }],
+                kv: &[KvSegment { k, v }],
                 head_dim: channels,
                 causal: false,
                 scale: 1.0 / (channels as f32).sqrt(),

@@ -2,7 +2,7 @@
 
 use super::cuda;
 use kiln::backend::cuda::{Choice, Cuda};
-use kiln::backend::{Backend, Conv, Gemm, GroupNorm, HostData, KeyValues, Linear, Modulated, Op, Role, Sampling, WeightPart};
+use kiln::backend::{Backend, Conv, Gemm, GroupNorm, HostData, KvSegment, Linear, Modulated, Op, Role, Sampling, WeightPart};
 use kiln::tensor::{Arena, Bytes, DType, Region, Tensor};
 use std::f32::consts::{LN_2, LOG2_E};
 use std::sync::Arc;
@@ -59,7 +59,7 @@ fn long_attention() {
             let values: Vec<f32> = noise(t.len(), seed).into_iter().map(|v| scale * v).collect();
             cuda.write(t, HostData::F32(&values)).unwrap();
         }
-        let kv = [KeyValues { k, v }];
+        let kv = [KvSegment { k, v }];
         let attention = |out, q, bound| Op::Attention { out, q, kv: &kv, head_dim: d, causal: false, scale: LN_2, bound };
         let read = |cuda: &mut Cuda, t: Tensor| {
             let mut values = vec![0.0; t.len()];
@@ -118,7 +118,7 @@ fn rows_of_two_dimensions() {
         be.write(last(x, 7), HostData::F32(&noise(7 * COLS, 7))).unwrap();
         be.write(last(out, 7), HostData::F32(&noise(7 * COLS, 8))).unwrap();
         let (d, heads) = (128, COLS - 128..COLS);
-        let kv = [KeyValues { k: last(x, 5).cols(heads.clone()), v: last(x, 5).cols(0..d) }];
+        let kv = [KvSegment { k: last(x, 5).cols(heads.clone()), v: last(x, 5).cols(0..d) }];
         let attention = |out: Tensor, q: Tensor| Op::Attention {
             out,
             q,

@@ -5,7 +5,7 @@
 use super::oracle::{self, Heads};
 use super::{Case, Check, Expected, Fit, Mat, Operand, Rig, SMALL, stored, want};
 use kiln::backend::{
-    Conv, GatedGemm, Gemm, GroupNorm, KeyValues, LatentStats, Linear, Modulated, Op, Projection, QkNorm, Role, Rope, RopeStyle,
+    Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, Modulated, Op, Projection, QkNorm, Role, Rope, RopeStyle,
     Sampling,
 };
 use kiln::tensor::DType::{self, Bf16, F16, F32, U8};
@@ -436,7 +436,7 @@ fn attend(table: &mut Table, (queries, keys, q_heads, k_heads, d, causal): Atten
         let (q, out) = (rig.input(queries, q_heads * d, move |v| large * value(v)), rig.output(queries, q_heads * d));
         let segments: Vec<(Operand, Operand)> =
             keys.iter().map(|&n| (rig.input(n, k_heads * d, value), rig.input(n, k_heads * d, |v| v))).collect();
-        let kv: Vec<KeyValues> = segments.iter().map(|(k, v)| KeyValues { k: k.t, v: v.t }).collect();
+        let kv: Vec<KvSegment> = segments.iter().map(|(k, v)| KvSegment { k: k.t, v: v.t }).collect();
         let hosts: Vec<(Mat, Mat)> = segments.into_iter().map(|(k, v)| (k.host, v.host)).collect();
         let want = |dtype| {
             let exact = oracle::attention::<f64>(&q.host, &hosts, (d, scale), causal, |p| p);
