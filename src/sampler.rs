@@ -4,8 +4,8 @@
 //! equal: larger images spend more of them at high noise, where the composition is decided. How far the schedule leans that way
 //! is one number, `mu`.
 
-/// Length of [`sinusoid`].
-pub const SINUSOID: usize = 256;
+/// Length of [`timestep_embedding`].
+pub const TIMESTEP_CHANNELS: usize = 256;
 
 /// Canvases with more tokens than this take `mu` from the 200-step line alone, whatever the number of steps.
 const LARGE_CANVAS: usize = 4300;
@@ -67,12 +67,12 @@ impl Schedule {
 /// The embedding of a time in `0..=1`: 128 cosines, then 128 sines, of frequencies from 1000 down to about 0.1 per unit.
 ///
 /// Everything is f32, product by product, as in the reference implementation: an angle near 1000 is off by up to 3e-5 there,
-/// and the models know no other sinusoid.
-pub fn sinusoid(t: f32) -> [f32; SINUSOID] {
-    const HALF: usize = SINUSOID / 2;
+/// and the models know no other timestep_embedding.
+pub fn timestep_embedding(t: f32) -> [f32; TIMESTEP_CHANNELS] {
+    const HALF: usize = TIMESTEP_CHANNELS / 2;
     let tau = 1000.0 * t;
     let exponent = -(10_000f64.ln() as f32);
-    let mut out = [0.0; SINUSOID];
+    let mut out = [0.0; TIMESTEP_CHANNELS];
     for i in 0..HALF {
         let frequency = (exponent * i as f32 / HALF as f32).exp();
         let angle = tau * frequency;
@@ -160,11 +160,11 @@ mod tests {
 
     #[test]
     fn sinusoid_puts_cosines_first() {
-        let embedding = sinusoid(1.0);
+        let embedding = timestep_embedding(1.0);
         for (i, want) in [(0, 0.562379), (1, 0.789627), (2, 0.439928), (128, 0.826880), (129, 0.613588), (130, -0.898033)] {
             close(f64::from(embedding[i]), want, 1e-6, &format!("element {i}"));
         }
-        let zero = sinusoid(0.0);
+        let zero = timestep_embedding(0.0);
         assert!(zero[..128].iter().all(|&c| c == 1.0) && zero[128..].iter().all(|&s| s == 0.0));
     }
 }

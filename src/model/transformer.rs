@@ -9,7 +9,7 @@ use crate::backend::{
 };
 use crate::config::{HEAD_DIM, TransformerConfig};
 use crate::error::Result;
-use crate::sampler::{SINUSOID, sinusoid};
+use crate::sampler::{TIMESTEP_CHANNELS, timestep_embedding};
 use crate::sequence::SequencePlan;
 use crate::tensor::{Arena, Precision, Tensor};
 use std::f32::consts::{LN_2, LOG2_E};
@@ -215,11 +215,11 @@ impl Transformer {
             config: c.clone(),
             precision: loader.precision,
             image_in: loader.linear("img_in.weight", h, c.channels)?,
-            time_in: loader.linear("time_in.in_layer.weight", h, SINUSOID)?,
+            time_in: loader.linear("time_in.in_layer.weight", h, TIMESTEP_CHANNELS)?,
             time_out: loader.linear("time_in.out_layer.weight", h, h)?,
             guidance: match c.guidance_embed {
                 true => Some((
-                    loader.linear("guidance_in.in_layer.weight", h, SINUSOID)?,
+                    loader.linear("guidance_in.in_layer.weight", h, TIMESTEP_CHANNELS)?,
                     loader.linear("guidance_in.out_layer.weight", h, h)?,
                 )),
                 false => None,
@@ -248,7 +248,7 @@ impl Transformer {
         let (h, rows, act) = (self.config.hidden, times.len(), self.precision.activations());
         let table = ws.alloc(rows, 17 * h, act)?;
         scope(be, ws, |be, ws| {
-            let wave = ws.alloc(rows, SINUSOID, act)?;
+            let wave = ws.alloc(rows, TIMESTEP_CHANNELS, act)?;
             let (a, b) = (ws.alloc(rows, h, act)?, ws.alloc(rows, h, act)?);
             let vector = ws.alloc(rows, h, act)?;
             let embed = |be: &mut dyn Backend, waves: Vec<f32>, w: &Linear| {
@@ -256,10 +256,10 @@ impl Transformer {
                 be.run(Op::Linear(&[Gemm { out: a, x: wave, w }]))?;
                 be.run(Op::Silu { out: b, x: a })
             };
-            embed(be, times.iter().flat_map(|&t| sinusoid(t)).collect(), &self.time_in)?;
+            embed(be, times.iter().flat_map(|&t| timestep_embedding(t)).collect(), &self.time_in)?;
             be.run(Op::Linear(&[Gemm { out: vector, x: b, w: &self.time_out }]))?;
             if let Some((guidance_in, guidance_out)) = &self.guidance {
-                embed(be, sinusoid(guidance).repeat(rows), guidance_in)?;
+                embed(be, timestep_embedding(guidance).repeat(rows), guidance_in)?;
                 be.run(Op::LinearGateResidual(&[GatedGemm { into: vector, x: b, w: guidance_out, gate: None }]))?;
             }
             // Every use of the vector takes its silu.
