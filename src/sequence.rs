@@ -184,7 +184,7 @@ impl SequencePlan {
         // An axis has few distinct positions (no more than rows, columns, text tokens), so each angle is computed once.
         let tables: [Vec<f32>; 4] = std::array::from_fn(|axis| {
             let positions = ids.iter().map(|id| id[axis] as usize + 1).max().unwrap_or(0);
-            half_split_table(positions, spec.axes[axis], spec.theta)
+            rope_table_1d(positions, spec.axes[axis], spec.theta)
         });
         let mut out = Vec::with_capacity(ids.len() * spec.head_dim());
         for id in &ids {
@@ -204,7 +204,7 @@ impl SequencePlan {
 /// `k + head_dim / 2` of a head.
 ///
 /// Angles are f64: in f32 the larger ones would already be off by more than a rounding of their cosine.
-pub fn half_split_table(tokens: usize, head_dim: usize, theta: f64) -> Vec<f32> {
+pub fn rope_table_1d(tokens: usize, head_dim: usize, theta: f64) -> Vec<f32> {
     let half = head_dim / 2;
     let omega: Vec<f64> = (0..half).map(|k| theta.powf(-(k as f64) / half as f64)).collect();
     let mut out = Vec::with_capacity(tokens * head_dim);
@@ -284,7 +284,7 @@ mod tests {
             1.0, 0.62184998, 0.38669740, 0.24046777, 0.14953488, 0.09298826, 0.05782475, 0.03595832, 0.02236068, 0.01390499,
             0.00864682, 0.00537702, 0.00334370, 0.00207928, 0.00129300, 0.00080405,
         ];
-        let table = half_split_table(2, 32, 2000.0);
+        let table = rope_table_1d(2, 32, 2000.0);
         assert_eq!(table[..32], [[1.0f32; 16], [0.0; 16]].concat());
         for (k, want) in want.into_iter().enumerate() {
             let (cos, sin) = (f64::from(table[32 + k]), f64::from(table[48 + k]));
@@ -313,12 +313,12 @@ mod tests {
 
     #[test]
     fn half_split_rows_of_a_text_encoder() {
-        let table = half_split_table(512, 128, 1e6);
+        let table = rope_table_1d(512, 128, 1e6);
         assert_eq!(table.len(), 512 * 128);
         let (position, k) = (511usize, 63usize);
         let angle = 511.0 * 1e6f64.powf(-63.0 / 64.0);
         assert_eq!(table[position * 128 + k], angle.cos() as f32);
         assert_eq!(table[position * 128 + 64 + k], angle.sin() as f32);
-        assert!(half_split_table(0, 128, 1e6).is_empty());
+        assert!(rope_table_1d(0, 128, 1e6).is_empty());
     }
 }

@@ -6,7 +6,7 @@ use super::Loader;
 use crate::backend::{Backend, GatedGemm, Gemm, HostData, KvSegment, Linear, Op, Projection, QkNorm, Rope, RopeStyle, scope};
 use crate::config::{HEAD_DIM, TextConfig};
 use crate::error::Result;
-use crate::sequence::half_split_table;
+use crate::sequence::rope_table_1d;
 use crate::tensor::{Arena, DType, Precision, Tensor};
 use crate::tokenizer::Tokens;
 
@@ -60,7 +60,7 @@ impl TextEncoder {
             let ids = ws.alloc(rows, 1, DType::U32)?;
             be.write(ids, HostData::U32(&tokens.ids))?;
             let table = ws.alloc(rows, HEAD_DIM, DType::F32)?;
-            be.write(table, HostData::F32(&half_split_table(rows, HEAD_DIM, c.rope_theta)))?;
+            be.write(table, HostData::F32(&rope_table_1d(rows, HEAD_DIM, c.rope_theta)))?;
             let rope = Rope { table, style: RopeStyle::HalfSplit };
 
             let x = ws.alloc(rows, c.hidden, act)?;
