@@ -98,7 +98,7 @@ pub struct Modulation {
 
 /// Shift, scale and gate of one norm.
 #[derive(Clone, Copy)]
-struct Triple {
+struct ModulationOut {
     shift: Tensor,
     scale: Tensor,
     gate: Tensor,
@@ -109,20 +109,20 @@ impl Modulation {
         self.row.cols(index * self.hidden..(index + 1) * self.hidden)
     }
 
-    fn triple(self, first: usize) -> Triple {
-        Triple { shift: self.chunk(first), scale: self.chunk(first + 1), gate: self.chunk(first + 2) }
+    fn chunks_at(self, first: usize) -> ModulationOut {
+        ModulationOut { shift: self.chunk(first), scale: self.chunk(first + 1), gate: self.chunk(first + 2) }
     }
 
-    fn image(self, set: usize) -> Triple {
-        self.triple(3 * set)
+    fn image(self, set: usize) -> ModulationOut {
+        self.chunks_at(3 * set)
     }
 
-    fn text(self, set: usize) -> Triple {
-        self.triple(6 + 3 * set)
+    fn text(self, set: usize) -> ModulationOut {
+        self.chunks_at(6 + 3 * set)
     }
 
-    fn single(self) -> Triple {
-        self.triple(12)
+    fn single(self) -> ModulationOut {
+        self.chunks_at(12)
     }
 
     fn last(self) -> (Tensor, Tensor) {
@@ -130,7 +130,7 @@ impl Modulation {
     }
 }
 
-impl Triple {
+impl ModulationOut {
     fn norm(self, out: Tensor, x: Tensor) -> Modulated {
         Modulated { out, x, shift: self.shift, scale: self.scale }
     }
@@ -165,18 +165,18 @@ pub enum References<'a> {
 }
 
 /// A run of tokens in a block: where its residual stream lies, and how the time changes it.
-struct Track<'a> {
+struct StreamInput<'a> {
     weights: &'a Stream,
     x: Tensor,
-    attention: Triple,
-    mlp: Triple,
+    attention: ModulationOut,
+    mlp: ModulationOut,
 }
 
 /// Which keys and values a block uses besides its own, and where its own go.
 #[derive(Clone, Copy)]
-struct Keys {
-    cached: Option<KvSegment>,
-    keep: Option<KvSegment>,
+struct KvCache {
+    read: Option<KvSegment>,
+    write: Option<KvSegment>,
 }
 
 impl Stream {
@@ -248,12 +248,12 @@ impl Transformer {
         let (h, rows, act) = (self.config.hidden, times.len(), self.precision.activations());
         let table = ws.alloc(rows, 17 * h, act)?;
         scope(be, ws, |be, ws| {
-            let wave = ws.alloc(rows, TIMESTEP_CHANNELS, act)?;
+            let embedding = ws.alloc(rows, TIMESTEP_CHANNELS, act)?;
             let (a, b) = (ws.alloc(rows, h, act)?, ws.alloc(rows, h, act)?);
             let vector = ws.alloc(rows, h, act)?;
-            let embed = |be: &mut dyn Backend, waves: Vec<f32>, w: &Linear| {
-                be.write(wave, HostData::F32(&waves))?;
-                be.run(Op::Linear(&[Gemm { out: a, x: wave, w }]))?;
+            let embed = |be: &mut dyn Backend, values: Vec<f32>, w: &Linear| {
+                be.write(embedding, HostData::F32(&values))?;
+                be.run(Op::Linear(&[Gemm { out: a, x: embedding, w }]))?;
                 be.run(Op::Silu { out: b, x: a })
             };
             embed(be, times.iter().flat_map(|&t| timestep_embedding(t)).collect(), &self.time_in)?;
@@ -303,7 +303,7 @@ impl Transformer {
             References::Tokens(tokens) => (tokens, None),
             References::Cached(cache) => (&[][..], Some(cache)),
         };
-        let keys = |block: usize| Keys { cached: cache.map(|c| c[block]), keep: None };
+        let kv_cache = |block: usize| KvCache { read: cache.map(|c| c[block]), write: None };
         let rows = if cache.is_some() { plan.canvas().end } else { plan.tokens() };
         let rope = Rope { table: input.rope.rows(0..rows), style: RopeStyle::Interleaved };
         let x = ws.alloc(rows, c.hidden, act)?;
@@ -313,17 +313,17 @@ impl Transformer {
         self.embed_image(be, ws, image, &[&[input.latents], tokens].concat())?;
         let m = input.modulation;
         for (i, block) in self.double_blocks.iter().enumerate() {
-            let tracks = [
-                Track { weights: &block.text, x: text, attention: m.text(0), mlp: m.text(1) },
-                Track { weights: &block.image, x: image, attention: m.image(0), mlp: m.image(1) },
+            let streams = [
+                StreamInput { weights: &block.text, x: text, attention: m.text(0), mlp: m.text(1) },
+                StreamInput { weights: &block.image, x: image, attention: m.image(0), mlp: m.image(1) },
             ];
-            scope(be, ws, |be, ws| self.double_block(be, ws, &tracks, block.bound, rope, keys(i)))?;
+            scope(be, ws, |be, ws| self.double_block(be, ws, &streams, block.bound, rope, kv_cache(i)))?;
         }
         for (i, block) in self.single_blocks.iter().enumerate() {
             // Of the last block only the canvas is read: the other tokens give it their keys and values and nothing more.
             let wanted = if i + 1 == self.single_blocks.len() { plan.canvas() } else { 0..rows };
-            let keys = keys(self.double_blocks.len() + i);
-            scope(be, ws, |be, ws| self.single_block(be, ws, block, x, wanted, rope, m.single(), keys))?;
+            let kv_cache = kv_cache(self.double_blocks.len() + i);
+            scope(be, ws, |be, ws| self.single_block(be, ws, block, x, wanted, rope, m.single(), kv_cache))?;
         }
         scope(be, ws, |be, ws| {
             let canvas = x.rows(plan.canvas());
@@ -349,20 +349,20 @@ impl Transformer {
         let cache = (0..self.double_blocks.len() + self.single_blocks.len())
             .map(|_| Ok(KvSegment { k: ws.alloc(rows, h, act)?, v: ws.alloc(rows, h, act)? }))
             .collect::<Result<Vec<_>>>()?;
-        let keys = |block: usize| Keys { cached: None, keep: Some(cache[block]) };
+        let kv_cache = |block: usize| KvCache { read: None, write: Some(cache[block]) };
         let rope = Rope { table: rope, style: RopeStyle::Interleaved };
         scope(be, ws, |be, ws| {
             let x = ws.alloc(rows, h, act)?;
             self.embed_image(be, ws, x, tokens)?;
             for (i, block) in self.double_blocks.iter().enumerate() {
                 let (attention, mlp) = (modulation.image(0), modulation.image(1));
-                let track = Track { weights: &block.image, x, attention, mlp };
-                scope(be, ws, |be, ws| self.double_block(be, ws, &[track], block.bound, rope, keys(i)))?;
+                let stream = StreamInput { weights: &block.image, x, attention, mlp };
+                scope(be, ws, |be, ws| self.double_block(be, ws, &[stream], block.bound, rope, kv_cache(i)))?;
             }
             for (i, block) in self.single_blocks.iter().enumerate() {
                 let wanted = if i + 1 == self.single_blocks.len() { 0..0 } else { 0..rows };
-                let keys = keys(self.double_blocks.len() + i);
-                scope(be, ws, |be, ws| self.single_block(be, ws, block, x, wanted, rope, modulation.single(), keys))?;
+                let kv_cache = kv_cache(self.double_blocks.len() + i);
+                scope(be, ws, |be, ws| self.single_block(be, ws, block, x, wanted, rope, modulation.single(), kv_cache))?;
             }
             Ok(())
         })?;
@@ -382,44 +382,44 @@ impl Transformer {
         })
     }
 
-    /// Attention over all tracks together, then an MLP, each track with its own weights. Tracks are consecutive in the sequence.
+    /// Attention over all streams together, then an MLP, each stream with its own weights. Streams are consecutive in the sequence.
     fn double_block(
         &self,
         be: &mut dyn Backend,
         ws: &mut Arena,
-        tracks: &[Track<'_>],
+        streams: &[StreamInput<'_>],
         bound: f32,
         rope: Rope,
-        keys: Keys,
+        cache: KvCache,
     ) -> Result<()> {
         let (c, act) = (&self.config, self.precision.activations());
         let (h, rows) = (c.hidden, rope.table.rows);
         let mut first = 0;
-        let spans: Vec<Range<usize>> = tracks
+        let spans: Vec<Range<usize>> = streams
             .iter()
-            .map(|t| {
-                first += t.x.rows;
-                first - t.x.rows..first
+            .map(|s| {
+                first += s.x.rows;
+                first - s.x.rows..first
             })
             .collect();
         let part = |whole: Tensor, i: usize| whole.rows(spans[i].clone());
         let (normed, attended) = (ws.alloc(rows, h, act)?, ws.alloc(rows, h, act)?);
 
-        let norm = |be: &mut dyn Backend, m: &dyn Fn(&Track<'_>) -> Triple| {
-            let streams: Vec<_> = tracks.iter().enumerate().map(|(i, t)| m(t).norm(part(normed, i), t.x)).collect();
-            be.run(Op::LayerNormModulate { streams: &streams, eps: c.eps })
+        let norm = |be: &mut dyn Backend, m: &dyn Fn(&StreamInput<'_>) -> ModulationOut| {
+            let norms: Vec<_> = streams.iter().enumerate().map(|(i, s)| m(s).norm(part(normed, i), s.x)).collect();
+            be.run(Op::LayerNormModulate { streams: &norms, eps: c.eps })
         };
-        norm(be, &|t| t.attention)?;
+        norm(be, &|s| s.attention)?;
         scope(be, ws, |be, ws| {
             let q = ws.alloc(rows, h, act)?;
-            let own = self.own_keys(ws, rows, keys)?;
-            let projections: Vec<_> = tracks
+            let own = self.own_kv(ws, rows, cache)?;
+            let projections: Vec<_> = streams
                 .iter()
                 .enumerate()
-                .map(|(i, t)| Projection {
+                .map(|(i, s)| Projection {
                     x: part(normed, i),
-                    w: &t.weights.qkv,
-                    norm: t.weights.qk_norm,
+                    w: &s.weights.qkv,
+                    norm: s.weights.qk_norm,
                     rope: Rope { table: part(rope.table, i), ..rope },
                     q: Some(part(q, i)),
                     k: part(own.k, i),
@@ -428,30 +428,30 @@ impl Transformer {
                 })
                 .collect();
             be.run(Op::Qkv(&projections))?;
-            self.attend(be, attended, q, own, keys, bound)
+            self.attend(be, attended, q, own, cache, bound)
         })?;
-        let residual = |be: &mut dyn Backend, x: Tensor, w: &dyn for<'t> Fn(&'t Track<'_>) -> (&'t Linear, Tensor)| {
-            let products: Vec<_> = tracks
+        let residual = |be: &mut dyn Backend, x: Tensor, w: &dyn for<'t> Fn(&'t StreamInput<'_>) -> (&'t Linear, Tensor)| {
+            let gemms: Vec<_> = streams
                 .iter()
                 .enumerate()
-                .map(|(i, t)| {
-                    let (w, gate) = w(t);
-                    GatedGemm { into: t.x, x: part(x, i), w, gate: Some(gate) }
+                .map(|(i, s)| {
+                    let (w, gate) = w(s);
+                    GatedGemm { into: s.x, x: part(x, i), w, gate: Some(gate) }
                 })
                 .collect();
-            be.run(Op::LinearGateResidual(&products))
+            be.run(Op::LinearGateResidual(&gemms))
         };
-        residual(be, attended, &|t| (&t.weights.attention_out, t.attention.gate))?;
+        residual(be, attended, &|s| (&s.weights.attention_out, s.attention.gate))?;
 
-        norm(be, &|t| t.mlp)?;
+        norm(be, &|s| s.mlp)?;
         let inner = ws.alloc(rows, c.mlp(), act)?;
-        let products: Vec<_> = tracks
+        let gemms: Vec<_> = streams
             .iter()
             .enumerate()
-            .map(|(i, t)| Gemm { out: part(inner, i), x: part(normed, i), w: &t.weights.mlp_in })
+            .map(|(i, s)| Gemm { out: part(inner, i), x: part(normed, i), w: &s.weights.mlp_in })
             .collect();
-        be.run(Op::LinearSwiglu(&products))?;
-        residual(be, inner, &|t| (&t.weights.mlp_out, t.mlp.gate))
+        be.run(Op::LinearSwiglu(&gemms))?;
+        residual(be, inner, &|s| (&s.weights.mlp_out, s.mlp.gate))
     }
 
     /// Attention and MLP side by side, over the joint sequence. Only the residual of `wanted` rows is brought up to date.
@@ -464,8 +464,8 @@ impl Transformer {
         x: Tensor,
         wanted: Range<usize>,
         rope: Rope,
-        m: Triple,
-        keys: Keys,
+        m: ModulationOut,
+        cache: KvCache,
     ) -> Result<()> {
         let (c, act) = (&self.config, self.precision.activations());
         let (h, rows) = (c.hidden, x.rows);
@@ -474,14 +474,14 @@ impl Transformer {
         let joined = ws.alloc(into.rows, h + c.mlp(), act)?;
         scope(be, ws, |be, ws| {
             let q = ws.alloc(into.rows, h, act)?;
-            let own = self.own_keys(ws, rows, keys)?;
+            let own = self.own_kv(ws, rows, cache)?;
             scope(be, ws, |be, ws| {
                 let normed = ws.alloc(rows, h, act)?;
                 be.run(Op::LayerNormModulate { streams: &[m.norm(normed, x)], eps: c.eps })?;
-                let keys_only = block.linear1.rows(h..3 * h);
+                let kv_only = block.linear1.rows(h..3 * h);
                 let projection = |range: Range<usize>, whole: bool| Projection {
                     x: normed.rows(range.clone()),
-                    w: if whole { &block.linear1 } else { &keys_only },
+                    w: if whole { &block.linear1 } else { &kv_only },
                     norm: block.qk_norm,
                     rope: Rope { table: rope.table.rows(range.clone()), ..rope },
                     q: whole.then_some(q),
@@ -496,7 +496,7 @@ impl Transformer {
             })?;
             match into.rows {
                 0 => Ok(()),
-                _ => self.attend(be, joined.cols(0..h), q, own, keys, block.bound),
+                _ => self.attend(be, joined.cols(0..h), q, own, cache, block.bound),
             }
         })?;
         match into.rows {
@@ -506,18 +506,18 @@ impl Transformer {
     }
 
     /// Where a block's own keys and values go.
-    fn own_keys(&self, ws: &mut Arena, rows: usize, keys: Keys) -> Result<KvSegment> {
+    fn own_kv(&self, ws: &mut Arena, rows: usize, cache: KvCache) -> Result<KvSegment> {
         let (h, act) = (self.config.hidden, self.precision.activations());
-        match keys.keep {
+        match cache.write {
             Some(kept) => Ok(kept),
             None => Ok(KvSegment { k: ws.alloc(rows, h, act)?, v: ws.alloc(rows, h, act)? }),
         }
     }
 
-    fn attend(&self, be: &mut dyn Backend, out: Tensor, q: Tensor, own: KvSegment, keys: Keys, bound: f32) -> Result<()> {
+    fn attend(&self, be: &mut dyn Backend, out: Tensor, q: Tensor, own: KvSegment, cache: KvCache, bound: f32) -> Result<()> {
         let both;
         let one = [own];
-        let kv: &[KvSegment] = match keys.cached {
+        let kv: &[KvSegment] = match cache.read {
             Some(cached) => {
                 both = [own, cached];
                 &both
@@ -569,10 +569,11 @@ mod tests {
         let row = place(&mut ws, 1, 17 * config.hidden, pattern(17 * config.hidden));
         let m = Modulation { row, hidden: config.hidden }.single();
         let rope = Rope { table, style: RopeStyle::Interleaved };
-        let keys = Keys { cached: None, keep: None };
+        let kv_cache = KvCache { read: None, write: None };
         let block = &transformer.single_blocks[1];
-        scope(&mut be, &mut ws, |be, ws| transformer.single_block(be, ws, block, whole, 0..rows, rope, m, keys)).unwrap();
-        scope(&mut be, &mut ws, |be, ws| transformer.single_block(be, ws, block, part, plan.canvas(), rope, m, keys)).unwrap();
+        scope(&mut be, &mut ws, |be, ws| transformer.single_block(be, ws, block, whole, 0..rows, rope, m, kv_cache)).unwrap();
+        scope(&mut be, &mut ws, |be, ws| transformer.single_block(be, ws, block, part, plan.canvas(), rope, m, kv_cache))
+            .unwrap();
 
         let mut read = |tensor: Tensor| {
             let mut values = vec![0.0; tensor.len()];

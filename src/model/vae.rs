@@ -68,7 +68,7 @@ struct Level {
 
 /// An image in memory: a row per pixel, and the group statistics of its values where its producer made them.
 #[derive(Clone, Copy)]
-struct Map {
+struct FeatureMap {
     data: Tensor,
     stats: Option<Tensor>,
     width: usize,
@@ -196,14 +196,14 @@ impl Vae {
                 let (z, quantised) = (ws.alloc(width * height, c.latent, act)?, ws.alloc(width * height, c.latent, act)?);
                 be.run(Op::Unpatchify { out: z, x: latents, stats: &self.stats, width: grid.width })?;
                 be.run(Op::Linear(&[Gemm { out: quantised, x: z, w: &d.post_quant }]))?;
-                let z = Map { data: quantised, stats: None, width, height };
+                let z = FeatureMap { data: quantised, stats: None, width, height };
                 conv(be, x, z, &d.conv_in, Sampling::Same, None)
             })?;
             self.mid(be, ws, &d.mid, x)?;
             for level in &d.levels {
                 x = self.level(be, ws, level, x, Sampling::Up, |be, ws, last| {
                     let normed = self.norm(be, ws, &d.norm_out, last, true)?;
-                    conv(be, Map { data: image, stats: None, ..last }, normed, &d.conv_out, Sampling::Same, None)
+                    conv(be, FeatureMap { data: image, stats: None, ..last }, normed, &d.conv_out, Sampling::Same, None)
                 })?;
             }
             Ok(())
@@ -218,7 +218,7 @@ impl Vae {
         let e = self.encoder.as_ref().expect("the encoder was not loaded");
         let (c, act) = (&self.config, self.precision.activations());
         scope(be, ws, |be, ws| {
-            let image = Map { data: image, stats: None, width: 16 * grid.width, height: 16 * grid.height };
+            let image = FeatureMap { data: image, stats: None, width: 16 * grid.width, height: 16 * grid.height };
             let mut x = self.map(ws, image.width, image.height, c.encoder[0])?;
             conv(be, x, image, &e.conv_in, Sampling::Same, None)?;
             for level in &e.levels {
@@ -226,7 +226,7 @@ impl Vae {
                     self.mid(be, ws, &e.mid, last)?;
                     let normed = self.norm(be, ws, &e.norm_out, last, true)?;
                     let moments = ws.alloc(last.data.rows, 2 * c.latent, act)?;
-                    conv(be, Map { data: moments, stats: None, ..last }, normed, &e.conv_out, Sampling::Same, None)?;
+                    conv(be, FeatureMap { data: moments, stats: None, ..last }, normed, &e.conv_out, Sampling::Same, None)?;
                     // The second half is the variance, which nobody reads.
                     let mean = e.quant.rows(0..c.latent);
                     let z = ws.alloc(last.data.rows, c.latent, act)?;
@@ -244,10 +244,10 @@ impl Vae {
         be: &mut dyn Backend,
         ws: &mut Arena,
         level: &Level,
-        x: Map,
+        x: FeatureMap,
         sampling: Sampling,
-        last: impl FnOnce(&mut dyn Backend, &mut Arena, Map) -> Result<()>,
-    ) -> Result<Map> {
+        last: impl FnOnce(&mut dyn Backend, &mut Arena, FeatureMap) -> Result<()>,
+    ) -> Result<FeatureMap> {
         let scaled = |side: usize| match sampling {
             Sampling::Up => 2 * side,
             Sampling::Down => side / 2,
@@ -274,18 +274,18 @@ impl Vae {
     }
 
     /// The blocks at the coarsest resolution, in place. Statistics of `x` are those of its new values afterwards.
-    fn mid(&self, be: &mut dyn Backend, ws: &mut Arena, mid: &Mid, x: Map) -> Result<()> {
+    fn mid(&self, be: &mut dyn Backend, ws: &mut Arena, mid: &Mid, x: FeatureMap) -> Result<()> {
         scope(be, ws, |be, ws| {
             let y = self.map(ws, x.width, x.height, x.data.cols)?;
             self.resnet(be, ws, &mid.first, y, x)?;
             self.attention(be, ws, &mid.attention, y)?;
             // Attention has changed the values since their statistics were made.
-            self.resnet(be, ws, &mid.second, x, Map { stats: None, ..y })
+            self.resnet(be, ws, &mid.second, x, FeatureMap { stats: None, ..y })
         })
     }
 
     /// `out = shortcut(x) + conv(silu(norm(conv(silu(norm(x))))))`.
-    fn resnet(&self, be: &mut dyn Backend, ws: &mut Arena, block: &Resnet, out: Map, x: Map) -> Result<()> {
+    fn resnet(&self, be: &mut dyn Backend, ws: &mut Arena, block: &Resnet, out: FeatureMap, x: FeatureMap) -> Result<()> {
         scope(be, ws, |be, ws| {
             // `out` holds the inner map until the second convolution overwrites it.
             scope(be, ws, |be, ws| {
@@ -306,7 +306,7 @@ impl Vae {
     }
 
     /// Self-attention over all pixels with one head, added to `x`.
-    fn attention(&self, be: &mut dyn Backend, ws: &mut Arena, block: &Attention, x: Map) -> Result<()> {
+    fn attention(&self, be: &mut dyn Backend, ws: &mut Arena, block: &Attention, x: FeatureMap) -> Result<()> {
         let (rows, channels, act) = (x.data.rows, x.data.cols, self.precision.activations());
         scope(be, ws, |be, ws| {
             let normed = self.norm(be, ws, &block.norm, x, false)?.data;
@@ -329,19 +329,26 @@ impl Vae {
         })
     }
 
-    fn norm(&self, be: &mut dyn Backend, ws: &mut Arena, norm: &GroupNorm, x: Map, silu: bool) -> Result<Map> {
+    fn norm(&self, be: &mut dyn Backend, ws: &mut Arena, norm: &GroupNorm, x: FeatureMap, silu: bool) -> Result<FeatureMap> {
         let out = ws.alloc(x.data.rows, x.data.cols, self.precision.activations())?;
         be.run(Op::GroupNorm { out, x: x.data, norm, stats: x.stats, silu })?;
-        Ok(Map { data: out, stats: None, ..x })
+        Ok(FeatureMap { data: out, stats: None, ..x })
     }
 
-    fn map(&self, ws: &mut Arena, width: usize, height: usize, channels: usize) -> Result<Map> {
+    fn map(&self, ws: &mut Arena, width: usize, height: usize, channels: usize) -> Result<FeatureMap> {
         let data = ws.alloc(width * height, channels, self.precision.activations())?;
-        Ok(Map { data, stats: Some(ws.alloc(self.config.groups, 2, DType::F32)?), width, height })
+        Ok(FeatureMap { data, stats: Some(ws.alloc(self.config.groups, 2, DType::F32)?), width, height })
     }
 }
 
-fn conv(be: &mut dyn Backend, out: Map, x: Map, w: &Conv, sampling: Sampling, residual: Option<Tensor>) -> Result<()> {
+fn conv(
+    be: &mut dyn Backend,
+    out: FeatureMap,
+    x: FeatureMap,
+    w: &Conv,
+    sampling: Sampling,
+    residual: Option<Tensor>,
+) -> Result<()> {
     let (width, height) = (x.width, x.height);
     be.run(Op::Conv { out: out.data, x: x.data, w, width, height, sampling, residual, stats: out.stats })
 }
