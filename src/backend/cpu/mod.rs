@@ -165,7 +165,7 @@ impl Cpu {
             Region::Weights => {
                 let row_bytes = (tensor.stride * tensor.dtype.size()) as u64;
                 let first = self.weights.partition_point(|s| s.range.end <= extent.start);
-                let mut runs = Vec::new();
+                let mut spans = Vec::new();
                 let mut at = extent.start;
                 for segment in &self.weights[first..] {
                     if at >= extent.end || segment.range.start > at {
@@ -173,15 +173,15 @@ impl Cpu {
                     }
                     let skip = (at - segment.range.start) as usize;
                     // SAFETY: `skip` is less than the segment's length because the segment contains `at`.
-                    runs.push((((at - extent.start) / row_bytes) as usize, unsafe { segment.as_ptr().add(skip) }));
+                    spans.push((((at - extent.start) / row_bytes) as usize, unsafe { segment.as_ptr().add(skip) }));
                     at = segment.range.end;
                 }
                 // A run begins at a whole row of the weight, which is a row of the view only if the view has all columns.
-                if at < extent.end || (runs.len() > 1 && tensor.cols != tensor.stride) {
+                if at < extent.end || (spans.len() > 1 && tensor.cols != tensor.stride) {
                     return Err(Self::outside(tensor, op));
                 }
-                // SAFETY: the runs cover the extent without a gap, each row inside one run, and live as long as `self`.
-                Ok(unsafe { In::new(tensor, runs) })
+                // SAFETY: the spans cover the extent without a gap, each row inside one run, and live as long as `self`.
+                Ok(unsafe { In::new(tensor, spans) })
             }
         }
     }
@@ -239,7 +239,7 @@ impl Cpu {
             }
             Op::Qkv(streams) => {
                 for s in streams {
-                    let heads = kernels::Heads {
+                    let heads = kernels::QkNormRope {
                         q_norm: read(s.norm.q)?,
                         k_norm: read(s.norm.k)?,
                         eps: s.norm.eps,
@@ -253,7 +253,7 @@ impl Cpu {
             }
             Op::Attention { out, q, kv, head_dim, causal, scale, .. } => {
                 let kv = kv.iter().map(|s| Ok((read(s.k)?, read(s.v)?))).collect::<Result<Vec<_>>>()?;
-                kernels::attention(write(out)?, read(q)?, &kv, head_dim, kernels::Scores { causal, scale });
+                kernels::attention(write(out)?, read(q)?, &kv, head_dim, kernels::LogitParams { causal, scale });
             }
             Op::Conv { out, x, w, width, height, sampling, residual, stats } => {
                 let geometry = image::Geometry { width, height, sampling };

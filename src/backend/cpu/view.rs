@@ -8,7 +8,7 @@ use half::{bf16, f16};
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// A matrix to read from. Its rows may lie in several runs of memory, as a weight's do that a file stores in parts.
+/// A matrix to read from. Its rows may lie in several spans of memory, as a weight's do that a file stores in parts.
 #[derive(Clone)]
 pub struct In<'a> {
     /// Number of rows.
@@ -18,7 +18,7 @@ pub struct In<'a> {
     dtype: DType,
     pitch: usize,
     /// First row of each run and its address.
-    runs: Vec<(usize, *const u8)>,
+    spans: Vec<(usize, *const u8)>,
     lifetime: PhantomData<&'a [u8]>,
 }
 
@@ -29,23 +29,23 @@ unsafe impl Sync for In<'_> {}
 
 impl<'a> In<'a> {
     /// # Safety
-    /// Every row of `tensor` must lie inside one of `runs`, aligned to its type, valid and unwritten for `'a`.
-    pub unsafe fn new(tensor: Tensor, runs: Vec<(usize, *const u8)>) -> Self {
+    /// Every row of `tensor` must lie inside one of `spans`, aligned to its type, valid and unwritten for `'a`.
+    pub unsafe fn new(tensor: Tensor, spans: Vec<(usize, *const u8)>) -> Self {
         let pitch = tensor.stride * tensor.dtype.size();
-        Self { rows: tensor.rows, cols: tensor.cols, dtype: tensor.dtype, pitch, runs, lifetime: PhantomData }
+        Self { rows: tensor.rows, cols: tensor.cols, dtype: tensor.dtype, pitch, spans, lifetime: PhantomData }
     }
 
     /// A view of nothing.
     pub fn empty(tensor: Tensor) -> Self {
         let Tensor { rows, cols, dtype, .. } = tensor;
         debug_assert!(tensor.is_empty());
-        Self { rows, cols, dtype, pitch: 0, runs: Vec::new(), lifetime: PhantomData }
+        Self { rows, cols, dtype, pitch: 0, spans: Vec::new(), lifetime: PhantomData }
     }
 
     fn row(&self, r: usize, first: usize, len: usize) -> *const u8 {
         assert!(r < self.rows && first + len <= self.cols, "row {r}, columns {first}..+{len} of {}x{}", self.rows, self.cols);
-        let run = self.runs.partition_point(|&(start, _)| start <= r) - 1;
-        let (start, ptr) = self.runs[run];
+        let span = self.spans.partition_point(|&(start, _)| start <= r) - 1;
+        let (start, ptr) = self.spans[span];
         // SAFETY: the row lies inside the run and the column inside the row.
         unsafe { ptr.add((r - start) * self.pitch + first * self.dtype.size()) }
     }
@@ -85,7 +85,7 @@ impl<'a> In<'a> {
 
     /// The matrix as an operand of a product, if it is f32 in one run.
     pub fn strided(&self, rows: Range<usize>, cols: Range<usize>) -> Option<Strided<'_>> {
-        if self.dtype != DType::F32 || self.runs.len() != 1 || rows.is_empty() || cols.is_empty() {
+        if self.dtype != DType::F32 || self.spans.len() != 1 || rows.is_empty() || cols.is_empty() {
             return None;
         }
         self.row(rows.end - 1, cols.start, cols.len());
