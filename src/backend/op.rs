@@ -489,11 +489,11 @@ impl Op<'_> {
     /// Floating-point operations of the matrix products in it, a multiply-add counted as two. Element-wise work is not
     /// counted: it is bound by memory, not by arithmetic.
     pub fn flops(&self) -> u64 {
-        let product = |x: Tensor, w: &Linear| 2 * (x.rows * w.weight.len()) as u64;
+        let gemm = |x: Tensor, w: &Linear| 2 * (x.rows * w.weight.len()) as u64;
         match *self {
-            Self::Linear(streams) | Self::LinearSwiglu(streams) => streams.iter().map(|s| product(s.x, s.w)).sum(),
-            Self::LinearGateResidual(streams) => streams.iter().map(|s| product(s.x, s.w)).sum(),
-            Self::Qkv(streams) => streams.iter().map(|s| product(s.x, s.w)).sum(),
+            Self::Linear(streams) | Self::LinearSwiglu(streams) => streams.iter().map(|s| gemm(s.x, s.w)).sum(),
+            Self::LinearGateResidual(streams) => streams.iter().map(|s| gemm(s.x, s.w)).sum(),
+            Self::Qkv(streams) => streams.iter().map(|s| gemm(s.x, s.w)).sum(),
             // Counted dense, as the usual formulas do; a causal mask halves the true work.
             Self::Attention { q, kv, .. } => kv.iter().map(|s| 4 * (q.len() * s.k.rows) as u64).sum(),
             Self::Conv { out, w, .. } => 2 * (out.rows * w.weight.len()) as u64,
@@ -509,7 +509,7 @@ impl Op<'_> {
         let same = |a: Tensor, b: Tensor| a.rows == b.rows && a.cols == b.cols;
         let row = |t: Tensor, cols: usize| t.rows == 1 && t.cols == cols;
         let vector = |t: Tensor, cols: usize| row(t, cols) && t.dtype == DType::F32;
-        let product = |x: Tensor, w: &Linear| {
+        let gemm = |x: Tensor, w: &Linear| {
             x.cols == w.weight.cols && w.weight.stride == w.weight.cols && w.bias.is_none_or(|b| vector(b, w.weight.rows))
         };
         match *self {
@@ -525,19 +525,19 @@ impl Op<'_> {
             }
             Self::Linear(streams) => {
                 for s in streams {
-                    fits(product(s.x, s.w) && s.out.rows == s.x.rows && s.out.cols == s.w.weight.rows, "shapes")?;
+                    fits(gemm(s.x, s.w) && s.out.rows == s.x.rows && s.out.cols == s.w.weight.rows, "shapes")?;
                 }
             }
             Self::LinearSwiglu(streams) => {
                 for s in streams {
                     let wide = s.w.weight.rows == 2 * s.out.cols;
-                    fits(product(s.x, s.w) && s.out.rows == s.x.rows && wide && s.w.bias.is_none(), "shapes")?;
+                    fits(gemm(s.x, s.w) && s.out.rows == s.x.rows && wide && s.w.bias.is_none(), "shapes")?;
                 }
             }
             Self::LinearGateResidual(streams) => {
                 for s in streams {
                     let gate = s.gate.is_none_or(|g| row(g, s.into.cols));
-                    fits(product(s.x, s.w) && gate && s.into.rows == s.x.rows && s.into.cols == s.w.weight.rows, "shapes")?;
+                    fits(gemm(s.x, s.w) && gate && s.into.rows == s.x.rows && s.into.cols == s.w.weight.rows, "shapes")?;
                 }
             }
             Self::Qkv(streams) => {
@@ -546,7 +546,7 @@ impl Op<'_> {
                     let q_cols = s.q.map_or(0, |q| q.cols);
                     let wide = q_cols + s.k.cols + s.v.cols + s.mlp.map_or(0, |m| 2 * m.cols);
                     let rows = [s.q, Some(s.k), Some(s.v), s.mlp, Some(s.rope.table)];
-                    fits(product(s.x, s.w) && wide == s.w.weight.rows && s.w.bias.is_none(), "shapes")?;
+                    fits(gemm(s.x, s.w) && wide == s.w.weight.rows && s.w.bias.is_none(), "shapes")?;
                     fits(rows.iter().flatten().all(|t| t.rows == s.x.rows), "rows")?;
                     fits(d > 0 && d % 2 == 0 && q_cols % d == 0 && s.k.cols % d == 0 && s.k.cols == s.v.cols, "heads")?;
                     fits(vector(s.norm.q, d) && vector(s.norm.k, d) && s.rope.table.dtype == DType::F32, "norms and table")?;
