@@ -1,6 +1,6 @@
-//! The arithmetic of the transformer's ops, in f32, in the plainest form that is still fast: matrix products through the `gemm`
-//! crate on operands decoded block by block, everything else as loops over rows. Scratch memory is bounded whatever the
-//! operands' size, and how work is cut depends on shapes alone, so results do not depend on the number of threads.
+//! The arithmetic of the transformer's ops, in f32, in the simplest form that is still fast: GEMMs through the `gemm` crate on
+//! operands that are decoded tile by tile, everything else as loops over rows. The size of scratch memory is bounded for operands
+//! of any size. How work is split depends on shapes alone, so results do not depend on the number of threads.
 
 use super::super::RopeStyle;
 use super::math::{exp, maximum, silu, sum};
@@ -10,11 +10,11 @@ use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-/// Rows one thread takes at a time in row-wise ops.
+/// Rows of one task in row-wise ops.
 const ROWS_PER_TASK: usize = 16;
 
-/// Runs tasks on all threads, each with one scratch for all the tasks it takes: scratch is large enough here for fresh pages to
-/// cost as much as the arithmetic on them.
+/// Runs tasks on all threads. Each thread reuses one scratch buffer for all of its tasks: scratch is so large here that page
+/// faults on a new buffer would cost as much as the arithmetic.
 pub fn for_tasks<T: Send, S: Default>(tasks: Vec<T>, body: impl Fn(&mut S, T) + Sync) {
     let threads = rayon::current_num_threads().min(tasks.len());
     let queue = Mutex::new(tasks.into_iter());
@@ -30,7 +30,8 @@ pub fn for_tasks<T: Send, S: Default>(tasks: Vec<T>, body: impl Fn(&mut S, T) + 
 
 // ---------------------------------------------------------------------------------------------------------------- row-wise
 
-/// Calls `body(row, buffer, out)` for every row of `out`, in parallel; `buffer` is scratch of `width` values.
+/// Calls `body(row, buffer, part, local_row)` for every row of `out`, in parallel. `part` is the part of `out` that holds the
+/// row, as its row `local_row`; `buffer` is scratch of `width` values.
 pub fn for_rows(out: Out<'_>, width: usize, body: impl Fn(usize, &mut [f32], &mut Out<'_>, usize) + Sync) {
     out.split_rows(ROWS_PER_TASK).into_par_iter().for_each_init(
         || vec![0.0; width],
@@ -123,41 +124,41 @@ pub fn non_finite(mut count: Out<'_>, x: In<'_>) {
     count.store(0, 0, &[found.sum::<usize>() as f32]);
 }
 
-// ------------------------------------------------------------------------------------------------------------- products
+// ----------------------------------------------------------------------------------------------------------------- GEMM
 
-/// Most rows of the left operand in one block: enough to pay for decoding the weight anew for each.
+/// Largest M of an output tile: large enough to amortise decoding the weight again for each tile.
 const TILE_M: usize = 1024;
-/// Most weight rows in one block: few enough that their decoded values stay close to the core that multiplies them, and a multiple
-/// of the 64 that the library takes at once.
+/// Largest N of an output tile: small enough that the decoded weight rows stay in the core's cache, and a multiple of the 64
+/// columns that the `gemm` crate processes at once.
 const TILE_N: usize = 192;
-/// Most decoded values of the left operand that exist at once, 64 MiB of them.
+/// Most values of operand A that are decoded at once, which take 64 MiB.
 const MAX_DECODED_A: usize = 16 << 20;
 
-/// Which rows of a weight make an output.
+/// Which rows of a weight the columns of an output are computed from.
 #[derive(Clone, Copy)]
 struct WeightRows {
     /// The weight row of the output's first column.
     first: usize,
-    /// For gated outputs: how many rows after a column's gate its up row lies.
+    /// For SwiGLU outputs: the distance in rows from the gate row of a column to its up row.
     up: Option<usize>,
-    /// Columns that must stay in one block.
+    /// Number of consecutive columns that must stay in one tile, such as those of a head.
     unit: usize,
 }
 
-/// One block of a product, as it is handed to whatever finishes it.
+/// One tile of a GEMM, as it is passed to the epilogue.
 struct Tile<'a> {
-    /// Rows of the left operand.
+    /// Rows of operand A.
     rows: Range<usize>,
     /// Columns of the output.
     cols: Range<usize>,
-    /// The product.
+    /// The accumulated values.
     values: &'a mut [f32],
-    /// The product with the up rows, of the same shape; empty if there are none.
+    /// The accumulated values of the up rows, in the same shape; empty if there are no up rows.
     up: &'a [f32],
 }
 
 impl Tile<'_> {
-    /// The rows of the product, numbered from the start of the block.
+    /// The rows of the tile, numbered from its first.
     fn rows(&mut self) -> impl Iterator<Item = (usize, &mut [f32])> {
         self.values.chunks_exact_mut(self.cols.len()).enumerate()
     }
@@ -175,7 +176,7 @@ fn decode(m: &In<'_>, rows: Range<usize>, to: &mut [f32]) {
     to.chunks_exact_mut(m.cols.max(1)).zip(rows).for_each(|(to, r)| m.load(r, 0, to));
 }
 
-/// `left` times some rows of `w`, transposed.
+/// One tile: `a` times the transpose of a range of the rows of `w`, which are decoded into `b` unless they can be read in place.
 fn tile_nt(a: Strided<'_>, w: &In<'_>, range: Range<usize>, b: &mut Vec<f32>, out: &mut Vec<f32>) {
     let direct = w.strided(range.clone(), 0..w.cols);
     if direct.is_none() {
@@ -187,8 +188,8 @@ fn tile_nt(a: Strided<'_>, w: &In<'_>, range: Range<usize>, b: &mut Vec<f32>, ou
     matmul(out, a, b.transposed(), false);
 }
 
-/// Computes `x w^T` block by block and hands each block to `epilogue` with the part of `out` it belongs to. Each block is one
-/// thread's work from decoding the weight to storing the result, so threads never wait for each other inside a product.
+/// Computes `x w^T` tile by tile and passes each tile to `epilogue` with the part of `out` it belongs to. One thread does all the
+/// work of a tile, from decoding the weight to storing the result, so threads never wait for each other inside a GEMM.
 fn gemm_nt(mut out: Out<'_>, x: &In<'_>, w: &In<'_>, weight_rows: WeightRows, epilogue: impl Fn(Tile<'_>, Out<'_>) + Sync) {
     let WeightRows { first, up, unit } = weight_rows;
     let step = (TILE_N / unit).max(1) * unit;
@@ -202,7 +203,7 @@ fn gemm_nt(mut out: Out<'_>, x: &In<'_>, w: &In<'_>, weight_rows: WeightRows, ep
                 decode(x, rows.start + i * ROWS_PER_TASK..rows.end, to);
             });
         }
-        // Blocks of equal height, so that the last is not a sliver.
+        // Tiles of equal height, so that the last one is not much smaller than the others.
         let height = rows.len().div_ceil(rows.len().div_ceil(TILE_M));
         let pieces = out.part(rows.clone(), 0..out.cols).split_rows(height);
         let tasks = pieces.into_iter().flat_map(|(r, piece)| piece.split_cols(step).into_iter().map(move |(c, p)| (r, c, p)));
@@ -268,7 +269,7 @@ pub fn linear_swiglu(out: Out<'_>, x: In<'_>, w: In<'_>) {
     swiglu(out, &x, &w, 0);
 }
 
-/// What is done to query and key heads.
+/// Parameters of the qk-norm and RoPE epilogue.
 pub struct QkNormRope<'a> {
     pub q_norm: In<'a>,
     pub k_norm: In<'a>,
@@ -321,7 +322,7 @@ fn qk_norm_rope(head: &mut [f32], weight: &[f32], eps: f32, angles: &[f32], styl
 
 // ------------------------------------------------------------------------------------------------------------- attention
 
-/// Queries and keys of one block of scores. Keys and values are decoded anew for every block of queries.
+/// Queries and keys of one block of attention scores. Keys and values are decoded again for every block of queries.
 const BLOCK_Q: usize = 256;
 const BLOCK_KV: usize = 512;
 
@@ -336,14 +337,15 @@ struct AttentionScratch {
     acc: Vec<f32>,
 }
 
-/// What becomes of scores.
+/// How attention scores become softmax logits.
 #[derive(Clone, Copy)]
 pub struct LogitParams {
     pub causal: bool,
     pub scale: f32,
 }
 
-/// Attention with a running maximum: scores exist one block at a time, never as a whole.
+/// Attention with an online softmax (Milakov and Gimelshein 2018), as in FlashAttention: scores exist one block at a time and the
+/// full score matrix is never stored.
 pub fn attention(out: Out<'_>, q: In<'_>, kv: &[(In<'_>, In<'_>)], head_dim: usize, params: LogitParams) {
     let group = q.cols / kv[0].0.cols;
     let tasks: Vec<_> = out
@@ -377,7 +379,7 @@ fn attend(
         buffer.resize(len, value);
     }
     for (keys, values) in kv {
-        // With a causal mask no query of this block sees a key past its last row.
+        // With a causal mask no query of this block attends to a key past the block's last row.
         let end = if causal { keys.rows.min(row + n) } else { keys.rows };
         for start in (0..end).step_by(BLOCK_KV) {
             let m = BLOCK_KV.min(end - start);
