@@ -1,34 +1,37 @@
-//! How large the scores of attention can be, from the norms of queries and keys. A normalised head is at most as long as the square
-//! root of its size, its norm's weights stretch it, and turning changes no length. So a score is a sum over the pairs of elements
-//! that turn together, and none of them counts for more than its share of both lengths times its own weights.
+//! An upper bound on the attention scores of a block, from the gains of its qk-norm. With it attention can use a max-free
+//! softmax.
+//!
+//! After RMS normalisation and before the gain, a head has an L2 norm of at most the square root of its size. The gain scales it,
+//! and RoPE is a rotation, which preserves norms. A score is a sum over the pairs of elements that are rotated together; by the
+//! Cauchy-Schwarz inequality the sum is at most the product of both norms times the largest product of the gains of one pair.
 
 use crate::backend::WeightPart;
 use crate::tensor::DType;
 use half::{bf16, f16};
 
-/// For what rounding adds to queries and keys, and with room to spare.
+/// Margin for the rounding of queries and keys, with some reserve.
 const ROUNDING: f32 = 1.02;
 
-/// How much a norm of heads stretches each pair of neighbours, at most. Empty where the weights are not known.
+/// Largest gain of a head norm for each pair of adjacent elements. Empty if the weights are not known.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct NormGain(Vec<f32>);
 
 impl NormGain {
-    /// Of a norm's weights as they are stored.
+    /// The gain of a norm, from its weights as they are stored.
     pub fn of(parts: &[WeightPart]) -> Self {
         let values: Vec<f32> = parts.iter().flat_map(values).collect();
-        // What is no number stays: it bounds nothing.
+        // NaN must propagate, so that the bound becomes infinite.
         let larger = |most: f32, v: &f32| if v.is_nan() || v.abs() > most { v.abs() } else { most };
         Self(values.chunks(2).map(|pair| pair.iter().fold(0.0, larger)).collect())
     }
 
-    /// What covers both norms.
+    /// The larger of both gains, pair by pair.
     fn or(&self, other: &Self) -> Self {
         Self(self.0.iter().zip(&other.0).map(|(a, b)| if a > b || a.is_nan() { *a } else { *b }).collect())
     }
 }
 
-/// Of the queries and of the keys that meet in a block.
+/// The gains of the query norm and the key norm of a block.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct QkGain {
     pub q: NormGain,
@@ -36,12 +39,12 @@ pub struct QkGain {
 }
 
 impl QkGain {
-    /// What covers both streams.
+    /// The larger of both gains, for streams that share one attention.
     pub fn or(&self, other: &Self) -> Self {
         Self { q: self.q.or(&other.q), k: self.k.or(&other.k) }
     }
 
-    /// The largest scaled score of heads that are turned by neighbours.
+    /// The upper bound on scaled scores, for heads with [interleaved](crate::backend::RopeStyle::Interleaved) RoPE.
     pub fn bound(&self, head_dim: usize) -> f32 {
         let (q, k) = (&self.q.0, &self.k.0);
         if q.len() * 2 != head_dim || k.len() != q.len() {
@@ -75,14 +78,15 @@ mod tests {
     }
 
     #[test]
-    fn no_score_is_larger() {
+    fn no_score_exceeds_the_bound() {
         let q = [0.5, -3.0, 1.0, 0.25, 2.0, 0.0, 1.5, 1.0];
         let k = [2.0, 1.0, 0.5, 4.0, -1.0, 1.0, 0.125, 1.5];
         let d = q.len();
         let bound = QkGain { q: gain(&q), k: gain(&k) }.bound(d);
-        // Pairs count 3 * 2, 1 * 4, 2 * 1, 1.5 * 1.5: the first one wins.
+        // The products of the gains are 3 * 2, 1 * 4, 2 * 1 and 1.5 * 1.5; the first is the largest.
         assert!((bound - ROUNDING * 6.0 * (d as f32).sqrt()).abs() < 1e-4, "{bound}");
-        // All of both lengths in the pair that stretches most, turned so that they meet: that score is the bound, but for rounding.
+        // The worst case: both heads are zero outside the pair with the largest gain and parallel in it. But for the rounding
+        // margin, that score is the bound.
         let length = (d as f32).sqrt();
         assert!(3.0 * length * 2.0 * length / length <= bound);
         let mut worst: f32 = 0.0;
@@ -103,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn streams_that_meet_count_together_and_what_is_unknown_is_unbounded() {
+    fn streams_that_share_attention_share_the_bound_and_unknown_gains_are_unbounded() {
         let known = QkGain { q: gain(&[1.0, 2.0, 1.0, 1.0]), k: gain(&[1.0, 1.0, 3.0, 1.0]) };
         let other = QkGain { q: gain(&[1.0, 1.0, 4.0, 1.0]), k: gain(&[1.0, 1.0, 1.0, 1.0]) };
         assert!(other.bound(4) < known.or(&other).bound(4) && known.bound(4) < known.or(&other).bound(4));

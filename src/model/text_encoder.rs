@@ -1,6 +1,7 @@
-//! Qwen3 as klein uses it: the first layers only, the residual stream taken at three depths, no final norm.
+//! Qwen3 as klein uses it: only the first layers run, the hidden states of three of them are the prompt embeddings, and there is
+//! no final norm.
 //!
-//! Padded rows are run too. They see every real token and no pad, and the transformer reads all of them.
+//! Padding tokens are encoded, too. They attend to every real token and to no padding, and the transformer reads all of them.
 
 use super::Loader;
 use crate::backend::{Backend, GatedGemm, Gemm, HostData, KvSegment, Linear, Op, Projection, QkNorm, Rope, RopeStyle, scope};
@@ -29,7 +30,7 @@ struct Layer {
 }
 
 impl TextEncoder {
-    /// Places the weights of the layers that are used.
+    /// Loads the weights of the layers that are used.
     pub fn load(loader: &mut Loader<'_>, config: &TextConfig) -> Result<Self> {
         let c = config;
         let (q, kv) = (c.heads * HEAD_DIM, c.kv_heads * HEAD_DIM);
@@ -51,7 +52,7 @@ impl TextEncoder {
         Ok(Self { config: config.clone(), precision: loader.precision, embedding, layers })
     }
 
-    /// Writes the features of a prompt, one row per token, the taps side by side.
+    /// Computes the embeddings of a prompt, one row per token, with the hidden states of the tapped layers side by side.
     pub fn forward(&self, be: &mut dyn Backend, ws: &mut Arena, features: Tensor, tokens: &Tokens) -> Result<()> {
         let c = &self.config;
         let (rows, act) = (tokens.ids.len(), self.precision.activations());
@@ -82,7 +83,8 @@ impl TextEncoder {
                     v,
                     mlp: None,
                 }]))?;
-                // Cutting the keys to the real tokens is the padding mask: a causal row past the end sees exactly these.
+                // Restricting the keys to the real tokens is the padding mask: a causal row past the end attends to exactly
+                // these.
                 let kv = [KvSegment { k: k.rows(0..tokens.real), v: v.rows(0..tokens.real) }];
                 let scale = 1.0 / (HEAD_DIM as f32).sqrt();
                 be.run(Op::Attention {

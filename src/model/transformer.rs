@@ -1,7 +1,7 @@
 //! The FLUX.2 transformer: double blocks with separate weights for text and image, then single blocks over the joint sequence.
 //!
-//! The residual stream of the whole sequence is one matrix, text rows first, so nothing is ever concatenated. What depends only
-//! on the time ([`Transformer::modulations`]) or only on the prompt ([`ContextIn`]) is computed once per image.
+//! The residual stream of the whole sequence is one matrix, text rows first, so nothing is ever concatenated. Everything that
+//! depends only on the timestep ([`Transformer::modulations`]) or only on the prompt ([`ContextIn`]) is computed once per image.
 
 use super::{Loader, bounds::QkGain};
 use crate::backend::{
@@ -15,39 +15,39 @@ use crate::tensor::{Arena, Precision, Tensor};
 use std::f32::consts::{LN_2, LOG2_E};
 use std::ops::Range;
 
-/// The layer that brings a prompt's features to the transformer's width. It is apart from the others because it is needed as early
-/// as the text encoder.
+/// The layer that projects prompt embeddings to the transformer's width (`txt_in`). It is separate from the other layers because
+/// it is loaded with the text encoder.
 pub struct ContextIn {
     layer: Linear,
     precision: Precision,
 }
 
 impl ContextIn {
-    /// Places the weight.
+    /// Loads the weight.
     pub fn load(loader: &mut Loader<'_>, config: &TransformerConfig) -> Result<Self> {
         let layer = loader.linear("txt_in.weight", config.hidden, config.context)?;
         Ok(Self { layer, precision: loader.precision })
     }
 
-    /// A place for the context of a prompt of `rows` tokens.
+    /// Allocates the context of a prompt of `rows` tokens.
     pub fn slot(&self, ws: &mut Arena, rows: usize) -> Result<Tensor> {
         ws.alloc(rows, self.layer.weight.rows, self.precision.activations())
     }
 
-    /// Makes a prompt's context from its features.
+    /// Projects the embeddings of a prompt to its context.
     pub fn run(&self, be: &mut dyn Backend, context: Tensor, features: Tensor) -> Result<()> {
         be.run(Op::Linear(&[Gemm { out: context, x: features, w: &self.layer }]))
     }
 }
 
-/// The transformer, from the contexts of prompts on.
+/// The transformer without [`ContextIn`].
 pub struct Transformer {
     config: TransformerConfig,
     precision: Precision,
     image_in: Linear,
     time_in: Linear,
     time_out: Linear,
-    /// Where guidance is an input of the model.
+    /// The guidance embedder, for models that take the guidance scale as an input.
     guidance: Option<(Linear, Linear)>,
     image_modulation: Linear,
     text_modulation: Linear,
@@ -58,13 +58,13 @@ pub struct Transformer {
     image_out: Linear,
 }
 
-/// What queries are multiplied by as soon as they are normalised, so that scores are exponents of two: the scale of attention, once for
-/// each query instead of once for each score.
+/// Queries are pre-scaled by log2(e)/sqrt(d) in the qk-norm, so that the softmax is a bare exp2: one multiplication per query
+/// element instead of one per score.
 fn q_scale() -> f32 {
     LOG2_E / (HEAD_DIM as f32).sqrt()
 }
 
-/// One stream's half of a double block.
+/// The weights of one stream of a double block.
 struct Stream {
     qkv: Linear,
     qk_norm: QkNorm,
@@ -77,19 +77,19 @@ struct Stream {
 struct DoubleBlock {
     text: Stream,
     image: Stream,
-    /// Of scores, whichever streams meet.
+    /// Upper bound on the attention scores within and between the streams.
     bound: f32,
 }
 
 struct SingleBlock {
     linear1: Linear,
     qk_norm: QkNorm,
-    /// Of scores.
+    /// Upper bound on the attention scores.
     bound: f32,
     linear2: Linear,
 }
 
-/// What the time does to every block: shifts, scales and gates, side by side in one row.
+/// The AdaLN modulation of one timestep: shifts, scales and gates of all blocks, side by side in one row.
 #[derive(Clone, Copy)]
 pub struct Modulation {
     row: Tensor,
@@ -136,12 +136,12 @@ impl ModulationOut {
     }
 }
 
-/// Operands of one prediction.
+/// Operands of one denoising step.
 #[derive(Clone, Copy)]
 pub struct StepInput<'a> {
-    /// Where everything stands in the sequence.
+    /// The layout of the sequence.
     pub plan: &'a SequencePlan,
-    /// Rotations, one row per token of the plan.
+    /// The RoPE table, one row per token of the plan.
     pub rope: Tensor,
     /// The prompt's context, from [`ContextIn`].
     pub context: Tensor,
@@ -149,22 +149,22 @@ pub struct StepInput<'a> {
     pub latents: Tensor,
     /// The reference images.
     pub references: References<'a>,
-    /// The time's modulation.
+    /// The modulation of the timestep.
     pub modulation: Modulation,
     /// The predicted velocity of the canvas, f32.
     pub velocity: Tensor,
 }
 
-/// How reference images take part.
+/// How reference images enter the attention.
 #[derive(Clone, Copy)]
 pub enum References<'a> {
-    /// Their tokens run with the canvas, one tensor per image.
+    /// Their tokens are part of the sequence, one tensor per image.
     Tokens(&'a [Tensor]),
-    /// Their keys and values in every block, from [`Transformer::reference_cache`].
+    /// Their keys and values in every block are cached, by [`Transformer::reference_cache`].
     Cached(&'a [KvSegment]),
 }
 
-/// A run of tokens in a block: where its residual stream lies, and how the time changes it.
+/// The input of one stream of a double block: its weights, its residual stream and its modulations.
 struct StreamInput<'a> {
     weights: &'a Stream,
     x: Tensor,
@@ -172,7 +172,8 @@ struct StreamInput<'a> {
     mlp: ModulationOut,
 }
 
-/// Which keys and values a block uses besides its own, and where its own go.
+/// The KV cache of one block: a cached segment to attend to besides the block's own keys, and the place to store the block's own
+/// keys and values.
 #[derive(Clone, Copy)]
 struct KvCache {
     read: Option<KvSegment>,
@@ -208,7 +209,7 @@ impl SingleBlock {
 }
 
 impl Transformer {
-    /// Places the weights.
+    /// Loads the weights.
     pub fn load(loader: &mut Loader<'_>, config: &TransformerConfig) -> Result<Self> {
         let (c, h) = (config, config.hidden);
         Ok(Self {
@@ -243,7 +244,9 @@ impl Transformer {
         })
     }
 
-    /// Modulations of all `times` (1 is pure noise), one row each. `guidance` counts only for models that take it as input.
+    /// Computes the modulations of all timesteps (1 is pure noise), one row each. `guidance` matters only for models that take
+    /// the
+    /// guidance scale as an input.
     pub fn modulations(&self, be: &mut dyn Backend, ws: &mut Arena, times: &[f32], guidance: f32) -> Result<Tensor> {
         let (h, rows, act) = (self.config.hidden, times.len(), self.precision.activations());
         let table = ws.alloc(rows, 17 * h, act)?;
@@ -262,7 +265,7 @@ impl Transformer {
                 embed(be, timestep_embedding(guidance).repeat(rows), guidance_in)?;
                 be.run(Op::LinearGateResidual(&[GatedGemm { into: vector, x: b, w: guidance_out, gate: None }]))?;
             }
-            // Every use of the vector takes its silu.
+            // All modulation layers read the same silu of the conditioning vector.
             be.run(Op::Silu { out: b, x: vector })?;
             let part = |chunks: Range<usize>, w| Gemm { out: table.cols(chunks.start * h..chunks.end * h), x: b, w };
             be.run(Op::Linear(&[
@@ -275,13 +278,14 @@ impl Transformer {
         Ok(table)
     }
 
-    /// A place for the modulation of the current step, which stays the same from step to step.
+    /// Allocates the modulation of the current step. Every step reads it from the same address, so that a captured step can be
+    /// replayed.
     pub fn modulation_slot(&self, ws: &mut Arena) -> Result<Modulation> {
         let hidden = self.config.hidden;
         Ok(Modulation { row: ws.alloc(1, 17 * hidden, self.precision.activations())?, hidden })
     }
 
-    /// Brings row `step` of `table` into the slot.
+    /// Copies row `step` of `table` into the slot.
     pub fn select(&self, be: &mut dyn Backend, slot: Modulation, table: Tensor, step: usize) -> Result<()> {
         be.run(Op::Copy { out: slot.row, x: table.rows(step..step + 1) })
     }
@@ -320,7 +324,7 @@ impl Transformer {
             scope(be, ws, |be, ws| self.double_block(be, ws, &streams, block.bound, rope, kv_cache(i)))?;
         }
         for (i, block) in self.single_blocks.iter().enumerate() {
-            // Of the last block only the canvas is read: the other tokens give it their keys and values and nothing more.
+            // Only the canvas rows of the last block are read: the other tokens contribute their keys and values only.
             let wanted = if i + 1 == self.single_blocks.len() { plan.canvas() } else { 0..rows };
             let kv_cache = kv_cache(self.double_blocks.len() + i);
             scope(be, ws, |be, ws| self.single_block(be, ws, block, x, wanted, rope, m.single(), kv_cache))?;
@@ -334,9 +338,9 @@ impl Transformer {
         })
     }
 
-    /// Keys and values of reference tokens in every block, for models trained to see references on their own: they attend only
-    /// to each other and are modulated as at time zero, so nothing about them depends on the prompt, the canvas or the step.
-    /// `rope` has the references' rows only.
+    /// Computes the keys and values of the reference tokens in every block, for models trained with a KV cache of references: the
+    /// references attend only to each other and are modulated as at timestep zero, so their keys and values do not depend on the
+    /// prompt, the canvas or the step. `rope` has the references' rows only.
     pub fn reference_cache(
         &self,
         be: &mut dyn Backend,
@@ -369,7 +373,7 @@ impl Transformer {
         Ok(cache)
     }
 
-    /// Brings image tokens, given in consecutive pieces, to the transformer's width.
+    /// Projects image tokens, given as consecutive parts, to the transformer's width.
     fn embed_image(&self, be: &mut dyn Backend, ws: &mut Arena, out: Tensor, pieces: &[Tensor]) -> Result<()> {
         scope(be, ws, |be, ws| {
             let packed = ws.alloc(out.rows, self.config.channels, self.precision.activations())?;
@@ -382,7 +386,8 @@ impl Transformer {
         })
     }
 
-    /// Attention over all streams together, then an MLP, each stream with its own weights. Streams are consecutive in the sequence.
+    /// Attention over all streams together, then an MLP, each stream with its own weights. Streams are consecutive in the
+    /// sequence.
     fn double_block(
         &self,
         be: &mut dyn Backend,
@@ -454,7 +459,7 @@ impl Transformer {
         residual(be, inner, &|s| (&s.weights.mlp_out, s.mlp.gate))
     }
 
-    /// Attention and MLP side by side, over the joint sequence. Only the residual of `wanted` rows is brought up to date.
+    /// Attention and MLP in parallel, over the joint sequence. Only the `wanted` rows of the residual stream are updated.
     #[allow(clippy::too_many_arguments)]
     fn single_block(
         &self,
@@ -470,7 +475,7 @@ impl Transformer {
         let (c, act) = (&self.config, self.precision.activations());
         let (h, rows) = (c.hidden, x.rows);
         let into = x.rows(wanted.clone());
-        // Attention and MLP write side by side, which is how the last product reads them.
+        // Attention and MLP write adjacent columns of one buffer, which is the input of the last GEMM.
         let joined = ws.alloc(into.rows, h + c.mlp(), act)?;
         scope(be, ws, |be, ws| {
             let q = ws.alloc(into.rows, h, act)?;
@@ -505,7 +510,7 @@ impl Transformer {
         }
     }
 
-    /// Where a block's own keys and values go.
+    /// The place for a block's own keys and values: in the cache, or newly allocated.
     fn own_kv(&self, ws: &mut Arena, rows: usize, cache: KvCache) -> Result<KvSegment> {
         let (h, act) = (self.config.hidden, self.precision.activations());
         match cache.write {
@@ -538,13 +543,13 @@ mod tests {
     use std::sync::Arc;
     use std::sync::atomic::AtomicBool;
 
-    /// Values of a fixed pattern, of order one.
+    /// A fixed pattern of values of order one.
     fn pattern(count: usize) -> Vec<f32> {
         (0..count).map(|i| ((i * 7919 + 13) % 257) as f32 / 128.0 - 1.0).collect()
     }
 
     #[test]
-    fn what_the_last_block_leaves_out_is_read_by_nobody() {
+    fn rows_that_the_last_block_skips_do_not_change_the_canvas() {
         let config = TransformerConfig::tiny();
         let weights = crate::tiny::model(Layout::Diffusers, DType::Bf16).unwrap().weights(Part::Transformer).unwrap();
         let mut be = Cpu::new(0, Arc::new(AtomicBool::new(false))).unwrap();

@@ -1,4 +1,4 @@
-//! The image autoencoder: latents to pixels and back. Images are matrices of one row per pixel, channels last.
+//! The VAE: decodes latents to pixels and encodes pixels to latents. Images are matrices of one row per pixel, channels last.
 
 use super::Loader;
 use crate::backend::{Backend, Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, Op, Sampling, scope};
@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::sequence::Grid;
 use crate::tensor::{Arena, DType, Precision, Tensor};
 
-/// The autoencoder.
+/// The VAE.
 pub struct Vae {
     config: VaeConfig,
     precision: Precision,
@@ -20,7 +20,7 @@ struct Decoder {
     post_quant: Linear,
     conv_in: Conv,
     mid: Mid,
-    /// Coarsest first.
+    /// The levels, coarsest first.
     levels: Vec<Level>,
     norm_out: GroupNorm,
     conv_out: Conv,
@@ -28,7 +28,7 @@ struct Decoder {
 
 struct Encoder {
     conv_in: Conv,
-    /// Finest first.
+    /// The levels, finest first.
     levels: Vec<Level>,
     mid: Mid,
     norm_out: GroupNorm,
@@ -47,7 +47,7 @@ struct Resnet {
     conv1: Conv,
     norm2: GroupNorm,
     conv2: Conv,
-    /// Where the number of channels changes.
+    /// A 1x1 convolution, if the number of channels changes.
     shortcut: Option<Linear>,
 }
 
@@ -62,11 +62,11 @@ struct Attention {
 struct Level {
     channels: usize,
     resnets: Vec<Resnet>,
-    /// To the resolution of the next level.
+    /// The convolution that changes the resolution to that of the next level.
     resample: Option<Conv>,
 }
 
-/// An image in memory: a row per pixel, and the group statistics of its values where its producer made them.
+/// A feature map: one row per pixel, and the group statistics of its values if the op that produced it computed them.
 #[derive(Clone, Copy)]
 struct FeatureMap {
     data: Tensor,
@@ -75,7 +75,7 @@ struct FeatureMap {
     height: usize,
 }
 
-/// Residual blocks of a level.
+/// Number of residual blocks of a level.
 const ENCODER_RESNETS: usize = 2;
 const DECODER_RESNETS: usize = 3;
 
@@ -113,7 +113,7 @@ impl Mid {
 }
 
 impl Level {
-    /// `channels` are those of the input and of the level itself; `resample` names its last convolution.
+    /// The pair holds the channels of the input and of the level itself; `resample` names the level's last convolution.
     fn load(
         loader: &mut Loader<'_>,
         name: &str,
@@ -173,7 +173,7 @@ impl Encoder {
 }
 
 impl Vae {
-    /// Places the decoder's weights and the latent statistics, and the encoder's weights if they will be needed.
+    /// Loads the weights of the decoder and the latent statistics, and with `with_encoder` also the weights of the encoder.
     pub fn load(loader: &mut Loader<'_>, config: &VaeConfig, with_encoder: bool) -> Result<Self> {
         let c = config;
         let stats = LatentStats {
@@ -186,7 +186,7 @@ impl Vae {
         Ok(Self { config: c.clone(), precision: loader.precision, stats, decoder, encoder })
     }
 
-    /// Turns latents of `grid` tokens into an f32 image of `[pixels, 3]`, nominally within -1..1.
+    /// Decodes latents of `grid` tokens to an f32 image of `[pixels, 3]`, nominally within -1..1.
     pub fn decode(&self, be: &mut dyn Backend, ws: &mut Arena, image: Tensor, latents: Tensor, grid: Grid) -> Result<()> {
         let (c, d, act) = (&self.config, &self.decoder, self.precision.activations());
         let (width, height) = (2 * grid.width, 2 * grid.height);
@@ -210,7 +210,7 @@ impl Vae {
         })
     }
 
-    /// Turns an image of `[pixels, 3]` into tokens of `grid`, the mean of what the encoder believes.
+    /// Encodes an image of `[pixels, 3]` to tokens of `grid`: the mean of the encoder's posterior, without sampling.
     ///
     /// # Panics
     /// If the encoder was not loaded: a bug in the caller.
@@ -227,7 +227,7 @@ impl Vae {
                     let normed = self.norm(be, ws, &e.norm_out, last, true)?;
                     let moments = ws.alloc(last.data.rows, 2 * c.latent, act)?;
                     conv(be, FeatureMap { data: moments, stats: None, ..last }, normed, &e.conv_out, Sampling::Same, None)?;
-                    // The second half is the variance, which nobody reads.
+                    // The second half of the channels is the log-variance of the posterior, which is not needed for its mean.
                     let mean = e.quant.rows(0..c.latent);
                     let z = ws.alloc(last.data.rows, c.latent, act)?;
                     be.run(Op::Linear(&[Gemm { out: z, x: moments, w: &mean }]))?;
@@ -238,7 +238,7 @@ impl Vae {
         })
     }
 
-    /// A level's blocks, then its resampling; the last level has none and ends in `last` instead.
+    /// Runs the residual blocks of a level, then its resampling; the last level has no resampling and ends with `last` instead.
     fn level(
         &self,
         be: &mut dyn Backend,
@@ -253,7 +253,7 @@ impl Vae {
             Sampling::Down => side / 2,
             Sampling::Same => side,
         };
-        // The input of the next level outlives this one, so it is placed first.
+        // The input of the next level outlives this level's buffers, so it is allocated first.
         let next = match &level.resample {
             Some(_) => self.map(ws, scaled(x.width), scaled(x.height), level.channels)?,
             None => x,
@@ -273,13 +273,13 @@ impl Vae {
         Ok(next)
     }
 
-    /// The blocks at the coarsest resolution, in place. Statistics of `x` are those of its new values afterwards.
+    /// Runs the blocks at the coarsest resolution, in place. Afterwards the statistics of `x` are those of its new values.
     fn mid(&self, be: &mut dyn Backend, ws: &mut Arena, mid: &Mid, x: FeatureMap) -> Result<()> {
         scope(be, ws, |be, ws| {
             let y = self.map(ws, x.width, x.height, x.data.cols)?;
             self.resnet(be, ws, &mid.first, y, x)?;
             self.attention(be, ws, &mid.attention, y)?;
-            // Attention has changed the values since their statistics were made.
+            // Attention has changed the values since their statistics were computed.
             self.resnet(be, ws, &mid.second, x, FeatureMap { stats: None, ..y })
         })
     }
@@ -287,7 +287,7 @@ impl Vae {
     /// `out = shortcut(x) + conv(silu(norm(conv(silu(norm(x))))))`.
     fn resnet(&self, be: &mut dyn Backend, ws: &mut Arena, block: &Resnet, out: FeatureMap, x: FeatureMap) -> Result<()> {
         scope(be, ws, |be, ws| {
-            // `out` holds the inner map until the second convolution overwrites it.
+            // `out` holds the intermediate feature map until the second convolution overwrites it.
             scope(be, ws, |be, ws| {
                 let normed = self.norm(be, ws, &block.norm1, x, true)?;
                 conv(be, out, normed, &block.conv1, Sampling::Same, None)
