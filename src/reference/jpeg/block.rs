@@ -80,14 +80,14 @@ pub(super) fn dc_refine(bits: &mut Bits<'_>, low: u8, block: &mut Block) -> Resu
 }
 
 /// How many blocks end here: `2^run` and as many bits more (G.1.2.2).
-fn end_of_bands(bits: &mut Bits<'_>, run: usize) -> Result<u32, Flaw> {
+fn eob_run_length(bits: &mut Bits<'_>, run: usize) -> Result<u32, Flaw> {
     Ok((1 << run) + bits.number(run as u8)? as u32)
 }
 
-/// The upper bits of AC coefficients. `ends` counts the blocks, from this one on, that have no more of them.
-pub(super) fn ac_first(bits: &mut Bits<'_>, ac: &Codes, ends: &mut u32, band: Band, block: &mut Block) -> Result<(), Flaw> {
+/// The upper bits of AC coefficients. `eob_run` counts the blocks, from this one on, that have no more of them.
+pub(super) fn ac_first(bits: &mut Bits<'_>, ac: &Codes, eob_run: &mut u32, band: Band, block: &mut Block) -> Result<(), Flaw> {
     let mut k = band.first;
-    while *ends == 0 && k <= band.last {
+    while *eob_run == 0 && k <= band.last {
         let symbol = bits.symbol(ac)?;
         let (run, length) = (usize::from(symbol >> 4), symbol & 15);
         match (run, length) {
@@ -97,7 +97,7 @@ pub(super) fn ac_first(bits: &mut Bits<'_>, ac: &Codes, ends: &mut u32, band: Ba
                     return Err(Flaw::Code);
                 }
             }
-            (run, 0) => *ends = end_of_bands(bits, run)?,
+            (run, 0) => *eob_run = eob_run_length(bits, run)?,
             (run, length) => {
                 k += run;
                 if k > band.last {
@@ -108,20 +108,20 @@ pub(super) fn ac_first(bits: &mut Bits<'_>, ac: &Codes, ends: &mut u32, band: Ba
             }
         }
     }
-    *ends = ends.saturating_sub(1);
+    *eob_run = eob_run.saturating_sub(1);
     Ok(())
 }
 
 /// One more bit of AC coefficients: of each that is not zero its own, and the places of those that are no longer zero (G.1.2.3).
-pub(super) fn ac_refine(bits: &mut Bits<'_>, ac: &Codes, ends: &mut u32, band: Band, block: &mut Block) -> Result<(), Flaw> {
+pub(super) fn ac_refine(bits: &mut Bits<'_>, ac: &Codes, eob_run: &mut u32, band: Band, block: &mut Block) -> Result<(), Flaw> {
     let one = 1i16 << band.low;
     let mut k = band.first;
-    while *ends == 0 && k <= band.last {
+    while *eob_run == 0 && k <= band.last {
         let symbol = bits.symbol(ac)?;
         let (mut zeros, new) = match (symbol >> 4, symbol & 15) {
             (15, 0) => (15, 0),
             (run, 0) => {
-                *ends = end_of_bands(bits, usize::from(run))?;
+                *eob_run = eob_run_length(bits, usize::from(run))?;
                 break;
             }
             (run, 1) => (run, if bits.bit()? { one } else { -one }),
@@ -144,14 +144,14 @@ pub(super) fn ac_refine(bits: &mut Bits<'_>, ac: &Codes, ends: &mut u32, band: B
             }
         }
     }
-    if *ends > 0 {
+    if *eob_run > 0 {
         for k in k..=band.last {
             let coefficient = &mut block[at(k)];
             if *coefficient != 0 {
                 refine(bits, coefficient, one)?;
             }
         }
-        *ends -= 1;
+        *eob_run -= 1;
     }
     Ok(())
 }
@@ -218,22 +218,22 @@ mod tests {
 
     #[test]
     fn blocks_may_end_together_and_be_refined_together() {
-        let (ac, mut ends, mut blocks) = (codes(&SYMBOLS), 0, [[0; 64]; 9]);
+        let (ac, mut eob_run, mut blocks) = (codes(&SYMBOLS), 0, [[0; 64]; 9]);
         let band = Band { low: 1, ..WHOLE };
         // A value in the first block; it and seven more end, for 8 + 0; the ninth has a value and ends alone.
         let data = [3, 0b1000_0010, 0b0000_0000, 0b0011_0000, 0b0000_0000, 0];
         let mut bits = Bits::new(&data);
         for block in &mut blocks {
-            ac_first(&mut bits, &ac, &mut ends, band, block).unwrap();
+            ac_first(&mut bits, &ac, &mut eob_run, band, block).unwrap();
         }
-        assert_eq!((blocks[0][at(1)], blocks[8][at(1)], ends), (2, -2, 0));
+        assert_eq!((blocks[0][at(1)], blocks[8][at(1)], eob_run), (2, -2, 0));
         assert!(blocks[1..8].iter().all(|block| block == &[0; 64]));
         // One more bit each: nothing new, so all end at once, followed by the bit of the first and of the ninth block.
         let mut bits = Bits::new(&[4, 0b0011_1000, 0, 0]);
         for block in &mut blocks {
-            ac_refine(&mut bits, &ac, &mut ends, WHOLE, block).unwrap();
+            ac_refine(&mut bits, &ac, &mut eob_run, WHOLE, block).unwrap();
         }
-        assert_eq!((blocks[0][at(1)], blocks[8][at(1)], ends), (3, -3, 0));
+        assert_eq!((blocks[0][at(1)], blocks[8][at(1)], eob_run), (3, -3, 0));
     }
 
     #[test]

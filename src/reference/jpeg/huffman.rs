@@ -4,12 +4,12 @@ use super::damaged;
 use crate::reference::Fault;
 
 /// Codes of up to so many bits, which are nearly all that occur, are found at once.
-const FAST: u32 = 9;
+const LOOKUP_BITS: u32 = 9;
 
 /// The codes of a table, ready to decode.
 pub(super) struct Codes {
     /// By the first bits of the data: the symbol below the length of its code, which is 0 if the code is longer.
-    fast: [u16; 1 << FAST],
+    lookup: [u16; 1 << LOOKUP_BITS],
     /// For each length, the first 16 bits of data that are beyond its codes, with codes filled up with zeros.
     ends: [u32; 17],
     /// For each length, where its first code's symbol would be if its first code were zero.
@@ -30,16 +30,16 @@ impl Table<'_> {
         if self.symbols.iter().any(|&symbol| symbol > largest) {
             return Err(damaged("a Huffman table has a symbol that does not exist"));
         }
-        let mut codes = Codes { fast: [0; 1 << FAST], ends: [0; 17], starts: [0; 17], symbols: self.symbols.to_vec() };
+        let mut codes = Codes { lookup: [0; 1 << LOOKUP_BITS], ends: [0; 17], starts: [0; 17], symbols: self.symbols.to_vec() };
         let (mut code, mut index) = (0u32, 0usize);
         for (length, &count) in (1..=16u32).zip(self.counts) {
             codes.starts[length as usize] = index as i32 - code as i32;
             for &symbol in self.symbols.get(index..index + usize::from(count)).unwrap_or_default() {
-                if length <= FAST {
-                    let first = (code as usize) << (FAST - length);
-                    let range = first..first + (1 << (FAST - length));
+                if length <= LOOKUP_BITS {
+                    let first = (code as usize) << (LOOKUP_BITS - length);
+                    let range = first..first + (1 << (LOOKUP_BITS - length));
                     // Out of range when there are more codes than fit, which the check below refuses.
-                    codes.fast.get_mut(range).unwrap_or_default().fill((length as u16) << 8 | u16::from(symbol));
+                    codes.lookup.get_mut(range).unwrap_or_default().fill((length as u16) << 8 | u16::from(symbol));
                 }
                 code += 1;
             }
@@ -59,14 +59,14 @@ impl Codes {
     /// The symbol that these bits begin with, and the length of its code.
     #[inline(always)]
     pub(super) fn look_up(&self, bits: u16) -> Option<(u8, u32)> {
-        let fast = self.fast[usize::from(bits >> (16 - FAST))];
-        if fast > 0xFF { Some((fast as u8, u32::from(fast >> 8))) } else { self.look_further(bits) }
+        let lookup = self.lookup[usize::from(bits >> (16 - LOOKUP_BITS))];
+        if lookup > 0xFF { Some((lookup as u8, u32::from(lookup >> 8))) } else { self.search_long(bits) }
     }
 
     #[cold]
-    fn look_further(&self, bits: u16) -> Option<(u8, u32)> {
+    fn search_long(&self, bits: u16) -> Option<(u8, u32)> {
         // The codes of a length are numbers in a row, and greater than all shorter codes.
-        let length = (FAST + 1..=16).find(|&length| u32::from(bits) < self.ends[length as usize])?;
+        let length = (LOOKUP_BITS + 1..=16).find(|&length| u32::from(bits) < self.ends[length as usize])?;
         let index = i32::from(bits >> (16 - length)) + self.starts[length as usize];
         Some((*self.symbols.get(usize::try_from(index).ok()?)?, length))
     }

@@ -1,24 +1,24 @@
 //! The inverse cosine transform: the algorithm of Loeffler, Ligtenberg and Moschytz ("Practical fast 1-D DCT algorithms with 11
 //! multiplications", ICASSP 1989) in integers, with the constants and the roundings of libjpeg's accurate integer transform.
 //!
-//! Two passes over eight columns at once. Between them values keep [`EXTRA`] bits more than they need. Where a file asks for more
+//! Two passes over eight columns at once. Between them values keep [`PASS1_BITS`] bits more than they need. Where a file asks for more
 //! than 16 bits, sums wrap and results saturate as they do in the vector code of libjpeg-turbo; no encoder makes such files.
 
 use super::block::Block;
 use std::num::Wrapping;
 
 /// The constants have so many bits behind the point.
-const CONSTANT: usize = 13;
+const CONST_BITS: usize = 13;
 
 /// What the first pass keeps for the second.
-const EXTRA: usize = 2;
+const PASS1_BITS: usize = 2;
 
 /// Eight columns at once.
 type Lanes = [i16; 8];
 
-/// A positive number with [`CONSTANT`] bits behind the point, rounded.
+/// A positive number with [`CONST_BITS`] bits behind the point, rounded.
 const fn fixed(value: f64) -> i32 {
-    (value * (1 << CONSTANT) as f64 + 0.5) as i32
+    (value * (1 << CONST_BITS) as f64 + 0.5) as i32
 }
 
 /// Ones where a coefficient is not in the first so many rows and columns.
@@ -42,7 +42,7 @@ fn within<const ROWS: usize, const COLUMNS: usize>(coefficients: &Block) -> bool
 pub(super) fn block(coefficients: &Block, quantisers: &Block, out: &mut [u8], stride: usize) {
     // Most blocks of most images are smooth.
     if within::<1, 1>(coefficients) {
-        let value = coefficients[0].wrapping_mul(quantisers[0]).wrapping_shl(EXTRA as u32);
+        let value = coefficients[0].wrapping_mul(quantisers[0]).wrapping_shl(PASS1_BITS as u32);
         let sample = sample(saturated((i32::from(value) + 16) >> 5));
         out.chunks_mut(stride).take(8).for_each(|row| row[..8].fill(sample));
     } else if within::<4, 4>(coefficients) {
@@ -59,11 +59,11 @@ fn transform<const SIDE: usize>(coefficients: &Block, quantisers: &Block, out: &
     rows.as_flattened_mut().iter_mut().zip(values).take(8 * SIDE).for_each(|(to, value)| *to = value);
     let rows = if within::<1, 8>(coefficients) {
         // Constant columns. A product that fills 16 bits is shifted out of them here, and saturates in a pass; so it is in Pillow.
-        [rows[0].map(|value| value.wrapping_shl(EXTRA as u32)); 8]
+        [rows[0].map(|value| value.wrapping_shl(PASS1_BITS as u32)); 8]
     } else {
-        pass::<{ CONSTANT - EXTRA }, SIDE, SIDE>(&rows)
+        pass::<{ CONST_BITS - PASS1_BITS }, SIDE, SIDE>(&rows)
     };
-    let columns = pass::<{ CONSTANT + EXTRA + 3 }, SIDE, 8>(&transposed(&rows));
+    let columns = pass::<{ CONST_BITS + PASS1_BITS + 3 }, SIDE, 8>(&transposed(&rows));
     let mut samples = [[0; 8]; 8];
     let values = columns.as_flattened().iter().map(|&value| sample(value));
     samples.as_flattened_mut().iter_mut().zip(values).for_each(|(to, sample)| *to = sample);
@@ -108,12 +108,12 @@ fn transposed_bytes(rows: [[u8; 8]; 8]) -> [[u8; 8]; 8] {
     words.map(u64::to_le_bytes)
 }
 
-/// Transforms `LANES` columns, of which no more than the first `SIDE` rows matter; `DOWN` bits are rounded away.
+/// Transforms `LANES` columns, of which no more than the first `SIDE` rows matter; `DESCALE` bits are rounded away.
 #[inline(always)]
-fn pass<const DOWN: usize, const SIDE: usize, const LANES: usize>(rows: &[Lanes; 8]) -> [Lanes; 8] {
+fn pass<const DESCALE: usize, const SIDE: usize, const LANES: usize>(rows: &[Lanes; 8]) -> [Lanes; 8] {
     let mut out = [[0; 8]; 8];
     for lane in 0..LANES {
-        let column = column::<DOWN>(std::array::from_fn(|k| if k < SIDE { rows[k][lane] } else { 0 }));
+        let column = column::<DESCALE>(std::array::from_fn(|k| if k < SIDE { rows[k][lane] } else { 0 }));
         for (row, value) in out.iter_mut().zip(column) {
             row[lane] = value;
         }
@@ -123,14 +123,14 @@ fn pass<const DOWN: usize, const SIDE: usize, const LANES: usize>(rows: &[Lanes;
 
 /// One column. The multiplications are grouped in pairs of 16-bit factors, which compilers know an instruction for.
 #[inline(always)]
-fn column<const DOWN: usize>(s: [i16; 8]) -> [i16; 8] {
+fn column<const DESCALE: usize>(s: [i16; 8]) -> [i16; 8] {
     let wide = |v: i16| Wrapping(i32::from(v));
     let pair = |a: i16, by_a: i32, b: i16, by_b: i32| wide(a) * Wrapping(by_a) + wide(b) * Wrapping(by_b);
 
     // Even part: a sum, a difference and a rotation.
     const E: i32 = fixed(0.541_196_100);
-    let t0 = wide(s[0].wrapping_add(s[4])) << CONSTANT;
-    let t1 = wide(s[0].wrapping_sub(s[4])) << CONSTANT;
+    let t0 = wide(s[0].wrapping_add(s[4])) << CONST_BITS;
+    let t1 = wide(s[0].wrapping_sub(s[4])) << CONST_BITS;
     let t2 = pair(s[2], E, s[6], E - fixed(1.847_759_065));
     let t3 = pair(s[2], E + fixed(0.765_366_865), s[6], E);
     let even = [t0 + t3, t1 + t2, t1 - t2, t0 - t3];
@@ -150,9 +150,9 @@ fn column<const DOWN: usize>(s: [i16; 8]) -> [i16; 8] {
         pair(t0, OUTER + fixed(0.298_631_336), t3, OUTER) + y3,
     ];
 
-    let half = Wrapping(1 << (DOWN - 1));
-    let down = |v: Wrapping<i32>| saturated(((v + half) >> DOWN).0);
-    std::array::from_fn(|k| if k < 4 { down(even[k] + odd[k]) } else { down(even[7 - k] - odd[7 - k]) })
+    let half = Wrapping(1 << (DESCALE - 1));
+    let descale = |v: Wrapping<i32>| saturated(((v + half) >> DESCALE).0);
+    std::array::from_fn(|k| if k < 4 { descale(even[k] + odd[k]) } else { descale(even[7 - k] - odd[7 - k]) })
 }
 
 #[cfg(test)]
@@ -206,6 +206,6 @@ mod tests {
         }
         let row = |k: usize| if k < 8 { 90 - 17 * k as i16 } else { 0 };
         let rows: [Lanes; 8] = std::array::from_fn(|y| std::array::from_fn(|x| row(8 * y + x)));
-        assert_eq!(pass::<{ CONSTANT - EXTRA }, 8, 8>(&rows), [rows[0].map(|value| value << EXTRA); 8]);
+        assert_eq!(pass::<{ CONST_BITS - PASS1_BITS }, 8, 8>(&rows), [rows[0].map(|value| value << PASS1_BITS); 8]);
     }
 }

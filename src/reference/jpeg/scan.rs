@@ -44,7 +44,7 @@ struct Carried {
     /// For each part, its last DC coefficient.
     dc: [i16; 4],
     /// So many blocks, from the next on, have no more coefficients.
-    ends: u32,
+    eob_run: u32,
 }
 
 impl Header {
@@ -136,10 +136,10 @@ impl Scan<'_> {
             }),
             (0, Some(_)) => self.walk_stored(frame, parts, stored, |bits, _, _, block| block::dc_refine(bits, band.low, block)),
             (_, None) => self.walk_stored(frame, parts, stored, |bits, carried, part, block| {
-                block::ac_first(bits, &ac[part], &mut carried.ends, band, block)
+                block::ac_first(bits, &ac[part], &mut carried.eob_run, band, block)
             }),
             (_, Some(_)) => self.walk_stored(frame, parts, stored, |bits, carried, part, block| {
-                block::ac_refine(bits, &ac[part], &mut carried.ends, band, block)
+                block::ac_refine(bits, &ac[part], &mut carried.eob_run, band, block)
             }),
         }
     }
