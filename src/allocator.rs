@@ -13,26 +13,26 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// The exit code for too little memory, as in [`kiln::error::Error::exit_code`].
 const CODE: i32 = 4;
 
-struct Ending;
+struct ExitOnFailure;
 
 #[global_allocator]
-static ENDING: Ending = Ending;
+static ALLOCATOR: ExitOnFailure = ExitOnFailure;
 
 // SAFETY: every call is passed on to the system allocator unchanged, and so is its answer.
-unsafe impl GlobalAlloc for Ending {
+unsafe impl GlobalAlloc for ExitOnFailure {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: the caller's promise is passed on.
-        answered(unsafe { System.alloc(layout) }, layout.size())
+        checked(unsafe { System.alloc(layout) }, layout.size())
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         // SAFETY: the caller's promise is passed on.
-        answered(unsafe { System.alloc_zeroed(layout) }, layout.size())
+        checked(unsafe { System.alloc_zeroed(layout) }, layout.size())
     }
 
     unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         // SAFETY: the caller's promise is passed on.
-        answered(unsafe { System.realloc(ptr, layout, size) }, size)
+        checked(unsafe { System.realloc(ptr, layout, size) }, size)
     }
 
     unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
@@ -41,9 +41,9 @@ unsafe impl GlobalAlloc for Ending {
     }
 }
 
-fn answered(ptr: *mut u8, size: usize) -> *mut u8 {
+fn checked(ptr: *mut u8, size: usize) -> *mut u8 {
     if ptr.is_null() && !is_fallible() {
-        end(size);
+        exit(size);
     }
     ptr
 }
@@ -60,10 +60,10 @@ pub fn save_addresses() {
 
 /// Says what was asked for and ends the process. No memory is asked for meanwhile, and no lock, which others may hold for good.
 #[cold]
-fn end(size: usize) -> ! {
-    static ENDING: AtomicBool = AtomicBool::new(false);
+fn exit(size: usize) -> ! {
+    static EXITING: AtomicBool = AtomicBool::new(false);
     // Where it is short for one it is for others: the first speaks, and ends them all.
-    if ENDING.swap(true, Ordering::Relaxed) {
+    if EXITING.swap(true, Ordering::Relaxed) {
         // SAFETY: only waits.
         unsafe { libc::sleep(10) };
     }

@@ -33,7 +33,7 @@ pub fn is_fallible() -> bool {
 }
 
 /// Whether so many bytes can be had at this moment, by asking for them.
-pub fn is_room_for(bytes: usize) -> bool {
+pub fn can_allocate(bytes: usize) -> bool {
     let mut memory = Vec::<u8>::new();
     let answer = fallible(|| memory.try_reserve_exact(bytes));
     // Somebody might look at it: otherwise it need not be asked for at all.
@@ -44,9 +44,9 @@ pub fn is_room_for(bytes: usize) -> bool {
 /// Bytes that this process can still have, as far as the system tells.
 pub fn available() -> Option<u64> {
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
-    let groups = groups(&read("/proc/self/cgroup"));
-    let groups: Vec<Group> = groups.iter().filter_map(|(version, folder)| Group::read(*version, folder)).collect();
-    free(&read("/proc/meminfo"), &groups, address_limit(), &read("/proc/self/status"))
+    let folders = cgroup_folders(&read("/proc/self/cgroup"));
+    let cgroups: Vec<Cgroup> = folders.iter().filter_map(|(version, folder)| Cgroup::read(*version, folder)).collect();
+    free(&read("/proc/meminfo"), &cgroups, address_limit(), &read("/proc/self/status"))
 }
 
 /// This process's limit on addresses, if there is one.
@@ -58,13 +58,13 @@ pub fn address_limit() -> Option<u64> {
 }
 
 /// What all limits leave: the texts are those of `/proc/meminfo` and `/proc/self/status`.
-fn free(meminfo: &str, groups: &[Group], address_limit: Option<u64>, status: &str) -> Option<u64> {
+fn free(meminfo: &str, cgroups: &[Cgroup], address_limit: Option<u64>, status: &str) -> Option<u64> {
     // None at all is said by systems that do not know.
     let machine = kilobytes(meminfo, "MemAvailable:").filter(|&bytes| bytes > 0);
-    let groups = groups.iter().filter_map(Group::free);
+    let cgroups = cgroups.iter().filter_map(Cgroup::free);
     // What does not fit goes to swap, if slowly.
     let swap = kilobytes(meminfo, "SwapFree:").unwrap_or(0);
-    let memory = machine.into_iter().chain(groups).min().map(|bytes| bytes.saturating_add(swap));
+    let memory = machine.into_iter().chain(cgroups).min().map(|bytes| bytes.saturating_add(swap));
     let addresses = address_limit.zip(kilobytes(status, "VmSize:")).map(|(limit, used)| limit.saturating_sub(used));
     memory.into_iter().chain(addresses).min()
 }
@@ -77,20 +77,20 @@ fn kilobytes(text: &str, key: &str) -> Option<u64> {
 /// The two ways in which Linux tells of groups of processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Version {
-    One,
-    Two,
+    V1,
+    V2,
 }
 
 /// Folders that tell of the groups a process is in, by the text of its `/proc/self/cgroup`: its own group and all above it. In a
 /// container some may not be there, and the last, which always is, stands for the container.
-fn groups(text: &str) -> Vec<(Version, PathBuf)> {
+fn cgroup_folders(text: &str) -> Vec<(Version, PathBuf)> {
     let mut found = Vec::new();
     for line in text.lines() {
         let mut fields = line.splitn(3, ':').skip(1);
         let (Some(controllers), Some(path)) = (fields.next(), fields.next()) else { continue };
         let (version, root) = match controllers {
-            "" => (Version::Two, Path::new("/sys/fs/cgroup")),
-            list if list.split(',').any(|name| name == "memory") => (Version::One, Path::new("/sys/fs/cgroup/memory")),
+            "" => (Version::V2, Path::new("/sys/fs/cgroup")),
+            list if list.split(',').any(|name| name == "memory") => (Version::V1, Path::new("/sys/fs/cgroup/memory")),
             _ => continue,
         };
         let path = Path::new(path.trim_start_matches('/'));
@@ -100,7 +100,7 @@ fn groups(text: &str) -> Vec<(Version, PathBuf)> {
 }
 
 /// What a group of processes may use, and does.
-struct Group {
+struct Cgroup {
     /// The text of the limit; none is a word, or a number beyond all memory.
     limit: String,
     usage: String,
@@ -109,12 +109,12 @@ struct Group {
     version: Version,
 }
 
-impl Group {
+impl Cgroup {
     fn read(version: Version, folder: &Path) -> Option<Self> {
         let read = |name: &str| std::fs::read_to_string(folder.join(name)).ok();
         let (limit, usage) = match version {
-            Version::One => ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-            Version::Two => ("memory.max", "memory.current"),
+            Version::V1 => ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+            Version::V2 => ("memory.max", "memory.current"),
         };
         Some(Self { limit: read(limit)?, usage: read(usage)?, stat: read("memory.stat").unwrap_or_default(), version })
     }
@@ -124,8 +124,8 @@ impl Group {
         let number = |text: &str| text.trim().parse::<u64>().ok();
         let files = match self.version {
             // Of groups below it as well, as the usage is.
-            Version::One => ["total_inactive_file ", "total_active_file "],
-            Version::Two => ["inactive_file ", "active_file "],
+            Version::V1 => ["total_inactive_file ", "total_active_file "],
+            Version::V2 => ["inactive_file ", "active_file "],
         };
         let reclaimable = files.iter().filter_map(|key| self.stat.lines().find_map(|line| number(line.strip_prefix(key)?)));
         let used = number(&self.usage)?.saturating_sub(reclaimable.sum());
@@ -141,23 +141,23 @@ mod tests {
         "MemTotal:       32000000 kB\nMemFree:          100000 kB\nMemAvailable:    2000000 kB\nSwapFree:              0 kB\n";
     const STATUS: &str = "Name:\tkiln\nVmPeak:\t  999999 kB\nVmSize:\t  100000 kB\n";
 
-    fn group(version: Version, limit: &str, usage: &str, stat: &str) -> Group {
-        Group { limit: limit.into(), usage: usage.into(), stat: stat.into(), version }
+    fn cgroup(version: Version, limit: &str, usage: &str, stat: &str) -> Cgroup {
+        Cgroup { limit: limit.into(), usage: usage.into(), stat: stat.into(), version }
     }
 
     #[test]
     fn the_tightest_limit_counts() {
         let kb = 1024;
-        let small = || group(Version::Two, "1000000\n", "400000\n", "anon 300000\nfile 100000\n");
+        let small = || cgroup(Version::V2, "1000000\n", "400000\n", "anon 300000\nfile 100000\n");
         for (groups, addresses, want) in [
             (vec![], None, 2_000_000 * kb),
             (vec![], Some(1_000_000 * kb), 900_000 * kb),
             (vec![], Some(50_000 * kb), 0),
             (vec![], Some(u64::MAX), 2_000_000 * kb),
             (vec![small()], None, 600_000),
-            (vec![group(Version::Two, "max\n", "400000\n", ""), small()], Some(1_000_000 * kb), 600_000),
+            (vec![cgroup(Version::V2, "max\n", "400000\n", ""), small()], Some(1_000_000 * kb), 600_000),
             // Version 1 has no word for no limit.
-            (vec![group(Version::One, "9223372036854771712\n", "5\n", "")], None, 2_000_000 * kb),
+            (vec![cgroup(Version::V1, "9223372036854771712\n", "5\n", "")], None, 2_000_000 * kb),
         ] {
             assert_eq!(free(MEMINFO, &groups, addresses, STATUS), Some(want), "{addresses:?}");
         }
@@ -170,37 +170,38 @@ mod tests {
     #[test]
     fn files_in_memory_are_free() {
         let stat = "anon 100\nfile 850\nshmem 50\ninactive_file 500\nactive_file 300\n";
-        assert_eq!(group(Version::Two, "1000", "1000", stat).free(), Some(800));
+        assert_eq!(cgroup(Version::V2, "1000", "1000", stat).free(), Some(800));
         let stat = "inactive_file 1\nactive_file 1\ntotal_inactive_file 500\ntotal_active_file 300\n";
-        assert_eq!(group(Version::One, "1000", "1000", stat).free(), Some(800));
-        assert_eq!(group(Version::Two, "1000", "2000", "").free(), Some(0), "a limit that was lowered");
-        assert_eq!(group(Version::Two, "max", "2000", "").free(), None);
-        assert_eq!(group(Version::Two, "", "nonsense", "inactive_file x").free(), None);
+        assert_eq!(cgroup(Version::V1, "1000", "1000", stat).free(), Some(800));
+        assert_eq!(cgroup(Version::V2, "1000", "2000", "").free(), Some(0), "a limit that was lowered");
+        assert_eq!(cgroup(Version::V2, "max", "2000", "").free(), None);
+        assert_eq!(cgroup(Version::V2, "", "nonsense", "inactive_file x").free(), None);
     }
 
     #[test]
     fn every_group_above_counts() {
-        let paths =
-            |text| groups(text).into_iter().map(|(version, path)| (version, path.display().to_string())).collect::<Vec<_>>();
+        let paths = |text| {
+            cgroup_folders(text).into_iter().map(|(version, path)| (version, path.display().to_string())).collect::<Vec<_>>()
+        };
         let at = |version, path: &str| (version, path.to_owned());
         assert_eq!(
             paths("0::/user.slice/a\n"),
             [
-                at(Version::Two, "/sys/fs/cgroup/user.slice/a"),
-                at(Version::Two, "/sys/fs/cgroup/user.slice"),
-                at(Version::Two, "/sys/fs/cgroup/"),
+                at(Version::V2, "/sys/fs/cgroup/user.slice/a"),
+                at(Version::V2, "/sys/fs/cgroup/user.slice"),
+                at(Version::V2, "/sys/fs/cgroup/"),
             ]
         );
         assert_eq!(
             paths("9:name=systemd:/x\n4:cpu,memory:/docker/7:8\n"),
             [
-                at(Version::One, "/sys/fs/cgroup/memory/docker/7:8"),
-                at(Version::One, "/sys/fs/cgroup/memory/docker"),
-                at(Version::One, "/sys/fs/cgroup/memory/"),
+                at(Version::V1, "/sys/fs/cgroup/memory/docker/7:8"),
+                at(Version::V1, "/sys/fs/cgroup/memory/docker"),
+                at(Version::V1, "/sys/fs/cgroup/memory/"),
             ]
         );
         assert_eq!(paths(""), []);
-        assert_eq!(paths("nonsense\n::\n1:memory\n"), [at(Version::Two, "/sys/fs/cgroup/")]);
+        assert_eq!(paths("nonsense\n::\n1:memory\n"), [at(Version::V2, "/sys/fs/cgroup/")]);
     }
 
     #[test]
@@ -212,7 +213,7 @@ mod tests {
 
     #[test]
     fn room_is_asked_for() {
-        assert!(is_room_for(1 << 20) && !is_room_for(isize::MAX as usize) && !is_room_for(usize::MAX));
+        assert!(can_allocate(1 << 20) && !can_allocate(isize::MAX as usize) && !can_allocate(usize::MAX));
     }
 
     #[test]

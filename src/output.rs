@@ -51,12 +51,12 @@ pub fn check_writable(files: &[Planned], force: bool) -> Result<()> {
     // Room that one folder takes is missing in the next, so all is held until the end.
     let mut held = Vec::new();
     for (folder, (longest, total)) in folders {
-        match nameless::create(folder) {
+        match tmpfile::create(folder) {
             Ok(file) => {
-                nameless::make_room(&file, longest.bytes).map_err(|error| unwritten(&longest.path, &error))?;
+                tmpfile::preallocate(&file, longest.bytes).map_err(|error| unwritten(&longest.path, &error))?;
                 // Not taken, only counted: on a file system in memory it would be real memory.
                 let rest = total - longest.bytes;
-                if let Some(free) = nameless::room_beside(&file).filter(|free| *free < rest) {
+                if let Some(free) = tmpfile::free_bytes(&file).filter(|free| *free < rest) {
                     let (need, free) = (grouped(total), grouped(free + longest.bytes));
                     let why = format!("all files together need up to {need} bytes, {free} are free; nothing was written");
                     return Err(refused(&longest.path, ErrorKind::StorageFull, &why));
@@ -72,7 +72,7 @@ pub fn check_writable(files: &[Planned], force: bool) -> Result<()> {
 /// Writes a whole file or nothing. An existing file is an error unless `force` is set, even if it appears while we write.
 pub fn save_new(path: &Path, bytes: &[u8], force: bool) -> Result<()> {
     let replaced = check_target(path, force)?;
-    if !place_nameless(path, bytes, force, replaced.as_ref())? {
+    if !place_tmpfile(path, bytes, force, replaced.as_ref())? {
         place_named(path, bytes, force, replaced.as_ref())?;
     }
     sync_folder(folder_of(path));
@@ -148,16 +148,16 @@ fn has_to_stay(folder: &Path) -> bool {
 }
 
 /// Writes to a file without a name, and gives it one. Returns false if that cannot be done here.
-fn place_nameless(path: &Path, bytes: &[u8], force: bool, replaced: Option<&Metadata>) -> Result<bool> {
+fn place_tmpfile(path: &Path, bytes: &[u8], force: bool, replaced: Option<&Metadata>) -> Result<bool> {
     // Systems and file systems without them say so in many ways. Whatever it is, what is wrong with the folder itself comes
     // back from the attempt with a name; so for the link below.
-    let Ok(file) = nameless::create(folder_of(path)) else { return Ok(false) };
+    let Ok(file) = tmpfile::create(folder_of(path)) else { return Ok(false) };
     fill(&file, path, bytes, replaced)?;
     let placed = if force {
         // A link never replaces, a rename does.
-        Temp::claim(path, |name| nameless::link(&file, name)).and_then(|(temp, ())| temp.replace(path))
+        Temp::claim(path, |name| tmpfile::link(&file, name)).and_then(|(temp, ())| temp.replace(path))
     } else {
-        nameless::link(&file, path).map_err(|error| name_error(path, error))
+        tmpfile::link(&file, path).map_err(|error| name_error(path, error))
     };
     match placed {
         Ok(()) => Ok(true),
@@ -283,7 +283,7 @@ impl Drop for Temp {
 }
 
 #[cfg(target_os = "linux")]
-mod nameless {
+mod tmpfile {
     //! Files without a name. They are gone when closed, unless they were given one.
 
     use rustix::fs::{AtFlags, CWD, FallocateFlags, Mode, OFlags, fallocate, fstatvfs, linkat, open};
@@ -301,7 +301,7 @@ mod nameless {
     }
 
     /// Takes the room that it will need, if there is as much. File systems that cannot say let it pass.
-    pub fn make_room(file: &File, bytes: u64) -> io::Result<()> {
+    pub fn preallocate(file: &File, bytes: u64) -> io::Result<()> {
         match fallocate(file, FallocateFlags::empty(), 0, bytes.max(1)) {
             Err(error @ (Errno::NOSPC | Errno::DQUOT | Errno::FBIG)) => Err(error.into()),
             _ => Ok(()),
@@ -309,7 +309,7 @@ mod nameless {
     }
 
     /// Bytes that its file system has left for us, where it says so.
-    pub fn room_beside(file: &File) -> Option<u64> {
+    pub fn free_bytes(file: &File) -> Option<u64> {
         let stat = fstatvfs(file).ok().filter(|stat| stat.f_blocks > 0)?;
         Some(stat.f_bavail.saturating_mul(stat.f_frsize))
     }
@@ -326,7 +326,7 @@ mod nameless {
 }
 
 #[cfg(not(target_os = "linux"))]
-mod nameless {
+mod tmpfile {
     //! There are none here.
 
     use std::fs::File;
@@ -337,11 +337,11 @@ mod nameless {
         Err(io::ErrorKind::Unsupported.into())
     }
 
-    pub fn make_room(_file: &File, _bytes: u64) -> io::Result<()> {
+    pub fn preallocate(_file: &File, _bytes: u64) -> io::Result<()> {
         Ok(())
     }
 
-    pub fn room_beside(_file: &File) -> Option<u64> {
+    pub fn free_bytes(_file: &File) -> Option<u64> {
         None
     }
 
@@ -447,7 +447,7 @@ mod tests {
     }
 
     #[test]
-    fn without_nameless_files_a_temporary_name_does() {
+    fn without_tmpfile_a_named_temporary_file_is_used() {
         let scratch = Scratch::new("named");
         let path = scratch.0.join("out.png");
         place_named(&path, b"first", false, None).unwrap();
@@ -457,8 +457,8 @@ mod tests {
         assert_eq!(fs::read(&path).unwrap(), b"third");
         assert_eq!(scratch.names(), ["out.png"], "no temporary file stays");
         // What cannot be written with a name is not written without one, and what can be is the same file.
-        assert!(!place_nameless(&scratch.0.join("no/out.png"), b"x", false, None).unwrap());
-        if place_nameless(&path, b"fourth", true, None).unwrap() {
+        assert!(!place_tmpfile(&scratch.0.join("no/out.png"), b"x", false, None).unwrap());
+        if place_tmpfile(&path, b"fourth", true, None).unwrap() {
             let mode = |name: &str| fs::metadata(scratch.0.join(name)).unwrap().permissions();
             place_named(&scratch.0.join("other.png"), b"x", false, None).unwrap();
             assert_eq!(mode("out.png"), mode("other.png"));
@@ -536,7 +536,7 @@ mod tests {
         };
         check_writable(&planned(10_000, 1), false).unwrap();
         // One of them fits, and so would each by itself.
-        if let Some(free) = nameless::create(&scratch.0).ok().and_then(|file| nameless::room_beside(&file)) {
+        if let Some(free) = tmpfile::create(&scratch.0).ok().and_then(|file| tmpfile::free_bytes(&file)) {
             let error = check_writable(&planned(10_000, free / 5_000), false).unwrap_err();
             assert!(error.to_string().contains("all files together need up to "), "{error}");
             assert_eq!(error.exit_code(), 5);

@@ -1,4 +1,4 @@
-//! Text for people: foreign text made harmless, numbers made readable.
+//! Text for people: foreign text made escaped, numbers made readable.
 
 use std::path::Path;
 
@@ -13,41 +13,41 @@ const LINE: usize = 8192;
 
 /// A name out of a file as it may be shown: at most [`NAME`] characters, none of which moves a terminal's cursor.
 pub fn shown(name: &str) -> String {
-    harmless(name, NAME)
+    escaped(name, NAME)
 }
 
 /// A path as it may be shown.
 pub fn shown_path(path: &Path) -> String {
-    harmless(&path.to_string_lossy(), SENTENCE)
+    escaped(&path.to_string_lossy(), SENTENCE)
 }
 
 /// Text that may hold parts of a file, as it may be shown.
 pub fn shown_text(text: &str) -> String {
-    harmless(text, SENTENCE)
+    escaped(text, SENTENCE)
 }
 
 /// A whole line with foreign text in it, as it may be shown: it stays one line, and does not go on for pages.
 pub fn shown_line(line: &str) -> String {
-    harmless(line, LINE)
+    escaped(line, LINE)
 }
 
 /// The one function that foreign text passes before anybody sees it: whatever a terminal would obey is escaped, and the rest is
 /// cut after so many characters.
-fn harmless(text: &str, limit: usize) -> String {
+fn escaped(text: &str, limit: usize) -> String {
     let mut out = String::with_capacity(text.len().min(limit));
     for (count, c) in text.chars().enumerate() {
         if count == limit {
             out.push('…');
             break;
         }
-        if is_obeyed(c) { out.extend(c.escape_debug()) } else { out.push(c) }
+        if is_control_like(c) { out.extend(c.escape_debug()) } else { out.push(c) }
     }
     out
 }
 
 /// Control characters, line and paragraph separators, and the marks that turn the direction of what follows. `escape_debug`
 /// writes each of them as ASCII.
-fn is_obeyed(c: char) -> bool {
+fn is_control_like(c: char) -> bool {
     c.is_control() || matches!(c, '\u{61C}' | '\u{200E}' | '\u{200F}' | '\u{2028}'..='\u{202E}' | '\u{2066}'..='\u{2069}')
 }
 
@@ -87,7 +87,7 @@ mod tests {
         assert_eq!(shown("a\u{202e}b\u{2067}c\u{2028}\u{200f}\u{61c}"), r"a\u{202e}b\u{2067}c\u{2028}\u{200f}\u{61c}");
         // What is only unusual stays as it is.
         assert_eq!(shown("é 狐 🦊 'quoted' \"twice\" back\\slash"), "é 狐 🦊 'quoted' \"twice\" back\\slash");
-        for c in (0..=char::MAX as u32).filter_map(char::from_u32).filter(|c| is_obeyed(*c)) {
+        for c in (0..=char::MAX as u32).filter_map(char::from_u32).filter(|c| is_control_like(*c)) {
             assert!(shown(&c.to_string()).is_ascii(), "{c:?}");
         }
     }

@@ -21,7 +21,7 @@ pub fn cores() -> usize {
 }
 
 /// How many threads a request comes to; 0 asks for one per core. More than that would only wait for each other.
-pub fn granted(asked: usize, cores: usize) -> usize {
+pub fn worker_count(asked: usize, cores: usize) -> usize {
     if asked == 0 { cores } else { asked.min(cores) }
 }
 
@@ -34,7 +34,7 @@ pub fn start(asked: usize) -> usize {
     let (sender, receiver) = channel::<rayon::ThreadBuilder>();
     let receiver = Arc::new(Mutex::new(receiver));
     // First the threads and then the pool, which would be broken for good by one that it cannot have.
-    let others = (0..with_room(granted(asked, cores()) - 1)).take_while(|_| spawn(&receiver)).count();
+    let others = (0..affordable(worker_count(asked, cores()) - 1)).take_while(|_| spawn(&receiver)).count();
     let built = rayon::ThreadPoolBuilder::new()
         .num_threads(1 + others)
         .use_current_thread()
@@ -47,9 +47,9 @@ pub fn start(asked: usize) -> usize {
 
 /// For how many of so many threads there is memory: for their stacks, and for what a thread needs as it starts, where libraries
 /// take a no for the end of the world.
-fn with_room(count: usize) -> usize {
+fn affordable(count: usize) -> usize {
     let bytes = |count: usize| count * (STACK + (64 << 10)) + (4 << 20);
-    (1..=count).rev().find(|&count| memory::is_room_for(bytes(count))).unwrap_or(0)
+    (1..=count).rev().find(|&count| memory::can_allocate(bytes(count))).unwrap_or(0)
 }
 
 /// Starts a thread that becomes the worker it is sent.
@@ -72,7 +72,7 @@ mod tests {
     #[test]
     fn there_are_as_many_as_asked_for_and_at_most_one_per_core() {
         for (asked, cores, want) in [(0, 8, 8), (1, 8, 1), (3, 8, 3), (8, 8, 8), (9, 8, 8), (1024, 2, 2), (0, 1, 1)] {
-            assert_eq!(granted(asked, cores), want, "{asked} on {cores}");
+            assert_eq!(worker_count(asked, cores), want, "{asked} on {cores}");
         }
     }
 }
