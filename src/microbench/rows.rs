@@ -83,18 +83,18 @@ const QUICK: Sizes = Sizes {
 
 /// All rows of a scale, with activations in a precision.
 pub fn rows(scale: Scale, precision: Precision) -> Result<Vec<Row>> {
-    let make = Make(precision.activations());
+    let builder = RowBuilder(precision.activations());
     match scale {
-        Scale::Klein => make.model(&KLEIN),
-        Scale::Quick => make.model(&QUICK),
-        Scale::Processor => make.processor(),
+        Scale::Klein => builder.model(&KLEIN),
+        Scale::Quick => builder.model(&QUICK),
+        Scale::Processor => builder.processor(),
     }
 }
 
 /// Creates rows with activations of this dtype.
-struct Make(DType);
+struct RowBuilder(DType);
 
-impl Make {
+impl RowBuilder {
     /// Every op of generating an image, stage by stage.
     fn model(&self, s: &Sizes) -> Result<Vec<Row>> {
         let Sizes { text, side, width, mlp, text_width, text_heads, text_kv_heads, text_mlp, channels, .. } = *s;
@@ -236,8 +236,8 @@ impl Make {
             };
             let streams = rows.iter().map(stream).collect::<Result<Vec<_>>>()?;
             call(move |run| {
-                let products: Vec<_> = streams.iter().map(|(out, x, w)| Gemm { out: *out, x: *x, w }).collect();
-                run(Op::LinearSwiglu(&products))
+                let gemms: Vec<_> = streams.iter().map(|(out, x, w)| Gemm { out: *out, x: *x, w }).collect();
+                run(Op::LinearSwiglu(&gemms))
             })
         })
     }
@@ -252,9 +252,9 @@ impl Make {
             };
             let streams = rows.iter().map(stream).collect::<Result<Vec<_>>>()?;
             call(move |run| {
-                let products: Vec<_> =
+                let gemms: Vec<_> =
                     streams.iter().map(|(into, x, w, gate)| GatedGemm { into: *into, x: *x, w, gate: *gate }).collect();
-                run(Op::LinearGateResidual(&products))
+                run(Op::LinearGateResidual(&gemms))
             })
         })
     }
