@@ -55,7 +55,7 @@ pub fn all() -> Vec<Case> {
 
 fn awkward(table: &mut Table) {
     row_wise(table);
-    products(table);
+    gemms(table);
     projections(table);
     attention(table);
     convolutions(table);
@@ -201,7 +201,7 @@ fn plain(weight: &Operand, bias: Option<&Operand>) -> Linear {
 }
 
 /// M, K and N of GEMMs.
-const PRODUCTS: [(usize, usize, usize); 7] =
+const GEMMS: [(usize, usize, usize); 7] =
     [(1, 7, 1), (1, 128, 129), (7, 113, 128), (113, 129, 7), (129, 1, 113), (2, 2, 600), (1031, 67, 523)];
 /// Sizes at a tile of 64, one less and one more, in each dimension and in all.
 const TILES: [(usize, usize, usize); 9] = [
@@ -224,8 +224,8 @@ fn shape(rows: usize, inner: usize, cols: usize) -> String {
     if inner > SMALL { format!("{rows}x{cols}, rows of {inner}") } else { format!("{rows}x{inner}x{cols}") }
 }
 
-fn products(table: &mut Table) {
-    for (rows, inner, cols) in PRODUCTS.into_iter().chain(TILES).chain(LONG) {
+fn gemms(table: &mut Table) {
+    for (rows, inner, cols) in GEMMS.into_iter().chain(TILES).chain(LONG) {
         for with_bias in [false, true] {
             linear(table, rows, inner, cols, with_bias);
         }

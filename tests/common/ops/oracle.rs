@@ -94,7 +94,7 @@ pub fn layer_norm_modulate<R: Real>(x: &Mat, shift: &Mat, scale: &Mat, eps: f32)
 }
 
 /// `x w^T` for a range of the rows of `w`.
-fn product<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>) -> Vec<R> {
+fn gemm_nt<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>) -> Vec<R> {
     let (x, cols): (Vec<Vec<R>>, usize) = ((0..x.rows).map(|r| x.row(r)).collect(), rows.len());
     let mut out = vec![R::of(0.0); x.len() * cols];
     for (c, o) in rows.enumerate() {
@@ -107,22 +107,22 @@ fn product<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>) -> Vec<R> {
 }
 
 pub fn linear<R: Real>(x: &Mat, w: &Mat, bias: Option<&Mat>) -> Vec<R> {
-    let product = product::<R>(x, w, 0..w.rows);
-    each(x.rows, w.rows, |r, c| product[r * w.rows + c] + bias.map_or(R::of(0.0), |b| b.at(0, c)))
+    let projected = gemm_nt::<R>(x, w, 0..w.rows);
+    each(x.rows, w.rows, |r, c| projected[r * w.rows + c] + bias.map_or(R::of(0.0), |b| b.at(0, c)))
 }
 
 /// `silu(gate) * up`; the gate rows are `width` rows of `w` from `first` on, and the up rows are the next `width`.
 pub fn swiglu<R: Real>(x: &Mat, w: &Mat, first: usize, width: usize) -> Vec<R> {
-    let gate = product::<R>(x, w, first..first + width);
-    let up = product::<R>(x, w, first + width..first + 2 * width);
+    let gate = gemm_nt::<R>(x, w, first..first + width);
+    let up = gemm_nt::<R>(x, w, first + width..first + 2 * width);
     gate.iter().zip(&up).map(|(&g, &u)| g * sigmoid(g) * u).collect()
 }
 
 pub fn gate_residual<R: Real>(into: &Mat, x: &Mat, w: &Mat, bias: Option<&Mat>, gate: Option<&Mat>) -> Vec<R> {
-    let product = linear::<R>(x, w, bias);
+    let projected = linear::<R>(x, w, bias);
     each(into.rows, into.cols, |r, c| {
         let gate = gate.map_or(one::<R>(), |g| g.at(0, c));
-        into.at::<R>(r, c) + gate * product[r * into.cols + c]
+        into.at::<R>(r, c) + gate * projected[r * into.cols + c]
     })
 }
 
@@ -139,11 +139,11 @@ pub struct Heads<'a> {
 /// Queries or keys: the projection by a range of the rows of `w`, with qk-norm and then RoPE applied to each head.
 pub fn heads<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>, heads: Heads<'_>) -> Vec<R> {
     let (cols, d) = (rows.len(), heads.table.cols);
-    let product = product::<R>(x, w, rows);
-    let mut out = product.clone();
+    let projected = gemm_nt::<R>(x, w, rows);
+    let mut out = projected.clone();
     for r in 0..x.rows {
         for first in (0..cols).step_by(d) {
-            let head = &product[r * cols + first..][..d];
+            let head = &projected[r * cols + first..][..d];
             let root = root_mean_square(head, heads.eps);
             let normal = |i: usize| head[i] / root * heads.weight.at(0, i) * R::of(heads.scale);
             for pair in 0..d / 2 {
@@ -162,7 +162,7 @@ pub fn heads<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>, heads: Heads<'_>) ->
 
 /// Values: the projection by a range of the rows of `w`.
 pub fn values<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>) -> Vec<R> {
-    product(x, w, rows)
+    gemm_nt(x, w, rows)
 }
 
 /// Attention with one softmax over the keys of all KV segments; masked scores are minus infinity. `store` is applied to each
