@@ -5,9 +5,9 @@ use crate::error::{Error, Result};
 /// An RGB image, 8 bits per channel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Image {
-    /// Pixels in a row.
+    /// Width in pixels.
     pub width: usize,
-    /// Rows.
+    /// Height in pixels.
     pub height: usize,
     /// Red, green, blue of each pixel, row by row.
     pub pixels: Vec<u8>,

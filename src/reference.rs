@@ -96,7 +96,7 @@ impl Reference {
     }
 }
 
-/// A reference image as the model sees it.
+/// A reference image as the model's input.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Prepared {
     /// Width in pixels, a multiple of [`PATCH`].

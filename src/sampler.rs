@@ -1,8 +1,9 @@
 //! The sigma schedule of a run, and the timestep embedding of the transformer.
 //!
-//! The models are trained by flow matching (rectified flow): sampling integrates the predicted velocity from noise (`sigma` = 1)
-//! to the image (`sigma` = 0) in a few Euler steps. The steps are not uniform: the schedule is shifted so that larger images
-//! spend more of them at high noise, where the composition is decided. The exponential time shift has one parameter, `mu`.
+//! The models are trained by flow matching (rectified flow, Liu et al. 2022): sampling integrates the predicted velocity from
+//! noise (`sigma` = 1) to the image (`sigma` = 0) in a few Euler steps. The steps are not uniform: the schedule is shifted so
+//! that larger images spend more of them at high noise, where the composition is decided. The exponential time shift has one
+//! parameter, `mu`.
 
 /// Length of [`timestep_embedding`].
 pub const TIMESTEP_CHANNELS: usize = 256;

@@ -248,7 +248,7 @@ mod tests {
 
     #[test]
     fn spans_are_consecutive_and_position_ids_match_them() {
-        // Two references of different sizes beside a 1024 x 1024 canvas: 10,002 image tokens.
+        // Two references of different sizes and a 1024 x 1024 canvas: 10,002 image tokens.
         let references = [grid(592, 800), grid(1248, 832)];
         let plan = SequencePlan::new(512, grid(1024, 1024), &references).unwrap();
         assert_eq!(plan.text(), 0..512);

@@ -489,15 +489,15 @@ impl Op<'_> {
         }
     }
 
-    /// Floating-point operations of the matrix products in it, a multiply-add counted as two. Element-wise work is not
-    /// counted: it is bound by memory, not by arithmetic.
+    /// Floating-point operations of its GEMMs, convolutions and attention, with a multiply-add counted as two. Element-wise work
+    /// is not counted: it is bound by memory, not by arithmetic.
     pub fn flops(&self) -> u64 {
         let gemm = |x: Tensor, w: &Linear| 2 * (x.rows * w.weight.len()) as u64;
         match *self {
             Self::Linear(streams) | Self::LinearSwiglu(streams) => streams.iter().map(|s| gemm(s.x, s.w)).sum(),
             Self::LinearGateResidual(streams) => streams.iter().map(|s| gemm(s.x, s.w)).sum(),
             Self::Qkv(streams) => streams.iter().map(|s| gemm(s.x, s.w)).sum(),
-            // Counted dense, as the usual formulas do; a causal mask halves the true work.
+            // Attention is counted as dense, as in the usual formulas; a causal mask halves the actual work.
             Self::Attention { q, kv, .. } => kv.iter().map(|s| 4 * (q.len() * s.k.rows) as u64).sum(),
             Self::Conv { out, w, .. } => 2 * (out.rows * w.weight.len()) as u64,
             _ => 0,

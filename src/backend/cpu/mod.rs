@@ -190,13 +190,13 @@ impl Cpu {
     /// A view for writing.
     ///
     /// # Safety
-    /// No other view that overlaps the tensor may be used while this one is: [`Op::check`] sees to that.
+    /// No other view that overlaps the tensor may be used while this one is, which [`Op::check`] ensures.
     unsafe fn output(&self, tensor: Tensor, op: &'static str) -> Result<Out<'_>> {
         if tensor.region != Region::Arena || tensor.extent().end > self.arena.len as u64 {
             return Err(Self::outside(tensor, op));
         }
         Self::check_alignment(tensor, op)?;
-        // SAFETY: the extent lies inside the arena; exclusivity is the caller's promise.
+        // SAFETY: the extent lies inside the arena; the caller guarantees exclusive access.
         Ok(unsafe { Out::new(tensor, self.arena.ptr.as_ptr().add(tensor.offset as usize)) })
     }
 
@@ -210,7 +210,7 @@ impl Cpu {
         let name = op.name();
         let read = |t: Tensor| self.input(t, name);
         let read_opt = |t: Option<Tensor>| t.map(read).transpose();
-        // SAFETY: `Op::check` has refused operands that overlap a written one.
+        // SAFETY: `Op::check` has rejected operands that overlap a written one.
         let write = |t: Tensor| unsafe { self.output(t, name) };
         match op {
             Op::Embed { out, ids, table } => kernels::embed(write(out)?, read(ids)?, read(table)?)?,
