@@ -1,6 +1,6 @@
-//! Times the CPU ops at shapes of klein 4B: `cargo bench --bench kernels -- [FILTER] [--json FILE]`. `kiln bench --kernels` does the
-//! same, and on a GPU more; this program can also take turns with another (`--serve`). How a run is recorded is in
-//! `bench/README.md`.
+//! Benchmarks the CPU ops at shapes of klein 4B: `cargo bench --bench kernels -- [FILTER] [--json FILE]`. `kiln bench --kernels`
+//! does the same, and also on a GPU; this program can alternate with another one (`--serve`). How runs are recorded is described
+//! in `bench/README.md`.
 #![allow(clippy::print_stdout)] // this program's output is its purpose
 
 use clap::Parser;
@@ -13,23 +13,23 @@ use std::io::{BufRead, Write};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// Times the CPU ops at shapes of klein 4B.
+/// Benchmarks the CPU ops at shapes of klein 4B.
 #[derive(Parser)]
 #[command(bin_name = "cargo bench --bench kernels --")]
 struct Args {
-    /// Only rows whose name contains this.
+    /// Run only rows whose name contains this text.
     filter: Option<String>,
-    /// Also write one JSON object per row, with every batch's seconds.
+    /// Also write one JSON object per row, with the seconds of every batch.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
     /// Worker threads (0: one per core).
     #[arg(long, value_name = "N", default_value_t = 0)]
     threads: usize,
-    /// Time one run of the first row with exactly this name for every line on stdin, and answer with its seconds. For
-    /// comparisons that alternate with another program.
+    /// For every line on stdin, time one run of the first row with exactly this name and print its seconds. For comparisons that
+    /// alternate with another program.
     #[arg(long, value_name = "ROW", conflicts_with_all = ["filter", "json"])]
     serve: Option<String>,
-    /// Passed by `cargo bench`; means nothing here.
+    /// Passed by `cargo bench` and ignored.
     #[arg(long, hide = true)]
     bench: bool,
 }

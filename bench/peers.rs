@@ -9,7 +9,7 @@
 
 use kiln::backend::cuda::Cuda;
 use kiln::backend::{
-    Backend, Conv, GatedProduct, GroupNorm, KeyValues, LatentStats, Linear, Modulated, Op, Product, Projection, QkNorm, Rope,
+    Backend, Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, Modulated, Op, Projection, QkNorm, Rope,
     RopeStyle, Sampling,
 };
 use kiln::error::{Error, Result};
@@ -146,13 +146,13 @@ fn with_op<R>(name: &str, tensors: &[PeerTensor], numbers: &[f64], then: impl Fn
         }
         "linear" | "linear_swiglu" => {
             let layers = layers(2, Some(3))?;
-            let stream = |(s, w): (&[Option<Tensor>], _)| Ok(Product { out: there(s[0])?, x: there(s[1])?, w });
+            let stream = |(s, w): (&[Option<Tensor>], _)| Ok(Gemm { out: there(s[0])?, x: there(s[1])?, w });
             let products = per_stream().zip(&layers).map(stream).collect::<Result<Vec<_>>>()?;
             then(if name == "linear" { Op::Linear(&products) } else { Op::LinearSwiglu(&products) })
         }
         "linear_gate_residual" => {
             let layers = layers(2, Some(3))?;
-            let stream = |(s, w): (&[Option<Tensor>], _)| Ok(GatedProduct { into: there(s[0])?, x: there(s[1])?, w, gate: s[4] });
+            let stream = |(s, w): (&[Option<Tensor>], _)| Ok(GatedGemm { into: there(s[0])?, x: there(s[1])?, w, gate: s[4] });
             let products = per_stream().zip(&layers).map(stream).collect::<Result<Vec<_>>>()?;
             then(Op::LinearGateResidual(&products))
         }
@@ -168,7 +168,7 @@ fn with_op<R>(name: &str, tensors: &[PeerTensor], numbers: &[f64], then: impl Fn
             then(Op::Qkv(&projections))
         }
         "attention" => {
-            let run = |s: &[Option<Tensor>]| Ok(KeyValues { k: there(s[0])?, v: there(s[1])? });
+            let run = |s: &[Option<Tensor>]| Ok(KvSegment { k: there(s[0])?, v: there(s[1])? });
             let kv = per_stream().skip(1).map(run).collect::<Result<Vec<_>>>()?;
             let (causal, scale, bound) = (size(1) != 0, float(2), float(3));
             then(Op::Attention { out: t(0)?, q: t(1)?, kv: &kv, head_dim: size(0), causal, scale, bound })

@@ -1,8 +1,8 @@
-//! The program's allocator: the system's, and where that has nothing left, the end of the process with a word about it.
+//! The global allocator: the system allocator, which exits the process with an error message when memory is exhausted.
 //!
-//! Otherwise Rust would abort, which is a signal and no exit code, and says nothing of what to do. Those who can do without the
-//! memory they ask for say so ([`kiln::memory::fallible`]) and get their no. A file being written has no name yet at that moment,
-//! or one that a kill would leave as well: see `output.rs`.
+//! By default Rust would abort, which ends in a signal instead of an exit code and gives no advice. Code that can handle a failed
+//! allocation declares it ([`kiln::memory::fallible`]) and gets a null pointer. Exiting leaves no partial output file: see
+//! `output.rs`.
 #![allow(unsafe_code)] // an allocator cannot be written without it
 
 use kiln::cli::SAVE_MEMORY;
@@ -14,66 +14,67 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// The exit code for too little memory, as in [`kiln::error::Error::exit_code`].
 const CODE: i32 = 4;
 
-struct Ending;
+struct ExitOnFailure;
 
 #[global_allocator]
-static ENDING: Ending = Ending;
+static ALLOCATOR: ExitOnFailure = ExitOnFailure;
 
-// SAFETY: every call is passed on to the system allocator unchanged, and so is its answer.
-unsafe impl GlobalAlloc for Ending {
+// SAFETY: every call is forwarded to the system allocator unchanged, and so is its result.
+unsafe impl GlobalAlloc for ExitOnFailure {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: the caller's promise is passed on.
-        answered(unsafe { System.alloc(layout) }, layout.size())
+        // SAFETY: the caller upholds the contract of `GlobalAlloc`.
+        checked(unsafe { System.alloc(layout) }, layout.size())
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: the caller's promise is passed on.
-        answered(unsafe { System.alloc_zeroed(layout) }, layout.size())
+        // SAFETY: the caller upholds the contract of `GlobalAlloc`.
+        checked(unsafe { System.alloc_zeroed(layout) }, layout.size())
     }
 
     unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        // SAFETY: the caller's promise is passed on.
-        answered(unsafe { System.realloc(ptr, layout, size) }, size)
+        // SAFETY: the caller upholds the contract of `GlobalAlloc`.
+        checked(unsafe { System.realloc(ptr, layout, size) }, size)
     }
 
     unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promise is passed on.
+        // SAFETY: the caller upholds the contract of `GlobalAlloc`.
         unsafe { System.dealloc(ptr, layout) }
     }
 }
 
-fn answered(ptr: *mut u8, size: usize) -> *mut u8 {
+fn checked(ptr: *mut u8, size: usize) -> *mut u8 {
     if ptr.is_null() && !is_fallible() {
-        end(size);
+        exit(size);
     }
     ptr
 }
 
-/// Where addresses are limited, lets all threads take memory from one place. By itself the C library reserves 64 MiB of addresses
-/// for each, which on a large machine is all there are.
+/// If the address space is limited, makes all threads share one malloc arena. By default glibc reserves 64 MiB of address space
+/// for each thread, which exhausts the limit on a machine with many cores.
 pub fn save_addresses() {
     #[cfg(target_env = "gnu")]
     if kiln::memory::address_limit().is_some() {
-        // SAFETY: a setting, made before there are other threads. If it is not taken, more is reserved.
+        // SAFETY: this sets an option of malloc before there are other threads. If it fails, more address space is reserved.
         unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) };
     }
 }
 
-/// Says what was asked for and ends the process. No memory is asked for meanwhile, and no lock, which others may hold for good.
+/// Reports the failed allocation and exits the process. It neither allocates nor takes a lock, which another thread may hold
+/// forever.
 #[cold]
-fn end(size: usize) -> ! {
-    static ENDING: AtomicBool = AtomicBool::new(false);
-    // Where it is short for one it is for others: the first speaks, and ends them all.
-    if ENDING.swap(true, Ordering::Relaxed) {
-        // SAFETY: only waits.
+fn exit(size: usize) -> ! {
+    static EXITING: AtomicBool = AtomicBool::new(false);
+    // Several threads may fail at the same time: the first one reports and exits for all of them.
+    if EXITING.swap(true, Ordering::Relaxed) {
+        // SAFETY: `sleep` only waits.
         unsafe { libc::sleep(10) };
     }
     let mut buffer = [0; 256];
     let text = message(size, &mut buffer);
-    // SAFETY: plain system calls on bytes that are ours and initialised. Whether they arrive no longer matters. The process ends at
-    // once, with nothing run on the way that could ask for memory.
+    // SAFETY: these are plain system calls on initialised bytes that we own. Whether the bytes arrive no longer matters. `_exit`
+    // ends the process at once, without running anything that could allocate.
     unsafe {
-        // On a terminal a line of progress may be in the way.
+        // On a terminal there may be an unfinished progress line.
         if libc::isatty(libc::STDERR_FILENO) == 1 {
             libc::write(libc::STDERR_FILENO, c"\n".as_ptr().cast(), 1);
         }
@@ -82,11 +83,11 @@ fn end(size: usize) -> ! {
     }
 }
 
-/// The error and its hint, in a place that is there already.
+/// Formats the error and its hint into a buffer on the stack.
 fn message(size: usize, buffer: &mut [u8; 256]) -> &[u8] {
     let room = buffer.len();
     let mut rest = &mut buffer[..];
-    // A test shows that all of it fits.
+    // A test checks that the longest message fits.
     let _ = write!(rest, "error: not enough memory: an allocation of {size} bytes failed\n\nhint: {SAVE_MEMORY}\n");
     let left = rest.len();
     &buffer[..room - left]
@@ -105,13 +106,13 @@ mod tests {
     }
 
     #[test]
-    fn whoever_can_do_without_gets_a_no() {
+    fn a_fallible_allocation_returns_an_error() {
         let asked = kiln::memory::fallible(|| Vec::<u8>::new().try_reserve_exact(isize::MAX as usize));
         assert!(asked.is_err());
     }
 
     #[test]
-    fn the_code_is_that_of_the_error() {
+    fn the_exit_code_is_that_of_the_memory_error() {
         assert_eq!(CODE, i32::from(kiln::error::Error::Memory { need: 1 }.exit_code()));
     }
 }

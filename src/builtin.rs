@@ -1,9 +1,10 @@
-//! The model in `models/builtin`, as part of the program. Only the program carries it: the library, tests and benches read the
+//! The model of `models/builtin`, embedded in the program. The library, tests and benchmarks do not embed it, but read the
 //! folder.
 
 use kiln::locate::Embedded;
 
-/// Weights are read where they lie, and a file's header is padded for that: its data is aligned where the file is.
+/// Aligns an embedded file, so that its weights can be read in place: the header of a safetensors file is padded so that the data
+/// is aligned if the file is.
 #[repr(align(64))]
 struct Aligned<T: ?Sized>(T);
 
@@ -28,7 +29,7 @@ static FILES: [(&str, &[u8]); 9] = [
     file!("vae/diffusion_pytorch_model.safetensors"),
 ];
 
-/// The model.
+/// The embedded model.
 pub const MODEL: Embedded = Embedded { files: &FILES };
 
 #[cfg(test)]
@@ -37,7 +38,7 @@ mod tests {
     use kiln::checkpoint::Part;
 
     #[test]
-    fn weights_need_no_copy() {
+    fn weights_are_read_in_place() {
         for (part, name) in [
             (Part::Transformer, "transformer/diffusion_pytorch_model.safetensors"),
             (Part::TextEncoder, "text_encoder/model.safetensors"),
@@ -48,7 +49,7 @@ mod tests {
             for (tensor, entry) in shard.tensors() {
                 let (bytes, size) = (shard.bytes(tensor).unwrap(), entry.element.bits as usize / 8);
                 assert_eq!(bytes.as_ptr().align_offset(size), 0, "{name}: {tensor}");
-                // Inside the program, not in a copy of it.
+                // The bytes lie inside the program, not in a copy.
                 let file = FILES.iter().find(|(path, _)| *path == name).unwrap().1;
                 assert!(file.as_ptr_range().contains(&bytes.as_ptr()), "{name}: {tensor}");
             }

@@ -1,4 +1,4 @@
-//! Values along the way, as one safetensors file, so that a run can be compared with another engine's; and noise read from one.
+//! Dumps the intermediate tensors of a run to a safetensors file, for comparison with other engines, and reads noise from one.
 
 use crate::checkpoint::Shard;
 use crate::error::{Error, Remedy, Result};
@@ -6,30 +6,30 @@ use crate::noise::CHANNELS;
 use safetensors::tensor::{Dtype, TensorView};
 use std::path::Path;
 
-/// What a run computed, stage by stage.
+/// The intermediate tensors of a run.
 #[derive(Clone, Debug)]
 pub struct Record {
-    /// The padded prompt.
+    /// Token ids of the padded prompt.
     pub token_ids: Vec<u32>,
-    /// Text features, one row per token.
+    /// Prompt embeddings, one row per token.
     pub prompt_embeds: Vec<f32>,
-    /// Text features of the negative prompt, where there is one.
+    /// Embeddings of the negative prompt, if there is one.
     pub negative_prompt_embeds: Option<Vec<f32>>,
     /// Tokens of each reference image, one row of 128 values per token.
     pub references: Vec<Vec<f32>>,
     /// The noise, then the latents after each step, one row of 128 values per token.
     pub latents: Vec<Vec<f32>>,
-    /// The raw picture, `[3, height, width]`, nominally within -1..1.
+    /// The decoded image before it is rounded to bytes, `[3, height, width]`, nominally within -1..1.
     pub image: Vec<f32>,
-    /// Columns of the picture.
+    /// Width of the image.
     pub width: usize,
-    /// Rows of the picture.
+    /// Height of the image.
     pub height: usize,
 }
 
 impl Record {
-    /// The file's bytes: `token_ids`, `prompt_embeds`, `noise`, `latents.0` (the noise again) to `latents.n`, `image`; and where
-    /// there are such, `negative_prompt_embeds` and `reference.1.tokens` onwards.
+    /// Serialises the tensors `token_ids`, `prompt_embeds`, `noise`, `latents.0` (the noise again) to `latents.n` and `image`,
+    /// and if present `negative_prompt_embeds` and `reference.1.tokens` onwards.
     pub fn to_safetensors(&self) -> Result<Vec<u8>> {
         let bytes = |values: &[f32]| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
         let ids: Vec<u8> = self.token_ids.iter().flat_map(|id| (*id as i32).to_le_bytes()).collect();
@@ -62,7 +62,7 @@ impl Record {
     }
 }
 
-/// Reads tensor `noise` of a file: F32, `[tokens, 128]`.
+/// Reads the tensor `noise` of a file: F32, `[tokens, 128]`.
 pub fn read_noise(path: &Path, tokens: usize) -> Result<Vec<f32>> {
     let shard = Shard::open(path)?;
     let wrong = |detail: String| Error::bad_file(path, "wrong noise", detail);

@@ -1,16 +1,16 @@
-//! Opening files that others wrote: regular ones only, and small ones read whole.
+//! Opens untrusted files: only regular ones, with a limit on the size of those that are read whole.
 //!
-//! A pipe without a writer would hang whoever opens it, a device may never end, and a folder fails in words that explain
-//! nothing. All are refused by the same rule, and after opening, so that nothing can take the file's place in between.
+//! Opening a pipe without a writer would block, a device may be endless, and reading a folder fails with an obscure message. All
+//! of them are rejected by the same check, which is done after opening, so that the file cannot be replaced in between.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Read};
 use std::path::Path;
 
-/// What is said of a folder where a file should be.
+/// The message for a folder in place of a file.
 pub const FOLDER: &str = "it is a folder";
 
-/// What is said of pipes, sockets and devices.
+/// The message for pipes, sockets and devices.
 pub const IRREGULAR: &str = "it is not a regular file";
 
 /// Opens a regular file for reading.
@@ -21,7 +21,8 @@ pub fn open(path: &Path) -> io::Result<File> {
     {
         use rustix::fs::OFlags;
         use std::os::unix::fs::OpenOptionsExt;
-        // Opening a pipe then does not wait for a writer, nor a terminal for anybody. Regular files do not care.
+        // With these flags opening a pipe does not wait for a writer, and a terminal does not become the controlling one. They
+        // have no effect on regular files.
         options.custom_flags((OFlags::NONBLOCK | OFlags::NOCTTY).bits() as i32);
     }
     let file = options.open(path)?;
@@ -35,14 +36,15 @@ pub fn open(path: &Path) -> io::Result<File> {
 /// Reads a regular file of at most `limit` bytes.
 pub fn read(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    // A byte more than may be used is enough to tell that it is too long, even if the file grows meanwhile.
+    // One byte over the limit is enough to detect a file that is too long, even if it grows meanwhile.
     if open(path)?.take(limit + 1).read_to_end(&mut bytes)? as u64 > limit {
         return Err(io::Error::new(ErrorKind::FileTooLarge, format!("it is longer than {limit} bytes")));
     }
     Ok(bytes)
 }
 
-/// Whether a name is taken, be it by a link that leads nowhere. What cannot be looked at is taken, too: reading it says why.
+/// Whether a path exists, including dangling links. A path that cannot be examined counts as existing, because reading it then
+/// reports the reason.
 pub fn is_there(path: &Path) -> bool {
     match path.symlink_metadata() {
         Ok(_) => true,
@@ -50,7 +52,7 @@ pub fn is_there(path: &Path) -> bool {
     }
 }
 
-/// Why there is nothing at a path, if so.
+/// Why a path cannot be followed to a file or folder, or `None` if it can.
 pub fn absence(path: &Path) -> Option<String> {
     let error = path.metadata().err()?;
     Some(match error.kind() {

@@ -1,22 +1,22 @@
-//! How much memory there still is, and who can do without it.
+//! Available memory, and a marker for allocations that may fail.
 //!
-//! The first is asked before a job: whoever starts a picture that cannot fit waits for minutes, and then the system ends the
-//! process, or another one. What is free is what all of these leave: the machine, the groups of processes that this one is in, and
-//! its own limit on addresses. What the system keeps of files counts as free, because it is given up for anything better; so do
-//! mapped weights. In doubt there is more rather than less: a job that would have fitted must not be refused.
+//! Available memory is checked before a job: an image that does not fit would run for minutes until the system's OOM killer ends
+//! this process, or another one. What is available is the minimum over the machine, the cgroups of this process and its limit on
+//! address space. The page cache counts as available, because the system reclaims it; so do mapped weights. In doubt the estimate
+//! is too high rather than too low: a job that would have fitted must not be rejected.
 //!
-//! The second is for an allocator that ends the process where there is no memory left. It cannot see who asks, and some are
-//! ready for a no: these say so with [`fallible`].
+//! The marker is for the program's allocator, which exits the process when memory is exhausted. The allocator cannot know which
+//! callers can handle a failed allocation; those that can declare it with [`fallible`].
 
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
 
 thread_local! {
-    // Neither lazy nor dropped, and so fit to be asked by an allocator.
+    // Neither lazily initialised nor dropped, so that an allocator can read it at any time.
     static FALLIBLE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Does what can do without the memory that it asks for.
+/// Runs code that can handle failed allocations.
 pub fn fallible<R>(work: impl FnOnce() -> R) -> R {
     let before = FALLIBLE.replace(true);
     let result = work();
@@ -29,24 +29,24 @@ pub fn is_fallible() -> bool {
     FALLIBLE.get()
 }
 
-/// Whether so many bytes can be had at this moment, by asking for them.
-pub fn is_room_for(bytes: usize) -> bool {
+/// Whether an allocation of this size succeeds at the moment, by trying it.
+pub fn can_allocate(bytes: usize) -> bool {
     let mut memory = Vec::<u8>::new();
     let answer = fallible(|| memory.try_reserve_exact(bytes));
-    // Somebody might look at it: otherwise it need not be asked for at all.
+    // Otherwise the compiler may remove the allocation.
     std::hint::black_box(&memory);
     answer.is_ok()
 }
 
-/// Bytes that this process can still have, as far as the system tells.
+/// Bytes that this process can still allocate, as far as the system tells.
 pub fn available() -> Option<u64> {
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
-    let groups = groups(&read("/proc/self/cgroup"));
-    let groups: Vec<Group> = groups.iter().filter_map(|(version, folder)| Group::read(*version, folder)).collect();
-    free(&read("/proc/meminfo"), &groups, address_limit(), &read("/proc/self/status"))
+    let folders = cgroup_folders(&read("/proc/self/cgroup"));
+    let cgroups: Vec<Cgroup> = folders.iter().filter_map(|(version, folder)| Cgroup::read(*version, folder)).collect();
+    free(&read("/proc/meminfo"), &cgroups, address_limit(), &read("/proc/self/status"))
 }
 
-/// This process's limit on addresses, if there is one.
+/// The limit on the address space of this process, if there is one.
 pub fn address_limit() -> Option<u64> {
     #[cfg(target_os = "linux")]
     return rustix::process::getrlimit(rustix::process::Resource::As).current;
@@ -54,40 +54,40 @@ pub fn address_limit() -> Option<u64> {
     None
 }
 
-/// What all limits leave: the texts are those of `/proc/meminfo` and `/proc/self/status`.
-fn free(meminfo: &str, groups: &[Group], address_limit: Option<u64>, status: &str) -> Option<u64> {
-    // None at all is said by systems that do not know.
+/// The memory that all limits leave. `meminfo` and `status` are the texts of `/proc/meminfo` and `/proc/self/status`.
+fn free(meminfo: &str, cgroups: &[Cgroup], address_limit: Option<u64>, status: &str) -> Option<u64> {
+    // Systems that do not know report zero.
     let machine = kilobytes(meminfo, "MemAvailable:").filter(|&bytes| bytes > 0);
-    let groups = groups.iter().filter_map(Group::free);
-    // What does not fit goes to swap, if slowly.
+    let cgroups = cgroups.iter().filter_map(Cgroup::free);
+    // Memory beyond that can be swapped out, if slowly.
     let swap = kilobytes(meminfo, "SwapFree:").unwrap_or(0);
-    let memory = machine.into_iter().chain(groups).min().map(|bytes| bytes.saturating_add(swap));
+    let memory = machine.into_iter().chain(cgroups).min().map(|bytes| bytes.saturating_add(swap));
     let addresses = address_limit.zip(kilobytes(status, "VmSize:")).map(|(limit, used)| limit.saturating_sub(used));
     memory.into_iter().chain(addresses).min()
 }
 
-/// A line `Key:  123 kB`, in bytes.
+/// The value of a line `Key:  123 kB`, in bytes.
 fn kilobytes(text: &str, key: &str) -> Option<u64> {
     text.lines().find_map(|line| line.strip_prefix(key)?.trim().strip_suffix(" kB")?.parse::<u64>().ok()?.checked_mul(1024))
 }
 
-/// The two ways in which Linux tells of groups of processes.
+/// The versions of Linux cgroups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Version {
-    One,
-    Two,
+    V1,
+    V2,
 }
 
-/// Folders that tell of the groups a process is in, by the text of its `/proc/self/cgroup`: its own group and all above it. In a
-/// container some may not be there, and the last, which always is, stands for the container.
-fn groups(text: &str) -> Vec<(Version, PathBuf)> {
+/// The folders of the cgroups of a process, from the text of its `/proc/self/cgroup`: its own cgroup and all ancestors. In a
+/// container some of them may not exist; the last one always does and is that of the container.
+fn cgroup_folders(text: &str) -> Vec<(Version, PathBuf)> {
     let mut found = Vec::new();
     for line in text.lines() {
         let mut fields = line.splitn(3, ':').skip(1);
         let (Some(controllers), Some(path)) = (fields.next(), fields.next()) else { continue };
         let (version, root) = match controllers {
-            "" => (Version::Two, Path::new("/sys/fs/cgroup")),
-            list if list.split(',').any(|name| name == "memory") => (Version::One, Path::new("/sys/fs/cgroup/memory")),
+            "" => (Version::V2, Path::new("/sys/fs/cgroup")),
+            list if list.split(',').any(|name| name == "memory") => (Version::V1, Path::new("/sys/fs/cgroup/memory")),
             _ => continue,
         };
         let path = Path::new(path.trim_start_matches('/'));
@@ -96,33 +96,33 @@ fn groups(text: &str) -> Vec<(Version, PathBuf)> {
     found
 }
 
-/// What a group of processes may use, and does.
-struct Group {
-    /// The text of the limit; none is a word, or a number beyond all memory.
+/// The memory limit and usage of a cgroup.
+struct Cgroup {
+    /// The text of the limit. No limit is a word, or a number larger than any memory.
     limit: String,
     usage: String,
-    /// What it is used for.
+    /// The text of the statistics of its usage.
     stat: String,
     version: Version,
 }
 
-impl Group {
+impl Cgroup {
     fn read(version: Version, folder: &Path) -> Option<Self> {
         let read = |name: &str| std::fs::read_to_string(folder.join(name)).ok();
         let (limit, usage) = match version {
-            Version::One => ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-            Version::Two => ("memory.max", "memory.current"),
+            Version::V1 => ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+            Version::V2 => ("memory.max", "memory.current"),
         };
         Some(Self { limit: read(limit)?, usage: read(usage)?, stat: read("memory.stat").unwrap_or_default(), version })
     }
 
-    /// What it may still use.
+    /// Bytes that the cgroup may still use.
     fn free(&self) -> Option<u64> {
         let number = |text: &str| text.trim().parse::<u64>().ok();
         let files = match self.version {
-            // Of groups below it as well, as the usage is.
-            Version::One => ["total_inactive_file ", "total_active_file "],
-            Version::Two => ["inactive_file ", "active_file "],
+            // The totals include descendants, as the usage does.
+            Version::V1 => ["total_inactive_file ", "total_active_file "],
+            Version::V2 => ["inactive_file ", "active_file "],
         };
         let reclaimable = files.iter().filter_map(|key| self.stat.lines().find_map(|line| number(line.strip_prefix(key)?)));
         let used = number(&self.usage)?.saturating_sub(reclaimable.sum());
@@ -138,23 +138,23 @@ mod tests {
         "MemTotal:       32000000 kB\nMemFree:          100000 kB\nMemAvailable:    2000000 kB\nSwapFree:              0 kB\n";
     const STATUS: &str = "Name:\tkiln\nVmPeak:\t  999999 kB\nVmSize:\t  100000 kB\n";
 
-    fn group(version: Version, limit: &str, usage: &str, stat: &str) -> Group {
-        Group { limit: limit.into(), usage: usage.into(), stat: stat.into(), version }
+    fn cgroup(version: Version, limit: &str, usage: &str, stat: &str) -> Cgroup {
+        Cgroup { limit: limit.into(), usage: usage.into(), stat: stat.into(), version }
     }
 
     #[test]
     fn the_tightest_limit_counts() {
         let kb = 1024;
-        let small = || group(Version::Two, "1000000\n", "400000\n", "anon 300000\nfile 100000\n");
+        let small = || cgroup(Version::V2, "1000000\n", "400000\n", "anon 300000\nfile 100000\n");
         for (groups, addresses, want) in [
             (vec![], None, 2_000_000 * kb),
             (vec![], Some(1_000_000 * kb), 900_000 * kb),
             (vec![], Some(50_000 * kb), 0),
             (vec![], Some(u64::MAX), 2_000_000 * kb),
             (vec![small()], None, 600_000),
-            (vec![group(Version::Two, "max\n", "400000\n", ""), small()], Some(1_000_000 * kb), 600_000),
-            // Version 1 has no word for no limit.
-            (vec![group(Version::One, "9223372036854771712\n", "5\n", "")], None, 2_000_000 * kb),
+            (vec![cgroup(Version::V2, "max\n", "400000\n", ""), small()], Some(1_000_000 * kb), 600_000),
+            // Version 1 writes no limit as a large number.
+            (vec![cgroup(Version::V1, "9223372036854771712\n", "5\n", "")], None, 2_000_000 * kb),
         ] {
             assert_eq!(free(MEMINFO, &groups, addresses, STATUS), Some(want), "{addresses:?}");
         }
@@ -165,55 +165,56 @@ mod tests {
     }
 
     #[test]
-    fn files_in_memory_are_free() {
+    fn the_page_cache_counts_as_free() {
         let stat = "anon 100\nfile 850\nshmem 50\ninactive_file 500\nactive_file 300\n";
-        assert_eq!(group(Version::Two, "1000", "1000", stat).free(), Some(800));
+        assert_eq!(cgroup(Version::V2, "1000", "1000", stat).free(), Some(800));
         let stat = "inactive_file 1\nactive_file 1\ntotal_inactive_file 500\ntotal_active_file 300\n";
-        assert_eq!(group(Version::One, "1000", "1000", stat).free(), Some(800));
-        assert_eq!(group(Version::Two, "1000", "2000", "").free(), Some(0), "a limit that was lowered");
-        assert_eq!(group(Version::Two, "max", "2000", "").free(), None);
-        assert_eq!(group(Version::Two, "", "nonsense", "inactive_file x").free(), None);
+        assert_eq!(cgroup(Version::V1, "1000", "1000", stat).free(), Some(800));
+        assert_eq!(cgroup(Version::V2, "1000", "2000", "").free(), Some(0), "a limit that was lowered");
+        assert_eq!(cgroup(Version::V2, "max", "2000", "").free(), None);
+        assert_eq!(cgroup(Version::V2, "", "nonsense", "inactive_file x").free(), None);
     }
 
     #[test]
-    fn every_group_above_counts() {
-        let paths =
-            |text| groups(text).into_iter().map(|(version, path)| (version, path.display().to_string())).collect::<Vec<_>>();
+    fn all_ancestor_cgroups_count() {
+        let paths = |text| {
+            cgroup_folders(text).into_iter().map(|(version, path)| (version, path.display().to_string())).collect::<Vec<_>>()
+        };
         let at = |version, path: &str| (version, path.to_owned());
         assert_eq!(
             paths("0::/user.slice/a\n"),
             [
-                at(Version::Two, "/sys/fs/cgroup/user.slice/a"),
-                at(Version::Two, "/sys/fs/cgroup/user.slice"),
-                at(Version::Two, "/sys/fs/cgroup/"),
+                at(Version::V2, "/sys/fs/cgroup/user.slice/a"),
+                at(Version::V2, "/sys/fs/cgroup/user.slice"),
+                at(Version::V2, "/sys/fs/cgroup/"),
             ]
         );
         assert_eq!(
             paths("9:name=systemd:/x\n4:cpu,memory:/docker/7:8\n"),
             [
-                at(Version::One, "/sys/fs/cgroup/memory/docker/7:8"),
-                at(Version::One, "/sys/fs/cgroup/memory/docker"),
-                at(Version::One, "/sys/fs/cgroup/memory/"),
+                at(Version::V1, "/sys/fs/cgroup/memory/docker/7:8"),
+                at(Version::V1, "/sys/fs/cgroup/memory/docker"),
+                at(Version::V1, "/sys/fs/cgroup/memory/"),
             ]
         );
         assert_eq!(paths(""), []);
-        assert_eq!(paths("nonsense\n::\n1:memory\n"), [at(Version::Two, "/sys/fs/cgroup/")]);
+        assert_eq!(paths("nonsense\n::\n1:memory\n"), [at(Version::V2, "/sys/fs/cgroup/")]);
     }
 
     #[test]
-    fn this_machine_tells() {
+    fn linux_reports_available_memory() {
         if cfg!(target_os = "linux") {
             assert!(available().is_some_and(|bytes| bytes > 1 << 20));
         }
     }
 
     #[test]
-    fn room_is_asked_for() {
-        assert!(is_room_for(1 << 20) && !is_room_for(isize::MAX as usize) && !is_room_for(usize::MAX));
+    fn impossible_allocations_fail() {
+        assert!(can_allocate(1 << 20) && !can_allocate(isize::MAX as usize) && !can_allocate(usize::MAX));
     }
 
     #[test]
-    fn whoever_can_do_without_says_so() {
+    fn fallible_scopes_nest() {
         assert!(!is_fallible());
         assert!(fallible(|| fallible(is_fallible) && is_fallible()), "until the outer one is over");
         assert!(!is_fallible());

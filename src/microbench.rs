@@ -1,8 +1,9 @@
-//! Times single ops on any backend: what `kiln bench --kernels` and `bench/kernels.rs` share.
+//! Benchmarks single ops on any backend: the shared part of `kiln bench --kernels` and `bench/kernels.rs`.
 //!
-//! A [`Row`] is an op at a shape. What its rate counts comes from the op itself: [`Op::flops`] where it multiplies matrices, else the
-//! bytes it has to move. Operands hold pseudo-random values, in several sets that take turns, so that no cache holds them. All sets
-//! together are one step, which a GPU records and replays: the host's own work is not timed. `bench/README.md` tells the protocol.
+//! A [`Row`] is an op at a shape. Its rate is computed from the op itself: from [`Op::flops`] if the op is compute-bound, or else
+//! from the bytes that it has to move. Operands hold pseudo-random values, in several sets that are used in rotation, so that
+//! caches are cold. All sets together are one step, which a GPU captures as a CUDA graph and replays, so that host overhead is
+//! not timed. The protocol is described in `bench/README.md`.
 
 mod rows;
 
@@ -16,21 +17,21 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How long and how often.
+/// The measurement protocol.
 #[derive(Clone, Copy, Debug)]
 pub struct Protocol {
-    /// Batches of a row, each followed by one of its ceiling.
+    /// Number of timed batches of a row, each followed by a batch of its ceiling.
     pub rounds: usize,
-    /// A batch lasts at least as long.
+    /// Minimum duration of a batch.
     pub batch: Duration,
-    /// All sets of operands together have at least as many bytes, with at least three sets and at most 64.
+    /// Minimum size of all sets of operands together, in bytes; there are at least three and at most 64 sets.
     pub rotated: u64,
 }
 
 impl Protocol {
-    /// For figures. The bytes are several times any cache.
+    /// The protocol for published figures. The operands are several times as large as any cache.
     pub const FULL: Self = Self { rounds: 15, batch: Duration::from_millis(5), rotated: 256 << 20 };
-    /// To see that everything runs.
+    /// A quick check that everything runs.
     pub const QUICK: Self = Self { rounds: 3, batch: Duration::ZERO, rotated: 0 };
 
     fn sets(&self, bytes: u64) -> usize {
@@ -38,11 +39,11 @@ impl Protocol {
     }
 }
 
-/// Takes an op to run.
+/// Runs an op.
 type Runner<'a> = dyn FnMut(Op<'_>) -> Result<()> + 'a;
-/// Hands its op to whom it is given.
+/// Passes its op to a runner.
 type Call = Box<dyn Fn(&mut Runner<'_>) -> Result<()>>;
-/// Makes an op on operands of its own.
+/// Creates an op with its own operands.
 type Maker = Box<dyn Fn(&mut Operands) -> Result<Call>>;
 
 fn call(with: impl Fn(&mut Runner<'_>) -> Result<()> + 'static) -> Result<Call> {
@@ -53,24 +54,25 @@ fn call(with: impl Fn(&mut Runner<'_>) -> Result<()> + 'static) -> Result<Call> 
 pub struct Row {
     /// The op's name.
     pub name: &'static str,
-    /// The shape, for people.
+    /// The shape, for display.
     pub shape: String,
-    /// What it has to do.
+    /// The work of the op.
     pub work: Work,
     activations: DType,
     make: Maker,
 }
 
-/// What an op has to do.
+/// The work of an op.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Work {
-    /// Floating-point operations of its products.
+    /// Floating-point operations of its GEMMs, convolutions or attention.
     pub flops: u64,
-    /// Bytes it reads and writes, if it does either once.
+    /// Bytes that it must read and write, each operand once.
     pub bytes: u64,
 }
 
-/// Operations for each byte below which memory is the limit. GPUs that kiln runs on can do 100 to 300 while a byte is moved.
+/// Arithmetic intensity in FLOP per byte below which an op is memory-bound (the ridge point of the roofline model, Williams et
+/// al. 2009). GPUs that kiln runs on have ridge points of 100 to 300.
 const BALANCE: u64 = 160;
 
 impl Work {
@@ -79,21 +81,21 @@ impl Work {
         let mut bytes = 0;
         op.operands(&mut |t, access| bytes += size(t) * if access == Access::Update { 2 } else { 1 });
         match *op {
-            // Of a table it reads as many rows as it writes.
+            // A lookup reads only as many rows of the table as it writes.
             Op::Embed { out, table, .. } => bytes = bytes - size(table) + size(out),
-            // All of it has to be seen before the first value can be written.
+            // The statistics take a pass over the whole input before the first value can be written.
             Op::GroupNorm { x, stats: None, .. } => bytes += size(x),
             _ => {}
         }
         Self { flops: op.flops(), bytes }
     }
 
-    /// Whether memory is the limit, not arithmetic.
+    /// Whether the op is memory-bound rather than compute-bound.
     pub const fn bound_by_memory(self) -> bool {
         self.flops < BALANCE * self.bytes
     }
 
-    /// Operations or bytes a second, and which.
+    /// FLOP per second or bytes per second, with the unit.
     pub fn rate(self, seconds: f64) -> (f64, &'static str) {
         match self.bound_by_memory() {
             true => (self.bytes as f64 / seconds, "B/s"),
@@ -114,9 +116,9 @@ impl Row {
         Ok(Self { name, shape, work, activations, make: Box::new(make) })
     }
 
-    /// Places `sets` sets of operands, or as many as there is room for.
+    /// Allocates `sets` sets of operands, or as many as fit in memory.
     pub fn prepare(&self, be: &mut dyn Backend, sets: usize) -> Result<Prepared> {
-        // What the row before had is given back first, so that it does not count.
+        // The memory of the previous row is freed first, so that it counts as available.
         be.reserve_weights(0)?;
         be.reserve(0)?;
         let mut sets = sets.max(1);
@@ -141,7 +143,7 @@ impl Row {
         }
     }
 
-    /// Times the row, and in turn with it a copy of as many bytes if those are its limit.
+    /// Times the row and, if it is memory-bound, in alternation with it a copy of as many bytes.
     pub fn measure(&self, be: &mut dyn Backend, protocol: &Protocol) -> Result<Figure> {
         let prepared = self.prepare(be, protocol.sets(self.work.bytes))?;
         let launches = |be: &dyn Backend| be.launches().into_iter().collect::<HashMap<_, _>>();
@@ -186,28 +188,28 @@ impl Row {
     }
 }
 
-/// A matrix of bf16 that is copied by moving about as many bytes.
+/// The shape of a bf16 matrix whose copy moves about this number of bytes.
 fn copy_shape(bytes: u64) -> (usize, usize) {
     let values = (bytes as usize / 4).max(1);
     let cols = values.min(3072);
     (values.div_ceil(cols), cols)
 }
 
-/// A row with its operands in place.
+/// A row with its operands in memory.
 pub struct Prepared {
     calls: Vec<Call>,
     copies: Vec<Call>,
-    /// Bytes that one copy moves.
+    /// Number of bytes that one copy moves.
     copied: u64,
 }
 
 impl Prepared {
-    /// Runs before the clock counts: caches fill, pages are touched, threads wake up, steps are recorded.
+    /// Runs the row without timing: pages are touched, threads wake up, CUDA graphs are captured.
     pub fn warm_up(&self, be: &mut dyn Backend) -> Result<()> {
         self.seconds(be, 2).map(drop)
     }
 
-    /// Seconds of one call, over as many passes through all sets.
+    /// Mean seconds of one call, over a number of passes through all sets.
     pub fn seconds(&self, be: &mut dyn Backend, passes: usize) -> Result<f64> {
         batch(be, StepKey("row"), &self.calls, passes)
     }
@@ -227,39 +229,39 @@ fn batch(be: &mut dyn Backend, key: StepKey, calls: &[Call], passes: usize) -> R
     Ok(start.elapsed().as_secs_f64() / (passes * calls.len()).max(1) as f64)
 }
 
-/// What a row took. These are the fields of the JSON.
+/// The measurement of a row. These are the fields of the JSON output.
 #[derive(Clone, Debug, Serialize)]
 pub struct Figure {
     /// The op.
     pub op: &'static str,
     /// Its shape.
     pub shape: String,
-    /// Kernels it launched.
+    /// Kernels that it launched.
     pub kernels: Vec<&'static str>,
-    /// Floating-point operations of a call.
+    /// Floating-point operations per call.
     pub flops: u64,
-    /// Bytes a call has to move.
+    /// Bytes that a call must move.
     pub bytes: u64,
-    /// Sets of operands.
+    /// Number of sets of operands.
     pub sets: usize,
-    /// Calls of a batch.
+    /// Number of calls per batch.
     pub calls: usize,
     /// Median of `seconds`.
     pub median_s: f64,
-    /// How far its quartiles lie from it at most, as a share of it.
+    /// Larger distance of the quartiles from the median, relative to the median.
     pub spread: f64,
-    /// Speed relative to a copy of as many bytes, where memory is the limit.
+    /// Speed relative to a copy of as many bytes, for memory-bound rows.
     pub of_copy: Option<f64>,
-    /// Speed relative to the tensor cores' highest, where products are the limit and that is known.
+    /// Speed relative to the peak of the tensor cores, for compute-bound rows if the peak is known.
     pub of_tensor_cores: Option<f64>,
-    /// Seconds of a call, one for each batch.
+    /// Seconds per call, one value for each batch.
     pub seconds: Vec<f64>,
-    /// The same for the copy.
+    /// Seconds per copy, one value for each batch.
     pub copy_seconds: Vec<f64>,
 }
 
 impl Figure {
-    /// The share of a ceiling of so many operations a second, where products are the limit.
+    /// Adds the speed relative to a peak in FLOP per second, if the row is compute-bound.
     pub fn held_to(mut self, flops_per_second: Option<f64>) -> Self {
         let work = Work { flops: self.flops, bytes: self.bytes };
         if !work.bound_by_memory() {
@@ -268,7 +270,7 @@ impl Figure {
         self
     }
 
-    /// A line of the table.
+    /// The line of the printed table.
     pub fn line(&self) -> String {
         let (rate, unit) = Work { flops: self.flops, bytes: self.bytes }.rate(self.median_s);
         let (rate, prefix) = if rate >= 1e12 { (rate / 1e12, "T") } else { (rate / 1e9, "G") };
@@ -290,7 +292,7 @@ impl Figure {
     }
 }
 
-/// The middle of some numbers; zero if there are none.
+/// The median; zero if there are no values.
 pub fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -301,7 +303,7 @@ pub fn median(values: &[f64]) -> f64 {
     }
 }
 
-/// How far the quartiles lie from the median on either side, at most, as a share of it.
+/// The larger distance of the quartiles from the median, relative to the median.
 fn spread(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -310,7 +312,7 @@ fn spread(values: &[f64]) -> f64 {
     (at(0.75) - median).max(median - at(0.25)) / median
 }
 
-/// The operands of all sets of a row: descriptors first, memory when all are known.
+/// The operands of all sets of a row. Descriptors are collected first; memory is allocated when all are known.
 struct Operands {
     activations: DType,
     weights: Arena,
@@ -318,11 +320,11 @@ struct Operands {
     placed: Vec<(Tensor, Role)>,
     inputs: Vec<Tensor>,
     ids: Vec<(Tensor, usize)>,
-    /// The one table for all sets, of which each reads other rows.
+    /// The embedding table, which all sets share; each set reads different rows.
     table: Option<Tensor>,
 }
 
-/// Random values repeat after so many, a prime, so that rows differ.
+/// Period of the random values, a prime, so that rows differ.
 const PERIOD: usize = 1_000_003;
 
 impl Operands {
@@ -331,7 +333,7 @@ impl Operands {
         Self { activations, weights, arena, placed: Vec::new(), inputs: Vec::new(), ids: Vec::new(), table: None }
     }
 
-    /// Room for a result.
+    /// Allocates a result.
     fn output(&mut self, rows: usize, cols: usize, dtype: DType) -> Result<Tensor> {
         self.arena.alloc(rows, cols, dtype)
     }
@@ -346,7 +348,7 @@ impl Operands {
         self.input(rows, cols, self.activations)
     }
 
-    /// Room for results of the same type.
+    /// Allocates a result with the dtype of activations.
     fn results(&mut self, rows: usize, cols: usize) -> Result<Tensor> {
         self.output(rows, cols, self.activations)
     }
@@ -361,7 +363,7 @@ impl Operands {
         Ok(Linear { weight: self.weight(rows, cols, DType::Bf16, role)?, bias: None })
     }
 
-    /// A norm's weight, a bias or a variance: values around one.
+    /// Allocates a norm weight, a bias or a variance, with values around one.
     fn vector(&mut self, cols: usize) -> Result<Tensor> {
         self.weight(1, cols, DType::F32, Role::Vector)
     }
@@ -375,28 +377,28 @@ impl Operands {
         Ok(table)
     }
 
-    /// Token ids below a limit.
+    /// Allocates token ids below a limit.
     fn ids(&mut self, count: usize, below: usize) -> Result<Tensor> {
         let tensor = self.arena.alloc(count, 1, DType::U32)?;
         self.ids.push((tensor, below));
         Ok(tensor)
     }
 
-    /// Takes the memory, and puts values into what ops read.
+    /// Reserves memory and initialises the operands that ops read.
     fn fill(&self, be: &mut dyn Backend) -> Result<()> {
         let noise = noise();
         let weights: Vec<u8> = noise.iter().flat_map(|v| half::bf16::from_f32(0.1 * v).to_le_bytes()).collect();
         let vectors: Vec<u8> = noise.iter().flat_map(|v| (1.0 + 0.5 * v).to_le_bytes()).collect();
         be.reserve_weights(self.weights.peak())?;
         for &(to, role) in &self.placed {
-            // Each has bytes of its own: the processor reads them where they are.
+            // Each weight has its own bytes, because the CPU backend reads them in place.
             let block = if to.dtype == DType::F32 { &vectors } else { &weights };
             let bytes = Bytes::new(Arc::new(repeated(block, to.len() * to.dtype.size())));
             be.upload(to, role, &[WeightPart { bytes, dtype: to.dtype }])?;
         }
         be.reserve(self.arena.peak())?;
         for &to in &self.inputs {
-            // Only some rows come from the host; the device doubles them until all are there.
+            // Only some rows are uploaded from the host; copies on the device double them until all are filled.
             let mut filled = (PERIOD / to.cols).clamp(1, to.rows);
             be.write(to.rows(0..filled), HostData::F32(&repeated(&noise, filled * to.cols)))?;
             while filled < to.rows {
@@ -413,7 +415,7 @@ impl Operands {
     }
 }
 
-/// As many values as asked for, from a block that starts anew at its end.
+/// `len` values that repeat a block.
 fn repeated<T: Copy>(block: &[T], len: usize) -> Vec<T> {
     let mut values = Vec::with_capacity(len);
     while values.len() < len {
@@ -422,7 +424,7 @@ fn repeated<T: Copy>(block: &[T], len: usize) -> Vec<T> {
     values
 }
 
-/// Values in -1..1 from a small generator.
+/// Values in -1..1 from a linear congruential generator.
 fn noise() -> Vec<f32> {
     let mut state = 1u32;
     (0..PERIOD)
@@ -440,14 +442,16 @@ mod tests {
     use crate::tensor::Precision;
 
     #[test]
-    fn work_is_what_has_to_be_done() {
+    fn work_counts_flops_and_minimal_bytes() {
         let all = rows(Scale::Klein, Precision::Bf16).unwrap();
         let of = |name: &str, shape: &str| {
             all.iter().find(|r| r.name == name && r.shape == shape).unwrap_or_else(|| panic!("{name} {shape}")).work
         };
         assert_eq!(of("qkv_mlp", "4608x27648x3072").flops, 2 * 4608 * 27_648 * 3072);
         assert_eq!(of("attention", "4608 tokens, 24 heads of 128").flops, 4 * 4608 * 4608 * 3072);
-        // Read and written once, with a weight; rows of the table, not the table; in place; twice where statistics are not given.
+        // Operands are read and written once; a lookup reads rows, not the whole table; euler updates in place; group norm reads
+        // its
+        // input twice if the statistics are not given.
         assert_eq!(of("rms_norm", "512x2560").bytes, 2 * 2 * 512 * 2560 + 4 * 2560);
         assert_eq!(of("embed", "512x2560 of 151936").bytes, 2 * 2 * 512 * 2560 + 4 * 512);
         assert_eq!(of("euler", "4096x128").bytes, 3 * 4 * 4096 * 128);
@@ -459,7 +463,7 @@ mod tests {
         assert!(of("conv", "1024x1024, 128 to 3").bound_by_memory());
     }
 
-    /// Rows, not just descriptors: every one of them runs.
+    /// Every op has a row, and every row runs.
     #[test]
     fn every_op_has_a_row_that_runs() {
         let mut cpu = Cpu::new(0, Arc::default()).unwrap();
@@ -480,7 +484,7 @@ mod tests {
     }
 
     #[test]
-    fn enough_sets_to_be_cold() {
+    fn enough_sets_to_keep_caches_cold() {
         assert_eq!([1 << 30, 64 << 20, 32 << 20, 1 << 10].map(|bytes| Protocol::FULL.sets(bytes)), [3, 4, 8, 64]);
         assert_eq!(copy_shape(4 * 3072 * 100), (100, 3072));
         assert_eq!(copy_shape(40), (1, 10));

@@ -1,8 +1,8 @@
-//! The noise a run starts from: the numbers PyTorch draws for the same seed, so that an image made elsewhere can be made here.
+//! The initial noise: the values that PyTorch draws for the same seed, so that an image generated elsewhere can be reproduced.
 //!
-//! PyTorch has three generators of normal numbers that matter, and they have nothing in common. Which one a seed belongs to
-//! depends on where the other program drew its noise and on its version; [`NoiseKind`] names them. All three run on the host, so
-//! every backend starts from the same values.
+//! PyTorch has three relevant generators of normal variates, each with a different sequence. Which of them a seed refers to
+//! depends on the device and the PyTorch version that the noise was drawn with; [`NoiseKind`] names them. All three are
+//! implemented on the host, so that every backend starts from the same values.
 
 use crate::error::Error;
 use crate::sequence::Grid;
@@ -13,22 +13,23 @@ use std::f64::consts::TAU;
 use std::fmt;
 use std::str::FromStr;
 
-/// Values of one latent token.
+/// Channels of one latent token.
 pub const CHANNELS: usize = 128;
 
-/// Which generator turns a seed into noise.
+/// Which generator the noise is drawn with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum NoiseKind {
-    /// PyTorch on a CUDA device: Philox. The values depend on how many threads the device runs at once, and so on its model.
+    /// PyTorch on a CUDA device: Philox. The values depend on how many threads are resident on the device, and so on its model.
     TorchCuda {
         /// Streaming multiprocessors of the device.
         sms: u32,
-        /// Threads that one of them can hold.
+        /// Maximum number of resident threads per streaming multiprocessor.
         threads: u32,
     },
-    /// PyTorch 2.12 and later on the CPU: Mersenne Twister, f32.
+    /// PyTorch 2.12 and later on the CPU: Mersenne Twister, in f32.
     TorchCpu,
-    /// PyTorch up to 2.11 on the CPU, drawing bfloat16: Mersenne Twister with 8-bit uniforms, rounded after every operation.
+    /// PyTorch up to 2.11 on the CPU, drawing bfloat16: Mersenne Twister with 8-bit uniform variates, rounded after every
+    /// operation.
     TorchCpuLegacy,
 }
 
@@ -50,7 +51,7 @@ impl fmt::Display for NoiseKind {
 impl FromStr for NoiseKind {
     type Err = Error;
 
-    /// Reads a name from the command line; `torch-cuda` is [`NoiseKind::HOPPER`].
+    /// Parses a name from the command line; `torch-cuda` is [`NoiseKind::HOPPER`].
     fn from_str(name: &str) -> Result<Self, Error> {
         match name {
             "torch-cuda" => Ok(Self::HOPPER),
@@ -85,8 +86,8 @@ pub fn draw(kind: NoiseKind, seed: u64, grid: Grid, precision: Precision) -> Vec
     noise
 }
 
-/// PyTorch draws `[channels, rows, columns]`; the transformer reads one token after the other. `drawn` gives the value at an
-/// index of the former.
+/// Transposes PyTorch's layout `[channels, rows, columns]` to one row per token. `drawn` returns the value at a flat index of the
+/// former.
 fn by_token(tokens: usize, drawn: impl Fn(usize) -> f32 + Sync) -> Vec<f32> {
     (0..tokens * CHANNELS).into_par_iter().map(|i| drawn(i % CHANNELS * tokens + i / CHANNELS)).collect()
 }
@@ -96,29 +97,31 @@ fn round(x: f32) -> f32 {
     bf16::from_f32(x).to_f32()
 }
 
-/// Threads in a block of PyTorch's random kernels.
+/// Threads per CTA of PyTorch's random kernels.
 const BLOCK: u64 = 256;
 
-/// How many threads of PyTorch's random kernels a device holds at once. At least one block, so that nonsense does not divide
-/// by zero.
+/// Number of resident threads of PyTorch's random kernels on a device. At least one CTA, so that impossible values do not lead to
+/// a division by zero.
 fn resident_threads(sms: u32, threads: u32) -> u64 {
     (u64::from(sms) * (u64::from(threads) / BLOCK)).max(1) * BLOCK
 }
 
 /// `torch.randn` on a CUDA device.
 ///
-/// The launch has as many threads as values but no more than the device holds. Each thread owns one Philox stream, takes four
-/// normals at a time and writes them a whole launch apart. So value `i` comes from a different place on a device of a different
-/// size; but wherever it comes from, it can be computed alone.
+/// The kernel is launched with one thread per value, but with no more threads than can be resident on the device. Each thread has
+/// its own Philox stream, draws four normal variates at a time and writes them a whole grid of threads apart. So the stream and
+/// position of value `i` depend on the size of the device; but since Philox is counter-based, each value can be computed on its
+/// own.
 struct CudaDraw {
     seed: u64,
-    /// Philox blocks every stream has used up before this draw.
+    /// Philox blocks that every stream has consumed before this draw.
     used: u64,
     launched: usize,
 }
 
 impl CudaDraw {
-    /// `offset` is the generator's position: 0 after seeding. A draw moves it by 4 for every four values that one thread took.
+    /// `offset` is the generator's offset: 0 after seeding. A draw advances it by 4 for every four values that one thread has
+    /// drawn.
     fn new(count: usize, seed: u64, offset: u64, resident: u64) -> Self {
         let launched = (count as u64).next_multiple_of(BLOCK).clamp(BLOCK, resident);
         Self { seed, used: offset / 4, launched: launched as usize }
@@ -133,7 +136,8 @@ impl CudaDraw {
     }
 }
 
-/// cuRAND's Box-Muller: sine first, and uniforms that are never 0. The device contracts multiply and add, so we do.
+/// The Box-Muller transform (Box and Muller 1958) as in cuRAND: the sine comes first and the uniform variates are never 0. The
+/// device code uses fused multiply-add, so this does, too.
 fn box_muller_cuda(x: u32, y: u32) -> [f32; 2] {
     const TO_UNIT: f32 = 1.0 / 4_294_967_296.0;
     const TO_ANGLE: f32 = TO_UNIT * TAU as f32;
@@ -144,8 +148,8 @@ fn box_muller_cuda(x: u32, y: u32) -> [f32; 2] {
     [radius * sin, radius * cos]
 }
 
-/// Philox4x32-10 (Salmon et al. 2011): a block cipher without secrets. The key is the seed, the counter is
-/// `(position, stream)`; any block can be had without those before it.
+/// Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), a counter-based generator. The key is the
+/// seed and the counter is `(position, stream)`, so any block can be computed without the preceding ones.
 fn philox(seed: u64, position: u64, stream: u64) -> [u32; 4] {
     let [mut k0, mut k1] = halves(seed);
     let ([c0, c1], [c2, c3]) = (halves(position), halves(stream));
@@ -165,8 +169,8 @@ fn halves(x: u64) -> [u32; 2] {
     [x as u32, (x >> 32) as u32]
 }
 
-/// `torch.randn` on the CPU, f32. PyTorch uses vectorised polynomials for the logarithm, sine and cosine, which differ from
-/// ours by less than 5e-7.
+/// `torch.randn` on the CPU, in f32. PyTorch uses vectorised polynomials for the logarithm, sine and cosine, whose results differ
+/// from these by less than 5e-7.
 fn cpu_normals(count: usize, seed: u64) -> Vec<f32> {
     let uniform = |bits: u32| (bits & 0x00FF_FFFF) as f32 / 16_777_216.0;
     box_muller_cpu(count, seed, uniform, |u1, u2| {
@@ -177,24 +181,25 @@ fn cpu_normals(count: usize, seed: u64) -> Vec<f32> {
     })
 }
 
-/// `torch.randn(dtype=torch.bfloat16)` on the CPU, up to PyTorch 2.11: 256 different uniforms, and every step rounded.
+/// `torch.randn(dtype=torch.bfloat16)` on the CPU, up to PyTorch 2.11: the uniform variates have 256 distinct values, and every
+/// operation is rounded.
 fn legacy_normals(count: usize, seed: u64) -> Vec<f32> {
     let uniform = |bits: u32| (bits & 0xFF) as f32 / 256.0;
     box_muller_cpu(count, seed, uniform, |u1, u2| {
         let log = round(round(1.0 - u1).ln());
         let radius = round(round(-2.0 * log).sqrt());
-        // The constant is a double, so here alone the product is not an f32 one.
+        // PyTorch's constant is a double, so this multiplication alone is not in f32.
         let angle = round((TAU * f64::from(u2)) as f32);
         let (sin, cos) = angle.sin_cos();
         [round(radius * round(cos)), round(radius * round(sin))]
     })
 }
 
-/// PyTorch fills a tensor with uniforms and then turns blocks of 16 into normals in place: value `j` and value `j + 8` of a
-/// block make a pair. `count` is a multiple of 16, as the noise of whole tokens always is.
+/// The Box-Muller transform of PyTorch on the CPU, which fills a tensor with uniform variates and then transforms blocks of 16 in
+/// place: values `j` and `j + 8` of a block form a pair. `count` must be a multiple of 16, as it always is for whole tokens.
 fn box_muller_cpu(count: usize, seed: u64, uniform: impl Fn(u32) -> f32, pair: impl Fn(f32, f32) -> [f32; 2] + Sync) -> Vec<f32> {
     debug_assert_eq!(count % 16, 0, "PyTorch treats an incomplete block differently");
-    // The generator is 32-bit; PyTorch drops the high half of the seed.
+    // The generator is seeded with 32 bits; PyTorch drops the high half of the seed.
     let mut twister = Mt19937::new(seed as u32);
     let mut out: Vec<f32> = (0..count).map(|_| uniform(twister.next())).collect();
     out.par_chunks_exact_mut(16).for_each(|block| {
@@ -296,7 +301,7 @@ mod tests {
             // Recorded with six decimals, which is finer than bfloat16.
             assert_close(&got, &want, 6e-7);
         }
-        // A second f32 draw from the same generator.
+        // The second f32 draw from the same generator.
         let second = cuda_normals(COUNT, 0, 4);
         assert_close(&[0, 1, 270_336, 524_287].map(|i| second[i]), &[0.180826, -0.552263, -0.153638, 2.232494], 2e-6);
     }
@@ -312,7 +317,7 @@ mod tests {
             assert_eq!(h200[..54], a100[..54]);
         }
         assert_ne!(h200, a100);
-        // A device that does not exist gives some noise rather than a crash.
+        // A device that cannot exist yields some noise rather than a panic.
         assert_eq!(
             draw(NoiseKind::TorchCuda { sms: 0, threads: 7 }, 0, Grid { width: 4, height: 4 }, Precision::F32).len(),
             2048
@@ -353,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn names_read_back() {
+    fn names_round_trip() {
         for kind in [NoiseKind::HOPPER, NoiseKind::TorchCpu, NoiseKind::TorchCpuLegacy] {
             assert_eq!(kind.to_string().parse::<NoiseKind>().unwrap(), kind);
         }

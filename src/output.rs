@@ -1,11 +1,11 @@
-//! Files that appear whole or not at all.
+//! Atomic output files: a file appears complete or not at all.
 //!
-//! A picture can cost minutes, so writing it is the last place to be careless: the target is checked before any work starts, an
-//! existing file is never replaced unasked, and at no moment does the target hold half a picture.
+//! An image can take minutes to generate, so writing it must be reliable: the target is checked before any work starts, an
+//! existing file is never replaced unless asked, and the target never holds a partial image.
 //!
-//! Linux has files without a name. One of those takes the bytes and gets its name as the last step, so a process that is killed
-//! leaves nothing behind, and of many writers one wins. Where there are none, a file beside the target does, under a name that
-//! a killed process leaves.
+//! Linux has unnamed temporary files (`O_TMPFILE`). The bytes are written to one of those, which is linked to its name as the
+//! last step, so a process that is killed leaves nothing behind, and exactly one of several writers succeeds. On other systems
+//! the bytes are written to a named temporary file next to the target, which a killed process leaves behind.
 
 use crate::error::{Error, Result};
 use crate::text::grouped;
@@ -15,25 +15,25 @@ use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A file that is going to be written, and how long it may get.
+/// A file that is going to be written, and its largest size.
 #[derive(Clone, Debug)]
 pub struct Planned {
     /// The target.
     pub path: PathBuf,
-    /// At most so many bytes, as far as that is known.
+    /// Upper bound on the size in bytes, as far as it is known.
     pub bytes: u64,
 }
 
-/// Finds out before any work whether [`save_new`] can be expected to succeed for all of these: folders exist and take new files,
-/// there is room for everything together, and each target is free, or with `force` a file that may be replaced.
+/// Checks before any work whether [`save_new`] can be expected to succeed for all files: folders exist and are writable, there is
+/// enough disk space for all files together, and each target does not exist, or with `force` is a file that may be replaced.
 pub fn check_writable(files: &[Planned], force: bool) -> Result<()> {
-    // By folder: the longest file in it and all of them together. Thousands of images are looked up one by one, but room is
-    // asked for once.
+    // For each folder: its largest file and the total size. Thousands of targets are checked one by one, but disk space is
+    // queried once per folder.
     let mut folders: BTreeMap<&Path, (&Planned, u64)> = BTreeMap::new();
     for file in files {
         let path = file.path.as_path();
         let name = path.as_os_str().as_encoded_bytes();
-        // `a/b/` and `a/b` have the same components, but no file can be written at the former.
+        // `a/b/` and `a/b` have the same components, but the former is not a valid name for a file.
         if path.file_name().is_none() || name.last().is_some_and(|&byte| std::path::is_separator(byte.into())) {
             return Err(refused(path, ErrorKind::InvalidInput, "this is not the name of a file"));
         }
@@ -48,15 +48,16 @@ pub fn check_writable(files: &[Planned], force: bool) -> Result<()> {
         }
         *total = total.saturating_add(file.bytes);
     }
-    // Room that one folder takes is missing in the next, so all is held until the end.
+    // Folders may share a disk, so all preallocated space is held until the end.
     let mut held = Vec::new();
     for (folder, (longest, total)) in folders {
-        match nameless::create(folder) {
+        match tmpfile::create(folder) {
             Ok(file) => {
-                nameless::make_room(&file, longest.bytes).map_err(|error| unwritten(&longest.path, &error))?;
-                // Not taken, only counted: on a file system in memory it would be real memory.
+                tmpfile::preallocate(&file, longest.bytes).map_err(|error| unwritten(&longest.path, &error))?;
+                // Only the largest file is preallocated; the rest is compared with the free space, because on a file system in
+                // memory it would take up real memory.
                 let rest = total - longest.bytes;
-                if let Some(free) = nameless::room_beside(&file).filter(|free| *free < rest) {
+                if let Some(free) = tmpfile::free_bytes(&file).filter(|free| *free < rest) {
                     let (need, free) = (grouped(total), grouped(free + longest.bytes));
                     let why = format!("all files together need up to {need} bytes, {free} are free; nothing was written");
                     return Err(refused(&longest.path, ErrorKind::StorageFull, &why));
@@ -69,17 +70,17 @@ pub fn check_writable(files: &[Planned], force: bool) -> Result<()> {
     Ok(())
 }
 
-/// Writes a whole file or nothing. An existing file is an error unless `force` is set, even if it appears while we write.
+/// Writes a whole file or nothing. Unless `force` is set, an existing file is an error, even if it is created during the write.
 pub fn save_new(path: &Path, bytes: &[u8], force: bool) -> Result<()> {
     let replaced = check_target(path, force)?;
-    if !place_nameless(path, bytes, force, replaced.as_ref())? {
+    if !place_tmpfile(path, bytes, force, replaced.as_ref())? {
         place_named(path, bytes, force, replaced.as_ref())?;
     }
     sync_folder(folder_of(path));
     Ok(())
 }
 
-/// Makes a folder with all that `fill` writes into the one it is given, or nothing. An empty folder may be there already.
+/// Creates a folder with everything that `fill` writes to the folder it is given, or nothing. An empty folder may already exist.
 pub fn save_folder(path: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     let error = |source| write_error(path, source);
     let there = match fs::canonicalize(path) {
@@ -89,11 +90,12 @@ pub fn save_folder(path: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Resul
     };
     let claim = |beside: &Path| match Temp::claim(beside, |name| fs::create_dir(name)) {
         Ok((temp, ())) => Ok(temp),
-        // By the name that the user knows.
+        // The error names the path that the user knows.
         Err(Error::Write { source, .. }) => Err(error(source)),
         Err(other) => Err(other),
     };
-    // A folder that has to stay the same one is filled from inside, and so is one beside which nothing can be made.
+    // The temporary folder is created inside the target if the target must not be replaced, or if nothing can be created next to
+    // it.
     let inside = |folder: &Path| claim(&folder.join("any"));
     let (temp, kept) = match there.as_deref() {
         Some(folder) if has_to_stay(folder) => (inside(folder)?, Some(folder)),
@@ -109,7 +111,7 @@ pub fn save_folder(path: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Resul
     let target = there.as_deref().unwrap_or(path);
     fill(&temp.path).map_err(|failure| match failure {
         Error::Write { path: at, source } => {
-            // By the name that the user knows.
+            // The error names the path that the user knows.
             let known = at.strip_prefix(&temp.path).map(|name| path.join(name));
             Error::Write { path: known.unwrap_or(at), source }
         }
@@ -117,7 +119,7 @@ pub fn save_folder(path: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Resul
     })?;
     match kept {
         None => {
-            // A folder that was there may be looked into by the same people as before.
+            // A folder that is replaced keeps its permissions.
             if let Some(replaced) = there.as_deref().and_then(|folder| fs::metadata(folder).ok()) {
                 let _ = File::open(&temp.path).map(|folder| keep_access(&folder, &replaced));
             }
@@ -133,8 +135,8 @@ pub fn save_folder(path: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Resul
     Ok(())
 }
 
-/// Whether a folder must not be replaced by another of its name: whoever stands in it would be left in one that is gone, and where
-/// a disk is mounted none can be.
+/// Whether a folder must not be replaced by another one of the same name: a process whose working directory it is would be left
+/// in a deleted folder, and a mount point cannot be replaced.
 fn has_to_stay(folder: &Path) -> bool {
     #[cfg(unix)]
     let mounted = {
@@ -147,17 +149,17 @@ fn has_to_stay(folder: &Path) -> bool {
     mounted || std::env::current_dir().is_ok_and(|current| current == folder)
 }
 
-/// Writes to a file without a name, and gives it one. Returns false if that cannot be done here.
-fn place_nameless(path: &Path, bytes: &[u8], force: bool, replaced: Option<&Metadata>) -> Result<bool> {
-    // Systems and file systems without them say so in many ways. Whatever it is, what is wrong with the folder itself comes
-    // back from the attempt with a name; so for the link below.
-    let Ok(file) = nameless::create(folder_of(path)) else { return Ok(false) };
+/// Writes to an unnamed temporary file and links it to the target. Returns false if that is not supported here.
+fn place_tmpfile(path: &Path, bytes: &[u8], force: bool, replaced: Option<&Metadata>) -> Result<bool> {
+    // Systems and file systems without O_TMPFILE fail with various errors. If the folder itself is the problem, the attempt with
+    // a named file reports it; the same holds for the link below.
+    let Ok(file) = tmpfile::create(folder_of(path)) else { return Ok(false) };
     fill(&file, path, bytes, replaced)?;
     let placed = if force {
-        // A link never replaces, a rename does.
-        Temp::claim(path, |name| nameless::link(&file, name)).and_then(|(temp, ())| temp.replace(path))
+        // A link never replaces an existing file, but a rename does.
+        Temp::claim(path, |name| tmpfile::link(&file, name)).and_then(|(temp, ())| temp.replace(path))
     } else {
-        nameless::link(&file, path).map_err(|error| name_error(path, error))
+        tmpfile::link(&file, path).map_err(|error| name_error(path, error))
     };
     match placed {
         Ok(()) => Ok(true),
@@ -166,7 +168,7 @@ fn place_nameless(path: &Path, bytes: &[u8], force: bool, replaced: Option<&Meta
     }
 }
 
-/// Writes to a file beside the target, and gives it the target's name.
+/// Writes to a named temporary file next to the target, and then gives it the target's name.
 fn place_named(path: &Path, bytes: &[u8], force: bool, replaced: Option<&Metadata>) -> Result<()> {
     let (temp, file) = Temp::claim(path, create_new)?;
     fill(&file, path, bytes, replaced)?;
@@ -174,24 +176,25 @@ fn place_named(path: &Path, bytes: &[u8], force: bool, replaced: Option<&Metadat
         return temp.replace(path);
     }
     match fs::hard_link(&temp.path, path).map_err(|error| name_error(path, error)) {
-        // File systems without hard links say so in many ways. Whatever it was, if it was something else it comes back.
+        // File systems without hard links fail with various errors. Any other problem is reported by the next attempt.
         Err(Error::Write { .. }) => claim_and_replace(temp, path),
         done => done,
     }
 }
 
-/// Like a hard link followed by removal, where there are no hard links: taking the name with an empty file is exclusive, and
-/// replacing that by the finished one is atomic. A kill between the two leaves an empty file, never half a picture.
+/// Replaces a hard link followed by removal on file systems without hard links: creating an empty file at the target is
+/// exclusive, and replacing it by the finished file is atomic. A process that is killed in between leaves an empty file, never a
+/// partial one.
 fn claim_and_replace(temp: Temp, path: &Path) -> Result<()> {
     create_new(path).map_err(|error| name_error(path, error))?;
     temp.replace(path).inspect_err(|_| {
-        // The error at hand matters more than one about the empty file.
+        // The original error matters more than a failure to remove the empty file.
         let _ = fs::remove_file(path);
     })
 }
 
-/// Writes all bytes and waits until they are on disk. They must be there before the name is: after a power cut a name without
-/// data would be a partial file. Who may read and write a file that is replaced stays as it was.
+/// Writes all bytes and syncs them to disk. They must be there before the name is: after a power failure, a name without data
+/// would be a partial file. A file that is replaced keeps its owner and permissions.
 fn fill(mut file: &File, target: &Path, bytes: &[u8], replaced: Option<&Metadata>) -> Result<()> {
     if let Some(replaced) = replaced {
         keep_access(file, replaced);
@@ -199,8 +202,8 @@ fn fill(mut file: &File, target: &Path, bytes: &[u8], replaced: Option<&Metadata
     file.write_all(bytes).and_then(|()| file.sync_all()).map_err(|error| unwritten(target, &error))
 }
 
-/// Gives a file or folder the owner and the permissions of the one it replaces, as far as the system lets us: that it is there
-/// matters more. The owner goes first, because a change of owner takes some permissions away.
+/// Gives a file or folder the owner and permissions of the one it replaces, as far as the system allows; failures are ignored,
+/// because the content matters more. The owner is set first, because a change of owner clears some permissions.
 fn keep_access(file: &File, replaced: &Metadata) {
     #[cfg(unix)]
     {
@@ -210,8 +213,8 @@ fn keep_access(file: &File, replaced: &Metadata) {
     let _ = file.set_permissions(replaced.permissions());
 }
 
-/// Waits until a new name in a folder is on disk. Not every system can, and the file is there in any case: only a power cut in
-/// the next seconds could take it away again. So a failure is not worth an error.
+/// Syncs a folder, so that a new name in it is on disk. Not every system supports that, and the file exists in any case: only a
+/// power failure within the next seconds could undo it. So failures are ignored.
 fn sync_folder(folder: &Path) {
     if cfg!(unix) {
         let _ = File::open(folder).and_then(|folder| folder.sync_all());
@@ -222,10 +225,11 @@ fn create_new(path: &Path) -> io::Result<File> {
     OpenOptions::new().write(true).create_new(true).open(path)
 }
 
-/// What a target replaces, if anything. Refuses one that exists, and even with `force` one that is no file: a link would lose
-/// what it leads to, and `/dev/null` or `/dev/stdout` replaced by an image would be everybody's loss.
+/// The metadata of the file that a target replaces, if any. An existing target is an error, and even with `force` one that is not
+/// a regular file: a symbolic link would lose its destination, and replacing `/dev/null` or `/dev/stdout` by an image would break
+/// the system.
 fn check_target(path: &Path, force: bool) -> Result<Option<Metadata>> {
-    // Of the name itself, not of what a link leads to.
+    // The metadata of a link itself, not of its destination.
     let meta = match fs::symlink_metadata(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(write_error(path, error)),
@@ -245,20 +249,21 @@ fn check_target(path: &Path, force: bool) -> Result<Option<Metadata>> {
     }
 }
 
-/// The name of a file or folder beside the target, on the same file system and removed when dropped.
+/// A temporary file or folder next to the target, on the same file system, which is removed when dropped.
 struct Temp {
     path: PathBuf,
 }
 
 impl Temp {
-    /// Finds a free name with `make`, which fails on a name that is taken. Errors name the target, which is what the user knows.
+    /// Finds a free name with `make`, which fails if a name is taken. Errors name the target, because that is the path the user
+    /// knows.
     fn claim<T>(target: &Path, make: impl Fn(&Path) -> io::Result<T>) -> Result<(Self, T)> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let folder = folder_of(target);
-        // Another machine on a shared disk can have a process of our number, and a killed one leaves its file behind.
+        // Another machine on a shared disk can have a process with the same id, and a killed process leaves its file behind.
         let mut attempts = 100;
         loop {
-            // Not derived from the target's name, which may already be as long as names can be.
+            // The name is not derived from the target's, which may already have the maximum length.
             let path = folder.join(format!(".kiln-{}-{}.tmp", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)));
             match make(&path) {
                 Ok(made) => return Ok((Self { path }, made)),
@@ -268,23 +273,23 @@ impl Temp {
         }
     }
 
-    /// Gives the file its final name, in place of whatever has that name.
+    /// Renames the file to the target and replaces whatever has that name.
     fn replace(self, target: &Path) -> Result<()> {
-        // On success there is nothing left under the old name for the drop to remove.
+        // On success the old name no longer exists, so `drop` has nothing to remove.
         fs::rename(&self.path, target).map_err(|source| write_error(target, source))
     }
 }
 
 impl Drop for Temp {
     fn drop(&mut self) {
-        // Nobody can be told, and the file or folder is only litter.
+        // A failure cannot be reported from here, and only leaves a stray temporary file or folder.
         let _ = fs::remove_file(&self.path).or_else(|_| fs::remove_dir_all(&self.path));
     }
 }
 
 #[cfg(target_os = "linux")]
-mod nameless {
-    //! Files without a name. They are gone when closed, unless they were given one.
+mod tmpfile {
+    //! Unnamed temporary files. They are deleted when closed, unless they were linked to a name.
 
     use rustix::fs::{AtFlags, CWD, FallocateFlags, Mode, OFlags, fallocate, fstatvfs, linkat, open};
     use rustix::io::Errno;
@@ -293,30 +298,30 @@ mod nameless {
     use std::os::fd::AsRawFd;
     use std::path::Path;
 
-    /// Creates one that belongs to a folder's file system.
+    /// Creates an unnamed file on a folder's file system.
     pub fn create(folder: &Path) -> io::Result<File> {
-        // The permissions that any new file gets, less what the user's mask takes away.
+        // The default permissions of a new file, to which the umask is applied.
         let mode = Mode::RUSR | Mode::WUSR | Mode::RGRP | Mode::WGRP | Mode::ROTH | Mode::WOTH;
         Ok(open(folder, OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC, mode)?.into())
     }
 
-    /// Takes the room that it will need, if there is as much. File systems that cannot say let it pass.
-    pub fn make_room(file: &File, bytes: u64) -> io::Result<()> {
+    /// Preallocates disk space for the file. File systems that do not support that are assumed to have enough.
+    pub fn preallocate(file: &File, bytes: u64) -> io::Result<()> {
         match fallocate(file, FallocateFlags::empty(), 0, bytes.max(1)) {
             Err(error @ (Errno::NOSPC | Errno::DQUOT | Errno::FBIG)) => Err(error.into()),
             _ => Ok(()),
         }
     }
 
-    /// Bytes that its file system has left for us, where it says so.
-    pub fn room_beside(file: &File) -> Option<u64> {
+    /// Free bytes of the file system for unprivileged users, if it tells.
+    pub fn free_bytes(file: &File) -> Option<u64> {
         let stat = fstatvfs(file).ok().filter(|stat| stat.f_blocks > 0)?;
         Some(stat.f_bavail.saturating_mul(stat.f_frsize))
     }
 
-    /// Gives it a name, which must be free.
+    /// Links the file to a name that must not exist.
     pub fn link(file: &File, name: &Path) -> io::Result<()> {
-        // By way of /proc everybody may. Without /proc only some may, depending on the system's age.
+        // Linking through /proc needs no privileges. Without /proc some kernel versions require a capability.
         let own = format!("/proc/self/fd/{}", file.as_raw_fd());
         Ok(match linkat(CWD, own, CWD, name, AtFlags::SYMLINK_FOLLOW) {
             Err(Errno::NOENT) => linkat(file, "", CWD, name, AtFlags::EMPTY_PATH),
@@ -326,8 +331,8 @@ mod nameless {
 }
 
 #[cfg(not(target_os = "linux"))]
-mod nameless {
-    //! There are none here.
+mod tmpfile {
+    //! Other systems have no unnamed temporary files.
 
     use std::fs::File;
     use std::io;
@@ -337,11 +342,11 @@ mod nameless {
         Err(io::ErrorKind::Unsupported.into())
     }
 
-    pub fn make_room(_file: &File, _bytes: u64) -> io::Result<()> {
+    pub fn preallocate(_file: &File, _bytes: u64) -> io::Result<()> {
         Ok(())
     }
 
-    pub fn room_beside(_file: &File) -> Option<u64> {
+    pub fn free_bytes(_file: &File) -> Option<u64> {
         None
     }
 
@@ -350,7 +355,7 @@ mod nameless {
     }
 }
 
-/// The folder a file lies in; a bare name lies in the current one.
+/// The folder of a file; that of a bare name is the current one.
 fn folder_of(path: &Path) -> &Path {
     match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
@@ -362,7 +367,7 @@ fn write_error(path: &Path, source: io::Error) -> Error {
     Error::Write { path: path.into(), source }
 }
 
-/// Why a new file could not have the target's name.
+/// The error for a new file that could not be given the target's name.
 fn name_error(path: &Path, source: io::Error) -> Error {
     match source.kind() {
         ErrorKind::AlreadyExists => Error::OutputExists { path: path.into() },
@@ -370,7 +375,7 @@ fn name_error(path: &Path, source: io::Error) -> Error {
     }
 }
 
-/// A disk that is full leaves doubts about what is on it.
+/// The error of a failed write. It tells that nothing was written, so that nobody looks for a partial file on a full disk.
 fn unwritten(path: &Path, error: &io::Error) -> Error {
     refused(path, error.kind(), &format!("{error}; nothing was written"))
 }
@@ -447,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn without_nameless_files_a_temporary_name_does() {
+    fn without_tmpfile_a_named_temporary_file_is_used() {
         let scratch = Scratch::new("named");
         let path = scratch.0.join("out.png");
         place_named(&path, b"first", false, None).unwrap();
@@ -456,9 +461,9 @@ mod tests {
         place_named(&path, b"third", true, None).unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"third");
         assert_eq!(scratch.names(), ["out.png"], "no temporary file stays");
-        // What cannot be written with a name is not written without one, and what can be is the same file.
-        assert!(!place_nameless(&scratch.0.join("no/out.png"), b"x", false, None).unwrap());
-        if place_nameless(&path, b"fourth", true, None).unwrap() {
+        // Both ways fail for the same targets, and their files have the same permissions.
+        assert!(!place_tmpfile(&scratch.0.join("no/out.png"), b"x", false, None).unwrap());
+        if place_tmpfile(&path, b"fourth", true, None).unwrap() {
             let mode = |name: &str| fs::metadata(scratch.0.join(name)).unwrap().permissions();
             place_named(&scratch.0.join("other.png"), b"x", false, None).unwrap();
             assert_eq!(mode("out.png"), mode("other.png"));
@@ -481,7 +486,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_appears_whole_or_not_at_all() {
+    fn a_folder_appears_complete_or_not_at_all() {
         let scratch = Scratch::new("folder");
         let two = |folder: &Path| {
             fs::create_dir(folder.join("sub")).unwrap();
@@ -503,7 +508,7 @@ mod tests {
             assert_eq!((fs::read(path.join("sub/a")).unwrap(), fs::read(path.join("b")).unwrap()), (b"a".into(), b"b".into()));
         }
         assert_eq!(scratch.names(), ["empty", "new"]);
-        // What is in a folder stays there.
+        // A folder that is not empty is left unchanged.
         fs::remove_file(scratch.0.join("new/b")).unwrap();
         assert!(save_folder(&scratch.0.join("new"), two).is_err() && !scratch.0.join("new/b").exists());
         assert_eq!(scratch.names(), ["empty", "new"]);
@@ -529,14 +534,14 @@ mod tests {
     }
 
     #[test]
-    fn all_files_need_room_together() {
+    fn all_files_together_need_disk_space() {
         let scratch = Scratch::new("room");
         let planned = |count: usize, bytes: u64| -> Vec<Planned> {
             (0..count).map(|i| Planned { path: scratch.0.join(format!("{i}.png")), bytes }).collect()
         };
         check_writable(&planned(10_000, 1), false).unwrap();
-        // One of them fits, and so would each by itself.
-        if let Some(free) = nameless::create(&scratch.0).ok().and_then(|file| nameless::room_beside(&file)) {
+        // The largest file fits, and so would each on its own.
+        if let Some(free) = tmpfile::create(&scratch.0).ok().and_then(|file| tmpfile::free_bytes(&file)) {
             let error = check_writable(&planned(10_000, free / 5_000), false).unwrap_err();
             assert!(error.to_string().contains("all files together need up to "), "{error}");
             assert_eq!(error.exit_code(), 5);
@@ -567,7 +572,7 @@ mod tests {
 
     #[cfg(unix)]
     #[test]
-    fn a_folder_that_was_there_keeps_its_mode() {
+    fn a_folder_that_is_replaced_keeps_its_mode() {
         use std::os::unix::fs::PermissionsExt;
         let scratch = Scratch::new("folder-mode");
         let folder = scratch.0.join("folder");

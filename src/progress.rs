@@ -1,22 +1,22 @@
-//! How the library tells what it is doing. It never prints; whoever calls it decides what to show.
+//! The interface through which the library reports progress. It never prints anything; the caller decides what to show.
 
-/// A part of the work that takes noticeable time.
+/// A phase of a run that takes noticeable time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
-    /// Placing weights, in parts; counted in bytes.
+    /// Loading weights, in parts; counted in bytes.
     Load,
     /// Running the text encoder; counted in prompts.
     Encode,
-    /// Turning reference images into tokens; counted in images.
+    /// Encoding reference images to tokens; counted in images.
     References,
     /// Denoising; counted in steps.
     Denoise,
-    /// Turning latents into pixels.
+    /// Decoding latents to pixels.
     Decode,
 }
 
 impl Phase {
-    /// What a person reads.
+    /// The display name.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Load => "loading weights",
@@ -28,25 +28,25 @@ impl Phase {
     }
 }
 
-/// Somebody who wants to know.
+/// A receiver of progress reports.
 pub trait Progress {
-    /// A phase begins; `total` is how much [`Progress::advance`] will add up to.
+    /// A phase begins; `total` is the sum of all amounts that [`Progress::advance`] will report.
     fn begin(&self, phase: Phase, total: u64);
 
-    /// Some of the phase is done.
+    /// A part of the phase is done.
     fn advance(&self, amount: u64);
 
     /// The phase is over.
     fn end(&self);
 
-    /// Something that only a curious user wants to read.
+    /// A detail for verbose output.
     fn detail(&self, text: &str);
 
-    /// Something the user should know.
+    /// A warning to the user.
     fn warn(&self, text: &str);
 }
 
-/// Nobody listening.
+/// Discards all reports.
 pub struct Silent;
 
 impl Progress for Silent {

@@ -1,21 +1,21 @@
-//! Reference images: read, oriented, brought to size.
+//! Reference images: decoding, EXIF orientation and resizing.
 //!
-//! A reference is a file from anywhere, so it is the least trusted thing the engine reads. [`Reference::open`] decides by content
-//! what the file is, walks its container to learn the size, and refuses what is too large, too small, damaged or not an image
-//! before it reserves any memory for pixels. A damaged image is never guessed at: half a picture would be edited as if it were
-//! the whole.
+//! A reference can come from anywhere, so it is the least trusted input of the engine. [`Reference::open`] detects the format by
+//! content, walks the container to find the size of the image, and rejects a file that is too large, too small, damaged or not an
+//! image before it allocates any memory for pixels. A damaged image is never completed by guessing: a partial image would be
+//! edited as if it were whole.
 //!
-//! [`Reference::prepare`] then does what the reference pipeline does, to the bit: `diffusers.utils.load_image` (turn as EXIF
-//! says, convert to RGB, drop alpha) followed by the preprocessing of its klein pipeline (cap the area, crop to whole patches).
-//! That includes the decoding, where JPEG leaves roundings to the decoder: ours has those of the one in Pillow. Two differences
-//! are meant:
+//! [`Reference::prepare`] then matches the reference pipeline bit for bit: `diffusers.utils.load_image` (apply the EXIF
+//! orientation, convert to RGB, drop alpha) followed by the preprocessing of its klein pipeline (cap the area, crop to whole
+//! patches). That includes the decoding, where the JPEG standard leaves roundings to the decoder: these are the roundings of the
+//! decoder in Pillow. There are two deliberate differences:
 //!
-//! - Pillow clips 16-bit grey at 255, which turns such an image white. Here all 16-bit images keep their upper byte, as Pillow
-//!   does with colour.
-//! - Pillow fills in what is missing inside of a JPEG. Here it is damaged.
+//! - Pillow clips 16-bit grey at 255, which makes such an image white. Here all 16-bit images keep their upper byte, as colour
+//!   images do in Pillow.
+//! - Pillow fills in missing data inside of a JPEG. Here such a file is damaged.
 //!
-//! An image handed to that pipeline without `load_image` is resized in its own colour mode (palettes even without
-//! interpolation) and converted afterwards; for an RGB image, which is what `load_image` returns, the two orders are the same.
+//! An image that is passed to that pipeline without `load_image` is resized in its own colour mode (palettes even without
+//! interpolation) and converted afterwards; for an RGB image, which is what `load_image` returns, both orders are equivalent.
 
 mod jpeg;
 mod jpeg_file;
@@ -34,28 +34,28 @@ use std::io::ErrorKind;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
-/// The largest file read.
+/// Limit on the size of a file, in bytes.
 const MAX_FILE: u64 = 64 << 20;
 
-/// The longest side decoded.
+/// Limit on the longer side, in pixels.
 const MAX_SIDE: usize = 16_384;
 
-/// The most pixels decoded; twice what the largest phone cameras make.
+/// Limit on the number of pixels; twice the resolution of the largest phone cameras.
 const MAX_PIXELS: usize = 100_000_000;
 
-/// The largest metadata looked into. Orientation is a matter of bytes; whoever sends more sends something else.
+/// Limit on the size of metadata that is searched for an orientation, which takes only a few bytes.
 const MAX_METADATA: usize = 256 << 10;
 
-/// The shortest side the model takes.
+/// The shortest side that the model accepts.
 const MIN_SIDE: usize = 64;
 
-/// The largest ratio of the sides the model takes.
+/// The largest aspect ratio that the model accepts.
 const MAX_RATIO: usize = 8;
 
-/// Images of more pixels than this are shrunk to it, for klein.
+/// Area in pixels to which larger images are downscaled for klein.
 pub const AREA_CAP: usize = 1024 * 1024;
 
-/// A decoded reference image: upright, RGB, and of a size that [`Reference::prepare`] can use.
+/// A decoded reference image: upright, RGB, and of a size that [`Reference::prepare`] accepts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reference {
     image: Image,
@@ -65,7 +65,7 @@ impl Reference {
     /// Reads a PNG or JPEG file.
     pub fn open(path: &Path) -> Result<Self> {
         let bytes = files::read(path, MAX_FILE).map_err(|error| match error.kind() {
-            // No image, so nothing that could be converted to another kind of image.
+            // This is not an image, so there is no hint to convert it to another format.
             ErrorKind::InvalidInput => Error::bad_file(path, "cannot read image", error.to_string()),
             ErrorKind::FileTooLarge => Fault::too_long().into_error(path),
             _ => Error::read(path, error),
@@ -73,18 +73,18 @@ impl Reference {
         Self::from_bytes(&bytes, path)
     }
 
-    /// Decodes a file that is in memory; errors name `origin`.
+    /// Decodes a file in memory; errors name `origin`.
     pub fn from_bytes(bytes: &[u8], origin: &Path) -> Result<Self> {
         decode(bytes, origin).map(|image| Self { image }).map_err(|fault| fault.into_error(origin))
     }
 
-    /// The image as decoded and turned upright.
+    /// The decoded, upright image.
     pub fn image(&self) -> &Image {
         &self.image
     }
 
-    /// Brings the image to the size the model takes: at most `area` pixels ([`AREA_CAP`] for klein), then the largest centred part
-    /// that divides into whole patches. Nothing is ever enlarged.
+    /// Resizes the image for the model: downscales it to at most `area` pixels ([`AREA_CAP`] for klein), then crops the largest
+    /// centred part that divides into whole patches. An image is never enlarged.
     pub fn prepare(self, area: usize) -> Prepared {
         let image = self.image;
         let original = (image.width, image.height);
@@ -96,45 +96,45 @@ impl Reference {
     }
 }
 
-/// A reference image as the model sees it.
+/// A reference image as the model's input.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Prepared {
-    /// Pixels in a row, a multiple of [`PATCH`].
+    /// Width in pixels, a multiple of [`PATCH`].
     pub width: usize,
-    /// Rows, a multiple of [`PATCH`].
+    /// Height in pixels, a multiple of [`PATCH`].
     pub height: usize,
     /// Red, green, blue of each pixel, row by row.
     pub pixels: Vec<u8>,
     /// Width and height of the upright original.
     pub original: (usize, usize),
-    /// Width and height after shrinking and before cropping, if the image was shrunk.
+    /// Width and height after downscaling and before cropping, if the image was downscaled.
     pub resized: Option<(usize, usize)>,
 }
 
 impl Prepared {
-    /// Its size in tokens.
+    /// The size in tokens.
     pub fn grid(&self) -> Grid {
         Grid { width: self.width / PATCH, height: self.height / PATCH }
     }
 
-    /// The pixels as the autoencoder takes them, -1 to 1, in the order of [`Prepared::pixels`].
+    /// The pixels as the input of the VAE, within -1..1, in the order of [`Prepared::pixels`].
     pub fn values(&self) -> Vec<f32> {
-        // The roundings of the reference: a division in f32, then the scaling in f32.
+        // The reference implementation rounds twice: the division and the scaling are both in f32.
         let table: [f32; 256] = std::array::from_fn(|v| 2.0 * (v as f32 / 255.0) - 1.0);
         self.pixels.iter().map(|&v| table[usize::from(v)]).collect()
     }
 }
 
-/// The size an image is shrunk to, or `None` if it may stay as it is.
+/// The size to which an image is downscaled, or `None` if its area does not exceed the cap.
 fn capped((width, height): (usize, usize), cap: usize) -> Option<(usize, usize)> {
     let area = width * height;
-    // An area is at most MAX_PIXELS, so f64 holds it exactly and these are the steps of the reference: truncation included.
+    // An area is at most MAX_PIXELS, so it is exact in f64. These are the steps of the reference, including the truncation.
     let scale = (cap as f64 / area as f64).sqrt();
     let shrunk = |side: usize| (side as f64 * scale) as usize;
     (area > cap).then(|| (shrunk(width), shrunk(height)))
 }
 
-/// Cuts the middle out of an image; an odd rest is one pixel larger on the right and at the bottom.
+/// Crops the centre of an image; if the margin is odd, the larger half is on the right and at the bottom.
 fn centre(mut pixels: Vec<u8>, from: (usize, usize), to: (usize, usize)) -> Vec<u8> {
     if from == to {
         return pixels;
@@ -142,7 +142,7 @@ fn centre(mut pixels: Vec<u8>, from: (usize, usize), to: (usize, usize)) -> Vec<
     let (left, top) = ((from.0 - to.0) / 2, (from.1 - to.1) / 2);
     for row in 0..to.1 {
         let start = ((top + row) * from.0 + left) * 3;
-        // Rows only move towards the start, so none is overwritten before its turn.
+        // Rows only move towards the start, so none is overwritten before it is copied.
         pixels.copy_within(start..start + to.0 * 3, row * to.0 * 3);
     }
     pixels.truncate(to.0 * to.1 * 3);
@@ -161,18 +161,18 @@ fn decode(bytes: &[u8], origin: &Path) -> Result<Image, Fault> {
     orientation.apply(image)
 }
 
-/// Runs a decoder. Ours and the libraries' are fuzzed, and still: a panic on a strange file must not take the process with it.
+/// Runs a decoder. All decoders are fuzzed; if one panics nevertheless, the panic becomes an error and does not end the process.
 fn isolated<T>(decoder: impl FnOnce() -> Result<T, Fault>) -> Result<T, Fault> {
-    // Nothing the decoder touches outlives a panic, so nothing broken can be seen.
+    // The decoder has no state that outlives a panic, so no broken invariant can be observed.
     catch_unwind(AssertUnwindSafe(decoder)).unwrap_or_else(|_| Err(Fault::Damaged("the decoder gave up on it".into())))
 }
 
-/// Refuses sizes before memory is reserved for them.
+/// Rejects sizes before memory is allocated for them.
 fn check_size(width: usize, height: usize) -> Result<(), Fault> {
     if width == 0 || height == 0 {
         return Err(Fault::Damaged(format!("its header says {width}x{height} pixels")));
     }
-    // Sides come from 32-bit fields and may be anything: saturating, because whatever saturates is too large.
+    // Sides come from untrusted 32-bit fields; a product that saturates is too large in any case.
     let (pixels, mega) = (width.saturating_mul(height), 1_000_000);
     if pixels > MAX_PIXELS {
         return Err(Fault::TooLarge(format!("{width}x{height} = {} MP, limit {} MP", pixels / mega, MAX_PIXELS / mega)));
@@ -188,7 +188,7 @@ fn check_size(width: usize, height: usize) -> Result<(), Fault> {
     Ok(())
 }
 
-/// Memory for pixels, or the news that there is none: an image can ask for hundreds of megabytes.
+/// Allocates memory for pixels, or returns an error if there is not enough: an image can take hundreds of megabytes.
 fn buffer<T: Copy + Default>(count: usize) -> Result<Vec<T>, Fault> {
     let mut buffer = Vec::new();
     let reserved = memory::fallible(|| buffer.try_reserve_exact(count));
@@ -197,14 +197,14 @@ fn buffer<T: Copy + Default>(count: usize) -> Result<Vec<T>, Fault> {
     Ok(buffer)
 }
 
-/// Repeats each sample of a grey image for red, green and blue.
+/// Converts grey samples to RGB.
 fn grey_to_rgb(grey: &[u8]) -> Result<Vec<u8>, Fault> {
     let mut rgb = buffer(grey.len() * 3)?;
     rgb.chunks_exact_mut(3).zip(grey).for_each(|(pixel, &v)| pixel.fill(v));
     Ok(rgb)
 }
 
-/// Replaces each pixel of `N` samples by `convert` of it, in place.
+/// Converts each pixel of `N` samples to RGB, in place.
 fn compact<const N: usize>(samples: &mut Vec<u8>, convert: impl Fn([u8; N]) -> [u8; 3]) {
     const { assert!(N >= 3, "a pixel must not grow") };
     let pixels = samples.len() / N;
@@ -216,22 +216,22 @@ fn compact<const N: usize>(samples: &mut Vec<u8>, convert: impl Fn([u8; N]) -> [
     samples.truncate(pixels * 3);
 }
 
-/// Why an image is refused, before it is known what to call it.
+/// Why an image is rejected, without the path that an error names.
 #[derive(Debug)]
 enum Fault {
-    /// Not an image, or not of a kind that is read here.
+    /// Not an image, or not of a supported format.
     Unreadable(String),
-    /// An image with something missing or wrong.
+    /// An image with missing or invalid data.
     Damaged(String),
-    /// Over a limit.
+    /// An image or file over a limit.
     TooLarge(String),
-    /// Under what the model takes.
+    /// An image below the minimum that the model accepts.
     TooSmall(String),
-    /// So many bytes could not be had.
+    /// An allocation of this number of bytes failed.
     Memory(u64),
 }
 
-/// The fault of a file that was cut short.
+/// The fault of a truncated file.
 fn ends_early(length: usize) -> Fault {
     Fault::Damaged(format!("the file ends after {length} bytes, before the image does"))
 }
@@ -263,7 +263,7 @@ mod tests {
         assert_eq!(capped((1024, 1024), AREA_CAP), None);
         assert_eq!(capped((1025, 1024), AREA_CAP), Some((1024, 1023)));
         assert_eq!(capped((16_384, 2048), AREA_CAP), Some((2896, 362)));
-        // A model of small pictures; the narrowest strip still has a patch of height.
+        // A model of small images; the narrowest strip is still at least one patch high.
         assert_eq!(capped((1024, 768), 256 * 256), Some((295, 221)));
         assert_eq!(capped((512, 64), 64 * 64), Some((181, 22)));
     }

@@ -1,19 +1,20 @@
-//! The noise levels of a run, and how one of them is told to the transformer.
+//! The sigma schedule of a run, and the timestep embedding of the transformer.
 //!
-//! Sampling follows a straight line from noise (`sigma` = 1) to image (`sigma` = 0) in a few Euler steps. The steps are not
-//! equal: larger images spend more of them at high noise, where the composition is decided. How far the schedule leans that way
-//! is one number, `mu`.
+//! The models are trained by flow matching (rectified flow, Liu et al. 2022): sampling integrates the predicted velocity from
+//! noise (`sigma` = 1) to the image (`sigma` = 0) in a few Euler steps. The steps are not uniform: the schedule is shifted so
+//! that larger images spend more of them at high noise, where the composition is decided. The exponential time shift has one
+//! parameter, `mu`.
 
-/// Length of [`sinusoid`].
-pub const SINUSOID: usize = 256;
+/// Length of [`timestep_embedding`].
+pub const TIMESTEP_CHANNELS: usize = 256;
 
-/// Canvases with more tokens than this take `mu` from the 200-step line alone, whatever the number of steps.
+/// For canvases with more tokens than this, `mu` follows the 200-step line for any number of steps.
 const LARGE_CANVAS: usize = 4300;
 
-/// The shift of the schedule for a number of steps and of canvas tokens (references do not count).
+/// The empirical shift of the schedule, for a number of steps and of canvas tokens (reference tokens do not count).
 ///
-/// Two lines over the tokens were fitted, one for 10 and one for 200 steps; between them `mu` is linear in the steps. It jumps
-/// down past 4300 tokens. That is how the models were tuned, so it is kept.
+/// `mu` is linear in the tokens, with one fitted line for 10 and one for 200 steps, and is interpolated linearly between the two.
+/// It has a discontinuity at 4300 tokens, which the models were tuned with and which is therefore kept.
 pub fn mu(steps: usize, tokens: usize) -> f64 {
     let tokens_f = tokens as f64;
     let at_200 = 0.00016927 * tokens_f + 0.45666666;
@@ -25,14 +26,14 @@ pub fn mu(steps: usize, tokens: usize) -> f64 {
     slope * steps as f64 + (at_200 - 200.0 * slope)
 }
 
-/// The noise level before each step, and after the last one.
+/// The sigmas of a run: the noise level before each step, and after the last one.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Schedule {
     sigmas: Vec<f32>,
 }
 
 impl Schedule {
-    /// The schedule for a canvas of `tokens`. It starts at exactly 1 and ends at exactly 0.
+    /// The schedule for a canvas of `tokens` tokens. It starts at exactly 1 and ends at exactly 0.
     pub fn new(steps: usize, tokens: usize) -> Self {
         let shift = mu(steps, tokens).exp();
         let shifted = (0..steps).map(|i| {
@@ -47,7 +48,7 @@ impl Schedule {
         self.sigmas.len() - 1
     }
 
-    /// Noise level before step `i`, which is also the time the transformer is told; `sigma(steps())` is 0.
+    /// Noise level before step `i`, which is also the transformer's timestep; `sigma(steps())` is 0.
     ///
     /// # Panics
     /// If `i` is larger than [`Schedule::steps`]: a bug in the caller.
@@ -55,7 +56,7 @@ impl Schedule {
         self.sigmas[i]
     }
 
-    /// How far step `i` moves along the velocity; negative.
+    /// Change of sigma in step `i`, by which the velocity is multiplied; it is negative.
     ///
     /// # Panics
     /// If there is no step `i`: a bug in the caller.
@@ -64,15 +65,16 @@ impl Schedule {
     }
 }
 
-/// The embedding of a time in `0..=1`: 128 cosines, then 128 sines, of frequencies from 1000 down to about 0.1 per unit.
+/// The sinusoidal embedding of a timestep in `0..=1`: 128 cosines, then 128 sines, with frequencies from 1000 down to about 0.1
+/// per unit.
 ///
-/// Everything is f32, product by product, as in the reference implementation: an angle near 1000 is off by up to 3e-5 there,
-/// and the models know no other sinusoid.
-pub fn sinusoid(t: f32) -> [f32; SINUSOID] {
-    const HALF: usize = SINUSOID / 2;
+/// Every operation is rounded to f32, as in the reference implementation: there an angle near 1000 is off by up to 3e-5, and the
+/// models were trained with these values.
+pub fn timestep_embedding(t: f32) -> [f32; TIMESTEP_CHANNELS] {
+    const HALF: usize = TIMESTEP_CHANNELS / 2;
     let tau = 1000.0 * t;
     let exponent = -(10_000f64.ln() as f32);
-    let mut out = [0.0; SINUSOID];
+    let mut out = [0.0; TIMESTEP_CHANNELS];
     for i in 0..HALF {
         let frequency = (exponent * i as f32 / HALF as f32).exp();
         let angle = tau * frequency;
@@ -151,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn odd_numbers_of_steps() {
+    fn extreme_numbers_of_steps() {
         assert_eq!(Schedule::new(1, 4096), Schedule { sigmas: vec![1.0, 0.0] });
         assert_eq!(Schedule::new(0, 4096).steps(), 0);
         let long = Schedule::new(1000, 4096);
@@ -159,12 +161,12 @@ mod tests {
     }
 
     #[test]
-    fn sinusoid_puts_cosines_first() {
-        let embedding = sinusoid(1.0);
+    fn timestep_embedding_puts_cosines_first() {
+        let embedding = timestep_embedding(1.0);
         for (i, want) in [(0, 0.562379), (1, 0.789627), (2, 0.439928), (128, 0.826880), (129, 0.613588), (130, -0.898033)] {
             close(f64::from(embedding[i]), want, 1e-6, &format!("element {i}"));
         }
-        let zero = sinusoid(0.0);
+        let zero = timestep_embedding(0.0);
         assert!(zero[..128].iter().all(|&c| c == 1.0) && zero[128..].iter().all(|&s| s == 0.0));
     }
 }

@@ -1,15 +1,15 @@
-//! Turns a prompt, a canvas and reference images into one token sequence with 4-D positions. Pure: no backend, no I/O.
+//! Lays out a prompt, a canvas and reference images as one token sequence with 4-D position ids. Pure: no backend, no I/O.
 //!
-//! The sequence is text, then the canvas to be generated, then the references. The transformer has no mask and no notion of
-//! order; all it knows about a token's place is its id `(t, h, w, l)`, which reaches it as a rotation of queries and keys.
+//! The sequence is text, then the canvas (the image to be generated), then the references. The transformer has no attention mask;
+//! a token's only positional information is its id `(t, h, w, l)`, which is applied to queries and keys as RoPE.
 
 use crate::error::{Error, Result};
 use std::ops::Range;
 
-/// The longest sequence the engine plans for.
+/// The longest sequence that is supported.
 pub const MAX_TOKENS: usize = 52_000;
 
-/// Pixels along one side of a token's patch: the autoencoder shrinks by 8, patchifying by 2.
+/// Pixels along one side of a token's patch: the VAE downsamples by 8, patchifying by 2.
 pub const PATCH: usize = 16;
 
 /// Shortest side of a canvas, in pixels.
@@ -18,7 +18,7 @@ const MIN_SIDE: usize = 64;
 /// Longest side of a canvas, in pixels. No square this large fits [`MAX_TOKENS`]; a narrow strip does.
 const MAX_SIDE: usize = 16_384;
 
-/// Side of the largest square that fits [`MAX_TOKENS`] beside a prompt: 226 x 226 tokens and 512.
+/// Side of the largest square that fits [`MAX_TOKENS`] together with a prompt: 226 x 226 tokens and 512 tokens of text.
 const LARGEST_SQUARE: usize = 226 * PATCH;
 
 /// Distance on the `t` axis between the canvas and the first reference, and from one reference to the next.
@@ -36,7 +36,7 @@ impl Pixels {
     pub fn new(width: usize, height: usize) -> Result<Self> {
         let mut nearest = (nearest_side(width), nearest_side(height));
         if nearest != (width, height) {
-            // Advice has to be good: sides that are legal each may be too much together.
+            // The advice must be valid: two sides that are legal on their own can exceed the token limit together.
             if nearest.0 * nearest.1 > LARGEST_SQUARE * LARGEST_SQUARE {
                 nearest = (LARGEST_SQUARE, LARGEST_SQUARE);
             }
@@ -46,23 +46,23 @@ impl Pixels {
         Ok(Self { width, height })
     }
 
-    /// Pixels in a row.
+    /// The width.
     pub const fn width(self) -> usize {
         self.width
     }
 
-    /// Rows.
+    /// The height.
     pub const fn height(self) -> usize {
         self.height
     }
 
-    /// The same size counted in tokens.
+    /// The size in tokens.
     pub const fn grid(self) -> Grid {
         Grid { width: self.width / PATCH, height: self.height / PATCH }
     }
 }
 
-/// The legal side closest to `side`; the smaller one if two are equally close.
+/// The legal side that is closest to `side`; the smaller one if two are equally close.
 fn nearest_side(side: usize) -> usize {
     let side = side.clamp(MIN_SIDE, MAX_SIDE);
     let below = side - side % PATCH;
@@ -79,31 +79,31 @@ pub struct Grid {
 }
 
 impl Grid {
-    /// How many tokens the image becomes. Saturates, so that a size nobody checked is over every limit.
+    /// Number of tokens of the image. It saturates, so that an unchecked size exceeds every limit instead of wrapping around.
     pub const fn tokens(self) -> usize {
         self.width.saturating_mul(self.height)
     }
 
-    /// Ids of all patches, row by row, in the plane `t`.
+    /// Position ids of all patches, row by row, in the plane `t`.
     fn ids(self, t: usize) -> impl Iterator<Item = [u32; 4]> {
         (0..self.height).flat_map(move |h| (0..self.width).map(move |w| [t as u32, h as u32, w as u32, 0]))
     }
 }
 
-/// How positions become rotations.
+/// Parameters of the multi-axis RoPE.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RopeSpec {
-    /// Base of the geometric row of frequencies.
+    /// Base of the geometric series of frequencies.
     pub theta: f64,
-    /// How many of the head's dimensions belong to each axis, in the order `t, h, w, l`. Each is even.
+    /// Number of head dimensions of each axis, in the order `t, h, w, l`. Each is even.
     pub axes: [usize; 4],
 }
 
 impl RopeSpec {
-    /// What all FLUX.2 klein models use.
+    /// The parameters of all FLUX.2 klein models.
     pub const KLEIN: Self = Self { theta: 2000.0, axes: [32; 4] };
 
-    /// Dimensions of a head.
+    /// Number of dimensions of a head.
     pub fn head_dim(&self) -> usize {
         self.axes.iter().sum()
     }
@@ -115,7 +115,7 @@ impl Default for RopeSpec {
     }
 }
 
-/// Where every token of a run lies: `text | canvas | reference 0 | reference 1 | ...`.
+/// The layout of a token sequence: `text | canvas | reference 0 | reference 1 | ...`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SequencePlan {
     text: usize,
@@ -125,7 +125,7 @@ pub struct SequencePlan {
 }
 
 impl SequencePlan {
-    /// Lays out a sequence, or refuses it when it is longer than [`MAX_TOKENS`].
+    /// Lays out a sequence, or returns an error if it is longer than [`MAX_TOKENS`].
     pub fn new(text: usize, canvas: Grid, references: &[Grid]) -> Result<Self> {
         let tokens = references.iter().chain([&canvas]).fold(text, |sum, grid| sum.saturating_add(grid.tokens()));
         if tokens > MAX_TOKENS {
@@ -154,32 +154,32 @@ impl SequencePlan {
         start..start + self.references[j].tokens()
     }
 
-    /// How many references there are.
+    /// Number of references.
     pub fn references(&self) -> usize {
         self.references.len()
     }
 
-    /// Length of the sequence.
+    /// Length of the sequence in tokens.
     pub fn tokens(&self) -> usize {
         self.tokens
     }
 
-    /// The position `(t, h, w, l)` of every token. Text counts along `l`; an image spreads over `h` and `w`, each in a plane
-    /// `t` of its own, so patches of different images never share a position.
+    /// The position id `(t, h, w, l)` of every token. Text tokens differ in `l`; the patches of an image differ in `h` and `w`.
+    /// Each image has its own plane `t`, so patches of different images never share a position.
     pub fn ids(&self) -> Vec<[u32; 4]> {
         let text = (0..self.text).map(|l| [0, 0, 0, l as u32]);
         let references = self.references.iter().enumerate().flat_map(|(j, grid)| grid.ids(REFERENCE_SPACING * (j + 1)));
         text.chain(self.canvas.ids(0)).chain(references).collect()
     }
 
-    /// The rotation of every token, row-major `[tokens, head_dim]`: each row holds the cosines of all pairs, then their sines.
-    /// Pairs are grouped by axis; pair `p` turns elements `2p` and `2p + 1` of a head.
+    /// The RoPE table of all tokens, row-major `[tokens, head_dim]`: each row holds the cosines of all pairs, then their sines.
+    /// Pairs are grouped by axis; pair `p` rotates elements `2p` and `2p + 1` of a head.
     pub fn rope_table(&self, spec: &RopeSpec) -> Vec<f32> {
         let ids = self.ids();
-        // An axis has few distinct positions (no more than rows, columns, text tokens), so each angle is computed once.
+        // An axis has few distinct positions (at most as many as rows, columns or text tokens), so each angle is computed once.
         let tables: [Vec<f32>; 4] = std::array::from_fn(|axis| {
             let positions = ids.iter().map(|id| id[axis] as usize + 1).max().unwrap_or(0);
-            half_split_table(positions, spec.axes[axis], spec.theta)
+            rope_table_1d(positions, spec.axes[axis], spec.theta)
         });
         let mut out = Vec::with_capacity(ids.len() * spec.head_dim());
         for id in &ids {
@@ -194,12 +194,12 @@ impl SequencePlan {
     }
 }
 
-/// Rotations of the positions `0..tokens` along a single axis, row-major `[tokens, head_dim]`: each row holds `head_dim / 2`
-/// cosines, then as many sines. This is the whole table of a text encoder, where pair `k` turns elements `k` and
+/// The RoPE table of the positions `0..tokens` along a single axis, row-major `[tokens, head_dim]`: each row holds `head_dim / 2`
+/// cosines, then as many sines. This is the whole table of a text encoder, where pair `k` rotates elements `k` and
 /// `k + head_dim / 2` of a head.
 ///
-/// Angles are f64: in f32 the larger ones would already be off by more than a rounding of their cosine.
-pub fn half_split_table(tokens: usize, head_dim: usize, theta: f64) -> Vec<f32> {
+/// Angles are computed in f64: in f32 the rounding error of a large angle would exceed that of its cosine.
+pub fn rope_table_1d(tokens: usize, head_dim: usize, theta: f64) -> Vec<f32> {
     let half = head_dim / 2;
     let omega: Vec<f64> = (0..half).map(|k| theta.powf(-(k as f64) / half as f64)).collect();
     let mut out = Vec::with_capacity(tokens * head_dim);
@@ -239,8 +239,8 @@ mod tests {
     }
 
     #[test]
-    fn spans_follow_each_other_and_ids_follow_the_spans() {
-        // Two references of different sizes beside a 1024 x 1024 canvas: 10,002 image tokens.
+    fn spans_are_consecutive_and_position_ids_match_them() {
+        // Two references of different sizes and a 1024 x 1024 canvas: 10,002 image tokens.
         let references = [grid(592, 800), grid(1248, 832)];
         let plan = SequencePlan::new(512, grid(1024, 1024), &references).unwrap();
         assert_eq!(plan.text(), 0..512);
@@ -253,7 +253,7 @@ mod tests {
         assert_eq!(ids.len(), plan.tokens());
         assert_eq!((ids[0], ids[511]), ([0, 0, 0, 0], [0, 0, 0, 511]));
         assert_eq!((ids[512], ids[513], ids[512 + 64], ids[4607]), ([0; 4], [0, 0, 1, 0], [0, 1, 0, 0], [0, 63, 63, 0]));
-        // Each reference starts a grid of its own: 37 columns by 50 rows, then 78 by 52.
+        // Each reference has its own grid: 37 columns by 50 rows, then 78 by 52.
         assert_eq!((ids[4608], ids[4608 + 37], ids[6457]), ([10, 0, 0, 0], [10, 1, 0, 0], [10, 49, 36, 0]));
         assert_eq!((ids[6458], ids[6458 + 77], ids[10_513]), ([20, 0, 0, 0], [20, 0, 77, 0], [20, 51, 77, 0]));
     }
@@ -264,7 +264,7 @@ mod tests {
         assert_eq!(SequencePlan::new(512, canvas, &[]).unwrap().tokens(), MAX_TOKENS);
         let error = SequencePlan::new(512, canvas, &[Grid { width: 1, height: 1 }]).unwrap_err();
         assert!(matches!(error, Error::TooManyTokens { text: 512, image: 51_489, limit: MAX_TOKENS }), "{error}");
-        // Sizes that overflow are too many tokens as well, and the message can be printed.
+        // Sizes that overflow also count as too many tokens, and the message can be formatted.
         let huge = Grid { width: usize::MAX, height: usize::MAX };
         assert!(SequencePlan::new(512, huge, &[huge]).unwrap_err().to_string().starts_with("too many tokens"));
     }
@@ -276,7 +276,7 @@ mod tests {
             1.0, 0.62184998, 0.38669740, 0.24046777, 0.14953488, 0.09298826, 0.05782475, 0.03595832, 0.02236068, 0.01390499,
             0.00864682, 0.00537702, 0.00334370, 0.00207928, 0.00129300, 0.00080405,
         ];
-        let table = half_split_table(2, 32, 2000.0);
+        let table = rope_table_1d(2, 32, 2000.0);
         assert_eq!(table[..32], [[1.0f32; 16], [0.0; 16]].concat());
         for (k, want) in want.into_iter().enumerate() {
             let (cos, sin) = (f64::from(table[32 + k]), f64::from(table[48 + k]));
@@ -305,12 +305,12 @@ mod tests {
 
     #[test]
     fn half_split_rows_of_a_text_encoder() {
-        let table = half_split_table(512, 128, 1e6);
+        let table = rope_table_1d(512, 128, 1e6);
         assert_eq!(table.len(), 512 * 128);
         let (position, k) = (511usize, 63usize);
         let angle = 511.0 * 1e6f64.powf(-63.0 / 64.0);
         assert_eq!(table[position * 128 + k], angle.cos() as f32);
         assert_eq!(table[position * 128 + 64 + k], angle.sin() as f32);
-        assert!(half_split_table(0, 128, 1e6).is_empty());
+        assert!(rope_table_1d(0, 128, 1e6).is_empty());
     }
 }

@@ -1,29 +1,29 @@
-//! Descriptors of memory: what a tensor is, where it lies, and how the working memory of a run is laid out.
+//! Tensor descriptors: dtype, shape and location of a tensor, and the allocation of working memory.
 //!
-//! Nothing here owns memory or points at it. A [`Tensor`] is a Copy description; a backend turns it into an address. An
-//! [`Arena`] is pure arithmetic, so a dry run and the real run give the same offsets.
+//! Nothing here owns or references memory. A [`Tensor`] is a `Copy` descriptor that a backend resolves to an address. An
+//! [`Arena`] only computes offsets, so a dry run and the real run yield the same ones.
 
 use crate::error::{Error, Result};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A piece of memory that someone keeps alive: a mapped file or a buffer. Cloning it copies no data.
+/// A reference-counted slice of bytes: of a mapped file or of a buffer. Cloning it copies no data.
 #[derive(Clone)]
 pub struct Bytes {
     owner: Arc<dyn AsRef<[u8]> + Send + Sync>,
     range: Range<usize>,
 }
 
-// Ranges come from files.
+// Ranges come from untrusted files, so no arithmetic on them may overflow.
 #[deny(clippy::arithmetic_side_effects, clippy::cast_possible_truncation)]
 impl Bytes {
-    /// All of `owner`.
+    /// All bytes of `owner`.
     pub fn new(owner: Arc<dyn AsRef<[u8]> + Send + Sync>) -> Self {
         let range = 0..(*owner).as_ref().len();
         Self { owner, range }
     }
 
-    /// A part of it, or `None` if the range does not lie inside.
+    /// A sub-slice, or `None` if the range is out of bounds.
     pub fn slice(&self, range: Range<usize>) -> Option<Self> {
         let start = self.range.start.checked_add(range.start)?;
         let end = self.range.start.checked_add(range.end)?;
@@ -45,7 +45,7 @@ impl std::fmt::Debug for Bytes {
     }
 }
 
-/// Element type of a tensor.
+/// The dtype: element type of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DType {
     /// IEEE single precision.
@@ -56,12 +56,12 @@ pub enum DType {
     F16,
     /// Token ids.
     U32,
-    /// Values of a finished picture, 0 to 255.
+    /// Pixel values of a finished image, 0 to 255.
     U8,
 }
 
 impl DType {
-    /// Bytes of one element.
+    /// Size of one element in bytes.
     pub const fn size(self) -> usize {
         match self {
             Self::F32 | Self::U32 => 4,
@@ -71,17 +71,17 @@ impl DType {
     }
 }
 
-/// What a run rounds to.
+/// The precision that results are rounded to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Precision {
-    /// Nothing is rounded below f32.
+    /// Results are kept in f32.
     F32,
-    /// Every op computes in f32 and rounds its result to bfloat16 once, when it is stored.
+    /// Every op computes in f32 and rounds its result to bfloat16 once, when it stores it.
     Bf16,
 }
 
 impl Precision {
-    /// Element type of activations.
+    /// Dtype of activations.
     pub const fn activations(self) -> DType {
         match self {
             Self::F32 => DType::F32,
@@ -89,7 +89,7 @@ impl Precision {
         }
     }
 
-    /// Name as the command line spells it.
+    /// The name on the command line.
     pub const fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",
@@ -98,7 +98,7 @@ impl Precision {
     }
 }
 
-/// Which of a backend's memories a tensor lies in.
+/// Which memory region of a backend a tensor lies in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Region {
     /// Model weights: written by `upload`, read by ops.
@@ -107,15 +107,15 @@ pub enum Region {
     Arena,
 }
 
-/// A matrix in one of a backend's memories: `rows` rows of `cols` elements, `stride` elements from row to row. Images are
-/// stored with channels last, so everything the model touches is such a matrix.
+/// The descriptor of a matrix in one of a backend's memory regions: `rows` rows of `cols` elements, `stride` elements from row to
+/// row. Images are stored with channels last, so every tensor of the model is such a matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Tensor {
-    /// Which memory.
+    /// The memory region.
     pub region: Region,
     /// Element type.
     pub dtype: DType,
-    /// Byte offset of the first element in that memory.
+    /// Byte offset of the first element in the region.
     pub offset: u64,
     /// Number of rows.
     pub rows: usize,
@@ -126,7 +126,7 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// The sub-matrix of some rows.
+    /// The sub-matrix of a range of rows.
     ///
     /// # Panics
     /// If the range does not lie inside the tensor: a bug in model code.
@@ -136,7 +136,7 @@ impl Tensor {
         Self { offset: self.offset + skip, rows: range.len(), ..self }
     }
 
-    /// The sub-matrix of some columns.
+    /// The sub-matrix of a range of columns.
     ///
     /// # Panics
     /// If the range does not lie inside the tensor: a bug in model code.
@@ -146,17 +146,17 @@ impl Tensor {
         Self { offset: self.offset + skip, cols: range.len(), ..self }
     }
 
-    /// Elements, not counting the gaps between rows.
+    /// Number of elements, not counting the gaps between rows.
     pub fn len(self) -> usize {
         self.rows * self.cols
     }
 
-    /// True if there is nothing in it.
+    /// True if the tensor has no elements.
     pub fn is_empty(self) -> bool {
         self.len() == 0
     }
 
-    /// Bytes from the first element to the last, gaps included.
+    /// The byte range from the first element to the last, including the gaps between rows.
     pub fn extent(self) -> Range<u64> {
         if self.is_empty() {
             return self.offset..self.offset;
@@ -165,7 +165,7 @@ impl Tensor {
         self.offset..self.offset + (elements * self.dtype.size()) as u64
     }
 
-    /// True if the two may share an element. Exact for column slices of one buffer, conservative otherwise.
+    /// True if the two tensors may share an element. Exact for column slices of one buffer, conservative otherwise.
     pub fn overlaps(self, other: Self) -> bool {
         if self.region != other.region || self.is_empty() || other.is_empty() {
             return false;
@@ -187,7 +187,7 @@ impl Tensor {
     }
 }
 
-/// A bump allocator of offsets. It holds no memory: [`Arena::peak`] tells how much a backend has to provide.
+/// A bump allocator of offsets. It holds no memory: [`Arena::peak`] is the size that a backend has to reserve.
 #[derive(Clone, Debug)]
 pub struct Arena {
     region: Region,
@@ -195,10 +195,11 @@ pub struct Arena {
     peak: u64,
 }
 
-/// Every allocation starts at a multiple of this, which any load, any swizzle and any tensor map accepts.
+/// Alignment of every allocation, which suffices for vector loads, shared-memory swizzles and TMA tensor maps.
 pub const ALIGN: u64 = 1024;
 
-// Sizes come from files and flags. What was placed here has sizes that [`Tensor`] can add and multiply without a thought.
+// Sizes come from files and flags and are checked for overflow here, so that [`Tensor`] can do unchecked arithmetic on the sizes
+// of whatever was allocated.
 #[deny(clippy::arithmetic_side_effects, clippy::cast_possible_truncation)]
 impl Arena {
     /// An empty arena over one region.
@@ -206,12 +207,12 @@ impl Arena {
         Self::starting_at(region, 0)
     }
 
-    /// An arena over what lies behind `offset`, where another one may have ended.
+    /// An arena that starts at `offset`, such as the end of another one.
     pub fn starting_at(region: Region, offset: u64) -> Self {
         Self { region, top: offset, peak: offset }
     }
 
-    /// Places a contiguous matrix.
+    /// Allocates a contiguous matrix.
     pub fn alloc(&mut self, rows: usize, cols: usize, dtype: DType) -> Result<Tensor> {
         let bytes = (rows as u64).checked_mul(cols as u64).and_then(|n| n.checked_mul(dtype.size() as u64));
         let end = bytes.and_then(|b| self.top.checked_add(b)).and_then(|e| e.checked_next_multiple_of(ALIGN));
@@ -222,19 +223,19 @@ impl Arena {
         Ok(tensor)
     }
 
-    /// The current top, to come back to with [`Arena::reset`].
+    /// The current top, to return to with [`Arena::reset`].
     pub fn mark(&self) -> u64 {
         self.top
     }
 
-    /// Frees everything placed since the mark and returns the freed byte range.
+    /// Frees everything allocated since the mark and returns the freed byte range.
     pub fn reset(&mut self, mark: u64) -> Range<u64> {
         let freed = mark..self.top;
         self.top = mark;
         freed
     }
 
-    /// The most bytes that were ever in use at once.
+    /// Peak use in bytes.
     pub fn peak(&self) -> u64 {
         self.peak
     }

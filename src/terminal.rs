@@ -1,7 +1,7 @@
-//! [`Progress`] for people: on a terminal a line that is redrawn while a phase runs, and everywhere one line per finished phase.
+//! [`Progress`] on standard error: a progress line that is redrawn while a phase runs, if standard error is a terminal, and one
+//! line per finished phase.
 //!
-//! Everything goes to standard error; standard output is for data. A standard error that is gone is no reason to stop, so
-//! failures to write are ignored.
+//! Standard output is reserved for data. A closed standard error is no reason to stop, so failures to write are ignored.
 
 use crate::progress::{Phase, Progress};
 use crate::text::shown_line;
@@ -14,19 +14,19 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// How much to tell.
+/// How much is printed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Verbosity {
-    /// Nothing; errors are not this module's.
+    /// Nothing. Errors are printed elsewhere.
     Quiet,
-    /// What is being done, and what to know about it.
+    /// Phases, notes and warnings.
     Normal,
-    /// Also how.
+    /// Also details.
     Verbose,
 }
 
 impl Verbosity {
-    /// That of the two flags, which exclude each other.
+    /// The verbosity for the flags `--quiet` and `--verbose`, which are mutually exclusive.
     pub const fn new(quiet: bool, verbose: bool) -> Self {
         match (quiet, verbose) {
             (true, _) => Self::Quiet,
@@ -36,18 +36,18 @@ impl Verbosity {
     }
 }
 
-/// Seconds that the latest run of each phase took; loading happens in parts, which are added up.
+/// Seconds of the latest run of each phase; loading happens in parts, which are added up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Seconds {
-    /// Placing weights, all together, once for all pictures. On a GPU the prompt is encoded meanwhile.
+    /// Loading weights, in total, once for all images. On a GPU the prompt is encoded at the same time.
     pub load: f64,
-    /// The text encoder, once for all pictures; what loading does not hide.
+    /// Running the text encoder, once for all images, as far as it does not overlap with loading.
     pub encode: f64,
-    /// Turning reference images into tokens.
+    /// Encoding reference images to tokens.
     pub references: f64,
     /// Denoising.
     pub denoise: f64,
-    /// Turning latents into pixels.
+    /// Decoding latents to pixels.
     pub decode: f64,
 }
 
@@ -63,16 +63,16 @@ impl Seconds {
     }
 }
 
-/// Somebody at the other end of standard error.
+/// Progress reports on standard error.
 pub struct Terminal {
     verbosity: Verbosity,
-    /// Lines can be redrawn.
+    /// Whether lines can be redrawn.
     live: bool,
     seconds: RefCell<Seconds>,
     running: RefCell<Option<Running>>,
 }
 
-/// The phase under way.
+/// The phase in progress.
 struct Running {
     phase: Phase,
     total: u64,
@@ -81,11 +81,11 @@ struct Running {
     bar: Option<Bar>,
 }
 
-/// A line that is redrawn.
+/// A progress line that is redrawn.
 struct Bar {
     line: ProgressBar,
-    /// Draws it again even where nothing happens. None where the system gives no thread for it, which the library's own takes for
-    /// a bug.
+    /// A thread that redraws the line even if there is no progress. `None` if the system refused the thread, at which indicatif's
+    /// own ticker would panic.
     ticker: Option<(Sender<()>, JoinHandle<()>)>,
 }
 
@@ -95,7 +95,7 @@ impl Bar {
         line.set_style(style(phase));
         line.set_message(phase.name());
         let ((sender, receiver), ticking) = (channel::<()>(), line.clone());
-        // Steps take long enough for a line that stands still to look like a program that hangs.
+        // A step can take so long that a static line would look like a hung program.
         let tick = move || {
             while receiver.recv_timeout(Duration::from_millis(100)) == Err(RecvTimeoutError::Timeout) {
                 ticking.tick();
@@ -110,7 +110,7 @@ impl Bar {
 impl Drop for Bar {
     fn drop(&mut self) {
         if let Some((sender, thread)) = self.ticker.take() {
-            // It ends when nobody can send any more. Waited for, so that it draws nothing over what comes next.
+            // The thread ends when the sender is dropped. It is joined, so that it does not draw over later output.
             drop(sender);
             let _ = thread.join();
         }
@@ -119,19 +119,19 @@ impl Drop for Bar {
 }
 
 impl Terminal {
-    /// Standard error of this process.
+    /// Reports on the standard error of this process.
     pub fn new(verbosity: Verbosity) -> Self {
         let dumb = std::env::var_os("TERM").is_some_and(|term| term == "dumb");
         let live = std::io::stderr().is_terminal() && !dumb;
         Self { verbosity, live, seconds: RefCell::default(), running: RefCell::default() }
     }
 
-    /// How long each phase took.
+    /// The duration of each phase.
     pub fn seconds(&self) -> Seconds {
         *self.seconds.borrow()
     }
 
-    /// Something that everybody but a quiet user wants to read.
+    /// Prints a line unless the verbosity is quiet.
     pub fn say(&self, text: &str) {
         self.line(Verbosity::Normal, text);
     }
@@ -141,10 +141,10 @@ impl Terminal {
             return;
         }
         let write = || {
-            // What is said may name files and what stands in them.
+            // The text may contain file names and parts of files.
             let _ = writeln!(std::io::stderr(), "{}", shown_line(text));
         };
-        // A bar on the screen has to make room for the line.
+        // A visible progress line must be cleared before the text is printed.
         match self.running.borrow().as_ref().and_then(|running| running.bar.as_ref()) {
             Some(bar) => bar.line.suspend(write),
             None => write(),
@@ -169,7 +169,7 @@ impl Progress for Terminal {
     }
 
     fn end(&self) {
-        // Taken in a statement of its own: the line below looks at it again.
+        // This is a separate statement because `say` below borrows `running` again.
         let running = self.running.borrow_mut().take();
         let Some(Running { phase, total, start, bar, .. }) = running else { return };
         let seconds = start.elapsed().as_secs_f64();
@@ -190,7 +190,7 @@ impl Progress for Terminal {
     }
 }
 
-/// What stays of a phase that is over.
+/// The line for a finished phase.
 fn summary(phase: Phase, total: u64, seconds: f64) -> String {
     let name = phase.name();
     match phase {
@@ -204,9 +204,9 @@ fn per_step(seconds: f64, steps: u64) -> String {
     format!("{:.2} s/step", seconds / steps.max(1) as f64)
 }
 
-/// How a phase looks while it runs.
+/// The style of the progress line of a phase.
 fn style(phase: Phase) -> ProgressStyle {
-    // A template that does not parse would be a mistake in this file, which a test below looks for.
+    // A template that does not parse would be a bug in this file; a test below checks all of them.
     let style = ProgressStyle::with_template(template(phase)).unwrap_or_else(|_| ProgressStyle::default_bar());
     style.progress_chars("=> ").tick_chars(r"|/-\ ")
 }
@@ -246,7 +246,7 @@ mod tests {
         terminal.detail("unheard");
         std::thread::sleep(Duration::from_millis(2));
         terminal.end();
-        // An end without a beginning, and progress in no phase, are not worth a panic.
+        // An end without a beginning and progress outside of a phase must not panic.
         terminal.end();
         terminal.advance(1);
         let seconds = terminal.seconds();

@@ -1,9 +1,9 @@
-//! The threads of the program: one pool for everything that runs in parallel, made once and before any of it.
+//! The threads of the program: one rayon pool for all parallel work, created once and before its first use.
 //!
-//! What is parallel here never says where it runs: it takes rayon's current pool, which outside of any other is the one of the
-//! process. Left alone, that one is made by whoever comes first, with as many threads as a variable of the environment says, and
-//! a thread that cannot be had ends the process. So the program makes it itself. The thread that does is one of the workers: with
-//! `--threads 1` there is no other, and where the system gives no more, that one does all the work.
+//! Parallel code never names a pool: it runs in rayon's current pool, which by default is the global one. Left to itself, rayon
+//! creates the global pool at its first use, with a number of threads from the environment, and panics if a thread cannot be
+//! created. So the program creates it explicitly. The calling thread is one of the workers: with `--threads 1` it is the only
+//! one, and if the system refuses further threads, it does all the work.
 
 use crate::memory;
 use std::io::ErrorKind;
@@ -12,51 +12,52 @@ use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
-/// Bytes of a worker's stack. Said here, because otherwise the environment says it.
+/// Stack size of a worker in bytes. It is explicit, because otherwise the environment would set it.
 pub const STACK: usize = 2 << 20;
 
-/// How many threads can run at once on this machine, or in what this process may use of it.
+/// Number of threads that can run at once, on this machine or within the CPU limits of this process.
 pub fn cores() -> usize {
     thread::available_parallelism().map_or(1, NonZero::get)
 }
 
-/// How many threads a request comes to; 0 asks for one per core. More than that would only wait for each other.
-pub fn granted(asked: usize, cores: usize) -> usize {
+/// Number of worker threads for a request, where 0 means one per core. It is at most the number of cores, because more threads
+/// would only wait for each other.
+pub fn worker_count(asked: usize, cores: usize) -> usize {
     if asked == 0 { cores } else { asked.min(cores) }
 }
 
-/// Makes the pool of this process, with the calling thread as one of `asked` workers (0: one per core). Returns how many there
-/// are: as many as the system gives, and no more than there are cores. A pool that is there already stays as it is.
+/// Creates the global pool, with the calling thread as one of `asked` workers (0: one per core). Returns the number of workers:
+/// at most one per core, and fewer if the system refuses threads. A global pool that already exists is left unchanged.
 ///
-/// Whoever works in parallel on a thread of its own has to wait for workers, and with one of them for the calling thread; so this
-/// is for a program that starts no such thread.
+/// Since the calling thread is a worker, parallel work that another thread starts may have to wait for it. So this function is
+/// for programs that do not start such threads.
 pub fn start(asked: usize) -> usize {
     let (sender, receiver) = channel::<rayon::ThreadBuilder>();
     let receiver = Arc::new(Mutex::new(receiver));
-    // First the threads and then the pool, which would be broken for good by one that it cannot have.
-    let others = (0..with_room(granted(asked, cores()) - 1)).take_while(|_| spawn(&receiver)).count();
+    // The threads are created before the pool, because a pool that fails to spawn one of its threads cannot be built again.
+    let others = (0..affordable(worker_count(asked, cores()) - 1)).take_while(|_| spawn(&receiver)).count();
     let built = rayon::ThreadPoolBuilder::new()
         .num_threads(1 + others)
         .use_current_thread()
         .spawn_handler(|worker| sender.send(worker).map_err(|_| ErrorKind::BrokenPipe.into()))
         .build_global();
-    // There is one already, and it does as well. The threads end for want of a worker to be.
+    // If there is a global pool already, it is used instead, and the threads started above end without a worker to run.
     drop(built);
     rayon::current_num_threads()
 }
 
-/// For how many of so many threads there is memory: for their stacks, and for what a thread needs as it starts, where libraries
-/// take a no for the end of the world.
-fn with_room(count: usize) -> usize {
+/// How many of `count` threads there is memory for: for their stacks, and for the allocations at the start of a thread, whose
+/// failure aborts the process.
+fn affordable(count: usize) -> usize {
     let bytes = |count: usize| count * (STACK + (64 << 10)) + (4 << 20);
-    (1..=count).rev().find(|&count| memory::is_room_for(bytes(count))).unwrap_or(0)
+    (1..=count).rev().find(|&count| memory::can_allocate(bytes(count))).unwrap_or(0)
 }
 
-/// Starts a thread that becomes the worker it is sent.
+/// Starts a thread that waits for a rayon worker and runs it.
 fn spawn(receiver: &Arc<Mutex<Receiver<rayon::ThreadBuilder>>>) -> bool {
     let receiver = receiver.clone();
     let work = move || {
-        // In a statement of its own: the lock must not be held while the worker runs.
+        // This is a separate statement because the lock must not be held while the worker runs.
         let worker = receiver.lock().unwrap_or_else(PoisonError::into_inner).recv();
         if let Ok(worker) = worker {
             worker.run();
@@ -70,9 +71,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn there_are_as_many_as_asked_for_and_at_most_one_per_core() {
+    fn worker_count_is_as_requested_and_at_most_one_per_core() {
         for (asked, cores, want) in [(0, 8, 8), (1, 8, 1), (3, 8, 3), (8, 8, 8), (9, 8, 8), (1024, 2, 2), (0, 1, 1)] {
-            assert_eq!(granted(asked, cores), want, "{asked} on {cores}");
+            assert_eq!(worker_count(asked, cores), want, "{asked} on {cores}");
         }
     }
 }

@@ -1,8 +1,8 @@
-//! Turns a prompt into the token ids the text encoder reads: chat template, byte-pair encoding, fixed length.
+//! Encodes a prompt to the token ids of the text encoder: chat template, byte-level BPE, fixed length.
 //!
-//! The encoding itself is the `tokenizers` crate, fed with a model's own `tokenizer.json` or with the one shipped here. That
-//! file comes from wherever the model came from, and the crate was not written for hostile files: `file` reads it, and every call
-//! into the crate goes through `isolated`.
+//! The encoding itself is done by the `tokenizers` crate, with a model's own `tokenizer.json` or with the one shipped here. That
+//! file is as untrusted as the model, and the crate was not written for hostile files: `file` parses it, and every call into the
+//! crate goes through `isolated`.
 
 mod file;
 
@@ -15,39 +15,39 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use tokenizers::{Model, OffsetReferential, OffsetType, PreTokenizer};
 
-/// The longest `tokenizer.json`, in bytes. The largest in use have a third of that.
+/// The largest `tokenizer.json`, in bytes. The largest ones in use are a third of that.
 const MAX_FILE_BYTES: u64 = 32 << 20;
 
-/// The longest prompt, in bytes. Far more than fits the token limit; a bound on the work a single "word" can cause.
+/// The longest prompt, in bytes. It is far more than fits the token limit, and bounds the work that a single "word" can cause.
 pub const MAX_PROMPT_BYTES: usize = 32 * 1024;
 
-/// What to do about a longer one.
+/// The hint for a prompt that is too long.
 pub const SHORTEN: &str = "shorten it; models read a few hundred tokens at most";
 
-/// What stands before and after the prompt. The empty think block tells the encoder's chat model not to reason; the image models
-/// were trained with it there.
+/// The chat template before and after the prompt. The empty think block disables the reasoning of the encoder's chat model; the
+/// image models were trained with it.
 const TEMPLATE: [&str; 2] = ["<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"];
 
-/// How many tokens of a prompt are shown to say where it was cut.
+/// Number of tokens that are shown to tell where a prompt was truncated.
 const ENDING: usize = 12;
 
-/// The token that fills the rest of a sequence.
+/// The padding token.
 const PAD: &str = "<|endoftext|>";
 
-/// What to do about a file that is none.
+/// The hint for a file that is not a usable tokenizer.
 pub const HINT: &str = "use the tokenizer.json that came with the text encoder";
 
-/// The tokenizer of all Qwen3 models, packed.
+/// The tokenizer of all Qwen3 models, gzipped.
 static QWEN3: &[u8] = include_bytes!("../models/qwen3/tokenizer.json.gz");
 
 /// An encoded prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tokens {
-    /// Exactly as many ids as were asked for: the prompt in its template, then padding.
+    /// Exactly the requested number of ids: the prompt in its template, then padding.
     pub ids: Vec<u32>,
-    /// How many ids come before the padding.
+    /// Number of ids before the padding.
     pub real: usize,
-    /// How many ids did not fit. They are lost from the end, the template's closing part first.
+    /// Number of ids that were truncated at the end, the template's closing part first.
     pub cut: usize,
 }
 
@@ -66,7 +66,7 @@ impl Tokenizer {
         Self::from_json(&bytes, path)
     }
 
-    /// Reads the content of a `tokenizer.json`; `origin` is where it came from, for messages.
+    /// Parses the content of a `tokenizer.json`; `origin` is the path that error messages name.
     pub fn from_json(bytes: &[u8], origin: &Path) -> Result<Self> {
         let inner = isolated(origin, || file::build(bytes))?;
         let pad = isolated(origin, || Ok(inner.token_to_id(PAD)))?.ok_or_else(|| {
@@ -75,7 +75,7 @@ impl Tokenizer {
         Ok(Self { inner, pad, origin: origin.into() })
     }
 
-    /// The Qwen3 tokenizer that is part of this program.
+    /// The embedded Qwen3 tokenizer.
     pub fn qwen3() -> Result<Self> {
         let origin = Path::new("built-in tokenizer.json");
         let mut json = Vec::new();
@@ -85,8 +85,8 @@ impl Tokenizer {
 
     /// Encodes a prompt into exactly `length` ids.
     ///
-    /// Template and prompt are one string: a prompt that starts with a newline merges with the template's, and one that spells a
-    /// special token gets that token. Both are what the models' reference implementation does.
+    /// Template and prompt are encoded as one string: a newline at the start of the prompt merges with that of the template, and
+    /// text that spells a special token is encoded as that token. Both match the models' reference implementation.
     pub fn encode(&self, prompt: &str, length: usize) -> Result<Tokens> {
         check_length(prompt.len())?;
         let [before, after] = TEMPLATE;
@@ -97,19 +97,19 @@ impl Tokenizer {
         Ok(Tokens { ids, real, cut: all - real })
     }
 
-    /// The last words that a prompt consists of after it was cut, to be shown.
+    /// The last words of a truncated prompt, for display.
     pub fn ending(&self, tokens: &Tokens) -> Result<String> {
         let kept = &tokens.ids[..tokens.real];
         let last = &kept[kept.len().saturating_sub(ENDING)..];
         let text = isolated(&self.origin, || self.inner.decode(last, true))?;
-        // A character may be cut in the middle, too, and none of them may move a terminal's cursor.
+        // Truncation can split a character, and control characters must not reach a terminal.
         let words = text.trim_end_matches(char::REPLACEMENT_CHARACTER).split(|c: char| c.is_whitespace() || c.is_control());
         Ok(words.filter(|word| !word.is_empty()).collect::<Vec<_>>().join(" "))
     }
 }
 
-/// The ids of a text: the steps of `encode_fast` without the words, offsets and masks it makes of them, which would take a third
-/// of the time.
+/// The ids of a text: the steps of `encode_fast` without the token strings, offsets and masks, which would take a third of the
+/// time.
 fn ids(tokenizer: &tokenizers::Tokenizer, text: &str) -> tokenizers::Result<Vec<u32>> {
     let mut pieces = tokenizer.get_added_vocabulary().extract_and_normalize(tokenizer.get_normalizer(), text);
     if let Some(splitter) = tokenizer.get_pre_tokenizer() {
@@ -118,7 +118,7 @@ fn ids(tokenizer: &tokenizers::Tokenizer, text: &str) -> tokenizers::Result<Vec<
     let mut ids = Vec::new();
     for (piece, _, token) in pieces.get_splits(OffsetReferential::Normalized, OffsetType::Byte) {
         match token {
-            // Text that is a special token already has its id.
+            // A special token already has its id.
             Some(tokens) => ids.extend(tokens.iter().map(|token| token.id)),
             None => ids.extend(tokenizer.get_model().tokenize(piece)?.iter().map(|token| token.id)),
         }
@@ -126,7 +126,7 @@ fn ids(tokenizer: &tokenizers::Tokenizer, text: &str) -> tokenizers::Result<Vec<
     Ok(ids)
 }
 
-/// Refuses a prompt of more than [`MAX_PROMPT_BYTES`]. Needs no tokenizer, so it can be asked before a model is opened.
+/// Rejects a prompt of more than [`MAX_PROMPT_BYTES`]. It needs no tokenizer, so it can be called before a model is opened.
 pub fn check_length(bytes: usize) -> Result<()> {
     if bytes > MAX_PROMPT_BYTES {
         return Err(Error::usage(format!("prompt too long: it has {bytes} bytes, the limit is {MAX_PROMPT_BYTES}"), SHORTEN));
@@ -134,10 +134,10 @@ pub fn check_length(bytes: usize) -> Result<()> {
     Ok(())
 }
 
-/// The only way into the `tokenizers` crate: its errors and its panics both become errors about the file.
+/// The only way to call the `tokenizers` crate: its errors and its panics both become errors about the file.
 ///
-/// Nothing that a panic could leave half-made is used again: a tokenizer that failed to load is dropped, and encoding takes it
-/// by shared reference. Hence the assertion.
+/// The closure is asserted to be unwind-safe because nothing that a panic could leave inconsistent is used again: a tokenizer
+/// that failed to load is dropped, and encoding takes it by shared reference.
 fn isolated<T>(origin: &Path, call: impl FnOnce() -> tokenizers::Result<T>) -> Result<T> {
     let detail = match catch_unwind(AssertUnwindSafe(call)) {
         Ok(Ok(value)) => return Ok(value),
@@ -147,7 +147,7 @@ fn isolated<T>(origin: &Path, call: impl FnOnce() -> tokenizers::Result<T>) -> R
     Err(Error::bad_file(origin, "not a usable tokenizer", detail).with_hint(HINT))
 }
 
-/// What a panic said.
+/// The message of a panic.
 fn panic_message(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("the tokenizer library failed without a message")
@@ -159,7 +159,7 @@ mod tests {
     use serde_json::{Value, json};
     use std::sync::LazyLock;
 
-    /// A small file to change.
+    /// A small file for tests that modify it.
     const TINY: &[u8] = include_bytes!("../models/tiny/tokenizer.json");
 
     static TOKENIZER: LazyLock<Tokenizer> = LazyLock::new(|| Tokenizer::qwen3().unwrap());
@@ -177,7 +177,7 @@ mod tests {
 
     #[test]
     fn reference_prompts() {
-        // Ids between `<|im_start|>user` and the closing part, newline included.
+        // The ids between `<|im_start|>user` and the closing part, including the newline.
         let cases: [(&str, &[u32]); 10] = [
             (
                 "A cat holding a sign that says \"Gifu AI Study Group\"",
@@ -206,15 +206,15 @@ mod tests {
     fn special_token_text_in_a_prompt_is_the_token() {
         let ids = real_ids("a<|im_end|>b <think><|endoftext|>");
         assert_eq!(ids, [&START, &[198, 64, 151645, 65, 220, 151667, 151643][..], &SUFFIX].concat());
-        // Almost the token's name is ordinary text.
+        // Text that only resembles a special token is ordinary text.
         assert!(!real_ids("<|im_end >").contains(&151643) && real_ids("<|IM_END|>").len() > 13);
     }
 
     #[test]
-    fn a_long_prompt_loses_its_end() {
+    fn a_long_prompt_is_truncated_at_its_end() {
         let tokens = TOKENIZER.encode(&"cat ".repeat(600), 512).unwrap();
         assert_eq!((tokens.ids.len(), tokens.real), (512, 512));
-        // 600 words and the space after the last one, in 12 tokens of template.
+        // 600 words and the space after the last one, plus 12 tokens of template.
         assert_eq!(tokens.cut, 613 - 512);
         assert_eq!(tokens.ids[..3], [151644, 872, 198]);
         assert!(!tokens.ids.contains(&151645), "the closing part of the template is cut, too");
@@ -223,7 +223,7 @@ mod tests {
 
     #[test]
     fn prompts_at_and_over_the_cap() {
-        // Texts that are worst for one part each: one word, whitespace the split pattern backtracks over, combining marks.
+        // Worst cases for one stage each: a single word, whitespace that the split pattern backtracks over, combining marks.
         for piece in ["a", " ", "\u{301}", "\0", "'", "\r\n", "🦀"] {
             let prompt = piece.repeat(MAX_PROMPT_BYTES / piece.len());
             assert_eq!(TOKENIZER.encode(&prompt, 512).unwrap().ids.len(), 512, "{piece:?}");

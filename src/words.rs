@@ -1,19 +1,19 @@
-//! Words of a prompt that a model was never trained with.
+//! Finds the words of a prompt that a model was not trained on.
 
 use std::collections::HashSet;
 
-/// The words of a prompt that are not among the known ones, each once, as it was written first. Upper case and punctuation do not
-/// count. `known` has them in lower case with spaces between.
+/// The words of a prompt that are not among the known ones, each once, as it was written first. Case and punctuation are ignored.
+/// `known` lists words in lower case, separated by spaces.
 pub fn unknown<'a>(prompt: &'a str, known: &str) -> Vec<&'a str> {
     let mut seen: HashSet<String> = known.split_whitespace().map(str::to_owned).collect();
     let words = prompt.split(is_between).map(|word| word.trim_matches(is_apostrophe));
     words.filter(|word| !word.is_empty() && seen.insert(word.to_lowercase())).collect()
 }
 
-/// Whatever stands between words. Everything else is part of one, signs and pictures too: a model that does not know a word for a
-/// fox does not know its picture either.
+/// Whether a character separates words. All others are part of a word, including symbols and emoji: a model that does not know
+/// the word "fox" does not know its emoji either.
 fn is_between(c: char) -> bool {
-    // Of the blocks that hold punctuation, for Latin, Arabic, Indic and East Asian scripts.
+    // Punctuation of Latin, Arabic, Indic and East Asian scripts, by Unicode block.
     let punctuation = c.is_ascii_punctuation()
         || matches!(c, '\u{a1}'..='\u{bf}' | '\u{60c}' | '\u{61b}' | '\u{61f}' | '\u{6d4}' | '\u{964}' | '\u{965}' | '\u{feff}')
         || matches!(c, '\u{2000}'..='\u{206f}' | '\u{2e00}'..='\u{2e7f}' | '\u{3000}'..='\u{303f}' | '\u{fe10}'..='\u{fe6f}')

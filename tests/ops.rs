@@ -1,12 +1,12 @@
-//! Every op of the CPU backend against plain f64 loops, and what every backend must refuse. The table of cases and the rules
-//! of judgement are in `common/ops`.
+//! Checks every op of the CPU backend against naive f64 loops, and the errors of invalid ops. The table of cases and the error
+//! limits are in `common/ops`.
 
 #[path = "common/ops/mod.rs"]
 mod ops;
 
 use kiln::backend::cpu::Cpu;
 use kiln::backend::{
-    Backend, Conv, GatedProduct, GroupNorm, HostData, KeyValues, LatentStats, Linear, Op, Product, Role, Sampling, WeightPart,
+    Backend, Conv, GatedGemm, Gemm, GroupNorm, HostData, KvSegment, LatentStats, Linear, Op, Role, Sampling, WeightPart,
 };
 use kiln::error::Error;
 use kiln::tensor::{Arena, Bytes, DType, Region, Tensor};
@@ -19,12 +19,12 @@ fn cpu(threads: usize) -> Cpu {
 }
 
 #[test]
-fn every_op_equals_a_plain_loop() {
+fn every_op_matches_a_naive_loop() {
     ops::check_some(&mut cpu(0), |name| !is_klein(name));
 }
 
 #[test]
-fn every_op_equals_a_plain_loop_at_klein_widths() {
+fn every_op_matches_a_naive_loop_at_klein_widths() {
     ops::check_some(&mut cpu(0), is_klein);
 }
 
@@ -32,7 +32,7 @@ fn is_klein(name: &str) -> bool {
     name.contains("klein")
 }
 
-/// The table covers every op: one added without a case is noticed here.
+/// The table covers every op: a new op without a case fails here.
 #[test]
 fn the_table_names_every_op() {
     let names: Vec<String> = ops::cases::all().into_iter().map(|c| c.name).collect();
@@ -42,7 +42,7 @@ fn the_table_names_every_op() {
     }
 }
 
-/// What runs under tools that slow kernels down still has every op in every storage type and layout.
+/// The cases for tools that slow kernels down still cover every op in every dtype and layout.
 #[test]
 fn the_small_cases_name_every_op() {
     let small: Vec<_> = ops::cases::all().into_iter().filter(|c| ops::is_within(ops::SMALL, &c.name)).collect();
@@ -57,11 +57,11 @@ fn the_small_cases_name_every_op() {
     }
 }
 
-/// How work is cut depends on shapes alone, so the number of threads changes no bit of any result.
+/// How work is split depends on shapes alone, so results are bit-identical for any number of threads.
 #[test]
 fn results_do_not_depend_on_the_number_of_threads() {
     let mut machines = [1, 2, 3].map(|threads| (cpu(threads), Arena::new(Region::Weights)));
-    // Those at klein widths take long and are cut no differently.
+    // The cases at klein widths take long, and their work is split in the same way.
     for case in ops::cases::all().into_iter().filter(|case| !is_klein(&case.name)) {
         let [one, two, three] = machines.each_mut().map(|(cpu, weights)| {
             let results = ops::run(cpu, weights, &case, false, &mut Vec::new());
@@ -95,15 +95,15 @@ fn unpatchify_undoes_patchify() {
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------- refusals
+// ----------------------------------------------------------------------------------------------------------- invalid ops
 
 fn matrix(arena: &mut Arena, rows: usize, cols: usize) -> Tensor {
     arena.alloc(rows, cols, DType::F32).unwrap()
 }
 
-/// Operands that do not fit each other, or that would be read while they are written, are an error and never a wrong result.
+/// Operands whose shapes do not match, or that would be read while they are written, are an error and never yield a wrong result.
 #[test]
-fn operands_that_do_not_fit_are_refused() {
+fn mismatched_operands_are_rejected() {
     let (mut cpu, mut arena) = (cpu(1), Arena::new(Region::Arena));
     let (a, b, c) = (matrix(&mut arena, 4, 8), matrix(&mut arena, 4, 8), matrix(&mut arena, 8, 8));
     let (row, short, ids) = (matrix(&mut arena, 1, 8), matrix(&mut arena, 1, 7), arena.alloc(4, 1, DType::U32).unwrap());
@@ -113,13 +113,13 @@ fn operands_that_do_not_fit_are_refused() {
     let biased = Linear { weight: c, bias: Some(short) };
     let conv = Conv { weight: matrix(&mut Arena::new(Region::Weights), 8, 72), bias: row };
     let norm = GroupNorm { weight: row, bias: row, groups: 3, eps: 1e-6 };
-    let kv = |k, v| KeyValues { k, v };
+    let kv = |k, v| KvSegment { k, v };
     let (good, uneven, none) = ([kv(c, c); 2], [kv(c, c.rows(0..7))], [kv(c.rows(0..0), c.rows(0..0))]);
     let same = Sampling::Same;
     let outside = Tensor { offset: arena.peak(), ..a };
     let image =
         |out, x, width, height, sampling| Op::Conv { out, x, w: &conv, width, height, sampling, residual: None, stats: None };
-    fn attention(out: Tensor, q: Tensor, kv: &[KeyValues], head_dim: usize, causal: bool) -> Op<'_> {
+    fn attention(out: Tensor, q: Tensor, kv: &[KvSegment], head_dim: usize, causal: bool) -> Op<'_> {
         Op::Attention { out, q, kv, head_dim, causal, scale: 1.0, bound: f32::INFINITY }
     }
     let refused: &[(&str, Op<'_>)] = &[
@@ -139,11 +139,11 @@ fn operands_that_do_not_fit_are_refused() {
         ("fewer ids than rows", Op::Embed { out: a, ids: ids.rows(0..3), table: c }),
         ("a norm weight too short", Op::RmsNorm { out: a, x: b, weight: short, eps: 0.0 }),
         ("a norm weight in bf16", Op::RmsNorm { out: a, x: b, weight: half, eps: 0.0 }),
-        ("inner sizes differ", Op::Linear(&[Product { out: a, x: b.cols(0..7), w: &w }])),
-        ("bias too short", Op::Linear(&[Product { out: a, x: b, w: &biased }])),
-        ("two streams, one result", Op::Linear(&[Product { out: a, x: b, w: &w }, Product { out: a, x: b, w: &w }])),
-        ("odd gates and ups", Op::LinearSwiglu(&[Product { out: a, x: b, w: &w }])),
-        ("gate too short", Op::LinearGateResidual(&[GatedProduct { into: a, x: b, w: &w, gate: Some(short) }])),
+        ("inner sizes differ", Op::Linear(&[Gemm { out: a, x: b.cols(0..7), w: &w }])),
+        ("bias too short", Op::Linear(&[Gemm { out: a, x: b, w: &biased }])),
+        ("two streams, one result", Op::Linear(&[Gemm { out: a, x: b, w: &w }, Gemm { out: a, x: b, w: &w }])),
+        ("odd gates and ups", Op::LinearSwiglu(&[Gemm { out: a, x: b, w: &w }])),
+        ("gate too short", Op::LinearGateResidual(&[GatedGemm { into: a, x: b, w: &w, gate: Some(short) }])),
         ("heads do not divide", attention(a, b, &good, 3, false)),
         ("values unlike keys", attention(a, b, &uneven, 8, false)),
         ("no keys", attention(a, b, &none, 8, false)),
@@ -164,7 +164,7 @@ fn operands_that_do_not_fit_are_refused() {
 }
 
 #[test]
-fn an_id_outside_the_vocabulary_is_refused() {
+fn an_id_outside_the_vocabulary_is_rejected() {
     let (mut cpu, mut arena) = (cpu(1), Arena::new(Region::Arena));
     let (ids, out) = (arena.alloc(2, 1, DType::U32).unwrap(), matrix(&mut arena, 2, 8));
     let table = matrix(&mut arena, 5, 8);
@@ -174,7 +174,7 @@ fn an_id_outside_the_vocabulary_is_refused() {
 }
 
 #[test]
-fn weights_that_do_not_fit_are_refused() {
+fn mismatched_weights_are_rejected() {
     let mut cpu = cpu(1);
     let mut arena = Arena::new(Region::Weights);
     let part = |bytes: usize| [WeightPart { bytes: Bytes::new(Arc::new(vec![0u8; bytes])), dtype: DType::F32 }];
@@ -184,9 +184,9 @@ fn weights_that_do_not_fit_are_refused() {
     }
 }
 
-/// And of a weight that was touched nothing is left: a read of it is an error, never a mixture.
+/// A weight that is overwritten only in part is dropped: reading the rest of it is an error, never a mixture of both.
 #[test]
-fn a_weight_takes_the_place_of_what_was_there() {
+fn an_uploaded_weight_replaces_the_previous_one() {
     let (mut cpu, mut weights, mut arena) = (cpu(1), Arena::new(Region::Weights), Arena::new(Region::Arena));
     let (to, out) = (matrix(&mut weights, 4, 8), matrix(&mut arena, 4, 8));
     cpu.reserve(arena.peak()).unwrap();

@@ -1,5 +1,5 @@
-//! Two backends side by side: every op runs on both and the results are compared. The trusted result is then copied over the
-//! other one, so that a difference is reported at the op that made it and small ones do not pile up.
+//! Runs two backends in lockstep: every op runs on both and the results are compared. The trusted result is then copied over the
+//! other one, so that a difference is reported at the op that caused it and rounding differences do not accumulate.
 
 use super::{Access, Backend, HostData, Op, Role, StepKey, WeightPart};
 use crate::error::{Error, Result};
@@ -11,12 +11,12 @@ pub struct Lockstep<A, B> {
     trusted: A,
     tested: B,
     ops: usize,
-    /// Largest relative L2 difference that passes, by the type an op's result is stored in.
+    /// Largest relative L2 difference that passes, by the dtype of the result.
     limit: fn(DType) -> f64,
 }
 
-/// What two correct implementations of one op may differ by: the order of f32 sums, and in bf16 one rounding each, half a unit
-/// in the last place at most (2^-9), so twice that between them.
+/// How far two correct implementations of one op may differ. In f32 the order of accumulation differs; in bf16 each result is
+/// rounded once, by at most half a unit in the last place (2^-9), so the two differ by at most twice that.
 fn default_limit(dtype: DType) -> f64 {
     match dtype {
         DType::Bf16 => 2.0 / 512.0,
@@ -31,7 +31,7 @@ impl<A: Backend, B: Backend> Lockstep<A, B> {
         Self { trusted, tested, ops: 0, limit: default_limit }
     }
 
-    /// Ops compared so far.
+    /// Number of ops compared so far.
     pub fn ops(&self) -> usize {
         self.ops
     }
@@ -42,7 +42,7 @@ impl<A: Backend, B: Backend> Lockstep<A, B> {
         self.tested.read(out, &mut got)?;
         let (mut difference, mut norm, mut worst) = (0.0_f64, 0.0_f64, (0, 0.0_f64));
         for (i, (&w, &g)) in want.iter().zip(&got).enumerate() {
-            // Equal bits first, so that an infinity both agree on is no difference.
+            // Equal bits are tested first: two equal infinities are no difference, but subtracting them gives NaN.
             let delta = if w.to_bits() == g.to_bits() { 0.0 } else { (f64::from(w) - f64::from(g)).abs() };
             let delta = if delta.is_nan() { f64::INFINITY } else { delta };
             difference += delta * delta;
@@ -122,7 +122,7 @@ impl<A: Backend, B: Backend> Backend for Lockstep<A, B> {
                 results.push(t);
             }
         });
-        // Statistics beside a result are of what was stored, and no closer than that.
+        // Statistics are computed from the stored result, so the limit of the result's dtype applies to them as well.
         let limit = results.iter().map(|t| (self.limit)(t.dtype)).fold(0.0, f64::max);
         for out in results {
             self.compare(op.name(), out, limit)?;

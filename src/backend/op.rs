@@ -1,4 +1,4 @@
-//! The ops: what each computes, on which operands, at what cost, and what makes its operands fit each other.
+//! The ops: what each one computes, its operands, its cost, and the shape rules that its operands must satisfy.
 
 use crate::error::{Error, Result};
 use crate::tensor::{DType, Tensor};
@@ -7,14 +7,14 @@ use std::ops::Range;
 /// A linear layer `y = W x + b`, `W` stored `[out, in]`.
 #[derive(Clone, Copy, Debug)]
 pub struct Linear {
-    /// The weight, `[out, in]`. No op writes it: a GPU reads it before the op before has ended.
+    /// The weight, `[out, in]`. No op may write it: a GPU prefetches it while the previous kernel is still running.
     pub weight: Tensor,
-    /// The bias, `[1, out]`, where the layer has one.
+    /// The bias, `[1, out]`, if the layer has one.
     pub bias: Option<Tensor>,
 }
 
 impl Linear {
-    /// The layer that computes only some of the outputs.
+    /// The layer restricted to a range of its outputs.
     pub fn rows(self, range: Range<usize>) -> Self {
         Self { weight: self.weight.rows(range.clone()), bias: self.bias.map(|b| b.cols(range)) }
     }
@@ -23,7 +23,7 @@ impl Linear {
 /// A 3x3 convolution with bias.
 #[derive(Clone, Copy, Debug)]
 pub struct Conv {
-    /// The weight, `[out, in * 9]` in the file's order: input channel, kernel row, kernel column.
+    /// The weight, `[out, in * 9]`, in the order of the checkpoint: input channel, filter row, filter column.
     pub weight: Tensor,
     /// The bias, `[1, out]`.
     pub bias: Tensor,
@@ -42,7 +42,7 @@ pub struct GroupNorm {
     pub eps: f32,
 }
 
-/// Statistics that bring the VAE's latents to unit scale, one pair per packed channel.
+/// Statistics that normalise the VAE's latents to unit variance, one pair per packed channel.
 #[derive(Clone, Copy, Debug)]
 pub struct LatentStats {
     /// Means, `[1, channels]`.
@@ -53,40 +53,41 @@ pub struct LatentStats {
     pub eps: f32,
 }
 
-/// Which elements of a head a rotation pairs up.
+/// Which elements of a head form the pairs that RoPE rotates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RopeStyle {
-    /// Neighbours: (0, 1), (2, 3), ... as the FLUX.2 transformer does.
+    /// Adjacent elements, (0, 1), (2, 3), ..., as in the FLUX.2 transformer.
     Interleaved,
-    /// Halves: (0, d/2), (1, d/2 + 1), ... as Qwen3 does.
+    /// One element of each half, (0, d/2), (1, d/2 + 1), ..., as in Qwen3.
     HalfSplit,
 }
 
-/// Rotary position embedding: a table of one row per token, `head_dim / 2` cosines followed by as many sines, in f32.
+/// Rotary position embedding (RoPE, Su et al. 2021): a table with one row per token, `head_dim / 2` cosines followed by as many
+/// sines, in f32.
 #[derive(Clone, Copy, Debug)]
 pub struct Rope {
     /// The table, `[tokens, head_dim]`.
     pub table: Tensor,
-    /// How elements are paired.
+    /// How the elements of a head are paired.
     pub style: RopeStyle,
 }
 
-/// RMS norms of the query and key heads.
+/// The qk-norm: RMS normalisation of each query and key head.
 #[derive(Clone, Copy, Debug)]
 pub struct QkNorm {
-    /// Query scale, `[1, head_dim]`.
+    /// Gain of the query heads, `[1, head_dim]`.
     pub q: Tensor,
-    /// Key scale, `[1, head_dim]`.
+    /// Gain of the key heads, `[1, head_dim]`.
     pub k: Tensor,
     /// Added to the mean square.
     pub eps: f32,
-    /// Queries are multiplied by it as well.
+    /// An additional factor for the queries, into which the softmax scale can be folded.
     pub q_scale: f32,
 }
 
-/// `out = x W^T + b`, one stream.
+/// The GEMM of one stream, `out = x W^T + b`.
 #[derive(Clone, Copy, Debug)]
-pub struct Product<'a> {
+pub struct Gemm<'a> {
     /// `[rows, n]`.
     pub out: Tensor,
     /// `[rows, k]`.
@@ -95,9 +96,9 @@ pub struct Product<'a> {
     pub w: &'a Linear,
 }
 
-/// `into += gate * (x W^T + b)`, one stream; no gate means a gate of one.
+/// The GEMM of one stream with a gated residual epilogue, `into += gate * (x W^T + b)`; without a gate the factor is one.
 #[derive(Clone, Copy, Debug)]
-pub struct GatedProduct<'a> {
+pub struct GatedGemm<'a> {
     /// The residual stream, read and written.
     pub into: Tensor,
     /// `[rows, k]`.
@@ -108,28 +109,28 @@ pub struct GatedProduct<'a> {
     pub gate: Option<Tensor>,
 }
 
-/// Queries, keys and values of one stream, normalised and rotated; with `mlp` also the SwiGLU half of a single block.
+/// The QKV projection of one stream with qk-norm and RoPE in its epilogue; with `mlp` also the SwiGLU half of a single block.
 #[derive(Clone, Copy, Debug)]
 pub struct Projection<'a> {
     /// `[rows, k]`.
     pub x: Tensor,
-    /// Rows of the weight: queries (with `q`), keys, values, then (with `mlp`) gates and ups.
+    /// The weight. Its rows are those of queries (with `q`), keys and values, then (with `mlp`) gate and up rows.
     pub w: &'a Linear,
-    /// Norm of the query and key heads.
+    /// The qk-norm of the query and key heads.
     pub norm: QkNorm,
-    /// Rotation of the query and key heads.
+    /// RoPE of the query and key heads.
     pub rope: Rope,
-    /// Queries out, where they are needed.
+    /// Output for the queries, if they are needed.
     pub q: Option<Tensor>,
-    /// Keys out.
+    /// Output for the keys.
     pub k: Tensor,
-    /// Values out, not normalised, not rotated.
+    /// Output for the values, which are neither normalised nor rotated.
     pub v: Tensor,
-    /// `silu(gate) * up` out.
+    /// Output for `silu(gate) * up`.
     pub mlp: Option<Tensor>,
 }
 
-/// `out = (1 + scale) * LN(x) + shift`, one stream.
+/// The AdaLN modulation of one stream, `out = (1 + scale) * LN(x) + shift`.
 #[derive(Clone, Copy, Debug)]
 pub struct Modulated {
     /// `[rows, n]`.
@@ -142,30 +143,30 @@ pub struct Modulated {
     pub scale: Tensor,
 }
 
-/// One run of keys and their values.
+/// A KV segment: consecutive keys and their values.
 #[derive(Clone, Copy, Debug)]
-pub struct KeyValues {
+pub struct KvSegment {
     /// `[tokens, kv_heads * head_dim]`.
     pub k: Tensor,
-    /// The same shape.
+    /// The values, in the same shape.
     pub v: Tensor,
 }
 
-/// How a convolution moves between resolutions.
+/// How a convolution changes the resolution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sampling {
-    /// Same size, one pixel of zeros all around.
+    /// The resolution stays; the input is padded by one pixel of zeros on every side.
     Same,
-    /// The input is doubled by repetition first.
+    /// The input is first upsampled by two, by nearest neighbour.
     Up,
-    /// Stride two; zeros at the right and bottom edge only.
+    /// Stride two; the input is padded by zeros at the right and bottom edge only.
     Down,
 }
 
-/// One fused operation. Slices hold one entry per stream: the two streams of a double block are one op.
+/// One fused operation. Slices hold one entry per stream: the two streams of a double block are one op, and one kernel launch.
 #[derive(Clone, Copy, Debug)]
 pub enum Op<'a> {
-    /// Rows of a table by token id.
+    /// Embedding lookup: rows of a table by token id.
     Embed {
         /// `[ids, n]`.
         out: Tensor,
@@ -199,39 +200,40 @@ pub enum Op<'a> {
         /// Added to the mean square.
         eps: f32,
     },
-    /// LayerNorm without weights, then scale and shift.
+    /// LayerNorm without learned weights, then AdaLN scale and shift.
     LayerNormModulate {
         /// One entry per stream.
         streams: &'a [Modulated],
         /// Added to the variance.
         eps: f32,
     },
-    /// Matrix products.
-    Linear(&'a [Product<'a>]),
-    /// `silu(gate) * up`, the weight's rows being all gates, then all ups.
-    LinearSwiglu(&'a [Product<'a>]),
-    /// Products added to a residual stream.
-    LinearGateResidual(&'a [GatedProduct<'a>]),
-    /// Attention inputs of a block.
+    /// Linear layers.
+    Linear(&'a [Gemm<'a>]),
+    /// Linear layers with a SwiGLU epilogue, `silu(gate) * up`. The rows of the weight are all gate rows, then all up rows.
+    LinearSwiglu(&'a [Gemm<'a>]),
+    /// Linear layers whose gated results are added to a residual stream.
+    LinearGateResidual(&'a [GatedGemm<'a>]),
+    /// Queries, keys and values of a block.
     Qkv(&'a [Projection<'a>]),
-    /// `softmax(q k^T * scale) v` over the keys of all segments together.
+    /// `softmax(q k^T * scale) v`, with one softmax over the keys of all KV segments.
     Attention {
         /// Same shape as `q`.
         out: Tensor,
         /// `[tokens, heads * head_dim]`.
         q: Tensor,
-        /// Runs of keys; query heads share key heads evenly.
-        kv: &'a [KeyValues],
-        /// Elements of a head.
+        /// KV segments. With fewer key heads than query heads, groups of query heads share one (GQA).
+        kv: &'a [KvSegment],
+        /// Number of elements of a head.
         head_dim: usize,
-        /// Query `i` sees keys `0..=i` only.
+        /// Whether query `i` attends to keys `0..=i` only.
         causal: bool,
-        /// Of scores. Where it is ln 2, scores are exponents of two, and kernels need not multiply.
+        /// Factor of the attention scores. If it is ln 2, the queries are pre-scaled by log2(e) and the softmax is a bare exp2,
+        /// without a multiplication in the kernel.
         scale: f32,
-        /// No scaled score is larger than this, whatever the tokens; infinite where nothing is known.
+        /// Upper bound on the scaled scores for any input, which allows a max-free softmax; infinite if no bound is known.
         bound: f32,
     },
-    /// 3x3 convolution over an image with channels last.
+    /// 3x3 convolution over an image in channels-last layout.
     Conv {
         /// `[out pixels, out channels]`.
         out: Tensor,
@@ -239,15 +241,16 @@ pub enum Op<'a> {
         x: Tensor,
         /// Weight and bias.
         w: &'a Conv,
-        /// Input columns.
+        /// Width of the input.
         width: usize,
-        /// Input rows.
+        /// Height of the input.
         height: usize,
-        /// Resolution change.
+        /// How the resolution changes.
         sampling: Sampling,
         /// Added to the result; same shape as `out`.
         residual: Option<Tensor>,
-        /// Mean and variance of each channel group of the result, `[groups, 2]` f32, for the norm that follows.
+        /// Output for the mean and variance of each channel group of the result, `[groups, 2]` f32, for the group norm that
+        /// follows.
         stats: Option<Tensor>,
     },
     /// Group normalisation, optionally followed by `silu`.
@@ -258,12 +261,12 @@ pub enum Op<'a> {
         x: Tensor,
         /// Weights, groups, epsilon.
         norm: &'a GroupNorm,
-        /// Statistics of `x` where its producer made them.
+        /// Statistics of `x`, if the op that produced `x` computed them.
         stats: Option<Tensor>,
-        /// Apply `silu`.
+        /// Whether `silu` is applied to the result.
         silu: bool,
     },
-    /// 2x2 patches of a latent image become tokens, brought to unit scale.
+    /// Packs 2x2 patches of a latent image into tokens and normalises them to unit variance.
     Patchify {
         /// `[width * height, 4 * channels]`.
         out: Tensor,
@@ -285,34 +288,34 @@ pub enum Op<'a> {
         /// Token columns.
         width: usize,
     },
-    /// `latents += dt * velocity`, in f32.
+    /// A flow-matching Euler step, `latents += dt * velocity`, in f32.
     Euler {
         /// f32, read and written.
         latents: Tensor,
         /// Same shape.
         velocity: Tensor,
-        /// Step, negative towards the image.
+        /// Change of sigma, which is negative.
         dt: f32,
     },
-    /// `out = uncond + scale * (cond - uncond)`.
+    /// Classifier-free guidance (CFG, Ho and Salimans 2022), `out = uncond + scale * (cond - uncond)`.
     Guidance {
         /// Same shape.
         out: Tensor,
         /// Prediction with the prompt.
         cond: Tensor,
-        /// Prediction without it.
+        /// Prediction without the prompt.
         uncond: Tensor,
         /// Guidance scale.
         scale: f32,
     },
-    /// How many values are not finite.
+    /// Counts the values that are not finite.
     NonFinite {
         /// `[1, 1]`, f32.
         count: Tensor,
         /// Any matrix.
         x: Tensor,
     },
-    /// Values within -1..1 as bytes: `255 (x / 2 + 1/2)`, clamped, rounded half to even.
+    /// Converts values within -1..1 to bytes: `255 (x / 2 + 1/2)`, clamped, rounded half to even.
     Pixels {
         /// Same shape, u8.
         out: Tensor,
@@ -321,7 +324,7 @@ pub enum Op<'a> {
     },
 }
 
-/// What [`Op::name`] may say.
+/// All values of [`Op::name`].
 pub const OP_NAMES: &[&str] = &[
     "embed",
     "copy",
@@ -345,14 +348,14 @@ pub const OP_NAMES: &[&str] = &[
     "pixels",
 ];
 
-/// How an op touches one operand.
+/// How an op accesses one operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// Only read.
+    /// The operand is only read.
     Read,
-    /// Only written, every element.
+    /// Every element is written and none is read.
     Write,
-    /// Read, then written.
+    /// The operand is read, then written.
     Update,
 }
 
@@ -383,7 +386,7 @@ impl Op<'_> {
         }
     }
 
-    /// Calls `f` for every tensor the op touches.
+    /// Calls `f` for every operand of the op.
     pub fn operands(&self, f: &mut dyn FnMut(Tensor, Access)) {
         use Access::{Read, Update, Write};
         let linear = |w: &Linear, f: &mut dyn FnMut(Tensor, Access)| {
@@ -486,15 +489,15 @@ impl Op<'_> {
         }
     }
 
-    /// Floating-point operations of the matrix products in it, a multiply-add counted as two. Element-wise work is not
-    /// counted: it is bound by memory, not by arithmetic.
+    /// Floating-point operations of its GEMMs, convolutions and attention, with a multiply-add counted as two. Element-wise work
+    /// is not counted: it is bound by memory, not by arithmetic.
     pub fn flops(&self) -> u64 {
-        let product = |x: Tensor, w: &Linear| 2 * (x.rows * w.weight.len()) as u64;
+        let gemm = |x: Tensor, w: &Linear| 2 * (x.rows * w.weight.len()) as u64;
         match *self {
-            Self::Linear(streams) | Self::LinearSwiglu(streams) => streams.iter().map(|s| product(s.x, s.w)).sum(),
-            Self::LinearGateResidual(streams) => streams.iter().map(|s| product(s.x, s.w)).sum(),
-            Self::Qkv(streams) => streams.iter().map(|s| product(s.x, s.w)).sum(),
-            // Counted dense, as the usual formulas do; a causal mask halves the true work.
+            Self::Linear(streams) | Self::LinearSwiglu(streams) => streams.iter().map(|s| gemm(s.x, s.w)).sum(),
+            Self::LinearGateResidual(streams) => streams.iter().map(|s| gemm(s.x, s.w)).sum(),
+            Self::Qkv(streams) => streams.iter().map(|s| gemm(s.x, s.w)).sum(),
+            // Attention is counted as dense, as in the usual formulas; a causal mask halves the actual work.
             Self::Attention { q, kv, .. } => kv.iter().map(|s| 4 * (q.len() * s.k.rows) as u64).sum(),
             Self::Conv { out, w, .. } => 2 * (out.rows * w.weight.len()) as u64,
             _ => 0,
@@ -509,7 +512,7 @@ impl Op<'_> {
         let same = |a: Tensor, b: Tensor| a.rows == b.rows && a.cols == b.cols;
         let row = |t: Tensor, cols: usize| t.rows == 1 && t.cols == cols;
         let vector = |t: Tensor, cols: usize| row(t, cols) && t.dtype == DType::F32;
-        let product = |x: Tensor, w: &Linear| {
+        let gemm = |x: Tensor, w: &Linear| {
             x.cols == w.weight.cols && w.weight.stride == w.weight.cols && w.bias.is_none_or(|b| vector(b, w.weight.rows))
         };
         match *self {
@@ -525,19 +528,19 @@ impl Op<'_> {
             }
             Self::Linear(streams) => {
                 for s in streams {
-                    fits(product(s.x, s.w) && s.out.rows == s.x.rows && s.out.cols == s.w.weight.rows, "shapes")?;
+                    fits(gemm(s.x, s.w) && s.out.rows == s.x.rows && s.out.cols == s.w.weight.rows, "shapes")?;
                 }
             }
             Self::LinearSwiglu(streams) => {
                 for s in streams {
                     let wide = s.w.weight.rows == 2 * s.out.cols;
-                    fits(product(s.x, s.w) && s.out.rows == s.x.rows && wide && s.w.bias.is_none(), "shapes")?;
+                    fits(gemm(s.x, s.w) && s.out.rows == s.x.rows && wide && s.w.bias.is_none(), "shapes")?;
                 }
             }
             Self::LinearGateResidual(streams) => {
                 for s in streams {
                     let gate = s.gate.is_none_or(|g| row(g, s.into.cols));
-                    fits(product(s.x, s.w) && gate && s.into.rows == s.x.rows && s.into.cols == s.w.weight.rows, "shapes")?;
+                    fits(gemm(s.x, s.w) && gate && s.into.rows == s.x.rows && s.into.cols == s.w.weight.rows, "shapes")?;
                 }
             }
             Self::Qkv(streams) => {
@@ -546,7 +549,7 @@ impl Op<'_> {
                     let q_cols = s.q.map_or(0, |q| q.cols);
                     let wide = q_cols + s.k.cols + s.v.cols + s.mlp.map_or(0, |m| 2 * m.cols);
                     let rows = [s.q, Some(s.k), Some(s.v), s.mlp, Some(s.rope.table)];
-                    fits(product(s.x, s.w) && wide == s.w.weight.rows && s.w.bias.is_none(), "shapes")?;
+                    fits(gemm(s.x, s.w) && wide == s.w.weight.rows && s.w.bias.is_none(), "shapes")?;
                     fits(rows.iter().flatten().all(|t| t.rows == s.x.rows), "rows")?;
                     fits(d > 0 && d % 2 == 0 && q_cols % d == 0 && s.k.cols % d == 0 && s.k.cols == s.v.cols, "heads")?;
                     fits(vector(s.norm.q, d) && vector(s.norm.k, d) && s.rope.table.dtype == DType::F32, "norms and table")?;

@@ -1,4 +1,4 @@
-//! The dry run: a backend that checks every op and counts what it would cost, and touches no memory.
+//! The dry run: a backend that checks every op and adds up its cost, without allocating or accessing any memory.
 
 use super::{Backend, HostData, Op, Role, StepKey, WeightPart};
 use crate::error::Result;
@@ -9,27 +9,27 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// A backend that only plans.
 #[derive(Debug, Default)]
 pub struct Plan {
-    /// Bytes of working memory in use at the worst moment.
+    /// Peak use of working memory, in bytes.
     pub arena_bytes: u64,
-    /// Bytes of weights that cannot be read where they are, and so are copied even by a backend that reads files.
+    /// Bytes of weights that cannot be read in place, so that even a backend that reads files in place has to copy them.
     pub copied_bytes: u64,
-    /// Ops run.
+    /// Number of ops run.
     pub ops: u64,
     flops: Arc<AtomicU64>,
 }
 
 impl Plan {
-    /// A plan with nothing in it yet.
+    /// An empty plan.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Floating-point operations of all matrix products.
+    /// Floating-point operations of all GEMMs, convolutions and attention ops.
     pub fn flops(&self) -> u64 {
         self.flops.load(Ordering::Relaxed)
     }
 
-    /// The same count, to look at while the plan is being made.
+    /// A handle to the same count, which can be read while the plan is being computed.
     pub fn counter(&self) -> Arc<AtomicU64> {
         self.flops.clone()
     }

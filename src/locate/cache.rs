@@ -6,31 +6,31 @@ use crate::text::shown;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-/// Longest reference read; a revision is a hash of 40 characters.
+/// Limit on the size of a reference; a revision is a hash of 40 characters.
 const MAX_REFERENCE: u64 = 256;
 
-/// What the process knows about models: its variables, and one it may carry. Kept apart from it, so that a search depends on its
-/// arguments alone.
+/// The environment variables that name models, and the embedded model. They are passed as a value, so that a search depends on
+/// its arguments alone.
 #[derive(Clone, Debug, Default)]
 pub struct Environment {
-    /// `KILN_MODEL`: the model to use where none is named.
+    /// `KILN_MODEL`: the model to use if none is named.
     pub kiln_model: Option<PathBuf>,
-    /// `HF_HUB_CACHE`: the cache itself.
+    /// `HF_HUB_CACHE`: the folder of the cache.
     pub hf_hub_cache: Option<PathBuf>,
-    /// `HF_HOME`: the folder that holds the cache as `hub`.
+    /// `HF_HOME`: the folder whose subfolder `hub` is the cache.
     pub hf_home: Option<PathBuf>,
-    /// `XDG_CACHE_HOME`: the user's caches.
+    /// `XDG_CACHE_HOME`: the folder of the user's caches.
     pub xdg_cache_home: Option<PathBuf>,
-    /// `HOME`: the user's folder.
+    /// `HOME`: the user's home folder.
     pub home: Option<PathBuf>,
-    /// The model that is part of the program.
+    /// The embedded model.
     pub built_in: Option<Embedded>,
 }
 
 impl Environment {
-    /// That of this process, and the model it carries.
+    /// The environment of this process, with an embedded model.
     pub fn of_process(built_in: Option<Embedded>) -> Self {
-        // An empty variable is as good as none.
+        // An empty variable counts as unset.
         let path = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
         Self {
             kiln_model: path("KILN_MODEL"),
@@ -42,7 +42,7 @@ impl Environment {
         }
     }
 
-    /// The cache's folder.
+    /// The folder of the cache.
     fn hub(&self) -> Option<PathBuf> {
         let in_caches = |caches: &Path| caches.join("huggingface").join("hub");
         self.hf_hub_cache
@@ -52,7 +52,7 @@ impl Environment {
             .or_else(|| self.home.as_ref().map(|home| in_caches(&home.join(".cache"))))
     }
 
-    /// Whether the cache would be in a home that is no folder of this user's, as services have it.
+    /// Whether the cache would be in a home folder that does not exist or is not accessible, as is common for services.
     fn homeless(&self) -> bool {
         let named = [&self.hf_hub_cache, &self.hf_home, &self.xdg_cache_home].iter().any(|folder| folder.is_some());
         !named && self.home.as_deref().is_some_and(|home| obstacle(home).is_some())
@@ -68,21 +68,21 @@ pub(super) fn is_repository_id(text: &str) -> bool {
     text.split_once('/').is_some_and(|(org, name)| plain(org) && plain(name))
 }
 
-/// What is said of a cache that is there and cannot be looked at.
+/// The message for a cache that exists but is not accessible.
 pub(super) const NO_CACHE: &str = "the Hugging Face cache cannot be used";
 
-/// Why a repository has no folder of files.
+/// Why a repository has no usable snapshot.
 pub(super) enum NoSnapshot {
-    /// Nothing of it is in the cache.
+    /// The repository is not in the cache.
     Absent(String),
-    /// Something of it is, and what is wrong with that.
+    /// The repository is in the cache, but unusable for this reason.
     Begun(String),
-    /// The cache itself cannot be looked at.
+    /// The cache itself is not accessible.
     NoCache(PathBuf, String),
 }
 
 impl NoSnapshot {
-    /// What is wrong.
+    /// The reason as text.
     pub fn what(self) -> String {
         match self {
             Self::Absent(what) | Self::Begun(what) => what,
@@ -91,13 +91,13 @@ impl NoSnapshot {
     }
 }
 
-/// Why nothing inside a folder can be looked at, if so.
+/// Why the content of a folder is not accessible, or `None` if it is.
 fn obstacle(folder: &Path) -> Option<String> {
     let error = folder.join(".").metadata().err()?;
     Some(files::absence(folder).unwrap_or_else(|| error.to_string()))
 }
 
-/// What a folder holds. One that does not exist holds nothing.
+/// The entries of a folder. One that does not exist has none.
 fn entries(folder: &Path) -> Result<Vec<PathBuf>, NoSnapshot> {
     let read = || std::fs::read_dir(folder)?.map(|entry| Ok(entry?.path())).collect::<std::io::Result<Vec<PathBuf>>>();
     match read() {
@@ -110,13 +110,13 @@ fn entries(folder: &Path) -> Result<Vec<PathBuf>, NoSnapshot> {
     }
 }
 
-/// The folder of a repository's current revision, or what is wrong.
+/// The folder of a repository's current revision.
 pub(super) fn snapshot(environment: &Environment, id: &str) -> Result<PathBuf, NoSnapshot> {
     let none = || NoSnapshot::Absent("it is not a folder, and there is no Hugging Face cache: HOME is not set".into());
     let hub = environment.hub().ok_or_else(none)?;
     let absent = || NoSnapshot::Absent(format!("neither a folder nor in the Hugging Face cache ({})", hub.display()));
-    // Folders above that exist may be a link to a disk that is not there. One that nobody made yet is no fault, and neither is a
-    // home that this user does not have.
+    // An existing ancestor may be a link to a disk that is not mounted, which is an error. A cache that was never created is no
+    // error, and neither is a missing home folder.
     if environment.homeless() {
         return Err(absent());
     }
@@ -134,7 +134,7 @@ pub(super) fn snapshot(environment: &Environment, id: &str) -> Result<PathBuf, N
     let (snapshots, references) = (repository.join("snapshots"), repository.join("refs"));
     let mut revisions = entries(&snapshots)?;
     revisions.retain(|revision| !revision.is_file());
-    // Asking for a file that a repository does not have leaves a folder and a reference, too. Only a download has files in it.
+    // A request for a file that a repository does not have also leaves a folder and a reference. Only a download has blobs.
     if revisions.is_empty() {
         let what = format!("the Hugging Face cache has no files of it ({})", repository.display());
         let begun = !entries(&repository.join("blobs"))?.is_empty();
@@ -149,7 +149,7 @@ pub(super) fn snapshot(environment: &Environment, id: &str) -> Result<PathBuf, N
         Ok(bytes) => {
             let text = String::from_utf8_lossy(&bytes);
             let revision = text.trim();
-            // A revision is a hash; anything else must not lead out of the folder.
+            // A revision is a hash; anything else could be a path that leads out of the folder.
             if revision.is_empty() || !revision.bytes().all(|b| b.is_ascii_alphanumeric()) {
                 return Err(damaged(&format!("names no revision ({}): `{}`", reference.display(), shown(revision))));
             }
@@ -161,7 +161,7 @@ pub(super) fn snapshot(environment: &Environment, id: &str) -> Result<PathBuf, N
                 }
             }
         }
-        // Without a reference, the only revision is meant.
+        // Without a reference, a single revision is unambiguous.
         Err(error) if error.kind() == ErrorKind::NotFound && !files::is_there(&reference) => match &revisions[..] {
             [only] => match obstacle(only) {
                 None => Ok(only.clone()),

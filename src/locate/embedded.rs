@@ -1,4 +1,4 @@
-//! A model that is part of the program. The library carries none: whoever links it may hand one in.
+//! An embedded model. The library embeds none; a program that links it may pass one in.
 
 use super::BUILT_IN;
 use crate::checkpoint::{Part, Shard, Weights};
@@ -10,16 +10,16 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The files of a model's folder in the diffusers layout, by their paths in it. Weights are read where they lie; only those that
-/// are not aligned for their type would be copied.
+/// The files of a model's folder in the diffusers layout, by their paths in it. Weights are read in place; only tensors that are
+/// misaligned for their dtype are copied.
 #[derive(Clone, Copy)]
 pub struct Embedded {
-    /// Path with `/`, and content.
+    /// Path with `/` as separator, and content.
     pub files: &'static [(&'static str, &'static [u8])],
 }
 
 impl Embedded {
-    /// What stands for the path of a file in messages.
+    /// The path of a file in messages.
     fn path(name: &str) -> PathBuf {
         Path::new(BUILT_IN).join(name)
     }
@@ -33,37 +33,37 @@ impl Embedded {
         })
     }
 
-    /// One of its configuration files.
+    /// Parses a configuration file.
     pub fn config(self, name: &str) -> Result<ConfigFile> {
         ConfigFile::parse(&Self::path(name), self.file(name)?)
     }
 
-    /// What its `kiln.json` says.
+    /// The conventions of `kiln.json`.
     pub fn conventions(self) -> Result<Conventions> {
         Conventions::parse(&Self::path("kiln.json"), self.file("kiln.json")?)
     }
 
-    /// Its tokenizer.
+    /// The tokenizer.
     pub fn tokenizer(self) -> Result<Tokenizer> {
         let name = "tokenizer/tokenizer.json";
         Tokenizer::from_json(self.file(name)?, &Self::path(name))
     }
 
-    /// The weights of a part, which are one file.
+    /// The weights of a part, which are a single file.
     pub fn weights(self, part: Part, name: &str) -> Result<Weights> {
         let bytes = Bytes::new(Arc::new(self.file(name)?));
         Weights::from_shards(part, vec![Shard::from_bytes(&Self::path(name).to_string_lossy(), bytes)?])
     }
 }
 
-/// Without the content, which is megabytes.
+/// Lists the paths without the content, which is megabytes.
 impl fmt::Debug for Embedded {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_list().entries(self.files.iter().map(|(path, _)| path)).finish()
     }
 }
 
-/// The same place in the program.
+/// Two models are equal if they are the same static data.
 impl PartialEq for Embedded {
     fn eq(&self, other: &Self) -> bool {
         std::ptr::eq(self.files, other.files)

@@ -1,6 +1,6 @@
-//! The weights of one part in a folder: which file or folder it is, or why there is none that can be used. A file that seems to
-//! be there and is not (a link whose target was never downloaded, a pipe, a folder with a file's name) is named with the reason,
-//! and of several that it could be none is guessed.
+//! Finds the weights of one part in a folder: a file or a folder of shards, or the reason why none can be used. An entry that
+//! only looks like a file (a link whose target was never downloaded, a pipe, a folder with the name of a file) is reported with
+//! the reason, and if several files match, none is guessed.
 
 use crate::error::Remedy;
 use crate::files;
@@ -9,22 +9,23 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-/// What was found of a part.
+/// The result of the search for a part.
 #[derive(Clone, Debug, Default)]
 pub(super) enum Sought {
-    /// Nothing.
+    /// Nothing was found.
     #[default]
     Missing,
-    /// A file, or a folder of them.
+    /// A file, or a folder of shards.
     At(PathBuf),
-    /// Files that are equally good.
+    /// Several files that match equally well.
     Several(Vec<PathBuf>),
-    /// Something that looks like it, why it is not, and what could be meant in its stead.
+    /// An entry that matches but cannot be used, the reason, and usable alternatives.
     Unusable(PathBuf, String, Vec<PathBuf>),
 }
 
 impl Sought {
-    /// Looks further if nothing was found. Something unusable may be what is meant, so nothing takes its place without a word.
+    /// Continues the search if nothing was found. An unusable match may be the intended one, so it is not silently replaced by
+    /// another.
     pub fn or_else(self, next: impl FnOnce() -> Self) -> Self {
         match self {
             Self::Missing => next(),
@@ -41,8 +42,7 @@ impl Sought {
     }
 }
 
-/// Says what is wrong with the parts that were not found, and what to do about it. Paths are told as
-/// they are inside `folder`.
+/// Describes what is wrong with the parts that were not found, with the remedy. Paths are shown relative to `folder`.
 pub(super) fn complain(parts: [(Part, &Sought); 3], folder: Option<&Path>) -> Option<(String, Remedy)> {
     let inside = |path: &Path| folder.and_then(|folder| path.strip_prefix(folder).ok()).unwrap_or(path).display().to_string();
     let (mut missing, mut faults, mut pick, mut replace) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
@@ -87,18 +87,18 @@ pub(super) fn single_file(folder: &Path, stems: &[&str]) -> Sought {
     })
 }
 
-/// A folder that holds the weights of one part. An index alone counts, too: whoever opens it says which shards are missing, and
-/// which of its files is meant.
+/// A folder that holds the weights of one part. An index without shards counts as well: opening it reports which shards are
+/// missing.
 pub(super) fn folder_of_weights(folder: &Path) -> Sought {
     let named = |name: &str| name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json");
     look(folder, named, |_, _| Sought::At(folder.into()))
 }
 
-/// Something with a part's name, and why it cannot be used.
+/// An entry with the name of a part, and why it cannot be used.
 type Fault = (PathBuf, String);
 
-/// What `usable` makes of the usable files of these names, of which there is at least one, and of the first that is not; else why
-/// there is none.
+/// Searches a folder for matching names. If at least one file is usable, the result is that of `usable`, which gets all usable
+/// files and the first unusable entry; otherwise it tells why there is none.
 fn look(folder: &Path, named: impl Fn(&str) -> bool, usable: impl FnOnce(Vec<PathBuf>, Option<Fault>) -> Sought) -> Sought {
     let unusable = |error: std::io::Error| {
         Sought::Unusable(folder.into(), files::absence(folder).unwrap_or_else(|| error.to_string()), Vec::new())
@@ -110,7 +110,7 @@ fn look(folder: &Path, named: impl Fn(&str) -> bool, usable: impl FnOnce(Vec<Pat
     };
     let (mut good, mut bad) = (Vec::new(), Vec::new());
     for entry in entries {
-        // Names that are not Unicode are none of ours.
+        // A name that is not Unicode cannot match.
         if entry.file_name().to_str().is_some_and(&named) {
             match fault(&entry.path()) {
                 None => good.push(entry.path()),
@@ -127,7 +127,7 @@ fn look(folder: &Path, named: impl Fn(&str) -> bool, usable: impl FnOnce(Vec<Pat
     }
 }
 
-/// Why something in a folder is no file to read.
+/// Why an entry of a folder is not a readable file.
 fn fault(path: &Path) -> Option<String> {
     match fs::metadata(path) {
         Ok(meta) if meta.is_file() => None,

@@ -1,27 +1,26 @@
-//! Which ops are timed, at which shapes.
+//! The ops that are benchmarked, and their shapes.
 
 use super::{Row, call};
 use crate::backend::{
-    Conv, GatedProduct, GroupNorm, KeyValues, LatentStats, Modulated, Op, Product, Projection, QkNorm, Role, Rope, RopeStyle,
-    Sampling,
+    Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Modulated, Op, Projection, QkNorm, Role, Rope, RopeStyle, Sampling,
 };
 use crate::error::Result;
 use crate::tensor::{DType, Precision};
 use std::f32::consts::LN_2;
 
-/// How large shapes are.
+/// The scale of the shapes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scale {
-    /// Those of klein 4B for a picture of 1024x1024.
+    /// The shapes of klein 4B for an image of 1024x1024.
     Klein,
-    /// Of the same widths, but as many rows as a processor can do in a moment.
+    /// The widths of klein 4B, but few enough rows for a CPU.
     Processor,
-    /// As small as they can be.
+    /// The smallest possible shapes.
     Quick,
 }
 
 impl Scale {
-    /// What results call it.
+    /// The name in results.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Klein => "klein 4B, 1024x1024",
@@ -34,25 +33,25 @@ impl Scale {
 const HEAD_DIM: usize = 128;
 const GROUPS: usize = 32;
 const EPS: f32 = 1e-6;
-/// Channels of an image token and of the pixels it is made from.
+/// Channels of a latent token, and of the latent pixels that it packs.
 const PACKED: usize = 128;
 const LATENT: usize = 32;
 
-/// Sizes of a model and a picture.
+/// Sizes of a model and an image.
 struct Sizes {
-    /// Tokens of the prompt, and of one side of the picture.
+    /// Tokens of the prompt, and tokens along one side of the image.
     text: usize,
     side: usize,
-    /// The transformer's width and that of its MLP.
+    /// Hidden size of the transformer and of its MLP.
     width: usize,
     mlp: usize,
-    /// The text encoder: vocabulary, width, heads, heads of keys, MLP.
+    /// The text encoder: vocabulary, hidden size, query heads, key heads, MLP size.
     vocabulary: usize,
     text_width: usize,
     text_heads: usize,
     text_kv_heads: usize,
     text_mlp: usize,
-    /// The decoder's widest level.
+    /// Channels of the VAE decoder's widest level.
     channels: usize,
 }
 
@@ -82,28 +81,28 @@ const QUICK: Sizes = Sizes {
     channels: 128,
 };
 
-/// All rows of a scale, with activations of a precision.
+/// All rows of a scale, with activations in a precision.
 pub fn rows(scale: Scale, precision: Precision) -> Result<Vec<Row>> {
-    let make = Make(precision.activations());
+    let builder = RowBuilder(precision.activations());
     match scale {
-        Scale::Klein => make.model(&KLEIN),
-        Scale::Quick => make.model(&QUICK),
-        Scale::Processor => make.processor(),
+        Scale::Klein => builder.model(&KLEIN),
+        Scale::Quick => builder.model(&QUICK),
+        Scale::Processor => builder.processor(),
     }
 }
 
-/// Makes rows with activations of this type.
-struct Make(DType);
+/// Creates rows with activations of this dtype.
+struct RowBuilder(DType);
 
-impl Make {
-    /// Every op of a picture, stage by stage.
+impl RowBuilder {
+    /// Every op of generating an image, stage by stage.
     fn model(&self, s: &Sizes) -> Result<Vec<Row>> {
         let Sizes { text, side, width, mlp, text_width, text_heads, text_kv_heads, text_mlp, channels, .. } = *s;
         let canvas = side * side;
         let (all, both) = (text + canvas, [text, canvas]);
         let (text_q, text_kv) = (text_heads * HEAD_DIM, text_kv_heads * HEAD_DIM);
         let heads = width / HEAD_DIM;
-        // A picture's side at each level of the decoder.
+        // The side of the feature maps at each level of the decoder.
         let [first, second, third, last] = [2, 4, 8, 16].map(|scale| scale * side);
         let (half, quarter) = (channels / 2, channels / 4);
         [
@@ -134,7 +133,7 @@ impl Make {
             self.guidance(canvas, PACKED),
             self.euler(canvas, PACKED),
             self.non_finite(canvas, PACKED),
-            // The VAE: its decoder, and of its encoder what the decoder has not.
+            // The VAE: its decoder, and the ops of its encoder that the decoder does not have.
             self.unpatchify(side),
             self.conv(first, channels, channels, Sampling::Same, true),
             self.group_norm(first, channels, true),
@@ -159,14 +158,14 @@ impl Make {
         .collect()
     }
 
-    /// One row for each of the processor's loops.
+    /// One row for each kernel of the CPU backend.
     fn processor(&self) -> Result<Vec<Row>> {
         let Sizes { width, mlp, channels, .. } = KLEIN;
         let heads = width / HEAD_DIM;
         [
-            // Several blocks of the product in both directions, so that their seams are measured too.
+            // Several GEMM tiles in both dimensions, so that the cost of tile boundaries is included.
             self.linear(1536, width, width),
-            // The modulation: one row, bound by reading the weight.
+            // The modulation: a single row, which is bound by reading the weight.
             self.linear(1, 6 * width, width),
             self.qkv(&[512], width, width, width, mlp, RopeStyle::Interleaved),
             self.attention(1024, heads, heads, HEAD_DIM, false),
@@ -224,7 +223,7 @@ impl Make {
     fn linear(&self, rows: usize, cols: usize, inner: usize) -> Result<Row> {
         Row::new(format!("{rows}x{cols}x{inner}"), self.0, move |m| {
             let (out, x, w) = (m.results(rows, cols)?, m.activations(rows, inner)?, m.linear(cols, inner, Role::Linear)?);
-            call(move |run| run(Op::Linear(&[Product { out, x, w: &w }])))
+            call(move |run| run(Op::Linear(&[Gemm { out, x, w: &w }])))
         })
     }
 
@@ -237,8 +236,8 @@ impl Make {
             };
             let streams = rows.iter().map(stream).collect::<Result<Vec<_>>>()?;
             call(move |run| {
-                let products: Vec<_> = streams.iter().map(|(out, x, w)| Product { out: *out, x: *x, w }).collect();
-                run(Op::LinearSwiglu(&products))
+                let gemms: Vec<_> = streams.iter().map(|(out, x, w)| Gemm { out: *out, x: *x, w }).collect();
+                run(Op::LinearSwiglu(&gemms))
             })
         })
     }
@@ -253,9 +252,9 @@ impl Make {
             };
             let streams = rows.iter().map(stream).collect::<Result<Vec<_>>>()?;
             call(move |run| {
-                let products: Vec<_> =
-                    streams.iter().map(|(into, x, w, gate)| GatedProduct { into: *into, x: *x, w, gate: *gate }).collect();
-                run(Op::LinearGateResidual(&products))
+                let gemms: Vec<_> =
+                    streams.iter().map(|(into, x, w, gate)| GatedGemm { into: *into, x: *x, w, gate: *gate }).collect();
+                run(Op::LinearGateResidual(&gemms))
             })
         })
     }
@@ -271,7 +270,7 @@ impl Make {
                 let rope = Rope { table: m.input(rows, HEAD_DIM, DType::F32)?, style };
                 let (x, q) = (m.activations(rows, inner)?, m.results(rows, q_cols)?);
                 let (k, v) = (m.results(rows, kv_cols)?, m.results(rows, kv_cols)?);
-                // Beside the room for the attention's result, as in a single block.
+                // Next to the columns of the attention result, as in a single block.
                 let hidden = if mlp > 0 { Some(m.results(rows, q_cols + mlp)?.cols(q_cols..q_cols + mlp)) } else { None };
                 Ok((x, w, norm, rope, q, k, v, hidden))
             };
@@ -301,22 +300,24 @@ impl Make {
         Row::new(format!("{tokens} tokens, {of} {plural} of {head_dim}"), self.0, move |m| {
             let (out, q) = (m.results(tokens, heads * head_dim)?, m.activations(tokens, heads * head_dim)?);
             let kv =
-                [KeyValues { k: m.activations(tokens, kv_heads * head_dim)?, v: m.activations(tokens, kv_heads * head_dim)? }];
-            // In the transformer scores are exponents of two, and known to be small. Here they are about four, and none is over 64.
+                [KvSegment { k: m.activations(tokens, kv_heads * head_dim)?, v: m.activations(tokens, kv_heads * head_dim)? }];
+            // In the transformer, queries are pre-scaled for a base-2 softmax and the scores are bounded. Here scores are about
+            // four,
+            // and none is over 64.
             let bounded = !causal && head_dim == HEAD_DIM;
             let (scale, bound) = if bounded { (LN_2, 64.0 * LN_2) } else { (1.0 / (head_dim as f32).sqrt(), f32::INFINITY) };
             call(move |run| run(Op::Attention { out, q, kv: &kv, head_dim, causal, scale, bound }))
         })
     }
 
-    /// With `more`, the result is added to another, and its statistics are made for the norm that follows.
+    /// With `more`, a residual is added to the result, and the statistics of the group norm that follows are computed.
     fn conv(&self, side: usize, channels: usize, to: usize, sampling: Sampling, more: bool) -> Result<Row> {
         let (name, to_side) = match sampling {
             Sampling::Same => ("", side),
             Sampling::Up => (", up", 2 * side),
             Sampling::Down => (", down", side / 2),
         };
-        // Where the resolution changes there is nothing of that size to add to.
+        // If the resolution changes, there is no residual.
         let residual = more && sampling == Sampling::Same;
         let added = if residual { ", residual" } else { "" };
         let stats = if more { ", stats" } else { "" };
@@ -324,7 +325,7 @@ impl Make {
             let w = Conv { weight: m.weight(to, 9 * channels, DType::Bf16, Role::Conv)?, bias: m.vector(to)? };
             let x = m.activations(side * side, channels)?;
             let pixels = to_side * to_side;
-            // A finished image is never rounded.
+            // The decoded image is stored in f32.
             let out = if to == 3 { m.output(pixels, to, DType::F32)? } else { m.results(pixels, to)? };
             let residual = if residual { Some(m.activations(pixels, to)?) } else { None };
             let stats = if more { Some(m.output(GROUPS, 2, DType::F32)?) } else { None };

@@ -1,47 +1,50 @@
-//! How large the scores of attention can be, from the norms of queries and keys. A normalised head is at most as long as the square
-//! root of its size, its norm's weights stretch it, and turning changes no length. So a score is a sum over the pairs of elements
-//! that turn together, and none of them counts for more than its share of both lengths times its own weights.
+//! An upper bound on the attention scores of a block, from the gains of its qk-norm. With it attention can use a max-free
+//! softmax.
+//!
+//! After RMS normalisation and before the gain, a head has an L2 norm of at most the square root of its size. The gain scales it,
+//! and RoPE is a rotation, which preserves norms. A score is a sum over the pairs of elements that are rotated together; by the
+//! Cauchy-Schwarz inequality the sum is at most the product of both norms times the largest product of the gains of one pair.
 
 use crate::backend::WeightPart;
 use crate::tensor::DType;
 use half::{bf16, f16};
 
-/// For what rounding adds to queries and keys, and with room to spare.
+/// Margin for the rounding of queries and keys, with some reserve.
 const ROUNDING: f32 = 1.02;
 
-/// How much a norm of heads stretches each pair of neighbours, at most. Empty where the weights are not known.
+/// Largest gain of a head norm for each pair of adjacent elements. Empty if the weights are not known.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Stretch(Vec<f32>);
+pub struct NormGain(Vec<f32>);
 
-impl Stretch {
-    /// Of a norm's weights as they are stored.
+impl NormGain {
+    /// The gain of a norm, from its weights as they are stored.
     pub fn of(parts: &[WeightPart]) -> Self {
         let values: Vec<f32> = parts.iter().flat_map(values).collect();
-        // What is no number stays: it bounds nothing.
+        // NaN must propagate, so that the bound becomes infinite.
         let larger = |most: f32, v: &f32| if v.is_nan() || v.abs() > most { v.abs() } else { most };
         Self(values.chunks(2).map(|pair| pair.iter().fold(0.0, larger)).collect())
     }
 
-    /// What covers both norms.
+    /// The larger of both gains, pair by pair.
     fn or(&self, other: &Self) -> Self {
         Self(self.0.iter().zip(&other.0).map(|(a, b)| if a > b || a.is_nan() { *a } else { *b }).collect())
     }
 }
 
-/// Of the queries and of the keys that meet in a block.
+/// The gains of the query norm and the key norm of a block.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Stretches {
-    pub q: Stretch,
-    pub k: Stretch,
+pub struct QkGain {
+    pub q: NormGain,
+    pub k: NormGain,
 }
 
-impl Stretches {
-    /// What covers both streams.
+impl QkGain {
+    /// The larger of both gains, for streams that share one attention.
     pub fn or(&self, other: &Self) -> Self {
         Self { q: self.q.or(&other.q), k: self.k.or(&other.k) }
     }
 
-    /// The largest scaled score of heads that are turned by neighbours.
+    /// The upper bound on scaled scores, for heads with [interleaved](crate::backend::RopeStyle::Interleaved) RoPE.
     pub fn bound(&self, head_dim: usize) -> f32 {
         let (q, k) = (&self.q.0, &self.k.0);
         if q.len() * 2 != head_dim || k.len() != q.len() {
@@ -69,20 +72,21 @@ mod tests {
     use crate::tensor::Bytes;
     use std::sync::Arc;
 
-    fn stretch(values: &[f32]) -> Stretch {
+    fn gain(values: &[f32]) -> NormGain {
         let bytes = values.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect::<Vec<_>>();
-        Stretch::of(&[WeightPart { bytes: Bytes::new(Arc::new(bytes)), dtype: DType::Bf16 }])
+        NormGain::of(&[WeightPart { bytes: Bytes::new(Arc::new(bytes)), dtype: DType::Bf16 }])
     }
 
     #[test]
-    fn no_score_is_larger() {
+    fn no_score_exceeds_the_bound() {
         let q = [0.5, -3.0, 1.0, 0.25, 2.0, 0.0, 1.5, 1.0];
         let k = [2.0, 1.0, 0.5, 4.0, -1.0, 1.0, 0.125, 1.5];
         let d = q.len();
-        let bound = Stretches { q: stretch(&q), k: stretch(&k) }.bound(d);
-        // Pairs count 3 * 2, 1 * 4, 2 * 1, 1.5 * 1.5: the first one wins.
+        let bound = QkGain { q: gain(&q), k: gain(&k) }.bound(d);
+        // The products of the gains are 3 * 2, 1 * 4, 2 * 1 and 1.5 * 1.5; the first is the largest.
         assert!((bound - ROUNDING * 6.0 * (d as f32).sqrt()).abs() < 1e-4, "{bound}");
-        // All of both lengths in the pair that stretches most, turned so that they meet: that score is the bound, but for rounding.
+        // The worst case: both heads are zero outside the pair with the largest gain and parallel in it. But for the rounding
+        // margin, that score is the bound.
         let length = (d as f32).sqrt();
         assert!(3.0 * length * 2.0 * length / length <= bound);
         let mut worst: f32 = 0.0;
@@ -103,14 +107,14 @@ mod tests {
     }
 
     #[test]
-    fn streams_that_meet_count_together_and_what_is_unknown_is_unbounded() {
-        let known = Stretches { q: stretch(&[1.0, 2.0, 1.0, 1.0]), k: stretch(&[1.0, 1.0, 3.0, 1.0]) };
-        let other = Stretches { q: stretch(&[1.0, 1.0, 4.0, 1.0]), k: stretch(&[1.0, 1.0, 1.0, 1.0]) };
+    fn streams_that_share_attention_share_the_bound_and_unknown_gains_are_unbounded() {
+        let known = QkGain { q: gain(&[1.0, 2.0, 1.0, 1.0]), k: gain(&[1.0, 1.0, 3.0, 1.0]) };
+        let other = QkGain { q: gain(&[1.0, 1.0, 4.0, 1.0]), k: gain(&[1.0, 1.0, 1.0, 1.0]) };
         assert!(other.bound(4) < known.or(&other).bound(4) && known.bound(4) < known.or(&other).bound(4));
         assert_eq!(known.or(&other).bound(4), ROUNDING * 12.0 * 2.0);
-        assert_eq!(Stretches::default().bound(4), f32::INFINITY);
-        assert_eq!(known.or(&Stretches::default()).bound(4), f32::INFINITY);
-        let bad = Stretches { q: stretch(&[f32::NAN, 1.0, 1.0, 1.0]), ..known };
+        assert_eq!(QkGain::default().bound(4), f32::INFINITY);
+        assert_eq!(known.or(&QkGain::default()).bound(4), f32::INFINITY);
+        let bad = QkGain { q: gain(&[f32::NAN, 1.0, 1.0, 1.0]), ..known };
         assert_eq!(bad.bound(4), f32::INFINITY);
     }
 }

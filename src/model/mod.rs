@@ -10,7 +10,7 @@ pub use text_encoder::TextEncoder;
 pub use transformer::{ContextIn, Modulation, References, StepInput, Transformer};
 pub use vae::Vae;
 
-use self::bounds::{Stretch, Stretches};
+use self::bounds::{NormGain, QkGain};
 use crate::backend::{Backend, Conv, GroupNorm, Linear, QkNorm, Role, WeightPart};
 use crate::checkpoint::Weights;
 use crate::error::Result;
@@ -123,8 +123,8 @@ impl<'a> Loader<'a> {
     }
 
     /// What that norm does to lengths.
-    fn stretches(&self, q: &str, k: &str, head_dim: usize) -> Result<Stretches> {
-        let stretch = |name| self.stored(name, &[head_dim]).map(|parts| Stretch::of(&parts));
-        Ok(Stretches { q: stretch(q)?, k: stretch(k)? })
+    fn qk_gain(&self, q: &str, k: &str, head_dim: usize) -> Result<QkGain> {
+        let gain = |name| self.stored(name, &[head_dim]).map(|parts| NormGain::of(&parts));
+        Ok(QkGain { q: gain(q)?, k: gain(k)? })
     }
 }

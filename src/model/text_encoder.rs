@@ -1,14 +1,13 @@
-//! Qwen3 as klein uses it: the first layers only, the residual stream taken at three depths, no final norm.
+//! Qwen3 as klein uses it: only the first layers run, the hidden states of three of them are the prompt embeddings, and there is
+//! no final norm.
 //!
-//! Padded rows are run too. They see every real token and no pad, and the transformer reads all of them.
+//! Padding tokens are encoded, too. They attend to every real token and to no padding, and the transformer reads all of them.
 
 use super::Loader;
-use crate::backend::{
-    Backend, GatedProduct, HostData, KeyValues, Linear, Op, Product, Projection, QkNorm, Rope, RopeStyle, scope,
-};
+use crate::backend::{Backend, GatedGemm, Gemm, HostData, KvSegment, Linear, Op, Projection, QkNorm, Rope, RopeStyle, scope};
 use crate::config::{HEAD_DIM, TextConfig};
 use crate::error::Result;
-use crate::sequence::half_split_table;
+use crate::sequence::rope_table_1d;
 use crate::tensor::{Arena, DType, Precision, Tensor};
 use crate::tokenizer::Tokens;
 
@@ -31,7 +30,7 @@ struct Layer {
 }
 
 impl TextEncoder {
-    /// Places the weights of the layers that are used.
+    /// Loads the weights of the layers that are used.
     pub fn load(loader: &mut Loader<'_>, config: &TextConfig) -> Result<Self> {
         let c = config;
         let (q, kv) = (c.heads * HEAD_DIM, c.kv_heads * HEAD_DIM);
@@ -53,7 +52,7 @@ impl TextEncoder {
         Ok(Self { config: config.clone(), precision: loader.precision, embedding, layers })
     }
 
-    /// Writes the features of a prompt, one row per token, the taps side by side.
+    /// Computes the embeddings of a prompt, one row per token, with the hidden states of the tapped layers side by side.
     pub fn forward(&self, be: &mut dyn Backend, ws: &mut Arena, features: Tensor, tokens: &Tokens) -> Result<()> {
         let c = &self.config;
         let (rows, act) = (tokens.ids.len(), self.precision.activations());
@@ -62,7 +61,7 @@ impl TextEncoder {
             let ids = ws.alloc(rows, 1, DType::U32)?;
             be.write(ids, HostData::U32(&tokens.ids))?;
             let table = ws.alloc(rows, HEAD_DIM, DType::F32)?;
-            be.write(table, HostData::F32(&half_split_table(rows, HEAD_DIM, c.rope_theta)))?;
+            be.write(table, HostData::F32(&rope_table_1d(rows, HEAD_DIM, c.rope_theta)))?;
             let rope = Rope { table, style: RopeStyle::HalfSplit };
 
             let x = ws.alloc(rows, c.hidden, act)?;
@@ -84,8 +83,9 @@ impl TextEncoder {
                     v,
                     mlp: None,
                 }]))?;
-                // Cutting the keys to the real tokens is the padding mask: a causal row past the end sees exactly these.
-                let kv = [KeyValues { k: k.rows(0..tokens.real), v: v.rows(0..tokens.real) }];
+                // Restricting the keys to the real tokens is the padding mask: a causal row past the end attends to exactly
+                // these.
+                let kv = [KvSegment { k: k.rows(0..tokens.real), v: v.rows(0..tokens.real) }];
                 let scale = 1.0 / (HEAD_DIM as f32).sqrt();
                 be.run(Op::Attention {
                     out: attended,
@@ -96,10 +96,10 @@ impl TextEncoder {
                     scale,
                     bound: f32::INFINITY,
                 })?;
-                be.run(Op::LinearGateResidual(&[GatedProduct { into: x, x: attended, w: &layer.out, gate: None }]))?;
+                be.run(Op::LinearGateResidual(&[GatedGemm { into: x, x: attended, w: &layer.out, gate: None }]))?;
                 be.run(Op::RmsNorm { out: normed, x, weight: layer.mlp_norm, eps: c.eps })?;
-                be.run(Op::LinearSwiglu(&[Product { out: inner, x: normed, w: &layer.gate_up }]))?;
-                be.run(Op::LinearGateResidual(&[GatedProduct { into: x, x: inner, w: &layer.down, gate: None }]))?;
+                be.run(Op::LinearSwiglu(&[Gemm { out: inner, x: normed, w: &layer.gate_up }]))?;
+                be.run(Op::LinearGateResidual(&[GatedGemm { into: x, x: inner, w: &layer.down, gate: None }]))?;
                 if let Some(tap) = c.taps.iter().position(|&depth| depth == i + 1) {
                     be.run(Op::Copy { out: features.cols(tap * c.hidden..(tap + 1) * c.hidden), x })?;
                 }

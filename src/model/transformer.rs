@@ -1,54 +1,53 @@
 //! The FLUX.2 transformer: double blocks with separate weights for text and image, then single blocks over the joint sequence.
 //!
-//! The residual stream of the whole sequence is one matrix, text rows first, so nothing is ever concatenated. What depends only
-//! on the time ([`Transformer::modulations`]) or only on the prompt ([`ContextIn`]) is computed once per image.
+//! The residual stream of the whole sequence is one matrix, text rows first, so nothing is ever concatenated. Everything that
+//! depends only on the timestep ([`Transformer::modulations`]) or only on the prompt ([`ContextIn`]) is computed once per image.
 
-use super::{Loader, bounds::Stretches};
+use super::{Loader, bounds::QkGain};
 use crate::backend::{
-    Backend, GatedProduct, HostData, KeyValues, Linear, Modulated, Op, Product, Projection, QkNorm, Rope, RopeStyle, StepKey,
-    scope,
+    Backend, GatedGemm, Gemm, HostData, KvSegment, Linear, Modulated, Op, Projection, QkNorm, Rope, RopeStyle, StepKey, scope,
 };
 use crate::config::{HEAD_DIM, TransformerConfig};
 use crate::error::Result;
-use crate::sampler::{SINUSOID, sinusoid};
+use crate::sampler::{TIMESTEP_CHANNELS, timestep_embedding};
 use crate::sequence::SequencePlan;
 use crate::tensor::{Arena, Precision, Tensor};
 use std::f32::consts::{LN_2, LOG2_E};
 use std::ops::Range;
 
-/// The layer that brings a prompt's features to the transformer's width. It is apart from the others because it is needed as early
-/// as the text encoder.
+/// The layer that projects prompt embeddings to the transformer's width (`txt_in`). It is separate from the other layers because
+/// it is loaded with the text encoder.
 pub struct ContextIn {
     layer: Linear,
     precision: Precision,
 }
 
 impl ContextIn {
-    /// Places the weight.
+    /// Loads the weight.
     pub fn load(loader: &mut Loader<'_>, config: &TransformerConfig) -> Result<Self> {
         let layer = loader.linear("txt_in.weight", config.hidden, config.context)?;
         Ok(Self { layer, precision: loader.precision })
     }
 
-    /// A place for the context of a prompt of `rows` tokens.
+    /// Allocates the context of a prompt of `rows` tokens.
     pub fn slot(&self, ws: &mut Arena, rows: usize) -> Result<Tensor> {
         ws.alloc(rows, self.layer.weight.rows, self.precision.activations())
     }
 
-    /// Makes a prompt's context from its features.
+    /// Projects the embeddings of a prompt to its context.
     pub fn run(&self, be: &mut dyn Backend, context: Tensor, features: Tensor) -> Result<()> {
-        be.run(Op::Linear(&[Product { out: context, x: features, w: &self.layer }]))
+        be.run(Op::Linear(&[Gemm { out: context, x: features, w: &self.layer }]))
     }
 }
 
-/// The transformer, from the contexts of prompts on.
+/// The transformer without [`ContextIn`].
 pub struct Transformer {
     config: TransformerConfig,
     precision: Precision,
     image_in: Linear,
     time_in: Linear,
     time_out: Linear,
-    /// Where guidance is an input of the model.
+    /// The guidance embedder, for models that take the guidance scale as an input.
     guidance: Option<(Linear, Linear)>,
     image_modulation: Linear,
     text_modulation: Linear,
@@ -59,17 +58,17 @@ pub struct Transformer {
     image_out: Linear,
 }
 
-/// What queries are multiplied by as soon as they are normalised, so that scores are exponents of two: the scale of attention, once for
-/// each query instead of once for each score.
+/// Queries are pre-scaled by log2(e)/sqrt(d) in the qk-norm, so that the softmax is a bare exp2: one multiplication per query
+/// element instead of one per score.
 fn q_scale() -> f32 {
     LOG2_E / (HEAD_DIM as f32).sqrt()
 }
 
-/// One stream's half of a double block.
+/// The weights of one stream of a double block.
 struct Stream {
     qkv: Linear,
     qk_norm: QkNorm,
-    stretches: Stretches,
+    qk_gain: QkGain,
     attention_out: Linear,
     mlp_in: Linear,
     mlp_out: Linear,
@@ -78,19 +77,19 @@ struct Stream {
 struct DoubleBlock {
     text: Stream,
     image: Stream,
-    /// Of scores, whichever streams meet.
+    /// Upper bound on the attention scores within and between the streams.
     bound: f32,
 }
 
 struct SingleBlock {
     linear1: Linear,
     qk_norm: QkNorm,
-    /// Of scores.
+    /// Upper bound on the attention scores.
     bound: f32,
     linear2: Linear,
 }
 
-/// What the time does to every block: shifts, scales and gates, side by side in one row.
+/// The AdaLN modulation of one timestep: shifts, scales and gates of all blocks, side by side in one row.
 #[derive(Clone, Copy)]
 pub struct Modulation {
     row: Tensor,
@@ -99,7 +98,7 @@ pub struct Modulation {
 
 /// Shift, scale and gate of one norm.
 #[derive(Clone, Copy)]
-struct Triple {
+struct ModulationOut {
     shift: Tensor,
     scale: Tensor,
     gate: Tensor,
@@ -110,20 +109,20 @@ impl Modulation {
         self.row.cols(index * self.hidden..(index + 1) * self.hidden)
     }
 
-    fn triple(self, first: usize) -> Triple {
-        Triple { shift: self.chunk(first), scale: self.chunk(first + 1), gate: self.chunk(first + 2) }
+    fn chunks_at(self, first: usize) -> ModulationOut {
+        ModulationOut { shift: self.chunk(first), scale: self.chunk(first + 1), gate: self.chunk(first + 2) }
     }
 
-    fn image(self, set: usize) -> Triple {
-        self.triple(3 * set)
+    fn image(self, set: usize) -> ModulationOut {
+        self.chunks_at(3 * set)
     }
 
-    fn text(self, set: usize) -> Triple {
-        self.triple(6 + 3 * set)
+    fn text(self, set: usize) -> ModulationOut {
+        self.chunks_at(6 + 3 * set)
     }
 
-    fn single(self) -> Triple {
-        self.triple(12)
+    fn single(self) -> ModulationOut {
+        self.chunks_at(12)
     }
 
     fn last(self) -> (Tensor, Tensor) {
@@ -131,18 +130,18 @@ impl Modulation {
     }
 }
 
-impl Triple {
+impl ModulationOut {
     fn norm(self, out: Tensor, x: Tensor) -> Modulated {
         Modulated { out, x, shift: self.shift, scale: self.scale }
     }
 }
 
-/// Operands of one prediction.
+/// Operands of one denoising step.
 #[derive(Clone, Copy)]
 pub struct StepInput<'a> {
-    /// Where everything stands in the sequence.
+    /// The layout of the sequence.
     pub plan: &'a SequencePlan,
-    /// Rotations, one row per token of the plan.
+    /// The RoPE table, one row per token of the plan.
     pub rope: Tensor,
     /// The prompt's context, from [`ContextIn`].
     pub context: Tensor,
@@ -150,34 +149,35 @@ pub struct StepInput<'a> {
     pub latents: Tensor,
     /// The reference images.
     pub references: References<'a>,
-    /// The time's modulation.
+    /// The modulation of the timestep.
     pub modulation: Modulation,
     /// The predicted velocity of the canvas, f32.
     pub velocity: Tensor,
 }
 
-/// How reference images take part.
+/// How reference images enter the attention.
 #[derive(Clone, Copy)]
 pub enum References<'a> {
-    /// Their tokens run with the canvas, one tensor per image.
+    /// Their tokens are part of the sequence, one tensor per image.
     Tokens(&'a [Tensor]),
-    /// Their keys and values in every block, from [`Transformer::reference_cache`].
-    Cached(&'a [KeyValues]),
+    /// Their keys and values in every block are cached, by [`Transformer::reference_cache`].
+    Cached(&'a [KvSegment]),
 }
 
-/// A run of tokens in a block: where its residual stream lies, and how the time changes it.
-struct Track<'a> {
+/// The input of one stream of a double block: its weights, its residual stream and its modulations.
+struct StreamInput<'a> {
     weights: &'a Stream,
     x: Tensor,
-    attention: Triple,
-    mlp: Triple,
+    attention: ModulationOut,
+    mlp: ModulationOut,
 }
 
-/// Which keys and values a block uses besides its own, and where its own go.
+/// The KV cache of one block: a cached segment to attend to besides the block's own keys, and the place to store the block's own
+/// keys and values.
 #[derive(Clone, Copy)]
-struct Keys {
-    cached: Option<KeyValues>,
-    keep: Option<KeyValues>,
+struct KvCache {
+    read: Option<KvSegment>,
+    write: Option<KvSegment>,
 }
 
 impl Stream {
@@ -187,7 +187,7 @@ impl Stream {
         Ok(Self {
             qkv: loader.linear(&format!("{prefix}_attn.qkv.weight"), 3 * h, h)?,
             qk_norm: loader.qk_norm(&norm("query"), &norm("key"), HEAD_DIM, c.eps, q_scale())?,
-            stretches: loader.stretches(&norm("query"), &norm("key"), HEAD_DIM)?,
+            qk_gain: loader.qk_gain(&norm("query"), &norm("key"), HEAD_DIM)?,
             attention_out: loader.linear(&format!("{prefix}_attn.proj.weight"), h, h)?,
             mlp_in: loader.gate_up(&format!("{prefix}_mlp.0.weight"), 2 * mlp, h, 2 * mlp)?,
             mlp_out: loader.linear(&format!("{prefix}_mlp.2.weight"), h, mlp)?,
@@ -202,25 +202,25 @@ impl SingleBlock {
         Ok(Self {
             linear1: loader.gate_up(&format!("{prefix}.linear1.weight"), 3 * h + 2 * mlp, h, 2 * mlp)?,
             qk_norm: loader.qk_norm(&norm("query"), &norm("key"), HEAD_DIM, c.eps, q_scale())?,
-            bound: loader.stretches(&norm("query"), &norm("key"), HEAD_DIM)?.bound(HEAD_DIM),
+            bound: loader.qk_gain(&norm("query"), &norm("key"), HEAD_DIM)?.bound(HEAD_DIM),
             linear2: loader.linear(&format!("{prefix}.linear2.weight"), h, h + mlp)?,
         })
     }
 }
 
 impl Transformer {
-    /// Places the weights.
+    /// Loads the weights.
     pub fn load(loader: &mut Loader<'_>, config: &TransformerConfig) -> Result<Self> {
         let (c, h) = (config, config.hidden);
         Ok(Self {
             config: c.clone(),
             precision: loader.precision,
             image_in: loader.linear("img_in.weight", h, c.channels)?,
-            time_in: loader.linear("time_in.in_layer.weight", h, SINUSOID)?,
+            time_in: loader.linear("time_in.in_layer.weight", h, TIMESTEP_CHANNELS)?,
             time_out: loader.linear("time_in.out_layer.weight", h, h)?,
             guidance: match c.guidance_embed {
                 true => Some((
-                    loader.linear("guidance_in.in_layer.weight", h, SINUSOID)?,
+                    loader.linear("guidance_in.in_layer.weight", h, TIMESTEP_CHANNELS)?,
                     loader.linear("guidance_in.out_layer.weight", h, h)?,
                 )),
                 false => None,
@@ -232,7 +232,7 @@ impl Transformer {
                 .map(|i| {
                     let image = Stream::load(loader, &format!("double_blocks.{i}.img"), c)?;
                     let text = Stream::load(loader, &format!("double_blocks.{i}.txt"), c)?;
-                    let bound = image.stretches.or(&text.stretches).bound(HEAD_DIM);
+                    let bound = image.qk_gain.or(&text.qk_gain).bound(HEAD_DIM);
                     Ok(DoubleBlock { image, text, bound })
                 })
                 .collect::<Result<_>>()?,
@@ -244,28 +244,30 @@ impl Transformer {
         })
     }
 
-    /// Modulations of all `times` (1 is pure noise), one row each. `guidance` counts only for models that take it as input.
+    /// Computes the modulations of all timesteps (1 is pure noise), one row each. `guidance` matters only for models that take
+    /// the
+    /// guidance scale as an input.
     pub fn modulations(&self, be: &mut dyn Backend, ws: &mut Arena, times: &[f32], guidance: f32) -> Result<Tensor> {
         let (h, rows, act) = (self.config.hidden, times.len(), self.precision.activations());
         let table = ws.alloc(rows, 17 * h, act)?;
         scope(be, ws, |be, ws| {
-            let wave = ws.alloc(rows, SINUSOID, act)?;
+            let embedding = ws.alloc(rows, TIMESTEP_CHANNELS, act)?;
             let (a, b) = (ws.alloc(rows, h, act)?, ws.alloc(rows, h, act)?);
             let vector = ws.alloc(rows, h, act)?;
-            let embed = |be: &mut dyn Backend, waves: Vec<f32>, w: &Linear| {
-                be.write(wave, HostData::F32(&waves))?;
-                be.run(Op::Linear(&[Product { out: a, x: wave, w }]))?;
+            let embed = |be: &mut dyn Backend, values: Vec<f32>, w: &Linear| {
+                be.write(embedding, HostData::F32(&values))?;
+                be.run(Op::Linear(&[Gemm { out: a, x: embedding, w }]))?;
                 be.run(Op::Silu { out: b, x: a })
             };
-            embed(be, times.iter().flat_map(|&t| sinusoid(t)).collect(), &self.time_in)?;
-            be.run(Op::Linear(&[Product { out: vector, x: b, w: &self.time_out }]))?;
+            embed(be, times.iter().flat_map(|&t| timestep_embedding(t)).collect(), &self.time_in)?;
+            be.run(Op::Linear(&[Gemm { out: vector, x: b, w: &self.time_out }]))?;
             if let Some((guidance_in, guidance_out)) = &self.guidance {
-                embed(be, sinusoid(guidance).repeat(rows), guidance_in)?;
-                be.run(Op::LinearGateResidual(&[GatedProduct { into: vector, x: b, w: guidance_out, gate: None }]))?;
+                embed(be, timestep_embedding(guidance).repeat(rows), guidance_in)?;
+                be.run(Op::LinearGateResidual(&[GatedGemm { into: vector, x: b, w: guidance_out, gate: None }]))?;
             }
-            // Every use of the vector takes its silu.
+            // All modulation layers read the same silu of the conditioning vector.
             be.run(Op::Silu { out: b, x: vector })?;
-            let part = |chunks: Range<usize>, w| Product { out: table.cols(chunks.start * h..chunks.end * h), x: b, w };
+            let part = |chunks: Range<usize>, w| Gemm { out: table.cols(chunks.start * h..chunks.end * h), x: b, w };
             be.run(Op::Linear(&[
                 part(0..6, &self.image_modulation),
                 part(6..12, &self.text_modulation),
@@ -276,13 +278,14 @@ impl Transformer {
         Ok(table)
     }
 
-    /// A place for the modulation of the current step, which stays the same from step to step.
+    /// Allocates the modulation of the current step. Every step reads it from the same address, so that a captured step can be
+    /// replayed.
     pub fn modulation_slot(&self, ws: &mut Arena) -> Result<Modulation> {
         let hidden = self.config.hidden;
         Ok(Modulation { row: ws.alloc(1, 17 * hidden, self.precision.activations())?, hidden })
     }
 
-    /// Brings row `step` of `table` into the slot.
+    /// Copies row `step` of `table` into the slot.
     pub fn select(&self, be: &mut dyn Backend, slot: Modulation, table: Tensor, step: usize) -> Result<()> {
         be.run(Op::Copy { out: slot.row, x: table.rows(step..step + 1) })
     }
@@ -304,7 +307,7 @@ impl Transformer {
             References::Tokens(tokens) => (tokens, None),
             References::Cached(cache) => (&[][..], Some(cache)),
         };
-        let keys = |block: usize| Keys { cached: cache.map(|c| c[block]), keep: None };
+        let kv_cache = |block: usize| KvCache { read: cache.map(|c| c[block]), write: None };
         let rows = if cache.is_some() { plan.canvas().end } else { plan.tokens() };
         let rope = Rope { table: input.rope.rows(0..rows), style: RopeStyle::Interleaved };
         let x = ws.alloc(rows, c.hidden, act)?;
@@ -314,30 +317,30 @@ impl Transformer {
         self.embed_image(be, ws, image, &[&[input.latents], tokens].concat())?;
         let m = input.modulation;
         for (i, block) in self.double_blocks.iter().enumerate() {
-            let tracks = [
-                Track { weights: &block.text, x: text, attention: m.text(0), mlp: m.text(1) },
-                Track { weights: &block.image, x: image, attention: m.image(0), mlp: m.image(1) },
+            let streams = [
+                StreamInput { weights: &block.text, x: text, attention: m.text(0), mlp: m.text(1) },
+                StreamInput { weights: &block.image, x: image, attention: m.image(0), mlp: m.image(1) },
             ];
-            scope(be, ws, |be, ws| self.double_block(be, ws, &tracks, block.bound, rope, keys(i)))?;
+            scope(be, ws, |be, ws| self.double_block(be, ws, &streams, block.bound, rope, kv_cache(i)))?;
         }
         for (i, block) in self.single_blocks.iter().enumerate() {
-            // Of the last block only the canvas is read: the other tokens give it their keys and values and nothing more.
+            // Only the canvas rows of the last block are read: the other tokens contribute their keys and values only.
             let wanted = if i + 1 == self.single_blocks.len() { plan.canvas() } else { 0..rows };
-            let keys = keys(self.double_blocks.len() + i);
-            scope(be, ws, |be, ws| self.single_block(be, ws, block, x, wanted, rope, m.single(), keys))?;
+            let kv_cache = kv_cache(self.double_blocks.len() + i);
+            scope(be, ws, |be, ws| self.single_block(be, ws, block, x, wanted, rope, m.single(), kv_cache))?;
         }
         scope(be, ws, |be, ws| {
             let canvas = x.rows(plan.canvas());
             let normed = ws.alloc(canvas.rows, c.hidden, act)?;
             let (shift, scale) = m.last();
             be.run(Op::LayerNormModulate { streams: &[Modulated { out: normed, x: canvas, shift, scale }], eps: c.eps })?;
-            be.run(Op::Linear(&[Product { out: input.velocity, x: normed, w: &self.image_out }]))
+            be.run(Op::Linear(&[Gemm { out: input.velocity, x: normed, w: &self.image_out }]))
         })
     }
 
-    /// Keys and values of reference tokens in every block, for models trained to see references on their own: they attend only
-    /// to each other and are modulated as at time zero, so nothing about them depends on the prompt, the canvas or the step.
-    /// `rope` has the references' rows only.
+    /// Computes the keys and values of the reference tokens in every block, for models trained with a KV cache of references: the
+    /// references attend only to each other and are modulated as at timestep zero, so their keys and values do not depend on the
+    /// prompt, the canvas or the step. `rope` has the references' rows only.
     pub fn reference_cache(
         &self,
         be: &mut dyn Backend,
@@ -345,32 +348,32 @@ impl Transformer {
         tokens: &[Tensor],
         rope: Tensor,
         modulation: Modulation,
-    ) -> Result<Vec<KeyValues>> {
+    ) -> Result<Vec<KvSegment>> {
         let (h, act, rows) = (self.config.hidden, self.precision.activations(), rope.rows);
         let cache = (0..self.double_blocks.len() + self.single_blocks.len())
-            .map(|_| Ok(KeyValues { k: ws.alloc(rows, h, act)?, v: ws.alloc(rows, h, act)? }))
+            .map(|_| Ok(KvSegment { k: ws.alloc(rows, h, act)?, v: ws.alloc(rows, h, act)? }))
             .collect::<Result<Vec<_>>>()?;
-        let keys = |block: usize| Keys { cached: None, keep: Some(cache[block]) };
+        let kv_cache = |block: usize| KvCache { read: None, write: Some(cache[block]) };
         let rope = Rope { table: rope, style: RopeStyle::Interleaved };
         scope(be, ws, |be, ws| {
             let x = ws.alloc(rows, h, act)?;
             self.embed_image(be, ws, x, tokens)?;
             for (i, block) in self.double_blocks.iter().enumerate() {
                 let (attention, mlp) = (modulation.image(0), modulation.image(1));
-                let track = Track { weights: &block.image, x, attention, mlp };
-                scope(be, ws, |be, ws| self.double_block(be, ws, &[track], block.bound, rope, keys(i)))?;
+                let stream = StreamInput { weights: &block.image, x, attention, mlp };
+                scope(be, ws, |be, ws| self.double_block(be, ws, &[stream], block.bound, rope, kv_cache(i)))?;
             }
             for (i, block) in self.single_blocks.iter().enumerate() {
                 let wanted = if i + 1 == self.single_blocks.len() { 0..0 } else { 0..rows };
-                let keys = keys(self.double_blocks.len() + i);
-                scope(be, ws, |be, ws| self.single_block(be, ws, block, x, wanted, rope, modulation.single(), keys))?;
+                let kv_cache = kv_cache(self.double_blocks.len() + i);
+                scope(be, ws, |be, ws| self.single_block(be, ws, block, x, wanted, rope, modulation.single(), kv_cache))?;
             }
             Ok(())
         })?;
         Ok(cache)
     }
 
-    /// Brings image tokens, given in consecutive pieces, to the transformer's width.
+    /// Projects image tokens, given as consecutive parts, to the transformer's width.
     fn embed_image(&self, be: &mut dyn Backend, ws: &mut Arena, out: Tensor, pieces: &[Tensor]) -> Result<()> {
         scope(be, ws, |be, ws| {
             let packed = ws.alloc(out.rows, self.config.channels, self.precision.activations())?;
@@ -379,48 +382,49 @@ impl Transformer {
                 be.run(Op::Copy { out: packed.rows(first..first + x.rows), x })?;
                 first += x.rows;
             }
-            be.run(Op::Linear(&[Product { out, x: packed, w: &self.image_in }]))
+            be.run(Op::Linear(&[Gemm { out, x: packed, w: &self.image_in }]))
         })
     }
 
-    /// Attention over all tracks together, then an MLP, each track with its own weights. Tracks are consecutive in the sequence.
+    /// Attention over all streams together, then an MLP, each stream with its own weights. Streams are consecutive in the
+    /// sequence.
     fn double_block(
         &self,
         be: &mut dyn Backend,
         ws: &mut Arena,
-        tracks: &[Track<'_>],
+        streams: &[StreamInput<'_>],
         bound: f32,
         rope: Rope,
-        keys: Keys,
+        cache: KvCache,
     ) -> Result<()> {
         let (c, act) = (&self.config, self.precision.activations());
         let (h, rows) = (c.hidden, rope.table.rows);
         let mut first = 0;
-        let spans: Vec<Range<usize>> = tracks
+        let spans: Vec<Range<usize>> = streams
             .iter()
-            .map(|t| {
-                first += t.x.rows;
-                first - t.x.rows..first
+            .map(|s| {
+                first += s.x.rows;
+                first - s.x.rows..first
             })
             .collect();
         let part = |whole: Tensor, i: usize| whole.rows(spans[i].clone());
         let (normed, attended) = (ws.alloc(rows, h, act)?, ws.alloc(rows, h, act)?);
 
-        let norm = |be: &mut dyn Backend, m: &dyn Fn(&Track<'_>) -> Triple| {
-            let streams: Vec<_> = tracks.iter().enumerate().map(|(i, t)| m(t).norm(part(normed, i), t.x)).collect();
-            be.run(Op::LayerNormModulate { streams: &streams, eps: c.eps })
+        let norm = |be: &mut dyn Backend, m: &dyn Fn(&StreamInput<'_>) -> ModulationOut| {
+            let norms: Vec<_> = streams.iter().enumerate().map(|(i, s)| m(s).norm(part(normed, i), s.x)).collect();
+            be.run(Op::LayerNormModulate { streams: &norms, eps: c.eps })
         };
-        norm(be, &|t| t.attention)?;
+        norm(be, &|s| s.attention)?;
         scope(be, ws, |be, ws| {
             let q = ws.alloc(rows, h, act)?;
-            let own = self.own_keys(ws, rows, keys)?;
-            let projections: Vec<_> = tracks
+            let own = self.own_kv(ws, rows, cache)?;
+            let projections: Vec<_> = streams
                 .iter()
                 .enumerate()
-                .map(|(i, t)| Projection {
+                .map(|(i, s)| Projection {
                     x: part(normed, i),
-                    w: &t.weights.qkv,
-                    norm: t.weights.qk_norm,
+                    w: &s.weights.qkv,
+                    norm: s.weights.qk_norm,
                     rope: Rope { table: part(rope.table, i), ..rope },
                     q: Some(part(q, i)),
                     k: part(own.k, i),
@@ -429,33 +433,33 @@ impl Transformer {
                 })
                 .collect();
             be.run(Op::Qkv(&projections))?;
-            self.attend(be, attended, q, own, keys, bound)
+            self.attend(be, attended, q, own, cache, bound)
         })?;
-        let residual = |be: &mut dyn Backend, x: Tensor, w: &dyn for<'t> Fn(&'t Track<'_>) -> (&'t Linear, Tensor)| {
-            let products: Vec<_> = tracks
+        let residual = |be: &mut dyn Backend, x: Tensor, w: &dyn for<'t> Fn(&'t StreamInput<'_>) -> (&'t Linear, Tensor)| {
+            let gemms: Vec<_> = streams
                 .iter()
                 .enumerate()
-                .map(|(i, t)| {
-                    let (w, gate) = w(t);
-                    GatedProduct { into: t.x, x: part(x, i), w, gate: Some(gate) }
+                .map(|(i, s)| {
+                    let (w, gate) = w(s);
+                    GatedGemm { into: s.x, x: part(x, i), w, gate: Some(gate) }
                 })
                 .collect();
-            be.run(Op::LinearGateResidual(&products))
+            be.run(Op::LinearGateResidual(&gemms))
         };
-        residual(be, attended, &|t| (&t.weights.attention_out, t.attention.gate))?;
+        residual(be, attended, &|s| (&s.weights.attention_out, s.attention.gate))?;
 
-        norm(be, &|t| t.mlp)?;
+        norm(be, &|s| s.mlp)?;
         let inner = ws.alloc(rows, c.mlp(), act)?;
-        let products: Vec<_> = tracks
+        let gemms: Vec<_> = streams
             .iter()
             .enumerate()
-            .map(|(i, t)| Product { out: part(inner, i), x: part(normed, i), w: &t.weights.mlp_in })
+            .map(|(i, s)| Gemm { out: part(inner, i), x: part(normed, i), w: &s.weights.mlp_in })
             .collect();
-        be.run(Op::LinearSwiglu(&products))?;
-        residual(be, inner, &|t| (&t.weights.mlp_out, t.mlp.gate))
+        be.run(Op::LinearSwiglu(&gemms))?;
+        residual(be, inner, &|s| (&s.weights.mlp_out, s.mlp.gate))
     }
 
-    /// Attention and MLP side by side, over the joint sequence. Only the residual of `wanted` rows is brought up to date.
+    /// Attention and MLP in parallel, over the joint sequence. Only the `wanted` rows of the residual stream are updated.
     #[allow(clippy::too_many_arguments)]
     fn single_block(
         &self,
@@ -465,24 +469,24 @@ impl Transformer {
         x: Tensor,
         wanted: Range<usize>,
         rope: Rope,
-        m: Triple,
-        keys: Keys,
+        m: ModulationOut,
+        cache: KvCache,
     ) -> Result<()> {
         let (c, act) = (&self.config, self.precision.activations());
         let (h, rows) = (c.hidden, x.rows);
         let into = x.rows(wanted.clone());
-        // Attention and MLP write side by side, which is how the last product reads them.
+        // Attention and MLP write adjacent columns of one buffer, which is the input of the last GEMM.
         let joined = ws.alloc(into.rows, h + c.mlp(), act)?;
         scope(be, ws, |be, ws| {
             let q = ws.alloc(into.rows, h, act)?;
-            let own = self.own_keys(ws, rows, keys)?;
+            let own = self.own_kv(ws, rows, cache)?;
             scope(be, ws, |be, ws| {
                 let normed = ws.alloc(rows, h, act)?;
                 be.run(Op::LayerNormModulate { streams: &[m.norm(normed, x)], eps: c.eps })?;
-                let keys_only = block.linear1.rows(h..3 * h);
+                let kv_only = block.linear1.rows(h..3 * h);
                 let projection = |range: Range<usize>, whole: bool| Projection {
                     x: normed.rows(range.clone()),
-                    w: if whole { &block.linear1 } else { &keys_only },
+                    w: if whole { &block.linear1 } else { &kv_only },
                     norm: block.qk_norm,
                     rope: Rope { table: rope.table.rows(range.clone()), ..rope },
                     q: whole.then_some(q),
@@ -497,28 +501,28 @@ impl Transformer {
             })?;
             match into.rows {
                 0 => Ok(()),
-                _ => self.attend(be, joined.cols(0..h), q, own, keys, block.bound),
+                _ => self.attend(be, joined.cols(0..h), q, own, cache, block.bound),
             }
         })?;
         match into.rows {
             0 => Ok(()),
-            _ => be.run(Op::LinearGateResidual(&[GatedProduct { into, x: joined, w: &block.linear2, gate: Some(m.gate) }])),
+            _ => be.run(Op::LinearGateResidual(&[GatedGemm { into, x: joined, w: &block.linear2, gate: Some(m.gate) }])),
         }
     }
 
-    /// Where a block's own keys and values go.
-    fn own_keys(&self, ws: &mut Arena, rows: usize, keys: Keys) -> Result<KeyValues> {
+    /// The place for a block's own keys and values: in the cache, or newly allocated.
+    fn own_kv(&self, ws: &mut Arena, rows: usize, cache: KvCache) -> Result<KvSegment> {
         let (h, act) = (self.config.hidden, self.precision.activations());
-        match keys.keep {
+        match cache.write {
             Some(kept) => Ok(kept),
-            None => Ok(KeyValues { k: ws.alloc(rows, h, act)?, v: ws.alloc(rows, h, act)? }),
+            None => Ok(KvSegment { k: ws.alloc(rows, h, act)?, v: ws.alloc(rows, h, act)? }),
         }
     }
 
-    fn attend(&self, be: &mut dyn Backend, out: Tensor, q: Tensor, own: KeyValues, keys: Keys, bound: f32) -> Result<()> {
+    fn attend(&self, be: &mut dyn Backend, out: Tensor, q: Tensor, own: KvSegment, cache: KvCache, bound: f32) -> Result<()> {
         let both;
         let one = [own];
-        let kv: &[KeyValues] = match keys.cached {
+        let kv: &[KvSegment] = match cache.read {
             Some(cached) => {
                 both = [own, cached];
                 &both
@@ -539,13 +543,13 @@ mod tests {
     use std::sync::Arc;
     use std::sync::atomic::AtomicBool;
 
-    /// Values of a fixed pattern, of order one.
+    /// A fixed pattern of values of order one.
     fn pattern(count: usize) -> Vec<f32> {
         (0..count).map(|i| ((i * 7919 + 13) % 257) as f32 / 128.0 - 1.0).collect()
     }
 
     #[test]
-    fn what_the_last_block_leaves_out_is_read_by_nobody() {
+    fn rows_that_the_last_block_skips_do_not_change_the_canvas() {
         let config = TransformerConfig::tiny();
         let weights = crate::tiny::model(Layout::Diffusers, DType::Bf16).unwrap().weights(Part::Transformer).unwrap();
         let mut be = Cpu::new(0, Arc::new(AtomicBool::new(false))).unwrap();
@@ -570,10 +574,11 @@ mod tests {
         let row = place(&mut ws, 1, 17 * config.hidden, pattern(17 * config.hidden));
         let m = Modulation { row, hidden: config.hidden }.single();
         let rope = Rope { table, style: RopeStyle::Interleaved };
-        let keys = Keys { cached: None, keep: None };
+        let kv_cache = KvCache { read: None, write: None };
         let block = &transformer.single_blocks[1];
-        scope(&mut be, &mut ws, |be, ws| transformer.single_block(be, ws, block, whole, 0..rows, rope, m, keys)).unwrap();
-        scope(&mut be, &mut ws, |be, ws| transformer.single_block(be, ws, block, part, plan.canvas(), rope, m, keys)).unwrap();
+        scope(&mut be, &mut ws, |be, ws| transformer.single_block(be, ws, block, whole, 0..rows, rope, m, kv_cache)).unwrap();
+        scope(&mut be, &mut ws, |be, ws| transformer.single_block(be, ws, block, part, plan.canvas(), rope, m, kv_cache))
+            .unwrap();
 
         let mut read = |tensor: Tensor| {
             let mut values = vec![0.0; tensor.len()];

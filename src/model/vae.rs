@@ -1,13 +1,13 @@
-//! The image autoencoder: latents to pixels and back. Images are matrices of one row per pixel, channels last.
+//! The VAE: decodes latents to pixels and encodes pixels to latents. Images are matrices of one row per pixel, channels last.
 
 use super::Loader;
-use crate::backend::{Backend, Conv, GatedProduct, GroupNorm, KeyValues, LatentStats, Linear, Op, Product, Sampling, scope};
+use crate::backend::{Backend, Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, Op, Sampling, scope};
 use crate::config::VaeConfig;
 use crate::error::Result;
 use crate::sequence::Grid;
 use crate::tensor::{Arena, DType, Precision, Tensor};
 
-/// The autoencoder.
+/// The VAE.
 pub struct Vae {
     config: VaeConfig,
     precision: Precision,
@@ -20,7 +20,7 @@ struct Decoder {
     post_quant: Linear,
     conv_in: Conv,
     mid: Mid,
-    /// Coarsest first.
+    /// The levels, coarsest first.
     levels: Vec<Level>,
     norm_out: GroupNorm,
     conv_out: Conv,
@@ -28,7 +28,7 @@ struct Decoder {
 
 struct Encoder {
     conv_in: Conv,
-    /// Finest first.
+    /// The levels, finest first.
     levels: Vec<Level>,
     mid: Mid,
     norm_out: GroupNorm,
@@ -47,7 +47,7 @@ struct Resnet {
     conv1: Conv,
     norm2: GroupNorm,
     conv2: Conv,
-    /// Where the number of channels changes.
+    /// A 1x1 convolution, if the number of channels changes.
     shortcut: Option<Linear>,
 }
 
@@ -62,20 +62,20 @@ struct Attention {
 struct Level {
     channels: usize,
     resnets: Vec<Resnet>,
-    /// To the resolution of the next level.
+    /// The convolution that changes the resolution to that of the next level.
     resample: Option<Conv>,
 }
 
-/// An image in memory: a row per pixel, and the group statistics of its values where its producer made them.
+/// A feature map: one row per pixel, and the group statistics of its values if the op that produced it computed them.
 #[derive(Clone, Copy)]
-struct Map {
+struct FeatureMap {
     data: Tensor,
     stats: Option<Tensor>,
     width: usize,
     height: usize,
 }
 
-/// Residual blocks of a level.
+/// Number of residual blocks of a level.
 const ENCODER_RESNETS: usize = 2;
 const DECODER_RESNETS: usize = 3;
 
@@ -113,7 +113,7 @@ impl Mid {
 }
 
 impl Level {
-    /// `channels` are those of the input and of the level itself; `resample` names its last convolution.
+    /// The pair holds the channels of the input and of the level itself; `resample` names the level's last convolution.
     fn load(
         loader: &mut Loader<'_>,
         name: &str,
@@ -173,7 +173,7 @@ impl Encoder {
 }
 
 impl Vae {
-    /// Places the decoder's weights and the latent statistics, and the encoder's weights if they will be needed.
+    /// Loads the weights of the decoder and the latent statistics, and with `with_encoder` also the weights of the encoder.
     pub fn load(loader: &mut Loader<'_>, config: &VaeConfig, with_encoder: bool) -> Result<Self> {
         let c = config;
         let stats = LatentStats {
@@ -186,7 +186,7 @@ impl Vae {
         Ok(Self { config: c.clone(), precision: loader.precision, stats, decoder, encoder })
     }
 
-    /// Turns latents of `grid` tokens into an f32 image of `[pixels, 3]`, nominally within -1..1.
+    /// Decodes latents of `grid` tokens to an f32 image of `[pixels, 3]`, nominally within -1..1.
     pub fn decode(&self, be: &mut dyn Backend, ws: &mut Arena, image: Tensor, latents: Tensor, grid: Grid) -> Result<()> {
         let (c, d, act) = (&self.config, &self.decoder, self.precision.activations());
         let (width, height) = (2 * grid.width, 2 * grid.height);
@@ -195,22 +195,22 @@ impl Vae {
             scope(be, ws, |be, ws| {
                 let (z, quantised) = (ws.alloc(width * height, c.latent, act)?, ws.alloc(width * height, c.latent, act)?);
                 be.run(Op::Unpatchify { out: z, x: latents, stats: &self.stats, width: grid.width })?;
-                be.run(Op::Linear(&[Product { out: quantised, x: z, w: &d.post_quant }]))?;
-                let z = Map { data: quantised, stats: None, width, height };
+                be.run(Op::Linear(&[Gemm { out: quantised, x: z, w: &d.post_quant }]))?;
+                let z = FeatureMap { data: quantised, stats: None, width, height };
                 conv(be, x, z, &d.conv_in, Sampling::Same, None)
             })?;
             self.mid(be, ws, &d.mid, x)?;
             for level in &d.levels {
                 x = self.level(be, ws, level, x, Sampling::Up, |be, ws, last| {
                     let normed = self.norm(be, ws, &d.norm_out, last, true)?;
-                    conv(be, Map { data: image, stats: None, ..last }, normed, &d.conv_out, Sampling::Same, None)
+                    conv(be, FeatureMap { data: image, stats: None, ..last }, normed, &d.conv_out, Sampling::Same, None)
                 })?;
             }
             Ok(())
         })
     }
 
-    /// Turns an image of `[pixels, 3]` into tokens of `grid`, the mean of what the encoder believes.
+    /// Encodes an image of `[pixels, 3]` to tokens of `grid`: the mean of the encoder's posterior, without sampling.
     ///
     /// # Panics
     /// If the encoder was not loaded: a bug in the caller.
@@ -218,7 +218,7 @@ impl Vae {
         let e = self.encoder.as_ref().expect("the encoder was not loaded");
         let (c, act) = (&self.config, self.precision.activations());
         scope(be, ws, |be, ws| {
-            let image = Map { data: image, stats: None, width: 16 * grid.width, height: 16 * grid.height };
+            let image = FeatureMap { data: image, stats: None, width: 16 * grid.width, height: 16 * grid.height };
             let mut x = self.map(ws, image.width, image.height, c.encoder[0])?;
             conv(be, x, image, &e.conv_in, Sampling::Same, None)?;
             for level in &e.levels {
@@ -226,11 +226,11 @@ impl Vae {
                     self.mid(be, ws, &e.mid, last)?;
                     let normed = self.norm(be, ws, &e.norm_out, last, true)?;
                     let moments = ws.alloc(last.data.rows, 2 * c.latent, act)?;
-                    conv(be, Map { data: moments, stats: None, ..last }, normed, &e.conv_out, Sampling::Same, None)?;
-                    // The second half is the variance, which nobody reads.
+                    conv(be, FeatureMap { data: moments, stats: None, ..last }, normed, &e.conv_out, Sampling::Same, None)?;
+                    // The second half of the channels is the log-variance of the posterior, which is not needed for its mean.
                     let mean = e.quant.rows(0..c.latent);
                     let z = ws.alloc(last.data.rows, c.latent, act)?;
-                    be.run(Op::Linear(&[Product { out: z, x: moments, w: &mean }]))?;
+                    be.run(Op::Linear(&[Gemm { out: z, x: moments, w: &mean }]))?;
                     be.run(Op::Patchify { out: tokens, x: z, stats: &self.stats, width: grid.width })
                 })?;
             }
@@ -238,22 +238,22 @@ impl Vae {
         })
     }
 
-    /// A level's blocks, then its resampling; the last level has none and ends in `last` instead.
+    /// Runs the residual blocks of a level, then its resampling; the last level has no resampling and ends with `last` instead.
     fn level(
         &self,
         be: &mut dyn Backend,
         ws: &mut Arena,
         level: &Level,
-        x: Map,
+        x: FeatureMap,
         sampling: Sampling,
-        last: impl FnOnce(&mut dyn Backend, &mut Arena, Map) -> Result<()>,
-    ) -> Result<Map> {
+        last: impl FnOnce(&mut dyn Backend, &mut Arena, FeatureMap) -> Result<()>,
+    ) -> Result<FeatureMap> {
         let scaled = |side: usize| match sampling {
             Sampling::Up => 2 * side,
             Sampling::Down => side / 2,
             Sampling::Same => side,
         };
-        // The input of the next level outlives this one, so it is placed first.
+        // The input of the next level outlives this level's buffers, so it is allocated first.
         let next = match &level.resample {
             Some(_) => self.map(ws, scaled(x.width), scaled(x.height), level.channels)?,
             None => x,
@@ -273,21 +273,21 @@ impl Vae {
         Ok(next)
     }
 
-    /// The blocks at the coarsest resolution, in place. Statistics of `x` are those of its new values afterwards.
-    fn mid(&self, be: &mut dyn Backend, ws: &mut Arena, mid: &Mid, x: Map) -> Result<()> {
+    /// Runs the blocks at the coarsest resolution, in place. Afterwards the statistics of `x` are those of its new values.
+    fn mid(&self, be: &mut dyn Backend, ws: &mut Arena, mid: &Mid, x: FeatureMap) -> Result<()> {
         scope(be, ws, |be, ws| {
             let y = self.map(ws, x.width, x.height, x.data.cols)?;
             self.resnet(be, ws, &mid.first, y, x)?;
             self.attention(be, ws, &mid.attention, y)?;
-            // Attention has changed the values since their statistics were made.
-            self.resnet(be, ws, &mid.second, x, Map { stats: None, ..y })
+            // Attention has changed the values since their statistics were computed.
+            self.resnet(be, ws, &mid.second, x, FeatureMap { stats: None, ..y })
         })
     }
 
     /// `out = shortcut(x) + conv(silu(norm(conv(silu(norm(x))))))`.
-    fn resnet(&self, be: &mut dyn Backend, ws: &mut Arena, block: &Resnet, out: Map, x: Map) -> Result<()> {
+    fn resnet(&self, be: &mut dyn Backend, ws: &mut Arena, block: &Resnet, out: FeatureMap, x: FeatureMap) -> Result<()> {
         scope(be, ws, |be, ws| {
-            // `out` holds the inner map until the second convolution overwrites it.
+            // `out` holds the intermediate feature map until the second convolution overwrites it.
             scope(be, ws, |be, ws| {
                 let normed = self.norm(be, ws, &block.norm1, x, true)?;
                 conv(be, out, normed, &block.conv1, Sampling::Same, None)
@@ -296,7 +296,7 @@ impl Vae {
             let residual = match &block.shortcut {
                 Some(w) => {
                     let shortcut = ws.alloc(out.data.rows, out.data.cols, out.data.dtype)?;
-                    be.run(Op::Linear(&[Product { out: shortcut, x: x.data, w }]))?;
+                    be.run(Op::Linear(&[Gemm { out: shortcut, x: x.data, w }]))?;
                     shortcut
                 }
                 None => x.data,
@@ -306,42 +306,49 @@ impl Vae {
     }
 
     /// Self-attention over all pixels with one head, added to `x`.
-    fn attention(&self, be: &mut dyn Backend, ws: &mut Arena, block: &Attention, x: Map) -> Result<()> {
+    fn attention(&self, be: &mut dyn Backend, ws: &mut Arena, block: &Attention, x: FeatureMap) -> Result<()> {
         let (rows, channels, act) = (x.data.rows, x.data.cols, self.precision.activations());
         scope(be, ws, |be, ws| {
             let normed = self.norm(be, ws, &block.norm, x, false)?.data;
             let (q, k, v) = (ws.alloc(rows, channels, act)?, ws.alloc(rows, channels, act)?, ws.alloc(rows, channels, act)?);
             be.run(Op::Linear(&[
-                Product { out: q, x: normed, w: &block.q },
-                Product { out: k, x: normed, w: &block.k },
-                Product { out: v, x: normed, w: &block.v },
+                Gemm { out: q, x: normed, w: &block.q },
+                Gemm { out: k, x: normed, w: &block.k },
+                Gemm { out: v, x: normed, w: &block.v },
             ]))?;
             be.run(Op::Attention {
                 out: normed,
                 q,
-                kv: &[KeyValues { k, v }],
+                kv: &[KvSegment { k, v }],
                 head_dim: channels,
                 causal: false,
                 scale: 1.0 / (channels as f32).sqrt(),
                 bound: f32::INFINITY,
             })?;
-            be.run(Op::LinearGateResidual(&[GatedProduct { into: x.data, x: normed, w: &block.out, gate: None }]))
+            be.run(Op::LinearGateResidual(&[GatedGemm { into: x.data, x: normed, w: &block.out, gate: None }]))
         })
     }
 
-    fn norm(&self, be: &mut dyn Backend, ws: &mut Arena, norm: &GroupNorm, x: Map, silu: bool) -> Result<Map> {
+    fn norm(&self, be: &mut dyn Backend, ws: &mut Arena, norm: &GroupNorm, x: FeatureMap, silu: bool) -> Result<FeatureMap> {
         let out = ws.alloc(x.data.rows, x.data.cols, self.precision.activations())?;
         be.run(Op::GroupNorm { out, x: x.data, norm, stats: x.stats, silu })?;
-        Ok(Map { data: out, stats: None, ..x })
+        Ok(FeatureMap { data: out, stats: None, ..x })
     }
 
-    fn map(&self, ws: &mut Arena, width: usize, height: usize, channels: usize) -> Result<Map> {
+    fn map(&self, ws: &mut Arena, width: usize, height: usize, channels: usize) -> Result<FeatureMap> {
         let data = ws.alloc(width * height, channels, self.precision.activations())?;
-        Ok(Map { data, stats: Some(ws.alloc(self.config.groups, 2, DType::F32)?), width, height })
+        Ok(FeatureMap { data, stats: Some(ws.alloc(self.config.groups, 2, DType::F32)?), width, height })
     }
 }
 
-fn conv(be: &mut dyn Backend, out: Map, x: Map, w: &Conv, sampling: Sampling, residual: Option<Tensor>) -> Result<()> {
+fn conv(
+    be: &mut dyn Backend,
+    out: FeatureMap,
+    x: FeatureMap,
+    w: &Conv,
+    sampling: Sampling,
+    residual: Option<Tensor>,
+) -> Result<()> {
     let (width, height) = (x.width, x.height);
     be.run(Op::Conv { out: out.data, x: x.data, w, width, height, sampling, residual, stats: out.stats })
 }

@@ -1,12 +1,13 @@
-//! A decoder of Huffman-coded JPEG, sequential and progressive (ITU T.81), in every layout of scans and samplings.
+//! A decoder of Huffman-coded JPEG, sequential and progressive (ITU T.81), with any scan layout and chroma subsampling.
 //!
-//! It makes the same pixels as libjpeg-turbo does for Pillow, to the bit: T.81 leaves the roundings of the inverse transform to
-//! the decoder, and upsampling and colours are not its subject at all. And unlike libjpeg it never fills in what is missing. Data
-//! that ends before its scan does, codes and marks that make no sense, scans that never come: each is a fault.
+//! The pixels are bit-identical to those of libjpeg-turbo as used by Pillow: T.81 leaves the roundings of the inverse DCT to the
+//! decoder, and does not cover upsampling and colour conversion at all. Unlike libjpeg, this decoder never fills in missing data.
+//! Truncated scans, invalid codes and markers, and missing scans are errors.
 //!
-//! The path of a sample: [`bits`] and [`huffman`] decode symbols, [`block`] makes coefficients of them in the order that [`scan`]
-//! walks, [`idct`] makes samples, [`upsample`] brings them to the size of the image and [`colour`] to RGB. A sequential scan has
-//! all of a block at once, so its samples are made on the way; only progressive images are kept as coefficients.
+//! The stages: [`bits`] and [`huffman`] decode symbols, [`block`] assembles the coefficients of a block, in the order in which
+//! [`scan`] visits the blocks, [`idct`] computes samples, [`upsample`] scales them to the size of the image and [`colour`]
+//! converts them to RGB. A sequential scan has all coefficients of a block at once, so its samples are computed immediately; only
+//! progressive images are stored as coefficients.
 
 mod bits;
 mod block;
@@ -55,17 +56,17 @@ pub(super) fn decode(frame: &Frame, scans: &[Scan<'_>], notes: Notes) -> Result<
     Ok(pixels)
 }
 
-/// What is known of a component.
+/// The decoded data of a component.
 struct Stored {
-    /// Its size in blocks.
+    /// The size in blocks.
     blocks: (usize, usize),
-    /// The bit down to which each coefficient is known, in coded order; all of it at 0.
+    /// The lowest bit to which each coefficient is known, in zigzag order; a coefficient is complete at 0.
     known: [Option<u8>; 64],
-    /// In the order of rows; all zero, which no table is, until its first scan.
+    /// The quantisation table in row-major order; all zero, which no valid table is, before the component's first scan.
     quantisers: Block,
-    /// Of a progressive image, until all of its scans are read; block after block.
+    /// The coefficients of a progressive image, block after block, until all of its scans are decoded.
     coefficients: Vec<i16>,
-    /// Whole blocks, in rows.
+    /// The samples of whole blocks, row by row.
     samples: Vec<u8>,
 }
 
@@ -87,14 +88,14 @@ impl Stored {
         &mut self.coefficients.as_chunks_mut().0[y * self.blocks.0 + x]
     }
 
-    /// Makes the samples of a block.
+    /// Computes the samples of a block.
     #[inline(always)]
     fn transform(&mut self, coefficients: &Block, (x, y): (usize, usize)) {
         let stride = self.blocks.0 * 8;
         idct::block(coefficients, &self.quantisers, &mut self.samples[y * 8 * stride + x * 8..], stride);
     }
 
-    /// Makes samples of the coefficients that are stored, and drops these.
+    /// Computes samples from the stored coefficients and drops the coefficients.
     fn finish(&mut self) -> Result<(), Fault> {
         let coefficients = std::mem::take(&mut self.coefficients);
         if self.samples.is_empty() {
@@ -107,14 +108,14 @@ impl Stored {
     }
 }
 
-/// What can be wrong with coded data. Small, because it is part of every result on the way of a symbol.
+/// What can be wrong with entropy-coded data. It is small because it is part of the result of every symbol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Flaw {
-    /// It ends too early.
+    /// The data ends too early.
     Short,
-    /// A code that its table does not have, or that makes no sense where it stands.
+    /// A code that its table does not have, or that is invalid in its place.
     Code,
-    /// No restart mark, or not the right one.
+    /// A missing restart marker, or one with the wrong number.
     Restart,
 }
 

@@ -1,14 +1,14 @@
-//! JPEG files: the walk over the segments. What they code is decoded by [`super::jpeg`].
+//! JPEG files: the walk over the marker segments. Their content is decoded by [`super::jpeg`].
 //!
-//! The walk finds out what must be known before memory is reserved: how large the image is, whether the file holds enough data
-//! for it, and whether it ends with the end mark. It also collects the scans, each with the tables in force.
+//! The walk checks what must be known before memory is allocated: the size of the image, whether the file holds enough data for
+//! it, and whether it ends with an EOI marker. It also collects the scans, each with the tables in force.
 
 use super::jpeg::{self, Frame, Notes, Scan, Tables};
 use super::orientation::Orientation;
 use super::{Fault, ends_early};
 use crate::image::Image;
 
-/// The most scans of a progressive image. Encoders write about ten; each costs a pass over the whole image.
+/// Limit on the scans of a progressive image. Encoders write about ten; each one takes a pass over the whole image.
 const MAX_SCANS: usize = 100;
 
 /// Decodes the first image of the file.
@@ -18,7 +18,7 @@ pub(super) fn decode(bytes: &[u8]) -> Result<(Image, Orientation), Fault> {
     Ok((Image { width: frame.width, height: frame.height, pixels }, Orientation::from_metadata(exif, xmp)))
 }
 
-/// What of a file matters.
+/// The relevant parts of a file.
 struct Container<'a> {
     frame: Frame,
     notes: Notes,
@@ -28,7 +28,7 @@ struct Container<'a> {
 }
 
 impl<'a> Container<'a> {
-    /// Walks the segments from the start mark to the end mark.
+    /// Walks the segments from the SOI to the EOI marker.
     fn read(bytes: &'a [u8]) -> Result<Self, Fault> {
         let mut walk = Walk { bytes, at: 2 };
         let (mut exif, mut xmp, mut frame) = (None, None, None::<Frame>);
@@ -37,18 +37,18 @@ impl<'a> Container<'a> {
         loop {
             let marker = walk.marker()?;
             match marker {
-                // End of the image. What follows it (a video, more images) is no business of ours.
+                // EOI, the end of the image. Data after it (a video, more images) is ignored.
                 0xD9 => break,
-                // Start of a frame: Huffman-coded, in one pass or progressive.
+                // SOF0 to SOF2, the start of a Huffman-coded frame, sequential or progressive.
                 0xC0..=0xC2 if frame.is_some() => return Err(damaged("it has two headers")),
                 0xC0..=0xC2 => frame = Some(Frame::read(walk.segment()?, marker == 0xC2)?),
-                // Other processes; C4, C8 and CC are not frames.
+                // SOF of other coding processes; C4, C8 and CC are not frames.
                 0xC3 | 0xC5..=0xC7 | 0xC9..=0xCB | 0xCD..=0xCF | 0xDE | 0xDF => {
                     return Err(Fault::Unreadable(
                         "content is a rare kind of JPEG (lossless, hierarchical or arithmetic)".into(),
                     ));
                 }
-                // Start of a scan, with its coded data.
+                // SOS, the start of a scan, followed by its entropy-coded data.
                 0xDA if frame.is_none() => return Err(damaged("its image data comes before its header")),
                 0xDA if scans.len() == MAX_SCANS => return Err(damaged(format!("it has more than {MAX_SCANS} scans"))),
                 0xDA => {
@@ -60,7 +60,7 @@ impl<'a> Container<'a> {
                 0xC4 => tables.read_codes(walk.segment()?)?,
                 0xDB => tables.read_quantisers(walk.segment()?)?,
                 0xDD => tables.read_restart(walk.segment()?)?,
-                // Application data: the first Exif, and the last XMP, as other readers do.
+                // APP1: the first Exif and the last XMP segment count, as in other decoders.
                 0xE1 => {
                     let data = walk.segment()?;
                     if exif.is_none() && data.starts_with(b"Exif\0\0") {
@@ -69,16 +69,16 @@ impl<'a> Container<'a> {
                         xmp = Some(data);
                     }
                 }
-                // What the colours mean, which must be known when the first scan begins.
+                // APP0 and APP14 tell the colour space, which must be known when the first scan begins.
                 0xE0 if scans.is_empty() => notes.read_app0(walk.segment()?),
                 0xEE if scans.is_empty() => notes.read_app14(walk.segment()?),
-                // Marks without a segment, which have no place outside of coded data.
+                // Markers without a segment, which are invalid outside of entropy-coded data.
                 0x01 | 0xD0..=0xD8 => return Err(damaged(format!("its mark FF{marker:02X} is out of place"))),
                 _ => drop(walk.segment()?),
             }
         }
         let frame = frame.filter(|_| !scans.is_empty()).ok_or_else(|| damaged("it has no image data"))?;
-        // The shortest code is one bit, and a block has one code at least. So memory is bounded by the length of the file.
+        // A code has at least one bit, and a block at least one code. So memory use is bounded by the length of the file.
         if coded.saturating_mul(8) < frame.blocks() {
             let Frame { width, height, .. } = frame;
             return Err(damaged(format!(
@@ -106,7 +106,7 @@ impl<'a> Walk<'a> {
         Ok(byte)
     }
 
-    /// Reads a marker: FF, perhaps repeated, and its code.
+    /// Reads a marker: one or more FF bytes and its code.
     fn marker(&mut self) -> Result<u8, Fault> {
         if self.byte()? != 0xFF {
             return Err(damaged(format!("there is no mark at byte {}", self.at - 1)));
@@ -120,7 +120,7 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Reads a segment's data; its length counts its own two bytes.
+    /// Reads a segment's data; the stored length includes its own two bytes.
     fn segment(&mut self) -> Result<&'a [u8], Fault> {
         let length = usize::from(u16::from_be_bytes([self.byte()?, self.byte()?]));
         let length = length.checked_sub(2).ok_or_else(|| damaged("a segment has an impossible length"))?;
@@ -129,10 +129,10 @@ impl<'a> Walk<'a> {
         Ok(data)
     }
 
-    /// Reads coded data, up to the next marker that is not part of it.
+    /// Reads entropy-coded data, up to the next marker that is not part of it.
     fn coded_data(&mut self) -> Result<&'a [u8], Fault> {
         let data = &self.bytes[self.at..];
-        // FF is data when a 0 follows it, and a restart mark or filling belongs to the data.
+        // FF followed by 0 is data, and restart markers and fill bytes belong to the data.
         let is_marker = |pair: &[u8]| pair[0] == 0xFF && !matches!(pair[1], 0 | 0xFF | 0xD0..=0xD7);
         let length = data.windows(2).position(is_marker).ok_or_else(|| self.ends_early())?;
         self.at += length;

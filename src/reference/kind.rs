@@ -1,16 +1,17 @@
-//! What a file is, by its first bytes. Names lie: phones write HEIC into `.jpg`, and servers answer with a web page.
+//! Detects the format of a file by its first bytes. File extensions are unreliable: phones store HEIC as `.jpg`, and servers
+//! answer with a web page.
 
 use super::Fault;
 use std::path::Path;
 
-/// The kinds that are decoded.
+/// The formats that are decoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Png,
     Jpeg,
 }
 
-/// Kinds that are only named, as offset, bytes there and name.
+/// Formats that are only recognised: offset and bytes of the magic number, and name.
 const OTHERS: [(usize, &[u8], &str); 16] = [
     (0, b"GIF8", "GIF"),
     (8, b"WEBP", "WebP"),
@@ -30,7 +31,7 @@ const OTHERS: [(usize, &[u8], &str); 16] = [
     (0, b"version https://git-lfs", "a Git LFS pointer"),
 ];
 
-/// Decides what to decode a file as; anything but the two kinds is refused by its name.
+/// Detects how to decode a file; any format but the two supported ones is rejected by name.
 pub(super) fn of(bytes: &[u8], origin: &Path) -> Result<Kind, Fault> {
     if bytes.starts_with(b"\x89PNG") {
         return Ok(Kind::Png);
@@ -41,7 +42,7 @@ pub(super) fn of(bytes: &[u8], origin: &Path) -> Result<Kind, Fault> {
     if bytes.is_empty() {
         return Err(Fault::Unreadable("the file is empty".into()));
     }
-    // Said against what the name promised, which is what the user believes.
+    // The message names the format that the extension promises, because that is what the user expects.
     let extension = origin.extension().and_then(|e| e.to_str()).unwrap_or_default().to_ascii_lowercase();
     let wanted = match extension.as_str() {
         "png" => "PNG",
@@ -51,13 +52,13 @@ pub(super) fn of(bytes: &[u8], origin: &Path) -> Result<Kind, Fault> {
     Err(Fault::Unreadable(format!("content is {}, not {wanted}", name(bytes))))
 }
 
-/// What a file that is not decoded should be called.
+/// The name of the format of a file that is not decoded.
 fn name(bytes: &[u8]) -> &'static str {
     let at = |offset: usize, magic: &[u8]| bytes.get(offset..).is_some_and(|rest| rest.starts_with(magic));
     if let Some((_, _, name)) = OTHERS.iter().find(|(offset, magic, _)| at(*offset, magic)) {
         return name;
     }
-    // "BM" alone begins many words; the reserved fields of a bitmap are zero.
+    // Text can begin with "BM" as well; the reserved fields of a bitmap are zero.
     if at(0, b"BM") && at(6, &[0; 4]) {
         return "BMP";
     }
@@ -77,7 +78,8 @@ fn name(bytes: &[u8]) -> &'static str {
     }
 }
 
-/// Names a file of the family of MP4 by the brands in its first box. The first brand is often just "some image".
+/// Names the format of an ISO base media file by the brands in its first box. The major brand is often a generic image brand, so
+/// all brands are searched.
 fn media_name(bytes: &[u8]) -> &'static str {
     let length = bytes.first_chunk().map_or(0, |length| u32::from_be_bytes(*length) as usize);
     let brands = bytes.get(8..length.min(bytes.len()).min(256)).unwrap_or_default();

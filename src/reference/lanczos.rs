@@ -1,20 +1,20 @@
-//! Resampling with a Lanczos window, equal to that of Pillow 13 on 8-bit images in every bit.
+//! Lanczos resampling with a window of three lobes, bit-identical to that of Pillow 13 on 8-bit images.
 //!
-//! Equality takes its exact steps: two passes with bytes between them, weights computed in f64, normalised, and rounded to 22
-//! binary digits. A pass that would not change the size is left out. The horizontal pass comes first unless much more height
-//! than width is taken away; the bytes between show in the result, so the order does, too.
+//! This takes exactly the steps of Pillow: two passes with an 8-bit intermediate image, weights computed in f64, normalised, and
+//! rounded to 22 fractional bits. A pass that would not change the size is skipped. The horizontal pass comes first unless the
+//! height is reduced much more than the width; since the intermediate image is rounded, the order affects the result.
 
 use rayon::prelude::*;
 use std::borrow::Cow;
 use std::f64::consts::PI;
 
-/// Binary digits of a weight.
+/// Fractional bits of a weight.
 const PRECISION: u32 = 22;
 
-/// Lobes of the window on each side.
+/// Number of lobes of the window on each side.
 const LOBES: f64 = 3.0;
 
-/// Resamples an RGB image, row by row and 3 bytes a pixel, from one width and height to another.
+/// Resamples an RGB image, stored row by row with 3 bytes per pixel, from one width and height to another.
 ///
 /// # Panics
 /// If a side is zero or `pixels` is not `from` pixels long: a bug in the caller.
@@ -31,27 +31,27 @@ pub fn resize(pixels: &[u8], from: (usize, usize), to: (usize, usize)) -> Vec<u8
     resized.into_owned()
 }
 
-/// Samples that make an output sample: `weights[k]` belongs to input `first + k`.
+/// The filter taps of one output sample: `weights[k]` belongs to input sample `first + k`.
 struct Taps {
     first: usize,
     weights: Vec<i32>,
 }
 
-/// The taps of every output sample when `from` samples become `to`.
+/// The taps of every output sample when `from` samples are resampled to `to`.
 fn taps(from: usize, to: usize) -> Vec<Taps> {
     let scale = from as f64 / to as f64;
-    // Shrinking widens the window, so that every input sample has its say; enlarging does not narrow it.
-    let stretch = scale.max(1.0);
-    let (support, shrink) = (LOBES * stretch, 1.0 / stretch);
+    // Downscaling widens the window, so that every input sample contributes; upscaling does not narrow it.
+    let filter_scale = scale.max(1.0);
+    let (support, inverse_scale) = (LOBES * filter_scale, 1.0 / filter_scale);
     (0..to)
         .map(|i| {
             let centre = (i as f64 + 0.5) * scale;
-            // Casts truncate and saturate, which is the clamp at zero.
+            // The cast truncates and saturates, which clamps at zero.
             let first = (centre - support + 0.5) as usize;
             let last = ((centre + support + 0.5) as usize).min(from);
-            let weights: Vec<f64> = (first..last).map(|x| window((x as f64 - centre + 0.5) * shrink)).collect();
+            let weights: Vec<f64> = (first..last).map(|x| window((x as f64 - centre + 0.5) * inverse_scale)).collect();
             let sum: f64 = weights.iter().sum();
-            // Half away from zero. Not `round`, which differs where the addition itself rounds.
+            // Rounds half away from zero. `round` would differ where the addition itself is inexact.
             let fixed = |w: &f64| (w / sum * f64::from(1 << PRECISION) + 0.5_f64.copysign(*w)) as i32;
             Taps { first, weights: weights.iter().map(fixed).collect() }
         })
@@ -64,11 +64,11 @@ fn window(x: f64) -> f64 {
     if (-LOBES..LOBES).contains(&x) { sinc(x) * sinc(x / LOBES) } else { 0.0 }
 }
 
-/// The sum before any tap: one half, so that dropping the fraction rounds.
+/// Initial value of an accumulator: one half, so that truncating the fraction rounds to nearest.
 const HALF: i32 = 1 << (PRECISION - 1);
 
-/// Adds a tap. The weights of an output sum to one and the negative ones to little, so `i32` has room for 255 times their sum;
-/// wrapping only says so to the compiler, which can then use vector instructions.
+/// Accumulates a tap. The weights of an output sum to one and the negative ones are small, so 255 times their absolute sum fits
+/// in `i32`; wrapping arithmetic only spares the overflow checks, which would prevent vectorisation.
 fn add(sum: &mut i32, weight: i32, sample: u8) {
     *sum = sum.wrapping_add(weight.wrapping_mul(i32::from(sample)));
 }
@@ -96,7 +96,7 @@ fn horizontal(pixels: Cow<'_, [u8]>, from: usize, to: usize) -> Cow<'_, [u8]> {
     out.into()
 }
 
-/// Resamples every column. The sums of a whole row are built up together, so that rows are read from start to end.
+/// Resamples every column. The accumulators of a whole row are updated together, so that memory is read sequentially.
 fn vertical(pixels: Cow<'_, [u8]>, width: usize, from: usize, to: usize) -> Cow<'_, [u8]> {
     if from == to {
         return pixels;
@@ -127,9 +127,9 @@ mod tests {
             for taps in taps(from, to) {
                 assert!(!taps.weights.is_empty() && taps.first + taps.weights.len() <= from, "{from} to {to}");
                 let sum: i64 = taps.weights.iter().map(|&w| i64::from(w)).sum();
-                // Each weight is rounded on its own.
+                // Each weight is rounded independently.
                 assert!((sum - (1 << PRECISION)).unsigned_abs() <= taps.weights.len() as u64, "{from} to {to}: {sum}");
-                // What makes `i32` enough.
+                // The accumulators fit in `i32`.
                 let size: i64 = taps.weights.iter().map(|&w| i64::from(w).abs()).sum();
                 assert!(size * 255 + i64::from(HALF) <= i64::from(i32::MAX), "{from} to {to}: {size}");
             }

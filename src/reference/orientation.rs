@@ -1,16 +1,16 @@
-//! Which way is up: the orientation a camera noted, and turning the pixels accordingly.
+//! The EXIF orientation of an image, and its application to the pixels.
 
 use super::{Fault, MAX_METADATA, buffer};
 use crate::image::Image;
 use rayon::prelude::*;
 
-/// The TIFF tag that holds the orientation.
+/// The TIFF tag of the orientation.
 const TAG: u16 = 0x0112;
 
 /// How stored pixels relate to the upright image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Orientation {
-    /// Rows and columns change places.
+    /// Rows and columns are swapped.
     swap: bool,
     /// Stored columns run from right to left.
     mirror_x: bool,
@@ -19,7 +19,7 @@ pub(super) struct Orientation {
 }
 
 impl Orientation {
-    /// The meaning of the eight values of TIFF; all others mean upright.
+    /// The orientation for one of the eight values of TIFF; all other values mean upright.
     fn from_tiff(value: u32) -> Self {
         let [swap, mirror_x, mirror_y] = match value {
             2 => [false, true, false],
@@ -34,26 +34,26 @@ impl Orientation {
         Self { swap, mirror_x, mirror_y }
     }
 
-    /// Reads it from the metadata of an image: from Exif (a TIFF file), or if that does not say, from XMP (an XML text).
-    /// Metadata that makes no sense says nothing; the pixels are still good.
+    /// Reads the orientation from the metadata of an image: from Exif (a TIFF file), or if that has none, from XMP (an XML text).
+    /// Invalid metadata is ignored, because the pixels are still valid.
     pub(super) fn from_metadata(exif: Option<&[u8]>, xmp: Option<&[u8]>) -> Self {
         let small = |bytes: &&[u8]| bytes.len() <= MAX_METADATA;
         let exif = exif.filter(small).and_then(from_exif);
         Self::from_tiff(exif.or_else(|| xmp.filter(small).and_then(from_xmp)).unwrap_or(1))
     }
 
-    /// Turns an image upright.
+    /// Rotates and mirrors an image so that it is upright.
     pub(super) fn apply(self, image: Image) -> Result<Image, Fault> {
         if self == Self::from_tiff(1) {
             return Ok(image);
         }
         let Image { width, height, pixels } = image;
         let size = if self.swap { (height, width) } else { (width, height) };
-        let mut turned = buffer(pixels.len())?;
-        // A band of rows at a time, column by column: when rows and columns change places, the reads of a column of the band
-        // lie side by side and share cache lines.
+        let mut upright = buffer(pixels.len())?;
+        // One band of rows at a time, column by column: if rows and columns are swapped, the pixels of one column of the band are
+        // adjacent in the source and share cache lines.
         const BAND: usize = 32;
-        turned.par_chunks_mut(BAND * size.0 * 3).enumerate().for_each(|(band, out)| {
+        upright.par_chunks_mut(BAND * size.0 * 3).enumerate().for_each(|(band, out)| {
             let rows = out.len() / (size.0 * 3);
             for (x, row) in (0..size.0).flat_map(|x| (0..rows).map(move |row| (x, row))) {
                 let y = band * BAND + row;
@@ -68,13 +68,13 @@ impl Orientation {
                 out[(row * size.0 + x) * 3..][..3].copy_from_slice(&pixels[from..from + 3]);
             }
         });
-        Ok(Image { width: size.0, height: size.1, pixels: turned })
+        Ok(Image { width: size.0, height: size.1, pixels: upright })
     }
 }
 
-/// Looks the tag up in the first directory of a TIFF file. Every offset in it is a stranger's number.
+/// Looks up the tag in the first directory of a TIFF file. All offsets in the file are untrusted.
 fn from_exif(bytes: &[u8]) -> Option<u32> {
-    // PNG stores the TIFF alone, but some writers put the prefix of JPEG in front of it.
+    // PNG stores the TIFF alone, but some writers prepend the prefix that JPEG has.
     let tiff = bytes.strip_prefix(b"Exif\0\0").unwrap_or(bytes);
     let little = match tiff.get(..4)? {
         b"II*\0" => true,
@@ -96,7 +96,7 @@ fn from_exif(bytes: &[u8]) -> Option<u32> {
         if u16_at(at)? != TAG {
             continue;
         }
-        // One value, 16 or 32 bits wide, stands in the entry itself.
+        // A single value of 16 or 32 bits is stored in the entry itself.
         return match (u16_at(at.checked_add(2)?)?, u32_at(at.checked_add(4)?)?) {
             (3, 1) => u16_at(at.checked_add(8)?).map(u32::from),
             (4, 1) => u32_at(at.checked_add(8)?),
@@ -106,7 +106,7 @@ fn from_exif(bytes: &[u8]) -> Option<u32> {
     None
 }
 
-/// Finds `tiff:Orientation="6"` or `<tiff:Orientation>6` without reading the XML around it.
+/// Finds `tiff:Orientation="6"` or `<tiff:Orientation>6` without parsing the XML around it.
 fn from_xmp(text: &[u8]) -> Option<u32> {
     const NAME: &[u8] = b"tiff:Orientation";
     let mut rest = text;
@@ -134,7 +134,7 @@ mod tests {
         out.extend(u16s(2));
         for (tag, kind, value) in [(0x0100, 4, u32s(77)), (TAG, kind, u32s(value))] {
             out.extend(u16s(tag).into_iter().chain(u16s(kind)).chain(u32s(1)));
-            // A 16-bit value stands at the start of its field.
+            // A 16-bit value is stored at the start of its field.
             out.extend(if kind == 3 && !little { [value[2], value[3], 0, 0] } else { value });
         }
         out
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn exif_that_ends_early_or_points_anywhere_says_nothing() {
+    fn truncated_exif_and_invalid_offsets_are_ignored() {
         let whole = tiff(true, 3, 6);
         let entry_end = whole.len() - 2; // the upper half of the field is not part of a 16-bit value
         for cut in 0..entry_end {
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn xmp_speaks_when_exif_does_not() {
+    fn xmp_is_read_if_exif_has_no_orientation() {
         let of = |exif: Option<&[u8]>, xmp: &str| Orientation::from_metadata(exif, Some(xmp.as_bytes()));
         let eight = Orientation::from_tiff(8);
         assert_eq!(of(None, r#"<x tiff:Orientation="8"/>"#), eight);
@@ -177,8 +177,8 @@ mod tests {
     }
 
     #[test]
-    fn the_eight_ways_to_hold_a_camera() {
-        // Upright is  a b   The value says which corner the first stored row and column belong to.
+    fn all_eight_orientations() {
+        // Upright is  a b   The value tells which corner the first stored row and column belong to.
         //             c d
         //             e f
         let stored = |value| match value {

@@ -1,8 +1,8 @@
-//! PNG files: the chunks are checked here, the pixels decoded by the `png` crate.
+//! PNG files: the chunks are checked here, the pixels are decoded by the `png` crate.
 //!
-//! The library never sees the file itself. It gets a copy with only the chunks that make pixels, so profiles, texts and
-//! animation frames, however large they claim to unpack, are neither read nor unpacked. Transparency is among what is left
-//! out: alpha is dropped, not blended.
+//! The library never sees the file itself. It gets a copy with only the chunks that pixels are decoded from, so profiles, texts
+//! and animation frames are neither parsed nor decompressed, whatever size they claim. Transparency chunks are left out as well:
+//! alpha is dropped, not blended.
 
 use super::orientation::Orientation;
 use super::{Fault, buffer, check_size, compact, ends_early, grey_to_rgb};
@@ -11,13 +11,13 @@ use std::io::Cursor;
 
 const SIGNATURE: &[u8; 8] = b"\x89PNG\r\n\x1A\n";
 
-/// Bytes of a chunk around its data: length and name before, a checksum after.
+/// Bytes of a chunk besides its data: length and name before, a checksum after.
 const FRAME: usize = 12;
 
-/// Deflate writes at most 258 bytes for 2 bits, so no data unpacks to more than this many times its length.
+/// Largest compression ratio of deflate, which decodes 2 bits to at most 258 bytes.
 const MAX_RATIO: u64 = 1032;
 
-/// What the library may use beside the pixels; it holds two rows, of 128 KiB at most.
+/// Memory limit of the library besides the pixels; it holds two rows of at most 128 KiB.
 const LIBRARY_BYTES: usize = 4 << 20;
 
 /// Decodes the image, or the default image of an animation.
@@ -27,17 +27,17 @@ pub(super) fn decode(bytes: &[u8]) -> Result<(Image, Orientation), Fault> {
     Ok((image, Orientation::from_metadata(container.exif, container.xmp)))
 }
 
-/// What of a file matters.
+/// The relevant parts of a file.
 struct Container<'a> {
     header: Header,
-    /// The file, without the chunks that do not.
+    /// The file without the other chunks.
     core: Vec<u8>,
     exif: Option<&'a [u8]>,
     xmp: Option<&'a [u8]>,
 }
 
 impl<'a> Container<'a> {
-    /// Walks the chunks from the signature to the end mark; every length and checksum must be right.
+    /// Walks the chunks from the signature to IEND; every length and checksum must be correct.
     fn read(bytes: &'a [u8]) -> Result<Self, Fault> {
         let mut rest = bytes.strip_prefix(SIGNATURE).ok_or_else(|| damaged("its signature was altered on the way"))?;
         let (first, after) = Chunk::split(rest, bytes.len())?;
@@ -46,7 +46,7 @@ impl<'a> Container<'a> {
         }
         rest = after;
         let header = Header::read(first.data)?;
-        // Before the walk, which takes longer: a large image is refused by its first bytes.
+        // The size is checked before the walk, which takes longer: a large image is rejected by its first bytes.
         check_size(header.width, header.height)?;
 
         let mut core = SIGNATURE.to_vec();
@@ -82,16 +82,16 @@ impl<'a> Container<'a> {
     }
 }
 
-/// A chunk whose length and checksum are right.
+/// A chunk whose length and checksum are correct.
 struct Chunk<'a> {
     name: [u8; 4],
     data: &'a [u8],
-    /// With length, name and checksum.
+    /// The bytes of the chunk including length, name and checksum.
     whole: &'a [u8],
 }
 
 impl<'a> Chunk<'a> {
-    /// Takes the first chunk off `bytes`, which are the last of a file of `length`.
+    /// Splits off the first chunk of `bytes`, which are the remainder of a file of `length` bytes.
     fn split(bytes: &'a [u8], length: usize) -> Result<(Self, &'a [u8]), Fault> {
         let ends_early = || ends_early(length);
         let (length, rest) = bytes.split_first_chunk().ok_or_else(ends_early)?;
@@ -113,7 +113,7 @@ impl<'a> Chunk<'a> {
     }
 }
 
-/// The fields of IHDR that decide how much data there must be. The library checks the rest.
+/// The fields of IHDR that determine the size of the image data. The library checks the other fields.
 struct Header {
     width: usize,
     height: usize,
@@ -136,7 +136,7 @@ impl Header {
         Ok(Self { width: side([w0, w1, w2, w3]), height: side([h0, h1, h2, h3]), bits: samples * u64::from(depth) })
     }
 
-    /// The least the image data can unpack to. Interlacing adds a little.
+    /// The least number of bytes that the image data decompresses to. Interlacing adds a few.
     fn unpacked_bytes(&self) -> Result<u64, Fault> {
         let row = (self.width as u64).checked_mul(self.bits).map(|bits| bits.div_ceil(8) + 1);
         row.and_then(|row| row.checked_mul(self.height as u64)).ok_or_else(|| damaged("its header makes no sense"))
@@ -146,11 +146,11 @@ impl Header {
 fn pixels(container: &Container<'_>) -> Result<Image, Fault> {
     let mut options = png::DecodeOptions::default();
     options.set_ignore_adler32(false);
-    // Checked during the walk.
+    // Checksums have been verified during the walk.
     options.set_ignore_crc(true);
     let mut decoder = png::Decoder::new_with_options(Cursor::new(&container.core), options);
     decoder.set_limits(png::Limits { bytes: LIBRARY_BYTES });
-    // Palettes and low depths become bytes, and of 16 bits the upper byte stays.
+    // Palettes and low bit depths are expanded to bytes, and 16-bit samples keep their upper byte.
     decoder.set_transformations(png::Transformations::EXPAND | png::Transformations::STRIP_16);
     let mut reader = decoder.read_info().map_err(library)?;
     let mut samples = buffer(reader.output_buffer_size().ok_or_else(|| damaged("its header makes no sense"))?)?;

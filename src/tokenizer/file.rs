@@ -1,9 +1,9 @@
-//! What a `tokenizer.json` may contain, and the tokenizer that is made of it.
+//! Parses `tokenizer.json` and builds the byte-level BPE tokenizer that it describes.
 //!
-//! The format can describe programs: replacements that double a text forty times, patterns that take forever, tables that ask for
-//! gigabytes, chances that give other ids every time. The tokenizers that models of this architecture come with use very little of
-//! it. So the file is read with types that know only that little; the library never sees it, and gets what was read. Anything else
-//! is refused by its name, and nothing takes more memory than a small multiple of the file.
+//! The format can express hostile programs: replacements that double a text forty times, regular expressions with exponential run
+//! time, tables that take gigabytes, dropout that yields different ids every time. The tokenizers of models of this architecture
+//! use a small subset of the format. So the file is parsed with types that accept that subset only, and the library never sees
+//! the file itself. Anything else is rejected by name, and memory use is at most a small multiple of the size of the file.
 
 use crate::text::shown;
 use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
@@ -16,24 +16,25 @@ use tokenizers::pre_tokenizers::sequence::Sequence;
 use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
 use tokenizers::{AddedToken, PreTokenizerWrapper, SplitDelimiterBehavior, Tokenizer};
 
-/// Most tokens of a vocabulary, and most merges. Qwen3 has 151,643; the largest in use have twice that.
+/// Limit on the tokens of a vocabulary, and on its merges. Qwen3 has 151,643; the largest in use have twice that.
 const MAX_TOKENS: usize = 1 << 19;
 
-/// Most tokens beside the vocabulary. Qwen3 has 26.
+/// Limit on added tokens. Qwen3 has 26.
 const MAX_ADDED: usize = 1024;
 
-/// Longest of those, in bytes: together they become one automaton.
+/// Limit on the length of an added token, in bytes: all of them together are compiled to one automaton.
 const MAX_ADDED_BYTES: usize = 128;
 
-/// Steps of a pre-tokenizer that are looked at.
+/// Number of steps of a pre-tokenizer that are kept.
 const STEPS: usize = 2;
 
-/// How Qwen2 and Qwen3 split text into words. No other pattern reaches the library, whose search can take exponential time.
+/// The pattern with which Qwen2 and Qwen3 split text into words. No other pattern is passed to the library, whose backtracking
+/// search can take exponential time.
 pub const QWEN_PATTERN: &str =
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// Makes the tokenizer that a file describes. Its own length, padding and extra tokens are left out: the text encoder's input is
-/// ours to shape.
+/// Builds the tokenizer that a file describes. The file's truncation, padding and post-processing are ignored: kiln pads and
+/// truncates the input of the text encoder itself.
 pub fn build(bytes: &[u8]) -> tokenizers::Result<Tokenizer> {
     let file: File = serde_json::from_slice(bytes)?;
     let Model { vocab, merges } = file.model.0?;
@@ -45,24 +46,24 @@ pub fn build(bytes: &[u8]) -> tokenizers::Result<Tokenizer> {
     };
     let decoder = match &file.decoder {
         None => None,
-        // Its settings are about other things than decoding.
+        // The settings of ByteLevel do not affect decoding.
         Some(part) if part.kind == BYTE_LEVEL => Some(ByteLevel::default()),
         Some(part) => return Err(part.unknown("decoder", BYTE_LEVEL).into()),
     };
     let alphabet = check_alphabet(&vocab);
     let mut tokenizer = Tokenizer::new(BPE::builder().vocab_and_merges(vocab, merges).build()?);
-    // Late, because it takes a while to compile.
+    // The pattern takes a while to compile, so cheaper checks come first.
     let splitter =
         file.pre_tokenizer.map(pre_tokenizer).unwrap_or_else(|| Err("it has no pre-tokenizer, kiln knows ByteLevel".into()))?;
     tokenizer.with_normalizer(normalizer).with_pre_tokenizer(Some(splitter)).with_decoder(decoder);
     tokenizer.add_tokens(&added);
-    // Last, because other faults say more.
+    // This error comes last because the others are more specific.
     alphabet?;
     Ok(tokenizer)
 }
 
-/// Every byte of a text is a letter of the vocabulary, so that any text has ids. The library leaves out what has none, and two
-/// prompts would be the same without a word.
+/// Checks that the vocabulary has a token for every byte, so that any text can be encoded. The library silently drops bytes
+/// without a token, and different prompts would get the same ids.
 fn check_alphabet(vocab: &Vocab) -> Result<(), String> {
     let missing = ByteLevel::alphabet().into_iter().filter(|letter| !vocab.contains_key(letter.encode_utf8(&mut [0; 4]) as &str));
     match missing.min() {
@@ -73,7 +74,7 @@ fn check_alphabet(vocab: &Vocab) -> Result<(), String> {
 
 const BYTE_LEVEL: &str = "ByteLevel";
 
-/// The file, less what is ignored.
+/// The parts of the file that are read.
 #[derive(serde::Deserialize)]
 struct File {
     model: ReadModel,
@@ -84,7 +85,7 @@ struct File {
     added_tokens: Few<Added, MAX_ADDED>,
 }
 
-/// A normalizer, pre-tokenizer or decoder, or a step of one: its kind, and every setting that the known ones have.
+/// A normalizer, pre-tokenizer or decoder, or a step of one: its kind, and every setting of the supported kinds.
 #[derive(serde::Deserialize)]
 #[serde(bound(deserialize = "S: serde::Deserialize<'de> + Default"))]
 struct Part<S> {
@@ -104,7 +105,7 @@ struct Part<S> {
     pretokenizers: S,
 }
 
-/// What the format takes for said where nothing is.
+/// The format's default for `use_regex`.
 const fn yes() -> bool {
     true
 }
@@ -120,7 +121,7 @@ impl<S> Part<S> {
         format!("its {what} is `{}`, kiln knows {known}", shown(&self.kind))
     }
 
-    /// This part as a step that turns text into bytes.
+    /// This part as a byte-level step.
     fn byte_level(&self) -> Result<ByteLevel, String> {
         if self.kind != BYTE_LEVEL {
             return Err(self.unknown("pre-tokenizer", "ByteLevel, and Split before it"));
@@ -131,7 +132,7 @@ impl<S> Part<S> {
         Ok(ByteLevel::new(false, false, self.use_regex))
     }
 
-    /// This part as a step that finds words.
+    /// This part as a step that splits text into words.
     fn split(&self) -> Result<Split, String> {
         if self.kind != "Split" {
             return Err(self.unknown("pre-tokenizer's first step", "Split"));
@@ -161,7 +162,7 @@ fn pre_tokenizer(part: Part<Few<Part<IgnoredAny>, STEPS>>) -> Result<PreTokenize
     }
 }
 
-/// A token beside the vocabulary.
+/// An added token.
 #[derive(serde::Deserialize)]
 struct Added {
     id: u32,
@@ -178,7 +179,8 @@ struct Added {
     special: bool,
 }
 
-/// Checks that the library will give these tokens the ids they claim: their own where the vocabulary has them, else the next.
+/// Checks that the library will assign these tokens the ids that the file states: the id in the vocabulary, or else the next free
+/// one.
 fn added_tokens(list: Few<Added, MAX_ADDED>, vocab: &Vocab) -> Result<Vec<AddedToken>, String> {
     if list.count > MAX_ADDED {
         return Err(format!("it adds {} tokens, the limit is {MAX_ADDED}", list.count));
@@ -194,7 +196,7 @@ fn added_tokens(list: Few<Added, MAX_ADDED>, vocab: &Vocab) -> Result<Vec<AddedT
         if !names.insert(token.content.as_str()) {
             return Err(format!("it adds the token `{name}` twice"));
         }
-        // The library looks at the whole text before such a token, each time it finds one.
+        // For such a token the library scans all of the preceding text at every match.
         if let Some((_, setting)) = settings.iter().zip(["single_word", "lstrip", "rstrip"]).find(|(set, _)| **set) {
             return Err(format!("its token `{name}` has `{setting}`, kiln knows tokens without"));
         }
@@ -208,13 +210,14 @@ fn added_tokens(list: Few<Added, MAX_ADDED>, vocab: &Vocab) -> Result<Vec<AddedT
     Ok(list.first.into_iter().map(token).collect())
 }
 
-/// A byte-pair encoding.
+/// A byte-pair encoding (BPE, Sennrich et al. 2016).
 struct Model {
     vocab: Vocab,
     merges: Vec<(String, String)>,
 }
 
-/// A model, or why it is none that kiln knows. A value and no error of the reader, which would speak of lines and columns.
+/// A model, or why it is not supported. The reason is a value and not a parse error, to which serde would add a line and a
+/// column.
 struct ReadModel(Result<Model, String>);
 
 impl<'de> Deserialize<'de> for ReadModel {
@@ -251,7 +254,7 @@ impl<'de> Visitor<'de> for ModelVisitor {
                         .replace(list.first.into_iter().map(|merge| merge.0).collect())
                         .map(|_: Vec<_>| "its model has two lists of merges".into()),
                 },
-                // Same prompt, same ids: chance has no place here.
+                // With dropout the same prompt would yield different ids.
                 "dropout" => {
                     map.next_value::<Option<f64>>()?.filter(|p| *p != 0.0).map(|p| format!("`dropout` is {p}, kiln knows 0"))
                 }
@@ -286,7 +289,7 @@ impl<'de> Visitor<'de> for ModelVisitor {
     }
 }
 
-/// A vocabulary whose ids are 0 to one less than it has tokens, or why it is none.
+/// A vocabulary with consecutive ids from 0, or why it is not supported.
 struct ReadVocab(Result<Vocab, String>);
 
 impl<'de> Deserialize<'de> for ReadVocab {
@@ -337,7 +340,7 @@ impl<'de> Visitor<'de> for VocabVisitor {
     }
 }
 
-/// Two tokens that become one, spelled `"a b"` or `["a", "b"]`.
+/// Two tokens that are merged to one, written `"a b"` or `["a", "b"]`.
 struct Merge((String, String));
 
 impl<'de> Deserialize<'de> for Merge {
@@ -370,7 +373,7 @@ impl<'de> Visitor<'de> for MergeVisitor {
     }
 }
 
-/// The first `N` elements of a list, and how many it has. The rest is read and not kept.
+/// The first `N` elements of a list and its length. The other elements are parsed and dropped.
 struct Few<T, const N: usize> {
     first: Vec<T>,
     count: usize,

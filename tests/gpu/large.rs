@@ -2,7 +2,7 @@
 
 use super::cuda;
 use kiln::backend::cuda::{Choice, Cuda};
-use kiln::backend::{Backend, Conv, GroupNorm, HostData, KeyValues, Linear, Modulated, Op, Product, Role, Sampling, WeightPart};
+use kiln::backend::{Backend, Conv, Gemm, GroupNorm, HostData, KvSegment, Linear, Modulated, Op, Role, Sampling, WeightPart};
 use kiln::tensor::{Arena, Bytes, DType, Region, Tensor};
 use std::f32::consts::{LN_2, LOG2_E};
 use std::sync::Arc;
@@ -59,7 +59,7 @@ fn long_attention() {
             let values: Vec<f32> = noise(t.len(), seed).into_iter().map(|v| scale * v).collect();
             cuda.write(t, HostData::F32(&values)).unwrap();
         }
-        let kv = [KeyValues { k, v }];
+        let kv = [KvSegment { k, v }];
         let attention = |out, q, bound| Op::Attention { out, q, kv: &kv, head_dim: d, causal: false, scale: LN_2, bound };
         let read = |cuda: &mut Cuda, t: Tensor| {
             let mut values = vec![0.0; t.len()];
@@ -112,13 +112,13 @@ fn rows_of_two_dimensions() {
         let ln = |streams| Op::LayerNormModulate { streams, eps: 1e-6 };
         same(be, "layer_norm", ln(&whole), ln(&alone), results);
         let w = Linear { weight, bias: None };
-        let [whole, alone] = [(out, narrow), (row, last(narrow, 1))].map(|(out, x)| [Product { out, x, w: &w }]);
+        let [whole, alone] = [(out, narrow), (row, last(narrow, 1))].map(|(out, x)| [Gemm { out, x, w: &w }]);
         same(be, "linear", Op::Linear(&whole), Op::Linear(&alone), results);
         // Keys and values at the end of the large buffers, queries all over them.
         be.write(last(x, 7), HostData::F32(&noise(7 * COLS, 7))).unwrap();
         be.write(last(out, 7), HostData::F32(&noise(7 * COLS, 8))).unwrap();
         let (d, heads) = (128, COLS - 128..COLS);
-        let kv = [KeyValues { k: last(x, 5).cols(heads.clone()), v: last(x, 5).cols(0..d) }];
+        let kv = [KvSegment { k: last(x, 5).cols(heads.clone()), v: last(x, 5).cols(0..d) }];
         let attention = |out: Tensor, q: Tensor| Op::Attention {
             out,
             q,

@@ -1,4 +1,4 @@
-//! The arithmetic of the image ops: convolution, group normalisation, and the way between latents and tokens.
+//! The arithmetic of the image ops: convolution, group normalisation, and packing of latents into tokens.
 
 use super::super::Sampling;
 use super::kernels::{for_rows, for_tasks};
@@ -6,7 +6,7 @@ use super::math::silu;
 use super::view::{In, Out, Strided, matmul};
 use rayon::prelude::*;
 
-/// Size of a convolution's input and what happens to the resolution.
+/// Size of a convolution's input and how the resolution changes.
 #[derive(Clone, Copy)]
 pub struct Geometry {
     pub width: usize,
@@ -23,7 +23,7 @@ impl Geometry {
         }
     }
 
-    /// The input pixel under kernel position (`ky`, `kx`) for output pixel (`y`, `x`); `None` is a padded zero.
+    /// The input pixel under filter tap (`ky`, `kx`) for output pixel (`y`, `x`); `None` stands for zero padding.
     fn source(self, y: usize, x: usize, ky: usize, kx: usize) -> Option<usize> {
         let at = |o: usize, k: usize, size: usize| match self.sampling {
             Sampling::Same => (o + k).checked_sub(1).filter(|&i| i < size),
@@ -34,7 +34,7 @@ impl Geometry {
     }
 }
 
-/// Output pixels whose input patches are gathered at once: enough to pay for packing the filters anew for each block.
+/// Output pixels whose input patches are gathered at once: enough to amortise packing the filters again for each block.
 const PIXEL_BLOCK: usize = 512;
 
 #[derive(Default)]
@@ -44,7 +44,7 @@ struct ConvScratch {
     residual: Vec<f32>,
 }
 
-/// Filters in the order patches are gathered in, by position, then channel. The file has them by channel, then position.
+/// The filters in the order in which patches are gathered: by tap, then channel. The checkpoint stores them by channel, then tap.
 fn filters(w: &In<'_>, channels: usize) -> Vec<f32> {
     let mut filters = vec![0.0; w.rows * w.cols];
     filters.par_chunks_mut(w.cols).enumerate().for_each_init(
@@ -59,7 +59,8 @@ fn filters(w: &In<'_>, channels: usize) -> Vec<f32> {
     filters
 }
 
-/// 3x3 convolution: the input patches of a block of pixels are gathered into a matrix and multiplied.
+/// 3x3 convolution as im2col and GEMM: the input patches of a block of pixels are gathered into a matrix, which is multiplied by
+/// the filters.
 pub fn conv(out: Out<'_>, x: In<'_>, w: In<'_>, bias: In<'_>, geometry: Geometry, residual: Option<In<'_>>) {
     let (channels, width) = (x.cols, geometry.out_width());
     let (k, n) = (9 * channels, out.cols);
@@ -89,15 +90,16 @@ pub fn conv(out: Out<'_>, x: In<'_>, w: In<'_>, bias: In<'_>, geometry: Geometry
     });
 }
 
-/// Mean and variance of each group of channels. Partial sums are made over fixed blocks and added in order, so the result does
-/// not depend on the number of threads.
+/// Mean and variance of each group of channels, from sums and sums of squares in f64, where the cancellation between them is
+/// harmless. Partial sums are computed over fixed blocks and added in order, so the result does not depend on the number of
+/// threads.
 fn group_stats(x: &In<'_>, groups: usize) -> Vec<(f32, f32)> {
     const PIXELS: usize = 1024;
     let width = x.cols / groups;
     let partial: Vec<Vec<(f64, f64)>> = (0..x.rows.div_ceil(PIXELS))
         .into_par_iter()
         .map(|block| {
-            // Channel by channel, which is vector code; groups are only a few channels wide.
+            // One accumulator per channel, which vectorises; groups are only a few channels wide.
             let (mut sums, mut squares, mut row) = (vec![0.0; x.cols], vec![0.0; x.cols], vec![0.0; x.cols]);
             for r in block * PIXELS..((block + 1) * PIXELS).min(x.rows) {
                 x.load(r, 0, &mut row);
@@ -126,7 +128,7 @@ pub fn group_stats_into(mut stats: Out<'_>, x: In<'_>) {
     }
 }
 
-/// Weights of a group normalisation.
+/// Parameters of a group normalisation.
 pub struct GroupParams<'a> {
     pub weight: In<'a>,
     pub bias: In<'a>,
@@ -144,7 +146,7 @@ pub fn group_norm(out: Out<'_>, x: In<'_>, norm: &GroupParams<'_>, stats: Option
     scale.iter_mut().enumerate().for_each(|(c, scale)| *scale /= (stats[c / width].1 + norm.eps).sqrt());
     for_rows(out, x.cols, |r, buffer, out, local| {
         x.load(r, 0, buffer);
-        // The mean is taken off first: folded into the shift it would cancel against a product much larger than the result.
+        // The mean is subtracted first: folded into the shift, it would cancel against a term much larger than the result.
         for (((v, mean), scale), shift) in buffer.iter_mut().zip(&mean).zip(&scale).zip(&shift) {
             *v = (*v - mean) * scale + shift;
         }

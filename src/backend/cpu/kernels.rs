@@ -1,6 +1,6 @@
-//! The arithmetic of the transformer's ops, in f32, in the plainest form that is still fast: matrix products through the `gemm`
-//! crate on operands decoded block by block, everything else as loops over rows. Scratch memory is bounded whatever the
-//! operands' size, and how work is cut depends on shapes alone, so results do not depend on the number of threads.
+//! The arithmetic of the transformer's ops, in f32, in the simplest form that is still fast: GEMMs through the `gemm` crate on
+//! operands that are decoded tile by tile, everything else as loops over rows. The size of scratch memory is bounded for operands
+//! of any size. How work is split depends on shapes alone, so results do not depend on the number of threads.
 
 use super::super::RopeStyle;
 use super::math::{exp, maximum, silu, sum};
@@ -10,11 +10,11 @@ use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-/// Rows one thread takes at a time in row-wise ops.
+/// Rows of one task in row-wise ops.
 const ROWS_PER_TASK: usize = 16;
 
-/// Runs tasks on all threads, each with one scratch for all the tasks it takes: scratch is large enough here for fresh pages to
-/// cost as much as the arithmetic on them.
+/// Runs tasks on all threads. Each thread reuses one scratch buffer for all of its tasks: scratch is so large here that page
+/// faults on a new buffer would cost as much as the arithmetic.
 pub fn for_tasks<T: Send, S: Default>(tasks: Vec<T>, body: impl Fn(&mut S, T) + Sync) {
     let threads = rayon::current_num_threads().min(tasks.len());
     let queue = Mutex::new(tasks.into_iter());
@@ -30,7 +30,8 @@ pub fn for_tasks<T: Send, S: Default>(tasks: Vec<T>, body: impl Fn(&mut S, T) + 
 
 // ---------------------------------------------------------------------------------------------------------------- row-wise
 
-/// Calls `body(row, buffer, out)` for every row of `out`, in parallel; `buffer` is scratch of `width` values.
+/// Calls `body(row, buffer, part, local_row)` for every row of `out`, in parallel. `part` is the part of `out` that holds the
+/// row, as its row `local_row`; `buffer` is scratch of `width` values.
 pub fn for_rows(out: Out<'_>, width: usize, body: impl Fn(usize, &mut [f32], &mut Out<'_>, usize) + Sync) {
     out.split_rows(ROWS_PER_TASK).into_par_iter().for_each_init(
         || vec![0.0; width],
@@ -123,49 +124,49 @@ pub fn non_finite(mut count: Out<'_>, x: In<'_>) {
     count.store(0, 0, &[found.sum::<usize>() as f32]);
 }
 
-// ------------------------------------------------------------------------------------------------------------- products
+// ----------------------------------------------------------------------------------------------------------------- GEMM
 
-/// Most rows of the left operand in one block: enough to pay for decoding the weight anew for each.
-const BLOCK_ROWS: usize = 1024;
-/// Most weight rows in one block: few enough that their decoded values stay close to the core that multiplies them, and a multiple
-/// of the 64 that the library takes at once.
-const BLOCK_COLS: usize = 192;
-/// Most decoded values of the left operand that exist at once, 64 MiB of them.
-const LEFT_VALUES: usize = 16 << 20;
+/// Largest M of an output tile: large enough to amortise decoding the weight again for each tile.
+const TILE_M: usize = 1024;
+/// Largest N of an output tile: small enough that the decoded weight rows stay in the core's cache, and a multiple of the 64
+/// columns that the `gemm` crate processes at once.
+const TILE_N: usize = 192;
+/// Most values of operand A that are decoded at once, which take 64 MiB.
+const MAX_DECODED_A: usize = 16 << 20;
 
-/// Which rows of a weight make an output.
+/// Which rows of a weight the columns of an output are computed from.
 #[derive(Clone, Copy)]
-struct Columns {
+struct WeightRows {
     /// The weight row of the output's first column.
     first: usize,
-    /// For gated outputs: how many rows after a column's gate its up row lies.
+    /// For SwiGLU outputs: the distance in rows from the gate row of a column to its up row.
     up: Option<usize>,
-    /// Columns that must stay in one block.
+    /// Number of consecutive columns that must stay in one tile, such as those of a head.
     unit: usize,
 }
 
-/// One block of a product, as it is handed to whatever finishes it.
-struct Block<'a> {
-    /// Rows of the left operand.
+/// One tile of a GEMM, as it is passed to the epilogue.
+struct Tile<'a> {
+    /// Rows of operand A.
     rows: Range<usize>,
     /// Columns of the output.
     cols: Range<usize>,
-    /// The product.
+    /// The accumulated values.
     values: &'a mut [f32],
-    /// The product with the up rows, of the same shape; empty if there are none.
+    /// The accumulated values of the up rows, in the same shape; empty if there are no up rows.
     up: &'a [f32],
 }
 
-impl Block<'_> {
-    /// The rows of the product, numbered from the start of the block.
+impl Tile<'_> {
+    /// The rows of the tile, numbered from its first.
     fn rows(&mut self) -> impl Iterator<Item = (usize, &mut [f32])> {
         self.values.chunks_exact_mut(self.cols.len()).enumerate()
     }
 }
 
 #[derive(Default)]
-struct ProductScratch {
-    right: Vec<f32>,
+struct GemmScratch {
+    b: Vec<f32>,
     values: Vec<f32>,
     up: Vec<f32>,
 }
@@ -175,59 +176,59 @@ fn decode(m: &In<'_>, rows: Range<usize>, to: &mut [f32]) {
     to.chunks_exact_mut(m.cols.max(1)).zip(rows).for_each(|(to, r)| m.load(r, 0, to));
 }
 
-/// `left` times some rows of `w`, transposed.
-fn multiply(left: Strided<'_>, w: &In<'_>, range: Range<usize>, right: &mut Vec<f32>, out: &mut Vec<f32>) {
+/// One tile: `a` times the transpose of a range of the rows of `w`, which are decoded into `b` unless they can be read in place.
+fn tile_nt(a: Strided<'_>, w: &In<'_>, range: Range<usize>, b: &mut Vec<f32>, out: &mut Vec<f32>) {
     let direct = w.strided(range.clone(), 0..w.cols);
     if direct.is_none() {
-        right.resize(range.len() * w.cols, 0.0);
-        decode(w, range.clone(), right);
+        b.resize(range.len() * w.cols, 0.0);
+        decode(w, range.clone(), b);
     }
-    let b = direct.unwrap_or_else(|| Strided::new(right, range.len(), w.cols));
-    out.resize(left.rows() * range.len(), 0.0);
-    matmul(out, left, b.transposed(), false);
+    let b = direct.unwrap_or_else(|| Strided::new(b, range.len(), w.cols));
+    out.resize(a.rows() * range.len(), 0.0);
+    matmul(out, a, b.transposed(), false);
 }
 
-/// Computes `x w^T` block by block and hands each block to `finish` with the part of `out` it belongs to. Each block is one
-/// thread's work from decoding the weight to storing the result, so threads never wait for each other inside a product.
-fn products(mut out: Out<'_>, x: &In<'_>, w: &In<'_>, columns: Columns, finish: impl Fn(Block<'_>, Out<'_>) + Sync) {
-    let Columns { first, up, unit } = columns;
-    let step = (BLOCK_COLS / unit).max(1) * unit;
-    let chunk = (LEFT_VALUES / x.cols.max(1) / BLOCK_ROWS).max(1) * BLOCK_ROWS;
-    let mut left = Vec::new();
+/// Computes `x w^T` tile by tile and passes each tile to `epilogue` with the part of `out` it belongs to. One thread does all the
+/// work of a tile, from decoding the weight to storing the result, so threads never wait for each other inside a GEMM.
+fn gemm_nt(mut out: Out<'_>, x: &In<'_>, w: &In<'_>, weight_rows: WeightRows, epilogue: impl Fn(Tile<'_>, Out<'_>) + Sync) {
+    let WeightRows { first, up, unit } = weight_rows;
+    let step = (TILE_N / unit).max(1) * unit;
+    let chunk = (MAX_DECODED_A / x.cols.max(1) / TILE_M).max(1) * TILE_M;
+    let mut decoded = Vec::new();
     for start in (0..x.rows).step_by(chunk) {
         let rows = start..(start + chunk).min(x.rows);
         if x.strided(rows.clone(), 0..x.cols).is_none() {
-            left.resize(rows.len() * x.cols, 0.0);
-            left.par_chunks_mut(ROWS_PER_TASK * x.cols.max(1)).enumerate().for_each(|(i, to)| {
+            decoded.resize(rows.len() * x.cols, 0.0);
+            decoded.par_chunks_mut(ROWS_PER_TASK * x.cols.max(1)).enumerate().for_each(|(i, to)| {
                 decode(x, rows.start + i * ROWS_PER_TASK..rows.end, to);
             });
         }
-        // Blocks of equal height, so that the last is not a sliver.
-        let height = rows.len().div_ceil(rows.len().div_ceil(BLOCK_ROWS));
+        // Tiles of equal height, so that the last one is not much smaller than the others.
+        let height = rows.len().div_ceil(rows.len().div_ceil(TILE_M));
         let pieces = out.part(rows.clone(), 0..out.cols).split_rows(height);
         let tasks = pieces.into_iter().flat_map(|(r, piece)| piece.split_cols(step).into_iter().map(move |(c, p)| (r, c, p)));
-        for_tasks(tasks.collect(), |s: &mut ProductScratch, (r, c, out): (usize, usize, Out<'_>)| {
+        for_tasks(tasks.collect(), |s: &mut GemmScratch, (r, c, out): (usize, usize, Out<'_>)| {
             let block = rows.start + r..rows.start + r + out.rows;
             let a = match x.strided(block.clone(), 0..x.cols) {
                 Some(direct) => direct,
-                None => Strided::new(&left[r * x.cols..], out.rows, x.cols),
+                None => Strided::new(&decoded[r * x.cols..], out.rows, x.cols),
             };
             let range = first + c..first + c + out.cols;
-            multiply(a, w, range.clone(), &mut s.right, &mut s.values);
+            tile_nt(a, w, range.clone(), &mut s.b, &mut s.values);
             match up {
-                Some(up) => multiply(a, w, range.start + up..range.end + up, &mut s.right, &mut s.up),
+                Some(up) => tile_nt(a, w, range.start + up..range.end + up, &mut s.b, &mut s.up),
                 None => s.up.clear(),
             }
-            finish(Block { rows: block, cols: c..c + out.cols, values: &mut s.values, up: &s.up }, out);
+            epilogue(Tile { rows: block, cols: c..c + out.cols, values: &mut s.values, up: &s.up }, out);
         });
     }
 }
 
 pub fn linear(out: Out<'_>, x: In<'_>, w: In<'_>, bias: Option<In<'_>>) {
     let bias = bias.map(|b| b.row_vec(0));
-    products(out, &x, &w, Columns { first: 0, up: None, unit: 1 }, |mut block, mut out| {
-        let cols = block.cols.clone();
-        for (r, row) in block.rows() {
+    gemm_nt(out, &x, &w, WeightRows { first: 0, up: None, unit: 1 }, |mut tile, mut out| {
+        let cols = tile.cols.clone();
+        for (r, row) in tile.rows() {
             if let Some(bias) = &bias {
                 row.iter_mut().zip(&bias[cols.clone()]).for_each(|(v, b)| *v += b);
             }
@@ -239,10 +240,10 @@ pub fn linear(out: Out<'_>, x: In<'_>, w: In<'_>, bias: Option<In<'_>>) {
 pub fn linear_gate_residual(into: Out<'_>, x: In<'_>, w: In<'_>, bias: Option<In<'_>>, gate: Option<In<'_>>) {
     let bias = bias.map_or_else(|| vec![0.0; w.rows], |b| b.row_vec(0));
     let gate = gate.map_or_else(|| vec![1.0; w.rows], |g| g.row_vec(0));
-    products(into, &x, &w, Columns { first: 0, up: None, unit: 1 }, |mut block, mut out| {
-        let (bias, gate) = (&bias[block.cols.clone()], &gate[block.cols.clone()]);
-        let mut residual = [0.0; BLOCK_COLS];
-        for (r, row) in block.rows() {
+    gemm_nt(into, &x, &w, WeightRows { first: 0, up: None, unit: 1 }, |mut tile, mut out| {
+        let (bias, gate) = (&bias[tile.cols.clone()], &gate[tile.cols.clone()]);
+        let mut residual = [0.0; TILE_N];
+        for (r, row) in tile.rows() {
             let residual = &mut residual[..row.len()];
             out.load(r, 0, residual);
             for (((v, r), g), b) in row.iter_mut().zip(residual).zip(gate).zip(bias) {
@@ -254,10 +255,10 @@ pub fn linear_gate_residual(into: Out<'_>, x: In<'_>, w: In<'_>, bias: Option<In
 }
 
 fn swiglu(out: Out<'_>, x: &In<'_>, w: &In<'_>, first: usize) {
-    let columns = Columns { first, up: Some(out.cols), unit: 1 };
-    products(out, x, w, columns, |mut block, mut out| {
-        let (up, width) = (block.up, block.cols.len());
-        for (r, gate) in block.rows() {
+    let weight_rows = WeightRows { first, up: Some(out.cols), unit: 1 };
+    gemm_nt(out, x, w, weight_rows, |mut tile, mut out| {
+        let (up, width) = (tile.up, tile.cols.len());
+        for (r, gate) in tile.rows() {
             gate.iter_mut().zip(&up[r * width..]).for_each(|(g, u)| *g = silu(*g) * u);
             out.store(r, 0, gate);
         }
@@ -268,8 +269,8 @@ pub fn linear_swiglu(out: Out<'_>, x: In<'_>, w: In<'_>) {
     swiglu(out, &x, &w, 0);
 }
 
-/// What is done to query and key heads.
-pub struct Heads<'a> {
+/// Parameters of the qk-norm and RoPE epilogue.
+pub struct QkNormRope<'a> {
     pub q_norm: In<'a>,
     pub k_norm: In<'a>,
     pub eps: f32,
@@ -278,21 +279,20 @@ pub struct Heads<'a> {
     pub style: RopeStyle,
 }
 
-pub fn qkv(out: [Option<Out<'_>>; 3], mlp: Option<Out<'_>>, x: In<'_>, w: In<'_>, heads: &Heads<'_>) {
+pub fn qkv(out: [Option<Out<'_>>; 3], mlp: Option<Out<'_>>, x: In<'_>, w: In<'_>, heads: &QkNormRope<'_>) {
     let head_dim = heads.table.cols;
     let scaled = |norm: &In<'_>, by: f32| norm.row_vec(0).into_iter().map(|w| w * by).collect::<Vec<_>>();
     let norms = [Some(scaled(&heads.q_norm, heads.q_scale)), Some(scaled(&heads.k_norm, 1.0)), None];
     let mut first = 0;
     for (out, norm) in out.into_iter().zip(&norms) {
         let Some(out) = out else { continue };
-        let (columns, width) = (Columns { first, up: None, unit: head_dim }, out.cols);
-        products(out, &x, &w, columns, |mut block, mut out| {
-            let (rows, mut angles) = (block.rows.clone(), vec![0.0; head_dim]);
-            for (r, row) in block.rows() {
+        let (weight_rows, width) = (WeightRows { first, up: None, unit: head_dim }, out.cols);
+        gemm_nt(out, &x, &w, weight_rows, |mut tile, mut out| {
+            let (rows, mut angles) = (tile.rows.clone(), vec![0.0; head_dim]);
+            for (r, row) in tile.rows() {
                 if let Some(weight) = norm {
                     heads.table.load(rows.start + r, 0, &mut angles);
-                    row.chunks_exact_mut(head_dim)
-                        .for_each(|head| norm_and_rotate(head, weight, heads.eps, &angles, heads.style));
+                    row.chunks_exact_mut(head_dim).for_each(|head| qk_norm_rope(head, weight, heads.eps, &angles, heads.style));
                 }
                 out.store(r, 0, row);
             }
@@ -304,7 +304,7 @@ pub fn qkv(out: [Option<Out<'_>>; 3], mlp: Option<Out<'_>>, x: In<'_>, w: In<'_>
     }
 }
 
-fn norm_and_rotate(head: &mut [f32], weight: &[f32], eps: f32, angles: &[f32], style: RopeStyle) {
+fn qk_norm_rope(head: &mut [f32], weight: &[f32], eps: f32, angles: &[f32], style: RopeStyle) {
     let scale = rms_scale(head, eps);
     head.iter_mut().zip(weight).for_each(|(v, w)| *v = *v * scale * w);
     let half = head.len() / 2;
@@ -322,9 +322,9 @@ fn norm_and_rotate(head: &mut [f32], weight: &[f32], eps: f32, angles: &[f32], s
 
 // ------------------------------------------------------------------------------------------------------------- attention
 
-/// Queries and keys of one block of scores. Keys and values are decoded anew for every block of queries.
-const QUERY_BLOCK: usize = 256;
-const KEY_BLOCK: usize = 512;
+/// Queries and keys of one block of attention scores. Keys and values are decoded again for every block of queries.
+const BLOCK_Q: usize = 256;
+const BLOCK_KV: usize = 512;
 
 #[derive(Default)]
 struct AttentionScratch {
@@ -332,29 +332,30 @@ struct AttentionScratch {
     k: Vec<f32>,
     v: Vec<f32>,
     scores: Vec<f32>,
-    sums: Vec<f32>,
-    maxima: Vec<f32>,
-    out: Vec<f32>,
+    row_sum: Vec<f32>,
+    row_max: Vec<f32>,
+    acc: Vec<f32>,
 }
 
-/// What becomes of scores.
+/// How attention scores become softmax logits.
 #[derive(Clone, Copy)]
-pub struct Scores {
+pub struct LogitParams {
     pub causal: bool,
     pub scale: f32,
 }
 
-/// Attention with a running maximum: scores exist one block at a time, never as a whole.
-pub fn attention(out: Out<'_>, q: In<'_>, kv: &[(In<'_>, In<'_>)], head_dim: usize, scores: Scores) {
+/// Attention with an online softmax (Milakov and Gimelshein 2018), as in FlashAttention: scores exist one block at a time and the
+/// full score matrix is never stored.
+pub fn attention(out: Out<'_>, q: In<'_>, kv: &[(In<'_>, In<'_>)], head_dim: usize, params: LogitParams) {
     let group = q.cols / kv[0].0.cols;
     let tasks: Vec<_> = out
-        .split_rows(QUERY_BLOCK)
+        .split_rows(BLOCK_Q)
         .into_iter()
         .flat_map(|(row, piece)| piece.split_cols(head_dim).into_iter().map(move |(col, piece)| (row, col, piece)))
         .collect();
     for_tasks(tasks, |scratch: &mut AttentionScratch, (row, col, piece)| {
         let kv_col = col / head_dim / group * head_dim;
-        attend(piece, &q, kv, (row, col, kv_col), scores, scratch);
+        attend(piece, &q, kv, (row, col, kv_col), params, scratch);
     });
 }
 
@@ -363,7 +364,7 @@ fn attend(
     q: &In<'_>,
     kv: &[(In<'_>, In<'_>)],
     (row, col, kv_col): (usize, usize, usize),
-    Scores { causal, scale }: Scores,
+    LogitParams { causal, scale }: LogitParams,
     scratch: &mut AttentionScratch,
 ) {
     let (n, d) = (out.rows, out.cols);
@@ -373,43 +374,43 @@ fn attend(
         q.load(row + i, col, q_row);
         q_row.iter_mut().for_each(|v| *v *= scale);
     }
-    for (buffer, len, value) in [(&mut s.out, n * d, 0.0), (&mut s.sums, n, 0.0), (&mut s.maxima, n, f32::NEG_INFINITY)] {
+    for (buffer, len, value) in [(&mut s.acc, n * d, 0.0), (&mut s.row_sum, n, 0.0), (&mut s.row_max, n, f32::NEG_INFINITY)] {
         buffer.clear();
         buffer.resize(len, value);
     }
     for (keys, values) in kv {
-        // With a causal mask no query of this block sees a key past its last row.
+        // With a causal mask no query of this block attends to a key past the block's last row.
         let end = if causal { keys.rows.min(row + n) } else { keys.rows };
-        for start in (0..end).step_by(KEY_BLOCK) {
-            let m = KEY_BLOCK.min(end - start);
+        for start in (0..end).step_by(BLOCK_KV) {
+            let m = BLOCK_KV.min(end - start);
             for (view, buffer) in [(keys, &mut s.k), (values, &mut s.v)] {
-                buffer.resize(KEY_BLOCK * d, 0.0);
+                buffer.resize(BLOCK_KV * d, 0.0);
                 buffer.chunks_exact_mut(d).take(m).enumerate().for_each(|(j, to)| view.load(start + j, kv_col, to));
             }
             s.scores.resize(n * m, 0.0);
             matmul(&mut s.scores, Strided::new(&s.q, n, d), Strided::new(&s.k, m, d).transposed(), false);
             for i in 0..n {
                 let scores = &mut s.scores[i * m..(i + 1) * m];
-                let visible = if causal { (row + i + 1).saturating_sub(start).min(m) } else { m };
-                let (seen, hidden) = scores.split_at_mut(visible);
-                hidden.fill(0.0);
-                if visible == 0 {
+                let count = if causal { (row + i + 1).saturating_sub(start).min(m) } else { m };
+                let (visible, masked) = scores.split_at_mut(count);
+                masked.fill(0.0);
+                if count == 0 {
                     continue;
                 }
-                let maximum = maximum(seen, s.maxima[i]);
-                let correction = exp(s.maxima[i] - maximum);
-                seen.iter_mut().for_each(|v| *v = exp(*v - maximum));
-                s.sums[i] = s.sums[i] * correction + sum(seen, |v| v);
-                if s.maxima[i] != maximum {
-                    s.out[i * d..(i + 1) * d].iter_mut().for_each(|v| *v *= correction);
-                    s.maxima[i] = maximum;
+                let row_max = maximum(visible, s.row_max[i]);
+                let correction = exp(s.row_max[i] - row_max);
+                visible.iter_mut().for_each(|v| *v = exp(*v - row_max));
+                s.row_sum[i] = s.row_sum[i] * correction + sum(visible, |v| v);
+                if s.row_max[i] != row_max {
+                    s.acc[i * d..(i + 1) * d].iter_mut().for_each(|v| *v *= correction);
+                    s.row_max[i] = row_max;
                 }
             }
-            matmul(&mut s.out, Strided::new(&s.scores, n, m), Strided::new(&s.v, m, d), true);
+            matmul(&mut s.acc, Strided::new(&s.scores, n, m), Strided::new(&s.v, m, d), true);
         }
     }
-    for (i, values) in s.out.chunks_exact_mut(d).enumerate() {
-        let scale = 1.0 / s.sums[i];
+    for (i, values) in s.acc.chunks_exact_mut(d).enumerate() {
+        let scale = 1.0 / s.row_sum[i];
         values.iter_mut().for_each(|v| *v *= scale);
         out.store(i, 0, values);
     }

@@ -1,12 +1,13 @@
-//! Scalar functions and sums, written so that loops over them become vector code.
+//! Scalar functions and reductions, written so that the compiler vectorises loops over them.
 
 use std::iter::Sum;
 use std::ops::AddAssign;
 
-/// `e^x` to about one unit in the last place, without branches or calls.
+/// `e^x` to about one unit in the last place, without branches or calls: Cody-Waite range reduction and the polynomial of Cephes'
+/// `expf`.
 pub fn exp(x: f32) -> f32 {
     let x = x.clamp(-87.0, 88.0);
-    // Adding 1.5 * 2^23 rounds to the nearest integer and leaves that integer in the low bits.
+    // Adding 1.5 * 2^23 rounds to the nearest integer and leaves that integer in the low bits of the mantissa.
     const ROUND: f32 = 12_582_912.0;
     let rounded = x * std::f32::consts::LOG2_E + ROUND;
     let n = rounded - ROUND;
@@ -25,16 +26,17 @@ pub fn silu(x: f32) -> f32 {
     x / (1.0 + exp(-x))
 }
 
-/// A value within -1..1 as one within 0..255, to be rounded to a byte. The scaling is in two steps, as in the reference
+/// Maps a value within -1..1 to 0..255, to be rounded to a byte. The scaling takes two steps, each rounded, as in the reference
 /// implementation.
 pub fn to_byte(x: f32) -> f32 {
     255.0 * (0.5 * x + 0.5).clamp(0.0, 1.0)
 }
 
-/// Values that are summed side by side, a vector register or two.
+/// Number of independent accumulators, which fill one or two vector registers.
 const LANES: usize = 16;
 
-/// The sum of `f` over some values, in interleaved parts: no long chain of additions, which would be slow and less exact.
+/// The sum of `f` over all values, in [`LANES`] interleaved accumulators: one long chain of dependent additions would be slower
+/// and less accurate.
 pub fn sum<T: Copy + Default + AddAssign + Sum>(values: &[f32], f: impl Fn(f32) -> T) -> T {
     let mut parts = [T::default(); LANES];
     let (chunks, rest) = values.as_chunks::<LANES>();
@@ -45,7 +47,7 @@ pub fn sum<T: Copy + Default + AddAssign + Sum>(values: &[f32], f: impl Fn(f32) 
     parts.into_iter().sum()
 }
 
-/// The largest of some values and `start`. Skips NaN, which stays visible in what is computed from the values.
+/// The maximum of the values and `start`. It skips NaN, which still propagates through whatever is computed from the values.
 pub fn maximum(values: &[f32], start: f32) -> f32 {
     let larger = |a: f32, b: f32| if b > a { b } else { a };
     let mut parts = [start; LANES];
@@ -74,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn sums_and_maxima_take_every_value_once() {
+    fn sums_and_maxima_cover_every_value_once() {
         for len in [0, 1, 15, 16, 17, 100] {
             let values: Vec<f32> = (0..len).map(|i| (i * 7 % 101) as f32).collect();
             assert_eq!(sum(&values, f64::from), values.iter().map(|&v| f64::from(v)).sum::<f64>());

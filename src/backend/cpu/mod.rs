@@ -1,8 +1,7 @@
 //! The reference backend: f32 arithmetic on the stored types, rounding only where a result is stored.
 //!
-//! Weights are used where they are mapped; only a view that is misaligned or of another type is copied. This file owns the
-//! memory and turns descriptors into checked views; the arithmetic is in `kernels`
-//! and `image`.
+//! Weights are read in place from the mapped files; only a part that is misaligned or of another dtype is copied. This file owns
+//! the memory and resolves tensor descriptors to bounds-checked views; the arithmetic is in `kernels` and `image`.
 #![allow(unsafe_code)]
 
 mod image;
@@ -29,12 +28,12 @@ pub struct Cpu {
     weights: Vec<Segment>,
     arena: Buffer,
     high_water: u64,
-    /// Threads of its own; without them, those of whoever calls.
+    /// The backend's own threads; without a pool it runs on those of the caller.
     pool: Option<rayon::ThreadPool>,
     stop: Arc<AtomicBool>,
 }
 
-/// A run of weight bytes and the place in the weight region it stands for.
+/// Consecutive bytes of a weight and the range of the weight region that they represent.
 struct Segment {
     range: Range<u64>,
     data: SegmentData,
@@ -56,7 +55,7 @@ impl Segment {
     }
 }
 
-/// Zeroed memory at [`ALIGN`], untouched pages of which cost nothing.
+/// Zeroed memory aligned to [`ALIGN`]. The system commits a page only when it is first touched.
 struct Buffer {
     ptr: NonNull<u8>,
     len: usize,
@@ -95,20 +94,21 @@ impl Drop for Buffer {
     }
 }
 
-/// Debug builds fill working memory that holds nothing of value with NaN, so that a read of it cannot go unnoticed.
+/// Debug builds poison unused working memory with NaN, so that reading it shows up in the results.
 const POISON: bool = cfg!(debug_assertions);
 
 impl Cpu {
-    /// A backend with `threads` workers of its own (0: one per core). Ops end with [`Error::Interrupted`] once `stop` is set.
+    /// A backend with its own pool of `threads` workers (0: one per core). Once `stop` is set, ops fail with
+    /// [`Error::Interrupted`].
     pub fn new(threads: usize, stop: Arc<AtomicBool>) -> Result<Self> {
-        // Never zero, for which the environment would say how many.
+        // rayon takes zero as permission to read the number of threads from the environment.
         let count = if threads == 0 { threads::cores() } else { threads };
         let pool = rayon::ThreadPoolBuilder::new().num_threads(count).stack_size(threads::STACK).build();
         let pool = pool.map_err(|error| Error::Threads { count, why: error.to_string() })?;
         Ok(Self { pool: Some(pool), ..Self::shared(stop) })
     }
 
-    /// A backend that works on the threads of whoever calls it: the pool that the caller is in, or that of the process.
+    /// A backend that runs on the caller's threads: the rayon pool that the caller is in, or the global one.
     pub fn shared(stop: Arc<AtomicBool>) -> Self {
         Self { weights: Vec::new(), arena: Buffer::EMPTY, high_water: 0, pool: None, stop }
     }
@@ -118,7 +118,7 @@ impl Cpu {
         self.pool.as_ref().map_or_else(rayon::current_num_threads, rayon::ThreadPool::current_num_threads)
     }
 
-    /// Does something on the backend's threads.
+    /// Runs `work` on the backend's threads.
     fn on_threads<R: Send>(&self, work: impl FnOnce() -> R + Send) -> R {
         match &self.pool {
             Some(pool) => pool.install(work),
@@ -126,7 +126,7 @@ impl Cpu {
         }
     }
 
-    /// The highest byte of working memory that any op or transfer has touched.
+    /// High-water mark of working memory: the end of the highest range that an op or transfer has accessed.
     pub fn high_water(&self) -> u64 {
         self.high_water
     }
@@ -139,7 +139,7 @@ impl Cpu {
         Error::Op { op, what: format!("{tensor:?} lies outside its memory") }
     }
 
-    /// Views rely on this: both memories start aligned, so a tensor is aligned if its offset is.
+    /// Checks what the views rely on. Both regions start at aligned addresses, so a tensor is aligned if its offset is.
     fn check_alignment(tensor: Tensor, op: &'static str) -> Result<()> {
         if tensor.offset.is_multiple_of(tensor.dtype.size() as u64) {
             return Ok(());
@@ -147,7 +147,7 @@ impl Cpu {
         Err(Error::Op { op, what: format!("{tensor:?} is misaligned") })
     }
 
-    /// A view to read from.
+    /// A view for reading.
     fn input(&self, tensor: Tensor, op: &'static str) -> Result<In<'_>> {
         let extent = tensor.extent();
         if tensor.is_empty() {
@@ -165,7 +165,7 @@ impl Cpu {
             Region::Weights => {
                 let row_bytes = (tensor.stride * tensor.dtype.size()) as u64;
                 let first = self.weights.partition_point(|s| s.range.end <= extent.start);
-                let mut runs = Vec::new();
+                let mut spans = Vec::new();
                 let mut at = extent.start;
                 for segment in &self.weights[first..] {
                     if at >= extent.end || segment.range.start > at {
@@ -173,29 +173,30 @@ impl Cpu {
                     }
                     let skip = (at - segment.range.start) as usize;
                     // SAFETY: `skip` is less than the segment's length because the segment contains `at`.
-                    runs.push((((at - extent.start) / row_bytes) as usize, unsafe { segment.as_ptr().add(skip) }));
+                    spans.push((((at - extent.start) / row_bytes) as usize, unsafe { segment.as_ptr().add(skip) }));
                     at = segment.range.end;
                 }
-                // A run begins at a whole row of the weight, which is a row of the view only if the view has all columns.
-                if at < extent.end || (runs.len() > 1 && tensor.cols != tensor.stride) {
+                // A span begins at a row of the weight, which is a row of the view only if the view has all columns.
+                if at < extent.end || (spans.len() > 1 && tensor.cols != tensor.stride) {
                     return Err(Self::outside(tensor, op));
                 }
-                // SAFETY: the runs cover the extent without a gap, each row inside one run, and live as long as `self`.
-                Ok(unsafe { In::new(tensor, runs) })
+                // SAFETY: the spans cover the extent without a gap, each row lies inside one span, and they live as long as
+                // `self`.
+                Ok(unsafe { In::new(tensor, spans) })
             }
         }
     }
 
-    /// A view to write to.
+    /// A view for writing.
     ///
     /// # Safety
-    /// No other view that overlaps the tensor may be used while this one is: [`Op::check`] sees to that.
+    /// No other view that overlaps the tensor may be used while this one is, which [`Op::check`] ensures.
     unsafe fn output(&self, tensor: Tensor, op: &'static str) -> Result<Out<'_>> {
         if tensor.region != Region::Arena || tensor.extent().end > self.arena.len as u64 {
             return Err(Self::outside(tensor, op));
         }
         Self::check_alignment(tensor, op)?;
-        // SAFETY: the extent lies inside the arena; exclusivity is the caller's promise.
+        // SAFETY: the extent lies inside the arena; the caller guarantees exclusive access.
         Ok(unsafe { Out::new(tensor, self.arena.ptr.as_ptr().add(tensor.offset as usize)) })
     }
 
@@ -209,7 +210,7 @@ impl Cpu {
         let name = op.name();
         let read = |t: Tensor| self.input(t, name);
         let read_opt = |t: Option<Tensor>| t.map(read).transpose();
-        // SAFETY: `Op::check` has refused operands that overlap a written one.
+        // SAFETY: `Op::check` has rejected operands that overlap a written one.
         let write = |t: Tensor| unsafe { self.output(t, name) };
         match op {
             Op::Embed { out, ids, table } => kernels::embed(write(out)?, read(ids)?, read(table)?)?,
@@ -239,7 +240,7 @@ impl Cpu {
             }
             Op::Qkv(streams) => {
                 for s in streams {
-                    let heads = kernels::Heads {
+                    let heads = kernels::QkNormRope {
                         q_norm: read(s.norm.q)?,
                         k_norm: read(s.norm.k)?,
                         eps: s.norm.eps,
@@ -253,7 +254,7 @@ impl Cpu {
             }
             Op::Attention { out, q, kv, head_dim, causal, scale, .. } => {
                 let kv = kv.iter().map(|s| Ok((read(s.k)?, read(s.v)?))).collect::<Result<Vec<_>>>()?;
-                kernels::attention(write(out)?, read(q)?, &kv, head_dim, kernels::Scores { causal, scale });
+                kernels::attention(write(out)?, read(q)?, &kv, head_dim, kernels::LogitParams { causal, scale });
             }
             Op::Conv { out, x, w, width, height, sampling, residual, stats } => {
                 let geometry = image::Geometry { width, height, sampling };
@@ -314,7 +315,8 @@ impl Backend for Cpu {
             };
             if elements > 0 {
                 let index = self.weights.partition_point(|s| s.range.end <= at);
-                // What was there goes, even what is only touched: reading the rest of it is an error from now on.
+                // Segments that overlap the new one are dropped, even if only in part: reading the rest of them is an error from
+                // now on.
                 let taken = index + self.weights[index..].partition_point(|s| s.range.start < end);
                 self.weights.splice(index..taken, [Segment { range: at..end, data }]);
             }

@@ -1,5 +1,5 @@
-//! Typed views of raw memory, and the one call into the matrix product library. All that is unsafe about the arithmetic is
-//! here, behind functions that check their bounds.
+//! Typed views of raw memory, and the one call into the `gemm` crate. All unsafe code of the arithmetic is here, behind functions
+//! that check their bounds.
 #![allow(unsafe_code)]
 
 use crate::tensor::{DType, Tensor};
@@ -8,7 +8,7 @@ use half::{bf16, f16};
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// A matrix to read from. Its rows may lie in several runs of memory, as a weight's do that a file stores in parts.
+/// A matrix to read from. Its rows may lie in several spans of memory: a checkpoint may store a weight in several parts.
 #[derive(Clone)]
 pub struct In<'a> {
     /// Number of rows.
@@ -17,36 +17,36 @@ pub struct In<'a> {
     pub cols: usize,
     dtype: DType,
     pitch: usize,
-    /// First row of each run and its address.
-    runs: Vec<(usize, *const u8)>,
+    /// First row of each span and its address.
+    spans: Vec<(usize, *const u8)>,
     lifetime: PhantomData<&'a [u8]>,
 }
 
-// SAFETY: an `In` only reads, and nothing writes to what it covers while it lives (the promise made to `In::new`).
+// SAFETY: an `In` only reads, and nothing writes to the memory it covers while it lives (the contract of `In::new`).
 unsafe impl Send for In<'_> {}
 // SAFETY: as above.
 unsafe impl Sync for In<'_> {}
 
 impl<'a> In<'a> {
     /// # Safety
-    /// Every row of `tensor` must lie inside one of `runs`, aligned to its type, valid and unwritten for `'a`.
-    pub unsafe fn new(tensor: Tensor, runs: Vec<(usize, *const u8)>) -> Self {
+    /// Every row of `tensor` must lie inside one of `spans`, aligned to its type, valid and unwritten for `'a`.
+    pub unsafe fn new(tensor: Tensor, spans: Vec<(usize, *const u8)>) -> Self {
         let pitch = tensor.stride * tensor.dtype.size();
-        Self { rows: tensor.rows, cols: tensor.cols, dtype: tensor.dtype, pitch, runs, lifetime: PhantomData }
+        Self { rows: tensor.rows, cols: tensor.cols, dtype: tensor.dtype, pitch, spans, lifetime: PhantomData }
     }
 
-    /// A view of nothing.
+    /// A view of a tensor without elements.
     pub fn empty(tensor: Tensor) -> Self {
         let Tensor { rows, cols, dtype, .. } = tensor;
         debug_assert!(tensor.is_empty());
-        Self { rows, cols, dtype, pitch: 0, runs: Vec::new(), lifetime: PhantomData }
+        Self { rows, cols, dtype, pitch: 0, spans: Vec::new(), lifetime: PhantomData }
     }
 
     fn row(&self, r: usize, first: usize, len: usize) -> *const u8 {
         assert!(r < self.rows && first + len <= self.cols, "row {r}, columns {first}..+{len} of {}x{}", self.rows, self.cols);
-        let run = self.runs.partition_point(|&(start, _)| start <= r) - 1;
-        let (start, ptr) = self.runs[run];
-        // SAFETY: the row lies inside the run and the column inside the row.
+        let span = self.spans.partition_point(|&(start, _)| start <= r) - 1;
+        let (start, ptr) = self.spans[span];
+        // SAFETY: the row lies inside the span and the columns inside the row.
         unsafe { ptr.add((r - start) * self.pitch + first * self.dtype.size()) }
     }
 
@@ -58,7 +58,7 @@ impl<'a> In<'a> {
         }
     }
 
-    /// Part of a row as it is stored.
+    /// Copies the bytes of part of a row.
     pub fn bytes(&self, r: usize, first: usize, to: &mut [u8]) {
         assert_eq!(self.dtype, DType::U8);
         if !to.is_empty() {
@@ -68,7 +68,7 @@ impl<'a> In<'a> {
         }
     }
 
-    /// One row as a vector of its own.
+    /// One decoded row.
     pub fn row_vec(&self, r: usize) -> Vec<f32> {
         let mut v = vec![0.0; self.cols];
         self.load(r, 0, &mut v);
@@ -83,9 +83,9 @@ impl<'a> In<'a> {
         unsafe { ptr.cast::<u32>().read() }
     }
 
-    /// The matrix as an operand of a product, if it is f32 in one run.
+    /// A part of the matrix as a GEMM operand, if it is f32 and lies in one span.
     pub fn strided(&self, rows: Range<usize>, cols: Range<usize>) -> Option<Strided<'_>> {
-        if self.dtype != DType::F32 || self.runs.len() != 1 || rows.is_empty() || cols.is_empty() {
+        if self.dtype != DType::F32 || self.spans.len() != 1 || rows.is_empty() || cols.is_empty() {
             return None;
         }
         self.row(rows.end - 1, cols.start, cols.len());
@@ -95,7 +95,7 @@ impl<'a> In<'a> {
     }
 }
 
-/// A matrix to write to. Splitting it hands out disjoint pieces, which is how threads share one output.
+/// A matrix to write to. It can be split into disjoint parts, so that threads can share one output.
 pub struct Out<'a> {
     /// Number of rows.
     pub rows: usize,
@@ -107,7 +107,7 @@ pub struct Out<'a> {
     lifetime: PhantomData<&'a mut [u8]>,
 }
 
-// SAFETY: an `Out` is the only view of what it covers (the promise made to `Out::new`), so it may move to another thread.
+// SAFETY: an `Out` is the only view of the memory it covers (the contract of `Out::new`), so it may move to another thread.
 unsafe impl Send for Out<'_> {}
 
 impl<'a> Out<'a> {
@@ -159,7 +159,7 @@ impl<'a> Out<'a> {
         unsafe { ptr.cast::<u32>().write(id) }
     }
 
-    /// Reads back what is there, for outputs that are updated.
+    /// Decodes part of a row, for outputs that are updated.
     pub fn load(&self, r: usize, first: usize, to: &mut [f32]) {
         if !to.is_empty() {
             // SAFETY: `at` has checked that `to.len()` aligned elements follow.
@@ -167,33 +167,33 @@ impl<'a> Out<'a> {
         }
     }
 
-    /// A part of it, borrowed.
+    /// Borrows a sub-matrix.
     pub fn part(&mut self, rows: Range<usize>, cols: Range<usize>) -> Out<'_> {
         let ptr = if rows.is_empty() || cols.is_empty() { self.ptr } else { self.at(rows.start, cols.start, cols.len()) };
         assert!(rows.end <= self.rows && cols.end <= self.cols);
         Out { rows: rows.len(), cols: cols.len(), ptr, lifetime: PhantomData, ..*self }
     }
 
-    /// Pieces of `step` rows (the last may be shorter), each with its first row.
+    /// Splits the matrix into parts of `step` rows (the last may have fewer), each with its first row.
     pub fn split_rows(self, step: usize) -> Vec<(usize, Out<'a>)> {
         let Self { rows, cols, dtype, pitch, ptr, .. } = self;
         (0..rows)
             .step_by(step)
             .map(|first| {
-                // SAFETY: pieces are disjoint rows of a view that is consumed here.
+                // SAFETY: the parts are disjoint rows of a view that is consumed here.
                 let ptr = unsafe { ptr.add(first * pitch) };
                 (first, Out { rows: step.min(rows - first), cols, dtype, pitch, ptr, lifetime: PhantomData })
             })
             .collect()
     }
 
-    /// Pieces of `step` columns (the last may be narrower), each with its first column.
+    /// Splits the matrix into parts of `step` columns (the last may have fewer), each with its first column.
     pub fn split_cols(self, step: usize) -> Vec<(usize, Out<'a>)> {
         let Self { rows, cols, dtype, pitch, ptr, .. } = self;
         (0..cols)
             .step_by(step)
             .map(|first| {
-                // SAFETY: pieces are disjoint columns of a view that is consumed here.
+                // SAFETY: the parts are disjoint columns of a view that is consumed here.
                 let ptr = unsafe { ptr.add(first * dtype.size()) };
                 (first, Out { rows, cols: step.min(cols - first), dtype, pitch, ptr, lifetime: PhantomData })
             })
@@ -231,7 +231,7 @@ fn round_bf16(value: f32) -> bf16 {
     bf16::from_bits(if value.is_nan() { (bits >> 16) as u16 | 0x40 } else { rounded as u16 })
 }
 
-/// An f32 operand of a matrix product.
+/// An f32 operand of a GEMM.
 #[derive(Clone, Copy)]
 pub struct Strided<'a> {
     ptr: *const f32,
@@ -242,7 +242,7 @@ pub struct Strided<'a> {
     lifetime: PhantomData<&'a [f32]>,
 }
 
-// SAFETY: it only reads memory that is borrowed for its lifetime.
+// SAFETY: a `Strided` only reads memory that is borrowed for its lifetime.
 unsafe impl Sync for Strided<'_> {}
 // SAFETY: as above.
 unsafe impl Send for Strided<'_> {}
@@ -259,18 +259,18 @@ impl<'a> Strided<'a> {
         self.rows
     }
 
-    /// Rows and columns exchanged.
+    /// The transposed matrix.
     pub fn transposed(self) -> Self {
         Self { rows: self.cols, cols: self.rows, row: self.col, col: self.row, ..self }
     }
 }
 
-/// `out = a b`, or `out += a b`; `out` is row-major and contiguous. Runs on the calling thread: callers cut the work.
+/// `out = a b`, or `out += a b`; `out` is row-major and contiguous. Runs on the calling thread only: callers split the work.
 pub fn matmul(out: &mut [f32], a: Strided<'_>, b: Strided<'_>, accumulate: bool) {
     let (m, n, k) = (a.rows, b.cols, a.cols);
     assert!(b.rows == k && out.len() >= m * n, "{m}x{k} by {}x{n} into {}", b.rows, out.len());
     let (alpha, beta) = (1.0, 1.0); // out = alpha * out (if accumulating) + beta * a b
-    // SAFETY: the operands' constructors and the assertion above have checked every address the product touches; `out` is
+    // SAFETY: the operands' constructors and the assertion above have checked every address that the GEMM accesses; `out` is
     // borrowed mutably, so it overlaps neither operand.
     unsafe {
         gemm::gemm(

@@ -6,7 +6,7 @@ use super::launch::Kernel;
 use super::ops::{NONE, dtype, in_words};
 use super::tile::{Deal, deal_to_clusters};
 use super::{Choice, Cuda};
-use crate::backend::KeyValues;
+use crate::backend::KvSegment;
 use crate::error::{Error, Result};
 use crate::tensor::DType;
 use std::f32::consts::LOG2_E;
@@ -20,7 +20,7 @@ const PACKED: u32 = 4;
 
 /// What is attended to, and how.
 pub struct Attended<'a> {
-    pub kv: &'a [KeyValues],
+    pub kv: &'a [KvSegment],
     pub head_dim: usize,
     pub causal: bool,
     pub scale: f32,

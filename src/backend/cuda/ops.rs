@@ -1,7 +1,7 @@
 //! From an op to launches: descriptors become parameters, shapes become grids. Which kernel an op takes is decided here, from
 //! its shapes alone.
 
-use super::super::{Access, Conv, GatedProduct, GroupNorm, LatentStats, Op, Product, Sampling};
+use super::super::{Access, Conv, GatedGemm, Gemm, GroupNorm, LatentStats, Op, Sampling};
 use super::abi::{self, KlMat};
 use super::attention::Attended;
 use super::gemm::{Job, aligned};
@@ -218,16 +218,15 @@ impl Cuda {
                 Ok(())
             }
             Op::Linear(streams) => {
-                let job = |s: &Product<'_>| Job { out: s.out, x: s.x, w: *s.w, epilogue: abi::KL_STORE, gate: None };
+                let job = |s: &Gemm<'_>| Job { out: s.out, x: s.x, w: *s.w, epilogue: abi::KL_STORE, gate: None };
                 self.products(name, &streams.iter().map(job).collect::<Vec<_>>())
             }
             Op::LinearSwiglu(streams) => {
-                let job = |s: &Product<'_>| Job { out: s.out, x: s.x, w: *s.w, epilogue: abi::KL_SWIGLU, gate: None };
+                let job = |s: &Gemm<'_>| Job { out: s.out, x: s.x, w: *s.w, epilogue: abi::KL_SWIGLU, gate: None };
                 self.products(name, &streams.iter().map(job).collect::<Vec<_>>())
             }
             Op::LinearGateResidual(streams) => {
-                let job =
-                    |s: &GatedProduct<'_>| Job { out: s.into, x: s.x, w: *s.w, epilogue: abi::KL_GATE_RESIDUAL, gate: s.gate };
+                let job = |s: &GatedGemm<'_>| Job { out: s.into, x: s.x, w: *s.w, epilogue: abi::KL_GATE_RESIDUAL, gate: s.gate };
                 self.products(name, &streams.iter().map(job).collect::<Vec<_>>())
             }
             Op::Qkv(streams) => self.qkv(name, streams),

@@ -1,15 +1,15 @@
-//! The bits of coded data, between one marker and the next (ITU T.81, B.1.1.5 and F.2.2.5).
+//! The bit reader of entropy-coded data, between one marker and the next (ITU T.81, B.1.1.5 and F.2.2.5).
 //!
-//! Bits that are not in the file are never made up: a code that would need them is a [`Flaw`].
+//! Missing bits are never filled in: a code that would need them is a [`Flaw`].
 
 use super::Flaw;
 use super::huffman::Codes;
 
-/// A position in the coded data of a scan.
+/// A position in the entropy-coded data of a scan.
 pub(super) struct Bits<'a> {
     data: &'a [u8],
     at: usize,
-    /// The next bits, the first of them at the top. Below the `count` valid ones there may be more, which do not count yet.
+    /// The bit buffer, whose top `count` bits are valid. Bits below those may be set already, but are not counted yet.
     ahead: u64,
     count: u32,
 }
@@ -19,13 +19,13 @@ impl<'a> Bits<'a> {
         Self { data, at: 0, ahead: 0, count: 0 }
     }
 
-    /// Reads bytes until more than 56 bits are ahead, or as far as the next marker.
+    /// Refills the buffer to more than 56 bits, or up to the next marker.
     fn fill(&mut self) {
         const HIGH: u64 = 0x8080_8080_8080_8080;
         const ONES: u64 = 0x0101_0101_0101_0101;
         if let Some(bytes) = self.data.get(self.at..).and_then(|rest| rest.first_chunk()) {
             let word = u64::from_be_bytes(*bytes);
-            // No byte is FF if and only if no byte of the complement is zero.
+            // The word has no byte FF if and only if its complement has no zero byte.
             if (!word).wrapping_sub(ONES) & word & HIGH == 0 {
                 self.ahead |= word >> self.count;
                 let bytes = (63 - self.count) / 8;
@@ -36,7 +36,7 @@ impl<'a> Bits<'a> {
         }
         while self.count <= 56 {
             let (byte, length) = match self.data.get(self.at..) {
-                // A byte FF of data is followed by a stuffed zero; with anything else behind it, it is a marker.
+                // A data byte FF is followed by a stuffed zero; FF followed by anything else is a marker.
                 Some([0xFF, 0, ..]) => (0xFF, 2),
                 Some([0xFF, ..] | []) | None => return,
                 Some([byte, ..]) => (*byte, 1),
@@ -47,14 +47,14 @@ impl<'a> Bits<'a> {
         }
     }
 
-    /// Takes `length` bits (1 to 16) that were looked at.
+    /// Consumes `length` bits (1 to 16).
     fn take(&mut self, length: u32) -> Result<(), Flaw> {
         self.count = self.count.checked_sub(length).ok_or(Flaw::Short)?;
         self.ahead <<= length;
         Ok(())
     }
 
-    /// Decodes the next symbol (F.2.2.3). After it, 15 more bits are ahead if the data has them.
+    /// Decodes the next symbol (DECODE of F.2.2.3). Afterwards at least 15 more bits are buffered, if the data has them.
     #[inline(always)]
     pub(super) fn symbol(&mut self, codes: &Codes) -> Result<u8, Flaw> {
         if self.count < 32 {
@@ -66,7 +66,9 @@ impl<'a> Bits<'a> {
         Ok(symbol)
     }
 
-    /// The next `length` bits, at most 15, as a number. They must follow a symbol, which sees to it that they are ahead.
+    /// The next `length` bits, at most 15, as a number (RECEIVE of F.2.2.4). They must follow a symbol, whose decoding has
+    /// buffered
+    /// them.
     #[inline(always)]
     pub(super) fn number(&mut self, length: u8) -> Result<i32, Flaw> {
         if length == 0 {
@@ -77,7 +79,7 @@ impl<'a> Bits<'a> {
         Ok(number)
     }
 
-    /// The next `length` bits as a number with a sign (EXTEND of F.2.2.1): those with the top bit zero are negative.
+    /// The next `length` bits as a signed number (EXTEND of F.2.2.1): a number whose top bit is zero is negative.
     #[inline(always)]
     pub(super) fn signed(&mut self, length: u8) -> Result<i32, Flaw> {
         let number = self.number(length)?;
@@ -96,7 +98,7 @@ impl<'a> Bits<'a> {
         Ok(bit)
     }
 
-    /// Passes over a restart marker, which must be the next thing after the rest of a byte, and the one with this number.
+    /// Skips a restart marker, which must follow after the padding of the current byte and must have this number.
     pub(super) fn restart(&mut self, number: u8) -> Result<(), Flaw> {
         self.fill();
         let rest = self.data.get(self.at..).unwrap_or_default();
@@ -125,7 +127,7 @@ mod tests {
         assert_eq!(bits.restart(1), Err(Flaw::Restart));
         bits.restart(0).unwrap();
         assert_eq!(bits.bit(), Ok(true));
-        // The rest of a byte is filling, and a marker may be preceded by FF; but a whole byte is something else.
+        // The rest of a byte is padding, and a marker may be preceded by fill bytes FF; but a whole byte of data is an error.
         bits.restart(1).unwrap();
         assert_eq!((bits.bit(), bits.bit()), (Ok(false), Ok(true)));
         assert_eq!(Bits::new(&[0x12, 0xFF, 0xD0]).restart(0), Err(Flaw::Restart));
@@ -133,8 +135,8 @@ mod tests {
     }
 
     #[test]
-    fn long_data_is_read_as_short_data_is() {
-        // Words of eight bytes at once, and single bytes around an FF, in every position to each other.
+    fn words_and_single_bytes_read_the_same_bits() {
+        // The reader takes words of eight bytes, but single bytes around an FF; the data has both at all relative positions.
         let plain: Vec<u8> = (0..200u32).map(|i| if i % 23 == 7 || i % 41 < 2 { 0xFF } else { (i * 89 + 3) as u8 }).collect();
         let coded: Vec<u8> = plain.iter().flat_map(|&b| if b == 0xFF { vec![b, 0] } else { vec![b] }).collect();
         for length in 1..=15u8 {

@@ -1,24 +1,24 @@
-//! What the components of an image mean, and their conversion to RGB as Pillow and libjpeg do it.
+//! The colour space of an image, and its conversion to RGB as in libjpeg and Pillow.
 
 use super::frame::Frame;
 
-/// What markers before the first scan say about colours.
+/// What the markers before the first scan tell about the colour space.
 #[derive(Clone, Copy, Default)]
 pub(in crate::reference) struct Notes {
-    /// There is a JFIF header.
+    /// Whether there is a JFIF header.
     pub(in crate::reference) jfif: bool,
-    /// The transform that Adobe's marker names.
+    /// The colour transform of the Adobe marker.
     pub(in crate::reference) adobe: Option<u8>,
 }
 
 impl Notes {
-    /// Looks at the data of an APP0 segment.
+    /// Reads the data of an APP0 segment.
     pub(in crate::reference) fn read_app0(&mut self, data: &[u8]) {
-        // As long as a JFIF header is.
+        // 14 bytes is the length of a JFIF header.
         self.jfif |= data.len() >= 14 && data.starts_with(b"JFIF\0");
     }
 
-    /// Looks at the data of an APP14 segment.
+    /// Reads the data of an APP14 segment.
     pub(in crate::reference) fn read_app14(&mut self, data: &[u8]) {
         if let (Some(&transform), true) = (data.get(11), data.starts_with(b"Adobe")) {
             self.adobe = Some(transform);
@@ -37,7 +37,7 @@ pub(super) enum Colours {
 }
 
 impl Colours {
-    /// The rules of libjpeg. JFIF knows no RGB; Adobe's marker says what there is; otherwise the ids are a hint.
+    /// The rules of libjpeg: JFIF has no RGB, the Adobe marker is explicit, and otherwise the component ids are a hint.
     pub(super) fn of(frame: &Frame, notes: Notes) -> Self {
         let ids: Vec<u8> = frame.components.iter().map(|c| c.id).collect();
         match (ids.as_slice(), notes.jfif, notes.adobe) {
@@ -50,18 +50,18 @@ impl Colours {
         }
     }
 
-    /// Converts a row of samples, a slice for each component. Slices may be longer than the row.
+    /// Converts a row of samples, one slice per component. Slices may be longer than the row.
     pub(super) fn convert(self, rows: &[&[u8]], out: &mut [u8]) {
         let pixels = out.as_chunks_mut::<3>().0;
         match (self, rows) {
             (Self::Grey, [grey]) => pixels.iter_mut().zip(*grey).for_each(|(pixel, &v)| *pixel = [v; 3]),
             (Self::Rgb, [r, g, b]) => each(pixels, [r, g, b], |rgb| rgb),
             (Self::YCbCr, [y, cb, cr]) => each(pixels, [y, cb, cr], ycc_to_rgb),
-            // Inks are stored inverted: 255 is none.
+            // Inks are stored inverted: 255 is no ink.
             (Self::Cmyk, [c, m, y, k]) => {
                 each(pixels, [c, m, y, k], |[c, m, y, k]| ink_to_rgb([255 - c, 255 - m, 255 - y], 255 - k))
             }
-            // Taken as a colour, the first three are the inks themselves.
+            // Converted to RGB, the first three components are the inks themselves.
             (Self::Ycck, [y, cb, cr, k]) => {
                 each(pixels, [y, cb, cr, k], |[y, cb, cr, k]| ink_to_rgb(ycc_to_rgb([y, cb, cr]), 255 - k))
             }
@@ -72,14 +72,14 @@ impl Colours {
 
 #[inline(always)]
 fn each<const N: usize>(pixels: &mut [[u8; 3]], rows: [&&[u8]; N], convert: impl Fn([u8; N]) -> [u8; 3]) {
-    // Of one length, so that nothing is checked for each sample.
+    // Slices of equal length spare the bounds check of each sample.
     let rows = rows.map(|row| &row[..pixels.len()]);
     for (i, pixel) in pixels.iter_mut().enumerate() {
         *pixel = convert(rows.map(|row| row[i]));
     }
 }
 
-/// The conversion of JFIF in 16-bit fixed point, rounded as libjpeg does.
+/// The JFIF conversion in fixed point with 16 fractional bits, rounded as in libjpeg.
 #[inline(always)]
 fn ycc_to_rgb([y, cb, cr]: [u8; 3]) -> [u8; 3] {
     const HALF: i32 = 1 << 15;
@@ -88,12 +88,12 @@ fn ycc_to_rgb([y, cb, cr]: [u8; 3]) -> [u8; 3] {
     [r, g, b].map(|chroma| (y + (chroma >> 16)).clamp(0, 255) as u8)
 }
 
-/// Ink on white paper, without a colour profile: what Pillow makes of it.
+/// The conversion of CMYK without a colour profile, as in Pillow.
 #[inline(always)]
 fn ink_to_rgb(inks: [u8; 3], black: u8) -> [u8; 3] {
     let paper = i32::from(255 - black);
     inks.map(|ink| {
-        // ink / 255 of what the black leaves, rounded.
+        // ink / 255 of the brightness that the black leaves, rounded.
         let product = i32::from(ink) * paper + 128;
         (paper - ((product + (product >> 8)) >> 8)) as u8
     })
@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn markers_come_before_ids() {
+    fn markers_take_precedence_over_ids() {
         let of = |ids: &[u8], jfif, adobe| Colours::of(&frame(ids), Notes { jfif, adobe });
         for adobe in [None, Some(0), Some(1), Some(2)] {
             assert_eq!(of(&[1], false, adobe), Colours::Grey);
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn short_markers_say_nothing() {
+    fn short_markers_are_ignored() {
         let mut notes = Notes::default();
         notes.read_app0(b"JFIF\0");
         notes.read_app14(b"Adobe\0\x64\0\0\0\0");

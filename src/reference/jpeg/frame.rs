@@ -1,34 +1,34 @@
-//! The frame header: the size of an image and how its components are sampled (ITU T.81, A.1.1 and B.2.2).
+//! The frame header: the size of an image and the sampling factors of its components (ITU T.81, A.1.1 and B.2.2).
 
 use super::damaged;
 use crate::reference::{Fault, check_size};
 
-/// What a frame header says.
+/// The content of a frame header.
 pub(in crate::reference) struct Frame {
     pub(in crate::reference) width: usize,
     pub(in crate::reference) height: usize,
-    /// Coefficients come in several scans, a few at a time.
+    /// Whether the coefficients are spread over several progressive scans.
     pub(super) progressive: bool,
-    /// The largest sampling factors, across and down.
+    /// The largest sampling factors, horizontal and vertical.
     pub(super) sampling: (usize, usize),
     pub(super) components: Vec<Component>,
 }
 
-/// A component: luma, a chroma or a colour.
+/// A component: luma, chroma or a colour channel.
 pub(super) struct Component {
     pub(super) id: u8,
-    /// Sampling factors, across and down.
+    /// The sampling factors, horizontal and vertical.
     pub(super) sampling: (usize, usize),
-    /// The index of its table of quantisers.
+    /// The index of its quantisation table.
     pub(super) quantisers: u8,
-    /// Its size in samples.
+    /// The size in samples.
     pub(super) size: (usize, usize),
-    /// Its size in blocks of 8 x 8 samples.
+    /// The size in blocks of 8 x 8 samples.
     pub(super) blocks: (usize, usize),
 }
 
 impl Frame {
-    /// Reads the header and refuses what will not be decoded, sizes above all.
+    /// Parses the header and rejects unsupported images and sizes.
     pub(in crate::reference) fn read(segment: &[u8], progressive: bool) -> Result<Self, Fault> {
         let (&[depth, h0, h1, w0, w1, count], list) =
             segment.split_first_chunk().ok_or_else(|| damaged("its header is too short"))?;
@@ -53,7 +53,7 @@ impl Frame {
                     return Err(Fault::Unreadable(format!("content is a JPEG with the rare sampling {factor}:{max} {way}")));
                 }
             }
-            // Each component may be stored smaller by the ratio of its factor to the largest one.
+            // A component is subsampled by the ratio of its sampling factor to the largest one.
             let size = ((width * h).div_ceil(sampling.0), (height * v).div_ceil(sampling.1));
             let blocks = (size.0.div_ceil(8), size.1.div_ceil(8));
             components.push(Component { id: c[0], sampling: (h, v), quantisers: c[2], size, blocks });
@@ -61,14 +61,14 @@ impl Frame {
         Ok(Self { width, height, progressive, sampling, components })
     }
 
-    /// How many blocks it is coded as.
+    /// Number of blocks of all components.
     pub(in crate::reference) fn blocks(&self) -> usize {
         self.components.iter().map(Component::count).sum()
     }
 }
 
 impl Component {
-    /// How many blocks it has.
+    /// Number of blocks.
     pub(super) fn count(&self) -> usize {
         self.blocks.0 * self.blocks.1
     }
@@ -79,7 +79,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn components_are_smaller_by_their_factors() {
+    fn components_are_subsampled_by_their_factors() {
         let header = [8, 0, 75, 0, 99, 3, 1, 0x41, 0, 2, 0x22, 1, 3, 0x12, 1];
         let frame = Frame::read(&header, false).unwrap();
         let sizes: Vec<_> = frame.components.iter().map(|c| (c.size, c.blocks)).collect();
@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn ratios_that_are_not_whole_are_named() {
+    fn fractional_sampling_ratios_are_rejected_by_name() {
         let refusal = |luma, chroma| {
             let header = [8, 0, 75, 0, 99, 3, 1, luma, 0, 2, chroma, 1, 3, 0x11, 1];
             match Frame::read(&header, false) {

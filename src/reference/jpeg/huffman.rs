@@ -1,23 +1,24 @@
-//! Huffman codes (ITU T.81, annex C and F.2.2.3), looked up by the next bits.
+//! Huffman decoding (ITU T.81, annex C and F.2.2.3) with a lookup table for short codes.
 
 use super::damaged;
 use crate::reference::Fault;
 
-/// Codes of up to so many bits, which are nearly all that occur, are found at once.
-const FAST: u32 = 9;
+/// Codes of up to this many bits, which nearly all are, are decoded by one table lookup.
+const LOOKUP_BITS: u32 = 9;
 
-/// The codes of a table, ready to decode.
+/// A Huffman table prepared for decoding.
 pub(super) struct Codes {
-    /// By the first bits of the data: the symbol below the length of its code, which is 0 if the code is longer.
-    fast: [u16; 1 << FAST],
-    /// For each length, the first 16 bits of data that are beyond its codes, with codes filled up with zeros.
+    /// Indexed by the next bits: the length of the code in the upper byte, or 0 if the code is longer, and its symbol in the
+    /// lower.
+    lookup: [u16; 1 << LOOKUP_BITS],
+    /// For each length, the first 16-bit value past its codes, which are left-aligned.
     ends: [u32; 17],
-    /// For each length, where its first code's symbol would be if its first code were zero.
+    /// For each length, the index of its first symbol minus its first code.
     starts: [i32; 17],
     symbols: Vec<u8>,
 }
 
-/// A table as the file has it: how many codes of each length there are, and their symbols in order.
+/// A table as the file stores it: the number of codes of each length, and their symbols in order.
 #[derive(Clone, Copy)]
 pub(super) struct Table<'a> {
     pub(super) counts: &'a [u8; 16],
@@ -25,26 +26,26 @@ pub(super) struct Table<'a> {
 }
 
 impl Table<'_> {
-    /// Assigns the codes. `largest` is the largest symbol that means something.
+    /// Assigns the codes. `largest` is the largest valid symbol.
     pub(super) fn codes(&self, largest: u8) -> Result<Codes, Fault> {
         if self.symbols.iter().any(|&symbol| symbol > largest) {
             return Err(damaged("a Huffman table has a symbol that does not exist"));
         }
-        let mut codes = Codes { fast: [0; 1 << FAST], ends: [0; 17], starts: [0; 17], symbols: self.symbols.to_vec() };
+        let mut codes = Codes { lookup: [0; 1 << LOOKUP_BITS], ends: [0; 17], starts: [0; 17], symbols: self.symbols.to_vec() };
         let (mut code, mut index) = (0u32, 0usize);
         for (length, &count) in (1..=16u32).zip(self.counts) {
             codes.starts[length as usize] = index as i32 - code as i32;
             for &symbol in self.symbols.get(index..index + usize::from(count)).unwrap_or_default() {
-                if length <= FAST {
-                    let first = (code as usize) << (FAST - length);
-                    let range = first..first + (1 << (FAST - length));
-                    // Out of range when there are more codes than fit, which the check below refuses.
-                    codes.fast.get_mut(range).unwrap_or_default().fill((length as u16) << 8 | u16::from(symbol));
+                if length <= LOOKUP_BITS {
+                    let first = (code as usize) << (LOOKUP_BITS - length);
+                    let range = first..first + (1 << (LOOKUP_BITS - length));
+                    // The range is out of bounds if there are too many codes, which the check below rejects.
+                    codes.lookup.get_mut(range).unwrap_or_default().fill((length as u16) << 8 | u16::from(symbol));
                 }
                 code += 1;
             }
             index += usize::from(count);
-            // No code may consist of ones alone (C.2), so the last one of a length has a successor of the same length.
+            // No code may consist of ones only (C.2), so the last one of a length has a successor of the same length.
             if count > 0 && code >= 1 << length {
                 return Err(damaged("a Huffman table has more codes than there can be"));
             }
@@ -56,17 +57,17 @@ impl Table<'_> {
 }
 
 impl Codes {
-    /// The symbol that these bits begin with, and the length of its code.
+    /// The symbol whose code these bits start with, and the length of the code.
     #[inline(always)]
     pub(super) fn look_up(&self, bits: u16) -> Option<(u8, u32)> {
-        let fast = self.fast[usize::from(bits >> (16 - FAST))];
-        if fast > 0xFF { Some((fast as u8, u32::from(fast >> 8))) } else { self.look_further(bits) }
+        let lookup = self.lookup[usize::from(bits >> (16 - LOOKUP_BITS))];
+        if lookup > 0xFF { Some((lookup as u8, u32::from(lookup >> 8))) } else { self.search_long(bits) }
     }
 
     #[cold]
-    fn look_further(&self, bits: u16) -> Option<(u8, u32)> {
-        // The codes of a length are numbers in a row, and greater than all shorter codes.
-        let length = (FAST + 1..=16).find(|&length| u32::from(bits) < self.ends[length as usize])?;
+    fn search_long(&self, bits: u16) -> Option<(u8, u32)> {
+        // The codes of one length are consecutive numbers, and greater than all shorter codes.
+        let length = (LOOKUP_BITS + 1..=16).find(|&length| u32::from(bits) < self.ends[length as usize])?;
         let index = i32::from(bits >> (16 - length)) + self.starts[length as usize];
         Some((*self.symbols.get(usize::try_from(index).ok()?)?, length))
     }
@@ -109,10 +110,10 @@ mod tests {
     }
 
     #[test]
-    fn impossible_tables_are_refused() {
+    fn impossible_tables_are_rejected() {
         let one = |length: usize, count| std::array::from_fn(|i| if i + 1 == length { count } else { 0 });
         assert!(table(&one(1, 1), &[0]).codes(15).is_ok());
-        // Two codes of one bit would include one of ones alone.
+        // Two codes of one bit would include one of ones only.
         assert!(table(&one(1, 2), &[0, 1]).codes(15).is_err());
         assert!(table(&one(8, 255), &[0; 255]).codes(15).is_ok());
         assert!(table(&one(3, 200), &[0; 200]).codes(15).is_err());

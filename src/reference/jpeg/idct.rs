@@ -1,27 +1,28 @@
-//! The inverse cosine transform: the algorithm of Loeffler, Ligtenberg and Moschytz ("Practical fast 1-D DCT algorithms with 11
-//! multiplications", ICASSP 1989) in integers, with the constants and the roundings of libjpeg's accurate integer transform.
+//! The inverse DCT: the algorithm of Loeffler, Ligtenberg and Moschytz ("Practical fast 1-D DCT algorithms with 11
+//! multiplications", ICASSP 1989) in integers, with the constants and roundings of libjpeg's accurate integer IDCT
+//! (`JDCT_ISLOW`).
 //!
-//! Two passes over eight columns at once. Between them values keep [`EXTRA`] bits more than they need. Where a file asks for more
-//! than 16 bits, sums wrap and results saturate as they do in the vector code of libjpeg-turbo; no encoder makes such files.
+//! There are two passes over eight columns at once, between which values keep [`PASS1_BITS`] fractional bits. If a file needs
+//! more than 16 bits, sums wrap and results saturate as in the SIMD code of libjpeg-turbo; no encoder writes such files.
 
 use super::block::Block;
 use std::num::Wrapping;
 
-/// The constants have so many bits behind the point.
-const CONSTANT: usize = 13;
+/// Fractional bits of the constants.
+const CONST_BITS: usize = 13;
 
-/// What the first pass keeps for the second.
-const EXTRA: usize = 2;
+/// Fractional bits of the result of the first pass.
+const PASS1_BITS: usize = 2;
 
 /// Eight columns at once.
 type Lanes = [i16; 8];
 
-/// A positive number with [`CONSTANT`] bits behind the point, rounded.
+/// A positive number in fixed point with [`CONST_BITS`] fractional bits, rounded.
 const fn fixed(value: f64) -> i32 {
-    (value * (1 << CONSTANT) as f64 + 0.5) as i32
+    (value * (1 << CONST_BITS) as f64 + 0.5) as i32
 }
 
-/// Ones where a coefficient is not in the first so many rows and columns.
+/// A mask of the coefficients outside the first `ROWS` rows and `COLUMNS` columns.
 const fn outside<const ROWS: usize, const COLUMNS: usize>() -> Block {
     let (mut mask, mut at) = ([0; 64], 0);
     while at < 64 {
@@ -31,7 +32,7 @@ const fn outside<const ROWS: usize, const COLUMNS: usize>() -> Block {
     mask
 }
 
-/// Whether all coefficients are zero but those in the first so many rows and columns.
+/// Whether all coefficients outside the first `ROWS` rows and `COLUMNS` columns are zero.
 #[inline(always)]
 fn within<const ROWS: usize, const COLUMNS: usize>(coefficients: &Block) -> bool {
     let mask = const { &outside::<ROWS, COLUMNS>() };
@@ -40,9 +41,9 @@ fn within<const ROWS: usize, const COLUMNS: usize>(coefficients: &Block) -> bool
 
 /// Dequantises the coefficients of a block and writes its 8 x 8 samples to rows that are `stride` apart.
 pub(super) fn block(coefficients: &Block, quantisers: &Block, out: &mut [u8], stride: usize) {
-    // Most blocks of most images are smooth.
+    // Most blocks of most images are smooth and have few coefficients.
     if within::<1, 1>(coefficients) {
-        let value = coefficients[0].wrapping_mul(quantisers[0]).wrapping_shl(EXTRA as u32);
+        let value = coefficients[0].wrapping_mul(quantisers[0]).wrapping_shl(PASS1_BITS as u32);
         let sample = sample(saturated((i32::from(value) + 16) >> 5));
         out.chunks_mut(stride).take(8).for_each(|row| row[..8].fill(sample));
     } else if within::<4, 4>(coefficients) {
@@ -52,18 +53,18 @@ pub(super) fn block(coefficients: &Block, quantisers: &Block, out: &mut [u8], st
     }
 }
 
-/// Both passes, if no more than the lowest `SIDE` coefficients in each direction matter.
+/// Runs both passes for a block whose coefficients are zero outside the first `SIDE` rows and columns.
 fn transform<const SIDE: usize>(coefficients: &Block, quantisers: &Block, out: &mut [u8], stride: usize) {
     let mut rows = [[0; 8]; 8];
     let values = coefficients.iter().zip(quantisers).map(|(c, q)| c.wrapping_mul(*q));
     rows.as_flattened_mut().iter_mut().zip(values).take(8 * SIDE).for_each(|(to, value)| *to = value);
     let rows = if within::<1, 8>(coefficients) {
-        // Constant columns. A product that fills 16 bits is shifted out of them here, and saturates in a pass; so it is in Pillow.
-        [rows[0].map(|value| value.wrapping_shl(EXTRA as u32)); 8]
+        // The columns are constant. A product that fills 16 bits overflows in this shift but saturates in a pass, as in Pillow.
+        [rows[0].map(|value| value.wrapping_shl(PASS1_BITS as u32)); 8]
     } else {
-        pass::<{ CONSTANT - EXTRA }, SIDE, SIDE>(&rows)
+        pass::<{ CONST_BITS - PASS1_BITS }, SIDE, SIDE>(&rows)
     };
-    let columns = pass::<{ CONSTANT + EXTRA + 3 }, SIDE, 8>(&transposed(&rows));
+    let columns = pass::<{ CONST_BITS + PASS1_BITS + 3 }, SIDE, 8>(&transposed(&rows));
     let mut samples = [[0; 8]; 8];
     let values = columns.as_flattened().iter().map(|&value| sample(value));
     samples.as_flattened_mut().iter_mut().zip(values).for_each(|(to, sample)| *to = sample);
@@ -72,7 +73,7 @@ fn transform<const SIDE: usize>(coefficients: &Block, quantisers: &Block, out: &
     }
 }
 
-/// A value around zero as a sample.
+/// Shifts a signed value to the range of samples.
 #[inline(always)]
 fn sample(value: i16) -> u8 {
     (value.clamp(-128, 127) + 128) as u8
@@ -83,7 +84,7 @@ fn saturated(value: i32) -> i16 {
     value.clamp(i32::from(i16::MIN), i32::from(i16::MAX)) as i16
 }
 
-/// Rows become columns.
+/// The transposed matrix.
 fn transposed(rows: &[Lanes; 8]) -> [Lanes; 8] {
     let mut out = [[0; 8]; 8];
     for (y, row) in out.iter_mut().enumerate() {
@@ -94,7 +95,7 @@ fn transposed(rows: &[Lanes; 8]) -> [Lanes; 8] {
     out
 }
 
-/// The same for bytes, eight of them in a word: blocks of 1, 2 and 4 change places across the diagonal.
+/// The transposed matrix of bytes, with a row in each 64-bit word: blocks of 1, 2 and 4 bytes are swapped across the diagonal.
 #[inline(always)]
 fn transposed_bytes(rows: [[u8; 8]; 8]) -> [[u8; 8]; 8] {
     let mut words = rows.map(u64::from_le_bytes);
@@ -108,12 +109,12 @@ fn transposed_bytes(rows: [[u8; 8]; 8]) -> [[u8; 8]; 8] {
     words.map(u64::to_le_bytes)
 }
 
-/// Transforms `LANES` columns, of which no more than the first `SIDE` rows matter; `DOWN` bits are rounded away.
+/// Transforms `LANES` columns whose values are zero below the first `SIDE` rows; the result is rounded by `DESCALE` bits.
 #[inline(always)]
-fn pass<const DOWN: usize, const SIDE: usize, const LANES: usize>(rows: &[Lanes; 8]) -> [Lanes; 8] {
+fn pass<const DESCALE: usize, const SIDE: usize, const LANES: usize>(rows: &[Lanes; 8]) -> [Lanes; 8] {
     let mut out = [[0; 8]; 8];
     for lane in 0..LANES {
-        let column = column::<DOWN>(std::array::from_fn(|k| if k < SIDE { rows[k][lane] } else { 0 }));
+        let column = column::<DESCALE>(std::array::from_fn(|k| if k < SIDE { rows[k][lane] } else { 0 }));
         for (row, value) in out.iter_mut().zip(column) {
             row[lane] = value;
         }
@@ -121,16 +122,16 @@ fn pass<const DOWN: usize, const SIDE: usize, const LANES: usize>(rows: &[Lanes;
     out
 }
 
-/// One column. The multiplications are grouped in pairs of 16-bit factors, which compilers know an instruction for.
+/// Transforms one column. The multiplications are grouped in pairs of 16-bit factors, for which there is a SIMD instruction.
 #[inline(always)]
-fn column<const DOWN: usize>(s: [i16; 8]) -> [i16; 8] {
+fn column<const DESCALE: usize>(s: [i16; 8]) -> [i16; 8] {
     let wide = |v: i16| Wrapping(i32::from(v));
     let pair = |a: i16, by_a: i32, b: i16, by_b: i32| wide(a) * Wrapping(by_a) + wide(b) * Wrapping(by_b);
 
     // Even part: a sum, a difference and a rotation.
     const E: i32 = fixed(0.541_196_100);
-    let t0 = wide(s[0].wrapping_add(s[4])) << CONSTANT;
-    let t1 = wide(s[0].wrapping_sub(s[4])) << CONSTANT;
+    let t0 = wide(s[0].wrapping_add(s[4])) << CONST_BITS;
+    let t1 = wide(s[0].wrapping_sub(s[4])) << CONST_BITS;
     let t2 = pair(s[2], E, s[6], E - fixed(1.847_759_065));
     let t3 = pair(s[2], E + fixed(0.765_366_865), s[6], E);
     let even = [t0 + t3, t1 + t2, t1 - t2, t0 - t3];
@@ -150,9 +151,9 @@ fn column<const DOWN: usize>(s: [i16; 8]) -> [i16; 8] {
         pair(t0, OUTER + fixed(0.298_631_336), t3, OUTER) + y3,
     ];
 
-    let half = Wrapping(1 << (DOWN - 1));
-    let down = |v: Wrapping<i32>| saturated(((v + half) >> DOWN).0);
-    std::array::from_fn(|k| if k < 4 { down(even[k] + odd[k]) } else { down(even[7 - k] - odd[7 - k]) })
+    let half = Wrapping(1 << (DESCALE - 1));
+    let descale = |v: Wrapping<i32>| saturated(((v + half) >> DESCALE).0);
+    std::array::from_fn(|k| if k < 4 { descale(even[k] + odd[k]) } else { descale(even[7 - k] - odd[7 - k]) })
 }
 
 #[cfg(test)]
@@ -160,7 +161,7 @@ mod tests {
     use super::*;
     use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
-    /// The definition (ITU T.81, A.3.3).
+    /// The IDCT by its definition (ITU T.81, A.3.3).
     fn exact(coefficients: &Block) -> [f64; 64] {
         let scale = |k: usize| if k == 0 { FRAC_1_SQRT_2 } else { 1.0 };
         let wave = |x: usize, k: usize| ((2 * x + 1) as f64 * k as f64 * PI / 16.0).cos() * scale(k);
@@ -179,7 +180,7 @@ mod tests {
             let coefficients: Block = std::array::from_fn(|k| {
                 state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
                 let value = (state >> 33) as i16 % if k == 0 { 1000 } else { 300 };
-                // From a single coefficient to all of them.
+                // The cases go from a single coefficient to all of them.
                 if k <= case / 4 { value / (1 + k as i16) } else { 0 }
             });
             let (mut samples, want) = ([0; 64], exact(&coefficients));
@@ -206,6 +207,6 @@ mod tests {
         }
         let row = |k: usize| if k < 8 { 90 - 17 * k as i16 } else { 0 };
         let rows: [Lanes; 8] = std::array::from_fn(|y| std::array::from_fn(|x| row(8 * y + x)));
-        assert_eq!(pass::<{ CONSTANT - EXTRA }, 8, 8>(&rows), [rows[0].map(|value| value << EXTRA); 8]);
+        assert_eq!(pass::<{ CONST_BITS - PASS1_BITS }, 8, 8>(&rows), [rows[0].map(|value| value << PASS1_BITS); 8]);
     }
 }

@@ -1,4 +1,4 @@
-//! A scan: which components and coefficients it has, and the walk over its MCUs (ITU T.81, A.2, B.2.3, E.2 and G.1.1).
+//! A scan: its components and coefficients, and the walk over its MCUs (ITU T.81, A.2, B.2.3, E.2 and G.1.1).
 
 use super::bits::Bits;
 use super::block::{self, Band, Block};
@@ -8,43 +8,43 @@ use super::tables::Tables;
 use super::{Flaw, Stored, damaged};
 use crate::reference::Fault;
 
-/// The most blocks of an MCU of several components (B.2.3).
+/// Limit on the blocks of an MCU with several components (B.2.3).
 const MAX_BLOCKS: usize = 10;
 
-/// A scan as the file has it.
+/// A scan as the file stores it.
 pub(in crate::reference) struct Scan<'a> {
     /// Its header.
     pub(in crate::reference) header: &'a [u8],
-    /// Its coded data, with restart marks, up to the next other mark.
+    /// Its entropy-coded data, including restart markers, up to the next other marker.
     pub(in crate::reference) data: &'a [u8],
     /// The tables in force.
     pub(in crate::reference) tables: Tables<'a>,
 }
 
-/// What a scan header says.
+/// The content of a scan header.
 struct Header {
     parts: Vec<Part>,
     band: Band,
-    /// The bit that the scans before this one ended at, or `None` if this is the first with these coefficients.
+    /// The lowest bit of the preceding scans of these coefficients, or `None` for their first scan.
     high: Option<u8>,
 }
 
 /// A component of a scan.
 struct Part {
     component: usize,
-    /// Its blocks in an MCU, across and down.
+    /// Its blocks in an MCU, horizontally and vertically.
     blocks: (usize, usize),
     dc: u8,
     ac: u8,
 }
 
-/// What is carried from block to block, and forgotten at a restart mark.
+/// The decoder state that is carried from block to block and reset at a restart marker.
 #[derive(Default)]
 struct Carried {
-    /// For each part, its last DC coefficient.
+    /// The last DC coefficient of each part.
     dc: [i16; 4],
-    /// So many blocks, from the next on, have no more coefficients.
-    ends: u32,
+    /// Number of blocks, from the next on, that have no more coefficients (EOBRUN).
+    eob_run: u32,
 }
 
 impl Header {
@@ -57,11 +57,11 @@ impl Header {
         }
         let mut parts: Vec<Part> = Vec::with_capacity(4);
         for pair in list.chunks_exact(2) {
-            // In the order of the frame, each at most once.
+            // Components come in the order of the frame, each at most once.
             let from = parts.last().map_or(0, |part| part.component + 1);
             let found = frame.components.iter().skip(from).position(|component| component.id == pair[0]);
             let component = from + found.ok_or_else(|| damaged("a scan names a component that is not its turn"))?;
-            // A component that is alone comes block by block.
+            // In a scan of a single component, an MCU is one block.
             let blocks = if count == 1 { (1, 1) } else { frame.components[component].sampling };
             parts.push(Part { component, blocks, dc: pair[1] >> 4, ac: pair[1] & 15 });
         }
@@ -72,7 +72,7 @@ impl Header {
         let (first, last, high, low) = (usize::from(first), usize::from(last), approximation >> 4, approximation & 15);
         let right = if frame.progressive {
             let band = if first == 0 { last == 0 } else { (first..64).contains(&last) && count == 1 };
-            // Refinements come bit by bit.
+            // A refinement scan adds exactly one bit.
             band && low <= 13 && (high == 0 || high == low + 1)
         } else {
             (first, last, approximation) == (0, 63, 0)
@@ -83,7 +83,8 @@ impl Header {
         Ok(Self { parts, band: Band { first, last, low }, high: (high > 0).then_some(high) })
     }
 
-    /// Notes that these coefficients are known down to this scan's bit, and makes sure that it is the next one.
+    /// Records that these coefficients are known down to this scan's lowest bit, and checks that the scan is the next one in
+    /// order.
     fn note(&self, stored: &mut [Stored]) -> Result<(), Fault> {
         for part in &self.parts {
             for known in &mut stored[part.component].known[self.band.first..=self.band.last] {
@@ -107,7 +108,7 @@ impl Scan<'_> {
         header.note(stored)?;
         let Header { parts, band, high } = &header;
         for part in parts {
-            // Of several tables with the same index, a component has the one at its first scan.
+            // If a table is redefined, a component uses the one in force at its first scan.
             let quantisers = &mut stored[part.component].quantisers;
             if quantisers[0] == 0 {
                 *quantisers = self.tables.quantisers(frame.components[part.component].quantisers)?;
@@ -136,15 +137,15 @@ impl Scan<'_> {
             }),
             (0, Some(_)) => self.walk_stored(frame, parts, stored, |bits, _, _, block| block::dc_refine(bits, band.low, block)),
             (_, None) => self.walk_stored(frame, parts, stored, |bits, carried, part, block| {
-                block::ac_first(bits, &ac[part], &mut carried.ends, band, block)
+                block::ac_first(bits, &ac[part], &mut carried.eob_run, band, block)
             }),
             (_, Some(_)) => self.walk_stored(frame, parts, stored, |bits, carried, part, block| {
-                block::ac_refine(bits, &ac[part], &mut carried.ends, band, block)
+                block::ac_refine(bits, &ac[part], &mut carried.eob_run, band, block)
             }),
         }
     }
 
-    /// Calls `decode` for each block with its coefficients so far.
+    /// Calls `decode` for each block with the coefficients decoded so far.
     fn walk_stored(
         &self,
         frame: &Frame,
@@ -152,7 +153,7 @@ impl Scan<'_> {
         stored: &mut [Stored],
         mut decode: impl FnMut(&mut Bits<'_>, &mut Carried, usize, &mut Block) -> Result<(), Flaw>,
     ) -> Result<(), Fault> {
-        // Blocks that only fill up an MCU are not stored. They have no values from earlier scans, and need none.
+        // Blocks that only pad an MCU are not stored. They need no values from earlier scans.
         let mut filling: Block = [0; 64];
         self.walk(frame, parts, |bits, carried, part, place| {
             let stored = &mut stored[parts[part].component];
@@ -164,8 +165,8 @@ impl Scan<'_> {
         })
     }
 
-    /// Calls `decode` for each block with the index of its part and its place in the component, or `None` for those outside it,
-    /// which only fill up an MCU.
+    /// Calls `decode` for each block with the index of its part and its position in the component, or `None` for blocks outside
+    /// the component, which only pad an MCU.
     #[inline(always)]
     fn walk(
         &self,
@@ -178,7 +179,7 @@ impl Scan<'_> {
             _ => (frame.width.div_ceil(8 * frame.sampling.0), frame.height.div_ceil(8 * frame.sampling.1)),
         };
         let (mut bits, mut carried) = (Bits::new(self.data), Carried::default());
-        // MCUs to the next restart mark, and its number.
+        // The number of MCUs up to the next restart marker, and the number in that marker.
         let (mut left, mut number) = (self.tables.restart, 0);
         for (my, mx) in (0..mcus.1).flat_map(|y| (0..mcus.0).map(move |x| (y, x))) {
             if self.tables.restart > 0 {
@@ -198,7 +199,7 @@ impl Scan<'_> {
                 }
             }
         }
-        // What follows the last MCU up to the next mark is ignored, as all readers do.
+        // Data between the last MCU and the next marker is ignored, as in other decoders.
         Ok(())
     }
 }

@@ -1,26 +1,26 @@
-//! The tables a scan is decoded with: quantisers, Huffman codes, the distance of restart marks (ITU T.81, B.2.4).
+//! The tables of a scan: quantisation tables, Huffman tables and the restart interval (ITU T.81, B.2.4).
 
 use super::damaged;
 use super::huffman::{Codes, Table};
 use crate::reference::Fault;
 
-/// Where the coefficients of a block are, in the order in which they are coded (figure A.6).
+/// The zigzag order: row-major indices of the coefficients in the order in which they are coded (figure A.6).
 pub(super) const ZIGZAG: [u8; 64] = [
     0, 1, 8, 16, 9, 2, 3, 10, 17, 24, 32, 25, 18, 11, 4, 5, 12, 19, 26, 33, 40, 48, 41, 34, 27, 20, 13, 6, 7, 14, 21, 28, 35, 42,
     49, 56, 57, 50, 43, 36, 29, 22, 15, 23, 30, 37, 44, 51, 58, 59, 52, 45, 38, 31, 39, 46, 53, 60, 61, 54, 47, 55, 62, 63,
 ];
 
-/// The tables in force at some place of a file. They are only looked at when a scan uses them, so many of them cost nothing.
+/// The tables in force at some position in a file. They are parsed only when a scan uses them, so unused ones cost nothing.
 #[derive(Clone, Copy, Default)]
 pub(in crate::reference) struct Tables<'a> {
     quantisers: [Option<Quantisers<'a>>; 4],
     dc: [Option<Table<'a>>; 4],
     ac: [Option<Table<'a>>; 4],
-    /// MCUs between restart marks, 0 for none.
+    /// The restart interval in MCUs, 0 for none.
     pub(super) restart: usize,
 }
 
-/// The 64 quantisers of a table in coded order.
+/// The 64 values of a quantisation table in zigzag order.
 #[derive(Clone, Copy)]
 enum Quantisers<'a> {
     Byte(&'a [u8; 64]),
@@ -28,7 +28,7 @@ enum Quantisers<'a> {
 }
 
 impl<'a> Tables<'a> {
-    /// Reads a segment of quantisers.
+    /// Reads a segment of quantisation tables (DQT).
     pub(in crate::reference) fn read_quantisers(&mut self, mut segment: &'a [u8]) -> Result<(), Fault> {
         let broken = || damaged("a table of quantisers is broken");
         while let Some((&kind, rest)) = segment.split_first() {
@@ -43,7 +43,7 @@ impl<'a> Tables<'a> {
         Ok(())
     }
 
-    /// Reads a segment of Huffman codes.
+    /// Reads a segment of Huffman tables (DHT).
     pub(in crate::reference) fn read_codes(&mut self, mut segment: &'a [u8]) -> Result<(), Fault> {
         let broken = || damaged("a Huffman table is broken");
         while let Some((&kind, rest)) = segment.split_first() {
@@ -61,14 +61,15 @@ impl<'a> Tables<'a> {
         Ok(())
     }
 
-    /// Reads a segment that says how far restart marks are apart.
+    /// Reads a segment with the restart interval (DRI).
     pub(in crate::reference) fn read_restart(&mut self, segment: &[u8]) -> Result<(), Fault> {
         let distance = segment.try_into().map_err(|_| damaged("its distance of restart marks is broken"))?;
         self.restart = usize::from(u16::from_be_bytes(distance));
         Ok(())
     }
 
-    /// Quantisers in the order of rows. Like libjpeg-turbo, it keeps 16 bits of a product, so the sign does not matter.
+    /// A quantisation table in row-major order. Only the low 16 bits of a dequantised value are kept, as in libjpeg-turbo, so the
+    /// conversion to `i16` does not matter.
     pub(super) fn quantisers(&self, index: u8) -> Result<[i16; 64], Fault> {
         let table = self.quantisers.get(usize::from(index)).copied().flatten();
         let table = table.ok_or_else(|| damaged(format!("its table {index} of quantisers is missing")))?;
@@ -85,12 +86,12 @@ impl<'a> Tables<'a> {
         Ok(out)
     }
 
-    /// Codes of DC coefficients: a symbol is the length of a difference.
+    /// The Huffman table of DC coefficients: a symbol is the number of bits of a difference.
     pub(super) fn dc(&self, index: u8) -> Result<Codes, Fault> {
         Self::codes(&self.dc, index, 15)
     }
 
-    /// Codes of AC coefficients: a symbol is a run of zeros and the length of a value.
+    /// The Huffman table of AC coefficients: a symbol is a run of zeros and the number of bits of a value.
     pub(super) fn ac(&self, index: u8) -> Result<Codes, Fault> {
         Self::codes(&self.ac, index, 255)
     }
@@ -107,14 +108,14 @@ mod tests {
 
     #[test]
     fn the_zigzag_runs_along_diagonals() {
-        // Figure A.6: along each diagonal, the odd ones downwards.
+        // Figure A.6: along the diagonals, the odd ones downwards.
         let mut order: Vec<(usize, usize)> = (0..64).map(|at| (at / 8, at % 8)).collect();
         order.sort_by_key(|&(y, x)| (x + y, if (x + y) % 2 == 1 { y } else { x }));
         assert!(order.iter().zip(ZIGZAG).all(|(&(y, x), at)| y * 8 + x == usize::from(at)));
     }
 
     #[test]
-    fn broken_tables_are_refused_and_the_last_one_counts() {
+    fn broken_tables_are_rejected_and_the_last_definition_counts() {
         let bytes: Vec<u8> = [&[0][..], &[1; 64], &[0x11], &[2; 128], &[0], &[3; 64]].concat();
         let mut tables = Tables::default();
         tables.read_quantisers(&bytes).unwrap();

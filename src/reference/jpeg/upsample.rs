@@ -1,33 +1,32 @@
-//! Upsampling: rows of a component that is stored smaller, at the size of the image, with the filters of libjpeg's "fancy"
-//! upsampling.
+//! Upsampling of subsampled components to the size of the image, with the filters of libjpeg's "fancy upsampling".
 //!
-//! A component at half the width or height is enlarged by a triangle filter: the new sample is 3/4 of the nearer and 1/4 of the
-//! further one. Roundings go up and down in turn, so that nothing drifts. Any other ratio repeats samples.
+//! A component at half the width or height is upsampled by a triangle filter: the new sample is 3/4 of the nearer and 1/4 of the
+//! further one. Roundings alternate between up and down, so that there is no bias. Any other ratio repeats samples.
 
 use super::frame::{Component, Frame};
 use crate::reference::{Fault, buffer};
 
-/// Makes rows of a component at the size of the image.
+/// Computes the rows of a component at the size of the image.
 pub(super) struct Upsampler<'a> {
     samples: &'a [u8],
     stride: usize,
     size: (usize, usize),
     filter: Filter,
-    /// The row made last.
+    /// The row computed last.
     row: Vec<u8>,
-    /// Sums of two rows.
+    /// Weighted sums of two rows.
     sums: Vec<u16>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Filter {
-    /// Triangles across.
+    /// A horizontal triangle filter.
     Across,
-    /// Triangles down.
+    /// A vertical triangle filter.
     Down,
-    /// Triangles both ways.
+    /// Triangle filters in both directions.
     Both,
-    /// Samples are repeated so many times, across and down.
+    /// Samples are repeated this number of times, horizontally and vertically.
     Repeat(usize, usize),
 }
 
@@ -35,7 +34,7 @@ impl Filter {
     fn of(component: &Component, frame: &Frame) -> Self {
         let ratio = (frame.sampling.0 / component.sampling.0, frame.sampling.1 / component.sampling.1);
         match ratio {
-            // Two columns are too few for libjpeg's filter.
+            // libjpeg uses its filter only for more than two columns.
             (2, 1) if component.size.0 > 2 => Self::Across,
             (2, 2) if component.size.0 > 2 => Self::Both,
             (1, 2) => Self::Down,
@@ -45,11 +44,11 @@ impl Filter {
 }
 
 impl<'a> Upsampler<'a> {
-    /// `samples` are the blocks of the component, in rows.
+    /// `samples` are the samples of the component's whole blocks, row by row.
     pub(super) fn new(frame: &Frame, component: &Component, samples: &'a [u8]) -> Result<Self, Fault> {
         let filter = Filter::of(component, frame);
         let stride = component.blocks.0 * 8;
-        // A sample becomes up to four.
+        // The ratio is at most four.
         let row = buffer(if filter == Filter::Repeat(1, 1) { 0 } else { component.size.0 * 4 })?;
         let sums = buffer(if filter == Filter::Both { component.size.0 } else { 0 })?;
         Ok(Self { samples, stride, size: component.size, filter, row, sums })
@@ -59,14 +58,14 @@ impl<'a> Upsampler<'a> {
         &self.samples[y * self.stride..][..self.size.0]
     }
 
-    /// The nearer and the further stored row of row `y` at twice the height. Beyond the edges the outermost row is repeated.
+    /// The nearer and the further stored row for row `y` at twice the height. Beyond the edges the outermost row is repeated.
     fn neighbours(&self, y: usize) -> (&'a [u8], &'a [u8]) {
         let near = y / 2;
         let far = if y.is_multiple_of(2) { near.saturating_sub(1) } else { (near + 1).min(self.size.1 - 1) };
         (self.stored(near), self.stored(far))
     }
 
-    /// Row `y`, at least as long as the image is wide.
+    /// Row `y`, which is at least as long as the image is wide.
     pub(super) fn row(&mut self, y: usize) -> &[u8] {
         match self.filter {
             Filter::Repeat(1, down) => return self.stored(y / down),
@@ -97,7 +96,7 @@ fn repeat(from: &[u8], times: usize, to: &mut [u8]) {
     }
 }
 
-/// Twice as many samples; the outermost ones are kept.
+/// Doubles the number of samples; the outermost ones are kept.
 fn widen(from: &[u8], to: &mut [u8]) {
     let (first, last) = (from[0], from[from.len() - 1]);
     let inner = from.windows(2).map(|pair| (u16::from(pair[0]), u16::from(pair[1])));
@@ -109,7 +108,7 @@ fn widen(from: &[u8], to: &mut [u8]) {
     to[from.len() * 2 - 1] = last;
 }
 
-/// The same for sums of two rows, which are four times as large.
+/// Doubles the number of samples from weighted sums of two rows, which are four times as large as samples.
 fn widen_sums(from: &[u16], to: &mut [u8]) {
     let (first, last) = (from[0], from[from.len() - 1]);
     to[0] = ((first * 4 + 8) >> 4) as u8;
@@ -137,7 +136,7 @@ mod tests {
 
     #[test]
     fn a_slope_stays_a_slope() {
-        // 8 levels a sample are 4 at twice the size; at the ends samples are kept.
+        // A slope of 8 levels per sample is one of 4 at twice the size; the outermost samples are kept.
         let across = rows(0x24, |x, _| 8 * (x.min(31)) as u8);
         assert_eq!(across[0][..7], [0, 2, 6, 10, 14, 18, 22]);
         assert_eq!(across[65], across[0]);
@@ -150,7 +149,7 @@ mod tests {
 
     #[test]
     fn samples_outside_the_component_are_not_used() {
-        // 67 x 66 at half the size is 34 x 33; what fills up the blocks is bright.
+        // 67 x 66 at half the size is 34 x 33; the padding of the blocks is bright.
         for sampling in [0x24, 0x42, 0x22, 0x11, 0x14, 0x41, 0x12] {
             let image = rows(sampling, |x, y| if x >= 34 || y >= 33 { 255 } else { 10 });
             let (wide, high) = (sampling & 0x40 != 0, sampling & 0x04 != 0);

@@ -1,11 +1,11 @@
-//! Every op of a backend against a plain f64 loop: [`cases`] is the table, [`oracle`] the loops, and this file the rig that
-//! places operands, runs a case and judges it. It works on any `&mut dyn Backend`.
+//! Checks every op of a backend against a naive f64 loop: [`cases`] is the table of cases, [`oracle`] has the loops, and this
+//! file is the test harness that allocates operands, runs a case and verifies its results. It works on any `&mut dyn Backend`.
 //!
-//! What is demanded of a result:
-//! - Its relative L2 error against the f64 oracle, on the inputs as stored, is at most twice that of plain arithmetic at the
-//!   same precision, plus [`FLOOR`]. Plain means: for f32 the same loop in f32; for bf16 the oracle rounded once.
-//! - Every element was written (results start as NaN), and nothing else in working memory changed: neighbouring columns of a
-//!   wider buffer, gaps and inputs are read back. Columns beside an input hold NaN, so that reading them shows.
+//! Requirements for a result:
+//! - Its relative L2 error against the f64 oracle, on the inputs as stored, is at most twice that of naive arithmetic at the
+//!   same precision, plus [`FLOOR`]. Naive means: for f32 the same loop in f32; for bf16 the oracle rounded once.
+//! - Every element was written (results start as NaN), and nothing else in working memory changed: adjacent columns of a wider
+//!   buffer, gaps and inputs are read back. Columns next to an input hold NaN, so that reading them shows up in the result.
 
 pub mod cases;
 pub mod oracle;
@@ -16,17 +16,17 @@ use kiln::tensor::{Arena, Bytes, DType, Region, Tensor};
 use oracle::Real;
 use std::sync::Arc;
 
-/// Added to every limit: the error of a result whose plain arithmetic happens to be exact.
+/// Added to every limit, for results whose naive arithmetic happens to be exact.
 const FLOOR: f64 = 1e-6;
-/// Bytes for weights; no case needs more than half.
+/// Bytes reserved for weights; no case needs more than half.
 const WEIGHTS: u64 = 512 << 20;
-/// What columns beside a result hold; exact in every type.
+/// Value of the columns next to a result; exact in every dtype.
 const BESIDE: f32 = 1280.0;
 /// Columns to the left and right of a sliced operand.
 const LEFT: usize = 3;
 const RIGHT: usize = 2;
 
-/// A matrix on the host, holding what its stored type can hold.
+/// A matrix on the host, whose values are rounded to its stored dtype.
 #[derive(Clone, Debug)]
 pub struct Mat {
     pub rows: usize,
@@ -44,7 +44,7 @@ impl Mat {
     }
 }
 
-/// A value as `dtype` stores it.
+/// A value rounded to `dtype`.
 pub fn stored(value: f32, dtype: DType) -> f32 {
     match dtype {
         DType::F32 => value,
@@ -55,14 +55,14 @@ pub fn stored(value: f32, dtype: DType) -> f32 {
     }
 }
 
-/// What an op should give and what plain arithmetic gives instead.
+/// The exact result of an op and that of naive arithmetic.
 pub struct Expected {
     pub exact: Vec<f64>,
     pub plain: Vec<f64>,
 }
 
 impl Expected {
-    /// The oracle rounded to `dtype` once.
+    /// The oracle, and the oracle rounded to `dtype` once.
     pub fn rounded(exact: Vec<f64>, dtype: DType) -> Self {
         let plain = exact.iter().map(|&v| f64::from(stored(v as f32, dtype))).collect();
         Self { exact, plain }
@@ -74,10 +74,10 @@ impl Expected {
     }
 }
 
-/// A result and how to compute what is expected of it, given the type it is stored in.
+/// A result and a function that computes the expected values for the dtype it is stored in.
 pub type Check<'a> = (Tensor, Box<dyn Fn(DType) -> Expected + 'a>);
 
-/// The expectation that an oracle function gives for some arguments.
+/// The expected values by an oracle function and its arguments.
 macro_rules! want {
     ($f:ident($($arg:expr),* $(,)?)) => {
         Box::new(|dtype: kiln::tensor::DType| match dtype {
@@ -91,19 +91,19 @@ macro_rules! want {
 }
 pub(crate) use want;
 
-/// How an operand lies in memory.
+/// The memory layout of an operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fit {
-    /// A buffer of its own.
+    /// A separate, contiguous buffer.
     Whole,
-    /// Some columns of a wider buffer, at an odd offset and with an odd gap.
+    /// A range of columns of a wider buffer, at an odd offset and with an odd gap.
     Slice,
 }
 
 /// One entry of the table.
 pub struct Case {
     pub name: String,
-    /// Element type of activations.
+    /// Dtype of activations.
     pub storage: DType,
     pub fit: Fit,
     pub body: Box<dyn Fn(&mut Rig<'_>)>,
@@ -115,7 +115,7 @@ pub struct Operand {
     pub host: Mat,
 }
 
-/// Places the operands of one case, runs its op and judges the results.
+/// The test harness: allocates the operands of one case, runs its op and verifies the results.
 pub struct Rig<'a> {
     backend: &'a mut dyn Backend,
     weights: &'a mut Arena,
@@ -123,11 +123,11 @@ pub struct Rig<'a> {
     storage: DType,
     fit: Fit,
     seed: u32,
-    /// Everything in working memory: the whole buffer of each operand, and what it holds before the op.
+    /// All buffers in working memory: the whole buffer of each operand, and its content before the op.
     buffers: Vec<(Tensor, Vec<f32>)>,
     ids: Vec<(Tensor, Vec<u32>)>,
     verify: bool,
-    /// What the op gave, result by result.
+    /// The results of the op.
     results: Vec<Vec<f32>>,
     faults: Vec<String>,
 }
@@ -147,7 +147,7 @@ impl Rig<'_> {
     fn place(&mut self, rows: usize, cols: usize, dtype: DType, beside: f32, mut value: impl FnMut(usize) -> f32) -> Tensor {
         let (left, right) = if self.fit == Fit::Slice { (LEFT, RIGHT) } else { (0, 0) };
         let whole = self.arena.alloc(rows, left + cols + right, dtype).unwrap();
-        // Bytes cannot be NaN: there a result that was not written shows by its value.
+        // Bytes cannot be NaN, so there a result that was not written is detected by its value.
         let kept = |v: f32| if dtype == DType::U8 { stored(if v.is_nan() { 77.0 } else { v }, dtype) } else { v };
         let mut held = vec![kept(beside); whole.len()];
         for r in 0..rows {
@@ -163,48 +163,48 @@ impl Rig<'_> {
         Operand { t, host: Mat { rows, cols, data } }
     }
 
-    /// Activations to read: `f` of values in -1..1.
+    /// Input activations: `f` of values in -1..1.
     pub fn input(&mut self, rows: usize, cols: usize, f: impl Fn(f32) -> f32) -> Operand {
         self.operand(rows, cols, self.storage, f32::NAN, f)
     }
 
-    /// The same in a type of its own.
+    /// Input values in a given dtype.
     pub fn input_as(&mut self, dtype: DType, rows: usize, cols: usize, f: impl Fn(f32) -> f32) -> Operand {
         self.operand(rows, cols, dtype, f32::NAN, f)
     }
 
-    /// Activations to read and write.
+    /// Activations that the op updates.
     pub fn updated(&mut self, rows: usize, cols: usize) -> Operand {
         self.updated_as(self.storage, rows, cols)
     }
 
-    /// The same in a type of its own.
+    /// Values in a given dtype that the op updates.
     pub fn updated_as(&mut self, dtype: DType, rows: usize, cols: usize) -> Operand {
         self.operand(rows, cols, dtype, BESIDE, |v| 2.0 * v)
     }
 
-    /// Token ids to read.
+    /// Input token ids.
     pub fn ids(&mut self, ids: Vec<u32>) -> Tensor {
         let t = self.arena.alloc(ids.len(), 1, DType::U32).unwrap();
         self.ids.push((t, ids));
         t
     }
 
-    /// A result in the case's type, NaN until written.
+    /// A result in the case's dtype, NaN until written.
     pub fn output(&mut self, rows: usize, cols: usize) -> Tensor {
         self.output_as(self.storage, rows, cols)
     }
 
-    /// The same in a type of its own.
+    /// A result in a given dtype, NaN until written.
     pub fn output_as(&mut self, dtype: DType, rows: usize, cols: usize) -> Tensor {
         self.place(rows, cols, dtype, BESIDE, |_| f32::NAN)
     }
 
-    /// A weight of type `to` whose rows a file stores as `from`, in parts of so many rows. Parts are as a file has them: at any
-    /// address, so every second one is misaligned here.
+    /// A weight of dtype `to` that a checkpoint stores as `from`, in parts of the given numbers of rows. In a checkpoint parts
+    /// can be at any address, so every second one is misaligned here.
     pub fn weight(&mut self, role: Role, parts: &[usize], cols: usize, from: DType, to: DType) -> Operand {
         let rows = parts.iter().sum();
-        // Small enough that a sum over a row stays near one.
+        // Values are so small that a dot product with a row stays near one.
         let scale = if role == Role::Vector { 1.0 } else { 1.5 / (cols as f32).sqrt() };
         let file: Vec<f32> = self.noise(rows * cols).into_iter().map(|v| stored(scale * v, from)).collect();
         let t = self.weights.alloc(rows, cols, to).unwrap();
@@ -237,7 +237,7 @@ impl Rig<'_> {
         self.weight(Role::Vector, &[1], cols, DType::F32, DType::F32)
     }
 
-    /// Runs the op and judges its results.
+    /// Runs the op and verifies its results.
     pub fn run(&mut self, op: Op<'_>, checks: &[Check<'_>]) {
         self.backend.reserve(self.arena.peak()).unwrap();
         for (t, held) in &self.buffers {
@@ -278,7 +278,7 @@ impl Rig<'_> {
     }
 }
 
-/// Relative L2 distance; infinite where either is not a number.
+/// Relative L2 distance; infinite if either has a NaN.
 fn distance(got: impl Iterator<Item = f64>, want: &[f64]) -> f64 {
     let norm: f64 = want.iter().map(|w| w * w).sum();
     let difference: f64 = got.zip(want).map(|(g, w)| (g - w).powi(2)).sum();
@@ -309,9 +309,9 @@ fn judge(out: Tensor, got: &[f32], want: &Expected) -> Option<String> {
     Some(format!("relative error {error:.2e}, plain arithmetic has {plain:.2e}; worst at {place}: {got}, oracle {exact}"))
 }
 
-/// Runs one case and returns what it gave. `verify` compares with the oracle; faults are added to `faults`.
+/// Runs one case and returns its results. With `verify` they are compared with the oracle, and faults are added to `faults`.
 pub fn run(be: &mut dyn Backend, weights: &mut Arena, case: &Case, verify: bool, faults: &mut Vec<String>) -> Vec<Vec<f32>> {
-    // Weights lie one after the other until half the room is gone, so that few cases ask for memory.
+    // Weights are allocated one after the other until half of the memory is used, so that few cases have to reserve memory.
     if weights.peak() == 0 || weights.peak() > WEIGHTS / 2 {
         *weights = Arena::new(Region::Weights);
         be.reserve_weights(WEIGHTS).unwrap();
@@ -334,7 +334,7 @@ pub fn run(be: &mut dyn Backend, weights: &mut Arena, case: &Case, verify: bool,
     rig.results
 }
 
-/// Checks the cases that `wanted` picks by name.
+/// Checks the cases that `wanted` selects by name.
 pub fn check_some(backend: &mut dyn Backend, wanted: impl Fn(&str) -> bool) {
     let (mut weights, mut faults, mut count) = (Arena::new(Region::Weights), Vec::new(), 0);
     for case in cases::all().iter().filter(|c| wanted(&c.name)) {
@@ -346,11 +346,11 @@ pub fn check_some(backend: &mut dyn Backend, wanted: impl Fn(&str) -> bool) {
     assert!(faults.is_empty(), "{} of {count} cases fail on {name}:\n{}", faults.len(), faults.join("\n"));
 }
 
-/// Numbers in the names of cases that are small enough for tools that slow kernels down a hundredfold.
+/// Limit on the sizes of cases for tools such as compute-sanitizer, which slow kernels down a hundredfold.
 pub const SMALL: usize = 256;
 
-/// Whether no number in the name of a case is above `limit`, but for the size of a head, which is the model's, and the length of
-/// rows, which is what their kernels differ in.
+/// Whether no number in the name of a case exceeds `limit`, except for the head size, which is given by the model, and the length
+/// of rows, by which kernels are selected.
 pub fn is_within(limit: usize, name: &str) -> bool {
     let name = [" heads of ", " rows of "].iter().find_map(|of| name.split_once(of)).map_or(name, |(shape, _)| shape);
     name.split(|c: char| !c.is_ascii_digit()).filter_map(|n| n.parse::<usize>().ok()).all(|n| n <= limit)

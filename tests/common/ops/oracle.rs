@@ -1,5 +1,6 @@
-//! Every op as the plainest loop its documentation allows, generic over the precision: in f64 it is the oracle, in f32 it is
-//! what straightforward arithmetic at that precision costs. No blocking, no fused passes, no shared helpers with the backends.
+//! Every op as the simplest loop that its documentation allows, generic over the precision: in f64 it is the oracle, in f32 it
+//! shows the error of naive arithmetic at that precision. It has no blocking, no fused passes, and shares no code with the
+//! backends.
 
 use super::Mat;
 use kiln::backend::{RopeStyle, Sampling};
@@ -53,7 +54,7 @@ fn count<R: Real>(n: usize) -> R {
     R::of(n as f32)
 }
 
-/// One value per element of an `rows x cols` result.
+/// One value per element of a `rows x cols` result.
 fn each<R: Real>(rows: usize, cols: usize, mut f: impl FnMut(usize, usize) -> R) -> Vec<R> {
     (0..rows).flat_map(|r| (0..cols).map(move |c| (r, c))).map(|(r, c)| f(r, c)).collect()
 }
@@ -92,8 +93,8 @@ pub fn layer_norm_modulate<R: Real>(x: &Mat, shift: &Mat, scale: &Mat, eps: f32)
     })
 }
 
-/// `x w^T` for some rows of `w`.
-fn product<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>) -> Vec<R> {
+/// `x w^T` for a range of the rows of `w`.
+fn gemm_nt<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>) -> Vec<R> {
     let (x, cols): (Vec<Vec<R>>, usize) = ((0..x.rows).map(|r| x.row(r)).collect(), rows.len());
     let mut out = vec![R::of(0.0); x.len() * cols];
     for (c, o) in rows.enumerate() {
@@ -106,26 +107,26 @@ fn product<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>) -> Vec<R> {
 }
 
 pub fn linear<R: Real>(x: &Mat, w: &Mat, bias: Option<&Mat>) -> Vec<R> {
-    let product = product::<R>(x, w, 0..w.rows);
-    each(x.rows, w.rows, |r, c| product[r * w.rows + c] + bias.map_or(R::of(0.0), |b| b.at(0, c)))
+    let projected = gemm_nt::<R>(x, w, 0..w.rows);
+    each(x.rows, w.rows, |r, c| projected[r * w.rows + c] + bias.map_or(R::of(0.0), |b| b.at(0, c)))
 }
 
-/// `silu(gate) * up`, the gates being `width` rows of `w` from `first` on and the ups the next `width`.
+/// `silu(gate) * up`; the gate rows are `width` rows of `w` from `first` on, and the up rows are the next `width`.
 pub fn swiglu<R: Real>(x: &Mat, w: &Mat, first: usize, width: usize) -> Vec<R> {
-    let gate = product::<R>(x, w, first..first + width);
-    let up = product::<R>(x, w, first + width..first + 2 * width);
+    let gate = gemm_nt::<R>(x, w, first..first + width);
+    let up = gemm_nt::<R>(x, w, first + width..first + 2 * width);
     gate.iter().zip(&up).map(|(&g, &u)| g * sigmoid(g) * u).collect()
 }
 
 pub fn gate_residual<R: Real>(into: &Mat, x: &Mat, w: &Mat, bias: Option<&Mat>, gate: Option<&Mat>) -> Vec<R> {
-    let product = linear::<R>(x, w, bias);
+    let projected = linear::<R>(x, w, bias);
     each(into.rows, into.cols, |r, c| {
         let gate = gate.map_or(one::<R>(), |g| g.at(0, c));
-        into.at::<R>(r, c) + gate * product[r * into.cols + c]
+        into.at::<R>(r, c) + gate * projected[r * into.cols + c]
     })
 }
 
-/// What happens to query and key heads.
+/// Parameters of qk-norm and RoPE.
 #[derive(Clone, Copy)]
 pub struct Heads<'a> {
     pub weight: &'a Mat,
@@ -135,14 +136,14 @@ pub struct Heads<'a> {
     pub style: RopeStyle,
 }
 
-/// Queries or keys: some rows of the product, each head normalised, then rotated.
+/// Queries or keys: the projection by a range of the rows of `w`, with qk-norm and then RoPE applied to each head.
 pub fn heads<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>, heads: Heads<'_>) -> Vec<R> {
     let (cols, d) = (rows.len(), heads.table.cols);
-    let product = product::<R>(x, w, rows);
-    let mut out = product.clone();
+    let projected = gemm_nt::<R>(x, w, rows);
+    let mut out = projected.clone();
     for r in 0..x.rows {
         for first in (0..cols).step_by(d) {
-            let head = &product[r * cols + first..][..d];
+            let head = &projected[r * cols + first..][..d];
             let root = root_mean_square(head, heads.eps);
             let normal = |i: usize| head[i] / root * heads.weight.at(0, i) * R::of(heads.scale);
             for pair in 0..d / 2 {
@@ -159,13 +160,13 @@ pub fn heads<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>, heads: Heads<'_>) ->
     out
 }
 
-/// Values: some rows of the product as they are.
+/// Values: the projection by a range of the rows of `w`.
 pub fn values<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>) -> Vec<R> {
-    product(x, w, rows)
+    gemm_nt(x, w, rows)
 }
 
-/// Softmax over the keys of all segments, the mask being a score of minus infinity. `store` is what happens to a probability
-/// before it is multiplied: kernels on matrix units keep it in bf16 there.
+/// Attention with one softmax over the keys of all KV segments; masked scores are minus infinity. `store` is applied to each
+/// probability before it is multiplied by a value: kernels on tensor cores round it to bf16 there.
 pub fn attention<R: Real>(q: &Mat, kv: &[(Mat, Mat)], (d, scale): (usize, f32), causal: bool, store: fn(R) -> R) -> Vec<R> {
     let group = q.cols / kv[0].0.cols;
     let keys: Vec<Vec<R>> = kv.iter().flat_map(|(k, _)| (0..k.rows).map(|j| k.row(j))).collect();
@@ -194,7 +195,7 @@ pub fn attention<R: Real>(q: &Mat, kv: &[(Mat, Mat)], (d, scale): (usize, f32), 
     out
 }
 
-/// A 3x3 convolution, straight from its definition.
+/// A 3x3 convolution by its definition.
 pub fn conv<R: Real>(
     x: &Mat,
     (w, bias): (&Mat, &Mat),
@@ -202,7 +203,7 @@ pub fn conv<R: Real>(
     sampling: Sampling,
     residual: Option<&Mat>,
 ) -> Vec<R> {
-    // The image the filter slides over, its size, the step, and the filter's offset to the left and above.
+    // The upsampling factor, the stride, and the padding on the left and above.
     let (factor, step, before) = match sampling {
         Sampling::Same => (1, 1, 1),
         Sampling::Up => (2, 1, 1),
@@ -247,7 +248,7 @@ pub fn group_norm<R: Real>(x: &Mat, (w, bias): (&Mat, &Mat), stats: Option<&Mat>
     })
 }
 
-/// Pixel and channel of packed channel `packed` of token `t`: a channel's four pixels are neighbours, row by row.
+/// Pixel and channel of packed channel `packed` of token `t`: the four pixels of a channel are adjacent, row by row.
 fn unpacked(t: usize, packed: usize, width: usize) -> (usize, usize) {
     let (channel, dy, dx) = (packed / 4, packed % 4 / 2, packed % 2);
     ((t / width * 2 + dy) * 2 * width + t % width * 2 + dx, channel)
