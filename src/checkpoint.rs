@@ -9,91 +9,20 @@ mod foreign;
 mod guard;
 mod header;
 mod quantised;
+mod shard;
 mod zeros;
 
 pub use crate::names::Part;
 pub use header::{ElementType, Entry};
+pub use shard::Shard;
 
 use crate::error::{Error, Result};
-use crate::files;
 use crate::names::{self, Layout, Place, Rows, Spelling, TensorSpec};
 use crate::tensor::{Bytes, DType};
 use crate::text::shown_path;
-use guard::Mapped;
-use header::Header;
 use std::collections::BTreeMap;
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
-
-/// One safetensors file. Cloning it copies no data.
-#[derive(Clone, Debug)]
-pub struct Shard {
-    path: PathBuf,
-    bytes: Bytes,
-    header: Arc<Header>,
-    /// The file behind the bytes, if there is one.
-    mapped: Option<Arc<Mapped>>,
-}
-
-impl Shard {
-    /// Maps a file and validates its header.
-    pub fn open(path: &Path) -> Result<Self> {
-        let file = files::open(path).map_err(|error| match error.kind() {
-            ErrorKind::InvalidInput => Error::bad_file(path, "not a safetensors file", error.to_string()),
-            _ => Error::read(path, error),
-        })?;
-        if file.metadata().map_err(|e| Error::read(path, e))?.len() == 0 {
-            return Self::new(path.into(), Bytes::new(Arc::new([])), None);
-        }
-        let mapped = Arc::new(Mapped::new(path, file)?);
-        Self::new(path.into(), Bytes::new(mapped.clone()), Some(mapped))
-    }
-
-    /// A file that is already in memory; `name` stands for its path in messages.
-    pub fn from_bytes(name: &str, bytes: Bytes) -> Result<Self> {
-        Self::new(name.into(), bytes, None)
-    }
-
-    fn new(path: PathBuf, bytes: Bytes, mapped: Option<Arc<Mapped>>) -> Result<Self> {
-        let header = Header::parse(&path, &bytes).map_err(|error| {
-            // A file that is still being written looks broken in many ways. That it changes says more.
-            let changed = mapped.as_ref().and_then(|mapped| mapped.verify(&path).err());
-            changed.unwrap_or(error)
-        })?;
-        Ok(Self { path, bytes, header: Arc::new(header), mapped })
-    }
-
-    /// Fails if the file changed since it was opened, so that anything read from it may be wrong. Bytes in memory do not.
-    pub fn verify(&self) -> Result<()> {
-        self.mapped.as_ref().map_or(Ok(()), |mapped| mapped.verify(&self.path))
-    }
-
-    /// Where it came from.
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
-    /// Its tensors in order of name.
-    pub fn tensors(&self) -> impl Iterator<Item = (&str, &Entry)> {
-        self.header.tensors.iter().map(|(name, entry)| (name.as_str(), entry))
-    }
-
-    /// One tensor.
-    pub fn entry(&self, name: &str) -> Option<&Entry> {
-        self.header.tensors.get(name)
-    }
-
-    /// The bytes of one tensor.
-    pub fn bytes(&self, name: &str) -> Option<Bytes> {
-        self.bytes.slice(self.entry(name)?.range.clone())
-    }
-
-    /// The file's free-form string map.
-    pub fn metadata(&self) -> &BTreeMap<String, String> {
-        &self.header.metadata
-    }
-}
 
 /// A weight whose name, shape and type were checked.
 #[derive(Clone, Debug)]
@@ -153,7 +82,7 @@ impl Weights {
 
     /// Takes files that are already open.
     pub fn from_shards(part: Part, shards: Vec<Shard>) -> Result<Self> {
-        let path = shards.first().map(|shard| shard.path.clone()).unwrap_or_default();
+        let path = shards.first().map(|shard| shard.path().to_path_buf()).unwrap_or_default();
         Self::gather(part, path, shards)
     }
 
@@ -163,7 +92,7 @@ impl Weights {
         let mut weights = Self { part, path, shards, tensors, unknown, layout, prefix: "", unseen };
         // Adapters and quantised files come first: their tensors would look like faults.
         for shard in &weights.shards {
-            foreign::refuse_adapter(shard)?;
+            refuse_adapter(shard)?;
             quantised::refuse(part, shard)?;
         }
         let mut original = 0i64;
@@ -209,7 +138,7 @@ impl Weights {
     /// The files for people: the one, or how many shards and where.
     pub fn source(&self) -> String {
         match &*self.shards {
-            [only] => shown_path(&only.path),
+            [only] => shown_path(only.path()),
             shards => format!("{} shards of {}", shards.len(), shown_path(&self.path)),
         }
     }
@@ -247,10 +176,9 @@ impl Weights {
         whole
     }
 
-    /// A tensor of the given shape, ready to be read.
-    pub fn weight(&self, name: &str, shape: &[usize]) -> Result<Weight> {
-        let parts = self.checked(&TensorSpec { name: name.into(), shape: shape.to_vec(), stack: Vec::new() })?;
-        Ok(Weight { parts })
+    /// A tensor of the given name and shape, ready to be read.
+    pub fn weight(&self, spec: &TensorSpec) -> Result<Weight> {
+        Ok(Weight { parts: self.checked(spec)? })
     }
 
     /// Checks that everything in the manifest is there and right, and that nothing else is. Extra tensors are an error in the
@@ -271,7 +199,7 @@ impl Weights {
         extras.dedup();
         match extras.first() {
             Some((shard, name)) if self.part == Part::Transformer => {
-                Err(Error::TensorUnknown { path: self.shards[*shard].path.clone(), name: name.clone() })
+                Err(Error::TensorUnknown { path: self.shards[*shard].path().to_path_buf(), name: name.clone() })
             }
             _ => Ok(extras.into_iter().map(|(_, name)| name).collect()),
         }
@@ -295,7 +223,7 @@ impl Weights {
             let shard = &self.shards[segment.shard];
             if let (Some(entry), Some(bytes)) = (shard.entry(&segment.tensor), shard.bytes(&segment.tensor)) {
                 // A file that was cut short meanwhile reads as zeros, too. That it changed says more.
-                zeros::refuse(&shard.path, &segment.tensor, entry, &bytes, table)
+                zeros::refuse(shard.path(), &segment.tensor, entry, &bytes, table)
                     .map_err(|error| shard.verify().err().unwrap_or(error))?;
             }
         }
@@ -334,7 +262,7 @@ impl Weights {
 
     /// The rows of one file tensor, which as a whole has to have the shape `want`.
     fn slice(&self, segment: &Segment, entry: &Entry, bytes: Bytes, want: &[usize]) -> Result<WeightSlice> {
-        let (path, name) = (self.shards[segment.shard].path.clone(), segment.tensor.clone());
+        let (path, name) = (self.shards[segment.shard].path().to_path_buf(), segment.tensor.clone());
         let dtype = match entry.element.name {
             "BF16" => DType::Bf16,
             "F16" => DType::F16,
@@ -357,12 +285,7 @@ impl Weights {
 
     /// The error for a piece that no file has, in the files' own spelling.
     fn missing(&self, spec: &TensorSpec, piece: usize) -> Error {
-        let spelled = if spec.stack.is_empty() {
-            let names = names::spell(self.part, self.layout, &spec.name);
-            names.into_iter().map(|name| TensorSpec::new(name, &spec.shape)).collect()
-        } else {
-            names::file_tensors(self.part, self.layout, spec)
-        };
+        let spelled = names::file_tensors(self.part, self.layout, spec);
         let wanted = spelled.into_iter().nth(piece).unwrap_or_else(|| spec.clone());
         Error::TensorMissing { path: self.path.clone(), name: format!("{}{}", self.prefix, wanted.name), want: wanted.shape }
     }
@@ -382,12 +305,23 @@ fn place(
         // Two spellings of one weight in one checkpoint: there is no telling which one is meant.
         if pieces.len() != spelling.pieces || taken.is_some() {
             let other = taken.or(pieces.iter().flatten().next());
-            let other = other.map_or_else(String::new, |o| format!(" and `{}` ({})", o.tensor, shards[o.shard].path.display()));
-            return Err(Error::bad_file(&shards[shard].path, "duplicate tensor", format!("`{name}`{other} are the same weight")));
+            let other = other.map_or_else(String::new, |o| format!(" and `{}` ({})", o.tensor, shards[o.shard].path().display()));
+            return Err(Error::bad_file(
+                shards[shard].path(),
+                "duplicate tensor",
+                format!("`{name}`{other} are the same weight"),
+            ));
         }
         pieces[piece] = Some(Segment { shard, tensor: name.into(), rows });
     }
     Ok(())
+}
+
+/// Fails if a file holds an adapter to a model, and no model.
+fn refuse_adapter(shard: &Shard) -> Result<()> {
+    let Some((name, _)) = shard.tensors().find(|(name, _)| names::is_adapter(name)) else { return Ok(()) };
+    let error = Error::bad_file(shard.path(), "not a model", format!("it is a LoRA adapter, with tensor `{name}`"));
+    Err(error.with_hint("LoRA is not supported yet; use the model that it was made for"))
 }
 
 /// A 1x1 convolution and a matrix hold the same numbers in the same order.

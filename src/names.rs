@@ -4,11 +4,7 @@
 //! of diffusers, the text encoder's those of Hugging Face with q, k, v and gate, up stacked. [`resolve`] brings a file's name
 //! to the canonical one; [`spell`] goes the other way, for messages and for writing. Both read the same tables.
 
-mod manifest;
 mod tables;
-
-pub(crate) use manifest::text_layers;
-pub use manifest::{TensorSpec, text_manifest, transformer_manifest, vae_manifest};
 
 use std::fmt;
 use tables::{Row, TEXT_ENCODER, TRANSFORMER, VAE, fill, matches};
@@ -101,6 +97,29 @@ pub struct Spelling {
     pub layout: Option<Layout>,
     /// The prefix in front of the name in this file.
     pub prefix: &'static str,
+}
+
+/// One tensor that a model needs, under its canonical name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorSpec {
+    /// Canonical name.
+    pub name: String,
+    /// Its shape.
+    pub shape: Vec<usize>,
+    /// Rows of the matrices that are stacked in it, and that another layout may store apart. One entry if it is a single one.
+    pub stack: Vec<usize>,
+}
+
+impl TensorSpec {
+    /// A tensor that is a single matrix, vector or kernel.
+    pub fn new(name: impl Into<String>, shape: &[usize]) -> Self {
+        Self { name: name.into(), shape: shape.to_vec(), stack: shape.iter().take(1).copied().collect() }
+    }
+
+    /// A matrix of `stack` times rows of `columns` elements.
+    pub fn stacked(name: impl Into<String>, stack: &[usize], columns: usize) -> Self {
+        Self { name: name.into(), shape: vec![stack.iter().sum(), columns], stack: stack.to_vec() }
+    }
 }
 
 /// Prefixes of checkpoints that hold several parts, or that were saved from inside a wrapper. More specific ones first.

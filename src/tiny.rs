@@ -10,7 +10,8 @@ pub use files::write_to;
 use crate::checkpoint::{Part, Shard, Weights};
 use crate::config::{TextConfig, TransformerConfig, VaeConfig};
 use crate::error::{Error, Result};
-use crate::names::{self, Layout, TensorSpec, text_layers, transformer_manifest, vae_manifest};
+use crate::model::{text_manifest, transformer_manifest, vae_manifest};
+use crate::names::{self, Layout, TensorSpec};
 use crate::tensor::{Bytes, DType};
 use rayon::prelude::*;
 use safetensors::tensor::{Dtype, TensorView};
@@ -71,7 +72,8 @@ fn manifest(part: Part) -> Vec<TensorSpec> {
         // All layers, as in a real checkpoint; the last one feeds nothing.
         Part::TextEncoder => {
             let config = TextConfig::tiny();
-            let mut list = text_layers(&config, config.layers);
+            let [first, second, _] = config.taps;
+            let mut list = text_manifest(&TextConfig { taps: [first, second, config.layers], ..config });
             list.push(TensorSpec::new("model.norm.weight", &[config.hidden]));
             list
         }
@@ -102,7 +104,7 @@ fn respelled(model: &TinyModel, part: Part, dtype: DType) -> Result<Bytes> {
     let weights = model.weights(part)?;
     let mut tensors = Vec::new();
     for spec in manifest(part) {
-        let weight = weights.weight(&spec.name, &spec.shape)?;
+        let weight = weights.weight(&spec)?;
         let rows: Vec<&[u8]> = weight.parts.iter().map(|part| &part.bytes[..]).collect();
         // The canonical spelling of a transformer, and the other one of a VAE, are one tensor each.
         let named = names::file_tensors(part, Layout::Bfl, &spec).into_iter().next().unwrap_or(spec);

@@ -1,7 +1,7 @@
 //! Finds the safetensors files of a folder: one file, or the shards that an index names.
 
-use super::Shard;
 use super::header::UniqueMap;
+use super::shard::Shard;
 use crate::error::{Error, Result};
 use crate::files;
 use crate::text::shown;

@@ -1,12 +1,11 @@
-//! Names what people give as weights by mistake: files of other formats by their first bytes, and adapters by their tensors.
+//! Names the formats of files that are given as weights by mistake, from their first bytes.
 
-use super::Shard;
-use super::header::FOREIGN;
-use crate::error::{Error, Result};
-use crate::names;
+use crate::error::Error;
 use crate::text::grouped;
 use std::path::Path;
 
+/// What a file is called that cannot be a safetensors file.
+pub(super) const FOREIGN: &str = "not a safetensors file";
 const UNSUPPORTED: &str = "unsupported weight format";
 const USE_SAFETENSORS: &str = "use a .safetensors file";
 
@@ -112,13 +111,6 @@ fn is_onnx(start: &[u8]) -> bool {
     let [0x08, 1..=32, 0x12, length, rest @ ..] = start else { return false };
     let producer = rest.get(..usize::from(*length));
     producer.is_some_and(|name| !name.is_empty() && name.iter().all(|byte| byte.is_ascii_graphic() || *byte == b' '))
-}
-
-/// Fails if a file holds an adapter to a model, and no model.
-pub(super) fn refuse_adapter(shard: &Shard) -> Result<()> {
-    let Some((name, _)) = shard.tensors().find(|(name, _)| names::is_adapter(name)) else { return Ok(()) };
-    let error = Error::bad_file(shard.path(), "not a model", format!("it is a LoRA adapter, with tensor `{name}`"));
-    Err(error.with_hint("LoRA is not supported yet; use the model that it was made for"))
 }
 
 #[cfg(test)]

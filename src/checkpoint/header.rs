@@ -7,7 +7,7 @@
 // Lengths here come from outside: no sum, product or conversion of one goes unchecked, not even where it looks safe.
 #![deny(clippy::arithmetic_side_effects, clippy::cast_possible_truncation)]
 
-use super::foreign;
+use super::foreign::{self, FOREIGN};
 use crate::error::{Error, Result};
 use crate::text::{grouped, shown};
 use serde::Deserialize;
@@ -29,7 +29,6 @@ const MAX_RANK: usize = 8;
 const LENGTH: usize = size_of::<u64>();
 
 const INVALID: &str = "invalid safetensors header";
-pub(super) const FOREIGN: &str = "not a safetensors file";
 
 /// An element type that a safetensors header may name.
 #[derive(Debug, PartialEq, Eq)]

@@ -3,7 +3,7 @@
 //! Formats are declared in three ways: for all layers in the file's metadata, per layer in a small JSON tensor, or not at all,
 //! in which case the element types tell.
 
-use super::Shard;
+use super::shard::Shard;
 use crate::error::{Error, Result};
 use crate::names::{self, Part, Place, QUANTISATION_METADATA, QUANTISATION_TENSOR, QUANTISERS};
 use crate::text::shown;

@@ -9,7 +9,7 @@
 //!
 //! What is there ends the search at its first number, so a good matrix costs eight looks, and only zeros are read through.
 
-use super::Entry;
+use super::header::Entry;
 use crate::error::{Error, Result};
 use std::path::Path;
 
