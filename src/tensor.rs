@@ -3,6 +3,8 @@
 //! Nothing here owns memory or points at it. A [`Tensor`] is a Copy description; a backend turns it into an address. An
 //! [`Arena`] is pure arithmetic, so a dry run and the real run give the same offsets.
 
+mod values;
+
 use crate::error::{Error, Result};
 use std::ops::Range;
 use std::sync::Arc;

@@ -88,15 +88,13 @@ pub fn weights_of(part: Part, manifest: &[TensorSpec], dtype: DType) -> Result<W
 
 /// The diffusers file of one part, whose names the hash is over.
 fn file(part: Part, manifest: &[TensorSpec], dtype: DType) -> Result<Bytes> {
+    let kind = float_type(dtype)?;
     let specs: Vec<TensorSpec> = manifest.iter().flat_map(|spec| names::file_tensors(part, Layout::Diffusers, spec)).collect();
-    let tensors: Result<Vec<_>> = specs
-        .into_par_iter()
-        .map(|spec| {
-            let bytes = values(&spec.name, &spec.shape, dtype)?;
-            Ok((spec, bytes))
-        })
-        .collect();
-    serialise(part, dtype, &tensors?)
+    let valued = |spec: TensorSpec| {
+        let bytes = values(&spec.name, &spec.shape, dtype);
+        (spec, bytes)
+    };
+    serialise(part, kind, &specs.into_par_iter().map(valued).collect::<Vec<_>>())
 }
 
 /// The same weights under the other layout's names.
@@ -110,16 +108,20 @@ fn respelled(model: &TinyModel, part: Part, dtype: DType) -> Result<Bytes> {
         let named = names::file_tensors(part, Layout::Bfl, &spec).into_iter().next().unwrap_or(spec);
         tensors.push((named, rows.concat()));
     }
-    serialise(part, dtype, &tensors)
+    serialise(part, float_type(dtype)?, &tensors)
 }
 
-fn serialise(part: Part, dtype: DType, tensors: &[(TensorSpec, Vec<u8>)]) -> Result<Bytes> {
-    let kind = match dtype {
-        DType::F32 => Dtype::F32,
-        DType::F16 => Dtype::F16,
-        DType::Bf16 => Dtype::BF16,
-        DType::U32 | DType::U8 => return Err(not_a_float()),
-    };
+/// The name of a floating-point type in a safetensors file.
+fn float_type(dtype: DType) -> Result<Dtype> {
+    match dtype {
+        DType::F32 => Ok(Dtype::F32),
+        DType::F16 => Ok(Dtype::F16),
+        DType::Bf16 => Ok(Dtype::BF16),
+        DType::U32 | DType::U8 => Err(Error::Op { op: "tiny", what: "weights are floating-point".into() }),
+    }
+}
+
+fn serialise(part: Part, kind: Dtype, tensors: &[(TensorSpec, Vec<u8>)]) -> Result<Bytes> {
     let broken = |e: safetensors::SafeTensorError| Error::Op { op: "serialise", what: e.to_string() };
     let mut views = Vec::with_capacity(tensors.len() + 1);
     for (spec, bytes) in tensors {
@@ -134,24 +136,13 @@ fn serialise(part: Part, dtype: DType, tensors: &[(TensorSpec, Vec<u8>)]) -> Res
 }
 
 /// The values of one tensor as little-endian bytes.
-fn values(name: &str, shape: &[usize], dtype: DType) -> Result<Vec<u8>> {
+fn values(name: &str, shape: &[usize], dtype: DType) -> Vec<u8> {
     let hash = fnv1a(name);
     let rule = Rule::of(name, shape);
     let value = |index: usize| rule.value((mixed(hash, index as u64) >> 56) as u32);
-    let mut bytes = vec![0; shape.iter().product::<usize>() * dtype.size()];
     // In turn, not in parallel: the tensors themselves are made in parallel.
-    let elements = bytes.chunks_exact_mut(dtype.size()).enumerate();
-    match dtype {
-        DType::F32 => elements.for_each(|(i, to)| to.copy_from_slice(&value(i).to_le_bytes())),
-        DType::Bf16 => elements.for_each(|(i, to)| to.copy_from_slice(&half::bf16::from_f32(value(i)).to_le_bytes())),
-        DType::F16 => elements.for_each(|(i, to)| to.copy_from_slice(&half::f16::from_f32(value(i)).to_le_bytes())),
-        DType::U32 | DType::U8 => return Err(not_a_float()),
-    }
-    Ok(bytes)
-}
-
-fn not_a_float() -> Error {
-    Error::Op { op: "tiny", what: "weights are floating-point".into() }
+    let values: Vec<f32> = (0..shape.iter().product()).map(value).collect();
+    dtype.encoded(&values)
 }
 
 /// How a byte of the hash becomes a weight.

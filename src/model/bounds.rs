@@ -3,8 +3,6 @@
 //! that turn together, and none of them counts for more than its share of both lengths times its own weights.
 
 use crate::backend::WeightPart;
-use crate::tensor::DType;
-use half::{bf16, f16};
 
 /// For what rounding adds to queries and keys, and with room to spare.
 const ROUNDING: f32 = 1.02;
@@ -16,7 +14,7 @@ pub struct Stretch(Vec<f32>);
 impl Stretch {
     /// Of a norm's weights as they are stored.
     pub fn of(parts: &[WeightPart]) -> Self {
-        let values: Vec<f32> = parts.iter().flat_map(values).collect();
+        let values: Vec<f32> = parts.iter().flat_map(|part| part.dtype.decoded(&part.bytes)).collect();
         // What is no number stays: it bounds nothing.
         let larger = |most: f32, v: &f32| if v.is_nan() || v.abs() > most { v.abs() } else { most };
         Self(values.chunks(2).map(|pair| pair.iter().fold(0.0, larger)).collect())
@@ -52,25 +50,14 @@ impl Stretches {
     }
 }
 
-fn values(part: &WeightPart) -> Vec<f32> {
-    let bytes: &[u8] = &part.bytes;
-    let half = |f: fn(u16) -> f32| bytes.chunks_exact(2).map(|b| f(u16::from_le_bytes([b[0], b[1]]))).collect();
-    match part.dtype {
-        DType::F32 => bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
-        DType::Bf16 => half(|v| bf16::from_bits(v).to_f32()),
-        DType::F16 => half(|v| f16::from_bits(v).to_f32()),
-        DType::U8 | DType::U32 => Vec::new(),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tensor::Bytes;
+    use crate::tensor::{Bytes, DType};
     use std::sync::Arc;
 
     fn stretch(values: &[f32]) -> Stretch {
-        let bytes = values.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect::<Vec<_>>();
+        let bytes = DType::Bf16.encoded(values);
         Stretch::of(&[WeightPart { bytes: Bytes::new(Arc::new(bytes)), dtype: DType::Bf16 }])
     }
 
