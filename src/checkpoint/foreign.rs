@@ -1,6 +1,7 @@
 //! Names the formats of files that are given as weights by mistake, from their first bytes.
 
 use crate::error::Error;
+use crate::files::{Magic, format_name};
 use crate::text::grouped;
 use std::path::Path;
 
@@ -12,8 +13,8 @@ const USE_SAFETENSORS: &str = "use a .safetensors file";
 /// Bytes at the beginning of a file that tell what it is.
 const START: usize = 512;
 
-/// Formats that hold weights and are not read, as offset, bytes there and name.
-const WEIGHTS: [(usize, &[u8], &str); 7] = [
+/// Formats that hold weights and are not read.
+const WEIGHTS: [Magic; 7] = [
     (0, b"PK\x03\x04", "a zip archive, probably a PyTorch checkpoint: Python pickle, which can run code and is never loaded"),
     (0, b"GGUF", "GGUF"),
     (0, b"GGML", "GGML"),
@@ -23,8 +24,8 @@ const WEIGHTS: [(usize, &[u8], &str); 7] = [
     (4, b"ORTM", "ONNX Runtime"),
 ];
 
-/// Formats that hold none, or something packed, likewise.
-const OTHERS: [(usize, &[u8], &str); 14] = [
+/// Formats that hold no weights, or something packed.
+const OTHERS: [Magic; 14] = [
     (0, b"\x7FELF", "a program or library (ELF)"),
     (0, b"MZ\x90\0", "a program or library for Windows"),
     (0, b"\x89PNG", "a PNG picture"),
@@ -44,9 +45,8 @@ const OTHERS: [(usize, &[u8], &str); 14] = [
 /// What a file is that cannot be a safetensors file, if that is known.
 pub(super) fn format(path: &Path, file: &[u8]) -> Option<Error> {
     let start = &file[..file.len().min(START)];
-    let at = |offset: usize, magic: &[u8]| start.get(offset..).is_some_and(|rest| rest.starts_with(magic));
     let foreign = |detail: String, hint: &str| Some(Error::bad_file(path, FOREIGN, detail).with_hint(hint));
-    if at(0, b"version https://git-lfs") {
+    if start.starts_with(b"version https://git-lfs") {
         // The pointer says how large the file is that it stands for.
         let size = start.split(|&byte| byte == b'\n').find_map(|line| line.strip_prefix(b"size "));
         let size: Option<u64> = size.and_then(|digits| str::from_utf8(digits).ok()?.trim().parse().ok());
@@ -54,8 +54,8 @@ pub(super) fn format(path: &Path, file: &[u8]) -> Option<Error> {
         let hint = format!("run git lfs pull, or download the {whole}file itself");
         return foreign(format!("it is a {}-byte Git LFS pointer", grouped(file.len() as u64)), &hint);
     }
-    if let Some((_, _, name)) = WEIGHTS.iter().find(|(offset, magic, _)| at(*offset, magic)) {
-        return Some(Error::bad_file(path, UNSUPPORTED, *name).with_hint(USE_SAFETENSORS));
+    if let Some(name) = format_name(&WEIGHTS, start) {
+        return Some(Error::bad_file(path, UNSUPPORTED, name).with_hint(USE_SAFETENSORS));
     }
     if start.len() > 2 && start[0] == 0x80 && (2..=5).contains(&start[1]) {
         let pickle = "Python pickle, which can run code and is never loaded";
@@ -64,7 +64,7 @@ pub(super) fn format(path: &Path, file: &[u8]) -> Option<Error> {
     if is_onnx(start) {
         return Some(Error::bad_file(path, UNSUPPORTED, "ONNX").with_hint(USE_SAFETENSORS));
     }
-    if let Some((_, _, name)) = OTHERS.iter().find(|(offset, magic, _)| at(*offset, magic)) {
+    if let Some(name) = format_name(&OTHERS, start) {
         let hint = if name.starts_with("packed") { "unpack it first" } else { USE_SAFETENSORS };
         return foreign(format!("it is {name}"), hint);
     }
