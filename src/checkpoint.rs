@@ -13,7 +13,7 @@ mod shard;
 mod zeros;
 
 pub use crate::names::Part;
-pub use header::{ElementType, Entry};
+pub use header::{Entry, StoredDtype};
 pub use shard::Shard;
 
 use crate::error::{Error, Result};
@@ -56,7 +56,7 @@ pub struct Weights {
     layout: Layout,
     prefix: &'static str,
     /// Matrices in use that were not looked at yet, and whether each is a lookup table.
-    unseen: Arc<Mutex<Vec<(String, bool)>>>,
+    unchecked: Arc<Mutex<Vec<(String, bool)>>>,
 }
 
 /// Where rows of a canonical tensor lie.
@@ -88,8 +88,8 @@ impl Weights {
 
     fn gather(part: Part, path: PathBuf, shards: Vec<Shard>) -> Result<Self> {
         let layout = Layout::Diffusers;
-        let (tensors, unknown, unseen) = Default::default();
-        let mut weights = Self { part, path, shards, tensors, unknown, layout, prefix: "", unseen };
+        let (tensors, unknown, unchecked) = Default::default();
+        let mut weights = Self { part, path, shards, tensors, unknown, layout, prefix: "", unchecked };
         // Adapters and quantised files come first: their tensors would look like faults.
         for shard in &weights.shards {
             refuse_adapter(shard)?;
@@ -205,17 +205,17 @@ impl Weights {
         }
     }
 
-    /// Notes that a matrix is in use, for [`Weights::look`]. A `table` may have rows that nothing uses.
-    pub fn note(&self, name: &str, table: bool) {
-        self.unseen.lock().unwrap_or_else(PoisonError::into_inner).push((name.into(), table));
+    /// Notes that a matrix is in use, for [`Weights::check_written`]. A `table` may have rows that nothing uses.
+    pub fn note_used(&self, name: &str, table: bool) {
+        self.unchecked.lock().unwrap_or_else(PoisonError::into_inner).push((name.into(), table));
     }
 
     /// Fails if one of the matrices noted since the last time is zero where no trained one is, which is what a file reads as that
     /// was not written yet. This looks at a few places of each, which takes long for what has to be fetched from a disk and no
     /// time for what was just read: it is meant to be asked then.
-    pub fn look(&self) -> Result<()> {
-        let unseen = std::mem::take(&mut *self.unseen.lock().unwrap_or_else(PoisonError::into_inner));
-        unseen.iter().try_for_each(|(name, table)| self.refuse_zeros(name, *table))
+    pub fn check_written(&self) -> Result<()> {
+        let unchecked = std::mem::take(&mut *self.unchecked.lock().unwrap_or_else(PoisonError::into_inner));
+        unchecked.iter().try_for_each(|(name, table)| self.refuse_zeros(name, *table))
     }
 
     fn refuse_zeros(&self, name: &str, table: bool) -> Result<()> {
@@ -263,7 +263,7 @@ impl Weights {
     /// The rows of one file tensor, which as a whole has to have the shape `want`.
     fn slice(&self, segment: &Segment, entry: &Entry, bytes: Bytes, want: &[usize]) -> Result<WeightSlice> {
         let (path, name) = (self.shards[segment.shard].path().to_path_buf(), segment.tensor.clone());
-        let dtype = match entry.element.name {
+        let dtype = match entry.dtype.name {
             "BF16" => DType::Bf16,
             "F16" => DType::F16,
             "F32" => DType::F32,

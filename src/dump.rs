@@ -73,8 +73,8 @@ pub fn read_noise(path: &Path, tokens: usize) -> Result<Vec<f32>> {
         let detail = format!("tensor `noise` is {:?}, a picture of this size needs {:?}", entry.shape, [tokens, CHANNELS]);
         return Err(wrong(detail).with_hint("use the --width and --height it was made for"));
     }
-    if entry.element.name != "F32" {
-        return Err(wrong(format!("tensor `noise` is {}, it must be F32", entry.element.name)));
+    if entry.dtype.name != "F32" {
+        return Err(wrong(format!("tensor `noise` is {}, it must be F32", entry.dtype.name)));
     }
     let bytes = shard.bytes("noise").ok_or_else(missing)?;
     let noise = DType::F32.decoded(&bytes);

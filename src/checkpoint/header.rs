@@ -32,47 +32,47 @@ const INVALID: &str = "invalid safetensors header";
 
 /// An element type that a safetensors header may name.
 #[derive(Debug, PartialEq, Eq)]
-pub struct ElementType {
+pub struct StoredDtype {
     /// As the header spells it.
     pub name: &'static str,
     /// Bits of one element.
     pub bits: u64,
 }
 
-const fn element(name: &'static str, bits: u64) -> ElementType {
-    ElementType { name, bits }
+const fn dtype(name: &'static str, bits: u64) -> StoredDtype {
+    StoredDtype { name, bits }
 }
 
-static ELEMENT_TYPES: [ElementType; 22] = [
-    element("BOOL", 8),
-    element("F4", 4),
-    element("F6_E2M3", 6),
-    element("F6_E3M2", 6),
-    element("U8", 8),
-    element("I8", 8),
-    element("F8_E5M2", 8),
-    element("F8_E4M3", 8),
-    element("F8_E8M0", 8),
-    element("F8_E4M3FNUZ", 8),
-    element("F8_E5M2FNUZ", 8),
-    element("I16", 16),
-    element("U16", 16),
-    element("F16", 16),
-    element("BF16", 16),
-    element("I32", 32),
-    element("U32", 32),
-    element("F32", 32),
-    element("C64", 64),
-    element("F64", 64),
-    element("I64", 64),
-    element("U64", 64),
+static STORED_DTYPES: [StoredDtype; 22] = [
+    dtype("BOOL", 8),
+    dtype("F4", 4),
+    dtype("F6_E2M3", 6),
+    dtype("F6_E3M2", 6),
+    dtype("U8", 8),
+    dtype("I8", 8),
+    dtype("F8_E5M2", 8),
+    dtype("F8_E4M3", 8),
+    dtype("F8_E8M0", 8),
+    dtype("F8_E4M3FNUZ", 8),
+    dtype("F8_E5M2FNUZ", 8),
+    dtype("I16", 16),
+    dtype("U16", 16),
+    dtype("F16", 16),
+    dtype("BF16", 16),
+    dtype("I32", 32),
+    dtype("U32", 32),
+    dtype("F32", 32),
+    dtype("C64", 64),
+    dtype("F64", 64),
+    dtype("I64", 64),
+    dtype("U64", 64),
 ];
 
 /// One tensor of a file.
 #[derive(Clone, Debug)]
 pub struct Entry {
     /// Its element type.
-    pub element: &'static ElementType,
+    pub dtype: &'static StoredDtype,
     /// Its dimensions; none for a scalar.
     pub shape: Vec<usize>,
     /// Where its bytes lie in the file.
@@ -130,9 +130,9 @@ impl Header {
         }
 
         let mut tensors = BTreeMap::new();
-        for ([begin, end], name, (element, shape)) in extents {
+        for ([begin, end], name, (dtype, shape)) in extents {
             let range = in_file(begin)?..in_file(end)?;
-            tensors.insert(name.to_owned(), Entry { element, shape, range });
+            tensors.insert(name.to_owned(), Entry { dtype, shape, range });
         }
         Ok(Self { tensors, metadata: raw.metadata.unwrap_or_default() })
     }
@@ -178,7 +178,7 @@ fn truncated(path: &Path, have: usize, described: usize, qualifier: &str) -> Err
 }
 
 /// A tensor's offsets, name, and what `RawEntry::check` made of the rest.
-type Extent<'a> = ([u64; 2], &'a str, (&'static ElementType, Vec<usize>));
+type Extent<'a> = ([u64; 2], &'a str, (&'static StoredDtype, Vec<usize>));
 
 /// Extents sorted by offset must follow each other without overlap and without a hole.
 fn check_tiling(extents: &[Extent<'_>]) -> Result<(), String> {
@@ -214,14 +214,14 @@ struct RawEntry {
 
 impl RawEntry {
     /// Checks type, shape and length against each other.
-    fn check(&self) -> Result<(&'static ElementType, Vec<usize>), String> {
-        let element = ELEMENT_TYPES.iter().find(|t| t.name == self.dtype);
-        let element = element.ok_or_else(|| format!("unknown dtype `{}`", shown(&self.dtype)))?;
-        let too_large = || format!("shape {:?} of {} overflows", self.shape, element.name);
+    fn check(&self) -> Result<(&'static StoredDtype, Vec<usize>), String> {
+        let dtype = STORED_DTYPES.iter().find(|t| t.name == self.dtype);
+        let dtype = dtype.ok_or_else(|| format!("unknown dtype `{}`", shown(&self.dtype)))?;
+        let too_large = || format!("shape {:?} of {} overflows", self.shape, dtype.name);
         let elements = self.shape.iter().try_fold(1u64, |n, &dim| n.checked_mul(dim)).ok_or_else(too_large)?;
-        let bits = elements.checked_mul(element.bits).ok_or_else(too_large)?;
+        let bits = elements.checked_mul(dtype.bits).ok_or_else(too_large)?;
         if !bits.is_multiple_of(8) {
-            return Err(format!("shape {:?} of {} does not fill whole bytes", self.shape, element.name));
+            return Err(format!("shape {:?} of {} does not fill whole bytes", self.shape, dtype.name));
         }
         let shape = self.shape.iter().map(|&dim| usize::try_from(dim)).collect::<Result<_, _>>().map_err(|_| too_large())?;
         let [begin, end] = self.data_offsets;
@@ -231,11 +231,11 @@ impl RawEntry {
             return Err(format!(
                 "shape {:?} of {} needs {need} bytes, data_offsets [{begin},{end}] give {}",
                 self.shape,
-                element.name,
+                dtype.name,
                 grouped(length)
             ));
         }
-        Ok((element, shape))
+        Ok((dtype, shape))
     }
 }
 

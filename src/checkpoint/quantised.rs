@@ -48,7 +48,7 @@ pub(super) fn refuse(part: Part, shard: &Shard) -> Result<()> {
                 let name = if shard.entry(&weight).is_some() { weight } else { name.into() };
                 return refused(name, format);
             }
-            Place::Weight(_) if is_packed(entry.element.name) => {
+            Place::Weight(_) if is_packed(entry.dtype.name) => {
                 let format = name.strip_suffix(".weight").and_then(|layer| quantiser(shard, layer));
                 return refused(name.into(), format.or_else(|| stored_format(shard, name)).unwrap_or(UNKNOWN));
             }
@@ -74,7 +74,7 @@ fn quantiser(shard: &Shard, layer: &str) -> Option<&'static str> {
 /// The format that the element type of a weight, and what lies beside it, gives.
 fn stored_format(shard: &Shard, weight: &str) -> Option<&'static str> {
     let beside = |suffix: &str| shard.entry(&format!("{weight}{suffix}")).is_some();
-    Some(match shard.entry(weight)?.element.name {
+    Some(match shard.entry(weight)?.dtype.name {
         "U8" if beside("_scale_2") => "NVFP4",
         "U8" => "packed in U8",
         "I8" => "INT8",

@@ -49,11 +49,11 @@ fn all_zero(bytes: &[u8]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::checkpoint::ElementType;
+    use crate::checkpoint::StoredDtype;
 
     fn found(shape: &[usize], bytes: &[u8], table: bool) -> Option<String> {
-        static BF16: ElementType = ElementType { name: "BF16", bits: 16 };
-        let entry = Entry { element: &BF16, shape: shape.to_vec(), range: 1000..1000 + bytes.len() };
+        static BF16: StoredDtype = StoredDtype { name: "BF16", bits: 16 };
+        let entry = Entry { dtype: &BF16, shape: shape.to_vec(), range: 1000..1000 + bytes.len() };
         refuse(Path::new("x"), "w", &entry, bytes, table).err().map(|error| error.to_string())
     }
 

@@ -170,10 +170,10 @@ impl Upload<'_> {
         // Of the vectors only those count that something is multiplied or divided by.
         let scales = role != Role::Vector || !["bias", "mean"].iter().any(|end| spec.name.ends_with(end));
         if let Some(source) = self.source.filter(|_| self.wary && scales) {
-            source.note(&spec.name, role == Role::Table);
+            source.note_used(&spec.name, role == Role::Table);
             // A backend that copies has just read all of it. Where files are used in place, their pages come with the first ops.
             if !self.backend.reads_files() {
-                source.look()?;
+                source.check_written()?;
             }
         }
         (self.loaded)((tensor.len() * dtype.size()) as u64);

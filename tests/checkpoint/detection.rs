@@ -435,7 +435,7 @@ fn the_tiny_model_is_the_one_the_reference_ran() {
         let expected = &goldens["weights"][key];
         let weights = model.weights(part).unwrap();
         let shard = &weights.shards()[0];
-        let floats = || shard.tensors().filter(|(_, entry)| entry.element.name == "F32");
+        let floats = || shard.tensors().filter(|(_, entry)| entry.dtype.name == "F32");
         assert_eq!(floats().count() as u64, expected["tensors"].as_u64().unwrap());
         let parameters: usize = floats().map(|(_, entry)| entry.shape.iter().product::<usize>()).sum();
         assert_eq!(parameters as u64, expected["parameters"].as_u64().unwrap());
