@@ -1,7 +1,7 @@
 //! Checkpoints: mapped safetensors files, and the weights of one model part under canonical names.
 //!
 //! A [`Shard`] is one file whose header has been validated. [`Weights`] gathers the shards of a part, brings their names to
-//! canonical ones, and hands out bytes only after name, shape and type were checked. Nothing is copied: a [`Weight`] points
+//! canonical ones, and hands out bytes only after name, shape and dtype were checked. Nothing is copied: a [`Weight`] points
 //! into the mapped file.
 
 mod folder;
@@ -24,7 +24,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A weight whose name, shape and type were checked.
+/// A weight whose name, shape and dtype were checked.
 #[derive(Clone, Debug)]
 pub struct Weight {
     /// Its rows in order.
@@ -36,9 +36,9 @@ pub struct Weight {
 pub struct WeightSlice {
     /// The bytes, row-major.
     pub bytes: Bytes,
-    /// Their element type.
+    /// Their dtype.
     pub dtype: DType,
-    /// Extent along the first dimension.
+    /// Number of rows: the extent of the first dimension.
     pub rows: usize,
 }
 
@@ -48,18 +48,18 @@ pub struct Weights {
     part: Part,
     path: PathBuf,
     shards: Vec<Shard>,
-    /// Canonical name to its pieces in row order. A piece that no file has is `None`.
+    /// The pieces of each tensor in row order, by canonical name. A piece that no file has is `None`.
     tensors: BTreeMap<String, Vec<Option<Segment>>>,
-    /// Tensors that no table knows.
+    /// Tensors that no spelling table has, each with the index of its shard.
     unknown: Vec<(usize, String)>,
-    /// How these files spell names, for messages about what is missing.
+    /// How these files spell names, for messages about missing tensors.
     layout: Layout,
     prefix: &'static str,
-    /// Matrices in use that were not looked at yet, and whether each is a lookup table.
+    /// Matrices in use that were not yet checked for zeros, and whether each is a lookup table.
     unchecked: Arc<Mutex<Vec<(String, bool)>>>,
 }
 
-/// Where rows of a canonical tensor lie.
+/// Where rows of a canonical tensor are stored.
 #[derive(Clone, Debug)]
 struct Segment {
     shard: usize,
@@ -115,7 +115,7 @@ impl Weights {
         Ok(weights)
     }
 
-    /// Which part these are.
+    /// The part of the model that these weights belong to.
     pub fn part(&self) -> Part {
         self.part
     }
@@ -130,12 +130,12 @@ impl Weights {
         self.layout
     }
 
-    /// The files.
+    /// The files that the weights are in.
     pub fn shards(&self) -> &[Shard] {
         &self.shards
     }
 
-    /// The files for people: the one, or how many shards and where.
+    /// The source of the weights for display: the one file, or the number of shards and their folder.
     pub fn source(&self) -> String {
         match &*self.shards {
             [only] => shown_path(only.path()),
@@ -148,7 +148,7 @@ impl Weights {
         self.shards.iter().try_for_each(Shard::verify)
     }
 
-    /// Canonical names of everything found, whole or not.
+    /// Canonical names of all tensors found, complete or not.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
     }
@@ -176,7 +176,7 @@ impl Weights {
         whole
     }
 
-    /// A tensor of the given name and shape, ready to be read.
+    /// The bytes of a tensor, which has to have the given shape.
     pub fn weight(&self, spec: &TensorSpec) -> Result<Weight> {
         Ok(Weight { parts: self.checked(spec)? })
     }
@@ -210,9 +210,9 @@ impl Weights {
         self.unchecked.lock().unwrap_or_else(PoisonError::into_inner).push((name.into(), table));
     }
 
-    /// Fails if one of the matrices noted since the last time is zero where no trained one is, which is what a file reads as that
-    /// was not written yet. This looks at a few places of each, which takes long for what has to be fetched from a disk and no
-    /// time for what was just read: it is meant to be asked then.
+    /// Fails if one of the matrices noted since the last call is zero where no trained matrix is, which is how the missing part
+    /// of an incomplete download reads. This reads a few places of each matrix. From a cold disk that takes long, and in the page
+    /// cache no time, so it is called after the weights were used.
     pub fn check_written(&self) -> Result<()> {
         let unchecked = std::mem::take(&mut *self.unchecked.lock().unwrap_or_else(PoisonError::into_inner));
         unchecked.iter().try_for_each(|(name, table)| self.refuse_zeros(name, *table))
@@ -222,7 +222,7 @@ impl Weights {
         for segment in self.tensors.get(name).into_iter().flatten().flatten() {
             let shard = &self.shards[segment.shard];
             if let (Some(entry), Some(bytes)) = (shard.entry(&segment.tensor), shard.bytes(&segment.tensor)) {
-                // A file that was cut short meanwhile reads as zeros, too. That it changed says more.
+                // A file that was truncated meanwhile reads as zeros, too. That it changed is the better message.
                 zeros::refuse(shard.path(), &segment.tensor, entry, &bytes, table)
                     .map_err(|error| shard.verify().err().unwrap_or(error))?;
             }
@@ -244,7 +244,7 @@ impl Weights {
             let whole = segments.len() == 1 || segment.rows != Rows::All;
             let mut want = spec.shape.clone();
             if let Some(rows) = want.first_mut().filter(|_| !whole) {
-                // Where only the whole shape is known, the rows are compared in sum.
+                // Where the rows of the pieces are not known, only their sum is compared.
                 let stacked = (spec.stack.len() == segments.len()).then(|| spec.stack[piece]);
                 *rows = stacked.or(entry.shape.first().copied()).unwrap_or(0);
             }
@@ -291,7 +291,7 @@ impl Weights {
     }
 }
 
-/// Enters one file tensor under its canonical name.
+/// Records one tensor of a file under its canonical name.
 fn place(
     shards: &[Shard],
     tensors: &mut BTreeMap<String, Vec<Option<Segment>>>,
@@ -317,7 +317,7 @@ fn place(
     Ok(())
 }
 
-/// Fails if a file holds an adapter to a model, and no model.
+/// Fails if a file holds an adapter instead of a model.
 fn refuse_adapter(shard: &Shard) -> Result<()> {
     let Some((name, _)) = shard.tensors().find(|(name, _)| names::is_adapter(name)) else { return Ok(()) };
     let error = Error::bad_file(shard.path(), "not a model", format!("it is a LoRA adapter, with tensor `{name}`"));

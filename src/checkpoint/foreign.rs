@@ -5,12 +5,12 @@ use crate::files::{Magic, format_name};
 use crate::text::grouped;
 use std::path::Path;
 
-/// What a file is called that cannot be a safetensors file.
+/// The error for a file that cannot be a safetensors file.
 pub(super) const FOREIGN: &str = "not a safetensors file";
 const UNSUPPORTED: &str = "unsupported weight format";
 const USE_SAFETENSORS: &str = "use a .safetensors file";
 
-/// Bytes at the beginning of a file that tell what it is.
+/// Bytes at the beginning of a file that are examined.
 const START: usize = 512;
 
 /// Formats that hold weights and are not read.
@@ -42,7 +42,7 @@ const OTHERS: [Magic; 14] = [
     (257, b"ustar", "a tar archive"),
 ];
 
-/// What a file is that cannot be a safetensors file, if that is known.
+/// Names the format of a file that cannot be a safetensors file, if it is known.
 pub(super) fn format(path: &Path, file: &[u8]) -> Option<Error> {
     let start = &file[..file.len().min(START)];
     let foreign = |detail: String, hint: &str| Some(Error::bad_file(path, FOREIGN, detail).with_hint(hint));
@@ -68,7 +68,7 @@ pub(super) fn format(path: &Path, file: &[u8]) -> Option<Error> {
         let hint = if name.starts_with("packed") { "unpack it first" } else { USE_SAFETENSORS };
         return foreign(format!("it is {name}"), hint);
     }
-    // So short a file can be the beginning of the length that a safetensors file begins with.
+    // A file this short can be the beginning of the header's length, with which a safetensors file begins.
     if start.len() < size_of::<u64>() {
         return None;
     }
@@ -106,7 +106,7 @@ fn readable(start: &[u8]) -> Option<&str> {
     (!text.contains(|c: char| c.is_control() && !c.is_ascii_whitespace())).then_some(text)
 }
 
-/// ONNX has no mark of its own: it is a message whose first field is a small version and whose second is who wrote it.
+/// ONNX has no magic number: it is a protobuf message whose first field is a small version and whose second is its producer.
 fn is_onnx(start: &[u8]) -> bool {
     let [0x08, 1..=32, 0x12, length, rest @ ..] = start else { return false };
     let producer = rest.get(..usize::from(*length));
@@ -145,7 +145,7 @@ mod tests {
         for (file, message) in cases {
             assert_eq!(told(file).as_deref(), Some(message));
         }
-        // A character that is cut at the end of what is looked at is still text; other bytes are nothing that is known.
+        // Text may end within a character where the examined bytes end; other bytes are of no known format.
         assert!(told(format!("x{}", "é".repeat(400)).as_bytes()).unwrap().ends_with("it is text"));
         for unknown in
             [&b"\x01\x02\x03"[..], b"text", b"\0\0", b"\x08\x08\x12\x00", b"\x08\x08\x12\x07pyt", b"\xE9t\xE9 in Latin-1"]

@@ -19,7 +19,7 @@ use std::path::Path;
 
 /// Longest header read. The largest FLUX.2 header known has 85 kB; the format itself would allow 100 MB.
 pub const MAX_HEADER: u64 = 4 << 20;
-/// Most tensors in one file, and most texts in its free-form map.
+/// Most tensors in one file, and most strings in its metadata.
 pub const MAX_TENSORS: usize = 4096;
 /// Longest tensor name in bytes.
 pub const MAX_NAME: usize = 256;
@@ -30,10 +30,10 @@ const LENGTH: usize = size_of::<u64>();
 
 const INVALID: &str = "invalid safetensors header";
 
-/// An element type that a safetensors header may name.
+/// A dtype that a safetensors header may name.
 #[derive(Debug, PartialEq, Eq)]
 pub struct StoredDtype {
-    /// As the header spells it.
+    /// The name that the header spells.
     pub name: &'static str,
     /// Bits of one element.
     pub bits: u64,
@@ -71,20 +71,20 @@ static STORED_DTYPES: [StoredDtype; 22] = [
 /// One tensor of a file.
 #[derive(Clone, Debug)]
 pub struct Entry {
-    /// Its element type.
+    /// Its dtype.
     pub dtype: &'static StoredDtype,
     /// Its dimensions; none for a scalar.
     pub shape: Vec<usize>,
-    /// Where its bytes lie in the file.
+    /// The range of its bytes in the file.
     pub range: Range<usize>,
 }
 
-/// A header that holds together, and fits the file it came from.
+/// A header that is consistent in itself and with the length of its file.
 #[derive(Clone, Debug)]
 pub struct Header {
     /// Tensors by name.
     pub tensors: BTreeMap<String, Entry>,
-    /// The free-form string map of the file.
+    /// The file's metadata: a free-form map of strings.
     pub metadata: BTreeMap<String, String>,
 }
 
@@ -93,7 +93,7 @@ impl Header {
     pub fn parse(path: &Path, file: &[u8]) -> Result<Self> {
         let data_start = header_end(path, file)?;
         let invalid = |detail: String| Error::bad_file(path, INVALID, detail);
-        // The copy is on purpose: somebody may write to a mapped file, and text that was checked to be UTF-8 must stay so.
+        // The copy is on purpose: another process may write to a mapped file, and a `str` must stay valid UTF-8.
         let json = file[LENGTH..data_start].to_vec();
         let json = String::from_utf8(json).map_err(|e| invalid(format!("not UTF-8: {e}")))?;
 
@@ -138,7 +138,7 @@ impl Header {
     }
 }
 
-/// Where the header ends, once it is sure that there is a safetensors header and that the file holds all of it.
+/// The end of the header in a file that begins with a safetensors header and holds all of it.
 fn header_end(path: &Path, file: &[u8]) -> Result<usize> {
     if file.is_empty() {
         return Err(Error::bad_file(path, FOREIGN, "it is empty").with_hint("download the file again"));
@@ -148,7 +148,7 @@ fn header_end(path: &Path, file: &[u8]) -> Result<usize> {
     };
     let length = u64::from_le_bytes(*length);
     let opening = rest.first();
-    // Other formats are told apart only where this cannot be one of ours: a header of 640 bytes begins like a pickle.
+    // Other formats are considered only where this cannot be a safetensors file: a header of 640 bytes begins like a pickle.
     let implausible = length > MAX_HEADER || opening.is_some_and(|&byte| byte != b'{');
     if let Some(error) = implausible.then(|| foreign::format(path, file)).flatten() {
         return Err(error);
@@ -177,7 +177,7 @@ fn truncated(path: &Path, have: usize, described: usize, qualifier: &str) -> Err
     Error::bad_file(path, "truncated file", detail).with_hint(format!("download again; {qualifier}{missing} bytes are missing"))
 }
 
-/// A tensor's offsets, name, and what `RawEntry::check` made of the rest.
+/// A tensor's offsets, its name, and its dtype and shape from `RawEntry::check`.
 type Extent<'a> = ([u64; 2], &'a str, (&'static StoredDtype, Vec<usize>));
 
 /// Extents sorted by offset must follow each other without overlap and without a hole.
@@ -213,7 +213,7 @@ struct RawEntry {
 }
 
 impl RawEntry {
-    /// Checks type, shape and length against each other.
+    /// Checks dtype, shape and length against each other.
     fn check(&self) -> Result<(&'static StoredDtype, Vec<usize>), String> {
         let dtype = STORED_DTYPES.iter().find(|t| t.name == self.dtype);
         let dtype = dtype.ok_or_else(|| format!("unknown dtype `{}`", shown(&self.dtype)))?;
@@ -320,8 +320,8 @@ impl<'de> Visitor<'de> for RawSeed<'_> {
     }
 }
 
-/// A JSON object of strings in which no key occurs twice; serde's own maps let the last one win. A text takes ten times the bytes
-/// in memory that it may have in a file, so their number is bounded, too.
+/// A JSON object of strings in which no key occurs twice; in serde's own maps the last one wins. A short string takes ten times
+/// as many bytes in memory as in a file, so their number is bounded, too.
 pub(super) struct UniqueMap(pub BTreeMap<String, String>);
 
 impl<'de> Deserialize<'de> for UniqueMap {

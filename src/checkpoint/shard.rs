@@ -41,7 +41,7 @@ impl Shard {
 
     fn new(path: PathBuf, bytes: Bytes, mapped: Option<Arc<Mapped>>) -> Result<Self> {
         let header = Header::parse(&path, &bytes).map_err(|error| {
-            // A file that is still being written looks broken in many ways. That it changes says more.
+            // A file that is still being written looks broken in many ways. That it changes is the better message.
             let changed = mapped.as_ref().and_then(|mapped| mapped.verify(&path).err());
             changed.unwrap_or(error)
         })?;
@@ -53,7 +53,7 @@ impl Shard {
         self.mapped.as_ref().map_or(Ok(()), |mapped| mapped.verify(&self.path))
     }
 
-    /// Where it came from.
+    /// The path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -63,7 +63,7 @@ impl Shard {
         self.header.tensors.iter().map(|(name, entry)| (name.as_str(), entry))
     }
 
-    /// One tensor.
+    /// The header's entry of one tensor.
     pub fn entry(&self, name: &str) -> Option<&Entry> {
         self.header.tensors.get(name)
     }
@@ -73,7 +73,7 @@ impl Shard {
         self.bytes.slice(self.entry(name)?.range.clone())
     }
 
-    /// The file's free-form string map.
+    /// The file's metadata: a free-form map of strings.
     pub fn metadata(&self) -> &BTreeMap<String, String> {
         &self.header.metadata
     }

@@ -1,7 +1,8 @@
 //! Manifests: every tensor that a model of a given configuration has, with its canonical name and its shape. They are what the
 //! `load` functions ask a recording [`Loader`] for, so they cannot differ from what is loaded.
 //!
-//! The order is that of the data flow. A checkpoint is checked in this order, so it decides which of several missing tensors is named.
+//! The order is that of the data flow. A checkpoint is checked in this order, so it decides which of several missing tensors is
+//! named.
 
 use super::transformer::{ContextIn, Transformer};
 use super::vae::{Decoder, Encoder, latent_stats};

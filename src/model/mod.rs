@@ -1,5 +1,5 @@
-//! The three parts of a model as descriptors of weights and a forward written over [`Backend`]. Nothing here knows which backend
-//! runs it, and nothing is kept between calls.
+//! The three parts of a model: descriptors of their weights, and a forward pass written over [`Backend`]. Nothing here knows
+//! which backend runs it, and no state is kept between calls.
 
 mod bounds;
 mod manifest;
@@ -40,7 +40,7 @@ struct Upload<'a> {
     region: &'a mut Arena,
     source: Option<&'a Weights>,
     loaded: &'a mut dyn FnMut(u64),
-    /// Whether weights are looked at as they are placed.
+    /// Whether weights are checked for parts that were never written.
     wary: bool,
 }
 
@@ -56,7 +56,8 @@ impl<'a> Loader<'a> {
         Self { target: Target::Backend(Upload { backend, region, source, loaded, wary: false }), precision }
     }
 
-    /// The same, but weights are noted as being in use, and matrices refused of which a part was never written. A dry run should not.
+    /// Sets whether weights are checked as they are used, so that a matrix of which a part was never written is an error. A dry
+    /// run uses none.
     pub fn wary(mut self, wary: bool) -> Self {
         if let Target::Backend(upload) = &mut self.target {
             upload.wary = wary;
