@@ -47,7 +47,7 @@ mod tests {
             let weights = MODEL.weights(part, name).unwrap();
             let shard = &weights.shards()[0];
             for (tensor, entry) in shard.tensors() {
-                let (bytes, size) = (shard.bytes(tensor).unwrap(), entry.element.bits as usize / 8);
+                let (bytes, size) = (shard.bytes(tensor).unwrap(), entry.dtype.bits as usize / 8);
                 assert_eq!(bytes.as_ptr().align_offset(size), 0, "{name}: {tensor}");
                 // The bytes lie inside the program, not in a copy.
                 let file = FILES.iter().find(|(path, _)| *path == name).unwrap().1;

@@ -1,7 +1,7 @@
 //! Checkpoints: mapped safetensors files, and the weights of one model part under canonical names.
 //!
 //! A [`Shard`] is one file whose header has been validated. [`Weights`] gathers the shards of a part, brings their names to
-//! canonical ones, and hands out bytes only after name, shape and type were checked. Nothing is copied: a [`Weight`] points
+//! canonical ones, and hands out bytes only after name, shape and dtype were checked. Nothing is copied: a [`Weight`] points
 //! into the mapped file.
 
 mod folder;
@@ -9,93 +9,22 @@ mod foreign;
 mod guard;
 mod header;
 mod quantised;
+mod shard;
 mod zeros;
 
 pub use crate::names::Part;
-pub use header::{ElementType, Entry};
+pub use header::{Entry, StoredDtype};
+pub use shard::Shard;
 
 use crate::error::{Error, Result};
-use crate::files;
 use crate::names::{self, Layout, Place, Rows, Spelling, TensorSpec};
 use crate::tensor::{Bytes, DType};
 use crate::text::shown_path;
-use guard::Mapped;
-use header::Header;
 use std::collections::BTreeMap;
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// One safetensors file. Cloning it copies no data.
-#[derive(Clone, Debug)]
-pub struct Shard {
-    path: PathBuf,
-    bytes: Bytes,
-    header: Arc<Header>,
-    /// The file behind the bytes, if there is one.
-    mapped: Option<Arc<Mapped>>,
-}
-
-impl Shard {
-    /// Maps a file and validates its header.
-    pub fn open(path: &Path) -> Result<Self> {
-        let file = files::open(path).map_err(|error| match error.kind() {
-            ErrorKind::InvalidInput => Error::bad_file(path, "not a safetensors file", error.to_string()),
-            _ => Error::read(path, error),
-        })?;
-        if file.metadata().map_err(|e| Error::read(path, e))?.len() == 0 {
-            return Self::new(path.into(), Bytes::new(Arc::new([])), None);
-        }
-        let mapped = Arc::new(Mapped::new(path, file)?);
-        Self::new(path.into(), Bytes::new(mapped.clone()), Some(mapped))
-    }
-
-    /// A file that is already in memory; `name` stands for its path in messages.
-    pub fn from_bytes(name: &str, bytes: Bytes) -> Result<Self> {
-        Self::new(name.into(), bytes, None)
-    }
-
-    fn new(path: PathBuf, bytes: Bytes, mapped: Option<Arc<Mapped>>) -> Result<Self> {
-        let header = Header::parse(&path, &bytes).map_err(|error| {
-            // A file that is still being written looks broken in many ways. That it changes says more.
-            let changed = mapped.as_ref().and_then(|mapped| mapped.verify(&path).err());
-            changed.unwrap_or(error)
-        })?;
-        Ok(Self { path, bytes, header: Arc::new(header), mapped })
-    }
-
-    /// Fails if the file changed since it was opened, so that anything read from it may be wrong. Bytes in memory do not.
-    pub fn verify(&self) -> Result<()> {
-        self.mapped.as_ref().map_or(Ok(()), |mapped| mapped.verify(&self.path))
-    }
-
-    /// Where it came from.
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
-    /// Its tensors in order of name.
-    pub fn tensors(&self) -> impl Iterator<Item = (&str, &Entry)> {
-        self.header.tensors.iter().map(|(name, entry)| (name.as_str(), entry))
-    }
-
-    /// One tensor.
-    pub fn entry(&self, name: &str) -> Option<&Entry> {
-        self.header.tensors.get(name)
-    }
-
-    /// The bytes of one tensor.
-    pub fn bytes(&self, name: &str) -> Option<Bytes> {
-        self.bytes.slice(self.entry(name)?.range.clone())
-    }
-
-    /// The file's free-form string map.
-    pub fn metadata(&self) -> &BTreeMap<String, String> {
-        &self.header.metadata
-    }
-}
-
-/// A weight whose name, shape and type were checked.
+/// A weight whose name, shape and dtype were checked.
 #[derive(Clone, Debug)]
 pub struct Weight {
     /// Its rows in order.
@@ -107,9 +36,9 @@ pub struct Weight {
 pub struct WeightSlice {
     /// The bytes, row-major.
     pub bytes: Bytes,
-    /// Their element type.
+    /// Their dtype.
     pub dtype: DType,
-    /// Extent along the first dimension.
+    /// Number of rows: the extent of the first dimension.
     pub rows: usize,
 }
 
@@ -119,18 +48,18 @@ pub struct Weights {
     part: Part,
     path: PathBuf,
     shards: Vec<Shard>,
-    /// Canonical name to its pieces in row order. A piece that no file has is `None`.
+    /// The pieces of each tensor in row order, by canonical name. A piece that no file has is `None`.
     tensors: BTreeMap<String, Vec<Option<Segment>>>,
-    /// Tensors that no table knows.
+    /// Tensors that no spelling table has, each with the index of its shard.
     unknown: Vec<(usize, String)>,
-    /// How these files spell names, for messages about what is missing.
+    /// How these files spell names, for messages about missing tensors.
     layout: Layout,
     prefix: &'static str,
-    /// Matrices in use that were not looked at yet, and whether each is a lookup table.
-    unseen: Arc<Mutex<Vec<(String, bool)>>>,
+    /// Matrices in use that were not yet checked for zeros, and whether each is a lookup table.
+    unchecked: Arc<Mutex<Vec<(String, bool)>>>,
 }
 
-/// Where rows of a canonical tensor lie.
+/// Where rows of a canonical tensor are stored.
 #[derive(Clone, Debug)]
 struct Segment {
     shard: usize,
@@ -153,17 +82,17 @@ impl Weights {
 
     /// Takes files that are already open.
     pub fn from_shards(part: Part, shards: Vec<Shard>) -> Result<Self> {
-        let path = shards.first().map(|shard| shard.path.clone()).unwrap_or_default();
+        let path = shards.first().map(|shard| shard.path().to_path_buf()).unwrap_or_default();
         Self::gather(part, path, shards)
     }
 
     fn gather(part: Part, path: PathBuf, shards: Vec<Shard>) -> Result<Self> {
         let layout = Layout::Diffusers;
-        let (tensors, unknown, unseen) = Default::default();
-        let mut weights = Self { part, path, shards, tensors, unknown, layout, prefix: "", unseen };
+        let (tensors, unknown, unchecked) = Default::default();
+        let mut weights = Self { part, path, shards, tensors, unknown, layout, prefix: "", unchecked };
         // Adapters and quantised files come first: their tensors would look like faults.
         for shard in &weights.shards {
-            foreign::refuse_adapter(shard)?;
+            refuse_adapter(shard)?;
             quantised::refuse(part, shard)?;
         }
         let mut original = 0i64;
@@ -186,7 +115,7 @@ impl Weights {
         Ok(weights)
     }
 
-    /// Which part these are.
+    /// The part of the model that these weights belong to.
     pub fn part(&self) -> Part {
         self.part
     }
@@ -201,15 +130,15 @@ impl Weights {
         self.layout
     }
 
-    /// The files.
+    /// The files that the weights are in.
     pub fn shards(&self) -> &[Shard] {
         &self.shards
     }
 
-    /// The files for people: the one, or how many shards and where.
+    /// The source of the weights for display: the one file, or the number of shards and their folder.
     pub fn source(&self) -> String {
         match &*self.shards {
-            [only] => shown_path(&only.path),
+            [only] => shown_path(only.path()),
             shards => format!("{} shards of {}", shards.len(), shown_path(&self.path)),
         }
     }
@@ -219,7 +148,7 @@ impl Weights {
         self.shards.iter().try_for_each(Shard::verify)
     }
 
-    /// Canonical names of everything found, whole or not.
+    /// Canonical names of all tensors found, complete or not.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
     }
@@ -247,10 +176,9 @@ impl Weights {
         whole
     }
 
-    /// A tensor of the given shape, ready to be read.
-    pub fn weight(&self, name: &str, shape: &[usize]) -> Result<Weight> {
-        let parts = self.checked(&TensorSpec { name: name.into(), shape: shape.to_vec(), stack: Vec::new() })?;
-        Ok(Weight { parts })
+    /// The bytes of a tensor, which has to have the given shape.
+    pub fn weight(&self, spec: &TensorSpec) -> Result<Weight> {
+        Ok(Weight { parts: self.checked(spec)? })
     }
 
     /// Checks that everything in the manifest is there and right, and that nothing else is. Extra tensors are an error in the
@@ -271,31 +199,31 @@ impl Weights {
         extras.dedup();
         match extras.first() {
             Some((shard, name)) if self.part == Part::Transformer => {
-                Err(Error::TensorUnknown { path: self.shards[*shard].path.clone(), name: name.clone() })
+                Err(Error::TensorUnknown { path: self.shards[*shard].path().to_path_buf(), name: name.clone() })
             }
             _ => Ok(extras.into_iter().map(|(_, name)| name).collect()),
         }
     }
 
-    /// Notes that a matrix is in use, for [`Weights::look`]. A `table` may have rows that nothing uses.
-    pub fn note(&self, name: &str, table: bool) {
-        self.unseen.lock().unwrap_or_else(PoisonError::into_inner).push((name.into(), table));
+    /// Notes that a matrix is in use, for [`Weights::check_written`]. A `table` may have rows that nothing uses.
+    pub fn note_used(&self, name: &str, table: bool) {
+        self.unchecked.lock().unwrap_or_else(PoisonError::into_inner).push((name.into(), table));
     }
 
-    /// Fails if one of the matrices noted since the last time is zero where no trained one is, which is what a file reads as that
-    /// was not written yet. This looks at a few places of each, which takes long for what has to be fetched from a disk and no
-    /// time for what was just read: it is meant to be asked then.
-    pub fn look(&self) -> Result<()> {
-        let unseen = std::mem::take(&mut *self.unseen.lock().unwrap_or_else(PoisonError::into_inner));
-        unseen.iter().try_for_each(|(name, table)| self.refuse_zeros(name, *table))
+    /// Fails if one of the matrices noted since the last call is zero where no trained matrix is, which is how the missing part
+    /// of an incomplete download reads. This reads a few places of each matrix. From a cold disk that takes long, and in the page
+    /// cache no time, so it is called after the weights were used.
+    pub fn check_written(&self) -> Result<()> {
+        let unchecked = std::mem::take(&mut *self.unchecked.lock().unwrap_or_else(PoisonError::into_inner));
+        unchecked.iter().try_for_each(|(name, table)| self.refuse_zeros(name, *table))
     }
 
     fn refuse_zeros(&self, name: &str, table: bool) -> Result<()> {
         for segment in self.tensors.get(name).into_iter().flatten().flatten() {
             let shard = &self.shards[segment.shard];
             if let (Some(entry), Some(bytes)) = (shard.entry(&segment.tensor), shard.bytes(&segment.tensor)) {
-                // A file that was cut short meanwhile reads as zeros, too. That it changed says more.
-                zeros::refuse(&shard.path, &segment.tensor, entry, &bytes, table)
+                // A file that was truncated meanwhile reads as zeros, too. That it changed is the better message.
+                zeros::refuse(shard.path(), &segment.tensor, entry, &bytes, table)
                     .map_err(|error| shard.verify().err().unwrap_or(error))?;
             }
         }
@@ -316,7 +244,7 @@ impl Weights {
             let whole = segments.len() == 1 || segment.rows != Rows::All;
             let mut want = spec.shape.clone();
             if let Some(rows) = want.first_mut().filter(|_| !whole) {
-                // Where only the whole shape is known, the rows are compared in sum.
+                // Where the rows of the pieces are not known, only their sum is compared.
                 let stacked = (spec.stack.len() == segments.len()).then(|| spec.stack[piece]);
                 *rows = stacked.or(entry.shape.first().copied()).unwrap_or(0);
             }
@@ -334,8 +262,8 @@ impl Weights {
 
     /// The rows of one file tensor, which as a whole has to have the shape `want`.
     fn slice(&self, segment: &Segment, entry: &Entry, bytes: Bytes, want: &[usize]) -> Result<WeightSlice> {
-        let (path, name) = (self.shards[segment.shard].path.clone(), segment.tensor.clone());
-        let dtype = match entry.element.name {
+        let (path, name) = (self.shards[segment.shard].path().to_path_buf(), segment.tensor.clone());
+        let dtype = match entry.dtype.name {
             "BF16" => DType::Bf16,
             "F16" => DType::F16,
             "F32" => DType::F32,
@@ -357,18 +285,13 @@ impl Weights {
 
     /// The error for a piece that no file has, in the files' own spelling.
     fn missing(&self, spec: &TensorSpec, piece: usize) -> Error {
-        let spelled = if spec.stack.is_empty() {
-            let names = names::spell(self.part, self.layout, &spec.name);
-            names.into_iter().map(|name| TensorSpec::new(name, &spec.shape)).collect()
-        } else {
-            names::file_tensors(self.part, self.layout, spec)
-        };
+        let spelled = names::file_tensors(self.part, self.layout, spec);
         let wanted = spelled.into_iter().nth(piece).unwrap_or_else(|| spec.clone());
         Error::TensorMissing { path: self.path.clone(), name: format!("{}{}", self.prefix, wanted.name), want: wanted.shape }
     }
 }
 
-/// Enters one file tensor under its canonical name.
+/// Records one tensor of a file under its canonical name.
 fn place(
     shards: &[Shard],
     tensors: &mut BTreeMap<String, Vec<Option<Segment>>>,
@@ -382,12 +305,23 @@ fn place(
         // Two spellings of one weight in one checkpoint: there is no telling which one is meant.
         if pieces.len() != spelling.pieces || taken.is_some() {
             let other = taken.or(pieces.iter().flatten().next());
-            let other = other.map_or_else(String::new, |o| format!(" and `{}` ({})", o.tensor, shards[o.shard].path.display()));
-            return Err(Error::bad_file(&shards[shard].path, "duplicate tensor", format!("`{name}`{other} are the same weight")));
+            let other = other.map_or_else(String::new, |o| format!(" and `{}` ({})", o.tensor, shards[o.shard].path().display()));
+            return Err(Error::bad_file(
+                shards[shard].path(),
+                "duplicate tensor",
+                format!("`{name}`{other} are the same weight"),
+            ));
         }
         pieces[piece] = Some(Segment { shard, tensor: name.into(), rows });
     }
     Ok(())
+}
+
+/// Fails if a file holds an adapter instead of a model.
+fn refuse_adapter(shard: &Shard) -> Result<()> {
+    let Some((name, _)) = shard.tensors().find(|(name, _)| names::is_adapter(name)) else { return Ok(()) };
+    let error = Error::bad_file(shard.path(), "not a model", format!("it is a LoRA adapter, with tensor `{name}`"));
+    Err(error.with_hint("LoRA is not supported yet; use the model that it was made for"))
 }
 
 /// A 1x1 convolution and a matrix hold the same numbers in the same order.

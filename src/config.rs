@@ -1,7 +1,7 @@
-//! What a model is: sizes of its three parts, its variant, and its name.
+//! The configuration of a model: the sizes of its three parts, its variant and its display name.
 //!
-//! Sizes are read from the shapes of the tensors themselves. A `config.json` beside them is compared with what was found and
-//! gives the numbers that no shape shows. What neither tells are [`Conventions`].
+//! Sizes are detected from the shapes of the tensors themselves. A `config.json` beside them is compared with what was found and
+//! supplies the numbers that no shape shows. What neither of them tells is in [`Conventions`].
 
 mod conventions;
 mod detect;
@@ -18,34 +18,34 @@ use crate::error::{Error, Result};
 /// Width of an attention head, in the transformer and in the text encoder alike.
 pub const HEAD_DIM: usize = 128;
 
-/// Layers of the text encoder after which klein takes its features.
+/// Layers of the text encoder whose output klein takes as prompt embeddings.
 const KLEIN_TEXT_LAYERS: [usize; 3] = [9, 18, 27];
 
-/// Tokens that klein's prompts are padded to.
+/// Number of tokens that klein's prompts are padded to.
 const KLEIN_TEXT_TOKENS: usize = 512;
 
 /// Sizes of the transformer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TransformerConfig {
-    /// Width of a token.
+    /// Hidden size: the width of a token.
     pub hidden: usize,
-    /// Attention heads.
+    /// Number of attention heads.
     pub heads: usize,
-    /// Blocks with separate weights for text and image.
+    /// Number of double-stream blocks, which have separate weights for text and image.
     pub double_blocks: usize,
-    /// Blocks with one set of weights.
+    /// Number of single-stream blocks, which have one set of weights.
     pub single_blocks: usize,
-    /// Width of a text feature.
+    /// Width of a prompt embedding.
     pub context: usize,
     /// Channels of an image token, in and out.
     pub channels: usize,
-    /// Added to the variance in every norm.
+    /// Epsilon of every norm, added to the variance.
     pub eps: f32,
-    /// Base of the rotary frequencies.
+    /// Base of the RoPE frequencies.
     pub rope_theta: f64,
-    /// How many of a head's values turn with each of the four position axes.
+    /// How many elements of a head are rotated by each of the four position axes.
     pub rope_axes: [usize; 4],
-    /// Whether guidance is an input of the model.
+    /// Whether the guidance scale is an input of the model.
     pub guidance_embed: bool,
 }
 
@@ -85,7 +85,7 @@ impl TransformerConfig {
         3 * self.hidden
     }
 
-    /// What people call a model of this size.
+    /// The size in the display name.
     pub fn size(&self) -> &'static str {
         match (self.hidden, self.double_blocks, self.single_blocks) {
             (3072, 5, 20) => "4B",
@@ -99,25 +99,25 @@ impl TransformerConfig {
 /// Sizes of the text encoder.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TextConfig {
-    /// Width of a token.
+    /// Hidden size: the width of a token.
     pub hidden: usize,
-    /// Layers in the checkpoint; not all of them are read.
+    /// Number of layers in the checkpoint, not all of which are run.
     pub layers: usize,
-    /// Query heads.
+    /// Number of query heads.
     pub heads: usize,
-    /// Key and value heads.
+    /// Number of key and value heads.
     pub kv_heads: usize,
     /// Width of the MLP between its projections.
     pub intermediate: usize,
-    /// Rows of the embedding.
+    /// Size of the vocabulary: the rows of the token embedding.
     pub vocab: usize,
-    /// Base of the rotary frequencies.
+    /// Base of the RoPE frequencies.
     pub rope_theta: f64,
-    /// Added to the mean square in every norm.
+    /// Epsilon of every RMS norm, added to the mean square.
     pub eps: f32,
-    /// The features are the residual stream after so many layers.
+    /// The prompt embeddings are the residual stream after each of these numbers of layers.
     pub taps: [usize; 3],
-    /// Tokens of a padded prompt.
+    /// Number of tokens of a padded prompt.
     pub max_tokens: usize,
 }
 
@@ -152,18 +152,18 @@ impl TextConfig {
         Self::sized(128, 28, [4, 2], 384, 320)
     }
 
-    /// Layers that are run: up to the last tap.
+    /// Number of layers that are run: up to the last tap.
     pub const fn used_layers(&self) -> usize {
         self.taps[2]
     }
 
-    /// Width of a text feature: all taps side by side.
+    /// Width of a prompt embedding: the taps concatenated.
     pub const fn features(&self) -> usize {
         self.taps.len() * self.hidden
     }
 }
 
-/// Sizes of the image autoencoder.
+/// Sizes of the VAE.
 #[derive(Clone, Debug, PartialEq)]
 pub struct VaeConfig {
     /// Channels of the encoder's levels, finest first.
@@ -172,11 +172,11 @@ pub struct VaeConfig {
     pub decoder: [usize; 4],
     /// Channels of a latent.
     pub latent: usize,
-    /// Groups of every group norm.
+    /// Number of groups of every group norm.
     pub groups: usize,
-    /// Added to the variance in every group norm.
+    /// Epsilon of every group norm, added to the variance.
     pub eps: f32,
-    /// Added to the variance of the latents.
+    /// Epsilon of the latents' batch norm, added to their variance.
     pub stats_eps: f32,
 }
 
@@ -185,12 +185,12 @@ impl VaeConfig {
         Self { encoder, decoder, latent: 32, groups: 32, eps: 1e-6, stats_eps: 1e-4 }
     }
 
-    /// The autoencoder of klein 4B.
+    /// The VAE of klein 4B.
     pub const fn klein_4b() -> Self {
         Self::sized([128, 256, 512, 512], [128, 256, 512, 512])
     }
 
-    /// The autoencoder of klein 9B, which is the same.
+    /// The VAE of klein 9B, which is the same.
     pub const fn klein_9b() -> Self {
         Self::klein_4b()
     }
@@ -206,7 +206,7 @@ impl VaeConfig {
     }
 }
 
-/// Checks that the text encoder makes the features that the transformer reads.
+/// Checks that the text encoder's prompt embeddings have the width that the transformer reads.
 pub fn check_fit(transformer: &TransformerConfig, text: &TextConfig) -> Result<()> {
     if transformer.context == text.features() {
         return Ok(());

@@ -3,6 +3,7 @@
 use crate::checkpoint::Shard;
 use crate::error::{Error, Remedy, Result};
 use crate::noise::CHANNELS;
+use crate::tensor::DType;
 use safetensors::tensor::{Dtype, TensorView};
 use std::path::Path;
 
@@ -31,7 +32,7 @@ impl Record {
     /// Serialises the tensors `token_ids`, `prompt_embeds`, `noise`, `latents.0` (the noise again) to `latents.n` and `image`,
     /// and if present `negative_prompt_embeds` and `reference.1.tokens` onwards.
     pub fn to_safetensors(&self) -> Result<Vec<u8>> {
-        let bytes = |values: &[f32]| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
+        let bytes = |values: &[f32]| DType::F32.encoded(values);
         let ids: Vec<u8> = self.token_ids.iter().flat_map(|id| (*id as i32).to_le_bytes()).collect();
         let rows = self.token_ids.len();
         let mut tensors = vec![
@@ -72,11 +73,11 @@ pub fn read_noise(path: &Path, tokens: usize) -> Result<Vec<f32>> {
         let detail = format!("tensor `noise` is {:?}, a picture of this size needs {:?}", entry.shape, [tokens, CHANNELS]);
         return Err(wrong(detail).with_hint(Remedy::SizeOfNoise));
     }
-    if entry.element.name != "F32" {
-        return Err(wrong(format!("tensor `noise` is {}, it must be F32", entry.element.name)));
+    if entry.dtype.name != "F32" {
+        return Err(wrong(format!("tensor `noise` is {}, it must be F32", entry.dtype.name)));
     }
     let bytes = shard.bytes("noise").ok_or_else(missing)?;
-    let noise: Vec<f32> = bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
+    let noise = DType::F32.decoded(&bytes);
     shard.verify()?;
     match noise.iter().filter(|v| !v.is_finite()).count() {
         0 => Ok(noise),

@@ -13,6 +13,19 @@ pub const FOLDER: &str = "it is a folder";
 /// The message for pipes, sockets and devices.
 pub const IRREGULAR: &str = "it is not a regular file";
 
+/// A file format by its magic number: the offset of the number, its bytes, and the name of the format.
+pub type Magic = (usize, &'static [u8], &'static str);
+
+/// Whether a file has these bytes at an offset.
+pub fn has_bytes(file: &[u8], offset: usize, bytes: &[u8]) -> bool {
+    file.get(offset..).is_some_and(|rest| rest.starts_with(bytes))
+}
+
+/// The name of the first of these formats whose magic number a file has.
+pub fn format_name(formats: &[Magic], file: &[u8]) -> Option<&'static str> {
+    formats.iter().find(|(offset, bytes, _)| has_bytes(file, *offset, bytes)).map(|(.., name)| *name)
+}
+
 /// Opens a regular file for reading.
 pub fn open(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();

@@ -387,8 +387,8 @@ impl Operands {
     /// Reserves memory and initialises the operands that ops read.
     fn fill(&self, be: &mut dyn Backend) -> Result<()> {
         let noise = noise();
-        let weights: Vec<u8> = noise.iter().flat_map(|v| half::bf16::from_f32(0.1 * v).to_le_bytes()).collect();
-        let vectors: Vec<u8> = noise.iter().flat_map(|v| (1.0 + 0.5 * v).to_le_bytes()).collect();
+        let weights = DType::Bf16.encoded(&noise.iter().map(|v| 0.1 * v).collect::<Vec<_>>());
+        let vectors = DType::F32.encoded(&noise.iter().map(|v| 1.0 + 0.5 * v).collect::<Vec<_>>());
         be.reserve_weights(self.weights.peak())?;
         for &(to, role) in &self.placed {
             // Each weight has its own bytes, because the CPU backend reads them in place.

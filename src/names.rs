@@ -1,15 +1,12 @@
-//! Tensor names: the only place that knows how checkpoints spell them.
+//! Tensor names: the only module that knows how checkpoints spell them.
 //!
 //! The engine asks for weights by canonical names: the transformer's are those of the original single files, the VAE's those
 //! of diffusers, the text encoder's those of Hugging Face with q, k, v and gate, up stacked. [`resolve`] brings a file's name
 //! to the canonical one; [`spell`] goes the other way, for messages and for writing. Both read the same tables.
 
-mod manifest;
 mod tables;
 
 pub use crate::part::Part;
-pub(crate) use manifest::text_layers;
-pub use manifest::{TensorSpec, text_manifest, transformer_manifest, vae_manifest};
 
 use tables::{Row, TEXT_ENCODER, TRANSFORMER, VAE, fill, matches};
 
@@ -32,16 +29,16 @@ impl Part {
     }
 }
 
-/// The two families of spellings.
+/// The two families of spellings of tensor names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Layout {
     /// Folders written by diffusers.
     Diffusers,
-    /// Single files as first published.
+    /// Single files as Black Forest Labs first published them.
     Bfl,
 }
 
-/// Which rows of a file's tensor.
+/// Rows of a tensor in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rows {
     /// All of them.
@@ -57,24 +54,24 @@ pub enum Rows {
 pub enum Place {
     /// A weight, or rows of one.
     Weight(Spelling),
-    /// Known, and not needed.
+    /// A known tensor that no run reads.
     Unused,
     /// It belongs to another part of an all-in-one checkpoint.
     OtherPart,
     /// It describes how the weight of this layer is quantised. The layer is empty if the whole file is meant.
     Quantisation(String),
-    /// Nothing that a model of this kind has.
+    /// A tensor that no model of this architecture has.
     Unknown,
 }
 
-/// How a file's tensor makes up a canonical one.
+/// How a tensor in a file maps to a canonical one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Spelling {
     /// The canonical name.
     pub canonical: String,
     /// How many pieces the canonical tensor has in this spelling.
     pub pieces: usize,
-    /// Which of them this tensor holds, and in which of its rows.
+    /// The pieces that this tensor holds, and in which of its rows.
     pub holds: Vec<(usize, Rows)>,
     /// The layout that spells it so; `None` if both do.
     pub layout: Option<Layout>,
@@ -82,7 +79,31 @@ pub struct Spelling {
     pub prefix: &'static str,
 }
 
-/// Prefixes of checkpoints that hold several parts, or that were saved from inside a wrapper. More specific ones first.
+/// One tensor that a model needs, under its canonical name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorSpec {
+    /// Canonical name.
+    pub name: String,
+    /// Its shape.
+    pub shape: Vec<usize>,
+    /// Rows of each of the matrices that are stacked in it, and that another layout may store as tensors of their own. A single
+    /// matrix has one entry.
+    pub stack: Vec<usize>,
+}
+
+impl TensorSpec {
+    /// A tensor that is a single matrix, vector or convolution kernel.
+    pub fn new(name: impl Into<String>, shape: &[usize]) -> Self {
+        Self { name: name.into(), shape: shape.to_vec(), stack: shape.iter().take(1).copied().collect() }
+    }
+
+    /// Matrices of `columns` columns stacked on each other, whose numbers of rows are `stack`.
+    pub fn stacked(name: impl Into<String>, stack: &[usize], columns: usize) -> Self {
+        Self { name: name.into(), shape: vec![stack.iter().sum(), columns], stack: stack.to_vec() }
+    }
+}
+
+/// Prefixes of checkpoints that hold several parts, or that were saved from inside a wrapper; more specific ones come first.
 const PREFIXES: [(&str, Part); 6] = [
     ("model.diffusion_model.", Part::Transformer),
     ("model.model.", Part::Transformer),
@@ -118,7 +139,7 @@ const QUANTISATION_SUFFIXES: [&str; 20] = [
     ".g_idx",
 ];
 
-/// What quantisers call themselves, by a tensor that they alone leave beside a layer. More specific ones first.
+/// Names of quantisation formats, by the suffix of a tensor that only they store beside a layer; more specific ones come first.
 pub const QUANTISERS: [(&str, &str); 7] = [
     (".weight.quant_state.bitsandbytes__nf4", "NF4 (bitsandbytes)"),
     (".weight.quant_state.bitsandbytes__fp4", "FP4 (bitsandbytes)"),
@@ -129,7 +150,7 @@ pub const QUANTISERS: [(&str, &str); 7] = [
     (".qweight", "AWQ or GPTQ"),
 ];
 
-/// What adapters put into the names of their tensors, in the spellings of all trainers.
+/// Marks of adapters (LoRA and its relatives) in the names of their tensors, as the trainers spell them.
 const ADAPTER_MARKS: [&str; 15] = [
     ".lora_A",
     ".lora_B",
@@ -150,12 +171,12 @@ const ADAPTER_MARKS: [&str; 15] = [
 
 /// The tensor holding a layer's quantisation settings as JSON.
 pub const QUANTISATION_TENSOR: &str = "comfy_quant";
-/// The metadata entry holding those of all layers.
+/// The metadata entry holding the quantisation settings of all layers as JSON.
 pub const QUANTISATION_METADATA: &str = "_quantization_metadata";
 /// The tensor that marks a whole file as 8-bit.
 const QUANTISATION_MARKER: &str = "scaled_fp8";
 
-/// True for tensors that change a model and are none: LoRA and its relatives.
+/// True for tensors of an adapter, such as LoRA, which changes a model and is not one.
 pub fn is_adapter(name: &str) -> bool {
     ADAPTER_MARKS.iter().any(|mark| name.contains(mark))
 }
@@ -206,7 +227,8 @@ fn spelling(part: Part, row: &Row, prefix: &'static str, name: &str) -> Option<S
     Some(Spelling { canonical: fill(row.canonical, &captured), pieces, holds, layout, prefix })
 }
 
-/// The names under which `layout` stores a canonical tensor, in row order. A canonical name that no table has is returned as it is.
+/// The names under which `layout` stores a canonical tensor, in row order. A canonical name that no table has is returned as it
+/// is.
 pub fn spell(part: Part, layout: Layout, canonical: &str) -> Vec<String> {
     let found = part.rows().iter().find_map(|row| matches(row.canonical, canonical).map(|captured| (row, captured)));
     match found {
@@ -241,8 +263,8 @@ pub fn is_unused(part: Part, name: &str) -> bool {
     }
 }
 
-/// The text encoder's layer that a tensor belongs to, whatever stands before its name. Which layers are read is a matter of the
-/// model's conventions, so a file may have more.
+/// The text encoder's layer that a tensor belongs to, whatever prefix its name has. Which layers are read is a matter of the
+/// model's conventions, so a checkpoint may have more of them.
 pub fn text_layer(name: &str) -> Option<usize> {
     let prefix = "model.layers.";
     block_index(&name[name.find(prefix)?..], prefix)

@@ -18,8 +18,10 @@ use crate::dump::Record;
 use crate::error::{Error, Result};
 use crate::image::Image;
 use crate::locate::{Embedded, Found, ModelFiles};
-use crate::model::{ContextIn, References, StepInput, TextEncoder, Transformer, Vae};
-use crate::names::{Layout, Part, text_manifest, transformer_manifest, vae_manifest};
+use crate::model::{
+    ContextIn, References, StepInput, TextEncoder, Transformer, Vae, text_manifest, transformer_manifest, vae_manifest,
+};
+use crate::names::{Layout, Part};
 use crate::noise::{NoiseKind, draw};
 use crate::progress::{Phase, Progress, Silent};
 use crate::sequence::{Grid, PATCH, Pixels, RopeSpec};

@@ -3,6 +3,8 @@
 //! Nothing here owns or references memory. A [`Tensor`] is a `Copy` descriptor that a backend resolves to an address. An
 //! [`Arena`] only computes offsets, so a dry run and the real run yield the same ones.
 
+mod values;
+
 use crate::error::{Error, Result};
 use std::ops::Range;
 use std::sync::Arc;

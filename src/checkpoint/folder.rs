@@ -1,7 +1,7 @@
 //! Finds the safetensors files of a folder: one file, or the shards that an index names.
 
-use super::Shard;
 use super::header::UniqueMap;
+use super::shard::Shard;
 use crate::error::{Error, Result};
 use crate::files;
 use crate::text::shown;
@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 /// Longest index read.
 const MAX_INDEX: u64 = 4 << 20;
 
-/// Stems that the usual tools give to the one file of a folder, and to its index.
+/// Stems that diffusers and transformers give to the one file of a folder, and to its index.
 const USUAL: [&str; 2] = ["diffusion_pytorch_model", "model"];
 
 /// Opens the checkpoint in a folder.
@@ -20,7 +20,7 @@ pub(super) fn open(folder: &Path) -> Result<Vec<Shard>> {
     let (mut single, mut sharded, mut indexes) = (Vec::new(), Vec::new(), Vec::new());
     for entry in std::fs::read_dir(folder).map_err(|e| Error::read(folder, e))? {
         let path = entry.map_err(|e| Error::read(folder, e))?.path();
-        // Names that are not Unicode are none of ours.
+        // A name that is not Unicode cannot be one of those looked for.
         let Some(name) = path.file_name().and_then(|name| name.to_str()) else { continue };
         if name.ends_with(".safetensors.index.json") {
             indexes.push(path);
@@ -31,8 +31,8 @@ pub(super) fn open(folder: &Path) -> Result<Vec<Shard>> {
     single.sort();
     sharded.sort();
     let index = one_of(folder, indexes, ".safetensors.index.json")?;
-    // A checkpoint in several files is what a folder is for, so a file beside its index is a stray one. Without an index, or with
-    // the name that a checkpoint in one file has, it is as good as they are.
+    // A single file beside the index of a sharded checkpoint is taken for a stray one. Without an index, or under a usual name of
+    // a checkpoint in one file, it could be meant just as well as the shards, and the folder is ambiguous.
     let usual = usual(folder, &single, ".safetensors").into_iter().next();
     let rival = usual.or(if index.is_none() { single.first().cloned() } else { None });
     match (index, rival) {
@@ -50,7 +50,7 @@ pub(super) fn open(folder: &Path) -> Result<Vec<Shard>> {
     }
 }
 
-/// Those files that have a usual name.
+/// The files that have one of the usual names.
 fn usual(folder: &Path, files: &[PathBuf], suffix: &str) -> Vec<PathBuf> {
     USUAL.iter().map(|stem| folder.join(format!("{stem}{suffix}"))).filter(|path| files.contains(path)).collect()
 }
@@ -70,14 +70,14 @@ fn one_of(folder: &Path, mut files: Vec<PathBuf>, suffix: &str) -> Result<Option
     Err(several(folder, &files))
 }
 
-/// The error for a folder in which there is no telling what is meant.
+/// The error for a folder that holds several checkpoints.
 fn several(folder: &Path, files: &[PathBuf]) -> Error {
     let list: Vec<String> = files.iter().filter_map(|f| Some(f.file_name()?.to_str()?.to_owned())).collect();
     let error = Error::bad_file(folder, "several checkpoints in one folder", list.join(", "));
     error.with_hint("name the file itself, or move what is not meant elsewhere")
 }
 
-/// The total in a stem such as `model-00001-of-00002`.
+/// The number of shards in a stem such as `model-00001-of-00002`.
 fn shard_count(stem: &str) -> Option<usize> {
     let (rest, total) = stem.rsplit_once("-of-")?;
     let (_, index) = rest.rsplit_once('-')?;

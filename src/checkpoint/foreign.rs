@@ -1,20 +1,20 @@
-//! Names what people give as weights by mistake: files of other formats by their first bytes, and adapters by their tensors.
+//! Names the formats of files that are given as weights by mistake, from their first bytes.
 
-use super::Shard;
-use super::header::FOREIGN;
-use crate::error::{Error, Result};
-use crate::names;
+use crate::error::Error;
+use crate::files::{Magic, format_name};
 use crate::text::grouped;
 use std::path::Path;
 
+/// The error for a file that cannot be a safetensors file.
+pub(super) const FOREIGN: &str = "not a safetensors file";
 const UNSUPPORTED: &str = "unsupported weight format";
 const USE_SAFETENSORS: &str = "use a .safetensors file";
 
-/// Bytes at the beginning of a file that tell what it is.
+/// Bytes at the beginning of a file that are examined.
 const START: usize = 512;
 
-/// Formats that hold weights and are not read, as offset, bytes there and name.
-const WEIGHTS: [(usize, &[u8], &str); 7] = [
+/// Formats that hold weights and are not read.
+const WEIGHTS: [Magic; 7] = [
     (0, b"PK\x03\x04", "a zip archive, probably a PyTorch checkpoint: Python pickle, which can run code and is never loaded"),
     (0, b"GGUF", "GGUF"),
     (0, b"GGML", "GGML"),
@@ -24,8 +24,8 @@ const WEIGHTS: [(usize, &[u8], &str); 7] = [
     (4, b"ORTM", "ONNX Runtime"),
 ];
 
-/// Formats that hold none, or something packed, likewise.
-const OTHERS: [(usize, &[u8], &str); 14] = [
+/// Formats that hold no weights, or something packed.
+const OTHERS: [Magic; 14] = [
     (0, b"\x7FELF", "a program or library (ELF)"),
     (0, b"MZ\x90\0", "a program or library for Windows"),
     (0, b"\x89PNG", "a PNG picture"),
@@ -42,12 +42,11 @@ const OTHERS: [(usize, &[u8], &str); 14] = [
     (257, b"ustar", "a tar archive"),
 ];
 
-/// What a file is that cannot be a safetensors file, if that is known.
+/// Names the format of a file that cannot be a safetensors file, if it is known.
 pub(super) fn format(path: &Path, file: &[u8]) -> Option<Error> {
     let start = &file[..file.len().min(START)];
-    let at = |offset: usize, magic: &[u8]| start.get(offset..).is_some_and(|rest| rest.starts_with(magic));
     let foreign = |detail: String, hint: &str| Some(Error::bad_file(path, FOREIGN, detail).with_hint(hint));
-    if at(0, b"version https://git-lfs") {
+    if start.starts_with(b"version https://git-lfs") {
         // The pointer says how large the file is that it stands for.
         let size = start.split(|&byte| byte == b'\n').find_map(|line| line.strip_prefix(b"size "));
         let size: Option<u64> = size.and_then(|digits| str::from_utf8(digits).ok()?.trim().parse().ok());
@@ -55,8 +54,8 @@ pub(super) fn format(path: &Path, file: &[u8]) -> Option<Error> {
         let hint = format!("run git lfs pull, or download the {whole}file itself");
         return foreign(format!("it is a {}-byte Git LFS pointer", grouped(file.len() as u64)), &hint);
     }
-    if let Some((_, _, name)) = WEIGHTS.iter().find(|(offset, magic, _)| at(*offset, magic)) {
-        return Some(Error::bad_file(path, UNSUPPORTED, *name).with_hint(USE_SAFETENSORS));
+    if let Some(name) = format_name(&WEIGHTS, start) {
+        return Some(Error::bad_file(path, UNSUPPORTED, name).with_hint(USE_SAFETENSORS));
     }
     if start.len() > 2 && start[0] == 0x80 && (2..=5).contains(&start[1]) {
         let pickle = "Python pickle, which can run code and is never loaded";
@@ -65,11 +64,11 @@ pub(super) fn format(path: &Path, file: &[u8]) -> Option<Error> {
     if is_onnx(start) {
         return Some(Error::bad_file(path, UNSUPPORTED, "ONNX").with_hint(USE_SAFETENSORS));
     }
-    if let Some((_, _, name)) = OTHERS.iter().find(|(offset, magic, _)| at(*offset, magic)) {
+    if let Some(name) = format_name(&OTHERS, start) {
         let hint = if name.starts_with("packed") { "unpack it first" } else { USE_SAFETENSORS };
         return foreign(format!("it is {name}"), hint);
     }
-    // So short a file can be the beginning of the length that a safetensors file begins with.
+    // A file this short can be the beginning of the header's length, with which a safetensors file begins.
     if start.len() < size_of::<u64>() {
         return None;
     }
@@ -107,18 +106,11 @@ fn readable(start: &[u8]) -> Option<&str> {
     (!text.contains(|c: char| c.is_control() && !c.is_ascii_whitespace())).then_some(text)
 }
 
-/// ONNX has no mark of its own: it is a message whose first field is a small version and whose second is who wrote it.
+/// ONNX has no magic number: it is a protobuf message whose first field is a small version and whose second is its producer.
 fn is_onnx(start: &[u8]) -> bool {
     let [0x08, 1..=32, 0x12, length, rest @ ..] = start else { return false };
     let producer = rest.get(..usize::from(*length));
     producer.is_some_and(|name| !name.is_empty() && name.iter().all(|byte| byte.is_ascii_graphic() || *byte == b' '))
-}
-
-/// Fails if a file holds an adapter to a model, and no model.
-pub(super) fn refuse_adapter(shard: &Shard) -> Result<()> {
-    let Some((name, _)) = shard.tensors().find(|(name, _)| names::is_adapter(name)) else { return Ok(()) };
-    let error = Error::bad_file(shard.path(), "not a model", format!("it is a LoRA adapter, with tensor `{name}`"));
-    Err(error.with_hint("LoRA is not supported yet; use the model that it was made for"))
 }
 
 #[cfg(test)]
@@ -153,7 +145,7 @@ mod tests {
         for (file, message) in cases {
             assert_eq!(told(file).as_deref(), Some(message));
         }
-        // A character that is cut at the end of what is looked at is still text; other bytes are nothing that is known.
+        // Text may end within a character where the examined bytes end; other bytes are of no known format.
         assert!(told(format!("x{}", "é".repeat(400)).as_bytes()).unwrap().ends_with("it is text"));
         for unknown in
             [&b"\x01\x02\x03"[..], b"text", b"\0\0", b"\x08\x08\x12\x00", b"\x08\x08\x12\x07pyt", b"\xE9t\xE9 in Latin-1"]

@@ -1,15 +1,15 @@
-//! A weight file in memory, and whether it is still the file that was opened.
+//! A memory-mapped weight file, and whether it is still the file that was opened.
 //!
 //! A mapped file is the file itself, so whoever changes it changes the weights of a run under way:
-//! - cut short, it makes the next read of what is gone a bus error, which ends the process;
-//! - written to, it gives other numbers and no word about it;
-//! - deleted, or replaced by another file of its name, it goes on as it was: the mapping holds on to the old one.
+//! - if it is truncated, the next read beyond its end raises SIGBUS, which ends the process;
+//! - if it is written to, the run silently reads other numbers;
+//! - if it is deleted, or replaced by another file of its name, nothing happens: the mapping keeps the old file.
 //!
-//! The last is how files should be replaced, and is no fault. Against the first, a handler puts zeros in place of what is gone
-//! and takes a note (Linux only; elsewhere a bus error stays one). Both notes and changes of size or time come to light in
-//! [`Mapped::verify`], to be asked after the bytes were used and before anybody sees what was made of them.
+//! The last is how files should be replaced, and is no fault. Against the first, a signal handler maps zeros in place of the
+//! missing pages and sets a flag (on Linux only). The flag and changes of size or modification time are reported by
+//! [`Mapped::verify`], which is called after the bytes were used and before any result is shown.
 //!
-//! A writer who puts back size and modification time goes unnoticed. The change time, which nobody can put back, is no help:
+//! A writer that restores size and modification time goes unnoticed. The change time, which cannot be restored, is no help:
 //! replacing the file changes that of the old one, too.
 #![allow(unsafe_code)]
 
@@ -17,7 +17,7 @@
 mod bus;
 #[cfg(not(target_os = "linux"))]
 mod bus {
-    //! No handler: see the linux one for what these are.
+    //! There is no signal handler on this system; `bus.rs` has the one for Linux.
 
     #[derive(Debug)]
     pub(super) struct Watch;
@@ -44,7 +44,7 @@ use std::time::SystemTime;
 /// A mapped file.
 #[derive(Debug)]
 pub(super) struct Mapped {
-    /// Before the mapping, because fields are dropped in order: as soon as the addresses are free they may be someone else's.
+    /// This field stands before the mapping because fields are dropped in order: once unmapped, the addresses may be reused.
     watch: bus::Watch,
     map: Mmap,
     /// Kept open to look at the mapped file itself, whatever has its name by now.
@@ -56,7 +56,7 @@ impl Mapped {
     /// Maps an open file that is not empty.
     pub fn new(path: &Path, file: File) -> Result<Self> {
         let attempt = || {
-            // First the stamp, then the bytes: what changes in between is a change.
+            // The stamp is taken before the mapping, so that a change in between is noticed.
             let stamp = Stamp::of(&file)?;
             let len = usize::try_from(stamp.len).map_err(|_| io::ErrorKind::FileTooLarge)?;
             // SAFETY: the mapping is read-only, and its bytes are only ever read as plain numbers, for which every bit pattern
@@ -90,11 +90,11 @@ impl AsRef<[u8]> for Mapped {
     }
 }
 
-/// What changes with a file's content.
+/// Size and modification time, which change with a file's content.
 #[derive(Clone, Copy, Debug)]
 struct Stamp {
     len: u64,
-    /// None where a file system keeps no times.
+    /// None where the file system keeps no times.
     modified: Option<SystemTime>,
 }
 

@@ -7,7 +7,7 @@
 // Lengths here come from outside: no sum, product or conversion of one goes unchecked, not even where it looks safe.
 #![deny(clippy::arithmetic_side_effects, clippy::cast_possible_truncation)]
 
-use super::foreign;
+use super::foreign::{self, FOREIGN};
 use crate::error::{Error, Result};
 use crate::text::{grouped, shown};
 use serde::Deserialize;
@@ -19,7 +19,7 @@ use std::path::Path;
 
 /// Longest header read. The largest FLUX.2 header known has 85 kB; the format itself would allow 100 MB.
 pub const MAX_HEADER: u64 = 4 << 20;
-/// Most tensors in one file, and most texts in its free-form map.
+/// Most tensors in one file, and most strings in its metadata.
 pub const MAX_TENSORS: usize = 4096;
 /// Longest tensor name in bytes.
 pub const MAX_NAME: usize = 256;
@@ -29,63 +29,62 @@ const MAX_RANK: usize = 8;
 const LENGTH: usize = size_of::<u64>();
 
 const INVALID: &str = "invalid safetensors header";
-pub(super) const FOREIGN: &str = "not a safetensors file";
 
-/// An element type that a safetensors header may name.
+/// A dtype that a safetensors header may name.
 #[derive(Debug, PartialEq, Eq)]
-pub struct ElementType {
-    /// As the header spells it.
+pub struct StoredDtype {
+    /// The name that the header spells.
     pub name: &'static str,
     /// Bits of one element.
     pub bits: u64,
 }
 
-const fn element(name: &'static str, bits: u64) -> ElementType {
-    ElementType { name, bits }
+const fn dtype(name: &'static str, bits: u64) -> StoredDtype {
+    StoredDtype { name, bits }
 }
 
-static ELEMENT_TYPES: [ElementType; 22] = [
-    element("BOOL", 8),
-    element("F4", 4),
-    element("F6_E2M3", 6),
-    element("F6_E3M2", 6),
-    element("U8", 8),
-    element("I8", 8),
-    element("F8_E5M2", 8),
-    element("F8_E4M3", 8),
-    element("F8_E8M0", 8),
-    element("F8_E4M3FNUZ", 8),
-    element("F8_E5M2FNUZ", 8),
-    element("I16", 16),
-    element("U16", 16),
-    element("F16", 16),
-    element("BF16", 16),
-    element("I32", 32),
-    element("U32", 32),
-    element("F32", 32),
-    element("C64", 64),
-    element("F64", 64),
-    element("I64", 64),
-    element("U64", 64),
+static STORED_DTYPES: [StoredDtype; 22] = [
+    dtype("BOOL", 8),
+    dtype("F4", 4),
+    dtype("F6_E2M3", 6),
+    dtype("F6_E3M2", 6),
+    dtype("U8", 8),
+    dtype("I8", 8),
+    dtype("F8_E5M2", 8),
+    dtype("F8_E4M3", 8),
+    dtype("F8_E8M0", 8),
+    dtype("F8_E4M3FNUZ", 8),
+    dtype("F8_E5M2FNUZ", 8),
+    dtype("I16", 16),
+    dtype("U16", 16),
+    dtype("F16", 16),
+    dtype("BF16", 16),
+    dtype("I32", 32),
+    dtype("U32", 32),
+    dtype("F32", 32),
+    dtype("C64", 64),
+    dtype("F64", 64),
+    dtype("I64", 64),
+    dtype("U64", 64),
 ];
 
 /// One tensor of a file.
 #[derive(Clone, Debug)]
 pub struct Entry {
-    /// Its element type.
-    pub element: &'static ElementType,
+    /// Its dtype.
+    pub dtype: &'static StoredDtype,
     /// Its dimensions; none for a scalar.
     pub shape: Vec<usize>,
-    /// Where its bytes lie in the file.
+    /// The range of its bytes in the file.
     pub range: Range<usize>,
 }
 
-/// A header that holds together, and fits the file it came from.
+/// A header that is consistent in itself and with the length of its file.
 #[derive(Clone, Debug)]
 pub struct Header {
     /// Tensors by name.
     pub tensors: BTreeMap<String, Entry>,
-    /// The free-form string map of the file.
+    /// The file's metadata: a free-form map of strings.
     pub metadata: BTreeMap<String, String>,
 }
 
@@ -94,7 +93,7 @@ impl Header {
     pub fn parse(path: &Path, file: &[u8]) -> Result<Self> {
         let data_start = header_end(path, file)?;
         let invalid = |detail: String| Error::bad_file(path, INVALID, detail);
-        // The copy is on purpose: somebody may write to a mapped file, and text that was checked to be UTF-8 must stay so.
+        // The copy is on purpose: another process may write to a mapped file, and a `str` must stay valid UTF-8.
         let json = file[LENGTH..data_start].to_vec();
         let json = String::from_utf8(json).map_err(|e| invalid(format!("not UTF-8: {e}")))?;
 
@@ -131,15 +130,15 @@ impl Header {
         }
 
         let mut tensors = BTreeMap::new();
-        for ([begin, end], name, (element, shape)) in extents {
+        for ([begin, end], name, (dtype, shape)) in extents {
             let range = in_file(begin)?..in_file(end)?;
-            tensors.insert(name.to_owned(), Entry { element, shape, range });
+            tensors.insert(name.to_owned(), Entry { dtype, shape, range });
         }
         Ok(Self { tensors, metadata: raw.metadata.unwrap_or_default() })
     }
 }
 
-/// Where the header ends, once it is sure that there is a safetensors header and that the file holds all of it.
+/// The end of the header in a file that begins with a safetensors header and holds all of it.
 fn header_end(path: &Path, file: &[u8]) -> Result<usize> {
     if file.is_empty() {
         return Err(Error::bad_file(path, FOREIGN, "it is empty").with_hint("download the file again"));
@@ -149,7 +148,7 @@ fn header_end(path: &Path, file: &[u8]) -> Result<usize> {
     };
     let length = u64::from_le_bytes(*length);
     let opening = rest.first();
-    // Other formats are told apart only where this cannot be one of ours: a header of 640 bytes begins like a pickle.
+    // Other formats are considered only where this cannot be a safetensors file: a header of 640 bytes begins like a pickle.
     let implausible = length > MAX_HEADER || opening.is_some_and(|&byte| byte != b'{');
     if let Some(error) = implausible.then(|| foreign::format(path, file)).flatten() {
         return Err(error);
@@ -178,8 +177,8 @@ fn truncated(path: &Path, have: usize, described: usize, qualifier: &str) -> Err
     Error::bad_file(path, "truncated file", detail).with_hint(format!("download again; {qualifier}{missing} bytes are missing"))
 }
 
-/// A tensor's offsets, name, and what `RawEntry::check` made of the rest.
-type Extent<'a> = ([u64; 2], &'a str, (&'static ElementType, Vec<usize>));
+/// A tensor's offsets, its name, and its dtype and shape from `RawEntry::check`.
+type Extent<'a> = ([u64; 2], &'a str, (&'static StoredDtype, Vec<usize>));
 
 /// Extents sorted by offset must follow each other without overlap and without a hole.
 fn check_tiling(extents: &[Extent<'_>]) -> Result<(), String> {
@@ -214,15 +213,15 @@ struct RawEntry {
 }
 
 impl RawEntry {
-    /// Checks type, shape and length against each other.
-    fn check(&self) -> Result<(&'static ElementType, Vec<usize>), String> {
-        let element = ELEMENT_TYPES.iter().find(|t| t.name == self.dtype);
-        let element = element.ok_or_else(|| format!("unknown dtype `{}`", shown(&self.dtype)))?;
-        let too_large = || format!("shape {:?} of {} overflows", self.shape, element.name);
+    /// Checks dtype, shape and length against each other.
+    fn check(&self) -> Result<(&'static StoredDtype, Vec<usize>), String> {
+        let dtype = STORED_DTYPES.iter().find(|t| t.name == self.dtype);
+        let dtype = dtype.ok_or_else(|| format!("unknown dtype `{}`", shown(&self.dtype)))?;
+        let too_large = || format!("shape {:?} of {} overflows", self.shape, dtype.name);
         let elements = self.shape.iter().try_fold(1u64, |n, &dim| n.checked_mul(dim)).ok_or_else(too_large)?;
-        let bits = elements.checked_mul(element.bits).ok_or_else(too_large)?;
+        let bits = elements.checked_mul(dtype.bits).ok_or_else(too_large)?;
         if !bits.is_multiple_of(8) {
-            return Err(format!("shape {:?} of {} does not fill whole bytes", self.shape, element.name));
+            return Err(format!("shape {:?} of {} does not fill whole bytes", self.shape, dtype.name));
         }
         let shape = self.shape.iter().map(|&dim| usize::try_from(dim)).collect::<Result<_, _>>().map_err(|_| too_large())?;
         let [begin, end] = self.data_offsets;
@@ -232,11 +231,11 @@ impl RawEntry {
             return Err(format!(
                 "shape {:?} of {} needs {need} bytes, data_offsets [{begin},{end}] give {}",
                 self.shape,
-                element.name,
+                dtype.name,
                 grouped(length)
             ));
         }
-        Ok((element, shape))
+        Ok((dtype, shape))
     }
 }
 
@@ -321,8 +320,8 @@ impl<'de> Visitor<'de> for RawSeed<'_> {
     }
 }
 
-/// A JSON object of strings in which no key occurs twice; serde's own maps let the last one win. A text takes ten times the bytes
-/// in memory that it may have in a file, so their number is bounded, too.
+/// A JSON object of strings in which no key occurs twice; in serde's own maps the last one wins. A short string takes ten times
+/// as many bytes in memory as in a file, so their number is bounded, too.
 pub(super) struct UniqueMap(pub BTreeMap<String, String>);
 
 impl<'de> Deserialize<'de> for UniqueMap {

@@ -1,9 +1,9 @@
 //! Recognises quantised checkpoints, so that they are refused by name instead of failing on an odd shape.
 //!
 //! Formats are declared in three ways: for all layers in the file's metadata, per layer in a small JSON tensor, or not at all,
-//! in which case the element types tell.
+//! in which case the dtypes tell.
 
-use super::Shard;
+use super::shard::Shard;
 use crate::error::{Error, Result};
 use crate::names::{self, Part, Place, QUANTISATION_METADATA, QUANTISATION_TENSOR, QUANTISERS};
 use crate::text::shown;
@@ -28,11 +28,11 @@ struct Layer {
 pub(super) fn refuse(part: Part, shard: &Shard) -> Result<()> {
     let refused = |name: String, format| Err(Error::Quantised { path: shard.path().into(), name, format });
     if let Some(text) = shard.metadata().get(QUANTISATION_METADATA) {
-        // Declared as quantised, but without a layer to name.
+        // The file is declared as quantised, but names no layer.
         let Ok(declared) = serde_json::from_str::<Declaration>(text) else {
             return refused(QUANTISATION_METADATA.into(), UNKNOWN);
         };
-        // An all-in-one checkpoint may have quantised only another part.
+        // In an all-in-one checkpoint only another part may be quantised.
         let ours = |layer: &str| names::resolve(part, &format!("{layer}.weight")) != Place::OtherPart;
         if let Some((layer, settings)) = declared.layers.iter().find(|(layer, _)| ours(layer)) {
             return refused(format!("{}.weight", shown(layer)), format_name(&settings.format));
@@ -48,7 +48,7 @@ pub(super) fn refuse(part: Part, shard: &Shard) -> Result<()> {
                 let name = if shard.entry(&weight).is_some() { weight } else { name.into() };
                 return refused(name, format);
             }
-            Place::Weight(_) if is_packed(entry.element.name) => {
+            Place::Weight(_) if is_packed(entry.dtype.name) => {
                 let format = name.strip_suffix(".weight").and_then(|layer| quantiser(shard, layer));
                 return refused(name.into(), format.or_else(|| stored_format(shard, name)).unwrap_or(UNKNOWN));
             }
@@ -71,10 +71,10 @@ fn quantiser(shard: &Shard, layer: &str) -> Option<&'static str> {
     QUANTISERS.iter().find(|(suffix, _)| beside(suffix)).map(|(_, format)| *format)
 }
 
-/// The format that the element type of a weight, and what lies beside it, gives.
+/// The format that follows from the dtype of a weight and from the tensors beside it.
 fn stored_format(shard: &Shard, weight: &str) -> Option<&'static str> {
     let beside = |suffix: &str| shard.entry(&format!("{weight}{suffix}")).is_some();
-    Some(match shard.entry(weight)?.element.name {
+    Some(match shard.entry(weight)?.dtype.name {
         "U8" if beside("_scale_2") => "NVFP4",
         "U8" => "packed in U8",
         "I8" => "INT8",

@@ -1,46 +1,48 @@
-//! Zeros where weights should be. A download that reserves its room first, or fetches pieces out of order, leaves a file of full
-//! length whose missing bytes read as zeros: the header is right, every tensor has its shape, and the picture is grey or noise.
+//! Detects zeros where weights should be. A download that allocates its file first, or fetches pieces out of order, leaves a file
+//! of full length whose missing bytes read as zeros: the header is right, every tensor has its shape, and the image is grey or
+//! noise.
 //!
-//! A matrix counts as missing if all of it is zero, or one of eight equal stretches of it: hundreds of a layer's outputs, or a
-//! whole head, of which not one number is anything. Single rows of zeros are left alone, since training can kill an output, and so
-//! are parts of a lookup table, whose rows past the last token are never trained, and of matrices so small that a stretch would be
-//! only a few rows. The weights of a norm and variances count as well, since zeros there let nothing pass; biases and means do not: some
-//! are trained to be zero.
+//! A matrix counts as missing if all of it is zero, or one of eight equal chunks of it, which is hundreds of a layer's outputs or
+//! a whole head. Single rows of zeros are accepted, since training can kill an output, and so are zero chunks of a lookup table,
+//! whose rows past the last token are never trained, and of matrices so small that a chunk would be only a few rows. Weights of
+//! norms and variances are checked as well, since zeros there let nothing pass; biases and means are not: some are trained to be
+//! zero.
 //!
-//! What is there ends the search at its first number, so a good matrix costs eight looks, and only zeros are read through.
+//! The first value that is not zero ends the search in a chunk, so a good matrix costs eight reads, and only zeros are read
+//! through.
 
-use super::Entry;
+use super::header::Entry;
 use crate::error::{Error, Result};
 use std::path::Path;
 
-/// Stretches that a matrix is looked at in.
-const STRETCHES: usize = 8;
+/// Number of chunks of a matrix that are checked one by one.
+const CHUNKS: usize = 8;
 
-/// Shortest stretch that is looked at by itself, in bytes.
-const LEAST: usize = 64 << 10;
+/// Shortest chunk that is checked by itself, in bytes.
+const MIN_CHUNK: usize = 64 << 10;
 
-/// Fewest numbers that say anything by all being zero.
-const FEWEST: usize = 8;
+/// Tensors of fewer elements are not checked: they can be zero by chance.
+const MIN_ELEMENTS: usize = 8;
 
-/// Fails if a matrix is zero where no trained one is; `bytes` are those of the tensor `name`.
+/// Fails if a matrix is zero where no trained matrix is; `bytes` are those of the tensor `name`.
 pub(super) fn refuse(path: &Path, name: &str, entry: &Entry, bytes: &[u8], table: bool) -> Result<()> {
-    if entry.shape.iter().product::<usize>() < FEWEST {
+    if entry.shape.iter().product::<usize>() < MIN_ELEMENTS {
         return Ok(());
     }
-    let stretch = bytes.len().div_ceil(STRETCHES);
-    let stretch = if table || stretch < LEAST { bytes.len() } else { stretch };
-    let Some(empty) = bytes.chunks(stretch).position(all_zero) else { return Ok(()) };
+    let chunk = bytes.len().div_ceil(CHUNKS);
+    let chunk = if table || chunk < MIN_CHUNK { bytes.len() } else { chunk };
+    let Some(empty) = bytes.chunks(chunk).position(all_zero) else { return Ok(()) };
     let detail = if all_zero(bytes) {
         format!("tensor `{name}` is all zeros")
     } else {
-        let start = entry.range.start + empty * stretch;
+        let start = entry.range.start + empty * chunk;
         format!("tensor `{name}` is zeros from byte {start} of the file on")
     };
     Err(Error::bad_file(path, "incomplete file", detail)
         .with_hint("what is not downloaded yet reads as zeros; download it again"))
 }
 
-/// Whether there is nothing but zeros. Words are compared, and the first that is not zero ends it.
+/// Whether all bytes are zero. Words of eight bytes are compared, and the first that is not zero ends the search.
 fn all_zero(bytes: &[u8]) -> bool {
     let (words, rest) = bytes.as_chunks::<8>();
     words.iter().all(|word| u64::from_ne_bytes(*word) == 0) && rest.iter().all(|&byte| byte == 0)
@@ -49,11 +51,11 @@ fn all_zero(bytes: &[u8]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::checkpoint::ElementType;
+    use crate::checkpoint::StoredDtype;
 
     fn found(shape: &[usize], bytes: &[u8], table: bool) -> Option<String> {
-        static BF16: ElementType = ElementType { name: "BF16", bits: 16 };
-        let entry = Entry { element: &BF16, shape: shape.to_vec(), range: 1000..1000 + bytes.len() };
+        static BF16: StoredDtype = StoredDtype { name: "BF16", bits: 16 };
+        let entry = Entry { dtype: &BF16, shape: shape.to_vec(), range: 1000..1000 + bytes.len() };
         refuse(Path::new("x"), "w", &entry, bytes, table).err().map(|error| error.to_string())
     }
 
@@ -68,7 +70,7 @@ mod tests {
         assert_eq!(found(&shape, &filled(0..0), false), None);
         assert_eq!(found(&shape, &filled(0..length), false).unwrap(), "incomplete file (x): tensor `w` is all zeros");
         assert_eq!(found(&shape, &filled(0..length), true).unwrap(), "incomplete file (x): tensor `w` is all zeros");
-        // A hole from a quarter on always covers one of the stretches, wherever it begins.
+        // A hole of a quarter always covers one of the chunks, wherever it begins.
         for start in (0..length * 3 / 4).step_by(length / 32 + 1) {
             let text = found(&shape, &filled(start..start + length / 4), false).unwrap();
             assert!(text.starts_with("incomplete file (x): tensor `w` is zeros from byte "), "{text}");
@@ -76,7 +78,7 @@ mod tests {
         let tail = filled(length / 8 * 7..length);
         let text = found(&shape, &tail, false).unwrap();
         assert_eq!(text, format!("incomplete file (x): tensor `w` is zeros from byte {} of the file on", 1000 + length / 8 * 7));
-        // A table's last rows, a few dead rows, a vector, a small kernel.
+        // The last rows of a table and a few dead rows are accepted; a vector and a small matrix of zeros are not.
         assert_eq!(found(&shape, &tail, true), None);
         assert_eq!(found(&shape, &filled(4096..4096 + 20 * 1024), false), None);
         assert!(found(&[1024 * 512], &filled(0..length), false).is_some(), "all of a vector");
@@ -85,7 +87,7 @@ mod tests {
         assert!(found(&[64, 64], &small, false).is_some());
         small[8191] = 1;
         assert_eq!(found(&[64, 64], &small, false), None);
-        // A number that is zero with a sign is still a number.
+        // Negative zeros were written by somebody.
         assert_eq!(found(&[2, 1], &[0, 0x80, 0, 0x80], false), None);
         assert_eq!(found(&[0, 4], &[], false), None);
     }

@@ -1,5 +1,5 @@
 //! What no tensor and no `config.json` tells about a model: which layers of the text encoder it reads, how long its prompts are,
-//! and how its pictures are best made. FLUX.2 [klein] fixes these by convention; another model says them in a `kiln.json`
+//! and the default settings of generation. FLUX.2 [klein] fixes these by convention; another model says them in a `kiln.json`
 //! beside its `model_index.json`, where whatever is left out is as in klein.
 
 use super::{ConfigFile, KLEIN_TEXT_LAYERS, KLEIN_TEXT_TOKENS, Variant};
@@ -25,17 +25,17 @@ const KEYS: [&str; 11] = [
     "draws",
 ];
 
-/// Longest name. It is shown in one line with other things.
+/// Longest display name, in characters. It is shown in one line with other things.
 const MAX_NAME: usize = 64;
 
-/// Longest text about what it draws, likewise.
+/// Longest text about what the model draws, in characters.
 const MAX_DRAWS: usize = 256;
 
-/// The template around a prompt takes a dozen tokens; what is left has to be worth it. Four times the longest prompts of klein
-/// are a bound on the work.
+/// Allowed lengths of a padded prompt. The chat template alone takes a dozen tokens, so fewer than 16 leave no room for a prompt;
+/// four times klein's length bounds the work.
 const TEXT_TOKENS: std::ops::RangeInclusive<usize> = 16..=2048;
 
-/// From the smallest picture to as much as there is memory for.
+/// Allowed areas of a reference image, from the smallest image to four times klein's limit.
 const REFERENCE_PIXELS: std::ops::RangeInclusive<usize> = 64 * 64..=4 * AREA_CAP;
 
 /// A model's conventions.
@@ -43,43 +43,43 @@ const REFERENCE_PIXELS: std::ops::RangeInclusive<usize> = 64 * 64..=4 * AREA_CAP
 pub struct Conventions {
     /// The `kiln.json` they came from, if they are not all klein's.
     pub path: Option<PathBuf>,
-    /// The model's name for people.
+    /// The model's display name.
     pub name: Option<String>,
-    /// How it was trained; left open, its files and their names tell.
+    /// How it was trained; where it is left out, the files and their names tell.
     pub variant: Option<Variant>,
-    /// Features are the text encoder's residual stream after so many layers.
+    /// The prompt embeddings are the text encoder's residual stream after each of these numbers of layers.
     pub text_layers: [usize; 3],
-    /// Tokens of a padded prompt.
+    /// Number of tokens of a padded prompt.
     pub max_text_tokens: usize,
-    /// Width of a picture where none is asked for.
+    /// Default width of an image.
     pub width: usize,
-    /// Height of a picture where none is asked for.
+    /// Default height of an image.
     pub height: usize,
-    /// Larger reference images are shrunk to so many pixels.
+    /// Reference images with more pixels are shrunk to this number.
     pub max_reference_pixels: usize,
-    /// Steps of its variant, where they are not klein's.
+    /// Default number of steps of its variant, where it is not klein's.
     pub steps: Option<usize>,
-    /// Guidance of its variant, where it is not klein's.
+    /// Default guidance scale of its variant, where it is not klein's.
     pub guidance: Option<f32>,
-    /// All words that its prompts were made of in training, in lower case with spaces between; left open, it knows any.
+    /// All words of its training prompts, in lower case with spaces between; where it is left out, the model knows any word.
     pub words: Option<String>,
-    /// What it draws, for people.
+    /// A line for display about what the model draws.
     pub draws: Option<String>,
 }
 
-/// The guidance of a picture.
+/// The guidance scale of an image.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Guidance {
-    /// The scale, as it is told to people; none where the model takes none.
+    /// The scale for display; none for a variant that uses no guidance.
     pub chosen: Option<f32>,
-    /// The scale that the model is given, should it have that as an input: one that takes none gets what it was made with.
+    /// The scale for models that have it as an input. A variant that uses no guidance gets the one it was trained with.
     pub scale: f32,
-    /// Whether something else was asked for.
+    /// Whether a scale was requested that the variant does not use.
     pub ignored: bool,
 }
 
 impl Conventions {
-    /// Those of FLUX.2 klein.
+    /// The conventions of FLUX.2 klein.
     pub const fn klein() -> Self {
         Self {
             path: None,
@@ -102,7 +102,7 @@ impl Conventions {
         Self::of(&ConfigFile::read(path)?).map_err(with_keys)
     }
 
-    /// Reads the content of one; `path` is where it came from, for messages.
+    /// Reads the content of a `kiln.json`; `path` is where it came from, for messages.
     pub fn parse(path: &Path, text: &[u8]) -> Result<Self> {
         Self::of(&ConfigFile::parse(path, text)?).map_err(with_keys)
     }
@@ -129,7 +129,8 @@ impl Conventions {
             (list[0] > 0 && list[0] < list[1] && list[1] < list[2]).then_some(list)
         })?;
         let side = |key: &str| {
-            // A square of it is legal where the side is; whether both are, together with a prompt, is asked of every picture.
+            // A side is valid if a square of it is. Whether width and height fit together with a prompt is checked for every
+            // image.
             file.take(key, "a multiple of 16, at least 64", |value| whole(value).filter(|&n| Pixels::new(n, n).is_ok()))
         };
         Ok(Self {
@@ -154,17 +155,18 @@ impl Conventions {
         })
     }
 
-    /// Steps where none are asked for. What the file says is meant for the variant that it names.
+    /// The default number of steps. What the file says is meant for the variant that it names.
     pub fn steps(&self, variant: Variant) -> usize {
         self.steps.filter(|_| self.is_for(variant)).unwrap_or(variant.default_steps())
     }
 
-    /// Guidance where none is asked for.
+    /// The default guidance scale.
     pub fn guidance(&self, variant: Variant) -> f32 {
         self.guidance.filter(|_| self.is_for(variant)).unwrap_or(variant.default_guidance())
     }
 
-    /// The guidance that a picture is made with: what is asked for or else the model's own, and none where the model takes none.
+    /// The guidance scale that an image is generated with: the requested one or else the default, and none for a variant that
+    /// uses none.
     pub fn guide(&self, variant: Variant, asked: Option<f32>) -> Guidance {
         let own = self.guidance(variant);
         let chosen = (variant == Variant::Base).then(|| asked.unwrap_or(own));
@@ -176,8 +178,8 @@ impl Conventions {
     }
 
     /// Fails if the text encoder is not deep enough. `have` layers are in its files; `whole` were there before the files were cut
-    /// down to what is used, if that is known. The stream after the very last layer is no feature: where models are trained, it
-    /// has passed a norm by then.
+    /// down to what is used, if that is known. The output of the very last layer cannot be tapped: where models are trained, it
+    /// has passed the final norm.
     pub(super) fn check_depth(&self, have: usize, whole: Option<usize>) -> Result<()> {
         let (Some(path), [.., last]) = (&self.path, self.text_layers) else { return Ok(()) };
         let detail = if last > have {
@@ -297,7 +299,7 @@ mod tests {
     #[test]
     fn the_last_layer_read_is_not_the_last_there_is() {
         let found = parse(r#"{"text_layers": [1, 2, 4]}"#).unwrap();
-        // Layers in the files, layers of the whole, fine.
+        // Layers in the files, layers of the whole encoder, and whether that is accepted.
         for (have, whole, fine) in
             [(5, Some(5), true), (4, None, true), (4, Some(5), true), (4, Some(4), false), (3, None, false), (3, Some(36), false)]
         {

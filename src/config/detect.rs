@@ -1,4 +1,4 @@
-//! Reads configurations from tensor shapes, and compares them with a `config.json`.
+//! Detects configurations from tensor shapes, and compares them with a `config.json`.
 
 use super::{ConfigFile, Conventions, HEAD_DIM, TextConfig, TransformerConfig, VaeConfig};
 use crate::checkpoint::Weights;
@@ -9,10 +9,10 @@ use std::collections::BTreeSet;
 /// No dimension of a model is larger; products of a few of them cannot overflow.
 const MAX_SIZE: usize = 1 << 20;
 
-/// Values that a time is spread over before the transformer reads it.
+/// Channels of the sinusoidal timestep embedding.
 const TIME_CHANNELS: usize = 256;
 
-/// Classes whose layers are those of the text encoder.
+/// Classes of transformers whose layers are those of the text encoder.
 const CLASSES: [&str; 2] = ["Qwen3ForCausalLM", "Qwen3Model"];
 
 impl TransformerConfig {
@@ -69,7 +69,7 @@ impl TransformerConfig {
         if config.positive("mlp_ratio")?.is_some_and(|ratio| ratio != 3.0) {
             return Err(config.unsupported("mlp_ratio", "3.0"));
         }
-        // Left out, it means that there is one.
+        // A configuration without the key has a guidance embedding.
         let guidance = config.flag("guidance_embeds")?.unwrap_or(true);
         if guidance != self.guidance_embed {
             return Err(config.mismatch("guidance_embeds", &guidance, &self.guidance_embed));
@@ -99,7 +99,7 @@ impl TextConfig {
         if let Some(kind) = kind.filter(|kind| *kind != "qwen3") {
             return Err(foreign(format!("its configuration says `{kind}`")));
         }
-        // The same layers with another head, or with none, are the same encoder.
+        // A model with another output head, or with none, has the same encoder layers.
         let list = |config: &ConfigFile| config.take("architectures", "a list of classes", |list| list.as_array().cloned());
         let classes = config.map(list).transpose()?.flatten();
         let known = |class: &serde_json::Value| class.as_str().is_some_and(|class| CLASSES.contains(&class));
@@ -148,7 +148,7 @@ impl TextConfig {
         config.require("head_dim", HEAD_DIM)?;
         config.expect("intermediate_size", self.intermediate)?;
         config.expect("vocab_size", self.vocab)?;
-        // Files that were cut down to the layers in use keep the configuration of the whole.
+        // Files that were cut down to the layers in use keep the configuration of the whole encoder.
         if let Some(layers) = config.whole("num_hidden_layers")?.filter(|layers| *layers < self.layers) {
             return Err(config.mismatch("num_hidden_layers", &layers, &self.layers));
         }
@@ -162,7 +162,7 @@ impl TextConfig {
         if config.positive("partial_rotary_factor")?.is_some_and(|factor| factor != 1.0) {
             return Err(config.unsupported("partial_rotary_factor", "1.0"));
         }
-        // Older files have the base at the top, newer ones among the parameters of the rotation.
+        // Older files have the base of RoPE at the top level, newer ones in `rope_parameters`.
         let rope = config.inner("rope_parameters")?;
         if rope.as_ref().is_some_and(|rope| !plain_rotation(rope)) {
             return Err(config.unsupported("rope_parameters", "a rotation of type `default`"));
@@ -235,7 +235,7 @@ impl VaeConfig {
     }
 }
 
-/// Whether parameters say nothing but the base of a rotation of all channels.
+/// Whether RoPE parameters give nothing but the base of a plain rotation of all channels.
 fn plain_rotation(rope: &ConfigFile) -> bool {
     rope.keys().filter_map(|key| Some((key, rope.get(key)?))).all(|(key, value)| match key {
         // Older files call it `type`.
@@ -247,7 +247,7 @@ fn plain_rotation(rope: &ConfigFile) -> bool {
 }
 
 /// Fails if the configuration of a scheduler describes another schedule than klein's, which follows from the number of steps and
-/// the size of the picture. What does not enter into that one, as a constant shift, may be anything.
+/// the size of the image. Settings that this schedule does not use, such as a constant shift, may have any value.
 pub fn check_scheduler(config: &ConfigFile) -> Result<()> {
     config.require_text("_class_name", "FlowMatchEulerDiscreteScheduler")?;
     config.require("num_train_timesteps", 1000)?;
@@ -260,7 +260,7 @@ pub fn check_scheduler(config: &ConfigFile) -> Result<()> {
     Ok(())
 }
 
-/// A dimension that was found and is of a size some model could have.
+/// A dimension that was found and is within the bounds of any model.
 fn size(weights: &Weights, what: &str, found: Option<usize>) -> Result<usize> {
     let detail = match found {
         Some(size) if (1..=MAX_SIZE).contains(&size) => return Ok(size),
@@ -271,7 +271,7 @@ fn size(weights: &Weights, what: &str, found: Option<usize>) -> Result<usize> {
     Err(error.with_hint(format!("this is no {} of FLUX.2 [klein]", weights.part())))
 }
 
-/// The value that occurs most often; of several, the first.
+/// The value that occurs most often; the first of them in a tie.
 fn majority(votes: impl Iterator<Item = usize>) -> Option<usize> {
     let votes: Vec<usize> = votes.collect();
     let count = |value: usize| votes.iter().filter(|vote| **vote == value).count();

@@ -1,4 +1,4 @@
-//! A configuration file: JSON read with a size limit, and numbers taken from it that name the file when they do not fit.
+//! A configuration file: JSON read with a size limit, and getters whose errors name the file and the key.
 
 use crate::error::{Error, Result};
 use crate::files;
@@ -22,7 +22,7 @@ impl ConfigFile {
         Self::parse(path, &text)
     }
 
-    /// Reads the content of one; `path` is where it came from, for messages.
+    /// Reads the content of a file; `path` is where it came from, for messages.
     pub fn parse(path: &Path, text: &[u8]) -> Result<Self> {
         let invalid = |detail: String| Error::bad_file(path, "invalid configuration", detail);
         match serde_json::from_slice(text).map_err(|e| invalid(e.to_string()))? {
@@ -66,7 +66,7 @@ impl ConfigFile {
         self.take(key, "a number above 0", |value| value.as_f64().filter(|n| n.is_finite() && *n > 0.0))
     }
 
-    /// A number that may be added to a variance, if the key is there: above zero and small, also once it is rounded.
+    /// The epsilon of a norm, if the key is there: above zero and small, also once it is rounded to f32.
     pub fn small(&self, key: &str) -> Result<Option<f32>> {
         self.take(key, "a number above 0 and at most 0.01", |value| {
             let number = value.as_f64()? as f32;
@@ -74,12 +74,12 @@ impl ConfigFile {
         })
     }
 
-    /// Base of rotary frequencies, if the key is there.
+    /// The base of RoPE frequencies, if the key is there.
     pub fn rope_base(&self, key: &str) -> Result<Option<f64>> {
         self.take(key, "a number from 1 to 1e12", |value| value.as_f64().filter(|base| (1.0..=1e12).contains(base)))
     }
 
-    /// Fails if the key is there and says something else than the only text this engine runs.
+    /// Fails if the key is there and is not the one string that this engine supports.
     pub fn require_text(&self, key: &str, only: &str) -> Result<()> {
         match self.get(key) {
             Some(value) if value.as_str() != Some(only) => Err(self.unsupported(key, only)),
@@ -87,7 +87,7 @@ impl ConfigFile {
         }
     }
 
-    /// The same for a list of texts, all of which have to be this one.
+    /// Fails if the key is there and is not a list of the one string that this engine supports.
     pub fn require_all(&self, key: &str, only: &str) -> Result<()> {
         match self.get(key) {
             Some(Value::Array(list)) if list.iter().all(|value| value.as_str() == Some(only)) => Ok(()),
@@ -96,7 +96,7 @@ impl ConfigFile {
         }
     }
 
-    /// The same for a switch.
+    /// Fails if the key is there and is not the one setting of a switch that this engine supports.
     pub fn require_flag(&self, key: &str, only: bool) -> Result<()> {
         match self.flag(key)? {
             Some(flag) if flag != only => Err(self.unsupported(key, &only.to_string())),
@@ -109,7 +109,7 @@ impl ConfigFile {
         if self.get(key).is_some() { Err(self.unsupported(key, "none")) } else { Ok(()) }
     }
 
-    /// So many whole numbers, if the key is there.
+    /// A list of `N` whole numbers, if the key is there.
     pub fn list<const N: usize>(&self, key: &str) -> Result<Option<[usize; N]>> {
         self.take(key, &format!("{N} whole numbers"), |value| {
             let list: Option<Vec<usize>> = value.as_array()?.iter().map(|n| usize::try_from(n.as_u64()?).ok()).collect();
@@ -122,7 +122,7 @@ impl ConfigFile {
         self.take(key, "true or false", Value::as_bool)
     }
 
-    /// Fails if the key is there and says something else than what the weights show.
+    /// Fails if the key is there and differs from what the weights show.
     pub fn expect(&self, key: &str, found: usize) -> Result<()> {
         match self.whole(key)? {
             Some(number) if number != found => Err(self.mismatch(key, &number, &found)),
@@ -130,7 +130,7 @@ impl ConfigFile {
         }
     }
 
-    /// Fails if the key is there and says something else than the only value this engine runs.
+    /// Fails if the key is there and is not the one number that this engine supports.
     pub fn require(&self, key: &str, only: usize) -> Result<()> {
         match self.whole(key)? {
             Some(number) if number != only => Err(self.unsupported(key, &only.to_string())),
@@ -145,13 +145,13 @@ impl ConfigFile {
             .with_hint("the two files belong to different models")
     }
 
-    /// The error for a setting that this engine does not know how to run, or that is no such setting at all.
+    /// The error for a setting that this engine does not support, or that has the wrong type.
     pub fn unsupported(&self, key: &str, need: &str) -> Error {
         let value: String = self.get(key).map_or_else(String::new, Value::to_string).chars().take(64).collect();
         Error::bad_file(&self.path, "unsupported configuration", format!("`{key}` is {value}, needed is {need}"))
     }
 
-    /// What `read` makes of a value, if the key is there; `need` says what it has to be.
+    /// A value converted by `read`, if the key is there; `need` says what it has to be, for the error.
     pub fn take<T>(&self, key: &str, need: &str, read: impl Fn(&Value) -> Option<T>) -> Result<Option<T>> {
         self.get(key).map(|value| read(value).ok_or_else(|| self.unsupported(key, need))).transpose()
     }

@@ -1,4 +1,5 @@
-//! Distilled, base or KV: checkpoints of one size have the same tensors, so only names and the pipeline's index tell.
+//! The variant of a model: distilled, base or KV. Checkpoints of one size have the same tensors, so only file names and the
+//! pipeline's index tell them apart.
 
 use super::TransformerConfig;
 use super::json::ConfigFile;
@@ -9,11 +10,11 @@ use std::str::FromStr;
 /// How a model was trained, and so how it has to be sampled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Variant {
-    /// Few steps, no guidance.
+    /// Sampled in few steps, without guidance.
     Distilled,
-    /// Many steps, with guidance.
+    /// Sampled in many steps, with classifier-free guidance.
     Base,
-    /// Distilled, with reference images that are seen only by themselves and can be cached.
+    /// Distilled, with reference tokens that attend only to themselves, so that their keys and values can be cached.
     Kv,
 }
 
@@ -49,7 +50,7 @@ impl Variant {
         })
     }
 
-    /// Steps where none are asked for.
+    /// The default number of steps.
     pub const fn default_steps(self) -> usize {
         match self {
             Self::Distilled | Self::Kv => 4,
@@ -57,13 +58,13 @@ impl Variant {
         }
     }
 
-    /// Whether a step runs twice, with and without its prompt, so that the scale between the two can guide it. This is the one
-    /// place where that is decided.
+    /// Whether classifier-free guidance (CFG) is on at this scale, so that every step runs once with the prompt and once with the
+    /// negative prompt. This is the one place where that is decided.
     pub fn guides(self, scale: f32) -> bool {
         self == Self::Base && scale > 1.0
     }
 
-    /// Guidance where none is asked for; 1 means none.
+    /// The default guidance scale; 1 turns guidance off.
     pub const fn default_guidance(self) -> f32 {
         match self {
             Self::Distilled | Self::Kv => 1.0,
@@ -95,7 +96,7 @@ impl FromStr for Variant {
     }
 }
 
-/// A model's name for people, such as `FLUX.2 [klein] 4B (distilled)`.
+/// A model's display name, such as `FLUX.2 [klein] 4B (distilled)`.
 pub fn display_name(config: &TransformerConfig, variant: Variant) -> String {
     format!("FLUX.2 [klein] {} ({variant})", config.size())
 }

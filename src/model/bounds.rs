@@ -6,8 +6,6 @@
 //! Cauchy-Schwarz inequality the sum is at most the product of both norms times the largest product of the gains of one pair.
 
 use crate::backend::WeightPart;
-use crate::tensor::DType;
-use half::{bf16, f16};
 
 /// Margin for the rounding of queries and keys, with some reserve.
 const ROUNDING: f32 = 1.02;
@@ -19,7 +17,7 @@ pub struct NormGain(Vec<f32>);
 impl NormGain {
     /// The gain of a norm, from its weights as they are stored.
     pub fn of(parts: &[WeightPart]) -> Self {
-        let values: Vec<f32> = parts.iter().flat_map(values).collect();
+        let values: Vec<f32> = parts.iter().flat_map(|part| part.dtype.decoded(&part.bytes)).collect();
         // NaN must propagate, so that the bound becomes infinite.
         let larger = |most: f32, v: &f32| if v.is_nan() || v.abs() > most { v.abs() } else { most };
         Self(values.chunks(2).map(|pair| pair.iter().fold(0.0, larger)).collect())
@@ -55,25 +53,14 @@ impl QkGain {
     }
 }
 
-fn values(part: &WeightPart) -> Vec<f32> {
-    let bytes: &[u8] = &part.bytes;
-    let half = |f: fn(u16) -> f32| bytes.chunks_exact(2).map(|b| f(u16::from_le_bytes([b[0], b[1]]))).collect();
-    match part.dtype {
-        DType::F32 => bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
-        DType::Bf16 => half(|v| bf16::from_bits(v).to_f32()),
-        DType::F16 => half(|v| f16::from_bits(v).to_f32()),
-        DType::U8 | DType::U32 => Vec::new(),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tensor::Bytes;
+    use crate::tensor::{Bytes, DType};
     use std::sync::Arc;
 
     fn gain(values: &[f32]) -> NormGain {
-        let bytes = values.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect::<Vec<_>>();
+        let bytes = DType::Bf16.encoded(values);
         NormGain::of(&[WeightPart { bytes: Bytes::new(Arc::new(bytes)), dtype: DType::Bf16 }])
     }
 

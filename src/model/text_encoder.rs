@@ -33,19 +33,19 @@ impl TextEncoder {
     /// Loads the weights of the layers that are used.
     pub fn load(loader: &mut Loader<'_>, config: &TextConfig) -> Result<Self> {
         let c = config;
-        let (q, kv) = (c.heads * HEAD_DIM, c.kv_heads * HEAD_DIM);
+        let (q, kv, mlp) = (c.heads * HEAD_DIM, c.kv_heads * HEAD_DIM, c.intermediate);
         let embedding = loader.table("model.embed_tokens.weight", c.vocab, c.hidden)?;
         let layers = (0..c.used_layers())
             .map(|i| {
                 let name = |rest: &str| format!("model.layers.{i}.{rest}.weight");
                 Ok(Layer {
                     input_norm: loader.vector(&name("input_layernorm"), c.hidden)?,
-                    qkv: loader.linear(&name("self_attn.qkv_proj"), q + 2 * kv, c.hidden)?,
+                    qkv: loader.stacked(&name("self_attn.qkv_proj"), &[q, kv, kv], c.hidden)?,
                     qk_norm: loader.qk_norm(&name("self_attn.q_norm"), &name("self_attn.k_norm"), HEAD_DIM, c.eps, 1.0)?,
                     out: loader.linear(&name("self_attn.o_proj"), c.hidden, q)?,
                     mlp_norm: loader.vector(&name("post_attention_layernorm"), c.hidden)?,
-                    gate_up: loader.gate_up(&name("mlp.gate_up_proj"), 2 * c.intermediate, c.hidden, 2 * c.intermediate)?,
-                    down: loader.linear(&name("mlp.down_proj"), c.hidden, c.intermediate)?,
+                    gate_up: loader.gate_up(&name("mlp.gate_up_proj"), &[mlp, mlp], c.hidden, 2 * mlp)?,
+                    down: loader.linear(&name("mlp.down_proj"), c.hidden, mlp)?,
                 })
             })
             .collect::<Result<_>>()?;

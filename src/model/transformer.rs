@@ -185,11 +185,11 @@ impl Stream {
         let (h, mlp) = (c.hidden, c.mlp());
         let norm = |which: &str| format!("{prefix}_attn.norm.{which}_norm.scale");
         Ok(Self {
-            qkv: loader.linear(&format!("{prefix}_attn.qkv.weight"), 3 * h, h)?,
+            qkv: loader.stacked(&format!("{prefix}_attn.qkv.weight"), &[h; 3], h)?,
             qk_norm: loader.qk_norm(&norm("query"), &norm("key"), HEAD_DIM, c.eps, q_scale())?,
             qk_gain: loader.qk_gain(&norm("query"), &norm("key"), HEAD_DIM)?,
             attention_out: loader.linear(&format!("{prefix}_attn.proj.weight"), h, h)?,
-            mlp_in: loader.gate_up(&format!("{prefix}_mlp.0.weight"), 2 * mlp, h, 2 * mlp)?,
+            mlp_in: loader.gate_up(&format!("{prefix}_mlp.0.weight"), &[2 * mlp], h, 2 * mlp)?,
             mlp_out: loader.linear(&format!("{prefix}_mlp.2.weight"), h, mlp)?,
         })
     }
@@ -200,10 +200,10 @@ impl SingleBlock {
         let (h, mlp) = (c.hidden, c.mlp());
         let norm = |which: &str| format!("{prefix}.norm.{which}_norm.scale");
         Ok(Self {
-            linear1: loader.gate_up(&format!("{prefix}.linear1.weight"), 3 * h + 2 * mlp, h, 2 * mlp)?,
+            linear1: loader.gate_up(&format!("{prefix}.linear1.weight"), &[3 * h + 2 * mlp], h, 2 * mlp)?,
+            linear2: loader.linear(&format!("{prefix}.linear2.weight"), h, h + mlp)?,
             qk_norm: loader.qk_norm(&norm("query"), &norm("key"), HEAD_DIM, c.eps, q_scale())?,
             bound: loader.qk_gain(&norm("query"), &norm("key"), HEAD_DIM)?.bound(HEAD_DIM),
-            linear2: loader.linear(&format!("{prefix}.linear2.weight"), h, h + mlp)?,
         })
     }
 }
@@ -218,6 +218,11 @@ impl Transformer {
             image_in: loader.linear("img_in.weight", h, c.channels)?,
             time_in: loader.linear("time_in.in_layer.weight", h, TIMESTEP_CHANNELS)?,
             time_out: loader.linear("time_in.out_layer.weight", h, h)?,
+            image_modulation: loader.linear("double_stream_modulation_img.lin.weight", 6 * h, h)?,
+            text_modulation: loader.linear("double_stream_modulation_txt.lin.weight", 6 * h, h)?,
+            single_modulation: loader.linear("single_stream_modulation.lin.weight", 3 * h, h)?,
+            final_modulation: loader.linear("final_layer.adaLN_modulation.1.weight", 2 * h, h)?,
+            image_out: loader.linear("final_layer.linear.weight", c.channels, h)?,
             guidance: match c.guidance_embed {
                 true => Some((
                     loader.linear("guidance_in.in_layer.weight", h, TIMESTEP_CHANNELS)?,
@@ -225,9 +230,6 @@ impl Transformer {
                 )),
                 false => None,
             },
-            image_modulation: loader.linear("double_stream_modulation_img.lin.weight", 6 * h, h)?,
-            text_modulation: loader.linear("double_stream_modulation_txt.lin.weight", 6 * h, h)?,
-            single_modulation: loader.linear("single_stream_modulation.lin.weight", 3 * h, h)?,
             double_blocks: (0..c.double_blocks)
                 .map(|i| {
                     let image = Stream::load(loader, &format!("double_blocks.{i}.img"), c)?;
@@ -239,8 +241,6 @@ impl Transformer {
             single_blocks: (0..c.single_blocks)
                 .map(|i| SingleBlock::load(loader, &format!("single_blocks.{i}"), c))
                 .collect::<Result<_>>()?,
-            final_modulation: loader.linear("final_layer.adaLN_modulation.1.weight", 2 * h, h)?,
-            image_out: loader.linear("final_layer.linear.weight", c.channels, h)?,
         })
     }
 

@@ -16,7 +16,7 @@ pub struct Vae {
     encoder: Option<Encoder>,
 }
 
-struct Decoder {
+pub(super) struct Decoder {
     post_quant: Linear,
     conv_in: Conv,
     mid: Mid,
@@ -26,7 +26,7 @@ struct Decoder {
     conv_out: Conv,
 }
 
-struct Encoder {
+pub(super) struct Encoder {
     conv_in: Conv,
     /// The levels, finest first.
     levels: Vec<Level>,
@@ -88,7 +88,7 @@ impl Resnet {
             conv2: loader.conv(&format!("{name}.conv2"), out, out)?,
             shortcut: match input == out {
                 true => None,
-                false => Some(loader.linear_bias(&format!("{name}.conv_shortcut"), out, input)?),
+                false => Some(loader.conv_1x1(&format!("{name}.conv_shortcut"), out, input)?),
             },
         })
     }
@@ -96,9 +96,9 @@ impl Resnet {
 
 impl Attention {
     fn load(loader: &mut Loader<'_>, name: &str, channels: usize, c: &VaeConfig) -> Result<Self> {
+        let norm = loader.group_norm(&format!("{name}.group_norm"), channels, c.groups, c.eps)?;
         let mut linear = |which: &str| loader.linear_bias(&format!("{name}.{which}"), channels, channels);
-        let (q, k, v, out) = (linear("to_q")?, linear("to_k")?, linear("to_v")?, linear("to_out.0")?);
-        Ok(Self { norm: loader.group_norm(&format!("{name}.group_norm"), channels, c.groups, c.eps)?, q, k, v, out })
+        Ok(Self { norm, q: linear("to_q")?, k: linear("to_k")?, v: linear("to_v")?, out: linear("to_out.0")? })
     }
 }
 
@@ -113,38 +113,40 @@ impl Mid {
 }
 
 impl Level {
-    /// The pair holds the channels of the input and of the level itself; `resample` names the level's last convolution.
-    fn load(
+    /// The levels of one half, whose channels are given in the order in which they run. All but the last end in a convolution
+    /// that `resample` names.
+    fn load_all(
         loader: &mut Loader<'_>,
         name: &str,
-        (input, channels): (usize, usize),
+        channels: [usize; 4],
         resnets: usize,
-        resample: Option<&str>,
+        resample: &str,
         c: &VaeConfig,
-    ) -> Result<Self> {
-        let resnets = (0..resnets)
-            .map(|j| Resnet::load(loader, &format!("{name}.resnets.{j}"), if j == 0 { input } else { channels }, channels, c))
-            .collect::<Result<_>>()?;
-        let resample = resample.map(|r| loader.conv(&format!("{name}.{r}.0.conv"), channels, channels)).transpose()?;
-        Ok(Self { channels, resnets, resample })
+    ) -> Result<Vec<Self>> {
+        let mut input = channels[0];
+        let level = |(i, channels): (usize, usize)| {
+            let name = format!("{name}.{i}");
+            let resnets = (0..resnets)
+                .map(|j| {
+                    Resnet::load(loader, &format!("{name}.resnets.{j}"), std::mem::replace(&mut input, channels), channels, c)
+                })
+                .collect::<Result<_>>()?;
+            let resample = (i < 3).then(|| loader.conv(&format!("{name}.{resample}.0.conv"), channels, channels)).transpose()?;
+            Ok(Self { channels, resnets, resample })
+        };
+        channels.into_iter().enumerate().map(level).collect()
     }
 }
 
 impl Decoder {
-    fn load(loader: &mut Loader<'_>, c: &VaeConfig) -> Result<Self> {
-        let [finest, .., coarsest] = c.decoder;
-        let mut levels = Vec::new();
-        let mut input = coarsest;
-        for (i, &channels) in c.decoder.iter().rev().enumerate() {
-            let up = (i < 3).then_some("upsamplers");
-            levels.push(Level::load(loader, &format!("decoder.up_blocks.{i}"), (input, channels), DECODER_RESNETS, up, c)?);
-            input = channels;
-        }
+    pub(super) fn load(loader: &mut Loader<'_>, c: &VaeConfig) -> Result<Self> {
+        let [finest, fine, coarse, coarsest] = c.decoder;
+        let decoder = [coarsest, coarse, fine, finest];
         Ok(Self {
-            post_quant: loader.linear_bias("post_quant_conv", c.latent, c.latent)?,
+            post_quant: loader.conv_1x1("post_quant_conv", c.latent, c.latent)?,
             conv_in: loader.conv("decoder.conv_in", coarsest, c.latent)?,
             mid: Mid::load(loader, "decoder.mid_block", coarsest, c)?,
-            levels,
+            levels: Level::load_all(loader, "decoder.up_blocks", decoder, DECODER_RESNETS, "upsamplers", c)?,
             norm_out: loader.group_norm("decoder.conv_norm_out", finest, c.groups, c.eps)?,
             conv_out: loader.conv("decoder.conv_out", 3, finest)?,
         })
@@ -152,35 +154,33 @@ impl Decoder {
 }
 
 impl Encoder {
-    fn load(loader: &mut Loader<'_>, c: &VaeConfig) -> Result<Self> {
+    pub(super) fn load(loader: &mut Loader<'_>, c: &VaeConfig) -> Result<Self> {
         let [finest, .., coarsest] = c.encoder;
-        let mut levels = Vec::new();
-        let mut input = finest;
-        for (i, &channels) in c.encoder.iter().enumerate() {
-            let down = (i < 3).then_some("downsamplers");
-            levels.push(Level::load(loader, &format!("encoder.down_blocks.{i}"), (input, channels), ENCODER_RESNETS, down, c)?);
-            input = channels;
-        }
         Ok(Self {
             conv_in: loader.conv("encoder.conv_in", finest, 3)?,
-            levels,
+            levels: Level::load_all(loader, "encoder.down_blocks", c.encoder, ENCODER_RESNETS, "downsamplers", c)?,
             mid: Mid::load(loader, "encoder.mid_block", coarsest, c)?,
             norm_out: loader.group_norm("encoder.conv_norm_out", coarsest, c.groups, c.eps)?,
             conv_out: loader.conv("encoder.conv_out", 2 * c.latent, coarsest)?,
-            quant: loader.linear_bias("quant_conv", 2 * c.latent, 2 * c.latent)?,
+            quant: loader.conv_1x1("quant_conv", 2 * c.latent, 2 * c.latent)?,
         })
     }
+}
+
+/// Mean and variance of each channel of a patch of latents.
+pub(super) fn latent_stats(loader: &mut Loader<'_>, c: &VaeConfig) -> Result<LatentStats> {
+    Ok(LatentStats {
+        mean: loader.vector("bn.running_mean", c.patched())?,
+        var: loader.vector("bn.running_var", c.patched())?,
+        eps: c.stats_eps,
+    })
 }
 
 impl Vae {
     /// Loads the weights of the decoder and the latent statistics, and with `with_encoder` also the weights of the encoder.
     pub fn load(loader: &mut Loader<'_>, config: &VaeConfig, with_encoder: bool) -> Result<Self> {
         let c = config;
-        let stats = LatentStats {
-            mean: loader.vector("bn.running_mean", c.patched())?,
-            var: loader.vector("bn.running_var", c.patched())?,
-            eps: c.stats_eps,
-        };
+        let stats = latent_stats(loader, c)?;
         let decoder = Decoder::load(loader, c)?;
         let encoder = if with_encoder { Some(Encoder::load(loader, c)?) } else { None };
         Ok(Self { config: c.clone(), precision: loader.precision, stats, decoder, encoder })

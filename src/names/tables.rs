@@ -108,7 +108,7 @@ pub(super) const VAE: &[Row] = &[
     row("bn.running_var", &[]),
 ];
 
-/// What the variable components of a name were.
+/// The variable components of a name.
 #[derive(Default)]
 pub(super) struct Captured<'a> {
     pub number: usize,
@@ -144,7 +144,7 @@ pub(super) fn fill(pattern: &str, captured: &Captured<'_>) -> String {
         .split('.')
         .map(|component| match component {
             "<n>" => captured.number.to_string(),
-            // A level that no file can name stays recognisable as such.
+            // A level outside 0..=3 has no counterpart; `<none>` occurs in no file, so it is reported as missing.
             "<3-n>" => 3usize.checked_sub(captured.number).map_or_else(|| "<none>".into(), |level| level.to_string()),
             "<block>" => captured.block.to_string(),
             "<side>" => captured.side.into(),
@@ -156,7 +156,7 @@ pub(super) fn fill(pattern: &str, captured: &Captured<'_>) -> String {
     components.join(".")
 }
 
-/// A decimal number without leading zeros, below 10,000: each number has one spelling, so each tensor has one name.
+/// Parses a decimal number without leading zeros, below 10,000: each number has one spelling, so each tensor has one name.
 pub(super) fn number(text: &str) -> Option<usize> {
     let plain = (1..=4).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_digit());
     if !plain || (text.len() > 1 && text.starts_with('0')) {

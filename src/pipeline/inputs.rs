@@ -83,7 +83,7 @@ impl<'a> Inputs<'a> {
     fn check_files(&self, parts: &[Part]) -> Result<()> {
         let files = || self.files.iter().flat_map(|files| files.iter());
         files().try_for_each(Weights::verify)?;
-        files().filter(|weights| parts.contains(&weights.part())).try_for_each(Weights::look)
+        files().filter(|weights| parts.contains(&weights.part())).try_for_each(Weights::check_written)
     }
 }
 

@@ -2,6 +2,7 @@
 //! answer with a web page.
 
 use super::Fault;
+use crate::files::{Magic, format_name, has_bytes};
 use std::path::Path;
 
 /// The formats that are decoded.
@@ -11,8 +12,8 @@ pub(super) enum Kind {
     Jpeg,
 }
 
-/// Formats that are only recognised: offset and bytes of the magic number, and name.
-const OTHERS: [(usize, &[u8], &str); 16] = [
+/// Formats that are only recognised.
+const OTHERS: [Magic; 16] = [
     (0, b"GIF8", "GIF"),
     (8, b"WEBP", "WebP"),
     (0, b"II*\0", "TIFF"),
@@ -54,15 +55,14 @@ pub(super) fn of(bytes: &[u8], origin: &Path) -> Result<Kind, Fault> {
 
 /// The name of the format of a file that is not decoded.
 fn name(bytes: &[u8]) -> &'static str {
-    let at = |offset: usize, magic: &[u8]| bytes.get(offset..).is_some_and(|rest| rest.starts_with(magic));
-    if let Some((_, _, name)) = OTHERS.iter().find(|(offset, magic, _)| at(*offset, magic)) {
+    if let Some(name) = format_name(&OTHERS, bytes) {
         return name;
     }
     // Text can begin with "BM" as well; the reserved fields of a bitmap are zero.
-    if at(0, b"BM") && at(6, &[0; 4]) {
+    if has_bytes(bytes, 0, b"BM") && has_bytes(bytes, 6, &[0; 4]) {
         return "BMP";
     }
-    if at(4, b"ftyp") {
+    if has_bytes(bytes, 4, b"ftyp") {
         return media_name(bytes);
     }
     let start = &bytes[..bytes.len().min(512)];

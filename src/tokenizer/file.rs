@@ -277,9 +277,7 @@ impl<'de> Visitor<'de> for ModelVisitor {
             }
         }
         if let Some(refused) = refused {
-            // The reader wants to see the end of what it began.
-            while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
-            return Ok(Err(refused));
+            return skip_rest(map).map(|()| Err(refused));
         }
         Ok(match (vocab, merges) {
             (Some(vocab), Some(merges)) => Ok(Model { vocab, merges }),
@@ -287,6 +285,12 @@ impl<'de> Visitor<'de> for ModelVisitor {
             (_, None) => Err("its model has no `merges`".into()),
         })
     }
+}
+
+/// Skips the rest of an object; serde reports an error if a map is not read to its end.
+fn skip_rest<'de, A: MapAccess<'de>>(mut map: A) -> Result<(), A::Error> {
+    while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
+    Ok(())
 }
 
 /// A vocabulary with consecutive ids from 0, or why it is not supported.
@@ -330,8 +334,7 @@ impl<'de> Visitor<'de> for VocabVisitor {
             }
         }
         if let Some(refused) = refused {
-            while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
-            return Ok(Err(refused));
+            return skip_rest(map).map(|()| Err(refused));
         }
         Ok(match taken.iter().position(|taken| !taken) {
             Some(id) => Err(format!("its ids go up to {}, and no token has {id}", taken.len() - 1)),

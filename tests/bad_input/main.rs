@@ -16,7 +16,8 @@ mod weights;
 
 use kiln::checkpoint::Part;
 use kiln::config::{TextConfig, TransformerConfig, VaeConfig};
-use kiln::names::{Layout, TensorSpec, file_tensors, text_manifest, transformer_manifest, vae_manifest};
+use kiln::model::{text_manifest, transformer_manifest, vae_manifest};
+use kiln::names::{Layout, TensorSpec, file_tensors};
 use mistake::{CHANGING, Change, Help, Is, Nothing, Row, check, row};
 use sandbox::{QUICK, Sandbox, grouped};
 use std::ffi::OsString;

@@ -5,7 +5,8 @@ use kiln::backend::cpu::Cpu;
 use kiln::checkpoint::{Part, Weights};
 use kiln::config::{ConfigFile, Conventions, TextConfig, TransformerConfig, VaeConfig, Variant, check_scheduler};
 use kiln::error::Result;
-use kiln::names::{Layout, TensorSpec, file_tensors, text_manifest, transformer_manifest, vae_manifest};
+use kiln::model::{text_manifest, transformer_manifest, vae_manifest};
+use kiln::names::{Layout, TensorSpec, file_tensors};
 use kiln::noise::NoiseKind;
 use kiln::pipeline::{Configs, Engine, Job, LoadOptions, Noise, OpenModel, Reference};
 use kiln::progress::Silent;
@@ -434,7 +435,7 @@ fn the_tiny_model_is_the_one_the_reference_ran() {
         let expected = &goldens["weights"][key];
         let weights = model.weights(part).unwrap();
         let shard = &weights.shards()[0];
-        let floats = || shard.tensors().filter(|(_, entry)| entry.element.name == "F32");
+        let floats = || shard.tensors().filter(|(_, entry)| entry.dtype.name == "F32");
         assert_eq!(floats().count() as u64, expected["tensors"].as_u64().unwrap());
         let parameters: usize = floats().map(|(_, entry)| entry.shape.iter().product::<usize>()).sum();
         assert_eq!(parameters as u64, expected["parameters"].as_u64().unwrap());

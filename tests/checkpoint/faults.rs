@@ -4,7 +4,8 @@ use super::{Described, described, message, shard, zeros, zeros_with};
 use kiln::checkpoint::{Part, Weights};
 use kiln::config::{TextConfig, TransformerConfig, VaeConfig, check_fit};
 use kiln::error::{Error, Result};
-use kiln::names::{Layout, TensorSpec, file_tensors, text_manifest, transformer_manifest, vae_manifest};
+use kiln::model::{text_manifest, transformer_manifest, vae_manifest};
+use kiln::names::{Layout, TensorSpec, file_tensors};
 use kiln::tensor::DType;
 use kiln::tiny;
 
@@ -186,7 +187,7 @@ fn both_layouts_hold_the_same_weights() {
             }
             for spec in manifest(part) {
                 let rows = |weights: &Weights| {
-                    let parts = weights.weight(&spec.name, &spec.shape).unwrap().parts;
+                    let parts = weights.weight(&spec).unwrap().parts;
                     assert!(parts.iter().all(|p| p.dtype == dtype));
                     assert_eq!(parts.iter().map(|p| p.rows).sum::<usize>(), spec.shape[0]);
                     parts.iter().map(|p| &p.bytes[..]).collect::<Vec<_>>().concat()
@@ -204,17 +205,20 @@ fn rows_are_stacked_and_swapped_as_the_layouts_say() {
     let weights = model.weights(Part::Transformer).unwrap();
     let file = |name: &str| weights.shards()[0].bytes(name).unwrap();
     let h = TransformerConfig::tiny().hidden;
-    let parts = weights.weight("final_layer.adaLN_modulation.1.weight", &[2 * h, h]).unwrap().parts;
+    let parts = weights.weight(&TensorSpec::new("final_layer.adaLN_modulation.1.weight", &[2 * h, h])).unwrap().parts;
     let stored = file("norm_out.linear.weight");
     let (scale, shift) = stored.split_at(stored.len() / 2);
     assert!(parts[0].bytes[..] == *shift && parts[1].bytes[..] == *scale);
-    let parts = weights.weight("double_blocks.1.txt_attn.qkv.weight", &[3 * h, h]).unwrap().parts;
+    let parts = weights.weight(&TensorSpec::new("double_blocks.1.txt_attn.qkv.weight", &[3 * h, h])).unwrap().parts;
     for (part, name) in parts.iter().zip(["add_q_proj", "add_k_proj", "add_v_proj"]) {
         assert!(part.bytes[..] == file(&format!("transformer_blocks.1.attn.{name}.weight"))[..]);
     }
     // Whole shapes are compared where the caller does not know the parts.
-    assert!(matches!(weights.weight("double_blocks.1.txt_attn.qkv.weight", &[2 * h, h]), Err(Error::TensorShape { .. })));
-    assert!(matches!(weights.weight("nothing.weight", &[1]), Err(Error::TensorMissing { .. })));
+    assert!(matches!(
+        weights.weight(&TensorSpec::new("double_blocks.1.txt_attn.qkv.weight", &[2 * h, h])),
+        Err(Error::TensorShape { .. })
+    ));
+    assert!(matches!(weights.weight(&TensorSpec::new("nothing.weight", &[1])), Err(Error::TensorMissing { .. })));
 }
 
 #[test]

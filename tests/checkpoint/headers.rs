@@ -150,7 +150,7 @@ fn odd_but_valid_headers_are_read() {
     assert_eq!(read.tensors().count(), 4);
     assert_eq!(read.bytes("scalar").unwrap().len(), 4);
     assert!(read.entry("nothing").unwrap().range.is_empty());
-    assert_eq!(read.entry("\u{e9}").unwrap().element.name, "F8_E4M3");
+    assert_eq!(read.entry("\u{e9}").unwrap().dtype.name, "F8_E4M3");
     // Writers pad with spaces; one with a header of 640 bytes begins like a pickle.
     let padded = raw(&format!("{{{}}}{}", tensor("a", "[1]", "[0,1]"), " ".repeat(640 - 53)), 1);
     assert_eq!(padded[..2], [0x80, 0x02]);

@@ -2,7 +2,8 @@
 
 use kiln::checkpoint::Part;
 use kiln::config::{TextConfig, TransformerConfig, VaeConfig};
-use kiln::names::{Layout, TensorSpec, file_tensors, text_manifest, transformer_manifest, vae_manifest};
+use kiln::model::{text_manifest, transformer_manifest, vae_manifest};
+use kiln::names::{Layout, TensorSpec, file_tensors};
 
 fn elements(specs: &[TensorSpec]) -> u64 {
     specs.iter().map(|spec| spec.shape.iter().product::<usize>() as u64).sum()
@@ -96,4 +97,41 @@ fn autoencoders_match_the_published_counts() {
             "decoder.up.0.block.0.nin_shortcut.weight",
         ]
     );
+}
+
+#[test]
+fn tensors_are_listed_in_the_order_in_which_missing_ones_are_named() {
+    let config = TransformerConfig { guidance_embed: true, ..TransformerConfig::tiny() };
+    let transformer = transformer_manifest(&config);
+    let vae = vae_manifest(&VaeConfig::tiny());
+    let names = |specs: &[TensorSpec]| specs.iter().map(|spec| spec.name.clone()).collect::<Vec<_>>().join(" ");
+    assert_eq!(
+        names(&transformer[..12]),
+        "img_in.weight txt_in.weight time_in.in_layer.weight time_in.out_layer.weight double_stream_modulation_img.lin.weight \
+         double_stream_modulation_txt.lin.weight single_stream_modulation.lin.weight final_layer.adaLN_modulation.1.weight \
+         final_layer.linear.weight guidance_in.in_layer.weight guidance_in.out_layer.weight double_blocks.0.img_attn.qkv.weight"
+    );
+    assert_eq!(
+        names(&transformer[transformer.len() - 4..]),
+        "single_blocks.1.linear1.weight single_blocks.1.linear2.weight single_blocks.1.norm.query_norm.scale \
+         single_blocks.1.norm.key_norm.scale"
+    );
+    let place = |name: &str| vae.iter().position(|spec| spec.name == name).unwrap();
+    let flow = [
+        "encoder.conv_in.weight",
+        "encoder.down_blocks.0.resnets.0.norm1.weight",
+        "encoder.mid_block.attentions.0.group_norm.weight",
+        "encoder.mid_block.attentions.0.to_q.weight",
+        "encoder.conv_out.bias",
+        "quant_conv.weight",
+        "post_quant_conv.weight",
+        "decoder.conv_in.weight",
+        "decoder.mid_block.resnets.1.conv2.bias",
+        "decoder.up_blocks.0.resnets.0.norm1.weight",
+        "decoder.conv_norm_out.weight",
+        "decoder.conv_out.bias",
+        "bn.running_mean",
+        "bn.running_var",
+    ];
+    assert!(flow.map(place).is_sorted(), "{:?}", flow.map(place));
 }

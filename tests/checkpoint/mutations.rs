@@ -70,7 +70,7 @@ fn consistent(shard: &Shard) {
     for (name, entry) in shard.tensors() {
         let elements: u128 = entry.shape.iter().map(|&dim| dim as u128).product();
         let bytes = shard.bytes(name).unwrap();
-        assert_eq!(bytes.len() as u128 * 8, elements * u128::from(entry.element.bits), "{name}");
+        assert_eq!(bytes.len() as u128 * 8, elements * u128::from(entry.dtype.bits), "{name}");
         std::hint::black_box(bytes.iter().fold(0u8, |sum, byte| sum ^ byte));
     }
 }

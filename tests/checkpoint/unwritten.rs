@@ -4,7 +4,8 @@ use super::message;
 use kiln::checkpoint::{Part, Shard, Weights};
 use kiln::config::{TextConfig, TransformerConfig, VaeConfig};
 use kiln::error::Result;
-use kiln::names::{self, Layout, Place, TensorSpec, text_manifest, transformer_manifest, vae_manifest};
+use kiln::model::{text_manifest, transformer_manifest, vae_manifest};
+use kiln::names::{self, Layout, Place, TensorSpec};
 use kiln::tensor::{Bytes, DType};
 use kiln::tiny;
 use std::ops::Range;
@@ -29,9 +30,9 @@ fn opened(part: Part, bytes: &[u8]) -> Weights {
 /// What a run looks at as it uses its weights.
 fn look(weights: &Weights, manifest: &[TensorSpec]) -> Result<()> {
     for spec in manifest.iter().filter(|spec| spec.shape.len() > 1) {
-        weights.note(&spec.name, spec.name.contains("embed_tokens"));
+        weights.note_used(&spec.name, spec.name.contains("embed_tokens"));
     }
-    weights.look()
+    weights.check_written()
 }
 
 /// Places of the matrices that a run reads, in a file.
@@ -77,7 +78,7 @@ fn trained_weights_are_not_mistaken_for_missing_ones() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/builtin");
     for (part, name) in [(Part::Transformer, "transformer"), (Part::TextEncoder, "text_encoder"), (Part::Vae, "vae")] {
         let weights = Weights::open(part, &folder.join(name)).unwrap();
-        weights.names().for_each(|tensor| weights.note(tensor, tensor.contains("embed_tokens")));
-        weights.look().unwrap();
+        weights.names().for_each(|tensor| weights.note_used(tensor, tensor.contains("embed_tokens")));
+        weights.check_written().unwrap();
     }
 }

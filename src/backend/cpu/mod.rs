@@ -14,7 +14,6 @@ use crate::error::{Error, Result};
 use crate::memory;
 use crate::tensor::{ALIGN, Bytes, DType, Region, Tensor};
 use crate::threads;
-use half::{bf16, f16};
 use rayon::prelude::*;
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ops::Range;
@@ -410,23 +409,26 @@ impl Backend for Cpu {
 
 /// A part's values in another element type, or the same one at an aligned address.
 fn converted(part: &WeightPart, to: DType) -> Result<SegmentData> {
-    fn halves(bytes: &[u8], f: impl Fn(u16) -> u16 + Sync) -> Vec<u16> {
-        bytes.par_chunks_exact(2).map(|b| f(u16::from_le_bytes([b[0], b[1]]))).collect()
-    }
-    fn singles(bytes: &[u8], f: impl Fn(u16) -> f32 + Sync) -> Vec<f32> {
-        bytes.par_chunks_exact(2).map(|b| f(u16::from_le_bytes([b[0], b[1]]))).collect()
-    }
-    let single = |b: &[u8]| f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
-    let bytes = &part.bytes[..];
-    Ok(match (part.dtype, to) {
-        (DType::F32, DType::F32) => SegmentData::F32(bytes.par_chunks_exact(4).map(single).collect()),
-        (DType::Bf16, DType::F32) => SegmentData::F32(singles(bytes, |v| bf16::from_bits(v).to_f32())),
-        (DType::F16, DType::F32) => SegmentData::F32(singles(bytes, |v| f16::from_bits(v).to_f32())),
-        (DType::Bf16, DType::Bf16) | (DType::F16, DType::F16) => SegmentData::Half(halves(bytes, |v| v)),
-        (DType::F16, DType::Bf16) => SegmentData::Half(halves(bytes, |v| bf16::from_f32(f16::from_bits(v).to_f32()).to_bits())),
-        (DType::F32, DType::Bf16) => {
-            SegmentData::Half(bytes.par_chunks_exact(4).map(|b| bf16::from_f32(single(b)).to_bits()).collect())
+    /// Elements that one thread converts at a time.
+    const GRAIN: usize = 4 << 10;
+    let (from, bytes) = (part.dtype, &part.bytes[..]);
+    let (elements, pieces) = (bytes.len() / from.size(), bytes.par_chunks(GRAIN * from.size()));
+    match (from, to) {
+        (DType::F32 | DType::Bf16 | DType::F16, DType::F32) => {
+            let mut values = vec![0.0; elements];
+            values.par_chunks_mut(GRAIN).zip(pieces).for_each(|(to, bytes)| from.decode(bytes, to));
+            Ok(SegmentData::F32(values))
         }
-        (from, to) => return Err(Error::Op { op: "upload", what: format!("no conversion from {from:?} to {to:?}") }),
-    })
+        (DType::F32 | DType::Bf16 | DType::F16, DType::Bf16) | (DType::F16, DType::F16) => {
+            let mut values = vec![0; elements];
+            values.par_chunks_mut(GRAIN).zip(pieces).for_each(|(words, bytes): (&mut [u16], _)| {
+                let mut stored = [0; 2 * GRAIN];
+                let stored = &mut stored[..2 * words.len()];
+                from.convert(bytes, to, stored);
+                words.iter_mut().zip(stored.as_chunks().0).for_each(|(word, b)| *word = u16::from_ne_bytes(*b));
+            });
+            Ok(SegmentData::Half(values))
+        }
+        _ => Err(Error::Op { op: "upload", what: format!("no conversion from {from:?} to {to:?}") }),
+    }
 }

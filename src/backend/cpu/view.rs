@@ -3,8 +3,6 @@
 #![allow(unsafe_code)]
 
 use crate::tensor::{DType, Tensor};
-use half::slice::HalfFloatSliceExt;
-use half::{bf16, f16};
 use std::marker::PhantomData;
 use std::ops::Range;
 
@@ -53,8 +51,9 @@ impl<'a> In<'a> {
     /// Decodes part of a row.
     pub fn load(&self, r: usize, first: usize, to: &mut [f32]) {
         if !to.is_empty() {
-            // SAFETY: `row` has checked that `to.len()` aligned elements follow.
-            unsafe { decode(self.dtype, self.row(r, first, to.len()), to) }
+            let from = self.row(r, first, to.len());
+            // SAFETY: `row` has checked that `to.len()` elements follow, and nothing writes to them.
+            self.dtype.decode(unsafe { std::slice::from_raw_parts(from, to.len() * self.dtype.size()) }, to);
         }
     }
 
@@ -126,28 +125,10 @@ impl<'a> Out<'a> {
 
     /// Rounds values to the stored type and writes them.
     pub fn store(&mut self, r: usize, first: usize, from: &[f32]) {
-        if from.is_empty() {
-            return;
-        }
-        let ptr = self.at(r, first, from.len());
-        // SAFETY: `at` has checked that `from.len()` aligned elements follow, and `&mut self` is the only view of them.
-        unsafe {
-            match self.dtype {
-                DType::F32 => std::slice::from_raw_parts_mut(ptr.cast::<f32>(), from.len()).copy_from_slice(from),
-                DType::Bf16 => {
-                    let to = std::slice::from_raw_parts_mut(ptr.cast::<bf16>(), from.len());
-                    to.iter_mut().zip(from).for_each(|(t, &f)| *t = round_bf16(f));
-                }
-                DType::F16 => {
-                    let to = std::slice::from_raw_parts_mut(ptr.cast::<f16>(), from.len());
-                    to.iter_mut().zip(from).for_each(|(t, &f)| *t = f16::from_f32(f));
-                }
-                DType::U8 => {
-                    let to = std::slice::from_raw_parts_mut(ptr, from.len());
-                    to.iter_mut().zip(from).for_each(|(t, &f)| *t = f.round_ties_even() as u8);
-                }
-                DType::U32 => unreachable!("ids are not values"),
-            }
+        if !from.is_empty() {
+            let to = self.at(r, first, from.len());
+            // SAFETY: `at` has checked that `from.len()` elements follow, and `&mut self` is the only view of them.
+            self.dtype.encode(from, unsafe { std::slice::from_raw_parts_mut(to, from.len() * self.dtype.size()) });
         }
     }
 
@@ -162,8 +143,9 @@ impl<'a> Out<'a> {
     /// Decodes part of a row, for outputs that are updated.
     pub fn load(&self, r: usize, first: usize, to: &mut [f32]) {
         if !to.is_empty() {
-            // SAFETY: `at` has checked that `to.len()` aligned elements follow.
-            unsafe { decode(self.dtype, self.at(r, first, to.len()), to) }
+            let from = self.at(r, first, to.len());
+            // SAFETY: `at` has checked that `to.len()` elements follow, and this is the only view of them.
+            self.dtype.decode(unsafe { std::slice::from_raw_parts(from, to.len() * self.dtype.size()) }, to);
         }
     }
 
@@ -199,36 +181,6 @@ impl<'a> Out<'a> {
             })
             .collect()
     }
-}
-
-/// Decodes stored values.
-///
-/// # Safety
-/// `from` must point at `to.len()` values of type `dtype`, aligned, that nothing writes to meanwhile.
-unsafe fn decode(dtype: DType, from: *const u8, to: &mut [f32]) {
-    // SAFETY: the caller's promise.
-    unsafe {
-        match dtype {
-            DType::F32 => to.copy_from_slice(std::slice::from_raw_parts(from.cast::<f32>(), to.len())),
-            DType::Bf16 => {
-                let from = std::slice::from_raw_parts(from.cast::<u16>(), to.len());
-                to.iter_mut().zip(from).for_each(|(t, &f)| *t = f32::from_bits(u32::from(f) << 16));
-            }
-            DType::F16 => std::slice::from_raw_parts(from.cast::<f16>(), to.len()).convert_to_f32_slice(to),
-            DType::U8 => {
-                let from = std::slice::from_raw_parts(from, to.len());
-                to.iter_mut().zip(from).for_each(|(t, &f)| *t = f32::from(f));
-            }
-            DType::U32 => unreachable!("ids are not values"),
-        }
-    }
-}
-
-/// Round to nearest even without branches, so that the loop around it becomes vector code; NaN stays NaN.
-fn round_bf16(value: f32) -> bf16 {
-    let bits = value.to_bits();
-    let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
-    bf16::from_bits(if value.is_nan() { (bits >> 16) as u16 | 0x40 } else { rounded as u16 })
 }
 
 /// An f32 operand of a GEMM.
@@ -300,19 +252,6 @@ pub fn matmul(out: &mut [f32], a: Strided<'_>, b: Strided<'_>, accumulate: bool)
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn rounding_equals_the_half_crate() {
-        let mut state = 1u32;
-        for _ in 0..1_000_000 {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            let value = f32::from_bits(state);
-            assert_eq!(round_bf16(value).to_bits(), bf16::from_f32(value).to_bits(), "{value}");
-        }
-        for value in [0.0, -0.0, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, f32::MAX, f32::MIN_POSITIVE] {
-            assert_eq!(round_bf16(value).to_bits(), bf16::from_f32(value).to_bits(), "{value}");
-        }
-    }
 
     #[test]
     fn matmul_takes_transposed_operands_and_accumulates() {

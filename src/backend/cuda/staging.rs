@@ -6,7 +6,6 @@ use super::super::{Role, WeightPart};
 use super::driver::{Driver, Event, Rows, Stream};
 use crate::error::{Error, Result};
 use crate::tensor::{DType, Tensor};
-use half::{bf16, f16};
 use rayon::prelude::*;
 use std::ptr::NonNull;
 use std::rc::Rc;
@@ -135,10 +134,10 @@ impl Staging {
                 self.put(to + ((at + first) * size) as u64, count * size, |out| {
                     if role == Role::Conv {
                         let rows = bytes.par_chunks_exact(unit * from).zip(out.par_chunks_exact_mut(unit * size));
-                        rows.for_each(|(row, out)| convert(&channels_last(row, from), part.dtype, out, tensor.dtype));
+                        rows.for_each(|(row, out)| part.dtype.convert(&channels_last(row, from), tensor.dtype, out));
                     } else {
                         let pieces = bytes.par_chunks(GRAIN * from).zip(out.par_chunks_mut(GRAIN * size));
-                        pieces.for_each(|(piece, out)| convert(piece, part.dtype, out, tensor.dtype));
+                        pieces.for_each(|(piece, out)| part.dtype.convert(piece, tensor.dtype, out));
                     }
                 })?;
             }
@@ -179,51 +178,18 @@ fn channels_last(row: &[u8], size: usize) -> Vec<u8> {
     out
 }
 
-/// Rounds values of one element type to another.
-fn convert(from: &[u8], from_type: DType, to: &mut [u8], to_type: DType) {
-    fn halves<'a>(from: &'a [u8], f: impl Fn(u16) -> f32 + 'a) -> impl Iterator<Item = f32> + 'a {
-        from.chunks_exact(2).map(move |b| f(u16::from_le_bytes([b[0], b[1]])))
-    }
-    fn store(values: impl Iterator<Item = f32>, to: &mut [u8], to_type: DType) {
-        match to_type {
-            DType::F32 => to.chunks_exact_mut(4).zip(values).for_each(|(t, v)| t.copy_from_slice(&v.to_le_bytes())),
-            DType::Bf16 => {
-                to.chunks_exact_mut(2).zip(values).for_each(|(t, v)| t.copy_from_slice(&bf16::from_f32(v).to_le_bytes()))
-            }
-            DType::F16 => {
-                to.chunks_exact_mut(2).zip(values).for_each(|(t, v)| t.copy_from_slice(&f16::from_f32(v).to_le_bytes()))
-            }
-            DType::U8 => to.iter_mut().zip(values).for_each(|(t, v)| *t = v.round_ties_even() as u8),
-            DType::U32 => unreachable!("ids are not values"),
-        }
-    }
-    match from_type {
-        _ if from_type == to_type => to.copy_from_slice(from),
-        DType::F32 => store(from.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])), to, to_type),
-        DType::Bf16 => store(halves(from, |v| bf16::from_bits(v).to_f32()), to, to_type),
-        DType::F16 => store(halves(from, |v| f16::from_bits(v).to_f32()), to, to_type),
-        DType::U8 => store(from.iter().map(|&v| f32::from(v)), to, to_type),
-        DType::U32 => unreachable!("ids are not values"),
-    }
-}
-
 /// Values as a tensor stores them.
 pub fn encode(values: &[f32], dtype: DType) -> Vec<u8> {
     let mut bytes = vec![0; values.len() * dtype.size()];
-    bytes.par_chunks_mut(GRAIN * dtype.size()).zip(values.par_chunks(GRAIN)).for_each(|(to, from)| {
-        let from: Vec<u8> = from.iter().flat_map(|v| v.to_le_bytes()).collect();
-        convert(&from, DType::F32, to, dtype);
-    });
+    let pieces = bytes.par_chunks_mut(GRAIN * dtype.size()).zip(values.par_chunks(GRAIN));
+    pieces.for_each(|(to, from)| dtype.encode(from, to));
     bytes
 }
 
 /// Stored values as f32.
 pub fn decode(bytes: &[u8], dtype: DType, to: &mut [f32]) {
-    to.par_chunks_mut(GRAIN).zip(bytes.par_chunks(GRAIN * dtype.size())).for_each(|(to, from)| {
-        let mut wide = vec![0; to.len() * 4];
-        convert(from, dtype, &mut wide, DType::F32);
-        to.iter_mut().zip(wide.chunks_exact(4)).for_each(|(t, b)| *t = f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
-    });
+    let pieces = to.par_chunks_mut(GRAIN).zip(bytes.par_chunks(GRAIN * dtype.size()));
+    pieces.for_each(|(to, from)| dtype.decode(from, to));
 }
 
 #[cfg(test)]

@@ -1,8 +1,8 @@
-//! Reads of a mapped file beyond its end: zeros and a note instead of the end of the process.
+//! Reads of a mapped file beyond its end raise SIGBUS. A handler turns them into zeros and a flag, and the process lives on.
 //!
 //! One handler for the whole process looks a fault's address up in a table of mappings. It may run at any moment in any
 //! thread, so it takes no lock and allocates nothing: the table is a static array of atomics, and the rest are two system
-//! calls. Faults that are not ours go to whoever was there before.
+//! calls. Faults at other addresses go to the handler that was installed before.
 #![allow(unsafe_code)]
 
 use libc::{c_int, c_void, siginfo_t};
@@ -17,18 +17,18 @@ const SLOTS: usize = 1024;
 
 static TABLE: [Slot; SLOTS] = [const { Slot::new() }; SLOTS];
 
-/// What was done about the signal before; set before our handler is.
+/// The previous action for the signal, stored before our handler is installed.
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
-/// A place in the table.
+/// A slot of the table of mappings. Its range is protected by a sequence lock.
 #[derive(Debug)]
 struct Slot {
     taken: AtomicBool,
-    /// Odd while the two below are being written, and another number afterwards.
+    /// The sequence number: odd while the range is being written, and another even number afterwards.
     version: AtomicUsize,
     start: AtomicUsize,
     len: AtomicUsize,
-    /// A part of the mapping was gone when it was read.
+    /// Set once a part of the mapping was missing when it was read.
     lost: AtomicBool,
 }
 
@@ -74,7 +74,7 @@ impl Watch {
         Ok(Self(slot))
     }
 
-    /// True if a part of the mapping was gone when it was read; since then, all of it reads as zeros.
+    /// True if a part of the mapping was missing when it was read; since then, all of it reads as zeros.
     pub fn lost(&self) -> bool {
         self.0.lost.load(Ordering::Acquire)
     }
@@ -87,7 +87,7 @@ impl Drop for Watch {
     }
 }
 
-/// Puts the handler in place, once.
+/// Installs the handler, once.
 fn install() -> io::Result<()> {
     static INSTALLED: OnceLock<Result<(), Option<i32>>> = OnceLock::new();
     let install = || {
@@ -99,7 +99,7 @@ fn install() -> io::Result<()> {
         }
         PREVIOUS.get_or_init(|| previous);
         action.sa_sigaction = on_fault as extern "C" fn(c_int, *mut siginfo_t, *mut c_void) as libc::sighandler_t;
-        // On the alternate stack, because the previous handler may be the one that reports overflows of the usual one.
+        // The handler runs on the alternate stack, because the previous one may be that which reports stack overflows.
         action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_RESTART;
         // SAFETY: the action is complete, and its handler does only what a signal handler may.
         if unsafe { libc::sigaction(libc::SIGBUS, &action, ptr::null_mut()) } != 0 {
@@ -119,13 +119,13 @@ extern "C" fn on_fault(signal: c_int, info: *mut siginfo_t, context: *mut c_void
     }
 }
 
-/// If a mapping of ours has this address, notes that and makes it readable.
+/// If the address is in a mapping of the table, sets its flag and makes it readable.
 fn cover(address: usize) -> bool {
     let found = TABLE.iter().find_map(|slot| Some((slot, slot.range().filter(|range| range.contains(&address))?)));
     let Some((slot, range)) = found else { return false };
-    // First the note: nobody may read zeros and find none.
+    // The flag is set first, so that no reader sees zeros without it.
     slot.lost.store(true, Ordering::Release);
-    // All of the mapping, not one page of it: nothing read from it counts any more, and so there is one fault and not a million.
+    // The whole mapping is replaced, not one page: nothing read from it counts any more, and this way there is only one fault.
     let flags = libc::MAP_FIXED | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     let start = ptr::without_provenance_mut::<c_void>(range.start);
     // SAFETY: the range is a mapping that only this crate uses, only to read numbers from it, and that the reader who came here
@@ -134,7 +134,7 @@ fn cover(address: usize) -> bool {
     zeros != libc::MAP_FAILED
 }
 
-/// Does what would have been done without us.
+/// Does what would have been done without this handler.
 fn pass_on(signal: c_int, code: c_int, info: *mut siginfo_t, context: *mut c_void) {
     let (handler, flags) = PREVIOUS.get().map_or((libc::SIG_DFL, 0), |previous| (previous.sa_sigaction, previous.sa_flags));
     match handler {

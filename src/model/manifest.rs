@@ -1,0 +1,33 @@
+//! Manifests: every tensor that a model of a given configuration has, with its canonical name and its shape. They are what the
+//! `load` functions ask a recording [`Loader`] for, so they cannot differ from what is loaded.
+//!
+//! The order is that of the data flow. A checkpoint is checked in this order, so it decides which of several missing tensors is
+//! named.
+
+use super::transformer::{ContextIn, Transformer};
+use super::vae::{Decoder, Encoder, latent_stats};
+use super::{Loader, TextEncoder};
+use crate::config::{TextConfig, TransformerConfig, VaeConfig};
+use crate::names::TensorSpec;
+
+/// The transformer's tensors.
+pub fn transformer_manifest(config: &TransformerConfig) -> Vec<TensorSpec> {
+    let mut list = Loader::record(|loader| Transformer::load(loader, config));
+    // The projection of the prompt is loaded with the text encoder, and belongs behind that of the image, which comes first.
+    list.splice(1..1, Loader::record(|loader| ContextIn::load(loader, config)));
+    list
+}
+
+/// The text encoder's tensors, up to the last layer that is read.
+pub fn text_manifest(config: &TextConfig) -> Vec<TensorSpec> {
+    Loader::record(|loader| TextEncoder::load(loader, config))
+}
+
+/// The VAE's tensors, encoder and decoder, with the statistics of the latents.
+pub fn vae_manifest(config: &VaeConfig) -> Vec<TensorSpec> {
+    Loader::record(|loader| {
+        Encoder::load(loader, config)?;
+        Decoder::load(loader, config)?;
+        latent_stats(loader, config)
+    })
+}
