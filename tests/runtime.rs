@@ -204,14 +204,14 @@ impl Driver for StandIn {
         self.give("event", event.0);
     }
 
-    fn set_event(&self, event: Event, stream: Stream) -> Result<()> {
-        self.call("set_event")?;
+    fn record_event(&self, event: Event, stream: Stream) -> Result<()> {
+        self.call("record_event")?;
         self.order.borrow_mut().set_event(event.0, stream.0);
         Ok(())
     }
 
-    fn finish_event(&self, event: Event) -> Result<()> {
-        self.call("finish_event")?;
+    fn synchronize_event(&self, event: Event) -> Result<()> {
+        self.call("synchronize_event")?;
         self.order.borrow_mut().finish_event(event.0);
         Ok(())
     }
@@ -268,7 +268,7 @@ impl Driver for StandIn {
         ended
     }
 
-    fn replay(&self, stream: Stream, graph: Graph) -> Result<()> {
+    fn launch_graph(&self, stream: Stream, graph: Graph) -> Result<()> {
         assert!(self.taken.borrow().contains_key(&graph.0), "a graph that is gone");
         self.replays.set(self.replays.get() + 1);
         self.call("replay")?;
@@ -595,22 +595,22 @@ fn large_shapes_take_the_fast_kernels() {
     }
     let launched = |kernel: Kernel| cuda.launched().any(|(k, times)| k == kernel && times > 0);
     let fast = [
-        Kernel::GemmSm90Large,
-        Kernel::GemmSm90Wide,
-        Kernel::AttentionSm90,
+        Kernel::GemmSm90_256x192,
+        Kernel::GemmSm90_128x256,
+        Kernel::AttentionSm90MaxFree,
         Kernel::AttentionSm90Causal,
         Kernel::AttentionWide64,
-        Kernel::ConvMma256,
+        Kernel::ConvMma256x128,
     ];
     assert!(fast.into_iter().all(launched));
     assert!(
         ![
-            Kernel::GemmMma256,
+            Kernel::GemmMma256x128,
             Kernel::AttentionMma,
-            Kernel::NaiveProduct,
+            Kernel::NaiveGemm,
             Kernel::NaiveConv,
             Kernel::NaiveAttention,
-            Kernel::HeadNorm
+            Kernel::QkNormRope
         ]
         .into_iter()
         .any(launched)

@@ -157,7 +157,7 @@ impl Share {
             let job = Job { size: Pixels::new(64, 64).unwrap(), steps: 3, record: false, ..cases()[0].job() };
             let mut cuda = unpoisoned();
             if self.portable {
-                cuda.set_choice(Choice::Tile(Tile::Rows256));
+                cuda.set_choice(Choice::Tile(Tile::Mma256x128));
             }
             run(&mut engine_on(Box::new(cuda), Variant::Distilled, Precision::Bf16), &job).unwrap();
         }
@@ -206,10 +206,10 @@ fn is_product(name: &str) -> bool {
 /// Whether a tile makes a difference to a case: Hopper's are for products alone, and what takes the naive kernels is the same with all.
 /// The widths of the real models take the host longer than all the rest, so of those only the tiles that they get in a real model.
 fn has_tile(name: &str, tile: Tile) -> bool {
-    let usual = matches!(tile, Tile::Hopper256x192 | Tile::Hopper128x256);
+    let usual = matches!(tile, Tile::Sm90_256x192 | Tile::Sm90_128x256);
     let product = ["linear", "qkv"].iter().any(|op| name.starts_with(op)) && (usual || !name.contains(" klein"));
     let first = tile == Tile::ALL[0];
-    is_product(name) && (first || on_tensor_cores(name)) && (!tile.is_hopper() || product)
+    is_product(name) && (first || on_tensor_cores(name)) && (!tile.is_sm90() || product)
 }
 
 /// Values of four bytes take the naive kernels, and so do products of rows that do not begin at whole vectors.
@@ -291,7 +291,7 @@ fn repeat() {
 
 fn graphs_change_nothing() {
     let with = checksum(&pictures(&mut |_| ()));
-    let without = checksum(&pictures(&mut |cuda| cuda.set_recording(false)));
+    let without = checksum(&pictures(&mut |cuda| cuda.set_graph_capture(false)));
     let clean = checksum(&pictures(&mut |cuda| cuda.set_poison(false)));
     assert_eq!(with, without, "recorded steps give other bytes");
     assert_eq!(with, clean, "released memory is read");

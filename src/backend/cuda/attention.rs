@@ -1,10 +1,10 @@
 //! Attention: on tensor cores where operands allow it, by the naive kernel elsewhere.
 
 use super::abi::{self, KlAttentionSm90, KlMat};
-use super::gemm::{NO_MAP, aligned};
+use super::gemm::{NO_MAP, is_async_copyable};
 use super::launch::Kernel;
-use super::ops::{NONE, dtype, in_words};
-use super::tile::{Deal, deal_to_clusters};
+use super::ops::{NONE, dtype, is_pair_aligned};
+use super::tile::{Schedule, persistent_stream_k};
 use super::{Choice, Cuda};
 use crate::backend::KeyValues;
 use crate::error::{Error, Result};
@@ -28,7 +28,7 @@ pub struct Attended<'a> {
 }
 
 /// Runs of keys without the empty ones, and one for two where the second begins at the end of the first.
-fn joined(kv: &[abi::KlKeyValues]) -> Vec<abi::KlKeyValues> {
+fn merge_segments(kv: &[abi::KlKeyValues]) -> Vec<abi::KlKeyValues> {
     let follows = |a: &KlMat, b: &KlMat| {
         let end = a.data + u64::from(a.rows) * a.stride * DType::Bf16.size() as u64;
         end == b.data && a.stride == b.stride && a.dtype == abi::KL_BF16 && b.dtype == abi::KL_BF16
@@ -70,28 +70,30 @@ impl Cuda {
             *to = abi::KlKeyValues { k: self.mat(s.k, op)?, v: self.mat(s.v, op)? };
         }
         let heads = q.cols / p.head_dim;
-        let copied =
-            [p.q].into_iter().chain(p.kv[..kv.len()].iter().flat_map(|s| [s.k, s.v])).all(|m| m.rows == 0 || aligned(&m));
-        let paired = p.out.dtype == abi::KL_BF16 && in_words(&p.out);
+        let copied = [p.q]
+            .into_iter()
+            .chain(p.kv[..kv.len()].iter().flat_map(|s| [s.k, s.v]))
+            .all(|m| m.rows == 0 || is_async_copyable(&m));
+        let paired = p.out.dtype == abi::KL_BF16 && is_pair_aligned(&p.out);
         if self.choice != Choice::Naive && copied && paired {
             if head_dim == 128 {
-                let runs = joined(&p.kv[..kv.len()]);
+                let runs = merge_segments(&p.kv[..kv.len()]);
                 // Tiles that are asked for are those of the portable kernels.
-                if self.choice == Choice::Best && runs.len() <= abi::KL_SM90_SEGMENTS as usize && aligned(&p.out) {
+                if self.choice == Choice::Best && runs.len() <= abi::KL_SM90_SEGMENTS as usize && is_async_copyable(&p.out) {
                     let exponents = (what.scale * LOG2_E - 1.0).abs() <= f32::EPSILON;
                     let kernel = match (causal, exponents && what.bound * LOG2_E <= LARGEST_POWER) {
                         (true, _) => Kernel::AttentionSm90Causal,
-                        (false, true) => Kernel::AttentionSm90,
-                        (false, false) => Kernel::AttentionSm90Running,
+                        (false, true) => Kernel::AttentionSm90MaxFree,
+                        (false, false) => Kernel::AttentionSm90OnlineSoftmax,
                     };
                     if self.kernels.has(kernel) {
-                        return self.attention_on_hopper(kernel, &p, &runs);
+                        return self.attention_sm90(kernel, &p, &runs);
                     }
                 }
                 return self.kernels.launch(Kernel::AttentionMma, [q.rows.div_ceil(abi::KL_ATTENTION_QUERIES), heads, 1], &p);
             }
             if head_dim == abi::KL_WIDE_HEAD as usize && kv.len() == 1 && !causal && p.kv[0].k.rows > 0 {
-                let large = self.takes_large(Kernel::AttentionWide64, q.rows * heads / 64);
+                let large = self.prefers_large(Kernel::AttentionWide64, q.rows * heads / 64);
                 let (kernel, queries) = if large { (Kernel::AttentionWide64, 64) } else { (Kernel::AttentionWide32, 32) };
                 return self.kernels.launch(kernel, [q.rows.div_ceil(queries), heads, 1], &p);
             }
@@ -99,7 +101,7 @@ impl Cuda {
         self.kernels.launch(Kernel::NaiveAttention, [q.rows.div_ceil(abi::KL_ATTENTION_WARPS), heads, 1], &p)
     }
 
-    fn attention_on_hopper(&self, kernel: Kernel, of: &abi::KlAttention, runs: &[abi::KlKeyValues]) -> Result<()> {
+    fn attention_sm90(&self, kernel: Kernel, of: &abi::KlAttention, runs: &[abi::KlKeyValues]) -> Result<()> {
         let causal = of.causal != 0;
         let cluster = if causal { 1 } else { abi::KL_SM90_CLUSTER };
         let pack = if causal && of.group.is_multiple_of(PACKED) { PACKED } else { 1 };
@@ -109,14 +111,14 @@ impl Cuda {
         let rounds: u32 = runs.iter().map(|s| s.k.rows.div_ceil(abi::KL_SM90_KEYS)).sum();
         // With a mask every block has one tile; there are few. They have as many rounds as they see keys, so there is nothing to share.
         let slots = if causal { tiles } else { (self.device().multiprocessors / cluster).max(1) };
-        let deal = if causal { Deal { whole: tiles, workers: 0 } } else { deal_to_clusters(tiles, rounds, slots) };
+        let deal = if causal { Schedule { whole: tiles, workers: 0 } } else { persistent_stream_k(tiles, rounds, slots) };
         let mut p = KlAttentionSm90 {
             // Each of two warpgroups has rows of its own.
-            q: self.box_map(&of.q, [64, rows / 2])?,
+            q: self.tensor_map_of(&of.q, [64, rows / 2])?,
             k: [NO_MAP; abi::KL_SM90_SEGMENTS as usize],
             v: [NO_MAP; abi::KL_SM90_SEGMENTS as usize],
             out: of.out,
-            deal: self.dealt(deal, tiles, rounds),
+            deal: self.tile_schedule(deal, tiles, rounds),
             keys: [0; abi::KL_SM90_SEGMENTS as usize],
             row_tiles,
             group: of.group,
@@ -125,8 +127,8 @@ impl Cuda {
             unused: [0; 2],
         };
         for (i, run) in runs.iter().enumerate() {
-            p.k[i] = self.box_map(&run.k, [64, abi::KL_SM90_KEYS / cluster])?;
-            p.v[i] = self.box_map(&run.v, [64, abi::KL_SM90_KEYS / cluster])?;
+            p.k[i] = self.tensor_map_of(&run.k, [64, abi::KL_SM90_KEYS / cluster])?;
+            p.v[i] = self.tensor_map_of(&run.v, [64, abi::KL_SM90_KEYS / cluster])?;
             p.keys[i] = run.k.rows;
         }
         self.kernels.launch(kernel, [deal.clusters(tiles, slots) * cluster, 1, 1], &p)
@@ -144,7 +146,8 @@ mod tests {
 
     #[test]
     fn runs_that_follow_each_other_are_one() {
-        let rows = |kv: &[abi::KlKeyValues]| joined(kv).iter().map(|s| (s.k.data, s.k.rows, s.v.rows)).collect::<Vec<_>>();
+        let rows =
+            |kv: &[abi::KlKeyValues]| merge_segments(kv).iter().map(|s| (s.k.data, s.k.rows, s.v.rows)).collect::<Vec<_>>();
         let second = 4096 + 10 * 512;
         assert_eq!(rows(&[run(4096, 10), run(second, 3)]), [(4096, 13, 13)]);
         assert_eq!(rows(&[run(4096, 10), run(9, 0), run(second, 3)]), [(4096, 13, 13)]);

@@ -171,10 +171,10 @@ pub trait Driver {
     fn destroy_event(&self, event: Event);
 
     /// Sets an event behind everything queued on a stream.
-    fn set_event(&self, event: Event, stream: Stream) -> Result<()>;
+    fn record_event(&self, event: Event, stream: Stream) -> Result<()>;
 
     /// Waits for the event's point, where it was set last; not at all if it never was.
-    fn finish_event(&self, event: Event) -> Result<()>;
+    fn synchronize_event(&self, event: Event) -> Result<()>;
 
     /// What is queued on a stream from now on is done after the event's point, where it was set last.
     fn wait_event(&self, stream: Stream, event: Event) -> Result<()>;
@@ -201,7 +201,7 @@ pub trait Driver {
     fn end_capture(&self, stream: Stream) -> Result<Graph>;
 
     /// Queues everything that was recorded.
-    fn replay(&self, stream: Stream, graph: Graph) -> Result<()>;
+    fn launch_graph(&self, stream: Stream, graph: Graph) -> Result<()>;
 
     /// Gives a recording back.
     fn destroy_graph(&self, graph: Graph);

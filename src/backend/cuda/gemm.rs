@@ -4,14 +4,14 @@ use super::abi::{self, KlGemmPart, KlGemmStream, KlMat, KlTensorMap};
 use super::driver::{MapSpec, Swizzle};
 use super::launch::Kernel;
 use super::ops::{NONE, tiles};
-use super::tile::{self, Common, Deal, Products, Size, Spec, Tile};
+use super::tile::{self, ClusterMode, GemmShape, GroupedGemm, Schedule, Tile, TileConfig};
 use super::{Choice, Cuda, Linear, Projection};
 use crate::backend::RopeStyle;
 use crate::error::{Error, Result};
 use crate::tensor::{DType, Tensor};
 
 /// What becomes of a product, and where it goes.
-pub struct Job {
+pub struct Gemm {
     pub out: Tensor,
     pub x: Tensor,
     pub w: Linear,
@@ -43,7 +43,7 @@ fn weight_rows(part: &KlGemmPart) -> u32 {
 }
 
 /// Columns of a result that a warp of Hopper's kernel stores at once, of a tile with so many.
-const fn stored_cols(cols: u32) -> u32 {
+const fn store_cols(cols: u32) -> u32 {
     if cols.is_multiple_of(64) {
         64
     } else if cols.is_multiple_of(32) {
@@ -54,7 +54,7 @@ const fn stored_cols(cols: u32) -> u32 {
 }
 
 /// Whether Hopper's kernel can do a stream with such tiles: results in bf16 that the copy engine can store, whole heads.
-fn on_hopper(stream: &KlGemmStream, tile: Spec) -> bool {
+fn fits_sm90(stream: &KlGemmStream, tile: TileConfig) -> bool {
     let in_pairs = |m: &KlMat| m.data == 0 || m.dtype == abi::KL_BF16 && m.data.is_multiple_of(4);
     stream.part.iter().filter(|part| part.out.data != 0).all(|part| {
         let fits = match part.epilogue {
@@ -64,12 +64,12 @@ fn on_hopper(stream: &KlGemmStream, tile: Spec) -> bool {
             abi::KL_GATE_RESIDUAL => in_pairs(&part.extra),
             _ => true,
         };
-        fits && aligned(&part.out)
+        fits && is_async_copyable(&part.out)
     })
 }
 
 /// Whether an operand can be copied sixteen bytes at a time, from 32-bit offsets.
-pub(super) fn aligned(m: &KlMat) -> bool {
+pub(super) fn is_async_copyable(m: &KlMat) -> bool {
     m.dtype == abi::KL_BF16
         && m.data.is_multiple_of(16)
         && m.stride.is_multiple_of(8)
@@ -88,7 +88,7 @@ const fn rope(style: RopeStyle) -> u32 {
 
 impl Cuda {
     /// Takes streams two to a launch: on tensor cores where `stream` gives all of them their form for it, else by `otherwise`.
-    fn in_pairs<T>(
+    fn in_launches<T>(
         &self,
         all: &[T],
         stream: impl Fn(&T) -> Result<Option<KlGemmStream>>,
@@ -105,54 +105,58 @@ impl Cuda {
     }
 
     /// Runs products.
-    pub(super) fn products(&self, op: &'static str, jobs: &[Job]) -> Result<()> {
-        let naive = |pair: &[Job]| pair.iter().try_for_each(|job| self.naive_product(op, job));
-        self.in_pairs(jobs, |job| self.stream(op, job), naive)
+    pub(super) fn gemms(&self, op: &'static str, gemms: &[Gemm]) -> Result<()> {
+        let naive = |pair: &[Gemm]| pair.iter().try_for_each(|gemm| self.naive_gemm(op, gemm));
+        self.in_launches(gemms, |gemm| self.stream(op, gemm), naive)
     }
 
     /// A product as the tensor-core kernel takes it, if it does.
-    fn stream(&self, op: &'static str, job: &Job) -> Result<Option<KlGemmStream>> {
-        let (x, w) = (self.mat(job.x, op)?, self.mat(job.w.weight, op)?);
-        if self.choice == Choice::Naive || !aligned(&x) || !aligned(&w) || !matches!(job.out.dtype, DType::Bf16 | DType::F32) {
+    fn stream(&self, op: &'static str, gemm: &Gemm) -> Result<Option<KlGemmStream>> {
+        let (x, w) = (self.mat(gemm.x, op)?, self.mat(gemm.w.weight, op)?);
+        if self.choice == Choice::Naive
+            || !is_async_copyable(&x)
+            || !is_async_copyable(&w)
+            || !matches!(gemm.out.dtype, DType::Bf16 | DType::F32)
+        {
             return Ok(None);
         }
-        let mut stream = KlGemmStream { x, w, bias: self.mat_if(job.w.bias, op)?, ..NO_STREAM };
+        let mut stream = KlGemmStream { x, w, bias: self.mat_if(gemm.w.bias, op)?, ..NO_STREAM };
         stream.part[0] =
-            KlGemmPart { out: self.mat(job.out, op)?, extra: self.mat_if(job.gate, op)?, epilogue: job.epilogue, ..NO_PART };
+            KlGemmPart { out: self.mat(gemm.out, op)?, extra: self.mat_if(gemm.gate, op)?, epilogue: gemm.epilogue, ..NO_PART };
         Ok(Some(stream))
     }
 
-    fn naive_product(&self, op: &'static str, job: &Job) -> Result<()> {
+    fn naive_gemm(&self, op: &'static str, gemm: &Gemm) -> Result<()> {
         let p = abi::KlProduct {
-            out: self.mat(job.out, op)?,
-            x: self.mat(job.x, op)?,
-            w: self.mat(job.w.weight, op)?,
-            bias: self.mat_if(job.w.bias, op)?,
-            gate: self.mat_if(job.gate, op)?,
-            epilogue: job.epilogue,
+            out: self.mat(gemm.out, op)?,
+            x: self.mat(gemm.x, op)?,
+            w: self.mat(gemm.w.weight, op)?,
+            bias: self.mat_if(gemm.w.bias, op)?,
+            gate: self.mat_if(gemm.gate, op)?,
+            epilogue: gemm.epilogue,
             unused: 0,
         };
-        self.kernels.launch(Kernel::NaiveProduct, tiles(&p.out), &p)
+        self.kernels.launch(Kernel::NaiveGemm, tiles(&p.out), &p)
     }
 
     fn launch_gemm(&self, streams: &[KlGemmStream]) -> Result<()> {
-        let size = |s: &KlGemmStream| Size { rows: s.x.rows, parts: s.part.iter().map(weight_rows).collect() };
-        let sizes: Vec<Size> = streams.iter().map(size).collect();
+        let size = |s: &KlGemmStream| GemmShape { rows: s.x.rows, parts: s.part.iter().map(weight_rows).collect() };
+        let sizes: Vec<GemmShape> = streams.iter().map(size).collect();
         let (multiprocessors, inner) = (self.device().multiprocessors, streams.iter().map(|s| s.x.cols).max().unwrap_or(0));
         let alike = streams.iter().all(|s| s.x.cols == inner);
         let can = |tile: Tile| {
             // One round has no halves.
-            let divisible = !tile.is_halved() || inner > tile.spec().inner;
-            let hopper = alike && divisible && streams.iter().all(|s| on_hopper(s, tile.spec()));
-            let fits = !tile.is_hopper() || hopper;
-            fits && self.kernels.has(tile.spec().kernel)
+            let divisible = !tile.is_split_k() || inner > tile.config().inner;
+            let hopper = alike && divisible && streams.iter().all(|s| fits_sm90(s, tile.config()));
+            let fits = !tile.is_sm90() || hopper;
+            fits && self.kernels.has(tile.config().kernel)
         };
-        let products = Products { sizes: &sizes, inner, alike };
+        let products = GroupedGemm { sizes: &sizes, inner, alike };
         let plan = match self.choice {
             Choice::Tile(tile) if can(tile) => products.forced(tile, multiprocessors),
             _ => products.plan(multiprocessors, can),
         };
-        let Spec { rows, cols, inner: step, kernel, cluster, .. } = plan.tile.spec();
+        let TileConfig { rows, cols, inner: step, kernel, cluster, .. } = plan.tile.config();
         let rounds = inner.div_ceil(step);
         let mut stream = [NO_STREAM; abi::KL_STREAMS as usize];
         for (to, s) in stream.iter_mut().zip(streams) {
@@ -161,36 +165,36 @@ impl Cuda {
             let across = to.part.iter().map(|part| part.tiles).sum();
             (to.row_tiles, to.col_tiles) = plan.tile.count(s.x.rows, across);
         }
-        let Deal { whole, workers } = plan.deal;
+        let Schedule { whole, workers } = plan.deal;
         let tiles: u32 = stream.iter().map(|s| s.row_tiles * s.col_tiles).sum();
-        let deal = self.dealt(plan.deal, tiles, rounds);
+        let deal = self.tile_schedule(plan.deal, tiles, rounds);
         let Some(common) = cluster else {
             let p = abi::KlGemm { stream, deal };
             return self.kernels.launch(kernel, [whole + workers, 1, 1], &p);
         };
-        let group = stream.map(|s| tile::group(plan.tile, s.row_tiles, s.col_tiles, multiprocessors));
+        let group = stream.map(|s| tile::group_m(plan.tile, s.row_tiles, s.col_tiles, multiprocessors));
         let (x, w, out, unused) = (NO_MAPS, NO_MAPS, [[NO_MAP; abi::KL_GEMM_PARTS as usize]; abi::KL_STREAMS as usize], [0; 7]);
         let mut p = abi::KlGemmSm90 { x, w, out, residual: NO_MAPS, stream, group, deal, unused };
         // What both blocks of a cluster need, each copies one half of; weight rows come in halves in any case.
-        let x_rows = if common == Common::Rows { rows / abi::KL_SM90_CLUSTER } else { rows };
+        let x_rows = if common == ClusterMode::MulticastA { rows / abi::KL_SM90_CLUSTER } else { rows };
         for (i, s) in stream.iter().enumerate().take(streams.len()) {
-            p.x[i] = self.box_map(&s.x, [step, x_rows])?;
-            p.w[i] = self.box_map(&s.w, [step, cols / 2])?;
+            p.x[i] = self.tensor_map_of(&s.x, [step, x_rows])?;
+            p.w[i] = self.tensor_map_of(&s.w, [step, cols / 2])?;
             if s.part[0].epilogue == abi::KL_GATE_RESIDUAL {
-                p.residual[i] = self.box_map(&s.part[0].out, [step, plan.tile.group_rows()])?;
+                p.residual[i] = self.tensor_map_of(&s.part[0].out, [step, plan.tile.group_rows()])?;
             }
             for (map, part) in p.out[i].iter_mut().zip(&s.part).filter(|(_, part)| part.out.data != 0) {
                 let width = if part.epilogue == abi::KL_SWIGLU { cols / 2 } else { cols };
-                *map = self.box_map(&part.out, [stored_cols(width), abi::KL_SM90_STORE_ROWS])?;
+                *map = self.tensor_map_of(&part.out, [store_cols(width), abi::KL_SM90_STORE_ROWS])?;
             }
         }
         // Halves do not stay: each cluster has one tile.
-        let slots = if plan.tile.is_halved() { tiles } else { plan.tile.slots(multiprocessors) };
+        let slots = if plan.tile.is_split_k() { tiles } else { plan.tile.slots(multiprocessors) };
         self.kernels.launch(kernel, [plan.deal.clusters(tiles, slots) * abi::KL_SM90_CLUSTER, 1, 1], &p)
     }
 
     /// What each of those who share `tiles` of so many rounds has of them.
-    pub(super) fn dealt(&self, Deal { whole, workers }: Deal, tiles: u32, rounds: u32) -> abi::KlDeal {
+    pub(super) fn tile_schedule(&self, Schedule { whole, workers }: Schedule, tiles: u32, rounds: u32) -> abi::KlDeal {
         let shared = (tiles - whole) * rounds;
         // Without workers there is nothing to share.
         let (share, extra) = (shared.checked_div(workers).unwrap_or(0), shared.checked_rem(workers).unwrap_or(0));
@@ -199,7 +203,7 @@ impl Cuda {
     }
 
     /// How the copy engine takes boxes of so many columns and rows from a matrix, and puts them there.
-    pub(super) fn box_map(&self, m: &KlMat, tile: [u32; 2]) -> Result<KlTensorMap> {
+    pub(super) fn tensor_map_of(&self, m: &KlMat, tile: [u32; 2]) -> Result<KlTensorMap> {
         let swizzle = match tile[0] {
             64 => Swizzle::Bytes128,
             32 => Swizzle::Bytes64,
@@ -212,7 +216,7 @@ impl Cuda {
     /// Attention inputs: on tensor cores in one launch, queries and keys normalised and rotated before they are stored; elsewhere as
     /// products and a pass over the heads.
     pub(super) fn qkv(&self, op: &'static str, streams: &[Projection<'_>]) -> Result<()> {
-        self.in_pairs(streams, |s| self.qkv_stream(op, s), |pair| self.qkv_in_passes(op, pair))
+        self.in_launches(streams, |s| self.qkv_stream(op, s), |pair| self.qkv_in_passes(op, pair))
     }
 
     fn qkv_stream(&self, op: &'static str, s: &Projection<'_>) -> Result<Option<KlGemmStream>> {
@@ -220,8 +224,8 @@ impl Cuda {
         let outs = [s.q, Some(s.k), Some(s.v), s.mlp];
         let stored = outs.iter().flatten().all(|t| t.dtype == DType::Bf16);
         if self.choice == Choice::Naive
-            || !aligned(&x)
-            || !aligned(&w)
+            || !is_async_copyable(&x)
+            || !is_async_copyable(&w)
             || !stored
             || s.rope.table.cols != abi::KL_MMA_COLS as usize
         {
@@ -245,7 +249,7 @@ impl Cuda {
         Ok(Some(stream))
     }
 
-    /// Products to their places, then the heads of queries and keys where they lie: in bf16 that rounds once more.
+    /// GEMMs to their places, then the heads of queries and keys where they lie: in bf16 that rounds once more.
     fn qkv_in_passes(&self, op: &'static str, streams: &[Projection<'_>]) -> Result<()> {
         let mut heads = Vec::new();
         for s in streams {
@@ -255,7 +259,7 @@ impl Cuda {
             {
                 let Some(out) = out else { continue };
                 let w = s.w.rows(first..first + out.cols);
-                self.naive_product(op, &Job { out, x: s.x, w, epilogue: abi::KL_STORE, gate: None })?;
+                self.naive_gemm(op, &Gemm { out, x: s.x, w, epilogue: abi::KL_STORE, gate: None })?;
                 first += out.cols;
                 if let Some(weight) = norm {
                     let (x, weight, table) = (self.mat(out, op)?, self.mat(weight, op)?, self.mat(s.rope.table, op)?);
@@ -267,7 +271,7 @@ impl Cuda {
             }
             if let Some(out) = s.mlp {
                 let w = s.w.rows(first..s.w.weight.rows);
-                self.naive_product(op, &Job { out, x: s.x, w, epilogue: abi::KL_SWIGLU, gate: None })?;
+                self.naive_gemm(op, &Gemm { out, x: s.x, w, epilogue: abi::KL_SWIGLU, gate: None })?;
             }
         }
         let Some(&(_, alike)) = heads.first() else { return Ok(()) };
@@ -287,6 +291,6 @@ impl Cuda {
         let rows: u32 = p.part.iter().map(|h| h.x.rows).sum();
         let most = p.part.iter().map(|h| h.x.cols / p.head_dim).max().unwrap_or(0);
         let grid = [rows.div_ceil(abi::KL_NORM_THREADS / 32), most.div_ceil(abi::KL_HEADS_PER_WARP), 1];
-        self.kernels.launch(Kernel::HeadNorm, grid, &p)
+        self.kernels.launch(Kernel::QkNormRope, grid, &p)
     }
 }

@@ -48,7 +48,7 @@ impl Scratch {
 
     /// No tile has more sums in all blocks of a multiprocessor than the largest has in one.
     fn sums(self) -> u64 {
-        let largest = Tile::ALL.map(|tile| tile.spec()).map(|tile| tile.rows * tile.cols * tile.resident).into_iter().max();
+        let largest = Tile::ALL.map(|tile| tile.config()).map(|tile| tile.rows * tile.cols * tile.resident).into_iter().max();
         self.multiprocessors * u64::from(largest.unwrap_or(0)) * 4
     }
 
@@ -73,7 +73,7 @@ pub struct Cuda {
     /// Address of [`Scratch`].
     scratch: u64,
     capturing: bool,
-    record: bool,
+    capture: bool,
     choice: Choice,
     poison: bool,
     stop: Arc<AtomicBool>,
@@ -104,7 +104,7 @@ enum Step {
     /// It has run once.
     Seen,
     /// It is recorded.
-    Recorded(GraphGuard),
+    Captured(CapturedGraph),
 }
 
 /// A device allocation.
@@ -144,9 +144,9 @@ impl Drop for StreamGuard {
     }
 }
 
-struct GraphGuard(Rc<dyn Driver>, Graph);
+struct CapturedGraph(Rc<dyn Driver>, Graph);
 
-impl Drop for GraphGuard {
+impl Drop for CapturedGraph {
     fn drop(&mut self) {
         self.0.destroy_graph(self.1);
     }
@@ -192,7 +192,7 @@ impl Cuda {
             working: 0,
             scratch: 0,
             capturing: false,
-            record: true,
+            capture: true,
             choice: Choice::Best,
             poison: cfg!(debug_assertions),
             stop,
@@ -208,8 +208,8 @@ impl Cuda {
     }
 
     /// Whether steps that recur are recorded and replayed.
-    pub fn set_recording(&mut self, record: bool) {
-        self.record = record;
+    pub fn set_graph_capture(&mut self, capture: bool) {
+        self.capture = capture;
     }
 
     /// Which kernels matrix ops take, to hold one to another.
@@ -244,7 +244,7 @@ impl Cuda {
     }
 
     /// Address of the word of faults.
-    fn faults(&self) -> u64 {
+    fn fault_flags(&self) -> u64 {
         self.scratch
     }
 
@@ -297,7 +297,7 @@ impl Cuda {
             return Ok(());
         }
         let mut word = [0; 4];
-        self.driver.copy_out(self.stream.1, Rows { address: self.faults(), pitch: 4, width: 4 }, &mut word)?;
+        self.driver.copy_out(self.stream.1, Rows { address: self.fault_flags(), pitch: 4, width: 4 }, &mut word)?;
         match u32::from_ne_bytes(word) {
             0 => Ok(()),
             abi::KL_FAULT_TOKEN => Err(Error::Op { op: "embed", what: "a token id outside the vocabulary".into() }),
@@ -380,7 +380,7 @@ impl Backend for Cuda {
         self.released(0..bytes);
         self.driver.fill(self.stream.1, self.left().0, 0, scratch.words())?;
         // Faults and counts.
-        self.driver.fill(self.stream.1, self.faults(), 0, ALIGN)
+        self.driver.fill(self.stream.1, self.fault_flags(), 0, ALIGN)
     }
 
     fn write(&mut self, to: Tensor, data: HostData<'_>) -> Result<()> {
@@ -444,8 +444,8 @@ impl Backend for Cuda {
         self.order_uploads()?;
         self.reads(0..self.weights.bytes);
         match self.steps.get(&key) {
-            Some(Step::Recorded(graph)) => return self.driver.replay(self.stream.1, graph.1),
-            Some(Step::Seen) if self.record && !self.capturing => {}
+            Some(Step::Captured(graph)) => return self.driver.launch_graph(self.stream.1, graph.1),
+            Some(Step::Seen) if self.capture && !self.capturing => {}
             _ => {
                 self.steps.insert(key, Step::Seen);
                 return body(self);
@@ -456,11 +456,11 @@ impl Backend for Cuda {
         let issued = body(self);
         self.capturing = false;
         // Recording has to end whatever happened inside, or the stream is lost.
-        let graph = self.driver.end_capture(self.stream.1).map(|graph| GraphGuard(self.driver.clone(), graph));
+        let graph = self.driver.end_capture(self.stream.1).map(|graph| CapturedGraph(self.driver.clone(), graph));
         issued?;
         let graph = graph?;
-        self.driver.replay(self.stream.1, graph.1)?;
-        self.steps.insert(key, Step::Recorded(graph));
+        self.driver.launch_graph(self.stream.1, graph.1)?;
+        self.steps.insert(key, Step::Captured(graph));
         Ok(())
     }
 

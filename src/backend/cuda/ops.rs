@@ -4,7 +4,7 @@
 use super::super::{Access, Conv, GatedProduct, GroupNorm, LatentStats, Op, Product, Sampling};
 use super::abi::{self, KlMat};
 use super::attention::Attended;
-use super::gemm::{Job, aligned};
+use super::gemm::{Gemm, is_async_copyable};
 use super::launch::Kernel;
 use super::{Choice, Cuda, Rows, Tile};
 use crate::error::{Error, Result};
@@ -48,7 +48,7 @@ fn elements(m: &KlMat) -> [u32; 3] {
 }
 
 /// Whether values of two bytes can be read and written in pairs.
-pub(super) fn in_words(m: &KlMat) -> bool {
+pub(super) fn is_pair_aligned(m: &KlMat) -> bool {
     m.data.is_multiple_of(4) && m.stride.is_multiple_of(2)
 }
 
@@ -58,7 +58,7 @@ pub(super) fn tiles(m: &KlMat) -> [u32; 3] {
 }
 
 /// Whether rows of that type can be taken [`VECTOR`] values at a time.
-fn in_vectors(m: &KlMat, dtype: u32) -> bool {
+fn is_vectorizable(m: &KlMat, dtype: u32) -> bool {
     let bytes = if dtype == abi::KL_F32 { 4 } else { 2 };
     let rows = m.rows <= 1 || (m.stride * bytes).is_multiple_of(16);
     m.dtype == dtype && m.data.is_multiple_of(16) && rows && m.cols.is_multiple_of(VECTOR)
@@ -86,7 +86,7 @@ fn row_norm(norms: [Kernel; 6], cols: u32, in_vectors: bool) -> (Kernel, u32) {
 }
 
 /// How often a block of a group kernel has to take pixels, if it is alone: as many at once as it has threads for.
-fn group_rounds(x: &KlMat, in_vectors: bool) -> u32 {
+fn group_batches(x: &KlMat, in_vectors: bool) -> u32 {
     let runs = if in_vectors { x.cols / VECTOR } else { x.cols };
     x.rows.div_ceil((abi::KL_GROUP_THREADS / runs.max(1)).max(1))
 }
@@ -106,28 +106,28 @@ pub fn kernels_of(op: &str) -> &'static [Kernel] {
         "rms_norm" => &RMS_NORMS,
         "layer_norm_modulate" => &LAYER_NORMS,
         "linear" | "linear_swiglu" | "linear_gate_residual" => &[
-            Kernel::GemmSm90Large,
-            Kernel::GemmSm90Square,
-            Kernel::GemmSm90Wide,
-            Kernel::GemmSm90Broad,
-            Kernel::GemmSm90Medium,
-            Kernel::GemmSm90Narrow,
-            Kernel::GemmMma256,
-            Kernel::GemmMma128,
-            Kernel::GemmMma64,
-            Kernel::NaiveProduct,
+            Kernel::GemmSm90_256x192,
+            Kernel::GemmSm90_192x192,
+            Kernel::GemmSm90_128x256,
+            Kernel::GemmSm90_128x208,
+            Kernel::GemmSm90_128x192,
+            Kernel::GemmSm90_128x160,
+            Kernel::GemmMma256x128,
+            Kernel::GemmMma128x128,
+            Kernel::GemmMma64x128,
+            Kernel::NaiveGemm,
         ],
         "qkv_norm_rope" | "qkv_mlp" => &[
-            Kernel::GemmSm90Wide,
-            Kernel::GemmMma256,
-            Kernel::GemmMma128,
-            Kernel::GemmMma64,
-            Kernel::NaiveProduct,
-            Kernel::HeadNorm,
+            Kernel::GemmSm90_128x256,
+            Kernel::GemmMma256x128,
+            Kernel::GemmMma128x128,
+            Kernel::GemmMma64x128,
+            Kernel::NaiveGemm,
+            Kernel::QkNormRope,
         ],
         "attention" | "attention_causal" => &[
-            Kernel::AttentionSm90,
-            Kernel::AttentionSm90Running,
+            Kernel::AttentionSm90MaxFree,
+            Kernel::AttentionSm90OnlineSoftmax,
             Kernel::AttentionSm90Causal,
             Kernel::AttentionMma,
             Kernel::AttentionWide64,
@@ -135,8 +135,8 @@ pub fn kernels_of(op: &str) -> &'static [Kernel] {
             Kernel::NaiveAttention,
         ],
         "conv" => &[
-            Kernel::ConvMma256,
-            Kernel::ConvMma128,
+            Kernel::ConvMma256x128,
+            Kernel::ConvMma128x128,
             Kernel::ConvStats,
             Kernel::NaiveConv,
             Kernel::GroupStats8,
@@ -148,7 +148,7 @@ pub fn kernels_of(op: &str) -> &'static [Kernel] {
         "unpatchify" => &[Kernel::Unpatchify],
         "euler" => &[Kernel::Euler],
         "guidance" => &[Kernel::Guidance],
-        "non_finite" => &[Kernel::Count],
+        "non_finite" => &[Kernel::CountNonFinite],
         "pixels" => &[Kernel::Pixels],
         _ => &[],
     }
@@ -189,14 +189,15 @@ impl Cuda {
         let mat = |t: Tensor| self.mat(t, name);
         match op {
             Op::Embed { out, ids, table } => {
-                let p = abi::KlEmbed { out: mat(out)?, ids: mat(ids)?, table: mat(table)?, fault: self.faults() };
+                let p = abi::KlEmbed { out: mat(out)?, ids: mat(ids)?, table: mat(table)?, fault: self.fault_flags() };
                 self.kernels.launch(Kernel::Embed, elements(&p.out), &p)
             }
             Op::Copy { out, x } => self.map(abi::KL_COPY, mat(out)?, mat(x)?),
             Op::Silu { out, x } => self.map(abi::KL_SILU, mat(out)?, mat(x)?),
             Op::RmsNorm { out, x, weight, eps } => {
                 let p = abi::KlRmsNorm { out: mat(out)?, x: mat(x)?, weight: mat(weight)?, eps, unused: 0 };
-                let fit = [p.out, p.x].iter().all(|m| in_vectors(m, abi::KL_BF16)) && in_vectors(&p.weight, abi::KL_F32);
+                let fit =
+                    [p.out, p.x].iter().all(|m| is_vectorizable(m, abi::KL_BF16)) && is_vectorizable(&p.weight, abi::KL_F32);
                 let (kernel, rows) = row_norm(RMS_NORMS, p.x.cols, fit);
                 self.kernels.launch(kernel, [p.x.rows.div_ceil(rows), 1, 1], &p)
             }
@@ -208,9 +209,9 @@ impl Cuda {
                         *to = abi::KlModulated { out: mat(s.out)?, x: mat(s.x)?, shift: mat(s.shift)?, scale: mat(s.scale)? };
                     }
                     let cols = p.stream[0].x.cols;
-                    let fit = p.stream[..pair.len()]
-                        .iter()
-                        .all(|s| s.x.cols == cols && [s.out, s.x, s.shift, s.scale].iter().all(|m| in_vectors(m, abi::KL_BF16)));
+                    let fit = p.stream[..pair.len()].iter().all(|s| {
+                        s.x.cols == cols && [s.out, s.x, s.shift, s.scale].iter().all(|m| is_vectorizable(m, abi::KL_BF16))
+                    });
                     let (kernel, rows) = row_norm(LAYER_NORMS, cols, fit);
                     let blocks = p.stream.iter().map(|s| s.x.rows.div_ceil(rows)).sum();
                     self.kernels.launch(kernel, [blocks, 1, 1], &p)?;
@@ -218,17 +219,17 @@ impl Cuda {
                 Ok(())
             }
             Op::Linear(streams) => {
-                let job = |s: &Product<'_>| Job { out: s.out, x: s.x, w: *s.w, epilogue: abi::KL_STORE, gate: None };
-                self.products(name, &streams.iter().map(job).collect::<Vec<_>>())
+                let gemm = |s: &Product<'_>| Gemm { out: s.out, x: s.x, w: *s.w, epilogue: abi::KL_STORE, gate: None };
+                self.gemms(name, &streams.iter().map(gemm).collect::<Vec<_>>())
             }
             Op::LinearSwiglu(streams) => {
-                let job = |s: &Product<'_>| Job { out: s.out, x: s.x, w: *s.w, epilogue: abi::KL_SWIGLU, gate: None };
-                self.products(name, &streams.iter().map(job).collect::<Vec<_>>())
+                let gemm = |s: &Product<'_>| Gemm { out: s.out, x: s.x, w: *s.w, epilogue: abi::KL_SWIGLU, gate: None };
+                self.gemms(name, &streams.iter().map(gemm).collect::<Vec<_>>())
             }
             Op::LinearGateResidual(streams) => {
-                let job =
-                    |s: &GatedProduct<'_>| Job { out: s.into, x: s.x, w: *s.w, epilogue: abi::KL_GATE_RESIDUAL, gate: s.gate };
-                self.products(name, &streams.iter().map(job).collect::<Vec<_>>())
+                let gemm =
+                    |s: &GatedProduct<'_>| Gemm { out: s.into, x: s.x, w: *s.w, epilogue: abi::KL_GATE_RESIDUAL, gate: s.gate };
+                self.gemms(name, &streams.iter().map(gemm).collect::<Vec<_>>())
             }
             Op::Qkv(streams) => self.qkv(name, streams),
             Op::Attention { out, q, kv, head_dim, causal, scale, bound } => {
@@ -274,10 +275,10 @@ impl Cuda {
                     eps,
                     silu: u32::from(silu),
                 };
-                let fit = [p.out, x].iter().all(|m| in_vectors(m, abi::KL_BF16))
-                    && [p.weight, p.bias].iter().all(|m| in_vectors(m, abi::KL_F32));
+                let fit = [p.out, x].iter().all(|m| is_vectorizable(m, abi::KL_BF16))
+                    && [p.weight, p.bias].iter().all(|m| is_vectorizable(m, abi::KL_F32));
                 // As many blocks as run at once, since each begins with the statistics; and a batch of pixels for each thread.
-                let blocks = group_rounds(&x, fit).div_ceil(4).min(3 * self.device().multiprocessors);
+                let blocks = group_batches(&x, fit).div_ceil(4).min(3 * self.device().multiprocessors);
                 self.kernels.launch(if fit { Kernel::GroupNorm8 } else { Kernel::GroupNormAny }, [blocks, 1, 1], &p)
             }
             Op::Patchify { out, x, stats, width } => self.patch(Kernel::Patchify, mat(out)?, mat(x)?, stats, width),
@@ -298,7 +299,7 @@ impl Cuda {
                 let (bytes, batch) =
                     (if x.dtype == abi::KL_F32 { 4 } else { 2 }, abi::KL_POINTWISE_THREADS * abi::KL_COUNT_BATCH * 16);
                 let columns = x.cols.div_ceil(batch / bytes).clamp(1, most);
-                self.kernels.launch(Kernel::Count, [columns, x.rows.clamp(1, most.div_ceil(columns)), 1], &p)
+                self.kernels.launch(Kernel::CountNonFinite, [columns, x.rows.clamp(1, most.div_ceil(columns)), 1], &p)
             }
             Op::Pixels { out, x } => {
                 let [out, x] = flat([mat(out)?, mat(x)?]);
@@ -309,23 +310,24 @@ impl Cuda {
 
     fn conv(&self, op: &'static str, mut p: abi::KlConv, stats: Option<KlMat>) -> Result<()> {
         let sides = p.width.max(p.height) * if p.sampling == abi::KL_UP { 2 } else { 1 };
-        if self.choice == Choice::Naive || !aligned(&p.x) || !aligned(&p.w) || sides > abi::KL_CONV_SIDE {
+        if self.choice == Choice::Naive || !is_async_copyable(&p.x) || !is_async_copyable(&p.w) || sides > abi::KL_CONV_SIDE {
             self.kernels.launch(Kernel::NaiveConv, tiles(&p.out), &p)?;
             return stats.map_or(Ok(()), |stats| self.group_stats(op, p.out, stats));
         }
         let cols = p.out.cols.div_ceil(abi::KL_MMA_COLS);
-        let large = self.takes_large(Kernel::ConvMma256, p.out.rows.div_ceil(Tile::Rows256.spec().rows) * cols);
-        let (kernel, tile) = if large { (Kernel::ConvMma256, Tile::Rows256) } else { (Kernel::ConvMma128, Tile::Rows128) };
-        (p.row_tiles, p.partials) = (p.out.rows.div_ceil(tile.spec().rows), self.left().1);
+        let large = self.prefers_large(Kernel::ConvMma256x128, p.out.rows.div_ceil(Tile::Mma256x128.config().rows) * cols);
+        let (kernel, tile) =
+            if large { (Kernel::ConvMma256x128, Tile::Mma256x128) } else { (Kernel::ConvMma128x128, Tile::Mma128x128) };
+        (p.row_tiles, p.partials) = (p.out.rows.div_ceil(tile.config().rows), self.left().1);
         // With statistics on the way where tiles are whole, groups divide them and there is room for every tile's share.
-        let on_the_way = |stats: &KlMat| {
+        let can_fuse = |stats: &KlMat| {
             let room = u64::from(p.row_tiles) * u64::from(stats.rows) * 16 <= self.scratch_size().sums();
-            let residual = p.residual.data == 0 || p.residual.dtype == abi::KL_BF16 && in_words(&p.residual);
+            let residual = p.residual.data == 0 || p.residual.dtype == abi::KL_BF16 && is_pair_aligned(&p.residual);
             let width = p.out.cols / stats.rows;
             let whole = p.out.cols.is_multiple_of(abi::KL_MMA_COLS) && width >= 2 && abi::KL_MMA_COLS.is_multiple_of(width);
             p.out.dtype == abi::KL_BF16 && residual && room && whole
         };
-        let fused = stats.filter(on_the_way);
+        let fused = stats.filter(can_fuse);
         if let Some(stats) = fused {
             (p.stats, p.groups) = (stats, stats.rows);
         }
@@ -338,9 +340,9 @@ impl Cuda {
     }
 
     /// Whether a kernel with large blocks is taken, so many of them: not if it would leave multiprocessors without work.
-    pub(super) fn takes_large(&self, kernel: Kernel, blocks: u32) -> bool {
+    pub(super) fn prefers_large(&self, kernel: Kernel, blocks: u32) -> bool {
         let wanted = match self.choice {
-            Choice::Tile(tile) => tile == Tile::Rows256,
+            Choice::Tile(tile) => tile == Tile::Mma256x128,
             Choice::Best | Choice::Naive => blocks >= self.device().multiprocessors,
         };
         wanted && self.kernels.has(kernel)
@@ -368,10 +370,10 @@ impl Cuda {
 
     /// The sums they are made of, by how many blocks it says. A matter of shapes and the GPU alone, so sums are always cut alike.
     fn group_sums(&self, x: KlMat, groups: u32) -> Result<u32> {
-        let fit = in_vectors(&x, abi::KL_BF16);
+        let fit = is_vectorizable(&x, abi::KL_BF16);
         // Few blocks, since whoever finishes reads what all of them leave; and a batch of pixels for each thread.
         let most = (2 * self.device().multiprocessors).min(abi::KL_PARTIALS);
-        let blocks = group_rounds(&x, fit).div_ceil(8).clamp(1, most);
+        let blocks = group_batches(&x, fit).div_ceil(8).clamp(1, most);
         let p = abi::KlGroupStats { x, stats: NONE, partials: self.partials(), blocks: u64::from(blocks), groups, unused: 0 };
         self.kernels.launch(if fit { Kernel::GroupStats8 } else { Kernel::GroupStatsAny }, [blocks, 1, 1], &p)?;
         Ok(blocks)
@@ -396,9 +398,11 @@ mod tests {
     #[test]
     fn vectors_are_whole_and_aligned() {
         let m = KlMat { data: 1 << 20, stride: 3072, rows: 5, cols: 3072, dtype: abi::KL_BF16, unused: 0 };
-        let bf16 = |m: KlMat| in_vectors(&m, abi::KL_BF16);
+        let bf16 = |m: KlMat| is_vectorizable(&m, abi::KL_BF16);
         assert!(bf16(m) && bf16(KlMat { stride: 3080, ..m }) && bf16(KlMat { stride: 3073, rows: 1, ..m }));
-        assert!(!bf16(KlMat { stride: 3076, ..m }) && in_vectors(&KlMat { stride: 3076, dtype: abi::KL_F32, ..m }, abi::KL_F32));
+        assert!(
+            !bf16(KlMat { stride: 3076, ..m }) && is_vectorizable(&KlMat { stride: 3076, dtype: abi::KL_F32, ..m }, abi::KL_F32)
+        );
         assert!(!bf16(KlMat { data: m.data + 8, ..m }) && !bf16(KlMat { cols: 3068, ..m }));
         assert!(!bf16(KlMat { dtype: abi::KL_F32, ..m }));
     }

@@ -3,7 +3,7 @@
 use super::abi;
 use super::driver::{MapSpec, Swizzle};
 use super::launch::Kernel;
-use super::{Backend, Cuda, GraphGuard};
+use super::{Backend, CapturedGraph, Cuda};
 use crate::backend::{HostData, Op};
 use crate::error::{Error, Result};
 use crate::tensor::{Arena, DType, Region, Tensor};
@@ -22,23 +22,23 @@ impl Cuda {
         let mut tried = vec!["copy"];
         if self.kernels.has(Kernel::Selftest) {
             // The second copy reads what the first one writes, and may start before it is done.
-            let twice = |cuda: &Self| cuda.hopper_copy(a, x).and_then(|()| cuda.hopper_copy(b, a));
+            let twice = |cuda: &Self| cuda.selftest_copy(a, x).and_then(|()| cuda.selftest_copy(b, a));
             self.clear([a, b])?;
             twice(self)?;
             self.expect(b, &values, "tensor map, cluster and overlap")?;
             self.clear([a, b])?;
             self.driver.begin_capture(self.stream.1)?;
             let issued = twice(self);
-            let graph = self.driver.end_capture(self.stream.1).map(|graph| GraphGuard(self.driver.clone(), graph));
+            let graph = self.driver.end_capture(self.stream.1).map(|graph| CapturedGraph(self.driver.clone(), graph));
             issued?;
-            self.driver.replay(self.stream.1, graph?.1)?;
+            self.driver.launch_graph(self.stream.1, graph?.1)?;
             self.expect(b, &values, "graph")?;
             tried.extend(["tensor map", "cluster", "overlap", "graph"]);
         }
         Ok(tried)
     }
 
-    fn hopper_copy(&self, out: Tensor, x: Tensor) -> Result<()> {
+    fn selftest_copy(&self, out: Tensor, x: Tensor) -> Result<()> {
         let tile = abi::KL_SELFTEST_TILE;
         let spec = MapSpec {
             address: self.rows(x, "selftest")?.address,

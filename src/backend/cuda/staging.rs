@@ -90,13 +90,13 @@ impl Staging {
     fn put(&mut self, to: u64, len: usize, fill: impl FnOnce(&mut [u8])) -> Result<()> {
         assert!(len <= BUFFER);
         let (stream, Buffer { memory, free }) = (self.stream.1, &self.buffers[self.next]);
-        self.driver.finish_event(free.1)?;
+        self.driver.synchronize_event(free.1)?;
         // SAFETY: the buffer has `BUFFER` bytes, and its last copy is done.
         let bytes = unsafe { std::slice::from_raw_parts_mut(memory.1.as_ptr(), len) };
         fill(bytes);
         self.pending = true;
         let rows = Rows { address: to, pitch: len as u64, width: len as u64 };
-        let queued = self.driver.copy_in(stream, rows, bytes).and_then(|()| self.driver.set_event(free.1, stream));
+        let queued = self.driver.copy_in(stream, rows, bytes).and_then(|()| self.driver.record_event(free.1, stream));
         if queued.is_err() {
             // Nobody would know when the buffer is free.
             let _ = self.driver.synchronize(stream);
@@ -150,7 +150,7 @@ impl Staging {
     /// Everything queued here so far is done before what follows on `stream`. The host does not wait.
     pub fn before(&mut self, stream: Stream) -> Result<()> {
         if self.pending {
-            self.driver.set_event(self.order.1, self.stream.1)?;
+            self.driver.record_event(self.order.1, self.stream.1)?;
             self.driver.wait_event(stream, self.order.1)?;
             self.pending = false;
         }
@@ -159,7 +159,7 @@ impl Staging {
 
     /// Everything queued on `stream` so far is done before what follows here. The host does not wait.
     pub fn after(&self, stream: Stream) -> Result<()> {
-        self.driver.set_event(self.order.1, stream)?;
+        self.driver.record_event(self.order.1, stream)?;
         self.driver.wait_event(self.stream.1, self.order.1)
     }
 

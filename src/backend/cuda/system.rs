@@ -285,12 +285,12 @@ impl Driver for System {
         let _ = unsafe { sys::cuEventDestroy_v2(event.0 as sys::CUevent) };
     }
 
-    fn set_event(&self, event: Event, stream: Stream) -> Result<()> {
+    fn record_event(&self, event: Event, stream: Stream) -> Result<()> {
         // SAFETY: event and stream are alive.
         check("cuEventRecord", unsafe { sys::cuEventRecord(event.0 as sys::CUevent, stream_of(stream)) })
     }
 
-    fn finish_event(&self, event: Event) -> Result<()> {
+    fn synchronize_event(&self, event: Event) -> Result<()> {
         // SAFETY: the event is alive.
         check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(event.0 as sys::CUevent) })
     }
@@ -440,7 +440,7 @@ impl Driver for System {
         Ok(Graph(ready as u64))
     }
 
-    fn replay(&self, stream: Stream, graph: Graph) -> Result<()> {
+    fn launch_graph(&self, stream: Stream, graph: Graph) -> Result<()> {
         // SAFETY: the graph came from `end_capture` and the memory it names is still there: graphs go before memory does.
         check("cuGraphLaunch", unsafe { sys::cuGraphLaunch(graph.0 as sys::CUgraphExec, stream_of(stream)) })
     }
