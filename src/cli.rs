@@ -4,13 +4,14 @@
 pub mod args;
 mod bench;
 mod device;
+mod doctor;
 mod names;
 mod plan;
 mod request;
 mod run;
 
 pub use bench::{BenchRequest, bench};
-pub use device::doctor;
+pub use doctor::doctor;
 pub use names::Target;
 pub use plan::plan;
 pub use request::{GenerateRequest, random_seed};
