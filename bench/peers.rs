@@ -147,14 +147,14 @@ fn with_op<R>(name: &str, tensors: &[PeerTensor], numbers: &[f64], then: impl Fn
         "linear" | "linear_swiglu" => {
             let layers = layers(2, Some(3))?;
             let stream = |(s, w): (&[Option<Tensor>], _)| Ok(Product { out: there(s[0])?, x: there(s[1])?, w });
-            let products = per_stream().zip(&layers).map(stream).collect::<Result<Vec<_>>>()?;
-            then(if name == "linear" { Op::Linear(&products) } else { Op::LinearSwiglu(&products) })
+            let gemms = per_stream().zip(&layers).map(stream).collect::<Result<Vec<_>>>()?;
+            then(if name == "linear" { Op::Linear(&gemms) } else { Op::LinearSwiglu(&gemms) })
         }
         "linear_gate_residual" => {
             let layers = layers(2, Some(3))?;
             let stream = |(s, w): (&[Option<Tensor>], _)| Ok(GatedProduct { into: there(s[0])?, x: there(s[1])?, w, gate: s[4] });
-            let products = per_stream().zip(&layers).map(stream).collect::<Result<Vec<_>>>()?;
-            then(Op::LinearGateResidual(&products))
+            let gemms = per_stream().zip(&layers).map(stream).collect::<Result<Vec<_>>>()?;
+            then(Op::LinearGateResidual(&gemms))
         }
         "qkv" => {
             let layers = layers(1, None)?;

@@ -57,13 +57,13 @@ fn cuda(driver: &Rc<StandIn>, stop: &Arc<AtomicBool>) -> Result<Cuda> {
     Cuda::new(driver.clone(), &|_| Ok(Cow::Borrowed(&[])), stop.clone())
 }
 
-fn make(engine: &mut Engine, job: &Job) -> Result<Vec<Picture>> {
-    let mut pictures = Vec::new();
-    engine.generate(job, &Silent, &mut |picture| {
-        pictures.push(picture);
+fn generate(engine: &mut Engine, job: &Job) -> Result<Vec<Picture>> {
+    let mut images = Vec::new();
+    engine.generate(job, &Silent, &mut |image| {
+        images.push(image);
         Ok(())
     })?;
-    Ok(pictures)
+    Ok(images)
 }
 
 /// One job from a prompt and one from an image, with enough steps for one to run op by op, one to be captured and one to be replayed.
@@ -92,14 +92,14 @@ fn memory_is_what_was_planned_and_steps_are_replayed() {
         assert_eq!(weights, if low_memory { estimate.low_memory_weight_bytes } else { estimate.weight_bytes });
         assert!(estimate.low_memory_weight_bytes < estimate.weight_bytes);
         let before = driver.replays.get();
-        make(&mut engine, &job).unwrap();
+        generate(&mut engine, &job).unwrap();
         let working = driver.bytes.get().0 - weights;
         // Fault flags and counters, partial results of reductions, flags and partials of one SM's Stream-K workers.
         let scratch = 1024 + (1 << 20) + 1024 + 256 * 192 * 4;
         assert_eq!(working - plan.arena_bytes.next_multiple_of(1024), scratch, "only the scratch comes on top of the plan");
         assert_eq!(driver.replays.get() - before, 2, "the second and the third step");
         // A second image of the same size takes no more memory.
-        make(&mut engine, &job).unwrap();
+        generate(&mut engine, &job).unwrap();
         assert_eq!(driver.bytes.get().0, weights + working);
         drop(engine);
         assert_eq!(driver.bytes.get().0, 0);
@@ -115,14 +115,14 @@ fn any_call_of_a_run_may_fail() {
     for ((variant, job), low_memory) in [(plain.clone(), false), (edit, false), ((plain.0, small(plain.1)), true)] {
         let mut engine = model.engine(&driver, &stop, variant, low_memory).unwrap();
         // The second run finds its memory allocated.
-        make(&mut engine, &job).unwrap();
+        generate(&mut engine, &job).unwrap();
         let start = driver.calls.get();
-        make(&mut engine, &job).unwrap();
+        generate(&mut engine, &job).unwrap();
         let calls = driver.calls.get() - start;
         assert!(calls > 300, "{calls}");
         for n in 0..calls {
             driver.fail_after(n);
-            let result = make(&mut engine, &job);
+            let result = generate(&mut engine, &job);
             driver.heal();
             // Poisoning released memory may fail unnoticed: on a real device the next call would report it.
             match result {
@@ -131,7 +131,7 @@ fn any_call_of_a_run_may_fail() {
                 other => panic!("call {n} ({}): {:?}", driver.failed.get(), other.map(|p| p.len())),
             }
         }
-        assert_eq!(make(&mut engine, &job).unwrap().len(), 1);
+        assert_eq!(generate(&mut engine, &job).unwrap().len(), 1);
     }
 }
 
@@ -143,16 +143,16 @@ fn any_call_of_the_first_run_may_fail() {
     let job = small(job);
     let mut engine = model.engine(&driver, &stop, variant, false).unwrap();
     let start = driver.calls.get();
-    make(&mut engine, &job).unwrap();
+    generate(&mut engine, &job).unwrap();
     let calls = driver.calls.get() - start;
     // Not every call, because each takes an engine of its own: uploads repeat the same three calls.
     for n in (0..calls).step_by(7) {
         let mut engine = model.engine(&driver, &stop, variant, false).unwrap();
         driver.fail_after(n);
-        let result = make(&mut engine, &job);
+        let result = generate(&mut engine, &job);
         driver.heal();
         assert!(result.is_err() || driver.failed.get() == "fill", "call {n} ({})", driver.failed.get());
-        assert_eq!(make(&mut engine, &job).unwrap().len(), 1, "call {n} ({})", driver.failed.get());
+        assert_eq!(generate(&mut engine, &job).unwrap().len(), 1, "call {n} ({})", driver.failed.get());
     }
 }
 
@@ -167,10 +167,10 @@ fn weights_are_uploaded_while_the_prompt_is_encoded() {
         let mut engine = model.engine(&driver, &stop, variant, low_memory).unwrap();
         let copies = || (driver.order.borrow().beside, driver.order.borrow().behind);
         assert_eq!((driver.launches.get(), copies()), (0, (0, 0)));
-        make(&mut engine, &job).unwrap();
+        generate(&mut engine, &job).unwrap();
         let (beside, behind) = copies();
         assert!(if low_memory { beside == 0 && behind > 50 } else { beside > 50 && behind == 0 }, "{beside} {behind}");
-        make(&mut engine, &Job { prompt: "another".into(), ..job.clone() }).unwrap();
+        generate(&mut engine, &Job { prompt: "another".into(), ..job.clone() }).unwrap();
         let again = copies();
         assert!(if low_memory { again.0 == 0 && again.1 > 2 * behind } else { again == (beside, behind) }, "{again:?}");
     }
@@ -200,7 +200,7 @@ fn files_may_change_once_everything_is_uploaded() {
     let (model, stop) = (Model::new(), Arc::default());
     let [(variant, job), _] = jobs();
     let path = std::env::temp_dir().join(format!("kiln-runtime-{}.safetensors", std::process::id()));
-    for (low_memory, pictures, refused) in [(false, 1, false), (true, 1, true), (false, 0, true)] {
+    for (low_memory, images, refused) in [(false, 1, false), (true, 1, true), (false, 0, true)] {
         std::fs::write(&path, &*model.0.transformer).unwrap();
         let transformer = Weights::open(Part::Transformer, &path).unwrap();
         let (text, vae) = (model.0.weights(Part::TextEncoder).unwrap(), model.0.weights(Part::Vae).unwrap());
@@ -209,10 +209,10 @@ fn files_may_change_once_everything_is_uploaded() {
         let driver = StandIn::new(PLENTY);
         let options = LoadOptions { low_memory, ..OPTIONS };
         let mut engine = Engine::load(Box::new(cuda(&driver, &stop).unwrap()), open, options, &Silent).unwrap();
-        (0..pictures).for_each(|_| drop(make(&mut engine, &job).unwrap()));
+        (0..images).for_each(|_| drop(generate(&mut engine, &job).unwrap()));
         std::fs::write(&path, b"short").unwrap();
-        match make(&mut engine, &job) {
-            Ok(_) => assert!(!refused, "{low_memory} {pictures}"),
+        match generate(&mut engine, &job) {
+            Ok(_) => assert!(!refused, "{low_memory} {images}"),
             Err(error) => assert!(refused && error.to_string().starts_with("weight file changed"), "{error}"),
         }
     }
@@ -246,12 +246,12 @@ fn a_run_ends_at_the_next_op_when_asked_to() {
     let mut engine = model.engine(&driver, &stop, variant, false).unwrap();
     stop.store(true, Ordering::Relaxed);
     let before = driver.launches.get();
-    assert!(matches!(make(&mut engine, &job), Err(Error::Interrupted)));
+    assert!(matches!(generate(&mut engine, &job), Err(Error::Interrupted)));
     assert_eq!(driver.launches.get(), before);
     let loading = model.engine(&driver, &stop, variant, false).map(drop);
     assert!(matches!(loading, Err(Error::Interrupted)), "{loading:?}");
     stop.store(false, Ordering::Relaxed);
-    assert_eq!(make(&mut engine, &job).unwrap().len(), 1);
+    assert_eq!(generate(&mut engine, &job).unwrap().len(), 1);
 }
 
 /// Sanitizers run the small cases only, so these have to launch every kernel.

@@ -91,7 +91,7 @@ fn main() -> ExitCode {
             ops::check_some(&mut cuda(), |name| words.iter().all(|w| name.contains(w)));
         }
         ["small", share, ref rest @ ..] => Share::parse(share, rest).expect("small I/N [LIMIT [portable]]").check(),
-        ["hash"] => println!("{:016x}", checksum(&pictures(&mut |_| ()))),
+        ["hash"] => println!("{:016x}", checksum(&images(&mut |_| ()))),
         ["planted", tool, image] => bundle::planted(tool, Path::new(image)).unwrap(),
         ["ballast", left] => bundle::ballast(left.parse().unwrap()).unwrap(),
         [] => return all(None),
@@ -252,8 +252,8 @@ fn lockstep() {
 }
 
 /// An image of each kind: from a prompt, with guidance, with references, with cached references.
-fn pictures(prepare: &mut dyn FnMut(&mut Cuda)) -> Vec<Picture> {
-    let mut pictures = Vec::new();
+fn images(prepare: &mut dyn FnMut(&mut Cuda)) -> Vec<Picture> {
+    let mut images = Vec::new();
     let mut backend = || {
         let mut cuda = cuda();
         prepare(&mut cuda);
@@ -261,18 +261,18 @@ fn pictures(prepare: &mut dyn FnMut(&mut Cuda)) -> Vec<Picture> {
     };
     for precision in [Precision::F32, Precision::Bf16] {
         for case in cases() {
-            pictures.push(run(&mut engine_on(backend(), case.variant(), precision), &case.job()).unwrap());
+            images.push(run(&mut engine_on(backend(), case.variant(), precision), &case.job()).unwrap());
         }
         let modes = modes::modes();
         for case in &modes.cases {
-            pictures.push(run(&mut case.engine(backend(), precision), &case.job(&modes.images)).unwrap());
+            images.push(run(&mut case.engine(backend(), precision), &case.job(&modes.images)).unwrap());
         }
     }
-    pictures
+    images
 }
 
-fn checksum(pictures: &[Picture]) -> u64 {
-    modes::fnv1a(pictures.iter().flat_map(|p| p.image.pixels.iter().copied()))
+fn checksum(images: &[Picture]) -> u64 {
+    modes::fnv1a(images.iter().flat_map(|p| p.image.pixels.iter().copied()))
 }
 
 /// The same seed gives the same bytes, twenty times on one engine, whose steps are run op by op, captured and replayed in turn.
@@ -291,9 +291,9 @@ fn repeat() {
 }
 
 fn graphs_change_nothing() {
-    let with = checksum(&pictures(&mut |_| ()));
-    let without = checksum(&pictures(&mut |cuda| cuda.set_graph_capture(false)));
-    let clean = checksum(&pictures(&mut |cuda| cuda.set_poison(false)));
+    let with = checksum(&images(&mut |_| ()));
+    let without = checksum(&images(&mut |cuda| cuda.set_graph_capture(false)));
+    let clean = checksum(&images(&mut |cuda| cuda.set_poison(false)));
     assert_eq!(with, without, "captured graphs give other bytes");
     assert_eq!(with, clean, "released memory is read");
 }

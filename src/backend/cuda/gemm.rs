@@ -169,14 +169,14 @@ fn launch(cx: &OpContext, streams: &[KlGemmStream]) -> Result<()> {
         (to.row_tiles, to.col_tiles) = plan.tile.tile_counts(s.x.rows, col_tiles);
     }
     let tiles: u32 = stream.iter().map(|s| s.row_tiles * s.col_tiles).sum();
-    let deal = cx.tile_schedule(plan.schedule, tiles, k.div_ceil(block_k));
+    let schedule = cx.tile_schedule(plan.schedule, tiles, k.div_ceil(block_k));
     let Some(mode) = cluster else {
         let ctas = plan.schedule.full_tiles + plan.schedule.workers;
-        return cx.kernels.launch(kernel, [ctas, 1, 1], &abi::KlGemm { stream, deal });
+        return cx.kernels.launch(kernel, [ctas, 1, 1], &abi::KlGemm { stream, deal: schedule });
     };
     let group = stream.map(|s| group_m(plan.tile, s.row_tiles, s.col_tiles, cx.sms));
     let (x, w, out, unused) = (NO_MAPS, NO_MAPS, [[NO_MAP; abi::KL_GEMM_PARTS as usize]; abi::KL_STREAMS as usize], [0; 7]);
-    let mut p = abi::KlGemmSm90 { x, w, out, residual: NO_MAPS, stream, group, deal, unused };
+    let mut p = abi::KlGemmSm90 { x, w, out, residual: NO_MAPS, stream, group, deal: schedule, unused };
     // Each CTA of a cluster loads one half of what it multicasts. B is loaded in halves in any case.
     let a_rows = if mode == ClusterMode::MulticastA { block_m / abi::KL_SM90_CLUSTER } else { block_m };
     for (i, s) in stream.iter().enumerate().take(streams.len()) {

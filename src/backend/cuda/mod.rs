@@ -225,7 +225,7 @@ impl Backend for Cuda {
 
     fn reserve_weights(&mut self, bytes: u64) -> Result<()> {
         if let Some(staging) = &self.staging {
-            staging.finish()?;
+            staging.synchronize()?;
         }
         self.driver.synchronize(self.stream.1)?;
         self.read = 0..0;
@@ -251,7 +251,7 @@ impl Backend for Cuda {
             staging.after(self.stream.1)?;
             self.read = 0..0;
         }
-        staging.weight(address, to, role, parts, &|| check_stop(&self.stop))
+        staging.upload(address, to, role, parts, &|| check_stop(&self.stop))
     }
 
     fn reserve(&mut self, bytes: u64) -> Result<()> {

@@ -87,7 +87,7 @@ impl Staging {
     }
 
     /// Queues a copy of `len` bytes that `fill` writes.
-    fn put(&mut self, to: u64, len: usize, fill: impl FnOnce(&mut [u8])) -> Result<()> {
+    fn copy(&mut self, to: u64, len: usize, fill: impl FnOnce(&mut [u8])) -> Result<()> {
         assert!(len <= BUFFER);
         let (stream, Buffer { memory, free }) = (self.stream.1, &self.buffers[self.next]);
         self.driver.synchronize_event(free.1)?;
@@ -106,7 +106,7 @@ impl Staging {
     }
 
     /// Queues the upload of a weight to address `to`, in the dtype of `tensor`. `check_stop` may end it between two copies.
-    pub fn weight(
+    pub fn upload(
         &mut self,
         to: u64,
         tensor: Tensor,
@@ -132,7 +132,7 @@ impl Staging {
                 check_stop()?;
                 let count = step.min(elements - first);
                 let bytes = &part.bytes[first * from..(first + count) * from];
-                self.put(to + ((at + first) * size) as u64, count * size, |out| {
+                self.copy(to + ((at + first) * size) as u64, count * size, |out| {
                     if role == Role::Conv {
                         let rows = bytes.par_chunks_exact(unit * from).zip(out.par_chunks_exact_mut(unit * size));
                         rows.for_each(|(row, out)| convert(&channels_last(row, from), part.dtype, out, tensor.dtype));
@@ -164,17 +164,17 @@ impl Staging {
     }
 
     /// Waits until all copies have ended.
-    pub fn finish(&self) -> Result<()> {
+    pub fn synchronize(&self) -> Result<()> {
         self.driver.synchronize(self.stream.1)
     }
 }
 
-/// One filter with its nine positions outside and its channels inside, so that a position's channels lie together.
+/// One 3x3 filter with its channels last, so that the channels of a tap are adjacent as those of a pixel are.
 fn channels_last(row: &[u8], size: usize) -> Vec<u8> {
     let channels = row.len() / size / 9;
     let mut out = Vec::with_capacity(row.len());
-    for position in 0..9 {
-        (0..channels).for_each(|c| out.extend_from_slice(&row[(c * 9 + position) * size..][..size]));
+    for tap in 0..9 {
+        (0..channels).for_each(|c| out.extend_from_slice(&row[(c * 9 + tap) * size..][..size]));
     }
     out
 }
@@ -241,8 +241,8 @@ mod tests {
     }
 
     #[test]
-    fn a_filter_is_turned_inside_out() {
-        // Two channels of nine positions, two bytes each.
+    fn filters_are_stored_channels_last() {
+        // The filter has two channels of nine taps, each of two bytes.
         let row: Vec<u8> = (0..36).collect();
         let out = channels_last(&row, 2);
         assert_eq!(out[..8], [0, 1, 18, 19, 2, 3, 20, 21]);
