@@ -1,8 +1,8 @@
-//! Compiles `kernels/*.cu` into images that the binary carries, and holds `src/backend/cuda/abi.rs` to `kernels/abi.h`.
+//! Compiles `kernels/*.cu` to fat binaries that the program embeds, and checks `src/backend/cuda/abi.rs` against `kernels/abi.h`.
 //!
-//! Without a CUDA compiler the table of images is empty and everything else works. CONTRIBUTING.md lists the variables.
+//! Without nvcc the table of images is empty and everything else works. CONTRIBUTING.md lists the environment variables.
 
-// What a build script says to cargo goes to stdout.
+// Build scripts talk to cargo on stdout.
 #![allow(clippy::print_stdout)]
 
 use std::collections::hash_map::DefaultHasher;
@@ -21,14 +21,14 @@ mod ptxas;
 
 type Result<T> = std::result::Result<T, String>;
 
-/// What a kernel file is compiled for unless its name says otherwise. The `f` images run on the whole family (100 and 103, 120
-/// and 121); every other card newer than 8.0 takes the PTX, which the driver compiles.
+/// The architectures that a kernel file is compiled for unless its name states one. The `f` targets run on the whole family (100 and
+/// 103, 120 and 121); every other GPU from 8.0 on takes the PTX, which the driver compiles.
 const PORTABLE: &[&str] = &["80", "89", "90", "100f", "120f"];
 const PTX: &str = "80";
 
 const FLAGS: &[&str] = &["-std=c++17", "-O3", "-lineinfo", "-fatbin", "-Werror", "all-warnings", "-Xptxas", "-v"];
 
-/// The `f` targets and the layout of a tensor map ask for this release.
+/// The oldest release of nvcc that has the `f` targets and the present layout of a tensor map.
 const OLDEST_NVCC: (u32, u32) = (13, 0);
 
 fn main() {
@@ -60,7 +60,7 @@ fn build() -> Result<()> {
     compile_all(&kernels, &nvcc)?;
     refuse_losses(&kernels)?;
 
-    // The list of architectures as nvcc spells them.
+    // The architectures as nvcc spells them.
     let mut targets: Vec<_> = pick(PORTABLE, chosen.as_deref()).iter().map(|arch| format!("sm_{arch}")).collect();
     if chosen.is_none() {
         targets.push(format!("compute_{PTX}"));
@@ -73,7 +73,7 @@ fn build() -> Result<()> {
     write(&out.join("kernels.rs"), &image_table(&kernels, &targets, &nvcc.version))
 }
 
-/// A variable that the result depends on.
+/// An environment variable that the result depends on; cargo runs the script again when it changes.
 fn watched(name: &str) -> Option<String> {
     println!("cargo::rerun-if-env-changed={name}");
     env::var(name).ok().filter(|value| !value.is_empty())
@@ -87,7 +87,7 @@ fn write(path: &Path, text: &str) -> Result<()> {
     fs::write(path, text).map_err(|e| format!("{}: {e}", path.display()))
 }
 
-/// The files of `kernels/` with one of these extensions, in order.
+/// The files of `kernels/` with one of these extensions, sorted.
 fn files_with(extensions: &[&str]) -> Result<Vec<PathBuf>> {
     let entries = fs::read_dir("kernels").map_err(|e| format!("kernels: {e}"))?;
     let mut files: Vec<_> = entries
@@ -98,7 +98,7 @@ fn files_with(extensions: &[&str]) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// The architectures that `KILN_CUDA_ARCHS` asks for, by number; none: all.
+/// The architectures that `KILN_CUDA_ARCHS` lists, by number; `None` stands for all.
 fn chosen_archs() -> Result<Option<Vec<u32>>> {
     let Some(list) = watched("KILN_CUDA_ARCHS") else { return Ok(None) };
     let known: Vec<_> = PORTABLE.iter().map(|arch| number(arch)).collect();
@@ -107,7 +107,7 @@ fn chosen_archs() -> Result<Option<Vec<u32>>> {
     chosen.map(Some).ok_or_else(|| format!("KILN_CUDA_ARCHS=`{list}` is not a comma-separated list of some of {known:?}"))
 }
 
-/// `90` of `90a`.
+/// The number of an architecture: 90 of `90a`.
 fn number(arch: &str) -> u32 {
     arch.trim_end_matches(char::is_alphabetic).parse().expect("architectures start with a number")
 }
@@ -116,7 +116,7 @@ fn pick(archs: &[&'static str], chosen: Option<&[u32]>) -> Vec<&'static str> {
     archs.iter().copied().filter(|arch| chosen.is_none_or(|c| c.contains(&number(arch)))).collect()
 }
 
-/// The architectures of a kernel file, from its name: `gemm_sm90.cu` uses instructions that only sm_90a has.
+/// The architectures of a kernel file by its name: `gemm_sm90.cu` uses instructions that only sm_90a has.
 fn archs_of(name: &str) -> Result<&'static [&'static str]> {
     match name.rsplit_once("_sm") {
         Some((_, "90")) => Ok(&["90a"]),
@@ -130,12 +130,12 @@ fn archs_of(name: &str) -> Result<&'static [&'static str]> {
 struct Nvcc {
     path: PathBuf,
     version: String,
-    /// The C++ compiler that nvcc preprocesses with; it stops if it has to look for one and there is no gcc on the path.
+    /// The host compiler, which nvcc preprocesses with; nvcc fails if it has to look for one and there is no gcc on the path.
     host: PathBuf,
 }
 
 impl Nvcc {
-    /// The first nvcc of a fixed list of places. Not having one is a state; having one that does not work is an error.
+    /// The first nvcc in a fixed list of places. Having none is not an error; having one that does not work is.
     fn find() -> Result<Option<Self>> {
         let required = watched("KILN_REQUIRE_CUDA").is_some_and(|value| value != "0");
         let stated = watched("KILN_NVCC");
@@ -144,7 +144,7 @@ impl Nvcc {
             Some(path) => Some(PathBuf::from(path)),
             None => usual_places().into_iter().find(|path| path.is_file()),
         };
-        // Kernels are compiled in their folder, from which a relative path would not lead there.
+        // Kernels are compiled inside their folder, where a relative path would point elsewhere.
         let path = path.map(std::path::absolute).transpose().map_err(|e| format!("nvcc: {e}"))?;
         match path {
             Some(path) => Self::check(path).map(Some),
@@ -183,7 +183,7 @@ impl Nvcc {
     }
 }
 
-/// Where an nvcc may be, in the order in which they are tried.
+/// The places where nvcc may be, in the order in which they are tried.
 fn usual_places() -> Vec<PathBuf> {
     let mut places = Vec::new();
     for name in ["CUDA_HOME", "CUDA_PATH"] {
@@ -191,7 +191,7 @@ fn usual_places() -> Vec<PathBuf> {
     }
     places.extend(watched("PATH").iter().flat_map(env::split_paths).map(|folder| folder.join("nvcc")));
     for environment in [watched("VIRTUAL_ENV").map(PathBuf::from), Some(PathBuf::from(".venv"))].into_iter().flatten() {
-        // lib/python3.11, or whichever it is
+        // The folder is lib/python3.11, or another version.
         let pythons = fs::read_dir(environment.join("lib")).into_iter().flatten().flatten();
         places.extend(pythons.map(|python| python.path().join("site-packages/nvidia/cu13/bin/nvcc")));
     }
@@ -199,20 +199,20 @@ fn usual_places() -> Vec<PathBuf> {
     places
 }
 
-/// One kernel file and what becomes of it.
+/// A kernel file and the outputs of its compilation.
 struct Kernel {
     name: String,
     arguments: Vec<String>,
     image: PathBuf,
-    /// What ptxas said about it.
+    /// The output of ptxas.
     report: PathBuf,
-    /// The key under which image and report were made; written last, so it stands for both.
+    /// The cache key that image and report were compiled with. It is written last, so it vouches for both.
     stamp: PathBuf,
     key: String,
 }
 
 impl Kernel {
-    /// None where none of the file's architectures is asked for.
+    /// `None` where none of the file's architectures is wanted.
     fn new(source: &Path, chosen: Option<&[u32]>, nvcc: &Nvcc, out: &Path) -> Result<Option<Self>> {
         let name = source.file_stem().unwrap_or_default().to_string_lossy().into_owned();
         let all = archs_of(&name)?;
@@ -225,7 +225,7 @@ impl Kernel {
         if all == PORTABLE && chosen.is_none() {
             arguments.push(format!("-gencode=arch=compute_{PTX},code=compute_{PTX}"));
         }
-        // Any header may be included by any file: there are few, and a list of who includes what would have to be kept true.
+        // Every header is part of every file's key: there are few of them, and a list of includes would have to be maintained.
         let mut hasher = DefaultHasher::new();
         (&arguments, &nvcc.path, &nvcc.version, &nvcc.host, read(source)?).hash(&mut hasher);
         for header in files_with(&["h", "cuh"])? {
@@ -256,7 +256,7 @@ impl Kernel {
     }
 }
 
-/// Compiles what has changed, on as many cores as cargo was given.
+/// Compiles the files that have changed, in as many processes as cargo was given jobs.
 fn compile_all(kernels: &[Kernel], nvcc: &Nvcc) -> Result<()> {
     let stale: Vec<_> = kernels.iter().filter(|kernel| !kernel.is_current()).collect();
     let jobs = env::var("NUM_JOBS").ok().and_then(|jobs| jobs.parse().ok()).unwrap_or(1);
@@ -275,7 +275,8 @@ fn compile_all(kernels: &[Kernel], nvcc: &Nvcc) -> Result<()> {
     if errors.is_empty() { Ok(()) } else { Err(errors.join("\n")) }
 }
 
-/// A kernel that ptxas had to slow down gives right results, and ptxas only informs about it: nothing else would notice.
+/// Fails if ptxas reports a loss of performance. Such a kernel computes the right results, and ptxas only prints an information, so
+/// nothing else would notice.
 fn refuse_losses(kernels: &[Kernel]) -> Result<()> {
     let mut errors = Vec::new();
     for kernel in kernels {
@@ -288,7 +289,7 @@ fn refuse_losses(kernels: &[Kernel]) -> Result<()> {
     if errors.is_empty() { Ok(()) } else { Err(errors.join("\n")) }
 }
 
-/// What each kernel takes on each architecture: the text that tests/kernels.rs holds to kernels/resources.txt.
+/// The resources of each kernel on each architecture, which tests/kernels.rs compares with kernels/resources.txt.
 fn resource_table(kernels: &[Kernel], targets: &[String], version: &str) -> Result<String> {
     let mut table = format!("# nvcc {version} for {}\n{}\n", targets.join(" "), ptxas::HEADING);
     for kernel in kernels {
@@ -299,7 +300,7 @@ fn resource_table(kernels: &[Kernel], targets: &[String], version: &str) -> Resu
     Ok(table)
 }
 
-/// The Rust source of the table of images.
+/// The Rust source of the table of embedded images.
 fn image_table(kernels: &[Kernel], targets: &[String], version: &str) -> String {
     let mut rows = String::new();
     for Kernel { name, .. } in kernels {

@@ -1,10 +1,10 @@
 //! The GPU ops as a C library, so that `bench/peers.py` can time them beside PyTorch's in one process.
 //!
-//! They run through the product's own backend and launch code, in the GPU's primary context (PyTorch's too), on the caller's
-//! stream and the caller's memory. A call only queues work: it can be timed with events and recorded in a graph.
+//! They run through the program's own backend and launch code, in the GPU's primary context (as PyTorch does), on the caller's
+//! stream and the caller's memory. A call only queues work: it can be timed with events and captured in a graph.
 //!
-//! An op is its name, a list of tensors and a list of numbers, in the order that [`CALLS`] states. A weight lies as the backend
-//! would lay out its own copy: a convolution's is `[out, 3 * 3 * in]`, the input channel running fastest.
+//! A call names an op and has a list of tensors and a list of numbers, in the order that [`CALLS`] states. A weight has the layout of
+//! the backend's own copy: that of a convolution is `[out, 3 * 3 * in]`, the input channel running fastest.
 #![allow(unsafe_code)] // a C interface
 
 use kiln::backend::cuda::Cuda;
@@ -18,7 +18,7 @@ use std::ffi::{CStr, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::null_mut;
 
-/// Grows when an old caller would go wrong.
+/// Incremented whenever an old caller would break.
 const VERSION: u64 = 1;
 
 /// A matrix in the caller's memory. An address of zero means "not there".
@@ -42,12 +42,12 @@ pub struct PeerTensor {
 /// Ops on one stream of one GPU.
 pub struct Handle(Cuda);
 
-/// What an op takes.
+/// The arguments of an op.
 struct Call {
     op: &'static str,
-    /// Its tensors; those in brackets may be absent.
+    /// Its tensors; those in brackets are optional.
     tensors: &'static [&'static str],
-    /// The list may repeat: an entry for every stream.
+    /// Whether the list repeats, once for each stream.
     repeats: bool,
     numbers: &'static [&'static str],
 }
@@ -69,9 +69,9 @@ const CALLS: &[Call] = &[
     streams("linear", &["out", "x", "weight", "[bias]"], &[]),
     streams("linear_swiglu", &["out", "x", "weight", "[bias]"], &[]),
     streams("linear_gate_residual", &["into", "x", "weight", "[bias]", "[gate]"], &[]),
-    // Style 0 pairs neighbours, 1 halves.
+    // Style 0 rotates neighbouring elements, 1 those of the two halves of a head.
     streams("qkv", &["x", "weight", "norm q", "norm k", "rope table", "[q]", "k", "v", "[mlp]"], &["eps", "style"]),
-    // The first pair is out and q, those after it are runs of keys and values.
+    // The first pair is out and q, those after it are KV segments.
     streams("attention", &["out or k", "q or v"], &["head_dim", "causal", "scale", "bound"]),
     // Sampling 0 keeps the size, 1 doubles it, 2 halves it.
     call("conv", &["out", "x", "weight", "bias", "[residual]", "[stats]"], &["width", "height", "sampling"]),
@@ -106,7 +106,7 @@ impl PeerTensor {
     }
 }
 
-/// Makes an op of its name and operands, and hands it to `then`.
+/// Builds an op from its name and operands, and passes it to `then`.
 fn with_op<R>(name: &str, tensors: &[PeerTensor], numbers: &[f64], then: impl FnOnce(Op<'_>) -> Result<R>) -> Result<R> {
     let call = CALLS.iter().find(|c| c.op == name).ok_or_else(|| wrong(format!("no op is called `{name}`")))?;
     let width = call.tensors.len();
@@ -122,7 +122,7 @@ fn with_op<R>(name: &str, tensors: &[PeerTensor], numbers: &[f64], then: impl Fn
             return Err(wrong(format!("{name} needs `{role}`")));
         }
     }
-    // Whatever is not in brackets is there.
+    // All tensors that are not in brackets are present.
     let there = |t: Option<Tensor>| t.ok_or_else(|| wrong(format!("{name} lacks a tensor")));
     let t = |i: usize| there(tensors[i]);
     let per_stream = || tensors.chunks_exact(width);
@@ -147,14 +147,14 @@ fn with_op<R>(name: &str, tensors: &[PeerTensor], numbers: &[f64], then: impl Fn
         "linear" | "linear_swiglu" => {
             let layers = layers(2, Some(3))?;
             let stream = |(s, w): (&[Option<Tensor>], _)| Ok(Gemm { out: there(s[0])?, x: there(s[1])?, w });
-            let products = per_stream().zip(&layers).map(stream).collect::<Result<Vec<_>>>()?;
-            then(if name == "linear" { Op::Linear(&products) } else { Op::LinearSwiglu(&products) })
+            let gemms = per_stream().zip(&layers).map(stream).collect::<Result<Vec<_>>>()?;
+            then(if name == "linear" { Op::Linear(&gemms) } else { Op::LinearSwiglu(&gemms) })
         }
         "linear_gate_residual" => {
             let layers = layers(2, Some(3))?;
             let stream = |(s, w): (&[Option<Tensor>], _)| Ok(GatedGemm { into: there(s[0])?, x: there(s[1])?, w, gate: s[4] });
-            let products = per_stream().zip(&layers).map(stream).collect::<Result<Vec<_>>>()?;
-            then(Op::LinearGateResidual(&products))
+            let gemms = per_stream().zip(&layers).map(stream).collect::<Result<Vec<_>>>()?;
+            then(Op::LinearGateResidual(&gemms))
         }
         "qkv" => {
             let layers = layers(1, None)?;
@@ -202,13 +202,13 @@ fn with_op<R>(name: &str, tensors: &[PeerTensor], numbers: &[f64], then: impl Fn
 
 // --------------------------------------------------------------------------------------------------------------- C interface
 
-/// Where a message goes: room for `len` bytes, the last of them for a zero.
+/// The buffer of an error message: `len` bytes, including the terminating zero.
 struct Message {
     text: *mut c_char,
     len: usize,
 }
 
-/// Runs `body`. An error or a panic becomes a message and `None`: neither may reach C.
+/// Runs `body`. An error or a panic becomes a message and `None`: neither may unwind into C.
 fn guarded<R>(message: Message, body: impl FnOnce() -> Result<R>) -> Option<R> {
     let what = match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(result)) => return Some(result),
@@ -230,7 +230,7 @@ fn guarded<R>(message: Message, body: impl FnOnce() -> Result<R>) -> Option<R> {
     None
 }
 
-/// What a caller must agree with: the version in the upper half, the bytes of a [`PeerTensor`] in the lower.
+/// What a caller has to agree with: the version in the upper half, the size of a [`PeerTensor`] in the lower.
 #[unsafe(no_mangle)]
 pub extern "C" fn kiln_peers_abi() -> u64 {
     VERSION << 32 | size_of::<PeerTensor>() as u64
@@ -253,7 +253,7 @@ pub unsafe extern "C" fn kiln_peers_open(device: u32, stream: u64, error: *mut c
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kiln_peers_close(handle: *mut Handle) {
     if !handle.is_null() {
-        // SAFETY: made by `Box::into_raw`, and given back once.
+        // SAFETY: from `Box::into_raw`, and closed once.
         let handle = unsafe { Box::from_raw(handle) };
         guarded(Message { text: null_mut(), len: 0 }, || {
             drop(handle);

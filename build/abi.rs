@@ -1,4 +1,4 @@
-//! Generates the Rust side of `kernels/abi.h` and compares it with the file in the tree, so that a build needs no libclang.
+//! Generates the Rust bindings of `kernels/abi.h` and compares them with the file in the tree, so that other builds need no libclang.
 
 use std::path::Path;
 
@@ -11,7 +11,7 @@ const HEAD: &str = "\
 
 #![allow(missing_docs)]";
 
-/// Fails if the file in the tree is not what `abi.h` gives. `KILN_UPDATE_ABI=1` writes it instead.
+/// Fails if the file in the tree differs from what bindgen generates. `KILN_UPDATE_ABI=1` writes it instead.
 pub fn check(out: &Path) -> Result<()> {
     println!("cargo::rerun-if-env-changed=LIBCLANG_PATH");
     println!("cargo::rerun-if-changed={CHECKED_IN}");
@@ -32,7 +32,7 @@ pub fn check(out: &Path) -> Result<()> {
 fn generate(file: &Path) -> Result<String> {
     let bindings = bindgen::Builder::default()
         .header("kernels/abi.h")
-        // The libclang wheel comes without headers of its own; any compiler's freestanding <stdint.h> will do.
+        // The libclang wheel has no headers of its own, but the freestanding <stdint.h> of any compiler will do.
         .clang_args(["-ffreestanding", "-isystem", &compiler_headers()?])
         .allowlist_type("Kl.*")
         .allowlist_var("KL_.*")
@@ -49,7 +49,7 @@ fn generate(file: &Path) -> Result<String> {
     read(file)
 }
 
-/// Where the C compiler keeps its own headers.
+/// The folder of the C compiler's own headers.
 fn compiler_headers() -> Result<String> {
     let compiler = cc::Build::new().try_get_compiler().map_err(|e| e.to_string())?;
     let output = compiler.to_command().arg("-print-file-name=include").output().map_err(|e| format!("C compiler: {e}"))?;

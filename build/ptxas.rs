@@ -1,16 +1,16 @@
-//! Reads what ptxas says about each kernel (`-Xptxas -v`). The build script and tests/kernels.rs share it.
+//! Parses the report of ptxas on each kernel (`-Xptxas -v`), for the build script and tests/kernels.rs.
 
-/// The line above the rows; all but registers are bytes.
+/// The heading of the resource table; all columns but the registers are in bytes.
 pub const HEADING: &str = "# file           kernel                                   arch     registers   stack   spill  shared";
 
-/// What one kernel takes on one architecture.
+/// The resources of one kernel on one architecture.
 #[derive(Default)]
 pub struct Usage {
     pub kernel: String,
     pub arch: String,
     pub registers: u32,
     pub stack: u32,
-    /// Stores and loads together.
+    /// Spill stores and loads together.
     pub spill: u32,
     pub shared: u32,
 }
@@ -23,18 +23,18 @@ impl Usage {
     }
 }
 
-/// Whether a line only informs; the rest are warnings and errors.
+/// Whether a line is information; all others are warnings and errors.
 pub fn is_information(line: &str) -> bool {
     line.starts_with("ptxas info") || line.contains("bytes stack frame")
 }
 
-/// Whether a line says that warpgroup products wait for one another, or that warps keep the registers they were to pass on. ptxas
-/// gives the name of the second in quotes, or not.
+/// Whether a line says that `wgmma` instructions are serialised, or that `setmaxnreg` is ignored. ptxas prints the latter with and
+/// without quotes.
 pub fn is_loss(line: &str) -> bool {
     line.contains("wgmma.mma_async instructions are serialized") || line.replace('\'', "").contains("setmaxnreg ignored")
 }
 
-/// The kernels of a report in the order of their names.
+/// The kernels of a report, sorted by name.
 pub fn usages(report: &str) -> Result<Vec<Usage>, String> {
     let mut found: Vec<Usage> = Vec::new();
     for line in report.lines() {
@@ -42,7 +42,7 @@ pub fn usages(report: &str) -> Result<Vec<Usage>, String> {
             let (kernel, arch) = entry.split_once("' for '").ok_or_else(|| format!("ptxas said `{line}`"))?;
             found.push(Usage { kernel: kernel.into(), arch: arch.trim_end_matches('\'').into(), ..Usage::default() });
         } else if let Some(usage) = found.last_mut() {
-            // A function that was not inlined has a line of its own, which counts towards the kernel above it.
+            // The line of a function that was not inlined counts towards the kernel above it.
             usage.stack += before(line, " bytes stack frame");
             usage.spill += before(line, " bytes spill stores") + before(line, " bytes spill loads");
             usage.registers = usage.registers.max(before(line, " registers"));
@@ -52,12 +52,12 @@ pub fn usages(report: &str) -> Result<Vec<Usage>, String> {
     if let Some(usage) = found.iter().find(|usage| usage.registers == 0) {
         return Err(format!("ptxas did not say how many registers `{}` takes", usage.kernel));
     }
-    // Stable: the architectures stay in the order in which they were compiled.
+    // The sort is stable, so the architectures stay in the order in which they were compiled.
     found.sort_by(|a, b| a.kernel.cmp(&b.kernel));
     Ok(found)
 }
 
-/// The number before these words; 0 where the line does not have them.
+/// The number before these words; 0 where the line lacks them.
 fn before(line: &str, words: &str) -> u32 {
     let text = line.split_once(words).map_or("", |(text, _)| text);
     text.rsplit(' ').next().and_then(|number| number.parse().ok()).unwrap_or(0)

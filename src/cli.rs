@@ -5,6 +5,7 @@ pub mod args;
 mod bench;
 mod completions;
 mod device;
+mod doctor;
 mod hint;
 mod names;
 mod plan;
@@ -13,7 +14,7 @@ mod run;
 
 pub use bench::{BenchRequest, bench};
 pub use completions::{completions, man};
-pub use device::doctor;
+pub use doctor::doctor;
 pub use hint::{SAVE_MEMORY, hint, message};
 pub use names::Target;
 pub use plan::plan;

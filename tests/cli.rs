@@ -307,6 +307,24 @@ fn the_files_in_use_are_told() {
 }
 
 #[test]
+fn the_doctor_lists_kernel_files_or_with_verbose_every_kernel() {
+    let sandbox = Sandbox::new();
+    let doctor = |flag: &[&str]| sandbox.run([&["doctor", "--model", "tiny"], flag].concat()).good().text().to_owned();
+    let (short, all) = (doctor(&[]), doctor(&["-v"]));
+    let heading = "\nop       kernels\n";
+    let (about, files) = short.split_once(heading).expect(&short);
+    assert_eq!(files.lines().next(), Some("embed                 pointwise"));
+    let gemm = "\nlinear                gemm_bf16_sm90 (6 tiles), gemm_mma (3 tiles), naive\n";
+    assert!(files.contains(gemm) && !files.contains("kl_"), "{files}");
+    let (about_all, symbols) = all.split_once(heading).expect(&all);
+    assert_eq!(about.lines().count(), about_all.lines().count(), "{about_all}");
+    assert_eq!(symbols.lines().count(), files.lines().count());
+    let gemm = "\nlinear                kl_gemm_bf16_sm90_256x192 kl_gemm_bf16_sm90_192x192 ";
+    assert!(symbols.contains(gemm) && symbols.lines().all(|line| line.contains(" kl_")), "{symbols}");
+    assert_eq!(doctor(&["--verbose"]), all);
+}
+
+#[test]
 fn a_picture_of_nothing_is_told() {
     let sandbox = Sandbox::new();
     sandbox.tiny("model", &["--layout", "bfl", "--dtype", "f32"]);

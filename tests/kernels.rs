@@ -1,7 +1,7 @@
-//! The compiled kernels: what each takes of a multiprocessor is held to `kernels/resources.txt`, each file has its image, and the
-//! products on Hopper are made of the instructions they were written for.
+//! The compiled kernels: the resources of each are compared with `kernels/resources.txt`, each file has its image, and the Hopper kernels
+//! consist of the instructions they were written for.
 
-#![allow(clippy::print_stdout)] // why a test was skipped, shown with --nocapture
+#![allow(clippy::print_stdout)] // says why a test was skipped, with --nocapture
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -17,7 +17,7 @@ mod built {
 
 const HEADINGS: [&str; 4] = ["registers", "bytes of stack", "bytes of spills", "bytes of shared memory"];
 
-/// A table of resources: which compiler made it, and a row for each file, kernel and architecture.
+/// A table of resources: the compiler, and a row for each file, kernel and architecture.
 #[derive(Clone)]
 struct Table {
     nvcc: String,
@@ -39,30 +39,30 @@ impl Table {
         Self { nvcc: nvcc.into(), archs: archs.into(), rows }
     }
 
-    /// The kernels of a file for Hopper: each one's name and numbers.
+    /// The kernels of a file that is for one architecture: the name and numbers of each.
     fn of_file(&self, file: &str) -> Vec<(&str, [u32; 4])> {
         let rows = self.rows.iter().filter_map(|(name, numbers)| Some((name.strip_prefix(file)?.strip_prefix(' ')?, *numbers)));
         rows.filter_map(|(rest, numbers)| Some((rest.split(' ').next()?, numbers))).collect()
     }
 
-    /// Those that multiply with whole warpgroups.
-    fn hopper(&self) -> Vec<(&str, [u32; 4])> {
-        HOPPER.iter().flat_map(|file| self.of_file(file)).collect()
+    /// The kernels that use `wgmma`.
+    fn sm90(&self) -> Vec<(&str, [u32; 4])> {
+        SM90_FILES.iter().flat_map(|file| self.of_file(file)).collect()
     }
 
-    /// Where they have a stack or spills, which would stand between their products: no table can allow it.
-    fn hopper_spills(&self) -> Vec<String> {
-        let spilled = self.hopper().into_iter().filter(|(_, [_, stack, spills, _])| stack + spills > 0);
+    /// Those of them that have a stack or spills, which would stall the tensor cores: no table may allow that.
+    fn sm90_spills(&self) -> Vec<String> {
+        let spilled = self.sm90().into_iter().filter(|(_, [_, stack, spills, _])| stack + spills > 0);
         spilled
             .map(|(kernel, [_, stack, spills, _])| format!("{kernel}: {stack} bytes of stack, {spills} of spills, may have none"))
             .collect()
     }
 }
 
-/// Files whose kernels multiply with whole warpgroups.
-const HOPPER: [&str; 2] = ["gemm_bf16_sm90", "attention_sm90"];
+/// The files whose kernels use `wgmma`.
+const SM90_FILES: [&str; 2] = ["gemm_bf16_sm90", "attention_sm90"];
 
-/// Where a build exceeds what is allowed.
+/// Where a build exceeds the table.
 fn faults(built: &Table, allowed: &Table) -> Vec<String> {
     let mut faults = Vec::new();
     for (name, numbers) in &built.rows {
@@ -76,8 +76,8 @@ fn faults(built: &Table, allowed: &Table) -> Vec<String> {
             }
         }
     }
-    faults.extend(built.hopper_spills());
-    // A build for fewer architectures says nothing about the others.
+    faults.extend(built.sm90_spills());
+    // A build for fewer architectures has no rows for the others.
     if built.archs == allowed.archs {
         let gone = allowed.rows.keys().filter(|name| !built.rows.contains_key(*name));
         faults.extend(gone.map(|name| format!("{name}: in the table, but there is no such kernel")));
@@ -114,11 +114,11 @@ fn kernels_take_no_more_than_the_table_allows() {
 }
 
 #[test]
-fn products_on_hopper_do_not_spill() {
+fn sm90_kernels_do_not_spill() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/resources.txt");
     let mut table = Table::parse(&std::fs::read_to_string(path).unwrap());
-    assert!(HOPPER.iter().all(|file| !table.of_file(file).is_empty()), "the table has none of these kernels");
-    assert!(table.hopper_spills().is_empty(), "{:?}", table.hopper_spills());
+    assert!(SM90_FILES.iter().all(|file| !table.of_file(file).is_empty()), "the table has none of these kernels");
+    assert!(table.sm90_spills().is_empty(), "{:?}", table.sm90_spills());
 
     table.rows.insert("gemm_bf16_sm90 kl_gemm_bf16_sm90_1x1 sm_90a".into(), [168, 8, 16, 0]);
     let spills = "kl_gemm_bf16_sm90_1x1: 8 bytes of stack, 16 of spills, may have none";
@@ -137,7 +137,7 @@ fn instructions(listing: &str) -> BTreeMap<&str, Vec<&str>> {
     kernels.map(|(kernel, code)| (kernel.trim(), code.lines().filter_map(instruction).collect())).collect()
 }
 
-/// Their opcodes: `HGMMA`.
+/// The opcodes of each kernel, such as `HGMMA`.
 fn opcodes(listing: &str) -> BTreeMap<&str, BTreeSet<&str>> {
     let opcode = |code: &'_ str| -> usize { code.find(['.', ' ']).unwrap_or(code.len()) };
     instructions(listing)
@@ -146,10 +146,10 @@ fn opcodes(listing: &str) -> BTreeMap<&str, BTreeSet<&str>> {
         .collect()
 }
 
-/// Powers of two that are taken between the wait for scores and the wait for the product that is under way meanwhile, in the loop
-/// over keys. The compiler may put the second wait first: that is right, and slow.
-fn powers_beside_a_product(codes: &[&str]) -> usize {
-    // The loop's products with values come before those of the last round. Values alone are transposed.
+/// Exponentials that are computed between the wait for Q K^T and the wait for the P V of the block before, in the loop over KV blocks.
+/// The compiler may move the second wait to the front, which is correct but slow.
+fn exp2_during_mma(codes: &[&str]) -> usize {
+    // The P V of the loop comes before that of the last KV block. Only V is transposed.
     let values = |code: &str| code.starts_with("HGMMA") && code.contains(".tnspB");
     let first = codes.iter().position(|code| values(code));
     let after = &codes[first.unwrap_or(codes.len())..];
@@ -158,7 +158,7 @@ fn powers_beside_a_product(codes: &[&str]) -> usize {
 }
 
 #[test]
-fn products_on_hopper_are_those_of_warpgroups() {
+fn sm90_kernels_use_wgmma() {
     if !built::ARCHS.contains(&"sm_90") {
         println!("skipped: built without kernels for sm_90");
         return;
@@ -179,24 +179,24 @@ fn products_on_hopper_are_those_of_warpgroups() {
     };
     let built = Table::parse(&std::fs::read_to_string(env!("KILN_KERNEL_RESOURCES")).unwrap());
 
-    for file in HOPPER {
+    for file in SM90_FILES {
         let listing = listing(file, "sm_90a");
         let kernels = opcodes(&listing);
         assert!(kernels.keys().copied().eq(built.of_file(file).iter().map(|(kernel, _)| *kernel)), "{:?}", kernels.keys());
         for (kernel, opcodes) in &kernels {
-            assert!(opcodes.contains("HGMMA"), "{kernel} has no products of warpgroups");
+            assert!(opcodes.contains("HGMMA"), "{kernel} has no wgmma");
             assert!(!opcodes.contains("LDL") && !opcodes.contains("STL"), "{kernel} uses local memory");
         }
         if file == "attention_sm90" {
-            // 64 queries by 128 keys, of a warpgroup: 64 for each thread.
+            // A warpgroup has 64 queries by 128 keys, which is 64 logits for each thread.
             for (kernel, codes) in instructions(&listing) {
-                let powers = powers_beside_a_product(&codes);
-                assert!(powers >= 64, "{kernel}: {powers} powers are taken while a product is under way");
+                let count = exp2_during_mma(&codes);
+                assert!(count >= 64, "{kernel}: {count} exponentials are computed while an MMA is in flight");
             }
         }
     }
 
-    // The listing of a kernel that is otherwise says so.
+    // The listing of a kernel without wgmma shows none, so the check can fail.
     let portable = listing("gemm_mma", "sm_90");
     let portable = &opcodes(&portable)["kl_gemm_mma_256"];
     assert!(portable.contains("HMMA") && !portable.contains("HGMMA"), "{portable:?}");
@@ -205,7 +205,7 @@ fn products_on_hopper_are_those_of_warpgroups() {
 }
 
 #[test]
-fn listings_are_read() {
+fn sass_listings_are_parsed() {
     let listing = "\
 \tcode for sm_90a
 \t\tFunction : kl_one
@@ -229,14 +229,14 @@ fn listings_are_read() {
 }
 
 #[test]
-fn a_wait_that_comes_too_early_is_seen() {
-    let scores = "HGMMA.64x128x16.F32.BF16 R88, gdesc[UR8], R88";
-    let values = "HGMMA.64x128x16.F32.BF16 R24, R152, gdesc[UR4].tnspB, R24";
-    let (turn, wait, power) = ("BAR.ARV R9, 0x100", "WARPGROUP.DEPBAR.LE gsb0, 0x0", "MUFU.EX2 R4, R4");
-    let first = [scores, turn, wait, power, power];
-    let count = |rest: &[&str]| powers_beside_a_product(&[&first, rest].concat());
-    assert_eq!(count(&[scores, values, turn, wait, power, power, power, wait]), 3);
-    assert_eq!(count(&[scores, values, turn, wait, wait, power, power, power]), 0);
+fn a_wait_that_comes_too_early_is_noticed() {
+    let qk = "HGMMA.64x128x16.F32.BF16 R88, gdesc[UR8], R88";
+    let pv = "HGMMA.64x128x16.F32.BF16 R24, R152, gdesc[UR4].tnspB, R24";
+    let (barrier, wait, exp2) = ("BAR.ARV R9, 0x100", "WARPGROUP.DEPBAR.LE gsb0, 0x0", "MUFU.EX2 R4, R4");
+    let first = [qk, barrier, wait, exp2, exp2];
+    let count = |rest: &[&str]| exp2_during_mma(&[&first, rest].concat());
+    assert_eq!(count(&[qk, pv, barrier, wait, exp2, exp2, exp2, wait]), 3);
+    assert_eq!(count(&[qk, pv, barrier, wait, wait, exp2, exp2, exp2]), 0);
     assert_eq!(count(&[]), 0);
 }
 
@@ -250,7 +250,7 @@ fn the_table_is_for_the_pinned_compiler() {
 }
 
 #[test]
-fn every_excess_is_a_fault() {
+fn every_excess_is_reported() {
     let rows = "norm kl_norm sm_80 40 0 0 512\nnorm kl_norm sm_90 38 16 8 512\n";
     let allowed = Table::parse(&format!("# nvcc 13.0.88 for sm_80 sm_90\n{}\n{rows}", ptxas::HEADING));
     let with = |name: &str, numbers: [u32; 4]| {
@@ -279,7 +279,7 @@ fn every_excess_is_a_fault() {
 }
 
 #[test]
-fn what_ptxas_says_is_read() {
+fn ptxas_reports_are_parsed() {
     let report = "\
 ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'kl_two' for 'sm_100f'

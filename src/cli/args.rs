@@ -419,6 +419,10 @@ pub struct DoctorArgs {
     /// Which model to look for
     #[command(flatten)]
     pub model: ModelArgs,
+
+    /// List every kernel of each op, not only the kernel files
+    #[arg(short, long)]
+    pub verbose: bool,
 }
 
 /// Flags of `kiln tiny`.

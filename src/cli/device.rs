@@ -1,20 +1,11 @@
-//! Where a request is computed: choosing the backend, and `kiln doctor`.
+//! Where a request is computed: choosing the backend.
 
-use super::args::{BackendArg, DoctorArgs};
-use super::hint::{hint, message};
-use super::run::print;
+use super::args::BackendArg;
+use crate::backend::Backend;
 use crate::backend::cpu::Cpu;
+use crate::backend::cuda::Cuda;
 use crate::backend::cuda::driver::DeviceInfo;
-use crate::backend::cuda::{self, Cuda};
-use crate::backend::{Backend, OP_NAMES};
-use crate::config::Variant;
 use crate::error::{Error, Result};
-use crate::locate::{BUILT_IN, Environment, Found, TINY, locate};
-use crate::pipeline::OpenModel;
-use crate::text::{gib, shown_line, shown_text};
-use crate::threads;
-use std::fmt::Write as _;
-use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -52,73 +43,4 @@ pub fn choose(backend: BackendArg, device: usize, stop: &Arc<AtomicBool>) -> Res
             chosen => chosen,
         },
     }
-}
-
-/// Writes what this program can use on this machine to `out`.
-pub fn doctor(args: DoctorArgs, environment: Environment, out: &mut dyn Write) -> Result<()> {
-    let mut text = format!("kiln      {}\n", env!("CARGO_PKG_VERSION"));
-    let mut row = |name: &str, value: String| {
-        let _ = writeln!(text, "{name:<9} {}", shown_line(&value));
-    };
-    let kernels = match cuda::NVCC {
-        "" => "none: built without nvcc".into(),
-        nvcc => format!("{} (nvcc {nvcc})", cuda::ARCHS.join(" ")),
-    };
-    row("kernels", kernels);
-    row("cpu", format!("{} threads", threads::cores()));
-    let stop = Arc::new(AtomicBool::new(false));
-    match cuda::devices() {
-        Err(error) => {
-            row("driver", error.to_string());
-            // What else could be done on another command line is no matter here.
-            let advice = match &error {
-                Error::NoGpu { hint, .. } => Some(shown_text(hint)),
-                other => hint(other),
-            };
-            row("", advice.unwrap_or_default());
-        }
-        Ok(devices) => {
-            for (i, d) in devices.iter().enumerate() {
-                if i == 0 {
-                    row("driver", format!("CUDA {}.{}", d.driver.0, d.driver.1));
-                }
-                let ((major, minor), memory) = (d.capability, gib(d.memory));
-                let what = format!("{}, compute {major}.{minor}, {} multiprocessors, {memory}", d.name, d.multiprocessors);
-                row(&format!("gpu {}", d.index), what);
-                let state = Cuda::open(d.index, stop.clone()).and_then(|mut cuda| {
-                    let free = cuda.available()?.unwrap_or(0);
-                    Ok(format!("usable, {} free; tried: {}", gib(free), cuda.self_test()?.join(", ")))
-                });
-                row("", state.unwrap_or_else(|error| error.to_string()));
-            }
-        }
-    }
-    let lines =
-        model_lines(&args, environment).unwrap_or_else(|error| [message(&error)].into_iter().chain(hint(&error)).collect());
-    for (i, line) in lines.into_iter().enumerate() {
-        row(if i == 0 { "model" } else { "" }, line);
-    }
-    row("\nop", "kernels".into());
-    for op in OP_NAMES {
-        let kernels: Vec<&str> = cuda::kernels_of(op).iter().map(|k| k.symbol()).collect();
-        let _ = writeln!(text, "{op:<21} {}", kernels.join(" "));
-    }
-    print(out, text.as_bytes())
-}
-
-/// Which model would be used, and which files of it. They are opened, so that what is wrong with them is found.
-fn model_lines(args: &DoctorArgs, environment: Environment) -> Result<Vec<String>> {
-    let none = if args.model.is_named(&environment) { "" } else { "; no FLUX.2 model was found" };
-    let found = locate(&args.model.request(environment))?;
-    let files = match &found {
-        Found::BuiltIn(_) => return Ok(vec![format!("{BUILT_IN}, part of this program, draws coloured shapes{none}")]),
-        Found::Tiny => return Ok(vec![format!("{TINY}, made by this program, random and untrained{none}")]),
-        Found::Files(files) => files,
-    };
-    let model = OpenModel::open(&found, args.model.variant.map(Variant::from))?;
-    // A name that a model gives itself need not tell the variant.
-    let mut lines = vec![format!("{}, {}, {}", model.name, model.variant, shown_text(&files.origin))];
-    lines.extend(model.files_in_use().iter().map(|(part, files)| format!("{part} {files}")));
-    lines.extend(model.warnings.iter().map(|warning| format!("warning: {}", shown_text(warning))));
-    Ok(lines)
 }

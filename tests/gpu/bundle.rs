@@ -1,4 +1,4 @@
-//! What only the `run` script of `tools/gpu_bundle` asks for: planted bugs, a GPU with little room, a weight that is no number.
+//! Commands that only the `run` script of `tools/gpu_bundle` uses: planted bugs, a GPU with little free memory, a NaN in a weight.
 
 use kiln::backend::cuda::System;
 use kiln::backend::cuda::driver::{Driver, Launch};
@@ -8,10 +8,10 @@ use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
-/// Values of each buffer of `planted.cu`, and threads of a block.
+/// Values of each buffer of `planted.cu`, and threads of a CTA.
 const COUNT: u32 = 64;
 
-/// Launches the kernel of the compiled `planted.cu` that is for this tool, once. An error is no surprise: the bug may be fatal.
+/// Launches the kernel of the compiled `planted.cu` that has the bug for this sanitizer, once. It may fail, since the bug may be fatal.
 pub fn planted(tool: &str, image: &Path) -> Result<()> {
     let image = std::fs::read(image).map_err(|e| Error::read(image, e))?;
     let driver = System::open(0)?;
@@ -27,10 +27,10 @@ pub fn planted(tool: &str, image: &Path) -> Result<()> {
     done
 }
 
-/// Takes all memory of the GPU but about `left` bytes, says so, and keeps it until the process is ended.
+/// Allocates all memory of the GPU but about `left` bytes, says so, and keeps it until the process is ended.
 pub fn ballast(left: u64) -> Result<()> {
     let driver = System::open(0)?;
-    // What is free need not be free in one piece.
+    // Free memory need not be contiguous.
     let mut piece = driver.free_memory()?.saturating_sub(left);
     while piece >= 1 << 20 {
         match driver.allocate(piece) {
@@ -45,7 +45,7 @@ pub fn ballast(left: u64) -> Result<()> {
     }
 }
 
-/// Writes NaN over the first value of a tensor, in a file of bfloat16.
+/// Overwrites the first value of a bf16 tensor in a file with NaN.
 pub fn spoil(file: &Path, tensor: &str) {
     let place = Shard::open(file).unwrap().entry(tensor).expect("no such tensor").range.start;
     let mut bytes = std::fs::read(file).unwrap();

@@ -1,4 +1,4 @@
-//! Tensors so large that 32-bit offsets wrap: the last row computed inside the whole must be the row computed alone, bit for bit.
+//! Tensors so large that 32-bit offsets wrap around: the last rows of the whole must equal the same rows computed alone, bit for bit.
 
 use super::cuda;
 use kiln::backend::cuda::{Choice, Cuda};
@@ -7,7 +7,7 @@ use kiln::tensor::{Arena, Bytes, DType, Region, Tensor};
 use std::f32::consts::{LN_2, LOG2_E};
 use std::sync::Arc;
 
-/// More rows than the longest sequence, and with these columns more elements than a signed 32-bit number counts.
+/// More rows than the longest sequence, and with these columns more elements than a signed 32-bit number can count.
 const ROWS: usize = 59_000;
 const COLS: usize = 36_864;
 
@@ -43,8 +43,8 @@ pub fn last_rows_are_right() {
     pixels();
 }
 
-/// The last rows of long sequences, one of which has a square that no signed 32-bit number counts, against the naive kernel on those
-/// rows alone. Sums have another order there, so they agree as far as bf16 does.
+/// The last rows of long sequences, the square of one of which exceeds a signed 32-bit number, against the naive kernel on those rows
+/// alone. It adds in another order, so they agree to the precision of bf16.
 fn long_attention() {
     let (d, heads, rows) = (128, 2, 3);
     for tokens in [46_341, 52_000] {
@@ -54,7 +54,7 @@ fn long_attention() {
         let alone = arena.alloc(rows, heads * d, DType::Bf16).unwrap();
         cuda.reserve(arena.peak()).unwrap();
         let scale = 1.0 / (d as f32).sqrt();
-        // Scores are exponents of two, at most 4 sqrt(d) of e.
+        // Q is scaled by log2(e) / sqrt(d), so logits are exponents of two, of at most 4 sqrt(d) log2(e).
         for (t, seed, scale) in [(q, 1, 4.0 * LOG2_E * scale), (k, 2, 1.0), (v, 3, 1.0)] {
             let values: Vec<f32> = noise(t.len(), seed).into_iter().map(|v| scale * v).collect();
             cuda.write(t, HostData::F32(&values)).unwrap();
@@ -75,7 +75,7 @@ fn long_attention() {
             let got = read(&mut cuda, last(out, rows));
             let square = |v: &mut dyn Iterator<Item = f32>| v.map(|v| f64::from(v) * f64::from(v)).sum::<f64>();
             let error = square(&mut got.iter().zip(&want).map(|(a, b)| a - b)) / square(&mut want.iter().copied());
-            // Both are rounded once.
+            // Both results are rounded once.
             assert!(error.sqrt() <= 2.0f64.powi(-8), "{tokens} tokens, bound {bound}: {:.1e}", error.sqrt());
         }
     }
@@ -86,8 +86,8 @@ fn rows_of_two_dimensions() {
     let be: &mut dyn Backend = &mut cuda;
     let (mut region, mut arena) = (Arena::new(Region::Weights), Arena::new(Region::Arena));
     be.reserve_weights(64 << 20).unwrap();
-    let inner = 16;
-    let weight = region.alloc(COLS, inner, DType::Bf16).unwrap();
+    let k = 16;
+    let weight = region.alloc(COLS, k, DType::Bf16).unwrap();
     let bytes: Vec<u8> = noise(weight.len(), 5).into_iter().flat_map(|v| half::bf16::from_f32(v).to_le_bytes()).collect();
     be.upload(weight, Role::Linear, &[WeightPart { bytes: Bytes::new(Arc::new(bytes)), dtype: DType::Bf16 }]).unwrap();
     for dtype in [DType::Bf16, DType::F32] {
@@ -95,7 +95,7 @@ fn rows_of_two_dimensions() {
         let mut place = |rows, cols, dtype| arena.alloc(rows, cols, dtype).unwrap();
         let (x, out) = (place(ROWS, COLS, dtype), place(ROWS, COLS, dtype));
         let (row, shift, scale) = (place(1, COLS, dtype), place(1, COLS, DType::F32), place(1, COLS, DType::F32));
-        let (narrow, norm) = (place(ROWS, inner, dtype), place(1, COLS, DType::F32));
+        let (narrow, norm) = (place(ROWS, k, dtype), place(1, COLS, DType::F32));
         be.reserve(arena.peak()).unwrap();
         be.write(last(x, 1), HostData::F32(&noise(COLS, 1))).unwrap();
         for (t, seed) in [(shift, 2), (scale, 3), (norm, 4)] {

@@ -1,13 +1,13 @@
-//! Everything that needs a GPU, in one program, so that one file can be carried to a machine without Rust (see
-//! `tools/gpu_bundle`). `cargo test` runs it like the others; without a GPU it says so and passes.
+//! All tests that need a GPU, in one program, so that one file can be copied to a machine without Rust (see `tools/gpu_bundle`).
+//! `cargo test` runs it like the others; without a GPU it says so and passes.
 //!
 //!     gpu                all tests
 //!     gpu ops [words]    every op, or those whose case has all words in its name, against f64 loops
 //!     gpu NAME           one test by its name
 //!     gpu small I/N [L [portable]]  the share of process I of N, counted from 0, in cases without a number above L in their name
-//!                        (256); `portable`: the picture without kernels that store through the copy engine
+//!                        (256); `portable`: the image without kernels that store through TMA
 //!     gpu list           the names of the tests
-//!     gpu hash           a checksum of pictures, to compare processes
+//!     gpu hash           a checksum of images, to compare processes
 //!     gpu planted TOOL FATBIN, gpu ballast BYTES, gpu spoil FILE TENSOR
 //!                        see bundle.rs
 #![allow(clippy::print_stdout)]
@@ -51,10 +51,10 @@ fn in_lockstep() -> Box<dyn Backend> {
 }
 
 const TESTS: &[(&str, fn())] = &[
-    ("driver", every_road),
+    ("driver", self_test),
     ("small", || Share::ALL.check()),
     ("ops", || ops::check_some(&mut cuda(), |_| true)),
-    ("products", every_product),
+    ("tiles", every_tile),
     ("lockstep", lockstep),
     ("goldens", || every_golden(&on_cuda)),
     ("repeat", repeat),
@@ -66,7 +66,7 @@ const TESTS: &[(&str, fn())] = &[
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with('-')).collect();
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
-    // What needs no GPU.
+    // These commands need no GPU.
     match *words {
         ["list"] => {
             TESTS.iter().for_each(|(name, _)| println!("{name}"));
@@ -91,7 +91,7 @@ fn main() -> ExitCode {
             ops::check_some(&mut cuda(), |name| words.iter().all(|w| name.contains(w)));
         }
         ["small", share, ref rest @ ..] => Share::parse(share, rest).expect("small I/N [LIMIT [portable]]").check(),
-        ["hash"] => println!("{:016x}", checksum(&pictures(&mut |_| ()))),
+        ["hash"] => println!("{:016x}", checksum(&images(&mut |_| ()))),
         ["planted", tool, image] => bundle::planted(tool, Path::new(image)).unwrap(),
         ["ballast", left] => bundle::ballast(left.parse().unwrap()).unwrap(),
         [] => return all(None),
@@ -116,20 +116,20 @@ fn all(only: Option<&str>) -> ExitCode {
     if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Tensor maps, clusters, overlapped launches and recorded graphs, through the product's own launch code.
-fn every_road() {
+/// Tensor maps, clusters, programmatic dependent launches and captured graphs, through the program's own launch code.
+fn self_test() {
     let tried = cuda().self_test().unwrap();
     println!("tried: {}", tried.join(", "));
     assert!(tried.len() == 5 || cuda().device().capability != (9, 0));
 }
 
-/// Every kernel, on shapes small enough for tools that slow them down a hundredfold, and a picture whose steps are plain, recorded
-/// and replayed. Several processes may share them: the first has the picture, the others take turns at the cases.
+/// Every kernel, on shapes small enough for sanitizers that slow them down a hundredfold, and an image whose steps are run op by op,
+/// captured and replayed. Several processes may share them: the first generates the image, the others divide the cases.
 struct Share {
     part: usize,
     parts: usize,
     limit: usize,
-    /// For tools that do not see what the copy engine stores, and would find that nobody wrote what the next kernel reads.
+    /// For sanitizers that do not see what TMA stores, and would report that the next kernel reads uninitialised memory.
     portable: bool,
 }
 
@@ -157,7 +157,7 @@ impl Share {
             let job = Job { size: Pixels::new(64, 64).unwrap(), steps: 3, record: false, ..cases()[0].job() };
             let mut cuda = unpoisoned();
             if self.portable {
-                cuda.set_choice(Choice::Tile(Tile::Rows256));
+                cuda.set_choice(Choice::Tile(Tile::Mma256x128));
             }
             run(&mut engine_on(Box::new(cuda), Variant::Distilled, Precision::Bf16), &job).unwrap();
         }
@@ -166,64 +166,65 @@ impl Share {
 
     fn cases(&self) {
         let mut cuda = unpoisoned();
-        // Neighbours in the table are of one kind and take as long as each other, so they go to different processes.
+        // Neighbours in the table are of one kind and take equally long, so they go to different processes.
         let (turn, others) = (Cell::new(0), (self.parts - 1).max(1));
         let ours = |name: &str| {
             let small = ops::is_within(self.limit, name);
             turn.set(turn.get() + usize::from(small));
             small && turn.get() % others == self.part % others
         };
-        ops::check_some(&mut cuda, |name| (!is_product(name) || is_attention(name)) && ours(name));
-        // Every tile there is for them; values of four bytes take the naive kernels in any case.
+        ops::check_some(&mut cuda, |name| (!is_matrix_op(name) || is_attention(name)) && ours(name));
+        // Matrix ops run with every tile; f32 takes the naive kernels in any case.
         for tile in Tile::ALL {
             cuda.set_choice(Choice::Tile(tile));
             ops::check_some(&mut cuda, |name| has_tile(name, tile) && ours(name));
         }
         cuda.self_test().unwrap();
-        // For whoever adds up the shares.
+        // The `run` script adds these up over all processes.
         cuda.launched().for_each(|(kernel, times)| println!("launched: {} {times}", kernel.symbol()));
         let missed: Vec<_> = cuda.launched().filter(|(_, times)| *times == 0).map(|(kernel, _)| kernel).collect();
         assert!(missed.is_empty() || self.parts > 1, "never launched: {missed:?}");
     }
 }
 
-/// Fresh memory stays as it is: filled with NaN, a read of it would no longer be one of memory that nobody wrote.
+/// Without poison, because a sanitizer would take memory that was filled with NaN for initialised.
 fn unpoisoned() -> Cuda {
     let mut cuda = cuda();
     cuda.set_poison(false);
     cuda
 }
 
-/// Which has no tiles to choose from, but kernels of its own for some GPUs.
+/// Attention has no tiles to choose from, but kernels of its own for some GPUs.
 fn is_attention(name: &str) -> bool {
     name.starts_with("attention")
 }
 
-fn is_product(name: &str) -> bool {
+fn is_matrix_op(name: &str) -> bool {
     ["linear", "qkv", "attention", "conv"].iter().any(|op| name.starts_with(op))
 }
 
-/// Whether a tile makes a difference to a case: Hopper's are for products alone, and what takes the naive kernels is the same with all.
-/// The widths of the real models take the host longer than all the rest, so of those only the tiles that they get in a real model.
+/// Whether a tile makes a difference to a case: those of the Hopper kernel are for GEMMs alone, and what takes the naive kernels is the
+/// same with every tile. The host computes the widths of the real models for longer than all the rest, so these run only with the tiles
+/// that a real model takes.
 fn has_tile(name: &str, tile: Tile) -> bool {
-    let usual = matches!(tile, Tile::Hopper256x192 | Tile::Hopper128x256);
-    let product = ["linear", "qkv"].iter().any(|op| name.starts_with(op)) && (usual || !name.contains(" klein"));
+    let usual = matches!(tile, Tile::Sm90_256x192 | Tile::Sm90_128x256);
+    let gemm = ["linear", "qkv"].iter().any(|op| name.starts_with(op)) && (usual || !name.contains(" klein"));
     let first = tile == Tile::ALL[0];
-    is_product(name) && (first || on_tensor_cores(name)) && (!tile.is_hopper() || product)
+    is_matrix_op(name) && (first || on_tensor_cores(name)) && (!tile.is_sm90() || gemm)
 }
 
-/// Values of four bytes take the naive kernels, and so do products of rows that do not begin at whole vectors.
+/// f32 takes the naive kernels, and so do GEMMs whose rows are not aligned to 16 bytes.
 fn on_tensor_cores(name: &str) -> bool {
     let words: Vec<&str> = name.split([' ', 'x', ',']).collect();
     // "linear 64x65x66 ..." or "linear 64x66, rows of 65 ...".
-    let inner = words.iter().position(|word| *word == "of").map_or(2, |of| of + 1);
-    let whole = !name.starts_with("linear") || words[inner].parse::<usize>().is_ok_and(|inner| inner.is_multiple_of(8));
-    whole && name.contains(" bf16 ")
+    let k = words.iter().position(|word| *word == "of").map_or(2, |of| of + 1);
+    let aligned = !name.starts_with("linear") || words[k].parse::<usize>().is_ok_and(|k| k.is_multiple_of(8));
+    aligned && name.contains(" bf16 ")
 }
 
-/// Matrix ops with every tile: at these sizes mostly the smallest is chosen. What they are compared with takes the host far longer than
-/// the GPU, so tiles go beside each other.
-fn every_product() {
+/// Matrix ops with every tile, because at these sizes mostly the smallest is selected. The oracle takes the host far longer than the
+/// kernels take the GPU, so tiles are tested in parallel.
+fn every_tile() {
     std::thread::scope(|scope| {
         scope.spawn(|| ops::check_some(&mut cuda(), is_attention));
         for tile in Tile::ALL {
@@ -244,15 +245,15 @@ fn every_golden(make: Make<'_>) {
     modes::guidance_as_an_input_equals_diffusers(make);
 }
 
-/// Every op of every recorded case, on both backends. Here the host's results are carried forward, so passing the goldens is no
-/// feat; what counts is that no op differs.
+/// Every op of every golden case, on both backends. The results of the CPU are carried forward, so passing the goldens proves nothing;
+/// what counts is that no op differs.
 fn lockstep() {
     every_golden(&in_lockstep);
 }
 
-/// A picture of each kind: plain, guided, with references, with cached ones.
-fn pictures(prepare: &mut dyn FnMut(&mut Cuda)) -> Vec<Picture> {
-    let mut pictures = Vec::new();
+/// An image of each kind: from a prompt, with guidance, with references, with cached references.
+fn images(prepare: &mut dyn FnMut(&mut Cuda)) -> Vec<Picture> {
+    let mut images = Vec::new();
     let mut backend = || {
         let mut cuda = cuda();
         prepare(&mut cuda);
@@ -260,21 +261,21 @@ fn pictures(prepare: &mut dyn FnMut(&mut Cuda)) -> Vec<Picture> {
     };
     for precision in [Precision::F32, Precision::Bf16] {
         for case in cases() {
-            pictures.push(run(&mut engine_on(backend(), case.variant(), precision), &case.job()).unwrap());
+            images.push(run(&mut engine_on(backend(), case.variant(), precision), &case.job()).unwrap());
         }
         let modes = modes::modes();
         for case in &modes.cases {
-            pictures.push(run(&mut case.engine(backend(), precision), &case.job(&modes.images)).unwrap());
+            images.push(run(&mut case.engine(backend(), precision), &case.job(&modes.images)).unwrap());
         }
     }
-    pictures
+    images
 }
 
-fn checksum(pictures: &[Picture]) -> u64 {
-    modes::fnv1a(pictures.iter().flat_map(|p| p.image.pixels.iter().copied()))
+fn checksum(images: &[Picture]) -> u64 {
+    modes::fnv1a(images.iter().flat_map(|p| p.image.pixels.iter().copied()))
 }
 
-/// Same seed, same bytes: twenty times on one engine, whose steps are plain, recorded and replayed in turn.
+/// The same seed gives the same bytes, twenty times on one engine, whose steps are run op by op, captured and replayed in turn.
 fn repeat() {
     for precision in [Precision::F32, Precision::Bf16] {
         for case in cases() {
@@ -290,9 +291,9 @@ fn repeat() {
 }
 
 fn graphs_change_nothing() {
-    let with = checksum(&pictures(&mut |_| ()));
-    let without = checksum(&pictures(&mut |cuda| cuda.set_recording(false)));
-    let clean = checksum(&pictures(&mut |cuda| cuda.set_poison(false)));
-    assert_eq!(with, without, "recorded steps give other bytes");
+    let with = checksum(&images(&mut |_| ()));
+    let without = checksum(&images(&mut |cuda| cuda.set_graph_capture(false)));
+    let clean = checksum(&images(&mut |cuda| cuda.set_poison(false)));
+    assert_eq!(with, without, "captured graphs give other bytes");
     assert_eq!(with, clean, "released memory is read");
 }

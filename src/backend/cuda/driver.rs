@@ -1,11 +1,11 @@
-//! The calls the CUDA backend makes, as a trait: the real driver is one implementation, and tests run the backend on a stand-in
-//! that can refuse any of them. Addresses are device addresses; handles are whatever the driver says they are.
+//! The driver calls that the CUDA backend makes, as a trait: the real driver is one implementation, and tests run the backend on a
+//! stand-in that can refuse any of them. Addresses are device addresses; handles are opaque to the backend.
 
 use crate::error::Result;
 use crate::tensor::DType;
 use std::ptr::NonNull;
 
-/// What is known of a GPU.
+/// Properties of a GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceInfo {
     /// Its number.
@@ -14,23 +14,23 @@ pub struct DeviceInfo {
     pub name: String,
     /// Compute capability, major and minor.
     pub capability: (u32, u32),
-    /// Number of multiprocessors.
+    /// Number of streaming multiprocessors (SMs).
     pub multiprocessors: u32,
-    /// Most bytes of shared memory that a block may have.
+    /// Most bytes of shared memory that a CTA may have.
     pub shared: u32,
-    /// The highest clock they run at, in kHz.
+    /// The highest clock of the SMs, in kHz.
     pub clock: u32,
     /// Bytes of memory.
     pub memory: u64,
-    /// Newest CUDA version the driver speaks, major and minor.
+    /// Newest CUDA version that the driver supports, major and minor.
     pub driver: (u32, u32),
 }
 
 impl DeviceInfo {
-    /// Operations of one multiprocessor's tensor cores in a clock: dense products of bf16, summed in f32. From the vendor's
+    /// Floating-point operations of one SM's tensor cores per clock: dense bf16 with f32 accumulators. The numbers are from the vendor's
     /// descriptions of each architecture; none where they are not known.
     pub fn tensor_flops_per_clock(&self) -> Option<u32> {
-        // What is sold for games sums in f32 at half the rate of the same chip in a workstation.
+        // GeForce cards accumulate in f32 at half the rate of the same chip in a workstation card.
         let whole = if self.name.contains("GeForce") { 512 } else { 1024 };
         match self.capability {
             (8, 0) => Some(2048),
@@ -41,30 +41,30 @@ impl DeviceInfo {
         }
     }
 
-    /// The same for the whole GPU in a second, at its highest clock: what no kernel can pass, and none holds for long.
+    /// The same for the whole GPU per second, at its highest clock: an upper limit that no kernel sustains for long.
     pub fn tensor_flops(&self) -> Option<f64> {
         let per_clock = f64::from(self.tensor_flops_per_clock()?);
         Some(per_clock * f64::from(self.multiprocessors) * f64::from(self.clock) * 1e3)
     }
 }
 
-/// Loaded kernels.
+/// A loaded module of kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Module(pub u64);
 
-/// One kernel.
+/// A kernel of a module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Function(pub u64);
 
-/// A queue of work.
+/// A stream: a queue whose work is done in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stream(pub u64);
 
-/// A point in a stream.
+/// An event: a point in a stream that others can wait for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Event(pub u64);
 
-/// A recorded sequence of launches, ready to run.
+/// An executable CUDA graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Graph(pub u64);
 
@@ -73,15 +73,15 @@ pub struct Graph(pub u64);
 pub struct Launch {
     /// The kernel.
     pub function: Function,
-    /// Blocks along x, y and z.
+    /// CTAs along x, y and z.
     pub grid: [u32; 3],
-    /// Threads of a block.
+    /// Threads of a CTA.
     pub threads: u32,
     /// Bytes of dynamic shared memory.
     pub shared: u32,
-    /// Blocks of a cluster; 1 for none.
+    /// CTAs of a cluster; 1 for none.
     pub cluster: u32,
-    /// Start before the kernel before it is done; the kernel waits for it where it has to.
+    /// Programmatic dependent launch: the kernel may start before the one before it has ended, and waits for it where it has to.
     pub overlap: bool,
 }
 
@@ -96,7 +96,7 @@ pub struct Rows {
     pub width: u64,
 }
 
-/// What a tensor map says: a matrix, and the box of it that one copy brings to shared memory.
+/// What a tensor map describes: a matrix, and the box of it that one TMA copy moves between global and shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MapSpec {
     /// Address of the first element.
@@ -109,20 +109,20 @@ pub struct MapSpec {
     pub pitch: u64,
     /// Columns and rows of a box.
     pub tile: [u32; 2],
-    /// How a row of a box is spread over the banks of shared memory.
+    /// How the box is laid out in shared memory.
     pub swizzle: Swizzle,
 }
 
-/// How the 16-byte chunks of a box are exchanged, so that columns can be read without conflicts.
+/// How the 16-byte chunks of a box are permuted in shared memory, so that columns can be read without bank conflicts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Swizzle {
-    /// Not at all.
+    /// Not permuted.
     None,
-    /// Within 32 bytes, by the third bit of the row.
+    /// Within 32 bytes, by bit 2 of the row.
     Bytes32,
-    /// Within 64 bytes, by the second and third bit of the row.
+    /// Within 64 bytes, by bits 1 and 2 of the row.
     Bytes64,
-    /// Within 128 bytes, by the row's last three bits.
+    /// Within 128 bytes, by the three lowest bits of the row.
     Bytes128,
 }
 
@@ -131,55 +131,55 @@ pub trait Driver {
     /// Which GPU this is.
     fn device(&self) -> &DeviceInfo;
 
-    /// Bytes of device memory that can still be had.
+    /// Bytes of device memory that are free.
     fn free_memory(&self) -> Result<u64>;
 
     /// Allocates device memory.
     fn allocate(&self, bytes: u64) -> Result<u64>;
 
-    /// Gives device memory back.
+    /// Frees device memory.
     fn free(&self, address: u64);
 
-    /// Allocates host memory that the device can copy from by itself.
+    /// Allocates pinned (page-locked) host memory, which the device copies from without the host's help.
     fn allocate_pinned(&self, bytes: usize) -> Result<NonNull<u8>>;
 
-    /// Gives such memory back.
+    /// Frees pinned memory.
     fn free_pinned(&self, memory: NonNull<u8>);
 
-    /// Loads kernels.
+    /// Loads a module from a fat binary.
     fn load(&self, image: &[u8]) -> Result<Module>;
 
-    /// Gives kernels back.
+    /// Unloads a module.
     fn unload(&self, module: Module);
 
-    /// Finds a kernel, checks that its only parameter has `params` bytes and allows it `shared` bytes of dynamic memory.
+    /// Finds a kernel, checks that its only parameter has `params` bytes, and allows it `shared` bytes of dynamic shared memory.
     fn function(&self, module: Module, symbol: &str, params: usize, shared: u32) -> Result<Function>;
 
-    /// Makes a stream.
+    /// Creates a stream.
     fn stream(&self) -> Result<Stream>;
 
-    /// Gives a stream back.
+    /// Destroys a stream.
     fn destroy_stream(&self, stream: Stream);
 
     /// Waits until everything queued on a stream is done.
     fn synchronize(&self, stream: Stream) -> Result<()>;
 
-    /// Makes an event.
+    /// Creates an event.
     fn event(&self) -> Result<Event>;
 
-    /// Gives an event back.
+    /// Destroys an event.
     fn destroy_event(&self, event: Event);
 
-    /// Sets an event behind everything queued on a stream.
-    fn set_event(&self, event: Event, stream: Stream) -> Result<()>;
+    /// Records an event behind everything that is queued on a stream.
+    fn record_event(&self, event: Event, stream: Stream) -> Result<()>;
 
-    /// Waits for the event's point, where it was set last; not at all if it never was.
-    fn finish_event(&self, event: Event) -> Result<()>;
+    /// Makes the host wait until the event, as it was recorded last, has been reached; returns at once if it never was recorded.
+    fn synchronize_event(&self, event: Event) -> Result<()>;
 
-    /// What is queued on a stream from now on is done after the event's point, where it was set last.
+    /// Makes what is queued on a stream from now on wait for the event, as it was recorded last.
     fn wait_event(&self, stream: Stream, event: Event) -> Result<()>;
 
-    /// Queues a copy to the device. Pinned memory must stay as it is until the stream is synchronised.
+    /// Queues a copy to the device. Pinned memory must not change until the copy has ended.
     fn copy_in(&self, stream: Stream, to: Rows, from: &[u8]) -> Result<()>;
 
     /// Copies from the device and waits for it.
@@ -188,22 +188,22 @@ pub trait Driver {
     /// Queues filling `len` bytes with one value.
     fn fill(&self, stream: Stream, at: u64, value: u8, len: u64) -> Result<()>;
 
-    /// Queues a kernel; `params` are the bytes of its parameter.
+    /// Queues a kernel launch; `params` are the bytes of the kernel's parameter.
     fn launch(&self, stream: Stream, launch: &Launch, params: &[u8]) -> Result<()>;
 
     /// Encodes a tensor map.
     fn tensor_map(&self, spec: &MapSpec) -> Result<[u64; 16]>;
 
-    /// From now on, what is queued on the stream is recorded instead.
+    /// From now on, what is queued on the stream is captured instead of run.
     fn begin_capture(&self, stream: Stream) -> Result<()>;
 
-    /// Ends recording.
+    /// Ends the capture and instantiates the graph.
     fn end_capture(&self, stream: Stream) -> Result<Graph>;
 
-    /// Queues everything that was recorded.
-    fn replay(&self, stream: Stream, graph: Graph) -> Result<()>;
+    /// Queues the launches of a captured graph.
+    fn launch_graph(&self, stream: Stream, graph: Graph) -> Result<()>;
 
-    /// Gives a recording back.
+    /// Destroys a graph.
     fn destroy_graph(&self, graph: Graph);
 }
 
@@ -211,10 +211,10 @@ pub trait Driver {
 mod tests {
     use super::*;
 
-    /// The makers' own figures, which use a clock that is sometimes below the highest.
+    /// These are the vendor's own figures, which use a clock that is sometimes below the highest.
     #[test]
-    fn tensor_cores_do_what_their_makers_say() {
-        for (name, capability, multiprocessors, clock, tera) in [
+    fn tensor_core_peaks_are_those_of_the_data_sheets() {
+        for (name, capability, multiprocessors, clock, teraflops) in [
             ("NVIDIA A100-SXM4-80GB", (8, 0), 108, 1_410_000, 312.0),
             ("NVIDIA GeForce RTX 3090", (8, 6), 82, 1_695_000, 71.0),
             ("NVIDIA GeForce RTX 4090", (8, 9), 128, 2_520_000, 165.2),
@@ -225,7 +225,7 @@ mod tests {
             let (index, memory, driver) = (0, 0, (13, 0));
             let device = DeviceInfo { index, name: name.into(), capability, multiprocessors, shared: 0, clock, memory, driver };
             let got = device.tensor_flops().unwrap() / 1e12;
-            assert!((got / tera - 1.0).abs() < 0.005, "{name}: {got}");
+            assert!((got / teraflops - 1.0).abs() < 0.005, "{name}: {got}");
             assert_eq!(DeviceInfo { capability: (7, 5), ..device }.tensor_flops(), None);
         }
     }

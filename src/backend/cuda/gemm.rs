@@ -1,17 +1,44 @@
-//! Matrix products: on tensor cores where operands allow it, by the naive kernel elsewhere.
+//! GEMMs `out = epilogue(x W^T + b)`: on tensor cores where operands allow it, by the naive kernel elsewhere.
+//!
+//! A launch computes up to two GEMMs, those of the two streams of a double block. Each may have several parts: ranges of the weight's
+//! rows whose results go to different outputs through different epilogues, as in the fused projection of queries, keys, values and MLP.
 
 use super::abi::{self, KlGemmPart, KlGemmStream, KlMat, KlTensorMap};
-use super::driver::{MapSpec, Swizzle};
+use super::context::{Choice, OpContext};
 use super::launch::Kernel;
-use super::ops::{NONE, tiles};
-use super::tile::{self, Common, Deal, Products, Size, Spec, Tile};
-use super::{Choice, Cuda, Linear, Projection};
-use crate::backend::RopeStyle;
-use crate::error::{Error, Result};
+use super::norm::{QkHeads, qk_norm_rope, rope_code};
+use super::params::{NO_MAP, NONE, is_async_copyable, naive_grid};
+use super::select::{ClusterMode, GemmShape, GroupedGemm, Tile, TileConfig, group_m};
+use crate::backend::{Linear, Projection};
+use crate::error::Result;
 use crate::tensor::{DType, Tensor};
 
-/// What becomes of a product, and where it goes.
-pub struct Job {
+/// The kernels of a GEMM with one part, the fastest first.
+pub const KERNELS: [Kernel; 10] = [
+    Kernel::GemmSm90_256x192,
+    Kernel::GemmSm90_192x192,
+    Kernel::GemmSm90_128x256,
+    Kernel::GemmSm90_128x208,
+    Kernel::GemmSm90_128x192,
+    Kernel::GemmSm90_128x160,
+    Kernel::GemmMma256x128,
+    Kernel::GemmMma128x128,
+    Kernel::GemmMma64x128,
+    Kernel::NaiveGemm,
+];
+
+/// The kernels of the fused projection, which on Hopper needs tiles of whole heads.
+pub const PROJECTION_KERNELS: [Kernel; 6] = [
+    Kernel::GemmSm90_128x256,
+    Kernel::GemmMma256x128,
+    Kernel::GemmMma128x128,
+    Kernel::GemmMma64x128,
+    Kernel::NaiveGemm,
+    Kernel::QkNormRope,
+];
+
+/// A GEMM whose columns all have one epilogue.
+pub struct EpilogueGemm {
     pub out: Tensor,
     pub x: Tensor,
     pub w: Linear,
@@ -20,8 +47,6 @@ pub struct Job {
 }
 
 const NO_PART: KlGemmPart = KlGemmPart { out: NONE, extra: NONE, epilogue: 0, first_row: 0, tiles: 0, scale: 1.0 };
-
-pub(super) const NO_MAP: KlTensorMap = KlTensorMap { opaque: [0; 16] };
 
 const NO_MAPS: [KlTensorMap; abi::KL_STREAMS as usize] = [NO_MAP; abi::KL_STREAMS as usize];
 
@@ -42,8 +67,8 @@ fn weight_rows(part: &KlGemmPart) -> u32 {
     if part.epilogue == abi::KL_SWIGLU { 2 * part.out.cols } else { part.out.cols }
 }
 
-/// Columns of a result that a warp of Hopper's kernel stores at once, of a tile with so many.
-const fn stored_cols(cols: u32) -> u32 {
+/// Columns that a warp of the Hopper kernel stores at once, of a tile with so many.
+const fn store_cols(cols: u32) -> u32 {
     if cols.is_multiple_of(64) {
         64
     } else if cols.is_multiple_of(32) {
@@ -53,240 +78,181 @@ const fn stored_cols(cols: u32) -> u32 {
     }
 }
 
-/// Whether Hopper's kernel can do a stream with such tiles: results in bf16 that the copy engine can store, whole heads.
-fn on_hopper(stream: &KlGemmStream, tile: Spec) -> bool {
+/// Whether the Hopper kernel can compute a stream with this tile: results in bf16 that TMA can store, and whole heads.
+fn fits_sm90(stream: &KlGemmStream, tile: TileConfig) -> bool {
     let in_pairs = |m: &KlMat| m.data == 0 || m.dtype == abi::KL_BF16 && m.data.is_multiple_of(4);
     stream.part.iter().filter(|part| part.out.data != 0).all(|part| {
         let fits = match part.epilogue {
-            abi::KL_HEADS => tile.cols.is_multiple_of(abi::KL_MMA_COLS),
-            // Half of a tile's columns are stored, sixteen at a time at least.
-            abi::KL_SWIGLU => tile.cols.is_multiple_of(32),
+            abi::KL_HEADS => tile.block_n.is_multiple_of(abi::KL_MMA_COLS),
+            // Half of a tile's columns are stored, at least sixteen at a time.
+            abi::KL_SWIGLU => tile.block_n.is_multiple_of(32),
             abi::KL_GATE_RESIDUAL => in_pairs(&part.extra),
             _ => true,
         };
-        fits && aligned(&part.out)
+        fits && is_async_copyable(&part.out)
     })
 }
 
-/// Whether an operand can be copied sixteen bytes at a time, from 32-bit offsets.
-pub(super) fn aligned(m: &KlMat) -> bool {
-    m.dtype == abi::KL_BF16
-        && m.data.is_multiple_of(16)
-        && m.stride.is_multiple_of(8)
-        && m.cols.is_multiple_of(8)
-        && m.rows > 0
-        && m.cols > 0
-        && u64::from(m.rows) * m.stride <= u64::from(u32::MAX)
+/// Takes as many streams to a launch as a kernel does: on tensor cores where `stream` has the parameters of all of them, else by
+/// `fallback`.
+fn in_launches<T>(
+    cx: &OpContext,
+    all: &[T],
+    stream: impl Fn(&T) -> Result<Option<KlGemmStream>>,
+    fallback: impl Fn(&[T]) -> Result<()>,
+) -> Result<()> {
+    for group in all.chunks(abi::KL_STREAMS as usize) {
+        let streams = group.iter().map(&stream).collect::<Result<Option<Vec<_>>>>()?;
+        match streams {
+            Some(streams) => launch(cx, &streams)?,
+            None => fallback(group)?,
+        }
+    }
+    Ok(())
 }
 
-const fn rope(style: RopeStyle) -> u32 {
-    match style {
-        RopeStyle::Interleaved => abi::KL_ROPE_INTERLEAVED,
-        RopeStyle::HalfSplit => abi::KL_ROPE_HALF_SPLIT,
-    }
+/// GEMMs with one part each.
+pub fn linear(cx: &OpContext, op: &'static str, gemms: impl Iterator<Item = EpilogueGemm>) -> Result<()> {
+    let naive = |group: &[EpilogueGemm]| group.iter().try_for_each(|gemm| naive_gemm(cx, op, gemm));
+    in_launches(cx, &gemms.collect::<Vec<_>>(), |gemm| linear_stream(cx, op, gemm), naive)
 }
 
-impl Cuda {
-    /// Takes streams two to a launch: on tensor cores where `stream` gives all of them their form for it, else by `otherwise`.
-    fn in_pairs<T>(
-        &self,
-        all: &[T],
-        stream: impl Fn(&T) -> Result<Option<KlGemmStream>>,
-        otherwise: impl Fn(&[T]) -> Result<()>,
-    ) -> Result<()> {
-        for pair in all.chunks(abi::KL_STREAMS as usize) {
-            let streams = pair.iter().map(&stream).collect::<Result<Option<Vec<_>>>>()?;
-            match streams {
-                Some(streams) => self.launch_gemm(&streams)?,
-                None => otherwise(pair)?,
+/// The parameters of a GEMM on tensor cores, if its operands allow it.
+fn linear_stream(cx: &OpContext, op: &'static str, gemm: &EpilogueGemm) -> Result<Option<KlGemmStream>> {
+    let (x, w) = (cx.mat(gemm.x, op)?, cx.mat(gemm.w.weight, op)?);
+    let storable = matches!(gemm.out.dtype, DType::Bf16 | DType::F32);
+    if cx.choice == Choice::Naive || !is_async_copyable(&x) || !is_async_copyable(&w) || !storable {
+        return Ok(None);
+    }
+    let mut stream = KlGemmStream { x, w, bias: cx.mat_if(gemm.w.bias, op)?, ..NO_STREAM };
+    let (out, extra) = (cx.mat(gemm.out, op)?, cx.mat_if(gemm.gate, op)?);
+    stream.part[0] = KlGemmPart { out, extra, epilogue: gemm.epilogue, ..NO_PART };
+    Ok(Some(stream))
+}
+
+fn naive_gemm(cx: &OpContext, op: &'static str, gemm: &EpilogueGemm) -> Result<()> {
+    let p = abi::KlProduct {
+        out: cx.mat(gemm.out, op)?,
+        x: cx.mat(gemm.x, op)?,
+        w: cx.mat(gemm.w.weight, op)?,
+        bias: cx.mat_if(gemm.w.bias, op)?,
+        gate: cx.mat_if(gemm.gate, op)?,
+        epilogue: gemm.epilogue,
+        unused: 0,
+    };
+    cx.kernels.launch(Kernel::NaiveGemm, naive_grid(&p.out), &p)
+}
+
+/// Selects a tile and a schedule for a grouped GEMM on tensor cores, and launches it.
+fn launch(cx: &OpContext, streams: &[KlGemmStream]) -> Result<()> {
+    let shape = |s: &KlGemmStream| GemmShape { m: s.x.rows, parts: s.part.iter().map(weight_rows).collect() };
+    let shapes: Vec<GemmShape> = streams.iter().map(shape).collect();
+    let k = streams.iter().map(|s| s.x.cols).max().unwrap_or(0);
+    let same_k = streams.iter().all(|s| s.x.cols == k);
+    let fits = |tile: Tile| {
+        // A single k-block cannot be split.
+        let divisible = !tile.is_split_k() || k > tile.config().block_k;
+        let sm90 = same_k && divisible && streams.iter().all(|s| fits_sm90(s, tile.config()));
+        (!tile.is_sm90() || sm90) && cx.kernels.has(tile.config().kernel)
+    };
+    let gemm = GroupedGemm { shapes: &shapes, k, same_k };
+    let plan = match cx.choice {
+        Choice::Tile(tile) if fits(tile) => gemm.forced(tile, cx.sms),
+        _ => gemm.plan(cx.sms, fits),
+    };
+    let TileConfig { block_m, block_n, block_k, kernel, cluster, .. } = plan.tile.config();
+    let mut stream = [NO_STREAM; abi::KL_STREAMS as usize];
+    for (to, s) in stream.iter_mut().zip(streams) {
+        *to = *s;
+        to.part.iter_mut().for_each(|part| part.tiles = weight_rows(part).div_ceil(block_n));
+        let col_tiles = to.part.iter().map(|part| part.tiles).sum();
+        (to.row_tiles, to.col_tiles) = plan.tile.tile_counts(s.x.rows, col_tiles);
+    }
+    let tiles: u32 = stream.iter().map(|s| s.row_tiles * s.col_tiles).sum();
+    let schedule = cx.tile_schedule(plan.schedule, tiles, k.div_ceil(block_k));
+    let Some(mode) = cluster else {
+        let ctas = plan.schedule.full_tiles + plan.schedule.workers;
+        return cx.kernels.launch(kernel, [ctas, 1, 1], &abi::KlGemm { stream, deal: schedule });
+    };
+    let group = stream.map(|s| group_m(plan.tile, s.row_tiles, s.col_tiles, cx.sms));
+    let (x, w, out, unused) = (NO_MAPS, NO_MAPS, [[NO_MAP; abi::KL_GEMM_PARTS as usize]; abi::KL_STREAMS as usize], [0; 7]);
+    let mut p = abi::KlGemmSm90 { x, w, out, residual: NO_MAPS, stream, group, deal: schedule, unused };
+    // Each CTA of a cluster loads one half of what it multicasts. B is loaded in halves in any case.
+    let a_rows = if mode == ClusterMode::MulticastA { block_m / abi::KL_SM90_CLUSTER } else { block_m };
+    for (i, s) in stream.iter().enumerate().take(streams.len()) {
+        p.x[i] = cx.tensor_map(&s.x, [block_k, a_rows])?;
+        p.w[i] = cx.tensor_map(&s.w, [block_k, block_n / 2])?;
+        if s.part[0].epilogue == abi::KL_GATE_RESIDUAL {
+            p.residual[i] = cx.tensor_map(&s.part[0].out, [block_k, plan.tile.warpgroup_rows()])?;
+        }
+        for (map, part) in p.out[i].iter_mut().zip(&s.part).filter(|(_, part)| part.out.data != 0) {
+            let cols = if part.epilogue == abi::KL_SWIGLU { block_n / 2 } else { block_n };
+            *map = cx.tensor_map(&part.out, [store_cols(cols), abi::KL_SM90_STORE_ROWS])?;
+        }
+    }
+    // Clusters of split-K are not persistent: each computes one tile.
+    let slots = if plan.tile.is_split_k() { tiles } else { plan.tile.slots(cx.sms) };
+    cx.kernels.launch(kernel, [plan.schedule.persistent_clusters(tiles, slots) * abi::KL_SM90_CLUSTER, 1, 1], &p)
+}
+
+/// The fused projection of attention inputs. On tensor cores it is one launch, whose epilogue normalises and rotates queries and keys
+/// before they are stored; elsewhere it is one GEMM for each output and a pass over the heads.
+pub fn projection(cx: &OpContext, op: &'static str, streams: &[Projection<'_>]) -> Result<()> {
+    in_launches(cx, streams, |s| projection_stream(cx, op, s), |group| projection_in_passes(cx, op, group))
+}
+
+/// The parameters of a fused projection on tensor cores, if its operands allow it.
+fn projection_stream(cx: &OpContext, op: &'static str, s: &Projection<'_>) -> Result<Option<KlGemmStream>> {
+    let (x, w) = (cx.mat(s.x, op)?, cx.mat(s.w.weight, op)?);
+    let outs = [s.q, Some(s.k), Some(s.v), s.mlp];
+    let storable = outs.iter().flatten().all(|t| t.dtype == DType::Bf16);
+    let whole_heads = s.rope.table.cols == abi::KL_MMA_COLS as usize;
+    if cx.choice == Choice::Naive || !is_async_copyable(&x) || !is_async_copyable(&w) || !storable || !whole_heads {
+        return Ok(None);
+    }
+    let (table, rope) = (cx.mat(s.rope.table, op)?, rope_code(s.rope.style));
+    let mut stream = KlGemmStream { x, w, table, rope, eps: s.norm.eps, ..NO_STREAM };
+    let (mut first_row, mut parts) = (0, stream.part.iter_mut());
+    let epilogues = [
+        (abi::KL_HEADS, Some(s.norm.q), s.norm.q_scale),
+        (abi::KL_HEADS, Some(s.norm.k), 1.0),
+        (abi::KL_STORE, None, 1.0),
+        (abi::KL_SWIGLU, None, 1.0),
+    ];
+    for (out, (epilogue, norm, scale)) in outs.into_iter().zip(epilogues) {
+        let (Some(out), Some(part)) = (out, out.and_then(|_| parts.next())) else { continue };
+        let (out, extra) = (cx.mat(out, op)?, cx.mat_if(norm, op)?);
+        *part = KlGemmPart { out, extra, epilogue, first_row, scale, ..NO_PART };
+        first_row += weight_rows(part);
+    }
+    Ok(Some(stream))
+}
+
+/// The projection by naive GEMMs, then the norm and rotation of queries and keys in place: in bf16 these are rounded once more.
+fn projection_in_passes(cx: &OpContext, op: &'static str, streams: &[Projection<'_>]) -> Result<()> {
+    let mut heads = Vec::new();
+    for s in streams {
+        let mut first = 0;
+        let outs = [(s.q, Some(s.norm.q), s.norm.q_scale), (Some(s.k), Some(s.norm.k), 1.0), (Some(s.v), None, 1.0)];
+        for (out, norm, scale) in outs {
+            let Some(out) = out else { continue };
+            let w = s.w.rows(first..first + out.cols);
+            naive_gemm(cx, op, &EpilogueGemm { out, x: s.x, w, epilogue: abi::KL_STORE, gate: None })?;
+            first += out.cols;
+            if let Some(weight) = norm {
+                let (x, weight, table) = (cx.mat(out, op)?, cx.mat(weight, op)?, cx.mat(s.rope.table, op)?);
+                heads.push(QkHeads {
+                    heads: abi::KlHeads { x, weight, table, scale, unused: 0 },
+                    head_dim: s.rope.table.cols,
+                    style: s.rope.style,
+                    eps: s.norm.eps,
+                });
             }
         }
-        Ok(())
-    }
-
-    /// Runs products.
-    pub(super) fn products(&self, op: &'static str, jobs: &[Job]) -> Result<()> {
-        let naive = |pair: &[Job]| pair.iter().try_for_each(|job| self.naive_product(op, job));
-        self.in_pairs(jobs, |job| self.stream(op, job), naive)
-    }
-
-    /// A product as the tensor-core kernel takes it, if it does.
-    fn stream(&self, op: &'static str, job: &Job) -> Result<Option<KlGemmStream>> {
-        let (x, w) = (self.mat(job.x, op)?, self.mat(job.w.weight, op)?);
-        if self.choice == Choice::Naive || !aligned(&x) || !aligned(&w) || !matches!(job.out.dtype, DType::Bf16 | DType::F32) {
-            return Ok(None);
+        if let Some(out) = s.mlp {
+            let w = s.w.rows(first..s.w.weight.rows);
+            naive_gemm(cx, op, &EpilogueGemm { out, x: s.x, w, epilogue: abi::KL_SWIGLU, gate: None })?;
         }
-        let mut stream = KlGemmStream { x, w, bias: self.mat_if(job.w.bias, op)?, ..NO_STREAM };
-        stream.part[0] =
-            KlGemmPart { out: self.mat(job.out, op)?, extra: self.mat_if(job.gate, op)?, epilogue: job.epilogue, ..NO_PART };
-        Ok(Some(stream))
     }
-
-    fn naive_product(&self, op: &'static str, job: &Job) -> Result<()> {
-        let p = abi::KlProduct {
-            out: self.mat(job.out, op)?,
-            x: self.mat(job.x, op)?,
-            w: self.mat(job.w.weight, op)?,
-            bias: self.mat_if(job.w.bias, op)?,
-            gate: self.mat_if(job.gate, op)?,
-            epilogue: job.epilogue,
-            unused: 0,
-        };
-        self.kernels.launch(Kernel::NaiveProduct, tiles(&p.out), &p)
-    }
-
-    fn launch_gemm(&self, streams: &[KlGemmStream]) -> Result<()> {
-        let size = |s: &KlGemmStream| Size { rows: s.x.rows, parts: s.part.iter().map(weight_rows).collect() };
-        let sizes: Vec<Size> = streams.iter().map(size).collect();
-        let (multiprocessors, inner) = (self.device().multiprocessors, streams.iter().map(|s| s.x.cols).max().unwrap_or(0));
-        let alike = streams.iter().all(|s| s.x.cols == inner);
-        let can = |tile: Tile| {
-            // One round has no halves.
-            let divisible = !tile.is_halved() || inner > tile.spec().inner;
-            let hopper = alike && divisible && streams.iter().all(|s| on_hopper(s, tile.spec()));
-            let fits = !tile.is_hopper() || hopper;
-            fits && self.kernels.has(tile.spec().kernel)
-        };
-        let products = Products { sizes: &sizes, inner, alike };
-        let plan = match self.choice {
-            Choice::Tile(tile) if can(tile) => products.forced(tile, multiprocessors),
-            _ => products.plan(multiprocessors, can),
-        };
-        let Spec { rows, cols, inner: step, kernel, cluster, .. } = plan.tile.spec();
-        let rounds = inner.div_ceil(step);
-        let mut stream = [NO_STREAM; abi::KL_STREAMS as usize];
-        for (to, s) in stream.iter_mut().zip(streams) {
-            *to = *s;
-            to.part.iter_mut().for_each(|part| part.tiles = weight_rows(part).div_ceil(cols));
-            let across = to.part.iter().map(|part| part.tiles).sum();
-            (to.row_tiles, to.col_tiles) = plan.tile.count(s.x.rows, across);
-        }
-        let Deal { whole, workers } = plan.deal;
-        let tiles: u32 = stream.iter().map(|s| s.row_tiles * s.col_tiles).sum();
-        let deal = self.dealt(plan.deal, tiles, rounds);
-        let Some(common) = cluster else {
-            let p = abi::KlGemm { stream, deal };
-            return self.kernels.launch(kernel, [whole + workers, 1, 1], &p);
-        };
-        let group = stream.map(|s| tile::group(plan.tile, s.row_tiles, s.col_tiles, multiprocessors));
-        let (x, w, out, unused) = (NO_MAPS, NO_MAPS, [[NO_MAP; abi::KL_GEMM_PARTS as usize]; abi::KL_STREAMS as usize], [0; 7]);
-        let mut p = abi::KlGemmSm90 { x, w, out, residual: NO_MAPS, stream, group, deal, unused };
-        // What both blocks of a cluster need, each copies one half of; weight rows come in halves in any case.
-        let x_rows = if common == Common::Rows { rows / abi::KL_SM90_CLUSTER } else { rows };
-        for (i, s) in stream.iter().enumerate().take(streams.len()) {
-            p.x[i] = self.box_map(&s.x, [step, x_rows])?;
-            p.w[i] = self.box_map(&s.w, [step, cols / 2])?;
-            if s.part[0].epilogue == abi::KL_GATE_RESIDUAL {
-                p.residual[i] = self.box_map(&s.part[0].out, [step, plan.tile.group_rows()])?;
-            }
-            for (map, part) in p.out[i].iter_mut().zip(&s.part).filter(|(_, part)| part.out.data != 0) {
-                let width = if part.epilogue == abi::KL_SWIGLU { cols / 2 } else { cols };
-                *map = self.box_map(&part.out, [stored_cols(width), abi::KL_SM90_STORE_ROWS])?;
-            }
-        }
-        // Halves do not stay: each cluster has one tile.
-        let slots = if plan.tile.is_halved() { tiles } else { plan.tile.slots(multiprocessors) };
-        self.kernels.launch(kernel, [plan.deal.clusters(tiles, slots) * abi::KL_SM90_CLUSTER, 1, 1], &p)
-    }
-
-    /// What each of those who share `tiles` of so many rounds has of them.
-    pub(super) fn dealt(&self, Deal { whole, workers }: Deal, tiles: u32, rounds: u32) -> abi::KlDeal {
-        let shared = (tiles - whole) * rounds;
-        // Without workers there is nothing to share.
-        let (share, extra) = (shared.checked_div(workers).unwrap_or(0), shared.checked_rem(workers).unwrap_or(0));
-        let (flags, left) = self.left();
-        abi::KlDeal { left, flags, rounds, whole, share, extra }
-    }
-
-    /// How the copy engine takes boxes of so many columns and rows from a matrix, and puts them there.
-    pub(super) fn box_map(&self, m: &KlMat, tile: [u32; 2]) -> Result<KlTensorMap> {
-        let swizzle = match tile[0] {
-            64 => Swizzle::Bytes128,
-            32 => Swizzle::Bytes64,
-            _ => Swizzle::Bytes32,
-        };
-        let (size, pitch) = ([u64::from(m.cols), u64::from(m.rows)], m.stride * DType::Bf16.size() as u64);
-        self.kernels.tensor_map(MapSpec { address: m.data, dtype: DType::Bf16, size, pitch, tile, swizzle })
-    }
-
-    /// Attention inputs: on tensor cores in one launch, queries and keys normalised and rotated before they are stored; elsewhere as
-    /// products and a pass over the heads.
-    pub(super) fn qkv(&self, op: &'static str, streams: &[Projection<'_>]) -> Result<()> {
-        self.in_pairs(streams, |s| self.qkv_stream(op, s), |pair| self.qkv_in_passes(op, pair))
-    }
-
-    fn qkv_stream(&self, op: &'static str, s: &Projection<'_>) -> Result<Option<KlGemmStream>> {
-        let (x, w) = (self.mat(s.x, op)?, self.mat(s.w.weight, op)?);
-        let outs = [s.q, Some(s.k), Some(s.v), s.mlp];
-        let stored = outs.iter().flatten().all(|t| t.dtype == DType::Bf16);
-        if self.choice == Choice::Naive
-            || !aligned(&x)
-            || !aligned(&w)
-            || !stored
-            || s.rope.table.cols != abi::KL_MMA_COLS as usize
-        {
-            return Ok(None);
-        }
-        let mut stream =
-            KlGemmStream { x, w, table: self.mat(s.rope.table, op)?, rope: rope(s.rope.style), eps: s.norm.eps, ..NO_STREAM };
-        let (mut first_row, mut parts) = (0, stream.part.iter_mut());
-        let kinds = [
-            (abi::KL_HEADS, Some(s.norm.q), s.norm.q_scale),
-            (abi::KL_HEADS, Some(s.norm.k), 1.0),
-            (abi::KL_STORE, None, 1.0),
-            (abi::KL_SWIGLU, None, 1.0),
-        ];
-        for (out, (epilogue, norm, scale)) in outs.into_iter().zip(kinds) {
-            let (Some(out), Some(part)) = (out, out.and_then(|_| parts.next())) else { continue };
-            let (out, extra) = (self.mat(out, op)?, self.mat_if(norm, op)?);
-            *part = KlGemmPart { out, extra, epilogue, first_row, scale, ..NO_PART };
-            first_row += weight_rows(part);
-        }
-        Ok(Some(stream))
-    }
-
-    /// Products to their places, then the heads of queries and keys where they lie: in bf16 that rounds once more.
-    fn qkv_in_passes(&self, op: &'static str, streams: &[Projection<'_>]) -> Result<()> {
-        let mut heads = Vec::new();
-        for s in streams {
-            let mut first = 0;
-            for (out, norm, scale) in
-                [(s.q, Some(s.norm.q), s.norm.q_scale), (Some(s.k), Some(s.norm.k), 1.0), (Some(s.v), None, 1.0)]
-            {
-                let Some(out) = out else { continue };
-                let w = s.w.rows(first..first + out.cols);
-                self.naive_product(op, &Job { out, x: s.x, w, epilogue: abi::KL_STORE, gate: None })?;
-                first += out.cols;
-                if let Some(weight) = norm {
-                    let (x, weight, table) = (self.mat(out, op)?, self.mat(weight, op)?, self.mat(s.rope.table, op)?);
-                    heads.push((
-                        abi::KlHeads { x, weight, table, scale, unused: 0 },
-                        (s.rope.table.cols, s.rope.style, s.norm.eps),
-                    ));
-                }
-            }
-            if let Some(out) = s.mlp {
-                let w = s.w.rows(first..s.w.weight.rows);
-                self.naive_product(op, &Job { out, x: s.x, w, epilogue: abi::KL_SWIGLU, gate: None })?;
-            }
-        }
-        let Some(&(_, alike)) = heads.first() else { return Ok(()) };
-        if heads.iter().any(|(_, how)| *how != alike) {
-            return Err(Error::Op { op, what: "streams with other heads, rotations or epsilons".into() });
-        }
-        let (head_dim, style, eps) = alike;
-        const ABSENT: abi::KlHeads = abi::KlHeads { x: NONE, weight: NONE, table: NONE, scale: 1.0, unused: 0 };
-        let mut p = abi::KlHeadNorm {
-            part: [ABSENT; abi::KL_HEAD_PARTS as usize],
-            head_dim: head_dim as u32,
-            style: rope(style),
-            eps,
-            unused: 0,
-        };
-        p.part.iter_mut().zip(heads).for_each(|(to, (part, _))| *to = part);
-        let rows: u32 = p.part.iter().map(|h| h.x.rows).sum();
-        let most = p.part.iter().map(|h| h.x.cols / p.head_dim).max().unwrap_or(0);
-        let grid = [rows.div_ceil(abi::KL_NORM_THREADS / 32), most.div_ceil(abi::KL_HEADS_PER_WARP), 1];
-        self.kernels.launch(Kernel::HeadNorm, grid, &p)
-    }
+    qk_norm_rope(cx, op, &heads)
 }

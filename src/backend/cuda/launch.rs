@@ -1,4 +1,4 @@
-//! The kernels: one row each in a table, loaded all at once, launched by one function.
+//! The kernel table, with one row for each kernel; all kernels are loaded at once and launched by one function.
 #![allow(unsafe_code)]
 
 use super::abi;
@@ -29,8 +29,8 @@ struct Row {
     overlap: bool,
 }
 
-/// One row a kernel: file, symbol, parameters, threads, bytes of dynamic shared memory. One for Hopper and later may wait for its predecessor by itself, and so start
-/// before that is done, and have clusters of several blocks.
+/// One row for each kernel: file, symbol, parameter struct, threads of a CTA, bytes of dynamic shared memory. A kernel for Hopper or later
+/// may start before its predecessor has ended (programmatic dependent launch) and have clusters of several CTAs.
 macro_rules! kernels {
     ($($name:ident = $file:literal $symbol:literal ($params:ident) $threads:expr $(, shared $shared:expr)? $(, overlap in clusters of $cluster:expr)?;)*) => {
         /// A kernel.
@@ -39,7 +39,7 @@ macro_rules! kernels {
         pub enum Kernel { $($name),* }
 
         impl Kernel {
-            /// All of them.
+            /// All kernels.
             pub const ALL: &[Self] = &[$(Self::$name),*];
 
             const fn row(self) -> Row {
@@ -67,7 +67,7 @@ kernels! {
     Euler = "pointwise" "kl_euler" (KlEuler) abi::KL_POINTWISE_THREADS;
     Guidance = "pointwise" "kl_guidance" (KlGuidance) abi::KL_POINTWISE_THREADS;
     Pixels = "pointwise" "kl_pixels" (KlPixels) abi::KL_POINTWISE_THREADS;
-    Count = "pointwise" "kl_count" (KlCount) abi::KL_POINTWISE_THREADS;
+    CountNonFinite = "pointwise" "kl_count" (KlCount) abi::KL_POINTWISE_THREADS;
     RmsNorm1024 = "norm" "kl_rms_norm_1024" (KlRmsNorm) abi::KL_NORM_THREADS;
     RmsNorm2048 = "norm" "kl_rms_norm_2048" (KlRmsNorm) abi::KL_NORM_THREADS;
     RmsNorm3072 = "norm" "kl_rms_norm_3072" (KlRmsNorm) abi::KL_NORM_THREADS;
@@ -80,33 +80,33 @@ kernels! {
     LayerNorm4096 = "norm" "kl_layer_norm_4096" (KlLayerNorm) abi::KL_NORM_THREADS;
     LayerNorm8192 = "norm" "kl_layer_norm_8192" (KlLayerNorm) abi::KL_NORM_THREADS_WIDE;
     LayerNormAny = "norm" "kl_layer_norm_any" (KlLayerNorm) abi::KL_NORM_THREADS;
-    HeadNorm = "norm" "kl_head_norm" (KlHeadNorm) abi::KL_NORM_THREADS;
+    QkNormRope = "norm" "kl_head_norm" (KlHeadNorm) abi::KL_NORM_THREADS;
     GroupStats8 = "norm" "kl_group_stats_8" (KlGroupStats) abi::KL_GROUP_THREADS;
     GroupStatsAny = "norm" "kl_group_stats_any" (KlGroupStats) abi::KL_GROUP_THREADS;
     GroupStatsFinish = "norm" "kl_group_stats_finish" (KlGroupStats) abi::KL_GROUP_THREADS;
     GroupNorm8 = "norm" "kl_group_norm_8" (KlGroupNorm) abi::KL_GROUP_THREADS;
     GroupNormAny = "norm" "kl_group_norm_any" (KlGroupNorm) abi::KL_GROUP_THREADS;
-    NaiveProduct = "naive" "kl_naive_product" (KlProduct) abi::KL_NAIVE_THREADS;
+    NaiveGemm = "naive" "kl_naive_product" (KlProduct) abi::KL_NAIVE_THREADS;
     NaiveConv = "naive" "kl_naive_conv" (KlConv) abi::KL_NAIVE_THREADS;
     NaiveAttention = "naive" "kl_naive_attention" (KlAttention) abi::KL_ATTENTION_WARPS * 32;
-    GemmMma256 = "gemm_mma" "kl_gemm_mma_256" (KlGemm) abi::KL_MMA_THREADS_256, shared abi::KL_MMA_SHARED_256;
-    GemmMma128 = "gemm_mma" "kl_gemm_mma_128" (KlGemm) abi::KL_MMA_THREADS, shared abi::KL_MMA_SHARED_128;
-    GemmMma64 = "gemm_mma" "kl_gemm_mma_64" (KlGemm) abi::KL_MMA_THREADS, shared abi::KL_MMA_SHARED_64;
-    GemmSm90Large = "gemm_bf16_sm90" "kl_gemm_bf16_sm90_256x192" (KlGemmSm90) abi::KL_SM90_THREADS_256X192, shared abi::KL_SM90_SHARED_256X192, overlap in clusters of abi::KL_SM90_CLUSTER;
-    GemmSm90Square = "gemm_bf16_sm90" "kl_gemm_bf16_sm90_192x192" (KlGemmSm90) abi::KL_SM90_THREADS_192X192, shared abi::KL_SM90_SHARED_192X192, overlap in clusters of abi::KL_SM90_CLUSTER;
-    GemmSm90Wide = "gemm_bf16_sm90" "kl_gemm_bf16_sm90_128x256" (KlGemmSm90) abi::KL_SM90_THREADS_128X256, shared abi::KL_SM90_SHARED_128X256, overlap in clusters of abi::KL_SM90_CLUSTER;
-    GemmSm90Broad = "gemm_bf16_sm90" "kl_gemm_bf16_sm90_128x208" (KlGemmSm90) abi::KL_SM90_THREADS_128X208, shared abi::KL_SM90_SHARED_128X208, overlap in clusters of abi::KL_SM90_CLUSTER;
-    GemmSm90Medium = "gemm_bf16_sm90" "kl_gemm_bf16_sm90_128x192" (KlGemmSm90) abi::KL_SM90_THREADS_128X192, shared abi::KL_SM90_SHARED_128X192, overlap in clusters of abi::KL_SM90_CLUSTER;
-    GemmSm90Narrow = "gemm_bf16_sm90" "kl_gemm_bf16_sm90_128x160" (KlGemmSm90) abi::KL_SM90_THREADS_128X160, shared abi::KL_SM90_SHARED_128X160, overlap in clusters of abi::KL_SM90_CLUSTER;
-    AttentionSm90 = "attention_sm90" "kl_attention_sm90" (KlAttentionSm90) abi::KL_SM90_ATTENTION_THREADS, shared abi::KL_SM90_ATTENTION_SHARED, overlap in clusters of abi::KL_SM90_CLUSTER;
-    AttentionSm90Running = "attention_sm90" "kl_attention_sm90_running" (KlAttentionSm90) abi::KL_SM90_ATTENTION_THREADS, shared abi::KL_SM90_ATTENTION_SHARED, overlap in clusters of abi::KL_SM90_CLUSTER;
+    GemmMma256x128 = "gemm_mma" "kl_gemm_mma_256" (KlGemm) abi::KL_MMA_THREADS_256, shared abi::KL_MMA_SHARED_256;
+    GemmMma128x128 = "gemm_mma" "kl_gemm_mma_128" (KlGemm) abi::KL_MMA_THREADS, shared abi::KL_MMA_SHARED_128;
+    GemmMma64x128 = "gemm_mma" "kl_gemm_mma_64" (KlGemm) abi::KL_MMA_THREADS, shared abi::KL_MMA_SHARED_64;
+    GemmSm90_256x192 = "gemm_bf16_sm90" "kl_gemm_bf16_sm90_256x192" (KlGemmSm90) abi::KL_SM90_THREADS_256X192, shared abi::KL_SM90_SHARED_256X192, overlap in clusters of abi::KL_SM90_CLUSTER;
+    GemmSm90_192x192 = "gemm_bf16_sm90" "kl_gemm_bf16_sm90_192x192" (KlGemmSm90) abi::KL_SM90_THREADS_192X192, shared abi::KL_SM90_SHARED_192X192, overlap in clusters of abi::KL_SM90_CLUSTER;
+    GemmSm90_128x256 = "gemm_bf16_sm90" "kl_gemm_bf16_sm90_128x256" (KlGemmSm90) abi::KL_SM90_THREADS_128X256, shared abi::KL_SM90_SHARED_128X256, overlap in clusters of abi::KL_SM90_CLUSTER;
+    GemmSm90_128x208 = "gemm_bf16_sm90" "kl_gemm_bf16_sm90_128x208" (KlGemmSm90) abi::KL_SM90_THREADS_128X208, shared abi::KL_SM90_SHARED_128X208, overlap in clusters of abi::KL_SM90_CLUSTER;
+    GemmSm90_128x192 = "gemm_bf16_sm90" "kl_gemm_bf16_sm90_128x192" (KlGemmSm90) abi::KL_SM90_THREADS_128X192, shared abi::KL_SM90_SHARED_128X192, overlap in clusters of abi::KL_SM90_CLUSTER;
+    GemmSm90_128x160 = "gemm_bf16_sm90" "kl_gemm_bf16_sm90_128x160" (KlGemmSm90) abi::KL_SM90_THREADS_128X160, shared abi::KL_SM90_SHARED_128X160, overlap in clusters of abi::KL_SM90_CLUSTER;
+    AttentionSm90MaxFree = "attention_sm90" "kl_attention_sm90" (KlAttentionSm90) abi::KL_SM90_ATTENTION_THREADS, shared abi::KL_SM90_ATTENTION_SHARED, overlap in clusters of abi::KL_SM90_CLUSTER;
+    AttentionSm90OnlineSoftmax = "attention_sm90" "kl_attention_sm90_running" (KlAttentionSm90) abi::KL_SM90_ATTENTION_THREADS, shared abi::KL_SM90_ATTENTION_SHARED, overlap in clusters of abi::KL_SM90_CLUSTER;
     AttentionSm90Causal = "attention_sm90" "kl_attention_sm90_causal" (KlAttentionSm90) abi::KL_SM90_ATTENTION_THREADS, shared abi::KL_SM90_CAUSAL_SHARED, overlap in clusters of 1;
     AttentionMma = "attention_mma" "kl_attention_mma" (KlAttention) abi::KL_MMA_THREADS, shared abi::KL_ATTENTION_SHARED;
     AttentionWide64 = "attention_wide_mma" "kl_attention_wide_64" (KlAttention) abi::KL_WIDE_THREADS_64, shared abi::KL_WIDE_SHARED_64;
     AttentionWide32 = "attention_wide_mma" "kl_attention_wide_32" (KlAttention) abi::KL_WIDE_THREADS_32, shared abi::KL_WIDE_SHARED_32;
-    ConvMma256 = "conv_mma" "kl_conv_mma_256" (KlConv) abi::KL_MMA_THREADS_256, shared abi::KL_MMA_SHARED_256;
+    ConvMma256x128 = "conv_mma" "kl_conv_mma_256" (KlConv) abi::KL_MMA_THREADS_256, shared abi::KL_MMA_SHARED_256;
     ConvStats = "conv_mma" "kl_conv_stats" (KlConv) abi::KL_NORM_THREADS;
-    ConvMma128 = "conv_mma" "kl_conv_mma_128" (KlConv) abi::KL_MMA_THREADS, shared abi::KL_MMA_SHARED_128;
+    ConvMma128x128 = "conv_mma" "kl_conv_mma_128" (KlConv) abi::KL_MMA_THREADS, shared abi::KL_MMA_SHARED_128;
     Selftest = "selftest_sm90" "kl_selftest" (KlSelftest) abi::KL_SELFTEST_THREADS, overlap in clusters of abi::KL_SELFTEST_CLUSTER;
 }
 
@@ -123,14 +123,19 @@ params! {
 }
 
 impl Kernel {
-    /// Its name in the kernel files.
+    /// The name of its entry point.
     pub const fn symbol(self) -> &'static str {
         self.row().symbol
     }
 
-    /// Whether a GPU of that compute capability can run it: a file named after an architecture is for that one alone.
+    /// The file of `kernels/` that has it, without its extension.
+    pub const fn file(self) -> &'static str {
+        self.row().file
+    }
+
+    /// Whether a GPU of this compute capability can run it: a file that is named after an architecture is for that one alone.
     fn runs_on(self, (major, minor): (u32, u32)) -> bool {
-        match self.row().file.rsplit_once("_sm") {
+        match self.file().rsplit_once("_sm") {
             Some((_, "90")) => (major, minor) == (9, 0),
             Some((_, "100")) => major == 10,
             Some((_, "120")) => major == 12,
@@ -146,7 +151,7 @@ pub type Images<'a> = &'a dyn Fn(&'static str) -> Result<Cow<'static, [u8]>>;
 pub struct Kernels {
     driver: Rc<dyn Driver>,
     modules: Vec<Module>,
-    /// One for each of [`Kernel::ALL`], where this GPU and this build have it.
+    /// The function of each of [`Kernel::ALL`], where this GPU and this build have it.
     functions: Vec<Option<Function>>,
     maps: RefCell<HashMap<MapSpec, abi::KlTensorMap>>,
     /// Launches of each kernel, by its place in [`Kernel::ALL`].
@@ -155,7 +160,7 @@ pub struct Kernels {
 }
 
 impl Kernels {
-    /// Loads every module and finds every kernel, so that one that is missing is found at once and not at step three.
+    /// Loads every module and finds every kernel, so that a missing one is noticed at once and not in the middle of an image.
     pub fn load(driver: Rc<dyn Driver>, images: Images<'_>, stream: Stream) -> Result<Self> {
         let (modules, functions, launched) = (Vec::new(), Vec::new(), vec![Cell::new(0); Kernel::ALL.len()]);
         let mut kernels = Self { driver, modules, functions, maps: RefCell::default(), launched, stream };
@@ -169,7 +174,7 @@ impl Kernels {
                     *files.entry(file).or_insert(module)
                 }
             };
-            // Large tiles are for GPUs that have room for them; every op has a kernel that runs anywhere.
+            // Large tiles are for GPUs with enough shared memory; every op has a kernel that runs anywhere.
             let module = module.filter(|_| shared <= kernels.driver.device().shared);
             let function = module.map(|module| kernels.driver.function(module, symbol, params, shared)).transpose()?;
             kernels.functions.push(function);
@@ -182,9 +187,9 @@ impl Kernels {
         if !kernel.runs_on(self.driver.device().capability) {
             return Ok(None);
         }
-        let image = match images(kernel.row().file) {
-            // Built for other GPUs only; every op has a kernel that runs anywhere.
-            Err(Error::NoGpu { .. }) if kernel.row().file.contains("_sm") => return Ok(None),
+        let image = match images(kernel.file()) {
+            // The file was built for other GPUs only; every op has a kernel that runs anywhere.
+            Err(Error::NoGpu { .. }) if kernel.file().contains("_sm") => return Ok(None),
             image => image?,
         };
         let module = self.driver.load(&image)?;
@@ -197,7 +202,7 @@ impl Kernels {
         self.functions[kernel as usize].is_some()
     }
 
-    /// Queues a kernel.
+    /// Queues a kernel launch.
     pub fn launch<P: Params>(&self, kernel: Kernel, grid: [u32; 3], params: &P) -> Result<()> {
         if grid.contains(&0) {
             return Ok(());
@@ -218,8 +223,8 @@ impl Kernels {
         })
     }
 
-    /// A tensor map, encoded once. What it says depends on nothing but its description, so it never grows stale; addresses are
-    /// fixed, so after one step all are there.
+    /// A tensor map, encoded once. It depends on nothing but its description, so the cache never becomes stale; addresses are fixed,
+    /// so after one step all maps are in it.
     pub fn tensor_map(&self, spec: MapSpec) -> Result<abi::KlTensorMap> {
         if let Some(map) = self.maps.borrow().get(&spec) {
             return Ok(*map);
@@ -229,7 +234,7 @@ impl Kernels {
         Ok(map)
     }
 
-    /// How often each kernel that is there was launched, or recorded to be.
+    /// How often each kernel that can be launched here was launched or captured.
     pub fn launched(&self) -> impl Iterator<Item = (Kernel, u64)> {
         Kernel::ALL.iter().copied().zip(self.launched.iter().map(Cell::get)).filter(|(kernel, _)| self.has(*kernel))
     }
@@ -258,14 +263,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_named_after_an_architecture_are_for_it_alone() {
+    fn a_file_named_after_an_architecture_runs_on_it_alone() {
         let on = |kernel: Kernel| [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)].map(|c| kernel.runs_on(c));
         assert_eq!(on(Kernel::Map), [true; 5]);
         assert_eq!(on(Kernel::Selftest), [false, false, true, false, false]);
     }
 
     #[test]
-    fn rows_say_how_a_kernel_is_launched() {
+    fn rows_state_cluster_and_overlap() {
         let (plain, hopper) = (Kernel::Map.row(), Kernel::Selftest.row());
         assert_eq!((plain.cluster, plain.overlap), (1, false));
         assert_eq!((hopper.cluster, hopper.overlap), (2, true));

@@ -1,15 +1,16 @@
-//! A short look at whether a GPU does what is asked of it, by every road that kernels take.
+//! A short test of whether a GPU computes what is asked of it, in every way that kernels are launched.
 
+use super::Cuda;
 use super::abi;
 use super::driver::{MapSpec, Swizzle};
+use super::graph::CapturedGraph;
 use super::launch::Kernel;
-use super::{Backend, Cuda, GraphGuard};
-use crate::backend::{HostData, Op};
+use crate::backend::{Backend, HostData, Op};
 use crate::error::{Error, Result};
 use crate::tensor::{Arena, DType, Region, Tensor};
 
 impl Cuda {
-    /// Sends values to the GPU, has them copied there, and looks at what comes back. Names what was tried.
+    /// Sends values to the GPU, copies them there, and compares what comes back. Names what was tried.
     pub fn self_test(&mut self) -> Result<Vec<&'static str>> {
         let mut arena = Arena::new(Region::Arena);
         let [x, a, b] = [(); 3].map(|()| arena.alloc(200, 328, DType::Bf16));
@@ -20,25 +21,21 @@ impl Cuda {
         self.run(Op::Copy { out: b, x })?;
         self.expect(b, &values, "copy")?;
         let mut tried = vec!["copy"];
-        if self.kernels.has(Kernel::Selftest) {
-            // The second copy reads what the first one writes, and may start before it is done.
-            let twice = |cuda: &Self| cuda.hopper_copy(a, x).and_then(|()| cuda.hopper_copy(b, a));
+        if self.context.kernels.has(Kernel::Selftest) {
+            // The second copy reads what the first one writes, and may start before that has ended.
+            let twice = |cuda: &Self| cuda.selftest_copy(a, x).and_then(|()| cuda.selftest_copy(b, a));
             self.clear([a, b])?;
             twice(self)?;
             self.expect(b, &values, "tensor map, cluster and overlap")?;
             self.clear([a, b])?;
-            self.driver.begin_capture(self.stream.1)?;
-            let issued = twice(self);
-            let graph = self.driver.end_capture(self.stream.1).map(|graph| GraphGuard(self.driver.clone(), graph));
-            issued?;
-            self.driver.replay(self.stream.1, graph?.1)?;
+            CapturedGraph::capture(&self.driver, self.stream.1, || twice(self))?.launch(self.stream.1)?;
             self.expect(b, &values, "graph")?;
             tried.extend(["tensor map", "cluster", "overlap", "graph"]);
         }
         Ok(tried)
     }
 
-    fn hopper_copy(&self, out: Tensor, x: Tensor) -> Result<()> {
+    fn selftest_copy(&self, out: Tensor, x: Tensor) -> Result<()> {
         let tile = abi::KL_SELFTEST_TILE;
         let spec = MapSpec {
             address: self.rows(x, "selftest")?.address,
@@ -48,9 +45,13 @@ impl Cuda {
             tile: [tile; 2],
             swizzle: Swizzle::Bytes128,
         };
-        let p = abi::KlSelftest { x: self.kernels.tensor_map(spec)?, out: self.mat(out, "selftest")?, unused: [0; 12] };
+        let p = abi::KlSelftest {
+            x: self.context.kernels.tensor_map(spec)?,
+            out: self.context.mat(out, "selftest")?,
+            unused: [0; 12],
+        };
         let pairs = p.out.cols.div_ceil(tile).next_multiple_of(abi::KL_SELFTEST_CLUSTER);
-        self.kernels.launch(Kernel::Selftest, [pairs, p.out.rows.div_ceil(tile), 1], &p)
+        self.context.kernels.launch(Kernel::Selftest, [pairs, p.out.rows.div_ceil(tile), 1], &p)
     }
 
     fn clear(&self, tensors: [Tensor; 2]) -> Result<()> {

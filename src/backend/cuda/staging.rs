@@ -1,5 +1,5 @@
-//! Weights on their way to the device: two pinned buffers in turn, so that one is filled while the other is copied. Copies have a
-//! stream of their own and go on beside kernels; who has to wait for whom is said by [`Staging::before`] and [`Staging::after`].
+//! Uploads of weights through two pinned staging buffers, one of which is filled while the other is copied. Copies have a stream of
+//! their own and run concurrently with kernels; [`Staging::before`] and [`Staging::after`] state which has to wait for which.
 #![allow(unsafe_code)]
 
 use super::super::{Role, WeightPart};
@@ -10,27 +10,27 @@ use rayon::prelude::*;
 use std::ptr::NonNull;
 use std::rc::Rc;
 
-/// Bytes of a buffer: large enough that a copy runs at full speed, and small because pinning memory takes time.
+/// Bytes of a staging buffer: large enough that a copy runs at full speed, but small because pinning memory takes time.
 const BUFFER: usize = 16 << 20;
 /// Elements that one thread converts at a time.
 const GRAIN: usize = 32 << 10;
 
-/// The two buffers, and the stream that empties them: copies are done in order.
+/// The two staging buffers, and the stream on which they are copied in order.
 pub struct Staging {
-    // Goes first: it waits until nothing is copied any more.
+    // Dropped first, because it waits until the device has copied everything.
     stream: CopyStream,
     buffers: [Buffer; 2],
     next: usize,
-    /// Set wherever copies and kernels have to wait for each other.
+    /// Recorded wherever copies and kernels have to wait for each other.
     order: EventGuard,
-    /// Something was queued that [`Staging::before`] has not been told of.
+    /// Whether copies were queued since the last [`Staging::before`].
     pending: bool,
     driver: Rc<dyn Driver>,
 }
 
 struct Buffer {
     memory: Pinned,
-    /// Set behind its last copy.
+    /// Recorded behind its last copy.
     free: EventGuard,
 }
 
@@ -38,7 +38,7 @@ struct CopyStream(Rc<dyn Driver>, Stream);
 
 impl Drop for CopyStream {
     fn drop(&mut self) {
-        // The device may still be reading; whether it succeeds no longer matters.
+        // The device may still be reading the buffers; whether it succeeds no longer matters.
         let _ = self.0.synchronize(self.1);
         self.0.destroy_stream(self.1);
     }
@@ -85,33 +85,33 @@ impl Staging {
         })
     }
 
-    /// Queues `len` bytes that `fill` provides.
-    fn put(&mut self, to: u64, len: usize, fill: impl FnOnce(&mut [u8])) -> Result<()> {
+    /// Queues a copy of `len` bytes that `fill` writes.
+    fn copy(&mut self, to: u64, len: usize, fill: impl FnOnce(&mut [u8])) -> Result<()> {
         assert!(len <= BUFFER);
         let (stream, Buffer { memory, free }) = (self.stream.1, &self.buffers[self.next]);
-        self.driver.finish_event(free.1)?;
-        // SAFETY: the buffer has `BUFFER` bytes, and its last copy is done.
+        self.driver.synchronize_event(free.1)?;
+        // SAFETY: the buffer has `BUFFER` bytes, and its last copy has ended.
         let bytes = unsafe { std::slice::from_raw_parts_mut(memory.1.as_ptr(), len) };
         fill(bytes);
         self.pending = true;
         let rows = Rows { address: to, pitch: len as u64, width: len as u64 };
-        let queued = self.driver.copy_in(stream, rows, bytes).and_then(|()| self.driver.set_event(free.1, stream));
+        let queued = self.driver.copy_in(stream, rows, bytes).and_then(|()| self.driver.record_event(free.1, stream));
         if queued.is_err() {
-            // Nobody would know when the buffer is free.
+            // Without the event nothing tells when the buffer is free again.
             let _ = self.driver.synchronize(stream);
         }
         self.next = (self.next + 1) % self.buffers.len();
         queued
     }
 
-    /// Queues a weight to address `to`, in the element type of `tensor`. `checkpoint` may end it between pieces.
-    pub fn weight(
+    /// Queues the upload of a weight to address `to`, in the dtype of `tensor`. `check_stop` may end it between two copies.
+    pub fn upload(
         &mut self,
         to: u64,
         tensor: Tensor,
         role: Role,
         parts: &[WeightPart],
-        checkpoint: &dyn Fn() -> Result<()>,
+        check_stop: &dyn Fn() -> Result<()>,
     ) -> Result<()> {
         let wrong = |what: &str| Error::Op { op: "upload", what: format!("{role:?} parts do not {what} {tensor:?}") };
         let (size, mut at) = (tensor.dtype.size(), 0);
@@ -121,17 +121,17 @@ impl Staging {
             if part.bytes.len() % from != 0 || elements % tensor.cols.max(1) != 0 || at + elements > tensor.len() {
                 return Err(wrong("fit"));
             }
-            // Whole rows where the order inside a row changes.
+            // A copy takes whole rows where the order inside a row changes.
             let unit = if role == Role::Conv { tensor.cols } else { 1 };
             let step = BUFFER / size / unit * unit;
             if step == 0 {
                 return Err(wrong("have rows short enough for"));
             }
             for first in (0..elements).step_by(step) {
-                checkpoint()?;
+                check_stop()?;
                 let count = step.min(elements - first);
                 let bytes = &part.bytes[first * from..(first + count) * from];
-                self.put(to + ((at + first) * size) as u64, count * size, |out| {
+                self.copy(to + ((at + first) * size) as u64, count * size, |out| {
                     if role == Role::Conv {
                         let rows = bytes.par_chunks_exact(unit * from).zip(out.par_chunks_exact_mut(unit * size));
                         rows.for_each(|(row, out)| part.dtype.convert(&channels_last(row, from), tensor.dtype, out));
@@ -146,34 +146,34 @@ impl Staging {
         if at == tensor.len() { Ok(()) } else { Err(wrong("fill")) }
     }
 
-    /// Everything queued here so far is done before what follows on `stream`. The host does not wait.
+    /// Makes what follows on `stream` wait for all copies so far. The host does not wait.
     pub fn before(&mut self, stream: Stream) -> Result<()> {
         if self.pending {
-            self.driver.set_event(self.order.1, self.stream.1)?;
+            self.driver.record_event(self.order.1, self.stream.1)?;
             self.driver.wait_event(stream, self.order.1)?;
             self.pending = false;
         }
         Ok(())
     }
 
-    /// Everything queued on `stream` so far is done before what follows here. The host does not wait.
+    /// Makes the copies that follow wait for everything that is queued on `stream` so far. The host does not wait.
     pub fn after(&self, stream: Stream) -> Result<()> {
-        self.driver.set_event(self.order.1, stream)?;
+        self.driver.record_event(self.order.1, stream)?;
         self.driver.wait_event(self.stream.1, self.order.1)
     }
 
-    /// Waits until everything is on the device.
-    pub fn finish(&self) -> Result<()> {
+    /// Waits until all copies have ended.
+    pub fn synchronize(&self) -> Result<()> {
         self.driver.synchronize(self.stream.1)
     }
 }
 
-/// One filter with its nine positions outside and its channels inside, so that a position's channels lie together.
+/// One 3x3 filter with its channels last, so that the channels of a tap are adjacent as those of a pixel are.
 fn channels_last(row: &[u8], size: usize) -> Vec<u8> {
     let channels = row.len() / size / 9;
     let mut out = Vec::with_capacity(row.len());
-    for position in 0..9 {
-        (0..channels).for_each(|c| out.extend_from_slice(&row[(c * 9 + position) * size..][..size]));
+    for tap in 0..9 {
+        (0..channels).for_each(|c| out.extend_from_slice(&row[(c * 9 + tap) * size..][..size]));
     }
     out
 }
@@ -207,8 +207,8 @@ mod tests {
     }
 
     #[test]
-    fn a_filter_is_turned_inside_out() {
-        // Two channels of nine positions, two bytes each.
+    fn filters_are_stored_channels_last() {
+        // The filter has two channels of nine taps, each of two bytes.
         let row: Vec<u8> = (0..36).collect();
         let out = channels_last(&row, 2);
         assert_eq!(out[..8], [0, 1, 18, 19, 2, 3, 20, 21]);

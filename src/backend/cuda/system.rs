@@ -1,5 +1,5 @@
 //! The real driver, through cudarc's bindings of the driver API. The library is opened when a GPU is first asked for, so the
-//! program runs without one.
+//! program also runs on machines without one.
 #![allow(unsafe_code)]
 
 use super::driver::{DeviceInfo, Driver, Event, Function, Graph, Launch, MapSpec, Module, Rows, Stream, Swizzle};
@@ -9,12 +9,12 @@ use cudarc::driver::sys::{self, CUdevice_attribute, CUresult};
 use std::ffi::{CStr, CString, c_void};
 use std::ptr::{NonNull, null_mut};
 
-/// The oldest driver: the one of the CUDA version the kernels are compiled with.
+/// The CUDA version that the kernels are compiled with, which the driver has to support.
 const DRIVER: (u32, u32) = (13, 0);
-/// The oldest GPU.
+/// The lowest compute capability that kernels are compiled for.
 const CAPABILITY: (u32, u32) = (8, 0);
 
-/// One GPU, by its primary context.
+/// One GPU, used through its primary context.
 pub struct System {
     device: DeviceInfo,
     handle: sys::CUdevice,
@@ -44,7 +44,7 @@ fn no_gpu(what: impl Into<String>, hint: impl Into<String>) -> Error {
     Error::NoGpu { what: what.into(), hint: hint.into() }
 }
 
-/// Opens the driver. The newest CUDA version it speaks, or why it cannot be used.
+/// Opens the driver, and returns the newest CUDA version that it supports, or why it cannot be used.
 fn driver() -> Result<(u32, u32)> {
     // SAFETY: only tries to open the library.
     if !unsafe { sys::is_culib_present() } {
@@ -104,7 +104,7 @@ pub fn devices() -> Result<Vec<DeviceInfo>> {
 }
 
 impl System {
-    /// Takes a GPU into use on this thread.
+    /// Makes a GPU's primary context current on this thread.
     pub fn open(index: usize) -> Result<Self> {
         let version = driver()?;
         let count = devices()?.len();
@@ -141,7 +141,7 @@ fn stream_of(stream: Stream) -> sys::CUstream {
     stream.0 as sys::CUstream
 }
 
-/// A copy of rows between packed host memory and the device; the caller says which way.
+/// A 2D copy between packed host memory and rows on the device; the caller fills in the direction.
 fn rows_copy(rows: Rows, host: usize) -> sys::CUDA_MEMCPY2D {
     let width = rows.width as usize;
     sys::CUDA_MEMCPY2D {
@@ -208,7 +208,7 @@ impl Driver for System {
     }
 
     fn load(&self, image: &[u8]) -> Result<Module> {
-        // The loader reads whole words, and bytes in a binary lie anywhere.
+        // The loader reads whole words, but bytes that are embedded in a program have no alignment.
         let mut words = vec![0_u64; image.len().div_ceil(8)];
         words.iter_mut().zip(image.chunks(8)).for_each(|(word, bytes)| {
             let mut whole = [0; 8];
@@ -281,16 +281,16 @@ impl Driver for System {
     }
 
     fn destroy_event(&self, event: Event) {
-        // SAFETY: came from `event`. The driver keeps what still waits for it.
+        // SAFETY: came from `event`. The driver keeps it until nothing waits for it any more.
         let _ = unsafe { sys::cuEventDestroy_v2(event.0 as sys::CUevent) };
     }
 
-    fn set_event(&self, event: Event, stream: Stream) -> Result<()> {
+    fn record_event(&self, event: Event, stream: Stream) -> Result<()> {
         // SAFETY: event and stream are alive.
         check("cuEventRecord", unsafe { sys::cuEventRecord(event.0 as sys::CUevent, stream_of(stream)) })
     }
 
-    fn finish_event(&self, event: Event) -> Result<()> {
+    fn synchronize_event(&self, event: Event) -> Result<()> {
         // SAFETY: the event is alive.
         check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(event.0 as sys::CUevent) })
     }
@@ -430,7 +430,7 @@ impl Driver for System {
 
     fn end_capture(&self, stream: Stream) -> Result<Graph> {
         let (mut graph, mut ready) = (null_mut(), null_mut());
-        // SAFETY: the pointers are to locals; the graph is only needed to make the executable one.
+        // SAFETY: the pointers are to locals; the graph is only needed to instantiate the executable one.
         unsafe {
             check("cuStreamEndCapture", sys::cuStreamEndCapture(stream_of(stream), &mut graph))?;
             let made = check("cuGraphInstantiate", sys::cuGraphInstantiateWithFlags(&mut ready, graph, 0));
@@ -440,8 +440,8 @@ impl Driver for System {
         Ok(Graph(ready as u64))
     }
 
-    fn replay(&self, stream: Stream, graph: Graph) -> Result<()> {
-        // SAFETY: the graph came from `end_capture` and the memory it names is still there: graphs go before memory does.
+    fn launch_graph(&self, stream: Stream, graph: Graph) -> Result<()> {
+        // SAFETY: the graph came from `end_capture`, and the memory it refers to is still allocated: graphs are destroyed first.
         check("cuGraphLaunch", unsafe { sys::cuGraphLaunch(graph.0 as sys::CUgraphExec, stream_of(stream)) })
     }
 

@@ -1,0 +1,80 @@
+//! What the op families launch with: the loaded kernels, the device memory, and which kernels are wanted.
+
+use super::abi::{self, KlMat, KlTensorMap};
+use super::launch::{Kernel, Kernels};
+use super::memory::Memory;
+use super::params::map_spec;
+use super::select::{Schedule, Tile};
+use crate::error::Result;
+use crate::tensor::Tensor;
+
+/// Which kernels matrix ops take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Choice {
+    /// The fastest for their shape and the GPU.
+    Best,
+    /// The naive ones.
+    Naive,
+    /// Those for tensor cores with this tile, as far as the op and the GPU have it.
+    Tile(Tile),
+}
+
+impl Choice {
+    /// All choices.
+    pub fn all() -> impl Iterator<Item = Self> {
+        [Self::Best, Self::Naive].into_iter().chain(Tile::ALL.map(Self::Tile))
+    }
+}
+
+/// What ops launch with.
+pub struct OpContext {
+    // In this order: kernels are unloaded before the memory that they work on is freed.
+    /// The loaded kernels.
+    pub kernels: Kernels,
+    /// The device memory.
+    pub memory: Memory,
+    /// Which kernels are wanted.
+    pub choice: Choice,
+    /// Number of SMs.
+    pub sms: u32,
+}
+
+impl OpContext {
+    /// A tensor as kernels take it.
+    pub fn mat(&self, t: Tensor, op: &'static str) -> Result<KlMat> {
+        self.memory.mat(t, op)
+    }
+
+    /// The same for an operand that need not be there.
+    pub fn mat_if(&self, t: Option<Tensor>, op: &'static str) -> Result<KlMat> {
+        self.memory.mat_if(t, op)
+    }
+
+    /// A tensor map with which TMA copies boxes of so many columns and rows.
+    pub fn tensor_map(&self, m: &KlMat, tile: [u32; 2]) -> Result<KlTensorMap> {
+        self.kernels.tensor_map(map_spec(m, tile))
+    }
+
+    /// A schedule of `tiles` with `k_blocks` each as kernels take it: the number of k-blocks that each Stream-K worker has.
+    pub fn tile_schedule(&self, Schedule { full_tiles, workers }: Schedule, tiles: u32, k_blocks: u32) -> abi::KlDeal {
+        let shared = (tiles - full_tiles) * k_blocks;
+        abi::KlDeal {
+            left: self.memory.stream_k_partials(),
+            flags: self.memory.stream_k_flags(),
+            rounds: k_blocks,
+            whole: full_tiles,
+            // Without workers there is nothing to share.
+            share: shared.checked_div(workers).unwrap_or(0),
+            extra: shared.checked_rem(workers).unwrap_or(0),
+        }
+    }
+
+    /// Whether a kernel with large tiles is taken, of which this shape needs `ctas`: not if some SMs would be without work.
+    pub fn prefers_large(&self, kernel: Kernel, ctas: u32) -> bool {
+        let wanted = match self.choice {
+            Choice::Tile(tile) => tile == Tile::Mma256x128,
+            Choice::Best | Choice::Naive => ctas >= self.sms,
+        };
+        wanted && self.kernels.has(kernel)
+    }
+}

@@ -1,0 +1,89 @@
+//! 3x3 convolutions as implicit GEMMs: on tensor cores where operands allow it, by the naive kernel elsewhere.
+
+use super::abi::{self, KlMat};
+use super::context::{Choice, OpContext};
+use super::launch::Kernel;
+use super::norm::group_stats;
+use super::params::{NONE, is_async_copyable, is_pair_aligned, naive_grid};
+use super::select::Tile;
+use crate::backend::{Conv, Sampling};
+use crate::error::Result;
+use crate::tensor::Tensor;
+
+/// The kernels of a convolution, and of the statistics of its result.
+pub const KERNELS: [Kernel; 7] = [
+    Kernel::ConvMma256x128,
+    Kernel::ConvMma128x128,
+    Kernel::ConvStats,
+    Kernel::NaiveConv,
+    Kernel::GroupStats8,
+    Kernel::GroupStatsAny,
+    Kernel::GroupStatsFinish,
+];
+
+/// Operands of [`Op::Conv`](crate::backend::Op::Conv).
+pub struct ConvArgs<'a> {
+    pub out: Tensor,
+    pub x: Tensor,
+    pub w: &'a Conv,
+    pub width: usize,
+    pub height: usize,
+    pub sampling: Sampling,
+    pub residual: Option<Tensor>,
+    pub stats: Option<Tensor>,
+}
+
+/// Whether the epilogue can compute the statistics of the result as well: in bf16, with whole tiles that channel groups divide, and with
+/// enough scratch for the moments of every tile.
+fn can_fuse_stats(cx: &OpContext, p: &abi::KlConv, stats: &KlMat) -> bool {
+    let room = u64::from(p.row_tiles) * u64::from(stats.rows) * 16 <= cx.memory.stream_k_partial_bytes();
+    let residual = p.residual.data == 0 || p.residual.dtype == abi::KL_BF16 && is_pair_aligned(&p.residual);
+    let channels = p.out.cols / stats.rows;
+    let whole = p.out.cols.is_multiple_of(abi::KL_MMA_COLS) && channels >= 2 && abi::KL_MMA_COLS.is_multiple_of(channels);
+    p.out.dtype == abi::KL_BF16 && residual && room && whole
+}
+
+/// A convolution, and where asked for the statistics of its channel groups.
+pub fn conv(cx: &OpContext, op: &'static str, args: &ConvArgs<'_>) -> Result<()> {
+    let mut p = abi::KlConv {
+        out: cx.mat(args.out, op)?,
+        x: cx.mat(args.x, op)?,
+        w: cx.mat(args.w.weight, op)?,
+        bias: cx.mat(args.w.bias, op)?,
+        residual: cx.mat_if(args.residual, op)?,
+        stats: NONE,
+        partials: 0,
+        row_tiles: 0,
+        groups: 0,
+        width: args.width as u32,
+        height: args.height as u32,
+        sampling: match args.sampling {
+            Sampling::Same => abi::KL_SAME,
+            Sampling::Up => abi::KL_UP,
+            Sampling::Down => abi::KL_DOWN,
+        },
+        unused: 0,
+    };
+    let stats = args.stats.map(|t| cx.mat(t, op)).transpose()?;
+    let side = p.width.max(p.height) * if p.sampling == abi::KL_UP { 2 } else { 1 };
+    if cx.choice == Choice::Naive || !is_async_copyable(&p.x) || !is_async_copyable(&p.w) || side > abi::KL_CONV_SIDE {
+        cx.kernels.launch(Kernel::NaiveConv, naive_grid(&p.out), &p)?;
+        return stats.map_or(Ok(()), |stats| group_stats(cx, op, p.out, stats));
+    }
+    let col_tiles = p.out.cols.div_ceil(abi::KL_MMA_COLS);
+    let row_tiles = |tile: Tile| p.out.rows.div_ceil(tile.config().block_m);
+    let large = cx.prefers_large(Kernel::ConvMma256x128, row_tiles(Tile::Mma256x128) * col_tiles);
+    let (kernel, tile) =
+        if large { (Kernel::ConvMma256x128, Tile::Mma256x128) } else { (Kernel::ConvMma128x128, Tile::Mma128x128) };
+    (p.row_tiles, p.partials) = (row_tiles(tile), cx.memory.stream_k_partials());
+    let fused = stats.filter(|stats| can_fuse_stats(cx, &p, stats));
+    if let Some(stats) = fused {
+        (p.stats, p.groups) = (stats, stats.rows);
+    }
+    cx.kernels.launch(kernel, [p.row_tiles * col_tiles, 1, 1], &p)?;
+    match stats {
+        None => Ok(()),
+        Some(_) if fused.is_some() => cx.kernels.launch(Kernel::ConvStats, [p.groups, 1, 1], &p),
+        Some(stats) => group_stats(cx, op, p.out, stats),
+    }
+}

@@ -1,0 +1,90 @@
+//! From an op to the family of kernels that computes it.
+
+use super::abi;
+use super::attention::{self, AttentionArgs, attention};
+use super::context::OpContext;
+use super::conv::{self, ConvArgs, conv};
+use super::gemm::{self, EpilogueGemm};
+use super::launch::Kernel;
+use super::{norm, pointwise};
+use crate::backend::{Access, GatedGemm, Gemm, Op};
+use crate::error::{Error, Result};
+use crate::tensor::{DType, Region, Tensor};
+
+/// The kernels that an op may launch, for display: the fast ones first, then those for other dtypes and odd addresses.
+pub fn kernels_of(op: &str) -> &'static [Kernel] {
+    match op {
+        "embed" => &[Kernel::Embed],
+        "copy" | "silu" => &[Kernel::Map],
+        "rms_norm" => &norm::RMS_NORMS,
+        "layer_norm_modulate" => &norm::LAYER_NORMS,
+        "linear" | "linear_swiglu" | "linear_gate_residual" => &gemm::KERNELS,
+        "qkv_norm_rope" | "qkv_mlp" => &gemm::PROJECTION_KERNELS,
+        "attention" | "attention_causal" => &attention::KERNELS,
+        "conv" => &conv::KERNELS,
+        "group_norm" => &norm::GROUP_NORMS,
+        "patchify" => &[Kernel::Patchify],
+        "unpatchify" => &[Kernel::Unpatchify],
+        "euler" => &[Kernel::Euler],
+        "guidance" => &[Kernel::Guidance],
+        "non_finite" => &[Kernel::CountNonFinite],
+        "pixels" => &[Kernel::Pixels],
+        _ => &[],
+    }
+}
+
+/// Fails if an op writes a weight, or holds f16 in working memory: no kernel does either.
+fn check_operands(op: &Op<'_>) -> Result<()> {
+    let name = op.name();
+    let mut usable = Ok(());
+    op.operands(&mut |t, access| {
+        let f16 = t.dtype == DType::F16 && t.region == Region::Arena;
+        if (access != Access::Read && t.region != Region::Arena) || f16 {
+            usable = Err(Error::Op { op: name, what: format!("{t:?} cannot be used so on the GPU") });
+        }
+    });
+    usable
+}
+
+/// Launches the kernels of an op whose operands fit each other.
+pub fn dispatch(cx: &OpContext, op: Op<'_>) -> Result<()> {
+    check_operands(&op)?;
+    let name = op.name();
+    let mat = |t: Tensor| cx.mat(t, name);
+    match op {
+        Op::Embed { out, ids, table } => pointwise::embed(cx, mat(out)?, mat(ids)?, mat(table)?),
+        Op::Copy { out, x } => pointwise::map(cx, abi::KL_COPY, mat(out)?, mat(x)?),
+        Op::Silu { out, x } => pointwise::map(cx, abi::KL_SILU, mat(out)?, mat(x)?),
+        Op::RmsNorm { out, x, weight, eps } => norm::rms_norm(cx, mat(out)?, mat(x)?, mat(weight)?, eps),
+        Op::LayerNormModulate { streams, eps } => norm::layer_norm_modulate(cx, name, streams, eps),
+        Op::Linear(streams) => {
+            let gemm = |s: &Gemm<'_>| EpilogueGemm { out: s.out, x: s.x, w: *s.w, epilogue: abi::KL_STORE, gate: None };
+            gemm::linear(cx, name, streams.iter().map(gemm))
+        }
+        Op::LinearSwiglu(streams) => {
+            let gemm = |s: &Gemm<'_>| EpilogueGemm { out: s.out, x: s.x, w: *s.w, epilogue: abi::KL_SWIGLU, gate: None };
+            gemm::linear(cx, name, streams.iter().map(gemm))
+        }
+        Op::LinearGateResidual(streams) => {
+            let epilogue = abi::KL_GATE_RESIDUAL;
+            let gemm = |s: &GatedGemm<'_>| EpilogueGemm { out: s.into, x: s.x, w: *s.w, epilogue, gate: s.gate };
+            gemm::linear(cx, name, streams.iter().map(gemm))
+        }
+        Op::Qkv(streams) => gemm::projection(cx, name, streams),
+        Op::Attention { out, q, kv, head_dim, causal, scale, bound } => {
+            attention(cx, name, mat(out)?, mat(q)?, &AttentionArgs { kv, head_dim, causal, scale, bound })
+        }
+        Op::Conv { out, x, w, width, height, sampling, residual, stats } => {
+            conv(cx, name, &ConvArgs { out, x, w, width, height, sampling, residual, stats })
+        }
+        Op::GroupNorm { out, x, norm, stats, silu } => {
+            norm::group_norm(cx, name, mat(out)?, mat(x)?, norm, stats.map(mat).transpose()?, silu)
+        }
+        Op::Patchify { out, x, stats, width } => pointwise::patchify(cx, Kernel::Patchify, mat(out)?, mat(x)?, stats, width),
+        Op::Unpatchify { out, x, stats, width } => pointwise::patchify(cx, Kernel::Unpatchify, mat(x)?, mat(out)?, stats, width),
+        Op::Euler { latents, velocity, dt } => pointwise::euler(cx, mat(latents)?, mat(velocity)?, dt),
+        Op::Guidance { out, cond, uncond, scale } => pointwise::guidance(cx, mat(out)?, mat(cond)?, mat(uncond)?, scale),
+        Op::NonFinite { count, x } => pointwise::non_finite(cx, mat(count)?, mat(x)?),
+        Op::Pixels { out, x } => pointwise::pixels(cx, mat(out)?, mat(x)?),
+    }
+}

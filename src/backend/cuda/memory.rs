@@ -1,0 +1,210 @@
+//! Device memory: one allocation for the weights and one for working memory, which ends in the backend's own scratch; and where a tensor
+//! lies in them.
+
+use super::abi::{self, KlMat};
+use super::driver::{Driver, Rows};
+use super::params::{NONE, SIDE_LIMIT, dtype_code};
+use super::select::{MAX_CTAS_PER_SM, MAX_PARTIAL_WARPS, Tile};
+use crate::error::{Error, Result};
+use crate::tensor::{ALIGN, Region, Tensor};
+use std::ops::Range;
+use std::rc::Rc;
+
+/// A device allocation.
+struct Allocation {
+    driver: Rc<dyn Driver>,
+    address: u64,
+    bytes: u64,
+}
+
+impl Allocation {
+    fn empty(driver: &Rc<dyn Driver>) -> Self {
+        Self { driver: driver.clone(), address: 0, bytes: 0 }
+    }
+
+    fn new(driver: &Rc<dyn Driver>, bytes: u64) -> Result<Self> {
+        let address = if bytes == 0 { 0 } else { driver.allocate(bytes)? };
+        Ok(Self { driver: driver.clone(), address, bytes })
+    }
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        if self.address != 0 {
+            self.driver.free(self.address);
+        }
+    }
+}
+
+/// Sizes of the scratch that belongs to no op. In this order: the fault flags and the counters of reductions, partial results of
+/// reductions, the flags of Stream-K workers, and their partials.
+#[derive(Clone, Copy)]
+struct Scratch {
+    sms: u64,
+}
+
+impl Scratch {
+    const REDUCTION_PARTIALS: u64 = abi::KL_PARTIALS as u64 * abi::KL_GROUPS as u64 * 16;
+
+    /// One 32-bit flag for each CTA that is resident on an SM, or for each warp of the only one.
+    fn stream_k_flags(self) -> u64 {
+        (self.sms * u64::from(MAX_CTAS_PER_SM.max(MAX_PARTIAL_WARPS)) * 4).next_multiple_of(ALIGN)
+    }
+
+    /// One f32 for each element of all tiles that run at once, with the tile of which this is most.
+    fn stream_k_partials(self) -> u64 {
+        let per_sm = Tile::ALL.map(|tile| tile.config()).map(|config| config.block_m * config.block_n * config.ctas_per_sm);
+        self.sms * u64::from(per_sm.into_iter().max().unwrap_or(0)) * 4
+    }
+
+    fn bytes(self) -> u64 {
+        ALIGN + Self::REDUCTION_PARTIALS + self.stream_k_flags() + self.stream_k_partials()
+    }
+}
+
+/// The backend's device memory.
+pub struct Memory {
+    weights: Allocation,
+    arena: Allocation,
+    /// Address at which working memory begins.
+    base: u64,
+    /// Bytes of it that ops may use.
+    working: u64,
+    /// Address at which the scratch begins; zero until working memory is reserved.
+    scratch: u64,
+    layout: Scratch,
+    driver: Rc<dyn Driver>,
+}
+
+impl Memory {
+    /// No memory yet.
+    pub fn new(driver: Rc<dyn Driver>) -> Self {
+        Self {
+            weights: Allocation::empty(&driver),
+            arena: Allocation::empty(&driver),
+            base: 0,
+            working: 0,
+            scratch: 0,
+            layout: Scratch { sms: u64::from(driver.device().multiprocessors) },
+            driver,
+        }
+    }
+
+    /// Allocates room for the weights. Those from before are gone.
+    pub fn reserve_weights(&mut self, bytes: u64) -> Result<()> {
+        self.weights = Allocation::empty(&self.driver);
+        self.weights = Allocation::new(&self.driver, bytes)?;
+        Ok(())
+    }
+
+    /// Bytes of the weights' allocation.
+    pub fn weight_bytes(&self) -> u64 {
+        self.weights.bytes
+    }
+
+    /// Allocates `bytes` of working memory and the scratch. An image of the same size as the one before finds its memory where it was.
+    pub fn reserve(&mut self, bytes: u64) -> Result<()> {
+        let total = bytes.next_multiple_of(ALIGN) + self.layout.bytes();
+        if self.arena.bytes != total {
+            (self.working, self.scratch) = (0, 0);
+            self.arena = Allocation::empty(&self.driver);
+            self.arena = Allocation::new(&self.driver, total)?;
+            (self.base, self.working) = (self.arena.address, total - self.layout.bytes());
+            self.scratch = self.base + self.working;
+        }
+        Ok(())
+    }
+
+    /// From now on the offset of a tensor in working memory is its address.
+    pub fn use_addresses(&mut self) {
+        (self.base, self.working) = (0, u64::MAX);
+    }
+
+    /// Where a range of working memory lies, as far as it exists: address and bytes.
+    pub fn working_range(&self, range: Range<u64>) -> Option<(u64, u64)> {
+        let end = range.end.min(self.working);
+        (end > range.start).then(|| (self.base + range.start, end - range.start))
+    }
+
+    /// Where a tensor's rows lie.
+    pub fn rows(&self, tensor: Tensor, op: &'static str) -> Result<Rows> {
+        let (base, end) = match tensor.region {
+            Region::Weights => (self.weights.address, self.weights.bytes),
+            Region::Arena => (self.base, self.working),
+        };
+        let size = tensor.dtype.size() as u64;
+        if tensor.extent().end > end || !tensor.offset.is_multiple_of(size) {
+            return Err(Error::Op { op, what: format!("{tensor:?} lies outside its memory or is misaligned") });
+        }
+        let (width, pitch) = (tensor.cols as u64 * size, tensor.stride as u64 * size);
+        // Rows without gaps are one long row.
+        let width = if pitch == width || tensor.rows <= 1 { width * tensor.rows as u64 } else { width };
+        Ok(Rows { address: base + tensor.offset, pitch: pitch.max(width), width })
+    }
+
+    /// A tensor as kernels take it.
+    pub fn mat(&self, t: Tensor, op: &'static str) -> Result<KlMat> {
+        let Rows { address, .. } = self.rows(t, op)?;
+        if t.rows > SIDE_LIMIT || t.cols > SIDE_LIMIT {
+            return Err(Error::Op { op, what: format!("{t:?} is too large for the GPU") });
+        }
+        Ok(KlMat {
+            data: address,
+            stride: t.stride as u64,
+            rows: t.rows as u32,
+            cols: t.cols as u32,
+            dtype: dtype_code(t.dtype),
+            unused: 0,
+        })
+    }
+
+    /// The same for an operand that need not be there.
+    pub fn mat_if(&self, t: Option<Tensor>, op: &'static str) -> Result<KlMat> {
+        t.map_or(Ok(NONE), |t| self.mat(t, op))
+    }
+
+    /// Whether there is a scratch.
+    pub fn has_scratch(&self) -> bool {
+        self.scratch != 0
+    }
+
+    /// Bytes of the scratch.
+    pub fn scratch_bytes(&self) -> u64 {
+        self.layout.bytes()
+    }
+
+    /// Address of the device fault flags, one word that kernels set bits in.
+    pub fn fault_flags(&self) -> u64 {
+        self.scratch
+    }
+
+    /// Address of the counters that the CTAs of a counting kernel share, in a cache line of their own behind the fault flags.
+    pub fn counters(&self) -> u64 {
+        self.scratch + 128
+    }
+
+    /// Address of the partial results of reductions.
+    pub fn reduction_partials(&self) -> u64 {
+        self.scratch + ALIGN
+    }
+
+    /// Address of the flags that Stream-K workers set for each other.
+    pub fn stream_k_flags(&self) -> u64 {
+        self.reduction_partials() + Scratch::REDUCTION_PARTIALS
+    }
+
+    /// Bytes of these flags.
+    pub fn stream_k_flag_bytes(&self) -> u64 {
+        self.layout.stream_k_flags()
+    }
+
+    /// Address of the partials that Stream-K workers store for each other.
+    pub fn stream_k_partials(&self) -> u64 {
+        self.stream_k_flags() + self.layout.stream_k_flags()
+    }
+
+    /// Bytes of these partials.
+    pub fn stream_k_partial_bytes(&self) -> u64 {
+        self.layout.stream_k_partials()
+    }
+}

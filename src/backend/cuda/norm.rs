@@ -1,0 +1,195 @@
+//! Norms: over the rows of activations, over the heads of queries and keys, and over the channel groups of an image. Bound by memory
+//! bandwidth.
+
+use super::abi::{self, KlMat};
+use super::context::OpContext;
+use super::launch::Kernel;
+use super::params::{NONE, VECTOR, is_vectorizable};
+use crate::backend::{GroupNorm, Modulated, RopeStyle};
+use crate::error::{Error, Result};
+
+/// Most columns that each row norm but the last takes. The last takes any number, of any dtype at any address.
+const ROW_LIMITS: [u32; 5] = [1024, 2048, 3072, 4096, 8192];
+
+/// The kernels of an RMS norm, by [`ROW_LIMITS`].
+pub const RMS_NORMS: [Kernel; 6] =
+    [Kernel::RmsNorm1024, Kernel::RmsNorm2048, Kernel::RmsNorm3072, Kernel::RmsNorm4096, Kernel::RmsNorm8192, Kernel::RmsNormAny];
+
+/// The kernels of a modulated layer norm, by [`ROW_LIMITS`].
+pub const LAYER_NORMS: [Kernel; 6] = [
+    Kernel::LayerNorm1024,
+    Kernel::LayerNorm2048,
+    Kernel::LayerNorm3072,
+    Kernel::LayerNorm4096,
+    Kernel::LayerNorm8192,
+    Kernel::LayerNormAny,
+];
+
+/// The kernels of a group norm.
+pub const GROUP_NORMS: [Kernel; 4] = [Kernel::GroupStats8, Kernel::GroupNorm8, Kernel::GroupStatsAny, Kernel::GroupNormAny];
+
+/// The kernel for rows of so many columns, and how many rows a CTA takes.
+fn row_norm(norms: [Kernel; 6], cols: u32, vectorizable: bool) -> (Kernel, u32) {
+    match ROW_LIMITS.iter().position(|most| vectorizable && cols <= *most) {
+        Some(i) => (norms[i], abi::KL_NORM_ROWS),
+        None => (norms[ROW_LIMITS.len()], 1),
+    }
+}
+
+/// RMS norm of every row.
+pub fn rms_norm(cx: &OpContext, out: KlMat, x: KlMat, weight: KlMat, eps: f32) -> Result<()> {
+    let p = abi::KlRmsNorm { out, x, weight, eps, unused: 0 };
+    let vectorizable = [out, x].iter().all(|m| is_vectorizable(m, abi::KL_BF16)) && is_vectorizable(&weight, abi::KL_F32);
+    let (kernel, rows) = row_norm(RMS_NORMS, x.cols, vectorizable);
+    cx.kernels.launch(kernel, [x.rows.div_ceil(rows), 1, 1], &p)
+}
+
+/// Layer norm of every row with AdaLN modulation, as many streams to a launch as a kernel takes.
+pub fn layer_norm_modulate(cx: &OpContext, op: &'static str, streams: &[Modulated], eps: f32) -> Result<()> {
+    const ABSENT: abi::KlModulated = abi::KlModulated { out: NONE, x: NONE, shift: NONE, scale: NONE };
+    let mat = |t| cx.mat(t, op);
+    for group in streams.chunks(abi::KL_STREAMS as usize) {
+        let mut p = abi::KlLayerNorm { stream: [ABSENT; abi::KL_STREAMS as usize], eps, unused: 0 };
+        for (to, s) in p.stream.iter_mut().zip(group) {
+            *to = abi::KlModulated { out: mat(s.out)?, x: mat(s.x)?, shift: mat(s.shift)?, scale: mat(s.scale)? };
+        }
+        let cols = p.stream[0].x.cols;
+        let vectorizable = p.stream[..group.len()]
+            .iter()
+            .all(|s| s.x.cols == cols && [s.out, s.x, s.shift, s.scale].iter().all(|m| is_vectorizable(m, abi::KL_BF16)));
+        let (kernel, rows) = row_norm(LAYER_NORMS, cols, vectorizable);
+        let ctas = p.stream.iter().map(|s| s.x.rows.div_ceil(rows)).sum();
+        cx.kernels.launch(kernel, [ctas, 1, 1], &p)?;
+    }
+    Ok(())
+}
+
+/// Heads of one matrix of queries or keys, and what [`qk_norm_rope`] needs to know of them.
+pub struct QkHeads {
+    /// The matrix, its norm weight, its rotations and its scale.
+    pub heads: abi::KlHeads,
+    /// Columns of a head.
+    pub head_dim: usize,
+    /// How elements are paired for the rotation.
+    pub style: RopeStyle,
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
+/// The number of a style in `abi.h`.
+pub const fn rope_code(style: RopeStyle) -> u32 {
+    match style {
+        RopeStyle::Interleaved => abi::KL_ROPE_INTERLEAVED,
+        RopeStyle::HalfSplit => abi::KL_ROPE_HALF_SPLIT,
+    }
+}
+
+/// RMS norm and rotation of all heads of queries and keys, in place.
+pub fn qk_norm_rope(cx: &OpContext, op: &'static str, parts: &[QkHeads]) -> Result<()> {
+    let Some(&QkHeads { head_dim, style, eps, .. }) = parts.first() else { return Ok(()) };
+    if parts.iter().any(|part| (part.head_dim, part.style, part.eps) != (head_dim, style, eps)) {
+        return Err(Error::Op { op, what: "streams with other heads, rotations or epsilons".into() });
+    }
+    const ABSENT: abi::KlHeads = abi::KlHeads { x: NONE, weight: NONE, table: NONE, scale: 1.0, unused: 0 };
+    let mut p = abi::KlHeadNorm {
+        part: [ABSENT; abi::KL_HEAD_PARTS as usize],
+        head_dim: head_dim as u32,
+        style: rope_code(style),
+        eps,
+        unused: 0,
+    };
+    p.part.iter_mut().zip(parts).for_each(|(to, part)| *to = part.heads);
+    let rows: u32 = p.part.iter().map(|h| h.x.rows).sum();
+    let most_heads = p.part.iter().map(|h| h.x.cols / p.head_dim).max().unwrap_or(0);
+    let grid = [rows.div_ceil(abi::KL_NORM_THREADS / 32), most_heads.div_ceil(abi::KL_HEADS_PER_WARP), 1];
+    cx.kernels.launch(Kernel::QkNormRope, grid, &p)
+}
+
+/// Iterations of a group kernel over the pixels of `x` if there were only one CTA, which takes as many pixels at once as it has threads.
+fn group_iterations(x: &KlMat, vectorizable: bool) -> u32 {
+    let threads_per_pixel = if vectorizable { x.cols / VECTOR } else { x.cols };
+    x.rows.div_ceil((abi::KL_GROUP_THREADS / threads_per_pixel.max(1)).max(1))
+}
+
+fn check_groups(op: &'static str, groups: u32) -> Result<()> {
+    if groups > abi::KL_GROUPS {
+        return Err(Error::Op { op, what: format!("{groups} groups, at most {}", abi::KL_GROUPS) });
+    }
+    Ok(())
+}
+
+/// Group norm, from statistics where the producer of `x` computed them.
+pub fn group_norm(
+    cx: &OpContext,
+    op: &'static str,
+    out: KlMat,
+    x: KlMat,
+    norm: &GroupNorm,
+    stats: Option<KlMat>,
+    silu: bool,
+) -> Result<()> {
+    /// CTAs that are resident on an SM at the same time.
+    const CTAS_PER_SM: u32 = 3;
+    /// Fewest iterations for which a CTA is worth starting.
+    const ITERATIONS: u32 = 4;
+    let groups = norm.groups as u32;
+    check_groups(op, groups)?;
+    let p = abi::KlGroupNorm {
+        out,
+        x,
+        weight: cx.mat(norm.weight, op)?,
+        bias: cx.mat(norm.bias, op)?,
+        stats: stats.unwrap_or(NONE),
+        partials: cx.memory.reduction_partials(),
+        blocks: if stats.is_none() { group_partials(cx, x, groups)? } else { 0 },
+        groups,
+        eps: norm.eps,
+        silu: u32::from(silu),
+    };
+    let vectorizable = [out, x].iter().all(|m| is_vectorizable(m, abi::KL_BF16))
+        && [p.weight, p.bias].iter().all(|m| is_vectorizable(m, abi::KL_F32));
+    // No more CTAs than run at once, since each begins by reading the statistics.
+    let ctas = group_iterations(&x, vectorizable).div_ceil(ITERATIONS).min(CTAS_PER_SM * cx.sms);
+    cx.kernels.launch(if vectorizable { Kernel::GroupNorm8 } else { Kernel::GroupNormAny }, [ctas, 1, 1], &p)
+}
+
+/// Mean and variance of each group of channels of `x`.
+pub fn group_stats(cx: &OpContext, op: &'static str, x: KlMat, stats: KlMat) -> Result<()> {
+    let groups = stats.rows;
+    check_groups(op, groups)?;
+    let blocks = u64::from(group_partials(cx, x, groups)?);
+    let p = abi::KlGroupStats { x, stats, partials: cx.memory.reduction_partials(), blocks, groups, unused: 0 };
+    cx.kernels.launch(Kernel::GroupStatsFinish, [1, 1, 1], &p)
+}
+
+/// The moments that the statistics are combined from, and how many CTAs computed some. That depends on the shape and the GPU alone, so
+/// the order of the additions is always the same.
+fn group_partials(cx: &OpContext, x: KlMat, groups: u32) -> Result<u32> {
+    /// CTAs for each SM. They are few, since whoever combines the moments reads those of all of them.
+    const CTAS_PER_SM: u32 = 2;
+    /// Fewest iterations for which a CTA is worth starting.
+    const ITERATIONS: u32 = 8;
+    let vectorizable = is_vectorizable(&x, abi::KL_BF16);
+    let most = (CTAS_PER_SM * cx.sms).min(abi::KL_PARTIALS);
+    let ctas = group_iterations(&x, vectorizable).div_ceil(ITERATIONS).clamp(1, most);
+    let partials = cx.memory.reduction_partials();
+    let p = abi::KlGroupStats { x, stats: NONE, partials, blocks: u64::from(ctas), groups, unused: 0 };
+    cx.kernels.launch(if vectorizable { Kernel::GroupStats8 } else { Kernel::GroupStatsAny }, [ctas, 1, 1], &p)?;
+    Ok(ctas)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn row_norms_fit_their_rows() {
+        let rms = |cols| row_norm(RMS_NORMS, cols, true);
+        // Each takes what is too wide for the one before it: only then does a thread lack no more than its last vector.
+        assert_eq!([8, 1024, 1032, 2560].map(|cols| rms(cols).0), [0, 0, 1, 2].map(|i| RMS_NORMS[i]));
+        assert_eq!([3072, 4096, 4104, 8192].map(|cols| rms(cols).0), [2, 3, 4, 4].map(|i| RMS_NORMS[i]));
+        assert_eq!(rms(8200), (Kernel::RmsNormAny, 1));
+        assert_eq!(row_norm(LAYER_NORMS, 3072, true), (Kernel::LayerNorm3072, 2));
+        assert_eq!(row_norm(LAYER_NORMS, 3072, false), (Kernel::LayerNormAny, 1));
+    }
+}

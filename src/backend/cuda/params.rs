@@ -1,0 +1,102 @@
+//! Kernel parameters: the forms that matrices take in `abi.h`, what kernels ask of their addresses and strides, and the grids of
+//! kernels that have no tiles to select.
+
+use super::abi::{self, KlMat, KlTensorMap};
+use super::driver::{MapSpec, Swizzle};
+use crate::tensor::DType;
+
+/// Values that a thread of a vectorised kernel loads at once.
+pub const VECTOR: u32 = 8;
+/// Rows and columns are 32-bit numbers in the kernels.
+pub const SIDE_LIMIT: usize = u32::MAX as usize;
+/// CUDA numbers the CTAs along y and z by sixteen bits.
+const GRID_LIMIT: u32 = 65_535;
+
+/// A matrix that is not there.
+pub const NONE: KlMat = KlMat { data: 0, stride: 0, rows: 0, cols: 0, dtype: 0, unused: 0 };
+
+/// A tensor map that is not there.
+pub const NO_MAP: KlTensorMap = KlTensorMap { opaque: [0; 16] };
+
+/// The number of a dtype in `abi.h`.
+pub const fn dtype_code(dtype: DType) -> u32 {
+    match dtype {
+        DType::F32 => abi::KL_F32,
+        DType::Bf16 => abi::KL_BF16,
+        DType::F16 => abi::KL_F16,
+        DType::U32 => abi::KL_U32,
+        DType::U8 => abi::KL_U8,
+    }
+}
+
+/// Matrices of one shape as one long row each, if all are contiguous.
+pub fn flatten<const N: usize>(mut mats: [KlMat; N]) -> [KlMat; N] {
+    let contiguous =
+        |m: &KlMat| (m.rows <= 1 || m.stride == u64::from(m.cols)) && u64::from(m.rows) * u64::from(m.cols) <= SIDE_LIMIT as u64;
+    if mats.iter().all(contiguous) {
+        for m in &mut mats {
+            *m = KlMat { cols: m.rows * m.cols, rows: m.rows.min(1), stride: u64::from(m.rows * m.cols), ..*m };
+        }
+    }
+    mats
+}
+
+/// Whether bf16 values can be loaded and stored in pairs.
+pub fn is_pair_aligned(m: &KlMat) -> bool {
+    m.data.is_multiple_of(4) && m.stride.is_multiple_of(2)
+}
+
+/// Whether rows of that type can be loaded [`VECTOR`] values at a time.
+pub fn is_vectorizable(m: &KlMat, dtype: u32) -> bool {
+    let bytes = if dtype == abi::KL_F32 { 4 } else { 2 };
+    let rows = m.rows <= 1 || (m.stride * bytes).is_multiple_of(16);
+    m.dtype == dtype && m.data.is_multiple_of(16) && rows && m.cols.is_multiple_of(VECTOR)
+}
+
+/// Whether `cp.async` and TMA can copy an operand of a tensor-core kernel: bf16, sixteen bytes at a time, from 32-bit offsets.
+pub fn is_async_copyable(m: &KlMat) -> bool {
+    m.dtype == abi::KL_BF16
+        && m.data.is_multiple_of(16)
+        && m.stride.is_multiple_of(8)
+        && m.cols.is_multiple_of(8)
+        && m.rows > 0
+        && m.cols > 0
+        && u64::from(m.rows) * m.stride <= u64::from(u32::MAX)
+}
+
+/// How TMA copies boxes of so many columns and rows between a bf16 matrix and shared memory.
+pub fn map_spec(m: &KlMat, tile: [u32; 2]) -> MapSpec {
+    let swizzle = match tile[0] {
+        64 => Swizzle::Bytes128,
+        32 => Swizzle::Bytes64,
+        _ => Swizzle::Bytes32,
+    };
+    let (size, pitch) = ([u64::from(m.cols), u64::from(m.rows)], m.stride * DType::Bf16.size() as u64);
+    MapSpec { address: m.data, dtype: DType::Bf16, size, pitch, tile, swizzle }
+}
+
+/// The grid of a pointwise kernel: columns along x, rows along y.
+pub fn pointwise_grid(m: &KlMat) -> [u32; 3] {
+    [m.cols.div_ceil(abi::KL_POINTWISE_THREADS * VECTOR), m.rows.min(GRID_LIMIT), 1]
+}
+
+/// The grid of a naive GEMM or convolution with this output.
+pub fn naive_grid(m: &KlMat) -> [u32; 3] {
+    [m.rows.div_ceil(abi::KL_NAIVE_TILE), m.cols.div_ceil(abi::KL_NAIVE_TILE), 1]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn vectors_are_whole_and_aligned() {
+        let m = KlMat { data: 1 << 20, stride: 3072, rows: 5, cols: 3072, dtype: abi::KL_BF16, unused: 0 };
+        let bf16 = |m: KlMat| is_vectorizable(&m, abi::KL_BF16);
+        assert!(bf16(m) && bf16(KlMat { stride: 3080, ..m }) && bf16(KlMat { stride: 3073, rows: 1, ..m }));
+        assert!(!bf16(KlMat { stride: 3076, ..m }));
+        assert!(is_vectorizable(&KlMat { stride: 3076, dtype: abi::KL_F32, ..m }, abi::KL_F32));
+        assert!(!bf16(KlMat { data: m.data + 8, ..m }) && !bf16(KlMat { cols: 3068, ..m }));
+        assert!(!bf16(KlMat { dtype: abi::KL_F32, ..m }));
+    }
+}

@@ -1,0 +1,59 @@
+//! Ops whose every value depends on few others: element-wise functions, lookups and permutations. Bound by memory bandwidth.
+
+use super::abi::{self, KlMat};
+use super::context::OpContext;
+use super::launch::Kernel;
+use super::params::{flatten, pointwise_grid};
+use crate::backend::LatentStats;
+use crate::error::Result;
+
+/// Rows of a table by token id.
+pub fn embed(cx: &OpContext, out: KlMat, ids: KlMat, table: KlMat) -> Result<()> {
+    let p = abi::KlEmbed { out, ids, table, fault: cx.memory.fault_flags() };
+    cx.kernels.launch(Kernel::Embed, pointwise_grid(&out), &p)
+}
+
+/// One of the functions of `kl_map`, value by value.
+pub fn map(cx: &OpContext, function: u32, out: KlMat, x: KlMat) -> Result<()> {
+    let [out, x] = flatten([out, x]);
+    cx.kernels.launch(Kernel::Map, pointwise_grid(&out), &abi::KlMap { out, x, function, unused: 0 })
+}
+
+/// Latents to tokens, or back: `kernel` is one of the two.
+pub fn patchify(cx: &OpContext, kernel: Kernel, tokens: KlMat, pixels: KlMat, stats: &LatentStats, width: usize) -> Result<()> {
+    let (mean, var) = (cx.mat(stats.mean, "patchify")?, cx.mat(stats.var, "patchify")?);
+    let p = abi::KlPatch { tokens, pixels, mean, var, width: width as u32, eps: stats.eps };
+    cx.kernels.launch(kernel, pointwise_grid(&tokens), &p)
+}
+
+/// One Euler step of the flow.
+pub fn euler(cx: &OpContext, latents: KlMat, velocity: KlMat, dt: f32) -> Result<()> {
+    let [latents, velocity] = flatten([latents, velocity]);
+    cx.kernels.launch(Kernel::Euler, pointwise_grid(&latents), &abi::KlEuler { latents, velocity, dt, unused: 0 })
+}
+
+/// Classifier-free guidance.
+pub fn guidance(cx: &OpContext, out: KlMat, cond: KlMat, uncond: KlMat, scale: f32) -> Result<()> {
+    let [out, cond, uncond] = flatten([out, cond, uncond]);
+    cx.kernels.launch(Kernel::Guidance, pointwise_grid(&out), &abi::KlGuidance { out, cond, uncond, scale, unused: 0 })
+}
+
+/// How many values are not finite.
+pub fn non_finite(cx: &OpContext, count: KlMat, x: KlMat) -> Result<()> {
+    /// CTAs that are resident on an SM at the same time.
+    const CTAS_PER_SM: u32 = 8;
+    let [x] = flatten([x]);
+    let p = abi::KlCount { count, x, words: cx.memory.counters() };
+    // No more CTAs than run at once, and at least one batch of loads for each thread.
+    let most = CTAS_PER_SM * cx.sms;
+    let value_bytes = if x.dtype == abi::KL_F32 { 4 } else { 2 };
+    let batch_bytes = abi::KL_POINTWISE_THREADS * abi::KL_COUNT_BATCH * 16;
+    let columns = x.cols.div_ceil(batch_bytes / value_bytes).clamp(1, most);
+    cx.kernels.launch(Kernel::CountNonFinite, [columns, x.rows.clamp(1, most.div_ceil(columns)), 1], &p)
+}
+
+/// Values within -1..1 as bytes.
+pub fn pixels(cx: &OpContext, out: KlMat, x: KlMat) -> Result<()> {
+    let [out, x] = flatten([out, x]);
+    cx.kernels.launch(Kernel::Pixels, pointwise_grid(&out), &abi::KlPixels { out, x })
+}

@@ -1,0 +1,125 @@
+//! `kiln doctor`: what this program can use on this machine.
+
+use super::args::DoctorArgs;
+use super::hint::{hint, message};
+use super::run::print;
+use crate::backend::cuda::{self, Cuda, Kernel, Tile};
+use crate::backend::{Backend, OP_NAMES};
+use crate::config::Variant;
+use crate::error::{Error, Result};
+use crate::locate::{BUILT_IN, Environment, Found, TINY, locate};
+use crate::pipeline::OpenModel;
+use crate::text::{gib, shown_line, shown_text};
+use crate::threads;
+use std::fmt::Write as _;
+use std::io::Write;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+/// Writes what this program can use on this machine to `out`.
+pub fn doctor(args: DoctorArgs, environment: Environment, out: &mut dyn Write) -> Result<()> {
+    let mut text = format!("kiln      {}\n", env!("CARGO_PKG_VERSION"));
+    let mut row = |name: &str, value: String| {
+        let _ = writeln!(text, "{name:<9} {}", shown_line(&value));
+    };
+    let kernels = match cuda::NVCC {
+        "" => "none: built without nvcc".into(),
+        nvcc => format!("{} (nvcc {nvcc})", cuda::ARCHS.join(" ")),
+    };
+    row("kernels", kernels);
+    row("cpu", format!("{} threads", threads::cores()));
+    let stop = Arc::new(AtomicBool::new(false));
+    match cuda::devices() {
+        Err(error) => {
+            row("driver", error.to_string());
+            // This command has no flags for what else could be done about it.
+            let advice = match &error {
+                Error::NoGpu { hint, .. } => Some(shown_text(hint)),
+                other => hint(other),
+            };
+            row("", advice.unwrap_or_default());
+        }
+        Ok(devices) => {
+            for (i, d) in devices.iter().enumerate() {
+                if i == 0 {
+                    row("driver", format!("CUDA {}.{}", d.driver.0, d.driver.1));
+                }
+                let ((major, minor), memory) = (d.capability, gib(d.memory));
+                let what = format!("{}, compute {major}.{minor}, {} multiprocessors, {memory}", d.name, d.multiprocessors);
+                row(&format!("gpu {}", d.index), what);
+                let state = Cuda::open(d.index, stop.clone()).and_then(|mut cuda| {
+                    let free = cuda.available()?.unwrap_or(0);
+                    Ok(format!("usable, {} free; tried: {}", gib(free), cuda.self_test()?.join(", ")))
+                });
+                row("", state.unwrap_or_else(|error| error.to_string()));
+            }
+        }
+    }
+    let lines =
+        model_lines(&args, environment).unwrap_or_else(|error| [message(&error)].into_iter().chain(hint(&error)).collect());
+    for (i, line) in lines.into_iter().enumerate() {
+        row(if i == 0 { "model" } else { "" }, line);
+    }
+    row("\nop", "kernels".into());
+    for op in OP_NAMES {
+        let kernels = if args.verbose { kernel_symbols(op) } else { kernel_files(op) };
+        let _ = writeln!(text, "{op:<21} {kernels}");
+    }
+    print(out, text.as_bytes())
+}
+
+/// Every kernel that an op may launch.
+fn kernel_symbols(op: &str) -> String {
+    cuda::kernels_of(op).iter().map(|kernel| kernel.symbol()).collect::<Vec<_>>().join(" ")
+}
+
+/// The files of these kernels, with the number of kernels where it takes several of a file.
+fn kernel_files(op: &str) -> String {
+    let tiles = Tile::ALL.map(|tile| tile.config().kernel);
+    let describe = |kernels: &[Kernel]| match kernels {
+        [kernel] => kernel.file().to_owned(),
+        _ => {
+            let what = if kernels.iter().all(|kernel| tiles.contains(kernel)) { "tiles" } else { "kernels" };
+            format!("{} ({} {what})", kernels[0].file(), kernels.len())
+        }
+    };
+    let files = cuda::kernels_of(op).chunk_by(|a, b| a.file() == b.file());
+    files.map(describe).collect::<Vec<_>>().join(", ")
+}
+
+/// Which model would be used, and which files of it. They are opened, so that what is wrong with them is found.
+fn model_lines(args: &DoctorArgs, environment: Environment) -> Result<Vec<String>> {
+    let none = if args.model.is_named(&environment) { "" } else { "; no FLUX.2 model was found" };
+    let found = locate(&args.model.request(environment))?;
+    let files = match &found {
+        Found::BuiltIn(_) => return Ok(vec![format!("{BUILT_IN}, part of this program, draws coloured shapes{none}")]),
+        Found::Tiny => return Ok(vec![format!("{TINY}, made by this program, random and untrained{none}")]),
+        Found::Files(files) => files,
+    };
+    let model = OpenModel::open(&found, args.model.variant.map(Variant::from))?;
+    // The name that a model gives itself need not say which variant it is.
+    let mut lines = vec![format!("{}, {}, {}", model.name, model.variant, shown_text(&files.origin))];
+    lines.extend(model.files_in_use().iter().map(|(part, files)| format!("{part} {files}")));
+    lines.extend(model.warnings.iter().map(|warning| format!("warning: {}", shown_text(warning))));
+    Ok(lines)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_are_grouped_by_file() {
+        for (op, files) in [
+            ("embed", "pointwise"),
+            ("rms_norm", "norm (6 kernels)"),
+            ("linear", "gemm_bf16_sm90 (6 tiles), gemm_mma (3 tiles), naive"),
+            ("qkv_mlp", "gemm_bf16_sm90, gemm_mma (3 tiles), naive, norm"),
+            ("attention", "attention_sm90 (3 kernels), attention_mma, attention_wide_mma (2 kernels), naive"),
+            ("conv", "conv_mma (3 kernels), naive, norm (3 kernels)"),
+        ] {
+            assert_eq!(kernel_files(op), files);
+        }
+        assert!(OP_NAMES.iter().all(|op| !kernel_files(op).is_empty() && kernel_files(op).len() < 100));
+    }
+}

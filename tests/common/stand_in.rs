@@ -1,0 +1,262 @@
+//! A stand-in for the CUDA driver. It computes nothing, but checks that every handle is freed exactly once and never used afterwards,
+//! tracks the order of copies and kernels, and can make any call fail.
+
+use crate::order::Order;
+use kiln::backend::cuda::driver::{DeviceInfo, Driver, Event, Function, Graph, Launch, MapSpec, Module, Rows, Stream};
+use kiln::error::{Error, Result};
+use std::alloc::Layout as Block;
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::ptr::NonNull;
+use std::rc::Rc;
+
+/// Where addresses begin. Which addresses a kernel reads is told from its parameters, and no two sizes side by side look like this.
+const FIRST_ADDRESS: u64 = 0x7f << 40;
+
+/// A driver without a device.
+pub struct StandIn {
+    info: DeviceInfo,
+    /// Calls so far that can be made to fail.
+    pub calls: Cell<usize>,
+    /// The number of the call that fails.
+    fails: Cell<Option<usize>>,
+    /// The name of the call that failed.
+    pub failed: Cell<&'static str>,
+    /// Resources that were allocated and not freed, by handle: the kind and how many bytes.
+    pub taken: RefCell<HashMap<u64, (&'static str, u64)>>,
+    next: Cell<u64>,
+    /// Bytes of device memory in use, and the peak.
+    pub bytes: Cell<(u64, u64)>,
+    memory: u64,
+    pub launches: Cell<usize>,
+    pub replays: Cell<usize>,
+    pub order: RefCell<Order>,
+}
+
+impl StandIn {
+    pub fn new(memory: u64) -> Rc<Self> {
+        let info = DeviceInfo {
+            index: 0,
+            name: "Stand-in".into(),
+            capability: (9, 0),
+            multiprocessors: 1,
+            shared: 232_448,
+            clock: 1_000_000,
+            memory,
+            driver: (13, 0),
+        };
+        Rc::new(Self {
+            info,
+            calls: Cell::new(0),
+            fails: Cell::new(None),
+            failed: Cell::new(""),
+            taken: RefCell::new(HashMap::new()),
+            next: Cell::new(FIRST_ADDRESS),
+            bytes: Cell::new((0, 0)),
+            memory,
+            launches: Cell::new(0),
+            replays: Cell::new(0),
+            order: RefCell::default(),
+        })
+    }
+
+    fn call(&self, name: &'static str) -> Result<()> {
+        let call = self.calls.get();
+        self.calls.set(call + 1);
+        if self.fails.get() == Some(call) {
+            self.failed.set(name);
+            return Err(Error::Device { call: name, status: "planted".into() });
+        }
+        Ok(())
+    }
+
+    fn take(&self, what: &'static str, bytes: u64) -> u64 {
+        let handle = self.next.get();
+        self.next.set(handle + bytes.next_multiple_of(1024) + 1024);
+        self.taken.borrow_mut().insert(handle, (what, bytes));
+        handle
+    }
+
+    fn give(&self, what: &'static str, handle: u64) -> u64 {
+        let (kind, bytes) = self.taken.borrow_mut().remove(&handle).unwrap_or_else(|| panic!("{what} freed twice"));
+        assert_eq!(kind, what);
+        bytes
+    }
+
+    /// Makes the `n`th call from here fail.
+    pub fn fail_after(&self, n: usize) {
+        self.fails.set(Some(self.calls.get() + n));
+    }
+
+    /// Makes no call fail, whether the one that was to fail was reached or not.
+    pub fn heal(&self) {
+        self.fails.set(None);
+    }
+}
+
+impl Drop for StandIn {
+    fn drop(&mut self) {
+        assert!(self.taken.borrow().is_empty() || std::thread::panicking(), "never freed: {:?}", self.taken.borrow());
+    }
+}
+
+/// Pinned memory is real, because the backend writes to it. It is aligned no further than the allocator does by itself, which then need
+/// not fill it with zeros.
+fn block(bytes: u64) -> Block {
+    Block::from_size_align(bytes as usize, 16).unwrap()
+}
+
+#[allow(unsafe_code)]
+impl Driver for StandIn {
+    fn device(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn free_memory(&self) -> Result<u64> {
+        self.call("free_memory")?;
+        Ok(self.memory - self.bytes.get().0)
+    }
+
+    fn allocate(&self, bytes: u64) -> Result<u64> {
+        self.call("allocate")?;
+        let (now, most) = self.bytes.get();
+        self.bytes.set((now + bytes, most.max(now + bytes)));
+        Ok(self.take("memory", bytes))
+    }
+
+    fn free(&self, address: u64) {
+        let bytes = self.give("memory", address);
+        self.order.borrow_mut().free(address..address + bytes);
+        let (now, most) = self.bytes.get();
+        self.bytes.set((now - bytes, most));
+    }
+
+    fn allocate_pinned(&self, bytes: usize) -> Result<NonNull<u8>> {
+        self.call("allocate_pinned")?;
+        // SAFETY: the block is not empty.
+        let memory = NonNull::new(unsafe { std::alloc::alloc_zeroed(block(bytes as u64)) }).unwrap();
+        self.taken.borrow_mut().insert(memory.as_ptr() as u64, ("pinned", bytes as u64));
+        Ok(memory)
+    }
+
+    fn free_pinned(&self, memory: NonNull<u8>) {
+        let bytes = self.give("pinned", memory.as_ptr() as u64);
+        // SAFETY: allocated above with the same layout.
+        unsafe { std::alloc::dealloc(memory.as_ptr(), block(bytes)) }
+    }
+
+    fn load(&self, _image: &[u8]) -> Result<Module> {
+        self.call("load")?;
+        Ok(Module(self.take("module", 0)))
+    }
+
+    fn unload(&self, module: Module) {
+        self.give("module", module.0);
+    }
+
+    fn function(&self, module: Module, _symbol: &str, _params: usize, _shared: u32) -> Result<Function> {
+        assert!(self.taken.borrow().contains_key(&module.0), "a kernel of a module that is gone");
+        self.call("function")?;
+        Ok(Function(0))
+    }
+
+    fn stream(&self) -> Result<Stream> {
+        self.call("stream")?;
+        Ok(Stream(self.take("stream", 0)))
+    }
+
+    fn destroy_stream(&self, stream: Stream) {
+        self.give("stream", stream.0);
+    }
+
+    fn synchronize(&self, stream: Stream) -> Result<()> {
+        self.call("synchronize")?;
+        self.order.borrow_mut().synchronize(stream.0);
+        Ok(())
+    }
+
+    fn event(&self) -> Result<Event> {
+        self.call("event")?;
+        Ok(Event(self.take("event", 0)))
+    }
+
+    fn destroy_event(&self, event: Event) {
+        self.give("event", event.0);
+    }
+
+    fn record_event(&self, event: Event, stream: Stream) -> Result<()> {
+        self.call("record_event")?;
+        self.order.borrow_mut().set_event(event.0, stream.0);
+        Ok(())
+    }
+
+    fn synchronize_event(&self, event: Event) -> Result<()> {
+        self.call("synchronize_event")?;
+        self.order.borrow_mut().finish_event(event.0);
+        Ok(())
+    }
+
+    fn wait_event(&self, stream: Stream, event: Event) -> Result<()> {
+        self.call("wait_event")?;
+        self.order.borrow_mut().wait_event(stream.0, event.0);
+        Ok(())
+    }
+
+    fn copy_in(&self, stream: Stream, to: Rows, from: &[u8]) -> Result<()> {
+        assert!((from.len() as u64).is_multiple_of(to.width));
+        self.call("copy_in")?;
+        let buffer = from.as_ptr() as u64;
+        if self.taken.borrow().contains_key(&buffer) {
+            self.order.borrow_mut().copy(stream.0, buffer, to.address..to.address + from.len() as u64);
+        }
+        Ok(())
+    }
+
+    fn copy_out(&self, stream: Stream, _from: Rows, to: &mut [u8]) -> Result<()> {
+        self.call("copy_out")?;
+        self.order.borrow_mut().synchronize(stream.0);
+        to.fill(0);
+        Ok(())
+    }
+
+    fn fill(&self, _stream: Stream, _at: u64, _value: u8, _len: u64) -> Result<()> {
+        self.call("fill")
+    }
+
+    fn launch(&self, stream: Stream, _launch: &Launch, params: &[u8]) -> Result<()> {
+        assert!(self.taken.borrow().contains_key(&stream.0), "a launch on a stream that is gone");
+        self.launches.set(self.launches.get() + 1);
+        self.call("launch")?;
+        self.order.borrow_mut().launch(stream.0, params);
+        Ok(())
+    }
+
+    fn tensor_map(&self, _spec: &MapSpec) -> Result<[u64; 16]> {
+        self.call("tensor_map")?;
+        Ok([0; 16])
+    }
+
+    fn begin_capture(&self, _stream: Stream) -> Result<()> {
+        self.call("begin_capture")?;
+        self.order.borrow_mut().record();
+        Ok(())
+    }
+
+    fn end_capture(&self, _stream: Stream) -> Result<Graph> {
+        let ended = self.call("end_capture").map(|()| Graph(self.take("graph", 0)));
+        self.order.borrow_mut().recorded(ended.as_ref().ok().map(|graph| graph.0));
+        ended
+    }
+
+    fn launch_graph(&self, stream: Stream, graph: Graph) -> Result<()> {
+        assert!(self.taken.borrow().contains_key(&graph.0), "a graph that is gone");
+        self.replays.set(self.replays.get() + 1);
+        self.call("replay")?;
+        self.order.borrow_mut().replay(stream.0, graph.0);
+        Ok(())
+    }
+
+    fn destroy_graph(&self, graph: Graph) {
+        self.give("graph", graph.0);
+    }
+}
