@@ -122,20 +122,20 @@ typedef struct {
   KlMat x, weight, table;
   float scale; /* after the norm */
   uint32_t unused;
-} KlHeads;
+} KlQkHeads;
 
 /* Queries and keys of two streams. */
-#define KL_HEAD_PARTS 4u
+#define KL_QK_PARTS 4u
 /* Heads that one warp takes, one after the other. */
 #define KL_HEADS_PER_WARP 8u
 
 typedef struct {
-  KlHeads part[KL_HEAD_PARTS];
+  KlQkHeads part[KL_QK_PARTS];
   uint32_t head_dim;
   uint32_t style;
   float eps;
   uint32_t unused;
-} KlHeadNorm;
+} KlQkNormRope;
 
 #define KL_GROUP_THREADS 256u
 /* Most groups a normalisation may have. */
@@ -177,10 +177,10 @@ typedef struct {
   KlMat out, x, w, bias, gate;
   uint32_t epilogue;
   uint32_t unused;
-} KlProduct;
+} KlNaiveGemm;
 
 /* Runs of keys that one launch takes. */
-#define KL_SEGMENTS 16u
+#define KL_KV_SEGMENTS 16u
 #define KL_ATTENTION_WARPS 4u
 /* Largest head. */
 #define KL_HEAD_DIM 512u
@@ -191,7 +191,7 @@ typedef struct {
 
 typedef struct {
   KlMat out, q;
-  KlKeyValues kv[KL_SEGMENTS];
+  KlKeyValues kv[KL_KV_SEGMENTS];
   uint32_t segments;
   uint32_t head_dim;
   uint32_t group;
@@ -201,7 +201,7 @@ typedef struct {
 } KlAttention;
 
 /* On tensor cores. */
-#define KL_ATTENTION_QUERIES 128u
+#define KL_ATTENTION_BLOCK_Q 128u
 #define KL_ATTENTION_SHARED 98304u
 /* With a head of 512. */
 #define KL_WIDE_HEAD 512u
@@ -238,14 +238,14 @@ typedef struct {
 #define KL_MMA_SHARED_128 49152u
 #define KL_MMA_SHARED_64 73728u
 /* Of the inner dimension, in one round. */
-#define KL_MMA_INNER_256 64u
-#define KL_MMA_INNER_128 32u
-#define KL_MMA_INNER_64 64u
+#define KL_MMA_BLOCK_K_256 64u
+#define KL_MMA_BLOCK_K_128 32u
+#define KL_MMA_BLOCK_K_64 64u
 
 /* One more thing that may become of a product: heads of 128 columns, normalised and rotated. */
-#define KL_HEADS 3u
+#define KL_QK_NORM_ROPE 3u
 
-/* Some columns of a product and where they go. `extra` is the gate of KL_GATE_RESIDUAL or the norm weight of KL_HEADS. */
+/* Some columns of a product and where they go. `extra` is the gate of KL_GATE_RESIDUAL or the norm weight of KL_QK_NORM_ROPE. */
 typedef struct {
   KlMat out, extra;
   uint32_t epilogue;
@@ -265,27 +265,28 @@ typedef struct {
   float eps;
 } KlGemmStream;
 
-/* Of all streams' tiles, blocks take the first `whole` as they are; workers share the `rounds` of each of the others evenly, the first
- * `extra` one more than `share`. Between them pass sums in `left` and words in `flags`, which are zero before and after. */
+/* How the tiles of all streams are scheduled (Stream-K): CTAs take the first `full_tiles` whole; the `k_blocks` of each of the others
+ * are divided evenly among workers, of which the first `remainder` take one more than `k_blocks_per_worker`. Accumulators of tiles
+ * that a worker did not finish pass through `partials`, with `flags`, which are zero before and after a launch. */
 typedef struct {
-  uint64_t left;
+  uint64_t partials;
   uint64_t flags;
-  uint32_t rounds;
-  uint32_t whole;
-  uint32_t share;
-  uint32_t extra;
-} KlDeal;
+  uint32_t k_blocks;
+  uint32_t full_tiles;
+  uint32_t k_blocks_per_worker;
+  uint32_t remainder;
+} KlTileSchedule;
 
 typedef struct {
   KlGemmStream stream[KL_STREAMS];
-  KlDeal deal;
+  KlTileSchedule schedule;
 } KlGemm;
 
 /* ---------------------------------------------------------------------------------------------- gemm_bf16_sm90.cu */
 
 /* Blocks that share an operand. */
 #define KL_SM90_CLUSTER 2u
-#define KL_SM90_INNER 64u
+#define KL_SM90_BLOCK_K 64u
 /* Rows that a warp stores at once; with them 64 columns, or 32 or 16 where a tile is no multiple of those. */
 #define KL_SM90_STORE_ROWS 16u
 /* By the tile, rows x columns. */
@@ -308,30 +309,30 @@ typedef struct {
   KlTensorMap x[KL_STREAMS], w[KL_STREAMS], out[KL_STREAMS][KL_GEMM_PARTS], residual[KL_STREAMS];
   KlGemmStream stream[KL_STREAMS];
   uint32_t group[KL_STREAMS];
-  KlDeal deal;
+  KlTileSchedule schedule;
   uint64_t unused[7];
 } KlGemmSm90;
 
 /* --------------------------------------------------------------------------------------------- attention_sm90.cu */
 
 /* Runs of keys that one launch takes; none is empty. */
-#define KL_SM90_SEGMENTS 8u
-#define KL_SM90_QUERIES 128u
+#define KL_SM90_KV_SEGMENTS 8u
+#define KL_SM90_BLOCK_Q 128u
 #define KL_SM90_ATTENTION_THREADS 384u
 /* Of a round. */
-#define KL_SM90_KEYS 128u
+#define KL_SM90_BLOCK_KV 128u
 /* Without a mask, and with one. */
 #define KL_SM90_ATTENTION_SHARED 230536u
 #define KL_SM90_CAUSAL_SHARED 164960u
 
-/* A tile is `pack` heads of KL_SM90_QUERIES / pack queries each; those heads share their keys. A cluster's tiles lie below each
+/* A tile is `pack` heads of KL_SM90_BLOCK_Q / pack queries each; those heads share their keys. A cluster's tiles lie below each
  * other, and there are `row_tiles` such pairs; with a mask there are no clusters, and half of a tile's queries come from the end.
- * `deal` counts rounds of keys. `scale` makes scores exponents of two; the kernel without a maximum takes them as they are. */
+ * `schedule` counts rounds of keys. `scale` makes scores exponents of two; the kernel without a maximum takes them as they are. */
 typedef struct {
-  KlTensorMap q, k[KL_SM90_SEGMENTS], v[KL_SM90_SEGMENTS];
+  KlTensorMap q, k[KL_SM90_KV_SEGMENTS], v[KL_SM90_KV_SEGMENTS];
   KlMat out;
-  KlDeal deal;
-  uint32_t keys[KL_SM90_SEGMENTS];
+  KlTileSchedule schedule;
+  uint32_t keys[KL_SM90_KV_SEGMENTS];
   uint32_t row_tiles;
   uint32_t group;
   uint32_t pack;

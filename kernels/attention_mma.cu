@@ -10,8 +10,8 @@
 #include "mma.cuh"
 
 constexpr int kHead = 128, kKeys = 64, kWarps = KL_MMA_THREADS / 32;
-constexpr int kM = KL_ATTENTION_QUERIES / (16 * kWarps);  // 16-row tiles of a warp
-constexpr int kQueries = KL_ATTENTION_QUERIES;
+constexpr int kM = KL_ATTENTION_BLOCK_Q / (16 * kWarps);  // 16-row tiles of a warp
+constexpr int kQueries = KL_ATTENTION_BLOCK_Q;
 constexpr uint32_t kRowBytes = kHead * 2, kTileBytes = kKeys * kRowBytes;
 static_assert(kQueries * kRowBytes + 4 * kTileBytes == KL_ATTENTION_SHARED, "abi.h states another size");
 

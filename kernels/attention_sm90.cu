@@ -26,7 +26,7 @@
 #include "ptx_sm90.cuh"
 #include "work_sm90.cuh"
 
-constexpr int kHead = 128, kQueries = KL_SM90_QUERIES, kKeys = KL_SM90_KEYS;
+constexpr int kHead = 128, kQueries = KL_SM90_BLOCK_Q, kKeys = KL_SM90_BLOCK_KV;
 constexpr int kGroups = 2, kWarps = 4 * kGroups;
 static_assert(kQueries == 64 * kGroups, "abi.h states another size");
 static_assert(KL_SM90_ATTENTION_THREADS == 128 * (1 + kGroups), "abi.h states other threads: one warpgroup copies");
@@ -127,7 +127,7 @@ __device__ __forceinline__ void copy(const KlAttentionSm90& p, Room<F> room) {
     }
   };
   uint32_t queries_parity = 1;
-  Work<F::kCluster> work{p.deal};
+  Work<F::kCluster> work{p.schedule};
   for (Item item; work.next(item); queries_parity ^= 1) {
     const Place<F> at(p, item.tile);
     const uint32_t key_head = at.head / p.group, last = at.last(item, 0);
@@ -324,7 +324,7 @@ __device__ __forceinline__ void attend(const KlAttentionSm90& p, Room<F> room) {
   constexpr bool kTurns = !F::kCausal;
   if (kTurns && group == 1) meet_arrive(1);
   uint32_t queries_parity = 0;
-  Work<F::kCluster> work{p.deal};
+  Work<F::kCluster> work{p.schedule};
   for (Item item; work.next(item); queries_parity ^= 1) {
     const Place<F> at(p, item.tile);
     const uint32_t last = at.last(item, group);
@@ -386,14 +386,14 @@ __device__ __forceinline__ void attend(const KlAttentionSm90& p, Room<F> room) {
     wgmma_wait<0>();
     release(room.values_empty(room.stage));
     room.advance();
-    if (!F::kCausal && item.last < p.deal.rounds) {
-      leave<F>({p.deal, work.worker()}, tile);
+    if (!F::kCausal && item.last < p.schedule.k_blocks) {
+      leave<F>({p.schedule, work.worker()}, tile);
     } else {
       if (!F::kCausal && item.first > 0) {
         uint32_t other = work.worker();
         do {
-          add_left<F>({p.deal, --other}, tile, p.scale);
-        } while (front(p.deal, other) > item.tile * p.deal.rounds);
+          add_left<F>({p.schedule, --other}, tile, p.scale);
+        } while (front(p.schedule, other) > item.tile * p.schedule.k_blocks);
       }
       store(p, at, group, tile);
     }

@@ -93,8 +93,8 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* from) {
 }
 
 // The first of all rounds that a worker has; the share of the one before ends there.
-__device__ __forceinline__ uint32_t front(const KlDeal& deal, uint32_t worker) {
-  return deal.whole * deal.rounds + worker * deal.share + min(worker, deal.extra);
+__device__ __forceinline__ uint32_t front(const KlTileSchedule& schedule, uint32_t worker) {
+  return schedule.full_tiles * schedule.k_blocks + worker * schedule.k_blocks_per_worker + min(worker, schedule.remainder);
 }
 
 // Sixteen bytes of global memory, past the first cache, in the order in which they are asked for.

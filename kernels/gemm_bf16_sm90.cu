@@ -332,7 +332,7 @@ struct Epilogue {
       store_sums();
     } else if (part.epilogue == KL_SWIGLU) {
       if constexpr (kCols / 2 % 16 == 0) swiglu();
-    } else if (part.epilogue == KL_HEADS) {
+    } else if (part.epilogue == KL_QK_NORM_ROPE) {
       if constexpr (kCols % 128 == 0) heads();
     } else {
       plain();
@@ -410,7 +410,7 @@ __device__ __forceinline__ void copy(const KlGemmSm90& p, Ring<S> ring) {
   const uint32_t rank = cluster_rank();
   uint32_t ahead = 0;
   bool waited = false;
-  Work<KL_SM90_CLUSTER> work{p.deal};
+  Work<KL_SM90_CLUSTER> work{p.schedule};
   for (Item item; work.next(item);) {
     if constexpr (S::kHalves) cut(item);
     const Place<S> at(p, item.tile);
@@ -423,10 +423,10 @@ __device__ __forceinline__ void copy(const KlGemmSm90& p, Ring<S> ring) {
       const uint32_t full = ring.full(ring.stage);
       barrier_arrive_expect(full, S::kStageBytes);
       if constexpr (S::kCommon == Common::kCols) {
-        tma_load_2d_to_all(ring.right() + rank * (S::kRightBytes / 2), w, k * KL_SM90_INNER, row + rank * apart, full, kAll);
+        tma_load_2d_to_all(ring.right() + rank * (S::kRightBytes / 2), w, k * KL_SM90_BLOCK_K, row + rank * apart, full, kAll);
       } else {
-        tma_load_2d(ring.right(), w, k * KL_SM90_INNER, row, full);
-        tma_load_2d(ring.right() + S::kRightBytes / 2, w, k * KL_SM90_INNER, row + apart, full);
+        tma_load_2d(ring.right(), w, k * KL_SM90_BLOCK_K, row, full);
+        tma_load_2d(ring.right() + S::kRightBytes / 2, w, k * KL_SM90_BLOCK_K, row + apart, full);
       }
     };
     if (!waited) {
@@ -447,12 +447,12 @@ __device__ __forceinline__ void copy(const KlGemmSm90& p, Ring<S> ring) {
       }
       const uint32_t full = ring.full(ring.stage);
       if constexpr (S::kCommon != Common::kRows) {
-        tma_load_2d(ring.left(), x, k * KL_SM90_INNER, at.row_tile * S::kRows, full);
+        tma_load_2d(ring.left(), x, k * KL_SM90_BLOCK_K, at.row_tile * S::kRows, full);
       } else {
-        tma_load_2d_to_all(ring.left() + rank * (S::kLeftBytes / 2), x, k * KL_SM90_INNER, at.row_tile * S::kRows + rank * (S::kRows / 2), full, kAll);
+        tma_load_2d_to_all(ring.left() + rank * (S::kLeftBytes / 2), x, k * KL_SM90_BLOCK_K, at.row_tile * S::kRows + rank * (S::kRows / 2), full, kAll);
       }
     }
-    if (part.epilogue != KL_GATE_RESIDUAL || !S::kHalves && item.last < p.deal.rounds) continue;
+    if (part.epilogue != KL_GATE_RESIDUAL || !S::kHalves && item.last < p.schedule.k_blocks) continue;
     for (uint32_t box = 0; box < S::kBoxes; ring.advance()) {
       const uint32_t full = ring.full(ring.stage), count = min(S::kBoxesOfStage, S::kBoxes - box);
       barrier_wait(ring.empty(ring.stage), ring.parity ^ 1);
@@ -488,7 +488,7 @@ __device__ __forceinline__ void multiply(const KlGemmSm90& p, Ring<S> ring) {
       if (threadIdx.x % 128 < KL_SM90_CLUSTER) barrier_arrive_at(ring.empty(stage), threadIdx.x % 128);
     }
   };
-  Work<KL_SM90_CLUSTER> work{p.deal};
+  Work<KL_SM90_CLUSTER> work{p.schedule};
   for (Item item; work.next(item);) {
     if constexpr (S::kHalves) cut(item);
     // Hidden from the compiler, which would find out everything that follows from it once, for all tiles, and keep it.
@@ -509,7 +509,7 @@ __device__ __forceinline__ void multiply(const KlGemmSm90& p, Ring<S> ring) {
       const uint64_t right = wgmma_operand(ring.right());
       wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < KL_SM90_INNER / 16; i++) {
+      for (int i = 0; i < KL_SM90_BLOCK_K / 16; i++) {
 #pragma unroll
         for (int m = 0; m < S::kM; m++) wgmma<S::kCols>(sums[m], wgmma_operand(left + m * 8192) + 2 * i, right + 2 * i, k > item.first || i > 0);
       }
@@ -529,14 +529,14 @@ __device__ __forceinline__ void multiply(const KlGemmSm90& p, Ring<S> ring) {
       } else {
         give(ring, sums);
       }
-    } else if (item.last < p.deal.rounds) {
-      leave<S>({p.deal, work.worker()}, sums);
+    } else if (item.last < p.schedule.k_blocks) {
+      leave<S>({p.schedule, work.worker()}, sums);
     } else {
       if (item.first > 0) {
         uint32_t other = work.worker();
         do {
-          add_left<S>({p.deal, --other}, sums);
-        } while (front(p.deal, other) > item.tile * p.deal.rounds);
+          add_left<S>({p.schedule, --other}, sums);
+        } while (front(p.schedule, other) > item.tile * p.schedule.k_blocks);
       }
       Epilogue<S>(p, at, sums, ring, thread).run(ring, release);
     }

@@ -211,7 +211,7 @@ struct Gemm {
 // Sums that a worker leaves for the next, as the threads have them.
 template <class Tile>
 __device__ __forceinline__ float4* left_sums(const KlGemm& p, uint32_t worker) {
-  return reinterpret_cast<float4*>(p.deal.left) + static_cast<uint64_t>(worker) * Tile::kM * Tile::kN * Tile::kThreads + threadIdx.x;
+  return reinterpret_cast<float4*>(p.schedule.partials) + static_cast<uint64_t>(worker) * Tile::kM * Tile::kN * Tile::kThreads + threadIdx.x;
 }
 
 template <class Tile>
@@ -227,14 +227,14 @@ __device__ __forceinline__ void leave(const KlGemm& p, const Tile& tile, uint32_
   }
   __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) store_release(reinterpret_cast<uint32_t*>(p.deal.flags) + worker, 1);
+  if (threadIdx.x == 0) store_release(reinterpret_cast<uint32_t*>(p.schedule.flags) + worker, 1);
 }
 
 // Takes what a worker left, waiting for it if need be, and puts its flag back for the next launch.
 template <class Tile>
 __device__ __forceinline__ void add_left(const KlGemm& p, Tile& tile, uint32_t worker) {
   if (threadIdx.x == 0) {
-    uint32_t* flag = reinterpret_cast<uint32_t*>(p.deal.flags) + worker;
+    uint32_t* flag = reinterpret_cast<uint32_t*>(p.schedule.flags) + worker;
     while (load_acquire(flag) == 0) {
     }
     *flag = 0;
@@ -289,7 +289,7 @@ __device__ __forceinline__ void multiply(const KlGemm& p, Tile& tile, unsigned c
   if (part.epilogue == KL_SWIGLU) {
     row = at.col_tile * (Tile::kCols / 2) + paired_column(line, part.out.cols), step = Tile::kLines / 2;
     last += line / 8 % 2 * part.out.cols;
-  } else if (part.epilogue == KL_HEADS && s.rope == KL_ROPE_HALF_SPLIT) {
+  } else if (part.epilogue == KL_QK_NORM_ROPE && s.rope == KL_ROPE_HALF_SPLIT) {
     row = at.col_tile * Tile::kCols + paired_column(line, 64), step = Tile::kLines / 2;
   }
   const Rows right{row_of<const bf16>(s.w, part.first_row), row * w_stride + chunk, step * w_stride, last * w_stride + chunk};
@@ -304,7 +304,7 @@ __device__ __forceinline__ void finish(const KlGemm& p, Tile& tile, unsigned cha
   Gemm<Tile> end{at.s, at.part(), tile, shared, static_cast<uint64_t>(at.row_tile) * Tile::kRows, at.col_tile};
   if (at.part().epilogue == KL_SWIGLU) {
     end.swiglu();
-  } else if (at.part().epilogue == KL_HEADS) {
+  } else if (at.part().epilogue == KL_QK_NORM_ROPE) {
     end.heads();
   } else {
     end.plain();
@@ -313,27 +313,27 @@ __device__ __forceinline__ void finish(const KlGemm& p, Tile& tile, unsigned cha
 
 template <class Tile>
 __device__ __forceinline__ void gemm(const KlGemm& p, unsigned char* shared) {
-  uint32_t end = blockIdx.x < p.deal.whole ? (blockIdx.x + 1) * p.deal.rounds : front(p.deal, blockIdx.x - p.deal.whole + 1);
+  uint32_t end = blockIdx.x < p.schedule.full_tiles ? (blockIdx.x + 1) * p.schedule.k_blocks : front(p.schedule, blockIdx.x - p.schedule.full_tiles + 1);
   for (;;) {
-    const auto begin = [&] { return blockIdx.x < p.deal.whole ? blockIdx.x * p.deal.rounds : front(p.deal, blockIdx.x - p.deal.whole); };
-    uint32_t index = (end - 1) / p.deal.rounds;
+    const auto begin = [&] { return blockIdx.x < p.schedule.full_tiles ? blockIdx.x * p.schedule.k_blocks : front(p.schedule, blockIdx.x - p.schedule.full_tiles); };
+    uint32_t index = (end - 1) / p.schedule.k_blocks;
     Tile tile;
     {
-      const uint32_t start = max(begin(), index * p.deal.rounds);
-      multiply(p, tile, shared, index, start - index * p.deal.rounds, end - start);
+      const uint32_t start = max(begin(), index * p.schedule.k_blocks);
+      multiply(p, tile, shared, index, start - index * p.schedule.k_blocks, end - start);
     }
     // From here on everything is derived again: registers are scarce above, and the compiler would keep it all.
     asm volatile("" : "+r"(end));
-    index = (end - 1) / p.deal.rounds;
-    const uint32_t origin = index * p.deal.rounds, start = max(begin(), origin), worker = blockIdx.x - p.deal.whole;
-    if (end < origin + p.deal.rounds) {
+    index = (end - 1) / p.schedule.k_blocks;
+    const uint32_t origin = index * p.schedule.k_blocks, start = max(begin(), origin), worker = blockIdx.x - p.schedule.full_tiles;
+    if (end < origin + p.schedule.k_blocks) {
       leave(p, tile, worker);
     } else {
       if (start > origin) {
         uint32_t other = worker;
         do {
           add_left(p, tile, --other);
-        } while (front(p.deal, other) > origin);
+        } while (front(p.schedule, other) > origin);
       }
       finish(p, tile, shared, index);
     }
@@ -351,7 +351,7 @@ using Tile64 = MmaTile<64, 4, 64, 3>;
 static_assert(Tile256::kSharedBytes == KL_MMA_SHARED_256 && Tile256::kThreads == KL_MMA_THREADS_256, "abi.h states another size");
 static_assert(Tile128::kSharedBytes == KL_MMA_SHARED_128 && Tile128::kThreads == KL_MMA_THREADS, "abi.h states another size");
 static_assert(Tile64::kSharedBytes == KL_MMA_SHARED_64 && Tile64::kThreads == KL_MMA_THREADS, "abi.h states another size");
-static_assert(Tile256::kInner == KL_MMA_INNER_256 && Tile128::kInner == KL_MMA_INNER_128 && Tile64::kInner == KL_MMA_INNER_64,
+static_assert(Tile256::kInner == KL_MMA_BLOCK_K_256 && Tile128::kInner == KL_MMA_BLOCK_K_128 && Tile64::kInner == KL_MMA_BLOCK_K_64,
               "abi.h states another size");
 
 KL_ENTRY(kl_gemm_mma_256, KlGemm, KL_MMA_THREADS_256, 1) { gemm<Tile256>(p, dynamic_shared); }

@@ -1,6 +1,6 @@
 // One obvious kernel per matrix op: the first version of each, and the oracle on the device at sizes the host is too slow for.
 //
-//   kl_naive_product     out = epilogue(x w^T + bias)      x [m, k], w [n, k], out [m, n]
+//   kl_naive_gemm     out = epilogue(x w^T + bias)      x [m, k], w [n, k], out [m, n]
 //                        store | silu(gate) * up, w being n gates then n ups | out += gate * (...)
 //   kl_naive_conv        3x3 convolution over an image with channels last, + bias, + residual; the input may be doubled by
 //                        repetition first, or halved by a stride of two with zeros at the right and bottom edge only
@@ -62,7 +62,7 @@ __device__ __forceinline__ void tile_product(Lines& left, Lines (&right)[kProduc
   }
 }
 
-KL_ENTRY(kl_naive_product, KlProduct, KL_NAIVE_THREADS) {
+KL_ENTRY(kl_naive_gemm, KlNaiveGemm, KL_NAIVE_THREADS) {
   __shared__ Lines left, one[1], both[2];
   with_type(p.x.dtype, [&](auto t) {
     with_weight_type(p.w.dtype, [&](auto u) {

@@ -3,7 +3,7 @@
 //   kl_rms_norm_*    y = x / sqrt(mean(x^2) + eps) * weight
 //   kl_layer_norm_*  y = (1 + scale) * (x - mean) / sqrt(var + eps) + shift, per stream
 //                    _1024 to _8192: aligned rows of bf16 with at most so many columns, a multiple of 8; _any: all others
-//   kl_head_norm     each head of x: RMS norm with weight, times scale, then rotation by the row's angles, in place
+//   kl_qk_norm_rope     each head of x: RMS norm with weight, times scale, then rotation by the row's angles, in place
 //                    table [rows, d]: d/2 cosines, then d/2 sines; pairs are neighbours (2i, 2i+1) or halves (i, i + d/2)
 //   kl_group_stats_*, kl_group_stats_finish    mean and variance of each group of channels over all pixels
 //   kl_group_norm_*  y = (x - mean) / sqrt(var + eps) * weight + bias, then silu if asked; finishes statistics itself if nobody else
@@ -246,7 +246,7 @@ constexpr uint32_t kHeadThreads = KL_NORM_THREADS;
 
 // Heads of 128 values, where a lane takes two pairs and keeps its angles and weights in registers for all heads of the row.
 template <class X, bool kInterleaved>
-__device__ __forceinline__ void heads_of_128(const KlHeads& part, uint64_t row, uint32_t first, uint32_t last, float eps) {
+__device__ __forceinline__ void heads_of_128(const KlQkHeads& part, uint64_t row, uint32_t first, uint32_t last, float eps) {
   const uint32_t lane = threadIdx.x % 32;
   // First elements of the lane's two runs of two: 4 l and 4 l + 2, or 2 l and 64 + 2 l.
   const uint32_t low = kInterleaved ? 4 * lane : 2 * lane, high = kInterleaved ? low + 2 : low + 64;
@@ -274,7 +274,7 @@ __device__ __forceinline__ void heads_of_128(const KlHeads& part, uint64_t row, 
 
 // Heads of any even size at any address.
 template <class X>
-__device__ __forceinline__ void heads_of_any(const KlHeads& part, uint64_t row, uint32_t first, uint32_t last, uint32_t d,
+__device__ __forceinline__ void heads_of_any(const KlQkHeads& part, uint64_t row, uint32_t first, uint32_t last, uint32_t d,
                                              bool interleaved, float eps) {
   const uint32_t lane = threadIdx.x % 32, half = d / 2;
   const float *angles = row_of<const float>(part.table, row), *weight = row_of<const float>(part.weight, 0);
@@ -295,12 +295,12 @@ __device__ __forceinline__ void heads_of_any(const KlHeads& part, uint64_t row, 
 }
 
 // Warps along x take the rows of one part after those of another; blocks along y take KL_HEADS_PER_WARP heads each.
-KL_ENTRY(kl_head_norm, KlHeadNorm, KL_NORM_THREADS) {
+KL_ENTRY(kl_qk_norm_rope, KlQkNormRope, KL_NORM_THREADS) {
   uint64_t row = blockIdx.x * (kHeadThreads / 32) + threadIdx.x / 32;
   uint32_t index = 0;
-  while (index < KL_HEAD_PARTS && row >= p.part[index].x.rows) row -= p.part[index++].x.rows;
-  if (index == KL_HEAD_PARTS) return;
-  const KlHeads& part = p.part[index];
+  while (index < KL_QK_PARTS && row >= p.part[index].x.rows) row -= p.part[index++].x.rows;
+  if (index == KL_QK_PARTS) return;
+  const KlQkHeads& part = p.part[index];
   const uint32_t heads = part.x.cols / p.head_dim, first = blockIdx.y * KL_HEADS_PER_WARP;
   const uint32_t last = min(heads, first + KL_HEADS_PER_WARP);
   const bool interleaved = p.style == KL_ROPE_INTERLEAVED;

@@ -1,4 +1,4 @@
-// Who does what, among blocks that stay for a whole launch: whole tiles first, then a share of the others (see KlDeal).
+// Who does what, among blocks that stay for a whole launch: whole tiles first, then a share of the others (see KlTileSchedule).
 #pragma once
 
 #include "common.cuh"
@@ -15,7 +15,7 @@ struct Item {
 // what the next worker waits for is there early.
 template <int kCluster>
 struct Work {
-  const KlDeal& deal;
+  const KlTileSchedule& schedule;
   // The next whole tile, or where the rest of the share ends: one register, for there are few.
   uint32_t next_tile = worker();
   static constexpr uint32_t kSharing = 1u << 31;
@@ -23,15 +23,15 @@ struct Work {
   static __device__ __forceinline__ uint32_t worker() { return blockIdx.x / kCluster; }
 
   __device__ __forceinline__ bool next(Item& item) {
-    if (next_tile < deal.whole) {
-      item = {next_tile, 0, deal.rounds};
+    if (next_tile < schedule.full_tiles) {
+      item = {next_tile, 0, schedule.k_blocks};
       next_tile += gridDim.x / kCluster;
       return true;
     }
-    if (next_tile < kSharing) next_tile = kSharing + front(deal, worker() + 1);
-    const uint32_t begin = front(deal, worker()), end = next_tile - kSharing;
+    if (next_tile < kSharing) next_tile = kSharing + front(schedule, worker() + 1);
+    const uint32_t begin = front(schedule, worker()), end = next_tile - kSharing;
     if (end <= begin) return false;
-    const uint32_t index = (end - 1) / deal.rounds, origin = index * deal.rounds, start = max(begin, origin);
+    const uint32_t index = (end - 1) / schedule.k_blocks, origin = index * schedule.k_blocks, start = max(begin, origin);
     item = {index, start - origin, end - origin};
     next_tile = kSharing + start;
     return true;
@@ -45,12 +45,12 @@ struct Left {
   float4* vectors;
   uint32_t* flag;
 
-  __device__ __forceinline__ Left(const KlDeal& deal, uint32_t worker) {
+  __device__ __forceinline__ Left(const KlTileSchedule& schedule, uint32_t worker) {
     uint32_t block = worker;
     if constexpr (kCluster > 1) block = worker * kCluster + cluster_rank();
     const uint32_t warp = block * kWarps + threadIdx.x / 32 - 4;
-    vectors = reinterpret_cast<float4*>(deal.left) + static_cast<uint64_t>(warp) * (kVectors * 32) + lane();
-    flag = reinterpret_cast<uint32_t*>(deal.flags) + warp;
+    vectors = reinterpret_cast<float4*>(schedule.partials) + static_cast<uint64_t>(warp) * (kVectors * 32) + lane();
+    flag = reinterpret_cast<uint32_t*>(schedule.flags) + warp;
   }
 
   __device__ __forceinline__ void put(int i, float4 v) const { __stcg(vectors + i * 32, v); }

@@ -607,10 +607,10 @@ fn large_shapes_take_the_fast_kernels() {
         ![
             Kernel::GemmMma256,
             Kernel::AttentionMma,
-            Kernel::NaiveProduct,
+            Kernel::NaiveGemm,
             Kernel::NaiveConv,
             Kernel::NaiveAttention,
-            Kernel::HeadNorm
+            Kernel::QkNormRope
         ]
         .into_iter()
         .any(launched)

@@ -49,7 +49,7 @@ fn joined(kv: &[abi::KlKeyValues]) -> Vec<abi::KlKeyValues> {
 impl Cuda {
     pub(super) fn attention(&self, op: &'static str, out: KlMat, q: KlMat, what: &Attended<'_>) -> Result<()> {
         let &Attended { kv, head_dim, causal, .. } = what;
-        let limits = kv.len() <= abi::KL_SEGMENTS as usize && head_dim <= abi::KL_HEAD_DIM as usize;
+        let limits = kv.len() <= abi::KL_KV_SEGMENTS as usize && head_dim <= abi::KL_HEAD_DIM as usize;
         if !limits || kv.iter().any(|s| s.k.dtype != s.v.dtype || dtype(s.k.dtype) != q.dtype) {
             let what = format!("{} runs of keys, heads of {head_dim}, or mixed types", kv.len());
             return Err(Error::Op { op, what });
@@ -58,7 +58,7 @@ impl Cuda {
         let mut p = abi::KlAttention {
             out,
             q,
-            kv: [ABSENT; abi::KL_SEGMENTS as usize],
+            kv: [ABSENT; abi::KL_KV_SEGMENTS as usize],
             segments: kv.len() as u32,
             head_dim: head_dim as u32,
             group: (q.cols as usize / kv[0].k.cols) as u32,
@@ -77,7 +77,7 @@ impl Cuda {
             if head_dim == 128 {
                 let runs = joined(&p.kv[..kv.len()]);
                 // Tiles that are asked for are those of the portable kernels.
-                if self.choice == Choice::Best && runs.len() <= abi::KL_SM90_SEGMENTS as usize && aligned(&p.out) {
+                if self.choice == Choice::Best && runs.len() <= abi::KL_SM90_KV_SEGMENTS as usize && aligned(&p.out) {
                     let exponents = (what.scale * LOG2_E - 1.0).abs() <= f32::EPSILON;
                     let kernel = match (causal, exponents && what.bound * LOG2_E <= LARGEST_POWER) {
                         (true, _) => Kernel::AttentionSm90Causal,
@@ -88,7 +88,7 @@ impl Cuda {
                         return self.attention_on_hopper(kernel, &p, &runs);
                     }
                 }
-                return self.kernels.launch(Kernel::AttentionMma, [q.rows.div_ceil(abi::KL_ATTENTION_QUERIES), heads, 1], &p);
+                return self.kernels.launch(Kernel::AttentionMma, [q.rows.div_ceil(abi::KL_ATTENTION_BLOCK_Q), heads, 1], &p);
             }
             if head_dim == abi::KL_WIDE_HEAD as usize && kv.len() == 1 && !causal && p.kv[0].k.rows > 0 {
                 let large = self.takes_large(Kernel::AttentionWide64, q.rows * heads / 64);
@@ -103,21 +103,21 @@ impl Cuda {
         let causal = of.causal != 0;
         let cluster = if causal { 1 } else { abi::KL_SM90_CLUSTER };
         let pack = if causal && of.group.is_multiple_of(PACKED) { PACKED } else { 1 };
-        let (rows, heads) = (abi::KL_SM90_QUERIES / pack, of.q.cols / of.head_dim);
+        let (rows, heads) = (abi::KL_SM90_BLOCK_Q / pack, of.q.cols / of.head_dim);
         let row_tiles = of.q.rows.div_ceil(rows * cluster);
         let tiles = row_tiles * (heads / pack);
-        let rounds: u32 = runs.iter().map(|s| s.k.rows.div_ceil(abi::KL_SM90_KEYS)).sum();
+        let rounds: u32 = runs.iter().map(|s| s.k.rows.div_ceil(abi::KL_SM90_BLOCK_KV)).sum();
         // With a mask every block has one tile; there are few. They have as many rounds as they see keys, so there is nothing to share.
         let slots = if causal { tiles } else { (self.device().multiprocessors / cluster).max(1) };
         let deal = if causal { Deal { whole: tiles, workers: 0 } } else { deal_to_clusters(tiles, rounds, slots) };
         let mut p = KlAttentionSm90 {
             // Each of two warpgroups has rows of its own.
             q: self.box_map(&of.q, [64, rows / 2])?,
-            k: [NO_MAP; abi::KL_SM90_SEGMENTS as usize],
-            v: [NO_MAP; abi::KL_SM90_SEGMENTS as usize],
+            k: [NO_MAP; abi::KL_SM90_KV_SEGMENTS as usize],
+            v: [NO_MAP; abi::KL_SM90_KV_SEGMENTS as usize],
             out: of.out,
-            deal: self.dealt(deal, tiles, rounds),
-            keys: [0; abi::KL_SM90_SEGMENTS as usize],
+            schedule: self.dealt(deal, tiles, rounds),
+            keys: [0; abi::KL_SM90_KV_SEGMENTS as usize],
             row_tiles,
             group: of.group,
             pack,
@@ -125,8 +125,8 @@ impl Cuda {
             unused: [0; 2],
         };
         for (i, run) in runs.iter().enumerate() {
-            p.k[i] = self.box_map(&run.k, [64, abi::KL_SM90_KEYS / cluster])?;
-            p.v[i] = self.box_map(&run.v, [64, abi::KL_SM90_KEYS / cluster])?;
+            p.k[i] = self.box_map(&run.k, [64, abi::KL_SM90_BLOCK_KV / cluster])?;
+            p.v[i] = self.box_map(&run.v, [64, abi::KL_SM90_BLOCK_KV / cluster])?;
             p.keys[i] = run.k.rows;
         }
         self.kernels.launch(kernel, [deal.clusters(tiles, slots) * cluster, 1, 1], &p)

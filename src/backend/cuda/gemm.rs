@@ -58,7 +58,7 @@ fn on_hopper(stream: &KlGemmStream, tile: Spec) -> bool {
     let in_pairs = |m: &KlMat| m.data == 0 || m.dtype == abi::KL_BF16 && m.data.is_multiple_of(4);
     stream.part.iter().filter(|part| part.out.data != 0).all(|part| {
         let fits = match part.epilogue {
-            abi::KL_HEADS => tile.cols.is_multiple_of(abi::KL_MMA_COLS),
+            abi::KL_QK_NORM_ROPE => tile.cols.is_multiple_of(abi::KL_MMA_COLS),
             // Half of a tile's columns are stored, sixteen at a time at least.
             abi::KL_SWIGLU => tile.cols.is_multiple_of(32),
             abi::KL_GATE_RESIDUAL => in_pairs(&part.extra),
@@ -123,7 +123,7 @@ impl Cuda {
     }
 
     fn naive_product(&self, op: &'static str, job: &Job) -> Result<()> {
-        let p = abi::KlProduct {
+        let p = abi::KlNaiveGemm {
             out: self.mat(job.out, op)?,
             x: self.mat(job.x, op)?,
             w: self.mat(job.w.weight, op)?,
@@ -132,7 +132,7 @@ impl Cuda {
             epilogue: job.epilogue,
             unused: 0,
         };
-        self.kernels.launch(Kernel::NaiveProduct, tiles(&p.out), &p)
+        self.kernels.launch(Kernel::NaiveGemm, tiles(&p.out), &p)
     }
 
     fn launch_gemm(&self, streams: &[KlGemmStream]) -> Result<()> {
@@ -165,12 +165,12 @@ impl Cuda {
         let tiles: u32 = stream.iter().map(|s| s.row_tiles * s.col_tiles).sum();
         let deal = self.dealt(plan.deal, tiles, rounds);
         let Some(common) = cluster else {
-            let p = abi::KlGemm { stream, deal };
+            let p = abi::KlGemm { stream, schedule: deal };
             return self.kernels.launch(kernel, [whole + workers, 1, 1], &p);
         };
         let group = stream.map(|s| tile::group(plan.tile, s.row_tiles, s.col_tiles, multiprocessors));
         let (x, w, out, unused) = (NO_MAPS, NO_MAPS, [[NO_MAP; abi::KL_GEMM_PARTS as usize]; abi::KL_STREAMS as usize], [0; 7]);
-        let mut p = abi::KlGemmSm90 { x, w, out, residual: NO_MAPS, stream, group, deal, unused };
+        let mut p = abi::KlGemmSm90 { x, w, out, residual: NO_MAPS, stream, group, schedule: deal, unused };
         // What both blocks of a cluster need, each copies one half of; weight rows come in halves in any case.
         let x_rows = if common == Common::Rows { rows / abi::KL_SM90_CLUSTER } else { rows };
         for (i, s) in stream.iter().enumerate().take(streams.len()) {
@@ -190,12 +190,19 @@ impl Cuda {
     }
 
     /// What each of those who share `tiles` of so many rounds has of them.
-    pub(super) fn dealt(&self, Deal { whole, workers }: Deal, tiles: u32, rounds: u32) -> abi::KlDeal {
+    pub(super) fn dealt(&self, Deal { whole, workers }: Deal, tiles: u32, rounds: u32) -> abi::KlTileSchedule {
         let shared = (tiles - whole) * rounds;
         // Without workers there is nothing to share.
         let (share, extra) = (shared.checked_div(workers).unwrap_or(0), shared.checked_rem(workers).unwrap_or(0));
         let (flags, left) = self.left();
-        abi::KlDeal { left, flags, rounds, whole, share, extra }
+        abi::KlTileSchedule {
+            partials: left,
+            flags,
+            k_blocks: rounds,
+            full_tiles: whole,
+            k_blocks_per_worker: share,
+            remainder: extra,
+        }
     }
 
     /// How the copy engine takes boxes of so many columns and rows from a matrix, and puts them there.
@@ -231,8 +238,8 @@ impl Cuda {
             KlGemmStream { x, w, table: self.mat(s.rope.table, op)?, rope: rope(s.rope.style), eps: s.norm.eps, ..NO_STREAM };
         let (mut first_row, mut parts) = (0, stream.part.iter_mut());
         let kinds = [
-            (abi::KL_HEADS, Some(s.norm.q), s.norm.q_scale),
-            (abi::KL_HEADS, Some(s.norm.k), 1.0),
+            (abi::KL_QK_NORM_ROPE, Some(s.norm.q), s.norm.q_scale),
+            (abi::KL_QK_NORM_ROPE, Some(s.norm.k), 1.0),
             (abi::KL_STORE, None, 1.0),
             (abi::KL_SWIGLU, None, 1.0),
         ];
@@ -260,7 +267,7 @@ impl Cuda {
                 if let Some(weight) = norm {
                     let (x, weight, table) = (self.mat(out, op)?, self.mat(weight, op)?, self.mat(s.rope.table, op)?);
                     heads.push((
-                        abi::KlHeads { x, weight, table, scale, unused: 0 },
+                        abi::KlQkHeads { x, weight, table, scale, unused: 0 },
                         (s.rope.table.cols, s.rope.style, s.norm.eps),
                     ));
                 }
@@ -275,9 +282,9 @@ impl Cuda {
             return Err(Error::Op { op, what: "streams with other heads, rotations or epsilons".into() });
         }
         let (head_dim, style, eps) = alike;
-        const ABSENT: abi::KlHeads = abi::KlHeads { x: NONE, weight: NONE, table: NONE, scale: 1.0, unused: 0 };
-        let mut p = abi::KlHeadNorm {
-            part: [ABSENT; abi::KL_HEAD_PARTS as usize],
+        const ABSENT: abi::KlQkHeads = abi::KlQkHeads { x: NONE, weight: NONE, table: NONE, scale: 1.0, unused: 0 };
+        let mut p = abi::KlQkNormRope {
+            part: [ABSENT; abi::KL_QK_PARTS as usize],
             head_dim: head_dim as u32,
             style: rope(style),
             eps,
@@ -287,6 +294,6 @@ impl Cuda {
         let rows: u32 = p.part.iter().map(|h| h.x.rows).sum();
         let most = p.part.iter().map(|h| h.x.cols / p.head_dim).max().unwrap_or(0);
         let grid = [rows.div_ceil(abi::KL_NORM_THREADS / 32), most.div_ceil(abi::KL_HEADS_PER_WARP), 1];
-        self.kernels.launch(Kernel::HeadNorm, grid, &p)
+        self.kernels.launch(Kernel::QkNormRope, grid, &p)
     }
 }

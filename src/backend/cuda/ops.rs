@@ -115,15 +115,15 @@ pub fn kernels_of(op: &str) -> &'static [Kernel] {
             Kernel::GemmMma256,
             Kernel::GemmMma128,
             Kernel::GemmMma64,
-            Kernel::NaiveProduct,
+            Kernel::NaiveGemm,
         ],
         "qkv_norm_rope" | "qkv_mlp" => &[
             Kernel::GemmSm90Wide,
             Kernel::GemmMma256,
             Kernel::GemmMma128,
             Kernel::GemmMma64,
-            Kernel::NaiveProduct,
-            Kernel::HeadNorm,
+            Kernel::NaiveGemm,
+            Kernel::QkNormRope,
         ],
         "attention" | "attention_causal" => &[
             Kernel::AttentionSm90,

@@ -85,12 +85,12 @@ impl Tile {
             Spec { rows, cols: abi::KL_MMA_COLS, inner, resident, cluster: None, kernel, slowness }
         }
         const fn hopper(rows: u32, cols: u32, common: Common, kernel: Kernel, slowness: u64) -> Spec {
-            Spec { rows, cols, inner: abi::KL_SM90_INNER, resident: 1, cluster: Some(common), kernel, slowness }
+            Spec { rows, cols, inner: abi::KL_SM90_BLOCK_K, resident: 1, cluster: Some(common), kernel, slowness }
         }
         match self {
-            Self::Rows64 => portable(64, abi::KL_MMA_INNER_64, RESIDENT, Kernel::GemmMma64, 480),
-            Self::Rows128 => portable(128, abi::KL_MMA_INNER_128, 2, Kernel::GemmMma128, 480),
-            Self::Rows256 => portable(256, abi::KL_MMA_INNER_256, 1, Kernel::GemmMma256, 420),
+            Self::Rows64 => portable(64, abi::KL_MMA_BLOCK_K_64, RESIDENT, Kernel::GemmMma64, 480),
+            Self::Rows128 => portable(128, abi::KL_MMA_BLOCK_K_128, 2, Kernel::GemmMma128, 480),
+            Self::Rows256 => portable(256, abi::KL_MMA_BLOCK_K_256, 1, Kernel::GemmMma256, 420),
             Self::Hopper256x192 => hopper(256, 192, Common::Rows, Kernel::GemmSm90Large, 100),
             Self::Hopper192x192 => hopper(192, 192, Common::Rows, Kernel::GemmSm90Square, 102),
             Self::Hopper128x256 => hopper(128, 256, Common::Cols, Kernel::GemmSm90Wide, 102),
