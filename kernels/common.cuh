@@ -93,7 +93,7 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* from) {
 }
 
 // The first of all rounds that a worker has; the share of the one before ends there.
-__device__ __forceinline__ uint32_t front(const KlTileSchedule& schedule, uint32_t worker) {
+__device__ __forceinline__ uint32_t first_k_block(const KlTileSchedule& schedule, uint32_t worker) {
   return schedule.full_tiles * schedule.k_blocks + worker * schedule.k_blocks_per_worker + min(worker, schedule.remainder);
 }
 
@@ -120,7 +120,7 @@ __device__ __forceinline__ void load_vector(const float* from, float (&v)[kVecto
   v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
 }
 
-__device__ __forceinline__ void unpack(const uint4& raw, float (&v)[kVector]) {
+__device__ __forceinline__ void unpack_bf16(const uint4& raw, float (&v)[kVector]) {
   const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
   for (int i = 0; i < 4; i++) {
@@ -130,7 +130,7 @@ __device__ __forceinline__ void unpack(const uint4& raw, float (&v)[kVector]) {
 }
 
 __device__ __forceinline__ void load_vector(const bf16* from, float (&v)[kVector]) {
-  unpack(*reinterpret_cast<const uint4*>(from), v);
+  unpack_bf16(*reinterpret_cast<const uint4*>(from), v);
 }
 
 __device__ __forceinline__ void load_vector(const f16* from, float (&v)[kVector]) {
@@ -145,13 +145,13 @@ __device__ __forceinline__ void store_vector(float* to, const float (&v)[kVector
   reinterpret_cast<float4*>(to)[1] = make_float4(v[4], v[5], v[6], v[7]);
 }
 
-__device__ __forceinline__ uint32_t pack(float low, float high) {
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
 __device__ __forceinline__ void store_vector(bf16* to, const float (&v)[kVector]) {
-  *reinterpret_cast<uint4*>(to) = make_uint4(pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7]));
+  *reinterpret_cast<uint4*>(to) = make_uint4(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
 }
 
 // ---------------------------------------------------------------------------------------------------------- arithmetic
@@ -166,7 +166,7 @@ __host__ __device__ constexpr T ceil_div(T a, T b) {
 __device__ __forceinline__ float silu(float v) { return __fdividef(v, 1.0f + __expf(-v)); }
 
 // Right to two units in the last place; what is too small for a normal number becomes zero.
-__device__ __forceinline__ float power_of_two(float v) {
+__device__ __forceinline__ float exp2_approx(float v) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(v));
   return result;

@@ -21,11 +21,15 @@
 // Swiglu has gates in the left half of a tile and ups in the right, so that a thread has both in its registers. So it has both
 // elements of a pair in heads, whether they are neighbours or 64 apart.
 #include "mma.cuh"
+#include "pipeline_sm90.cuh"
 #include "ptx_sm90.cuh"
-#include "work_sm90.cuh"
+#include "tile_scheduler_sm90.cuh"
 
 // What the blocks of a cluster have in common: rows, columns, or the whole tile, of which each then has half of the inner dimension.
-enum class Common { kRows, kCols, kTile };
+enum class ClusterMode { kMulticastA, kMulticastB, kSplitK };
+
+// Ids of named barriers; 0 is __syncthreads. Each consumer warpgroup has one, from kWarpgroupBarrier on.
+enum NamedBarrier : uint32_t { kWarpgroupBarrier = 1 };
 
 // Columns that a warp stores at once, of a tile with so many.
 __host__ __device__ constexpr int store_cols(int cols) {
@@ -33,162 +37,161 @@ __host__ __device__ constexpr int store_cols(int cols) {
 }
 
 // kGroups warpgroups of 64 kM x kCols, one below the other, make a tile.
-template <int kGroups_, int kM_, int kCols_, int kStages_, Common kCommon_>
-struct Shape {
-  static constexpr int kGroups = kGroups_, kWarps = 4 * kGroups, kThreads = 128 * (1 + kGroups), kStages = kStages_;
-  static constexpr int kM = kM_, kN = kCols_ / 8, kRows = kGroups * kM * 64, kCols = kCols_;
-  static constexpr Common kCommon = kCommon_;
-  static constexpr bool kHalves = kCommon == Common::kTile;
+template <int kConsumers_, int kMmaM_, int kBlockN_, int kStages_, ClusterMode kMode_>
+struct GemmConfig {
+  static constexpr int kConsumers = kConsumers_, kWarps = 4 * kConsumers, kThreads = 128 * (1 + kConsumers), kStages = kStages_;
+  static constexpr int kMmaM = kMmaM_, kMmaN = kBlockN_ / 8, kBlockM = kConsumers * kMmaM * 64, kBlockN = kBlockN_;
+  static constexpr ClusterMode kMode = kMode_;
+  static constexpr bool kSplitK = kMode == ClusterMode::kSplitK;
   // A cluster's tiles, down and across.
-  static constexpr uint32_t kDown = kCommon == Common::kCols ? 2 : 1, kAcross = kCommon == Common::kRows ? 2 : 1;
-  static constexpr uint32_t kLeftBytes = kRows * 128, kRightBytes = kCols * 128, kStageBytes = kLeftBytes + kRightBytes;
+  static constexpr uint32_t kClusterM = kMode == ClusterMode::kMulticastB ? 2 : 1, kClusterN = kMode == ClusterMode::kMulticastA ? 2 : 1;
+  static constexpr uint32_t kABytes = kBlockM * 128, kBBytes = kBlockN * 128, kStageBytes = kABytes + kBBytes;
   // Registers that the copying warpgroup keeps, and that others have.
-  static constexpr int kFewRegisters = kGroups == 3 ? 32 : 40, kManyRegisters = kGroups == 3 ? 160 : 232;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40, kConsumerRegisters = kConsumers == 3 ? 160 : 232;
   // What is there already comes through the ring as well, in boxes of a warpgroup's rows and 64 columns, as many as a stage holds at
   // a time.
-  static constexpr uint32_t kBoxBytes = kM * 64 * 128, kBoxesAcross = (kCols + 63) / 64, kBoxesDown = kHalves ? 1 : kGroups;
-  static constexpr uint32_t kBoxes = kBoxesDown * kBoxesAcross;
-  static constexpr uint32_t kBoxesOfStage = kStageBytes / kBoxBytes, kResidualStages = (kBoxes + kBoxesOfStage - 1) / kBoxesOfStage;
+  static constexpr uint32_t kResidualBoxBytes = kMmaM * 64 * 128, kResidualBoxesN = (kBlockN + 63) / 64, kResidualBoxesM = kSplitK ? 1 : kConsumers;
+  static constexpr uint32_t kResidualBoxes = kResidualBoxesM * kResidualBoxesN;
+  static constexpr uint32_t kBoxesPerStage = kStageBytes / kResidualBoxBytes, kResidualStages = (kResidualBoxes + kBoxesPerStage - 1) / kBoxesPerStage;
   // Of halves each block finishes one warpgroup's rows, and has room for what the other block has of them: of each warp so much.
-  static constexpr uint32_t kOtherBytes = kN * 32 * sizeof(float4);
+  static constexpr uint32_t kPartialBytes = kMmaN * 32 * sizeof(float4);
   // Buffers of each warp, for a piece of what it stores: as many as fit, up to four. With halves they lie where the other's sums were,
   // and there is one for every piece.
-  static constexpr uint32_t kBufferBytes = KL_SM90_STORE_ROWS * store_cols(kCols) * sizeof(bf16);
-  static constexpr int kFree = 232448 - 1024 - 512 - kStages * kStageBytes;
-  static constexpr int kRoom = kHalves ? kOtherBytes / kBufferBytes : kFree / (kWarps * kBufferBytes);
-  static constexpr int kMost = kHalves ? kCols / store_cols(kCols) : 4, kBuffers = kRoom < kMost ? kRoom : kMost;
+  static constexpr uint32_t kStoreBufferBytes = KL_SM90_STORE_ROWS * store_cols(kBlockN) * sizeof(bf16);
+  static constexpr int kFreeBytes = 232448 - 1024 - 512 - kStages * kStageBytes;
+  static constexpr int kBuffersThatFit = kSplitK ? kPartialBytes / kStoreBufferBytes : kFreeBytes / (kWarps * kStoreBufferBytes);
+  static constexpr int kMaxBuffers = kSplitK ? kBlockN / store_cols(kBlockN) : 4, kStoreBuffers = kBuffersThatFit < kMaxBuffers ? kBuffersThatFit : kMaxBuffers;
   // Pieces that are stored together: what comes between writing a small one and storing it takes longer than either. Of halves all, for
   // there is nothing else to do meanwhile.
-  static constexpr int kSmall = 2048 / kBufferBytes, kAtOnce = kHalves || kSmall > kBuffers ? kBuffers : kSmall;
-  static constexpr uint32_t kStoreBytes = kHalves ? 4 * kOtherBytes : kWarps * kBuffers * kBufferBytes;
-  static constexpr uint32_t kSharedBytes = 1024 + kStages * (kStageBytes + 16) + kStoreBytes + (kHalves ? 32 : 0);
-  static_assert(kBuffers > 0 && kSharedBytes <= 232448, "more than a multiprocessor has");
+  static constexpr int kStoresOf2K = 2048 / kStoreBufferBytes, kStoresAtOnce = kSplitK || kStoresOf2K > kStoreBuffers ? kStoreBuffers : kStoresOf2K;
+  static constexpr uint32_t kStoreBytes = kSplitK ? 4 * kPartialBytes : kWarps * kStoreBuffers * kStoreBufferBytes;
+  static constexpr uint32_t kSmemBytes = 1024 + kStages * (kStageBytes + 16) + kStoreBytes + (kSplitK ? 32 : 0);
+  static_assert(kStoreBuffers > 0 && kSmemBytes <= 232448, "more than a multiprocessor has");
 };
 
 // Where a tile lies.
-template <class S>
-struct Place {
+template <class Config>
+struct TileCoord {
   uint32_t stream, row_tile, col_tile, part = 0;  // col_tile: within the part
 
-  __device__ __forceinline__ Place(const KlGemmSm90& p, uint32_t index) {
+  __device__ __forceinline__ TileCoord(const KlGemmSm90& p, uint32_t index) {
     const uint32_t first = p.stream[0].row_tiles * p.stream[0].col_tiles;
     stream = index >= first;
     if (stream) index -= first;
     const KlGemmStream& s = p.stream[stream];
     // Some rows at a time, as many as stay in the cache while all columns pass.
-    const uint32_t group = p.group[stream], which = index / (group * s.col_tiles), within = index - which * group * s.col_tiles;
-    const uint32_t rows = min(group, s.row_tiles - which * group);
-    row_tile = (which * group + within % rows) * S::kDown, col_tile = within / rows * S::kAcross;
-    if constexpr (!S::kHalves) (S::kCommon == Common::kCols ? row_tile : col_tile) += cluster_rank();
+    const uint32_t group = p.group[stream], group_index = index / (group * s.col_tiles), within = index - group_index * group * s.col_tiles;
+    const uint32_t rows = min(group, s.row_tiles - group_index * group);
+    row_tile = (group_index * group + within % rows) * Config::kClusterM, col_tile = within / rows * Config::kClusterN;
+    if constexpr (!Config::kSplitK) (Config::kMode == ClusterMode::kMulticastB ? row_tile : col_tile) += cluster_rank();
     // The last cluster may have a tile too many: it lies beyond the last part, where nothing is stored.
     while (part + 1 < KL_GEMM_PARTS && s.part[part + 1].tiles && col_tile >= s.part[part].tiles) col_tile -= s.part[part++].tiles;
   }
 };
 
 // Shared memory: a ring of stages, the warps' buffers, and barriers; and where a thread stands in the ring.
-template <class S>
-struct Ring {
-  uint32_t base, stage = 0, parity = 0;
+template <class Config>
+struct SmemLayout {
+  uint32_t base;
 
-  static constexpr uint32_t kBuffersAt = S::kStages * S::kStageBytes, kFullAt = kBuffersAt + S::kStoreBytes;
-  static constexpr uint32_t kEmptyAt = kFullAt + 8 * S::kStages, kGotAt = kEmptyAt + 8 * S::kStages;
+  static constexpr uint32_t kStoreOffset = Config::kStages * Config::kStageBytes, kFullOffset = kStoreOffset + Config::kStoreBytes;
+  static constexpr uint32_t kEmptyOffset = kFullOffset + 8 * Config::kStages, kReadyOffset = kEmptyOffset + 8 * Config::kStages;
 
-  __device__ __forceinline__ uint32_t left() const { return base + stage * S::kStageBytes; }
-  __device__ __forceinline__ uint32_t right() const { return left() + S::kLeftBytes; }
-  __device__ __forceinline__ uint32_t full(uint32_t i) const { return base + kFullAt + 8 * i; }
-  __device__ __forceinline__ uint32_t empty(uint32_t i) const { return base + kEmptyAt + 8 * i; }
+  __device__ __forceinline__ uint32_t a(uint32_t i) const { return base + i * Config::kStageBytes; }
+  __device__ __forceinline__ uint32_t b(uint32_t i) const { return a(i) + Config::kABytes; }
+  __device__ __forceinline__ uint32_t full(uint32_t i) const { return base + kFullOffset + 8 * i; }
+  __device__ __forceinline__ uint32_t empty(uint32_t i) const { return base + kEmptyOffset + 8 * i; }
   // A warp's.
-  __device__ __forceinline__ uint32_t buffers(uint32_t warp) const {
-    return base + kBuffersAt + (S::kHalves ? warp % 4 * S::kOtherBytes : warp * (S::kBuffers * S::kBufferBytes));
+  __device__ __forceinline__ uint32_t store_buffers(uint32_t warp) const {
+    return base + kStoreOffset + (Config::kSplitK ? warp % 4 * Config::kPartialBytes : warp * (Config::kStoreBuffers * Config::kStoreBufferBytes));
   }
   // With halves: until the other block's sums are in there.
-  __device__ __forceinline__ uint32_t got(uint32_t warp) const { return base + kGotAt + 8 * (warp % 4); }
-  __device__ __forceinline__ void advance() {
-    if (++stage == S::kStages) stage = 0, parity ^= 1;
-  }
-  __device__ __forceinline__ uint32_t before() const { return (stage == 0 ? S::kStages : stage) - 1; }
+  __device__ __forceinline__ uint32_t partials_ready(uint32_t warp) const { return base + kReadyOffset + 8 * (warp % 4); }
 };
 
+template <class Config>
+struct Pipeline : SmemLayout<Config>, PipelineState<Config::kStages> {};
+
 // What a warp does with its rows of a finished tile.
-template <class S>
+template <class Config>
 struct Epilogue {
   const KlGemmStream& s;
   const KlGemmPart& part;
   const KlTensorMap* out;
-  float (&sums)[S::kM][S::kCols / 2];
+  float (&acc)[Config::kMmaM][Config::kBlockN / 2];
   uint32_t buffers;  // the warp's own
   uint32_t thread;
   uint32_t row0, col0;
 
-  static constexpr int kCols = S::kCols;
+  static constexpr int kBlockN = Config::kBlockN;
 
-  __device__ __forceinline__ Epilogue(const KlGemmSm90& p, const Place<S>& at, float (&sums)[S::kM][S::kCols / 2], const Ring<S>& ring,
+  __device__ __forceinline__ Epilogue(const KlGemmSm90& p, const TileCoord<Config>& at, float (&acc)[Config::kMmaM][Config::kBlockN / 2], const Pipeline<Config>& pipe,
                                       uint32_t thread)
-      : s(p.stream[at.stream]), part(s.part[at.part]), out(&p.out[at.stream][at.part]), sums(sums), buffers(ring.buffers(thread / 32 - 4)),
+      : s(p.stream[at.stream]), part(s.part[at.part]), out(&p.out[at.stream][at.part]), acc(acc), buffers(pipe.store_buffers(thread / 32 - 4)),
         thread(thread) {
     const uint32_t warp = thread / 32 - 4;
-    row0 = at.row_tile * S::kRows + warp / 4 * (S::kM * 64) + warp % 4 * 16;
-    col0 = at.col_tile * (part.epilogue == KL_SWIGLU ? kCols / 2 : kCols);
+    row0 = at.row_tile * Config::kBlockM + warp / 4 * (Config::kMmaM * 64) + warp % 4 * 16;
+    col0 = at.col_tile * (part.epilogue == KL_SWIGLU ? kBlockN / 2 : kBlockN);
   }
 
   __device__ __forceinline__ uint32_t lane() const { return thread % 32; }
 
   // Buffer i. Its rows are kWidth columns; the copy engine exchanges chunks of sixteen bytes within them by the row (the swizzle).
-  __device__ __forceinline__ uint32_t buffer(int i) const { return buffers + i % S::kBuffers * S::kBufferBytes; }
+  __device__ __forceinline__ uint32_t buffer(int i) const { return buffers + i % Config::kStoreBuffers * Config::kStoreBufferBytes; }
 
   // The chunk of the lane's row that it names to store_matrices, of chunks j and j + 1.
   template <int kWidth>
-  __device__ __forceinline__ uint32_t spot(int i, int j) const {
+  __device__ __forceinline__ uint32_t staging_address(int i, int j) const {
     constexpr uint32_t kChunks = kWidth / 8;
     const uint32_t row = lane() % 16, chunk = (lane() / 16 ^ row * kChunks / 8) % kChunks;
-    return (buffers + row * (kWidth * 2) + chunk * 16 ^ j * 16) + i % S::kBuffers * S::kBufferBytes;
+    return (buffers + row * (kWidth * 2) + chunk * 16 ^ j * 16) + i % Config::kStoreBuffers * Config::kStoreBufferBytes;
   }
 
   // Sixteen rows of kWidth columns, of fragments from v on, to buffer i.
   template <int kWidth>
-  __device__ __forceinline__ void put(int i, const float* v) {
+  __device__ __forceinline__ void stage_piece(int i, const float* v) {
 #pragma unroll
     for (int j = 0; j < kWidth / 8; j += 2) {
       const float* a = v + 4 * j;
-      store_matrices(spot<kWidth>(i, j), pack(a[0], a[1]), pack(a[2], a[3]), pack(a[4], a[5]), pack(a[6], a[7]));
+      stmatrix_x4(staging_address<kWidth>(i, j), pack_bf16(a[0], a[1]), pack_bf16(a[2], a[3]), pack_bf16(a[4], a[5]), pack_bf16(a[6], a[7]));
     }
   }
 
   // Stores the first kWidth columns of all rows, each value of f(m, where it stands).
   template <int kWidth, class F>
   __device__ __forceinline__ void store_all(F f) {
-    constexpr int kPiece = store_cols(kWidth), kAcross = kWidth / kPiece, kCount = S::kM * kAcross;
+    constexpr int kPiece = store_cols(kWidth), kAcross = kWidth / kPiece, kCount = Config::kMmaM * kAcross;
 #pragma unroll
-    for (int first = 0; first < kCount; first += S::kAtOnce) {
-      if (lane() == 0) tma_store_wait<S::kBuffers - S::kAtOnce>();
+    for (int first = 0; first < kCount; first += Config::kStoresAtOnce) {
+      if (lane() == 0) tma_store_wait<Config::kStoreBuffers - Config::kStoresAtOnce>();
       __syncwarp();
 #pragma unroll
-      for (int i = first; i < first + S::kAtOnce && i < kCount; i++) {
+      for (int i = first; i < first + Config::kStoresAtOnce && i < kCount; i++) {
         float v[kPiece / 2];
 #pragma unroll
         for (int e = 0; e < kPiece / 2; e++) v[e] = f(i / kAcross, i % kAcross * (kPiece / 2) + e);
-        put<kPiece>(i, v);
+        stage_piece<kPiece>(i, v);
       }
-      fence_shared_writes();
+      fence_proxy_async();
       __syncwarp();
       if (lane() == 0) {
 #pragma unroll
-        for (int i = first; i < first + S::kAtOnce && i < kCount; i++) {
+        for (int i = first; i < first + Config::kStoresAtOnce && i < kCount; i++) {
           tma_store_2d(out, buffer(i), col0 + i % kAcross * kPiece, row0 + 64 * (i / kAcross));
         }
       }
     }
   }
 
-  __device__ __forceinline__ void store_sums() {
-    store_all<kCols>([&](int m, int e) { return sums[m][e]; });
+  __device__ __forceinline__ void store_acc() {
+    store_all<kBlockN>([&](int m, int e) { return acc[m][e]; });
   }
 
   // Calls f(fragment, column of the part) for those of the thread's columns that exist; of each it has two neighbours.
   template <class F>
-  __device__ __forceinline__ void columns(F f) {
+  __device__ __forceinline__ void for_each_column(F f) {
 #pragma unroll
-    for (int n = 0; n < S::kN; n++) {
+    for (int n = 0; n < Config::kMmaN; n++) {
       const uint32_t col = col0 + 8 * n + lane() % 4 * 2;
       if (col >= part.out.cols) continue;
       f(n, col);
@@ -198,29 +201,29 @@ struct Epilogue {
   __device__ __forceinline__ void add_bias() {
     if (!s.bias.data) return;
     const float* bias = row_of<const float>(s.bias, 0) + part.first_row;
-    columns([&](int n, uint32_t col) {
+    for_each_column([&](int n, uint32_t col) {
       const float a = bias[col], b = bias[col + 1];
 #pragma unroll
-      for (int m = 0; m < S::kM; m++) {
-        float* v = &sums[m][4 * n];
+      for (int m = 0; m < Config::kMmaM; m++) {
+        float* v = &acc[m][4 * n];
         v[0] += a, v[1] += b, v[2] += a, v[3] += b;
       }
     });
   }
 
-  __device__ __forceinline__ void plain() {
+  __device__ __forceinline__ void linear() {
     add_bias();
-    store_sums();
+    store_acc();
   }
 
-  __device__ __forceinline__ void gate() {
+  __device__ __forceinline__ void apply_gate() {
     if (!part.extra.data) return;
     const bf16* gates = row_of<const bf16>(part.extra, 0);
-    columns([&](int n, uint32_t col) {
+    for_each_column([&](int n, uint32_t col) {
       const float2 g = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(gates + col));
 #pragma unroll
-      for (int m = 0; m < S::kM; m++) {
-        float* v = &sums[m][4 * n];
+      for (int m = 0; m < Config::kMmaM; m++) {
+        float* v = &acc[m][4 * n];
         v[0] *= g.x, v[1] *= g.y, v[2] *= g.x, v[3] *= g.y;
       }
     });
@@ -228,25 +231,25 @@ struct Epilogue {
 
   // Adds what is there: the boxes of the warpgroup's rows, as they come through the ring.
   template <class Release>
-  __device__ __forceinline__ void add_residual(Ring<S>& ring, Release release) {
+  __device__ __forceinline__ void add_residual(Pipeline<Config>& pipe, Release release) {
     const uint32_t group = thread / 128 - 1, row = thread / 32 % 4 * 16 + lane() % 16, chunk = (lane() / 16 ^ row) % 8;
 #pragma unroll
-    for (uint32_t stage = 0; stage < S::kResidualStages; stage++, ring.advance()) {
-      barrier_wait(ring.full(ring.stage), ring.parity);
+    for (uint32_t stage = 0; stage < Config::kResidualStages; stage++, pipe.advance()) {
+      mbarrier_wait(pipe.full(pipe.stage), pipe.parity);
 #pragma unroll
-      for (uint32_t across = 0; across < S::kBoxesAcross; across++) {
+      for (uint32_t across = 0; across < Config::kResidualBoxesN; across++) {
         // Boxes lie one after the other, those of all warpgroups for the same columns together.
-        const uint32_t box = across * S::kBoxesDown + (S::kHalves ? 0 : group);
-        if (box / S::kBoxesOfStage != stage) continue;
-        const uint32_t from = ring.left() + box % S::kBoxesOfStage * S::kBoxBytes + row * 128 + chunk * 16;
+        const uint32_t box = across * Config::kResidualBoxesM + (Config::kSplitK ? 0 : group);
+        if (box / Config::kBoxesPerStage != stage) continue;
+        const uint32_t from = pipe.a(pipe.stage) + box % Config::kBoxesPerStage * Config::kResidualBoxBytes + row * 128 + chunk * 16;
 #pragma unroll
-        for (int m = 0; m < S::kM; m++) {
+        for (int m = 0; m < Config::kMmaM; m++) {
 #pragma unroll
           for (int j = 0; j < 8; j += 2) {
-            if (across * 8 + j >= S::kN) continue;
+            if (across * 8 + j >= Config::kMmaN) continue;
             uint32_t old[4];
-            load_matrices(old, (from + m * 8192) ^ j * 16);
-            float* v = &sums[m][4 * (across * 8 + j)];
+            ldmatrix_x4(old, (from + m * 8192) ^ j * 16);
+            float* v = &acc[m][4 * (across * 8 + j)];
 #pragma unroll
             for (int h = 0; h < 4; h++) {
               const float2 pair = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&old[h]));
@@ -255,33 +258,33 @@ struct Epilogue {
           }
         }
       }
-      warpgroup_sync(group);  // all its warps have read the stage
-      release(ring.stage);
+      warpgroup_sync(kWarpgroupBarrier + group);  // all its warps have read the stage
+      release(pipe.stage);
     }
   }
 
   __device__ __forceinline__ void swiglu() {
-    store_all<kCols / 2>([&](int m, int e) { return silu(sums[m][e]) * sums[m][kCols / 4 + e]; });
+    store_all<kBlockN / 2>([&](int m, int e) { return silu(acc[m][e]) * acc[m][kBlockN / 4 + e]; });
   }
 
   // A pair of elements, normalised, weighted and turned.
-  static __device__ __forceinline__ void turn(float& a, float& b, float scale, float weight_a, float weight_b, float cosine, float sine) {
+  static __device__ __forceinline__ void rope_rotate(float& a, float& b, float scale, float weight_a, float weight_b, float cosine, float sine) {
     const float x = a * scale * weight_a, y = b * scale * weight_b;
     a = x * cosine - y * sine, b = x * sine + y * cosine;
   }
 
-  __device__ __forceinline__ void heads() {
-    constexpr int kHeads = kCols / 128;
+  __device__ __forceinline__ void qk_norm_rope() {
+    constexpr int kHeads = kBlockN / 128;
     const float* weight = row_of<const float>(part.extra, 0);
     const uint32_t q = lane() % 4;
 #pragma unroll
-    for (int m = 0; m < S::kM; m++) {
+    for (int m = 0; m < Config::kMmaM; m++) {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         float scale[kHeads];
 #pragma unroll
         for (int h = 0; h < kHeads; h++) {
-          const float* head = &sums[m][64 * h + 2 * half];
+          const float* head = &acc[m][64 * h + 2 * half];
           float sum = 0.0f;
 #pragma unroll
           for (int n = 0; n < 16; n++) sum += head[4 * n] * head[4 * n] + head[4 * n + 1] * head[4 * n + 1];
@@ -298,8 +301,8 @@ struct Epilogue {
             const float cosine = angles[4 * n + q], sine = angles[64 + 4 * n + q];
 #pragma unroll
             for (int h = 0; h < kHeads; h++) {
-              float* v = &sums[m][64 * h + 4 * n + 2 * half];
-              turn(v[0], v[1], scale[h], w.x, w.y, cosine, sine);
+              float* v = &acc[m][64 * h + 4 * n + 2 * half];
+              rope_rotate(v[0], v[1], scale[h], w.x, w.y, cosine, sine);
             }
           }
         } else {
@@ -311,295 +314,295 @@ struct Epilogue {
               const float a = weight[i], b = weight[64 + i], cosine = angles[i], sine = angles[64 + i];
 #pragma unroll
               for (int h = 0; h < kHeads; h++) {
-                float* v = &sums[m][64 * h + 4 * n + 2 * half + e];
-                turn(v[0], v[32], scale[h], a, b, cosine, sine);
+                float* v = &acc[m][64 * h + 4 * n + 2 * half + e];
+                rope_rotate(v[0], v[32], scale[h], a, b, cosine, sine);
               }
             }
           }
         }
       }
     }
-    store_sums();
+    store_acc();
   }
 
   template <class Release>
-  __device__ __forceinline__ void run(Ring<S>& ring, Release release) {
+  __device__ __forceinline__ void run(Pipeline<Config>& pipe, Release release) {
     if (lane() == 0) tma_store_wait<0>();  // of the tile before
     if (part.epilogue == KL_GATE_RESIDUAL) {
       add_bias();
-      gate();
-      add_residual(ring, release);
-      store_sums();
+      apply_gate();
+      add_residual(pipe, release);
+      store_acc();
     } else if (part.epilogue == KL_SWIGLU) {
-      if constexpr (kCols / 2 % 16 == 0) swiglu();
+      if constexpr (kBlockN / 2 % 16 == 0) swiglu();
     } else if (part.epilogue == KL_QK_NORM_ROPE) {
-      if constexpr (kCols % 128 == 0) heads();
+      if constexpr (kBlockN % 128 == 0) qk_norm_rope();
     } else {
-      plain();
+      linear();
     }
   }
 };
 
-template <class S>
-using TileLeft = Left<KL_SM90_CLUSTER, S::kWarps, S::kM * S::kN>;
+template <class Config>
+using TilePartials = PartialTile<KL_SM90_CLUSTER, Config::kWarps, Config::kMmaM * Config::kMmaN>;
 
-template <class S>
-__device__ __forceinline__ void leave(const TileLeft<S>& left, const float (&from)[S::kM][S::kCols / 2]) {
+template <class Config>
+__device__ __forceinline__ void store_partials(const TilePartials<Config>& partials, const float (&from)[Config::kMmaM][Config::kBlockN / 2]) {
 #pragma unroll
-  for (int m = 0; m < S::kM; m++) {
+  for (int m = 0; m < Config::kMmaM; m++) {
 #pragma unroll
-    for (int n = 0; n < S::kN; n++) {
+    for (int n = 0; n < Config::kMmaN; n++) {
       const float* v = &from[m][4 * n];
-      left.put(m * S::kN + n, make_float4(v[0], v[1], v[2], v[3]));
+      partials.store(m * Config::kMmaN + n, make_float4(v[0], v[1], v[2], v[3]));
     }
   }
-  left.done();
+  partials.publish();
 }
 
-template <class S>
-__device__ __forceinline__ void add_left(const TileLeft<S>& left, float (&to)[S::kM][S::kCols / 2]) {
-  left.wait();
+template <class Config>
+__device__ __forceinline__ void add_partials(const TilePartials<Config>& partials, float (&to)[Config::kMmaM][Config::kBlockN / 2]) {
+  partials.wait();
   // As many on their way at once as there are registers for.
-  constexpr int kCount = S::kM * S::kN, kFree = (S::kManyRegisters - 4 * kCount - 40) / 4;
-  constexpr int kBatch = kFree < 1 ? 1 : kFree < kCount ? kFree : kCount;
-  float* sum = to[0];
+  constexpr int kCount = Config::kMmaM * Config::kMmaN, kFreeRegisters = (Config::kConsumerRegisters - 4 * kCount - 40) / 4;
+  constexpr int kBatch = kFreeRegisters < 1 ? 1 : kFreeRegisters < kCount ? kFreeRegisters : kCount;
+  float* acc = to[0];
 #pragma unroll
   for (int i = 0; i < kCount; i += kBatch) {
     float4 v[kBatch];
 #pragma unroll
-    for (int j = 0; j < kBatch && i + j < kCount; j++) v[j] = left.get(i + j);
+    for (int j = 0; j < kBatch && i + j < kCount; j++) v[j] = partials.load(i + j);
 #pragma unroll
-    for (int j = 0; j < kBatch && i + j < kCount; j++, sum += 4) sum[0] += v[j].x, sum[1] += v[j].y, sum[2] += v[j].z, sum[3] += v[j].w;
+    for (int j = 0; j < kBatch && i + j < kCount; j++, acc += 4) acc[0] += v[j].x, acc[1] += v[j].y, acc[2] += v[j].z, acc[3] += v[j].w;
   }
 }
 
 // A block's half of a tile's rounds. Such a cluster has one tile.
-__device__ __forceinline__ void cut(Item& item) {
-  const uint32_t middle = ceil_div(item.last, 2u);
-  (cluster_rank() == 0 ? item.last : item.first) = middle;
+__device__ __forceinline__ void split_k_range(WorkTile& work) {
+  const uint32_t middle = ceil_div(work.k_end, 2u);
+  (cluster_rank() == 0 ? work.k_end : work.k_begin) = middle;
 }
 
 // Hands the sums of a warpgroup's rows to the block that finishes them.
-template <class S>
-__device__ __forceinline__ void give(const Ring<S>& ring, const float (&sums)[S::kM][S::kCols / 2]) {
-  const uint32_t warp = threadIdx.x / 32 - 4, to = ring.buffers(warp) + lane() * sizeof(float4);
+template <class Config>
+__device__ __forceinline__ void send_partials(const Pipeline<Config>& pipe, const float (&acc)[Config::kMmaM][Config::kBlockN / 2]) {
+  const uint32_t warp = threadIdx.x / 32 - 4, to = pipe.store_buffers(warp) + lane() * sizeof(float4);
 #pragma unroll
-  for (int n = 0; n < S::kN; n++) {
-    const float* v = &sums[0][4 * n];
-    store_in_block(to + n * (32 * sizeof(float4)), make_float4(v[0], v[1], v[2], v[3]), ring.got(warp), cluster_rank() ^ 1);
+  for (int n = 0; n < Config::kMmaN; n++) {
+    const float* v = &acc[0][4 * n];
+    store_remote_async(to + n * (32 * sizeof(float4)), make_float4(v[0], v[1], v[2], v[3]), pipe.partials_ready(warp), cluster_rank() ^ 1);
   }
 }
 
 // Adds what the other block has.
-template <class S>
-__device__ __forceinline__ void take(const Ring<S>& ring, float (&sums)[S::kM][S::kCols / 2]) {
-  const uint32_t warp = threadIdx.x / 32 - 4, from = ring.buffers(warp) + lane() * sizeof(float4);
-  barrier_wait(ring.got(warp), 0);
+template <class Config>
+__device__ __forceinline__ void reduce_partials(const Pipeline<Config>& pipe, float (&acc)[Config::kMmaM][Config::kBlockN / 2]) {
+  const uint32_t warp = threadIdx.x / 32 - 4, from = pipe.store_buffers(warp) + lane() * sizeof(float4);
+  mbarrier_wait(pipe.partials_ready(warp), 0);
 #pragma unroll
-  for (int n = 0; n < S::kN; n++) {
+  for (int n = 0; n < Config::kMmaN; n++) {
     const float4 v = load_shared(from + n * (32 * sizeof(float4)));
-    float* to = &sums[0][4 * n];
+    float* to = &acc[0][4 * n];
     to[0] += v.x, to[1] += v.y, to[2] += v.z, to[3] += v.w;
   }
 }
 
 // The one thread that copies.
-template <class S>
-__device__ __forceinline__ void copy(const KlGemmSm90& p, Ring<S> ring) {
-  constexpr uint16_t kAll = (1 << KL_SM90_CLUSTER) - 1;
+template <class Config>
+__device__ __forceinline__ void produce(const KlGemmSm90& p, Pipeline<Config> pipe) {
+  constexpr uint16_t kAllCtas = (1 << KL_SM90_CLUSTER) - 1;
   const uint32_t rank = cluster_rank();
   uint32_t ahead = 0;
   bool waited = false;
-  Work<KL_SM90_CLUSTER> work{p.schedule};
-  for (Item item; work.next(item);) {
-    if constexpr (S::kHalves) cut(item);
-    const Place<S> at(p, item.tile);
+  TileScheduler<KL_SM90_CLUSTER> scheduler{p.schedule};
+  for (WorkTile work; scheduler.next(work);) {
+    if constexpr (Config::kSplitK) split_k_range(work);
+    const TileCoord<Config> at(p, work.tile);
     const KlGemmPart& part = p.stream[at.stream].part[at.part];
     const KlTensorMap *x = &p.x[at.stream], *w = &p.w[at.stream];
     // Weight rows come in two halves: gates and ups lie apart.
     const bool paired = part.epilogue == KL_SWIGLU;
-    const uint32_t row = part.first_row + at.col_tile * (paired ? S::kCols / 2 : S::kCols), apart = paired ? part.out.cols : S::kCols / 2;
-    const auto weights = [&](uint32_t k) {
-      const uint32_t full = ring.full(ring.stage);
-      barrier_arrive_expect(full, S::kStageBytes);
-      if constexpr (S::kCommon == Common::kCols) {
-        tma_load_2d_to_all(ring.right() + rank * (S::kRightBytes / 2), w, k * KL_SM90_BLOCK_K, row + rank * apart, full, kAll);
+    const uint32_t row = part.first_row + at.col_tile * (paired ? Config::kBlockN / 2 : Config::kBlockN), apart = paired ? part.out.cols : Config::kBlockN / 2;
+    const auto load_b = [&](uint32_t k) {
+      const uint32_t full = pipe.full(pipe.stage);
+      mbarrier_arrive_expect_tx(full, Config::kStageBytes);
+      if constexpr (Config::kMode == ClusterMode::kMulticastB) {
+        tma_load_2d_multicast(pipe.b(pipe.stage) + rank * (Config::kBBytes / 2), w, k * KL_SM90_BLOCK_K, row + rank * apart, full, kAllCtas);
       } else {
-        tma_load_2d(ring.right(), w, k * KL_SM90_BLOCK_K, row, full);
-        tma_load_2d(ring.right() + S::kRightBytes / 2, w, k * KL_SM90_BLOCK_K, row + apart, full);
+        tma_load_2d(pipe.b(pipe.stage), w, k * KL_SM90_BLOCK_K, row, full);
+        tma_load_2d(pipe.b(pipe.stage) + Config::kBBytes / 2, w, k * KL_SM90_BLOCK_K, row + apart, full);
       }
     };
     if (!waited) {
       // Weights depend on no kernel before: the first are on their way while it ends. More of them would keep activations waiting.
       constexpr uint32_t kAhead = 2;
-      const Ring<S> start = ring;
-      for (uint32_t k = item.first; k < item.last && ahead < kAhead; k++, ahead++, ring.advance()) weights(k);
-      ring = start;
+      const Pipeline<Config> start = pipe;
+      for (uint32_t k = work.k_begin; k < work.k_end && ahead < kAhead; k++, ahead++, pipe.advance()) load_b(k);
+      pipe = start;
       wait_for_previous_kernel();
       waited = true;
     }
-    for (uint32_t k = item.first; k < item.last; k++, ring.advance()) {
+    for (uint32_t k = work.k_begin; k < work.k_end; k++, pipe.advance()) {
       if (ahead) {
         ahead--;
       } else {
-        barrier_wait(ring.empty(ring.stage), ring.parity ^ 1);
-        weights(k);
+        mbarrier_wait(pipe.empty(pipe.stage), pipe.parity ^ 1);
+        load_b(k);
       }
-      const uint32_t full = ring.full(ring.stage);
-      if constexpr (S::kCommon != Common::kRows) {
-        tma_load_2d(ring.left(), x, k * KL_SM90_BLOCK_K, at.row_tile * S::kRows, full);
+      const uint32_t full = pipe.full(pipe.stage);
+      if constexpr (Config::kMode != ClusterMode::kMulticastA) {
+        tma_load_2d(pipe.a(pipe.stage), x, k * KL_SM90_BLOCK_K, at.row_tile * Config::kBlockM, full);
       } else {
-        tma_load_2d_to_all(ring.left() + rank * (S::kLeftBytes / 2), x, k * KL_SM90_BLOCK_K, at.row_tile * S::kRows + rank * (S::kRows / 2), full, kAll);
+        tma_load_2d_multicast(pipe.a(pipe.stage) + rank * (Config::kABytes / 2), x, k * KL_SM90_BLOCK_K, at.row_tile * Config::kBlockM + rank * (Config::kBlockM / 2), full, kAllCtas);
       }
     }
-    if (part.epilogue != KL_GATE_RESIDUAL || !S::kHalves && item.last < p.schedule.k_blocks) continue;
-    for (uint32_t box = 0; box < S::kBoxes; ring.advance()) {
-      const uint32_t full = ring.full(ring.stage), count = min(S::kBoxesOfStage, S::kBoxes - box);
-      barrier_wait(ring.empty(ring.stage), ring.parity ^ 1);
-      barrier_arrive_expect(full, count * S::kBoxBytes);
+    if (part.epilogue != KL_GATE_RESIDUAL || !Config::kSplitK && work.k_end < p.schedule.k_blocks) continue;
+    for (uint32_t box = 0; box < Config::kResidualBoxes; pipe.advance()) {
+      const uint32_t full = pipe.full(pipe.stage), count = min(Config::kBoxesPerStage, Config::kResidualBoxes - box);
+      mbarrier_wait(pipe.empty(pipe.stage), pipe.parity ^ 1);
+      mbarrier_arrive_expect_tx(full, count * Config::kResidualBoxBytes);
       for (uint32_t i = 0; i < count; i++, box++) {
-        const uint32_t group = S::kHalves ? rank : box % S::kBoxesDown;
-        const uint32_t col = at.col_tile * S::kCols + box / S::kBoxesDown * 64, row = at.row_tile * S::kRows + group * (S::kM * 64);
-        tma_load_2d(ring.left() + i * S::kBoxBytes, &p.residual[at.stream], col, row, full);
+        const uint32_t group = Config::kSplitK ? rank : box % Config::kResidualBoxesM;
+        const uint32_t col = at.col_tile * Config::kBlockN + box / Config::kResidualBoxesM * 64, row = at.row_tile * Config::kBlockM + group * (Config::kMmaM * 64);
+        tma_load_2d(pipe.a(pipe.stage) + i * Config::kResidualBoxBytes, &p.residual[at.stream], col, row, full);
       }
     }
   }
 }
 
 // Asks for what the end of a tile needs, so that it is there when the tile is summed.
-template <class S>
-__device__ __forceinline__ void expect_end(const KlGemmSm90& p, const Place<S>& at) {
+template <class Config>
+__device__ __forceinline__ void prefetch_epilogue_operands(const KlGemmSm90& p, const TileCoord<Config>& at) {
   const KlGemmPart& part = p.stream[at.stream].part[at.part];
-  if (threadIdx.x % 128 == 0) prefetch_map(&p.out[at.stream][at.part]);
-  const uint32_t col = at.col_tile * S::kCols + lane() * 64;
-  if (part.epilogue == KL_GATE_RESIDUAL && part.extra.data && lane() * 64 < S::kCols && col < part.out.cols) {
-    prefetch(row_of<const bf16>(part.extra, 0) + col);
+  if (threadIdx.x % 128 == 0) prefetch_tensor_map(&p.out[at.stream][at.part]);
+  const uint32_t col = at.col_tile * Config::kBlockN + lane() * 64;
+  if (part.epilogue == KL_GATE_RESIDUAL && part.extra.data && lane() * 64 < Config::kBlockN && col < part.out.cols) {
+    prefetch_l1(row_of<const bf16>(part.extra, 0) + col);
   }
 }
 
 // The other warpgroups.
-template <class S>
-__device__ __forceinline__ void multiply(const KlGemmSm90& p, Ring<S> ring) {
+template <class Config>
+__device__ __forceinline__ void consume(const KlGemmSm90& p, Pipeline<Config> pipe) {
   const uint32_t group = threadIdx.x / 128 - 1;
   const auto release = [&](uint32_t stage) {
-    if constexpr (S::kHalves) {
-      if (threadIdx.x % 128 == 0) barrier_arrive(ring.empty(stage));
+    if constexpr (Config::kSplitK) {
+      if (threadIdx.x % 128 == 0) mbarrier_arrive(pipe.empty(stage));
     } else {
-      if (threadIdx.x % 128 < KL_SM90_CLUSTER) barrier_arrive_at(ring.empty(stage), threadIdx.x % 128);
+      if (threadIdx.x % 128 < KL_SM90_CLUSTER) mbarrier_arrive_remote(pipe.empty(stage), threadIdx.x % 128);
     }
   };
-  Work<KL_SM90_CLUSTER> work{p.schedule};
-  for (Item item; work.next(item);) {
-    if constexpr (S::kHalves) cut(item);
+  TileScheduler<KL_SM90_CLUSTER> scheduler{p.schedule};
+  for (WorkTile work; scheduler.next(work);) {
+    if constexpr (Config::kSplitK) split_k_range(work);
     // Hidden from the compiler, which would find out everything that follows from it once, for all tiles, and keep it.
     uint32_t thread = threadIdx.x;
     asm volatile("" : "+r"(thread));
-    float sums[S::kM][S::kCols / 2];
+    float acc[Config::kMmaM][Config::kBlockN / 2];
     // Found before there are sums: divisions take registers that are scarce afterwards.
-    const Place<S> at(p, item.tile);
-    expect_end<S>(p, at);
+    const TileCoord<Config> at(p, work.tile);
+    prefetch_epilogue_operands<Config>(p, at);
     // Of halves, the warpgroup whose sums the other block needs has the tensor cores to itself for the last rounds that the ring holds:
     // its sums travel while the other one ends.
-    constexpr uint32_t kLead = S::kStages - 1, kHandOver = S::kGroups + 1;
-    const bool finishes = S::kHalves && group == cluster_rank(), leads = S::kHalves && item.last - item.first >= kLead;
-    for (uint32_t k = item.first; k < item.last; k++, ring.advance()) {
-      if (leads && finishes && k + kLead == item.last) meet_wait(kHandOver);
-      barrier_wait(ring.full(ring.stage), ring.parity);
-      const uint32_t left = ring.left() + group * (S::kM * 64 * 128);
-      const uint64_t right = wgmma_operand(ring.right());
+    constexpr uint32_t kLeadKBlocks = Config::kStages - 1, kHandOverBarrier = kWarpgroupBarrier + Config::kConsumers;
+    const bool finishes = Config::kSplitK && group == cluster_rank(), leads = Config::kSplitK && work.k_end - work.k_begin >= kLeadKBlocks;
+    for (uint32_t k = work.k_begin; k < work.k_end; k++, pipe.advance()) {
+      if (leads && finishes && k + kLeadKBlocks == work.k_end) named_barrier_sync(kHandOverBarrier);
+      mbarrier_wait(pipe.full(pipe.stage), pipe.parity);
+      const uint32_t a = pipe.a(pipe.stage) + group * (Config::kMmaM * 64 * 128);
+      const uint64_t b = wgmma_descriptor(pipe.b(pipe.stage));
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < KL_SM90_BLOCK_K / 16; i++) {
 #pragma unroll
-        for (int m = 0; m < S::kM; m++) wgmma<S::kCols>(sums[m], wgmma_operand(left + m * 8192) + 2 * i, right + 2 * i, k > item.first || i > 0);
+        for (int m = 0; m < Config::kMmaM; m++) wgmma<Config::kBlockN>(acc[m], wgmma_descriptor(a + m * 8192) + 2 * i, b + 2 * i, k > work.k_begin || i > 0);
       }
       wgmma_commit();
       // The products of the round before are done: its stage is free.
       wgmma_wait<1>();
-      if (leads && !finishes && k + 1 == item.last) meet_arrive(kHandOver);
-      if (k > item.first) release(ring.before());
+      if (leads && !finishes && k + 1 == work.k_end) named_barrier_arrive(kHandOverBarrier);
+      if (k > work.k_begin) release(pipe.previous());
     }
     wgmma_wait<0>();
-    release(ring.before());
-    if constexpr (S::kHalves) {
+    release(pipe.previous());
+    if constexpr (Config::kSplitK) {
       cluster_wait();  // the other block is there; it has been for long
       if (finishes) {
-        take(ring, sums);
-        Epilogue<S>(p, at, sums, ring, thread).run(ring, release);
+        reduce_partials(pipe, acc);
+        Epilogue<Config>(p, at, acc, pipe, thread).run(pipe, release);
       } else {
-        give(ring, sums);
+        send_partials(pipe, acc);
       }
-    } else if (item.last < p.schedule.k_blocks) {
-      leave<S>({p.schedule, work.worker()}, sums);
+    } else if (work.k_end < p.schedule.k_blocks) {
+      store_partials<Config>({p.schedule, scheduler.worker()}, acc);
     } else {
-      if (item.first > 0) {
-        uint32_t other = work.worker();
+      if (work.k_begin > 0) {
+        uint32_t peer = scheduler.worker();
         do {
-          add_left<S>({p.schedule, --other}, sums);
-        } while (front(p.schedule, other) > item.tile * p.schedule.k_blocks);
+          add_partials<Config>({p.schedule, --peer}, acc);
+        } while (first_k_block(p.schedule, peer) > work.tile * p.schedule.k_blocks);
       }
-      Epilogue<S>(p, at, sums, ring, thread).run(ring, release);
+      Epilogue<Config>(p, at, acc, pipe, thread).run(pipe, release);
     }
   }
   if (lane() == 0) tma_store_wait<0>();
 }
 
-template <class S>
+template <class Config>
 __device__ __forceinline__ void gemm(const KlGemmSm90& p) {
   extern __shared__ __align__(1024) unsigned char dynamic[];
   // The swizzle goes by addresses: stages and buffers begin at multiples of 1024.
-  const Ring<S> ring{shared_address(dynamic) + 1023 & ~1023u};
+  const Pipeline<Config> pipe{{shared_address(dynamic) + 1023 & ~1023u}, {}};
   if (threadIdx.x == 0) {
-    prefetch_map(&p.w[0]), prefetch_map(&p.x[0]);
-    for (int i = 0; i < S::kStages; i++) {
-      barrier_init(ring.full(i), 1);
-      barrier_init(ring.empty(i), S::kGroups * (S::kHalves ? 1 : KL_SM90_CLUSTER));
+    prefetch_tensor_map(&p.w[0]), prefetch_tensor_map(&p.x[0]);
+    for (int i = 0; i < Config::kStages; i++) {
+      mbarrier_init(pipe.full(i), 1);
+      mbarrier_init(pipe.empty(i), Config::kConsumers * (Config::kSplitK ? 1 : KL_SM90_CLUSTER));
     }
-    for (int i = 0; S::kHalves && i < 4; i++) barrier_init(ring.got(i), 1);
-    fence_barrier_init();
-    for (int i = 0; S::kHalves && i < 4; i++) barrier_arrive_expect(ring.got(i), S::kOtherBytes);
+    for (int i = 0; Config::kSplitK && i < 4; i++) mbarrier_init(pipe.partials_ready(i), 1);
+    fence_mbarrier_init();
+    for (int i = 0; Config::kSplitK && i < 4; i++) mbarrier_arrive_expect_tx(pipe.partials_ready(i), Config::kPartialBytes);
   }
   // Halves need each other at the end only, and copy nothing into each other before.
-  if constexpr (S::kHalves) {
+  if constexpr (Config::kSplitK) {
     cluster_arrive();
     __syncthreads();
   } else {
-    cluster_meet();
+    cluster_sync_relaxed();
   }
   launch_next_kernel();
   if (threadIdx.x < 128) {
-    give_registers<S::kFewRegisters>();
-    if (threadIdx.x == 0) copy(p, ring);
+    setmaxnreg_dec<Config::kProducerRegisters>();
+    if (threadIdx.x == 0) produce(p, pipe);
     __syncwarp();
-    if constexpr (S::kHalves) cluster_wait();
+    if constexpr (Config::kSplitK) cluster_wait();
   } else {
-    take_registers<S::kManyRegisters>();
+    setmaxnreg_inc<Config::kConsumerRegisters>();
     wait_for_previous_kernel();
-    multiply(p, ring);
+    consume(p, pipe);
   }
   // Nobody leaves while the other copies into it or arrives at its barriers. Of halves, who finishes waits for all there is to come.
-  if constexpr (!S::kHalves) cluster_meet();
+  if constexpr (!Config::kSplitK) cluster_sync_relaxed();
 }
 
-using Large = Shape<2, 2, 192, 3, Common::kRows>;
-using Square = Shape<3, 1, 192, 4, Common::kRows>;
-using Wide = Shape<2, 1, 256, 4, Common::kCols>;
-using Broad = Shape<2, 1, 208, 5, Common::kCols>;
-using Medium = Shape<2, 1, 192, 4, Common::kCols>;
-using Narrow = Shape<2, 1, 160, 5, Common::kTile>;
-#define KL_SAME_SIZE(S, suffix)                                                                                                     \
-  static_assert(S::kSharedBytes == KL_SM90_SHARED_##suffix && S::kThreads == KL_SM90_THREADS_##suffix, "abi.h states another size")
-KL_SAME_SIZE(Large, 256X192);
-KL_SAME_SIZE(Square, 192X192);
-KL_SAME_SIZE(Wide, 128X256);
-KL_SAME_SIZE(Broad, 128X208);
-KL_SAME_SIZE(Medium, 128X192);
-KL_SAME_SIZE(Narrow, 128X160);
+using Tile256x192 = GemmConfig<2, 2, 192, 3, ClusterMode::kMulticastA>;
+using Tile192x192 = GemmConfig<3, 1, 192, 4, ClusterMode::kMulticastA>;
+using Tile128x256 = GemmConfig<2, 1, 256, 4, ClusterMode::kMulticastB>;
+using Tile128x208 = GemmConfig<2, 1, 208, 5, ClusterMode::kMulticastB>;
+using Tile128x192 = GemmConfig<2, 1, 192, 4, ClusterMode::kMulticastB>;
+using Tile128x160 = GemmConfig<2, 1, 160, 5, ClusterMode::kSplitK>;
+#define KL_CHECK_SIZES(Config, suffix)                                                                                                     \
+  static_assert(Config::kSmemBytes == KL_SM90_SHARED_##suffix && Config::kThreads == KL_SM90_THREADS_##suffix, "abi.h states another size")
+KL_CHECK_SIZES(Tile256x192, 256X192);
+KL_CHECK_SIZES(Tile192x192, 192X192);
+KL_CHECK_SIZES(Tile128x256, 128X256);
+KL_CHECK_SIZES(Tile128x208, 128X208);
+KL_CHECK_SIZES(Tile128x192, 128X192);
+KL_CHECK_SIZES(Tile128x160, 128X160);
 static_assert(sizeof(KlGemmSm90) % 128 == 0, "abi.h leaves a gap");
 
-KL_ENTRY(kl_gemm_bf16_sm90_256x192, KlGemmSm90, KL_SM90_THREADS_256X192, 1) { gemm<Large>(p); }
-KL_ENTRY(kl_gemm_bf16_sm90_192x192, KlGemmSm90, KL_SM90_THREADS_192X192, 1) { gemm<Square>(p); }
-KL_ENTRY(kl_gemm_bf16_sm90_128x256, KlGemmSm90, KL_SM90_THREADS_128X256, 1) { gemm<Wide>(p); }
-KL_ENTRY(kl_gemm_bf16_sm90_128x208, KlGemmSm90, KL_SM90_THREADS_128X208, 1) { gemm<Broad>(p); }
-KL_ENTRY(kl_gemm_bf16_sm90_128x192, KlGemmSm90, KL_SM90_THREADS_128X192, 1) { gemm<Medium>(p); }
-KL_ENTRY(kl_gemm_bf16_sm90_128x160, KlGemmSm90, KL_SM90_THREADS_128X160, 1) { gemm<Narrow>(p); }
+KL_ENTRY(kl_gemm_bf16_sm90_256x192, KlGemmSm90, KL_SM90_THREADS_256X192, 1) { gemm<Tile256x192>(p); }
+KL_ENTRY(kl_gemm_bf16_sm90_192x192, KlGemmSm90, KL_SM90_THREADS_192X192, 1) { gemm<Tile192x192>(p); }
+KL_ENTRY(kl_gemm_bf16_sm90_128x256, KlGemmSm90, KL_SM90_THREADS_128X256, 1) { gemm<Tile128x256>(p); }
+KL_ENTRY(kl_gemm_bf16_sm90_128x208, KlGemmSm90, KL_SM90_THREADS_128X208, 1) { gemm<Tile128x208>(p); }
+KL_ENTRY(kl_gemm_bf16_sm90_128x192, KlGemmSm90, KL_SM90_THREADS_128X192, 1) { gemm<Tile128x192>(p); }
+KL_ENTRY(kl_gemm_bf16_sm90_128x160, KlGemmSm90, KL_SM90_THREADS_128X160, 1) { gemm<Tile128x160>(p); }

@@ -83,7 +83,7 @@ __device__ __forceinline__ void norm_rows(const KlMat& out, const KlMat& x, cons
 #pragma unroll
       for (int i = 0; i < kVecs; i++) {
         float v[kVector];
-        unpack(values[r][i], v);
+        unpack_bf16(values[r][i], v);
         const float sum = ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
         mean[r] += i < kVecs - 1 || full ? sum : 0.0f;
       }
@@ -101,7 +101,7 @@ __device__ __forceinline__ void norm_rows(const KlMat& out, const KlMat& x, cons
 #pragma unroll
     for (int i = 0; i < kVecs; i++) {
       float v[kVector], sum = 0.0f;
-      unpack(values[r][i], v);
+      unpack_bf16(values[r][i], v);
 #pragma unroll
       for (int j = 0; j < kVector; j++) {
         const float d = kRms ? v[j] : v[j] - mean[r];
@@ -150,13 +150,13 @@ __device__ __forceinline__ void norm_rows(const KlMat& out, const KlMat& x, cons
     if constexpr (kRms) {
       load_vector(row_of<const float>(scale, 0) + column(i), a);
     } else {
-      unpack(mul[i], a);
-      unpack(add[i], b);
+      unpack_bf16(mul[i], a);
+      unpack_bf16(add[i], b);
     }
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
       float v[kVector];
-      unpack(values[r][i], v);
+      unpack_bf16(values[r][i], v);
 #pragma unroll
       for (int j = 0; j < kVector; j++) v[j] = kRms ? v[j] * rstd[r] * a[j] : (v[j] * rstd[r] + minus[r]) * (1.0f + a[j]) + b[j];
       if (i < kVecs - 1 || full) store_vector(row_of<bf16>(out, row(r)) + column(i), v);
@@ -240,13 +240,13 @@ __device__ __forceinline__ float2 load_pair(const bf16* from) {
   return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(from));
 }
 __device__ __forceinline__ void store_pair(float* to, float a, float b) { *reinterpret_cast<float2*>(to) = make_float2(a, b); }
-__device__ __forceinline__ void store_pair(bf16* to, float a, float b) { *reinterpret_cast<uint32_t*>(to) = pack(a, b); }
+__device__ __forceinline__ void store_pair(bf16* to, float a, float b) { *reinterpret_cast<uint32_t*>(to) = pack_bf16(a, b); }
 
-constexpr uint32_t kHeadThreads = KL_NORM_THREADS;
+constexpr uint32_t kQkNormRopeThreads = KL_NORM_THREADS;
 
 // Heads of 128 values, where a lane takes two pairs and keeps its angles and weights in registers for all heads of the row.
 template <class X, bool kInterleaved>
-__device__ __forceinline__ void heads_of_128(const KlQkHeads& part, uint64_t row, uint32_t first, uint32_t last, float eps) {
+__device__ __forceinline__ void qk_norm_rope_128(const KlQkHeads& part, uint64_t row, uint32_t first, uint32_t last, float eps) {
   const uint32_t lane = threadIdx.x % 32;
   // First elements of the lane's two runs of two: 4 l and 4 l + 2, or 2 l and 64 + 2 l.
   const uint32_t low = kInterleaved ? 4 * lane : 2 * lane, high = kInterleaved ? low + 2 : low + 64;
@@ -274,7 +274,7 @@ __device__ __forceinline__ void heads_of_128(const KlQkHeads& part, uint64_t row
 
 // Heads of any even size at any address.
 template <class X>
-__device__ __forceinline__ void heads_of_any(const KlQkHeads& part, uint64_t row, uint32_t first, uint32_t last, uint32_t d,
+__device__ __forceinline__ void qk_norm_rope_any(const KlQkHeads& part, uint64_t row, uint32_t first, uint32_t last, uint32_t d,
                                              bool interleaved, float eps) {
   const uint32_t lane = threadIdx.x % 32, half = d / 2;
   const float *angles = row_of<const float>(part.table, row), *weight = row_of<const float>(part.weight, 0);
@@ -296,7 +296,7 @@ __device__ __forceinline__ void heads_of_any(const KlQkHeads& part, uint64_t row
 
 // Warps along x take the rows of one part after those of another; blocks along y take KL_HEADS_PER_WARP heads each.
 KL_ENTRY(kl_qk_norm_rope, KlQkNormRope, KL_NORM_THREADS) {
-  uint64_t row = blockIdx.x * (kHeadThreads / 32) + threadIdx.x / 32;
+  uint64_t row = blockIdx.x * (kQkNormRopeThreads / 32) + threadIdx.x / 32;
   uint32_t index = 0;
   while (index < KL_QK_PARTS && row >= p.part[index].x.rows) row -= p.part[index++].x.rows;
   if (index == KL_QK_PARTS) return;
@@ -308,11 +308,11 @@ KL_ENTRY(kl_qk_norm_rope, KlQkNormRope, KL_NORM_THREADS) {
     using X = typename decltype(t)::type;
     const bool pairs = part.x.data % (2 * sizeof(X)) == 0 && part.x.stride % 2 == 0;
     if (p.head_dim != 128 || !pairs) {
-      heads_of_any<X>(part, row, first, last, p.head_dim, interleaved, p.eps);
+      qk_norm_rope_any<X>(part, row, first, last, p.head_dim, interleaved, p.eps);
     } else if (interleaved) {
-      heads_of_128<X, true>(part, row, first, last, p.eps);
+      qk_norm_rope_128<X, true>(part, row, first, last, p.eps);
     } else {
-      heads_of_128<X, false>(part, row, first, last, p.eps);
+      qk_norm_rope_128<X, false>(part, row, first, last, p.eps);
     }
   });
 }
@@ -327,7 +327,7 @@ struct EightChannels {
   __device__ __forceinline__ void load(const KlMat& m, uint64_t row, uint32_t channel) {
     raw = *reinterpret_cast<const uint4*>(row_of<const bf16>(m, row) + channel);
   }
-  __device__ __forceinline__ void get(float (&v)[kWidth]) const { unpack(raw, v); }
+  __device__ __forceinline__ void get(float (&v)[kWidth]) const { unpack_bf16(raw, v); }
   static __device__ __forceinline__ void load_weights(const KlMat& m, uint32_t channel, float (&v)[kWidth]) {
     load_vector(row_of<const float>(m, 0) + channel, v);
   }
@@ -353,10 +353,10 @@ struct OneChannel {
 // How a block of KL_GROUP_THREADS threads walks over pixels: each thread keeps to the same run of channels, so that what
 // belongs to the channels stays in registers. Threads that do not make up a whole pixel rest. Images of more channels than a
 // block has threads for are walked over several times.
-struct Walk {
+struct PixelWalk {
   uint32_t runs, pixels, thread_pixel, thread_run;
 
-  __device__ explicit Walk(uint32_t all_runs) : runs(all_runs) {
+  __device__ explicit PixelWalk(uint32_t all_runs) : runs(all_runs) {
     pixels = max(1u, KL_GROUP_THREADS / runs);
     thread_pixel = runs <= KL_GROUP_THREADS ? threadIdx.x / runs : 0;
     thread_run = runs <= KL_GROUP_THREADS ? threadIdx.x % runs : threadIdx.x;
@@ -366,7 +366,7 @@ struct Walk {
 // Calls f(pixel, values) for every pixel of the thread's, a batch of loads ahead; kBack: from the last pixel to the first. All threads come
 // here: the first loads are under way when all of them call `prepare`, which may hold a barrier.
 template <class Run, int kBatch, bool kBack, class P, class F>
-__device__ __forceinline__ void for_pixels(const KlMat& x, const Walk& walk, uint32_t run, P prepare, F f) {
+__device__ __forceinline__ void for_pixels(const KlMat& x, const PixelWalk& walk, uint32_t run, P prepare, F f) {
   // An image has fewer pixels than 32 bits count, and a grid is small beside them.
   const uint32_t step = gridDim.x * walk.pixels;
   const bool busy = walk.thread_pixel < walk.pixels && run < walk.runs;
@@ -407,7 +407,7 @@ template <class Run, int kPiece>
 __device__ __forceinline__ void group_sums(const KlGroupStats& p, float2* shares) {
   constexpr int kWidth = Run::kWidth, kPieces = kWidth / kPiece;
   constexpr int kBatch = kPieces > 2 ? 4 : 8;
-  const Walk walk(p.x.cols / kWidth);
+  const PixelWalk walk(p.x.cols / kWidth);
   const uint32_t width = p.x.cols / p.groups, pieces = width / kPiece;
   const uint32_t group = threadIdx.x / kGroupLanes, lane = threadIdx.x % kGroupLanes;
   float2* partials = reinterpret_cast<float2*>(p.partials) + static_cast<uint64_t>(blockIdx.x) * p.groups;
@@ -528,7 +528,7 @@ KL_ENTRY(kl_group_stats_finish, KlGroupStats, KL_GROUP_THREADS) {
 template <class Run, bool kSilu>
 __device__ __forceinline__ void normalise_groups(const KlGroupNorm& p, GroupMoments& moments) {
   constexpr int kWidth = Run::kWidth;
-  const Walk walk(p.x.cols / kWidth);
+  const PixelWalk walk(p.x.cols / kWidth);
   const uint32_t width = p.x.cols / p.groups;
   for (uint32_t base = 0; base < walk.runs; base += KL_GROUP_THREADS) {
     const uint32_t run = base + walk.thread_run, channel = run * kWidth;

@@ -16,16 +16,16 @@ KL_ENTRY(kl_selftest, KlSelftest, KL_SELFTEST_THREADS) {
   __shared__ alignas(1024) bf16 box[kTile * kTile];
   __shared__ alignas(8) uint64_t loaded;
   if (threadIdx.x == 0) {
-    barrier_init(shared_address(&loaded), 1);
-    fence_barrier_init();
+    mbarrier_init(shared_address(&loaded), 1);
+    fence_mbarrier_init();
   }
   __syncthreads();
   wait_for_previous_kernel();
   if (threadIdx.x == 0) {
-    barrier_arrive_expect(shared_address(&loaded), kBoxBytes);
+    mbarrier_arrive_expect_tx(shared_address(&loaded), kBoxBytes);
     tma_load_2d(shared_address(box), &p.x, blockIdx.x * kTile, blockIdx.y * kTile, shared_address(&loaded));
   }
-  barrier_wait(shared_address(&loaded), 0);
+  mbarrier_wait(shared_address(&loaded), 0);
   cluster_sync();  // the partner's box is there, too
   const uint32_t partner = cluster_rank() ^ 1;
   const uint64_t row0 = static_cast<uint64_t>(blockIdx.y) * kTile, col0 = static_cast<uint64_t>(blockIdx.x ^ 1) * kTile;
@@ -33,7 +33,7 @@ KL_ENTRY(kl_selftest, KlSelftest, KL_SELFTEST_THREADS) {
     const uint32_t r = i / kTile, c = i % kTile;
     // The swizzle exchanges 16-byte chunks within 128 bytes by the row's last three bits.
     const uint32_t chunk = (c / 8) ^ (r % 8);
-    const uint16_t value = load_from_block(&box[r * kTile + chunk * 8 + c % 8], partner);
+    const uint16_t value = load_remote(&box[r * kTile + chunk * 8 + c % 8], partner);
     if (row0 + r < p.out.rows && col0 + c < p.out.cols) row_of<uint16_t>(p.out, row0 + r)[col0 + c] = value;
   }
   launch_next_kernel();

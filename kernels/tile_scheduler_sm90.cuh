@@ -7,33 +7,33 @@
 __device__ __forceinline__ uint32_t lane() { return threadIdx.x % 32; }
 
 // Rounds `first` to `last` of a tile.
-struct Item {
-  uint32_t tile, first, last;
+struct WorkTile {
+  uint32_t tile, k_begin, k_end;
 };
 
 // What a cluster of kCluster blocks does, in order: whole tiles, then its share of the others, from the last round to the first, so that
 // what the next worker waits for is there early.
 template <int kCluster>
-struct Work {
+struct TileScheduler {
   const KlTileSchedule& schedule;
   // The next whole tile, or where the rest of the share ends: one register, for there are few.
   uint32_t next_tile = worker();
-  static constexpr uint32_t kSharing = 1u << 31;
+  static constexpr uint32_t kStreamK = 1u << 31;
 
   static __device__ __forceinline__ uint32_t worker() { return blockIdx.x / kCluster; }
 
-  __device__ __forceinline__ bool next(Item& item) {
+  __device__ __forceinline__ bool next(WorkTile& work) {
     if (next_tile < schedule.full_tiles) {
-      item = {next_tile, 0, schedule.k_blocks};
+      work = {next_tile, 0, schedule.k_blocks};
       next_tile += gridDim.x / kCluster;
       return true;
     }
-    if (next_tile < kSharing) next_tile = kSharing + front(schedule, worker() + 1);
-    const uint32_t begin = front(schedule, worker()), end = next_tile - kSharing;
+    if (next_tile < kStreamK) next_tile = kStreamK + first_k_block(schedule, worker() + 1);
+    const uint32_t begin = first_k_block(schedule, worker()), end = next_tile - kStreamK;
     if (end <= begin) return false;
     const uint32_t index = (end - 1) / schedule.k_blocks, origin = index * schedule.k_blocks, start = max(begin, origin);
-    item = {index, start - origin, end - origin};
-    next_tile = kSharing + start;
+    work = {index, start - origin, end - origin};
+    next_tile = kStreamK + start;
     return true;
   }
 };
@@ -41,11 +41,11 @@ struct Work {
 // What a warp leaves for the same warp of the next worker, of kVectors vectors for every lane, and the word that says it is there. The
 // first warpgroup of a block copies and leaves nothing; kWarps others do.
 template <int kCluster, int kWarps, int kVectors>
-struct Left {
+struct PartialTile {
   float4* vectors;
   uint32_t* flag;
 
-  __device__ __forceinline__ Left(const KlTileSchedule& schedule, uint32_t worker) {
+  __device__ __forceinline__ PartialTile(const KlTileSchedule& schedule, uint32_t worker) {
     uint32_t block = worker;
     if constexpr (kCluster > 1) block = worker * kCluster + cluster_rank();
     const uint32_t warp = block * kWarps + threadIdx.x / 32 - 4;
@@ -53,11 +53,11 @@ struct Left {
     flag = reinterpret_cast<uint32_t*>(schedule.flags) + warp;
   }
 
-  __device__ __forceinline__ void put(int i, float4 v) const { __stcg(vectors + i * 32, v); }
-  __device__ __forceinline__ float4 get(int i) const { return load_uncached(vectors + i * 32); }
+  __device__ __forceinline__ void store(int i, float4 v) const { __stcg(vectors + i * 32, v); }
+  __device__ __forceinline__ float4 load(int i) const { return load_uncached(vectors + i * 32); }
 
   // All are put.
-  __device__ __forceinline__ void done() const {
+  __device__ __forceinline__ void publish() const {
     __syncwarp();
     if (lane() == 0) store_release(flag, 1);
   }
