@@ -1,24 +1,24 @@
-// Attention on tensor cores, portable (sm_80 and newer): softmax(q k^T * scale) v with a running maximum, so that scores exist one
-// tile at a time.
+// Attention on tensor cores, portable (sm_80 and newer): softmax(q k^T * scale) v in one pass, as in FlashAttention-2 (Dao 2023), with
+// online softmax (Milakov and Gimelshein 2018): scores exist one block at a time, and the output is rescaled when the row maximum rises.
 //
-//   kl_attention_mma   heads of 128; keys in several runs, query heads sharing key heads, causal if asked
+//   kl_attention_mma   heads of 128; several KV segments, grouped-query attention (GQA), optional causal mask
 //
-// A block takes 128 queries of one head, four warps of 32; keys and values come in tiles of 64, the next one on its way while this
-// one is used. Scores and sums are f32; probabilities are rounded to bf16 for the second product, as plain bf16 arithmetic does.
-// Bound: tensor cores. 4 * queries * keys * 128 operations a head; klein 4B at 1024x1024: 0.26 TFLOP a block.
-// Needs: bf16, strides multiples of 8, 16-byte addresses.
+// A CTA takes 128 queries of one head, four warps with 32 each; K and V come in blocks of 64 keys, double-buffered by cp.async. Scores
+// and accumulators are f32; probabilities are rounded to bf16 for the P V MMAs, as plain bf16 arithmetic does.
+// Bound: tensor cores. 4 * queries * keys * 128 FLOP per head; klein 4B at 1024x1024: 0.26 TFLOP per transformer block.
+// Needs: bf16, strides multiples of 8, 16-byte aligned addresses.
 #include "mma.cuh"
 
 constexpr int kHeadDim = 128, kBlockKV = 64, kWarps = KL_MMA_THREADS / 32;
-constexpr int kMmaM = KL_ATTENTION_BLOCK_Q / (16 * kWarps);  // 16-row tiles of a warp
+constexpr int kMmaM = KL_ATTENTION_BLOCK_Q / (16 * kWarps);  // MMA tiles of 16 rows per warp
 constexpr int kBlockQ = KL_ATTENTION_BLOCK_Q;
 constexpr uint32_t kRowBytes = kHeadDim * 2, kTileBytes = kBlockKV * kRowBytes;
 static_assert(kBlockQ * kRowBytes + 4 * kTileBytes == KL_ATTENTION_SHARED, "abi.h states another size");
 
-// Rows are 256 bytes; 16-byte chunks are exchanged by the row's last three bits, so that eight rows lie in eight bank groups.
+// The swizzle of rows of 256 bytes: 16-byte chunks are permuted by the row's last three bits, so that ldmatrix has no bank conflicts.
 __device__ __forceinline__ uint32_t swizzled(uint32_t row, uint32_t chunk) { return row * kRowBytes + (chunk ^ (row & 7)) * 16; }
 
-// Copies `count` rows of one head; rows beyond the matrix become zeros.
+// Copies kCount rows of one head; rows beyond the matrix are zero-filled.
 template <int kCount>
 __device__ __forceinline__ void load_rows_async(uint32_t to, const KlMat& m, uint32_t first, uint32_t col) {
 #pragma unroll 2
@@ -29,14 +29,14 @@ __device__ __forceinline__ void load_rows_async(uint32_t to, const KlMat& m, uin
   }
 }
 
-// Which tile of which run of keys.
+// The position of a KV block: its segment and first key.
 struct KVCursor {
   uint32_t segment = 0;
   uint32_t key = 0;
 
   __device__ __forceinline__ bool at_end(const KlAttention& p) const { return segment >= p.segments; }
 
-  // Steps over runs without keys.
+  // Skips segments that have no more keys.
   __device__ __forceinline__ void skip_empty(const KlAttention& p, uint32_t limit) {
     while (segment < p.segments && key >= min(p.kv[segment].k.rows, limit)) segment++, key = 0;
   }
@@ -54,9 +54,9 @@ KL_ENTRY(kl_attention_mma, KlAttention, KL_MMA_THREADS, 2) {
   const uint32_t query0 = blockIdx.x * kBlockQ;
   const uint32_t q_col = blockIdx.y * kHeadDim, kv_col = blockIdx.y / p.group * kHeadDim;
   const uint32_t q_at = shared_address(dynamic_shared), tiles_at = q_at + kBlockQ * kRowBytes;
-  // With a mask no query of this block sees a key past its last row.
+  // With a causal mask no query of this CTA attends to a key past its last row.
   const uint32_t limit = p.causal ? query0 + kBlockQ : ~0u;
-  const float scale = p.scale * 1.44269504f;  // powers of two are what the hardware has
+  const float scale = p.scale * 1.44269504f;  // log2(e): the hardware has exp2
 
   const auto load_kv = [&](const KVCursor& c, uint32_t stage) {
     if (!c.at_end(p)) {
@@ -102,7 +102,7 @@ KL_ENTRY(kl_attention_mma, KlAttention, KL_MMA_THREADS, 2) {
       }
     }
 
-    // Keys beyond the run's end, and those a mask hides.
+    // Masks keys beyond the end of the segment, and with a causal mask those after the query.
     const uint32_t keys = p.kv[now.segment].k.rows;
     if (now.key + kBlockKV > keys || (p.causal && now.key + kBlockKV > query0)) {
 #pragma unroll
@@ -119,6 +119,7 @@ KL_ENTRY(kl_attention_mma, KlAttention, KL_MMA_THREADS, 2) {
       }
     }
 
+    // Online softmax.
 #pragma unroll
     for (int m = 0; m < kMmaM; m++) {
 #pragma unroll
@@ -128,7 +129,7 @@ KL_ENTRY(kl_attention_mma, KlAttention, KL_MMA_THREADS, 2) {
         for (int n = 0; n < kBlockKV / 8; n++) new_max = fmaxf(new_max, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
         new_max = fmaxf(new_max, __shfl_xor_sync(0xffffffffu, new_max, 1));
         new_max = fmaxf(new_max, __shfl_xor_sync(0xffffffffu, new_max, 2));
-        // A row that has seen no key yet keeps its zeros.
+        // A row whose keys were all masked so far keeps zeros: -inf - -inf would be NaN.
         const float base = new_max == -INFINITY ? 0.0f : new_max * scale;
         const float correction = exp2_approx(row_max[m][half] * scale - base);
         row_max[m][half] = new_max;
@@ -149,12 +150,15 @@ KL_ENTRY(kl_attention_mma, KlAttention, KL_MMA_THREADS, 2) {
     }
 #pragma unroll
     for (int k = 0; k < kBlockKV / 16; k++) {
-      // What a thread has of two tiles of scores is what it needs of one tile of the second product.
+      // The accumulator layout of two score fragments is the A operand layout of one P V MMA.
       uint32_t p_frag[kMmaM][4];
 #pragma unroll
       for (int m = 0; m < kMmaM; m++) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) p_frag[m][i] = pack_bf16(scores[m][2 * k + i / 2][i % 2 * 2], scores[m][2 * k + i / 2][i % 2 * 2 + 1]);
+        for (int i = 0; i < 4; i++) {
+          const float* v = &scores[m][2 * k + i / 2][i % 2 * 2];
+          p_frag[m][i] = pack_bf16(v[0], v[1]);
+        }
       }
 #pragma unroll
       for (int n = 0; n < kHeadDim / 16; n++) {
@@ -167,7 +171,7 @@ KL_ENTRY(kl_attention_mma, KlAttention, KL_MMA_THREADS, 2) {
         }
       }
     }
-    __syncthreads();  // everyone is done with this stage
+    __syncthreads();  // all warps are done with this stage
     now.next(p, limit);
   }
 

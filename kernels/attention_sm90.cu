@@ -1,27 +1,28 @@
-// Attention on Hopper: what kl_attention_mma does, by the copy engine and whole warpgroups.
+// Attention on Hopper: what kl_attention_mma computes, with TMA, wgmma and clusters, after FlashAttention-3 (Shah et al. 2024).
 //
-//   kl_attention_sm90           2^(q k^T) v, divided by the sum of the powers, where scores are known to be small (see below)
-//   kl_attention_sm90_running   softmax(q k^T * scale) v for any scores, with a running maximum
-//   kl_attention_sm90_causal    query i sees keys 0 to i; heads that share keys lie in one tile
+//   kl_attention_sm90           max-free softmax: 2^(q k^T) v divided by the row sum, where logits are known to be bounded (see below)
+//   kl_attention_sm90_running   softmax(q k^T * scale) v for any logits: online softmax with a running row maximum
+//   kl_attention_sm90_causal    online softmax with a causal mask; query heads that share a KV head are packed into one tile (GQA)
 //
-// Bound: tensor cores, 4 * queries * keys * 128 operations a head; and the power they draw.
-// Needs: heads of 128, bf16, strides multiples of 8, 16-byte addresses.
+// Bound: tensor cores, 4 * queries * keys * 128 FLOP per head; and the power they draw.
+// Needs: heads of 128, bf16, strides multiples of 8, 16-byte aligned addresses.
 //
-// As many blocks as multiprocessors stay for the whole launch. Of a block one thread copies: queries of a tile, then keys and
-// values, 128 a round, up to three rounds ahead (two with a mask). Two warpgroups have 64 queries each. While one round's scores
-// become probabilities, the tensor cores have the product of the round before with its values, and the other warpgroup's products:
-// without a mask the two take turns. Probabilities never leave registers: what a thread has of scores is what it needs of the second
-// product's left operand. Two blocks are a cluster with the same keys, of which each copies one half for both.
+// Persistent and warp-specialised: one CTA per SM stays for the whole launch. One producer thread loads Q of a tile by TMA, then K and V
+// in blocks of 128 keys, up to three blocks ahead (two with a mask). Two consumer warpgroups have 64 queries each. Softmax uses no tensor
+// core, so it is overlapped in two ways: within a warpgroup, the softmax of one KV block runs while the P V wgmma of the previous block
+// is in flight; between them, without a mask, the warpgroups take turns on the tensor cores (ping-pong). P stays in registers: the
+// accumulator layout of Q K^T is the A operand layout of P V. Two CTAs are a cluster with the same KV head; each loads one half of
+// every K and V block and multicasts it to both.
 //
-// Without a maximum: softmax does not change when a constant is taken from all scores of a row, and in floating point neither does
-// its precision. A maximum only keeps powers in range. Queries and keys that were normalised have lengths that their norms' weights
-// bound, so scores are bounded, too; where 2^score can neither overflow nor vanish, no maximum is sought and no sum is ever scaled.
-// Whoever made the queries has multiplied them by what makes scores exponents, so that this need not do it to every score.
+// Max-free softmax: subtracting a constant from all logits of a row changes neither the softmax nor its floating-point precision; the
+// maximum only keeps exponentials in range. Q and K come out of RMS norms whose weights bound their lengths, so logits are bounded, too.
+// Where 2^logit can neither overflow nor underflow, no maximum is computed and no accumulator is ever rescaled. Q is pre-scaled by
+// log2(e) / sqrt(d) in the epilogue that wrote it, so softmax is a bare exp2.
 //
-// With a mask rows have more keys the later they come. A block's first warpgroup takes rows from the end, its second as many from the
-// beginning: both together have as much to do in every block.
+// With a causal mask later rows attend to more keys. The first warpgroup of a CTA takes rows from the end of the sequence and the second
+// as many from its beginning, so that all CTAs have the same work.
 //
-// Tiles are dealt out as kl_gemm_mma does, with clusters for blocks, and with sums go totals and maxima.
+// Tiles are scheduled by Stream-K over their KV blocks (tile_scheduler_sm90.cuh); row sums and maxima go with the partial accumulators.
 #include "mma.cuh"
 #include "pipeline_sm90.cuh"
 #include "ptx_sm90.cuh"
@@ -30,26 +31,27 @@
 constexpr int kHeadDim = 128, kBlockQ = KL_SM90_BLOCK_Q, kBlockKV = KL_SM90_BLOCK_KV;
 constexpr int kConsumers = 2, kWarps = 4 * kConsumers;
 static_assert(kBlockQ == 64 * kConsumers, "abi.h states another size");
-static_assert(KL_SM90_ATTENTION_THREADS == 128 * (1 + kConsumers), "abi.h states other threads: one warpgroup copies");
-// Rows of 64 columns: how a tile of one head lies in shared memory, one half after the other.
+static_assert(KL_SM90_ATTENTION_THREADS == 128 * (1 + kConsumers), "abi.h states other threads: there is one producer warpgroup");
+// Q, K and V tiles are two halves of 64 columns each in shared memory, because the 128-byte swizzle limits a TMA box to 64 bf16 columns.
 constexpr uint32_t kRowBytes = 128, kQHalfBytes = kBlockQ * kRowBytes, kKVHalfBytes = kBlockKV * kRowBytes;
 constexpr uint32_t kQBytes = 2 * kQHalfBytes, kKVBytes = 2 * kKVHalfBytes;
 
-// Ids of named barriers; 0 is __syncthreads.
+// Ids of named barriers; 0 is __syncthreads. A consumer warpgroup waits at its own for its turn on the tensor cores.
 enum NamedBarrier : uint32_t { kTurnWG0 = 1, kTurnWG1 = 2 };
 
 template <int kStages_, int kCluster_, bool kRunningMax_, bool kCausal_>
 struct AttentionConfig {
   static constexpr int kStages = kStages_, kCluster = kCluster_;
   static constexpr bool kRunningMax = kRunningMax_, kCausal = kCausal_;
-  // Barriers: of queries full and empty; of a stage's keys and values the same; then how many keys there are.
+  // Mbarriers: full and empty for Q; full and empty for K and for V of each stage, followed by the number of keys in the stage.
   static constexpr uint32_t kBarrierOffset = kQBytes + 2 * kStages * kKVBytes, kStageBarriers = 40;
   static constexpr uint32_t kSmemBytes = 1024 + kBarrierOffset + 16 + kStages * kStageBarriers;
-  static_assert(kSmemBytes <= 232448, "more than a multiprocessor has");
-  static_assert(kBlockKV / kCluster % 8 == 0 && kBlockKV % 16 == 0, "the swizzle goes by eight rows, the second product by sixteen keys");
+  static_assert(kSmemBytes <= 232448, "more shared memory than an SM has");
+  static_assert(kBlockKV / kCluster % 8 == 0 && kBlockKV % 16 == 0,
+                "the swizzle has a period of eight rows, a P V MMA takes sixteen keys");
 };
 
-// Shared memory, and where a thread stands in it.
+// Shared memory: Q, the stages of K and V, and the mbarriers.
 template <class Config>
 struct SmemLayout {
   uint32_t base;
@@ -66,15 +68,16 @@ struct SmemLayout {
   __device__ __forceinline__ uint32_t kv_count(uint32_t i) const { return k_full(i) + 32; }
 };
 
+// The shared memory of a CTA, and the position of a producer or consumer in its pipeline.
 template <class Config>
 struct Pipeline : SmemLayout<Config>, PipelineState<Config::kStages> {};
 
-// Where a tile lies, and its rounds.
+// The coordinates of a tile, and its KV blocks.
 template <class Config>
 struct TileCoord {
   const KlAttentionSm90& p;
-  uint32_t head, row;  // the first head; the tile's number among those of its heads
-  uint32_t rows;       // of a head that a warpgroup has
+  uint32_t head, row;  // the first head, and the index of the tile among those of that head
+  uint32_t rows;       // queries of each head that a warpgroup has
 
   __device__ __forceinline__ TileCoord(const KlAttentionSm90& p, uint32_t tile) : p(p), rows(64 / p.pack) {
     const uint32_t heads = tile / p.row_tiles;
@@ -82,20 +85,20 @@ struct TileCoord {
     if constexpr (Config::kCluster > 1) row = row * Config::kCluster + cluster_rank();
   }
 
-  // The first one of a warpgroup.
+  // The first query of a warpgroup.
   __device__ __forceinline__ uint32_t first_query(uint32_t group) const {
     if constexpr (Config::kCausal) return (group == 0 ? kConsumers * p.row_tiles - 1 - row : row) * rows;
     return (kConsumers * row + group) * rows;
   }
 
-  // Where a warpgroup's rounds end: with a mask nobody sees a key past its last query. The first warpgroup has the most.
+  // The end of a warpgroup's KV blocks: with a causal mask its last query limits them. The first warpgroup has the most.
   __device__ __forceinline__ uint32_t kv_end(const WorkTile& work, uint32_t group) const {
     if constexpr (Config::kCausal) return min(work.k_end, ceil_div<uint32_t>(first_query(group) + rows, kBlockKV));
     return work.k_end;
   }
 };
 
-// Which keys a round has.
+// The position of a KV block: its segment and first key. A block never spans two segments.
 struct KVCursor {
   const KlAttentionSm90& p;
   uint32_t segment = 0, key;
@@ -113,10 +116,10 @@ struct KVCursor {
   }
 };
 
-// The one thread that copies.
+// The producer: one thread that issues all TMA loads of a CTA.
 template <class Config>
 __device__ __forceinline__ void produce(const KlAttentionSm90& p, Pipeline<Config> pipe) {
-  // Both halves of a head, of the rows that this block copies.
+  // Loads both halves of a head, of the rows that this CTA loads for the cluster.
   const auto load_kv = [&](uint32_t to, const KlTensorMap* map, uint32_t head, uint32_t row, uint32_t full) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -160,13 +163,13 @@ __device__ __forceinline__ void produce(const KlAttentionSm90& p, Pipeline<Confi
   }
 }
 
-// What a thread has of a tile: of two rows, eight apart, two columns of every eight.
+// A thread's registers of a tile: two rows that are eight apart, and of every eight columns two.
 template <class Config>
 struct AttentionTile {
   float out[kHeadDim / 2] = {}, row_sum[2] = {}, row_max[2] = {-INFINITY, -INFINITY};
   float scores[kBlockKV / 2];
   uint32_t p_frag[kBlockKV / 4];
-  float correction[2];  // of sums, since the maximum rose
+  float correction[2];  // by which `out` must be rescaled, because the row maximum rose
 
   // scores = q k^T
   __device__ __forceinline__ void qk_mma(uint32_t q, uint32_t k) {
@@ -178,7 +181,7 @@ struct AttentionTile {
     wgmma_commit();
   }
 
-  // out += chances v
+  // out += p v
   __device__ __forceinline__ void pv_mma(uint32_t v) {
 #pragma unroll
     for (int i = 0; i < kBlockKV / 16; i++) {
@@ -187,7 +190,7 @@ struct AttentionTile {
     wgmma_commit();
   }
 
-  // Hides scores whose key, counted from the round's first, is not under the limit of its row.
+  // Masks scores whose key, counted from the first of the block, is not below the limit of its row.
   __device__ __forceinline__ void mask(uint32_t limit0, uint32_t limit1) {
 #pragma unroll
     for (int i = 0; i < kBlockKV / 2; i++) {
@@ -195,7 +198,8 @@ struct AttentionTile {
     }
   }
 
-  // Scores become powers of two, and are added up.
+  // Online softmax of a block (Milakov and Gimelshein 2018): scores become unnormalised probabilities and are added to the row sums.
+  // Without kRunningMax it is a bare exp2 of scores that are exponents already.
   __device__ __forceinline__ void online_softmax(float scale) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -211,7 +215,7 @@ struct AttentionTile {
         row_sum[h] *= correction[h];
         new_max *= scale;
       }
-      // Two sums, so that one addition need not wait for the other.
+      // Two partial sums, so that the additions are not one dependency chain.
       float sum[2] = {};
 #pragma unroll
       for (int i = 0; i < kBlockKV / 8; i++) {
@@ -237,7 +241,7 @@ struct AttentionTile {
   }
 };
 
-// With the sums go totals and maxima.
+// The Stream-K partials of a warp: row sums and maxima, then the accumulators of a lane.
 template <class Config>
 using TilePartials = PartialTile<Config::kCluster, kWarps, kHeadDim / 8 + 1>;
 
@@ -277,7 +281,7 @@ __device__ __forceinline__ void add_partials(const TilePartials<Config>& partial
   }
 }
 
-// Of four lanes each has a word of four vectors; afterwards each has one vector, the one of its number.
+// Transposes 4x4 words among the four lanes of a quad: lane i ends with the i-th word of each lane, which are 16 contiguous bytes.
 __device__ __forceinline__ uint4 transpose_quad(const uint32_t (&v)[4]) {
   const bool odd = lane() % 2, high = lane() / 2 % 2;
   const auto swap = [](bool second, uint32_t a, uint32_t b, uint32_t with) {
@@ -290,7 +294,8 @@ __device__ __forceinline__ uint4 transpose_quad(const uint32_t (&v)[4]) {
 }
 
 template <class Config>
-__device__ __forceinline__ void store(const KlAttentionSm90& p, const TileCoord<Config>& at, uint32_t group, const AttentionTile<Config>& tile) {
+__device__ __forceinline__ void store(const KlAttentionSm90& p, const TileCoord<Config>& at, uint32_t group,
+                                      const AttentionTile<Config>& tile) {
   const uint32_t first = threadIdx.x % 128 / 32 * 16 + lane() / 4;
 #pragma unroll
   for (int h = 0; h < 2; h++) {
@@ -311,12 +316,12 @@ __device__ __forceinline__ void store(const KlAttentionSm90& p, const TileCoord<
   }
 }
 
-// The other warpgroups.
+// The consumers.
 template <class Config>
 __device__ __forceinline__ void consume(const KlAttentionSm90& p, Pipeline<Config> pipe) {
   const uint32_t group = threadIdx.x / 128 - 1, own_turn = kTurnWG0 + group, other_turn = kTurnWG1 - group;
   const uint32_t q = pipe.q() + group * 64 * kRowBytes;
-  // Once for every block that copies into what was read.
+  // Arrives at the `empty` mbarrier of every CTA that multicasts into this one.
   const auto release = [&](uint32_t barrier) {
     if constexpr (Config::kCluster > 1) {
       if (threadIdx.x % 128 < Config::kCluster) mbarrier_arrive_remote(barrier, threadIdx.x % 128);
@@ -324,7 +329,7 @@ __device__ __forceinline__ void consume(const KlAttentionSm90& p, Pipeline<Confi
       if (threadIdx.x % 128 == 0) mbarrier_arrive(barrier);
     }
   };
-  // Warpgroups take turns, unless they have unlike work; the first goes first.
+  // Ping-pong, unless the warpgroups have different amounts of work; warpgroup 0 goes first.
   constexpr bool kPingPong = !Config::kCausal;
   if (kPingPong && group == 1) named_barrier_arrive(kTurnWG0);
   uint32_t q_parity = 0;
@@ -333,13 +338,13 @@ __device__ __forceinline__ void consume(const KlAttentionSm90& p, Pipeline<Confi
     const TileCoord<Config> at(p, work.tile);
     const uint32_t kv_end = at.kv_end(work, group);
     AttentionTile<Config> tile;
-    // Scores of round k have arrived.
+    // Called once the scores of KV block k are complete: releases K, masks the scores and runs the softmax.
     const auto softmax_block = [&](uint32_t k, uint32_t count) {
       release(pipe.k_empty(pipe.stage));
       if (k + 1 == kv_end && threadIdx.x % 128 == 0) mbarrier_arrive(pipe.q_empty());
       if (Config::kCausal && k + 1 == kv_end) {
         const uint32_t row = threadIdx.x % 128 / 32 * 16 + lane() / 4;
-        // Keys up to the row's own, counted from the round's first.
+        // The keys up to the row's own, counted from the first of the block.
         const auto limit = [&](uint32_t row) {
           return min(count, max(at.first_query(group) + row % at.rows + 1, k * kBlockKV) - k * kBlockKV);
         };
@@ -358,8 +363,8 @@ __device__ __forceinline__ void consume(const KlAttentionSm90& p, Pipeline<Confi
     if constexpr (kPingPong) named_barrier_arrive(other_turn);
     wgmma_wait<0>();
     softmax_block(work.k_begin, count);
-    // Ends the product that is under way, if one is, and makes the next one's left operand. It stands behind a barrier, for
-    // otherwise the compiler would wait for that product before it softens.
+    // Waits for the P V wgmma in flight, if there is one, and rounds P for the next. The mbarrier wait comes first because the compiler
+    // would otherwise move the wgmma wait before the softmax.
     uint32_t pv_in_flight = Config::kStages;
     const auto finish_pv = [&](uint32_t full, uint32_t parity) {
       mbarrier_wait(full, parity);
@@ -401,7 +406,7 @@ __device__ __forceinline__ void consume(const KlAttentionSm90& p, Pipeline<Confi
       }
       store(p, at, group, tile);
     }
-    // Rounds that only the other has.
+    // Releases the KV blocks that only the other warpgroup has.
     for (uint32_t k = kv_end; k < at.kv_end(work, 0); k++, pipe.advance()) {
       mbarrier_wait(pipe.k_full(pipe.stage), pipe.parity);
       release(pipe.k_empty(pipe.stage));
@@ -409,13 +414,13 @@ __device__ __forceinline__ void consume(const KlAttentionSm90& p, Pipeline<Confi
       release(pipe.v_empty(pipe.stage));
     }
   }
-  if (kPingPong && group == 0) named_barrier_sync(kTurnWG0);  // the other's last arrival
+  if (kPingPong && group == 0) named_barrier_sync(kTurnWG0);  // consumes the last arrival of warpgroup 1
 }
 
 template <class Config>
 __device__ __forceinline__ void attention(const KlAttentionSm90& p) {
   extern __shared__ __align__(1024) unsigned char dynamic[];
-  // The swizzle goes by addresses.
+  // The swizzle is a function of the address: tiles are aligned to 1024 bytes.
   const Pipeline<Config> pipe{{shared_address(dynamic) + 1023 & ~1023u}, {}};
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&p.q), prefetch_tensor_map(&p.k[0]), prefetch_tensor_map(&p.v[0]);
@@ -445,16 +450,16 @@ __device__ __forceinline__ void attention(const KlAttentionSm90& p) {
     wait_for_previous_kernel();
     consume(p, pipe);
   }
-  if constexpr (Config::kCluster > 1) cluster_sync_relaxed();  // nobody leaves while the other copies into it or arrives at its barriers
+  if constexpr (Config::kCluster > 1) cluster_sync_relaxed();
 }
 
-using MaxFree = AttentionConfig</*stages*/ 3, KL_SM90_CLUSTER, /*running*/ false, /*causal*/ false>;
-using OnlineMax = AttentionConfig</*stages*/ 3, KL_SM90_CLUSTER, /*running*/ true, /*causal*/ false>;
-using Causal = AttentionConfig</*stages*/ 2, /*cluster*/ 1, /*running*/ true, /*causal*/ true>;
+using MaxFree = AttentionConfig</*stages*/ 3, KL_SM90_CLUSTER, /*running max*/ false, /*causal*/ false>;
+using RunningMax = AttentionConfig</*stages*/ 3, KL_SM90_CLUSTER, /*running max*/ true, /*causal*/ false>;
+using Causal = AttentionConfig</*stages*/ 2, /*cluster*/ 1, /*running max*/ true, /*causal*/ true>;
 static_assert(MaxFree::kSmemBytes == KL_SM90_ATTENTION_SHARED, "abi.h states another size");
 static_assert(Causal::kSmemBytes == KL_SM90_CAUSAL_SHARED, "abi.h states another size");
 static_assert(sizeof(KlAttentionSm90) % 128 == 0, "abi.h leaves a gap");
 
 KL_ENTRY(kl_attention_sm90, KlAttentionSm90, KL_SM90_ATTENTION_THREADS, 1) { attention<MaxFree>(p); }
-KL_ENTRY(kl_attention_sm90_running, KlAttentionSm90, KL_SM90_ATTENTION_THREADS, 1) { attention<OnlineMax>(p); }
+KL_ENTRY(kl_attention_sm90_running, KlAttentionSm90, KL_SM90_ATTENTION_THREADS, 1) { attention<RunningMax>(p); }
 KL_ENTRY(kl_attention_sm90_causal, KlAttentionSm90, KL_SM90_ATTENTION_THREADS, 1) { attention<Causal>(p); }

@@ -1,13 +1,13 @@
 // Attention with a head of 512 on tensor cores, portable (sm_80 and newer): the VAE's single head over all pixels of its latent.
 //
-//   kl_attention_wide_64, kl_attention_wide_32   softmax(q k^T * scale) v, one run of keys; a block takes 64 or 32 queries
+//   kl_attention_wide_64, kl_attention_wide_32   softmax(q k^T * scale) v, one KV segment; 64 or 32 queries per CTA
 //
-// A row of results is too wide for one warp's registers, so both products are shared by all warps in two ways: scores by queries and
-// keys, results by columns. Weights pass from one to the other through shared memory, 32 keys at a time, with the factor by which a
-// new maximum shrinks what is already summed. Keys are copied while values are used, and values while keys are.
-// Bound: tensor cores. 4 * queries * keys * 512 operations: 0.55 TFLOP for 1024x1024. The smaller block is for GPUs with less than
-// 132 KiB of shared memory for a block.
-// Needs: bf16, strides multiples of 8, 16-byte addresses; results at 4-byte addresses.
+// Online softmax as in attention_mma.cu. A row of the output is too wide for the registers of one warp, so the two MMAs are split across
+// warps in two ways: Q K^T by queries and keys, P V by output columns. P passes from one to the other through shared memory, 32 keys at
+// a time, together with the correction by which a new row maximum rescales the output. K is copied while V is used, and V while K is.
+// Bound: tensor cores. 4 * queries * keys * 512 FLOP: 0.55 TFLOP for 1024x1024. The smaller tile is for GPUs with less than 132 KiB of
+// shared memory per CTA.
+// Needs: bf16, strides multiples of 8, 16-byte aligned addresses; outputs at 4-byte aligned addresses.
 #include "mma.cuh"
 
 constexpr int kHeadDim = 512, kBlockKV = 32;
@@ -18,19 +18,19 @@ extern __shared__ __align__(128) unsigned char dynamic_shared[];
 template <int kBlockQ>
 struct Wide {
   static constexpr int kWarps = kBlockQ / 8, kThreads = kWarps * 32;
-  // Scores: a warp has 16 queries by half the keys. Results: all queries by kCols columns.
+  // Q K^T: a warp has 16 queries by half of the keys. P V: a warp has all queries by kWarpCols columns.
   static constexpr int kMmaM = kBlockQ / 16, kWarpCols = kHeadDim / kWarps;
   static constexpr uint32_t kKOffset = kBlockQ * kRowBytes, kVOffset = kKOffset + kTileBytes, kPOffset = kVOffset + kTileBytes;
   static constexpr uint32_t kSideStatsOffset = kPOffset + kBlockQ * kBlockKV * 2, kCorrectionOffset = kSideStatsOffset + 2 * kBlockQ * 4;
   static constexpr uint32_t kSharedBytes = kCorrectionOffset + kBlockQ * 4;
 
-  // 16-byte chunks are exchanged by the row's bits, so that the eight rows of a matrix lie in eight bank groups.
+  // Swizzles: 16-byte chunks are permuted by the row's last bits, so that ldmatrix has no bank conflicts.
   static __device__ __forceinline__ uint32_t swizzled(uint32_t row, uint32_t chunk) { return row * kRowBytes + (chunk ^ (row & 7)) * 16; }
   static __device__ __forceinline__ uint32_t swizzled_p(uint32_t row, uint32_t chunk) {
     return row * (kBlockKV * 2) + ((chunk ^ (row >> 1)) & 3) * 16;
   }
 
-  // Copies rows of one head; rows beyond the matrix become zeros.
+  // Copies kCount rows of one head; rows beyond the matrix are zero-filled.
   template <int kCount>
   static __device__ __forceinline__ void load_rows_async(uint32_t to, const KlMat& m, uint32_t first, uint32_t col) {
 #pragma unroll 4
@@ -43,12 +43,12 @@ struct Wide {
 
   static __device__ __forceinline__ void run(const KlAttention& p) {
     const uint32_t base = shared_address(dynamic_shared), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const uint32_t side = warp % 2, score_row = warp / 2 * 16;  // of the warp's scores
+    const uint32_t side = warp % 2, score_row = warp / 2 * 16;  // which half of the keys and which queries the warp has scores of
     const uint32_t query0 = blockIdx.x * kBlockQ, q_col = blockIdx.y * kHeadDim, kv_col = blockIdx.y / p.group * kHeadDim;
     const KlMat &k = p.kv[0].k, &v = p.kv[0].v;
     float* const side_stats = reinterpret_cast<float*>(dynamic_shared + kSideStatsOffset);
     float* const corrections = reinterpret_cast<float*>(dynamic_shared + kCorrectionOffset);
-    const float scale = p.scale * 1.44269504f;  // powers of two are what the hardware has
+    const float scale = p.scale * 1.44269504f;  // log2(e): the hardware has exp2
 
     float out[kMmaM][kWarpCols / 8][4] = {}, row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {};
     load_rows_async<kBlockQ>(base, p.q, query0, q_col);
@@ -56,11 +56,11 @@ struct Wide {
     cp_async_commit();
     for (uint32_t key0 = 0; key0 < k.rows; key0 += kBlockKV) {
       cp_async_wait<0>();
-      __syncthreads();  // keys have arrived, and everyone is done with the values before them
+      __syncthreads();  // K has arrived, and all warps are done with the previous V
       load_rows_async<kBlockKV>(base + kVOffset, v, key0, kv_col);
       cp_async_commit();
 
-      // Even and odd steps are summed apart: one chain of products would wait for itself.
+      // Even and odd k16 steps have accumulators of their own: the MMAs of a single dependency chain would wait for each other.
       float scores[2][4] = {}, odd[2][4] = {};
 #pragma unroll 4
       for (int d = 0; d < kHeadDim / 16; d++) {
@@ -86,14 +86,14 @@ struct Wide {
         local_max[half] = fmaxf(local_max[half], __shfl_xor_sync(0xffffffffu, local_max[half], 2));
         if (lane % 4 == 0) side_stats[side * kBlockQ + score_row + half * 8 + lane / 4] = local_max[half];
       }
-      __syncthreads();  // maxima are there, and everyone is done with the keys
+      __syncthreads();  // the maxima of both sides are there, and all warps are done with K
       if (key0 + kBlockKV < k.rows) load_rows_async<kBlockKV>(base + kKOffset, k, key0 + kBlockKV, kv_col);
       cp_async_commit();
 
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const uint32_t row = score_row + half * 8 + lane / 4;
-        // The first tile has a key for every query, so a maximum is always finite.
+        // The first block has a key for every query, so the maximum is always finite.
         const float new_max = fmaxf(row_max[half], fmaxf(local_max[half], side_stats[(side ^ 1) * kBlockQ + row]));
         const float correction = exp2_approx((row_max[half] - new_max) * scale), shift = new_max * scale;
         row_max[half] = new_max;
@@ -112,7 +112,7 @@ struct Wide {
         }
       }
       cp_async_wait<1>();
-      __syncthreads();  // values, weights and factors are there
+      __syncthreads();  // V, P and the corrections are there
 
 #pragma unroll
       for (int m = 0; m < kMmaM; m++) {
@@ -138,7 +138,7 @@ struct Wide {
       }
     }
 
-    // Each side has summed its own keys' weights; factors now hold their sums' inverse.
+    // Each side has the row sums of its own keys; both are exchanged and added.
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       row_sum[half] += __shfl_xor_sync(0xffffffffu, row_sum[half], 1);

@@ -1,27 +1,31 @@
-// Products on tensor cores, portable (sm_80 and newer), with what follows a product done before it is stored.
+// GEMM on tensor cores, portable (sm_80 and newer), with a fused epilogue.
 //
-//   kl_gemm_mma_256, _128, _64   out = epilogue(x w^T + bias), bf16 operands, f32 sums; tiles of so many rows by 128 columns
+//   kl_gemm_mma_256, _128, _64   out = epilogue(x w^T + bias), bf16 operands, f32 accumulators; named by the rows of a
+//                                tile, which has 128 columns
 //     store           out
-//     swiglu          silu(gate) * up; w is all gates, then all ups; a tile has 64 columns of each
+//     swiglu          silu(gate) * up; w is all gate rows, then all up rows; a tile has 64 columns of each, interleaved
 //     gate_residual   out += gate * (...)
-//     heads           one head of 128 columns a tile: RMS norm with weight, rotation by the row's angles
+//     qk_norm_rope    one head of 128 columns per tile: RMS norm with weight (qk-norm), then RoPE
 //
-// One launch takes up to two streams (the text and the image of a double block), and of each up to four ranges of weight rows with
-// epilogues and destinations of their own (queries, keys, values, MLP).
-// Bound: tensor cores. A step of klein 4B at 1024x1024 is 29 TFLOP of this.
-// Needs: bf16, inner dimension and strides of x and w multiples of 8, 16-byte addresses, operands of less than 2^32 elements; heads
-// of 128.
+// One launch takes up to two streams (the text and the image tokens of a double block), each with up to four ranges of weight rows that
+// have epilogues and outputs of their own (Q, K, V, MLP).
+// Bound: tensor cores. A denoising step of klein 4B at 1024x1024 is 29 TFLOP of this.
+// Needs: bf16, K and the strides of x and w multiples of 8, 16-byte aligned addresses, operands of less than 2^32 elements; heads of 128.
 //
-// The first `whole` blocks take a tile each. What would be a last round with half the machine idle is cut into equal shares instead:
-// a worker's share may begin and end within a tile. It takes its last tile first, leaves the sums of that tile's front for the next
-// worker, and ends with the back of the tile whose front the one before it left: by then that is long there. A worker waits only for
-// blocks of smaller numbers, which are started before it. Sums are always added in the same order.
+// Stream-K (Osama et al. 2023, see tile_scheduler_sm90.cuh): the first `full_tiles` CTAs compute one tile each. Instead of a last wave
+// that leaves SMs idle, the k-blocks of the remaining tiles are divided evenly among workers, so a worker's range may begin and end
+// within a tile. A worker takes its last tile first and stores that tile's partial accumulators for the next worker; it ends with the
+// tile whose first k-blocks the previous worker has stored, which by then are there. The fix-up adds partials in a fixed order, so
+// results are deterministic. A worker waits only for CTAs with smaller indices, which are started before it, so no cooperative launch
+// is needed.
 //
-// Which weight row a column of the tile takes is free, since copies go row by row. Swiglu puts eight gates beside the eight ups that
-// belong to them, and half-split rotation eight elements beside those 64 further, so that a thread has both in its registers.
+// Operands are copied row by row, so any weight row can be loaded into any column of a tile. SwiGLU interleaves eight gate columns with
+// the eight up columns that belong to them, and half-split RoPE eight elements with those 64 further, so that one thread holds both
+// members of each pair in registers. Weights in memory stay as the checkpoint has them.
 #include "mma.cuh"
 
-// The column of the part (and with it the weight row) that stands at `col` of a tile, where halves lie `apart`.
+// The column of the part (and with it the weight row) that is loaded into column `col` of a tile, where the members of a pair are
+// `apart`.
 __device__ __forceinline__ uint32_t interleaved_column(uint32_t col, uint32_t apart) {
   return col / 16 * 8 + col % 8 + (col / 8 % 2) * apart;
 }
@@ -37,7 +41,7 @@ struct Epilogue {
 
   __device__ __forceinline__ bool row_exists(uint64_t row) const { return row < s.x.rows; }
 
-  // Calls f(m, half, row in the tile, row of the matrix) for the rows that this thread has sums of.
+  // Calls f(m, half, row in the tile, row of the matrix) for the rows that this thread has accumulators of.
   template <class F>
   __device__ __forceinline__ void rows(F f) const {
 #pragma unroll
@@ -53,7 +57,7 @@ struct Epilogue {
   __device__ __forceinline__ void linear() {
     const uint64_t col0 = static_cast<uint64_t>(col_tile) * Tile::kBlockN;
     const KlMat& out = part.out;
-    // Whole tiles of bf16 take the straight way; pairs of the residual are read as one word.
+    // Whole bf16 tiles take the vectorised path, which reads the residual as pairs.
     if (out.dtype == KL_BF16 && col0 + Tile::kBlockN <= out.cols && out.data % 4 == 0 && out.stride % 2 == 0) {
       store_whole_tile(col0);
     } else {
@@ -103,7 +107,7 @@ struct Epilogue {
     Tile::store_staged(shared, part.out, row0, col0, Tile::kBlockN);
   }
 
-  // Value by value, for other types and for the last columns.
+  // Stores value by value, for other dtypes and for the last columns.
   __device__ __forceinline__ void store_edge_tile(uint64_t col0) {
     rows([&](int m, int half, uint32_t, uint64_t r) {
 #pragma unroll
@@ -146,13 +150,13 @@ struct Epilogue {
     if (staged) Tile::store_staged(shared, part.out, row0, col0, Tile::kBlockN / 2);
   }
 
-  // Where a head's element stands that the thread has in sums[m][n][..].
+  // The column within a head of the element in acc[m][n][..].
   __device__ __forceinline__ uint32_t head_column(int n) const {
     const uint32_t col = Tile::col_of_acc(n);
     return s.rope == KL_ROPE_HALF_SPLIT ? interleaved_column(col, 64) : col;
   }
 
-  // The row's angles: 64 cosines, then 64 sines.
+  // Rotates a pair by an angle of the row's table: 64 cosines, then 64 sines.
   static __device__ __forceinline__ void rope_rotate(float& a, float& b, const float* angles, uint32_t pair) {
     const float c = angles[pair], q = angles[64 + pair], x = a;
     a = x * c - b * q;
@@ -162,7 +166,7 @@ struct Epilogue {
   __device__ __forceinline__ void qk_norm_rope() {
     const uint64_t col0 = static_cast<uint64_t>(col_tile) * Tile::kBlockN;
     const float* weight = row_of<const float>(part.extra, 0);
-    // Each half of a row's columns is in another warp: both write their sum of squares, and read the other's.
+    // Two warps hold one half each of a row's columns: both write their sum of squares to shared memory, and read the other's.
     float* squares = reinterpret_cast<float*>(shared);
     const uint32_t side = threadIdx.x / 32 % 2;
     rows([&](int m, int half, uint32_t row, uint64_t) {
@@ -180,7 +184,7 @@ struct Epilogue {
     rows([&](int m, int half, uint32_t row, uint64_t r) {
       const float scale = part.scale * rsqrtf((squares[row] + squares[Tile::kBlockM + row]) * (1.0f / 128.0f) + s.eps);
       const float* angles = row_of<const float>(s.table, row_exists(r) ? r : 0);
-      // Neighbours are a pair, or what stands beside them eight columns further and belongs 64 further.
+      // A pair is two adjacent columns or, half-split, two columns of the tile that are eight apart and 64 apart in the head.
       const bool interleaved = s.rope == KL_ROPE_INTERLEAVED;
 #pragma unroll
       for (int n = 0; n < Tile::kMmaN; n += 2) {
@@ -197,7 +201,7 @@ struct Epilogue {
         }
       }
     });
-    __syncthreads();  // the sums of squares are read
+    __syncthreads();  // all warps have read the sums of squares
     rows([&](int m, int half, uint32_t row, uint64_t) {
 #pragma unroll
       for (int n = 0; n < Tile::kMmaN; n++) {
@@ -208,10 +212,11 @@ struct Epilogue {
   }
 };
 
-// Sums that a worker leaves for the next, as the threads have them.
+// The partial accumulators that a worker stores for the next one, in the register layout of the threads.
 template <class Tile>
 __device__ __forceinline__ float4* partials_of(const KlGemm& p, uint32_t worker) {
-  return reinterpret_cast<float4*>(p.schedule.partials) + static_cast<uint64_t>(worker) * Tile::kMmaM * Tile::kMmaN * Tile::kThreads + threadIdx.x;
+  float4* partials = reinterpret_cast<float4*>(p.schedule.partials);
+  return partials + static_cast<uint64_t>(worker) * Tile::kMmaM * Tile::kMmaN * Tile::kThreads + threadIdx.x;
 }
 
 template <class Tile>
@@ -230,7 +235,7 @@ __device__ __forceinline__ void store_partials(const KlGemm& p, const Tile& tile
   if (threadIdx.x == 0) store_release(reinterpret_cast<uint32_t*>(p.schedule.flags) + worker, 1);
 }
 
-// Takes what a worker left, waiting for it if need be, and puts its flag back for the next launch.
+// Stream-K fix-up: waits for the partial accumulators of a worker, adds them, and resets its flag for the next launch.
 template <class Tile>
 __device__ __forceinline__ void add_partials(const KlGemm& p, Tile& tile, uint32_t worker) {
   if (threadIdx.x == 0) {
@@ -252,8 +257,8 @@ __device__ __forceinline__ void add_partials(const KlGemm& p, Tile& tile, uint32
   }
 }
 
-// Rows of an operand as a thread copies them: every kLines-th or, where tiles pair columns, every half as many. Rows beyond the end
-// repeat the last: what becomes of them is not stored.
+// The rows of an operand that a thread copies: every kRowsPerCopy-th or, where columns are interleaved in pairs, every half as many. Rows
+// beyond the end repeat the last one; their results are not stored.
 struct OperandRows {
   const bf16* base;
   uint32_t offset, step, last;  // in elements
@@ -261,13 +266,14 @@ struct OperandRows {
   __device__ __forceinline__ const bf16* at(int i, uint32_t k) const { return base + (min(offset + i * step, last) + k); }
 };
 
-// What a number among all tiles stands for.
+// The coordinates of a tile from its linear index.
 struct TileCoord {
   const KlGemmStream& s;
   uint32_t row_tile, col_tile, part_index;
 
-  __device__ __forceinline__ TileCoord(const KlGemm& p, uint32_t index) : s(p.stream[index >= p.stream[0].row_tiles * p.stream[0].col_tiles]) {
-    // Rows first: neighbours in time share the weight, and x stays in the cache.
+  __device__ __forceinline__ TileCoord(const KlGemm& p, uint32_t index)
+      : s(p.stream[index >= p.stream[0].row_tiles * p.stream[0].col_tiles]) {
+    // Row tiles vary fastest: CTAs that run at the same time share weight rows, and x stays in L2.
     if (&s != &p.stream[0]) index -= p.stream[0].row_tiles * p.stream[0].col_tiles;
     row_tile = index % s.row_tiles, col_tile = index / s.row_tiles, part_index = 0;
     while (col_tile >= s.part[part_index].tiles) col_tile -= s.part[part_index++].tiles;
@@ -276,15 +282,17 @@ struct TileCoord {
   __device__ __forceinline__ const KlGemmPart& part() const { return s.part[part_index]; }
 };
 
+// Accumulates `k_blocks` k-blocks of a tile, from `first_k_block` on.
 template <class Tile>
-__device__ __forceinline__ void compute(const KlGemm& p, Tile& tile, unsigned char* shared, uint32_t index, uint32_t first_k_block, uint32_t k_blocks) {
+__device__ __forceinline__ void compute(const KlGemm& p, Tile& tile, unsigned char* shared, uint32_t index, uint32_t first_k_block,
+                                        uint32_t k_blocks) {
   const TileCoord at(p, index);
   const KlGemmStream& s = at.s;
   const KlGemmPart& part = at.part();
   const uint32_t x_stride = s.x.stride, w_stride = s.w.stride, line = Tile::copy_row(), chunk = Tile::copy_chunk() * 8;
   const OperandRows a{row_of<const bf16>(s.x, 0), (at.row_tile * Tile::kBlockM + line) * x_stride + chunk, Tile::kRowsPerCopy * x_stride,
                   (s.x.rows - 1) * x_stride + chunk};
-  // The weight row of the thread's first column.
+  // The weight row of the first column that the thread copies.
   uint32_t row = at.col_tile * Tile::kBlockN + line, step = Tile::kRowsPerCopy, last = part.out.cols - 1;
   if (part.epilogue == KL_SWIGLU) {
     row = at.col_tile * (Tile::kBlockN / 2) + interleaved_column(line, part.out.cols), step = Tile::kRowsPerCopy / 2;
@@ -313,33 +321,37 @@ __device__ __forceinline__ void finish_tile(const KlGemm& p, Tile& tile, unsigne
 
 template <class Tile>
 __device__ __forceinline__ void gemm(const KlGemm& p, unsigned char* shared) {
-  uint32_t end = blockIdx.x < p.schedule.full_tiles ? (blockIdx.x + 1) * p.schedule.k_blocks : first_k_block(p.schedule, blockIdx.x - p.schedule.full_tiles + 1);
+  // The CTA's k-blocks, counted over all tiles; it works from their end to their beginning.
+  const KlTileSchedule& s = p.schedule;
+  uint32_t end = blockIdx.x < s.full_tiles ? (blockIdx.x + 1) * s.k_blocks : first_k_block(s, blockIdx.x - s.full_tiles + 1);
   for (;;) {
-    const auto begin = [&] { return blockIdx.x < p.schedule.full_tiles ? blockIdx.x * p.schedule.k_blocks : first_k_block(p.schedule, blockIdx.x - p.schedule.full_tiles); };
-    uint32_t index = (end - 1) / p.schedule.k_blocks;
+    const auto begin = [&] {
+      return blockIdx.x < s.full_tiles ? blockIdx.x * s.k_blocks : first_k_block(s, blockIdx.x - s.full_tiles);
+    };
+    uint32_t index = (end - 1) / s.k_blocks;
     Tile tile;
     {
-      const uint32_t start = max(begin(), index * p.schedule.k_blocks);
-      compute(p, tile, shared, index, start - index * p.schedule.k_blocks, end - start);
+      const uint32_t start = max(begin(), index * s.k_blocks);
+      compute(p, tile, shared, index, start - index * s.k_blocks, end - start);
     }
-    // From here on everything is derived again: registers are scarce above, and the compiler would keep it all.
+    // Everything below is derived from `end` again: otherwise the compiler would keep it in registers, which the mainloop needs.
     asm volatile("" : "+r"(end));
-    index = (end - 1) / p.schedule.k_blocks;
-    const uint32_t origin = index * p.schedule.k_blocks, start = max(begin(), origin), worker = blockIdx.x - p.schedule.full_tiles;
-    if (end < origin + p.schedule.k_blocks) {
+    index = (end - 1) / s.k_blocks;
+    const uint32_t origin = index * s.k_blocks, start = max(begin(), origin), worker = blockIdx.x - s.full_tiles;
+    if (end < origin + s.k_blocks) {
       store_partials(p, tile, worker);
     } else {
       if (start > origin) {
         uint32_t peer = worker;
         do {
           add_partials(p, tile, --peer);
-        } while (first_k_block(p.schedule, peer) > origin);
+        } while (first_k_block(s, peer) > origin);
       }
       finish_tile(p, tile, shared, index);
     }
     end = start;
     if (end <= begin()) return;
-    __syncthreads();  // results have left shared memory
+    __syncthreads();  // the staged output has left shared memory
   }
 }
 

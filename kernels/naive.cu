@@ -1,14 +1,14 @@
-// One obvious kernel per matrix op: the first version of each, and the oracle on the device at sizes the host is too slow for.
+// One naive kernel per matrix op: for f32 and for operands that the tensor-core kernels do not take, and the reference on the device at
+// sizes that are too slow on the host.
 //
-//   kl_naive_gemm     out = epilogue(x w^T + bias)      x [m, k], w [n, k], out [m, n]
-//                        store | silu(gate) * up, w being n gates then n ups | out += gate * (...)
-//   kl_naive_conv        3x3 convolution over an image with channels last, + bias, + residual; the input may be doubled by
-//                        repetition first, or halved by a stride of two with zeros at the right and bottom edge only
-//   kl_naive_attention   softmax(q k^T * scale) v, keys in several runs, query heads sharing key heads, causal if asked
+//   kl_naive_gemm        out = epilogue(x w^T + bias)      x [m, k], w [n, k], out [m, n]
+//                        store | silu(gate) * up, w being n gate rows, then n up rows | out += gate * (...)
+//   kl_naive_conv        3x3 convolution over an NHWC image, + bias, + residual; the input may be upsampled by two (nearest neighbour)
+//                        first, or the stride may be two with zero padding at the right and bottom edge only
+//   kl_naive_attention   softmax(q k^T * scale) v, several KV segments, grouped-query attention, optional causal mask
 //
-// Bound: arithmetic in f32 on the plain cores. Products go through one 64x64 tile in shared memory, sixteen of the inner
-// dimension at a time; each thread has a 4x4 patch of it. Nothing is skipped, nothing is reordered: every result is one sum in
-// the order of the inner dimension.
+// Bound: f32 FMA on CUDA cores. GEMM and convolution use 64x64 tiles in shared memory, 16 of K at a time, with a 4x4 patch per thread.
+// There is no split-K and no reordering: every result is one sum in the order of K.
 #include "common.cuh"
 
 constexpr int kTile = KL_NAIVE_TILE, kBlockK = 16, kPatch = 4;
@@ -16,12 +16,12 @@ static_assert(kTile * kTile == static_cast<int>(KL_NAIVE_THREADS) * kPatch * kPa
 
 using SmemTile = float[kBlockK][kTile + 1];
 
-// Sums over the inner dimension for one tile of the result. a(row, i) and b(j, col, i) give the operands of the j-th of kProducts
-// products; finish(row, col, sums) is told their sums.
+// Accumulates over K for one output tile. a(row, i) and b(j, col, i) return the operands of the j-th of kGemms GEMMs that share A;
+// finish(row, col, acc) receives their accumulators.
 template <int kGemms, class A, class B, class F>
 __device__ __forceinline__ void tile_gemm(SmemTile& a_tile, SmemTile (&b_tile)[kGemms], uint64_t rows, uint64_t cols, uint32_t k_size,
                                              A a, B b, F finish) {
-  // Rows along x, where a grid may have the most blocks: an image has more pixels than y could number.
+  // Rows are along x, the only grid dimension that is large enough for the pixels of an image.
   const uint64_t row0 = static_cast<uint64_t>(blockIdx.x) * kTile, col0 = static_cast<uint64_t>(blockIdx.y) * kTile;
   const uint32_t ty = threadIdx.x / (kTile / kPatch), tx = threadIdx.x % (kTile / kPatch);
   float acc[kPatch][kPatch][kGemms] = {};
@@ -115,7 +115,7 @@ KL_ENTRY(kl_naive_conv, KlConv, KL_NAIVE_THREADS) {
   });
 }
 
-// One warp per query and head; keys one after the other with a running maximum. A lane holds every 32nd element of the head.
+// One warp per query and head, with online softmax one key at a time. A lane holds every 32nd element of the head.
 template <class X>
 __device__ __forceinline__ void attention_row(const KlAttention& p, uint64_t query, uint32_t head) {
   constexpr int kHeld = KL_HEAD_DIM / 32;

@@ -1,4 +1,8 @@
-// Who does what, among blocks that stay for a whole launch: whole tiles first, then a share of the others (see KlTileSchedule).
+// The tile scheduler of persistent kernels on Hopper, and the partial tiles that Stream-K workers exchange.
+//
+// Stream-K (Osama et al. 2023, "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU"), in its
+// hybrid form: full waves of tiles run data-parallel, and only the k-blocks of the remaining tiles are divided evenly among workers, so
+// that no SM idles in a partly filled last wave. A worker is one cluster. KlTileSchedule has the numbers.
 #pragma once
 
 #include "common.cuh"
@@ -6,17 +10,18 @@
 
 __device__ __forceinline__ uint32_t lane() { return threadIdx.x % 32; }
 
-// Rounds `first` to `last` of a tile.
+// K-blocks `k_begin` to `k_end` of an output tile (KV blocks in attention).
 struct WorkTile {
   uint32_t tile, k_begin, k_end;
 };
 
-// What a cluster of kCluster blocks does, in order: whole tiles, then its share of the others, from the last round to the first, so that
-// what the next worker waits for is there early.
+// Hands out the work of a cluster of kCluster CTAs: full tiles first, then its Stream-K range, last tile first. So a worker begins with
+// the tile that the next worker finishes, and its partial accumulators are there long before they are needed.
 template <int kCluster>
 struct TileScheduler {
   const KlTileSchedule& schedule;
-  // The next whole tile, or where the rest of the share ends: one register, for there are few.
+  // The next full tile or, with kStreamK set, the end of what is left of the Stream-K range. They share one register, because registers
+  // are scarce.
   uint32_t next_tile = worker();
   static constexpr uint32_t kStreamK = 1u << 31;
 
@@ -38,17 +43,17 @@ struct TileScheduler {
   }
 };
 
-// What a warp leaves for the same warp of the next worker, of kVectors vectors for every lane, and the word that says it is there. The
-// first warpgroup of a block copies and leaves nothing; kWarps others do.
+// The partial accumulators of an unfinished tile, which a warp stores for the same warp of the next worker: kVectors vectors per lane,
+// and a flag that publishes them. Each of the kWarps consumer warps of a CTA has its own; the producer warpgroup comes before them.
 template <int kCluster, int kWarps, int kVectors>
 struct PartialTile {
   float4* vectors;
   uint32_t* flag;
 
   __device__ __forceinline__ PartialTile(const KlTileSchedule& schedule, uint32_t worker) {
-    uint32_t block = worker;
-    if constexpr (kCluster > 1) block = worker * kCluster + cluster_rank();
-    const uint32_t warp = block * kWarps + threadIdx.x / 32 - 4;
+    uint32_t cta = worker;
+    if constexpr (kCluster > 1) cta = worker * kCluster + cluster_rank();
+    const uint32_t warp = cta * kWarps + threadIdx.x / 32 - 4;
     vectors = reinterpret_cast<float4*>(schedule.partials) + static_cast<uint64_t>(warp) * (kVectors * 32) + lane();
     flag = reinterpret_cast<uint32_t*>(schedule.flags) + warp;
   }
@@ -56,13 +61,13 @@ struct PartialTile {
   __device__ __forceinline__ void store(int i, float4 v) const { __stcg(vectors + i * 32, v); }
   __device__ __forceinline__ float4 load(int i) const { return load_uncached(vectors + i * 32); }
 
-  // All are put.
+  // Publishes the vectors, once all are stored.
   __device__ __forceinline__ void publish() const {
     __syncwarp();
     if (lane() == 0) store_release(flag, 1);
   }
 
-  // Until all are there; puts the word back for the next launch.
+  // Waits until the vectors are published, and resets the flag for the next launch.
   __device__ __forceinline__ void wait() const {
     if (lane() == 0) {
       while (load_acquire(flag) == 0) {
