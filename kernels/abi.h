@@ -1,21 +1,21 @@
-/* What the host and the kernels agree on: the parameters of every kernel and the constants both sides use.
+/* The interface between host and kernels: the parameter struct of every kernel and the constants that both sides use.
  *
- * The only file that both compilers read. It includes nothing but <stdint.h>, so that bindgen needs no CUDA headers. Addresses
- * are 64-bit integers; every struct is passed by value as a kernel's only parameter. Sizes are checked on both sides: bindgen
- * asserts the layout it found, and the runtime asks the driver how large each kernel's parameter is. */
+ * This is the only file that both compilers read. It includes nothing but <stdint.h>, so that bindgen needs no CUDA headers. Addresses
+ * are 64-bit integers; every struct is passed by value as a kernel's only parameter. Sizes are checked on both sides: bindgen asserts the
+ * layout it found, and the runtime asks the driver how large each kernel's parameter is. */
 #ifndef KILN_ABI_H
 #define KILN_ABI_H
 
 #include <stdint.h>
 
-/* Element types of a KlMat. */
+/* The dtype of a KlMat. */
 #define KL_F32 0u
 #define KL_BF16 1u
 #define KL_F16 2u
 #define KL_U32 3u
 #define KL_U8 4u
 
-/* A matrix: `rows` rows of `cols` elements, `stride` elements from row to row. A `data` of zero means "not there". */
+/* A matrix: `rows` rows of `cols` elements, `stride` elements from row to row. An absent matrix has a `data` of zero. */
 typedef struct {
   uint64_t data;
   uint64_t stride;
@@ -25,7 +25,7 @@ typedef struct {
   uint32_t unused;
 } KlMat;
 
-/* A tensor map as the driver encodes it, which lies in a kernel's parameters at this alignment. */
+/* A TMA tensor map as the driver encodes it; kernel parameters hold it at this alignment. */
 #ifdef __cplusplus
 #define KL_ALIGN(bytes) alignas(bytes)
 #else
@@ -40,7 +40,7 @@ typedef struct {
 
 #define KL_POINTWISE_THREADS 256u
 
-/* What kl_map does to each value. */
+/* The function that kl_map applies to each value. */
 #define KL_COPY 0u
 #define KL_SILU 1u
 
@@ -50,7 +50,7 @@ typedef struct {
   uint32_t unused;
 } KlMap;
 
-/* Bits of the word that kernels set when they meet something impossible. */
+/* Device fault flags, which kernels set where an input is out of range. */
 #define KL_FAULT_TOKEN 1u
 
 typedef struct {
@@ -80,10 +80,10 @@ typedef struct {
   KlMat out, x;
 } KlPixels;
 
-/* Loads of 16 bytes that a thread has on their way at once. */
+/* Loads of 16 bytes that a thread has in flight. */
 #define KL_COUNT_BATCH 4u
 
-/* `words`: how many blocks are done, and what they counted; zero before and after. */
+/* `words` are two counters, the CTAs that have finished and the values they have counted; zero before and after a launch. */
 typedef struct {
   KlMat count, x;
   uint64_t words;
@@ -93,7 +93,7 @@ typedef struct {
 
 #define KL_NORM_THREADS 128u
 #define KL_NORM_THREADS_WIDE 512u
-/* Rows that a block of a row norm takes. */
+/* Rows per CTA of a row norm. */
 #define KL_NORM_ROWS 2u
 
 typedef struct {
@@ -117,33 +117,33 @@ typedef struct {
 #define KL_ROPE_INTERLEAVED 0u
 #define KL_ROPE_HALF_SPLIT 1u
 
-/* Heads of one tensor, normalised and rotated where they lie. */
+/* The heads of one tensor, normalised and rotated in place. */
 typedef struct {
   KlMat x, weight, table;
-  float scale; /* after the norm */
+  float scale; /* applied after the norm */
   uint32_t unused;
-} KlHeads;
+} KlQkHeads;
 
-/* Queries and keys of two streams. */
-#define KL_HEAD_PARTS 4u
-/* Heads that one warp takes, one after the other. */
+/* Q and K of two streams. */
+#define KL_QK_PARTS 4u
+/* Heads that one warp processes, one after the other. */
 #define KL_HEADS_PER_WARP 8u
 
 typedef struct {
-  KlHeads part[KL_HEAD_PARTS];
+  KlQkHeads part[KL_QK_PARTS];
   uint32_t head_dim;
   uint32_t style;
   float eps;
   uint32_t unused;
-} KlHeadNorm;
+} KlQkNormRope;
 
 #define KL_GROUP_THREADS 256u
-/* Most groups a normalisation may have. */
+/* The largest number of groups of a group norm. */
 #define KL_GROUPS 64u
-/* Most blocks that share the statistics of an image. */
+/* The largest number of CTAs that compute the statistics of an image. */
 #define KL_PARTIALS 1024u
 
-/* `partials` are two f32 for each block and group. */
+/* `partials` are two f32 for each CTA and group. */
 typedef struct {
   KlMat x, stats;
   uint64_t partials;
@@ -152,7 +152,8 @@ typedef struct {
   uint32_t unused;
 } KlGroupStats;
 
-/* `stats` are means and variances; if absent, those of the `partials` that `blocks` blocks of kl_group_stats left. */
+/* `stats` are means and variances; if absent, the kernel computes them from the `partials` that `blocks` CTAs of kl_group_stats have
+ * stored. */
 typedef struct {
   KlMat out, x, weight, bias, stats;
   uint64_t partials;
@@ -167,22 +168,22 @@ typedef struct {
 #define KL_NAIVE_TILE 64u
 #define KL_NAIVE_THREADS 256u
 
-/* What becomes of a product. */
+/* Epilogues of a GEMM. */
 #define KL_STORE 0u
 #define KL_SWIGLU 1u
 #define KL_GATE_RESIDUAL 2u
 
-/* `bias` and `gate` may be absent; `w` has twice as many rows as `out` has columns for KL_SWIGLU, gates first. */
+/* `bias` and `gate` may be absent; for KL_SWIGLU `w` has twice as many rows as `out` has columns, all gate rows first. */
 typedef struct {
   KlMat out, x, w, bias, gate;
   uint32_t epilogue;
   uint32_t unused;
-} KlProduct;
+} KlNaiveGemm;
 
-/* Runs of keys that one launch takes. */
-#define KL_SEGMENTS 16u
+/* The largest number of KV segments of one launch. */
+#define KL_KV_SEGMENTS 16u
 #define KL_ATTENTION_WARPS 4u
-/* Largest head. */
+/* The largest head. */
 #define KL_HEAD_DIM 512u
 
 typedef struct {
@@ -191,7 +192,7 @@ typedef struct {
 
 typedef struct {
   KlMat out, q;
-  KlKeyValues kv[KL_SEGMENTS];
+  KlKeyValues kv[KL_KV_SEGMENTS];
   uint32_t segments;
   uint32_t head_dim;
   uint32_t group;
@@ -200,10 +201,10 @@ typedef struct {
   uint32_t unused;
 } KlAttention;
 
-/* On tensor cores. */
-#define KL_ATTENTION_QUERIES 128u
+/* attention_mma.cu: queries per CTA, and bytes of shared memory. */
+#define KL_ATTENTION_BLOCK_Q 128u
 #define KL_ATTENTION_SHARED 98304u
-/* With a head of 512. */
+/* attention_wide_mma.cu: the size of the head; threads and bytes of shared memory by queries per CTA. */
 #define KL_WIDE_HEAD 512u
 #define KL_WIDE_THREADS_64 256u
 #define KL_WIDE_SHARED_64 135936u
@@ -214,11 +215,11 @@ typedef struct {
 #define KL_UP 1u
 #define KL_DOWN 2u
 
-/* Sides of an image are at most this. */
+/* The largest side of an image. */
 #define KL_CONV_SIDE 16384u
 
-/* `w` is stored output channel, kernel row, kernel column, input channel. Where there is a `stats`, tiles leave what it takes for
- * each group in `partials`, sixteen bytes each. */
+/* `w` is [output channel, kernel row, kernel column, input channel]. With `stats`, tiles store their moments of each group in `partials`,
+ * sixteen bytes each, for kl_conv_stats. */
 typedef struct {
   KlMat out, x, w, bias, residual, stats;
   uint64_t partials;
@@ -237,21 +238,22 @@ typedef struct {
 #define KL_MMA_SHARED_256 147456u
 #define KL_MMA_SHARED_128 49152u
 #define KL_MMA_SHARED_64 73728u
-/* Of the inner dimension, in one round. */
-#define KL_MMA_INNER_256 64u
-#define KL_MMA_INNER_128 32u
-#define KL_MMA_INNER_64 64u
+/* K per pipeline stage, by rows of the tile. */
+#define KL_MMA_BLOCK_K_256 64u
+#define KL_MMA_BLOCK_K_128 32u
+#define KL_MMA_BLOCK_K_64 64u
 
-/* One more thing that may become of a product: heads of 128 columns, normalised and rotated. */
-#define KL_HEADS 3u
+/* One more epilogue of the tensor-core GEMMs: qk-norm and RoPE of heads of 128 columns. */
+#define KL_QK_NORM_ROPE 3u
 
-/* Some columns of a product and where they go. `extra` is the gate of KL_GATE_RESIDUAL or the norm weight of KL_HEADS. */
+/* A range of columns of a GEMM with its epilogue and output. `extra` is the gate of KL_GATE_RESIDUAL or the norm weight of
+ * KL_QK_NORM_ROPE. */
 typedef struct {
   KlMat out, extra;
   uint32_t epilogue;
-  uint32_t first_row; /* of the weight */
-  uint32_t tiles;     /* of columns */
-  float scale;        /* of heads, after their norm */
+  uint32_t first_row; /* the first row of the weight */
+  uint32_t tiles;     /* the number of column tiles */
+  float scale;        /* applied to heads after their norm */
 } KlGemmPart;
 
 #define KL_GEMM_PARTS 4u
@@ -265,30 +267,32 @@ typedef struct {
   float eps;
 } KlGemmStream;
 
-/* Of all streams' tiles, blocks take the first `whole` as they are; workers share the `rounds` of each of the others evenly, the first
- * `extra` one more than `share`. Between them pass sums in `left` and words in `flags`, which are zero before and after. */
+/* How the tiles of all streams are scheduled (Stream-K): CTAs take the first `full_tiles` whole; the `k_blocks` of each of the others
+ * are divided evenly among workers, of which the first `remainder` take one more than `k_blocks_per_worker`. Accumulators of tiles
+ * that a worker did not finish pass through `partials`, with `flags`, which are zero before and after a launch. */
 typedef struct {
-  uint64_t left;
+  uint64_t partials;
   uint64_t flags;
-  uint32_t rounds;
-  uint32_t whole;
-  uint32_t share;
-  uint32_t extra;
-} KlDeal;
+  uint32_t k_blocks;
+  uint32_t full_tiles;
+  uint32_t k_blocks_per_worker;
+  uint32_t remainder;
+} KlTileSchedule;
 
 typedef struct {
   KlGemmStream stream[KL_STREAMS];
-  KlDeal deal;
+  KlTileSchedule schedule;
 } KlGemm;
 
 /* ---------------------------------------------------------------------------------------------- gemm_bf16_sm90.cu */
 
-/* Blocks that share an operand. */
+/* CTAs per cluster. */
 #define KL_SM90_CLUSTER 2u
-#define KL_SM90_INNER 64u
-/* Rows that a warp stores at once; with them 64 columns, or 32 or 16 where a tile is no multiple of those. */
+/* K per pipeline stage. */
+#define KL_SM90_BLOCK_K 64u
+/* Rows of a TMA store box; it has 64 columns, or 32 or 16 where the tile's columns are not a multiple of that. */
 #define KL_SM90_STORE_ROWS 16u
-/* By the tile, rows x columns. */
+/* Threads and bytes of shared memory by tile, rows x columns. */
 #define KL_SM90_THREADS_256X192 384u
 #define KL_SM90_THREADS_192X192 512u
 #define KL_SM90_THREADS_128X256 384u
@@ -302,40 +306,41 @@ typedef struct {
 #define KL_SM90_SHARED_128X192 230464u
 #define KL_SM90_SHARED_128X160 226416u
 
-/* As KlGemm; `row_tiles` and `col_tiles` of a stream are those of a cluster, which walks `group` of the rows before it goes on to
- * the next columns. `out` has the maps of the parts, `residual` that of the first where its residual is read. */
+/* As KlGemm, with tensor maps. `row_tiles` and `col_tiles` of a stream count the tiles of clusters. Rasterisation goes down `group` row
+ * tiles before it goes on to the next columns. `out` has the maps of the parts, `residual` that of the first one's residual. */
 typedef struct {
   KlTensorMap x[KL_STREAMS], w[KL_STREAMS], out[KL_STREAMS][KL_GEMM_PARTS], residual[KL_STREAMS];
   KlGemmStream stream[KL_STREAMS];
   uint32_t group[KL_STREAMS];
-  KlDeal deal;
+  KlTileSchedule schedule;
   uint64_t unused[7];
 } KlGemmSm90;
 
 /* --------------------------------------------------------------------------------------------- attention_sm90.cu */
 
-/* Runs of keys that one launch takes; none is empty. */
-#define KL_SM90_SEGMENTS 8u
-#define KL_SM90_QUERIES 128u
+/* The largest number of KV segments of one launch; none is empty. */
+#define KL_SM90_KV_SEGMENTS 8u
+/* Queries per CTA, and keys per KV block. */
+#define KL_SM90_BLOCK_Q 128u
+#define KL_SM90_BLOCK_KV 128u
 #define KL_SM90_ATTENTION_THREADS 384u
-/* Of a round. */
-#define KL_SM90_KEYS 128u
-/* Without a mask, and with one. */
+/* Bytes of shared memory without a causal mask, and with one. */
 #define KL_SM90_ATTENTION_SHARED 230536u
 #define KL_SM90_CAUSAL_SHARED 164960u
 
-/* A tile is `pack` heads of KL_SM90_QUERIES / pack queries each; those heads share their keys. A cluster's tiles lie below each
- * other, and there are `row_tiles` such pairs; with a mask there are no clusters, and half of a tile's queries come from the end.
- * `deal` counts rounds of keys. `scale` makes scores exponents of two; the kernel without a maximum takes them as they are. */
+/* A tile is `pack` query heads that share a KV head, with KL_SM90_BLOCK_Q / pack queries each. The two CTAs of a cluster have consecutive
+ * tiles of a head, and there are `row_tiles` such pairs; with a causal mask there are no clusters, and half of a tile's queries come from
+ * the end of the sequence. `keys` are the lengths of the KV segments, `group` is the number of query heads per KV head. `schedule`
+ * counts KV blocks. */
 typedef struct {
-  KlTensorMap q, k[KL_SM90_SEGMENTS], v[KL_SM90_SEGMENTS];
+  KlTensorMap q, k[KL_SM90_KV_SEGMENTS], v[KL_SM90_KV_SEGMENTS];
   KlMat out;
-  KlDeal deal;
-  uint32_t keys[KL_SM90_SEGMENTS];
+  KlTileSchedule schedule;
+  uint32_t keys[KL_SM90_KV_SEGMENTS];
   uint32_t row_tiles;
   uint32_t group;
   uint32_t pack;
-  float scale; /* of powers of two */
+  float scale; /* turns logits into exponents of two; max-free softmax takes Q pre-scaled and ignores it */
   uint64_t unused[2];
 } KlAttentionSm90;
 

@@ -1,280 +1,288 @@
-// Attention on Hopper: what kl_attention_mma does, by the copy engine and whole warpgroups.
+// Attention on Hopper: what kl_attention_mma computes, with TMA, wgmma and clusters, after FlashAttention-3 (Shah et al. 2024).
 //
-//   kl_attention_sm90           2^(q k^T) v, divided by the sum of the powers, where scores are known to be small (see below)
-//   kl_attention_sm90_running   softmax(q k^T * scale) v for any scores, with a running maximum
-//   kl_attention_sm90_causal    query i sees keys 0 to i; heads that share keys lie in one tile
+//   kl_attention_sm90           max-free softmax: 2^(q k^T) v divided by the row sum, where logits are known to be bounded (see below)
+//   kl_attention_sm90_running   softmax(q k^T * scale) v for any logits: online softmax with a running row maximum
+//   kl_attention_sm90_causal    online softmax with a causal mask; query heads that share a KV head are packed into one tile (GQA)
 //
-// Bound: tensor cores, 4 * queries * keys * 128 operations a head; and the power they draw.
-// Needs: heads of 128, bf16, strides multiples of 8, 16-byte addresses.
+// Bound: tensor cores, 4 * queries * keys * 128 FLOP per head; and the power they draw.
+// Needs: heads of 128, bf16, strides multiples of 8, 16-byte aligned addresses.
 //
-// As many blocks as multiprocessors stay for the whole launch. Of a block one thread copies: queries of a tile, then keys and
-// values, 128 a round, up to three rounds ahead (two with a mask). Two warpgroups have 64 queries each. While one round's scores
-// become probabilities, the tensor cores have the product of the round before with its values, and the other warpgroup's products:
-// without a mask the two take turns. Probabilities never leave registers: what a thread has of scores is what it needs of the second
-// product's left operand. Two blocks are a cluster with the same keys, of which each copies one half for both.
+// Persistent and warp-specialised: one CTA per SM stays for the whole launch. One producer thread loads Q of a tile by TMA, then K and V
+// in blocks of 128 keys, up to three blocks ahead (two with a mask). Two consumer warpgroups have 64 queries each. Softmax uses no tensor
+// core, so it is overlapped in two ways: within a warpgroup, the softmax of one KV block runs while the P V wgmma of the previous block
+// is in flight; between them, without a mask, the warpgroups take turns on the tensor cores (ping-pong). P stays in registers: the
+// accumulator layout of Q K^T is the A operand layout of P V. Two CTAs are a cluster with the same KV head; each loads one half of
+// every K and V block and multicasts it to both.
 //
-// Without a maximum: softmax does not change when a constant is taken from all scores of a row, and in floating point neither does
-// its precision. A maximum only keeps powers in range. Queries and keys that were normalised have lengths that their norms' weights
-// bound, so scores are bounded, too; where 2^score can neither overflow nor vanish, no maximum is sought and no sum is ever scaled.
-// Whoever made the queries has multiplied them by what makes scores exponents, so that this need not do it to every score.
+// Max-free softmax: subtracting a constant from all logits of a row changes neither the softmax nor its floating-point precision; the
+// maximum only keeps exponentials in range. Q and K come out of RMS norms whose weights bound their lengths, so logits are bounded, too.
+// Where 2^logit can neither overflow nor underflow, no maximum is computed and no accumulator is ever rescaled. Q is pre-scaled by
+// log2(e) / sqrt(d) in the epilogue that wrote it, so softmax is a bare exp2.
 //
-// With a mask rows have more keys the later they come. A block's first warpgroup takes rows from the end, its second as many from the
-// beginning: both together have as much to do in every block.
+// With a causal mask later rows attend to more keys. The first warpgroup of a CTA takes rows from the end of the sequence and the second
+// as many from its beginning, so that all CTAs have the same work.
 //
-// Tiles are dealt out as kl_gemm_mma does, with clusters for blocks, and with sums go totals and maxima.
+// Tiles are scheduled by Stream-K over their KV blocks (tile_scheduler_sm90.cuh); row sums and maxima go with the partial accumulators.
 #include "mma.cuh"
+#include "pipeline_sm90.cuh"
 #include "ptx_sm90.cuh"
-#include "work_sm90.cuh"
+#include "tile_scheduler_sm90.cuh"
 
-constexpr int kHead = 128, kQueries = KL_SM90_QUERIES, kKeys = KL_SM90_KEYS;
-constexpr int kGroups = 2, kWarps = 4 * kGroups;
-static_assert(kQueries == 64 * kGroups, "abi.h states another size");
-static_assert(KL_SM90_ATTENTION_THREADS == 128 * (1 + kGroups), "abi.h states other threads: one warpgroup copies");
-// Rows of 64 columns: how a tile of one head lies in shared memory, one half after the other.
-constexpr uint32_t kRowBytes = 128, kQueryHalf = kQueries * kRowBytes, kKeyHalf = kKeys * kRowBytes;
-constexpr uint32_t kQueryBytes = 2 * kQueryHalf, kKeyBytes = 2 * kKeyHalf;
+constexpr int kHeadDim = 128, kBlockQ = KL_SM90_BLOCK_Q, kBlockKV = KL_SM90_BLOCK_KV;
+constexpr int kConsumers = 2, kWarps = 4 * kConsumers;
+static_assert(kBlockQ == 64 * kConsumers, "abi.h states another size");
+static_assert(KL_SM90_ATTENTION_THREADS == 128 * (1 + kConsumers), "abi.h states other threads: there is one producer warpgroup");
+// Q, K and V tiles are two halves of 64 columns each in shared memory, because the 128-byte swizzle limits a TMA box to 64 bf16 columns.
+constexpr uint32_t kRowBytes = 128, kQHalfBytes = kBlockQ * kRowBytes, kKVHalfBytes = kBlockKV * kRowBytes;
+constexpr uint32_t kQBytes = 2 * kQHalfBytes, kKVBytes = 2 * kKVHalfBytes;
 
-template <int kStages_, int kCluster_, bool kRunning_, bool kCausal_>
-struct Form {
+// Ids of named barriers; 0 is __syncthreads. A consumer warpgroup waits at its own for its turn on the tensor cores.
+enum NamedBarrier : uint32_t { kTurnWG0 = 1, kTurnWG1 = 2 };
+
+template <int kStages_, int kCluster_, bool kRunningMax_, bool kCausal_>
+struct AttentionConfig {
   static constexpr int kStages = kStages_, kCluster = kCluster_;
-  static constexpr bool kRunning = kRunning_, kCausal = kCausal_;
-  // Barriers: of queries full and empty; of a stage's keys and values the same; then how many keys there are.
-  static constexpr uint32_t kBarriersAt = kQueryBytes + 2 * kStages * kKeyBytes, kStageBarriers = 40;
-  static constexpr uint32_t kSharedBytes = 1024 + kBarriersAt + 16 + kStages * kStageBarriers;
-  static_assert(kSharedBytes <= 232448, "more than a multiprocessor has");
-  static_assert(kKeys / kCluster % 8 == 0 && kKeys % 16 == 0, "the swizzle goes by eight rows, the second product by sixteen keys");
+  static constexpr bool kRunningMax = kRunningMax_, kCausal = kCausal_;
+  // Mbarriers: full and empty for Q; full and empty for K and for V of each stage, followed by the number of keys in the stage.
+  static constexpr uint32_t kBarrierOffset = kQBytes + 2 * kStages * kKVBytes, kStageBarriers = 40;
+  static constexpr uint32_t kSmemBytes = 1024 + kBarrierOffset + 16 + kStages * kStageBarriers;
+  static_assert(kSmemBytes <= 232448, "more shared memory than an SM has");
+  static_assert(kBlockKV / kCluster % 8 == 0 && kBlockKV % 16 == 0,
+                "the swizzle has a period of eight rows, a P V MMA takes sixteen keys");
 };
 
-// Shared memory, and where a thread stands in it.
-template <class F>
-struct Room {
-  uint32_t base, stage = 0, parity = 0;
+// Shared memory: Q, the stages of K and V, and the mbarriers.
+template <class Config>
+struct SmemLayout {
+  uint32_t base;
 
-  __device__ __forceinline__ uint32_t queries() const { return base; }
-  __device__ __forceinline__ uint32_t keys(uint32_t i) const { return base + kQueryBytes + 2 * i * kKeyBytes; }
-  __device__ __forceinline__ uint32_t values(uint32_t i) const { return keys(i) + kKeyBytes; }
-  __device__ __forceinline__ uint32_t queries_full() const { return base + F::kBarriersAt; }
-  __device__ __forceinline__ uint32_t queries_empty() const { return queries_full() + 8; }
-  __device__ __forceinline__ uint32_t keys_full(uint32_t i) const { return queries_full() + 16 + i * F::kStageBarriers; }
-  __device__ __forceinline__ uint32_t values_full(uint32_t i) const { return keys_full(i) + 8; }
-  __device__ __forceinline__ uint32_t keys_empty(uint32_t i) const { return keys_full(i) + 16; }
-  __device__ __forceinline__ uint32_t values_empty(uint32_t i) const { return keys_full(i) + 24; }
-  __device__ __forceinline__ uint32_t count(uint32_t i) const { return keys_full(i) + 32; }
-  __device__ __forceinline__ void advance() {
-    if (++stage == F::kStages) stage = 0, parity ^= 1;
-  }
+  __device__ __forceinline__ uint32_t q() const { return base; }
+  __device__ __forceinline__ uint32_t k(uint32_t i) const { return base + kQBytes + 2 * i * kKVBytes; }
+  __device__ __forceinline__ uint32_t v(uint32_t i) const { return k(i) + kKVBytes; }
+  __device__ __forceinline__ uint32_t q_full() const { return base + Config::kBarrierOffset; }
+  __device__ __forceinline__ uint32_t q_empty() const { return q_full() + 8; }
+  __device__ __forceinline__ uint32_t k_full(uint32_t i) const { return q_full() + 16 + i * Config::kStageBarriers; }
+  __device__ __forceinline__ uint32_t v_full(uint32_t i) const { return k_full(i) + 8; }
+  __device__ __forceinline__ uint32_t k_empty(uint32_t i) const { return k_full(i) + 16; }
+  __device__ __forceinline__ uint32_t v_empty(uint32_t i) const { return k_full(i) + 24; }
+  __device__ __forceinline__ uint32_t kv_count(uint32_t i) const { return k_full(i) + 32; }
 };
 
-// Where a tile lies, and its rounds.
-template <class F>
-struct Place {
+// The shared memory of a CTA, and the position of a producer or consumer in its pipeline.
+template <class Config>
+struct Pipeline : SmemLayout<Config>, PipelineState<Config::kStages> {};
+
+// The coordinates of a tile, and its KV blocks.
+template <class Config>
+struct TileCoord {
   const KlAttentionSm90& p;
-  uint32_t head, row;  // the first head; the tile's number among those of its heads
-  uint32_t rows;       // of a head that a warpgroup has
+  uint32_t head, row;  // the first head, and the index of the tile among those of that head
+  uint32_t rows;       // queries of each head that a warpgroup has
 
-  __device__ __forceinline__ Place(const KlAttentionSm90& p, uint32_t tile) : p(p), rows(64 / p.pack) {
+  __device__ __forceinline__ TileCoord(const KlAttentionSm90& p, uint32_t tile) : p(p), rows(64 / p.pack) {
     const uint32_t heads = tile / p.row_tiles;
     head = heads * p.pack, row = tile - heads * p.row_tiles;
-    if constexpr (F::kCluster > 1) row = row * F::kCluster + cluster_rank();
+    if constexpr (Config::kCluster > 1) row = row * Config::kCluster + cluster_rank();
   }
 
-  // The first one of a warpgroup.
-  __device__ __forceinline__ uint32_t query(uint32_t group) const {
-    if constexpr (F::kCausal) return (group == 0 ? kGroups * p.row_tiles - 1 - row : row) * rows;
-    return (kGroups * row + group) * rows;
+  // The first query of a warpgroup.
+  __device__ __forceinline__ uint32_t first_query(uint32_t group) const {
+    if constexpr (Config::kCausal) return (group == 0 ? kConsumers * p.row_tiles - 1 - row : row) * rows;
+    return (kConsumers * row + group) * rows;
   }
 
-  // Where a warpgroup's rounds end: with a mask nobody sees a key past its last query. The first warpgroup has the most.
-  __device__ __forceinline__ uint32_t last(const Item& item, uint32_t group) const {
-    if constexpr (F::kCausal) return min(item.last, ceil_div<uint32_t>(query(group) + rows, kKeys));
-    return item.last;
+  // The end of a warpgroup's KV blocks: with a causal mask its last query limits them. The first warpgroup has the most.
+  __device__ __forceinline__ uint32_t kv_end(const WorkTile& work, uint32_t group) const {
+    if constexpr (Config::kCausal) return min(work.k_end, ceil_div<uint32_t>(first_query(group) + rows, kBlockKV));
+    return work.k_end;
   }
 };
 
-// Which keys a round has.
-struct Cursor {
+// The position of a KV block: its segment and first key. A block never spans two segments.
+struct KVCursor {
   const KlAttentionSm90& p;
   uint32_t segment = 0, key;
 
-  __device__ __forceinline__ Cursor(const KlAttentionSm90& p, uint32_t round) : p(p) {
-    for (uint32_t count; round >= (count = ceil_div<uint32_t>(p.keys[segment], kKeys)); segment++) round -= count;
-    key = round * kKeys;
+  __device__ __forceinline__ KVCursor(const KlAttentionSm90& p, uint32_t kv_block) : p(p) {
+    for (uint32_t count; kv_block >= (count = ceil_div<uint32_t>(p.keys[segment], kBlockKV)); segment++) kv_block -= count;
+    key = kv_block * kBlockKV;
   }
 
-  __device__ __forceinline__ uint32_t count() const { return min(p.keys[segment] - key, kKeys); }
+  __device__ __forceinline__ uint32_t count() const { return min(p.keys[segment] - key, kBlockKV); }
 
   __device__ __forceinline__ void next() {
-    key += kKeys;
+    key += kBlockKV;
     if (key >= p.keys[segment]) segment++, key = 0;
   }
 };
 
-// The one thread that copies.
-template <class F>
-__device__ __forceinline__ void copy(const KlAttentionSm90& p, Room<F> room) {
-  // Both halves of a head, of the rows that this block copies.
-  const auto fetch = [&](uint32_t to, const KlTensorMap* map, uint32_t head, uint32_t row, uint32_t full) {
+// The producer: one thread that issues all TMA loads of a CTA.
+template <class Config>
+__device__ __forceinline__ void produce(const KlAttentionSm90& p, Pipeline<Config> pipe) {
+  // Loads both halves of a head, of the rows that this CTA loads for the cluster.
+  const auto load_kv = [&](uint32_t to, const KlTensorMap* map, uint32_t head, uint32_t row, uint32_t full) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      if constexpr (F::kCluster > 1) {
-        constexpr uint32_t kOwn = kKeys / F::kCluster;
-        const uint32_t own = cluster_rank() * kOwn;
-        tma_load_2d_to_all(to + half * kKeyHalf + own * kRowBytes, map, head * kHead + half * 64, row + own, full,
-                           (1 << F::kCluster) - 1);
+      if constexpr (Config::kCluster > 1) {
+        constexpr uint32_t kOwnRows = kBlockKV / Config::kCluster;
+        const uint32_t own = cluster_rank() * kOwnRows;
+        tma_load_2d_multicast(to + half * kKVHalfBytes + own * kRowBytes, map, head * kHeadDim + half * 64, row + own, full,
+                           (1 << Config::kCluster) - 1);
       } else {
-        tma_load_2d(to + half * kKeyHalf, map, head * kHead + half * 64, row, full);
+        tma_load_2d(to + half * kKVHalfBytes, map, head * kHeadDim + half * 64, row, full);
       }
     }
   };
-  uint32_t queries_parity = 1;
-  Work<F::kCluster> work{p.deal};
-  for (Item item; work.next(item); queries_parity ^= 1) {
-    const Place<F> at(p, item.tile);
-    const uint32_t key_head = at.head / p.group, last = at.last(item, 0);
-    barrier_wait(room.queries_empty(), queries_parity);
-    barrier_arrive_expect(room.queries_full(), kQueryBytes);
-    for (uint32_t group = 0; group < kGroups; group++) {
+  uint32_t q_parity = 1;
+  TileScheduler<Config::kCluster> scheduler{p.schedule};
+  for (WorkTile work; scheduler.next(work); q_parity ^= 1) {
+    const TileCoord<Config> at(p, work.tile);
+    const uint32_t key_head = at.head / p.group, kv_end = at.kv_end(work, 0);
+    mbarrier_wait(pipe.q_empty(), q_parity);
+    mbarrier_arrive_expect_tx(pipe.q_full(), kQBytes);
+    for (uint32_t group = 0; group < kConsumers; group++) {
       for (uint32_t h = 0; h < p.pack; h++) {
-        const uint32_t to = room.queries() + (group * 64 + h * at.rows) * kRowBytes, col = (at.head + h) * kHead;
+        const uint32_t to = pipe.q() + (group * 64 + h * at.rows) * kRowBytes, col = (at.head + h) * kHeadDim;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-          tma_load_2d(to + half * kQueryHalf, &p.q, col + half * 64, at.query(group), room.queries_full());
+          tma_load_2d(to + half * kQHalfBytes, &p.q, col + half * 64, at.first_query(group), pipe.q_full());
         }
       }
     }
-    Cursor cursor(p, item.first);
-    for (uint32_t k = item.first; k < last; k++, room.advance(), cursor.next()) {
-      const uint32_t i = room.stage, parity = room.parity ^ 1;
-      barrier_wait(room.keys_empty(i), parity);
-      store_shared(room.count(i), cursor.count());
-      barrier_arrive_expect(room.keys_full(i), kKeyBytes);
-      fetch(room.keys(i), &p.k[cursor.segment], key_head, cursor.key, room.keys_full(i));
-      barrier_wait(room.values_empty(i), parity);
-      barrier_arrive_expect(room.values_full(i), kKeyBytes);
-      fetch(room.values(i), &p.v[cursor.segment], key_head, cursor.key, room.values_full(i));
+    KVCursor cursor(p, work.k_begin);
+    for (uint32_t k = work.k_begin; k < kv_end; k++, pipe.advance(), cursor.next()) {
+      const uint32_t i = pipe.stage, parity = pipe.parity ^ 1;
+      mbarrier_wait(pipe.k_empty(i), parity);
+      store_shared(pipe.kv_count(i), cursor.count());
+      mbarrier_arrive_expect_tx(pipe.k_full(i), kKVBytes);
+      load_kv(pipe.k(i), &p.k[cursor.segment], key_head, cursor.key, pipe.k_full(i));
+      mbarrier_wait(pipe.v_empty(i), parity);
+      mbarrier_arrive_expect_tx(pipe.v_full(i), kKVBytes);
+      load_kv(pipe.v(i), &p.v[cursor.segment], key_head, cursor.key, pipe.v_full(i));
     }
   }
 }
 
-// What a thread has of a tile: of two rows, eight apart, two columns of every eight.
-template <class F>
-struct Tile {
-  float out[kHead / 2] = {}, total[2] = {}, top[2] = {-INFINITY, -INFINITY};
-  float scores[kKeys / 2];
-  uint32_t chances[kKeys / 4];
-  float shrink[2];  // of sums, since the maximum rose
+// A thread's registers of a tile: two rows that are eight apart, and of every eight columns two.
+template <class Config>
+struct AttentionTile {
+  float out[kHeadDim / 2] = {}, row_sum[2] = {}, row_max[2] = {-INFINITY, -INFINITY};
+  float scores[kBlockKV / 2];
+  uint32_t p_frag[kBlockKV / 4];
+  float correction[2];  // by which `out` must be rescaled, because the row maximum rose
 
   // scores = q k^T
-  __device__ __forceinline__ void multiply_keys(uint32_t queries, uint32_t keys) {
+  __device__ __forceinline__ void qk_mma(uint32_t q, uint32_t k) {
 #pragma unroll
-    for (int i = 0; i < kHead / 16; i++) {
-      const uint64_t left = wgmma_operand(queries + i / 4 * kQueryHalf), right = wgmma_operand(keys + i / 4 * kKeyHalf);
-      wgmma<kKeys>(scores, left + 2 * (i % 4), right + 2 * (i % 4), i > 0);
+    for (int i = 0; i < kHeadDim / 16; i++) {
+      const uint64_t a = wgmma_descriptor(q + i / 4 * kQHalfBytes), b = wgmma_descriptor(k + i / 4 * kKVHalfBytes);
+      wgmma<kBlockKV>(scores, a + 2 * (i % 4), b + 2 * (i % 4), i > 0);
     }
     wgmma_commit();
   }
 
-  // out += chances v
-  __device__ __forceinline__ void multiply_values(uint32_t values) {
+  // out += p v
+  __device__ __forceinline__ void pv_mma(uint32_t v) {
 #pragma unroll
-    for (int i = 0; i < kKeys / 16; i++) {
-      wgmma_from_registers(out, &chances[4 * i], wgmma_columns(values + i * 16 * kRowBytes, kKeyHalf));
+    for (int i = 0; i < kBlockKV / 16; i++) {
+      wgmma_rs(out, &p_frag[4 * i], wgmma_descriptor_mn_major(v + i * 16 * kRowBytes, kKVHalfBytes));
     }
     wgmma_commit();
   }
 
-  // Hides scores whose key, counted from the round's first, is not under the limit of its row.
+  // Masks scores whose key, counted from the first of the block, is not below the limit of its row.
   __device__ __forceinline__ void mask(uint32_t limit0, uint32_t limit1) {
 #pragma unroll
-    for (int i = 0; i < kKeys / 2; i++) {
+    for (int i = 0; i < kBlockKV / 2; i++) {
       if (i / 4 * 8 + lane() % 4 * 2 + i % 2 >= (i / 2 % 2 ? limit1 : limit0)) scores[i] = -INFINITY;
     }
   }
 
-  // Scores become powers of two, and are added up.
-  __device__ __forceinline__ void soften(float scale) {
+  // Online softmax of a block (Milakov and Gimelshein 2018): scores become unnormalised probabilities and are added to the row sums.
+  // Without kRunningMax it is a bare exp2 of scores that are exponents already.
+  __device__ __forceinline__ void online_softmax(float scale) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      float most = 0.0f;
-      if constexpr (F::kRunning) {
-        most = top[h];
+      float new_max = 0.0f;
+      if constexpr (Config::kRunningMax) {
+        new_max = row_max[h];
 #pragma unroll
-        for (int i = 0; i < kKeys / 8; i++) most = fmaxf(most, fmaxf(scores[4 * i + 2 * h], scores[4 * i + 2 * h + 1]));
-        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-        shrink[h] = power_of_two((top[h] - most) * scale);
-        top[h] = most;
-        total[h] *= shrink[h];
-        most *= scale;
+        for (int i = 0; i < kBlockKV / 8; i++) new_max = fmaxf(new_max, fmaxf(scores[4 * i + 2 * h], scores[4 * i + 2 * h + 1]));
+        new_max = fmaxf(new_max, __shfl_xor_sync(0xffffffffu, new_max, 1));
+        new_max = fmaxf(new_max, __shfl_xor_sync(0xffffffffu, new_max, 2));
+        correction[h] = exp2_approx((row_max[h] - new_max) * scale);
+        row_max[h] = new_max;
+        row_sum[h] *= correction[h];
+        new_max *= scale;
       }
-      // Two sums, so that one addition need not wait for the other.
+      // Two partial sums, so that the additions are not one dependency chain.
       float sum[2] = {};
 #pragma unroll
-      for (int i = 0; i < kKeys / 8; i++) {
+      for (int i = 0; i < kBlockKV / 8; i++) {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           float& v = scores[4 * i + 2 * h + e];
-          v = power_of_two(F::kRunning ? v * scale - most : v);
+          v = exp2_approx(Config::kRunningMax ? v * scale - new_max : v);
           sum[e] += v;
         }
       }
-      total[h] += sum[0] + sum[1];
+      row_sum[h] += sum[0] + sum[1];
     }
   }
 
-  __device__ __forceinline__ void convert() {
+  __device__ __forceinline__ void round_p() {
 #pragma unroll
-    for (int i = 0; i < kKeys / 4; i++) chances[i] = pack(scores[2 * i], scores[2 * i + 1]);
+    for (int i = 0; i < kBlockKV / 4; i++) p_frag[i] = pack_bf16(scores[2 * i], scores[2 * i + 1]);
   }
 
-  __device__ __forceinline__ void rescale(const float (&by)[2]) {
+  __device__ __forceinline__ void rescale_out(const float (&by)[2]) {
 #pragma unroll
-    for (int i = 0; i < kHead / 2; i++) out[i] *= by[i / 2 % 2];
+    for (int i = 0; i < kHeadDim / 2; i++) out[i] *= by[i / 2 % 2];
   }
 };
 
-// With the sums go totals and maxima.
-template <class F>
-using TileLeft = Left<F::kCluster, kWarps, kHead / 8 + 1>;
+// The Stream-K partials of a warp: row sums and maxima, then the accumulators of a lane.
+template <class Config>
+using TilePartials = PartialTile<Config::kCluster, kWarps, kHeadDim / 8 + 1>;
 
-template <class F>
-__device__ __forceinline__ void leave(const TileLeft<F>& left, const Tile<F>& tile) {
-  left.put(0, make_float4(tile.total[0], tile.total[1], tile.top[0], tile.top[1]));
+template <class Config>
+__device__ __forceinline__ void store_partials(const TilePartials<Config>& partials, const AttentionTile<Config>& tile) {
+  partials.store(0, make_float4(tile.row_sum[0], tile.row_sum[1], tile.row_max[0], tile.row_max[1]));
 #pragma unroll
-  for (int i = 0; i < kHead / 8; i++) {
+  for (int i = 0; i < kHeadDim / 8; i++) {
     const float* v = &tile.out[4 * i];
-    left.put(i + 1, make_float4(v[0], v[1], v[2], v[3]));
+    partials.store(i + 1, make_float4(v[0], v[1], v[2], v[3]));
   }
-  left.done();
+  partials.publish();
 }
 
-template <class F>
-__device__ __forceinline__ void add_left(const TileLeft<F>& left, Tile<F>& tile, float scale) {
-  left.wait();
-  const float4 other = left.get(0);
+template <class Config>
+__device__ __forceinline__ void add_partials(const TilePartials<Config>& partials, AttentionTile<Config>& tile, float scale) {
+  partials.wait();
+  const float4 peer_stats = partials.load(0);
   float by[2] = {1.0f, 1.0f};
-  if constexpr (F::kRunning) {
-    const float theirs[2] = {other.z, other.w};
-    float shrink[2];
+  if constexpr (Config::kRunningMax) {
+    const float their_max[2] = {peer_stats.z, peer_stats.w};
+    float correction[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const float most = fmaxf(tile.top[h], theirs[h]);
-      shrink[h] = power_of_two((tile.top[h] - most) * scale), by[h] = power_of_two((theirs[h] - most) * scale);
-      tile.total[h] *= shrink[h], tile.top[h] = most;
+      const float new_max = fmaxf(tile.row_max[h], their_max[h]);
+      correction[h] = exp2_approx((tile.row_max[h] - new_max) * scale), by[h] = exp2_approx((their_max[h] - new_max) * scale);
+      tile.row_sum[h] *= correction[h], tile.row_max[h] = new_max;
     }
-    tile.rescale(shrink);
+    tile.rescale_out(correction);
   }
-  tile.total[0] += other.x * by[0], tile.total[1] += other.y * by[1];
+  tile.row_sum[0] += peer_stats.x * by[0], tile.row_sum[1] += peer_stats.y * by[1];
 #pragma unroll
-  for (int i = 0; i < kHead / 8; i++) {
-    const float4 v = left.get(i + 1);
+  for (int i = 0; i < kHeadDim / 8; i++) {
+    const float4 v = partials.load(i + 1);
     float* to = &tile.out[4 * i];
     to[0] += v.x * by[0], to[1] += v.y * by[0], to[2] += v.z * by[1], to[3] += v.w * by[1];
   }
 }
 
-// Of four lanes each has a word of four vectors; afterwards each has one vector, the one of its number.
-__device__ __forceinline__ uint4 exchange(const uint32_t (&v)[4]) {
+// Transposes 4x4 words among the four lanes of a quad: lane i ends with the i-th word of each lane, which are 16 contiguous bytes.
+__device__ __forceinline__ uint4 transpose_quad(const uint32_t (&v)[4]) {
   const bool odd = lane() % 2, high = lane() / 2 % 2;
   const auto swap = [](bool second, uint32_t a, uint32_t b, uint32_t with) {
     const uint32_t theirs = __shfl_xor_sync(0xffffffffu, second ? a : b, with);
@@ -285,172 +293,173 @@ __device__ __forceinline__ uint4 exchange(const uint32_t (&v)[4]) {
   return make_uint4(x.x, y.x, x.y, y.y);
 }
 
-template <class F>
-__device__ __forceinline__ void store(const KlAttentionSm90& p, const Place<F>& at, uint32_t group, const Tile<F>& tile) {
+template <class Config>
+__device__ __forceinline__ void store(const KlAttentionSm90& p, const TileCoord<Config>& at, uint32_t group,
+                                      const AttentionTile<Config>& tile) {
   const uint32_t first = threadIdx.x % 128 / 32 * 16 + lane() / 4;
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    float total = tile.total[h];
-    total += __shfl_xor_sync(0xffffffffu, total, 1);
-    total += __shfl_xor_sync(0xffffffffu, total, 2);
-    const float inverse = 1.0f / total;
-    const uint32_t row = first + 8 * h, query = at.query(group) + row % at.rows;
-    bf16* to = row_of<bf16>(p.out, min(query, p.out.rows - 1)) + (at.head + row / at.rows) * kHead + lane() % 4 * 8;
+    float row_sum = tile.row_sum[h];
+    row_sum += __shfl_xor_sync(0xffffffffu, row_sum, 1);
+    row_sum += __shfl_xor_sync(0xffffffffu, row_sum, 2);
+    const float inverse = 1.0f / row_sum;
+    const uint32_t row = first + 8 * h, query = at.first_query(group) + row % at.rows;
+    bf16* to = row_of<bf16>(p.out, min(query, p.out.rows - 1)) + (at.head + row / at.rows) * kHeadDim + lane() % 4 * 8;
 #pragma unroll
-    for (int i = 0; i < kHead / 8; i += 4) {
+    for (int i = 0; i < kHeadDim / 8; i += 4) {
       uint32_t v[4];
 #pragma unroll
-      for (int e = 0; e < 4; e++) v[e] = pack(tile.out[4 * (i + e) + 2 * h] * inverse, tile.out[4 * (i + e) + 2 * h + 1] * inverse);
-      const uint4 eight = exchange(v);
+      for (int e = 0; e < 4; e++) v[e] = pack_bf16(tile.out[4 * (i + e) + 2 * h] * inverse, tile.out[4 * (i + e) + 2 * h + 1] * inverse);
+      const uint4 eight = transpose_quad(v);
       if (query < p.out.rows) *reinterpret_cast<uint4*>(to + 8 * i) = eight;
     }
   }
 }
 
-// The other warpgroups.
-template <class F>
-__device__ __forceinline__ void attend(const KlAttentionSm90& p, Room<F> room) {
-  const uint32_t group = threadIdx.x / 128 - 1, own = 1 + group, other = 2 - group;
-  const uint32_t queries = room.queries() + group * 64 * kRowBytes;
-  // Once for every block that copies into what was read.
+// The consumers.
+template <class Config>
+__device__ __forceinline__ void consume(const KlAttentionSm90& p, Pipeline<Config> pipe) {
+  const uint32_t group = threadIdx.x / 128 - 1, own_turn = kTurnWG0 + group, other_turn = kTurnWG1 - group;
+  const uint32_t q = pipe.q() + group * 64 * kRowBytes;
+  // Arrives at the `empty` mbarrier of every CTA that multicasts into this one.
   const auto release = [&](uint32_t barrier) {
-    if constexpr (F::kCluster > 1) {
-      if (threadIdx.x % 128 < F::kCluster) barrier_arrive_at(barrier, threadIdx.x % 128);
+    if constexpr (Config::kCluster > 1) {
+      if (threadIdx.x % 128 < Config::kCluster) mbarrier_arrive_remote(barrier, threadIdx.x % 128);
     } else {
-      if (threadIdx.x % 128 == 0) barrier_arrive(barrier);
+      if (threadIdx.x % 128 == 0) mbarrier_arrive(barrier);
     }
   };
-  // Warpgroups take turns, unless they have unlike work; the first goes first.
-  constexpr bool kTurns = !F::kCausal;
-  if (kTurns && group == 1) meet_arrive(1);
-  uint32_t queries_parity = 0;
-  Work<F::kCluster> work{p.deal};
-  for (Item item; work.next(item); queries_parity ^= 1) {
-    const Place<F> at(p, item.tile);
-    const uint32_t last = at.last(item, group);
-    Tile<F> tile;
-    // Scores of round k have arrived.
-    const auto scored = [&](uint32_t k, uint32_t count) {
-      release(room.keys_empty(room.stage));
-      if (k + 1 == last && threadIdx.x % 128 == 0) barrier_arrive(room.queries_empty());
-      if (F::kCausal && k + 1 == last) {
+  // Ping-pong, unless the warpgroups have different amounts of work; warpgroup 0 goes first.
+  constexpr bool kPingPong = !Config::kCausal;
+  if (kPingPong && group == 1) named_barrier_arrive(kTurnWG0);
+  uint32_t q_parity = 0;
+  TileScheduler<Config::kCluster> scheduler{p.schedule};
+  for (WorkTile work; scheduler.next(work); q_parity ^= 1) {
+    const TileCoord<Config> at(p, work.tile);
+    const uint32_t kv_end = at.kv_end(work, group);
+    AttentionTile<Config> tile;
+    // Called once the scores of KV block k are complete: releases K, masks the scores and runs the softmax.
+    const auto softmax_block = [&](uint32_t k, uint32_t count) {
+      release(pipe.k_empty(pipe.stage));
+      if (k + 1 == kv_end && threadIdx.x % 128 == 0) mbarrier_arrive(pipe.q_empty());
+      if (Config::kCausal && k + 1 == kv_end) {
         const uint32_t row = threadIdx.x % 128 / 32 * 16 + lane() / 4;
-        // Keys up to the row's own, counted from the round's first.
+        // The keys up to the row's own, counted from the first of the block.
         const auto limit = [&](uint32_t row) {
-          return min(count, max(at.query(group) + row % at.rows + 1, k * kKeys) - k * kKeys);
+          return min(count, max(at.first_query(group) + row % at.rows + 1, k * kBlockKV) - k * kBlockKV);
         };
         tile.mask(limit(row), limit(row + 8));
-      } else if (count < kKeys) {
+      } else if (count < kBlockKV) {
         tile.mask(count, count);
       }
-      tile.soften(p.scale);
+      tile.online_softmax(p.scale);
     };
-    barrier_wait(room.queries_full(), queries_parity);
-    barrier_wait(room.keys_full(room.stage), room.parity);
-    const uint32_t count = load_shared_word(room.count(room.stage));
-    if constexpr (kTurns) meet_wait(own);
+    mbarrier_wait(pipe.q_full(), q_parity);
+    mbarrier_wait(pipe.k_full(pipe.stage), pipe.parity);
+    const uint32_t count = load_shared_word(pipe.kv_count(pipe.stage));
+    if constexpr (kPingPong) named_barrier_sync(own_turn);
     wgmma_fence();
-    tile.multiply_keys(queries, room.keys(room.stage));
-    if constexpr (kTurns) meet_arrive(other);
+    tile.qk_mma(q, pipe.k(pipe.stage));
+    if constexpr (kPingPong) named_barrier_arrive(other_turn);
     wgmma_wait<0>();
-    scored(item.first, count);
-    // Ends the product that is under way, if one is, and makes the next one's left operand. It stands behind a barrier, for
-    // otherwise the compiler would wait for that product before it softens.
-    uint32_t under_way = F::kStages;
-    const auto prepare = [&](uint32_t full, uint32_t parity) {
-      barrier_wait(full, parity);
+    softmax_block(work.k_begin, count);
+    // Waits for the P V wgmma in flight, if there is one, and rounds P for the next. The mbarrier wait comes first because the compiler
+    // would otherwise move the wgmma wait before the softmax.
+    uint32_t pv_in_flight = Config::kStages;
+    const auto finish_pv = [&](uint32_t full, uint32_t parity) {
+      mbarrier_wait(full, parity);
       wgmma_wait<0>();
-      if (under_way < F::kStages) release(room.values_empty(under_way));
-      if constexpr (F::kRunning) tile.rescale(tile.shrink);
-      tile.convert();
+      if (pv_in_flight < Config::kStages) release(pipe.v_empty(pv_in_flight));
+      if constexpr (Config::kRunningMax) tile.rescale_out(tile.correction);
+      tile.round_p();
     };
-    for (uint32_t k = item.first + 1; k < last; k++) {
-      const uint32_t before = room.stage, before_parity = room.parity;
-      room.advance();
-      prepare(room.keys_full(room.stage), room.parity);
-      const uint32_t count = load_shared_word(room.count(room.stage));
-      if constexpr (kTurns) meet_wait(own);
+    for (uint32_t k = work.k_begin + 1; k < kv_end; k++) {
+      const uint32_t previous = pipe.stage, previous_parity = pipe.parity;
+      pipe.advance();
+      finish_pv(pipe.k_full(pipe.stage), pipe.parity);
+      const uint32_t count = load_shared_word(pipe.kv_count(pipe.stage));
+      if constexpr (kPingPong) named_barrier_sync(own_turn);
       wgmma_fence();
-      tile.multiply_keys(queries, room.keys(room.stage));
-      barrier_wait(room.values_full(before), before_parity);
+      tile.qk_mma(q, pipe.k(pipe.stage));
+      mbarrier_wait(pipe.v_full(previous), previous_parity);
       wgmma_fence();
-      tile.multiply_values(room.values(before));
-      under_way = before;
-      if constexpr (kTurns) meet_arrive(other);
+      tile.pv_mma(pipe.v(previous));
+      pv_in_flight = previous;
+      if constexpr (kPingPong) named_barrier_arrive(other_turn);
       wgmma_wait<1>();
-      scored(k, count);
+      softmax_block(k, count);
     }
-    prepare(room.values_full(room.stage), room.parity);
+    finish_pv(pipe.v_full(pipe.stage), pipe.parity);
     wgmma_fence();
-    tile.multiply_values(room.values(room.stage));
+    tile.pv_mma(pipe.v(pipe.stage));
     wgmma_wait<0>();
-    release(room.values_empty(room.stage));
-    room.advance();
-    if (!F::kCausal && item.last < p.deal.rounds) {
-      leave<F>({p.deal, work.worker()}, tile);
+    release(pipe.v_empty(pipe.stage));
+    pipe.advance();
+    if (!Config::kCausal && work.k_end < p.schedule.k_blocks) {
+      store_partials<Config>({p.schedule, scheduler.worker()}, tile);
     } else {
-      if (!F::kCausal && item.first > 0) {
-        uint32_t other = work.worker();
+      if (!Config::kCausal && work.k_begin > 0) {
+        uint32_t peer = scheduler.worker();
         do {
-          add_left<F>({p.deal, --other}, tile, p.scale);
-        } while (front(p.deal, other) > item.tile * p.deal.rounds);
+          add_partials<Config>({p.schedule, --peer}, tile, p.scale);
+        } while (first_k_block(p.schedule, peer) > work.tile * p.schedule.k_blocks);
       }
       store(p, at, group, tile);
     }
-    // Rounds that only the other has.
-    for (uint32_t k = last; k < at.last(item, 0); k++, room.advance()) {
-      barrier_wait(room.keys_full(room.stage), room.parity);
-      release(room.keys_empty(room.stage));
-      barrier_wait(room.values_full(room.stage), room.parity);
-      release(room.values_empty(room.stage));
+    // Releases the KV blocks that only the other warpgroup has.
+    for (uint32_t k = kv_end; k < at.kv_end(work, 0); k++, pipe.advance()) {
+      mbarrier_wait(pipe.k_full(pipe.stage), pipe.parity);
+      release(pipe.k_empty(pipe.stage));
+      mbarrier_wait(pipe.v_full(pipe.stage), pipe.parity);
+      release(pipe.v_empty(pipe.stage));
     }
   }
-  if (kTurns && group == 0) meet_wait(1);  // the other's last arrival
+  if (kPingPong && group == 0) named_barrier_sync(kTurnWG0);  // consumes the last arrival of warpgroup 1
 }
 
-template <class F>
+template <class Config>
 __device__ __forceinline__ void attention(const KlAttentionSm90& p) {
   extern __shared__ __align__(1024) unsigned char dynamic[];
-  // The swizzle goes by addresses.
-  const Room<F> room{shared_address(dynamic) + 1023 & ~1023u};
+  // The swizzle is a function of the address: tiles are aligned to 1024 bytes.
+  const Pipeline<Config> pipe{{shared_address(dynamic) + 1023 & ~1023u}, {}};
   if (threadIdx.x == 0) {
-    prefetch_map(&p.q), prefetch_map(&p.k[0]), prefetch_map(&p.v[0]);
-    barrier_init(room.queries_full(), 1);
-    barrier_init(room.queries_empty(), kGroups);
-    for (int i = 0; i < F::kStages; i++) {
-      barrier_init(room.keys_full(i), 1), barrier_init(room.values_full(i), 1);
-      barrier_init(room.keys_empty(i), kGroups * F::kCluster), barrier_init(room.values_empty(i), kGroups * F::kCluster);
+    prefetch_tensor_map(&p.q), prefetch_tensor_map(&p.k[0]), prefetch_tensor_map(&p.v[0]);
+    mbarrier_init(pipe.q_full(), 1);
+    mbarrier_init(pipe.q_empty(), kConsumers);
+    for (int i = 0; i < Config::kStages; i++) {
+      mbarrier_init(pipe.k_full(i), 1), mbarrier_init(pipe.v_full(i), 1);
+      mbarrier_init(pipe.k_empty(i), kConsumers * Config::kCluster), mbarrier_init(pipe.v_empty(i), kConsumers * Config::kCluster);
     }
-    fence_barrier_init();
+    fence_mbarrier_init();
   }
-  if constexpr (F::kCluster > 1) {
-    cluster_meet();
+  if constexpr (Config::kCluster > 1) {
+    cluster_sync_relaxed();
   } else {
     __syncthreads();
   }
   launch_next_kernel();
   if (threadIdx.x < 128) {
-    give_registers<24>();
+    setmaxnreg_dec<24>();
     if (threadIdx.x == 0) {
       wait_for_previous_kernel();
-      copy(p, room);
+      produce(p, pipe);
     }
     __syncwarp();
   } else {
-    take_registers<240>();
+    setmaxnreg_inc<240>();
     wait_for_previous_kernel();
-    attend(p, room);
+    consume(p, pipe);
   }
-  if constexpr (F::kCluster > 1) cluster_meet();  // nobody leaves while the other copies into it or arrives at its barriers
+  if constexpr (Config::kCluster > 1) cluster_sync_relaxed();
 }
 
-using Bounded = Form</*stages*/ 3, KL_SM90_CLUSTER, /*running*/ false, /*causal*/ false>;
-using Running = Form</*stages*/ 3, KL_SM90_CLUSTER, /*running*/ true, /*causal*/ false>;
-using Causal = Form</*stages*/ 2, /*cluster*/ 1, /*running*/ true, /*causal*/ true>;
-static_assert(Bounded::kSharedBytes == KL_SM90_ATTENTION_SHARED, "abi.h states another size");
-static_assert(Causal::kSharedBytes == KL_SM90_CAUSAL_SHARED, "abi.h states another size");
+using MaxFree = AttentionConfig</*stages*/ 3, KL_SM90_CLUSTER, /*running max*/ false, /*causal*/ false>;
+using RunningMax = AttentionConfig</*stages*/ 3, KL_SM90_CLUSTER, /*running max*/ true, /*causal*/ false>;
+using Causal = AttentionConfig</*stages*/ 2, /*cluster*/ 1, /*running max*/ true, /*causal*/ true>;
+static_assert(MaxFree::kSmemBytes == KL_SM90_ATTENTION_SHARED, "abi.h states another size");
+static_assert(Causal::kSmemBytes == KL_SM90_CAUSAL_SHARED, "abi.h states another size");
 static_assert(sizeof(KlAttentionSm90) % 128 == 0, "abi.h leaves a gap");
 
-KL_ENTRY(kl_attention_sm90, KlAttentionSm90, KL_SM90_ATTENTION_THREADS, 1) { attention<Bounded>(p); }
-KL_ENTRY(kl_attention_sm90_running, KlAttentionSm90, KL_SM90_ATTENTION_THREADS, 1) { attention<Running>(p); }
+KL_ENTRY(kl_attention_sm90, KlAttentionSm90, KL_SM90_ATTENTION_THREADS, 1) { attention<MaxFree>(p); }
+KL_ENTRY(kl_attention_sm90_running, KlAttentionSm90, KL_SM90_ATTENTION_THREADS, 1) { attention<RunningMax>(p); }
 KL_ENTRY(kl_attention_sm90_causal, KlAttentionSm90, KL_SM90_ATTENTION_THREADS, 1) { attention<Causal>(p); }

@@ -1,8 +1,8 @@
-// What every kernel file uses: element types and conversions, matrices, vector loads, reductions.
+// Shared by every kernel file: element types and conversions, matrix accessors, vectorised loads and stores, reductions.
 //
-// Kernels read the element type of a matrix from its KlMat and branch on it once, at the top (see with_type), so that one entry
-// point serves all storage types. Arithmetic is in f32; a result is rounded once, when it is stored. Offsets are 64-bit: at
-// 52,000 tokens one activation is larger than 2 GB.
+// Kernels read the dtype of a matrix from its KlMat and branch on it once, at the top (see with_type), so that one entry point serves
+// all storage types. Arithmetic is in f32; a result is rounded once, when it is stored. Offsets are 64-bit: at 52,000 tokens one
+// activation is larger than 2 GB.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,8 +11,8 @@
 
 #include "abi.h"
 
-// Every entry point takes one struct by value, and states how many threads it is launched with; and, where the compiler would
-// rather spill than take more registers, how few blocks of a multiprocessor will do.
+// Every entry point takes one struct by value. The remaining arguments are those of __launch_bounds__: the threads of a CTA and, where
+// the compiler would otherwise spill to raise occupancy, the number of resident CTAs per SM that is enough.
 #define KL_ENTRY(name, Params, ...) extern "C" __global__ void __launch_bounds__(__VA_ARGS__) name(const __grid_constant__ Params p)
 
 using bf16 = __nv_bfloat16;
@@ -23,7 +23,7 @@ struct Type {
   using type = T;
 };
 
-// Calls f with the element type of a matrix. Activations are f32 or bf16; weights may be f16 as well.
+// Calls f with the dtype of a matrix as a C++ type. Activations are f32 or bf16; weights may also be f16.
 template <class F>
 __device__ __forceinline__ void with_type(uint32_t dtype, F f) {
   if (dtype == KL_BF16) {
@@ -63,7 +63,7 @@ __device__ __forceinline__ float load(const KlMat& m, uint64_t row, uint64_t col
   return to_float(row_of<const T>(m, row)[col]);
 }
 
-// For the few values whose type is not worth a branch of its own.
+// Loads of single values, for callers where a specialisation per dtype would not pay.
 __device__ __forceinline__ float load_any(const KlMat& m, uint64_t row, uint64_t col) {
   if (m.dtype == KL_BF16) return load<bf16>(m, row, col);
   if (m.dtype == KL_F16) return load<f16>(m, row, col);
@@ -78,10 +78,10 @@ __device__ __forceinline__ void store_any(const KlMat& m, uint64_t row, uint64_t
   }
 }
 
-// Where a thread's shared memory lies, as instructions want it.
+// The 32-bit address in the shared state space, as PTX instructions take it.
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
-// A word that blocks pass to each other: whoever reads it sees everything that was written before it.
+// Release/acquire pair for flags between CTAs: a thread that acquires the flag sees everything that was written before the release.
 __device__ __forceinline__ void store_release(uint32_t* to, uint32_t v) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(v) : "memory");
 }
@@ -92,12 +92,12 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* from) {
   return v;
 }
 
-// The first of all rounds that a worker has; the share of the one before ends there.
-__device__ __forceinline__ uint32_t front(const KlDeal& deal, uint32_t worker) {
-  return deal.whole * deal.rounds + worker * deal.share + min(worker, deal.extra);
+// The first k-block of a Stream-K worker, counted over all tiles; the range of the worker before it ends there.
+__device__ __forceinline__ uint32_t first_k_block(const KlTileSchedule& schedule, uint32_t worker) {
+  return schedule.full_tiles * schedule.k_blocks + worker * schedule.k_blocks_per_worker + min(worker, schedule.remainder);
 }
 
-// Sixteen bytes of global memory, past the first cache, in the order in which they are asked for.
+// Loads 16 bytes from L2, past L1. The asm is volatile so that a batch of these loads stays in program order.
 __device__ __forceinline__ float4 load_uncached(const float4* from) {
   float4 v;
   asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from) : "memory");
@@ -106,9 +106,9 @@ __device__ __forceinline__ float4 load_uncached(const float4* from) {
 
 // ------------------------------------------------------------------------------------------------------------- vectors
 
-constexpr int kVector = 8;  // values that one thread moves at once: 16 bytes of bf16
+constexpr int kVector = 8;  // values per vectorised access: 16 bytes of bf16
 
-// True if rows can be taken kVector values at a time.
+// Whether rows can be accessed kVector values at a time.
 __device__ __forceinline__ bool vectors_fit(const KlMat& m) {
   const uint32_t size = m.dtype == KL_BF16 || m.dtype == KL_F16 ? 2 : 4;
   const bool rows = m.rows <= 1 || m.stride * size % 16 == 0;
@@ -120,7 +120,7 @@ __device__ __forceinline__ void load_vector(const float* from, float (&v)[kVecto
   v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
 }
 
-__device__ __forceinline__ void unpack(const uint4& raw, float (&v)[kVector]) {
+__device__ __forceinline__ void unpack_bf16(const uint4& raw, float (&v)[kVector]) {
   const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
   for (int i = 0; i < 4; i++) {
@@ -130,7 +130,7 @@ __device__ __forceinline__ void unpack(const uint4& raw, float (&v)[kVector]) {
 }
 
 __device__ __forceinline__ void load_vector(const bf16* from, float (&v)[kVector]) {
-  unpack(*reinterpret_cast<const uint4*>(from), v);
+  unpack_bf16(*reinterpret_cast<const uint4*>(from), v);
 }
 
 __device__ __forceinline__ void load_vector(const f16* from, float (&v)[kVector]) {
@@ -145,13 +145,13 @@ __device__ __forceinline__ void store_vector(float* to, const float (&v)[kVector
   reinterpret_cast<float4*>(to)[1] = make_float4(v[4], v[5], v[6], v[7]);
 }
 
-__device__ __forceinline__ uint32_t pack(float low, float high) {
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
 __device__ __forceinline__ void store_vector(bf16* to, const float (&v)[kVector]) {
-  *reinterpret_cast<uint4*>(to) = make_uint4(pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7]));
+  *reinterpret_cast<uint4*>(to) = make_uint4(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
 }
 
 // ---------------------------------------------------------------------------------------------------------- arithmetic
@@ -161,12 +161,12 @@ __host__ __device__ constexpr T ceil_div(T a, T b) {
   return (a + b - 1) / b;
 }
 
-// Two fast instructions, each right to two or three units in the last place: the exact ones take as long as the memory that
-// element-wise kernels wait for.
+// Uses the approximate exponential and division, each accurate to two or three ulp: the exact ones would take as long as the memory
+// traffic of an element-wise kernel.
 __device__ __forceinline__ float silu(float v) { return __fdividef(v, 1.0f + __expf(-v)); }
 
-// Right to two units in the last place; what is too small for a normal number becomes zero.
-__device__ __forceinline__ float power_of_two(float v) {
+// 2^v, accurate to two ulp; subnormal results are flushed to zero.
+__device__ __forceinline__ float exp2_approx(float v) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(v));
   return result;
@@ -184,7 +184,7 @@ __device__ __forceinline__ uint32_t conv_width(const KlConv& p) {
   return p.sampling == KL_UP ? 2 * p.width : p.sampling == KL_DOWN ? p.width / 2 : p.width;
 }
 
-// The input coordinate under kernel position `tap` for output coordinate `at`; negative or past the end is a padded zero.
+// The input coordinate that filter tap `tap` reads for output coordinate `at`; a coordinate outside the image is zero padding.
 __device__ __forceinline__ int32_t conv_source(uint32_t sampling, uint32_t at, uint32_t tap, uint32_t size) {
   if (sampling == KL_DOWN) return static_cast<int32_t>(2 * at + tap);
   const int32_t i = static_cast<int32_t>(at + tap) - 1;

@@ -1,33 +1,37 @@
-// Products on tensor cores, portable (sm_80 and newer), with what follows a product done before it is stored.
+// GEMM on tensor cores, portable (sm_80 and newer), with a fused epilogue.
 //
-//   kl_gemm_mma_256, _128, _64   out = epilogue(x w^T + bias), bf16 operands, f32 sums; tiles of so many rows by 128 columns
+//   kl_gemm_mma_256, _128, _64   out = epilogue(x w^T + bias), bf16 operands, f32 accumulators; named by the rows of a
+//                                tile, which has 128 columns
 //     store           out
-//     swiglu          silu(gate) * up; w is all gates, then all ups; a tile has 64 columns of each
+//     swiglu          silu(gate) * up; w is all gate rows, then all up rows; a tile has 64 columns of each, interleaved
 //     gate_residual   out += gate * (...)
-//     heads           one head of 128 columns a tile: RMS norm with weight, rotation by the row's angles
+//     qk_norm_rope    one head of 128 columns per tile: RMS norm with weight (qk-norm), then RoPE
 //
-// One launch takes up to two streams (the text and the image of a double block), and of each up to four ranges of weight rows with
-// epilogues and destinations of their own (queries, keys, values, MLP).
-// Bound: tensor cores. A step of klein 4B at 1024x1024 is 29 TFLOP of this.
-// Needs: bf16, inner dimension and strides of x and w multiples of 8, 16-byte addresses, operands of less than 2^32 elements; heads
-// of 128.
+// One launch takes up to two streams (the text and the image tokens of a double block), each with up to four ranges of weight rows that
+// have epilogues and outputs of their own (Q, K, V, MLP).
+// Bound: tensor cores. A denoising step of klein 4B at 1024x1024 is 29 TFLOP of this.
+// Needs: bf16, K and the strides of x and w multiples of 8, 16-byte aligned addresses, operands of less than 2^32 elements; heads of 128.
 //
-// The first `whole` blocks take a tile each. What would be a last round with half the machine idle is cut into equal shares instead:
-// a worker's share may begin and end within a tile. It takes its last tile first, leaves the sums of that tile's front for the next
-// worker, and ends with the back of the tile whose front the one before it left: by then that is long there. A worker waits only for
-// blocks of smaller numbers, which are started before it. Sums are always added in the same order.
+// Stream-K (Osama et al. 2023, see tile_scheduler_sm90.cuh): the first `full_tiles` CTAs compute one tile each. Instead of a last wave
+// that leaves SMs idle, the k-blocks of the remaining tiles are divided evenly among workers, so a worker's range may begin and end
+// within a tile. A worker takes its last tile first and stores that tile's partial accumulators for the next worker; it ends with the
+// tile whose first k-blocks the previous worker has stored, which by then are there. The fix-up adds partials in a fixed order, so
+// results are deterministic. A worker waits only for CTAs with smaller indices, which are started before it, so no cooperative launch
+// is needed.
 //
-// Which weight row a column of the tile takes is free, since copies go row by row. Swiglu puts eight gates beside the eight ups that
-// belong to them, and half-split rotation eight elements beside those 64 further, so that a thread has both in its registers.
+// Operands are copied row by row, so any weight row can be loaded into any column of a tile. SwiGLU interleaves eight gate columns with
+// the eight up columns that belong to them, and half-split RoPE eight elements with those 64 further, so that one thread holds both
+// members of each pair in registers. Weights in memory stay as the checkpoint has them.
 #include "mma.cuh"
 
-// The column of the part (and with it the weight row) that stands at `col` of a tile, where halves lie `apart`.
-__device__ __forceinline__ uint32_t paired_column(uint32_t col, uint32_t apart) {
+// The column of the part (and with it the weight row) that is loaded into column `col` of a tile, where the members of a pair are
+// `apart`.
+__device__ __forceinline__ uint32_t interleaved_column(uint32_t col, uint32_t apart) {
   return col / 16 * 8 + col % 8 + (col / 8 % 2) * apart;
 }
 
 template <class Tile>
-struct Gemm {
+struct Epilogue {
   const KlGemmStream& s;
   const KlGemmPart& part;
   Tile& tile;
@@ -37,48 +41,48 @@ struct Gemm {
 
   __device__ __forceinline__ bool row_exists(uint64_t row) const { return row < s.x.rows; }
 
-  // Calls f(m, half, row in the tile, row of the matrix) for the rows that this thread has sums of.
+  // Calls f(m, half, row in the tile, row of the matrix) for the rows that this thread has accumulators of.
   template <class F>
   __device__ __forceinline__ void rows(F f) const {
 #pragma unroll
-    for (int m = 0; m < Tile::kM; m++) {
+    for (int m = 0; m < Tile::kMmaM; m++) {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        const uint32_t row = Tile::row_of_sum(m, half);
+        const uint32_t row = Tile::row_of_acc(m, half);
         f(m, half, row, row0 + row);
       }
     }
   }
 
-  __device__ __forceinline__ void plain() {
-    const uint64_t col0 = static_cast<uint64_t>(col_tile) * Tile::kCols;
+  __device__ __forceinline__ void linear() {
+    const uint64_t col0 = static_cast<uint64_t>(col_tile) * Tile::kBlockN;
     const KlMat& out = part.out;
-    // Whole tiles of bf16 take the straight way; pairs of the residual are read as one word.
-    if (out.dtype == KL_BF16 && col0 + Tile::kCols <= out.cols && out.data % 4 == 0 && out.stride % 2 == 0) {
-      whole(col0);
+    // Whole bf16 tiles take the vectorised path, which reads the residual as pairs.
+    if (out.dtype == KL_BF16 && col0 + Tile::kBlockN <= out.cols && out.data % 4 == 0 && out.stride % 2 == 0) {
+      store_whole_tile(col0);
     } else {
-      edge(col0);
+      store_edge_tile(col0);
     }
   }
 
-  __device__ __forceinline__ void whole(uint64_t col0) {
-    const uint64_t first = col0 + Tile::col_of_sum(0);
+  __device__ __forceinline__ void store_whole_tile(uint64_t col0) {
+    const uint64_t first = col0 + Tile::col_of_acc(0);
     if (s.bias.data) {
       const float* bias = row_of<const float>(s.bias, 0) + part.first_row + first;
 #pragma unroll
-      for (int n = 0; n < Tile::kN; n++) {
+      for (int n = 0; n < Tile::kMmaN; n++) {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           const float b = bias[n * 8 + e];
 #pragma unroll
-          for (int m = 0; m < Tile::kM; m++) tile.sums[m][n][e] += b, tile.sums[m][n][2 + e] += b;
+          for (int m = 0; m < Tile::kMmaM; m++) tile.acc[m][n][e] += b, tile.acc[m][n][2 + e] += b;
         }
       }
     }
     if (part.epilogue == KL_GATE_RESIDUAL) {
-      float gate[Tile::kN][2];
+      float gate[Tile::kMmaN][2];
 #pragma unroll
-      for (int n = 0; n < Tile::kN; n++) {
+      for (int n = 0; n < Tile::kMmaN; n++) {
 #pragma unroll
         for (int e = 0; e < 2; e++) gate[n][e] = part.extra.data ? load_any(part.extra, 0, first + n * 8 + e) : 1.0f;
       }
@@ -86,33 +90,33 @@ struct Gemm {
         if (!row_exists(r)) return;
         const bf16* residual = row_of<const bf16>(part.out, r) + first;
 #pragma unroll
-        for (int n = 0; n < Tile::kN; n++) {
+        for (int n = 0; n < Tile::kMmaN; n++) {
           const float2 old = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(residual + n * 8));
-          float* sum = &tile.sums[m][n][2 * half];
-          sum[0] = old.x + gate[n][0] * sum[0];
-          sum[1] = old.y + gate[n][1] * sum[1];
+          float* acc = &tile.acc[m][n][2 * half];
+          acc[0] = old.x + gate[n][0] * acc[0];
+          acc[1] = old.y + gate[n][1] * acc[1];
         }
       });
     }
     rows([&](int m, int half, uint32_t row, uint64_t) {
 #pragma unroll
-      for (int n = 0; n < Tile::kN; n++) {
-        Tile::stage_pair(shared, row, Tile::col_of_sum(n), tile.sums[m][n][2 * half], tile.sums[m][n][2 * half + 1]);
+      for (int n = 0; n < Tile::kMmaN; n++) {
+        Tile::stage_pair(shared, row, Tile::col_of_acc(n), tile.acc[m][n][2 * half], tile.acc[m][n][2 * half + 1]);
       }
     });
-    Tile::store_staged(shared, part.out, row0, col0, Tile::kCols);
+    Tile::store_staged(shared, part.out, row0, col0, Tile::kBlockN);
   }
 
-  // Value by value, for other types and for the last columns.
-  __device__ __forceinline__ void edge(uint64_t col0) {
+  // Stores value by value, for other dtypes and for the last columns.
+  __device__ __forceinline__ void store_edge_tile(uint64_t col0) {
     rows([&](int m, int half, uint32_t, uint64_t r) {
 #pragma unroll
-      for (int n = 0; n < Tile::kN; n++) {
+      for (int n = 0; n < Tile::kMmaN; n++) {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-          const uint64_t c = col0 + Tile::col_of_sum(n) + e;
+          const uint64_t c = col0 + Tile::col_of_acc(n) + e;
           if (c >= part.out.cols || !row_exists(r)) continue;
-          float v = tile.sums[m][n][2 * half + e];
+          float v = tile.acc[m][n][2 * half + e];
           if (s.bias.data) v += load<float>(s.bias, 0, part.first_row + c);
           if (part.epilogue == KL_GATE_RESIDUAL) {
             v = load_any(part.out, r, c) + (part.extra.data ? load_any(part.extra, 0, c) : 1.0f) * v;
@@ -124,15 +128,15 @@ struct Gemm {
   }
 
   __device__ __forceinline__ void swiglu() {
-    const uint64_t col0 = static_cast<uint64_t>(col_tile) * (Tile::kCols / 2);
+    const uint64_t col0 = static_cast<uint64_t>(col_tile) * (Tile::kBlockN / 2);
     const bool staged = part.out.dtype == KL_BF16;
     rows([&](int m, int half, uint32_t row, uint64_t r) {
 #pragma unroll
-      for (int n = 0; n < Tile::kN; n += 2) {
+      for (int n = 0; n < Tile::kMmaN; n += 2) {
         float v[2];
 #pragma unroll
-        for (int e = 0; e < 2; e++) v[e] = silu(tile.sums[m][n][2 * half + e]) * tile.sums[m][n + 1][2 * half + e];
-        const uint32_t col = paired_column(Tile::col_of_sum(n), 0);
+        for (int e = 0; e < 2; e++) v[e] = silu(tile.acc[m][n][2 * half + e]) * tile.acc[m][n + 1][2 * half + e];
+        const uint32_t col = interleaved_column(Tile::col_of_acc(n), 0);
         if (staged) {
           Tile::stage_pair(shared, row, col, v[0], v[1]);
         } else {
@@ -143,203 +147,211 @@ struct Gemm {
         }
       }
     });
-    if (staged) Tile::store_staged(shared, part.out, row0, col0, Tile::kCols / 2);
+    if (staged) Tile::store_staged(shared, part.out, row0, col0, Tile::kBlockN / 2);
   }
 
-  // Where a head's element stands that the thread has in sums[m][n][..].
+  // The column within a head of the element in acc[m][n][..].
   __device__ __forceinline__ uint32_t head_column(int n) const {
-    const uint32_t col = Tile::col_of_sum(n);
-    return s.rope == KL_ROPE_HALF_SPLIT ? paired_column(col, 64) : col;
+    const uint32_t col = Tile::col_of_acc(n);
+    return s.rope == KL_ROPE_HALF_SPLIT ? interleaved_column(col, 64) : col;
   }
 
-  // The row's angles: 64 cosines, then 64 sines.
-  static __device__ __forceinline__ void rotate(float& a, float& b, const float* angles, uint32_t pair) {
+  // Rotates a pair by an angle of the row's table: 64 cosines, then 64 sines.
+  static __device__ __forceinline__ void rope_rotate(float& a, float& b, const float* angles, uint32_t pair) {
     const float c = angles[pair], q = angles[64 + pair], x = a;
     a = x * c - b * q;
     b = x * q + b * c;
   }
 
-  __device__ __forceinline__ void heads() {
-    const uint64_t col0 = static_cast<uint64_t>(col_tile) * Tile::kCols;
+  __device__ __forceinline__ void qk_norm_rope() {
+    const uint64_t col0 = static_cast<uint64_t>(col_tile) * Tile::kBlockN;
     const float* weight = row_of<const float>(part.extra, 0);
-    // Each half of a row's columns is in another warp: both write their sum of squares, and read the other's.
+    // Two warps hold one half each of a row's columns: both write their sum of squares to shared memory, and read the other's.
     float* squares = reinterpret_cast<float*>(shared);
     const uint32_t side = threadIdx.x / 32 % 2;
     rows([&](int m, int half, uint32_t row, uint64_t) {
       float sum = 0.0f;
 #pragma unroll
-      for (int n = 0; n < Tile::kN; n++) {
+      for (int n = 0; n < Tile::kMmaN; n++) {
 #pragma unroll
-        for (int e = 0; e < 2; e++) sum += tile.sums[m][n][2 * half + e] * tile.sums[m][n][2 * half + e];
+        for (int e = 0; e < 2; e++) sum += tile.acc[m][n][2 * half + e] * tile.acc[m][n][2 * half + e];
       }
       sum += __shfl_xor_sync(0xffffffffu, sum, 1);
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-      if (threadIdx.x % 4 == 0) squares[side * Tile::kRows + row] = sum;
+      if (threadIdx.x % 4 == 0) squares[side * Tile::kBlockM + row] = sum;
     });
     __syncthreads();
     rows([&](int m, int half, uint32_t row, uint64_t r) {
-      const float scale = part.scale * rsqrtf((squares[row] + squares[Tile::kRows + row]) * (1.0f / 128.0f) + s.eps);
+      const float scale = part.scale * rsqrtf((squares[row] + squares[Tile::kBlockM + row]) * (1.0f / 128.0f) + s.eps);
       const float* angles = row_of<const float>(s.table, row_exists(r) ? r : 0);
-      // Neighbours are a pair, or what stands beside them eight columns further and belongs 64 further.
+      // A pair is two adjacent columns or, half-split, two columns of the tile that are eight apart and 64 apart in the head.
       const bool interleaved = s.rope == KL_ROPE_INTERLEAVED;
 #pragma unroll
-      for (int n = 0; n < Tile::kN; n += 2) {
+      for (int n = 0; n < Tile::kMmaN; n += 2) {
         const uint32_t col = head_column(n), next = head_column(n + 1);
-        float &a = tile.sums[m][n][2 * half], &b = tile.sums[m][n][2 * half + 1];
-        float &c = tile.sums[m][n + 1][2 * half], &d = tile.sums[m][n + 1][2 * half + 1];
+        float &a = tile.acc[m][n][2 * half], &b = tile.acc[m][n][2 * half + 1];
+        float &c = tile.acc[m][n + 1][2 * half], &d = tile.acc[m][n + 1][2 * half + 1];
         a *= scale * weight[col], b *= scale * weight[col + 1], c *= scale * weight[next], d *= scale * weight[next + 1];
         if (interleaved) {
-          rotate(a, b, angles, col / 2);
-          rotate(c, d, angles, next / 2);
+          rope_rotate(a, b, angles, col / 2);
+          rope_rotate(c, d, angles, next / 2);
         } else {
-          rotate(a, c, angles, col);
-          rotate(b, d, angles, col + 1);
+          rope_rotate(a, c, angles, col);
+          rope_rotate(b, d, angles, col + 1);
         }
       }
     });
-    __syncthreads();  // the sums of squares are read
+    __syncthreads();  // all warps have read the sums of squares
     rows([&](int m, int half, uint32_t row, uint64_t) {
 #pragma unroll
-      for (int n = 0; n < Tile::kN; n++) {
-        Tile::stage_pair(shared, row, head_column(n), tile.sums[m][n][2 * half], tile.sums[m][n][2 * half + 1]);
+      for (int n = 0; n < Tile::kMmaN; n++) {
+        Tile::stage_pair(shared, row, head_column(n), tile.acc[m][n][2 * half], tile.acc[m][n][2 * half + 1]);
       }
     });
-    Tile::store_staged(shared, part.out, row0, col0, Tile::kCols);
+    Tile::store_staged(shared, part.out, row0, col0, Tile::kBlockN);
   }
 };
 
-// Sums that a worker leaves for the next, as the threads have them.
+// The partial accumulators that a worker stores for the next one, in the register layout of the threads.
 template <class Tile>
-__device__ __forceinline__ float4* left_sums(const KlGemm& p, uint32_t worker) {
-  return reinterpret_cast<float4*>(p.deal.left) + static_cast<uint64_t>(worker) * Tile::kM * Tile::kN * Tile::kThreads + threadIdx.x;
+__device__ __forceinline__ float4* partials_of(const KlGemm& p, uint32_t worker) {
+  float4* partials = reinterpret_cast<float4*>(p.schedule.partials);
+  return partials + static_cast<uint64_t>(worker) * Tile::kMmaM * Tile::kMmaN * Tile::kThreads + threadIdx.x;
 }
 
 template <class Tile>
-__device__ __forceinline__ void leave(const KlGemm& p, const Tile& tile, uint32_t worker) {
-  float4* to = left_sums<Tile>(p, worker);
+__device__ __forceinline__ void store_partials(const KlGemm& p, const Tile& tile, uint32_t worker) {
+  float4* to = partials_of<Tile>(p, worker);
 #pragma unroll
-  for (int m = 0; m < Tile::kM; m++) {
+  for (int m = 0; m < Tile::kMmaM; m++) {
 #pragma unroll
-    for (int n = 0; n < Tile::kN; n++, to += Tile::kThreads) {
-      const float* v = tile.sums[m][n];
+    for (int n = 0; n < Tile::kMmaN; n++, to += Tile::kThreads) {
+      const float* v = tile.acc[m][n];
       __stcg(to, make_float4(v[0], v[1], v[2], v[3]));
     }
   }
   __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) store_release(reinterpret_cast<uint32_t*>(p.deal.flags) + worker, 1);
+  if (threadIdx.x == 0) store_release(reinterpret_cast<uint32_t*>(p.schedule.flags) + worker, 1);
 }
 
-// Takes what a worker left, waiting for it if need be, and puts its flag back for the next launch.
+// Stream-K fix-up: waits for the partial accumulators of a worker, adds them, and resets its flag for the next launch.
 template <class Tile>
-__device__ __forceinline__ void add_left(const KlGemm& p, Tile& tile, uint32_t worker) {
+__device__ __forceinline__ void add_partials(const KlGemm& p, Tile& tile, uint32_t worker) {
   if (threadIdx.x == 0) {
-    uint32_t* flag = reinterpret_cast<uint32_t*>(p.deal.flags) + worker;
+    uint32_t* flag = reinterpret_cast<uint32_t*>(p.schedule.flags) + worker;
     while (load_acquire(flag) == 0) {
     }
     *flag = 0;
   }
   __syncthreads();
-  const float4* from = left_sums<Tile>(p, worker);
+  const float4* from = partials_of<Tile>(p, worker);
 #pragma unroll
-  for (int m = 0; m < Tile::kM; m++) {
+  for (int m = 0; m < Tile::kMmaM; m++) {
 #pragma unroll
-    for (int n = 0; n < Tile::kN; n++, from += Tile::kThreads) {
+    for (int n = 0; n < Tile::kMmaN; n++, from += Tile::kThreads) {
       const float4 v = __ldcg(from);
-      float* sum = tile.sums[m][n];
-      sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
+      float* acc = tile.acc[m][n];
+      acc[0] += v.x, acc[1] += v.y, acc[2] += v.z, acc[3] += v.w;
     }
   }
 }
 
-// Rows of an operand as a thread copies them: every kLines-th or, where tiles pair columns, every half as many. Rows beyond the end
-// repeat the last: what becomes of them is not stored.
-struct Rows {
+// The rows of an operand that a thread copies: every kRowsPerCopy-th or, where columns are interleaved in pairs, every half as many. Rows
+// beyond the end repeat the last one; their results are not stored.
+struct OperandRows {
   const bf16* base;
   uint32_t offset, step, last;  // in elements
 
   __device__ __forceinline__ const bf16* at(int i, uint32_t k) const { return base + (min(offset + i * step, last) + k); }
 };
 
-// What a number among all tiles stands for.
-struct Place {
+// The coordinates of a tile from its linear index.
+struct TileCoord {
   const KlGemmStream& s;
-  uint32_t row_tile, col_tile, which;
+  uint32_t row_tile, col_tile, part_index;
 
-  __device__ __forceinline__ Place(const KlGemm& p, uint32_t index) : s(p.stream[index >= p.stream[0].row_tiles * p.stream[0].col_tiles]) {
-    // Rows first: neighbours in time share the weight, and x stays in the cache.
+  __device__ __forceinline__ TileCoord(const KlGemm& p, uint32_t index)
+      : s(p.stream[index >= p.stream[0].row_tiles * p.stream[0].col_tiles]) {
+    // Row tiles vary fastest: CTAs that run at the same time share weight rows, and x stays in L2.
     if (&s != &p.stream[0]) index -= p.stream[0].row_tiles * p.stream[0].col_tiles;
-    row_tile = index % s.row_tiles, col_tile = index / s.row_tiles, which = 0;
-    while (col_tile >= s.part[which].tiles) col_tile -= s.part[which++].tiles;
+    row_tile = index % s.row_tiles, col_tile = index / s.row_tiles, part_index = 0;
+    while (col_tile >= s.part[part_index].tiles) col_tile -= s.part[part_index++].tiles;
   }
 
-  __device__ __forceinline__ const KlGemmPart& part() const { return s.part[which]; }
+  __device__ __forceinline__ const KlGemmPart& part() const { return s.part[part_index]; }
 };
 
+// Accumulates `k_blocks` k-blocks of a tile, from `first_k_block` on.
 template <class Tile>
-__device__ __forceinline__ void multiply(const KlGemm& p, Tile& tile, unsigned char* shared, uint32_t index, uint32_t first, uint32_t rounds) {
-  const Place at(p, index);
+__device__ __forceinline__ void compute(const KlGemm& p, Tile& tile, unsigned char* shared, uint32_t index, uint32_t first_k_block,
+                                        uint32_t k_blocks) {
+  const TileCoord at(p, index);
   const KlGemmStream& s = at.s;
   const KlGemmPart& part = at.part();
-  const uint32_t x_stride = s.x.stride, w_stride = s.w.stride, line = Tile::line(), chunk = Tile::chunk() * 8;
-  const Rows left{row_of<const bf16>(s.x, 0), (at.row_tile * Tile::kRows + line) * x_stride + chunk, Tile::kLines * x_stride,
+  const uint32_t x_stride = s.x.stride, w_stride = s.w.stride, line = Tile::copy_row(), chunk = Tile::copy_chunk() * 8;
+  const OperandRows a{row_of<const bf16>(s.x, 0), (at.row_tile * Tile::kBlockM + line) * x_stride + chunk, Tile::kRowsPerCopy * x_stride,
                   (s.x.rows - 1) * x_stride + chunk};
-  // The weight row of the thread's first column.
-  uint32_t row = at.col_tile * Tile::kCols + line, step = Tile::kLines, last = part.out.cols - 1;
+  // The weight row of the first column that the thread copies.
+  uint32_t row = at.col_tile * Tile::kBlockN + line, step = Tile::kRowsPerCopy, last = part.out.cols - 1;
   if (part.epilogue == KL_SWIGLU) {
-    row = at.col_tile * (Tile::kCols / 2) + paired_column(line, part.out.cols), step = Tile::kLines / 2;
+    row = at.col_tile * (Tile::kBlockN / 2) + interleaved_column(line, part.out.cols), step = Tile::kRowsPerCopy / 2;
     last += line / 8 % 2 * part.out.cols;
-  } else if (part.epilogue == KL_HEADS && s.rope == KL_ROPE_HALF_SPLIT) {
-    row = at.col_tile * Tile::kCols + paired_column(line, 64), step = Tile::kLines / 2;
+  } else if (part.epilogue == KL_QK_NORM_ROPE && s.rope == KL_ROPE_HALF_SPLIT) {
+    row = at.col_tile * Tile::kBlockN + interleaved_column(line, 64), step = Tile::kRowsPerCopy / 2;
   }
-  const Rows right{row_of<const bf16>(s.w, part.first_row), row * w_stride + chunk, step * w_stride, last * w_stride + chunk};
-  tile.run(
-      shared, s.x.cols, first, min(rounds, ceil_div(s.x.cols, static_cast<uint32_t>(Tile::kInner))),
-      [&](int i, uint32_t k, bool&) { return left.at(i, k); }, [&](int i, uint32_t k, bool&) { return right.at(i, k); });
+  const OperandRows b{row_of<const bf16>(s.w, part.first_row), row * w_stride + chunk, step * w_stride, last * w_stride + chunk};
+  tile.mainloop(
+      shared, s.x.cols, first_k_block, min(k_blocks, ceil_div(s.x.cols, static_cast<uint32_t>(Tile::kBlockK))),
+      [&](int i, uint32_t k, bool&) { return a.at(i, k); }, [&](int i, uint32_t k, bool&) { return b.at(i, k); });
 }
 
 template <class Tile>
-__device__ __forceinline__ void finish(const KlGemm& p, Tile& tile, unsigned char* shared, uint32_t index) {
-  const Place at(p, index);
-  Gemm<Tile> end{at.s, at.part(), tile, shared, static_cast<uint64_t>(at.row_tile) * Tile::kRows, at.col_tile};
+__device__ __forceinline__ void finish_tile(const KlGemm& p, Tile& tile, unsigned char* shared, uint32_t index) {
+  const TileCoord at(p, index);
+  Epilogue<Tile> epilogue{at.s, at.part(), tile, shared, static_cast<uint64_t>(at.row_tile) * Tile::kBlockM, at.col_tile};
   if (at.part().epilogue == KL_SWIGLU) {
-    end.swiglu();
-  } else if (at.part().epilogue == KL_HEADS) {
-    end.heads();
+    epilogue.swiglu();
+  } else if (at.part().epilogue == KL_QK_NORM_ROPE) {
+    epilogue.qk_norm_rope();
   } else {
-    end.plain();
+    epilogue.linear();
   }
 }
 
 template <class Tile>
 __device__ __forceinline__ void gemm(const KlGemm& p, unsigned char* shared) {
-  uint32_t end = blockIdx.x < p.deal.whole ? (blockIdx.x + 1) * p.deal.rounds : front(p.deal, blockIdx.x - p.deal.whole + 1);
+  // The CTA's k-blocks, counted over all tiles; it works from their end to their beginning.
+  const KlTileSchedule& s = p.schedule;
+  uint32_t end = blockIdx.x < s.full_tiles ? (blockIdx.x + 1) * s.k_blocks : first_k_block(s, blockIdx.x - s.full_tiles + 1);
   for (;;) {
-    const auto begin = [&] { return blockIdx.x < p.deal.whole ? blockIdx.x * p.deal.rounds : front(p.deal, blockIdx.x - p.deal.whole); };
-    uint32_t index = (end - 1) / p.deal.rounds;
+    const auto begin = [&] {
+      return blockIdx.x < s.full_tiles ? blockIdx.x * s.k_blocks : first_k_block(s, blockIdx.x - s.full_tiles);
+    };
+    uint32_t index = (end - 1) / s.k_blocks;
     Tile tile;
     {
-      const uint32_t start = max(begin(), index * p.deal.rounds);
-      multiply(p, tile, shared, index, start - index * p.deal.rounds, end - start);
+      const uint32_t start = max(begin(), index * s.k_blocks);
+      compute(p, tile, shared, index, start - index * s.k_blocks, end - start);
     }
-    // From here on everything is derived again: registers are scarce above, and the compiler would keep it all.
+    // Everything below is derived from `end` again: otherwise the compiler would keep it in registers, which the mainloop needs.
     asm volatile("" : "+r"(end));
-    index = (end - 1) / p.deal.rounds;
-    const uint32_t origin = index * p.deal.rounds, start = max(begin(), origin), worker = blockIdx.x - p.deal.whole;
-    if (end < origin + p.deal.rounds) {
-      leave(p, tile, worker);
+    index = (end - 1) / s.k_blocks;
+    const uint32_t origin = index * s.k_blocks, start = max(begin(), origin), worker = blockIdx.x - s.full_tiles;
+    if (end < origin + s.k_blocks) {
+      store_partials(p, tile, worker);
     } else {
       if (start > origin) {
-        uint32_t other = worker;
+        uint32_t peer = worker;
         do {
-          add_left(p, tile, --other);
-        } while (front(p.deal, other) > origin);
+          add_partials(p, tile, --peer);
+        } while (first_k_block(s, peer) > origin);
       }
-      finish(p, tile, shared, index);
+      finish_tile(p, tile, shared, index);
     }
     end = start;
     if (end <= begin()) return;
-    __syncthreads();  // results have left shared memory
+    __syncthreads();  // the staged output has left shared memory
   }
 }
 
@@ -351,7 +363,7 @@ using Tile64 = MmaTile<64, 4, 64, 3>;
 static_assert(Tile256::kSharedBytes == KL_MMA_SHARED_256 && Tile256::kThreads == KL_MMA_THREADS_256, "abi.h states another size");
 static_assert(Tile128::kSharedBytes == KL_MMA_SHARED_128 && Tile128::kThreads == KL_MMA_THREADS, "abi.h states another size");
 static_assert(Tile64::kSharedBytes == KL_MMA_SHARED_64 && Tile64::kThreads == KL_MMA_THREADS, "abi.h states another size");
-static_assert(Tile256::kInner == KL_MMA_INNER_256 && Tile128::kInner == KL_MMA_INNER_128 && Tile64::kInner == KL_MMA_INNER_64,
+static_assert(Tile256::kBlockK == KL_MMA_BLOCK_K_256 && Tile128::kBlockK == KL_MMA_BLOCK_K_128 && Tile64::kBlockK == KL_MMA_BLOCK_K_64,
               "abi.h states another size");
 
 KL_ENTRY(kl_gemm_mma_256, KlGemm, KL_MMA_THREADS_256, 1) { gemm<Tile256>(p, dynamic_shared); }

@@ -1,52 +1,52 @@
-// One obvious kernel per matrix op: the first version of each, and the oracle on the device at sizes the host is too slow for.
+// One naive kernel per matrix op: for f32 and for operands that the tensor-core kernels do not take, and the reference on the device at
+// sizes that are too slow on the host.
 //
-//   kl_naive_product     out = epilogue(x w^T + bias)      x [m, k], w [n, k], out [m, n]
-//                        store | silu(gate) * up, w being n gates then n ups | out += gate * (...)
-//   kl_naive_conv        3x3 convolution over an image with channels last, + bias, + residual; the input may be doubled by
-//                        repetition first, or halved by a stride of two with zeros at the right and bottom edge only
-//   kl_naive_attention   softmax(q k^T * scale) v, keys in several runs, query heads sharing key heads, causal if asked
+//   kl_naive_gemm        out = epilogue(x w^T + bias)      x [m, k], w [n, k], out [m, n]
+//                        store | silu(gate) * up, w being n gate rows, then n up rows | out += gate * (...)
+//   kl_naive_conv        3x3 convolution over an NHWC image, + bias, + residual; the input may be upsampled by two (nearest neighbour)
+//                        first, or the stride may be two with zero padding at the right and bottom edge only
+//   kl_naive_attention   softmax(q k^T * scale) v, several KV segments, grouped-query attention, optional causal mask
 //
-// Bound: arithmetic in f32 on the plain cores. Products go through one 64x64 tile in shared memory, sixteen of the inner
-// dimension at a time; each thread has a 4x4 patch of it. Nothing is skipped, nothing is reordered: every result is one sum in
-// the order of the inner dimension.
+// Bound: f32 FMA on CUDA cores. GEMM and convolution use 64x64 tiles in shared memory, 16 of K at a time, with a 4x4 patch per thread.
+// There is no split-K and no reordering: every result is one sum in the order of K.
 #include "common.cuh"
 
-constexpr int kTile = KL_NAIVE_TILE, kInner = 16, kPatch = 4;
+constexpr int kTile = KL_NAIVE_TILE, kBlockK = 16, kPatch = 4;
 static_assert(kTile * kTile == static_cast<int>(KL_NAIVE_THREADS) * kPatch * kPatch, "a thread has a 4x4 patch of the tile");
 
-using Lines = float[kInner][kTile + 1];
+using SmemTile = float[kBlockK][kTile + 1];
 
-// Sums over the inner dimension for one tile of the result. a(row, i) and b(j, col, i) give the operands of the j-th of kProducts
-// products; finish(row, col, sums) is told their sums.
-template <int kProducts, class A, class B, class F>
-__device__ __forceinline__ void tile_product(Lines& left, Lines (&right)[kProducts], uint64_t rows, uint64_t cols, uint32_t inner,
+// Accumulates over K for one output tile. a(row, i) and b(j, col, i) return the operands of the j-th of kGemms GEMMs that share A;
+// finish(row, col, acc) receives their accumulators.
+template <int kGemms, class A, class B, class F>
+__device__ __forceinline__ void tile_gemm(SmemTile& a_tile, SmemTile (&b_tile)[kGemms], uint64_t rows, uint64_t cols, uint32_t k_size,
                                              A a, B b, F finish) {
-  // Rows along x, where a grid may have the most blocks: an image has more pixels than y could number.
+  // Rows are along x, the only grid dimension that is large enough for the pixels of an image.
   const uint64_t row0 = static_cast<uint64_t>(blockIdx.x) * kTile, col0 = static_cast<uint64_t>(blockIdx.y) * kTile;
   const uint32_t ty = threadIdx.x / (kTile / kPatch), tx = threadIdx.x % (kTile / kPatch);
-  float sums[kPatch][kPatch][kProducts] = {};
-  for (uint32_t i0 = 0; i0 < inner; i0 += kInner) {
-    for (uint32_t e = threadIdx.x; e < kTile * kInner; e += KL_NAIVE_THREADS) {
-      const uint32_t line = e / kInner, i = e % kInner;
-      left[i][line] = row0 + line < rows && i0 + i < inner ? a(row0 + line, i0 + i) : 0.0f;
+  float acc[kPatch][kPatch][kGemms] = {};
+  for (uint32_t i0 = 0; i0 < k_size; i0 += kBlockK) {
+    for (uint32_t e = threadIdx.x; e < kTile * kBlockK; e += KL_NAIVE_THREADS) {
+      const uint32_t line = e / kBlockK, i = e % kBlockK;
+      a_tile[i][line] = row0 + line < rows && i0 + i < k_size ? a(row0 + line, i0 + i) : 0.0f;
 #pragma unroll
-      for (int j = 0; j < kProducts; j++) {
-        right[j][i][line] = col0 + line < cols && i0 + i < inner ? b(j, col0 + line, i0 + i) : 0.0f;
+      for (int j = 0; j < kGemms; j++) {
+        b_tile[j][i][line] = col0 + line < cols && i0 + i < k_size ? b(j, col0 + line, i0 + i) : 0.0f;
       }
     }
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < kInner; i++) {
+    for (int i = 0; i < kBlockK; i++) {
       float x[kPatch];
 #pragma unroll
-      for (int r = 0; r < kPatch; r++) x[r] = left[i][ty * kPatch + r];
+      for (int r = 0; r < kPatch; r++) x[r] = a_tile[i][ty * kPatch + r];
 #pragma unroll
-      for (int j = 0; j < kProducts; j++) {
+      for (int j = 0; j < kGemms; j++) {
 #pragma unroll
         for (int c = 0; c < kPatch; c++) {
-          const float w = right[j][i][tx + c * (kTile / kPatch)];
+          const float w = b_tile[j][i][tx + c * (kTile / kPatch)];
 #pragma unroll
-          for (int r = 0; r < kPatch; r++) sums[r][c][j] += x[r] * w;
+          for (int r = 0; r < kPatch; r++) acc[r][c][j] += x[r] * w;
         }
       }
     }
@@ -57,13 +57,13 @@ __device__ __forceinline__ void tile_product(Lines& left, Lines (&right)[kProduc
 #pragma unroll
     for (int c = 0; c < kPatch; c++) {
       const uint64_t row = row0 + ty * kPatch + r, col = col0 + tx + c * (kTile / kPatch);
-      if (row < rows && col < cols) finish(row, col, sums[r][c]);
+      if (row < rows && col < cols) finish(row, col, acc[r][c]);
     }
   }
 }
 
-KL_ENTRY(kl_naive_product, KlProduct, KL_NAIVE_THREADS) {
-  __shared__ Lines left, one[1], both[2];
+KL_ENTRY(kl_naive_gemm, KlNaiveGemm, KL_NAIVE_THREADS) {
+  __shared__ SmemTile a_tile, one[1], both[2];
   with_type(p.x.dtype, [&](auto t) {
     with_weight_type(p.w.dtype, [&](auto u) {
       using X = typename decltype(t)::type;
@@ -72,12 +72,12 @@ KL_ENTRY(kl_naive_product, KlProduct, KL_NAIVE_THREADS) {
       const auto w = [&](int j, uint64_t col, uint32_t i) { return load<W>(p.w, j * p.out.cols + col, i); };
       const uint64_t m = p.out.rows, n = p.out.cols;
       if (p.epilogue == KL_SWIGLU) {
-        tile_product(left, both, m, n, p.x.cols, x, w, [&](uint64_t row, uint64_t col, const float(&sums)[2]) {
-          store_any(p.out, row, col, silu(sums[0]) * sums[1]);
+        tile_gemm(a_tile, both, m, n, p.x.cols, x, w, [&](uint64_t row, uint64_t col, const float(&acc)[2]) {
+          store_any(p.out, row, col, silu(acc[0]) * acc[1]);
         });
       } else {
-        tile_product(left, one, m, n, p.x.cols, x, w, [&](uint64_t row, uint64_t col, const float(&sums)[1]) {
-          float v = sums[0] + (p.bias.data ? load<float>(p.bias, 0, col) : 0.0f);
+        tile_gemm(a_tile, one, m, n, p.x.cols, x, w, [&](uint64_t row, uint64_t col, const float(&acc)[1]) {
+          float v = acc[0] + (p.bias.data ? load<float>(p.bias, 0, col) : 0.0f);
           if (p.epilogue == KL_GATE_RESIDUAL) {
             v = load_any(p.out, row, col) + (p.gate.data ? load_any(p.gate, 0, col) : 1.0f) * v;
           }
@@ -89,7 +89,7 @@ KL_ENTRY(kl_naive_product, KlProduct, KL_NAIVE_THREADS) {
 }
 
 KL_ENTRY(kl_naive_conv, KlConv, KL_NAIVE_THREADS) {
-  __shared__ Lines left, right[1];
+  __shared__ SmemTile a_tile, b_tile[1];
   with_type(p.x.dtype, [&](auto t) {
     with_weight_type(p.w.dtype, [&](auto u) {
       using X = typename decltype(t)::type;
@@ -106,8 +106,8 @@ KL_ENTRY(kl_naive_conv, KlConv, KL_NAIVE_THREADS) {
       };
       const auto w = [&](int, uint64_t col, uint32_t i) { return load<W>(p.w, col, i); };
       const uint64_t m = p.out.rows, n = p.out.cols;
-      tile_product(left, right, m, n, 9 * channels, x, w, [&](uint64_t row, uint64_t col, const float(&sums)[1]) {
-        float v = sums[0] + load<float>(p.bias, 0, col);
+      tile_gemm(a_tile, b_tile, m, n, 9 * channels, x, w, [&](uint64_t row, uint64_t col, const float(&acc)[1]) {
+        float v = acc[0] + load<float>(p.bias, 0, col);
         if (p.residual.data) v += load_any(p.residual, row, col);
         store_any(p.out, row, col, v);
       });
@@ -115,9 +115,9 @@ KL_ENTRY(kl_naive_conv, KlConv, KL_NAIVE_THREADS) {
   });
 }
 
-// One warp per query and head; keys one after the other with a running maximum. A lane holds every 32nd element of the head.
+// One warp per query and head, with online softmax one key at a time. A lane holds every 32nd element of the head.
 template <class X>
-__device__ __forceinline__ void attend(const KlAttention& p, uint64_t query, uint32_t head) {
+__device__ __forceinline__ void attention_row(const KlAttention& p, uint64_t query, uint32_t head) {
   constexpr int kHeld = KL_HEAD_DIM / 32;
   const uint32_t lane = threadIdx.x % 32, d = p.head_dim;
   const uint64_t q_col = static_cast<uint64_t>(head) * d, kv_col = static_cast<uint64_t>(head / p.group) * d;
@@ -128,7 +128,7 @@ __device__ __forceinline__ void attend(const KlAttention& p, uint64_t query, uin
     q[i] = e < d ? load<X>(p.q, query, q_col + e) * p.scale : 0.0f;
     out[i] = 0.0f;
   }
-  float maximum = -INFINITY, total = 0.0f;
+  float row_max = -INFINITY, row_sum = 0.0f;
   for (uint32_t s = 0; s < p.segments; s++) {
     const KlMat &k = p.kv[s].k, &v = p.kv[s].v;
     const uint64_t keys = p.causal ? min(static_cast<uint64_t>(k.rows), query + 1) : k.rows;
@@ -140,24 +140,24 @@ __device__ __forceinline__ void attend(const KlAttention& p, uint64_t query, uin
         if (i * 32 + lane < d) score += q[i] * to_float(k_row[i * 32 + lane]);
       }
       score = warp_sum(score);
-      const float higher = fmaxf(maximum, score), correction = expf(maximum - higher), weight = expf(score - higher);
-      maximum = higher;
-      total = total * correction + weight;
+      const float new_max = fmaxf(row_max, score), correction = expf(row_max - new_max), prob = expf(score - new_max);
+      row_max = new_max;
+      row_sum = row_sum * correction + prob;
 #pragma unroll
       for (int i = 0; i < kHeld; i++) {
-        if (i * 32 + lane < d) out[i] = out[i] * correction + weight * to_float(v_row[i * 32 + lane]);
+        if (i * 32 + lane < d) out[i] = out[i] * correction + prob * to_float(v_row[i * 32 + lane]);
       }
     }
   }
 #pragma unroll
   for (int i = 0; i < kHeld; i++) {
     const uint32_t e = i * 32 + lane;
-    if (e < d) store_any(p.out, query, q_col + e, out[i] / total);
+    if (e < d) store_any(p.out, query, q_col + e, out[i] / row_sum);
   }
 }
 
 KL_ENTRY(kl_naive_attention, KlAttention, KL_ATTENTION_WARPS * 32) {
   const uint64_t query = static_cast<uint64_t>(blockIdx.x) * KL_ATTENTION_WARPS + threadIdx.x / 32;
   if (query >= p.q.rows) return;
-  with_type(p.q.dtype, [&](auto t) { attend<typename decltype(t)::type>(p, query, blockIdx.y); });
+  with_type(p.q.dtype, [&](auto t) { attention_row<typename decltype(t)::type>(p, query, blockIdx.y); });
 }

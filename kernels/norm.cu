@@ -1,48 +1,48 @@
-// Memory-bound kernels with a reduction.
+// Memory-bound kernels with a reduction: row norms, qk-norm with RoPE, group norm.
 //
 //   kl_rms_norm_*    y = x / sqrt(mean(x^2) + eps) * weight
-//   kl_layer_norm_*  y = (1 + scale) * (x - mean) / sqrt(var + eps) + shift, per stream
-//                    _1024 to _8192: aligned rows of bf16 with at most so many columns, a multiple of 8; _any: all others
-//   kl_head_norm     each head of x: RMS norm with weight, times scale, then rotation by the row's angles, in place
-//                    table [rows, d]: d/2 cosines, then d/2 sines; pairs are neighbours (2i, 2i+1) or halves (i, i + d/2)
+//   kl_layer_norm_*  y = (1 + scale) * (x - mean) / sqrt(var + eps) + shift, per stream (AdaLN modulation)
+//                    _1024 to _8192: aligned rows of bf16 with at most that many columns, a multiple of 8; _any: all others
+//   kl_qk_norm_rope  each head of x: RMS norm with weight, times scale, then RoPE by the row's angles, in place
+//                    table [rows, d]: d/2 cosines, then d/2 sines; pairs are interleaved (2i, 2i+1) or half-split (i, i + d/2)
 //   kl_group_stats_*, kl_group_stats_finish    mean and variance of each group of channels over all pixels
-//   kl_group_norm_*  y = (x - mean) / sqrt(var + eps) * weight + bias, then silu if asked; finishes statistics itself if nobody else
-//                    needs them.  _8: images of bf16 in aligned runs of eight channels; _any: all others
+//   kl_group_norm_*  y = (x - mean) / sqrt(var + eps) * weight + bias, then SiLU if asked; finishes the statistics itself if nothing
+//                    else needs them.  _8: bf16 images in aligned runs of eight channels; _any: all others
 //
-// Bound: HBM. Rows are read once and kept in registers, as they are stored; a warp takes deviations from the mean of what it holds, and
-// a block puts warps together with one barrier (Chan et al.), so a mean far from zero costs nothing. An image that makes its own
-// statistics is read twice, the second time from its end, which the cache still has. Group sums are taken relative to one value of the
-// group, which keeps them exact where the mean is far from zero; all sums are added in a fixed order.
+// Bound: HBM. Rows are read once and stay in registers in their storage type. A warp computes squared deviations from its own mean, and
+// the moments of all warps are merged behind one barrier (Chan et al. 1979), so a mean far from zero costs no precision. An image
+// whose statistics are computed here is read twice, the second time from its end, which L2 still holds. Group sums are relative to one
+// value of the group, which keeps them accurate where the mean is far from zero. All sums are added in a fixed order.
 #include "common.cuh"
 
 // ---------------------------------------------------------------------------------------------------------------- rows
 
-constexpr uint32_t kRows = KL_NORM_ROWS;  // of a block at once: modulations and barriers are shared by them
+constexpr uint32_t kRows = KL_NORM_ROWS;  // rows per CTA, which share the loads of modulations and the barriers
 
-// What a warp found in its part of a row: mean, sum of squared deviations from it, number of values.
+// The moments of a warp's part of a row: mean, sum of squared deviations from it (M2), count.
 struct alignas(16) Moments {
   float mean, squares, count;
 };
 
-// The compiler forgets what it knows of these registers: or it keeps eight floats beside every four words.
+// Makes these registers opaque to the compiler, which would otherwise keep eight unpacked floats alive beside every four words.
 __device__ __forceinline__ void forget(uint4& v) { asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)); }
 
-// A load that may be on its way before the sums: without `volatile` the compiler would move it behind them.
+// A load that is issued before the reductions: without `volatile` the compiler would move it behind them.
 __device__ __forceinline__ uint4 load_now(const bf16* from) {
   uint4 v;
   asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
   return v;
 }
 
-// a / n to the last place but for rare cases: a mean that is a little off shows where a row hardly differs from it.
+// a / n, correctly rounded but for rare cases: an error in the mean shows where the values of a row hardly differ from it.
 __device__ __forceinline__ float divide(float a, float n) {
   const float inverse = __fdividef(1.0f, n), near = a * inverse;
   return fmaf(fmaf(-near, n, a), inverse, near);
 }
 
-// Rows `first` to `first` + kRows of aligned bf16. A thread has kVecs vectors, of which only the last may lie past the end; it takes the
-// row's first vector instead, which it neither counts nor stores. A row past the end is the last one once more: both store the same.
-// kRms: no mean, no shift, and `scale` is the weight.
+// Normalises rows `first` to `first` + kRows of aligned bf16. A thread has kVecs vectors, of which only the last may lie past the end; it
+// then loads the row's first vector instead, and neither counts nor stores it. A row past the end repeats the last row, with the same
+// result. With kRms there is no mean and no shift, and `scale` is the weight.
 template <int kThreads, int kVecs, bool kRms>
 __device__ __forceinline__ void norm_rows(const KlMat& out, const KlMat& x, const KlMat& scale, const KlMat& shift, uint32_t first,
                                           float eps, Moments (&moments)[kRows][kThreads / 32]) {
@@ -67,7 +67,7 @@ __device__ __forceinline__ void norm_rows(const KlMat& out, const KlMat& x, cons
     for (int i = 0; i < kVecs; i++) mul[i] = load_now(scales + column(i)), add[i] = load_now(shifts + column(i));
   }
 
-  // Both rows take each step together, or their shuffles wait for each other.
+  // Both rows go through each step together, so that their shuffles overlap.
   const float count = kVector * ((kVecs - 1) * 32 + __popc(__ballot_sync(0xffffffffu, full)));
   float mean[kRows] = {}, squares[kRows] = {};
   const auto warp_sums = [](float(&v)[kRows]) {
@@ -83,7 +83,7 @@ __device__ __forceinline__ void norm_rows(const KlMat& out, const KlMat& x, cons
 #pragma unroll
       for (int i = 0; i < kVecs; i++) {
         float v[kVector];
-        unpack(values[r][i], v);
+        unpack_bf16(values[r][i], v);
         const float sum = ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
         mean[r] += i < kVecs - 1 || full ? sum : 0.0f;
       }
@@ -101,7 +101,7 @@ __device__ __forceinline__ void norm_rows(const KlMat& out, const KlMat& x, cons
 #pragma unroll
     for (int i = 0; i < kVecs; i++) {
       float v[kVector], sum = 0.0f;
-      unpack(values[r][i], v);
+      unpack_bf16(values[r][i], v);
 #pragma unroll
       for (int j = 0; j < kVector; j++) {
         const float d = kRms ? v[j] : v[j] - mean[r];
@@ -133,7 +133,7 @@ __device__ __forceinline__ void norm_rows(const KlMat& out, const KlMat& x, cons
       const float d = m.mean - whole;
       deviations += kRms ? m.squares : m.squares + d * d * m.count;
     }
-    // To sixteen bits, so that its product with a bf16 is exact: what is the mean becomes zero, however large both are.
+    // Truncated to 16 significant bits, so that its product with a bf16 is exact: a value equal to the mean becomes zero, however large.
     rstd[r] = __uint_as_float(__float_as_uint(rsqrtf(__fdividef(deviations, n) + eps)) & 0xffffff00u);
     minus[r] = -whole * rstd[r];
   }
@@ -150,13 +150,13 @@ __device__ __forceinline__ void norm_rows(const KlMat& out, const KlMat& x, cons
     if constexpr (kRms) {
       load_vector(row_of<const float>(scale, 0) + column(i), a);
     } else {
-      unpack(mul[i], a);
-      unpack(add[i], b);
+      unpack_bf16(mul[i], a);
+      unpack_bf16(add[i], b);
     }
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
       float v[kVector];
-      unpack(values[r][i], v);
+      unpack_bf16(values[r][i], v);
 #pragma unroll
       for (int j = 0; j < kVector; j++) v[j] = kRms ? v[j] * rstd[r] * a[j] : (v[j] * rstd[r] + minus[r]) * (1.0f + a[j]) + b[j];
       if (i < kVecs - 1 || full) store_vector(row_of<bf16>(out, row(r)) + column(i), v);
@@ -164,8 +164,8 @@ __device__ __forceinline__ void norm_rows(const KlMat& out, const KlMat& x, cons
   }
 }
 
-// Rows of at most kVecs * kThreads vectors and more than one less a thread. One entry point for each number of vectors: with several in
-// one, they would keep each other's registers.
+// Entry points for rows of at most kVecs * kThreads vectors, and more than (kVecs - 1) * kThreads. Each number of vectors has its own:
+// one kernel for all would allocate the registers of the largest.
 #define KL_ROW_NORMS(cols, kThreads, kVecs, layer_blocks, rms_blocks)                                                  \
   static_assert(kThreads * kVecs * kVector == cols, "the name says another width");                                    \
   KL_ENTRY(kl_layer_norm_##cols, KlLayerNorm, kThreads, layer_blocks) {                                                \
@@ -187,7 +187,7 @@ KL_ROW_NORMS(3072, KL_NORM_THREADS, 3, 6, 7)
 KL_ROW_NORMS(4096, KL_NORM_THREADS, 4, 5, 7)
 KL_ROW_NORMS(8192, KL_NORM_THREADS_WIDE, 2, 1, 1)
 
-// Sum over a block of KL_NORM_THREADS threads of f(column), in every thread.
+// The sum of f(column) over all columns, by a CTA of KL_NORM_THREADS threads; every thread gets it.
 template <class F>
 __device__ __forceinline__ float sum_of_columns(uint32_t cols, F f) {
   __shared__ float warps[KL_NORM_THREADS / 32];
@@ -202,7 +202,7 @@ __device__ __forceinline__ float sum_of_columns(uint32_t cols, F f) {
   return sum;
 }
 
-// Rows of any width, type and address, one a block, read again for each pass.
+// Rows of any width, dtype and alignment, one per CTA, read again for each pass.
 KL_ENTRY(kl_rms_norm_any, KlRmsNorm, KL_NORM_THREADS) {
   const uint64_t row = blockIdx.x;
   const float squares = sum_of_columns(p.x.cols, [&](uint32_t col) {
@@ -232,26 +232,26 @@ KL_ENTRY(kl_layer_norm_any, KlLayerNorm, KL_NORM_THREADS) {
   }
 }
 
-// --------------------------------------------------------------------------------------------------------------- heads
+// --------------------------------------------------------------------------------------------------- qk-norm and RoPE
 
-// Two neighbouring values.
+// Loads and stores of two adjacent values.
 __device__ __forceinline__ float2 load_pair(const float* from) { return *reinterpret_cast<const float2*>(from); }
 __device__ __forceinline__ float2 load_pair(const bf16* from) {
   return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(from));
 }
 __device__ __forceinline__ void store_pair(float* to, float a, float b) { *reinterpret_cast<float2*>(to) = make_float2(a, b); }
-__device__ __forceinline__ void store_pair(bf16* to, float a, float b) { *reinterpret_cast<uint32_t*>(to) = pack(a, b); }
+__device__ __forceinline__ void store_pair(bf16* to, float a, float b) { *reinterpret_cast<uint32_t*>(to) = pack_bf16(a, b); }
 
-constexpr uint32_t kHeadThreads = KL_NORM_THREADS;
+constexpr uint32_t kQkNormRopeThreads = KL_NORM_THREADS;
 
-// Heads of 128 values, where a lane takes two pairs and keeps its angles and weights in registers for all heads of the row.
+// Heads of 128: a lane has two pairs of each head, and keeps their angles and weights in registers for all heads of the row.
 template <class X, bool kInterleaved>
-__device__ __forceinline__ void heads_of_128(const KlHeads& part, uint64_t row, uint32_t first, uint32_t last, float eps) {
+__device__ __forceinline__ void qk_norm_rope_128(const KlQkHeads& part, uint64_t row, uint32_t first, uint32_t last, float eps) {
   const uint32_t lane = threadIdx.x % 32;
-  // First elements of the lane's two runs of two: 4 l and 4 l + 2, or 2 l and 64 + 2 l.
+  // The lane loads two adjacent elements twice: from 4 l and 4 l + 2 (interleaved), or from 2 l and 64 + 2 l (half-split).
   const uint32_t low = kInterleaved ? 4 * lane : 2 * lane, high = kInterleaved ? low + 2 : low + 64;
   const float *angles = row_of<const float>(part.table, row), *weight = row_of<const float>(part.weight, 0);
-  const uint32_t pair = 2 * lane;  // both styles: pairs 2 l and 2 l + 1
+  const uint32_t pair = 2 * lane;  // in both layouts the lane has pairs 2 l and 2 l + 1
   const float c0 = angles[pair], c1 = angles[pair + 1], s0 = angles[64 + pair], s1 = angles[64 + pair + 1];
   const float w0 = weight[low], w1 = weight[low + 1], w2 = weight[high], w3 = weight[high + 1];
   X* at = row_of<X>(part.x, row);
@@ -272,9 +272,9 @@ __device__ __forceinline__ void heads_of_128(const KlHeads& part, uint64_t row, 
   }
 }
 
-// Heads of any even size at any address.
+// Heads of any even size at any alignment.
 template <class X>
-__device__ __forceinline__ void heads_of_any(const KlHeads& part, uint64_t row, uint32_t first, uint32_t last, uint32_t d,
+__device__ __forceinline__ void qk_norm_rope_any(const KlQkHeads& part, uint64_t row, uint32_t first, uint32_t last, uint32_t d,
                                              bool interleaved, float eps) {
   const uint32_t lane = threadIdx.x % 32, half = d / 2;
   const float *angles = row_of<const float>(part.table, row), *weight = row_of<const float>(part.weight, 0);
@@ -294,13 +294,13 @@ __device__ __forceinline__ void heads_of_any(const KlHeads& part, uint64_t row, 
   }
 }
 
-// Warps along x take the rows of one part after those of another; blocks along y take KL_HEADS_PER_WARP heads each.
-KL_ENTRY(kl_head_norm, KlHeadNorm, KL_NORM_THREADS) {
-  uint64_t row = blockIdx.x * (kHeadThreads / 32) + threadIdx.x / 32;
+// A warp takes one row, with the rows of all parts in sequence along the grid's x, and KL_HEADS_PER_WARP heads of it, along y.
+KL_ENTRY(kl_qk_norm_rope, KlQkNormRope, KL_NORM_THREADS) {
+  uint64_t row = blockIdx.x * (kQkNormRopeThreads / 32) + threadIdx.x / 32;
   uint32_t index = 0;
-  while (index < KL_HEAD_PARTS && row >= p.part[index].x.rows) row -= p.part[index++].x.rows;
-  if (index == KL_HEAD_PARTS) return;
-  const KlHeads& part = p.part[index];
+  while (index < KL_QK_PARTS && row >= p.part[index].x.rows) row -= p.part[index++].x.rows;
+  if (index == KL_QK_PARTS) return;
+  const KlQkHeads& part = p.part[index];
   const uint32_t heads = part.x.cols / p.head_dim, first = blockIdx.y * KL_HEADS_PER_WARP;
   const uint32_t last = min(heads, first + KL_HEADS_PER_WARP);
   const bool interleaved = p.style == KL_ROPE_INTERLEAVED;
@@ -308,18 +308,18 @@ KL_ENTRY(kl_head_norm, KlHeadNorm, KL_NORM_THREADS) {
     using X = typename decltype(t)::type;
     const bool pairs = part.x.data % (2 * sizeof(X)) == 0 && part.x.stride % 2 == 0;
     if (p.head_dim != 128 || !pairs) {
-      heads_of_any<X>(part, row, first, last, p.head_dim, interleaved, p.eps);
+      qk_norm_rope_any<X>(part, row, first, last, p.head_dim, interleaved, p.eps);
     } else if (interleaved) {
-      heads_of_128<X, true>(part, row, first, last, p.eps);
+      qk_norm_rope_128<X, true>(part, row, first, last, p.eps);
     } else {
-      heads_of_128<X, false>(part, row, first, last, p.eps);
+      qk_norm_rope_128<X, false>(part, row, first, last, p.eps);
     }
   });
 }
 
-// -------------------------------------------------------------------------------------------------------------- groups
+// ---------------------------------------------------------------------------------------------------------- group norm
 
-// What a thread takes at once: eight channels of bf16 at an address that allows it, or one of any type.
+// The unit of access: a run of eight aligned bf16 channels, or a single channel of any dtype.
 struct EightChannels {
   static constexpr int kWidth = kVector;
   uint4 raw;
@@ -327,7 +327,7 @@ struct EightChannels {
   __device__ __forceinline__ void load(const KlMat& m, uint64_t row, uint32_t channel) {
     raw = *reinterpret_cast<const uint4*>(row_of<const bf16>(m, row) + channel);
   }
-  __device__ __forceinline__ void get(float (&v)[kWidth]) const { unpack(raw, v); }
+  __device__ __forceinline__ void get(float (&v)[kWidth]) const { unpack_bf16(raw, v); }
   static __device__ __forceinline__ void load_weights(const KlMat& m, uint32_t channel, float (&v)[kWidth]) {
     load_vector(row_of<const float>(m, 0) + channel, v);
   }
@@ -350,24 +350,24 @@ struct OneChannel {
   }
 };
 
-// How a block of KL_GROUP_THREADS threads walks over pixels: each thread keeps to the same run of channels, so that what
-// belongs to the channels stays in registers. Threads that do not make up a whole pixel rest. Images of more channels than a
-// block has threads for are walked over several times.
-struct Walk {
+// How a CTA of KL_GROUP_THREADS threads walks over pixels: each thread keeps to the same run of channels, so that per-channel values stay
+// in registers. Threads beyond the last whole pixel are idle. Images with more runs of channels than a CTA has threads are walked
+// over several times.
+struct PixelWalk {
   uint32_t runs, pixels, thread_pixel, thread_run;
 
-  __device__ explicit Walk(uint32_t all_runs) : runs(all_runs) {
+  __device__ explicit PixelWalk(uint32_t all_runs) : runs(all_runs) {
     pixels = max(1u, KL_GROUP_THREADS / runs);
     thread_pixel = runs <= KL_GROUP_THREADS ? threadIdx.x / runs : 0;
     thread_run = runs <= KL_GROUP_THREADS ? threadIdx.x % runs : threadIdx.x;
   }
 };
 
-// Calls f(pixel, values) for every pixel of the thread's, a batch of loads ahead; kBack: from the last pixel to the first. All threads come
-// here: the first loads are under way when all of them call `prepare`, which may hold a barrier.
+// Calls f(pixel, values) for every pixel of the thread, with a batch of loads in flight; kBack walks from the last pixel to the first.
+// All threads of the CTA must call this: once the first loads are issued they call `prepare`, which may contain a barrier.
 template <class Run, int kBatch, bool kBack, class P, class F>
-__device__ __forceinline__ void for_pixels(const KlMat& x, const Walk& walk, uint32_t run, P prepare, F f) {
-  // An image has fewer pixels than 32 bits count, and a grid is small beside them.
+__device__ __forceinline__ void for_pixels(const KlMat& x, const PixelWalk& walk, uint32_t run, P prepare, F f) {
+  // Pixel indices fit in 32 bits, and so do the steps beyond the end: the grid is small.
   const uint32_t step = gridDim.x * walk.pixels;
   const bool busy = walk.thread_pixel < walk.pixels && run < walk.runs;
   uint32_t next = busy ? blockIdx.x * walk.pixels + walk.thread_pixel : x.rows;
@@ -398,16 +398,16 @@ __device__ __forceinline__ void for_pixels(const KlMat& x, const Walk& walk, uin
   }
 }
 
-// Threads that add up a group.
+// Threads that reduce one group.
 constexpr uint32_t kGroupLanes = KL_GROUP_THREADS / KL_GROUPS;
 
-// Sums and sums of squares of a block's pixels, per group, relative to the group's first value of the first pixel. A thread keeps them
-// for each piece of kPiece channels, of which none lies in two groups.
+// Sums and sums of squares of a CTA's pixels, per group, relative to the group's first value of the first pixel. A thread keeps them for
+// each piece of kPiece channels; no piece spans two groups.
 template <class Run, int kPiece>
 __device__ __forceinline__ void group_sums(const KlGroupStats& p, float2* shares) {
   constexpr int kWidth = Run::kWidth, kPieces = kWidth / kPiece;
   constexpr int kBatch = kPieces > 2 ? 4 : 8;
-  const Walk walk(p.x.cols / kWidth);
+  const PixelWalk walk(p.x.cols / kWidth);
   const uint32_t width = p.x.cols / p.groups, pieces = width / kPiece;
   const uint32_t group = threadIdx.x / kGroupLanes, lane = threadIdx.x % kGroupLanes;
   float2* partials = reinterpret_cast<float2*>(p.partials) + static_cast<uint64_t>(blockIdx.x) * p.groups;
@@ -430,14 +430,14 @@ __device__ __forceinline__ void group_sums(const KlGroupStats& p, float2* shares
 #pragma unroll
     for (int k = 0; k < kPieces; k++) shares[threadIdx.x * kPieces + k] = make_float2(sum[k], squares[k]);
     __syncthreads();
-    // Of all pieces, this round has those from `origin` on, `round` a pixel: a group may begin in one round and end in the next.
-    const uint32_t origin = base * kPieces, round = min(walk.runs - base, static_cast<uint32_t>(KL_GROUP_THREADS)) * kPieces;
+    // This pass has the pieces from `origin` on, `per_pixel` of them for each pixel: a group may begin in one pass and end in the next.
+    const uint32_t origin = base * kPieces, per_pixel = min(walk.runs - base, static_cast<uint32_t>(KL_GROUP_THREADS)) * kPieces;
     float2 total = make_float2(0.0f, 0.0f);
     if (group < p.groups) {
-      const uint32_t begin = max(group * pieces, origin), end = min((group + 1) * pieces, origin + round);
+      const uint32_t begin = max(group * pieces, origin), end = min((group + 1) * pieces, origin + per_pixel);
       for (uint32_t pixel = lane; pixel < walk.pixels; pixel += kGroupLanes) {
         for (uint32_t piece = begin; piece < end; piece++) {
-          const float2 s = shares[pixel * round + piece - origin];
+          const float2 s = shares[pixel * per_pixel + piece - origin];
           total.x += s.x, total.y += s.y;
         }
       }
@@ -472,24 +472,26 @@ KL_ENTRY(kl_group_stats_any, KlGroupStats, KL_GROUP_THREADS, 3) {
   group_sums<OneChannel, 1>(p, shares);
 }
 
-// Means and variances of all groups, in shared memory.
+// The means and variances of all groups, in shared memory.
 struct GroupMoments {
   double2 shares[KL_GROUP_THREADS];
   float2 stats[KL_GROUPS];
 
-  // From what `blocks` blocks of kl_group_stats found in x. A thread adds every so manieth block's share of its group.
+  // Reduces the partial sums that `blocks` CTAs of kl_group_stats stored for x. A thread adds those of every n-th CTA for its group, n
+  // being `threads_per_group`.
   __device__ __forceinline__ void finish(const KlMat& x, uint32_t groups, uint64_t found, uint32_t blocks) {
     const float2* partials = reinterpret_cast<const float2*>(found);
-    const uint32_t width = x.cols / groups, group = threadIdx.x % groups, at_once = KL_GROUP_THREADS / groups;
+    const uint32_t width = x.cols / groups, group = threadIdx.x % groups, threads_per_group = KL_GROUP_THREADS / groups;
     const double inverse = 1.0 / (static_cast<double>(x.rows) * width), shift = load_any(x, 0, group * width);
     double sum = 0.0, squares = 0.0;
-    // A batch of loads at a time: one after the other they would take longer than the pixels.
+    // Loads are issued in batches: their latencies one after the other would take longer than the pass over the pixels.
     constexpr int kBatch = 12;
-    for (uint32_t block = threadIdx.x < groups * at_once ? threadIdx.x / groups : blocks; block < blocks; block += kBatch * at_once) {
+    const uint32_t first = threadIdx.x < groups * threads_per_group ? threadIdx.x / groups : blocks;
+    for (uint32_t block = first; block < blocks; block += kBatch * threads_per_group) {
       float2 s[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; i++) {
-        const uint32_t from = block + i * at_once;
+        const uint32_t from = block + i * threads_per_group;
         s[i] = from < blocks ? partials[from * groups + group] : make_float2(0.0f, 0.0f);
       }
 #pragma unroll
@@ -498,7 +500,7 @@ struct GroupMoments {
     shares[threadIdx.x] = make_double2(sum, squares);
     __syncthreads();
     if (threadIdx.x < groups) {
-      for (uint32_t i = 1; i < at_once; i++) sum += shares[i * groups + group].x, squares += shares[i * groups + group].y;
+      for (uint32_t i = 1; i < threads_per_group; i++) sum += shares[i * groups + group].x, squares += shares[i * groups + group].y;
       const double delta = sum * inverse, variance = fmax(squares * inverse - delta * delta, 0.0);
       stats[group] = make_float2(static_cast<float>(shift + delta), static_cast<float>(variance));
     }
@@ -514,7 +516,7 @@ struct GroupMoments {
   }
 };
 
-// One block.
+// Launched with one CTA.
 KL_ENTRY(kl_group_stats_finish, KlGroupStats, KL_GROUP_THREADS) {
   __shared__ GroupMoments moments;
   moments.finish(p.x, p.groups, p.partials, p.blocks);
@@ -528,7 +530,7 @@ KL_ENTRY(kl_group_stats_finish, KlGroupStats, KL_GROUP_THREADS) {
 template <class Run, bool kSilu>
 __device__ __forceinline__ void normalise_groups(const KlGroupNorm& p, GroupMoments& moments) {
   constexpr int kWidth = Run::kWidth;
-  const Walk walk(p.x.cols / kWidth);
+  const PixelWalk walk(p.x.cols / kWidth);
   const uint32_t width = p.x.cols / p.groups;
   for (uint32_t base = 0; base < walk.runs; base += KL_GROUP_THREADS) {
     const uint32_t run = base + walk.thread_run, channel = run * kWidth;

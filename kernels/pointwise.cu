@@ -1,23 +1,23 @@
-// Memory-bound kernels without reductions (but one): each value is read once, changed, and written once.
+// Memory-bound element-wise kernels: each value is read once, transformed, and written once. Only kl_count has a reduction.
 //
-//   kl_map         out = f(x), f one of copy and silu; may change the element type
+//   kl_map         out = f(x), f being copy or SiLU; may change the dtype
 //   kl_embed       out[r] = table[ids[r]]
 //   kl_patchify    tokens[t, 4 c + p] = (pixels[4 t's pixel p, c] - mean) / sqrt(var + eps), 2x2 pixels to a token
 //   kl_unpatchify  its inverse
 //   kl_euler       latents += dt * velocity, in f32
-//   kl_guidance    out = uncond + scale * (cond - uncond)
-//   kl_pixels      8-bit values of an image within -1..1: round((x / 2 + 1/2) * 255), half to even, as the reference does
-//   kl_count       how many values of a matrix are not finite, as f32
+//   kl_guidance    out = uncond + scale * (cond - uncond), classifier-free guidance
+//   kl_pixels      8-bit values of an image in -1..1: round((x / 2 + 1/2) * 255), half to even, as the reference does
+//   kl_count       the number of values of a matrix that are not finite, as f32
 //
-// Bound: HBM for the large ones; the latents' kernels (1 to 2 MB at 1024 x 1024) are bound by their launch.
-// One thread takes kVector consecutive values of a row where every matrix allows 16-byte accesses, one value elsewhere.
-// kl_count looks at bits and has several loads on their way; it is one launch, since a second would take as long as a small matrix.
+// Bound: HBM for the large ones; kernels on latents (1 to 2 MB at 1024 x 1024) are bound by launch latency.
+// A thread takes kVector consecutive values of a row where every matrix allows 16-byte accesses, one value elsewhere. kl_count tests
+// exponent bits with several loads in flight, and is a single launch, because a second would take as long as a small matrix.
 #include "common.cuh"
 
 constexpr uint64_t kThreads = KL_POINTWISE_THREADS;
 
-// Calls f(row, col) for every run of `width` columns: rows along the grid's y, columns along its x, both in strides, so that a
-// grid of any size does. The host passes matrices without gaps as one long row.
+// Grid-stride loop: calls f(row, col) for every run of `width` columns, with rows along the grid's y and columns along its x. The host
+// passes matrices without gaps as one long row.
 template <class F>
 __device__ __forceinline__ void for_each_run(const KlMat& m, uint32_t width, F f) {
   for (uint64_t row = blockIdx.y; row < m.rows; row += gridDim.y) {
@@ -83,7 +83,7 @@ KL_ENTRY(kl_embed, KlEmbed, KL_POINTWISE_THREADS) {
   });
 }
 
-// Where value (row, col) of the tokens lies among the pixels.
+// The pixel and channel of value (row, col) of the tokens.
 struct PatchPlace {
   uint64_t pixel, channel;
   __device__ PatchPlace(const KlPatch& p, uint64_t row, uint64_t col) {
@@ -109,7 +109,7 @@ KL_ENTRY(kl_unpatchify, KlPatch, KL_POINTWISE_THREADS) {
   });
 }
 
-// One rounding of the product and one of the sum, as on the host.
+// Rounds the product and the sum separately, without FMA, as the CPU backend does.
 __device__ __forceinline__ float multiply_add(float a, float b, float c) { return __fadd_rn(c, __fmul_rn(a, b)); }
 
 template <class V>
@@ -178,7 +178,7 @@ KL_ENTRY(kl_pixels, KlPixels, KL_POINTWISE_THREADS) {
   }
 }
 
-// Bits 15 and 31 of a pair of bf16, or bit 31 of a float, where the exponent is all ones: infinite or no number.
+// Sets bit 31 of a float, or bits 15 and 31 of a pair of bf16, where the exponent is all ones: infinity or NaN.
 template <class X>
 __device__ __forceinline__ uint32_t not_finite(uint32_t word) {
   if constexpr (sizeof(X) == sizeof(bf16)) return ((word & 0x7f807f80u) + 0x00800080u) & 0x80008000u;
@@ -205,14 +205,15 @@ __device__ __forceinline__ uint32_t count_in(const KlMat& x) {
     if (any == 0) continue;
 #pragma unroll
     for (int i = 0; i < kBatch; i++) {
-      found += __popc(not_finite<X>(v[i].x)) + __popc(not_finite<X>(v[i].y)) + __popc(not_finite<X>(v[i].z)) + __popc(not_finite<X>(v[i].w));
+      found += __popc(not_finite<X>(v[i].x)) + __popc(not_finite<X>(v[i].y));
+      found += __popc(not_finite<X>(v[i].z)) + __popc(not_finite<X>(v[i].w));
     }
   }
   return found;
 }
 
-// The last block to come writes the sum and leaves both words as it found them. Whole numbers may be added in any order; more than 2^32
-// would wrap to a smaller number, which is as wrong as before.
+// The last CTA to finish writes the sum and resets both counters to zero. Integer atomics give the same sum in any order. A count
+// beyond 2^32 wraps to a smaller number, which still reports the error.
 KL_ENTRY(kl_count, KlCount, KL_POINTWISE_THREADS) {
   uint32_t found = 0;
   with_type(p.x.dtype, [&](auto t) { found = count_in<typename decltype(t)::type>(p.x); });

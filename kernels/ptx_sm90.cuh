@@ -1,43 +1,44 @@
-// One wrapper per instruction that Hopper added and C++ has no name for. Nothing else of ours contains assembly for it. What lies in
-// shared memory is named by its address there (shared_address): half as many registers as a pointer.
+// One wrapper per sm_90 instruction: mbarrier, TMA, wgmma, setmaxnreg, stmatrix, clusters and distributed shared memory, programmatic
+// dependent launch. No other file contains inline assembly for them. Shared memory is passed as a 32-bit address (shared_address),
+// which takes half as many registers as a pointer.
 #pragma once
 
 #include "common.cuh"
 
-// ------------------------------------------------------------------------------------------------------------ barriers
+// ----------------------------------------------------------------------------------------- mbarriers and named barriers
 
-__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers visible to the copy engine and to the other blocks of the cluster.
-__device__ __forceinline__ void fence_barrier_init() {
+// Makes initialised mbarriers visible to TMA (the async proxy) and to the other CTAs of the cluster.
+__device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Arrives, and says how many bytes the copy engine will bring before the phase is complete.
-__device__ __forceinline__ void barrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
+// Arrives and announces how many bytes TMA will write before the phase completes.
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives at the same barrier of another block of the cluster. Says nothing about what this thread wrote: it is for having read.
-__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
+// Arrives at the same mbarrier of another CTA of the cluster. This orders none of the thread's writes: it signals that a stage was read.
+__device__ __forceinline__ void mbarrier_arrive_remote(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n"
-      ".reg .b32 there;\n"
-      "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
       "}\n" ::"r"(barrier),
       "r"(rank)
       : "memory");
 }
 
-// Waits for the end of the phase of that parity.
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+// Waits until the phase of that parity has completed.
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   uint32_t done = 0;
   while (!done) {
     asm volatile(
@@ -52,13 +53,14 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
   }
 }
 
-// Two warpgroups meet at a numbered barrier: one waits there for the other, which goes on.
-__device__ __forceinline__ void meet_wait(uint32_t number) { asm volatile("barrier.sync %0, 256;" ::"r"(number) : "memory"); }
-__device__ __forceinline__ void meet_arrive(uint32_t number) { asm volatile("barrier.arrive %0, 256;" ::"r"(number) : "memory"); }
+// A named barrier between two warpgroups (256 threads): one warpgroup waits in `sync` until the other has called `arrive`, which does
+// not block.
+__device__ __forceinline__ void named_barrier_sync(uint32_t id) { asm volatile("barrier.sync %0, 256;" ::"r"(id) : "memory"); }
+__device__ __forceinline__ void named_barrier_arrive(uint32_t id) { asm volatile("barrier.arrive %0, 256;" ::"r"(id) : "memory"); }
 
-// --------------------------------------------------------------------------------------------------------- copy engine
+// ----------------------------------------------------------------------------------------------------------------- TMA
 
-// Copies a box of a matrix to shared memory; `barrier` counts the bytes.
+// Loads a box of a matrix into shared memory; `barrier` counts the bytes.
 __device__ __forceinline__ void tma_load_2d(uint32_t to, const KlTensorMap* map, int32_t col, int32_t row, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(map),
@@ -66,8 +68,8 @@ __device__ __forceinline__ void tma_load_2d(uint32_t to, const KlTensorMap* map,
       : "memory");
 }
 
-// The same, to the same place in every block of the cluster that `mask` names; each one's barrier counts the bytes.
-__device__ __forceinline__ void tma_load_2d_to_all(uint32_t to, const KlTensorMap* map, int32_t col, int32_t row, uint32_t barrier,
+// Loads a box and multicasts it to the same address in every CTA of the cluster that `mask` names; the mbarrier of each counts the bytes.
+__device__ __forceinline__ void tma_load_2d_multicast(uint32_t to, const KlTensorMap* map, int32_t col, int32_t row, uint32_t barrier,
                                                    uint16_t mask) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], "
@@ -76,7 +78,7 @@ __device__ __forceinline__ void tma_load_2d_to_all(uint32_t to, const KlTensorMa
       : "memory");
 }
 
-// Copies a box to a matrix; what lies beyond its edges is left out. Writes of the threads come before it by `fence_shared_writes`.
+// Stores a box to a matrix, clipped to its edges. The writing threads must have called fence_proxy_async before.
 __device__ __forceinline__ void tma_store_2d(const KlTensorMap* map, uint32_t from, int32_t col, int32_t row) {
   asm volatile(
       "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];\n"
@@ -85,108 +87,113 @@ __device__ __forceinline__ void tma_store_2d(const KlTensorMap* map, uint32_t fr
       : "memory");
 }
 
-// Until all but so many of this thread's stores have read their boxes.
-template <int kLeft>
+// Waits until at most kPending stores of this thread have yet to read their boxes from shared memory.
+template <int kPending>
 __device__ __forceinline__ void tma_store_wait() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// What threads wrote to shared memory comes before what the copy engine reads of it.
-__device__ __forceinline__ void fence_shared_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Orders this thread's writes to shared memory before reads by TMA.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Brings a line of global memory near.
-__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p) : "memory"); }
+// Prefetches a line of global memory into L1.
+__device__ __forceinline__ void prefetch_l1(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p) : "memory"); }
 
-__device__ __forceinline__ void prefetch_map(const KlTensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+__device__ __forceinline__ void prefetch_tensor_map(const KlTensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
 
-// ------------------------------------------------------------------------------------------------- warpgroup products
+// ---------------------------------------------------------------------------------------------------- warpgroup MMA
 
-// Writes to shared memory and registers come before the products that follow.
+// Orders writes to registers before the wgmma instructions that follow.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Until all but so many groups are done.
-template <int kLeft>
+// Waits until at most kPending committed wgmma groups are in flight.
+template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// An operand in shared memory: rows of 128 bytes with the 128-byte swizzle, eight of them 1024 bytes after the eight before.
-__device__ __forceinline__ uint64_t wgmma_operand(uint32_t address) {
+// The matrix descriptor of a K-major operand in shared memory: rows of 128 bytes with the 128-byte swizzle, in groups of eight rows that
+// are 1024 bytes apart.
+__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
   return (uint64_t{1} << 62) | (uint64_t{64} << 32) | (uint64_t{1} << 16) | ((address & 0x3ffff) >> 4);
 }
 
-#define KL_NAMES_64                                                                                                                \
+#define KL_REGS_64                                                                                                                \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, " \
   "%27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
   "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define KL_NAMES_80 KL_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-#define KL_NAMES_96 KL_NAMES_80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define KL_NAMES_104 KL_NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103"
-#define KL_NAMES_128                                                                                                                  \
-  KL_NAMES_104 ", %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, " \
+#define KL_REGS_80 KL_REGS_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define KL_REGS_96 KL_REGS_80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define KL_REGS_104 KL_REGS_96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define KL_REGS_128                                                                                                                  \
+  KL_REGS_104 ", %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, " \
                "%123, %124, %125, %126, %127"
-#define KL_SUMS_4(i) "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3])
-#define KL_SUMS_16(i) KL_SUMS_4(i), KL_SUMS_4(i + 4), KL_SUMS_4(i + 8), KL_SUMS_4(i + 12)
-#define KL_SUMS_64(i) KL_SUMS_16(i), KL_SUMS_16(i + 16), KL_SUMS_16(i + 32), KL_SUMS_16(i + 48)
-#define KL_WGMMA(cols, names, left_name, right_name, add_name, ...)                                                       \
+#define KL_ACC_4(i) "+f"(acc[i]), "+f"(acc[i + 1]), "+f"(acc[i + 2]), "+f"(acc[i + 3])
+#define KL_ACC_16(i) KL_ACC_4(i), KL_ACC_4(i + 4), KL_ACC_4(i + 8), KL_ACC_4(i + 12)
+#define KL_ACC_64(i) KL_ACC_16(i), KL_ACC_16(i + 16), KL_ACC_16(i + 32), KL_ACC_16(i + 48)
+#define KL_WGMMA(cols, names, a_name, b_name, accumulate_name, ...)                                                       \
   asm volatile(                                                                                                           \
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %" #add_name ", 0;\n"                                                             \
-      "wgmma.mma_async.sync.aligned.m64n" #cols "k16.f32.bf16.bf16 {" names "}, %" #left_name ", %" #right_name            \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %" #accumulate_name ", 0;\n"                                                             \
+      "wgmma.mma_async.sync.aligned.m64n" #cols "k16.f32.bf16.bf16 {" names "}, %" #a_name ", %" #b_name            \
       ", p, 1, 1, 0, 0;\n}\n"                                                                                             \
       : __VA_ARGS__                                                                                                       \
-      : "l"(left), "l"(right), "r"(add))
+      : "l"(a), "l"(b), "r"(accumulate))
 
-// sums (+)= left right^T: 64 rows by kCols columns, over 16 of the inner dimension. Without `add` what was there is dropped.
+// acc = a b^T, added to acc if `accumulate` is set: 64 rows by kCols columns over 16 of K, both operands in shared memory.
 template <int kCols>
-__device__ __forceinline__ void wgmma(float (&sums)[kCols / 2], uint64_t left, uint64_t right, uint32_t add) {
+__device__ __forceinline__ void wgmma(float (&acc)[kCols / 2], uint64_t a, uint64_t b, uint32_t accumulate) {
   static_assert(kCols == 128 || kCols == 160 || kCols == 192 || kCols == 208 || kCols == 256, "no such width");
   if constexpr (kCols == 256) {
-    KL_WGMMA(256, KL_NAMES_128, 128, 129, 130, KL_SUMS_64(0), KL_SUMS_64(64));
+    KL_WGMMA(256, KL_REGS_128, 128, 129, 130, KL_ACC_64(0), KL_ACC_64(64));
   } else if constexpr (kCols == 208) {
-    KL_WGMMA(208, KL_NAMES_104, 104, 105, 106, KL_SUMS_64(0), KL_SUMS_16(64), KL_SUMS_16(80), KL_SUMS_4(96), KL_SUMS_4(100));
+    KL_WGMMA(208, KL_REGS_104, 104, 105, 106, KL_ACC_64(0), KL_ACC_16(64), KL_ACC_16(80), KL_ACC_4(96), KL_ACC_4(100));
   } else if constexpr (kCols == 192) {
-    KL_WGMMA(192, KL_NAMES_96, 96, 97, 98, KL_SUMS_64(0), KL_SUMS_16(64), KL_SUMS_16(80));
+    KL_WGMMA(192, KL_REGS_96, 96, 97, 98, KL_ACC_64(0), KL_ACC_16(64), KL_ACC_16(80));
   } else if constexpr (kCols == 160) {
-    KL_WGMMA(160, KL_NAMES_80, 80, 81, 82, KL_SUMS_64(0), KL_SUMS_16(64));
+    KL_WGMMA(160, KL_REGS_80, 80, 81, 82, KL_ACC_64(0), KL_ACC_16(64));
   } else {
-    KL_WGMMA(128, KL_NAMES_64, 64, 65, 66, KL_SUMS_64(0));
+    KL_WGMMA(128, KL_REGS_64, 64, 65, 66, KL_ACC_64(0));
   }
 }
 
-// All threads of a warpgroup, which is the `group`-th of those that call this.
-__device__ __forceinline__ void warpgroup_sync(uint32_t group) { asm volatile("barrier.sync %0, 128;" ::"r"(group + 1) : "memory"); }
+// A named barrier of the 128 threads of one warpgroup.
+__device__ __forceinline__ void warpgroup_sync(uint32_t id) { asm volatile("barrier.sync %0, 128;" ::"r"(id) : "memory"); }
 
-// An operand in shared memory whose columns are contiguous: 64 of them are a row of 128 bytes with the 128-byte swizzle, eight rows of
-// the inner dimension 1024 bytes after the eight before, the next 64 columns `apart` bytes on.
-__device__ __forceinline__ uint64_t wgmma_columns(uint32_t address, uint32_t apart) {
-  return (uint64_t{1} << 62) | (uint64_t{64} << 32) | (uint64_t{apart >> 4} << 16) | ((address & 0x3ffff) >> 4);
+// The matrix descriptor of an MN-major operand (V in attention): rows of K hold 64 contiguous columns in 128 bytes with the 128-byte
+// swizzle, in groups of eight rows that are 1024 bytes apart; the next 64 columns are `stride` bytes away.
+__device__ __forceinline__ uint64_t wgmma_descriptor_mn_major(uint32_t address, uint32_t stride) {
+  return (uint64_t{1} << 62) | (uint64_t{64} << 32) | (uint64_t{stride >> 4} << 16) | ((address & 0x3ffff) >> 4);
 }
 
-// sums += left right: 64 rows by 128 columns, over 16 of the inner dimension, with the left operand in registers, as `pack` makes it of
-// sums, and the right one as `wgmma_columns` says.
-__device__ __forceinline__ void wgmma_from_registers(float (&sums)[64], const uint32_t* left, uint64_t right) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" KL_NAMES_64 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;\n"
-               : KL_SUMS_64(0)
-               : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right));
+// acc += a b: 64 rows by 128 columns over 16 of K, with A in registers (bf16 pairs in the layout of the accumulators) and B MN-major in
+// shared memory. RS as in CUTLASS: register and shared operands.
+__device__ __forceinline__ void wgmma_rs(float (&acc)[64], const uint32_t* a, uint64_t b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" KL_REGS_64 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;\n"
+               : KL_ACC_64(0)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
-// The calling warpgroup gives registers back, or takes what others gave.
+// The calling warpgroup releases registers to the CTA's pool, or acquires some from it.
 template <int kRegisters>
-__device__ __forceinline__ void give_registers() {
+__device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 template <int kRegisters>
-__device__ __forceinline__ void take_registers() {
+__device__ __forceinline__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Four 8x8 matrices of 16-bit values from registers to rows of 16 bytes, which the lanes name, eight for each matrix.
-__device__ __forceinline__ void store_matrices(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+// Stores four 8x8 matrices of 16-bit values to shared memory; lanes 8 i to 8 i + 7 supply the row addresses of matrix i.
+__device__ __forceinline__ void stmatrix_x4(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
-__device__ __forceinline__ void store_shared(uint32_t to, uint32_t v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(v) : "memory"); }
+__device__ __forceinline__ void store_shared(uint32_t to, uint32_t v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
+}
 
 __device__ __forceinline__ uint32_t load_shared_word(uint32_t from) {
   uint32_t v;
@@ -208,33 +215,34 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
-// Every thread of every block of the cluster arrives, and waits for all others. What they wrote may come later, but for barriers
-// (fence_barrier_init): to order it would mean to wait until all of it has reached memory.
+// Every thread of every CTA of the cluster arrives and waits for the others. The arrival is relaxed: it orders no writes but the
+// initialisation of mbarriers (fence_mbarrier_init), because a release would wait until all earlier writes have reached memory.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_meet() { cluster_arrive(), cluster_wait(); }
+__device__ __forceinline__ void cluster_sync_relaxed() { cluster_arrive(), cluster_wait(); }
 
-// The same, and what they wrote is there.
+// A cluster barrier that also makes earlier writes visible.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   cluster_wait();
 }
 
-// Stores sixteen bytes at this block's address in another block's shared memory; that block's barrier counts them.
-__device__ __forceinline__ void store_in_block(uint32_t to, float4 v, uint32_t barrier, uint32_t rank) {
+// Stores 16 bytes to another CTA's shared memory (distributed shared memory), at the address that `to` is in this one; that CTA's
+// mbarrier counts the bytes.
+__device__ __forceinline__ void store_remote_async(uint32_t to, float4 v, uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n"
-      ".reg .b32 there, then;\n"
-      "mapa.shared::cluster.u32 there, %0, %2;\n"
-      "mapa.shared::cluster.u32 then, %1, %2;\n"
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [then];\n"
+      ".reg .b32 remote, remote_barrier;\n"
+      "mapa.shared::cluster.u32 remote, %0, %2;\n"
+      "mapa.shared::cluster.u32 remote_barrier, %1, %2;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [remote], {%3, %4, %5, %6}, [remote_barrier];\n"
       "}\n" ::"r"(to),
       "r"(barrier), "r"(rank), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
       : "memory");
 }
 
-// Sixteen bits at this block's address in another block's shared memory.
-__device__ __forceinline__ uint16_t load_from_block(const void* p, uint32_t rank) {
+// Loads 16 bits from another CTA's shared memory, at the address that `p` is in this one.
+__device__ __forceinline__ uint16_t load_remote(const void* p, uint32_t rank) {
   uint32_t address;
   uint16_t value;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(rank));
@@ -242,11 +250,11 @@ __device__ __forceinline__ uint16_t load_from_block(const void* p, uint32_t rank
   return value;
 }
 
-// ------------------------------------------------------------------------------------------------- overlapped launches
+// --------------------------------------------------------------------------------------- programmatic dependent launch
 
-// Waits until the kernel before is done and its writes can be seen. Memory is reused at once, so this comes before the first
-// read *or write* of global memory.
+// Waits until the previous kernel in the stream has finished and its writes are visible. Workspace memory is reused at once, so this
+// comes before the first read *or write* of global memory.
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// Lets the next kernel start as soon as there is room for it.
+// Allows the next kernel in the stream to start as soon as SMs have room for it.
 __device__ __forceinline__ void launch_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

@@ -18,7 +18,7 @@ pub const KL_NORM_ROWS: u32 = 2;
 pub const KL_STREAMS: u32 = 2;
 pub const KL_ROPE_INTERLEAVED: u32 = 0;
 pub const KL_ROPE_HALF_SPLIT: u32 = 1;
-pub const KL_HEAD_PARTS: u32 = 4;
+pub const KL_QK_PARTS: u32 = 4;
 pub const KL_HEADS_PER_WARP: u32 = 8;
 pub const KL_GROUP_THREADS: u32 = 256;
 pub const KL_GROUPS: u32 = 64;
@@ -28,10 +28,10 @@ pub const KL_NAIVE_THREADS: u32 = 256;
 pub const KL_STORE: u32 = 0;
 pub const KL_SWIGLU: u32 = 1;
 pub const KL_GATE_RESIDUAL: u32 = 2;
-pub const KL_SEGMENTS: u32 = 16;
+pub const KL_KV_SEGMENTS: u32 = 16;
 pub const KL_ATTENTION_WARPS: u32 = 4;
 pub const KL_HEAD_DIM: u32 = 512;
-pub const KL_ATTENTION_QUERIES: u32 = 128;
+pub const KL_ATTENTION_BLOCK_Q: u32 = 128;
 pub const KL_ATTENTION_SHARED: u32 = 98304;
 pub const KL_WIDE_HEAD: u32 = 512;
 pub const KL_WIDE_THREADS_64: u32 = 256;
@@ -48,13 +48,13 @@ pub const KL_MMA_COLS: u32 = 128;
 pub const KL_MMA_SHARED_256: u32 = 147456;
 pub const KL_MMA_SHARED_128: u32 = 49152;
 pub const KL_MMA_SHARED_64: u32 = 73728;
-pub const KL_MMA_INNER_256: u32 = 64;
-pub const KL_MMA_INNER_128: u32 = 32;
-pub const KL_MMA_INNER_64: u32 = 64;
-pub const KL_HEADS: u32 = 3;
+pub const KL_MMA_BLOCK_K_256: u32 = 64;
+pub const KL_MMA_BLOCK_K_128: u32 = 32;
+pub const KL_MMA_BLOCK_K_64: u32 = 64;
+pub const KL_QK_NORM_ROPE: u32 = 3;
 pub const KL_GEMM_PARTS: u32 = 4;
 pub const KL_SM90_CLUSTER: u32 = 2;
-pub const KL_SM90_INNER: u32 = 64;
+pub const KL_SM90_BLOCK_K: u32 = 64;
 pub const KL_SM90_STORE_ROWS: u32 = 16;
 pub const KL_SM90_THREADS_256X192: u32 = 384;
 pub const KL_SM90_THREADS_192X192: u32 = 512;
@@ -68,10 +68,10 @@ pub const KL_SM90_SHARED_128X256: u32 = 230464;
 pub const KL_SM90_SHARED_128X208: u32 = 228432;
 pub const KL_SM90_SHARED_128X192: u32 = 230464;
 pub const KL_SM90_SHARED_128X160: u32 = 226416;
-pub const KL_SM90_SEGMENTS: u32 = 8;
-pub const KL_SM90_QUERIES: u32 = 128;
+pub const KL_SM90_KV_SEGMENTS: u32 = 8;
+pub const KL_SM90_BLOCK_Q: u32 = 128;
+pub const KL_SM90_BLOCK_KV: u32 = 128;
 pub const KL_SM90_ATTENTION_THREADS: u32 = 384;
-pub const KL_SM90_KEYS: u32 = 128;
 pub const KL_SM90_ATTENTION_SHARED: u32 = 230536;
 pub const KL_SM90_CAUSAL_SHARED: u32 = 164960;
 pub const KL_SELFTEST_TILE: u32 = 64;
@@ -282,7 +282,7 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
-pub struct KlHeads {
+pub struct KlQkHeads {
     pub x: KlMat,
     pub weight: KlMat,
     pub table: KlMat,
@@ -291,18 +291,18 @@ pub struct KlHeads {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlHeads"][::core::mem::size_of::<KlHeads>() - 104usize];
-    ["Alignment of KlHeads"][::core::mem::align_of::<KlHeads>() - 8usize];
-    ["Offset of field: KlHeads::x"][::core::mem::offset_of!(KlHeads, x) - 0usize];
-    ["Offset of field: KlHeads::weight"][::core::mem::offset_of!(KlHeads, weight) - 32usize];
-    ["Offset of field: KlHeads::table"][::core::mem::offset_of!(KlHeads, table) - 64usize];
-    ["Offset of field: KlHeads::scale"][::core::mem::offset_of!(KlHeads, scale) - 96usize];
-    ["Offset of field: KlHeads::unused"][::core::mem::offset_of!(KlHeads, unused) - 100usize];
+    ["Size of KlQkHeads"][::core::mem::size_of::<KlQkHeads>() - 104usize];
+    ["Alignment of KlQkHeads"][::core::mem::align_of::<KlQkHeads>() - 8usize];
+    ["Offset of field: KlQkHeads::x"][::core::mem::offset_of!(KlQkHeads, x) - 0usize];
+    ["Offset of field: KlQkHeads::weight"][::core::mem::offset_of!(KlQkHeads, weight) - 32usize];
+    ["Offset of field: KlQkHeads::table"][::core::mem::offset_of!(KlQkHeads, table) - 64usize];
+    ["Offset of field: KlQkHeads::scale"][::core::mem::offset_of!(KlQkHeads, scale) - 96usize];
+    ["Offset of field: KlQkHeads::unused"][::core::mem::offset_of!(KlQkHeads, unused) - 100usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
-pub struct KlHeadNorm {
-    pub part: [KlHeads; 4usize],
+pub struct KlQkNormRope {
+    pub part: [KlQkHeads; 4usize],
     pub head_dim: u32,
     pub style: u32,
     pub eps: f32,
@@ -310,13 +310,13 @@ pub struct KlHeadNorm {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlHeadNorm"][::core::mem::size_of::<KlHeadNorm>() - 432usize];
-    ["Alignment of KlHeadNorm"][::core::mem::align_of::<KlHeadNorm>() - 8usize];
-    ["Offset of field: KlHeadNorm::part"][::core::mem::offset_of!(KlHeadNorm, part) - 0usize];
-    ["Offset of field: KlHeadNorm::head_dim"][::core::mem::offset_of!(KlHeadNorm, head_dim) - 416usize];
-    ["Offset of field: KlHeadNorm::style"][::core::mem::offset_of!(KlHeadNorm, style) - 420usize];
-    ["Offset of field: KlHeadNorm::eps"][::core::mem::offset_of!(KlHeadNorm, eps) - 424usize];
-    ["Offset of field: KlHeadNorm::unused"][::core::mem::offset_of!(KlHeadNorm, unused) - 428usize];
+    ["Size of KlQkNormRope"][::core::mem::size_of::<KlQkNormRope>() - 432usize];
+    ["Alignment of KlQkNormRope"][::core::mem::align_of::<KlQkNormRope>() - 8usize];
+    ["Offset of field: KlQkNormRope::part"][::core::mem::offset_of!(KlQkNormRope, part) - 0usize];
+    ["Offset of field: KlQkNormRope::head_dim"][::core::mem::offset_of!(KlQkNormRope, head_dim) - 416usize];
+    ["Offset of field: KlQkNormRope::style"][::core::mem::offset_of!(KlQkNormRope, style) - 420usize];
+    ["Offset of field: KlQkNormRope::eps"][::core::mem::offset_of!(KlQkNormRope, eps) - 424usize];
+    ["Offset of field: KlQkNormRope::unused"][::core::mem::offset_of!(KlQkNormRope, unused) - 428usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -370,7 +370,7 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
-pub struct KlProduct {
+pub struct KlNaiveGemm {
     pub out: KlMat,
     pub x: KlMat,
     pub w: KlMat,
@@ -381,15 +381,15 @@ pub struct KlProduct {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlProduct"][::core::mem::size_of::<KlProduct>() - 168usize];
-    ["Alignment of KlProduct"][::core::mem::align_of::<KlProduct>() - 8usize];
-    ["Offset of field: KlProduct::out"][::core::mem::offset_of!(KlProduct, out) - 0usize];
-    ["Offset of field: KlProduct::x"][::core::mem::offset_of!(KlProduct, x) - 32usize];
-    ["Offset of field: KlProduct::w"][::core::mem::offset_of!(KlProduct, w) - 64usize];
-    ["Offset of field: KlProduct::bias"][::core::mem::offset_of!(KlProduct, bias) - 96usize];
-    ["Offset of field: KlProduct::gate"][::core::mem::offset_of!(KlProduct, gate) - 128usize];
-    ["Offset of field: KlProduct::epilogue"][::core::mem::offset_of!(KlProduct, epilogue) - 160usize];
-    ["Offset of field: KlProduct::unused"][::core::mem::offset_of!(KlProduct, unused) - 164usize];
+    ["Size of KlNaiveGemm"][::core::mem::size_of::<KlNaiveGemm>() - 168usize];
+    ["Alignment of KlNaiveGemm"][::core::mem::align_of::<KlNaiveGemm>() - 8usize];
+    ["Offset of field: KlNaiveGemm::out"][::core::mem::offset_of!(KlNaiveGemm, out) - 0usize];
+    ["Offset of field: KlNaiveGemm::x"][::core::mem::offset_of!(KlNaiveGemm, x) - 32usize];
+    ["Offset of field: KlNaiveGemm::w"][::core::mem::offset_of!(KlNaiveGemm, w) - 64usize];
+    ["Offset of field: KlNaiveGemm::bias"][::core::mem::offset_of!(KlNaiveGemm, bias) - 96usize];
+    ["Offset of field: KlNaiveGemm::gate"][::core::mem::offset_of!(KlNaiveGemm, gate) - 128usize];
+    ["Offset of field: KlNaiveGemm::epilogue"][::core::mem::offset_of!(KlNaiveGemm, epilogue) - 160usize];
+    ["Offset of field: KlNaiveGemm::unused"][::core::mem::offset_of!(KlNaiveGemm, unused) - 164usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -516,37 +516,38 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
-pub struct KlDeal {
-    pub left: u64,
+pub struct KlTileSchedule {
+    pub partials: u64,
     pub flags: u64,
-    pub rounds: u32,
-    pub whole: u32,
-    pub share: u32,
-    pub extra: u32,
+    pub k_blocks: u32,
+    pub full_tiles: u32,
+    pub k_blocks_per_worker: u32,
+    pub remainder: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlDeal"][::core::mem::size_of::<KlDeal>() - 32usize];
-    ["Alignment of KlDeal"][::core::mem::align_of::<KlDeal>() - 8usize];
-    ["Offset of field: KlDeal::left"][::core::mem::offset_of!(KlDeal, left) - 0usize];
-    ["Offset of field: KlDeal::flags"][::core::mem::offset_of!(KlDeal, flags) - 8usize];
-    ["Offset of field: KlDeal::rounds"][::core::mem::offset_of!(KlDeal, rounds) - 16usize];
-    ["Offset of field: KlDeal::whole"][::core::mem::offset_of!(KlDeal, whole) - 20usize];
-    ["Offset of field: KlDeal::share"][::core::mem::offset_of!(KlDeal, share) - 24usize];
-    ["Offset of field: KlDeal::extra"][::core::mem::offset_of!(KlDeal, extra) - 28usize];
+    ["Size of KlTileSchedule"][::core::mem::size_of::<KlTileSchedule>() - 32usize];
+    ["Alignment of KlTileSchedule"][::core::mem::align_of::<KlTileSchedule>() - 8usize];
+    ["Offset of field: KlTileSchedule::partials"][::core::mem::offset_of!(KlTileSchedule, partials) - 0usize];
+    ["Offset of field: KlTileSchedule::flags"][::core::mem::offset_of!(KlTileSchedule, flags) - 8usize];
+    ["Offset of field: KlTileSchedule::k_blocks"][::core::mem::offset_of!(KlTileSchedule, k_blocks) - 16usize];
+    ["Offset of field: KlTileSchedule::full_tiles"][::core::mem::offset_of!(KlTileSchedule, full_tiles) - 20usize];
+    ["Offset of field: KlTileSchedule::k_blocks_per_worker"]
+        [::core::mem::offset_of!(KlTileSchedule, k_blocks_per_worker) - 24usize];
+    ["Offset of field: KlTileSchedule::remainder"][::core::mem::offset_of!(KlTileSchedule, remainder) - 28usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct KlGemm {
     pub stream: [KlGemmStream; 2usize],
-    pub deal: KlDeal,
+    pub schedule: KlTileSchedule,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
     ["Size of KlGemm"][::core::mem::size_of::<KlGemm>() - 960usize];
     ["Alignment of KlGemm"][::core::mem::align_of::<KlGemm>() - 8usize];
     ["Offset of field: KlGemm::stream"][::core::mem::offset_of!(KlGemm, stream) - 0usize];
-    ["Offset of field: KlGemm::deal"][::core::mem::offset_of!(KlGemm, deal) - 928usize];
+    ["Offset of field: KlGemm::schedule"][::core::mem::offset_of!(KlGemm, schedule) - 928usize];
 };
 #[repr(C)]
 #[repr(align(128))]
@@ -558,7 +559,7 @@ pub struct KlGemmSm90 {
     pub residual: [KlTensorMap; 2usize],
     pub stream: [KlGemmStream; 2usize],
     pub group: [u32; 2usize],
-    pub deal: KlDeal,
+    pub schedule: KlTileSchedule,
     pub unused: [u64; 7usize],
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
@@ -571,7 +572,7 @@ const _: () = {
     ["Offset of field: KlGemmSm90::residual"][::core::mem::offset_of!(KlGemmSm90, residual) - 1536usize];
     ["Offset of field: KlGemmSm90::stream"][::core::mem::offset_of!(KlGemmSm90, stream) - 1792usize];
     ["Offset of field: KlGemmSm90::group"][::core::mem::offset_of!(KlGemmSm90, group) - 2720usize];
-    ["Offset of field: KlGemmSm90::deal"][::core::mem::offset_of!(KlGemmSm90, deal) - 2728usize];
+    ["Offset of field: KlGemmSm90::schedule"][::core::mem::offset_of!(KlGemmSm90, schedule) - 2728usize];
     ["Offset of field: KlGemmSm90::unused"][::core::mem::offset_of!(KlGemmSm90, unused) - 2760usize];
 };
 #[repr(C)]
@@ -582,7 +583,7 @@ pub struct KlAttentionSm90 {
     pub k: [KlTensorMap; 8usize],
     pub v: [KlTensorMap; 8usize],
     pub out: KlMat,
-    pub deal: KlDeal,
+    pub schedule: KlTileSchedule,
     pub keys: [u32; 8usize],
     pub row_tiles: u32,
     pub group: u32,
@@ -598,7 +599,7 @@ const _: () = {
     ["Offset of field: KlAttentionSm90::k"][::core::mem::offset_of!(KlAttentionSm90, k) - 128usize];
     ["Offset of field: KlAttentionSm90::v"][::core::mem::offset_of!(KlAttentionSm90, v) - 1152usize];
     ["Offset of field: KlAttentionSm90::out"][::core::mem::offset_of!(KlAttentionSm90, out) - 2176usize];
-    ["Offset of field: KlAttentionSm90::deal"][::core::mem::offset_of!(KlAttentionSm90, deal) - 2208usize];
+    ["Offset of field: KlAttentionSm90::schedule"][::core::mem::offset_of!(KlAttentionSm90, schedule) - 2208usize];
     ["Offset of field: KlAttentionSm90::keys"][::core::mem::offset_of!(KlAttentionSm90, keys) - 2240usize];
     ["Offset of field: KlAttentionSm90::row_tiles"][::core::mem::offset_of!(KlAttentionSm90, row_tiles) - 2272usize];
     ["Offset of field: KlAttentionSm90::group"][::core::mem::offset_of!(KlAttentionSm90, group) - 2276usize];

@@ -70,16 +70,16 @@ fn sm90_kernel(&AttentionArgs { causal, scale, bound, .. }: &AttentionArgs<'_>) 
 /// `softmax(q k^T * scale) v` over all KV segments together.
 pub fn attention(cx: &OpContext, op: &'static str, out: KlMat, q: KlMat, args: &AttentionArgs<'_>) -> Result<()> {
     let &AttentionArgs { kv, head_dim, causal, scale, .. } = args;
-    let limits = kv.len() <= abi::KL_SEGMENTS as usize && head_dim <= abi::KL_HEAD_DIM as usize;
+    let limits = kv.len() <= abi::KL_KV_SEGMENTS as usize && head_dim <= abi::KL_HEAD_DIM as usize;
     if !limits || kv.iter().any(|s| s.k.dtype != s.v.dtype || dtype_code(s.k.dtype) != q.dtype) {
-        let what = format!("{} runs of keys, heads of {head_dim}, or mixed types", kv.len());
+        let what = format!("{} KV segments, heads of {head_dim}, or mixed types", kv.len());
         return Err(Error::Op { op, what });
     }
     const ABSENT: abi::KlKeyValues = abi::KlKeyValues { k: NONE, v: NONE };
     let mut p = abi::KlAttention {
         out,
         q,
-        kv: [ABSENT; abi::KL_SEGMENTS as usize],
+        kv: [ABSENT; abi::KL_KV_SEGMENTS as usize],
         segments: kv.len() as u32,
         head_dim: head_dim as u32,
         group: (q.cols as usize / kv[0].k.cols) as u32,
@@ -100,11 +100,12 @@ pub fn attention(cx: &OpContext, op: &'static str, out: KlMat, q: KlMat, args: &
             let segments = merge_segments(segments);
             // A tile that is asked for is one of the portable kernels.
             let kernel = sm90_kernel(args);
-            let sm90 = cx.choice == Choice::Best && segments.len() <= abi::KL_SM90_SEGMENTS as usize && is_async_copyable(&out);
+            let sm90 =
+                cx.choice == Choice::Best && segments.len() <= abi::KL_SM90_KV_SEGMENTS as usize && is_async_copyable(&out);
             if sm90 && cx.kernels.has(kernel) {
                 return attention_sm90(cx, kernel, &p, &segments);
             }
-            return cx.kernels.launch(Kernel::AttentionMma, [q.rows.div_ceil(abi::KL_ATTENTION_QUERIES), heads, 1], &p);
+            return cx.kernels.launch(Kernel::AttentionMma, [q.rows.div_ceil(abi::KL_ATTENTION_BLOCK_Q), heads, 1], &p);
         }
         if head_dim == abi::KL_WIDE_HEAD as usize && kv.len() == 1 && !causal && p.kv[0].k.rows > 0 {
             let large = cx.prefers_large(Kernel::AttentionWide64, q.rows * heads / 64);
@@ -120,10 +121,10 @@ fn attention_sm90(cx: &OpContext, kernel: Kernel, of: &abi::KlAttention, segment
     let causal = of.causal != 0;
     let cluster = if causal { 1 } else { abi::KL_SM90_CLUSTER };
     let pack = if causal && of.group.is_multiple_of(PACKED_HEADS) { PACKED_HEADS } else { 1 };
-    let (rows, heads) = (abi::KL_SM90_QUERIES / pack, of.q.cols / of.head_dim);
+    let (rows, heads) = (abi::KL_SM90_BLOCK_Q / pack, of.q.cols / of.head_dim);
     let row_tiles = of.q.rows.div_ceil(rows * cluster);
     let tiles = row_tiles * (heads / pack);
-    let kv_blocks: u32 = segments.iter().map(|s| s.k.rows.div_ceil(abi::KL_SM90_KEYS)).sum();
+    let kv_blocks: u32 = segments.iter().map(|s| s.k.rows.div_ceil(abi::KL_SM90_BLOCK_KV)).sum();
     // With a causal mask every CTA computes one tile. There are few of them, and each has as many KV blocks as it sees keys, so
     // Stream-K has nothing equal to divide.
     let slots = if causal { tiles } else { (cx.sms / cluster).max(1) };
@@ -131,11 +132,11 @@ fn attention_sm90(cx: &OpContext, kernel: Kernel, of: &abi::KlAttention, segment
     let mut p = KlAttentionSm90 {
         // Each of the two consumer warpgroups has rows of its own.
         q: cx.tensor_map(&of.q, [64, rows / 2])?,
-        k: [NO_MAP; abi::KL_SM90_SEGMENTS as usize],
-        v: [NO_MAP; abi::KL_SM90_SEGMENTS as usize],
+        k: [NO_MAP; abi::KL_SM90_KV_SEGMENTS as usize],
+        v: [NO_MAP; abi::KL_SM90_KV_SEGMENTS as usize],
         out: of.out,
-        deal: cx.tile_schedule(schedule, tiles, kv_blocks),
-        keys: [0; abi::KL_SM90_SEGMENTS as usize],
+        schedule: cx.tile_schedule(schedule, tiles, kv_blocks),
+        keys: [0; abi::KL_SM90_KV_SEGMENTS as usize],
         row_tiles,
         group: of.group,
         pack,
@@ -143,8 +144,8 @@ fn attention_sm90(cx: &OpContext, kernel: Kernel, of: &abi::KlAttention, segment
         unused: [0; 2],
     };
     for (i, segment) in segments.iter().enumerate() {
-        p.k[i] = cx.tensor_map(&segment.k, [64, abi::KL_SM90_KEYS / cluster])?;
-        p.v[i] = cx.tensor_map(&segment.v, [64, abi::KL_SM90_KEYS / cluster])?;
+        p.k[i] = cx.tensor_map(&segment.k, [64, abi::KL_SM90_BLOCK_KV / cluster])?;
+        p.v[i] = cx.tensor_map(&segment.v, [64, abi::KL_SM90_BLOCK_KV / cluster])?;
         p.keys[i] = segment.k.rows;
     }
     cx.kernels.launch(kernel, [schedule.persistent_clusters(tiles, slots) * cluster, 1, 1], &p)

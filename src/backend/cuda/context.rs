@@ -56,16 +56,16 @@ impl OpContext {
     }
 
     /// A schedule of `tiles` with `k_blocks` each as kernels take it: the number of k-blocks that each Stream-K worker has.
-    pub fn tile_schedule(&self, Schedule { full_tiles, workers }: Schedule, tiles: u32, k_blocks: u32) -> abi::KlDeal {
+    pub fn tile_schedule(&self, Schedule { full_tiles, workers }: Schedule, tiles: u32, k_blocks: u32) -> abi::KlTileSchedule {
         let shared = (tiles - full_tiles) * k_blocks;
-        abi::KlDeal {
-            left: self.memory.stream_k_partials(),
+        abi::KlTileSchedule {
+            partials: self.memory.stream_k_partials(),
             flags: self.memory.stream_k_flags(),
-            rounds: k_blocks,
-            whole: full_tiles,
+            k_blocks,
+            full_tiles,
             // Without workers there is nothing to share.
-            share: shared.checked_div(workers).unwrap_or(0),
-            extra: shared.checked_rem(workers).unwrap_or(0),
+            k_blocks_per_worker: shared.checked_div(workers).unwrap_or(0),
+            remainder: shared.checked_rem(workers).unwrap_or(0),
         }
     }
 

@@ -83,7 +83,7 @@ fn fits_sm90(stream: &KlGemmStream, tile: TileConfig) -> bool {
     let in_pairs = |m: &KlMat| m.data == 0 || m.dtype == abi::KL_BF16 && m.data.is_multiple_of(4);
     stream.part.iter().filter(|part| part.out.data != 0).all(|part| {
         let fits = match part.epilogue {
-            abi::KL_HEADS => tile.block_n.is_multiple_of(abi::KL_MMA_COLS),
+            abi::KL_QK_NORM_ROPE => tile.block_n.is_multiple_of(abi::KL_MMA_COLS),
             // Half of a tile's columns are stored, at least sixteen at a time.
             abi::KL_SWIGLU => tile.block_n.is_multiple_of(32),
             abi::KL_GATE_RESIDUAL => in_pairs(&part.extra),
@@ -131,7 +131,7 @@ fn linear_stream(cx: &OpContext, op: &'static str, gemm: &EpilogueGemm) -> Resul
 }
 
 fn naive_gemm(cx: &OpContext, op: &'static str, gemm: &EpilogueGemm) -> Result<()> {
-    let p = abi::KlProduct {
+    let p = abi::KlNaiveGemm {
         out: cx.mat(gemm.out, op)?,
         x: cx.mat(gemm.x, op)?,
         w: cx.mat(gemm.w.weight, op)?,
@@ -172,11 +172,11 @@ fn launch(cx: &OpContext, streams: &[KlGemmStream]) -> Result<()> {
     let schedule = cx.tile_schedule(plan.schedule, tiles, k.div_ceil(block_k));
     let Some(mode) = cluster else {
         let ctas = plan.schedule.full_tiles + plan.schedule.workers;
-        return cx.kernels.launch(kernel, [ctas, 1, 1], &abi::KlGemm { stream, deal: schedule });
+        return cx.kernels.launch(kernel, [ctas, 1, 1], &abi::KlGemm { stream, schedule });
     };
     let group = stream.map(|s| group_m(plan.tile, s.row_tiles, s.col_tiles, cx.sms));
     let (x, w, out, unused) = (NO_MAPS, NO_MAPS, [[NO_MAP; abi::KL_GEMM_PARTS as usize]; abi::KL_STREAMS as usize], [0; 7]);
-    let mut p = abi::KlGemmSm90 { x, w, out, residual: NO_MAPS, stream, group, deal: schedule, unused };
+    let mut p = abi::KlGemmSm90 { x, w, out, residual: NO_MAPS, stream, group, schedule, unused };
     // Each CTA of a cluster loads one half of what it multicasts. B is loaded in halves in any case.
     let a_rows = if mode == ClusterMode::MulticastA { block_m / abi::KL_SM90_CLUSTER } else { block_m };
     for (i, s) in stream.iter().enumerate().take(streams.len()) {
@@ -214,8 +214,8 @@ fn projection_stream(cx: &OpContext, op: &'static str, s: &Projection<'_>) -> Re
     let mut stream = KlGemmStream { x, w, table, rope, eps: s.norm.eps, ..NO_STREAM };
     let (mut first_row, mut parts) = (0, stream.part.iter_mut());
     let epilogues = [
-        (abi::KL_HEADS, Some(s.norm.q), s.norm.q_scale),
-        (abi::KL_HEADS, Some(s.norm.k), 1.0),
+        (abi::KL_QK_NORM_ROPE, Some(s.norm.q), s.norm.q_scale),
+        (abi::KL_QK_NORM_ROPE, Some(s.norm.k), 1.0),
         (abi::KL_STORE, None, 1.0),
         (abi::KL_SWIGLU, None, 1.0),
     ];
@@ -242,7 +242,7 @@ fn projection_in_passes(cx: &OpContext, op: &'static str, streams: &[Projection<
             if let Some(weight) = norm {
                 let (x, weight, table) = (cx.mat(out, op)?, cx.mat(weight, op)?, cx.mat(s.rope.table, op)?);
                 heads.push(QkHeads {
-                    heads: abi::KlHeads { x, weight, table, scale, unused: 0 },
+                    heads: abi::KlQkHeads { x, weight, table, scale, unused: 0 },
                     head_dim: s.rope.table.cols,
                     style: s.rope.style,
                     eps: s.norm.eps,

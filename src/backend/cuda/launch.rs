@@ -80,13 +80,13 @@ kernels! {
     LayerNorm4096 = "norm" "kl_layer_norm_4096" (KlLayerNorm) abi::KL_NORM_THREADS;
     LayerNorm8192 = "norm" "kl_layer_norm_8192" (KlLayerNorm) abi::KL_NORM_THREADS_WIDE;
     LayerNormAny = "norm" "kl_layer_norm_any" (KlLayerNorm) abi::KL_NORM_THREADS;
-    QkNormRope = "norm" "kl_head_norm" (KlHeadNorm) abi::KL_NORM_THREADS;
+    QkNormRope = "norm" "kl_qk_norm_rope" (KlQkNormRope) abi::KL_NORM_THREADS;
     GroupStats8 = "norm" "kl_group_stats_8" (KlGroupStats) abi::KL_GROUP_THREADS;
     GroupStatsAny = "norm" "kl_group_stats_any" (KlGroupStats) abi::KL_GROUP_THREADS;
     GroupStatsFinish = "norm" "kl_group_stats_finish" (KlGroupStats) abi::KL_GROUP_THREADS;
     GroupNorm8 = "norm" "kl_group_norm_8" (KlGroupNorm) abi::KL_GROUP_THREADS;
     GroupNormAny = "norm" "kl_group_norm_any" (KlGroupNorm) abi::KL_GROUP_THREADS;
-    NaiveGemm = "naive" "kl_naive_product" (KlProduct) abi::KL_NAIVE_THREADS;
+    NaiveGemm = "naive" "kl_naive_gemm" (KlNaiveGemm) abi::KL_NAIVE_THREADS;
     NaiveConv = "naive" "kl_naive_conv" (KlConv) abi::KL_NAIVE_THREADS;
     NaiveAttention = "naive" "kl_naive_attention" (KlAttention) abi::KL_ATTENTION_WARPS * 32;
     GemmMma256x128 = "gemm_mma" "kl_gemm_mma_256" (KlGemm) abi::KL_MMA_THREADS_256, shared abi::KL_MMA_SHARED_256;
@@ -118,8 +118,8 @@ macro_rules! params {
 }
 
 params! {
-    KlMap KlEmbed KlPatch KlEuler KlGuidance KlPixels KlCount KlRmsNorm KlLayerNorm KlHeadNorm KlGroupStats KlGroupNorm
-    KlProduct KlConv KlAttention KlGemm KlGemmSm90 KlAttentionSm90 KlSelftest
+    KlMap KlEmbed KlPatch KlEuler KlGuidance KlPixels KlCount KlRmsNorm KlLayerNorm KlQkNormRope KlGroupStats KlGroupNorm
+    KlNaiveGemm KlConv KlAttention KlGemm KlGemmSm90 KlAttentionSm90 KlSelftest
 }
 
 impl Kernel {

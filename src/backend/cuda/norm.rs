@@ -67,7 +67,7 @@ pub fn layer_norm_modulate(cx: &OpContext, op: &'static str, streams: &[Modulate
 /// Heads of one matrix of queries or keys, and what [`qk_norm_rope`] needs to know of them.
 pub struct QkHeads {
     /// The matrix, its norm weight, its rotations and its scale.
-    pub heads: abi::KlHeads,
+    pub heads: abi::KlQkHeads,
     /// Columns of a head.
     pub head_dim: usize,
     /// How elements are paired for the rotation.
@@ -90,9 +90,9 @@ pub fn qk_norm_rope(cx: &OpContext, op: &'static str, parts: &[QkHeads]) -> Resu
     if parts.iter().any(|part| (part.head_dim, part.style, part.eps) != (head_dim, style, eps)) {
         return Err(Error::Op { op, what: "streams with other heads, rotations or epsilons".into() });
     }
-    const ABSENT: abi::KlHeads = abi::KlHeads { x: NONE, weight: NONE, table: NONE, scale: 1.0, unused: 0 };
-    let mut p = abi::KlHeadNorm {
-        part: [ABSENT; abi::KL_HEAD_PARTS as usize],
+    const ABSENT: abi::KlQkHeads = abi::KlQkHeads { x: NONE, weight: NONE, table: NONE, scale: 1.0, unused: 0 };
+    let mut p = abi::KlQkNormRope {
+        part: [ABSENT; abi::KL_QK_PARTS as usize],
         head_dim: head_dim as u32,
         style: rope_code(style),
         eps,

@@ -84,13 +84,13 @@ impl Tile {
             TileConfig { block_m, block_n: abi::KL_MMA_COLS, block_k, ctas_per_sm, cluster: None, kernel, relative_cost }
         }
         const fn sm90(block_m: u32, block_n: u32, mode: ClusterMode, kernel: Kernel, relative_cost: u64) -> TileConfig {
-            let (block_k, cluster) = (abi::KL_SM90_INNER, Some(mode));
+            let (block_k, cluster) = (abi::KL_SM90_BLOCK_K, Some(mode));
             TileConfig { block_m, block_n, block_k, ctas_per_sm: 1, cluster, kernel, relative_cost }
         }
         match self {
-            Self::Mma64x128 => mma(64, abi::KL_MMA_INNER_64, MAX_CTAS_PER_SM, Kernel::GemmMma64x128, 480),
-            Self::Mma128x128 => mma(128, abi::KL_MMA_INNER_128, 2, Kernel::GemmMma128x128, 480),
-            Self::Mma256x128 => mma(256, abi::KL_MMA_INNER_256, 1, Kernel::GemmMma256x128, 420),
+            Self::Mma64x128 => mma(64, abi::KL_MMA_BLOCK_K_64, MAX_CTAS_PER_SM, Kernel::GemmMma64x128, 480),
+            Self::Mma128x128 => mma(128, abi::KL_MMA_BLOCK_K_128, 2, Kernel::GemmMma128x128, 480),
+            Self::Mma256x128 => mma(256, abi::KL_MMA_BLOCK_K_256, 1, Kernel::GemmMma256x128, 420),
             Self::Sm90_256x192 => sm90(256, 192, ClusterMode::MulticastA, Kernel::GemmSm90_256x192, 100),
             Self::Sm90_192x192 => sm90(192, 192, ClusterMode::MulticastA, Kernel::GemmSm90_192x192, 102),
             Self::Sm90_128x256 => sm90(128, 256, ClusterMode::MulticastB, Kernel::GemmSm90_128x256, 102),

@@ -1,0 +1,239 @@
+// The fused epilogues of gemm_bf16_sm90.cu: bias, SwiGLU, gate and residual, qk-norm with RoPE; stores by TMA.
+#pragma once
+
+#include "gemm_config_sm90.cuh"
+#include "mma.cuh"
+
+// The fused epilogue: what a warp does with the accumulators of its rows of a finished tile.
+template <class Config>
+struct Epilogue {
+  const KlGemmStream& s;
+  const KlGemmPart& part;
+  const KlTensorMap* out;
+  float (&acc)[Config::kMmaM][Config::kBlockN / 2];
+  uint32_t buffers;  // staging buffers of this warp
+  uint32_t thread;
+  uint32_t row0, col0;
+
+  static constexpr int kBlockN = Config::kBlockN;
+
+  __device__ __forceinline__ Epilogue(const KlGemmSm90& p, const TileCoord<Config>& at, float (&acc)[Config::kMmaM][Config::kBlockN / 2],
+                                      const Pipeline<Config>& pipe, uint32_t thread)
+      : s(p.stream[at.stream]), part(s.part[at.part]), out(&p.out[at.stream][at.part]), acc(acc),
+        buffers(pipe.store_buffers(thread / 32 - 4)), thread(thread) {
+    const uint32_t warp = thread / 32 - 4;
+    row0 = at.row_tile * Config::kBlockM + warp / 4 * (Config::kMmaM * 64) + warp % 4 * 16;
+    col0 = at.col_tile * (part.epilogue == KL_SWIGLU ? kBlockN / 2 : kBlockN);
+  }
+
+  __device__ __forceinline__ uint32_t lane() const { return thread % 32; }
+
+  // Staging buffer i.
+  __device__ __forceinline__ uint32_t buffer(int i) const { return buffers + i % Config::kStoreBuffers * Config::kStoreBufferBytes; }
+
+  // The address that the lane supplies to stmatrix_x4 for chunks j and j + 1 of buffer i, whose rows are kWidth columns. The 16-byte
+  // chunks of a row are swizzled as the tensor map of the output says.
+  template <int kWidth>
+  __device__ __forceinline__ uint32_t staging_address(int i, int j) const {
+    constexpr uint32_t kChunks = kWidth / 8;
+    const uint32_t row = lane() % 16, chunk = (lane() / 16 ^ row * kChunks / 8) % kChunks;
+    return (buffers + row * (kWidth * 2) + chunk * 16 ^ j * 16) + i % Config::kStoreBuffers * Config::kStoreBufferBytes;
+  }
+
+  // Writes sixteen rows of kWidth columns, from fragments at v on, to staging buffer i.
+  template <int kWidth>
+  __device__ __forceinline__ void stage_piece(int i, const float* v) {
+#pragma unroll
+    for (int j = 0; j < kWidth / 8; j += 2) {
+      const float* a = v + 4 * j;
+      const uint32_t to = staging_address<kWidth>(i, j);
+      stmatrix_x4(to, pack_bf16(a[0], a[1]), pack_bf16(a[2], a[3]), pack_bf16(a[4], a[5]), pack_bf16(a[6], a[7]));
+    }
+  }
+
+  // Stores the first kWidth columns of all rows; f(m, e) returns the value that belongs to accumulator e of wgmma tile m.
+  template <int kWidth, class F>
+  __device__ __forceinline__ void store_all(F f) {
+    constexpr int kPiece = store_cols(kWidth), kAcross = kWidth / kPiece, kCount = Config::kMmaM * kAcross;
+#pragma unroll
+    for (int first = 0; first < kCount; first += Config::kStoresAtOnce) {
+      if (lane() == 0) tma_store_wait<Config::kStoreBuffers - Config::kStoresAtOnce>();
+      __syncwarp();
+#pragma unroll
+      for (int i = first; i < first + Config::kStoresAtOnce && i < kCount; i++) {
+        float v[kPiece / 2];
+#pragma unroll
+        for (int e = 0; e < kPiece / 2; e++) v[e] = f(i / kAcross, i % kAcross * (kPiece / 2) + e);
+        stage_piece<kPiece>(i, v);
+      }
+      fence_proxy_async();
+      __syncwarp();
+      if (lane() == 0) {
+#pragma unroll
+        for (int i = first; i < first + Config::kStoresAtOnce && i < kCount; i++) {
+          tma_store_2d(out, buffer(i), col0 + i % kAcross * kPiece, row0 + 64 * (i / kAcross));
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store_acc() {
+    store_all<kBlockN>([&](int m, int e) { return acc[m][e]; });
+  }
+
+  // Calls f(fragment, column of the part) for those of the thread's column pairs that exist.
+  template <class F>
+  __device__ __forceinline__ void for_each_column(F f) {
+#pragma unroll
+    for (int n = 0; n < Config::kMmaN; n++) {
+      const uint32_t col = col0 + 8 * n + lane() % 4 * 2;
+      if (col >= part.out.cols) continue;
+      f(n, col);
+    }
+  }
+
+  __device__ __forceinline__ void add_bias() {
+    if (!s.bias.data) return;
+    const float* bias = row_of<const float>(s.bias, 0) + part.first_row;
+    for_each_column([&](int n, uint32_t col) {
+      const float a = bias[col], b = bias[col + 1];
+#pragma unroll
+      for (int m = 0; m < Config::kMmaM; m++) {
+        float* v = &acc[m][4 * n];
+        v[0] += a, v[1] += b, v[2] += a, v[3] += b;
+      }
+    });
+  }
+
+  __device__ __forceinline__ void linear() {
+    add_bias();
+    store_acc();
+  }
+
+  __device__ __forceinline__ void apply_gate() {
+    if (!part.extra.data) return;
+    const bf16* gates = row_of<const bf16>(part.extra, 0);
+    for_each_column([&](int n, uint32_t col) {
+      const float2 g = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(gates + col));
+#pragma unroll
+      for (int m = 0; m < Config::kMmaM; m++) {
+        float* v = &acc[m][4 * n];
+        v[0] *= g.x, v[1] *= g.y, v[2] *= g.x, v[3] *= g.y;
+      }
+    });
+  }
+
+  // Adds the residual: the boxes of the warpgroup's rows, as they come through the pipeline.
+  template <class Release>
+  __device__ __forceinline__ void add_residual(Pipeline<Config>& pipe, Release release) {
+    const uint32_t group = thread / 128 - 1, row = thread / 32 % 4 * 16 + lane() % 16, chunk = (lane() / 16 ^ row) % 8;
+#pragma unroll
+    for (uint32_t stage = 0; stage < Config::kResidualStages; stage++, pipe.advance()) {
+      mbarrier_wait(pipe.full(pipe.stage), pipe.parity);
+#pragma unroll
+      for (uint32_t across = 0; across < Config::kResidualBoxesN; across++) {
+        // Boxes are in sequence, those of all warpgroups for the same columns together.
+        const uint32_t box = across * Config::kResidualBoxesM + (Config::kSplitK ? 0 : group);
+        if (box / Config::kBoxesPerStage != stage) continue;
+        const uint32_t from = pipe.a(pipe.stage) + box % Config::kBoxesPerStage * Config::kResidualBoxBytes + row * 128 + chunk * 16;
+#pragma unroll
+        for (int m = 0; m < Config::kMmaM; m++) {
+#pragma unroll
+          for (int j = 0; j < 8; j += 2) {
+            if (across * 8 + j >= Config::kMmaN) continue;
+            uint32_t old[4];
+            ldmatrix_x4(old, (from + m * 8192) ^ j * 16);
+            float* v = &acc[m][4 * (across * 8 + j)];
+#pragma unroll
+            for (int h = 0; h < 4; h++) {
+              const float2 pair = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&old[h]));
+              v[2 * h] += pair.x, v[2 * h + 1] += pair.y;
+            }
+          }
+        }
+      }
+      warpgroup_sync(kWarpgroupBarrier + group);  // all warps of the warpgroup have read the stage
+      release(pipe.stage);
+    }
+  }
+
+  __device__ __forceinline__ void swiglu() {
+    store_all<kBlockN / 2>([&](int m, int e) { return silu(acc[m][e]) * acc[m][kBlockN / 4 + e]; });
+  }
+
+  // Normalises and weights a pair of elements, and rotates it.
+  static __device__ __forceinline__ void rope_rotate(float& a, float& b, float scale, float weight_a, float weight_b, float cosine,
+                                                     float sine) {
+    const float x = a * scale * weight_a, y = b * scale * weight_b;
+    a = x * cosine - y * sine, b = x * sine + y * cosine;
+  }
+
+  __device__ __forceinline__ void qk_norm_rope() {
+    constexpr int kHeads = kBlockN / 128;
+    const float* weight = row_of<const float>(part.extra, 0);
+    const uint32_t q = lane() % 4;
+#pragma unroll
+    for (int m = 0; m < Config::kMmaM; m++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        float scale[kHeads];
+#pragma unroll
+        for (int h = 0; h < kHeads; h++) {
+          const float* head = &acc[m][64 * h + 2 * half];
+          float sum = 0.0f;
+#pragma unroll
+          for (int n = 0; n < 16; n++) sum += head[4 * n] * head[4 * n] + head[4 * n + 1] * head[4 * n + 1];
+          sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+          sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+          scale[h] = part.scale * rsqrtf(sum * (1.0f / 128.0f) + s.eps);
+        }
+        // The row's angles, which all heads share: 64 cosines, then 64 sines.
+        const float* angles = row_of<const float>(s.table, min(row0 + 64 * m + lane() / 4 + 8 * half, s.x.rows - 1));
+        if (s.rope == KL_ROPE_INTERLEAVED) {
+#pragma unroll
+          for (int n = 0; n < 16; n++) {
+            const float2 w = *reinterpret_cast<const float2*>(weight + 8 * n + 2 * q);
+            const float cosine = angles[4 * n + q], sine = angles[64 + 4 * n + q];
+#pragma unroll
+            for (int h = 0; h < kHeads; h++) {
+              float* v = &acc[m][64 * h + 4 * n + 2 * half];
+              rope_rotate(v[0], v[1], scale[h], w.x, w.y, cosine, sine);
+            }
+          }
+        } else {
+#pragma unroll
+          for (int n = 0; n < 8; n++) {
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+              const uint32_t i = 8 * n + 2 * q + e;
+              const float a = weight[i], b = weight[64 + i], cosine = angles[i], sine = angles[64 + i];
+#pragma unroll
+              for (int h = 0; h < kHeads; h++) {
+                float* v = &acc[m][64 * h + 4 * n + 2 * half + e];
+                rope_rotate(v[0], v[32], scale[h], a, b, cosine, sine);
+              }
+            }
+          }
+        }
+      }
+    }
+    store_acc();
+  }
+
+  template <class Release>
+  __device__ __forceinline__ void run(Pipeline<Config>& pipe, Release release) {
+    if (lane() == 0) tma_store_wait<0>();  // the stores of the previous tile have read the staging buffers
+    if (part.epilogue == KL_GATE_RESIDUAL) {
+      add_bias();
+      apply_gate();
+      add_residual(pipe, release);
+      store_acc();
+    } else if (part.epilogue == KL_SWIGLU) {
+      if constexpr (kBlockN / 2 % 16 == 0) swiglu();
+    } else if (part.epilogue == KL_QK_NORM_ROPE) {
+      if constexpr (kBlockN % 128 == 0) qk_norm_rope();
+    } else {
+      linear();
+    }
+  }
+};
