@@ -17,7 +17,7 @@ use crate::dump::Record;
 use crate::error::{Error, Result};
 use crate::image::Image;
 use crate::locate::{Embedded, Found, ModelFiles};
-use crate::model::{ContextIn, References, StepInput, TextEncoder, Transformer, Vae};
+use crate::model::{ContextIn, ReferenceTokens, StepInput, TextEncoder, Transformer, Vae};
 use crate::names::{Layout, Part, text_manifest, transformer_manifest, vae_manifest};
 use crate::noise::{NoiseKind, draw};
 use crate::progress::{Phase, Progress, Silent};
@@ -42,7 +42,7 @@ pub struct Job {
     /// What the picture should not be; base models use it where they use guidance.
     pub negative: String,
     /// Images to start from, in order.
-    pub references: Vec<Reference>,
+    pub references: Vec<ReferenceInput>,
     /// Guidance scale; base models use it when it is above one, others ignore it.
     pub guidance: f32,
     /// One picture for each.
@@ -64,7 +64,7 @@ pub enum Noise {
 
 /// An image to start from, brought to size.
 #[derive(Clone, Debug)]
-pub struct Reference {
+pub struct ReferenceInput {
     /// Its size in tokens.
     pub grid: Grid,
     /// Its pixels within -1..1, row by row, three channels each.
@@ -73,7 +73,7 @@ pub struct Reference {
 
 /// A finished picture.
 #[derive(Debug)]
-pub struct Picture {
+pub struct GeneratedImage {
     /// The seed it came from.
     pub seed: u64,
     /// Its pixels.
@@ -304,7 +304,12 @@ impl Engine {
     }
 
     /// Makes the job's pictures and hands each to `sink` as it is done.
-    pub fn generate(&mut self, job: &Job, progress: &dyn Progress, sink: &mut dyn FnMut(Picture) -> Result<()>) -> Result<()> {
+    pub fn generate(
+        &mut self,
+        job: &Job,
+        progress: &dyn Progress,
+        sink: &mut dyn FnMut(GeneratedImage) -> Result<()>,
+    ) -> Result<()> {
         let inputs = self.inputs(job, progress)?;
         let mut plan = Plan::new();
         let bytes = self.parts.dry_run(&mut plan, &inputs, &Silent)?;
@@ -330,7 +335,7 @@ impl Engine {
         parts.paint(be, &mut ws, &inputs, prompts, &job.seeds, &mut noises, progress, &mut |seed, mut values| {
             let (pixels, width, height) = (std::mem::take(&mut values.pixels), job.size.width(), job.size.height());
             let record = job.record.then(|| values.into_record(&inputs.prompt, job.size));
-            sink(Picture { seed, image: Image { width, height, pixels }, record })
+            sink(GeneratedImage { seed, image: Image { width, height, pixels }, record })
         })
     }
 }
@@ -450,7 +455,7 @@ impl Parts {
             be.synchronize()?;
             progress.end();
         }
-        let references = if inputs.cached { References::Cached(&cache) } else { References::Tokens(&tokens) };
+        let references = if inputs.cached { ReferenceTokens::Cached(&cache) } else { ReferenceTokens::InSequence(&tokens) };
         let [latents, velocity, other] = {
             let mut place = || ws.alloc(plan.canvas().len(), c.channels, DType::F32);
             [place()?, place()?, place()?]
@@ -542,7 +547,7 @@ impl Parts {
     ) -> Result<Vec<Tensor>> {
         let (references, act) = (&inputs.job.references, inputs.precision.activations());
         let mut all = Vec::with_capacity(references.len());
-        for (j, Reference { grid, pixels }) in references.iter().enumerate() {
+        for (j, ReferenceInput { grid, pixels }) in references.iter().enumerate() {
             let tokens = ws.alloc(grid.tokens(), self.transformer_config.channels, act)?;
             scope(be, ws, |be, ws| {
                 let image = ws.alloc(PATCH * PATCH * grid.tokens(), 3, act)?;

@@ -1,11 +1,11 @@
 //! Reference images: read, oriented, brought to size.
 //!
-//! A reference is a file from anywhere, so it is the least trusted thing the engine reads. [`Reference::open`] decides by content
+//! A reference is a file from anywhere, so it is the least trusted thing the engine reads. [`DecodedReference::open`] decides by content
 //! what the file is, walks its container to learn the size, and refuses what is too large, too small, damaged or not an image
 //! before it reserves any memory for pixels. A damaged image is never guessed at: half a picture would be edited as if it were
 //! the whole.
 //!
-//! [`Reference::prepare`] then does what the reference pipeline does, to the bit: `diffusers.utils.load_image` (turn as EXIF
+//! [`DecodedReference::prepare`] then does what the reference pipeline does, to the bit: `diffusers.utils.load_image` (turn as EXIF
 //! says, convert to RGB, drop alpha) followed by the preprocessing of its klein pipeline (cap the area, crop to whole patches).
 //! That includes the decoding, where JPEG leaves roundings to the decoder: ours has those of the one in Pillow. Two differences
 //! are meant:
@@ -55,13 +55,13 @@ const MAX_RATIO: usize = 8;
 /// Images of more pixels than this are shrunk to it, for klein.
 pub const AREA_CAP: usize = 1024 * 1024;
 
-/// A decoded reference image: upright, RGB, and of a size that [`Reference::prepare`] can use.
+/// A decoded reference image: upright, RGB, and of a size that [`DecodedReference::prepare`] can use.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Reference {
+pub struct DecodedReference {
     image: Image,
 }
 
-impl Reference {
+impl DecodedReference {
     /// Reads a PNG or JPEG file.
     pub fn open(path: &Path) -> Result<Self> {
         let bytes = files::read(path, MAX_FILE).map_err(|error| match error.kind() {
@@ -85,20 +85,20 @@ impl Reference {
 
     /// Brings the image to the size the model takes: at most `area` pixels ([`AREA_CAP`] for klein), then the largest centred part
     /// that divides into whole patches. Nothing is ever enlarged.
-    pub fn prepare(self, area: usize) -> Prepared {
+    pub fn prepare(self, area: usize) -> PreparedReference {
         let image = self.image;
         let original = (image.width, image.height);
         let resized = capped(original, area);
         let (width, height) = resized.unwrap_or(original);
         let pixels = if resized.is_some() { lanczos::resize(&image.pixels, original, (width, height)) } else { image.pixels };
         let whole = (width - width % PATCH, height - height % PATCH);
-        Prepared { width: whole.0, height: whole.1, pixels: centre(pixels, (width, height), whole), original, resized }
+        PreparedReference { width: whole.0, height: whole.1, pixels: centre(pixels, (width, height), whole), original, resized }
     }
 }
 
 /// A reference image as the model sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Prepared {
+pub struct PreparedReference {
     /// Pixels in a row, a multiple of [`PATCH`].
     pub width: usize,
     /// Rows, a multiple of [`PATCH`].
@@ -111,13 +111,13 @@ pub struct Prepared {
     pub resized: Option<(usize, usize)>,
 }
 
-impl Prepared {
+impl PreparedReference {
     /// Its size in tokens.
     pub fn grid(&self) -> Grid {
         Grid { width: self.width / PATCH, height: self.height / PATCH }
     }
 
-    /// The pixels as the autoencoder takes them, -1 to 1, in the order of [`Prepared::pixels`].
+    /// The pixels as the autoencoder takes them, -1 to 1, in the order of [`PreparedReference::pixels`].
     pub fn values(&self) -> Vec<f32> {
         // The roundings of the reference: a division in f32, then the scaling in f32.
         let table: [f32; 256] = std::array::from_fn(|v| 2.0 * (v as f32 / 255.0) - 1.0);

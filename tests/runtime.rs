@@ -17,7 +17,7 @@ use kiln::config::{Conventions, Variant};
 use kiln::error::{Error, Result};
 use kiln::microbench::{Protocol, Scale, rows};
 use kiln::names::{Layout, Part};
-use kiln::pipeline::{Engine, Job, LoadOptions, OpenModel, Picture};
+use kiln::pipeline::{Engine, GeneratedImage, Job, LoadOptions, OpenModel};
 use kiln::progress::Silent;
 use kiln::tensor::{Arena, Bytes, DType, Precision, Region};
 use kiln::tiny::{self, TinyModel};
@@ -308,7 +308,7 @@ fn cuda(driver: &Rc<StandIn>, stop: &Arc<AtomicBool>) -> Result<Cuda> {
     Cuda::new(driver.clone(), &|_| Ok(Cow::Borrowed(&[])), stop.clone())
 }
 
-fn make(engine: &mut Engine, job: &Job) -> Result<Vec<Picture>> {
+fn make(engine: &mut Engine, job: &Job) -> Result<Vec<GeneratedImage>> {
     let mut pictures = Vec::new();
     engine.generate(job, &Silent, &mut |picture| {
         pictures.push(picture);

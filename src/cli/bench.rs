@@ -1,7 +1,7 @@
 //! `kiln bench`: how long pictures take, stage by stage, and what they take of memory; or how fast single kernels are.
 
+mod images;
 mod kernels;
-mod pictures;
 
 use super::args::{BenchArgs, GenerateArgs, RunArgs};
 use super::names::DASH;
@@ -39,7 +39,7 @@ pub struct BenchRequest {
 #[derive(Debug)]
 enum Subject {
     /// A cold picture and so many warm ones.
-    Pictures(Box<GenerateRequest>, usize),
+    Images(Box<GenerateRequest>, usize),
     /// Ops with this in their names, where the flags say.
     Kernels { filter: String, quick: bool, run: RunArgs },
 }
@@ -85,8 +85,8 @@ impl BenchRequest {
             noise: None,
             run,
         };
-        let pictures = GenerateRequest::unsaved(args, environment, stdin, 0)?;
-        Ok(Self { started, subject: Subject::Pictures(Box::new(pictures), runs), json, verbosity })
+        let images = GenerateRequest::unsaved(args, environment, stdin, 0)?;
+        Ok(Self { started, subject: Subject::Images(Box::new(images), runs), json, verbosity })
     }
 }
 
@@ -94,8 +94,8 @@ impl BenchRequest {
 pub fn bench(request: &BenchRequest, stop: &Arc<AtomicBool>, terminal: &Terminal, out: &mut dyn Write) -> Result<()> {
     let json = request.json.as_deref();
     match &request.subject {
-        Subject::Pictures(pictures, runs) => {
-            let report = pictures::measure(pictures, request.started, *runs, stop, terminal)?;
+        Subject::Images(images, runs) => {
+            let report = images::measure(images, request.started, *runs, stop, terminal)?;
             publish(&report, report.table(), json, out)
         }
         Subject::Kernels { filter, quick, run } => {

@@ -7,7 +7,7 @@ use crate::config::{Conventions, Guidance, TextConfig, TransformerConfig, VaeCon
 use crate::error::{Error, Result};
 use crate::locate::{Environment, Found, locate};
 use crate::noise::NoiseKind;
-use crate::pipeline::{Configs, Estimate, Job, LoadOptions, Noise, OpenModel, Reference, estimate};
+use crate::pipeline::{Configs, Estimate, Job, LoadOptions, Noise, OpenModel, ReferenceInput, estimate};
 use crate::progress::Progress;
 use crate::tensor::Precision;
 use crate::terminal::Terminal;
@@ -68,7 +68,7 @@ pub fn plan(args: PlanArgs, environment: Environment, terminal: &Terminal, out: 
         size,
         steps: args.shape.steps.unwrap_or(conventions.steps(variant)),
         negative: String::new(),
-        references: references.iter().map(|r| Reference { grid: r.prepared.grid(), pixels: Vec::new() }).collect(),
+        references: references.iter().map(|r| ReferenceInput { grid: r.prepared.grid(), pixels: Vec::new() }).collect(),
         guidance: guidance.scale,
         seeds: vec![0],
         noise: Noise::Drawn(NoiseKind::HOPPER),

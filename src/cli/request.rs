@@ -10,7 +10,7 @@ use crate::locate::{Environment, Found, locate};
 use crate::noise::{CHANNELS, NoiseKind};
 use crate::output::{Planned, check_writable};
 use crate::pipeline::Noise;
-use crate::reference::{Prepared, Reference};
+use crate::reference::{DecodedReference, PreparedReference};
 use crate::sequence::{Grid, Pixels, SequencePlan};
 use crate::tensor::Precision;
 use crate::terminal::Verbosity;
@@ -180,12 +180,12 @@ pub struct OpenReference {
     /// The file.
     pub path: PathBuf,
     /// Its pixels, brought to size.
-    pub prepared: Prepared,
+    pub prepared: PreparedReference,
 }
 
 /// Reads the images to start from.
 pub fn open_references(paths: &[PathBuf], conventions: &Conventions) -> Result<Vec<OpenReference>> {
-    let prepare = |path| Ok(Reference::open(path)?.prepare(conventions.max_reference_pixels));
+    let prepare = |path| Ok(DecodedReference::open(path)?.prepare(conventions.max_reference_pixels));
     paths.iter().map(|path| Ok(OpenReference { path: path.clone(), prepared: prepare(path)? })).collect()
 }
 

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::locate::Found;
 use crate::noise::NoiseKind;
 use crate::output::save_new;
-use crate::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel, Picture, Reference};
+use crate::pipeline::{Engine, GeneratedImage, Job, LoadOptions, Noise, OpenModel, ReferenceInput};
 use crate::progress::Progress;
 use crate::terminal::{Seconds, Terminal};
 use crate::text::shown;
@@ -74,7 +74,7 @@ pub fn generate(request: &GenerateRequest, stop: &Arc<AtomicBool>, terminal: &Te
 }
 
 /// Tells of a picture that shows nothing.
-fn warn_of_flat(picture: &Picture, terminal: &Terminal) {
+fn warn_of_flat(picture: &GeneratedImage, terminal: &Terminal) {
     if let Some([red, green, blue]) = picture.image.flat_colour() {
         terminal.warn(&format!(
             "the image is one flat colour ({red}, {green}, {blue}); unless the prompt asks for that, the model's files may be damaged"
@@ -285,9 +285,9 @@ impl<'a> Made<'a> {
         }
     }
 
-    fn references(&self) -> Vec<Reference> {
+    fn references(&self) -> Vec<ReferenceInput> {
         let references = self.request.references.iter().map(|r| &r.prepared);
-        references.map(|prepared| Reference { grid: prepared.grid(), pixels: prepared.values() }).collect()
+        references.map(|prepared| ReferenceInput { grid: prepared.grid(), pixels: prepared.values() }).collect()
     }
 
     /// Prompts that are encoded: the negative one, too, where a step runs twice.
@@ -368,7 +368,7 @@ impl<'a> Made<'a> {
     }
 
     /// What standard output gets for a picture.
-    fn line(&self, path: &Path, picture: &Picture, seconds: Seconds) -> Result<Vec<u8>> {
+    fn line(&self, path: &Path, picture: &GeneratedImage, seconds: Seconds) -> Result<Vec<u8>> {
         if !self.request.json {
             return Ok(line_of(path));
         }

@@ -7,7 +7,7 @@ mod transformer;
 mod vae;
 
 pub use text_encoder::TextEncoder;
-pub use transformer::{ContextIn, Modulation, References, StepInput, Transformer};
+pub use transformer::{ContextIn, Modulation, ReferenceTokens, StepInput, Transformer};
 pub use vae::Vae;
 
 use self::bounds::{Stretch, Stretches};

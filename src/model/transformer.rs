@@ -149,7 +149,7 @@ pub struct StepInput<'a> {
     /// The noisy canvas, f32, one row per token.
     pub latents: Tensor,
     /// The reference images.
-    pub references: References<'a>,
+    pub references: ReferenceTokens<'a>,
     /// The time's modulation.
     pub modulation: Modulation,
     /// The predicted velocity of the canvas, f32.
@@ -158,9 +158,9 @@ pub struct StepInput<'a> {
 
 /// How reference images take part.
 #[derive(Clone, Copy)]
-pub enum References<'a> {
+pub enum ReferenceTokens<'a> {
     /// Their tokens run with the canvas, one tensor per image.
-    Tokens(&'a [Tensor]),
+    InSequence(&'a [Tensor]),
     /// Their keys and values in every block, from [`Transformer::reference_cache`].
     Cached(&'a [KeyValues]),
 }
@@ -301,8 +301,8 @@ impl Transformer {
     fn predict(&self, be: &mut dyn Backend, ws: &mut Arena, input: StepInput<'_>) -> Result<()> {
         let (c, act, plan) = (&self.config, self.precision.activations(), input.plan);
         let (tokens, cache) = match input.references {
-            References::Tokens(tokens) => (tokens, None),
-            References::Cached(cache) => (&[][..], Some(cache)),
+            ReferenceTokens::InSequence(tokens) => (tokens, None),
+            ReferenceTokens::Cached(cache) => (&[][..], Some(cache)),
         };
         let keys = |block: usize| Keys { cached: cache.map(|c| c[block]), keep: None };
         let rows = if cache.is_some() { plan.canvas().end } else { plan.tokens() };

@@ -115,7 +115,7 @@ fn estimate_from(
 mod tests {
     use super::*;
     use crate::noise::NoiseKind;
-    use crate::pipeline::{Noise, Reference};
+    use crate::pipeline::{Noise, ReferenceInput};
     use crate::sequence::{Grid, Pixels};
     use crate::tensor::Precision;
 
@@ -134,7 +134,7 @@ mod tests {
             size: Pixels::new(side, side).unwrap(),
             steps: 4,
             negative: String::new(),
-            references: (0..references).map(|_| Reference { grid, pixels: Vec::new() }).collect(),
+            references: (0..references).map(|_| ReferenceInput { grid, pixels: Vec::new() }).collect(),
             guidance: 1.0,
             seeds: vec![0],
             noise: Noise::Drawn(NoiseKind::HOPPER),

@@ -7,7 +7,7 @@ use kiln::config::{ConfigFile, Conventions, TextConfig, TransformerConfig, VaeCo
 use kiln::error::Result;
 use kiln::names::{Layout, TensorSpec, file_tensors, text_manifest, transformer_manifest, vae_manifest};
 use kiln::noise::NoiseKind;
-use kiln::pipeline::{Configs, Engine, Job, LoadOptions, Noise, OpenModel, Reference};
+use kiln::pipeline::{Configs, Engine, Job, LoadOptions, Noise, OpenModel, ReferenceInput};
 use kiln::progress::Silent;
 use kiln::sequence::{Grid, Pixels};
 use kiln::tensor::{DType, Precision};
@@ -113,7 +113,7 @@ fn any_sizes_that_keep_the_rules_are_run() {
         size: Pixels::new(conventions.width, conventions.height).unwrap(),
         steps: conventions.steps(model.variant),
         negative: String::new(),
-        references: vec![Reference { grid: Grid { width: 4, height: 5 }, pixels: vec![0.5; 4 * 5 * 256 * 3] }],
+        references: vec![ReferenceInput { grid: Grid { width: 4, height: 5 }, pixels: vec![0.5; 4 * 5 * 256 * 3] }],
         guidance: 1.0,
         seeds: vec![1],
         noise: Noise::Drawn(NoiseKind::HOPPER),

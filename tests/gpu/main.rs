@@ -25,7 +25,7 @@ use kiln::backend::cuda::{self, Choice, Cuda, Tile};
 use kiln::backend::{Backend, Lockstep};
 use kiln::config::Variant;
 use kiln::error::Error;
-use kiln::pipeline::{Job, Picture};
+use kiln::pipeline::{GeneratedImage, Job};
 use kiln::sequence::Pixels;
 use kiln::tensor::Precision;
 use std::cell::Cell;
@@ -251,7 +251,7 @@ fn lockstep() {
 }
 
 /// A picture of each kind: plain, guided, with references, with cached ones.
-fn pictures(prepare: &mut dyn FnMut(&mut Cuda)) -> Vec<Picture> {
+fn pictures(prepare: &mut dyn FnMut(&mut Cuda)) -> Vec<GeneratedImage> {
     let mut pictures = Vec::new();
     let mut backend = || {
         let mut cuda = cuda();
@@ -270,7 +270,7 @@ fn pictures(prepare: &mut dyn FnMut(&mut Cuda)) -> Vec<Picture> {
     pictures
 }
 
-fn checksum(pictures: &[Picture]) -> u64 {
+fn checksum(pictures: &[GeneratedImage]) -> u64 {
     modes::fnv1a(pictures.iter().flat_map(|p| p.image.pixels.iter().copied()))
 }
 
