@@ -10,6 +10,7 @@ pub use embedded::Embedded;
 use crate::config::Conventions;
 use crate::error::{Error, Result};
 use crate::files;
+use crate::names::PerPart;
 use cache::NoSnapshot;
 use parts::{Sought, complain, folder_of_weights, single_file};
 use std::path::{Path, PathBuf};
@@ -40,12 +41,8 @@ const EXPECTED: &str = "expected transformer/, text_encoder/, vae/ and tokenizer
 pub struct LocateRequest {
     /// A folder, a repository id, or the name of a model that needs no files.
     pub model: Option<PathBuf>,
-    /// Replaces the model's transformer: a file, or a folder of shards.
-    pub transformer: Option<PathBuf>,
-    /// Replaces its text encoder.
-    pub text_encoder: Option<PathBuf>,
-    /// Replaces its autoencoder.
-    pub vae: Option<PathBuf>,
+    /// Replaces parts of the model: a file, or a folder of shards, for each.
+    pub parts: PerPart<Option<PathBuf>>,
     /// Replaces its tokenizer: a `tokenizer.json`, or the folder that holds one.
     pub tokenizer: Option<PathBuf>,
     /// What the process knows about models.
@@ -55,12 +52,8 @@ pub struct LocateRequest {
 /// Where a model's files are.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelFiles {
-    /// A safetensors file, or a folder of them.
-    pub transformer: PathBuf,
-    /// A safetensors file, or a folder of them.
-    pub text_encoder: PathBuf,
-    /// A safetensors file, or a folder of them.
-    pub vae: PathBuf,
+    /// A safetensors file, or a folder of them, for each part.
+    pub parts: PerPart<PathBuf>,
     /// A `tokenizer.json`; without one, the tokenizer that comes with the program fits.
     pub tokenizer: Option<PathBuf>,
     /// The pipeline's `model_index.json`, if the transformer is the one it describes.
@@ -79,7 +72,8 @@ impl ModelFiles {
 
     /// The configuration of the scheduler that belongs to the transformer, if that is part of a diffusers folder that has one.
     pub fn scheduler(&self) -> Option<PathBuf> {
-        let folder = self.transformer.parent().filter(|_| self.transformer.ends_with("transformer"))?;
+        let transformer = &self.parts.transformer;
+        let folder = transformer.parent().filter(|_| transformer.ends_with("transformer"))?;
         Some(folder.join("scheduler/scheduler_config.json")).filter(|config| files::is_there(config))
     }
 }
@@ -122,15 +116,14 @@ impl Found {
 
 /// Looks for a model: what was asked for, then `KILN_MODEL`, then the cache, then what the program has itself.
 pub fn locate(request: &LocateRequest) -> Result<Found> {
-    let overrides = [&request.transformer, &request.text_encoder, &request.vae];
-    for path in overrides.into_iter().chain([&request.tokenizer]).flatten() {
+    for path in request.parts.values().chain([&request.tokenizer]).flatten() {
         if let Some(why) = files::absence(path) {
             return Err(no_model(path, &why, None));
         }
     }
     let environment = &request.environment;
-    let some = request.tokenizer.is_some() || overrides.iter().any(|part| part.is_some());
-    let all = overrides.iter().all(|part| part.is_some());
+    let some = request.tokenizer.is_some() || request.parts.values().any(Option::is_some);
+    let all = request.parts.values().all(Option::is_some);
     // A variable names a model for when none is named, and three parts are one.
     let fallback = environment.kiln_model.as_deref().filter(|name| !(all && needs_no_files(name)));
     let base = match request.model.as_deref().or(fallback) {
@@ -183,7 +176,7 @@ fn known_repository(request: &LocateRequest) -> Result<Option<Folder>> {
     let Some((id, what)) = unfinished else { return Ok(None) };
     let mut hint = format!("finish the download, for example with `hf download {id}`");
     // A model of our own has no parts, so it is no advice to whoever gave some.
-    if [&request.transformer, &request.text_encoder, &request.vae].iter().all(|part| part.is_none()) {
+    if request.parts.values().all(Option::is_none) {
         let own = if request.environment.built_in.is_some() { BUILT_IN } else { TINY };
         hint.push_str(&format!("; --model {own} is kiln's own small model"));
     }
@@ -192,9 +185,9 @@ fn known_repository(request: &LocateRequest) -> Result<Option<Folder>> {
 
 /// Puts overrides over what a folder has, and fails if a part is still missing.
 fn assemble(request: &LocateRequest, base: Folder) -> Result<ModelFiles> {
-    let own_transformer = request.transformer.is_some();
-    let mut parts = base.clone();
-    parts.replace(request);
+    let own_transformer = request.parts.transformer.is_some();
+    let mut folder = base.clone();
+    folder.replace(request);
     let tokenizer = match &request.tokenizer {
         Some(path) if path.is_dir() => {
             let file = path.join("tokenizer.json");
@@ -203,22 +196,17 @@ fn assemble(request: &LocateRequest, base: Folder) -> Result<ModelFiles> {
             }
             Some(file)
         }
-        given => given.clone().or(parts.tokenizer.clone()),
+        given => given.clone().or(folder.tokenizer.clone()),
     };
-    let complaint = parts.complaint();
-    match (parts.transformer, parts.text_encoder, parts.vae) {
-        (Sought::At(transformer), Sought::At(text_encoder), Sought::At(vae)) => {
-            let origin = if own_transformer { transformer.display().to_string() } else { base.origin };
-            let index = base.index.filter(|_| !own_transformer);
-            let conventions = base.conventions.filter(|_| !own_transformer);
-            let conventions = conventions.map_or(Ok(Conventions::klein()), |path| Conventions::read(&path))?;
-            Ok(ModelFiles { transformer, text_encoder, vae, tokenizer, index, conventions, origin })
-        }
-        _ => {
-            let (what, hint) = complaint.unwrap_or_default();
-            Err(no_model(base.path.as_deref().unwrap_or(Path::new("--model")), &what, Some(hint)))
-        }
-    }
+    let Ok(parts) = PerPart::try_from_fn(|part| folder.parts[part].path().ok_or(())) else {
+        let (what, hint) = folder.complaint().unwrap_or_default();
+        return Err(no_model(base.path.as_deref().unwrap_or(Path::new("--model")), &what, Some(hint)));
+    };
+    let origin = if own_transformer { parts.transformer.display().to_string() } else { base.origin };
+    let index = base.index.filter(|_| !own_transformer);
+    let conventions = base.conventions.filter(|_| !own_transformer);
+    let conventions = conventions.map_or(Ok(Conventions::klein()), |path| Conventions::read(&path))?;
+    Ok(ModelFiles { parts, tokenizer, index, conventions, origin })
 }
 
 /// What a folder holds of a model.
@@ -226,9 +214,7 @@ fn assemble(request: &LocateRequest, base: Folder) -> Result<ModelFiles> {
 struct Folder {
     path: Option<PathBuf>,
     origin: String,
-    transformer: Sought,
-    text_encoder: Sought,
-    vae: Sought,
+    parts: PerPart<Sought>,
     tokenizer: Option<PathBuf>,
     index: Option<PathBuf>,
     conventions: Option<PathBuf>,
@@ -280,9 +266,11 @@ impl Folder {
         Self {
             path: Some(path.into()),
             origin: origin.into(),
-            transformer,
-            text_encoder: part("text_encoder", "text_encoders", &["qwen"]),
-            vae: part("vae", "vae", &["ae", "flux2-vae", "full_encoder_small_decoder"]),
+            parts: PerPart {
+                transformer,
+                text_encoder: part("text_encoder", "text_encoders", &["qwen"]),
+                vae: part("vae", "vae", &["ae", "flux2-vae", "full_encoder_small_decoder"]),
+            },
             // One that is there is meant, even if it cannot be read: another would give other pictures without a word.
             tokenizer: settings("tokenizer/tokenizer.json").or_else(unusable).or_else(|| settings("tokenizer.json")),
             index,
@@ -292,25 +280,16 @@ impl Folder {
 
     /// Puts the parts that are given otherwise in their places.
     fn replace(&mut self, request: &LocateRequest) {
-        for (part, replacement) in [
-            (&mut self.transformer, &request.transformer),
-            (&mut self.text_encoder, &request.text_encoder),
-            (&mut self.vae, &request.vae),
-        ] {
+        for (part, replacement) in request.parts.iter() {
             if let Some(path) = replacement {
-                *part = Sought::At(path.clone());
+                self.parts[part] = Sought::At(path.clone());
             }
         }
     }
 
     /// What is wrong with its parts and what to do about it, if not all are there.
     fn complaint(&self) -> Option<(String, String)> {
-        let parts = [
-            ("transformer", "--transformer", &self.transformer),
-            ("text encoder", "--text-encoder", &self.text_encoder),
-            ("vae", "--vae", &self.vae),
-        ];
-        complain(parts, self.path.as_deref(), EXPECTED)
+        complain(&self.parts, self.path.as_deref(), EXPECTED)
     }
 }
 

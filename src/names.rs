@@ -5,10 +5,12 @@
 //! to the canonical one; [`spell`] goes the other way, for messages and for writing. Both read the same tables.
 
 mod manifest;
+mod per_part;
 mod tables;
 
 pub(crate) use manifest::text_layers;
 pub use manifest::{TensorSpec, text_manifest, transformer_manifest, vae_manifest};
+pub use per_part::PerPart;
 
 use std::fmt;
 use tables::{Row, TEXT_ENCODER, TRANSFORMER, VAE, fill, matches};
@@ -35,6 +37,9 @@ impl fmt::Display for Part {
 }
 
 impl Part {
+    /// All of them, in the order in which they are opened and named.
+    pub const ALL: [Self; 3] = [Self::Transformer, Self::TextEncoder, Self::Vae];
+
     fn rows(self) -> &'static [Row] {
         match self {
             Self::Transformer => TRANSFORMER,

@@ -3,7 +3,7 @@
 use super::args::{KleinArg, PlanArgs};
 use super::request::{canvas, open_references};
 use super::run::{print, warn_of_guidance};
-use crate::config::{Conventions, Guidance, TextConfig, TransformerConfig, VaeConfig, Variant, display_name};
+use crate::config::{Conventions, Guidance, Variant, display_name};
 use crate::error::{Error, Result};
 use crate::locate::{Environment, Found, locate};
 use crate::noise::NoiseKind;
@@ -107,8 +107,8 @@ impl Planned {
             return OpenModel::open(&found, variant).map(Box::new).map(Self::Open);
         }
         let configs = match args.klein.unwrap_or(KleinArg::FourB) {
-            KleinArg::FourB => (TransformerConfig::klein_4b(), TextConfig::klein_4b(), VaeConfig::klein_4b()),
-            KleinArg::NineB => (TransformerConfig::klein_9b(), TextConfig::klein_9b(), VaeConfig::klein_9b()),
+            KleinArg::FourB => Configs::klein_4b(),
+            KleinArg::NineB => Configs::klein_9b(),
         };
         let (variant, conventions) = (variant.unwrap_or(Variant::Distilled), Conventions::klein());
         Ok(Self::Klein { variant, conventions, configs: Box::new(configs) })
@@ -131,7 +131,7 @@ impl Planned {
     fn name(&self) -> String {
         match self {
             Self::Open(model) => model.name.clone(),
-            Self::Klein { variant, configs, .. } => display_name(&configs.0, *variant),
+            Self::Klein { variant, configs, .. } => display_name(&configs.transformer, *variant),
         }
     }
 

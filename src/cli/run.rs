@@ -34,7 +34,7 @@ pub fn generate(request: &GenerateRequest, stop: &Arc<AtomicBool>, terminal: &Te
     let job = made.job();
     // Now that it is known how wide features are, which only a dump holds.
     if request.dump.is_some() {
-        let encoder = &model.configs.1;
+        let encoder = &model.configs.text_encoder;
         request.check_outputs(made.prompts() * encoder.max_tokens * encoder.features())?;
     }
     let options = made.fit(&model, &chosen, &job, terminal)?;

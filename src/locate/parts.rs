@@ -3,6 +3,7 @@
 //! and of several that it could be none is guessed.
 
 use crate::files;
+use crate::names::PerPart;
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -22,6 +23,14 @@ pub(super) enum Sought {
 }
 
 impl Sought {
+    /// Where it is, if it can be used.
+    pub fn path(&self) -> Option<PathBuf> {
+        match self {
+            Self::At(path) => Some(path.clone()),
+            _ => None,
+        }
+    }
+
     /// Looks further if nothing was found. Something unusable may be what is meant, so nothing takes its place without a word.
     pub fn or_else(self, next: impl FnOnce() -> Self) -> Self {
         match self {
@@ -39,16 +48,18 @@ impl Sought {
     }
 }
 
-/// Says what is wrong with the parts that were not found, and what to do about it. Each comes with its name and its flag; paths
-/// are told as they are inside `folder`, and `expected` is the advice where nothing is there at all.
-pub(super) fn complain(parts: [(&str, &str, &Sought); 3], folder: Option<&Path>, expected: &str) -> Option<(String, String)> {
+/// Says what is wrong with the parts that were not found, and what to do about it. Paths are told as they are inside `folder`, and
+/// `expected` is the advice where nothing is there at all.
+pub(super) fn complain(parts: &PerPart<Sought>, folder: Option<&Path>, expected: &str) -> Option<(String, String)> {
+    let flags = PerPart { transformer: "--transformer", text_encoder: "--text-encoder", vae: "--vae" };
     let inside = |path: &Path| folder.and_then(|folder| path.strip_prefix(folder).ok()).unwrap_or(path).display().to_string();
     let (mut missing, mut faults, mut pick, mut replace) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     let list = |paths: &[PathBuf]| paths.iter().map(|path| inside(path)).collect::<Vec<String>>().join(", ");
-    for (name, flag, sought) in parts {
+    for (name, sought) in parts.iter() {
+        let flag = flags[name];
         match sought {
             Sought::At(_) => {}
-            Sought::Missing => missing.push(name),
+            Sought::Missing => missing.push(name.to_string()),
             Sought::Several(paths) => {
                 faults.push(format!("{} files could be the {name}: {}", paths.len(), list(paths)));
                 pick.push(flag);

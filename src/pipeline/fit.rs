@@ -1,6 +1,8 @@
 //! Whether a job fits into a backend's memory, and how, answered before anything is loaded.
 
-use super::{Estimate, Job, LoadOptions, OpenModel};
+use super::estimate::Estimate;
+use super::job::{Job, LoadOptions};
+use super::open::OpenModel;
 use crate::backend::Backend;
 use crate::error::{Error, Result};
 use crate::sequence::{PATCH, Pixels};

@@ -6,7 +6,7 @@ use kiln::backend::{Backend, HostData, StepKey};
 use kiln::config::{Conventions, HEAD_DIM, TransformerConfig, VaeConfig, Variant};
 use kiln::dump::Record;
 use kiln::model::{ContextIn, Loader, ReferenceTokens, StepInput, Transformer};
-use kiln::names::{Layout, Part, transformer_manifest, vae_manifest};
+use kiln::names::{Layout, Part, PerPart, transformer_manifest, vae_manifest};
 use kiln::noise::NoiseKind;
 use kiln::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel, ReferenceInput};
 use kiln::progress::Silent;
@@ -119,19 +119,18 @@ impl Case {
 
     pub fn engine(&self, backend: Box<dyn Backend>, precision: Precision) -> Engine {
         let model = tiny::model(Layout::Diffusers, DType::Bf16).unwrap();
-        let mut vae = model.weights(Part::Vae).unwrap();
+        let mut weights = PerPart::from_fn(|part| model.weights(part).unwrap());
         if self.small_decoder {
             let config = VaeConfig { decoder: [32, 64, 96, 96], ..VaeConfig::tiny() };
-            vae = tiny::weights_of(Part::Vae, &vae_manifest(&config), DType::Bf16).unwrap();
+            weights.vae = tiny::weights_of(Part::Vae, &vae_manifest(&config), DType::Bf16).unwrap();
         }
         let variant = match (self.kv, self.distilled) {
             (true, _) => Variant::Kv,
             (false, true) => Variant::Distilled,
             (false, false) => Variant::Base,
         };
-        let parts = [model.weights(Part::Transformer).unwrap(), model.weights(Part::TextEncoder).unwrap(), vae];
         let tokenizer = Tokenizer::from_json(tiny::TOKENIZER, Path::new("tiny")).unwrap();
-        let model = OpenModel::check(parts, [None; 3], tokenizer, variant, Conventions::klein()).unwrap();
+        let model = OpenModel::check(weights, PerPart::default(), tokenizer, variant, Conventions::klein()).unwrap();
         Engine::load(backend, model, LoadOptions { precision, references: true, low_memory: false }, &Silent).unwrap()
     }
 
