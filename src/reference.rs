@@ -32,7 +32,7 @@ use crate::sequence::{Grid, PATCH};
 use kind::Kind;
 use std::io::ErrorKind;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// The largest file read.
 const MAX_FILE: u64 = 64 << 20;
@@ -58,6 +58,7 @@ pub const AREA_CAP: usize = 1024 * 1024;
 /// A decoded reference image: upright, RGB, and of a size that [`DecodedReference::prepare`] can use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DecodedReference {
+    origin: PathBuf,
     image: Image,
 }
 
@@ -73,9 +74,9 @@ impl DecodedReference {
         Self::from_bytes(&bytes, path)
     }
 
-    /// Decodes a file that is in memory; errors name `origin`.
+    /// Decodes a file that is in memory; `origin` is its name for display.
     pub fn from_bytes(bytes: &[u8], origin: &Path) -> Result<Self> {
-        decode(bytes, origin).map(|image| Self { image }).map_err(|fault| fault.into_error(origin))
+        decode(bytes, origin).map(|image| Self { origin: origin.into(), image }).map_err(|fault| fault.into_error(origin))
     }
 
     /// The image as decoded and turned upright.
@@ -86,19 +87,22 @@ impl DecodedReference {
     /// Brings the image to the size the model takes: at most `area` pixels ([`AREA_CAP`] for klein), then the largest centred part
     /// that divides into whole patches. Nothing is ever enlarged.
     pub fn prepare(self, area: usize) -> PreparedReference {
-        let image = self.image;
+        let Self { origin, image } = self;
         let original = (image.width, image.height);
         let resized = capped(original, area);
         let (width, height) = resized.unwrap_or(original);
         let pixels = if resized.is_some() { lanczos::resize(&image.pixels, original, (width, height)) } else { image.pixels };
         let whole = (width - width % PATCH, height - height % PATCH);
-        PreparedReference { width: whole.0, height: whole.1, pixels: centre(pixels, (width, height), whole), original, resized }
+        let pixels = centre(pixels, (width, height), whole);
+        PreparedReference { origin, width: whole.0, height: whole.1, pixels, original, resized }
     }
 }
 
 /// A reference image as the model sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PreparedReference {
+    /// The file it came from, for display.
+    pub origin: PathBuf,
     /// Pixels in a row, a multiple of [`PATCH`].
     pub width: usize,
     /// Rows, a multiple of [`PATCH`].

@@ -38,6 +38,13 @@ pub enum Noise {
     Given(Vec<f32>),
 }
 
+impl Noise {
+    /// The seed that an image is said to come from: none where the noise is given, whatever number the job has.
+    pub fn seed(&self, seed: u64) -> Option<u64> {
+        matches!(self, Self::Drawn(_)).then_some(seed)
+    }
+}
+
 /// A reference image as the VAE takes it.
 #[derive(Clone, Debug)]
 pub struct ReferenceInput {
