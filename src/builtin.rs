@@ -35,7 +35,7 @@ pub const MODEL: Embedded = Embedded { files: &FILES };
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kiln::checkpoint::Part;
+    use kiln::part::Part;
 
     #[test]
     fn weights_are_read_in_place() {

@@ -12,12 +12,12 @@ mod quantised;
 mod shard;
 mod zeros;
 
-pub use crate::names::Part;
 pub use header::{Entry, StoredDtype};
 pub use shard::Shard;
 
 use crate::error::{Error, Result};
 use crate::names::{self, Layout, Place, Rows, Spelling, TensorSpec};
+use crate::part::Part;
 use crate::tensor::{Bytes, DType};
 use crate::text::shown_path;
 use std::collections::BTreeMap;

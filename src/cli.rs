@@ -1,5 +1,7 @@
-//! The command line: flags as they are typed ([`args`]), the request they make ([`GenerateRequest`]), and carrying it out
-//! (`run`). Only `args` and `completions` know clap; once a request exists, every number in it is legal and every file it names was looked at.
+//! The command line. A request takes one way: flags as they are typed (`args`), what they ask for (`request`), the device and the
+//! model it runs on (`session`), what is left to decide (`settings`), what the user is told (`report`), and the files that are
+//! written (`outputs`). Only `args` and `completions` know clap; once a request exists, every number in it is legal and every file it names was
+//! looked at.
 
 pub mod args;
 mod bench;
@@ -8,18 +10,26 @@ mod device;
 mod doctor;
 mod hint;
 mod names;
+mod outputs;
 mod plan;
+mod report;
 mod request;
 mod run;
+mod session;
+mod settings;
+mod stdout;
+mod tiny;
 
 pub use bench::{BenchRequest, bench};
 pub use completions::{completions, man};
 pub use doctor::doctor;
 pub use hint::{SAVE_MEMORY, hint, message};
-pub use names::Target;
+pub use outputs::Outputs;
 pub use plan::plan;
-pub use request::{GenerateRequest, random_seed};
-pub use run::{STDOUT, generate, reader_left, tiny};
+pub use request::{ImageRequest, Setup, random_seed};
+pub use run::{GenerateRequest, generate};
+pub use stdout::{STDOUT, reader_left};
+pub use tiny::tiny;
 
 use crate::text::shown;
 use args::{Cli, Command, GenerateArgs};

@@ -11,7 +11,7 @@ pub use embedded::Embedded;
 use crate::config::Conventions;
 use crate::error::{Error, Remedy, Result};
 use crate::files;
-use crate::part::Part;
+use crate::part::PerPart;
 use cache::NoSnapshot;
 use parts::{Sought, complain, folder_of_weights, single_file};
 use std::path::{Path, PathBuf};
@@ -39,12 +39,8 @@ pub const KNOWN_REPOSITORIES: [&str; 5] = [
 pub struct LocateRequest {
     /// A folder, a repository id, or the name of a model that needs no files.
     pub model: Option<PathBuf>,
-    /// Replaces the model's transformer: a file, or a folder of shards.
-    pub transformer: Option<PathBuf>,
-    /// Replaces the model's text encoder.
-    pub text_encoder: Option<PathBuf>,
-    /// Replaces the model's VAE.
-    pub vae: Option<PathBuf>,
+    /// Replaces parts of the model: a file, or a folder of shards, for each.
+    pub parts: PerPart<Option<PathBuf>>,
     /// Replaces the model's tokenizer: a `tokenizer.json`, or a folder that holds one.
     pub tokenizer: Option<PathBuf>,
     /// The environment variables and the embedded model.
@@ -54,12 +50,8 @@ pub struct LocateRequest {
 /// The files of a model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelFiles {
-    /// A safetensors file, or a folder of them.
-    pub transformer: PathBuf,
-    /// A safetensors file, or a folder of them.
-    pub text_encoder: PathBuf,
-    /// A safetensors file, or a folder of them.
-    pub vae: PathBuf,
+    /// A safetensors file, or a folder of them, for each part.
+    pub parts: PerPart<PathBuf>,
     /// A `tokenizer.json`; without one, the embedded tokenizer is used.
     pub tokenizer: Option<PathBuf>,
     /// The pipeline's `model_index.json`, if it describes this transformer.
@@ -80,7 +72,8 @@ impl ModelFiles {
 
     /// The scheduler configuration, if the transformer is part of a diffusers folder that has one.
     pub fn scheduler(&self) -> Option<PathBuf> {
-        let folder = self.transformer.parent().filter(|_| self.transformer.ends_with("transformer"))?;
+        let transformer = &self.parts.transformer;
+        let folder = transformer.parent().filter(|_| transformer.ends_with("transformer"))?;
         Some(folder.join("scheduler/scheduler_config.json")).filter(|config| files::is_there(config))
     }
 }
@@ -123,15 +116,14 @@ impl Found {
 
 /// Locates a model: the requested one, or else that of `KILN_MODEL`, or one in the cache, or the embedded or random one.
 pub fn locate(request: &LocateRequest) -> Result<Found> {
-    let overrides = [&request.transformer, &request.text_encoder, &request.vae];
-    for path in overrides.into_iter().chain([&request.tokenizer]).flatten() {
+    for path in request.parts.values().chain([&request.tokenizer]).flatten() {
         if let Some(why) = files::absence(path) {
             return Err(no_model(path, &why, None));
         }
     }
     let environment = &request.environment;
-    let some = request.tokenizer.is_some() || overrides.iter().any(|part| part.is_some());
-    let all = overrides.iter().all(|part| part.is_some());
+    let some = request.tokenizer.is_some() || request.parts.values().any(Option::is_some);
+    let all = request.parts.values().all(Option::is_some);
     // `KILN_MODEL` applies only if the request names no model, and three parts are a complete model.
     let fallback = environment.kiln_model.as_deref().filter(|name| !(all && needs_no_files(name)));
     let base = match request.model.as_deref().or(fallback) {
@@ -182,7 +174,7 @@ fn known_repository(request: &LocateRequest) -> Result<Option<Folder>> {
     }
     let Some((id, what)) = unfinished else { return Ok(None) };
     // Parts of the embedded and the random model cannot be replaced, so they are not suggested if the request has parts.
-    let whole = [&request.transformer, &request.text_encoder, &request.vae].iter().all(|part| part.is_none());
+    let whole = request.parts.values().all(Option::is_none);
     let own = whole.then_some(if request.environment.built_in.is_some() { BUILT_IN } else { TINY });
     let hint = Remedy::FinishDownload { repository: id.into(), own };
     Err(no_model(Path::new(id), &format!("it is in the Hugging Face cache, but not whole: {what}"), Some(hint)))
@@ -190,9 +182,9 @@ fn known_repository(request: &LocateRequest) -> Result<Option<Folder>> {
 
 /// Applies the overrides of a request to a folder, and fails if a part is still missing.
 fn assemble(request: &LocateRequest, base: Folder) -> Result<ModelFiles> {
-    let own_transformer = request.transformer.is_some();
-    let mut parts = base.clone();
-    parts.replace(request);
+    let own_transformer = request.parts.transformer.is_some();
+    let mut folder = base.clone();
+    folder.replace(request);
     let tokenizer = match &request.tokenizer {
         Some(path) if path.is_dir() => {
             let file = path.join("tokenizer.json");
@@ -201,26 +193,21 @@ fn assemble(request: &LocateRequest, base: Folder) -> Result<ModelFiles> {
             }
             Some(file)
         }
-        given => given.clone().or(parts.tokenizer.clone()),
+        given => given.clone().or(folder.tokenizer.clone()),
     };
-    let complaint = parts.complaint();
-    match (parts.transformer, parts.text_encoder, parts.vae) {
-        (Sought::At(transformer), Sought::At(text_encoder), Sought::At(vae)) => {
-            let origin = if own_transformer { transformer.display().to_string() } else { base.origin };
-            let index = base.index.filter(|_| !own_transformer);
-            let conventions = base.conventions.filter(|_| !own_transformer);
-            let conventions = conventions.map_or(Ok(Conventions::klein()), |path| Conventions::read(&path))?;
-            Ok(ModelFiles { transformer, text_encoder, vae, tokenizer, index, conventions, origin })
-        }
-        _ => {
-            let (what, hint) = complaint.unzip();
-            let what = what.unwrap_or_default();
-            Err(match base.path {
-                Some(path) => no_model(&path, &what, hint),
-                None => Error::IncompleteModel { what, hint },
-            })
-        }
-    }
+    let Ok(parts) = PerPart::try_from_fn(|part| folder.parts[part].path().ok_or(())) else {
+        let (what, hint) = folder.complaint().unzip();
+        let what = what.unwrap_or_default();
+        return Err(match base.path {
+            Some(path) => no_model(&path, &what, hint),
+            None => Error::IncompleteModel { what, hint },
+        });
+    };
+    let origin = if own_transformer { parts.transformer.display().to_string() } else { base.origin };
+    let index = base.index.filter(|_| !own_transformer);
+    let conventions = base.conventions.filter(|_| !own_transformer);
+    let conventions = conventions.map_or(Ok(Conventions::klein()), |path| Conventions::read(&path))?;
+    Ok(ModelFiles { parts, tokenizer, index, conventions, origin })
 }
 
 /// The parts of a model in a folder.
@@ -228,9 +215,7 @@ fn assemble(request: &LocateRequest, base: Folder) -> Result<ModelFiles> {
 struct Folder {
     path: Option<PathBuf>,
     origin: String,
-    transformer: Sought,
-    text_encoder: Sought,
-    vae: Sought,
+    parts: PerPart<Sought>,
     tokenizer: Option<PathBuf>,
     index: Option<PathBuf>,
     conventions: Option<PathBuf>,
@@ -281,9 +266,11 @@ impl Folder {
         Self {
             path: Some(path.into()),
             origin: origin.into(),
-            transformer,
-            text_encoder: part("text_encoder", "text_encoders", &["qwen"]),
-            vae: part("vae", "vae", &["ae", "flux2-vae", "full_encoder_small_decoder"]),
+            parts: PerPart {
+                transformer,
+                text_encoder: part("text_encoder", "text_encoders", &["qwen"]),
+                vae: part("vae", "vae", &["ae", "flux2-vae", "full_encoder_small_decoder"]),
+            },
             // A tokenizer that exists is used even if it cannot be read: another one would silently change the images.
             tokenizer: settings("tokenizer/tokenizer.json").or_else(unusable).or_else(|| settings("tokenizer.json")),
             index,
@@ -293,21 +280,16 @@ impl Folder {
 
     /// Replaces the parts that the request overrides.
     fn replace(&mut self, request: &LocateRequest) {
-        for (part, replacement) in [
-            (&mut self.transformer, &request.transformer),
-            (&mut self.text_encoder, &request.text_encoder),
-            (&mut self.vae, &request.vae),
-        ] {
+        for (part, replacement) in request.parts.iter() {
             if let Some(path) = replacement {
-                *part = Sought::At(path.clone());
+                self.parts[part] = Sought::At(path.clone());
             }
         }
     }
 
     /// What is wrong with the parts and the remedy, if not all of them were found.
     fn complaint(&self) -> Option<(String, Remedy)> {
-        let parts = [(Part::Transformer, &self.transformer), (Part::TextEncoder, &self.text_encoder), (Part::Vae, &self.vae)];
-        complain(parts, self.path.as_deref())
+        complain(&self.parts, self.path.as_deref())
     }
 }
 

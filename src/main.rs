@@ -1,4 +1,4 @@
-//! The program: parse, run, print the error and what to do about it, end with the code that says which kind it was.
+//! The program: parses the flags, runs the command, prints an error and what to do about it, and exits with the code of its kind.
 
 #[cfg(target_os = "linux")]
 mod allocator;
@@ -20,20 +20,20 @@ use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The model that this program carries.
+/// The model that is part of this program.
 #[cfg(feature = "builtin")]
 const BUILT_IN: Option<Embedded> = Some(builtin::MODEL);
 #[cfg(not(feature = "builtin"))]
 const BUILT_IN: Option<Embedded> = None;
 
-/// What the latest panic said.
+/// The message of the latest panic.
 static PANIC: Mutex<Option<String>> = Mutex::new(None);
 
 /// Why the program ends early.
 enum Failure {
-    /// Something was wrong, and the library knows what.
+    /// An error of the library.
     Error(Error),
-    /// A bug: what the panic said.
+    /// A bug, with the message of the panic.
     Panic(String),
 }
 
@@ -43,7 +43,7 @@ fn main() -> ExitCode {
 
 /// Runs the program on a stack that is large enough for it.
 fn with_stack(program: fn() -> ExitCode) -> ExitCode {
-    // What the system gives the first thread is up to the user, and can be next to nothing.
+    // The stack of the first thread is up to the user, and can be next to nothing.
     #[cfg(target_os = "linux")]
     {
         let limit = rustix::process::getrlimit(rustix::process::Resource::Stack).current;
@@ -67,35 +67,35 @@ fn program() -> ExitCode {
     let failure = match guarded(|| {
         let command = match cli::parse(std::env::args_os()) {
             Ok(command) => command,
-            // Help, the version, or what is wrong with the flags.
+            // This is help, the version, or what is wrong with the flags.
             Err(text) => {
                 let printed = text.print().and_then(|()| io::stdout().flush());
                 return match printed {
                     Err(source) if !text.use_stderr() => Err(Error::Write { path: cli::STDOUT.into(), source }),
-                    // If it cannot be printed, nobody is there to be told.
+                    // Where it cannot be printed, an error could not be either.
                     _ => Ok(ExitCode::from(text.exit_code() as u8)),
                 };
             }
         };
         #[cfg(target_os = "linux")]
         allocator::save_addresses();
-        // Before anything runs in parallel.
+        // This comes before anything runs in parallel.
         threads::start(command.threads());
         run(command, &signals).map(|()| ExitCode::SUCCESS)
     }) {
         Ok(code) => return code,
         Err(failure) => failure,
     };
-    // A reader that has seen enough closes the pipe: it is done, and so are we.
+    // A reader that has seen enough closes the pipe, which is no failure.
     if matches!(&failure, Failure::Error(error) if cli::reader_left(error)) {
         return ExitCode::SUCCESS;
     }
-    // Standard error may be gone, too. The exit code still tells.
+    // Standard error may be closed, too. The exit code still tells.
     let _ = io::stderr().write_all(report(&failure).as_bytes());
     ExitCode::from(code(&failure, &signals))
 }
 
-/// What the process ends with.
+/// The exit code of the process.
 fn code(failure: &Failure, signals: &Signals) -> u8 {
     match failure {
         Failure::Error(Error::Interrupted) if signals.terminated.load(Ordering::Relaxed) => 143,
@@ -114,12 +114,14 @@ fn run(command: Command, signals: &Signals) -> Result<()> {
             cli::tiny(&args, &signals.stop, out)
         }
         Command::Generate(args) => {
-            let request = GenerateRequest::new(*args, environment, &mut io::stdin(), cli::random_seed())?;
-            cli::generate(&request, &signals.stop, &terminal(request.verbosity, signals), out)
+            let GenerateRequest { images, setup, outputs, verbosity } =
+                GenerateRequest::new(*args, environment, &mut io::stdin(), cli::random_seed())?;
+            cli::generate(images, setup, outputs, &signals.stop, &terminal(verbosity, signals), out)
         }
         Command::Bench(args) => {
             let request = BenchRequest::new(*args, environment, &mut io::stdin())?;
-            cli::bench(&request, &signals.stop, &terminal(request.verbosity, signals), out)
+            let terminal = terminal(request.verbosity, signals);
+            cli::bench(request, &signals.stop, &terminal, out)
         }
         Command::Completions(args) => cli::completions(&args, out),
         Command::Man(args) => cli::man(&args, out),
@@ -159,13 +161,13 @@ impl Signals {
     }
 }
 
-/// Keeps panics off the screen. Some are expected: the library catches those of a dependency, and makes them errors. So the
-/// hook only takes notes, and [`guarded`] alone decides what is the end.
+/// Keeps panics off the screen. Some are expected: the library catches those of a dependency and turns them into errors.
+/// So the hook only records the message, and [`guarded`] alone decides what ends the program.
 fn record_panics() {
     panic::set_hook(Box::new(|info| {
         let what = info.payload_as_str().unwrap_or("no message");
         let place = info.location().map(|place| format!(" ({place})")).unwrap_or_default();
-        // Empty unless RUST_BACKTRACE asks for it.
+        // The backtrace is empty unless RUST_BACKTRACE asks for it.
         let trace = std::backtrace::Backtrace::capture();
         let trace = match trace.status() {
             std::backtrace::BacktraceStatus::Captured => format!("\n{trace}"),
@@ -175,7 +177,7 @@ fn record_panics() {
     }));
 }
 
-/// Runs the whole program; a panic that nobody caught is a failure like others.
+/// Runs the whole program. A panic that nothing caught becomes a failure.
 fn guarded<T>(work: impl FnOnce() -> Result<T> + UnwindSafe) -> Result<T, Failure> {
     match panic::catch_unwind(work) {
         Ok(result) => result.map_err(Failure::Error),

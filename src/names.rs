@@ -6,8 +6,7 @@
 
 mod tables;
 
-pub use crate::part::Part;
-
+use crate::part::Part;
 use tables::{Row, TEXT_ENCODER, TRANSFORMER, VAE, fill, matches};
 
 impl Part {

@@ -1,11 +1,11 @@
 //! Reference images: decoding, EXIF orientation and resizing.
 //!
-//! A reference can come from anywhere, so it is the least trusted input of the engine. [`Reference::open`] detects the format by
+//! A reference can come from anywhere, so it is the least trusted input of the engine. [`DecodedReference::open`] detects the format by
 //! content, walks the container to find the size of the image, and rejects a file that is too large, too small, damaged or not an
 //! image before it allocates any memory for pixels. A damaged image is never completed by guessing: a partial image would be
 //! edited as if it were whole.
 //!
-//! [`Reference::prepare`] then matches the reference pipeline bit for bit: `diffusers.utils.load_image` (apply the EXIF
+//! [`DecodedReference::prepare`] then matches the reference pipeline bit for bit: `diffusers.utils.load_image` (apply the EXIF
 //! orientation, convert to RGB, drop alpha) followed by the preprocessing of its klein pipeline (cap the area, crop to whole
 //! patches). That includes the decoding, where the JPEG standard leaves roundings to the decoder: these are the roundings of the
 //! decoder in Pillow. There are two deliberate differences:
@@ -32,7 +32,7 @@ use crate::sequence::{Grid, PATCH};
 use kind::Kind;
 use std::io::ErrorKind;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Limit on the size of a file, in bytes.
 const MAX_FILE: u64 = 64 << 20;
@@ -55,13 +55,14 @@ const MAX_RATIO: usize = 8;
 /// Area in pixels to which larger images are downscaled for klein.
 pub const AREA_CAP: usize = 1024 * 1024;
 
-/// A decoded reference image: upright, RGB, and of a size that [`Reference::prepare`] accepts.
+/// A decoded reference image: upright, RGB, and of a size that [`DecodedReference::prepare`] accepts.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Reference {
+pub struct DecodedReference {
+    origin: PathBuf,
     image: Image,
 }
 
-impl Reference {
+impl DecodedReference {
     /// Reads a PNG or JPEG file.
     pub fn open(path: &Path) -> Result<Self> {
         let bytes = files::read(path, MAX_FILE).map_err(|error| match error.kind() {
@@ -73,9 +74,9 @@ impl Reference {
         Self::from_bytes(&bytes, path)
     }
 
-    /// Decodes a file in memory; errors name `origin`.
+    /// Decodes a file that is in memory; `origin` is its name for display.
     pub fn from_bytes(bytes: &[u8], origin: &Path) -> Result<Self> {
-        decode(bytes, origin).map(|image| Self { image }).map_err(|fault| fault.into_error(origin))
+        decode(bytes, origin).map(|image| Self { origin: origin.into(), image }).map_err(|fault| fault.into_error(origin))
     }
 
     /// The decoded, upright image.
@@ -85,20 +86,23 @@ impl Reference {
 
     /// Resizes the image for the model: downscales it to at most `area` pixels ([`AREA_CAP`] for klein), then crops the largest
     /// centred part that divides into whole patches. An image is never enlarged.
-    pub fn prepare(self, area: usize) -> Prepared {
-        let image = self.image;
+    pub fn prepare(self, area: usize) -> PreparedReference {
+        let Self { origin, image } = self;
         let original = (image.width, image.height);
         let resized = capped(original, area);
         let (width, height) = resized.unwrap_or(original);
         let pixels = if resized.is_some() { lanczos::resize(&image.pixels, original, (width, height)) } else { image.pixels };
         let whole = (width - width % PATCH, height - height % PATCH);
-        Prepared { width: whole.0, height: whole.1, pixels: centre(pixels, (width, height), whole), original, resized }
+        let pixels = centre(pixels, (width, height), whole);
+        PreparedReference { origin, width: whole.0, height: whole.1, pixels, original, resized }
     }
 }
 
 /// A reference image as the model's input.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Prepared {
+pub struct PreparedReference {
+    /// The file it came from, for display.
+    pub origin: PathBuf,
     /// Width in pixels, a multiple of [`PATCH`].
     pub width: usize,
     /// Height in pixels, a multiple of [`PATCH`].
@@ -111,13 +115,13 @@ pub struct Prepared {
     pub resized: Option<(usize, usize)>,
 }
 
-impl Prepared {
+impl PreparedReference {
     /// The size in tokens.
     pub fn grid(&self) -> Grid {
         Grid { width: self.width / PATCH, height: self.height / PATCH }
     }
 
-    /// The pixels as the input of the VAE, within -1..1, in the order of [`Prepared::pixels`].
+    /// The pixels as the input of the VAE, within -1..1, in the order of [`PreparedReference::pixels`].
     pub fn values(&self) -> Vec<f32> {
         // The reference implementation rounds twice: the division and the scaling are both in f32.
         let table: [f32; 256] = std::array::from_fn(|v| 2.0 * (v as f32 / 255.0) - 1.0);

@@ -7,11 +7,12 @@ mod files;
 
 pub use files::write_to;
 
-use crate::checkpoint::{Part, Shard, Weights};
+use crate::checkpoint::{Shard, Weights};
 use crate::config::{TextConfig, TransformerConfig, VaeConfig};
 use crate::error::{Error, Result};
 use crate::model::{text_manifest, transformer_manifest, vae_manifest};
 use crate::names::{self, Layout, TensorSpec};
+use crate::part::Part;
 use crate::tensor::{Bytes, DType};
 use rayon::prelude::*;
 use safetensors::tensor::{Dtype, TensorView};

@@ -10,7 +10,7 @@ mod sandbox;
 use common::{Goldens, cpu, fixture, relative_l2, run, unit_image};
 use kiln::dump::Record;
 use kiln::locate::{Found, LocateRequest, locate};
-use kiln::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel, Reference};
+use kiln::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel, ReferenceInput};
 use kiln::progress::Silent;
 use kiln::sequence::{Grid, PATCH, Pixels};
 use kiln::tensor::Precision;
@@ -60,9 +60,9 @@ impl Disc {
         points.flat_map(|(x, y)| if inside(x, y) { self.colour } else { self.background }).collect()
     }
 
-    fn reference(&self) -> Reference {
+    fn reference(&self) -> ReferenceInput {
         let pixels = self.pixels().into_iter().map(|v| 2.0 * (f32::from(v) / 255.0) - 1.0).collect();
-        Reference { grid: Grid { width: self.width / PATCH, height: self.height / PATCH }, pixels }
+        ReferenceInput { grid: Grid { width: self.width / PATCH, height: self.height / PATCH }, pixels }
     }
 }
 

@@ -8,11 +8,13 @@ mod moments;
 mod sandbox;
 
 use kiln::backend::cpu::Cpu;
-use kiln::checkpoint::{Part, Shard, Weights};
+use kiln::checkpoint::{Shard, Weights};
 use kiln::config::{Conventions, Variant};
 use kiln::error::{Error, Result};
 use kiln::names::Layout;
 use kiln::noise::NoiseKind;
+use kiln::part::Part;
+use kiln::part::PerPart;
 use kiln::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel};
 use kiln::progress::Silent;
 use kiln::sequence::Pixels;
@@ -195,9 +197,9 @@ fn job() -> Job {
 fn open(transformer: Shard) -> OpenModel {
     let tiny = tiny::model(Layout::Bfl, DType::Bf16).unwrap();
     let transformer = Weights::from_shards(Part::Transformer, vec![transformer]).unwrap();
-    let parts = [transformer, tiny.weights(Part::TextEncoder).unwrap(), tiny.weights(Part::Vae).unwrap()];
+    let weights = PerPart { transformer, ..PerPart::from_fn(|part| tiny.weights(part).unwrap()) };
     let tokenizer = Tokenizer::from_json(tiny::TOKENIZER, Path::new("tokenizer")).unwrap();
-    OpenModel::check(parts, [None; 3], tokenizer, Variant::Distilled, Conventions::klein()).unwrap()
+    OpenModel::check(weights, PerPart::default(), tokenizer, Variant::Distilled, Conventions::klein()).unwrap()
 }
 
 fn load(model: OpenModel) -> Result<Engine> {

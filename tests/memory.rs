@@ -9,8 +9,9 @@ mod common;
 use common::{cpu, engine_on};
 use kiln::config::Variant;
 use kiln::locate::Found;
-use kiln::names::{Layout, Part};
+use kiln::names::Layout;
 use kiln::noise::NoiseKind;
+use kiln::part::PerPart;
 use kiln::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel};
 use kiln::progress::Silent;
 use kiln::sequence::Pixels;
@@ -90,10 +91,10 @@ fn peak_resident() -> usize {
 /// What is held against free memory of weights that cannot be read where they are: f32 files in a run of bfloat16.
 fn copies_are_what_the_plan_says(job: &Job) {
     let model = tiny::model(Layout::Diffusers, DType::F32).unwrap();
-    let parts = [Part::Transformer, Part::TextEncoder, Part::Vae].map(|part| model.weights(part).unwrap());
+    let weights = PerPart::from_fn(|part| model.weights(part).unwrap());
     let tokenizer = Tokenizer::from_json(tiny::TOKENIZER, Path::new("tiny")).unwrap();
     let conventions = Found::Tiny.conventions().unwrap();
-    let model = OpenModel::check(parts, [None; 3], tokenizer, Variant::Distilled, conventions).unwrap();
+    let model = OpenModel::check(weights, PerPart::default(), tokenizer, Variant::Distilled, conventions).unwrap();
     let options = LoadOptions { precision: Precision::Bf16, references: false, low_memory: false };
     let want = model.estimate(options, job).unwrap().copied_bytes as usize;
     let before = OTHER.now.load(Ordering::Relaxed);

@@ -17,8 +17,9 @@ use kiln::checkpoint::Weights;
 use kiln::config::{Conventions, Variant};
 use kiln::error::{Error, Result};
 use kiln::microbench::{Protocol, Scale, rows};
-use kiln::names::{Layout, Part};
-use kiln::pipeline::{Engine, Job, LoadOptions, OpenModel, Picture};
+use kiln::names::Layout;
+use kiln::part::{Part, PerPart};
+use kiln::pipeline::{Engine, GeneratedImage, Job, LoadOptions, OpenModel};
 use kiln::progress::Silent;
 use kiln::tensor::{Arena, Bytes, DType, Precision, Region};
 use kiln::tiny::{self, TinyModel};
@@ -39,10 +40,9 @@ impl Model {
     }
 
     fn open(&self, variant: Variant) -> OpenModel {
-        let weights = |part| self.0.weights(part).unwrap();
-        let parts = [weights(Part::Transformer), weights(Part::TextEncoder), weights(Part::Vae)];
+        let weights = PerPart::from_fn(|part| self.0.weights(part).unwrap());
         let tokenizer = Tokenizer::from_json(tiny::TOKENIZER, Path::new("tiny")).unwrap();
-        OpenModel::check(parts, [None; 3], tokenizer, variant, Conventions::klein()).unwrap()
+        OpenModel::check(weights, PerPart::default(), tokenizer, variant, Conventions::klein()).unwrap()
     }
 
     fn engine(&self, driver: &Rc<StandIn>, stop: &Arc<AtomicBool>, variant: Variant, low_memory: bool) -> Result<Engine> {
@@ -57,7 +57,7 @@ fn cuda(driver: &Rc<StandIn>, stop: &Arc<AtomicBool>) -> Result<Cuda> {
     Cuda::new(driver.clone(), &|_| Ok(Cow::Borrowed(&[])), stop.clone())
 }
 
-fn generate(engine: &mut Engine, job: &Job) -> Result<Vec<Picture>> {
+fn generate(engine: &mut Engine, job: &Job) -> Result<Vec<GeneratedImage>> {
     let mut images = Vec::new();
     engine.generate(job, &Silent, &mut |image| {
         images.push(image);
@@ -203,9 +203,9 @@ fn files_may_change_once_everything_is_uploaded() {
     for (low_memory, images, refused) in [(false, 1, false), (true, 1, true), (false, 0, true)] {
         std::fs::write(&path, &*model.0.transformer).unwrap();
         let transformer = Weights::open(Part::Transformer, &path).unwrap();
-        let (text, vae) = (model.0.weights(Part::TextEncoder).unwrap(), model.0.weights(Part::Vae).unwrap());
+        let weights = PerPart { transformer, ..PerPart::from_fn(|part| model.0.weights(part).unwrap()) };
         let tokenizer = Tokenizer::from_json(tiny::TOKENIZER, Path::new("tiny")).unwrap();
-        let open = OpenModel::check([transformer, text, vae], [None; 3], tokenizer, variant, Conventions::klein()).unwrap();
+        let open = OpenModel::check(weights, PerPart::default(), tokenizer, variant, Conventions::klein()).unwrap();
         let driver = StandIn::new(PLENTY);
         let options = LoadOptions { low_memory, ..OPTIONS };
         let mut engine = Engine::load(Box::new(cuda(&driver, &stop).unwrap()), open, options, &Silent).unwrap();

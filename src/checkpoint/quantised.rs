@@ -5,7 +5,8 @@
 
 use super::shard::Shard;
 use crate::error::{Error, Result};
-use crate::names::{self, Part, Place, QUANTISATION_METADATA, QUANTISATION_TENSOR, QUANTISERS};
+use crate::names::{self, Place, QUANTISATION_METADATA, QUANTISATION_TENSOR, QUANTISERS};
+use crate::part::Part;
 use crate::text::shown;
 use serde::Deserialize;
 use std::collections::BTreeMap;

@@ -7,6 +7,7 @@ pub use values::{BackendArg, DTypeArg, KleinArg, LayoutArg, NoiseArg, PrecisionA
 
 use crate::error::{Error, Result};
 use crate::locate::{Environment, LocateRequest};
+use crate::part::PerPart;
 use clap::{Args, Parser, Subcommand};
 use clap_complete::Shell;
 use help::{BENCH_EXAMPLE, BENCH_EXAMPLES, EXAMPLE, EXAMPLES};
@@ -283,9 +284,7 @@ impl ModelArgs {
         let Self { model, transformer, text_encoder, vae, tokenizer, .. } = self;
         LocateRequest {
             model: model.clone(),
-            transformer: transformer.clone(),
-            text_encoder: text_encoder.clone(),
-            vae: vae.clone(),
+            parts: PerPart { transformer: transformer.clone(), text_encoder: text_encoder.clone(), vae: vae.clone() },
             tokenizer: tokenizer.clone(),
             environment,
         }

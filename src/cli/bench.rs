@@ -1,12 +1,11 @@
-//! `kiln bench`: how long pictures take, stage by stage, and what they take of memory; or how fast single kernels are.
+//! `kiln bench`: how long images take, stage by stage, and how much memory; or how fast single kernels are.
 
+mod images;
 mod kernels;
-mod pictures;
 
 use super::args::{BenchArgs, GenerateArgs, RunArgs};
-use super::names::DASH;
-use super::request::GenerateRequest;
-use super::run::print;
+use super::request::{ImageRequest, Setup};
+use super::stdout::{DASH, print};
 use crate::error::{Error, Result};
 use crate::locate::Environment;
 use crate::output::{Planned, check_writable, save_new};
@@ -26,7 +25,7 @@ const PROMPT: &str = "a red fox in the snow";
 /// What to measure.
 #[derive(Debug)]
 pub struct BenchRequest {
-    /// When this began, which a cold picture is counted from.
+    /// When this began, which a cold image is counted from.
     started: Instant,
     subject: Subject,
     /// Where JSON goes, if anywhere; `-` is standard output, which then has no table.
@@ -38,8 +37,8 @@ pub struct BenchRequest {
 /// What is timed.
 #[derive(Debug)]
 enum Subject {
-    /// A cold picture and so many warm ones.
-    Pictures(Box<GenerateRequest>, usize),
+    /// A cold image and `runs` warm ones.
+    Images { request: Box<ImageRequest>, setup: Box<Setup>, runs: usize },
     /// Ops with this in their names, where the flags say.
     Kernels { filter: String, quick: bool, run: RunArgs },
 }
@@ -85,21 +84,23 @@ impl BenchRequest {
             noise: None,
             run,
         };
-        let pictures = GenerateRequest::unsaved(args, environment, stdin, 0)?;
-        Ok(Self { started, subject: Subject::Pictures(Box::new(pictures), runs), json, verbosity })
+        let (request, setup) = ImageRequest::from_args(&args, environment, stdin, 0)?;
+        let subject = Subject::Images { request: Box::new(request), setup: Box::new(setup), runs };
+        Ok(Self { started, subject, json, verbosity })
     }
 }
 
-/// Measures, and writes a table or JSON to `out`. No picture is kept.
-pub fn bench(request: &BenchRequest, stop: &Arc<AtomicBool>, terminal: &Terminal, out: &mut dyn Write) -> Result<()> {
-    let json = request.json.as_deref();
-    match &request.subject {
-        Subject::Pictures(pictures, runs) => {
-            let report = pictures::measure(pictures, request.started, *runs, stop, terminal)?;
+/// Measures, and writes a table or JSON to `out`. No image is kept.
+pub fn bench(request: BenchRequest, stop: &Arc<AtomicBool>, terminal: &Terminal, out: &mut dyn Write) -> Result<()> {
+    let BenchRequest { started, subject, json, .. } = request;
+    let json = json.as_deref();
+    match subject {
+        Subject::Images { request, setup, runs } => {
+            let report = images::measure(*request, *setup, started, runs, stop, terminal)?;
             publish(&report, report.table(), json, out)
         }
         Subject::Kernels { filter, quick, run } => {
-            let report = kernels::measure(filter, *quick, run, stop, terminal)?;
+            let report = kernels::measure(&filter, quick, &run, stop, terminal)?;
             publish(&report, report.table(), json, out)
         }
     }

@@ -1,7 +1,7 @@
 //! `kiln completions` and `kiln man`: shell completions and man pages, generated from the same definition as `--help`.
 
 use super::args::{Cli, CompletionsArgs, ManArgs};
-use super::run::{STDOUT, print};
+use super::stdout::{STDOUT, print};
 use crate::error::{Error, Result};
 use clap::CommandFactory;
 use clap_mangen::Man;

@@ -9,38 +9,38 @@ use crate::error::{Error, Result};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// A backend and what to say about it.
-pub struct Chosen {
+/// A backend that is open, and what to say about it.
+pub struct SelectedBackend {
     pub backend: Box<dyn Backend>,
-    /// As the command line spells it.
+    /// Its name, as the command line spells it.
     pub name: &'static str,
-    /// The machine, for people.
+    /// The machine, for display.
     pub machine: String,
     /// The GPU, if it is one.
     pub device: Option<DeviceInfo>,
-    /// Why it is not the one that `auto` would rather have.
+    /// Why `auto` did not select a GPU.
     pub note: Option<String>,
 }
 
-/// Takes the backend that was asked for.
-pub fn choose(backend: BackendArg, device: usize, stop: &Arc<AtomicBool>) -> Result<Chosen> {
-    let cpu = |note| -> Result<Chosen> {
+/// Opens the backend that was asked for.
+pub fn select_backend(backend: BackendArg, device: usize, stop: &Arc<AtomicBool>) -> Result<SelectedBackend> {
+    let cpu = |note| -> Result<SelectedBackend> {
         let cpu = Cpu::shared(stop.clone());
         let machine = format!("{} threads", cpu.threads());
-        Ok(Chosen { backend: Box::new(cpu), name: "cpu", machine, device: None, note })
+        Ok(SelectedBackend { backend: Box::new(cpu), name: "cpu", machine, device: None, note })
     };
-    let gpu = || -> Result<Chosen> {
+    let gpu = || -> Result<SelectedBackend> {
         let cuda = Cuda::open(device, stop.clone())?;
         let device = cuda.device().clone();
         let machine = format!("GPU {} ({})", device.index, device.name);
-        Ok(Chosen { backend: Box::new(cuda), name: "cuda", machine, device: Some(device), note: None })
+        Ok(SelectedBackend { backend: Box::new(cuda), name: "cuda", machine, device: Some(device), note: None })
     };
     match backend {
         BackendArg::Cpu => cpu(None),
         BackendArg::Cuda => gpu(),
         BackendArg::Auto => match gpu() {
             Err(error @ (Error::NoGpu { .. } | Error::Device { .. })) => cpu(Some(format!("{error}; running on the CPU"))),
-            chosen => chosen,
+            selected => selected,
         },
     }
 }

@@ -2,7 +2,7 @@
 
 use super::args::DoctorArgs;
 use super::hint::{hint, message};
-use super::run::print;
+use super::stdout::print;
 use crate::backend::cuda::{self, Cuda, Kernel, Tile};
 use crate::backend::{Backend, OP_NAMES};
 use crate::config::Variant;

@@ -1,29 +1,27 @@
-//! What pictures are called.
+//! What image files are called.
 
+use super::stdout::DASH;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 /// Longest part of a name that comes from the prompt.
 const SLUG: usize = 48;
 
-/// What standard output is called on the command line.
-pub const DASH: &str = "-";
-
-/// Where the pictures of one run go.
+/// Where the images of one run go.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Target {
-    /// One picture, on standard output.
+    /// One image, on standard output.
     Stdout,
-    /// One picture, at a path that was given.
+    /// One image, at a path that was given.
     One(PathBuf),
     /// Several: `out.png` stands for `out-1.png`, `out-2.png` and so on.
     Numbered(PathBuf),
-    /// Named after the prompt, in the current folder. The seed tells pictures apart.
+    /// Named after the prompt, in the current folder. The seed tells images apart.
     Prompt(String),
 }
 
 impl Target {
-    /// The place for `count` pictures of a prompt; `given` is the path that was asked for, `-` for standard output.
+    /// The place for `count` images of a prompt; `given` is the path that was asked for, `-` for standard output.
     pub fn new(given: Option<PathBuf>, prompt: &str, count: usize) -> Self {
         match given {
             Some(path) if path == Path::new(DASH) => Self::Stdout,
@@ -33,7 +31,7 @@ impl Target {
         }
     }
 
-    /// The path of picture `index`, counted from 0; none on standard output. A picture without a seed has its noise from a file.
+    /// The path of image `index`, counted from 0; none on standard output. An image without a seed has its noise from a file.
     pub fn path(&self, index: usize, seed: Option<u64>) -> Option<PathBuf> {
         let named = |stem: &str| match seed {
             Some(seed) => format!("{stem}-{seed}.png").into(),
@@ -53,7 +51,7 @@ impl Target {
 fn numbered(path: &Path, number: usize) -> PathBuf {
     let is_folder = path.as_os_str().as_encoded_bytes().last().is_some_and(|&byte| std::path::is_separator(byte.into()));
     let Some(stem) = path.file_stem().filter(|_| !is_folder) else {
-        // Not the name of a file, and still none with a number in it. Whoever checks the path says so.
+        // This is not the name of a file, and a number would not make it one. The check of the path refuses it.
         return path.into();
     };
     let mut name = OsString::from(stem);

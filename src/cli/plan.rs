@@ -1,13 +1,14 @@
-//! `kiln plan`: what a picture would take, told before anything is computed.
+//! `kiln plan`: what an image would cost, told before anything is computed.
 
 use super::args::{KleinArg, PlanArgs};
-use super::request::{canvas, open_references};
-use super::run::{print, warn_of_guidance};
-use crate::config::{Conventions, Guidance, TextConfig, TransformerConfig, VaeConfig, Variant, display_name};
+use super::report::warn_of_guidance;
+use super::request::ImageRequest;
+use super::settings::{ModelProfile, Settings};
+use super::stdout::print;
+use crate::config::{Conventions, Variant, display_name};
 use crate::error::{Error, Result};
 use crate::locate::{Environment, Found, locate};
-use crate::noise::NoiseKind;
-use crate::pipeline::{Configs, Estimate, Job, LoadOptions, Noise, OpenModel, Reference, estimate};
+use crate::pipeline::{Configs, Estimate, Job, LoadOptions, OpenModel, estimate};
 use crate::progress::Progress;
 use crate::tensor::Precision;
 use crate::terminal::Terminal;
@@ -55,28 +56,14 @@ struct StageReport {
 
 /// Writes the plan to `out`. What is worth knowing about the model or the flags goes to the terminal.
 pub fn plan(args: PlanArgs, environment: Environment, terminal: &Terminal, out: &mut dyn Write) -> Result<()> {
-    let model = Planned::new(&args, environment)?;
-    let (variant, conventions) = (model.variant(), model.conventions());
-    let references = open_references(&args.shape.reference, conventions)?;
-    let size = canvas(&args.shape, &references, conventions)?;
-    let guidance = conventions.guide(variant, args.shape.guidance);
-    model.warnings().iter().for_each(|warning| terminal.warn(warning));
-    warn_of_guidance(guidance, variant, terminal);
-    let precision: Precision = args.precision.into();
-    let job = Job {
-        prompt: String::new(),
-        size,
-        steps: args.shape.steps.unwrap_or(conventions.steps(variant)),
-        negative: String::new(),
-        references: references.iter().map(|r| Reference { grid: r.prepared.grid(), pixels: Vec::new() }).collect(),
-        guidance: guidance.scale,
-        seeds: vec![0],
-        noise: Noise::Drawn(NoiseKind::HOPPER),
-        record: false,
-    };
-    let options = LoadOptions { precision, references: !references.is_empty(), low_memory: false };
-    let estimate = model.estimate(options, &job)?;
-    let report = Report::new(model.name(), variant, precision, &job, guidance, estimate);
+    let model = PlannedModel::new(&args, environment)?;
+    let request = ImageRequest::of_shape(&args.shape, &model.conventions)?;
+    let options = request.load_options(args.precision.into(), false);
+    let settings = Settings::resolve(request, &model.profile(options.precision));
+    model.warnings.iter().for_each(|warning| terminal.warn(warning));
+    warn_of_guidance(settings.guidance, settings.variant, terminal);
+    let estimate = model.estimate(options, &settings.job)?;
+    let report = Report::new(settings, estimate);
     let text = if args.json {
         let json = serde_json::to_string(&report).map_err(|e| Error::Op { op: "json", what: e.to_string() })?;
         format!("{json}\n")
@@ -87,14 +74,24 @@ pub fn plan(args: PlanArgs, environment: Environment, terminal: &Terminal, out: 
 }
 
 /// What is known of a model before its weights are read.
-enum Planned {
-    /// One whose files are there: their headers tell all.
-    Open(Box<OpenModel>),
-    /// klein of some size, without files.
-    Klein { variant: Variant, conventions: Conventions, configs: Box<Configs> },
+struct PlannedModel {
+    /// Display name.
+    name: String,
+    variant: Variant,
+    conventions: Conventions,
+    warnings: Vec<String>,
+    source: Source,
 }
 
-impl Planned {
+/// Where the sizes of a model come from.
+enum Source {
+    /// The headers of its files.
+    Files(Box<OpenModel>),
+    /// klein as it was published, without files.
+    Klein(Box<Configs>),
+}
+
+impl PlannedModel {
     /// The model that was named, by its files' headers; else klein itself. A size that is asked for goes before a model that only
     /// a variable names.
     fn new(args: &PlanArgs, environment: Environment) -> Result<Self> {
@@ -104,55 +101,46 @@ impl Planned {
         let variant = m.variant.map(Variant::from);
         if named && args.klein.is_none() {
             let found: Found = locate(&m.request(environment))?;
-            return OpenModel::open(&found, variant).map(Box::new).map(Self::Open);
+            let model = OpenModel::open(&found, variant)?;
+            return Ok(Self {
+                name: model.name.clone(),
+                variant: model.variant,
+                conventions: model.conventions.clone(),
+                warnings: model.warnings.clone(),
+                source: Source::Files(Box::new(model)),
+            });
         }
         let configs = match args.klein.unwrap_or(KleinArg::FourB) {
-            KleinArg::FourB => (TransformerConfig::klein_4b(), TextConfig::klein_4b(), VaeConfig::klein_4b()),
-            KleinArg::NineB => (TransformerConfig::klein_9b(), TextConfig::klein_9b(), VaeConfig::klein_9b()),
+            KleinArg::FourB => Configs::klein_4b(),
+            KleinArg::NineB => Configs::klein_9b(),
         };
-        let (variant, conventions) = (variant.unwrap_or(Variant::Distilled), Conventions::klein());
-        Ok(Self::Klein { variant, conventions, configs: Box::new(configs) })
+        let variant = variant.unwrap_or(Variant::Distilled);
+        Ok(Self {
+            name: display_name(&configs.transformer, variant),
+            variant,
+            conventions: Conventions::klein(),
+            warnings: Vec::new(),
+            source: Source::Klein(Box::new(configs)),
+        })
     }
 
-    fn variant(&self) -> Variant {
-        match self {
-            Self::Open(model) => model.variant,
-            Self::Klein { variant, .. } => *variant,
-        }
+    /// What the settings of a job depend on.
+    fn profile(&self, precision: Precision) -> ModelProfile<'_> {
+        ModelProfile { name: &self.name, variant: self.variant, conventions: &self.conventions, precision }
     }
 
-    fn conventions(&self) -> &Conventions {
-        match self {
-            Self::Open(model) => &model.conventions,
-            Self::Klein { conventions, .. } => conventions,
-        }
-    }
-
-    fn name(&self) -> String {
-        match self {
-            Self::Open(model) => model.name.clone(),
-            Self::Klein { variant, configs, .. } => display_name(&configs.0, *variant),
-        }
-    }
-
-    fn warnings(&self) -> &[String] {
-        match self {
-            Self::Open(model) => &model.warnings,
-            Self::Klein { .. } => &[],
-        }
-    }
-
-    /// What a job takes. Files say how wide their numbers are, which f32 keeps; klein's are bfloat16.
+    /// What a job costs. Files give the dtype of their weights, which f32 keeps; klein's are bfloat16.
     fn estimate(&self, options: LoadOptions, job: &Job) -> Result<Estimate> {
-        match self {
-            Self::Open(model) => model.estimate(options, job),
-            Self::Klein { variant, configs, .. } => estimate(configs, *variant, options, job),
+        match &self.source {
+            Source::Files(model) => model.estimate(options, job),
+            Source::Klein(configs) => estimate(configs, self.variant, options, job),
         }
     }
 }
 
 impl Report {
-    fn new(model: String, variant: Variant, precision: Precision, job: &Job, guidance: Guidance, e: Estimate) -> Self {
+    fn new(settings: Settings, e: Estimate) -> Self {
+        let Settings { job, model, variant, precision, guidance, guided, .. } = settings;
         let total = e.text_tokens + e.canvas_tokens + e.reference_tokens.iter().sum::<usize>();
         Self {
             model,
@@ -162,7 +150,7 @@ impl Report {
             height: job.size.height(),
             steps: job.steps,
             guidance: guidance.chosen,
-            guided: variant.guides(guidance.scale),
+            guided,
             tokens: TokenReport { text: e.text_tokens, canvas: e.canvas_tokens, references: e.reference_tokens, total },
             mu: e.mu,
             sigmas: e.sigmas,

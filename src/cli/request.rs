@@ -1,84 +1,90 @@
 //! What was asked for, checked as far as it can be before a model is opened.
 
 use super::args::{BackendArg, GenerateArgs, NoiseArg, PromptArgs, ShapeArgs};
-use super::names::{DASH, Target};
-use super::run::STDOUT;
+use super::stdout::DASH;
 use crate::config::{Conventions, Variant};
 use crate::dump::read_noise;
 use crate::error::{Error, Result};
 use crate::locate::{Environment, Found, locate};
-use crate::noise::{CHANNELS, NoiseKind};
-use crate::output::{Planned, check_writable};
-use crate::pipeline::Noise;
-use crate::reference::{Prepared, Reference};
+use crate::noise::NoiseKind;
+use crate::pipeline::{LoadOptions, Noise};
+use crate::reference::{DecodedReference, PreparedReference};
 use crate::sequence::{Grid, Pixels, SequencePlan};
 use crate::tensor::Precision;
-use crate::terminal::Verbosity;
-use crate::text::shown_path;
 use crate::tokenizer::{MAX_PROMPT_BYTES, SHORTEN, check_length};
 use std::fs::File;
 use std::hash::{BuildHasher, Hasher};
-use std::io::{self, IsTerminal, Read};
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
-/// Pictures to make. Only what depends on the model's files is still open.
+/// Images to generate. Only what depends on the model's files is still open.
 #[derive(Debug)]
-pub struct GenerateRequest {
+pub struct ImageRequest {
     /// The prompt.
     pub prompt: String,
-    /// The model.
-    pub found: Found,
-    /// How its pictures are made where nothing else is asked for.
-    pub conventions: Conventions,
-    /// Whether a model was named, or this is what was found.
-    pub named: bool,
-    /// Overrides what the model's files say about themselves.
-    pub variant: Option<Variant>,
-    /// Images to start from.
-    pub references: Vec<OpenReference>,
-    /// What the picture should not show, if that was said.
+    /// What the images should not show, if that was said.
     pub negative: Option<String>,
-    /// Size of the pictures.
+    /// The reference images, brought to size.
+    pub references: Vec<PreparedReference>,
+    /// Size of the images.
     pub size: Pixels,
     /// Steps, if not the variant's own.
     pub steps: Option<usize>,
-    /// Guidance, if not the variant's own.
+    /// Guidance scale, if not the variant's own.
     pub guidance: Option<f32>,
-    /// One for each picture.
+    /// One for each image.
     pub seeds: Vec<u64>,
-    /// Where noise comes from.
+    /// Where the noise comes from.
     pub noise: Noise,
-    /// Names of the pictures.
-    pub target: Target,
-    /// Where values along the way go.
-    pub dump: Option<PathBuf>,
-    /// Replace files.
-    pub force: bool,
-    /// What results are rounded to.
-    pub precision: Precision,
+    /// Whether intermediate values are kept.
+    pub record: bool,
+}
+
+/// Which model generates them, and where it runs.
+#[derive(Debug)]
+pub struct Setup {
+    /// The model.
+    pub found: Found,
+    /// Whether a model was named, or this is what was found.
+    pub named: bool,
+    /// How its images are generated where nothing else is asked for.
+    pub conventions: Conventions,
+    /// Overrides what the model's files say about themselves.
+    pub variant: Option<Variant>,
     /// Where to compute.
     pub backend: BackendArg,
     /// Which GPU.
     pub device: usize,
-    /// Save GPU memory whether or not it is short.
-    pub low_memory: bool,
-    /// Print objects, not paths.
-    pub json: bool,
-    /// How much to tell.
-    pub verbosity: Verbosity,
+    /// How to load the model.
+    pub options: LoadOptions,
+    /// What to say before anything is opened.
+    pub notes: Vec<String>,
 }
 
-impl GenerateRequest {
-    /// Checks flags against each other, the environment and the file system. `stdin` is read if the prompt comes from there;
-    /// `random` is the seed where none is given.
-    pub fn new(args: GenerateArgs, environment: Environment, stdin: &mut dyn Read, random: u64) -> Result<Self> {
-        let request = Self::unsaved(args, environment, stdin, random)?;
-        request.check_outputs(0)?;
-        Ok(request)
+impl ImageRequest {
+    /// One image of this shape, of no prompt.
+    pub fn of_shape(shape: &ShapeArgs, conventions: &Conventions) -> Result<Self> {
+        let prepare = |path: &PathBuf| Ok(DecodedReference::open(path)?.prepare(conventions.max_reference_pixels));
+        let references: Vec<PreparedReference> = shape.reference.iter().map(prepare).collect::<Result<_>>()?;
+        // The size that was asked for, else that of the first reference, else the model's own.
+        let first = references.first().map(|reference| (reference.width, reference.height));
+        let (width, height) = first.unwrap_or((conventions.width, conventions.height));
+        Ok(Self {
+            prompt: String::new(),
+            negative: None,
+            references,
+            size: Pixels::new(shape.width.unwrap_or(width), shape.height.unwrap_or(height))?,
+            steps: shape.steps,
+            guidance: shape.guidance,
+            seeds: vec![0],
+            noise: Noise::Drawn(NoiseKind::HOPPER),
+            record: false,
+        })
     }
 
-    /// The same for pictures that nobody keeps.
-    pub fn unsaved(args: GenerateArgs, environment: Environment, stdin: &mut dyn Read, random: u64) -> Result<Self> {
+    /// Checks flags against each other, the environment and the file system; nothing is known of outputs yet. `stdin` is read if the
+    /// prompt comes from there; `random` is the seed where none is given.
+    pub fn from_args(args: &GenerateArgs, environment: Environment, stdin: &mut dyn Read, random: u64) -> Result<(Self, Setup)> {
         let seed = args.seed.unwrap_or(random);
         let seeds: Vec<u64> = (0..args.count as u64).map(|i| seed.wrapping_add(i)).collect();
         let to_stdout = args.output.as_deref() == Some(Path::new(DASH));
@@ -99,7 +105,7 @@ impl GenerateRequest {
         if args.dump.as_deref() == Some(Path::new(DASH)) {
             return Err(Error::usage("--dump writes a file, not standard output", "name a file, such as run.safetensors"));
         }
-        let kind = noise_kind(&args)?;
+        let kind = noise_kind(args)?;
         let prompt = prompt(&args.prompt, stdin)?;
         if let Some(negative) = &args.negative {
             check_length(negative.len())?;
@@ -109,94 +115,34 @@ impl GenerateRequest {
         let variant = args.model.variant.map(Variant::from);
         let found = locate(&args.model.request(environment))?;
         let conventions = found.conventions()?;
-        let references = open_references(&args.shape.reference, &conventions)?;
-        let size = canvas(&args.shape, &references, &conventions)?;
-        let grids: Vec<Grid> = references.iter().map(|r| r.prepared.grid()).collect();
-        SequencePlan::new(conventions.max_text_tokens, size.grid(), &grids)?;
+        let shape = Self::of_shape(&args.shape, &conventions)?;
+        let grids: Vec<Grid> = shape.references.iter().map(PreparedReference::grid).collect();
+        SequencePlan::new(conventions.max_text_tokens, shape.size.grid(), &grids)?;
         let noise = match &args.noise {
-            Some(path) => Noise::Given(read_noise(path, size.grid().tokens())?),
+            Some(path) => Noise::Given(read_noise(path, shape.size.grid().tokens())?),
             None => Noise::Drawn(kind),
         };
-        Ok(Self {
-            target: Target::new(args.output, &prompt, seeds.len()),
-            prompt,
+        let request = Self { prompt, negative: args.negative.clone(), seeds, noise, record: args.dump.is_some(), ..shape };
+        let setup = Setup {
             found,
-            conventions,
             named,
+            conventions,
             variant,
-            references,
-            negative: args.negative,
-            size,
-            steps: args.shape.steps,
-            guidance: args.shape.guidance,
-            seeds,
-            noise,
-            dump: args.dump,
-            force: args.force,
-            precision: args.run.precision.into(),
             backend: args.run.backend,
             device: args.run.device()?,
-            low_memory: args.run.low_memory,
-            json: args.json,
-            verbosity: Verbosity::new(args.run.quiet, args.run.verbose),
-        })
+            options: request.load_options(args.run.precision.into(), args.run.low_memory),
+            notes: Vec::new(),
+        };
+        Ok((request, setup))
     }
 
-    /// Refuses now what could not be written after minutes of work. `features` are the numbers that text makes, as far as is known.
-    pub fn check_outputs(&self, features: usize) -> Result<()> {
-        // As large as a picture that does not compress, with its text.
-        let (pixels, rows) = (self.size.width() * self.size.height(), self.size.height());
-        let bytes = (3 * pixels + rows + self.prompt.len()) as u64 + (16 << 10);
-        let mut files = Vec::with_capacity(self.seeds.len() + 1);
-        for path in self.seeds.iter().enumerate().filter_map(|(i, &seed)| self.target.path(i, self.seed(seed))) {
-            check_format(&path)?;
-            if let Some(dump) = &self.dump
-                && same_place(&path, dump)
-            {
-                let what = format!("the picture and --dump would be the same file ({})", shown_path(&path));
-                return Err(Error::usage(what, "give one of them another name"));
-            }
-            files.push(Planned { path, bytes });
-        }
-        if self.target == Target::Stdout {
-            check_stdout()?;
-        }
-        // The noise twice, the latents of each step, the raw picture and the text features.
-        let latents = (self.steps.unwrap_or(1) + 2) * self.size.grid().tokens() * CHANNELS;
-        let bytes = 4 * (latents + 3 * pixels + features) as u64;
-        files.extend(self.dump.clone().map(|path| Planned { path, bytes }));
-        check_writable(&files, self.force)
-    }
-
-    /// The seed of a picture as it is told: none where the noise comes from a file, whatever number was drawn.
-    pub fn seed(&self, drawn: u64) -> Option<u64> {
-        matches!(self.noise, Noise::Drawn(_)).then_some(drawn)
+    /// How a model is loaded for these images.
+    pub fn load_options(&self, precision: Precision, low_memory: bool) -> LoadOptions {
+        LoadOptions { precision, references: !self.references.is_empty(), low_memory }
     }
 }
 
-/// An image to start from and the file it came from.
-#[derive(Debug)]
-pub struct OpenReference {
-    /// The file.
-    pub path: PathBuf,
-    /// Its pixels, brought to size.
-    pub prepared: Prepared,
-}
-
-/// Reads the images to start from.
-pub fn open_references(paths: &[PathBuf], conventions: &Conventions) -> Result<Vec<OpenReference>> {
-    let prepare = |path| Ok(Reference::open(path)?.prepare(conventions.max_reference_pixels));
-    paths.iter().map(|path| Ok(OpenReference { path: path.clone(), prepared: prepare(path)? })).collect()
-}
-
-/// Size of the picture: what was asked for, else that of the first reference, else the model's own.
-pub fn canvas(asked: &ShapeArgs, references: &[OpenReference], conventions: &Conventions) -> Result<Pixels> {
-    let first = references.first().map(|r| (r.prepared.width, r.prepared.height));
-    let (width, height) = first.unwrap_or((conventions.width, conventions.height));
-    Pixels::new(asked.width.unwrap_or(width), asked.height.unwrap_or(height))
-}
-
-/// A seed nobody chose: half of the random key that the standard library gives every hash map. 32 bits are short enough to type.
+/// A random seed: half of the random key that the standard library gives every hash map. 32 bits are short enough to type.
 pub fn random_seed() -> u64 {
     std::hash::RandomState::new().build_hasher().finish() >> 32
 }
@@ -230,7 +176,7 @@ fn prompt(args: &PromptArgs, stdin: &mut dyn Read) -> Result<String> {
         (Some(prompt), None) => prompt.as_encoded_bytes().to_vec(),
         (None, Some(path)) => {
             let mut bytes = Vec::new();
-            // A little more than may be used is enough to tell that it is too long, whatever the file is.
+            // Reading a little more than is allowed is enough to tell that it is too long, however long the file is.
             let limit = (BYTE_ORDER_MARK.len() + MAX_PROMPT_BYTES) as u64 + 3;
             let standard = path == Path::new(DASH);
             let read = if standard {
@@ -239,7 +185,7 @@ fn prompt(args: &PromptArgs, stdin: &mut dyn Read) -> Result<String> {
                 File::open(path).and_then(|file| file.take(limit).read_to_end(&mut bytes))
             };
             read.map_err(|e| Error::read(path, e))?;
-            // A program whose standard input is closed finds an empty one, and so does one after a command that failed.
+            // Standard input is empty where it was closed, or where the command before the pipe failed.
             if standard && bytes.is_empty() {
                 return Err(Error::usage("standard input is empty, so there is no prompt", "an empty prompt is given as \"\""));
             }
@@ -249,7 +195,7 @@ fn prompt(args: &PromptArgs, stdin: &mut dyn Read) -> Result<String> {
             if bytes.starts_with(BYTE_ORDER_MARK) {
                 bytes.drain(..BYTE_ORDER_MARK.len());
             }
-            // Editors end files with a newline that nobody means.
+            // Editors end files with a newline that is no part of the prompt.
             if bytes.last() == Some(&b'\n') {
                 bytes.pop();
                 bytes.pop_if(|byte| *byte == b'\r');
@@ -266,9 +212,9 @@ fn prompt(args: &PromptArgs, stdin: &mut dyn Read) -> Result<String> {
     };
     let file = args.prompt_file.as_ref().map(|path| format!(" ({})", path.display()));
     let file = file.as_deref();
-    // First, because the limit on reading may have cut a character.
+    // The length is checked before the encoding, because the limit on reading may have cut a character.
     match file {
-        // How long it is was not found out.
+        // The file was not read to its end, so its length is unknown.
         Some(file) if bytes.len() > MAX_PROMPT_BYTES => {
             return Err(Error::usage(format!("prompt too long{file}: the limit is {MAX_PROMPT_BYTES} bytes"), SHORTEN));
         }
@@ -283,7 +229,7 @@ fn prompt(args: &PromptArgs, stdin: &mut dyn Read) -> Result<String> {
     Ok(prompt)
 }
 
-/// What some editors begin UTF-8 files with, and nobody means to say.
+/// What some editors begin UTF-8 files with, though it is no part of the text.
 const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
 
 /// What to do about a file in another encoding.
@@ -300,54 +246,6 @@ fn check_nul(text: &str, what: &str, file: Option<&str>) -> Result<()> {
     }
 }
 
-/// Refuses names of other formats, and extensions that nobody would open as a picture. No extension at all is fine.
-fn check_format(path: &Path) -> Result<()> {
-    let refused = |why: &str| Error::Write { path: path.into(), source: io::Error::new(io::ErrorKind::InvalidInput, why) };
-    if ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"].iter().any(|own| path == Path::new(own)) {
-        return Err(refused("this is standard output, which is called `-`"));
-    }
-    match path.extension() {
-        Some(extension) if !extension.eq_ignore_ascii_case("png") => Err(refused("kiln writes PNG files, named .png")),
-        _ => Ok(()),
-    }
-}
-
-/// Refuses a standard output that cannot take a picture.
-fn check_stdout() -> Result<()> {
-    let why = if io::stdout().is_terminal() {
-        "a terminal cannot show a picture; redirect standard output, or name a file"
-    } else if is_lost() {
-        "it is closed, so nobody would get the picture"
-    } else {
-        return Ok(());
-    };
-    Err(Error::Write { path: STDOUT.into(), source: io::Error::new(io::ErrorKind::InvalidInput, why) })
-}
-
-/// Whether standard output was closed when the program started. Rust's runtime then puts the null device in its place, open for
-/// reading as well, which a shell's redirection never is.
-fn is_lost() -> bool {
-    #[cfg(target_os = "linux")]
-    {
-        use rustix::fs::{OFlags, fcntl_getfl, fstat, stat};
-        let (stdout, null) = (fstat(io::stdout()), stat("/dev/null"));
-        let is_null =
-            stdout.is_ok_and(|stdout| null.is_ok_and(|null| stdout.st_rdev == null.st_rdev && stdout.st_ino == null.st_ino));
-        is_null && fcntl_getfl(io::stdout()).is_ok_and(|flags| flags & OFlags::ACCMODE == OFlags::RDWR)
-    }
-    #[cfg(not(target_os = "linux"))]
-    false
-}
-
-/// Whether two paths that may not exist yet name the same file.
-fn same_place(a: &Path, b: &Path) -> bool {
-    let place = |path: &Path| {
-        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        (folder.canonicalize().ok(), path.file_name().map(|name| name.to_owned()))
-    };
-    a == b || place(a) == place(b)
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::args::Command;
@@ -355,23 +253,27 @@ mod tests {
     use super::*;
     use std::ffi::OsString;
 
-    fn request(line: &[&str], stdin: &[u8]) -> Result<GenerateRequest> {
-        let output = std::env::temp_dir().join("kiln-request.png").into_os_string();
-        let args = ["kiln", "--model", "tiny", "-o"].map(OsString::from).into_iter().chain([output]);
-        let args = args.chain(line.iter().map(OsString::from));
+    fn both(line: &[&str], stdin: &[u8]) -> Result<(ImageRequest, Setup)> {
+        let args = ["kiln", "--model", "tiny"].iter().chain(line).map(OsString::from);
         let Ok(Command::Generate(args)) = parse(args) else { panic!("{line:?}") };
-        GenerateRequest::new(*args, Environment::default(), &mut &*stdin, 99)
+        ImageRequest::from_args(&args, Environment::default(), &mut &*stdin, 99)
+    }
+
+    fn request(line: &[&str], stdin: &[u8]) -> Result<ImageRequest> {
+        both(line, stdin).map(|(request, _)| request)
     }
 
     #[test]
     fn defaults() {
-        let request = request(&["a fox"], b"").unwrap();
+        let (request, setup) = both(&["a fox"], b"").unwrap();
         assert_eq!((request.prompt.as_str(), &*request.seeds), ("a fox", &[99][..]));
         assert_eq!((request.size.width(), request.size.height()), (256, 256));
         assert!(matches!(request.noise, Noise::Drawn(NoiseKind::HOPPER)));
         assert_eq!((request.steps, request.guidance), (None, None));
-        assert_eq!((request.precision, request.verbosity), (Precision::Bf16, Verbosity::Normal));
-        assert!(request.named && !request.force && !request.json);
+        assert!(!request.record && request.negative.is_none() && request.references.is_empty());
+        let LoadOptions { precision, references, low_memory } = setup.options;
+        assert_eq!((precision, references, low_memory, setup.device), (Precision::Bf16, false, false, 0));
+        assert!(setup.named && matches!(setup.found, Found::Tiny) && setup.notes.is_empty());
     }
 
     #[test]

@@ -1,9 +1,10 @@
 //! An embedded model. The library embeds none; a program that links it may pass one in.
 
 use super::BUILT_IN;
-use crate::checkpoint::{Part, Shard, Weights};
+use crate::checkpoint::{Shard, Weights};
 use crate::config::{ConfigFile, Conventions};
 use crate::error::{Error, Result};
+use crate::part::Part;
 use crate::tensor::Bytes;
 use crate::tokenizer::Tokenizer;
 use std::fmt;

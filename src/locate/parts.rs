@@ -4,7 +4,7 @@
 
 use crate::error::Remedy;
 use crate::files;
-use crate::part::Part;
+use crate::part::PerPart;
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -24,6 +24,14 @@ pub(super) enum Sought {
 }
 
 impl Sought {
+    /// The path, if the part was found.
+    pub fn path(&self) -> Option<PathBuf> {
+        match self {
+            Self::At(path) => Some(path.clone()),
+            _ => None,
+        }
+    }
+
     /// Continues the search if nothing was found. An unusable match may be the intended one, so it is not silently replaced by
     /// another.
     pub fn or_else(self, next: impl FnOnce() -> Self) -> Self {
@@ -43,11 +51,11 @@ impl Sought {
 }
 
 /// Describes what is wrong with the parts that were not found, with the remedy. Paths are shown relative to `folder`.
-pub(super) fn complain(parts: [(Part, &Sought); 3], folder: Option<&Path>) -> Option<(String, Remedy)> {
+pub(super) fn complain(parts: &PerPart<Sought>, folder: Option<&Path>) -> Option<(String, Remedy)> {
     let inside = |path: &Path| folder.and_then(|folder| path.strip_prefix(folder).ok()).unwrap_or(path).display().to_string();
     let (mut missing, mut faults, mut pick, mut replace) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     let list = |paths: &[PathBuf]| paths.iter().map(|path| inside(path)).collect::<Vec<String>>().join(", ");
-    for (part, sought) in parts {
+    for (part, sought) in parts.iter() {
         match sought {
             Sought::At(_) => {}
             Sought::Missing => missing.push(part.to_string()),

@@ -9,7 +9,7 @@ mod vae;
 
 pub use manifest::{text_manifest, transformer_manifest, vae_manifest};
 pub use text_encoder::TextEncoder;
-pub use transformer::{ContextIn, Modulation, References, StepInput, Transformer};
+pub use transformer::{ContextIn, Modulation, ReferenceTokens, StepInput, Transformer};
 pub use vae::Vae;
 
 use self::bounds::{NormGain, QkGain};

@@ -148,7 +148,7 @@ pub struct StepInput<'a> {
     /// The noisy canvas, f32, one row per token.
     pub latents: Tensor,
     /// The reference images.
-    pub references: References<'a>,
+    pub references: ReferenceTokens<'a>,
     /// The modulation of the timestep.
     pub modulation: Modulation,
     /// The predicted velocity of the canvas, f32.
@@ -157,9 +157,9 @@ pub struct StepInput<'a> {
 
 /// How reference images enter the attention.
 #[derive(Clone, Copy)]
-pub enum References<'a> {
+pub enum ReferenceTokens<'a> {
     /// Their tokens are part of the sequence, one tensor per image.
-    Tokens(&'a [Tensor]),
+    InSequence(&'a [Tensor]),
     /// Their keys and values in every block are cached, by [`Transformer::reference_cache`].
     Cached(&'a [KvSegment]),
 }
@@ -304,8 +304,8 @@ impl Transformer {
     fn predict(&self, be: &mut dyn Backend, ws: &mut Arena, input: StepInput<'_>) -> Result<()> {
         let (c, act, plan) = (&self.config, self.precision.activations(), input.plan);
         let (tokens, cache) = match input.references {
-            References::Tokens(tokens) => (tokens, None),
-            References::Cached(cache) => (&[][..], Some(cache)),
+            ReferenceTokens::InSequence(tokens) => (tokens, None),
+            ReferenceTokens::Cached(cache) => (&[][..], Some(cache)),
         };
         let kv_cache = |block: usize| KvCache { read: cache.map(|c| c[block]), write: None };
         let rows = if cache.is_some() { plan.canvas().end } else { plan.tokens() };
@@ -537,7 +537,8 @@ impl Transformer {
 mod tests {
     use super::*;
     use crate::backend::cpu::Cpu;
-    use crate::names::{Layout, Part};
+    use crate::names::Layout;
+    use crate::part::Part;
     use crate::sequence::{Grid, RopeSpec};
     use crate::tensor::{DType, Region};
     use std::sync::Arc;

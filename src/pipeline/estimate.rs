@@ -1,10 +1,14 @@
-//! What a job would take: the stages run on the dry-run backend over weights that are only shapes. No file is opened.
+//! What a job costs: the stages run on the dry-run backend over weights that are only shapes. No file is opened.
 
-use super::{Inputs, Job, LoadOptions, OpenModel, Parts};
+use super::engine::Stages;
+use super::inputs::Inputs;
+use super::job::{Job, LoadOptions};
+use super::open::{Configs, OpenModel};
 use crate::backend::Plan;
 use crate::checkpoint::Weights;
-use crate::config::{TextConfig, TransformerConfig, VaeConfig, Variant};
+use crate::config::Variant;
 use crate::error::Result;
+use crate::part::PerPart;
 use crate::progress::{Phase, Progress};
 use crate::sampler::mu;
 use crate::tokenizer::Tokens;
@@ -12,39 +16,36 @@ use std::cell::RefCell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Sizes of a model's parts.
-pub type Configs = (TransformerConfig, TextConfig, VaeConfig);
-
-/// The answer.
+/// What a job costs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Estimate {
     /// Tokens of the prompt.
     pub text_tokens: usize,
-    /// Tokens of the picture.
+    /// Tokens of the image.
     pub canvas_tokens: usize,
     /// Tokens of each reference.
     pub reference_tokens: Vec<usize>,
     /// The schedule's shift.
     pub mu: f64,
-    /// Noise levels, one per step.
+    /// Noise levels (sigma), one per step.
     pub sigmas: Vec<f32>,
     /// Floating-point operations of each stage, in order.
     pub stages: Vec<(Phase, u64)>,
     /// Ops of a whole run.
     pub ops: u64,
-    /// Bytes of the weights as they are placed.
+    /// Bytes of the weights on a backend.
     pub weight_bytes: u64,
-    /// The same where the transformer takes the text encoder's place.
+    /// The same in low-memory mode, where the transformer takes the text encoder's place.
     pub low_memory_weight_bytes: u64,
-    /// What a backend that reads files in place has to copy of them: what is misaligned there, or of another type.
+    /// Bytes of the weights that a backend which reads files in place has to copy: those misaligned there, or of another dtype.
     pub copied_bytes: u64,
-    /// The same where the transformer takes the text encoder's place.
+    /// The same in low-memory mode.
     pub low_memory_copied_bytes: u64,
-    /// Bytes of working memory.
+    /// Bytes of the arena that activations take.
     pub arena_bytes: u64,
 }
 
-/// Notes how far the plan's count of operations has come at the borders of each phase.
+/// Reads the plan's count of floating-point operations at the borders of each phase.
 struct Meter {
     flops: Arc<AtomicU64>,
     stages: RefCell<Vec<(Phase, u64)>>,
@@ -67,33 +68,32 @@ impl Progress for Meter {
     fn warn(&self, _text: &str) {}
 }
 
-/// What one picture of `job` takes on a model of these sizes.
+/// What one image of `job` costs on a model of these sizes.
 pub fn estimate(configs: &Configs, variant: Variant, options: LoadOptions, job: &Job) -> Result<Estimate> {
-    estimate_from(configs, [None; 3], variant, options, job)
+    estimate_from(configs, PerPart::default(), variant, options, job)
 }
 
 impl OpenModel {
-    /// What one picture of `job` takes on this model. Its files say how wide their values are, which f32 keeps.
+    /// What one image of `job` costs on this model. Its files give the dtype of each weight, which f32 keeps.
     pub fn estimate(&self, options: LoadOptions, job: &Job) -> Result<Estimate> {
-        estimate_from(&self.configs, self.sources(), self.variant, options, job)
+        estimate_from(&self.configs, self.weights.each_ref().map(Some), self.variant, options, job)
     }
 }
 
 fn estimate_from(
     configs: &Configs,
-    sources: [Option<&Weights>; 3],
+    sources: PerPart<Option<&Weights>>,
     variant: Variant,
     options: LoadOptions,
     job: &Job,
 ) -> Result<Estimate> {
-    let (_, t, _) = configs;
     let mut plan = Plan::new();
-    let (parts, sizes, copied) = Parts::place(configs, sources, options)?;
-    let tokens = || Tokens { ids: vec![0; t.max_tokens], real: t.max_tokens, cut: 0 };
-    let negative = variant.guides(job.guidance).then(tokens);
-    let inputs = Inputs::new(job, options.precision, variant, tokens(), negative, None)?;
+    let (stages, sizes, copied) = Stages::place(configs, sources, options)?;
+    let length = configs.text_encoder.max_tokens;
+    // Prompts are padded to the same length, so their texts do not matter.
+    let inputs = Inputs::new(job, variant, None, |_, _| Ok(Tokens { ids: vec![0; length], real: length, cut: 0 }))?;
     let meter = Meter { flops: plan.counter(), stages: RefCell::new(Vec::new()) };
-    let arena_bytes = parts.dry_run(&mut plan, &inputs, &meter)?;
+    let arena_bytes = stages.dry_run(&mut plan, &inputs, &meter)?;
     let canvas_tokens = inputs.plan.canvas().len();
     Ok(Estimate {
         text_tokens: inputs.plan.text().len(),
@@ -115,17 +115,9 @@ fn estimate_from(
 mod tests {
     use super::*;
     use crate::noise::NoiseKind;
-    use crate::pipeline::{Noise, Reference};
+    use crate::pipeline::{Noise, ReferenceInput};
     use crate::sequence::{Grid, Pixels};
     use crate::tensor::Precision;
-
-    fn klein_4b() -> Configs {
-        (TransformerConfig::klein_4b(), TextConfig::klein_4b(), VaeConfig::klein_4b())
-    }
-
-    fn klein_9b() -> Configs {
-        (TransformerConfig::klein_9b(), TextConfig::klein_9b(), VaeConfig::klein_9b())
-    }
 
     fn job(side: usize, references: usize) -> Job {
         let grid = Grid { width: 64, height: 64 };
@@ -134,7 +126,7 @@ mod tests {
             size: Pixels::new(side, side).unwrap(),
             steps: 4,
             negative: String::new(),
-            references: (0..references).map(|_| Reference { grid, pixels: Vec::new() }).collect(),
+            references: (0..references).map(|_| ReferenceInput { grid, pixels: Vec::new() }).collect(),
             guidance: 1.0,
             seeds: vec![0],
             noise: Noise::Drawn(NoiseKind::HOPPER),
@@ -157,7 +149,7 @@ mod tests {
         let (h, text, canvas) = (3072.0, 512.0, 4096.0);
         let plain = 34.82e12 * 4.0;
         let saved = 4.0 * (text * h * (2.0 * h * 7.0 + 2.0 * 4.0 * h) + 4.0 * text * (text + canvas) * h);
-        let at_1024 = of(&klein_4b(), Variant::Distilled, 1024, 0);
+        let at_1024 = of(&Configs::klein_4b(), Variant::Distilled, 1024, 0);
         let context = 2.0 * text * 7680.0 * h;
         let want = (plain - saved - 4.0 * context) / 1e12;
         assert!((tera(&at_1024, Phase::Denoise) - want).abs() < 0.05, "{} {want}", tera(&at_1024, Phase::Denoise));
@@ -165,7 +157,7 @@ mod tests {
         assert!((tera(&at_1024, Phase::Decode) - 10.47).abs() < 0.01, "{}", tera(&at_1024, Phase::Decode));
         assert_eq!((at_1024.text_tokens, at_1024.canvas_tokens), (512, 4096));
         assert!((at_1024.mu - 2.291_180).abs() < 1e-6);
-        let edited = of(&klein_4b(), Variant::Distilled, 1024, 1);
+        let edited = of(&Configs::klein_4b(), Variant::Distilled, 1024, 1);
         assert!((tera(&edited, Phase::References) - 4.89).abs() < 0.02, "{}", tera(&edited, Phase::References));
     }
 
@@ -173,8 +165,8 @@ mod tests {
     fn weights_are_what_is_used_of_the_files() {
         let vectors = |bytes: u64| bytes / 500; // norms and biases are held in f32
         for (configs, transformer, layers, embedding) in [
-            (klein_4b(), 7_751_089_152, 5_450_264_064, 777_912_320),
-            (klein_9b(), 18_157_162_496, 10_419_107_328, 1_244_659_712_u64),
+            (Configs::klein_4b(), 7_751_089_152, 5_450_264_064, 777_912_320),
+            (Configs::klein_9b(), 18_157_162_496, 10_419_107_328, 1_244_659_712_u64),
         ] {
             let got = of(&configs, Variant::Distilled, 256, 0).weight_bytes;
             let want = transformer + layers + embedding + 2 * 49_620_259;
@@ -184,8 +176,8 @@ mod tests {
 
     #[test]
     fn cached_references_cost_one_pass() {
-        let plain = of(&klein_9b(), Variant::Distilled, 1024, 4);
-        let cached = of(&klein_9b(), Variant::Kv, 1024, 4);
+        let plain = of(&Configs::klein_9b(), Variant::Distilled, 1024, 4);
+        let cached = of(&Configs::klein_9b(), Variant::Kv, 1024, 4);
         let (plain, cached) = (tera(&plain, Phase::Denoise), tera(&cached, Phase::Denoise) + tera(&cached, Phase::References));
         assert!(plain > 2000.0 && cached < 900.0, "{plain} {cached}");
     }
@@ -193,6 +185,6 @@ mod tests {
     #[test]
     fn too_many_tokens_are_refused() {
         let options = LoadOptions { precision: Precision::Bf16, references: true, low_memory: false };
-        assert!(estimate(&klein_4b(), Variant::Distilled, options, &job(2048, 9)).is_err());
+        assert!(estimate(&Configs::klein_4b(), Variant::Distilled, options, &job(2048, 9)).is_err());
     }
 }

@@ -1,13 +1,15 @@
 //! Whether a job fits into a backend's memory, and how, answered before anything is loaded.
 
-use super::{Estimate, Job, LoadOptions, OpenModel};
+use super::estimate::Estimate;
+use super::job::{Job, LoadOptions};
+use super::open::OpenModel;
 use crate::backend::Backend;
 use crate::error::{Error, Remedy, Result};
 use crate::sequence::{PATCH, Pixels};
 
 impl Estimate {
-    /// Bytes it takes in all, weights in as little room as they can do with or beside each other. Files that are read in place
-    /// take none: the system gives them up where it needs the memory, and reads them again.
+    /// Bytes in all, with the weights in low-memory mode or not. Files that are read in place take none: the system drops their pages
+    /// where it needs the memory, and reads them again.
     fn bytes(&self, in_place: bool, low_memory: bool) -> u64 {
         let weights = match (in_place, low_memory) {
             (false, false) => self.weight_bytes,
@@ -18,15 +20,15 @@ impl Estimate {
         self.arena_bytes.saturating_add(weights)
     }
 
-    /// Whether it has to do with little memory to fit into `have` bytes, or is asked to; none if it fits in no way.
+    /// Whether low-memory mode is asked for, or needed to fit into `have` bytes; none if the job does not fit at all.
     fn fit(&self, have: u64, in_place: bool, asked: bool) -> Option<bool> {
         [asked, true].into_iter().find(|&low_memory| self.bytes(in_place, low_memory) <= have)
     }
 }
 
 impl OpenModel {
-    /// The options with which a job fits into the backend's memory: the given ones, or those that save memory. Refuses one that is
-    /// too large, and says how it could be made to fit. `machine` is whose memory it is.
+    /// The options with which a job fits into the backend's memory: the given ones, or low-memory mode. Refuses a job that is too
+    /// large, and says what would fit. `machine` is whose memory it is.
     pub fn check_memory(&self, backend: &dyn Backend, machine: &str, options: LoadOptions, job: &Job) -> Result<LoadOptions> {
         let Some(have) = backend.available()? else { return Ok(options) };
         let estimate = self.estimate(options, job)?;
@@ -34,7 +36,7 @@ impl OpenModel {
         if let Some(low_memory) = estimate.fit(have, in_place, options.low_memory) {
             return Ok(LoadOptions { low_memory, ..options });
         }
-        // The largest picture of about the same shape that fits.
+        // The largest image of about the same shape that fits.
         let scaled = |eighths: usize| {
             let side = |pixels: usize| (pixels * eighths / 8 / PATCH * PATCH).max(4 * PATCH);
             Pixels::new(side(job.size.width()), side(job.size.height())).ok()

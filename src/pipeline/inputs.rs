@@ -1,46 +1,46 @@
-//! What the stages of a job are told, and the checks that what they made may be shown.
+//! What the stages of a job are given, and the checks that their results may be shown.
 
-use super::Job;
+use super::job::Job;
 use crate::backend::{Backend, Op};
-use crate::checkpoint::{Part, Weights};
+use crate::checkpoint::Weights;
 use crate::config::Variant;
 use crate::error::{Error, Result};
+use crate::part::{Part, PerPart};
 use crate::sampler::Schedule;
 use crate::sequence::{Grid, SequencePlan};
-use crate::tensor::{Precision, Tensor};
+use crate::tensor::Tensor;
 use crate::tokenizer::Tokens;
 use std::sync::Arc;
 
 /// What the stages need beside the weights, known before anything runs.
 pub struct Inputs<'a> {
     pub job: &'a Job,
-    pub precision: Precision,
     pub prompt: Tokens,
-    /// The negative prompt, where guidance needs one.
+    /// The negative prompt, where classifier-free guidance runs.
     pub negative: Option<Tokens>,
-    /// Reference tokens are seen through their cached keys and values.
+    /// Whether attention sees reference tokens through cached keys and values.
     pub cached: bool,
     pub plan: SequencePlan,
     pub schedule: Schedule,
-    /// Files that ops read from.
-    pub files: Option<Arc<[Weights; 3]>>,
+    /// Files that ops read from while they run.
+    pub files: Option<Arc<PerPart<Weights>>>,
 }
 
 impl<'a> Inputs<'a> {
-    /// Derives the rest from a job and its tokens; `negative` belongs to jobs that are guided.
+    /// Derives everything from a job for a model of this variant. `tokenize` is given what a text is called, and the text.
     pub fn new(
         job: &'a Job,
-        precision: Precision,
         variant: Variant,
-        prompt: Tokens,
-        negative: Option<Tokens>,
-        files: Option<Arc<[Weights; 3]>>,
+        files: Option<Arc<PerPart<Weights>>>,
+        tokenize: impl Fn(&str, &str) -> Result<Tokens>,
     ) -> Result<Self> {
+        let prompt = tokenize("prompt", &job.prompt)?;
+        let guided = variant.guides(job.guidance);
+        let negative = guided.then(|| tokenize("negative prompt", &job.negative)).transpose()?;
         let canvas = job.size.grid();
         let references: Vec<Grid> = job.references.iter().map(|r| r.grid).collect();
         Ok(Self {
             job,
-            precision,
             cached: variant == Variant::Kv && !references.is_empty(),
             plan: SequencePlan::new(prompt.ids.len(), canvas, &references)?,
             schedule: Schedule::new(job.steps, canvas.tokens()),
@@ -50,9 +50,9 @@ impl<'a> Inputs<'a> {
         })
     }
 
-    /// Lets values pass that were made from whole and unchanged weights and are finite, and so fit to be shown: a NaN would be a
-    /// black square with no word of why. Weights come first, because they can be where a NaN is from. `count` is a place for one
-    /// number, `parts` are those whose weights were read by now.
+    /// Refuses values that are not finite or were computed from weights that changed or were never written: a NaN would become a
+    /// black image with no word of why. Weights are checked first, because a NaN can come from them. `count` is room for one number,
+    /// `parts` are those whose weights were read by now.
     pub fn check(
         &self,
         be: &mut dyn Backend,
@@ -67,7 +67,7 @@ impl<'a> Inputs<'a> {
         if found == 0.0 { Ok(()) } else { Err(Error::NotFinite { stage: stage(), count: found as usize }) }
     }
 
-    /// The same for encoded prompts, which were counted when they were made: nobody waited for them then.
+    /// The same for encoded prompts, whose values were counted when they were encoded: nothing waited for the counts then.
     pub fn check_prompts(&self, be: &mut dyn Backend, counts: Tensor) -> Result<()> {
         let counts = download(be, counts)?;
         self.check_files(&[Part::TextEncoder])?;
@@ -81,7 +81,7 @@ impl<'a> Inputs<'a> {
 
     /// Fails if files that ops read from changed, or if weights of these parts were never written.
     fn check_files(&self, parts: &[Part]) -> Result<()> {
-        let files = || self.files.iter().flat_map(|files| files.iter());
+        let files = || self.files.iter().flat_map(|files| files.values());
         files().try_for_each(Weights::verify)?;
         files().filter(|weights| parts.contains(&weights.part())).try_for_each(Weights::check_written)
     }

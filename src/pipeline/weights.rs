@@ -1,29 +1,39 @@
-//! A model's weights on a backend. They have two sides: what reads the prompt, which is needed first, and what makes the picture.
-//! The second is brought over after the prompt's ops were issued, and so while a GPU runs them. Where memory is short it takes the
-//! place of the first, which then has to come back for the next prompt.
+//! A model's weights on a backend. They have two sides: the text side, which encodes prompts and is needed first, and the image
+//! side, which denoises and decodes. The image side is loaded after the prompt's ops were issued, and so while a GPU runs them. Where
+//! memory is short it takes the place of the text side, which is then loaded again for the next prompt.
 
-use super::{Configs, LoadOptions};
+use super::job::LoadOptions;
+use super::open::Configs;
 use crate::backend::{Backend, Plan};
 use crate::checkpoint::Weights;
 use crate::error::Result;
 use crate::model::{ContextIn, Loader, TextEncoder, Transformer, Vae};
+use crate::part::PerPart;
 use crate::progress::{Phase, Progress};
 use crate::tensor::{Arena, Region};
 use std::sync::Arc;
 
-/// Where weights go and what they come from: transformer, text encoder and VAE, or only their shapes.
+/// Where weights go and what they come from.
 pub struct Placing<'a> {
     pub configs: &'a Configs,
-    pub sources: [Option<&'a Weights>; 3],
+    /// The files of each part; without them only shapes are placed.
+    pub sources: PerPart<Option<&'a Weights>>,
     pub options: LoadOptions,
     /// Whether the backend gets the weights, or is only told of their shapes.
     pub real: bool,
 }
 
-/// What reads prompts.
-pub type TextSide = (TextEncoder, ContextIn);
-/// What makes pictures.
-pub type ImageSide = (Transformer, Vae);
+/// What encodes prompts.
+pub struct TextSide {
+    pub encoder: TextEncoder,
+    pub context: ContextIn,
+}
+
+/// What denoises and decodes.
+pub struct ImageSide {
+    pub transformer: Transformer,
+    pub vae: Vae,
+}
 
 /// Bytes of the two sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,8 +55,8 @@ impl Sizes {
 }
 
 impl Placing<'_> {
-    /// Places both sides where they cost nothing. Also returns what they take, and what of that even a backend that reads files
-    /// has to copy.
+    /// Places both sides on the dry-run backend. Also returns the bytes they take, and how many of those even a backend that reads
+    /// files in place has to copy.
     pub fn both(&self) -> Result<(TextSide, ImageSide, Sizes, Sizes)> {
         let mut plan = Plan::new();
         let (text, text_bytes) = self.text(&mut plan, &mut |_| ())?;
@@ -56,36 +66,38 @@ impl Placing<'_> {
         Ok((text, image, Sizes { image: image_bytes, ..sizes }, copied))
     }
 
-    /// Places what reads prompts; `loaded` is told the bytes of each weight. Also returns how many bytes all take.
+    /// Places the text side; `loaded` is told the bytes of each weight. Also returns how many bytes all of them take.
     fn text(&self, be: &mut dyn Backend, loaded: &mut dyn FnMut(u64)) -> Result<(TextSide, u64)> {
-        let ((c, t, _), [transformer, text, _]) = (self.configs, self.sources);
+        let (configs, sources) = (self.configs, &self.sources);
         let (mut region, precision) = (Arena::new(Region::Weights), self.options.precision);
-        let text = TextEncoder::load(&mut Loader::new(be, &mut region, text, precision, loaded).wary(self.real), t)?;
-        let context = ContextIn::load(&mut Loader::new(be, &mut region, transformer, precision, loaded).wary(self.real), c)?;
-        Ok(((text, context), region.peak()))
+        let mut encoder = Loader::new(be, &mut region, sources.text_encoder, precision, loaded).wary(self.real);
+        let encoder = TextEncoder::load(&mut encoder, &configs.text_encoder)?;
+        let mut context = Loader::new(be, &mut region, sources.transformer, precision, loaded).wary(self.real);
+        let context = ContextIn::load(&mut context, &configs.transformer)?;
+        Ok((TextSide { encoder, context }, region.peak()))
     }
 
-    /// Places what makes pictures from byte `at` on, likewise.
+    /// Places the image side from byte `at` on, likewise.
     fn image(&self, be: &mut dyn Backend, at: u64, loaded: &mut dyn FnMut(u64)) -> Result<(ImageSide, u64)> {
-        let ((c, _, v), [transformer, _, vae]) = (self.configs, self.sources);
+        let (configs, sources) = (self.configs, &self.sources);
         let (mut region, LoadOptions { precision, references, .. }) = (Arena::starting_at(Region::Weights, at), self.options);
-        let transformer = Loader::new(be, &mut region, transformer, precision, loaded);
-        let transformer = Transformer::load(&mut transformer.wary(self.real), c)?;
-        let vae = Loader::new(be, &mut region, vae, precision, loaded);
-        let vae = Vae::load(&mut vae.wary(self.real), v, references)?;
-        Ok(((transformer, vae), region.peak() - at))
+        let mut transformer = Loader::new(be, &mut region, sources.transformer, precision, loaded).wary(self.real);
+        let transformer = Transformer::load(&mut transformer, &configs.transformer)?;
+        let mut vae = Loader::new(be, &mut region, sources.vae, precision, loaded).wary(self.real);
+        let vae = Vae::load(&mut vae, &configs.vae, references)?;
+        Ok((ImageSide { transformer, vae }, region.peak() - at))
     }
 }
 
 /// A model's files, and which of their weights are on the backend.
 pub struct Store {
-    /// Transformer, text encoder, VAE.
-    pub files: Arc<[Weights; 3]>,
+    pub files: Arc<PerPart<Weights>>,
     pub configs: Configs,
     pub options: LoadOptions,
     pub sizes: Sizes,
-    /// Whether all of a side is there.
+    /// Whether all of the text side is on the backend.
     pub text: bool,
+    /// Whether all of the image side is.
     pub image: bool,
 }
 
@@ -95,12 +107,12 @@ impl Store {
     }
 
     /// Fails if a file changed since it was opened.
-    pub fn verify(&self) -> Result<()> {
-        self.files.iter().try_for_each(Weights::verify)
+    fn verify(&self) -> Result<()> {
+        self.files.values().try_for_each(Weights::verify)
     }
 
-    /// Brings what reads prompts to the backend, if it is not there.
-    pub fn bring_text(&mut self, be: &mut dyn Backend, progress: &dyn Progress) -> Result<()> {
+    /// Loads the text side, unless it is there.
+    pub fn load_text(&mut self, be: &mut dyn Backend, progress: &dyn Progress) -> Result<()> {
         if self.text {
             return Ok(());
         }
@@ -116,8 +128,8 @@ impl Store {
         Ok(())
     }
 
-    /// Brings what makes pictures to the backend, if it is not there, and waits for it.
-    pub fn bring_image(&mut self, be: &mut dyn Backend, progress: &dyn Progress) -> Result<()> {
+    /// Loads the image side, unless it is there, and waits for it.
+    pub fn load_image(&mut self, be: &mut dyn Backend, progress: &dyn Progress) -> Result<()> {
         if self.image {
             return Ok(());
         }

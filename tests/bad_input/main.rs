@@ -14,10 +14,10 @@ mod terminal;
 mod tokenizers;
 mod weights;
 
-use kiln::checkpoint::Part;
 use kiln::config::{TextConfig, TransformerConfig, VaeConfig};
 use kiln::model::{text_manifest, transformer_manifest, vae_manifest};
 use kiln::names::{Layout, TensorSpec, file_tensors};
+use kiln::part::Part;
 use mistake::{CHANGING, Change, Help, Is, Nothing, Row, check, row};
 use sandbox::{QUICK, Sandbox, grouped};
 use std::ffi::OsString;

@@ -2,13 +2,15 @@
 
 use super::{Described, Scratch, described, message, shard, zeros};
 use kiln::backend::cpu::Cpu;
-use kiln::checkpoint::{Part, Weights};
+use kiln::checkpoint::Weights;
 use kiln::config::{ConfigFile, Conventions, TextConfig, TransformerConfig, VaeConfig, Variant, check_scheduler};
 use kiln::error::Result;
 use kiln::model::{text_manifest, transformer_manifest, vae_manifest};
 use kiln::names::{Layout, TensorSpec, file_tensors};
 use kiln::noise::NoiseKind;
-use kiln::pipeline::{Configs, Engine, Job, LoadOptions, Noise, OpenModel, Reference};
+use kiln::part::Part;
+use kiln::part::PerPart;
+use kiln::pipeline::{Configs, Engine, Job, LoadOptions, Noise, OpenModel, ReferenceInput};
 use kiln::progress::Silent;
 use kiln::sequence::{Grid, Pixels};
 use kiln::tensor::{DType, Precision};
@@ -76,7 +78,7 @@ fn unusual() -> Configs {
         context: 480,
         ..TransformerConfig::tiny()
     };
-    let text = TextConfig {
+    let text_encoder = TextConfig {
         hidden: 160,
         layers: 4,
         heads: 3,
@@ -87,16 +89,17 @@ fn unusual() -> Configs {
         max_tokens: 48,
         ..TextConfig::tiny()
     };
-    (transformer, text, VaeConfig { encoder: [32, 96, 64, 32], decoder: [96, 32, 64, 64], ..VaeConfig::tiny() })
+    let vae = VaeConfig { encoder: [32, 96, 64, 32], decoder: [96, 32, 64, 64], ..VaeConfig::tiny() };
+    Configs { transformer, text_encoder, vae }
 }
 
-fn hashed((transformer, text, vae): &Configs) -> [Weights; 3] {
-    [
-        (Part::Transformer, transformer_manifest(transformer)),
-        (Part::TextEncoder, text_manifest(text)),
-        (Part::Vae, vae_manifest(vae)),
-    ]
-    .map(|(part, manifest)| tiny::weights_of(part, &manifest, DType::Bf16).unwrap())
+fn hashed(configs: &Configs) -> PerPart<Weights> {
+    let manifests = PerPart {
+        transformer: transformer_manifest(&configs.transformer),
+        text_encoder: text_manifest(&configs.text_encoder),
+        vae: vae_manifest(&configs.vae),
+    };
+    PerPart::from_fn(|part| tiny::weights_of(part, &manifests[part], DType::Bf16).unwrap())
 }
 
 #[test]
@@ -107,14 +110,15 @@ fn any_sizes_that_keep_the_rules_are_run() {
     )
     .unwrap();
     let tokenizer = Tokenizer::from_json(tiny::TOKENIZER, Path::new("tiny")).unwrap();
-    let model = OpenModel::check(hashed(&unusual()), [None; 3], tokenizer, Variant::Distilled, conventions.clone()).unwrap();
+    let model =
+        OpenModel::check(hashed(&unusual()), PerPart::default(), tokenizer, Variant::Distilled, conventions.clone()).unwrap();
     assert_eq!((&model.configs, model.name.as_str()), (&unusual(), "odd"));
     let job = Job {
         prompt: "a fox".into(),
         size: Pixels::new(conventions.width, conventions.height).unwrap(),
         steps: conventions.steps(model.variant),
         negative: String::new(),
-        references: vec![Reference { grid: Grid { width: 4, height: 5 }, pixels: vec![0.5; 4 * 5 * 256 * 3] }],
+        references: vec![ReferenceInput { grid: Grid { width: 4, height: 5 }, pixels: vec![0.5; 4 * 5 * 256 * 3] }],
         guidance: 1.0,
         seeds: vec![1],
         noise: Noise::Drawn(NoiseKind::HOPPER),
@@ -151,14 +155,14 @@ fn a_vocabulary_of_another_size_needs_a_configuration() {
 
 #[test]
 fn sizes_that_break_a_rule_are_refused_by_it() {
-    let (transformer, text, vae) = unusual();
+    let Configs { transformer, text_encoder: text, vae } = unusual();
     let config = |text: &str| ConfigFile::parse(Path::new("config.json"), text.as_bytes()).unwrap();
     let refused = |error: kiln::error::Error, rule: &str| assert!(message(&error).contains(rule), "{rule}: {}", message(&error));
 
     let narrow = TransformerConfig { hidden: 320, ..transformer.clone() };
     let weights = tiny::weights_of(Part::Transformer, &transformer_manifest(&narrow), DType::Bf16).unwrap();
     refused(TransformerConfig::detect(&weights, None).unwrap_err(), "its width 320 is not a multiple of 128");
-    let weights = &hashed(&unusual())[0];
+    let weights = &hashed(&unusual()).transformer;
     for (json, rule) in [
         (r#"{"guidance_embeds": false, "attention_head_dim": 64}"#, "`attention_head_dim` is 64, needed is 128"),
         (r#"{"guidance_embeds": false, "axes_dims_rope": [64, 32, 32, 32]}"#, "four even numbers with sum 128"),
@@ -171,7 +175,7 @@ fn sizes_that_break_a_rule_are_refused_by_it() {
     let uneven = TextConfig { heads: 3, kv_heads: 2, ..text.clone() };
     let weights = tiny::weights_of(Part::TextEncoder, &text_manifest(&uneven), DType::Bf16).unwrap();
     refused(detect_text(&weights, None).unwrap_err(), "3 heads over 2 key heads of 128; query heads have to be a multiple of");
-    let weights = &hashed(&unusual())[1];
+    let weights = &hashed(&unusual()).text_encoder;
     refused(detect_text(weights, Some(&config(r#"{"head_dim": 64}"#))).unwrap_err(), "`head_dim` is 64, needed is 128");
     let deep = Conventions::parse(Path::new("kiln.json"), br#"{"text_layers": [1, 2, 5]}"#).unwrap();
     refused(TextConfig::detect(weights, None, &deep).unwrap_err(), "(kiln.json): `text_layers` ends with 5, the text encoder's");
@@ -182,7 +186,7 @@ fn sizes_that_break_a_rule_are_refused_by_it() {
     let odd = VaeConfig { decoder: [32, 48, 64, 64], ..vae };
     let weights = tiny::weights_of(Part::Vae, &vae_manifest(&odd), DType::Bf16).unwrap();
     refused(VaeConfig::detect(&weights, None).unwrap_err(), "48 channels do not form 32 groups");
-    let weights = &hashed(&unusual())[2];
+    let weights = &hashed(&unusual()).vae;
     let groups = config(r#"{"norm_num_groups": 16}"#);
     refused(VaeConfig::detect(weights, Some(&groups)).unwrap_err(), "`norm_num_groups` is 16, needed is 32");
 }

@@ -1,11 +1,12 @@
 //! One fault in one tensor, for every tensor in turn: refused, and by name.
 
 use super::{Described, described, message, shard, zeros, zeros_with};
-use kiln::checkpoint::{Part, Weights};
+use kiln::checkpoint::Weights;
 use kiln::config::{TextConfig, TransformerConfig, VaeConfig, check_fit};
 use kiln::error::{Error, Result};
 use kiln::model::{text_manifest, transformer_manifest, vae_manifest};
 use kiln::names::{Layout, TensorSpec, file_tensors};
+use kiln::part::Part;
 use kiln::tensor::DType;
 use kiln::tiny;
 

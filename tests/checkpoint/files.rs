@@ -1,9 +1,10 @@
 //! Files and folders on disk: single files, shards with and without an index, and what is none of these.
 
 use super::{Scratch, described, message, zeros};
-use kiln::checkpoint::{Part, Shard, Weights};
+use kiln::checkpoint::{Shard, Weights};
 use kiln::error::Error;
 use kiln::names::TensorSpec;
+use kiln::part::Part;
 use std::path::Path;
 
 /// Two tensors of a text encoder, in a shard each.

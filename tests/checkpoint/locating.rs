@@ -4,6 +4,7 @@ use super::{Scratch, message};
 use kiln::config::{Conventions, Variant};
 use kiln::error::Error;
 use kiln::locate::{Embedded, Environment, Found, LocateRequest, ModelFiles, locate};
+use kiln::part::PerPart;
 use std::path::{Path, PathBuf};
 
 /// An empty stand-in for every file of a diffusers folder.
@@ -28,11 +29,18 @@ fn files(request: &LocateRequest) -> ModelFiles {
     }
 }
 
+/// A replacement for the VAE alone.
+fn only_vae(path: PathBuf) -> PerPart<Option<PathBuf>> {
+    PerPart { vae: Some(path), ..PerPart::default() }
+}
+
 fn expected(folder: &Path, origin: &str) -> ModelFiles {
     ModelFiles {
-        transformer: folder.join("transformer"),
-        text_encoder: folder.join("text_encoder"),
-        vae: folder.join("vae"),
+        parts: PerPart {
+            transformer: folder.join("transformer"),
+            text_encoder: folder.join("text_encoder"),
+            vae: folder.join("vae"),
+        },
         tokenizer: Some(folder.join("tokenizer/tokenizer.json")),
         index: Some(folder.join("model_index.json")),
         conventions: Conventions::klein(),
@@ -47,8 +55,8 @@ fn a_folder_is_found_and_its_parts_can_be_replaced() {
     let mut request = LocateRequest { model: Some(folder.clone()), ..LocateRequest::default() };
     let whole = expected(&folder, folder.to_str().unwrap());
     assert_eq!(files(&request), whole);
-    assert_eq!(ModelFiles::config_of(&whole.transformer).unwrap(), folder.join("transformer/config.json"));
-    assert_eq!(ModelFiles::config_of(&whole.vae), None);
+    assert_eq!(ModelFiles::config_of(&whole.parts.transformer).unwrap(), folder.join("transformer/config.json"));
+    assert_eq!(ModelFiles::config_of(&whole.parts.vae), None);
     // The same through the environment, and the option goes first.
     let environment = Environment { kiln_model: Some(folder.clone()), ..Environment::default() };
     assert_eq!(files(&LocateRequest { environment: environment.clone(), ..LocateRequest::default() }), whole);
@@ -56,14 +64,15 @@ fn a_folder_is_found_and_its_parts_can_be_replaced() {
     assert!(locate(&nowhere).is_err());
 
     let small = scratch.write("small_decoder.safetensors", "");
-    request.vae = Some(small.clone());
-    assert_eq!(files(&request), ModelFiles { vae: small, ..whole.clone() });
-    request.vae = None;
+    request.parts.vae = Some(small.clone());
+    assert_eq!(files(&request), ModelFiles { parts: PerPart { vae: small, ..whole.parts.clone() }, ..whole.clone() });
+    request.parts.vae = None;
     // Another transformer is not what the folder's index describes.
     let own = scratch.write("flux-2-klein-base-4b.safetensors", "");
-    request.transformer = Some(own.clone());
+    request.parts.transformer = Some(own.clone());
     let origin = own.to_str().unwrap().to_owned();
-    assert_eq!(files(&request), ModelFiles { transformer: own, index: None, origin, ..whole });
+    let parts = PerPart { transformer: own, ..whole.parts.clone() };
+    assert_eq!(files(&request), ModelFiles { parts, index: None, origin, ..whole });
 }
 
 #[test]
@@ -76,9 +85,9 @@ fn conventions_are_those_of_the_folder() {
     assert_eq!((found.name.as_deref(), found.variant, found.width), (Some("shapes"), Some(Variant::Base), 128));
     assert_eq!(locate(&request).unwrap().conventions().unwrap(), found);
     // They are about the folder's transformer.
-    request.transformer = Some(scratch.write("flux-2-klein-4b.safetensors", ""));
+    request.parts.transformer = Some(scratch.write("flux-2-klein-4b.safetensors", ""));
     assert_eq!(files(&request).conventions, Conventions::klein());
-    request.transformer = None;
+    request.parts.transformer = None;
     scratch.write("shapes/kiln.json", r#"{"width": 130}"#);
     let text = message(&locate(&request).unwrap_err());
     let path = folder.join("kiln.json");
@@ -89,20 +98,17 @@ fn conventions_are_those_of_the_folder() {
 #[test]
 fn single_files_need_no_folder() {
     let scratch = Scratch::new();
-    let [transformer, text, vae] =
-        ["flux-2-klein-9b.safetensors", "qwen_3_8b.safetensors", "ae.safetensors"].map(|name| scratch.write(name, ""));
-    let tokenizer = scratch.write("tokenizer.json", "{}");
-    let request = LocateRequest {
-        transformer: Some(transformer.clone()),
-        text_encoder: Some(text.clone()),
-        vae: Some(vae.clone()),
-        ..LocateRequest::default()
+    let parts = PerPart {
+        transformer: scratch.write("flux-2-klein-9b.safetensors", ""),
+        text_encoder: scratch.write("qwen_3_8b.safetensors", ""),
+        vae: scratch.write("ae.safetensors", ""),
     };
+    let vae = parts.vae.clone();
+    let tokenizer = scratch.write("tokenizer.json", "{}");
+    let request = LocateRequest { parts: parts.clone().map(Some), ..LocateRequest::default() };
     let mut found = ModelFiles {
-        origin: transformer.to_str().unwrap().into(),
-        transformer,
-        text_encoder: text,
-        vae: vae.clone(),
+        origin: parts.transformer.to_str().unwrap().into(),
+        parts,
         tokenizer: None,
         index: None,
         conventions: Conventions::klein(),
@@ -124,12 +130,12 @@ fn single_files_need_no_folder() {
     // One that is picked decides.
     let picked = LocateRequest {
         model: Some(scratch.path().into()),
-        transformer: Some(scratch.path().join("flux-2-klein-4b.safetensors")),
+        parts: PerPart { transformer: Some(scratch.path().join("flux-2-klein-4b.safetensors")), ..PerPart::default() },
         ..LocateRequest::default()
     };
-    assert!(files(&picked).transformer.ends_with("flux-2-klein-4b.safetensors"));
+    assert!(files(&picked).parts.transformer.ends_with("flux-2-klein-4b.safetensors"));
     // One part alone is no model.
-    let error = locate(&LocateRequest { vae: Some(vae), ..LocateRequest::default() }).unwrap_err();
+    let error = locate(&LocateRequest { parts: only_vae(vae), ..LocateRequest::default() }).unwrap_err();
     assert!(message(&error).contains("there is no transformer and no text encoder / expected transformer/"), "{error}");
 }
 
@@ -147,7 +153,7 @@ fn what_is_missing_is_named() {
     assert!(text.starts_with("no model found (models/klein/x): the folder does not exist / expected"), "{text}");
     let file = scratch.write("x.safetensors", "");
     assert!(message(&error(&file)).contains("it is a file, not a folder / give a single file as --transformer"));
-    let request = LocateRequest { vae: Some("missing.safetensors".into()), ..LocateRequest::default() };
+    let request = LocateRequest { parts: only_vae("missing.safetensors".into()), ..LocateRequest::default() };
     assert!(matches!(locate(&request), Err(Error::NoModel { path, .. }) if path == Path::new("missing.safetensors")));
 }
 
@@ -179,12 +185,12 @@ fn a_model_without_files_is_the_last_resort() {
     // The cache goes before it, and a variable before the cache.
     let cached = write_model(&scratch, "models--black-forest-labs--FLUX.2-klein-4B/snapshots/a");
     let Found::Files(files) = found(None, &environment).unwrap() else { panic!() };
-    assert_eq!(files.transformer, cached.join("transformer"));
+    assert_eq!(files.parts.transformer, cached.join("transformer"));
     environment.kiln_model = Some("builtin".into());
     assert_eq!(found(None, &environment).unwrap(), Found::BuiltIn(model));
     environment.kiln_model = Some(write_model(&scratch, "own"));
     let Found::Files(files) = found(None, &environment).unwrap() else { panic!() };
-    assert_eq!(files.transformer, scratch.path().join("own/transformer"));
+    assert_eq!(files.parts.transformer, scratch.path().join("own/transformer"));
     assert_eq!(found(Some("builtin"), &environment).unwrap(), Found::BuiltIn(model));
 }
 
@@ -196,10 +202,11 @@ fn a_model_without_files_has_no_parts_to_replace() {
         static FILES: [(&str, &[u8]); 0] = [];
         let built_in = Some(Embedded { files: &FILES });
         let environment = Environment { built_in, ..Environment::default() };
-        let mut request = LocateRequest { model: Some(name.into()), vae: part.clone(), environment, ..LocateRequest::default() };
+        let parts = PerPart { vae: part.clone(), ..PerPart::default() };
+        let mut request = LocateRequest { model: Some(name.into()), parts, environment, ..LocateRequest::default() };
         assert_eq!(locate(&request).unwrap_err().exit_code(), 2, "{name}");
         // All three parts are a model, which goes before one that only a variable names.
-        (request.transformer, request.text_encoder) = (part.clone(), part.clone());
+        request.parts = PerPart::from_fn(|_| part.clone());
         assert_eq!(locate(&request).unwrap_err().exit_code(), 2, "{name}");
         request.environment.kiln_model = request.model.take();
         assert_eq!(files(&request).origin, part.as_ref().unwrap().to_str().unwrap(), "{name}");
@@ -283,10 +290,10 @@ fn cached_models_are_used_only_when_complete() {
     assert_eq!(locate(&request(Some("tiny"))).unwrap(), Found::Tiny);
     // What it lacks may be given.
     let given = scratch.write("ae.safetensors", "");
-    let with = LocateRequest { vae: Some(given.clone()), ..request(None) };
-    assert_eq!((files(&with).transformer, files(&with).vae), (first.join("transformer"), given));
+    let with = LocateRequest { parts: only_vae(given.clone()), ..request(None) };
+    assert_eq!((files(&with).parts.transformer, files(&with).parts.vae), (first.join("transformer"), given));
     let second = write_model(&scratch, "models--black-forest-labs--FLUX.2-klein-base-4B/snapshots/b");
-    assert_eq!(files(&request(None)).transformer, second.join("transformer"));
+    assert_eq!(files(&request(None)).parts.transformer, second.join("transformer"));
     // A link to a file that was never downloaded does not count.
     #[cfg(unix)]
     {

@@ -1,9 +1,9 @@
 //! Manifests of the real models: counts, bytes, and the exact sizes of the published files.
 
-use kiln::checkpoint::Part;
 use kiln::config::{TextConfig, TransformerConfig, VaeConfig};
 use kiln::model::{text_manifest, transformer_manifest, vae_manifest};
 use kiln::names::{Layout, TensorSpec, file_tensors};
+use kiln::part::Part;
 
 fn elements(specs: &[TensorSpec]) -> u64 {
     specs.iter().map(|spec| spec.shape.iter().product::<usize>() as u64).sum()

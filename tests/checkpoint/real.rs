@@ -1,32 +1,24 @@
 //! One fault in one tensor of the real models, for every tensor in turn: refused by name before any weight is read.
 
 use super::{Described, Scratch, header_of};
-use kiln::checkpoint::{Part, Weights};
+use kiln::checkpoint::Weights;
 use kiln::config::{Conventions, TextConfig, TransformerConfig, VaeConfig, check_fit};
 use kiln::error::{Error, Result};
 use kiln::model::{text_manifest, transformer_manifest, vae_manifest};
 use kiln::names::{Layout, file_tensors};
+use kiln::part::Part;
 use kiln::pipeline::Configs;
 use rayon::prelude::*;
 use std::fs::File;
 use std::io::Write;
 use std::path::Path;
 
-const PARTS: [Part; 3] = [Part::Transformer, Part::TextEncoder, Part::Vae];
-
-fn klein() -> [Configs; 2] {
-    [
-        (TransformerConfig::klein_4b(), TextConfig::klein_4b(), VaeConfig::klein_4b()),
-        (TransformerConfig::klein_9b(), TextConfig::klein_9b(), VaeConfig::klein_9b()),
-    ]
-}
-
 /// The tensors of one part as its file has them.
-fn tensors(part: Part, (transformer, text, vae): &Configs, layout: Layout) -> Vec<Described> {
+fn tensors(part: Part, configs: &Configs, layout: Layout) -> Vec<Described> {
     let manifest = match part {
-        Part::Transformer => transformer_manifest(transformer),
-        Part::TextEncoder => text_manifest(text),
-        Part::Vae => vae_manifest(vae),
+        Part::Transformer => transformer_manifest(&configs.transformer),
+        Part::TextEncoder => text_manifest(&configs.text_encoder),
+        Part::Vae => vae_manifest(&configs.vae),
     };
     manifest.iter().flat_map(|spec| file_tensors(part, layout, spec)).map(|s| (s.name, "BF16", s.shape)).collect()
 }
@@ -56,19 +48,19 @@ impl<'a> Model<'a> {
     /// those of the others, check everything. Returns unknown tensors.
     fn with(&self, part: Part, tensors: &[Described]) -> Result<Vec<String>> {
         let weights = open(part, &self.scratch.path().join("changed"), tensors)?;
-        let (mut transformer, mut text, _) = self.configs.clone();
+        let Configs { mut transformer, mut text_encoder, .. } = self.configs.clone();
         let manifest = match part {
             Part::Transformer => {
                 transformer = TransformerConfig::detect(&weights, None)?;
                 transformer_manifest(&transformer)
             }
             Part::TextEncoder => {
-                text = TextConfig::detect(&weights, None, &Conventions::klein())?;
-                text_manifest(&text)
+                text_encoder = TextConfig::detect(&weights, None, &Conventions::klein())?;
+                text_manifest(&text_encoder)
             }
             Part::Vae => vae_manifest(&VaeConfig::detect(&weights, None)?),
         };
-        check_fit(&transformer, &text)?;
+        check_fit(&transformer, &text_encoder)?;
         weights.check(&manifest)
     }
 }
@@ -124,9 +116,9 @@ fn faults(model: &Model<'_>, part: Part, whole: &[Described]) -> usize {
 
 #[test]
 fn every_fault_in_every_tensor_of_the_real_models_is_refused_by_name() {
-    let configs = klein();
+    let configs = [Configs::klein_4b(), Configs::klein_9b()];
     let layouts = [Layout::Diffusers, Layout::Bfl];
-    let parts = configs.iter().flat_map(|configs| PARTS.map(|part| (configs, part)));
+    let parts = configs.iter().flat_map(|configs| Part::ALL.map(|part| (configs, part)));
     let jobs: Vec<_> = parts.flat_map(|(configs, part)| layouts.map(|layout| (configs, part, layout))).collect();
     let counts = jobs.into_par_iter().map(|(configs, part, layout)| {
         // The text encoder has only one layout.
@@ -141,7 +133,7 @@ fn every_fault_in_every_tensor_of_the_real_models_is_refused_by_name() {
 
 #[test]
 fn the_encoder_of_the_other_size_is_refused_by_name() {
-    let [small, large] = klein();
+    let [small, large] = [Configs::klein_4b(), Configs::klein_9b()];
     for (configs, other, expected) in [
         (&small, &large, "klein 4B needs Qwen3-4B (hidden 2560), found hidden 4096"),
         (&large, &small, "klein 9B needs Qwen3-8B (hidden 4096), found hidden 2560"),

@@ -1,11 +1,12 @@
 //! Files that were given their length and not yet all of their content: from wherever on they are zeros, it is found.
 
 use super::message;
-use kiln::checkpoint::{Part, Shard, Weights};
+use kiln::checkpoint::{Shard, Weights};
 use kiln::config::{TextConfig, TransformerConfig, VaeConfig};
 use kiln::error::Result;
 use kiln::model::{text_manifest, transformer_manifest, vae_manifest};
 use kiln::names::{self, Layout, Place, TensorSpec};
+use kiln::part::Part;
 use kiln::tensor::{Bytes, DType};
 use kiln::tiny;
 use std::ops::Range;

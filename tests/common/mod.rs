@@ -11,7 +11,7 @@ use kiln::checkpoint::Shard;
 use kiln::config::Variant;
 use kiln::locate::Found;
 use kiln::noise::NoiseKind;
-use kiln::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel, Picture};
+use kiln::pipeline::{Engine, GeneratedImage, Job, LoadOptions, Noise, OpenModel};
 use kiln::progress::Silent;
 use kiln::sequence::Pixels;
 use kiln::tensor::Precision;
@@ -156,7 +156,7 @@ pub fn saving_memory_changes_nothing(make: Make<'_>) {
 }
 
 /// Runs a job that makes one picture.
-pub fn run(engine: &mut Engine, job: &Job) -> kiln::error::Result<Picture> {
+pub fn run(engine: &mut Engine, job: &Job) -> kiln::error::Result<GeneratedImage> {
     let mut pictures = Vec::new();
     engine.generate(job, &Silent, &mut |picture| {
         pictures.push(picture);

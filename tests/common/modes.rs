@@ -5,10 +5,12 @@ use super::{Goldens, Make, fixture, relative_l2, run, unit_image};
 use kiln::backend::{Backend, HostData, StepKey};
 use kiln::config::{Conventions, HEAD_DIM, TransformerConfig, VaeConfig, Variant};
 use kiln::dump::Record;
-use kiln::model::{ContextIn, Loader, References, StepInput, Transformer, transformer_manifest, vae_manifest};
-use kiln::names::{Layout, Part};
+use kiln::model::{ContextIn, Loader, ReferenceTokens, StepInput, Transformer};
+use kiln::model::{transformer_manifest, vae_manifest};
+use kiln::names::Layout;
 use kiln::noise::NoiseKind;
-use kiln::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel, Reference};
+use kiln::part::{Part, PerPart};
+use kiln::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel, ReferenceInput};
 use kiln::progress::Silent;
 use kiln::sampler::Schedule;
 use kiln::sequence::{Grid, Pixels, RopeSpec, SequencePlan};
@@ -86,7 +88,7 @@ fn hashed(name: &str, index: usize) -> u8 {
 }
 
 /// Image `i`: blocks of 8x8 pixels of one colour each, cut to multiples of 16 around its centre.
-fn reference(i: usize, source: &Source) -> Reference {
+fn reference(i: usize, source: &Source) -> ReferenceInput {
     let (w, h) = (source.width, source.height);
     let pixel = |y: usize, x: usize, c: usize| hashed(&format!("image.{i}"), ((y / 8) * w.div_ceil(8) + x / 8) * 3 + c);
     let all = (0..h).flat_map(|y| (0..w).flat_map(move |x| (0..3).map(move |c| (y, x, c))));
@@ -99,7 +101,7 @@ fn reference(i: usize, source: &Source) -> Reference {
             pixels.extend((0..3).map(|c| 2.0 * (f32::from(pixel(top + y, left + x, c)) / 255.0) - 1.0));
         }
     }
-    Reference { grid, pixels }
+    ReferenceInput { grid, pixels }
 }
 
 impl Case {
@@ -119,19 +121,18 @@ impl Case {
 
     pub fn engine(&self, backend: Box<dyn Backend>, precision: Precision) -> Engine {
         let model = tiny::model(Layout::Diffusers, DType::Bf16).unwrap();
-        let mut vae = model.weights(Part::Vae).unwrap();
+        let mut weights = PerPart::from_fn(|part| model.weights(part).unwrap());
         if self.small_decoder {
             let config = VaeConfig { decoder: [32, 64, 96, 96], ..VaeConfig::tiny() };
-            vae = tiny::weights_of(Part::Vae, &vae_manifest(&config), DType::Bf16).unwrap();
+            weights.vae = tiny::weights_of(Part::Vae, &vae_manifest(&config), DType::Bf16).unwrap();
         }
         let variant = match (self.kv, self.distilled) {
             (true, _) => Variant::Kv,
             (false, true) => Variant::Distilled,
             (false, false) => Variant::Base,
         };
-        let parts = [model.weights(Part::Transformer).unwrap(), model.weights(Part::TextEncoder).unwrap(), vae];
         let tokenizer = Tokenizer::from_json(tiny::TOKENIZER, Path::new("tiny")).unwrap();
-        let model = OpenModel::check(parts, [None; 3], tokenizer, variant, Conventions::klein()).unwrap();
+        let model = OpenModel::check(weights, PerPart::default(), tokenizer, variant, Conventions::klein()).unwrap();
         Engine::load(backend, model, LoadOptions { precision, references: true, low_memory: false }, &Silent).unwrap()
     }
 
@@ -251,7 +252,7 @@ fn predict(
     let latents = ws.alloc(tokens, config.channels, DType::F32).unwrap();
     be.write(latents, HostData::F32(&values("guidance.noise", tokens * config.channels))).unwrap();
     let velocity = ws.alloc(tokens, config.channels, DType::F32).unwrap();
-    let references = References::Tokens(&[]);
+    let references = ReferenceTokens::InSequence(&[]);
     let input = StepInput { plan: &plan, rope, context, latents, references, modulation, velocity };
     transformer.step(be, &mut ws, StepKey("prompt"), input).unwrap();
     let mut out = vec![0.0; velocity.len()];

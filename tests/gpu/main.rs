@@ -25,7 +25,7 @@ use kiln::backend::cuda::{self, Choice, Cuda, Tile};
 use kiln::backend::{Backend, Lockstep};
 use kiln::config::Variant;
 use kiln::error::Error;
-use kiln::pipeline::{Job, Picture};
+use kiln::pipeline::{GeneratedImage, Job};
 use kiln::sequence::Pixels;
 use kiln::tensor::Precision;
 use std::cell::Cell;
@@ -251,8 +251,8 @@ fn lockstep() {
     every_golden(&in_lockstep);
 }
 
-/// An image of each kind: from a prompt, with guidance, with references, with cached references.
-fn images(prepare: &mut dyn FnMut(&mut Cuda)) -> Vec<Picture> {
+/// An image of each kind: plain, guided, with references, with cached ones.
+fn images(prepare: &mut dyn FnMut(&mut Cuda)) -> Vec<GeneratedImage> {
     let mut images = Vec::new();
     let mut backend = || {
         let mut cuda = cuda();
@@ -271,7 +271,7 @@ fn images(prepare: &mut dyn FnMut(&mut Cuda)) -> Vec<Picture> {
     images
 }
 
-fn checksum(images: &[Picture]) -> u64 {
+fn checksum(images: &[GeneratedImage]) -> u64 {
     modes::fnv1a(images.iter().flat_map(|p| p.image.pixels.iter().copied()))
 }
 

@@ -3,7 +3,7 @@
 use crate::{decode, fixture, fixtures, hashed};
 use kiln::checkpoint::Shard;
 use kiln::image::Image;
-use kiln::reference::{AREA_CAP, Reference, lanczos};
+use kiln::reference::{AREA_CAP, DecodedReference, lanczos};
 use kiln::sequence::Pixels;
 use serde::Deserialize;
 
@@ -112,7 +112,8 @@ fn files_of_every_kind_decode_as_in_pillow() {
     let (cases, tensors) = (cases().images, tensors());
     assert!(cases.len() >= 40, "{}", cases.len());
     for Decoded { file, size, pixels } in cases {
-        let got = Reference::open(&fixtures().join("references").join(&file)).unwrap_or_else(|error| panic!("{file}: {error}"));
+        let got =
+            DecodedReference::open(&fixtures().join("references").join(&file)).unwrap_or_else(|error| panic!("{file}: {error}"));
         let got = got.image();
         assert_eq!((got.width, got.height), size, "{file}");
         if let Some(want) = pixels {

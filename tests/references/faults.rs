@@ -3,7 +3,7 @@
 use crate::random::{Random, cases};
 use crate::{Chunk, decode, fixture, fixtures, jpeg_claiming, layouts, png, png_header, refusal};
 use kiln::image::Image;
-use kiln::reference::{AREA_CAP, Reference};
+use kiln::reference::{AREA_CAP, DecodedReference};
 use std::io::Write;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -169,14 +169,14 @@ fn what_is_not_an_image_is_named() {
     for (name, bytes, detail) in cases {
         let path = folder.join(name);
         std::fs::File::create(&path).unwrap().write_all(bytes).unwrap();
-        let error = Reference::open(&path).unwrap_err();
+        let error = DecodedReference::open(&path).unwrap_err();
         assert_eq!(error.to_string(), format!("cannot read image ({}): {detail}", path.display()));
         assert_eq!((error.exit_code(), error.hint().as_deref()), (3, Some("convert to PNG or JPEG")));
     }
-    let error = Reference::open(&folder).unwrap_err();
+    let error = DecodedReference::open(&folder).unwrap_err();
     // No image, so there is nothing to convert.
     assert!(error.to_string().ends_with("it is a folder") && error.hint().is_none(), "{error}");
-    let error = Reference::open(&folder.join("none.png")).unwrap_err();
+    let error = DecodedReference::open(&folder.join("none.png")).unwrap_err();
     assert!(error.to_string().starts_with("cannot read ("), "{error}");
     std::fs::remove_dir_all(&folder).unwrap();
 }
@@ -184,7 +184,7 @@ fn what_is_not_an_image_is_named() {
 #[cfg(unix)]
 #[test]
 fn what_is_not_a_file_does_not_block() {
-    let error = Reference::open(Path::new("/dev/zero")).unwrap_err();
+    let error = DecodedReference::open(Path::new("/dev/zero")).unwrap_err();
     assert_eq!(error.to_string(), "cannot read image (/dev/zero): it is not a regular file");
 }
 

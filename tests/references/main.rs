@@ -12,7 +12,7 @@ mod layouts;
 mod random;
 
 use kiln::error::Result;
-use kiln::reference::Reference;
+use kiln::reference::DecodedReference;
 use std::path::{Path, PathBuf};
 
 fn fixtures() -> PathBuf {
@@ -24,8 +24,8 @@ fn fixture(name: &str) -> Vec<u8> {
     std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-fn decode(bytes: &[u8]) -> Result<Reference> {
-    Reference::from_bytes(bytes, Path::new("x"))
+fn decode(bytes: &[u8]) -> Result<DecodedReference> {
+    DecodedReference::from_bytes(bytes, Path::new("x"))
 }
 
 /// The message of a refusal.

@@ -8,7 +8,7 @@ use kiln::backend::cuda::Cuda;
 use kiln::config::Variant;
 use kiln::locate::{LocateRequest, locate};
 use kiln::noise::NoiseKind;
-use kiln::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel, Reference};
+use kiln::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel, ReferenceInput};
 use kiln::progress::Silent;
 use kiln::sequence::Pixels;
 use kiln::tensor::Precision;
@@ -77,14 +77,14 @@ impl Model {
             size,
             steps,
             negative: String::new(),
-            references: references.iter().map(|p| Reference { grid: size.grid(), pixels: values(p) }).collect(),
+            references: references.iter().map(|p| ReferenceInput { grid: size.grid(), pixels: values(p) }).collect(),
             guidance: 1.0,
             seeds: vec![seed],
             noise,
             record: true,
         };
         let mut made = None;
-        let mut keep = |picture: kiln::pipeline::Picture| {
+        let mut keep = |picture: kiln::pipeline::GeneratedImage| {
             made = Some((Picture::from_bytes(&picture.image.pixels), picture.record.unwrap().references));
             Ok(())
         };

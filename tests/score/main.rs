@@ -28,7 +28,7 @@ fn fixture() -> Fixture {
 
 /// Reads a PNG, cut into pictures row by row.
 fn read_pictures(path: &Path) -> Vec<Picture> {
-    let file = kiln::reference::Reference::open(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    let file = kiln::reference::DecodedReference::open(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
     let image = file.image();
     assert!(
         image.width.is_multiple_of(SIDE) && image.height.is_multiple_of(SIDE),

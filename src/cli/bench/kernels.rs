@@ -1,7 +1,7 @@
-//! Single ops: time, rate, and share of what the machine could do at best.
+//! Single ops: time, rate, and share of the machine's peak.
 
 use super::super::args::RunArgs;
-use super::super::device::choose;
+use super::super::device::select_backend;
 use crate::backend::OP_NAMES;
 use crate::backend::cuda::driver::DeviceInfo;
 use crate::error::{Error, Result};
@@ -22,9 +22,9 @@ pub struct Report {
     machine: String,
     precision: &'static str,
     scale: &'static str,
-    /// Operations a second of the tensor cores at their highest clock, where rows are held to that.
+    /// Peak rate of the tensor cores in FLOP/s at their highest clock, where rows are compared with it.
     tensor_flops: Option<f64>,
-    /// Where that figure comes from, for people.
+    /// Where that figure comes from, for display.
     #[serde(skip)]
     ceiling: Option<String>,
     rounds: usize,
@@ -41,37 +41,37 @@ pub fn check(filter: &str) -> Result<()> {
 
 /// Times every op with `filter` in its name.
 pub fn measure(filter: &str, quick: bool, run: &RunArgs, stop: &Arc<AtomicBool>, terminal: &Terminal) -> Result<Report> {
-    let mut chosen = choose(run.backend, run.device()?, stop)?;
-    chosen.note.iter().for_each(|note| terminal.say(&format!("note: {note}")));
+    let mut selected = select_backend(run.backend, run.device()?, stop)?;
+    selected.note.iter().for_each(|note| terminal.say(&format!("note: {note}")));
     let precision: Precision = run.precision.into();
-    let (scale, protocol) = match (quick, &chosen.device) {
+    let (scale, protocol) = match (quick, &selected.device) {
         (true, _) => (Scale::Quick, Protocol::QUICK),
         (false, Some(_)) => (Scale::Klein, Protocol::FULL),
         (false, None) => (Scale::Processor, Protocol::FULL),
     };
-    // In f32 products run on the plain cores.
-    let device = chosen.device.as_ref().filter(|_| precision == Precision::Bf16);
+    // In f32, GEMMs run on the CUDA cores.
+    let device = selected.device.as_ref().filter(|_| precision == Precision::Bf16);
     let tensor_flops = device.and_then(DeviceInfo::tensor_flops);
     let mut figures = Vec::new();
     for row in rows(scale, precision)?.into_iter().filter(|row| row.name.contains(filter)) {
         terminal.say(&format!("timing {} {}", row.name, row.shape));
-        figures.push(row.measure(chosen.backend.as_mut(), &protocol)?.held_to(tensor_flops));
+        figures.push(row.measure(selected.backend.as_mut(), &protocol)?.held_to(tensor_flops));
     }
     Ok(Report {
         kiln: env!("CARGO_PKG_VERSION"),
         kind: "kernels",
-        backend: chosen.name,
+        backend: selected.name,
         precision: precision.name(),
         scale: scale.name(),
         tensor_flops,
         ceiling: device.and_then(ceiling),
-        machine: chosen.machine,
+        machine: selected.machine,
         rounds: protocol.rounds,
         rows: figures,
     })
 }
 
-/// What products are held to.
+/// The peak that GEMMs are compared with.
 fn ceiling(device: &DeviceInfo) -> Option<String> {
     let (flops, per_clock) = (device.tensor_flops()?, device.tensor_flops_per_clock()?);
     let (major, minor) = device.capability;

@@ -1,10 +1,13 @@
-//! Pictures, stage by stage: one cold, several warm.
+//! Images, stage by stage: one cold, several warm.
 
-use super::super::request::GenerateRequest;
-use super::super::run::{Made, open, say_which};
+use super::super::outputs::png_text;
+use super::super::report::introduce;
+use super::super::request::{ImageRequest, Setup};
+use super::super::session::Session;
+use super::super::settings::Settings;
 use crate::error::{Error, Result};
 use crate::microbench::median;
-use crate::pipeline::{Engine, Job};
+use crate::pipeline::Engine;
 use crate::progress::{Phase, Progress};
 use crate::terminal::Terminal;
 use crate::text::shown;
@@ -37,13 +40,13 @@ pub struct Report {
     kernels: BTreeMap<&'static str, u64>,
 }
 
-/// Seconds of one picture.
+/// Seconds of one image.
 #[derive(Default, Serialize)]
 struct Times {
-    /// Reading flags and references, opening weight files and, at the same time, the device; only the cold picture has this.
+    /// Reading flags and references, opening weight files and, at the same time, the device; only the cold image has this.
     #[serde(skip_serializing_if = "Option::is_none")]
     open: Option<f64>,
-    /// Bringing weights to the device; where memory is short, warm pictures have it, too.
+    /// Loading weights to the device; in low-memory mode warm images have it, too.
     #[serde(skip_serializing_if = "Option::is_none")]
     load: Option<f64>,
     encode: f64,
@@ -53,14 +56,14 @@ struct Times {
     /// Each step of `denoise`.
     steps: Vec<f64>,
     decode: f64,
-    /// Compressing the picture, which is then thrown away.
+    /// Encoding the PNG, which is then thrown away.
     png: f64,
-    /// Everything between stages: tokens, the plan, positions, modulations, noise.
+    /// Everything between stages: the tokenizer, the dry run, RoPE tables, modulations, noise.
     rest: f64,
     total: f64,
 }
 
-/// Where a stage's seconds are.
+/// Reads the seconds of one stage.
 type Stage = fn(&Times) -> Option<f64>;
 
 /// Rows of the table.
@@ -77,7 +80,7 @@ const STAGES: [(&str, Stage); 9] = [
 ];
 
 impl Times {
-    /// Fills in the stages that were watched, and what is between them.
+    /// Fills in the stages that were timed, and the time between them.
     fn finish(mut self, spans: &[Span], png: f64, total: f64) -> Self {
         let of = |phase: Phase| spans.iter().filter(|s| s.phase == phase).map(Span::seconds).reduce(|a, b| a + b);
         self.load = of(Phase::Load);
@@ -98,7 +101,7 @@ impl Times {
 struct Memory {
     planned_weights: u64,
     planned_working: u64,
-    /// What became of the free memory between opening the device and the worst moment after it, where the backend can tell.
+    /// How much free memory shrank between opening the device and the worst moment after it, where the backend can tell.
     measured: Option<u64>,
     /// Whether the two agree: within 5 % and 256 MiB.
     holds: Option<bool>,
@@ -130,7 +133,7 @@ impl Memory {
     }
 }
 
-/// A phase, as it was seen to begin, advance and end.
+/// When a phase began, advanced and ended.
 struct Span {
     phase: Phase,
     start: Instant,
@@ -150,10 +153,10 @@ impl Span {
     }
 }
 
-/// Looks at the clock whenever something is reported. Stages end with reading a result back, so the device is done by then.
+/// Takes the time whenever progress is reported. Stages end with reading a result back, so the device is done by then.
 struct Watch<'a> {
     terminal: &'a Terminal,
-    /// Whether phases are shown, too: while somebody waits for the first picture, and not between warm ones.
+    /// Whether phases are shown, too: while somebody waits for the first image, and not between warm ones.
     shown: Cell<bool>,
     spans: RefCell<Vec<Span>>,
 }
@@ -197,38 +200,38 @@ impl Progress for Watch<'_> {
     }
 }
 
-/// Makes a cold picture and `runs` warm ones. The cold one is counted from `started`.
+/// Generates a cold image and `runs` warm ones. The cold one is counted from `started`.
 pub fn measure(
-    request: &GenerateRequest,
+    request: ImageRequest,
+    setup: Setup,
     started: Instant,
     runs: usize,
     stop: &Arc<AtomicBool>,
     terminal: &Terminal,
 ) -> Result<Report> {
-    say_which(request, terminal);
-    let (chosen, model) = open(request, stop)?;
+    let mut session = Session::open(setup, stop, terminal)?;
     let mut cold = Times { open: Some(started.elapsed().as_secs_f64()), ..Times::default() };
-    let made = Made::new(request, &model, &chosen);
-    made.introduce(&model, &chosen, terminal);
-    let job = made.job();
-    let options = made.fit(&model, &chosen, &job, terminal)?;
-    let plan = model.estimate(options, &job)?;
-    let weights = if options.low_memory { plan.low_memory_weight_bytes } else { plan.weight_bytes };
-    // What is free on the machine changes with everything else on it, what is free on a GPU hardly.
-    let gpu = chosen.device.is_some();
-    let before = chosen.backend.available()?.filter(|_| gpu);
+    let settings = Settings::resolve(request, &session.profile());
+    introduce(&settings, &session.found, &session.model, &session.backend, terminal);
+    session.fit(&settings.job, terminal)?;
+    let plan = session.model.estimate(session.options, &settings.job)?;
+    let weights = if session.options.low_memory { plan.low_memory_weight_bytes } else { plan.weight_bytes };
+    // Free memory of the machine changes with everything else on it, that of a GPU hardly.
+    let gpu = session.backend.device.is_some();
+    let before = session.backend.backend.available()?.filter(|_| gpu);
+    let (backend, machine) = (session.backend.name, session.backend.machine.clone());
     let watch = Watch { terminal, shown: Cell::new(true), spans: RefCell::default() };
-    let mut engine = Engine::load(chosen.backend, model, options, &watch)?;
+    let mut engine = session.load(&watch)?;
 
-    let png = picture(&mut engine, &job, &made, &watch, stop)?;
+    let png = generate_once(&mut engine, &settings, &watch, stop)?;
     cold = cold.finish(&watch.spans.take(), png, started.elapsed().as_secs_f64());
-    // Both allocations are there until the engine goes, so a look after each picture does not miss the worst moment.
+    // Both allocations are there until the engine goes, so a look after each image does not miss the worst moment.
     let mut after = engine.backend().available()?;
     watch.shown.set(false);
     let mut warm = Vec::with_capacity(runs);
     for run in 1..=runs {
         let start = Instant::now();
-        let png = picture(&mut engine, &job, &made, &watch, stop)?;
+        let png = generate_once(&mut engine, &settings, &watch, stop)?;
         let times = Times::default().finish(&watch.spans.take(), png, start.elapsed().as_secs_f64());
         terminal.say(&format!("warm picture {run} of {runs}: {:.3} s", times.total));
         warm.push(times);
@@ -238,16 +241,16 @@ pub fn measure(
     Ok(Report {
         kiln: env!("CARGO_PKG_VERSION"),
         kind: "pictures",
-        model: made.model.clone(),
-        variant: made.variant.to_string(),
-        backend: made.backend,
-        machine: chosen.machine,
-        precision: request.precision.name(),
-        width: request.size.width(),
-        height: request.size.height(),
-        steps: made.steps,
-        guidance: made.guidance.chosen,
-        references: request.references.len(),
+        model: settings.model,
+        variant: settings.variant.to_string(),
+        backend,
+        machine,
+        precision: settings.precision.name(),
+        width: settings.job.size.width(),
+        height: settings.job.size.height(),
+        steps: settings.job.steps,
+        guidance: settings.guidance.chosen,
+        references: settings.job.references.len(),
         cold_s: cold,
         warm_s: warm,
         memory: Memory::new(weights, plan.arena_bytes, measured),
@@ -255,22 +258,22 @@ pub fn measure(
     })
 }
 
-/// Makes one picture and throws it away. Returns the seconds that compressing it took.
-fn picture(engine: &mut Engine, job: &Job, made: &Made<'_>, watch: &Watch<'_>, stop: &AtomicBool) -> Result<f64> {
+/// Generates one image and throws it away. Returns the seconds that encoding its PNG took.
+fn generate_once(engine: &mut Engine, settings: &Settings, watch: &Watch<'_>, stop: &AtomicBool) -> Result<f64> {
     let mut seconds = 0.0;
-    engine.generate(job, watch, &mut |picture| {
+    engine.generate(&settings.job, watch, &mut |image| {
         if stop.load(Ordering::Relaxed) {
             return Err(Error::Interrupted);
         }
         let start = Instant::now();
-        picture.image.encode_png(&made.text(picture.seed))?;
+        image.image.encode_png(&png_text(settings, image.seed))?;
         seconds = start.elapsed().as_secs_f64();
         Ok(())
     })?;
     Ok(seconds)
 }
 
-/// The smallest, the middle and the largest of some numbers.
+/// Minimum, median and maximum.
 fn spread(values: &[f64]) -> Option<[f64; 3]> {
     let (min, max) = (values.iter().copied().reduce(f64::min)?, values.iter().copied().reduce(f64::max)?);
     Some([min, median(values), max])
@@ -298,7 +301,7 @@ impl Report {
         };
         for (name, of) in STAGES {
             let (cold, warm) = (of(&self.cold_s), self.warm_s.iter().filter_map(of).collect::<Vec<f64>>());
-            // Without references there is nothing to say about them.
+            // Stages that did not run have no row.
             if cold.is_some() || !warm.is_empty() {
                 row(name, cold, warm);
             }
@@ -340,7 +343,7 @@ mod tests {
             watch.advance(1);
         }
         watch.end();
-        // Nobody's end, and progress in no phase.
+        // An end without a beginning, and progress outside of any phase.
         watch.end();
         watch.advance(1);
         let times = Times::default().finish(&watch.spans.take(), 0.0, 1.0);
@@ -365,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn the_middle_of_some_numbers() {
+    fn minimum_median_and_maximum() {
         assert_eq!(spread(&[3.0, 1.0, 2.0]), Some([1.0, 2.0, 3.0]));
         assert_eq!(spread(&[]), None);
     }

@@ -1,0 +1,210 @@
+//! Where images go: files or standard output, what a PNG says about itself, and the line that tells of it.
+
+use super::names::Target;
+use super::report::warn_of_flat;
+use super::request::ImageRequest;
+use super::settings::Settings;
+use super::stdout::{DASH, STDOUT, line_of};
+use crate::error::{Error, Result};
+use crate::noise::CHANNELS;
+use crate::output::{Planned, check_writable, save_new};
+use crate::pipeline::GeneratedImage;
+use crate::terminal::{Seconds, Terminal};
+use crate::text::shown_path;
+use serde::Serialize;
+use std::io::{self, ErrorKind, IsTerminal, Write};
+use std::path::{Path, PathBuf};
+
+/// The files of a run.
+#[derive(Debug)]
+pub struct Outputs {
+    /// The images that are still to come, in order; none where the image goes to standard output.
+    images: std::vec::IntoIter<Planned>,
+    /// Where intermediate values go, and how many bytes they take without prompt embeddings.
+    dump: Option<Planned>,
+    /// Whether files are replaced.
+    force: bool,
+    /// Whether standard output gets JSON objects instead of paths.
+    json: bool,
+}
+
+/// What `--json` prints for an image.
+#[derive(Serialize)]
+struct ImageLine<'a> {
+    path: &'a str,
+    seed: Option<u64>,
+    width: usize,
+    height: usize,
+    steps: usize,
+    guidance: Option<f32>,
+    model: &'a str,
+    variant: String,
+    precision: &'a str,
+    backend: &'a str,
+    seconds: Seconds,
+}
+
+impl Outputs {
+    /// Plans the files of a request, and refuses now what could not be written after minutes of work.
+    pub fn plan(request: &ImageRequest, target: &Target, dump: Option<PathBuf>, force: bool, json: bool) -> Result<Self> {
+        // As large as an image that does not compress, with its text.
+        let (pixels, rows) = (request.size.width() * request.size.height(), request.size.height());
+        let bytes = (3 * pixels + rows + request.prompt.len()) as u64 + (16 << 10);
+        let mut images = Vec::with_capacity(request.seeds.len());
+        for path in request.seeds.iter().enumerate().filter_map(|(i, &seed)| target.path(i, request.noise.seed(seed))) {
+            check_format(&path)?;
+            if let Some(dump) = &dump
+                && same_place(&path, dump)
+            {
+                let what = format!("the picture and --dump would be the same file ({})", shown_path(&path));
+                return Err(Error::usage(what, "give one of them another name"));
+            }
+            images.push(Planned { path, bytes });
+        }
+        if *target == Target::Stdout {
+            check_stdout()?;
+        }
+        // The noise twice, the latents of each step and the image before it is rounded.
+        let latents = (request.steps.unwrap_or(1) + 2) * request.size.grid().tokens() * CHANNELS;
+        let dump = dump.map(|path| Planned { path, bytes: 4 * (latents + 3 * pixels) as u64 });
+        let outputs = Self { images: images.into_iter(), dump, force, json };
+        outputs.check(0)?;
+        Ok(outputs)
+    }
+
+    /// Whether intermediate values are written.
+    pub fn has_dump(&self) -> bool {
+        self.dump.is_some()
+    }
+
+    /// Refuses files that cannot be written. `embeddings` is the number of values in the prompt embeddings, as far as it is known.
+    pub fn check(&self, embeddings: usize) -> Result<()> {
+        let dump = self.dump.iter().map(|dump| Planned { path: dump.path.clone(), bytes: dump.bytes + 4 * embeddings as u64 });
+        let files: Vec<Planned> = self.images.as_slice().iter().cloned().chain(dump).collect();
+        check_writable(&files, self.force)
+    }
+
+    /// Saves the next image and tells of it. `backend` is where it was computed.
+    pub fn write(
+        &mut self,
+        image: &GeneratedImage,
+        settings: &Settings,
+        backend: &str,
+        terminal: &Terminal,
+        out: &mut dyn Write,
+    ) -> Result<()> {
+        let png = image.image.encode_png(&png_text(settings, image.seed))?;
+        // Flushed at once: whoever reads along wants to know of an image when it is there.
+        let mut send = |bytes: &[u8]| out.write_all(bytes).and_then(|()| out.flush());
+        let told = match self.images.next() {
+            Some(Planned { path, .. }) => {
+                save_new(&path, &png, self.force)?;
+                let line =
+                    if self.json { json_line(&path, image, settings, backend, terminal.seconds())? } else { line_of(&path) };
+                match send(&line) {
+                    // The files are the product, and the rest of them is generated even if nobody listens any more.
+                    Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
+                    sent => sent.map_err(|source| Error::Write { path: STDOUT.into(), source }),
+                }
+            }
+            // Here the stream is the product, and a reader who leaves has lost it.
+            None => send(&png).map_err(|source| Error::Write { path: DASH.into(), source }),
+        };
+        warn_of_flat(image, terminal);
+        // After the image was told of: should this fail, it is there all the same, and somebody has to know.
+        if let (Some(dump), Some(record)) = (&self.dump, &image.record) {
+            save_new(&dump.path, &record.to_safetensors()?, self.force)?;
+        }
+        told
+    }
+}
+
+/// What a PNG says about itself: enough to generate it again, and nothing that differs when it is.
+pub fn png_text(settings: &Settings, seed: u64) -> Vec<(&'static str, String)> {
+    let mut text = vec![("prompt", settings.job.prompt.clone())];
+    text.extend(settings.job.noise.seed(seed).map(|seed| ("seed", seed.to_string())));
+    text.extend([
+        ("model", settings.model.clone()),
+        ("variant", settings.variant.to_string()),
+        ("steps", settings.job.steps.to_string()),
+        ("size", settings.size()),
+        ("precision", settings.precision.name().into()),
+    ]);
+    text.extend(settings.guidance.chosen.map(|scale| ("guidance", scale.to_string())));
+    text.extend(settings.negative.iter().filter(|_| settings.guided).map(|negative| ("negative", negative.clone())));
+    if !settings.job.references.is_empty() {
+        text.push(("references", settings.job.references.len().to_string()));
+    }
+    text.extend(settings.noise_flags.iter().cloned());
+    text.push(("version", concat!("kiln ", env!("CARGO_PKG_VERSION")).into()));
+    text
+}
+
+/// What `--json` prints for an image.
+fn json_line(path: &Path, image: &GeneratedImage, settings: &Settings, backend: &str, seconds: Seconds) -> Result<Vec<u8>> {
+    let line = ImageLine {
+        // JSON is text, so a name that is none loses the bytes that are not.
+        path: &path.to_string_lossy(),
+        seed: settings.job.noise.seed(image.seed),
+        width: image.image.width,
+        height: image.image.height,
+        steps: settings.job.steps,
+        guidance: settings.guidance.chosen,
+        model: &settings.model,
+        variant: settings.variant.to_string(),
+        precision: settings.precision.name(),
+        backend,
+        seconds,
+    };
+    let mut line = serde_json::to_vec(&line).map_err(|e| Error::Op { op: "json", what: e.to_string() })?;
+    line.push(b'\n');
+    Ok(line)
+}
+
+/// Refuses names of other formats, and extensions that nobody would open as an image. No extension at all is fine.
+fn check_format(path: &Path) -> Result<()> {
+    let refused = |why: &str| Error::Write { path: path.into(), source: io::Error::new(io::ErrorKind::InvalidInput, why) };
+    if ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"].iter().any(|own| path == Path::new(own)) {
+        return Err(refused("this is standard output, which is called `-`"));
+    }
+    match path.extension() {
+        Some(extension) if !extension.eq_ignore_ascii_case("png") => Err(refused("kiln writes PNG files, named .png")),
+        _ => Ok(()),
+    }
+}
+
+/// Refuses a standard output that cannot take an image.
+fn check_stdout() -> Result<()> {
+    let why = if io::stdout().is_terminal() {
+        "a terminal cannot show a picture; redirect standard output, or name a file"
+    } else if is_lost() {
+        "it is closed, so nobody would get the picture"
+    } else {
+        return Ok(());
+    };
+    Err(Error::Write { path: STDOUT.into(), source: io::Error::new(io::ErrorKind::InvalidInput, why) })
+}
+
+/// Whether standard output was closed when the program started. Rust's runtime then puts the null device in its place, open for
+/// reading as well, which a shell's redirection never is.
+fn is_lost() -> bool {
+    #[cfg(target_os = "linux")]
+    {
+        use rustix::fs::{OFlags, fcntl_getfl, fstat, stat};
+        let (stdout, null) = (fstat(io::stdout()), stat("/dev/null"));
+        let is_null =
+            stdout.is_ok_and(|stdout| null.is_ok_and(|null| stdout.st_rdev == null.st_rdev && stdout.st_ino == null.st_ino));
+        is_null && fcntl_getfl(io::stdout()).is_ok_and(|flags| flags & OFlags::ACCMODE == OFlags::RDWR)
+    }
+    #[cfg(not(target_os = "linux"))]
+    false
+}
+
+/// Whether two paths that may not exist yet name the same file.
+fn same_place(a: &Path, b: &Path) -> bool {
+    let place = |path: &Path| {
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        (folder.canonicalize().ok(), path.file_name().map(|name| name.to_owned()))
+    };
+    a == b || place(a) == place(b)
+}

@@ -1,0 +1,127 @@
+//! What is said to the user about a run, beside results and errors: notes, warnings, the headline, and details for the curious.
+
+use super::device::SelectedBackend;
+use super::settings::Settings;
+use crate::config::{Conventions, Guidance, Variant};
+use crate::locate::Found;
+use crate::pipeline::{GeneratedImage, Noise, OpenModel};
+use crate::progress::Progress;
+use crate::terminal::Terminal;
+use crate::text::shown;
+use crate::words;
+
+/// How many unknown words are named.
+const NAMED_WORDS: usize = 5;
+
+/// Says which model generates the image where none was named, or what to expect of an untrained one, so that nobody takes that for a
+/// fault.
+pub fn announce_model(found: &Found, named: bool, terminal: &Terminal) {
+    let what = match (found, named) {
+        (Found::BuiltIn(_), false) => {
+            "no FLUX.2 model was found, so kiln's own small one draws this; it knows shapes and colours, as in \
+             \"a large red star on a blue background\""
+        }
+        (Found::Tiny, true) => "the tiny model is random and untrained, so the picture is noise",
+        (Found::Tiny, false) => "no FLUX.2 model was found; this is a tiny untrained random model, so the picture is noise",
+        _ => return,
+    };
+    terminal.say(&format!("note: {what}; for FLUX.2 weights use --model or KILN_MODEL"));
+}
+
+/// Names the words of the prompt that the model was never trained with, where its files tell: it draws something all the same, and
+/// nobody would know why.
+pub fn unknown_words_note(prompt: &str, found: &Found, conventions: &Conventions) -> Option<String> {
+    let Conventions { name, words: Some(words), draws, .. } = conventions else { return None };
+    let unknown = words::unknown(prompt, words);
+    if unknown.is_empty() {
+        return None;
+    }
+    let named: Vec<String> = unknown.iter().take(NAMED_WORDS).map(|word| format!("\"{}\"", shown(word))).collect();
+    let mut note = format!("note: {} does not know {}", name.as_deref().unwrap_or("this model"), named.join(", "));
+    if unknown.len() > NAMED_WORDS {
+        note += &format!(" and {} more", unknown.len() - NAMED_WORDS);
+    }
+    note += &draws.as_ref().map_or(String::new(), |draws| format!("; it draws {draws}"));
+    note += if matches!(found, Found::BuiltIn(_)) { ", see kiln --help" } else { "" };
+    Some(note)
+}
+
+/// Warns of a guidance scale that was asked for and that the model does not take.
+pub fn warn_of_guidance(guidance: Guidance, variant: Variant, terminal: &Terminal) {
+    if guidance.ignored {
+        terminal.warn(&format!("--guidance is ignored: this is a {variant} model, only base models take it"));
+    }
+}
+
+/// Says what is about to be generated, with what and on what.
+pub fn introduce(settings: &Settings, found: &Found, model: &OpenModel, backend: &SelectedBackend, terminal: &Terminal) {
+    let (headline, details) = (headline(settings), details(settings, found, model, backend));
+    warn_of_guidance(settings.guidance, settings.variant, terminal);
+    match (&settings.negative, settings.guidance.chosen) {
+        (Some(_), None) => {
+            terminal.warn(&format!("--negative is ignored: this is a {} model, only base models take it", settings.variant));
+        }
+        (Some(_), Some(scale)) if !settings.guided => {
+            terminal.warn(&format!("--negative is ignored: it works through a --guidance above 1, which is {scale} here"));
+        }
+        _ => {}
+    }
+    let Conventions { width, height, .. } = model.conventions;
+    let size = settings.job.size;
+    if matches!(found, Found::BuiltIn(_)) && (size.width(), size.height()) != (width, height) {
+        terminal.say(&format!("note: {} was trained on pictures of {width}x{height}, others may look wrong", settings.model));
+    }
+    terminal.say(&headline);
+    details.iter().for_each(|line| terminal.detail(line));
+}
+
+/// What every user sees before any time is spent: above all the seed, which may be nowhere else.
+fn headline(settings: &Settings) -> String {
+    let steps = if settings.job.steps == 1 { "1 step".into() } else { format!("{} steps", settings.job.steps) };
+    let seeds = match &*settings.job.seeds {
+        _ if matches!(settings.job.noise, Noise::Given(_)) => "noise from a file".into(),
+        [first, .., last] => format!("seeds {first} to {last}"),
+        [first] => format!("seed {first}"),
+        [] => String::new(),
+    };
+    format!("{}, {}, {steps}, {seeds}", settings.model, settings.size())
+}
+
+/// What only a curious user sees.
+fn details(settings: &Settings, found: &Found, model: &OpenModel, backend: &SelectedBackend) -> Vec<String> {
+    let origin = match found {
+        Found::Files(files) => &files.origin,
+        Found::BuiltIn(_) => "part of this program",
+        Found::Tiny => "made by this program",
+    };
+    let guidance = settings.guidance.chosen.map_or("none".into(), |scale| scale.to_string());
+    let noise: Vec<String> = settings.noise_flags.iter().map(|(key, value)| format!("{key} {value}")).collect();
+    let mut lines = vec![
+        format!("model {origin}"),
+        format!("variant {}, guidance {guidance}, precision {}", settings.variant, settings.precision.name()),
+        format!("backend {}, {}", backend.name, backend.machine),
+        noise.join(", "),
+    ];
+    if matches!(found, Found::Files(_)) {
+        lines.extend(model.files_in_use().iter().map(|(part, files)| format!("{part} {files}")));
+    }
+    lines.extend(settings.references.iter().enumerate().map(|(j, reference)| format!("reference {}: {reference}", j + 1)));
+    lines
+}
+
+/// Warns of an image that shows nothing.
+pub fn warn_of_flat(image: &GeneratedImage, terminal: &Terminal) {
+    if let Some([red, green, blue]) = image.image.flat_colour() {
+        terminal.warn(&format!(
+            "the image is one flat colour ({red}, {green}, {blue}); unless the prompt asks for that, the model's files may be damaged"
+        ));
+    }
+}
+
+/// Lists the GPU kernels that ran, for the curious.
+pub fn list_kernels(launches: &[(&'static str, u64)], terminal: &Terminal) {
+    let kernels: Vec<&str> = launches.iter().map(|(name, _)| *name).collect();
+    if !kernels.is_empty() {
+        terminal.detail(&format!("kernels {}", kernels.join(" ")));
+    }
+}

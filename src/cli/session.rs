@@ -1,0 +1,71 @@
+//! The device and the model that a request runs on, opened at once.
+
+use super::device::{SelectedBackend, select_backend};
+use super::report::announce_model;
+use super::request::Setup;
+use super::settings::ModelProfile;
+use crate::error::Result;
+use crate::locate::Found;
+use crate::pipeline::{Engine, Job, LoadOptions, OpenModel};
+use crate::progress::Progress;
+use crate::terminal::Terminal;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+/// A device and a model, open.
+pub struct Session {
+    pub backend: SelectedBackend,
+    pub found: Found,
+    pub model: OpenModel,
+    /// How the model is loaded.
+    pub options: LoadOptions,
+}
+
+impl Session {
+    /// Opens the device and the model's files at once, and says what the user should know about them.
+    pub fn open(setup: Setup, stop: &Arc<AtomicBool>, terminal: &Terminal) -> Result<Self> {
+        let Setup { found, named, variant, backend, device, options, notes, .. } = setup;
+        announce_model(&found, named, terminal);
+        notes.iter().for_each(|note| terminal.say(note));
+        let (backend, model) = join(|| select_backend(backend, device, stop), || OpenModel::open(&found, variant));
+        let (backend, model) = (backend?, model?);
+        backend.note.iter().for_each(|note| terminal.say(&format!("note: {note}")));
+        model.warnings.iter().for_each(|warning| terminal.warn(warning));
+        Ok(Self { backend, found, model, options })
+    }
+
+    /// What the settings of a job depend on.
+    pub fn profile(&self) -> ModelProfile<'_> {
+        let OpenModel { name, variant, conventions, .. } = &self.model;
+        ModelProfile { name, variant: *variant, conventions, precision: self.options.precision }
+    }
+
+    /// Makes sure that a job fits into memory, with the weights in less of it where it has to be.
+    pub fn fit(&mut self, job: &Job, terminal: &Terminal) -> Result<()> {
+        let SelectedBackend { backend, machine, device, .. } = &self.backend;
+        let options = self.model.check_memory(backend.as_ref(), machine, self.options, job)?;
+        if options.low_memory && !self.options.low_memory {
+            let gpu = if device.is_some() { "GPU " } else { "" };
+            terminal.say(&format!("note: {gpu}memory is short, so the transformer takes the text encoder's place"));
+        }
+        self.options = options;
+        Ok(())
+    }
+
+    /// Loads the model.
+    pub fn load(self, progress: &dyn Progress) -> Result<Engine> {
+        Engine::load(self.backend.backend, self.model, self.options, progress)
+    }
+}
+
+/// Runs `here` on this thread and `there` on another one of the pool, or one after the other where this is the only one. Returns
+/// both results.
+fn join<A, B: Send>(here: impl FnOnce() -> A, there: impl FnOnce() -> B + Send) -> (A, B) {
+    let mut second = None;
+    let first = rayon::in_place_scope(|scope| {
+        scope.spawn(|_| second = Some(there()));
+        here()
+    });
+    // A scope ends when all in it is done.
+    (first, second.unwrap_or_else(|| unreachable!()))
+}

@@ -1,0 +1,374 @@
+//! The engine: a model's weights on a backend, and the stages of an image, written once for every backend. The prompts are encoded,
+//! then the references, then the latents are denoised and decoded. Each job runs on the dry-run backend first, which tells how much
+//! memory the stages need.
+
+use super::inputs::{Inputs, download};
+use super::job::{GeneratedImage, Job, LoadOptions, Noise, ReferenceInput};
+use super::open::{Configs, OpenModel};
+use super::weights::{ImageSide, Placing, Sizes, Store, TextSide};
+use crate::backend::{Backend, HostData, Op, Plan, StepKey, scope};
+use crate::checkpoint::Weights;
+use crate::config::{HEAD_DIM, TextConfig, TransformerConfig, Variant};
+use crate::dump::Record;
+use crate::error::{Error, Result};
+use crate::image::Image;
+use crate::model::{ReferenceTokens, StepInput};
+use crate::noise::draw;
+use crate::part::{Part, PerPart};
+use crate::progress::{Phase, Progress, Silent};
+use crate::sequence::{PATCH, Pixels, RopeSpec};
+use crate::tensor::{Arena, DType, Region, Tensor};
+use crate::tokenizer::{self, Tokenizer, Tokens};
+use std::sync::Arc;
+
+/// A model on a backend, ready to run.
+pub struct Engine {
+    backend: Box<dyn Backend>,
+    stages: Stages,
+    store: Store,
+    tokenizer: Tokenizer,
+    variant: Variant,
+    name: String,
+}
+
+impl Engine {
+    /// Reserves memory for a model's weights on a backend and loads those that encode prompts. The rest follows with the first image.
+    pub fn load(mut backend: Box<dyn Backend>, model: OpenModel, options: LoadOptions, progress: &dyn Progress) -> Result<Self> {
+        let OpenModel { weights, tokenizer, configs, variant, name, .. } = model;
+        let (stages, sizes, _) = Stages::place(&configs, weights.each_ref().map(Some), options)?;
+        backend.reserve_weights(sizes.total(options.low_memory))?;
+        let mut store = Store { files: Arc::new(weights), configs, options, sizes, text: false, image: false };
+        store.load_text(backend.as_mut(), progress)?;
+        Ok(Self { backend, stages, store, tokenizer, variant, name })
+    }
+
+    /// The model's display name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The backend it runs on.
+    pub fn backend(&self) -> &dyn Backend {
+        self.backend.as_ref()
+    }
+
+    /// How the model was trained.
+    pub fn variant(&self) -> Variant {
+        self.variant
+    }
+
+    fn inputs<'a>(&self, job: &'a Job, progress: &dyn Progress) -> Result<Inputs<'a>> {
+        let files = self.backend.reads_files().then(|| self.store.files.clone());
+        Inputs::new(job, self.variant, files, |what, text| self.tokenize(what, text, progress))
+    }
+
+    /// The tokens of a text, which is called `what` in the warning that it is too long.
+    fn tokenize(&self, what: &str, text: &str, progress: &dyn Progress) -> Result<Tokens> {
+        let config = &self.store.configs.text_encoder;
+        let tokens = self.tokenizer.encode(text, config.max_tokens)?;
+        if let Some(id) = tokens.ids.iter().find(|&&id| id as usize >= config.vocab) {
+            return Err(Error::Mismatch {
+                part: "tokenizer",
+                detail: format!("it makes token {id}, the text encoder knows {}", config.vocab),
+                hint: Some(tokenizer::HINT.into()),
+            });
+        }
+        if tokens.cut > 0 {
+            let (cut, kept, ending) = (tokens.cut, config.max_tokens, self.tokenizer.ending(&tokens)?);
+            progress.warn(&format!("the {what} is {cut} tokens too long; only its first {kept} are used, up to `…{ending}`"));
+        }
+        Ok(tokens)
+    }
+
+    /// Runs the stages of one image on the dry-run backend, which counts what they need.
+    pub fn plan(&self, job: &Job) -> Result<Plan> {
+        let mut plan = Plan::new();
+        self.stages.dry_run(&mut plan, &self.inputs(job, &Silent)?, &Silent)?;
+        Ok(plan)
+    }
+
+    /// Generates the images of a job and hands each to `sink` as it is done.
+    pub fn generate(
+        &mut self,
+        job: &Job,
+        progress: &dyn Progress,
+        sink: &mut dyn FnMut(GeneratedImage) -> Result<()>,
+    ) -> Result<()> {
+        let inputs = self.inputs(job, progress)?;
+        let mut plan = Plan::new();
+        let bytes = self.stages.dry_run(&mut plan, &inputs, &Silent)?;
+        progress.detail(&format!(
+            "{} tokens, {} ops, {:.3} TFLOP, {:.1} MiB of working memory",
+            inputs.plan.tokens(),
+            plan.ops,
+            plan.flops() as f64 / 1e12,
+            bytes as f64 / 1_048_576.0
+        ));
+        self.backend.reserve(bytes)?;
+        let Self { backend, stages, store, .. } = self;
+        let (be, mut ws) = (backend.as_mut(), Arena::new(Region::Arena));
+        store.load_text(be, progress)?;
+        // With the image side still to load, there is better to do than to wait for the prompts.
+        let prompts = stages.encode_prompts(be, &mut ws, &inputs, store.image, progress)?;
+        store.load_image(be, progress)?;
+        let (grid, precision) = (job.size.grid(), store.options.precision);
+        let mut noise = |seed| match &job.noise {
+            Noise::Drawn(kind) => draw(*kind, seed, grid, precision),
+            Noise::Given(values) => values.clone(),
+        };
+        stages.denoise_and_decode(be, &mut ws, &inputs, prompts, &job.seeds, &mut noise, progress, &mut |seed, mut values| {
+            let (pixels, width, height) = (std::mem::take(&mut values.pixels), job.size.width(), job.size.height());
+            let record = job.record.then(|| values.into_record(&inputs.prompt, job.size));
+            sink(GeneratedImage { seed, image: Image { width, height, pixels }, record })
+        })
+    }
+}
+
+/// A model's networks, placed on a backend.
+pub struct Stages {
+    transformer_config: TransformerConfig,
+    text_config: TextConfig,
+    text: TextSide,
+    image: ImageSide,
+    /// Element type of activations.
+    activations: DType,
+}
+
+/// What the stages leave on the host. All but the pixels only when a record is asked for.
+#[derive(Clone, Default)]
+struct Values {
+    prompt_embeds: Vec<f32>,
+    negative_prompt_embeds: Option<Vec<f32>>,
+    references: Vec<Vec<f32>>,
+    latents: Vec<Vec<f32>>,
+    /// One row of three channels per pixel, before and after rounding to bytes.
+    image: Vec<f32>,
+    pixels: Vec<u8>,
+}
+
+impl Values {
+    fn into_record(self, prompt: &Tokens, size: Pixels) -> Record {
+        let pixels = size.width() * size.height();
+        let image = (0..3).flat_map(|c| (0..pixels).map(move |p| 3 * p + c)).map(|i| self.image[i]).collect();
+        Record {
+            token_ids: prompt.ids.clone(),
+            prompt_embeds: self.prompt_embeds,
+            negative_prompt_embeds: self.negative_prompt_embeds,
+            references: self.references,
+            latents: self.latents,
+            image,
+            width: size.width(),
+            height: size.height(),
+        }
+    }
+}
+
+/// Encoded prompts in the arena.
+struct Prompts {
+    context: Tensor,
+    negative: Option<Tensor>,
+    /// The number of values that are not finite, one per prompt.
+    counts: Tensor,
+    /// Holds the prompt embeddings if a record is asked for.
+    values: Values,
+}
+
+impl Stages {
+    /// Places a model's networks without loading them. Also returns how many bytes their weights take, and how many of those are
+    /// copied whatever the backend.
+    pub fn place(configs: &Configs, sources: PerPart<Option<&Weights>>, options: LoadOptions) -> Result<(Self, Sizes, Sizes)> {
+        let (text, image, sizes, copied) = Placing { configs, sources, options, real: false }.both()?;
+        let (transformer_config, text_config) = (configs.transformer.clone(), configs.text_encoder.clone());
+        let activations = options.precision.activations();
+        Ok((Self { transformer_config, text_config, text, image, activations }, sizes, copied))
+    }
+
+    /// Runs the stages of one image on the dry-run backend. Returns the bytes of the arena they need.
+    pub fn dry_run(&self, plan: &mut Plan, inputs: &Inputs<'_>, progress: &dyn Progress) -> Result<u64> {
+        let mut ws = Arena::new(Region::Arena);
+        let noise = vec![0.0; inputs.plan.canvas().len() * self.transformer_config.channels];
+        let prompts = self.encode_prompts(plan, &mut ws, inputs, true, progress)?;
+        self.denoise_and_decode(plan, &mut ws, inputs, prompts, &[0], &mut |_| noise.clone(), progress, &mut |_, _| Ok(()))?;
+        Ok(ws.peak())
+    }
+
+    /// The first half of the stages: encodes the prompts. With `wait` they are done when this returns.
+    fn encode_prompts(
+        &self,
+        be: &mut dyn Backend,
+        ws: &mut Arena,
+        inputs: &Inputs<'_>,
+        wait: bool,
+        progress: &dyn Progress,
+    ) -> Result<Prompts> {
+        progress.begin(Phase::Encode, 1 + u64::from(inputs.negative.is_some()));
+        let mut values = Values::default();
+        // One for the prompt and one for the negative prompt.
+        let counts = ws.alloc(2, 1, DType::F32)?;
+        let (context, embeds) = self.encode_prompt(be, ws, inputs, &inputs.prompt, counts.rows(0..1))?;
+        values.prompt_embeds = embeds;
+        progress.advance(1);
+        let mut negative = None;
+        if let Some(tokens) = &inputs.negative {
+            let (context, embeds) = self.encode_prompt(be, ws, inputs, tokens, counts.rows(1..2))?;
+            values.negative_prompt_embeds = Some(embeds);
+            negative = Some(context);
+        }
+        if wait {
+            be.synchronize()?;
+        }
+        progress.end();
+        let counts = counts.rows(0..1 + usize::from(negative.is_some()));
+        Ok(Prompts { context, negative, counts, values })
+    }
+
+    /// The second half: encodes the references, then denoises and decodes one image per seed.
+    #[allow(clippy::too_many_arguments)]
+    fn denoise_and_decode(
+        &self,
+        be: &mut dyn Backend,
+        ws: &mut Arena,
+        inputs: &Inputs<'_>,
+        Prompts { context, negative, counts, values: mut shared }: Prompts,
+        seeds: &[u64],
+        noise: &mut dyn FnMut(u64) -> Vec<f32>,
+        progress: &dyn Progress,
+        sink: &mut dyn FnMut(u64, Values) -> Result<()>,
+    ) -> Result<()> {
+        let (c, job, plan) = (&self.transformer_config, inputs.job, &inputs.plan);
+        let schedule = &inputs.schedule;
+        // The prompts are encoded by now: where nothing waited for them, loading the other weights did, so this read does not stall.
+        inputs.check_prompts(be, counts)?;
+        let count = ws.alloc(1, 1, DType::F32)?;
+        let rope = ws.alloc(plan.tokens(), HEAD_DIM, DType::F32)?;
+        be.write(rope, HostData::F32(&plan.rope_table(&RopeSpec { theta: c.rope_theta, axes: c.rope_axes })))?;
+        // The row after the last step is time zero, at which cached references are encoded.
+        let times: Vec<f32> = (0..=schedule.steps()).map(|i| schedule.sigma(i)).collect();
+        let table = self.image.transformer.modulations(be, ws, &times, job.guidance)?;
+        let modulation = self.image.transformer.modulation_slot(ws)?;
+
+        let (mut tokens, mut cache) = (Vec::new(), Vec::new());
+        if !job.references.is_empty() {
+            progress.begin(Phase::References, (job.references.len() + usize::from(inputs.cached)) as u64);
+            tokens = self.encode_references(be, ws, inputs, count, &mut shared.references, progress)?;
+            if inputs.cached {
+                let rows = rope.rows(plan.canvas().end..plan.tokens());
+                self.image.transformer.select(be, modulation, table, schedule.steps())?;
+                cache = self.image.transformer.reference_cache(be, ws, &tokens, rows, modulation)?;
+                progress.advance(1);
+            }
+            be.synchronize()?;
+            progress.end();
+        }
+        let references = if inputs.cached { ReferenceTokens::Cached(&cache) } else { ReferenceTokens::InSequence(&tokens) };
+        let [latents, velocity, other] = {
+            let mut alloc = || ws.alloc(plan.canvas().len(), c.channels, DType::F32);
+            [alloc()?, alloc()?, alloc()?]
+        };
+        let image = ws.alloc(job.size.width() * job.size.height(), 3, DType::F32)?;
+        let pixels = ws.alloc(image.rows, image.cols, DType::U8)?;
+
+        for &seed in seeds {
+            let mut values = shared.clone();
+            let noise = noise(seed);
+            be.write(latents, HostData::F32(&noise))?;
+            if job.record {
+                values.latents.push(noise);
+            }
+
+            progress.begin(Phase::Denoise, schedule.steps() as u64);
+            for i in 0..schedule.steps() {
+                self.image.transformer.select(be, modulation, table, i)?;
+                let step = StepInput { plan, rope, context, latents, references, modulation, velocity };
+                self.image.transformer.step(be, ws, StepKey("prompt"), step)?;
+                if let Some(context) = negative {
+                    let step = StepInput { context, velocity: other, ..step };
+                    self.image.transformer.step(be, ws, StepKey("negative"), step)?;
+                    scope(be, ws, |be, ws| {
+                        let guided = ws.alloc(velocity.rows, velocity.cols, velocity.dtype)?;
+                        be.run(Op::Guidance { out: guided, cond: velocity, uncond: other, scale: job.guidance })?;
+                        be.run(Op::Euler { latents, velocity: guided, dt: schedule.dt(i) })
+                    })?;
+                } else {
+                    be.run(Op::Euler { latents, velocity, dt: schedule.dt(i) })?;
+                }
+                // The VAE's weights are checked now already: they are few, and finding them damaged after all steps would cost most.
+                let parts = [Part::Transformer, Part::Vae];
+                inputs.check(be, count, latents, &parts, || format!("denoising step {} of {}", i + 1, schedule.steps()))?;
+                if job.record {
+                    values.latents.push(download(be, latents)?);
+                }
+                progress.advance(1);
+            }
+            progress.end();
+
+            progress.begin(Phase::Decode, 1);
+            self.image.vae.decode(be, ws, image, latents, job.size.grid())?;
+            inputs.check(be, count, image, &[], || "decoding".into())?;
+            be.run(Op::Pixels { out: pixels, x: image })?;
+            values.pixels = vec![0; pixels.len()];
+            be.read_bytes(pixels, &mut values.pixels)?;
+            if job.record {
+                values.image = download(be, image)?;
+            }
+            progress.end();
+            sink(seed, values)?;
+        }
+        Ok(())
+    }
+
+    /// Encodes a prompt to the transformer's context. Also returns the prompt embeddings if a record is asked for. `count` becomes the
+    /// number of context values that are not finite.
+    fn encode_prompt(
+        &self,
+        be: &mut dyn Backend,
+        ws: &mut Arena,
+        inputs: &Inputs<'_>,
+        tokens: &Tokens,
+        count: Tensor,
+    ) -> Result<(Tensor, Vec<f32>)> {
+        // Prompts are padded to the length that the model was trained with.
+        let length = self.text_config.max_tokens;
+        let context = self.text.context.slot(ws, length)?;
+        let mut embeds = Vec::new();
+        scope(be, ws, |be, ws| {
+            let features = ws.alloc(length, self.text_config.features(), self.activations)?;
+            self.text.encoder.forward(be, ws, features, tokens)?;
+            if inputs.job.record {
+                embeds = download(be, features)?;
+            }
+            self.text.context.run(be, context, features)
+        })?;
+        be.run(Op::NonFinite { count, x: context })?;
+        Ok((context, embeds))
+    }
+
+    /// Encodes the reference images to tokens, and keeps their values in `record` if one is asked for.
+    fn encode_references(
+        &self,
+        be: &mut dyn Backend,
+        ws: &mut Arena,
+        inputs: &Inputs<'_>,
+        count: Tensor,
+        record: &mut Vec<Vec<f32>>,
+        progress: &dyn Progress,
+    ) -> Result<Vec<Tensor>> {
+        let (references, act) = (&inputs.job.references, self.activations);
+        let mut all = Vec::with_capacity(references.len());
+        for (j, ReferenceInput { grid, pixels }) in references.iter().enumerate() {
+            let tokens = ws.alloc(grid.tokens(), self.transformer_config.channels, act)?;
+            scope(be, ws, |be, ws| {
+                let image = ws.alloc(PATCH * PATCH * grid.tokens(), 3, act)?;
+                be.write(image, HostData::F32(pixels))?;
+                self.image.vae.encode(be, ws, tokens, image, *grid)
+            })?;
+            inputs.check(be, count, tokens, &[Part::Vae], || format!("encoding reference {}", j + 1))?;
+            if inputs.job.record {
+                record.push(download(be, tokens)?);
+            }
+            progress.advance(1);
+            all.push(tokens);
+        }
+        Ok(all)
+    }
+}

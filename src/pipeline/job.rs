@@ -1,0 +1,77 @@
+//! What the engine is asked for and what it hands back.
+
+use crate::dump::Record;
+use crate::image::Image;
+use crate::noise::NoiseKind;
+use crate::sequence::{Grid, Pixels};
+use crate::tensor::Precision;
+
+/// Images to generate with one prompt.
+#[derive(Clone, Debug)]
+pub struct Job {
+    /// The prompt.
+    pub prompt: String,
+    /// Size of the images.
+    pub size: Pixels,
+    /// Denoising steps.
+    pub steps: usize,
+    /// What the images should not show. Only classifier-free guidance uses it.
+    pub negative: String,
+    /// Reference images, in the order in which the prompt may count them.
+    pub references: Vec<ReferenceInput>,
+    /// Guidance scale. Base models run classifier-free guidance where it is above 1; other models ignore it.
+    pub guidance: f32,
+    /// One image is generated for each seed.
+    pub seeds: Vec<u64>,
+    /// Where the initial noise comes from.
+    pub noise: Noise,
+    /// Whether images come with a [`Record`].
+    pub record: bool,
+}
+
+/// Where the initial noise comes from.
+#[derive(Clone, Debug)]
+pub enum Noise {
+    /// Drawn from the seed.
+    Drawn(NoiseKind),
+    /// Given, one row of 128 values per token.
+    Given(Vec<f32>),
+}
+
+impl Noise {
+    /// The seed that an image is said to come from: none where the noise is given, whatever number the job has.
+    pub fn seed(&self, seed: u64) -> Option<u64> {
+        matches!(self, Self::Drawn(_)).then_some(seed)
+    }
+}
+
+/// A reference image as the VAE takes it.
+#[derive(Clone, Debug)]
+pub struct ReferenceInput {
+    /// Its size in tokens.
+    pub grid: Grid,
+    /// Its pixels within -1..1, row by row, three channels each.
+    pub pixels: Vec<f32>,
+}
+
+/// How a model is loaded.
+#[derive(Clone, Copy, Debug)]
+pub struct LoadOptions {
+    /// The precision of activations and weights.
+    pub precision: Precision,
+    /// Whether to load the VAE's encoder, which reference images need.
+    pub references: bool,
+    /// Whether the transformer takes the text encoder's place in memory once a prompt is encoded.
+    pub low_memory: bool,
+}
+
+/// A finished image.
+#[derive(Debug)]
+pub struct GeneratedImage {
+    /// The seed it was generated from.
+    pub seed: u64,
+    /// Its pixels.
+    pub image: Image,
+    /// Intermediate values, if the job asked for them.
+    pub record: Option<Record>,
+}

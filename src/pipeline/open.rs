@@ -1,0 +1,155 @@
+//! Opens the files of a model and checks that they are complete and fit each other. No weight is read yet.
+
+use crate::checkpoint::Weights;
+use crate::config::{
+    ConfigFile, Conventions, TextConfig, TransformerConfig, VaeConfig, Variant, check_fit, check_scheduler, display_name,
+};
+use crate::error::{Error, Result};
+use crate::locate::{Embedded, Found, ModelFiles};
+use crate::model::{text_manifest, transformer_manifest, vae_manifest};
+use crate::names::Layout;
+use crate::part::{Part, PerPart};
+use crate::tensor::DType;
+use crate::tiny;
+use crate::tokenizer::Tokenizer;
+use std::path::{Path, PathBuf};
+
+/// Sizes of a model's parts.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Configs {
+    /// The transformer's.
+    pub transformer: TransformerConfig,
+    /// The text encoder's.
+    pub text_encoder: TextConfig,
+    /// The VAE's.
+    pub vae: VaeConfig,
+}
+
+impl Configs {
+    /// FLUX.2 [klein] 4B.
+    pub const fn klein_4b() -> Self {
+        Self { transformer: TransformerConfig::klein_4b(), text_encoder: TextConfig::klein_4b(), vae: VaeConfig::klein_4b() }
+    }
+
+    /// FLUX.2 [klein] 9B.
+    pub const fn klein_9b() -> Self {
+        Self { transformer: TransformerConfig::klein_9b(), text_encoder: TextConfig::klein_9b(), vae: VaeConfig::klein_9b() }
+    }
+}
+
+/// The files of a model, opened and checked.
+pub struct OpenModel {
+    pub(super) weights: PerPart<Weights>,
+    pub(super) tokenizer: Tokenizer,
+    /// Sizes of its parts.
+    pub configs: Configs,
+    /// How it was trained.
+    pub variant: Variant,
+    /// How its images are generated where nothing else is asked for.
+    pub conventions: Conventions,
+    /// Display name.
+    pub name: String,
+    /// What the user should know about its files.
+    pub warnings: Vec<String>,
+}
+
+impl OpenModel {
+    /// Opens what was found and checks that every tensor is there and has the right shape. `variant` overrides what the names say.
+    pub fn open(found: &Found, variant: Option<Variant>) -> Result<Self> {
+        match found {
+            Found::Files(files) => Self::files(files, variant),
+            Found::BuiltIn(model) => Self::embedded(*model, variant),
+            Found::Tiny => Self::tiny(variant, found.conventions()?),
+        }
+    }
+
+    fn files(files: &ModelFiles, variant: Option<Variant>) -> Result<Self> {
+        let weights = PerPart::try_from_fn(|part| Weights::open(part, &files.parts[part]))?;
+        let read = |path: Option<PathBuf>| path.as_deref().map(ConfigFile::read).transpose();
+        let configs = PerPart::try_from_fn(|part| read(ModelFiles::config_of(&files.parts[part])))?;
+        read(files.scheduler())?.as_ref().map_or(Ok(()), check_scheduler)?;
+        let tokenizer = match &files.tokenizer {
+            Some(path) => Tokenizer::open(path)?,
+            None => Tokenizer::qwen3()?,
+        };
+        let variant = match variant.or(files.conventions.variant) {
+            Some(variant) => variant,
+            None => {
+                let file = files.parts.transformer.file_name().unwrap_or_default().to_string_lossy();
+                Variant::detect(read(files.index.clone())?.as_ref(), &[&file, &files.origin])?
+            }
+        };
+        Self::check(weights, configs.each_ref().map(Option::as_ref), tokenizer, variant, files.conventions.clone())
+    }
+
+    fn embedded(model: Embedded, variant: Option<Variant>) -> Result<Self> {
+        let folders = PerPart { transformer: "transformer", text_encoder: "text_encoder", vae: "vae" };
+        let weights = PerPart::try_from_fn(|part| {
+            let stem = if part == Part::TextEncoder { "model" } else { "diffusion_pytorch_model" };
+            model.weights(part, &format!("{}/{stem}.safetensors", folders[part]))
+        })?;
+        let configs = PerPart::try_from_fn(|part| model.config(&format!("{}/config.json", folders[part])))?;
+        let conventions = model.conventions()?;
+        let variant = match variant.or(conventions.variant) {
+            Some(variant) => variant,
+            None => Variant::detect(Some(&model.config("model_index.json")?), &[])?,
+        };
+        Self::check(weights, configs.each_ref().map(Some), model.tokenizer()?, variant, conventions)
+    }
+
+    fn tiny(variant: Option<Variant>, conventions: Conventions) -> Result<Self> {
+        let model = tiny::model(Layout::Diffusers, DType::Bf16)?;
+        let tokenizer = Tokenizer::from_json(tiny::TOKENIZER, Path::new("built-in tokenizer"))?;
+        let weights = PerPart::try_from_fn(|part| model.weights(part))?;
+        let variant = variant.unwrap_or(Variant::Distilled);
+        let mut model = Self::check(weights, PerPart::default(), tokenizer, variant, conventions)?;
+        model.name = "tiny random model (built in, not trained)".into();
+        Ok(model)
+    }
+
+    /// Checks that the parts are complete and fit each other. `files` are their `config.json` files, where there are any.
+    pub fn check(
+        weights: PerPart<Weights>,
+        files: PerPart<Option<&ConfigFile>>,
+        tokenizer: Tokenizer,
+        variant: Variant,
+        conventions: Conventions,
+    ) -> Result<Self> {
+        let configs = Configs {
+            transformer: TransformerConfig::detect(&weights.transformer, files.transformer)?,
+            text_encoder: TextConfig::detect(&weights.text_encoder, files.text_encoder, &conventions)?,
+            vae: VaeConfig::detect(&weights.vae, files.vae)?,
+        };
+        check_fit(&configs.transformer, &configs.text_encoder)?;
+        let (channels, patched) = (configs.transformer.channels, configs.vae.patched());
+        if patched != channels {
+            let detail = format!("image tokens have {channels} channels there and {patched} here");
+            return Err(Error::Mismatch { part: "VAE", detail, hint: None });
+        }
+        let manifests = PerPart {
+            transformer: transformer_manifest(&configs.transformer),
+            text_encoder: text_manifest(&configs.text_encoder),
+            vae: vae_manifest(&configs.vae),
+        };
+        let mut warnings = Vec::new();
+        for (part, weights) in weights.iter() {
+            let extra = weights.check(&manifests[part])?;
+            if let Some(first) = extra.first() {
+                let more = if extra.len() > 1 { format!(" and {} more", extra.len() - 1) } else { String::new() };
+                warnings.push(format!("{}: unknown tensor `{first}`{more}, ignored", weights.path().display()));
+            }
+        }
+        let name = conventions.name.clone().unwrap_or_else(|| display_name(&configs.transformer, variant));
+        Ok(Self { weights, tokenizer, configs, variant, conventions, name, warnings })
+    }
+
+    /// The files in use, for display.
+    pub fn files_in_use(&self) -> PerPart<String> {
+        self.weights.each_ref().map(Weights::source)
+    }
+
+    /// Fails if one of the files changed since it was opened.
+    pub fn verify(&self) -> Result<()> {
+        self.weights.values().try_for_each(Weights::verify)
+    }
+}
