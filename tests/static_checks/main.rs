@@ -118,6 +118,34 @@ fn pure_modules_stay_pure() {
     }
 }
 
+/// Whether a line of code has a flag in a text, such as `"use --width"`.
+fn spells_a_flag(line: &str) -> bool {
+    let mut texts = line.split('"').skip(1).step_by(2);
+    texts.any(|text| {
+        text.match_indices("--").any(|(at, _)| {
+            let before = text[..at].chars().next_back();
+            before.is_none_or(|c| c == ' ' || c == '(') && text[at + 2..].starts_with(|c: char| c.is_ascii_lowercase())
+        })
+    })
+}
+
+#[test]
+fn only_the_command_line_spells_flags() {
+    assert!(spells_a_flag(r#"    Some("use --force or another name".into())"#) && spells_a_flag(r#"("--vae")"#));
+    assert!(!spells_a_flag(r#"format!("{a}--{b} models--x")"#));
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut files = Vec::new();
+    sources(&root, &["rs"], &mut files);
+    for path in files {
+        let name = path.strip_prefix(&root).unwrap().to_str().unwrap();
+        let text = std::fs::read_to_string(&path).unwrap();
+        let code = text.split("#[cfg(test)]").next().unwrap_or_default();
+        let lines = code.lines().filter(|line| !line.trim_start().starts_with("//"));
+        let flags: Vec<&str> = lines.filter(|line| spells_a_flag(line)).collect();
+        assert!(flags.is_empty() || module(name) == "cli", "{name} names flags, which only `cli` knows: {flags:?}");
+    }
+}
+
 #[test]
 fn unsafe_code_stands_where_it_is_allowed() {
     let allowed = [

@@ -193,7 +193,7 @@ impl Cuda {
         match u32::from_ne_bytes(flags) {
             0 => Ok(()),
             abi::KL_FAULT_TOKEN => Err(Error::Op { op: "embed", what: "a token id outside the vocabulary".into() }),
-            faults => Err(Error::Op { op: "cuda", what: format!("fault word {faults:#x}") }),
+            faults => Err(Error::Op { op: "cuda", what: format!("device fault flags {faults:#x}") }),
         }
     }
 
