@@ -26,12 +26,12 @@ pub struct Configs {
 }
 
 impl Configs {
-    /// FLUX.2 [klein] 4B.
+    /// FLUX.2 klein 4B.
     pub const fn klein_4b() -> Self {
         Self { transformer: TransformerConfig::klein_4b(), text_encoder: TextConfig::klein_4b(), vae: VaeConfig::klein_4b() }
     }
 
-    /// FLUX.2 [klein] 9B.
+    /// FLUX.2 klein 9B.
     pub const fn klein_9b() -> Self {
         Self { transformer: TransformerConfig::klein_9b(), text_encoder: TextConfig::klein_9b(), vae: VaeConfig::klein_9b() }
     }
