@@ -58,7 +58,7 @@ fn start_helper(task: &str, folder: &Path) -> Child {
 }
 
 /// True if a folder's file system has files without a name; otherwise killed processes do leave something.
-fn has_nameless_files(folder: &Path) -> bool {
+fn has_tmpfiles(folder: &Path) -> bool {
     #[cfg(target_os = "linux")]
     let has = {
         use rustix::fs::{Mode, OFlags, open};
@@ -93,7 +93,7 @@ fn kill_helpers(task: &str, kills: usize) -> (usize, usize) {
 
 #[test]
 fn a_killed_process_leaves_whole_files_and_nothing_else() {
-    if !has_nameless_files(&Sandbox::new().0) {
+    if !has_tmpfiles(&Sandbox::new().0) {
         return;
     }
     assert_eq!(kill_helpers("save", 60), (0, 0), "files that are not whole, and others");
@@ -106,7 +106,7 @@ fn a_killed_process_leaves_whole_files_and_nothing_else() {
 #[test]
 fn a_killed_run_leaves_a_picture_or_nothing() {
     let shared = Sandbox::new();
-    if !has_nameless_files(&shared.0) {
+    if !has_tmpfiles(&shared.0) {
         return;
     }
     shared.quick(&["x", "--seed", "5", "-o", "out.png", "--threads", "1"]);
