@@ -31,7 +31,7 @@ enum Target<'a> {
     /// They are placed on a backend.
     Backend(Upload<'a>),
     /// They are listed in the order of loading, and nothing is placed.
-    Manifest(Vec<TensorSpec>),
+    Manifest(&'a mut Vec<TensorSpec>),
 }
 
 /// Places tensors of a checkpoint on a backend. Without a checkpoint only shapes are placed, which is enough for a dry run.
@@ -67,13 +67,11 @@ impl<'a> Loader<'a> {
 
     /// Lists the tensors that `load` asks for, with their shapes, in the order in which it does.
     fn record<T>(load: impl FnOnce(&mut Loader<'_>) -> Result<T>) -> Vec<TensorSpec> {
-        let mut loader = Loader { target: Target::Manifest(Vec::new()), precision: Precision::Bf16 };
+        let mut list = Vec::new();
+        let mut loader = Loader { target: Target::Manifest(&mut list), precision: Precision::Bf16 };
         // Nothing is allocated or read, so there is nothing that could fail.
         load(&mut loader).map(drop).expect("recording a manifest does not fail");
-        match loader.target {
-            Target::Manifest(list) => list,
-            Target::Backend(_) => Vec::new(),
-        }
+        list
     }
 
     /// Loads a tensor, as a matrix of its first dimension by all others together.
