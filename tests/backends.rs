@@ -4,16 +4,18 @@
 mod common;
 
 use common::wrapped::Wrapped;
-use common::{Goldens, cases, cpu, engine_on, relative_l2, run, saving_memory_changes_nothing};
+use common::{Goldens, cases, cpu, engine_on, relative_l2, run, saving_memory_changes_nothing, short_engine};
 use kiln::backend::cpu::Cpu;
 use kiln::backend::{Access, Backend, HostData, Lockstep, Op};
 use kiln::config::{HEAD_DIM, Variant};
 use kiln::error::{Error, Result};
-use kiln::pipeline::Job;
+use kiln::pipeline::{Job, LoadOptions};
 use kiln::sequence::Pixels;
 use kiln::tensor::Precision;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
+
+const OPTIONS: LoadOptions = LoadOptions { precision: Precision::F32, references: true, low_memory: false };
 
 #[test]
 fn the_plan_is_what_really_happens() {
@@ -27,7 +29,7 @@ fn the_plan_is_what_really_happens() {
                 seen.2.fetch_add(op.flops(), Ordering::Relaxed);
                 Ok(())
             });
-            let mut engine = engine_on(Box::new(backend), case.variant(), precision);
+            let mut engine = short_engine(Box::new(backend), case.variant(), LoadOptions { precision, ..OPTIONS });
             let plan = engine.plan(&case.job()).unwrap();
             run(&mut engine, &case.job()).unwrap();
             assert_eq!(plan.arena_bytes, high.load(Ordering::Relaxed), "{}: working memory", case.name);
@@ -70,7 +72,8 @@ fn lockstep_is_clean_on_a_correct_backend() {
             count.fetch_add(1, Ordering::Relaxed);
             Ok(())
         });
-        let mut engine = engine_on(Box::new(Lockstep::new(cpu(), tested)), Variant::Base, precision);
+        let options = LoadOptions { precision, ..OPTIONS };
+        let mut engine = short_engine(Box::new(Lockstep::new(cpu(), tested)), Variant::Base, options);
         let case = cases().into_iter().find(|c| c.name == "base").unwrap();
         run(&mut engine, &case.job()).unwrap();
     }
@@ -86,7 +89,7 @@ fn lockstep_names_the_op_of_a_planted_fault() {
         list.lock().unwrap().push(op.name());
         Ok(())
     });
-    run(&mut engine_on(Box::new(listing), Variant::Distilled, Precision::F32), &job).unwrap();
+    run(&mut short_engine(Box::new(listing), Variant::Distilled, OPTIONS), &job).unwrap();
     let all = seen.lock().unwrap().clone();
     // One fault in every kind of op: where it first occurs.
     let mut kinds = all.clone();
@@ -95,7 +98,7 @@ fn lockstep_names_the_op_of_a_planted_fault() {
     for target in kinds.iter().map(|kind| all.iter().position(|name| name == kind).unwrap()) {
         let named = Arc::new(Mutex::new(""));
         let tested = Wrapped::after_op(cpu(), corrupt(target, named.clone()));
-        let mut engine = engine_on(Box::new(Lockstep::new(cpu(), tested)), Variant::Distilled, Precision::F32);
+        let mut engine = short_engine(Box::new(Lockstep::new(cpu(), tested)), Variant::Distilled, OPTIONS);
         match run(&mut engine, &job) {
             Err(Error::Lockstep { index, op, left, right, .. }) => {
                 assert_eq!((index, op, left, right), (target, *named.lock().unwrap(), "cpu", "wrapped"));
@@ -136,7 +139,7 @@ fn a_prompt_that_is_not_finite_is_told_from_a_step() {
             }
             _ => Ok(()),
         });
-        let mut engine = engine_on(Box::new(wrapped), Variant::Base, Precision::F32);
+        let mut engine = short_engine(Box::new(wrapped), Variant::Base, OPTIONS);
         match run(&mut engine, &job) {
             Err(Error::NotFinite { stage, count }) => assert!(stage == want && count > 0, "{stage} {count}"),
             other => panic!("{want}: {:?}", other.map(|p| p.seed)),

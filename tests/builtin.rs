@@ -250,8 +250,8 @@ mod program {
     use std::fs;
 
     const STAR: &str = "a large red star on a blue background";
-    /// At its own size in few steps, which are enough to compare.
-    const ONE: [&str; 4] = ["--steps", "1", "--seed", "5"];
+    /// A small image in one step, which is enough to compare.
+    const SMALL: [&str; 8] = ["--width", "64", "--height", "64", "--steps", "1", "--seed", "5"];
 
     /// The recorded reference, larger: twice as many pixels a side.
     fn reference(sandbox: &Sandbox) {
@@ -285,7 +285,7 @@ mod program {
         reference(&sandbox);
         for flags in [&[STAR][..], &["make the circle green", "--reference", "disc.png"]] {
             let make = |file: &str, model: &[&str]| {
-                let args = [flags, &ONE, &["-o", file, "--force"], model].concat();
+                let args = [flags, &SMALL, &["-o", file, "--force"], model].concat();
                 let run = sandbox.bare(&args).good();
                 (fs::read(sandbox.path(file)).unwrap(), run.stderr)
             };
@@ -294,18 +294,24 @@ mod program {
             let (folder, _) = make("c.png", &["--model", FOLDER]);
             assert!(found == named && found == folder, "{flags:?}");
             assert!(!stderr.contains("no FLUX.2 model"), "{stderr}");
-            let png = Png::read(&sandbox.path("a.png"));
-            // The reference was brought to the model's own size, which is the picture's.
-            assert_eq!((png.width, png.height), (256, 256));
         }
+    }
+
+    #[test]
+    fn a_reference_is_brought_to_its_own_size() {
+        let sandbox = Sandbox::new();
+        reference(&sandbox);
+        let flags = ["make the circle green", "--reference", "disc.png", "--steps", "1", "-o", "a.png"];
+        sandbox.bare(flags).good();
+        let png = Png::read(&sandbox.path("a.png"));
+        assert_eq!((png.width, png.height), (256, 256));
     }
 
     #[test]
     fn words_it_does_not_know_are_named() {
         let sandbox = Sandbox::new();
         let draw = |prompt: &str, flags: &[&str]| {
-            let quick = ["-o", "a.png", "--force", "--width", "64", "--height", "64"];
-            let run = sandbox.bare([&[prompt], &quick[..], &ONE, flags].concat()).good();
+            let run = sandbox.bare([&[prompt, "-o", "a.png", "--force"], &SMALL[..], flags].concat()).good();
             run.stderr.lines().filter(|line| line.contains("does not know")).map(str::to_owned).collect::<Vec<_>>()
         };
         let draws = "it draws one to three circles, squares, triangles, stars, hearts, rings, crosses or hexagons in twelve colours on \
@@ -338,8 +344,8 @@ mod program {
     #[test]
     fn other_sizes_work_and_are_remarked_on() {
         let sandbox = Sandbox::new();
-        let flags = [STAR, "--width", "96", "--height", "64", "--model", "builtin", "-o", "a.png"];
-        let run = sandbox.bare(flags.iter().chain(&ONE)).good();
+        let flags = ["--width", "96", "--height", "64", "--steps", "1", "--model", "builtin", "-o", "a.png"];
+        let run = sandbox.bare([STAR].iter().chain(&flags)).good();
         let note = "note: builtin was trained on pictures of 256x256, others may look wrong";
         assert!(run.stderr.lines().any(|line| line == note), "{}", run.stderr);
         assert_eq!(Png::read(&sandbox.path("a.png")).width, 96);
@@ -349,7 +355,7 @@ mod program {
     fn prompts_are_cut_at_its_own_length() {
         let sandbox = Sandbox::new();
         let prompt = "a small red star and ".repeat(20);
-        let run = sandbox.bare([prompt.as_str(), "-o", "a.png"].iter().chain(&ONE)).good();
+        let run = sandbox.bare([prompt.as_str(), "-o", "a.png"].iter().chain(&SMALL)).good();
         assert!(run.stderr.contains(" tokens too long; only its first 64 are used, up to `…"), "{}", run.stderr);
     }
 

@@ -95,22 +95,23 @@ fn picture(sandbox: &Sandbox, flags: &[&str]) -> Vec<u8> {
     fs::read(sandbox.path("out.png")).unwrap()
 }
 
-/// A sandbox with the diffusers folder, whose VAE is replaced, and the picture it makes.
-fn reference(files: &Files) -> (Sandbox, Vec<u8>) {
+/// A sandbox with the diffusers folder, whose VAE is replaced.
+fn prepared(files: &Files) -> Sandbox {
     let sandbox = Sandbox::new();
     sandbox.tiny("diffusers", &[]);
-    let own = picture(&sandbox, &["--model", "diffusers"]);
     fs::write(sandbox.path("diffusers/vae/diffusion_pytorch_model.safetensors"), &files.vae).unwrap();
-    let right = picture(&sandbox, &["--model", "diffusers"]);
-    assert!(own != right, "the added bits matter, so that files of other numbers would be found out");
     fs::copy(sandbox.path("diffusers/tokenizer/tokenizer.json"), sandbox.path("tokenizer.json")).unwrap();
-    (sandbox, right)
+    sandbox
 }
 
 #[test]
 fn split_files_make_the_picture_of_the_diffusers_folder() {
     let files = Files::new();
-    let (sandbox, right) = reference(&files);
+    let sandbox = prepared(&files);
+    let right = picture(&sandbox, &["--model", "diffusers"]);
+    sandbox.tiny("own", &[]);
+    let own = picture(&sandbox, &["--model", "own"]);
+    assert!(own != right, "the added bits matter, so that files of other numbers would be found out");
     let write = |name: &str, bytes: &[u8]| fs::write(sandbox.path(name), bytes).unwrap();
     write("flux-2-klein.safetensors", &files.transformer);
     write("prefixed.safetensors", &files.prefixed());
@@ -140,7 +141,8 @@ fn split_files_make_the_picture_of_the_diffusers_folder() {
 #[test]
 fn the_folder_of_models_is_a_model() {
     let files = Files::new();
-    let (sandbox, right) = reference(&files);
+    let sandbox = prepared(&files);
+    let right = picture(&sandbox, &["--model", "diffusers"]);
     let write = |name: &str, bytes: &[u8]| {
         let path = sandbox.path(name);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -169,7 +171,7 @@ fn the_folder_of_models_is_a_model() {
 #[test]
 fn a_tensor_of_another_name_is_refused_by_its_own() {
     let files = Files::new();
-    let (sandbox, _) = reference(&files);
+    let sandbox = prepared(&files);
     let misspelled = |wrong: &str| {
         let wrong = wrong.to_owned();
         move |name: &str| if name == wrong { format!("{name}_") } else { name.to_owned() }

@@ -3,11 +3,14 @@
 
 #[path = "common/moments.rs"]
 mod moments;
+#[path = "common/random.rs"]
+mod random;
 #[path = "common/sandbox.rs"]
 mod sandbox;
 
 use kiln::output::save_new;
 use moments::{in_pairs, moment};
+use random::long;
 use sandbox::{QUICK, Run, Sandbox};
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -354,7 +357,7 @@ fn a_second_signal_ends_a_run_at_once() {
 
 #[test]
 fn a_run_can_be_stopped_at_any_moment() {
-    let moments = if std::env::var_os("KILN_TEST_LONG").is_some() { 200 } else { 40 };
+    let moments = if long() { 200 } else { 24 };
     let stop = |index: usize| {
         let sandbox = Sandbox::new();
         let (name, code, number_of_signal) = if index % 6 == 5 { ("-TERM", 143, 15) } else { ("-INT", 130, 2) };

@@ -5,11 +5,14 @@
 
 #[path = "common/moments.rs"]
 mod moments;
+#[path = "common/random.rs"]
+mod random;
 #[path = "common/sandbox.rs"]
 mod sandbox;
 
 use kiln::threads::cores;
 use moments::{in_pairs, moment};
+use random::long;
 use sandbox::{QUICK, Run, Sandbox};
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -118,7 +121,7 @@ fn too_little_memory_is_told() {
     // How much that is depends on the kernels that the program carries.
     let starts = |megabytes: &usize| under(&sandbox, &limit(*megabytes), &["--version"]).code == Some(0);
     let least = (20..200).find(starts).expect("the program starts in 200 MB");
-    let beyond: Vec<usize> = match std::env::var_os("KILN_TEST_LONG").is_some() {
+    let beyond: Vec<usize> = match long() {
         true => (0..80).chain((80..=900).step_by(20)).collect(),
         false => vec![1, 3, 10, 25, 40, 55, 165, 865],
     };

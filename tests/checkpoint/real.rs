@@ -1,5 +1,6 @@
 //! One fault in one tensor of the real models, for every tensor in turn: refused by name before any weight is read.
 
+use super::random::long;
 use super::{Described, Scratch, header_of};
 use kiln::checkpoint::Weights;
 use kiln::config::{Conventions, TextConfig, TransformerConfig, VaeConfig, check_fit};
@@ -68,11 +69,18 @@ impl<'a> Model<'a> {
 /// Something done to a list of tensors.
 type Change<'a> = dyn Fn(&mut Vec<Described>) + 'a;
 
+/// Whether a short run looks at a tensor: at those of the first, second and tenth block or layer of each kind, which are spelled
+/// like the others of it, and at those that stand outside of blocks.
+fn is_sampled(name: &str) -> bool {
+    let mut numbers = name.split('.').filter_map(|word| word.parse::<usize>().ok());
+    numbers.next().is_none_or(|block| [0, 1, 9].contains(&block))
+}
+
 /// Tries every fault in every tensor of one part, and returns how many there were.
 fn faults(model: &Model<'_>, part: Part, whole: &[Described]) -> usize {
     assert!(model.with(part, whole).unwrap().is_empty());
     let mut count = 0;
-    for (i, (name, _, shape)) in whole.iter().enumerate() {
+    for (i, (name, _, shape)) in whole.iter().enumerate().filter(|(_, (name, ..))| long() || is_sampled(name)) {
         let with = |change: &Change<'_>| {
             let mut changed = whole.to_vec();
             change(&mut changed);
@@ -128,7 +136,7 @@ fn every_fault_in_every_tensor_of_the_real_models_is_refused_by_name() {
         faults(&Model::new(configs), part, &tensors(part, configs, layout))
     });
     let count: usize = counts.sum();
-    assert!(count > 10_000, "{count}");
+    assert!(count > if long() { 10_000 } else { 2500 }, "{count}");
 }
 
 #[test]

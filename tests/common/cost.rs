@@ -13,17 +13,23 @@ fn running(since: Instant) -> Duration {
     nanos.map_or(since.elapsed(), Duration::from_nanos)
 }
 
-/// The processor time that `work` takes: the mean of some runs, because the system counts in steps of milliseconds, and the least
-/// of three such, because a busy machine is slow by chance and a bad input every time.
+/// The processor time that `work` takes: the mean of up to three runs, because the system counts in steps of milliseconds, and the
+/// least of three such means, because a busy machine is slow by chance and a bad input every time.
 pub fn time_of(mut work: impl FnMut()) -> Duration {
     const RUNS: u32 = 3;
+    /// So long that a step more or less makes no difference, and one run is enough.
+    const LONG: Duration = Duration::from_millis(50);
     let since = Instant::now();
-    let rounds = (0..3).map(|_| {
-        let start = running(since);
-        (0..RUNS).for_each(|_| work());
-        running(since).saturating_sub(start) / RUNS
-    });
-    rounds.min().unwrap_or_default()
+    let mut mean = || {
+        let (start, mut taken, mut runs) = (running(since), Duration::ZERO, 0);
+        while runs < RUNS && taken < LONG {
+            work();
+            runs += 1;
+            taken = running(since).saturating_sub(start);
+        }
+        taken / runs
+    };
+    (0..3).map(|_| mean()).min().unwrap_or_default()
 }
 
 /// Counts the bytes each thread has in use, and the most there were. Nothing measured here moves to another thread.

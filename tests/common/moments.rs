@@ -1,17 +1,14 @@
 //! Random moments, and many runs at once.
 #![allow(dead_code)] // each test binary uses its own part of this
 
+use crate::random::Random;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 /// The `index`th of some numbers that look random, below `limit`. The same in every run, so that a failure can be named; when
 /// exactly something happens is up to the machine.
 pub fn number(index: usize, limit: usize) -> usize {
-    // The finaliser of splitmix64.
-    let mut x = (index as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    ((x ^ (x >> 31)) % limit as u64) as usize
+    Random::new(index as u64).below(limit)
 }
 
 /// A random part of some time.

@@ -10,6 +10,8 @@ mod engine;
 mod fixture;
 mod full;
 mod judge;
+#[path = "../common/random.rs"]
+mod random;
 mod regions;
 mod render;
 mod report;

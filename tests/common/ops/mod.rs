@@ -45,6 +45,7 @@ impl Mat {
 }
 
 /// A value rounded to `dtype`.
+#[inline]
 pub fn stored(value: f32, dtype: DType) -> f32 {
     match dtype {
         DType::F32 => value,
@@ -229,7 +230,9 @@ impl Rig<'_> {
             })
             .collect();
         self.backend.upload(t, role, &parts).unwrap();
-        Operand { t, host: Mat { rows, cols, data: file.into_iter().map(|v| stored(v, to)).collect() } }
+        // A value that was stored in a type once is that type's own.
+        let data = if from == to { file } else { file.into_iter().map(|v| stored(v, to)).collect() };
+        Operand { t, host: Mat { rows, cols, data } }
     }
 
     /// A norm weight, bias or statistic.

@@ -93,14 +93,27 @@ pub fn layer_norm_modulate<R: Real>(x: &Mat, shift: &Mat, scale: &Mat, eps: f32)
     })
 }
 
-/// `x w^T` for a range of the rows of `w`.
+/// `acc[i] += scale * row[i]` (axpy): one term of many independent dot products, which each still add their terms in order.
+fn add_scaled<R: Real>(acc: &mut [R], scale: R, row: &[R]) {
+    acc.iter_mut().zip(row).for_each(|(acc, &v)| *acc += scale * v);
+}
+
+/// Some rows of a matrix as the columns of another, row by row.
+fn transposed<R: Real>(m: &Mat, rows: Range<usize>) -> Vec<R> {
+    (0..m.cols).flat_map(|c| rows.clone().map(move |r| m.at(r, c))).collect()
+}
+
+/// `x w^T` for a range of the rows of `w`, in blocks of rows that fit in a cache.
 fn gemm_nt<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>) -> Vec<R> {
+    const BLOCK: usize = 64;
     let (x, cols): (Vec<Vec<R>>, usize) = ((0..x.rows).map(|r| x.row(r)).collect(), rows.len());
     let mut out = vec![R::of(0.0); x.len() * cols];
-    for (c, o) in rows.enumerate() {
-        let w: Vec<R> = w.row(o);
-        for (r, x) in x.iter().enumerate() {
-            out[r * cols + c] = x.iter().zip(&w).map(|(&a, &b)| a * b).sum();
+    for first in (0..cols).step_by(BLOCK) {
+        let width = BLOCK.min(cols - first);
+        let w = transposed::<R>(w, rows.start + first..rows.start + first + width);
+        for (x, out) in x.iter().zip(out.chunks_exact_mut(cols)) {
+            let acc = &mut out[first..first + width];
+            x.iter().zip(w.chunks_exact(width)).for_each(|(&scale, row)| add_scaled(acc, scale, row));
         }
     }
     out
@@ -169,7 +182,10 @@ pub fn values<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>) -> Vec<R> {
 /// probability before it is multiplied by a value: kernels on tensor cores round it to bf16 there.
 pub fn attention<R: Real>(q: &Mat, kv: &[(Mat, Mat)], (d, scale): (usize, f32), causal: bool, store: fn(R) -> R) -> Vec<R> {
     let group = q.cols / kv[0].0.cols;
-    let keys: Vec<Vec<R>> = kv.iter().flat_map(|(k, _)| (0..k.rows).map(|j| k.row(j))).collect();
+    let length = kv.iter().map(|(k, _)| k.rows).sum();
+    // Channel by channel, the keys of all segments side by side.
+    let channel = |c: usize| kv.iter().flat_map(move |(k, _)| (0..k.rows).map(move |j| k.at::<R>(j, c))).collect();
+    let keys: Vec<Vec<R>> = (0..kv[0].0.cols).map(channel).collect();
     let values: Vec<Vec<R>> = kv.iter().flat_map(|(_, v)| (0..v.rows).map(|j| v.row(j))).collect();
     let scale = R::of(scale);
     let mut out = vec![R::of(0.0); q.rows * q.cols];
@@ -177,18 +193,16 @@ pub fn attention<R: Real>(q: &Mat, kv: &[(Mat, Mat)], (d, scale): (usize, f32), 
         let query: Vec<R> = q.row(i);
         for head in 0..q.cols / d {
             let (from, shared) = (head * d, head / group * d);
-            let score = |j: usize| {
-                let dot = (0..d).map(|c| query[from + c] * keys[j][shared + c]).sum::<R>();
-                if causal && j > i { R::of(f32::NEG_INFINITY) } else { dot * scale }
-            };
-            let scores: Vec<R> = (0..keys.len()).map(score).collect();
+            let mut scores = vec![R::of(0.0); length];
+            (0..d).for_each(|c| add_scaled(&mut scores, query[from + c], &keys[shared + c]));
+            for (j, score) in scores.iter_mut().enumerate() {
+                *score = if causal && j > i { R::of(f32::NEG_INFINITY) } else { *score * scale };
+            }
             let maximum = scores.iter().copied().fold(R::of(f32::NEG_INFINITY), |a, b| if b > a { b } else { a });
             let weights: Vec<R> = scores.iter().map(|&s| (s - maximum).exp()).collect();
             let total = weights.iter().copied().sum::<R>();
             let result = &mut out[i * q.cols + from..][..d];
-            for (value, &weight) in values.iter().zip(&weights) {
-                result.iter_mut().zip(&value[shared..]).for_each(|(o, &v)| *o += store(weight) * v);
-            }
+            values.iter().zip(&weights).for_each(|(value, &weight)| add_scaled(result, store(weight), &value[shared..]));
             result.iter_mut().for_each(|o| *o = *o / total);
         }
     }
@@ -210,22 +224,25 @@ pub fn conv<R: Real>(
         Sampling::Down => (1, 2, 0),
     };
     let (wide, high) = (width * factor, height * factor);
-    let out_width = wide / step;
-    each(out_width * (high / step), w.rows, |pixel, o| {
+    let (out_width, filter) = (wide / step, transposed::<R>(w, 0..w.rows));
+    let mut out = vec![R::of(0.0); out_width * (high / step) * w.rows];
+    for (pixel, sums) in out.chunks_exact_mut(w.rows).enumerate() {
         let (top, left) = (pixel / out_width * step, pixel % out_width * step);
-        let mut sum = R::of(0.0);
         for c in 0..x.cols {
             for (ky, kx) in (0..9).map(|i| (i / 3, i % 3)) {
                 let (y, x_) = (top + ky, left + kx);
                 let inside = (before..before + high).contains(&y) && (before..before + wide).contains(&x_);
                 if inside {
                     let source = (y - before) / factor * width + (x_ - before) / factor;
-                    sum += x.at::<R>(source, c) * w.at(o, c * 9 + ky * 3 + kx);
+                    add_scaled(sums, x.at(source, c), &filter[(c * 9 + ky * 3 + kx) * w.rows..][..w.rows]);
                 }
             }
         }
-        sum + bias.at(0, o) + residual.map_or(R::of(0.0), |r| r.at(pixel, o))
-    })
+        for (o, sum) in sums.iter_mut().enumerate() {
+            *sum = *sum + bias.at(0, o) + residual.map_or(R::of(0.0), |r| r.at(pixel, o));
+        }
+    }
+    out
 }
 
 /// Mean and variance of each group of channels of a `[pixels, channels]` matrix.
