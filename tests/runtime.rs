@@ -7,6 +7,8 @@ mod common;
 mod ops;
 #[path = "common/order.rs"]
 mod order;
+#[path = "common/random.rs"]
+mod random;
 
 use common::cases;
 use kiln::backend::cuda::driver::{DeviceInfo, Driver, Event, Function, Graph, Launch, MapSpec, Module, Rows, Stream};
@@ -23,6 +25,7 @@ use kiln::tensor::{Arena, Bytes, DType, Precision, Region};
 use kiln::tiny::{self, TinyModel};
 use kiln::tokenizer::Tokenizer;
 use order::Order;
+use random::long;
 use std::alloc::Layout as Block;
 use std::borrow::Cow;
 use std::cell::{Cell, RefCell};
@@ -360,6 +363,12 @@ fn memory_is_what_was_planned_and_steps_are_replayed() {
     }
 }
 
+/// The calls that fail, one in each run: all of them, or in a short run the first and the last ones, which are made once each, and
+/// every fifth of those between, which are the same few again and again.
+fn failing(calls: usize) -> impl Iterator<Item = usize> {
+    (0..calls).filter(move |n| long() || *n < 40 || n % 5 == 0 || *n + 20 > calls)
+}
+
 /// Every call of a run fails in turn: an error each time, everything given back, and the same engine works again.
 #[test]
 fn any_call_of_a_run_may_fail() {
@@ -374,7 +383,7 @@ fn any_call_of_a_run_may_fail() {
         make(&mut engine, &job).unwrap();
         let calls = driver.calls.get() - start;
         assert!(calls > 300, "{calls}");
-        for n in 0..calls {
+        for n in failing(calls) {
             driver.fail_after(n);
             let result = make(&mut engine, &job);
             driver.heal();
@@ -482,7 +491,7 @@ fn any_call_of_loading_may_fail() {
         driver.calls.get()
     };
     assert!(calls > 150, "{calls}");
-    for n in 0..calls {
+    for n in failing(calls) {
         let driver = StandIn::new(PLENTY);
         driver.fail_after(n);
         let result = model.engine(&driver, &stop, Variant::Distilled, false).map(drop);
