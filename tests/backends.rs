@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex};
 const OPTIONS: LoadOptions = LoadOptions { precision: Precision::F32, references: true, low_memory: false };
 
 #[test]
-fn the_plan_is_what_really_happens() {
+fn the_plan_equals_the_run() {
     for precision in [Precision::F32, Precision::Bf16] {
         for case in cases() {
             let (high, ops, flops) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
@@ -40,7 +40,7 @@ fn the_plan_is_what_really_happens() {
 }
 
 #[test]
-fn saving_memory_changes_no_picture() {
+fn low_memory_changes_no_image() {
     saving_memory_changes_nothing(&|| Box::new(cpu()));
 }
 
@@ -110,7 +110,7 @@ fn lockstep_names_the_op_of_a_planted_fault() {
 }
 
 #[test]
-fn a_fault_that_is_not_finite_is_an_error() {
+fn non_finite_latents_are_an_error() {
     let mut engine = engine_on(
         Box::new(Wrapped::after_op(cpu(), |_, op, cpu| match op {
             Op::Euler { latents, .. } => cpu.write(latents.rows(0..1), HostData::F32(&vec![f32::NAN; latents.cols])),
@@ -128,7 +128,7 @@ fn a_fault_that_is_not_finite_is_an_error() {
 
 /// What goes wrong in the text encoder is not blamed on the steps that come after it, whichever prompt it is.
 #[test]
-fn a_prompt_that_is_not_finite_is_told_from_a_step() {
+fn non_finite_prompt_embeddings_are_told_from_a_step() {
     let mut job = Job { size: Pixels::new(64, 64).unwrap(), steps: 1, guidance: 4.0, record: false, ..cases()[0].job() };
     job.references.clear();
     for (prompt, want) in [(0, "encoding the prompt"), (1, "encoding the negative prompt")] {
@@ -149,7 +149,7 @@ fn a_prompt_that_is_not_finite_is_told_from_a_step() {
 
 /// The goldens' control: a model with a wrong idea of positions must fail them, in f32 and even at bf16's tolerance.
 #[test]
-fn goldens_notice_wrong_positions() {
+fn goldens_notice_wrong_rope() {
     let (case, goldens) = (cases().remove(0), Goldens::open());
     let tokens = (case.width / 16) * (case.height / 16);
     // The table holds cosines, then sines: this turns every image token by nothing, as if all stood in one place.

@@ -6,7 +6,7 @@ mod sandbox;
 use sandbox::{QUICK, Sandbox};
 use serde_json::Value;
 
-/// Seconds of a picture by name, without those of single steps.
+/// Seconds of an image by name, without those of single steps.
 fn stages(times: &Value) -> Vec<(String, f64)> {
     let object = times.as_object().unwrap();
     object.iter().filter_map(|(name, value)| Some((name.clone(), value.as_f64()?))).collect()
@@ -65,7 +65,7 @@ fn a_table_has_a_row_for_each_stage() {
     assert!(lines[at + 1].starts_with("memory ") && lines[at + 1].contains(" MiB of weights + "), "{}", lines[at + 1]);
     assert!(lines[at + 2].contains("not measured: only GPUs tell"), "{}", lines[at + 2]);
     assert_eq!(lines.len(), at + 3, "{}", run.text());
-    // The first picture is shown as usual, warm ones in a line each.
+    // The first image is shown as usual, warm ones in a line each.
     for line in ["denoising ", "warm picture 1 of 3: ", "warm picture 3 of 3: "] {
         assert_eq!(run.stderr.lines().filter(|l| l.starts_with(line)).count(), 1, "{line}: {}", run.stderr);
     }

@@ -230,7 +230,7 @@ fn it_knows_the_words_it_is_scored_with() {
 #[test]
 fn it_knows_the_words_of_its_examples() {
     let readme = include_str!("../README.md");
-    // Captions of its pictures, and the commands that make some of them.
+    // Captions of its images, and the commands that make some of them.
     let captions = readme.lines().filter(|line| line.starts_with("| \"")).flat_map(quoted);
     let commands = readme.lines().filter(|line| line.starts_with("    kiln \"") && line.contains(" star "));
     let examples: Vec<String> = captions.chain(commands.map(|line| quoted(line).swap_remove(0))).collect();
@@ -284,14 +284,14 @@ mod program {
         let sandbox = Sandbox::new();
         reference(&sandbox);
         for flags in [&[STAR][..], &["make the circle green", "--reference", "disc.png"]] {
-            let make = |file: &str, model: &[&str]| {
+            let generate = |file: &str, model: &[&str]| {
                 let args = [flags, &SMALL, &["-o", file, "--force"], model].concat();
                 let run = sandbox.bare(&args).good();
                 (fs::read(sandbox.path(file)).unwrap(), run.stderr)
             };
-            let (found, _) = make("a.png", &[]);
-            let (named, stderr) = make("b.png", &["--model", "builtin"]);
-            let (folder, _) = make("c.png", &["--model", FOLDER]);
+            let (found, _) = generate("a.png", &[]);
+            let (named, stderr) = generate("b.png", &["--model", "builtin"]);
+            let (folder, _) = generate("c.png", &["--model", FOLDER]);
             assert!(found == named && found == folder, "{flags:?}");
             assert!(!stderr.contains("no FLUX.2 model"), "{stderr}");
         }

@@ -50,7 +50,7 @@ fn a_prompt_is_enough() {
 }
 
 #[test]
-fn a_seed_names_a_picture() {
+fn a_seed_determines_the_image() {
     let sandbox = Sandbox::new();
     sandbox.quick(&["x", "--seed", "7", "-o", "a.png"]);
     sandbox.quick(&["generate", "x", "--seed", "7", "-o", "b.png", "--threads", "1"]);
@@ -73,7 +73,7 @@ fn a_seed_names_a_picture() {
 }
 
 #[test]
-fn several_pictures_are_numbered() {
+fn several_images_are_numbered() {
     let sandbox = Sandbox::new();
     let run = sandbox.quick(&["x", "--seed", "18446744073709551615", "--count", "2", "-o", "out.png", "--json"]);
     assert!(run.stderr.contains("seeds 18446744073709551615 to 0\n"), "{}", run.stderr);
@@ -102,7 +102,7 @@ fn several_pictures_are_numbered() {
     assert_eq!((run.text(), run.stderr.as_str()), ("x-0.png\nx-1.png\n", ""));
     assert_eq!(Png::read(&sandbox.path("x-0.png")).pixels, Png::read(&sandbox.path("out-2.png")).pixels);
 
-    // One name that is taken is found before the first picture is made.
+    // One name that is taken is found before the first image is made.
     fs::write(sandbox.path("y-3.png"), b"").unwrap();
     fs::write(sandbox.path("z-3.png"), b"").unwrap();
     for target in ["y.png", "z.png"] {
@@ -113,7 +113,7 @@ fn several_pictures_are_numbered() {
 }
 
 #[test]
-fn a_dump_holds_every_stage_and_its_noise_makes_the_picture_again() {
+fn a_dump_holds_every_stage_and_its_noise_reproduces_the_image() {
     let sandbox = Sandbox::new();
     let flags = ["x", "--width", "80", "--height", "64", "--steps", "2", "--json"];
     let run = |extra: &[&str]| sandbox.run(flags.iter().chain(extra)).good();
@@ -136,7 +136,7 @@ fn a_dump_holds_every_stage_and_its_noise_makes_the_picture_again() {
     assert_eq!(tensors, expected.map(|(name, dtype, shape)| (name.to_owned(), dtype.to_owned(), shape)));
     assert_eq!(file.tensor("noise").unwrap().data(), file.tensor("latents.0").unwrap().data());
 
-    // The picture is the raw one, rounded.
+    // The image is the raw one, rounded.
     let raw: Vec<f32> =
         file.tensor("image").unwrap().data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
     let interleaved: Vec<f32> = (0..64 * 80 * 3).map(|i| raw[i % 3 * 64 * 80 + i / 3]).collect();
@@ -202,7 +202,7 @@ fn a_prompt_that_is_too_long_is_cut_where_the_warning_says() {
 }
 
 #[test]
-fn all_layouts_give_the_same_picture() {
+fn all_layouts_give_the_same_image() {
     let sandbox = Sandbox::new();
     sandbox.tiny("folder", &[]);
     sandbox.tiny("files", &["--layout", "bfl"]);
@@ -210,14 +210,14 @@ fn all_layouts_give_the_same_picture() {
     let parts = ["--transformer", "files/flux-2-klein-tiny.safetensors", "--text-encoder", "files/qwen.safetensors"];
     let rest = ["--vae", "files/ae.safetensors", "--tokenizer", "files/tokenizer.json"];
     let single = [parts, rest].concat();
-    let picture = |flags: &[&str]| {
+    let generate = |flags: &[&str]| {
         let run = sandbox.quick(&[&["x", "--seed", "5", "--force", "-o", "out.png", "--json"], flags].concat());
         (Png::read(&sandbox.path("out.png")).pixels, run.json()[0]["model"].as_str().unwrap().to_owned(), run.stderr)
     };
-    let (pixels, _, stderr) = picture(&["--model", "tiny"]);
+    let (pixels, _, stderr) = generate(&["--model", "tiny"]);
     assert!(stderr.starts_with("note: the tiny model is random and untrained"), "{stderr}");
     for flags in [&["--model", "folder"], &["--model", "./files"], &["--model", "half"], &single[..]] {
-        let (same, model, stderr) = picture(flags);
+        let (same, model, stderr) = generate(flags);
         assert_eq!(same, pixels, "{flags:?}");
         assert_eq!(model, "FLUX.2 [klein] tiny (distilled)");
         assert!(!stderr.contains("random"), "{stderr}");
@@ -269,7 +269,7 @@ fn shards(file: &[u8], stem: &str) -> [(String, Vec<u8>); 3] {
 }
 
 #[test]
-fn the_files_in_use_are_told() {
+fn the_files_in_use_are_listed() {
     let sandbox = Sandbox::new();
     sandbox.tiny("model", &[]);
     let single = sandbox.path("model/transformer/diffusion_pytorch_model.safetensors");
@@ -307,7 +307,7 @@ fn the_files_in_use_are_told() {
 }
 
 #[test]
-fn a_picture_of_nothing_is_told() {
+fn a_flat_image_is_warned_about() {
     let sandbox = Sandbox::new();
     sandbox.tiny("model", &["--layout", "bfl", "--dtype", "f32"]);
     // A last layer that is almost nothing leaves only its bias.

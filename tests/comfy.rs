@@ -1,5 +1,5 @@
 //! Split files as ComfyUI's users have them: a diffusion model, a text encoder and a VAE, each in a file of its own, in several
-//! spellings. The picture is that of the diffusers folder with the same weights, to the byte.
+//! spellings. The image is that of the diffusers folder with the same weights, to the byte.
 
 #[path = "common/sandbox.rs"]
 mod sandbox;
@@ -89,8 +89,8 @@ impl Files {
     }
 }
 
-/// Makes the same picture with other files, and returns the PNG.
-fn picture(sandbox: &Sandbox, flags: &[&str]) -> Vec<u8> {
+/// Generates the same image with other files, and returns the PNG.
+fn generate(sandbox: &Sandbox, flags: &[&str]) -> Vec<u8> {
     sandbox.quick(&[&["x", "--seed", "5", "--force", "-o", "out.png"], flags].concat());
     fs::read(sandbox.path("out.png")).unwrap()
 }
@@ -105,12 +105,12 @@ fn prepared(files: &Files) -> Sandbox {
 }
 
 #[test]
-fn split_files_make_the_picture_of_the_diffusers_folder() {
+fn split_files_generate_the_image_of_the_diffusers_folder() {
     let files = Files::new();
     let sandbox = prepared(&files);
-    let right = picture(&sandbox, &["--model", "diffusers"]);
+    let right = generate(&sandbox, &["--model", "diffusers"]);
     sandbox.tiny("own", &[]);
-    let own = picture(&sandbox, &["--model", "own"]);
+    let own = generate(&sandbox, &["--model", "own"]);
     assert!(own != right, "the added bits matter, so that files of other numbers would be found out");
     let write = |name: &str, bytes: &[u8]| fs::write(sandbox.path(name), bytes).unwrap();
     write("flux-2-klein.safetensors", &files.transformer);
@@ -134,7 +134,7 @@ fn split_files_make_the_picture_of_the_diffusers_folder() {
         let [transformer, vae] = [transformer, vae].map(|name| format!("{name}.safetensors"));
         let parts = ["--transformer", &transformer, "--vae", &vae];
         let rest = ["--text-encoder", "qwen_3_4b.safetensors", "--tokenizer", "tokenizer.json"];
-        assert!(picture(&sandbox, &[parts, rest].concat()) == right, "{transformer} {vae}");
+        assert!(generate(&sandbox, &[parts, rest].concat()) == right, "{transformer} {vae}");
     }
 }
 
@@ -142,7 +142,7 @@ fn split_files_make_the_picture_of_the_diffusers_folder() {
 fn the_folder_of_models_is_a_model() {
     let files = Files::new();
     let sandbox = prepared(&files);
-    let right = picture(&sandbox, &["--model", "diffusers"]);
+    let right = generate(&sandbox, &["--model", "diffusers"]);
     let write = |name: &str, bytes: &[u8]| {
         let path = sandbox.path(name);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -156,7 +156,7 @@ fn the_folder_of_models_is_a_model() {
     write("models/text_encoders/t5xxl_fp16.safetensors", b"");
     write("models/vae/wan2.2_vae.safetensors", b"");
     let flags = ["--model", "models", "--tokenizer", "tokenizer.json"];
-    assert!(picture(&sandbox, &flags) == right);
+    assert!(generate(&sandbox, &flags) == right);
 
     // Of two that it could be, neither is guessed.
     write("models/diffusion_models/flux-2-klein-9b.safetensors", b"");

@@ -1,4 +1,4 @@
-//! Every exit code that the help lists, reached with the real program: what it says, and that no picture is left.
+//! Every exit code that the help lists, reached with the real program: what it says, and that no image is left.
 #![cfg(target_os = "linux")]
 
 #[path = "common/sandbox.rs"]
@@ -89,7 +89,7 @@ fn every_exit_code_is_reached() {
         assert!(!sandbox.path("out.png").exists(), "{code}");
         codes.push(code);
     }
-    // The control: the last one that could have left a picture leaves one, where nothing is wrong.
+    // The control: the last one that could have left an image leaves one, where nothing is wrong.
     run("x -q").good();
     assert!(sandbox.path("out.png").exists());
     codes.insert(0, 0);

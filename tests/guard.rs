@@ -1,5 +1,5 @@
-//! Weight files that change while they are in use: an error that says so, or the right picture. Never a signal, and never a
-//! picture of other weights.
+//! Weight files that change while they are in use: an error that says so, or the right image. Never a signal, and never a
+//! image of other weights.
 #![cfg(target_os = "linux")]
 
 #[path = "common/moments.rs"]
@@ -151,7 +151,7 @@ fn every_change_is_named() {
 
 /// Everything the file system can tell is put back: only the handler knows.
 #[test]
-fn a_file_that_was_gone_for_a_moment_is_found_out_by_the_handler_alone() {
+fn a_truncation_that_was_undone_is_noticed_by_the_signal_handler() {
     let sandbox = Sandbox::new();
     let path = sandbox.path("x.safetensors");
     let bytes = tiny::model(Layout::Bfl, DType::Bf16).unwrap().vae;
@@ -208,18 +208,18 @@ fn load(model: OpenModel) -> Result<Engine> {
     Engine::load(Box::new(cpu), model, LoadOptions { precision: Precision::F32, references: false, low_memory: false }, &Silent)
 }
 
-/// The pixels of a picture, or none if the run failed before there was one.
-fn picture(engine: &mut Engine) -> (Option<Vec<u8>>, Result<()>) {
+/// The pixels of an image, or none if the run failed before there was one.
+fn generate(engine: &mut Engine) -> (Option<Vec<u8>>, Result<()>) {
     let mut pixels = None;
-    let done = engine.generate(&job(), &Silent, &mut |picture| {
-        pixels = Some(picture.image.pixels);
+    let done = engine.generate(&job(), &Silent, &mut |output| {
+        pixels = Some(output.image.pixels);
         Ok(())
     });
     (pixels, done)
 }
 
 #[test]
-fn no_picture_is_made_of_weights_that_are_gone() {
+fn no_image_is_generated_from_truncated_weights() {
     let sandbox = Sandbox::new();
     let bytes = tiny::model(Layout::Bfl, DType::Bf16).unwrap().transformer;
     let path = sandbox.path("x.safetensors");
@@ -240,18 +240,18 @@ fn no_picture_is_made_of_weights_that_are_gone() {
     // After it was loaded.
     let mut engine = load(open(mapped())).unwrap();
     Fate::CutToAPage.befall(&path);
-    let (pixels, done) = picture(&mut engine);
+    let (pixels, done) = generate(&mut engine);
     assert!(pixels.is_none() && done.is_err_and(|error| error.to_string().starts_with(CHANGED)));
 
     // The control. Zeros for half of it from memory, where nothing is noticed (a weight of nothing but zeros would be): there is a
-    // picture, and it is wrong.
+    // image, and it is wrong.
     let mut zeros = bytes.to_vec();
     let header = 8 + u64::from_le_bytes(*bytes.first_chunk().unwrap()) as usize;
     zeros[header..].chunks_exact_mut(64).for_each(|numbers| numbers[..32].fill(0));
     let from = |bytes| load(open(Shard::from_bytes("memory", bytes).unwrap())).unwrap();
-    let (wrong, done) = picture(&mut from(Bytes::new(Arc::new(zeros))));
+    let (wrong, done) = generate(&mut from(Bytes::new(Arc::new(zeros))));
     done.unwrap();
-    let (right, done) = picture(&mut from(bytes));
+    let (right, done) = generate(&mut from(bytes));
     done.unwrap();
     assert!(wrong.is_some() && wrong != right);
 }
@@ -288,7 +288,7 @@ struct End {
 impl std::fmt::Debug for End {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let size = self.png.as_ref().map(Vec::len);
-        write!(f, "code {:?}, picture of {size:?} bytes, also {:?}\n{}", self.code, self.others, self.stderr)
+        write!(f, "code {:?}, image of {size:?} bytes, also {:?}\n{}", self.code, self.others, self.stderr)
     }
 }
 
@@ -344,7 +344,7 @@ fn changes_at_any_moment_end_well() {
         let context = format!("{fate:?} {} after {delay:?} of {duration:?}: {end:?}", prepared.victim.display());
         assert!(end.others.is_empty(), "{context}");
         if end.code == Some(0) {
-            assert!(end.png.as_ref() == Some(right), "another picture: {context}");
+            assert!(end.png.as_ref() == Some(right), "another image: {context}");
         } else {
             assert!(end.code == Some(3) && end.png.is_none() && !fate.is_harmless(), "{context}");
             let file = prepared.victim.file_name().unwrap().display().to_string();

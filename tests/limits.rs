@@ -50,7 +50,7 @@ fn verdict(shape: &[u64], bits: u64, [begin, end]: [u64; 2], header: usize) -> &
 }
 
 #[test]
-fn shapes_are_multiplied_as_large_integers_are() {
+fn tensor_sizes_equal_128_bit_arithmetic() {
     let wrapped = AtomicUsize::new(0);
     cases("shapes", 100_000, 1_000_000, |random| {
         let types = [("U8", 8), ("BF16", 16), ("F32", 32), ("F64", 64), ("F4", 4), ("F6_E3M2", 6)];
@@ -89,7 +89,7 @@ fn near(random: &mut Random, power: usize) -> u64 {
 }
 
 #[test]
-fn working_memory_is_laid_out_as_large_integers_are() {
+fn arena_offsets_equal_128_bit_arithmetic() {
     let refused = AtomicUsize::new(0);
     cases("allocations", 100_000, 1_000_000, |random| {
         let mut arena = Arena::new(Region::Arena);

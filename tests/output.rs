@@ -1,4 +1,4 @@
-//! What is on disk however a run ends: the whole picture or nothing, and never somebody else's file gone.
+//! What is on disk however a run ends: the whole image or nothing, and never somebody else's file gone.
 #![cfg(unix)]
 
 #[path = "common/moments.rs"]
@@ -20,7 +20,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// What the helper process saves: as long as a picture, and every part of it different.
+/// What the helper process saves: as long as an image, and every part of it different.
 fn contents() -> Vec<u8> {
     (0..300_000u32).flat_map(u32::to_le_bytes).collect()
 }
@@ -28,7 +28,7 @@ fn contents() -> Vec<u8> {
 /// Names the helper's task; it waits for a byte on standard input, and works in its current folder.
 const TASK: &str = "KILN_TEST_TASK";
 
-/// Not a test: a process of its own that saves files, for the tests below to race and to kill. Pictures take a second to make
+/// Not a test: a process of its own that saves files, for the tests below to race and to kill. Images take a second to make
 /// and a millisecond to save; here all time is spent where it matters.
 #[test]
 #[ignore = "a helper for the other tests"]
@@ -86,11 +86,11 @@ fn kill_helpers(task: &str, kills: usize) -> (usize, usize) {
         std::thread::sleep(Duration::from_millis(5) + moment(index, Duration::from_millis(60)));
         child.kill().unwrap();
         child.wait().unwrap();
-        let (pictures, others): (Vec<_>, Vec<_>) = sandbox.names().into_iter().partition(|name| name.ends_with(".png"));
-        let partial = pictures.iter().filter(|name| fs::read(sandbox.path(name)).unwrap() != right).count();
-        (pictures.len(), partial, others.len())
+        let (images, others): (Vec<_>, Vec<_>) = sandbox.names().into_iter().partition(|name| name.ends_with(".png"));
+        let partial = images.iter().filter(|name| fs::read(sandbox.path(name)).unwrap() != right).count();
+        (images.len(), partial, others.len())
     });
-    assert!(results.iter().map(|(pictures, ..)| pictures).sum::<usize>() > 0, "{task}: nothing was ever saved");
+    assert!(results.iter().map(|(images, ..)| images).sum::<usize>() > 0, "{task}: nothing was ever saved");
     (results.iter().map(|(_, partial, _)| partial).sum(), results.iter().map(|(.., others)| others).sum())
 }
 
@@ -107,7 +107,7 @@ fn a_killed_process_leaves_whole_files_and_nothing_else() {
 }
 
 #[test]
-fn a_killed_run_leaves_a_picture_or_nothing() {
+fn a_killed_run_leaves_an_image_or_nothing() {
     let shared = Sandbox::new();
     if !has_nameless_files(&shared.0) {
         return;
@@ -121,7 +121,7 @@ fn a_killed_run_leaves_a_picture_or_nothing() {
         if index % 3 == 0 {
             std::thread::sleep(moment(index, Duration::from_millis(800)));
         } else {
-            // Right when the picture is finished and about to be saved.
+            // Right when the image is finished and about to be saved.
             let lines = BufReader::new(child.stderr.take().unwrap()).lines();
             lines.map_while(Result::ok).find(|line| line.starts_with("decoding")).expect("it decodes");
             std::thread::sleep(moment(index, Duration::from_millis(6)));
@@ -135,7 +135,7 @@ fn a_killed_run_leaves_a_picture_or_nothing() {
 }
 
 #[test]
-fn of_many_processes_one_wins() {
+fn one_of_many_processes_wins() {
     for round in 0..10 {
         let sandbox = Sandbox::new();
         let mut children: Vec<Child> = (0..16).map(|_| start_helper("once", &sandbox.0)).collect();
@@ -149,7 +149,7 @@ fn of_many_processes_one_wins() {
 }
 
 #[test]
-fn what_is_there_stays_as_it_is() {
+fn existing_files_stay_as_they_are() {
     let sandbox = Sandbox::new();
     let path = |name: &str| sandbox.path(name);
     fs::write(path("file.png"), "mine").unwrap();
@@ -188,7 +188,7 @@ fn what_is_there_stays_as_it_is() {
     }
     refused(&["-o", "/dev/full/out.png"], "cannot write (/dev/full/out.png): ".into());
 
-    // One that appears while the picture is made.
+    // One that appears while the image is made.
     let mut child = sandbox.command(["x", "-o", "late.png"].iter().chain(&QUICK)).spawn().unwrap();
     let mut stderr = BufReader::new(child.stderr.take().unwrap());
     stderr.read_line(&mut String::new()).unwrap();
@@ -200,7 +200,7 @@ fn what_is_there_stays_as_it_is() {
     assert_eq!(fs::read(path("late.png")).unwrap(), b"mine");
 }
 
-/// Runs the program in surroundings that a shell prepares, with a picture in folder `out`, and lists what is there afterwards.
+/// Runs the program in surroundings that a shell prepares, with an image in folder `out`, and lists what is there afterwards.
 /// What the shell mounts is gone when it ends.
 #[cfg(target_os = "linux")]
 fn in_shell(sandbox: &Sandbox, setup: &str) -> Run {
@@ -219,7 +219,7 @@ fn a_full_disk_is_reported_and_leaves_nothing() {
     let mut tried = 0;
     for (setup, reason) in [
         ("true", ""),
-        // Blocks of 512 bytes; the picture has about 12 thousand.
+        // Blocks of 512 bytes; the image has about 12 thousand.
         ("ulimit -f 8", "File too large"),
         ("ulimit -f 0", "File too large"),
         ("mount -t tmpfs -o size=8k none out", "No space left on device"),
@@ -251,7 +251,7 @@ fn a_full_disk_is_reported_and_leaves_nothing() {
 
 /// Standard output that nobody reads is no reason to be silent about errors.
 #[test]
-fn errors_are_told_without_a_standard_output() {
+fn errors_are_reported_without_a_standard_output() {
     let sandbox = Sandbox::new();
     let mut child = sandbox.command(["x", "-q", "-o", "no/out.png"]).spawn().unwrap();
     drop(child.stdout.take());
@@ -289,7 +289,7 @@ fn a_dash_is_standard_output() {
 
 /// `kiln ... | true`: the files are the product.
 #[test]
-fn all_images_are_made_even_if_nobody_listens() {
+fn all_images_are_written_even_if_nobody_reads_standard_output() {
     let sandbox = Sandbox::new();
     for json in [&[][..], &["--json"]] {
         let args = ["x", "-q", "-o", "out.png", "--count", "3", "--force"];
@@ -302,7 +302,7 @@ fn all_images_are_made_even_if_nobody_listens() {
 }
 
 #[test]
-fn an_image_whose_dump_fails_is_told_of() {
+fn an_image_whose_dump_fails_is_reported() {
     let sandbox = Sandbox::new();
     let args = ["x", "-o", "out.png", "--dump", "run.safetensors"];
     let mut child = sandbox.command(args.iter().chain(&QUICK)).spawn().unwrap();

@@ -1,5 +1,5 @@
 //! What the system gives the real program, and what comes of too little of it: threads, memory, a stack, room on a disk. Every run
-//! makes its picture, or ends with exit code 4, a line that says why and a hint. None ends by a signal, and none leaves a file.
+//! makes its image, or ends with exit code 4, a line that says why and a hint. None ends by a signal, and none leaves a file.
 #![cfg(target_os = "linux")]
 #![allow(clippy::print_stderr)] // what was skipped
 
@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
 
-/// Threads of a run that is making a picture.
+/// Threads of a run that is making an image.
 fn threads_of(mut command: Command) -> usize {
     let mut child = command.spawn().unwrap();
     let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
@@ -71,20 +71,20 @@ fn one_thread_is_enough() {
         return;
     }
     sandbox.quick(&["x", "--seed", "5", "-q", "-o", "want.png"]);
-    let picture = |name: &str| format!("{limit} ./kiln x --seed 5 --threads 8 -v -o {name} {}", QUICK.join(" "));
-    let run = limited(&picture("out.png")).good();
+    let command = |name: &str| format!("{limit} ./kiln x --seed 5 --threads 8 -v -o {name} {}", QUICK.join(" "));
+    let run = limited(&command("out.png")).good();
     assert!(run.stderr.contains("\nbackend cpu, 1 threads\n"), "{}", run.stderr);
     // On a terminal a thread draws a line again and again, and there is none for that either.
-    let drawn = limited(&format!("command -v script > /dev/null || exit 77; script -qec '{}' /dev/null", picture("drawn.png")));
-    let pictures = match drawn.code {
+    let drawn = limited(&format!("command -v script > /dev/null || exit 77; script -qec '{}' /dev/null", command("drawn.png")));
+    let images = match drawn.code {
         Some(77) => vec!["out.png"],
         _ => {
             assert_eq!(drawn.code, Some(0), "{}", drawn.text());
             vec!["out.png", "drawn.png"]
         }
     };
-    for name in pictures {
-        assert!(fs::read(sandbox.path(name)).unwrap() == fs::read(sandbox.path("want.png")).unwrap(), "{name}: another picture");
+    for name in images {
+        assert!(fs::read(sandbox.path(name)).unwrap() == fs::read(sandbox.path("want.png")).unwrap(), "{name}: another image");
     }
 }
 
@@ -114,7 +114,7 @@ fn a_small_stack_is_enough() {
 /// Every limit on addresses, of models that are made, carried and mapped. Below some 35 MB, and what its kernels take, the program
 /// itself cannot be loaded: that is told by the system, which ends the program before its first line.
 #[test]
-fn too_little_memory_is_told() {
+fn too_little_memory_is_reported() {
     let sandbox = Sandbox::new();
     sandbox.tiny("model", &[]);
     let limit = |megabytes: usize| format!("-v {}", megabytes << 10);
@@ -145,12 +145,12 @@ fn too_little_memory_is_told() {
             assert_eq!(sandbox.names(), ["model"], "{model} in {megabytes} MB");
         }
     }
-    assert!(done > 0 && refused > 0, "{done} pictures, {refused} refusals: the limits are not around what is needed");
+    assert!(done > 0 && refused > 0, "{done} images, {refused} refusals: the limits are not around what is needed");
 }
 
 /// A file that cannot be mapped is not a bad one.
 #[test]
-fn memory_for_a_file_is_memory() {
+fn a_file_that_cannot_be_mapped_is_a_lack_of_memory() {
     let sandbox = Sandbox::new();
     sandbox.tiny("model", &["--layout", "bfl"]);
     // As long as a file can be here without taking room.
@@ -174,7 +174,7 @@ fn listing(folder: &Path) -> Vec<(PathBuf, u64)> {
     found
 }
 
-/// The only thing beside pictures that the program writes: a model is there whole, or its name is not.
+/// The only thing beside images that the program writes: a model is there whole, or its name is not.
 #[test]
 fn a_tiny_model_is_whole_or_not_there() {
     let control = Sandbox::new();

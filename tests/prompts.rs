@@ -317,7 +317,7 @@ fn most(file_bytes: isize) -> isize {
 
 /// What the checks of memory are worth: the library, given such a file, does run it.
 #[test]
-fn the_library_would_take_the_memory() {
+fn the_library_would_exceed_the_limit() {
     let file = with(NORMALIZER, &doubling(20));
     let (_, peak) = peak_of(|| {
         let tokenizer = tokenizers::Tokenizer::from_bytes(file.as_bytes()).unwrap();

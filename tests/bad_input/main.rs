@@ -23,7 +23,7 @@ use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io::Write;
 
-/// Files that every row can use: the tiny model, and a picture of somebody's.
+/// Files that every row can use: the tiny model, and an image of somebody's.
 fn prepared() -> Sandbox {
     let sandbox = Sandbox::new();
     sandbox.tiny("model", &["--layout", "bfl"]);

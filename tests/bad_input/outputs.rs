@@ -56,7 +56,7 @@ fn outputs_that_cannot_be_written() {
             "`times.json` would be the prompt, not the file of --json",
             Is("write --json=times.json"),
         ),
-        // Blocks of 512 bytes; the picture has about 12 thousand.
+        // Blocks of 512 bytes; the image has about 12 thousand.
         row(&quick("x -q -o new.png"), 5, cannot("new.png", "File too large (os error 27); nothing was written"), Nothing)
             .within("ulimit -f 8"),
     ];

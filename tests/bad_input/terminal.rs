@@ -55,7 +55,7 @@ fn no_text_of_a_file_reaches_the_terminal_raw() {
         let run = sandbox.run(&args);
         assert!(matches!(run.code, Some(0 | 2 | 3 | 5)), "{what}: {:?} {}", run.code, run.stderr);
         assert_harmless(&what, &run.stderr);
-        // Where a picture is made, standard output is its path as it is.
+        // Where an image is made, standard output is its path as it is.
         if args[0] == "doctor" || args[0] == "plan" {
             assert_harmless(&what, run.text());
         }

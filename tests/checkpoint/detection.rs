@@ -124,16 +124,16 @@ fn any_sizes_that_keep_the_rules_are_run() {
     assert_eq!((planned.text_tokens, planned.canvas_tokens, planned.reference_tokens), (48, 20, vec![20]));
     let cpu = Cpu::new(0, Arc::default()).unwrap();
     let mut engine = Engine::load(Box::new(cpu), model, options, &Silent).unwrap();
-    let mut pictures = Vec::new();
+    let mut outputs = Vec::new();
     engine
-        .generate(&job, &Silent, &mut |picture| {
-            pictures.push(picture);
+        .generate(&job, &Silent, &mut |output| {
+            outputs.push(output);
             Ok(())
         })
         .unwrap();
-    let record = pictures[0].record.as_ref().unwrap();
+    let record = outputs[0].record.as_ref().unwrap();
     assert_eq!((record.token_ids.len(), record.prompt_embeds.len()), (48, 48 * 480));
-    assert_eq!((pictures[0].image.width, pictures[0].image.height), (80, 64));
+    assert_eq!((outputs[0].image.width, outputs[0].image.height), (80, 64));
 }
 
 #[test]
@@ -363,7 +363,7 @@ fn another_schedule_is_refused() {
 }
 
 #[test]
-fn the_base_of_the_rotation_may_be_nested() {
+fn rope_theta_may_be_nested() {
     let weights = tiny::model(Layout::Diffusers, DType::Bf16).unwrap().weights(Part::TextEncoder).unwrap();
     let detect = |path: &Path| detect_text(&weights, Some(&ConfigFile::read(path)?));
     let scratch = Scratch::new();

@@ -153,7 +153,7 @@ fn incomplete_and_misleading_folders_are_refused() {
 }
 
 #[test]
-fn what_is_not_a_file_is_named() {
+fn special_files_are_named() {
     let scratch = Scratch::new();
     let error = Shard::open(scratch.path()).unwrap_err();
     assert!(message(&error).starts_with("not a safetensors file") && message(&error).ends_with("it is a folder"));

@@ -45,7 +45,7 @@ fn matrices(weights: &Weights, manifest: &[TensorSpec]) -> Vec<Range<usize>> {
 }
 
 #[test]
-fn a_download_that_stopped_anywhere_is_found() {
+fn a_download_that_stopped_anywhere_is_noticed() {
     for (part, bytes, manifest) in parts() {
         let whole = opened(part, &bytes);
         look(&whole, &manifest).unwrap();

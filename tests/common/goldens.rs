@@ -36,8 +36,7 @@ pub fn f32_equals_diffusers(make: Make<'_>) {
     let goldens = Goldens::open();
     for case in cases() {
         let mut engine = engine_on(make(), case.variant(), Precision::F32);
-        let picture = run(&mut engine, &case.job()).unwrap();
-        let record = picture.record.unwrap();
+        let record = run(&mut engine, &case.job()).unwrap().record.unwrap();
         assert_eq!(record.token_ids, goldens.ids(&format!("{}.token_ids", case.name)), "{}", case.name);
         let head = goldens.f32(&format!("{}.noise_head", case.name));
         for (got, want) in record.latents[0].iter().zip(&head) {

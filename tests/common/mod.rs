@@ -107,7 +107,7 @@ impl Goldens {
         self.0.bytes(name).unwrap().chunks_exact(4).map(|b| u32::from_le_bytes(b.try_into().unwrap())).collect()
     }
 
-    /// A picture, 0..1, a row of three channels per pixel.
+    /// An image, 0..1, a row of three channels per pixel.
     pub fn image(&self, name: &str) -> Vec<f32> {
         let bytes = self.0.bytes(name).unwrap();
         bytes.chunks_exact(2).map(|b| f32::from(u16::from_le_bytes(b.try_into().unwrap())) / 65535.0).collect()
@@ -145,37 +145,37 @@ pub fn short_engine(backend: Box<dyn Backend>, variant: Variant, options: LoadOp
     Engine::load(backend, model, options, &Silent).unwrap()
 }
 
-/// Where the transformer takes the text encoder's place pictures are the same, the first on an engine and those after it.
+/// Where the transformer takes the text encoder's place images are the same, the first on an engine and those after it.
 pub fn saving_memory_changes_nothing(make: Make<'_>) {
     for precision in [Precision::F32, Precision::Bf16] {
         for case in cases() {
             // Without a record nothing waits for the prompt before the other weights are on their way.
             let job = Job { size: Pixels::new(64, 64).unwrap(), steps: 2, record: false, ..case.job() };
             let prompts = [&job.prompt, "something else", &job.prompt];
-            let pictures = |low_memory| {
+            let images = |low_memory| {
                 let options = LoadOptions { precision, references: true, low_memory };
                 let mut engine = short_engine(make(), case.variant(), options);
                 prompts.map(|prompt| run(&mut engine, &Job { prompt: prompt.into(), ..job.clone() }).unwrap().image)
             };
-            let (saved, plain) = (pictures(true), pictures(false));
+            let (saved, plain) = (images(true), images(false));
             assert!(saved == plain, "{} {}", case.name, precision.name());
             assert!(plain[0] == plain[2] && plain[0] != plain[1], "{} {}", case.name, precision.name());
         }
     }
 }
 
-/// Runs a job that makes one picture.
+/// Runs a job that makes one image.
 pub fn run(engine: &mut Engine, job: &Job) -> kiln::error::Result<Picture> {
-    let mut pictures = Vec::new();
-    engine.generate(job, &Silent, &mut |picture| {
-        pictures.push(picture);
+    let mut outputs = Vec::new();
+    engine.generate(job, &Silent, &mut |output| {
+        outputs.push(output);
         Ok(())
     })?;
-    assert_eq!(pictures.len(), 1);
-    Ok(pictures.remove(0))
+    assert_eq!(outputs.len(), 1);
+    Ok(outputs.remove(0))
 }
 
-/// The raw picture of a record, 0..1, a row of three channels per pixel.
+/// The raw image of a record, 0..1, a row of three channels per pixel.
 pub fn unit_image(raw: &[f32]) -> Vec<f32> {
     let pixels = raw.len() / 3;
     (0..pixels).flat_map(|p| [0, 1, 2].map(|c| (0.5 * raw[c * pixels + p] + 0.5).clamp(0.0, 1.0))).collect()

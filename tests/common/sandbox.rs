@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Flags that make a picture quickly.
+/// Flags that make an image quickly.
 pub const QUICK: [&str; 8] = ["--width", "64", "--height", "64", "--steps", "1", "--precision", "f32"];
 
 /// A folder that is current folder and home of the program, removed at the end.
@@ -124,7 +124,7 @@ pub fn grouped(number: u64) -> String {
     }
 }
 
-/// A decoded picture and its text.
+/// A decoded image and its text.
 pub struct Png {
     pub width: u32,
     pub height: u32,

@@ -134,7 +134,7 @@ fn bombs_are_harmless() {
 }
 
 #[test]
-fn the_counter_counts() {
+fn the_allocator_counts() {
     // The control of the memory figures above.
     let (_, peak) = peak_of(|| vec![1u8; 10 << 20]);
     assert!((10 << 20..11 << 20).contains(&peak), "{peak}");

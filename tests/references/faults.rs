@@ -183,7 +183,7 @@ fn what_is_not_an_image_is_named() {
 
 #[cfg(unix)]
 #[test]
-fn what_is_not_a_file_does_not_block() {
+fn special_files_do_not_block() {
     let error = Reference::open(Path::new("/dev/zero")).unwrap_err();
     assert_eq!(error.to_string(), "cannot read image (/dev/zero): it is not a regular file");
 }

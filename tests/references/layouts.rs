@@ -1,11 +1,11 @@
 //! JPEGs of every layout: samplings, orders and splits of scans, progressions, restart marks, colour markers. Made by the encoder
-//! in `tools/jpeg_layouts.py`, because common programs write a few of these only; each is valid, and each must be Pillow's picture.
+//! in `tools/jpeg_layouts.py`, because common programs write a few of these only; each is valid, and each must be Pillow's image.
 
 use crate::{decode, fixtures, refusal};
 use kiln::checkpoint::Shard;
 use kiln::image::Image;
 
-/// Name, file, and the picture it must be.
+/// Name, file, and the image it must be.
 pub struct Layout {
     name: String,
     pub jpeg: Vec<u8>,
@@ -17,8 +17,8 @@ fn layouts() -> Vec<Layout> {
     let names = shard.tensors().filter_map(|(name, _)| name.strip_prefix("jpeg."));
     names
         .map(|name| {
-            let picture = name.split('.').next().unwrap();
-            let [jpeg, png] = [format!("jpeg.{name}"), format!("png.{picture}")].map(|name| shard.bytes(&name).unwrap());
+            let image = name.split('.').next().unwrap();
+            let [jpeg, png] = [format!("jpeg.{name}"), format!("png.{image}")].map(|name| shard.bytes(&name).unwrap());
             Layout { name: name.into(), jpeg: jpeg.to_vec(), image: decode(&png).unwrap().image().clone() }
         })
         .collect()
@@ -39,7 +39,7 @@ fn scans(jpeg: &[u8]) -> Vec<usize> {
 }
 
 #[test]
-fn every_layout_is_pillows_picture_in_every_bit() {
+fn every_layout_is_pillows_image_in_every_bit() {
     let layouts = layouts();
     assert!(layouts.len() >= 130, "{}", layouts.len());
     for Layout { name, jpeg, image } in layouts {

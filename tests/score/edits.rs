@@ -2,7 +2,7 @@
 
 use crate::judge::{judge, share_of_background};
 use crate::regions::{Mask, grow, not, pixels};
-use crate::render::{Picture, mask_of, render};
+use crate::render::{Image, mask_of, render};
 use crate::world::Edit;
 
 /// How much further from the target than the autoencoder's own round trip the rest may be, in 255ths.
@@ -24,12 +24,12 @@ pub struct EditVerdict {
 /// An edit and what its result is held to.
 pub struct Task<'a> {
     pub edit: &'a Edit,
-    pub target: Picture,
+    pub target: Image,
     rest: Mask,
 }
 
-/// Mean difference of two pictures, in 255ths, where the mask is.
-fn mean_difference(a: &Picture, b: &Picture, mask: &Mask) -> f32 {
+/// Mean difference of two images, in 255ths, where the mask is.
+fn mean_difference(a: &Image, b: &Image, mask: &Mask) -> f32 {
     let (mut sum, mut n) = (0u32, 0);
     for (x, y) in pixels(mask) {
         let (a, b) = (a.at(x, y), b.at(x, y));
@@ -53,7 +53,7 @@ impl<'a> Task<'a> {
 
     /// Judges a result. `trip` is what the autoencoder makes of the true target. The rest is kept if it is as near to the target
     /// as the autoencoder brings it, or almost, and every other object is still there.
-    pub fn judge(&self, result: &Picture, trip: &Picture) -> EditVerdict {
+    pub fn judge(&self, result: &Image, trip: &Image) -> EditVerdict {
         let edit = self.edit;
         let verdict = judge(result, &edit.target);
         let (made, found) = match (edit.kind.as_str(), edit.object) {

@@ -1,8 +1,8 @@
-//! Is a picture what a scene asks for? Regions are found as what is not background, and matched to objects by place and size;
+//! Is an image what a scene asks for? Regions are found as what is not background, and matched to objects by place and size;
 //! then a region's colour, shape and place are judged each for itself.
 
 use crate::regions::{Mask, NO_SHAPE, and, centroid, connected, count, grow, pixels, shape_of, shrink};
-use crate::render::{Picture, background_of, lerp, mask_of, mix};
+use crate::render::{Image, background_of, lerp, mask_of, mix};
 use crate::report::Share;
 use crate::world::{Background, Object, PALETTE, SHAPES, SIDE, Scene, colour_index, distance, nearest_colour, rgb};
 use std::sync::OnceLock;
@@ -61,19 +61,19 @@ fn all_backgrounds() -> Vec<Background> {
     all
 }
 
-/// How much of a picture, where `counts` says so, is the background asked for.
-pub fn share_of_background(picture: &Picture, background: &Background, counts: impl Fn(usize) -> bool) -> Share {
+/// How much of an image, where `counts` says so, is the background asked for.
+pub fn share_of_background(image: &Image, background: &Background, counts: impl Fn(usize) -> bool) -> Share {
     let asked = background_of(background);
     // A stripe's edge may be drawn some pixels off.
     let even = |i: usize| {
         let beside = [i.saturating_sub(4), i + 4, i.saturating_sub(4 * SIDE), i + 4 * SIDE];
         background.kind != "stripes" || beside.iter().all(|&b| asked.get(b).is_none_or(|b| *b == asked[i]))
     };
-    Share::of((0..SIDE * SIDE).filter(|&i| counts(i) && even(i)).map(|i| is_background(picture.0[i], asked[i])))
+    Share::of((0..SIDE * SIDE).filter(|&i| counts(i) && even(i)).map(|i| is_background(image.0[i], asked[i])))
 }
 
-/// The background that most of a picture agrees with, of all there are.
-fn recognise(picture: &Picture) -> Background {
+/// The background that most of an image agrees with, of all there are.
+fn recognise(image: &Image) -> Background {
     /// Where to look: a grid that meets every stripe.
     const STEP: usize = 8;
     static CANDIDATES: OnceLock<Vec<(Background, Vec<f32>)>> = OnceLock::new();
@@ -85,7 +85,7 @@ fn recognise(picture: &Picture) -> Background {
         };
         all_backgrounds().into_iter().map(|b| (b.clone(), shares(&b))).collect()
     });
-    let seen: Vec<[f32; 3]> = points.iter().map(|&(x, y)| picture.at(x, y)).collect();
+    let seen: Vec<[f32; 3]> = points.iter().map(|&(x, y)| image.at(x, y)).collect();
     let mut best = (f32::MAX, &candidates[0].0);
     for (background, shares) in candidates {
         let first = rgb(&background.colour);
@@ -106,8 +106,8 @@ fn recognise(picture: &Picture) -> Background {
 }
 
 /// Regions that stand out from a background.
-fn regions(picture: &Picture, background: &Background) -> Vec<Mask> {
-    let foreground = picture.0.iter().zip(background_of(background)).map(|(p, b)| !is_background(*p, b)).collect();
+fn regions(image: &Image, background: &Background) -> Vec<Mask> {
+    let foreground = image.0.iter().zip(background_of(background)).map(|(p, b)| !is_background(*p, b)).collect();
     // Growing and shrinking mends cracks, which a stripe's edge can leave in an object of the colour between the stripes'.
     let apart = shrink(&grow(&foreground, 1), 1);
     // Shrinking and growing drops lines, which a stripe drawn some pixels off leaves.
@@ -116,26 +116,26 @@ fn regions(picture: &Picture, background: &Background) -> Vec<Mask> {
     // With the lines go an object's tips; they come back. Then goes what is rather of a stripe's colour than of its own.
     let stripes = [&background.colour, &background.colour2].map(|name| (background.kind == "stripes").then(|| rgb(name)));
     let whole = |seed: Mask| -> Mask {
-        let mean = mean_colour(picture, &seed);
+        let mean = mean_colour(image, &seed);
         let own = |pixel: [f32; 3]| stripes.iter().flatten().all(|s| distance(pixel, mean) <= distance(pixel, *s));
         let near = (0..3).fold(seed, |region, _| and(&grow(&region, 2), &apart));
-        near.iter().zip(&picture.0).map(|(near, pixel)| *near && own(pixel.map(f32::from))).collect()
+        near.iter().zip(&image.0).map(|(near, pixel)| *near && own(pixel.map(f32::from))).collect()
     };
     seeds.map(whole).collect()
 }
 
-fn mean_colour(picture: &Picture, mask: &Mask) -> [f32; 3] {
+fn mean_colour(image: &Image, mask: &Mask) -> [f32; 3] {
     let n = count(mask) as f32;
-    pixels(mask).map(|(x, y)| picture.at(x, y)).fold([0.0; 3], |sum, pixel| std::array::from_fn(|c| sum[c] + pixel[c] / n))
+    pixels(mask).map(|(x, y)| image.at(x, y)).fold([0.0; 3], |sum, pixel| std::array::from_fn(|c| sum[c] + pixel[c] / n))
 }
 
 /// The share of a region that has each colour's name. Its rim is left out: there colours mix.
-fn colours_of(picture: &Picture, region: &Mask) -> [f32; PALETTE.len()] {
+fn colours_of(image: &Image, region: &Mask) -> [f32; PALETTE.len()] {
     let inner = shrink(region, 2);
     let core = if count(&inner) > DIRT / 2 { inner } else { region.clone() };
     let mut shares = [0.0; PALETTE.len()];
     let one = 1.0 / count(&core) as f32;
-    pixels(&core).for_each(|(x, y)| shares[nearest_colour(picture.0[y * SIDE + x])] += one);
+    pixels(&core).for_each(|(x, y)| shares[nearest_colour(image.0[y * SIDE + x])] += one);
     shares
 }
 
@@ -165,8 +165,8 @@ fn matched(wanted: &[Mask], found: &[Mask]) -> Vec<Option<usize>> {
 }
 
 /// Judges one region as one object.
-fn object_seen(picture: &Picture, region: &Mask, wanted: &Mask, object: &Object) -> Seen {
-    let shares = colours_of(picture, region);
+fn object_seen(image: &Image, region: &Mask, wanted: &Mask, object: &Object) -> Seen {
+    let shares = colours_of(image, region);
     let main = (0..shares.len()).max_by(|a, b| shares[*a].total_cmp(&shares[*b])).unwrap();
     let (shape, off) = shape_of(region);
     let far = apart(centroid(region), centroid(wanted));
@@ -178,11 +178,11 @@ fn object_seen(picture: &Picture, region: &Mask, wanted: &Mask, object: &Object)
     }
 }
 
-/// Judges a picture. What stands out and belongs to no object counts against the background.
-pub fn judge(picture: &Picture, scene: &Scene) -> Verdict {
-    let background = recognise(picture);
-    let mut found = regions(picture, &background);
-    // The largest few: trying all ways to match more would take long, and such a picture is lost anyway.
+/// Judges an image. What stands out and belongs to no object counts against the background.
+pub fn judge(image: &Image, scene: &Scene) -> Verdict {
+    let background = recognise(image);
+    let mut found = regions(image, &background);
+    // The largest few: trying all ways to match more would take long, and such an image is lost anyway.
     found.sort_by_key(|region| std::cmp::Reverse(count(region)));
     found.truncate(8);
     let wanted: Vec<Mask> = scene.objects.iter().map(mask_of).collect();
@@ -201,7 +201,7 @@ pub fn judge(picture: &Picture, scene: &Scene) -> Verdict {
         }
     }
     let seen = |i: usize| match &own[i] {
-        Some(region) => object_seen(picture, region, &wanted[i], &scene.objects[i]),
+        Some(region) => object_seen(image, region, &wanted[i], &scene.objects[i]),
         None => Seen { found: "nothing".into(), ..Seen::default() },
     };
     let objects = (0..own.len()).map(seen).collect();
@@ -209,7 +209,7 @@ pub fn judge(picture: &Picture, scene: &Scene) -> Verdict {
     for mask in own.iter().flatten().map(|mask| grow(mask, 3)) {
         pixels(&mask).for_each(|(x, y)| taken[y * SIDE + x] = true);
     }
-    let clean = share_of_background(picture, &scene.background, |i| !taken[i]);
+    let clean = share_of_background(image, &scene.background, |i| !taken[i]);
     let b = &background;
     let words = format!("{} {} {} {}, {:.1} % as asked, {extra} more", b.kind, b.direction, b.colour, b.colour2, clean.percent());
     Verdict { objects, background: background == scene.background && clean.percent() >= CLEAN && extra == 0, found: words }

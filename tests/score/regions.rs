@@ -24,7 +24,7 @@ pub fn grow(mask: &Mask, by: usize) -> Mask {
     pass(&pass(mask, 1, SIDE), SIDE, 1)
 }
 
-/// Every pixel whose square of `by` pixels to each side lies in the mask; what lies beyond the picture counts as in it.
+/// Every pixel whose square of `by` pixels to each side lies in the mask; what lies beyond the image counts as in it.
 pub fn shrink(mask: &Mask, by: usize) -> Mask {
     not(&grow(&not(mask), by))
 }
@@ -82,7 +82,7 @@ pub fn connected(mask: &Mask) -> Vec<Mask> {
     parts
 }
 
-/// The mask with its holes filled: all that cannot be reached from the picture's border.
+/// The mask with its holes filled: all that cannot be reached from the image's border.
 fn filled(mask: &Mask) -> Mask {
     let border = |i: &usize| [i % SIDE, i / SIDE].iter().any(|c| [0, SIDE - 1].contains(c));
     let outside = not(mask);

@@ -2,11 +2,11 @@
 
 use crate::world::{Background, Object, SIDE, Scene, rgb};
 
-/// A picture of the world's size.
+/// An image of the world's size.
 #[derive(Clone, PartialEq)]
-pub struct Picture(pub Vec<[u8; 3]>);
+pub struct Image(pub Vec<[u8; 3]>);
 
-impl Picture {
+impl Image {
     pub fn from_bytes(bytes: &[u8]) -> Self {
         assert_eq!(bytes.len(), SIDE * SIDE * 3);
         Self(bytes.chunks_exact(3).map(|p| [p[0], p[1], p[2]]).collect())
@@ -175,7 +175,7 @@ pub fn mask_of(object: &Object) -> Vec<bool> {
     mask
 }
 
-pub fn render(scene: &Scene) -> Picture {
+pub fn render(scene: &Scene) -> Image {
     let mut image: Vec<[f32; 3]> = background_of(&scene.background).iter().map(|p| p.map(|v| v / 255.0)).collect();
     for o in &scene.objects {
         let field = Field::new(o);
@@ -193,5 +193,5 @@ pub fn render(scene: &Scene) -> Picture {
             *pixel = lerp(pixel.map(|v| v * shade), lit, (0.5 - d).clamp(0.0, 1.0));
         }
     }
-    Picture(image.iter().map(|p| p.map(|v| (v * 255.0).round() as u8)).collect())
+    Image(image.iter().map(|p| p.map(|v| (v * 255.0).round() as u8)).collect())
 }

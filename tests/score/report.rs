@@ -2,7 +2,7 @@
 
 use crate::edits::EditVerdict;
 use crate::judge::Verdict;
-use crate::render::Picture;
+use crate::render::Image;
 use crate::world::SIDE;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -76,19 +76,19 @@ pub fn table(shares: &[Share; 6], edits: &[EditVerdict]) -> String {
     text
 }
 
-/// Saves pictures side by side, `columns` in a row; a picture with something wrong stands in a red frame.
-pub fn save_grid(path: &Path, pictures: &[(&Picture, bool)], columns: usize) {
+/// Saves images side by side, `columns` in a row; an image with something wrong stands in a red frame.
+pub fn save_grid(path: &Path, images: &[(&Image, bool)], columns: usize) {
     const FRAME: usize = 4;
     let cell = SIDE + 2 * FRAME;
-    let (width, height) = (cell * columns, cell * pictures.len().div_ceil(columns));
+    let (width, height) = (cell * columns, cell * images.len().div_ceil(columns));
     let mut pixels = vec![255; width * height * 3];
-    for (i, (picture, right)) in pictures.iter().enumerate() {
+    for (i, (image, right)) in images.iter().enumerate() {
         let (left, top) = (i % columns * cell, i / columns * cell);
         for y in 0..cell {
             for x in 0..cell {
                 let inside = (FRAME..SIDE + FRAME).contains(&x) && (FRAME..SIDE + FRAME).contains(&y);
                 let pixel = match (inside, right) {
-                    (true, _) => picture.0[(y - FRAME) * SIDE + x - FRAME],
+                    (true, _) => image.0[(y - FRAME) * SIDE + x - FRAME],
                     (false, true) => [255; 3],
                     (false, false) => [255, 0, 0],
                 };

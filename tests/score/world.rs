@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-/// Pictures are squares of this side.
+/// Images are squares of this side.
 pub const SIDE: usize = 256;
 
 pub const SHAPES: [&str; 8] = ["circle", "square", "triangle", "star", "heart", "ring", "cross", "hexagon"];
