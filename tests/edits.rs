@@ -49,7 +49,7 @@ fn a_reference_gives_the_image_its_size() {
     assert_eq!(png.text["references"], "1");
     let dump = kiln::checkpoint::Shard::open(&sandbox.path("a.safetensors")).unwrap();
     assert_eq!(dump.entry("reference.1.tokens").unwrap().shape, [42, 128]);
-    // A side that is given stands.
+    // A side that is given by a flag is kept.
     sandbox.run(["x", "--reference", "odd.png", "--width", "64", "--steps", "1", "--precision", "f32", "-o", "b.png"]).good();
     let png = Png::read(&sandbox.path("b.png"));
     assert_eq!((png.width, png.height), (64, 96));
@@ -70,7 +70,7 @@ fn a_negative_prompt_is_for_base_models() {
     assert_eq!(dump.entry("negative_prompt_embeds").unwrap().shape, [512, 384]);
     let run = sandbox.quick(&["x", "-o", "d.png", "--negative", "blurry"]);
     assert!(run.stderr.contains("--negative is ignored: this is a distilled model"), "{}", run.stderr);
-    // Without guidance there is nothing for it to do, and the image does not claim otherwise.
+    // Without CFG the negative prompt has no effect, and the PNG does not mention it.
     for scale in ["1", "0.5"] {
         let run =
             sandbox.quick(&["x", "-o", "e.png", "--force", "--variant", "base", "--guidance", scale, "--negative", "blurry"]);
@@ -78,7 +78,7 @@ fn a_negative_prompt_is_for_base_models() {
         assert!(run.stderr.lines().any(|line| line == warning), "{}", run.stderr);
         assert!(!Png::read(&sandbox.path("e.png")).text.contains_key("negative"));
     }
-    // Each is cut by itself, and the warning says which.
+    // Each prompt is truncated by itself, and the warning says which.
     let long = "blurry ".repeat(200);
     for (prompt, negative, cut) in [("x", &*long, "the negative prompt"), (&*long, "x", "the prompt")] {
         let run =
@@ -118,7 +118,7 @@ fn a_plan_opens_no_weights() {
         "error: too many tokens: 512 text + 65536 image = 66048, the limit is 52000\n\nhint: lower --width and --height\n"
     );
 
-    // A named model is planned by its headers.
+    // The plan of a named model comes from its headers.
     sandbox.tiny("model", &[]);
     let run =
         sandbox.bare(["plan", "--model", "model", "--width", "64", "--height", "64", "--variant", "base", "--steps", "2"]).good();

@@ -1,4 +1,4 @@
-//! Every exit code that the help lists, reached with the real program: what it says, and that no image is left.
+//! Every exit code that the help lists, reached with the real program: its messages, and that no image is written.
 #![cfg(target_os = "linux")]
 
 #[path = "common/sandbox.rs"]
@@ -10,7 +10,7 @@ use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::process::Command;
 
-/// Writes the first elements of a tensor over, in a file of bfloat16.
+/// Overwrites the first element of a tensor, in a file of bf16.
 fn plant(sandbox: &Sandbox, file: &str, tensor: &str, value: f32) {
     let path = sandbox.path(file);
     let place = Shard::open(&path).unwrap().entry(tensor).unwrap().range.start;
@@ -47,7 +47,7 @@ fn every_exit_code_is_reached() {
     let sandbox = Sandbox::new();
     let run = |line: &str| sandbox.run(line.split(' ').chain(["-o", "out.png"]).chain(QUICK));
     let large = ["x", "-q", "-o", "out.png", "--threads", "1", "--width", "2048", "--height", "2048"];
-    // One number that is none in one tensor of each part, and where it comes to light.
+    // One non-finite value in one tensor of each part, and the stage that reports it.
     let planted = |folder: &str, file: &str, tensor: &str, value: f32| {
         sandbox.tiny(folder, &["--layout", "bfl"]);
         plant(&sandbox, &format!("{folder}/{file}.safetensors"), tensor, value);
@@ -79,7 +79,7 @@ fn every_exit_code_is_reached() {
             not_finite,
         ),
         (planted("c", "ae", "decoder.conv_out.bias", f32::NAN), 7, "error: decoding produced 4096 ", not_finite),
-        // What was going on may have been told before.
+        // Progress may have been printed before.
         (stopped(&sandbox, "-INT"), 130, "", "error: interrupted\n"),
         (stopped(&sandbox, "-TERM"), 143, "", "error: interrupted\n"),
     ] {
@@ -89,12 +89,12 @@ fn every_exit_code_is_reached() {
         assert!(!sandbox.path("out.png").exists(), "{code}");
         codes.push(code);
     }
-    // The control: the last one that could have left an image leaves one, where nothing is wrong.
+    // The control: the same command writes an image where nothing is wrong.
     run("x -q").good();
     assert!(sandbox.path("out.png").exists());
     codes.insert(0, 0);
     codes.dedup();
-    // A bug. If there were a known way to it, it would be mended; what becomes of one is a unit test of `main.rs`.
+    // Exit code 70 is a panic, to which no way is known; how one is reported is a unit test of `main.rs`.
     codes.insert(codes.len() - 2, 70);
 
     let help = sandbox.run(["--help"]).good();

@@ -1,5 +1,5 @@
-//! What the system gives the real program, and what comes of too little of it: threads, memory, a stack, room on a disk. Every run
-//! makes its image, or ends with exit code 4, a line that says why and a hint. None ends by a signal, and none leaves a file.
+//! The real program under limits of threads, address space, stack and disk space. Every run generates its image, or ends with
+//! exit code 4, one line of error and a hint. No run dies of a signal, and none leaves a file.
 #![cfg(target_os = "linux")]
 #![allow(clippy::print_stderr)] // what was skipped
 
@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
 
-/// Threads of a run that is making an image.
+/// The number of threads of a run that is generating an image.
 fn threads_of(mut command: Command) -> usize {
     let mut child = command.spawn().unwrap();
     let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
@@ -32,25 +32,25 @@ fn threads_of(mut command: Command) -> usize {
     threads
 }
 
-/// One pool, of as many threads as asked for and no more than can run at once, the first of which is there anyway.
+/// There is one thread pool, which includes the main thread, with at most one thread per core.
 #[test]
 fn there_are_as_many_threads_as_asked_for() {
     let sandbox = Sandbox::new();
     let args = ["x", "-o", "out.png", "--width", "64", "--height", "64", "--steps", "1000"];
     for (flags, want) in [(&["--threads", "1"][..], 1), (&["--threads", "1024"], cores()), (&[], cores())] {
         let mut command = sandbox.command(args.iter().chain(flags));
-        // Not for us: it speaks of pools that nobody has made.
+        // This variable is about the global pool, which kiln does not use.
         command.env("RAYON_NUM_THREADS", "100000");
         assert_eq!(threads_of(command), want, "{flags:?}");
     }
 }
 
-/// A system that gives no thread at all: to root by way of another user, because no limit binds root.
+/// A system that allows no more threads. The limit does not apply to root, so root runs it as another user.
 #[test]
 fn one_thread_is_enough() {
     let sandbox = Sandbox::new();
     fs::set_permissions(&sandbox.0, fs::Permissions::from_mode(0o777)).unwrap();
-    // Where the tests are built may be closed to others.
+    // The build folder may not be readable by others.
     fs::copy(env!("CARGO_BIN_EXE_kiln"), sandbox.path("kiln")).unwrap();
     let root = Run::of({
         let mut command = sandbox.wrapped("id");
@@ -74,7 +74,7 @@ fn one_thread_is_enough() {
     let command = |name: &str| format!("{limit} ./kiln x --seed 5 --threads 8 -v -o {name} {}", QUICK.join(" "));
     let run = limited(&command("out.png")).good();
     assert!(run.stderr.contains("\nbackend cpu, 1 threads\n"), "{}", run.stderr);
-    // On a terminal a thread draws a line again and again, and there is none for that either.
+    // On a terminal a thread redraws the progress line, and it cannot be started either.
     let drawn = limited(&format!("command -v script > /dev/null || exit 77; script -qec '{}' /dev/null", command("drawn.png")));
     let images = match drawn.code {
         Some(77) => vec!["out.png"],
@@ -88,7 +88,7 @@ fn one_thread_is_enough() {
     }
 }
 
-/// Runs under a limit that a shell sets.
+/// Runs the program under a limit that a shell sets.
 fn under(sandbox: &Sandbox, limit: &str, args: &[&str]) -> Run {
     Run::of(limited(sandbox, limit, args))
 }
@@ -105,20 +105,20 @@ fn a_small_stack_is_enough() {
     for kilobytes in [16, 128] {
         let args = ["x", "-q", "--force", "-o", "out.png", "--model", "tiny", "--backend", "cpu"];
         let mut command = limited(&sandbox, &format!("-s {kilobytes}"), &[&args, &QUICK[..]].concat());
-        // The environment lies on the stack, too. A large one leaves nothing for any program.
+        // The environment is on the stack, too; a large one would leave nothing for the program.
         command.env_clear();
         assert_eq!(Run::of(command).good().stderr, "");
     }
 }
 
-/// Every limit on addresses, of models that are made, carried and mapped. Below some 35 MB, and what its kernels take, the program
-/// itself cannot be loaded: that is told by the system, which ends the program before its first line.
+/// Limits of address space with models that are computed, embedded and mapped. Below about 35 MB plus its kernels the program
+/// itself cannot be loaded, and the system ends it before `main`.
 #[test]
 fn too_little_memory_is_reported() {
     let sandbox = Sandbox::new();
     sandbox.tiny("model", &[]);
     let limit = |megabytes: usize| format!("-v {}", megabytes << 10);
-    // How much that is depends on the kernels that the program carries.
+    // The least limit depends on the kernels that are embedded.
     let starts = |megabytes: &usize| under(&sandbox, &limit(*megabytes), &["--version"]).code == Some(0);
     let least = (20..200).find(starts).expect("the program starts in 200 MB");
     let beyond: Vec<usize> = match long() {
@@ -148,12 +148,12 @@ fn too_little_memory_is_reported() {
     assert!(done > 0 && refused > 0, "{done} images, {refused} refusals: the limits are not around what is needed");
 }
 
-/// A file that cannot be mapped is not a bad one.
+/// A file that is too large for the address space is not reported as a bad file.
 #[test]
 fn a_file_that_cannot_be_mapped_is_a_lack_of_memory() {
     let sandbox = Sandbox::new();
     sandbox.tiny("model", &["--layout", "bfl"]);
-    // As long as a file can be here without taking room.
+    // A sparse file takes no disk space.
     let file = fs::File::options().write(true).open(sandbox.path("model/qwen.safetensors")).unwrap();
     file.set_len(8 << 30).unwrap();
     let run = under(&sandbox, "-v 4000000", &[&["x", "-q", "-o", "out.png", "--model", "model"], &QUICK[..]].concat());
@@ -174,7 +174,7 @@ fn listing(folder: &Path) -> Vec<(PathBuf, u64)> {
     found
 }
 
-/// The only thing beside images that the program writes: a model is there whole, or its name is not.
+/// `kiln tiny` writes a whole model or nothing.
 #[test]
 fn a_tiny_model_is_whole_or_not_there() {
     let control = Sandbox::new();
@@ -187,7 +187,7 @@ fn a_tiny_model_is_whole_or_not_there() {
     };
     assert_eq!(control.names(), ["model"]);
 
-    // Blocks of 512 bytes: one file fits, the next does not. The folder may be there, or not.
+    // With this limit, in blocks of 512 bytes, one file fits and the next does not. The folder may exist before.
     let sandbox = Sandbox::new();
     for there in [false, true] {
         if there {
@@ -201,7 +201,7 @@ fn a_tiny_model_is_whole_or_not_there() {
     }
     sandbox.tiny("model", &[]);
     assert_eq!(whole(&sandbox), whole(&control));
-    // The folder that one stands in is still the one.
+    // The current folder is filled and not replaced.
     let sandbox = Sandbox::new();
     fs::create_dir(sandbox.path("model")).unwrap();
     let inode = || fs::metadata(sandbox.path("model")).unwrap().ino();
@@ -226,7 +226,7 @@ fn a_tiny_model_is_whole_or_not_there() {
     });
     assert!(placed.iter().sum::<usize>() < 12, "none was stopped in time");
 
-    // Asked to stop, it cleans up after itself.
+    // After SIGINT and SIGTERM nothing partial is left.
     in_pairs(12, |index| {
         let sandbox = Sandbox::new();
         let mut child = sandbox.command(["tiny", "model"]).spawn().unwrap();

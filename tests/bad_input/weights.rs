@@ -1,4 +1,4 @@
-//! Weights: other formats, other models, damaged, changing.
+//! Weights of other formats and other models, damaged ones, and files that change during a run.
 
 use super::*;
 
@@ -78,7 +78,7 @@ fn files_that_are_no_weights() {
                 use_safetensors,
             ),
             row(&part("transformer", "model.gguf"), 3, format!("{unsupported} (model.gguf): GGUF"), use_safetensors),
-            // No model at all.
+            // There is no model.
             row("x -q --model models/klein/4b", 3, "no model found (models/klein/4b): the folder does not exist", Is(expected)),
             row(
                 "x -q --model models/klein",
@@ -120,7 +120,7 @@ fn parts_of_different_models() {
     encoder("qwen4.safetensors", &TextConfig::klein_4b());
     encoder("qwen8.safetensors", &TextConfig::klein_9b());
     sparse(&sandbox, "vae.safetensors", Part::Vae, Layout::Bfl, &vae_manifest(&VaeConfig::klein_4b()));
-    // FLUX.1 has half the channels in its latents, and modulations in every block.
+    // FLUX.1 has half as many latent channels, and a modulation in every block.
     let older = VaeConfig { latent: 16, ..VaeConfig::klein_4b() };
     sparse(&sandbox, "ae.safetensors", Part::Vae, Layout::Bfl, &vae_manifest(&older));
     let older =
@@ -165,7 +165,7 @@ fn parts_of_different_models() {
                  [64, 512, 3, 3]",
                 Is("this file is incomplete or belongs to another model; kiln runs FLUX.2 [klein] 4B and 9B"),
             ),
-            // Mixed up on the command line.
+            // The files of two flags are swapped.
             row(
                 &line("vae", "qwen4", "4b"),
                 3,
@@ -200,7 +200,7 @@ fn crafted_weights() {
     file("twice.safetensors", &[tensor("a", 8, [0, 8]), tensor("a", 8, [8, 16])], 16);
     file("more.safetensors", &[tensor("a", 8, [0, 8])], 11);
     file("shape.safetensors", &[tensor("a", 9, [0, 8])], 8);
-    // The sum of these ends, and the length of the header, is over 64 bits.
+    // The end of the last tensor plus the length of the header exceeds 64 bits.
     let huge = (1 << 61) - 1;
     let huge: Vec<String> = (0..8).map(|i| tensor(&format!("t{i}"), huge, [i * huge, (i + 1) * huge])).collect();
     file("huge.safetensors", &huge, 8);

@@ -1,5 +1,5 @@
-//! Every mode of the model against outputs recorded from diffusers: reference images, negative prompts, cached references, the
-//! small decoder, guidance as an input. On any backend.
+//! Every mode of the model against outputs recorded from diffusers, on any backend: reference images, negative prompts, the KV
+//! cache of references, the small decoder, the guidance embedding.
 
 use super::{Goldens, Make, fixture, relative_l2, run, unit_image};
 use kiln::backend::{Backend, HostData, StepKey};
@@ -26,7 +26,7 @@ pub struct Modes {
     pub layout: LayoutCase,
 }
 
-/// A reference image before it is cut to size.
+/// A reference image before it is cropped.
 #[derive(serde::Deserialize)]
 pub struct Source {
     width: usize,
@@ -77,7 +77,7 @@ pub fn fnv1a(bytes: impl IntoIterator<Item = u8>) -> u64 {
     bytes.into_iter().fold(0xCBF2_9CE4_8422_2325, |h, b| (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01B3))
 }
 
-/// The byte that the recorded inputs are made of.
+/// Byte `index` of the recorded input `name`.
 fn hashed(name: &str, index: usize) -> u8 {
     let mut z = fnv1a(name.bytes()).wrapping_add((index as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
     z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -85,7 +85,7 @@ fn hashed(name: &str, index: usize) -> u8 {
     ((z ^ (z >> 31)) >> 56) as u8
 }
 
-/// Image `i`: blocks of 8x8 pixels of one colour each, cut to multiples of 16 around its centre.
+/// Image `i`: blocks of 8x8 pixels of one colour each, cropped around its centre to multiples of 16.
 fn reference(i: usize, source: &Source) -> Reference {
     let (w, h) = (source.width, source.height);
     let pixel = |y: usize, x: usize, c: usize| hashed(&format!("image.{i}"), ((y / 8) * w.div_ceil(8) + x / 8) * 3 + c);
@@ -135,7 +135,7 @@ impl Case {
         Engine::load(backend, model, LoadOptions { precision, references: true, low_memory: false }, &Silent).unwrap()
     }
 
-    /// Relative errors of everything that was recorded, by its name there.
+    /// The relative error of every recorded tensor, by its name in the record.
     fn errors(&self, record: &Record, goldens: &Goldens) -> BTreeMap<String, f64> {
         let mut errors = BTreeMap::new();
         let mut compare = |name: &str, got: &[f32], want: &[f32]| {
@@ -183,14 +183,14 @@ pub fn every_mode_equals_diffusers(make: Make<'_>) {
     }
 }
 
-/// Every mode in bf16, by the rule of the plain pipeline.
+/// Every mode in bf16, with the limit of `goldens.rs`.
 pub fn every_mode_in_bf16_is_as_close_as_diffusers_in_bf16(make: Make<'_>) {
     let (modes, goldens) = (modes(), Goldens::named("modes.safetensors"));
     for case in &modes.cases {
         let job = case.job(&modes.images);
         let record = run(&mut case.engine(make(), Precision::Bf16), &job).unwrap().record.unwrap();
         for (name, error) in case.errors(&record, &goldens) {
-            // Without the reference's rounded timesteps, which kiln does not imitate: the harder yardstick.
+            // The stricter limit is the error of the reference with exact timesteps, which it rounds to bf16 and kiln does not.
             let allowed = 1.2 * case.bf16_exact_time_relative_l2[&name].min(case.bf16_relative_l2[&name]);
             println!("{} bf16 {name}: {error:.2e}, allowed {allowed:.2e}", case.name);
             assert!(error <= allowed, "{}: {name} differs by {error:.2e}, allowed {allowed:.2e}", case.name);
@@ -198,7 +198,7 @@ pub fn every_mode_in_bf16_is_as_close_as_diffusers_in_bf16(make: Make<'_>) {
     }
 }
 
-/// Guidance as an input of the transformer.
+/// A transformer with an embedding of the guidance scale.
 pub fn guidance_as_an_input_equals_diffusers(make: Make<'_>) {
     let (case, goldens) = (modes().guidance_embed, Goldens::named("modes.safetensors"));
     let config = TransformerConfig { guidance_embed: true, ..TransformerConfig::tiny() };

@@ -1,4 +1,4 @@
-//! The judge on images whose marks are known.
+//! The judge on images whose verdicts are known.
 
 use crate::edits::{EditVerdict, Task};
 use crate::fixture;
@@ -27,7 +27,7 @@ fn judge_all(prompts: &[Prompt], change: impl Fn(usize, Image) -> Image + Sync) 
     prompts.par_iter().enumerate().map(|(i, p)| judge(&change(i, render(&p.scene)), &p.scene)).collect()
 }
 
-/// Fails unless every column reaches a share; names what does not.
+/// Fails unless every column reaches `percent`; prints the prompts that do not pass.
 fn all_reach(name: &str, verdicts: &[Verdict], prompts: &[Prompt], percent: f64) {
     let shares = tally(verdicts);
     println!("{name:<28} {}", line(&shares));
@@ -45,7 +45,7 @@ fn rendered_images_pass() {
     all_reach("true", &judge_all(&prompts, |_, p| p), &prompts, 99.0);
 }
 
-/// Meaning is judged, not pixels.
+/// The verdict does not depend on single pixels.
 #[test]
 fn blurred_noisy_and_shifted_images_pass() {
     let prompts = prompts();
@@ -60,7 +60,7 @@ fn blurred_noisy_and_shifted_images_pass() {
 fn images_of_other_prompts_fail() {
     let prompts = fixture().prompts;
     let of = |n: usize| prompts.iter().filter(move |p| p.scene.objects.len() == n);
-    // Each prompt with the image of the one after it, within its number of objects.
+    // Each prompt is paired with the image of the next one that has as many objects.
     let pairs: Vec<(&Prompt, &Prompt)> = some((1..=3).flat_map(|n| of(n).zip(of(n).cycle().skip(1))));
     let verdicts: Vec<Verdict> = pairs.par_iter().map(|(a, b)| judge(&render(&b.scene), &a.scene)).collect();
     let shares = tally(&verdicts);
@@ -69,14 +69,14 @@ fn images_of_other_prompts_fail() {
     assert!(shares.iter().all(|s| s.percent() <= 30.0), "{}", line(&shares));
 }
 
-/// Marks of an image of a scene that was changed, judged as the scene itself: colours, shapes, places, backgrounds.
+/// The columns of images of changed scenes, judged against the original scenes: colours, shapes, places, backgrounds.
 fn after(prompts: &[Prompt], change: impl Fn(&mut Scene) + Sync) -> [Share; 4] {
     let changed = |p: &Prompt| {
         let mut scene = p.scene.clone();
         change(&mut scene);
         judge(&render(&scene), &p.scene)
     };
-    // Of the objects only the first is looked at: it is the one that changes.
+    // Only the first object is judged, because it is the one that changes.
     let first = |mut v: Verdict| {
         v.objects.truncate(1);
         v
@@ -84,7 +84,7 @@ fn after(prompts: &[Prompt], change: impl Fn(&mut Scene) + Sync) -> [Share; 4] {
     tally(&prompts.par_iter().map(changed).map(first).collect::<Vec<_>>())
 }
 
-/// The next name of a list that is held to be clearly another one.
+/// Another name of a list, which is clearly different.
 fn other<'a>(list: &[&'a str], name: &str) -> &'a str {
     list[(list.iter().position(|n| *n == name).unwrap() + 3) % list.len()]
 }
@@ -105,7 +105,7 @@ fn every_column_can_fail() {
         after(&prompts, |s| s.objects[0].shape = other(&shapes, &s.objects[0].shape).into()),
         [true, false, true, true],
     );
-    // Colours that stand out from each other and from every background that is left.
+    // A colour that differs clearly from those of the objects and of the background.
     let loud = |s: &Scene| {
         let taken: Vec<&str> = s.objects.iter().map(|o| o.colour.as_str()).chain([s.background.colour.as_str()]).collect();
         *["green", "purple", "cyan", "yellow", "black", "white"]
@@ -138,12 +138,12 @@ fn every_column_can_fail() {
     expect("the background turned", after(&mixed, turn), [true, true, true, false]);
 }
 
-/// Whether a colour is not easily taken for one of others.
+/// Whether a colour differs clearly from all others.
 fn stands_out(colour: &str, others: &[&str]) -> bool {
     others.iter().all(|o| crate::world::distance(crate::world::rgb(colour), crate::world::rgb(o)) > 100.0)
 }
 
-/// Moves an object towards the middle of the image and past it, where there is room.
+/// Moves an object inwards, where there is room.
 fn moved(o: &mut Object) {
     let inwards = |c: f32| if c < 128.0 { 22.0 } else { -22.0 };
     (o.cx, o.cy) = (o.cx + inwards(o.cx), o.cy + inwards(o.cy));
@@ -160,7 +160,7 @@ fn far_from(s: &Scene, colour: &str) -> Object {
 fn rendered_edits_pass_and_missing_ones_fail() {
     let edits = edits();
     let tasks: Vec<Task<'_>> = edits.par_iter().map(Task::new).collect();
-    // As if the autoencoder were perfect.
+    // The round trip is the target itself, as with a perfect VAE.
     let all = |result: &(dyn Fn(&Task<'_>) -> Image + Sync)| -> Vec<EditVerdict> {
         tasks.par_iter().map(|t| t.judge(&result(t), &t.target)).collect()
     };
@@ -175,14 +175,14 @@ fn rendered_edits_pass_and_missing_ones_fail() {
         made.iter().filter(|v| !v.made || !v.kept).for_each(|v| println!("  {v:?}"));
         assert!(shares.iter().all(|s| s.percent() >= 97.0), "{name}");
     }
-    // The reference as it was: all is kept and nothing is made, of no kind.
+    // The unchanged reference: everything is kept, and no edit of any kind is made.
     let idle = all(&|t| render(&t.edit.references[0]));
     println!("{:<28} {}", "no edit at all", line(&tally_edits(&idle)));
     assert!(tally_edits(&idle)[1].percent() >= 99.0);
     for (kind, [made, _]) in by_kind(&idle) {
         assert!(made.right <= 1, "{kind}: {made:?}");
     }
-    // The change made, but all ten shades brighter; or another object lost.
+    // The edit is made, but the image is ten levels brighter, or another object is missing.
     let brighter = all(&|t| Image(t.target.0.iter().map(|p| p.map(|v| v.saturating_add(10))).collect()));
     println!("{:<28} {}", "the rest brighter", line(&tally_edits(&brighter)));
     let another = |e: &Edit| (0..e.target.objects.len()).find(|i| e.kind == "remove" || Some(*i) != e.object);
@@ -200,7 +200,7 @@ fn rendered_edits_pass_and_missing_ones_fail() {
     }
 }
 
-/// Every pixel becomes the mean of its square of three.
+/// A box blur of 3x3 pixels.
 fn blurred(p: &Image) -> Image {
     let mean = |i: usize| {
         let (x, y) = (i % SIDE, i / SIDE);
@@ -214,7 +214,7 @@ fn blurred(p: &Image) -> Image {
     Image((0..SIDE * SIDE).map(mean).collect())
 }
 
-/// Adds noise of a standard deviation of four. The sum of three uniform numbers has one of a half.
+/// Adds noise with a standard deviation of four levels. The sum of three uniform numbers has a standard deviation of a half.
 fn noisy(p: &Image, seed: u64) -> Image {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut uniform = || {
@@ -225,7 +225,7 @@ fn noisy(p: &Image, seed: u64) -> Image {
     Image(p.0.iter().map(|q| q.map(&mut add)).collect())
 }
 
-/// Moves all of an image; what comes in from outside repeats its border.
+/// Shifts an image and repeats its border.
 fn shifted(p: &Image, dx: isize, dy: isize) -> Image {
     let from = |c: usize, d: isize| (c as isize - d).clamp(0, SIDE as isize - 1) as usize;
     Image((0..SIDE * SIDE).map(|i| p.0[from(i / SIDE, dy) * SIDE + from(i % SIDE, dx)]).collect())

@@ -1,4 +1,4 @@
-//! Images from the engine, as a program that uses the library makes them.
+//! Generates images through the library.
 
 use crate::render::Image;
 use crate::world::SIDE;
@@ -27,7 +27,7 @@ pub fn root() -> PathBuf {
 /// A model ready to draw.
 pub struct Model {
     engine: Engine,
-    /// What it is and where it runs, for people.
+    /// Name, precision and variant, for display.
     pub what: String,
 }
 
@@ -60,8 +60,8 @@ impl Model {
         self.run(prompt, references, seed, STEPS, Noise::Drawn(NoiseKind::HOPPER)).0
     }
 
-    /// An image through the autoencoder and back. A run of no steps is nothing but that: it encodes its references and decodes
-    /// what it is given for noise.
+    /// An image after a round trip through the VAE. A run of zero steps encodes its references and decodes its noise, which here
+    /// is the encoded image.
     pub fn round_trip(&mut self, image: &Image) -> Image {
         let noise = Noise::Drawn(NoiseKind::HOPPER);
         let tokens = self.run("", std::slice::from_ref(image), 0, 0, noise).1.remove(0);

@@ -1,4 +1,4 @@
-//! The score itself: of a model, or of images made elsewhere.
+//! The score of a model, or of images from elsewhere.
 
 use crate::edits::{EditVerdict, Task};
 use crate::engine::{Model, root};
@@ -61,7 +61,7 @@ impl Source {
     }
 }
 
-/// Everything that was drawn and how it was judged.
+/// All images and their verdicts.
 #[derive(Default)]
 struct Score<'a> {
     prompts: Vec<(usize, &'a Prompt, Image, Verdict)>,
@@ -71,7 +71,7 @@ struct Score<'a> {
 }
 
 impl<'a> Score<'a> {
-    /// Draws and judges a share of the prompts and of the edits, spread over all of them.
+    /// Generates and judges images of some prompts and edits, spread evenly over all of them.
     fn of(source: &mut Source, prompts: &'a [Prompt], edits: &'a [Edit], limits: (usize, usize)) -> Self {
         let some = |all: usize, limit: usize| (0..limit.min(all)).map(move |i| i * all / limit.min(all));
         let mut score = Self::default();
@@ -100,7 +100,7 @@ impl<'a> Score<'a> {
         [a, b, c, d, e, f]
     }
 
-    /// A model cannot draw better than its autoencoder, and edits are measured against that.
+    /// A model cannot be better than its VAE, and edits are measured against it.
     fn check_trips(&self) {
         let shares = tally(&self.trips);
         if self.trips.is_empty() {
@@ -127,7 +127,7 @@ impl<'a> Score<'a> {
         })
     }
 
-    /// All images; those that missed something beside their true ones; and of each edit what was given, made and wanted.
+    /// Saves all images, those that failed beside the rendered ones, and of each edit the references, the result and the target.
     fn save_images(&self, folder: &Path) {
         let right = |v: &Verdict| v.background && v.objects.iter().all(|o| o.colour && o.shape && o.place);
         let grid = |name: String, cells: &[(Image, bool)], columns: usize| {
@@ -180,7 +180,7 @@ fn full_score() {
     assert!(missed.is_empty(), "below the must: {}", missed.join(", "));
 }
 
-/// A sample of the score. Few prompts say little about a per cent, so the musts are lowered.
+/// A sample of the score. Few images are a rough estimate of a percentage, so the limits are lowered.
 #[test]
 fn a_sample_of_the_score() {
     let fixture = fixture();
@@ -193,7 +193,7 @@ fn a_sample_of_the_score() {
     }
 }
 
-/// Images of a model that learnt nothing miss every must, and come all the way through the engine.
+/// The control: an untrained model fails in every column, through the same engine.
 #[test]
 fn an_untrained_model_scores_nothing() {
     let fixture = fixture();

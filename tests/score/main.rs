@@ -1,5 +1,5 @@
-//! What the built-in model draws, judged by plain geometry that shares no code with its training: colours, shapes and places of
-//! objects, backgrounds, edits. The judge itself is held to controls.
+//! Images of the built-in model, judged by geometry that shares no code with its training: colours, shapes and places of objects,
+//! backgrounds, edits. Controls test the judge itself.
 //!
 //! `cargo test --release --test score -- --ignored --nocapture` is the score; `tools/train_builtin/README.md` tells how it works.
 #![allow(clippy::print_stdout)] // figures, shown with --nocapture
@@ -28,7 +28,7 @@ fn fixture() -> Fixture {
     serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
 }
 
-/// Reads a PNG, cut into images row by row.
+/// Reads a PNG as a grid of images, row by row.
 fn read_images(path: &Path) -> Vec<Image> {
     let file = kiln::reference::Reference::open(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
     let image = file.image();

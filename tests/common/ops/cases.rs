@@ -1,6 +1,6 @@
-//! The table: every op at awkward sizes. One, primes, powers of two and their neighbours; sizes that cross a backend's blocks
-//! (more than 1,024 rows, 512 columns, 256 queries, 512 keys, 512 pixels); all of it in f32 and bf16, whole and as columns of wider buffers.
-//! Then some at the widths of the real models; their names say `klein`.
+//! The table of cases: every op at awkward sizes. These are one, primes, powers of two and their neighbours, and sizes that cross
+//! the blocks of a backend (more than 1,024 rows, 512 columns, 256 queries, 512 keys, 512 pixels), in f32 and bf16, contiguous
+//! and strided. Further cases have the widths of the real models; their names contain `klein`.
 
 use super::oracle::{self, Heads};
 use super::{Case, Check, Expected, Fit, Mat, Operand, Rig, SMALL, stored, want};
@@ -16,21 +16,21 @@ const EPS: f32 = 1e-6;
 /// Rows and columns of element-wise and row-wise ops.
 const SHAPES: [(usize, usize); 6] = [(1, 1), (7, 113), (113, 128), (129, 7), (1, 3072), (1031, 521)];
 
-/// A weight's type in the file and in the backend.
+/// The dtype of a weight in the file and in the backend.
 const WEIGHT_TYPES: [(DType, DType); 7] =
     [(Bf16, Bf16), (F32, F32), (F16, F16), (F16, Bf16), (F32, Bf16), (Bf16, F32), (F16, F32)];
 
-/// In which storage types and layouts a case runs: as a rule in all.
+/// The dtypes and layouts in which a case runs.
 type Variants = &'static [(DType, Fit)];
 const ALL: Variants = &[(F32, Fit::Whole), (F32, Fit::Slice), (Bf16, Fit::Whole), (Bf16, Fit::Slice)];
-/// Where plain f32 is as good as its luck.
+/// For cases in which the error of naive f32 arithmetic is small by chance.
 const BF16: Variants = &[(Bf16, Fit::Whole), (Bf16, Fit::Slice)];
-/// For weights of ten million values and more.
+/// For cases with ten million values and more.
 const TWO: Variants = &[(F32, Fit::Slice), (Bf16, Fit::Whole)];
 
 struct Table {
     cases: Vec<Case>,
-    /// What names say beside the shape.
+    /// Appended to the names of cases.
     label: &'static str,
     variants: Variants,
 }
@@ -62,8 +62,8 @@ fn awkward(table: &mut Table) {
     latents(table);
 }
 
-/// The widths of the real models (4B: 3072 from 2560, 9B: 4096 from 4096, and their decoder), on so few rows that plain loops are
-/// quick. Kernels choose how they work by width.
+/// The widths of the real models (4B: 3072 with a text encoder of 2560, 9B: 4096 and 4096, and their VAE), on so few rows that
+/// naive loops are quick. Kernels are selected by width.
 fn klein(table: &mut Table) {
     table.label = " klein";
     for cols in [2560, 3072, 4096, 12288] {
@@ -124,18 +124,18 @@ fn row_wise(table: &mut Table) {
             rig.run(Op::Pixels { out, x: x.t }, &[(out, want!(pixels(&x.host)))]);
         });
     }
-    // Around the widths at which other kernels begin; some threads have a whole vector less than others, or nothing.
+    // Widths around those at which other kernels are selected; some threads have a vector less than others, or none.
     for cols in [8, 264, 1024, 1032, 2040, 3064, 3080, 4104, 6152, 8192, 8200] {
         rms_norm(table, 2, cols);
         layer_norm_modulate(table, 1, cols, (4.0, 1.0));
     }
-    // What is subtracted is a hundred times what remains, or all there is.
+    // The mean is a hundred times the deviation, or the deviation is zero.
     table.variants = BF16;
     for cols in [67, 2560, 3072, 8192] {
         layer_norm_modulate(table, 4, cols, (100.0, 1.0));
         layer_norm_modulate(table, 4, cols, (100.0, 0.0));
     }
-    // More than all blocks of a GPU take at once.
+    // More than one wave of CTAs on a GPU.
     table.variants = TWO;
     non_finite(table, 3001, 3000);
     table.variants = ALL;
@@ -172,7 +172,7 @@ fn rms_norm(table: &mut Table, rows: usize, cols: usize) {
     });
 }
 
-/// The mean is several deviations from zero, as in late blocks.
+/// The mean is several standard deviations from zero, as in late blocks.
 fn layer_norm_modulate(table: &mut Table, rows: usize, cols: usize, (mean, spread): (f32, f32)) {
     table.add(format!("layer_norm_modulate {rows} and 3 rows of {cols} around {mean} by {spread}"), move |rig| {
         let streams = [rows, 3].map(|rows| {
@@ -199,10 +199,10 @@ fn plain(weight: &Operand, bias: Option<&Operand>) -> Linear {
     Linear { weight: weight.t, bias: bias.map(|b| b.t) }
 }
 
-/// Rows, inner size and columns of products.
+/// Rows, inner size and columns (M, K, N) of GEMMs.
 const PRODUCTS: [(usize, usize, usize); 7] =
     [(1, 7, 1), (1, 128, 129), (7, 113, 128), (113, 129, 7), (129, 1, 113), (2, 2, 600), (1031, 67, 523)];
-/// The same at a tile of 64, one less and one more, in each dimension and in all.
+/// GEMMs of one tile of 64, one less and one more, in each dimension and in all.
 const TILES: [(usize, usize, usize); 9] = [
     (64, 64, 64),
     (63, 64, 64),
@@ -215,10 +215,10 @@ const TILES: [(usize, usize, usize); 9] = [
     (65, 65, 65),
 ];
 
-/// The same with enough of the inner dimension for it to be shared.
+/// GEMMs with a K that is long enough for split-K.
 const LONG: [(usize, usize, usize); 2] = [(66, 584, 64), (130, 520, 168)];
 
-/// A long inner dimension is the length of rows, which tools that slow kernels down can do with.
+/// Names a GEMM. A long K is called the length of rows, which does not exclude the case from the small ones.
 fn shape(rows: usize, inner: usize, cols: usize) -> String {
     if inner > SMALL { format!("{rows}x{cols}, rows of {inner}") } else { format!("{rows}x{inner}x{cols}") }
 }
@@ -233,7 +233,7 @@ fn products(table: &mut Table) {
             gate_residual(table, rows, inner, cols, gated, with_bias);
         }
     }
-    // Long rows, many of them: the left operand is too large to be decoded at once.
+    // Many long rows: the left operand is too large to be converted to f32 at once.
     table.add("linear 1031x8209x3".into(), |rig| {
         let w = rig.weight(Role::Linear, &[3], 8209, Bf16, Bf16);
         let (x, out) = (rig.input(1031, 8209, |v| v), rig.output(1031, 3));
@@ -241,7 +241,7 @@ fn products(table: &mut Table) {
         let op = Op::Linear(&[Product { out, x: x.t, w: &linear }]);
         rig.run(op, &[(out, want!(linear(&x.host, &w.host, None)))]);
     });
-    // How a weight is stored: three parts as q, k and v come, the second at an odd address, in every pair of types.
+    // Storage of weights: one part, and three parts like q, k and v with the second at an odd address, in every pair of dtypes.
     for (from, to) in WEIGHT_TYPES {
         for parts in [&[131][..], &[64, 1, 66]] {
             table.add(format!("linear with weight {from:?} as {to:?} in {} parts", parts.len()), move |rig| {
@@ -299,7 +299,7 @@ fn gate_residual(table: &mut Table, rows: usize, inner: usize, cols: usize, gate
     });
 }
 
-/// Rows, inner size, query heads, key heads, head size, rotation, SwiGLU width.
+/// Rows, inner size, query heads, KV heads, head dimension, RoPE style, width of the SwiGLU MLP.
 type QkvShape = (usize, usize, usize, usize, usize, RopeStyle, Option<usize>);
 
 fn projections(table: &mut Table) {
@@ -350,21 +350,21 @@ fn qkv(table: &mut Table, (rows, inner, q_heads, k_heads, d, style, mlp): QkvSha
     });
 }
 
-/// Queries, keys of each segment, query heads, key heads, head size, causal.
+/// Queries, keys of each KV segment, query heads, KV heads, head dimension, causal mask.
 type AttentionShape = (usize, &'static [usize], usize, usize, usize, bool);
 
-/// How large scores are, and what the op is told of it.
+/// The magnitude of logits, and the bound that the op is given.
 #[derive(Clone, Copy, PartialEq)]
 enum Scores {
-    /// A few keys win, so that the running maximum matters.
+    /// A few keys dominate, so that the running maximum of online softmax matters.
     Usual,
-    /// Nearly as large, and known to be no larger.
+    /// Nearly as large, with a bound.
     Bounded,
-    /// As large as norms with weights of ten make them.
+    /// As large as with norm gains of ten.
     Huge,
-    /// All the same, near the largest that a kernel without a maximum takes, and known to be no larger.
+    /// All equal and with a bound, near the largest logits that the max-free softmax supports.
     Highest,
-    /// Near the smallest.
+    /// All equal and with a bound, near the smallest logits that it supports.
     Lowest,
 }
 
@@ -388,7 +388,7 @@ fn attention(table: &mut Table) {
         (601, &[601], 1, 1, 64, true),
     ];
     shapes.into_iter().for_each(|shape| attend(table, shape, Scores::Usual));
-    // What makes a difference to kernels that take whole tiles, share them, or know how large scores are.
+    // Shapes for kernels that work on whole tiles, that split tiles, and that use the bound of logits.
     let more: [AttentionShape; 6] = [
         (1, &[1], 1, 1, 128, false),
         (257, &[600], 2, 2, 128, false),
@@ -429,7 +429,7 @@ fn attend(table: &mut Table, (queries, keys, q_heads, k_heads, d, causal): Atten
             Scores::Huge => 100.0,
             Scores::Highest | Scores::Lowest => 96.0 * LN_2 * usual,
         };
-        // Inputs before they are scaled are at most one.
+        // Inputs are at most one before they are scaled.
         let (scale, bound) = if unknown { (usual, f32::INFINITY) } else { (LN_2, large / usual) };
         let large = large * usual / scale * if scores == Scores::Lowest { -1.0 } else { 1.0 };
         let value = move |v| if alike { 1.0 } else { v };
@@ -443,7 +443,7 @@ fn attend(table: &mut Table, (queries, keys, q_heads, k_heads, d, causal): Atten
             if dtype == F32 {
                 return Expected::plain_f32(exact, oracle::attention::<f32>(&q.host, &hosts, (d, scale), causal, |p| p));
             }
-            // Plain bf16 keeps the probabilities in bf16 between the two products.
+            // A naive bf16 implementation stores P in bf16 between the two GEMMs.
             let round = |p: f64| f64::from(stored(p as f32, Bf16));
             let plain = oracle::attention::<f64>(&q.host, &hosts, (d, scale), causal, round);
             Expected { exact, plain: plain.into_iter().map(round).collect() }
@@ -452,7 +452,7 @@ fn attend(table: &mut Table, (queries, keys, q_heads, k_heads, d, causal): Atten
     });
 }
 
-/// Width, height, channels in and out, resolution, residual, groups of the statistics.
+/// Width, height, input and output channels, resampling, residual, groups of the statistics.
 type ConvShape = (usize, usize, usize, usize, Sampling, bool, Option<usize>);
 
 fn convolutions(table: &mut Table) {
@@ -497,7 +497,7 @@ fn conv(table: &mut Table, (width, height, from, to, sampling, with_residual, gr
         let conv = Conv { weight: w.t, bias: bias.t };
         let (size, filter) = ((width, height), (&w.host, &bias.host));
         let host = residual.as_ref().map(|r| &r.host);
-        // Statistics may be taken before or after the result is rounded; plain arithmetic takes them after.
+        // Statistics may be computed before or after the result is rounded; a naive implementation does it after.
         let storage = out.dtype;
         let want_stats = |_| {
             let exact = oracle::conv::<f64>(&x.host, filter, size, sampling, host);
@@ -531,7 +531,7 @@ fn group_norms(table: &mut Table) {
         (113, 40, 5),
         (129, 32, 1),
         (1031, 128, 32),
-        // More channels than a block takes at once; groups go across.
+        // More channels than a CTA handles at once, so that groups cross its boundaries.
         (3, 2304, 3),
     ];
     for (pixels, channels, groups) in shapes {
@@ -539,7 +539,7 @@ fn group_norms(table: &mut Table) {
             group_norm(table, pixels, channels, groups, given, silu);
         }
     }
-    // More than all blocks of a GPU take at once.
+    // More than one wave of CTAs on a GPU.
     table.variants = TWO;
     group_norm(table, 20_011, 256, 32, false, true);
     table.variants = ALL;
@@ -566,7 +566,7 @@ fn latents(table: &mut Table) {
             table.add(name, move |rig| {
                 let (tokens, packed) = (width * height, 4 * channels);
                 let mean = rig.vector(packed);
-                // A variance is not negative: rows of a table would be, so it lies in working memory.
+                // A variance is not negative, and weights of the rig are, so it is an activation here.
                 let var = rig.input_as(F32, 1, packed, |v| v.abs() + 0.1);
                 let stats = LatentStats { mean: mean.t, var: var.t, eps: EPS };
                 let host = (&mean.host, &var.host);

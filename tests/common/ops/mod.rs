@@ -1,11 +1,11 @@
-//! Every op of a backend against a plain f64 loop: [`cases`] is the table, [`oracle`] the loops, and this file the rig that
-//! places operands, runs a case and judges it. It works on any `&mut dyn Backend`.
+//! Every op of a backend against a naive f64 loop: [`cases`] is the table, [`oracle`] has the loops, and this file has the rig
+//! that places operands, runs a case and checks its results. It works on any `&mut dyn Backend`.
 //!
-//! What is demanded of a result:
-//! - Its relative L2 error against the f64 oracle, on the inputs as stored, is at most twice that of plain arithmetic at the
-//!   same precision, plus [`FLOOR`]. Plain means: for f32 the same loop in f32; for bf16 the oracle rounded once.
-//! - Every element was written (results start as NaN), and nothing else in working memory changed: neighbouring columns of a
-//!   wider buffer, gaps and inputs are read back. Columns beside an input hold NaN, so that reading them shows.
+//! A result has to satisfy two conditions:
+//! - Its relative L2 error against the f64 oracle, on the inputs as stored, is at most twice that of naive arithmetic at the same
+//!   precision, plus [`FLOOR`]. For f32 this is the same loop in f32, for bf16 the oracle rounded once.
+//! - Every element was written (results start as NaN), and nothing else in the arena changed: padding columns of strided buffers,
+//!   gaps and inputs are read back. Padding of inputs is NaN, so that reading it shows.
 
 pub mod cases;
 pub mod oracle;
@@ -16,17 +16,17 @@ use kiln::tensor::{Arena, Bytes, DType, Region, Tensor};
 use oracle::Real;
 use std::sync::Arc;
 
-/// Added to every limit: the error of a result whose plain arithmetic happens to be exact.
+/// Added to every limit, because naive arithmetic may be exact by chance.
 const FLOOR: f64 = 1e-6;
 /// Bytes for weights; no case needs more than half.
 const WEIGHTS: u64 = 512 << 20;
-/// What columns beside a result hold; exact in every type.
+/// The value of padding columns of results; exact in every dtype.
 const BESIDE: f32 = 1280.0;
-/// Columns to the left and right of a sliced operand.
+/// Padding columns to the left and right of a strided operand.
 const LEFT: usize = 3;
 const RIGHT: usize = 2;
 
-/// A matrix on the host, holding what its stored type can hold.
+/// A matrix on the host, with values that its stored dtype can represent.
 #[derive(Clone, Debug)]
 pub struct Mat {
     pub rows: usize,
@@ -56,7 +56,7 @@ pub fn stored(value: f32, dtype: DType) -> f32 {
     }
 }
 
-/// What an op should give and what plain arithmetic gives instead.
+/// The exact result of an op, and that of naive arithmetic.
 pub struct Expected {
     pub exact: Vec<f64>,
     pub plain: Vec<f64>,
@@ -75,7 +75,7 @@ impl Expected {
     }
 }
 
-/// A result and how to compute what is expected of it, given the type it is stored in.
+/// A result, and a function that computes its expectation from its dtype.
 pub type Check<'a> = (Tensor, Box<dyn Fn(DType) -> Expected + 'a>);
 
 /// The expectation that an oracle function gives for some arguments.
@@ -92,12 +92,12 @@ macro_rules! want {
 }
 pub(crate) use want;
 
-/// How an operand lies in memory.
+/// The layout of an operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fit {
-    /// A buffer of its own.
+    /// Contiguous, in a buffer of its own.
     Whole,
-    /// Some columns of a wider buffer, at an odd offset and with an odd gap.
+    /// Strided: some columns of a wider buffer, at an odd offset and with an odd padding.
     Slice,
 }
 
@@ -116,7 +116,7 @@ pub struct Operand {
     pub host: Mat,
 }
 
-/// Places the operands of one case, runs its op and judges the results.
+/// Places the operands of one case, runs its op and checks the results.
 pub struct Rig<'a> {
     backend: &'a mut dyn Backend,
     weights: &'a mut Arena,
@@ -124,11 +124,11 @@ pub struct Rig<'a> {
     storage: DType,
     fit: Fit,
     seed: u32,
-    /// Everything in working memory: the whole buffer of each operand, and what it holds before the op.
+    /// All of the arena: the whole buffer of each operand, and its content before the op.
     buffers: Vec<(Tensor, Vec<f32>)>,
     ids: Vec<(Tensor, Vec<u32>)>,
     verify: bool,
-    /// What the op gave, result by result.
+    /// The results of the op.
     results: Vec<Vec<f32>>,
     faults: Vec<String>,
 }
@@ -148,7 +148,7 @@ impl Rig<'_> {
     fn place(&mut self, rows: usize, cols: usize, dtype: DType, beside: f32, mut value: impl FnMut(usize) -> f32) -> Tensor {
         let (left, right) = if self.fit == Fit::Slice { (LEFT, RIGHT) } else { (0, 0) };
         let whole = self.arena.alloc(rows, left + cols + right, dtype).unwrap();
-        // Bytes cannot be NaN: there a result that was not written shows by its value.
+        // There is no NaN in U8, so a result that was not written shows by this value.
         let kept = |v: f32| if dtype == DType::U8 { stored(if v.is_nan() { 77.0 } else { v }, dtype) } else { v };
         let mut held = vec![kept(beside); whole.len()];
         for r in 0..rows {
@@ -164,48 +164,48 @@ impl Rig<'_> {
         Operand { t, host: Mat { rows, cols, data } }
     }
 
-    /// Activations to read: `f` of values in -1..1.
+    /// Input activations: `f` of values in -1..1.
     pub fn input(&mut self, rows: usize, cols: usize, f: impl Fn(f32) -> f32) -> Operand {
         self.operand(rows, cols, self.storage, f32::NAN, f)
     }
 
-    /// The same in a type of its own.
+    /// The same in another dtype.
     pub fn input_as(&mut self, dtype: DType, rows: usize, cols: usize, f: impl Fn(f32) -> f32) -> Operand {
         self.operand(rows, cols, dtype, f32::NAN, f)
     }
 
-    /// Activations to read and write.
+    /// Activations that the op updates in place.
     pub fn updated(&mut self, rows: usize, cols: usize) -> Operand {
         self.updated_as(self.storage, rows, cols)
     }
 
-    /// The same in a type of its own.
+    /// The same in another dtype.
     pub fn updated_as(&mut self, dtype: DType, rows: usize, cols: usize) -> Operand {
         self.operand(rows, cols, dtype, BESIDE, |v| 2.0 * v)
     }
 
-    /// Token ids to read.
+    /// Input token ids.
     pub fn ids(&mut self, ids: Vec<u32>) -> Tensor {
         let t = self.arena.alloc(ids.len(), 1, DType::U32).unwrap();
         self.ids.push((t, ids));
         t
     }
 
-    /// A result in the case's type, NaN until written.
+    /// A result in the dtype of the case, NaN until written.
     pub fn output(&mut self, rows: usize, cols: usize) -> Tensor {
         self.output_as(self.storage, rows, cols)
     }
 
-    /// The same in a type of its own.
+    /// The same in another dtype.
     pub fn output_as(&mut self, dtype: DType, rows: usize, cols: usize) -> Tensor {
         self.place(rows, cols, dtype, BESIDE, |_| f32::NAN)
     }
 
-    /// A weight of type `to` whose rows a file stores as `from`, in parts of so many rows. Parts are as a file has them: at any
+    /// A weight of dtype `to` whose rows a file stores as `from`, in parts of so many rows. Parts of a file may be at any
     /// address, so every second one is misaligned here.
     pub fn weight(&mut self, role: Role, parts: &[usize], cols: usize, from: DType, to: DType) -> Operand {
         let rows = parts.iter().sum();
-        // Small enough that a sum over a row stays near one.
+        // The scale keeps the result of a GEMM near one.
         let scale = if role == Role::Vector { 1.0 } else { 1.5 / (cols as f32).sqrt() };
         let file: Vec<f32> = self.noise(rows * cols).into_iter().map(|v| stored(scale * v, from)).collect();
         let t = self.weights.alloc(rows, cols, to).unwrap();
@@ -230,7 +230,7 @@ impl Rig<'_> {
             })
             .collect();
         self.backend.upload(t, role, &parts).unwrap();
-        // A value that was stored in a type once is that type's own.
+        // Rounding to the same dtype again changes nothing.
         let data = if from == to { file } else { file.into_iter().map(|v| stored(v, to)).collect() };
         Operand { t, host: Mat { rows, cols, data } }
     }
@@ -240,7 +240,7 @@ impl Rig<'_> {
         self.weight(Role::Vector, &[1], cols, DType::F32, DType::F32)
     }
 
-    /// Runs the op and judges its results.
+    /// Runs the op and checks its results.
     pub fn run(&mut self, op: Op<'_>, checks: &[Check<'_>]) {
         self.backend.reserve(self.arena.peak()).unwrap();
         for (t, held) in &self.buffers {
@@ -281,7 +281,7 @@ impl Rig<'_> {
     }
 }
 
-/// Relative L2 distance; infinite where either is not a number.
+/// Relative L2 distance; infinite if any value is NaN.
 fn distance(got: impl Iterator<Item = f64>, want: &[f64]) -> f64 {
     let norm: f64 = want.iter().map(|w| w * w).sum();
     let difference: f64 = got.zip(want).map(|(g, w)| (g - w).powi(2)).sum();
@@ -312,9 +312,9 @@ fn judge(out: Tensor, got: &[f32], want: &Expected) -> Option<String> {
     Some(format!("relative error {error:.2e}, plain arithmetic has {plain:.2e}; worst at {place}: {got}, oracle {exact}"))
 }
 
-/// Runs one case and returns what it gave. `verify` compares with the oracle; faults are added to `faults`.
+/// Runs one case and returns its results. `verify` compares them with the oracle; failures are added to `faults`.
 pub fn run(be: &mut dyn Backend, weights: &mut Arena, case: &Case, verify: bool, faults: &mut Vec<String>) -> Vec<Vec<f32>> {
-    // Weights lie one after the other until half the room is gone, so that few cases ask for memory.
+    // Weights are placed one after the other until half of the region is used, so that few cases allocate.
     if weights.peak() == 0 || weights.peak() > WEIGHTS / 2 {
         *weights = Arena::new(Region::Weights);
         be.reserve_weights(WEIGHTS).unwrap();
@@ -349,11 +349,11 @@ pub fn check_some(backend: &mut dyn Backend, wanted: impl Fn(&str) -> bool) {
     assert!(faults.is_empty(), "{} of {count} cases fail on {name}:\n{}", faults.len(), faults.join("\n"));
 }
 
-/// Numbers in the names of cases that are small enough for tools that slow kernels down a hundredfold.
+/// The largest number in the names of cases that run under compute-sanitizer, which slows kernels down a hundredfold.
 pub const SMALL: usize = 256;
 
-/// Whether no number in the name of a case is above `limit`, but for the size of a head, which is the model's, and the length of
-/// rows, which is what their kernels differ in.
+/// Whether no number in the name of a case is above `limit`, except for the head dimension, which is that of the model, and the
+/// length of rows, by which their kernels are selected.
 pub fn is_within(limit: usize, name: &str) -> bool {
     let name = [" heads of ", " rows of "].iter().find_map(|of| name.split_once(of)).map_or(name, |(shape, _)| shape);
     name.split(|c: char| !c.is_ascii_digit()).filter_map(|n| n.parse::<usize>().ok()).all(|n| n <= limit)

@@ -1,5 +1,6 @@
-//! Every op as the plainest loop its documentation allows, generic over the precision: in f64 it is the oracle, in f32 it is
-//! what straightforward arithmetic at that precision costs. No blocking, no fused passes, no shared helpers with the backends.
+//! Every op as the most naive loop that its documentation allows, generic over the precision: in f64 it is the oracle, in f32 it
+//! shows the error of straightforward arithmetic. There are no fused passes and no helpers shared with the backends, and every
+//! sum adds its terms in order.
 
 use super::Mat;
 use kiln::backend::{RopeStyle, Sampling};
@@ -92,17 +93,17 @@ pub fn layer_norm_modulate<R: Real>(x: &Mat, shift: &Mat, scale: &Mat, eps: f32)
     })
 }
 
-/// `sum[i] += scale * row[i]`: one term of many sums that do not wait for each other. Each sum still adds its terms in order.
+/// Adds one term to each of many independent sums, `sums[i] += scale * row[i]`, which the compiler can vectorise.
 fn add_scaled<R: Real>(sums: &mut [R], scale: R, row: &[R]) {
     sums.iter_mut().zip(row).for_each(|(sum, &v)| *sum += scale * v);
 }
 
-/// Some rows of a matrix as the columns of another, row by row.
+/// The transpose of some rows of a matrix.
 fn transposed<R: Real>(m: &Mat, rows: Range<usize>) -> Vec<R> {
     (0..m.cols).flat_map(|c| rows.clone().map(move |r| m.at(r, c))).collect()
 }
 
-/// `x w^T` for some rows of `w`, so many at a time that they stay in a cache.
+/// `x w^T` for some rows of `w`, in blocks that stay in the cache.
 fn product<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>) -> Vec<R> {
     const BLOCK: usize = 64;
     let (x, cols): (Vec<Vec<R>>, usize) = ((0..x.rows).map(|r| x.row(r)).collect(), rows.len());
@@ -123,7 +124,7 @@ pub fn linear<R: Real>(x: &Mat, w: &Mat, bias: Option<&Mat>) -> Vec<R> {
     each(x.rows, w.rows, |r, c| product[r * w.rows + c] + bias.map_or(R::of(0.0), |b| b.at(0, c)))
 }
 
-/// `silu(gate) * up`, the gates being `width` rows of `w` from `first` on and the ups the next `width`.
+/// SwiGLU, `silu(gate) * up`: gate is `width` rows of `w` from `first` on, up the next `width`.
 pub fn swiglu<R: Real>(x: &Mat, w: &Mat, first: usize, width: usize) -> Vec<R> {
     let gate = product::<R>(x, w, first..first + width);
     let up = product::<R>(x, w, first + width..first + 2 * width);
@@ -138,7 +139,7 @@ pub fn gate_residual<R: Real>(into: &Mat, x: &Mat, w: &Mat, bias: Option<&Mat>, 
     })
 }
 
-/// What happens to query and key heads.
+/// qk-norm, scale and RoPE of query or key heads.
 #[derive(Clone, Copy)]
 pub struct Heads<'a> {
     pub weight: &'a Mat,
@@ -148,7 +149,7 @@ pub struct Heads<'a> {
     pub style: RopeStyle,
 }
 
-/// Queries or keys: some rows of the product, each head normalised, then rotated.
+/// Queries or keys: some columns of the GEMM, each head with RMS norm, then RoPE.
 pub fn heads<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>, heads: Heads<'_>) -> Vec<R> {
     let (cols, d) = (rows.len(), heads.table.cols);
     let product = product::<R>(x, w, rows);
@@ -172,17 +173,17 @@ pub fn heads<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>, heads: Heads<'_>) ->
     out
 }
 
-/// Values: some rows of the product as they are.
+/// Values: some columns of the GEMM.
 pub fn values<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>) -> Vec<R> {
     product(x, w, rows)
 }
 
-/// Softmax over the keys of all segments, the mask being a score of minus infinity. `store` is what happens to a probability
-/// before it is multiplied: kernels on matrix units keep it in bf16 there.
+/// Softmax over the keys of all KV segments; masked logits are minus infinity. `store` rounds P before the second GEMM, as
+/// kernels on tensor cores do.
 pub fn attention<R: Real>(q: &Mat, kv: &[(Mat, Mat)], (d, scale): (usize, f32), causal: bool, store: fn(R) -> R) -> Vec<R> {
     let group = q.cols / kv[0].0.cols;
     let length = kv.iter().map(|(k, _)| k.rows).sum();
-    // Channel by channel, the keys of all segments side by side.
+    // The transpose of the keys of all segments.
     let channel = |c: usize| kv.iter().flat_map(move |(k, _)| (0..k.rows).map(move |j| k.at::<R>(j, c))).collect();
     let keys: Vec<Vec<R>> = (0..kv[0].0.cols).map(channel).collect();
     let values: Vec<Vec<R>> = kv.iter().flat_map(|(_, v)| (0..v.rows).map(|j| v.row(j))).collect();
@@ -208,7 +209,7 @@ pub fn attention<R: Real>(q: &Mat, kv: &[(Mat, Mat)], (d, scale): (usize, f32), 
     out
 }
 
-/// A 3x3 convolution, straight from its definition.
+/// A 3x3 convolution by its definition.
 pub fn conv<R: Real>(
     x: &Mat,
     (w, bias): (&Mat, &Mat),
@@ -216,7 +217,7 @@ pub fn conv<R: Real>(
     sampling: Sampling,
     residual: Option<&Mat>,
 ) -> Vec<R> {
-    // The image the filter slides over, its size, the step, and the filter's offset to the left and above.
+    // The upsampling factor of the input, the stride, and the padding at the left and at the top.
     let (factor, step, before) = match sampling {
         Sampling::Same => (1, 1, 1),
         Sampling::Up => (2, 1, 1),
@@ -264,7 +265,7 @@ pub fn group_norm<R: Real>(x: &Mat, (w, bias): (&Mat, &Mat), stats: Option<&Mat>
     })
 }
 
-/// Pixel and channel of packed channel `packed` of token `t`: a channel's four pixels are neighbours, row by row.
+/// The pixel and the channel of packed channel `packed` of token `t`: each channel has a patch of 2x2 pixels, row by row.
 fn unpacked(t: usize, packed: usize, width: usize) -> (usize, usize) {
     let (channel, dy, dx) = (packed / 4, packed % 4 / 2, packed % 2);
     ((t / width * 2 + dy) * 2 * width + t % width * 2 + dx, channel)
