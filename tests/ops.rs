@@ -19,12 +19,12 @@ fn cpu(threads: usize) -> Cpu {
 }
 
 #[test]
-fn every_op_equals_a_plain_loop() {
+fn every_op_equals_a_naive_loop() {
     ops::check_some(&mut cpu(0), |name| !is_klein(name));
 }
 
 #[test]
-fn every_op_equals_a_plain_loop_at_klein_widths() {
+fn every_op_equals_a_naive_loop_at_klein_widths() {
     ops::check_some(&mut cpu(0), is_klein);
 }
 

@@ -159,7 +159,7 @@ fn non_finite(table: &mut Table, rows: usize, cols: usize) {
         });
         let found = x.host.row::<f32>(0).len() * rows - finite(&x.host);
         let count = rig.output_as(F32, 1, 1);
-        let want = |_| Expected { exact: vec![found as f64], plain: vec![found as f64] };
+        let want = |_| Expected { exact: vec![found as f64], naive: vec![found as f64] };
         rig.run(Op::NonFinite { count, x: x.t }, &[(count, Box::new(want))]);
     });
 }
@@ -195,7 +195,7 @@ fn finite(m: &Mat) -> usize {
     (0..m.rows).map(|r| m.row::<f32>(r).iter().filter(|v| v.is_finite()).count()).sum()
 }
 
-fn plain(weight: &Operand, bias: Option<&Operand>) -> Linear {
+fn linear_of(weight: &Operand, bias: Option<&Operand>) -> Linear {
     Linear { weight: weight.t, bias: bias.map(|b| b.t) }
 }
 
@@ -237,7 +237,7 @@ fn products(table: &mut Table) {
     table.add("linear 1031x8209x3".into(), |rig| {
         let w = rig.weight(Role::Linear, &[3], 8209, Bf16, Bf16);
         let (x, out) = (rig.input(1031, 8209, |v| v), rig.output(1031, 3));
-        let linear = plain(&w, None);
+        let linear = linear_of(&w, None);
         let op = Op::Linear(&[Product { out, x: x.t, w: &linear }]);
         rig.run(op, &[(out, want!(linear(&x.host, &w.host, None)))]);
     });
@@ -247,7 +247,7 @@ fn products(table: &mut Table) {
             table.add(format!("linear with weight {from:?} as {to:?} in {} parts", parts.len()), move |rig| {
                 let w = rig.weight(Role::Linear, parts, 129, from, to);
                 let (x, out) = (rig.input(113, 129, |v| v), rig.output(113, 131));
-                let linear = plain(&w, None);
+                let linear = linear_of(&w, None);
                 let op = Op::Linear(&[Product { out, x: x.t, w: &linear }]);
                 rig.run(op, &[(out, want!(linear(&x.host, &w.host, None)))]);
             });
@@ -262,7 +262,7 @@ fn linear(table: &mut Table, rows: usize, inner: usize, cols: usize, with_bias: 
         let bias = [cols, 5].map(|n| with_bias.then(|| rig.vector(n)));
         let (x, y) = (rig.input(rows, inner, |v| v), rig.input(3, inner, |v| v));
         let out = [rig.output(rows, cols), rig.output(3, 5)];
-        let linear = [plain(&w[0], bias[0].as_ref()), plain(&w[1], bias[1].as_ref())];
+        let linear = [linear_of(&w[0], bias[0].as_ref()), linear_of(&w[1], bias[1].as_ref())];
         let streams = [Product { out: out[0], x: x.t, w: &linear[0] }, Product { out: out[1], x: y.t, w: &linear[1] }];
         let host = bias.each_ref().map(|b| b.as_ref().map(|b| &b.host));
         rig.run(
@@ -276,7 +276,7 @@ fn swiglu(table: &mut Table, rows: usize, inner: usize, cols: usize) {
     table.add(format!("linear_swiglu {}", shape(rows, inner, cols)), move |rig| {
         let w = rig.weight(Role::GateUp { tail: 2 * cols }, &[cols, cols], inner, Bf16, Bf16);
         let (x, out) = (rig.input(rows, inner, |v| 3.0 * v), rig.output(rows, cols));
-        let linear = plain(&w, None);
+        let linear = linear_of(&w, None);
         let op = Op::LinearSwiglu(&[Product { out, x: x.t, w: &linear }]);
         rig.run(op, &[(out, want!(swiglu(&x.host, &w.host, 0, cols)))]);
     });
@@ -289,7 +289,7 @@ fn gate_residual(table: &mut Table, rows: usize, inner: usize, cols: usize, gate
         let bias = with_bias.then(|| rig.vector(cols));
         let gate = gated.then(|| rig.input(1, cols, |v| v));
         let (x, into) = (rig.input(rows, inner, |v| v), rig.updated(rows, cols));
-        let linear = plain(&w, bias.as_ref());
+        let linear = linear_of(&w, bias.as_ref());
         let stream = GatedProduct { into: into.t, x: x.t, w: &linear, gate: gate.as_ref().map(|g| g.t) };
         let host = (bias.as_ref().map(|b| &b.host), gate.as_ref().map(|g| &g.host));
         rig.run(
@@ -330,7 +330,7 @@ fn qkv(table: &mut Table, (rows, inner, q_heads, k_heads, d, style, mlp): QkvSha
         let q = (q_heads > 0).then(|| rig.output(rows, k_start));
         let (k, v) = (rig.output(rows, k_heads * d), rig.output(rows, k_heads * d));
         let mlp = mlp.map(|width| rig.output(rows, width));
-        let linear = plain(&w, None);
+        let linear = linear_of(&w, None);
         let q_scale = 0.3;
         let norm = QkNorm { q: q_norm.t, k: k_norm.t, eps: EPS, q_scale };
         let rope = Rope { table: angles.t, style };
@@ -441,12 +441,12 @@ fn attend(table: &mut Table, (queries, keys, q_heads, k_heads, d, causal): Atten
         let want = |dtype| {
             let exact = oracle::attention::<f64>(&q.host, &hosts, (d, scale), causal, |p| p);
             if dtype == F32 {
-                return Expected::plain_f32(exact, oracle::attention::<f32>(&q.host, &hosts, (d, scale), causal, |p| p));
+                return Expected::naive_f32(exact, oracle::attention::<f32>(&q.host, &hosts, (d, scale), causal, |p| p));
             }
             // A naive bf16 implementation stores P in bf16 between the two GEMMs.
             let round = |p: f64| f64::from(stored(p as f32, Bf16));
-            let plain = oracle::attention::<f64>(&q.host, &hosts, (d, scale), causal, round);
-            Expected { exact, plain: plain.into_iter().map(round).collect() }
+            let naive = oracle::attention::<f64>(&q.host, &hosts, (d, scale), causal, round);
+            Expected { exact, naive: naive.into_iter().map(round).collect() }
         };
         rig.run(Op::Attention { out, q: q.t, kv: &kv, head_dim: d, causal, scale, bound }, &[(out, Box::new(want))]);
     });
@@ -501,12 +501,12 @@ fn conv(table: &mut Table, (width, height, from, to, sampling, with_residual, gr
         let storage = out.dtype;
         let want_stats = |_| {
             let exact = oracle::conv::<f64>(&x.host, filter, size, sampling, host);
-            let plain: Vec<f32> = match storage {
+            let naive: Vec<f32> = match storage {
                 F32 => oracle::conv::<f32>(&x.host, filter, size, sampling, host),
                 _ => exact.iter().map(|&v| stored(v as f32, storage)).collect(),
             };
             let groups = groups.unwrap_or(1);
-            Expected::plain_f32(oracle::group_stats(&exact, to, groups), oracle::group_stats(&plain, to, groups))
+            Expected::naive_f32(oracle::group_stats(&exact, to, groups), oracle::group_stats(&naive, to, groups))
         };
         let mut checks: Vec<Check<'_>> = vec![(out, want!(conv(&x.host, filter, size, sampling, host)))];
         if let Some(stats) = stats {

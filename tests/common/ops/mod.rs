@@ -21,7 +21,7 @@ const FLOOR: f64 = 1e-6;
 /// Bytes for weights; no case needs more than half.
 const WEIGHTS: u64 = 512 << 20;
 /// The value of padding columns of results; exact in every dtype.
-const BESIDE: f32 = 1280.0;
+const PADDING: f32 = 1280.0;
 /// Padding columns to the left and right of a strided operand.
 const LEFT: usize = 3;
 const RIGHT: usize = 2;
@@ -59,19 +59,19 @@ pub fn stored(value: f32, dtype: DType) -> f32 {
 /// The exact result of an op, and that of naive arithmetic.
 pub struct Expected {
     pub exact: Vec<f64>,
-    pub plain: Vec<f64>,
+    pub naive: Vec<f64>,
 }
 
 impl Expected {
     /// The oracle rounded to `dtype` once.
     pub fn rounded(exact: Vec<f64>, dtype: DType) -> Self {
-        let plain = exact.iter().map(|&v| f64::from(stored(v as f32, dtype))).collect();
-        Self { exact, plain }
+        let naive = exact.iter().map(|&v| f64::from(stored(v as f32, dtype))).collect();
+        Self { exact, naive }
     }
 
     /// The oracle and the same loop in f32.
-    pub fn plain_f32(exact: Vec<f64>, plain: Vec<f32>) -> Self {
-        Self { exact, plain: plain.into_iter().map(f64::from).collect() }
+    pub fn naive_f32(exact: Vec<f64>, naive: Vec<f32>) -> Self {
+        Self { exact, naive: naive.into_iter().map(f64::from).collect() }
     }
 }
 
@@ -82,7 +82,7 @@ pub type Check<'a> = (Tensor, Box<dyn Fn(DType) -> Expected + 'a>);
 macro_rules! want {
     ($f:ident($($arg:expr),* $(,)?)) => {
         Box::new(|dtype: kiln::tensor::DType| match dtype {
-            kiln::tensor::DType::F32 => $crate::ops::Expected::plain_f32(
+            kiln::tensor::DType::F32 => $crate::ops::Expected::naive_f32(
                 $crate::ops::oracle::$f::<f64>($($arg),*),
                 $crate::ops::oracle::$f::<f32>($($arg),*),
             ),
@@ -145,12 +145,12 @@ impl Rig<'_> {
         (0..len).map(|_| next()).collect()
     }
 
-    fn place(&mut self, rows: usize, cols: usize, dtype: DType, beside: f32, mut value: impl FnMut(usize) -> f32) -> Tensor {
+    fn place(&mut self, rows: usize, cols: usize, dtype: DType, padding: f32, mut value: impl FnMut(usize) -> f32) -> Tensor {
         let (left, right) = if self.fit == Fit::Slice { (LEFT, RIGHT) } else { (0, 0) };
         let whole = self.arena.alloc(rows, left + cols + right, dtype).unwrap();
         // There is no NaN in U8, so a result that was not written shows by this value.
         let kept = |v: f32| if dtype == DType::U8 { stored(if v.is_nan() { 77.0 } else { v }, dtype) } else { v };
-        let mut held = vec![kept(beside); whole.len()];
+        let mut held = vec![kept(padding); whole.len()];
         for r in 0..rows {
             (0..cols).for_each(|c| held[r * whole.cols + left + c] = kept(value(r * cols + c)));
         }
@@ -158,9 +158,9 @@ impl Rig<'_> {
         whole.cols(left..left + cols)
     }
 
-    fn operand(&mut self, rows: usize, cols: usize, dtype: DType, beside: f32, f: impl Fn(f32) -> f32) -> Operand {
+    fn operand(&mut self, rows: usize, cols: usize, dtype: DType, padding: f32, f: impl Fn(f32) -> f32) -> Operand {
         let data: Vec<f32> = self.noise(rows * cols).into_iter().map(|v| stored(f(v), dtype)).collect();
-        let t = self.place(rows, cols, dtype, beside, |i| data[i]);
+        let t = self.place(rows, cols, dtype, padding, |i| data[i]);
         Operand { t, host: Mat { rows, cols, data } }
     }
 
@@ -181,7 +181,7 @@ impl Rig<'_> {
 
     /// The same in another dtype.
     pub fn updated_as(&mut self, dtype: DType, rows: usize, cols: usize) -> Operand {
-        self.operand(rows, cols, dtype, BESIDE, |v| 2.0 * v)
+        self.operand(rows, cols, dtype, PADDING, |v| 2.0 * v)
     }
 
     /// Input token ids.
@@ -198,7 +198,7 @@ impl Rig<'_> {
 
     /// The same in another dtype.
     pub fn output_as(&mut self, dtype: DType, rows: usize, cols: usize) -> Tensor {
-        self.place(rows, cols, dtype, BESIDE, |_| f32::NAN)
+        self.place(rows, cols, dtype, PADDING, |_| f32::NAN)
     }
 
     /// A weight of dtype `to` whose rows a file stores as `from`, in parts of so many rows. Parts of a file may be at any
@@ -302,14 +302,14 @@ fn judge(out: Tensor, got: &[f32], want: &Expected) -> Option<String> {
         return Some(format!("{} was not written, or is NaN", place(i)));
     }
     let error = distance(got.iter().copied().map(f64::from), &want.exact);
-    let plain = distance(want.plain.iter().copied(), &want.exact);
-    if error <= 2.0 * plain + FLOOR {
+    let naive = distance(want.naive.iter().copied(), &want.exact);
+    if error <= 2.0 * naive + FLOOR {
         return None;
     }
     let off = |i: usize| (f64::from(got[i]) - want.exact[i]).abs();
     let worst = (0..got.len()).max_by(|&a, &b| off(a).total_cmp(&off(b)))?;
     let (place, got, exact) = (place(worst), got[worst], want.exact[worst]);
-    Some(format!("relative error {error:.2e}, plain arithmetic has {plain:.2e}; worst at {place}: {got}, oracle {exact}"))
+    Some(format!("relative error {error:.2e}, naive arithmetic has {naive:.2e}; worst at {place}: {got}, oracle {exact}"))
 }
 
 /// Runs one case and returns its results. `verify` compares them with the oracle; failures are added to `faults`.
