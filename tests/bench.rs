@@ -3,7 +3,7 @@
 #[path = "common/sandbox.rs"]
 mod sandbox;
 
-use sandbox::{QUICK, Sandbox};
+use sandbox::{QUICK, Sandbox, send};
 use serde_json::Value;
 
 /// The seconds of each stage of an image, without those of single steps.
@@ -196,8 +196,7 @@ fn an_interrupt_ends_it() {
     let mut child = sandbox.command(["bench", "--runs", "1000"].iter().chain(&QUICK)).spawn().unwrap();
     let mut stderr = BufReader::new(child.stderr.take().unwrap()).lines();
     assert!(stderr.any(|line| line.unwrap().starts_with("warm picture 1 of 1000")));
-    let pid = i32::try_from(child.id()).unwrap();
-    assert!(std::process::Command::new("kill").args(["-INT", &pid.to_string()]).status().unwrap().success());
+    send("-INT", &child);
     assert_eq!(stderr.last().unwrap().unwrap(), "error: interrupted");
     let output = child.wait_with_output().unwrap();
     assert_eq!((output.status.code(), output.stdout.as_slice()), (Some(130), &b""[..]));

@@ -123,29 +123,27 @@ fn the_recorded_weights_are_these() {
     }
 }
 
-#[test]
-fn f32_equals_diffusers() {
+/// Every case in one precision; `allowed` is the limit of a stage's error.
+fn compare(precision: Precision, allowed: impl Fn(&Case, &str) -> f64) {
     let goldens = Goldens::named("builtin.safetensors");
     for case in recorded().cases {
-        let record = case.run(&goldens, Precision::F32);
+        let record = case.run(&goldens, precision);
         for (stage, error) in case.errors(&record, &goldens) {
-            println!("{} f32 {stage}: {error:.2e}", case.name);
-            assert!(error < 1e-4, "{}: {stage} differ by {error:.2e}", case.name);
+            let allowed = allowed(&case, stage);
+            println!("{} {} {stage}: {error:.2e}, allowed {allowed:.2e}", case.name, precision.name());
+            assert!(error <= allowed, "{}: {stage} differ by {error:.2e}, allowed {allowed:.2e}", case.name);
         }
     }
 }
 
 #[test]
+fn f32_equals_diffusers() {
+    compare(Precision::F32, |_, _| 1e-4);
+}
+
+#[test]
 fn bf16_is_at_least_as_close_as_diffusers_in_bf16() {
-    let goldens = Goldens::named("builtin.safetensors");
-    for case in recorded().cases {
-        let record = case.run(&goldens, Precision::Bf16);
-        for (stage, error) in case.errors(&record, &goldens) {
-            let (plain, exact) = (case.bf16_relative_l2[stage], case.bf16_exact_time_relative_l2[stage]);
-            println!("{} bf16 {stage}: {error:.2e}, diffusers {plain:.2e}, with exact time {exact:.2e}", case.name);
-            assert!(error <= 1.2 * plain.min(exact), "{}: {stage} differ by {error:.2e}", case.name);
-        }
-    }
+    compare(Precision::Bf16, |case, stage| 1.2 * case.bf16_relative_l2[stage].min(case.bf16_exact_time_relative_l2[stage]));
 }
 
 /// The real program on the tiny model with other conventions.

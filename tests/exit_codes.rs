@@ -5,10 +5,9 @@
 mod sandbox;
 
 use kiln::checkpoint::Shard;
-use sandbox::{QUICK, Run, Sandbox};
+use sandbox::{QUICK, Run, Sandbox, send};
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
-use std::process::Command;
 
 /// Overwrites the first element of a tensor, in a file of bf16.
 fn plant(sandbox: &Sandbox, file: &str, tensor: &str, value: f32) {
@@ -17,13 +16,6 @@ fn plant(sandbox: &Sandbox, file: &str, tensor: &str, value: f32) {
     let mut bytes = fs::read(&path).unwrap();
     bytes[place..place + 2].copy_from_slice(&half::bf16::from_f32(value).to_le_bytes());
     fs::write(&path, bytes).unwrap();
-}
-
-/// Runs with a limit that a shell sets.
-fn limited(sandbox: &Sandbox, limit: &str, args: &[&str]) -> Run {
-    let mut command = sandbox.wrapped("sh");
-    command.args(["-c", &format!("{limit} exec \"$0\" \"$@\""), env!("CARGO_BIN_EXE_kiln")]).args(args);
-    Run::of(command)
 }
 
 /// Sends a signal to a run that is denoising.
@@ -35,7 +27,7 @@ fn stopped(sandbox: &Sandbox, signal: &str) -> Run {
         stderr.clear();
         assert_ne!(reader.read_line(&mut stderr).unwrap(), 0, "the run ended by itself");
     }
-    assert!(Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap().success());
+    send(signal, &child);
     stderr.clear();
     reader.read_to_string(&mut stderr).unwrap();
     let output = child.wait_with_output().unwrap();
@@ -59,7 +51,7 @@ fn every_exit_code_is_reached() {
         (run("x -q --steps 0"), 2, "error: invalid value '0'", "try '--help'.\n"),
         (run("x -q --model none"), 3, "error: no model found (none): ", "--text-encoder and --vae\n"),
         (
-            limited(&sandbox, "ulimit -v 1000000;", &large),
+            Run::of(sandbox.limited("-v 1000000", large)),
             4,
             "error: not enough memory: this job needs ",
             " MiB), close other programs, or allow this one more memory\n",

@@ -2,6 +2,7 @@
 //! and never generates an image from other weights.
 #![cfg(target_os = "linux")]
 
+mod common;
 #[path = "common/moments.rs"]
 mod moments;
 #[path = "common/random.rs"]
@@ -9,15 +10,14 @@ mod random;
 #[path = "common/sandbox.rs"]
 mod sandbox;
 
+use common::small_job;
 use kiln::backend::cpu::Cpu;
 use kiln::checkpoint::{Part, Shard, Weights};
 use kiln::config::{Conventions, Variant};
 use kiln::error::{Error, Result};
 use kiln::names::Layout;
-use kiln::noise::NoiseKind;
-use kiln::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel};
+use kiln::pipeline::{Engine, LoadOptions, OpenModel};
 use kiln::progress::Silent;
-use kiln::sequence::Pixels;
 use kiln::tensor::{Bytes, DType, Precision};
 use kiln::tiny;
 use kiln::tokenizer::Tokenizer;
@@ -180,20 +180,6 @@ fn a_truncation_that_was_undone_is_noticed_by_the_signal_handler() {
     }
 }
 
-fn job() -> Job {
-    Job {
-        prompt: "x".into(),
-        size: Pixels::new(64, 64).unwrap(),
-        steps: 1,
-        negative: String::new(),
-        references: Vec::new(),
-        guidance: 1.0,
-        seeds: vec![5],
-        noise: Noise::Drawn(NoiseKind::TorchCpu),
-        record: false,
-    }
-}
-
 /// The tiny model with another transformer.
 fn open(transformer: Shard) -> OpenModel {
     let tiny = tiny::model(Layout::Bfl, DType::Bf16).unwrap();
@@ -211,7 +197,7 @@ fn load(model: OpenModel) -> Result<Engine> {
 /// The pixels of the image, or none if the run failed before.
 fn generate(engine: &mut Engine) -> (Option<Vec<u8>>, Result<()>) {
     let mut pixels = None;
-    let done = engine.generate(&job(), &Silent, &mut |output| {
+    let done = engine.generate(&small_job(), &Silent, &mut |output| {
         pixels = Some(output.image.pixels);
         Ok(())
     });

@@ -6,7 +6,7 @@
 
 mod common;
 
-use common::{cpu, engine_on};
+use common::{cpu, engine_on, small_job};
 use kiln::config::Variant;
 use kiln::locate::Found;
 use kiln::names::{Layout, Part};
@@ -111,13 +111,8 @@ fn a_run_uses_the_planned_memory_and_little_else() {
     let job = Job {
         prompt: "a lighthouse".into(),
         size: Pixels::new(256, 320).unwrap(),
-        steps: 1,
-        negative: String::new(),
-        references: Vec::new(),
-        guidance: 1.0,
-        seeds: vec![1],
         noise: Noise::Drawn(NoiseKind::HOPPER),
-        record: false,
+        ..small_job()
     };
     for precision in [Precision::F32, Precision::Bf16] {
         let mut engine = engine_on(Box::new(cpu()), Variant::Distilled, precision);

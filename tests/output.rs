@@ -11,7 +11,7 @@ mod sandbox;
 use kiln::output::save_new;
 use moments::{in_pairs, moment};
 use random::long;
-use sandbox::{QUICK, Run, Sandbox};
+use sandbox::{QUICK, Run, Sandbox, send};
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
@@ -319,17 +319,11 @@ fn an_image_whose_dump_fails_is_reported() {
 
     // A dump that is known to exceed the limit is refused before the run. In bytes the image has about 12 thousand, the dump 800
     // thousand, mostly prompt embeddings; the limit is 200 blocks of 512.
-    let script = "ulimit -f 200 && exec \"$0\" \"$@\"";
-    let mut command = sandbox.wrapped("sh");
-    command.args(["-c", script, env!("CARGO_BIN_EXE_kiln"), "x", "-q", "-o", "two.png", "--dump", "two.safetensors"]).args(QUICK);
-    let run = Run::of(command);
+    let args = ["x", "-q", "-o", "two.png", "--dump", "two.safetensors"];
+    let run = Run::of(sandbox.limited("-f 200", args.iter().chain(&QUICK)));
     assert_eq!((run.code, run.text()), (Some(5), ""), "{}", run.stderr);
     assert!(run.stderr.starts_with("error: cannot write (two.safetensors): File too large"), "{}", run.stderr);
     assert_eq!(sandbox.names(), ["out.png", "run.safetensors"]);
-}
-
-fn send(signal: &str, child: &Child) {
-    assert!(Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap().success());
 }
 
 /// The first SIGINT takes effect after the current op, which may take long. The second one ends the process at once.

@@ -13,7 +13,7 @@ mod sandbox;
 use kiln::threads::cores;
 use moments::{in_pairs, moment};
 use random::long;
-use sandbox::{QUICK, Run, Sandbox};
+use sandbox::{QUICK, Run, Sandbox, send};
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -88,23 +88,12 @@ fn one_thread_is_enough() {
     }
 }
 
-/// Runs the program under a limit that a shell sets.
-fn under(sandbox: &Sandbox, limit: &str, args: &[&str]) -> Run {
-    Run::of(limited(sandbox, limit, args))
-}
-
-fn limited(sandbox: &Sandbox, limit: &str, args: &[&str]) -> Command {
-    let mut command = sandbox.wrapped("sh");
-    command.args(["-c", &format!("ulimit {limit}; exec \"$0\" \"$@\""), env!("CARGO_BIN_EXE_kiln")]).args(args);
-    command
-}
-
 #[test]
 fn a_small_stack_is_enough() {
     let sandbox = Sandbox::new();
     for kilobytes in [16, 128] {
         let args = ["x", "-q", "--force", "-o", "out.png", "--model", "tiny", "--backend", "cpu"];
-        let mut command = limited(&sandbox, &format!("-s {kilobytes}"), &[&args, &QUICK[..]].concat());
+        let mut command = sandbox.limited(&format!("-s {kilobytes}"), args.iter().chain(&QUICK));
         // The environment is on the stack, too; a large one would leave nothing for the program.
         command.env_clear();
         assert_eq!(Run::of(command).good().stderr, "");
@@ -119,7 +108,7 @@ fn too_little_memory_is_reported() {
     sandbox.tiny("model", &[]);
     let limit = |megabytes: usize| format!("-v {}", megabytes << 10);
     // The least limit depends on the kernels that are embedded.
-    let starts = |megabytes: &usize| under(&sandbox, &limit(*megabytes), &["--version"]).code == Some(0);
+    let starts = |megabytes: &usize| Run::of(sandbox.limited(&limit(*megabytes), ["--version"])).code == Some(0);
     let least = (20..200).find(starts).expect("the program starts in 200 MB");
     let beyond: Vec<usize> = match long() {
         true => (0..80).chain((80..=900).step_by(20)).collect(),
@@ -129,7 +118,8 @@ fn too_little_memory_is_reported() {
     for megabytes in beyond.into_iter().map(|more| least + more) {
         let limit = limit(megabytes);
         for model in ["tiny", "builtin", "model"] {
-            let run = under(&sandbox, &limit, &[&["x", "-q", "-o", "out.png", "--model", model], &QUICK[..]].concat());
+            let args = ["x", "-q", "-o", "out.png", "--model", model];
+            let run = Run::of(sandbox.limited(&limit, args.iter().chain(&QUICK)));
             match run.code {
                 Some(0) => done += 1,
                 code => {
@@ -156,7 +146,8 @@ fn a_file_that_cannot_be_mapped_is_a_lack_of_memory() {
     // A sparse file takes no disk space.
     let file = fs::File::options().write(true).open(sandbox.path("model/qwen.safetensors")).unwrap();
     file.set_len(8 << 30).unwrap();
-    let run = under(&sandbox, "-v 4000000", &[&["x", "-q", "-o", "out.png", "--model", "model"], &QUICK[..]].concat());
+    let args = ["x", "-q", "-o", "out.png", "--model", "model"];
+    let run = Run::of(sandbox.limited("-v 4000000", args.iter().chain(&QUICK)));
     let first = "error: cannot read (model/qwen.safetensors): Cannot allocate memory (os error 12)";
     assert_eq!((run.code, run.stderr), (Some(4), format!("{first}\n\nhint: {}\n", kiln::memory::HINT)));
 }
@@ -193,7 +184,7 @@ fn a_tiny_model_is_whole_or_not_there() {
         if there {
             fs::create_dir(sandbox.path("model")).unwrap();
         }
-        let run = under(&sandbox, "-f 4000", &["tiny", "model"]);
+        let run = Run::of(sandbox.limited("-f 4000", ["tiny", "model"]));
         assert_eq!((run.code, run.text()), (Some(5), ""), "{}", run.stderr);
         assert!(run.stderr.starts_with("error: cannot write (model/"), "{}", run.stderr);
         assert_eq!(sandbox.names(), if there { vec!["model"] } else { vec![] });
@@ -232,7 +223,7 @@ fn a_tiny_model_is_whole_or_not_there() {
         let mut child = sandbox.command(["tiny", "model"]).spawn().unwrap();
         std::thread::sleep(moment(index, took.mul_f64(1.2)));
         let signal = if index % 2 == 0 { "-INT" } else { "-TERM" };
-        assert!(Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap().success());
+        send(signal, &child);
         child.wait().unwrap();
         let names = sandbox.names();
         assert!(names.is_empty() || names == ["model"], "{signal}: {names:?}");

@@ -6,11 +6,14 @@
 
 #[path = "common/cost.rs"]
 mod cost;
+#[path = "common/fnv.rs"]
+mod fnv;
 #[path = "common/random.rs"]
 mod random;
 
 use cost::{peak_of, time_of};
 use flate2::read::GzDecoder;
+use fnv::fnv1a;
 use kiln::tiny;
 use kiln::tokenizer::{MAX_PROMPT_BYTES, Tokenizer};
 use random::{Random, cases};
@@ -58,10 +61,8 @@ fn unpacked() -> Vec<u8> {
     json
 }
 
-/// FNV-1a 64.
 fn fnv(bytes: impl IntoIterator<Item = u8>) -> String {
-    let step = |state: u64, byte| (state ^ u64::from(byte)).wrapping_mul(0x100_0000_01B3);
-    format!("{:016x}", bytes.into_iter().fold(0xCBF2_9CE4_8422_2325, step))
+    format!("{:016x}", fnv1a(bytes))
 }
 
 #[test]

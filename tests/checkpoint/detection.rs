@@ -186,6 +186,14 @@ fn sizes_that_break_a_rule_are_refused_by_it() {
     refused(VaeConfig::detect(weights, Some(&groups)).unwrap_err(), "`norm_num_groups` is 16, needed is 32");
 }
 
+/// The tiny model on disk and its weights: transformer, text encoder, VAE.
+fn tiny_model() -> (Scratch, [Weights; 3]) {
+    let scratch = Scratch::new();
+    tiny::write_to(scratch.path(), Layout::Diffusers, DType::Bf16, &Default::default()).unwrap();
+    let model = tiny::model(Layout::Diffusers, DType::Bf16).unwrap();
+    (scratch, [Part::Transformer, Part::TextEncoder, Part::Vae].map(|part| model.weights(part).unwrap()))
+}
+
 /// Changes one key of a config file of `tiny`, and detects with it.
 fn changed<T>(tiny: &Scratch, folder: &str, detect: impl Fn(&ConfigFile) -> Result<T>, key: &str, value: Value) -> Result<T> {
     let original = tiny.path().join(folder).join("config.json");
@@ -199,10 +207,7 @@ fn changed<T>(tiny: &Scratch, folder: &str, detect: impl Fn(&ConfigFile) -> Resu
 
 #[test]
 fn config_files_are_compared_and_read() {
-    let scratch = Scratch::new();
-    tiny::write_to(scratch.path(), Layout::Diffusers, DType::Bf16, &Default::default()).unwrap();
-    let model = tiny::model(Layout::Diffusers, DType::Bf16).unwrap();
-    let [transformer, text, vae] = [Part::Transformer, Part::TextEncoder, Part::Vae].map(|part| model.weights(part).unwrap());
+    let (scratch, [transformer, text, vae]) = tiny_model();
     let transformer = |key: &str, value: Value| {
         changed(&scratch, "transformer", |p| TransformerConfig::detect(&transformer, Some(p)), key, value)
     };
@@ -247,10 +252,7 @@ fn config_files_are_compared_and_read() {
 /// Keys of a `config.json` that are about the computation, and not about sizes, must agree with the engine.
 #[test]
 fn config_files_that_ask_for_another_computation_are_refused() {
-    let scratch = Scratch::new();
-    tiny::write_to(scratch.path(), Layout::Diffusers, DType::Bf16, &Default::default()).unwrap();
-    let model = tiny::model(Layout::Diffusers, DType::Bf16).unwrap();
-    let [transformer, text, vae] = [Part::Transformer, Part::TextEncoder, Part::Vae].map(|part| model.weights(part).unwrap());
+    let (scratch, [transformer, text, vae]) = tiny_model();
     let check = |folder: &str, key: &str, value: Value| match folder {
         "transformer" => changed(&scratch, folder, |p| TransformerConfig::detect(&transformer, Some(p)).map(drop), key, value),
         "text_encoder" => changed(&scratch, folder, |p| detect_text(&text, Some(p)).map(drop), key, value),

@@ -1,6 +1,7 @@
 //! Shared by the integration tests: the tiny model, the recorded reference outputs, and error measures.
 #![allow(dead_code, clippy::print_stdout)] // each test binary uses its own part of this, and some show figures
 
+pub mod fnv;
 pub mod goldens;
 pub mod modes;
 pub mod wrapped;
@@ -58,13 +59,26 @@ impl Case {
             prompt: self.prompt.clone(),
             size: Pixels::new(self.width, self.height).unwrap(),
             steps: self.steps,
-            negative: String::new(),
-            references: Vec::new(),
             guidance: self.guidance,
             seeds: vec![self.seed],
-            noise: Noise::Drawn(NoiseKind::TorchCpu),
             record: true,
+            ..small_job()
         }
+    }
+}
+
+/// The smallest job: an image of 64x64 in one step, without CFG.
+pub fn small_job() -> Job {
+    Job {
+        prompt: "x".into(),
+        size: Pixels::new(64, 64).unwrap(),
+        steps: 1,
+        negative: String::new(),
+        references: Vec::new(),
+        guidance: 1.0,
+        seeds: vec![5],
+        noise: Noise::Drawn(NoiseKind::TorchCpu),
+        record: false,
     }
 }
 

@@ -1,6 +1,7 @@
 //! Every mode of the model against outputs recorded from diffusers, on any backend: reference images, negative prompts, the KV
 //! cache of references, the small decoder, the guidance embedding.
 
+pub use super::fnv::fnv1a;
 use super::{Goldens, Make, fixture, relative_l2, run, unit_image};
 use kiln::backend::{Backend, HostData, StepKey};
 use kiln::config::{Conventions, HEAD_DIM, TransformerConfig, VaeConfig, Variant};
@@ -71,10 +72,6 @@ pub struct LayoutCase {
 
 pub fn modes() -> Modes {
     serde_json::from_str(&std::fs::read_to_string(fixture("modes.json")).unwrap()).unwrap()
-}
-
-pub fn fnv1a(bytes: impl IntoIterator<Item = u8>) -> u64 {
-    bytes.into_iter().fold(0xCBF2_9CE4_8422_2325, |h, b| (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01B3))
 }
 
 /// Byte `index` of the recorded input `name`.
@@ -167,35 +164,34 @@ impl Case {
     }
 }
 
-/// Every mode in f32, against the reference in f32.
-pub fn every_mode_equals_diffusers(make: Make<'_>) {
+/// Every mode in one precision; `allowed` is the limit of a tensor's error.
+fn compare(make: Make<'_>, precision: Precision, allowed: impl Fn(&Case, &str) -> f64) {
     let (modes, goldens) = (modes(), Goldens::named("modes.safetensors"));
     for case in &modes.cases {
         let job = case.job(&modes.images);
-        let record = run(&mut case.engine(make(), Precision::F32), &job).unwrap().record.unwrap();
+        let record = run(&mut case.engine(make(), precision), &job).unwrap().record.unwrap();
         for (name, error) in case.errors(&record, &goldens) {
-            println!("{} f32 {name}: {error:.2e}", case.name);
-            assert!(error < 1e-4, "{}: {name} differs by {error:.2e}", case.name);
+            let allowed = allowed(case, &name);
+            println!("{} {} {name}: {error:.2e}, allowed {allowed:.2e}", case.name, precision.name());
+            assert!(error <= allowed, "{}: {name} differs by {error:.2e}, allowed {allowed:.2e}", case.name);
         }
-        let image = goldens.image(&format!("{}.image", case.name));
-        let worst = unit_image(&record.image).iter().zip(&image).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-        assert!(worst <= 1.0 / 255.0, "{}: a pixel differs by {worst}", case.name);
+        if precision == Precision::F32 {
+            let image = goldens.image(&format!("{}.image", case.name));
+            let worst = unit_image(&record.image).iter().zip(&image).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(worst <= 1.0 / 255.0, "{}: a pixel differs by {worst}", case.name);
+        }
     }
+}
+
+/// Every mode in f32, against the reference in f32.
+pub fn every_mode_equals_diffusers(make: Make<'_>) {
+    compare(make, Precision::F32, |_, _| 1e-4);
 }
 
 /// Every mode in bf16, with the limit of `goldens.rs`.
 pub fn every_mode_in_bf16_is_as_close_as_diffusers_in_bf16(make: Make<'_>) {
-    let (modes, goldens) = (modes(), Goldens::named("modes.safetensors"));
-    for case in &modes.cases {
-        let job = case.job(&modes.images);
-        let record = run(&mut case.engine(make(), Precision::Bf16), &job).unwrap().record.unwrap();
-        for (name, error) in case.errors(&record, &goldens) {
-            // The stricter limit is the error of the reference with exact timesteps, which it rounds to bf16 and kiln does not.
-            let allowed = 1.2 * case.bf16_exact_time_relative_l2[&name].min(case.bf16_relative_l2[&name]);
-            println!("{} bf16 {name}: {error:.2e}, allowed {allowed:.2e}", case.name);
-            assert!(error <= allowed, "{}: {name} differs by {error:.2e}, allowed {allowed:.2e}", case.name);
-        }
-    }
+    // The stricter limit is the error of the reference with exact timesteps, which it rounds to bf16 and kiln does not.
+    compare(make, Precision::Bf16, |case, name| 1.2 * case.bf16_exact_time_relative_l2[name].min(case.bf16_relative_l2[name]));
 }
 
 /// A transformer with an embedding of the guidance scale.

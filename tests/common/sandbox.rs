@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Flags that generate an image quickly.
@@ -62,6 +62,13 @@ impl Sandbox {
         command
     }
 
+    /// The program under a limit that a shell sets with `ulimit`.
+    pub fn limited<S: AsRef<OsStr>>(&self, limit: &str, args: impl IntoIterator<Item = S>) -> Command {
+        let mut command = self.wrapped("sh");
+        command.args(["-c", &format!("ulimit {limit} && exec \"$0\" \"$@\""), env!("CARGO_BIN_EXE_kiln")]).args(args);
+        command
+    }
+
     pub fn run<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> Run {
         Run::of(self.command(args))
     }
@@ -114,6 +121,11 @@ impl Run {
     pub fn json(&self) -> Vec<Value> {
         self.text().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
     }
+}
+
+/// Sends a signal, `-INT` or `-TERM`.
+pub fn send(signal: &str, child: &Child) {
+    assert!(Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap().success());
 }
 
 /// A number with thousands separators, as in messages.

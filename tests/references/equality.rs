@@ -1,5 +1,6 @@
 //! Pixels equal those of the reference implementation.
 
+use crate::fnv::fnv1a;
 use crate::{decode, fixture, fixtures, hashed};
 use kiln::checkpoint::Shard;
 use kiln::image::Image;
@@ -59,10 +60,8 @@ fn source(seed: u64, (width, height): Size) -> Image {
     Image { width, height, pixels: (0..(width * height * 3) as u64).map(byte).collect() }
 }
 
-/// FNV-1a 64.
 fn fnv(bytes: impl IntoIterator<Item = u8>) -> String {
-    let step = |state: u64, byte| (state ^ u64::from(byte)).wrapping_mul(0x100_0000_01B3);
-    format!("{:016x}", bytes.into_iter().fold(0xCBF2_9CE4_8422_2325, step))
+    format!("{:016x}", fnv1a(bytes))
 }
 
 #[test]

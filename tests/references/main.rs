@@ -7,6 +7,8 @@ mod bombs;
 mod cost;
 mod equality;
 mod faults;
+#[path = "../common/fnv.rs"]
+mod fnv;
 mod layouts;
 #[path = "../common/random.rs"]
 mod random;
