@@ -1,4 +1,5 @@
-//! Arguments, whatever they are: accepted, or refused with a code that says why. In process, for volume; no model is opened.
+//! Random command lines: each is accepted, or refused with the right exit code. They run inside of the test process, because a
+//! process for each would be slow, and open no model.
 
 #[path = "common/random.rs"]
 mod random;
@@ -14,14 +15,14 @@ use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// A folder to try names in.
+/// The current folder, in which output names are tried.
 static FOLDER: LazyLock<PathBuf> = LazyLock::new(|| {
     let path = std::env::temp_dir().join(format!("kiln-arguments-{}", std::process::id()));
     std::fs::create_dir_all(&path).unwrap();
     path
 });
 
-/// Every flag there is, as clap knows them.
+/// Every flag that clap knows.
 static FLAGS: LazyLock<Vec<String>> = LazyLock::new(|| {
     let command = Cli::command();
     let all = std::iter::once(&command).chain(command.get_subcommands()).flat_map(|command| command.get_arguments());
@@ -88,7 +89,7 @@ const VALUES: [&str; 48] = [
     "9b",
 ];
 
-/// One of these, or something worse.
+/// A value of a flag: one of [`VALUES`], a very long text, random bytes, a path, or a number of any magnitude.
 fn value(random: &mut Random) -> OsString {
     match random.below(16) {
         0 => OsString::from("x".repeat(random.below(70_000))),
@@ -110,7 +111,7 @@ fn bytes(bytes: Vec<u8>) -> OsString {
     String::from_utf8_lossy(&bytes).into_owned().into()
 }
 
-/// Arguments as somebody in a hurry types them: flags with and without values, joined or apart, and things between.
+/// A random command line: flags with and without a value, with `=` and without, and positional arguments between them.
 fn arguments(random: &mut Random) -> Vec<OsString> {
     let mut args = vec![OsString::from("kiln")];
     match random.below(8) {
@@ -118,7 +119,7 @@ fn arguments(random: &mut Random) -> Vec<OsString> {
         1 => args.push("generate".into()),
         2 if random.below(4) == 0 => args.push("tiny".into()),
         2 => args.push("bench".into()),
-        // Most get far enough to be checked against each other.
+        // Most command lines have a prompt and a model, so that the checks behind parsing are reached.
         3..7 => args.extend(["a fox", "--model", "tiny"].map(OsString::from)),
         _ => {}
     }
@@ -138,7 +139,7 @@ fn arguments(random: &mut Random) -> Vec<OsString> {
     args
 }
 
-/// What becomes of arguments, up to the point where a model would be opened: the exit code, or none if all is well.
+/// Parses and checks arguments up to the point where a model would be opened. Returns the exit code, or none for success.
 fn outcome(args: Vec<OsString>) -> Option<u8> {
     let error = match cli::parse(args) {
         Err(text) => {
@@ -150,9 +151,9 @@ fn outcome(args: Vec<OsString>) -> Option<u8> {
         Ok(Command::Plan(args)) => {
             cli::plan(*args, Environment::default(), &Terminal::new(Verbosity::Quiet), &mut Vec::new()).err()
         }
-        // Would ask the driver.
+        // This command would open the GPU driver.
         Ok(Command::Doctor(_)) => None,
-        // Would write.
+        // This command would write files.
         Ok(Command::Tiny(_)) => None,
         Ok(Command::Completions(args)) => cli::completions(&args, &mut Vec::new()).err(),
         Ok(Command::Man(args)) => cli::man(&args, &mut Vec::new()).err(),
@@ -165,7 +166,7 @@ fn outcome(args: Vec<OsString>) -> Option<u8> {
 
 #[test]
 fn random_arguments_never_panic() {
-    // Names without a folder are tried in the current one.
+    // Relative output names are tried in the current folder.
     std::env::set_current_dir(&*FOLDER).unwrap();
     assert!(FLAGS.len() > 30, "{FLAGS:?}");
     let counts: [AtomicUsize; 6] = Default::default();
@@ -178,7 +179,7 @@ fn random_arguments_never_panic() {
             Some(code) => panic!("{code}: {shown}"),
         };
     });
-    // All ends are reached: help, success, and each kind of refusal.
+    // Every outcome occurs: help, success, and each kind of refusal.
     let [help, fine, usage, file, _, output] = counts.map(AtomicUsize::into_inner);
     assert!([help, fine, usage, file, output].iter().all(|count| *count > 10), "{help} {fine} {usage} {file} {output}");
     assert_eq!(std::fs::read_dir(&*FOLDER).unwrap().count(), 0, "nothing was written");
@@ -194,7 +195,7 @@ fn numbers_are_accepted_exactly_within_their_limits() {
     };
     let whole = ["", " ", "NaN", "inf", "1e999", "1e1", "1.0", "٣", "３", "²", "½", "0x10", "1 ", " 1", "1_0", "--", "\0"];
     let table = [
-        // Flag, below, least, most, above.
+        // Flag, the value below its minimum, the minimum, the maximum, the value above it.
         ("--steps", "0", "1", "1000", "1001"),
         ("--count", "0", "1", "10000", "10001"),
         ("--threads", "0", "1", "1024", "1025"),
@@ -211,12 +212,12 @@ fn numbers_are_accepted_exactly_within_their_limits() {
     for (flag, below, least, most, above) in table {
         assert_eq!([least, most].map(|value| outcome(flag, value)), [None; 2], "{flag}");
         for value in whole.into_iter().chain([below, above, "-1", "18446744073709551616", "99999999999999999999999"]) {
-            // The one number that may have a fraction or an exponent.
+            // The guidance scale is the only number that may have a fraction or an exponent.
             let scale = flag == "--guidance" && ["1e1", "1.0"].contains(&value);
             assert_eq!(outcome(flag, value), (!scale).then_some(2), "{flag} {value:?}");
         }
     }
-    // No numeric flag was forgotten: these and only these take a number.
+    // The table has every flag that takes a number.
     let numeric: Vec<String> = Cli::command()
         .get_arguments()
         .filter(|arg| arg.get_value_names().is_some_and(|names| ["N", "PIXELS", "SCALE"].contains(&names[0].as_str())))

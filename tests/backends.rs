@@ -1,5 +1,5 @@
-//! What the backends promise about each other: the plan is what really happens, lockstep finds a planted fault, and the goldens
-//! would notice a wrong model.
+//! Backends against each other: the plan predicts memory, ops and flops of a run, lockstep finds a planted fault, and the goldens
+//! notice a wrong model.
 
 mod common;
 
@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex};
 const OPTIONS: LoadOptions = LoadOptions { precision: Precision::F32, references: true, low_memory: false };
 
 #[test]
-fn the_plan_is_what_really_happens() {
+fn the_plan_equals_the_run() {
     for precision in [Precision::F32, Precision::Bf16] {
         for case in cases() {
             let (high, ops, flops) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
@@ -40,7 +40,7 @@ fn the_plan_is_what_really_happens() {
 }
 
 #[test]
-fn saving_memory_changes_no_picture() {
+fn low_memory_changes_no_image() {
     saving_memory_changes_nothing(&|| Box::new(cpu()));
 }
 
@@ -57,7 +57,7 @@ fn corrupt(target: usize, named: Arc<Mutex<&'static str>>) -> impl FnMut(usize, 
         let mut values = vec![0.0; row.cols];
         cpu.read(row, &mut values)?;
         let size = values.iter().map(|v| v.abs()).fold(0.0, f32::max);
-        // A count of zero has no size of its own.
+        // A count may be zero, which scales nothing.
         values.iter_mut().for_each(|v| *v += size.max(1e-3));
         cpu.write(row, HostData::F32(&values))
     }
@@ -91,7 +91,7 @@ fn lockstep_names_the_op_of_a_planted_fault() {
     });
     run(&mut short_engine(Box::new(listing), Variant::Distilled, OPTIONS), &job).unwrap();
     let all = seen.lock().unwrap().clone();
-    // One fault in every kind of op: where it first occurs.
+    // One fault in every kind of op, at its first occurrence.
     let mut kinds = all.clone();
     kinds.sort_unstable();
     kinds.dedup();
@@ -110,7 +110,7 @@ fn lockstep_names_the_op_of_a_planted_fault() {
 }
 
 #[test]
-fn a_fault_that_is_not_finite_is_an_error() {
+fn non_finite_latents_are_an_error() {
     let mut engine = engine_on(
         Box::new(Wrapped::after_op(cpu(), |_, op, cpu| match op {
             Op::Euler { latents, .. } => cpu.write(latents.rows(0..1), HostData::F32(&vec![f32::NAN; latents.cols])),
@@ -126,9 +126,9 @@ fn a_fault_that_is_not_finite_is_an_error() {
     }
 }
 
-/// What goes wrong in the text encoder is not blamed on the steps that come after it, whichever prompt it is.
+/// A non-finite value of the text encoder is reported as such, for either prompt, and not as one of the steps after it.
 #[test]
-fn a_prompt_that_is_not_finite_is_told_from_a_step() {
+fn non_finite_prompt_embeddings_are_told_from_a_step() {
     let mut job = Job { size: Pixels::new(64, 64).unwrap(), steps: 1, guidance: 4.0, record: false, ..cases()[0].job() };
     job.references.clear();
     for (prompt, want) in [(0, "encoding the prompt"), (1, "encoding the negative prompt")] {
@@ -147,12 +147,12 @@ fn a_prompt_that_is_not_finite_is_told_from_a_step() {
     }
 }
 
-/// The goldens' control: a model with a wrong idea of positions must fail them, in f32 and even at bf16's tolerance.
+/// The control of the goldens: a model with wrong positions must fail them, in f32 and even at the tolerance of bf16.
 #[test]
-fn goldens_notice_wrong_positions() {
+fn goldens_notice_wrong_rope() {
     let (case, goldens) = (cases().remove(0), Goldens::open());
     let tokens = (case.width / 16) * (case.height / 16);
-    // The table holds cosines, then sines: this turns every image token by nothing, as if all stood in one place.
+    // The RoPE table holds cosines, then sines: an angle of zero for every image token, as if all had the same position.
     let backend = Wrapped::before_write(cpu(), move |to, values| {
         if to.cols == HEAD_DIM && to.rows == 512 + tokens {
             for row in values.chunks_exact_mut(HEAD_DIM).skip(512) {

@@ -1,12 +1,12 @@
-//! `kiln bench` with the real program: what it prints, that its times add up, what it refuses, and that it leaves nothing behind.
+//! `kiln bench` with the real program: its output, the sum of its times, what it refuses, and that it leaves no files behind.
 
 #[path = "common/sandbox.rs"]
 mod sandbox;
 
-use sandbox::{QUICK, Sandbox};
+use sandbox::{QUICK, Sandbox, send};
 use serde_json::Value;
 
-/// Seconds of a picture by name, without those of single steps.
+/// The seconds of each stage of an image, without those of single steps.
 fn stages(times: &Value) -> Vec<(String, f64)> {
     let object = times.as_object().unwrap();
     object.iter().filter_map(|(name, value)| Some((name.clone(), value.as_f64()?))).collect()
@@ -23,7 +23,7 @@ fn check_times(times: &Value, stage_names: &[&str], steps: usize) {
     let sum: f64 = stages.iter().filter(|(name, _)| name != "total").map(|(_, seconds)| seconds).sum();
     assert!((sum - of("total")).abs() < 1e-6, "{sum} in {times}");
     assert!(stages.iter().all(|(_, seconds)| *seconds >= 0.0) && of("denoise") > 0.0 && of("decode") > 0.0);
-    // What is not a stage is little of the whole.
+    // Time outside of all stages is a small part of the total.
     assert!(of("rest") < 0.5 * of("total"), "{times}");
     let steps_s: Vec<f64> = times["steps"].as_array().unwrap().iter().map(|s| s.as_f64().unwrap()).collect();
     assert_eq!(steps_s.len(), steps);
@@ -65,7 +65,7 @@ fn a_table_has_a_row_for_each_stage() {
     assert!(lines[at + 1].starts_with("memory ") && lines[at + 1].contains(" MiB of weights + "), "{}", lines[at + 1]);
     assert!(lines[at + 2].contains("not measured: only GPUs tell"), "{}", lines[at + 2]);
     assert_eq!(lines.len(), at + 3, "{}", run.text());
-    // The first picture is shown as usual, warm ones in a line each.
+    // The first image shows the usual progress, each warm one has a single line.
     for line in ["denoising ", "warm picture 1 of 3: ", "warm picture 3 of 3: "] {
         assert_eq!(run.stderr.lines().filter(|l| l.starts_with(line)).count(), 1, "{line}: {}", run.stderr);
     }
@@ -112,7 +112,7 @@ fn json_goes_to_a_new_file_beside_the_table() {
     assert_eq!(sandbox.names(), ["times.json"]);
     let report: Value = serde_json::from_slice(&std::fs::read(sandbox.path("times.json")).unwrap()).unwrap();
     check_times(&report["warm_s"][0], &[], 1);
-    // Found out before anything is measured.
+    // An output that cannot be written is found before anything is measured.
     for (json, message) in [("--json=times.json", "times.json"), ("--json=none/times.json", "there is no such folder")] {
         let run = sandbox.run(["bench", json]);
         assert_eq!((run.code, run.text()), (Some(5), ""), "{}", run.stderr);
@@ -187,7 +187,7 @@ fn kernels_are_timed_one_by_one() {
     assert_eq!(sandbox.names(), ["kernels.json"]);
 }
 
-/// The first interrupt ends the run, and nothing was written.
+/// The first SIGINT ends the run, and no file is written.
 #[cfg(unix)]
 #[test]
 fn an_interrupt_ends_it() {
@@ -196,8 +196,7 @@ fn an_interrupt_ends_it() {
     let mut child = sandbox.command(["bench", "--runs", "1000"].iter().chain(&QUICK)).spawn().unwrap();
     let mut stderr = BufReader::new(child.stderr.take().unwrap()).lines();
     assert!(stderr.any(|line| line.unwrap().starts_with("warm picture 1 of 1000")));
-    let pid = i32::try_from(child.id()).unwrap();
-    assert!(std::process::Command::new("kill").args(["-INT", &pid.to_string()]).status().unwrap().success());
+    send("-INT", &child);
     assert_eq!(stderr.last().unwrap().unwrap(), "error: interrupted");
     let output = child.wait_with_output().unwrap();
     assert_eq!((output.status.code(), output.stdout.as_slice()), (Some(130), &b""[..]));

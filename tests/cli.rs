@@ -1,4 +1,4 @@
-//! The real program on the tiny model: what it writes, what it says, what it refuses, and how it ends.
+//! The real program on the tiny model: its files, its messages, what it refuses, and its exit codes.
 
 #[path = "common/sandbox.rs"]
 mod sandbox;
@@ -50,7 +50,7 @@ fn a_prompt_is_enough() {
 }
 
 #[test]
-fn a_seed_names_a_picture() {
+fn a_seed_determines_the_image() {
     let sandbox = Sandbox::new();
     sandbox.quick(&["x", "--seed", "7", "-o", "a.png"]);
     sandbox.quick(&["generate", "x", "--seed", "7", "-o", "b.png", "--threads", "1"]);
@@ -64,7 +64,7 @@ fn a_seed_names_a_picture() {
     assert_ne!(pixels("a.png"), pixels("c.png"));
     assert_ne!(pixels("a.png"), pixels("d.png"));
 
-    // Refused without --force, replaced with it.
+    // An existing file is refused without --force and replaced with it.
     assert_eq!(sandbox.run(["y", "-o", "a.png"]).code, Some(5));
     assert_eq!(bytes("a.png"), bytes("b.png"));
     sandbox.quick(&["x", "--seed", "8", "-o", "a.png", "--force"]);
@@ -73,7 +73,7 @@ fn a_seed_names_a_picture() {
 }
 
 #[test]
-fn several_pictures_are_numbered() {
+fn several_images_are_numbered() {
     let sandbox = Sandbox::new();
     let run = sandbox.quick(&["x", "--seed", "18446744073709551615", "--count", "2", "-o", "out.png", "--json"]);
     assert!(run.stderr.contains("seeds 18446744073709551615 to 0\n"), "{}", run.stderr);
@@ -97,12 +97,12 @@ fn several_pictures_are_numbered() {
         assert!(objects[1]["seconds"][phase].as_f64().unwrap() > 0.0, "{phase}");
     }
 
-    // The second is what its seed gives alone, and default names carry the seeds.
+    // The second image is the one that its seed gives alone, and default names contain the seeds.
     let run = sandbox.quick(&["x", "--seed", "0", "--count", "2", "-q"]);
     assert_eq!((run.text(), run.stderr.as_str()), ("x-0.png\nx-1.png\n", ""));
     assert_eq!(Png::read(&sandbox.path("x-0.png")).pixels, Png::read(&sandbox.path("out-2.png")).pixels);
 
-    // One name that is taken is found before the first picture is made.
+    // An existing file among the outputs is found before the first image is generated.
     fs::write(sandbox.path("y-3.png"), b"").unwrap();
     fs::write(sandbox.path("z-3.png"), b"").unwrap();
     for target in ["y.png", "z.png"] {
@@ -113,7 +113,7 @@ fn several_pictures_are_numbered() {
 }
 
 #[test]
-fn a_dump_holds_every_stage_and_its_noise_makes_the_picture_again() {
+fn a_dump_holds_every_stage_and_its_noise_reproduces_the_image() {
     let sandbox = Sandbox::new();
     let flags = ["x", "--width", "80", "--height", "64", "--steps", "2", "--json"];
     let run = |extra: &[&str]| sandbox.run(flags.iter().chain(extra)).good();
@@ -136,7 +136,7 @@ fn a_dump_holds_every_stage_and_its_noise_makes_the_picture_again() {
     assert_eq!(tensors, expected.map(|(name, dtype, shape)| (name.to_owned(), dtype.to_owned(), shape)));
     assert_eq!(file.tensor("noise").unwrap().data(), file.tensor("latents.0").unwrap().data());
 
-    // The picture is the raw one, rounded.
+    // The PNG has the pixels of the raw image, rounded.
     let raw: Vec<f32> =
         file.tensor("image").unwrap().data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
     let interleaved: Vec<f32> = (0..64 * 80 * 3).map(|i| raw[i % 3 * 64 * 80 + i / 3]).collect();
@@ -147,7 +147,7 @@ fn a_dump_holds_every_stage_and_its_noise_makes_the_picture_again() {
     assert_eq!(a.pixels, rounded);
     assert_eq!(a.pixels, b.pixels);
     assert_eq!(b.text["noise-kind"], "file");
-    // No seed gives that noise, so none is told, whatever was drawn; nor is there one to name the file after.
+    // No seed gives this noise, so none is reported, and the default file name has none.
     assert_eq!((a.text["seed"].as_str(), b.text.get("seed"), &again.json()[0]["seed"]), ("3", None, &Value::Null));
     assert!(again.stderr.contains("80x64, 2 steps, noise from a file\n"), "{}", again.stderr);
     assert_eq!(run(&["--noise", "a.safetensors"]).json()[0]["path"], "x-noise.png");
@@ -169,7 +169,7 @@ fn prompts_from_a_file_and_from_standard_input() {
     assert!(child.wait().unwrap().success());
     assert_eq!(Png::read(&sandbox.path("b.png")).pixels, png.pixels);
 
-    // Nothing is a prompt, too, and one may be spelled like a command or an option.
+    // An empty prompt is valid, and a prompt may be spelled like a command or an option.
     assert_eq!(sandbox.quick(&["", "--seed", "1"]).text(), "kiln-1.png\n");
     assert_eq!(sandbox.quick(&["generate", "tiny", "--seed", "1"]).text(), "tiny-1.png\n");
     let run = sandbox.run(QUICK.iter().chain(&["--seed", "1", "--", "--fox"])).good();
@@ -190,7 +190,7 @@ fn a_prompt_that_is_too_long_is_cut_where_the_warning_says() {
     let end = prompt.find(ending).unwrap() + ending.len();
     assert!(ending.contains(' ') && end < prompt.len(), "{warning}");
 
-    // What comes later is not seen, and what comes before is.
+    // Text after the cut changes nothing, and text before it does.
     let with = |from: usize| format!("{}{}", &prompt[..from], "z".repeat(prompt.len() - from));
     sandbox.quick(&[&with(end + 8), "--seed", "1", "-o", "b.png"]);
     sandbox.quick(&[&with(end - 4), "--seed", "1", "-o", "c.png"]);
@@ -202,7 +202,7 @@ fn a_prompt_that_is_too_long_is_cut_where_the_warning_says() {
 }
 
 #[test]
-fn all_layouts_give_the_same_picture() {
+fn all_layouts_give_the_same_image() {
     let sandbox = Sandbox::new();
     sandbox.tiny("folder", &[]);
     sandbox.tiny("files", &["--layout", "bfl"]);
@@ -210,26 +210,26 @@ fn all_layouts_give_the_same_picture() {
     let parts = ["--transformer", "files/flux-2-klein-tiny.safetensors", "--text-encoder", "files/qwen.safetensors"];
     let rest = ["--vae", "files/ae.safetensors", "--tokenizer", "files/tokenizer.json"];
     let single = [parts, rest].concat();
-    let picture = |flags: &[&str]| {
+    let generate = |flags: &[&str]| {
         let run = sandbox.quick(&[&["x", "--seed", "5", "--force", "-o", "out.png", "--json"], flags].concat());
         (Png::read(&sandbox.path("out.png")).pixels, run.json()[0]["model"].as_str().unwrap().to_owned(), run.stderr)
     };
-    let (pixels, _, stderr) = picture(&["--model", "tiny"]);
+    let (pixels, _, stderr) = generate(&["--model", "tiny"]);
     assert!(stderr.starts_with("note: the tiny model is random and untrained"), "{stderr}");
     for flags in [&["--model", "folder"], &["--model", "./files"], &["--model", "half"], &single[..]] {
-        let (same, model, stderr) = picture(flags);
+        let (same, model, stderr) = generate(flags);
         assert_eq!(same, pixels, "{flags:?}");
         assert_eq!(model, "FLUX.2 [klein] tiny (distilled)");
         assert!(!stderr.contains("random"), "{stderr}");
     }
 
-    // The environment names a model, too.
+    // KILN_MODEL names a model, too.
     let mut command = sandbox.command(["x", "--seed", "5", "--json", "-o", "env.png"].iter().chain(&QUICK));
     command.env("KILN_MODEL", sandbox.path("folder"));
     assert_eq!(Run::of(command).good().json()[0]["model"], "FLUX.2 [klein] tiny (distilled)");
     assert_eq!(Png::read(&sandbox.path("env.png")).pixels, pixels);
 
-    // A folder with something in it is left alone.
+    // A folder that is not empty is not written to.
     let run = sandbox.run(["tiny", "folder"]);
     assert_eq!((run.code, run.stderr.as_str()), (Some(5), "error: cannot write (folder): the folder is not empty\n"));
 }
@@ -269,7 +269,7 @@ fn shards(file: &[u8], stem: &str) -> [(String, Vec<u8>); 3] {
 }
 
 #[test]
-fn the_files_in_use_are_told() {
+fn the_files_in_use_are_listed() {
     let sandbox = Sandbox::new();
     sandbox.tiny("model", &[]);
     let single = sandbox.path("model/transformer/diffusion_pytorch_model.safetensors");
@@ -282,7 +282,7 @@ fn the_files_in_use_are_told() {
     let first = "transformer model/transformer/diffusion_pytorch_model.safetensors";
     assert!(plain.stderr.contains(&lines(first).join("\n")), "{}", plain.stderr);
 
-    // The same in shards, with a file beside them that somebody left there.
+    // The same weights in shards, with an unrelated file in the same folder.
     fs::remove_file(&single).unwrap();
     for (name, bytes) in shards(&whole, "diffusion_pytorch_model") {
         fs::write(sandbox.path(&format!("model/transformer/{name}")), bytes).unwrap();
@@ -294,7 +294,7 @@ fn the_files_in_use_are_told() {
     let pixels = |name: &str| Png::read(&sandbox.path(name)).pixels;
     assert_eq!(pixels("plain.png"), pixels("sharded.png"));
 
-    // The doctor opens them, names what they are, and shows what is wrong.
+    // `kiln doctor` opens the files, names the model, and reports what is wrong.
     let doctor = |args: &[&str]| sandbox.run([&["doctor"], args].concat()).good().text().to_owned();
     let indented: Vec<String> = lines.iter().map(|line| format!("          {line}\n")).collect();
     let found = format!("model     FLUX.2 [klein] tiny (distilled), distilled, model\n{}", indented.concat());
@@ -325,10 +325,10 @@ fn the_doctor_lists_kernel_files_or_with_verbose_every_kernel() {
 }
 
 #[test]
-fn a_picture_of_nothing_is_told() {
+fn a_flat_image_is_warned_about() {
     let sandbox = Sandbox::new();
     sandbox.tiny("model", &["--layout", "bfl", "--dtype", "f32"]);
-    // A last layer that is almost nothing leaves only its bias.
+    // With a last convolution that is almost zero only its bias is left.
     let path = sandbox.path("model/ae.safetensors");
     let mut bytes = fs::read(&path).unwrap();
     let range = kiln::checkpoint::Shard::open(&path).unwrap().entry("decoder.conv_out.weight").unwrap().range.clone();
@@ -347,7 +347,7 @@ fn a_plan_is_about_the_files_and_flags_that_are_given() {
     sandbox.tiny("half", &[]);
     let plan = |args: &[&str]| sandbox.run([&["plan"], args].concat()).good();
     let weights = |args: &[&str]| plan(&[args, &["--json"]].concat()).json()[0]["weight_bytes"].as_u64().unwrap();
-    // In f32 a file's numbers stay as wide as they are.
+    // In f32 the weights keep the width that they have in the file.
     let [wide, narrow] = ["single", "half"].map(|model| weights(&["--model", model, "--precision", "f32"]));
     assert!(wide > 2 * narrow - narrow / 50 && wide <= 2 * narrow, "{wide} {narrow}");
     assert_eq!(weights(&["--model", "single"]), weights(&["--model", "half"]));
@@ -366,12 +366,12 @@ fn a_plan_is_about_the_files_and_flags_that_are_given() {
         assert_eq!((run.stderr.as_str(), run.text().contains("guidance")), (told.as_str(), false));
     }
 
-    // A size that is asked for is not overruled by a variable.
+    // A size in a flag takes precedence over an environment variable.
     assert!(plan(&[]).text().starts_with("model                tiny random model"), "{}", plan(&[]).text());
     assert!(plan(&["--klein", "9b"]).text().starts_with("model                FLUX.2 [klein] 9B (distilled), bf16\n"));
 }
 
-/// What is refused beside the table of `tests/bad_input`: arguments, exit code, beginning of the first line, hint.
+/// Refusals that are not in the table of `tests/bad_input`: arguments, exit code, beginning of the first line, hint.
 #[test]
 fn refusals() {
     let sandbox = Sandbox::new();
@@ -421,7 +421,7 @@ fn refusals() {
         assert!(run.stdout.is_empty(), "{context}");
         assert!(lines[0].strip_prefix("error: ").is_some_and(|line| line.starts_with(first)), "{context}");
         match hint {
-            // From clap, which has a form of its own.
+            // Errors of clap have a form of their own.
             "-" => assert!(run.stderr.ends_with("try '--help'.\n"), "{context}"),
             "" => assert!(lines.len() == 1 || lines[2].starts_with("hint: "), "{context}"),
             hint => {
@@ -435,7 +435,7 @@ fn refusals() {
     assert_eq!(fs::read(sandbox.path("there.png")).unwrap(), b"mine");
 }
 
-/// A file with a tensor's name spelled differently, at the same length.
+/// A file in which a tensor has another name of the same length.
 fn renamed(file: &[u8], from: &str, to: &str) -> Vec<u8> {
     assert_eq!(from.len(), to.len());
     let at = file.windows(from.len()).position(|window| window == from.as_bytes()).unwrap();
@@ -463,7 +463,7 @@ fn help_teaches_every_flag() {
     let run = sandbox.run::<&str>([]);
     assert_eq!((run.code, run.text()), (Some(2), ""));
     assert!(run.stderr.contains("Usage: kiln [OPTIONS] [PROMPT]"), "{}", run.stderr);
-    // Whatever is wrong, nothing optional is shown as if it had to be there.
+    // Usage lines of errors do not show optional flags as if they were required.
     for (line, usage) in [
         ("x --no-such-flag", "kiln [OPTIONS] [PROMPT]\n       kiln <COMMAND>"),
         ("x -q -v", "kiln [OPTIONS] [PROMPT]\n       kiln <COMMAND>"),
@@ -511,13 +511,13 @@ mod unix {
         assert_eq!(run.status.code(), Some(5));
         let error = "error: cannot write (standard output): ";
         assert!(String::from_utf8(run.stderr).unwrap().starts_with(error));
-        // What is only printed is all there is.
+        // For commands that only print, standard output is the whole result.
         for args in [&["--help"][..], &["-h"], &["--version"], &["help", "bench"]] {
             let run = sandbox.command(args).stdout(full.try_clone().unwrap()).output().unwrap();
             assert_eq!(run.status.code(), Some(5), "{args:?}");
             assert!(String::from_utf8(run.stderr).unwrap().starts_with(error), "{args:?}");
         }
-        // What is wrong with flags goes to standard error; if that is full, the code still tells.
+        // Errors about flags go to standard error; if that is full, the exit code is still right.
         assert_eq!(sandbox.command(["--bad"]).stderr(full).output().unwrap().status.code(), Some(2));
     }
 
@@ -530,7 +530,7 @@ mod unix {
         assert_eq!(sandbox.run(&args).good().stdout, b"\xff\xfe.png\n");
         assert_eq!(Png::read(&sandbox.0.join(bytes(b"\xff\xfe.png"))).width, 64);
 
-        // Files and folders that are read may have such names, too.
+        // Input files and folders may have such names, too.
         let (folder, image) = (bytes(b"model\xff"), bytes(b"\xfe.jpg"));
         sandbox.run([bytes(b"tiny"), folder.clone()]).good();
         let fixture = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/references/baseline_420.jpg");

@@ -1,5 +1,5 @@
-//! Split files as ComfyUI's users have them: a diffusion model, a text encoder and a VAE, each in a file of its own, in several
-//! spellings. The picture is that of the diffusers folder with the same weights, to the byte.
+//! Split files as ComfyUI uses them: a diffusion model, a text encoder and a VAE, each in a file of its own, with several
+//! spellings of tensor names. The PNG is the same to the byte as that of the diffusers folder with the same weights.
 
 #[path = "common/sandbox.rs"]
 mod sandbox;
@@ -11,7 +11,7 @@ use sandbox::{QUICK, Sandbox};
 use serde_json::{Map, Value, json};
 use std::fs;
 
-/// A safetensors file with other names. The names of matrices in the VAE's attention come with another shape, too.
+/// Renames the tensors of a safetensors file. Matrices of the VAE's attention under original names are 1x1 convolutions.
 fn renamed(file: &[u8], rename: impl Fn(&str) -> String) -> Vec<u8> {
     let (length, rest) = file.split_first_chunk().unwrap();
     let (header, data) = rest.split_at(u64::from_le_bytes(*length) as usize);
@@ -30,7 +30,7 @@ fn renamed(file: &[u8], rename: impl Fn(&str) -> String) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes(), &header[..], data].concat()
 }
 
-/// What latent-diffusion calls a tensor of diffusers' VAE. Written out here, and not taken from the tables under test.
+/// The latent-diffusion name of a tensor of diffusers' VAE. Written out here, and not taken from the tables under test.
 fn original_name(name: &str) -> String {
     let mut name = name.to_owned();
     for level in 0..4 {
@@ -57,7 +57,7 @@ fn original_name(name: &str) -> String {
     name
 }
 
-/// The same where the convolutions around the latents belong to encoder and decoder.
+/// The same with the convolutions around the latents inside of encoder and decoder.
 fn original_name_inside(name: &str) -> String {
     match original_name(name) {
         name if name.starts_with("quant_conv") => format!("encoder.{name}"),
@@ -79,7 +79,7 @@ impl Files {
         let half = tiny::model(Layout::Bfl, DType::Bf16).unwrap();
         let mut vae = tiny::model(Layout::Diffusers, DType::F32).unwrap().vae.to_vec();
         let data = 8 + u64::from_le_bytes(*vae.first_chunk().unwrap()) as usize;
-        // A bit among the lower half of each number.
+        // A bit in the lower half of each f32, which bf16 does not have.
         vae[data..].chunks_exact_mut(4).for_each(|number| number[1] |= 0x40);
         Self { transformer: half.transformer.to_vec(), text_encoder: half.text_encoder.to_vec(), vae }
     }
@@ -89,8 +89,8 @@ impl Files {
     }
 }
 
-/// Makes the same picture with other files, and returns the PNG.
-fn picture(sandbox: &Sandbox, flags: &[&str]) -> Vec<u8> {
+/// Generates the same image with other files, and returns the PNG.
+fn generate(sandbox: &Sandbox, flags: &[&str]) -> Vec<u8> {
     sandbox.quick(&[&["x", "--seed", "5", "--force", "-o", "out.png"], flags].concat());
     fs::read(sandbox.path("out.png")).unwrap()
 }
@@ -105,17 +105,17 @@ fn prepared(files: &Files) -> Sandbox {
 }
 
 #[test]
-fn split_files_make_the_picture_of_the_diffusers_folder() {
+fn split_files_generate_the_image_of_the_diffusers_folder() {
     let files = Files::new();
     let sandbox = prepared(&files);
-    let right = picture(&sandbox, &["--model", "diffusers"]);
+    let right = generate(&sandbox, &["--model", "diffusers"]);
     sandbox.tiny("own", &[]);
-    let own = picture(&sandbox, &["--model", "own"]);
+    let own = generate(&sandbox, &["--model", "own"]);
     assert!(own != right, "the added bits matter, so that files of other numbers would be found out");
     let write = |name: &str, bytes: &[u8]| fs::write(sandbox.path(name), bytes).unwrap();
     write("flux-2-klein.safetensors", &files.transformer);
     write("prefixed.safetensors", &files.prefixed());
-    // Norms are called scale by some, weight by others.
+    // Some files call the gain of a norm `scale`, others `weight`.
     let weight = |name: &str| name.strip_suffix(".scale").map_or(name.into(), |stem| format!("{stem}.weight"));
     let weights = renamed(&files.transformer, weight);
     assert!(weights != files.transformer);
@@ -134,7 +134,7 @@ fn split_files_make_the_picture_of_the_diffusers_folder() {
         let [transformer, vae] = [transformer, vae].map(|name| format!("{name}.safetensors"));
         let parts = ["--transformer", &transformer, "--vae", &vae];
         let rest = ["--text-encoder", "qwen_3_4b.safetensors", "--tokenizer", "tokenizer.json"];
-        assert!(picture(&sandbox, &[parts, rest].concat()) == right, "{transformer} {vae}");
+        assert!(generate(&sandbox, &[parts, rest].concat()) == right, "{transformer} {vae}");
     }
 }
 
@@ -142,7 +142,7 @@ fn split_files_make_the_picture_of_the_diffusers_folder() {
 fn the_folder_of_models_is_a_model() {
     let files = Files::new();
     let sandbox = prepared(&files);
-    let right = picture(&sandbox, &["--model", "diffusers"]);
+    let right = generate(&sandbox, &["--model", "diffusers"]);
     let write = |name: &str, bytes: &[u8]| {
         let path = sandbox.path(name);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -151,14 +151,14 @@ fn the_folder_of_models_is_a_model() {
     write("models/diffusion_models/flux-2-klein-4b.safetensors", &files.prefixed());
     write("models/text_encoders/qwen_3_4b.safetensors", &files.text_encoder);
     write("models/vae/flux2-vae.safetensors", &renamed(&files.vae, original_name));
-    // Files of other models lie there, too.
+    // The folders hold files of other models, too.
     write("models/diffusion_models/wan2.2_ti2v_5B.safetensors", b"");
     write("models/text_encoders/t5xxl_fp16.safetensors", b"");
     write("models/vae/wan2.2_vae.safetensors", b"");
     let flags = ["--model", "models", "--tokenizer", "tokenizer.json"];
-    assert!(picture(&sandbox, &flags) == right);
+    assert!(generate(&sandbox, &flags) == right);
 
-    // Of two that it could be, neither is guessed.
+    // With two candidates for a part neither is guessed.
     write("models/diffusion_models/flux-2-klein-9b.safetensors", b"");
     let run = sandbox.run(["x", "-q", "-o", "new.png"].iter().chain(&flags).chain(&QUICK));
     assert_eq!(run.code, Some(3));

@@ -6,8 +6,8 @@ mod sandbox;
 use sandbox::{Png, Sandbox};
 use std::fs;
 
-/// A PNG of one colour.
-fn picture(sandbox: &Sandbox, name: &str, width: u32, height: u32, colour: [u8; 3]) {
+/// Writes a PNG of one colour.
+fn write_image(sandbox: &Sandbox, name: &str, width: u32, height: u32, colour: [u8; 3]) {
     let mut bytes = Vec::new();
     let mut encoder = png::Encoder::new(&mut bytes, width, height);
     encoder.set_color(png::ColorType::Rgb);
@@ -17,28 +17,28 @@ fn picture(sandbox: &Sandbox, name: &str, width: u32, height: u32, colour: [u8; 
 }
 
 #[test]
-fn references_change_the_picture_and_their_order_counts() {
+fn references_change_the_image_and_their_order_counts() {
     let sandbox = Sandbox::new();
-    picture(&sandbox, "red.png", 80, 64, [220, 20, 30]);
-    picture(&sandbox, "blue.png", 64, 96, [20, 30, 220]);
-    let make = |out: &str, references: &[&str]| {
+    write_image(&sandbox, "red.png", 80, 64, [220, 20, 30]);
+    write_image(&sandbox, "blue.png", 64, 96, [20, 30, 220]);
+    let generate = |out: &str, references: &[&str]| {
         let flags: Vec<&str> = references.iter().flat_map(|r| ["--reference", *r]).collect();
         sandbox.quick(&[&["x", "--seed", "7", "-o", out], &flags[..]].concat());
         Png::read(&sandbox.path(out)).pixels
     };
-    let none = make("none.png", &[]);
-    let both = make("both.png", &["red.png", "blue.png"]);
-    let swapped = make("swapped.png", &["blue.png", "red.png"]);
-    let again = make("again.png", &["red.png", "blue.png"]);
+    let none = generate("none.png", &[]);
+    let both = generate("both.png", &["red.png", "blue.png"]);
+    let swapped = generate("swapped.png", &["blue.png", "red.png"]);
+    let again = generate("again.png", &["red.png", "blue.png"]);
     assert_ne!(none, both);
     assert_ne!(both, swapped);
     assert_eq!(both, again);
 }
 
 #[test]
-fn a_reference_gives_the_picture_its_size() {
+fn a_reference_gives_the_image_its_size() {
     let sandbox = Sandbox::new();
-    picture(&sandbox, "odd.png", 119, 101, [90, 120, 30]);
+    write_image(&sandbox, "odd.png", 119, 101, [90, 120, 30]);
     let line =
         ["x", "--reference", "odd.png", "--steps", "1", "--precision", "f32", "-o", "a.png", "-v", "--dump", "a.safetensors"];
     let run = sandbox.run(line).good();
@@ -49,7 +49,7 @@ fn a_reference_gives_the_picture_its_size() {
     assert_eq!(png.text["references"], "1");
     let dump = kiln::checkpoint::Shard::open(&sandbox.path("a.safetensors")).unwrap();
     assert_eq!(dump.entry("reference.1.tokens").unwrap().shape, [42, 128]);
-    // A side that is given stands.
+    // A side that is given by a flag is kept.
     sandbox.run(["x", "--reference", "odd.png", "--width", "64", "--steps", "1", "--precision", "f32", "-o", "b.png"]).good();
     let png = Png::read(&sandbox.path("b.png"));
     assert_eq!((png.width, png.height), (64, 96));
@@ -70,7 +70,7 @@ fn a_negative_prompt_is_for_base_models() {
     assert_eq!(dump.entry("negative_prompt_embeds").unwrap().shape, [512, 384]);
     let run = sandbox.quick(&["x", "-o", "d.png", "--negative", "blurry"]);
     assert!(run.stderr.contains("--negative is ignored: this is a distilled model"), "{}", run.stderr);
-    // Without guidance there is nothing for it to do, and the picture does not claim otherwise.
+    // Without CFG the negative prompt has no effect, and the PNG does not mention it.
     for scale in ["1", "0.5"] {
         let run =
             sandbox.quick(&["x", "-o", "e.png", "--force", "--variant", "base", "--guidance", scale, "--negative", "blurry"]);
@@ -78,7 +78,7 @@ fn a_negative_prompt_is_for_base_models() {
         assert!(run.stderr.lines().any(|line| line == warning), "{}", run.stderr);
         assert!(!Png::read(&sandbox.path("e.png")).text.contains_key("negative"));
     }
-    // Each is cut by itself, and the warning says which.
+    // Each prompt is truncated by itself, and the warning says which.
     let long = "blurry ".repeat(200);
     for (prompt, negative, cut) in [("x", &*long, "the negative prompt"), (&*long, "x", "the prompt")] {
         let run =
@@ -101,8 +101,8 @@ fn a_plan_opens_no_weights() {
     ] {
         assert!(run.text().lines().any(|l| l == line), "{line}\n{}", run.text());
     }
-    picture(&sandbox, "a.png", 605, 807, [1, 2, 3]);
-    picture(&sandbox, "b.png", 1500, 1000, [1, 2, 3]);
+    write_image(&sandbox, "a.png", 605, 807, [1, 2, 3]);
+    write_image(&sandbox, "b.png", 1500, 1000, [1, 2, 3]);
     let flags =
         ["--width", "1024", "--height", "1024", "--reference", "a.png", "--reference", "b.png", "--klein", "9b", "--json"];
     let run = sandbox.bare(["plan"].iter().chain(&flags)).good();
@@ -118,7 +118,7 @@ fn a_plan_opens_no_weights() {
         "error: too many tokens: 512 text + 65536 image = 66048, the limit is 52000\n\nhint: lower --width and --height\n"
     );
 
-    // A named model is planned by its headers.
+    // The plan of a named model comes from its headers.
     sandbox.tiny("model", &[]);
     let run =
         sandbox.bare(["plan", "--model", "model", "--width", "64", "--height", "64", "--variant", "base", "--steps", "2"]).good();

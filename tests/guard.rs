@@ -1,7 +1,8 @@
-//! Weight files that change while they are in use: an error that says so, or the right picture. Never a signal, and never a
-//! picture of other weights.
+//! Weight files that change while they are mapped: an error that says so, or the right image. The program never dies of a signal,
+//! and never generates an image from other weights.
 #![cfg(target_os = "linux")]
 
+mod common;
 #[path = "common/moments.rs"]
 mod moments;
 #[path = "common/random.rs"]
@@ -9,17 +10,15 @@ mod random;
 #[path = "common/sandbox.rs"]
 mod sandbox;
 
+use common::small_job;
 use kiln::backend::cpu::Cpu;
 use kiln::checkpoint::{Shard, Weights};
 use kiln::config::{Conventions, Variant};
 use kiln::error::{Error, Result};
 use kiln::names::Layout;
-use kiln::noise::NoiseKind;
-use kiln::part::Part;
-use kiln::part::PerPart;
-use kiln::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel};
+use kiln::part::{Part, PerPart};
+use kiln::pipeline::{Engine, LoadOptions, OpenModel};
 use kiln::progress::Silent;
-use kiln::sequence::Pixels;
 use kiln::tensor::{Bytes, DType, Precision};
 use kiln::tiny;
 use kiln::tokenizer::Tokenizer;
@@ -46,7 +45,7 @@ fn write(path: &Path) -> File {
     OpenOptions::new().write(true).open(path).unwrap()
 }
 
-/// Things that happen to files.
+/// A change of a file.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Fate {
     Emptied,
@@ -73,7 +72,7 @@ impl Fate {
         Self::Forbidden,
     ];
 
-    /// Whether the bytes that a mapping shows stay the same.
+    /// Whether a mapping of the file keeps its bytes.
     fn is_harmless(self) -> bool {
         matches!(self, Self::Deleted | Self::Replaced | Self::Forbidden)
     }
@@ -87,11 +86,11 @@ impl Fate {
             Self::Overwritten => {
                 let mut file = write(path);
                 file.seek(SeekFrom::Start(len / 2)).unwrap();
-                // As bfloat16, large numbers of both signs.
+                // In bf16 these bytes are large values of both signs.
                 file.write_all(&vec![0xc5; len as usize / 2]).unwrap();
             }
             Self::Rewritten => {
-                // As a download that starts again does: empty, and after a while the same as before.
+                // A download that starts again truncates the file and then writes the same bytes.
                 let bytes = fs::read(path).unwrap();
                 let mut file = File::create(path).unwrap();
                 for chunk in bytes.chunks(bytes.len() / 4) {
@@ -142,18 +141,18 @@ fn every_change_is_named() {
             }
         };
         assert_changed(&shard.verify().unwrap_err(), &path, &detail);
-        // Whoever reads on gets numbers, right or wrong.
+        // Reading on is still possible, whatever the values.
         let sum: u64 = shard.tensors().flat_map(|(name, _)| shard.bytes(name).unwrap().to_vec()).map(u64::from).sum();
         assert!(sum > 0 || matches!(fate, Fate::Emptied | Fate::CutToAPage | Fate::CutByAPage), "{fate:?}");
         assert_changed(&shard.verify().unwrap_err(), &path, &detail);
     }
-    // What is in memory cannot change.
+    // Weights in memory cannot change.
     Shard::from_bytes("memory", vae).unwrap().verify().unwrap();
 }
 
-/// Everything the file system can tell is put back: only the handler knows.
+/// Size, content and modification time are restored, so that only the SIGBUS handler knows of the truncation.
 #[test]
-fn a_file_that_was_gone_for_a_moment_is_found_out_by_the_handler_alone() {
+fn a_truncation_that_was_undone_is_noticed_by_the_signal_handler() {
     let sandbox = Sandbox::new();
     let path = sandbox.path("x.safetensors");
     let bytes = tiny::model(Layout::Bfl, DType::Bf16).unwrap().vae;
@@ -164,7 +163,7 @@ fn a_file_that_was_gone_for_a_moment_is_found_out_by_the_handler_alone() {
     let right = all(&other);
 
     write(&path).set_len(0).unwrap();
-    // Without the question below, this would be taken for weights.
+    // Without `verify` below these zeros would be taken for weights.
     assert!(all(&reader).iter().all(|&byte| byte == 0), "zeros for everything");
     let mut file = write(&path);
     file.write_all(&bytes).unwrap();
@@ -172,31 +171,17 @@ fn a_file_that_was_gone_for_a_moment_is_found_out_by_the_handler_alone() {
 
     assert_changed(&reader.verify().unwrap_err(), &path, "a part of it was gone when it was needed");
     assert!(all(&reader).iter().all(|&byte| byte == 0), "and it stays so");
-    // Who did not read meanwhile has not been cheated.
+    // A mapping that was not read meanwhile is not affected.
     other.verify().unwrap();
     assert_eq!(all(&other), right);
-    // The places of closed files are free again, and without notes.
+    // The slots of closed mappings are free again, and their marks are cleared.
     drop(reader);
     for _ in 0..3000 {
         Shard::open(&path).unwrap().verify().unwrap();
     }
 }
 
-fn job() -> Job {
-    Job {
-        prompt: "x".into(),
-        size: Pixels::new(64, 64).unwrap(),
-        steps: 1,
-        negative: String::new(),
-        references: Vec::new(),
-        guidance: 1.0,
-        seeds: vec![5],
-        noise: Noise::Drawn(NoiseKind::TorchCpu),
-        record: false,
-    }
-}
-
-/// The tiny model with its transformer from somewhere else.
+/// The tiny model with another transformer.
 fn open(transformer: Shard) -> OpenModel {
     let tiny = tiny::model(Layout::Bfl, DType::Bf16).unwrap();
     let transformer = Weights::from_shards(Part::Transformer, vec![transformer]).unwrap();
@@ -210,18 +195,18 @@ fn load(model: OpenModel) -> Result<Engine> {
     Engine::load(Box::new(cpu), model, LoadOptions { precision: Precision::F32, references: false, low_memory: false }, &Silent)
 }
 
-/// The pixels of a picture, or none if the run failed before there was one.
-fn picture(engine: &mut Engine) -> (Option<Vec<u8>>, Result<()>) {
+/// The pixels of the image, or none if the run failed before.
+fn generate(engine: &mut Engine) -> (Option<Vec<u8>>, Result<()>) {
     let mut pixels = None;
-    let done = engine.generate(&job(), &Silent, &mut |picture| {
-        pixels = Some(picture.image.pixels);
+    let done = engine.generate(&small_job(), &Silent, &mut |output| {
+        pixels = Some(output.image.pixels);
         Ok(())
     });
     (pixels, done)
 }
 
 #[test]
-fn no_picture_is_made_of_weights_that_are_gone() {
+fn no_image_is_generated_from_truncated_weights() {
     let sandbox = Sandbox::new();
     let bytes = tiny::model(Layout::Bfl, DType::Bf16).unwrap().transformer;
     let path = sandbox.path("x.safetensors");
@@ -230,7 +215,7 @@ fn no_picture_is_made_of_weights_that_are_gone() {
         Shard::open(&path).unwrap()
     };
 
-    // Right after it was mapped, before anything of it was read.
+    // The change comes after the file was mapped, before it was read.
     for fate in [Fate::Emptied, Fate::CutToAPage, Fate::CutByAPage] {
         let model = open(mapped());
         fate.befall(&path);
@@ -239,26 +224,26 @@ fn no_picture_is_made_of_weights_that_are_gone() {
         assert_changed(&model.verify().unwrap_err(), &path, &detail);
         assert_changed(&load(model).err().unwrap(), &path, &detail);
     }
-    // After it was loaded.
+    // The change comes after loading.
     let mut engine = load(open(mapped())).unwrap();
     Fate::CutToAPage.befall(&path);
-    let (pixels, done) = picture(&mut engine);
+    let (pixels, done) = generate(&mut engine);
     assert!(pixels.is_none() && done.is_err_and(|error| error.to_string().starts_with(CHANGED)));
 
-    // The control. Zeros for half of it from memory, where nothing is noticed (a weight of nothing but zeros would be): there is a
-    // picture, and it is wrong.
+    // The control: with zeros for half of the transformer, in memory, there is an image, and it is wrong. A tensor of nothing but
+    // zeros would be noticed.
     let mut zeros = bytes.to_vec();
     let header = 8 + u64::from_le_bytes(*bytes.first_chunk().unwrap()) as usize;
     zeros[header..].chunks_exact_mut(64).for_each(|numbers| numbers[..32].fill(0));
     let from = |bytes| load(open(Shard::from_bytes("memory", bytes).unwrap())).unwrap();
-    let (wrong, done) = picture(&mut from(Bytes::new(Arc::new(zeros))));
+    let (wrong, done) = generate(&mut from(Bytes::new(Arc::new(zeros))));
     done.unwrap();
-    let (right, done) = picture(&mut from(bytes));
+    let (right, done) = generate(&mut from(bytes));
     done.unwrap();
     assert!(wrong.is_some() && wrong != right);
 }
 
-/// The program with files of its own, and one of them to be changed.
+/// A sandbox with weight files, one of which will be changed.
 struct Prepared {
     sandbox: Sandbox,
     victim: PathBuf,
@@ -290,11 +275,11 @@ struct End {
 impl std::fmt::Debug for End {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let size = self.png.as_ref().map(Vec::len);
-        write!(f, "code {:?}, picture of {size:?} bytes, also {:?}\n{}", self.code, self.others, self.stderr)
+        write!(f, "code {:?}, image of {size:?} bytes, also {:?}\n{}", self.code, self.others, self.stderr)
     }
 }
 
-/// Runs the program and does something to it after it said that its files are open.
+/// Runs the program and calls `disturb` while it runs: at once, or after it reported that its files are mapped.
 fn disturbed(prepared: &Prepared, mapped: bool, disturb: impl FnOnce()) -> End {
     let mut child = prepared.sandbox.command(&prepared.args).spawn().unwrap();
     let mut reader = BufReader::new(child.stderr.take().unwrap());
@@ -320,7 +305,7 @@ fn changes_at_any_moment_end_well() {
     shared.tiny("model", &["--layout", "bfl"]);
     let model = shared.path("model");
 
-    // Undisturbed: what is right, and how long it takes while another run goes on.
+    // Two undisturbed runs at a time give the right image, and the duration of a run.
     let undisturbed = in_pairs(2, |_| {
         let mut start = Instant::now();
         let end = disturbed(&prepare(&model, 0), true, || start = Instant::now());
@@ -331,7 +316,7 @@ fn changes_at_any_moment_end_well() {
     let duration = undisturbed[0].1.max(undisturbed[1].1);
     assert_eq!(right, &undisturbed[1].0);
 
-    // Most often those that do harm; the others take a whole run each.
+    // Mostly harmful changes; a run with a harmless one takes its full time.
     let (harmless, harmful): (Vec<_>, Vec<_>) = Fate::ALL.into_iter().partition(|fate| fate.is_harmless());
     let rounds = if long() { 20 } else { 2 };
     let fates = [harmful.repeat(rounds), harmless.repeat(rounds / 2)].concat();
@@ -346,7 +331,7 @@ fn changes_at_any_moment_end_well() {
         let context = format!("{fate:?} {} after {delay:?} of {duration:?}: {end:?}", prepared.victim.display());
         assert!(end.others.is_empty(), "{context}");
         if end.code == Some(0) {
-            assert!(end.png.as_ref() == Some(right), "another picture: {context}");
+            assert!(end.png.as_ref() == Some(right), "another image: {context}");
         } else {
             assert!(end.code == Some(3) && end.png.is_none() && !fate.is_harmless(), "{context}");
             let file = prepared.victim.file_name().unwrap().display().to_string();
@@ -360,7 +345,7 @@ fn changes_at_any_moment_end_well() {
     assert!(refused > rounds, "only {refused} runs were disturbed in time: this shows nothing");
     assert!(outcomes.iter().filter(|(harmless, _)| *harmless).all(|(_, whole)| *whole));
 
-    // While the files are being opened, there are more words for what is wrong with them.
+    // While files are being opened, several errors are right.
     in_pairs(4 * rounds, |index| {
         let fate = [Fate::Emptied, Fate::CutToAPage, Fate::CutByAPage, Fate::Longer][index % 4];
         let prepared = prepare(&model, index % FILES.len());
@@ -374,7 +359,7 @@ fn changes_at_any_moment_end_well() {
     });
 }
 
-/// A bus error that is none of ours ends the process as it always did.
+/// A SIGBUS outside of our mappings ends the process as it would without our handler.
 #[test]
 fn other_bus_errors_are_passed_on() {
     const NAME: &str = "KILN_TEST_BUS_ERROR";
@@ -394,7 +379,7 @@ fn die_of_a_bus_error() -> ! {
     let _ours = Shard::open(Path::new("x.safetensors")).unwrap();
     let file = File::create_new("y").unwrap();
     file.set_len(4096).unwrap();
-    // SAFETY: it is read after it was cut short, which is to end this process.
+    // SAFETY: reading it after the truncation raises SIGBUS, which is to end this process.
     let foreign = unsafe { memmap2::Mmap::map(&File::open("y").unwrap()) }.unwrap();
     file.set_len(0).unwrap();
     unreachable!("read {}", std::hint::black_box(&foreign)[0]);

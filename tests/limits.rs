@@ -1,4 +1,4 @@
-//! Sizes: arithmetic against numbers that cannot overflow, and what the largest headers cost.
+//! Sizes: checked arithmetic against 128-bit integers, and the cost of the largest headers.
 #![allow(clippy::print_stdout)] // figures, shown with --nocapture
 
 #[path = "common/cost.rs"]
@@ -19,14 +19,14 @@ fn open(bytes: Vec<u8>) -> Result<Shard> {
     Shard::from_bytes("x.safetensors", Bytes::new(Arc::new(bytes)))
 }
 
-/// A header and nothing behind it.
+/// A file of a header without data.
 fn file(header: &str) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat()
 }
 
-/// What has to be said of a tensor that is alone in a file without data, by arithmetic in 128 bits.
+/// The error that is expected for the only tensor of a file without data, by 128-bit arithmetic.
 fn verdict(shape: &[u64], bits: u64, [begin, end]: [u64; 2], header: usize) -> &'static str {
-    // Eight dimensions of 64 bits do not fit 128; beyond 64 nothing fits anyway.
+    // A product of many dimensions overflows even 128 bits, so it stops beyond 64.
     let fits = |value: &u128| *value <= u128::from(u64::MAX);
     let bits = shape.iter().try_fold(1u128, |n, &dim| Some(n * u128::from(dim)).filter(fits)).map(|n| n * u128::from(bits));
     let Some(bits) = bits.filter(fits) else { return "overflows" };
@@ -50,12 +50,12 @@ fn verdict(shape: &[u64], bits: u64, [begin, end]: [u64; 2], header: usize) -> &
 }
 
 #[test]
-fn shapes_are_multiplied_as_large_integers_are() {
+fn tensor_sizes_equal_128_bit_arithmetic() {
     let wrapped = AtomicUsize::new(0);
     cases("shapes", 100_000, 1_000_000, |random| {
         let types = [("U8", 8), ("BF16", 16), ("F32", 32), ("F64", 64), ("F4", 4), ("F6_E3M2", 6)];
         let (dtype, bits) = types[random.below(types.len())];
-        // Many products must come out just below or above 2^64.
+        // Many products are just below or just above 2^64.
         let mut left = 64;
         let shape: Vec<u64> = (0..random.below(5))
             .map(|_| {
@@ -78,18 +78,18 @@ fn shapes_are_multiplied_as_large_integers_are() {
             Err(error) => assert!(!want.is_empty() && error.to_string().contains(want), "{header}: {error}, not {want}"),
         }
     });
-    // The control: arithmetic that wraps around would find nothing wrong with the shapes of these.
+    // The control: wrapping arithmetic would accept these shapes.
     assert!(wrapped.into_inner() > 1000);
 }
 
-/// 2 to a power, or next to it.
+/// A power of two, or one less or more.
 fn near(random: &mut Random, power: usize) -> u64 {
     let exact = 1u128 << power;
     u64::try_from(exact + random.below(3) as u128 - 1).unwrap_or(u64::MAX)
 }
 
 #[test]
-fn working_memory_is_laid_out_as_large_integers_are() {
+fn arena_offsets_equal_128_bit_arithmetic() {
     let refused = AtomicUsize::new(0);
     cases("allocations", 100_000, 1_000_000, |random| {
         let mut arena = Arena::new(Region::Arena);
@@ -116,11 +116,11 @@ fn working_memory_is_laid_out_as_large_integers_are() {
             assert_eq!((u128::from(arena.mark()), u128::from(arena.peak())), (top, peak));
         }
     });
-    // The control: as many would be placed wrongly by arithmetic that wraps around.
+    // The control: wrapping arithmetic would place these wrongly.
     assert!(refused.into_inner() > 1000);
 }
 
-/// A header of exactly the most bytes there may be, filled up with spaces.
+/// A header of exactly the largest size that is allowed, padded with spaces.
 fn largest(entries: &str) -> Vec<u8> {
     let header = format!("{{{entries}}}");
     assert!(header.len() <= 4 << 20, "{}", header.len());

@@ -1,4 +1,4 @@
-//! Memory of a real run against the plan, by a counting allocator and by what the system says.
+//! Memory of a real run against the plan, by a counting allocator and by the peak RSS of the process.
 //!
 //! One test in a process of its own: the counters see every thread.
 #![allow(unsafe_code)] // an allocator cannot be written without it
@@ -6,7 +6,7 @@
 
 mod common;
 
-use common::{cpu, engine_on};
+use common::{cpu, engine_on, small_job};
 use kiln::config::Variant;
 use kiln::locate::Found;
 use kiln::names::Layout;
@@ -22,7 +22,7 @@ use std::alloc::{self, GlobalAlloc, System};
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Bytes in use and the most there ever were.
+/// Bytes in use, and their peak.
 struct Gauge {
     now: AtomicUsize,
     peak: AtomicUsize,
@@ -47,7 +47,7 @@ impl Gauge {
     }
 }
 
-/// Working memory is the only thing that asks for its alignment, which is how it is told from everything else.
+/// Only the arena is allocated with this alignment, which distinguishes it from everything else.
 static ARENA: Gauge = Gauge::new();
 static OTHER: Gauge = Gauge::new();
 
@@ -81,14 +81,14 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static COUNTING: Counting = Counting;
 
-/// The most memory the process ever had in use, in bytes.
+/// The peak RSS of the process, in bytes.
 fn peak_resident() -> usize {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:")).unwrap_or("0 kB");
     line.trim().trim_end_matches(" kB").parse::<usize>().unwrap_or(0) * 1024
 }
 
-/// What is held against free memory of weights that cannot be read where they are: f32 files in a run of bfloat16.
+/// Weights that have to be converted are copied, and the plan counts these bytes: f32 files in a run of bf16.
 fn copies_are_what_the_plan_says(job: &Job) {
     let model = tiny::model(Layout::Diffusers, DType::F32).unwrap();
     let weights = PerPart::from_fn(|part| model.weights(part).unwrap());
@@ -102,7 +102,7 @@ fn copies_are_what_the_plan_says(job: &Job) {
     engine.generate(job, &Silent, &mut |_| Ok(())).unwrap();
     let copied = OTHER.now.load(Ordering::Relaxed) - before;
     println!("copied {copied} bytes, {want} planned");
-    // Threads keep some scratch of products.
+    // Threads keep the packing buffers of GEMMs.
     assert!(want > 32 << 20 && copied >= want && copied - want < 8 << 20, "{copied} bytes, {want} planned");
 }
 
@@ -112,13 +112,8 @@ fn a_run_uses_the_planned_memory_and_little_else() {
     let job = Job {
         prompt: "a lighthouse".into(),
         size: Pixels::new(256, 320).unwrap(),
-        steps: 1,
-        negative: String::new(),
-        references: Vec::new(),
-        guidance: 1.0,
-        seeds: vec![1],
         noise: Noise::Drawn(NoiseKind::HOPPER),
-        record: false,
+        ..small_job()
     };
     for precision in [Precision::F32, Precision::Bf16] {
         let mut engine = engine_on(Box::new(cpu()), Variant::Distilled, precision);

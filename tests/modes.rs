@@ -24,8 +24,8 @@ fn guidance_as_an_input_equals_diffusers() {
     modes::guidance_as_an_input_equals_diffusers(&|| Box::new(cpu()));
 }
 
-/// What the reference keeps across steps depends on nothing but the references: made anew for another prompt, seed and size, a
-/// run gives the same bytes as the first time.
+/// The KV cache of references is rebuilt for each run: after a run with another prompt, seed and size, the first job gives the
+/// same bytes again.
 #[test]
 fn cached_references_do_not_depend_on_the_run_before() {
     let modes = modes();

@@ -1,5 +1,5 @@
-//! Checks every op of the CPU backend against naive f64 loops, and the errors of invalid ops. The table of cases and the error
-//! limits are in `common/ops`.
+//! Every op of the CPU backend against naive f64 loops, and operands that every backend must refuse. The table of cases and the
+//! tolerances are in `common/ops`.
 
 #[path = "common/ops/mod.rs"]
 mod ops;
@@ -32,7 +32,7 @@ fn is_klein(name: &str) -> bool {
     name.contains("klein")
 }
 
-/// The table covers every op: a new op without a case fails here.
+/// The table covers every op, also one that is added later.
 #[test]
 fn the_table_names_every_op() {
     let names: Vec<String> = ops::cases::all().into_iter().map(|c| c.name).collect();
@@ -42,7 +42,7 @@ fn the_table_names_every_op() {
     }
 }
 
-/// The cases for tools that slow kernels down still cover every op in every dtype and layout.
+/// The cases that are small enough for compute-sanitizer have every op in every dtype and layout.
 #[test]
 fn the_small_cases_name_every_op() {
     let small: Vec<_> = ops::cases::all().into_iter().filter(|c| ops::is_within(ops::SMALL, &c.name)).collect();
@@ -57,11 +57,11 @@ fn the_small_cases_name_every_op() {
     }
 }
 
-/// How work is split depends on shapes alone, so results are bit-identical for any number of threads.
+/// Work is partitioned by shapes alone, so the number of threads changes no bit of any result.
 #[test]
 fn results_do_not_depend_on_the_number_of_threads() {
     let mut machines = [1, 2, 3].map(|threads| (cpu(threads), Arena::new(Region::Weights)));
-    // The cases at klein widths take long, and their work is split in the same way.
+    // The cases at klein widths take long and are partitioned in the same way.
     for case in ops::cases::all().into_iter().filter(|case| !is_klein(&case.name)) {
         let [one, two, three] = machines.each_mut().map(|(cpu, weights)| {
             let results = ops::run(cpu, weights, &case, false, &mut Vec::new());
@@ -95,13 +95,11 @@ fn unpatchify_undoes_patchify() {
     }
 }
 
-// ----------------------------------------------------------------------------------------------------------- invalid ops
-
 fn matrix(arena: &mut Arena, rows: usize, cols: usize) -> Tensor {
     arena.alloc(rows, cols, DType::F32).unwrap()
 }
 
-/// Operands whose shapes do not match, or that would be read while they are written, are an error and never yield a wrong result.
+/// Operands of mismatched shapes, and outputs that alias inputs, are an error and never a wrong result.
 #[test]
 fn mismatched_operands_are_rejected() {
     let (mut cpu, mut arena) = (cpu(1), Arena::new(Region::Arena));
@@ -184,7 +182,7 @@ fn mismatched_weights_are_rejected() {
     }
 }
 
-/// A weight that is overwritten only in part is dropped: reading the rest of it is an error, never a mixture of both.
+/// An upload over part of another weight invalidates all of it: reading the rest is an error.
 #[test]
 fn an_uploaded_weight_replaces_the_previous_one() {
     let (mut cpu, mut weights, mut arena) = (cpu(1), Arena::new(Region::Weights), Arena::new(Region::Arena));

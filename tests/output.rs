@@ -1,4 +1,4 @@
-//! What is on disk however a run ends: the whole picture or nothing, and never somebody else's file gone.
+//! Files on disk however a run ends: the whole image or nothing, and no existing file is lost.
 #![cfg(unix)]
 
 #[path = "common/moments.rs"]
@@ -11,7 +11,7 @@ mod sandbox;
 use kiln::output::save_new;
 use moments::{in_pairs, moment};
 use random::long;
-use sandbox::{QUICK, Run, Sandbox};
+use sandbox::{QUICK, Run, Sandbox, send};
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
@@ -20,16 +20,16 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// What the helper process saves: as long as a picture, and every part of it different.
+/// The bytes that the helper process saves: as many as an image has, without repetition.
 fn contents() -> Vec<u8> {
     (0..300_000u32).flat_map(u32::to_le_bytes).collect()
 }
 
-/// Names the helper's task; it waits for a byte on standard input, and works in its current folder.
+/// The environment variable that names the helper's task. The helper waits for a byte on standard input.
 const TASK: &str = "KILN_TEST_TASK";
 
-/// Not a test: a process of its own that saves files, for the tests below to race and to kill. Pictures take a second to make
-/// and a millisecond to save; here all time is spent where it matters.
+/// Not a test but a process that saves files, for the tests below to race and to kill. A real run generates for a second and
+/// saves for a millisecond; the helper only saves.
 #[test]
 #[ignore = "a helper for the other tests"]
 fn helper() {
@@ -44,7 +44,7 @@ fn helper() {
         }
         "save" => names.for_each(|name| save_new(name.as_ref(), &bytes, false).unwrap()),
         "replace" => names.for_each(|_| save_new("one.png".as_ref(), &bytes, true).unwrap()),
-        // As an encoder does that writes straight to the target.
+        // The naive way: writing to the target itself.
         "direct" => names.for_each(|name| {
             let mut file = fs::File::create_new(name).unwrap();
             bytes.chunks(8192).for_each(|chunk| file.write_all(chunk).unwrap());
@@ -60,7 +60,7 @@ fn start_helper(task: &str, folder: &Path) -> Child {
     command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
 }
 
-/// True if a folder's file system has files without a name; otherwise killed processes do leave something.
+/// Whether the file system supports O_TMPFILE; without it a killed process leaves a temporary file.
 fn has_tmpfiles(folder: &Path) -> bool {
     #[cfg(target_os = "linux")]
     let has = {
@@ -75,22 +75,22 @@ fn has_tmpfiles(folder: &Path) -> bool {
     has
 }
 
-/// Kills the helper at random moments, and counts the files that are not whole and those of other names.
+/// Kills the helper at random moments, and counts partial files and files with other names.
 fn kill_helpers(task: &str, kills: usize) -> (usize, usize) {
     let right = contents();
     let results = in_pairs(kills, |index| {
         let sandbox = Sandbox::new();
         let mut child = start_helper(task, &sandbox.0);
         child.stdin.take().unwrap().write_all(b"\n").unwrap();
-        // Some of this time goes to the start.
+        // The first milliseconds are the start of the process.
         std::thread::sleep(Duration::from_millis(5) + moment(index, Duration::from_millis(60)));
         child.kill().unwrap();
         child.wait().unwrap();
-        let (pictures, others): (Vec<_>, Vec<_>) = sandbox.names().into_iter().partition(|name| name.ends_with(".png"));
-        let partial = pictures.iter().filter(|name| fs::read(sandbox.path(name)).unwrap() != right).count();
-        (pictures.len(), partial, others.len())
+        let (images, others): (Vec<_>, Vec<_>) = sandbox.names().into_iter().partition(|name| name.ends_with(".png"));
+        let partial = images.iter().filter(|name| fs::read(sandbox.path(name)).unwrap() != right).count();
+        (images.len(), partial, others.len())
     });
-    assert!(results.iter().map(|(pictures, ..)| pictures).sum::<usize>() > 0, "{task}: nothing was ever saved");
+    assert!(results.iter().map(|(images, ..)| images).sum::<usize>() > 0, "{task}: nothing was ever saved");
     (results.iter().map(|(_, partial, _)| partial).sum(), results.iter().map(|(.., others)| others).sum())
 }
 
@@ -100,14 +100,14 @@ fn a_killed_process_leaves_whole_files_and_nothing_else() {
         return;
     }
     assert_eq!(kill_helpers("save", 60), (0, 0), "files that are not whole, and others");
-    // Replacing takes a name for an instant, which a kill may leave behind; the target is whole in any case.
+    // Replacing uses a temporary name, which a kill may leave behind; the target is whole in any case.
     assert_eq!(kill_helpers("replace", 20).0, 0);
-    // The control: writing to the target itself does not pass this test.
+    // The control: writing to the target itself fails this test.
     assert!((0..5).any(|_| kill_helpers("direct", 20).0 > 0), "this test would not notice a partial file");
 }
 
 #[test]
-fn a_killed_run_leaves_a_picture_or_nothing() {
+fn a_killed_run_leaves_an_image_or_nothing() {
     let shared = Sandbox::new();
     if !has_tmpfiles(&shared.0) {
         return;
@@ -121,7 +121,7 @@ fn a_killed_run_leaves_a_picture_or_nothing() {
         if index % 3 == 0 {
             std::thread::sleep(moment(index, Duration::from_millis(800)));
         } else {
-            // Right when the picture is finished and about to be saved.
+            // The kill comes when the image is about to be saved.
             let lines = BufReader::new(child.stderr.take().unwrap()).lines();
             lines.map_while(Result::ok).find(|line| line.starts_with("decoding")).expect("it decodes");
             std::thread::sleep(moment(index, Duration::from_millis(6)));
@@ -135,7 +135,7 @@ fn a_killed_run_leaves_a_picture_or_nothing() {
 }
 
 #[test]
-fn of_many_processes_one_wins() {
+fn one_of_many_processes_wins() {
     for round in 0..10 {
         let sandbox = Sandbox::new();
         let mut children: Vec<Child> = (0..16).map(|_| start_helper("once", &sandbox.0)).collect();
@@ -149,7 +149,7 @@ fn of_many_processes_one_wins() {
 }
 
 #[test]
-fn what_is_there_stays_as_it_is() {
+fn existing_files_stay_as_they_are() {
     let sandbox = Sandbox::new();
     let path = |name: &str| sandbox.path(name);
     fs::write(path("file.png"), "mine").unwrap();
@@ -162,7 +162,7 @@ fn what_is_there_stays_as_it_is() {
     let state = || {
         let of = |name: String| {
             let meta = fs::symlink_metadata(path(&name)).unwrap();
-            // Only of files: there is no end to what a device has.
+            // Devices have no end, so only files are read.
             let text = meta.is_file().then(|| fs::read(path(&name)).unwrap());
             (name, meta.ino(), meta.mode(), meta.mtime_nsec(), meta.len(), text)
         };
@@ -188,7 +188,7 @@ fn what_is_there_stays_as_it_is() {
     }
     refused(&["-o", "/dev/full/out.png"], "cannot write (/dev/full/out.png): ".into());
 
-    // One that appears while the picture is made.
+    // A file that appears during the run is kept, too.
     let mut child = sandbox.command(["x", "-o", "late.png"].iter().chain(&QUICK)).spawn().unwrap();
     let mut stderr = BufReader::new(child.stderr.take().unwrap());
     stderr.read_line(&mut String::new()).unwrap();
@@ -200,8 +200,8 @@ fn what_is_there_stays_as_it_is() {
     assert_eq!(fs::read(path("late.png")).unwrap(), b"mine");
 }
 
-/// Runs the program in surroundings that a shell prepares, with a picture in folder `out`, and lists what is there afterwards.
-/// What the shell mounts is gone when it ends.
+/// Runs the program in an environment that a shell prepares, with its output in folder `out`, and lists the files there
+/// afterwards. Mounts end with the shell.
 #[cfg(target_os = "linux")]
 fn in_shell(sandbox: &Sandbox, setup: &str) -> Run {
     let program = env!("CARGO_BIN_EXE_kiln");
@@ -219,7 +219,7 @@ fn a_full_disk_is_reported_and_leaves_nothing() {
     let mut tried = 0;
     for (setup, reason) in [
         ("true", ""),
-        // Blocks of 512 bytes; the picture has about 12 thousand.
+        // Blocks of 512 bytes; the image has about 12 thousand.
         ("ulimit -f 8", "File too large"),
         ("ulimit -f 0", "File too large"),
         ("mount -t tmpfs -o size=8k none out", "No space left on device"),
@@ -227,7 +227,7 @@ fn a_full_disk_is_reported_and_leaves_nothing() {
     ] {
         let run = in_shell(&sandbox, setup);
         if reason.is_empty() {
-            // Not every machine lets everybody do such things.
+            // Mounting may not be permitted on this machine.
             if run.code != Some(0) {
                 let _ = writeln!(std::io::stderr(), "skipped: no surroundings to try: {}", run.stderr);
                 return;
@@ -249,9 +249,9 @@ fn a_full_disk_is_reported_and_leaves_nothing() {
     assert!(fs::read_dir(sandbox.path("out")).unwrap().next().is_none());
 }
 
-/// Standard output that nobody reads is no reason to be silent about errors.
+/// Errors are reported also when standard output is closed.
 #[test]
-fn errors_are_told_without_a_standard_output() {
+fn errors_are_reported_without_a_standard_output() {
     let sandbox = Sandbox::new();
     let mut child = sandbox.command(["x", "-q", "-o", "no/out.png"]).spawn().unwrap();
     drop(child.stdout.take());
@@ -268,13 +268,13 @@ fn a_dash_is_standard_output() {
     assert_eq!(run.status.code(), Some(0));
     assert_eq!(run.stdout, fs::read(sandbox.path("file.png")).unwrap());
     assert!(String::from_utf8(run.stderr).unwrap().contains("seed 7"));
-    // There the stream is the product, and its end is a loss.
+    // The image goes to the pipe, so a closed pipe is an error.
     let mut child = sandbox.command(["x", "-q", "-o", "-"].iter().chain(&QUICK)).spawn().unwrap();
     drop(child.stdout.take());
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(5));
     assert!(output.stderr.starts_with(b"error: cannot write (-): Broken pipe"));
-    // One that is closed is told before any work; one that leads nowhere is as good as any.
+    // A closed standard output is an error before any work; `/dev/null` is accepted.
     for (end, code, told) in [
         (">&-", 5, "error: cannot write (standard output): it is closed, so nobody would get the picture\n"),
         ("> /dev/null", 0, ""),
@@ -287,9 +287,9 @@ fn a_dash_is_standard_output() {
     assert_eq!(sandbox.names(), ["file.png"]);
 }
 
-/// `kiln ... | true`: the files are the product.
+/// `kiln ... | true`: the image files matter, not the printed names.
 #[test]
-fn all_images_are_made_even_if_nobody_listens() {
+fn all_images_are_written_even_if_nobody_reads_standard_output() {
     let sandbox = Sandbox::new();
     for json in [&[][..], &["--json"]] {
         let args = ["x", "-q", "-o", "out.png", "--count", "3", "--force"];
@@ -302,13 +302,13 @@ fn all_images_are_made_even_if_nobody_listens() {
 }
 
 #[test]
-fn an_image_whose_dump_fails_is_told_of() {
+fn an_image_whose_dump_fails_is_reported() {
     let sandbox = Sandbox::new();
     let args = ["x", "-o", "out.png", "--dump", "run.safetensors"];
     let mut child = sandbox.command(args.iter().chain(&QUICK)).spawn().unwrap();
     let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
     lines.find(|line| line.starts_with("encoding text")).expect("it encodes");
-    // Somebody takes the name after it was found free.
+    // Another process creates the file after the check that it does not exist.
     fs::write(sandbox.path("run.safetensors"), "mine").unwrap();
     let rest: Vec<String> = lines.collect();
     let output = child.wait_with_output().unwrap();
@@ -317,22 +317,16 @@ fn an_image_whose_dump_fails_is_told_of() {
     assert_eq!(sandbox.names(), ["out.png", "run.safetensors"]);
     assert_eq!(fs::read(sandbox.path("run.safetensors")).unwrap(), b"mine");
 
-    // What is known to be too long beforehand costs no image. Blocks of 512 bytes: the image has about 12 thousand, the dump 800
-    // thousand, most of it the text features.
-    let script = "ulimit -f 200 && exec \"$0\" \"$@\"";
-    let mut command = sandbox.wrapped("sh");
-    command.args(["-c", script, env!("CARGO_BIN_EXE_kiln"), "x", "-q", "-o", "two.png", "--dump", "two.safetensors"]).args(QUICK);
-    let run = Run::of(command);
+    // A dump that is known to exceed the limit is refused before the run. In bytes the image has about 12 thousand, the dump 800
+    // thousand, mostly prompt embeddings; the limit is 200 blocks of 512.
+    let args = ["x", "-q", "-o", "two.png", "--dump", "two.safetensors"];
+    let run = Run::of(sandbox.limited("-f 200", args.iter().chain(&QUICK)));
     assert_eq!((run.code, run.text()), (Some(5), ""), "{}", run.stderr);
     assert!(run.stderr.starts_with("error: cannot write (two.safetensors): File too large"), "{}", run.stderr);
     assert_eq!(sandbox.names(), ["out.png", "run.safetensors"]);
 }
 
-fn send(signal: &str, child: &Child) {
-    assert!(Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap().success());
-}
-
-/// The first signal waits for the op at hand, which may take long. Whoever asks twice does not want to wait.
+/// The first SIGINT takes effect after the current op, which may take long. The second one ends the process at once.
 #[test]
 fn a_second_signal_ends_a_run_at_once() {
     let ended_by_the_second = || {
@@ -341,7 +335,7 @@ fn a_second_signal_ends_a_run_at_once() {
         let mut child = sandbox.command(args).spawn().unwrap();
         let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
         lines.find(|line| line.starts_with("encoding text")).expect("it encodes");
-        // Attention over so many tokens takes most of a second, and most of the time.
+        // Attention over so many tokens takes most of a second, and most of the run.
         std::thread::sleep(Duration::from_millis(400));
         send("-INT", &child);
         send("-INT", &child);
@@ -349,7 +343,7 @@ fn a_second_signal_ends_a_run_at_once() {
         assert_eq!(child.wait().unwrap().code(), Some(130));
         let at_once = start.elapsed() < Duration::from_millis(500);
         assert!(sandbox.names().is_empty(), "{:?}", sandbox.names());
-        // Otherwise the first was noticed before the second came.
+        // Otherwise the run ended by the first signal before the second one came.
         at_once && !lines.any(|line| line == "error: interrupted")
     };
     assert!((0..8).any(|_| ended_by_the_second()), "the second signal never ended a run");
@@ -361,7 +355,7 @@ fn a_run_can_be_stopped_at_any_moment() {
     let stop = |index: usize| {
         let sandbox = Sandbox::new();
         let (name, code, number_of_signal) = if index % 6 == 5 { ("-TERM", 143, 15) } else { ("-INT", 130, 2) };
-        // Of every four runs, one is short enough to end by itself about then.
+        // Every fourth run is short enough to end by itself at about that time.
         let steps = if index % 4 == 3 { "1" } else { "1000" };
         let args = ["x", "-o", "out.png", "--width", "64", "--height", "64", "--steps", steps, "--threads", "1"];
         let mut child = sandbox.command(args).spawn().unwrap();
@@ -373,7 +367,7 @@ fn a_run_can_be_stopped_at_any_moment() {
         let mut stderr = String::new();
         child.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
         if stderr.is_empty() {
-            // It had not begun to listen, and there was nothing to end.
+            // The signal came before the handler was installed.
             assert_eq!(status.signal(), Some(number_of_signal));
         } else if status.code() == Some(0) {
             assert_eq!((steps, sandbox.names()), ("1", vec!["out.png".to_owned()]), "{stderr}");
@@ -386,7 +380,7 @@ fn a_run_can_be_stopped_at_any_moment() {
         took
     };
     in_pairs(moments, |index| {
-        // A busy machine may take the processor away for longer than that; who is slow to stop is slow every time.
+        // A busy machine may delay a run by chance; one that is slow to stop is slow every time.
         let took: Vec<Duration> = (0..4).map(|_| stop(index)).take_while(|took| *took >= Duration::from_secs(1)).collect();
         assert!(took.len() < 4, "run {index} took {took:?} to stop");
     });

@@ -1,5 +1,5 @@
-//! What the system gives the real program, and what comes of too little of it: threads, memory, a stack, room on a disk. Every run
-//! makes its picture, or ends with exit code 4, a line that says why and a hint. None ends by a signal, and none leaves a file.
+//! The real program under limits of threads, address space, stack and disk space. Every run generates its image, or ends with
+//! exit code 4, one line of error and a hint. No run dies of a signal, and none leaves a file.
 #![cfg(target_os = "linux")]
 #![allow(clippy::print_stderr)] // what was skipped
 
@@ -13,7 +13,7 @@ mod sandbox;
 use kiln::threads::cores;
 use moments::{in_pairs, moment};
 use random::long;
-use sandbox::{QUICK, Run, Sandbox};
+use sandbox::{QUICK, Run, Sandbox, send};
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
 
-/// Threads of a run that is making a picture.
+/// The number of threads of a run that is generating an image.
 fn threads_of(mut command: Command) -> usize {
     let mut child = command.spawn().unwrap();
     let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
@@ -32,25 +32,25 @@ fn threads_of(mut command: Command) -> usize {
     threads
 }
 
-/// One pool, of as many threads as asked for and no more than can run at once, the first of which is there anyway.
+/// There is one thread pool, which includes the main thread, with at most one thread per core.
 #[test]
 fn there_are_as_many_threads_as_asked_for() {
     let sandbox = Sandbox::new();
     let args = ["x", "-o", "out.png", "--width", "64", "--height", "64", "--steps", "1000"];
     for (flags, want) in [(&["--threads", "1"][..], 1), (&["--threads", "1024"], cores()), (&[], cores())] {
         let mut command = sandbox.command(args.iter().chain(flags));
-        // Not for us: it speaks of pools that nobody has made.
+        // This variable is about the global pool, which kiln does not use.
         command.env("RAYON_NUM_THREADS", "100000");
         assert_eq!(threads_of(command), want, "{flags:?}");
     }
 }
 
-/// A system that gives no thread at all: to root by way of another user, because no limit binds root.
+/// A system that allows no more threads. The limit does not apply to root, so root runs it as another user.
 #[test]
 fn one_thread_is_enough() {
     let sandbox = Sandbox::new();
     fs::set_permissions(&sandbox.0, fs::Permissions::from_mode(0o777)).unwrap();
-    // Where the tests are built may be closed to others.
+    // The build folder may not be readable by others.
     fs::copy(env!("CARGO_BIN_EXE_kiln"), sandbox.path("kiln")).unwrap();
     let root = Run::of({
         let mut command = sandbox.wrapped("id");
@@ -71,32 +71,21 @@ fn one_thread_is_enough() {
         return;
     }
     sandbox.quick(&["x", "--seed", "5", "-q", "-o", "want.png"]);
-    let picture = |name: &str| format!("{limit} ./kiln x --seed 5 --threads 8 -v -o {name} {}", QUICK.join(" "));
-    let run = limited(&picture("out.png")).good();
+    let command = |name: &str| format!("{limit} ./kiln x --seed 5 --threads 8 -v -o {name} {}", QUICK.join(" "));
+    let run = limited(&command("out.png")).good();
     assert!(run.stderr.contains("\nbackend cpu, 1 threads\n"), "{}", run.stderr);
-    // On a terminal a thread draws a line again and again, and there is none for that either.
-    let drawn = limited(&format!("command -v script > /dev/null || exit 77; script -qec '{}' /dev/null", picture("drawn.png")));
-    let pictures = match drawn.code {
+    // On a terminal a thread redraws the progress line, and it cannot be started either.
+    let drawn = limited(&format!("command -v script > /dev/null || exit 77; script -qec '{}' /dev/null", command("drawn.png")));
+    let images = match drawn.code {
         Some(77) => vec!["out.png"],
         _ => {
             assert_eq!(drawn.code, Some(0), "{}", drawn.text());
             vec!["out.png", "drawn.png"]
         }
     };
-    for name in pictures {
-        assert!(fs::read(sandbox.path(name)).unwrap() == fs::read(sandbox.path("want.png")).unwrap(), "{name}: another picture");
+    for name in images {
+        assert!(fs::read(sandbox.path(name)).unwrap() == fs::read(sandbox.path("want.png")).unwrap(), "{name}: another image");
     }
-}
-
-/// Runs under a limit that a shell sets.
-fn under(sandbox: &Sandbox, limit: &str, args: &[&str]) -> Run {
-    Run::of(limited(sandbox, limit, args))
-}
-
-fn limited(sandbox: &Sandbox, limit: &str, args: &[&str]) -> Command {
-    let mut command = sandbox.wrapped("sh");
-    command.args(["-c", &format!("ulimit {limit}; exec \"$0\" \"$@\""), env!("CARGO_BIN_EXE_kiln")]).args(args);
-    command
 }
 
 #[test]
@@ -104,22 +93,22 @@ fn a_small_stack_is_enough() {
     let sandbox = Sandbox::new();
     for kilobytes in [16, 128] {
         let args = ["x", "-q", "--force", "-o", "out.png", "--model", "tiny", "--backend", "cpu"];
-        let mut command = limited(&sandbox, &format!("-s {kilobytes}"), &[&args, &QUICK[..]].concat());
-        // The environment lies on the stack, too. A large one leaves nothing for any program.
+        let mut command = sandbox.limited(&format!("-s {kilobytes}"), args.iter().chain(&QUICK));
+        // The environment is on the stack, too; a large one would leave nothing for the program.
         command.env_clear();
         assert_eq!(Run::of(command).good().stderr, "");
     }
 }
 
-/// Every limit on addresses, of models that are made, carried and mapped. Below some 35 MB, and what its kernels take, the program
-/// itself cannot be loaded: that is told by the system, which ends the program before its first line.
+/// Limits of address space with models that are computed, embedded and mapped. Below about 35 MB plus its kernels the program
+/// itself cannot be loaded, and the system ends it before `main`.
 #[test]
-fn too_little_memory_is_told() {
+fn too_little_memory_is_reported() {
     let sandbox = Sandbox::new();
     sandbox.tiny("model", &[]);
     let limit = |megabytes: usize| format!("-v {}", megabytes << 10);
-    // How much that is depends on the kernels that the program carries.
-    let starts = |megabytes: &usize| under(&sandbox, &limit(*megabytes), &["--version"]).code == Some(0);
+    // The least limit depends on the kernels that are embedded.
+    let starts = |megabytes: &usize| Run::of(sandbox.limited(&limit(*megabytes), ["--version"])).code == Some(0);
     let least = (20..200).find(starts).expect("the program starts in 200 MB");
     let beyond: Vec<usize> = match long() {
         true => (0..80).chain((80..=900).step_by(20)).collect(),
@@ -129,7 +118,8 @@ fn too_little_memory_is_told() {
     for megabytes in beyond.into_iter().map(|more| least + more) {
         let limit = limit(megabytes);
         for model in ["tiny", "builtin", "model"] {
-            let run = under(&sandbox, &limit, &[&["x", "-q", "-o", "out.png", "--model", model], &QUICK[..]].concat());
+            let args = ["x", "-q", "-o", "out.png", "--model", model];
+            let run = Run::of(sandbox.limited(&limit, args.iter().chain(&QUICK)));
             match run.code {
                 Some(0) => done += 1,
                 code => {
@@ -145,18 +135,19 @@ fn too_little_memory_is_told() {
             assert_eq!(sandbox.names(), ["model"], "{model} in {megabytes} MB");
         }
     }
-    assert!(done > 0 && refused > 0, "{done} pictures, {refused} refusals: the limits are not around what is needed");
+    assert!(done > 0 && refused > 0, "{done} images, {refused} refusals: the limits are not around what is needed");
 }
 
-/// A file that cannot be mapped is not a bad one.
+/// A file that is too large for the address space is not reported as a bad file.
 #[test]
-fn memory_for_a_file_is_memory() {
+fn a_file_that_cannot_be_mapped_is_a_lack_of_memory() {
     let sandbox = Sandbox::new();
     sandbox.tiny("model", &["--layout", "bfl"]);
-    // As long as a file can be here without taking room.
+    // A sparse file takes no disk space.
     let file = fs::File::options().write(true).open(sandbox.path("model/qwen.safetensors")).unwrap();
     file.set_len(8 << 30).unwrap();
-    let run = under(&sandbox, "-v 4000000", &[&["x", "-q", "-o", "out.png", "--model", "model"], &QUICK[..]].concat());
+    let args = ["x", "-q", "-o", "out.png", "--model", "model"];
+    let run = Run::of(sandbox.limited("-v 4000000", args.iter().chain(&QUICK)));
     let first = "error: cannot read (model/qwen.safetensors): Cannot allocate memory (os error 12)";
     assert_eq!((run.code, run.stderr), (Some(4), format!("{first}\n\nhint: {}\n", kiln::cli::SAVE_MEMORY)));
 }
@@ -174,7 +165,7 @@ fn listing(folder: &Path) -> Vec<(PathBuf, u64)> {
     found
 }
 
-/// The only thing beside pictures that the program writes: a model is there whole, or its name is not.
+/// `kiln tiny` writes a whole model or nothing.
 #[test]
 fn a_tiny_model_is_whole_or_not_there() {
     let control = Sandbox::new();
@@ -187,13 +178,13 @@ fn a_tiny_model_is_whole_or_not_there() {
     };
     assert_eq!(control.names(), ["model"]);
 
-    // Blocks of 512 bytes: one file fits, the next does not. The folder may be there, or not.
+    // With this limit, in blocks of 512 bytes, one file fits and the next does not. The folder may exist before.
     let sandbox = Sandbox::new();
     for there in [false, true] {
         if there {
             fs::create_dir(sandbox.path("model")).unwrap();
         }
-        let run = under(&sandbox, "-f 4000", &["tiny", "model"]);
+        let run = Run::of(sandbox.limited("-f 4000", ["tiny", "model"]));
         assert_eq!((run.code, run.text()), (Some(5), ""), "{}", run.stderr);
         assert!(run.stderr.starts_with("error: cannot write (model/"), "{}", run.stderr);
         assert_eq!(sandbox.names(), if there { vec!["model"] } else { vec![] });
@@ -201,7 +192,7 @@ fn a_tiny_model_is_whole_or_not_there() {
     }
     sandbox.tiny("model", &[]);
     assert_eq!(whole(&sandbox), whole(&control));
-    // The folder that one stands in is still the one.
+    // The current folder is filled and not replaced.
     let sandbox = Sandbox::new();
     fs::create_dir(sandbox.path("model")).unwrap();
     let inode = || fs::metadata(sandbox.path("model")).unwrap().ino();
@@ -226,13 +217,13 @@ fn a_tiny_model_is_whole_or_not_there() {
     });
     assert!(placed.iter().sum::<usize>() < 12, "none was stopped in time");
 
-    // Asked to stop, it cleans up after itself.
+    // After SIGINT and SIGTERM nothing partial is left.
     in_pairs(12, |index| {
         let sandbox = Sandbox::new();
         let mut child = sandbox.command(["tiny", "model"]).spawn().unwrap();
         std::thread::sleep(moment(index, took.mul_f64(1.2)));
         let signal = if index % 2 == 0 { "-INT" } else { "-TERM" };
-        assert!(Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap().success());
+        send(signal, &child);
         child.wait().unwrap();
         let names = sandbox.names();
         assert!(names.is_empty() || names == ["model"], "{signal}: {names:?}");

@@ -1,15 +1,19 @@
-//! The tokenizer from the outside: no file and no prompt harms it, none takes long, and ids are those of the reference.
+//! The tokenizer from the outside: ids equal those of the reference, and neither files nor prompts make it panic, run long or
+//! take much memory.
 //!
 //! `tests/fixtures/tokens.json` is written by `tools/tokens.py`.
 #![allow(clippy::print_stdout)] // figures, shown with --nocapture
 
 #[path = "common/cost.rs"]
 mod cost;
+#[path = "common/fnv.rs"]
+mod fnv;
 #[path = "common/random.rs"]
 mod random;
 
 use cost::{peak_of, time_of};
 use flate2::read::GzDecoder;
+use fnv::fnv1a;
 use kiln::tiny;
 use kiln::tokenizer::{MAX_PROMPT_BYTES, Tokenizer};
 use random::{Random, cases};
@@ -21,7 +25,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
-/// Ids that a text encoder reads.
+/// The number of ids that a text encoder reads.
 const LENGTH: usize = 512;
 
 static QWEN3: LazyLock<Tokenizer> = LazyLock::new(|| Tokenizer::qwen3().unwrap());
@@ -57,10 +61,8 @@ fn unpacked() -> Vec<u8> {
     json
 }
 
-/// FNV-1a 64.
 fn fnv(bytes: impl IntoIterator<Item = u8>) -> String {
-    let step = |state: u64, byte| (state ^ u64::from(byte)).wrapping_mul(0x100_0000_01B3);
-    format!("{:016x}", bytes.into_iter().fold(0xCBF2_9CE4_8422_2325, step))
+    format!("{:016x}", fnv1a(bytes))
 }
 
 #[test]
@@ -88,7 +90,7 @@ fn prompts_give_the_ids_of_the_reference() {
     }
 }
 
-/// Pieces that mean something to a tokenizer.
+/// Pieces that a tokenizer treats specially.
 const PIECES: [&str; 24] = [
     "<|im_end|>",
     "<think>",
@@ -120,14 +122,14 @@ const PIECES: [&str; 24] = [
 fn prompt(random: &mut Random) -> String {
     let longest = if random.below(500) == 0 { MAX_PROMPT_BYTES } else { 200 };
     let (length, pieces) = (random.below(longest + 1), random.below(4) > 0);
-    // Often the same piece again and again.
+    // A quarter of the prompts repeat one piece.
     let same = (random.below(4) == 0).then(|| random.pick(&PIECES));
     let mut text = String::new();
     while text.len() < length {
         match same {
             Some(piece) => text.push_str(piece),
             None if pieces && random.below(2) == 0 => text.push_str(random.pick(&PIECES)),
-            // Of every plane, as often as of the first 256 characters.
+            // Half of the characters are from all planes, half from the first 256.
             None => {
                 let code = if random.below(2) == 0 { random.below(0x11_0000) } else { random.below(256) };
                 text.extend(char::from_u32(code as u32));
@@ -147,7 +149,7 @@ fn random_prompts_never_fail() {
         let tokens = tokenizer.encode(&prompt, LENGTH).unwrap();
         assert_eq!((tokens.ids.len(), tokens.real), (LENGTH, tokens.real.min(LENGTH)));
         assert!(tokens.cut == 0 || tokens.real == LENGTH);
-        // Now and then: the same as the library's own way, which makes more of it.
+        // A sample is compared with the library's own encoding, which is slower.
         if random.below(16) == 0 {
             let text = format!("<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n");
             let want = reference.encode_fast(text, false).unwrap();
@@ -157,7 +159,7 @@ fn random_prompts_never_fail() {
     });
 }
 
-/// A BPE of a few tokens with every part a file can have.
+/// A `tokenizer.json` of a few tokens with every section that a file can have.
 const SMALL: &str = r#"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[{"id":7,"content":"<|endoftext|>",
 "single_word":false,"lstrip":false,"rstrip":false,"normalized":false,"special":true},{"id":8,"content":"<think>",
 "single_word":false,"lstrip":false,"rstrip":false,"normalized":true,"special":false}],"normalizer":{"type":"NFC"},
@@ -167,7 +169,7 @@ const SMALL: &str = r#"{"version":"1.0","truncation":null,"padding":null,"added_
 "end_of_word_suffix":"","fuse_unk":false,"byte_fallback":false,"ignore_merges":false,
 "vocab":{"a":0,"b":1,"c":2,"ab":3,"abc":4,"Ċ":5,"u":6},"merges":[["a","b"],["ab","c"]]}}"#;
 
-/// A file whose vocabulary has a letter for every byte as well, which the tokens beside it make room for.
+/// Adds a token for every byte to the vocabulary, and shifts the ids of the added tokens.
 fn complete(file: &str) -> String {
     let mut file: serde_json::Value = serde_json::from_str(file).unwrap();
     let vocab = file["model"]["vocab"].as_object_mut().unwrap();
@@ -186,13 +188,13 @@ fn complete(file: &str) -> String {
     file.to_string()
 }
 
-/// That file with one part of it exchanged, which has to be there.
+/// [`SMALL`] with one part of it replaced; the part has to exist.
 fn with(part: &str, other: &str) -> String {
     assert!(SMALL.contains(part), "{part}");
     SMALL.replacen(part, other, 1)
 }
 
-/// So many normalizers of which each doubles a text.
+/// A sequence of normalizers, each of which doubles the text.
 fn doubling(times: usize) -> String {
     let list = vec![r#"{"type":"Replace","pattern":{"String":"a"},"content":"aa"}"#; times].join(",");
     format!(r#"{{"type":"Sequence","normalizers":[{list}]}}"#)
@@ -212,7 +214,7 @@ fn what_no_known_tokenizer_has_is_refused_by_name() {
     let split = |detail: &str| format!("its pre-tokenizer's Split has {detail}, kiln knows Qwen3's");
     let without = |key: &str, said: &str| format!("`{key}` is {said}, kiln knows models without");
     let table = [
-        // Programs.
+        // Steps that compute.
         (with(NORMALIZER, &doubling(40)), knows("normalizer", "Sequence", "NFC")),
         (with(NORMALIZER, &prepend), knows("normalizer", "Prepend", "NFC")),
         (
@@ -250,7 +252,7 @@ fn what_no_known_tokenizer_has_is_refused_by_name() {
             with(r#""use_regex":false}"#, r#""use_regex":false},{"type":"Digits"}"#),
             "its pre-tokenizer has 3 steps, kiln knows Split and ByteLevel".into(),
         ),
-        // Other models, and settings of this one.
+        // Other models, and other settings of BPE.
         (with(r#""type":"BPE""#, r#""type":"Unigram""#), knows("model", "Unigram", "BPE")),
         (with(r#""dropout":null"#, r#""dropout":0.1"#), "`dropout` is 0.1, kiln knows 0".into()),
         (with(r#""unk_token":null"#, r#""unk_token":"u""#), without("unk_token", "`u`")),
@@ -282,7 +284,7 @@ fn what_no_known_tokenizer_has_is_refused_by_name() {
         (with(vocab, r#""vocab":{}"#), "its token `<|endoftext|>` has the id 7, which should be 0".into()),
         (with(r#""merges":[["a","b"],["ab","c"]]"#, r#""merges":[],"merges":[]"#), "its model has two lists of merges".into()),
         (with(r#","merges":[["a","b"],["ab","c"]]"#, ""), "its model has no `merges`".into()),
-        // Tokens beside the vocabulary.
+        // Added tokens.
         (with(r#""id":8"#, r#""id":4294967295"#), "its token `<think>` has the id 4294967295, which should be 8".into()),
         (with("<think>", "<|endoftext|>"), "it adds the token `<|endoftext|>` twice".into()),
         (with("<think>", ""), "it adds the token `` of 0 bytes, the limit is 128".into()),
@@ -310,14 +312,14 @@ fn what_no_known_tokenizer_has_is_refused_by_name() {
     }
 }
 
-/// The most memory that reading a file of so many bytes may take, and encoding a short prompt with it.
+/// The limit of memory for reading a file of so many bytes and encoding a short prompt with it.
 fn most(file_bytes: isize) -> isize {
     32 * file_bytes + (2 << 20)
 }
 
-/// What the checks of memory are worth: the library, given such a file, does run it.
+/// The control of the memory limit: the library accepts such a file, and exceeds it.
 #[test]
-fn the_library_would_take_the_memory() {
+fn the_library_would_exceed_the_limit() {
     let file = with(NORMALIZER, &doubling(20));
     let (_, peak) = peak_of(|| {
         let tokenizer = tokenizers::Tokenizer::from_bytes(file.as_bytes()).unwrap();
@@ -345,14 +347,14 @@ fn known_tokenizers_are_read_in_all_their_spellings() {
     ] {
         assert_eq!(ids(&complete(&with(part, other))), want, "{other}");
     }
-    // The library reads the same out of the same file.
+    // The library gets the same ids from the same file.
     let reference = tokenizers::Tokenizer::from_bytes(&small).unwrap();
     let text =
         "<|im_start|>user\nabcab e\u{301}<think>ba<|endoftext|>u<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n";
     assert_eq!(reference.encode_fast(text, false).unwrap().get_ids(), &want.ids[..want.real]);
 }
 
-/// The worst that a file can still ask for: tokens as short as text can have, words as long as prompts can be.
+/// The worst files that are accepted: the shortest tokens, and words as long as a prompt.
 #[test]
 fn no_file_makes_prompts_take_long() {
     const LIMIT: Duration = Duration::from_millis(120);
@@ -400,7 +402,7 @@ fn loading_takes_no_longer_than_in_the_library() {
     assert!(ours <= theirs, "{ours:?}, the library {theirs:?}");
 }
 
-/// Pieces of such files.
+/// Pieces of `tokenizer.json` for mutations.
 const WORDS: [&str; 38] = [
     "null",
     "true",
@@ -444,7 +446,7 @@ const WORDS: [&str; 38] = [
 
 static COMPLETE: LazyLock<String> = LazyLock::new(|| complete(SMALL));
 
-/// A file with a few words exchanged, lost or doubled, or bytes changed whatever they mean.
+/// A file with a few tokens of JSON replaced, removed or doubled, or with random bytes changed.
 fn mutated(random: &mut Random) -> Vec<u8> {
     let mut file = match random.below(64) {
         0 => tiny::TOKENIZER.to_vec(),
@@ -453,7 +455,7 @@ fn mutated(random: &mut Random) -> Vec<u8> {
         _ => SMALL.as_bytes().to_vec(),
     };
     for _ in 0..random.below(4) {
-        // Places where a value, a name or a list begins or ends.
+        // Positions where a value, a name or a list begins or ends.
         let marks: Vec<usize> = (0..file.len()).filter(|&at| b"\",:[]{}".contains(&file[at])).collect();
         let [from, to] = [(); 2].map(|()| marks[random.below(marks.len())]);
         let (from, to) = (from.min(to), from.max(to).min(from.min(to) + 40));
@@ -473,7 +475,7 @@ fn mutated(random: &mut Random) -> Vec<u8> {
 #[test]
 fn mutated_tokenizer_files_are_isolated() {
     static PANICS: AtomicUsize = AtomicUsize::new(0);
-    // Panics of the library are expected, and caught. They need not fill the screen.
+    // Panics of the library are expected and caught, and not printed.
     let others = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| match info.location() {
         Some(place) if place.file().contains("/tokenizers-") => drop(PANICS.fetch_add(1, Ordering::Relaxed)),
@@ -492,7 +494,7 @@ fn mutated_tokenizer_files_are_isolated() {
         match result {
             Ok((tokenizer, once)) => {
                 loaded.fetch_add(1, Ordering::Relaxed);
-                // Whatever the file says, the same prompt has the same ids.
+                // Encoding is deterministic, whatever the file says.
                 match (once, tokenizer.encode(short, LENGTH)) {
                     (Ok(once), Ok(again)) => assert_eq!(once, again),
                     (once, again) => assert!(once.is_err() && again.is_err()),
@@ -516,11 +518,11 @@ fn mutated_tokenizer_files_are_isolated() {
 
 #[test]
 fn no_prompt_takes_long() {
-    // Nearly all stay below 50 ms. What takes longer is a word per character: the library allocates several times for each of
-    // them, and digits between spaces send its split pattern through every alternative. That is 90 ms at worst, and the count
-    // of what did not fit is part of the answer, so it cannot stop early.
+    // Nearly all prompts stay below 50 ms. The slowest have a word per character: the library allocates several times for each
+    // word, and digits between spaces make its split pattern try every alternative, which takes up to 90 ms. Encoding cannot stop
+    // at the limit of tokens, because the result counts those beyond it.
     const LIMIT: Duration = Duration::from_millis(120);
-    // Loading it is not meant.
+    // Loading is not part of the time.
     let tokenizer = &*QWEN3;
     let mut random = Random::new(1);
     let mut texts: Vec<(String, String)> = PIECES.map(|piece| (format!("{piece:?}"), piece.to_owned())).into();

@@ -7,6 +7,8 @@ mod common;
 mod ops;
 #[path = "common/order.rs"]
 mod order;
+#[path = "common/random.rs"]
+mod random;
 #[path = "common/stand_in.rs"]
 mod stand_in;
 
@@ -24,6 +26,7 @@ use kiln::progress::Silent;
 use kiln::tensor::{Arena, Bytes, DType, Precision, Region};
 use kiln::tiny::{self, TinyModel};
 use kiln::tokenizer::Tokenizer;
+use random::long;
 use stand_in::StandIn;
 use std::borrow::Cow;
 use std::path::Path;
@@ -106,7 +109,13 @@ fn memory_is_what_was_planned_and_steps_are_replayed() {
     }
 }
 
-/// Every call of a run fails in turn: each time there is an error, everything is freed, and the same engine works again.
+/// The calls that fail, one in each run: all of them, or in a short run the first and the last ones, which are made once each, and
+/// every fifth of those between, which are the same few again and again.
+fn failing(calls: usize) -> impl Iterator<Item = usize> {
+    (0..calls).filter(move |n| long() || *n < 40 || n % 5 == 0 || *n + 20 > calls)
+}
+
+/// Every call of a run fails in turn: an error each time, everything given back, and the same engine works again.
 #[test]
 fn any_call_of_a_run_may_fail() {
     let (model, driver, stop) = (Model::new(), StandIn::new(PLENTY), Arc::default());
@@ -120,7 +129,7 @@ fn any_call_of_a_run_may_fail() {
         generate(&mut engine, &job).unwrap();
         let calls = driver.calls.get() - start;
         assert!(calls > 300, "{calls}");
-        for n in 0..calls {
+        for n in failing(calls) {
             driver.fail_after(n);
             let result = generate(&mut engine, &job);
             driver.heal();
@@ -228,7 +237,7 @@ fn any_call_of_loading_may_fail() {
         driver.calls.get()
     };
     assert!(calls > 150, "{calls}");
-    for n in 0..calls {
+    for n in failing(calls) {
         let driver = StandIn::new(PLENTY);
         driver.fail_after(n);
         let result = model.engine(&driver, &stop, Variant::Distilled, false).map(drop);

@@ -1,5 +1,5 @@
-//! What people do wrong first, and what they are told: one table, each row with the exact exit code, the exact first line of
-//! the error and the exact hint, run with the real program. Nothing may be left on disk or changed.
+//! Common mistakes and the error of each: a table of command lines for the real program, each row with the exact exit code, the
+//! exact first line of the error and the exact hint. No file may be written or changed.
 #![cfg(unix)]
 
 #[path = "../common/mistake.rs"]
@@ -24,7 +24,7 @@ use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io::Write;
 
-/// Files that every row can use: the tiny model, and a picture of somebody's.
+/// A sandbox with files that every row can use: the tiny model, and an existing image.
 fn prepared() -> Sandbox {
     let sandbox = Sandbox::new();
     sandbox.tiny("model", &["--layout", "bfl"]);
@@ -37,8 +37,7 @@ fn write(sandbox: &Sandbox, name: &str, bytes: impl AsRef<[u8]>) -> u64 {
     bytes.as_ref().len() as u64
 }
 
-/// A table can only be trusted if it can fail: a good run is no error, and a row that is wrong in one place is told from a
-/// right one.
+/// The control of the table: a run without a mistake fails as a row, and so does a row with one wrong expectation.
 #[test]
 fn the_table_can_fail() {
     let sandbox = prepared();
@@ -66,7 +65,7 @@ fn the_table_can_fail() {
     assert!(report.contains("files were left or changed"), "{report}");
 }
 
-/// A file with the header of a real model, over data that is a hole in the file and takes no room.
+/// A sparse file with the header of a real model.
 fn sparse(sandbox: &Sandbox, name: &str, part: Part, layout: Layout, manifest: &[TensorSpec]) {
     let mut end = 0;
     let entries = manifest.iter().flat_map(|spec| file_tensors(part, layout, spec)).map(|TensorSpec { name, shape, .. }| {
@@ -81,7 +80,7 @@ fn sparse(sandbox: &Sandbox, name: &str, part: Part, layout: Layout, manifest: &
     file.set_len((8 + header.len() + end) as u64).unwrap();
 }
 
-/// A safetensors file of this header, with so many zero bytes behind it.
+/// A safetensors file of this header, followed by `data` zero bytes.
 fn crafted(sandbox: &Sandbox, name: &str, header: &str, data: usize) {
     write(sandbox, name, [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &vec![0; data]].concat());
 }

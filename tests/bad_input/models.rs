@@ -1,4 +1,4 @@
-//! Models: folders in which a part is not what it seems, downloads that are not finished, and settings that contradict the engine.
+//! Models: folders with wrong parts, unfinished downloads, and configurations that the engine does not support.
 
 use super::*;
 use serde_json::{Value, json};
@@ -13,7 +13,7 @@ fn pipe(sandbox: &Sandbox, name: &str) {
     assert!(Command::new("mkfifo").arg(sandbox.path(name)).status().unwrap().success());
 }
 
-/// Another copy of a folder.
+/// Copies a folder.
 fn copied(sandbox: &Sandbox, from: &str, to: &str) {
     fn copy(from: &Path, to: &Path) {
         fs::create_dir(to).unwrap();
@@ -29,7 +29,7 @@ fn copied(sandbox: &Sandbox, from: &str, to: &str) {
     copy(&sandbox.path(from), &sandbox.path(to));
 }
 
-/// Something else in the place of a file.
+/// Replaces a file by something else.
 fn instead(sandbox: &Sandbox, name: &str, put: impl Fn(&Path)) {
     let path = sandbox.path(name);
     let _ = fs::remove_file(&path);
@@ -114,7 +114,7 @@ fn parts_that_are_not_what_they_seem() {
                 &format!("the text encoder cannot be used: text_encoder/model.safetensors: {NOT_THERE}"),
                 Is("put a complete file there, or give another with --text-encoder"),
             ),
-            // What cannot be used is not passed over for something else.
+            // An unusable file is an error; another one is not used in its place.
             model(
                 "pipe-beside",
                 &format!(
@@ -151,7 +151,7 @@ fn parts_that_are_not_what_they_seem() {
                 "several checkpoints in one folder (usual/text_encoder): diffusion_pytorch_model.safetensors, model.safetensors",
                 Is("name the file itself, or move what is not meant elsewhere"),
             ),
-            // One file with the name that one file has, and the index of several.
+            // A single file, and the index of several shards beside it.
             row(
                 "x -q --model both",
                 3,
@@ -213,7 +213,7 @@ fn downloads_that_are_not_finished() {
     let nothing = "there is no transformer and no text encoder and no vae";
     check(&sandbox, &[bare("x -q", nothing), bare("bench -q", nothing)]);
 
-    // What names the revision is no file, or one without an end.
+    // The file that names the revision is a folder, or endless.
     let reference = format!("{repository}/refs/main");
     let unreadable = |why: &str| format!("the Hugging Face cache has a reference that cannot be read ($HOME/{reference}): {why}");
     let named = |why: &str| {
@@ -226,13 +226,13 @@ fn downloads_that_are_not_finished() {
     check(&sandbox, &[named(PIPE)]);
     instead(&sandbox, &reference, |path| fs::write(path, [b'a'; 300]).unwrap());
     check(&sandbox, &[named("it is longer than 256 bytes")]);
-    // It names nothing, or what is not there.
+    // The revision is empty, or does not exist.
     let wrong = |how: &str| format!("the Hugging Face cache has a reference that {how} ($HOME/{reference}): ");
     instead(&sandbox, &reference, |path| fs::write(path, "../../../m").unwrap());
     check(&sandbox, &[bare("x -q", &format!("{}`../../../m`", wrong("names no revision")))]);
     instead(&sandbox, &reference, |path| fs::write(path, "0123").unwrap());
     check(&sandbox, &[bare("x -q", &format!("{}`0123`: it does not exist", wrong("names a revision without files")))]);
-    // The repository, or the whole cache, is on a disk that is not there.
+    // The repository, or the whole cache, is a dangling link.
     fs::remove_dir_all(sandbox.path(&repository)).unwrap();
     symlink("none", sandbox.path(&repository)).unwrap();
     check(&sandbox, &[bare("x -q", &format!("its folder cannot be used ($HOME/{repository}): {NOT_THERE}"))]);
@@ -248,14 +248,14 @@ fn weights_that_were_never_written() {
     let sandbox = prepared();
     let mut rows = Vec::new();
     let text = "model.layers.3.mlp.down_proj.weight";
-    // File, tensor, which eighths of it are zero, how that is told.
+    // File, tensor, the eighth of it from which on it is zero, the message.
     for (flag, file, tensor, from, told) in [
         ("transformer", "flux-2-klein-tiny", "double_blocks.1.img_attn.proj.weight", 0, "is all zeros"),
         ("transformer", "flux-2-klein-tiny", "img_in.weight", 0, "is all zeros"),
         ("text-encoder", "qwen", text, 0, "is all zeros"),
         ("text-encoder", "qwen", "model.embed_tokens.weight", 0, "is all zeros"),
         ("vae", "ae", "decoder.conv_in.weight", 0, "is all zeros"),
-        // Of vectors those by which something is multiplied or divided.
+        // Of vectors only those that multiply or divide are checked.
         ("text-encoder", "qwen", "model.layers.3.input_layernorm.weight", 0, "is all zeros"),
         ("transformer", "flux-2-klein-tiny", "single_blocks.0.norm.key_norm.scale", 0, "is all zeros"),
         ("vae", "ae", "bn.running_var", 0, "is all zeros"),
@@ -397,7 +397,7 @@ fn settings_that_contradict_the_engine() {
     check(&sandbox, &rows);
 }
 
-/// A command does not advise what it does not have.
+/// A command's hints name only flags that it has.
 #[test]
 fn other_commands() {
     let sandbox = prepared();

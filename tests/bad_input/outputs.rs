@@ -1,4 +1,4 @@
-//! Outputs: places where nothing can be written.
+//! Outputs that cannot be written.
 
 use super::*;
 use std::os::unix::fs::symlink;
@@ -56,11 +56,11 @@ fn outputs_that_cannot_be_written() {
             "`times.json` would be the prompt, not the file of --json",
             Is("write --json=times.json"),
         ),
-        // Blocks of 512 bytes; the picture has about 12 thousand.
+        // Blocks of 512 bytes; the image has about 12 thousand.
         row(&quick("x -q -o new.png"), 5, cannot("new.png", "File too large (os error 27); nothing was written"), Nothing)
             .within("ulimit -f 8"),
     ];
-    // Not every machine lets everybody mount things.
+    // Mounting may not be permitted on this machine.
     let may_mount = "mount -t tmpfs none full";
     let mut probe = sandbox.wrapped("unshare");
     if probe.args(["--map-root-user", "--mount", "sh", "-c", may_mount]).output().is_ok_and(|output| output.status.success()) {
@@ -70,7 +70,7 @@ fn outputs_that_cannot_be_written() {
                 .within("mount -t tmpfs -o size=8k none full"),
             row("x -q -o locked/new.png", 5, cannot("locked/new.png", "Read-only file system (os error 30)"), Nothing)
                 .within("mount -t tmpfs -o ro none locked"),
-            // One image has room, and so has each of them by itself.
+            // The disk has room for one image, and for each of them alone.
             row(
                 &quick("x -q -o full/new.png --count 40"),
                 5,

@@ -25,7 +25,7 @@ fn numbers_that_cannot_be() {
             row("x -q --width 0", 2, sides("0", "256"), Is("try --width 64 --height 256")),
             row("x -q --width 1000 --height 1001", 2, sides("1000", "1001"), Is("try --width 992 --height 1008")),
             row("x -q --height 1000000000", 2, sides("256", "1000000000"), Is("try --width 256 --height 16384")),
-            // What is advised has to be possible.
+            // The size in the hint has to be valid.
             row(
                 "x -q --width 1000000000 --height 1000000000",
                 2,

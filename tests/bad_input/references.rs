@@ -4,7 +4,7 @@ use super::*;
 use kiln::image::Image;
 use std::path::Path;
 
-/// A PNG header that claims a size, with the checksum that it needs, and nothing behind it.
+/// A PNG of nothing but a header with this size, and its checksum.
 fn claiming(width: u32, height: u32) -> Vec<u8> {
     let header = [b"IHDR", &width.to_be_bytes()[..], &height.to_be_bytes(), &[8, 2, 0, 0, 0]].concat();
     let mut crc = flate2::Crc::new();
@@ -25,18 +25,18 @@ fn references_that_are_none() {
     let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/references");
     let jpeg = fs::read(fixtures.join("baseline_420.jpg")).unwrap();
     let half = write(&sandbox, "half.jpg", &jpeg[..jpeg.len() / 2]);
-    // The frame header has length, depth, height, width.
+    // A frame header begins with length, sample precision, height and width.
     let frame = jpeg.windows(3).position(|w| w == [0xFF, 0xC0, 0]).unwrap();
     let mut bomb = jpeg.clone();
     bomb[frame + 5..frame + 9].copy_from_slice(&[13_000u16.to_be_bytes(), 13_000u16.to_be_bytes()].concat());
     write(&sandbox, "bomb.jpg", bomb);
-    // Of the frame header: its marker, the depth, and the sampling of luma and chroma.
+    // The marker of the frame header, its precision, and the sampling factors of luma and chroma.
     for (name, at, value) in [("coded.jpg", 1, 0xC9), ("deep.jpg", 4, 12), ("blocks.jpg", 11, 0x44), ("ratio.jpg", 14, 0x31)] {
         let mut other = jpeg.clone();
         other[frame + at] = value;
         write(&sandbox, name, other);
     }
-    // Cut, and closed with an end mark: in the data, and where the last scan would begin.
+    // Truncated in the data and at the start of the last scan, with an EOI marker at the end.
     write(&sandbox, "closed.jpg", [&jpeg[..jpeg.len() / 2], &[0xFF, 0xD9]].concat());
     let progressive = fs::read(fixtures.join("progressive_420.jpg")).unwrap();
     let last = progressive.windows(2).rposition(|w| w == [0xFF, 0xDA]).unwrap();

@@ -1,19 +1,20 @@
-//! Text out of files, and their names, on the way to a terminal: whatever a file holds, nothing of it is obeyed, no line of it is
-//! taken for one of ours, and none goes on for pages.
+//! Text of files, and their names, in messages: no escape sequence reaches the terminal, no line can be mistaken for one of the
+//! program, and long text is cut.
 
 use super::*;
 use std::os::unix::ffi::OsStringExt;
 use std::path::PathBuf;
 
-/// Sets a terminal's title, clears it, begins a new line that looks like ours, and turns the direction of what follows.
+/// A text that sets the title of a terminal, clears it, begins a line that looks like one of the program, and reverses the
+/// direction of writing.
 const HOSTILE: &str = "\u{1b}]0;owned\u{7}\u{1b}[2J\r\nerror: planted\nhint: planted\u{202e}";
 
-/// The same in a JSON string, and long.
+/// The same, long, as a JSON string.
 fn json(times: usize) -> String {
     serde_json::to_string(&HOSTILE.repeat(times)).unwrap()
 }
 
-/// Fails if the output holds anything but text in lines of a sensible length.
+/// Fails if the output has control characters or very long lines.
 fn assert_harmless(what: &str, text: &str) {
     assert!(!text.contains(|c: char| (c.is_control() && c != '\n') || c == '\u{202e}'), "{what}: {text:?}");
     for line in text.lines() {
@@ -32,7 +33,7 @@ fn no_text_of_a_file_reaches_the_terminal_raw() {
     let entry =
         |name: &str| format!("{{\"{name}\":{{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]}},\"__metadata__\":{{}}}}");
     let short = json(1);
-    // Weights with hostile text in each place that a header has.
+    // Weights with hostile text in every string of a header.
     let headers = [
         tensor(&long, "\"F32\"", ""),
         tensor(&short, "\"F32\"", ""),
@@ -55,7 +56,7 @@ fn no_text_of_a_file_reaches_the_terminal_raw() {
         let run = sandbox.run(&args);
         assert!(matches!(run.code, Some(0 | 2 | 3 | 5)), "{what}: {:?} {}", run.code, run.stderr);
         assert_harmless(&what, &run.stderr);
-        // Where a picture is made, standard output is its path as it is.
+        // On success standard output is the unchanged path of the image.
         if args[0] == "doctor" || args[0] == "plan" {
             assert_harmless(&what, run.text());
         }
@@ -69,7 +70,7 @@ fn no_text_of_a_file_reaches_the_terminal_raw() {
         }
         lines.push([words("x --model tiny --noise"), vec![part(i).into()]].concat());
     }
-    // A model's other files, one after the other.
+    // The other files of a model, one after the other.
     sandbox.tiny("folder", &[]);
     let model = |file: &str, content: &str| {
         let path = sandbox.path(&format!("folder/{file}"));
@@ -120,7 +121,7 @@ fn no_text_of_a_file_reaches_the_terminal_raw() {
     ] {
         model("vae/model.safetensors.index.json", &content);
     }
-    // Names of files.
+    // Hostile file names.
     let name = |rest: &str| PathBuf::from(OsString::from_vec([HOSTILE.as_bytes(), b"\xff", rest.as_bytes()].concat()));
     fs::copy(sandbox.path("header-1.safetensors"), sandbox.0.join(name(".safetensors"))).unwrap();
     fs::create_dir(sandbox.0.join(name(""))).unwrap();
@@ -151,7 +152,7 @@ fn no_text_of_a_file_reaches_the_terminal_raw() {
     ] {
         lines.push([words(line), vec![name(file).into()]].concat());
     }
-    // Arguments themselves, as a script may pass them on.
+    // Hostile arguments, as a script may pass them on.
     let hostile = OsString::from(HOSTILE);
     for flag in
         "width height steps guidance seed count noise-kind backend device precision threads variant no-such-flag".split(' ')

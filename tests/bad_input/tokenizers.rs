@@ -1,4 +1,4 @@
-//! Tokenizers: files that no model comes with, files that cannot be read, and models that take none.
+//! Tokenizers: unsupported files, files that cannot be read, and models that do not take one.
 
 use super::*;
 use crate::mistake::Hint;
@@ -8,14 +8,14 @@ use std::process::Command;
 
 const HINT: Hint = Is("use the tokenizer.json that came with the text encoder");
 
-/// The tiny model's tokenizer with something changed.
+/// The tiny model's tokenizer with a change.
 fn changed(sandbox: &Sandbox, name: &str, change: impl FnOnce(&mut Value)) {
     let mut file: Value = serde_json::from_slice(kiln::tiny::TOKENIZER).unwrap();
     change(&mut file);
     write(sandbox, name, file.to_string());
 }
 
-/// A pipe that nobody writes to.
+/// Creates a named pipe, which nobody writes to.
 fn pipe(sandbox: &Sandbox, name: &str) {
     assert!(Command::new("mkfifo").arg(sandbox.path(name)).status().unwrap().success());
 }
@@ -40,7 +40,7 @@ fn files_that_are_programs() {
     changed(&sandbox, "merge.json", |file| file["model"]["merges"] = json!(["a bc"]));
     changed(&sandbox, "unigram.json", |file| file["model"] = json!({"type": "Unigram", "vocab": [["a", 0.5]], "unk_id": 0}));
     changed(&sandbox, "whole.json", |file| file["pre_tokenizer"] = json!(null));
-    // Without its letter `z`, whose id another token takes.
+    // Without the token of the letter `z`, whose id another token takes.
     changed(&sandbox, "letters.json", |file| {
         let vocab = file["model"]["vocab"].as_object_mut().unwrap();
         let id = vocab.remove("z").unwrap();
@@ -73,7 +73,7 @@ fn files_that_cannot_be_read() {
     let sandbox = prepared();
     pipe(&sandbox, "pipe");
     fs::create_dir(sandbox.path("nothing")).unwrap();
-    // Models whose tokenizer is there and cannot be read: the one that is built in must not take its place.
+    // Models whose tokenizer exists and cannot be read: the embedded one must not be used instead.
     let model = |name: &str| {
         fs::create_dir(sandbox.path(name)).unwrap();
         for file in ["flux-2-klein-tiny.safetensors", "qwen.safetensors", "ae.safetensors"] {
@@ -90,7 +90,7 @@ fn files_that_cannot_be_read() {
     write(&sandbox, "flat/tokenizer", "");
     fs::create_dir(sandbox.path("inner/tokenizer")).unwrap();
     symlink("none", sandbox.path("inner/tokenizer/tokenizer.json")).unwrap();
-    // Not even one beside it is meant.
+    // Nor may another file of the same folder be used instead.
     fs::copy(sandbox.path("model/tokenizer.json"), sandbox.path("inner/tokenizer.json")).unwrap();
 
     let given = |file: &str, first: String| row(&format!("x -q --model model --tokenizer {file}"), 3, first, Nothing);
@@ -117,7 +117,7 @@ fn files_that_cannot_be_read() {
         }
     }
     check(&sandbox, &rows);
-    // A folder of other files is none, so the one beside it is meant.
+    // A folder `tokenizer` of other files does not count, so the file beside it is used.
     fs::remove_file(sandbox.path("inner/tokenizer/tokenizer.json")).unwrap();
     sandbox.run(["plan", "--model", "inner"]).good();
 }

@@ -1,4 +1,4 @@
-//! Weights: other formats, other models, damaged, changing.
+//! Weights of other formats and other models, damaged ones, and files that change during a run.
 
 use super::*;
 
@@ -78,7 +78,7 @@ fn files_that_are_no_weights() {
                 use_safetensors,
             ),
             row(&part("transformer", "model.gguf"), 3, format!("{unsupported} (model.gguf): GGUF"), use_safetensors),
-            // No model at all.
+            // There is no model.
             row("x -q --model models/klein/4b", 3, "no model found (models/klein/4b): the folder does not exist", Is(expected)),
             row(
                 "x -q --model models/klein",
@@ -120,71 +120,61 @@ fn parts_of_different_models() {
     encoder("qwen4.safetensors", &TextConfig::klein_4b());
     encoder("qwen8.safetensors", &TextConfig::klein_9b());
     sparse(&sandbox, "vae.safetensors", Part::Vae, Layout::Bfl, &vae_manifest(&VaeConfig::klein_4b()));
-    // FLUX.1 has half the channels in its latents, and modulations in every block.
+    // FLUX.1 has half as many latent channels, and a modulation in every block.
     let older = VaeConfig { latent: 16, ..VaeConfig::klein_4b() };
     sparse(&sandbox, "ae.safetensors", Part::Vae, Layout::Bfl, &vae_manifest(&older));
     let older =
         [TensorSpec::new("img_in.weight", &[3072, 64]), TensorSpec::new("double_blocks.0.img_mod.lin.weight", &[18432, 3072])];
     sparse(&sandbox, "flux1.safetensors", Part::Transformer, Layout::Bfl, &older);
 
-    let line = |transformer: &str, encoder: &str, vae: &str| {
-        format!("x -q --transformer {transformer}.safetensors --text-encoder {encoder}.safetensors --vae {vae}.safetensors")
-    };
-    let misfit = "text encoder does not fit the transformer";
+    let misfit = |detail: &str| format!("text encoder does not fit the transformer: {detail}");
+    let no_flux2 = |file: &str, tensor: &str| format!("not a FLUX.2 transformer ({file}.safetensors): it has no `{tensor}`");
+    let runs = "kiln runs FLUX.2 [klein] 4B and 9B";
+    let rows = [
+        (
+            ["4b", "qwen8", "vae"],
+            misfit("klein 4B needs Qwen3-4B (hidden 2560), found hidden 4096"),
+            "this looks like the 9B encoder",
+        ),
+        (
+            ["9b", "qwen4", "vae"],
+            misfit("klein 9B needs Qwen3-8B (hidden 4096), found hidden 2560"),
+            "this looks like the 4B encoder",
+        ),
+        (
+            ["dev", "qwen4", "vae"],
+            misfit("it needs features of width 15360, found hidden 2560 x 3"),
+            "this looks like the 4B encoder",
+        ),
+        (["flux1", "qwen4", "vae"], no_flux2("flux1", "double_stream_modulation_img.lin.weight"), runs),
+        (
+            ["4b", "qwen4", "ae"],
+            "wrong shape (ae.safetensors): tensor `encoder.conv_out.weight` is [32, 512, 3, 3], this model needs [64, 512, 3, 3]"
+                .into(),
+            "this file is incomplete or belongs to another model; kiln runs FLUX.2 [klein] 4B and 9B",
+        ),
+        // The files of two flags are swapped.
+        (["vae", "qwen4", "4b"], no_flux2("vae", "double_stream_modulation_img.linear.weight"), runs),
+        (
+            ["4b", "vae", "qwen4"],
+            "not a Qwen3 text encoder (vae.safetensors): it has no `model.layers.0.self_attn.q_norm.weight`".into(),
+            "klein 4B needs Qwen3-4B, klein 9B needs Qwen3-8B",
+        ),
+        (
+            ["4b", "qwen4", "9b"],
+            "unknown architecture (9b.safetensors): vae: the tensors that tell its width in `encoder.down_blocks.0` are missing"
+                .into(),
+            "this is no vae of FLUX.2 [klein]",
+        ),
+    ];
     check(
         &sandbox,
-        &[
-            row(
-                &line("4b", "qwen8", "vae"),
-                3,
-                format!("{misfit}: klein 4B needs Qwen3-4B (hidden 2560), found hidden 4096"),
-                Is("this looks like the 9B encoder"),
-            ),
-            row(
-                &line("9b", "qwen4", "vae"),
-                3,
-                format!("{misfit}: klein 9B needs Qwen3-8B (hidden 4096), found hidden 2560"),
-                Is("this looks like the 4B encoder"),
-            ),
-            row(
-                &line("dev", "qwen4", "vae"),
-                3,
-                format!("{misfit}: it needs features of width 15360, found hidden 2560 x 3"),
-                Is("this looks like the 4B encoder"),
-            ),
-            row(
-                &line("flux1", "qwen4", "vae"),
-                3,
-                "not a FLUX.2 transformer (flux1.safetensors): it has no `double_stream_modulation_img.lin.weight`",
-                Is("kiln runs FLUX.2 [klein] 4B and 9B"),
-            ),
-            row(
-                &line("4b", "qwen4", "ae"),
-                3,
-                "wrong shape (ae.safetensors): tensor `encoder.conv_out.weight` is [32, 512, 3, 3], this model needs \
-                 [64, 512, 3, 3]",
-                Is("this file is incomplete or belongs to another model; kiln runs FLUX.2 [klein] 4B and 9B"),
-            ),
-            // Mixed up on the command line.
-            row(
-                &line("vae", "qwen4", "4b"),
-                3,
-                "not a FLUX.2 transformer (vae.safetensors): it has no `double_stream_modulation_img.linear.weight`",
-                Is("kiln runs FLUX.2 [klein] 4B and 9B"),
-            ),
-            row(
-                &line("4b", "vae", "qwen4"),
-                3,
-                "not a Qwen3 text encoder (vae.safetensors): it has no `model.layers.0.self_attn.q_norm.weight`",
-                Is("klein 4B needs Qwen3-4B, klein 9B needs Qwen3-8B"),
-            ),
-            row(
-                &line("4b", "qwen4", "9b"),
-                3,
-                "unknown architecture (9b.safetensors): vae: the tensors that tell its width in `encoder.down_blocks.0` are missing",
-                Is("this is no vae of FLUX.2 [klein]"),
-            ),
-        ],
+        &rows.map(|([transformer, encoder, vae], first, hint)| {
+            let line = format!(
+                "x -q --transformer {transformer}.safetensors --text-encoder {encoder}.safetensors --vae {vae}.safetensors"
+            );
+            row(&line, 3, first, Is(hint))
+        }),
     );
 }
 
@@ -200,7 +190,7 @@ fn crafted_weights() {
     file("twice.safetensors", &[tensor("a", 8, [0, 8]), tensor("a", 8, [8, 16])], 16);
     file("more.safetensors", &[tensor("a", 8, [0, 8])], 11);
     file("shape.safetensors", &[tensor("a", 9, [0, 8])], 8);
-    // The sum of these ends, and the length of the header, is over 64 bits.
+    // The end of the last tensor plus the length of the header exceeds 64 bits.
     let huge = (1 << 61) - 1;
     let huge: Vec<String> = (0..8).map(|i| tensor(&format!("t{i}"), huge, [i * huge, (i + 1) * huge])).collect();
     file("huge.safetensors", &huge, 8);

@@ -1,4 +1,4 @@
-//! Configurations read from weights and compared with config files, and the tiny model compared with the reference's.
+//! Configurations detected from weights and compared with config files, and the tiny model compared with that of the reference.
 
 use super::{Described, Scratch, described, message, shard, zeros};
 use kiln::backend::cpu::Cpu;
@@ -52,7 +52,7 @@ fn a_written_model_is_detected_as_what_it_is() {
 
 #[test]
 fn real_sizes_are_detected_from_shapes_alone() {
-    // Headers of the real models over data that is never touched.
+    // Headers of the real models; the data is never read.
     let header = |part: Part, manifest: &[TensorSpec]| {
         let tensors: Vec<Described> = manifest
             .iter()
@@ -68,7 +68,7 @@ fn real_sizes_are_detected_from_shapes_alone() {
     assert_eq!(TransformerConfig::detect(&weights, None).unwrap(), config);
 }
 
-/// Sizes that no published model has, and that keep every rule.
+/// Sizes that no published model has, and that satisfy every constraint.
 fn unusual() -> Configs {
     let transformer = TransformerConfig {
         hidden: 384,
@@ -129,16 +129,16 @@ fn any_sizes_that_keep_the_rules_are_run() {
     assert_eq!((planned.text_tokens, planned.canvas_tokens, planned.reference_tokens), (48, 20, vec![20]));
     let cpu = Cpu::new(0, Arc::default()).unwrap();
     let mut engine = Engine::load(Box::new(cpu), model, options, &Silent).unwrap();
-    let mut pictures = Vec::new();
+    let mut outputs = Vec::new();
     engine
-        .generate(&job, &Silent, &mut |picture| {
-            pictures.push(picture);
+        .generate(&job, &Silent, &mut |output| {
+            outputs.push(output);
             Ok(())
         })
         .unwrap();
-    let record = pictures[0].record.as_ref().unwrap();
+    let record = outputs[0].record.as_ref().unwrap();
     assert_eq!((record.token_ids.len(), record.prompt_embeds.len()), (48, 48 * 480));
-    assert_eq!((pictures[0].image.width, pictures[0].image.height), (80, 64));
+    assert_eq!((outputs[0].image.width, outputs[0].image.height), (80, 64));
 }
 
 #[test]
@@ -147,7 +147,7 @@ fn a_vocabulary_of_another_size_needs_a_configuration() {
     let weights = tiny::weights_of(Part::TextEncoder, &text_manifest(&text), DType::Bf16).unwrap();
     let config = ConfigFile::parse(Path::new("config.json"), br#"{"vocab_size": 704}"#).unwrap();
     assert_eq!(detect_text(&weights, Some(&config)).unwrap().vocab, 704);
-    // A file alone is held to what encoders of its width have.
+    // Without a config file the vocabulary is that of known encoders of this width.
     let known = detect_text(&weights, None).unwrap();
     let error = weights.check(&text_manifest(&known)).unwrap_err();
     assert!(message(&error).contains("`model.embed_tokens.weight` is [704, 128], this model needs [320, 128]"), "{error}");
@@ -191,7 +191,15 @@ fn sizes_that_break_a_rule_are_refused_by_it() {
     refused(VaeConfig::detect(weights, Some(&groups)).unwrap_err(), "`norm_num_groups` is 16, needed is 32");
 }
 
-/// Changes one key of a config file of `tiny`, and says what is made of it.
+/// The tiny model on disk and its weights: transformer, text encoder, VAE.
+fn tiny_model() -> (Scratch, [Weights; 3]) {
+    let scratch = Scratch::new();
+    tiny::write_to(scratch.path(), Layout::Diffusers, DType::Bf16, &Default::default()).unwrap();
+    let model = tiny::model(Layout::Diffusers, DType::Bf16).unwrap();
+    (scratch, [Part::Transformer, Part::TextEncoder, Part::Vae].map(|part| model.weights(part).unwrap()))
+}
+
+/// Changes one key of a config file of `tiny`, and detects with it.
 fn changed<T>(tiny: &Scratch, folder: &str, detect: impl Fn(&ConfigFile) -> Result<T>, key: &str, value: Value) -> Result<T> {
     let original = tiny.path().join(folder).join("config.json");
     let mut config: Value = serde_json::from_slice(&std::fs::read(original).unwrap()).unwrap();
@@ -204,10 +212,7 @@ fn changed<T>(tiny: &Scratch, folder: &str, detect: impl Fn(&ConfigFile) -> Resu
 
 #[test]
 fn config_files_are_compared_and_read() {
-    let scratch = Scratch::new();
-    tiny::write_to(scratch.path(), Layout::Diffusers, DType::Bf16, &Default::default()).unwrap();
-    let model = tiny::model(Layout::Diffusers, DType::Bf16).unwrap();
-    let [transformer, text, vae] = [Part::Transformer, Part::TextEncoder, Part::Vae].map(|part| model.weights(part).unwrap());
+    let (scratch, [transformer, text, vae]) = tiny_model();
     let transformer = |key: &str, value: Value| {
         changed(&scratch, "transformer", |p| TransformerConfig::detect(&transformer, Some(p)), key, value)
     };
@@ -221,7 +226,7 @@ fn config_files_are_compared_and_read() {
         refused(transformer(key, 7.into()).unwrap_err(), key);
         assert!(transformer(key, Value::Null).is_ok());
     }
-    // Left out, this one means that guidance is an input.
+    // The default of this key is that the model embeds the guidance scale.
     refused(transformer("guidance_embeds", Value::Null).unwrap_err(), "guidance_embeds");
     refused(transformer("num_layers", "2".into()).unwrap_err(), "num_layers");
     refused(transformer("num_layers", (-2).into()).unwrap_err(), "num_layers");
@@ -249,13 +254,10 @@ fn config_files_are_compared_and_read() {
     assert_eq!(vae("batch_norm_eps", 1e-5.into()).unwrap().stats_eps, 1e-5);
 }
 
-/// What a `config.json` says about the computation, and not about sizes, is held to what the engine computes.
+/// Keys of a `config.json` that are about the computation, and not about sizes, must agree with the engine.
 #[test]
 fn config_files_that_ask_for_another_computation_are_refused() {
-    let scratch = Scratch::new();
-    tiny::write_to(scratch.path(), Layout::Diffusers, DType::Bf16, &Default::default()).unwrap();
-    let model = tiny::model(Layout::Diffusers, DType::Bf16).unwrap();
-    let [transformer, text, vae] = [Part::Transformer, Part::TextEncoder, Part::Vae].map(|part| model.weights(part).unwrap());
+    let (scratch, [transformer, text, vae]) = tiny_model();
     let check = |folder: &str, key: &str, value: Value| match folder {
         "transformer" => changed(&scratch, folder, |p| TransformerConfig::detect(&transformer, Some(p)).map(drop), key, value),
         "text_encoder" => changed(&scratch, folder, |p| detect_text(&text, Some(p)).map(drop), key, value),
@@ -310,10 +312,10 @@ fn config_files_that_ask_for_another_computation_are_refused() {
         text.starts_with("not a Qwen3 text encoder") && text.contains(r#"its configuration says "MistralForCausalLM""#),
         "{text}"
     );
-    // A number that no double holds is no number.
+    // A number that overflows f64 is invalid.
     let path = scratch.write("changed/config.json", r#"{"eps": 1e999}"#);
     assert!(message(&ConfigFile::read(&path).unwrap_err()).contains("number out of range"));
-    // What the published files say, and what changes nothing.
+    // The values of the published files, and values without an effect.
     for (folder, key, value) in [
         ("transformer", "_class_name", r#""Flux2Transformer2DModel""#),
         ("transformer", "eps", "1e-05"),
@@ -341,7 +343,7 @@ fn config_files_that_ask_for_another_computation_are_refused() {
 fn another_schedule_is_refused() {
     let scratch = Scratch::new();
     let check = |text: &str| check_scheduler(&ConfigFile::read(&scratch.write("scheduler_config.json", text)).unwrap());
-    // What diffusers writes for FLUX.2.
+    // The scheduler config that diffusers writes for FLUX.2.
     check(
         r#"{"_class_name": "FlowMatchEulerDiscreteScheduler", "base_image_seq_len": 256, "base_shift": 0.5,
             "invert_sigmas": false, "max_image_seq_len": 4096, "max_shift": 1.15, "num_train_timesteps": 1000, "shift": 3.0,
@@ -368,7 +370,7 @@ fn another_schedule_is_refused() {
 }
 
 #[test]
-fn the_base_of_the_rotation_may_be_nested() {
+fn rope_theta_may_be_nested() {
     let weights = tiny::model(Layout::Diffusers, DType::Bf16).unwrap().weights(Part::TextEncoder).unwrap();
     let detect = |path: &Path| detect_text(&weights, Some(&ConfigFile::read(path)?));
     let scratch = Scratch::new();
@@ -377,7 +379,7 @@ fn the_base_of_the_rotation_may_be_nested() {
     assert_eq!(detect(&path).unwrap().rope_theta, 250_000.0);
     let path = scratch.write("config.json", r#"{"rope_parameters":{"rope_type":"yarn","rope_theta":250000.0}}"#);
     assert!(detect(&path).unwrap_err().to_string().contains("`rope_parameters`"));
-    // In both places it has to be the same.
+    // If both keys exist, they have to agree.
     let path = scratch.write("config.json", r#"{"rope_theta":1000000,"rope_parameters":{"rope_theta":1000000.0}}"#);
     assert_eq!(detect(&path).unwrap().rope_theta, 1e6);
     let path = scratch.write("config.json", r#"{"rope_theta":10000,"rope_parameters":{"rope_theta":1000000.0}}"#);
@@ -406,7 +408,7 @@ fn other_models_are_not_mistaken_for_this_one() {
     assert!(message(&error).starts_with("not a Qwen3 text encoder"), "{error}");
     let error = VaeConfig::detect(&open(Part::Vae, &mistral), None).unwrap_err();
     assert!(message(&error).starts_with("unknown architecture"), "{error}");
-    // Sizes that would overflow later are stopped here.
+    // Sizes that would overflow later are refused here.
     let absurd = [described("double_stream_modulation_img.lin.weight", "BF16", &[0, 1 << 40])];
     let error = TransformerConfig::detect(&open(Part::Transformer, &absurd), None).unwrap_err();
     assert!(message(&error).contains("its width is 1099511627776"), "{error}");
@@ -422,7 +424,7 @@ fn the_index_of_a_pipeline_tells_the_variant() {
         (r#"{"_class_name":"Flux2KleinKVPipeline","is_distilled":true}"#, Variant::Kv),
     ] {
         let path = scratch.write("model_index.json", text);
-        // The index is asked before the name.
+        // `model_index.json` takes precedence over the name.
         assert_eq!(Variant::detect(Some(&ConfigFile::read(&path).unwrap()), &["klein-base"]).unwrap(), variant, "{text}");
     }
     let path = scratch.write("model_index.json", r#"{"_class_name":"FluxPipeline"}"#);
@@ -430,7 +432,7 @@ fn the_index_of_a_pipeline_tells_the_variant() {
     assert!(message(&error).ends_with("`_class_name` is \"FluxPipeline\", needed is a pipeline of FLUX.2"), "{error}");
 }
 
-/// The reference fills its models by the same rule; these are values it read back from them.
+/// The reference fills its models by the same rule; these values were read back from them.
 #[test]
 fn the_tiny_model_is_the_one_the_reference_ran() {
     let goldens: Value = serde_json::from_str(include_str!("../fixtures/goldens.json")).unwrap();

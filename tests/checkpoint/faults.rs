@@ -1,4 +1,4 @@
-//! One fault in one tensor, for every tensor in turn: refused, and by name.
+//! One fault in one tensor, for every tensor of the tiny model in turn: refused by name.
 
 use super::{Described, described, message, shard, zeros, zeros_with};
 use kiln::checkpoint::Weights;
@@ -28,7 +28,7 @@ fn open(part: Part, tensors: &[Described]) -> Result<Weights> {
     Weights::from_shards(part, vec![shard(zeros(tensors))?])
 }
 
-/// What a program does with a transformer before it runs one: find its sizes, check everything, compare with the encoder.
+/// The checks before a run: detect the configuration, check all tensors, compare with the text encoder.
 fn accept(tensors: &[Described]) -> Result<()> {
     let weights = open(Part::Transformer, tensors)?;
     let config = TransformerConfig::detect(&weights, None)?;
@@ -65,7 +65,7 @@ fn every_fault_in_every_transformer_tensor_is_refused_by_name() {
             );
             for dim in 0..shape.len() {
                 let error = with(&|t| t[i].2[dim] += 128);
-                // This one dimension is not the transformer's own: it has to be that of the text encoder.
+                // This dimension is that of the prompt embeddings, so it has to match the text encoder.
                 if dim == 1 && (name == "txt_in.weight" || name == "context_embedder.weight") {
                     assert!(matches!(error, Error::Mismatch { .. }), "{error}");
                     continue;
@@ -158,7 +158,7 @@ fn quantised_checkpoints_are_refused_by_tensor_and_format() {
         assert_eq!(error.to_string(), expected);
         assert_eq!(error.hint().unwrap(), "use the BF16 checkpoint of the same model");
     }
-    // The settings of a layer as a tensor of JSON.
+    // The quantisation of a layer as a tensor of JSON text.
     let json = br#"{"format": "int8_tensorwise"}"#;
     let mut file = zeros(&[weight("I8"), described(&format!("{qkv}.comfy_quant"), "U8", &[json.len()])]);
     let end = file.len();

@@ -1,4 +1,4 @@
-//! Files and folders on disk: single files, shards with and without an index, and what is none of these.
+//! Files and folders on disk: single files, shards with and without an index, and everything else.
 
 use super::{Scratch, described, message, zeros};
 use kiln::checkpoint::{Shard, Weights};
@@ -42,8 +42,8 @@ fn shards_are_read_with_and_without_an_index() {
     }
 }
 
-/// Of a checkpoint in several files and a single file beside it, the first is meant if it has an index and the second no name that
-/// a checkpoint in one file has. Otherwise there is no telling, and nothing is guessed.
+/// A sharded checkpoint with an index takes precedence over a single file beside it, unless that has the usual name of a
+/// checkpoint. Otherwise the choice is ambiguous, and an error.
 #[test]
 fn a_stray_file_does_not_take_the_place_of_a_checkpoint() {
     let other = || zeros(&[described("model.embed_tokens.weight", "F32", &[2, 2])]);
@@ -76,14 +76,14 @@ fn a_stray_file_does_not_take_the_place_of_a_checkpoint() {
                 "{error}"
             );
         }
-        // The file itself can always be named.
+        // The path of a file is never ambiguous.
         let single = Weights::open(Part::TextEncoder, &scratch.path().join(stray)).unwrap();
         assert_eq!(single.shape("model.embed_tokens.weight").unwrap(), [2, 2]);
         assert_eq!(single.source(), scratch.path().join(stray).display().to_string());
     }
 }
 
-/// A usual name goes before others, and two of them are as good as each other.
+/// Usual names take precedence over others; two usual names are ambiguous.
 #[test]
 fn of_two_usual_names_none_is_guessed() {
     let scratch = Scratch::new();
@@ -147,7 +147,7 @@ fn incomplete_and_misleading_folders_are_refused() {
     scratch.write(name, index(&format!("{BOTH}{twice}")));
     let error = refused(scratch.path());
     assert!(error.starts_with("duplicate tensor") && error.contains("`model.embed_tokens.weight`"), "{error}");
-    // Several single files, none with a usual name.
+    // There are several single files without a usual name.
     let scratch = Scratch::new();
     scratch.write("a.safetensors", zeros(&[]));
     scratch.write("b.safetensors", zeros(&[]));
@@ -155,7 +155,7 @@ fn incomplete_and_misleading_folders_are_refused() {
 }
 
 #[test]
-fn what_is_not_a_file_is_named() {
+fn special_files_are_named() {
     let scratch = Scratch::new();
     let error = Shard::open(scratch.path()).unwrap_err();
     assert!(message(&error).starts_with("not a safetensors file") && message(&error).ends_with("it is a folder"));
@@ -166,7 +166,7 @@ fn what_is_not_a_file_is_named() {
     assert!(message(&Shard::open(&empty).unwrap_err()).contains("it is empty"));
     #[cfg(unix)]
     {
-        // Opening a pipe would wait for somebody to write to it.
+        // Opening a pipe would block until somebody writes to it.
         let device = Shard::open(Path::new("/dev/zero")).unwrap_err();
         assert!(message(&device).ends_with("it is not a regular file"));
     }

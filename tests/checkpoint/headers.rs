@@ -1,4 +1,4 @@
-//! Hostile and damaged headers: every one a typed error that names what is wrong, none a panic.
+//! Hostile and damaged headers: each is a typed error that names the fault, and none a panic.
 
 use super::{described, message, raw, shard, zeros};
 use kiln::error::Error;
@@ -24,7 +24,7 @@ fn directed_attacks_are_refused_by_name() {
     let mut eight = Vec::new();
     for i in 0..8u64 {
         let size: u64 = (1 << 61) - 1;
-        // The offsets themselves stay below 2^64; their sum with the header's length does not.
+        // The offsets stay below 2^64; their sum with the length of the header does not.
         eight.push(tensor(&format!("t{i}"), &format!("[{huge}]"), &format!("[{},{}]", i * size, (i + 1) * size)));
     }
     let length = |n: u64| [&n.to_le_bytes()[..], br#"{"a":1}"#].concat();

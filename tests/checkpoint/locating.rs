@@ -57,7 +57,7 @@ fn a_folder_is_found_and_its_parts_can_be_replaced() {
     assert_eq!(files(&request), whole);
     assert_eq!(ModelFiles::config_of(&whole.parts.transformer).unwrap(), folder.join("transformer/config.json"));
     assert_eq!(ModelFiles::config_of(&whole.parts.vae), None);
-    // The same through the environment, and the option goes first.
+    // The same through KILN_MODEL, over which the flag takes precedence.
     let environment = Environment { kiln_model: Some(folder.clone()), ..Environment::default() };
     assert_eq!(files(&LocateRequest { environment: environment.clone(), ..LocateRequest::default() }), whole);
     let nowhere = LocateRequest { model: Some("nowhere".into()), environment, ..LocateRequest::default() };
@@ -67,7 +67,7 @@ fn a_folder_is_found_and_its_parts_can_be_replaced() {
     request.parts.vae = Some(small.clone());
     assert_eq!(files(&request), ModelFiles { parts: PerPart { vae: small, ..whole.parts.clone() }, ..whole.clone() });
     request.parts.vae = None;
-    // Another transformer is not what the folder's index describes.
+    // The folder's `model_index.json` does not describe another transformer.
     let own = scratch.write("flux-2-klein-base-4b.safetensors", "");
     request.parts.transformer = Some(own.clone());
     let origin = own.to_str().unwrap().to_owned();
@@ -84,7 +84,7 @@ fn conventions_are_those_of_the_folder() {
     let found = files(&request).conventions;
     assert_eq!((found.name.as_deref(), found.variant, found.width), (Some("shapes"), Some(Variant::Base), 128));
     assert_eq!(locate(&request).unwrap().conventions().unwrap(), found);
-    // They are about the folder's transformer.
+    // Conventions belong to the folder's transformer.
     request.parts.transformer = Some(scratch.write("flux-2-klein-4b.safetensors", ""));
     assert_eq!(files(&request).conventions, Conventions::klein());
     request.parts.transformer = None;
@@ -122,19 +122,19 @@ fn single_files_need_no_folder() {
     // A folder that holds the single files is a model, too.
     found.origin = scratch.path().to_str().unwrap().into();
     assert_eq!(files(&LocateRequest { model: Some(scratch.path().into()), ..LocateRequest::default() }), found);
-    // Two files that could be the transformer: neither is guessed.
+    // With two candidates for the transformer neither is guessed.
     scratch.write("flux-2-klein-4b.safetensors", "");
     let error = locate(&LocateRequest { model: Some(scratch.path().into()), ..LocateRequest::default() }).unwrap_err();
     let both = "2 files could be the transformer: flux-2-klein-4b.safetensors, flux-2-klein-9b.safetensors";
     assert!(message(&error).ends_with(&format!("{both} / pick one with --transformer")), "{error}");
-    // One that is picked decides.
+    // A flag decides between them.
     let picked = LocateRequest {
         model: Some(scratch.path().into()),
         parts: PerPart { transformer: Some(scratch.path().join("flux-2-klein-4b.safetensors")), ..PerPart::default() },
         ..LocateRequest::default()
     };
     assert!(files(&picked).parts.transformer.ends_with("flux-2-klein-4b.safetensors"));
-    // One part alone is no model.
+    // One part alone is not a model.
     let error = locate(&LocateRequest { parts: only_vae(vae), ..LocateRequest::default() }).unwrap_err();
     assert!(message(&error).contains("there is no transformer and no text encoder / expected transformer/"), "{error}");
 }
@@ -167,7 +167,7 @@ fn a_model_without_files_is_the_last_resort() {
     };
     let mut environment = Environment { hf_hub_cache: Some(scratch.path().into()), ..Environment::default() };
 
-    // A program without a model of its own makes one up.
+    // A program without the built-in model uses the tiny one.
     assert_eq!(found(None, &environment).unwrap(), Found::Tiny);
     assert_eq!(found(Some("tiny"), &environment).unwrap(), Found::Tiny);
     let text = message(&found(Some("builtin"), &environment).unwrap_err());
@@ -182,7 +182,7 @@ fn a_model_without_files_is_the_last_resort() {
     assert_eq!((conventions.name.as_deref(), conventions.height), (Some("shapes"), 96));
     assert!(!format!("{model:?}").contains("96"), "content is not shown");
 
-    // The cache goes before it, and a variable before the cache.
+    // The cache takes precedence over it, and KILN_MODEL over the cache.
     let cached = write_model(&scratch, "models--black-forest-labs--FLUX.2-klein-4B/snapshots/a");
     let Found::Files(files) = found(None, &environment).unwrap() else { panic!() };
     assert_eq!(files.parts.transformer, cached.join("transformer"));
@@ -205,7 +205,7 @@ fn a_model_without_files_has_no_parts_to_replace() {
         let parts = PerPart { vae: part.clone(), ..PerPart::default() };
         let mut request = LocateRequest { model: Some(name.into()), parts, environment, ..LocateRequest::default() };
         assert_eq!(locate(&request).unwrap_err().exit_code(), 2, "{name}");
-        // All three parts are a model, which goes before one that only a variable names.
+        // All three parts are a model, which takes precedence over KILN_MODEL.
         request.parts = PerPart::from_fn(|_| part.clone());
         assert_eq!(locate(&request).unwrap_err().exit_code(), 2, "{name}");
         request.environment.kiln_model = request.model.take();
@@ -230,9 +230,9 @@ fn repositories_are_looked_up_in_the_cache() {
         let folder = write_model(&scratch, &format!("{hub}{repository}/snapshots/abc123"));
         let environment = environment(scratch.path().into());
         let named = LocateRequest { model: Some(id.into()), environment: environment.clone(), ..LocateRequest::default() };
-        // Without a reference, the only snapshot is it.
+        // Without a ref the only snapshot is used.
         assert_eq!(files(&named), expected(&folder, id));
-        // Nothing asked for: the cache is searched for known models.
+        // Without a name the cache is searched for known models.
         let unnamed = LocateRequest { environment, ..LocateRequest::default() };
         assert_eq!(files(&unnamed), expected(&folder, id));
 
@@ -240,7 +240,7 @@ fn repositories_are_looked_up_in_the_cache() {
         assert!(message(&locate(&named).unwrap_err()).contains("several revisions"));
         scratch.write(&format!("{hub}{repository}/refs/main"), "def456\n");
         assert_eq!(files(&named), expected(&newer, id));
-        // A reference cannot lead out of the cache, and one that is wrong is not replaced by a guess.
+        // A ref cannot lead out of the cache, and an invalid one is an error.
         for only in [false, true] {
             if only {
                 std::fs::remove_dir_all(&newer).unwrap();
@@ -274,7 +274,7 @@ fn cached_models_are_used_only_when_complete() {
     assert!(text.contains("(some/model): neither a folder nor in the Hugging Face cache ("), "{text}");
     let first = write_model(&scratch, "models--black-forest-labs--FLUX.2-klein-4B/snapshots/a");
     std::fs::remove_dir_all(first.join("vae")).unwrap();
-    // Whoever began to download a model means it, and gets no other without a word.
+    // A model whose download has begun is not silently replaced by another one.
     let unfinished = |what: &str| {
         let text = message(&locate(&request(None)).unwrap_err());
         let whole =
@@ -288,7 +288,7 @@ fn cached_models_are_used_only_when_complete() {
     unfinished("there is no vae / ");
     assert!(message(&locate(&request(Some("black-forest-labs/FLUX.2-klein-4B"))).unwrap_err()).contains("there is no vae"));
     assert_eq!(locate(&request(Some("tiny"))).unwrap(), Found::Tiny);
-    // What it lacks may be given.
+    // A missing part may be given by a flag.
     let given = scratch.write("ae.safetensors", "");
     let with = LocateRequest { parts: only_vae(given.clone()), ..request(None) };
     assert_eq!((files(&with).parts.transformer, files(&with).parts.vae), (first.join("transformer"), given));
@@ -322,7 +322,7 @@ fn a_repository_that_was_only_asked_about_is_none() {
     scratch.write(&format!("{repository}/.no_exist/abc/config.json"), "");
     scratch.write(&format!("{repository}/refs/main"), "abc");
     assert_eq!(locate(&request).unwrap(), Found::Tiny);
-    // A file that is being downloaded is a beginning.
+    // A partial file means that a download has begun.
     scratch.write(&format!("{repository}/blobs/0123.incomplete"), "");
     let text = message(&locate(&request).unwrap_err());
     assert!(
@@ -331,7 +331,7 @@ fn a_repository_that_was_only_asked_about_is_none() {
     );
 }
 
-/// A cache that is not there is no fault. One that is there and cannot be looked at is: the model that is meant may be in it.
+/// A missing cache is no error. A cache that cannot be read is one, because the model may be in it.
 #[cfg(unix)]
 #[test]
 fn a_cache_that_cannot_be_looked_at_is_not_an_empty_one() {
@@ -339,7 +339,7 @@ fn a_cache_that_cannot_be_looked_at_is_not_an_empty_one() {
     let repository = "models--black-forest-labs--FLUX.2-klein-4B";
     let file = |path: &Path| std::fs::write(path, "").unwrap();
     let dangling = |path: &Path| symlink("none", path).unwrap();
-    // A link to itself fails as a folder does that nobody may look into.
+    // A link to itself fails like a folder without read permission.
     let looped = |path: &Path| symlink(path, path).unwrap();
     type Put<'a> = &'a dyn Fn(&Path);
     let puts: [(Put<'_>, &str); 3] =
@@ -371,7 +371,7 @@ fn a_cache_that_cannot_be_looked_at_is_not_an_empty_one() {
             assert!(message(&locate(&named).unwrap_err()).contains(why), "{place}");
         }
     }
-    // A user without a home has no cache.
+    // A user without a home folder has no cache.
     for home in ["/dev/null", "/nonexistent"] {
         let environment = Environment { home: Some(home.into()), ..Environment::default() };
         assert_eq!(locate(&LocateRequest { environment, ..LocateRequest::default() }).unwrap(), Found::Tiny);

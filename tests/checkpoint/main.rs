@@ -31,7 +31,7 @@ fn zeros(tensors: &[Described]) -> Vec<u8> {
     zeros_with(tensors, "")
 }
 
-/// The same with something more at the start of the header.
+/// The same with more text at the start of the header.
 fn zeros_with(tensors: &[Described], more: &str) -> Vec<u8> {
     let (header, data) = header_of(tensors, more);
     raw(&header, data)
@@ -55,7 +55,7 @@ fn header_of(tensors: &[Described], more: &str) -> (String, usize) {
     (format!("{{{more}{}}}", entries.join(",")), offset)
 }
 
-/// Header text, with `data` zero bytes behind it.
+/// A file of this header, followed by `data` zero bytes.
 fn raw(header: &str, data: usize) -> Vec<u8> {
     let mut file = vec![0; 8 + header.len() + data];
     file[..8].copy_from_slice(&(header.len() as u64).to_le_bytes());
@@ -67,7 +67,7 @@ fn shard(bytes: Vec<u8>) -> Result<Shard> {
     Shard::from_bytes("x.safetensors", Bytes::new(Arc::new(bytes)))
 }
 
-/// What the user sees.
+/// The error and its hint in one line.
 fn message(error: &Error) -> String {
     assert_eq!(error.exit_code(), 3, "{error}");
     match kiln::cli::hint(error) {
@@ -76,7 +76,7 @@ fn message(error: &Error) -> String {
     }
 }
 
-/// A folder that is removed at the end.
+/// A temporary folder.
 struct Scratch(PathBuf);
 
 impl Scratch {

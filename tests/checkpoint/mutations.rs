@@ -1,4 +1,4 @@
-//! Volume beside the directed cases: headers with random faults, against a reader without the checks as a control.
+//! Headers with random faults, in addition to the directed cases; a reader without checks is the control.
 
 use super::random::{Random, cases};
 use super::{message, shard};
@@ -10,8 +10,8 @@ const TYPES: [&str; 8] = ["U8", "BF16", "F32", "F64", "F4", "F6_E2M3", "C64", "F
 const WORDS: [&str; 12] =
     ["0", "1", "-1", "4294967296", "2305843009213693951", "18446744073709551615", "1e99", "[]", "null", "\"", "}", "\\u0000"];
 
-/// A file of a few tensors. Each number may be replaced by one that hurts, tensors may be doubled, lost or moved, and in half of
-/// the files some bytes are changed whatever they mean.
+/// A file of a few tensors. Each number may be replaced by a large one, tensors may be doubled, removed or swapped, and in half
+/// of the files some random bytes are changed.
 fn mutated(random: &mut Random) -> Vec<u8> {
     let mut entries = Vec::new();
     let mut offset = 0;
@@ -44,12 +44,12 @@ fn mutated(random: &mut Random) -> Vec<u8> {
     file
 }
 
-/// A small number as a rule, sometimes one that hurts.
+/// Mostly a small number, sometimes one of any magnitude.
 fn number(random: &mut Random, small: usize) -> u64 {
     if random.below(16) == 0 { random.size() } else { random.below(small) as u64 + 1 }
 }
 
-/// What a reader says about a file: where its tensors lie.
+/// A reader of a file, which returns the byte ranges of the tensors, or none if it refuses the file.
 type Reader = fn(&[u8]) -> Option<Vec<Range<usize>>>;
 
 fn kiln(file: &[u8]) -> Option<Vec<Range<usize>>> {
@@ -65,7 +65,7 @@ fn kiln(file: &[u8]) -> Option<Vec<Range<usize>>> {
     }
 }
 
-/// Every tensor of an accepted file can be read to its last byte, and has the bytes that its shape asks for.
+/// Every tensor of an accepted file can be read to its last byte, and its length agrees with its shape.
 fn consistent(shard: &Shard) {
     for (name, entry) in shard.tensors() {
         let elements: u128 = entry.shape.iter().map(|&dim| dim as u128).product();
@@ -75,7 +75,7 @@ fn consistent(shard: &Shard) {
     }
 }
 
-/// The same reader with its checks of ranges removed: it believes every offset.
+/// A reader without checks, which trusts every offset.
 fn believing(file: &[u8]) -> Option<Vec<Range<usize>>> {
     let length = u64::from_le_bytes(file.get(..8)?.try_into().ok()?) as usize;
     let header: serde_json::Value = serde_json::from_slice(file.get(8..length.checked_add(8)?)?).ok()?;
@@ -84,7 +84,7 @@ fn believing(file: &[u8]) -> Option<Vec<Range<usize>>> {
     tensors.map(|(_, entry)| Some(offset(&entry["data_offsets"][0])?..offset(&entry["data_offsets"][1])?)).collect()
 }
 
-/// The faults of a reader over many files: tensors outside their file, and tensors that share bytes.
+/// The number of accepted files, of those with a tensor outside of the file, and of those with overlapping tensors.
 fn faults(reader: Reader, short: u64, long: u64) -> [usize; 3] {
     let [accepted, outside, shared] = [const { AtomicUsize::new(0) }; 3];
     cases("mutated headers", short, long, |random| {

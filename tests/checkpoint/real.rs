@@ -14,7 +14,7 @@ use std::fs::File;
 use std::io::Write;
 use std::path::Path;
 
-/// The tensors of one part as its file has them.
+/// The tensors of one part under the names of its file.
 fn tensors(part: Part, configs: &Configs, layout: Layout) -> Vec<Described> {
     let manifest = match part {
         Part::Transformer => transformer_manifest(&configs.transformer),
@@ -24,7 +24,7 @@ fn tensors(part: Part, configs: &Configs, layout: Layout) -> Vec<Described> {
     manifest.iter().flat_map(|spec| file_tensors(part, layout, spec)).map(|s| (s.name, "BF16", s.shape)).collect()
 }
 
-/// A file of these tensors: a header, and gigabytes that are never written and take no room.
+/// A sparse file of these tensors: a header, and gigabytes of data that take no disk space.
 fn open(part: Part, path: &Path, tensors: &[Described]) -> Result<Weights> {
     let (header, data) = header_of(tensors, "");
     let mut file = File::create(path).unwrap();
@@ -45,8 +45,8 @@ impl<'a> Model<'a> {
         Self { scratch: Scratch::new(), configs }
     }
 
-    /// What a program does with a model before it runs one, with another file for one part: find its sizes, compare them with
-    /// those of the others, check everything. Returns unknown tensors.
+    /// The checks before a run, with another file for one part: detect its configuration, compare it with the other parts, check
+    /// all tensors. Returns unknown tensors.
     fn with(&self, part: Part, tensors: &[Described]) -> Result<Vec<String>> {
         let weights = open(part, &self.scratch.path().join("changed"), tensors)?;
         let Configs { mut transformer, mut text_encoder, .. } = self.configs.clone();
@@ -66,11 +66,11 @@ impl<'a> Model<'a> {
     }
 }
 
-/// Something done to a list of tensors.
+/// A change of a list of tensors.
 type Change<'a> = dyn Fn(&mut Vec<Described>) + 'a;
 
-/// Whether a short run looks at a tensor: at those of the first, second and tenth block or layer of each kind, which are spelled
-/// like the others of it, and at those that stand outside of blocks.
+/// Whether a tensor is in the sample of a short run: those outside of blocks and those of the first, second and tenth block or
+/// layer of each kind, because all blocks of a kind have the same tensors.
 fn is_sampled(name: &str) -> bool {
     let mut numbers = name.split('.').filter_map(|word| word.parse::<usize>().ok());
     numbers.next().is_none_or(|block| [0, 1, 9].contains(&block))
@@ -96,7 +96,7 @@ fn faults(model: &Model<'_>, part: Part, whole: &[Described]) -> usize {
         }
         let extra = format!("{name}.bias");
         match with(&|t| t.push((extra.clone(), "BF16", vec![1]))) {
-            // Only the transformer may not have more than it needs: elsewhere the same file serves other programs.
+            // Only the transformer may not have unknown tensors; files of the other parts also serve other programs.
             Err(Error::TensorUnknown { name: n, .. }) if part == Part::Transformer => assert_eq!(n, extra),
             Ok(unknown) if part != Part::Transformer => assert_eq!(unknown, [extra]),
             other => panic!("{name}: {other:?}"),
@@ -107,11 +107,11 @@ fn faults(model: &Model<'_>, part: Part, whole: &[Described]) -> usize {
             let error = refused(&|t| t[i].2[dim] += 128);
             count += 1;
             let named = match &error {
-                // A matrix is a kernel of 1x1, and asked for as one or the other.
+                // A matrix may be wanted as a 1x1 convolution, and the other way round.
                 Error::TensorShape { name: n, got, want, .. } => {
                     n == name && shape.starts_with(want) && got[dim] == shape[dim] + 128
                 }
-                // This one dimension is not the transformer's own: it has to be that of the text encoder.
+                // This dimension is that of the prompt embeddings, so it has to match the text encoder.
                 Error::Mismatch { .. } => dim == 1 && (name == "txt_in.weight" || name == "context_embedder.weight"),
                 _ => false,
             };

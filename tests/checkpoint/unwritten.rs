@@ -1,4 +1,4 @@
-//! Files that were given their length and not yet all of their content: from wherever on they are zeros, it is found.
+//! Preallocated files whose download has not finished: they end with zeros, wherever these begin, and are noticed.
 
 use super::message;
 use kiln::checkpoint::{Shard, Weights};
@@ -13,7 +13,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-/// The tiny model's files, each with what a run reads of it.
+/// The files of the tiny model, each with the tensors that a run reads.
 fn parts() -> [(Part, Vec<u8>, Vec<TensorSpec>); 3] {
     let model = tiny::model(Layout::Diffusers, DType::Bf16).unwrap();
     [
@@ -28,7 +28,7 @@ fn opened(part: Part, bytes: &[u8]) -> Weights {
     Weights::from_shards(part, vec![shard]).unwrap()
 }
 
-/// What a run looks at as it uses its weights.
+/// The check for zeros as a run does it.
 fn look(weights: &Weights, manifest: &[TensorSpec]) -> Result<()> {
     for spec in manifest.iter().filter(|spec| spec.shape.len() > 1) {
         weights.note_used(&spec.name, spec.name.contains("embed_tokens"));
@@ -36,7 +36,7 @@ fn look(weights: &Weights, manifest: &[TensorSpec]) -> Result<()> {
     weights.check_written()
 }
 
-/// Places of the matrices that a run reads, in a file.
+/// The byte ranges of the matrices that a run reads.
 fn matrices(weights: &Weights, manifest: &[TensorSpec]) -> Vec<Range<usize>> {
     let read = |name: &str| match names::resolve(weights.part(), name) {
         Place::Weight(spelling) => manifest.iter().any(|spec| spec.name == spelling.canonical),
@@ -47,14 +47,14 @@ fn matrices(weights: &Weights, manifest: &[TensorSpec]) -> Vec<Range<usize>> {
 }
 
 #[test]
-fn a_download_that_stopped_anywhere_is_found() {
+fn a_download_that_stopped_anywhere_is_noticed() {
     for (part, bytes, manifest) in parts() {
         let whole = opened(part, &bytes);
         look(&whole, &manifest).unwrap();
         let places = matrices(&whole, &manifest);
         let last = places.iter().map(|range| range.start).max().unwrap();
         let first = places.iter().map(|range| range.start).min().unwrap();
-        // From the first matrix to the last, in steps that fall anywhere in them.
+        // The cuts are spread from the first matrix to the last.
         for cut in (first..=last).step_by((last - first) / 23 + 1).chain([last]) {
             let mut cut_short = bytes.clone();
             cut_short[cut..].fill(0);
@@ -64,7 +64,7 @@ fn a_download_that_stopped_anywhere_is_found() {
                 "{text}"
             );
         }
-        // A piece that is missing in the middle.
+        // A hole in the middle of the file.
         for range in places.iter().step_by(places.len() / 24 + 1) {
             let mut holed = bytes.clone();
             holed[range.clone()].fill(0);

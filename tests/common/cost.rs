@@ -1,4 +1,4 @@
-//! What a call costs: processor time, and memory.
+//! The cost of a call: CPU time and peak memory.
 #![allow(dead_code)] // each test binary uses its own part of this
 #![allow(unsafe_code)] // an allocator cannot be written without it
 
@@ -6,14 +6,14 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
-/// How long this thread has been running. Where the system does not tell, time that others had is counted, too.
+/// The CPU time of this thread so far; wall time where the system does not report it.
 fn running(since: Instant) -> Duration {
     let text = std::fs::read_to_string("/proc/thread-self/schedstat").ok();
     let nanos = text.and_then(|text| text.split(' ').next()?.parse().ok());
     nanos.map_or(since.elapsed(), Duration::from_nanos)
 }
 
-/// The processor time that `work` takes: the mean of up to three runs, because the system counts in steps of milliseconds, and the
+/// The CPU time that `work` takes: the mean of up to three runs, because the system counts in steps of milliseconds, and the
 /// least of three such means, because a busy machine is slow by chance and a bad input every time.
 pub fn time_of(mut work: impl FnMut()) -> Duration {
     const RUNS: u32 = 3;
@@ -32,11 +32,11 @@ pub fn time_of(mut work: impl FnMut()) -> Duration {
     (0..3).map(|_| mean()).min().unwrap_or_default()
 }
 
-/// Counts the bytes each thread has in use, and the most there were. Nothing measured here moves to another thread.
+/// Counts the bytes that each thread has allocated, and their peak. No call that is measured here allocates on another thread.
 struct Counting;
 
 thread_local! {
-    // Signed: a thread may free what another one reserved.
+    // Signed, because a thread may free memory of another one.
     static IN_USE: Cell<isize> = const { Cell::new(0) };
     static PEAK: Cell<isize> = const { Cell::new(0) };
 }
@@ -60,7 +60,7 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// Runs `work` and returns the most memory this thread had in use during it, beyond what it had before.
+/// Runs `work` and returns the peak of memory that this thread allocated during it, beyond what it had before.
 pub fn peak_of<T>(work: impl FnOnce() -> T) -> (T, isize) {
     let before = IN_USE.get();
     PEAK.set(before);

@@ -1,4 +1,4 @@
-//! One mistake and what the program has to say about it: the exact exit code, the exact text, and nothing left or changed.
+//! One mistake and the response of the program: the exact exit code, the exact text, and no file written or changed.
 
 use crate::sandbox::{Run, Sandbox};
 use std::ffi::OsString;
@@ -7,7 +7,7 @@ use std::io::{BufRead, BufReader, Read};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// What follows the first line of an error.
+/// The text after the first line of an error.
 #[derive(Clone, Copy, Debug)]
 pub enum Hint {
     Nothing,
@@ -20,15 +20,15 @@ pub use Hint::{Help, Is, Nothing};
 /// The file that is changed while it is in use.
 pub const CHANGING: &str = "changing.safetensors";
 
-/// Something that happens while the program runs.
+/// A change of the sandbox while the program runs.
 pub type Change = fn(&Sandbox);
 
 /// One mistake.
 pub struct Row {
     pub args: Vec<OsString>,
-    /// Shell commands that make the surroundings.
+    /// Shell commands that prepare the environment.
     pub setup: &'static str,
-    /// Done once the program has opened its files.
+    /// A change that is made once the program has opened its files.
     pub meanwhile: Option<Change>,
     pub code: i32,
     /// The first line, without `error: `.
@@ -37,7 +37,7 @@ pub struct Row {
     pub help: bool,
 }
 
-/// A row of words.
+/// A row of the table; `line` is split at spaces.
 pub fn row(line: &str, code: i32, first: impl Into<String>, hint: Hint) -> Row {
     let (hint, help) = match hint {
         Nothing => (String::new(), false),
@@ -62,9 +62,9 @@ impl Row {
         Self { meanwhile: Some(change), ..self }
     }
 
-    /// Runs it, and says what is not as it should be.
+    /// Runs the program, and describes every difference from what is expected.
     pub fn check(&self, sandbox: &Sandbox) -> Result<(), String> {
-        // Who changes this file meanwhile is not the program.
+        // This file is changed by the test, not by the program.
         let ours = |entry: &Entry| self.meanwhile.is_none() || !entry.path.ends_with(CHANGING);
         let files = || state(&sandbox.0).into_iter().filter(ours).collect::<Vec<_>>();
         let before = files();
@@ -88,7 +88,7 @@ impl Row {
         };
         let home = sandbox.0.display().to_string();
         let stderr = run.stderr.replace(&home, "$HOME");
-        // What was told before a run broke off is no part of the error.
+        // Progress before the error is not part of it.
         let told = self.meanwhile.and_then(|_| stderr.find("error: ")).unwrap_or(0);
         expect("error", stderr[told..].into(), format!("error: {}\n{rest}", self.first));
         if files() != before {
@@ -99,7 +99,7 @@ impl Row {
         if wrong.is_empty() { Ok(()) } else { Err(format!("kiln {}\n{}", <[String]>::join(&line, " "), wrong.join("\n"))) }
     }
 
-    /// In surroundings that a shell makes. What it mounts is gone when it ends.
+    /// Runs it in an environment that a shell prepares. Mounts end with the shell.
     fn run_within(&self, sandbox: &Sandbox) -> Run {
         let script = format!("{} && exec \"$0\" \"$@\"", self.setup);
         let mounts = self.setup.contains("mount");
@@ -109,7 +109,7 @@ impl Row {
         Run::of(command)
     }
 
-    /// With something happening after the first line it prints, which it does when its files are open.
+    /// Runs it and makes a change after its first line of output, which is printed when its files are open.
     fn run_and(&self, sandbox: &Sandbox, change: Change) -> Run {
         let mut child = sandbox.command(&self.args).spawn().unwrap();
         let mut reader = BufReader::new(child.stderr.take().unwrap());
@@ -122,7 +122,7 @@ impl Row {
     }
 }
 
-/// A file and what changes with it.
+/// A file and the metadata that a write would change.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Entry {
     path: PathBuf,
@@ -140,14 +140,14 @@ fn state(folder: &Path) -> Vec<Entry> {
             list.extend(state(&path));
         }
         let modified = (meta.mtime(), meta.mtime_nsec());
-        // Finding out whether a folder can be written to changes its time.
+        // The check whether a folder is writable changes its modification time.
         list.push(Entry { inode: meta.ino(), length: meta.len(), modified: if meta.is_dir() { (0, 0) } else { modified }, path });
     }
     list.sort();
     list
 }
 
-/// Checks all rows and tells of all that fail.
+/// Checks all rows and lists those that fail.
 pub fn check(sandbox: &Sandbox, rows: &[Row]) {
     let wrong: Vec<String> = rows.iter().filter_map(|row| row.check(sandbox).err()).collect();
     assert!(wrong.is_empty(), "{} of {} rows:\n\n{}", wrong.len(), rows.len(), wrong.join("\n\n"));

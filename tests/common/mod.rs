@@ -1,6 +1,7 @@
-//! What the integration tests share: the tiny model, the recorded reference outputs, and how errors are measured.
+//! Shared by the integration tests: the tiny model, the recorded reference outputs, and error measures.
 #![allow(dead_code, clippy::print_stdout)] // each test binary uses its own part of this, and some show figures
 
+pub mod fnv;
 pub mod goldens;
 pub mod modes;
 pub mod wrapped;
@@ -34,9 +35,9 @@ pub struct Case {
     pub guidance: f32,
     pub seed: u64,
     pub distilled: bool,
-    /// How far the reference in bf16 is from itself in f32.
+    /// The error of the reference in bf16 against itself in f32.
     pub bf16_relative_l2: Errors,
-    /// The same with the exact time, which the reference rounds to bf16.
+    /// The same with exact timesteps, which the reference rounds to bf16.
     pub bf16_exact_time_relative_l2: Errors,
 }
 
@@ -59,13 +60,26 @@ impl Case {
             prompt: self.prompt.clone(),
             size: Pixels::new(self.width, self.height).unwrap(),
             steps: self.steps,
-            negative: String::new(),
-            references: Vec::new(),
             guidance: self.guidance,
             seeds: vec![self.seed],
-            noise: Noise::Drawn(NoiseKind::TorchCpu),
             record: true,
+            ..small_job()
         }
+    }
+}
+
+/// The smallest job: an image of 64x64 in one step, without CFG.
+pub fn small_job() -> Job {
+    Job {
+        prompt: "x".into(),
+        size: Pixels::new(64, 64).unwrap(),
+        steps: 1,
+        negative: String::new(),
+        references: Vec::new(),
+        guidance: 1.0,
+        seeds: vec![5],
+        noise: Noise::Drawn(NoiseKind::TorchCpu),
+        record: false,
     }
 }
 
@@ -108,7 +122,7 @@ impl Goldens {
         self.0.bytes(name).unwrap().chunks_exact(4).map(|b| u32::from_le_bytes(b.try_into().unwrap())).collect()
     }
 
-    /// A picture, 0..1, a row of three channels per pixel.
+    /// An image with values in 0..1, three channels per pixel.
     pub fn image(&self, name: &str) -> Vec<f32> {
         let bytes = self.0.bytes(name).unwrap();
         bytes.chunks_exact(2).map(|b| f32::from(u16::from_le_bytes(b.try_into().unwrap())) / 65535.0).collect()
@@ -135,8 +149,8 @@ pub fn engine_on(backend: Box<dyn Backend>, variant: Variant, precision: Precisi
     Engine::load(backend, model, LoadOptions { precision, references: true, low_memory: false }, &Silent).unwrap()
 }
 
-/// The tiny model with prompts of 64 tokens instead of 512, which is an eighth of the work of its text encoder. For tests that compare
-/// runs with each other; recorded outputs are of 512.
+/// The tiny model with prompts of 64 tokens instead of 512, an eighth of the work of its text encoder. For tests that compare
+/// runs with each other; recorded outputs have 512.
 pub fn short_engine(backend: Box<dyn Backend>, variant: Variant, options: LoadOptions) -> Engine {
     let model = tiny::model(Layout::Diffusers, DType::Bf16).unwrap();
     let parts = PerPart::from_fn(|part| model.weights(part).unwrap());
@@ -146,37 +160,38 @@ pub fn short_engine(backend: Box<dyn Backend>, variant: Variant, options: LoadOp
     Engine::load(backend, model, options, &Silent).unwrap()
 }
 
-/// Where the transformer takes the text encoder's place pictures are the same, the first on an engine and those after it.
+/// With `low_memory` the transformer is loaded over the text encoder. The images are the same, the first of an engine and later
+/// ones.
 pub fn saving_memory_changes_nothing(make: Make<'_>) {
     for precision in [Precision::F32, Precision::Bf16] {
         for case in cases() {
-            // Without a record nothing waits for the prompt before the other weights are on their way.
+            // Without a record the upload of the other weights overlaps with the text encoder.
             let job = Job { size: Pixels::new(64, 64).unwrap(), steps: 2, record: false, ..case.job() };
             let prompts = [&job.prompt, "something else", &job.prompt];
-            let pictures = |low_memory| {
+            let images = |low_memory| {
                 let options = LoadOptions { precision, references: true, low_memory };
                 let mut engine = short_engine(make(), case.variant(), options);
                 prompts.map(|prompt| run(&mut engine, &Job { prompt: prompt.into(), ..job.clone() }).unwrap().image)
             };
-            let (saved, plain) = (pictures(true), pictures(false));
+            let (saved, plain) = (images(true), images(false));
             assert!(saved == plain, "{} {}", case.name, precision.name());
             assert!(plain[0] == plain[2] && plain[0] != plain[1], "{} {}", case.name, precision.name());
         }
     }
 }
 
-/// Runs a job that makes one picture.
+/// Runs a job that generates one image.
 pub fn run(engine: &mut Engine, job: &Job) -> kiln::error::Result<GeneratedImage> {
-    let mut pictures = Vec::new();
-    engine.generate(job, &Silent, &mut |picture| {
-        pictures.push(picture);
+    let mut outputs = Vec::new();
+    engine.generate(job, &Silent, &mut |output| {
+        outputs.push(output);
         Ok(())
     })?;
-    assert_eq!(pictures.len(), 1);
-    Ok(pictures.remove(0))
+    assert_eq!(outputs.len(), 1);
+    Ok(outputs.remove(0))
 }
 
-/// The raw picture of a record, 0..1, a row of three channels per pixel.
+/// The raw image of a record with values in 0..1, three channels per pixel.
 pub fn unit_image(raw: &[f32]) -> Vec<f32> {
     let pixels = raw.len() / 3;
     (0..pixels).flat_map(|p| [0, 1, 2].map(|c| (0.5 * raw[c * pixels + p] + 0.5).clamp(0.0, 1.0))).collect()

@@ -1,22 +1,21 @@
-//! Random moments, and many runs at once.
+//! Random delays, and runs of the program in parallel.
 #![allow(dead_code)] // each test binary uses its own part of this
 
 use crate::random::Random;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-/// The `index`th of some numbers that look random, below `limit`. The same in every run, so that a failure can be named; when
-/// exactly something happens is up to the machine.
+/// Pseudo-random number `index` below `limit`, the same in every run. What a delay coincides with depends on the machine.
 pub fn number(index: usize, limit: usize) -> usize {
     Random::new(index as u64).below(limit)
 }
 
-/// A random part of some time.
+/// A random part of a duration.
 pub fn moment(index: usize, of: Duration) -> Duration {
     of.mul_f64(number(index, 1_000_000) as f64 / 1e6)
 }
 
-/// Calls `work` with 0 to `count`, two at a time, and gives the results in no order.
+/// Calls `work` with every index below `count`, two at a time, and returns the results in no particular order.
 pub fn in_pairs<T: Send>(count: usize, work: impl Fn(usize) -> T + Sync) -> Vec<T> {
     let next = AtomicUsize::new(0);
     let worker = || {

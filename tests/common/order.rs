@@ -1,9 +1,9 @@
-//! What a GPU promises about order, and no more: work on one stream is done in turn, on several only where an event or the host
-//! makes one wait for another. Copies and kernels are checked against it as they are queued.
+//! The ordering that CUDA guarantees: work on one stream runs in order, work on several streams only where an event or the host
+//! synchronises them. Copies and kernels are checked against it as they are queued, with a vector clock per stream.
 
 use std::collections::{BTreeMap, HashMap};
 
-/// How many pieces of each stream's work are done before something.
+/// A vector clock: how much work of each stream happens before a point.
 #[derive(Clone, Debug, Default)]
 struct Clock(HashMap<u64, u64>);
 
@@ -27,7 +27,7 @@ struct Work {
     number: u64,
 }
 
-/// Bytes that a copy brought, and the kernel that read them last.
+/// Bytes that a copy wrote, and the last kernel that reads them.
 #[derive(Debug)]
 struct Written {
     end: u64,
@@ -40,15 +40,15 @@ pub struct Order {
     host: Clock,
     streams: HashMap<u64, Clock>,
     events: HashMap<u64, Clock>,
-    /// By their first address.
+    /// The copied ranges, by their first address.
     written: BTreeMap<u64, Written>,
-    /// The last copy out of a buffer.
+    /// The last copy from each staging buffer.
     buffers: HashMap<u64, Work>,
     last_kernel: Option<Work>,
-    /// What the kernels of a recording read, the one under way and finished ones.
+    /// The addresses that the kernels of a CUDA graph read: of the one being captured, and of those captured before.
     recording: Option<Vec<u64>>,
     recordings: HashMap<u64, Vec<u64>>,
-    /// Copies of weights that a device may do while kernels run, and those that wait for all kernels before them.
+    /// The number of copies that may overlap with kernels, and of those that wait for all kernels before them.
     pub beside: usize,
     pub behind: usize,
 }
@@ -80,7 +80,7 @@ impl Order {
         self.streams.entry(stream).or_default().merge(&clock);
     }
 
-    /// A copy from the buffer at `from`, which the host has just filled.
+    /// Queues a copy from the staging buffer at `from`, which the host has just filled.
     pub fn copy(&mut self, stream: u64, from: u64, to: std::ops::Range<u64>) {
         if let Some(&last) = self.buffers.get(&from) {
             assert!(self.host.has(last), "a buffer is filled again before it was copied");
@@ -100,7 +100,7 @@ impl Order {
         self.written.insert(to.start, Written { end: to.end, by: work, read: None });
     }
 
-    /// A kernel, whose parameters hold the addresses of what it reads among other things.
+    /// Launches a kernel. Its parameters hold the addresses that it reads, among other values.
     pub fn launch(&mut self, stream: u64, params: &[u8]) {
         let words = params.chunks_exact(8).map(|bytes| u64::from_ne_bytes(bytes.try_into().unwrap()));
         let reads: Vec<u64> = words.filter(|word| self.holds(*word)).collect();
@@ -129,7 +129,7 @@ impl Order {
         self.recording = Some(Vec::new());
     }
 
-    /// Ends a recording, which is kept if it got a name.
+    /// Ends the capture of a graph, which is kept if it has a handle.
     pub fn recorded(&mut self, graph: Option<u64>) {
         let reads = self.recording.take().unwrap();
         self.recordings.extend(graph.map(|graph| (graph, reads)));
@@ -140,7 +140,7 @@ impl Order {
         self.kernel(stream, &reads);
     }
 
-    /// Memory is given back.
+    /// Frees memory.
     pub fn free(&mut self, memory: std::ops::Range<u64>) {
         self.written.retain(|at, _| !memory.contains(at));
     }

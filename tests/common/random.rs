@@ -1,4 +1,4 @@
-//! Random cases: a generator, how many cases there are, and how a failure is named.
+//! Random cases: a generator, the number of cases, and how to reproduce a failure.
 #![allow(dead_code)] // each test binary uses its own part of this
 #![allow(clippy::print_stdout)] // figures, shown with --nocapture
 
@@ -20,7 +20,7 @@ fn seed() -> u64 {
     }
 }
 
-/// Runs `case` many times, each with a generator of its own. A case that panics is named, so that it can be run again alone.
+/// Runs `case` many times, each with a generator of its own. If a case panics, its seed is printed, so that it can run first.
 pub fn cases(what: &str, short: u64, long_count: u64, case: impl Fn(&mut Random) + Sync) {
     let (seed, count) = (seed(), if long() { long_count } else { short });
     println!("{what}: {count} cases, seed {seed}");
@@ -38,12 +38,12 @@ pub fn cases(what: &str, short: u64, long_count: u64, case: impl Fn(&mut Random)
     println!("{what}: {:.1} s", start.elapsed().as_secs_f64());
 }
 
-/// splitmix64, which gives good numbers from any seed.
+/// SplitMix64 (Steele, Lea and Flood 2014), which is good with any seed.
 pub struct Random(u64);
 
 impl Random {
     pub fn new(seed: u64) -> Self {
-        // Seeds in a row must not give the same numbers, one later.
+        // Consecutive seeds must not give shifted copies of one sequence.
         let mut mixed = Self(seed);
         Self(mixed.next())
     }
@@ -74,7 +74,7 @@ impl Random {
         }
     }
 
-    /// A few bytes replaced, removed, doubled, cut off, or swapped with one of `words`.
+    /// Replaces, removes or doubles a few bytes, truncates, or inserts some of `words`.
     pub fn mutate(&mut self, bytes: &mut Vec<u8>, words: &[&str]) {
         for _ in 0..=self.below(3) {
             if bytes.len() < 2 {

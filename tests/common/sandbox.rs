@@ -1,4 +1,4 @@
-//! The real program in a folder of its own.
+//! Runs the real program in a temporary folder.
 #![allow(dead_code)] // each test binary uses its own part of this
 
 use serde_json::Value;
@@ -6,13 +6,13 @@ use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Flags that make a picture quickly.
+/// Flags that generate an image quickly.
 pub const QUICK: [&str; 8] = ["--width", "64", "--height", "64", "--steps", "1", "--precision", "f32"];
 
-/// A folder that is current folder and home of the program, removed at the end.
+/// A temporary folder that is current folder and home of the program.
 pub struct Sandbox(pub PathBuf);
 
 /// How a run ended.
@@ -31,14 +31,14 @@ impl Sandbox {
         Self(path)
     }
 
-    /// The program, cut off from whatever models this machine has; where none is named, the tiny one is meant.
+    /// The program, isolated from the models of this machine. The default model is the tiny one.
     pub fn command<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> Command {
         let mut command = self.wrapped(env!("CARGO_BIN_EXE_kiln"));
         command.args(args);
         command
     }
 
-    /// The program left to find a model by itself.
+    /// The program without a default model.
     pub fn bare_command<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> Command {
         let mut command = self.command(args);
         command.env_remove("KILN_MODEL");
@@ -49,16 +49,23 @@ impl Sandbox {
         Run::of(self.bare_command(args))
     }
 
-    /// The same for another program that will start ours.
+    /// The same environment for another program, which starts ours.
     pub fn wrapped(&self, program: &str) -> Command {
         let mut command = Command::new(program);
         command.current_dir(&self.0).env("HOME", &self.0).env("KILN_MODEL", "tiny");
         for name in ["HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "RUST_BACKTRACE"] {
             command.env_remove(name);
         }
-        // The same machine for everyone: one without a GPU.
+        // Results must not depend on the GPU of this machine.
         command.env("CUDA_VISIBLE_DEVICES", "");
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+    }
+
+    /// The program under a limit that a shell sets with `ulimit`.
+    pub fn limited<S: AsRef<OsStr>>(&self, limit: &str, args: impl IntoIterator<Item = S>) -> Command {
+        let mut command = self.wrapped("sh");
+        command.args(["-c", &format!("ulimit {limit} && exec \"$0\" \"$@\""), env!("CARGO_BIN_EXE_kiln")]).args(args);
         command
     }
 
@@ -81,7 +88,7 @@ impl Sandbox {
         self.0.join(name)
     }
 
-    /// What is in the folder.
+    /// The names of the files and folders in it.
     pub fn names(&self) -> Vec<String> {
         let entries = fs::read_dir(&self.0).unwrap();
         let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned()).collect();
@@ -116,7 +123,12 @@ impl Run {
     }
 }
 
-/// A number as messages write it.
+/// Sends a signal, `-INT` or `-TERM`.
+pub fn send(signal: &str, child: &Child) {
+    assert!(Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap().success());
+}
+
+/// A number with thousands separators, as in messages.
 pub fn grouped(number: u64) -> String {
     match number {
         0..1000 => number.to_string(),
@@ -124,7 +136,7 @@ pub fn grouped(number: u64) -> String {
     }
 }
 
-/// A decoded picture and its text.
+/// A decoded PNG and its text chunks.
 pub struct Png {
     pub width: u32,
     pub height: u32,

@@ -1,4 +1,4 @@
-//! A backend that passes everything on and lets a test look in, or interfere, after each op.
+//! A backend that forwards everything to the CPU backend, with hooks to observe or change results after each op.
 
 use kiln::backend::cpu::Cpu;
 use kiln::backend::{Backend, HostData, Op, Role, StepKey, WeightPart};
@@ -9,7 +9,7 @@ use std::ops::Range;
 /// Called after op number `usize` with the op and the backend that ran it.
 pub type AfterOp = Box<dyn FnMut(usize, Op<'_>, &mut Cpu) -> Result<()>>;
 
-/// May change what is about to be written.
+/// Called before host data is written, and may change it.
 pub type BeforeWrite = Box<dyn FnMut(Tensor, &mut Vec<f32>)>;
 
 pub struct Wrapped {

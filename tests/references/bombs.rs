@@ -1,4 +1,4 @@
-//! Small files that ask for much: refused or decoded at once, in little memory.
+//! Decompression bombs and the like: refused or decoded at once, in little memory.
 
 use crate::cost::peak_of;
 use crate::{Chunk, decode, fixture, jpeg_claiming, png, png_header};
@@ -7,20 +7,20 @@ use flate2::write::ZlibEncoder;
 use std::io::Write;
 use std::time::{Duration, Instant};
 
-/// What a bomb may take on top of what was in use.
+/// The most memory that a bomb may take.
 const MEMORY: isize = 64 << 20;
 const TIME: Duration = Duration::from_millis(50);
 
-/// What must become of a bomb.
+/// The expected outcome of a bomb.
 enum Fate {
-    /// Refused with a message that contains this.
+    /// It is refused with a message that contains this.
     Refused(&'static str),
-    /// What is large about it is not part of the image.
+    /// It is decoded, because its large part does not belong to the image.
     Decoded,
 }
 use Fate::{Decoded, Refused};
 
-/// Zeros, packed.
+/// Zeros, compressed.
 fn packed_zeros(length: usize) -> Vec<u8> {
     let mut encoder = ZlibEncoder::new(Vec::new(), Compression::best());
     let zeros = vec![0; 1 << 20];
@@ -47,7 +47,7 @@ fn claiming_kind(depth: u8, colour: u8, interlaced: u8) -> Vec<u8> {
     png(&[(b"IHDR", &header), (b"IDAT", &[0; 100]), (b"IEND", b"")])
 }
 
-/// A progressive JPEG whose last scan comes many times.
+/// A progressive JPEG whose last scan is repeated many times.
 fn many_scans() -> Vec<u8> {
     let whole = fixture("progressive_420.jpg");
     let last = whole.windows(2).rposition(|w| w == [0xFF, 0xDA]).unwrap();
@@ -69,7 +69,7 @@ fn bombs_are_harmless() {
     let private = vec![0x41; 50 << 20];
     let comment: Vec<u8> = [&[0xFF, 0xFE, 0xFF, 0xFF][..], &vec![0x41; 65_533]].concat();
     let comments = [&jpeg[..2], &comment.repeat(255), &jpeg[2..]].concat();
-    // The first table of quantisers, over and over.
+    // The first quantisation table, repeated.
     let table = jpeg.windows(2).position(|w| w == [0xFF, 0xDB]).unwrap();
     let length = 2 + usize::from(u16::from_be_bytes([jpeg[table + 2], jpeg[table + 3]]));
     let tables = [&jpeg[..table], &jpeg[table..table + length].repeat(1_000), &jpeg[table..]].concat();
@@ -134,7 +134,7 @@ fn bombs_are_harmless() {
 }
 
 #[test]
-fn the_counter_counts() {
+fn the_allocator_counts() {
     // The control of the memory figures above.
     let (_, peak) = peak_of(|| vec![1u8; 10 << 20]);
     assert!((10 << 20..11 << 20).contains(&peak), "{peak}");

@@ -1,5 +1,6 @@
-//! The same pixels as the reference implementation.
+//! Pixels equal those of the reference implementation.
 
+use crate::fnv::fnv1a;
 use crate::{decode, fixture, fixtures, hashed};
 use kiln::checkpoint::Shard;
 use kiln::image::Image;
@@ -38,7 +39,7 @@ struct Prepared {
 struct Decoded {
     file: String,
     size: Size,
-    /// Of a PNG; the pixels of a JPEG are stored whole.
+    /// The hash of the pixels of a PNG; those of a JPEG are stored whole.
     pixels: Option<String>,
 }
 
@@ -59,10 +60,8 @@ fn source(seed: u64, (width, height): Size) -> Image {
     Image { width, height, pixels: (0..(width * height * 3) as u64).map(byte).collect() }
 }
 
-/// FNV-1a 64.
 fn fnv(bytes: impl IntoIterator<Item = u8>) -> String {
-    let step = |state: u64, byte| (state ^ u64::from(byte)).wrapping_mul(0x100_0000_01B3);
-    format!("{:016x}", bytes.into_iter().fold(0xCBF2_9CE4_8422_2325, step))
+    format!("{:016x}", fnv1a(bytes))
 }
 
 #[test]
@@ -71,7 +70,7 @@ fn lanczos_equals_pillow_in_every_bit() {
     assert_eq!(cases.len(), 50);
     for case in cases {
         let out = lanczos::resize(&source(case.seed, case.from).pixels, case.from, case.to);
-        // Some are stored whole, so that a difference can be looked at.
+        // Some results are stored whole, so that differences can be examined.
         if let Some(want) = tensors.bytes(&format!("lanczos.{}", case.seed)) {
             assert_eq!(out[..], want[..], "{:?} to {:?}", case.from, case.to);
         }
@@ -86,7 +85,7 @@ fn preparing_equals_the_pipeline_in_every_bit() {
         let prepared = decode(&png).unwrap().prepare(AREA_CAP);
         assert_eq!((prepared.original, prepared.resized), (case.original, case.resized));
         assert_eq!((prepared.width, prepared.height), case.size);
-        // Whatever was prepared is a size the model takes.
+        // The prepared size is valid for the model.
         Pixels::new(prepared.width, prepared.height).unwrap();
         assert_eq!(fnv(prepared.values().into_iter().flat_map(f32::to_le_bytes)), case.values, "{:?}", case.original);
         assert_eq!(fnv(prepared.pixels), case.pixels, "{:?}", case.original);
@@ -121,7 +120,7 @@ fn files_of_every_kind_decode_as_in_pillow() {
             continue;
         }
         let want = tensors.bytes(&format!("image.{file}")).unwrap();
-        // Grey is stored once for the three channels.
+        // Greyscale images are stored with one channel.
         let repeat = got.pixels.len() / want.len();
         let different = got.pixels.iter().enumerate().position(|(i, &v)| v != want[i / repeat]);
         assert_eq!(different, None, "{file}");

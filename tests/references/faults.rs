@@ -1,4 +1,4 @@
-//! Damaged, hostile and merely unsuitable files: each is refused by one clear message, and none does harm.
+//! Damaged, hostile and unsupported files: each is refused with a specific message, and none panics or takes long.
 
 use crate::random::{Random, cases};
 use crate::{Chunk, decode, fixture, fixtures, jpeg_claiming, layouts, png, png_header, refusal};
@@ -49,7 +49,7 @@ fn every_byte_of_a_png_is_covered_by_a_checksum() {
     assert_eq!(refusal(&bad), "damaged image (x): the checksum of its chunk `tRNS` is wrong");
 }
 
-/// A PNG with a checksum that fits each chunk, as far as there are whole chunks.
+/// A PNG with the right checksum of every complete chunk.
 fn with_right_checksums(mut bytes: Vec<u8>) -> Vec<u8> {
     let mut at = 8;
     while let Some(length) = bytes.get(at..at + 4) {
@@ -64,7 +64,7 @@ fn with_right_checksums(mut bytes: Vec<u8>) -> Vec<u8> {
     bytes
 }
 
-/// A few bytes changed, removed, doubled or swapped.
+/// Changes, removes, doubles or swaps a few bytes.
 fn mutated(original: &[u8], random: &mut Random) -> Vec<u8> {
     let mut out = original.to_vec();
     let mut draw = |limit: usize| random.below(limit.max(1));
@@ -125,7 +125,7 @@ fn mutated_files_neither_panic_nor_take_long() {
     cases("mutated images", 200_000, 1_000_000, |random| {
         let original = &originals[random.below(originals.len())];
         let bytes = mutated(original, random);
-        // Otherwise a checksum would stop nearly all of them at the door.
+        // Without this nearly all of them would be refused by a checksum.
         let right = bytes.starts_with(b"\x89PNG") && random.below(8) > 0;
         let bytes = if right { with_right_checksums(bytes) } else { bytes };
         let run = || {
@@ -133,7 +133,7 @@ fn mutated_files_neither_panic_nor_take_long() {
             (decode(&bytes), start.elapsed())
         };
         let (result, mut time) = run();
-        // A busy machine may take the processor away for longer than that; a slow input is slow every time.
+        // A busy machine is slow by chance; a slow input is slow every time.
         for _ in 0..3 {
             if time > LIMIT {
                 time = time.min(run().1);
@@ -151,7 +151,7 @@ fn mutated_files_neither_panic_nor_take_long() {
             }
         }
     });
-    // Both ends are reached: some changes do not matter, most do.
+    // Both outcomes occur.
     let (accepted, damaged) = (accepted.into_inner(), damaged.into_inner());
     assert!(accepted > 1000 && damaged > 10_000, "{accepted} accepted, {damaged} refused");
 }
@@ -174,7 +174,7 @@ fn what_is_not_an_image_is_named() {
         assert_eq!((error.exit_code(), error.hint().as_deref()), (3, Some("convert to PNG or JPEG")));
     }
     let error = DecodedReference::open(&folder).unwrap_err();
-    // No image, so there is nothing to convert.
+    // A folder cannot be converted, so there is no hint.
     assert!(error.to_string().ends_with("it is a folder") && error.hint().is_none(), "{error}");
     let error = DecodedReference::open(&folder.join("none.png")).unwrap_err();
     assert!(error.to_string().starts_with("cannot read ("), "{error}");
@@ -183,7 +183,7 @@ fn what_is_not_an_image_is_named() {
 
 #[cfg(unix)]
 #[test]
-fn what_is_not_a_file_does_not_block() {
+fn special_files_do_not_block() {
     let error = DecodedReference::open(Path::new("/dev/zero")).unwrap_err();
     assert_eq!(error.to_string(), "cannot read image (/dev/zero): it is not a regular file");
 }
@@ -236,14 +236,14 @@ fn rare_kinds_and_broken_structure_are_named() {
     ] {
         assert_eq!(refusal(&png(chunks)), format!("damaged image (x): {message}"));
     }
-    // What a transfer in text mode does to line ends; the signature is there to show it.
+    // A transfer in text mode changes line ends, which the signature shows.
     let text_mode = [b"\x89PNG\n\x1A\n", &png(&[header, data, end])[8..]].concat();
     assert_eq!(refusal(&text_mode), "damaged image (x): its signature was altered on the way");
 }
 
 #[test]
 fn fixtures_are_all_tried() {
-    // A file that no test mentions would be a promise nobody keeps.
+    // Every fixture is used by a test.
     let listed = std::fs::read_to_string(fixtures().join("references.json")).unwrap();
     for entry in std::fs::read_dir(fixtures().join("references")).unwrap() {
         let name = entry.unwrap().file_name().into_string().unwrap();
@@ -254,7 +254,7 @@ fn fixtures_are_all_tried() {
 #[test]
 #[should_panic(expected = "planted")]
 fn a_panic_in_one_case_of_many_is_noticed() {
-    // The control of the mutations above. It does not say so on the screen, where it would look like a failure.
+    // The control of the mutations above. It prints nothing, because that would look like a failure.
     cases("planted", 1000, 1000, |random| {
         if random.below(500) == 0 {
             std::panic::resume_unwind(Box::new("planted"));

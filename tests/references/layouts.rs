@@ -1,11 +1,11 @@
-//! JPEGs of every layout: samplings, orders and splits of scans, progressions, restart marks, colour markers. Made by the encoder
-//! in `tools/jpeg_layouts.py`, because common programs write a few of these only; each is valid, and each must be Pillow's picture.
+//! JPEGs of every layout: subsampling, order and split of scans, progression, restart markers, colour markers. The encoder in
+//! `tools/jpeg_layouts.py` writes them, because common programs write only a few; each is valid, and must decode as in Pillow.
 
 use crate::{decode, fixtures, refusal};
 use kiln::checkpoint::Shard;
 use kiln::image::Image;
 
-/// Name, file, and the picture it must be.
+/// A layout: its name, the JPEG, and the image that it must decode to.
 pub struct Layout {
     name: String,
     pub jpeg: Vec<u8>,
@@ -17,8 +17,8 @@ fn layouts() -> Vec<Layout> {
     let names = shard.tensors().filter_map(|(name, _)| name.strip_prefix("jpeg."));
     names
         .map(|name| {
-            let picture = name.split('.').next().unwrap();
-            let [jpeg, png] = [format!("jpeg.{name}"), format!("png.{picture}")].map(|name| shard.bytes(&name).unwrap());
+            let image = name.split('.').next().unwrap();
+            let [jpeg, png] = [format!("jpeg.{name}"), format!("png.{image}")].map(|name| shard.bytes(&name).unwrap());
             Layout { name: name.into(), jpeg: jpeg.to_vec(), image: decode(&png).unwrap().image().clone() }
         })
         .collect()
@@ -39,7 +39,7 @@ fn scans(jpeg: &[u8]) -> Vec<usize> {
 }
 
 #[test]
-fn every_layout_is_pillows_picture_in_every_bit() {
+fn every_layout_is_pillows_image_in_every_bit() {
     let layouts = layouts();
     assert!(layouts.len() >= 130, "{}", layouts.len());
     for Layout { name, jpeg, image } in layouts {
@@ -54,7 +54,7 @@ fn a_layout_cut_anywhere_is_refused_even_with_an_end_mark() {
     let (mut cuts, mut missing) = (0, 0);
     for Layout { name, jpeg, .. } in layouts() {
         let end = jpeg.len() - 2;
-        // Around each scan's start, one of many other places, and the last bytes.
+        // Cuts around the start of each scan, at every 13th byte, and in the last bytes.
         let near = scans(&jpeg).into_iter().flat_map(|at| at - 1..at + 16);
         let mut places: Vec<usize> = near.chain((2..end).step_by(13)).chain(end - 8..end).filter(|&at| at < end).collect();
         places.sort_unstable();
@@ -67,7 +67,7 @@ fn a_layout_cut_anywhere_is_refused_even_with_an_end_mark() {
             missing += usize::from(message.contains("scans are missing"));
         }
         cuts += places.len();
-        // The control: the place alone does not matter.
+        // The control: the whole file with its end marker written anew is valid.
         decode(&[&jpeg[..end], &[0xFF, 0xD9]].concat()).unwrap_or_else(|error| panic!("{name}: {error}"));
     }
     assert!(cuts > 15_000 && missing > 1000, "{cuts} cuts, {missing} of them whole scans");
@@ -93,9 +93,9 @@ fn scans_that_are_missing_or_come_twice_are_named() {
     let apart = parts(&layout("420.apart").jpeg);
     assert_eq!(apart.len(), 4);
     decode(&chosen(&apart, &[0, 1, 2, 3])).unwrap();
-    // Any order will do.
+    // Scans may be in any order.
     assert_eq!(decode(&chosen(&apart, &[0, 3, 1, 2])).unwrap(), decode(&layout("420.apart").jpeg).unwrap());
-    // The scans of this layout are those of Cr, Cb and Y.
+    // This layout has a scan each of Cr, Cb and Y.
     for (which, message) in [
         (&[0, 1, 2][..], "scans are missing: all of component 1 of 3"),
         (&[0, 1, 3], "scans are missing: all of component 2 of 3"),
@@ -129,20 +129,20 @@ fn restart_marks_must_be_where_they_belong() {
         let mut other = jpeg.clone();
         other[at + 1] = 0xD0 | ((other[at + 1] + 1) & 7);
         assert_eq!(refusal(&other), expected);
-        // None, one too many, or bytes before it.
+        // No marker, one too many, or bytes before it.
         assert!(decode(&[&jpeg[..at], &jpeg[at + 2..]].concat()).is_err());
         assert!(decode(&[&jpeg[..at], &jpeg[at..at + 2], &jpeg[at..]].concat()).is_err());
         assert_eq!(refusal(&[&jpeg[..at], &[0x55, 0x55], &jpeg[at..]].concat()), expected);
         // A marker may be preceded by any number of FF.
         assert!(decode(&[&jpeg[..at], &[0xFF, 0xFF], &jpeg[at..]].concat()).unwrap().image() == &image);
     }
-    // An interval that is lost altogether would shift the image.
+    // Without one interval the rest of the image would be shifted.
     assert!(decode(&[&jpeg[..marks[2]], &jpeg[marks[3]..]].concat()).is_err());
 }
 
 #[test]
 fn what_follows_the_last_block_of_a_scan_is_ignored() {
-    // Some encoders fill up, and some end with a restart mark. Pillow takes both.
+    // Some encoders pad, and some end with a restart marker. Pillow accepts both.
     for name in ["420.together", "420.apart", "420.successive", "420.restarts", "grey.apart"] {
         let Layout { jpeg, image, .. } = layout(name);
         let last = scans(&jpeg)[0];

@@ -1,4 +1,4 @@
-//! Reference images from the outside: equal to what Pillow and the diffusers pipeline make of them, and no file can do harm.
+//! Reference images from the outside: results equal those of Pillow and of the diffusers pipeline, and hostile files are refused.
 //!
 //! The fixtures are written by `tools/references.py`.
 
@@ -7,6 +7,8 @@ mod bombs;
 mod cost;
 mod equality;
 mod faults;
+#[path = "../common/fnv.rs"]
+mod fnv;
 mod layouts;
 #[path = "../common/random.rs"]
 mod random;
@@ -35,7 +37,7 @@ fn refusal(bytes: &[u8]) -> String {
     error.to_string()
 }
 
-/// Byte `i` of the row of bytes that belongs to a seed: the top byte of splitmix64.
+/// Byte `i` of the sequence of a seed: the top byte of SplitMix64.
 fn hashed(seed: u64, i: u64) -> u8 {
     let z = seed.wrapping_add((i + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
     let z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -43,7 +45,7 @@ fn hashed(seed: u64, i: u64) -> u8 {
     ((z ^ (z >> 31)) >> 56) as u8
 }
 
-/// Name and data of a part of a PNG.
+/// Name and data of a chunk of a PNG.
 type Chunk<'a> = (&'a [u8; 4], &'a [u8]);
 
 /// A PNG of some chunks, each with the right length and checksum.
@@ -65,7 +67,7 @@ fn png_header(width: u32, height: u32) -> Vec<u8> {
     [&width.to_be_bytes()[..], &height.to_be_bytes(), &[8, 2, 0, 0, 0]].concat()
 }
 
-/// The place of the height in a JPEG, which the width follows.
+/// The offset of the height in a JPEG; the width follows it.
 fn jpeg_height_at(jpeg: &[u8]) -> usize {
     let is_frame = |w: &[u8]| w[0] == 0xFF && matches!(w[1], 0xC0 | 0xC2) && w[2] == 0;
     jpeg.windows(3).position(is_frame).expect("a frame header") + 5

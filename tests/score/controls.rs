@@ -1,10 +1,10 @@
-//! The judge on pictures whose marks are known.
+//! The judge on images whose verdicts are known.
 
 use crate::edits::{EditVerdict, Task};
 use crate::fixture;
 use crate::judge::{Verdict, judge};
 use crate::random::long;
-use crate::render::{Picture, render};
+use crate::render::{Image, render};
 use crate::report::{Share, by_kind, line, tally, tally_edits};
 use crate::world::{Edit, Object, Prompt, SIDE, Scene};
 use rayon::prelude::*;
@@ -23,11 +23,11 @@ fn edits() -> Vec<Edit> {
     fixture().edits.into_iter().step_by(if long() { 1 } else { 3 }).collect()
 }
 
-fn judge_all(prompts: &[Prompt], change: impl Fn(usize, Picture) -> Picture + Sync) -> Vec<Verdict> {
+fn judge_all(prompts: &[Prompt], change: impl Fn(usize, Image) -> Image + Sync) -> Vec<Verdict> {
     prompts.par_iter().enumerate().map(|(i, p)| judge(&change(i, render(&p.scene)), &p.scene)).collect()
 }
 
-/// Fails unless every column reaches a share; names what does not.
+/// Fails unless every column reaches `percent`; prints the prompts that do not pass.
 fn all_reach(name: &str, verdicts: &[Verdict], prompts: &[Prompt], percent: f64) {
     let shares = tally(verdicts);
     println!("{name:<28} {}", line(&shares));
@@ -40,14 +40,14 @@ fn all_reach(name: &str, verdicts: &[Verdict], prompts: &[Prompt], percent: f64)
 }
 
 #[test]
-fn true_pictures_are_right() {
+fn rendered_images_pass() {
     let prompts = prompts();
     all_reach("true", &judge_all(&prompts, |_, p| p), &prompts, 99.0);
 }
 
-/// Meaning is judged, not pixels.
+/// The verdict does not depend on single pixels.
 #[test]
-fn blurred_noisy_and_shifted_pictures_are_right() {
+fn blurred_noisy_and_shifted_images_pass() {
     let prompts = prompts();
     all_reach("blurred", &judge_all(&prompts, |_, p| blurred(&p)), &prompts, 97.0);
     all_reach("noisy", &judge_all(&prompts, |i, p| noisy(&p, i as u64)), &prompts, 97.0);
@@ -57,10 +57,10 @@ fn blurred_noisy_and_shifted_pictures_are_right() {
 }
 
 #[test]
-fn pictures_of_other_prompts_are_wrong() {
+fn images_of_other_prompts_fail() {
     let prompts = fixture().prompts;
     let of = |n: usize| prompts.iter().filter(move |p| p.scene.objects.len() == n);
-    // Each prompt with the picture of the one after it, within its number of objects.
+    // Each prompt is paired with the image of the next one that has as many objects.
     let pairs: Vec<(&Prompt, &Prompt)> = some((1..=3).flat_map(|n| of(n).zip(of(n).cycle().skip(1))));
     let verdicts: Vec<Verdict> = pairs.par_iter().map(|(a, b)| judge(&render(&b.scene), &a.scene)).collect();
     let shares = tally(&verdicts);
@@ -69,14 +69,14 @@ fn pictures_of_other_prompts_are_wrong() {
     assert!(shares.iter().all(|s| s.percent() <= 30.0), "{}", line(&shares));
 }
 
-/// Marks of a picture of a scene that was changed, judged as the scene itself: colours, shapes, places, backgrounds.
+/// The columns of images of changed scenes, judged against the original scenes: colours, shapes, places, backgrounds.
 fn after(prompts: &[Prompt], change: impl Fn(&mut Scene) + Sync) -> [Share; 4] {
     let changed = |p: &Prompt| {
         let mut scene = p.scene.clone();
         change(&mut scene);
         judge(&render(&scene), &p.scene)
     };
-    // Of the objects only the first is looked at: it is the one that changes.
+    // Only the first object is judged, because it is the one that changes.
     let first = |mut v: Verdict| {
         v.objects.truncate(1);
         v
@@ -84,7 +84,7 @@ fn after(prompts: &[Prompt], change: impl Fn(&mut Scene) + Sync) -> [Share; 4] {
     tally(&prompts.par_iter().map(changed).map(first).collect::<Vec<_>>())
 }
 
-/// The next name of a list that is held to be clearly another one.
+/// Another name of a list, which is clearly different.
 fn other<'a>(list: &[&'a str], name: &str) -> &'a str {
     list[(list.iter().position(|n| *n == name).unwrap() + 3) % list.len()]
 }
@@ -105,7 +105,7 @@ fn every_column_can_fail() {
         after(&prompts, |s| s.objects[0].shape = other(&shapes, &s.objects[0].shape).into()),
         [true, false, true, true],
     );
-    // Colours that stand out from each other and from every background that is left.
+    // A colour that differs clearly from those of the objects and of the background.
     let loud = |s: &Scene| {
         let taken: Vec<&str> = s.objects.iter().map(|o| o.colour.as_str()).chain([s.background.colour.as_str()]).collect();
         *["green", "purple", "cyan", "yellow", "black", "white"]
@@ -138,12 +138,12 @@ fn every_column_can_fail() {
     expect("the background turned", after(&mixed, turn), [true, true, true, false]);
 }
 
-/// Whether a colour is not easily taken for one of others.
+/// Whether a colour differs clearly from all others.
 fn stands_out(colour: &str, others: &[&str]) -> bool {
     others.iter().all(|o| crate::world::distance(crate::world::rgb(colour), crate::world::rgb(o)) > 100.0)
 }
 
-/// Moves an object towards the middle of the picture and past it, where there is room.
+/// Moves an object inwards, where there is room.
 fn moved(o: &mut Object) {
     let inwards = |c: f32| if c < 128.0 { 22.0 } else { -22.0 };
     (o.cx, o.cy) = (o.cx + inwards(o.cx), o.cy + inwards(o.cy));
@@ -157,33 +157,33 @@ fn far_from(s: &Scene, colour: &str) -> Object {
 }
 
 #[test]
-fn true_edits_are_right_and_missing_ones_wrong() {
+fn rendered_edits_pass_and_missing_ones_fail() {
     let edits = edits();
     let tasks: Vec<Task<'_>> = edits.par_iter().map(Task::new).collect();
-    // As if the autoencoder were perfect.
-    let all = |result: &(dyn Fn(&Task<'_>) -> Picture + Sync)| -> Vec<EditVerdict> {
+    // The round trip is the target itself, as with a perfect VAE.
+    let all = |result: &(dyn Fn(&Task<'_>) -> Image + Sync)| -> Vec<EditVerdict> {
         tasks.par_iter().map(|t| t.judge(&result(t), &t.target)).collect()
     };
     let made = all(&|t| t.target.clone());
     println!("{:<28} {}", "true edits", line(&tally_edits(&made)));
     made.iter().filter(|v| !v.made || !v.kept).for_each(|v| println!("  {v:?}"));
     assert!(tally_edits(&made).iter().all(|s| s.percent() >= 99.0));
-    for (name, change) in [("blurred edits", blurred as fn(&Picture) -> Picture), ("noisy edits", |p| noisy(p, 1))] {
+    for (name, change) in [("blurred edits", blurred as fn(&Image) -> Image), ("noisy edits", |p| noisy(p, 1))] {
         let made = all(&|t| change(&t.target));
         let shares = tally_edits(&made);
         println!("{name:<28} {}", line(&shares));
         made.iter().filter(|v| !v.made || !v.kept).for_each(|v| println!("  {v:?}"));
         assert!(shares.iter().all(|s| s.percent() >= 97.0), "{name}");
     }
-    // The reference as it was: all is kept and nothing is made, of no kind.
+    // The unchanged reference: everything is kept, and no edit of any kind is made.
     let idle = all(&|t| render(&t.edit.references[0]));
     println!("{:<28} {}", "no edit at all", line(&tally_edits(&idle)));
     assert!(tally_edits(&idle)[1].percent() >= 99.0);
     for (kind, [made, _]) in by_kind(&idle) {
         assert!(made.right <= 1, "{kind}: {made:?}");
     }
-    // The change made, but all ten shades brighter; or another object lost.
-    let brighter = all(&|t| Picture(t.target.0.iter().map(|p| p.map(|v| v.saturating_add(10))).collect()));
+    // The edit is made, but the image is ten levels brighter, or another object is missing.
+    let brighter = all(&|t| Image(t.target.0.iter().map(|p| p.map(|v| v.saturating_add(10))).collect()));
     println!("{:<28} {}", "the rest brighter", line(&tally_edits(&brighter)));
     let another = |e: &Edit| (0..e.target.objects.len()).find(|i| e.kind == "remove" || Some(*i) != e.object);
     let mut lost = all(&|t| {
@@ -200,8 +200,8 @@ fn true_edits_are_right_and_missing_ones_wrong() {
     }
 }
 
-/// Every pixel becomes the mean of its square of three.
-fn blurred(p: &Picture) -> Picture {
+/// A box blur of 3x3 pixels.
+fn blurred(p: &Image) -> Image {
     let mean = |i: usize| {
         let (x, y) = (i % SIDE, i / SIDE);
         let near = |c: usize| [c.saturating_sub(1), c, (c + 1).min(SIDE - 1)];
@@ -211,22 +211,22 @@ fn blurred(p: &Picture) -> Picture {
         }
         sum.map(|v| ((v + 4) / 9) as u8)
     };
-    Picture((0..SIDE * SIDE).map(mean).collect())
+    Image((0..SIDE * SIDE).map(mean).collect())
 }
 
-/// Adds noise of a standard deviation of four. The sum of three uniform numbers has one of a half.
-fn noisy(p: &Picture, seed: u64) -> Picture {
+/// Adds noise with a standard deviation of four levels. The sum of three uniform numbers has a standard deviation of a half.
+fn noisy(p: &Image, seed: u64) -> Image {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut uniform = || {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (state >> 40) as f32 / (1u64 << 24) as f32
     };
     let mut add = |v: u8| (f32::from(v) + 8.0 * ((0..3).map(|_| uniform()).sum::<f32>() - 1.5)).round().clamp(0.0, 255.0) as u8;
-    Picture(p.0.iter().map(|q| q.map(&mut add)).collect())
+    Image(p.0.iter().map(|q| q.map(&mut add)).collect())
 }
 
-/// Moves all of a picture; what comes in from outside repeats its border.
-fn shifted(p: &Picture, dx: isize, dy: isize) -> Picture {
+/// Shifts an image and repeats its border.
+fn shifted(p: &Image, dx: isize, dy: isize) -> Image {
     let from = |c: usize, d: isize| (c as isize - d).clamp(0, SIDE as isize - 1) as usize;
-    Picture((0..SIDE * SIDE).map(|i| p.0[from(i / SIDE, dy) * SIDE + from(i % SIDE, dx)]).collect())
+    Image((0..SIDE * SIDE).map(|i| p.0[from(i / SIDE, dy) * SIDE + from(i % SIDE, dx)]).collect())
 }

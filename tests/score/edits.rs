@@ -1,35 +1,35 @@
-//! Was the change made that an edit asks for, and was everything else left alone?
+//! Judges edits: whether the change was made, and whether the rest was kept.
 
 use crate::judge::{judge, share_of_background};
 use crate::regions::{Mask, grow, not, pixels};
-use crate::render::{Picture, mask_of, render};
+use crate::render::{Image, mask_of, render};
 use crate::world::Edit;
 
-/// How much further from the target than the autoencoder's own round trip the rest may be, in 255ths.
+/// How much larger than that of the VAE round trip the mean difference of the rest may be, in 255ths.
 const LEEWAY: f32 = 4.0;
 
-/// What became of an edit.
+/// The verdict on an edit.
 #[derive(Clone, Debug, serde::Serialize)]
 pub struct EditVerdict {
     pub kind: String,
     pub made: bool,
     pub kept: bool,
-    /// How far the rest is from the target, and how far it is after a round trip of the target through the autoencoder.
+    /// The mean difference of the rest from the target, and that of the target's round trip through the VAE.
     pub off: f32,
     pub trip: f32,
-    /// What was found, in words.
+    /// A description of the result.
     pub found: String,
 }
 
-/// An edit and what its result is held to.
+/// An edit and its target.
 pub struct Task<'a> {
     pub edit: &'a Edit,
-    pub target: Picture,
+    pub target: Image,
     rest: Mask,
 }
 
-/// Mean difference of two pictures, in 255ths, where the mask is.
-fn mean_difference(a: &Picture, b: &Picture, mask: &Mask) -> f32 {
+/// The mean difference of two images within a mask, in 255ths.
+fn mean_difference(a: &Image, b: &Image, mask: &Mask) -> f32 {
     let (mut sum, mut n) = (0u32, 0);
     for (x, y) in pixels(mask) {
         let (a, b) = (a.at(x, y), b.at(x, y));
@@ -45,15 +45,15 @@ impl<'a> Task<'a> {
         let (before, target) = (render(&edit.references[0]), render(&edit.target));
         let differ = |(a, b): (&[u8; 3], &[u8; 3])| (0..3).any(|c| a[c].abs_diff(b[c]) > 2);
         let changed = before.0.iter().zip(&target.0).map(differ).collect();
-        // What differs, and some pixels around it, may change; where the background changes that leaves the inside of objects. A
-        // new object's exact place is left open by the words; a background's edge is where the object is.
+        // Pixels that differ, and some around them, may change; if the background changes, only the inside of objects remains.
+        // The prompt leaves the exact place of a new object open, so its margin is wider.
         let rest = not(&grow(&changed, if edit.object.is_some() { 8 } else { 4 }));
         Self { edit, target, rest }
     }
 
-    /// Judges a result. `trip` is what the autoencoder makes of the true target. The rest is kept if it is as near to the target
-    /// as the autoencoder brings it, or almost, and every other object is still there.
-    pub fn judge(&self, result: &Picture, trip: &Picture) -> EditVerdict {
+    /// Judges a result. `trip` is the round trip of the target through the VAE. The rest is kept if its difference from the
+    /// target is about that of the round trip, and every other object is still there.
+    pub fn judge(&self, result: &Image, trip: &Image) -> EditVerdict {
         let edit = self.edit;
         let verdict = judge(result, &edit.target);
         let (made, found) = match (edit.kind.as_str(), edit.object) {
@@ -76,7 +76,7 @@ impl<'a> Task<'a> {
         };
         let off = mean_difference(result, &self.target, &self.rest);
         let trip = mean_difference(trip, &self.target, &self.rest);
-        // A small object can go and hardly change the mean.
+        // A small object can disappear and hardly change the mean.
         let mut others = verdict.objects.iter().enumerate().filter(|(i, _)| edit.kind == "remove" || Some(*i) != edit.object);
         let there = others.all(|(_, o)| o.colour && o.place);
         EditVerdict { kind: edit.kind.clone(), made, kept: off <= trip + LEEWAY && there, off, trip, found }

@@ -1,6 +1,6 @@
-//! Pictures from the engine, as a program that uses the library makes them.
+//! Generates images through the library.
 
-use crate::render::Picture;
+use crate::render::Image;
 use crate::world::SIDE;
 use kiln::backend::Backend;
 use kiln::backend::cpu::Cpu;
@@ -27,7 +27,7 @@ pub fn root() -> PathBuf {
 /// A model ready to draw.
 pub struct Model {
     engine: Engine,
-    /// What it is and where it runs, for people.
+    /// Name, precision and variant, for display.
     pub what: String,
 }
 
@@ -55,23 +55,23 @@ impl Model {
         Self { engine, what }
     }
 
-    /// The picture of a prompt, with references or without.
-    pub fn draw(&mut self, prompt: &str, references: &[Picture], seed: u64) -> Picture {
+    /// The image of a prompt, with references or without.
+    pub fn draw(&mut self, prompt: &str, references: &[Image], seed: u64) -> Image {
         self.run(prompt, references, seed, STEPS, Noise::Drawn(NoiseKind::HOPPER)).0
     }
 
-    /// A picture through the autoencoder and back. A run of no steps is nothing but that: it encodes its references and decodes
-    /// what it is given for noise.
-    pub fn round_trip(&mut self, picture: &Picture) -> Picture {
+    /// An image after a round trip through the VAE. A run of zero steps encodes its references and decodes its noise, which here
+    /// is the encoded image.
+    pub fn round_trip(&mut self, image: &Image) -> Image {
         let noise = Noise::Drawn(NoiseKind::HOPPER);
-        let tokens = self.run("", std::slice::from_ref(picture), 0, 0, noise).1.remove(0);
+        let tokens = self.run("", std::slice::from_ref(image), 0, 0, noise).1.remove(0);
         self.run("", &[], 0, 0, Noise::Given(tokens)).0
     }
 
-    /// The picture, and the tokens of the references.
-    fn run(&mut self, prompt: &str, references: &[Picture], seed: u64, steps: usize, noise: Noise) -> (Picture, Vec<Vec<f32>>) {
+    /// The image, and the tokens of the references.
+    fn run(&mut self, prompt: &str, references: &[Image], seed: u64, steps: usize, noise: Noise) -> (Image, Vec<Vec<f32>>) {
         let size = Pixels::new(SIDE, SIDE).unwrap();
-        let values = |p: &Picture| p.bytes().iter().map(|v| f32::from(*v) / 127.5 - 1.0).collect();
+        let values = |p: &Image| p.bytes().iter().map(|v| f32::from(*v) / 127.5 - 1.0).collect();
         let job = Job {
             prompt: prompt.into(),
             size,
@@ -84,8 +84,8 @@ impl Model {
             record: true,
         };
         let mut made = None;
-        let mut keep = |picture: kiln::pipeline::GeneratedImage| {
-            made = Some((Picture::from_bytes(&picture.image.pixels), picture.record.unwrap().references));
+        let mut keep = |output: kiln::pipeline::GeneratedImage| {
+            made = Some((Image::from_bytes(&output.image.pixels), output.record.unwrap().references));
             Ok(())
         };
         self.engine.generate(&job, &Silent, &mut keep).unwrap();

@@ -1,9 +1,9 @@
-//! The prompts, edits and renders are what they claim to be.
+//! Checks of the fixture: prompts and edits are held out, and renders equal those of training.
 
 use crate::render::render;
 use crate::wording::{EDITS, PROMPTS, fits};
 use crate::world::{PALETTE, SHAPES, Scene, held_out_pair};
-use crate::{fixture, read_pictures, root};
+use crate::{fixture, read_images, root};
 use std::collections::BTreeSet;
 
 const KINDS: [(&str, usize); 7] =
@@ -38,7 +38,7 @@ fn prompts_are_held_out() {
         for o in &p.scene.objects {
             assert!(held_out_pair(&o.colour, &o.shape), "{} {} is not held out: {}", o.colour, o.shape, p.text);
             assert!(said(&o.colour) && said(&o.shape), "{}", p.text);
-            // The middle of a third of the picture, or pushed inwards by a large object.
+            // The object is in this third of the image; a large one is moved inwards.
             let third = |c: f32| if c < 90.0 { 0 } else { 1 + usize::from(c > 166.0) };
             let column = ["left", "right"].iter().position(|side| o.place.contains(side)).map_or(1, |i| 2 * i);
             let row = ["top", "bottom"].iter().position(|side| o.place.contains(side)).map_or(1, |i| 2 * i);
@@ -47,7 +47,7 @@ fn prompts_are_held_out() {
         }
         assert!(said(&p.scene.background.colour) && said(&p.scene.background.colour2), "{}", p.text);
     }
-    // Drawn at random, so one may be missing; a list of another world would miss more.
+    // Templates are drawn at random, so one may be missing; another list would miss more.
     assert!(used.len() + 1 >= PROMPTS.len(), "wordings are never used");
 }
 
@@ -82,7 +82,7 @@ fn edits_are_held_out_and_change_one_thing() {
     assert!(used + 1 >= EDITS.len(), "wordings are never used");
 }
 
-/// The check of wordings tells those of training from those held out.
+/// The templates of training do not pass as held-out ones.
 #[test]
 fn wordings_of_training_do_not_fit() {
     for text in [
@@ -102,19 +102,19 @@ fn wordings_of_training_do_not_fit() {
     }
 }
 
-/// This renderer against the one of training.
+/// This renderer against that of training.
 #[test]
 fn renders_equal_those_of_training() {
-    let (scenes, pictures) = (fixture().renders, read_pictures(&root().join("tests/fixtures/builtin/renders.png")));
-    assert_eq!(scenes.len(), pictures.len());
-    for (i, (scene, wanted)) in scenes.iter().zip(&pictures).enumerate() {
+    let (scenes, images) = (fixture().renders, read_images(&root().join("tests/fixtures/builtin/renders.png")));
+    assert_eq!(scenes.len(), images.len());
+    for (i, (scene, wanted)) in scenes.iter().zip(&images).enumerate() {
         let got = render(scene);
         let off: Vec<u8> = got.bytes().iter().zip(wanted.bytes()).map(|(a, b)| a.abs_diff(b)).collect();
         let mean = off.iter().map(|d| f64::from(*d)).sum::<f64>() / off.len() as f64;
         let far = off.iter().filter(|d| **d > 3).count() as f64 / off.len() as f64;
         println!("render {i}: mean difference {mean:.4}, {far:.5} of the values further than 3 apart");
         assert!(mean <= 0.2 && far <= 0.001, "render {i}");
-        // A twin of this picture, one object a pixel further, would not pass.
+        // The control: the same scene with one object moved by a pixel does not pass.
         let mut moved = scene.clone();
         moved.objects[0].cx += 1.0;
         let off = render(&moved).bytes().iter().zip(wanted.bytes()).filter(|(a, b)| a.abs_diff(*b) > 3).count();

@@ -1,18 +1,18 @@
-//! The score itself: of a model, or of pictures made elsewhere.
+//! The score of a model, or of images from elsewhere.
 
 use crate::edits::{EditVerdict, Task};
 use crate::engine::{Model, root};
 use crate::judge::{Verdict, judge};
 use crate::random::long;
-use crate::render::{Picture, render};
+use crate::render::{Image, render};
 use crate::report::{COLUMNS, GOALS, MUSTS, Share, by_kind, line, save_grid, table, tally, tally_edits};
 use crate::world::{Edit, Prompt};
-use crate::{fixture, read_pictures};
+use crate::{fixture, read_images};
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-/// Where pictures come from.
+/// Where images come from.
 enum Source {
     Model(Box<Model>),
     /// `prompt_000.png` onwards, and `edit_000.png` onwards with the round trips of their targets, `trip_000.png`.
@@ -20,8 +20,8 @@ enum Source {
 }
 
 impl Source {
-    /// The picture of a prompt.
-    fn prompt(&mut self, i: usize, prompt: &Prompt) -> Option<Picture> {
+    /// The image of a prompt.
+    fn prompt(&mut self, i: usize, prompt: &Prompt) -> Option<Image> {
         match self {
             Self::Model(model) => Some(model.draw(&prompt.text, &[], i as u64)),
             Self::Folder(_) => self.file("prompt", i),
@@ -29,28 +29,28 @@ impl Source {
     }
 
     /// The result of an edit, and the round trip of its target.
-    fn edit(&mut self, i: usize, task: &Task<'_>) -> Option<(Picture, Picture)> {
+    fn edit(&mut self, i: usize, task: &Task<'_>) -> Option<(Image, Image)> {
         match self {
             Self::Model(model) => {
-                let references: Vec<Picture> = task.edit.references.iter().map(render).collect();
+                let references: Vec<Image> = task.edit.references.iter().map(render).collect();
                 Some((model.draw(&task.edit.text, &references, i as u64), model.round_trip(&task.target)))
             }
             Self::Folder(_) => Some((self.file("edit", i)?, self.file("trip", i)?)),
         }
     }
 
-    /// The round trip of a prompt's true picture.
-    fn trip(&mut self, prompt: &Prompt) -> Option<Picture> {
+    /// The round trip of a prompt's true image.
+    fn trip(&mut self, prompt: &Prompt) -> Option<Image> {
         match self {
             Self::Model(model) => Some(model.round_trip(&render(&prompt.scene))),
             Self::Folder(_) => None,
         }
     }
 
-    fn file(&self, name: &str, i: usize) -> Option<Picture> {
+    fn file(&self, name: &str, i: usize) -> Option<Image> {
         let Self::Folder(folder) = self else { return None };
         let path = folder.join(format!("{name}_{i:03}.png"));
-        path.exists().then(|| read_pictures(&path).remove(0))
+        path.exists().then(|| read_images(&path).remove(0))
     }
 
     fn what(&self) -> String {
@@ -61,31 +61,31 @@ impl Source {
     }
 }
 
-/// Everything that was drawn and how it was judged.
+/// All images and their verdicts.
 #[derive(Default)]
 struct Score<'a> {
-    prompts: Vec<(usize, &'a Prompt, Picture, Verdict)>,
-    edits: Vec<(usize, &'a Edit, Picture, EditVerdict)>,
-    /// Round trips of the prompts' true pictures.
+    prompts: Vec<(usize, &'a Prompt, Image, Verdict)>,
+    edits: Vec<(usize, &'a Edit, Image, EditVerdict)>,
+    /// Round trips of the prompts' true images.
     trips: Vec<Verdict>,
 }
 
 impl<'a> Score<'a> {
-    /// Draws and judges a share of the prompts and of the edits, spread over all of them.
+    /// Generates and judges images of some prompts and edits, spread evenly over all of them.
     fn of(source: &mut Source, prompts: &'a [Prompt], edits: &'a [Edit], limits: (usize, usize)) -> Self {
         let some = |all: usize, limit: usize| (0..limit.min(all)).map(move |i| i * all / limit.min(all));
         let mut score = Self::default();
         for i in some(prompts.len(), limits.0) {
-            let Some(picture) = source.prompt(i, &prompts[i]) else { continue };
-            let verdict = judge(&picture, &prompts[i].scene);
-            score.prompts.push((i, &prompts[i], picture, verdict));
+            let Some(image) = source.prompt(i, &prompts[i]) else { continue };
+            let verdict = judge(&image, &prompts[i].scene);
+            score.prompts.push((i, &prompts[i], image, verdict));
             score.trips.extend(source.trip(&prompts[i]).map(|trip| judge(&trip, &prompts[i].scene)));
         }
         for i in some(edits.len(), limits.1) {
             let task = Task::new(&edits[i]);
-            let Some((picture, trip)) = source.edit(i, &task) else { continue };
-            let verdict = task.judge(&picture, &trip);
-            score.edits.push((i, &edits[i], picture, verdict));
+            let Some((image, trip)) = source.edit(i, &task) else { continue };
+            let verdict = task.judge(&image, &trip);
+            score.edits.push((i, &edits[i], image, verdict));
         }
         score
     }
@@ -100,7 +100,7 @@ impl<'a> Score<'a> {
         [a, b, c, d, e, f]
     }
 
-    /// A model cannot draw better than its autoencoder, and edits are measured against that.
+    /// A model cannot be better than its VAE, and edits are measured against it.
     fn check_trips(&self) {
         let shares = tally(&self.trips);
         if self.trips.is_empty() {
@@ -127,22 +127,22 @@ impl<'a> Score<'a> {
         })
     }
 
-    /// All pictures; those that missed something beside their true ones; and of each edit what was given, made and wanted.
-    fn save_pictures(&self, folder: &Path) {
+    /// Saves all images, those that failed beside the rendered ones, and of each edit the references, the result and the target.
+    fn save_images(&self, folder: &Path) {
         let right = |v: &Verdict| v.background && v.objects.iter().all(|o| o.colour && o.shape && o.place);
-        let grid = |name: String, cells: &[(Picture, bool)], columns: usize| {
+        let grid = |name: String, cells: &[(Image, bool)], columns: usize| {
             save_grid(&folder.join(name), &cells.iter().map(|(p, right)| (p, *right)).collect::<Vec<_>>(), columns);
         };
-        let drawn: Vec<(Picture, bool)> = self.prompts.iter().map(|(_, _, p, v)| (p.clone(), right(v))).collect();
+        let drawn: Vec<(Image, bool)> = self.prompts.iter().map(|(_, _, p, v)| (p.clone(), right(v))).collect();
         let beside: Vec<_> = self.prompts.iter().filter(|(_, _, _, v)| !right(v)).collect();
-        let missed: Vec<(Picture, bool)> =
+        let missed: Vec<(Image, bool)> =
             beside.iter().flat_map(|(_, p, made, _)| [(made.clone(), false), (render(&p.scene), true)]).collect();
-        let blank = Picture(vec![[255; 3]; crate::world::SIDE.pow(2)]);
+        let blank = Image(vec![[255; 3]; crate::world::SIDE.pow(2)]);
         let edits = self.edits.iter().flat_map(|(_, e, made, v)| {
             let second = e.references.get(1).map_or(blank.clone(), render);
             [(render(&e.references[0]), true), (second, true), (made.clone(), v.made && v.kept), (render(&e.target), true)]
         });
-        let pages = |name: &str, cells: &[(Picture, bool)]| {
+        let pages = |name: &str, cells: &[(Image, bool)]| {
             cells.chunks(40).enumerate().for_each(|(i, page)| grid(format!("{name}_{i}.png"), page, 8));
         };
         pages("prompts", &drawn);
@@ -155,7 +155,7 @@ fn model_folder() -> PathBuf {
     std::env::var_os("KILN_SCORE_MODEL").map_or_else(|| root().join("models/builtin"), PathBuf::from)
 }
 
-/// The score of the built-in model, or of what `KILN_SCORE_MODEL` or `KILN_SCORE_PICTURES` names. Leaves its pictures and figures
+/// The score of the built-in model, or of what `KILN_SCORE_MODEL` or `KILN_SCORE_PICTURES` names. Leaves its images and figures
 /// in `target/score`.
 #[test]
 #[ignore = "minutes; this is the score"]
@@ -172,7 +172,7 @@ fn full_score() {
     score.check_trips();
     let folder = root().join("target/score");
     std::fs::create_dir_all(&folder).unwrap();
-    score.save_pictures(&folder);
+    score.save_images(&folder);
     let json = serde_json::to_string_pretty(&score.json(&what, start.elapsed().as_secs_f64())).unwrap();
     std::fs::write(folder.join("score.json"), json + "\n").unwrap();
     println!("{:.0} s; pictures and figures are in {}", start.elapsed().as_secs_f64(), folder.display());
@@ -180,7 +180,7 @@ fn full_score() {
     assert!(missed.is_empty(), "below the must: {}", missed.join(", "));
 }
 
-/// A sample of the score. Few prompts say little about a per cent, so the musts are lowered.
+/// A sample of the score. Few images are a rough estimate of a percentage, so the limits are lowered.
 #[test]
 fn a_sample_of_the_score() {
     let fixture = fixture();
@@ -193,7 +193,7 @@ fn a_sample_of_the_score() {
     }
 }
 
-/// Pictures of a model that learnt nothing miss every must, and come all the way through the engine.
+/// The control: an untrained model fails in every column, through the same engine.
 #[test]
 fn an_untrained_model_scores_nothing() {
     let fixture = fixture();

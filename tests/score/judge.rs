@@ -1,45 +1,45 @@
-//! Is a picture what a scene asks for? Regions are found as what is not background, and matched to objects by place and size;
-//! then a region's colour, shape and place are judged each for itself.
+//! Compares an image with a scene. Regions that are not background are matched to objects by place and size; then colour, shape
+//! and place of each region are judged independently.
 
 use crate::regions::{Mask, NO_SHAPE, and, centroid, connected, count, grow, pixels, shape_of, shrink};
-use crate::render::{Picture, background_of, lerp, mask_of, mix};
+use crate::render::{Image, background_of, lerp, mask_of, mix};
 use crate::report::Share;
 use crate::world::{Background, Object, PALETTE, SHAPES, SIDE, Scene, colour_index, distance, nearest_colour, rgb};
 use std::sync::OnceLock;
 
-/// A pixel this near to the background's colour is background.
+/// A pixel within this distance of the background's colour is background.
 const SAME: f32 = 40.0;
-/// Objects throw shadows: background may be as dark as this.
+/// Factors of brightness of the background, on which objects cast shadows.
 const SHADES: [f32; 6] = [1.0, 0.95, 0.9, 0.85, 0.8, 0.75];
-/// A region of fewer pixels is dirt.
+/// A region of fewer pixels is ignored.
 pub const DIRT: usize = 120;
-/// Places are 66 pixels apart or more.
+/// The largest distance from the expected place; places are at least 66 pixels apart.
 const NEAR: f32 = 20.0;
-/// The share of an object that must have its colour's name.
+/// The share of an object's pixels that must have its colour.
 const MOSTLY: f32 = 0.75;
-/// Per cent of what is not object that must be the background asked for.
+/// The percentage of the remaining pixels that must be the expected background.
 const CLEAN: f64 = 95.0;
 
-/// What became of one object.
+/// The verdict on one object.
 #[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
 pub struct Seen {
     pub colour: bool,
     pub shape: bool,
     pub place: bool,
-    /// What was found instead, in words.
+    /// A description of what was found.
     pub found: String,
 }
 
-/// What became of a scene.
+/// The verdict on a scene.
 #[derive(Clone, Debug, serde::Serialize)]
 pub struct Verdict {
     pub objects: Vec<Seen>,
     pub background: bool,
-    /// What the background looked like, in words.
+    /// A description of the background that was found.
     pub found: String,
 }
 
-/// Whether a pixel is a background's colour, in light or in shadow.
+/// Whether a pixel has a background's colour, with or without a shadow.
 fn is_background(pixel: [u8; 3], background: [f32; 3]) -> bool {
     SHADES.iter().any(|s| distance(pixel.map(f32::from), background.map(|v| v * s)) <= SAME)
 }
@@ -61,20 +61,20 @@ fn all_backgrounds() -> Vec<Background> {
     all
 }
 
-/// How much of a picture, where `counts` says so, is the background asked for.
-pub fn share_of_background(picture: &Picture, background: &Background, counts: impl Fn(usize) -> bool) -> Share {
+/// The share of the pixels for which `counts` holds that are the expected background.
+pub fn share_of_background(image: &Image, background: &Background, counts: impl Fn(usize) -> bool) -> Share {
     let asked = background_of(background);
-    // A stripe's edge may be drawn some pixels off.
+    // The edge of a stripe may be some pixels off.
     let even = |i: usize| {
         let beside = [i.saturating_sub(4), i + 4, i.saturating_sub(4 * SIDE), i + 4 * SIDE];
         background.kind != "stripes" || beside.iter().all(|&b| asked.get(b).is_none_or(|b| *b == asked[i]))
     };
-    Share::of((0..SIDE * SIDE).filter(|&i| counts(i) && even(i)).map(|i| is_background(picture.0[i], asked[i])))
+    Share::of((0..SIDE * SIDE).filter(|&i| counts(i) && even(i)).map(|i| is_background(image.0[i], asked[i])))
 }
 
-/// The background that most of a picture agrees with, of all there are.
-fn recognise(picture: &Picture) -> Background {
-    /// Where to look: a grid that meets every stripe.
+/// The background, of all there are, that agrees with most of an image.
+fn recognise(image: &Image) -> Background {
+    /// The step of the sampling grid, which meets every stripe.
     const STEP: usize = 8;
     static CANDIDATES: OnceLock<Vec<(Background, Vec<f32>)>> = OnceLock::new();
     let points: Vec<(usize, usize)> =
@@ -85,14 +85,14 @@ fn recognise(picture: &Picture) -> Background {
         };
         all_backgrounds().into_iter().map(|b| (b.clone(), shares(&b))).collect()
     });
-    let seen: Vec<[f32; 3]> = points.iter().map(|&(x, y)| picture.at(x, y)).collect();
+    let seen: Vec<[f32; 3]> = points.iter().map(|&(x, y)| image.at(x, y)).collect();
     let mut best = (f32::MAX, &candidates[0].0);
     for (background, shares) in candidates {
         let first = rgb(&background.colour);
         let second = if background.kind == "plain" { first } else { rgb(&background.colour2) };
         let mut off = 0.0;
         for (pixel, share) in seen.iter().zip(shares) {
-            // What is far off is an object; how far makes no difference.
+            // A pixel that is far off belongs to an object, so its distance is capped.
             off += distance(*pixel, lerp(first, second, *share)).min(1.5 * SAME);
             if off >= best.0 {
                 break;
@@ -106,36 +106,36 @@ fn recognise(picture: &Picture) -> Background {
 }
 
 /// Regions that stand out from a background.
-fn regions(picture: &Picture, background: &Background) -> Vec<Mask> {
-    let foreground = picture.0.iter().zip(background_of(background)).map(|(p, b)| !is_background(*p, b)).collect();
-    // Growing and shrinking mends cracks, which a stripe's edge can leave in an object of the colour between the stripes'.
+fn regions(image: &Image, background: &Background) -> Vec<Mask> {
+    let foreground = image.0.iter().zip(background_of(background)).map(|(p, b)| !is_background(*p, b)).collect();
+    // A morphological closing: edges of stripes can leave cracks in an object whose colour is between those of the stripes.
     let apart = shrink(&grow(&foreground, 1), 1);
-    // Shrinking and growing drops lines, which a stripe drawn some pixels off leaves.
+    // A morphological opening drops thin lines, which a stripe that is some pixels off leaves.
     let solid = grow(&shrink(&apart, 2), 2);
     let seeds = connected(&solid).into_iter().filter(|part| count(part) > DIRT);
-    // With the lines go an object's tips; they come back. Then goes what is rather of a stripe's colour than of its own.
+    // The opening also drops the tips of objects, which are restored. Pixels nearer to a stripe's colour are removed.
     let stripes = [&background.colour, &background.colour2].map(|name| (background.kind == "stripes").then(|| rgb(name)));
     let whole = |seed: Mask| -> Mask {
-        let mean = mean_colour(picture, &seed);
+        let mean = mean_colour(image, &seed);
         let own = |pixel: [f32; 3]| stripes.iter().flatten().all(|s| distance(pixel, mean) <= distance(pixel, *s));
         let near = (0..3).fold(seed, |region, _| and(&grow(&region, 2), &apart));
-        near.iter().zip(&picture.0).map(|(near, pixel)| *near && own(pixel.map(f32::from))).collect()
+        near.iter().zip(&image.0).map(|(near, pixel)| *near && own(pixel.map(f32::from))).collect()
     };
     seeds.map(whole).collect()
 }
 
-fn mean_colour(picture: &Picture, mask: &Mask) -> [f32; 3] {
+fn mean_colour(image: &Image, mask: &Mask) -> [f32; 3] {
     let n = count(mask) as f32;
-    pixels(mask).map(|(x, y)| picture.at(x, y)).fold([0.0; 3], |sum, pixel| std::array::from_fn(|c| sum[c] + pixel[c] / n))
+    pixels(mask).map(|(x, y)| image.at(x, y)).fold([0.0; 3], |sum, pixel| std::array::from_fn(|c| sum[c] + pixel[c] / n))
 }
 
-/// The share of a region that has each colour's name. Its rim is left out: there colours mix.
-fn colours_of(picture: &Picture, region: &Mask) -> [f32; PALETTE.len()] {
+/// The share of a region's pixels for each named colour. Its rim is left out, where colours blend.
+fn colours_of(image: &Image, region: &Mask) -> [f32; PALETTE.len()] {
     let inner = shrink(region, 2);
     let core = if count(&inner) > DIRT / 2 { inner } else { region.clone() };
     let mut shares = [0.0; PALETTE.len()];
     let one = 1.0 / count(&core) as f32;
-    pixels(&core).for_each(|(x, y)| shares[nearest_colour(picture.0[y * SIDE + x])] += one);
+    pixels(&core).for_each(|(x, y)| shares[nearest_colour(image.0[y * SIDE + x])] += one);
     shares
 }
 
@@ -143,18 +143,18 @@ fn apart(a: (f32, f32), b: (f32, f32)) -> f32 {
     (a.0 - b.0).hypot(a.1 - b.1)
 }
 
-/// For each object the region that is its own: as many as can be, with places and sizes as near as they come.
+/// Assigns a region to each object: as many as possible, at the least total distance of places and sizes.
 fn matched(wanted: &[Mask], found: &[Mask]) -> Vec<Option<usize>> {
-    /// Dearer than any region can be.
+    /// The cost of no region, larger than that of any region.
     const NONE: f32 = 1000.0;
     let size = |mask: &Mask| (count(mask) as f32).sqrt();
-    // The smallest size that can be asked for is half as wide as the largest; beyond that a region is something else.
+    // The smallest object is half as wide as the largest; a region with a larger ratio is another thing.
     let cost = |w: &Mask, f: &Mask| match size(f) / size(w) {
         0.5..=2.0 => apart(centroid(w), centroid(f)) + (size(w) - size(f)).abs(),
         _ => f32::INFINITY,
     };
     let costs: Vec<Vec<f32>> = wanted.iter().map(|w| found.iter().map(|f| cost(w, f)).chain([NONE]).collect()).collect();
-    // All ways, each a number with a digit for every object; the last digit of the system is no region.
+    // All assignments, each a number with a digit per object; the largest digit stands for no region.
     let base = found.len() + 1;
     let ways = (0..base.pow(wanted.len() as u32))
         .map(|way| -> Vec<usize> { (0..wanted.len()).map(|i| way / base.pow(i as u32) % base).collect() });
@@ -165,8 +165,8 @@ fn matched(wanted: &[Mask], found: &[Mask]) -> Vec<Option<usize>> {
 }
 
 /// Judges one region as one object.
-fn object_seen(picture: &Picture, region: &Mask, wanted: &Mask, object: &Object) -> Seen {
-    let shares = colours_of(picture, region);
+fn object_seen(image: &Image, region: &Mask, wanted: &Mask, object: &Object) -> Seen {
+    let shares = colours_of(image, region);
     let main = (0..shares.len()).max_by(|a, b| shares[*a].total_cmp(&shares[*b])).unwrap();
     let (shape, off) = shape_of(region);
     let far = apart(centroid(region), centroid(wanted));
@@ -178,11 +178,11 @@ fn object_seen(picture: &Picture, region: &Mask, wanted: &Mask, object: &Object)
     }
 }
 
-/// Judges a picture. What stands out and belongs to no object counts against the background.
-pub fn judge(picture: &Picture, scene: &Scene) -> Verdict {
-    let background = recognise(picture);
-    let mut found = regions(picture, &background);
-    // The largest few: trying all ways to match more would take long, and such a picture is lost anyway.
+/// Judges an image. A region that belongs to no object counts against the background.
+pub fn judge(image: &Image, scene: &Scene) -> Verdict {
+    let background = recognise(image);
+    let mut found = regions(image, &background);
+    // Only the largest regions, because the number of assignments grows fast, and an image with more fails anyway.
     found.sort_by_key(|region| std::cmp::Reverse(count(region)));
     found.truncate(8);
     let wanted: Vec<Mask> = scene.objects.iter().map(mask_of).collect();
@@ -190,7 +190,7 @@ pub fn judge(picture: &Picture, scene: &Scene) -> Verdict {
     let mut own: Vec<Option<Mask>> = chosen.iter().map(|c| c.map(|c| found[c].clone())).collect();
     let mut extra = 0;
     for region in (0..found.len()).filter(|i| !chosen.contains(&Some(*i))).map(|i| &found[i]) {
-        // A piece beside the rest of its object is part of it, and spoils its shape.
+        // A fragment near an object becomes part of it, and changes its shape.
         let home = (0..own.len()).find(|&o| {
             let object = &scene.objects[o];
             own[o].is_some() && apart(centroid(region), (object.cx, object.cy)) < 1.15 * object.r
@@ -201,7 +201,7 @@ pub fn judge(picture: &Picture, scene: &Scene) -> Verdict {
         }
     }
     let seen = |i: usize| match &own[i] {
-        Some(region) => object_seen(picture, region, &wanted[i], &scene.objects[i]),
+        Some(region) => object_seen(image, region, &wanted[i], &scene.objects[i]),
         None => Seen { found: "nothing".into(), ..Seen::default() },
     };
     let objects = (0..own.len()).map(seen).collect();
@@ -209,7 +209,7 @@ pub fn judge(picture: &Picture, scene: &Scene) -> Verdict {
     for mask in own.iter().flatten().map(|mask| grow(mask, 3)) {
         pixels(&mask).for_each(|(x, y)| taken[y * SIDE + x] = true);
     }
-    let clean = share_of_background(picture, &scene.background, |i| !taken[i]);
+    let clean = share_of_background(image, &scene.background, |i| !taken[i]);
     let b = &background;
     let words = format!("{} {} {} {}, {:.1} % as asked, {extra} more", b.kind, b.direction, b.colour, b.colour2, clean.percent());
     Verdict { objects, background: background == scene.background && clean.percent() >= CLEAN && extra == 0, found: words }

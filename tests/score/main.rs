@@ -1,5 +1,5 @@
-//! What the built-in model draws, judged by plain geometry that shares no code with its training: colours, shapes and places of
-//! objects, backgrounds, edits. The judge itself is held to controls.
+//! Images of the built-in model, judged by geometry that shares no code with its training: colours, shapes and places of objects,
+//! backgrounds, edits. Controls test the judge itself.
 //!
 //! `cargo test --release --test score -- --ignored --nocapture` is the score; `tools/train_builtin/README.md` tells how it works.
 #![allow(clippy::print_stdout)] // figures, shown with --nocapture
@@ -19,7 +19,7 @@ mod wording;
 mod world;
 
 use engine::root;
-use render::Picture;
+use render::Image;
 use std::path::Path;
 use world::{Fixture, SIDE};
 
@@ -28,8 +28,8 @@ fn fixture() -> Fixture {
     serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
 }
 
-/// Reads a PNG, cut into pictures row by row.
-fn read_pictures(path: &Path) -> Vec<Picture> {
+/// Reads a PNG as a grid of images, row by row.
+fn read_images(path: &Path) -> Vec<Image> {
     let file = kiln::reference::DecodedReference::open(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
     let image = file.image();
     assert!(
@@ -46,7 +46,7 @@ fn read_pictures(path: &Path) -> Vec<Picture> {
             let at = ((top + y) * image.width + left) * 3;
             &image.pixels[at..at + 3 * SIDE]
         };
-        Picture::from_bytes(&(0..SIDE).flat_map(row).copied().collect::<Vec<u8>>())
+        Image::from_bytes(&(0..SIDE).flat_map(row).copied().collect::<Vec<u8>>())
     };
     (0..columns * (image.height / SIDE)).map(cut).collect()
 }

@@ -1,4 +1,4 @@
-//! Plain geometry of pixel masks: growing and shrinking, connected regions, and what shape one of them has.
+//! Geometry of pixel masks: dilation and erosion, connected components, and shape recognition.
 
 use crate::render::mask_of;
 use crate::world::{Object, SHAPES, SIDE};
@@ -6,9 +6,9 @@ use std::sync::OnceLock;
 
 pub type Mask = Vec<bool>;
 
-/// Every pixel that has one of the mask within `by` pixels of it, in a square.
+/// Dilation by a square of `by` pixels to each side.
 pub fn grow(mask: &Mask, by: usize) -> Mask {
-    // Along lines of pixels `step` apart: rows first, then columns.
+    // One pass along rows and one along columns; pixels of a line are `step` apart.
     let pass = |mask: &Mask, step: usize, line: usize| -> Mask {
         let mut grown = vec![false; SIDE * SIDE];
         for start in (0..SIDE).map(|i| i * line) {
@@ -24,7 +24,7 @@ pub fn grow(mask: &Mask, by: usize) -> Mask {
     pass(&pass(mask, 1, SIDE), SIDE, 1)
 }
 
-/// Every pixel whose square of `by` pixels to each side lies in the mask; what lies beyond the picture counts as in it.
+/// Erosion by a square of `by` pixels to each side; pixels outside of the image count as part of the mask.
 pub fn shrink(mask: &Mask, by: usize) -> Mask {
     not(&grow(&not(mask), by))
 }
@@ -45,14 +45,14 @@ pub fn pixels(mask: &Mask) -> impl Iterator<Item = (usize, usize)> {
     mask.iter().enumerate().filter(|(_, m)| **m).map(|(i, _)| (i % SIDE, i / SIDE))
 }
 
-/// Middle of a mask, in pixels from the top left corner.
+/// The centroid of a mask, in pixels from the top left corner.
 pub fn centroid(mask: &Mask) -> (f32, f32) {
     let n = count(mask).max(1) as f32;
     let (x, y) = pixels(mask).fold((0.0, 0.0), |(x, y), (px, py)| (x + px as f32 + 0.5, y + py as f32 + 0.5));
     (x / n, y / n)
 }
 
-/// The part of a mask that is connected with some of its pixels, corners included.
+/// The part of a mask that is 8-connected with some of its pixels.
 fn reached(mask: &Mask, mut todo: Vec<usize>) -> Mask {
     let mut part = vec![false; SIDE * SIDE];
     todo.iter().for_each(|i| part[*i] = true);
@@ -71,7 +71,7 @@ fn reached(mask: &Mask, mut todo: Vec<usize>) -> Mask {
     part
 }
 
-/// Connected parts.
+/// The 8-connected components of a mask.
 pub fn connected(mask: &Mask) -> Vec<Mask> {
     let (mut left, mut parts) = (mask.clone(), Vec::new());
     while let Some(start) = left.iter().position(|m| *m) {
@@ -82,7 +82,7 @@ pub fn connected(mask: &Mask) -> Vec<Mask> {
     parts
 }
 
-/// The mask with its holes filled: all that cannot be reached from the picture's border.
+/// The mask with its holes filled: everything that cannot be reached from the border of the image.
 fn filled(mask: &Mask) -> Mask {
     let border = |i: &usize| [i % SIDE, i / SIDE].iter().any(|c| [0, SIDE - 1].contains(c));
     let outside = not(mask);
@@ -119,16 +119,16 @@ fn hull_area(mask: &Mask) -> f32 {
     twice.abs() as f32 / 2.0
 }
 
-/// How strongly a mask repeats itself 1 to 8 times in a turn, how much its hull is larger, and how much of it is hole. None of it
-/// depends on place or size, and of a round disc all is zero.
+/// Angular harmonics 1 to 8 of a mask, how much larger its convex hull is, and the share of its holes. They do not depend on
+/// place or size, and all are zero for a disc.
 pub type Features = [f32; 2 * UPRIGHT + HARMONICS - UPRIGHT + 2];
 
-/// Three for a triangle, up to six for a hexagon, and what goes with them.
+/// The number of angular harmonics: a triangle has the third, a hexagon the sixth.
 const HARMONICS: usize = 8;
-/// Of so many it counts which way they point, as two numbers each: a triangle stands on a side and a heart on its tip, while a
-/// lump can have its bulge anywhere.
+/// The number of harmonics with a phase, as two numbers each: a triangle stands on a side and a heart on its tip, while an
+/// irregular region can point anywhere.
 const UPRIGHT: usize = 3;
-/// The hole of a ring is a quarter of it; to be counted like a harmonic it has to weigh more.
+/// The weight of the hole, which is a quarter of a ring, to make it comparable with a harmonic.
 const HOLE: f32 = 2.0;
 
 fn features(mask: &Mask) -> Features {
@@ -137,10 +137,10 @@ fn features(mask: &Mask) -> Features {
     let (mut turns, mut weight) = ([(0.0f32, 0.0f32); HARMONICS], 0.0);
     for (x, y) in pixels(&whole) {
         let (dx, dy) = (x as f32 + 0.5 - cx, y as f32 + 0.5 - cy);
-        // Far pixels are what tells outlines apart.
+        // Far pixels distinguish outlines, so they weigh more.
         let far = (dx * dx + dy * dy).max(1e-6);
         weight += far;
-        // The pixel's direction, turned on by itself for each harmonic.
+        // Powers of the unit vector to the pixel, one for each harmonic.
         let (cos, sin) = (dx / far.sqrt(), dy / far.sqrt());
         let (mut a, mut b) = (cos, sin);
         for sum in &mut turns {
@@ -173,11 +173,11 @@ fn known() -> &'static Vec<(usize, f32, Features)> {
     })
 }
 
-/// A mask further than this from every shape is none of them.
+/// A mask with a larger distance from every shape is none of them.
 pub const NO_SHAPE: f32 = 0.45;
 
-/// The shape a mask looks most like, and how far it is from it. A shape that is drawn rounder or sharper than it should be has all
-/// its features weaker or stronger, and is still that shape.
+/// The nearest shape of a mask, and the distance to it. A shape that is drawn rounder or sharper has all of its features weaker
+/// or stronger, so a common factor is ignored within limits.
 pub fn shape_of(mask: &Mask) -> (usize, f32) {
     let (size, seen) = ((count(mask) as f32).sqrt(), features(mask));
     let dot = |a: &Features, b: &Features| a.iter().zip(b).map(|(a, b)| a * b).sum::<f32>();

@@ -1,12 +1,12 @@
-//! Draws scenes: outlines by signed distance, anti-aliased, lightly shaded, each object with a soft shadow.
+//! Renders scenes by signed distance fields: anti-aliased, lightly shaded objects with soft shadows.
 
 use crate::world::{Background, Object, SIDE, Scene, rgb};
 
-/// A picture of the world's size.
+/// An image of the world's size.
 #[derive(Clone, PartialEq)]
-pub struct Picture(pub Vec<[u8; 3]>);
+pub struct Image(pub Vec<[u8; 3]>);
 
-impl Picture {
+impl Image {
     pub fn from_bytes(bytes: &[u8]) -> Self {
         assert_eq!(bytes.len(), SIDE * SIDE * 3);
         Self(bytes.chunks_exact(3).map(|p| [p[0], p[1], p[2]]).collect())
@@ -25,13 +25,13 @@ type Point = (f32, f32);
 
 /// A shape's outline in units of its radius; y points up.
 enum Outline {
-    /// All points between two distances from the centre.
+    /// The points between two radii.
     Round { inner: f32, outer: f32 },
-    /// All points inside one of some polygons.
+    /// The union of some polygons.
     Polygons(Vec<Vec<Edge>>),
 }
 
-/// A side of a polygon: where it begins, where to it goes from there, and one over the square of its length.
+/// An edge of a polygon: its start, its vector, and the reciprocal of its squared length.
 struct Edge {
     start: Point,
     along: Point,
@@ -70,7 +70,7 @@ fn outline(shape: &str) -> Outline {
         }
         "cross" => Outline::Polygons(vec![edges(&bar(0.95, 0.32)), edges(&bar(0.32, 0.95))]),
         "heart" => {
-            // A tip at the origin, sides at 45 degrees, and two half circles that meet in (0, 1); then scaled.
+            // A tip at the origin, edges at 45 degrees, and two half circles that meet at (0, 1); then scaled.
             let arc = |i: usize| polar(2f32.sqrt() / 4.0, -45.0 + 180.0 * i as f32 / 48.0);
             let right: Vec<Point> = (0..=48).map(arc).map(|(x, y)| (x + 0.25, y + 0.75)).collect();
             let left = right.iter().rev().skip(1).map(|(x, y)| (-x, *y));
@@ -81,7 +81,7 @@ fn outline(shape: &str) -> Outline {
     }
 }
 
-/// Distance of a point from an outline, negative inside.
+/// The signed distance of a point from an outline, negative inside.
 fn signed_distance(outline: &Outline, (x, y): Point) -> f32 {
     match outline {
         Outline::Round { inner, outer } => {
@@ -99,7 +99,7 @@ fn polygon_distance(edges: &[Edge], (x, y): Point) -> f32 {
         let t = ((dx * along.0 + dy * along.1) * inverse).clamp(0.0, 1.0);
         let (ox, oy) = (dx - t * along.0, dy - t * along.1);
         nearest = nearest.min(ox * ox + oy * oy);
-        // A ray to the right crosses this side.
+        // The ray to the right crosses this edge.
         if (dy < 0.0) != (dy < along.1) && dx < dy / along.1 * along.0 {
             inside = !inside;
         }
@@ -107,7 +107,7 @@ fn polygon_distance(edges: &[Edge], (x, y): Point) -> f32 {
     if inside { -nearest.sqrt() } else { nearest.sqrt() }
 }
 
-/// How much of a background's second colour is at a point.
+/// The share of a background's second colour at a point.
 pub fn mix(kind: &str, direction: &str, x: f32, y: f32) -> f32 {
     match (kind, direction) {
         ("plain", _) => 0.0,
@@ -119,7 +119,7 @@ pub fn mix(kind: &str, direction: &str, x: f32, y: f32) -> f32 {
                 "horizontal" => y,
                 _ => (x + y) / 2f32.sqrt(),
             };
-            // Stripes are 32 pixels wide; it begins with half a stripe of the first colour.
+            // Stripes are 32 pixels wide; the first one, of the first colour, is cut in half.
             let from_middle = ((across / 64.0).fract() - 0.5).abs() * 64.0;
             (0.5 - (from_middle - 16.0)).clamp(0.0, 1.0)
         }
@@ -166,7 +166,7 @@ impl<'a> Field<'a> {
     }
 }
 
-/// The pixels whose middle lies inside an object.
+/// The pixels whose centre is inside of an object.
 pub fn mask_of(object: &Object) -> Vec<bool> {
     let (field, mut mask) = (Field::new(object), vec![false; SIDE * SIDE]);
     for (x, y) in field.reach() {
@@ -175,7 +175,7 @@ pub fn mask_of(object: &Object) -> Vec<bool> {
     mask
 }
 
-pub fn render(scene: &Scene) -> Picture {
+pub fn render(scene: &Scene) -> Image {
     let mut image: Vec<[f32; 3]> = background_of(&scene.background).iter().map(|p| p.map(|v| v / 255.0)).collect();
     for o in &scene.objects {
         let field = Field::new(o);
@@ -184,7 +184,7 @@ pub fn render(scene: &Scene) -> Picture {
             let (x, y) = (column as f32 + 0.5, row as f32 + 0.5);
             let pixel = &mut image[row * SIDE + column];
             let d = field.at(x, y);
-            // Well inside nothing shows through, and well outside there is no shadow.
+            // Well inside of the object its shadow is hidden, and well outside there is none.
             let under = if (-0.5..9.0).contains(&d) { field.at(x - 2.0, y - 3.5) } else { f32::MAX };
             let shade = 1.0 - 0.2 * ((4.5 - under) / 9.0).clamp(0.0, 1.0).powi(2);
             let (px, py) = ((x - o.cx) / o.r, (o.cy - y) / o.r);
@@ -193,5 +193,5 @@ pub fn render(scene: &Scene) -> Picture {
             *pixel = lerp(pixel.map(|v| v * shade), lit, (0.5 - d).clamp(0.0, 1.0));
         }
     }
-    Picture(image.iter().map(|p| p.map(|v| (v * 255.0).round() as u8)).collect())
+    Image(image.iter().map(|p| p.map(|v| (v * 255.0).round() as u8)).collect())
 }

@@ -1,14 +1,14 @@
-//! Figures of many verdicts, and how they are shown.
+//! Statistics of many verdicts, and their display.
 
 use crate::edits::EditVerdict;
 use crate::judge::Verdict;
-use crate::render::Picture;
+use crate::render::Image;
 use crate::world::SIDE;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::Path;
 
-/// How many of how many.
+/// The number of passes, and of all.
 #[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
 pub struct Share {
     pub right: usize,
@@ -20,14 +20,14 @@ impl Share {
         all.into_iter().fold(Self::default(), |s, right| Self { right: s.right + usize::from(right), of: s.of + 1 })
     }
 
-    /// Nothing asked for is nothing right.
+    /// Of none at all this is zero.
     pub fn percent(self) -> f64 {
         100.0 * self.right as f64 / self.of.max(1) as f64
     }
 }
 
 pub const COLUMNS: [&str; 6] = ["colours", "shapes", "places", "backgrounds", "edits made", "rest kept"];
-/// What a model that ships must reach, in per cent of objects (three columns), prompts, and edits (two columns).
+/// The limits of a release, as percentages of objects (three columns), prompts, and edits (two columns).
 pub const MUSTS: [f64; 6] = [95.0, 85.0, 92.0, 97.0, 80.0, 85.0];
 pub const GOALS: [f64; 6] = [98.0, 92.0, 96.0, 99.0, 92.0, 92.0];
 
@@ -47,7 +47,7 @@ pub fn tally_edits(verdicts: &[EditVerdict]) -> [Share; 2] {
     [Share::of(verdicts.iter().map(|v| v.made)), Share::of(verdicts.iter().map(|v| v.kept))]
 }
 
-/// The last two columns, kind by kind.
+/// The last two columns for each kind of edit.
 pub fn by_kind(verdicts: &[EditVerdict]) -> BTreeMap<&str, [Share; 2]> {
     let mut kinds = BTreeMap::new();
     for v in verdicts {
@@ -76,19 +76,19 @@ pub fn table(shares: &[Share; 6], edits: &[EditVerdict]) -> String {
     text
 }
 
-/// Saves pictures side by side, `columns` in a row; a picture with something wrong stands in a red frame.
-pub fn save_grid(path: &Path, pictures: &[(&Picture, bool)], columns: usize) {
+/// Saves a grid of images, `columns` in a row; one that failed has a red frame.
+pub fn save_grid(path: &Path, images: &[(&Image, bool)], columns: usize) {
     const FRAME: usize = 4;
     let cell = SIDE + 2 * FRAME;
-    let (width, height) = (cell * columns, cell * pictures.len().div_ceil(columns));
+    let (width, height) = (cell * columns, cell * images.len().div_ceil(columns));
     let mut pixels = vec![255; width * height * 3];
-    for (i, (picture, right)) in pictures.iter().enumerate() {
+    for (i, (image, right)) in images.iter().enumerate() {
         let (left, top) = (i % columns * cell, i / columns * cell);
         for y in 0..cell {
             for x in 0..cell {
                 let inside = (FRAME..SIDE + FRAME).contains(&x) && (FRAME..SIDE + FRAME).contains(&y);
                 let pixel = match (inside, right) {
-                    (true, _) => picture.0[(y - FRAME) * SIDE + x - FRAME],
+                    (true, _) => image.0[(y - FRAME) * SIDE + x - FRAME],
                     (false, true) => [255; 3],
                     (false, false) => [255, 0, 0],
                 };

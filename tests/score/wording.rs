@@ -2,8 +2,8 @@
 
 use crate::world::{PALETTE, SHAPES};
 
-/// In a template `{a}` is an object with its article, `{n}` one without, `{p}` a place, `{b}` a background with its article, `{s}`
-/// a shape, `{t}` a shape with its article, `{c}` a colour.
+/// In a template `{a}` is an object with its article, `{n}` one without, `{p}` a place, `{b}` a background with its article,
+/// `{s}` a shape, `{t}` a shape with its article, `{c}` a colour.
 pub const PROMPTS: [&str; 25] = [
     "{b} with {a} {p}",
     "{p} there is {a}, on {b}",
@@ -64,7 +64,7 @@ pub const EDITS: [(&str, &str); 28] = [
     ("colourlike", "make the {s} of image 1 like the {s} of image 2 in color"),
 ];
 
-/// Whether words can stand for a placeholder.
+/// Whether words can replace a placeholder.
 fn fills(placeholder: char, words: &str) -> bool {
     let list: Vec<&str> = words.split(' ').collect();
     let (has_shape, has_background) = (list.iter().any(|w| SHAPES.contains(w)), list.contains(&"background"));

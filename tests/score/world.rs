@@ -1,8 +1,8 @@
-//! The world of the built-in model as `tools/train_builtin/world.py` documents it: names, colours, scenes, what is held out.
+//! The domain of the built-in model as `tools/train_builtin/world.py` documents it: names, colours, scenes, held-out pairs.
 
 use serde::Deserialize;
 
-/// Pictures are squares of this side.
+/// The side of the square images.
 pub const SIDE: usize = 256;
 
 pub const SHAPES: [&str; 8] = ["circle", "square", "triangle", "star", "heart", "ring", "cross", "hexagon"];
@@ -45,7 +45,7 @@ pub struct Background {
     pub colour: String,
     /// Empty where the background is plain.
     pub colour2: String,
-    /// Along it the colours of a gradient change; stripes run along it.
+    /// The colours of a gradient change along it; stripes are parallel to it.
     pub direction: String,
 }
 
@@ -66,7 +66,7 @@ pub struct Prompt {
 pub struct Edit {
     pub text: String,
     pub kind: String,
-    /// The object that changes or is new, in the target; the one that goes, in the first reference.
+    /// The index of the changed or new object in the target, or of the removed one in the first reference.
     pub object: Option<usize>,
     pub references: Vec<Scene>,
     pub target: Scene,
@@ -93,13 +93,13 @@ pub fn shape_index(name: &str) -> usize {
     SHAPES.iter().position(|n| *n == name).unwrap_or_else(|| panic!("no shape `{name}`"))
 }
 
-/// Whether training never shows this pair: a quarter of all.
+/// Whether this pair is held out from training, as a quarter of all pairs is.
 pub fn held_out_pair(colour: &str, shape: &str) -> bool {
     let (c, s) = (colour_index(colour), shape_index(shape));
     (c + s + s / 4).is_multiple_of(4)
 }
 
-/// How far apart two colours are.
+/// The distance of two colours.
 pub fn distance(a: [f32; 3], b: [f32; 3]) -> f32 {
     (0..3).map(|i| (a[i] - b[i]).powi(2)).sum::<f32>().sqrt()
 }

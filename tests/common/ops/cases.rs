@@ -1,7 +1,6 @@
-//! The table of cases: every op at awkward sizes. These are one, primes, powers of two and their neighbours, and sizes that
-//! exceed the tiles of the CPU backend (more than 1,024 rows, 512 columns, 256 queries, 512 keys, 512 pixels), all of them in f32
-//! and bf16, in contiguous buffers and as columns of wider ones. Further cases have the widths of the real models; their names
-//! contain `klein`.
+//! The table of cases: every op at awkward sizes. These are one, primes, powers of two and their neighbours, and sizes that cross
+//! the blocks of a backend (more than 1,024 rows, 512 columns, 256 queries, 512 keys, 512 pixels), in f32 and bf16, contiguous
+//! and strided. Further cases have the widths of the real models; their names contain `klein`.
 
 use super::oracle::{self, Heads};
 use super::{Case, Check, Expected, Fit, Mat, Operand, Rig, SMALL, stored, want};
@@ -17,21 +16,21 @@ const EPS: f32 = 1e-6;
 /// Rows and columns of element-wise and row-wise ops.
 const SHAPES: [(usize, usize); 6] = [(1, 1), (7, 113), (113, 128), (129, 7), (1, 3072), (1031, 521)];
 
-/// The dtype of a weight in the checkpoint and in the backend.
+/// The dtype of a weight in the file and in the backend.
 const WEIGHT_TYPES: [(DType, DType); 7] =
     [(Bf16, Bf16), (F32, F32), (F16, F16), (F16, Bf16), (F32, Bf16), (Bf16, F32), (F16, F32)];
 
-/// The dtypes and layouts that a case runs in, usually all of them.
+/// The dtypes and layouts in which a case runs.
 type Variants = &'static [(DType, Fit)];
 const ALL: Variants = &[(F32, Fit::Whole), (F32, Fit::Slice), (Bf16, Fit::Whole), (Bf16, Fit::Slice)];
-/// For cases in which the error of naive f32 arithmetic is a matter of luck.
+/// For cases in which the error of naive f32 arithmetic is small by chance.
 const BF16: Variants = &[(Bf16, Fit::Whole), (Bf16, Fit::Slice)];
-/// For weights of ten million values and more.
+/// For cases with ten million values and more.
 const TWO: Variants = &[(F32, Fit::Slice), (Bf16, Fit::Whole)];
 
 struct Table {
     cases: Vec<Case>,
-    /// The suffix of names after the shape.
+    /// Appended to the names of cases.
     label: &'static str,
     variants: Variants,
 }
@@ -63,8 +62,8 @@ fn awkward(table: &mut Table) {
     latents(table);
 }
 
-/// The widths of the real models (4B: 3072 from 2560, 9B: 4096 from 4096, and their VAE decoder), with few enough rows for naive
-/// loops. Kernels are selected by width.
+/// The widths of the real models (4B: 3072 with a text encoder of 2560, 9B: 4096 and 4096, and their VAE), on so few rows that
+/// naive loops are quick. Kernels are selected by width.
 fn klein(table: &mut Table) {
     table.label = " klein";
     for cols in [2560, 3072, 4096, 12288] {
@@ -125,18 +124,18 @@ fn row_wise(table: &mut Table) {
             rig.run(Op::Pixels { out, x: x.t }, &[(out, want!(pixels(&x.host)))]);
         });
     }
-    // Widths around the boundaries between kernels; some threads have one vector less than others, or none.
+    // Widths around those at which other kernels are selected; some threads have a vector less than others, or none.
     for cols in [8, 264, 1024, 1032, 2040, 3064, 3080, 4104, 6152, 8192, 8200] {
         rms_norm(table, 2, cols);
         layer_norm_modulate(table, 1, cols, (4.0, 1.0));
     }
-    // The mean is a hundred times the deviation, or the deviation is zero: cancellation.
+    // The mean is a hundred times the deviation, or the deviation is zero.
     table.variants = BF16;
     for cols in [67, 2560, 3072, 8192] {
         layer_norm_modulate(table, 4, cols, (100.0, 1.0));
         layer_norm_modulate(table, 4, cols, (100.0, 0.0));
     }
-    // More elements than one wave of CTAs on a GPU processes.
+    // More than one wave of CTAs on a GPU.
     table.variants = TWO;
     non_finite(table, 3001, 3000);
     table.variants = ALL;
@@ -160,7 +159,7 @@ fn non_finite(table: &mut Table, rows: usize, cols: usize) {
         });
         let found = x.host.row::<f32>(0).len() * rows - finite(&x.host);
         let count = rig.output_as(F32, 1, 1);
-        let want = |_| Expected { exact: vec![found as f64], plain: vec![found as f64] };
+        let want = |_| Expected { exact: vec![found as f64], naive: vec![found as f64] };
         rig.run(Op::NonFinite { count, x: x.t }, &[(count, Box::new(want))]);
     });
 }
@@ -173,7 +172,7 @@ fn rms_norm(table: &mut Table, rows: usize, cols: usize) {
     });
 }
 
-/// The mean is several standard deviations from zero, as in late blocks of the transformer.
+/// The mean is several standard deviations from zero, as in late blocks.
 fn layer_norm_modulate(table: &mut Table, rows: usize, cols: usize, (mean, spread): (f32, f32)) {
     table.add(format!("layer_norm_modulate {rows} and 3 rows of {cols} around {mean} by {spread}"), move |rig| {
         let streams = [rows, 3].map(|rows| {
@@ -196,7 +195,7 @@ fn finite(m: &Mat) -> usize {
     (0..m.rows).map(|r| m.row::<f32>(r).iter().filter(|v| v.is_finite()).count()).sum()
 }
 
-fn plain(weight: &Operand, bias: Option<&Operand>) -> Linear {
+fn linear_of(weight: &Operand, bias: Option<&Operand>) -> Linear {
     Linear { weight: weight.t, bias: bias.map(|b| b.t) }
 }
 
@@ -216,10 +215,10 @@ const TILES: [(usize, usize, usize); 9] = [
     (65, 65, 65),
 ];
 
-/// Sizes with a K that is large enough for Stream-K or split-K.
+/// GEMMs with a K that is long enough for split-K.
 const LONG: [(usize, usize, usize); 2] = [(66, 584, 64), (130, 520, 168)];
 
-/// The name of a shape. A large K is written as the length of rows, which [`super::is_within`] does not limit.
+/// Names a GEMM. A long K is called the length of rows, which does not exclude the case from the small ones.
 fn shape(rows: usize, inner: usize, cols: usize) -> String {
     if inner > SMALL { format!("{rows}x{cols}, rows of {inner}") } else { format!("{rows}x{inner}x{cols}") }
 }
@@ -238,7 +237,7 @@ fn gemms(table: &mut Table) {
     table.add("linear 1031x8209x3".into(), |rig| {
         let w = rig.weight(Role::Linear, &[3], 8209, Bf16, Bf16);
         let (x, out) = (rig.input(1031, 8209, |v| v), rig.output(1031, 3));
-        let linear = plain(&w, None);
+        let linear = linear_of(&w, None);
         let op = Op::Linear(&[Gemm { out, x: x.t, w: &linear }]);
         rig.run(op, &[(out, want!(linear(&x.host, &w.host, None)))]);
     });
@@ -248,7 +247,7 @@ fn gemms(table: &mut Table) {
             table.add(format!("linear with weight {from:?} as {to:?} in {} parts", parts.len()), move |rig| {
                 let w = rig.weight(Role::Linear, parts, 129, from, to);
                 let (x, out) = (rig.input(113, 129, |v| v), rig.output(113, 131));
-                let linear = plain(&w, None);
+                let linear = linear_of(&w, None);
                 let op = Op::Linear(&[Gemm { out, x: x.t, w: &linear }]);
                 rig.run(op, &[(out, want!(linear(&x.host, &w.host, None)))]);
             });
@@ -263,7 +262,7 @@ fn linear(table: &mut Table, rows: usize, inner: usize, cols: usize, with_bias: 
         let bias = [cols, 5].map(|n| with_bias.then(|| rig.vector(n)));
         let (x, y) = (rig.input(rows, inner, |v| v), rig.input(3, inner, |v| v));
         let out = [rig.output(rows, cols), rig.output(3, 5)];
-        let linear = [plain(&w[0], bias[0].as_ref()), plain(&w[1], bias[1].as_ref())];
+        let linear = [linear_of(&w[0], bias[0].as_ref()), linear_of(&w[1], bias[1].as_ref())];
         let streams = [Gemm { out: out[0], x: x.t, w: &linear[0] }, Gemm { out: out[1], x: y.t, w: &linear[1] }];
         let host = bias.each_ref().map(|b| b.as_ref().map(|b| &b.host));
         rig.run(
@@ -277,7 +276,7 @@ fn swiglu(table: &mut Table, rows: usize, inner: usize, cols: usize) {
     table.add(format!("linear_swiglu {}", shape(rows, inner, cols)), move |rig| {
         let w = rig.weight(Role::GateUp { tail: 2 * cols }, &[cols, cols], inner, Bf16, Bf16);
         let (x, out) = (rig.input(rows, inner, |v| 3.0 * v), rig.output(rows, cols));
-        let linear = plain(&w, None);
+        let linear = linear_of(&w, None);
         let op = Op::LinearSwiglu(&[Gemm { out, x: x.t, w: &linear }]);
         rig.run(op, &[(out, want!(swiglu(&x.host, &w.host, 0, cols)))]);
     });
@@ -290,7 +289,7 @@ fn gate_residual(table: &mut Table, rows: usize, inner: usize, cols: usize, gate
         let bias = with_bias.then(|| rig.vector(cols));
         let gate = gated.then(|| rig.input(1, cols, |v| v));
         let (x, into) = (rig.input(rows, inner, |v| v), rig.updated(rows, cols));
-        let linear = plain(&w, bias.as_ref());
+        let linear = linear_of(&w, bias.as_ref());
         let stream = GatedGemm { into: into.t, x: x.t, w: &linear, gate: gate.as_ref().map(|g| g.t) };
         let host = (bias.as_ref().map(|b| &b.host), gate.as_ref().map(|g| &g.host));
         rig.run(
@@ -300,7 +299,7 @@ fn gate_residual(table: &mut Table, rows: usize, inner: usize, cols: usize, gate
     });
 }
 
-/// Rows, K, query heads, key heads, head size, RoPE style, SwiGLU width.
+/// Rows, inner size, query heads, KV heads, head dimension, RoPE style, width of the SwiGLU MLP.
 type QkvShape = (usize, usize, usize, usize, usize, RopeStyle, Option<usize>);
 
 fn projections(table: &mut Table) {
@@ -331,7 +330,7 @@ fn qkv(table: &mut Table, (rows, inner, q_heads, k_heads, d, style, mlp): QkvSha
         let q = (q_heads > 0).then(|| rig.output(rows, k_start));
         let (k, v) = (rig.output(rows, k_heads * d), rig.output(rows, k_heads * d));
         let mlp = mlp.map(|width| rig.output(rows, width));
-        let linear = plain(&w, None);
+        let linear = linear_of(&w, None);
         let q_scale = 0.3;
         let norm = QkNorm { q: q_norm.t, k: k_norm.t, eps: EPS, q_scale };
         let rope = Rope { table: angles.t, style };
@@ -351,21 +350,21 @@ fn qkv(table: &mut Table, (rows, inner, q_heads, k_heads, d, style, mlp): QkvSha
     });
 }
 
-/// Queries, keys of each segment, query heads, key heads, head size, causal.
+/// Queries, keys of each KV segment, query heads, KV heads, head dimension, causal mask.
 type AttentionShape = (usize, &'static [usize], usize, usize, usize, bool);
 
-/// The magnitude of attention scores, and the bound that the op is given.
+/// The magnitude of logits, and the bound that the op is given.
 #[derive(Clone, Copy, PartialEq)]
 enum Scores {
-    /// A few keys dominate, so that the running maximum of the online softmax matters. No bound is given.
+    /// A few keys dominate, so that the running maximum of online softmax matters.
     Usual,
     /// Nearly as large, with a bound.
     Bounded,
-    /// As large as with qk-norm gains of ten, without a bound.
+    /// As large as with norm gains of ten.
     Huge,
-    /// All equal, near the largest bound for which a kernel uses max-free softmax, with that bound.
+    /// All equal and with a bound, near the largest logits that the max-free softmax supports.
     Highest,
-    /// All equal, near the smallest score for that bound.
+    /// All equal and with a bound, near the smallest logits that it supports.
     Lowest,
 }
 
@@ -389,7 +388,7 @@ fn attention(table: &mut Table) {
         (601, &[601], 1, 1, 64, true),
     ];
     shapes.into_iter().for_each(|shape| attend(table, shape, Scores::Usual));
-    // Shapes that matter to kernels with whole tiles, Stream-K over the KV segments, or max-free softmax.
+    // Shapes for kernels that work on whole tiles, that split tiles, and that use the bound of logits.
     let more: [AttentionShape; 6] = [
         (1, &[1], 1, 1, 128, false),
         (257, &[600], 2, 2, 128, false),
@@ -430,7 +429,7 @@ fn attend(table: &mut Table, (queries, keys, q_heads, k_heads, d, causal): Atten
             Scores::Huge => 100.0,
             Scores::Highest | Scores::Lowest => 96.0 * LN_2 * usual,
         };
-        // Unscaled inputs are at most one.
+        // Inputs are at most one before they are scaled.
         let (scale, bound) = if unknown { (usual, f32::INFINITY) } else { (LN_2, large / usual) };
         let large = large * usual / scale * if scores == Scores::Lowest { -1.0 } else { 1.0 };
         let value = move |v| if alike { 1.0 } else { v };
@@ -442,18 +441,18 @@ fn attend(table: &mut Table, (queries, keys, q_heads, k_heads, d, causal): Atten
         let want = |dtype| {
             let exact = oracle::attention::<f64>(&q.host, &hosts, (d, scale), causal, |p| p);
             if dtype == F32 {
-                return Expected::plain_f32(exact, oracle::attention::<f32>(&q.host, &hosts, (d, scale), causal, |p| p));
+                return Expected::naive_f32(exact, oracle::attention::<f32>(&q.host, &hosts, (d, scale), causal, |p| p));
             }
-            // Naive bf16 rounds the probabilities to bf16 between the two GEMMs.
+            // A naive bf16 implementation stores P in bf16 between the two GEMMs.
             let round = |p: f64| f64::from(stored(p as f32, Bf16));
-            let plain = oracle::attention::<f64>(&q.host, &hosts, (d, scale), causal, round);
-            Expected { exact, plain: plain.into_iter().map(round).collect() }
+            let naive = oracle::attention::<f64>(&q.host, &hosts, (d, scale), causal, round);
+            Expected { exact, naive: naive.into_iter().map(round).collect() }
         };
         rig.run(Op::Attention { out, q: q.t, kv: &kv, head_dim: d, causal, scale, bound }, &[(out, Box::new(want))]);
     });
 }
 
-/// Width, height, input and output channels, resolution change, residual, groups of the statistics.
+/// Width, height, input and output channels, resampling, residual, groups of the statistics.
 type ConvShape = (usize, usize, usize, usize, Sampling, bool, Option<usize>);
 
 fn convolutions(table: &mut Table) {
@@ -498,16 +497,16 @@ fn conv(table: &mut Table, (width, height, from, to, sampling, with_residual, gr
         let conv = Conv { weight: w.t, bias: bias.t };
         let (size, filter) = ((width, height), (&w.host, &bias.host));
         let host = residual.as_ref().map(|r| &r.host);
-        // Statistics may be computed before or after the result is rounded; naive arithmetic computes them afterwards.
+        // Statistics may be computed before or after the result is rounded; a naive implementation does it after.
         let storage = out.dtype;
         let want_stats = |_| {
             let exact = oracle::conv::<f64>(&x.host, filter, size, sampling, host);
-            let plain: Vec<f32> = match storage {
+            let naive: Vec<f32> = match storage {
                 F32 => oracle::conv::<f32>(&x.host, filter, size, sampling, host),
                 _ => exact.iter().map(|&v| stored(v as f32, storage)).collect(),
             };
             let groups = groups.unwrap_or(1);
-            Expected::plain_f32(oracle::group_stats(&exact, to, groups), oracle::group_stats(&plain, to, groups))
+            Expected::naive_f32(oracle::group_stats(&exact, to, groups), oracle::group_stats(&naive, to, groups))
         };
         let mut checks: Vec<Check<'_>> = vec![(out, want!(conv(&x.host, filter, size, sampling, host)))];
         if let Some(stats) = stats {
@@ -532,7 +531,7 @@ fn group_norms(table: &mut Table) {
         (113, 40, 5),
         (129, 32, 1),
         (1031, 128, 32),
-        // More channels than one CTA processes at once, with groups that cross the boundary.
+        // More channels than a CTA handles at once, so that groups cross its boundaries.
         (3, 2304, 3),
     ];
     for (pixels, channels, groups) in shapes {
@@ -540,7 +539,7 @@ fn group_norms(table: &mut Table) {
             group_norm(table, pixels, channels, groups, given, silu);
         }
     }
-    // More pixels than one wave of CTAs on a GPU processes.
+    // More than one wave of CTAs on a GPU.
     table.variants = TWO;
     group_norm(table, 20_011, 256, 32, false, true);
     table.variants = ALL;
@@ -567,7 +566,7 @@ fn latents(table: &mut Table) {
             table.add(name, move |rig| {
                 let (tokens, packed) = (width * height, 4 * channels);
                 let mean = rig.vector(packed);
-                // A variance must not be negative, which random weights can be, so it is an input in working memory.
+                // A variance is not negative, and weights of the rig are, so it is an activation here.
                 let var = rig.input_as(F32, 1, packed, |v| v.abs() + 0.1);
                 let stats = LatentStats { mean: mean.t, var: var.t, eps: EPS };
                 let host = (&mean.host, &var.host);

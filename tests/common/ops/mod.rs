@@ -1,11 +1,11 @@
-//! Checks every op of a backend against a naive f64 loop: [`cases`] is the table of cases, [`oracle`] has the loops, and this
-//! file is the test harness that allocates operands, runs a case and verifies its results. It works on any `&mut dyn Backend`.
+//! Every op of a backend against a naive f64 loop: [`cases`] is the table, [`oracle`] has the loops, and this file has the rig
+//! that places operands, runs a case and checks its results. It works on any `&mut dyn Backend`.
 //!
-//! Requirements for a result:
-//! - Its relative L2 error against the f64 oracle, on the inputs as stored, is at most twice that of naive arithmetic at the
-//!   same precision, plus [`FLOOR`]. Naive means: for f32 the same loop in f32; for bf16 the oracle rounded once.
-//! - Every element was written (results start as NaN), and nothing else in working memory changed: adjacent columns of a wider
-//!   buffer, gaps and inputs are read back. Columns next to an input hold NaN, so that reading them shows up in the result.
+//! A result has to satisfy two conditions:
+//! - Its relative L2 error against the f64 oracle, on the inputs as stored, is at most twice that of naive arithmetic at the same
+//!   precision, plus [`FLOOR`]. For f32 this is the same loop in f32, for bf16 the oracle rounded once.
+//! - Every element was written (results start as NaN), and nothing else in the arena changed: padding columns of strided buffers,
+//!   gaps and inputs are read back. Padding of inputs is NaN, so that reading it shows.
 
 pub mod cases;
 pub mod oracle;
@@ -16,17 +16,17 @@ use kiln::tensor::{Arena, Bytes, DType, Region, Tensor};
 use oracle::Real;
 use std::sync::Arc;
 
-/// Added to every limit, for results whose naive arithmetic happens to be exact.
+/// Added to every limit, because naive arithmetic may be exact by chance.
 const FLOOR: f64 = 1e-6;
 /// Bytes reserved for weights; no case needs more than half.
 const WEIGHTS: u64 = 512 << 20;
-/// Value of the columns next to a result; exact in every dtype.
-const BESIDE: f32 = 1280.0;
-/// Columns to the left and right of a sliced operand.
+/// The value of padding columns of results; exact in every dtype.
+const PADDING: f32 = 1280.0;
+/// Padding columns to the left and right of a strided operand.
 const LEFT: usize = 3;
 const RIGHT: usize = 2;
 
-/// A matrix on the host, whose values are rounded to its stored dtype.
+/// A matrix on the host, with values that its stored dtype can represent.
 #[derive(Clone, Debug)]
 pub struct Mat {
     pub rows: usize,
@@ -56,33 +56,33 @@ pub fn stored(value: f32, dtype: DType) -> f32 {
     }
 }
 
-/// The exact result of an op and that of naive arithmetic.
+/// The exact result of an op, and that of naive arithmetic.
 pub struct Expected {
     pub exact: Vec<f64>,
-    pub plain: Vec<f64>,
+    pub naive: Vec<f64>,
 }
 
 impl Expected {
     /// The oracle, and the oracle rounded to `dtype` once.
     pub fn rounded(exact: Vec<f64>, dtype: DType) -> Self {
-        let plain = exact.iter().map(|&v| f64::from(stored(v as f32, dtype))).collect();
-        Self { exact, plain }
+        let naive = exact.iter().map(|&v| f64::from(stored(v as f32, dtype))).collect();
+        Self { exact, naive }
     }
 
     /// The oracle and the same loop in f32.
-    pub fn plain_f32(exact: Vec<f64>, plain: Vec<f32>) -> Self {
-        Self { exact, plain: plain.into_iter().map(f64::from).collect() }
+    pub fn naive_f32(exact: Vec<f64>, naive: Vec<f32>) -> Self {
+        Self { exact, naive: naive.into_iter().map(f64::from).collect() }
     }
 }
 
-/// A result and a function that computes the expected values for the dtype it is stored in.
+/// A result, and a function that computes its expectation from its dtype.
 pub type Check<'a> = (Tensor, Box<dyn Fn(DType) -> Expected + 'a>);
 
 /// The expected values by an oracle function and its arguments.
 macro_rules! want {
     ($f:ident($($arg:expr),* $(,)?)) => {
         Box::new(|dtype: kiln::tensor::DType| match dtype {
-            kiln::tensor::DType::F32 => $crate::ops::Expected::plain_f32(
+            kiln::tensor::DType::F32 => $crate::ops::Expected::naive_f32(
                 $crate::ops::oracle::$f::<f64>($($arg),*),
                 $crate::ops::oracle::$f::<f32>($($arg),*),
             ),
@@ -92,12 +92,12 @@ macro_rules! want {
 }
 pub(crate) use want;
 
-/// The memory layout of an operand.
+/// The layout of an operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fit {
-    /// A separate, contiguous buffer.
+    /// Contiguous, in a buffer of its own.
     Whole,
-    /// A range of columns of a wider buffer, at an odd offset and with an odd gap.
+    /// Strided: some columns of a wider buffer, at an odd offset and with an odd padding.
     Slice,
 }
 
@@ -116,7 +116,7 @@ pub struct Operand {
     pub host: Mat,
 }
 
-/// The test harness: allocates the operands of one case, runs its op and verifies the results.
+/// Places the operands of one case, runs its op and checks the results.
 pub struct Rig<'a> {
     backend: &'a mut dyn Backend,
     weights: &'a mut Arena,
@@ -124,7 +124,7 @@ pub struct Rig<'a> {
     storage: DType,
     fit: Fit,
     seed: u32,
-    /// All buffers in working memory: the whole buffer of each operand, and its content before the op.
+    /// All of the arena: the whole buffer of each operand, and its content before the op.
     buffers: Vec<(Tensor, Vec<f32>)>,
     ids: Vec<(Tensor, Vec<u32>)>,
     verify: bool,
@@ -145,12 +145,12 @@ impl Rig<'_> {
         (0..len).map(|_| next()).collect()
     }
 
-    fn place(&mut self, rows: usize, cols: usize, dtype: DType, beside: f32, mut value: impl FnMut(usize) -> f32) -> Tensor {
+    fn place(&mut self, rows: usize, cols: usize, dtype: DType, padding: f32, mut value: impl FnMut(usize) -> f32) -> Tensor {
         let (left, right) = if self.fit == Fit::Slice { (LEFT, RIGHT) } else { (0, 0) };
         let whole = self.arena.alloc(rows, left + cols + right, dtype).unwrap();
-        // Bytes cannot be NaN, so there a result that was not written is detected by its value.
+        // There is no NaN in U8, so a result that was not written shows by this value.
         let kept = |v: f32| if dtype == DType::U8 { stored(if v.is_nan() { 77.0 } else { v }, dtype) } else { v };
-        let mut held = vec![kept(beside); whole.len()];
+        let mut held = vec![kept(padding); whole.len()];
         for r in 0..rows {
             (0..cols).for_each(|c| held[r * whole.cols + left + c] = kept(value(r * cols + c)));
         }
@@ -158,9 +158,9 @@ impl Rig<'_> {
         whole.cols(left..left + cols)
     }
 
-    fn operand(&mut self, rows: usize, cols: usize, dtype: DType, beside: f32, f: impl Fn(f32) -> f32) -> Operand {
+    fn operand(&mut self, rows: usize, cols: usize, dtype: DType, padding: f32, f: impl Fn(f32) -> f32) -> Operand {
         let data: Vec<f32> = self.noise(rows * cols).into_iter().map(|v| stored(f(v), dtype)).collect();
-        let t = self.place(rows, cols, dtype, beside, |i| data[i]);
+        let t = self.place(rows, cols, dtype, padding, |i| data[i]);
         Operand { t, host: Mat { rows, cols, data } }
     }
 
@@ -169,19 +169,19 @@ impl Rig<'_> {
         self.operand(rows, cols, self.storage, f32::NAN, f)
     }
 
-    /// Input values in a given dtype.
+    /// The same in another dtype.
     pub fn input_as(&mut self, dtype: DType, rows: usize, cols: usize, f: impl Fn(f32) -> f32) -> Operand {
         self.operand(rows, cols, dtype, f32::NAN, f)
     }
 
-    /// Activations that the op updates.
+    /// Activations that the op updates in place.
     pub fn updated(&mut self, rows: usize, cols: usize) -> Operand {
         self.updated_as(self.storage, rows, cols)
     }
 
-    /// Values in a given dtype that the op updates.
+    /// The same in another dtype.
     pub fn updated_as(&mut self, dtype: DType, rows: usize, cols: usize) -> Operand {
-        self.operand(rows, cols, dtype, BESIDE, |v| 2.0 * v)
+        self.operand(rows, cols, dtype, PADDING, |v| 2.0 * v)
     }
 
     /// Input token ids.
@@ -191,21 +191,21 @@ impl Rig<'_> {
         t
     }
 
-    /// A result in the case's dtype, NaN until written.
+    /// A result in the dtype of the case, NaN until written.
     pub fn output(&mut self, rows: usize, cols: usize) -> Tensor {
         self.output_as(self.storage, rows, cols)
     }
 
-    /// A result in a given dtype, NaN until written.
+    /// The same in another dtype.
     pub fn output_as(&mut self, dtype: DType, rows: usize, cols: usize) -> Tensor {
-        self.place(rows, cols, dtype, BESIDE, |_| f32::NAN)
+        self.place(rows, cols, dtype, PADDING, |_| f32::NAN)
     }
 
-    /// A weight of dtype `to` that a checkpoint stores as `from`, in parts of the given numbers of rows. In a checkpoint parts
-    /// can be at any address, so every second one is misaligned here.
+    /// A weight of dtype `to` whose rows a file stores as `from`, in parts of so many rows. Parts of a file may be at any
+    /// address, so every second one is misaligned here.
     pub fn weight(&mut self, role: Role, parts: &[usize], cols: usize, from: DType, to: DType) -> Operand {
         let rows = parts.iter().sum();
-        // Values are so small that a dot product with a row stays near one.
+        // The scale keeps the result of a GEMM near one.
         let scale = if role == Role::Vector { 1.0 } else { 1.5 / (cols as f32).sqrt() };
         let file: Vec<f32> = self.noise(rows * cols).into_iter().map(|v| stored(scale * v, from)).collect();
         let t = self.weights.alloc(rows, cols, to).unwrap();
@@ -230,7 +230,7 @@ impl Rig<'_> {
             })
             .collect();
         self.backend.upload(t, role, &parts).unwrap();
-        // A value that was stored in a type once is that type's own.
+        // Rounding to the same dtype again changes nothing.
         let data = if from == to { file } else { file.into_iter().map(|v| stored(v, to)).collect() };
         Operand { t, host: Mat { rows, cols, data } }
     }
@@ -240,7 +240,7 @@ impl Rig<'_> {
         self.weight(Role::Vector, &[1], cols, DType::F32, DType::F32)
     }
 
-    /// Runs the op and verifies its results.
+    /// Runs the op and checks its results.
     pub fn run(&mut self, op: Op<'_>, checks: &[Check<'_>]) {
         self.backend.reserve(self.arena.peak()).unwrap();
         for (t, held) in &self.buffers {
@@ -281,7 +281,7 @@ impl Rig<'_> {
     }
 }
 
-/// Relative L2 distance; infinite if either has a NaN.
+/// Relative L2 distance; infinite if any value is NaN.
 fn distance(got: impl Iterator<Item = f64>, want: &[f64]) -> f64 {
     let norm: f64 = want.iter().map(|w| w * w).sum();
     let difference: f64 = got.zip(want).map(|(g, w)| (g - w).powi(2)).sum();
@@ -302,19 +302,19 @@ fn judge(out: Tensor, got: &[f32], want: &Expected) -> Option<String> {
         return Some(format!("{} was not written, or is NaN", place(i)));
     }
     let error = distance(got.iter().copied().map(f64::from), &want.exact);
-    let plain = distance(want.plain.iter().copied(), &want.exact);
-    if error <= 2.0 * plain + FLOOR {
+    let naive = distance(want.naive.iter().copied(), &want.exact);
+    if error <= 2.0 * naive + FLOOR {
         return None;
     }
     let off = |i: usize| (f64::from(got[i]) - want.exact[i]).abs();
     let worst = (0..got.len()).max_by(|&a, &b| off(a).total_cmp(&off(b)))?;
     let (place, got, exact) = (place(worst), got[worst], want.exact[worst]);
-    Some(format!("relative error {error:.2e}, plain arithmetic has {plain:.2e}; worst at {place}: {got}, oracle {exact}"))
+    Some(format!("relative error {error:.2e}, naive arithmetic has {naive:.2e}; worst at {place}: {got}, oracle {exact}"))
 }
 
-/// Runs one case and returns its results. With `verify` they are compared with the oracle, and faults are added to `faults`.
+/// Runs one case and returns its results. `verify` compares them with the oracle; failures are added to `faults`.
 pub fn run(be: &mut dyn Backend, weights: &mut Arena, case: &Case, verify: bool, faults: &mut Vec<String>) -> Vec<Vec<f32>> {
-    // Weights are allocated one after the other until half of the memory is used, so that few cases have to reserve memory.
+    // Weights are placed one after the other until half of the region is used, so that few cases allocate.
     if weights.peak() == 0 || weights.peak() > WEIGHTS / 2 {
         *weights = Arena::new(Region::Weights);
         be.reserve_weights(WEIGHTS).unwrap();
@@ -349,11 +349,11 @@ pub fn check_some(backend: &mut dyn Backend, wanted: impl Fn(&str) -> bool) {
     assert!(faults.is_empty(), "{} of {count} cases fail on {name}:\n{}", faults.len(), faults.join("\n"));
 }
 
-/// Limit on the sizes of cases for tools such as compute-sanitizer, which slow kernels down a hundredfold.
+/// The largest number in the names of cases that run under compute-sanitizer, which slows kernels down a hundredfold.
 pub const SMALL: usize = 256;
 
-/// Whether no number in the name of a case exceeds `limit`, except for the head size, which is given by the model, and the length
-/// of rows, by which kernels are selected.
+/// Whether no number in the name of a case is above `limit`, except for the head dimension, which is that of the model, and the
+/// length of rows, by which their kernels are selected.
 pub fn is_within(limit: usize, name: &str) -> bool {
     let name = [" heads of ", " rows of "].iter().find_map(|of| name.split_once(of)).map_or(name, |(shape, _)| shape);
     name.split(|c: char| !c.is_ascii_digit()).filter_map(|n| n.parse::<usize>().ok()).all(|n| n <= limit)

@@ -1,6 +1,6 @@
-//! Every op as the simplest loop that its documentation allows, generic over the precision: in f64 it is the oracle, in f32 it
-//! shows the error of naive arithmetic at that precision. It has no blocking, no fused passes, and shares no code with the
-//! backends.
+//! Every op as the most naive loop that its documentation allows, generic over the precision: in f64 it is the oracle, in f32 it
+//! shows the error of straightforward arithmetic. There are no fused passes and no helpers shared with the backends, and every
+//! sum adds its terms in order.
 
 use super::Mat;
 use kiln::backend::{RopeStyle, Sampling};
@@ -98,7 +98,7 @@ fn add_scaled<R: Real>(acc: &mut [R], scale: R, row: &[R]) {
     acc.iter_mut().zip(row).for_each(|(acc, &v)| *acc += scale * v);
 }
 
-/// Some rows of a matrix as the columns of another, row by row.
+/// The transpose of some rows of a matrix.
 fn transposed<R: Real>(m: &Mat, rows: Range<usize>) -> Vec<R> {
     (0..m.cols).flat_map(|c| rows.clone().map(move |r| m.at(r, c))).collect()
 }
@@ -124,7 +124,7 @@ pub fn linear<R: Real>(x: &Mat, w: &Mat, bias: Option<&Mat>) -> Vec<R> {
     each(x.rows, w.rows, |r, c| projected[r * w.rows + c] + bias.map_or(R::of(0.0), |b| b.at(0, c)))
 }
 
-/// `silu(gate) * up`; the gate rows are `width` rows of `w` from `first` on, and the up rows are the next `width`.
+/// SwiGLU, `silu(gate) * up`: gate is `width` rows of `w` from `first` on, up the next `width`.
 pub fn swiglu<R: Real>(x: &Mat, w: &Mat, first: usize, width: usize) -> Vec<R> {
     let gate = gemm_nt::<R>(x, w, first..first + width);
     let up = gemm_nt::<R>(x, w, first + width..first + 2 * width);
@@ -139,7 +139,7 @@ pub fn gate_residual<R: Real>(into: &Mat, x: &Mat, w: &Mat, bias: Option<&Mat>, 
     })
 }
 
-/// Parameters of qk-norm and RoPE.
+/// qk-norm, scale and RoPE of query or key heads.
 #[derive(Clone, Copy)]
 pub struct Heads<'a> {
     pub weight: &'a Mat,
@@ -149,7 +149,7 @@ pub struct Heads<'a> {
     pub style: RopeStyle,
 }
 
-/// Queries or keys: the projection by a range of the rows of `w`, with qk-norm and then RoPE applied to each head.
+/// Queries or keys: some columns of the GEMM, each head with RMS norm, then RoPE.
 pub fn heads<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>, heads: Heads<'_>) -> Vec<R> {
     let (cols, d) = (rows.len(), heads.table.cols);
     let projected = gemm_nt::<R>(x, w, rows);
@@ -173,17 +173,17 @@ pub fn heads<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>, heads: Heads<'_>) ->
     out
 }
 
-/// Values: the projection by a range of the rows of `w`.
+/// Values: some columns of the GEMM.
 pub fn values<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>) -> Vec<R> {
     gemm_nt(x, w, rows)
 }
 
-/// Attention with one softmax over the keys of all KV segments; masked scores are minus infinity. `store` is applied to each
-/// probability before it is multiplied by a value: kernels on tensor cores round it to bf16 there.
+/// Softmax over the keys of all KV segments; masked logits are minus infinity. `store` rounds P before the second GEMM, as
+/// kernels on tensor cores do.
 pub fn attention<R: Real>(q: &Mat, kv: &[(Mat, Mat)], (d, scale): (usize, f32), causal: bool, store: fn(R) -> R) -> Vec<R> {
     let group = q.cols / kv[0].0.cols;
     let length = kv.iter().map(|(k, _)| k.rows).sum();
-    // Channel by channel, the keys of all segments side by side.
+    // The transpose of the keys of all segments.
     let channel = |c: usize| kv.iter().flat_map(move |(k, _)| (0..k.rows).map(move |j| k.at::<R>(j, c))).collect();
     let keys: Vec<Vec<R>> = (0..kv[0].0.cols).map(channel).collect();
     let values: Vec<Vec<R>> = kv.iter().flat_map(|(_, v)| (0..v.rows).map(|j| v.row(j))).collect();
@@ -217,7 +217,7 @@ pub fn conv<R: Real>(
     sampling: Sampling,
     residual: Option<&Mat>,
 ) -> Vec<R> {
-    // The upsampling factor, the stride, and the padding on the left and above.
+    // The upsampling factor of the input, the stride, and the padding at the left and at the top.
     let (factor, step, before) = match sampling {
         Sampling::Same => (1, 1, 1),
         Sampling::Up => (2, 1, 1),
@@ -265,7 +265,7 @@ pub fn group_norm<R: Real>(x: &Mat, (w, bias): (&Mat, &Mat), stats: Option<&Mat>
     })
 }
 
-/// Pixel and channel of packed channel `packed` of token `t`: the four pixels of a channel are adjacent, row by row.
+/// The pixel and the channel of packed channel `packed` of token `t`: each channel has a patch of 2x2 pixels, row by row.
 fn unpacked(t: usize, packed: usize, width: usize) -> (usize, usize) {
     let (channel, dy, dx) = (packed / 4, packed % 4 / 2, packed % 2);
     ((t / width * 2 + dy) * 2 * width + t % width * 2 + dx, channel)
