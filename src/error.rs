@@ -1,5 +1,5 @@
 //! One error type for the whole crate. A message says what went wrong and where; [`Error::hint`] says what to do about it;
-//! [`Error::exit_code`] is what the process ends with.
+//! [`Error::exit_code`] is the exit code of a process that fails with it.
 
 mod remedy;
 
@@ -25,7 +25,7 @@ pub enum Error {
         hint: Option<Remedy>,
     },
 
-    /// No model where one was asked for.
+    /// No model was found in the place that was named.
     #[error("no model found ({}): {}", shown_path(.path), shown_text(.what))]
     NoModel {
         /// Where it was looked for.
@@ -36,7 +36,7 @@ pub enum Error {
         hint: Option<Remedy>,
     },
 
-    /// Parts of a model were given, and the others are nowhere.
+    /// Some parts of a model were given, and the others were not found.
     #[error("no model found: {}", shown_text(.what))]
     IncompleteModel {
         /// Which parts are missing, or cannot be used.
@@ -48,11 +48,11 @@ pub enum Error {
     /// An image cannot have this size.
     #[error("{width}x{height}: {rule}")]
     ImageSize {
-        /// Pixels in a row that were asked for.
+        /// Requested width in pixels.
         width: usize,
-        /// Rows that were asked for.
+        /// Requested height in pixels.
         height: usize,
-        /// What sides have to be.
+        /// The rule for legal sizes.
         rule: String,
         /// The nearest width and height that are legal.
         nearest: (usize, usize),
@@ -63,16 +63,16 @@ pub enum Error {
     Read {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: std::io::Error,
     },
 
-    /// A file was read, and is not what it should be.
+    /// The content of a file is not valid.
     #[error("{what} ({}): {}", shown_path(.path), shown_text(.detail))]
     BadFile {
         /// The file.
         path: PathBuf,
-        /// What kind of fault.
+        /// The kind of fault.
         what: &'static str,
         /// What was found.
         detail: String,
@@ -83,7 +83,7 @@ pub enum Error {
     /// The checkpoint lacks a tensor.
     #[error("missing tensor ({}): `{}`, this model needs it as {want:?}", shown_path(.path), shown(.name))]
     TensorMissing {
-        /// File or folder.
+        /// The file, or the folder of shards.
         path: PathBuf,
         /// Tensor name, as the file's own layout spells it.
         name: String,
@@ -122,7 +122,7 @@ pub enum Error {
         path: PathBuf,
         /// Tensor name in the file.
         name: String,
-        /// Which format it is.
+        /// The quantisation format.
         format: &'static str,
     },
 
@@ -135,18 +135,18 @@ pub enum Error {
         name: String,
     },
 
-    /// Parts of a model that do not belong together.
+    /// The parts of a model do not belong together.
     #[error("{part} does not fit the transformer: {}", shown_text(.detail))]
     Mismatch {
-        /// Which part.
+        /// The part that does not fit the transformer.
         part: &'static str,
-        /// Needed and found.
+        /// What was needed and what was found.
         detail: String,
-        /// What it looks like.
+        /// A guess at the cause, or what to do instead.
         hint: Option<Remedy>,
     },
 
-    /// The joint sequence is longer than the engine plans for.
+    /// The joint sequence of text and image tokens is longer than the engine supports.
     #[error("too many tokens: {text} text + {image} image = {}, the limit is {limit}", .text + .image)]
     TooManyTokens {
         /// Text tokens.
@@ -157,50 +157,50 @@ pub enum Error {
         limit: usize,
     },
 
-    /// Memory for the run could not be had.
+    /// The working memory of a job could not be allocated.
     #[error("not enough memory: this job needs {need} bytes of working memory and they could not be reserved")]
     Memory {
         /// Bytes asked for.
         need: u64,
     },
 
-    /// What a job takes is more than there is.
+    /// A job needs more host memory than is free.
     #[error("not enough memory: this job needs {}, {} is free", amount(*.need), amount(*.have))]
     HostMemory {
-        /// Bytes asked for.
+        /// Bytes needed.
         need: u64,
-        /// Bytes there are.
+        /// Bytes free.
         have: u64,
-        /// Ways to get by with less.
+        /// Ways to need less.
         ways: Vec<Remedy>,
     },
 
     /// Threads could not be started.
     #[error("cannot start {count} threads: {}", shown_text(.why))]
     Threads {
-        /// How many.
+        /// The number of threads.
         count: usize,
         /// What the system says.
         why: String,
     },
 
-    /// A GPU's memory does not suffice.
+    /// A job needs more GPU memory than is free.
     #[error("not enough GPU memory: this job needs {}, {} is free on {}", gib(*.need), gib(*.have), shown_text(.device))]
     DeviceMemory {
-        /// Bytes asked for.
+        /// Bytes needed.
         need: u64,
-        /// Bytes there are.
+        /// Bytes free.
         have: u64,
-        /// Which GPU.
+        /// The GPU.
         device: String,
-        /// Ways to get by with less.
+        /// Ways to need less.
         ways: Vec<Remedy>,
     },
 
     /// No GPU can be used.
     #[error("no usable GPU: {}", shown_text(.what))]
     NoGpu {
-        /// Why.
+        /// The cause.
         what: String,
         /// What to do about it.
         hint: String,
@@ -209,13 +209,13 @@ pub enum Error {
     /// The GPU or its driver reported a fault.
     #[error("the GPU failed: {call}: {}", shown_text(.status))]
     Device {
-        /// The call, or the kernel.
+        /// The driver call or the kernel that failed.
         call: &'static str,
         /// What the driver says.
         status: String,
     },
 
-    /// The output file is already there.
+    /// The output file exists already.
     #[error("output exists ({}); not overwritten", shown_path(.path))]
     OutputExists {
         /// The file.
@@ -227,16 +227,16 @@ pub enum Error {
     Write {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: std::io::Error,
     },
 
     /// A stage produced NaN or infinity.
     #[error("{} produced {count} values that are not finite; no image was written", shown(.stage))]
     NotFinite {
-        /// Which stage and step.
+        /// The stage and its step.
         stage: String,
-        /// How many values.
+        /// The number of values that are not finite.
         count: usize,
     },
 
@@ -247,7 +247,7 @@ pub enum Error {
     /// Two backends disagree about an op.
     #[error("lockstep: op {index} `{op}` differs between `{left}` and `{right}`: {}", shown_text(.detail))]
     Lockstep {
-        /// Ops run before this one.
+        /// The number of ops that ran before this one.
         index: usize,
         /// The op.
         op: &'static str,
@@ -255,11 +255,11 @@ pub enum Error {
         left: &'static str,
         /// Name of the backend under test.
         right: &'static str,
-        /// Where and by how much.
+        /// Where the results differ, and by how much.
         detail: String,
     },
 
-    /// An op was called with operands that do not fit each other. Always a bug in kiln.
+    /// An op was called with operands that do not fit each other, which is always a bug in kiln.
     #[error("internal error: op `{op}`: {}", shown_text(.what))]
     Op {
         /// The op.
@@ -293,7 +293,7 @@ impl Error {
         Self::Read { path: path.into(), source }
     }
 
-    /// What can be done about it.
+    /// What can be done about the error.
     pub fn remedy(&self) -> Option<Remedy> {
         match self {
             Self::Usage { hint, .. }
@@ -327,11 +327,11 @@ impl Error {
     }
 
     /// The process exit code: 2 usage, 3 bad input file, 4 not enough memory, 5 output not written, 6 no usable GPU or a fault of
-    /// it, 7 numeric fault, 130 interrupted, 70 a bug of ours.
+    /// it, 7 numeric fault, 130 interrupted, 70 a bug in kiln.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Usage { .. } | Self::ImageSize { .. } | Self::TooManyTokens { .. } => 2,
-            // Of files, and of mapping them.
+            // Memory can also run out while a file is read or mapped, which is not a fault of the file.
             Self::Read { source, .. } if source.kind() == ErrorKind::OutOfMemory => 4,
             Self::NoModel { .. }
             | Self::IncompleteModel { .. }
@@ -358,7 +358,7 @@ mod tests {
     use super::*;
     use std::io;
 
-    /// Every error with text from outside in it, that text being `foreign`.
+    /// One error of every kind, with `foreign` for each text that comes from outside the program.
     fn all(foreign: &str) -> Vec<Error> {
         let (text, path) = (|| foreign.to_owned(), || PathBuf::from(foreign));
         let hint = || Some(Remedy::Advice(text()));
@@ -396,7 +396,7 @@ mod tests {
 
     #[test]
     fn no_error_hands_foreign_text_to_a_terminal() {
-        // A new kind of error has to join the list: this match has no other arm.
+        // The match has no wildcard arm, so a new kind of error does not compile until it joins the list.
         let kind = |error: &Error| match error {
             Error::Usage { .. } => 0,
             Error::NoModel { .. } => 1,

@@ -2,9 +2,9 @@
 //!
 //! A prompt becomes tokens, tokens become prompt embeddings, embeddings and noise become latents over a few denoising steps, latents
 //! become pixels. [`pipeline`] is that straight line; [`model`] holds the three networks, written once over the [`Backend`] trait;
-//! everything between is pure. `ARCHITECTURE.md` tells what may call what, and why.
+//! everything between is pure. `ARCHITECTURE.md` describes the layers, what may call what, and why.
 //!
-//! An image takes a model, a job and a backend (`examples/generate.rs` is the whole program):
+//! Generating an image takes a model, a job and a backend (`examples/generate.rs` is the whole program):
 //!
 //! ```ignore
 //! let model = kiln::open("path/to/FLUX.2-klein-4B")?;
@@ -14,8 +14,9 @@
 //! engine.generate(&job, &Silent, &mut |generated| save(generated.image))?;
 //! ```
 //!
-//! [`OpenModel::estimate`] answers what a job would take without reading a weight, and [`OpenModel::check_memory`] whether it fits
-//! into a backend's memory. The fields of [`Job`] are public: size, steps, guidance scale, seeds and reference images can be set.
+//! [`OpenModel::estimate`] computes the FLOPs and memory of a job without reading a weight, and [`OpenModel::check_memory`] checks
+//! that it fits into a backend's memory. The fields of [`Job`] are public: size, steps, guidance scale, seeds and reference images
+//! can be set.
 //!
 //! [`Backend`]: backend::Backend
 
@@ -52,7 +53,7 @@ pub use error::{Error, Result};
 pub use pipeline::{Engine, Job, LoadOptions, OpenModel};
 
 /// Opens the model that `kiln --model NAME` names: a folder, a repository in the Hugging Face cache, or `tiny`. Every tensor is
-/// checked by name, shape and dtype; nothing is read yet.
+/// checked by name, shape and dtype; no weight is read yet.
 pub fn open(name: &str) -> Result<OpenModel> {
     let environment = locate::Environment::of_process(None);
     let request = locate::LocateRequest { model: Some(name.into()), environment, ..Default::default() };

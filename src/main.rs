@@ -43,14 +43,14 @@ fn main() -> ExitCode {
 
 /// Runs the program on a stack that is large enough for it.
 fn with_stack(program: fn() -> ExitCode) -> ExitCode {
-    // The stack of the first thread is up to the user, and can be next to nothing.
+    // The main thread's stack is as large as `ulimit -s` says, which may be too small for this program.
     #[cfg(target_os = "linux")]
     {
         let limit = rustix::process::getrlimit(rustix::process::Resource::Stack).current;
         if limit.is_some_and(|bytes| bytes < threads::STACK as u64)
             && let Ok(thread) = std::thread::Builder::new().stack_size(threads::STACK).spawn(program)
         {
-            // The program catches its panics.
+            // `program` catches its own panics, so the join does not fail.
             return thread.join().unwrap_or(ExitCode::from(70));
         }
     }
@@ -59,38 +59,38 @@ fn with_stack(program: fn() -> ExitCode) -> ExitCode {
 
 fn program() -> ExitCode {
     record_panics();
-    // A file that may not grow any further is reported by the write. By itself the signal that comes first would end the
-    // process; that it has a handler is enough, and if it cannot have one, nothing is lost.
+    // A write beyond the limit on file sizes raises SIGXFSZ, which by default ends the process. With any handler installed the
+    // write fails with EFBIG instead and is reported like other errors. Without one the program still works.
     #[cfg(unix)]
     let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
     let signals = Signals::default();
     let failure = match guarded(|| {
         let command = match cli::parse(std::env::args_os()) {
             Ok(command) => command,
-            // This is help, the version, or what is wrong with the flags.
+            // clap returns help and version as errors, too; they go to standard output, usage errors to standard error.
             Err(text) => {
                 let printed = text.print().and_then(|()| io::stdout().flush());
                 return match printed {
                     Err(source) if !text.use_stderr() => Err(Error::Write { path: cli::STDOUT.into(), source }),
-                    // Where it cannot be printed, an error could not be either.
+                    // A usage error that cannot be printed to standard error leaves only the exit code.
                     _ => Ok(ExitCode::from(text.exit_code() as u8)),
                 };
             }
         };
         #[cfg(target_os = "linux")]
         allocator::save_addresses();
-        // This comes before anything runs in parallel.
+        // The thread pool has to exist before its first use.
         threads::start(command.threads());
         run(command, &signals).map(|()| ExitCode::SUCCESS)
     }) {
         Ok(code) => return code,
         Err(failure) => failure,
     };
-    // A reader that has seen enough closes the pipe, which is no failure.
+    // A reader such as `head` closes the pipe once it has enough output, which is not a failure.
     if matches!(&failure, Failure::Error(error) if cli::reader_left(error)) {
         return ExitCode::SUCCESS;
     }
-    // Standard error may be closed, too. The exit code still tells.
+    // Standard error may be closed, too; the exit code still reports the failure.
     let _ = io::stderr().write_all(report(&failure).as_bytes());
     ExitCode::from(code(&failure, &signals))
 }
@@ -128,7 +128,8 @@ fn run(command: Command, signals: &Signals) -> Result<()> {
     }
 }
 
-/// A terminal for work that signals can end cleanly. Until there is such work, a signal may simply end the process.
+/// Creates the terminal of a command that checks the stop flag, and installs the signal handlers that set it. Other commands keep
+/// the default handlers, which end the process at once.
 fn terminal(verbosity: Verbosity, signals: &Signals) -> Terminal {
     let terminal = Terminal::new(verbosity);
     if let Err(error) = signals.listen() {
@@ -137,12 +138,12 @@ fn terminal(verbosity: Verbosity, signals: &Signals) -> Terminal {
     terminal
 }
 
-/// Requests from outside to stop.
+/// Flags that the signal handlers set.
 #[derive(Clone, Default)]
 struct Signals {
-    /// Set by the first of them.
+    /// Set by SIGINT and SIGTERM.
     stop: Arc<AtomicBool>,
-    /// Set if it was a request to terminate, and not from the keyboard.
+    /// Set by SIGTERM only, which has an exit code of its own.
     terminated: Arc<AtomicBool>,
 }
 
@@ -152,7 +153,7 @@ impl Signals {
         use signal_hook::consts::{SIGINT, SIGTERM};
         use signal_hook::flag::{register, register_conditional_shutdown};
         for (signal, code) in [(SIGINT, 130), (SIGTERM, 143)] {
-            // Handlers run in this order, so the first signal finds the flag still unset.
+            // Handlers run in the order of registration, so the first signal finds the flag still unset.
             register_conditional_shutdown(signal, code, self.stop.clone())?;
             register(signal, self.stop.clone())?;
         }
@@ -161,8 +162,8 @@ impl Signals {
     }
 }
 
-/// Keeps panics off the screen. Some are expected: the library catches those of a dependency and turns them into errors.
-/// So the hook only records the message, and [`guarded`] alone decides what ends the program.
+/// Replaces the panic hook with one that only records the message. Some panics are expected: the library catches those of a
+/// dependency and turns them into errors. [`guarded`] alone decides which panic ends the program.
 fn record_panics() {
     panic::set_hook(Box::new(|info| {
         let what = info.payload_as_str().unwrap_or("no message");
@@ -177,7 +178,7 @@ fn record_panics() {
     }));
 }
 
-/// Runs the whole program. A panic that nothing caught becomes a failure.
+/// Runs the whole program and turns an uncaught panic into a failure.
 fn guarded<T>(work: impl FnOnce() -> Result<T> + UnwindSafe) -> Result<T, Failure> {
     match panic::catch_unwind(work) {
         Ok(result) => result.map_err(Failure::Error),
@@ -188,7 +189,7 @@ fn guarded<T>(work: impl FnOnce() -> Result<T> + UnwindSafe) -> Result<T, Failur
     }
 }
 
-/// The error, what caused it, and after a blank line what can be done.
+/// Formats the error, its causes, and after a blank line the hint.
 fn report(failure: &Failure) -> String {
     let error = match failure {
         Failure::Error(error) => error,
@@ -230,7 +231,7 @@ mod tests {
         assert!(text.starts_with("error: internal error: boom 7 (src/main.rs:"), "{text}");
         assert!(text.ends_with("\n\nhint: this is a bug in kiln; please report it with the command line\n"), "{text}");
         assert_eq!(code(&failure, &Signals::default()), 70);
-        // One that was caught on the way leaves no trace.
+        // A panic that is caught further down does not end the program.
         let value = guarded(|| Ok(panic::catch_unwind(|| panic!("expected")).is_err()));
         assert!(matches!(value, Ok(true)));
         let error = guarded(|| -> Result<()> { Err(Error::Interrupted) });

@@ -5,7 +5,7 @@ use crate::part::Part;
 use crate::text::amount;
 use std::fmt;
 
-/// A way out of an error.
+/// One way to resolve an error.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Remedy {
@@ -28,7 +28,7 @@ pub enum Remedy {
         width: usize,
         /// Rows.
         height: usize,
-        /// Memory that it takes.
+        /// Memory that it needs.
         bytes: u64,
     },
     /// Generate an image of the size that the noise was recorded for.
@@ -59,7 +59,7 @@ pub enum Remedy {
     FinishDownload {
         /// The repository.
         repository: String,
-        /// The model that the program carries, unless parts of another were given.
+        /// The name of the program's own model; absent if parts of another model were given.
         own: Option<&'static str>,
     },
     /// Give the weights of each part as a file of its own.
