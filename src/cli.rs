@@ -1,7 +1,6 @@
-//! The command line. A request takes one way: flags as they are typed (`args`), what they ask for (`request`), the device and the
-//! model it runs on (`session`), what is left to decide (`settings`), what the user is told (`report`), and the files that are
-//! written (`outputs`). Only `args` and `completions` know clap; once a request exists, every number in it is legal and every file it names was
-//! looked at.
+//! The command line. A request passes through one module after the other: `args` defines the flags, `request` checks them, `session`
+//! opens the device and the model, `settings` resolves defaults, `report` informs the user, and `outputs` writes the files. Only
+//! `args` and `completions` depend on clap; in a request every number is legal and every input file was opened and checked.
 
 pub mod args;
 mod bench;
@@ -36,15 +35,16 @@ use args::{Cli, Command, GenerateArgs};
 use clap::Parser;
 use std::ffi::OsString;
 
-/// Reads the arguments of a process, its own name first. Asking for help or the version is an "error" too: the text to print,
-/// and the code to end with, are in it.
+/// Parses the arguments of a process, beginning with its own name. A request for help or the version is returned as an error, too;
+/// the error holds the text to print and the exit code.
 ///
-/// A first argument that names a command is that command; everything else is the flags of `generate`. So a prompt that is
-/// spelled like a command needs `kiln generate`, and the value of an option is never mistaken for one.
+/// If the first argument names a command, it is that command; otherwise all arguments are flags of `generate`. So a prompt that is
+/// spelled like a command needs `kiln generate`, and the value of an option is never mistaken for a command.
 pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command, clap::Error> {
     let args: Vec<OsString> = args.into_iter().collect();
     let Cli { command, generate } = Cli::try_parse_from(&args).map_err(|error| {
-        // An error repeats what was typed, or what a script passed on. Said again with that made harmless it is the same error.
+        // clap quotes arguments as they are, including control characters. Parsing the escaped arguments gives the same error with
+        // a text that is safe to print.
         let harmless = args.iter().map(|arg| OsString::from(shown(&arg.to_string_lossy())));
         if error.use_stderr() { Cli::try_parse_from(harmless).err().unwrap_or(error) } else { error }
     })?;

@@ -1,4 +1,4 @@
-//! The flags as they are typed. Only what a flag can know by itself is checked here; the rest is [`super::GenerateRequest`]'s.
+//! The definition of the flags. Only checks of a single flag are here; [`super::GenerateRequest`] checks flags against each other.
 
 mod help;
 mod values;
@@ -24,7 +24,7 @@ use values::{guidance, pixels, within};
     name = "kiln",
     bin_name = "kiln",
     version,
-    // By itself clap makes a line of the flags that were given, as if they had to be.
+    // The usage line that clap derives for an error lists the flags that were given, as if they were required.
     override_usage = "kiln [OPTIONS] [PROMPT]\n       kiln <COMMAND>",
     args_conflicts_with_subcommands = true,
     arg_required_else_help = true,
@@ -84,7 +84,7 @@ pub enum Command {
 }
 
 impl Command {
-    /// CPU threads that it asks for; 0 for one per core.
+    /// The number of CPU threads that the command asks for; 0 means one per core.
     pub fn threads(&self) -> usize {
         let asked = match self {
             Self::Generate(args) => args.run.threads,
@@ -97,7 +97,7 @@ impl Command {
 
 /// Flags of `kiln generate`.
 #[derive(Args, Debug)]
-// So that `--seed -1` is told what a seed is, and not that there is no option `-1`.
+// With this the error for `--seed -1` says what a seed is, and not that there is no option `-1`.
 #[command(allow_negative_numbers = true)]
 pub struct GenerateArgs {
     /// What the picture shows
@@ -227,7 +227,7 @@ pub struct RunArgs {
 }
 
 impl RunArgs {
-    /// The GPU to take, if one is taken.
+    /// The index of the GPU to use, should the backend be a GPU.
     pub fn device(&self) -> Result<usize> {
         match self.device {
             Some(_) if self.backend == BackendArg::Cpu => {
@@ -274,12 +274,12 @@ pub struct ModelArgs {
 }
 
 impl ModelArgs {
-    /// Whether a model is asked for by its name, here or in the environment.
+    /// Whether a model is named by `--model` or by the environment.
     pub fn is_named(&self, environment: &Environment) -> bool {
         self.model.is_some() || environment.kiln_model.is_some()
     }
 
-    /// What to look for, and where.
+    /// The request for `locate`.
     pub fn request(&self, environment: Environment) -> LocateRequest {
         let Self { model, transformer, text_encoder, vae, tokenizer, .. } = self;
         LocateRequest {

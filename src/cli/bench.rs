@@ -1,4 +1,4 @@
-//! `kiln bench`: how long images take, stage by stage, and how much memory; or how fast single kernels are.
+//! `kiln bench`: the time and memory that images take, stage by stage, or the speed of single kernels.
 
 mod images;
 mod kernels;
@@ -19,18 +19,18 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
-/// The prompt where none is given. All are padded to the same length, so none is faster than another.
+/// The default prompt. Prompts are padded to the same length, so the choice does not affect the timing.
 const PROMPT: &str = "a red fox in the snow";
 
 /// What to measure.
 #[derive(Debug)]
 pub struct BenchRequest {
-    /// When this began, which a cold image is counted from.
+    /// The start of the command, from which the time of the cold image counts.
     started: Instant,
     subject: Subject,
-    /// Where JSON goes, if anywhere; `-` is standard output, which then has no table.
+    /// The file for JSON, if it was asked for; `-` is standard output, where JSON replaces the table.
     json: Option<PathBuf>,
-    /// How much to tell.
+    /// How much to print.
     pub verbosity: Verbosity,
 }
 
@@ -39,7 +39,7 @@ pub struct BenchRequest {
 enum Subject {
     /// A cold image and `runs` warm ones.
     Images { request: Box<ImageRequest>, setup: Box<Setup>, runs: usize },
-    /// Ops with this in their names, where the flags say.
+    /// The ops whose names contain `filter`, on the backend that `run` selects.
     Kernels { filter: String, quick: bool, run: RunArgs },
 }
 
@@ -90,7 +90,7 @@ impl BenchRequest {
     }
 }
 
-/// Measures, and writes a table or JSON to `out`. No image is kept.
+/// Runs the measurement and writes a table or JSON to `out`. No image is kept.
 pub fn bench(request: BenchRequest, stop: &Arc<AtomicBool>, terminal: &Terminal, out: &mut dyn Write) -> Result<()> {
     let BenchRequest { started, subject, json, .. } = request;
     let json = json.as_deref();
@@ -106,7 +106,7 @@ pub fn bench(request: BenchRequest, stop: &Arc<AtomicBool>, terminal: &Terminal,
     }
 }
 
-/// Writes results where they were asked for.
+/// Writes the table, the JSON, or both, as requested.
 fn publish(report: &impl Serialize, table: String, json: Option<&Path>, out: &mut dyn Write) -> Result<()> {
     let text = || {
         let text = serde_json::to_string(report).map_err(|e| Error::Op { op: "json", what: e.to_string() })?;
@@ -115,7 +115,7 @@ fn publish(report: &impl Serialize, table: String, json: Option<&Path>, out: &mu
     match json {
         Some(path) if path == Path::new(DASH) => print(out, text()?.as_bytes()),
         Some(path) => {
-            // First, so that a table that cannot be shown costs no figures.
+            // The file is written first, so that the results are kept even if the table cannot be printed.
             save_new(path, text()?.as_bytes(), false).map_err(unforced)?;
             print(out, table.as_bytes())
         }
@@ -123,7 +123,7 @@ fn publish(report: &impl Serialize, table: String, json: Option<&Path>, out: &mu
     }
 }
 
-/// Measuring has no `--force`, so nobody is told to use it.
+/// Replaces the error whose hint recommends `--force`, which `kiln bench` does not have.
 fn unforced(error: Error) -> Error {
     match error {
         Error::OutputExists { path } => {

@@ -52,7 +52,7 @@ fn page(command: clap::Command) -> io::Result<Vec<u8>> {
     Ok(page)
 }
 
-/// The closing text of `--help`, lines as they are, with a section for every heading: an unindented line that ends with a colon.
+/// The closing text of `--help` with its line breaks kept. Every heading, an unindented line that ends with a colon, begins a section.
 fn preformatted(text: &str) -> Roff {
     let mut roff = Roff::default();
     roff.control("nf", []);

@@ -1,4 +1,4 @@
-//! Where a request is computed: choosing the backend.
+//! Selects and opens the backend of a request.
 
 use super::args::BackendArg;
 use crate::backend::Backend;
@@ -9,14 +9,14 @@ use crate::error::{Error, Result};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// A backend that is open, and what to say about it.
+/// An open backend, and its description for the user.
 pub struct SelectedBackend {
     pub backend: Box<dyn Backend>,
-    /// Its name, as the command line spells it.
+    /// The name of the backend, as the command line spells it.
     pub name: &'static str,
     /// The machine, for display.
     pub machine: String,
-    /// The GPU, if it is one.
+    /// The GPU, if the backend is one.
     pub device: Option<DeviceInfo>,
     /// Why `auto` did not select a GPU.
     pub note: Option<String>,

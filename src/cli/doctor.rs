@@ -32,7 +32,7 @@ pub fn doctor(args: DoctorArgs, environment: Environment, out: &mut dyn Write) -
     match cuda::devices() {
         Err(error) => {
             row("driver", error.to_string());
-            // This command has no flags for what else could be done about it.
+            // The full hint would name `--backend`, which `kiln doctor` does not have.
             let advice = match &error {
                 Error::NoGpu { hint, .. } => Some(shown_text(hint)),
                 other => hint(other),
@@ -73,7 +73,7 @@ fn kernel_symbols(op: &str) -> String {
     cuda::kernels_of(op).iter().map(|kernel| kernel.symbol()).collect::<Vec<_>>().join(" ")
 }
 
-/// The files of these kernels, with the number of kernels where it takes several of a file.
+/// The files of the kernels that an op may launch, with the number of kernels if an op uses several of a file.
 fn kernel_files(op: &str) -> String {
     let tiles = Tile::ALL.map(|tile| tile.config().kernel);
     let describe = |kernels: &[Kernel]| match kernels {
@@ -87,7 +87,7 @@ fn kernel_files(op: &str) -> String {
     files.map(describe).collect::<Vec<_>>().join(", ")
 }
 
-/// Which model would be used, and which files of it. They are opened, so that what is wrong with them is found.
+/// The model that `kiln generate` would use, and its files. They are opened, so that faults in them are reported.
 fn model_lines(args: &DoctorArgs, environment: Environment) -> Result<Vec<String>> {
     let none = if args.model.is_named(&environment) { "" } else { "; no FLUX.2 model was found" };
     let found = locate(&args.model.request(environment))?;
@@ -97,7 +97,7 @@ fn model_lines(args: &DoctorArgs, environment: Environment) -> Result<Vec<String
         Found::Files(files) => files,
     };
     let model = OpenModel::open(&found, args.model.variant.map(Variant::from))?;
-    // The name that a model gives itself need not say which variant it is.
+    // The display name of a model need not contain its variant.
     let mut lines = vec![format!("{}, {}, {}", model.name, model.variant, shown_text(&files.origin))];
     lines.extend(model.files_in_use().iter().map(|(part, files)| format!("{part} {files}")));
     lines.extend(model.warnings.iter().map(|warning| format!("warning: {}", shown_text(warning))));

@@ -1,13 +1,14 @@
-//! The library's errors in the words of the command line: remedies by the flags that carry them out.
+//! Puts the library's errors and remedies into the terms of the command line, which names flags.
 
 use crate::error::{EXPECTED, Error, Remedy, alternatives};
 use crate::part::Part;
 use crate::text::{amount, shown_text};
 
-/// What to do where an allocation failed. The program's allocator says it, too, when no memory is left to put a text together.
+/// The hint for a failed allocation. It is a constant because the program's allocator prints it, too, when no memory is left to
+/// format a text.
 pub const SAVE_MEMORY: &str = "lower --width and --height, close other programs, or allow this one more memory";
 
-/// What went wrong, for a user of the command line.
+/// The message of an error for a user of the command line.
 pub fn message(error: &Error) -> String {
     match error {
         Error::ImageSize { width, height, rule, .. } => format!("--width {width} --height {height}: {rule}"),
@@ -16,7 +17,7 @@ pub fn message(error: &Error) -> String {
     }
 }
 
-/// What a user of the command line can do about it.
+/// The remedy of an error for a user of the command line.
 pub fn hint(error: &Error) -> Option<String> {
     error.remedy().map(|remedy| shown_text(&words(&remedy)))
 }
@@ -71,7 +72,7 @@ mod tests {
         assert_eq!(alternatives(&ways.each_ref().map(words)), SAVE_MEMORY);
     }
 
-    /// Whoever calls the library has no flags, and whoever types them gets nothing else.
+    /// The library's own texts name no flags, because its callers have none; those of the command line do.
     #[test]
     fn only_the_command_line_names_flags() {
         let parts = || vec![Part::Transformer, Part::Vae];

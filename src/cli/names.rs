@@ -1,10 +1,10 @@
-//! What image files are called.
+//! The names of image files.
 
 use super::stdout::DASH;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-/// Longest part of a name that comes from the prompt.
+/// The maximum length, in bytes, of the part of a name that comes from the prompt.
 const SLUG: usize = 48;
 
 /// Where the images of one run go.
@@ -14,14 +14,14 @@ pub enum Target {
     Stdout,
     /// One image, at a path that was given.
     One(PathBuf),
-    /// Several: `out.png` stands for `out-1.png`, `out-2.png` and so on.
+    /// Several images: `out.png` stands for `out-1.png`, `out-2.png` and so on.
     Numbered(PathBuf),
-    /// Named after the prompt, in the current folder. The seed tells images apart.
+    /// Images named after the prompt, in the current folder; the seed in the name distinguishes them.
     Prompt(String),
 }
 
 impl Target {
-    /// The place for `count` images of a prompt; `given` is the path that was asked for, `-` for standard output.
+    /// The target for `count` images of a prompt; `given` is the path of `--output`, where `-` is standard output.
     pub fn new(given: Option<PathBuf>, prompt: &str, count: usize) -> Self {
         match given {
             Some(path) if path == Path::new(DASH) => Self::Stdout,
@@ -31,7 +31,7 @@ impl Target {
         }
     }
 
-    /// The path of image `index`, counted from 0; none on standard output. An image without a seed has its noise from a file.
+    /// The path of image `index`, counted from 0, or `None` for standard output. An image whose noise comes from a file has no seed.
     pub fn path(&self, index: usize, seed: Option<u64>) -> Option<PathBuf> {
         let named = |stem: &str| match seed {
             Some(seed) => format!("{stem}-{seed}.png").into(),
@@ -51,7 +51,7 @@ impl Target {
 fn numbered(path: &Path, number: usize) -> PathBuf {
     let is_folder = path.as_os_str().as_encoded_bytes().last().is_some_and(|&byte| std::path::is_separator(byte.into()));
     let Some(stem) = path.file_stem().filter(|_| !is_folder) else {
-        // This is not the name of a file, and a number would not make it one. The check of the path refuses it.
+        // The path does not name a file. It is returned as it is, and refused when the outputs are checked.
         return path.into();
     };
     let mut name = OsString::from(stem);
@@ -63,12 +63,12 @@ fn numbered(path: &Path, number: usize) -> PathBuf {
     path.with_file_name(name)
 }
 
-/// The prompt's ASCII words, as many as fit.
+/// Joins the ASCII words of a prompt, as many as fit into [`SLUG`] bytes.
 fn slug(prompt: &str) -> String {
     let mut slug = String::new();
     for word in prompt.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty()) {
         if slug.is_empty() {
-            // A first word that is too long by itself is cut; it is ASCII, so anywhere.
+            // A first word that is too long by itself is cut. It is ASCII, so any byte is a character boundary.
             slug.push_str(&word[..word.len().min(SLUG)]);
         } else if slug.len() + 1 + word.len() <= SLUG {
             slug.push('-');

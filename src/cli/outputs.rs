@@ -1,4 +1,4 @@
-//! Where images go: files or standard output, what a PNG says about itself, and the line that tells of it.
+//! Writes images to files or to standard output, with metadata in the PNG and a line of output for each file.
 
 use super::names::Target;
 use super::report::warn_of_flat;
@@ -18,11 +18,11 @@ use std::path::{Path, PathBuf};
 /// The files of a run.
 #[derive(Debug)]
 pub struct Outputs {
-    /// The images that are still to come, in order; none where the image goes to standard output.
+    /// The image files still to be written, in order; empty if the image goes to standard output.
     images: std::vec::IntoIter<Planned>,
-    /// Where intermediate values go, and how many bytes they take without prompt embeddings.
+    /// The file of `--dump`. Its size leaves out the prompt embeddings, whose width is known only once the model is open.
     dump: Option<Planned>,
-    /// Whether files are replaced.
+    /// Whether existing files are replaced.
     force: bool,
     /// Whether standard output gets JSON objects instead of paths.
     json: bool,
@@ -45,9 +45,9 @@ struct ImageLine<'a> {
 }
 
 impl Outputs {
-    /// Plans the files of a request, and refuses now what could not be written after minutes of work.
+    /// Plans the files of a request, and refuses those that cannot be written now rather than after minutes of work.
     pub fn plan(request: &ImageRequest, target: &Target, dump: Option<PathBuf>, force: bool, json: bool) -> Result<Self> {
-        // As large as an image that does not compress, with its text.
+        // The estimate is the size of a PNG that does not compress at all, with its text.
         let (pixels, rows) = (request.size.width() * request.size.height(), request.size.height());
         let bytes = (3 * pixels + rows + request.prompt.len()) as u64 + (16 << 10);
         let mut images = Vec::with_capacity(request.seeds.len());
@@ -64,7 +64,7 @@ impl Outputs {
         if *target == Target::Stdout {
             check_stdout()?;
         }
-        // The noise twice, the latents of each step and the image before it is rounded.
+        // A dump holds the noise twice, the latents after each step and the image before rounding.
         let latents = (request.steps.unwrap_or(1) + 2) * request.size.grid().tokens() * CHANNELS;
         let dump = dump.map(|path| Planned { path, bytes: 4 * (latents + 3 * pixels) as u64 });
         let outputs = Self { images: images.into_iter(), dump, force, json };
@@ -77,14 +77,14 @@ impl Outputs {
         self.dump.is_some()
     }
 
-    /// Refuses files that cannot be written. `embeddings` is the number of values in the prompt embeddings, as far as it is known.
+    /// Refuses files that cannot be written. `embeddings` is the number of values in the prompt embeddings, or 0 while it is unknown.
     pub fn check(&self, embeddings: usize) -> Result<()> {
         let dump = self.dump.iter().map(|dump| Planned { path: dump.path.clone(), bytes: dump.bytes + 4 * embeddings as u64 });
         let files: Vec<Planned> = self.images.as_slice().iter().cloned().chain(dump).collect();
         check_writable(&files, self.force)
     }
 
-    /// Saves the next image and tells of it. `backend` is where it was computed.
+    /// Saves the next image and reports it on `out`. `backend` is the name of the backend that computed it.
     pub fn write(
         &mut self,
         image: &GeneratedImage,
@@ -94,7 +94,7 @@ impl Outputs {
         out: &mut dyn Write,
     ) -> Result<()> {
         let png = image.image.encode_png(&png_text(settings, image.seed))?;
-        // Flushed at once: whoever reads along wants to know of an image when it is there.
+        // The line is flushed at once, so that the reader of a pipe learns of each image as soon as it exists.
         let mut send = |bytes: &[u8]| out.write_all(bytes).and_then(|()| out.flush());
         let told = match self.images.next() {
             Some(Planned { path, .. }) => {
@@ -102,16 +102,16 @@ impl Outputs {
                 let line =
                     if self.json { json_line(&path, image, settings, backend, terminal.seconds())? } else { line_of(&path) };
                 match send(&line) {
-                    // The files are the product, and the rest of them is generated even if nobody listens any more.
+                    // The files are the result, so the rest of them is generated even after the reader closed the pipe.
                     Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
                     sent => sent.map_err(|source| Error::Write { path: STDOUT.into(), source }),
                 }
             }
-            // Here the stream is the product, and a reader who leaves has lost it.
+            // Here the stream is the result, so a closed pipe is an error.
             None => send(&png).map_err(|source| Error::Write { path: DASH.into(), source }),
         };
         warn_of_flat(image, terminal);
-        // After the image was told of: should this fail, it is there all the same, and somebody has to know.
+        // The dump comes after the report of the image, which exists even if writing the dump fails.
         if let (Some(dump), Some(record)) = (&self.dump, &image.record) {
             save_new(&dump.path, &record.to_safetensors()?, self.force)?;
         }
@@ -119,7 +119,7 @@ impl Outputs {
     }
 }
 
-/// What a PNG says about itself: enough to generate it again, and nothing that differs when it is.
+/// The metadata of a PNG: enough to generate the image again, and nothing that would differ between two such runs.
 pub fn png_text(settings: &Settings, seed: u64) -> Vec<(&'static str, String)> {
     let mut text = vec![("prompt", settings.job.prompt.clone())];
     text.extend(settings.job.noise.seed(seed).map(|seed| ("seed", seed.to_string())));
@@ -140,10 +140,10 @@ pub fn png_text(settings: &Settings, seed: u64) -> Vec<(&'static str, String)> {
     text
 }
 
-/// What `--json` prints for an image.
+/// Formats the line of an image under `--json`.
 fn json_line(path: &Path, image: &GeneratedImage, settings: &Settings, backend: &str, seconds: Seconds) -> Result<Vec<u8>> {
     let line = ImageLine {
-        // JSON is text, so a name that is none loses the bytes that are not.
+        // JSON holds Unicode only, so bytes of a path that are not valid UTF-8 are replaced.
         path: &path.to_string_lossy(),
         seed: settings.job.noise.seed(image.seed),
         width: image.image.width,
@@ -161,7 +161,7 @@ fn json_line(path: &Path, image: &GeneratedImage, settings: &Settings, backend: 
     Ok(line)
 }
 
-/// Refuses names of other formats, and extensions that nobody would open as an image. No extension at all is fine.
+/// Refuses extensions other than .png, and paths that name standard output. A name without an extension is allowed.
 fn check_format(path: &Path) -> Result<()> {
     let refused = |why: &str| Error::Write { path: path.into(), source: io::Error::new(io::ErrorKind::InvalidInput, why) };
     if ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"].iter().any(|own| path == Path::new(own)) {
@@ -173,7 +173,7 @@ fn check_format(path: &Path) -> Result<()> {
     }
 }
 
-/// Refuses a standard output that cannot take an image.
+/// Refuses to write an image to a terminal, or to a standard output that is closed.
 fn check_stdout() -> Result<()> {
     let why = if io::stdout().is_terminal() {
         "a terminal cannot show a picture; redirect standard output, or name a file"
@@ -185,8 +185,8 @@ fn check_stdout() -> Result<()> {
     Err(Error::Write { path: STDOUT.into(), source: io::Error::new(io::ErrorKind::InvalidInput, why) })
 }
 
-/// Whether standard output was closed when the program started. Rust's runtime then puts the null device in its place, open for
-/// reading as well, which a shell's redirection never is.
+/// Whether standard output was closed when the program started. Rust's runtime then opens the null device in its place for reading
+/// and writing; a redirection by a shell opens it for writing only.
 fn is_lost() -> bool {
     #[cfg(target_os = "linux")]
     {

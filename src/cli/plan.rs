@@ -1,4 +1,4 @@
-//! `kiln plan`: what an image would cost, told before anything is computed.
+//! `kiln plan`: what an image would cost, estimated without reading weights.
 
 use super::args::{KleinArg, PlanArgs};
 use super::report::warn_of_guidance;
@@ -17,7 +17,7 @@ use serde::Serialize;
 use std::fmt::Write as _;
 use std::io::Write;
 
-/// A plan and what it is for.
+/// The estimate of a job and the settings that it is for.
 #[derive(Serialize)]
 struct Report {
     model: String,
@@ -27,7 +27,7 @@ struct Report {
     height: usize,
     steps: usize,
     guidance: Option<f32>,
-    /// Whether each step runs twice.
+    /// Whether classifier-free guidance runs each step twice.
     #[serde(skip)]
     guided: bool,
     tokens: TokenReport,
@@ -54,7 +54,7 @@ struct StageReport {
     flop: u64,
 }
 
-/// Writes the plan to `out`. What is worth knowing about the model or the flags goes to the terminal.
+/// Writes the plan to `out`, and warnings about the model or the flags to the terminal.
 pub fn plan(args: PlanArgs, environment: Environment, terminal: &Terminal, out: &mut dyn Write) -> Result<()> {
     let model = PlannedModel::new(&args, environment)?;
     let request = ImageRequest::of_shape(&args.shape, &model.conventions)?;
@@ -73,7 +73,7 @@ pub fn plan(args: PlanArgs, environment: Environment, terminal: &Terminal, out: 
     print(out, text.as_bytes())
 }
 
-/// What is known of a model before its weights are read.
+/// A model as far as it is known before its weights are read.
 struct PlannedModel {
     /// Display name.
     name: String,
@@ -87,13 +87,13 @@ struct PlannedModel {
 enum Source {
     /// The headers of its files.
     Files(Box<OpenModel>),
-    /// klein as it was published, without files.
+    /// The configuration of klein as it was published; no files are needed.
     Klein(Box<Configs>),
 }
 
 impl PlannedModel {
-    /// The model that was named, by its files' headers; else klein itself. A size that is asked for goes before a model that only
-    /// a variable names.
+    /// Opens the files of the model that was named; without one, takes klein as it was published. `--klein` overrides a model that
+    /// only the environment names.
     fn new(args: &PlanArgs, environment: Environment) -> Result<Self> {
         let m = &args.model;
         let parts = [&m.transformer, &m.text_encoder, &m.vae, &m.tokenizer];
@@ -124,12 +124,13 @@ impl PlannedModel {
         })
     }
 
-    /// What the settings of a job depend on.
+    /// The properties of the model that the settings of a job depend on.
     fn profile(&self, precision: Precision) -> ModelProfile<'_> {
         ModelProfile { name: &self.name, variant: self.variant, conventions: &self.conventions, precision }
     }
 
-    /// What a job costs. Files give the dtype of their weights, which f32 keeps; klein's are bfloat16.
+    /// Estimates the cost of a job. With files the dtype of the stored weights is known, which f32 precision keeps; klein as
+    /// published is taken to be bfloat16.
     fn estimate(&self, options: LoadOptions, job: &Job) -> Result<Estimate> {
         match &self.source {
             Source::Files(model) => model.estimate(options, job),

@@ -1,4 +1,4 @@
-//! What is said to the user about a run, beside results and errors: notes, warnings, the headline, and details for the curious.
+//! The messages of a run besides results and errors: notes, warnings, the headline, and the details of `--verbose`.
 
 use super::device::SelectedBackend;
 use super::settings::Settings;
@@ -10,11 +10,10 @@ use crate::terminal::Terminal;
 use crate::text::shown;
 use crate::words;
 
-/// How many unknown words are named.
+/// The number of unknown words that a note lists.
 const NAMED_WORDS: usize = 5;
 
-/// Says which model generates the image where none was named, or what to expect of an untrained one, so that nobody takes that for a
-/// fault.
+/// Prints a note if the program chose one of its own models, or if the model is untrained, whose noise would look like a fault.
 pub fn announce_model(found: &Found, named: bool, terminal: &Terminal) {
     let what = match (found, named) {
         (Found::BuiltIn(_), false) => {
@@ -28,8 +27,8 @@ pub fn announce_model(found: &Found, named: bool, terminal: &Terminal) {
     terminal.say(&format!("note: {what}; for FLUX.2 weights use --model or KILN_MODEL"));
 }
 
-/// Names the words of the prompt that the model was never trained with, where its files tell: it draws something all the same, and
-/// nobody would know why.
+/// Lists the words of the prompt that are not in the model's training vocabulary, if its files state one. The model generates an
+/// image anyway, and without the note the user could not tell why it does not match the prompt.
 pub fn unknown_words_note(prompt: &str, found: &Found, conventions: &Conventions) -> Option<String> {
     let Conventions { name, words: Some(words), draws, .. } = conventions else { return None };
     let unknown = words::unknown(prompt, words);
@@ -46,14 +45,14 @@ pub fn unknown_words_note(prompt: &str, found: &Found, conventions: &Conventions
     Some(note)
 }
 
-/// Warns of a guidance scale that was asked for and that the model does not take.
+/// Warns of a guidance scale that was given for a model that does not use one.
 pub fn warn_of_guidance(guidance: Guidance, variant: Variant, terminal: &Terminal) {
     if guidance.ignored {
         terminal.warn(&format!("--guidance is ignored: this is a {variant} model, only base models take it"));
     }
 }
 
-/// Says what is about to be generated, with what and on what.
+/// Prints what is about to be generated, with which model and on which backend, and warns of flags that have no effect.
 pub fn introduce(settings: &Settings, found: &Found, model: &OpenModel, backend: &SelectedBackend, terminal: &Terminal) {
     let (headline, details) = (headline(settings), details(settings, found, model, backend));
     warn_of_guidance(settings.guidance, settings.variant, terminal);
@@ -75,7 +74,7 @@ pub fn introduce(settings: &Settings, found: &Found, model: &OpenModel, backend:
     details.iter().for_each(|line| terminal.detail(line));
 }
 
-/// What every user sees before any time is spent: above all the seed, which may be nowhere else.
+/// The line that is printed before any time is spent. It has the seed, which is recorded nowhere else if the run is interrupted.
 fn headline(settings: &Settings) -> String {
     let steps = if settings.job.steps == 1 { "1 step".into() } else { format!("{} steps", settings.job.steps) };
     let seeds = match &*settings.job.seeds {
@@ -87,7 +86,7 @@ fn headline(settings: &Settings) -> String {
     format!("{}, {}, {steps}, {seeds}", settings.model, settings.size())
 }
 
-/// What only a curious user sees.
+/// The lines of `--verbose`.
 fn details(settings: &Settings, found: &Found, model: &OpenModel, backend: &SelectedBackend) -> Vec<String> {
     let origin = match found {
         Found::Files(files) => &files.origin,
@@ -109,7 +108,7 @@ fn details(settings: &Settings, found: &Found, model: &OpenModel, backend: &Sele
     lines
 }
 
-/// Warns of an image that shows nothing.
+/// Warns of an image whose pixels all have the same colour.
 pub fn warn_of_flat(image: &GeneratedImage, terminal: &Terminal) {
     if let Some([red, green, blue]) = image.image.flat_colour() {
         terminal.warn(&format!(
@@ -118,7 +117,7 @@ pub fn warn_of_flat(image: &GeneratedImage, terminal: &Terminal) {
     }
 }
 
-/// Lists the GPU kernels that ran, for the curious.
+/// Lists the GPU kernels that ran, with `--verbose` only.
 pub fn list_kernels(launches: &[(&'static str, u64)], terminal: &Terminal) {
     let kernels: Vec<&str> = launches.iter().map(|(name, _)| *name).collect();
     if !kernels.is_empty() {

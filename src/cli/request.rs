@@ -1,4 +1,4 @@
-//! What was asked for, checked as far as it can be before a model is opened.
+//! Requests: the values of the flags, checked as far as possible before a model is opened.
 
 use super::args::{BackendArg, GenerateArgs, NoiseArg, PromptArgs, ShapeArgs};
 use super::stdout::DASH;
@@ -17,22 +17,22 @@ use std::hash::{BuildHasher, Hasher};
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-/// Images to generate. Only what depends on the model's files is still open.
+/// Images to generate. Defaults that depend on the model's files are not resolved yet.
 #[derive(Debug)]
 pub struct ImageRequest {
     /// The prompt.
     pub prompt: String,
-    /// What the images should not show, if that was said.
+    /// The negative prompt, if one was given.
     pub negative: Option<String>,
-    /// The reference images, brought to size.
+    /// The reference images, resized and cropped for the model.
     pub references: Vec<PreparedReference>,
     /// Size of the images.
     pub size: Pixels,
-    /// Steps, if not the variant's own.
+    /// The number of steps; without one the default of the variant applies.
     pub steps: Option<usize>,
-    /// Guidance scale, if not the variant's own.
+    /// The guidance scale; without one the default of the variant applies.
     pub guidance: Option<f32>,
-    /// One for each image.
+    /// One seed for each image.
     pub seeds: Vec<u64>,
     /// Where the noise comes from.
     pub noise: Noise,
@@ -40,33 +40,33 @@ pub struct ImageRequest {
     pub record: bool,
 }
 
-/// Which model generates them, and where it runs.
+/// The model that generates the images, and the device it runs on.
 #[derive(Debug)]
 pub struct Setup {
     /// The model.
     pub found: Found,
-    /// Whether a model was named, or this is what was found.
+    /// Whether the user named the model; if not, it was found by the default search.
     pub named: bool,
-    /// How its images are generated where nothing else is asked for.
+    /// The model's defaults for size, steps and guidance.
     pub conventions: Conventions,
-    /// Overrides what the model's files say about themselves.
+    /// The variant, if it overrides the one in the model's files.
     pub variant: Option<Variant>,
-    /// Where to compute.
+    /// The backend to use.
     pub backend: BackendArg,
-    /// Which GPU.
+    /// The index of the GPU to use.
     pub device: usize,
     /// How to load the model.
     pub options: LoadOptions,
-    /// What to say before anything is opened.
+    /// Notes to print before anything is opened.
     pub notes: Vec<String>,
 }
 
 impl ImageRequest {
-    /// One image of this shape, of no prompt.
+    /// A request for one image of this shape with an empty prompt.
     pub fn of_shape(shape: &ShapeArgs, conventions: &Conventions) -> Result<Self> {
         let prepare = |path: &PathBuf| Ok(DecodedReference::open(path)?.prepare(conventions.max_reference_pixels));
         let references: Vec<PreparedReference> = shape.reference.iter().map(prepare).collect::<Result<_>>()?;
-        // The size that was asked for, else that of the first reference, else the model's own.
+        // The default size is that of the first reference, or without references the model's own.
         let first = references.first().map(|reference| (reference.width, reference.height));
         let (width, height) = first.unwrap_or((conventions.width, conventions.height));
         Ok(Self {
@@ -82,8 +82,8 @@ impl ImageRequest {
         })
     }
 
-    /// Checks flags against each other, the environment and the file system; nothing is known of outputs yet. `stdin` is read if the
-    /// prompt comes from there; `random` is the seed where none is given.
+    /// Checks flags against each other, the environment and the file system, except for the output files. `stdin` is read if the
+    /// prompt comes from there; `random` is the seed to use if none is given.
     pub fn from_args(args: &GenerateArgs, environment: Environment, stdin: &mut dyn Read, random: u64) -> Result<(Self, Setup)> {
         let seed = args.seed.unwrap_or(random);
         let seeds: Vec<u64> = (0..args.count as u64).map(|i| seed.wrapping_add(i)).collect();
@@ -136,13 +136,13 @@ impl ImageRequest {
         Ok((request, setup))
     }
 
-    /// How a model is loaded for these images.
+    /// The options for loading a model for these images.
     pub fn load_options(&self, precision: Precision, low_memory: bool) -> LoadOptions {
         LoadOptions { precision, references: !self.references.is_empty(), low_memory }
     }
 }
 
-/// A random seed: half of the random key that the standard library gives every hash map. 32 bits are short enough to type.
+/// A random seed of 32 bits, which is short enough to type. The randomness is that of the keys of the standard library's hash maps.
 pub fn random_seed() -> u64 {
     std::hash::RandomState::new().build_hasher().finish() >> 32
 }
@@ -176,7 +176,7 @@ fn prompt(args: &PromptArgs, stdin: &mut dyn Read) -> Result<String> {
         (Some(prompt), None) => prompt.as_encoded_bytes().to_vec(),
         (None, Some(path)) => {
             let mut bytes = Vec::new();
-            // Reading a little more than is allowed is enough to tell that it is too long, however long the file is.
+            // Reading slightly more than the limit suffices to detect a prompt that is too long, however large the file is.
             let limit = (BYTE_ORDER_MARK.len() + MAX_PROMPT_BYTES) as u64 + 3;
             let standard = path == Path::new(DASH);
             let read = if standard {
@@ -185,7 +185,7 @@ fn prompt(args: &PromptArgs, stdin: &mut dyn Read) -> Result<String> {
                 File::open(path).and_then(|file| file.take(limit).read_to_end(&mut bytes))
             };
             read.map_err(|e| Error::read(path, e))?;
-            // Standard input is empty where it was closed, or where the command before the pipe failed.
+            // Empty standard input usually means that it was closed, or that the command before the pipe failed.
             if standard && bytes.is_empty() {
                 return Err(Error::usage("standard input is empty, so there is no prompt", "an empty prompt is given as \"\""));
             }
@@ -195,7 +195,7 @@ fn prompt(args: &PromptArgs, stdin: &mut dyn Read) -> Result<String> {
             if bytes.starts_with(BYTE_ORDER_MARK) {
                 bytes.drain(..BYTE_ORDER_MARK.len());
             }
-            // Editors end files with a newline that is no part of the prompt.
+            // Editors end files with a newline that is not part of the prompt.
             if bytes.last() == Some(&b'\n') {
                 bytes.pop();
                 bytes.pop_if(|byte| *byte == b'\r');
@@ -212,7 +212,7 @@ fn prompt(args: &PromptArgs, stdin: &mut dyn Read) -> Result<String> {
     };
     let file = args.prompt_file.as_ref().map(|path| format!(" ({})", path.display()));
     let file = file.as_deref();
-    // The length is checked before the encoding, because the limit on reading may have cut a character.
+    // The length is checked before the encoding, because the read limit may have cut a character in two.
     match file {
         // The file was not read to its end, so its length is unknown.
         Some(file) if bytes.len() > MAX_PROMPT_BYTES => {
@@ -229,13 +229,13 @@ fn prompt(args: &PromptArgs, stdin: &mut dyn Read) -> Result<String> {
     Ok(prompt)
 }
 
-/// What some editors begin UTF-8 files with, though it is no part of the text.
+/// The byte order mark that some editors write at the start of UTF-8 files; it is not part of the text.
 const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
 
-/// What to do about a file in another encoding.
+/// The hint for a file in another encoding.
 const SAVE: &str = "save it as UTF-8";
 
-/// Refuses the one character that a PNG's text cannot hold. A file that has one is most likely UTF-16.
+/// Refuses NUL, the one character that a text chunk of a PNG cannot hold. A file that contains it is most likely UTF-16.
 fn check_nul(text: &str, what: &str, file: Option<&str>) -> Result<()> {
     match text.find('\0') {
         Some(at) => {
@@ -294,7 +294,7 @@ mod tests {
             ("é", "é"),
             ("\u{feff}a fox\n", "a fox"),
             ("\u{feff}", ""),
-            // Only the first is a mark.
+            // Only the first is a byte order mark.
             ("\u{feff}\u{feff}a", "\u{feff}a"),
             ("a\u{feff}", "a\u{feff}"),
         ] {
@@ -306,7 +306,7 @@ mod tests {
         }
         let error = request(&["--prompt-file", "-"], format!("{longest}x").as_bytes()).unwrap_err();
         assert!(error.to_string().starts_with("prompt too long"), "{error}");
-        // A character that is cut by the limit on reading is not blamed.
+        // A character that the read limit cuts in two is not reported as invalid UTF-8.
         let error = request(&["--prompt-file", "-"], "é".repeat(MAX_PROMPT_BYTES).as_bytes()).unwrap_err();
         assert!(error.to_string().starts_with("prompt too long"), "{error}");
     }
@@ -321,14 +321,14 @@ mod tests {
         for stdin in [utf16(b"\xff\xfe", u16::to_le_bytes), utf16(b"\xfe\xff", u16::to_be_bytes)] {
             assert_eq!(file(&stdin), "prompt is UTF-16, not UTF-8 (-)");
         }
-        // Without a mark it is a text full of NUL characters, if it is one at all.
+        // UTF-16 without a byte order mark is either valid UTF-8 with many NUL characters, or not valid UTF-8.
         assert_eq!(file(b"a\0 \0f\0o\0x\0"), "prompt has a NUL character at byte 1 (-)");
         assert_eq!(file(b"\0a\0 \0f\0o\0x"), "prompt has a NUL character at byte 0 (-)");
         assert!(file(&utf16(b"", u16::to_le_bytes)).starts_with("prompt is not valid UTF-8 at byte "));
         assert_eq!(error(&["--prompt-file", "-"], b"a\0").hint().unwrap(), "save it as UTF-8");
         assert_eq!(error(&["a\0b"], b"").to_string(), "prompt has a NUL character at byte 1");
         assert_eq!(error(&["x", "--negative", "ab\0"], b"").to_string(), "negative prompt has a NUL character at byte 2");
-        // Nothing at all was not said by anybody.
+        // Empty standard input is an error, but an empty prompt argument is not.
         let error = error(&["--prompt-file", "-"], b"");
         assert_eq!(error.to_string(), "standard input is empty, so there is no prompt");
         assert_eq!((error.exit_code(), request(&[""], b"").unwrap().prompt.as_str()), (2, ""));

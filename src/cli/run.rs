@@ -1,4 +1,4 @@
-//! `kiln generate`: what it was asked for, and carrying it out.
+//! `kiln generate`: its request, and the run that carries it out.
 
 use super::args::GenerateArgs;
 use super::names::Target;
@@ -14,22 +14,22 @@ use std::io::{Read, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// What `kiln generate` was asked for, in the pieces that part ways when it is carried out.
+/// What `kiln generate` was asked for, split by the module that uses each piece.
 #[derive(Debug)]
 pub struct GenerateRequest {
     /// What to generate.
     pub images: ImageRequest,
-    /// With which model, and where.
+    /// Which model to use, and on which device.
     pub setup: Setup,
     /// The files to write.
     pub outputs: Outputs,
-    /// How much to tell.
+    /// How much to print.
     pub verbosity: Verbosity,
 }
 
 impl GenerateRequest {
     /// Checks flags against each other, the environment and the file system. `stdin` is read if the prompt comes from there;
-    /// `random` is the seed where none is given.
+    /// `random` is the seed to use if none is given.
     pub fn new(args: GenerateArgs, environment: Environment, stdin: &mut dyn Read, random: u64) -> Result<Self> {
         let (images, mut setup) = ImageRequest::from_args(&args, environment, stdin, random)?;
         let target = Target::new(args.output, &images.prompt, images.seeds.len());
@@ -40,7 +40,7 @@ impl GenerateRequest {
 }
 
 /// Generates the images of a request. Each is saved, and its path or JSON object written to `out`, as soon as it is done. Once `stop`
-/// is set nothing more is saved.
+/// is set no further image is saved.
 pub fn generate(
     request: ImageRequest,
     setup: Setup,
@@ -52,7 +52,7 @@ pub fn generate(
     let mut session = Session::open(setup, stop, terminal)?;
     let settings = Settings::resolve(request, &session.profile());
     introduce(&settings, &session.found, &session.model, &session.backend, terminal);
-    // Only now it is known how wide prompt embeddings are, which a dump holds.
+    // A dump holds the prompt embeddings, whose width is known only now that the model is open.
     if outputs.has_dump() {
         let encoder = &session.model.configs.text_encoder;
         outputs.check(settings.prompts() * encoder.max_tokens * encoder.features())?;

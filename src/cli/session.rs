@@ -1,4 +1,4 @@
-//! The device and the model that a request runs on, opened at once.
+//! The device and the model that a request runs on, opened in parallel.
 
 use super::device::{SelectedBackend, select_backend};
 use super::report::announce_model;
@@ -12,7 +12,7 @@ use crate::terminal::Terminal;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// A device and a model, open.
+/// An open device and an open model.
 pub struct Session {
     pub backend: SelectedBackend,
     pub found: Found,
@@ -22,7 +22,7 @@ pub struct Session {
 }
 
 impl Session {
-    /// Opens the device and the model's files at once, and says what the user should know about them.
+    /// Opens the device and the model's files in parallel, and prints notes and warnings about them.
     pub fn open(setup: Setup, stop: &Arc<AtomicBool>, terminal: &Terminal) -> Result<Self> {
         let Setup { found, named, variant, backend, device, options, notes, .. } = setup;
         announce_model(&found, named, terminal);
@@ -34,13 +34,13 @@ impl Session {
         Ok(Self { backend, found, model, options })
     }
 
-    /// What the settings of a job depend on.
+    /// The properties of the model that the settings of a job depend on.
     pub fn profile(&self) -> ModelProfile<'_> {
         let OpenModel { name, variant, conventions, .. } = &self.model;
         ModelProfile { name, variant: *variant, conventions, precision: self.options.precision }
     }
 
-    /// Makes sure that a job fits into memory, with the weights in less of it where it has to be.
+    /// Checks that a job fits into memory, and switches to low-memory mode if it fits only then.
     pub fn fit(&mut self, job: &Job, terminal: &Terminal) -> Result<()> {
         let SelectedBackend { backend, machine, device, .. } = &self.backend;
         let options = self.model.check_memory(backend.as_ref(), machine, self.options, job)?;
@@ -58,14 +58,14 @@ impl Session {
     }
 }
 
-/// Runs `here` on this thread and `there` on another one of the pool, or one after the other where this is the only one. Returns
-/// both results.
+/// Runs `here` on this thread and `there` on another thread of the pool, or one after the other if the pool has only this thread.
+/// Unlike with `rayon::join`, `here` need not be `Send`. Returns both results.
 fn join<A, B: Send>(here: impl FnOnce() -> A, there: impl FnOnce() -> B + Send) -> (A, B) {
     let mut second = None;
     let first = rayon::in_place_scope(|scope| {
         scope.spawn(|_| second = Some(there()));
         here()
     });
-    // A scope ends when all in it is done.
+    // The scope returns only after the spawned task has run, so the value is there.
     (first, second.unwrap_or_else(|| unreachable!()))
 }

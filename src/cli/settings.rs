@@ -1,5 +1,5 @@
-//! Decides what a request leaves open: steps, guidance, and everything else that depends on the model. This is the one place that
-//! turns flags into a [`Job`], for `generate`, `bench` and `plan` alike.
+//! Resolves what a request leaves open and the model decides: steps, guidance, names for display. This is the one place that turns
+//! flags into a [`Job`], for `generate`, `bench` and `plan` alike.
 
 use super::request::ImageRequest;
 use crate::config::{Conventions, Guidance, Variant};
@@ -8,7 +8,7 @@ use crate::pipeline::{Job, Noise, ReferenceInput};
 use crate::reference::PreparedReference;
 use crate::tensor::Precision;
 
-/// What settings depend on beside the request.
+/// The properties of a model that settings depend on.
 pub struct ModelProfile<'a> {
     /// Display name.
     pub name: &'a str,
@@ -19,7 +19,7 @@ pub struct ModelProfile<'a> {
 
 /// How the images of a request are generated.
 pub struct Settings {
-    /// What the engine is asked for.
+    /// The job for the engine.
     pub job: Job,
     /// The model's display name.
     pub model: String,
@@ -30,14 +30,14 @@ pub struct Settings {
     pub guided: bool,
     /// The negative prompt, if one was given.
     pub negative: Option<String>,
-    /// Where the noise comes from, by the names of the flags that ask for it.
+    /// The source of the noise, as flags and their values.
     pub noise_flags: Vec<(&'static str, String)>,
-    /// What became of each reference image on its way to the model.
+    /// A description of each reference image: its file, its sizes and its tokens.
     pub references: Vec<String>,
 }
 
 impl Settings {
-    /// Takes what was asked for, and the model's own where nothing was.
+    /// Combines a request with the defaults of a model.
     pub fn resolve(request: ImageRequest, model: &ModelProfile<'_>) -> Self {
         let guidance = model.conventions.guide(model.variant, request.guidance);
         let references = request.references.iter().map(describe_reference).collect();
@@ -67,7 +67,7 @@ impl Settings {
         }
     }
 
-    /// Prompts that are encoded: with classifier-free guidance the negative one, too.
+    /// The number of prompts to encode; classifier-free guidance adds the negative prompt.
     pub fn prompts(&self) -> usize {
         1 + usize::from(self.guided)
     }
@@ -78,7 +78,7 @@ impl Settings {
     }
 }
 
-/// The file of a reference image, its sizes on the way to the model, and its tokens.
+/// Describes a reference image: its file, its sizes before and after resizing and cropping, and its tokens.
 fn describe_reference(reference: &PreparedReference) -> String {
     let mut sizes = vec![reference.original];
     sizes.extend(reference.resized);
@@ -88,7 +88,7 @@ fn describe_reference(reference: &PreparedReference) -> String {
     format!("{}, {}, {} tokens", reference.origin.display(), sizes.join(" -> "), reference.grid().tokens())
 }
 
-/// The flags that ask for this noise, and their values.
+/// The flags that reproduce this noise, and their values.
 fn noise_flags(noise: &Noise) -> Vec<(&'static str, String)> {
     match noise {
         Noise::Given(_) => vec![("noise-kind", "file".into())],

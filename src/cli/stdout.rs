@@ -1,26 +1,26 @@
-//! Standard output, which only results go to.
+//! Standard output, which carries results only; everything else goes to standard error.
 
 use crate::error::{Error, Result};
 use std::io::{ErrorKind, Write};
 use std::path::Path;
 
-/// What standard output is called in errors.
+/// The name of standard output in error messages.
 pub const STDOUT: &str = "standard output";
 
-/// What standard output is called on the command line.
+/// The name of standard output on the command line.
 pub const DASH: &str = "-";
 
-/// Writes a result and flushes it, because whoever reads along wants it at once.
+/// Writes a result and flushes it, so that the reader of a pipe gets it at once.
 pub fn print(out: &mut dyn Write, result: &[u8]) -> Result<()> {
     out.write_all(result).and_then(|()| out.flush()).map_err(|source| Error::Write { path: STDOUT.into(), source })
 }
 
-/// Whether an error only says that whoever read standard output has seen enough.
+/// Whether an error only says that the reader of standard output closed the pipe.
 pub fn reader_left(error: &Error) -> bool {
     matches!(error, Error::Write { path, source } if path == Path::new(STDOUT) && source.kind() == ErrorKind::BrokenPipe)
 }
 
-/// A path as bytes, whatever they are, and a newline.
+/// The bytes of a path, which need not be valid UTF-8, and a newline.
 pub fn line_of(path: &Path) -> Vec<u8> {
     [path.as_os_str().as_encoded_bytes(), b"\n"].concat()
 }

@@ -1,4 +1,4 @@
-//! `kiln tiny`: writes the tiny random model, as real models are published.
+//! `kiln tiny`: writes the tiny random model in a layout in which real models are published.
 
 use super::args::TinyArgs;
 use super::stdout::{line_of, print};
@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use std::io::{self, ErrorKind, Write};
 use std::sync::atomic::AtomicBool;
 
-/// Writes the tiny model to a new folder and that folder's path to `out`, unless `stop` is set before it is complete.
+/// Writes the tiny model to a new folder and the folder's path to `out`. Setting `stop` interrupts it.
 pub fn tiny(args: &TinyArgs, stop: &AtomicBool, out: &mut dyn Write) -> Result<()> {
     let folder = &args.folder;
     let refused = |source| Error::Write { path: folder.clone(), source };

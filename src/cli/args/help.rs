@@ -1,9 +1,9 @@
-//! What help ends with: examples, models, exit codes.
+//! The closing texts of the help: examples, models, exit codes.
 
-/// What `-h` ends with.
+/// The end of `kiln -h`.
 pub(super) const EXAMPLE: &str = "Example: kiln \"a large red star on a blue background\" --seed 7 -o star.png";
 
-/// What `--help` ends with. Lines fit 100 columns, where clap would wrap them.
+/// The end of `kiln --help`. Lines are at most 100 columns wide, because clap would wrap longer ones.
 pub(super) const EXAMPLES: &str = "\
 Examples:
   kiln \"a large red star on a blue background\"
@@ -66,10 +66,10 @@ Exit codes:
   6 no usable GPU or a fault of it, 7 a numeric fault, 70 a bug in kiln, 130 and 143 stopped by a
   signal";
 
-/// What `bench -h` ends with.
+/// The end of `kiln bench -h`.
 pub(super) const BENCH_EXAMPLE: &str = "Example: kiln bench --width 1024 --height 1024 --runs 10";
 
-/// What `bench --help` ends with.
+/// The end of `kiln bench --help`.
 pub(super) const BENCH_EXAMPLES: &str = "\
 Examples:
   kiln bench

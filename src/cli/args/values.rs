@@ -7,7 +7,7 @@ use clap::ValueEnum;
 use std::fmt::Display;
 use std::str::FromStr;
 
-/// Makes a `ValueEnum` whose values stand for those of another type.
+/// Defines a `ValueEnum` whose values convert to those of another type.
 macro_rules! choice {
     ($(#[$doc:meta])* $name:ident for $target:ty { $($(#[$text:meta])* $case:ident => $value:expr,)+ }) => {
         $(#[$doc])*
@@ -104,7 +104,7 @@ pub enum BackendArg {
     Cpu,
 }
 
-/// Parses a number of pixels. Which numbers are legal depends on both sides, so that is told later and with the nearest.
+/// Parses a number of pixels. Whether it is legal depends on the other side of the image as well, so that is checked later.
 pub(super) fn pixels(text: &str) -> Result<usize, String> {
     text.parse().map_err(|_| "expected a number of pixels, such as 1024".into())
 }
@@ -123,7 +123,7 @@ where
 /// Parses a guidance scale.
 pub(super) fn guidance(text: &str) -> Result<f32, String> {
     match text.parse() {
-        // Not a number fails both comparisons.
+        // NaN is not contained in any range.
         Ok(scale) if (0.0..=100.0).contains(&scale) => Ok(scale),
         _ => Err("expected a number from 0 to 100".into()),
     }

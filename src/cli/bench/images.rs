@@ -1,4 +1,4 @@
-//! Images, stage by stage: one cold, several warm.
+//! Times the stages of one cold image and several warm ones.
 
 use super::super::outputs::png_text;
 use super::super::report::introduce;
@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-/// What was measured. These are the fields of the JSON, and `bench/README.md` describes them.
+/// The results of a measurement. `bench/README.md` describes these fields, which are those of the JSON.
 #[derive(Serialize)]
 pub struct Report {
     kiln: &'static str,
@@ -40,13 +40,13 @@ pub struct Report {
     kernels: BTreeMap<&'static str, u64>,
 }
 
-/// Seconds of one image.
+/// The time that one image took, in seconds.
 #[derive(Default, Serialize)]
 struct Times {
-    /// Reading flags and references, opening weight files and, at the same time, the device; only the cold image has this.
+    /// Reading flags and references, then opening the weight files and the device in parallel; only the cold image has this.
     #[serde(skip_serializing_if = "Option::is_none")]
     open: Option<f64>,
-    /// Loading weights to the device; in low-memory mode warm images have it, too.
+    /// Loading weights to the device; warm images have this only in low-memory mode.
     #[serde(skip_serializing_if = "Option::is_none")]
     load: Option<f64>,
     encode: f64,
@@ -56,7 +56,7 @@ struct Times {
     /// Each step of `denoise`.
     steps: Vec<f64>,
     decode: f64,
-    /// Encoding the PNG, which is then thrown away.
+    /// Encoding the PNG, which is then discarded.
     png: f64,
     /// Everything between stages: the tokenizer, the dry run, RoPE tables, modulations, noise.
     rest: f64,
@@ -101,9 +101,9 @@ impl Times {
 struct Memory {
     planned_weights: u64,
     planned_working: u64,
-    /// How much free memory shrank between opening the device and the worst moment after it, where the backend can tell.
+    /// The largest decrease of free memory since the device was opened, if the backend can measure it.
     measured: Option<u64>,
-    /// Whether the two agree: within 5 % and 256 MiB.
+    /// Whether the measurement is within 5 % plus 256 MiB of the plan.
     holds: Option<bool>,
 }
 
@@ -153,10 +153,10 @@ impl Span {
     }
 }
 
-/// Takes the time whenever progress is reported. Stages end with reading a result back, so the device is done by then.
+/// Takes timestamps when progress is reported. A stage ends by reading a result back, so the device has finished by then.
 struct Watch<'a> {
     terminal: &'a Terminal,
-    /// Whether phases are shown, too: while somebody waits for the first image, and not between warm ones.
+    /// Whether progress is forwarded to the terminal. It is for the cold image; each warm one has a single line instead.
     shown: Cell<bool>,
     spans: RefCell<Vec<Span>>,
 }
@@ -200,7 +200,7 @@ impl Progress for Watch<'_> {
     }
 }
 
-/// Generates a cold image and `runs` warm ones. The cold one is counted from `started`.
+/// Generates a cold image and `runs` warm ones. The time of the cold one counts from `started`.
 pub fn measure(
     request: ImageRequest,
     setup: Setup,
@@ -216,7 +216,7 @@ pub fn measure(
     session.fit(&settings.job, terminal)?;
     let plan = session.model.estimate(session.options, &settings.job)?;
     let weights = if session.options.low_memory { plan.low_memory_weight_bytes } else { plan.weight_bytes };
-    // Free memory of the machine changes with everything else on it, that of a GPU hardly.
+    // Memory is measured on GPUs only: the free memory of the host changes with every other process.
     let gpu = session.backend.device.is_some();
     let before = session.backend.backend.available()?.filter(|_| gpu);
     let (backend, machine) = (session.backend.name, session.backend.machine.clone());
@@ -225,7 +225,7 @@ pub fn measure(
 
     let png = generate_once(&mut engine, &settings, &watch, stop)?;
     cold = cold.finish(&watch.spans.take(), png, started.elapsed().as_secs_f64());
-    // Both allocations are there until the engine goes, so a look after each image does not miss the worst moment.
+    // Weights and workspace stay allocated until the engine is dropped, so sampling after each image sees the peak.
     let mut after = engine.backend().available()?;
     watch.shown.set(false);
     let mut warm = Vec::with_capacity(runs);
@@ -258,7 +258,7 @@ pub fn measure(
     })
 }
 
-/// Generates one image and throws it away. Returns the seconds that encoding its PNG took.
+/// Generates one image and discards it. Returns the seconds that encoding its PNG took.
 fn generate_once(engine: &mut Engine, settings: &Settings, watch: &Watch<'_>, stop: &AtomicBool) -> Result<f64> {
     let mut seconds = 0.0;
     engine.generate(&settings.job, watch, &mut |image| {
@@ -301,7 +301,7 @@ impl Report {
         };
         for (name, of) in STAGES {
             let (cold, warm) = (of(&self.cold_s), self.warm_s.iter().filter_map(of).collect::<Vec<f64>>());
-            // Stages that did not run have no row.
+            // Stages that did not run are left out of the table.
             if cold.is_some() || !warm.is_empty() {
                 row(name, cold, warm);
             }
@@ -332,7 +332,7 @@ mod tests {
         let wait = || std::thread::sleep(Duration::from_millis(2));
         watch.begin(Phase::Load, 2);
         wait();
-        // A phase within another, as when weights arrive while text is encoded.
+        // Phases can nest, as when weights are loaded while the prompt is encoded.
         watch.begin(Phase::Encode, 1);
         wait();
         watch.end();
@@ -343,7 +343,7 @@ mod tests {
             watch.advance(1);
         }
         watch.end();
-        // An end without a beginning, and progress outside of any phase.
+        // An end without a matching begin and progress outside of a phase are ignored.
         watch.end();
         watch.advance(1);
         let times = Times::default().finish(&watch.spans.take(), 0.0, 1.0);

@@ -1,4 +1,4 @@
-//! Single ops: time, rate, and share of the machine's peak.
+//! Times single ops and compares their rates with the machine's peak.
 
 use super::super::args::RunArgs;
 use super::super::device::select_backend;
@@ -13,7 +13,7 @@ use std::fmt::Write as _;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// What was measured. These are the fields of the JSON, and `bench/README.md` describes them.
+/// The results of a measurement. `bench/README.md` describes these fields, which are those of the JSON.
 #[derive(Serialize)]
 pub struct Report {
     kiln: &'static str,
@@ -22,16 +22,16 @@ pub struct Report {
     machine: String,
     precision: &'static str,
     scale: &'static str,
-    /// Peak rate of the tensor cores in FLOP/s at their highest clock, where rows are compared with it.
+    /// Peak rate of the tensor cores in FLOP/s at their highest clock, if rows are compared with it.
     tensor_flops: Option<f64>,
-    /// Where that figure comes from, for display.
+    /// How that peak was derived, for display.
     #[serde(skip)]
     ceiling: Option<String>,
     rounds: usize,
     rows: Vec<Figure>,
 }
 
-/// Refuses a name that no op has.
+/// Refuses a filter that matches no op.
 pub fn check(filter: &str) -> Result<()> {
     if OP_NAMES.iter().any(|op| op.contains(filter)) {
         return Ok(());
@@ -49,7 +49,7 @@ pub fn measure(filter: &str, quick: bool, run: &RunArgs, stop: &Arc<AtomicBool>,
         (false, Some(_)) => (Scale::Klein, Protocol::FULL),
         (false, None) => (Scale::Processor, Protocol::FULL),
     };
-    // In f32, GEMMs run on the CUDA cores.
+    // In f32, GEMMs run on the CUDA cores, so the peak of the tensor cores does not apply.
     let device = selected.device.as_ref().filter(|_| precision == Precision::Bf16);
     let tensor_flops = device.and_then(DeviceInfo::tensor_flops);
     let mut figures = Vec::new();
@@ -71,7 +71,7 @@ pub fn measure(filter: &str, quick: bool, run: &RunArgs, stop: &Arc<AtomicBool>,
     })
 }
 
-/// The peak that GEMMs are compared with.
+/// Describes the peak that GEMMs are compared with.
 fn ceiling(device: &DeviceInfo) -> Option<String> {
     let (flops, per_clock) = (device.tensor_flops()?, device.tensor_flops_per_clock()?);
     let (major, minor) = device.capability;
