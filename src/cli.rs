@@ -1,6 +1,6 @@
-//! The command line. A request passes through one module after the other: `args` defines the flags, `request` checks them, `session`
-//! opens the device and the model, `settings` resolves defaults, `report` informs the user, and `outputs` writes the files. Only
-//! `args` and `completions` depend on clap; in a request every number is legal and every input file was opened and checked.
+//! The command line. A request passes through one module after the other: `args` defines the flags, `request` checks them,
+//! `session` opens the device and the model, `settings` resolves defaults, `report` informs the user, and `outputs` writes the
+//! files. Only `args` and `completions` depend on clap; in a request every number is legal and every input file was checked.
 
 pub mod args;
 mod bench;

@@ -1,8 +1,8 @@
 //! kiln: an inference engine for FLUX.2 \[klein\].
 //!
-//! A prompt becomes tokens, tokens become prompt embeddings, embeddings and noise become latents over a few denoising steps, latents
-//! become pixels. [`pipeline`] is that straight line; [`model`] holds the three networks, written once over the [`Backend`] trait;
-//! everything between is pure. `ARCHITECTURE.md` describes the layers, what may call what, and why.
+//! A prompt becomes tokens, tokens become prompt embeddings, embeddings and noise become latents over a few denoising steps, and
+//! latents become pixels. [`pipeline`] runs these stages in order; [`model`] holds the three networks, written once over the
+//! [`Backend`] trait; the modules between are pure. `ARCHITECTURE.md` describes the layers, what may call what, and why.
 //!
 //! Generating an image takes a model, a job and a backend (`examples/generate.rs` is the whole program):
 //!

@@ -30,8 +30,8 @@ pub fn man(args: &ManArgs, out: &mut dyn Write) -> Result<()> {
     print(out, &page)
 }
 
-/// Renders a man page. This is `Man::render` except for the text after the options: clap_mangen would fill examples into a paragraph
-/// and call the section EXTRA.
+/// Renders a man page. This is `Man::render` except for the text after the options: clap_mangen would fill examples into a
+/// paragraph and call the section EXTRA.
 fn page(command: clap::Command) -> io::Result<Vec<u8>> {
     let closing = command.get_after_long_help().map(ToString::to_string);
     let commands = command.has_subcommands();
@@ -52,7 +52,8 @@ fn page(command: clap::Command) -> io::Result<Vec<u8>> {
     Ok(page)
 }
 
-/// The closing text of `--help` with its line breaks kept. Every heading, an unindented line that ends with a colon, begins a section.
+/// The closing text of `--help` with its line breaks kept. A heading, which is an unindented line that ends with a colon, begins a
+/// section.
 fn preformatted(text: &str) -> Roff {
     let mut roff = Roff::default();
     roff.control("nf", []);

@@ -31,7 +31,7 @@ impl Target {
         }
     }
 
-    /// The path of image `index`, counted from 0, or `None` for standard output. An image whose noise comes from a file has no seed.
+    /// The path of image `index`, counted from 0, or `None` for standard output. An image with noise from a file has no seed.
     pub fn path(&self, index: usize, seed: Option<u64>) -> Option<PathBuf> {
         let named = |stem: &str| match seed {
             Some(seed) => format!("{stem}-{seed}.png").into(),

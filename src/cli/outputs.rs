@@ -77,7 +77,8 @@ impl Outputs {
         self.dump.is_some()
     }
 
-    /// Refuses files that cannot be written. `embeddings` is the number of values in the prompt embeddings, or 0 while it is unknown.
+    /// Refuses files that cannot be written. `embeddings` is the number of values in the prompt embeddings, or 0 while that is
+    /// unknown.
     pub fn check(&self, embeddings: usize) -> Result<()> {
         let dump = self.dump.iter().map(|dump| Planned { path: dump.path.clone(), bytes: dump.bytes + 4 * embeddings as u64 });
         let files: Vec<Planned> = self.images.as_slice().iter().cloned().chain(dump).collect();

@@ -39,8 +39,8 @@ impl GenerateRequest {
     }
 }
 
-/// Generates the images of a request. Each is saved, and its path or JSON object written to `out`, as soon as it is done. Once `stop`
-/// is set no further image is saved.
+/// Generates the images of a request. Each is saved, and its path or JSON object written to `out`, as soon as it is done. Once
+/// `stop` is set no further image is saved.
 pub fn generate(
     request: ImageRequest,
     setup: Setup,
