@@ -1,5 +1,4 @@
-//! The model of `models/builtin`, embedded in the program. The library, tests and benchmarks do not embed it, but read the
-//! folder.
+//! The model of `models/builtin`, embedded in the program. The library, tests and benchmarks do not embed it; they read the folder.
 
 use kiln::locate::Embedded;
 

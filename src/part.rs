@@ -1,4 +1,4 @@
-//! The parts of a model that have weights, and one value for each of them, so that the three are told apart by name and not by position.
+//! The parts of a model that have weights, and a container with one value for each, which is accessed by name and not by position.
 
 use std::fmt;
 use std::ops::{Index, IndexMut};
@@ -32,11 +32,11 @@ impl fmt::Display for Part {
 /// A value for the transformer, one for the text encoder and one for the VAE.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PerPart<T> {
-    /// The transformer's.
+    /// The value of the transformer.
     pub transformer: T,
-    /// The text encoder's.
+    /// The value of the text encoder.
     pub text_encoder: T,
-    /// The VAE's.
+    /// The value of the VAE.
     pub vae: T,
 }
 
@@ -52,7 +52,7 @@ impl<T> PerPart<T> {
         Ok(Self { transformer: value(Part::Transformer)?, text_encoder: value(Part::TextEncoder)?, vae: value(Part::Vae)? })
     }
 
-    /// Replaces each value by what `change` makes of it.
+    /// Applies `change` to each value.
     pub fn map<U>(self, mut change: impl FnMut(T) -> U) -> PerPart<U> {
         PerPart { transformer: change(self.transformer), text_encoder: change(self.text_encoder), vae: change(self.vae) }
     }

@@ -1,4 +1,4 @@
-//! What a job and the way a model is loaded are where nothing else is asked for.
+//! The defaults of jobs and of load options.
 
 use super::{Job, LoadOptions, Noise};
 use crate::config::{Conventions, Variant};
@@ -8,8 +8,8 @@ use crate::sequence::Pixels;
 use crate::tensor::Precision;
 
 impl Job {
-    /// One image of a prompt, with the size, the steps and the guidance scale that a model's conventions name for its variant, from
-    /// noise as a CUDA generator of PyTorch draws it.
+    /// One image of a prompt, with the default size, steps and guidance scale of a model and its variant, and with the noise that
+    /// PyTorch draws on an H100 or H200.
     pub fn new(prompt: &str, seed: u64, conventions: &Conventions, variant: Variant) -> Result<Self> {
         Ok(Self {
             prompt: prompt.into(),
@@ -26,7 +26,7 @@ impl Job {
 }
 
 impl Default for LoadOptions {
-    /// bf16, without what only reference images need, all weights in memory at once.
+    /// bf16, without the VAE's encoder, and with all weights in memory at once.
     fn default() -> Self {
         Self { precision: Precision::Bf16, references: false, low_memory: false }
     }

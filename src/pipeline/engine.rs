@@ -1,6 +1,6 @@
-//! The engine: a model's weights on a backend, and the stages of an image, written once for every backend. The prompts are encoded,
-//! then the references, then the latents are denoised and decoded. Each job runs on the dry-run backend first, which tells how much
-//! memory the stages need.
+//! The engine: a model's weights on a backend, and the stages of an image, written once for every backend. The prompts are
+//! encoded, then the references, then the latents are denoised and decoded. Each job runs on the dry-run backend first, which
+//! measures how much memory the stages need.
 
 use super::inputs::{Inputs, download};
 use super::job::{GeneratedImage, Job, LoadOptions, Noise, ReferenceInput};
@@ -32,7 +32,8 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Reserves memory for a model's weights on a backend and loads those that encode prompts. The rest follows with the first image.
+    /// Reserves memory for a model's weights on a backend and loads those that encode prompts. The others are loaded with the first
+    /// image.
     pub fn load(mut backend: Box<dyn Backend>, model: OpenModel, options: LoadOptions, progress: &dyn Progress) -> Result<Self> {
         let OpenModel { weights, tokenizer, configs, variant, name, .. } = model;
         let (stages, sizes, _) = Stages::place(&configs, weights.each_ref().map(Some), options)?;
@@ -47,7 +48,7 @@ impl Engine {
         &self.name
     }
 
-    /// The backend it runs on.
+    /// The backend that the engine runs on.
     pub fn backend(&self) -> &dyn Backend {
         self.backend.as_ref()
     }
@@ -62,7 +63,7 @@ impl Engine {
         Inputs::new(job, self.variant, files, |what, text| self.tokenize(what, text, progress))
     }
 
-    /// The tokens of a text, which is called `what` in the warning that it is too long.
+    /// Tokenizes a text. `what` names it in the warning that it is too long.
     fn tokenize(&self, what: &str, text: &str, progress: &dyn Progress) -> Result<Tokens> {
         let config = &self.store.configs.text_encoder;
         let tokens = self.tokenizer.encode(text, config.max_tokens)?;
@@ -108,7 +109,7 @@ impl Engine {
         let Self { backend, stages, store, .. } = self;
         let (be, mut ws) = (backend.as_mut(), Arena::new(Region::Arena));
         store.load_text(be, progress)?;
-        // With the image side still to load, there is better to do than to wait for the prompts.
+        // If the image side is still to be loaded, loading overlaps with encoding the prompts, so nothing waits for them here.
         let prompts = stages.encode_prompts(be, &mut ws, &inputs, store.image, progress)?;
         store.load_image(be, progress)?;
         let (grid, precision) = (job.size.grid(), store.options.precision);
@@ -134,7 +135,7 @@ pub struct Stages {
     activations: DType,
 }
 
-/// What the stages leave on the host. All but the pixels only when a record is asked for.
+/// The results of the stages on the host. Everything but the pixels is kept only if the job asks for a record.
 #[derive(Clone, Default)]
 struct Values {
     prompt_embeds: Vec<f32>,
@@ -169,13 +170,13 @@ struct Prompts {
     negative: Option<Tensor>,
     /// The number of values that are not finite, one per prompt.
     counts: Tensor,
-    /// Holds the prompt embeddings if a record is asked for.
+    /// Holds the prompt embeddings if the job asks for a record.
     values: Values,
 }
 
 impl Stages {
-    /// Places a model's networks without loading them. Also returns how many bytes their weights take, and how many of those are
-    /// copied whatever the backend.
+    /// Places a model's networks without loading them. Also returns how many bytes their weights take, and how many of those even a
+    /// backend that reads files in place has to copy.
     pub fn place(configs: &Configs, sources: PerPart<Option<&Weights>>, options: LoadOptions) -> Result<(Self, Sizes, Sizes)> {
         let (text, image, sizes, copied) = Placing { configs, sources, options, real: false }.both()?;
         let (transformer_config, text_config) = (configs.transformer.clone(), configs.text_encoder.clone());
@@ -192,7 +193,7 @@ impl Stages {
         Ok(ws.peak())
     }
 
-    /// The first half of the stages: encodes the prompts. With `wait` they are done when this returns.
+    /// The first half of the stages: encodes the prompts. With `wait` the backend has finished when this returns.
     fn encode_prompts(
         &self,
         be: &mut dyn Backend,
@@ -203,7 +204,7 @@ impl Stages {
     ) -> Result<Prompts> {
         progress.begin(Phase::Encode, 1 + u64::from(inputs.negative.is_some()));
         let mut values = Values::default();
-        // One for the prompt and one for the negative prompt.
+        // There is one count for the prompt and one for the negative prompt.
         let counts = ws.alloc(2, 1, DType::F32)?;
         let (context, embeds) = self.encode_prompt(be, ws, inputs, &inputs.prompt, counts.rows(0..1))?;
         values.prompt_embeds = embeds;
@@ -237,7 +238,7 @@ impl Stages {
     ) -> Result<()> {
         let (c, job, plan) = (&self.transformer_config, inputs.job, &inputs.plan);
         let schedule = &inputs.schedule;
-        // The prompts are encoded by now: where nothing waited for them, loading the other weights did, so this read does not stall.
+        // This read does not stall: either `encode_prompts` waited for the prompts, or loading the image side did.
         inputs.check_prompts(be, counts)?;
         let count = ws.alloc(1, 1, DType::F32)?;
         let rope = ws.alloc(plan.tokens(), HEAD_DIM, DType::F32)?;
@@ -292,7 +293,7 @@ impl Stages {
                 } else {
                     be.run(Op::Euler { latents, velocity, dt: schedule.dt(i) })?;
                 }
-                // The VAE's weights are checked now already: they are few, and finding them damaged after all steps would cost most.
+                // The VAE's weights are checked before they are used: that is cheap, and a fault found later would waste all steps.
                 let parts = [Part::Transformer, Part::Vae];
                 inputs.check(be, count, latents, &parts, || format!("denoising step {} of {}", i + 1, schedule.steps()))?;
                 if job.record {
@@ -317,8 +318,8 @@ impl Stages {
         Ok(())
     }
 
-    /// Encodes a prompt to the transformer's context. Also returns the prompt embeddings if a record is asked for. `count` becomes the
-    /// number of context values that are not finite.
+    /// Encodes a prompt to the transformer's context. Also returns the prompt embeddings if the job asks for a record. `count`
+    /// becomes the number of context values that are not finite.
     fn encode_prompt(
         &self,
         be: &mut dyn Backend,
@@ -343,7 +344,7 @@ impl Stages {
         Ok((context, embeds))
     }
 
-    /// Encodes the reference images to tokens, and keeps their values in `record` if one is asked for.
+    /// Encodes the reference images to tokens, and keeps their values in `record` if the job asks for one.
     fn encode_references(
         &self,
         be: &mut dyn Backend,

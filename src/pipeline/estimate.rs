@@ -1,4 +1,4 @@
-//! What a job costs: the stages run on the dry-run backend over weights that are only shapes. No file is opened.
+//! Estimates the cost of a job: its stages run on the dry-run backend, with the shapes of the weights but not their values.
 
 use super::engine::Stages;
 use super::inputs::Inputs;
@@ -16,7 +16,7 @@ use std::cell::RefCell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What a job costs.
+/// The cost of a job.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Estimate {
     /// Tokens of the prompt.
@@ -25,27 +25,28 @@ pub struct Estimate {
     pub canvas_tokens: usize,
     /// Tokens of each reference.
     pub reference_tokens: Vec<usize>,
-    /// The schedule's shift.
+    /// The time shift of the schedule.
     pub mu: f64,
     /// Noise levels (sigma), one per step.
     pub sigmas: Vec<f32>,
     /// Floating-point operations of each stage, in order.
     pub stages: Vec<(Phase, u64)>,
-    /// Ops of a whole run.
+    /// Number of ops of a whole run.
     pub ops: u64,
     /// Bytes of the weights on a backend.
     pub weight_bytes: u64,
-    /// The same in low-memory mode, where the transformer takes the text encoder's place.
+    /// Bytes of the weights in low-memory mode, where the transformer replaces the text encoder.
     pub low_memory_weight_bytes: u64,
-    /// Bytes of the weights that a backend which reads files in place has to copy: those misaligned there, or of another dtype.
+    /// Bytes of the weights that even a backend which reads files in place has to copy: those that are misaligned or of another
+    /// dtype.
     pub copied_bytes: u64,
-    /// The same in low-memory mode.
+    /// Bytes of such weights in low-memory mode.
     pub low_memory_copied_bytes: u64,
-    /// Bytes of the arena that activations take.
+    /// Bytes of the arena, which holds the activations.
     pub arena_bytes: u64,
 }
 
-/// Reads the plan's count of floating-point operations at the borders of each phase.
+/// Reads the plan's count of floating-point operations at the beginning and the end of each phase.
 struct Meter {
     flops: Arc<AtomicU64>,
     stages: RefCell<Vec<(Phase, u64)>>,
@@ -68,13 +69,13 @@ impl Progress for Meter {
     fn warn(&self, _text: &str) {}
 }
 
-/// What one image of `job` costs on a model of these sizes.
+/// Estimates the cost of one image of `job` on a model of these sizes.
 pub fn estimate(configs: &Configs, variant: Variant, options: LoadOptions, job: &Job) -> Result<Estimate> {
     estimate_from(configs, PerPart::default(), variant, options, job)
 }
 
 impl OpenModel {
-    /// What one image of `job` costs on this model. Its files give the dtype of each weight, which f32 keeps.
+    /// Estimates the cost of one image of `job` on this model. In f32 precision weights have the dtype of their file.
     pub fn estimate(&self, options: LoadOptions, job: &Job) -> Result<Estimate> {
         estimate_from(&self.configs, self.weights.each_ref().map(Some), self.variant, options, job)
     }
@@ -143,7 +144,7 @@ mod tests {
         estimate.stages.iter().filter(|(p, _)| *p == phase).map(|(_, f)| *f as f64).sum::<f64>() / 1e12
     }
 
-    /// Known costs of klein, less what the last block saves: the queries, MLP and output of tokens that nobody reads.
+    /// The published costs of klein, less what the last block saves: the queries, MLP and output of text tokens, which nothing reads.
     #[test]
     fn operations_are_the_known_ones() {
         let (h, text, canvas) = (3072.0, 512.0, 4096.0);

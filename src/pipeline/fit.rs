@@ -1,4 +1,4 @@
-//! Whether a job fits into a backend's memory, and how, answered before anything is loaded.
+//! Checks before anything is loaded whether a job fits into a backend's memory, and whether it needs low-memory mode for that.
 
 use super::estimate::Estimate;
 use super::job::{Job, LoadOptions};
@@ -8,8 +8,8 @@ use crate::error::{Error, Remedy, Result};
 use crate::sequence::{PATCH, Pixels};
 
 impl Estimate {
-    /// Bytes in all, with the weights in low-memory mode or not. Files that are read in place take none: the system drops their pages
-    /// where it needs the memory, and reads them again.
+    /// Total bytes of weights and arena. Files that are read in place do not count: the system drops their pages when memory is
+    /// short, and reads them again.
     fn bytes(&self, in_place: bool, low_memory: bool) -> u64 {
         let weights = match (in_place, low_memory) {
             (false, false) => self.weight_bytes,
@@ -20,7 +20,7 @@ impl Estimate {
         self.arena_bytes.saturating_add(weights)
     }
 
-    /// Whether low-memory mode is asked for, or needed to fit into `have` bytes; none if the job does not fit at all.
+    /// Whether low-memory mode is requested, or needed to fit into `have` bytes; `None` if the job does not fit at all.
     fn fit(&self, have: u64, in_place: bool, asked: bool) -> Option<bool> {
         [asked, true].into_iter().find(|&low_memory| self.bytes(in_place, low_memory) <= have)
     }
@@ -28,7 +28,7 @@ impl Estimate {
 
 impl OpenModel {
     /// The options with which a job fits into the backend's memory: the given ones, or low-memory mode. Refuses a job that is too
-    /// large, and says what would fit. `machine` is whose memory it is.
+    /// large, with remedies that include the largest size that fits. `machine` names the device in the error.
     pub fn check_memory(&self, backend: &dyn Backend, machine: &str, options: LoadOptions, job: &Job) -> Result<LoadOptions> {
         let Some(have) = backend.available()? else { return Ok(options) };
         let estimate = self.estimate(options, job)?;
@@ -36,7 +36,7 @@ impl OpenModel {
         if let Some(low_memory) = estimate.fit(have, in_place, options.low_memory) {
             return Ok(LoadOptions { low_memory, ..options });
         }
-        // The largest image of about the same shape that fits.
+        // The search for the largest image that fits tries sides of 7/8 to 1/8 of those requested.
         let scaled = |eighths: usize| {
             let side = |pixels: usize| (pixels * eighths / 8 / PATCH * PATCH).max(4 * PATCH);
             Pixels::new(side(job.size.width()), side(job.size.height())).ok()
@@ -65,7 +65,7 @@ mod tests {
 
     #[test]
     fn memory_is_saved_only_where_it_has_to_be() {
-        // What is copied is a tenth of it.
+        // A tenth of the weights has to be copied even if files are read in place.
         let estimate = |weight_bytes, low_memory_weight_bytes, arena_bytes| Estimate {
             copied_bytes: weight_bytes / 10,
             low_memory_copied_bytes: low_memory_weight_bytes / 10,
@@ -80,7 +80,7 @@ mod tests {
             low_memory_weight_bytes,
             arena_bytes,
         };
-        // Weights, weights in one place, working memory; memory there is, whether saving is asked for; what comes of it.
+        // Each case is (weights, weights in low-memory mode, arena), free memory, whether low-memory mode is requested, and the result.
         for (of, have, asked, want) in [
             ((13, 8, 2), 100, false, Some(false)),
             ((13, 8, 2), 15, false, Some(false)),
@@ -96,7 +96,7 @@ mod tests {
         ] {
             assert_eq!(estimate(of.0, of.1, of.2).fit(have, false, asked), want, "{of:?} {have} {asked}");
         }
-        // The same where files are read in place.
+        // With files that are read in place, only the copied tenth of the weights counts.
         for (of, have, want) in [
             ((130, 80, 2), 100, Some(false)),
             ((130, 80, 2), 15, Some(false)),

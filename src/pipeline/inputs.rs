@@ -1,4 +1,4 @@
-//! What the stages of a job are given, and the checks that their results may be shown.
+//! The inputs of a job's stages, and the checks of their results.
 
 use super::job::Job;
 use crate::backend::{Backend, Op};
@@ -12,22 +12,22 @@ use crate::tensor::Tensor;
 use crate::tokenizer::Tokens;
 use std::sync::Arc;
 
-/// What the stages need beside the weights, known before anything runs.
+/// The inputs of the stages besides the weights, all known before anything runs.
 pub struct Inputs<'a> {
     pub job: &'a Job,
     pub prompt: Tokens,
-    /// The negative prompt, where classifier-free guidance runs.
+    /// The negative prompt, if classifier-free guidance is on.
     pub negative: Option<Tokens>,
     /// Whether attention sees reference tokens through cached keys and values.
     pub cached: bool,
     pub plan: SequencePlan,
     pub schedule: Schedule,
-    /// Files that ops read from while they run.
+    /// The weight files, if the backend reads them in place while ops run.
     pub files: Option<Arc<PerPart<Weights>>>,
 }
 
 impl<'a> Inputs<'a> {
-    /// Derives everything from a job for a model of this variant. `tokenize` is given what a text is called, and the text.
+    /// Derives the inputs from a job for a model of this variant. `tokenize` takes the name of a text, for messages, and the text.
     pub fn new(
         job: &'a Job,
         variant: Variant,
@@ -50,9 +50,9 @@ impl<'a> Inputs<'a> {
         })
     }
 
-    /// Refuses values that are not finite or were computed from weights that changed or were never written: a NaN would become a
-    /// black image with no word of why. Weights are checked first, because a NaN can come from them. `count` is room for one number,
-    /// `parts` are those whose weights were read by now.
+    /// Refuses values that are not finite or were computed from weights that changed or were never written: a NaN would otherwise
+    /// become a black image without an explanation. Weights are checked first, because they can be the cause of a NaN. `count` is a
+    /// tensor of one element for the result, `parts` are the parts whose weights have been read.
     pub fn check(
         &self,
         be: &mut dyn Backend,
@@ -67,7 +67,7 @@ impl<'a> Inputs<'a> {
         if found == 0.0 { Ok(()) } else { Err(Error::NotFinite { stage: stage(), count: found as usize }) }
     }
 
-    /// The same for encoded prompts, whose values were counted when they were encoded: nothing waited for the counts then.
+    /// The same check for encoded prompts. Their counts were computed with the encoding, but not read, in order not to wait for it.
     pub fn check_prompts(&self, be: &mut dyn Backend, counts: Tensor) -> Result<()> {
         let counts = download(be, counts)?;
         self.check_files(&[Part::TextEncoder])?;
@@ -87,7 +87,7 @@ impl<'a> Inputs<'a> {
     }
 }
 
-/// Brings values to the host.
+/// Reads a tensor back to the host.
 pub fn download(be: &mut dyn Backend, tensor: Tensor) -> Result<Vec<f32>> {
     let mut values = vec![0.0; tensor.len()];
     be.read(tensor, &mut values)?;

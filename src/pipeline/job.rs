@@ -1,4 +1,4 @@
-//! What the engine is asked for and what it hands back.
+//! The inputs and the results of the engine.
 
 use crate::dump::Record;
 use crate::image::Image;
@@ -15,11 +15,11 @@ pub struct Job {
     pub size: Pixels,
     /// Denoising steps.
     pub steps: usize,
-    /// What the images should not show. Only classifier-free guidance uses it.
+    /// The negative prompt, which only classifier-free guidance uses.
     pub negative: String,
-    /// Reference images, in the order in which the prompt may count them.
+    /// Reference images, in the order in which the prompt numbers them.
     pub references: Vec<ReferenceInput>,
-    /// Guidance scale. Base models run classifier-free guidance where it is above 1; other models ignore it.
+    /// Guidance scale. Base models use classifier-free guidance if it is above 1; other models ignore it.
     pub guidance: f32,
     /// One image is generated for each seed.
     pub seeds: Vec<u64>,
@@ -39,13 +39,13 @@ pub enum Noise {
 }
 
 impl Noise {
-    /// The seed that an image is said to come from: none where the noise is given, whatever number the job has.
+    /// The seed to report for an image, or `None` if the noise was given and so does not depend on the seed.
     pub fn seed(&self, seed: u64) -> Option<u64> {
         matches!(self, Self::Drawn(_)).then_some(seed)
     }
 }
 
-/// A reference image as the VAE takes it.
+/// A reference image as input of the VAE.
 #[derive(Clone, Debug)]
 pub struct ReferenceInput {
     /// Its size in tokens.
@@ -61,7 +61,7 @@ pub struct LoadOptions {
     pub precision: Precision,
     /// Whether to load the VAE's encoder, which reference images need.
     pub references: bool,
-    /// Whether the transformer takes the text encoder's place in memory once a prompt is encoded.
+    /// Whether the transformer replaces the text encoder in memory once a prompt is encoded.
     pub low_memory: bool,
 }
 

@@ -17,11 +17,11 @@ use std::path::{Path, PathBuf};
 /// Sizes of a model's parts.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Configs {
-    /// The transformer's.
+    /// Sizes of the transformer.
     pub transformer: TransformerConfig,
-    /// The text encoder's.
+    /// Sizes of the text encoder.
     pub text_encoder: TextConfig,
-    /// The VAE's.
+    /// Sizes of the VAE.
     pub vae: VaeConfig,
 }
 
@@ -45,16 +45,17 @@ pub struct OpenModel {
     pub configs: Configs,
     /// How it was trained.
     pub variant: Variant,
-    /// How its images are generated where nothing else is asked for.
+    /// Its defaults for size, steps and guidance, and what else its tensors do not show.
     pub conventions: Conventions,
     /// Display name.
     pub name: String,
-    /// What the user should know about its files.
+    /// Warnings about its files.
     pub warnings: Vec<String>,
 }
 
 impl OpenModel {
-    /// Opens what was found and checks that every tensor is there and has the right shape. `variant` overrides what the names say.
+    /// Opens the model that was found and checks that every tensor exists and has the right shape. `variant` overrides the variant
+    /// that the files and their names imply.
     pub fn open(found: &Found, variant: Option<Variant>) -> Result<Self> {
         match found {
             Found::Files(files) => Self::files(files, variant),
@@ -107,7 +108,7 @@ impl OpenModel {
         Ok(model)
     }
 
-    /// Checks that the parts are complete and fit each other. `files` are their `config.json` files, where there are any.
+    /// Checks that the parts are complete and fit each other. `files` are their `config.json` files, if they have any.
     pub fn check(
         weights: PerPart<Weights>,
         files: PerPart<Option<&ConfigFile>>,

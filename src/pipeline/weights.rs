@@ -1,6 +1,6 @@
 //! A model's weights on a backend. They have two sides: the text side, which encodes prompts and is needed first, and the image
-//! side, which denoises and decodes. The image side is loaded after the prompt's ops were issued, and so while a GPU runs them. Where
-//! memory is short it takes the place of the text side, which is then loaded again for the next prompt.
+//! side, which denoises and decodes. The image side is loaded after the prompt's ops were issued, so that loading overlaps with a
+//! GPU running them. In low-memory mode it overwrites the text side, which is then loaded again for the next prompt.
 
 use super::job::LoadOptions;
 use super::open::Configs;
@@ -13,23 +13,23 @@ use crate::progress::{Phase, Progress};
 use crate::tensor::{Arena, Region};
 use std::sync::Arc;
 
-/// Where weights go and what they come from.
+/// Places weights in the memory of a backend.
 pub struct Placing<'a> {
     pub configs: &'a Configs,
     /// The files of each part; without them only shapes are placed.
     pub sources: PerPart<Option<&'a Weights>>,
     pub options: LoadOptions,
-    /// Whether the backend gets the weights, or is only told of their shapes.
+    /// Whether the weights are loaded, or only their shapes are passed to a dry run.
     pub real: bool,
 }
 
-/// What encodes prompts.
+/// The networks that encode prompts.
 pub struct TextSide {
     pub encoder: TextEncoder,
     pub context: ContextIn,
 }
 
-/// What denoises and decodes.
+/// The networks that denoise and decode.
 pub struct ImageSide {
     pub transformer: Transformer,
     pub vae: Vae,
@@ -43,12 +43,12 @@ pub struct Sizes {
 }
 
 impl Sizes {
-    /// Bytes of both, beside each other or in one place.
+    /// Bytes of both sides, which are placed one after the other or, if `shared`, in the same memory.
     pub fn total(self, shared: bool) -> u64 {
         if shared { self.text.max(self.image) } else { self.text + self.image }
     }
 
-    /// Where the image side begins.
+    /// The offset of the image side in bytes.
     fn image_at(self, shared: bool) -> u64 {
         if shared { 0 } else { self.text }
     }
@@ -66,7 +66,7 @@ impl Placing<'_> {
         Ok((text, image, Sizes { image: image_bytes, ..sizes }, copied))
     }
 
-    /// Places the text side; `loaded` is told the bytes of each weight. Also returns how many bytes all of them take.
+    /// Places the text side, and calls `loaded` with the bytes of each weight. Also returns their total.
     fn text(&self, be: &mut dyn Backend, loaded: &mut dyn FnMut(u64)) -> Result<(TextSide, u64)> {
         let (configs, sources) = (self.configs, &self.sources);
         let (mut region, precision) = (Arena::new(Region::Weights), self.options.precision);
@@ -77,7 +77,7 @@ impl Placing<'_> {
         Ok((TextSide { encoder, context }, region.peak()))
     }
 
-    /// Places the image side from byte `at` on, likewise.
+    /// Places the image side from byte `at` on, and calls `loaded` with the bytes of each weight. Also returns their total.
     fn image(&self, be: &mut dyn Backend, at: u64, loaded: &mut dyn FnMut(u64)) -> Result<(ImageSide, u64)> {
         let (configs, sources) = (self.configs, &self.sources);
         let (mut region, LoadOptions { precision, references, .. }) = (Arena::starting_at(Region::Weights, at), self.options);
@@ -97,7 +97,7 @@ pub struct Store {
     pub sizes: Sizes,
     /// Whether all of the text side is on the backend.
     pub text: bool,
-    /// Whether all of the image side is.
+    /// Whether all of the image side is on the backend.
     pub image: bool,
 }
 
@@ -111,7 +111,7 @@ impl Store {
         self.files.values().try_for_each(Weights::verify)
     }
 
-    /// Loads the text side, unless it is there.
+    /// Loads the text side, unless it is on the backend already.
     pub fn load_text(&mut self, be: &mut dyn Backend, progress: &dyn Progress) -> Result<()> {
         if self.text {
             return Ok(());
@@ -128,7 +128,7 @@ impl Store {
         Ok(())
     }
 
-    /// Loads the image side, unless it is there, and waits for it.
+    /// Loads the image side, unless it is on the backend already, and waits until that is done.
     pub fn load_image(&mut self, be: &mut dyn Backend, progress: &dyn Progress) -> Result<()> {
         if self.image {
             return Ok(());
