@@ -1,8 +1,8 @@
 //! Tensor names: the only module that knows how checkpoints spell them.
 //!
-//! The engine asks for weights by canonical names: the transformer's are those of the original single files, the VAE's those
-//! of diffusers, the text encoder's those of Hugging Face with q, k, v and gate, up stacked. [`resolve`] brings a file's name
-//! to the canonical one; [`spell`] goes the other way, for messages and for writing. Both read the same tables.
+//! The engine requests weights by canonical names: the transformer's are those of the original single files, the VAE's those of
+//! diffusers, the text encoder's those of Hugging Face with q, k, v and gate, up stacked. [`resolve`] maps the name in a file to
+//! the canonical one; [`spell`] is the inverse, for messages and for writing. Both read the same tables.
 
 mod tables;
 
@@ -40,7 +40,7 @@ pub enum Layout {
 /// Rows of a tensor in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rows {
-    /// All of them.
+    /// All rows.
     All,
     /// The first half.
     FirstHalf,
@@ -48,16 +48,16 @@ pub enum Rows {
     SecondHalf,
 }
 
-/// What a tensor in a file is to the engine.
+/// The meaning of a tensor in a file for the engine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Place {
     /// A weight, or rows of one.
     Weight(Spelling),
     /// A known tensor that no run reads.
     Unused,
-    /// It belongs to another part of an all-in-one checkpoint.
+    /// A tensor of another part of an all-in-one checkpoint.
     OtherPart,
-    /// It describes how the weight of this layer is quantised. The layer is empty if the whole file is meant.
+    /// A tensor that describes how the weight of this layer is quantised. The layer is empty if it describes the whole file.
     Quantisation(String),
     /// A tensor that no model of this architecture has.
     Unknown,
@@ -68,11 +68,11 @@ pub enum Place {
 pub struct Spelling {
     /// The canonical name.
     pub canonical: String,
-    /// How many pieces the canonical tensor has in this spelling.
+    /// The number of pieces that this spelling splits the canonical tensor into.
     pub pieces: usize,
     /// The pieces that this tensor holds, and in which of its rows.
     pub holds: Vec<(usize, Rows)>,
-    /// The layout that spells it so; `None` if both do.
+    /// The layout that uses this spelling; `None` if both do.
     pub layout: Option<Layout>,
     /// The prefix in front of the name in this file.
     pub prefix: &'static str,
@@ -112,7 +112,7 @@ const PREFIXES: [(&str, Part); 6] = [
     ("text_encoders.qwen3_8b.transformer.", Part::TextEncoder),
 ];
 
-/// Suffixes of the tensors that go with a quantised weight; what is before them names the layer.
+/// Suffixes of the tensors that accompany a quantised weight; the rest of such a name is that of the layer.
 const QUANTISATION_SUFFIXES: [&str; 20] = [
     ".weight_scale",
     ".weight_scale_2",
@@ -175,12 +175,12 @@ pub const QUANTISATION_METADATA: &str = "_quantization_metadata";
 /// The tensor that marks a whole file as 8-bit.
 const QUANTISATION_MARKER: &str = "scaled_fp8";
 
-/// True for tensors of an adapter, such as LoRA, which changes a model and is not one.
+/// True for tensors of an adapter, such as LoRA, which modifies a model but is not one.
 pub fn is_adapter(name: &str) -> bool {
     ADAPTER_MARKS.iter().any(|mark| name.contains(mark))
 }
 
-/// Says what the tensor `name` of a file is to `part`.
+/// Determines the meaning of the tensor `name` of a file for `part`.
 pub fn resolve(part: Part, name: &str) -> Place {
     let (prefix, bare) = match PREFIXES.iter().find(|(prefix, _)| name.starts_with(prefix)) {
         Some((prefix, owner)) if *owner == part => (*prefix, &name[prefix.len()..]),
@@ -226,8 +226,7 @@ fn spelling(part: Part, row: &Row, prefix: &'static str, name: &str) -> Option<S
     Some(Spelling { canonical: fill(row.canonical, &captured), pieces, holds, layout, prefix })
 }
 
-/// The names under which `layout` stores a canonical tensor, in row order. A canonical name that no table has is returned as it
-/// is.
+/// The names under which `layout` stores a canonical tensor, in row order. A name that is in no table is returned unchanged.
 pub fn spell(part: Part, layout: Layout, canonical: &str) -> Vec<String> {
     let found = part.rows().iter().find_map(|row| matches(row.canonical, canonical).map(|captured| (row, captured)));
     match found {
@@ -262,8 +261,8 @@ pub fn is_unused(part: Part, name: &str) -> bool {
     }
 }
 
-/// The text encoder's layer that a tensor belongs to, whatever prefix its name has. Which layers are read is a matter of the
-/// model's conventions, so a checkpoint may have more of them.
+/// The text encoder's layer that a tensor belongs to, whatever prefix its name has. The model's conventions decide which layers
+/// are used, and a checkpoint may have more of them.
 pub fn text_layer(name: &str) -> Option<usize> {
     let prefix = "model.layers.";
     block_index(&name[name.find(prefix)?..], prefix)

@@ -1,6 +1,6 @@
 //! What no tensor and no `config.json` tells about a model: which layers of the text encoder it reads, how long its prompts are,
-//! and the default settings of generation. FLUX.2 [klein] fixes these by convention; another model says them in a `kiln.json`
-//! beside its `model_index.json`, where whatever is left out is as in klein.
+//! and the default settings of generation. FLUX.2 \[klein\] fixes these by convention; another model states them in a `kiln.json`
+//! beside its `model_index.json`, where a missing key means the value of klein.
 
 use super::{ConfigFile, KLEIN_TEXT_LAYERS, KLEIN_TEXT_TOKENS, Variant};
 use crate::error::{Error, Result};
@@ -25,7 +25,7 @@ const KEYS: [&str; 11] = [
     "draws",
 ];
 
-/// Longest display name, in characters. It is shown in one line with other things.
+/// Longest display name, in characters. It shares a line with other text.
 const MAX_NAME: usize = 64;
 
 /// Longest text about what the model draws, in characters.
@@ -41,11 +41,11 @@ const REFERENCE_PIXELS: std::ops::RangeInclusive<usize> = 64 * 64..=4 * AREA_CAP
 /// A model's conventions.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Conventions {
-    /// The `kiln.json` they came from, if they are not all klein's.
+    /// The `kiln.json` that they were read from, if there is one.
     pub path: Option<PathBuf>,
     /// The model's display name.
     pub name: Option<String>,
-    /// How it was trained; where it is left out, the files and their names tell.
+    /// How it was trained; if this is missing, it is detected from the files and their names.
     pub variant: Option<Variant>,
     /// The prompt embeddings are the text encoder's residual stream after each of these numbers of layers.
     pub text_layers: [usize; 3],
@@ -57,11 +57,11 @@ pub struct Conventions {
     pub height: usize,
     /// Reference images with more pixels are shrunk to this number.
     pub max_reference_pixels: usize,
-    /// Default number of steps of its variant, where it is not klein's.
+    /// Default number of steps of its variant, if it differs from klein's.
     pub steps: Option<usize>,
-    /// Default guidance scale of its variant, where it is not klein's.
+    /// Default guidance scale of its variant, if it differs from klein's.
     pub guidance: Option<f32>,
-    /// All words of its training prompts, in lower case with spaces between; where it is left out, the model knows any word.
+    /// All words of its training prompts, in lower case with spaces between; if this is missing, no word is reported as unknown.
     pub words: Option<String>,
     /// A line for display about what the model draws.
     pub draws: Option<String>,
@@ -155,7 +155,7 @@ impl Conventions {
         })
     }
 
-    /// The default number of steps. What the file says is meant for the variant that it names.
+    /// The default number of steps. The value of the file applies only to the variant that the file names.
     pub fn steps(&self, variant: Variant) -> usize {
         self.steps.filter(|_| self.is_for(variant)).unwrap_or(variant.default_steps())
     }
@@ -236,7 +236,7 @@ mod tests {
         let found = parse(all).unwrap();
         assert_eq!(found, want);
         assert_eq!((found.steps(Variant::Base), found.guidance(Variant::Base)), (7, 2.5));
-        // Another variant was asked for: what the file says is not about it.
+        // The values of the file do not apply to another variant.
         assert_eq!((found.steps(Variant::Distilled), found.guidance(Variant::Distilled)), (4, 1.0));
         let guide = |variant, asked| {
             let Guidance { chosen, scale, ignored } = found.guide(variant, asked);
@@ -310,7 +310,7 @@ mod tests {
             error.contains("(m/kiln.json): `text_layers` ends with 4, which has to be less than the text encoder's 4 layers"),
             "{error}"
         );
-        // Where the file says nothing of it a missing layer is named as the tensor that is missing.
+        // Without a `kiln.json` a missing layer is reported later, as a missing tensor.
         assert!(Conventions::klein().check_depth(3, None).is_ok());
     }
 }

@@ -6,13 +6,13 @@ use crate::error::{Error, Result};
 use crate::names::{block_index, spell};
 use std::collections::BTreeSet;
 
-/// No dimension of a model is larger; products of a few of them cannot overflow.
+/// The largest dimension that is accepted, so that products of a few of them cannot overflow.
 const MAX_SIZE: usize = 1 << 20;
 
 /// Channels of the sinusoidal timestep embedding.
 const TIME_CHANNELS: usize = 256;
 
-/// Classes of transformers whose layers are those of the text encoder.
+/// Model classes of Hugging Face's `transformers` library that have the layers of the text encoder.
 const CLASSES: [&str; 2] = ["Qwen3ForCausalLM", "Qwen3Model"];
 
 impl TransformerConfig {
@@ -26,12 +26,12 @@ impl TransformerConfig {
         let foreign = |detail: String| {
             Error::bad_file(weights.path(), "not a FLUX.2 transformer", detail).with_hint("kiln runs FLUX.2 [klein] 4B and 9B")
         };
-        // Modulations shared by all blocks are what FLUX.2 has and its predecessor has not.
+        // Modulations that are shared by all blocks distinguish FLUX.2 from FLUX.1, where each block has its own.
         if modulations.iter().all(|name| weights.shape(name).is_none()) {
             let name = spell(weights.part(), weights.layout(), modulations[0]).concat();
             return Err(foreign(format!("it has no `{name}`")));
         }
-        // Several tensors vote on the width, so that one of a wrong shape is later named itself.
+        // The width is a majority over several tensors, so that a single one of a wrong shape is reported by its name later.
         let votes = [("img_in.weight", 0), ("txt_in.weight", 0), ("final_layer.linear.weight", 1)];
         let votes = votes.into_iter().chain(modulations.map(|name| (name, 1)));
         let hidden = majority(votes.filter_map(|(name, dim)| weights.shape(name)?.get(dim).copied()));
@@ -39,7 +39,8 @@ impl TransformerConfig {
         if !hidden.is_multiple_of(HEAD_DIM) {
             return Err(foreign(format!("its width {hidden} is not a multiple of {HEAD_DIM}")));
         }
-        // One tensor alone tells the text width. Without it, the known sizes help to say what is missing.
+        // Only one tensor shows the text width. If it is missing, the text width of a known model is assumed, and the check of all
+        // tensors then reports it.
         let known = [Self::klein_4b(), Self::klein_9b(), Self::tiny()];
         let expected = known.iter().find(|known| known.hidden == hidden).map(|known| known.context);
         let context = weights.shape("txt_in.weight").and_then(|shape| shape.get(1).copied()).or(expected);
@@ -88,8 +89,8 @@ impl TransformerConfig {
 }
 
 impl TextConfig {
-    /// Reads the sizes from the tensors, and the rest from `config` if there is one. Which layers are read, and of how many
-    /// tokens, is a matter of `conventions`.
+    /// Reads the sizes from the tensors, and the rest from `config` if there is one. `conventions` decides which layers are tapped
+    /// and how long a padded prompt is.
     pub fn detect(weights: &Weights, config: Option<&ConfigFile>, conventions: &Conventions) -> Result<Self> {
         let foreign = |detail: String| {
             let error = Error::bad_file(weights.path(), "not a Qwen3 text encoder", detail);
@@ -106,7 +107,7 @@ impl TextConfig {
         if let Some(class) = classes.into_iter().flatten().find(|class| !known(class)) {
             return Err(foreign(format!("its configuration says {class}")));
         }
-        // The layers vote, so that one with a tensor that is missing or of a wrong shape is later named itself.
+        // A size is a majority over all layers, so that a tensor that is missing or of a wrong shape is reported by its name later.
         let layer = |rest: &str, dim: usize| {
             let names = (0..Self::klein_4b().layers).map(|n| format!("model.layers.{n}.{rest}.weight"));
             majority(names.filter_map(|name| weights.shape(&name)?.get(dim).copied()))
@@ -117,8 +118,8 @@ impl TextConfig {
         let embedding = |dim: usize| weights.shape("model.embed_tokens.weight").and_then(|shape| shape.get(dim).copied());
         let votes = [embedding(1), layer("mlp.down_proj", 0), layer("input_layernorm", 0)];
         let hidden = size(weights, "width", majority(votes.into_iter().flatten()))?;
-        // One tensor alone tells the vocabulary. A configuration confirms it; without one, what encoders of a known width have
-        // is known, and an embedding that is something else is named as wrong.
+        // Only the embedding shows the size of the vocabulary. A configuration confirms it; without one, encoders of a known width
+        // have a known vocabulary, and an embedding of another size is reported as wrong.
         let known = [Self::klein_4b(), Self::klein_9b(), Self::tiny()];
         let expected = known.iter().find(|known| config.is_none() && known.hidden == hidden).map(|known| known.vocab);
         let vocab = size(weights, "vocabulary", expected.or(embedding(0)))?;
@@ -154,7 +155,7 @@ impl TextConfig {
         }
         config.require_text("hidden_act", "silu")?;
         config.require_flag("attention_bias", false)?;
-        // The width of a window says nothing as long as no layer uses one.
+        // The window size itself is not checked, because it has no effect as long as no layer uses a window.
         config.require_flag("use_sliding_window", false)?;
         config.require_all("layer_types", "full_attention")?;
         config.require_none("quantization_config")?;
@@ -183,7 +184,8 @@ impl TextConfig {
 impl VaeConfig {
     /// Reads the sizes from the tensors, and the rest from `config` if there is one.
     pub fn detect(weights: &Weights, config: Option<&ConfigFile>) -> Result<Self> {
-        // The convolutions of a level all end with its channels. They vote, so that a wrong one is later named itself.
+        // All convolutions of a level have its number of output channels. The number is a majority over them, so that a single
+        // wrong one is reported by its name later.
         let channels = |stem: &str| {
             let blocks = (0..3).flat_map(|block| [1, 2].map(|conv| format!("{stem}.resnets.{block}.conv{conv}.weight")));
             let votes = blocks.filter_map(|name| weights.shape(&name)?.first().copied());
@@ -235,7 +237,7 @@ impl VaeConfig {
     }
 }
 
-/// Whether RoPE parameters give nothing but the base of a plain rotation of all channels.
+/// Whether RoPE parameters describe plain RoPE over all channels, with nothing set but its base.
 fn plain_rotation(rope: &ConfigFile) -> bool {
     rope.keys().filter_map(|key| Some((key, rope.get(key)?))).all(|(key, value)| match key {
         // Older files call it `type`.
@@ -260,7 +262,7 @@ pub fn check_scheduler(config: &ConfigFile) -> Result<()> {
     Ok(())
 }
 
-/// A dimension that was found and is within the bounds of any model.
+/// Checks that a dimension was found and is within bounds.
 fn size(weights: &Weights, what: &str, found: Option<usize>) -> Result<usize> {
     let detail = match found {
         Some(size) if (1..=MAX_SIZE).contains(&size) => return Ok(size),
@@ -278,7 +280,7 @@ fn majority(votes: impl Iterator<Item = usize>) -> Option<usize> {
     votes.iter().copied().rev().max_by_key(|vote| count(*vote))
 }
 
-/// How many blocks there are. A gap in their numbers shows up as a missing tensor later.
+/// The number of blocks. A gap in their numbers is reported as a missing tensor later.
 fn count(weights: &Weights, prefix: &str) -> usize {
     weights.names().filter_map(|name| block_index(name, prefix)).collect::<BTreeSet<_>>().len()
 }

@@ -5,7 +5,7 @@ use crate::files;
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
-/// Longest configuration read.
+/// The maximum size of a configuration file in bytes.
 const MAX_CONFIG: u64 = 1 << 20;
 
 /// A JSON object from a file.
@@ -31,7 +31,7 @@ impl ConfigFile {
         }
     }
 
-    /// Where it came from.
+    /// The path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -41,7 +41,7 @@ impl ConfigFile {
         self.object.keys().map(String::as_str)
     }
 
-    /// A value that is there and not null.
+    /// The value of a key, unless it is missing or null.
     pub fn get(&self, key: &str) -> Option<&Value> {
         self.object.get(key).filter(|value| !value.is_null())
     }
@@ -66,7 +66,7 @@ impl ConfigFile {
         self.take(key, "a number above 0", |value| value.as_f64().filter(|n| n.is_finite() && *n > 0.0))
     }
 
-    /// The epsilon of a norm, if the key is there: above zero and small, also once it is rounded to f32.
+    /// The epsilon of a norm, if the key is there. It has to be small, and above zero even after it is rounded to f32.
     pub fn small(&self, key: &str) -> Result<Option<f32>> {
         self.take(key, "a number above 0 and at most 0.01", |value| {
             let number = value.as_f64()? as f32;
@@ -104,7 +104,7 @@ impl ConfigFile {
         }
     }
 
-    /// Fails if the key is there at all: it would change what this engine computes.
+    /// Fails if the key is there at all, because it would require a computation that this engine does not support.
     pub fn require_none(&self, key: &str) -> Result<()> {
         if self.get(key).is_some() { Err(self.unsupported(key, "none")) } else { Ok(()) }
     }
@@ -151,7 +151,7 @@ impl ConfigFile {
         Error::bad_file(&self.path, "unsupported configuration", format!("`{key}` is {value}, needed is {need}"))
     }
 
-    /// A value converted by `read`, if the key is there; `need` says what it has to be, for the error.
+    /// A value converted by `read`, if the key is there; `need` describes valid values in the error.
     pub fn take<T>(&self, key: &str, need: &str, read: impl Fn(&Value) -> Option<T>) -> Result<Option<T>> {
         self.get(key).map(|value| read(value).ok_or_else(|| self.unsupported(key, need))).transpose()
     }

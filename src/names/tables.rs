@@ -1,10 +1,10 @@
 //! The spelling tables and the patterns they are written in.
 //!
-//! A pattern is a dotted name in which some components stand for what differs from tensor to tensor:
+//! A pattern is a dotted name in which some components are placeholders:
 //! `<n>` the number of a block or level, `<3-n>` the same level counted from the other end, `<block>` a resnet within a level,
 //! `<side>` encoder or decoder, `<op>` an operation of a resnet, `<leaf>` weight or bias.
 
-/// One canonical tensor and what the other layout calls it.
+/// One canonical tensor and its names in the other layout.
 pub(super) struct Row {
     /// Pattern of the canonical name, which is also the spelling of one of the layouts.
     pub canonical: &'static str,
@@ -58,7 +58,7 @@ pub(super) const TRANSFORMER: &[Row] = &[
     row("single_blocks.<n>.linear2.weight", &["single_transformer_blocks.<n>.attn.to_out.weight"]),
     row("single_blocks.<n>.norm.query_norm.scale", &["single_transformer_blocks.<n>.attn.norm_q.weight"]),
     row("single_blocks.<n>.norm.key_norm.scale", &["single_transformer_blocks.<n>.attn.norm_k.weight"]),
-    // Rows here are (shift, scale), there (scale, shift). The other modulations have the same order in both.
+    // The rows are (shift, scale) in the BFL layout and (scale, shift) in diffusers. Other modulations have the same order in both.
     Row { canonical: "final_layer.adaLN_modulation.1.weight", other: &["norm_out.linear.weight"], swapped: true },
     row("final_layer.linear.weight", &["proj_out.weight"]),
 ];

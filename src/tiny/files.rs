@@ -1,4 +1,4 @@
-//! Writes the tiny model to a folder, as the real ones are published.
+//! Writes the tiny model to a folder, in the layouts in which real models are published.
 
 use super::{TOKENIZER, TinyModel, model};
 use crate::config::{HEAD_DIM, TextConfig, TransformerConfig, VaeConfig};
@@ -69,7 +69,7 @@ fn index() -> Value {
     })
 }
 
-// Single-precision settings are written out in decimal: 1e-6 as f32 is not 1e-6 in a file of doubles.
+// Epsilons are literals, because the f32 of the configuration, converted to a double of the file, would not be exactly 1e-6.
 fn transformer(config: &TransformerConfig) -> Value {
     json!({
         "_class_name": "Flux2Transformer2DModel",
