@@ -170,8 +170,8 @@ impl Rule {
             let scale = name.ends_with(".weight") || name.ends_with(".running_var");
             return if scale { Self::Scale } else { Self::Bias };
         }
-        // Values are uniform in (-1, 1) times a power of two, so their variance is a third of its square. The power is chosen so that
-        // an output, which is a sum over all inputs, has about the magnitude of one input.
+        // Values are uniform in (-1, 1) times a power of two, so their variance is a third of its square. The power is chosen so
+        // that an output, which is a sum over all inputs, has about the magnitude of one input.
         let inputs: usize = shape[1..].iter().product();
         let mut step = 1.0 / 256.0;
         let mut reach = 4;

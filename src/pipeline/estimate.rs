@@ -144,7 +144,7 @@ mod tests {
         estimate.stages.iter().filter(|(p, _)| *p == phase).map(|(_, f)| *f as f64).sum::<f64>() / 1e12
     }
 
-    /// The published costs of klein, less what the last block saves: the queries, MLP and output of text tokens, which nothing reads.
+    /// The known costs of klein, less what the last block saves: the queries, MLP and output of text tokens, which nothing reads.
     #[test]
     fn operations_are_the_known_ones() {
         let (h, text, canvas) = (3072.0, 512.0, 4096.0);

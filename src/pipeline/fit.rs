@@ -80,7 +80,8 @@ mod tests {
             low_memory_weight_bytes,
             arena_bytes,
         };
-        // Each case is (weights, weights in low-memory mode, arena), free memory, whether low-memory mode is requested, and the result.
+        // Each case is (weights, weights in low-memory mode, arena), free memory, whether low-memory mode is requested, and the
+        // result.
         for (of, have, asked, want) in [
             ((13, 8, 2), 100, false, Some(false)),
             ((13, 8, 2), 15, false, Some(false)),
