@@ -2,7 +2,7 @@
 //!
 //! Without nvcc the table of images is empty and everything else works. CONTRIBUTING.md lists the environment variables.
 
-// Build scripts talk to cargo on stdout.
+// Build scripts pass instructions to cargo on stdout.
 #![allow(clippy::print_stdout)]
 
 use std::collections::hash_map::DefaultHasher;
@@ -21,8 +21,8 @@ mod ptxas;
 
 type Result<T> = std::result::Result<T, String>;
 
-/// The architectures that a kernel file is compiled for unless its name states one. The `f` targets run on the whole family (100 and
-/// 103, 120 and 121); every other GPU from 8.0 on takes the PTX, which the driver compiles.
+/// The architectures that a kernel file is compiled for unless its name states one. The `f` targets run on the whole family (100
+/// and 103, 120 and 121); for every other GPU from 8.0 on the driver compiles the PTX.
 const PORTABLE: &[&str] = &["80", "89", "90", "100f", "120f"];
 const PTX: &str = "80";
 
@@ -206,13 +206,13 @@ struct Kernel {
     image: PathBuf,
     /// The output of ptxas.
     report: PathBuf,
-    /// The cache key that image and report were compiled with. It is written last, so it vouches for both.
+    /// The file with the cache key of image and report. It is written last, so if it matches, both are complete.
     stamp: PathBuf,
     key: String,
 }
 
 impl Kernel {
-    /// `None` where none of the file's architectures is wanted.
+    /// Returns `None` if none of the file's architectures is selected.
     fn new(source: &Path, chosen: Option<&[u32]>, nvcc: &Nvcc, out: &Path) -> Result<Option<Self>> {
         let name = source.file_stem().unwrap_or_default().to_string_lossy().into_owned();
         let all = archs_of(&name)?;
@@ -275,8 +275,8 @@ fn compile_all(kernels: &[Kernel], nvcc: &Nvcc) -> Result<()> {
     if errors.is_empty() { Ok(()) } else { Err(errors.join("\n")) }
 }
 
-/// Fails if ptxas reports a loss of performance. Such a kernel computes the right results, and ptxas only prints an information, so
-/// nothing else would notice.
+/// Fails if ptxas reports a loss of performance. It does so in an informational message, and the results of such a kernel are
+/// right, so nothing else would fail.
 fn refuse_losses(kernels: &[Kernel]) -> Result<()> {
     let mut errors = Vec::new();
     for kernel in kernels {

@@ -1,4 +1,5 @@
-//! Generates the Rust bindings of `kernels/abi.h` and compares them with the file in the tree, so that other builds need no libclang.
+//! Generates the Rust bindings of `kernels/abi.h` and compares them with the file in the tree, so that other builds need no
+//! libclang.
 
 use std::path::Path;
 

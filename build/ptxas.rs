@@ -23,7 +23,7 @@ impl Usage {
     }
 }
 
-/// Whether a line is information; all others are warnings and errors.
+/// Whether a line is informational; all other lines are warnings and errors.
 pub fn is_information(line: &str) -> bool {
     line.starts_with("ptxas info") || line.contains("bytes stack frame")
 }
@@ -57,7 +57,7 @@ pub fn usages(report: &str) -> Result<Vec<Usage>, String> {
     Ok(found)
 }
 
-/// The number before these words; 0 where the line lacks them.
+/// The number before these words, or 0 if the line does not contain them.
 fn before(line: &str, words: &str) -> u32 {
     let text = line.split_once(words).map_or("", |(text, _)| text);
     text.rsplit(' ').next().and_then(|number| number.parse().ok()).unwrap_or(0)

@@ -1,8 +1,8 @@
 //! Checkpoints: mapped safetensors files, and the weights of one model part under canonical names.
 //!
-//! A [`Shard`] is one file whose header has been validated. [`Weights`] gathers the shards of a part, brings their names to
-//! canonical ones, and hands out bytes only after name, shape and dtype were checked. Nothing is copied: a [`Weight`] points
-//! into the mapped file.
+//! A [`Shard`] is one file whose header has been validated. [`Weights`] collects the shards of a part, maps their names to
+//! canonical ones, and returns bytes only after name, shape and dtype were checked. Nothing is copied: a [`Weight`] points into
+//! the mapped file.
 
 mod folder;
 mod foreign;
@@ -50,7 +50,7 @@ pub struct Weights {
     shards: Vec<Shard>,
     /// The pieces of each tensor in row order, by canonical name. A piece that no file has is `None`.
     tensors: BTreeMap<String, Vec<Option<Segment>>>,
-    /// Tensors that no spelling table has, each with the index of its shard.
+    /// Tensors that are in no spelling table, each with the index of its shard.
     unknown: Vec<(usize, String)>,
     /// How these files spell names, for messages about missing tensors.
     layout: Layout,
@@ -80,7 +80,7 @@ impl Weights {
         Self::gather(part, path.into(), shards)
     }
 
-    /// Takes files that are already open.
+    /// Collects the weights of files that are already open.
     pub fn from_shards(part: Part, shards: Vec<Shard>) -> Result<Self> {
         let path = shards.first().map(|shard| shard.path().to_path_buf()).unwrap_or_default();
         Self::gather(part, path, shards)
@@ -90,7 +90,7 @@ impl Weights {
         let layout = Layout::Diffusers;
         let (tensors, unknown, unchecked) = Default::default();
         let mut weights = Self { part, path, shards, tensors, unknown, layout, prefix: "", unchecked };
-        // Adapters and quantised files come first: their tensors would look like faults.
+        // Adapters and quantised files are refused first, because their tensors would otherwise be reported as faults.
         for shard in &weights.shards {
             refuse_adapter(shard)?;
             quantised::refuse(part, shard)?;
@@ -120,7 +120,7 @@ impl Weights {
         self.part
     }
 
-    /// The file or folder they came from.
+    /// The file or folder that the weights are in.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -181,14 +181,14 @@ impl Weights {
         Ok(Weight { parts: self.checked(spec)? })
     }
 
-    /// Checks that everything in the manifest is there and right, and that nothing else is. Extra tensors are an error in the
-    /// transformer, where they mean another model; elsewhere their names are returned.
+    /// Checks that every tensor of the manifest exists and has the right shape and dtype. Extra tensors are an error in the
+    /// transformer, where they mean that it is another model; in other parts their names are returned.
     pub fn check(&self, manifest: &[TensorSpec]) -> Result<Vec<String>> {
         for spec in manifest {
             self.checked(spec)?;
         }
         let known: std::collections::BTreeSet<&str> = manifest.iter().map(|spec| spec.name.as_str()).collect();
-        // Layers of a text encoder past the last one that is read feed nothing.
+        // Layers of a text encoder after the last one that is used are ignored.
         let read = manifest.iter().filter_map(|spec| names::text_layer(&spec.name)).max();
         let unread = |name: &str| read.is_some_and(|last| names::text_layer(name).is_some_and(|layer| layer > last));
         let surplus = self.tensors.iter().filter(|(name, _)| !known.contains(name.as_str()));
@@ -205,14 +205,14 @@ impl Weights {
         }
     }
 
-    /// Notes that a matrix is in use, for [`Weights::check_written`]. A `table` may have rows that nothing uses.
+    /// Records that a matrix is in use, for [`Weights::check_written`]. A `table` may have rows that are never used.
     pub fn note_used(&self, name: &str, table: bool) {
         self.unchecked.lock().unwrap_or_else(PoisonError::into_inner).push((name.into(), table));
     }
 
-    /// Fails if one of the matrices noted since the last call is zero where no trained matrix is, which is how the missing part
-    /// of an incomplete download reads. This reads a few places of each matrix. From a cold disk that takes long, and in the page
-    /// cache no time, so it is called after the weights were used.
+    /// Fails if one of the matrices recorded since the last call is zero where no trained matrix is, because the missing part of an
+    /// incomplete download reads as zeros. This reads a few places of each matrix, which is slow from a cold disk and fast from the
+    /// page cache, so it is called after the weights were used.
     pub fn check_written(&self) -> Result<()> {
         let unchecked = std::mem::take(&mut *self.unchecked.lock().unwrap_or_else(PoisonError::into_inner));
         unchecked.iter().try_for_each(|(name, table)| self.refuse_zeros(name, *table))
@@ -222,7 +222,7 @@ impl Weights {
         for segment in self.tensors.get(name).into_iter().flatten().flatten() {
             let shard = &self.shards[segment.shard];
             if let (Some(entry), Some(bytes)) = (shard.entry(&segment.tensor), shard.bytes(&segment.tensor)) {
-                // A file that was truncated meanwhile reads as zeros, too. That it changed is the better message.
+                // A file that was truncated after it was opened reads as zeros, too; then the error says that it changed.
                 zeros::refuse(shard.path(), &segment.tensor, entry, &bytes, table)
                     .map_err(|error| shard.verify().err().unwrap_or(error))?;
             }
@@ -244,7 +244,7 @@ impl Weights {
             let whole = segments.len() == 1 || segment.rows != Rows::All;
             let mut want = spec.shape.clone();
             if let Some(rows) = want.first_mut().filter(|_| !whole) {
-                // Where the rows of the pieces are not known, only their sum is compared.
+                // If the rows of the pieces are not known, only their sum is compared.
                 let stacked = (spec.stack.len() == segments.len()).then(|| spec.stack[piece]);
                 *rows = stacked.or(entry.shape.first().copied()).unwrap_or(0);
             }
@@ -302,7 +302,7 @@ fn place(
     let pieces = tensors.entry(spelling.canonical).or_insert_with(|| vec![None; spelling.pieces]);
     for (piece, rows) in spelling.holds {
         let taken = pieces.get(piece).and_then(Option::as_ref);
-        // Two spellings of one weight in one checkpoint: there is no telling which one is meant.
+        // If a checkpoint has the same weight in two spellings, it is not clear which one to use.
         if pieces.len() != spelling.pieces || taken.is_some() {
             let other = taken.or(pieces.iter().flatten().next());
             let other = other.map_or_else(String::new, |o| format!(" and `{}` ({})", o.tensor, shards[o.shard].path().display()));
@@ -324,7 +324,7 @@ fn refuse_adapter(shard: &Shard) -> Result<()> {
     Err(error.with_hint("LoRA is not supported yet; use the model that it was made for"))
 }
 
-/// A 1x1 convolution and a matrix hold the same numbers in the same order.
+/// The shape of a 1x1 convolution as a matrix, which has the same elements in the same order. Other shapes are unchanged.
 fn matrix(shape: &[usize]) -> &[usize] {
     match shape {
         [_, _, 1, 1] => &shape[..2],

@@ -64,8 +64,7 @@ pub struct ModelFiles {
 
 impl ModelFiles {
     /// The `config.json` next to a part's weights, if there is one. It is returned even if it is not a regular file, so that
-    /// reading it
-    /// reports the problem.
+    /// reading it reports the problem.
     pub fn config_of(weights: &Path) -> Option<PathBuf> {
         Some(weights.join("config.json")).filter(|config| files::is_there(config))
     }

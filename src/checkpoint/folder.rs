@@ -9,10 +9,10 @@ use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// Longest index read.
+/// The maximum size of an index in bytes.
 const MAX_INDEX: u64 = 4 << 20;
 
-/// Stems that diffusers and transformers give to the one file of a folder, and to its index.
+/// File stems that the libraries diffusers and transformers use for a checkpoint in a single file, and for its index.
 const USUAL: [&str; 2] = ["diffusion_pytorch_model", "model"];
 
 /// Opens the checkpoint in a folder.
@@ -20,7 +20,7 @@ pub(super) fn open(folder: &Path) -> Result<Vec<Shard>> {
     let (mut single, mut sharded, mut indexes) = (Vec::new(), Vec::new(), Vec::new());
     for entry in std::fs::read_dir(folder).map_err(|e| Error::read(folder, e))? {
         let path = entry.map_err(|e| Error::read(folder, e))?.path();
-        // A name that is not Unicode cannot be one of those looked for.
+        // A name that is not valid Unicode cannot match.
         let Some(name) = path.file_name().and_then(|name| name.to_str()) else { continue };
         if name.ends_with(".safetensors.index.json") {
             indexes.push(path);
@@ -31,8 +31,8 @@ pub(super) fn open(folder: &Path) -> Result<Vec<Shard>> {
     single.sort();
     sharded.sort();
     let index = one_of(folder, indexes, ".safetensors.index.json")?;
-    // A single file beside the index of a sharded checkpoint is taken for a stray one. Without an index, or under a usual name of
-    // a checkpoint in one file, it could be meant just as well as the shards, and the folder is ambiguous.
+    // A single file beside the index of a sharded checkpoint is ignored as unrelated. Without an index, or if it has a usual name
+    // of a checkpoint in a single file, either could be meant, and the folder is ambiguous.
     let usual = usual(folder, &single, ".safetensors").into_iter().next();
     let rival = usual.or(if index.is_none() { single.first().cloned() } else { None });
     match (index, rival) {
@@ -85,7 +85,7 @@ fn shard_count(stem: &str) -> Option<usize> {
     if digits(index) && digits(total) { total.parse().ok() } else { None }
 }
 
-/// Shards without an index: their names say how many there have to be.
+/// Opens shards without an index. Their names contain the number of shards, which has to match.
 fn open_shards(folder: &Path, files: &[PathBuf]) -> Result<Vec<Shard>> {
     for file in files {
         let total = file.file_stem().and_then(|stem| stem.to_str()).and_then(shard_count);
@@ -102,14 +102,14 @@ struct Index {
     weight_map: UniqueMap,
 }
 
-/// The shards that an index names. Every one has to be there and to hold what the index says.
+/// Opens the shards that an index names. Each has to exist and to hold the tensors that the index lists for it.
 fn open_index(folder: &Path, path: &Path) -> Result<Vec<Shard>> {
     let invalid = |detail: String| Error::bad_file(path, "invalid shard index", detail);
     let text = files::read(path, MAX_INDEX).map_err(|e| Error::read(path, e))?;
     let index: Index = serde_json::from_slice(&text).map_err(|e| invalid(e.to_string()))?;
     let mut shards: BTreeMap<&str, Shard> = BTreeMap::new();
     for (tensor, file) in &index.weight_map.0 {
-        // A name, not a path: an index must not reach outside its folder.
+        // Only a plain name is accepted, so that an index cannot refer to files outside its folder.
         if file.contains(['/', '\\', ':', '\0']) || !file.ends_with(".safetensors") {
             return Err(invalid(format!("tensor `{}` is said to be in `{}`, not a file name", shown(tensor), shown(file))));
         }

@@ -1,4 +1,4 @@
-//! Names the formats of files that are given as weights by mistake, from their first bytes.
+//! Recognises by their first bytes the formats of files that are given as weights by mistake.
 
 use crate::error::Error;
 use crate::files::{Magic, format_name};
@@ -13,7 +13,7 @@ const USE_SAFETENSORS: &str = "use a .safetensors file";
 /// Bytes at the beginning of a file that are examined.
 const START: usize = 512;
 
-/// Formats that hold weights and are not read.
+/// Formats of weights that are not supported.
 const WEIGHTS: [Magic; 7] = [
     (0, b"PK\x03\x04", "a zip archive, probably a PyTorch checkpoint: Python pickle, which can run code and is never loaded"),
     (0, b"GGUF", "GGUF"),
@@ -24,7 +24,7 @@ const WEIGHTS: [Magic; 7] = [
     (4, b"ORTM", "ONNX Runtime"),
 ];
 
-/// Formats that hold no weights, or something packed.
+/// Formats that do not hold weights, and archives and compressed files.
 const OTHERS: [Magic; 14] = [
     (0, b"\x7FELF", "a program or library (ELF)"),
     (0, b"MZ\x90\0", "a program or library for Windows"),
@@ -42,12 +42,12 @@ const OTHERS: [Magic; 14] = [
     (257, b"ustar", "a tar archive"),
 ];
 
-/// Names the format of a file that cannot be a safetensors file, if it is known.
+/// The error that names the format of a file that is not a safetensors file, if the format is known.
 pub(super) fn format(path: &Path, file: &[u8]) -> Option<Error> {
     let start = &file[..file.len().min(START)];
     let foreign = |detail: String, hint: &str| Some(Error::bad_file(path, FOREIGN, detail).with_hint(hint));
     if start.starts_with(b"version https://git-lfs") {
-        // The pointer says how large the file is that it stands for.
+        // The pointer contains the size of the actual file.
         let size = start.split(|&byte| byte == b'\n').find_map(|line| line.strip_prefix(b"size "));
         let size: Option<u64> = size.and_then(|digits| str::from_utf8(digits).ok()?.trim().parse().ok());
         let whole = size.map_or_else(String::new, |size| format!("{}-byte ", grouped(size)));
@@ -68,7 +68,7 @@ pub(super) fn format(path: &Path, file: &[u8]) -> Option<Error> {
         let hint = if name.starts_with("packed") { "unpack it first" } else { USE_SAFETENSORS };
         return foreign(format!("it is {name}"), hint);
     }
-    // A file this short can be the beginning of the header's length, with which a safetensors file begins.
+    // A file this short may be a truncated safetensors file, which begins with the length of its header.
     if start.len() < size_of::<u64>() {
         return None;
     }
@@ -88,7 +88,7 @@ pub(super) fn format(path: &Path, file: &[u8]) -> Option<Error> {
     if !text.starts_with(['{', '[']) {
         return foreign("it is text".into(), USE_SAFETENSORS);
     }
-    // The index of shards is the one JSON file that people take for the weights.
+    // The index of shards is the one JSON file that is often mistaken for the weights.
     let index = text.contains("\"weight_map\"") || path.to_string_lossy().ends_with(".safetensors.index.json");
     if index {
         return foreign("it is the index of a checkpoint in several files".into(), "give the folder that holds it");
@@ -96,7 +96,7 @@ pub(super) fn format(path: &Path, file: &[u8]) -> Option<Error> {
     foreign("it is JSON".into(), USE_SAFETENSORS)
 }
 
-/// The beginning of a file as text, if it is text. A character may be cut at its end.
+/// The beginning of a file as text, if it is text. The last character may be cut in two.
 fn readable(start: &[u8]) -> Option<&str> {
     let text = match str::from_utf8(start) {
         Ok(text) => text,
@@ -145,7 +145,7 @@ mod tests {
         for (file, message) in cases {
             assert_eq!(told(file).as_deref(), Some(message));
         }
-        // Text may end within a character where the examined bytes end; other bytes are of no known format.
+        // The examined bytes of a text may end within a character; the other cases are of no known format.
         assert!(told(format!("x{}", "é".repeat(400)).as_bytes()).unwrap().ends_with("it is text"));
         for unknown in
             [&b"\x01\x02\x03"[..], b"text", b"\0\0", b"\x08\x08\x12\x00", b"\x08\x08\x12\x07pyt", b"\xE9t\xE9 in Latin-1"]

@@ -1,16 +1,16 @@
-//! A memory-mapped weight file, and whether it is still the file that was opened.
+//! A memory-mapped weight file, and the check that it did not change since it was opened.
 //!
-//! A mapped file is the file itself, so whoever changes it changes the weights of a run under way:
+//! A mapping shows the file as it is now, so a process that changes the file changes the weights of a run in progress:
 //! - if it is truncated, the next read beyond its end raises SIGBUS, which ends the process;
 //! - if it is written to, the run silently reads other numbers;
 //! - if it is deleted, or replaced by another file of its name, nothing happens: the mapping keeps the old file.
 //!
-//! The last is how files should be replaced, and is no fault. Against the first, a signal handler maps zeros in place of the
+//! The last is how files should be replaced, and is not an error. Against the first, a signal handler maps zeros in place of the
 //! missing pages and sets a flag (on Linux only). The flag and changes of size or modification time are reported by
 //! [`Mapped::verify`], which is called after the bytes were used and before any result is shown.
 //!
-//! A writer that restores size and modification time goes unnoticed. The change time, which cannot be restored, is no help:
-//! replacing the file changes that of the old one, too.
+//! A writer that restores size and modification time is not detected. The change time (ctime), which cannot be restored, does not
+//! help: replacing the file changes that of the old one, too.
 #![allow(unsafe_code)]
 
 #[cfg(target_os = "linux")]
@@ -47,7 +47,7 @@ pub(super) struct Mapped {
     /// This field stands before the mapping because fields are dropped in order: once unmapped, the addresses may be reused.
     watch: bus::Watch,
     map: Mmap,
-    /// Kept open to look at the mapped file itself, whatever has its name by now.
+    /// The file is kept open for its metadata, because its path may name another file by now.
     file: File,
     stamp: Stamp,
 }
@@ -60,8 +60,8 @@ impl Mapped {
             let stamp = Stamp::of(&file)?;
             let len = usize::try_from(stamp.len).map_err(|_| io::ErrorKind::FileTooLarge)?;
             // SAFETY: the mapping is read-only, and its bytes are only ever read as plain numbers, for which every bit pattern
-            // is valid; the header, whose text must not change after validation, is copied out first. Nobody else can be kept
-            // from writing to the file, but what was read from it then is thrown away: see `verify`.
+            // is valid; the header, whose text must not change after validation, is copied out first. Other processes cannot be
+            // kept from writing to the file, but then everything read from it is discarded: see `verify`.
             let map = unsafe { MmapOptions::new().len(len).map(&file) }?;
             let watch = bus::Watch::new(&map)?;
             Ok((watch, map, stamp))
@@ -70,7 +70,7 @@ impl Mapped {
         Ok(Self { watch, map, file, stamp })
     }
 
-    /// Fails if anything read so far may be other than what the file held when it was mapped. `path` is for the message.
+    /// Fails if anything read so far may differ from the content of the file when it was mapped. `path` is for the message.
     pub fn verify(&self, path: &Path) -> Result<()> {
         let detail = match Stamp::of(&self.file) {
             Err(error) => error.to_string(),
@@ -94,7 +94,7 @@ impl AsRef<[u8]> for Mapped {
 #[derive(Clone, Copy, Debug)]
 struct Stamp {
     len: u64,
-    /// None where the file system keeps no times.
+    /// `None` if the file system does not store times.
     modified: Option<SystemTime>,
 }
 

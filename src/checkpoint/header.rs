@@ -1,10 +1,10 @@
 //! Validates the header of a safetensors file before anything else looks at it.
 //!
-//! A weight file comes from the network and is mapped into memory, so nothing in its header is believed: lengths are bounded
-//! first, all arithmetic is checked, names are unique, and the tensors must tile the data region exactly. What passes here
-//! can be sliced without further thought.
+//! A weight file comes from the network and is mapped into memory, so nothing in its header is trusted: lengths are bounded first,
+//! all arithmetic is checked, names are unique, and the tensors must tile the data region exactly. The ranges of a header that
+//! passes can be sliced without further checks.
 
-// Lengths here come from outside: no sum, product or conversion of one goes unchecked, not even where it looks safe.
+// Lengths here are untrusted, so every sum, product and conversion of one is checked, even where it looks safe.
 #![deny(clippy::arithmetic_side_effects, clippy::cast_possible_truncation)]
 
 use super::foreign::{self, FOREIGN};
@@ -17,13 +17,13 @@ use std::fmt;
 use std::ops::Range;
 use std::path::Path;
 
-/// Longest header read. The largest FLUX.2 header known has 85 kB; the format itself would allow 100 MB.
+/// The maximum size of a header in bytes. The largest FLUX.2 header known has 85 kB; the format itself would allow 100 MB.
 pub const MAX_HEADER: u64 = 4 << 20;
-/// Most tensors in one file, and most strings in its metadata.
+/// The maximum number of tensors in one file, and of strings in its metadata.
 pub const MAX_TENSORS: usize = 4096;
-/// Longest tensor name in bytes.
+/// The maximum length of a tensor name in bytes.
 pub const MAX_NAME: usize = 256;
-/// Most dimensions of a tensor.
+/// The maximum number of dimensions of a tensor.
 const MAX_RANK: usize = 8;
 /// Bytes of the little-endian length in front of the header.
 const LENGTH: usize = size_of::<u64>();
@@ -148,7 +148,7 @@ fn header_end(path: &Path, file: &[u8]) -> Result<usize> {
     };
     let length = u64::from_le_bytes(*length);
     let opening = rest.first();
-    // Other formats are considered only where this cannot be a safetensors file: a header of 640 bytes begins like a pickle.
+    // Other formats are considered only if this cannot be a safetensors file: one with a header of 640 bytes begins like a pickle.
     let implausible = length > MAX_HEADER || opening.is_some_and(|&byte| byte != b'{');
     if let Some(error) = implausible.then(|| foreign::format(path, file)).flatten() {
         return Err(error);
@@ -239,7 +239,7 @@ impl RawEntry {
     }
 }
 
-/// Reads a shape, and stops at the first dimension too many: a header has room for millions.
+/// Reads a shape, and stops after the maximum number of dimensions: a header has room for millions of them.
 fn dimensions<'de, D: Deserializer<'de>>(reader: D) -> Result<Vec<u64>, D::Error> {
     struct Shape;
     impl<'de> Visitor<'de> for Shape {
@@ -301,7 +301,7 @@ impl<'de> Visitor<'de> for RawSeed<'_> {
             if name.len() > MAX_NAME {
                 return Err(de::Error::custom(format!("the name `{}` has {} bytes, limit {MAX_NAME}", shown(&name), name.len())));
             }
-            // A name ends up on a terminal.
+            // Names are printed to terminals, which interpret control characters.
             if name.chars().any(char::is_control) {
                 return Err(de::Error::custom(format!("the name `{}` has control characters", shown(&name))));
             }
@@ -320,8 +320,8 @@ impl<'de> Visitor<'de> for RawSeed<'_> {
     }
 }
 
-/// A JSON object of strings in which no key occurs twice; in serde's own maps the last one wins. A short string takes ten times
-/// as many bytes in memory as in a file, so their number is bounded, too.
+/// A JSON object of strings in which no key occurs twice; in serde's own maps the last one wins. A short string takes ten times as
+/// many bytes in memory as in a file, so the number of strings is bounded, too.
 pub(super) struct UniqueMap(pub BTreeMap<String, String>);
 
 impl<'de> Deserialize<'de> for UniqueMap {

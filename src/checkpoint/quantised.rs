@@ -1,7 +1,7 @@
-//! Recognises quantised checkpoints, so that they are refused by name instead of failing on an odd shape.
+//! Recognises quantised checkpoints, so that they are refused with the name of their format instead of an error about a shape.
 //!
-//! Formats are declared in three ways: for all layers in the file's metadata, per layer in a small JSON tensor, or not at all,
-//! in which case the dtypes tell.
+//! A format is declared for all layers in the file's metadata, or per layer in a small JSON tensor; otherwise it is inferred from
+//! the dtypes.
 
 use super::shard::Shard;
 use crate::error::{Error, Result};
@@ -29,7 +29,7 @@ struct Layer {
 pub(super) fn refuse(part: Part, shard: &Shard) -> Result<()> {
     let refused = |name: String, format| Err(Error::Quantised { path: shard.path().into(), name, format });
     if let Some(text) = shard.metadata().get(QUANTISATION_METADATA) {
-        // The file is declared as quantised, but names no layer.
+        // The file is declared as quantised, but the declaration cannot be parsed, so no layer can be named.
         let Ok(declared) = serde_json::from_str::<Declaration>(text) else {
             return refused(QUANTISATION_METADATA.into(), UNKNOWN);
         };
@@ -59,20 +59,20 @@ pub(super) fn refuse(part: Part, shard: &Shard) -> Result<()> {
     Ok(())
 }
 
-/// The format that a layer's JSON tensor gives.
+/// The format that a layer's JSON tensor declares.
 fn declared_format(shard: &Shard, layer: &str) -> Option<&'static str> {
     let bytes = shard.bytes(&format!("{layer}.{QUANTISATION_TENSOR}"))?;
     let settings: Layer = serde_json::from_slice(&bytes).ok()?;
     Some(format_name(&settings.format))
 }
 
-/// The format of a quantiser that leaves tensors of its own beside a layer.
+/// The format of a quantiser that stores characteristic tensors beside a layer.
 fn quantiser(shard: &Shard, layer: &str) -> Option<&'static str> {
     let beside = |suffix: &str| shard.entry(&format!("{layer}{suffix}")).is_some();
     QUANTISERS.iter().find(|(suffix, _)| beside(suffix)).map(|(_, format)| *format)
 }
 
-/// The format that follows from the dtype of a weight and from the tensors beside it.
+/// The format inferred from the dtype of a weight and from the tensors beside it.
 fn stored_format(shard: &Shard, weight: &str) -> Option<&'static str> {
     let beside = |suffix: &str| shard.entry(&format!("{weight}{suffix}")).is_some();
     Some(match shard.entry(weight)?.dtype.name {

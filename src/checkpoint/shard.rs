@@ -41,14 +41,14 @@ impl Shard {
 
     fn new(path: PathBuf, bytes: Bytes, mapped: Option<Arc<Mapped>>) -> Result<Self> {
         let header = Header::parse(&path, &bytes).map_err(|error| {
-            // A file that is still being written looks broken in many ways. That it changes is the better message.
+            // A file that is still being written can fail validation in many ways; then the error says that it changed.
             let changed = mapped.as_ref().and_then(|mapped| mapped.verify(&path).err());
             changed.unwrap_or(error)
         })?;
         Ok(Self { path, bytes, header: Arc::new(header), mapped })
     }
 
-    /// Fails if the file changed since it was opened, so that anything read from it may be wrong. Bytes in memory do not.
+    /// Fails if the file changed since it was opened, so that anything read from it may be wrong. Bytes in memory never change.
     pub fn verify(&self) -> Result<()> {
         self.mapped.as_ref().map_or(Ok(()), |mapped| mapped.verify(&self.path))
     }

@@ -3,13 +3,12 @@
 //! noise.
 //!
 //! A matrix counts as missing if all of it is zero, or one of eight equal chunks of it, which is hundreds of a layer's outputs or
-//! a whole head. Single rows of zeros are accepted, since training can kill an output, and so are zero chunks of a lookup table,
-//! whose rows past the last token are never trained, and of matrices so small that a chunk would be only a few rows. Weights of
-//! norms and variances are checked as well, since zeros there let nothing pass; biases and means are not: some are trained to be
-//! zero.
+//! a whole head. Single rows of zeros are accepted, since training can produce dead outputs, and so are zero chunks of a lookup
+//! table, whose rows after the last token are never trained, and of matrices so small that a chunk would be only a few rows. Norm
+//! weights and variances are checked as well, since zeros there make all outputs zero; biases and means are not, since training
+//! can make them zero.
 //!
-//! The first value that is not zero ends the search in a chunk, so a good matrix costs eight reads, and only zeros are read
-//! through.
+//! The first nonzero value ends the search in a chunk, so a valid matrix costs eight reads.
 
 use super::header::Entry;
 use crate::error::{Error, Result};
@@ -21,7 +20,7 @@ const CHUNKS: usize = 8;
 /// Shortest chunk that is checked by itself, in bytes.
 const MIN_CHUNK: usize = 64 << 10;
 
-/// Tensors of fewer elements are not checked: they can be zero by chance.
+/// Tensors with fewer elements are not checked, because they can be zero by chance.
 const MIN_ELEMENTS: usize = 8;
 
 /// Fails if a matrix is zero where no trained matrix is; `bytes` are those of the tensor `name`.
@@ -87,7 +86,7 @@ mod tests {
         assert!(found(&[64, 64], &small, false).is_some());
         small[8191] = 1;
         assert_eq!(found(&[64, 64], &small, false), None);
-        // Negative zeros were written by somebody.
+        // The bytes of negative zeros are not zero, so they were written.
         assert_eq!(found(&[2, 1], &[0, 0x80, 0, 0x80], false), None);
         assert_eq!(found(&[0, 4], &[], false), None);
     }

@@ -106,7 +106,7 @@ pub(super) fn folder_of_weights(folder: &Path) -> Sought {
 type Fault = (PathBuf, String);
 
 /// Searches a folder for matching names. If at least one file is usable, the result is that of `usable`, which gets all usable
-/// files and the first unusable entry; otherwise it tells why there is none.
+/// files and the first unusable entry; otherwise it says why there is none.
 fn look(folder: &Path, named: impl Fn(&str) -> bool, usable: impl FnOnce(Vec<PathBuf>, Option<Fault>) -> Sought) -> Sought {
     let unusable = |error: std::io::Error| {
         Sought::Unusable(folder.into(), files::absence(folder).unwrap_or_else(|| error.to_string()), Vec::new())

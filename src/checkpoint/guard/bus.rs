@@ -1,4 +1,4 @@
-//! Reads of a mapped file beyond its end raise SIGBUS. A handler turns them into zeros and a flag, and the process lives on.
+//! Reads of a mapped file beyond its end raise SIGBUS. A handler maps zeros there and sets a flag, so that the process continues.
 //!
 //! One handler for the whole process looks a fault's address up in a table of mappings. It may run at any moment in any
 //! thread, so it takes no lock and allocates nothing: the table is a static array of atomics, and the rest are two system
@@ -12,7 +12,7 @@ use std::ptr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
 
-/// Most files mapped at once. A model has a few dozen at most.
+/// The maximum number of files mapped at once. A model has a few dozen at most.
 const SLOTS: usize = 1024;
 
 static TABLE: [Slot; SLOTS] = [const { Slot::new() }; SLOTS];
@@ -38,7 +38,7 @@ impl Slot {
         Self { taken: AtomicBool::new(false), version: number(0), start: number(0), len: number(0), lost: AtomicBool::new(false) }
     }
 
-    /// Writes the range; only the slot's owner does.
+    /// Writes the range. Only the owner of the slot calls this.
     fn set(&self, start: usize, len: usize) {
         let version = self.version.load(Ordering::Relaxed);
         self.version.store(version.wrapping_add(1), Ordering::Relaxed);
@@ -48,8 +48,8 @@ impl Slot {
         self.version.store(version.wrapping_add(2), Ordering::Release);
     }
 
-    /// The range, or `None` while it changes. A reader that looks for its own mapping need not wait: it holds on to that
-    /// mapping, so a slot that changes is another's.
+    /// The range, or `None` while it changes. A reader that looks for its own mapping need not wait: it keeps that mapping alive,
+    /// so a slot that changes belongs to another.
     fn range(&self) -> Option<Range<usize>> {
         let version = self.version.load(Ordering::Acquire);
         let (start, len) = (self.start.load(Ordering::Relaxed), self.len.load(Ordering::Relaxed));
@@ -59,7 +59,7 @@ impl Slot {
     }
 }
 
-/// Faults in one mapping are caught as long as this lives. It must not outlive the mapping.
+/// Catches faults in one mapping as long as it lives. It must not outlive the mapping.
 #[derive(Debug)]
 pub(super) struct Watch(&'static Slot);
 
@@ -91,15 +91,16 @@ impl Drop for Watch {
 fn install() -> io::Result<()> {
     static INSTALLED: OnceLock<Result<(), Option<i32>>> = OnceLock::new();
     let install = || {
-        // SAFETY: for a `sigaction`, all zeros is a value: the default action, no flags, an empty mask.
+        // SAFETY: all zeros is a valid `sigaction`: the default action, no flags, an empty mask.
         let (mut previous, mut action) = unsafe { std::mem::zeroed::<(libc::sigaction, libc::sigaction)>() };
-        // SAFETY: a null new action only asks for the current one, which goes to a place of the right type.
+        // SAFETY: with a null new action the call only writes the current one, to a variable of the right type.
         if unsafe { libc::sigaction(libc::SIGBUS, ptr::null(), &mut previous) } != 0 {
             return Err(io::Error::last_os_error().raw_os_error());
         }
         PREVIOUS.get_or_init(|| previous);
         action.sa_sigaction = on_fault as extern "C" fn(c_int, *mut siginfo_t, *mut c_void) as libc::sighandler_t;
-        // The handler runs on the alternate stack, because the previous one may be that which reports stack overflows.
+        // The handler runs on the alternate stack, because it may call the previous handler, which may be the one that reports
+        // stack overflows.
         action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_RESTART;
         // SAFETY: the action is complete, and its handler does only what a signal handler may.
         if unsafe { libc::sigaction(libc::SIGBUS, &action, ptr::null_mut()) } != 0 {
@@ -125,16 +126,16 @@ fn cover(address: usize) -> bool {
     let Some((slot, range)) = found else { return false };
     // The flag is set first, so that no reader sees zeros without it.
     slot.lost.store(true, Ordering::Release);
-    // The whole mapping is replaced, not one page: nothing read from it counts any more, and this way there is only one fault.
+    // The whole mapping is replaced, not one page: everything read from it is discarded anyway, and so there is only one fault.
     let flags = libc::MAP_FIXED | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     let start = ptr::without_provenance_mut::<c_void>(range.start);
-    // SAFETY: the range is a mapping that only this crate uses, only to read numbers from it, and that the reader who came here
-    // keeps alive; zeros are numbers, too. The call is a plain system call.
+    // SAFETY: the range is a mapping that only this crate uses, only to read numbers from it, and that the faulting reader keeps
+    // alive; zeros are valid numbers, too. The call is a plain system call.
     let zeros = unsafe { libc::mmap(start, range.len(), libc::PROT_READ, flags, -1, 0) };
     zeros != libc::MAP_FAILED
 }
 
-/// Does what would have been done without this handler.
+/// Forwards a signal to the handler that was installed before, or to the default action.
 fn pass_on(signal: c_int, code: c_int, info: *mut siginfo_t, context: *mut c_void) {
     let (handler, flags) = PREVIOUS.get().map_or((libc::SIG_DFL, 0), |previous| (previous.sa_sigaction, previous.sa_flags));
     match handler {
@@ -147,7 +148,7 @@ fn pass_on(signal: c_int, code: c_int, info: *mut siginfo_t, context: *mut c_voi
             libc::raise(signal);
         },
         _ if flags & libc::SA_SIGINFO != 0 => {
-            // SAFETY: with this flag, the address is that of a function of this type, and it gets what the kernel gave us.
+            // SAFETY: with this flag, the address is that of a function of this type; its arguments are those from the kernel.
             let handler: extern "C" fn(c_int, *mut siginfo_t, *mut c_void) = unsafe { std::mem::transmute(handler) };
             handler(signal, info, context);
         }
@@ -179,7 +180,7 @@ mod tests {
     #[test]
     fn addresses_are_found_while_they_are_watched() {
         let find = |address: usize| TABLE.iter().any(|slot| slot.range().is_some_and(|range| range.contains(&address)));
-        // Never read: only the addresses matter.
+        // The handler never reads these bytes; only their addresses matter.
         let bytes = vec![7; 10_000];
         let (first, last) = (bytes.as_ptr().addr(), bytes.as_ptr().addr() + 9_999);
         let watch = Watch::new(&bytes).unwrap();
