@@ -1,7 +1,7 @@
 //! The configuration of a model: the sizes of its three parts, its variant and its display name.
 //!
 //! Sizes are detected from the shapes of the tensors themselves. A `config.json` beside them is compared with what was found and
-//! supplies the numbers that no shape shows. What neither of them tells is in [`Conventions`].
+//! supplies the numbers that no shape shows. Properties that are in neither of them are [`Conventions`].
 
 mod conventions;
 mod detect;

@@ -19,7 +19,7 @@ pub enum Error {
     /// An option or the prompt is not usable.
     #[error("{}", shown_text(.what))]
     Usage {
-        /// What is wrong.
+        /// What is not usable about it.
         what: String,
         /// What to do instead.
         hint: Option<Remedy>,

@@ -34,7 +34,7 @@ pub struct BenchRequest {
     pub verbosity: Verbosity,
 }
 
-/// What is timed.
+/// The subject of a measurement.
 #[derive(Debug)]
 enum Subject {
     /// A cold image and `runs` warm ones.

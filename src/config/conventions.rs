@@ -1,6 +1,6 @@
-//! What no tensor and no `config.json` tells about a model: which layers of the text encoder it reads, how long its prompts are,
-//! and the default settings of generation. FLUX.2 \[klein\] fixes these by convention; another model states them in a `kiln.json`
-//! beside its `model_index.json`, where a missing key means the value of klein.
+//! The properties of a model that are in no tensor and no `config.json`: the layers of the text encoder that it taps, the length
+//! of its padded prompts, and the default settings of generation. FLUX.2 \[klein\] fixes these by convention; another model states
+//! them in a `kiln.json` beside its `model_index.json`, where a missing key means the value of klein.
 
 use super::{ConfigFile, KLEIN_TEXT_LAYERS, KLEIN_TEXT_TOKENS, Variant};
 use crate::error::{Error, Result};
@@ -177,9 +177,9 @@ impl Conventions {
         self.variant.is_none_or(|own| own == variant)
     }
 
-    /// Fails if the text encoder is not deep enough. `have` layers are in its files; `whole` were there before the files were cut
-    /// down to what is used, if that is known. The output of the very last layer cannot be tapped: where models are trained, it
-    /// has passed the final norm.
+    /// Fails if the text encoder is not deep enough. `have` is the number of layers in its files; `whole`, if known, is that of the
+    /// complete encoder, whose unused layers the files may leave out. The output of the very last layer cannot be tapped, because in
+    /// training it has passed the final norm.
     pub(super) fn check_depth(&self, have: usize, whole: Option<usize>) -> Result<()> {
         let (Some(path), [.., last]) = (&self.path, self.text_layers) else { return Ok(()) };
         let detail = if last > have {
