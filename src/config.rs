@@ -231,7 +231,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_foreign_text_encoder_is_named() {
+    fn a_text_encoder_of_another_size_is_reported() {
         assert!(check_fit(&TransformerConfig::klein_4b(), &TextConfig::klein_4b()).is_ok());
         assert!(check_fit(&TransformerConfig::klein_9b(), &TextConfig::klein_9b()).is_ok());
         assert!(check_fit(&TransformerConfig::tiny(), &TextConfig::tiny()).is_ok());

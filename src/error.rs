@@ -359,7 +359,7 @@ mod tests {
     use std::io;
 
     /// One error of every kind, with `foreign` for each text that comes from outside the program.
-    fn all(foreign: &str) -> Vec<Error> {
+    fn one_of_each_kind(foreign: &str) -> Vec<Error> {
         let (text, path) = (|| foreign.to_owned(), || PathBuf::from(foreign));
         let hint = || Some(Remedy::Advice(text()));
         let source = || io::Error::other(text());
@@ -395,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn no_error_hands_foreign_text_to_a_terminal() {
+    fn error_messages_escape_foreign_text() {
         // The match has no wildcard arm, so a new kind of error does not compile until it joins the list.
         let kind = |error: &Error| match error {
             Error::Usage { .. } => 0,
@@ -426,7 +426,7 @@ mod tests {
         };
         let long = "\u{1b}]0;x\u{7}\n".repeat(100_000);
         for foreign in ["\u{1b}[2J\r\nhint: a planted line\u{202e}", &long] {
-            let errors = all(foreign);
+            let errors = one_of_each_kind(foreign);
             assert_eq!(errors.iter().map(kind).collect::<Vec<_>>(), (0..=24).collect::<Vec<_>>());
             for error in errors {
                 for text in [error.to_string(), error.hint().unwrap_or_default()] {
@@ -438,7 +438,7 @@ mod tests {
     }
 
     #[test]
-    fn too_little_memory_is_no_fault_of_a_file() {
+    fn out_of_memory_is_not_reported_as_a_bad_file() {
         let read = |source: io::Error| Error::read(Path::new("x"), source);
         let short = read(ErrorKind::OutOfMemory.into());
         assert_eq!((short.exit_code(), short.remedy()), (4, Some(Remedy::SaveMemory)));

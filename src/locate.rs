@@ -13,7 +13,7 @@ use crate::error::{Error, Remedy, Result};
 use crate::files;
 use crate::part::PerPart;
 use cache::NoSnapshot;
-use parts::{Sought, complain, folder_of_weights, single_file};
+use parts::{Sought, describe_faults, folder_of_weights, single_file};
 use std::path::{Path, PathBuf};
 
 /// The name of the embedded model.
@@ -158,7 +158,7 @@ fn known_repository(request: &LocateRequest) -> Result<Option<Folder>> {
                 let mut folder = Folder::read(&snapshot, id);
                 let given = folder.clone();
                 folder.replace(request);
-                match folder.complaint() {
+                match folder.faults() {
                     None => return Ok(Some(given)),
                     Some((what, _)) => what,
                 }
@@ -195,7 +195,7 @@ fn assemble(request: &LocateRequest, base: Folder) -> Result<ModelFiles> {
         given => given.clone().or(folder.tokenizer.clone()),
     };
     let Ok(parts) = PerPart::try_from_fn(|part| folder.parts[part].path().ok_or(())) else {
-        let (what, hint) = folder.complaint().unzip();
+        let (what, hint) = folder.faults().unzip();
         let what = what.unwrap_or_default();
         return Err(match base.path {
             Some(path) => no_model(&path, &what, hint),
@@ -287,8 +287,8 @@ impl Folder {
     }
 
     /// What is wrong with the parts and the remedy, if not all of them were found.
-    fn complaint(&self) -> Option<(String, Remedy)> {
-        complain(&self.parts, self.path.as_deref())
+    fn faults(&self) -> Option<(String, Remedy)> {
+        describe_faults(&self.parts, self.path.as_deref())
     }
 }
 

@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn causes_are_not_said_twice() {
+    fn causes_are_not_repeated() {
         let source = io::Error::new(ErrorKind::NotFound, "gone");
         let failure = Failure::Error(Error::Read { path: "x".into(), source });
         assert_eq!(report(&failure), "error: cannot read (x): gone\n");
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_closed_standard_output_is_no_error() {
+    fn only_a_broken_pipe_of_standard_output_is_ignored() {
         let error = |path: &str, kind: ErrorKind| Error::Write { path: path.into(), source: kind.into() };
         assert!(cli::reader_left(&error(cli::STDOUT, ErrorKind::BrokenPipe)));
         assert!(!cli::reader_left(&error(cli::STDOUT, ErrorKind::StorageFull)));

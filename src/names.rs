@@ -334,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn other_names_are_told_apart() {
+    fn other_tensors_are_classified() {
         let quantised = |layer: &str| Place::Quantisation(layer.into());
         for (part, name, place) in [
             (Part::TextEncoder, "lm_head.weight", Place::Unused),
@@ -357,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn adapters_are_told_from_models() {
+    fn adapters_are_recognised() {
         for name in [
             "diffusion_model.double_blocks.0.img_attn.qkv.lora_A.weight",
             "base_model.model.double_blocks.0.img_attn.qkv.lora_B.default.weight",
@@ -378,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn layers_are_told_from_names() {
+    fn layer_numbers_are_parsed_from_names() {
         for (name, layer) in [
             ("model.layers.27.mlp.up_proj.weight", Some(27)),
             ("text_encoders.qwen3_4b.transformer.model.layers.0.x", Some(0)),
@@ -391,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn every_spelling_leads_back_to_its_canonical_name() {
+    fn every_spelling_resolves_to_its_canonical_name() {
         for part in [Part::Transformer, Part::TextEncoder, Part::Vae] {
             for row in part.rows() {
                 let captured = Captured { number: 2, block: 1, side: "encoder", op: "norm2", leaf: "bias" };

@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_error_ends_it() {
+    fn try_from_fn_stops_at_the_first_error() {
         let mut asked = Vec::new();
         let result = PerPart::try_from_fn(|part| {
             asked.push(part);

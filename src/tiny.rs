@@ -141,7 +141,7 @@ fn serialise(part: Part, kind: Dtype, tensors: &[(TensorSpec, Vec<u8>)]) -> Resu
 fn values(name: &str, shape: &[usize], dtype: DType) -> Vec<u8> {
     let hash = fnv1a(name);
     let rule = Rule::of(name, shape);
-    let value = |index: usize| rule.value((mixed(hash, index as u64) >> 56) as u32);
+    let value = |index: usize| rule.value((splitmix64(hash, index as u64) >> 56) as u32);
     // This loop is serial because the tensors are generated in parallel.
     let values: Vec<f32> = (0..shape.iter().product()).map(value).collect();
     dtype.encoded(&values)
@@ -199,7 +199,7 @@ fn fnv1a(name: &str) -> u64 {
 }
 
 /// The `index`-th output of the SplitMix64 generator that starts at `hash`.
-fn mixed(hash: u64, index: u64) -> u64 {
+fn splitmix64(hash: u64, index: u64) -> u64 {
     let mut z = hash.wrapping_add(index.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
     z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
@@ -211,11 +211,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_hash_is_the_published_one() {
+    fn hashes_match_published_values() {
         assert_eq!(fnv1a(""), 0xCBF2_9CE4_8422_2325);
         assert_eq!(fnv1a("a"), 0xAF63_DC4C_8601_EC8C);
-        assert_eq!(mixed(0, 0), 0xE220_A839_7B1D_CDAF);
-        assert_eq!(mixed(0, 1), 0x6E78_9E6A_A1B9_65F4);
+        assert_eq!(splitmix64(0, 0), 0xE220_A839_7B1D_CDAF);
+        assert_eq!(splitmix64(0, 1), 0x6E78_9E6A_A1B9_65F4);
     }
 
     #[test]

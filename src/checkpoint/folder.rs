@@ -140,7 +140,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shard_names_say_how_many_there_are() {
+    fn shard_counts_are_parsed_from_names() {
         assert_eq!(shard_count("model-00001-of-00002"), Some(2));
         assert_eq!(shard_count("diffusion_pytorch_model-00002-of-00017"), Some(17));
         for other in ["model", "model-1-of-2", "model-0000a-of-00002", "00001-of-00002", "model-00001-of-"] {

@@ -117,12 +117,12 @@ fn is_onnx(start: &[u8]) -> bool {
 mod tests {
     use super::*;
 
-    fn told(file: &[u8]) -> Option<String> {
+    fn error_text(file: &[u8]) -> Option<String> {
         format(Path::new("x"), file).map(|error| error.to_string())
     }
 
     #[test]
-    fn files_are_called_by_their_names() {
+    fn formats_are_recognised() {
         let mut tar = vec![b'a'; 600];
         tar[3] = 0;
         tar[257..262].copy_from_slice(b"ustar");
@@ -143,14 +143,14 @@ mod tests {
             (&[0; 700], "not a safetensors file (x): it begins with zeros, as a file does whose download has not got that far"),
         ];
         for (file, message) in cases {
-            assert_eq!(told(file).as_deref(), Some(message));
+            assert_eq!(error_text(file).as_deref(), Some(message));
         }
         // The examined bytes of a text may end within a character; the other cases are of no known format.
-        assert!(told(format!("x{}", "é".repeat(400)).as_bytes()).unwrap().ends_with("it is text"));
+        assert!(error_text(format!("x{}", "é".repeat(400)).as_bytes()).unwrap().ends_with("it is text"));
         for unknown in
             [&b"\x01\x02\x03"[..], b"text", b"\0\0", b"\x08\x08\x12\x00", b"\x08\x08\x12\x07pyt", b"\xE9t\xE9 in Latin-1"]
         {
-            assert_eq!(told(unknown), None, "{unknown:?}");
+            assert_eq!(error_text(unknown), None, "{unknown:?}");
         }
     }
 }

@@ -59,7 +59,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_no_training_makes_is_refused() {
+    fn only_zeros_that_training_does_not_produce_are_refused() {
         let (shape, length) = ([1024, 512], 1024 * 512 * 2);
         let filled = |range: std::ops::Range<usize>| {
             let mut bytes = vec![0x3F; length];

@@ -469,7 +469,7 @@ mod tests {
     }
 
     #[test]
-    fn clap_finds_nothing_wrong_with_the_definition() {
+    fn the_definition_passes_the_checks_of_clap() {
         Cli::command().debug_assert();
     }
 
@@ -526,7 +526,7 @@ mod tests {
     }
 
     #[test]
-    fn a_size_of_klein_is_not_another_model() {
+    fn klein_conflicts_with_named_models() {
         assert!(parse(&["plan", "--klein", "9b", "--variant", "base", "--steps", "3"]).is_ok());
         for wrong in ["--model", "--transformer", "--text-encoder", "--vae", "--tokenizer"] {
             assert_eq!(parse(&["plan", "--klein", "9b", wrong, "x"]).unwrap_err().exit_code(), 2, "{wrong}");
@@ -534,7 +534,7 @@ mod tests {
     }
 
     #[test]
-    fn bench_measures_pictures_or_kernels() {
+    fn bench_measures_images_or_kernels() {
         let bench = |line: &[&str]| -> Result<BenchArgs, clap::Error> {
             match parse(&[&["bench"], line].concat())?.command {
                 Some(Command::Bench(args)) => Ok(*args),

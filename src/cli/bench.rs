@@ -50,7 +50,7 @@ impl BenchRequest {
         let BenchArgs { mut prompt, model, kernels, quick, runs, json, shape, run } = args;
         let verbosity = Verbosity::new(run.quiet, run.verbose);
         if let Some(path) = json.as_deref().filter(|path| *path != Path::new(DASH)) {
-            check_writable(&[Planned { path: path.into(), bytes: 0 }], false).map_err(unforced)?;
+            check_writable(&[Planned { path: path.into(), bytes: 0 }], false).map_err(without_force_hint)?;
         } else if let (Some(_), Some(word)) = (&json, &prompt.prompt)
             && Path::new(word).extension().is_some_and(|extension| extension == "json")
         {
@@ -116,7 +116,7 @@ fn publish(report: &impl Serialize, table: String, json: Option<&Path>, out: &mu
         Some(path) if path == Path::new(DASH) => print(out, text()?.as_bytes()),
         Some(path) => {
             // The file is written first, so that the results are kept even if the table cannot be printed.
-            save_new(path, text()?.as_bytes(), false).map_err(unforced)?;
+            save_new(path, text()?.as_bytes(), false).map_err(without_force_hint)?;
             print(out, table.as_bytes())
         }
         None => print(out, table.as_bytes()),
@@ -124,7 +124,7 @@ fn publish(report: &impl Serialize, table: String, json: Option<&Path>, out: &mu
 }
 
 /// Replaces the error whose hint recommends `--force`, which `kiln bench` does not have.
-fn unforced(error: Error) -> Error {
+fn without_force_hint(error: Error) -> Error {
     match error {
         Error::OutputExists { path } => {
             let source = io::Error::new(ErrorKind::AlreadyExists, "it exists, and is not overwritten; give another name");

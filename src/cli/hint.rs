@@ -19,13 +19,13 @@ pub fn message(error: &Error) -> String {
 
 /// The remedy of an error for a user of the command line.
 pub fn hint(error: &Error) -> Option<String> {
-    error.remedy().map(|remedy| shown_text(&words(&remedy)))
+    error.remedy().map(|remedy| shown_text(&describe(&remedy)))
 }
 
-fn words(remedy: &Remedy) -> String {
+fn describe(remedy: &Remedy) -> String {
     let flags = |parts: &[Part]| parts.iter().map(|part| flag(*part)).collect::<Vec<_>>();
     match remedy {
-        Remedy::AnyOf(ways) => format!("try to {}", alternatives(&ways.iter().map(words).collect::<Vec<_>>())),
+        Remedy::AnyOf(ways) => format!("try to {}", alternatives(&ways.iter().map(describe).collect::<Vec<_>>())),
         Remedy::SmallerImage => "lower --width and --height".into(),
         Remedy::LegalSize { width, height } => format!("try --width {width} --height {height}"),
         Remedy::SizeThatFits { width, height, bytes } => format!("use --width {width} --height {height} ({})", amount(*bytes)),
@@ -67,9 +67,9 @@ mod tests {
     use crate::sequence::Pixels;
 
     #[test]
-    fn the_words_of_the_allocator_are_those_of_the_remedy() {
+    fn the_allocator_prints_the_hint_of_the_remedy() {
         let ways = [Remedy::SmallerImage, Remedy::ClosePrograms, Remedy::AllowMemory];
-        assert_eq!(alternatives(&ways.each_ref().map(words)), SAVE_MEMORY);
+        assert_eq!(alternatives(&ways.each_ref().map(describe)), SAVE_MEMORY);
     }
 
     /// The library's own texts name no flags, because its callers have none; those of the command line do.
@@ -96,7 +96,7 @@ mod tests {
             Remedy::PickParts(parts()),
             Remedy::ReplaceParts(parts()),
         ] {
-            assert!(words(&remedy).contains("--"), "{remedy:?}");
+            assert!(describe(&remedy).contains("--"), "{remedy:?}");
             assert!(!remedy.to_string().contains("--") && !remedy.to_string().is_empty(), "{remedy:?}");
         }
         let size = Pixels::new(1000, 1001).unwrap_err();

@@ -124,7 +124,7 @@ mod tests {
 
     #[cfg(unix)]
     #[test]
-    fn names_need_not_be_text() {
+    fn names_need_not_be_unicode() {
         use std::os::unix::ffi::OsStringExt;
         let name = |bytes: &[u8]| PathBuf::from(OsString::from_vec(bytes.to_vec()));
         assert_eq!(Target::new(Some(name(b"\xff.png")), "p", 3).path(2, Some(7)).unwrap(), name(b"\xff-3.png"));

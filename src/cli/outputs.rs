@@ -1,7 +1,7 @@
 //! Writes images to files or to standard output, with metadata in the PNG and a line of output for each file.
 
 use super::names::Target;
-use super::report::warn_of_flat;
+use super::report::warn_of_flat_image;
 use super::request::ImageRequest;
 use super::settings::Settings;
 use super::stdout::{DASH, STDOUT, line_of};
@@ -54,7 +54,7 @@ impl Outputs {
         for path in request.seeds.iter().enumerate().filter_map(|(i, &seed)| target.path(i, request.noise.seed(seed))) {
             check_format(&path)?;
             if let Some(dump) = &dump
-                && same_place(&path, dump)
+                && same_file(&path, dump)
             {
                 let what = format!("the picture and --dump would be the same file ({})", shown_path(&path));
                 return Err(Error::usage(what, "give one of them another name"));
@@ -97,7 +97,7 @@ impl Outputs {
         let png = image.image.encode_png(&png_text(settings, image.seed))?;
         // The line is flushed at once, so that the reader of a pipe learns of each image as soon as it exists.
         let mut send = |bytes: &[u8]| out.write_all(bytes).and_then(|()| out.flush());
-        let told = match self.images.next() {
+        let reported = match self.images.next() {
             Some(Planned { path, .. }) => {
                 save_new(&path, &png, self.force)?;
                 let line =
@@ -111,12 +111,12 @@ impl Outputs {
             // Here the stream is the result, so a closed pipe is an error.
             None => send(&png).map_err(|source| Error::Write { path: DASH.into(), source }),
         };
-        warn_of_flat(image, terminal);
+        warn_of_flat_image(image, terminal);
         // The dump comes after the report of the image, which exists even if writing the dump fails.
         if let (Some(dump), Some(record)) = (&self.dump, &image.record) {
             save_new(&dump.path, &record.to_safetensors()?, self.force)?;
         }
-        told
+        reported
     }
 }
 
@@ -178,7 +178,7 @@ fn check_format(path: &Path) -> Result<()> {
 fn check_stdout() -> Result<()> {
     let why = if io::stdout().is_terminal() {
         "a terminal cannot show a picture; redirect standard output, or name a file"
-    } else if is_lost() {
+    } else if stdout_was_closed() {
         "it is closed, so nobody would get the picture"
     } else {
         return Ok(());
@@ -188,7 +188,7 @@ fn check_stdout() -> Result<()> {
 
 /// Whether standard output was closed when the program started. Rust's runtime then opens the null device in its place for reading
 /// and writing; a redirection by a shell opens it for writing only.
-fn is_lost() -> bool {
+fn stdout_was_closed() -> bool {
     #[cfg(target_os = "linux")]
     {
         use rustix::fs::{OFlags, fcntl_getfl, fstat, stat};
@@ -202,7 +202,7 @@ fn is_lost() -> bool {
 }
 
 /// Whether two paths that may not exist yet name the same file.
-fn same_place(a: &Path, b: &Path) -> bool {
+fn same_file(a: &Path, b: &Path) -> bool {
     let place = |path: &Path| {
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
         (folder.canonicalize().ok(), path.file_name().map(|name| name.to_owned()))

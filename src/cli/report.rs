@@ -53,7 +53,7 @@ pub fn warn_of_guidance(guidance: Guidance, variant: Variant, terminal: &Termina
 }
 
 /// Prints what is about to be generated, with which model and on which backend, and warns of flags that have no effect.
-pub fn introduce(settings: &Settings, found: &Found, model: &OpenModel, backend: &SelectedBackend, terminal: &Terminal) {
+pub fn announce_run(settings: &Settings, found: &Found, model: &OpenModel, backend: &SelectedBackend, terminal: &Terminal) {
     let (headline, details) = (headline(settings), details(settings, found, model, backend));
     warn_of_guidance(settings.guidance, settings.variant, terminal);
     match (&settings.negative, settings.guidance.chosen) {
@@ -109,7 +109,7 @@ fn details(settings: &Settings, found: &Found, model: &OpenModel, backend: &Sele
 }
 
 /// Warns of an image whose pixels all have the same colour.
-pub fn warn_of_flat(image: &GeneratedImage, terminal: &Terminal) {
+pub fn warn_of_flat_image(image: &GeneratedImage, terminal: &Terminal) {
     if let Some([red, green, blue]) = image.image.flat_colour() {
         terminal.warn(&format!(
             "the image is one flat colour ({red}, {green}, {blue}); unless the prompt asks for that, the model's files may be damaged"

@@ -148,8 +148,8 @@ pub fn random_seed() -> u64 {
 }
 
 fn noise_kind(args: &GenerateArgs) -> Result<NoiseKind> {
-    let card = args.noise_sms.map(|_| "--noise-sms").or(args.noise_threads.map(|_| "--noise-threads"));
-    let cpu = |kind: NoiseKind| match card {
+    let gpu_flag = args.noise_sms.map(|_| "--noise-sms").or(args.noise_threads.map(|_| "--noise-threads"));
+    let cpu = |kind: NoiseKind| match gpu_flag {
         Some(flag) => {
             Err(Error::usage(format!("{flag} describes a GPU, --noise-kind {kind} imitates none"), format!("leave out {flag}")))
         }
@@ -253,19 +253,19 @@ mod tests {
     use super::*;
     use std::ffi::OsString;
 
-    fn both(line: &[&str], stdin: &[u8]) -> Result<(ImageRequest, Setup)> {
+    fn request_and_setup(line: &[&str], stdin: &[u8]) -> Result<(ImageRequest, Setup)> {
         let args = ["kiln", "--model", "tiny"].iter().chain(line).map(OsString::from);
         let Ok(Command::Generate(args)) = parse(args) else { panic!("{line:?}") };
         ImageRequest::from_args(&args, Environment::default(), &mut &*stdin, 99)
     }
 
     fn request(line: &[&str], stdin: &[u8]) -> Result<ImageRequest> {
-        both(line, stdin).map(|(request, _)| request)
+        request_and_setup(line, stdin).map(|(request, _)| request)
     }
 
     #[test]
     fn defaults() {
-        let (request, setup) = both(&["a fox"], b"").unwrap();
+        let (request, setup) = request_and_setup(&["a fox"], b"").unwrap();
         assert_eq!((request.prompt.as_str(), &*request.seeds), ("a fox", &[99][..]));
         assert_eq!((request.size.width(), request.size.height()), (256, 256));
         assert!(matches!(request.noise, Noise::Drawn(NoiseKind::HOPPER)));
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn seeds_follow_each_other_around_the_end() {
+    fn consecutive_seeds_wrap_around() {
         let request = request(&["x", "--seed", "18446744073709551615", "--count", "3"], b"").unwrap();
         assert_eq!(request.seeds, [u64::MAX, 0, 1]);
         assert_ne!(random_seed(), random_seed());
@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn the_card_belongs_to_torch_cuda() {
+    fn flags_that_describe_a_gpu_require_torch_cuda() {
         let kind = |line: &[&str]| -> Result<NoiseKind> {
             match request(&[&["x"], line].concat(), b"")?.noise {
                 Noise::Drawn(kind) => Ok(kind),

@@ -3,7 +3,7 @@
 use super::args::GenerateArgs;
 use super::names::Target;
 use super::outputs::Outputs;
-use super::report::{introduce, list_kernels, unknown_words_note};
+use super::report::{announce_run, list_kernels, unknown_words_note};
 use super::request::{ImageRequest, Setup};
 use super::session::Session;
 use super::settings::Settings;
@@ -51,7 +51,7 @@ pub fn generate(
 ) -> Result<()> {
     let mut session = Session::open(setup, stop, terminal)?;
     let settings = Settings::resolve(request, &session.profile());
-    introduce(&settings, &session.found, &session.model, &session.backend, terminal);
+    announce_run(&settings, &session.found, &session.model, &session.backend, terminal);
     // A dump holds the prompt embeddings, whose width is known only now that the model is open.
     if outputs.has_dump() {
         let encoder = &session.model.configs.text_encoder;

@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_left_out_is_as_in_klein() {
+    fn missing_keys_default_to_klein() {
         let path = Some(PathBuf::from("m/kiln.json"));
         assert_eq!(parse("{}").unwrap(), Conventions { path: path.clone(), ..Conventions::klein() });
         assert_eq!(parse(r#"{"steps": null, "width": null}"#).unwrap(), parse("{}").unwrap());
@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_files_are_refused_by_key() {
+    fn invalid_values_are_reported_by_key() {
         for (text, detail) in [
             ("", "EOF while parsing"),
             ("[]", "not an object"),
@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_layer_read_is_not_the_last_there_is() {
+    fn the_final_layer_cannot_be_tapped() {
         let found = parse(r#"{"text_layers": [1, 2, 4]}"#).unwrap();
         // Layers in the files, layers of the whole encoder, and whether that is accepted.
         for (have, whole, fine) in

@@ -165,7 +165,7 @@ impl TextConfig {
         }
         // Older files have the base of RoPE at the top level, newer ones in `rope_parameters`.
         let rope = config.inner("rope_parameters")?;
-        if rope.as_ref().is_some_and(|rope| !plain_rotation(rope)) {
+        if rope.as_ref().is_some_and(|rope| !is_plain_rope(rope)) {
             return Err(config.unsupported("rope_parameters", "a rotation of type `default`"));
         }
         let nested = rope.map(|rope| rope.rope_base("rope_theta")).transpose()?.flatten();
@@ -238,7 +238,7 @@ impl VaeConfig {
 }
 
 /// Whether RoPE parameters describe plain RoPE over all channels, with nothing set but its base.
-fn plain_rotation(rope: &ConfigFile) -> bool {
+fn is_plain_rope(rope: &ConfigFile) -> bool {
     rope.keys().filter_map(|key| Some((key, rope.get(key)?))).all(|(key, value)| match key {
         // Older files call it `type`.
         "rope_type" | "type" => value.as_str() == Some("default"),

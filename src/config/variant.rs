@@ -106,7 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_tell_the_variant_by_whole_words() {
+    fn variants_are_detected_from_whole_words() {
         for (name, variant) in [
             ("flux-2-klein-4b.safetensors", Variant::Distilled),
             ("flux-2-klein-base-9b.safetensors", Variant::Base),
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn variants_are_spelled_as_they_are_read() {
+    fn variants_round_trip_through_text() {
         for variant in [Variant::Distilled, Variant::Base, Variant::Kv] {
             assert_eq!(variant.to_string().parse::<Variant>().unwrap(), variant);
         }

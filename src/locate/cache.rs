@@ -53,7 +53,7 @@ impl Environment {
     }
 
     /// Whether the cache would be in a home folder that does not exist or is not accessible, as is common for services.
-    fn homeless(&self) -> bool {
+    fn home_is_inaccessible(&self) -> bool {
         let named = [&self.hf_hub_cache, &self.hf_home, &self.xdg_cache_home].iter().any(|folder| folder.is_some());
         !named && self.home.as_deref().is_some_and(|home| obstacle(home).is_some())
     }
@@ -117,7 +117,7 @@ pub(super) fn snapshot(environment: &Environment, id: &str) -> Result<PathBuf, N
     let absent = || NoSnapshot::Absent(format!("neither a folder nor in the Hugging Face cache ({})", hub.display()));
     // An existing ancestor may be a link to a disk that is not mounted, which is an error. A cache that was never created is no
     // error, and neither is a missing home folder.
-    if environment.homeless() {
+    if environment.home_is_inaccessible() {
         return Err(absent());
     }
     let nearest = hub.ancestors().find(|folder| !folder.as_os_str().is_empty() && files::is_there(folder));

@@ -51,7 +51,7 @@ impl Sought {
 }
 
 /// Describes what is wrong with the parts that were not found, with the remedy. Paths are shown relative to `folder`.
-pub(super) fn complain(parts: &PerPart<Sought>, folder: Option<&Path>) -> Option<(String, Remedy)> {
+pub(super) fn describe_faults(parts: &PerPart<Sought>, folder: Option<&Path>) -> Option<(String, Remedy)> {
     let inside = |path: &Path| folder.and_then(|folder| path.strip_prefix(folder).ok()).unwrap_or(path).display().to_string();
     let (mut missing, mut faults, mut pick, mut replace) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     let list = |paths: &[PathBuf]| paths.iter().map(|path| inside(path)).collect::<Vec<String>>().join(", ");
@@ -88,7 +88,7 @@ pub(super) fn single_file(folder: &Path, stems: &[&str]) -> Sought {
         let fits = |rest: &str| rest.ends_with(".safetensors") && !rest.starts_with(|c: char| c.is_ascii_alphabetic());
         stems.iter().any(|stem| name.strip_prefix(stem).is_some_and(fits))
     };
-    look(folder, named, |mut good, bad| match bad {
+    search_folder(folder, named, |mut good, bad| match bad {
         Some((path, why)) => Sought::Unusable(path, why, good),
         None if good.len() == 1 => Sought::At(good.remove(0)),
         None => Sought::Several(good),
@@ -99,7 +99,7 @@ pub(super) fn single_file(folder: &Path, stems: &[&str]) -> Sought {
 /// missing.
 pub(super) fn folder_of_weights(folder: &Path) -> Sought {
     let named = |name: &str| name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json");
-    look(folder, named, |_, _| Sought::At(folder.into()))
+    search_folder(folder, named, |_, _| Sought::At(folder.into()))
 }
 
 /// An entry with the name of a part, and why it cannot be used.
@@ -107,7 +107,11 @@ type Fault = (PathBuf, String);
 
 /// Searches a folder for matching names. If at least one file is usable, the result is that of `usable`, which gets all usable
 /// files and the first unusable entry; otherwise it says why there is none.
-fn look(folder: &Path, named: impl Fn(&str) -> bool, usable: impl FnOnce(Vec<PathBuf>, Option<Fault>) -> Sought) -> Sought {
+fn search_folder(
+    folder: &Path,
+    named: impl Fn(&str) -> bool,
+    usable: impl FnOnce(Vec<PathBuf>, Option<Fault>) -> Sought,
+) -> Sought {
     let unusable = |error: std::io::Error| {
         Sought::Unusable(folder.into(), files::absence(folder).unwrap_or_else(|| error.to_string()), Vec::new())
     };

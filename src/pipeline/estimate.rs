@@ -146,7 +146,7 @@ mod tests {
 
     /// The known costs of klein, less what the last block saves: the queries, MLP and output of text tokens, which nothing reads.
     #[test]
-    fn operations_are_the_known_ones() {
+    fn flops_match_the_known_counts() {
         let (h, text, canvas) = (3072.0, 512.0, 4096.0);
         let plain = 34.82e12 * 4.0;
         let saved = 4.0 * (text * h * (2.0 * h * 7.0 + 2.0 * 4.0 * h) + 4.0 * text * (text + canvas) * h);
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn weights_are_what_is_used_of_the_files() {
+    fn weight_bytes_count_the_tensors_in_use() {
         let vectors = |bytes: u64| bytes / 500; // norms and biases are held in f32
         for (configs, transformer, layers, embedding) in [
             (Configs::klein_4b(), 7_751_089_152, 5_450_264_064, 777_912_320),

@@ -64,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_is_saved_only_where_it_has_to_be() {
+    fn low_memory_mode_is_used_only_if_needed() {
         // A tenth of the weights has to be copied even if files are read in place.
         let estimate = |weight_bytes, low_memory_weight_bytes, arena_bytes| Estimate {
             copied_bytes: weight_bytes / 10,

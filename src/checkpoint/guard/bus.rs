@@ -165,7 +165,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_slot_gives_whole_ranges_or_none() {
+    fn a_slot_returns_consistent_ranges_only() {
         let slot = Slot::new();
         assert_eq!(slot.range(), Some(0..0));
         std::thread::scope(|scope| {

@@ -1,7 +1,7 @@
 //! Times the stages of one cold image and several warm ones.
 
 use super::super::outputs::png_text;
-use super::super::report::introduce;
+use super::super::report::announce_run;
 use super::super::request::{ImageRequest, Setup};
 use super::super::session::Session;
 use super::super::settings::Settings;
@@ -212,7 +212,7 @@ pub fn measure(
     let mut session = Session::open(setup, stop, terminal)?;
     let mut cold = Times { open: Some(started.elapsed().as_secs_f64()), ..Times::default() };
     let settings = Settings::resolve(request, &session.profile());
-    introduce(&settings, &session.found, &session.model, &session.backend, terminal);
+    announce_run(&settings, &session.found, &session.model, &session.backend, terminal);
     session.fit(&settings.job, terminal)?;
     let plan = session.model.estimate(session.options, &settings.job)?;
     let weights = if session.options.low_memory { plan.low_memory_weight_bytes } else { plan.weight_bytes };
@@ -326,7 +326,7 @@ mod tests {
     use std::time::Duration;
 
     #[test]
-    fn spans_are_told_apart() {
+    fn phases_are_timed_separately() {
         let terminal = Terminal::new(Verbosity::Quiet);
         let watch = Watch { terminal: &terminal, shown: Cell::new(true), spans: RefCell::default() };
         let wait = || std::thread::sleep(Duration::from_millis(2));
@@ -355,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn the_plan_holds_within_a_twentieth_and_some() {
+    fn the_plan_holds_within_5_percent_and_256_mib() {
         let memory = |measured| Memory::new(9_000 << 20, 1_000 << 20, measured);
         for (mib, holds) in [(10_000, true), (10_756, true), (10_757, false), (9_244, true), (9_243, false)] {
             let memory = memory(Some(mib << 20));

@@ -103,7 +103,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_ceiling_says_where_it_comes_from() {
+    fn the_peak_is_printed_with_its_factors() {
         let name = "NVIDIA H200".into();
         let (index, memory, driver) = (0, 0, (13, 0));
         let device = DeviceInfo {
