@@ -178,8 +178,8 @@ impl Conventions {
     }
 
     /// Fails if the text encoder is not deep enough. `have` is the number of layers in its files; `whole`, if known, is that of the
-    /// complete encoder, whose unused layers the files may leave out. The output of the very last layer cannot be tapped, because in
-    /// training it has passed the final norm.
+    /// complete encoder, whose unused layers the files may leave out. The output of the very last layer cannot be tapped, because
+    /// in training it has passed the final norm.
     pub(super) fn check_depth(&self, have: usize, whole: Option<usize>) -> Result<()> {
         let (Some(path), [.., last]) = (&self.path, self.text_layers) else { return Ok(()) };
         let detail = if last > have {
