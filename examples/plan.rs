@@ -1,5 +1,5 @@
-//! Tells what an image would take before any weight is read: `cargo run --example plan -- [MODEL [WIDTH HEIGHT]]`. MODEL is whatever
-//! `kiln --model` takes; the default is `tiny`, a random model that needs no files.
+//! Tells what an image would take before any weight is read: `cargo run --example plan -- [MODEL [WIDTH HEIGHT]]`. MODEL is a
+//! folder, a repository in the Hugging Face cache, or (the default) `tiny`, a random model that needs no files.
 #![allow(clippy::print_stdout)] // this program's output is its purpose
 
 use kiln::sequence::Pixels;
