@@ -1,7 +1,7 @@
 //! The command line. A request takes one way: flags as they are typed (`args`), what they ask for (`request`), the device and the
 //! model it runs on (`session`), what is left to decide (`settings`), what the user is told (`report`), and the files that are
-//! written (`outputs`). Only `args` and `completions` know clap; once a request exists, every number in it is legal and every file it names was
-//! looked at.
+//! written (`outputs`). Only `args` and `completions` know clap; once a request exists, every number in it is legal and every file it
+//! names was looked at.
 
 pub mod args;
 mod bench;

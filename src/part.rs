@@ -1,4 +1,5 @@
-//! The parts of a model that have weights, and one value for each of them, so that the three are told apart by name and not by position.
+//! The parts of a model that have weights, and one value for each of them, so that the three are told apart by name and not by
+//! position.
 
 use std::fmt;
 use std::ops::{Index, IndexMut};
