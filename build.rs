@@ -116,7 +116,7 @@ fn pick(archs: &[&'static str], chosen: Option<&[u32]>) -> Vec<&'static str> {
     archs.iter().copied().filter(|arch| chosen.is_none_or(|c| c.contains(&number(arch)))).collect()
 }
 
-/// The architectures of a kernel file by its name: `gemm_sm90.cu` uses instructions that only sm_90a has.
+/// The architectures of a kernel file by its name: `gemm_bf16_sm90.cu` uses instructions that only sm_90a has.
 fn archs_of(name: &str) -> Result<&'static [&'static str]> {
     match name.rsplit_once("_sm") {
         Some((_, "90")) => Ok(&["90a"]),

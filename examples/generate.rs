@@ -1,5 +1,5 @@
-//! Generates an image on the CPU: `cargo run --example generate -- [MODEL [PROMPT]]`. MODEL is a model as for `kiln --model`; the
-//! default is `tiny`, a random model that needs no files and generates noise.
+//! Generates an image on the CPU: `cargo run --example generate -- [MODEL [PROMPT]]`. MODEL is a folder, a repository in the
+//! Hugging Face cache, or (the default) `tiny`, a random model that needs no files and generates noise.
 #![allow(clippy::print_stdout)] // this program's output is its purpose
 
 use kiln::backend::cpu::Cpu;

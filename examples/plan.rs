@@ -1,5 +1,5 @@
 //! Prints what an image would cost, without reading a weight: `cargo run --example plan -- [MODEL [WIDTH HEIGHT]]`. MODEL is a
-//! model as for `kiln --model`; the default is `tiny`, a random model that needs no files.
+//! folder, a repository in the Hugging Face cache, or (the default) `tiny`, a random model that needs no files.
 #![allow(clippy::print_stdout)] // this program's output is its purpose
 
 use kiln::sequence::Pixels;

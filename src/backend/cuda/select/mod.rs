@@ -1,7 +1,7 @@
 //! Which tile and which schedule a GEMM takes, from its shape and the number of SMs alone. Everything here is pure: no GPU is needed to
 //! test it.
 //!
-//! A plan is a [`Tile`] and a Stream-K [`Schedule`]. The cost of every candidate is estimated from what was measured (bench/README.md),
+//! A plan is a [`Tile`] and a Stream-K [`Schedule`]. The cost of every candidate is estimated from what was measured (bench/LOG.md),
 //! and the cheapest is taken.
 
 mod schedule;
@@ -188,7 +188,7 @@ mod tests {
         assert_eq!(plan(&[shape(4608, &[27648])], 3072, 0, |_| false).tile, Tile::Mma128x128);
     }
 
-    /// These are the plans that the sweep of bench/README.md found to be best, or as good as the best.
+    /// These are the plans that the sweep of bench/LOG.md found to be best, or as good as the best.
     #[test]
     fn hopper_takes_the_plan_that_was_measured_to_be_fastest() {
         let all = |m, n, k| plan(&[shape(m, &[n])], k, 132, |_| true);

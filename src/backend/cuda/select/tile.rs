@@ -53,7 +53,7 @@ pub struct TileConfig {
     pub cluster: Option<ClusterMode>,
     /// The kernel that computes it.
     pub kernel: Kernel,
-    /// Time per multiply-accumulate, in percent of [`Tile::Sm90_256x192`], as measured (bench/README.md): small tiles load each
+    /// Time per multiply-accumulate, in percent of [`Tile::Sm90_256x192`], as measured (bench/LOG.md): small tiles load each
     /// operand more often.
     pub relative_cost: u64,
 }
