@@ -311,7 +311,7 @@ fn the_doctor_lists_kernel_files_or_with_verbose_every_kernel() {
     let sandbox = Sandbox::new();
     let doctor = |flag: &[&str]| sandbox.run([&["doctor", "--model", "tiny"], flag].concat()).good().text().to_owned();
     let (short, all) = (doctor(&[]), doctor(&["-v"]));
-    let heading = "\nop       kernels\n";
+    let heading = "\nop                    kernels\n";
     let (about, files) = short.split_once(heading).expect(&short);
     assert_eq!(files.lines().next(), Some("embed                 pointwise"));
     let gemm = "\nlinear                gemm_bf16_sm90 (6 tiles), gemm_mma (3 tiles), naive\n";

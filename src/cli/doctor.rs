@@ -60,7 +60,7 @@ pub fn doctor(args: DoctorArgs, environment: Environment, out: &mut dyn Write) -
     for (i, line) in lines.into_iter().enumerate() {
         row(if i == 0 { "model" } else { "" }, line);
     }
-    row("\nop", "kernels".into());
+    let _ = writeln!(text, "\n{:<21} kernels", "op");
     for op in OP_NAMES {
         let kernels = if args.verbose { kernel_symbols(op) } else { kernel_files(op) };
         let _ = writeln!(text, "{op:<21} {kernels}");
