@@ -1,7 +1,6 @@
 //! From a prompt to an image: [`OpenModel`] opens and checks a model's files, [`Engine`] loads its weights and generates the images
 //! of a [`Job`], and [`estimate()`] computes beforehand what a job costs.
 
-mod defaults;
 mod engine;
 mod estimate;
 mod fit;

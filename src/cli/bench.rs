@@ -5,7 +5,7 @@ mod kernels;
 
 use super::args::{BenchArgs, GenerateArgs, RunArgs};
 use super::request::{ImageRequest, Setup};
-use super::stdout::{DASH, print};
+use super::stdout::{DASH, json_line, print};
 use crate::error::{Error, Result};
 use crate::locate::Environment;
 use crate::output::{Planned, check_writable, save_new};
@@ -108,15 +108,11 @@ pub fn bench(request: BenchRequest, stop: &Arc<AtomicBool>, terminal: &Terminal,
 
 /// Writes the table, the JSON, or both, as requested.
 fn publish(report: &impl Serialize, table: String, json: Option<&Path>, out: &mut dyn Write) -> Result<()> {
-    let text = || {
-        let text = serde_json::to_string(report).map_err(|e| Error::Op { op: "json", what: e.to_string() })?;
-        Ok(format!("{text}\n"))
-    };
     match json {
-        Some(path) if path == Path::new(DASH) => print(out, text()?.as_bytes()),
+        Some(path) if path == Path::new(DASH) => print(out, &json_line(report)?),
         Some(path) => {
             // The file is written first, so that the results are kept even if the table cannot be printed.
-            save_new(path, text()?.as_bytes(), false).map_err(without_force_hint)?;
+            save_new(path, &json_line(report)?, false).map_err(without_force_hint)?;
             print(out, table.as_bytes())
         }
         None => print(out, table.as_bytes()),

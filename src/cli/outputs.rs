@@ -4,7 +4,7 @@ use super::names::Target;
 use super::report::warn_of_flat_image;
 use super::request::ImageRequest;
 use super::settings::Settings;
-use super::stdout::{DASH, STDOUT, line_of};
+use super::stdout::{DASH, STDOUT, json_line, line_of, print, reader_left};
 use crate::error::{Error, Result};
 use crate::noise::CHANNELS;
 use crate::output::{Planned, check_writable, save_new};
@@ -12,7 +12,7 @@ use crate::pipeline::GeneratedImage;
 use crate::terminal::{Seconds, Terminal};
 use crate::text::shown_path;
 use serde::Serialize;
-use std::io::{self, ErrorKind, IsTerminal, Write};
+use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
 /// The files of a run.
@@ -42,6 +42,25 @@ struct ImageLine<'a> {
     precision: &'a str,
     backend: &'a str,
     seconds: Seconds,
+}
+
+impl<'a> ImageLine<'a> {
+    /// JSON holds Unicode only, so bytes of a path that are not valid UTF-8 are replaced in `path`.
+    fn new(path: &'a str, image: &GeneratedImage, settings: &'a Settings, backend: &'a str, seconds: Seconds) -> Self {
+        Self {
+            path,
+            seed: settings.job.noise.seed(image.seed),
+            width: image.image.width,
+            height: image.image.height,
+            steps: settings.job.steps,
+            guidance: settings.guidance.chosen,
+            model: &settings.model,
+            variant: settings.variant.to_string(),
+            precision: settings.precision.name(),
+            backend,
+            seconds,
+        }
+    }
 }
 
 impl Outputs {
@@ -95,21 +114,21 @@ impl Outputs {
         out: &mut dyn Write,
     ) -> Result<()> {
         let png = image.image.encode_png(&png_text(settings, image.seed))?;
-        // The line is flushed at once, so that the reader of a pipe learns of each image as soon as it exists.
-        let mut send = |bytes: &[u8]| out.write_all(bytes).and_then(|()| out.flush());
         let reported = match self.images.next() {
             Some(Planned { path, .. }) => {
                 save_new(&path, &png, self.force)?;
-                let line =
-                    if self.json { json_line(&path, image, settings, backend, terminal.seconds())? } else { line_of(&path) };
-                match send(&line) {
+                let line = match self.json {
+                    true => json_line(&ImageLine::new(&path.to_string_lossy(), image, settings, backend, terminal.seconds()))?,
+                    false => line_of(&path),
+                };
+                match print(out, &line) {
                     // The files are the result, so the rest of them is generated even after the reader closed the pipe.
-                    Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
-                    sent => sent.map_err(|source| Error::Write { path: STDOUT.into(), source }),
+                    Err(error) if reader_left(&error) => Ok(()),
+                    printed => printed,
                 }
             }
             // Here the stream is the result, so a closed pipe is an error.
-            None => send(&png).map_err(|source| Error::Write { path: DASH.into(), source }),
+            None => out.write_all(&png).and_then(|()| out.flush()).map_err(|source| Error::Write { path: DASH.into(), source }),
         };
         warn_of_flat_image(image, terminal);
         // The dump comes after the report of the image, which exists even if writing the dump fails.
@@ -139,27 +158,6 @@ pub fn png_text(settings: &Settings, seed: u64) -> Vec<(&'static str, String)> {
     text.extend(settings.noise_flags.iter().cloned());
     text.push(("version", concat!("kiln ", env!("CARGO_PKG_VERSION")).into()));
     text
-}
-
-/// Formats the line of an image under `--json`.
-fn json_line(path: &Path, image: &GeneratedImage, settings: &Settings, backend: &str, seconds: Seconds) -> Result<Vec<u8>> {
-    let line = ImageLine {
-        // JSON holds Unicode only, so bytes of a path that are not valid UTF-8 are replaced.
-        path: &path.to_string_lossy(),
-        seed: settings.job.noise.seed(image.seed),
-        width: image.image.width,
-        height: image.image.height,
-        steps: settings.job.steps,
-        guidance: settings.guidance.chosen,
-        model: &settings.model,
-        variant: settings.variant.to_string(),
-        precision: settings.precision.name(),
-        backend,
-        seconds,
-    };
-    let mut line = serde_json::to_vec(&line).map_err(|e| Error::Op { op: "json", what: e.to_string() })?;
-    line.push(b'\n');
-    Ok(line)
 }
 
 /// Refuses extensions other than .png, and paths that name standard output. A name without an extension is allowed.

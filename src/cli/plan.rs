@@ -4,9 +4,9 @@ use super::args::{KleinArg, PlanArgs};
 use super::report::warn_of_guidance;
 use super::request::ImageRequest;
 use super::settings::{ModelProfile, Settings};
-use super::stdout::print;
+use super::stdout::{json_line, print};
 use crate::config::{Conventions, Variant, display_name};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::locate::{Environment, Found, locate};
 use crate::pipeline::{Configs, Estimate, Job, LoadOptions, OpenModel, estimate};
 use crate::progress::Progress;
@@ -64,13 +64,8 @@ pub fn plan(args: PlanArgs, environment: Environment, terminal: &Terminal, out: 
     warn_of_guidance(settings.guidance, settings.variant, terminal);
     let estimate = model.estimate(options, &settings.job)?;
     let report = Report::new(settings, estimate);
-    let text = if args.json {
-        let json = serde_json::to_string(&report).map_err(|e| Error::Op { op: "json", what: e.to_string() })?;
-        format!("{json}\n")
-    } else {
-        report.table()
-    };
-    print(out, text.as_bytes())
+    let text = if args.json { json_line(&report)? } else { report.table().into_bytes() };
+    print(out, &text)
 }
 
 /// A model as far as it is known before its weights are read.

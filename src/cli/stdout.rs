@@ -1,6 +1,7 @@
 //! Standard output, which carries results only; everything else goes to standard error.
 
 use crate::error::{Error, Result};
+use serde::Serialize;
 use std::io::{ErrorKind, Write};
 use std::path::Path;
 
@@ -18,6 +19,13 @@ pub fn print(out: &mut dyn Write, result: &[u8]) -> Result<()> {
 /// Whether an error only says that the reader of standard output closed the pipe.
 pub fn reader_left(error: &Error) -> bool {
     matches!(error, Error::Write { path, source } if path == Path::new(STDOUT) && source.kind() == ErrorKind::BrokenPipe)
+}
+
+/// A result as one line of JSON.
+pub fn json_line(result: &impl Serialize) -> Result<Vec<u8>> {
+    let mut line = serde_json::to_vec(result).map_err(|e| Error::Op { op: "json", what: e.to_string() })?;
+    line.push(b'\n');
+    Ok(line)
 }
 
 /// The bytes of a path, which need not be valid UTF-8, and a newline.

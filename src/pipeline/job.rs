@@ -1,6 +1,8 @@
 //! The inputs and the results of the engine.
 
+use crate::config::{Conventions, Variant};
 use crate::dump::Record;
+use crate::error::Result;
 use crate::image::Image;
 use crate::noise::NoiseKind;
 use crate::sequence::{Grid, Pixels};
@@ -27,6 +29,24 @@ pub struct Job {
     pub noise: Noise,
     /// Whether images come with a [`Record`].
     pub record: bool,
+}
+
+impl Job {
+    /// One image of a prompt, with the default size, steps and guidance scale of a model and its variant, and with the noise that
+    /// PyTorch draws on an H100 or H200.
+    pub fn new(prompt: &str, seed: u64, conventions: &Conventions, variant: Variant) -> Result<Self> {
+        Ok(Self {
+            prompt: prompt.into(),
+            size: Pixels::new(conventions.width, conventions.height)?,
+            steps: conventions.steps(variant),
+            negative: String::new(),
+            references: Vec::new(),
+            guidance: conventions.guide(variant, None).scale,
+            seeds: vec![seed],
+            noise: Noise::Drawn(NoiseKind::HOPPER),
+            record: false,
+        })
+    }
 }
 
 /// Where the initial noise comes from.
@@ -63,6 +83,13 @@ pub struct LoadOptions {
     pub references: bool,
     /// Whether the transformer replaces the text encoder in memory once a prompt is encoded.
     pub low_memory: bool,
+}
+
+impl Default for LoadOptions {
+    /// bf16, without the VAE's encoder, and with all weights in memory at once.
+    fn default() -> Self {
+        Self { precision: Precision::Bf16, references: false, low_memory: false }
+    }
 }
 
 /// A finished image.

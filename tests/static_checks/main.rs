@@ -1,6 +1,7 @@
 //! Rules about the source itself: who may use whom, where `unsafe` may stand, and how long a file may be.
 
 mod imports;
+mod vocabulary;
 
 use imports::Crate;
 use std::path::{Path, PathBuf};
@@ -13,7 +14,7 @@ fn sources(folder: &Path, extensions: &[&str], found: &mut Vec<PathBuf>) {
     for entry in std::fs::read_dir(folder).unwrap().map(|e| e.unwrap().path()) {
         if entry.is_dir() {
             sources(&entry, extensions, found);
-        } else if entry.extension().and_then(|e| e.to_str()).is_some_and(|e| extensions.contains(&e)) {
+        } else if extensions.contains(&entry.extension().unwrap_or_default().to_str().unwrap_or_default()) {
             found.push(entry);
         }
     }

@@ -1,6 +1,7 @@
 //! The field's words first: phrases and identifiers that kiln once had for things the field has a name for, and that mean nothing
 //! else here. Whoever writes one of them finds the term to use in its place.
 
+use super::sources;
 use std::path::{Path, PathBuf};
 
 /// What is not to be written, and what to write instead. All are matched as they stand, but for case.
@@ -48,23 +49,24 @@ const REPLACED: &[(&str, &str)] = &[
     ("store_in_block", "st.async to a CTA's shared memory"),
 ];
 
-/// Text files of the project below `folder`, this one and recorded results left out.
-fn texts(folder: &Path, found: &mut Vec<PathBuf>) {
-    for entry in std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()) {
-        let name = entry.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let skipped = ["target", ".git", ".venv", "results", "fixtures", "models", "vocabulary.rs"];
-        if skipped.contains(&name.as_str()) {
-            continue;
-        }
-        let text = ["rs", "cu", "cuh", "h", "py", "md", "toml", "yml", "def"]
-            .iter()
-            .any(|extension| entry.extension().is_some_and(|own| own == *extension));
-        if entry.is_dir() {
-            texts(&entry, found);
-        } else if text || (entry.extension().is_none() && ["tools", "gpu", ".ci"].iter().any(|own| folder.ends_with(own))) {
-            found.push(entry);
-        }
+/// Folders with text of the project; recorded results and fixtures are data.
+const FOLDERS: [&str; 10] = [".ci", ".github", "bench", "build", "docs", "examples", "kernels", "src", "tests", "tools"];
+
+/// What is read there; scripts have no extension.
+const EXTENSIONS: [&str; 10] = ["rs", "cu", "cuh", "h", "py", "md", "toml", "yml", "txt", ""];
+
+/// All texts of the project but this one.
+fn texts(root: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for folder in FOLDERS {
+        sources(&root.join(folder), &EXTENSIONS, &mut found);
     }
+    let top = std::fs::read_dir(root).unwrap().map(|entry| entry.unwrap().path());
+    found.extend(top.filter(|path| path.extension().is_some_and(|e| ["md", "rs", "toml"].iter().any(|own| e == *own))));
+    let is_data =
+        |path: &Path| path.components().any(|part| ["results", "fixtures"].iter().any(|data| part.as_os_str() == *data));
+    found.retain(|path| !is_data(path.strip_prefix(root).unwrap()) && !path.ends_with("static_checks/vocabulary.rs"));
+    found
 }
 
 /// The lines of a text that hold a replaced word, with the term to use instead.
@@ -81,8 +83,7 @@ fn faults(text: &str) -> Vec<(usize, &'static str, &'static str)> {
 #[test]
 fn the_field_has_words_for_it() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let mut files = Vec::new();
-    texts(root, &mut files);
+    let files = texts(root);
     assert!(files.len() > 150, "only {} files were looked at", files.len());
     let mut list = Vec::new();
     for path in files {
