@@ -26,7 +26,7 @@ type Result<T> = std::result::Result<T, String>;
 const PORTABLE: &[&str] = &["80", "89", "90", "100f", "120f"];
 const PTX: &str = "80";
 
-const FLAGS: &[&str] = &["-std=c++17", "-O3", "-lineinfo", "-fatbin", "-Werror", "all-warnings", "-Xptxas", "-v"];
+const FLAGS: &[&str] = &["-std=c++17", "-I.", "-O3", "-lineinfo", "-fatbin", "-Werror", "all-warnings", "-Xptxas", "-v"];
 
 /// The oldest release of nvcc that has the `f` targets and the present layout of a tensor map.
 const OLDEST_NVCC: (u32, u32) = (13, 0);
@@ -87,13 +87,20 @@ fn write(path: &Path, text: &str) -> Result<()> {
     fs::write(path, text).map_err(|e| format!("{}: {e}", path.display()))
 }
 
-/// The files of `kernels/` with one of these extensions, sorted.
+/// The files of `kernels/` and its folders with one of these extensions, sorted.
 fn files_with(extensions: &[&str]) -> Result<Vec<PathBuf>> {
-    let entries = fs::read_dir("kernels").map_err(|e| format!("kernels: {e}"))?;
-    let mut files: Vec<_> = entries
-        .filter_map(|entry| Some(entry.ok()?.path()))
-        .filter(|path| path.extension().is_some_and(|e| extensions.iter().any(|x| e == *x)))
-        .collect();
+    let (mut folders, mut files) = (vec![PathBuf::from("kernels")], Vec::new());
+    while let Some(folder) = folders.pop() {
+        let failed = |e: std::io::Error| format!("{}: {e}", folder.display());
+        for entry in fs::read_dir(&folder).map_err(failed)? {
+            let path = entry.map_err(failed)?.path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|e| extensions.iter().any(|x| e == *x)) {
+                files.push(path);
+            }
+        }
+    }
     files.sort();
     Ok(files)
 }
@@ -228,7 +235,7 @@ impl Kernel {
         // Every header is part of every file's key: there are few of them, and a list of includes would have to be maintained.
         let mut hasher = DefaultHasher::new();
         (&arguments, &nvcc.path, &nvcc.version, &nvcc.host, read(source)?).hash(&mut hasher);
-        for header in files_with(&["h", "cuh"])? {
+        for header in files_with(&["h", "cuh", "def"])? {
             (&header, read(&header)?).hash(&mut hasher);
         }
         let file = |extension: &str| out.join(format!("{name}.{extension}"));

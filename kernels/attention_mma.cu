@@ -7,7 +7,9 @@
 // and accumulators are f32; probabilities are rounded to bf16 for the P V MMAs, as plain bf16 arithmetic does.
 // Bound: tensor cores. 4 * queries * keys * 128 FLOP per head; klein 4B at 1024x1024: 0.26 TFLOP per transformer block.
 // Needs: bf16, strides multiples of 8, 16-byte aligned addresses.
-#include "mma.cuh"
+#include <common/types.cuh>
+#include <common/vectors.cuh>
+#include <ptx/sm80.cuh>
 
 constexpr int kHeadDim = 128, kBlockKV = 64, kWarps = KL_MMA_THREADS / 32;
 constexpr int kMmaM = KL_ATTENTION_BLOCK_Q / (16 * kWarps);  // MMA tiles of 16 rows per warp
@@ -47,7 +49,7 @@ struct KVCursor {
   }
 };
 
-extern __shared__ __align__(128) unsigned char dynamic_shared[];
+KL_DYNAMIC_SHARED(128);
 
 KL_ENTRY(kl_attention_mma, KlAttention, KL_MMA_THREADS, 2) {
   const uint32_t lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16 * kMmaM;

@@ -23,10 +23,10 @@
 // as many from its beginning, so that all CTAs have the same work.
 //
 // Tiles are scheduled by Stream-K over their KV blocks (tile_scheduler_sm90.cuh); row sums and maxima go with the partial accumulators.
-#include "mma.cuh"
-#include "pipeline_sm90.cuh"
-#include "ptx_sm90.cuh"
-#include "tile_scheduler_sm90.cuh"
+#include <common/math.cuh>
+#include <common/vectors.cuh>
+#include <gemm/pipeline_sm90.cuh>
+#include <gemm/scheduler_sm90.cuh>
 
 constexpr int kHeadDim = 128, kBlockQ = KL_SM90_BLOCK_Q, kBlockKV = KL_SM90_BLOCK_KV;
 constexpr int kConsumers = 2, kWarps = 4 * kConsumers;
@@ -419,9 +419,9 @@ __device__ __forceinline__ void consume(const KlAttentionSm90& p, Pipeline<Confi
 
 template <class Config>
 __device__ __forceinline__ void attention(const KlAttentionSm90& p) {
-  extern __shared__ __align__(1024) unsigned char dynamic[];
+  KL_DYNAMIC_SHARED(1024);
   // The swizzle is a function of the address: tiles are aligned to 1024 bytes.
-  const Pipeline<Config> pipe{{shared_address(dynamic) + 1023 & ~1023u}, {}};
+  const Pipeline<Config> pipe{{shared_address(dynamic_shared) + 1023 & ~1023u}, {}};
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&p.q), prefetch_tensor_map(&p.k[0]), prefetch_tensor_map(&p.v[0]);
     mbarrier_init(pipe.q_full(), 1);

@@ -8,12 +8,14 @@
 // Bound: tensor cores. 4 * queries * keys * 512 FLOP: 0.55 TFLOP for 1024x1024. The smaller tile is for GPUs with less than 132 KiB of
 // shared memory per CTA.
 // Needs: bf16, strides multiples of 8, 16-byte aligned addresses; outputs at 4-byte aligned addresses.
-#include "mma.cuh"
+#include <common/types.cuh>
+#include <common/vectors.cuh>
+#include <ptx/sm80.cuh>
 
 constexpr int kHeadDim = 512, kBlockKV = 32;
 constexpr uint32_t kRowBytes = kHeadDim * 2, kTileBytes = kBlockKV * kRowBytes;
 
-extern __shared__ __align__(128) unsigned char dynamic_shared[];
+KL_DYNAMIC_SHARED(128);
 
 template <int kBlockQ>
 struct Wide {

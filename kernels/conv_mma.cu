@@ -12,9 +12,10 @@
 // Statistics are those of the rounded outputs. Each thread computes count, mean and M2 (the sum of squared deviations, as in Welford's
 // algorithm) of its few values; these moments are merged across lanes, warps and tiles by the pairwise formula of Chan et al. 1979,
 // across tiles in f64, always in the same order. Nothing cancels where the mean is far from zero.
-#include "mma.cuh"
+#include <common/conv.cuh>
+#include <gemm/mma_tile.cuh>
 
-extern __shared__ __align__(128) unsigned char dynamic_shared[];
+KL_DYNAMIC_SHARED(128);
 
 // Count, mean and sum of squared deviations from the mean (M2) of some values.
 template <class T>
@@ -207,7 +208,7 @@ KL_ENTRY(kl_conv_mma_128, KlConv, KL_MMA_THREADS, 2) { conv<Tile128>(p); }
 
 // One CTA per group: each thread merges every KL_NORM_THREADS-th tile, then the threads merge with each other.
 KL_ENTRY(kl_conv_stats, KlConv, KL_NORM_THREADS) {
-  __shared__ Moments<double> warps[KL_NORM_THREADS / 32];
+  KL_SHARED(Moments<double>, warps, [KL_NORM_THREADS / 32]);
   const float4* partials = reinterpret_cast<const float4*>(p.partials) + blockIdx.x;
   Moments<double> group{0.0, 0.0, 0.0};
   for (uint32_t tile = threadIdx.x; tile < p.row_tiles; tile += KL_NORM_THREADS) {

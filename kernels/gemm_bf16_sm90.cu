@@ -20,9 +20,9 @@
 //
 // SwiGLU has gate columns in the left half of a tile and up columns in the right half, so that a thread holds both in registers; it also
 // holds both members of a RoPE pair, whether they are adjacent or 64 apart.
-#include "gemm_config_sm90.cuh"
-#include "gemm_epilogue_sm90.cuh"
-#include "tile_scheduler_sm90.cuh"
+#include <gemm/config_sm90.cuh>
+#include <gemm/epilogue_sm90.cuh>
+#include <gemm/scheduler_sm90.cuh>
 
 // The Stream-K partials of a warp: all accumulators of a lane.
 template <class Config>
@@ -241,9 +241,9 @@ __device__ __forceinline__ void consume(const KlGemmSm90& p, Pipeline<Config> pi
 
 template <class Config>
 __device__ __forceinline__ void gemm(const KlGemmSm90& p) {
-  extern __shared__ __align__(1024) unsigned char dynamic[];
+  KL_DYNAMIC_SHARED(1024);
   // The swizzle is a function of the address: stages and staging buffers are aligned to 1024 bytes.
-  const Pipeline<Config> pipe{{shared_address(dynamic) + 1023 & ~1023u}, {}};
+  const Pipeline<Config> pipe{{shared_address(dynamic_shared) + 1023 & ~1023u}, {}};
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&p.w[0]), prefetch_tensor_map(&p.x[0]);
     for (int i = 0; i < Config::kStages; i++) {

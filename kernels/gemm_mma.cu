@@ -22,7 +22,8 @@
 // Operands are copied row by row, so any weight row can be loaded into any column of a tile. SwiGLU interleaves eight gate columns with
 // the eight up columns that belong to them, and half-split RoPE eight elements with those 64 further, so that one thread holds both
 // members of each pair in registers. Weights in memory stay as the checkpoint has them.
-#include "mma.cuh"
+#include <gemm/mma_tile.cuh>
+#include <gemm/stream_k.cuh>
 
 // The column of the part (and with it the weight row) that is loaded into column `col` of a tile, where the members of a pair are
 // `apart`.
@@ -355,7 +356,7 @@ __device__ __forceinline__ void gemm(const KlGemm& p, unsigned char* shared) {
   }
 }
 
-extern __shared__ __align__(128) unsigned char dynamic_shared[];
+KL_DYNAMIC_SHARED(128);
 
 using Tile256 = MmaTile<256, 8, 64, 3>;
 using Tile128 = MmaTile<128, 4, 32, 3>;

@@ -9,7 +9,10 @@
 //
 // Bound: f32 FMA on CUDA cores. GEMM and convolution use 64x64 tiles in shared memory, 16 of K at a time, with a 4x4 patch per thread.
 // There is no split-K and no reordering: every result is one sum in the order of K.
-#include "common.cuh"
+#include <common/conv.cuh>
+#include <common/math.cuh>
+#include <common/reduce.cuh>
+#include <common/types.cuh>
 
 constexpr int kTile = KL_NAIVE_TILE, kBlockK = 16, kPatch = 4;
 static_assert(kTile * kTile == static_cast<int>(KL_NAIVE_THREADS) * kPatch * kPatch, "a thread has a 4x4 patch of the tile");
@@ -63,7 +66,9 @@ __device__ __forceinline__ void tile_gemm(SmemTile& a_tile, SmemTile (&b_tile)[k
 }
 
 KL_ENTRY(kl_naive_gemm, KlNaiveGemm, KL_NAIVE_THREADS) {
-  __shared__ SmemTile a_tile, one[1], both[2];
+  KL_SHARED(SmemTile, a_tile, );
+  KL_SHARED(SmemTile, one, [1]);
+  KL_SHARED(SmemTile, both, [2]);
   with_type(p.x.dtype, [&](auto t) {
     with_weight_type(p.w.dtype, [&](auto u) {
       using X = typename decltype(t)::type;
@@ -89,7 +94,8 @@ KL_ENTRY(kl_naive_gemm, KlNaiveGemm, KL_NAIVE_THREADS) {
 }
 
 KL_ENTRY(kl_naive_conv, KlConv, KL_NAIVE_THREADS) {
-  __shared__ SmemTile a_tile, b_tile[1];
+  KL_SHARED(SmemTile, a_tile, );
+  KL_SHARED(SmemTile, b_tile, [1]);
   with_type(p.x.dtype, [&](auto t) {
     with_weight_type(p.w.dtype, [&](auto u) {
       using X = typename decltype(t)::type;

@@ -13,7 +13,10 @@
 // the moments of all warps are merged behind one barrier (Chan et al. 1979), so a mean far from zero costs no precision. An image
 // whose statistics are computed here is read twice, the second time from its end, which L2 still holds. Group sums are relative to one
 // value of the group, which keeps them accurate where the mean is far from zero. All sums are added in a fixed order.
-#include "common.cuh"
+#include <common/math.cuh>
+#include <common/reduce.cuh>
+#include <common/types.cuh>
+#include <common/vectors.cuh>
 
 // ---------------------------------------------------------------------------------------------------------------- rows
 
@@ -26,13 +29,6 @@ struct alignas(16) Moments {
 
 // Makes these registers opaque to the compiler, which would otherwise keep eight unpacked floats alive beside every four words.
 __device__ __forceinline__ void forget(uint4& v) { asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)); }
-
-// A load that is issued before the reductions: without `volatile` the compiler would move it behind them.
-__device__ __forceinline__ uint4 load_now(const bf16* from) {
-  uint4 v;
-  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
-  return v;
-}
 
 // a / n, correctly rounded but for rare cases: an error in the mean shows where the values of a row hardly differ from it.
 __device__ __forceinline__ float divide(float a, float n) {
@@ -169,7 +165,7 @@ __device__ __forceinline__ void norm_rows(const KlMat& out, const KlMat& x, cons
 #define KL_ROW_NORMS(cols, kThreads, kVecs, layer_blocks, rms_blocks)                                                  \
   static_assert(kThreads * kVecs * kVector == cols, "the name says another width");                                    \
   KL_ENTRY(kl_layer_norm_##cols, KlLayerNorm, kThreads, layer_blocks) {                                                \
-    __shared__ Moments moments[kRows][kThreads / 32];                                                                  \
+    KL_SHARED(Moments, moments, [kRows][kThreads / 32]);                                                               \
     const uint32_t blocks = ceil_div(p.stream[0].x.rows, kRows);                                                       \
     const bool second = blockIdx.x >= blocks;                                                                          \
     const KlModulated& s = p.stream[second];                                                                           \
@@ -177,7 +173,7 @@ __device__ __forceinline__ void norm_rows(const KlMat& out, const KlMat& x, cons
     norm_rows<kThreads, kVecs, false>(s.out, s.x, s.scale, s.shift, first, p.eps, moments);                            \
   }                                                                                                                    \
   KL_ENTRY(kl_rms_norm_##cols, KlRmsNorm, kThreads, rms_blocks) {                                                      \
-    __shared__ Moments moments[kRows][kThreads / 32];                                                                  \
+    KL_SHARED(Moments, moments, [kRows][kThreads / 32]);                                                               \
     norm_rows<kThreads, kVecs, true>(p.out, p.x, p.weight, p.weight, blockIdx.x * kRows, p.eps, moments);              \
   }
 
@@ -190,7 +186,7 @@ KL_ROW_NORMS(8192, KL_NORM_THREADS_WIDE, 2, 1, 1)
 // The sum of f(column) over all columns, by a CTA of KL_NORM_THREADS threads; every thread gets it.
 template <class F>
 __device__ __forceinline__ float sum_of_columns(uint32_t cols, F f) {
-  __shared__ float warps[KL_NORM_THREADS / 32];
+  KL_SHARED(float, warps, [KL_NORM_THREADS / 32]);
   float sum = 0.0f;
   for (uint32_t col = threadIdx.x; col < cols; col += KL_NORM_THREADS) sum += f(col);
   sum = warp_sum(sum);
@@ -456,7 +452,7 @@ __device__ __forceinline__ void group_sums(const KlGroupStats& p, float2* shares
 }
 
 KL_ENTRY(kl_group_stats_8, KlGroupStats, KL_GROUP_THREADS, 2) {
-  __shared__ float2 shares[KL_GROUP_THREADS * kVector];
+  KL_SHARED(float2, shares, [KL_GROUP_THREADS * kVector]);
   const uint32_t width = p.x.cols / p.groups;
   if (width % kVector == 0) {
     group_sums<EightChannels, kVector>(p, shares);
@@ -468,7 +464,7 @@ KL_ENTRY(kl_group_stats_8, KlGroupStats, KL_GROUP_THREADS, 2) {
 }
 
 KL_ENTRY(kl_group_stats_any, KlGroupStats, KL_GROUP_THREADS, 3) {
-  __shared__ float2 shares[KL_GROUP_THREADS];
+  KL_SHARED(float2, shares, [KL_GROUP_THREADS]);
   group_sums<OneChannel, 1>(p, shares);
 }
 
@@ -518,7 +514,7 @@ struct GroupMoments {
 
 // Launched with one CTA.
 KL_ENTRY(kl_group_stats_finish, KlGroupStats, KL_GROUP_THREADS) {
-  __shared__ GroupMoments moments;
+  KL_SHARED(GroupMoments, moments, );
   moments.finish(p.x, p.groups, p.partials, p.blocks);
   if (threadIdx.x < p.groups) {
     float* row = row_of<float>(p.stats, threadIdx.x);
@@ -574,11 +570,11 @@ __device__ __forceinline__ void normalise_image(const KlGroupNorm& p, GroupMomen
 }
 
 KL_ENTRY(kl_group_norm_8, KlGroupNorm, KL_GROUP_THREADS, 3) {
-  __shared__ GroupMoments moments;
+  KL_SHARED(GroupMoments, moments, );
   normalise_image<EightChannels>(p, moments);
 }
 
 KL_ENTRY(kl_group_norm_any, KlGroupNorm, KL_GROUP_THREADS, 3) {
-  __shared__ GroupMoments moments;
+  KL_SHARED(GroupMoments, moments, );
   normalise_image<OneChannel>(p, moments);
 }

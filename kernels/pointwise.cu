@@ -12,7 +12,10 @@
 // Bound: HBM for the large ones; kernels on latents (1 to 2 MB at 1024 x 1024) are bound by launch latency.
 // A thread takes kVector consecutive values of a row where every matrix allows 16-byte accesses, one value elsewhere. kl_count tests
 // exponent bits with several loads in flight, and is a single launch, because a second would take as long as a small matrix.
-#include "common.cuh"
+#include <common/math.cuh>
+#include <common/types.cuh>
+#include <common/vectors.cuh>
+#include <ptx/entry.cuh>
 
 constexpr uint64_t kThreads = KL_POINTWISE_THREADS;
 

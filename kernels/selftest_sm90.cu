@@ -6,8 +6,8 @@
 //                 shared memory. It waits for the previous kernel and lets the next one start early.
 //
 // Bound: latency; the matrix is a few kilobytes.
-#include "common.cuh"
-#include "ptx_sm90.cuh"
+#include <common/types.cuh>
+#include <ptx/sm90.cuh>
 
 constexpr int kTile = KL_SELFTEST_TILE;
 constexpr uint32_t kBoxBytes = kTile * kTile * sizeof(bf16);
@@ -15,8 +15,8 @@ static_assert(sizeof(KlTensorMap) == 128 && alignof(KlTensorMap) == 128, "what t
 static_assert(sizeof(KlSelftest) == 256, "the host states the same");
 
 KL_ENTRY(kl_selftest, KlSelftest, KL_SELFTEST_THREADS) {
-  __shared__ alignas(1024) bf16 box[kTile * kTile];
-  __shared__ alignas(8) uint64_t loaded;
+  KL_SHARED_ALIGNED(1024, bf16, box, [kTile * kTile]);
+  KL_SHARED_ALIGNED(8, uint64_t, loaded, );
   if (threadIdx.x == 0) {
     mbarrier_init(shared_address(&loaded), 1);
     fence_mbarrier_init();

@@ -5,8 +5,8 @@
 // that no SM idles in a partly filled last wave. A worker is one cluster. KlTileSchedule has the numbers.
 #pragma once
 
-#include "common.cuh"
-#include "ptx_sm90.cuh"
+#include <gemm/stream_k.cuh>
+#include <ptx/sm90.cuh>
 
 __device__ __forceinline__ uint32_t lane() { return threadIdx.x % 32; }
 

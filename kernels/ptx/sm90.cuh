@@ -3,7 +3,8 @@
 // which takes half as many registers as a pointer.
 #pragma once
 
-#include "common.cuh"
+#include <abi.h>
+#include <ptx/sm80.cuh>
 
 // ----------------------------------------------------------------------------------------- mbarriers and named barriers
 

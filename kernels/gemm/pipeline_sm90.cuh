@@ -1,7 +1,7 @@
 // The position of a producer or consumer in a TMA pipeline.
 #pragma once
 
-#include "common.cuh"
+#include <ptx/sm90.cuh>
 
 // The stage of a ring of kStages stages in shared memory that comes next, and the phase parity of its mbarriers. Each side keeps its
 // own: the producer waits for `empty` and fills, consumers wait for `full` and release.

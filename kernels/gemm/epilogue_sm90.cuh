@@ -1,8 +1,9 @@
 // The fused epilogues of gemm_bf16_sm90.cu: bias, SwiGLU, gate and residual, qk-norm with RoPE; stores by TMA.
 #pragma once
 
-#include "gemm_config_sm90.cuh"
-#include "mma.cuh"
+#include <common/math.cuh>
+#include <common/vectors.cuh>
+#include <gemm/config_sm90.cuh>
 
 // The fused epilogue: what a warp does with the accumulators of its rows of a finished tile.
 template <class Config>

@@ -1,8 +1,9 @@
 // The configuration of the tiles of gemm_bf16_sm90.cu: sizes, tile coordinates, shared-memory layout.
 #pragma once
 
-#include "pipeline_sm90.cuh"
-#include "ptx_sm90.cuh"
+#include <common/types.cuh>
+#include <gemm/pipeline_sm90.cuh>
+#include <ptx/sm90.cuh>
 
 // What the CTAs of a cluster share: A (the same rows of x), B (the same rows of w), or one tile, of which each has half of K.
 enum class ClusterMode { kMulticastA, kMulticastB, kSplitK };

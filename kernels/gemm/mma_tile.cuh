@@ -1,44 +1,10 @@
-// Portable tensor-core building blocks (sm_80 and newer): wrappers of cp.async, ldmatrix and mma.sync, and the multistage GEMM mainloop
-// that gemm_mma.cu and conv_mma.cu share.
+// The multistage GEMM mainloop of the portable tensor-core kernels (sm_80 and newer), which gemm_mma.cu and conv_mma.cu share.
 #pragma once
 
-#include "common.cuh"
-
-// Copies 16 bytes to shared memory, or zero-fills them if `valid` is false; `from` is not read then.
-__device__ __forceinline__ void cp_async(uint32_t to, const void* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
-}
-
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Waits until at most kPending committed groups are in flight.
-template <int kPending>
-__device__ __forceinline__ void cp_async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-// Loads four 8x8 matrices of 16-bit values; lanes 8 i to 8 i + 7 supply the row addresses of matrix i.
-__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
-
-// Loads four 8x8 matrices as ldmatrix_x4 does and transposes each.
-__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
-
-// d += a b with a 16x16 and b 16x8 in bf16, d 16x8 in f32. Lane l holds rows l/4 and l/4 + 8 of d, columns 2 (l%4) and 2 (l%4) + 1.
-__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
+#include <common/math.cuh>
+#include <common/types.cuh>
+#include <common/vectors.cuh>
+#include <ptx/sm80.cuh>
 
 // A CTA tile of A B^T: kBlockM rows of A by 128 rows of B, computed by kWarps warps in two columns. K is consumed kBlockK at a time
 // through a cp.async pipeline of kStages stages in shared memory. Register fragments are double-buffered: while the MMAs of one k16 step
