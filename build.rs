@@ -16,17 +16,19 @@ use std::{env, fs, thread};
 #[cfg(feature = "bindgen")]
 #[path = "build/abi.rs"]
 mod abi;
+#[path = "build/arch.rs"]
+mod arch;
 #[path = "build/ptxas.rs"]
 mod ptxas;
+#[path = "build/tiles.rs"]
+mod tiles;
 
 type Result<T> = std::result::Result<T, String>;
 
-/// The architectures that a kernel file is compiled for unless its name states one. The `f` targets run on the whole family (100
-/// and 103, 120 and 121); for every other GPU from 8.0 on the driver compiles the PTX.
-const PORTABLE: &[&str] = &["80", "89", "90", "100f", "120f"];
-const PTX: &str = "80";
-
 const FLAGS: &[&str] = &["-std=c++17", "-I.", "-O3", "-lineinfo", "-fatbin", "-Werror", "all-warnings", "-Xptxas", "-v"];
+
+/// The table of instantiations of kernel templates.
+const TILES: &str = "kernels/tiles.def";
 
 /// The oldest release of nvcc that has the `f` targets and the present layout of a tensor map.
 const OLDEST_NVCC: (u32, u32) = (13, 0);
@@ -46,31 +48,35 @@ fn build() -> Result<()> {
     println!("cargo::rerun-if-changed=kernels");
     #[cfg(feature = "bindgen")]
     abi::check(&out)?;
+    let sources = kernel_files()?;
+    let instantiations = tiles::generate(TILES, &read(Path::new(TILES))?, &sources)?;
+    write(&out.join("instantiations.rs"), &instantiations.kernels)?;
+    write(&out.join("tiles.rs"), &instantiations.tiles)?;
 
     let Some(nvcc) = Nvcc::find()? else {
         println!("cargo::rustc-env=KILN_KERNEL_RESOURCES=");
         println!("cargo::rustc-env=KILN_KERNEL_TOOLS=");
-        return write(&out.join("kernels.rs"), &image_table(&[], &[], ""));
+        return write(&out.join("kernels.rs"), &image_table(&[], &[], "", &sources)?);
     };
-    let chosen = chosen_archs()?;
+    let chosen = arch::chosen()?;
     let mut kernels = Vec::new();
-    for source in files_with(&["cu"])? {
-        kernels.extend(Kernel::new(&source, chosen.as_deref(), &nvcc, &out)?);
+    for name in &sources {
+        kernels.extend(Kernel::new(name, chosen.as_deref(), &nvcc, &out)?);
     }
     compile_all(&kernels, &nvcc)?;
     refuse_losses(&kernels)?;
 
     // The architectures as nvcc spells them.
-    let mut targets: Vec<_> = pick(PORTABLE, chosen.as_deref()).iter().map(|arch| format!("sm_{arch}")).collect();
+    let mut targets: Vec<_> = arch::pick(arch::PORTABLE, chosen.as_deref()).iter().map(|arch| format!("sm_{arch}")).collect();
     if chosen.is_none() {
-        targets.push(format!("compute_{PTX}"));
+        targets.push(format!("compute_{}", arch::PTX));
     }
     let resources = out.join("resources.txt");
     write(&resources, &resource_table(&kernels, &targets, &nvcc.version)?)?;
     println!("cargo::rustc-env=KILN_KERNEL_RESOURCES={}", resources.display());
     // The disassembler comes with the compiler.
     println!("cargo::rustc-env=KILN_KERNEL_TOOLS={}", nvcc.path.parent().unwrap_or(Path::new("")).display());
-    write(&out.join("kernels.rs"), &image_table(&kernels, &targets, &nvcc.version))
+    write(&out.join("kernels.rs"), &image_table(&kernels, &targets, &nvcc.version, &sources)?)
 }
 
 /// An environment variable that the result depends on; cargo runs the script again when it changes.
@@ -105,33 +111,9 @@ fn files_with(extensions: &[&str]) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// The architectures that `KILN_CUDA_ARCHS` lists, by number; `None` stands for all.
-fn chosen_archs() -> Result<Option<Vec<u32>>> {
-    let Some(list) = watched("KILN_CUDA_ARCHS") else { return Ok(None) };
-    let known: Vec<_> = PORTABLE.iter().map(|arch| number(arch)).collect();
-    let parse = |item: &str| item.trim().parse().ok().filter(|n| known.contains(n));
-    let chosen: Option<Vec<u32>> = list.split(',').map(parse).collect();
-    chosen.map(Some).ok_or_else(|| format!("KILN_CUDA_ARCHS=`{list}` is not a comma-separated list of some of {known:?}"))
-}
-
-/// The number of an architecture: 90 of `90a`.
-fn number(arch: &str) -> u32 {
-    arch.trim_end_matches(char::is_alphabetic).parse().expect("architectures start with a number")
-}
-
-fn pick(archs: &[&'static str], chosen: Option<&[u32]>) -> Vec<&'static str> {
-    archs.iter().copied().filter(|arch| chosen.is_none_or(|c| c.contains(&number(arch)))).collect()
-}
-
-/// The architectures of a kernel file by its name: `gemm_bf16_sm90.cu` uses instructions that only sm_90a has.
-fn archs_of(name: &str) -> Result<&'static [&'static str]> {
-    match name.rsplit_once("_sm") {
-        Some((_, "90")) => Ok(&["90a"]),
-        Some((_, "100")) => Ok(&["100f"]),
-        Some((_, "120")) => Ok(&["120f"]),
-        Some((_, other)) if other.parse::<u32>().is_ok() => Err(format!("kernels/{name}.cu: no kernels are made for sm_{other}")),
-        _ => Ok(PORTABLE),
-    }
+/// The names of the files with entry points, without their extension.
+fn kernel_files() -> Result<Vec<String>> {
+    Ok(files_with(&["cu"])?.iter().filter_map(|path| Some(path.file_stem()?.to_str()?.to_owned())).collect())
 }
 
 struct Nvcc {
@@ -220,27 +202,27 @@ struct Kernel {
 
 impl Kernel {
     /// Returns `None` if none of the file's architectures is selected.
-    fn new(source: &Path, chosen: Option<&[u32]>, nvcc: &Nvcc, out: &Path) -> Result<Option<Self>> {
-        let name = source.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-        let all = archs_of(&name)?;
-        let archs = pick(all, chosen);
+    fn new(name: &str, chosen: Option<&[u32]>, nvcc: &Nvcc, out: &Path) -> Result<Option<Self>> {
+        let all = arch::of_file(name)?;
+        let archs = arch::pick(all, chosen);
         if archs.is_empty() {
             return Ok(None);
         }
         let mut arguments: Vec<String> = FLAGS.iter().map(|flag| flag.to_string()).collect();
         arguments.extend(archs.iter().map(|arch| format!("-gencode=arch=compute_{arch},code=sm_{arch}")));
-        if all == PORTABLE && chosen.is_none() {
-            arguments.push(format!("-gencode=arch=compute_{PTX},code=compute_{PTX}"));
+        if all == arch::PORTABLE && chosen.is_none() {
+            arguments.push(format!("-gencode=arch=compute_{ptx},code=compute_{ptx}", ptx = arch::PTX));
         }
         // Every header is part of every file's key: there are few of them, and a list of includes would have to be maintained.
         let mut hasher = DefaultHasher::new();
-        (&arguments, &nvcc.path, &nvcc.version, &nvcc.host, read(source)?).hash(&mut hasher);
+        (&arguments, &nvcc.path, &nvcc.version, &nvcc.host, read(&Path::new("kernels").join(format!("{name}.cu")))?)
+            .hash(&mut hasher);
         for header in files_with(&["h", "cuh", "def"])? {
             (&header, read(&header)?).hash(&mut hasher);
         }
         let file = |extension: &str| out.join(format!("{name}.{extension}"));
         let (image, report, stamp) = (file("fatbin"), file("ptxas"), file("key"));
-        Ok(Some(Self { name, arguments, image, report, stamp, key: format!("{:016x}", hasher.finish()) }))
+        Ok(Some(Self { name: name.to_owned(), arguments, image, report, stamp, key: format!("{:016x}", hasher.finish()) }))
     }
 
     fn is_current(&self) -> bool {
@@ -307,18 +289,27 @@ fn resource_table(kernels: &[Kernel], targets: &[String], version: &str) -> Resu
     Ok(table)
 }
 
-/// The Rust source of the table of embedded images.
-fn image_table(kernels: &[Kernel], targets: &[String], version: &str) -> String {
+/// The Rust source of the table of embedded images, and of the files that are for one architecture.
+fn image_table(kernels: &[Kernel], targets: &[String], version: &str, sources: &[String]) -> Result<String> {
     let mut rows = String::new();
     for Kernel { name, .. } in kernels {
         let _ = writeln!(rows, "    ({name:?}, include_bytes!(concat!(env!(\"OUT_DIR\"), \"/{name}.fatbin\"))),");
     }
-    format!(
+    let mut specific = String::new();
+    for name in sources {
+        if let Some(arch) = arch::specific(name)? {
+            let _ = writeln!(specific, "    ({name:?}, {:?}),", arch.capability);
+        }
+    }
+    Ok(format!(
         "/// Every kernel file's name, with its image for all architectures. Empty in a build without nvcc.\n\
          pub static IMAGES: &[(&str, &[u8])] = &[\n{rows}];\n\n\
          /// What portable kernels were compiled for, as nvcc spells it; `compute_80` is the PTX for every other card.\n\
          pub static ARCHS: &[&str] = &{targets:?};\n\n\
          /// The release of nvcc; empty in a build without it.\n\
-         pub static NVCC: &str = {version:?};\n"
-    )
+         pub static NVCC: &str = {version:?};\n\n\
+         /// The kernel files that are for one architecture, with the compute capability that runs them; without a minor version, all of\n\
+         /// that major one do.\n\
+         pub static SPECIFIC: &[(&str, (u32, Option<u32>))] = &[\n{specific}];\n"
+    ))
 }

@@ -89,10 +89,9 @@ typedef struct {
   uint64_t words;
 } KlCount;
 
-/* --------------------------------------------------------------------------------------------------------- norm.cu */
+/* -------------------------------------------------------------------- norm_rows.cu, qk_norm_rope.cu, group_norm.cu */
 
 #define KL_NORM_THREADS 128u
-#define KL_NORM_THREADS_WIDE 512u
 /* Rows per CTA of a row norm. */
 #define KL_NORM_ROWS 2u
 
@@ -201,15 +200,12 @@ typedef struct {
   uint32_t unused;
 } KlAttention;
 
-/* attention_mma.cu: queries per CTA, and bytes of shared memory. */
+/* attention_mma.cu: threads, queries per CTA, and bytes of shared memory. */
+#define KL_ATTENTION_THREADS 128u
 #define KL_ATTENTION_BLOCK_Q 128u
 #define KL_ATTENTION_SHARED 98304u
-/* attention_wide_mma.cu: the size of the head; threads and bytes of shared memory by queries per CTA. */
+/* attention_wide_mma.cu: the size of the head. */
 #define KL_WIDE_HEAD 512u
-#define KL_WIDE_THREADS_64 256u
-#define KL_WIDE_SHARED_64 135936u
-#define KL_WIDE_THREADS_32 128u
-#define KL_WIDE_SHARED_32 100736u
 
 #define KL_SAME 0u
 #define KL_UP 1u
@@ -232,16 +228,8 @@ typedef struct {
 
 /* ----------------------------------------------------------------------------------------- gemm_mma.cu, conv_mma.cu */
 
-#define KL_MMA_THREADS 128u
-#define KL_MMA_THREADS_256 256u
+/* Columns of a tile, and of an attention head. */
 #define KL_MMA_COLS 128u
-#define KL_MMA_SHARED_256 147456u
-#define KL_MMA_SHARED_128 49152u
-#define KL_MMA_SHARED_64 73728u
-/* K per pipeline stage, by rows of the tile. */
-#define KL_MMA_BLOCK_K_256 64u
-#define KL_MMA_BLOCK_K_128 32u
-#define KL_MMA_BLOCK_K_64 64u
 
 /* One more epilogue of the tensor-core GEMMs: qk-norm and RoPE of heads of 128 columns. */
 #define KL_QK_NORM_ROPE 3u
@@ -288,23 +276,14 @@ typedef struct {
 
 /* CTAs per cluster. */
 #define KL_SM90_CLUSTER 2u
-/* K per pipeline stage. */
-#define KL_SM90_BLOCK_K 64u
-/* Rows of a TMA store box; it has 64 columns, or 32 or 16 where the tile's columns are not a multiple of that. */
+/* Rows of a TMA store box; it has as many columns as the largest power of two that divides the tile's, up to KL_SM90_BOX_COLS. */
 #define KL_SM90_STORE_ROWS 16u
-/* Threads and bytes of shared memory by tile, rows x columns. */
-#define KL_SM90_THREADS_256X192 384u
-#define KL_SM90_THREADS_192X192 512u
-#define KL_SM90_THREADS_128X256 384u
-#define KL_SM90_THREADS_128X208 384u
-#define KL_SM90_THREADS_128X192 384u
-#define KL_SM90_THREADS_128X160 384u
-#define KL_SM90_SHARED_256X192 222256u
-#define KL_SM90_SHARED_192X192 222272u
-#define KL_SM90_SHARED_128X256 230464u
-#define KL_SM90_SHARED_128X208 228432u
-#define KL_SM90_SHARED_128X192 230464u
-#define KL_SM90_SHARED_128X160 226416u
+/* Rows of a wgmma, which a consumer warpgroup computes together. */
+#define KL_SM90_WARPGROUP_ROWS 64u
+/* Columns of a TMA box of bf16: the 128 bytes that the swizzle allows. */
+#define KL_SM90_BOX_COLS 64u
+/* Bytes of shared memory that a CTA can have on Hopper. */
+#define KL_SM90_SHARED_LIMIT 232448u
 
 /* As KlGemm, with tensor maps. `row_tiles` and `col_tiles` of a stream count the tiles of clusters. Rasterisation goes down `group` row
  * tiles before it goes on to the next columns. `out` has the maps of the parts, `residual` that of the first one's residual. */
@@ -323,10 +302,6 @@ typedef struct {
 /* Queries per CTA, and keys per KV block. */
 #define KL_SM90_BLOCK_Q 128u
 #define KL_SM90_BLOCK_KV 128u
-#define KL_SM90_ATTENTION_THREADS 384u
-/* Bytes of shared memory without a causal mask, and with one. */
-#define KL_SM90_ATTENTION_SHARED 230536u
-#define KL_SM90_CAUSAL_SHARED 164960u
 
 /* A tile is `pack` query heads that share a KV head, with KL_SM90_BLOCK_Q / pack queries each. The two CTAs of a cluster have consecutive
  * tiles of a head, and there are `row_tiles` such pairs; with a causal mask there are no clusters, and half of a tile's queries come from

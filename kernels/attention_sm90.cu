@@ -22,19 +22,24 @@
 // With a causal mask later rows attend to more keys. The first warpgroup of a CTA takes rows from the end of the sequence and the second
 // as many from its beginning, so that all CTAs have the same work.
 //
-// Tiles are scheduled by Stream-K over their KV blocks (tile_scheduler_sm90.cuh); row sums and maxima go with the partial accumulators.
+// Tiles are scheduled by Stream-K over their KV blocks (gemm/stream_k.cuh); row sums and maxima go with the partial accumulators.
+#include <attention/kv_cursor.cuh>
+#include <attention/softmax.cuh>
 #include <common/math.cuh>
+#include <common/tile_row.cuh>
 #include <common/vectors.cuh>
 #include <gemm/pipeline_sm90.cuh>
 #include <gemm/scheduler_sm90.cuh>
 
 constexpr int kHeadDim = 128, kBlockQ = KL_SM90_BLOCK_Q, kBlockKV = KL_SM90_BLOCK_KV;
-constexpr int kConsumers = 2, kWarps = 4 * kConsumers;
-static_assert(kBlockQ == 64 * kConsumers, "abi.h states another size");
-static_assert(KL_SM90_ATTENTION_THREADS == 128 * (1 + kConsumers), "abi.h states other threads: there is one producer warpgroup");
+constexpr int kConsumers = 2, kWarps = kWarpgroupWarps * kConsumers, kThreads = kWarpgroupThreads * (1 + kConsumers);
+static_assert(kBlockQ == kWgmmaRows * kConsumers, "abi.h states another size: each consumer warpgroup has one wgmma tile of queries");
+using AttentionRegisters = RegisterSplit<kConsumers, /*producer*/ 24, /*consumer*/ 240>;
 // Q, K and V tiles are two halves of 64 columns each in shared memory, because the 128-byte swizzle limits a TMA box to 64 bf16 columns.
-constexpr uint32_t kRowBytes = 128, kQHalfBytes = kBlockQ * kRowBytes, kKVHalfBytes = kBlockKV * kRowBytes;
+constexpr uint32_t kHalfCols = KL_SM90_BOX_COLS, kQHalfBytes = kBlockQ * kSwizzleRowBytes, kKVHalfBytes = kBlockKV * kSwizzleRowBytes;
 constexpr uint32_t kQBytes = 2 * kQHalfBytes, kKVBytes = 2 * kKVHalfBytes;
+constexpr int kMmaK = 16;  // elements of K per wgmma
+constexpr uint64_t kDescriptorStep = kMmaK * sizeof(bf16) / kDescriptorUnitBytes;
 
 // Ids of named barriers; 0 is __syncthreads. A consumer warpgroup waits at its own for its turn on the tensor cores.
 enum NamedBarrier : uint32_t { kTurnWG0 = 1, kTurnWG1 = 2 };
@@ -43,10 +48,10 @@ template <int kStages_, int kCluster_, bool kRunningMax_, bool kCausal_>
 struct AttentionConfig {
   static constexpr int kStages = kStages_, kCluster = kCluster_;
   static constexpr bool kRunningMax = kRunningMax_, kCausal = kCausal_;
-  // Mbarriers: full and empty for Q; full and empty for K and for V of each stage, followed by the number of keys in the stage.
-  static constexpr uint32_t kBarrierOffset = kQBytes + 2 * kStages * kKVBytes, kStageBarriers = 40;
-  static constexpr uint32_t kSmemBytes = 1024 + kBarrierOffset + 16 + kStages * kStageBarriers;
-  static_assert(kSmemBytes <= 232448, "more shared memory than an SM has");
+  // Mbarriers: full and empty for Q; then for each stage full of K and of V, empty of K and of V, and the number of keys in the stage.
+  static constexpr uint32_t kBarrierOffset = kQBytes + 2 * kStages * kKVBytes, kStageBarrierBytes = 5 * kMbarrierBytes;
+  static constexpr uint32_t kSmemBytes = kSwizzleAlignment + kBarrierOffset + 2 * kMbarrierBytes + kStages * kStageBarrierBytes;
+  static_assert(kSmemBytes <= KL_SM90_SHARED_LIMIT, "more shared memory than a CTA can have");
   static_assert(kBlockKV / kCluster % 8 == 0 && kBlockKV % 16 == 0,
                 "the swizzle has a period of eight rows, a P V MMA takes sixteen keys");
 };
@@ -59,13 +64,19 @@ struct SmemLayout {
   __device__ __forceinline__ uint32_t q() const { return base; }
   __device__ __forceinline__ uint32_t k(uint32_t i) const { return base + kQBytes + 2 * i * kKVBytes; }
   __device__ __forceinline__ uint32_t v(uint32_t i) const { return k(i) + kKVBytes; }
-  __device__ __forceinline__ uint32_t q_full() const { return base + Config::kBarrierOffset; }
-  __device__ __forceinline__ uint32_t q_empty() const { return q_full() + 8; }
-  __device__ __forceinline__ uint32_t k_full(uint32_t i) const { return q_full() + 16 + i * Config::kStageBarriers; }
-  __device__ __forceinline__ uint32_t v_full(uint32_t i) const { return k_full(i) + 8; }
-  __device__ __forceinline__ uint32_t k_empty(uint32_t i) const { return k_full(i) + 16; }
-  __device__ __forceinline__ uint32_t v_empty(uint32_t i) const { return k_full(i) + 24; }
-  __device__ __forceinline__ uint32_t kv_count(uint32_t i) const { return k_full(i) + 32; }
+  __device__ __forceinline__ uint32_t barriers() const { return base + Config::kBarrierOffset; }
+  __device__ __forceinline__ RingBarriers<1, 0, kMbarrierBytes> q_ring() const { return {barriers()}; }
+  // The mbarriers of V follow those of K one by one.
+  using KVRing = RingBarriers<Config::kStages, Config::kStageBarrierBytes, 2 * kMbarrierBytes>;
+  __device__ __forceinline__ KVRing k_ring() const { return {barriers() + 2 * kMbarrierBytes}; }
+  __device__ __forceinline__ KVRing v_ring() const { return {barriers() + 3 * kMbarrierBytes}; }
+  __device__ __forceinline__ uint32_t q_full() const { return q_ring().full(0); }
+  __device__ __forceinline__ uint32_t q_empty() const { return q_ring().empty(0); }
+  __device__ __forceinline__ uint32_t k_full(uint32_t i) const { return k_ring().full(i); }
+  __device__ __forceinline__ uint32_t k_empty(uint32_t i) const { return k_ring().empty(i); }
+  __device__ __forceinline__ uint32_t v_full(uint32_t i) const { return v_ring().full(i); }
+  __device__ __forceinline__ uint32_t v_empty(uint32_t i) const { return v_ring().empty(i); }
+  __device__ __forceinline__ uint32_t kv_count(uint32_t i) const { return k_full(i) + 4 * kMbarrierBytes; }
 };
 
 // The shared memory of a CTA, and the position of a producer or consumer in its pipeline.
@@ -79,7 +90,7 @@ struct TileCoord {
   uint32_t head, row;  // the first head, and the index of the tile among those of that head
   uint32_t rows;       // queries of each head that a warpgroup has
 
-  __device__ __forceinline__ TileCoord(const KlAttentionSm90& p, uint32_t tile) : p(p), rows(64 / p.pack) {
+  __device__ __forceinline__ TileCoord(const KlAttentionSm90& p, uint32_t tile) : p(p), rows(kWgmmaRows / p.pack) {
     const uint32_t heads = tile / p.row_tiles;
     head = heads * p.pack, row = tile - heads * p.row_tiles;
     if constexpr (Config::kCluster > 1) row = row * Config::kCluster + cluster_rank();
@@ -98,22 +109,11 @@ struct TileCoord {
   }
 };
 
-// The position of a KV block: its segment and first key. A block never spans two segments.
-struct KVCursor {
+struct Segments {
+  static constexpr bool kMayBeEmpty = false;
   const KlAttentionSm90& p;
-  uint32_t segment = 0, key;
 
-  __device__ __forceinline__ KVCursor(const KlAttentionSm90& p, uint32_t kv_block) : p(p) {
-    for (uint32_t count; kv_block >= (count = ceil_div<uint32_t>(p.keys[segment], kBlockKV)); segment++) kv_block -= count;
-    key = kv_block * kBlockKV;
-  }
-
-  __device__ __forceinline__ uint32_t count() const { return min(p.keys[segment] - key, kBlockKV); }
-
-  __device__ __forceinline__ void next() {
-    key += kBlockKV;
-    if (key >= p.keys[segment]) segment++, key = 0;
-  }
+  __device__ __forceinline__ uint32_t keys(uint32_t segment) const { return p.keys[segment]; }
 };
 
 // The producer: one thread that issues all TMA loads of a CTA.
@@ -123,13 +123,16 @@ __device__ __forceinline__ void produce(const KlAttentionSm90& p, Pipeline<Confi
   const auto load_kv = [&](uint32_t to, const KlTensorMap* map, uint32_t head, uint32_t row, uint32_t full) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
+      uint32_t to_half = to + half * kKVHalfBytes;
+      const uint32_t col = head * kHeadDim + half * kHalfCols;
       if constexpr (Config::kCluster > 1) {
         constexpr uint32_t kOwnRows = kBlockKV / Config::kCluster;
         const uint32_t own = cluster_rank() * kOwnRows;
-        tma_load_2d_multicast(to + half * kKVHalfBytes + own * kRowBytes, map, head * kHeadDim + half * 64, row + own, full,
-                           (1 << Config::kCluster) - 1);
+        constexpr uint16_t kAllCtas = (1 << Config::kCluster) - 1;
+        to_half += own * kSwizzleRowBytes;
+        tma_load_2d_multicast(to_half, map, col, row + own, full, kAllCtas);
       } else {
-        tma_load_2d(to + half * kKVHalfBytes, map, head * kHeadDim + half * 64, row, full);
+        tma_load_2d(to_half, map, col, row, full);
       }
     }
   };
@@ -142,14 +145,15 @@ __device__ __forceinline__ void produce(const KlAttentionSm90& p, Pipeline<Confi
     mbarrier_arrive_expect_tx(pipe.q_full(), kQBytes);
     for (uint32_t group = 0; group < kConsumers; group++) {
       for (uint32_t h = 0; h < p.pack; h++) {
-        const uint32_t to = pipe.q() + (group * 64 + h * at.rows) * kRowBytes, col = (at.head + h) * kHeadDim;
+        const uint32_t to = pipe.q() + (group * kWgmmaRows + h * at.rows) * kSwizzleRowBytes, col = (at.head + h) * kHeadDim;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-          tma_load_2d(to + half * kQHalfBytes, &p.q, col + half * 64, at.first_query(group), pipe.q_full());
+          tma_load_2d(to + half * kQHalfBytes, &p.q, col + half * kHalfCols, at.first_query(group), pipe.q_full());
         }
       }
     }
-    KVCursor cursor(p, work.k_begin);
+    KVCursor<kBlockKV, Segments> cursor{{p}};
+    cursor.seek(work.k_begin);
     for (uint32_t k = work.k_begin; k < kv_end; k++, pipe.advance(), cursor.next()) {
       const uint32_t i = pipe.stage, parity = pipe.parity ^ 1;
       mbarrier_wait(pipe.k_empty(i), parity);
@@ -174,9 +178,12 @@ struct AttentionTile {
   // scores = q k^T
   __device__ __forceinline__ void qk_mma(uint32_t q, uint32_t k) {
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 16; i++) {
-      const uint64_t a = wgmma_descriptor(q + i / 4 * kQHalfBytes), b = wgmma_descriptor(k + i / 4 * kKVHalfBytes);
-      wgmma<kBlockKV>(scores, a + 2 * (i % 4), b + 2 * (i % 4), i > 0);
+    for (int half = 0; half < 2; half++) {
+      const uint64_t a = wgmma_descriptor(q + half * kQHalfBytes), b = wgmma_descriptor(k + half * kKVHalfBytes);
+#pragma unroll
+      for (int i = 0; i < kHalfCols / kMmaK; i++) {
+        wgmma<kBlockKV>(scores, a + kDescriptorStep * i, b + kDescriptorStep * i, half > 0 || i > 0);
+      }
     }
     wgmma_commit();
   }
@@ -184,8 +191,8 @@ struct AttentionTile {
   // out += p v
   __device__ __forceinline__ void pv_mma(uint32_t v) {
 #pragma unroll
-    for (int i = 0; i < kBlockKV / 16; i++) {
-      wgmma_rs(out, &p_frag[4 * i], wgmma_descriptor_mn_major(v + i * 16 * kRowBytes, kKVHalfBytes));
+    for (int i = 0; i < kBlockKV / kMmaK; i++) {
+      wgmma_rs(out, &p_frag[4 * i], wgmma_descriptor_mn_major(v + i * kMmaK * kSwizzleRowBytes, kKVHalfBytes));
     }
     wgmma_commit();
   }
@@ -198,35 +205,19 @@ struct AttentionTile {
     }
   }
 
-  // Online softmax of a block (Milakov and Gimelshein 2018): scores become unnormalised probabilities and are added to the row sums.
-  // Without kRunningMax it is a bare exp2 of scores that are exponents already.
-  __device__ __forceinline__ void online_softmax(float scale) {
+  // Online softmax of a block: scores become unnormalised probabilities and are added to the row sums. Two partial sums, so that the
+  // additions are not one dependency chain.
+  __device__ __forceinline__ void softmax_block(float scale) {
+    constexpr int kCount = kBlockKV / 4;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      float new_max = 0.0f;
+      const auto score = [&](int i) -> float& { return scores[i / 2 * 4 + 2 * h + i % 2]; };
       if constexpr (Config::kRunningMax) {
-        new_max = row_max[h];
-#pragma unroll
-        for (int i = 0; i < kBlockKV / 8; i++) new_max = fmaxf(new_max, fmaxf(scores[4 * i + 2 * h], scores[4 * i + 2 * h + 1]));
-        new_max = fmaxf(new_max, __shfl_xor_sync(0xffffffffu, new_max, 1));
-        new_max = fmaxf(new_max, __shfl_xor_sync(0xffffffffu, new_max, 2));
-        correction[h] = exp2_approx((row_max[h] - new_max) * scale);
-        row_max[h] = new_max;
-        row_sum[h] *= correction[h];
-        new_max *= scale;
+        const float new_max = quad_row_max<kCount>(row_max[h], score);
+        correction[h] = online_softmax<kCount, 2>(row_max[h], row_sum[h], new_max, Exp2{scale}, score);
+      } else {
+        online_softmax<kCount, 2>(row_max[h], row_sum[h], row_max[h], Exp2MaxFree{}, score);
       }
-      // Two partial sums, so that the additions are not one dependency chain.
-      float sum[2] = {};
-#pragma unroll
-      for (int i = 0; i < kBlockKV / 8; i++) {
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-          float& v = scores[4 * i + 2 * h + e];
-          v = exp2_approx(Config::kRunningMax ? v * scale - new_max : v);
-          sum[e] += v;
-        }
-      }
-      row_sum[h] += sum[0] + sum[1];
     }
   }
 
@@ -243,66 +234,48 @@ struct AttentionTile {
 
 // The Stream-K partials of a warp: row sums and maxima, then the accumulators of a lane.
 template <class Config>
-using TilePartials = PartialTile<Config::kCluster, kWarps, kHeadDim / 8 + 1>;
+struct TilePartials : PartialTile<PartialsOfWarp, kHeadDim / 8 + 1> {
+  __device__ __forceinline__ TilePartials(const KlTileSchedule& schedule, uint32_t worker)
+      : PartialTile(schedule, partials_of_warp<Config::kCluster, kWarps>(worker)) {}
 
-template <class Config>
-__device__ __forceinline__ void store_partials(const TilePartials<Config>& partials, const AttentionTile<Config>& tile) {
-  partials.store(0, make_float4(tile.row_sum[0], tile.row_sum[1], tile.row_max[0], tile.row_max[1]));
-#pragma unroll
-  for (int i = 0; i < kHeadDim / 8; i++) {
-    const float* v = &tile.out[4 * i];
-    partials.store(i + 1, make_float4(v[0], v[1], v[2], v[3]));
+  __device__ __forceinline__ void store_tile(const AttentionTile<Config>& tile) const {
+    store([&](int i) {
+      if (i == 0) return make_float4(tile.row_sum[0], tile.row_sum[1], tile.row_max[0], tile.row_max[1]);
+      const float* v = &tile.out[4 * (i - 1)];
+      return make_float4(v[0], v[1], v[2], v[3]);
+    });
   }
-  partials.publish();
-}
 
-template <class Config>
-__device__ __forceinline__ void add_partials(const TilePartials<Config>& partials, AttentionTile<Config>& tile, float scale) {
-  partials.wait();
-  const float4 peer_stats = partials.load(0);
-  float by[2] = {1.0f, 1.0f};
-  if constexpr (Config::kRunningMax) {
-    const float their_max[2] = {peer_stats.z, peer_stats.w};
-    float correction[2];
+  __device__ __forceinline__ void add_to(AttentionTile<Config>& tile, float scale) const {
+    wait();
+    const float4 peer_stats = load(0);
+    float by[2] = {1.0f, 1.0f};
+    if constexpr (Config::kRunningMax) {
+      const float their_max[2] = {peer_stats.z, peer_stats.w};
+      float correction[2];
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const float new_max = fmaxf(tile.row_max[h], their_max[h]);
-      correction[h] = exp2_approx((tile.row_max[h] - new_max) * scale), by[h] = exp2_approx((their_max[h] - new_max) * scale);
-      tile.row_sum[h] *= correction[h], tile.row_max[h] = new_max;
+      for (int h = 0; h < 2; h++) {
+        const float new_max = fmaxf(tile.row_max[h], their_max[h]);
+        correction[h] = Exp2{scale}.correction(tile.row_max[h], new_max), by[h] = Exp2{scale}.correction(their_max[h], new_max);
+        tile.row_sum[h] *= correction[h], tile.row_max[h] = new_max;
+      }
+      tile.rescale_out(correction);
     }
-    tile.rescale_out(correction);
+    tile.row_sum[0] += peer_stats.x * by[0], tile.row_sum[1] += peer_stats.y * by[1];
+    load_each</*first*/ 1, /*in flight*/ 1>([&](int i, const float4& v) {
+      float* to = &tile.out[4 * (i - 1)];
+      to[0] += v.x * by[0], to[1] += v.y * by[0], to[2] += v.z * by[1], to[3] += v.w * by[1];
+    });
   }
-  tile.row_sum[0] += peer_stats.x * by[0], tile.row_sum[1] += peer_stats.y * by[1];
-#pragma unroll
-  for (int i = 0; i < kHeadDim / 8; i++) {
-    const float4 v = partials.load(i + 1);
-    float* to = &tile.out[4 * i];
-    to[0] += v.x * by[0], to[1] += v.y * by[0], to[2] += v.z * by[1], to[3] += v.w * by[1];
-  }
-}
-
-// Transposes 4x4 words among the four lanes of a quad: lane i ends with the i-th word of each lane, which are 16 contiguous bytes.
-__device__ __forceinline__ uint4 transpose_quad(const uint32_t (&v)[4]) {
-  const bool odd = lane() % 2, high = lane() / 2 % 2;
-  const auto swap = [](bool second, uint32_t a, uint32_t b, uint32_t with) {
-    const uint32_t theirs = __shfl_xor_sync(0xffffffffu, second ? a : b, with);
-    return second ? make_uint2(theirs, b) : make_uint2(a, theirs);
-  };
-  const uint2 front = swap(odd, v[0], v[1], 1), back = swap(odd, v[2], v[3], 1);
-  const uint2 x = swap(high, front.x, back.x, 2), y = swap(high, front.y, back.y, 2);
-  return make_uint4(x.x, y.x, x.y, y.y);
-}
+};
 
 template <class Config>
 __device__ __forceinline__ void store(const KlAttentionSm90& p, const TileCoord<Config>& at, uint32_t group,
                                       const AttentionTile<Config>& tile) {
-  const uint32_t first = threadIdx.x % 128 / 32 * 16 + lane() / 4;
+  const uint32_t first = threadIdx.x % kWarpgroupThreads / 32 * kWarpRows + lane() / 4;
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    float row_sum = tile.row_sum[h];
-    row_sum += __shfl_xor_sync(0xffffffffu, row_sum, 1);
-    row_sum += __shfl_xor_sync(0xffffffffu, row_sum, 2);
-    const float inverse = 1.0f / row_sum;
+    const float inverse = 1.0f / quad_sum(tile.row_sum[h]);
     const uint32_t row = first + 8 * h, query = at.first_query(group) + row % at.rows;
     bf16* to = row_of<bf16>(p.out, min(query, p.out.rows - 1)) + (at.head + row / at.rows) * kHeadDim + lane() % 4 * 8;
 #pragma unroll
@@ -319,16 +292,9 @@ __device__ __forceinline__ void store(const KlAttentionSm90& p, const TileCoord<
 // The consumers.
 template <class Config>
 __device__ __forceinline__ void consume(const KlAttentionSm90& p, Pipeline<Config> pipe) {
-  const uint32_t group = threadIdx.x / 128 - 1, own_turn = kTurnWG0 + group, other_turn = kTurnWG1 - group;
-  const uint32_t q = pipe.q() + group * 64 * kRowBytes;
-  // Arrives at the `empty` mbarrier of every CTA that multicasts into this one.
-  const auto release = [&](uint32_t barrier) {
-    if constexpr (Config::kCluster > 1) {
-      if (threadIdx.x % 128 < Config::kCluster) mbarrier_arrive_remote(barrier, threadIdx.x % 128);
-    } else {
-      if (threadIdx.x % 128 == 0) mbarrier_arrive(barrier);
-    }
-  };
+  const uint32_t group = threadIdx.x / kWarpgroupThreads - 1, own_turn = kTurnWG0 + group, other_turn = kTurnWG1 - group;
+  const uint32_t q = pipe.q() + group * kWgmmaTileBytes;
+  const auto release = [](uint32_t empty) { release_stage<Config::kCluster>(empty); };
   // Ping-pong, unless the warpgroups have different amounts of work; warpgroup 0 goes first.
   constexpr bool kPingPong = !Config::kCausal;
   if (kPingPong && group == 1) named_barrier_arrive(kTurnWG0);
@@ -341,9 +307,9 @@ __device__ __forceinline__ void consume(const KlAttentionSm90& p, Pipeline<Confi
     // Called once the scores of KV block k are complete: releases K, masks the scores and runs the softmax.
     const auto softmax_block = [&](uint32_t k, uint32_t count) {
       release(pipe.k_empty(pipe.stage));
-      if (k + 1 == kv_end && threadIdx.x % 128 == 0) mbarrier_arrive(pipe.q_empty());
+      if (k + 1 == kv_end) release_stage</*CTAs*/ 1>(pipe.q_empty());
       if (Config::kCausal && k + 1 == kv_end) {
-        const uint32_t row = threadIdx.x % 128 / 32 * 16 + lane() / 4;
+        const uint32_t row = threadIdx.x % kWarpgroupThreads / 32 * kWarpRows + lane() / 4;
         // The keys up to the row's own, counted from the first of the block.
         const auto limit = [&](uint32_t row) {
           return min(count, max(at.first_query(group) + row % at.rows + 1, k * kBlockKV) - k * kBlockKV);
@@ -352,7 +318,7 @@ __device__ __forceinline__ void consume(const KlAttentionSm90& p, Pipeline<Confi
       } else if (count < kBlockKV) {
         tile.mask(count, count);
       }
-      tile.online_softmax(p.scale);
+      tile.softmax_block(p.scale);
     };
     mbarrier_wait(pipe.q_full(), q_parity);
     mbarrier_wait(pipe.k_full(pipe.stage), pipe.parity);
@@ -395,16 +361,13 @@ __device__ __forceinline__ void consume(const KlAttentionSm90& p, Pipeline<Confi
     wgmma_wait<0>();
     release(pipe.v_empty(pipe.stage));
     pipe.advance();
-    if (!Config::kCausal && work.k_end < p.schedule.k_blocks) {
-      store_partials<Config>({p.schedule, scheduler.worker()}, tile);
+    const auto finish = [&] { store(p, at, group, tile); };
+    if constexpr (Config::kCausal) {
+      finish();  // tiles are never divided: their KV blocks differ in number
     } else {
-      if (!Config::kCausal && work.k_begin > 0) {
-        uint32_t peer = scheduler.worker();
-        do {
-          add_partials<Config>({p.schedule, --peer}, tile, p.scale);
-        } while (first_k_block(p.schedule, peer) > work.tile * p.schedule.k_blocks);
-      }
-      store(p, at, group, tile);
+      finish_or_store(
+          p.schedule, work, scheduler.worker(), [&] { TilePartials<Config>(p.schedule, scheduler.worker()).store_tile(tile); },
+          [&](uint32_t peer) { TilePartials<Config>(p.schedule, peer).add_to(tile, p.scale); }, finish);
     }
     // Releases the KV blocks that only the other warpgroup has.
     for (uint32_t k = kv_end; k < at.kv_end(work, 0); k++, pipe.advance()) {
@@ -419,47 +382,29 @@ __device__ __forceinline__ void consume(const KlAttentionSm90& p, Pipeline<Confi
 
 template <class Config>
 __device__ __forceinline__ void attention(const KlAttentionSm90& p) {
-  KL_DYNAMIC_SHARED(1024);
-  // The swizzle is a function of the address: tiles are aligned to 1024 bytes.
-  const Pipeline<Config> pipe{{shared_address(dynamic_shared) + 1023 & ~1023u}, {}};
-  if (threadIdx.x == 0) {
+  KL_DYNAMIC_SHARED(kSwizzleAlignment);
+  const Pipeline<Config> pipe{{align_to_swizzle(shared_address(dynamic_shared))}, {}};
+  const auto init = [&] {
     prefetch_tensor_map(&p.q), prefetch_tensor_map(&p.k[0]), prefetch_tensor_map(&p.v[0]);
-    mbarrier_init(pipe.q_full(), 1);
-    mbarrier_init(pipe.q_empty(), kConsumers);
-    for (int i = 0; i < Config::kStages; i++) {
-      mbarrier_init(pipe.k_full(i), 1), mbarrier_init(pipe.v_full(i), 1);
-      mbarrier_init(pipe.k_empty(i), kConsumers * Config::kCluster), mbarrier_init(pipe.v_empty(i), kConsumers * Config::kCluster);
-    }
-    fence_mbarrier_init();
-  }
-  if constexpr (Config::kCluster > 1) {
-    cluster_sync_relaxed();
-  } else {
-    __syncthreads();
-  }
-  launch_next_kernel();
-  if (threadIdx.x < 128) {
-    setmaxnreg_dec<24>();
+    pipe.q_ring().init(1, kConsumers);
+    pipe.k_ring().init(1, kConsumers * Config::kCluster);
+    pipe.v_ring().init(1, kConsumers * Config::kCluster);
+  };
+  const auto run_producer = [&] {
     if (threadIdx.x == 0) {
       wait_for_previous_kernel();
       produce(p, pipe);
     }
     __syncwarp();
-  } else {
-    setmaxnreg_inc<240>();
-    wait_for_previous_kernel();
-    consume(p, pipe);
-  }
-  if constexpr (Config::kCluster > 1) cluster_sync_relaxed();
+  };
+  run_warp_specialised<AttentionRegisters, Config::kCluster, Config::kCluster>(init, run_producer, [&] { consume(p, pipe); });
 }
 
-using MaxFree = AttentionConfig</*stages*/ 3, KL_SM90_CLUSTER, /*running max*/ false, /*causal*/ false>;
-using RunningMax = AttentionConfig</*stages*/ 3, KL_SM90_CLUSTER, /*running max*/ true, /*causal*/ false>;
-using Causal = AttentionConfig</*stages*/ 2, /*cluster*/ 1, /*running max*/ true, /*causal*/ true>;
-static_assert(MaxFree::kSmemBytes == KL_SM90_ATTENTION_SHARED, "abi.h states another size");
-static_assert(Causal::kSmemBytes == KL_SM90_CAUSAL_SHARED, "abi.h states another size");
 static_assert(sizeof(KlAttentionSm90) % 128 == 0, "abi.h leaves a gap");
 
-KL_ENTRY(kl_attention_sm90, KlAttentionSm90, KL_SM90_ATTENTION_THREADS, 1) { attention<MaxFree>(p); }
-KL_ENTRY(kl_attention_sm90_running, KlAttentionSm90, KL_SM90_ATTENTION_THREADS, 1) { attention<RunningMax>(p); }
-KL_ENTRY(kl_attention_sm90_causal, KlAttentionSm90, KL_SM90_ATTENTION_THREADS, 1) { attention<Causal>(p); }
+#define KL_ATTENTION_SM90(file, symbol, name, stages, cluster, running_max, causal, threads, shared_bytes) \
+  using name = AttentionConfig<stages, cluster, running_max, causal>;                                      \
+  static_assert(row_states<kThreads, threads>());                                                          \
+  static_assert(row_states<name::kSmemBytes, shared_bytes>());                                             \
+  KL_ENTRY(symbol, KlAttentionSm90, threads, 1) { attention<name>(p); }
+#include <tiles.def>

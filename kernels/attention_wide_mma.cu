@@ -8,6 +8,9 @@
 // Bound: tensor cores. 4 * queries * keys * 512 FLOP: 0.55 TFLOP for 1024x1024. The smaller tile is for GPUs with less than 132 KiB of
 // shared memory per CTA.
 // Needs: bf16, strides multiples of 8, 16-byte aligned addresses; outputs at 4-byte aligned addresses.
+#include <attention/load_rows.cuh>
+#include <attention/softmax.cuh>
+#include <common/tile_row.cuh>
 #include <common/types.cuh>
 #include <common/vectors.cuh>
 #include <ptx/sm80.cuh>
@@ -26,21 +29,12 @@ struct Wide {
   static constexpr uint32_t kSideStatsOffset = kPOffset + kBlockQ * kBlockKV * 2, kCorrectionOffset = kSideStatsOffset + 2 * kBlockQ * 4;
   static constexpr uint32_t kSharedBytes = kCorrectionOffset + kBlockQ * 4;
 
-  // Swizzles: 16-byte chunks are permuted by the row's last bits, so that ldmatrix has no bank conflicts.
-  static __device__ __forceinline__ uint32_t swizzled(uint32_t row, uint32_t chunk) { return row * kRowBytes + (chunk ^ (row & 7)) * 16; }
-  static __device__ __forceinline__ uint32_t swizzled_p(uint32_t row, uint32_t chunk) {
-    return row * (kBlockKV * 2) + ((chunk ^ (row >> 1)) & 3) * 16;
-  }
+  // Where P is, whose rows are the keys of a block.
+  static __device__ __forceinline__ uint32_t swizzled_p(uint32_t row, uint32_t chunk) { return swizzled<kBlockKV * 2>(row, chunk); }
 
-  // Copies kCount rows of one head; rows beyond the matrix are zero-filled.
-  template <int kCount>
-  static __device__ __forceinline__ void load_rows_async(uint32_t to, const KlMat& m, uint32_t first, uint32_t col) {
-#pragma unroll 4
-    for (int i = 0; i < kCount * (kHeadDim / 8) / kThreads; i++) {
-      const uint32_t at = i * kThreads + threadIdx.x, row = at / (kHeadDim / 8), chunk = at % (kHeadDim / 8);
-      const bool valid = first + row < m.rows;
-      cp_async(to + swizzled(row, chunk), row_of<const bf16>(m, valid ? first + row : 0) + col + chunk * 8, valid);
-    }
+  template <int kRows>
+  static __device__ __forceinline__ void load_rows(uint32_t to, const KlMat& m, uint32_t first, uint32_t col) {
+    load_rows_async<kHeadDim, kThreads, kRows, /*unroll*/ 4>(to, m, first, col);
   }
 
   static __device__ __forceinline__ void run(const KlAttention& p) {
@@ -50,16 +44,16 @@ struct Wide {
     const KlMat &k = p.kv[0].k, &v = p.kv[0].v;
     float* const side_stats = reinterpret_cast<float*>(dynamic_shared + kSideStatsOffset);
     float* const corrections = reinterpret_cast<float*>(dynamic_shared + kCorrectionOffset);
-    const float scale = p.scale * 1.44269504f;  // log2(e): the hardware has exp2
+    const Exp2 exponential{p.scale * kLog2e};
 
     float out[kMmaM][kWarpCols / 8][4] = {}, row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {};
-    load_rows_async<kBlockQ>(base, p.q, query0, q_col);
-    load_rows_async<kBlockKV>(base + kKOffset, k, 0, kv_col);
+    load_rows<kBlockQ>(base, p.q, query0, q_col);
+    load_rows<kBlockKV>(base + kKOffset, k, 0, kv_col);
     cp_async_commit();
     for (uint32_t key0 = 0; key0 < k.rows; key0 += kBlockKV) {
       cp_async_wait<0>();
       __syncthreads();  // K has arrived, and all warps are done with the previous V
-      load_rows_async<kBlockKV>(base + kVOffset, v, key0, kv_col);
+      load_rows<kBlockKV>(base + kVOffset, v, key0, kv_col);
       cp_async_commit();
 
       // Even and odd k16 steps have accumulators of their own: the MMAs of a single dependency chain would wait for each other.
@@ -67,29 +61,26 @@ struct Wide {
 #pragma unroll 4
       for (int d = 0; d < kHeadDim / 16; d++) {
         uint32_t a[4], b[4];
-        ldmatrix_x4(a, base + swizzled(score_row + lane % 16, 2 * d + lane / 16));
-        ldmatrix_x4(b, base + kKOffset + swizzled(side * 16 + lane % 8 + lane / 16 * 8, 2 * d + lane / 8 % 2));
+        ldmatrix_x4(a, base + swizzled<kRowBytes>(score_row + lane % 16, 2 * d + lane / 16));
+        ldmatrix_x4(b, base + kKOffset + swizzled<kRowBytes>(side * 16 + lane % 8 + lane / 16 * 8, 2 * d + lane / 8 % 2));
         mma(d % 2 ? odd[0] : scores[0], a, b[0], b[1]);
         mma(d % 2 ? odd[1] : scores[1], a, b[2], b[3]);
       }
 #pragma unroll
       for (int i = 0; i < 8; i++) scores[i / 4][i % 4] += odd[i / 4][i % 4];
+      const auto score = [&](int half, int i) -> float& { return scores[i / 2][2 * half + i % 2]; };
       float local_max[2];
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        local_max[half] = -INFINITY;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          float& score = scores[i / 2][2 * half + i % 2];
-          if (key0 + side * 16 + i / 2 * 8 + lane % 4 * 2 + i % 2 >= k.rows) score = -INFINITY;
-          local_max[half] = fmaxf(local_max[half], score);
+          if (key0 + side * 16 + i / 2 * 8 + lane % 4 * 2 + i % 2 >= k.rows) score(half, i) = -INFINITY;
         }
-        local_max[half] = fmaxf(local_max[half], __shfl_xor_sync(0xffffffffu, local_max[half], 1));
-        local_max[half] = fmaxf(local_max[half], __shfl_xor_sync(0xffffffffu, local_max[half], 2));
+        local_max[half] = quad_row_max<4>(-INFINITY, [&](int i) { return score(half, i); });
         if (lane % 4 == 0) side_stats[side * kBlockQ + score_row + half * 8 + lane / 4] = local_max[half];
       }
       __syncthreads();  // the maxima of both sides are there, and all warps are done with K
-      if (key0 + kBlockKV < k.rows) load_rows_async<kBlockKV>(base + kKOffset, k, key0 + kBlockKV, kv_col);
+      if (key0 + kBlockKV < k.rows) load_rows<kBlockKV>(base + kKOffset, k, key0 + kBlockKV, kv_col);
       cp_async_commit();
 
 #pragma unroll
@@ -97,20 +88,13 @@ struct Wide {
         const uint32_t row = score_row + half * 8 + lane / 4;
         // The first block has a key for every query, so the maximum is always finite.
         const float new_max = fmaxf(row_max[half], fmaxf(local_max[half], side_stats[(side ^ 1) * kBlockQ + row]));
-        const float correction = exp2_approx((row_max[half] - new_max) * scale), shift = new_max * scale;
-        row_max[half] = new_max;
-        float prob[4], sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          prob[i] = exp2_approx(scores[i / 2][2 * half + i % 2] * scale - shift);
-          sum += prob[i];
-        }
-        row_sum[half] = row_sum[half] * correction + sum;
+        const float correction =
+            online_softmax<4>(row_max[half], row_sum[half], new_max, exponential, [&](int i) -> float& { return score(half, i); });
         if (side == 0 && lane % 4 == 0) corrections[row] = correction;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
           unsigned char* const to = dynamic_shared + kPOffset + swizzled_p(row, side * 2 + i) + lane % 4 * 4;
-          *reinterpret_cast<uint32_t*>(to) = pack_bf16(prob[2 * i], prob[2 * i + 1]);
+          store_pair(reinterpret_cast<bf16*>(to), score(half, 2 * i), score(half, 2 * i + 1));
         }
       }
       cp_async_wait<1>();
@@ -130,7 +114,7 @@ struct Wide {
 #pragma unroll
         for (int n = 0; n < kWarpCols / 16; n++) {
           uint32_t b[4];
-          ldmatrix_x4_trans(b, base + kVOffset + swizzled(step * 16 + lane % 16, warp * (kWarpCols / 8) + 2 * n + lane / 16));
+          ldmatrix_x4_trans(b, base + kVOffset + swizzled<kRowBytes>(step * 16 + lane % 16, warp * (kWarpCols / 8) + 2 * n + lane / 16));
 #pragma unroll
           for (int m = 0; m < kMmaM; m++) {
             mma(out[m][2 * n], p_frag[m], b[0], b[1]);
@@ -143,8 +127,7 @@ struct Wide {
     // Each side has the row sums of its own keys; both are exchanged and added.
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      row_sum[half] += __shfl_xor_sync(0xffffffffu, row_sum[half], 1);
-      row_sum[half] += __shfl_xor_sync(0xffffffffu, row_sum[half], 2);
+      row_sum[half] = quad_sum(row_sum[half]);
       if (lane % 4 == 0) side_stats[side * kBlockQ + score_row + half * 8 + lane / 4] = row_sum[half];
     }
     __syncthreads();
@@ -157,16 +140,14 @@ struct Wide {
         const float inverse = 1.0f / (side_stats[row] + side_stats[kBlockQ + row]);
         bf16* const to = row_of<bf16>(p.out, query0 + row) + q_col + warp * kWarpCols + lane % 4 * 2;
 #pragma unroll
-        for (int n = 0; n < kWarpCols / 8; n++) {
-          *reinterpret_cast<uint32_t*>(to + n * 8) = pack_bf16(out[m][n][2 * half] * inverse, out[m][n][2 * half + 1] * inverse);
-        }
+        for (int n = 0; n < kWarpCols / 8; n++) store_pair(to + n * 8, out[m][n][2 * half] * inverse, out[m][n][2 * half + 1] * inverse);
       }
     }
   }
 };
 
-static_assert(Wide<64>::kSharedBytes == KL_WIDE_SHARED_64 && Wide<64>::kThreads == KL_WIDE_THREADS_64, "abi.h states another size");
-static_assert(Wide<32>::kSharedBytes == KL_WIDE_SHARED_32 && Wide<32>::kThreads == KL_WIDE_THREADS_32, "abi.h states another size");
-
-KL_ENTRY(kl_attention_wide_64, KlAttention, KL_WIDE_THREADS_64, 1) { Wide<64>::run(p); }
-KL_ENTRY(kl_attention_wide_32, KlAttention, KL_WIDE_THREADS_32, 2) { Wide<32>::run(p); }
+#define KL_ATTENTION_WIDE(file, queries, threads, ctas_per_sm, shared_bytes) \
+  static_assert(row_states<Wide<queries>::kThreads, threads>());             \
+  static_assert(row_states<Wide<queries>::kSharedBytes, shared_bytes>());    \
+  KL_ENTRY(kl_attention_wide_##queries, KlAttention, threads, ctas_per_sm) { Wide<queries>::run(p); }
+#include <tiles.def>

@@ -1,4 +1,4 @@
-// 3x3 convolution on tensor cores, portable (sm_80 and newer): implicit GEMM over the mainloop of mma.cuh.
+// 3x3 convolution on tensor cores, portable (sm_80 and newer): implicit GEMM over the mainloop of gemm/mma_tile.cuh.
 //
 //   kl_conv_mma_256, _128   out = conv(x) + bias + residual over an NHWC image: same size, after nearest-neighbour upsampling by two, or
 //                           with stride two and zero padding at the right and bottom edge only; named by the pixels of a tile
@@ -13,39 +13,18 @@
 // algorithm) of its few values; these moments are merged across lanes, warps and tiles by the pairwise formula of Chan et al. 1979,
 // across tiles in f64, always in the same order. Nothing cancels where the mean is far from zero.
 #include <common/conv.cuh>
-#include <gemm/mma_tile.cuh>
+#include <common/moments.cuh>
+#include <common/tile_row.cuh>
+#include <gemm/epilogue_mma.cuh>
 
 KL_DYNAMIC_SHARED(128);
 
-// Count, mean and sum of squared deviations from the mean (M2) of some values.
-template <class T>
-struct Moments {
-  T count, mean, squares;
-
-  __device__ __forceinline__ void merge(const Moments& other) {
-    const T sum = count + other.count, share = sum > 0 ? other.count / sum : 0, delta = other.mean - mean;
-    mean += delta * share;
-    squares += other.squares + delta * delta * count * share;
-    count = sum;
-  }
-
-  // Merges with the lane whose index differs by `mask`. Both lanes must get the same bits, so the lower one always comes first.
-  __device__ __forceinline__ void merge_lanes(int mask) {
-    Moments other{__shfl_xor_sync(0xffffffffu, count, mask), __shfl_xor_sync(0xffffffffu, mean, mask),
-                  __shfl_xor_sync(0xffffffffu, squares, mask)};
-    const bool upper = threadIdx.x & mask;
-    const Moments low = upper ? other : *this, high = upper ? *this : other;
-    *this = low;
-    merge(high);
-  }
-};
-
 // Where the moments of a span of 2 to 8 columns by a warp's rows are stored, behind the staged output tile.
 template <class Tile>
-__device__ __forceinline__ float4* moments_at(uint32_t warp_row, uint32_t span) {
+__device__ __forceinline__ StoredMoments* moments_at(uint32_t warp_row, uint32_t span) {
   static_assert(Tile::kBlockM * Tile::kOutPitch + Tile::kThreads / 64 * (Tile::kBlockN / 2) * 16 <= Tile::kSharedBytes,
                 "shared memory is too small for the moments");
-  return reinterpret_cast<float4*>(dynamic_shared + Tile::kBlockM * Tile::kOutPitch) + warp_row * (Tile::kBlockN / 2) + span;
+  return reinterpret_cast<StoredMoments*>(dynamic_shared + Tile::kBlockM * Tile::kOutPitch) + warp_row * (Tile::kBlockN / 2) + span;
 }
 
 // Computes the moments of the thread's outputs for each span of columns that lies in one group, and merges them within the warp.
@@ -54,7 +33,7 @@ __device__ __forceinline__ void warp_moments(const KlConv& p, const Tile& tile, 
   const uint32_t width = p.out.cols / p.groups, span = min(width, 8u), lane = threadIdx.x % 32;
 #pragma unroll
   for (int n = 0; n < Tile::kMmaN; n++) {
-    Moments<float> own{0.0f, 0.0f, 0.0f};
+    Moments<float> own{};
 #pragma unroll
     for (int i = 0; i < 2 * Tile::kMmaM; i++) {
       if (row0 + Tile::row_of_acc(i / 2, i % 2) < p.out.rows) {
@@ -74,7 +53,7 @@ __device__ __forceinline__ void warp_moments(const KlConv& p, const Tile& tile, 
     if (span > 4) own.merge_lanes(2);
     const uint32_t col = Tile::col_of_acc(n);
     if (lane < 4 && col % span == 0) {
-      *moments_at<Tile>(threadIdx.x / 64, col / span) = make_float4(own.count, own.mean, own.squares, 0.0f);
+      *moments_at<Tile>(threadIdx.x / 64, col / span) = StoredMoments{own.mean, own.squares, own.count};
     }
   }
 }
@@ -84,64 +63,52 @@ template <class Tile>
 __device__ __forceinline__ void store_moments(const KlConv& p, uint32_t row0, uint32_t col0) {
   const uint32_t width = p.out.cols / p.groups, spans = width / min(width, 8u);
   if (threadIdx.x >= Tile::kBlockN / width) return;
-  Moments<float> group{0.0f, 0.0f, 0.0f};
+  Moments<float> group{};
   for (uint32_t warp = 0; warp < Tile::kThreads / 64; warp++) {
     for (uint32_t span = 0; span < spans; span++) {
-      const float4 v = *moments_at<Tile>(warp, threadIdx.x * spans + span);
-      group.merge({v.x, v.y, v.z});
+      group.merge(*moments_at<Tile>(warp, threadIdx.x * spans + span));
     }
   }
-  float4* to = reinterpret_cast<float4*>(p.partials) + static_cast<uint64_t>(row0 / Tile::kBlockM) * p.groups + col0 / width;
-  to[threadIdx.x] = make_float4(group.count, group.mean, group.squares, 0.0f);
+  StoredMoments* to = reinterpret_cast<StoredMoments*>(p.partials) + static_cast<uint64_t>(row0 / Tile::kBlockM) * p.groups + col0 / width;
+  to[threadIdx.x] = StoredMoments{group.mean, group.squares, group.count};
 }
 
-// The epilogue of a tile whose columns all exist: bias, residual (read as pairs), statistics, staged store.
+// Adds bias and residual, stores the tile, and computes the statistics of what it stores.
 template <class Tile>
-__device__ __forceinline__ void store_whole_tile(const KlConv& p, Tile& tile, uint32_t row0, uint32_t col0) {
-#pragma unroll
-  for (int m = 0; m < Tile::kMmaM; m++) {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const uint32_t row = Tile::row_of_acc(m, half);
-      const bool residual = p.residual.data && row0 + row < p.out.rows;
-      const bf16* old = residual ? row_of<const bf16>(p.residual, row0 + row) + col0 : nullptr;
-#pragma unroll
-      for (int n = 0; n < Tile::kMmaN; n++) {
-        const uint32_t col = Tile::col_of_acc(n);
-        const float* bias = row_of<const float>(p.bias, 0) + col0 + col;
-        float2 v = make_float2(tile.acc[m][n][2 * half] + bias[0], tile.acc[m][n][2 * half + 1] + bias[1]);
-        if (residual) {
-          const float2 r = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(old + col));
-          v.x += r.x, v.y += r.y;
-        }
-        Tile::stage_pair(dynamic_shared, row, col, v.x, v.y);
-        tile.acc[m][n][2 * half] = to_float(from_float<bf16>(v.x));
-        tile.acc[m][n][2 * half + 1] = to_float(from_float<bf16>(v.y));
-      }
-    }
+__device__ __forceinline__ void finish_tile(const KlConv& p, Tile& tile, uint32_t row0, uint32_t col0) {
+  const TileEpilogue<Tile, uint32_t> epilogue{tile, dynamic_shared, p.out, row0, col0};
+  const KlMat& residual = p.residual;
+  const bool words = residual.dtype == KL_BF16 && residual.data % 4 == 0 && residual.stride % 2 == 0;
+  if (!epilogue.is_whole() || (residual.data && !words)) {
+    epilogue.for_each_value([&](uint32_t row, uint32_t col, float v) {
+      if (!epilogue.row_exists(row) || col >= p.out.cols) return;
+      v += load<float>(p.bias, 0, col);
+      if (residual.data) v += load_any(residual, row, col);
+      store_any(p.out, row, col, v);
+    });
+    return;
   }
-  if (p.stats.data) warp_moments(p, tile, row0);
-  Tile::store_staged(dynamic_shared, p.out, row0, col0, Tile::kBlockN);
-  if (p.stats.data) store_moments<Tile>(p, row0, col0);
-}
-
-// The epilogue value by value, for other dtypes and for the last columns.
-template <class Tile>
-__device__ __forceinline__ void store_edge_tile(const KlConv& p, Tile& tile, uint32_t row0, uint32_t col0) {
-#pragma unroll
-  for (int m = 0; m < Tile::kMmaM; m++) {
+  epilogue.add_bias(row_of<const float>(p.bias, 0));
+  // The residual is added while the tile is staged, so that its loads overlap the writes to shared memory; in a pass of its own it took
+  // 4 % of the time of a 1024x1024 convolution. Accumulators keep the rounded values, whose statistics are wanted.
+  epilogue.for_each_row([&](int m, int half, uint32_t row, uint32_t out_row) {
+    const bool add = residual.data && epilogue.row_exists(out_row);
+    const bf16* from = add ? row_of<const bf16>(residual, out_row) + col0 : nullptr;
 #pragma unroll
     for (int n = 0; n < Tile::kMmaN; n++) {
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const uint32_t row = row0 + Tile::row_of_acc(m, e / 2), col = col0 + Tile::col_of_acc(n) + e % 2;
-        if (row >= p.out.rows || col >= p.out.cols) continue;
-        float v = tile.acc[m][n][e] + load<float>(p.bias, 0, col);
-        if (p.residual.data) v += load_any(p.residual, row, col);
-        store_any(p.out, row, col, v);
+      const uint32_t col = Tile::col_of_acc(n);
+      float* v = &tile.acc[m][n][2 * half];
+      if (add) {
+        const float2 old = load_pair(from + col);
+        v[0] += old.x, v[1] += old.y;
       }
+      Tile::stage_pair(dynamic_shared, row, col, v[0], v[1]);
+      v[0] = to_float(from_float<bf16>(v[0])), v[1] = to_float(from_float<bf16>(v[1]));
     }
-  }
+  });
+  if (p.stats.data) warp_moments(p, tile, row0);
+  epilogue.store_staged();
+  if (p.stats.data) store_moments<Tile>(p, row0, col0);
 }
 
 __device__ __forceinline__ uint32_t in_image(int32_t at, uint32_t size) { return at >= 0 && at < static_cast<int32_t>(size); }
@@ -189,31 +156,23 @@ __device__ __forceinline__ void conv(const KlConv& p) {
       [&](int i, uint32_t k, bool&) {
         return filters + (min(filter + i * Tile::kRowsPerCopy * static_cast<uint32_t>(p.w.stride), last_filter) + k);
       });
-  const bool words = p.residual.dtype == KL_BF16 && p.residual.data % 4 == 0 && p.residual.stride % 2 == 0;
-  const bool pairs = p.out.dtype == KL_BF16 && (!p.residual.data || words);
-  if (pairs && col0 + Tile::kBlockN <= p.out.cols) {
-    store_whole_tile(p, tile, row0, col0);
-  } else {
-    store_edge_tile(p, tile, row0, col0);
-  }
+  finish_tile(p, tile, row0, col0);
 }
 
-using Tile256 = MmaTile<256, 8, 64, 3>;
-using Tile128 = MmaTile<128, 4, 32, 3>;
-static_assert(Tile256::kSharedBytes == KL_MMA_SHARED_256 && Tile256::kThreads == KL_MMA_THREADS_256, "abi.h states another size");
-static_assert(Tile128::kSharedBytes == KL_MMA_SHARED_128 && Tile128::kThreads == KL_MMA_THREADS, "abi.h states another size");
-
-KL_ENTRY(kl_conv_mma_256, KlConv, KL_MMA_THREADS_256, 1) { conv<Tile256>(p); }
-KL_ENTRY(kl_conv_mma_128, KlConv, KL_MMA_THREADS, 2) { conv<Tile128>(p); }
+#define KL_CONV_MMA(file, m, n, block_k, warps, stages, ctas_per_sm, threads, shared_bytes)                 \
+  using Tile##m##x##n = MmaTile<m, warps, block_k, stages>;                                                 \
+  static_assert(row_states<Tile##m##x##n::kBlockN, n>() && row_states<Tile##m##x##n::kThreads, threads>()); \
+  static_assert(row_states<Tile##m##x##n::kSharedBytes, shared_bytes>());                                   \
+  KL_ENTRY(kl_##file##_##m, KlConv, threads, ctas_per_sm) { conv<Tile##m##x##n>(p); }
+#include <tiles.def>
 
 // One CTA per group: each thread merges every KL_NORM_THREADS-th tile, then the threads merge with each other.
 KL_ENTRY(kl_conv_stats, KlConv, KL_NORM_THREADS) {
   KL_SHARED(Moments<double>, warps, [KL_NORM_THREADS / 32]);
-  const float4* partials = reinterpret_cast<const float4*>(p.partials) + blockIdx.x;
-  Moments<double> group{0.0, 0.0, 0.0};
+  const StoredMoments* partials = reinterpret_cast<const StoredMoments*>(p.partials) + blockIdx.x;
+  Moments<double> group{};
   for (uint32_t tile = threadIdx.x; tile < p.row_tiles; tile += KL_NORM_THREADS) {
-    const float4 v = partials[static_cast<uint64_t>(tile) * p.groups];
-    group.merge({v.x, v.y, v.z});
+    group.merge(partials[static_cast<uint64_t>(tile) * p.groups]);
   }
 #pragma unroll
   for (int mask = 16; mask > 0; mask /= 2) group.merge_lanes(mask);

@@ -9,6 +9,7 @@
 //
 // Bound: f32 FMA on CUDA cores. GEMM and convolution use 64x64 tiles in shared memory, 16 of K at a time, with a 4x4 patch per thread.
 // There is no split-K and no reordering: every result is one sum in the order of K.
+#include <attention/softmax.cuh>
 #include <common/conv.cuh>
 #include <common/math.cuh>
 #include <common/reduce.cuh>
@@ -69,54 +70,50 @@ KL_ENTRY(kl_naive_gemm, KlNaiveGemm, KL_NAIVE_THREADS) {
   KL_SHARED(SmemTile, a_tile, );
   KL_SHARED(SmemTile, one, [1]);
   KL_SHARED(SmemTile, both, [2]);
-  with_type(p.x.dtype, [&](auto t) {
-    with_weight_type(p.w.dtype, [&](auto u) {
-      using X = typename decltype(t)::type;
-      using W = typename decltype(u)::type;
-      const auto x = [&](uint64_t row, uint32_t i) { return load<X>(p.x, row, i); };
-      const auto w = [&](int j, uint64_t col, uint32_t i) { return load<W>(p.w, j * p.out.cols + col, i); };
-      const uint64_t m = p.out.rows, n = p.out.cols;
-      if (p.epilogue == KL_SWIGLU) {
-        tile_gemm(a_tile, both, m, n, p.x.cols, x, w, [&](uint64_t row, uint64_t col, const float(&acc)[2]) {
-          store_any(p.out, row, col, silu(acc[0]) * acc[1]);
-        });
-      } else {
-        tile_gemm(a_tile, one, m, n, p.x.cols, x, w, [&](uint64_t row, uint64_t col, const float(&acc)[1]) {
-          float v = acc[0] + (p.bias.data ? load<float>(p.bias, 0, col) : 0.0f);
-          if (p.epilogue == KL_GATE_RESIDUAL) {
-            v = load_any(p.out, row, col) + (p.gate.data ? load_any(p.gate, 0, col) : 1.0f) * v;
-          }
-          store_any(p.out, row, col, v);
-        });
-      }
-    });
+  with_operand_types(p.x.dtype, p.w.dtype, [&](auto t, auto u) {
+    using X = typename decltype(t)::type;
+    using W = typename decltype(u)::type;
+    const auto x = [&](uint64_t row, uint32_t i) { return load<X>(p.x, row, i); };
+    const auto w = [&](int j, uint64_t col, uint32_t i) { return load<W>(p.w, j * p.out.cols + col, i); };
+    const uint64_t m = p.out.rows, n = p.out.cols;
+    if (p.epilogue == KL_SWIGLU) {
+      tile_gemm(a_tile, both, m, n, p.x.cols, x, w, [&](uint64_t row, uint64_t col, const float(&acc)[2]) {
+        store_any(p.out, row, col, silu(acc[0]) * acc[1]);
+      });
+    } else {
+      tile_gemm(a_tile, one, m, n, p.x.cols, x, w, [&](uint64_t row, uint64_t col, const float(&acc)[1]) {
+        float v = acc[0] + (p.bias.data ? load<float>(p.bias, 0, col) : 0.0f);
+        if (p.epilogue == KL_GATE_RESIDUAL) {
+          v = load_any(p.out, row, col) + (p.gate.data ? load_any(p.gate, 0, col) : 1.0f) * v;
+        }
+        store_any(p.out, row, col, v);
+      });
+    }
   });
 }
 
 KL_ENTRY(kl_naive_conv, KlConv, KL_NAIVE_THREADS) {
   KL_SHARED(SmemTile, a_tile, );
   KL_SHARED(SmemTile, b_tile, [1]);
-  with_type(p.x.dtype, [&](auto t) {
-    with_weight_type(p.w.dtype, [&](auto u) {
-      using X = typename decltype(t)::type;
-      using W = typename decltype(u)::type;
-      const uint32_t channels = p.x.cols;
-      const uint32_t out_width = conv_width(p);
-      const auto x = [&](uint64_t pixel, uint32_t i) {
-        const uint32_t tap = i / channels;
-        const int32_t sy = conv_source(p.sampling, pixel / out_width, tap / 3, p.height);
-        const int32_t sx = conv_source(p.sampling, pixel % out_width, tap % 3, p.width);
-        if (sy < 0 || sy >= static_cast<int32_t>(p.height) || sx < 0 || sx >= static_cast<int32_t>(p.width)) return 0.0f;
-        const uint64_t from = static_cast<uint64_t>(sy) * p.width + sx;
-        return load<X>(p.x, from, i % channels);
-      };
-      const auto w = [&](int, uint64_t col, uint32_t i) { return load<W>(p.w, col, i); };
-      const uint64_t m = p.out.rows, n = p.out.cols;
-      tile_gemm(a_tile, b_tile, m, n, 9 * channels, x, w, [&](uint64_t row, uint64_t col, const float(&acc)[1]) {
-        float v = acc[0] + load<float>(p.bias, 0, col);
-        if (p.residual.data) v += load_any(p.residual, row, col);
-        store_any(p.out, row, col, v);
-      });
+  with_operand_types(p.x.dtype, p.w.dtype, [&](auto t, auto u) {
+    using X = typename decltype(t)::type;
+    using W = typename decltype(u)::type;
+    const uint32_t channels = p.x.cols;
+    const uint32_t out_width = conv_width(p);
+    const auto x = [&](uint64_t pixel, uint32_t i) {
+      const uint32_t tap = i / channels;
+      const int32_t sy = conv_source(p.sampling, pixel / out_width, tap / 3, p.height);
+      const int32_t sx = conv_source(p.sampling, pixel % out_width, tap % 3, p.width);
+      if (sy < 0 || sy >= static_cast<int32_t>(p.height) || sx < 0 || sx >= static_cast<int32_t>(p.width)) return 0.0f;
+      const uint64_t from = static_cast<uint64_t>(sy) * p.width + sx;
+      return load<X>(p.x, from, i % channels);
+    };
+    const auto w = [&](int, uint64_t col, uint32_t i) { return load<W>(p.w, col, i); };
+    const uint64_t m = p.out.rows, n = p.out.cols;
+    tile_gemm(a_tile, b_tile, m, n, 9 * channels, x, w, [&](uint64_t row, uint64_t col, const float(&acc)[1]) {
+      float v = acc[0] + load<float>(p.bias, 0, col);
+      if (p.residual.data) v += load_any(p.residual, row, col);
+      store_any(p.out, row, col, v);
     });
   });
 }
@@ -145,13 +142,12 @@ __device__ __forceinline__ void attention_row(const KlAttention& p, uint64_t que
       for (int i = 0; i < kHeld; i++) {
         if (i * 32 + lane < d) score += q[i] * to_float(k_row[i * 32 + lane]);
       }
-      score = warp_sum(score);
-      const float new_max = fmaxf(row_max, score), correction = expf(row_max - new_max), prob = expf(score - new_max);
-      row_max = new_max;
-      row_sum = row_sum * correction + prob;
+      float prob[1] = {warp_sum(score)};
+      const auto at = [&](int i) -> float& { return prob[i]; };
+      const float correction = online_softmax<1>(row_max, row_sum, fmaxf(row_max, prob[0]), NaturalExp{}, at);
 #pragma unroll
       for (int i = 0; i < kHeld; i++) {
-        if (i * 32 + lane < d) out[i] = out[i] * correction + prob * to_float(v_row[i * 32 + lane]);
+        if (i * 32 + lane < d) out[i] = out[i] * correction + prob[0] * to_float(v_row[i * 32 + lane]);
       }
     }
   }

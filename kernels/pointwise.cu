@@ -13,6 +13,7 @@
 // A thread takes kVector consecutive values of a row where every matrix allows 16-byte accesses, one value elsewhere. kl_count tests
 // exponent bits with several loads in flight, and is a single launch, because a second would take as long as a small matrix.
 #include <common/math.cuh>
+#include <common/reduce.cuh>
 #include <common/types.cuh>
 #include <common/vectors.cuh>
 #include <ptx/entry.cuh>
@@ -63,25 +64,23 @@ KL_ENTRY(kl_map, KlMap, KL_POINTWISE_THREADS) {
 }
 
 KL_ENTRY(kl_embed, KlEmbed, KL_POINTWISE_THREADS) {
-  with_type(p.out.dtype, [&](auto o) {
-    with_weight_type(p.table.dtype, [&](auto t) {
-      using Out = typename decltype(o)::type;
-      using Table = typename decltype(t)::type;
-      const bool vectors = vectors_fit(p.out) && vectors_fit(p.table);
-      for_each_run(p.out, vectors ? kVector : 1, [&](uint64_t row, uint64_t col) {
-        uint32_t id = *row_of<const uint32_t>(p.ids, row);
-        if (id >= p.table.rows) {
-          atomicOr(reinterpret_cast<uint32_t*>(p.fault), KL_FAULT_TOKEN);
-          id = 0;
-        }
-        if (vectors) {
-          float v[kVector];
-          load_vector(row_of<const Table>(p.table, id) + col, v);
-          store_vector(row_of<Out>(p.out, row) + col, v);
-        } else {
-          row_of<Out>(p.out, row)[col] = from_float<Out>(load<Table>(p.table, id, col));
-        }
-      });
+  with_operand_types(p.out.dtype, p.table.dtype, [&](auto o, auto t) {
+    using Out = typename decltype(o)::type;
+    using Table = typename decltype(t)::type;
+    const bool vectors = vectors_fit(p.out) && vectors_fit(p.table);
+    for_each_run(p.out, vectors ? kVector : 1, [&](uint64_t row, uint64_t col) {
+      uint32_t id = *row_of<const uint32_t>(p.ids, row);
+      if (id >= p.table.rows) {
+        atomicOr(reinterpret_cast<uint32_t*>(p.fault), KL_FAULT_TOKEN);
+        id = 0;
+      }
+      if (vectors) {
+        float v[kVector];
+        load_vector(row_of<const Table>(p.table, id) + col, v);
+        store_vector(row_of<Out>(p.out, row) + col, v);
+      } else {
+        row_of<Out>(p.out, row)[col] = from_float<Out>(load<Table>(p.table, id, col));
+      }
     });
   });
 }
@@ -223,7 +222,7 @@ KL_ENTRY(kl_count, KlCount, KL_POINTWISE_THREADS) {
   uint32_t *done = reinterpret_cast<uint32_t*>(p.words), *total = done + 1;
   if (__syncthreads_or(found != 0)) {  // rare
     found = __reduce_add_sync(0xffffffffu, found);
-    if (threadIdx.x % 32 == 0 && found != 0) {
+    if (lane() == 0 && found != 0) {
       atomicAdd(total, found);
       __threadfence();
     }

@@ -6,6 +6,7 @@
 //                 shared memory. It waits for the previous kernel and lets the next one start early.
 //
 // Bound: latency; the matrix is a few kilobytes.
+#include <common/swizzle.cuh>
 #include <common/types.cuh>
 #include <ptx/sm90.cuh>
 
@@ -33,9 +34,7 @@ KL_ENTRY(kl_selftest, KlSelftest, KL_SELFTEST_THREADS) {
   const uint64_t row0 = static_cast<uint64_t>(blockIdx.y) * kTile, col0 = static_cast<uint64_t>(blockIdx.x ^ 1) * kTile;
   for (uint32_t i = threadIdx.x; i < kTile * kTile; i += KL_SELFTEST_THREADS) {
     const uint32_t r = i / kTile, c = i % kTile;
-    // The 128-byte swizzle XORs the index of a 16-byte chunk with the last three bits of the row.
-    const uint32_t chunk = (c / 8) ^ (r % 8);
-    const uint16_t value = load_remote(&box[r * kTile + chunk * 8 + c % 8], partner);
+    const uint16_t value = load_remote(&box[r * kTile + swizzled_chunk<kTile * sizeof(bf16)>(r, c / 8) * 8 + c % 8], partner);
     if (row0 + r < p.out.rows && col0 + c < p.out.cols) row_of<uint16_t>(p.out, row0 + r)[col0 + c] = value;
   }
   launch_next_kernel();

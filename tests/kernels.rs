@@ -1,14 +1,17 @@
 //! The compiled kernels: the resources of each are compared with `kernels/resources.txt`, each file has its image, and the Hopper kernels
-//! consist of the instructions they were written for.
+//! consist of the instructions they were written for. And the table of their instantiations, `kernels/tiles.def`.
 
 #![allow(clippy::print_stdout)] // says why a test was skipped, with --nocapture
 
+use kiln::backend::cuda::Kernel;
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 #[path = "../build/ptxas.rs"]
 mod ptxas;
+#[path = "../build/tiles.rs"]
+mod tiles;
 
 #[allow(missing_docs, dead_code)]
 mod built {
@@ -317,4 +320,104 @@ fn images_are_fat_binaries() {
     }
     assert_eq!(built::NVCC.is_empty(), built::ARCHS.is_empty());
     assert_eq!(built::NVCC.is_empty(), env!("KILN_KERNEL_RESOURCES").is_empty());
+}
+
+/// The kernels that the host launches are those that were compiled.
+#[test]
+fn every_kernel_is_in_the_table_of_resources() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/resources.txt");
+    let table = Table::parse(&std::fs::read_to_string(path).unwrap());
+    let compiled: BTreeSet<_> =
+        table.rows.keys().filter_map(|name| name.rsplit_once(' ')).map(|(kernel, _)| kernel.to_owned()).collect();
+    let launched: BTreeSet<_> = Kernel::ALL.iter().map(|kernel| format!("{} {}", kernel.file(), kernel.symbol())).collect();
+    assert_eq!(launched.len(), Kernel::ALL.len(), "a kernel is named twice");
+    // The other test may not have written the table yet.
+    if std::env::var_os("KILN_UPDATE_RESOURCES").is_none() {
+        assert_eq!(launched, compiled);
+    }
+}
+
+/// What the build script writes for the committed table of instantiations, with another row at its end.
+fn with_row(row: &str) -> Result<String, String> {
+    let folder = std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels")).unwrap();
+    let stem = |path: PathBuf| Some(path.file_stem()?.to_str()?.to_owned());
+    let files: Vec<_> = folder
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.extension().is_some_and(|e| e == "cu"))
+        .filter_map(stem)
+        .collect();
+    tiles::generate("tiles.def", &format!("{}{row}\n", include_str!("../kernels/tiles.def")), &files)
+        .map(|source| source.kernels + &source.tiles)
+}
+
+#[test]
+fn a_row_is_all_that_a_new_tile_takes() {
+    let before = with_row("").unwrap();
+    let after = with_row("// For tests.\nKL_GEMM_SM90(gemm_bf16_sm90, 64, 16, 64, 1, 8, MulticastB, 256, 90000, 110)").unwrap();
+    let added: Vec<_> = after.lines().filter(|line| !before.lines().any(|old| old == *line)).map(str::trim).collect();
+    assert_eq!(
+        added,
+        [
+            "GemmSm90_64x16 = \"gemm_bf16_sm90\" \"kl_gemm_bf16_sm90_64x16\" (KlGemmSm90) 256, shared 90000, \
+             overlap in clusters of abi::KL_SM90_CLUSTER;",
+            "#[doc = \"64 rows by 16 columns. For tests.\"] Sm90_64x16 = TileConfig { block_m: 64, block_n: 16, block_k: 64, \
+             ctas_per_sm: 1, consumers: 1, cluster: Some(ClusterMode::MulticastB), kernel: Kernel::GemmSm90_64x16, \
+             relative_cost: 110 };",
+        ]
+    );
+    // The same of the other families.
+    let has = |row: &str, parts: &[&str]| {
+        let after = with_row(row).unwrap();
+        parts.iter().for_each(|part| assert!(!before.contains(part) && after.contains(part), "{row}: no {part}"));
+    };
+    has(
+        "KL_GEMM_MMA(gemm_mma, 32, 128, 64, 4, 3, 5, 128, 61440, 500)",
+        &["kl_gemm_mma_32", "Mma32x128 = ", "ctas_per_sm: 5, consumers: 0"],
+    );
+    has(
+        "KL_CONV_MMA(conv_mma, 64, 128, 64, 4, 3, 3, 128, 73728)",
+        &["kl_conv_mma_64", "block_m: 64, block_n: 128, kernel: Kernel::Conv"],
+    );
+    has(
+        "KL_ATTENTION_SM90(attention_sm90, kl_attention_sm90_alone, Alone, 3, 4, 1, 0, 384, 1)",
+        &["AttentionSm90Alone = ", "clusters of 4;"],
+    );
+    has("KL_ATTENTION_WIDE(attention_wide_mma, 16, 64, 3, 70000)", &["kl_attention_wide_16", "WideAttention { block_q: 16"]);
+    has("KL_ROW_NORM(norm_rows, 16384, 512, 4, 1, 1)", &["kl_layer_norm_16384", "kl_rms_norm_16384", "max_columns: 16384"]);
+}
+
+#[test]
+fn faults_of_the_table_of_instantiations_are_named() {
+    let line = include_str!("../kernels/tiles.def").lines().count() + 1;
+    let fault = |row: &str| with_row(row).unwrap_err().strip_prefix(&format!("tiles.def:{line}: ")).unwrap().to_owned();
+    let sm90 = |changed: &str, to: &str| {
+        let row = "KL_GEMM_SM90(gemm_bf16_sm90, 64, 16, 64, 1, 8, MulticastB, 256, 90000, 110)";
+        assert!(row.contains(changed));
+        fault(&row.replace(changed, to))
+    };
+    assert_eq!(
+        sm90(", 110", ""),
+        "KL_GEMM_SM90 has 9 arguments, expected 10: file, m, n, block k, consumer warpgroups, stages, cluster mode, threads, shared bytes, \
+         relative cost"
+    );
+    assert_eq!(sm90("MulticastB", "Both"), "cluster mode is `Both`, expected one of MulticastA, MulticastB, SplitK");
+    assert_eq!(sm90("64, 16", "128, 192"), {
+        let text = include_str!("../kernels/tiles.def");
+        let other = text.lines().position(|line| line.contains("(gemm_bf16_sm90, 128, 192,")).unwrap() + 1;
+        format!("`kl_gemm_bf16_sm90_128x192` is already in line {other}")
+    });
+    assert_eq!(sm90("gemm_bf16_sm90", "gemm_fp8_sm90"), "there is no kernels/gemm_fp8_sm90.cu");
+    assert_eq!(sm90("256", "0"), "threads is `0`, expected a positive number");
+    assert_eq!(sm90("256", "2 * 128"), "threads is `2 * 128`, expected a positive number");
+    assert_eq!(sm90("MulticastB", ""), "cluster mode is ``, expected an identifier");
+    assert_eq!(sm90("64, 1,", "64, 3,"), "64 rows cannot be divided among 3 consumer warpgroups, expected a multiple of 192");
+    assert_eq!(sm90(")", ""), "expected a row `MACRO(argument, ...)`, a comment or a directive");
+    assert!(sm90("KL_GEMM_SM90", "KL_GEMM").starts_with("`KL_GEMM` is none of KL_GEMM_SM90, KL_GEMM_MMA, "));
+    assert_eq!(fault("KL_ROW_NORM(norm_rows, 8000, 512, 2, 1, 1)"), "8000 columns after 8192, expected more");
+    let flag = "KL_ATTENTION_SM90(attention_sm90, kl_attention_sm90_two, Two, 3, 1, 2, 0, 384, 1)";
+    assert_eq!(fault(flag), "running maximum is `2`, expected 0 or 1");
+    assert_eq!(
+        tiles::generate("tiles.def", "", &[]).err().unwrap(),
+        "tiles.def: there is no row of KL_GEMM_SM90, expected at least one"
+    );
 }

@@ -60,7 +60,7 @@ fn the_small_cases_name_every_op() {
 /// Work is partitioned by shapes alone, so the number of threads changes no bit of any result.
 #[test]
 fn results_do_not_depend_on_the_number_of_threads() {
-    let mut machines = [1, 2, 3].map(|threads| (cpu(threads), Arena::new(Region::Weights)));
+    let mut machines = [1, 2, 3].map(|threads| (cpu(threads), ops::Weights::default()));
     // The cases at klein widths take long and are partitioned in the same way.
     for case in ops::cases::all().into_iter().filter(|case| !is_klein(&case.name)) {
         let [one, two, three] = machines.each_mut().map(|(cpu, weights)| {

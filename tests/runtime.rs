@@ -268,7 +268,7 @@ fn a_run_ends_at_the_next_op_when_asked_to() {
 fn the_small_cases_launch_every_kernel() {
     let mut cuda = cuda(&StandIn::new(PLENTY), &Arc::default()).unwrap();
     assert!(cuda.launched().all(|(_, times)| times == 0));
-    let mut weights = Arena::new(Region::Weights);
+    let mut weights = ops::Weights::default();
     for choice in Choice::all() {
         cuda.set_choice(choice);
         for case in ops::cases::all().iter().filter(|case| ops::is_within(ops::SMALL, &case.name)) {

@@ -1,10 +1,46 @@
-// Reductions across the lanes of a warp.
+// Reductions and exchanges across the lanes of a warp.
 #pragma once
 
 #include <ptx/sm80.cuh>
 
-__device__ __forceinline__ float warp_sum(float v) {
+__device__ __forceinline__ uint32_t lane() { return threadIdx.x % 32; }
+
+// Adds each of kCount values across groups of kLanes consecutive lanes. The shuffles of the values overlap.
+template <int kLanes, int kCount>
+__device__ __forceinline__ void sum_lanes(float (&v)[kCount]) {
 #pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) v += __shfl_xor_sync(0xffffffffu, v, offset);
-  return v;
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+#pragma unroll
+    for (int i = 0; i < kCount; i++) v[i] += __shfl_xor_sync(0xffffffffu, v[i], offset);
+  }
+}
+
+__device__ __forceinline__ float warp_sum(float v) {
+  float sum[1] = {v};
+  sum_lanes<32>(sum);
+  return sum[0];
+}
+
+// Reductions across a quad: the four consecutive lanes that hold a row of an MMA fragment.
+__device__ __forceinline__ float quad_sum(float v) {
+  v += __shfl_xor_sync(0xffffffffu, v, 1);
+  return v + __shfl_xor_sync(0xffffffffu, v, 2);
+}
+
+__device__ __forceinline__ float quad_max(float v) {
+  v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, 1));
+  return fmaxf(v, __shfl_xor_sync(0xffffffffu, v, 2));
+}
+
+// Transposes 4x4 words among the four lanes of a quad: lane i ends with the i-th word of each lane, which are 16 contiguous bytes of a
+// row where each lane had every fourth word.
+__device__ __forceinline__ uint4 transpose_quad(const uint32_t (&v)[4]) {
+  const bool odd = lane() % 2, high = lane() / 2 % 2;
+  const auto swap = [](bool second, uint32_t a, uint32_t b, uint32_t with) {
+    const uint32_t theirs = __shfl_xor_sync(0xffffffffu, second ? a : b, with);
+    return second ? make_uint2(theirs, b) : make_uint2(a, theirs);
+  };
+  const uint2 front = swap(odd, v[0], v[1], 1), back = swap(odd, v[2], v[3], 1);
+  const uint2 x = swap(high, front.x, back.x, 2), y = swap(high, front.y, back.y, 2);
+  return make_uint4(x.x, y.x, x.y, y.y);
 }

@@ -38,6 +38,12 @@ __device__ __forceinline__ void with_weight_type(uint32_t dtype, F f) {
   }
 }
 
+// Calls f with the dtypes of an activation and of a weight.
+template <class F>
+__device__ __forceinline__ void with_operand_types(uint32_t activation, uint32_t weight, F f) {
+  with_type(activation, [&](auto t) { with_weight_type(weight, [&](auto u) { f(t, u); }); });
+}
+
 __device__ __forceinline__ float to_float(float v) { return v; }
 __device__ __forceinline__ float to_float(bf16 v) { return __bfloat162float(v); }
 __device__ __forceinline__ float to_float(f16 v) { return __half2float(v); }

@@ -1,4 +1,4 @@
-// Vectorised loads and stores: kVector values at a time.
+// Vectorised loads and stores: kVector values at a time, or a pair.
 #pragma once
 
 #include <common/types.cuh>
@@ -50,3 +50,12 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
 __device__ __forceinline__ void store_vector(bf16* to, const float (&v)[kVector]) {
   *reinterpret_cast<uint4*>(to) = make_uint4(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
 }
+
+// Two adjacent values.
+__device__ __forceinline__ float2 unpack_pair(uint32_t word) {
+  return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&word));
+}
+__device__ __forceinline__ float2 load_pair(const float* from) { return *reinterpret_cast<const float2*>(from); }
+__device__ __forceinline__ float2 load_pair(const bf16* from) { return unpack_pair(*reinterpret_cast<const uint32_t*>(from)); }
+__device__ __forceinline__ void store_pair(float* to, float a, float b) { *reinterpret_cast<float2*>(to) = make_float2(a, b); }
+__device__ __forceinline__ void store_pair(bf16* to, float a, float b) { *reinterpret_cast<uint32_t*>(to) = pack_bf16(a, b); }

@@ -1,6 +1,7 @@
-// The configuration of the tiles of gemm_bf16_sm90.cu: sizes, tile coordinates, shared-memory layout.
+// The configuration of a Hopper GEMM: sizes, tile coordinates, shared-memory layout.
 #pragma once
 
+#include <common/math.cuh>
 #include <common/types.cuh>
 #include <gemm/pipeline_sm90.cuh>
 #include <ptx/sm90.cuh>
@@ -12,46 +13,77 @@ enum class ClusterMode { kMulticastA, kMulticastB, kSplitK };
 // after them.
 enum NamedBarrier : uint32_t { kWarpgroupBarrier = 1 };
 
-// The width of a TMA store box, for a tile of `cols` columns.
-__host__ __device__ constexpr int store_cols(int cols) {
-  return cols % 64 == 0 ? 64 : cols % 32 == 0 ? 32 : 16;
-}
+// Registers per thread: what an SM has is divided among two or three consumer warpgroups and a producer.
+template <int kConsumers>
+using GemmRegisters = RegisterSplit<kConsumers, kConsumers == 3 ? 32 : 40, kConsumers == 3 ? 160 : 232>;
 
-// A tile is kConsumers consumer warpgroups, one below the other, with kMmaM wgmma tiles of 64 rows by kBlockN columns each. kMmaN counts
-// the 8-column fragments of an accumulator row.
-template <int kConsumers_, int kMmaM_, int kBlockN_, int kStages_, ClusterMode kMode_>
-struct GemmConfig {
-  static constexpr int kConsumers = kConsumers_, kWarps = 4 * kConsumers, kThreads = 128 * (1 + kConsumers), kStages = kStages_;
-  static constexpr int kMmaM = kMmaM_, kMmaN = kBlockN_ / 8, kBlockM = kConsumers * kMmaM * 64, kBlockN = kBlockN_;
+// A tile of kBlockM x kBlockN outputs, kBlockK of K per pipeline stage. It is kConsumers consumer warpgroups, one below the other, with
+// kMmaM wgmma tiles of 64 rows by kBlockN columns each. kMmaN counts the 8-column fragments of an accumulator row. Policies are described
+// in policies_sm90.cuh.
+template <class Policies, int kBlockM_, int kBlockN_, int kBlockK_, int kConsumers_, int kStages_, ClusterMode kMode_>
+struct GemmConfig : Policies {
+  using Params = typename Policies::Params;
+  using OperandB = typename Policies::OperandB;
+  using Mma = typename Policies::Mma;
+  using Store = typename Policies::Store;
+  static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_, kBlockK = kBlockK_, kStages = kStages_;
+  static constexpr int kConsumers = kConsumers_, kWarps = kWarpgroupWarps * kConsumers, kThreads = kWarpgroupThreads * (1 + kConsumers);
+  static constexpr int kMmaM = kBlockM / (kConsumers * kWgmmaRows), kMmaN = kBlockN / 8, kMmaK = kBlockK / Mma::kInstructionK;
+  static_assert(kBlockM == kConsumers * kMmaM * kWgmmaRows, "consumer warpgroups have whole wgmma tiles");
+  static_assert(kBlockK * sizeof(typename Mma::Element) == kSwizzleRowBytes, "a stage has rows of 128 bytes, as the swizzle has");
+  using Registers = GemmRegisters<kConsumers>;
+  // Accumulators of a thread.
+  using Acc = float[kMmaM][kBlockN / 2];
+
   static constexpr ClusterMode kMode = kMode_;
   static constexpr bool kSplitK = kMode == ClusterMode::kSplitK;
+  static constexpr bool kPromoted = Mma::kPromotionInterval > 0;
+  static_assert(Mma::kPromotionInterval <= 1, "a longer interval takes a partial accumulator for each wgmma tile of a warpgroup");
+  static_assert(!kPromoted || !kSplitK, "the hand-over of split-K is for MMAs that stay in flight from one k-block to the next");
+  // CTAs that multicast into each other.
+  static constexpr int kMulticast = kSplitK ? 1 : KL_SM90_CLUSTER;
   // Tiles of a cluster.
   static constexpr uint32_t kClusterM = kMode == ClusterMode::kMulticastB ? 2 : 1;
   static constexpr uint32_t kClusterN = kMode == ClusterMode::kMulticastA ? 2 : 1;
-  static constexpr uint32_t kABytes = kBlockM * 128, kBBytes = kBlockN * 128, kStageBytes = kABytes + kBBytes;
-  // Registers per thread after setmaxnreg.
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40, kConsumerRegisters = kConsumers == 3 ? 160 : 232;
-  // The residual comes through the pipeline in boxes of a warpgroup's rows and 64 columns, as many at a time as a stage holds.
-  static constexpr uint32_t kResidualBoxBytes = kMmaM * 64 * 128, kResidualBoxesM = kSplitK ? 1 : kConsumers;
-  static constexpr uint32_t kResidualBoxesN = (kBlockN + 63) / 64, kResidualBoxes = kResidualBoxesM * kResidualBoxesN;
-  static constexpr uint32_t kBoxesPerStage = kStageBytes / kResidualBoxBytes;
-  static constexpr uint32_t kResidualStages = (kResidualBoxes + kBoxesPerStage - 1) / kBoxesPerStage;
+
+  static constexpr uint32_t kABytes = kBlockM * kSwizzleRowBytes, kBBytes = kBlockN * kSwizzleRowBytes;
+  static constexpr uint32_t kStageBytes = kABytes + kBBytes;
+  // If B is expanded: the raw ring, whose stages hold a k-block of B as it is in memory, and the producer's warps that have no loads to
+  // issue, which expand it.
+  static constexpr uint32_t kRawStages = OperandB::kRawStages, kRawBytes = OperandB::raw_bytes(kBlockN);
+  static constexpr bool kExpanded = kRawStages > 0;
+  static constexpr uint32_t kWriterWarps = kExpanded ? kWarpgroupWarps - 1 : 0;
+  static_assert(kRawBytes % kSwizzleRowBytes == 0, "TMA loads to addresses that are multiples of 128");
+  // The residual comes through the pipeline in boxes of a warpgroup's rows and 64 bf16 columns, as many at a time as a stage holds.
+  static constexpr uint32_t kResidualCols = KL_SM90_BOX_COLS, kResidualBoxBytes = kMmaM * kWgmmaRows * kResidualCols * sizeof(bf16);
+  static constexpr uint32_t kResidualBoxesM = kSplitK ? 1 : kConsumers, kResidualBoxesN = ceil_div<uint32_t>(kBlockN, kResidualCols);
+  static constexpr uint32_t kResidualBoxes = kResidualBoxesM * kResidualBoxesN, kBoxesPerStage = kStageBytes / kResidualBoxBytes;
+  static constexpr uint32_t kResidualStages = ceil_div(kResidualBoxes, kBoxesPerStage);
+
   // With split-K a CTA finishes one warpgroup's rows and receives the peer's partial accumulators of them, per warp.
   static constexpr uint32_t kPartialBytes = kMmaN * 32 * sizeof(float4);
   // Staging buffers of each warp for TMA stores: as many as fit, up to four. With split-K they overlay the peer's partials, one for every
   // piece that is stored.
-  static constexpr uint32_t kStoreBufferBytes = KL_SM90_STORE_ROWS * store_cols(kBlockN) * sizeof(bf16);
-  static constexpr int kFreeBytes = 232448 - 1024 - 512 - kStages * kStageBytes;
-  static constexpr int kBuffersThatFit = kSplitK ? kPartialBytes / kStoreBufferBytes : kFreeBytes / (kWarps * kStoreBufferBytes);
-  static constexpr int kMaxBuffers = kSplitK ? kBlockN / store_cols(kBlockN) : 4;
+  static constexpr int kStoreCols = Store::box_cols(kBlockN);
+  static constexpr uint32_t kStoreBufferBytes = KL_SM90_STORE_ROWS * kStoreCols * sizeof(typename Store::Element);
+  static constexpr uint32_t kMbarrierReserve = 512;  // bytes, more than the mbarriers of any configuration take
+  static constexpr int kFreeBytes = KL_SM90_SHARED_LIMIT - kSwizzleAlignment - kMbarrierReserve - kStages * kStageBytes - kRawStages * kRawBytes;
+  static constexpr int kBuffersThatFit =
+      kSplitK ? kPartialBytes / kStoreBufferBytes : kFreeBytes / static_cast<int>(kWarps * kStoreBufferBytes);
+  static constexpr int kMaxBuffers = kSplitK ? kBlockN / kStoreCols : 4;
   static constexpr int kStoreBuffers = kBuffersThatFit < kMaxBuffers ? kBuffersThatFit : kMaxBuffers;
-  // Pieces that are staged and stored together, because the fence and barrier in between cost more than a small piece. With split-K all
-  // of them, because the CTA has nothing else to do.
-  static constexpr int kStoresOf2K = 2048 / kStoreBufferBytes;
-  static constexpr int kStoresAtOnce = kSplitK || kStoresOf2K > kStoreBuffers ? kStoreBuffers : kStoresOf2K;
-  static constexpr uint32_t kStoreBytes = kSplitK ? 4 * kPartialBytes : kWarps * kStoreBuffers * kStoreBufferBytes;
-  static constexpr uint32_t kSmemBytes = 1024 + kStages * (kStageBytes + 16) + kStoreBytes + (kSplitK ? 32 : 0);
-  static_assert(kStoreBuffers > 0 && kSmemBytes <= 232448, "more shared memory than an SM has");
+  // Pieces that are staged and stored together, at least 2 KB of them, because the fence and barrier in between cost more than a small
+  // piece. With split-K all of them, because the CTA has nothing else to do.
+  static constexpr uint32_t kStoreBatchBytes = 2048;
+  static constexpr int kStoresPerBatch = kStoreBatchBytes / kStoreBufferBytes;
+  static constexpr int kStoresAtOnce = kSplitK || kStoresPerBatch > kStoreBuffers ? kStoreBuffers : kStoresPerBatch;
+  static constexpr uint32_t kStoreBytes = kSplitK ? kWarpgroupWarps * kPartialBytes : kWarps * kStoreBuffers * kStoreBufferBytes;
+  // Full and empty for each stage of both rings; with split-K one for the peer's partials of each warp.
+  static constexpr uint32_t kMbarriers = 2 * (kStages + kRawStages) + (kSplitK ? kWarpgroupWarps : 0);
+  static_assert(kMbarriers * kMbarrierBytes <= kMbarrierReserve, "more mbarriers than there is shared memory for");
+  static constexpr uint32_t kSmemBytes =
+      kSwizzleAlignment + kStages * kStageBytes + kStoreBytes + kRawStages * kRawBytes + kMbarriers * kMbarrierBytes;
+  static_assert(kStoreBuffers > 0 && kSmemBytes <= KL_SM90_SHARED_LIMIT, "more shared memory than a CTA can have");
 };
 
 // The coordinates of a tile, from its linear index.
@@ -75,26 +107,40 @@ struct TileCoord {
   }
 };
 
-// Shared memory: the pipeline stages (A, then B), the warps' staging buffers, and the mbarriers.
+// Shared memory: the pipeline stages (A, then B), the warps' staging buffers, the raw ring if there is one, and the mbarriers.
 template <class Config>
 struct SmemLayout {
   uint32_t base;
 
-  static constexpr uint32_t kStoreOffset = Config::kStages * Config::kStageBytes, kFullOffset = kStoreOffset + Config::kStoreBytes;
-  static constexpr uint32_t kEmptyOffset = kFullOffset + 8 * Config::kStages, kReadyOffset = kEmptyOffset + 8 * Config::kStages;
+  static constexpr uint32_t kStoreOffset = Config::kStages * Config::kStageBytes, kRawOffset = kStoreOffset + Config::kStoreBytes;
+  static constexpr uint32_t kRingOffset = kRawOffset + Config::kRawStages * Config::kRawBytes;
+  static constexpr uint32_t kRawRingOffset = kRingOffset + 2 * Config::kStages * kMbarrierBytes;
+  static constexpr uint32_t kReadyOffset = kRawRingOffset + 2 * Config::kRawStages * kMbarrierBytes;
 
   __device__ __forceinline__ uint32_t a(uint32_t i) const { return base + i * Config::kStageBytes; }
   __device__ __forceinline__ uint32_t b(uint32_t i) const { return a(i) + Config::kABytes; }
-  __device__ __forceinline__ uint32_t full(uint32_t i) const { return base + kFullOffset + 8 * i; }
-  __device__ __forceinline__ uint32_t empty(uint32_t i) const { return base + kEmptyOffset + 8 * i; }
+  // All full mbarriers come before the first empty one.
+  __device__ __forceinline__ RingBarriers<Config::kStages, kMbarrierBytes, Config::kStages * kMbarrierBytes> ring() const {
+    return {base + kRingOffset};
+  }
+  __device__ __forceinline__ uint32_t full(uint32_t i) const { return ring().full(i); }
+  __device__ __forceinline__ uint32_t empty(uint32_t i) const { return ring().empty(i); }
+  __device__ __forceinline__ uint32_t raw(uint32_t i) const { return base + kRawOffset + i * Config::kRawBytes; }
+  __device__ __forceinline__ RingBarriers<Config::kRawStages, kMbarrierBytes, Config::kRawStages * kMbarrierBytes> raw_ring() const {
+    return {base + kRawRingOffset};
+  }
   __device__ __forceinline__ uint32_t store_buffers(uint32_t warp) const {
     constexpr uint32_t kWarpBytes = Config::kSplitK ? Config::kPartialBytes : Config::kStoreBuffers * Config::kStoreBufferBytes;
-    return base + kStoreOffset + (Config::kSplitK ? warp % 4 : warp) * kWarpBytes;
+    return base + kStoreOffset + (Config::kSplitK ? warp % kWarpgroupWarps : warp) * kWarpBytes;
   }
   // With split-K, the mbarrier of the peer's partials for a warp.
-  __device__ __forceinline__ uint32_t partials_ready(uint32_t warp) const { return base + kReadyOffset + 8 * (warp % 4); }
+  __device__ __forceinline__ uint32_t partials_ready(uint32_t warp) const {
+    return base + kReadyOffset + warp % kWarpgroupWarps * kMbarrierBytes;
+  }
 };
 
 // The shared memory of a CTA, and the position of a producer or consumer in its pipeline.
 template <class Config>
-struct Pipeline : SmemLayout<Config>, PipelineState<Config::kStages> {};
+struct Pipeline : SmemLayout<Config>, PipelineState<Config::kStages> {
+  __device__ __forceinline__ void release(uint32_t stage) const { release_stage<Config::kMulticast>(this->empty(stage)); }
+};

@@ -1,61 +1,47 @@
-// The fused epilogues of gemm_bf16_sm90.cu: bias, SwiGLU, gate and residual, qk-norm with RoPE; stores by TMA.
+// The fused epilogues of the Hopper GEMM: bias, SwiGLU, gate and residual, qk-norm with RoPE; stores by TMA.
 #pragma once
 
 #include <common/math.cuh>
+#include <common/reduce.cuh>
+#include <common/rope.cuh>
+#include <common/swizzle.cuh>
 #include <common/vectors.cuh>
 #include <gemm/config_sm90.cuh>
+#include <gemm/policies_sm90.cuh>
 
 // The fused epilogue: what a warp does with the accumulators of its rows of a finished tile.
 template <class Config>
 struct Epilogue {
+  const typename Config::Params& p;
   const KlGemmStream& s;
   const KlGemmPart& part;
   const KlTensorMap* out;
-  float (&acc)[Config::kMmaM][Config::kBlockN / 2];
+  typename Config::Acc& acc;
   uint32_t buffers;  // staging buffers of this warp
   uint32_t thread;
   uint32_t row0, col0;
 
+  using Store = typename Config::Store;
   static constexpr int kBlockN = Config::kBlockN;
 
-  __device__ __forceinline__ Epilogue(const KlGemmSm90& p, const TileCoord<Config>& at, float (&acc)[Config::kMmaM][Config::kBlockN / 2],
+  __device__ __forceinline__ Epilogue(const typename Config::Params& p, const TileCoord<Config>& at, typename Config::Acc& acc,
                                       const Pipeline<Config>& pipe, uint32_t thread)
-      : s(p.stream[at.stream]), part(s.part[at.part]), out(&p.out[at.stream][at.part]), acc(acc),
-        buffers(pipe.store_buffers(thread / 32 - 4)), thread(thread) {
-    const uint32_t warp = thread / 32 - 4;
-    row0 = at.row_tile * Config::kBlockM + warp / 4 * (Config::kMmaM * 64) + warp % 4 * 16;
+      : p(p), s(p.stream[at.stream]), part(s.part[at.part]), out(&p.out[at.stream][at.part]), acc(acc),
+        buffers(pipe.store_buffers(thread / 32 - kWarpgroupWarps)), thread(thread) {
+    const uint32_t warp = thread / 32 - kWarpgroupWarps;
+    row0 = at.row_tile * Config::kBlockM + warp / kWarpgroupWarps * (Config::kMmaM * kWgmmaRows) + warp % kWarpgroupWarps * kWarpRows;
     col0 = at.col_tile * (part.epilogue == KL_SWIGLU ? kBlockN / 2 : kBlockN);
   }
 
   __device__ __forceinline__ uint32_t lane() const { return thread % 32; }
 
-  // Staging buffer i.
-  __device__ __forceinline__ uint32_t buffer(int i) const { return buffers + i % Config::kStoreBuffers * Config::kStoreBufferBytes; }
-
-  // The address that the lane supplies to stmatrix_x4 for chunks j and j + 1 of buffer i, whose rows are kWidth columns. The 16-byte
-  // chunks of a row are swizzled as the tensor map of the output says.
-  template <int kWidth>
-  __device__ __forceinline__ uint32_t staging_address(int i, int j) const {
-    constexpr uint32_t kChunks = kWidth / 8;
-    const uint32_t row = lane() % 16, chunk = (lane() / 16 ^ row * kChunks / 8) % kChunks;
-    return (buffers + row * (kWidth * 2) + chunk * 16 ^ j * 16) + i % Config::kStoreBuffers * Config::kStoreBufferBytes;
-  }
-
-  // Writes sixteen rows of kWidth columns, from fragments at v on, to staging buffer i.
-  template <int kWidth>
-  __device__ __forceinline__ void stage_piece(int i, const float* v) {
-#pragma unroll
-    for (int j = 0; j < kWidth / 8; j += 2) {
-      const float* a = v + 4 * j;
-      const uint32_t to = staging_address<kWidth>(i, j);
-      stmatrix_x4(to, pack_bf16(a[0], a[1]), pack_bf16(a[2], a[3]), pack_bf16(a[4], a[5]), pack_bf16(a[6], a[7]));
-    }
-  }
+  // Where staging buffer i is.
+  static __device__ __forceinline__ uint32_t buffer_offset(int i) { return i % Config::kStoreBuffers * Config::kStoreBufferBytes; }
 
   // Stores the first kWidth columns of all rows; f(m, e) returns the value that belongs to accumulator e of wgmma tile m.
   template <int kWidth, class F>
   __device__ __forceinline__ void store_all(F f) {
-    constexpr int kPiece = store_cols(kWidth), kAcross = kWidth / kPiece, kCount = Config::kMmaM * kAcross;
+    constexpr int kPiece = Store::box_cols(kWidth), kAcross = kWidth / kPiece, kCount = Config::kMmaM * kAcross;
 #pragma unroll
     for (int first = 0; first < kCount; first += Config::kStoresAtOnce) {
       if (lane() == 0) tma_store_wait<Config::kStoreBuffers - Config::kStoresAtOnce>();
@@ -65,14 +51,15 @@ struct Epilogue {
         float v[kPiece / 2];
 #pragma unroll
         for (int e = 0; e < kPiece / 2; e++) v[e] = f(i / kAcross, i % kAcross * (kPiece / 2) + e);
-        stage_piece<kPiece>(i, v);
+        Store::template stage<kPiece>(buffers, buffer_offset(i), lane(), v);
       }
       fence_proxy_async();
       __syncwarp();
       if (lane() == 0) {
 #pragma unroll
         for (int i = first; i < first + Config::kStoresAtOnce && i < kCount; i++) {
-          tma_store_2d(out, buffer(i), col0 + i % kAcross * kPiece, row0 + 64 * (i / kAcross));
+          Store::template store<Config>(p, out, buffers + buffer_offset(i), col0 + i % kAcross * kPiece,
+                                        row0 + kWgmmaRows * (i / kAcross));
         }
       }
     }
@@ -115,7 +102,7 @@ struct Epilogue {
     if (!part.extra.data) return;
     const bf16* gates = row_of<const bf16>(part.extra, 0);
     for_each_column([&](int n, uint32_t col) {
-      const float2 g = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(gates + col));
+      const float2 g = load_pair(gates + col);
 #pragma unroll
       for (int m = 0; m < Config::kMmaM; m++) {
         float* v = &acc[m][4 * n];
@@ -125,9 +112,11 @@ struct Epilogue {
   }
 
   // Adds the residual: the boxes of the warpgroup's rows, as they come through the pipeline.
-  template <class Release>
-  __device__ __forceinline__ void add_residual(Pipeline<Config>& pipe, Release release) {
-    const uint32_t group = thread / 128 - 1, row = thread / 32 % 4 * 16 + lane() % 16, chunk = (lane() / 16 ^ row) % 8;
+  __device__ __forceinline__ void add_residual(Pipeline<Config>& pipe) {
+    constexpr uint32_t kChunks = Config::kResidualCols / 8;  // of 16 bytes, in the rows of a box
+    static_assert(Config::kResidualCols * sizeof(bf16) == kSwizzleRowBytes, "a row of a box is a row of the swizzle");
+    const uint32_t group = thread / kWarpgroupThreads - 1, row = thread / 32 % kWarpgroupWarps * kWarpRows + lane() % kWarpRows;
+    const uint32_t chunk = swizzled_chunk<kSwizzleRowBytes>(row, lane() / 16);
 #pragma unroll
     for (uint32_t stage = 0; stage < Config::kResidualStages; stage++, pipe.advance()) {
       mbarrier_wait(pipe.full(pipe.stage), pipe.parity);
@@ -136,25 +125,26 @@ struct Epilogue {
         // Boxes are in sequence, those of all warpgroups for the same columns together.
         const uint32_t box = across * Config::kResidualBoxesM + (Config::kSplitK ? 0 : group);
         if (box / Config::kBoxesPerStage != stage) continue;
-        const uint32_t from = pipe.a(pipe.stage) + box % Config::kBoxesPerStage * Config::kResidualBoxBytes + row * 128 + chunk * 16;
+        const uint32_t box_offset = box % Config::kBoxesPerStage * Config::kResidualBoxBytes;
+        const uint32_t from = pipe.a(pipe.stage) + box_offset + row * kSwizzleRowBytes + chunk * 16;
 #pragma unroll
         for (int m = 0; m < Config::kMmaM; m++) {
 #pragma unroll
-          for (int j = 0; j < 8; j += 2) {
-            if (across * 8 + j >= Config::kMmaN) continue;
+          for (int j = 0; j < kChunks; j += 2) {
+            if (across * kChunks + j >= Config::kMmaN) continue;
             uint32_t old[4];
-            ldmatrix_x4(old, (from + m * 8192) ^ j * 16);
-            float* v = &acc[m][4 * (across * 8 + j)];
+            ldmatrix_x4(old, (from + m * kWgmmaTileBytes) ^ j * 16);
+            float* v = &acc[m][4 * (across * kChunks + j)];
 #pragma unroll
             for (int h = 0; h < 4; h++) {
-              const float2 pair = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&old[h]));
+              const float2 pair = unpack_pair(old[h]);
               v[2 * h] += pair.x, v[2 * h + 1] += pair.y;
             }
           }
         }
       }
       warpgroup_sync(kWarpgroupBarrier + group);  // all warps of the warpgroup have read the stage
-      release(pipe.stage);
+      pipe.release(pipe.stage);
     }
   }
 
@@ -163,10 +153,10 @@ struct Epilogue {
   }
 
   // Normalises and weights a pair of elements, and rotates it.
-  static __device__ __forceinline__ void rope_rotate(float& a, float& b, float scale, float weight_a, float weight_b, float cosine,
+  static __device__ __forceinline__ void norm_rotate(float& a, float& b, float scale, float weight_a, float weight_b, float cosine,
                                                      float sine) {
-    const float x = a * scale * weight_a, y = b * scale * weight_b;
-    a = x * cosine - y * sine, b = x * sine + y * cosine;
+    a = a * scale * weight_a, b = b * scale * weight_b;
+    rope_rotate(a, b, cosine, sine);
   }
 
   __device__ __forceinline__ void qk_norm_rope() {
@@ -184,21 +174,19 @@ struct Epilogue {
           float sum = 0.0f;
 #pragma unroll
           for (int n = 0; n < 16; n++) sum += head[4 * n] * head[4 * n] + head[4 * n + 1] * head[4 * n + 1];
-          sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-          sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-          scale[h] = part.scale * rsqrtf(sum * (1.0f / 128.0f) + s.eps);
+          scale[h] = qk_norm_scale(quad_sum(sum), 128.0f, s.eps, part.scale);
         }
         // The row's angles, which all heads share: 64 cosines, then 64 sines.
-        const float* angles = row_of<const float>(s.table, min(row0 + 64 * m + lane() / 4 + 8 * half, s.x.rows - 1));
+        const float* angles = row_of<const float>(s.table, min(row0 + kWgmmaRows * m + lane() / 4 + 8 * half, s.x.rows - 1));
         if (s.rope == KL_ROPE_INTERLEAVED) {
 #pragma unroll
           for (int n = 0; n < 16; n++) {
-            const float2 w = *reinterpret_cast<const float2*>(weight + 8 * n + 2 * q);
+            const float2 w = load_pair(weight + 8 * n + 2 * q);
             const float cosine = angles[4 * n + q], sine = angles[64 + 4 * n + q];
 #pragma unroll
             for (int h = 0; h < kHeads; h++) {
               float* v = &acc[m][64 * h + 4 * n + 2 * half];
-              rope_rotate(v[0], v[1], scale[h], w.x, w.y, cosine, sine);
+              norm_rotate(v[0], v[1], scale[h], w.x, w.y, cosine, sine);
             }
           }
         } else {
@@ -211,7 +199,7 @@ struct Epilogue {
 #pragma unroll
               for (int h = 0; h < kHeads; h++) {
                 float* v = &acc[m][64 * h + 4 * n + 2 * half + e];
-                rope_rotate(v[0], v[32], scale[h], a, b, cosine, sine);
+                norm_rotate(v[0], v[32], scale[h], a, b, cosine, sine);
               }
             }
           }
@@ -221,13 +209,12 @@ struct Epilogue {
     store_acc();
   }
 
-  template <class Release>
-  __device__ __forceinline__ void run(Pipeline<Config>& pipe, Release release) {
+  __device__ __forceinline__ void run(Pipeline<Config>& pipe) {
     if (lane() == 0) tma_store_wait<0>();  // the stores of the previous tile have read the staging buffers
     if (part.epilogue == KL_GATE_RESIDUAL) {
       add_bias();
       apply_gate();
-      add_residual(pipe, release);
+      add_residual(pipe);
       store_acc();
     } else if (part.epilogue == KL_SWIGLU) {
       if constexpr (kBlockN / 2 % 16 == 0) swiglu();

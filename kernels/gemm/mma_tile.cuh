@@ -2,6 +2,7 @@
 #pragma once
 
 #include <common/math.cuh>
+#include <common/swizzle.cuh>
 #include <common/types.cuh>
 #include <common/vectors.cuh>
 #include <ptx/sm80.cuh>
@@ -15,20 +16,16 @@ struct MmaTile {
   static constexpr int kBlockM = kBlockM_, kBlockN = 128, kBlockK = kBlockK_, kStages = kStages_, kThreads = 32 * kWarps;
   static constexpr int kWarpRows = kBlockM / (kWarps / 2), kWarpCols = kBlockN / 2;
   static constexpr int kMmaM = kWarpRows / 16, kMmaN = kWarpCols / 8, kMmaK = kBlockK / 16;
-  static constexpr uint32_t kStageBytes = (kBlockM + kBlockN) * kBlockK * 2, kBOffset = kBlockM * kBlockK * 2;
+  static constexpr uint32_t kRowBytes = kBlockK * 2, kStageBytes = (kBlockM + kBlockN) * kRowBytes, kBOffset = kBlockM * kRowBytes;
   // Each thread copies the same 16-byte chunk of every kRowsPerCopy-th row.
   static constexpr int kChunksPerRow = kBlockK / 8, kRowsPerCopy = kThreads / kChunksPerRow;
   static constexpr int kACopies = kBlockM / kRowsPerCopy, kBCopies = kBlockN / kRowsPerCopy;
   // The epilogue stages the output tile where the pipeline stages were; 16 bytes of padding per row avoid bank conflicts.
   static constexpr uint32_t kOutPitch = kBlockN * 2 + 16;
   static constexpr uint32_t kSharedBytes = kStages * kStageBytes > kBlockM * kOutPitch ? kStages * kStageBytes : kBlockM * kOutPitch;
-  static_assert(kBlockK == 32 || kBlockK == 64, "swizzled() knows rows of 64 and 128 bytes");
+  static_assert(kBlockK == 32 || kBlockK == 64, "the fragments of a k16 step differ in two swizzled address bits");
 
   float acc[kMmaM][kMmaN][4];
-
-  static __device__ __forceinline__ uint32_t swizzled(uint32_t row, uint32_t chunk) {
-    return kBlockK == 32 ? row * 64 + ((chunk ^ (row >> 1)) & 3) * 16 : row * 128 + ((chunk ^ row) & 7) * 16;
-  }
 
   static __device__ __forceinline__ uint32_t copy_row() { return threadIdx.x / kChunksPerRow; }
   static __device__ __forceinline__ uint32_t copy_chunk() { return threadIdx.x % kChunksPerRow; }
@@ -47,7 +44,7 @@ struct MmaTile {
   __device__ __forceinline__ void mainloop(unsigned char* shared, uint32_t k_size, uint32_t first_k_block, uint32_t k_blocks, RowA row_a,
                                            RowB row_b) {
     const uint32_t base = shared_address(shared), lane = threadIdx.x % 32;
-    const uint32_t copy_to = base + swizzled(copy_row(), copy_chunk());
+    const uint32_t copy_to = base + swizzled<kRowBytes>(copy_row(), copy_chunk());
     const auto fetch = [&](uint32_t k_block, uint32_t stage) {
       if (k_block < k_blocks) {
         const uint32_t k = (first_k_block + k_block) * kBlockK, to = copy_to + stage * kStageBytes;
@@ -56,27 +53,27 @@ struct MmaTile {
         for (int i = 0; i < kACopies; i++) {
           bool valid = exists;
           const bf16* from = row_a(i, k, valid);
-          cp_async(to + i * kRowsPerCopy * kBlockK * 2, from, valid);
+          cp_async(to + i * kRowsPerCopy * kRowBytes, from, valid);
         }
 #pragma unroll
         for (int i = 0; i < kBCopies; i++) {
           bool valid = exists;
           const bf16* from = row_b(i, k, valid);
-          cp_async(to + kBOffset + i * kRowsPerCopy * kBlockK * 2, from, valid);
+          cp_async(to + kBOffset + i * kRowsPerCopy * kRowBytes, from, valid);
         }
       }
       cp_async_commit();
     };
     // Fragment addresses of the first k16 step; those of later steps differ in two swizzled address bits, other fragments by whole rows.
-    const uint32_t a_address = base + swizzled(warp_row() + lane % 16, lane / 16);
-    const uint32_t b_address = base + kBOffset + swizzled(warp_col() + lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    const uint32_t a_address = base + swizzled<kRowBytes>(warp_row() + lane % 16, lane / 16);
+    const uint32_t b_address = base + kBOffset + swizzled<kRowBytes>(warp_col() + lane % 8 + lane / 16 * 8, lane / 8 % 2);
     uint32_t a[2][kMmaM][4], b[2][kMmaN / 2][4];
     const auto load = [&](int buffer, uint32_t stage, int step) {
       const uint32_t a_from = (a_address + stage * kStageBytes) ^ step * 32, b_from = (b_address + stage * kStageBytes) ^ step * 32;
 #pragma unroll
-      for (int m = 0; m < kMmaM; m++) ldmatrix_x4(a[buffer][m], a_from + m * 16 * kBlockK * 2);
+      for (int m = 0; m < kMmaM; m++) ldmatrix_x4(a[buffer][m], a_from + m * 16 * kRowBytes);
 #pragma unroll
-      for (int n = 0; n < kMmaN / 2; n++) ldmatrix_x4(b[buffer][n], b_from + n * 16 * kBlockK * 2);
+      for (int n = 0; n < kMmaN / 2; n++) ldmatrix_x4(b[buffer][n], b_from + n * 16 * kRowBytes);
     };
 #pragma unroll
     for (int m = 0; m < kMmaM; m++) {
@@ -121,7 +118,7 @@ struct MmaTile {
 
   // Writes a pair of results to the staged output tile.
   static __device__ __forceinline__ void stage_pair(unsigned char* shared, uint32_t row, uint32_t col, float a, float b) {
-    *reinterpret_cast<uint32_t*>(shared + row * kOutPitch + col * 2) = pack_bf16(a, b);
+    store_pair(reinterpret_cast<bf16*>(shared + row * kOutPitch + col * 2), a, b);
   }
 
   // Stores the staged output tile of `width` columns at (row0, col0), clipped to the matrix.

@@ -83,7 +83,8 @@ fn kernel_files(op: &str) -> String {
             format!("{} ({} {what})", kernels[0].file(), kernels.len())
         }
     };
-    let files = cuda::kernels_of(op).chunk_by(|a, b| a.file() == b.file());
+    let kernels = cuda::kernels_of(op);
+    let files = kernels.chunk_by(|a, b| a.file() == b.file());
     files.map(describe).collect::<Vec<_>>().join(", ")
 }
 
@@ -110,16 +111,18 @@ mod tests {
 
     #[test]
     fn kernels_are_grouped_by_file() {
+        let (sm90, mma): (Vec<_>, Vec<_>) = Tile::ALL.into_iter().partition(|tile| tile.is_sm90());
+        let gemm = format!("gemm_bf16_sm90 ({} tiles), gemm_mma ({} tiles), naive", sm90.len(), mma.len());
         for (op, files) in [
             ("embed", "pointwise"),
-            ("rms_norm", "norm (6 kernels)"),
-            ("linear", "gemm_bf16_sm90 (6 tiles), gemm_mma (3 tiles), naive"),
-            ("qkv_mlp", "gemm_bf16_sm90, gemm_mma (3 tiles), naive, norm"),
+            ("rms_norm", "norm_rows (6 kernels)"),
+            ("linear", gemm.as_str()),
             ("attention", "attention_sm90 (3 kernels), attention_mma, attention_wide_mma (2 kernels), naive"),
-            ("conv", "conv_mma (3 kernels), naive, norm (3 kernels)"),
+            ("conv", "conv_mma (3 kernels), naive, group_norm (3 kernels)"),
         ] {
             assert_eq!(kernel_files(op), files);
         }
+        assert!(kernel_files("qkv_mlp").ends_with(" tiles), naive, qk_norm_rope"), "{}", kernel_files("qkv_mlp"));
         assert!(OP_NAMES.iter().all(|op| !kernel_files(op).is_empty() && kernel_files(op).len() < 100));
     }
 }

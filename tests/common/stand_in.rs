@@ -40,7 +40,7 @@ impl StandIn {
             name: "Stand-in".into(),
             capability: (9, 0),
             multiprocessors: 1,
-            shared: 232_448,
+            shared: DeviceInfo::SM90_SHARED,
             clock: 1_000_000,
             memory,
             driver: (13, 0),

@@ -6,6 +6,8 @@
 //!     gpu NAME           one test by its name
 //!     gpu small I/N [L [portable]]  the share of process I of N, counted from 0, in cases without a number above L in their name
 //!                        (256); `portable`: the image without kernels that store through TMA
+//!     gpu outputs FILE [L]  writes the results of every case without a number above L in its name (256), which
+//!                        `tests/emulated` compares with the emulator's
 //!     gpu list           the names of the tests
 //!     gpu hash           a checksum of images, to compare processes
 //!     gpu planted TOOL FATBIN, gpu ballast BYTES, gpu spoil FILE TENSOR
@@ -28,6 +30,7 @@ use kiln::error::Error;
 use kiln::pipeline::{GeneratedImage, Job};
 use kiln::sequence::Pixels;
 use kiln::tensor::Precision;
+use ops::tiles;
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
@@ -91,6 +94,10 @@ fn main() -> ExitCode {
             ops::check_some(&mut cuda(), |name| words.iter().all(|w| name.contains(w)));
         }
         ["small", share, ref rest @ ..] => Share::parse(share, rest).expect("small I/N [LIMIT [portable]]").check(),
+        ["outputs", file, ref limit @ ..] => {
+            let limit = limit.first().map_or(ops::SMALL, |limit| limit.parse().expect("outputs FILE [LIMIT]"));
+            println!("{} results in {file}", ops::outputs::record(&mut cuda(), limit, Path::new(file)));
+        }
         ["hash"] => println!("{:016x}", checksum(&images(&mut |_| ()))),
         ["planted", tool, image] => bundle::planted(tool, Path::new(image)).unwrap(),
         ["ballast", left] => bundle::ballast(left.parse().unwrap()).unwrap(),
@@ -173,11 +180,10 @@ impl Share {
             turn.set(turn.get() + usize::from(small));
             small && turn.get() % others == self.part % others
         };
-        ops::check_some(&mut cuda, |name| (!is_matrix_op(name) || is_attention(name)) && ours(name));
         // Matrix ops run with every tile; f32 takes the naive kernels in any case.
-        for tile in Tile::ALL {
-            cuda.set_choice(Choice::Tile(tile));
-            ops::check_some(&mut cuda, |name| has_tile(name, tile) && ours(name));
+        for choice in Choice::all().filter(|choice| *choice != Choice::Naive) {
+            cuda.set_choice(choice);
+            ops::check_some(&mut cuda, |name| tiles::runs_with(choice, name) && ours(name));
         }
         cuda.self_test().unwrap();
         // The `run` script adds these up over all processes.
@@ -194,44 +200,16 @@ fn unpoisoned() -> Cuda {
     cuda
 }
 
-/// Attention has no tiles to choose from, but kernels of its own for some GPUs.
-fn is_attention(name: &str) -> bool {
-    name.starts_with("attention")
-}
-
-fn is_matrix_op(name: &str) -> bool {
-    ["linear", "qkv", "attention", "conv"].iter().any(|op| name.starts_with(op))
-}
-
-/// Whether a tile makes a difference to a case: those of the Hopper kernel are for GEMMs alone, and what takes the naive kernels is the
-/// same with every tile. The host computes the widths of the real models for longer than all the rest, so these run only with the tiles
-/// that a real model takes.
-fn has_tile(name: &str, tile: Tile) -> bool {
-    let usual = matches!(tile, Tile::Sm90_256x192 | Tile::Sm90_128x256);
-    let gemm = ["linear", "qkv"].iter().any(|op| name.starts_with(op)) && (usual || !name.contains(" klein"));
-    let first = tile == Tile::ALL[0];
-    is_matrix_op(name) && (first || on_tensor_cores(name)) && (!tile.is_sm90() || gemm)
-}
-
-/// f32 takes the naive kernels, and so do GEMMs whose rows are not aligned to 16 bytes.
-fn on_tensor_cores(name: &str) -> bool {
-    let words: Vec<&str> = name.split([' ', 'x', ',']).collect();
-    // "linear 64x65x66 ..." or "linear 64x66, rows of 65 ...".
-    let k = words.iter().position(|word| *word == "of").map_or(2, |of| of + 1);
-    let aligned = !name.starts_with("linear") || words[k].parse::<usize>().is_ok_and(|k| k.is_multiple_of(8));
-    aligned && name.contains(" bf16 ")
-}
-
 /// Matrix ops with every tile, because at these sizes mostly the smallest is selected. The oracle takes the host far longer than the
 /// kernels take the GPU, so tiles are tested in parallel.
 fn every_tile() {
     std::thread::scope(|scope| {
-        scope.spawn(|| ops::check_some(&mut cuda(), is_attention));
+        scope.spawn(|| ops::check_some(&mut cuda(), tiles::is_attention));
         for tile in Tile::ALL {
             scope.spawn(move || {
                 let mut cuda = cuda();
                 cuda.set_choice(Choice::Tile(tile));
-                ops::check_some(&mut cuda, |name| has_tile(name, tile));
+                ops::check_some(&mut cuda, |name| tiles::has_tile(name, tile));
             });
         }
     });

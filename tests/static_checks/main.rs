@@ -172,7 +172,7 @@ fn files_can_be_read_in_one_sitting() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut files = vec![root.join("build.rs")];
     for folder in ["src", "tests", "bench", "build", "kernels"] {
-        sources(&root.join(folder), &["rs", "cu", "cuh", "h"], &mut files);
+        sources(&root.join(folder), &["rs", "cu", "cuh", "h", "cpp"], &mut files);
     }
     // Made by bindgen from kernels/abi.h, whose parameter structures nobody reads here.
     let generated = root.join("src/backend/cuda/abi.rs");

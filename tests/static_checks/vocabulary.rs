@@ -53,7 +53,7 @@ const REPLACED: &[(&str, &str)] = &[
 const FOLDERS: [&str; 10] = [".ci", ".github", "bench", "build", "docs", "examples", "kernels", "src", "tests", "tools"];
 
 /// What is read there; scripts have no extension.
-const EXTENSIONS: [&str; 10] = ["rs", "cu", "cuh", "h", "py", "md", "toml", "yml", "txt", ""];
+const EXTENSIONS: [&str; 11] = ["rs", "cu", "cuh", "h", "cpp", "py", "md", "toml", "yml", "txt", ""];
 
 /// All texts of the project but this one.
 fn texts(root: &Path) -> Vec<PathBuf> {

@@ -5,21 +5,18 @@ use super::context::{Choice, OpContext};
 use super::launch::Kernel;
 use super::params::{NO_MAP, NONE, dtype_code, is_async_copyable, is_pair_aligned};
 use super::select::{Schedule, persistent_stream_k};
+use super::tiles::WIDE_ATTENTIONS;
 use crate::backend::KvSegment;
 use crate::error::{Error, Result};
 use crate::tensor::DType;
 use std::f32::consts::LOG2_E;
 
 /// The kernels of attention, the fastest first.
-pub const KERNELS: [Kernel; 7] = [
-    Kernel::AttentionSm90MaxFree,
-    Kernel::AttentionSm90OnlineSoftmax,
-    Kernel::AttentionSm90Causal,
-    Kernel::AttentionMma,
-    Kernel::AttentionWide64,
-    Kernel::AttentionWide32,
-    Kernel::NaiveAttention,
-];
+pub fn kernels() -> Vec<Kernel> {
+    let sm90 = [Kernel::AttentionSm90MaxFree, Kernel::AttentionSm90OnlineSoftmax, Kernel::AttentionSm90Causal];
+    let wide = WIDE_ATTENTIONS.iter().map(|tile| tile.kernel);
+    sm90.into_iter().chain([Kernel::AttentionMma]).chain(wide).chain([Kernel::NaiveAttention]).collect()
+}
 
 /// The largest bound of logits, as exponents of two, for which softmax subtracts no row maximum. Even if every logit is as large, 2^16
 /// keys with values up to 2^11 stay within the range of f32, and the smallest exponentials are far from underflow.
@@ -108,9 +105,8 @@ pub fn attention(cx: &OpContext, op: &'static str, out: KlMat, q: KlMat, args: &
             return cx.kernels.launch(Kernel::AttentionMma, [q.rows.div_ceil(abi::KL_ATTENTION_BLOCK_Q), heads, 1], &p);
         }
         if head_dim == abi::KL_WIDE_HEAD as usize && kv.len() == 1 && !causal && p.kv[0].k.rows > 0 {
-            let large = cx.prefers_large(Kernel::AttentionWide64, q.rows * heads / 64);
-            let (kernel, queries) = if large { (Kernel::AttentionWide64, 64) } else { (Kernel::AttentionWide32, 32) };
-            return cx.kernels.launch(kernel, [q.rows.div_ceil(queries), heads, 1], &p);
+            let tile = cx.largest_tile(WIDE_ATTENTIONS, |tile| tile.kernel, |tile| q.rows * heads / tile.block_q);
+            return cx.kernels.launch(tile.kernel, [q.rows.div_ceil(tile.block_q), heads, 1], &p);
         }
     }
     cx.kernels.launch(Kernel::NaiveAttention, [q.rows.div_ceil(abi::KL_ATTENTION_WARPS), heads, 1], &p)
@@ -118,8 +114,7 @@ pub fn attention(cx: &OpContext, op: &'static str, out: KlMat, q: KlMat, args: &
 
 /// Launches a Hopper kernel: persistent clusters, among which Stream-K divides the KV blocks of all tiles of queries.
 fn attention_sm90(cx: &OpContext, kernel: Kernel, of: &abi::KlAttention, segments: &[abi::KlKeyValues]) -> Result<()> {
-    let causal = of.causal != 0;
-    let cluster = if causal { 1 } else { abi::KL_SM90_CLUSTER };
+    let (causal, cluster) = (of.causal != 0, kernel.cluster());
     let pack = if causal && of.group.is_multiple_of(PACKED_HEADS) { PACKED_HEADS } else { 1 };
     let (rows, heads) = (abi::KL_SM90_BLOCK_Q / pack, of.q.cols / of.head_dim);
     let row_tiles = of.q.rows.div_ceil(rows * cluster);
@@ -130,8 +125,8 @@ fn attention_sm90(cx: &OpContext, kernel: Kernel, of: &abi::KlAttention, segment
     let slots = if causal { tiles } else { (cx.sms / cluster).max(1) };
     let schedule = if causal { Schedule::data_parallel(tiles) } else { persistent_stream_k(tiles, kv_blocks, slots) };
     let mut p = KlAttentionSm90 {
-        // Each of the two consumer warpgroups has rows of its own.
-        q: cx.tensor_map(&of.q, [64, rows / 2])?,
+        // Each consumer warpgroup has rows of its own.
+        q: cx.tensor_map(&of.q, [abi::KL_SM90_BOX_COLS, abi::KL_SM90_WARPGROUP_ROWS / pack])?,
         k: [NO_MAP; abi::KL_SM90_KV_SEGMENTS as usize],
         v: [NO_MAP; abi::KL_SM90_KV_SEGMENTS as usize],
         out: of.out,
@@ -143,9 +138,10 @@ fn attention_sm90(cx: &OpContext, kernel: Kernel, of: &abi::KlAttention, segment
         scale: of.scale * LOG2_E,
         unused: [0; 2],
     };
+    let kv_box = [abi::KL_SM90_BOX_COLS, abi::KL_SM90_BLOCK_KV / cluster];
     for (i, segment) in segments.iter().enumerate() {
-        p.k[i] = cx.tensor_map(&segment.k, [64, abi::KL_SM90_BLOCK_KV / cluster])?;
-        p.v[i] = cx.tensor_map(&segment.v, [64, abi::KL_SM90_BLOCK_KV / cluster])?;
+        p.k[i] = cx.tensor_map(&segment.k, kv_box)?;
+        p.v[i] = cx.tensor_map(&segment.v, kv_box)?;
         p.keys[i] = segment.k.rows;
     }
     cx.kernels.launch(kernel, [schedule.persistent_clusters(tiles, slots) * cluster, 1, 1], &p)

@@ -69,12 +69,17 @@ impl OpContext {
         }
     }
 
-    /// Whether a kernel with large tiles is taken, of which this shape needs `ctas`: not if some SMs would be without work.
-    pub fn prefers_large(&self, kernel: Kernel, ctas: u32) -> bool {
-        let wanted = match self.choice {
-            Choice::Tile(tile) => tile == Tile::Mma256x128,
-            Choice::Best | Choice::Naive => ctas >= self.sms,
+    /// The tile to take of those of a kernel, the largest first, by the CTAs that a shape needs with each: the largest that leaves no SM
+    /// without work, or else the last, which runs anywhere.
+    pub fn largest_tile<'a, T>(&self, tiles: &'a [T], kernel: impl Fn(&T) -> Kernel, ctas: impl Fn(&T) -> u32) -> &'a T {
+        let last = &tiles[tiles.len() - 1];
+        let preferred = |tile: &T| {
+            let wanted = match self.choice {
+                Choice::Tile(tile) => tile == Tile::Mma256x128,
+                Choice::Best | Choice::Naive => ctas(tile) >= self.sms,
+            };
+            wanted && self.kernels.has(kernel(tile))
         };
-        wanted && self.kernels.has(kernel)
+        tiles.iter().find(|tile| preferred(tile)).unwrap_or(last)
     }
 }

@@ -5,21 +5,17 @@ use super::context::{Choice, OpContext};
 use super::launch::Kernel;
 use super::norm::group_stats;
 use super::params::{NONE, is_async_copyable, is_pair_aligned, naive_grid};
-use super::select::Tile;
+use super::tiles::{CONV_TILES, ConvTile};
 use crate::backend::{Conv, Sampling};
 use crate::error::Result;
 use crate::tensor::Tensor;
 
 /// The kernels of a convolution, and of the statistics of its result.
-pub const KERNELS: [Kernel; 7] = [
-    Kernel::ConvMma256x128,
-    Kernel::ConvMma128x128,
-    Kernel::ConvStats,
-    Kernel::NaiveConv,
-    Kernel::GroupStats8,
-    Kernel::GroupStatsAny,
-    Kernel::GroupStatsFinish,
-];
+pub fn kernels() -> Vec<Kernel> {
+    const OTHERS: [Kernel; 5] =
+        [Kernel::ConvStats, Kernel::NaiveConv, Kernel::GroupStats8, Kernel::GroupStatsAny, Kernel::GroupStatsFinish];
+    CONV_TILES.iter().map(|tile| tile.kernel).chain(OTHERS).collect()
+}
 
 /// Operands of [`Op::Conv`](crate::backend::Op::Conv).
 pub struct ConvArgs<'a> {
@@ -70,17 +66,17 @@ pub fn conv(cx: &OpContext, op: &'static str, args: &ConvArgs<'_>) -> Result<()>
         cx.kernels.launch(Kernel::NaiveConv, naive_grid(&p.out), &p)?;
         return stats.map_or(Ok(()), |stats| group_stats(cx, op, p.out, stats));
     }
-    let col_tiles = p.out.cols.div_ceil(abi::KL_MMA_COLS);
-    let row_tiles = |tile: Tile| p.out.rows.div_ceil(tile.config().block_m);
-    let large = cx.prefers_large(Kernel::ConvMma256x128, row_tiles(Tile::Mma256x128) * col_tiles);
-    let (kernel, tile) =
-        if large { (Kernel::ConvMma256x128, Tile::Mma256x128) } else { (Kernel::ConvMma128x128, Tile::Mma128x128) };
+    let row_tiles = |tile: &ConvTile| p.out.rows.div_ceil(tile.block_m);
+    let col_tiles = |tile: &ConvTile| p.out.cols.div_ceil(tile.block_n);
+    let ctas = |tile: &ConvTile| row_tiles(tile) * col_tiles(tile);
+    let tile = cx.largest_tile(CONV_TILES, |tile| tile.kernel, ctas);
+    let grid = [ctas(tile), 1, 1];
     (p.row_tiles, p.partials) = (row_tiles(tile), cx.memory.stream_k_partials());
     let fused = stats.filter(|stats| can_fuse_stats(cx, &p, stats));
     if let Some(stats) = fused {
         (p.stats, p.groups) = (stats, stats.rows);
     }
-    cx.kernels.launch(kernel, [p.row_tiles * col_tiles, 1, 1], &p)?;
+    cx.kernels.launch(tile.kernel, grid, &p)?;
     match stats {
         None => Ok(()),
         Some(_) if fused.is_some() => cx.kernels.launch(Kernel::ConvStats, [p.groups, 1, 1], &p),

@@ -12,24 +12,24 @@ use crate::error::{Error, Result};
 use crate::tensor::{DType, Region, Tensor};
 
 /// The kernels that an op may launch, for display: the fast ones first, then those for other dtypes and odd addresses.
-pub fn kernels_of(op: &str) -> &'static [Kernel] {
+pub fn kernels_of(op: &str) -> Vec<Kernel> {
     match op {
-        "embed" => &[Kernel::Embed],
-        "copy" | "silu" => &[Kernel::Map],
-        "rms_norm" => &norm::RMS_NORMS,
-        "layer_norm_modulate" => &norm::LAYER_NORMS,
-        "linear" | "linear_swiglu" | "linear_gate_residual" => &gemm::KERNELS,
-        "qkv_norm_rope" | "qkv_mlp" => &gemm::PROJECTION_KERNELS,
-        "attention" | "attention_causal" => &attention::KERNELS,
-        "conv" => &conv::KERNELS,
-        "group_norm" => &norm::GROUP_NORMS,
-        "patchify" => &[Kernel::Patchify],
-        "unpatchify" => &[Kernel::Unpatchify],
-        "euler" => &[Kernel::Euler],
-        "guidance" => &[Kernel::Guidance],
-        "non_finite" => &[Kernel::CountNonFinite],
-        "pixels" => &[Kernel::Pixels],
-        _ => &[],
+        "embed" => vec![Kernel::Embed],
+        "copy" | "silu" => vec![Kernel::Map],
+        "rms_norm" => norm::rms_norms(),
+        "layer_norm_modulate" => norm::layer_norms(),
+        "linear" | "linear_swiglu" | "linear_gate_residual" => gemm::kernels(),
+        "qkv_norm_rope" | "qkv_mlp" => gemm::projection_kernels(),
+        "attention" | "attention_causal" => attention::kernels(),
+        "conv" => conv::kernels(),
+        "group_norm" => norm::GROUP_NORMS.to_vec(),
+        "patchify" => vec![Kernel::Patchify],
+        "unpatchify" => vec![Kernel::Unpatchify],
+        "euler" => vec![Kernel::Euler],
+        "guidance" => vec![Kernel::Guidance],
+        "non_finite" => vec![Kernel::CountNonFinite],
+        "pixels" => vec![Kernel::Pixels],
+        _ => Vec::new(),
     }
 }
 

@@ -1,6 +1,7 @@
 //! The driver calls that the CUDA backend makes, as a trait: the real driver is one implementation, and tests run the backend on a
 //! stand-in that can refuse any of them. Addresses are device addresses; handles are opaque to the backend.
 
+use super::abi;
 use crate::error::Result;
 use crate::tensor::DType;
 use std::ptr::NonNull;
@@ -27,6 +28,9 @@ pub struct DeviceInfo {
 }
 
 impl DeviceInfo {
+    /// Most bytes of shared memory that a CTA may have on compute capability 9.0.
+    pub const SM90_SHARED: u32 = abi::KL_SM90_SHARED_LIMIT;
+
     /// Floating-point operations of one SM's tensor cores per clock: dense bf16 with f32 accumulators. The numbers are from the vendor's
     /// descriptions of each architecture; none where they are not known.
     pub fn tensor_flops_per_clock(&self) -> Option<u32> {

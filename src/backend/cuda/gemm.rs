@@ -14,28 +14,15 @@ use crate::error::Result;
 use crate::tensor::{DType, Tensor};
 
 /// The kernels of a GEMM with one part, the fastest first.
-pub const KERNELS: [Kernel; 10] = [
-    Kernel::GemmSm90_256x192,
-    Kernel::GemmSm90_192x192,
-    Kernel::GemmSm90_128x256,
-    Kernel::GemmSm90_128x208,
-    Kernel::GemmSm90_128x192,
-    Kernel::GemmSm90_128x160,
-    Kernel::GemmMma256x128,
-    Kernel::GemmMma128x128,
-    Kernel::GemmMma64x128,
-    Kernel::NaiveGemm,
-];
+pub fn kernels() -> Vec<Kernel> {
+    Tile::ALL.iter().map(|tile| tile.config().kernel).chain([Kernel::NaiveGemm]).collect()
+}
 
-/// The kernels of the fused projection, which on Hopper needs tiles of whole heads.
-pub const PROJECTION_KERNELS: [Kernel; 6] = [
-    Kernel::GemmSm90_128x256,
-    Kernel::GemmMma256x128,
-    Kernel::GemmMma128x128,
-    Kernel::GemmMma64x128,
-    Kernel::NaiveGemm,
-    Kernel::QkNormRope,
-];
+/// The kernels of the fused projection, which needs tiles of whole heads.
+pub fn projection_kernels() -> Vec<Kernel> {
+    let tiles = Tile::ALL.iter().map(|tile| tile.config()).filter(TileConfig::has_whole_heads);
+    tiles.map(|tile| tile.kernel).chain([Kernel::NaiveGemm, Kernel::QkNormRope]).collect()
+}
 
 /// A GEMM whose columns all have one epilogue.
 pub struct EpilogueGemm {
@@ -67,15 +54,10 @@ fn weight_rows(part: &KlGemmPart) -> u32 {
     if part.epilogue == abi::KL_SWIGLU { 2 * part.out.cols } else { part.out.cols }
 }
 
-/// Columns that a warp of the Hopper kernel stores at once, of a tile with so many.
+/// Columns of the boxes in which the Hopper kernel stores a tile of so many columns: the largest power of two that divides them, up to
+/// what a box can have.
 const fn store_cols(cols: u32) -> u32 {
-    if cols.is_multiple_of(64) {
-        64
-    } else if cols.is_multiple_of(32) {
-        32
-    } else {
-        16
-    }
+    1 << (cols | abi::KL_SM90_BOX_COLS).trailing_zeros()
 }
 
 /// Whether the Hopper kernel can compute a stream with this tile: results in bf16 that TMA can store, and whole heads.
@@ -83,7 +65,7 @@ fn fits_sm90(stream: &KlGemmStream, tile: TileConfig) -> bool {
     let in_pairs = |m: &KlMat| m.data == 0 || m.dtype == abi::KL_BF16 && m.data.is_multiple_of(4);
     stream.part.iter().filter(|part| part.out.data != 0).all(|part| {
         let fits = match part.epilogue {
-            abi::KL_QK_NORM_ROPE => tile.block_n.is_multiple_of(abi::KL_MMA_COLS),
+            abi::KL_QK_NORM_ROPE => tile.has_whole_heads(),
             // Half of a tile's columns are stored, at least sixteen at a time.
             abi::KL_SWIGLU => tile.block_n.is_multiple_of(32),
             abi::KL_GATE_RESIDUAL => in_pairs(&part.extra),
@@ -183,7 +165,7 @@ fn launch(cx: &OpContext, streams: &[KlGemmStream]) -> Result<()> {
         p.x[i] = cx.tensor_map(&s.x, [block_k, a_rows])?;
         p.w[i] = cx.tensor_map(&s.w, [block_k, block_n / 2])?;
         if s.part[0].epilogue == abi::KL_GATE_RESIDUAL {
-            p.residual[i] = cx.tensor_map(&s.part[0].out, [block_k, plan.tile.warpgroup_rows()])?;
+            p.residual[i] = cx.tensor_map(&s.part[0].out, [abi::KL_SM90_BOX_COLS, plan.tile.warpgroup_rows()])?;
         }
         for (map, part) in p.out[i].iter_mut().zip(&s.part).filter(|(_, part)| part.out.data != 0) {
             let cols = if part.epilogue == abi::KL_SWIGLU { block_n / 2 } else { block_n };
@@ -255,4 +237,14 @@ fn projection_in_passes(cx: &OpContext, op: &'static str, streams: &[Projection<
         }
     }
     qk_norm_rope(cx, op, &heads)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn boxes_divide_a_tile() {
+        assert_eq!([256, 192, 160, 208, 96, 80].map(store_cols), [64, 64, 32, 16, 32, 16]);
+    }
 }

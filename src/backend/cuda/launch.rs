@@ -11,6 +11,7 @@ use std::path::PathBuf;
 use std::rc::Rc;
 
 include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
+include!(concat!(env!("OUT_DIR"), "/instantiations.rs"));
 
 /// A parameter struct of `abi.h`.
 ///
@@ -30,7 +31,8 @@ struct Row {
 }
 
 /// One row for each kernel: file, symbol, parameter struct, threads of a CTA, bytes of dynamic shared memory. A kernel for Hopper or later
-/// may start before its predecessor has ended (programmatic dependent launch) and have clusters of several CTAs.
+/// may start before its predecessor has ended (programmatic dependent launch) and have clusters of several CTAs. Rows of instantiations
+/// of a template come from `kernels/tiles.def`, after those below.
 macro_rules! kernels {
     ($($name:ident = $file:literal $symbol:literal ($params:ident) $threads:expr $(, shared $shared:expr)? $(, overlap in clusters of $cluster:expr)?;)*) => {
         /// A kernel.
@@ -59,7 +61,7 @@ macro_rules! kernels {
     };
 }
 
-kernels! {
+with_instantiations! { kernels {
     Map = "pointwise" "kl_map" (KlMap) abi::KL_POINTWISE_THREADS;
     Embed = "pointwise" "kl_embed" (KlEmbed) abi::KL_POINTWISE_THREADS;
     Patchify = "pointwise" "kl_patchify" (KlPatch) abi::KL_POINTWISE_THREADS;
@@ -68,47 +70,21 @@ kernels! {
     Guidance = "pointwise" "kl_guidance" (KlGuidance) abi::KL_POINTWISE_THREADS;
     Pixels = "pointwise" "kl_pixels" (KlPixels) abi::KL_POINTWISE_THREADS;
     CountNonFinite = "pointwise" "kl_count" (KlCount) abi::KL_POINTWISE_THREADS;
-    RmsNorm1024 = "norm" "kl_rms_norm_1024" (KlRmsNorm) abi::KL_NORM_THREADS;
-    RmsNorm2048 = "norm" "kl_rms_norm_2048" (KlRmsNorm) abi::KL_NORM_THREADS;
-    RmsNorm3072 = "norm" "kl_rms_norm_3072" (KlRmsNorm) abi::KL_NORM_THREADS;
-    RmsNorm4096 = "norm" "kl_rms_norm_4096" (KlRmsNorm) abi::KL_NORM_THREADS;
-    RmsNorm8192 = "norm" "kl_rms_norm_8192" (KlRmsNorm) abi::KL_NORM_THREADS_WIDE;
-    RmsNormAny = "norm" "kl_rms_norm_any" (KlRmsNorm) abi::KL_NORM_THREADS;
-    LayerNorm1024 = "norm" "kl_layer_norm_1024" (KlLayerNorm) abi::KL_NORM_THREADS;
-    LayerNorm2048 = "norm" "kl_layer_norm_2048" (KlLayerNorm) abi::KL_NORM_THREADS;
-    LayerNorm3072 = "norm" "kl_layer_norm_3072" (KlLayerNorm) abi::KL_NORM_THREADS;
-    LayerNorm4096 = "norm" "kl_layer_norm_4096" (KlLayerNorm) abi::KL_NORM_THREADS;
-    LayerNorm8192 = "norm" "kl_layer_norm_8192" (KlLayerNorm) abi::KL_NORM_THREADS_WIDE;
-    LayerNormAny = "norm" "kl_layer_norm_any" (KlLayerNorm) abi::KL_NORM_THREADS;
-    QkNormRope = "norm" "kl_qk_norm_rope" (KlQkNormRope) abi::KL_NORM_THREADS;
-    GroupStats8 = "norm" "kl_group_stats_8" (KlGroupStats) abi::KL_GROUP_THREADS;
-    GroupStatsAny = "norm" "kl_group_stats_any" (KlGroupStats) abi::KL_GROUP_THREADS;
-    GroupStatsFinish = "norm" "kl_group_stats_finish" (KlGroupStats) abi::KL_GROUP_THREADS;
-    GroupNorm8 = "norm" "kl_group_norm_8" (KlGroupNorm) abi::KL_GROUP_THREADS;
-    GroupNormAny = "norm" "kl_group_norm_any" (KlGroupNorm) abi::KL_GROUP_THREADS;
+    RmsNormAny = "norm_rows" "kl_rms_norm_any" (KlRmsNorm) abi::KL_NORM_THREADS;
+    LayerNormAny = "norm_rows" "kl_layer_norm_any" (KlLayerNorm) abi::KL_NORM_THREADS;
+    QkNormRope = "qk_norm_rope" "kl_qk_norm_rope" (KlQkNormRope) abi::KL_NORM_THREADS;
+    GroupStats8 = "group_norm" "kl_group_stats_8" (KlGroupStats) abi::KL_GROUP_THREADS;
+    GroupStatsAny = "group_norm" "kl_group_stats_any" (KlGroupStats) abi::KL_GROUP_THREADS;
+    GroupStatsFinish = "group_norm" "kl_group_stats_finish" (KlGroupStats) abi::KL_GROUP_THREADS;
+    GroupNorm8 = "group_norm" "kl_group_norm_8" (KlGroupNorm) abi::KL_GROUP_THREADS;
+    GroupNormAny = "group_norm" "kl_group_norm_any" (KlGroupNorm) abi::KL_GROUP_THREADS;
     NaiveGemm = "naive" "kl_naive_gemm" (KlNaiveGemm) abi::KL_NAIVE_THREADS;
     NaiveConv = "naive" "kl_naive_conv" (KlConv) abi::KL_NAIVE_THREADS;
     NaiveAttention = "naive" "kl_naive_attention" (KlAttention) abi::KL_ATTENTION_WARPS * 32;
-    GemmMma256x128 = "gemm_mma" "kl_gemm_mma_256" (KlGemm) abi::KL_MMA_THREADS_256, shared abi::KL_MMA_SHARED_256;
-    GemmMma128x128 = "gemm_mma" "kl_gemm_mma_128" (KlGemm) abi::KL_MMA_THREADS, shared abi::KL_MMA_SHARED_128;
-    GemmMma64x128 = "gemm_mma" "kl_gemm_mma_64" (KlGemm) abi::KL_MMA_THREADS, shared abi::KL_MMA_SHARED_64;
-    GemmSm90_256x192 = "gemm_bf16_sm90" "kl_gemm_bf16_sm90_256x192" (KlGemmSm90) abi::KL_SM90_THREADS_256X192, shared abi::KL_SM90_SHARED_256X192, overlap in clusters of abi::KL_SM90_CLUSTER;
-    GemmSm90_192x192 = "gemm_bf16_sm90" "kl_gemm_bf16_sm90_192x192" (KlGemmSm90) abi::KL_SM90_THREADS_192X192, shared abi::KL_SM90_SHARED_192X192, overlap in clusters of abi::KL_SM90_CLUSTER;
-    GemmSm90_128x256 = "gemm_bf16_sm90" "kl_gemm_bf16_sm90_128x256" (KlGemmSm90) abi::KL_SM90_THREADS_128X256, shared abi::KL_SM90_SHARED_128X256, overlap in clusters of abi::KL_SM90_CLUSTER;
-    GemmSm90_128x208 = "gemm_bf16_sm90" "kl_gemm_bf16_sm90_128x208" (KlGemmSm90) abi::KL_SM90_THREADS_128X208, shared abi::KL_SM90_SHARED_128X208, overlap in clusters of abi::KL_SM90_CLUSTER;
-    GemmSm90_128x192 = "gemm_bf16_sm90" "kl_gemm_bf16_sm90_128x192" (KlGemmSm90) abi::KL_SM90_THREADS_128X192, shared abi::KL_SM90_SHARED_128X192, overlap in clusters of abi::KL_SM90_CLUSTER;
-    GemmSm90_128x160 = "gemm_bf16_sm90" "kl_gemm_bf16_sm90_128x160" (KlGemmSm90) abi::KL_SM90_THREADS_128X160, shared abi::KL_SM90_SHARED_128X160, overlap in clusters of abi::KL_SM90_CLUSTER;
-    AttentionSm90MaxFree = "attention_sm90" "kl_attention_sm90" (KlAttentionSm90) abi::KL_SM90_ATTENTION_THREADS, shared abi::KL_SM90_ATTENTION_SHARED, overlap in clusters of abi::KL_SM90_CLUSTER;
-    AttentionSm90OnlineSoftmax = "attention_sm90" "kl_attention_sm90_running" (KlAttentionSm90) abi::KL_SM90_ATTENTION_THREADS, shared abi::KL_SM90_ATTENTION_SHARED, overlap in clusters of abi::KL_SM90_CLUSTER;
-    AttentionSm90Causal = "attention_sm90" "kl_attention_sm90_causal" (KlAttentionSm90) abi::KL_SM90_ATTENTION_THREADS, shared abi::KL_SM90_CAUSAL_SHARED, overlap in clusters of 1;
-    AttentionMma = "attention_mma" "kl_attention_mma" (KlAttention) abi::KL_MMA_THREADS, shared abi::KL_ATTENTION_SHARED;
-    AttentionWide64 = "attention_wide_mma" "kl_attention_wide_64" (KlAttention) abi::KL_WIDE_THREADS_64, shared abi::KL_WIDE_SHARED_64;
-    AttentionWide32 = "attention_wide_mma" "kl_attention_wide_32" (KlAttention) abi::KL_WIDE_THREADS_32, shared abi::KL_WIDE_SHARED_32;
-    ConvMma256x128 = "conv_mma" "kl_conv_mma_256" (KlConv) abi::KL_MMA_THREADS_256, shared abi::KL_MMA_SHARED_256;
+    AttentionMma = "attention_mma" "kl_attention_mma" (KlAttention) abi::KL_ATTENTION_THREADS, shared abi::KL_ATTENTION_SHARED;
     ConvStats = "conv_mma" "kl_conv_stats" (KlConv) abi::KL_NORM_THREADS;
-    ConvMma128x128 = "conv_mma" "kl_conv_mma_128" (KlConv) abi::KL_MMA_THREADS, shared abi::KL_MMA_SHARED_128;
     Selftest = "selftest_sm90" "kl_selftest" (KlSelftest) abi::KL_SELFTEST_THREADS, overlap in clusters of abi::KL_SELFTEST_CLUSTER;
-}
+} }
 
 macro_rules! params {
     ($($name:ident)*) => {$(
@@ -133,14 +109,19 @@ impl Kernel {
         self.row().file
     }
 
-    /// Whether a GPU of this compute capability can run it: a file that is named after an architecture is for that one alone.
+    /// The CTAs of a cluster.
+    pub const fn cluster(self) -> u32 {
+        self.row().cluster
+    }
+
+    /// The compute capability that its file is for, or `None` if the file is portable; without a minor version, all of the major one.
+    fn capability(self) -> Option<(u32, Option<u32>)> {
+        SPECIFIC.iter().find(|(file, _)| *file == self.file()).map(|(_, capability)| *capability)
+    }
+
+    /// Whether a GPU of this compute capability can run it.
     fn runs_on(self, (major, minor): (u32, u32)) -> bool {
-        match self.file().rsplit_once("_sm") {
-            Some((_, "90")) => (major, minor) == (9, 0),
-            Some((_, "100")) => major == 10,
-            Some((_, "120")) => major == 12,
-            _ => true,
-        }
+        self.capability().is_none_or(|(of, only)| major == of && only.is_none_or(|only| minor == only))
     }
 }
 
@@ -189,7 +170,7 @@ impl Kernels {
         }
         let image = match images(kernel.file()) {
             // The file was built for other GPUs only; every op has a kernel that runs anywhere.
-            Err(Error::NoGpu { .. }) if kernel.file().contains("_sm") => return Ok(None),
+            Err(Error::NoGpu { .. }) if kernel.capability().is_some() => return Ok(None),
             image => image?,
         };
         let module = self.driver.load(&image)?;

@@ -4,7 +4,7 @@
 use super::abi::{self, KlMat};
 use super::driver::{Driver, Rows};
 use super::params::{NONE, SIDE_LIMIT, dtype_code};
-use super::select::{MAX_CTAS_PER_SM, MAX_PARTIAL_WARPS, Tile};
+use super::select::Tile;
 use crate::error::{Error, Result};
 use crate::tensor::{ALIGN, Region, Tensor};
 use std::ops::Range;
@@ -46,9 +46,10 @@ struct Scratch {
 impl Scratch {
     const REDUCTION_PARTIALS: u64 = abi::KL_PARTIALS as u64 * abi::KL_GROUPS as u64 * 16;
 
-    /// One 32-bit flag for each CTA that is resident on an SM, or for each warp of the only one.
+    /// The 32-bit flags of all tiles that run at once, with the tile of which this is most.
     fn stream_k_flags(self) -> u64 {
-        (self.sms * u64::from(MAX_CTAS_PER_SM.max(MAX_PARTIAL_WARPS)) * 4).next_multiple_of(ALIGN)
+        let per_sm = Tile::ALL.map(Tile::flags_per_sm);
+        (self.sms * u64::from(per_sm.into_iter().max().unwrap_or(0)) * 4).next_multiple_of(ALIGN)
     }
 
     /// One f32 for each element of all tiles that run at once, with the tile of which this is most.

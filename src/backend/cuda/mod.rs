@@ -1,7 +1,7 @@
 //! The CUDA backend: two device allocations, a stream for ops and one for uploads, and one or more kernel launches for each op.
 //!
 //! From the bottom up: [`driver`] is the seam to the driver API and `system` the real driver behind it; `launch` holds the kernel table
-//! and the one launch function; `select` chooses tiles and schedules, without a GPU; `params` and `memory` turn tensors into kernel
+//! and the one launch function, `tiles` what `kernels/tiles.def` instantiates; `select` chooses tiles and schedules, without a GPU; `params` and `memory` turn tensors into kernel
 //! parameters; each op family has a file (`pointwise`, `norm`, `gemm`, `conv`, `attention`) that works on an `OpContext`; `dispatch` is
 //! the match from an op to its family. This file is the [`Backend`]: transfers, uploads (`staging`) and captured graphs (`graph`).
 
@@ -22,6 +22,7 @@ mod select;
 mod selftest;
 mod staging;
 mod system;
+mod tiles;
 
 pub use context::Choice;
 pub use dispatch::kernels_of;

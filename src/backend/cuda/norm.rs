@@ -5,42 +5,42 @@ use super::abi::{self, KlMat};
 use super::context::OpContext;
 use super::launch::Kernel;
 use super::params::{NONE, VECTOR, is_vectorizable};
+use super::tiles::{ROW_NORMS, RowNorm};
 use crate::backend::{GroupNorm, Modulated, RopeStyle};
 use crate::error::{Error, Result};
 
-/// Most columns that each row norm but the last takes. The last takes any number, of any dtype at any address.
-const ROW_LIMITS: [u32; 5] = [1024, 2048, 3072, 4096, 8192];
+/// The kernels of an RMS norm. The last takes any number of columns, of any dtype at any address.
+pub fn rms_norms() -> Vec<Kernel> {
+    ROW_NORMS.iter().map(|norm| norm.rms_norm).chain([Kernel::RmsNormAny]).collect()
+}
 
-/// The kernels of an RMS norm, by [`ROW_LIMITS`].
-pub const RMS_NORMS: [Kernel; 6] =
-    [Kernel::RmsNorm1024, Kernel::RmsNorm2048, Kernel::RmsNorm3072, Kernel::RmsNorm4096, Kernel::RmsNorm8192, Kernel::RmsNormAny];
-
-/// The kernels of a modulated layer norm, by [`ROW_LIMITS`].
-pub const LAYER_NORMS: [Kernel; 6] = [
-    Kernel::LayerNorm1024,
-    Kernel::LayerNorm2048,
-    Kernel::LayerNorm3072,
-    Kernel::LayerNorm4096,
-    Kernel::LayerNorm8192,
-    Kernel::LayerNormAny,
-];
+/// The kernels of a modulated layer norm. The last takes any number of columns, of any dtype at any address.
+pub fn layer_norms() -> Vec<Kernel> {
+    ROW_NORMS.iter().map(|norm| norm.layer_norm).chain([Kernel::LayerNormAny]).collect()
+}
 
 /// The kernels of a group norm.
 pub const GROUP_NORMS: [Kernel; 4] = [Kernel::GroupStats8, Kernel::GroupNorm8, Kernel::GroupStatsAny, Kernel::GroupNormAny];
 
-/// The kernel for rows of so many columns, and how many rows a CTA takes.
-fn row_norm(norms: [Kernel; 6], cols: u32, vectorizable: bool) -> (Kernel, u32) {
-    match ROW_LIMITS.iter().position(|most| vectorizable && cols <= *most) {
-        Some(i) => (norms[i], abi::KL_NORM_ROWS),
-        None => (norms[ROW_LIMITS.len()], 1),
-    }
+/// The kernel for rows of so many columns, and how many rows a CTA takes: the narrowest that keeps them in registers, or `any`.
+fn row_norm(cols: u32, vectorizable: bool, kernel: fn(&RowNorm) -> Kernel, any: Kernel) -> (Kernel, u32) {
+    let fitting = ROW_NORMS.iter().find(|norm| vectorizable && cols <= norm.max_columns);
+    fitting.map_or((any, 1), |norm| (kernel(norm), abi::KL_NORM_ROWS))
+}
+
+fn rms_norm_kernel(cols: u32, vectorizable: bool) -> (Kernel, u32) {
+    row_norm(cols, vectorizable, |norm| norm.rms_norm, Kernel::RmsNormAny)
+}
+
+fn layer_norm_kernel(cols: u32, vectorizable: bool) -> (Kernel, u32) {
+    row_norm(cols, vectorizable, |norm| norm.layer_norm, Kernel::LayerNormAny)
 }
 
 /// RMS norm of every row.
 pub fn rms_norm(cx: &OpContext, out: KlMat, x: KlMat, weight: KlMat, eps: f32) -> Result<()> {
     let p = abi::KlRmsNorm { out, x, weight, eps, unused: 0 };
     let vectorizable = [out, x].iter().all(|m| is_vectorizable(m, abi::KL_BF16)) && is_vectorizable(&weight, abi::KL_F32);
-    let (kernel, rows) = row_norm(RMS_NORMS, x.cols, vectorizable);
+    let (kernel, rows) = rms_norm_kernel(x.cols, vectorizable);
     cx.kernels.launch(kernel, [x.rows.div_ceil(rows), 1, 1], &p)
 }
 
@@ -57,7 +57,7 @@ pub fn layer_norm_modulate(cx: &OpContext, op: &'static str, streams: &[Modulate
         let vectorizable = p.stream[..group.len()]
             .iter()
             .all(|s| s.x.cols == cols && [s.out, s.x, s.shift, s.scale].iter().all(|m| is_vectorizable(m, abi::KL_BF16)));
-        let (kernel, rows) = row_norm(LAYER_NORMS, cols, vectorizable);
+        let (kernel, rows) = layer_norm_kernel(cols, vectorizable);
         let ctas = p.stream.iter().map(|s| s.x.rows.div_ceil(rows)).sum();
         cx.kernels.launch(kernel, [ctas, 1, 1], &p)?;
     }
@@ -184,12 +184,12 @@ mod tests {
 
     #[test]
     fn row_norms_fit_their_rows() {
-        let rms = |cols| row_norm(RMS_NORMS, cols, true);
+        let rms = |cols| rms_norm_kernel(cols, true);
         // Each takes what is too wide for the one before it: only then does a thread lack no more than its last vector.
-        assert_eq!([8, 1024, 1032, 2560].map(|cols| rms(cols).0), [0, 0, 1, 2].map(|i| RMS_NORMS[i]));
-        assert_eq!([3072, 4096, 4104, 8192].map(|cols| rms(cols).0), [2, 3, 4, 4].map(|i| RMS_NORMS[i]));
+        assert_eq!([8, 1024, 1032, 2560].map(|cols| rms(cols).0), [0, 0, 1, 2].map(|i| rms_norms()[i]));
+        assert_eq!([3072, 4096, 4104, 8192].map(|cols| rms(cols).0), [2, 3, 4, 4].map(|i| rms_norms()[i]));
         assert_eq!(rms(8200), (Kernel::RmsNormAny, 1));
-        assert_eq!(row_norm(LAYER_NORMS, 3072, true), (Kernel::LayerNorm3072, 2));
-        assert_eq!(row_norm(LAYER_NORMS, 3072, false), (Kernel::LayerNormAny, 1));
+        assert_eq!(layer_norm_kernel(3072, true), (Kernel::LayerNorm3072, 2));
+        assert_eq!(layer_norm_kernel(3072, false), (Kernel::LayerNormAny, 1));
     }
 }

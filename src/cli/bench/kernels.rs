@@ -111,7 +111,7 @@ mod tests {
             name,
             capability: (9, 0),
             multiprocessors: 132,
-            shared: 232_448,
+            shared: DeviceInfo::SM90_SHARED,
             clock: 1_980_000,
             memory,
             driver,

@@ -2,41 +2,38 @@
 //! the blocks of a backend (more than 1,024 rows, 512 columns, 256 queries, 512 keys, 512 pixels), in f32 and bf16, contiguous
 //! and strided. Further cases have the widths of the real models; their names contain `klein`.
 
-use super::oracle::{self, Heads};
-use super::{Case, Check, Expected, Fit, Mat, Operand, Rig, SMALL, stored, want};
-use kiln::backend::{
-    Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, Modulated, Op, Projection, QkNorm, Role, Rope, RopeStyle,
-    Sampling,
-};
+use super::oracle;
+use super::{Case, Check, Expected, Fit, Mat, Operand, Rig, gemms, stored, want};
+use kiln::backend::{Conv, GroupNorm, KvSegment, LatentStats, Modulated, Op, Role, RopeStyle, Sampling};
 use kiln::tensor::DType::{self, Bf16, F16, F32, U8};
 use std::f32::consts::LN_2;
 
-const EPS: f32 = 1e-6;
+pub const EPS: f32 = 1e-6;
 
 /// Rows and columns of element-wise and row-wise ops.
 const SHAPES: [(usize, usize); 6] = [(1, 1), (7, 113), (113, 128), (129, 7), (1, 3072), (1031, 521)];
 
 /// The dtype of a weight in the file and in the backend.
-const WEIGHT_TYPES: [(DType, DType); 7] =
+pub const WEIGHT_TYPES: [(DType, DType); 7] =
     [(Bf16, Bf16), (F32, F32), (F16, F16), (F16, Bf16), (F32, Bf16), (Bf16, F32), (F16, F32)];
 
 /// The dtypes and layouts in which a case runs.
-type Variants = &'static [(DType, Fit)];
+pub type Variants = &'static [(DType, Fit)];
 const ALL: Variants = &[(F32, Fit::Whole), (F32, Fit::Slice), (Bf16, Fit::Whole), (Bf16, Fit::Slice)];
 /// For cases in which the error of naive f32 arithmetic is small by chance.
 const BF16: Variants = &[(Bf16, Fit::Whole), (Bf16, Fit::Slice)];
 /// For cases with ten million values and more.
 const TWO: Variants = &[(F32, Fit::Slice), (Bf16, Fit::Whole)];
 
-struct Table {
+pub struct Table {
     cases: Vec<Case>,
     /// Appended to the names of cases.
     label: &'static str,
-    variants: Variants,
+    pub variants: Variants,
 }
 
 impl Table {
-    fn add(&mut self, name: String, body: impl Fn(&mut Rig<'_>) + Clone + 'static) {
+    pub fn add(&mut self, name: String, body: impl Fn(&mut Rig<'_>) + Clone + 'static) {
         for &(storage, fit) in self.variants {
             let name = format!("{name}{} {storage:?} {fit:?}", self.label).to_lowercase();
             self.cases.push(Case { name, storage, fit, body: Box::new(body.clone()) });
@@ -54,8 +51,8 @@ pub fn all() -> Vec<Case> {
 
 fn awkward(table: &mut Table) {
     row_wise(table);
-    gemms(table);
-    projections(table);
+    gemms::all(table);
+    gemms::projections(table);
     attention(table);
     convolutions(table);
     group_norms(table);
@@ -72,13 +69,13 @@ fn klein(table: &mut Table) {
     }
     table.variants = TWO;
     for (rows, side) in [(5, 3072), (3, 4096)] {
-        linear(table, rows, side, side, false);
-        gate_residual(table, rows, side, side, true, false);
+        gemms::linear(table, rows, side, side, false);
+        gemms::gate_residual(table, rows, side, side, true, false);
     }
-    swiglu(table, 3, 3072, 9216);
-    qkv(table, (2, 3072, 24, 24, 128, RopeStyle::Interleaved, Some(9216)));
+    gemms::swiglu(table, 3, 3072, 9216);
+    gemms::qkv(table, (2, 3072, 24, 24, 128, RopeStyle::Interleaved, Some(9216)));
     table.variants = ALL;
-    qkv(table, (5, 2560, 32, 8, 128, RopeStyle::HalfSplit, None));
+    gemms::qkv(table, (5, 2560, 32, 8, 128, RopeStyle::HalfSplit, None));
     attend(table, (130, &[200], 24, 24, 128, false), Scores::Bounded);
     attend(table, (70, &[70], 32, 8, 128, true), Scores::Usual);
     for (from, to) in [(512, 512), (256, 128), (128, 3)] {
@@ -193,161 +190,6 @@ fn layer_norm_modulate(table: &mut Table, rows: usize, cols: usize, (mean, sprea
 
 fn finite(m: &Mat) -> usize {
     (0..m.rows).map(|r| m.row::<f32>(r).iter().filter(|v| v.is_finite()).count()).sum()
-}
-
-fn linear_of(weight: &Operand, bias: Option<&Operand>) -> Linear {
-    Linear { weight: weight.t, bias: bias.map(|b| b.t) }
-}
-
-/// M, K and N of GEMMs.
-const GEMMS: [(usize, usize, usize); 7] =
-    [(1, 7, 1), (1, 128, 129), (7, 113, 128), (113, 129, 7), (129, 1, 113), (2, 2, 600), (1031, 67, 523)];
-/// Sizes at a tile of 64, one less and one more, in each dimension and in all.
-const TILES: [(usize, usize, usize); 9] = [
-    (64, 64, 64),
-    (63, 64, 64),
-    (65, 64, 64),
-    (64, 63, 64),
-    (64, 65, 64),
-    (64, 64, 63),
-    (64, 64, 65),
-    (63, 63, 63),
-    (65, 65, 65),
-];
-
-/// GEMMs with a K that is long enough for split-K.
-const LONG: [(usize, usize, usize); 2] = [(66, 584, 64), (130, 520, 168)];
-
-/// Names a GEMM. A long K is called the length of rows, which does not exclude the case from the small ones.
-fn shape(rows: usize, inner: usize, cols: usize) -> String {
-    if inner > SMALL { format!("{rows}x{cols}, rows of {inner}") } else { format!("{rows}x{inner}x{cols}") }
-}
-
-fn gemms(table: &mut Table) {
-    for (rows, inner, cols) in GEMMS.into_iter().chain(TILES).chain(LONG) {
-        for with_bias in [false, true] {
-            linear(table, rows, inner, cols, with_bias);
-        }
-        swiglu(table, rows, inner, cols);
-        for (gated, with_bias) in [(true, false), (false, false), (true, true)] {
-            gate_residual(table, rows, inner, cols, gated, with_bias);
-        }
-    }
-    // Many long rows: operand A is too large to be decoded at once.
-    table.add("linear 1031x8209x3".into(), |rig| {
-        let w = rig.weight(Role::Linear, &[3], 8209, Bf16, Bf16);
-        let (x, out) = (rig.input(1031, 8209, |v| v), rig.output(1031, 3));
-        let linear = linear_of(&w, None);
-        let op = Op::Linear(&[Gemm { out, x: x.t, w: &linear }]);
-        rig.run(op, &[(out, want!(linear(&x.host, &w.host, None)))]);
-    });
-    // Storage of a weight: one part, or three as for q, k and v with the second one misaligned, in every pair of dtypes.
-    for (from, to) in WEIGHT_TYPES {
-        for parts in [&[131][..], &[64, 1, 66]] {
-            table.add(format!("linear with weight {from:?} as {to:?} in {} parts", parts.len()), move |rig| {
-                let w = rig.weight(Role::Linear, parts, 129, from, to);
-                let (x, out) = (rig.input(113, 129, |v| v), rig.output(113, 131));
-                let linear = linear_of(&w, None);
-                let op = Op::Linear(&[Gemm { out, x: x.t, w: &linear }]);
-                rig.run(op, &[(out, want!(linear(&x.host, &w.host, None)))]);
-            });
-        }
-    }
-}
-
-fn linear(table: &mut Table, rows: usize, inner: usize, cols: usize, with_bias: bool) {
-    let shape = shape(rows, inner, cols);
-    table.add(format!("linear {shape} bias {with_bias}, two streams"), move |rig| {
-        let w = [rig.weight(Role::Linear, &[cols], inner, Bf16, Bf16), rig.weight(Role::Linear, &[5], inner, F32, F32)];
-        let bias = [cols, 5].map(|n| with_bias.then(|| rig.vector(n)));
-        let (x, y) = (rig.input(rows, inner, |v| v), rig.input(3, inner, |v| v));
-        let out = [rig.output(rows, cols), rig.output(3, 5)];
-        let linear = [linear_of(&w[0], bias[0].as_ref()), linear_of(&w[1], bias[1].as_ref())];
-        let streams = [Gemm { out: out[0], x: x.t, w: &linear[0] }, Gemm { out: out[1], x: y.t, w: &linear[1] }];
-        let host = bias.each_ref().map(|b| b.as_ref().map(|b| &b.host));
-        rig.run(
-            Op::Linear(&streams),
-            &[(out[0], want!(linear(&x.host, &w[0].host, host[0]))), (out[1], want!(linear(&y.host, &w[1].host, host[1])))],
-        );
-    });
-}
-
-fn swiglu(table: &mut Table, rows: usize, inner: usize, cols: usize) {
-    table.add(format!("linear_swiglu {}", shape(rows, inner, cols)), move |rig| {
-        let w = rig.weight(Role::GateUp { tail: 2 * cols }, &[cols, cols], inner, Bf16, Bf16);
-        let (x, out) = (rig.input(rows, inner, |v| 3.0 * v), rig.output(rows, cols));
-        let linear = linear_of(&w, None);
-        let op = Op::LinearSwiglu(&[Gemm { out, x: x.t, w: &linear }]);
-        rig.run(op, &[(out, want!(swiglu(&x.host, &w.host, 0, cols)))]);
-    });
-}
-
-fn gate_residual(table: &mut Table, rows: usize, inner: usize, cols: usize, gated: bool, with_bias: bool) {
-    let shape = shape(rows, inner, cols);
-    table.add(format!("linear_gate_residual {shape} gate {gated} bias {with_bias}"), move |rig| {
-        let w = rig.weight(Role::Linear, &[cols], inner, Bf16, Bf16);
-        let bias = with_bias.then(|| rig.vector(cols));
-        let gate = gated.then(|| rig.input(1, cols, |v| v));
-        let (x, into) = (rig.input(rows, inner, |v| v), rig.updated(rows, cols));
-        let linear = linear_of(&w, bias.as_ref());
-        let stream = GatedGemm { into: into.t, x: x.t, w: &linear, gate: gate.as_ref().map(|g| g.t) };
-        let host = (bias.as_ref().map(|b| &b.host), gate.as_ref().map(|g| &g.host));
-        rig.run(
-            Op::LinearGateResidual(&[stream]),
-            &[(into.t, want!(gate_residual(&into.host, &x.host, &w.host, host.0, host.1)))],
-        );
-    });
-}
-
-/// Rows, inner size, query heads, KV heads, head dimension, RoPE style, width of the SwiGLU MLP.
-type QkvShape = (usize, usize, usize, usize, usize, RopeStyle, Option<usize>);
-
-fn projections(table: &mut Table) {
-    use RopeStyle::{HalfSplit, Interleaved};
-    let shapes = [
-        (1, 31, 1, 1, 2, Interleaved, None),
-        (7, 113, 4, 2, 64, HalfSplit, None),
-        (113, 64, 3, 3, 128, Interleaved, Some(129)),
-        (129, 67, 3, 3, 128, HalfSplit, Some(7)),
-        (113, 64, 0, 3, 128, Interleaved, None),
-        (3, 17, 2, 1, 512, HalfSplit, None),
-        (1031, 17, 5, 5, 128, Interleaved, Some(523)),
-    ];
-    shapes.into_iter().for_each(|shape| qkv(table, shape));
-}
-
-fn qkv(table: &mut Table, (rows, inner, q_heads, k_heads, d, style, mlp): QkvShape) {
-    let (k_start, v_start, mlp_start) = (q_heads * d, (q_heads + k_heads) * d, (q_heads + 2 * k_heads) * d);
-    let name = format!("qkv {rows}x{inner} {q_heads}:{k_heads} heads of {d} {style:?} mlp {mlp:?}");
-    table.add(name, move |rig| {
-        let tail = 2 * mlp.unwrap_or(0);
-        let role = if tail > 0 { Role::GateUp { tail } } else { Role::Linear };
-        let parts = [k_start, v_start - k_start, mlp_start - v_start, tail];
-        let w = rig.weight(role, &parts, inner, Bf16, Bf16);
-        let (q_norm, k_norm) = (rig.vector(d), rig.vector(d));
-        let angles = rig.input_as(F32, rows, d, |v| v);
-        let x = rig.input(rows, inner, |v| 2.0 * v);
-        let q = (q_heads > 0).then(|| rig.output(rows, k_start));
-        let (k, v) = (rig.output(rows, k_heads * d), rig.output(rows, k_heads * d));
-        let mlp = mlp.map(|width| rig.output(rows, width));
-        let linear = linear_of(&w, None);
-        let q_scale = 0.3;
-        let norm = QkNorm { q: q_norm.t, k: k_norm.t, eps: EPS, q_scale };
-        let rope = Rope { table: angles.t, style };
-        let stream = Projection { x: x.t, w: &linear, norm, rope, q, k, v, mlp };
-        let (x, w, table) = (&x.host, &w.host, &angles.host);
-        let [q_norm, k_norm] =
-            [(&q_norm, q_scale), (&k_norm, 1.0)].map(|(n, scale)| Heads { weight: &n.host, eps: EPS, scale, table, style });
-        let mut checks: Vec<Check<'_>> =
-            vec![(k, want!(heads(x, w, k_start..v_start, k_norm))), (v, want!(values(x, w, v_start..mlp_start)))];
-        if let Some(q) = q {
-            checks.push((q, want!(heads(x, w, 0..k_start, q_norm))));
-        }
-        if let Some(mlp) = mlp {
-            checks.push((mlp, want!(swiglu(x, w, mlp_start, tail / 2))));
-        }
-        rig.run(Op::Qkv(&[stream]), &checks);
-    });
 }
 
 /// Queries, keys of each KV segment, query heads, KV heads, head dimension, causal mask.

@@ -8,7 +8,12 @@
 //!   gaps and inputs are read back. Padding of inputs is NaN, so that reading it shows.
 
 pub mod cases;
+mod gemms;
 pub mod oracle;
+#[allow(dead_code)] // only some tests run on GPUs or emulate one
+pub mod outputs;
+#[allow(dead_code)]
+pub mod tiles;
 
 use half::{bf16, f16};
 use kiln::backend::{Backend, HostData, Op, Role, WeightPart};
@@ -18,8 +23,6 @@ use std::sync::Arc;
 
 /// Added to every limit, because naive arithmetic may be exact by chance.
 const FLOOR: f64 = 1e-6;
-/// Bytes reserved for weights; no case needs more than half.
-const WEIGHTS: u64 = 512 << 20;
 /// The value of padding columns of results; exact in every dtype.
 const PADDING: f32 = 1280.0;
 /// Padding columns to the left and right of a strided operand.
@@ -312,13 +315,38 @@ fn judge(out: Tensor, got: &[f32], want: &Expected) -> Option<String> {
     Some(format!("relative error {error:.2e}, naive arithmetic has {naive:.2e}; worst at {place}: {got}, oracle {exact}"))
 }
 
-/// Runs one case and returns its results. `verify` compares them with the oracle; failures are added to `faults`.
-pub fn run(be: &mut dyn Backend, weights: &mut Arena, case: &Case, verify: bool, faults: &mut Vec<String>) -> Vec<Vec<f32>> {
-    // Weights are placed one after the other until half of the region is used, so that few cases allocate.
-    if weights.peak() == 0 || weights.peak() > WEIGHTS / 2 {
-        *weights = Arena::new(Region::Weights);
-        be.reserve_weights(WEIGHTS).unwrap();
+/// The weights of the cases that a backend has run so far: placed one after the other until half of the memory is used, so that few
+/// cases allocate.
+pub struct Weights {
+    arena: Arena,
+    bytes: u64,
+}
+
+impl Default for Weights {
+    /// Enough for every case.
+    fn default() -> Self {
+        Self::with_bytes(512 << 20)
     }
+}
+
+impl Weights {
+    /// Room for cases that need no more than half of it.
+    pub fn with_bytes(bytes: u64) -> Self {
+        Self { arena: Arena::new(Region::Weights), bytes }
+    }
+
+    fn prepare(&mut self, backend: &mut dyn Backend) -> &mut Arena {
+        if self.arena.peak() == 0 || self.arena.peak() > self.bytes / 2 {
+            self.arena = Arena::new(Region::Weights);
+            backend.reserve_weights(self.bytes).unwrap();
+        }
+        &mut self.arena
+    }
+}
+
+/// Runs one case and returns its results. `verify` compares them with the oracle; failures are added to `faults`.
+pub fn run(be: &mut dyn Backend, weights: &mut Weights, case: &Case, verify: bool, faults: &mut Vec<String>) -> Vec<Vec<f32>> {
+    let weights = weights.prepare(be);
     let mut rig = Rig {
         backend: be,
         weights,
@@ -339,7 +367,7 @@ pub fn run(be: &mut dyn Backend, weights: &mut Arena, case: &Case, verify: bool,
 
 /// Checks the cases that `wanted` selects by name.
 pub fn check_some(backend: &mut dyn Backend, wanted: impl Fn(&str) -> bool) {
-    let (mut weights, mut faults, mut count) = (Arena::new(Region::Weights), Vec::new(), 0);
+    let (mut weights, mut faults, mut count) = (Weights::default(), Vec::new(), 0);
     for case in cases::all().iter().filter(|c| wanted(&c.name)) {
         run(backend, &mut weights, case, true, &mut faults);
         count += 1;

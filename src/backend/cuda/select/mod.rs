@@ -8,7 +8,7 @@ mod schedule;
 mod tile;
 
 pub use schedule::{Schedule, persistent_stream_k, stream_k};
-pub use tile::{ClusterMode, MAX_CTAS_PER_SM, MAX_PARTIAL_WARPS, Tile, TileConfig};
+pub use tile::{ClusterMode, Tile, TileConfig};
 
 use super::abi;
 
@@ -140,8 +140,9 @@ impl GroupedGemm<'_> {
 
     /// The plan that keeps the SMs busy for the least time, among the tiles that `fits` accepts.
     pub fn plan(&self, sms: u32, fits: impl Fn(Tile) -> bool) -> GemmPlan {
-        let candidates = Tile::ALL.into_iter().rev().filter(|&tile| fits(tile));
-        let plans = candidates.flat_map(|tile| self.plans(tile, sms));
+        // Of two plans that cost the same the first is taken: that with the smaller Hopper tile, or with the larger portable one.
+        let (sm90, mma): (Vec<_>, Vec<_>) = Tile::ALL.into_iter().filter(|&tile| fits(tile)).partition(|tile| tile.is_sm90());
+        let plans = sm90.into_iter().rev().chain(mma).flat_map(|tile| self.plans(tile, sms));
         let portable = || self.plans(Tile::Mma128x128, sms)[0];
         plans.min_by_key(|&plan| self.cost(plan, sms)).unwrap_or_else(portable)
     }

@@ -2,30 +2,7 @@
 
 use crate::backend::cuda::abi;
 use crate::backend::cuda::launch::Kernel;
-
-/// The part of the output that a CTA computes at a time, called by its rows and columns (MxN). `Mma` tiles are of the portable kernel
-/// (`mma.sync`), `Sm90` tiles of the Hopper kernel (TMA and `wgmma`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Tile {
-    /// For a handful of rows.
-    Mma64x128,
-    /// For GPUs with little shared memory.
-    Mma128x128,
-    /// For every other GPU that is not Hopper.
-    Mma256x128,
-    /// For large GEMMs.
-    Sm90_256x192,
-    /// For large GEMMs that 256x192 would leave with a nearly empty last wave.
-    Sm90_192x192,
-    /// For outputs that consist of whole attention heads of 128 columns.
-    Sm90_128x256,
-    /// For a few hundred rows.
-    Sm90_128x208,
-    /// For a few hundred rows where 208 columns would compute more padding.
-    Sm90_128x192,
-    /// For a few hundred rows of a narrow output, and for a handful of rows: split-K over the two CTAs of a cluster.
-    Sm90_128x160,
-}
+use crate::backend::cuda::tiles::with_gemm_tiles;
 
 /// What the two CTAs of a cluster have in common.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,6 +26,8 @@ pub struct TileConfig {
     pub block_k: u32,
     /// CTAs that are resident on an SM at the same time.
     pub ctas_per_sm: u32,
+    /// Consumer warpgroups; none for the portable kernel, all of whose warps both load and compute.
+    pub consumers: u32,
     /// How the CTAs of a cluster cooperate; none for the portable kernel, which has no clusters.
     pub cluster: Option<ClusterMode>,
     /// The kernel that computes it.
@@ -58,51 +37,48 @@ pub struct TileConfig {
     pub relative_cost: u64,
 }
 
-/// Most CTAs that any tile has resident on an SM.
-pub const MAX_CTAS_PER_SM: u32 = 3;
+/// One row for each tile: its name and properties. The rows come from `kernels/tiles.def`.
+macro_rules! tiles {
+    ($($(#[$doc:meta])* $name:ident = $config:expr;)*) => {
+        /// The part of the output that a CTA computes at a time, called by its rows and columns (MxN). `Mma` tiles are of the portable
+        /// kernel (`mma.sync`), `Sm90` tiles of the Hopper kernel (TMA and `wgmma`).
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum Tile { $($(#[$doc])* $name),* }
 
-/// Most warps of a CTA that store Stream-K partials.
-pub const MAX_PARTIAL_WARPS: u32 = 12;
+        impl Tile {
+            /// All tiles, the fastest first.
+            pub const ALL: [Self; [$(stringify!($name)),*].len()] = [$(Self::$name),*];
+
+            /// Its properties.
+            pub const fn config(self) -> TileConfig {
+                match self { $(Self::$name => $config),* }
+            }
+        }
+    };
+}
+
+with_gemm_tiles!(tiles);
+
+impl TileConfig {
+    /// Whether its columns are whole attention heads of the size that tensor-core kernels normalise in their epilogue.
+    pub const fn has_whole_heads(&self) -> bool {
+        self.block_n.is_multiple_of(abi::KL_MMA_COLS)
+    }
+}
 
 impl Tile {
-    /// All tiles.
-    pub const ALL: [Self; 9] = [
-        Self::Mma64x128,
-        Self::Mma128x128,
-        Self::Mma256x128,
-        Self::Sm90_256x192,
-        Self::Sm90_192x192,
-        Self::Sm90_128x256,
-        Self::Sm90_128x208,
-        Self::Sm90_128x192,
-        Self::Sm90_128x160,
-    ];
-
-    /// Its properties.
-    pub const fn config(self) -> TileConfig {
-        const fn mma(block_m: u32, block_k: u32, ctas_per_sm: u32, kernel: Kernel, relative_cost: u64) -> TileConfig {
-            TileConfig { block_m, block_n: abi::KL_MMA_COLS, block_k, ctas_per_sm, cluster: None, kernel, relative_cost }
-        }
-        const fn sm90(block_m: u32, block_n: u32, mode: ClusterMode, kernel: Kernel, relative_cost: u64) -> TileConfig {
-            let (block_k, cluster) = (abi::KL_SM90_BLOCK_K, Some(mode));
-            TileConfig { block_m, block_n, block_k, ctas_per_sm: 1, cluster, kernel, relative_cost }
-        }
-        match self {
-            Self::Mma64x128 => mma(64, abi::KL_MMA_BLOCK_K_64, MAX_CTAS_PER_SM, Kernel::GemmMma64x128, 480),
-            Self::Mma128x128 => mma(128, abi::KL_MMA_BLOCK_K_128, 2, Kernel::GemmMma128x128, 480),
-            Self::Mma256x128 => mma(256, abi::KL_MMA_BLOCK_K_256, 1, Kernel::GemmMma256x128, 420),
-            Self::Sm90_256x192 => sm90(256, 192, ClusterMode::MulticastA, Kernel::GemmSm90_256x192, 100),
-            Self::Sm90_192x192 => sm90(192, 192, ClusterMode::MulticastA, Kernel::GemmSm90_192x192, 102),
-            Self::Sm90_128x256 => sm90(128, 256, ClusterMode::MulticastB, Kernel::GemmSm90_128x256, 102),
-            Self::Sm90_128x208 => sm90(128, 208, ClusterMode::MulticastB, Kernel::GemmSm90_128x208, 103),
-            Self::Sm90_128x192 => sm90(128, 192, ClusterMode::MulticastB, Kernel::GemmSm90_128x192, 106),
-            Self::Sm90_128x160 => sm90(128, 160, ClusterMode::SplitK, Kernel::GemmSm90_128x160, 108),
-        }
-    }
-
     /// Rows of it that one consumer warpgroup computes.
     pub const fn warpgroup_rows(self) -> u32 {
-        if matches!(self, Self::Sm90_256x192) { 128 } else { 64 }
+        let TileConfig { block_m, consumers, .. } = self.config();
+        block_m / consumers
+    }
+
+    /// Stream-K flags that an SM takes at most: one for each resident CTA of the portable kernel, one for each consumer warp of the Hopper
+    /// kernel.
+    pub const fn flags_per_sm(self) -> u32 {
+        const WARPS_PER_WARPGROUP: u32 = 4;
+        let TileConfig { ctas_per_sm, consumers, .. } = self.config();
+        if self.is_sm90() { WARPS_PER_WARPGROUP * consumers } else { ctas_per_sm }
     }
 
     /// Whether it is a tile of the Hopper kernel.

@@ -1,0 +1,19 @@
+// Copies of rows from global to swizzled shared memory.
+#pragma once
+
+#include <common/swizzle.cuh>
+#include <common/types.cuh>
+#include <ptx/sm80.cuh>
+
+// Copies `kRows` rows of one head, of kHeadDim bf16 values each, with all kThreads threads of a CTA; rows beyond the matrix are
+// zero-filled. kUnroll bounds the registers that addresses take.
+template <int kHeadDim, int kThreads, int kRows, int kUnroll>
+__device__ __forceinline__ void load_rows_async(uint32_t to, const KlMat& m, uint32_t first, uint32_t col) {
+  constexpr uint32_t kChunks = kHeadDim / 8;
+#pragma unroll kUnroll
+  for (int i = 0; i < kRows * static_cast<int>(kChunks) / kThreads; i++) {
+    const uint32_t at = i * kThreads + threadIdx.x, row = at / kChunks, chunk = at % kChunks;
+    const bool valid = first + row < m.rows;
+    cp_async(to + swizzled<kHeadDim * 2>(row, chunk), row_of<const bf16>(m, valid ? first + row : 0) + col + chunk * 8, valid);
+  }
+}

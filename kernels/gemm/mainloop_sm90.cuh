@@ -1,0 +1,308 @@
+// The Hopper GEMM over a configuration: the producer, the consumers' main loop, split-K inside a cluster, Stream-K fix-up.
+#pragma once
+
+#include <gemm/config_sm90.cuh>
+#include <gemm/epilogue_sm90.cuh>
+#include <gemm/scheduler_sm90.cuh>
+
+// The Stream-K partials of a warp: all accumulators of a lane.
+template <class Config>
+struct TilePartials : PartialTile<PartialsOfWarp, Config::kMmaM * Config::kMmaN> {
+  static constexpr int kVectors = Config::kMmaM * Config::kMmaN;
+
+  __device__ __forceinline__ TilePartials(const KlTileSchedule& schedule, uint32_t worker)
+      : PartialTile<PartialsOfWarp, kVectors>(schedule, partials_of_warp<KL_SM90_CLUSTER, Config::kWarps>(worker)) {}
+
+  __device__ __forceinline__ void store_acc(const typename Config::Acc& acc) const {
+    this->store([&](int i) {
+      const float* v = &acc[i / Config::kMmaN][4 * (i % Config::kMmaN)];
+      return make_float4(v[0], v[1], v[2], v[3]);
+    });
+  }
+
+  __device__ __forceinline__ void add_to(typename Config::Acc& acc) const {
+    this->wait();
+    // As many loads in flight as there are registers for besides the accumulators and some forty for addresses and the state of the loops.
+    constexpr int kOtherRegisters = 40, kFreeRegisters = Config::Registers::kConsumer - 4 * kVectors - kOtherRegisters;
+    constexpr int kFreeVectors = kFreeRegisters / 4;
+    constexpr int kInFlight = kFreeVectors < 1 ? 1 : kFreeVectors < kVectors ? kFreeVectors : kVectors;
+    this->template load_each</*first*/ 0, kInFlight>([&](int i, const float4& v) {
+      add_vector(&acc[i / Config::kMmaN][4 * (i % Config::kMmaN)], v);
+    });
+  }
+};
+
+// Restricts a tile to this CTA's half of its k-blocks.
+__device__ __forceinline__ void split_k_range(WorkTile& work) {
+  const uint32_t middle = ceil_div(work.k_end, 2u);
+  (cluster_rank() == 0 ? work.k_end : work.k_begin) = middle;
+}
+
+// Split-K: sends the accumulators of a warpgroup's rows to the CTA that finishes them, through distributed shared memory.
+template <class Config>
+__device__ __forceinline__ void send_partials(const Pipeline<Config>& pipe, const typename Config::Acc& acc) {
+  const uint32_t warp = threadIdx.x / 32 - kWarpgroupWarps, to = pipe.store_buffers(warp) + lane() * sizeof(float4);
+#pragma unroll
+  for (int n = 0; n < Config::kMmaN; n++) {
+    const float* v = &acc[0][4 * n];
+    const float4 four = make_float4(v[0], v[1], v[2], v[3]);
+    store_remote_async(to + n * (32 * sizeof(float4)), four, pipe.partials_ready(warp), cluster_rank() ^ 1);
+  }
+}
+
+// Split-K: adds the accumulators that the peer has sent.
+template <class Config>
+__device__ __forceinline__ void reduce_partials(const Pipeline<Config>& pipe, typename Config::Acc& acc) {
+  const uint32_t warp = threadIdx.x / 32 - kWarpgroupWarps, from = pipe.store_buffers(warp) + lane() * sizeof(float4);
+  mbarrier_wait(pipe.partials_ready(warp), 0);
+#pragma unroll
+  for (int n = 0; n < Config::kMmaN; n++) add_vector(&acc[0][4 * n], load_shared(from + n * (32 * sizeof(float4))));
+}
+
+// Loads the residual of a tile through the pipeline, box after box.
+template <class Config>
+__device__ __forceinline__ void produce_residual(const KlGemmSm90& p, Pipeline<Config>& pipe, const TileCoord<Config>& at, uint32_t rank) {
+  for (uint32_t box = 0; box < Config::kResidualBoxes; pipe.advance()) {
+    const uint32_t full = pipe.full(pipe.stage), count = min(Config::kBoxesPerStage, Config::kResidualBoxes - box);
+    mbarrier_wait(pipe.empty(pipe.stage), pipe.parity ^ 1);
+    mbarrier_arrive_expect_tx(full, count * Config::kResidualBoxBytes);
+    for (uint32_t i = 0; i < count; i++, box++) {
+      const uint32_t group = Config::kSplitK ? rank : box % Config::kResidualBoxesM;
+      const uint32_t col = at.col_tile * Config::kBlockN + box / Config::kResidualBoxesM * Config::kResidualCols;
+      const uint32_t row = at.row_tile * Config::kBlockM + group * (Config::kMmaM * kWgmmaRows);
+      tma_load_2d(pipe.a(pipe.stage) + i * Config::kResidualBoxBytes, &p.residual[at.stream], col, row, full);
+    }
+  }
+}
+
+// Whether the residual of a tile follows its k-blocks through the pipeline.
+template <class Config>
+__device__ __forceinline__ bool has_residual(const KlGemmSm90& p, const TileCoord<Config>& at, const WorkTile& work) {
+  const bool adds_residual = p.stream[at.stream].part[at.part].epilogue == KL_GATE_RESIDUAL;
+  return adds_residual && (Config::kSplitK || !work.is_unfinished(p.schedule));
+}
+
+// Loads a k-block of B into the raw ring.
+template <class Config, class LoaderB>
+__device__ __forceinline__ void load_raw(const Pipeline<Config>& pipe, PipelineState<Config::kRawStages>& raw, const LoaderB& b, uint32_t k) {
+  const uint32_t full = pipe.raw_ring().full(raw.stage);
+  mbarrier_wait(pipe.raw_ring().empty(raw.stage), raw.parity ^ 1);
+  mbarrier_arrive_expect_tx(full, Config::kRawBytes);
+  b.load(k, pipe.raw(raw.stage), full);
+  raw.advance();
+}
+
+// The producer: one thread that issues all TMA loads of a CTA.
+template <class Config>
+__device__ __forceinline__ void produce(const typename Config::Params& p, Pipeline<Config> pipe) {
+  using LoaderA = typename Config::OperandA::template Loader<Config>;
+  using LoaderB = typename Config::OperandB::template Loader<Config>;
+  const uint32_t rank = cluster_rank();
+  uint32_t ahead = 0;
+  bool waited = false;
+  PipelineState<Config::kRawStages> raw;
+  TileScheduler<KL_SM90_CLUSTER> scheduler{p.schedule};
+  for (WorkTile work; scheduler.next(work);) {
+    if constexpr (Config::kSplitK) split_k_range(work);
+    const TileCoord<Config> at(p, work.tile);
+    const LoaderA a(p, at, rank);
+    const LoaderB b(p, at, rank);
+    const auto load_b = [&](uint32_t k) {
+      const uint32_t full = pipe.full(pipe.stage);
+      mbarrier_arrive_expect_tx(full, LoaderA::kTmaBytes + LoaderB::kTmaBytes);
+      if constexpr (!Config::kExpanded) b.load(k, pipe.b(pipe.stage), full);
+    };
+    if (!waited) {
+      // Weights do not depend on the previous kernel: the first loads of B are issued while it ends. More of them would delay A.
+      constexpr uint32_t kAhead = 2;
+      const Pipeline<Config> start = pipe;
+      for (uint32_t k = work.k_begin; k < work.k_end && ahead < kAhead; k++, ahead++, pipe.advance()) {
+        if constexpr (Config::kExpanded) load_raw(pipe, raw, b, k);
+        load_b(k);
+      }
+      pipe = start;
+      wait_for_previous_kernel();
+      waited = true;
+    }
+    for (uint32_t k = work.k_begin; k < work.k_end; k++, pipe.advance()) {
+      if (ahead) {
+        ahead--;
+      } else {
+        if constexpr (Config::kExpanded) load_raw(pipe, raw, b, k);  // before the stage is free, which it is expanded into later
+        mbarrier_wait(pipe.empty(pipe.stage), pipe.parity ^ 1);
+        load_b(k);
+      }
+      a.load(k, pipe.a(pipe.stage), pipe.full(pipe.stage));
+    }
+    if (has_residual(p, at, work)) produce_residual(p, pipe, at, rank);
+  }
+}
+
+// The writer warps, which expand B from the raw ring into the pipeline. The full mbarrier of a stage counts an arrival of each, besides
+// that of the producer.
+template <class Config>
+__device__ __forceinline__ void expand(const typename Config::Params& p, Pipeline<Config> pipe) {
+  const uint32_t thread = threadIdx.x - 32;
+  const auto arrive = [](uint32_t mbarrier) {
+    if (lane() == 0) mbarrier_arrive(mbarrier);
+  };
+  PipelineState<Config::kRawStages> raw;
+  TileScheduler<KL_SM90_CLUSTER> scheduler{p.schedule};
+  for (WorkTile work; scheduler.next(work);) {
+    if constexpr (Config::kSplitK) split_k_range(work);
+    for (uint32_t k = work.k_begin; k < work.k_end; k++, pipe.advance(), raw.advance()) {
+      mbarrier_wait(pipe.raw_ring().full(raw.stage), raw.parity);
+      mbarrier_wait(pipe.empty(pipe.stage), pipe.parity ^ 1);
+      Config::OperandB::template expand<Config>(pipe.b(pipe.stage), pipe.raw(raw.stage), thread);
+      fence_proxy_async();  // wgmma sees what the warp has written
+      __syncwarp();
+      arrive(pipe.full(pipe.stage)), arrive(pipe.raw_ring().empty(raw.stage));
+    }
+    if (!has_residual(p, TileCoord<Config>(p, work.tile), work)) continue;
+    for (uint32_t i = 0; i < Config::kResidualStages; i++, pipe.advance()) {
+      mbarrier_wait(pipe.empty(pipe.stage), pipe.parity ^ 1);
+      arrive(pipe.full(pipe.stage));  // with nothing to write
+    }
+  }
+}
+
+// Prefetches what the epilogue of a tile reads.
+template <class Config>
+__device__ __forceinline__ void prefetch_epilogue_operands(const KlGemmSm90& p, const TileCoord<Config>& at) {
+  const KlGemmPart& part = p.stream[at.stream].part[at.part];
+  if (threadIdx.x % kWarpgroupThreads == 0) prefetch_tensor_map(&p.out[at.stream][at.part]);
+  constexpr uint32_t kLineCols = 64;  // of bf16 in a cache line
+  const uint32_t col = at.col_tile * Config::kBlockN + lane() * kLineCols;
+  if (part.epilogue == KL_GATE_RESIDUAL && part.extra.data && lane() * kLineCols < Config::kBlockN && col < part.out.cols) {
+    prefetch_l1(row_of<const bf16>(part.extra, 0) + col);
+  }
+}
+
+// Issues the MMAs of a k-block for kTiles wgmma tiles, whose rows of A are at `a`, and commits them as one group.
+template <class Config, int kTiles>
+__device__ __forceinline__ void mma_k_block(float (&acc)[kTiles][Config::kBlockN / 2], uint32_t a, uint32_t b, bool accumulate) {
+  // From one instruction to the next, within the rows of a stage.
+  constexpr uint64_t kStep = Config::Mma::kInstructionK * sizeof(typename Config::Mma::Element) / kDescriptorUnitBytes;
+  const uint64_t b_descriptor = wgmma_descriptor(b);
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < Config::kMmaK; i++) {
+#pragma unroll
+    for (int m = 0; m < kTiles; m++) {
+      const uint64_t a_descriptor = wgmma_descriptor(a + m * kWgmmaTileBytes);
+      Config::Mma::template mma<Config::kBlockN>(acc[m], a_descriptor + kStep * i, b_descriptor + kStep * i, accumulate || i > 0);
+    }
+  }
+  wgmma_commit();
+}
+
+// Accumulates the k-blocks of a tile. With split-K, `finishes` says whether the warpgroup's rows are finished in this CTA.
+template <class Config>
+__device__ __forceinline__ void accumulate(Pipeline<Config>& pipe, typename Config::Acc& acc, const WorkTile& work, uint32_t group,
+                                           bool finishes) {
+  // With split-K, the warpgroup whose accumulators the peer needs gets the tensor cores to itself for the last k-blocks that the
+  // pipeline holds: its partials travel while the other warpgroup finishes.
+  constexpr uint32_t kLeadKBlocks = Config::kStages - 1, kHandOverBarrier = kWarpgroupBarrier + Config::kConsumers;
+  const bool leads = Config::kSplitK && work.k_end - work.k_begin >= kLeadKBlocks;
+  for (uint32_t k = work.k_begin; k < work.k_end; k++, pipe.advance()) {
+    if (leads && finishes && k + kLeadKBlocks == work.k_end) named_barrier_sync(kHandOverBarrier);
+    mbarrier_wait(pipe.full(pipe.stage), pipe.parity);
+    const uint32_t a = pipe.a(pipe.stage) + group * (Config::kMmaM * kWgmmaTileBytes);
+    mma_k_block<Config>(acc, a, pipe.b(pipe.stage), k > work.k_begin);
+    // The MMAs of the previous k-block are done: its stage is free.
+    wgmma_wait<1>();
+    if (leads && !finishes && k + 1 == work.k_end) named_barrier_arrive(kHandOverBarrier);
+    if (k > work.k_begin) pipe.release(pipe.previous());
+  }
+  wgmma_wait<0>();
+  pipe.release(pipe.previous());
+}
+
+// The same with promotion: the wgmma tiles of a warpgroup take turns with one set of partial accumulators, which covers a single k-block
+// and is then added to those of the tile. Registers have no room for a second set, so a warpgroup does not multiply while it adds; the
+// others do.
+template <class Config>
+__device__ __forceinline__ void accumulate_promoted(Pipeline<Config>& pipe, typename Config::Acc& acc, const WorkTile& work,
+                                                    uint32_t group) {
+  for (uint32_t k = work.k_begin; k < work.k_end; k++, pipe.advance()) {
+    mbarrier_wait(pipe.full(pipe.stage), pipe.parity);
+    const uint32_t a = pipe.a(pipe.stage) + group * (Config::kMmaM * kWgmmaTileBytes);
+#pragma unroll
+    for (int m = 0; m < Config::kMmaM; m++) {
+      float partial[1][Config::kBlockN / 2];
+      mma_k_block<Config>(partial, a + m * kWgmmaTileBytes, pipe.b(pipe.stage), false);
+      wgmma_wait<0>();
+      if (m == Config::kMmaM - 1) pipe.release(pipe.stage);
+#pragma unroll
+      for (int e = 0; e < Config::kBlockN / 2; e++) acc[m][e] = k > work.k_begin ? acc[m][e] + partial[0][e] : partial[0][e];
+    }
+  }
+}
+
+// The consumers: wgmma main loop, Stream-K fix-up or split-K reduction, epilogue.
+template <class Config>
+__device__ __forceinline__ void consume(const typename Config::Params& p, Pipeline<Config> pipe) {
+  const uint32_t group = threadIdx.x / kWarpgroupThreads - 1;
+  TileScheduler<KL_SM90_CLUSTER> scheduler{p.schedule};
+  for (WorkTile work; scheduler.next(work);) {
+    if constexpr (Config::kSplitK) split_k_range(work);
+    // Opaque to the compiler, which would otherwise hoist everything derived from it out of the loop and keep it in registers.
+    uint32_t thread = threadIdx.x;
+    asm volatile("" : "+r"(thread));
+    typename Config::Acc acc;
+    // Computed before there are accumulators: the divisions need registers that are scarce afterwards.
+    const TileCoord<Config> at(p, work.tile);
+    prefetch_epilogue_operands<Config>(p, at);
+    const bool finishes = Config::kSplitK && group == cluster_rank();
+    if constexpr (Config::kPromoted) {
+      accumulate_promoted(pipe, acc, work, group);
+    } else {
+      accumulate(pipe, acc, work, group, finishes);
+    }
+    const auto finish = [&] {
+      Config::Scaling::template apply<Config>(p, at, acc);
+      Epilogue<Config>(p, at, acc, pipe, thread).run(pipe);
+    };
+    if constexpr (Config::kSplitK) {
+      cluster_wait();  // the peer has initialised its mbarriers, long ago
+      if (finishes) {
+        reduce_partials(pipe, acc);
+        finish();
+      } else {
+        send_partials(pipe, acc);
+      }
+    } else {
+      finish_or_store(
+          p.schedule, work, scheduler.worker(), [&] { TilePartials<Config>(p.schedule, scheduler.worker()).store_acc(acc); },
+          [&](uint32_t peer) { TilePartials<Config>(p.schedule, peer).add_to(acc); }, finish);
+    }
+  }
+  if (lane() == 0) tma_store_wait<0>();
+}
+
+template <class Config>
+__device__ __forceinline__ void gemm(const typename Config::Params& p) {
+  KL_DYNAMIC_SHARED(kSwizzleAlignment);
+  const Pipeline<Config> pipe{{align_to_swizzle(shared_address(dynamic_shared))}, {}};
+  const auto init = [&] {
+    prefetch_tensor_map(&p.w[0]), prefetch_tensor_map(&p.x[0]);
+    pipe.ring().init(1 + Config::kWriterWarps, Config::kConsumers * Config::kMulticast);
+    if constexpr (Config::kExpanded) pipe.raw_ring().init(1, Config::kWriterWarps);
+    if constexpr (Config::kSplitK) {
+      for (uint32_t warp = 0; warp < kWarpgroupWarps; warp++) {
+        mbarrier_init(pipe.partials_ready(warp), 1);
+        mbarrier_arrive_expect_tx(pipe.partials_ready(warp), Config::kPartialBytes);
+      }
+    }
+  };
+  const auto run_producer = [&] {
+    if (threadIdx.x == 0) produce(p, pipe);
+    if constexpr (Config::kExpanded) {
+      if (threadIdx.x >= 32) expand(p, pipe);
+    }
+    __syncwarp();
+    if constexpr (Config::kSplitK) cluster_wait();
+  };
+  // With split-K the CTAs do not touch each other's shared memory before the end, where they wait for each other's partials.
+  run_warp_specialised<typename Config::Registers, KL_SM90_CLUSTER, Config::kMulticast>(init, run_producer, [&] { consume(p, pipe); });
+}
