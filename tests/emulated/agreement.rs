@@ -1,0 +1,111 @@
+//! The results of the emulator against those of a GPU. `gpu outputs FILE` records them there; then, anywhere:
+//!
+//!     KILN_GPU_OUTPUTS=FILE cargo test --release --test emulated agreement -- --ignored --nocapture
+//!
+//! The emulated GPU has as many SMs as the real one, because schedules depend on it and with them the order of additions.
+
+use crate::available;
+use crate::driver::Gpu;
+use crate::ops::outputs::{Recorded, all_pairs, record, results};
+use crate::runner::Runner;
+use kiln::backend::cuda::Kernel;
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+/// Ops whose every result is one rounding of a few values: any difference is an error.
+const EXACT: [&str; 6] = ["copy", "embed", "euler", "guidance", "non_finite", "pixels"];
+
+/// Largest difference of other results, in steps of bf16.
+const STEPS: f64 = 1.0;
+
+/// How far below the largest result the smallest step is taken: the error of a sum is relative to its terms, and not to what is left of
+/// them where they cancel.
+const CANCELLED: f32 = 256.0;
+
+/// The same for attention, which rounds probabilities to bf16. The hardware's exp2 is an approximation that is not published to the bit,
+/// so one in some thousand probabilities is rounded to its neighbour, which moves the result by a step of bf16 of that key's value. How
+/// much is left of the values after they were averaged does not matter: the step is that of the largest result.
+const CANCELLED_ATTENTION: f32 = 1.0;
+
+/// Cases of one kernel.
+#[derive(Default)]
+struct Row {
+    cases: usize,
+    equal: usize,
+    values: usize,
+    equal_values: usize,
+    /// In steps of bf16.
+    largest: f64,
+}
+
+/// The largest difference in steps of bf16. A step is at least that of a value `cancelled` times smaller than the largest one.
+fn steps(got: &[f32], want: &[f32], cancelled: f32) -> f64 {
+    let largest = want.iter().fold(0.0_f32, |most, v| most.max(v.abs()));
+    let step = |v: f32| f64::from(f32::from_bits(v.abs().max(largest / cancelled).to_bits() & 0x7f80_0000)) / 128.0;
+    let difference = |(&g, &w): (&f32, &f32)| if g.to_bits() == w.to_bits() { 0.0 } else { f64::from(g - w).abs() / step(w) };
+    got.iter().zip(want).map(difference).fold(0.0, |most, d| if d.is_nan() { f64::INFINITY } else { most.max(d) })
+}
+
+/// A file compared with what the emulator computes: a row for each kernel, and the cases that differ too much.
+fn compare(recorded: &Recorded) -> (BTreeMap<&'static str, Row>, Vec<String>) {
+    let capability = (recorded.number("major"), recorded.number("minor"));
+    let mut runner = Runner::new(Gpu { capability, sms: recorded.number("sms"), shared: recorded.number("shared") });
+    let tensors = recorded.tensors();
+    let (mut rows, mut wrong): (BTreeMap<&str, Row>, _) = (BTreeMap::new(), Vec::new());
+    for (seed, (choice, case)) in all_pairs(recorded.number("limit") as usize).into_iter().enumerate() {
+        let before: Vec<(Kernel, u64)> = runner.cuda.launched().collect();
+        let got = runner.run(choice, &case, seed as u64, false).unwrap_or_else(|e| panic!("{}: {e}", case.name));
+        let want = results(&tensors, choice, &case);
+        let shapes = |results: &[Vec<f32>]| results.iter().map(Vec::len).collect::<Vec<_>>();
+        assert_eq!(shapes(&got), shapes(&want), "{} with {choice:?} was not recorded like this", case.name);
+        // A case counts for the first of its kernels in the table.
+        let launched = runner.cuda.launched().zip(before).find(|((_, now), (_, then))| now > then).map(|((kernel, _), _)| kernel);
+        let row = rows.entry(launched.map_or("none", Kernel::symbol)).or_default();
+        let cancelled = if case.name.starts_with("attention") { CANCELLED_ATTENTION } else { CANCELLED };
+        let off = got.iter().zip(&want).map(|(got, want)| steps(got, want, cancelled)).fold(0.0, f64::max);
+        let exact = EXACT.iter().any(|op| case.name.starts_with(op));
+        if off > if exact { 0.0 } else { STEPS } {
+            wrong.push(format!("{} with {choice:?}: {off:.2} steps", case.name));
+        }
+        let values = || got.iter().flatten().zip(want.iter().flatten());
+        row.cases += 1;
+        row.equal += usize::from(off == 0.0);
+        row.values += values().count();
+        row.equal_values += values().filter(|(got, want)| got.to_bits() == want.to_bits()).count();
+        row.largest = row.largest.max(off);
+    }
+    (rows, wrong)
+}
+
+#[test]
+#[ignore = "takes results that were recorded on a GPU"]
+fn agreement_with_a_gpu() {
+    let file = PathBuf::from(std::env::var_os("KILN_GPU_OUTPUTS").expect("KILN_GPU_OUTPUTS names a file of `gpu outputs`"));
+    let recorded = Recorded::open(&file);
+    let (rows, wrong) = compare(&recorded);
+    println!("| kernel | cases | equal to the bit | values | equal to the bit | largest difference, bf16 steps |");
+    println!("| --- | --- | --- | --- | --- | --- |");
+    for (kernel, Row { cases, equal, values, equal_values, largest }) in rows {
+        println!("| `{kernel}` | {cases} | {equal} | {values} | {equal_values} | {largest:.3} |");
+    }
+    assert!(wrong.is_empty(), "{} cases differ from {}:\n{}", wrong.len(), recorded.property("name"), wrong.join("\n"));
+}
+
+/// The emulator agrees with itself, with other seeds than those of the recording, and a single wrong value is noticed.
+#[test]
+fn results_are_recorded_and_compared() {
+    if !available() {
+        return;
+    }
+    let file = std::env::temp_dir().join(format!("kiln-outputs-{}.safetensors", std::process::id()));
+    let count = record(&mut Runner::new(Gpu::HOPPER).cuda, 3, &file);
+    let recorded = Recorded::open(&file);
+    std::fs::remove_file(&file).unwrap();
+    let (rows, wrong) = compare(&recorded);
+    assert!(wrong.is_empty() && rows.values().all(|row| row.cases == row.equal && row.values == row.equal_values), "{wrong:?}");
+    assert!(rows.len() > 10 && count >= rows.values().map(|row| row.cases).sum());
+    assert_eq!(steps(&[1.0, 0.5], &[1.0, 0.5], CANCELLED), 0.0);
+    assert_eq!(steps(&[1.0, 0.5 + 1.0 / 256.0], &[1.0, 0.5], CANCELLED), 1.0);
+    assert_eq!(steps(&[1.0, 0.5 + 1.0 / 256.0], &[1.0, 0.5], CANCELLED_ATTENTION), 0.5);
+    assert_eq!(steps(&[1.0, f32::NAN], &[1.0, 0.5], CANCELLED), f64::INFINITY);
+}

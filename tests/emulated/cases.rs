@@ -1,0 +1,162 @@
+//! The op cases at small sizes, with every kernel and every tile.
+
+use crate::available;
+use crate::driver::Gpu;
+use crate::ops::outputs::pairs;
+use crate::ops::{self, Case, SMALL, tiles};
+use crate::random::{Random, long};
+use crate::runner::{Runner, run_seed};
+use kiln::backend::cuda::{Choice, Kernel, Tile};
+use std::collections::BTreeSet;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// The cases that run every time on Hopper, with every tile: together they launch every kernel.
+const EVERY_TIME: &[&str] = &[
+    "copy 7x113 bf16 whole",
+    "copy 113x128 from f32 to bf16 bf16 slice",
+    "silu 113x128 bf16 whole",
+    "embed f16 as bf16 bf16 whole",
+    "patchify 3x7 tokens 4 channels bf16 whole",
+    "unpatchify 3x7 tokens 4 channels bf16 whole",
+    "euler 113x128 bf16 whole",
+    "guidance 113x128 bf16 whole",
+    "pixels 113x128 bf16 whole",
+    "non_finite 113x128 bf16 whole",
+    "rms_norm 2 rows of 1024 bf16 whole",
+    "rms_norm 2 rows of 2040 bf16 whole",
+    "rms_norm 2 rows of 3064 bf16 whole",
+    "rms_norm 2 rows of 3080 bf16 whole",
+    "rms_norm 2 rows of 6152 bf16 whole",
+    "rms_norm 2 rows of 8200 bf16 whole",
+    "layer_norm_modulate 1 and 3 rows of 1024 around 4 by 1 bf16 whole",
+    "layer_norm_modulate 1 and 3 rows of 2040 around 4 by 1 bf16 whole",
+    "layer_norm_modulate 1 and 3 rows of 3064 around 4 by 1 bf16 whole",
+    "layer_norm_modulate 1 and 3 rows of 3080 around 4 by 1 bf16 whole",
+    "layer_norm_modulate 1 and 3 rows of 6152 around 4 by 1 bf16 whole",
+    "layer_norm_modulate 1 and 3 rows of 8200 around 4 by 1 bf16 whole",
+    "group_norm 129x128 groups 8 stats given false silu true bf16 whole",
+    "group_norm 113x40 groups 5 stats given false silu false bf16 slice",
+    "conv 5x7 3 to 32 same residual true stats some(8) bf16 whole",
+    "conv 17x9 40 to 40 same residual false stats some(5) bf16 whole",
+    "conv 7x3 40 to 128 up residual false stats some(16) bf16 whole",
+    "linear 64x65x64 bias true, two streams bf16 whole",
+    "linear 65x64x72 bias true, grouped with 67 rows bf16 whole",
+    "linear_swiglu 130x168, rows of 520 bf16 whole",
+    "linear_gate_residual 66x64, rows of 584 gate true bias true bf16 whole",
+    "qkv 7x113 4:2 heads of 64 halfsplit mlp none bf16 whole",
+    "qkv 113x64 3:3 heads of 128 interleaved mlp some(129) bf16 whole",
+    "attention 7 queries [113] keys 4:2 heads of 64 bf16 whole",
+    "attention 65 queries [33] keys 2:1 heads of 512 bf16 whole",
+    "attention bounded 130 queries [129, 0, 7] keys 3:3 heads of 128 bf16 whole",
+    "attention huge 130 queries [129, 0, 7] keys 3:3 heads of 128 bf16 whole",
+    "attention_causal 33 queries [33] keys 2:2 heads of 128 bf16 whole",
+    "attention_causal 130 queries [130] keys 4:1 heads of 128 bf16 whole",
+];
+
+/// The CPU time of this thread; the time since `start` where the system does not report it.
+fn cpu_time(start: Instant) -> Duration {
+    let text = std::fs::read_to_string("/proc/thread-self/schedstat").ok();
+    let nanos = text.and_then(|text| text.split(' ').next()?.parse().ok());
+    nanos.map_or(start.elapsed(), Duration::from_nanos)
+}
+
+/// A GPU and the kernels that are chosen on it.
+struct Plan {
+    gpu: Gpu,
+    choices: Vec<Choice>,
+    /// Whether a case is worth running with a choice.
+    wanted: fn(Choice, &str) -> bool,
+    /// The cases that run every time.
+    every_time: &'static [&'static str],
+    /// The CPU time after which no more cases are taken at random.
+    sample: Duration,
+}
+
+/// The plans, one for each thread.
+fn plans() -> Vec<Plan> {
+    let sm90 = |choice: &Choice| matches!(choice, Choice::Tile(tile) if tile.is_sm90());
+    let (hopper, portable): (Vec<_>, Vec<_>) = Choice::all().partition(sm90);
+    let on_hopper = |choices| {
+        let (wanted, sample) = (tiles::runs_with as fn(Choice, &str) -> bool, Duration::from_secs(20));
+        Plan { gpu: Gpu::HOPPER, choices, wanted, every_time: EVERY_TIME, sample }
+    };
+    // Only the kernels of matrix ops are selected by the GPU.
+    let selected = |gpu| {
+        let wanted: fn(Choice, &str) -> bool = |_, name| tiles::is_matrix_op(name) && tiles::has_tile(name, Tile::Mma128x128);
+        Plan { gpu, choices: vec![Choice::Best], wanted, every_time: &[], sample: Duration::from_secs(5) }
+    };
+    vec![on_hopper(portable), on_hopper(hopper), selected(Gpu::AMPERE), selected(Gpu::SMALL)]
+}
+
+/// What a thread found.
+#[derive(Default)]
+struct Outcome {
+    faults: Vec<String>,
+    launched: BTreeSet<&'static str>,
+}
+
+impl Plan {
+    fn run(&self, only: Option<&str>) -> Outcome {
+        let start = Instant::now();
+        let busy = || cpu_time(start);
+        let (mut outcome, mut runner) = (Outcome::default(), Runner::new(self.gpu));
+        let mut cases = pairs_of(self, only);
+        let mut random = Random::new(run_seed());
+        // The cases of every time first, in their order; the others at random.
+        let every_time = |name: &str| self.every_time.contains(&name);
+        cases.sort_by_cached_key(|(_, case)| if every_time(&case.name) { 0 } else { 1 + random.next() / 2 });
+        let (mut run, total) = (0, cases.len());
+        for (choice, case) in cases {
+            if only.is_none() && !long() && !every_time(&case.name) && busy() > self.sample {
+                break;
+            }
+            outcome.faults.extend(runner.check(choice, &case).err());
+            run += 1;
+        }
+        if self.gpu.capability == (9, 0) && self.choices.contains(&Choice::Best) {
+            outcome.faults.extend(runner.cuda.self_test().err().map(|e| format!("self-test: {e}")));
+        }
+        println!("{:?}: {run} of {total} cases in {:.1} s", self.gpu, busy().as_secs_f64());
+        outcome.launched = runner.cuda.launched().filter(|(_, times)| *times > 0).map(|(kernel, _)| kernel.symbol()).collect();
+        outcome
+    }
+}
+
+/// The cases of a plan, or those with all of these words in their names.
+fn pairs_of(plan: &Plan, only: Option<&str>) -> Vec<(Choice, Case)> {
+    let words: Vec<&str> = only.unwrap_or_default().split(' ').collect();
+    // The widths of the real models take as long as all the rest.
+    let wanted =
+        |name: &str| words.iter().all(|word| name.contains(word)) && (long() || only.is_some() || !name.contains(" klein"));
+    let choices = plan.choices.iter().copied();
+    choices.flat_map(|choice| pairs(choice, SMALL, plan.wanted)).filter(|(_, case)| wanted(&case.name)).collect()
+}
+
+#[test]
+fn every_kernel_computes_what_it_should() {
+    if !available() {
+        return;
+    }
+    println!("KILN_TEST_SEED={}", run_seed());
+    let names: Vec<String> = ops::cases::all().into_iter().map(|case| case.name).collect();
+    let unknown: Vec<_> = EVERY_TIME.iter().filter(|name| !names.iter().any(|known| known == *name)).collect();
+    assert!(unknown.is_empty(), "no cases are called {unknown:?}");
+    let only = std::env::var("KILN_TEST_CASE").ok();
+    let outcomes: Vec<Outcome> = thread::scope(|scope| {
+        let threads: Vec<_> = plans()
+            .into_iter()
+            .map(|plan| {
+                scope.spawn({
+                    let only = only.as_deref();
+                    move || plan.run(only)
+                })
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    let faults: Vec<String> = outcomes.iter().flat_map(|outcome| outcome.faults.clone()).collect();
+    assert!(faults.is_empty(), "{} cases fail:\n{}", faults.len(), faults.join("\n"));
+    let missed: Vec<_> = Kernel::ALL.iter().filter(|k| !outcomes.iter().any(|o| o.launched.contains(k.symbol()))).collect();
+    assert!(missed.is_empty() || only.is_some(), "never launched: {missed:?}");
+}

@@ -1,0 +1,55 @@
+/* The interface of the emulator to the host: what an emulating CUDA driver needs.
+ *
+ * A function that can fail returns a message, which is valid until the next call, or null. All state belongs to the calling thread. */
+#ifndef KILN_EMULATOR_H
+#define KILN_EMULATOR_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Finds a kernel by module (the name of its file without extension) and symbol; -1 if there is none. */
+int32_t kl_emu_kernel(const char* module, const char* symbol, uint64_t* param_bytes, uint32_t* max_threads);
+
+/* `cluster` CTAs along x are a cluster; `overlap` allows the kernel to start before the previous one has ended. */
+typedef struct {
+  uint32_t grid[3];
+  uint32_t threads, shared, cluster, overlap;
+} KlEmuLaunch;
+
+/* Queues a launch and runs what was queued before; the seed decides the order of all that hardware leaves open. */
+const char* kl_emu_launch(int32_t kernel, const KlEmuLaunch* launch, const void* params, uint64_t seed);
+
+/* Runs all that is queued. */
+const char* kl_emu_finish(void);
+
+/* Launches that take more CPU time than this end with an error; 60 s unless it is set. */
+void kl_emu_time_limit(double seconds);
+
+/* Global memory: kernels may access only what is allocated. Addresses are those of the host. */
+void kl_emu_allocate(uint64_t address, uint64_t bytes);
+void kl_emu_free(uint64_t address);
+
+/* A TMA tensor map. Sizes are in elements, innermost dimension first; pitches in bytes; swizzle is 0, 32, 64 or 128 bytes. */
+typedef struct {
+  uint64_t address;
+  uint32_t element_bytes, rank;
+  uint64_t size[3];
+  uint64_t pitch[2];
+  uint32_t box[3];
+  uint32_t swizzle;
+} KlEmuMap;
+
+/* Encodes a tensor map, checked by the driver's rules. */
+const char* kl_emu_tensor_map(uint64_t out[16], const KlEmuMap* map);
+
+/* Tests the arithmetic of tensor cores: what failed, or null. */
+const char* kl_emu_selftest(void);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,11 @@
+// Included before a kernel file is compiled for the emulator. Each kernel file is compiled inside an unnamed namespace, because two
+// files may have types of the same name; what it includes from here must not be inside it.
+#pragma once
+
+#include <abi.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <ptx/entry.cuh>
+#include <ptx/sm80.cuh>
+#include <ptx/sm90.cuh>

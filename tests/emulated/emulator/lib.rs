@@ -1,0 +1,137 @@
+//! Runs kiln's CUDA kernels on the CPU: the C++ beside this file compiles `kernels/*.cu` unchanged and executes them with a fiber per
+//! GPU thread. This crate is a safe interface to it; CONTRIBUTING.md says what is emulated and what is checked.
+//!
+//! The state of the emulator belongs to the thread that calls it, so tests can run in parallel.
+
+mod memory;
+pub mod planted;
+#[cfg(no_emulator)]
+mod unavailable;
+
+pub use memory::DeviceMemory;
+
+use std::ffi::{CStr, CString, c_char};
+use std::time::Duration;
+
+/// An entry point of a kernel file.
+#[derive(Clone, Copy, Debug)]
+pub struct Entry {
+    index: i32,
+    /// Bytes of its only parameter.
+    pub param_bytes: u64,
+    /// The most threads that a CTA may have, by its launch bounds.
+    pub max_threads: u32,
+}
+
+/// How a kernel is launched.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Launch {
+    /// CTAs along x, y and z.
+    pub grid: [u32; 3],
+    /// Threads of a CTA.
+    pub threads: u32,
+    /// Bytes of dynamic shared memory.
+    pub shared: u32,
+    /// CTAs of a cluster; 1 for none.
+    pub cluster: u32,
+    /// 1 if the kernel may start before its predecessor has ended.
+    pub overlap: u32,
+}
+
+/// What a tensor map describes.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct TensorMap {
+    /// Address of the first element.
+    pub address: u64,
+    /// Bytes of an element.
+    pub element_bytes: u32,
+    /// Number of dimensions, 2 or 3.
+    pub rank: u32,
+    /// Elements along each dimension, the contiguous one first.
+    pub size: [u64; 3],
+    /// Bytes from one element to the next along each dimension but the first.
+    pub pitch: [u64; 2],
+    /// Elements of a box along each dimension.
+    pub tile: [u32; 3],
+    /// Bytes within which the 16-byte chunks of a box are permuted: 0, 32, 64 or 128.
+    pub swizzle: u32,
+}
+
+/// Whether there was a C++ compiler to build the emulator with. Without it there are no kernels, and every call fails.
+pub const AVAILABLE: bool = !cfg!(no_emulator);
+
+#[cfg(no_emulator)]
+use unavailable::*;
+
+// SAFETY: the declarations are those of emulator.h.
+#[cfg(not(no_emulator))]
+unsafe extern "C" {
+    fn kl_emu_kernel(module: *const c_char, symbol: *const c_char, param_bytes: *mut u64, max_threads: *mut u32) -> i32;
+    fn kl_emu_launch(kernel: i32, launch: *const Launch, params: *const std::ffi::c_void, seed: u64) -> *const c_char;
+    fn kl_emu_finish() -> *const c_char;
+    fn kl_emu_time_limit(seconds: f64);
+    fn kl_emu_allocate(address: u64, bytes: u64);
+    fn kl_emu_free(address: u64);
+    fn kl_emu_tensor_map(out: *mut u64, map: *const TensorMap) -> *const c_char;
+    fn kl_emu_selftest() -> *const c_char;
+}
+
+/// What a call returned: null, or a message that is valid until the next call.
+///
+/// # Safety
+/// `message` was returned by the emulator, and nothing has called it since.
+unsafe fn outcome(message: *const c_char) -> Result<(), String> {
+    if message.is_null() {
+        return Ok(());
+    }
+    // SAFETY: the emulator returns null or a valid C string.
+    Err(unsafe { CStr::from_ptr(message) }.to_string_lossy().into_owned())
+}
+
+/// The entry point of that name in a module: a kernel file of the product or of the tests, or one of [`planted::ALL`].
+pub fn entry(module: &str, symbol: &str) -> Option<Entry> {
+    let (module, symbol) = (CString::new(module).ok()?, CString::new(symbol).ok()?);
+    let mut entry = Entry { index: 0, param_bytes: 0, max_threads: 0 };
+    // SAFETY: the texts and both results outlive the call.
+    entry.index = unsafe { kl_emu_kernel(module.as_ptr(), symbol.as_ptr(), &mut entry.param_bytes, &mut entry.max_threads) };
+    (entry.index >= 0).then_some(entry)
+}
+
+/// Queues a kernel and runs what was queued before it. The order of everything that hardware leaves open is drawn from `seed`.
+///
+/// # Panics
+/// If `params` has another size than the kernel's parameter.
+pub fn launch(entry: Entry, launch: &Launch, params: &[u8], seed: u64) -> Result<(), String> {
+    assert_eq!(params.len() as u64, entry.param_bytes);
+    // SAFETY: the parameter has the kernel's size and is copied before the call returns. Every access of a kernel is checked against
+    // the allocations that `DeviceMemory` has registered.
+    unsafe { outcome(kl_emu_launch(entry.index, launch, params.as_ptr().cast(), seed)) }
+}
+
+/// Runs everything that is queued.
+pub fn finish() -> Result<(), String> {
+    // SAFETY: takes no argument; kernels are checked as above.
+    unsafe { outcome(kl_emu_finish()) }
+}
+
+/// From now on a launch of this thread that takes more CPU time ends with an error. At first the limit is a minute.
+pub fn set_time_limit(limit: Duration) {
+    // SAFETY: only notes the number.
+    unsafe { kl_emu_time_limit(limit.as_secs_f64()) }
+}
+
+/// Encodes a tensor map.
+pub fn tensor_map(map: &TensorMap) -> Result<[u64; 16], String> {
+    let mut encoded = [0; 16];
+    // SAFETY: both outlive the call, and a map has sixteen words.
+    unsafe { outcome(kl_emu_tensor_map(encoded.as_mut_ptr(), map)) }?;
+    Ok(encoded)
+}
+
+/// Checks the models of tensor-core arithmetic against exact arithmetic and published results.
+pub fn selftest() -> Result<(), String> {
+    // SAFETY: takes no argument.
+    unsafe { outcome(kl_emu_selftest()) }
+}

@@ -1,0 +1,148 @@
+//! Bugs that tests plant in copies of kernel sources, to see that the emulator finds them.
+
+/// A bug: a text that stands once in a source, and what it is replaced with.
+#[derive(Clone, Copy, Debug)]
+pub struct Planted {
+    /// The name of the module that has the bug.
+    pub name: &'static str,
+    /// The kernel file that is compiled with it, without its extension.
+    pub kernel_file: &'static str,
+    /// How the row of `tiles.def` begins that the module keeps; it has no other entry point of a template.
+    pub tile: &'static str,
+    /// The source below `kernels/` that the text stands in.
+    pub source: &'static str,
+    /// What is replaced.
+    pub find: &'static str,
+    /// What it is replaced with.
+    pub replace: &'static str,
+}
+
+/// All of them.
+pub const ALL: &[Planted] = &[
+    // A consumer gives a stage back while the MMAs of its k-block are in flight.
+    Planted {
+        name: "stage_released_early",
+        kernel_file: "gemm_bf16_sm90",
+        tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 192,",
+        source: "gemm/mainloop_sm90.cuh",
+        find: "    if (k > work.k_begin) pipe.release(pipe.previous());\n  }\n  wgmma_wait<0>();\n  pipe.release(pipe.previous());",
+        replace: "    pipe.release(pipe.stage);\n  }\n  wgmma_wait<0>();",
+    },
+    // The producer does not wait until a stage is free.
+    Planted {
+        name: "missing_empty_wait",
+        kernel_file: "gemm_bf16_sm90",
+        tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 192,",
+        source: "gemm/mainloop_sm90.cuh",
+        find: "        mbarrier_wait(pipe.empty(pipe.stage), pipe.parity ^ 1);\n        load_b(k);",
+        replace: "        load_b(k);",
+    },
+    // Consumers do not wait for the copies of a stage.
+    Planted {
+        name: "missing_full_wait",
+        kernel_file: "gemm_bf16_sm90",
+        tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 192,",
+        source: "gemm/mainloop_sm90.cuh",
+        find: "named_barrier_sync(kHandOverBarrier);\n    mbarrier_wait(pipe.full(pipe.stage), pipe.parity);\n",
+        replace: "named_barrier_sync(kHandOverBarrier);\n",
+    },
+    // A stage is given back to the CTA's own producer alone, and not to the peer that multicasts into it.
+    Planted {
+        name: "missing_remote_arrive",
+        kernel_file: "gemm_bf16_sm90",
+        tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 192,",
+        source: "gemm/pipeline_sm90.cuh",
+        find: "if (threadIdx.x % kWarpgroupThreads < kCtas) mbarrier_arrive_remote(empty, threadIdx.x % kWarpgroupThreads);",
+        replace: "if (threadIdx.x % kWarpgroupThreads == 0) mbarrier_arrive(empty);",
+    },
+    // The epilogue reads accumulators of MMAs in flight.
+    Planted {
+        name: "missing_wgmma_wait",
+        kernel_file: "gemm_bf16_sm90",
+        tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 192,",
+        source: "gemm/mainloop_sm90.cuh",
+        find: "  wgmma_wait<0>();\n  pipe.release(pipe.previous());",
+        replace: "  pipe.release(pipe.previous());",
+    },
+    // Results are staged without the swizzle that the tensor map of the output has.
+    Planted {
+        name: "wrong_swizzle",
+        kernel_file: "gemm_bf16_sm90",
+        tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 192,",
+        source: "gemm/policies_sm90.cuh",
+        find: "swizzled<kCols * sizeof(Element)>(lane % 16, lane / 16);",
+        replace: "lane % 16 * (kCols * sizeof(Element)) + lane / 16 * 16;",
+    },
+    // TMA stores results that it need not see yet.
+    Planted {
+        name: "missing_proxy_fence",
+        kernel_file: "gemm_bf16_sm90",
+        tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 192,",
+        source: "gemm/epilogue_sm90.cuh",
+        find: "      fence_proxy_async();\n",
+        replace: "",
+    },
+    // The second box of B overlaps the first.
+    Planted {
+        name: "overlapping_boxes",
+        kernel_file: "gemm_bf16_sm90",
+        tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 160,",
+        source: "gemm/policies_sm90.cuh",
+        find: "tma_load_2d(to + Config::kBBytes / 2, map,",
+        replace: "tma_load_2d(to + Config::kBBytes / 4, map,",
+    },
+    // A stage is expected to receive more bytes than its boxes have.
+    Planted {
+        name: "wrong_byte_count",
+        kernel_file: "gemm_bf16_sm90",
+        tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 192,",
+        source: "gemm/mainloop_sm90.cuh",
+        find: "mbarrier_arrive_expect_tx(full, LoaderA::kTmaBytes + LoaderB::kTmaBytes);",
+        replace: "mbarrier_arrive_expect_tx(full, LoaderA::kTmaBytes + LoaderB::kTmaBytes + 16);",
+    },
+    // One warpgroup hands over at another barrier than the one at which the other waits.
+    Planted {
+        name: "wrong_barrier_id",
+        kernel_file: "gemm_bf16_sm90",
+        tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 160,",
+        source: "gemm/mainloop_sm90.cuh",
+        find: "named_barrier_arrive(kHandOverBarrier);",
+        replace: "named_barrier_arrive(kHandOverBarrier + 1);",
+    },
+    // A Stream-K worker publishes its partials before all of its lanes have stored theirs, so that stale ones are added.
+    Planted {
+        name: "partials_published_early",
+        kernel_file: "gemm_bf16_sm90",
+        tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 192,",
+        source: "gemm/stream_k.cuh",
+        find: "    Owner::sync_stores();\n    if",
+        replace: "    if",
+    },
+    // The ranges of Stream-K workers begin one k-block late.
+    Planted {
+        name: "stream_k_off_by_one",
+        kernel_file: "gemm_bf16_sm90",
+        tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 192,",
+        source: "gemm/stream_k.cuh",
+        find: "min(worker, schedule.remainder)",
+        replace: "min(worker + 1, schedule.remainder)",
+    },
+    // Fragments are loaded from a stage whose copies may not have arrived.
+    Planted {
+        name: "missing_cp_async_wait",
+        kernel_file: "gemm_mma",
+        tile: "KL_GEMM_MMA(gemm_mma, 128, 128,",
+        source: "gemm/mma_tile.cuh",
+        find: "          cp_async_wait<kStages - 2>();\n          __syncthreads();  // the next stage",
+        replace: "          __syncthreads();  // the next stage",
+    },
+    // Warps overwrite sums of squares that others have yet to read.
+    Planted {
+        name: "missing_syncthreads",
+        kernel_file: "gemm_mma",
+        tile: "KL_GEMM_MMA(gemm_mma, 128, 128,",
+        source: "gemm/epilogue_mma.cuh",
+        find: "    __syncthreads();  // all warps have read the sums of squares\n",
+        replace: "",
+    },
+];

@@ -1,0 +1,80 @@
+//! Mistakes of the host: a parameter, a launch or a tensor map that is not what the kernel expects.
+
+use crate::available;
+use crate::driver::{Emulated, Gpu, Sabotage};
+use crate::ops::cases;
+use crate::runner::Runner;
+use kiln::backend::cuda::driver::{Driver, Launch, MapSpec, Swizzle};
+use kiln::backend::cuda::{Choice, Tile};
+
+/// A GEMM with tensor maps of activations, weights, results and a residual.
+const CASE: &str = "linear_gate_residual 66x64, rows of 584 gate true bias true bf16 whole";
+
+/// Runs the case with a mistake, and returns what is reported.
+fn with(sabotage: Option<Sabotage>) -> Result<(), String> {
+    let case = cases::all().into_iter().find(|case| case.name == CASE).expect("the case is in the table");
+    let mut runner = Runner::new(Gpu::HOPPER);
+    runner.driver.set_sabotage(sabotage);
+    runner.run(Choice::Tile(Tile::Sm90_128x192), &case, 1, true).map(drop)
+}
+
+/// Runs the case with each mistake, and checks that it is found and what is said of it.
+fn check<T>(mistakes: &[(&str, T, &str)], sabotage: impl Fn(&T) -> Sabotage) {
+    with(None).unwrap();
+    for (mistake, change, message) in mistakes {
+        let found = with(Some(sabotage(change))).expect_err(mistake);
+        assert!(found.contains(message), "{mistake}: {found}");
+    }
+}
+
+#[test]
+fn a_wrong_tensor_map_is_found() {
+    if !available() {
+        return;
+    }
+    type Change = fn(&mut MapSpec);
+    let mistakes: &[(&str, Change, &str)] = &[
+        ("a box of half the rows", |map| map.tile[1] /= 2, ""),
+        ("a box wider than its swizzle", |map| map.tile[0] *= 2, "the rows of a box fit the swizzle"),
+        ("no swizzle", |map| map.swizzle = Swizzle::None, ""),
+        ("another swizzle", |map| map.swizzle = Swizzle::Bytes32, "the rows of a box fit the swizzle"),
+        ("a pitch that is no multiple of 16 bytes", |map| map.pitch += 2, "pitches are multiples of 16"),
+        ("the pitch of wider rows", |map| map.pitch += 16, ""),
+        ("an address that is no multiple of 16", |map| map.address += 8, "the address is a multiple of 16"),
+        ("more rows than there are", |map| map.size[1] += 1 << 20, ""),
+    ];
+    check(mistakes, |change| Sabotage::Map(*change));
+}
+
+#[test]
+fn a_wrong_launch_is_found() {
+    if !available() {
+        return;
+    }
+    type Change = fn(&mut Launch, &mut Vec<u8>);
+    let mistakes: &[(&str, Change, &str)] = &[
+        ("less shared memory than the pipeline takes", |launch, _| launch.shared /= 2, "beyond the CTA's"),
+        ("a warpgroup less", |launch, _| launch.threads -= 128, ""),
+        ("more threads than the launch bounds", |launch, _| launch.threads += 128, "cannot be launched so"),
+        ("a cluster less", |launch, _| launch.grid[0] -= launch.cluster, ""),
+        ("a cluster that is cut", |launch, _| launch.grid[0] -= 1, "cannot be launched so"),
+        ("a tensor map that is not there", |_, params| params[..128].fill(0), "are not an encoded tensor map"),
+    ];
+    check(mistakes, |change| Sabotage::Launch(*change));
+}
+
+/// As the real driver does, when kernels are loaded.
+#[test]
+fn a_parameter_of_another_size_is_refused() {
+    if !available() {
+        return;
+    }
+    let driver = Emulated::new(Gpu::HOPPER);
+    let module = driver.load(b"pointwise").unwrap();
+    let refused = |symbol: &str, params, shared| driver.function(module, symbol, params, shared).unwrap_err().to_string();
+    assert!(refused("kl_map", 1, 0).contains("the host has 1"));
+    assert!(refused("kl_maps", 1, 0).contains("is not in pointwise"));
+    let params = kiln_emulator::entry("pointwise", "kl_map").unwrap().param_bytes as usize;
+    assert!(driver.function(module, "kl_map", params, 1024).is_ok());
+    assert!(refused("kl_map", params, 1 << 20).contains("bytes of shared memory"));
+}

@@ -1,0 +1,48 @@
+//! The tiny model makes an image on an emulated GPU.
+
+use crate::available;
+use crate::common::{cpu, run, short_engine, small_job};
+use crate::driver::{Emulated, Gpu};
+use crate::random::long;
+use crate::runner::{cuda_with, run_seed};
+use kiln::backend::{Backend, Lockstep};
+use kiln::config::Variant;
+use kiln::pipeline::{Job, LoadOptions};
+use kiln::tensor::Precision;
+
+const OPTIONS: LoadOptions = LoadOptions { precision: Precision::Bf16, references: false, low_memory: false };
+
+/// Every op of an image is within rounding of what the CPU backend computes.
+#[test]
+fn an_image_equals_that_of_the_cpu_op_by_op() {
+    if !available() {
+        return;
+    }
+    let driver = Emulated::new(Gpu::HOPPER);
+    driver.set_seed(run_seed());
+    let backend = Lockstep::new(cpu(), cuda_with(&driver, None).unwrap());
+    let mut engine = short_engine(Box::new(backend), Variant::Distilled, OPTIONS);
+    run(&mut engine, &Job { steps: 2, ..small_job() })
+        .unwrap_or_else(|e| panic!("{e}\n  again with KILN_TEST_SEED={}", run_seed()));
+    assert!(driver.launches() > 100, "only {} kernels were launched", driver.launches());
+}
+
+/// The third step is a replay of the second, which was captured; neither that nor the order of what hardware leaves open changes a bit.
+#[test]
+fn neither_graphs_nor_seeds_change_an_image() {
+    if !available() || !long() {
+        return;
+    }
+    let image = |capture: bool, seed: u64| {
+        let driver = Emulated::new(Gpu::HOPPER);
+        driver.set_seed(seed);
+        let mut cuda = cuda_with(&driver, None).unwrap();
+        cuda.set_graph_capture(capture);
+        let backend: Box<dyn Backend> = Box::new(cuda);
+        let mut engine = short_engine(backend, Variant::Distilled, OPTIONS);
+        run(&mut engine, &Job { steps: 3, ..small_job() }).unwrap().image
+    };
+    let first = image(true, run_seed());
+    assert!(first == image(false, run_seed()), "captured steps give another image");
+    assert!(first == image(true, run_seed() + 1), "another order gives another image");
+}

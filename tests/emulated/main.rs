@@ -1,0 +1,44 @@
+//! Every kernel on an emulated GPU: the sources of `kernels/` compiled for the CPU, under the real CUDA backend. What hardware leaves
+//! open happens in a random order, and what it does not allow is an error. No GPU and no nvcc is needed, only a C++ compiler.
+//!
+//! Each case has a seed of its own, which follows from the seed of the run. A failure says how to repeat it:
+//!
+//!     KILN_TEST_SEED=1234 KILN_TEST_CASE="linear 64x64x64" cargo test --test emulated every_kernel
+//!
+//! A run takes some cases every time and then others at random; with `KILN_TEST_LONG=1` it takes all.
+
+#![allow(clippy::print_stdout)] // seeds, figures and why a test was skipped, with --nocapture
+
+#[path = "../common/mod.rs"]
+mod common;
+#[path = "../common/ops/mod.rs"]
+#[allow(dead_code)] // cases run one by one here
+mod ops;
+#[path = "../common/random.rs"]
+mod random;
+
+mod agreement;
+mod cases;
+mod driver;
+mod faults;
+mod host;
+mod image;
+mod instructions;
+mod planted;
+mod policies;
+mod runner;
+
+/// Whether there is an emulator; a test that needs it ends here if not.
+fn available() -> bool {
+    if !kiln_emulator::AVAILABLE {
+        println!("skipped: built without the emulator, which takes a C++ compiler");
+    }
+    kiln_emulator::AVAILABLE
+}
+
+#[test]
+fn tensor_core_arithmetic_is_that_of_the_published_models() {
+    if available() {
+        kiln_emulator::selftest().unwrap();
+    }
+}

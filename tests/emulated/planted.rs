@@ -1,0 +1,112 @@
+//! Bugs planted in copies of the kernels: each has to be found, and named by what it does.
+
+use crate::available;
+use crate::driver::Gpu;
+use crate::ops::cases;
+use crate::runner::Runner;
+use kiln::backend::cuda::{Choice, Tile};
+use kiln_emulator::planted;
+
+/// Seeds with which a bug may go unnoticed, at most: some need a certain order of events.
+const SEEDS: u64 = 20;
+
+/// How a planted bug is found.
+struct Expected {
+    /// The module that has it.
+    bug: &'static str,
+    tile: Tile,
+    case: &'static str,
+    /// A part of what the emulator reports.
+    message: &'static str,
+}
+
+/// Ten k-blocks, more than any pipeline has stages, which two Stream-K workers or the CTAs of a cluster divide evenly.
+const LONG: &str = "linear_gate_residual 66x64, rows of 584 gate true bias true bf16 whole";
+/// Nine k-blocks, which two workers cannot divide evenly.
+const REMAINDER: &str = "linear_gate_residual 130x168, rows of 520 gate true bias true bf16 whole";
+/// Every epilogue that normalises heads.
+const QKV: &str = "qkv 113x64 3:3 heads of 128 interleaved mlp some(129) bf16 whole";
+
+const EXPECTED: &[Expected] = &[
+    Expected { bug: "stage_released_early", tile: Tile::Sm90_128x192, case: LONG, message: "which a wgmma of CTA" },
+    Expected { bug: "missing_empty_wait", tile: Tile::Sm90_128x192, case: LONG, message: "has had all 1 arrivals of phase" },
+    Expected { bug: "missing_full_wait", tile: Tile::Sm90_128x192, case: LONG, message: " reads shared memory +0x" },
+    Expected {
+        bug: "missing_remote_arrive",
+        tile: Tile::Sm90_128x192,
+        case: LONG,
+        message: "2 of 4 arrivals and 0 bytes are missing",
+    },
+    Expected { bug: "missing_wgmma_wait", tile: Tile::Sm90_128x192, case: LONG, message: "while a wgmma on it is in flight" },
+    Expected { bug: "wrong_swizzle", tile: Tile::Sm90_128x192, case: LONG, message: "relative error" },
+    Expected { bug: "missing_proxy_fence", tile: Tile::Sm90_128x192, case: LONG, message: "without fence_proxy_async" },
+    Expected { bug: "overlapping_boxes", tile: Tile::Sm90_128x160, case: LONG, message: "which a TMA load of CTA" },
+    Expected {
+        bug: "wrong_byte_count",
+        tile: Tile::Sm90_128x192,
+        case: LONG,
+        message: "0 of 1 arrivals and 16 bytes are missing",
+    },
+    Expected {
+        bug: "wrong_barrier_id",
+        tile: Tile::Sm90_128x160,
+        case: LONG,
+        message: "barrier 3, where 128 of 256 threads have arrived",
+    },
+    Expected {
+        bug: "partials_published_early",
+        tile: Tile::Sm90_128x192,
+        case: LONG,
+        message: "without an acquire of what that warp has released",
+    },
+    Expected {
+        bug: "stream_k_off_by_one",
+        tile: Tile::Sm90_128x192,
+        case: REMAINDER,
+        message: "global memory that is not allocated",
+    },
+    Expected {
+        bug: "missing_cp_async_wait",
+        tile: Tile::Mma128x128,
+        case: LONG,
+        message: "while an asynchronous operation writes it",
+    },
+    Expected { bug: "missing_syncthreads", tile: Tile::Mma128x128, case: QKV, message: "without a barrier between them" },
+];
+
+impl Expected {
+    /// The first report of the emulator on the case, if there is one.
+    fn run(&self, bug: Option<&'static str>) -> Option<(u64, String)> {
+        let case = cases::all().into_iter().find(|case| case.name == self.case);
+        let case = case.unwrap_or_else(|| panic!("no case is called {:?}", self.case));
+        let mut runner = Runner::with_bug(Gpu::HOPPER, bug);
+        (0..SEEDS).find_map(|seed| Some((seed, runner.run(Choice::Tile(self.tile), &case, seed, true).err()?)))
+    }
+}
+
+#[test]
+fn every_planted_bug_is_found_and_named() {
+    if !available() {
+        return;
+    }
+    let mut wrong = Vec::new();
+    // Without a bug nothing is found, with any of the seeds.
+    let mut sound: Vec<&Expected> = Vec::new();
+    for expected in EXPECTED {
+        if sound.iter().all(|other| (other.tile, other.case) != (expected.tile, expected.case)) {
+            sound.push(expected);
+            wrong.extend(expected.run(None).map(|(seed, message)| format!("no bug, with seed {seed}: {message}")));
+        }
+    }
+    for bug in planted::ALL {
+        let expected = EXPECTED.iter().find(|expected| expected.bug == bug.name);
+        let expected = expected.unwrap_or_else(|| panic!("it is not said how {} is found", bug.name));
+        match expected.run(Some(bug.name)) {
+            Some((seed, message)) if message.contains(expected.message) => println!("{} with seed {seed}: {message}", bug.name),
+            Some((seed, message)) => wrong.push(format!("{} is not named, with seed {seed}: {message}", bug.name)),
+            None => wrong.push(format!("{} is not found", bug.name)),
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert_eq!(EXPECTED.len(), planted::ALL.len());
+}

@@ -1,0 +1,380 @@
+//! The main loop of the Hopper GEMM with policies that no kernel of the product has yet (`policies.cu`), against f64 loops: FP8 with and
+//! without promotion, weights that are expanded on their way into the pipeline, and a convolution.
+
+#[path = "../../src/backend/cuda/abi.rs"]
+#[allow(dead_code)]
+mod abi;
+
+use crate::available;
+use crate::random::Random;
+use abi::{KlGemmPart, KlGemmSm90, KlGemmStream, KlTileSchedule};
+use half::bf16;
+use kiln_emulator::{self as emulator, DeviceMemory, Launch, TensorMap};
+use std::mem::offset_of;
+
+/// The relative error of results that are rounded to bf16, and a little more.
+const BF16_ERROR: f64 = 2e-3;
+/// Seeds of a case, each of which is another order of events.
+const SEEDS: u64 = 3;
+
+/// What the CTAs of a cluster share, as `ClusterMode` in `gemm/config_sm90.cuh`.
+#[derive(Clone, Copy, PartialEq)]
+enum Cluster {
+    MulticastA,
+    MulticastB,
+    SplitK,
+}
+
+/// An entry point of `policies.cu`, and its tile.
+#[derive(Clone, Copy)]
+struct Kernel {
+    symbol: &'static str,
+    block_m: u32,
+    block_n: u32,
+    cluster: Cluster,
+}
+
+impl Kernel {
+    /// Rows of the boxes of A.
+    fn a_rows(&self) -> u32 {
+        if self.cluster == Cluster::MulticastA { self.block_m / abi::KL_SM90_CLUSTER } else { self.block_m }
+    }
+
+    /// Columns of the boxes of the output, which may have at most `largest`.
+    fn store_cols(&self, largest: u32) -> u32 {
+        1 << (self.block_n | largest).trailing_zeros()
+    }
+}
+
+/// Memory of the emulated GPU, with copies to and from it.
+#[derive(Default)]
+struct Device(DeviceMemory);
+
+impl Device {
+    fn upload(&self, bytes: &[u8]) -> u64 {
+        let address = self.0.allocate(bytes.len() as u64).unwrap();
+        self.0.write(address, bytes).unwrap();
+        address
+    }
+
+    fn upload_bf16(&self, values: &[bf16]) -> u64 {
+        self.upload(&values.iter().flat_map(|v| v.to_ne_bytes()).collect::<Vec<u8>>())
+    }
+
+    /// Memory for results, which holds NaN.
+    fn allocate(&self, bytes: usize) -> u64 {
+        self.0.allocate(bytes as u64).unwrap()
+    }
+
+    /// Values of `N` bytes each, as `value` reads them.
+    fn download<const N: usize>(&self, address: u64, count: usize, value: fn([u8; N]) -> f32) -> Vec<f32> {
+        let mut bytes = vec![0; count * N];
+        self.0.read(address, &mut bytes).unwrap();
+        bytes.as_chunks().0.iter().map(|&bytes| value(bytes)).collect()
+    }
+
+    fn download_bf16(&self, address: u64, count: usize) -> Vec<f32> {
+        self.download(address, count, |bytes| bf16::from_ne_bytes(bytes).to_f32())
+    }
+}
+
+/// An encoded tensor map.
+type Map = [u64; 16];
+
+/// The map of a row-major tensor, whose last dimension comes first here.
+fn map(address: u64, element_bytes: u32, size: &[u32], tile: &[u32], swizzle: u32) -> Map {
+    let (mut map_size, mut map_tile) = ([1; 3], [1; 3]);
+    for i in 0..size.len() {
+        (map_size[i], map_tile[i]) = (u64::from(size[i]), tile[i]);
+    }
+    let row = map_size[0] * u64::from(element_bytes);
+    let (rank, pitch) = (size.len() as u32, [row, row * map_size[1]]);
+    let (size, tile) = (map_size, map_tile);
+    emulator::tensor_map(&TensorMap { address, element_bytes, rank, size, pitch, tile, swizzle }).unwrap()
+}
+
+/// The same with boxes that fill the rows of their swizzle.
+fn swizzled_map(address: u64, element_bytes: u32, size: &[u32], tile: &[u32]) -> Map {
+    map(address, element_bytes, size, tile, tile[0] * element_bytes)
+}
+
+/// What a kernel computes: `row_tiles` tiles by `cols` columns over `k_blocks` k-blocks.
+struct Problem<'a> {
+    kernel: Kernel,
+    row_tiles: u32,
+    cols: u32,
+    k_blocks: u32,
+    x: Map,
+    w: Map,
+    out: Map,
+    /// What the epilogue adds, if anything.
+    residual: Option<Map>,
+    /// What a policy adds to the parameter, in words of 32 bits.
+    more: &'a [u32],
+}
+
+impl Problem<'_> {
+    /// Two Stream-K workers share all tiles, or a single one takes them whole. With split-K every tile has a worker.
+    fn run(&self, device: &Device, stream_k: bool, seed: u64) {
+        let Kernel { symbol, block_m, block_n, cluster } = self.kernel;
+        let entry = emulator::entry("policies", symbol).unwrap_or_else(|| panic!("no kernel is called {symbol}"));
+        let col_tiles = self.cols.div_ceil(block_n);
+        let (rows, cols) = match cluster {
+            Cluster::MulticastA => (self.row_tiles, col_tiles.div_ceil(abi::KL_SM90_CLUSTER)),
+            Cluster::MulticastB => (self.row_tiles.div_ceil(abi::KL_SM90_CLUSTER), col_tiles),
+            Cluster::SplitK => (self.row_tiles, col_tiles),
+        };
+        let tiles = rows * cols;
+        let stream_k = stream_k && cluster != Cluster::SplitK;
+        let workers = if cluster == Cluster::SplitK { tiles } else { 1 + u32::from(stream_k) };
+        let ctas = workers * abi::KL_SM90_CLUSTER;
+
+        let mut params = vec![0; entry.param_bytes as usize];
+        let mut put = |offset: usize, bytes: &[u8]| params[offset..][..bytes.len()].copy_from_slice(bytes);
+        put(offset_of!(KlGemmSm90, x), &self.x.map(u64::to_ne_bytes).concat());
+        put(offset_of!(KlGemmSm90, w), &self.w.map(u64::to_ne_bytes).concat());
+        put(offset_of!(KlGemmSm90, out), &self.out.map(u64::to_ne_bytes).concat());
+        put(offset_of!(KlGemmSm90, residual), &self.residual.unwrap_or_default().map(u64::to_ne_bytes).concat());
+        let stream = offset_of!(KlGemmSm90, stream);
+        let part = stream + offset_of!(KlGemmStream, part);
+        let schedule = offset_of!(KlGemmSm90, schedule);
+        let epilogue = if self.residual.is_some() { abi::KL_GATE_RESIDUAL } else { abi::KL_STORE };
+        let k_blocks = if stream_k { tiles * self.k_blocks } else { 0 };
+        let mut words = vec![
+            (stream + offset_of!(KlGemmStream, row_tiles), rows),
+            (stream + offset_of!(KlGemmStream, col_tiles), cols),
+            (part + offset_of!(KlGemmPart, out.cols), self.cols),
+            (part + offset_of!(KlGemmPart, tiles), col_tiles),
+            (part + offset_of!(KlGemmPart, epilogue), epilogue),
+            (offset_of!(KlGemmSm90, group), rows),
+            (schedule + offset_of!(KlTileSchedule, k_blocks), self.k_blocks),
+            (schedule + offset_of!(KlTileSchedule, full_tiles), if stream_k { 0 } else { tiles }),
+            (schedule + offset_of!(KlTileSchedule, k_blocks_per_worker), k_blocks / workers),
+            (schedule + offset_of!(KlTileSchedule, remainder), k_blocks % workers),
+        ];
+        words.extend((size_of::<KlGemmSm90>()..).step_by(size_of::<u32>()).zip(self.more.iter().copied()));
+        words.iter().for_each(|(offset, word)| put(*offset, &word.to_ne_bytes()));
+        let partials = device.allocate((ctas * block_m * block_n) as usize * size_of::<f32>());
+        let flags = device.upload(&vec![0; (ctas * entry.max_threads / 32) as usize * size_of::<u32>()]);
+        put(schedule + offset_of!(KlTileSchedule, partials), &partials.to_ne_bytes());
+        put(schedule + offset_of!(KlTileSchedule, flags), &flags.to_ne_bytes());
+
+        let (threads, shared, cluster) = (entry.max_threads, abi::KL_SM90_SHARED_LIMIT, abi::KL_SM90_CLUSTER);
+        let launch = Launch { grid: [ctas, 1, 1], threads, shared, cluster, overlap: 0 };
+        let outcome = emulator::launch(entry, &launch, &params, seed).and_then(|()| emulator::finish());
+        outcome.unwrap_or_else(|message| panic!("{symbol}: {message}"));
+    }
+}
+
+/// Values from -1 to 1.
+fn random_values(random: &mut Random, count: usize) -> Vec<bf16> {
+    (0..count).map(|_| bf16::from_f64(random.below(2048) as f64 / 1024.0 - 1.0)).collect()
+}
+
+/// Fails unless the root of the sum of squared differences, relative to that of the expected values, is below `limit`.
+fn check(kernel: Kernel, got: &[f32], expected: &[f64], limit: f64) {
+    assert_eq!(got.len(), expected.len());
+    let difference: f64 = got.iter().zip(expected).map(|(&a, &b)| (f64::from(a) - b).powi(2)).sum();
+    let error = (difference / expected.iter().map(|v| v * v).sum::<f64>()).sqrt();
+    println!("{}: relative error {error:.2e}", kernel.symbol);
+    assert!(error < limit, "{}: relative error {error}", kernel.symbol);
+}
+
+// ----------------------------------------------------------------------------------------------------------------- FP8
+
+const PROMOTED: [Kernel; 2] = [
+    Kernel { symbol: "test_e4m3_promoted_256x128", block_m: 256, block_n: 128, cluster: Cluster::MulticastA },
+    Kernel { symbol: "test_e4m3_promoted_128x192", block_m: 128, block_n: 192, cluster: Cluster::MulticastB },
+];
+const UNPROMOTED: [Kernel; 2] = [
+    Kernel { symbol: "test_e4m3_unpromoted_256x128", ..PROMOTED[0] },
+    Kernel { symbol: "test_e4m3_unpromoted_128x192", ..PROMOTED[1] },
+];
+
+/// The value of a code of e4m3 that is not NaN.
+fn e4m3(code: u8) -> f64 {
+    let (exponent, mantissa) = (i32::from(code >> 3 & 15), f64::from(code & 7) / 8.0);
+    let magnitude = if exponent == 0 { mantissa * 2f64.powi(-6) } else { (1.0 + mantissa) * 2f64.powi(exponent - 7) };
+    if code & 0x80 != 0 { -magnitude } else { magnitude }
+}
+
+/// Codes of either sign within eight octaves, and subnormal ones.
+fn random_codes(random: &mut Random, count: usize) -> Vec<u8> {
+    (0..count).map(|_| random.next() as u8 & 0x87 | (random.below(9) as u8) << 3).collect()
+}
+
+/// alpha x w^T, of codes of e4m3.
+fn fp8_gemm(kernel: Kernel, [m, n, k]: [usize; 3], x: &[u8], w: &[u8], alpha: f32, stream_k: bool, seed: u64) -> Vec<f32> {
+    let device = Device::default();
+    let (x, w) = (device.upload(x), device.upload(w));
+    let out = device.allocate(m * n * size_of::<f32>());
+    let count = m * n;
+    let [m, n, k] = [m, n, k].map(|v| v as u32);
+    let problem = Problem {
+        kernel,
+        row_tiles: m.div_ceil(kernel.block_m),
+        cols: n,
+        k_blocks: k.div_ceil(128),
+        x: swizzled_map(x, 1, &[k, m], &[128, kernel.a_rows()]),
+        w: swizzled_map(w, 1, &[k, n], &[128, kernel.block_n / 2]),
+        out: swizzled_map(out, 4, &[n, m], &[kernel.store_cols(32), abi::KL_SM90_STORE_ROWS]),
+        residual: None,
+        more: &[alpha.to_bits()],
+    };
+    problem.run(&device, stream_k, seed);
+    device.download(out, count, f32::from_ne_bytes)
+}
+
+/// All operands 1.125, and K 12288: sums of 15552, which tensor cores alone get wrong.
+#[test]
+fn promotion_keeps_long_sums_exact() {
+    if !available() {
+        return;
+    }
+    const ONE_AND_AN_EIGHTH: u8 = 0x39;
+    let [m, n, k] = [16, 8, 12288];
+    let (x, w) = (vec![ONE_AND_AN_EIGHTH; m * k], vec![ONE_AND_AN_EIGHTH; n * k]);
+    for (kernels, expected) in [(PROMOTED, 15552.0), (UNPROMOTED, 13115.0)] {
+        for kernel in kernels {
+            let got = fp8_gemm(kernel, [m, n, k], &x, &w, 1.0, false, 1);
+            assert!(got.iter().all(|&v| v == expected), "{}: {} instead of {expected}", kernel.symbol, got[0]);
+        }
+    }
+}
+
+#[test]
+fn fp8_gemms_agree_with_f64() {
+    if !available() {
+        return;
+    }
+    // Ragged in every dimension; more k-blocks than the pipeline has stages.
+    let [m, n, k] = [145, 264, 784];
+    let alpha = 0.375;
+    for seed in 0..SEEDS {
+        let mut random = Random::new(seed);
+        let (x, w) = (random_codes(&mut random, m * k), random_codes(&mut random, n * k));
+        let values = |codes: &[u8]| codes.iter().map(|&code| e4m3(code)).collect::<Vec<f64>>();
+        let (x_values, w_values) = (values(&x), values(&w));
+        let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>() * f64::from(alpha);
+        let expected: Vec<f64> = (0..m * n).map(|i| dot(&x_values[i / n * k..][..k], &w_values[i % n * k..][..k])).collect();
+        for (kernels, limit) in [(PROMOTED, 3e-4), (UNPROMOTED, 1e-3)] {
+            for kernel in kernels {
+                let got = fp8_gemm(kernel, [m, n, k], &x, &w, alpha, random.below(2) == 0, seed);
+                check(kernel, &got, &expected, limit);
+            }
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------- expanded B
+
+/// alpha x w^T + residual, of activations in bf16 and weights in e4m3.
+#[test]
+fn expanded_weights_agree_with_f64() {
+    if !available() {
+        return;
+    }
+    const KERNELS: [Kernel; 2] = [
+        Kernel { symbol: "test_expanded_256x192", block_m: 256, block_n: 192, cluster: Cluster::MulticastA },
+        Kernel { symbol: "test_expanded_128x160", block_m: 128, block_n: 160, cluster: Cluster::SplitK },
+    ];
+    const CONSUMERS: u32 = 2;
+    // More k-blocks than either ring has stages, the last of them not full.
+    let [m, n, k] = [140, 200, 592];
+    let alpha: f32 = 0.375;
+    for seed in 0..SEEDS {
+        let mut random = Random::new(seed);
+        let (x, residual) = (random_values(&mut random, m * k), random_values(&mut random, m * n));
+        let codes = random_codes(&mut random, n * k);
+        for (i, kernel) in KERNELS.into_iter().enumerate() {
+            let with_residual = (seed + i as u64).is_multiple_of(2);
+            let element = |i: usize| {
+                let (x, codes) = (&x[i / n * k..][..k], &codes[i % n * k..][..k]);
+                let sum: f64 = x.iter().zip(codes).map(|(a, &b)| a.to_f64() * e4m3(b)).sum();
+                sum * f64::from(alpha) + if with_residual { residual[i].to_f64() } else { 0.0 }
+            };
+            let expected: Vec<f64> = (0..m * n).map(element).collect();
+            let device = Device::default();
+            let (x, w, residual) = (device.upload_bf16(&x), device.upload(&codes), device.upload_bf16(&residual));
+            let out = device.allocate(m * n * size_of::<bf16>());
+            let [m, n, k] = [m, n, k].map(|v| v as u32);
+            let problem = Problem {
+                kernel,
+                row_tiles: m.div_ceil(kernel.block_m),
+                cols: n,
+                k_blocks: k.div_ceil(64),
+                x: swizzled_map(x, 2, &[k, m], &[64, kernel.a_rows()]),
+                w: map(w, 1, &[k, n], &[64, kernel.block_n], 0),
+                out: swizzled_map(out, 2, &[n, m], &[kernel.store_cols(64), abi::KL_SM90_STORE_ROWS]),
+                residual: with_residual.then(|| swizzled_map(residual, 2, &[n, m], &[64, kernel.block_m / CONSUMERS])),
+                more: &[alpha.to_bits()],
+            };
+            problem.run(&device, seed > 0, seed);
+            check(kernel, &device.download_bf16(out, expected.len()), &expected, BF16_ERROR);
+        }
+    }
+}
+
+// --------------------------------------------------------------------------------------------------------- convolution
+
+const TILE_WIDTH: u32 = 16;
+const TAPS: usize = 3;
+
+/// A 3x3 convolution of [height, width, channels] with [outputs, 3, 3, channels], padded with zeros.
+fn convolution_f64(x: &[bf16], w: &[bf16], [width, height, channels, outputs]: [usize; 4]) -> Vec<f64> {
+    let mut out = vec![0.0; width * height * outputs];
+    for (pixel, values) in out.chunks_mut(outputs).enumerate() {
+        for tap in 0..TAPS * TAPS {
+            let (column, line) = (pixel % width + tap % TAPS, pixel / width + tap / TAPS);
+            if !(1..=width).contains(&column) || !(1..=height).contains(&line) {
+                continue;
+            }
+            let x = &x[((line - 1) * width + column - 1) * channels..][..channels];
+            for (output, value) in values.iter_mut().enumerate() {
+                let w = &w[(output * TAPS * TAPS + tap) * channels..][..channels];
+                *value += x.iter().zip(w).map(|(a, b)| a.to_f64() * b.to_f64()).sum::<f64>();
+            }
+        }
+    }
+    out
+}
+
+#[test]
+fn convolutions_agree_with_f64() {
+    if !available() {
+        return;
+    }
+    const KERNELS: [Kernel; 2] = [
+        Kernel { symbol: "test_convolution_256x128", block_m: 256, block_n: 128, cluster: Cluster::MulticastA },
+        Kernel { symbol: "test_convolution_128x256", block_m: 128, block_n: 256, cluster: Cluster::MulticastB },
+    ];
+    // Tiles at every edge of the image, and more columns than a tile of 128 has.
+    let sizes @ [width, height, channels, outputs] = [21, 18, 128, 136];
+    for seed in 0..SEEDS {
+        let mut random = Random::new(seed);
+        let x = random_values(&mut random, width * height * channels);
+        let w = random_values(&mut random, outputs * TAPS * TAPS * channels);
+        let expected = convolution_f64(&x, &w, sizes);
+        for kernel in KERNELS {
+            let device = Device::default();
+            let (x, w) = (device.upload_bf16(&x), device.upload_bf16(&w));
+            let out = device.allocate(expected.len() * size_of::<bf16>());
+            let [width, height, channels, outputs] = sizes.map(|v| v as u32);
+            let (tiles_across, tile_lines) = (width.div_ceil(TILE_WIDTH), kernel.block_m / TILE_WIDTH);
+            let k = (TAPS * TAPS) as u32 * channels;
+            let problem = Problem {
+                kernel,
+                row_tiles: tiles_across * height.div_ceil(tile_lines),
+                cols: outputs,
+                k_blocks: k / 64,
+                x: swizzled_map(x, 2, &[channels, width, height], &[64, TILE_WIDTH, kernel.a_rows() / TILE_WIDTH]),
+                w: swizzled_map(w, 2, &[k, outputs], &[64, kernel.block_n / 2]),
+                out: swizzled_map(out, 2, &[outputs, width, height], &[kernel.store_cols(64), TILE_WIDTH, 1]),
+                residual: None,
+                more: &[tiles_across, channels / 64],
+            };
+            problem.run(&device, random.below(2) == 0, seed);
+            check(kernel, &device.download_bf16(out, expected.len()), &expected, BF16_ERROR);
+        }
+    }
+}

@@ -1,0 +1,77 @@
+//! Runs op cases on an emulated GPU, each with a seed that a failure prints.
+
+use crate::common::fnv::fnv1a;
+use crate::driver::{Emulated, Gpu};
+use crate::ops::{self, Case, Weights};
+use crate::random::Random;
+use kiln::backend::cuda::{Choice, Cuda};
+use kiln::error::Result;
+use std::borrow::Cow;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::rc::Rc;
+use std::sync::{Arc, OnceLock};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// Room for the weights of small cases.
+const WEIGHT_BYTES: u64 = 32 << 20;
+
+/// The seed of this run: `KILN_TEST_SEED`, or a new one.
+pub fn run_seed() -> u64 {
+    static SEED: OnceLock<u64> = OnceLock::new();
+    *SEED.get_or_init(|| match std::env::var("KILN_TEST_SEED") {
+        Ok(text) => text.parse().expect("KILN_TEST_SEED is a number"),
+        Err(_) => SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64 % 1_000_000_000,
+    })
+}
+
+/// The CUDA backend on an emulated GPU. `bug` is a module that has kernels with a planted bug.
+pub fn cuda_with(driver: &Rc<Emulated>, bug: Option<&'static str>) -> Result<Cuda> {
+    let image = |file: &'static str| Ok(Cow::Owned(bug.into_iter().chain([file]).collect::<Vec<_>>().join(" ").into_bytes()));
+    Cuda::new(driver.clone(), &image, Arc::default())
+}
+
+/// A backend, and the weights that cases have placed so far.
+pub struct Runner {
+    pub driver: Rc<Emulated>,
+    pub cuda: Cuda,
+    weights: Weights,
+}
+
+impl Runner {
+    pub fn new(gpu: Gpu) -> Self {
+        Self::with_bug(gpu, None)
+    }
+
+    pub fn with_bug(gpu: Gpu, bug: Option<&'static str>) -> Self {
+        let driver = Emulated::new(gpu);
+        let cuda = cuda_with(&driver, bug).unwrap();
+        Self { driver, cuda, weights: Weights::with_bytes(WEIGHT_BYTES) }
+    }
+
+    /// Runs a case and returns its results, or what is wrong. `verify` compares them with the oracle.
+    pub fn run(&mut self, choice: Choice, case: &Case, seed: u64, verify: bool) -> std::result::Result<Vec<Vec<f32>>, String> {
+        self.driver.set_seed(seed);
+        self.cuda.set_choice(choice);
+        let mut faults = Vec::new();
+        let run = || ops::run(&mut self.cuda, &mut self.weights, case, verify, &mut faults);
+        match catch_unwind(AssertUnwindSafe(run)) {
+            Ok(results) if faults.is_empty() => Ok(results),
+            Ok(_) => Err(faults.join("; ")),
+            // The rig unwraps the result of every call.
+            Err(panic) => Err(match panic.downcast_ref::<String>() {
+                Some(text) => text.trim_start_matches("called `Result::unwrap()` on an `Err` value: ").replace("\\n", "\n"),
+                None => "a panic without a message".into(),
+            }),
+        }
+    }
+
+    /// Checks a case with its seed in this run. An error says how to repeat it.
+    pub fn check(&mut self, choice: Choice, case: &Case) -> std::result::Result<(), String> {
+        let name = fnv1a(format!("{choice:?} {}", case.name).bytes());
+        let seed = Random::new(run_seed() ^ name).next();
+        self.run(choice, case, seed, true).map(drop).map_err(|message| {
+            let repeat = format!("KILN_TEST_SEED={} KILN_TEST_CASE={:?}", run_seed(), case.name);
+            format!("{} with {choice:?}: {message}\n  again with {repeat}", case.name)
+        })
+    }
+}
