@@ -228,7 +228,7 @@ typedef struct {
 
 /* ----------------------------------------------------------------------------------------- gemm_mma.cu, conv_mma.cu */
 
-/* Columns of a tile, and of an attention head. */
+/* Columns of a portable tile, and of an attention head. */
 #define KL_MMA_COLS 128u
 
 /* One more epilogue of the tensor-core GEMMs: qk-norm and RoPE of heads of 128 columns. */

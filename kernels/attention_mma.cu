@@ -14,7 +14,7 @@
 #include <common/vectors.cuh>
 #include <ptx/sm80.cuh>
 
-constexpr int kHeadDim = 128, kBlockKV = 64, kWarps = KL_ATTENTION_THREADS / 32;
+constexpr int kHeadDim = KL_MMA_COLS, kBlockKV = 64, kWarps = KL_ATTENTION_THREADS / 32;
 constexpr int kMmaM = KL_ATTENTION_BLOCK_Q / (16 * kWarps);  // MMA tiles of 16 rows per warp
 constexpr int kBlockQ = KL_ATTENTION_BLOCK_Q;
 constexpr uint32_t kRowBytes = kHeadDim * 2, kTileBytes = kBlockKV * kRowBytes;

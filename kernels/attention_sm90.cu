@@ -31,7 +31,7 @@
 #include <gemm/pipeline_sm90.cuh>
 #include <gemm/scheduler_sm90.cuh>
 
-constexpr int kHeadDim = 128, kBlockQ = KL_SM90_BLOCK_Q, kBlockKV = KL_SM90_BLOCK_KV;
+constexpr int kHeadDim = KL_MMA_COLS, kBlockQ = KL_SM90_BLOCK_Q, kBlockKV = KL_SM90_BLOCK_KV;
 constexpr int kConsumers = 2, kWarps = kWarpgroupWarps * kConsumers, kThreads = kWarpgroupThreads * (1 + kConsumers);
 static_assert(kBlockQ == kWgmmaRows * kConsumers, "abi.h states another size: each consumer warpgroup has one wgmma tile of queries");
 using AttentionRegisters = RegisterSplit<kConsumers, /*producer*/ 24, /*consumer*/ 240>;

@@ -15,7 +15,7 @@
 #include <common/vectors.cuh>
 #include <ptx/sm80.cuh>
 
-constexpr int kHeadDim = 512, kBlockKV = 32;
+constexpr int kHeadDim = KL_WIDE_HEAD, kBlockKV = 32;
 constexpr uint32_t kRowBytes = kHeadDim * 2, kTileBytes = kBlockKV * kRowBytes;
 
 KL_DYNAMIC_SHARED(128);
@@ -29,7 +29,7 @@ struct Wide {
   static constexpr uint32_t kSideStatsOffset = kPOffset + kBlockQ * kBlockKV * 2, kCorrectionOffset = kSideStatsOffset + 2 * kBlockQ * 4;
   static constexpr uint32_t kSharedBytes = kCorrectionOffset + kBlockQ * 4;
 
-  // Where P is, whose rows are the keys of a block.
+  // An offset in P, where a row has a query's probabilities for the keys of a block.
   static __device__ __forceinline__ uint32_t swizzled_p(uint32_t row, uint32_t chunk) { return swizzled<kBlockKV * 2>(row, chunk); }
 
   template <int kRows>

@@ -11,6 +11,7 @@
 #include <common/reduce.cuh>
 #include <common/types.cuh>
 #include <common/vectors.cuh>
+#include <ptx/entry.cuh>
 
 // The unit of access: a run of eight aligned bf16 channels, or a single channel of any dtype.
 struct EightChannels {

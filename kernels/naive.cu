@@ -14,6 +14,7 @@
 #include <common/math.cuh>
 #include <common/reduce.cuh>
 #include <common/types.cuh>
+#include <ptx/entry.cuh>
 
 constexpr int kTile = KL_NAIVE_TILE, kBlockK = 16, kPatch = 4;
 static_assert(kTile * kTile == static_cast<int>(KL_NAIVE_THREADS) * kPatch * kPatch, "a thread has a 4x4 patch of the tile");

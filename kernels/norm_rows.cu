@@ -9,9 +9,11 @@
 // added in a fixed order.
 #include <common/math.cuh>
 #include <common/moments.cuh>
+#include <common/reduce.cuh>
 #include <common/tile_row.cuh>
 #include <common/types.cuh>
 #include <common/vectors.cuh>
+#include <ptx/sm80.cuh>
 
 constexpr uint32_t kRows = KL_NORM_ROWS;  // rows per CTA, which share the loads of modulations and the barriers
 

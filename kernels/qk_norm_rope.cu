@@ -8,6 +8,7 @@
 #include <common/rope.cuh>
 #include <common/types.cuh>
 #include <common/vectors.cuh>
+#include <ptx/entry.cuh>
 
 // Heads of 128: a lane has two pairs of each head, and keeps their angles and weights in registers for all heads of the row.
 template <class X, bool kInterleaved>
@@ -36,7 +37,7 @@ __device__ __forceinline__ void qk_norm_rope_128(const KlQkHeads& part, uint64_t
 // Heads of any even size at any alignment.
 template <class X>
 __device__ __forceinline__ void qk_norm_rope_any(const KlQkHeads& part, uint64_t row, uint32_t first, uint32_t last, uint32_t d,
-                                             bool interleaved, float eps) {
+                                                 bool interleaved, float eps) {
   const uint32_t half = d / 2;
   const float *angles = row_of<const float>(part.table, row), *weight = row_of<const float>(part.weight, 0);
   for (uint32_t head = first; head < last; head++) {

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <common/reduce.cuh>
+#include <ptx/sm80.cuh>
 
 constexpr float kLog2e = 1.44269504f;
 

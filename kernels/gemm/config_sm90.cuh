@@ -67,7 +67,8 @@ struct GemmConfig : Policies {
   static constexpr int kStoreCols = Store::box_cols(kBlockN);
   static constexpr uint32_t kStoreBufferBytes = KL_SM90_STORE_ROWS * kStoreCols * sizeof(typename Store::Element);
   static constexpr uint32_t kMbarrierReserve = 512;  // bytes, more than the mbarriers of any configuration take
-  static constexpr int kFreeBytes = KL_SM90_SHARED_LIMIT - kSwizzleAlignment - kMbarrierReserve - kStages * kStageBytes - kRawStages * kRawBytes;
+  static constexpr int kFreeBytes =
+      KL_SM90_SHARED_LIMIT - kSwizzleAlignment - kMbarrierReserve - kStages * kStageBytes - kRawStages * kRawBytes;
   static constexpr int kBuffersThatFit =
       kSplitK ? kPartialBytes / kStoreBufferBytes : kFreeBytes / static_cast<int>(kWarps * kStoreBufferBytes);
   static constexpr int kMaxBuffers = kSplitK ? kBlockN / kStoreCols : 4;

@@ -1,8 +1,11 @@
 // The fused epilogues of the portable tensor-core kernels: what a CTA does with the accumulators of a finished tile.
 #pragma once
 
+#include <common/math.cuh>
 #include <common/reduce.cuh>
 #include <common/rope.cuh>
+#include <common/types.cuh>
+#include <common/vectors.cuh>
 #include <gemm/mma_tile.cuh>
 
 // The steps that all epilogues consist of. A bf16 tile whose columns all exist is staged in shared memory, for coalesced stores of whole

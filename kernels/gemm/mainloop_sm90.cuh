@@ -1,9 +1,14 @@
 // The Hopper GEMM over a configuration: the producer, the consumers' main loop, split-K inside a cluster, Stream-K fix-up.
 #pragma once
 
+#include <common/math.cuh>
+#include <common/reduce.cuh>
+#include <common/types.cuh>
 #include <gemm/config_sm90.cuh>
 #include <gemm/epilogue_sm90.cuh>
 #include <gemm/scheduler_sm90.cuh>
+#include <gemm/stream_k.cuh>
+#include <ptx/sm90.cuh>
 
 // The Stream-K partials of a warp: all accumulators of a lane.
 template <class Config>
@@ -84,7 +89,8 @@ __device__ __forceinline__ bool has_residual(const KlGemmSm90& p, const TileCoor
 
 // Loads a k-block of B into the raw ring.
 template <class Config, class LoaderB>
-__device__ __forceinline__ void load_raw(const Pipeline<Config>& pipe, PipelineState<Config::kRawStages>& raw, const LoaderB& b, uint32_t k) {
+__device__ __forceinline__ void load_raw(const Pipeline<Config>& pipe, PipelineState<Config::kRawStages>& raw, const LoaderB& b,
+                                         uint32_t k) {
   const uint32_t full = pipe.raw_ring().full(raw.stage);
   mbarrier_wait(pipe.raw_ring().empty(raw.stage), raw.parity ^ 1);
   mbarrier_arrive_expect_tx(full, Config::kRawBytes);

@@ -13,7 +13,7 @@
 // swizzled: the 16-byte chunks of a row are permuted by the row index, so that ldmatrix reads eight rows without bank conflicts.
 template <int kBlockM_, int kWarps, int kBlockK_, int kStages_>
 struct MmaTile {
-  static constexpr int kBlockM = kBlockM_, kBlockN = 128, kBlockK = kBlockK_, kStages = kStages_, kThreads = 32 * kWarps;
+  static constexpr int kBlockM = kBlockM_, kBlockN = KL_MMA_COLS, kBlockK = kBlockK_, kStages = kStages_, kThreads = 32 * kWarps;
   static constexpr int kWarpRows = kBlockM / (kWarps / 2), kWarpCols = kBlockN / 2;
   static constexpr int kMmaM = kWarpRows / 16, kMmaN = kWarpCols / 8, kMmaK = kBlockK / 16;
   static constexpr uint32_t kRowBytes = kBlockK * 2, kStageBytes = (kBlockM + kBlockN) * kRowBytes, kBOffset = kBlockM * kRowBytes;

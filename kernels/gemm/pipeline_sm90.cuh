@@ -11,8 +11,6 @@ constexpr uint32_t kWgmmaRows = KL_SM90_WARPGROUP_ROWS, kWarpRows = kWgmmaRows /
 // It is a function of the address, so tiles are aligned to a group. Dynamic shared memory itself is not, hence up to one more group of it.
 constexpr uint32_t kSwizzleRowBytes = 128, kSwizzleAlignment = 8 * kSwizzleRowBytes;
 constexpr uint32_t kWgmmaTileBytes = kWgmmaRows * kSwizzleRowBytes;
-// What a wgmma descriptor counts addresses in.
-constexpr uint32_t kDescriptorUnitBytes = 16;
 constexpr uint32_t kMbarrierBytes = 8;
 constexpr uint32_t kRegistersPerSm = 65536;
 

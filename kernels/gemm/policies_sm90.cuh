@@ -74,8 +74,8 @@ struct CopiedB {
 struct MmaBf16 {
   using Element = bf16;
   static constexpr int kInstructionK = 16;  // elements of K per instruction
-  // K-blocks after which accumulators are promoted: added to f32 registers by CUDA cores, because tensor cores keep too few places. Zero is
-  // never: sums of bf16 products keep theirs. One is after every k-block.
+  // K-blocks after which accumulators are promoted: CUDA cores add them to f32 registers, because tensor cores keep too few bits of a sum
+  // of FP8 products. Zero means never, which is right for bf16; one means after every k-block.
   static constexpr int kPromotionInterval = 0;
 
   template <int kCols>

@@ -28,7 +28,7 @@ __device__ __forceinline__ float4 load_uncached(const float4* from) {
   return v;
 }
 
-// A load that is issued before the reductions: without `volatile` the compiler would move it behind them.
+// Loads 16 bytes of read-only memory at this point of the program: without `volatile` the compiler would move the load to its first use.
 __device__ __forceinline__ uint4 load_now(const void* from) {
   uint4 v;
   asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));

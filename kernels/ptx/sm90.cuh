@@ -5,6 +5,7 @@
 
 #include <abi.h>
 #include <ptx/sm80.cuh>
+#include <ptx/wgmma_descriptor.cuh>
 
 // ----------------------------------------------------------------------------------------- mbarriers and named barriers
 
@@ -71,7 +72,7 @@ __device__ __forceinline__ void tma_load_2d(uint32_t to, const KlTensorMap* map,
 
 // Loads a box and multicasts it to the same address in every CTA of the cluster that `mask` names; the mbarrier of each counts the bytes.
 __device__ __forceinline__ void tma_load_2d_multicast(uint32_t to, const KlTensorMap* map, int32_t col, int32_t row, uint32_t barrier,
-                                                   uint16_t mask) {
+                                                      uint16_t mask) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], "
       "[%4], %5;" ::"r"(to),
@@ -116,12 +117,6 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// The matrix descriptor of a K-major operand in shared memory: rows of 128 bytes with the 128-byte swizzle, in groups of eight rows that
-// are 1024 bytes apart.
-__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
-  return (uint64_t{1} << 62) | (uint64_t{64} << 32) | (uint64_t{1} << 16) | ((address & 0x3ffff) >> 4);
-}
-
 #define KL_REGS_64                                                                                                                \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, " \
   "%27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
@@ -135,12 +130,12 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
 #define KL_ACC_4(i) "+f"(acc[i]), "+f"(acc[i + 1]), "+f"(acc[i + 2]), "+f"(acc[i + 3])
 #define KL_ACC_16(i) KL_ACC_4(i), KL_ACC_4(i + 4), KL_ACC_4(i + 8), KL_ACC_4(i + 12)
 #define KL_ACC_64(i) KL_ACC_16(i), KL_ACC_16(i + 16), KL_ACC_16(i + 32), KL_ACC_16(i + 48)
-#define KL_WGMMA(cols, names, a_name, b_name, accumulate_name, ...)                                                       \
-  asm volatile(                                                                                                           \
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %" #accumulate_name ", 0;\n"                                                             \
-      "wgmma.mma_async.sync.aligned.m64n" #cols "k16.f32.bf16.bf16 {" names "}, %" #a_name ", %" #b_name            \
-      ", p, 1, 1, 0, 0;\n}\n"                                                                                             \
-      : __VA_ARGS__                                                                                                       \
+#define KL_WGMMA(cols, names, a_name, b_name, accumulate_name, ...)                                      \
+  asm volatile(                                                                                          \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %" #accumulate_name ", 0;\n"                                     \
+      "wgmma.mma_async.sync.aligned.m64n" #cols "k16.f32.bf16.bf16 {" names "}, %" #a_name ", %" #b_name \
+      ", p, 1, 1, 0, 0;\n}\n"                                                                            \
+      : __VA_ARGS__                                                                                      \
       : "l"(a), "l"(b), "r"(accumulate))
 
 // acc = a b^T, added to acc if `accumulate` is set: 64 rows by kCols columns over 16 of K, both operands in shared memory.
@@ -162,12 +157,6 @@ __device__ __forceinline__ void wgmma(float (&acc)[kCols / 2], uint64_t a, uint6
 
 // A named barrier of the 128 threads of one warpgroup.
 __device__ __forceinline__ void warpgroup_sync(uint32_t id) { asm volatile("barrier.sync %0, 128;" ::"r"(id) : "memory"); }
-
-// The matrix descriptor of an MN-major operand (V in attention): rows of K hold 64 contiguous columns in 128 bytes with the 128-byte
-// swizzle, in groups of eight rows that are 1024 bytes apart; the next 64 columns are `stride` bytes away.
-__device__ __forceinline__ uint64_t wgmma_descriptor_mn_major(uint32_t address, uint32_t stride) {
-  return (uint64_t{1} << 62) | (uint64_t{64} << 32) | (uint64_t{stride >> 4} << 16) | ((address & 0x3ffff) >> 4);
-}
 
 // acc += a b: 64 rows by 128 columns over 16 of K, with A in registers (bf16 pairs in the layout of the accumulators) and B MN-major in
 // shared memory. RS as in CUTLASS: register and shared operands.

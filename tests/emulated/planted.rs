@@ -7,7 +7,7 @@ use crate::runner::Runner;
 use kiln::backend::cuda::{Choice, Tile};
 use kiln_emulator::planted;
 
-/// Seeds with which a bug may go unnoticed, at most: some need a certain order of events.
+/// Seeds that are tried until a bug is found: some show only in a certain order of events.
 const SEEDS: u64 = 20;
 
 /// How a planted bug is found.

@@ -4,7 +4,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include <vector>
+#include <initializer_list>
 
 #include "arithmetic.h"
 #include "emulator.h"

@@ -30,14 +30,14 @@ Publications& publications() { return extension<Publications>(current_cluster().
 
 }  // namespace
 
-void note_shared_store(const void* address, uint32_t bytes) {
+void note_uncached_store(const void* address, uint32_t bytes) {
   const Warp& warp = current_warp();
   const Publications::Store store = {warp.cta->cluster->index, warp.agent, warp.clock.time[warp.agent]};
   const uint64_t first = reinterpret_cast<uint64_t>(address);
   for (uint64_t at = first / kGranule; at * kGranule < first + bytes; at++) publications().stores[at] = store;
 }
 
-void check_shared_load(const void* address, uint32_t bytes) {
+void check_uncached_load(const void* address, uint32_t bytes) {
   Publications& all = publications();
   const Warp& warp = current_warp();
   const uint64_t first = reinterpret_cast<uint64_t>(address);

@@ -7,8 +7,8 @@
 namespace kl_emu {
 
 // By __stcg, and by __ldcg and load_uncached.
-void note_shared_store(const void* address, uint32_t bytes);
-void check_shared_load(const void* address, uint32_t bytes);
+void note_uncached_store(const void* address, uint32_t bytes);
+void check_uncached_load(const void* address, uint32_t bytes);
 
 // By st.release and ld.acquire.
 void note_release(const void* flag, uint32_t value);

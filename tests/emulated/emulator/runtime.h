@@ -171,8 +171,6 @@ struct Warp {
   Clock clock;
   std::array<Thread, kLanes> threads;
   std::shared_ptr<void> sm90;
-
-  uint32_t first_thread() const { return index * kLanes; }
 };
 
 // A barrier of the CTA (bar.sync, bar.arrive); barrier 0 is that of __syncthreads.
@@ -261,8 +259,8 @@ void end_async_read(Cta& cta, uint32_t address, uint32_t bytes, uint32_t agent =
 // on the clock of its barrier.
 void release_async_to(Clock& clock, uint32_t agent = 0);
 
-// An mbarrier is an object, not bytes: its words are neither read nor written by plain accesses while it is alive. Marks eight bytes as
-// initialised without a race check.
+// Marks bytes as initialised without a race check: an mbarrier is an object, whose words no plain access reads or writes while it is
+// alive.
 void mark_initialised(Cta& cta, uint32_t address, uint32_t bytes);
 
 // ---------------------------------------------------------------------------------------------------------- global memory

@@ -130,14 +130,10 @@ struct Vote {
 
 }  // namespace
 
-uint64_t kl_emu::shuffle_from(uint32_t mask, uint64_t value, uint32_t source) {
-  Shuffle own{value, source % kLanes, 0};
+uint64_t kl_emu::shuffle_xor(uint32_t mask, uint64_t value, uint32_t lane_mask) {
+  Shuffle own{value, (current().lane ^ lane_mask) % kLanes, 0};
   warp_collective("a shuffle", mask, &own, shuffle);
   return own.result;
-}
-
-uint64_t kl_emu::shuffle_xor(uint32_t mask, uint64_t value, uint32_t lane_mask) {
-  return shuffle_from(mask, value, current().lane ^ lane_mask);
 }
 
 unsigned __ballot_sync(unsigned mask, int predicate) {

@@ -2,8 +2,6 @@
 
 #include <string.h>
 
-#include <algorithm>
-
 #include "runtime.h"
 #include "tma_map.h"
 

@@ -51,7 +51,6 @@ __attribute__((const)) uint3 block_index();
 __attribute__((const)) uint3 block_size();
 __attribute__((const)) uint3 grid_size();
 
-uint64_t shuffle_from(uint32_t mask, uint64_t value, uint32_t source);
 uint64_t shuffle_xor(uint32_t mask, uint64_t value, uint32_t lane_mask);
 
 template <class T>
@@ -85,11 +84,6 @@ unsigned __ballot_sync(unsigned mask, int predicate);
 unsigned __reduce_add_sync(unsigned mask, unsigned value);
 
 template <class T>
-T __shfl_sync(unsigned mask, T value, int source) {
-  return kl_emu::from_bits<T>(kl_emu::shuffle_from(mask, kl_emu::to_bits(value), source));
-}
-
-template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int lane_mask) {
   return kl_emu::from_bits<T>(kl_emu::shuffle_xor(mask, kl_emu::to_bits(value), lane_mask));
 }
@@ -98,21 +92,17 @@ T __shfl_xor_sync(unsigned mask, T value, int lane_mask) {
 
 // Accesses with a cache hint are plain ones here.
 template <class T>
-T __ldg(const T* from) {
-  return *from;
-}
-template <class T>
 T __ldcs(const T* from) {
   return *from;
 }
 template <class T>
 T __ldcg(const T* from) {
-  kl_emu::check_shared_load(from, sizeof(T));
+  kl_emu::check_uncached_load(from, sizeof(T));
   return *from;
 }
 template <class T>
 void __stcg(T* to, T value) {
-  kl_emu::note_shared_store(to, sizeof(T));
+  kl_emu::note_uncached_store(to, sizeof(T));
   *to = value;
 }
 

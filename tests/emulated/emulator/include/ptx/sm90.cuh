@@ -3,6 +3,7 @@
 
 #include <abi.h>
 #include <ptx/sm80.cuh>
+#include <ptx/wgmma_descriptor.cuh>
 
 #include "../../async_sm90.h"
 
@@ -55,13 +56,6 @@ inline void wgmma_commit() { kl_emu::ptx::wgmma_commit(); }
 template <int kPending>
 inline void wgmma_wait() {
   kl_emu::ptx::wgmma_wait(kPending);
-}
-
-inline uint64_t wgmma_descriptor(uint32_t address) {
-  return (uint64_t{1} << 62) | (uint64_t{64} << 32) | (uint64_t{1} << 16) | ((address & 0x3ffff) >> 4);
-}
-inline uint64_t wgmma_descriptor_mn_major(uint32_t address, uint32_t stride) {
-  return (uint64_t{1} << 62) | (uint64_t{64} << 32) | (uint64_t{stride >> 4} << 16) | ((address & 0x3ffff) >> 4);
 }
 
 template <int kCols>
