@@ -10,14 +10,15 @@ use std::fmt::Write as _;
 use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::{env, fs, thread};
+use std::{env, fs};
 
 #[cfg(feature = "bindgen")]
 #[path = "build/abi.rs"]
 mod abi;
 #[path = "build/arch.rs"]
 mod arch;
+#[path = "build/parallel.rs"]
+mod parallel;
 #[path = "build/ptxas.rs"]
 mod ptxas;
 #[path = "build/tiles.rs"]
@@ -63,7 +64,8 @@ fn build() -> Result<()> {
     for name in &sources {
         kernels.extend(Kernel::new(name, chosen.as_deref(), &nvcc, &out)?);
     }
-    compile_all(&kernels, &nvcc)?;
+    let stale: Vec<_> = kernels.iter().filter(|kernel| !kernel.is_current()).collect();
+    parallel::compile_all(&stale, |kernel| kernel.compile(&nvcc))?;
     refuse_losses(&kernels)?;
 
     // The architectures as nvcc spells them.
@@ -243,25 +245,6 @@ impl Kernel {
         write(&self.report, &said)?;
         write(&self.stamp, &self.key)
     }
-}
-
-/// Compiles the files that have changed, in as many processes as cargo was given jobs.
-fn compile_all(kernels: &[Kernel], nvcc: &Nvcc) -> Result<()> {
-    let stale: Vec<_> = kernels.iter().filter(|kernel| !kernel.is_current()).collect();
-    let jobs = env::var("NUM_JOBS").ok().and_then(|jobs| jobs.parse().ok()).unwrap_or(1);
-    let next = AtomicUsize::new(0);
-    let worker = || {
-        let mut errors = Vec::new();
-        while let Some(kernel) = stale.get(next.fetch_add(1, Ordering::Relaxed)) {
-            errors.extend(kernel.compile(nvcc).err());
-        }
-        errors
-    };
-    let errors: Vec<String> = thread::scope(|scope| {
-        let workers: Vec<_> = (0..stale.len().min(jobs)).map(|_| scope.spawn(worker)).collect();
-        workers.into_iter().flat_map(|worker| worker.join().expect("a worker does not panic")).collect()
-    });
-    if errors.is_empty() { Ok(()) } else { Err(errors.join("\n")) }
 }
 
 /// Fails if ptxas reports a loss of performance. It does so in an informational message, and the results of such a kernel are

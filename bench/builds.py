@@ -14,14 +14,13 @@ import argparse
 import contextlib
 import gc
 import json
-import re
 import statistics
 import sys
 
 import torch
 
-from peer_rows import ROWS, Operands
-from peers import FEWEST_PAIRS, Kiln, Side, burst, gpu_state, quartiles, ratio, sets_of
+from peer_rows import Operands
+from peers import FEWEST_PAIRS, Kiln, Side, burst, checked, gpu_state, quartiles, ratio, sets_of
 
 LONG_ROW_S, LONG_ROW_LOSS, ANY_ROW_LOSS, LEAST_MEAN = 50e-6, 0.01, 0.03, 0.998
 
@@ -85,13 +84,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rows", metavar="REGEX", default="", help="rows whose `name shape` matches")
     parser.add_argument("--pairs", type=int, default=21, help=f"rounds of a row, at least {FEWEST_PAIRS} (default 21)")
     parser.add_argument("--json", metavar="FILE", help="write every time, one JSON object a row")
-    args = parser.parse_args()
-    if args.pairs < FEWEST_PAIRS:
-        parser.error(f"fewer than {FEWEST_PAIRS} pairs say nothing")
-    args.rows = [row for row in ROWS if re.search(args.rows, f"{row.name} {row.shape}")]
-    if not args.rows:
-        parser.error("no row has such a name")
-    return args
+    return checked(parser, parser.parse_args())
 
 
 def main() -> int:

@@ -433,9 +433,14 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.quick:
         args.pairs, args.sustain = FEWEST_PAIRS, 0.0
+    args.check |= args.check_only
+    return checked(parser, args)
+
+
+def checked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments with the rows that --rows names, which bench/builds.py has as well."""
     if args.pairs < FEWEST_PAIRS:
         parser.error(f"fewer than {FEWEST_PAIRS} pairs say nothing")
-    args.check |= args.check_only
     args.rows = [row for row in ROWS if re.search(args.rows, f"{row.name} {row.shape}")]
     if not args.rows:
         parser.error("no row has such a name")

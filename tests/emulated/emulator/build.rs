@@ -7,9 +7,10 @@ use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::{env, fs, thread};
+use std::{env, fs};
 
+#[path = "../../../build/parallel.rs"]
+mod parallel;
 #[path = "planted.rs"]
 #[allow(dead_code)]
 mod planted;
@@ -74,7 +75,8 @@ fn build() -> Result<()> {
     for bug in planted::ALL {
         units.push(tree.planted_unit(bug)?);
     }
-    compile_all(&units, &compiler)?;
+    let stale: Vec<_> = units.iter().filter(|unit| !unit.is_current()).collect();
+    parallel::compile_all(&stale, |unit| unit.compile(&compiler))?;
     let mut archive = cc::Build::new();
     archive.cpp(true).objects(units.iter().map(|unit| &unit.object));
     // Kernels register themselves, so nothing refers to them.
@@ -150,25 +152,6 @@ impl Unit {
         }
         write(&self.stamp, &self.key)
     }
-}
-
-/// Compiles the units that have changed, in as many processes as cargo was given jobs.
-fn compile_all(units: &[Unit], compiler: &cc::Tool) -> Result<()> {
-    let stale: Vec<_> = units.iter().filter(|unit| !unit.is_current()).collect();
-    let jobs = env::var("NUM_JOBS").ok().and_then(|jobs| jobs.parse().ok()).unwrap_or(1);
-    let next = AtomicUsize::new(0);
-    let worker = || {
-        let mut errors = Vec::new();
-        while let Some(unit) = stale.get(next.fetch_add(1, Ordering::Relaxed)) {
-            errors.extend(unit.compile(compiler).err());
-        }
-        errors
-    };
-    let errors: Vec<String> = thread::scope(|scope| {
-        let workers: Vec<_> = (0..stale.len().min(jobs)).map(|_| scope.spawn(worker)).collect();
-        workers.into_iter().flat_map(|worker| worker.join().expect("a worker does not panic")).collect()
-    });
-    if errors.is_empty() { Ok(()) } else { Err(errors.join("\n")) }
 }
 
 /// The folders, and what every unit's cache key has in common.
