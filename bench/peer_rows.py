@@ -53,7 +53,6 @@ class Operands:
     def __init__(self, device: str, seed: int = 1):
         self.device = device
         self.generator = None if device == "meta" else torch.Generator(device).manual_seed(seed)
-        self.kept = {}
 
     def normal(self, rows: int, cols: int, dtype=BF16, scale: float = 1.0, mean: float = 0.0):
         values = torch.randn(rows, cols, device=self.device, dtype=F32, generator=self.generator)
@@ -65,9 +64,6 @@ class Operands:
     def empty(self, rows: int, cols: int, dtype=BF16):
         return torch.empty(rows, cols, device=self.device, dtype=dtype)
 
-    def ids(self, count: int, below: int):
-        return torch.randint(below, (count, 1), device=self.device, dtype=torch.int32, generator=self.generator)
-
     def weight(self, rows: int, cols: int):
         return self.normal(rows, cols, scale=cols**-0.5)
 
@@ -75,31 +71,12 @@ class Operands:
         angles = self.normal(rows, HEAD_DIM // 2, F32, 3.0)
         return torch.cat([angles.cos(), angles.sin()], 1)
 
-    def shared(self, key: str, make):
-        """What is too large to have once per set."""
-        if key not in self.kept:
-            self.kept[key] = make()
-        return self.kept[key]
-
 
 def size_of(t) -> int:
     return t.numel() * t.element_size()
 
 
 # ------------------------------------------------------------------------------------------------------------- bound by memory
-
-
-def embed(rows: int, cols: int, vocabulary: int) -> Row:
-    def make(m):
-        table = m.shared("table", lambda: m.normal(vocabulary, cols))
-        ids, out = m.ids(rows, vocabulary), m.empty(rows, cols)
-        flat = ids.view(-1)
-        peer = lambda: (F.embedding(flat, table),)
-        reference = lambda: (table[flat.long()].double(),)
-        moved = size_of(ids) + 2 * size_of(out)
-        return Case("embed", [out, ids, table], [], [out], peer, reference, bytes=moved)
-
-    return Row("embed", f"{rows}x{cols} of {vocabulary}", make)
 
 
 def copy(rows: int, cols: int, to=BF16) -> Row:
@@ -500,7 +477,6 @@ GEMMS = [
 # 512 tokens of the prompt; 4096 of an image of 1024x1024, 16384 of 2048x2048. klein 4B is 3072 wide with 24 heads, 9B 4096 with
 # 32; Qwen3-4B is 2560 wide with 32 heads that share 8.
 ROWS = [
-    embed(512, 2560, 151_936),
     copy(4608, 3072),
     copy(4608, 3072, F32),
     copy(16_896, 3072),

@@ -56,8 +56,8 @@ class PeerTensor(ctypes.Structure):
     ]
 
 
-ABI = 1 << 32 | ctypes.sizeof(PeerTensor)
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int32: 3, torch.uint8: 4}
+ABI = 2 << 32 | ctypes.sizeof(PeerTensor)
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3}
 
 
 class Kiln:

@@ -10,16 +10,17 @@
 use kiln::backend::cuda::Cuda;
 use kiln::backend::{
     Backend, Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, Modulated, Op, Projection, QkNorm, Rope,
-    RopeStyle, Sampling,
+    RopeStyle, Sampling, Softmax,
 };
 use kiln::error::{Error, Result};
-use kiln::tensor::{DType, Region, Tensor};
+use kiln::tensor::{DType, Region, Scaling, Tensor};
+use std::f32::consts::LOG2_E;
 use std::ffi::{CStr, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::null_mut;
 
 /// Incremented whenever an old caller would break.
-const VERSION: u64 = 1;
+const VERSION: u64 = 2;
 
 /// A matrix in the caller's memory. An address of zero means "not there".
 #[repr(C)]
@@ -33,7 +34,7 @@ pub struct PeerTensor {
     pub cols: u64,
     /// Elements from row to row.
     pub stride: u64,
-    /// 0 f32, 1 bf16, 2 f16, 3 u32, 4 u8.
+    /// 0 f32, 1 bf16, 2 f16, 3 u8.
     pub dtype: u32,
     /// Zero.
     pub unused: u32,
@@ -61,7 +62,6 @@ const fn streams(op: &'static str, tensors: &'static [&'static str], numbers: &'
 }
 
 const CALLS: &[Call] = &[
-    call("embed", &["out", "ids", "table"], &[]),
     call("copy", &["out", "x"], &[]),
     call("silu", &["out", "x"], &[]),
     call("rms_norm", &["out", "x", "weight"], &["eps"]),
@@ -97,12 +97,12 @@ impl PeerTensor {
             0 => DType::F32,
             1 => DType::Bf16,
             2 => DType::F16,
-            3 => DType::U32,
-            4 => DType::U8,
+            3 => DType::U8,
             other => return Err(wrong(format!("no element type has the number {other}"))),
         };
         let [rows, cols, stride] = [self.rows, self.cols, self.stride].map(|n| n as usize);
-        Ok(Some(Tensor { region: Region::Arena, dtype, offset: self.address, rows, cols, stride }))
+        let scaling = Scaling::One;
+        Ok(Some(Tensor { region: Region::Arena, dtype, offset: self.address, rows, cols, stride, scaling }))
     }
 }
 
@@ -127,13 +127,12 @@ fn with_op<R>(name: &str, tensors: &[PeerTensor], numbers: &[f64], then: impl Fn
     let t = |i: usize| there(tensors[i]);
     let per_stream = || tensors.chunks_exact(width);
     let layers = |weight: usize, bias: Option<usize>| {
-        let layer = |s: &[Option<Tensor>]| Ok(Linear { weight: there(s[weight])?, bias: bias.and_then(|i| s[i]) });
+        let layer = |s: &[Option<Tensor>]| Ok(Linear::new(there(s[weight])?, bias.and_then(|i| s[i])));
         per_stream().map(layer).collect::<Result<Vec<_>>>()
     };
     let float = |i: usize| numbers[i] as f32;
     let size = |i: usize| numbers[i] as usize;
     match name {
-        "embed" => then(Op::Embed { out: t(0)?, ids: t(1)?, table: t(2)? }),
         "copy" => then(Op::Copy { out: t(0)?, x: t(1)? }),
         "silu" => then(Op::Silu { out: t(0)?, x: t(1)? }),
         "rms_norm" => then(Op::RmsNorm { out: t(0)?, x: t(1)?, weight: t(2)?, eps: float(0) }),
@@ -160,9 +159,10 @@ fn with_op<R>(name: &str, tensors: &[PeerTensor], numbers: &[f64], then: impl Fn
             let layers = layers(1, None)?;
             let style = if size(1) == 0 { RopeStyle::Interleaved } else { RopeStyle::HalfSplit };
             let stream = |(s, w): (&[Option<Tensor>], _)| {
-                let norm = QkNorm { q: there(s[2])?, k: there(s[3])?, eps: float(0), q_scale: 1.0 };
+                let norm = QkNorm { q: there(s[2])?, k: there(s[3])?, eps: float(0) };
                 let rope = Rope { table: there(s[4])?, style };
-                Ok(Projection { x: there(s[0])?, w, norm, rope, q: s[5], k: there(s[6])?, v: there(s[7])?, mlp: s[8] })
+                let (k, v, norm) = (there(s[6])?, there(s[7])?, Some(norm));
+                Ok(Projection { x: there(s[0])?, w, norm, q_scale: 1.0, k_scale: 1.0, rope, q: s[5], k, v, mlp: s[8] })
             };
             let projections = per_stream().zip(&layers).map(stream).collect::<Result<Vec<_>>>()?;
             then(Op::Qkv(&projections))
@@ -171,7 +171,10 @@ fn with_op<R>(name: &str, tensors: &[PeerTensor], numbers: &[f64], then: impl Fn
             let run = |s: &[Option<Tensor>]| Ok(KvSegment { k: there(s[0])?, v: there(s[1])? });
             let kv = per_stream().skip(1).map(run).collect::<Result<Vec<_>>>()?;
             let (causal, scale, bound) = (size(1) != 0, float(2), float(3));
-            then(Op::Attention { out: t(0)?, q: t(1)?, kv: &kv, head_dim: size(0), causal, scale, bound })
+            // A scale of ln 2 stands for the softmax to base 2.
+            let base2 = (scale * LOG2_E - 1.0).abs() <= f32::EPSILON;
+            let softmax = if base2 { Softmax::Base2 { bound: bound * LOG2_E } } else { Softmax::Natural { scale } };
+            then(Op::Attention { out: &[t(0)?], q: t(1)?, kv: &kv, head_dim: size(0), causal, softmax })
         }
         "conv" => {
             let sampling = match size(2) {

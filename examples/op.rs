@@ -2,8 +2,8 @@
 #![allow(clippy::print_stdout)] // this program's output is its purpose
 
 use kiln::backend::cpu::Cpu;
-use kiln::backend::{Backend, HostData, Op, Role, WeightPart};
-use kiln::tensor::{Arena, Bytes, DType, Region};
+use kiln::backend::{Backend, Op, Role};
+use kiln::tensor::{Arena, Bytes, DType, Region, WeightPart};
 use std::sync::Arc;
 
 fn main() -> kiln::Result<()> {
@@ -21,9 +21,9 @@ fn main() -> kiln::Result<()> {
 
     be.reserve_weights(weights.peak())?;
     let bytes: Vec<u8> = gain.iter().flat_map(|value| value.to_le_bytes()).collect();
-    be.upload(weight, Role::Vector, &[WeightPart { bytes: Bytes::new(Arc::new(bytes)), dtype: DType::F32 }])?;
+    be.upload(weight, Role::Vector, &[WeightPart::plain(Bytes::new(Arc::new(bytes)), DType::F32, 1)])?;
     be.reserve(workspace.peak())?;
-    be.write(input, HostData::F32(&x))?;
+    be.write(input, &x)?;
     be.run(Op::RmsNorm { out: output, x: input, weight, eps })?;
     let mut y = [0.0; ROWS * COLS];
     be.read(output, &mut y)?;

@@ -12,8 +12,7 @@
 #define KL_F32 0u
 #define KL_BF16 1u
 #define KL_F16 2u
-#define KL_U32 3u
-#define KL_U8 4u
+#define KL_U8 3u
 
 /* A matrix: `rows` rows of `cols` elements, `stride` elements from row to row. An absent matrix has a `data` of zero. */
 typedef struct {
@@ -49,14 +48,6 @@ typedef struct {
   uint32_t function;
   uint32_t unused;
 } KlMap;
-
-/* Device fault flags, which kernels set where an input is out of range. */
-#define KL_FAULT_TOKEN 1u
-
-typedef struct {
-  KlMat out, ids, table;
-  uint64_t fault;
-} KlEmbed;
 
 typedef struct {
   KlMat tokens, pixels, mean, var;

@@ -1,7 +1,6 @@
 // Memory-bound element-wise kernels: each value is read once, transformed, and written once. Only kl_count has a reduction.
 //
 //   kl_map         out = f(x), f being copy or SiLU; may change the dtype
-//   kl_embed       out[r] = table[ids[r]]
 //   kl_patchify    tokens[t, 4 c + p] = (pixels[4 t's pixel p, c] - mean) / sqrt(var + eps), 2x2 pixels to a token
 //   kl_unpatchify  its inverse
 //   kl_euler       latents += dt * velocity, in f32
@@ -61,28 +60,6 @@ KL_ENTRY(kl_map, KlMap, KL_POINTWISE_THREADS) {
   } else {
     map_types(p.out, p.x, [](float v) { return v; });
   }
-}
-
-KL_ENTRY(kl_embed, KlEmbed, KL_POINTWISE_THREADS) {
-  with_operand_types(p.out.dtype, p.table.dtype, [&](auto o, auto t) {
-    using Out = typename decltype(o)::type;
-    using Table = typename decltype(t)::type;
-    const bool vectors = vectors_fit(p.out) && vectors_fit(p.table);
-    for_each_run(p.out, vectors ? kVector : 1, [&](uint64_t row, uint64_t col) {
-      uint32_t id = *row_of<const uint32_t>(p.ids, row);
-      if (id >= p.table.rows) {
-        atomicOr(reinterpret_cast<uint32_t*>(p.fault), KL_FAULT_TOKEN);
-        id = 0;
-      }
-      if (vectors) {
-        float v[kVector];
-        load_vector(row_of<const Table>(p.table, id) + col, v);
-        store_vector(row_of<Out>(p.out, row) + col, v);
-      } else {
-        row_of<Out>(p.out, row)[col] = from_float<Out>(load<Table>(p.table, id, col));
-      }
-    });
-  });
 }
 
 // The pixel and channel of value (row, col) of the tokens.

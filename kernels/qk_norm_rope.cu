@@ -1,6 +1,6 @@
 // The norm of queries and keys (qk-norm) with rotary position embedding, where no GEMM epilogue has fused it.
 //
-//   kl_qk_norm_rope  each head of x: RMS norm with weight, times scale, then RoPE by the row's angles, in place
+//   kl_qk_norm_rope  each head of x: RMS norm with weight (if there is one), times scale, then RoPE by the row's angles, in place
 //                    table [rows, d]: d/2 cosines, then d/2 sines; pairs are interleaved (2i, 2i+1) or half-split (i, i + d/2)
 //
 // Bound: HBM. A warp holds a head in registers between its norm and its rotation.
@@ -34,20 +34,25 @@ __device__ __forceinline__ void qk_norm_rope_128(const KlQkHeads& part, uint64_t
   }
 }
 
-// Heads of any even size at any alignment.
+// Heads of any even size at any alignment, with or without a norm.
 template <class X>
 __device__ __forceinline__ void qk_norm_rope_any(const KlQkHeads& part, uint64_t row, uint32_t first, uint32_t last, uint32_t d,
                                                  bool interleaved, float eps) {
   const uint32_t half = d / 2;
   const float *angles = row_of<const float>(part.table, row), *weight = row_of<const float>(part.weight, 0);
+  const bool has_norm = part.weight.data != 0;
+  const auto gain = [&](uint32_t i) { return has_norm ? weight[i] : 1.0f; };
   for (uint32_t head = first; head < last; head++) {
     X* const x = row_of<X>(part.x, row) + static_cast<uint64_t>(head) * d;
-    float squares = 0.0f;
-    for (uint32_t i = lane(); i < d; i += 32) squares += to_float(x[i]) * to_float(x[i]);
-    const float scale = qk_norm_scale(warp_sum(squares), static_cast<float>(d), eps, part.scale);
+    float scale = part.scale;
+    if (has_norm) {
+      float squares = 0.0f;
+      for (uint32_t i = lane(); i < d; i += 32) squares += to_float(x[i]) * to_float(x[i]);
+      scale = qk_norm_scale(warp_sum(squares), static_cast<float>(d), eps, part.scale);
+    }
     for (uint32_t pair = lane(); pair < half; pair += 32) {
       const uint32_t i = interleaved ? 2 * pair : pair, j = interleaved ? i + 1 : pair + half;
-      float a = to_float(x[i]) * scale * weight[i], b = to_float(x[j]) * scale * weight[j];
+      float a = to_float(x[i]) * scale * gain(i), b = to_float(x[j]) * scale * gain(j);
       rope_rotate(a, b, angles[pair], angles[half + pair]);
       x[i] = from_float<X>(a);
       x[j] = from_float<X>(b);
@@ -69,7 +74,7 @@ KL_ENTRY(kl_qk_norm_rope, KlQkNormRope, KL_NORM_THREADS) {
   with_type(part.x.dtype, [&](auto t) {
     using X = typename decltype(t)::type;
     const bool pairs = part.x.data % (2 * sizeof(X)) == 0 && part.x.stride % 2 == 0;
-    if (p.head_dim != 128 || !pairs) {
+    if (p.head_dim != 128 || !pairs || part.weight.data == 0) {
       qk_norm_rope_any<X>(part, row, first, last, p.head_dim, interleaved, p.eps);
     } else if (interleaved) {
       qk_norm_rope_128<X, true>(part, row, first, last, p.eps);

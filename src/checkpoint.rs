@@ -18,7 +18,7 @@ pub use shard::Shard;
 use crate::error::{Error, Result};
 use crate::names::{self, Layout, Place, Rows, Spelling, TensorSpec};
 use crate::part::Part;
-use crate::tensor::{Bytes, DType};
+use crate::tensor::{Bytes, DType, Stored, WeightPart};
 use crate::text::shown_path;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -27,19 +27,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// A weight whose name, shape and dtype were checked.
 #[derive(Clone, Debug)]
 pub struct Weight {
-    /// Its rows in order.
-    pub parts: Vec<WeightSlice>,
-}
-
-/// Consecutive rows of a weight as a file stores them.
-#[derive(Clone, Debug)]
-pub struct WeightSlice {
-    /// The bytes, row-major.
-    pub bytes: Bytes,
-    /// Their dtype.
-    pub dtype: DType,
-    /// Number of rows: the extent of the first dimension.
-    pub rows: usize,
+    /// Its rows in order. A vector is one row.
+    pub parts: Vec<WeightPart>,
+    /// How the op that produces its input has to store it, if that is to be quantised.
+    pub input: Option<Stored>,
 }
 
 /// The weights of one model part under their canonical names.
@@ -178,7 +169,11 @@ impl Weights {
 
     /// The bytes of a tensor, which has to have the given shape.
     pub fn weight(&self, spec: &TensorSpec) -> Result<Weight> {
-        Ok(Weight { parts: self.checked(spec)? })
+        let mut parts = self.checked(spec)?;
+        if spec.shape.len() < 2 {
+            parts.iter_mut().for_each(|part| part.rows = 1);
+        }
+        Ok(Weight { parts, input: None })
     }
 
     /// Checks that every tensor of the manifest exists and has the right shape and dtype. Extra tensors are an error in the
@@ -234,7 +229,7 @@ impl Weights {
         self.shards.get(segment.shard)?.entry(&segment.tensor)
     }
 
-    fn checked(&self, spec: &TensorSpec) -> Result<Vec<WeightSlice>> {
+    fn checked(&self, spec: &TensorSpec) -> Result<Vec<WeightPart>> {
         let Some(segments) = self.tensors.get(&spec.name) else { return Err(self.missing(spec, 0)) };
         let mut slices = Vec::with_capacity(segments.len());
         let mut total = 0usize;
@@ -261,7 +256,7 @@ impl Weights {
     }
 
     /// The rows of one file tensor, which as a whole has to have the shape `want`.
-    fn slice(&self, segment: &Segment, entry: &Entry, bytes: Bytes, want: &[usize]) -> Result<WeightSlice> {
+    fn slice(&self, segment: &Segment, entry: &Entry, bytes: Bytes, want: &[usize]) -> Result<WeightPart> {
         let (path, name) = (self.shards[segment.shard].path().to_path_buf(), segment.tensor.clone());
         let dtype = match entry.dtype.name {
             "BF16" => DType::Bf16,
@@ -275,12 +270,12 @@ impl Weights {
             return Err(Error::TensorShape { path, name, got: entry.shape.clone(), want: want.to_vec() });
         }
         if !halves {
-            return Ok(WeightSlice { bytes, dtype, rows });
+            return Ok(WeightPart::plain(bytes, dtype, rows));
         }
         let middle = bytes.len() / 2;
         let range = if segment.rows == Rows::FirstHalf { 0..middle } else { middle..bytes.len() };
         let bytes = bytes.slice(range).ok_or(Error::Op { op: "slice", what: format!("half of `{name}`") })?;
-        Ok(WeightSlice { bytes, dtype, rows: rows / 2 })
+        Ok(WeightPart::plain(bytes, dtype, rows / 2))
     }
 
     /// The error for a piece that no file has, in the files' own spelling.

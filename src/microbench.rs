@@ -9,9 +9,9 @@ mod rows;
 
 pub use rows::{Scale, rows};
 
-use crate::backend::{Access, Backend, HostData, Linear, Op, Role, StepKey, WeightPart};
+use crate::backend::{Access, Backend, Linear, Op, Role, StepKey};
 use crate::error::Result;
-use crate::tensor::{Arena, Bytes, DType, Region, Tensor};
+use crate::tensor::{Arena, Bytes, DType, Region, Tensor, WeightPart};
 use serde::Serialize;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -77,15 +77,12 @@ const BALANCE: u64 = 160;
 
 impl Work {
     fn of(op: &Op<'_>) -> Self {
-        let size = |t: Tensor| (t.len() * t.dtype.size()) as u64;
+        let size = |t: Tensor| t.dtype.bytes(t.len()) as u64 + t.scale_extent().end - t.scale_extent().start;
         let mut bytes = 0;
         op.operands(&mut |t, access| bytes += size(t) * if access == Access::Update { 2 } else { 1 });
-        match *op {
-            // A lookup reads only as many rows of the table as it writes.
-            Op::Embed { out, table, .. } => bytes = bytes - size(table) + size(out),
-            // The statistics take a pass over the whole input before the first value can be written.
-            Op::GroupNorm { x, stats: None, .. } => bytes += size(x),
-            _ => {}
+        // The statistics take a pass over the whole input before the first value can be written.
+        if let Op::GroupNorm { x, stats: None, .. } = *op {
+            bytes += size(x);
         }
         Self { flops: op.flops(), bytes }
     }
@@ -319,9 +316,6 @@ struct Operands {
     arena: Arena,
     placed: Vec<(Tensor, Role)>,
     inputs: Vec<Tensor>,
-    ids: Vec<(Tensor, usize)>,
-    /// The embedding table, which all sets share; each set reads different rows.
-    table: Option<Tensor>,
 }
 
 /// Period of the random values, a prime, so that rows differ.
@@ -330,7 +324,7 @@ const PERIOD: usize = 1_000_003;
 impl Operands {
     fn new(activations: DType) -> Self {
         let (weights, arena) = (Arena::new(Region::Weights), Arena::new(Region::Arena));
-        Self { activations, weights, arena, placed: Vec::new(), inputs: Vec::new(), ids: Vec::new(), table: None }
+        Self { activations, weights, arena, placed: Vec::new(), inputs: Vec::new() }
     }
 
     /// Allocates a result.
@@ -359,29 +353,13 @@ impl Operands {
         Ok(tensor)
     }
 
-    fn linear(&mut self, rows: usize, cols: usize, role: Role) -> Result<Linear> {
-        Ok(Linear { weight: self.weight(rows, cols, DType::Bf16, role)?, bias: None })
+    fn linear(&mut self, rows: usize, cols: usize) -> Result<Linear> {
+        Ok(Linear::new(self.weight(rows, cols, DType::Bf16, Role::Linear)?, None))
     }
 
     /// Allocates a norm weight, a bias or a variance, with values around one.
     fn vector(&mut self, cols: usize) -> Result<Tensor> {
         self.weight(1, cols, DType::F32, Role::Vector)
-    }
-
-    fn table(&mut self, rows: usize, cols: usize) -> Result<Tensor> {
-        if let Some(table) = self.table {
-            return Ok(table);
-        }
-        let table = self.weight(rows, cols, DType::Bf16, Role::Table)?;
-        self.table = Some(table);
-        Ok(table)
-    }
-
-    /// Allocates token ids below a limit.
-    fn ids(&mut self, count: usize, below: usize) -> Result<Tensor> {
-        let tensor = self.arena.alloc(count, 1, DType::U32)?;
-        self.ids.push((tensor, below));
-        Ok(tensor)
     }
 
     /// Reserves memory and initialises the operands that ops read.
@@ -393,23 +371,19 @@ impl Operands {
         for &(to, role) in &self.placed {
             // Each weight has its own bytes, because the CPU backend reads them in place.
             let block = if to.dtype == DType::F32 { &vectors } else { &weights };
-            let bytes = Bytes::new(Arc::new(repeated(block, to.len() * to.dtype.size())));
-            be.upload(to, role, &[WeightPart { bytes, dtype: to.dtype }])?;
+            let bytes = Bytes::new(Arc::new(repeated(block, to.dtype.bytes(to.len()))));
+            be.upload(to, role, &[WeightPart::plain(bytes, to.dtype, to.rows)])?;
         }
         be.reserve(self.arena.peak())?;
         for &to in &self.inputs {
             // Only some rows are uploaded from the host; copies on the device double them until all are filled.
             let mut filled = (PERIOD / to.cols).clamp(1, to.rows);
-            be.write(to.rows(0..filled), HostData::F32(&repeated(&noise, filled * to.cols)))?;
+            be.write(to.rows(0..filled), &repeated(&noise, filled * to.cols))?;
             while filled < to.rows {
                 let more = filled.min(to.rows - filled);
                 be.run(Op::Copy { out: to.rows(filled..filled + more), x: to.rows(0..more) })?;
                 filled += more;
             }
-        }
-        for (set, &(to, below)) in self.ids.iter().enumerate() {
-            let ids: Vec<u32> = (0..to.len()).map(|i| ((set * to.len() + i) * 7919 % below) as u32).collect();
-            be.write(to, HostData::U32(&ids))?;
         }
         be.synchronize()
     }
@@ -449,11 +423,9 @@ mod tests {
         };
         assert_eq!(of("qkv_mlp", "4608x27648x3072").flops, 2 * 4608 * 27_648 * 3072);
         assert_eq!(of("attention", "4608 tokens, 24 heads of 128").flops, 4 * 4608 * 4608 * 3072);
-        // Operands are read and written once; a lookup reads rows, not the whole table; euler updates in place; group norm reads
-        // its
-        // input twice if the statistics are not given.
+        // Operands are read and written once; euler updates in place; group norm reads its input twice if the statistics are not
+        // given.
         assert_eq!(of("rms_norm", "512x2560").bytes, 2 * 2 * 512 * 2560 + 4 * 2560);
-        assert_eq!(of("embed", "512x2560 of 151936").bytes, 2 * 2 * 512 * 2560 + 4 * 512);
         assert_eq!(of("euler", "4096x128").bytes, 3 * 4 * 4096 * 128);
         assert_eq!(of("group_norm", "128x128, 512 channels").bytes, 3 * 2 * 128 * 128 * 512 + 2 * 4 * 512);
         for (name, memory) in [("linear_swiglu", false), ("conv", false), ("layer_norm_modulate", true), ("pixels", true)] {

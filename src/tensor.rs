@@ -3,7 +3,14 @@
 //! Nothing here owns or references memory. A [`Tensor`] is a `Copy` descriptor that a backend resolves to an address. An
 //! [`Arena`] only computes offsets, so a dry run and the real run yield the same ones.
 
+mod format;
+pub mod minifloat;
+pub mod nvfp4;
+mod part;
 mod values;
+
+pub use format::{DType, Scale, Scales, Scaling, Stored};
+pub use part::{Nvfp4Layout, PartScaling, WeightPart};
 
 use crate::error::{Error, Result};
 use std::ops::Range;
@@ -44,32 +51,6 @@ impl std::ops::Deref for Bytes {
 impl std::fmt::Debug for Bytes {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Bytes({:?})", self.range)
-    }
-}
-
-/// The dtype: element type of a tensor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum DType {
-    /// IEEE single precision.
-    F32,
-    /// bfloat16.
-    Bf16,
-    /// IEEE half precision; weights only.
-    F16,
-    /// Token ids.
-    U32,
-    /// Pixel values of a finished image, 0 to 255.
-    U8,
-}
-
-impl DType {
-    /// Size of one element in bytes.
-    pub const fn size(self) -> usize {
-        match self {
-            Self::F32 | Self::U32 => 4,
-            Self::Bf16 | Self::F16 => 2,
-            Self::U8 => 1,
-        }
     }
 }
 
@@ -125,27 +106,57 @@ pub struct Tensor {
     pub cols: usize,
     /// Elements from the start of one row to the start of the next.
     pub stride: usize,
+    /// What decoded elements are multiplied by.
+    pub scaling: Scaling,
 }
 
 impl Tensor {
     /// The sub-matrix of a range of rows.
     ///
     /// # Panics
-    /// If the range does not lie inside the tensor: a bug in model code.
+    /// If the range does not lie inside the tensor: a bug in model code. If it does not begin at a whole tile of block scales.
     pub fn rows(self, range: Range<usize>) -> Self {
         assert!(range.start <= range.end && range.end <= self.rows, "rows {range:?} of {self:?}");
-        let skip = (range.start * self.stride * self.dtype.size()) as u64;
-        Self { offset: self.offset + skip, rows: range.len(), ..self }
+        let scaling = match self.scaling {
+            Scaling::Rows(scales) => Scaling::Rows(scales + 4 * range.start as u64),
+            Scaling::Blocks16 { scales, tensor } => {
+                assert!(range.start.is_multiple_of(nvfp4::TILE_ROWS), "rows {range:?} of {self:?}");
+                let skip = nvfp4::scale_offset(range.start, 0, nvfp4::tiles_along(self.stride));
+                Scaling::Blocks16 { scales: scales + skip as u64, tensor }
+            }
+            same => same,
+        };
+        let skip = self.dtype.bytes(range.start * self.stride) as u64;
+        Self { offset: self.offset + skip, rows: range.len(), scaling, ..self }
     }
 
     /// The sub-matrix of a range of columns.
     ///
     /// # Panics
-    /// If the range does not lie inside the tensor: a bug in model code.
+    /// If the range does not lie inside the tensor: a bug in model code. If it does not begin at a whole tile of block scales.
     pub fn cols(self, range: Range<usize>) -> Self {
         assert!(range.start <= range.end && range.end <= self.cols, "cols {range:?} of {self:?}");
-        let skip = (range.start * self.dtype.size()) as u64;
-        Self { offset: self.offset + skip, cols: range.len(), ..self }
+        let scaling = match self.scaling {
+            Scaling::Blocks16 { scales, tensor } => {
+                assert!(range.start.is_multiple_of(nvfp4::TILE_COLS), "cols {range:?} of {self:?}");
+                let skip = nvfp4::scale_offset(0, range.start / nvfp4::BLOCK, nvfp4::tiles_along(self.stride));
+                Scaling::Blocks16 { scales: scales + skip as u64, tensor }
+            }
+            same => same,
+        };
+        let skip = self.dtype.bytes(range.start) as u64;
+        Self { offset: self.offset + skip, cols: range.len(), scaling, ..self }
+    }
+
+    /// How the values are stored.
+    pub fn stored(self) -> Stored {
+        let scales = match self.scaling {
+            Scaling::One => Scales::One,
+            Scaling::Tensor(scale) => Scales::Tensor(scale),
+            Scaling::Rows(_) => Scales::Rows,
+            Scaling::Blocks16 { tensor, .. } => Scales::Blocks16(tensor),
+        };
+        Stored { dtype: self.dtype, scales }
     }
 
     /// Number of elements, not counting the gaps between rows.
@@ -164,10 +175,41 @@ impl Tensor {
             return self.offset..self.offset;
         }
         let elements = (self.rows - 1) * self.stride + self.cols;
-        self.offset..self.offset + (elements * self.dtype.size()) as u64
+        self.offset..self.offset + self.dtype.bytes(elements).next_multiple_of(self.dtype.align()) as u64
     }
 
-    /// True if the two tensors may share an element. Exact for column slices of one buffer, conservative otherwise.
+    /// The byte range of the scales in the tensor's region; empty if they are not in memory.
+    pub fn scale_extent(self) -> Range<u64> {
+        match self.scaling {
+            Scaling::One | Scaling::Tensor(_) => 0..0,
+            Scaling::Rows(scales) => scales..scales + 4 * self.rows as u64,
+            Scaling::Blocks16 { scales, .. } => {
+                let (tiles, pitch) = (nvfp4::tiles_along(self.cols), nvfp4::tiles_along(self.stride));
+                let down = self.rows.div_ceil(nvfp4::TILE_ROWS);
+                let tiles = if down == 0 || tiles == 0 { 0 } else { (down - 1) * pitch + tiles };
+                scales..scales + (tiles * nvfp4::TILE_BYTES) as u64
+            }
+        }
+    }
+
+    /// The elements and the block scales as matrices of bytes, with which a quantised tensor can be copied unchanged.
+    pub fn as_bytes(self) -> impl Iterator<Item = Self> {
+        let width = |elements: usize| self.dtype.bytes(elements);
+        let bytes = Self { dtype: DType::U8, cols: width(self.cols), stride: width(self.stride), scaling: Scaling::One, ..self };
+        let scales = match self.scaling {
+            Scaling::Blocks16 { scales, .. } => Some(Self {
+                offset: scales,
+                rows: self.rows.div_ceil(nvfp4::TILE_ROWS),
+                cols: nvfp4::tiles_along(self.cols) * nvfp4::TILE_BYTES,
+                stride: nvfp4::tiles_along(self.stride) * nvfp4::TILE_BYTES,
+                ..bytes
+            }),
+            _ => None,
+        };
+        [bytes].into_iter().chain(scales)
+    }
+
+    /// True if the two tensors may share an element; scales are allocated with the elements, so they need no test. Exact for column slices of one buffer, conservative otherwise.
     pub fn overlaps(self, other: Self) -> bool {
         if self.region != other.region || self.is_empty() || other.is_empty() {
             return false;
@@ -176,13 +218,13 @@ impl Tensor {
         if a.end <= b.start || b.end <= a.start {
             return false;
         }
-        let pitch = (self.stride * self.dtype.size()) as u64;
-        if pitch == (other.stride * other.dtype.size()) as u64 && pitch > 0 {
+        let pitch = self.dtype.bytes(self.stride) as u64;
+        if pitch == other.dtype.bytes(other.stride) as u64 && pitch > 0 {
             // Two column slices of the same rows-by-pitch buffer: compare the columns.
             let (low, high) = if self.offset <= other.offset { (self, other) } else { (other, self) };
             let shift = (high.offset - low.offset) % pitch;
-            let low_width = (low.cols * low.dtype.size()) as u64;
-            let high_width = (high.cols * high.dtype.size()) as u64;
+            let low_width = low.dtype.bytes(low.cols) as u64;
+            let high_width = high.dtype.bytes(high.cols) as u64;
             return !(shift >= low_width && shift + high_width <= pitch);
         }
         true
@@ -214,15 +256,57 @@ impl Arena {
         Self { region, top: offset, peak: offset }
     }
 
-    /// Allocates a contiguous matrix.
+    /// Allocates a contiguous matrix of plain values.
     pub fn alloc(&mut self, rows: usize, cols: usize, dtype: DType) -> Result<Tensor> {
-        let bytes = (rows as u64).checked_mul(cols as u64).and_then(|n| n.checked_mul(dtype.size() as u64));
+        self.alloc_stored(rows, cols, Stored::plain(dtype))
+    }
+
+    /// Allocates a contiguous matrix and the scales that its format has.
+    pub fn alloc_stored(&mut self, rows: usize, cols: usize, stored: Stored) -> Result<Tensor> {
+        let bits = (rows as u64).checked_mul(cols as u64).and_then(|n| n.checked_mul(stored.dtype.bits() as u64));
+        let offset = self.take(bits.map(|bits| bits.div_ceil(8)))?;
+        let scaling = match stored.scales {
+            Scales::One => Scaling::One,
+            Scales::Tensor(scale) => Scaling::Tensor(scale),
+            Scales::Rows => Scaling::Rows(self.take((rows as u64).checked_mul(4))?),
+            Scales::Blocks16(tensor) => {
+                let down = rows.div_ceil(nvfp4::TILE_ROWS) as u64;
+                let tiles = down.checked_mul(nvfp4::tiles_along(cols) as u64);
+                let scales = self.take(tiles.and_then(|tiles| tiles.checked_mul(nvfp4::TILE_BYTES as u64)))?;
+                Scaling::Blocks16 { scales, tensor }
+            }
+        };
+        Ok(Tensor { region: self.region, dtype: stored.dtype, offset, rows, cols, stride: cols, scaling })
+    }
+
+    /// Allocates consecutive ranges of the rows of one matrix, which are stored in formats of their own. They are adjacent in memory
+    /// if their formats have one number of bits and no scales in memory.
+    pub fn alloc_ranges(&mut self, ranges: &[(usize, Stored)], cols: usize) -> Result<Vec<Tensor>> {
+        let adjacent = |stored: &Stored| matches!(stored.scales, Scales::One | Scales::Tensor(_));
+        let dtype = ranges.first().map(|(_, stored)| stored.dtype);
+        if !ranges.iter().all(|(_, stored)| adjacent(stored) && Some(stored.dtype) == dtype) {
+            return ranges.iter().map(|&(rows, stored)| self.alloc_stored(rows, cols, stored)).collect();
+        }
+        let rows = ranges.iter().try_fold(0_usize, |sum, (rows, _)| sum.checked_add(*rows));
+        let (Some(rows), Some(dtype)) = (rows, dtype) else { return Ok(Vec::new()) };
+        let mut rest = self.alloc(rows, cols, dtype)?;
+        let mut all = Vec::with_capacity(ranges.len());
+        for &(rows, stored) in ranges {
+            let scaling = if let Scales::Tensor(scale) = stored.scales { Scaling::Tensor(scale) } else { Scaling::One };
+            all.push(Tensor { scaling, ..rest.rows(0..rows) });
+            rest = rest.rows(rows..rest.rows);
+        }
+        Ok(all)
+    }
+
+    /// The offset of newly allocated bytes; `None` is more than can be counted.
+    fn take(&mut self, bytes: Option<u64>) -> Result<u64> {
         let end = bytes.and_then(|b| self.top.checked_add(b)).and_then(|e| e.checked_next_multiple_of(ALIGN));
         let end = end.ok_or(Error::Memory { need: u64::MAX })?;
-        let tensor = Tensor { region: self.region, dtype, offset: self.top, rows, cols, stride: cols };
+        let offset = self.top;
         self.top = end;
         self.peak = self.peak.max(end);
-        Ok(tensor)
+        Ok(offset)
     }
 
     /// The current top, to return to with [`Arena::reset`].

@@ -119,7 +119,7 @@ fn float_type(dtype: DType) -> Result<Dtype> {
         DType::F32 => Ok(Dtype::F32),
         DType::F16 => Ok(Dtype::F16),
         DType::Bf16 => Ok(Dtype::BF16),
-        DType::U32 | DType::U8 => Err(Error::Op { op: "tiny", what: "weights are floating-point".into() }),
+        _ => Err(Error::Op { op: "tiny", what: format!("no weights in {}", dtype.name()) }),
     }
 }
 

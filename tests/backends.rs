@@ -6,8 +6,8 @@ mod common;
 use common::wrapped::Wrapped;
 use common::{Goldens, cases, cpu, engine_on, relative_l2, run, saving_memory_changes_nothing, short_engine};
 use kiln::backend::cpu::Cpu;
-use kiln::backend::{Access, Backend, HostData, Lockstep, Op};
-use kiln::config::{HEAD_DIM, Variant};
+use kiln::backend::{Access, Backend, Lockstep, Op};
+use kiln::config::{HEAD_DIM, TextConfig, Variant};
 use kiln::error::{Error, Result};
 use kiln::pipeline::{Job, LoadOptions};
 use kiln::sequence::Pixels;
@@ -59,7 +59,7 @@ fn corrupt(target: usize, named: Arc<Mutex<&'static str>>) -> impl FnMut(usize, 
         let size = values.iter().map(|v| v.abs()).fold(0.0, f32::max);
         // A count may be zero, which scales nothing.
         values.iter_mut().for_each(|v| *v += size.max(1e-3));
-        cpu.write(row, HostData::F32(&values))
+        cpu.write(row, &values)
     }
 }
 
@@ -113,7 +113,7 @@ fn lockstep_names_the_op_of_a_planted_fault() {
 fn non_finite_latents_are_an_error() {
     let mut engine = engine_on(
         Box::new(Wrapped::after_op(cpu(), |_, op, cpu| match op {
-            Op::Euler { latents, .. } => cpu.write(latents.rows(0..1), HostData::F32(&vec![f32::NAN; latents.cols])),
+            Op::Euler { latents, .. } => cpu.write(latents.rows(0..1), &vec![f32::NAN; latents.cols]),
             _ => Ok(()),
         })),
         Variant::Distilled,
@@ -131,11 +131,13 @@ fn non_finite_latents_are_an_error() {
 fn non_finite_prompt_embeddings_are_told_from_a_step() {
     let mut job = Job { size: Pixels::new(64, 64).unwrap(), steps: 1, guidance: 4.0, record: false, ..cases()[0].job() };
     job.references.clear();
+    // Only the text encoder has RMS norms, two in a layer.
+    let norms = 2 * TextConfig::tiny().used_layers();
     for (prompt, want) in [(0, "encoding the prompt"), (1, "encoding the negative prompt")] {
         let seen = AtomicUsize::new(0);
         let wrapped = Wrapped::after_op(cpu(), move |_, op, cpu| match op {
-            Op::Embed { out, .. } if seen.fetch_add(1, Ordering::Relaxed) == prompt => {
-                cpu.write(out.rows(0..1), HostData::F32(&vec![f32::INFINITY; out.cols]))
+            Op::RmsNorm { out, .. } if seen.fetch_add(1, Ordering::Relaxed) == prompt * norms => {
+                cpu.write(out.rows(0..1), &vec![f32::INFINITY; out.cols])
             }
             _ => Ok(()),
         });

@@ -313,7 +313,7 @@ fn the_doctor_lists_kernel_files_or_with_verbose_every_kernel() {
     let (short, all) = (doctor(&[]), doctor(&["-v"]));
     let heading = "\nop                    kernels\n";
     let (about, files) = short.split_once(heading).expect(&short);
-    assert_eq!(files.lines().next(), Some("embed                 pointwise"));
+    assert_eq!(files.lines().next(), Some("copy                  pointwise"));
     let gemm = "\nlinear                gemm_bf16_sm90 (";
     assert!(files.contains(gemm) && !files.contains("kl_"), "{files}");
     let (about_all, symbols) = all.split_once(heading).expect(&all);

@@ -99,8 +99,8 @@ fn arena_offsets_equal_128_bit_arithmetic() {
                 let power = random.below(40);
                 near(random, power) as usize
             });
-            let dtype = [DType::F32, DType::Bf16, DType::F16, DType::U32][random.below(4)];
-            let end = top + rows as u128 * cols as u128 * dtype.size() as u128;
+            let dtype = [DType::F32, DType::Bf16, DType::F16, DType::E4m3, DType::E2m1][random.below(5)];
+            let end = top + (rows as u128 * cols as u128 * dtype.bits() as u128).div_ceil(8);
             let end = end.next_multiple_of(u128::from(ALIGN));
             match arena.alloc(rows, cols, dtype) {
                 Ok(tensor) => {

@@ -7,6 +7,7 @@
 mod common;
 
 use common::{cpu, engine_on, small_job};
+use kiln::backend::GemmFormats;
 use kiln::config::Variant;
 use kiln::locate::Found;
 use kiln::names::Layout;
@@ -96,7 +97,7 @@ fn copies_are_what_the_plan_says(job: &Job) {
     let conventions = Found::Tiny.conventions().unwrap();
     let model = OpenModel::check(weights, PerPart::default(), tokenizer, Variant::Distilled, conventions).unwrap();
     let options = LoadOptions { precision: Precision::Bf16, references: false, low_memory: false };
-    let want = model.estimate(options, job).unwrap().copied_bytes as usize;
+    let want = model.estimate(options, GemmFormats::ALL, job).unwrap().copied_bytes as usize;
     let before = OTHER.now.load(Ordering::Relaxed);
     let mut engine = Engine::load(Box::new(cpu()), model, options, &Silent).unwrap();
     engine.generate(job, &Silent, &mut |_| Ok(())).unwrap();

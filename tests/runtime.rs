@@ -14,7 +14,7 @@ mod stand_in;
 
 use common::cases;
 use kiln::backend::cuda::{self, Choice, Cuda, Kernel};
-use kiln::backend::{Backend, Op, Role, WeightPart};
+use kiln::backend::{Backend, Op, Role};
 use kiln::checkpoint::Weights;
 use kiln::config::{Conventions, Variant};
 use kiln::error::{Error, Result};
@@ -23,7 +23,7 @@ use kiln::names::Layout;
 use kiln::part::{Part, PerPart};
 use kiln::pipeline::{Engine, GeneratedImage, Job, LoadOptions, OpenModel};
 use kiln::progress::Silent;
-use kiln::tensor::{Arena, Bytes, DType, Precision, Region};
+use kiln::tensor::{Arena, Bytes, DType, Precision, Region, WeightPart};
 use kiln::tiny::{self, TinyModel};
 use kiln::tokenizer::Tokenizer;
 use random::long;
@@ -91,7 +91,7 @@ fn memory_is_what_was_planned_and_steps_are_replayed() {
         let mut engine = model.engine(&driver, &stop, variant, low_memory).unwrap();
         let weights = driver.bytes.get().0;
         let plan = engine.plan(&job).unwrap();
-        let estimate = model.open(variant).estimate(OPTIONS, &job).unwrap();
+        let estimate = model.open(variant).estimate(OPTIONS, cuda::GEMM_FORMATS, &job).unwrap();
         assert_eq!(weights, if low_memory { estimate.low_memory_weight_bytes } else { estimate.weight_bytes });
         assert!(estimate.low_memory_weight_bytes < estimate.weight_bytes);
         let before = driver.replays.get();
@@ -197,7 +197,7 @@ fn uploads_wait_for_ops_that_read_the_same_weights() {
     cuda.reserve(ws.peak()).unwrap();
     for _ in 0..3 {
         let bytes = Bytes::new(Arc::new(vec![0; 256]));
-        cuda.upload(weight, Role::Vector, &[WeightPart { bytes, dtype: DType::F32 }]).unwrap();
+        cuda.upload(weight, Role::Vector, &[WeightPart::plain(bytes, DType::F32, 1)]).unwrap();
         cuda.run(Op::RmsNorm { out, x, weight, eps: 1e-6 }).unwrap();
     }
     assert_eq!((driver.order.borrow().beside, driver.order.borrow().behind), (0, 2));
@@ -290,7 +290,7 @@ fn a_job_that_does_not_fit_is_refused_with_ways_down() {
     let job = Job { size, ..job };
     let open = model.open(variant);
     let options = LoadOptions { references: false, ..OPTIONS };
-    let estimate = open.estimate(options, &job).unwrap();
+    let estimate = open.estimate(options, cuda::GEMM_FORMATS, &job).unwrap();
     let need = estimate.weight_bytes + estimate.arena_bytes;
     let least = estimate.low_memory_weight_bytes + estimate.arena_bytes;
     // The most that the backend itself takes.

@@ -1,9 +1,9 @@
 //! Runs two backends in lockstep: every op runs on both and the results are compared. The trusted result is then copied over the
 //! other one, so that a difference is reported at the op that caused it and rounding differences do not accumulate.
 
-use super::{Access, Backend, HostData, Op, Role, StepKey, WeightPart};
+use super::{Access, Backend, GemmFormats, Op, Role, StepKey};
 use crate::error::{Error, Result};
-use crate::tensor::{DType, Tensor};
+use crate::tensor::{DType, Tensor, WeightPart};
 use std::ops::Range;
 
 /// A trusted backend and one under test.
@@ -15,12 +15,15 @@ pub struct Lockstep<A, B> {
     limit: fn(DType) -> f64,
 }
 
-/// How far two correct implementations of one op may differ. In f32 the order of accumulation differs; in bf16 each result is
-/// rounded once, by at most half a unit in the last place (2^-9), so the two differ by at most twice that.
+/// How far two correct implementations of one op may differ. In f32 the order of accumulation differs; otherwise each result is
+/// rounded once, by at most half a unit in the last place (2^-9 in bf16), so the two differ by at most twice that.
 fn default_limit(dtype: DType) -> f64 {
     match dtype {
         DType::Bf16 => 2.0 / 512.0,
         DType::F16 => 2.0 / 4096.0,
+        DType::E4m3 => 2.0 / 32.0,
+        DType::E5m2 => 2.0 / 16.0,
+        DType::E2m1 => 2.0 / 8.0,
         _ => 1e-5,
     }
 }
@@ -72,13 +75,34 @@ impl<A: Backend, B: Backend> Lockstep<A, B> {
                 ),
             });
         }
-        self.tested.write(out, HostData::F32(&want))
+        if !out.dtype.is_quantised() {
+            return self.tested.write(out, &want);
+        }
+        // Encoding decoded values again need not give the same blocks, so their bytes are copied.
+        for view in out.as_bytes() {
+            let mut bytes = vec![0; view.len()];
+            self.trusted.read_bytes(view, &mut bytes)?;
+            self.tested.write(view, &bytes.iter().map(|&byte| f32::from(byte)).collect::<Vec<_>>())?;
+        }
+        Ok(())
     }
 }
 
 impl<A: Backend, B: Backend> Backend for Lockstep<A, B> {
     fn name(&self) -> &'static str {
         "lockstep"
+    }
+
+    fn gemm_formats(&self) -> GemmFormats {
+        self.trusted.gemm_formats().and(self.tested.gemm_formats())
+    }
+
+    fn available(&self) -> Result<Option<u64>> {
+        self.tested.available()
+    }
+
+    fn launches(&self) -> Vec<(&'static str, u64)> {
+        self.tested.launches()
     }
 
     fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {
@@ -100,9 +124,9 @@ impl<A: Backend, B: Backend> Backend for Lockstep<A, B> {
         self.tested.reserve(bytes)
     }
 
-    fn write(&mut self, to: Tensor, data: HostData<'_>) -> Result<()> {
-        self.trusted.write(to, data)?;
-        self.tested.write(to, data)
+    fn write(&mut self, to: Tensor, values: &[f32]) -> Result<()> {
+        self.trusted.write(to, values)?;
+        self.tested.write(to, values)
     }
 
     fn read(&mut self, from: Tensor, to: &mut [f32]) -> Result<()> {

@@ -14,13 +14,13 @@ mod plan;
 
 pub use lockstep::Lockstep;
 pub use op::{
-    Access, Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, Modulated, OP_NAMES, Op, Projection, QkNorm, Rope,
-    RopeStyle, Sampling,
+    Access, Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, LowRank, Modulated, OP_NAMES, Op, Projection,
+    QkNorm, Rope, RopeStyle, Sampling, Softmax, Weight,
 };
 pub use plan::Plan;
 
 use crate::error::Result;
-use crate::tensor::{Arena, Bytes, DType, Tensor};
+use crate::tensor::{Arena, DType, Tensor, WeightPart};
 use std::ops::Range;
 
 /// What a weight is used for. A backend may choose the memory layout of its copy by the role; the model never sees that layout.
@@ -28,42 +28,52 @@ use std::ops::Range;
 pub enum Role {
     /// The weight of a linear layer, `[out, in]`.
     Linear,
-    /// A linear layer whose last `tail` rows are the gate rows of a SwiGLU followed by as many up rows.
-    GateUp {
-        /// Number of gate and up rows together.
-        tail: usize,
-    },
     /// The weight of a 3x3 convolution, in the order of the checkpoint.
     Conv,
-    /// An embedding table.
-    Table,
     /// A norm weight, a bias or a statistic; always f32.
     Vector,
 }
 
-/// Consecutive rows of a weight, as a checkpoint stores them.
-#[derive(Clone, Debug)]
-pub struct WeightPart {
-    /// The bytes, row-major.
-    pub bytes: Bytes,
-    /// Their element type.
-    pub dtype: DType,
+/// Which quantised GEMMs a backend has: by the bits of the weight (8 is e4m3, 4 is NVFP4) and of the input (16 is whatever precision
+/// activations have). Weights of a layer that it has no GEMM for are expanded when they are uploaded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GemmFormats {
+    /// e4m3 by e4m3.
+    pub w8a8: bool,
+    /// e4m3 weights, plain inputs.
+    pub w8a16: bool,
+    /// NVFP4 by NVFP4.
+    pub w4a4: bool,
+    /// NVFP4 weights, plain inputs.
+    pub w4a16: bool,
 }
 
-impl WeightPart {
-    /// Whether the bytes can be read in place as values of this type, without a conversion or an aligned copy.
-    pub fn is_readable_as(&self, dtype: DType) -> bool {
-        self.dtype == dtype && self.bytes.as_ptr().align_offset(dtype.size()) == 0
+impl GemmFormats {
+    /// All of them.
+    pub const ALL: Self = Self { w8a8: true, w8a16: true, w4a4: true, w4a16: true };
+    /// None of them.
+    pub const NONE: Self = Self { w8a8: false, w8a16: false, w4a4: false, w4a16: false };
+
+    /// Those that both have.
+    pub const fn and(self, other: Self) -> Self {
+        Self {
+            w8a8: self.w8a8 && other.w8a8,
+            w8a16: self.w8a16 && other.w8a16,
+            w4a4: self.w4a4 && other.w4a4,
+            w4a16: self.w4a16 && other.w4a16,
+        }
     }
-}
 
-/// Host data to write to working memory.
-#[derive(Clone, Copy, Debug)]
-pub enum HostData<'a> {
-    /// Values that are rounded to the tensor's dtype as they are written.
-    F32(&'a [f32]),
-    /// Token ids.
-    U32(&'a [u32]),
+    /// Whether there is a GEMM of such weights by such inputs. Plain types are always multiplied.
+    pub const fn takes(self, weight: DType, input: DType) -> bool {
+        match (weight, input) {
+            (DType::E4m3, DType::E4m3) => self.w8a8,
+            (DType::E4m3, DType::F32 | DType::Bf16) => self.w8a16,
+            (DType::E2m1, DType::E2m1) => self.w4a4,
+            (DType::E2m1, DType::F32 | DType::Bf16) => self.w4a16,
+            _ => !weight.is_quantised() && !input.is_quantised(),
+        }
+    }
 }
 
 /// Names a sequence of ops that recurs with the same operands, so that a backend may capture it (as a CUDA graph) and replay it.
@@ -75,8 +85,13 @@ pub trait Backend {
     /// A short name for messages.
     fn name(&self) -> &'static str;
 
-    /// Uploads a weight and replaces whatever was stored there. `parts` are its rows in order; their dtypes may differ from that
-    /// of `to`. Ops that were issued earlier still read the old values.
+    /// The quantised GEMMs that the backend has.
+    fn gemm_formats(&self) -> GemmFormats {
+        GemmFormats::NONE
+    }
+
+    /// Uploads a weight and replaces whatever was stored there. `parts` are its rows in order. Their formats may differ from that of
+    /// `to` if that is a plain one: then they are expanded. Ops that were issued earlier still read the old values.
     fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()>;
 
     /// Bytes of memory that can still be allocated, if the backend knows.
@@ -103,8 +118,8 @@ pub trait Backend {
     /// Allocates `bytes` of working memory. Its previous content is lost.
     fn reserve(&mut self, bytes: u64) -> Result<()>;
 
-    /// Writes host data, row by row.
-    fn write(&mut self, to: Tensor, data: HostData<'_>) -> Result<()>;
+    /// Writes host values, row by row, rounded to the format of the tensor.
+    fn write(&mut self, to: Tensor, values: &[f32]) -> Result<()>;
 
     /// Reads a tensor back as f32, row by row, after all ops issued so far have finished.
     fn read(&mut self, from: Tensor, to: &mut [f32]) -> Result<()>;

@@ -1,24 +1,51 @@
 //! The ops: what each one computes, its operands and its cost. The shape rules are in `op/check.rs`.
 
 mod check;
+mod weight;
 
-use crate::tensor::Tensor;
+pub use weight::Weight;
+
+use crate::tensor::{DType, Stored, Tensor};
+use std::f32::consts::LN_2;
 use std::ops::Range;
 
 /// A linear layer `y = W x + b`, `W` stored `[out, in]`.
 #[derive(Clone, Copy, Debug)]
 pub struct Linear {
     /// The weight, `[out, in]`. No op may write it: a GPU prefetches it while the previous kernel is still running.
-    pub weight: Tensor,
+    pub weight: Weight,
     /// The bias, `[1, out]`, if the layer has one.
     pub bias: Option<Tensor>,
+    /// How the op that produces the layer's input has to store it.
+    pub input: Stored,
+    /// A term of low rank that is added to the weight, as LoRA has it (Hu et al. 2021).
+    pub low_rank: Option<LowRank>,
 }
 
 impl Linear {
+    /// A layer whose weight has one format, on plain bf16 inputs.
+    pub const fn new(weight: Tensor, bias: Option<Tensor>) -> Self {
+        Self { weight: Weight::new(weight), bias, input: Stored::plain(DType::Bf16), low_rank: None }
+    }
+
     /// The layer restricted to a range of its outputs.
     pub fn rows(self, range: Range<usize>) -> Self {
-        Self { weight: self.weight.rows(range.clone()), bias: self.bias.map(|b| b.cols(range)) }
+        Self {
+            weight: self.weight.slice(range.clone()),
+            bias: self.bias.map(|b| b.cols(range.clone())),
+            low_rank: self.low_rank.map(|l| LowRank { up: l.up.rows(range), ..l }),
+            ..self
+        }
     }
+}
+
+/// The matrix `up down` of low rank.
+#[derive(Clone, Copy, Debug)]
+pub struct LowRank {
+    /// `[rank, in]`.
+    pub down: Tensor,
+    /// `[out, rank]`.
+    pub up: Tensor,
 }
 
 /// A 3x3 convolution with bias.
@@ -82,8 +109,6 @@ pub struct QkNorm {
     pub k: Tensor,
     /// Added to the mean square.
     pub eps: f32,
-    /// An additional factor for the queries, into which the softmax scale can be folded.
-    pub q_scale: f32,
 }
 
 /// The GEMM of one stream, `out = x W^T + b`.
@@ -117,8 +142,12 @@ pub struct Projection<'a> {
     pub x: Tensor,
     /// The weight. Its rows are those of queries (with `q`), keys and values, then (with `mlp`) gate and up rows.
     pub w: &'a Linear,
-    /// The qk-norm of the query and key heads.
-    pub norm: QkNorm,
+    /// The qk-norm of the query and key heads, if the model has one.
+    pub norm: Option<QkNorm>,
+    /// A factor of the queries, into which the softmax scale can be folded.
+    pub q_scale: f32,
+    /// A factor of the keys, as for the queries.
+    pub k_scale: f32,
     /// RoPE of the query and key heads.
     pub rope: Rope,
     /// Output for the queries, if they are needed.
@@ -153,6 +182,31 @@ pub struct KvSegment {
     pub v: Tensor,
 }
 
+/// The softmax of attention.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Softmax {
+    /// Of the scores times `scale`, to base e.
+    Natural {
+        /// Factor of the scores.
+        scale: f32,
+    },
+    /// Of the scores as they are, to base 2: the queries or keys are pre-scaled by log2(e), so the kernel needs no multiplication.
+    Base2 {
+        /// Upper bound on the scores for any input, which allows a max-free softmax; infinite if none is known.
+        bound: f32,
+    },
+}
+
+impl Softmax {
+    /// The factor that makes logits to base e of the scores.
+    pub const fn natural_scale(self) -> f32 {
+        match self {
+            Self::Natural { scale } => scale,
+            Self::Base2 { .. } => LN_2,
+        }
+    }
+}
+
 /// How a convolution changes the resolution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sampling {
@@ -167,15 +221,6 @@ pub enum Sampling {
 /// One fused operation. Slices hold one entry per stream: the two streams of a double block are one op, and one kernel launch.
 #[derive(Clone, Copy, Debug)]
 pub enum Op<'a> {
-    /// Embedding lookup: rows of a table by token id.
-    Embed {
-        /// `[ids, n]`.
-        out: Tensor,
-        /// `[ids, 1]`, u32.
-        ids: Tensor,
-        /// `[vocabulary, n]`.
-        table: Tensor,
-    },
     /// A copy that may change the element type.
     Copy {
         /// Same shape as `x`.
@@ -216,10 +261,11 @@ pub enum Op<'a> {
     LinearGateResidual(&'a [GatedGemm<'a>]),
     /// Queries, keys and values of a block.
     Qkv(&'a [Projection<'a>]),
-    /// `softmax(q k^T * scale) v`, with one softmax over the keys of all KV segments.
+    /// `softmax(q k^T) v`, with one softmax over the keys of all KV segments.
     Attention {
-        /// Same shape as `q`.
-        out: Tensor,
+        /// Consecutive ranges of the rows of the result, which together have the shape of `q`. They need not be adjacent: text and
+        /// image rows are inputs of different layers, which may be stored with different scales.
+        out: &'a [Tensor],
         /// `[tokens, heads * head_dim]`.
         q: Tensor,
         /// KV segments. With fewer key heads than query heads, groups of query heads share one (GQA).
@@ -228,11 +274,8 @@ pub enum Op<'a> {
         head_dim: usize,
         /// Whether query `i` attends to keys `0..=i` only.
         causal: bool,
-        /// Factor of the attention scores. If it is ln 2, the queries are pre-scaled by log2(e) and the softmax is a bare exp2,
-        /// without a multiplication in the kernel.
-        scale: f32,
-        /// Upper bound on the scaled scores for any input, which allows a max-free softmax; infinite if no bound is known.
-        bound: f32,
+        /// How scores become weights of the values.
+        softmax: Softmax,
     },
     /// 3x3 convolution over an image in channels-last layout.
     Conv {
@@ -327,7 +370,6 @@ pub enum Op<'a> {
 
 /// All values of [`Op::name`].
 pub const OP_NAMES: &[&str] = &[
-    "embed",
     "copy",
     "silu",
     "rms_norm",
@@ -364,7 +406,6 @@ impl Op<'_> {
     /// A short name for messages and reports.
     pub fn name(&self) -> &'static str {
         match self {
-            Self::Embed { .. } => "embed",
             Self::Copy { .. } => "copy",
             Self::Silu { .. } => "silu",
             Self::RmsNorm { .. } => "rms_norm",
@@ -391,15 +432,11 @@ impl Op<'_> {
     pub fn operands(&self, f: &mut dyn FnMut(Tensor, Access)) {
         use Access::{Read, Update, Write};
         let linear = |w: &Linear, f: &mut dyn FnMut(Tensor, Access)| {
-            f(w.weight, Read);
+            w.weight.parts().iter().for_each(|&part| f(part, Read));
             w.bias.iter().for_each(|&b| f(b, Read));
+            w.low_rank.iter().for_each(|l| [l.down, l.up].into_iter().for_each(|t| f(t, Read)));
         };
         match *self {
-            Self::Embed { out, ids, table } => {
-                f(out, Write);
-                f(ids, Read);
-                f(table, Read);
-            }
             Self::Copy { out, x } | Self::Silu { out, x } => {
                 f(out, Write);
                 f(x, Read);
@@ -440,13 +477,12 @@ impl Op<'_> {
                     s.mlp.iter().for_each(|&m| f(m, Write));
                     f(s.x, Read);
                     linear(s.w, f);
-                    f(s.norm.q, Read);
-                    f(s.norm.k, Read);
+                    s.norm.iter().for_each(|norm| [norm.q, norm.k].into_iter().for_each(|t| f(t, Read)));
                     f(s.rope.table, Read);
                 }
             }
             Self::Attention { out, q, kv, .. } => {
-                f(out, Write);
+                out.iter().for_each(|&o| f(o, Write));
                 f(q, Read);
                 for s in kv {
                     f(s.k, Read);
@@ -493,7 +529,10 @@ impl Op<'_> {
     /// Floating-point operations of its GEMMs, convolutions and attention, with a multiply-add counted as two. Element-wise work
     /// is not counted: it is bound by memory, not by arithmetic.
     pub fn flops(&self) -> u64 {
-        let gemm = |x: Tensor, w: &Linear| 2 * (x.rows * w.weight.len()) as u64;
+        let gemm = |x: Tensor, w: &Linear| {
+            let low_rank = w.low_rank.map_or(0, |l| l.down.len() + l.up.len());
+            2 * (x.rows * (w.weight.len() + low_rank)) as u64
+        };
         match *self {
             Self::Linear(streams) | Self::LinearSwiglu(streams) => streams.iter().map(|s| gemm(s.x, s.w)).sum(),
             Self::LinearGateResidual(streams) => streams.iter().map(|s| gemm(s.x, s.w)).sum(),

@@ -1,13 +1,13 @@
 //! The dry run: a backend that checks every op and adds up its cost, without allocating or accessing any memory.
 
-use super::{Backend, HostData, Op, Role, StepKey, WeightPart};
+use super::{Backend, GemmFormats, Op, Role, StepKey};
 use crate::error::Result;
-use crate::tensor::{Region, Tensor};
+use crate::tensor::{Region, Tensor, WeightPart};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A backend that only plans.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Plan {
     /// Peak use of working memory, in bytes.
     pub arena_bytes: u64,
@@ -15,13 +15,14 @@ pub struct Plan {
     pub copied_bytes: u64,
     /// Number of ops run.
     pub ops: u64,
+    formats: GemmFormats,
     flops: Arc<AtomicU64>,
 }
 
 impl Plan {
-    /// An empty plan.
-    pub fn new() -> Self {
-        Self::default()
+    /// An empty plan for a backend that has these quantised GEMMs.
+    pub fn new(formats: GemmFormats) -> Self {
+        Self { arena_bytes: 0, copied_bytes: 0, ops: 0, formats, flops: Arc::default() }
     }
 
     /// Floating-point operations of all GEMMs, convolutions and attention ops.
@@ -36,7 +37,7 @@ impl Plan {
 
     fn touch(&mut self, tensor: Tensor) {
         if tensor.region == Region::Arena {
-            self.arena_bytes = self.arena_bytes.max(tensor.extent().end);
+            self.arena_bytes = self.arena_bytes.max(tensor.extent().end).max(tensor.scale_extent().end);
         }
     }
 }
@@ -46,9 +47,13 @@ impl Backend for Plan {
         "plan"
     }
 
+    fn gemm_formats(&self) -> GemmFormats {
+        self.formats
+    }
+
     fn upload(&mut self, to: Tensor, _role: Role, parts: &[WeightPart]) -> Result<()> {
-        for part in parts.iter().filter(|part| !part.is_readable_as(to.dtype)) {
-            self.copied_bytes += (part.bytes.len() / part.dtype.size() * to.dtype.size()) as u64;
+        for part in parts.iter().filter(|part| !part.is_readable_as(to.stored())) {
+            self.copied_bytes += to.dtype.bytes(part.rows * to.cols) as u64;
         }
         Ok(())
     }
@@ -57,7 +62,7 @@ impl Backend for Plan {
         Ok(())
     }
 
-    fn write(&mut self, to: Tensor, _data: HostData<'_>) -> Result<()> {
+    fn write(&mut self, to: Tensor, _values: &[f32]) -> Result<()> {
         self.touch(to);
         Ok(())
     }

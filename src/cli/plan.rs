@@ -5,6 +5,7 @@ use super::report::warn_of_guidance;
 use super::request::ImageRequest;
 use super::settings::{ModelProfile, Settings};
 use super::stdout::{json_line, print};
+use crate::backend::cuda::GEMM_FORMATS;
 use crate::config::{Conventions, Variant, display_name};
 use crate::error::Result;
 use crate::locate::{Environment, Found, locate};
@@ -128,7 +129,7 @@ impl PlannedModel {
     /// published is taken to be bfloat16.
     fn estimate(&self, options: LoadOptions, job: &Job) -> Result<Estimate> {
         match &self.source {
-            Source::Files(model) => model.estimate(options, job),
+            Source::Files(model) => model.estimate(options, GEMM_FORMATS, job),
             Source::Klein(configs) => estimate(configs, self.variant, options, job),
         }
     }

@@ -3,10 +3,10 @@
 use super::{Row, call};
 use crate::backend::{
     Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Modulated, Op, Projection, QkNorm, Role, Rope, RopeStyle, Sampling,
+    Softmax,
 };
 use crate::error::Result;
 use crate::tensor::{DType, Precision};
-use std::f32::consts::LN_2;
 
 /// The scale of the shapes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,8 +45,7 @@ struct Sizes {
     /// Hidden size of the transformer and of its MLP.
     width: usize,
     mlp: usize,
-    /// The text encoder: vocabulary, hidden size, query heads, key heads, MLP size.
-    vocabulary: usize,
+    /// The text encoder: hidden size, query heads, key heads, MLP size.
     text_width: usize,
     text_heads: usize,
     text_kv_heads: usize,
@@ -60,7 +59,6 @@ const KLEIN: Sizes = Sizes {
     side: 64,
     width: 3072,
     mlp: 9216,
-    vocabulary: 151_936,
     text_width: 2560,
     text_heads: 32,
     text_kv_heads: 8,
@@ -73,7 +71,6 @@ const QUICK: Sizes = Sizes {
     side: 4,
     width: 256,
     mlp: 384,
-    vocabulary: 100,
     text_width: 128,
     text_heads: 2,
     text_kv_heads: 1,
@@ -107,7 +104,6 @@ impl RowBuilder {
         let (half, quarter) = (channels / 2, channels / 4);
         [
             // The text encoder.
-            self.embed(text, text_width, s.vocabulary),
             self.rms_norm(text, text_width),
             self.qkv(&[text], text_width, text_q, text_kv, 0, RopeStyle::HalfSplit),
             self.attention(text, text_heads, text_kv_heads, HEAD_DIM, true),
@@ -180,13 +176,6 @@ impl RowBuilder {
 
     // ------------------------------------------------------------------------------------------------------- one op each
 
-    fn embed(&self, rows: usize, cols: usize, vocabulary: usize) -> Result<Row> {
-        Row::new(format!("{rows}x{cols} of {vocabulary}"), self.0, move |m| {
-            let (out, ids, table) = (m.results(rows, cols)?, m.ids(rows, vocabulary)?, m.table(vocabulary, cols)?);
-            call(move |run| run(Op::Embed { out, ids, table }))
-        })
-    }
-
     fn copy(&self, rows: usize, cols: usize) -> Result<Row> {
         Row::new(format!("{rows}x{cols}"), self.0, move |m| {
             let (out, x) = (m.results(rows, cols)?, m.activations(rows, cols)?);
@@ -222,7 +211,7 @@ impl RowBuilder {
 
     fn linear(&self, rows: usize, cols: usize, inner: usize) -> Result<Row> {
         Row::new(format!("{rows}x{cols}x{inner}"), self.0, move |m| {
-            let (out, x, w) = (m.results(rows, cols)?, m.activations(rows, inner)?, m.linear(cols, inner, Role::Linear)?);
+            let (out, x, w) = (m.results(rows, cols)?, m.activations(rows, inner)?, m.linear(cols, inner)?);
             call(move |run| run(Op::Linear(&[Gemm { out, x, w: &w }])))
         })
     }
@@ -231,7 +220,7 @@ impl RowBuilder {
         let rows = streams.to_vec();
         Row::new(format!("{}x{}x{inner}", sum(streams), 2 * cols), self.0, move |m| {
             let stream = |&rows: &usize| {
-                let w = m.linear(2 * cols, inner, Role::GateUp { tail: 2 * cols })?;
+                let w = m.linear(2 * cols, inner)?;
                 Ok((m.results(rows, cols)?, m.activations(rows, inner)?, w))
             };
             let streams = rows.iter().map(stream).collect::<Result<Vec<_>>>()?;
@@ -248,7 +237,7 @@ impl RowBuilder {
             let stream = |&rows: &usize| {
                 let gate = if gated { Some(m.activations(1, cols)?) } else { None };
                 let (into, x) = (m.activations(rows, cols)?, m.activations(rows, inner)?);
-                Ok((into, x, m.linear(cols, inner, Role::Linear)?, gate))
+                Ok((into, x, m.linear(cols, inner)?, gate))
             };
             let streams = rows.iter().map(stream).collect::<Result<Vec<_>>>()?;
             call(move |run| {
@@ -264,9 +253,8 @@ impl RowBuilder {
         let cols = q_cols + 2 * kv_cols + 2 * mlp;
         Row::new(format!("{}x{cols}x{inner}", sum(streams)), self.0, move |m| {
             let stream = |&rows: &usize| {
-                let role = if mlp > 0 { Role::GateUp { tail: 2 * mlp } } else { Role::Linear };
-                let w = m.linear(cols, inner, role)?;
-                let norm = QkNorm { q: m.vector(HEAD_DIM)?, k: m.vector(HEAD_DIM)?, eps: EPS, q_scale: 1.0 };
+                let w = m.linear(cols, inner)?;
+                let norm = QkNorm { q: m.vector(HEAD_DIM)?, k: m.vector(HEAD_DIM)?, eps: EPS };
                 let rope = Rope { table: m.input(rows, HEAD_DIM, DType::F32)?, style };
                 let (x, q) = (m.activations(rows, inner)?, m.results(rows, q_cols)?);
                 let (k, v) = (m.results(rows, kv_cols)?, m.results(rows, kv_cols)?);
@@ -281,7 +269,9 @@ impl RowBuilder {
                     .map(|(x, w, norm, rope, q, k, v, mlp)| Projection {
                         x: *x,
                         w,
-                        norm: *norm,
+                        norm: Some(*norm),
+                        q_scale: 1.0,
+                        k_scale: 1.0,
                         rope: *rope,
                         q: Some(*q),
                         k: *k,
@@ -302,11 +292,12 @@ impl RowBuilder {
             let kv =
                 [KvSegment { k: m.activations(tokens, kv_heads * head_dim)?, v: m.activations(tokens, kv_heads * head_dim)? }];
             // In the transformer, queries are pre-scaled for a base-2 softmax and the scores are bounded. Here scores are about
-            // four,
-            // and none is over 64.
-            let bounded = !causal && head_dim == HEAD_DIM;
-            let (scale, bound) = if bounded { (LN_2, 64.0 * LN_2) } else { (1.0 / (head_dim as f32).sqrt(), f32::INFINITY) };
-            call(move |run| run(Op::Attention { out, q, kv: &kv, head_dim, causal, scale, bound }))
+            // four, and none is over 64.
+            let softmax = match !causal && head_dim == HEAD_DIM {
+                true => Softmax::Base2 { bound: 64.0 },
+                false => Softmax::Natural { scale: 1.0 / (head_dim as f32).sqrt() },
+            };
+            call(move |run| run(Op::Attention { out: &[out], q, kv: &kv, head_dim, causal, softmax }))
         })
     }
 

@@ -5,7 +5,7 @@
 //! and RoPE is a rotation, which preserves norms. A score is a sum over the pairs of elements that are rotated together; by the
 //! Cauchy-Schwarz inequality the sum is at most the product of both norms times the largest product of the gains of one pair.
 
-use crate::backend::WeightPart;
+use crate::tensor::WeightPart;
 
 /// Margin for the rounding of queries and keys, with some reserve.
 const ROUNDING: f32 = 1.02;
@@ -17,7 +17,12 @@ pub struct NormGain(Vec<f32>);
 impl NormGain {
     /// The gain of a norm, from its weights as they are stored.
     pub fn of(parts: &[WeightPart]) -> Self {
-        let values: Vec<f32> = parts.iter().flat_map(|part| part.dtype.decoded(&part.bytes)).collect();
+        let mut values = Vec::new();
+        for (part, row) in parts.iter().flat_map(|part| (0..part.rows).map(move |row| (part, row))) {
+            let first = values.len();
+            values.resize(first + part.cols(), 0.0);
+            part.decode(row, &mut values[first..]);
+        }
         // NaN must propagate, so that the bound becomes infinite.
         let larger = |most: f32, v: &f32| if v.is_nan() || v.abs() > most { v.abs() } else { most };
         Self(values.chunks(2).map(|pair| pair.iter().fold(0.0, larger)).collect())
@@ -61,7 +66,7 @@ mod tests {
 
     fn gain(values: &[f32]) -> NormGain {
         let bytes = DType::Bf16.encoded(values);
-        NormGain::of(&[WeightPart { bytes: Bytes::new(Arc::new(bytes)), dtype: DType::Bf16 }])
+        NormGain::of(&[WeightPart::plain(Bytes::new(Arc::new(bytes)), DType::Bf16, 1)])
     }
 
     #[test]

@@ -4,7 +4,8 @@
 //! Padding tokens are encoded, too. They attend to every real token and to no padding, and the transformer reads all of them.
 
 use super::Loader;
-use crate::backend::{Backend, GatedGemm, Gemm, HostData, KvSegment, Linear, Op, Projection, QkNorm, Rope, RopeStyle, scope};
+use super::table::TokenTable;
+use crate::backend::{Backend, GatedGemm, Gemm, KvSegment, Linear, Op, Projection, QkNorm, Rope, RopeStyle, Softmax, scope};
 use crate::config::{HEAD_DIM, TextConfig};
 use crate::error::Result;
 use crate::sequence::rope_table_1d;
@@ -15,7 +16,7 @@ use crate::tokenizer::Tokens;
 pub struct TextEncoder {
     config: TextConfig,
     precision: Precision,
-    embedding: Tensor,
+    embedding: TokenTable,
     layers: Vec<Layer>,
 }
 
@@ -41,15 +42,15 @@ impl TextEncoder {
                 Ok(Layer {
                     input_norm: loader.vector(&name("input_layernorm"), c.hidden)?,
                     qkv: loader.stacked(&name("self_attn.qkv_proj"), &[q, kv, kv], c.hidden)?,
-                    qk_norm: loader.qk_norm(&name("self_attn.q_norm"), &name("self_attn.k_norm"), HEAD_DIM, c.eps, 1.0)?,
+                    qk_norm: loader.qk_norm(&name("self_attn.q_norm"), &name("self_attn.k_norm"), HEAD_DIM, c.eps)?,
                     out: loader.linear(&name("self_attn.o_proj"), c.hidden, q)?,
                     mlp_norm: loader.vector(&name("post_attention_layernorm"), c.hidden)?,
-                    gate_up: loader.gate_up(&name("mlp.gate_up_proj"), &[mlp, mlp], c.hidden, 2 * mlp)?,
+                    gate_up: loader.stacked(&name("mlp.gate_up_proj"), &[mlp, mlp], c.hidden)?,
                     down: loader.linear(&name("mlp.down_proj"), c.hidden, mlp)?,
                 })
             })
             .collect::<Result<_>>()?;
-        Ok(Self { config: config.clone(), precision: loader.precision, embedding, layers })
+        Ok(Self { config: config.clone(), precision: loader.precision(), embedding, layers })
     }
 
     /// Computes the embeddings of a prompt, one row per token, with the hidden states of the tapped layers side by side.
@@ -58,10 +59,8 @@ impl TextEncoder {
         let (rows, act) = (tokens.ids.len(), self.precision.activations());
         let (q_cols, kv_cols) = (c.heads * HEAD_DIM, c.kv_heads * HEAD_DIM);
         scope(be, ws, |be, ws| {
-            let ids = ws.alloc(rows, 1, DType::U32)?;
-            be.write(ids, HostData::U32(&tokens.ids))?;
             let table = ws.alloc(rows, HEAD_DIM, DType::F32)?;
-            be.write(table, HostData::F32(&rope_table_1d(rows, HEAD_DIM, c.rope_theta)))?;
+            be.write(table, &rope_table_1d(rows, HEAD_DIM, c.rope_theta))?;
             let rope = Rope { table, style: RopeStyle::HalfSplit };
 
             let x = ws.alloc(rows, c.hidden, act)?;
@@ -69,14 +68,16 @@ impl TextEncoder {
             let (q, k) = (ws.alloc(rows, q_cols, act)?, ws.alloc(rows, kv_cols, act)?);
             let (v, attended) = (ws.alloc(rows, kv_cols, act)?, ws.alloc(rows, q_cols, act)?);
             let inner = ws.alloc(rows, c.intermediate, act)?;
-            be.run(Op::Embed { out: x, ids, table: self.embedding })?;
+            be.write(x, &self.embedding.rows(&tokens.ids)?)?;
 
             for (i, layer) in self.layers.iter().enumerate() {
                 be.run(Op::RmsNorm { out: normed, x, weight: layer.input_norm, eps: c.eps })?;
                 be.run(Op::Qkv(&[Projection {
                     x: normed,
                     w: &layer.qkv,
-                    norm: layer.qk_norm,
+                    norm: Some(layer.qk_norm),
+                    q_scale: 1.0,
+                    k_scale: 1.0,
                     rope,
                     q: Some(q),
                     k,
@@ -86,16 +87,8 @@ impl TextEncoder {
                 // Restricting the keys to the real tokens is the padding mask: a causal row past the end attends to exactly
                 // these.
                 let kv = [KvSegment { k: k.rows(0..tokens.real), v: v.rows(0..tokens.real) }];
-                let scale = 1.0 / (HEAD_DIM as f32).sqrt();
-                be.run(Op::Attention {
-                    out: attended,
-                    q,
-                    kv: &kv,
-                    head_dim: HEAD_DIM,
-                    causal: true,
-                    scale,
-                    bound: f32::INFINITY,
-                })?;
+                let softmax = Softmax::Natural { scale: 1.0 / (HEAD_DIM as f32).sqrt() };
+                be.run(Op::Attention { out: &[attended], q, kv: &kv, head_dim: HEAD_DIM, causal: true, softmax })?;
                 be.run(Op::LinearGateResidual(&[GatedGemm { into: x, x: attended, w: &layer.out, gate: None }]))?;
                 be.run(Op::RmsNorm { out: normed, x, weight: layer.mlp_norm, eps: c.eps })?;
                 be.run(Op::LinearSwiglu(&[Gemm { out: inner, x: normed, w: &layer.gate_up }]))?;

@@ -3,16 +3,16 @@
 //! The residual stream of the whole sequence is one matrix, text rows first, so nothing is ever concatenated. Everything that
 //! depends only on the timestep ([`Transformer::modulations`]) or only on the prompt ([`ContextIn`]) is computed once per image.
 
-use super::{Loader, bounds::QkGain};
+use super::{Loader, alloc_for, bounds::QkGain};
 use crate::backend::{
-    Backend, GatedGemm, Gemm, HostData, KvSegment, Linear, Modulated, Op, Projection, QkNorm, Rope, RopeStyle, StepKey, scope,
+    Backend, GatedGemm, Gemm, KvSegment, Linear, Modulated, Op, Projection, QkNorm, Rope, RopeStyle, Softmax, StepKey, scope,
 };
 use crate::config::{HEAD_DIM, TransformerConfig};
 use crate::error::Result;
 use crate::sampler::{TIMESTEP_CHANNELS, timestep_embedding};
 use crate::sequence::SequencePlan;
 use crate::tensor::{Arena, Precision, Tensor};
-use std::f32::consts::{LN_2, LOG2_E};
+use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
 /// The layer that projects prompt embeddings to the transformer's width (`txt_in`). It is separate from the other layers because
@@ -26,12 +26,12 @@ impl ContextIn {
     /// Loads the weight.
     pub fn load(loader: &mut Loader<'_>, config: &TransformerConfig) -> Result<Self> {
         let layer = loader.linear("txt_in.weight", config.hidden, config.context)?;
-        Ok(Self { layer, precision: loader.precision })
+        Ok(Self { layer, precision: loader.precision() })
     }
 
     /// Allocates the context of a prompt of `rows` tokens.
     pub fn slot(&self, ws: &mut Arena, rows: usize) -> Result<Tensor> {
-        ws.alloc(rows, self.layer.weight.rows, self.precision.activations())
+        ws.alloc(rows, self.layer.weight.rows(), self.precision.activations())
     }
 
     /// Projects the embeddings of a prompt to its context.
@@ -64,6 +64,11 @@ fn q_scale() -> f32 {
     LOG2_E / (HEAD_DIM as f32).sqrt()
 }
 
+/// The softmax of a block with these qk-norms.
+fn softmax(gain: &QkGain) -> Softmax {
+    Softmax::Base2 { bound: LOG2_E * gain.bound(HEAD_DIM) }
+}
+
 /// The weights of one stream of a double block.
 struct Stream {
     qkv: Linear,
@@ -77,15 +82,14 @@ struct Stream {
 struct DoubleBlock {
     text: Stream,
     image: Stream,
-    /// Upper bound on the attention scores within and between the streams.
-    bound: f32,
+    /// Of the attention within and between the streams.
+    softmax: Softmax,
 }
 
 struct SingleBlock {
     linear1: Linear,
     qk_norm: QkNorm,
-    /// Upper bound on the attention scores.
-    bound: f32,
+    softmax: Softmax,
     linear2: Linear,
 }
 
@@ -185,12 +189,12 @@ impl Stream {
         let (h, mlp) = (c.hidden, c.mlp());
         let norm = |which: &str| format!("{prefix}_attn.norm.{which}_norm.scale");
         Ok(Self {
-            qkv: loader.stacked(&format!("{prefix}_attn.qkv.weight"), &[h; 3], h)?,
-            qk_norm: loader.qk_norm(&norm("query"), &norm("key"), HEAD_DIM, c.eps, q_scale())?,
+            qkv: loader.block_linear(&format!("{prefix}_attn.qkv.weight"), &[h; 3], h)?,
+            qk_norm: loader.qk_norm(&norm("query"), &norm("key"), HEAD_DIM, c.eps)?,
             qk_gain: loader.qk_gain(&norm("query"), &norm("key"), HEAD_DIM)?,
-            attention_out: loader.linear(&format!("{prefix}_attn.proj.weight"), h, h)?,
-            mlp_in: loader.gate_up(&format!("{prefix}_mlp.0.weight"), &[2 * mlp], h, 2 * mlp)?,
-            mlp_out: loader.linear(&format!("{prefix}_mlp.2.weight"), h, mlp)?,
+            attention_out: loader.block_linear(&format!("{prefix}_attn.proj.weight"), &[h], h)?,
+            mlp_in: loader.block_linear(&format!("{prefix}_mlp.0.weight"), &[2 * mlp], h)?,
+            mlp_out: loader.block_linear(&format!("{prefix}_mlp.2.weight"), &[h], mlp)?,
         })
     }
 }
@@ -200,10 +204,10 @@ impl SingleBlock {
         let (h, mlp) = (c.hidden, c.mlp());
         let norm = |which: &str| format!("{prefix}.norm.{which}_norm.scale");
         Ok(Self {
-            linear1: loader.gate_up(&format!("{prefix}.linear1.weight"), &[3 * h + 2 * mlp], h, 2 * mlp)?,
-            linear2: loader.linear(&format!("{prefix}.linear2.weight"), h, h + mlp)?,
-            qk_norm: loader.qk_norm(&norm("query"), &norm("key"), HEAD_DIM, c.eps, q_scale())?,
-            bound: loader.qk_gain(&norm("query"), &norm("key"), HEAD_DIM)?.bound(HEAD_DIM),
+            linear1: loader.block_linear(&format!("{prefix}.linear1.weight"), &[3 * h + 2 * mlp], h)?,
+            linear2: loader.block_linear(&format!("{prefix}.linear2.weight"), &[h], h + mlp)?,
+            qk_norm: loader.qk_norm(&norm("query"), &norm("key"), HEAD_DIM, c.eps)?,
+            softmax: softmax(&loader.qk_gain(&norm("query"), &norm("key"), HEAD_DIM)?),
         })
     }
 }
@@ -214,7 +218,7 @@ impl Transformer {
         let (c, h) = (config, config.hidden);
         Ok(Self {
             config: c.clone(),
-            precision: loader.precision,
+            precision: loader.precision(),
             image_in: loader.linear("img_in.weight", h, c.channels)?,
             time_in: loader.linear("time_in.in_layer.weight", h, TIMESTEP_CHANNELS)?,
             time_out: loader.linear("time_in.out_layer.weight", h, h)?,
@@ -234,8 +238,8 @@ impl Transformer {
                 .map(|i| {
                     let image = Stream::load(loader, &format!("double_blocks.{i}.img"), c)?;
                     let text = Stream::load(loader, &format!("double_blocks.{i}.txt"), c)?;
-                    let bound = image.qk_gain.or(&text.qk_gain).bound(HEAD_DIM);
-                    Ok(DoubleBlock { image, text, bound })
+                    let softmax = softmax(&image.qk_gain.or(&text.qk_gain));
+                    Ok(DoubleBlock { image, text, softmax })
                 })
                 .collect::<Result<_>>()?,
             single_blocks: (0..c.single_blocks)
@@ -255,7 +259,7 @@ impl Transformer {
             let (a, b) = (ws.alloc(rows, h, act)?, ws.alloc(rows, h, act)?);
             let vector = ws.alloc(rows, h, act)?;
             let embed = |be: &mut dyn Backend, values: Vec<f32>, w: &Linear| {
-                be.write(embedding, HostData::F32(&values))?;
+                be.write(embedding, &values)?;
                 be.run(Op::Linear(&[Gemm { out: a, x: embedding, w }]))?;
                 be.run(Op::Silu { out: b, x: a })
             };
@@ -321,7 +325,7 @@ impl Transformer {
                 StreamInput { weights: &block.text, x: text, attention: m.text(0), mlp: m.text(1) },
                 StreamInput { weights: &block.image, x: image, attention: m.image(0), mlp: m.image(1) },
             ];
-            scope(be, ws, |be, ws| self.double_block(be, ws, &streams, block.bound, rope, kv_cache(i)))?;
+            scope(be, ws, |be, ws| self.double_block(be, ws, &streams, block.softmax, rope, kv_cache(i)))?;
         }
         for (i, block) in self.single_blocks.iter().enumerate() {
             // Only the canvas rows of the last block are read: the other tokens contribute their keys and values only.
@@ -361,7 +365,7 @@ impl Transformer {
             for (i, block) in self.double_blocks.iter().enumerate() {
                 let (attention, mlp) = (modulation.image(0), modulation.image(1));
                 let stream = StreamInput { weights: &block.image, x, attention, mlp };
-                scope(be, ws, |be, ws| self.double_block(be, ws, &[stream], block.bound, rope, kv_cache(i)))?;
+                scope(be, ws, |be, ws| self.double_block(be, ws, &[stream], block.softmax, rope, kv_cache(i)))?;
             }
             for (i, block) in self.single_blocks.iter().enumerate() {
                 let wanted = if i + 1 == self.single_blocks.len() { 0..0 } else { 0..rows };
@@ -393,7 +397,7 @@ impl Transformer {
         be: &mut dyn Backend,
         ws: &mut Arena,
         streams: &[StreamInput<'_>],
-        bound: f32,
+        softmax: Softmax,
         rope: Rope,
         cache: KvCache,
     ) -> Result<()> {
@@ -408,23 +412,36 @@ impl Transformer {
             })
             .collect();
         let part = |whole: Tensor, i: usize| whole.rows(spans[i].clone());
-        let (normed, attended) = (ws.alloc(rows, h, act)?, ws.alloc(rows, h, act)?);
-
-        let norm = |be: &mut dyn Backend, m: &dyn Fn(&StreamInput<'_>) -> ModulationOut| {
-            let norms: Vec<_> = streams.iter().enumerate().map(|(i, s)| m(s).norm(part(normed, i), s.x)).collect();
+        // The inputs of one layer of every stream.
+        let inputs = |ws: &mut Arena, cols: usize, layer: fn(&Stream) -> &Linear| {
+            let layers: Vec<_> = streams.iter().map(|s| (s.x.rows, layer(s.weights))).collect();
+            alloc_for(ws, cols, &layers)
+        };
+        let norm = |be: &mut dyn Backend, out: &[Tensor], m: fn(&StreamInput<'_>) -> ModulationOut| {
+            let norms: Vec<_> = streams.iter().zip(out).map(|(s, &out)| m(s).norm(out, s.x)).collect();
             be.run(Op::LayerNormModulate { streams: &norms, eps: c.eps })
         };
-        norm(be, &|s| s.attention)?;
+        let residual = |be: &mut dyn Backend, x: &[Tensor], w: fn(&Stream) -> &Linear, gate: fn(&StreamInput<'_>) -> Tensor| {
+            let gemms = streams.iter().zip(x);
+            let gemms: Vec<_> = gemms.map(|(s, &x)| GatedGemm { into: s.x, x, w: w(s.weights), gate: Some(gate(s)) }).collect();
+            be.run(Op::LinearGateResidual(&gemms))
+        };
+
+        let attended = inputs(ws, h, |w| &w.attention_out)?;
         scope(be, ws, |be, ws| {
+            let normed = inputs(ws, h, |w| &w.qkv)?;
+            norm(be, &normed, |s| s.attention)?;
             let q = ws.alloc(rows, h, act)?;
             let own = self.own_kv(ws, rows, cache)?;
             let projections: Vec<_> = streams
                 .iter()
                 .enumerate()
                 .map(|(i, s)| Projection {
-                    x: part(normed, i),
+                    x: normed[i],
                     w: &s.weights.qkv,
-                    norm: s.weights.qk_norm,
+                    norm: Some(s.weights.qk_norm),
+                    q_scale: q_scale(),
+                    k_scale: 1.0,
                     rope: Rope { table: part(rope.table, i), ..rope },
                     q: Some(part(q, i)),
                     k: part(own.k, i),
@@ -433,30 +450,17 @@ impl Transformer {
                 })
                 .collect();
             be.run(Op::Qkv(&projections))?;
-            self.attend(be, attended, q, own, cache, bound)
+            attend(be, &attended, q, own, cache, softmax)
         })?;
-        let residual = |be: &mut dyn Backend, x: Tensor, w: &dyn for<'t> Fn(&'t StreamInput<'_>) -> (&'t Linear, Tensor)| {
-            let gemms: Vec<_> = streams
-                .iter()
-                .enumerate()
-                .map(|(i, s)| {
-                    let (w, gate) = w(s);
-                    GatedGemm { into: s.x, x: part(x, i), w, gate: Some(gate) }
-                })
-                .collect();
-            be.run(Op::LinearGateResidual(&gemms))
-        };
-        residual(be, attended, &|s| (&s.weights.attention_out, s.attention.gate))?;
+        residual(be, &attended, |w| &w.attention_out, |s| s.attention.gate)?;
 
-        norm(be, &|s| s.mlp)?;
-        let inner = ws.alloc(rows, c.mlp(), act)?;
-        let gemms: Vec<_> = streams
-            .iter()
-            .enumerate()
-            .map(|(i, s)| Gemm { out: part(inner, i), x: part(normed, i), w: &s.weights.mlp_in })
-            .collect();
+        let normed = inputs(ws, h, |w| &w.mlp_in)?;
+        norm(be, &normed, |s| s.mlp)?;
+        let inner = inputs(ws, c.mlp(), |w| &w.mlp_out)?;
+        let gemms: Vec<_> =
+            streams.iter().enumerate().map(|(i, s)| Gemm { out: inner[i], x: normed[i], w: &s.weights.mlp_in }).collect();
         be.run(Op::LinearSwiglu(&gemms))?;
-        residual(be, inner, &|s| (&s.weights.mlp_out, s.mlp.gate))
+        residual(be, &inner, |w| &w.mlp_out, |s| s.mlp.gate)
     }
 
     /// Attention and MLP in parallel, over the joint sequence. Only the `wanted` rows of the residual stream are updated.
@@ -476,32 +480,37 @@ impl Transformer {
         let (h, rows) = (c.hidden, x.rows);
         let into = x.rows(wanted.clone());
         // Attention and MLP write adjacent columns of one buffer, which is the input of the last GEMM.
-        let joined = ws.alloc(into.rows, h + c.mlp(), act)?;
+        let joined = ws.alloc_stored(into.rows, h + c.mlp(), block.linear2.input)?;
         scope(be, ws, |be, ws| {
             let q = ws.alloc(into.rows, h, act)?;
             let own = self.own_kv(ws, rows, cache)?;
             scope(be, ws, |be, ws| {
-                let normed = ws.alloc(rows, h, act)?;
-                be.run(Op::LayerNormModulate { streams: &[m.norm(normed, x)], eps: c.eps })?;
+                let ranges = [0..wanted.start, wanted.clone(), wanted.end..rows];
+                let ranges: Vec<_> = ranges.into_iter().filter(|range| !range.is_empty()).collect();
+                let normed = alloc_for(ws, h, &ranges.iter().map(|range| (range.len(), &block.linear1)).collect::<Vec<_>>())?;
+                let norms: Vec<_> = ranges.iter().zip(&normed).map(|(range, &out)| m.norm(out, x.rows(range.clone()))).collect();
+                be.run(Op::LayerNormModulate { streams: &norms, eps: c.eps })?;
                 let kv_only = block.linear1.rows(h..3 * h);
-                let projection = |range: Range<usize>, whole: bool| Projection {
-                    x: normed.rows(range.clone()),
-                    w: if whole { &block.linear1 } else { &kv_only },
-                    norm: block.qk_norm,
-                    rope: Rope { table: rope.table.rows(range.clone()), ..rope },
-                    q: whole.then_some(q),
-                    k: own.k.rows(range.clone()),
-                    v: own.v.rows(range),
-                    mlp: whole.then(|| joined.cols(h..h + c.mlp())),
+                let projection = |(range, &x): (&Range<usize>, &Tensor)| {
+                    let whole = *range == wanted;
+                    Projection {
+                        x,
+                        w: if whole { &block.linear1 } else { &kv_only },
+                        norm: Some(block.qk_norm),
+                        q_scale: q_scale(),
+                        k_scale: 1.0,
+                        rope: Rope { table: rope.table.rows(range.clone()), ..rope },
+                        q: whole.then_some(q),
+                        k: own.k.rows(range.clone()),
+                        v: own.v.rows(range.clone()),
+                        mlp: whole.then(|| joined.cols(h..h + c.mlp())),
+                    }
                 };
-                let all =
-                    [projection(0..wanted.start, false), projection(wanted.clone(), true), projection(wanted.end..rows, false)];
-                let some: Vec<_> = all.into_iter().filter(|p| p.x.rows > 0).collect();
-                be.run(Op::Qkv(&some))
+                be.run(Op::Qkv(&ranges.iter().zip(&normed).map(projection).collect::<Vec<_>>()))
             })?;
             match into.rows {
                 0 => Ok(()),
-                _ => self.attend(be, joined.cols(0..h), q, own, cache, block.bound),
+                _ => attend(be, &[joined.cols(0..h)], q, own, cache, block.softmax),
             }
         })?;
         match into.rows {
@@ -518,19 +527,20 @@ impl Transformer {
             None => Ok(KvSegment { k: ws.alloc(rows, h, act)?, v: ws.alloc(rows, h, act)? }),
         }
     }
+}
 
-    fn attend(&self, be: &mut dyn Backend, out: Tensor, q: Tensor, own: KvSegment, cache: KvCache, bound: f32) -> Result<()> {
-        let both;
-        let one = [own];
-        let kv: &[KvSegment] = match cache.read {
-            Some(cached) => {
-                both = [own, cached];
-                &both
-            }
-            None => &one,
-        };
-        be.run(Op::Attention { out, q, kv, head_dim: HEAD_DIM, causal: false, scale: LN_2, bound })
-    }
+/// Attention to a block's own keys and values, and to cached ones.
+fn attend(be: &mut dyn Backend, out: &[Tensor], q: Tensor, own: KvSegment, cache: KvCache, softmax: Softmax) -> Result<()> {
+    let both;
+    let one = [own];
+    let kv: &[KvSegment] = match cache.read {
+        Some(cached) => {
+            both = [own, cached];
+            &both
+        }
+        None => &one,
+    };
+    be.run(Op::Attention { out, q, kv, head_dim: HEAD_DIM, causal: false, softmax })
 }
 
 #[cfg(test)]
@@ -564,7 +574,7 @@ mod tests {
         let plan = SequencePlan::new(33, grid, &[Grid { width: 3, height: 4 }]).unwrap();
         let mut place = |ws: &mut Arena, rows: usize, cols: usize, values: Vec<f32>| {
             let tensor = ws.alloc(rows, cols, DType::F32).unwrap();
-            be.write(tensor, HostData::F32(&values)).unwrap();
+            be.write(tensor, &values).unwrap();
             tensor
         };
         let rows = plan.tokens();

@@ -1,7 +1,7 @@
 //! The VAE: decodes latents to pixels and encodes pixels to latents. Images are matrices of one row per pixel, channels last.
 
 use super::Loader;
-use crate::backend::{Backend, Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, Op, Sampling, scope};
+use crate::backend::{Backend, Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, Op, Sampling, Softmax, scope};
 use crate::config::VaeConfig;
 use crate::error::Result;
 use crate::sequence::Grid;
@@ -183,7 +183,7 @@ impl Vae {
         let stats = latent_stats(loader, c)?;
         let decoder = Decoder::load(loader, c)?;
         let encoder = if with_encoder { Some(Encoder::load(loader, c)?) } else { None };
-        Ok(Self { config: c.clone(), precision: loader.precision, stats, decoder, encoder })
+        Ok(Self { config: c.clone(), precision: loader.precision(), stats, decoder, encoder })
     }
 
     /// Decodes latents of `grid` tokens to an f32 image of `[pixels, 3]`, nominally within -1..1.
@@ -317,13 +317,12 @@ impl Vae {
                 Gemm { out: v, x: normed, w: &block.v },
             ]))?;
             be.run(Op::Attention {
-                out: normed,
+                out: &[normed],
                 q,
                 kv: &[KvSegment { k, v }],
                 head_dim: channels,
                 causal: false,
-                scale: 1.0 / (channels as f32).sqrt(),
-                bound: f32::INFINITY,
+                softmax: Softmax::Natural { scale: 1.0 / (channels as f32).sqrt() },
             })?;
             be.run(Op::LinearGateResidual(&[GatedGemm { into: x.data, x: normed, w: &block.out, gate: None }]))
         })

@@ -6,13 +6,13 @@ use super::inputs::{Inputs, download};
 use super::job::{GeneratedImage, Job, LoadOptions, Noise, ReferenceInput};
 use super::open::{Configs, OpenModel};
 use super::weights::{ImageSide, Placing, Sizes, Store, TextSide};
-use crate::backend::{Backend, HostData, Op, Plan, StepKey, scope};
+use crate::backend::{Backend, GemmFormats, Op, Plan, StepKey, scope};
 use crate::checkpoint::Weights;
 use crate::config::{HEAD_DIM, TextConfig, TransformerConfig, Variant};
 use crate::dump::Record;
 use crate::error::{Error, Result};
 use crate::image::Image;
-use crate::model::{ReferenceTokens, StepInput};
+use crate::model::{LayerFormat, ReferenceTokens, StepInput};
 use crate::noise::draw;
 use crate::part::{Part, PerPart};
 use crate::progress::{Phase, Progress, Silent};
@@ -36,7 +36,7 @@ impl Engine {
     /// image.
     pub fn load(mut backend: Box<dyn Backend>, model: OpenModel, options: LoadOptions, progress: &dyn Progress) -> Result<Self> {
         let OpenModel { weights, tokenizer, configs, variant, name, .. } = model;
-        let (stages, sizes, _) = Stages::place(&configs, weights.each_ref().map(Some), options)?;
+        let (stages, sizes, _) = Stages::place(&configs, weights.each_ref().map(Some), options, backend.gemm_formats())?;
         backend.reserve_weights(sizes.total(options.low_memory))?;
         let mut store = Store { files: Arc::new(weights), configs, options, sizes, text: false, image: false };
         store.load_text(backend.as_mut(), progress)?;
@@ -46,6 +46,11 @@ impl Engine {
     /// The model's display name.
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// The formats of the linear layers, in the files and on the backend.
+    pub fn formats(&self) -> impl Iterator<Item = &LayerFormat> {
+        self.stages.formats()
     }
 
     /// The backend that the engine runs on.
@@ -83,7 +88,7 @@ impl Engine {
 
     /// Runs the stages of one image on the dry-run backend, which counts what they need.
     pub fn plan(&self, job: &Job) -> Result<Plan> {
-        let mut plan = Plan::new();
+        let mut plan = Plan::new(self.backend.gemm_formats());
         self.stages.dry_run(&mut plan, &self.inputs(job, &Silent)?, &Silent)?;
         Ok(plan)
     }
@@ -96,7 +101,7 @@ impl Engine {
         sink: &mut dyn FnMut(GeneratedImage) -> Result<()>,
     ) -> Result<()> {
         let inputs = self.inputs(job, progress)?;
-        let mut plan = Plan::new();
+        let mut plan = Plan::new(self.backend.gemm_formats());
         let bytes = self.stages.dry_run(&mut plan, &inputs, &Silent)?;
         progress.detail(&format!(
             "{} tokens, {} ops, {:.3} TFLOP, {:.1} MiB of working memory",
@@ -175,13 +180,23 @@ struct Prompts {
 }
 
 impl Stages {
-    /// Places a model's networks without loading them. Also returns how many bytes their weights take, and how many of those even a
+    /// Places a model's networks without loading them, for a backend with these GEMMs. Also returns how many bytes their weights take, and how many of those even a
     /// backend that reads files in place has to copy.
-    pub fn place(configs: &Configs, sources: PerPart<Option<&Weights>>, options: LoadOptions) -> Result<(Self, Sizes, Sizes)> {
-        let (text, image, sizes, copied) = Placing { configs, sources, options, real: false }.both()?;
+    pub fn place(
+        configs: &Configs,
+        sources: PerPart<Option<&Weights>>,
+        options: LoadOptions,
+        gemms: GemmFormats,
+    ) -> Result<(Self, Sizes, Sizes)> {
+        let (text, image, sizes, copied) = Placing { configs, sources, options, real: false }.both(gemms)?;
         let (transformer_config, text_config) = (configs.transformer.clone(), configs.text_encoder.clone());
         let activations = options.precision.activations();
         Ok((Self { transformer_config, text_config, text, image, activations }, sizes, copied))
+    }
+
+    /// The formats of the linear layers.
+    pub fn formats(&self) -> impl Iterator<Item = &LayerFormat> {
+        self.text.formats.iter().chain(&self.image.formats)
     }
 
     /// Runs the stages of one image on the dry-run backend. Returns the bytes of the arena they need.
@@ -242,7 +257,7 @@ impl Stages {
         inputs.check_prompts(be, counts)?;
         let count = ws.alloc(1, 1, DType::F32)?;
         let rope = ws.alloc(plan.tokens(), HEAD_DIM, DType::F32)?;
-        be.write(rope, HostData::F32(&plan.rope_table(&RopeSpec { theta: c.rope_theta, axes: c.rope_axes })))?;
+        be.write(rope, &plan.rope_table(&RopeSpec { theta: c.rope_theta, axes: c.rope_axes }))?;
         // The row after the last step is time zero, at which cached references are encoded.
         let times: Vec<f32> = (0..=schedule.steps()).map(|i| schedule.sigma(i)).collect();
         let table = self.image.transformer.modulations(be, ws, &times, job.guidance)?;
@@ -272,7 +287,7 @@ impl Stages {
         for &seed in seeds {
             let mut values = shared.clone();
             let noise = noise(seed);
-            be.write(latents, HostData::F32(&noise))?;
+            be.write(latents, &noise)?;
             if job.record {
                 values.latents.push(noise);
             }
@@ -360,7 +375,7 @@ impl Stages {
             let tokens = ws.alloc(grid.tokens(), self.transformer_config.channels, act)?;
             scope(be, ws, |be, ws| {
                 let image = ws.alloc(PATCH * PATCH * grid.tokens(), 3, act)?;
-                be.write(image, HostData::F32(pixels))?;
+                be.write(image, pixels)?;
                 self.image.vae.encode(be, ws, tokens, image, *grid)
             })?;
             inputs.check(be, count, tokens, &[Part::Vae], || format!("encoding reference {}", j + 1))?;

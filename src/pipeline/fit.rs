@@ -31,7 +31,8 @@ impl OpenModel {
     /// large, with remedies that include the largest size that fits. `machine` names the device in the error.
     pub fn check_memory(&self, backend: &dyn Backend, machine: &str, options: LoadOptions, job: &Job) -> Result<LoadOptions> {
         let Some(have) = backend.available()? else { return Ok(options) };
-        let estimate = self.estimate(options, job)?;
+        let gemms = backend.gemm_formats();
+        let estimate = self.estimate(options, gemms, job)?;
         let in_place = backend.reads_files();
         if let Some(low_memory) = estimate.fit(have, in_place, options.low_memory) {
             return Ok(LoadOptions { low_memory, ..options });
@@ -42,7 +43,7 @@ impl OpenModel {
             Pixels::new(side(job.size.width()), side(job.size.height())).ok()
         };
         let smaller = (1..8).rev().filter_map(scaled).find_map(|size| {
-            let bytes = self.estimate(options, &Job { size, ..job.clone() }).ok()?.bytes(in_place, true);
+            let bytes = self.estimate(options, gemms, &Job { size, ..job.clone() }).ok()?.bytes(in_place, true);
             (bytes <= have).then_some(Remedy::SizeThatFits { width: size.width(), height: size.height(), bytes })
         });
         let mut ways: Vec<Remedy> = smaller.into_iter().collect();

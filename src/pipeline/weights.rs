@@ -4,10 +4,10 @@
 
 use super::job::LoadOptions;
 use super::open::Configs;
-use crate::backend::{Backend, Plan};
+use crate::backend::{Backend, GemmFormats, Plan};
 use crate::checkpoint::Weights;
 use crate::error::Result;
-use crate::model::{ContextIn, Loader, TextEncoder, Transformer, Vae};
+use crate::model::{ContextIn, LayerFormat, Loader, TextEncoder, Transformer, Vae};
 use crate::part::PerPart;
 use crate::progress::{Phase, Progress};
 use crate::tensor::{Arena, Region};
@@ -27,12 +27,16 @@ pub struct Placing<'a> {
 pub struct TextSide {
     pub encoder: TextEncoder,
     pub context: ContextIn,
+    /// The formats of their linear layers.
+    pub formats: Vec<LayerFormat>,
 }
 
 /// The networks that denoise and decode.
 pub struct ImageSide {
     pub transformer: Transformer,
     pub vae: Vae,
+    /// The formats of their linear layers.
+    pub formats: Vec<LayerFormat>,
 }
 
 /// Bytes of the two sides.
@@ -55,10 +59,10 @@ impl Sizes {
 }
 
 impl Placing<'_> {
-    /// Places both sides on the dry-run backend. Also returns the bytes they take, and how many of those even a backend that reads
+    /// Places both sides on the dry-run backend, as one with these GEMMs does. Also returns the bytes they take, and how many of those even a backend that reads
     /// files in place has to copy.
-    pub fn both(&self) -> Result<(TextSide, ImageSide, Sizes, Sizes)> {
-        let mut plan = Plan::new();
+    pub fn both(&self, gemms: GemmFormats) -> Result<(TextSide, ImageSide, Sizes, Sizes)> {
+        let mut plan = Plan::new(gemms);
         let (text, text_bytes) = self.text(&mut plan, &mut |_| ())?;
         let (sizes, copied) = (Sizes { text: text_bytes, image: 0 }, Sizes { text: plan.copied_bytes, image: 0 });
         let (image, image_bytes) = self.image(&mut plan, sizes.image_at(self.options.low_memory), &mut |_| ())?;
@@ -70,22 +74,25 @@ impl Placing<'_> {
     fn text(&self, be: &mut dyn Backend, loaded: &mut dyn FnMut(u64)) -> Result<(TextSide, u64)> {
         let (configs, sources) = (self.configs, &self.sources);
         let (mut region, precision) = (Arena::new(Region::Weights), self.options.precision);
-        let mut encoder = Loader::new(be, &mut region, sources.text_encoder, precision, loaded).wary(self.real);
-        let encoder = TextEncoder::load(&mut encoder, &configs.text_encoder)?;
-        let mut context = Loader::new(be, &mut region, sources.transformer, precision, loaded).wary(self.real);
-        let context = ContextIn::load(&mut context, &configs.transformer)?;
-        Ok((TextSide { encoder, context }, region.peak()))
+        let mut loader = Loader::new(be, &mut region, sources.text_encoder, precision, loaded).wary(self.real);
+        let encoder = TextEncoder::load(&mut loader, &configs.text_encoder)?;
+        let mut formats = loader.formats();
+        let mut loader = Loader::new(be, &mut region, sources.transformer, precision, loaded).wary(self.real);
+        let context = ContextIn::load(&mut loader, &configs.transformer)?;
+        formats.extend(loader.formats());
+        Ok((TextSide { encoder, context, formats }, region.peak()))
     }
 
     /// Places the image side from byte `at` on, and calls `loaded` with the bytes of each weight. Also returns their total.
     fn image(&self, be: &mut dyn Backend, at: u64, loaded: &mut dyn FnMut(u64)) -> Result<(ImageSide, u64)> {
         let (configs, sources) = (self.configs, &self.sources);
         let (mut region, LoadOptions { precision, references, .. }) = (Arena::starting_at(Region::Weights, at), self.options);
-        let mut transformer = Loader::new(be, &mut region, sources.transformer, precision, loaded).wary(self.real);
-        let transformer = Transformer::load(&mut transformer, &configs.transformer)?;
-        let mut vae = Loader::new(be, &mut region, sources.vae, precision, loaded).wary(self.real);
-        let vae = Vae::load(&mut vae, &configs.vae, references)?;
-        Ok((ImageSide { transformer, vae }, region.peak() - at))
+        let mut loader = Loader::new(be, &mut region, sources.transformer, precision, loaded).wary(self.real);
+        let transformer = Transformer::load(&mut loader, &configs.transformer)?;
+        let formats = loader.formats();
+        let mut loader = Loader::new(be, &mut region, sources.vae, precision, loaded).wary(self.real);
+        let vae = Vae::load(&mut loader, &configs.vae, references)?;
+        Ok((ImageSide { transformer, vae, formats }, region.peak() - at))
     }
 }
 

@@ -2,6 +2,7 @@
 //! safetensors stores them, and need no alignment.
 
 use super::DType;
+use super::minifloat::{e2m1, e4m3, e5m2, to_e2m1, to_e4m3, to_e5m2};
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 
@@ -9,12 +10,12 @@ use half::slice::HalfFloatSliceExt;
 const BLOCK: usize = 512;
 
 impl DType {
-    /// Decodes stored elements.
+    /// Decodes stored elements, without the scales that may belong to them.
     ///
     /// # Panics
-    /// If there are not as many elements as values, or if they are token ids, which are not values.
+    /// If there are not as many elements as values.
     pub fn decode(self, bytes: &[u8], to: &mut [f32]) {
-        assert_eq!(bytes.len(), to.len() * self.size(), "{self:?} of {} values", to.len());
+        assert_eq!(bytes.len(), self.bytes(to.len()), "{self:?} of {} values", to.len());
         match self {
             Self::F32 => to.iter_mut().zip(bytes.as_chunks().0).for_each(|(t, b)| *t = f32::from_le_bytes(*b)),
             Self::Bf16 => to
@@ -24,14 +25,18 @@ impl DType {
             Self::F16 => {
                 // The processor converts eight at a time, but only what lies aligned.
                 let mut block = [f16::ZERO; BLOCK];
-                for (to, bytes) in to.chunks_mut(BLOCK).zip(bytes.chunks(BLOCK * self.size())) {
+                for (to, bytes) in to.chunks_mut(BLOCK).zip(bytes.chunks(self.bytes(BLOCK))) {
                     let block = &mut block[..to.len()];
                     block.iter_mut().zip(bytes.as_chunks().0).for_each(|(t, b)| *t = f16::from_le_bytes(*b));
                     block.convert_to_f32_slice(to);
                 }
             }
             Self::U8 => to.iter_mut().zip(bytes).for_each(|(t, &b)| *t = f32::from(b)),
-            Self::U32 => unreachable!("ids are not values"),
+            Self::E4m3 => to.iter_mut().zip(bytes).for_each(|(t, &b)| *t = e4m3(b)),
+            Self::E5m2 => to.iter_mut().zip(bytes).for_each(|(t, &b)| *t = e5m2(b)),
+            Self::E2m1 => {
+                to.as_chunks_mut().0.iter_mut().zip(bytes).for_each(|(t, &b)| *t = [e2m1(b >> 4), e2m1(b)]);
+            }
         }
     }
 
@@ -40,13 +45,17 @@ impl DType {
     /// # Panics
     /// As [`DType::decode`] does.
     pub fn encode(self, values: &[f32], to: &mut [u8]) {
-        assert_eq!(to.len(), values.len() * self.size(), "{self:?} of {} values", values.len());
+        assert_eq!(to.len(), self.bytes(values.len()), "{self:?} of {} values", values.len());
         match self {
             Self::F32 => to.as_chunks_mut().0.iter_mut().zip(values).for_each(|(t, v)| *t = v.to_le_bytes()),
             Self::Bf16 => to.as_chunks_mut().0.iter_mut().zip(values).for_each(|(t, &v)| *t = round_bf16(v).to_le_bytes()),
             Self::F16 => to.as_chunks_mut().0.iter_mut().zip(values).for_each(|(t, &v)| *t = f16::from_f32(v).to_le_bytes()),
             Self::U8 => to.iter_mut().zip(values).for_each(|(t, v)| *t = v.round_ties_even() as u8),
-            Self::U32 => unreachable!("ids are not values"),
+            Self::E4m3 => to.iter_mut().zip(values).for_each(|(t, &v)| *t = to_e4m3(v)),
+            Self::E5m2 => to.iter_mut().zip(values).for_each(|(t, &v)| *t = to_e5m2(v)),
+            Self::E2m1 => {
+                to.iter_mut().zip(values.as_chunks().0).for_each(|(t, &[even, odd])| *t = to_e2m1(even) << 4 | to_e2m1(odd));
+            }
         }
     }
 
@@ -59,8 +68,8 @@ impl DType {
             return to.copy_from_slice(bytes);
         }
         let mut block = [0.0; BLOCK];
-        for (bytes, to) in bytes.chunks(BLOCK * self.size()).zip(to.chunks_mut(BLOCK * other.size())) {
-            let block = &mut block[..bytes.len() / self.size()];
+        for (bytes, to) in bytes.chunks(self.bytes(BLOCK)).zip(to.chunks_mut(other.bytes(BLOCK))) {
+            let block = &mut block[..self.elements(bytes.len())];
             self.decode(bytes, block);
             other.encode(block, to);
         }
@@ -71,7 +80,7 @@ impl DType {
     /// # Panics
     /// As [`DType::decode`] does.
     pub fn decoded(self, bytes: &[u8]) -> Vec<f32> {
-        let mut values = vec![0.0; bytes.len() / self.size()];
+        let mut values = vec![0.0; self.elements(bytes.len())];
         self.decode(bytes, &mut values);
         values
     }
@@ -81,7 +90,7 @@ impl DType {
     /// # Panics
     /// As [`DType::decode`] does.
     pub fn encoded(self, values: &[f32]) -> Vec<u8> {
-        let mut bytes = vec![0; values.len() * self.size()];
+        let mut bytes = vec![0; self.bytes(values.len())];
         self.encode(values, &mut bytes);
         bytes
     }
@@ -135,7 +144,7 @@ mod tests {
             let stored = dtype.encoded(&values);
             assert_eq!(dtype.decoded(&stored), values, "{dtype:?}");
             for other in types {
-                let mut converted = vec![0; values.len() * other.size()];
+                let mut converted = vec![0; other.bytes(values.len())];
                 dtype.convert(&stored, other, &mut converted);
                 assert_eq!(converted, other.encoded(&values), "{dtype:?} to {other:?}");
             }

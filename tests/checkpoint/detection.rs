@@ -1,6 +1,7 @@
 //! Configurations detected from weights and compared with config files, and the tiny model compared with that of the reference.
 
 use super::{Described, Scratch, described, message, shard, zeros};
+use kiln::backend::GemmFormats;
 use kiln::backend::cpu::Cpu;
 use kiln::checkpoint::Weights;
 use kiln::config::{ConfigFile, Conventions, TextConfig, TransformerConfig, VaeConfig, Variant, check_scheduler};
@@ -125,7 +126,7 @@ fn any_sizes_that_keep_the_rules_are_run() {
         record: true,
     };
     let options = LoadOptions { precision: Precision::F32, references: true, low_memory: false };
-    let planned = model.estimate(options, &job).unwrap();
+    let planned = model.estimate(options, GemmFormats::ALL, &job).unwrap();
     assert_eq!((planned.text_tokens, planned.canvas_tokens, planned.reference_tokens), (48, 20, vec![20]));
     let cpu = Cpu::new(0, Arc::default()).unwrap();
     let mut engine = Engine::load(Box::new(cpu), model, options, &Silent).unwrap();

@@ -194,7 +194,7 @@ fn both_layouts_hold_the_same_weights() {
                     parts.iter().map(|p| &p.bytes[..]).collect::<Vec<_>>().concat()
                 };
                 assert!(rows(&a) == rows(&b), "{}", spec.name);
-                assert_eq!(rows(&a).len(), spec.shape.iter().product::<usize>() * dtype.size());
+                assert_eq!(rows(&a).len(), dtype.bytes(spec.shape.iter().product()));
             }
         }
     }

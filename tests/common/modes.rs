@@ -3,7 +3,7 @@
 
 pub use super::fnv::fnv1a;
 use super::{Goldens, Make, fixture, relative_l2, run, unit_image};
-use kiln::backend::{Backend, HostData, StepKey};
+use kiln::backend::{Backend, StepKey};
 use kiln::config::{Conventions, HEAD_DIM, TransformerConfig, VaeConfig, Variant};
 use kiln::dump::Record;
 use kiln::model::{ContextIn, Loader, ReferenceTokens, StepInput, Transformer};
@@ -237,16 +237,16 @@ fn predict(
     let plan = SequencePlan::new(512, Pixels::new(case.width, case.height).unwrap().grid(), &[]).unwrap();
     let tokens = plan.canvas().len();
     let features = ws.alloc(512, config.context, precision.activations()).unwrap();
-    be.write(features, HostData::F32(&values("guidance.features", 512 * config.context))).unwrap();
+    be.write(features, &values("guidance.features", 512 * config.context)).unwrap();
     let context = context_in.slot(&mut ws, 512).unwrap();
     context_in.run(be, context, features).unwrap();
     let rope = ws.alloc(plan.tokens(), HEAD_DIM, DType::F32).unwrap();
-    be.write(rope, HostData::F32(&plan.rope_table(&RopeSpec::KLEIN))).unwrap();
+    be.write(rope, &plan.rope_table(&RopeSpec::KLEIN)).unwrap();
     let table = transformer.modulations(be, &mut ws, &[case.time], guidance).unwrap();
     let modulation = transformer.modulation_slot(&mut ws).unwrap();
     transformer.select(be, modulation, table, 0).unwrap();
     let latents = ws.alloc(tokens, config.channels, DType::F32).unwrap();
-    be.write(latents, HostData::F32(&values("guidance.noise", tokens * config.channels))).unwrap();
+    be.write(latents, &values("guidance.noise", tokens * config.channels)).unwrap();
     let velocity = ws.alloc(tokens, config.channels, DType::F32).unwrap();
     let references = ReferenceTokens::InSequence(&[]);
     let input = StepInput { plan: &plan, rope, context, latents, references, modulation, velocity };

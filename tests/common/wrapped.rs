@@ -1,9 +1,9 @@
 //! A backend that forwards everything to the CPU backend, with hooks to observe or change results after each op.
 
 use kiln::backend::cpu::Cpu;
-use kiln::backend::{Backend, HostData, Op, Role, StepKey, WeightPart};
+use kiln::backend::{Backend, GemmFormats, Op, Role, StepKey};
 use kiln::error::Result;
-use kiln::tensor::Tensor;
+use kiln::tensor::{Tensor, WeightPart};
 use std::ops::Range;
 
 /// Called after op number `usize` with the op and the backend that ran it.
@@ -34,6 +34,10 @@ impl Backend for Wrapped {
         "wrapped"
     }
 
+    fn gemm_formats(&self) -> GemmFormats {
+        self.inner.gemm_formats()
+    }
+
     fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {
         self.inner.upload(to, role, parts)
     }
@@ -42,15 +46,10 @@ impl Backend for Wrapped {
         self.inner.reserve(bytes)
     }
 
-    fn write(&mut self, to: Tensor, data: HostData<'_>) -> Result<()> {
-        match data {
-            HostData::F32(values) => {
-                let mut values = values.to_vec();
-                (self.before_write)(to, &mut values);
-                self.inner.write(to, HostData::F32(&values))
-            }
-            other => self.inner.write(to, other),
-        }
+    fn write(&mut self, to: Tensor, values: &[f32]) -> Result<()> {
+        let mut values = values.to_vec();
+        (self.before_write)(to, &mut values);
+        self.inner.write(to, &values)
     }
 
     fn read(&mut self, from: Tensor, to: &mut [f32]) -> Result<()> {

@@ -16,7 +16,6 @@ const EVERY_TIME: &[&str] = &[
     "copy 7x113 bf16 whole",
     "copy 113x128 from f32 to bf16 bf16 slice",
     "silu 113x128 bf16 whole",
-    "embed f16 as bf16 bf16 whole",
     "patchify 3x7 tokens 4 channels bf16 whole",
     "unpatchify 3x7 tokens 4 channels bf16 whole",
     "euler 113x128 bf16 whole",

@@ -294,7 +294,7 @@ impl Driver for Emulated {
         let [cols, rows] = spec.size;
         let map = TensorMap {
             address: spec.address,
-            element_bytes: spec.dtype.size() as u32,
+            element_bytes: spec.dtype.align() as u32,
             rank: 2,
             size: [cols, rows, 1],
             pitch: [spec.pitch, 0],

@@ -2,9 +2,9 @@
 
 use super::cuda;
 use kiln::backend::cuda::{Choice, Cuda};
-use kiln::backend::{Backend, Conv, Gemm, GroupNorm, HostData, KvSegment, Linear, Modulated, Op, Role, Sampling, WeightPart};
-use kiln::tensor::{Arena, Bytes, DType, Region, Tensor};
-use std::f32::consts::{LN_2, LOG2_E};
+use kiln::backend::{Backend, Conv, Gemm, GroupNorm, KvSegment, Linear, Modulated, Op, Role, Sampling, Softmax};
+use kiln::tensor::{Arena, Bytes, DType, Region, Tensor, WeightPart};
+use std::f32::consts::LOG2_E;
 use std::sync::Arc;
 
 /// More rows than the longest sequence, and with these columns more elements than a signed 32-bit number can count.
@@ -57,22 +57,26 @@ fn long_attention() {
         // Q is scaled by log2(e) / sqrt(d), so logits are exponents of two, of at most 4 sqrt(d) log2(e).
         for (t, seed, scale) in [(q, 1, 4.0 * LOG2_E * scale), (k, 2, 1.0), (v, 3, 1.0)] {
             let values: Vec<f32> = noise(t.len(), seed).into_iter().map(|v| scale * v).collect();
-            cuda.write(t, HostData::F32(&values)).unwrap();
+            cuda.write(t, &values).unwrap();
         }
         let kv = [KvSegment { k, v }];
-        let attention = |out, q, bound| Op::Attention { out, q, kv: &kv, head_dim: d, causal: false, scale: LN_2, bound };
+        let (alone, out) = ([alone], [out]);
+        let attention = |out, q, bound| {
+            let softmax = Softmax::Base2 { bound };
+            Op::Attention { out, q, kv: &kv, head_dim: d, causal: false, softmax }
+        };
         let read = |cuda: &mut Cuda, t: Tensor| {
             let mut values = vec![0.0; t.len()];
             cuda.read(t, &mut values).unwrap();
             values
         };
         cuda.set_choice(Choice::Naive);
-        cuda.run(attention(alone, last(q, rows), f32::INFINITY)).unwrap();
-        let want = read(&mut cuda, alone);
+        cuda.run(attention(&alone, last(q, rows), f32::INFINITY)).unwrap();
+        let want = read(&mut cuda, alone[0]);
         cuda.set_choice(Choice::Best);
-        for bound in [f32::INFINITY, 4.0 * (d as f32).sqrt()] {
-            cuda.run(attention(out, q, bound)).unwrap();
-            let got = read(&mut cuda, last(out, rows));
+        for bound in [f32::INFINITY, 4.0 * LOG2_E * (d as f32).sqrt()] {
+            cuda.run(attention(&out, q, bound)).unwrap();
+            let got = read(&mut cuda, last(out[0], rows));
             let square = |v: &mut dyn Iterator<Item = f32>| v.map(|v| f64::from(v) * f64::from(v)).sum::<f64>();
             let error = square(&mut got.iter().zip(&want).map(|(a, b)| a - b)) / square(&mut want.iter().copied());
             // Both results are rounded once.
@@ -89,7 +93,7 @@ fn rows_of_two_dimensions() {
     let k = 16;
     let weight = region.alloc(COLS, k, DType::Bf16).unwrap();
     let bytes: Vec<u8> = noise(weight.len(), 5).into_iter().flat_map(|v| half::bf16::from_f32(v).to_le_bytes()).collect();
-    be.upload(weight, Role::Linear, &[WeightPart { bytes: Bytes::new(Arc::new(bytes)), dtype: DType::Bf16 }]).unwrap();
+    be.upload(weight, Role::Linear, &[WeightPart::plain(Bytes::new(Arc::new(bytes)), DType::Bf16, weight.rows)]).unwrap();
     for dtype in [DType::Bf16, DType::F32] {
         arena.reset(0);
         let mut place = |rows, cols, dtype| arena.alloc(rows, cols, dtype).unwrap();
@@ -97,11 +101,11 @@ fn rows_of_two_dimensions() {
         let (row, shift, scale) = (place(1, COLS, dtype), place(1, COLS, DType::F32), place(1, COLS, DType::F32));
         let (narrow, norm) = (place(ROWS, k, dtype), place(1, COLS, DType::F32));
         be.reserve(arena.peak()).unwrap();
-        be.write(last(x, 1), HostData::F32(&noise(COLS, 1))).unwrap();
+        be.write(last(x, 1), &noise(COLS, 1)).unwrap();
         for (t, seed) in [(shift, 2), (scale, 3), (norm, 4)] {
-            be.write(t, HostData::F32(&noise(COLS, seed))).unwrap();
+            be.write(t, &noise(COLS, seed)).unwrap();
         }
-        be.write(narrow, HostData::F32(&noise(narrow.len(), 6))).unwrap();
+        be.write(narrow, &noise(narrow.len(), 6)).unwrap();
         let end = last(x, 1);
         let results = (last(out, 1), row);
         same(be, "copy", Op::Copy { out, x }, Op::Copy { out: row, x: end }, results);
@@ -111,25 +115,18 @@ fn rows_of_two_dimensions() {
         let [whole, alone] = [(out, x), (row, end)].map(|(out, x)| [Modulated { out, x, shift, scale }]);
         let ln = |streams| Op::LayerNormModulate { streams, eps: 1e-6 };
         same(be, "layer_norm", ln(&whole), ln(&alone), results);
-        let w = Linear { weight, bias: None };
+        let w = Linear::new(weight, None);
         let [whole, alone] = [(out, narrow), (row, last(narrow, 1))].map(|(out, x)| [Gemm { out, x, w: &w }]);
         same(be, "linear", Op::Linear(&whole), Op::Linear(&alone), results);
         // Keys and values at the end of the large buffers, queries all over them.
-        be.write(last(x, 7), HostData::F32(&noise(7 * COLS, 7))).unwrap();
-        be.write(last(out, 7), HostData::F32(&noise(7 * COLS, 8))).unwrap();
+        be.write(last(x, 7), &noise(7 * COLS, 7)).unwrap();
+        be.write(last(out, 7), &noise(7 * COLS, 8)).unwrap();
         let (d, heads) = (128, COLS - 128..COLS);
         let kv = [KvSegment { k: last(x, 5).cols(heads.clone()), v: last(x, 5).cols(0..d) }];
-        let attention = |out: Tensor, q: Tensor| Op::Attention {
-            out,
-            q,
-            kv: &kv,
-            head_dim: d,
-            causal: false,
-            scale: 0.1,
-            bound: f32::INFINITY,
-        };
-        let (q, o) = (out.cols(heads.clone()), out.cols(d..2 * d));
-        same(be, "attention", attention(o, q), attention(row.cols(0..d), last(q, 1)), (last(o, 1), row.cols(0..d)));
+        let softmax = Softmax::Natural { scale: 0.1 };
+        let attention = |out, q| Op::Attention { out, q, kv: &kv, head_dim: d, causal: false, softmax };
+        let (q, o, alone) = (out.cols(heads.clone()), out.cols(d..2 * d), row.cols(0..d));
+        same(be, "attention", attention(&[o], q), attention(&[alone], last(q, 1)), (last(o, 1), alone));
     }
 }
 
@@ -142,17 +139,17 @@ fn pixels() {
     be.reserve_weights(1 << 20).unwrap();
     let (weight, bias) = (region.alloc(8, 9 * channels, DType::Bf16).unwrap(), region.alloc(1, 8, DType::F32).unwrap());
     let bytes: Vec<u8> = noise(weight.len(), 5).into_iter().flat_map(|v| half::bf16::from_f32(v).to_le_bytes()).collect();
-    be.upload(weight, Role::Conv, &[WeightPart { bytes: Bytes::new(Arc::new(bytes)), dtype: DType::Bf16 }]).unwrap();
-    be.upload(bias, Role::Vector, &[WeightPart { bytes: Bytes::new(Arc::new(vec![0; 32])), dtype: DType::F32 }]).unwrap();
+    be.upload(weight, Role::Conv, &[WeightPart::plain(Bytes::new(Arc::new(bytes)), DType::Bf16, weight.rows)]).unwrap();
+    be.upload(bias, Role::Vector, &[WeightPart::plain(Bytes::new(Arc::new(vec![0; 32])), DType::F32, 1)]).unwrap();
     let mut place = |rows, cols, dtype| arena.alloc(rows, cols, dtype).unwrap();
     let (x, out) = (place(side * side, channels, DType::Bf16), place(side * side, channels, DType::Bf16));
     let (few, strip) = (place(side * side, 8, DType::Bf16), place(rows * side, 8, DType::Bf16));
     let alone = place(rows * side, channels, DType::Bf16);
     let (vector, stats) = (place(1, channels, DType::F32), place(32, 2, DType::F32));
     be.reserve(arena.peak()).unwrap();
-    be.write(last(x, (rows + 1) * side), HostData::F32(&noise((rows + 1) * side * channels, 1))).unwrap();
-    be.write(vector, HostData::F32(&noise(channels, 2))).unwrap();
-    be.write(stats, HostData::F32(&noise(64, 3).iter().map(|v| v.abs() + 0.1).collect::<Vec<_>>())).unwrap();
+    be.write(last(x, (rows + 1) * side), &noise((rows + 1) * side * channels, 1)).unwrap();
+    be.write(vector, &noise(channels, 2)).unwrap();
+    be.write(stats, &noise(64, 3).iter().map(|v| v.abs() + 0.1).collect::<Vec<_>>()).unwrap();
     let norm = GroupNorm { weight: vector, bias: vector, groups: 32, eps: 1e-6 };
     let group = |out, x| Op::GroupNorm { out, x, norm: &norm, stats: Some(stats), silu: true };
     same(be, "group_norm", group(out, x), group(alone, last(x, rows * side)), (last(out, rows * side), alone));

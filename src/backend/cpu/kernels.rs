@@ -5,7 +5,6 @@
 use super::super::RopeStyle;
 use super::math::{exp, maximum, silu, sum};
 use super::view::{In, Out, Strided, matmul};
-use crate::error::{Error, Result};
 use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
@@ -41,17 +40,6 @@ pub fn for_rows(out: Out<'_>, width: usize, body: impl Fn(usize, &mut [f32], &mu
             }
         },
     );
-}
-
-pub fn embed(out: Out<'_>, ids: In<'_>, table: In<'_>) -> Result<()> {
-    if let Some(id) = (0..ids.rows).map(|r| ids.id(r)).find(|&id| id as usize >= table.rows) {
-        return Err(Error::Op { op: "embed", what: format!("token id {id} in a vocabulary of {}", table.rows) });
-    }
-    for_rows(out, table.cols, |r, buffer, out, local| {
-        table.load(ids.id(r) as usize, 0, buffer);
-        out.store(local, 0, buffer);
-    });
-    Ok(())
 }
 
 pub fn map(out: Out<'_>, x: In<'_>, f: impl Fn(f32) -> f32 + Sync) {
@@ -176,25 +164,48 @@ fn decode(m: &In<'_>, rows: Range<usize>, to: &mut [f32]) {
     to.chunks_exact_mut(m.cols.max(1)).zip(rows).for_each(|(to, r)| m.load(r, 0, to));
 }
 
-/// One tile: `a` times the transpose of a range of the rows of `w`, which are decoded into `b` unless they can be read in place.
-fn tile_nt(a: Strided<'_>, w: &In<'_>, range: Range<usize>, b: &mut Vec<f32>, out: &mut Vec<f32>) {
-    let direct = w.strided(range.clone(), 0..w.cols);
-    if direct.is_none() {
-        b.resize(range.len() * w.cols, 0.0);
-        decode(w, range.clone(), b);
+/// The weights of a linear layer.
+pub struct Layer<'a> {
+    /// `[out, in]`.
+    pub weight: In<'a>,
+    /// `[1, out]`.
+    pub bias: Option<In<'a>>,
+    /// The matrices `[rank, in]` and `[out, rank]` of a term of low rank.
+    pub low_rank: Option<(In<'a>, In<'a>)>,
+}
+
+/// Operand A of a tile, and its product with the first matrix of the term of low rank.
+#[derive(Clone, Copy)]
+struct Inputs<'a> {
+    a: Strided<'a>,
+    reduced: Option<Strided<'a>>,
+}
+
+/// One tile: `a` times the transpose of a range of the rows of the weight, which are decoded into `b` unless they can be read in place.
+fn tile_nt(inputs: Inputs<'_>, layer: &Layer<'_>, range: Range<usize>, b: &mut Vec<f32>, out: &mut Vec<f32>) {
+    out.resize(inputs.a.rows() * range.len(), 0.0);
+    let mut add = |a: Strided<'_>, w: &In<'_>, accumulate: bool| {
+        let direct = w.strided(range.clone(), 0..w.cols);
+        if direct.is_none() {
+            b.resize(range.len() * w.cols, 0.0);
+            decode(w, range.clone(), b);
+        }
+        let b = direct.unwrap_or_else(|| Strided::new(b, range.len(), w.cols));
+        matmul(out, a, b.transposed(), accumulate);
+    };
+    add(inputs.a, &layer.weight, false);
+    if let (Some(reduced), Some((_, up))) = (inputs.reduced, &layer.low_rank) {
+        add(reduced, up, true);
     }
-    let b = direct.unwrap_or_else(|| Strided::new(b, range.len(), w.cols));
-    out.resize(a.rows() * range.len(), 0.0);
-    matmul(out, a, b.transposed(), false);
 }
 
 /// Computes `x w^T` tile by tile and passes each tile to `epilogue` with the part of `out` it belongs to. One thread does all the
 /// work of a tile, from decoding the weight to storing the result, so threads never wait for each other inside a GEMM.
-fn gemm_nt(mut out: Out<'_>, x: &In<'_>, w: &In<'_>, weight_rows: WeightRows, epilogue: impl Fn(Tile<'_>, Out<'_>) + Sync) {
+fn gemm_nt(mut out: Out<'_>, x: &In<'_>, w: &Layer<'_>, weight_rows: WeightRows, epilogue: impl Fn(Tile<'_>, Out<'_>) + Sync) {
     let WeightRows { first, up, unit } = weight_rows;
     let step = (TILE_N / unit).max(1) * unit;
     let chunk = (MAX_DECODED_A / x.cols.max(1) / TILE_M).max(1) * TILE_M;
-    let mut decoded = Vec::new();
+    let (mut decoded, mut reduced) = (Vec::new(), Vec::new());
     for start in (0..x.rows).step_by(chunk) {
         let rows = start..(start + chunk).min(x.rows);
         if x.strided(rows.clone(), 0..x.cols).is_none() {
@@ -202,6 +213,14 @@ fn gemm_nt(mut out: Out<'_>, x: &In<'_>, w: &In<'_>, weight_rows: WeightRows, ep
             decoded.par_chunks_mut(ROWS_PER_TASK * x.cols.max(1)).enumerate().for_each(|(i, to)| {
                 decode(x, rows.start + i * ROWS_PER_TASK..rows.end, to);
             });
+        }
+        if let Some((down, _)) = &w.low_rank {
+            let mut b = vec![0.0; down.rows * down.cols];
+            decode(down, 0..down.rows, &mut b);
+            let b = Strided::new(&b, down.rows, down.cols).transposed();
+            let a = x.strided(rows.clone(), 0..x.cols);
+            reduced.resize(rows.len() * down.rows, 0.0);
+            matmul(&mut reduced, a.unwrap_or_else(|| Strided::new(&decoded, rows.len(), x.cols)), b, false);
         }
         // Tiles of equal height, so that the last one is not much smaller than the others.
         let height = rows.len().div_ceil(rows.len().div_ceil(TILE_M));
@@ -213,10 +232,12 @@ fn gemm_nt(mut out: Out<'_>, x: &In<'_>, w: &In<'_>, weight_rows: WeightRows, ep
                 Some(direct) => direct,
                 None => Strided::new(&decoded[r * x.cols..], out.rows, x.cols),
             };
+            let rank = w.low_rank.as_ref().map(|(down, _)| down.rows);
+            let inputs = Inputs { a, reduced: rank.map(|rank| Strided::new(&reduced[r * rank..], out.rows, rank)) };
             let range = first + c..first + c + out.cols;
-            tile_nt(a, w, range.clone(), &mut s.b, &mut s.values);
+            tile_nt(inputs, w, range.clone(), &mut s.b, &mut s.values);
             match up {
-                Some(up) => tile_nt(a, w, range.start + up..range.end + up, &mut s.b, &mut s.up),
+                Some(up) => tile_nt(inputs, w, range.start + up..range.end + up, &mut s.b, &mut s.up),
                 None => s.up.clear(),
             }
             epilogue(Tile { rows: block, cols: c..c + out.cols, values: &mut s.values, up: &s.up }, out);
@@ -224,8 +245,8 @@ fn gemm_nt(mut out: Out<'_>, x: &In<'_>, w: &In<'_>, weight_rows: WeightRows, ep
     }
 }
 
-pub fn linear(out: Out<'_>, x: In<'_>, w: In<'_>, bias: Option<In<'_>>) {
-    let bias = bias.map(|b| b.row_vec(0));
+pub fn linear(out: Out<'_>, x: In<'_>, w: Layer<'_>) {
+    let bias = w.bias.as_ref().map(|b| b.row_vec(0));
     gemm_nt(out, &x, &w, WeightRows { first: 0, up: None, unit: 1 }, |mut tile, mut out| {
         let cols = tile.cols.clone();
         for (r, row) in tile.rows() {
@@ -237,9 +258,9 @@ pub fn linear(out: Out<'_>, x: In<'_>, w: In<'_>, bias: Option<In<'_>>) {
     });
 }
 
-pub fn linear_gate_residual(into: Out<'_>, x: In<'_>, w: In<'_>, bias: Option<In<'_>>, gate: Option<In<'_>>) {
-    let bias = bias.map_or_else(|| vec![0.0; w.rows], |b| b.row_vec(0));
-    let gate = gate.map_or_else(|| vec![1.0; w.rows], |g| g.row_vec(0));
+pub fn linear_gate_residual(into: Out<'_>, x: In<'_>, w: Layer<'_>, gate: Option<In<'_>>) {
+    let bias = w.bias.as_ref().map_or_else(|| vec![0.0; w.weight.rows], |b| b.row_vec(0));
+    let gate = gate.map_or_else(|| vec![1.0; w.weight.rows], |g| g.row_vec(0));
     gemm_nt(into, &x, &w, WeightRows { first: 0, up: None, unit: 1 }, |mut tile, mut out| {
         let (bias, gate) = (&bias[tile.cols.clone()], &gate[tile.cols.clone()]);
         let mut residual = [0.0; TILE_N];
@@ -254,7 +275,7 @@ pub fn linear_gate_residual(into: Out<'_>, x: In<'_>, w: In<'_>, bias: Option<In
     });
 }
 
-fn swiglu(out: Out<'_>, x: &In<'_>, w: &In<'_>, first: usize) {
+fn swiglu(out: Out<'_>, x: &In<'_>, w: &Layer<'_>, first: usize) {
     let weight_rows = WeightRows { first, up: Some(out.cols), unit: 1 };
     gemm_nt(out, x, w, weight_rows, |mut tile, mut out| {
         let (up, width) = (tile.up, tile.cols.len());
@@ -265,34 +286,44 @@ fn swiglu(out: Out<'_>, x: &In<'_>, w: &In<'_>, first: usize) {
     });
 }
 
-pub fn linear_swiglu(out: Out<'_>, x: In<'_>, w: In<'_>) {
+pub fn linear_swiglu(out: Out<'_>, x: In<'_>, w: Layer<'_>) {
     swiglu(out, &x, &w, 0);
 }
 
-/// Parameters of the qk-norm and RoPE epilogue.
-pub struct QkNormRope<'a> {
-    pub q_norm: In<'a>,
-    pub k_norm: In<'a>,
-    pub eps: f32,
+/// Parameters of the epilogue of query and key heads: qk-norm, scale and RoPE.
+pub struct Heads<'a> {
+    /// Gains of query and key heads, and what is added to the mean square.
+    pub norm: Option<(Vec<f32>, Vec<f32>, f32)>,
     pub q_scale: f32,
+    pub k_scale: f32,
     pub table: In<'a>,
     pub style: RopeStyle,
 }
 
-pub fn qkv(out: [Option<Out<'_>>; 3], mlp: Option<Out<'_>>, x: In<'_>, w: In<'_>, heads: &QkNormRope<'_>) {
+/// What the elements of a head are multiplied by: gains, and with an epsilon also the reciprocal of the head's RMS.
+struct HeadGain {
+    gains: Vec<f32>,
+    eps: Option<f32>,
+}
+
+pub fn qkv(out: [Option<Out<'_>>; 3], mlp: Option<Out<'_>>, x: In<'_>, w: Layer<'_>, heads: &Heads<'_>) {
     let head_dim = heads.table.cols;
-    let scaled = |norm: &In<'_>, by: f32| norm.row_vec(0).into_iter().map(|w| w * by).collect::<Vec<_>>();
-    let norms = [Some(scaled(&heads.q_norm, heads.q_scale)), Some(scaled(&heads.k_norm, 1.0)), None];
+    let gain = |norm: Option<&Vec<f32>>, scale: f32| HeadGain {
+        gains: norm.map_or_else(|| vec![scale; head_dim], |gains| gains.iter().map(|w| w * scale).collect()),
+        eps: heads.norm.as_ref().map(|norm| norm.2),
+    };
+    let norm = heads.norm.as_ref();
+    let gains = [Some(gain(norm.map(|norm| &norm.0), heads.q_scale)), Some(gain(norm.map(|norm| &norm.1), heads.k_scale)), None];
     let mut first = 0;
-    for (out, norm) in out.into_iter().zip(&norms) {
+    for (out, gain) in out.into_iter().zip(&gains) {
         let Some(out) = out else { continue };
         let (weight_rows, width) = (WeightRows { first, up: None, unit: head_dim }, out.cols);
         gemm_nt(out, &x, &w, weight_rows, |mut tile, mut out| {
             let (rows, mut angles) = (tile.rows.clone(), vec![0.0; head_dim]);
             for (r, row) in tile.rows() {
-                if let Some(weight) = norm {
+                if let Some(gain) = gain {
                     heads.table.load(rows.start + r, 0, &mut angles);
-                    row.chunks_exact_mut(head_dim).for_each(|head| qk_norm_rope(head, weight, heads.eps, &angles, heads.style));
+                    row.chunks_exact_mut(head_dim).for_each(|head| qk_norm_rope(head, gain, &angles, heads.style));
                 }
                 out.store(r, 0, row);
             }
@@ -304,9 +335,9 @@ pub fn qkv(out: [Option<Out<'_>>; 3], mlp: Option<Out<'_>>, x: In<'_>, w: In<'_>
     }
 }
 
-fn qk_norm_rope(head: &mut [f32], weight: &[f32], eps: f32, angles: &[f32], style: RopeStyle) {
-    let scale = rms_scale(head, eps);
-    head.iter_mut().zip(weight).for_each(|(v, w)| *v = *v * scale * w);
+fn qk_norm_rope(head: &mut [f32], gain: &HeadGain, angles: &[f32], style: RopeStyle) {
+    let scale = gain.eps.map_or(1.0, |eps| rms_scale(head, eps));
+    head.iter_mut().zip(&gain.gains).for_each(|(v, w)| *v = *v * scale * w);
     let half = head.len() / 2;
     let (cos, sin) = angles.split_at(half);
     for p in 0..half {

@@ -9,10 +9,10 @@ mod kernels;
 mod math;
 mod view;
 
-use super::{Backend, HostData, Op, Role, StepKey, WeightPart};
+use super::{Backend, GemmFormats, Linear, Op, Role, StepKey};
 use crate::error::{Error, Result};
 use crate::memory;
-use crate::tensor::{ALIGN, Bytes, DType, Region, Tensor};
+use crate::tensor::{ALIGN, Bytes, DType, PartScaling, Region, Scaling, Tensor, WeightPart};
 use crate::threads;
 use rayon::prelude::*;
 use std::alloc::{Layout, alloc_zeroed, dealloc};
@@ -130,6 +130,17 @@ impl Cpu {
         self.high_water
     }
 
+    /// Adds a segment of weights. Segments that overlap the new one are dropped, even if only in part: reading the rest of them is an
+    /// error from now on.
+    fn insert(&mut self, range: Range<u64>, data: SegmentData) {
+        if range.is_empty() {
+            return;
+        }
+        let index = self.weights.partition_point(|s| s.range.end <= range.start);
+        let taken = index + self.weights[index..].partition_point(|s| s.range.start < range.end);
+        self.weights.splice(index..taken, [Segment { range, data }]);
+    }
+
     fn check_stop(&self) -> Result<()> {
         if self.stop.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) }
     }
@@ -140,7 +151,7 @@ impl Cpu {
 
     /// Checks what the views rely on. Both regions start at aligned addresses, so a tensor is aligned if its offset is.
     fn check_alignment(tensor: Tensor, op: &'static str) -> Result<()> {
-        if tensor.offset.is_multiple_of(tensor.dtype.size() as u64) {
+        if tensor.offset.is_multiple_of(tensor.dtype.align() as u64) {
             return Ok(());
         }
         Err(Error::Op { op, what: format!("{tensor:?} is misaligned") })
@@ -155,35 +166,55 @@ impl Cpu {
         Self::check_alignment(tensor, op)?;
         match tensor.region {
             Region::Arena => {
-                if extent.end > self.arena.len as u64 {
-                    return Err(Self::outside(tensor, op));
-                }
-                // SAFETY: the extent lies inside the arena, which lives as long as `self`.
-                Ok(unsafe { In::new(tensor, vec![(0, self.arena.ptr.as_ptr().add(tensor.offset as usize))]) })
+                let (ptr, scales) = self.arena_addresses(tensor, op)?;
+                // SAFETY: elements and scales lie inside the arena, which lives as long as `self`.
+                Ok(unsafe { In::new(tensor, &[(0, ptr.cast_const())], scales) })
             }
             Region::Weights => {
-                let row_bytes = (tensor.stride * tensor.dtype.size()) as u64;
-                let first = self.weights.partition_point(|s| s.range.end <= extent.start);
-                let mut spans = Vec::new();
-                let mut at = extent.start;
-                for segment in &self.weights[first..] {
-                    if at >= extent.end || segment.range.start > at {
-                        break;
-                    }
-                    let skip = (at - segment.range.start) as usize;
-                    // SAFETY: `skip` is less than the segment's length because the segment contains `at`.
-                    spans.push((((at - extent.start) / row_bytes) as usize, unsafe { segment.as_ptr().add(skip) }));
-                    at = segment.range.end;
-                }
-                // A span begins at a row of the weight, which is a row of the view only if the view has all columns.
-                if at < extent.end || (spans.len() > 1 && tensor.cols != tensor.stride) {
+                let row_bytes = tensor.dtype.bytes(tensor.stride) as u64;
+                let spans = self.weight_spans(extent.clone());
+                let scales = self.weight_spans(tensor.scale_extent());
+                let (Some(spans), Some(scales)) = (spans, scales) else { return Err(Self::outside(tensor, op)) };
+                // A span begins at a row of the weight, which is a row of the view only if the view has all columns. Scales are
+                // uploaded in one piece, with all rows.
+                if scales.len() > 1 || (spans.len() > 1 && (tensor.cols != tensor.stride || tensor.scaling != Scaling::One)) {
                     return Err(Self::outside(tensor, op));
                 }
-                // SAFETY: the spans cover the extent without a gap, each row lies inside one span, and they live as long as
-                // `self`.
-                Ok(unsafe { In::new(tensor, spans) })
+                let rows: Vec<_> = spans.iter().map(|(at, ptr)| (((at - extent.start) / row_bytes) as usize, *ptr)).collect();
+                let scales = scales.first().map_or(std::ptr::null(), |(_, ptr)| *ptr);
+                // SAFETY: the spans cover the elements and the scales without a gap, each row lies inside one span, and they live as
+                // long as `self`.
+                Ok(unsafe { In::new(tensor, &rows, scales) })
             }
         }
+    }
+
+    /// The addresses of the segments that cover a range of the weight region, each with the offset at which it begins to, or `None`
+    /// if there is a gap.
+    fn weight_spans(&self, range: Range<u64>) -> Option<Vec<(u64, *const u8)>> {
+        let first = self.weights.partition_point(|s| s.range.end <= range.start);
+        let mut spans = Vec::new();
+        let mut at = range.start;
+        for segment in &self.weights[first..] {
+            if at >= range.end || segment.range.start > at {
+                break;
+            }
+            let skip = (at - segment.range.start) as usize;
+            // SAFETY: `skip` is less than the segment's length because the segment contains `at`.
+            spans.push((at, unsafe { segment.as_ptr().add(skip) }));
+            at = segment.range.end;
+        }
+        (at >= range.end).then_some(spans)
+    }
+
+    /// The addresses of a tensor's elements and of its scales in the arena.
+    fn arena_addresses(&self, tensor: Tensor, op: &'static str) -> Result<(*mut u8, *mut u8)> {
+        let scales = tensor.scale_extent();
+        if tensor.extent().end.max(scales.end) > self.arena.len as u64 {
+            return Err(Self::outside(tensor, op));
+        }
+        // SAFETY: both lie inside the arena.
+        unsafe { Ok((self.arena.ptr.as_ptr().add(tensor.offset as usize), self.arena.ptr.as_ptr().add(scales.start as usize))) }
     }
 
     /// A view for writing.
@@ -191,17 +222,28 @@ impl Cpu {
     /// # Safety
     /// No other view that overlaps the tensor may be used while this one is, which [`Op::check`] ensures.
     unsafe fn output(&self, tensor: Tensor, op: &'static str) -> Result<Out<'_>> {
-        if tensor.region != Region::Arena || tensor.extent().end > self.arena.len as u64 {
+        if tensor.region != Region::Arena {
             return Err(Self::outside(tensor, op));
         }
         Self::check_alignment(tensor, op)?;
-        // SAFETY: the extent lies inside the arena; the caller guarantees exclusive access.
-        Ok(unsafe { Out::new(tensor, self.arena.ptr.as_ptr().add(tensor.offset as usize)) })
+        let (ptr, scales) = self.arena_addresses(tensor, op)?;
+        // SAFETY: elements and scales lie inside the arena; the caller guarantees exclusive access.
+        Ok(unsafe { Out::new(tensor, ptr, scales) })
+    }
+
+    /// The weights of a linear layer.
+    fn layer(&self, w: &Linear, op: &'static str) -> Result<kernels::Layer<'_>> {
+        let read = |t: Tensor| self.input(t, op);
+        Ok(kernels::Layer {
+            weight: In::stack(w.weight.parts().iter().map(|&part| read(part)).collect::<Result<_>>()?),
+            bias: w.bias.map(read).transpose()?,
+            low_rank: w.low_rank.map(|l| Ok((read(l.down)?, read(l.up)?))).transpose()?,
+        })
     }
 
     fn touch(&mut self, tensor: Tensor) {
         if tensor.region == Region::Arena {
-            self.high_water = self.high_water.max(tensor.extent().end);
+            self.high_water = self.high_water.max(tensor.extent().end).max(tensor.scale_extent().end);
         }
     }
 
@@ -209,10 +251,10 @@ impl Cpu {
         let name = op.name();
         let read = |t: Tensor| self.input(t, name);
         let read_opt = |t: Option<Tensor>| t.map(read).transpose();
+        let layer = |w: &Linear| self.layer(w, name);
         // SAFETY: `Op::check` has rejected operands that overlap a written one.
         let write = |t: Tensor| unsafe { self.output(t, name) };
         match op {
-            Op::Embed { out, ids, table } => kernels::embed(write(out)?, read(ids)?, read(table)?)?,
             Op::Copy { out, x } => kernels::map(write(out)?, read(x)?, |v| v),
             Op::Silu { out, x } => kernels::map(write(out)?, read(x)?, math::silu),
             Op::RmsNorm { out, x, weight, eps } => kernels::rms_norm(write(out)?, read(x)?, read(weight)?, eps),
@@ -223,37 +265,42 @@ impl Cpu {
             }
             Op::Linear(streams) => {
                 for s in streams {
-                    kernels::linear(write(s.out)?, read(s.x)?, read(s.w.weight)?, read_opt(s.w.bias)?);
+                    kernels::linear(write(s.out)?, read(s.x)?, layer(s.w)?);
                 }
             }
             Op::LinearSwiglu(streams) => {
                 for s in streams {
-                    kernels::linear_swiglu(write(s.out)?, read(s.x)?, read(s.w.weight)?);
+                    kernels::linear_swiglu(write(s.out)?, read(s.x)?, layer(s.w)?);
                 }
             }
             Op::LinearGateResidual(streams) => {
                 for s in streams {
-                    let (gate, bias) = (read_opt(s.gate)?, read_opt(s.w.bias)?);
-                    kernels::linear_gate_residual(write(s.into)?, read(s.x)?, read(s.w.weight)?, bias, gate);
+                    kernels::linear_gate_residual(write(s.into)?, read(s.x)?, layer(s.w)?, read_opt(s.gate)?);
                 }
             }
             Op::Qkv(streams) => {
                 for s in streams {
-                    let heads = kernels::QkNormRope {
-                        q_norm: read(s.norm.q)?,
-                        k_norm: read(s.norm.k)?,
-                        eps: s.norm.eps,
-                        q_scale: s.norm.q_scale,
+                    let norm =
+                        s.norm.map(|norm| Ok((read(norm.q)?.row_vec(0), read(norm.k)?.row_vec(0), norm.eps))).transpose()?;
+                    let heads = kernels::Heads {
+                        norm,
+                        q_scale: s.q_scale,
+                        k_scale: s.k_scale,
                         table: read(s.rope.table)?,
                         style: s.rope.style,
                     };
                     let out = [s.q.map(write).transpose()?, Some(write(s.k)?), Some(write(s.v)?)];
-                    kernels::qkv(out, s.mlp.map(write).transpose()?, read(s.x)?, read(s.w.weight)?, &heads);
+                    kernels::qkv(out, s.mlp.map(write).transpose()?, read(s.x)?, layer(s.w)?, &heads);
                 }
             }
-            Op::Attention { out, q, kv, head_dim, causal, scale, .. } => {
+            Op::Attention { out, q, kv, head_dim, causal, softmax } => {
                 let kv = kv.iter().map(|s| Ok((read(s.k)?, read(s.v)?))).collect::<Result<Vec<_>>>()?;
-                kernels::attention(write(out)?, read(q)?, &kv, head_dim, kernels::LogitParams { causal, scale });
+                let params = kernels::LogitParams { causal, scale: softmax.natural_scale() };
+                let mut first = 0;
+                for &out in out {
+                    kernels::attention(write(out)?, read(q.rows(first..first + out.rows))?, &kv, head_dim, params);
+                    first += out.rows;
+                }
             }
             Op::Conv { out, x, w, width, height, sampling, residual, stats } => {
                 let geometry = image::Geometry { width, height, sampling };
@@ -287,6 +334,10 @@ impl Backend for Cpu {
         "cpu"
     }
 
+    fn gemm_formats(&self) -> GemmFormats {
+        GemmFormats::ALL
+    }
+
     fn available(&self) -> Result<Option<u64>> {
         Ok(memory::available())
     }
@@ -298,31 +349,39 @@ impl Backend for Cpu {
 
     fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {
         self.check_stop()?;
-        let total = to.offset + (to.len() * to.dtype.size()) as u64;
+        let wrong = |what: &str| Error::Op { op: "upload", what: format!("{role:?} parts do not {what} {to:?}") };
+        if parts.iter().map(|part| part.rows).sum::<usize>() != to.rows {
+            return Err(wrong("fill"));
+        }
         let mut at = to.offset;
         for part in parts {
-            let elements = part.bytes.len() / part.dtype.size();
-            let end = at + (elements * to.dtype.size()) as u64;
-            let whole = part.bytes.len() % part.dtype.size() == 0 && elements % to.cols.max(1) == 0;
-            if end > total || !whole {
-                return Err(Error::Op { op: "upload", what: format!("{role:?} parts do not fit {to:?}") });
+            if part.cols() != to.cols || part.bytes.len() != part.dtype.bytes(part.rows * to.cols) {
+                return Err(wrong("fit"));
             }
-            let data = if part.is_readable_as(to.dtype) {
+            let end = at + to.dtype.bytes(part.rows * to.cols) as u64;
+            let data = if part.is_readable_as(to.stored()) {
                 SegmentData::Mapped(part.bytes.clone())
+            } else if to.dtype.is_quantised() {
+                let part = part.in_tensor_layout();
+                if parts.len() > 1 || !part.is_readable_as(to.stored()) {
+                    return Err(wrong("have the format of"));
+                }
+                SegmentData::Mapped(part.bytes)
             } else {
                 self.on_threads(|| converted(part, to.dtype))?
             };
-            if elements > 0 {
-                let index = self.weights.partition_point(|s| s.range.end <= at);
-                // Segments that overlap the new one are dropped, even if only in part: reading the rest of them is an error from
-                // now on.
-                let taken = index + self.weights[index..].partition_point(|s| s.range.start < end);
-                self.weights.splice(index..taken, [Segment { range: at..end, data }]);
-            }
+            self.insert(at..end, data);
             at = end;
-        }
-        if at != total {
-            return Err(Error::Op { op: "upload", what: format!("{role:?} parts do not fill {to:?}") });
+            let scales = match part.in_tensor_layout().scaling {
+                _ if !to.dtype.is_quantised() => continue,
+                PartScaling::One | PartScaling::Tensor(_) => continue,
+                PartScaling::Rows(scales) | PartScaling::Blocks16 { scales, .. } => scales,
+            };
+            let range = to.scale_extent();
+            if scales.len() as u64 != range.end - range.start {
+                return Err(wrong("have scales for"));
+            }
+            self.insert(range, SegmentData::Mapped(scales));
         }
         Ok(())
     }
@@ -335,33 +394,21 @@ impl Backend for Cpu {
         Ok(())
     }
 
-    fn write(&mut self, to: Tensor, data: HostData<'_>) -> Result<()> {
+    fn write(&mut self, to: Tensor, values: &[f32]) -> Result<()> {
         self.touch(to);
-        let wrong = |what: &str| Error::Op { op: "write", what: format!("{what} for {to:?}") };
+        if values.len() != to.len() {
+            return Err(Error::Op { op: "write", what: format!("{} values for {to:?}", values.len()) });
+        }
         // SAFETY: `&mut self`, so no other view is alive.
         let mut out = unsafe { self.output(to, "write")? };
-        match data {
-            HostData::F32(values) if to.dtype != DType::U32 => {
-                if values.len() != to.len() {
-                    return Err(wrong("wrong number of values"));
-                }
-                for (r, row) in values.chunks_exact(to.cols.max(1)).enumerate() {
-                    out.store(r, 0, row);
-                }
-            }
-            HostData::U32(values) if to.dtype == DType::U32 && to.cols == 1 => {
-                if values.len() != to.len() {
-                    return Err(wrong("wrong number of ids"));
-                }
-                values.iter().enumerate().for_each(|(r, &id)| out.store_id(r, id));
-            }
-            _ => return Err(wrong("wrong type")),
+        for (r, row) in values.chunks_exact(to.cols.max(1)).enumerate() {
+            out.store(r, 0, row);
         }
         Ok(())
     }
 
     fn read(&mut self, from: Tensor, to: &mut [f32]) -> Result<()> {
-        if to.len() != from.len() || from.dtype == DType::U32 {
+        if to.len() != from.len() {
             return Err(Error::Op { op: "read", what: format!("{} values from {from:?}", to.len()) });
         }
         let view = self.input(from, "read")?;
@@ -407,28 +454,31 @@ impl Backend for Cpu {
     }
 }
 
-/// A part's values in another element type, or the same one at an aligned address.
+/// A part's values as plain elements, at an aligned address.
 fn converted(part: &WeightPart, to: DType) -> Result<SegmentData> {
     /// Elements that one thread converts at a time.
     const GRAIN: usize = 4 << 10;
-    let (from, bytes) = (part.dtype, &part.bytes[..]);
-    let (elements, pieces) = (bytes.len() / from.size(), bytes.par_chunks(GRAIN * from.size()));
-    match (from, to) {
-        (DType::F32 | DType::Bf16 | DType::F16, DType::F32) => {
-            let mut values = vec![0.0; elements];
-            values.par_chunks_mut(GRAIN).zip(pieces).for_each(|(to, bytes)| from.decode(bytes, to));
+    let (rows, cols) = (part.rows, part.cols());
+    let least = GRAIN.div_ceil(cols.max(1));
+    match to {
+        DType::F32 => {
+            let mut values = vec![0.0; rows * cols];
+            let each = values.par_chunks_exact_mut(cols.max(1)).with_min_len(least).enumerate();
+            each.for_each(|(row, to)| part.decode(row, to));
             Ok(SegmentData::F32(values))
         }
-        (DType::F32 | DType::Bf16 | DType::F16, DType::Bf16) | (DType::F16, DType::F16) => {
-            let mut values = vec![0; elements];
-            values.par_chunks_mut(GRAIN).zip(pieces).for_each(|(words, bytes): (&mut [u16], _)| {
-                let mut stored = [0; 2 * GRAIN];
-                let stored = &mut stored[..2 * words.len()];
-                from.convert(bytes, to, stored);
-                words.iter_mut().zip(stored.as_chunks().0).for_each(|(word, b)| *word = u16::from_ne_bytes(*b));
-            });
+        DType::Bf16 | DType::F16 => {
+            let mut values = vec![0; rows * cols];
+            let each = values.par_chunks_exact_mut(cols.max(1)).with_min_len(least).enumerate();
+            each.for_each_init(
+                || vec![0; to.bytes(cols)],
+                |stored, (row, words): (usize, &mut [u16])| {
+                    part.convert(row, to, stored);
+                    words.iter_mut().zip(stored.as_chunks().0).for_each(|(word, b)| *word = u16::from_ne_bytes(*b));
+                },
+            );
             Ok(SegmentData::Half(values))
         }
-        _ => Err(Error::Op { op: "upload", what: format!("no conversion from {from:?} to {to:?}") }),
+        _ => Err(Error::Op { op: "upload", what: format!("no conversion from {:?} to {to:?}", part.dtype) }),
     }
 }

@@ -2,22 +2,121 @@
 //! that check their bounds.
 #![allow(unsafe_code)]
 
-use crate::tensor::{DType, Tensor};
+use crate::tensor::{DType, Scaling, Tensor, nvfp4};
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// A matrix to read from. Its rows may lie in several spans of memory: a checkpoint may store a weight in several parts.
+/// The scales of a matrix in memory.
+#[derive(Clone, Copy)]
+enum ViewScaling {
+    One,
+    Tensor(f32),
+    /// The f32 of each row, at any address.
+    Rows(*const u8),
+    /// The tiled block scales of NVFP4, with the number of tiles along a row.
+    Blocks16 {
+        scales: *mut u8,
+        tiles_along: usize,
+        tensor: f32,
+    },
+}
+
+impl ViewScaling {
+    /// The scales of a tensor; `address` is that of its scales in memory, if it has any there.
+    fn new(tensor: Tensor, address: *mut u8) -> Self {
+        match tensor.scaling {
+            Scaling::One => Self::One,
+            Scaling::Tensor(scale) => Self::Tensor(scale.get()),
+            Scaling::Rows(_) => Self::Rows(address),
+            Scaling::Blocks16 { tensor: factor, .. } => {
+                Self::Blocks16 { scales: address, tiles_along: nvfp4::tiles_along(tensor.stride), tensor: factor.get() }
+            }
+        }
+    }
+
+    /// Decodes elements of one row, from column `first` on.
+    ///
+    /// # Safety
+    /// The scales of the row and the columns must be valid, and nothing may write to them.
+    unsafe fn decode(self, dtype: DType, bytes: &[u8], (row, first): (usize, usize), to: &mut [f32]) {
+        match self {
+            Self::One => dtype.decode(bytes, to),
+            Self::Tensor(scale) => {
+                dtype.decode(bytes, to);
+                to.iter_mut().for_each(|v| *v *= scale);
+            }
+            Self::Rows(scales) => {
+                dtype.decode(bytes, to);
+                // SAFETY: the caller's guarantee.
+                let scale = f32::from_le_bytes(unsafe { scales.add(4 * row).cast::<[u8; 4]>().read() });
+                to.iter_mut().for_each(|v| *v *= scale);
+            }
+            Self::Blocks16 { scales, tiles_along, tensor } => {
+                assert!(first.is_multiple_of(nvfp4::BLOCK), "column {first} is inside a block");
+                let blocks = to.chunks_mut(nvfp4::BLOCK).zip(bytes.chunks(nvfp4::BLOCK / 2));
+                for (block, (to, codes)) in blocks.enumerate() {
+                    let at = nvfp4::scale_offset(row, first / nvfp4::BLOCK + block, tiles_along);
+                    // SAFETY: the caller's guarantee.
+                    let scale = unsafe { scales.add(at).read() };
+                    nvfp4::decode_block(codes, nvfp4::unit(tensor, scale), to);
+                }
+            }
+        }
+    }
+
+    /// Rounds values to elements of one row, from column `first` on. Block scales are computed and written, too.
+    ///
+    /// # Safety
+    /// The scales of the row and the columns must be valid, and this must be the only access to them.
+    unsafe fn encode(self, dtype: DType, values: &[f32], (row, first): (usize, usize), bytes: &mut [u8]) {
+        match self {
+            Self::One => dtype.encode(values, bytes),
+            Self::Tensor(scale) => {
+                let mut scaled = [0.0; 512];
+                for (values, bytes) in values.chunks(scaled.len()).zip(bytes.chunks_mut(dtype.bytes(scaled.len()))) {
+                    let scaled = &mut scaled[..values.len()];
+                    scaled.iter_mut().zip(values).for_each(|(s, v)| *s = v / scale);
+                    dtype.encode(scaled, bytes);
+                }
+            }
+            Self::Rows(_) => unreachable!("only weights have scales for each row, and they are not written"),
+            Self::Blocks16 { scales, tiles_along, tensor } => {
+                let whole = first.is_multiple_of(nvfp4::BLOCK) && values.len().is_multiple_of(nvfp4::BLOCK);
+                assert!(whole, "columns {first}..+{} are not whole blocks", values.len());
+                let blocks = values.chunks(nvfp4::BLOCK).zip(bytes.chunks_mut(nvfp4::BLOCK / 2));
+                for (block, (values, codes)) in blocks.enumerate() {
+                    let at = nvfp4::scale_offset(row, first / nvfp4::BLOCK + block, tiles_along);
+                    let scale = nvfp4::encode_block(values, tensor, codes);
+                    // SAFETY: the caller's guarantee.
+                    unsafe { scales.add(at).write(scale) };
+                }
+            }
+        }
+    }
+}
+
+/// A matrix to read from. Its rows may lie in several spans of memory, in formats of their own: a checkpoint may store a weight in
+/// several parts.
 #[derive(Clone)]
 pub struct In<'a> {
     /// Number of rows.
     pub rows: usize,
     /// Elements in a row.
     pub cols: usize,
-    dtype: DType,
-    pitch: usize,
-    /// First row of each span and its address.
-    spans: Vec<(usize, *const u8)>,
+    spans: Vec<Span>,
     lifetime: PhantomData<&'a [u8]>,
+}
+
+/// Consecutive rows that lie in one piece of memory.
+#[derive(Clone)]
+struct Span {
+    /// The first of them.
+    first: usize,
+    ptr: *const u8,
+    /// Bytes from row to row.
+    pitch: usize,
+    dtype: DType,
+    scaling: ViewScaling,
 }
 
 // SAFETY: an `In` only reads, and nothing writes to the memory it covers while it lives (the contract of `In::new`).
@@ -26,42 +125,61 @@ unsafe impl Send for In<'_> {}
 unsafe impl Sync for In<'_> {}
 
 impl<'a> In<'a> {
+    /// A view of a tensor whose rows lie in `spans`, each given by its first row and its address. `scales` is the address of its
+    /// scales, if it has any in memory; then there is one span.
+    ///
     /// # Safety
-    /// Every row of `tensor` must lie inside one of `spans`, aligned to its type, valid and unwritten for `'a`.
-    pub unsafe fn new(tensor: Tensor, spans: Vec<(usize, *const u8)>) -> Self {
-        let pitch = tensor.stride * tensor.dtype.size();
-        Self { rows: tensor.rows, cols: tensor.cols, dtype: tensor.dtype, pitch, spans, lifetime: PhantomData }
+    /// Every row of `tensor` must lie inside one of `spans`, aligned to its type, and with the scales be valid and unwritten for `'a`.
+    pub unsafe fn new(tensor: Tensor, spans: &[(usize, *const u8)], scales: *const u8) -> Self {
+        let (pitch, dtype) = (tensor.dtype.bytes(tensor.stride), tensor.dtype);
+        let scaling = ViewScaling::new(tensor, scales.cast_mut());
+        let spans = spans.iter().map(|&(first, ptr)| Span { first, ptr, pitch, dtype, scaling }).collect();
+        Self { rows: tensor.rows, cols: tensor.cols, spans, lifetime: PhantomData }
     }
 
     /// A view of a tensor without elements.
     pub fn empty(tensor: Tensor) -> Self {
-        let Tensor { rows, cols, dtype, .. } = tensor;
         debug_assert!(tensor.is_empty());
-        Self { rows, cols, dtype, pitch: 0, spans: Vec::new(), lifetime: PhantomData }
+        Self { rows: tensor.rows, cols: tensor.cols, spans: Vec::new(), lifetime: PhantomData }
     }
 
-    fn row(&self, r: usize, first: usize, len: usize) -> *const u8 {
+    /// The rows of several matrices, one after the other.
+    pub fn stack(parts: Vec<Self>) -> Self {
+        let mut stacked =
+            Self { rows: 0, cols: parts.first().map_or(0, |part| part.cols), spans: Vec::new(), lifetime: PhantomData };
+        for part in parts {
+            assert_eq!(part.cols, stacked.cols, "matrices of one width");
+            stacked.spans.extend(part.spans.into_iter().map(|span| Span { first: stacked.rows + span.first, ..span }));
+            stacked.rows += part.rows;
+        }
+        stacked
+    }
+
+    /// The span of a row, and the address of part of that row.
+    fn row(&self, r: usize, first: usize, len: usize) -> (&Span, *const u8) {
         assert!(r < self.rows && first + len <= self.cols, "row {r}, columns {first}..+{len} of {}x{}", self.rows, self.cols);
-        let span = self.spans.partition_point(|&(start, _)| start <= r) - 1;
-        let (start, ptr) = self.spans[span];
+        let span = &self.spans[self.spans.partition_point(|span| span.first <= r) - 1];
         // SAFETY: the row lies inside the span and the columns inside the row.
-        unsafe { ptr.add((r - start) * self.pitch + first * self.dtype.size()) }
+        (span, unsafe { span.ptr.add((r - span.first) * span.pitch + span.dtype.bytes(first)) })
     }
 
     /// Decodes part of a row.
     pub fn load(&self, r: usize, first: usize, to: &mut [f32]) {
         if !to.is_empty() {
-            let from = self.row(r, first, to.len());
-            // SAFETY: `row` has checked that `to.len()` elements follow, and nothing writes to them.
-            self.dtype.decode(unsafe { std::slice::from_raw_parts(from, to.len() * self.dtype.size()) }, to);
+            let (span, from) = self.row(r, first, to.len());
+            // SAFETY: `row` has checked that `to.len()` elements follow, and nothing writes to them or their scales.
+            unsafe {
+                let bytes = std::slice::from_raw_parts(from, span.dtype.bytes(to.len()));
+                span.scaling.decode(span.dtype, bytes, (r - span.first, first), to);
+            }
         }
     }
 
     /// Copies the bytes of part of a row.
     pub fn bytes(&self, r: usize, first: usize, to: &mut [u8]) {
-        assert_eq!(self.dtype, DType::U8);
         if !to.is_empty() {
-            let from = self.row(r, first, to.len());
+            let (span, from) = self.row(r, first, to.len());
+            assert_eq!(span.dtype, DType::U8);
             // SAFETY: `row` has checked that `to.len()` bytes follow.
             to.copy_from_slice(unsafe { std::slice::from_raw_parts(from, to.len()) });
         }
@@ -74,23 +192,15 @@ impl<'a> In<'a> {
         v
     }
 
-    /// A token id.
-    pub fn id(&self, r: usize) -> u32 {
-        assert_eq!(self.dtype, DType::U32);
-        let ptr = self.row(r, 0, 1);
-        // SAFETY: `row` has checked the bounds, and the type is u32.
-        unsafe { ptr.cast::<u32>().read() }
-    }
-
     /// A part of the matrix as a GEMM operand, if it is f32 and lies in one span.
     pub fn strided(&self, rows: Range<usize>, cols: Range<usize>) -> Option<Strided<'_>> {
-        if self.dtype != DType::F32 || self.spans.len() != 1 || rows.is_empty() || cols.is_empty() {
+        let [Span { dtype: DType::F32, scaling: ViewScaling::One, pitch, .. }] = &self.spans[..] else { return None };
+        if rows.is_empty() || cols.is_empty() {
             return None;
         }
         self.row(rows.end - 1, cols.start, cols.len());
-        let ptr = self.row(rows.start, cols.start, cols.len()).cast();
-        let pitch = (self.pitch / 4) as isize;
-        Some(Strided { ptr, rows: rows.len(), cols: cols.len(), row: pitch, col: 1, lifetime: PhantomData })
+        let ptr = self.row(rows.start, cols.start, cols.len()).1.cast();
+        Some(Strided { ptr, rows: rows.len(), cols: cols.len(), row: (pitch / 4) as isize, col: 1, lifetime: PhantomData })
     }
 }
 
@@ -100,9 +210,13 @@ pub struct Out<'a> {
     pub rows: usize,
     /// Elements in a row.
     pub cols: usize,
+    /// The row and column of the tensor at which this part of it begins.
+    origin: (usize, usize),
     dtype: DType,
     pitch: usize,
+    /// The tensor's first element.
     ptr: *mut u8,
+    scaling: ViewScaling,
     lifetime: PhantomData<&'a mut [u8]>,
 }
 
@@ -111,75 +225,71 @@ unsafe impl Send for Out<'_> {}
 
 impl<'a> Out<'a> {
     /// # Safety
-    /// `ptr` must point at the tensor's first element, aligned; the tensor must be valid and no other view used for `'a`.
-    pub unsafe fn new(tensor: Tensor, ptr: *mut u8) -> Self {
+    /// `ptr` must point at the tensor's first element, aligned, and `scales` at its scales, if it has any in memory; the tensor must
+    /// be valid and no other view used for `'a`.
+    pub unsafe fn new(tensor: Tensor, ptr: *mut u8, scales: *mut u8) -> Self {
         let Tensor { rows, cols, dtype, stride, .. } = tensor;
-        Self { rows, cols, dtype, pitch: stride * dtype.size(), ptr, lifetime: PhantomData }
+        let (pitch, scaling) = (dtype.bytes(stride), ViewScaling::new(tensor, scales));
+        Self { rows, cols, origin: (0, 0), dtype, pitch, ptr, scaling, lifetime: PhantomData }
     }
 
-    fn at(&self, r: usize, first: usize, len: usize) -> *mut u8 {
+    /// The place of part of a row in the tensor, and its address.
+    fn at(&self, r: usize, first: usize, len: usize) -> ((usize, usize), *mut u8) {
         assert!(r < self.rows && first + len <= self.cols, "row {r}, columns {first}..+{len} of {}x{}", self.rows, self.cols);
+        let place = (self.origin.0 + r, self.origin.1 + first);
         // SAFETY: the row lies inside the tensor and the column inside the row.
-        unsafe { self.ptr.add(r * self.pitch + first * self.dtype.size()) }
+        (place, unsafe { self.ptr.add(place.0 * self.pitch + self.dtype.bytes(place.1)) })
     }
 
-    /// Rounds values to the stored type and writes them.
+    /// Rounds values to the stored format and writes them.
     pub fn store(&mut self, r: usize, first: usize, from: &[f32]) {
         if !from.is_empty() {
-            let to = self.at(r, first, from.len());
-            // SAFETY: `at` has checked that `from.len()` elements follow, and `&mut self` is the only view of them.
-            self.dtype.encode(from, unsafe { std::slice::from_raw_parts_mut(to, from.len() * self.dtype.size()) });
+            let (place, to) = self.at(r, first, from.len());
+            // SAFETY: `at` has checked that `from.len()` elements follow, and `&mut self` is the only view of them and their scales.
+            unsafe {
+                let bytes = std::slice::from_raw_parts_mut(to, self.dtype.bytes(from.len()));
+                self.scaling.encode(self.dtype, from, place, bytes);
+            }
         }
-    }
-
-    /// Writes a token id.
-    pub fn store_id(&mut self, r: usize, id: u32) {
-        assert_eq!(self.dtype, DType::U32);
-        let ptr = self.at(r, 0, 1);
-        // SAFETY: as in `store`.
-        unsafe { ptr.cast::<u32>().write(id) }
     }
 
     /// Decodes part of a row, for outputs that are updated.
     pub fn load(&self, r: usize, first: usize, to: &mut [f32]) {
         if !to.is_empty() {
-            let from = self.at(r, first, to.len());
-            // SAFETY: `at` has checked that `to.len()` elements follow, and this is the only view of them.
-            self.dtype.decode(unsafe { std::slice::from_raw_parts(from, to.len() * self.dtype.size()) }, to);
+            let (place, from) = self.at(r, first, to.len());
+            // SAFETY: `at` has checked that `to.len()` elements follow, and this is the only view of them and their scales.
+            unsafe {
+                let bytes = std::slice::from_raw_parts(from, self.dtype.bytes(to.len()));
+                self.scaling.decode(self.dtype, bytes, place, to);
+            }
         }
     }
 
     /// Borrows a sub-matrix.
     pub fn part(&mut self, rows: Range<usize>, cols: Range<usize>) -> Out<'_> {
-        let ptr = if rows.is_empty() || cols.is_empty() { self.ptr } else { self.at(rows.start, cols.start, cols.len()) };
-        assert!(rows.end <= self.rows && cols.end <= self.cols);
-        Out { rows: rows.len(), cols: cols.len(), ptr, lifetime: PhantomData, ..*self }
+        assert!(rows.start <= rows.end && cols.start <= cols.end && rows.end <= self.rows && cols.end <= self.cols);
+        let origin = (self.origin.0 + rows.start, self.origin.1 + cols.start);
+        Out { rows: rows.len(), cols: cols.len(), origin, lifetime: PhantomData, ..*self }
     }
 
     /// Splits the matrix into parts of `step` rows (the last may have fewer), each with its first row.
     pub fn split_rows(self, step: usize) -> Vec<(usize, Out<'a>)> {
-        let Self { rows, cols, dtype, pitch, ptr, .. } = self;
-        (0..rows)
-            .step_by(step)
-            .map(|first| {
-                // SAFETY: the parts are disjoint rows of a view that is consumed here.
-                let ptr = unsafe { ptr.add(first * pitch) };
-                (first, Out { rows: step.min(rows - first), cols, dtype, pitch, ptr, lifetime: PhantomData })
-            })
-            .collect()
+        let split = |first: usize| {
+            let (origin, rows) = ((self.origin.0 + first, self.origin.1), step.min(self.rows - first));
+            // The parts are disjoint rows of a view that is consumed here.
+            (first, Out { origin, rows, ..self })
+        };
+        (0..self.rows).step_by(step).map(split).collect()
     }
 
     /// Splits the matrix into parts of `step` columns (the last may have fewer), each with its first column.
     pub fn split_cols(self, step: usize) -> Vec<(usize, Out<'a>)> {
-        let Self { rows, cols, dtype, pitch, ptr, .. } = self;
-        (0..cols)
-            .step_by(step)
-            .map(|first| {
-                // SAFETY: the parts are disjoint columns of a view that is consumed here.
-                let ptr = unsafe { ptr.add(first * dtype.size()) };
-                (first, Out { rows, cols: step.min(cols - first), dtype, pitch, ptr, lifetime: PhantomData })
-            })
-            .collect()
+        let split = |first: usize| {
+            let (origin, cols) = ((self.origin.0, self.origin.1 + first), step.min(self.cols - first));
+            // The parts are disjoint columns of a view that is consumed here.
+            (first, Out { origin, cols, ..self })
+        };
+        (0..self.cols).step_by(step).map(split).collect()
     }
 }
 

@@ -5,12 +5,10 @@
 pub const KL_F32: u32 = 0;
 pub const KL_BF16: u32 = 1;
 pub const KL_F16: u32 = 2;
-pub const KL_U32: u32 = 3;
-pub const KL_U8: u32 = 4;
+pub const KL_U8: u32 = 3;
 pub const KL_POINTWISE_THREADS: u32 = 256;
 pub const KL_COPY: u32 = 0;
 pub const KL_SILU: u32 = 1;
-pub const KL_FAULT_TOKEN: u32 = 1;
 pub const KL_COUNT_BATCH: u32 = 4;
 pub const KL_NORM_THREADS: u32 = 128;
 pub const KL_NORM_ROWS: u32 = 2;
@@ -101,23 +99,6 @@ const _: () = {
     ["Offset of field: KlMap::x"][::core::mem::offset_of!(KlMap, x) - 32usize];
     ["Offset of field: KlMap::function"][::core::mem::offset_of!(KlMap, function) - 64usize];
     ["Offset of field: KlMap::unused"][::core::mem::offset_of!(KlMap, unused) - 68usize];
-};
-#[repr(C)]
-#[derive(Debug, Copy, Clone)]
-pub struct KlEmbed {
-    pub out: KlMat,
-    pub ids: KlMat,
-    pub table: KlMat,
-    pub fault: u64,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of KlEmbed"][::core::mem::size_of::<KlEmbed>() - 104usize];
-    ["Alignment of KlEmbed"][::core::mem::align_of::<KlEmbed>() - 8usize];
-    ["Offset of field: KlEmbed::out"][::core::mem::offset_of!(KlEmbed, out) - 0usize];
-    ["Offset of field: KlEmbed::ids"][::core::mem::offset_of!(KlEmbed, ids) - 32usize];
-    ["Offset of field: KlEmbed::table"][::core::mem::offset_of!(KlEmbed, table) - 64usize];
-    ["Offset of field: KlEmbed::fault"][::core::mem::offset_of!(KlEmbed, fault) - 96usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

@@ -6,9 +6,9 @@ use super::launch::Kernel;
 use super::params::{NO_MAP, NONE, dtype_code, is_async_copyable, is_pair_aligned};
 use super::select::{Schedule, persistent_stream_k};
 use super::tiles::WIDE_ATTENTIONS;
-use crate::backend::KvSegment;
+use crate::backend::{KvSegment, Softmax};
 use crate::error::{Error, Result};
-use crate::tensor::DType;
+use crate::tensor::{DType, Tensor};
 use std::f32::consts::LOG2_E;
 
 /// The kernels of attention, the fastest first.
@@ -30,14 +30,13 @@ pub struct AttentionArgs<'a> {
     pub kv: &'a [KvSegment],
     pub head_dim: usize,
     pub causal: bool,
-    pub scale: f32,
-    pub bound: f32,
+    pub softmax: Softmax,
 }
 
 /// The KV segments without the empty ones, where two that are adjacent in memory are one.
 fn merge_segments(kv: &[abi::KlKeyValues]) -> Vec<abi::KlKeyValues> {
     let follows = |a: &KlMat, b: &KlMat| {
-        let end = a.data + u64::from(a.rows) * a.stride * DType::Bf16.size() as u64;
+        let end = a.data + DType::Bf16.bytes((u64::from(a.rows) * a.stride) as usize) as u64;
         end == b.data && a.stride == b.stride && a.dtype == abi::KL_BF16 && b.dtype == abi::KL_BF16
     };
     let mut segments: Vec<abi::KlKeyValues> = Vec::new();
@@ -53,20 +52,44 @@ fn merge_segments(kv: &[abi::KlKeyValues]) -> Vec<abi::KlKeyValues> {
     segments
 }
 
-/// The Hopper kernel for a softmax over logits of this scale and bound. The max-free one takes logits that are exponents of two as they
-/// are, so there the scale must be ln 2.
-fn sm90_kernel(&AttentionArgs { causal, scale, bound, .. }: &AttentionArgs<'_>) -> Kernel {
-    let base_2 = (scale * LOG2_E - 1.0).abs() <= f32::EPSILON;
-    match (causal, base_2 && bound * LOG2_E <= MAX_FREE_BOUND) {
-        (true, _) => Kernel::AttentionSm90Causal,
-        (false, true) => Kernel::AttentionSm90MaxFree,
-        (false, false) => Kernel::AttentionSm90OnlineSoftmax,
+/// The Hopper kernel for a softmax. The max-free one takes scores that are exponents of two as they are, and bounded.
+fn sm90_kernel(&AttentionArgs { causal, softmax, .. }: &AttentionArgs<'_>) -> Kernel {
+    match softmax {
+        _ if causal => Kernel::AttentionSm90Causal,
+        Softmax::Base2 { bound } if bound <= MAX_FREE_BOUND => Kernel::AttentionSm90MaxFree,
+        Softmax::Base2 { .. } | Softmax::Natural { .. } => Kernel::AttentionSm90OnlineSoftmax,
     }
 }
 
-/// `softmax(q k^T * scale) v` over all KV segments together.
-pub fn attention(cx: &OpContext, op: &'static str, out: KlMat, q: KlMat, args: &AttentionArgs<'_>) -> Result<()> {
-    let &AttentionArgs { kv, head_dim, causal, scale, .. } = args;
+/// Adjacent ranges of rows as one.
+fn merge_rows(ranges: &[Tensor]) -> Vec<Tensor> {
+    let mut merged: Vec<Tensor> = Vec::new();
+    for &next in ranges.iter().filter(|range| range.rows > 0) {
+        let follows = |last: &Tensor| {
+            let end = last.offset + last.dtype.bytes(last.rows * last.stride) as u64;
+            Tensor { offset: end, rows: next.rows, ..*last } == next
+        };
+        match merged.last_mut() {
+            Some(last) if follows(last) => last.rows += next.rows,
+            _ => merged.push(next),
+        }
+    }
+    merged
+}
+
+/// `softmax(q k^T) v` over all KV segments together: one launch for outputs that are adjacent in memory, else one for each.
+pub fn attention(cx: &OpContext, op: &'static str, out: &[Tensor], q: Tensor, args: &AttentionArgs<'_>) -> Result<()> {
+    let mut first = 0;
+    for out in merge_rows(out) {
+        attend(cx, op, cx.mat(out, op)?, cx.mat(q.rows(first..first + out.rows), op)?, args)?;
+        first += out.rows;
+    }
+    Ok(())
+}
+
+/// Attention of rows that are stored without a gap.
+fn attend(cx: &OpContext, op: &'static str, out: KlMat, q: KlMat, args: &AttentionArgs<'_>) -> Result<()> {
+    let &AttentionArgs { kv, head_dim, causal, softmax } = args;
     let limits = kv.len() <= abi::KL_KV_SEGMENTS as usize && head_dim <= abi::KL_HEAD_DIM as usize;
     if !limits || kv.iter().any(|s| s.k.dtype != s.v.dtype || dtype_code(s.k.dtype) != q.dtype) {
         let what = format!("{} KV segments, heads of {head_dim}, or mixed types", kv.len());
@@ -81,7 +104,7 @@ pub fn attention(cx: &OpContext, op: &'static str, out: KlMat, q: KlMat, args: &
         head_dim: head_dim as u32,
         group: (q.cols as usize / kv[0].k.cols) as u32,
         causal: u32::from(causal),
-        scale,
+        scale: softmax.natural_scale(),
         unused: 0,
     };
     for (to, s) in p.kv.iter_mut().zip(kv) {

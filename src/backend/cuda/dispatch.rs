@@ -1,7 +1,7 @@
 //! From an op to the family of kernels that computes it.
 
 use super::abi;
-use super::attention::{self, AttentionArgs, attention};
+use super::attention::{self, AttentionArgs};
 use super::context::OpContext;
 use super::conv::{self, ConvArgs, conv};
 use super::gemm::{self, EpilogueGemm};
@@ -14,7 +14,6 @@ use crate::tensor::{DType, Region, Tensor};
 /// The kernels that an op may launch, for display: the fast ones first, then those for other dtypes and odd addresses.
 pub fn kernels_of(op: &str) -> Vec<Kernel> {
     match op {
-        "embed" => vec![Kernel::Embed],
         "copy" | "silu" => vec![Kernel::Map],
         "rms_norm" => norm::rms_norms(),
         "layer_norm_modulate" => norm::layer_norms(),
@@ -33,13 +32,13 @@ pub fn kernels_of(op: &str) -> Vec<Kernel> {
     }
 }
 
-/// Fails if an op writes a weight, or holds f16 in working memory: no kernel does either.
+/// Fails if an op writes a weight, holds f16 in working memory or has a quantised operand: there are no kernels for these.
 fn check_operands(op: &Op<'_>) -> Result<()> {
     let name = op.name();
     let mut usable = Ok(());
     op.operands(&mut |t, access| {
         let f16 = t.dtype == DType::F16 && t.region == Region::Arena;
-        if (access != Access::Read && t.region != Region::Arena) || f16 {
+        if (access != Access::Read && t.region != Region::Arena) || f16 || t.dtype.is_quantised() {
             usable = Err(Error::Op { op: name, what: format!("{t:?} cannot be used so on the GPU") });
         }
     });
@@ -52,7 +51,6 @@ pub fn dispatch(cx: &OpContext, op: Op<'_>) -> Result<()> {
     let name = op.name();
     let mat = |t: Tensor| cx.mat(t, name);
     match op {
-        Op::Embed { out, ids, table } => pointwise::embed(cx, mat(out)?, mat(ids)?, mat(table)?),
         Op::Copy { out, x } => pointwise::map(cx, abi::KL_COPY, mat(out)?, mat(x)?),
         Op::Silu { out, x } => pointwise::map(cx, abi::KL_SILU, mat(out)?, mat(x)?),
         Op::RmsNorm { out, x, weight, eps } => norm::rms_norm(cx, mat(out)?, mat(x)?, mat(weight)?, eps),
@@ -71,8 +69,8 @@ pub fn dispatch(cx: &OpContext, op: Op<'_>) -> Result<()> {
             gemm::linear(cx, name, streams.iter().map(gemm))
         }
         Op::Qkv(streams) => gemm::projection(cx, name, streams),
-        Op::Attention { out, q, kv, head_dim, causal, scale, bound } => {
-            attention(cx, name, mat(out)?, mat(q)?, &AttentionArgs { kv, head_dim, causal, scale, bound })
+        Op::Attention { out, q, kv, head_dim, causal, softmax } => {
+            attention::attention(cx, name, out, q, &AttentionArgs { kv, head_dim, causal, softmax })
         }
         Op::Conv { out, x, w, width, height, sampling, residual, stats } => {
             conv(cx, name, &ConvArgs { out, x, w, width, height, sampling, residual, stats })

@@ -10,7 +10,7 @@ use super::norm::{QkHeads, qk_norm_rope, rope_code};
 use super::params::{NO_MAP, NONE, is_async_copyable, naive_grid};
 use super::select::{ClusterMode, GemmShape, GroupedGemm, Tile, TileConfig, group_m};
 use crate::backend::{Linear, Projection};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::tensor::{DType, Tensor};
 
 /// The kernels of a GEMM with one part, the fastest first.
@@ -99,9 +99,17 @@ pub fn linear(cx: &OpContext, op: &'static str, gemms: impl Iterator<Item = Epil
     in_launches(cx, &gemms.collect::<Vec<_>>(), |gemm| linear_stream(cx, op, gemm), naive)
 }
 
+/// The weight of a layer: one matrix, without a term of low rank. There are no kernels for others.
+fn weight(cx: &OpContext, op: &'static str, layer: &Linear) -> Result<KlMat> {
+    match (layer.weight.single(), layer.low_rank) {
+        (Some(weight), None) => cx.mat(weight, op),
+        _ => Err(Error::Op { op, what: format!("{layer:?} cannot be multiplied on the GPU") }),
+    }
+}
+
 /// The parameters of a GEMM on tensor cores, if its operands allow it.
 fn linear_stream(cx: &OpContext, op: &'static str, gemm: &EpilogueGemm) -> Result<Option<KlGemmStream>> {
-    let (x, w) = (cx.mat(gemm.x, op)?, cx.mat(gemm.w.weight, op)?);
+    let (x, w) = (cx.mat(gemm.x, op)?, weight(cx, op, &gemm.w)?);
     let storable = matches!(gemm.out.dtype, DType::Bf16 | DType::F32);
     if cx.choice == Choice::Naive || !is_async_copyable(&x) || !is_async_copyable(&w) || !storable {
         return Ok(None);
@@ -116,7 +124,7 @@ fn naive_gemm(cx: &OpContext, op: &'static str, gemm: &EpilogueGemm) -> Result<(
     let p = abi::KlNaiveGemm {
         out: cx.mat(gemm.out, op)?,
         x: cx.mat(gemm.x, op)?,
-        w: cx.mat(gemm.w.weight, op)?,
+        w: weight(cx, op, &gemm.w)?,
         bias: cx.mat_if(gemm.w.bias, op)?,
         gate: cx.mat_if(gemm.gate, op)?,
         epilogue: gemm.epilogue,
@@ -185,19 +193,21 @@ pub fn projection(cx: &OpContext, op: &'static str, streams: &[Projection<'_>]) 
 
 /// The parameters of a fused projection on tensor cores, if its operands allow it.
 fn projection_stream(cx: &OpContext, op: &'static str, s: &Projection<'_>) -> Result<Option<KlGemmStream>> {
-    let (x, w) = (cx.mat(s.x, op)?, cx.mat(s.w.weight, op)?);
+    let (x, w) = (cx.mat(s.x, op)?, weight(cx, op, s.w)?);
     let outs = [s.q, Some(s.k), Some(s.v), s.mlp];
     let storable = outs.iter().flatten().all(|t| t.dtype == DType::Bf16);
     let whole_heads = s.rope.table.cols == abi::KL_MMA_COLS as usize;
+    // The epilogue of tensor-core kernels always normalises.
+    let Some(norm) = s.norm else { return Ok(None) };
     if cx.choice == Choice::Naive || !is_async_copyable(&x) || !is_async_copyable(&w) || !storable || !whole_heads {
         return Ok(None);
     }
     let (table, rope) = (cx.mat(s.rope.table, op)?, rope_code(s.rope.style));
-    let mut stream = KlGemmStream { x, w, table, rope, eps: s.norm.eps, ..NO_STREAM };
+    let mut stream = KlGemmStream { x, w, table, rope, eps: norm.eps, ..NO_STREAM };
     let (mut first_row, mut parts) = (0, stream.part.iter_mut());
     let epilogues = [
-        (abi::KL_QK_NORM_ROPE, Some(s.norm.q), s.norm.q_scale),
-        (abi::KL_QK_NORM_ROPE, Some(s.norm.k), 1.0),
+        (abi::KL_QK_NORM_ROPE, Some(norm.q), s.q_scale),
+        (abi::KL_QK_NORM_ROPE, Some(norm.k), s.k_scale),
         (abi::KL_STORE, None, 1.0),
         (abi::KL_SWIGLU, None, 1.0),
     ];
@@ -215,24 +225,25 @@ fn projection_in_passes(cx: &OpContext, op: &'static str, streams: &[Projection<
     let mut heads = Vec::new();
     for s in streams {
         let mut first = 0;
-        let outs = [(s.q, Some(s.norm.q), s.norm.q_scale), (Some(s.k), Some(s.norm.k), 1.0), (Some(s.v), None, 1.0)];
-        for (out, norm, scale) in outs {
+        let (q_norm, k_norm) = (s.norm.map(|norm| norm.q), s.norm.map(|norm| norm.k));
+        let outs = [(s.q, Some((q_norm, s.q_scale))), (Some(s.k), Some((k_norm, s.k_scale))), (Some(s.v), None)];
+        for (out, head) in outs {
             let Some(out) = out else { continue };
             let w = s.w.rows(first..first + out.cols);
             naive_gemm(cx, op, &EpilogueGemm { out, x: s.x, w, epilogue: abi::KL_STORE, gate: None })?;
             first += out.cols;
-            if let Some(weight) = norm {
-                let (x, weight, table) = (cx.mat(out, op)?, cx.mat(weight, op)?, cx.mat(s.rope.table, op)?);
+            if let Some((weight, scale)) = head {
+                let (x, weight, table) = (cx.mat(out, op)?, cx.mat_if(weight, op)?, cx.mat(s.rope.table, op)?);
                 heads.push(QkHeads {
                     heads: abi::KlQkHeads { x, weight, table, scale, unused: 0 },
                     head_dim: s.rope.table.cols,
                     style: s.rope.style,
-                    eps: s.norm.eps,
+                    eps: s.norm.map_or(0.0, |norm| norm.eps),
                 });
             }
         }
         if let Some(out) = s.mlp {
-            let w = s.w.rows(first..s.w.weight.rows);
+            let w = s.w.rows(first..s.w.weight.rows());
             naive_gemm(cx, op, &EpilogueGemm { out, x: s.x, w, epilogue: abi::KL_SWIGLU, gate: None })?;
         }
     }

@@ -63,7 +63,6 @@ macro_rules! kernels {
 
 with_instantiations! { kernels {
     Map = "pointwise" "kl_map" (KlMap) abi::KL_POINTWISE_THREADS;
-    Embed = "pointwise" "kl_embed" (KlEmbed) abi::KL_POINTWISE_THREADS;
     Patchify = "pointwise" "kl_patchify" (KlPatch) abi::KL_POINTWISE_THREADS;
     Unpatchify = "pointwise" "kl_unpatchify" (KlPatch) abi::KL_POINTWISE_THREADS;
     Euler = "pointwise" "kl_euler" (KlEuler) abi::KL_POINTWISE_THREADS;
@@ -94,7 +93,7 @@ macro_rules! params {
 }
 
 params! {
-    KlMap KlEmbed KlPatch KlEuler KlGuidance KlPixels KlCount KlRmsNorm KlLayerNorm KlQkNormRope KlGroupStats KlGroupNorm
+    KlMap KlPatch KlEuler KlGuidance KlPixels KlCount KlRmsNorm KlLayerNorm KlQkNormRope KlGroupStats KlGroupNorm
     KlNaiveGemm KlConv KlAttention KlGemm KlGemmSm90 KlAttentionSm90 KlSelftest
 }
 

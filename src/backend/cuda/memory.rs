@@ -36,8 +36,7 @@ impl Drop for Allocation {
     }
 }
 
-/// Sizes of the scratch that belongs to no op. In this order: the fault flags and the counters of reductions, partial results of
-/// reductions, the flags of Stream-K workers, and their partials.
+/// Sizes of the scratch that belongs to no op. In this order: the counters of reductions, partial results of reductions, the flags of Stream-K workers, and their partials.
 #[derive(Clone, Copy)]
 struct Scratch {
     sms: u64,
@@ -133,11 +132,11 @@ impl Memory {
             Region::Weights => (self.weights.address, self.weights.bytes),
             Region::Arena => (self.base, self.working),
         };
-        let size = tensor.dtype.size() as u64;
-        if tensor.extent().end > end || !tensor.offset.is_multiple_of(size) {
+        let bytes = |elements: usize| tensor.dtype.bytes(elements) as u64;
+        if tensor.extent().end > end || !tensor.offset.is_multiple_of(tensor.dtype.align() as u64) {
             return Err(Error::Op { op, what: format!("{tensor:?} lies outside its memory or is misaligned") });
         }
-        let (width, pitch) = (tensor.cols as u64 * size, tensor.stride as u64 * size);
+        let (width, pitch) = (bytes(tensor.cols), bytes(tensor.stride));
         // Rows without gaps are one long row.
         let width = if pitch == width || tensor.rows <= 1 { width * tensor.rows as u64 } else { width };
         Ok(Rows { address: base + tensor.offset, pitch: pitch.max(width), width })
@@ -164,24 +163,14 @@ impl Memory {
         t.map_or(Ok(NONE), |t| self.mat(t, op))
     }
 
-    /// Whether there is a scratch.
-    pub fn has_scratch(&self) -> bool {
-        self.scratch != 0
-    }
-
     /// Bytes of the scratch.
     pub fn scratch_bytes(&self) -> u64 {
         self.layout.bytes()
     }
 
-    /// Address of the device fault flags, one word that kernels set bits in.
-    pub fn fault_flags(&self) -> u64 {
-        self.scratch
-    }
-
-    /// Address of the counters that the CTAs of a counting kernel share, in a cache line of their own behind the fault flags.
+    /// Address of the counters that the CTAs of a counting kernel share.
     pub fn counters(&self) -> u64 {
-        self.scratch + 128
+        self.scratch
     }
 
     /// Address of the partial results of reductions.

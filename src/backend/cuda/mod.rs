@@ -31,9 +31,9 @@ pub use launch::{ARCHS, Images, Kernel, NVCC};
 pub use select::Tile;
 pub use system::{System, devices};
 
-use super::{Backend, HostData, Op, Role, StepKey, WeightPart};
+use super::{Backend, GemmFormats, Op, Role, StepKey};
 use crate::error::{Error, Result};
-use crate::tensor::{ALIGN, DType, Region, Tensor};
+use crate::tensor::{ALIGN, DType, Region, Tensor, WeightPart};
 use context::OpContext;
 use dispatch::dispatch;
 use driver::{DeviceInfo, Driver, Rows, Stream};
@@ -46,6 +46,9 @@ use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+
+/// The quantised GEMMs that there are kernels for. Other weights are expanded to bf16 when they are uploaded.
+pub const GEMM_FORMATS: GemmFormats = GemmFormats::NONE;
 
 /// The CUDA backend.
 pub struct Cuda {
@@ -184,28 +187,12 @@ impl Cuda {
         self.read = if start == end { weights } else { start.min(weights.start)..end.max(weights.end) };
     }
 
-    /// Fails if a kernel has set a fault flag since working memory was reserved.
-    fn check_faults(&self) -> Result<()> {
-        let memory = &self.context.memory;
-        if !memory.has_scratch() {
-            return Ok(());
-        }
-        let mut flags = [0; 4];
-        self.driver.copy_out(self.stream.1, Rows { address: memory.fault_flags(), pitch: 4, width: 4 }, &mut flags)?;
-        match u32::from_ne_bytes(flags) {
-            0 => Ok(()),
-            abi::KL_FAULT_TOKEN => Err(Error::Op { op: "embed", what: "a token id outside the vocabulary".into() }),
-            faults => Err(Error::Op { op: "cuda", what: format!("device fault flags {faults:#x}") }),
-        }
-    }
-
     fn download(&mut self, from: Tensor, op: &'static str) -> Result<Vec<u8>> {
         self.prepare_transfer(op)?;
-        let mut bytes = vec![0; from.len() * from.dtype.size()];
+        let mut bytes = vec![0; from.dtype.bytes(from.len())];
         if !bytes.is_empty() {
             self.driver.copy_out(self.stream.1, self.rows(from, op)?, &mut bytes)?;
         }
-        self.check_faults()?;
         Ok(bytes)
     }
 }
@@ -213,6 +200,10 @@ impl Cuda {
 impl Backend for Cuda {
     fn name(&self) -> &'static str {
         "cuda"
+    }
+
+    fn gemm_formats(&self) -> GemmFormats {
+        GEMM_FORMATS
     }
 
     fn available(&self) -> Result<Option<u64>> {
@@ -263,30 +254,25 @@ impl Backend for Cuda {
         self.released(0..bytes);
         let memory = &self.context.memory;
         self.driver.fill(self.stream.1, memory.stream_k_flags(), 0, memory.stream_k_flag_bytes())?;
-        // The fault flags and the counters share one alignment unit.
-        self.driver.fill(self.stream.1, memory.fault_flags(), 0, ALIGN)
+        // The counters are one alignment unit.
+        self.driver.fill(self.stream.1, memory.counters(), 0, ALIGN)
     }
 
-    fn write(&mut self, to: Tensor, data: HostData<'_>) -> Result<()> {
+    fn write(&mut self, to: Tensor, values: &[f32]) -> Result<()> {
         self.prepare_transfer("write")?;
-        let wrong = |what: &str| Error::Op { op: "write", what: format!("{what} for {to:?}") };
         let rows = self.rows(to, "write")?;
-        let bytes = match data {
-            HostData::F32(values) if to.dtype != DType::U32 && values.len() == to.len() => staging::encode(values, to.dtype),
-            HostData::U32(ids) if to.dtype == DType::U32 && to.cols == 1 && ids.len() == to.len() => {
-                ids.iter().flat_map(|id| id.to_le_bytes()).collect()
-            }
-            _ => return Err(wrong("wrong type or number of values")),
-        };
-        if bytes.is_empty() {
+        if values.len() != to.len() || to.dtype.is_quantised() {
+            return Err(Error::Op { op: "write", what: format!("{} values for {to:?}", values.len()) });
+        }
+        if values.is_empty() {
             return Ok(());
         }
-        self.driver.copy_in(self.stream.1, rows, &bytes)?;
+        self.driver.copy_in(self.stream.1, rows, &staging::encode(values, to.dtype))?;
         self.driver.synchronize(self.stream.1)
     }
 
     fn read(&mut self, from: Tensor, to: &mut [f32]) -> Result<()> {
-        if to.len() != from.len() || from.dtype == DType::U32 {
+        if to.len() != from.len() || from.dtype.is_quantised() {
             return Err(Error::Op { op: "read", what: format!("{} values from {from:?}", to.len()) });
         }
         let bytes = self.download(from, "read")?;
@@ -347,8 +333,7 @@ impl Backend for Cuda {
 
     fn synchronize(&mut self) -> Result<()> {
         self.order_uploads()?;
-        self.driver.synchronize(self.stream.1)?;
-        self.check_faults()
+        self.driver.synchronize(self.stream.1)
     }
 }
 

@@ -24,8 +24,9 @@ pub const fn dtype_code(dtype: DType) -> u32 {
         DType::F32 => abi::KL_F32,
         DType::Bf16 => abi::KL_BF16,
         DType::F16 => abi::KL_F16,
-        DType::U32 => abi::KL_U32,
         DType::U8 => abi::KL_U8,
+        // No kernel takes these yet: `dispatch` refuses such operands.
+        DType::E4m3 | DType::E5m2 | DType::E2m1 => u32::MAX,
     }
 }
 
@@ -71,7 +72,7 @@ pub fn map_spec(m: &KlMat, tile: [u32; 2]) -> MapSpec {
         32 => Swizzle::Bytes64,
         _ => Swizzle::Bytes32,
     };
-    let (size, pitch) = ([u64::from(m.cols), u64::from(m.rows)], m.stride * DType::Bf16.size() as u64);
+    let (size, pitch) = ([u64::from(m.cols), u64::from(m.rows)], DType::Bf16.bytes(m.stride as usize) as u64);
     MapSpec { address: m.data, dtype: DType::Bf16, size, pitch, tile, swizzle }
 }
 

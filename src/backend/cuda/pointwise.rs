@@ -1,4 +1,4 @@
-//! Ops whose every value depends on few others: element-wise functions, lookups and permutations. Bound by memory bandwidth.
+//! Ops whose every value depends on few others: element-wise functions and permutations. Bound by memory bandwidth.
 
 use super::abi::{self, KlMat};
 use super::context::OpContext;
@@ -6,12 +6,6 @@ use super::launch::Kernel;
 use super::params::{flatten, pointwise_grid};
 use crate::backend::LatentStats;
 use crate::error::Result;
-
-/// Rows of a table by token id.
-pub fn embed(cx: &OpContext, out: KlMat, ids: KlMat, table: KlMat) -> Result<()> {
-    let p = abi::KlEmbed { out, ids, table, fault: cx.memory.fault_flags() };
-    cx.kernels.launch(Kernel::Embed, pointwise_grid(&out), &p)
-}
 
 /// One of the functions of `kl_map`, value by value.
 pub fn map(cx: &OpContext, function: u32, out: KlMat, x: KlMat) -> Result<()> {

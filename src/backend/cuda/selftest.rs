@@ -5,7 +5,7 @@ use super::abi;
 use super::driver::{MapSpec, Swizzle};
 use super::graph::CapturedGraph;
 use super::launch::Kernel;
-use crate::backend::{Backend, HostData, Op};
+use crate::backend::{Backend, Op};
 use crate::error::{Error, Result};
 use crate::tensor::{Arena, DType, Region, Tensor};
 
@@ -17,7 +17,7 @@ impl Cuda {
         let (x, a, b) = (x?, a?, b?);
         self.reserve(arena.peak())?;
         let values: Vec<f32> = (0..x.len()).map(|i| (i % 251) as f32).collect();
-        self.write(x, HostData::F32(&values))?;
+        self.write(x, &values)?;
         self.run(Op::Copy { out: b, x })?;
         self.expect(b, &values, "copy")?;
         let mut tried = vec!["copy"];
@@ -41,7 +41,7 @@ impl Cuda {
             address: self.rows(x, "selftest")?.address,
             dtype: x.dtype,
             size: [x.cols as u64, x.rows as u64],
-            pitch: (x.stride * x.dtype.size()) as u64,
+            pitch: x.dtype.bytes(x.stride) as u64,
             tile: [tile; 2],
             swizzle: Swizzle::Bytes128,
         };

@@ -2,10 +2,10 @@
 //! their own and run concurrently with kernels; [`Staging::before`] and [`Staging::after`] state which has to wait for which.
 #![allow(unsafe_code)]
 
-use super::super::{Role, WeightPart};
+use super::super::Role;
 use super::driver::{Driver, Event, Rows, Stream};
 use crate::error::{Error, Result};
-use crate::tensor::{DType, Tensor};
+use crate::tensor::{DType, Tensor, WeightPart};
 use rayon::prelude::*;
 use std::ptr::NonNull;
 use std::rc::Rc;
@@ -114,36 +114,35 @@ impl Staging {
         check_stop: &dyn Fn() -> Result<()>,
     ) -> Result<()> {
         let wrong = |what: &str| Error::Op { op: "upload", what: format!("{role:?} parts do not {what} {tensor:?}") };
-        let (size, mut at) = (tensor.dtype.size(), 0);
+        let (pitch, mut at) = (tensor.dtype.bytes(tensor.cols), 0);
+        if tensor.dtype.is_quantised() || pitch == 0 {
+            return Err(wrong("have kernels for"));
+        }
+        // A copy takes whole rows.
+        let step = BUFFER / pitch;
+        if step == 0 {
+            return Err(wrong("have rows short enough for"));
+        }
         for part in parts {
-            let from = part.dtype.size();
-            let elements = part.bytes.len() / from;
-            if part.bytes.len() % from != 0 || elements % tensor.cols.max(1) != 0 || at + elements > tensor.len() {
+            if part.cols() != tensor.cols || at + part.rows > tensor.rows {
                 return Err(wrong("fit"));
             }
-            // A copy takes whole rows where the order inside a row changes.
-            let unit = if role == Role::Conv { tensor.cols } else { 1 };
-            let step = BUFFER / size / unit * unit;
-            if step == 0 {
-                return Err(wrong("have rows short enough for"));
-            }
-            for first in (0..elements).step_by(step) {
+            for first in (0..part.rows).step_by(step) {
                 check_stop()?;
-                let count = step.min(elements - first);
-                let bytes = &part.bytes[first * from..(first + count) * from];
-                self.copy(to + ((at + first) * size) as u64, count * size, |out| {
-                    if role == Role::Conv {
-                        let rows = bytes.par_chunks_exact(unit * from).zip(out.par_chunks_exact_mut(unit * size));
-                        rows.for_each(|(row, out)| part.dtype.convert(&channels_last(row, from), tensor.dtype, out));
-                    } else {
-                        let pieces = bytes.par_chunks(GRAIN * from).zip(out.par_chunks_mut(GRAIN * size));
-                        pieces.for_each(|(piece, out)| part.dtype.convert(piece, tensor.dtype, out));
-                    }
+                let count = step.min(part.rows - first);
+                self.copy(to + ((at + first) * pitch) as u64, count * pitch, |out| {
+                    let rows = out.par_chunks_exact_mut(pitch).with_min_len(GRAIN.div_ceil(tensor.cols)).enumerate();
+                    rows.for_each(|(row, out)| {
+                        part.convert(first + row, tensor.dtype, out);
+                        if role == Role::Conv {
+                            out.copy_from_slice(&channels_last(out, tensor.dtype.align()));
+                        }
+                    });
                 })?;
             }
-            at += elements;
+            at += part.rows;
         }
-        if at == tensor.len() { Ok(()) } else { Err(wrong("fill")) }
+        if at == tensor.rows { Ok(()) } else { Err(wrong("fill")) }
     }
 
     /// Makes what follows on `stream` wait for all copies so far. The host does not wait.
@@ -180,15 +179,15 @@ fn channels_last(row: &[u8], size: usize) -> Vec<u8> {
 
 /// Values as a tensor stores them.
 pub fn encode(values: &[f32], dtype: DType) -> Vec<u8> {
-    let mut bytes = vec![0; values.len() * dtype.size()];
-    let pieces = bytes.par_chunks_mut(GRAIN * dtype.size()).zip(values.par_chunks(GRAIN));
+    let mut bytes = vec![0; dtype.bytes(values.len())];
+    let pieces = bytes.par_chunks_mut(dtype.bytes(GRAIN)).zip(values.par_chunks(GRAIN));
     pieces.for_each(|(to, from)| dtype.encode(from, to));
     bytes
 }
 
 /// Stored values as f32.
 pub fn decode(bytes: &[u8], dtype: DType, to: &mut [f32]) {
-    let pieces = to.par_chunks_mut(GRAIN).zip(bytes.par_chunks(GRAIN * dtype.size()));
+    let pieces = to.par_chunks_mut(GRAIN).zip(bytes.par_chunks(dtype.bytes(GRAIN)));
     pieces.for_each(|(to, from)| dtype.decode(from, to));
 }
 

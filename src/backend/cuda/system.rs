@@ -392,8 +392,7 @@ impl Driver for System {
             DType::F32 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
             DType::Bf16 => Type::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
             DType::F16 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-            DType::U32 => Type::CU_TENSOR_MAP_DATA_TYPE_UINT32,
-            DType::U8 => Type::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            DType::U8 | DType::E4m3 | DType::E5m2 | DType::E2m1 => Type::CU_TENSOR_MAP_DATA_TYPE_UINT8,
         };
         let swizzle = match spec.swizzle {
             Swizzle::None => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_NONE,

@@ -1,8 +1,8 @@
 //! Shape rules: what makes the operands of an op fit each other.
 
-use super::{Access, Linear, Op, Sampling};
+use super::{Access, Linear, Op, Sampling, Softmax};
 use crate::error::{Error, Result};
-use crate::tensor::{DType, Tensor};
+use crate::tensor::{DType, Region, Scaling, Tensor, nvfp4};
 
 impl Op<'_> {
     /// Checks that the operands fit each other, and that nothing is read or written while it is being overwritten.
@@ -14,12 +14,16 @@ impl Op<'_> {
         let row = |t: Tensor, cols: usize| t.rows == 1 && t.cols == cols;
         let vector = |t: Tensor, cols: usize| row(t, cols) && t.dtype == DType::F32;
         let gemm = |x: Tensor, w: &Linear| {
-            x.cols == w.weight.cols && w.weight.stride == w.weight.cols && w.bias.is_none_or(|b| vector(b, w.weight.rows))
+            let parts = w.weight.parts().iter().all(|part| part.cols == x.cols && part.stride == part.cols);
+            let low_rank = w.low_rank.is_none_or(|l| {
+                l.down.cols == x.cols && l.up.rows == w.weight.rows() && l.up.cols == l.down.rows && !l.down.dtype.is_quantised()
+            });
+            // What a layer multiplies has to be stored as the layer was loaded for. Plain values of any type can be multiplied.
+            let quantised = x.dtype.is_quantised() || w.input.dtype.is_quantised();
+            let stored = !quantised || x.stored() == w.input;
+            parts && low_rank && stored && w.bias.is_none_or(|b| vector(b, w.weight.rows()))
         };
         match *self {
-            Self::Embed { out, ids, table } => {
-                fits(ids.dtype == DType::U32 && ids.cols == 1 && ids.rows == out.rows && out.cols == table.cols, "shapes")?;
-            }
             Self::Copy { out, x } | Self::Silu { out, x } => fits(same(out, x), "shapes")?,
             Self::RmsNorm { out, x, weight, .. } => fits(same(out, x) && vector(weight, x.cols), "shapes")?,
             Self::LayerNormModulate { streams, .. } => {
@@ -29,19 +33,19 @@ impl Op<'_> {
             }
             Self::Linear(streams) => {
                 for s in streams {
-                    fits(gemm(s.x, s.w) && s.out.rows == s.x.rows && s.out.cols == s.w.weight.rows, "shapes")?;
+                    fits(gemm(s.x, s.w) && s.out.rows == s.x.rows && s.out.cols == s.w.weight.rows(), "shapes")?;
                 }
             }
             Self::LinearSwiglu(streams) => {
                 for s in streams {
-                    let wide = s.w.weight.rows == 2 * s.out.cols;
+                    let wide = s.w.weight.rows() == 2 * s.out.cols;
                     fits(gemm(s.x, s.w) && s.out.rows == s.x.rows && wide && s.w.bias.is_none(), "shapes")?;
                 }
             }
             Self::LinearGateResidual(streams) => {
                 for s in streams {
-                    let gate = s.gate.is_none_or(|g| row(g, s.into.cols));
-                    fits(gemm(s.x, s.w) && gate && s.into.rows == s.x.rows && s.into.cols == s.w.weight.rows, "shapes")?;
+                    let gate = s.gate.is_none_or(|g| row(g, s.into.cols) && !g.dtype.is_quantised());
+                    fits(gemm(s.x, s.w) && gate && s.into.rows == s.x.rows && s.into.cols == s.w.weight.rows(), "shapes")?;
                 }
             }
             Self::Qkv(streams) => {
@@ -50,20 +54,31 @@ impl Op<'_> {
                     let q_cols = s.q.map_or(0, |q| q.cols);
                     let wide = q_cols + s.k.cols + s.v.cols + s.mlp.map_or(0, |m| 2 * m.cols);
                     let rows = [s.q, Some(s.k), Some(s.v), s.mlp, Some(s.rope.table)];
-                    fits(gemm(s.x, s.w) && wide == s.w.weight.rows && s.w.bias.is_none(), "shapes")?;
+                    fits(gemm(s.x, s.w) && wide == s.w.weight.rows() && s.w.bias.is_none(), "shapes")?;
                     fits(rows.iter().flatten().all(|t| t.rows == s.x.rows), "rows")?;
                     fits(d > 0 && d % 2 == 0 && q_cols % d == 0 && s.k.cols % d == 0 && s.k.cols == s.v.cols, "heads")?;
-                    fits(vector(s.norm.q, d) && vector(s.norm.k, d) && s.rope.table.dtype == DType::F32, "norms and table")?;
+                    let norm = s.norm.is_none_or(|norm| vector(norm.q, d) && vector(norm.k, d));
+                    fits(norm && s.rope.table.dtype == DType::F32, "norms and table")?;
+                    fits(s.q_scale > 0.0 && s.k_scale > 0.0, "scales")?;
                 }
             }
-            Self::Attention { out, q, kv, head_dim, causal, scale, bound } => {
-                fits(same(out, q) && head_dim > 0 && q.cols % head_dim == 0 && !kv.is_empty(), "shapes")?;
+            Self::Attention { out, q, kv, head_dim, causal, softmax } => {
+                let rows: usize = out.iter().map(|o| o.rows).sum();
+                fits(rows == q.rows && out.iter().all(|o| o.cols == q.cols), "shapes")?;
+                fits(head_dim > 0 && q.cols % head_dim == 0 && !kv.is_empty(), "heads or segments")?;
                 let kv_cols = kv[0].k.cols;
                 fits(kv.iter().all(|s| same(s.k, s.v) && s.k.cols == kv_cols), "segments")?;
                 fits(kv_cols > 0 && kv_cols % head_dim == 0 && q.cols % kv_cols == 0, "heads")?;
                 fits(kv.iter().any(|s| s.k.rows > 0), "no keys")?;
                 fits(!causal || kv.len() == 1, "a causal mask over several segments")?;
-                fits(scale > 0.0 && bound >= 0.0, "scale or bound")?;
+                fits(!causal || out.len() == 1, "a causal mask over several outputs")?;
+                fits(
+                    match softmax {
+                        Softmax::Natural { scale } => scale > 0.0,
+                        Softmax::Base2 { bound } => bound >= 0.0,
+                    },
+                    "softmax",
+                )?;
             }
             Self::Conv { out, x, w, width, height, sampling, residual, stats } => {
                 let pixels = match sampling {
@@ -103,7 +118,8 @@ impl Op<'_> {
         self.operands(&mut |t, access| operands.push((t, access)));
         for (i, &(a, access)) in operands.iter().enumerate() {
             fits(a.stride >= a.cols || a.rows <= 1, "rows overlap")?;
-            fits(a.dtype != DType::U32 || matches!(*self, Self::Embed { ids, .. } if ids == a), "ids used as values")?;
+            fits(scaling_fits(a), "scales")?;
+            fits(!a.dtype.is_quantised() || self.takes_quantised(access), "quantised values")?;
             fits(a.dtype != DType::U8 || matches!(*self, Self::Pixels { out, .. } if out == a), "bytes used as values")?;
             for (j, &(b, other)) in operands.iter().enumerate() {
                 let clash = i != j && access != Access::Read && (other == Access::Read || i < j) && a.overlaps(b);
@@ -111,5 +127,26 @@ impl Op<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Whether operands that are accessed so may be quantised: what matrix ops read, and what produces the input of one. The residual
+    /// stream, latents and modulations keep their precision.
+    fn takes_quantised(&self, access: Access) -> bool {
+        let product = matches!(self, Self::LinearSwiglu(_) | Self::Qkv(_) | Self::Attention { .. });
+        match access {
+            Access::Read => product || matches!(self, Self::Linear(_) | Self::LinearGateResidual(_)),
+            Access::Write => product || matches!(self, Self::RmsNorm { .. } | Self::LayerNormModulate { .. }),
+            Access::Update => false,
+        }
+    }
+}
+
+/// Whether a tensor has scales that go with its elements, and whole blocks of them.
+fn scaling_fits(t: Tensor) -> bool {
+    match (t.dtype, t.scaling) {
+        (DType::E4m3 | DType::E5m2, Scaling::One | Scaling::Tensor(_)) => true,
+        (DType::E4m3 | DType::E5m2, Scaling::Rows(_)) => t.region == Region::Weights,
+        (DType::E2m1, Scaling::Blocks16 { .. }) => t.cols % nvfp4::BLOCK == 0 && t.stride % nvfp4::BLOCK == 0,
+        (dtype, scaling) => !dtype.is_quantised() && scaling == Scaling::One,
     }
 }

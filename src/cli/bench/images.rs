@@ -214,7 +214,7 @@ pub fn measure(
     let settings = Settings::resolve(request, &session.profile());
     announce_run(&settings, &session.found, &session.model, &session.backend, terminal);
     session.fit(&settings.job, terminal)?;
-    let plan = session.model.estimate(session.options, &settings.job)?;
+    let plan = session.model.estimate(session.options, session.backend.backend.gemm_formats(), &settings.job)?;
     let weights = if session.options.low_memory { plan.low_memory_weight_bytes } else { plan.weight_bytes };
     // Memory is measured on GPUs only: the free memory of the host changes with every other process.
     let gpu = session.backend.device.is_some();

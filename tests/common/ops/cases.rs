@@ -4,9 +4,9 @@
 
 use super::oracle;
 use super::{Case, Check, Expected, Fit, Mat, Operand, Rig, gemms, stored, want};
-use kiln::backend::{Conv, GroupNorm, KvSegment, LatentStats, Modulated, Op, Role, RopeStyle, Sampling};
+use kiln::backend::{Conv, GroupNorm, KvSegment, LatentStats, Modulated, Op, Role, RopeStyle, Sampling, Softmax};
 use kiln::tensor::DType::{self, Bf16, F16, F32, U8};
-use std::f32::consts::LN_2;
+use std::f32::consts::{LN_2, LOG2_E};
 
 pub const EPS: f32 = 1e-6;
 
@@ -136,14 +136,6 @@ fn row_wise(table: &mut Table) {
     table.variants = TWO;
     non_finite(table, 3001, 3000);
     table.variants = ALL;
-    for (from, to) in WEIGHT_TYPES {
-        table.add(format!("embed {from:?} as {to:?}"), move |rig| {
-            let w = rig.weight(Role::Table, &[67, 34], 113, from, to);
-            let ids = vec![0, 100, 66, 67, 3, 3, 99];
-            let (t, out) = (rig.ids(ids.clone()), rig.output(ids.len(), 113));
-            rig.run(Op::Embed { out, ids: t, table: w.t }, &[(out, want!(embed(&ids, &w.host)))]);
-        });
-    }
 }
 
 fn non_finite(table: &mut Table, rows: usize, cols: usize) {
@@ -272,7 +264,8 @@ fn attend(table: &mut Table, (queries, keys, q_heads, k_heads, d, causal): Atten
             Scores::Highest | Scores::Lowest => 96.0 * LN_2 * usual,
         };
         // Inputs are at most one before they are scaled.
-        let (scale, bound) = if unknown { (usual, f32::INFINITY) } else { (LN_2, large / usual) };
+        let softmax = if unknown { Softmax::Natural { scale: usual } } else { Softmax::Base2 { bound: LOG2_E * large / usual } };
+        let scale = softmax.natural_scale();
         let large = large * usual / scale * if scores == Scores::Lowest { -1.0 } else { 1.0 };
         let value = move |v| if alike { 1.0 } else { v };
         let (q, out) = (rig.input(queries, q_heads * d, move |v| large * value(v)), rig.output(queries, q_heads * d));
@@ -290,7 +283,8 @@ fn attend(table: &mut Table, (queries, keys, q_heads, k_heads, d, causal): Atten
             let naive = oracle::attention::<f64>(&q.host, &hosts, (d, scale), causal, round);
             Expected { exact, naive: naive.into_iter().map(round).collect() }
         };
-        rig.run(Op::Attention { out, q: q.t, kv: &kv, head_dim: d, causal, scale, bound }, &[(out, Box::new(want))]);
+        let op = Op::Attention { out: &[out], q: q.t, kv: &kv, head_dim: d, causal, softmax };
+        rig.run(op, &[(out, Box::new(want))]);
     });
 }
 

@@ -7,7 +7,7 @@ use kiln::backend::{GatedGemm, Gemm, Linear, Op, Projection, QkNorm, Role, Rope,
 use kiln::tensor::DType::{Bf16, F32};
 
 fn linear_of(weight: &Operand, bias: Option<&Operand>) -> Linear {
-    Linear { weight: weight.t, bias: bias.map(|b| b.t) }
+    Linear::new(weight.t, bias.map(|b| b.t))
 }
 
 /// M, K and N of GEMMs.
@@ -110,7 +110,7 @@ fn grouped(table: &mut Table, rows: usize, inner: usize, cols: usize, with_bias:
 
 pub fn swiglu(table: &mut Table, rows: usize, inner: usize, cols: usize) {
     table.add(format!("linear_swiglu {}", shape(rows, inner, cols)), move |rig| {
-        let w = rig.weight(Role::GateUp { tail: 2 * cols }, &[cols, cols], inner, Bf16, Bf16);
+        let w = rig.weight(Role::Linear, &[cols, cols], inner, Bf16, Bf16);
         let (x, out) = (rig.input(rows, inner, |v| 3.0 * v), rig.output(rows, cols));
         let linear = linear_of(&w, None);
         let op = Op::LinearSwiglu(&[Gemm { out, x: x.t, w: &linear }]);
@@ -158,9 +158,8 @@ pub fn qkv(table: &mut Table, (rows, inner, q_heads, k_heads, d, style, mlp): Qk
     let name = format!("qkv {rows}x{inner} {q_heads}:{k_heads} heads of {d} {style:?} mlp {mlp:?}");
     table.add(name, move |rig| {
         let tail = 2 * mlp.unwrap_or(0);
-        let role = if tail > 0 { Role::GateUp { tail } } else { Role::Linear };
         let parts = [k_start, v_start - k_start, mlp_start - v_start, tail];
-        let w = rig.weight(role, &parts, inner, Bf16, Bf16);
+        let w = rig.weight(Role::Linear, &parts, inner, Bf16, Bf16);
         let (q_norm, k_norm) = (rig.vector(d), rig.vector(d));
         let angles = rig.input_as(F32, rows, d, |v| v);
         let x = rig.input(rows, inner, |v| 2.0 * v);
@@ -168,13 +167,13 @@ pub fn qkv(table: &mut Table, (rows, inner, q_heads, k_heads, d, style, mlp): Qk
         let (k, v) = (rig.output(rows, k_heads * d), rig.output(rows, k_heads * d));
         let mlp = mlp.map(|width| rig.output(rows, width));
         let linear = linear_of(&w, None);
-        let q_scale = 0.3;
-        let norm = QkNorm { q: q_norm.t, k: k_norm.t, eps: EPS, q_scale };
+        let (q_scale, k_scale) = (0.3, 1.0);
+        let norm = Some(QkNorm { q: q_norm.t, k: k_norm.t, eps: EPS });
         let rope = Rope { table: angles.t, style };
-        let stream = Projection { x: x.t, w: &linear, norm, rope, q, k, v, mlp };
+        let stream = Projection { x: x.t, w: &linear, norm, q_scale, k_scale, rope, q, k, v, mlp };
         let (x, w, table) = (&x.host, &w.host, &angles.host);
         let [q_norm, k_norm] =
-            [(&q_norm, q_scale), (&k_norm, 1.0)].map(|(n, scale)| Heads { weight: &n.host, eps: EPS, scale, table, style });
+            [(&q_norm, q_scale), (&k_norm, k_scale)].map(|(n, scale)| Heads { weight: &n.host, eps: EPS, scale, table, style });
         let mut checks: Vec<Check<'_>> =
             vec![(k, want!(heads(x, w, k_start..v_start, k_norm))), (v, want!(values(x, w, v_start..mlp_start)))];
         if let Some(q) = q {

@@ -16,8 +16,8 @@ pub mod outputs;
 pub mod tiles;
 
 use half::{bf16, f16};
-use kiln::backend::{Backend, HostData, Op, Role, WeightPart};
-use kiln::tensor::{Arena, Bytes, DType, Region, Tensor};
+use kiln::backend::{Backend, Op, Role};
+use kiln::tensor::{Arena, Bytes, DType, Region, Tensor, WeightPart};
 use oracle::Real;
 use std::sync::Arc;
 
@@ -55,7 +55,7 @@ pub fn stored(value: f32, dtype: DType) -> f32 {
         DType::Bf16 => bf16::from_f32(value).to_f32(),
         DType::F16 => f16::from_f32(value).to_f32(),
         DType::U8 => value.clamp(0.0, 255.0).round_ties_even(),
-        DType::U32 => panic!("ids are not values"),
+        DType::E4m3 | DType::E5m2 | DType::E2m1 => panic!("these have scales"),
     }
 }
 
@@ -129,7 +129,6 @@ pub struct Rig<'a> {
     seed: u32,
     /// All of the arena: the whole buffer of each operand, and its content before the op.
     buffers: Vec<(Tensor, Vec<f32>)>,
-    ids: Vec<(Tensor, Vec<u32>)>,
     verify: bool,
     /// The results of the op.
     results: Vec<Vec<f32>>,
@@ -187,13 +186,6 @@ impl Rig<'_> {
         self.operand(rows, cols, dtype, PADDING, |v| 2.0 * v)
     }
 
-    /// Input token ids.
-    pub fn ids(&mut self, ids: Vec<u32>) -> Tensor {
-        let t = self.arena.alloc(ids.len(), 1, DType::U32).unwrap();
-        self.ids.push((t, ids));
-        t
-    }
-
     /// A result in the dtype of the case, NaN until written.
     pub fn output(&mut self, rows: usize, cols: usize) -> Tensor {
         self.output_as(self.storage, rows, cols)
@@ -220,16 +212,8 @@ impl Rig<'_> {
                 let (part, after) = rest.split_at(rows * cols);
                 rest = after;
                 let shift = i % 2;
-                let mut bytes = vec![0; shift + part.len() * from.size()];
-                let places = bytes[shift..].chunks_exact_mut(from.size()).zip(part);
-                match from {
-                    DType::F32 => places.for_each(|(to, v)| to.copy_from_slice(&v.to_le_bytes())),
-                    DType::Bf16 => places.for_each(|(to, v)| to.copy_from_slice(&bf16::from_f32(*v).to_le_bytes())),
-                    DType::F16 => places.for_each(|(to, v)| to.copy_from_slice(&f16::from_f32(*v).to_le_bytes())),
-                    DType::U32 | DType::U8 => panic!("not a weight's type"),
-                }
-                let bytes = Bytes::new(Arc::new(bytes));
-                WeightPart { bytes: bytes.slice(shift..bytes.len()).unwrap(), dtype: from }
+                let bytes = Bytes::new(Arc::new([vec![0; shift], from.encoded(part)].concat()));
+                WeightPart::plain(bytes.slice(shift..bytes.len()).unwrap(), from, rows)
             })
             .collect();
         self.backend.upload(t, role, &parts).unwrap();
@@ -247,10 +231,7 @@ impl Rig<'_> {
     pub fn run(&mut self, op: Op<'_>, checks: &[Check<'_>]) {
         self.backend.reserve(self.arena.peak()).unwrap();
         for (t, held) in &self.buffers {
-            self.backend.write(*t, HostData::F32(held)).unwrap();
-        }
-        for (t, ids) in &self.ids {
-            self.backend.write(*t, HostData::U32(ids)).unwrap();
+            self.backend.write(*t, held).unwrap();
         }
         self.backend.run(op).unwrap();
         for (out, want) in checks {
@@ -355,7 +336,6 @@ pub fn run(be: &mut dyn Backend, weights: &mut Weights, case: &Case, verify: boo
         fit: case.fit,
         seed: 0,
         buffers: Vec::new(),
-        ids: Vec::new(),
         verify,
         results: Vec::new(),
         faults: Vec::new(),

@@ -59,10 +59,6 @@ fn each<R: Real>(rows: usize, cols: usize, mut f: impl FnMut(usize, usize) -> R)
     (0..rows).flat_map(|r| (0..cols).map(move |c| (r, c))).map(|(r, c)| f(r, c)).collect()
 }
 
-pub fn embed<R: Real>(ids: &[u32], table: &Mat) -> Vec<R> {
-    each(ids.len(), table.cols, |r, c| table.at(ids[r] as usize, c))
-}
-
 pub fn copy<R: Real>(x: &Mat) -> Vec<R> {
     each(x.rows, x.cols, |r, c| x.at(r, c))
 }

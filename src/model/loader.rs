@@ -1,0 +1,288 @@
+//! Loads the tensors of a model, or lists them.
+
+use super::bounds::{NormGain, QkGain};
+use super::table::TokenTable;
+use crate::backend::{Backend, Conv, GroupNorm, Linear, QkNorm, Role, Weight};
+use crate::checkpoint::Weights;
+use crate::error::{Error, Result};
+use crate::names::TensorSpec;
+use crate::tensor::{Arena, DType, Precision, Region, Scaling, Stored, Tensor, WeightPart};
+
+/// Hands a model the tensors that its `load` names. Every tensor's name and shape is spelled once, in `load`, and serves two
+/// purposes: with weights or a dry run the tensors are placed on a backend, and for a manifest they are only listed.
+pub struct Loader<'a> {
+    target: Target<'a>,
+    precision: Precision,
+}
+
+/// What becomes of the tensors that are loaded.
+enum Target<'a> {
+    /// They are placed on a backend.
+    Backend(Upload<'a>),
+    /// They are listed in the order of loading, and nothing is placed.
+    Manifest(&'a mut Vec<TensorSpec>),
+}
+
+/// Places tensors of a checkpoint on a backend. Without a checkpoint only shapes are placed, which is enough for a dry run.
+struct Upload<'a> {
+    backend: &'a mut dyn Backend,
+    region: &'a mut Arena,
+    source: Option<&'a Weights>,
+    loaded: &'a mut dyn FnMut(u64),
+    /// Whether weights are checked for parts that were never written.
+    wary: bool,
+    formats: Vec<LayerFormat>,
+}
+
+/// The formats of a linear layer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LayerFormat {
+    /// The canonical name of its weight.
+    pub name: String,
+    /// The types in which the checkpoint stores its parts; none without a checkpoint.
+    pub stored: Vec<DType>,
+    /// The types in which the backend holds them.
+    pub held: Vec<DType>,
+    /// The type of its input.
+    pub input: DType,
+}
+
+impl<'a> Loader<'a> {
+    /// A loader that places weights of `source` into `region`; `loaded` is told the bytes of each weight as it is placed.
+    pub fn new(
+        backend: &'a mut dyn Backend,
+        region: &'a mut Arena,
+        source: Option<&'a Weights>,
+        precision: Precision,
+        loaded: &'a mut dyn FnMut(u64),
+    ) -> Self {
+        Self { target: Target::Backend(Upload { backend, region, source, loaded, wary: false, formats: Vec::new() }), precision }
+    }
+
+    /// Sets whether weights are checked as they are used, so that a matrix of which a part was never written is an error. A dry
+    /// run uses none.
+    pub fn wary(mut self, wary: bool) -> Self {
+        if let Target::Backend(upload) = &mut self.target {
+            upload.wary = wary;
+        }
+        self
+    }
+
+    /// Lists the tensors that `load` asks for, with their shapes, in the order in which it does.
+    pub(super) fn record<T>(load: impl FnOnce(&mut Loader<'_>) -> Result<T>) -> Vec<TensorSpec> {
+        let mut list = Vec::new();
+        let mut loader = Loader { target: Target::Manifest(&mut list), precision: Precision::Bf16 };
+        // Nothing is allocated or read, so there is nothing that could fail.
+        load(&mut loader).map(drop).expect("recording a manifest does not fail");
+        list
+    }
+
+    /// The precision of activations.
+    pub(super) fn precision(&self) -> Precision {
+        self.precision
+    }
+
+    /// What became of the linear layers that were loaded.
+    pub fn formats(self) -> Vec<LayerFormat> {
+        match self.target {
+            Target::Backend(upload) => upload.formats,
+            Target::Manifest(_) => Vec::new(),
+        }
+    }
+
+    /// Loads a plain tensor, as a matrix of its first dimension by all others together.
+    fn place(&mut self, spec: TensorSpec, role: Role) -> Result<Tensor> {
+        match &mut self.target {
+            Target::Backend(upload) => upload.place(&spec, role, self.precision),
+            Target::Manifest(list) => Ok(listed(list, spec)),
+        }
+    }
+
+    /// Loads a linear layer without its bias. If its input `is_produced` by an op that can write what the layer multiplies, that may
+    /// be quantised as the checkpoint says; otherwise it has the precision of activations.
+    fn layer(&mut self, spec: TensorSpec, is_produced: bool) -> Result<Linear> {
+        match &mut self.target {
+            Target::Backend(upload) => upload.layer(&spec, is_produced, self.precision),
+            Target::Manifest(list) => Ok(Linear::new(listed(list, spec), None)),
+        }
+    }
+
+    pub(super) fn vector(&mut self, name: &str, n: usize) -> Result<Tensor> {
+        self.place(TensorSpec::new(name, &[n]), Role::Vector)
+    }
+
+    /// A table of token embeddings, which stays in host memory.
+    pub(super) fn table(&mut self, name: &str, rows: usize, cols: usize) -> Result<TokenTable> {
+        let spec = TensorSpec::new(name, &[rows, cols]);
+        match &mut self.target {
+            Target::Backend(upload) => {
+                let parts = upload.stored(&spec)?;
+                upload.note_used(&spec, true)?;
+                Ok(TokenTable::new(parts, rows, cols))
+            }
+            Target::Manifest(list) => {
+                list.push(spec);
+                Ok(TokenTable::new(Vec::new(), rows, cols))
+            }
+        }
+    }
+
+    /// A linear layer without bias, `name` being the weight's.
+    pub(super) fn linear(&mut self, name: &str, out: usize, input: usize) -> Result<Linear> {
+        self.stacked(name, &[out], input)
+    }
+
+    /// A linear layer without bias whose rows are those of several layers, which a checkpoint may store one by one.
+    pub(super) fn stacked(&mut self, name: &str, stack: &[usize], input: usize) -> Result<Linear> {
+        self.layer(TensorSpec::stacked(name, stack, input), false)
+    }
+
+    /// The same in a block whose ops write what the layer multiplies, so that its input may be quantised.
+    pub(super) fn block_linear(&mut self, name: &str, stack: &[usize], input: usize) -> Result<Linear> {
+        self.layer(TensorSpec::stacked(name, stack, input), true)
+    }
+
+    /// A linear layer with bias, `name` being the layer's.
+    pub(super) fn linear_bias(&mut self, name: &str, out: usize, input: usize) -> Result<Linear> {
+        self.biased(name, &[out, input])
+    }
+
+    /// A 1x1 convolution, which is a linear layer of every pixel's channels.
+    pub(super) fn conv_1x1(&mut self, name: &str, out: usize, input: usize) -> Result<Linear> {
+        self.biased(name, &[out, input, 1, 1])
+    }
+
+    fn biased(&mut self, name: &str, shape: &[usize]) -> Result<Linear> {
+        let layer = self.layer(TensorSpec::new(format!("{name}.weight"), shape), false)?;
+        Ok(Linear { bias: Some(self.vector(&format!("{name}.bias"), shape[0])?), ..layer })
+    }
+
+    pub(super) fn conv(&mut self, name: &str, out: usize, input: usize) -> Result<Conv> {
+        let weight = self.place(TensorSpec::new(format!("{name}.weight"), &[out, input, 3, 3]), Role::Conv)?;
+        Ok(Conv { weight, bias: self.vector(&format!("{name}.bias"), out)? })
+    }
+
+    pub(super) fn group_norm(&mut self, name: &str, channels: usize, groups: usize, eps: f32) -> Result<GroupNorm> {
+        let weight = self.vector(&format!("{name}.weight"), channels)?;
+        Ok(GroupNorm { weight, bias: self.vector(&format!("{name}.bias"), channels)?, groups, eps })
+    }
+
+    pub(super) fn qk_norm(&mut self, q: &str, k: &str, head_dim: usize, eps: f32) -> Result<QkNorm> {
+        Ok(QkNorm { q: self.vector(q, head_dim)?, k: self.vector(k, head_dim)?, eps })
+    }
+
+    /// What that norm does to lengths.
+    pub(super) fn qk_gain(&self, q: &str, k: &str, head_dim: usize) -> Result<QkGain> {
+        let gain = |name| match &self.target {
+            Target::Backend(upload) => Ok(NormGain::of(&upload.stored(&TensorSpec::new(name, &[head_dim]))?)),
+            Target::Manifest(_) => Ok(NormGain::default()),
+        };
+        Ok(QkGain { q: gain(q)?, k: gain(k)? })
+    }
+}
+
+/// The extent of a tensor as a matrix: its first dimension by all others together.
+fn extent(spec: &TensorSpec) -> (usize, usize) {
+    match &spec.shape[..] {
+        [n] => (1, *n),
+        [rows, rest @ ..] => (*rows, rest.iter().product()),
+        [] => (1, 1),
+    }
+}
+
+/// Adds a tensor to a manifest. The descriptor has its shape, but no place.
+fn listed(list: &mut Vec<TensorSpec>, spec: TensorSpec) -> Tensor {
+    let (rows, cols) = extent(&spec);
+    list.push(spec);
+    Tensor { region: Region::Weights, dtype: DType::Bf16, offset: 0, rows, cols, stride: cols, scaling: Scaling::One }
+}
+
+/// The type of a matrix of plain elements. In f32 it stays as it is stored, which every op can read exactly; quantised values are
+/// expanded.
+fn plain_dtype(parts: &[WeightPart], precision: Precision) -> DType {
+    match precision {
+        Precision::Bf16 => DType::Bf16,
+        Precision::F32 => {
+            let stored = parts.first().map_or(DType::Bf16, |part| part.dtype);
+            if parts.iter().all(|part| part.dtype == stored) && !stored.is_quantised() { stored } else { DType::F32 }
+        }
+    }
+}
+
+impl Upload<'_> {
+    fn place(&mut self, spec: &TensorSpec, role: Role, precision: Precision) -> Result<Tensor> {
+        let parts = self.stored(spec)?;
+        // Vectors are few and always f32.
+        let dtype = if role == Role::Vector { DType::F32 } else { plain_dtype(&parts, precision) };
+        let (rows, cols) = extent(spec);
+        let tensor = self.upload(role, [rows, cols], Stored::plain(dtype), &parts)?;
+        // Of the vectors only those count that something is multiplied or divided by.
+        if role != Role::Vector || !["bias", "mean"].iter().any(|end| spec.name.ends_with(end)) {
+            self.note_used(spec, false)?;
+        }
+        Ok(tensor)
+    }
+
+    fn layer(&mut self, spec: &TensorSpec, is_produced: bool, precision: Precision) -> Result<Linear> {
+        let (rows, cols) = extent(spec);
+        let (parts, wanted) = match self.source {
+            Some(source) => {
+                let weight = source.weight(spec)?;
+                (weight.parts, weight.input)
+            }
+            None => Default::default(),
+        };
+        let gemms = self.backend.gemm_formats();
+        // In f32 nothing is rounded that need not be, so inputs are not quantised either.
+        let wanted = wanted.filter(|_| is_produced && precision == Precision::Bf16);
+        let wanted = wanted.filter(|input| parts.iter().all(|part| gemms.takes(part.dtype, input.dtype)));
+        let input = wanted.unwrap_or(Stored::plain(precision.activations()));
+        let is_kept = |part: &WeightPart| part.dtype.is_quantised() && gemms.takes(part.dtype, input.dtype);
+        let weight = if parts.iter().any(is_kept) {
+            // Every part has a tensor of its own, in the format of the file or expanded.
+            let each = parts.iter().map(|part| {
+                let one = std::slice::from_ref(part);
+                let stored = if is_kept(part) { part.stored() } else { Stored::plain(plain_dtype(one, precision)) };
+                self.upload(Role::Linear, [part.rows, cols], stored, one)
+            });
+            let tensors = each.collect::<Result<Vec<_>>>()?;
+            let parts = || Error::Op { op: "load", what: format!("the parts of `{}`", spec.name) };
+            Weight::stack(&tensors).ok_or_else(parts)?
+        } else {
+            Weight::new(self.upload(Role::Linear, [rows, cols], Stored::plain(plain_dtype(&parts, precision)), &parts)?)
+        };
+        self.note_used(spec, false)?;
+        self.formats.push(LayerFormat {
+            name: spec.name.clone(),
+            stored: parts.iter().map(|part| part.dtype).collect(),
+            held: weight.parts().iter().map(|part| part.dtype).collect(),
+            input: input.dtype,
+        });
+        Ok(Linear { weight, bias: None, input, low_rank: None })
+    }
+
+    /// Allocates a tensor and uploads the parts that it consists of.
+    fn upload(&mut self, role: Role, [rows, cols]: [usize; 2], stored: Stored, parts: &[WeightPart]) -> Result<Tensor> {
+        let tensor = self.region.alloc_stored(rows, cols, stored)?;
+        if self.source.is_some() {
+            self.backend.upload(tensor, role, parts)?;
+        }
+        let scales = tensor.scale_extent();
+        (self.loaded)(tensor.dtype.bytes(tensor.len()) as u64 + scales.end - scales.start);
+        Ok(tensor)
+    }
+
+    /// Notes that weights are used, so that they are checked for parts that were never written.
+    fn note_used(&mut self, spec: &TensorSpec, is_table: bool) -> Result<()> {
+        let Some(source) = self.source.filter(|_| self.wary) else { return Ok(()) };
+        source.note_used(&spec.name, is_table);
+        // A backend that copies has just read all of it. Where files are used in place, their pages come with the first ops.
+        if self.backend.reads_files() { Ok(()) } else { source.check_written() }
+    }
+
+    /// A tensor as the checkpoint stores it; nothing without a checkpoint.
+    fn stored(&self, spec: &TensorSpec) -> Result<Vec<WeightPart>> {
+        let Some(source) = self.source else { return Ok(Vec::new()) };
+        Ok(source.weight(spec)?.parts)
+    }
+}

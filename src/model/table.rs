@@ -1,0 +1,57 @@
+//! The table of token embeddings. It stays in host memory, in the mapped file: a prompt needs a few of its rows, and a GPU would hold
+//! hundreds of megabytes for them.
+
+use crate::error::{Error, Result};
+use crate::tensor::WeightPart;
+
+/// A table with one row per token of the vocabulary.
+pub struct TokenTable {
+    /// Its rows in order; none in a dry run.
+    parts: Vec<WeightPart>,
+    rows: usize,
+    cols: usize,
+}
+
+impl TokenTable {
+    pub fn new(parts: Vec<WeightPart>, rows: usize, cols: usize) -> Self {
+        Self { parts, rows, cols }
+    }
+
+    /// The rows of these tokens, one after the other; zeros in a dry run.
+    pub fn rows(&self, ids: &[u32]) -> Result<Vec<f32>> {
+        let mut values = vec![0.0; ids.len() * self.cols];
+        for (&id, to) in ids.iter().zip(values.chunks_exact_mut(self.cols.max(1))) {
+            let mut row = id as usize;
+            if row >= self.rows {
+                return Err(Error::Op { op: "embed", what: format!("token id {id} in a vocabulary of {}", self.rows) });
+            }
+            for part in &self.parts {
+                if row < part.rows {
+                    part.decode(row, to);
+                    break;
+                }
+                row -= part.rows;
+            }
+        }
+        Ok(values)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tensor::{Bytes, DType};
+    use std::sync::Arc;
+
+    #[test]
+    fn rows_are_found_in_every_part() {
+        let part = |first: usize, rows: usize| {
+            let values: Vec<f32> = (0..2 * rows).map(|i| (2 * first + i) as f32).collect();
+            WeightPart::plain(Bytes::new(Arc::new(DType::Bf16.encoded(&values))), DType::Bf16, rows)
+        };
+        let table = TokenTable::new(vec![part(0, 3), part(3, 2)], 5, 2);
+        assert_eq!(table.rows(&[4, 0, 2, 3, 4]).unwrap(), [8.0, 9.0, 0.0, 1.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]);
+        assert!(table.rows(&[0, 5]).is_err());
+        assert_eq!(TokenTable::new(Vec::new(), 5, 2).rows(&[1]).unwrap(), [0.0; 2]);
+    }
+}

@@ -1,0 +1,174 @@
+//! Weights as files store them.
+
+use super::{Bytes, DType, Scale, Scales, Stored, nvfp4};
+use std::sync::Arc;
+
+/// Consecutive rows of a weight, in one format, as a checkpoint stores them.
+#[derive(Clone, Debug)]
+pub struct WeightPart {
+    /// The elements, row-major.
+    pub bytes: Bytes,
+    /// Their type.
+    pub dtype: DType,
+    /// Number of rows.
+    pub rows: usize,
+    /// Their scales.
+    pub scaling: PartScaling,
+}
+
+/// The scales of stored rows.
+#[derive(Clone, Debug)]
+pub enum PartScaling {
+    /// None.
+    One,
+    /// One for all.
+    Tensor(Scale),
+    /// One little-endian f32 for each row.
+    Rows(Bytes),
+    /// NVFP4.
+    Blocks16 {
+        /// One e4m3 for every sixteen columns of a row.
+        scales: Bytes,
+        /// The factor of the whole tensor.
+        tensor: Scale,
+        /// The order in which elements and scales are stored.
+        layout: Nvfp4Layout,
+    },
+}
+
+/// In which order an NVFP4 file stores elements and block scales. Neither can be told from the bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Nvfp4Layout {
+    /// Whether the even column of a pair is in the high nibble.
+    pub high_first: bool,
+    /// Whether the block scales are in tiles of 128 rows by four blocks, padded to whole tiles, as
+    /// [`nvfp4::scale_offset`](super::nvfp4::scale_offset) describes; otherwise they are row-major.
+    pub tiled: bool,
+}
+
+impl Nvfp4Layout {
+    /// Files of ComfyUI and BFL, and the layout of every [`Tensor`](super::Tensor).
+    pub const COMFY: Self = Self { high_first: true, tiled: true };
+    /// ModelOpt's exports for diffusers.
+    pub const MODELOPT: Self = Self { high_first: false, tiled: false };
+    /// ModelOpt's single files for ComfyUI, which have tiled scales but nibbles in ModelOpt's order.
+    pub const MODELOPT_SINGLE: Self = Self { high_first: false, tiled: true };
+}
+
+impl WeightPart {
+    /// Rows of plain values.
+    pub fn plain(bytes: Bytes, dtype: DType, rows: usize) -> Self {
+        Self { bytes, dtype, rows, scaling: PartScaling::One }
+    }
+
+    /// The format.
+    pub fn stored(&self) -> Stored {
+        let scales = match &self.scaling {
+            PartScaling::One => Scales::One,
+            PartScaling::Tensor(scale) => Scales::Tensor(*scale),
+            PartScaling::Rows(_) => Scales::Rows,
+            PartScaling::Blocks16 { tensor, .. } => Scales::Blocks16(*tensor),
+        };
+        Stored { dtype: self.dtype, scales }
+    }
+
+    /// Elements in a row.
+    pub fn cols(&self) -> usize {
+        self.dtype.elements(self.bytes.len()).checked_div(self.rows).unwrap_or(0)
+    }
+
+    /// Whether the bytes can be read in place as a tensor of this format, without a conversion or an aligned copy.
+    pub fn is_readable_as(&self, to: Stored) -> bool {
+        let in_order = match &self.scaling {
+            PartScaling::Blocks16 { layout, .. } => *layout == Nvfp4Layout::COMFY,
+            _ => true,
+        };
+        in_order && self.stored() == to && self.bytes.as_ptr().align_offset(self.dtype.align()) == 0
+    }
+
+    /// The bytes of one row.
+    fn row(&self, row: usize) -> &[u8] {
+        let bytes = self.dtype.bytes(self.cols());
+        &self.bytes[row * bytes..(row + 1) * bytes]
+    }
+
+    /// Decodes a row: elements times their scales.
+    ///
+    /// # Panics
+    /// If there is no such row, or if it has another length.
+    pub fn decode(&self, row: usize, to: &mut [f32]) {
+        let bytes = self.row(row);
+        match &self.scaling {
+            PartScaling::One => self.dtype.decode(bytes, to),
+            PartScaling::Tensor(scale) => self.decode_times(bytes, scale.get(), to),
+            PartScaling::Rows(scales) => {
+                let scale = scales[4 * row..].first_chunk().map_or(f32::NAN, |bytes| f32::from_le_bytes(*bytes));
+                self.decode_times(bytes, scale, to);
+            }
+            PartScaling::Blocks16 { scales, tensor, layout } => {
+                let tiles = nvfp4::tiles_along(to.len());
+                let blocks = to.len().div_ceil(nvfp4::BLOCK);
+                for (block, to) in to.chunks_mut(nvfp4::BLOCK).enumerate() {
+                    let at = if layout.tiled { nvfp4::scale_offset(row, block, tiles) } else { row * blocks + block };
+                    let codes = &bytes[block * nvfp4::BLOCK / 2..][..to.len() / 2];
+                    let unit = nvfp4::unit(tensor.get(), scales[at]);
+                    match layout.high_first {
+                        true => nvfp4::decode_block(codes, unit, to),
+                        false => nvfp4::decode_block(&swapped::<{ nvfp4::BLOCK / 2 }>(codes), unit, to),
+                    }
+                }
+            }
+        }
+    }
+
+    /// Rounds a row to plain elements of another type, or copies it.
+    ///
+    /// # Panics
+    /// As [`WeightPart::decode`] does.
+    pub fn convert(&self, row: usize, to: DType, out: &mut [u8]) {
+        if let PartScaling::One = self.scaling {
+            return self.dtype.convert(self.row(row), to, out);
+        }
+        let mut values = vec![0.0; self.cols()];
+        self.decode(row, &mut values);
+        to.encode(&values, out);
+    }
+
+    fn decode_times(&self, bytes: &[u8], scale: f32, to: &mut [f32]) {
+        self.dtype.decode(bytes, to);
+        to.iter_mut().for_each(|v| *v *= scale);
+    }
+
+    /// The same values in the layout of a [`Tensor`](super::Tensor): NVFP4 with the even column in the high nibble and tiled scales.
+    pub fn in_tensor_layout(&self) -> Self {
+        let PartScaling::Blocks16 { scales, tensor, layout } = &self.scaling else { return self.clone() };
+        let bytes = match layout.high_first {
+            true => self.bytes.clone(),
+            false => owned(self.bytes.iter().map(|byte| byte.rotate_left(4)).collect()),
+        };
+        let scales = if layout.tiled { scales.clone() } else { owned(tiled(scales, self.rows, self.cols())) };
+        let scaling = PartScaling::Blocks16 { scales, tensor: *tensor, layout: Nvfp4Layout::COMFY };
+        Self { bytes, scaling, ..self.clone() }
+    }
+}
+
+fn owned(bytes: Vec<u8>) -> Bytes {
+    Bytes::new(Arc::new(bytes))
+}
+
+/// Up to `N` bytes with their nibbles exchanged.
+fn swapped<const N: usize>(codes: &[u8]) -> [u8; N] {
+    let mut swapped = [0; N];
+    swapped.iter_mut().zip(codes).for_each(|(to, code)| *to = code.rotate_left(4));
+    swapped
+}
+
+/// Row-major block scales in tiles.
+fn tiled(scales: &[u8], rows: usize, cols: usize) -> Vec<u8> {
+    let (blocks, tiles) = (cols.div_ceil(nvfp4::BLOCK), nvfp4::tiles_along(cols));
+    let mut tiled = vec![0; nvfp4::scale_bytes(rows, cols)];
+    for (row, scales) in scales.chunks_exact(blocks.max(1)).enumerate() {
+        scales.iter().enumerate().for_each(|(block, &scale)| tiled[nvfp4::scale_offset(row, block, tiles)] = scale);
+    }
+    tiled
+}
