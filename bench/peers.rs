@@ -101,7 +101,7 @@ impl PeerTensor {
             other => return Err(wrong(format!("no element type has the number {other}"))),
         };
         let [rows, cols, stride] = [self.rows, self.cols, self.stride].map(|n| n as usize);
-        let scaling = Scaling::One;
+        let scaling = Scaling::Unscaled;
         Ok(Some(Tensor { region: Region::Arena, dtype, offset: self.address, rows, cols, stride, scaling }))
     }
 }

@@ -34,30 +34,43 @@ __device__ __forceinline__ void qk_norm_rope_128(const KlQkHeads& part, uint64_t
   }
 }
 
-// Heads of any even size at any alignment, with or without a norm.
+// Heads of any even size at any alignment.
 template <class X>
 __device__ __forceinline__ void qk_norm_rope_any(const KlQkHeads& part, uint64_t row, uint32_t first, uint32_t last, uint32_t d,
                                                  bool interleaved, float eps) {
   const uint32_t half = d / 2;
   const float *angles = row_of<const float>(part.table, row), *weight = row_of<const float>(part.weight, 0);
-  const bool has_norm = part.weight.data != 0;
-  const auto gain = [&](uint32_t i) { return has_norm ? weight[i] : 1.0f; };
   for (uint32_t head = first; head < last; head++) {
     X* const x = row_of<X>(part.x, row) + static_cast<uint64_t>(head) * d;
-    float scale = part.scale;
-    if (has_norm) {
-      float squares = 0.0f;
-      for (uint32_t i = lane(); i < d; i += 32) squares += to_float(x[i]) * to_float(x[i]);
-      scale = qk_norm_scale(warp_sum(squares), static_cast<float>(d), eps, part.scale);
-    }
+    float squares = 0.0f;
+    for (uint32_t i = lane(); i < d; i += 32) squares += to_float(x[i]) * to_float(x[i]);
+    const float scale = qk_norm_scale(warp_sum(squares), static_cast<float>(d), eps, part.scale);
     for (uint32_t pair = lane(); pair < half; pair += 32) {
       const uint32_t i = interleaved ? 2 * pair : pair, j = interleaved ? i + 1 : pair + half;
-      float a = to_float(x[i]) * scale * gain(i), b = to_float(x[j]) * scale * gain(j);
+      float a = to_float(x[i]) * scale * weight[i], b = to_float(x[j]) * scale * weight[j];
       rope_rotate(a, b, angles[pair], angles[half + pair]);
       x[i] = from_float<X>(a);
       x[j] = from_float<X>(b);
     }
     __syncwarp();
+  }
+}
+
+// Heads of any even size at any alignment, of models without a qk-norm.
+template <class X>
+__device__ __forceinline__ void rope_any(const KlQkHeads& part, uint64_t row, uint32_t first, uint32_t last, uint32_t d,
+                                         bool interleaved) {
+  const uint32_t half = d / 2;
+  const float* angles = row_of<const float>(part.table, row);
+  X* const x = row_of<X>(part.x, row);
+  for (uint32_t i = first * half + lane(); i < last * half; i += 32) {
+    const uint32_t pair = i % half;
+    X* const head = x + static_cast<uint64_t>(i / half) * d;
+    X &even = head[interleaved ? 2 * pair : pair], &odd = head[interleaved ? 2 * pair + 1 : pair + half];
+    float a = to_float(even) * part.scale, b = to_float(odd) * part.scale;
+    rope_rotate(a, b, angles[pair], angles[half + pair]);
+    even = from_float<X>(a);
+    odd = from_float<X>(b);
   }
 }
 
@@ -74,7 +87,9 @@ KL_ENTRY(kl_qk_norm_rope, KlQkNormRope, KL_NORM_THREADS) {
   with_type(part.x.dtype, [&](auto t) {
     using X = typename decltype(t)::type;
     const bool pairs = part.x.data % (2 * sizeof(X)) == 0 && part.x.stride % 2 == 0;
-    if (p.head_dim != 128 || !pairs || part.weight.data == 0) {
+    if (part.weight.data == 0) {
+      rope_any<X>(part, row, first, last, p.head_dim, interleaved);
+    } else if (p.head_dim != 128 || !pairs) {
       qk_norm_rope_any<X>(part, row, first, last, p.head_dim, interleaved, p.eps);
     } else if (interleaved) {
       qk_norm_rope_128<X, true>(part, row, first, last, p.eps);

@@ -1,14 +1,16 @@
 //! Checkpoints: mapped safetensors files, and the weights of one model part under canonical names.
 //!
 //! A [`Shard`] is one file whose header has been validated. [`Weights`] collects the shards of a part, maps their names to
-//! canonical ones, and returns bytes only after name, shape and dtype were checked. Nothing is copied: a [`Weight`] points into
-//! the mapped file.
+//! canonical ones, and returns bytes only after name, shape and dtype were checked, and the scales of quantised weights. Nothing
+//! is copied: a [`StoredWeight`] points into the mapped file.
 
+mod declared;
 mod folder;
 mod foreign;
 mod guard;
 mod header;
 mod quantised;
+mod scales;
 mod shard;
 mod zeros;
 
@@ -18,18 +20,21 @@ pub use shard::Shard;
 use crate::error::{Error, Result};
 use crate::names::{self, Layout, Place, Rows, Spelling, TensorSpec};
 use crate::part::Part;
-use crate::tensor::{Bytes, DType, Stored, WeightPart};
+use crate::tensor::nvfp4::TILE_ROWS;
+use crate::tensor::{Bytes, DType, Nvfp4Layout, PartScaling, Stored, WeightPart};
 use crate::text::shown_path;
+use declared::Format;
+use quantised::{FileWeight, Quantisation, logical_shape, nvfp4_size};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// A weight whose name, shape and dtype were checked.
 #[derive(Clone, Debug)]
-pub struct Weight {
+pub struct StoredWeight {
     /// Its rows in order. A vector is one row.
     pub parts: Vec<WeightPart>,
-    /// How the op that produces its input has to store it, if that is to be quantised.
+    /// How the checkpoint wants the input of the layer to be stored; `None` if it is not to be quantised.
     pub input: Option<Stored>,
 }
 
@@ -43,6 +48,9 @@ pub struct Weights {
     tensors: BTreeMap<String, Vec<Option<Segment>>>,
     /// Tensors that are in no spelling table, each with the index of its shard.
     unknown: Vec<(usize, String)>,
+    quantisation: Quantisation,
+    /// The order in which NVFP4 weights are stored.
+    nvfp4: Nvfp4Layout,
     /// How these files spell names, for messages about missing tensors.
     layout: Layout,
     prefix: &'static str,
@@ -78,14 +86,12 @@ impl Weights {
     }
 
     fn gather(part: Part, path: PathBuf, shards: Vec<Shard>) -> Result<Self> {
-        let layout = Layout::Diffusers;
+        // Adapters and unsupported formats are refused first, because their tensors would otherwise be reported as faults.
+        shards.iter().try_for_each(refuse_adapter)?;
+        let quantisation = Quantisation::read(part, &shards)?;
+        let (layout, nvfp4) = (Layout::Diffusers, quantisation.nvfp4_layout(false));
         let (tensors, unknown, unchecked) = Default::default();
-        let mut weights = Self { part, path, shards, tensors, unknown, layout, prefix: "", unchecked };
-        // Adapters and quantised files are refused first, because their tensors would otherwise be reported as faults.
-        for shard in &weights.shards {
-            refuse_adapter(shard)?;
-            quantised::refuse(part, shard)?;
-        }
+        let mut weights = Self { part, path, shards, tensors, unknown, quantisation, nvfp4, layout, prefix: "", unchecked };
         let mut original = 0i64;
         for (index, shard) in weights.shards.iter().enumerate() {
             for (name, _) in shard.tensors() {
@@ -96,14 +102,21 @@ impl Weights {
                         place(&weights.shards, &mut weights.tensors, index, name, spelling)?;
                     }
                     Place::Unknown => weights.unknown.push((index, name.into())),
-                    Place::Unused | Place::OtherPart | Place::Quantisation(_) => {}
+                    Place::Unused | Place::OtherPart | Place::Quantisation(..) | Place::Fp8Marker => {}
                 }
             }
         }
         if original > 0 {
             weights.layout = Layout::Bfl;
+            weights.nvfp4 = weights.quantisation.nvfp4_layout(true);
         }
         Ok(weights)
+    }
+
+    /// Sets the order in which NVFP4 weights are stored, if one is given; otherwise it is the one that the files suggest.
+    pub fn with_nvfp4_layout(mut self, layout: Option<Nvfp4Layout>) -> Self {
+        self.nvfp4 = layout.unwrap_or(self.nvfp4);
+        self
     }
 
     /// The part of the model that these weights belong to.
@@ -149,13 +162,13 @@ impl Weights {
         let mut whole: Option<Vec<usize>> = None;
         for segment in self.tensors.get(canonical)? {
             let segment = segment.as_ref()?;
-            let shape = &self.entry(segment)?.shape;
+            let shape = logical_shape(self.entry(segment)?);
             // The halves of one tensor together have its shape.
             if segment.rows != Rows::All {
-                return Some(shape.clone());
+                return Some(shape);
             }
             match &mut whole {
-                None => whole = Some(shape.clone()),
+                None => whole = Some(shape),
                 Some(sum) => {
                     if shape.is_empty() || sum.get(1..)? != &shape[1..] {
                         return None;
@@ -168,16 +181,12 @@ impl Weights {
     }
 
     /// The bytes of a tensor, which has to have the given shape.
-    pub fn weight(&self, spec: &TensorSpec) -> Result<Weight> {
-        let mut parts = self.checked(spec)?;
-        if spec.shape.len() < 2 {
-            parts.iter_mut().for_each(|part| part.rows = 1);
-        }
-        Ok(Weight { parts, input: None })
+    pub fn weight(&self, spec: &TensorSpec) -> Result<StoredWeight> {
+        self.checked(spec)
     }
 
-    /// Checks that every tensor of the manifest exists and has the right shape and dtype. Extra tensors are an error in the
-    /// transformer, where they mean that it is another model; in other parts their names are returned.
+    /// Checks that every tensor of the manifest exists and has the right shape, dtype and scales. Extra tensors are an error in
+    /// the transformer, where they mean that it is another model; in other parts their names are returned.
     pub fn check(&self, manifest: &[TensorSpec]) -> Result<Vec<String>> {
         for spec in manifest {
             self.checked(spec)?;
@@ -186,6 +195,7 @@ impl Weights {
         // Layers of a text encoder after the last one that is used are ignored.
         let read = manifest.iter().filter_map(|spec| names::text_layer(&spec.name)).max();
         let unread = |name: &str| read.is_some_and(|last| names::text_layer(name).is_some_and(|layer| layer > last));
+        self.quantisation.check(&self.shards, &unread)?;
         let surplus = self.tensors.iter().filter(|(name, _)| !known.contains(name.as_str()));
         let surplus = surplus.flat_map(|(_, segments)| segments.iter().flatten()).map(|s| (s.shard, s.tensor.clone()));
         let mut extras: Vec<(usize, String)> =
@@ -205,77 +215,128 @@ impl Weights {
         self.unchecked.lock().unwrap_or_else(PoisonError::into_inner).push((name.into(), table));
     }
 
-    /// Fails if one of the matrices recorded since the last call is zero where no trained matrix is, because the missing part of an
-    /// incomplete download reads as zeros. This reads a few places of each matrix, which is slow from a cold disk and fast from the
-    /// page cache, so it is called after the weights were used.
+    /// Fails if one of the matrices recorded since the last call is zero where no trained matrix is, because the missing part of
+    /// an incomplete download reads as zeros. This reads a few places of each matrix, which is slow from a cold disk and fast
+    /// from the page cache, so it is called after the weights were used.
     pub fn check_written(&self) -> Result<()> {
         let unchecked = std::mem::take(&mut *self.unchecked.lock().unwrap_or_else(PoisonError::into_inner));
         unchecked.iter().try_for_each(|(name, table)| self.refuse_zeros(name, *table))
     }
 
     fn refuse_zeros(&self, name: &str, table: bool) -> Result<()> {
-        for segment in self.tensors.get(name).into_iter().flatten().flatten() {
-            let shard = &self.shards[segment.shard];
-            if let (Some(entry), Some(bytes)) = (shard.entry(&segment.tensor), shard.bytes(&segment.tensor)) {
+        for weight in self.file_weights(name) {
+            let own = (&self.shards[weight.shard], weight.name, weight.entry);
+            let scales = self.quantisation.scale_tensor(weight).map(|scales| (scales.shard, scales.name, scales.entry));
+            for (shard, name, entry) in [own].into_iter().chain(scales) {
+                let Some(bytes) = shard.bytes(name) else { continue };
                 // A file that was truncated after it was opened reads as zeros, too; then the error says that it changed.
-                zeros::refuse(shard.path(), &segment.tensor, entry, &bytes, table)
-                    .map_err(|error| shard.verify().err().unwrap_or(error))?;
+                zeros::refuse(shard.path(), name, entry, &bytes, table).map_err(|error| shard.verify().err().unwrap_or(error))?;
             }
         }
         Ok(())
+    }
+
+    /// Fails if a block scale of an NVFP4 weight is invalid, or zero where its elements are not. This reads all block scales, so
+    /// it is called when a weight is loaded. Other weights have none.
+    pub fn check_scales(&self, name: &str) -> Result<()> {
+        for weight in self.file_weights(name) {
+            let shard = &self.shards[weight.shard];
+            if self.quantisation.format(weight)? == Some(Format::Nvfp4)
+                && let (Some(scales), Some(codes)) = (self.quantisation.scale_tensor(weight), shard.bytes(weight.name))
+            {
+                let size = nvfp4_size(weight)?;
+                // A file that was truncated after it was opened reads as zeros; then the error says that it changed.
+                let checked = scales.check_blocks(&codes, size, self.nvfp4);
+                checked.map_err(|error| self.verify().err().unwrap_or(error))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The tensors of the files that hold a canonical one.
+    fn file_weights(&self, canonical: &str) -> impl Iterator<Item = FileWeight<'_>> {
+        let segments = self.tensors.get(canonical).into_iter().flatten().flatten();
+        // The two halves are of one tensor.
+        segments.filter(|segment| segment.rows != Rows::SecondHalf).filter_map(|segment| self.file_weight(segment))
+    }
+
+    fn file_weight<'a>(&'a self, segment: &'a Segment) -> Option<FileWeight<'a>> {
+        let entry = self.entry(segment)?;
+        Some(FileWeight { shards: &self.shards, shard: segment.shard, name: &segment.tensor, entry })
     }
 
     fn entry(&self, segment: &Segment) -> Option<&Entry> {
         self.shards.get(segment.shard)?.entry(&segment.tensor)
     }
 
-    fn checked(&self, spec: &TensorSpec) -> Result<Vec<WeightPart>> {
+    fn checked(&self, spec: &TensorSpec) -> Result<StoredWeight> {
         let Some(segments) = self.tensors.get(&spec.name) else { return Err(self.missing(spec, 0)) };
-        let mut slices = Vec::with_capacity(segments.len());
+        let (mut parts, mut inputs) = (Vec::with_capacity(segments.len()), Vec::with_capacity(segments.len()));
         let mut total = 0usize;
         for (piece, segment) in segments.iter().enumerate() {
-            let found = segment.as_ref().and_then(|s| Some((s, self.entry(s)?, self.shards[s.shard].bytes(&s.tensor)?)));
-            let Some((segment, entry, bytes)) = found else { return Err(self.missing(spec, piece)) };
-            let whole = segments.len() == 1 || segment.rows != Rows::All;
+            let found = segment.as_ref().and_then(|s| Some((s, self.file_weight(s)?, self.shards[s.shard].bytes(&s.tensor)?)));
+            let Some((&Segment { rows, .. }, weight, bytes)) = found else { return Err(self.missing(spec, piece)) };
+            let whole = segments.len() == 1 || rows != Rows::All;
             let mut want = spec.shape.clone();
             if let Some(rows) = want.first_mut().filter(|_| !whole) {
                 // If the rows of the pieces are not known, only their sum is compared.
                 let stacked = (spec.stack.len() == segments.len()).then(|| spec.stack[piece]);
-                *rows = stacked.or(entry.shape.first().copied()).unwrap_or(0);
+                *rows = stacked.or(weight.entry.shape.first().copied()).unwrap_or(0);
             }
-            let slice = self.slice(segment, entry, bytes, &want)?;
-            total = total.saturating_add(slice.rows);
-            slices.push(slice);
+            let (part, input) = self.weight_part(weight, bytes, rows, &want)?;
+            total = total.saturating_add(part.rows);
+            parts.push(part);
+            inputs.push(input);
         }
         if Some(&total) != spec.shape.first() {
             let name = names::spell(self.part, self.layout, &spec.name).join(" + ");
             let got = [&[total], spec.shape.get(1..).unwrap_or_default()].concat();
             return Err(Error::TensorShape { path: self.path.clone(), name, got, want: spec.shape.clone() });
         }
-        Ok(slices)
+        // All parts multiply one input, so it can be quantised only if they agree how.
+        let input = inputs.first().copied().flatten().filter(|first| inputs.iter().all(|input| *input == Some(*first)));
+        if spec.shape.len() < 2 {
+            parts.iter_mut().for_each(|part| part.rows = 1);
+        }
+        Ok(StoredWeight { parts, input })
     }
 
-    /// The rows of one file tensor, which as a whole has to have the shape `want`.
-    fn slice(&self, segment: &Segment, entry: &Entry, bytes: Bytes, want: &[usize]) -> Result<WeightPart> {
-        let (path, name) = (self.shards[segment.shard].path().to_path_buf(), segment.tensor.clone());
-        let dtype = match entry.dtype.name {
-            "BF16" => DType::Bf16,
-            "F16" => DType::F16,
-            "F32" => DType::F32,
-            other => return Err(Error::TensorType { path, name, got: other.into() }),
+    /// Rows of one tensor of a file, which as a whole has to have the shape `want`, and how the layer's input is to be stored.
+    fn weight_part(
+        &self,
+        weight: FileWeight<'_>,
+        bytes: Bytes,
+        rows: Rows,
+        want: &[usize],
+    ) -> Result<(WeightPart, Option<Stored>)> {
+        let (path, name) = (|| self.shards[weight.shard].path().to_path_buf(), || weight.name.to_owned());
+        let format = self.quantisation.format(weight)?;
+        let dtype = match (format, weight.entry.dtype.name) {
+            (Some(Format::Fp8(dtype)), _) => dtype,
+            (Some(Format::Nvfp4), _) => DType::E2m1,
+            (None, "BF16") => DType::Bf16,
+            (None, "F16") => DType::F16,
+            (None, "F32") => DType::F32,
+            (None, other) => return Err(Error::TensorType { path: path(), name: name(), got: other.into() }),
         };
-        let rows = want.first().copied().unwrap_or(0);
-        let halves = segment.rows != Rows::All;
-        if matrix(&entry.shape) != matrix(want) || rows == 0 || (halves && rows % 2 != 0) {
-            return Err(Error::TensorShape { path, name, got: entry.shape.clone(), want: want.to_vec() });
+        let (shape, halves) = (logical_shape(weight.entry), rows != Rows::All);
+        let count = want.first().copied().unwrap_or(0);
+        if matrix(&shape) != matrix(want) || count == 0 || (halves && count % 2 != 0) {
+            return Err(Error::TensorShape { path: path(), name: name(), got: shape, want: want.to_vec() });
         }
+        let (scaling, input) = match format {
+            Some(format) => self.quantisation.scaling(weight, format, self.nvfp4)?,
+            None => (PartScaling::Unscaled, None),
+        };
         if !halves {
-            return Ok(WeightPart::plain(bytes, dtype, rows));
+            return Ok((WeightPart { bytes, dtype, rows: count, scaling }, input));
         }
-        let middle = bytes.len() / 2;
-        let range = if segment.rows == Rows::FirstHalf { 0..middle } else { middle..bytes.len() };
-        let bytes = bytes.slice(range).ok_or(Error::Op { op: "slice", what: format!("half of `{name}`") })?;
-        Ok(WeightPart::plain(bytes, dtype, rows / 2))
+        let second = rows == Rows::SecondHalf;
+        let halved = scales::half_of(&bytes, second).zip(scales::half(scaling, count, second));
+        let (bytes, scaling) = halved.ok_or_else(|| {
+            weight.invalid(format_args!("has {count} rows, and half of them is no multiple of {TILE_ROWS}, as its scales need"))
+        })?;
+        Ok((WeightPart { bytes, dtype, rows: count / 2, scaling }, input))
     }
 
     /// The error for a piece that no file has, in the files' own spelling.

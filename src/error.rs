@@ -105,7 +105,10 @@ pub enum Error {
     },
 
     /// A tensor's element type is not one kiln computes with.
-    #[error("wrong type ({}): tensor `{}` is {}, this model needs BF16, F16 or F32", shown_path(.path), shown(.name), shown(.got))]
+    #[error(
+        "wrong type ({}): tensor `{}` is {}, this model needs BF16, F16, F32, FP8 or NVFP4",
+        shown_path(.path), shown(.name), shown(.got)
+    )]
     TensorType {
         /// The file.
         path: PathBuf,
@@ -115,8 +118,8 @@ pub enum Error {
         got: String,
     },
 
-    /// A tensor belongs to a quantised checkpoint.
-    #[error("quantised weights are not supported yet ({}): tensor `{}` is {format}", shown_path(.path), shown(.name))]
+    /// A tensor is quantised in a format that is not supported.
+    #[error("unsupported quantisation ({}): tensor `{}` is {format}", shown_path(.path), shown(.name))]
     Quantised {
         /// The file.
         path: PathBuf,
@@ -305,7 +308,7 @@ impl Error {
             Self::TensorMissing { .. } | Self::TensorShape { .. } | Self::TensorUnknown { .. } => {
                 Some("this file is incomplete or belongs to another model; kiln runs FLUX.2 [klein] 4B and 9B".into())
             }
-            Self::Quantised { .. } => Some("use the BF16 checkpoint of the same model".into()),
+            Self::Quantised { .. } => Some("use the BF16, FP8 or NVFP4 checkpoint of the same model".into()),
             Self::TooManyTokens { .. } => Some(Remedy::SmallerImage),
             Self::Memory { .. } => Some(Remedy::SaveMemory),
             Self::Read { source, .. } if source.kind() == ErrorKind::OutOfMemory => Some(Remedy::SaveMemory),

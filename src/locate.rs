@@ -12,6 +12,7 @@ use crate::config::Conventions;
 use crate::error::{Error, Remedy, Result};
 use crate::files;
 use crate::part::PerPart;
+use crate::tensor::Nvfp4Layout;
 use cache::NoSnapshot;
 use parts::{Sought, describe_faults, folder_of_weights, single_file};
 use std::path::{Path, PathBuf};
@@ -43,6 +44,8 @@ pub struct LocateRequest {
     pub parts: PerPart<Option<PathBuf>>,
     /// Replaces the model's tokenizer: a `tokenizer.json`, or a folder that holds one.
     pub tokenizer: Option<PathBuf>,
+    /// Replaces the order in which files seem to store NVFP4.
+    pub nvfp4_layout: Option<Nvfp4Layout>,
     /// The environment variables and the embedded model.
     pub environment: Environment,
 }
@@ -60,6 +63,8 @@ pub struct ModelFiles {
     pub conventions: Conventions,
     /// The model's name in messages: the folder, the repository id, or the transformer's file.
     pub origin: String,
+    /// The order in which the files store NVFP4, if it was given.
+    pub nvfp4_layout: Option<Nvfp4Layout>,
 }
 
 impl ModelFiles {
@@ -206,7 +211,7 @@ fn assemble(request: &LocateRequest, base: Folder) -> Result<ModelFiles> {
     let index = base.index.filter(|_| !own_transformer);
     let conventions = base.conventions.filter(|_| !own_transformer);
     let conventions = conventions.map_or(Ok(Conventions::klein()), |path| Conventions::read(&path))?;
-    Ok(ModelFiles { parts, tokenizer, index, conventions, origin })
+    Ok(ModelFiles { parts, tokenizer, index, conventions, origin, nvfp4_layout: request.nvfp4_layout })
 }
 
 /// The parts of a model in a folder.

@@ -57,10 +57,27 @@ pub enum Place {
     Unused,
     /// A tensor of another part of an all-in-one checkpoint.
     OtherPart,
-    /// A tensor that describes how the weight of this layer is quantised. The layer is empty if it describes the whole file.
-    Quantisation(String),
+    /// A tensor that describes how the weight of this layer is quantised.
+    Quantisation(String, Beside),
+    /// A tensor whose presence means that layers with scales are FP8.
+    Fp8Marker,
     /// A tensor that no model of this architecture has.
     Unknown,
+}
+
+/// What a tensor beside a quantised weight holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Beside {
+    /// The scales of the weight: a single one, one for each row, or one for each block.
+    WeightScale,
+    /// The scale of a whole weight that has block scales, too.
+    TensorScale,
+    /// The scale of the layer's input.
+    InputScale,
+    /// The quantisation settings of the layer as JSON.
+    Settings,
+    /// Data of a format that is not supported.
+    Unsupported,
 }
 
 /// How a tensor in a file maps to a canonical one.
@@ -113,33 +130,36 @@ const PREFIXES: [(&str, Part); 6] = [
 ];
 
 /// Suffixes of the tensors that accompany a quantised weight; the rest of such a name is that of the layer.
-const QUANTISATION_SUFFIXES: [&str; 20] = [
-    ".weight_scale",
-    ".weight_scale_2",
-    ".input_scale",
-    ".comfy_quant",
-    ".scale_weight",
-    ".scale_input",
-    ".pre_quant_scale",
-    ".weight_packed",
-    ".weight_global_scale",
+const QUANTISATION_SUFFIXES: [(&str, Beside); 21] = [
+    (".weight_scale", Beside::WeightScale),
+    (".weight_scale_2", Beside::TensorScale),
+    (".input_scale", Beside::InputScale),
+    (".comfy_quant", Beside::Settings),
+    // Files with a marker for FP8 spell the scales like this.
+    (".scale_weight", Beside::WeightScale),
+    (".scale_input", Beside::InputScale),
+    (".pre_quant_scale", Beside::Unsupported),
+    (".weight_packed", Beside::Unsupported),
+    (".weight_global_scale", Beside::Unsupported),
+    (".weight_scale_inv", Beside::Unsupported),
     // bitsandbytes
-    ".weight.absmax",
-    ".weight.quant_map",
-    ".weight.nested_absmax",
-    ".weight.nested_quant_map",
-    ".weight.quant_state.bitsandbytes__nf4",
-    ".weight.quant_state.bitsandbytes__fp4",
-    ".SCB",
+    (".weight.absmax", Beside::Unsupported),
+    (".weight.quant_map", Beside::Unsupported),
+    (".weight.nested_absmax", Beside::Unsupported),
+    (".weight.nested_quant_map", Beside::Unsupported),
+    (".weight.quant_state.bitsandbytes__nf4", Beside::Unsupported),
+    (".weight.quant_state.bitsandbytes__fp4", Beside::Unsupported),
+    (".SCB", Beside::Unsupported),
     // AWQ and GPTQ
-    ".qweight",
-    ".qzeros",
-    ".scales",
-    ".g_idx",
+    (".qweight", Beside::Unsupported),
+    (".qzeros", Beside::Unsupported),
+    (".scales", Beside::Unsupported),
+    (".g_idx", Beside::Unsupported),
 ];
 
-/// Names of quantisation formats, by the suffix of a tensor that only they store beside a layer; more specific ones come first.
-pub const QUANTISERS: [(&str, &str); 7] = [
+/// Names of quantisation formats that are not supported, by the suffix of a tensor that only they store beside a layer; more
+/// specific ones come first.
+pub const UNSUPPORTED_QUANTISERS: [(&str, &str); 11] = [
     (".weight.quant_state.bitsandbytes__nf4", "NF4 (bitsandbytes)"),
     (".weight.quant_state.bitsandbytes__fp4", "FP4 (bitsandbytes)"),
     (".weight.quant_map", "4-bit (bitsandbytes)"),
@@ -147,6 +167,10 @@ pub const QUANTISERS: [(&str, &str); 7] = [
     (".SCB", "INT8 (bitsandbytes)"),
     (".g_idx", "GPTQ"),
     (".qweight", "AWQ or GPTQ"),
+    (".weight_packed", "compressed-tensors"),
+    (".weight_global_scale", "compressed-tensors"),
+    (".weight_scale_inv", "FP8 with scales of square blocks"),
+    (".pre_quant_scale", "smoothed by AWQ (pre_quant_scale)"),
 ];
 
 /// Marks of adapters (LoRA and its relatives) in the names of their tensors, as the trainers spell them.
@@ -168,33 +192,44 @@ const ADAPTER_MARKS: [&str; 15] = [
     ".oft_",
 ];
 
-/// The tensor holding a layer's quantisation settings as JSON.
-pub const QUANTISATION_TENSOR: &str = "comfy_quant";
 /// The metadata entry holding the quantisation settings of all layers as JSON.
 pub const QUANTISATION_METADATA: &str = "_quantization_metadata";
-/// The tensor that marks a whole file as 8-bit.
-const QUANTISATION_MARKER: &str = "scaled_fp8";
+/// The metadata entry that only ModelOpt writes.
+pub const MODELOPT_METADATA: &str = "quantization_config";
+/// The tensor that marks a whole file as FP8.
+const FP8_MARKER: &str = "scaled_fp8";
 
 /// True for tensors of an adapter, such as LoRA, which modifies a model but is not one.
 pub fn is_adapter(name: &str) -> bool {
     ADAPTER_MARKS.iter().any(|mark| name.contains(mark))
 }
 
+/// The prefix of a name, the rest, and the part that the prefix stands for. Without a prefix a name may be any part's.
+fn split_prefix(name: &str) -> (&'static str, &str, Option<Part>) {
+    let found = PREFIXES.iter().find_map(|(prefix, owner)| Some((*prefix, name.strip_prefix(prefix)?, Some(*owner))));
+    found.unwrap_or(("", name, None))
+}
+
+/// A name without the prefix that a file may put in front of it.
+pub fn without_prefix(name: &str) -> &str {
+    split_prefix(name).1
+}
+
 /// Determines the meaning of the tensor `name` of a file for `part`.
 pub fn resolve(part: Part, name: &str) -> Place {
-    let (prefix, bare) = match PREFIXES.iter().find(|(prefix, _)| name.starts_with(prefix)) {
-        Some((prefix, owner)) if *owner == part => (*prefix, &name[prefix.len()..]),
-        Some(_) => return Place::OtherPart,
-        None => ("", name),
-    };
-    if bare == QUANTISATION_MARKER {
-        return Place::Quantisation(String::new());
-    }
-    if let Some(layer) = QUANTISATION_SUFFIXES.iter().find_map(|suffix| bare.strip_suffix(suffix)) {
-        return Place::Quantisation(format!("{prefix}{layer}"));
+    let (prefix, bare, owner) = split_prefix(name);
+    if owner.is_some_and(|owner| owner != part) {
+        return Place::OtherPart;
     }
     if is_unused(part, bare) {
         return Place::Unused;
+    }
+    if bare == FP8_MARKER {
+        return Place::Fp8Marker;
+    }
+    let layer = QUANTISATION_SUFFIXES.iter().find_map(|(suffix, kind)| Some((bare.strip_suffix(suffix)?, kind)));
+    if let Some((layer, kind)) = layer {
+        return Place::Quantisation(format!("{prefix}{layer}"), *kind);
     }
     // Some files call the learned scale of a query or key norm its weight.
     let renamed = match bare.strip_suffix("_norm.weight") {
@@ -335,16 +370,22 @@ mod tests {
 
     #[test]
     fn other_tensors_are_classified() {
-        let quantised = |layer: &str| Place::Quantisation(layer.into());
+        let beside = |layer: &str, kind| Place::Quantisation(layer.into(), kind);
         for (part, name, place) in [
             (Part::TextEncoder, "lm_head.weight", Place::Unused),
             (Part::TextEncoder, "model.norm.weight", Place::Unused),
             (Part::Vae, "bn.num_batches_tracked", Place::Unused),
             (Part::Vae, "model.diffusion_model.img_in.weight", Place::OtherPart),
             (Part::Transformer, "vae.decoder.conv_in.weight", Place::OtherPart),
-            (Part::Transformer, "img_in.weight_scale_2", quantised("img_in")),
-            (Part::Transformer, "net.img_in.comfy_quant", quantised("net.img_in")),
-            (Part::Transformer, "scaled_fp8", quantised("")),
+            (Part::TextEncoder, "lm_head.weight_scale", Place::Unused),
+            (Part::Transformer, "img_in.weight_scale", beside("img_in", Beside::WeightScale)),
+            (Part::Transformer, "img_in.weight_scale_2", beside("img_in", Beside::TensorScale)),
+            (Part::Transformer, "img_in.scale_input", beside("img_in", Beside::InputScale)),
+            (Part::Transformer, "img_in.weight_packed", beside("img_in", Beside::Unsupported)),
+            (Part::Transformer, "net.img_in.comfy_quant", beside("net.img_in", Beside::Settings)),
+            (Part::TextEncoder, "net.img_in.comfy_quant", Place::OtherPart),
+            (Part::Transformer, "scaled_fp8", Place::Fp8Marker),
+            (Part::Transformer, "model.diffusion_model.scaled_fp8", Place::Fp8Marker),
             (Part::Transformer, "double_blocks.0.img_mod.lin.weight", Place::Unknown),
             (Part::Transformer, "double_blocks.00.img_mlp.0.weight", Place::Unknown),
             (Part::Transformer, "double_blocks.99999.img_mlp.0.weight", Place::Unknown),

@@ -4,6 +4,7 @@
 mod engine;
 mod estimate;
 mod fit;
+mod formats;
 mod inputs;
 mod job;
 mod open;
@@ -11,5 +12,6 @@ mod weights;
 
 pub use engine::Engine;
 pub use estimate::{Estimate, estimate};
+pub use formats::{Expansion, Formats, KindFormat, LayerKind};
 pub use job::{GeneratedImage, Job, LoadOptions, Noise, ReferenceInput};
 pub use open::{Configs, OpenModel};

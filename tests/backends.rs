@@ -11,7 +11,7 @@ use kiln::config::{HEAD_DIM, TextConfig, Variant};
 use kiln::error::{Error, Result};
 use kiln::pipeline::{Job, LoadOptions};
 use kiln::sequence::Pixels;
-use kiln::tensor::Precision;
+use kiln::tensor::{Arena, DType, Precision, Region, Scale, Stored, Tensor};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -107,6 +107,74 @@ fn lockstep_names_the_op_of_a_planted_fault() {
         }
     }
     assert!(kinds.len() >= 14, "only {kinds:?} were tried");
+}
+
+/// Adds to a byte of the elements (0) or of the block scales (1) of a tensor.
+fn add_to_byte(cpu: &mut Cpu, t: Tensor, view: usize, at: usize, steps: u8) -> Result<()> {
+    let view = t.as_bytes().nth(view).unwrap();
+    let mut bytes = vec![0; view.len()];
+    cpu.read_bytes(view, &mut bytes)?;
+    bytes[at] += steps;
+    cpu.write(view, &bytes.iter().map(|&byte| f32::from(byte)).collect::<Vec<_>>())
+}
+
+/// Two correct backends may round a value to two codes. More than that is found, even in one element among many, and what passes
+/// becomes equal to the byte, because decoded values would not always be encoded the same again.
+#[test]
+fn lockstep_compares_quantised_results_by_element() {
+    let (rows, cols) = (130, 192);
+    let (mut arena, scale) = (Arena::new(Region::Arena), |value| Scale::new(value).unwrap());
+    let [fp8, nvfp4] =
+        [Stored::fp8(scale(0.0123)), Stored::nvfp4(scale(0.0011))].map(|f| arena.alloc_stored(rows, cols, f).unwrap());
+    let [x, y, gain] = [rows, rows, 1].map(|rows| arena.alloc(rows, cols, DType::F32).unwrap());
+    let values: Vec<f32> = (0..rows * cols).map(|i| (i as f32 * 0.37).sin() + (i as f32 * 0.011).cos()).collect();
+    // The tested backend changes the first result. The second op is there to see what has become of it.
+    let run = |out: Tensor, fault: Option<(usize, usize, u8)>| {
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let tested = Wrapped::after_op(cpu(), {
+            let seen = seen.clone();
+            move |index, _, cpu| {
+                if let (0, Some((view, at, steps))) = (index, fault) {
+                    add_to_byte(cpu, out, view, at, steps)?;
+                }
+                for view in out.as_bytes().filter(|_| index == 1) {
+                    let mut bytes = vec![0; view.len()];
+                    cpu.read_bytes(view, &mut bytes)?;
+                    seen.lock().unwrap().push(bytes);
+                }
+                Ok(())
+            }
+        });
+        let mut both = Lockstep::new(cpu(), tested);
+        both.reserve(arena.peak()).unwrap();
+        both.write(x, &values).unwrap();
+        both.write(gain, &vec![1.0; cols]).unwrap();
+        both.run(Op::RmsNorm { out, x, weight: gain, eps: 1e-6 })?;
+        both.run(Op::Copy { out: y, x })?;
+        let trusted = out.as_bytes().map(|view| {
+            let mut bytes = vec![0; view.len()];
+            both.read_bytes(view, &mut bytes).map(|()| bytes)
+        });
+        assert!(trusted.collect::<Result<Vec<_>>>()? == *seen.lock().unwrap(), "{out:?} {fault:?}: not the same bytes");
+        Ok(())
+    };
+    for (out, fault, found) in [
+        (fp8, None, false),
+        (nvfp4, None, false),
+        (fp8, Some((0, 777, 1)), false),
+        (nvfp4, Some((0, 777, 1)), false),
+        (nvfp4, Some((1, 777, 1)), false),
+        (fp8, Some((0, 777, 4)), true),
+        (nvfp4, Some((0, 777, 4)), true),
+        // Twice the scale.
+        (nvfp4, Some((1, 777, 8)), true),
+    ] {
+        match run(out, fault) {
+            Ok(()) => assert!(!found, "{out:?} {fault:?} was not found"),
+            Err(Error::Lockstep { index: 0, op: "rms_norm", .. }) => assert!(found, "{out:?} {fault:?}"),
+            Err(other) => panic!("{out:?} {fault:?}: {other}"),
+        }
+    }
 }
 
 #[test]

@@ -240,8 +240,8 @@ fn guidance_belongs_to_base_models() {
     let base = sandbox.quick(&["x", "--variant", "base", "--guidance", "3.5", "--seed", "1", "-o", "base.png", "--json", "-v"]);
     assert_eq!((&base.json()[0]["guidance"], &base.json()[0]["variant"]), (&Value::from(3.5), &Value::from("base")));
     assert_eq!(Png::read(&sandbox.path("base.png")).text["guidance"], "3.5");
-    for detail in ["variant base, guidance 3.5, precision f32", "backend cpu, ", "noise-kind torch-cuda, noise-sms 132", "TFLOP"]
-    {
+    let noise = "noise-kind torch-cuda, noise-sms 132";
+    for detail in ["variant base, guidance 3.5, precision f32", "backend cpu, ", noise, "\nformats all bf16\n", "TFLOP"] {
         assert!(base.stderr.contains(detail), "{}", base.stderr);
     }
     assert!(!base.stderr.contains("warning"), "{}", base.stderr);
@@ -297,7 +297,10 @@ fn the_files_in_use_are_listed() {
     // `kiln doctor` opens the files, names the model, and reports what is wrong.
     let doctor = |args: &[&str]| sandbox.run([&["doctor"], args].concat()).good().text().to_owned();
     let indented: Vec<String> = lines.iter().map(|line| format!("          {line}\n")).collect();
-    let found = format!("model     FLUX.2 [klein] tiny (distilled), distilled, model\n{}", indented.concat());
+    let found = format!(
+        "model     FLUX.2 [klein] tiny (distilled), distilled, model\n{}formats   all bf16 on the CPU\n",
+        indented.concat()
+    );
     assert!(doctor(&["--model", "model"]).contains(&found), "{}", doctor(&["--model", "model"]));
     fs::write(sandbox.path("model/vae/diffusion_pytorch_model.safetensors"), "no weights at all").unwrap();
     let text = doctor(&["--model", "model"]);
@@ -352,6 +355,30 @@ fn a_plan_is_about_the_files_and_flags_that_are_given() {
     assert!(wide > 2 * narrow - narrow / 50 && wide <= 2 * narrow, "{wide} {narrow}");
     assert_eq!(weights(&["--model", "single"]), weights(&["--model", "half"]));
 
+    // Formats are named by kind of layer, as the files store them and as a GPU holds them.
+    for (args, line, names) in [
+        ("--model half", "bf16", ["bf16"; 3]),
+        ("--model half --precision f32", "bf16", ["bf16", "bf16", "f32"]),
+        ("--model single", "f32 rounded to bf16", ["f32", "bf16", "bf16"]),
+        ("--model single --precision f32", "f32", ["f32"; 3]),
+        ("--klein 4b", "bf16", ["bf16"; 3]),
+    ] {
+        let args: Vec<&str> = args.split(' ').collect();
+        let text = plan(&args).text().to_owned();
+        assert!(text.contains(&format!("\nformats              all {line}\n")), "{text}");
+        let json = plan(&[&args[..], &["--json"]].concat()).json().remove(0);
+        let formats = json["formats"].as_array().unwrap();
+        let kinds: Vec<&str> = formats.iter().map(|row| row["kind"].as_str().unwrap()).collect();
+        assert_eq!((formats.len(), kinds[0], kinds[14]), (15, "double blocks qkv", "down"), "{json}");
+        let named = |row: &Value| [&row["stored"][0], &row["held"][0], &row["input"]].map(|v| v.as_str().unwrap().to_owned());
+        assert!(formats.iter().all(|row| named(row) == names), "{json}");
+        let held: u64 = formats.iter().map(|row| row["held_bytes"].as_u64().unwrap()).sum();
+        assert!(held < json["weight_bytes"].as_u64().unwrap(), "{json}");
+    }
+    // The token embeddings are counted apart, because they stay in host memory.
+    let table = plan(&["--klein", "4b"]).text().to_owned();
+    assert!(table.ends_with("\ntoken embeddings     0.72 GiB, in host memory\n"), "{table}");
+
     for (scale, passes) in [
         ("4", "guidance             4, two passes per step\n"),
         ("1", "guidance             1, one pass per step: only above 1 there is a second\n"),
@@ -386,6 +413,7 @@ fn refusals() {
     for (args, code, first, hint) in [
         ("x -o new.png --dump ./new.png", 2, "the picture and --dump would be the same file", "give one of them another name"),
         ("x --variant turbo", 2, "invalid value 'turbo' for '--variant <KIND>'", "-"),
+        ("x --nvfp4-layout turbo", 2, "invalid value 'turbo' for '--nvfp4-layout <ORDER>'", "-"),
         ("x --backend gpu", 2, "invalid value 'gpu' for '--backend <WHERE>'", "-"),
         ("x --device -1", 2, "invalid value '-1' for '--device <N>'", "-"),
         ("x --no-such-flag", 2, "unexpected argument '--no-such-flag' found", "-"),
@@ -450,7 +478,7 @@ fn help_teaches_every_flag() {
     for args in [&["--help"][..], &["generate", "--help"], &["help", "generate"]] {
         let run = sandbox.run(args).good();
         assert!(run.stderr.is_empty());
-        let flags = "prompt-file output model transformer vae text-encoder tokenizer variant width height steps guidance seed \
+        let flags = "prompt-file output model transformer vae text-encoder tokenizer variant nvfp4-layout width height steps guidance seed \
                      count noise-kind noise-sms noise-threads noise dump backend precision threads force quiet verbose json help";
         for flag in flags.split(' ') {
             assert!(run.text().contains(&format!("--{flag}")), "{args:?} does not mention --{flag}");

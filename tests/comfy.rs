@@ -1,11 +1,13 @@
 //! Split files as ComfyUI uses them: a diffusion model, a text encoder and a VAE, each in a file of its own, with several
 //! spellings of tensor names. The PNG is the same to the byte as that of the diffusers folder with the same weights.
 
+mod common;
 #[path = "common/sandbox.rs"]
 mod sandbox;
 
+use common::quantised::{Content, Form};
 use kiln::names::Layout;
-use kiln::tensor::DType;
+use kiln::tensor::{DType, Nvfp4Layout};
 use kiln::tiny;
 use sandbox::{QUICK, Sandbox};
 use serde_json::{Map, Value, json};
@@ -166,6 +168,43 @@ fn the_folder_of_models_is_a_model() {
         diffusion_models/flux-2-klein-9b.safetensors";
     let told = format!("error: no model found (models): {both}\n\nhint: pick one with --transformer\n");
     assert_eq!(run.stderr, told);
+}
+
+/// Generates an image in bf16, in which activations are quantised, and returns the PNG.
+fn generate_bf16(sandbox: &Sandbox, flags: &[&str]) -> Vec<u8> {
+    let size = ["x", "--seed", "5", "--width", "64", "--height", "64", "--steps", "1", "--precision", "bf16"];
+    sandbox.run(size.iter().chain(&["--force", "-o", "out.png", "--tokenizer", "tokenizer.json"]).chain(flags)).good();
+    fs::read(sandbox.path("out.png")).unwrap()
+}
+
+/// The folder of models with files as ComfyUI's users have them, quantised by layer, against the same weights in other files.
+#[test]
+fn quantised_split_files_generate_the_same_image() {
+    let files = Files::new();
+    let sandbox = prepared(&files);
+    let write = |name: &str, bytes: &[u8]| {
+        let path = sandbox.path(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, bytes).unwrap();
+    };
+    let (fp8, nvfp4, mixed) = (Content::of("fp8"), Content::of("nvfp4"), Content::of("fp8mixed"));
+    let prefixed = Form { prefix: "model.diffusion_model.", ..Form::COMFY };
+    write("models/diffusion_models/flux-2-klein-4b-fp8.safetensors", &fp8.file(prefixed));
+    write("models/text_encoders/qwen_3_8b_fp8mixed.safetensors", &mixed.file(Form::COMFY));
+    write("models/vae/flux2-vae.safetensors", &files.vae);
+    let right = generate_bf16(&sandbox, &["--model", "models"]);
+    write("fp8", &fp8.file(Form::BFL));
+    write("nvfp4", &nvfp4.file(Form::BFL));
+    write("nvfp4-low-first", &nvfp4.file(Form { nvfp4: Nvfp4Layout::MODELOPT_SINGLE, ..Form::BFL }));
+    write("mixed", &mixed.file(Form { prefix: "text_encoders.qwen3_8b.transformer.", ..Form::BFL }));
+    let with = |flags: &[&str]| generate_bf16(&sandbox, &[&["--model", "diffusers"], flags].concat());
+    assert!(with(&["--transformer", "fp8", "--text-encoder", "mixed"]) == right, "single files");
+    assert!(with(&["--transformer", "fp8"]) != right, "the format of the text encoder matters");
+
+    let right = with(&["--transformer", "nvfp4"]);
+    assert!(with(&["--transformer", "nvfp4-low-first"]) != right, "the order cannot be told");
+    let named = ["--transformer", "nvfp4-low-first", "--nvfp4-layout", "modelopt-single"];
+    assert!(with(&named) == right, "the order is named");
 }
 
 #[test]

@@ -7,9 +7,10 @@ mod cost;
 mod random;
 
 use cost::{peak_of, time_of};
-use kiln::checkpoint::Shard;
+use kiln::checkpoint::{Shard, Weights};
 use kiln::error::{Error, Result};
-use kiln::tensor::{ALIGN, Arena, Bytes, DType, Region};
+use kiln::part::Part;
+use kiln::tensor::{ALIGN, Arena, Bytes, DType, Region, Scale, Scales, Stored};
 use random::{Random, cases};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -91,6 +92,10 @@ fn near(random: &mut Random, power: usize) -> u64 {
 #[test]
 fn arena_offsets_equal_128_bit_arithmetic() {
     let refused = AtomicUsize::new(0);
+    let most = u128::from(u64::MAX);
+    let plain = [DType::F32, DType::Bf16, DType::F16].map(Stored::plain);
+    let rows = Stored { dtype: DType::E4m3, scales: Scales::Rows };
+    let formats = [&plain[..], &[Stored::fp8(Scale::ONE), rows, Stored::nvfp4(Scale::ONE)]].concat();
     cases("allocations", 100_000, 1_000_000, |random| {
         let mut arena = Arena::new(Region::Arena);
         let (mut top, mut peak) = (0u128, 0u128);
@@ -99,17 +104,33 @@ fn arena_offsets_equal_128_bit_arithmetic() {
                 let power = random.below(40);
                 near(random, power) as usize
             });
-            let dtype = [DType::F32, DType::Bf16, DType::F16, DType::E4m3, DType::E2m1][random.below(5)];
-            let end = top + (rows as u128 * cols as u128 * dtype.bits() as u128).div_ceil(8);
-            let end = end.next_multiple_of(u128::from(ALIGN));
-            match arena.alloc(rows, cols, dtype) {
+            let format = formats[random.below(formats.len())];
+            // NVFP4 has whole blocks.
+            let cols = if format.dtype == DType::E2m1 { 16 * cols } else { cols };
+            let bits = rows as u128 * cols as u128 * format.dtype.bits() as u128;
+            let scales = match format.scales {
+                Scales::Unscaled | Scales::Tensor(_) => 0,
+                Scales::Rows => 4 * rows as u128,
+                Scales::Blocks16(_) => 512 * rows.div_ceil(128) as u128 * cols.div_ceil(64) as u128,
+            };
+            // Elements and scales are allocated one after the other. Bits are counted in 64 bits as well.
+            let ends = [bits.div_ceil(8), scales].map(|bytes| {
+                let end = (top + bytes).next_multiple_of(u128::from(ALIGN));
+                let fits = bits <= most && end <= most;
+                (top, peak) = if fits { (end, peak.max(end)) } else { (top, peak) };
+                fits
+            });
+            match arena.alloc_stored(rows, cols, format) {
                 Ok(tensor) => {
-                    assert_eq!((u128::from(tensor.offset), tensor.rows, tensor.cols), (top, rows, cols));
-                    assert!(end <= u128::from(u64::MAX), "{end}");
-                    (top, peak) = (end, peak.max(end));
+                    assert_eq!(
+                        (u128::from(tensor.extent().end - tensor.offset), tensor.rows, tensor.cols),
+                        (bits.div_ceil(8), rows, cols)
+                    );
+                    assert_eq!(u128::from(tensor.scale_extent().end - tensor.scale_extent().start), scales);
+                    assert!(ends == [true; 2], "{ends:?}");
                 }
                 Err(error) => {
-                    assert!(matches!(error, Error::Memory { .. }) && end > u128::from(u64::MAX), "{error} {end}");
+                    assert!(matches!(error, Error::Memory { .. }) && ends != [true; 2], "{error} {ends:?}");
                     refused.fetch_add(1, Ordering::Relaxed);
                 }
             }
@@ -146,6 +167,35 @@ fn the_largest_headers_are_cheap() {
     ] {
         let bytes = Bytes::new(Arc::new(header));
         let parse = || Shard::from_bytes("x.safetensors", bytes.clone());
+        let (result, peak) = peak_of(parse);
+        let time = time_of(|| drop(parse()));
+        println!("{what}: {:.1} ms, {:.1} MiB", time.as_secs_f64() * 1e3, peak as f64 / f64::from(1 << 20));
+        assert_eq!(result.is_ok(), accepted, "{what}: {result:?}");
+        assert!(peak <= 32 << 20, "{what}: {peak} bytes");
+        assert!(time <= Duration::from_millis(50), "{what}: {time:?}");
+    }
+}
+
+#[test]
+fn the_largest_declarations_of_layers_are_cheap() {
+    let declare = |layers: &str| {
+        let text = format!(r#"{{"layers": {{{layers}}}}}"#);
+        largest(&format!(r#""__metadata__":{{"_quantization_metadata":{text:?}}}"#))
+    };
+    let layers = |count: usize, length: usize, settings: &str| {
+        let list: Vec<String> = (0..count).map(|i| format!(r#""{i:0length$}": {settings}"#)).collect();
+        list.join(",")
+    };
+    let deep = "[".repeat(3_000_000);
+    for (what, header, accepted) in [
+        ("many layers", declare(&layers(4096, 500, r#"{"format":"nvfp4"}"#)), true),
+        ("too many layers", declare(&layers(200_000, 1, "{}")), false),
+        ("a long format", declare(&format!(r#""a": {{"format": "{}"}}"#, "x".repeat(4_000_000))), false),
+        ("other settings", declare(&format!(r#""a": {{"format": "nvfp4", "x": [{}1]}}"#, "1,".repeat(1_900_000))), true),
+        ("deep settings", declare(&format!(r#""a": {{"x": {deep}}}"#)), false),
+    ] {
+        let shard = open(header).unwrap();
+        let parse = || Weights::from_shards(Part::Transformer, vec![shard.clone()]);
         let (result, peak) = peak_of(parse);
         let time = time_of(|| drop(parse()));
         println!("{what}: {:.1} ms, {:.1} MiB", time.as_secs_f64() * 1e3, peak as f64 / f64::from(1 << 20));

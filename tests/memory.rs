@@ -6,13 +6,14 @@
 
 mod common;
 
+use common::quantised::{self, Content, Form, SHORT};
 use common::{cpu, engine_on, small_job};
 use kiln::backend::GemmFormats;
 use kiln::config::Variant;
 use kiln::locate::Found;
 use kiln::names::Layout;
 use kiln::noise::NoiseKind;
-use kiln::part::PerPart;
+use kiln::part::{Part, PerPart};
 use kiln::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel};
 use kiln::progress::Silent;
 use kiln::sequence::Pixels;
@@ -89,22 +90,49 @@ fn peak_resident() -> usize {
     line.trim().trim_end_matches(" kB").parse::<usize>().unwrap_or(0) * 1024
 }
 
-/// Weights that have to be converted are copied, and the plan counts these bytes: f32 files in a run of bf16.
-fn copies_are_what_the_plan_says(job: &Job) {
+/// The tiny model from f32 files, which a run of bf16 has to convert.
+fn wide_model() -> OpenModel {
     let model = tiny::model(Layout::Diffusers, DType::F32).unwrap();
     let weights = PerPart::from_fn(|part| model.weights(part).unwrap());
     let tokenizer = Tokenizer::from_json(tiny::TOKENIZER, Path::new("tiny")).unwrap();
     let conventions = Found::Tiny.conventions().unwrap();
-    let model = OpenModel::check(weights, PerPart::default(), tokenizer, Variant::Distilled, conventions).unwrap();
+    OpenModel::check(weights, PerPart::default(), tokenizer, Variant::Distilled, conventions).unwrap()
+}
+
+/// The tiny model from a file with NVFP4 layers in one of their orders.
+fn nvfp4_model(form: Form) -> OpenModel {
+    let file = Content::of("nvfp4").with_names_of_diffusers().file(form);
+    quantised::model(quantised::weights(Part::Transformer, file), None, SHORT)
+}
+
+/// The bytes that a model takes beside its files after a run in bf16, and the bytes of weights that the plan says are copied.
+fn copied_and_planned(model: OpenModel, job: &Job) -> [usize; 2] {
     let options = LoadOptions { precision: Precision::Bf16, references: false, low_memory: false };
-    let want = model.estimate(options, GemmFormats::ALL, job).unwrap().copied_bytes as usize;
+    let planned = model.estimate(options, GemmFormats::ALL, job).unwrap().copied_bytes as usize;
     let before = OTHER.now.load(Ordering::Relaxed);
     let mut engine = Engine::load(Box::new(cpu()), model, options, &Silent).unwrap();
     engine.generate(job, &Silent, &mut |_| Ok(())).unwrap();
     let copied = OTHER.now.load(Ordering::Relaxed) - before;
-    println!("copied {copied} bytes, {want} planned");
+    println!("copied {copied} bytes, {planned} planned");
+    [copied, planned]
+}
+
+/// Weights that have to be converted are copied, and the plan counts these bytes.
+fn copies_are_what_the_plan_says(job: &Job) {
+    let [copied, planned] = copied_and_planned(wide_model(), job);
     // Threads keep the packing buffers of GEMMs.
-    assert!(want > 32 << 20 && copied >= want && copied - want < 8 << 20, "{copied} bytes, {want} planned");
+    assert!(planned > 32 << 20 && copied >= planned && copied - planned < 8 << 20, "{copied} bytes, {planned} planned");
+
+    // ModelOpt has elements and block scales in another order than tensors; ComfyUI has them in the same, so that only norms are
+    // copied.
+    let [less, norms] = copied_and_planned(nvfp4_model(Form::COMFY), job);
+    let [copied, planned] = copied_and_planned(nvfp4_model(Form::MODELOPT), job);
+    let (copied, planned) = (copied - less, planned - norms);
+    let (elements, scales) = Content::of("nvfp4").layers.iter().fold((0, 0), |(elements, scales), layer| {
+        (elements + layer.codes.len(), scales + layer.blocks.as_ref().map_or(0, Vec::len))
+    });
+    assert_eq!(planned, elements + scales, "the tiny model has whole tiles");
+    assert!(copied.abs_diff(planned) < scales / 4, "{copied} bytes, {planned} planned");
 }
 
 #[test]

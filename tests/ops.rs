@@ -3,14 +3,21 @@
 
 #[path = "common/ops/mod.rs"]
 mod ops;
+#[path = "common/wrapped.rs"]
+mod wrapped;
 
 use kiln::backend::cpu::Cpu;
-use kiln::backend::{Backend, Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, Op, Role, Sampling, Softmax};
+use kiln::backend::{
+    Backend, Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, Lockstep, LowRank, Modulated, Op, Projection,
+    Role, Rope, RopeStyle, Sampling, Softmax, Weight,
+};
 use kiln::error::Error;
-use kiln::tensor::{Arena, Bytes, DType, Region, Tensor, WeightPart};
+use kiln::tensor::{Arena, Bytes, DType, PartScaling, Region, Scale, Scales, Scaling, Stored, Tensor, WeightPart};
+use ops::formats::{Codes, pack, quantise};
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use wrapped::Wrapped;
 
 fn cpu(threads: usize) -> Cpu {
     Cpu::new(threads, Arc::new(AtomicBool::new(false))).unwrap()
@@ -24,6 +31,90 @@ fn every_op_matches_a_naive_loop() {
 #[test]
 fn every_op_matches_a_naive_loop_at_klein_widths() {
     ops::check_some(&mut cpu(0), is_klein);
+}
+
+#[test]
+fn every_quantised_operand_matches_a_naive_loop() {
+    ops::check(&mut cpu(0), ops::quantised::all().into_iter());
+}
+
+/// Exactly where the cases allow either code: values between two codes, with their neighbours, and the ends of the range.
+#[test]
+fn ties_go_to_the_even_code() {
+    let codes = Codes::of(DType::E4m3);
+    let magnitudes: Vec<f32> = (0..0x7f).map(|code| codes.decode(code) as f32).collect();
+    let middles = magnitudes.windows(2).map(|pair| (pair[0] + pair[1]) / 2.0);
+    let mut values: Vec<f32> = middles.flat_map(|v| [v, v.next_up(), v.next_down()]).chain(magnitudes.iter().copied()).collect();
+    values.extend([448.0, 464.0, 465.0, 1e9, f32::MIN_POSITIVE]);
+    // A block whose scale is one, and one whose scale is that of zeros.
+    let block = [6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 0.0, 0.26, 0.74, 1.26, 1.74, 2.4, 3.6, 4.9];
+    let blocks: Vec<f32> = [block, block.map(|v: f32| -v), [0.0; 16]].concat();
+    values.extend(values.clone().iter().map(|v| -v));
+    for (format, values) in [(Stored::fp8(Scale::ONE), values), (Stored::nvfp4(Scale::ONE), blocks)] {
+        let (mut cpu, mut arena) = (cpu(1), Arena::new(Region::Arena));
+        let t = arena.alloc_stored(1, values.len(), format).unwrap();
+        cpu.reserve(arena.peak()).unwrap();
+        cpu.write(t, &values).unwrap();
+        let want = quantise(values.iter().copied().map(f64::from), format);
+        let bytes = t.as_bytes().next().unwrap();
+        let mut got = vec![0; bytes.len()];
+        cpu.read_bytes(bytes, &mut got).unwrap();
+        let want = if t.dtype == DType::E2m1 { pack(&want.codes, true) } else { want.codes };
+        assert_eq!(got, want, "{format:?}");
+    }
+}
+
+/// Two backends that agree pass every comparison by element.
+#[test]
+fn lockstep_is_clean_on_quantised_operands() {
+    let mut both = Lockstep::new(cpu(1), cpu(2));
+    let (mut weights, cases) = (ops::Weights::default(), ops::quantised::all());
+    for case in &cases {
+        ops::run(&mut both, &mut weights, case, false, &mut Vec::new());
+    }
+    assert_eq!(both.ops(), cases.len());
+}
+
+/// The control of the quantised cases: one code that is one step off, one scale, or one byte beside the result is a fault.
+#[test]
+fn a_wrong_code_is_found() {
+    /// Changes the last bit of the byte at a place of the elements (0) or of the block scales (1).
+    fn change(cpu: &mut Cpu, out: Tensor, view: usize, place: u64) {
+        let view = out.as_bytes().nth(view).unwrap();
+        let byte = Tensor { offset: view.offset + place, rows: 1, cols: 1, ..view };
+        let mut value = [0];
+        cpu.read_bytes(byte, &mut value).unwrap();
+        cpu.write(byte, &[f32::from(value[0] ^ 1)]).unwrap();
+    }
+    let faults = |name: &str, place: Option<(usize, u64)>| {
+        let case = ops::quantised::all().into_iter().find(|case| case.name == name).expect(name);
+        let mut cpu = Wrapped::after_op(cpu(1), move |_, op, cpu| {
+            if let (Op::RmsNorm { out, .. }, Some((view, place))) = (op, place) {
+                change(cpu, out, view, place);
+            }
+            Ok(())
+        });
+        let mut faults = Vec::new();
+        ops::run(&mut cpu, &mut ops::Weights::default(), &case, true, &mut faults);
+        faults
+    };
+    // A row of seven blocks: the eighth scale of the second tile is padding.
+    let [e4m3, strided, nvfp4] =
+        ["e4m3 f32 whole", "e4m3 f32 slice", "nvfp4 f32 whole"].map(|rest| format!("rms_norm 7 rows of 112 into {rest}"));
+    let found: &[(&str, (usize, u64), &str)] = &[
+        (&e4m3, (0, 0), "[0, 0] of [7, 112] has the code"),
+        (&e4m3, (0, 783), "[6, 111] of [7, 112] has the code"),
+        (&strided, (0, 112), "is no result"),
+        (&nvfp4, (0, 5), "[0, 11] of [7, 112] has the code"),
+        (&nvfp4, (1, 16 + 512 + 1), "the block at [1, 80] of [7, 112] has the scale"),
+        (&nvfp4, (1, 512 + 3), "is no result"),
+        (&nvfp4, (1, 16 * 7), "is no result"),
+    ];
+    for (name, place, want) in found {
+        assert_eq!(faults(name, None), [""; 0]);
+        let faults = faults(name, Some(*place));
+        assert!(faults.iter().any(|fault| fault.contains(want)), "{name} {place:?}: {faults:?}");
+    }
 }
 
 fn is_klein(name: &str) -> bool {
@@ -60,7 +151,8 @@ fn the_small_cases_name_every_op() {
 fn results_do_not_depend_on_the_number_of_threads() {
     let mut machines = [1, 2, 3].map(|threads| (cpu(threads), ops::Weights::default()));
     // The cases at klein widths take long and are partitioned in the same way.
-    for case in ops::cases::all().into_iter().filter(|case| !is_klein(&case.name)) {
+    let plain = ops::cases::all().into_iter().filter(|case| !is_klein(&case.name));
+    for case in plain.chain(ops::quantised::all()) {
         let [one, two, three] = machines.each_mut().map(|(cpu, weights)| {
             let results = ops::run(cpu, weights, &case, false, &mut Vec::new());
             results.into_iter().flatten().map(f32::to_bits).collect::<Vec<_>>()
@@ -158,6 +250,197 @@ fn mismatched_operands_are_rejected() {
     }
 }
 
+/// The rules of quantised operands: an op that keeps them all passes, and each of its mistakes breaks one.
+#[test]
+fn quantised_operands_keep_their_rules() {
+    let (mut arena, mut weights) = (Arena::new(Region::Arena), Arena::new(Region::Weights));
+    let scale = |value| Scale::new(value).unwrap();
+    let (fp8, nvfp4) = (Stored::fp8(scale(0.5)), Stored::nvfp4(scale(0.25)));
+    let mut place = |rows, cols, format| arena.alloc_stored(rows, cols, format).unwrap();
+    let (x, x8, x4) = (place(4, 64, Stored::plain(DType::Bf16)), place(4, 64, fp8), place(4, 64, nvfp4));
+    let [out, into, shift, gate] = [4, 4, 1, 1].map(|rows| place(rows, 64, Stored::plain(DType::Bf16)));
+    let [result8, row8, latents8] = [4, 1, 4].map(|rows| place(rows, 64, fp8));
+    let (result4, angles) = (place(4, 64, nvfp4), place(4, 32, Stored::plain(DType::F32)));
+    let (half5, rows8) =
+        (Stored { dtype: DType::E5m2, scales: Scales::Unscaled }, Stored { dtype: DType::E4m3, scales: Scales::Rows });
+    let (half5, rows8) = (place(4, 64, half5), place(4, 64, rows8));
+    let (wide4, head4) = (place(4, 128, nvfp4), place(4, 32, nvfp4));
+    let mut place = |rows, cols, format| weights.alloc_stored(rows, cols, format).unwrap();
+    let (w8, w4, wide) = (place(64, 64, fp8), place(64, 64, nvfp4), place(64, 128, fp8));
+    let (gain, norm8) = (place(1, 64, Stored::plain(DType::F32)), place(1, 64, fp8));
+    let [down, up] = [(3, 64), (64, 3)].map(|(rows, cols)| place(rows, cols, Stored::plain(DType::Bf16)));
+    let (down8, up8) = (place(3, 64, fp8), place(64, 3, fp8));
+
+    let layer = |weight, input| Linear { input, ..Linear::new(weight, None) };
+    let plain = Stored::plain(DType::Bf16);
+    let (w8a8, w8a16, w4a4) = (layer(w8, fp8), layer(w8, plain), layer(w4, nvfp4));
+    let low_rank = |down, up| Linear { low_rank: Some(LowRank { down, up }), ..w8a8 };
+    let (good, short, long) = (low_rank(down, up), low_rank(down.cols(0..63), up), low_rank(down, up.rows(0..63)));
+    let (ranks, quantised) = (low_rank(down, up.cols(0..2)), [low_rank(down8, up), low_rank(down, up8)]);
+    let other_scale = layer(w8, Stored::fp8(scale(0.75)));
+    let halves = Linear { weight: Weight::stack(&[w8.rows(0..32), w8.rows(32..64)]).unwrap(), ..w8a8 };
+    assert!(Weight::stack(&[w8, wide]).is_none(), "parts of different widths");
+    assert!(Weight::stack(&[w8; 5]).is_none() && Weight::stack(&[]).is_none(), "too many parts, or none");
+
+    let unscaled = Tensor { scaling: Scaling::Unscaled, ..x4 };
+    let scaled = Tensor { scaling: Scaling::Tensor(scale(0.5)), ..x };
+    let in_blocks = Tensor { scaling: x4.scaling, ..x8 };
+    let narrow = |t: Tensor| t.cols(0..40);
+    let gemm = |out, x, w| [Gemm { out, x, w }];
+    let kv = [KvSegment { k: x, v: x }];
+    let (results, whole, whole4) = ([result8.rows(0..1), result4.rows(0..3)], [out], [result4]);
+    let softmax = Softmax::Base2 { bound: 1.0 };
+    let attention = |out, q, causal, softmax| Op::Attention { out, q, kv: &kv, head_dim: 32, causal, softmax };
+    let heads = |q_scale, k_scale| Projection {
+        x: x8,
+        w: &w8a8,
+        norm: None,
+        q_scale,
+        k_scale,
+        rope: Rope { table: angles, style: RopeStyle::HalfSplit },
+        q: None,
+        k: out.cols(0..32),
+        v: out.cols(32..64),
+        mlp: None,
+    };
+    let gated = |into, gate| [GatedGemm { into, x: x8, w: &w8a8, gate: Some(gate) }];
+    let modulated = |out, shift| [Modulated { out, x, shift, scale: gate }];
+    let both = |first, second| [first, second].map(|out| Modulated { out, x, shift, scale: gate });
+    // The same elements with block scales at another place.
+    let scales_at = |t: Tensor, place| Tensor { scaling: Scaling::Blocks16 { scales: place, tensor: scale(0.25) }, ..t };
+    let [scales, own] = [x4, result4].map(|t| t.scale_extent().start);
+    let segments = [(x4, x), (x, x4)].map(|(k, v)| [KvSegment { k, v }]);
+    let over = |kv| Op::Attention { out: &whole, q: x, kv, head_dim: 32, causal: false, softmax };
+    let small = Op::Attention { out: &whole4, q: x, kv: &kv, head_dim: 8, causal: false, softmax };
+    let narrow_rope = Rope { table: angles.cols(0..16), style: RopeStyle::HalfSplit };
+    let queries4 = Projection { q: Some(head4), k: out.cols(0..16), v: out.cols(16..32), rope: narrow_rope, ..heads(0.5, 0.5) };
+    let (keys4, values4) = (Projection { k: head4, ..heads(0.5, 0.5) }, Projection { v: head4, ..heads(0.5, 0.5) });
+    let norm = |out, weight| Op::RmsNorm { out, x, weight, eps: 0.0 };
+
+    let accepted: &[(&str, Op<'_>)] = &[
+        ("W8A8", Op::Linear(&gemm(out, x8, &w8a8))),
+        ("W8A16", Op::Linear(&gemm(out, x, &w8a16))),
+        ("W4A4", Op::Linear(&gemm(out, x4, &w4a4))),
+        ("two parts", Op::Linear(&gemm(out, x8, &halves))),
+        ("low rank", Op::Linear(&gemm(out, x8, &good))),
+        ("a gate", Op::LinearGateResidual(&gated(into, gate))),
+        ("a norm into e4m3", norm(result8, gain)),
+        ("a norm into NVFP4", norm(result4, gain)),
+        ("a modulation into e4m3", Op::LayerNormModulate { streams: &modulated(result8, shift), eps: 0.0 }),
+        (
+            "halves of one NVFP4 tensor",
+            Op::LayerNormModulate { streams: &both(wide4.cols(0..64), wide4.cols(64..128)), eps: 0.0 },
+        ),
+        ("attention into two formats", attention(&results, x, false, softmax)),
+        ("attention into NVFP4", attention(&whole4, x, false, softmax)),
+        ("heads", Op::Qkv(&[heads(0.5, 0.5)])),
+    ];
+    for (what, op) in accepted {
+        op.check().unwrap_or_else(|error| panic!("{what}: {error}"));
+    }
+    let refused: &[(&str, &str, Op<'_>)] = &[
+        ("e4m3 copied", "quantised values", Op::Copy { out, x: x8 }),
+        ("a copy into e4m3", "quantised values", Op::Copy { out: result8, x }),
+        ("e4m3 activated", "quantised values", Op::Silu { out, x: x8 }),
+        ("a norm of e4m3", "quantised values", Op::RmsNorm { out, x: x8, weight: gain, eps: 0.0 }),
+        ("a norm weight in e4m3", "shapes", norm(out, norm8)),
+        ("a modulation by e4m3", "quantised values", Op::LayerNormModulate { streams: &modulated(out, row8), eps: 0.0 }),
+        ("guidance into e4m3", "quantised values", Op::Guidance { out: result8, cond: x, uncond: x, scale: 1.0 }),
+        ("latents in e4m3", "shapes", Op::Euler { latents: latents8, velocity: x, dt: 1.0 }),
+        ("a linear layer into e4m3", "quantised values", Op::Linear(&gemm(result8, x8, &w8a8))),
+        ("a residual stream in e4m3", "quantised values", Op::LinearGateResidual(&gated(result8, gate))),
+        ("a gate in e4m3", "shapes", Op::LinearGateResidual(&gated(into, row8))),
+        ("NVFP4 without scales", "scales", norm(unscaled, gain)),
+        ("bf16 with a scale", "scales", norm(scaled, gain)),
+        ("e4m3 with blocks", "scales", norm(in_blocks, gain)),
+        ("activations in e5m2", "scales", norm(half5, gain)),
+        ("activations with scales of rows", "scales", norm(rows8, gain)),
+        ("part of a block", "scales", Op::RmsNorm { out: narrow(x4), x: narrow(x), weight: gain.cols(0..40), eps: 0.0 }),
+        ("rows that end inside of a block", "scales", norm(Tensor { stride: 72, ..x4 }, gain)),
+        ("another scale than that of the layer", "shapes", Op::Linear(&gemm(out, x8, &other_scale))),
+        ("plain inputs of a W8A8 layer", "shapes", Op::Linear(&gemm(out, x, &w8a8))),
+        ("e4m3 inputs of a W8A16 layer", "shapes", Op::Linear(&gemm(out, x8, &w8a16))),
+        ("e4m3 inputs of a W4A4 layer", "shapes", Op::Linear(&gemm(out, x8, &w4a4))),
+        ("low rank of another width", "shapes", Op::Linear(&gemm(out, x8, &short))),
+        ("low rank of another height", "shapes", Op::Linear(&gemm(out, x8, &long))),
+        ("two ranks", "shapes", Op::Linear(&gemm(out, x8, &ranks))),
+        ("a quantised first matrix of low rank", "shapes", Op::Linear(&gemm(out, x8, &quantised[0]))),
+        ("a quantised second matrix of low rank", "shapes", Op::Linear(&gemm(out, x8, &quantised[1]))),
+        ("scales over their own elements", "scales", norm(scales_at(result4, result4.offset), gain)),
+        ("scales over the end of their own elements", "scales", norm(scales_at(result4, result4.extent().end - 1), gain)),
+        ("scales over the input", "operands overlap", norm(scales_at(result4, x.offset), gain)),
+        (
+            "a result over the scales of the input",
+            "operands overlap",
+            Op::Linear(&gemm(Tensor { offset: scales, ..out }, x4, &w4a4)),
+        ),
+        (
+            "two results with the same scales",
+            "operands overlap",
+            Op::LayerNormModulate { streams: &both(result4, scales_at(x4, own)), eps: 0.0 },
+        ),
+        (
+            "scales over another result",
+            "operands overlap",
+            Op::LayerNormModulate { streams: &both(result4, scales_at(x4, result4.offset)), eps: 0.0 },
+        ),
+        ("queries in e2m1", "heads in e2m1", attention(&whole, x4, false, softmax)),
+        ("keys in e2m1", "heads in e2m1", over(&segments[0])),
+        ("values in e2m1", "heads in e2m1", over(&segments[1])),
+        ("projected queries in e2m1", "heads in e2m1", Op::Qkv(&[queries4])),
+        ("projected keys in e2m1", "heads in e2m1", Op::Qkv(&[keys4])),
+        ("projected values in e2m1", "heads in e2m1", Op::Qkv(&[values4])),
+        ("heads of half a block", "blocks across heads", small),
+        ("a mask over outputs", "a causal mask over several outputs", attention(&results, x, true, softmax)),
+        ("fewer rows than queries", "shapes", attention(&results[..1], x, false, softmax)),
+        ("no bound", "softmax", attention(&results, x, false, Softmax::Base2 { bound: f32::NAN })),
+        ("a negative bound", "softmax", attention(&results, x, false, Softmax::Base2 { bound: -1.0 })),
+        ("a softmax scale of zero", "softmax", attention(&results, x, false, Softmax::Natural { scale: 0.0 })),
+        ("a scale of queries of zero", "scales", Op::Qkv(&[heads(0.0, 0.5)])),
+        ("a negative scale of keys", "scales", Op::Qkv(&[heads(0.5, -0.5)])),
+        ("a scale of keys that is NaN", "scales", Op::Qkv(&[heads(0.5, f32::NAN)])),
+    ];
+    for (what, rule, op) in refused {
+        match op.check() {
+            Err(Error::Op { what: why, .. }) => assert!(why.starts_with(&format!("{rule} in ")), "{what}: {why}"),
+            other => panic!("{what}: {other:?}"),
+        }
+    }
+    assert!([0.0, -1.0, f32::NAN, f32::INFINITY].iter().all(|&value| Scale::new(value).is_none()), "scales are positive");
+}
+
+/// Memory that a view does not describe is an error on the CPU, and never a panic.
+#[test]
+fn views_that_do_not_fit_memory_are_rejected() {
+    let (mut cpu, mut arena, mut weights) = (cpu(1), Arena::new(Region::Arena), Arena::new(Region::Weights));
+    let by_rows = arena.alloc_stored(4, 16, Stored { dtype: DType::E4m3, scales: Scales::Rows }).unwrap();
+    let (out, to) = (matrix(&mut arena, 4, 8), matrix(&mut weights, 4, 8));
+    cpu.reserve(arena.peak()).unwrap();
+    // Only weights have scales of rows, and they are uploaded.
+    let written = cpu.write(by_rows, &[1.0; 64]);
+    assert!(matches!(written, Err(Error::Op { op: "write", .. })), "{written:?}");
+
+    // Two parts of two rows each, which lie apart.
+    let part = |first: u8| {
+        let bytes: Vec<u8> = (0..16).flat_map(|i| f32::from(first + i).to_le_bytes()).collect();
+        WeightPart::plain(Bytes::new(Arc::new(bytes)), DType::F32, 2)
+    };
+    cpu.upload(to, Role::Linear, &[part(0), part(16)]).unwrap();
+    let mut copied = |rows, cols| {
+        let [out, x] = [out, to].map(|t| Tensor { rows, cols, stride: cols, ..t });
+        let mut values = vec![0.0; rows * cols];
+        cpu.run(Op::Copy { out, x }).and_then(|()| cpu.read(out, &mut values)).map(|()| values)
+    };
+    let count: Vec<f32> = (0..32_u8).map(f32::from).collect();
+    for (rows, cols) in [(4, 8), (8, 4), (2, 16)] {
+        assert_eq!(copied(rows, cols).unwrap(), count, "{rows} rows of {cols}");
+    }
+    for (rows, cols) in [(2, 12), (3, 10), (1, 32)] {
+        let result = copied(rows, cols);
+        assert!(matches!(result, Err(Error::Op { .. })), "{rows} rows of {cols}: {result:?}");
+    }
+}
+
 #[test]
 fn mismatched_weights_are_rejected() {
     let mut cpu = cpu(1);
@@ -166,6 +449,36 @@ fn mismatched_weights_are_rejected() {
     let to = matrix(&mut arena, 4, 8);
     for bytes in [0, 96, 124, 130, 160] {
         assert!(matches!(cpu.upload(to, Role::Linear, &part(bytes)), Err(Error::Op { .. })), "{bytes} bytes");
+    }
+    ops::mistakes::check(&mut cpu);
+}
+
+/// Quantised weights are not converted: a tensor has the format of its only part.
+#[test]
+fn quantised_weights_keep_their_format() {
+    let (mut cpu, mut arena, scale) = (cpu(1), Arena::new(Region::Weights), |value| Scale::new(value).unwrap());
+    let bytes = |count: usize| Bytes::new(Arc::new(vec![0u8; count]));
+    let part = |rows, scaling| WeightPart { bytes: bytes(rows * 16), dtype: DType::E4m3, rows, scaling };
+    let mut place = |scales| arena.alloc_stored(4, 16, Stored { dtype: DType::E4m3, scales }).unwrap();
+    let (one, tensor, rows) = (place(Scales::Unscaled), place(Scales::Tensor(scale(0.5))), place(Scales::Rows));
+    let of_rows = || PartScaling::Rows(bytes(16));
+    let halves = || PartScaling::Tensor(scale(0.5));
+    for (to, parts) in
+        [(one, vec![part(4, PartScaling::Unscaled)]), (tensor, vec![part(4, halves())]), (rows, vec![part(4, of_rows())])]
+    {
+        cpu.upload(to, Role::Linear, &parts).unwrap();
+    }
+    let refused = [
+        ("another scale", tensor, vec![part(4, PartScaling::Tensor(scale(0.25)))]),
+        ("no scale", tensor, vec![part(4, PartScaling::Unscaled)]),
+        ("a scale too many", one, vec![part(4, halves())]),
+        ("scales of rows", tensor, vec![part(4, of_rows())]),
+        ("two parts with scales", rows, vec![part(2, PartScaling::Rows(bytes(8))), part(2, PartScaling::Rows(bytes(8)))]),
+        ("e5m2 as e4m3", one, vec![WeightPart { dtype: DType::E5m2, ..part(4, PartScaling::Unscaled) }]),
+        ("bf16 as e4m3", one, vec![WeightPart::plain(bytes(128), DType::Bf16, 4)]),
+    ];
+    for (what, to, parts) in refused {
+        assert!(matches!(cpu.upload(to, Role::Linear, &parts), Err(Error::Op { op: "upload", .. })), "{what}");
     }
 }
 

@@ -14,7 +14,7 @@ mod stand_in;
 
 use common::cases;
 use kiln::backend::cuda::{self, Choice, Cuda, Kernel};
-use kiln::backend::{Backend, Op, Role};
+use kiln::backend::{Backend, Op, Role, StepKey};
 use kiln::checkpoint::Weights;
 use kiln::config::{Conventions, Variant};
 use kiln::error::{Error, Result};
@@ -23,7 +23,7 @@ use kiln::names::Layout;
 use kiln::part::{Part, PerPart};
 use kiln::pipeline::{Engine, GeneratedImage, Job, LoadOptions, OpenModel};
 use kiln::progress::Silent;
-use kiln::tensor::{Arena, Bytes, DType, Precision, Region, WeightPart};
+use kiln::tensor::{Arena, Bytes, DType, Precision, Region, Tensor, WeightPart};
 use kiln::tiny::{self, TinyModel};
 use kiln::tokenizer::Tokenizer;
 use random::long;
@@ -261,6 +261,88 @@ fn a_run_ends_at_the_next_op_when_asked_to() {
     assert!(matches!(loading, Err(Error::Interrupted)), "{loading:?}");
     stop.store(false, Ordering::Relaxed);
     assert_eq!(generate(&mut engine, &job).unwrap().len(), 1);
+}
+
+/// The CUDA backend where it has no kernels: quantised weights and every op are expected to be refused.
+struct Refusing {
+    cuda: Cuda,
+    refused: usize,
+}
+
+impl Backend for Refusing {
+    fn name(&self) -> &'static str {
+        "refusing"
+    }
+
+    fn reserve_weights(&mut self, bytes: u64) -> Result<()> {
+        self.cuda.reserve_weights(bytes)
+    }
+
+    fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {
+        match self.cuda.upload(to, role, parts) {
+            Err(Error::Op { op: "upload", what }) if to.dtype.is_quantised() => {
+                assert!(what.contains("there are no kernels for"), "{what}");
+                Ok(())
+            }
+            other => {
+                assert!(!to.dtype.is_quantised(), "{to:?} was accepted");
+                other
+            }
+        }
+    }
+
+    fn reserve(&mut self, bytes: u64) -> Result<()> {
+        self.cuda.reserve(bytes)
+    }
+
+    fn write(&mut self, to: Tensor, values: &[f32]) -> Result<()> {
+        self.cuda.write(to, values)
+    }
+
+    fn read(&mut self, from: Tensor, to: &mut [f32]) -> Result<()> {
+        match self.cuda.read(from, to) {
+            Err(Error::Op { op: "read", .. }) if from.dtype.is_quantised() => Ok(()),
+            other => other,
+        }
+    }
+
+    fn read_bytes(&mut self, from: Tensor, to: &mut [u8]) -> Result<()> {
+        self.cuda.read_bytes(from, to)
+    }
+
+    fn run(&mut self, op: Op<'_>) -> Result<()> {
+        match self.cuda.run(op) {
+            Err(Error::Op { op: name, what }) => assert!(name == op.name() && what.ends_with("on the GPU"), "{name}: {what}"),
+            other => panic!("{op:?}: {other:?}"),
+        }
+        self.refused += 1;
+        Ok(())
+    }
+
+    fn step(&mut self, _key: StepKey, body: &mut dyn FnMut(&mut dyn Backend) -> Result<()>) -> Result<()> {
+        body(self)
+    }
+
+    fn synchronize(&mut self) -> Result<()> {
+        self.cuda.synchronize()
+    }
+}
+
+/// An op that there are no kernels for launches none.
+#[test]
+fn quantised_operands_are_refused() {
+    let driver = StandIn::new(PLENTY);
+    let mut backend = Refusing { cuda: cuda(&driver, &Arc::default()).unwrap(), refused: 0 };
+    let (mut weights, cases) = (ops::Weights::default(), ops::quantised::all());
+    for case in &cases {
+        ops::run(&mut backend, &mut weights, case, false, &mut Vec::new());
+    }
+    assert_eq!((backend.refused, driver.launches.get()), (cases.len(), 0));
+}
+
+#[test]
+fn incomplete_weights_are_refused() {
+    ops::mistakes::check(&mut cuda(&StandIn::new(PLENTY), &Arc::default()).unwrap());
 }
 
 /// Sanitizers run the small cases only, so these have to launch every kernel.

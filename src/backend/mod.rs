@@ -34,8 +34,8 @@ pub enum Role {
     Vector,
 }
 
-/// Which quantised GEMMs a backend has: by the bits of the weight (8 is e4m3, 4 is NVFP4) and of the input (16 is whatever precision
-/// activations have). Weights of a layer that it has no GEMM for are expanded when they are uploaded.
+/// Which quantised GEMMs a backend has: by the bits of the weight (8 is e4m3, 4 is NVFP4) and of the input (16 is whatever
+/// precision activations have). Weights of a layer that it has no GEMM for are expanded when they are uploaded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GemmFormats {
     /// e4m3 by e4m3.
@@ -90,8 +90,8 @@ pub trait Backend {
         GemmFormats::NONE
     }
 
-    /// Uploads a weight and replaces whatever was stored there. `parts` are its rows in order. Their formats may differ from that of
-    /// `to` if that is a plain one: then they are expanded. Ops that were issued earlier still read the old values.
+    /// Uploads a weight and replaces whatever was stored there. `parts` are its rows in order. Their formats may differ from that
+    /// of `to` if that is a plain one: then they are expanded. Ops that were issued earlier still read the old values.
     fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()>;
 
     /// Bytes of memory that can still be allocated, if the backend knows.

@@ -190,7 +190,8 @@ pub enum Softmax {
         /// Factor of the scores.
         scale: f32,
     },
-    /// Of the scores as they are, to base 2: the queries or keys are pre-scaled by log2(e), so the kernel needs no multiplication.
+    /// Of the scores as they are, to base 2: the queries or keys are pre-scaled by log2(e), so the kernel needs no
+    /// multiplication.
     Base2 {
         /// Upper bound on the scores for any input, which allows a max-free softmax; infinite if none is known.
         bound: f32,
@@ -263,8 +264,8 @@ pub enum Op<'a> {
     Qkv(&'a [Projection<'a>]),
     /// `softmax(q k^T) v`, with one softmax over the keys of all KV segments.
     Attention {
-        /// Consecutive ranges of the rows of the result, which together have the shape of `q`. They need not be adjacent: text and
-        /// image rows are inputs of different layers, which may be stored with different scales.
+        /// Consecutive ranges of the rows of the result, which together have the shape of `q`. They need not be adjacent: text
+        /// and image rows are inputs of different layers, which may be stored with different scales.
         out: &'a [Tensor],
         /// `[tokens, heads * head_dim]`.
         q: Tensor,

@@ -2,7 +2,7 @@
 
 use super::{Backend, GemmFormats, Op, Role, StepKey};
 use crate::error::Result;
-use crate::tensor::{Region, Tensor, WeightPart};
+use crate::tensor::{Nvfp4Layout, PartScaling, Region, Tensor, WeightPart};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -54,6 +54,12 @@ impl Backend for Plan {
     fn upload(&mut self, to: Tensor, _role: Role, parts: &[WeightPart]) -> Result<()> {
         for part in parts.iter().filter(|part| !part.is_readable_as(to.stored())) {
             self.copied_bytes += to.dtype.bytes(part.rows * to.cols) as u64;
+            if let (true, PartScaling::Blocks16 { layout: Nvfp4Layout { tiled: false, .. }, .. }) =
+                (to.dtype.is_quantised(), &part.scaling)
+            {
+                let scales = to.scale_extent();
+                self.copied_bytes += scales.end - scales.start;
+            }
         }
         Ok(())
     }

@@ -99,7 +99,7 @@ fn open_shards(folder: &Path, files: &[PathBuf]) -> Result<Vec<Shard>> {
 
 #[derive(Deserialize)]
 struct Index {
-    weight_map: UniqueMap,
+    weight_map: UniqueMap<String>,
 }
 
 /// Opens the shards that an index names. Each has to exist and to hold the tensors that the index lists for it.

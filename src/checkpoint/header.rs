@@ -14,6 +14,7 @@ use serde::Deserialize;
 use serde::de::{self, DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
 use std::collections::BTreeMap;
 use std::fmt;
+use std::marker::PhantomData;
 use std::ops::Range;
 use std::path::Path;
 
@@ -320,34 +321,34 @@ impl<'de> Visitor<'de> for RawSeed<'_> {
     }
 }
 
-/// A JSON object of strings in which no key occurs twice; in serde's own maps the last one wins. A short string takes ten times as
-/// many bytes in memory as in a file, so the number of strings is bounded, too.
-pub(super) struct UniqueMap(pub BTreeMap<String, String>);
+/// A JSON object in which no key occurs twice; in serde's own maps the last one wins. A short string takes ten times as many
+/// bytes in memory as in a file, so the number of entries is bounded, too.
+pub(super) struct UniqueMap<V>(pub BTreeMap<String, V>);
 
-impl<'de> Deserialize<'de> for UniqueMap {
+impl<'de, V: Deserialize<'de>> Deserialize<'de> for UniqueMap<V> {
     fn deserialize<D: Deserializer<'de>>(reader: D) -> Result<Self, D::Error> {
-        struct Strings;
-        impl<'de> Visitor<'de> for Strings {
-            type Value = UniqueMap;
+        struct Entries<V>(PhantomData<V>);
+        impl<'de, V: Deserialize<'de>> Visitor<'de> for Entries<V> {
+            type Value = UniqueMap<V>;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("an object of strings")
+                f.write_str("an object")
             }
 
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<UniqueMap, A::Error> {
-                let mut strings = BTreeMap::new();
-                while let Some((key, value)) = map.next_entry::<String, String>()? {
-                    if strings.contains_key(&key) {
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<UniqueMap<V>, A::Error> {
+                let mut entries = BTreeMap::new();
+                while let Some((key, value)) = map.next_entry::<String, V>()? {
+                    if entries.contains_key(&key) {
                         return Err(de::Error::custom(format!("`{}` is there twice", shown(&key))));
                     }
-                    if strings.len() == MAX_TENSORS {
-                        return Err(de::Error::custom(format!("more than {MAX_TENSORS} texts")));
+                    if entries.len() == MAX_TENSORS {
+                        return Err(de::Error::custom(format!("more than {MAX_TENSORS} entries")));
                     }
-                    strings.insert(key, value);
+                    entries.insert(key, value);
                 }
-                Ok(UniqueMap(strings))
+                Ok(UniqueMap(entries))
             }
         }
-        reader.deserialize_map(Strings)
+        reader.deserialize_map(Entries(PhantomData))
     }
 }

@@ -1,104 +1,313 @@
-//! Recognises quantised checkpoints, so that they are refused with the name of their format instead of an error about a shape.
+//! Recognises quantised weights: which format each of them has, and where its scales are. What is declared about a layer counts
+//! first; otherwise the format follows from the dtype of the weight and from the tensors beside it.
 //!
-//! A format is declared for all layers in the file's metadata, or per layer in a small JSON tensor; otherwise it is inferred from
-//! the dtypes.
+//! Formats that are not supported are refused by name when a checkpoint is opened. Scales are read with the weight that they
+//! belong to, so that layers that no run reads may have any.
 
+use super::declared::{Declarations, Declared, FP8, FP8_E5M2, Format, Settings, UNKNOWN, invalid};
+use super::header::Entry;
+use super::scales::ScaleTensor;
 use super::shard::Shard;
 use crate::error::{Error, Result};
-use crate::names::{self, Place, QUANTISATION_METADATA, QUANTISATION_TENSOR, QUANTISERS};
+use crate::names::{self, Beside, MODELOPT_METADATA, Place, UNSUPPORTED_QUANTISERS};
 use crate::part::Part;
+use crate::tensor::nvfp4::BLOCK;
+use crate::tensor::{DType, Nvfp4Layout, PartScaling, Scale, Stored};
 use crate::text::shown;
-use serde::Deserialize;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
-const UNKNOWN: &str = "in an unknown quantised format";
-
-#[derive(Deserialize)]
-struct Declaration {
-    #[serde(default)]
+/// The quantised layers of one part.
+#[derive(Clone, Debug)]
+pub(super) struct Quantisation {
+    part: Part,
+    /// What is declared, by layer without prefix.
+    declared: BTreeMap<String, Declared>,
+    /// The tensors beside weights, by layer with prefix.
     layers: BTreeMap<String, Layer>,
+    /// Whether the files have what ComfyUI needs to read them.
+    for_comfy: bool,
+    /// Whether the files were written by ModelOpt.
+    from_modelopt: bool,
 }
 
-#[derive(Deserialize)]
+/// The tensors beside one weight.
+#[derive(Clone, Debug, Default)]
 struct Layer {
-    #[serde(default)]
-    format: String,
+    weight_scale: Option<Located>,
+    tensor_scale: Option<Located>,
+    input_scale: Option<Located>,
+    settings: Option<Located>,
 }
 
-/// Fails if the file holds a quantised weight of `part`, naming the first one.
-pub(super) fn refuse(part: Part, shard: &Shard) -> Result<()> {
-    let refused = |name: String, format| Err(Error::Quantised { path: shard.path().into(), name, format });
-    if let Some(text) = shard.metadata().get(QUANTISATION_METADATA) {
-        // The file is declared as quantised, but the declaration cannot be parsed, so no layer can be named.
-        let Ok(declared) = serde_json::from_str::<Declaration>(text) else {
-            return refused(QUANTISATION_METADATA.into(), UNKNOWN);
+impl Layer {
+    fn scales(&self) -> impl Iterator<Item = &Located> {
+        [&self.weight_scale, &self.tensor_scale, &self.input_scale].into_iter().flatten()
+    }
+}
+
+/// A tensor of one of the files.
+#[derive(Clone, Debug)]
+struct Located {
+    shard: usize,
+    name: String,
+}
+
+/// A weight of one of the files.
+#[derive(Clone, Copy)]
+pub(super) struct FileWeight<'a> {
+    pub shards: &'a [Shard],
+    pub shard: usize,
+    pub name: &'a str,
+    pub entry: &'a Entry,
+}
+
+impl FileWeight<'_> {
+    /// The error for a weight that does not fit what is beside it.
+    pub fn invalid(self, what: impl std::fmt::Display) -> Error {
+        invalid(&self.shards[self.shard], format!("tensor `{}` {what}", shown(self.name)))
+    }
+}
+
+/// The shape of the values of a tensor: the only weights that are bytes are those of NVFP4, which hold two in each.
+pub(super) fn logical_shape(entry: &Entry) -> Vec<usize> {
+    let mut shape = entry.shape.clone();
+    if let ("U8", [_, bytes]) = (entry.dtype.name, &mut *shape) {
+        *bytes = bytes.saturating_mul(2);
+    }
+    shape
+}
+
+impl Quantisation {
+    /// Reads what the files say about quantised layers, and fails if the format of one is not supported.
+    pub fn read(part: Part, shards: &[Shard]) -> Result<Self> {
+        let mut layers: BTreeMap<String, Layer> = BTreeMap::new();
+        let mut declarations = Declarations::read(part, shards)?;
+        let mut marker = None;
+        for (index, shard) in shards.iter().enumerate() {
+            for (name, entry) in shard.tensors() {
+                match names::resolve(part, name) {
+                    Place::Quantisation(layer, kind) => {
+                        let beside = layers.entry(layer.clone()).or_default();
+                        let place = match kind {
+                            Beside::WeightScale => &mut beside.weight_scale,
+                            Beside::TensorScale => &mut beside.tensor_scale,
+                            Beside::InputScale => &mut beside.input_scale,
+                            Beside::Settings => &mut beside.settings,
+                            Beside::Unsupported => return Err(unsupported(shards, index, &layer, name)),
+                        };
+                        if let Some(other) = place.replace(Located { shard: index, name: name.into() }) {
+                            let detail = format!("`{}` and `{}` belong to one weight", shown(&other.name), shown(name));
+                            return Err(Error::bad_file(shard.path(), "duplicate tensor", detail));
+                        }
+                        if kind == Beside::Settings {
+                            declarations.add(shards, index, &layer, Settings::parse(shard, name)?)?;
+                        }
+                    }
+                    // The marker has no content; two elements mean that inputs are never quantised.
+                    Place::Fp8Marker => marker = Some(entry.shape.iter().product::<usize>() == 2),
+                    _ => {}
+                }
+            }
+        }
+        if let Some(full_precision) = marker.filter(|_| !declarations.in_metadata) {
+            for (name, layer) in &layers {
+                if let Some(scale) = &layer.weight_scale {
+                    declarations.add_marked(scale.shard, name, full_precision);
+                }
+            }
+        }
+        let for_comfy = declarations.in_metadata || layers.values().any(|layer| layer.settings.is_some());
+        let from_modelopt = shards.iter().any(|shard| shard.metadata().contains_key(MODELOPT_METADATA));
+        let all = Self { part, declared: declarations.layers, layers, for_comfy, from_modelopt };
+        all.refuse(shards)?;
+        Ok(all)
+    }
+
+    /// Fails if a weight is stored in a format that is not supported, naming the first one.
+    fn refuse(&self, shards: &[Shard]) -> Result<()> {
+        for shard in shards {
+            for (name, entry) in shard.tensors() {
+                if !matches!(names::resolve(self.part, name), Place::Weight(_)) {
+                    continue;
+                }
+                let (layer, _) = self.layer(name);
+                let scale = layer.weight_scale.as_ref().and_then(|s| shards[s.shard].entry(&s.name)).map(|e| e.dtype.name);
+                let format = match (entry.dtype.name, scale) {
+                    ("F8_E4M3" | "F8_E5M2", Some("F8_E8M0" | "U8")) => "MXFP8",
+                    ("U8", None) if layer.tensor_scale.is_none() && !self.is_declared(name) => "packed in U8",
+                    _ => match unsupported_dtype(entry.dtype.name) {
+                        Some(format) => format,
+                        None => continue,
+                    },
+                };
+                return Err(Error::Quantised { path: shard.path().into(), name: name.into(), format });
+            }
+        }
+        Ok(())
+    }
+
+    /// What is known about the layer of a weight.
+    fn layer(&self, weight: &str) -> (&Layer, Option<&Declared>) {
+        static NONE: Layer = Layer { weight_scale: None, tensor_scale: None, input_scale: None, settings: None };
+        let Some(name) = weight.strip_suffix(".weight") else { return (&NONE, None) };
+        (self.layers.get(name).unwrap_or(&NONE), self.declared.get(names::without_prefix(name)))
+    }
+
+    fn is_declared(&self, weight: &str) -> bool {
+        self.layer(weight).1.is_some()
+    }
+
+    /// In which order the files store NVFP4, as far as can be told; `fused` says whether the layers have BFL's names. Both kinds
+    /// of files look alike: ComfyUI's have the first element of a pair in the high nibble and tiled scales. ModelOpt has it in
+    /// the low nibble, in what it writes for ComfyUI, too.
+    pub fn nvfp4_layout(&self, fused: bool) -> Nvfp4Layout {
+        match (self.for_comfy || fused, self.from_modelopt) {
+            (true, false) => Nvfp4Layout::COMFY,
+            (true, true) => Nvfp4Layout::MODELOPT_SINGLE,
+            (false, _) => Nvfp4Layout::MODELOPT,
+        }
+    }
+
+    /// Fails if a layer is declared whose weight is missing, or if scales belong to no quantised weight. Layers that are `unread`
+    /// may be incomplete.
+    pub fn check(&self, shards: &[Shard], unread: &dyn Fn(&str) -> bool) -> Result<()> {
+        let weights: BTreeSet<&str> = if self.declared.is_empty() {
+            BTreeSet::new()
+        } else {
+            shards.iter().flat_map(|shard| shard.tensors().map(|(name, _)| names::without_prefix(name))).collect()
         };
-        // In an all-in-one checkpoint only another part may be quantised.
-        let ours = |layer: &str| names::resolve(part, &format!("{layer}.weight")) != Place::OtherPart;
-        if let Some((layer, settings)) = declared.layers.iter().find(|(layer, _)| ours(layer)) {
-            return refused(format!("{}.weight", shown(layer)), format_name(&settings.format));
+        for (key, declared) in self.declared.iter().filter(|(key, _)| !unread(key)) {
+            if !weights.contains(&*format!("{key}.weight")) {
+                let layer = shown(&declared.layer);
+                let format = declared.format.map_or(FP8, Format::name);
+                let detail = format!("layer `{layer}` is declared as {format}, but has no weight");
+                return Err(invalid(&shards[declared.shard], detail));
+            }
+        }
+        for (name, layer) in self.layers.iter().filter(|(name, _)| !unread(name)) {
+            let weight = format!("{name}.weight");
+            let dtype = shards.iter().find_map(|shard| shard.entry(&weight)).map(|entry| entry.dtype.name);
+            if dtype.is_some_and(|dtype| format_of(dtype).is_some()) {
+                continue;
+            }
+            if let Some(scale) = layer.scales().next() {
+                let what = dtype.map_or("is not there".into(), |dtype| format!("is {dtype}"));
+                let detail = format!("tensor `{}` scales `{}`, which {what}", shown(&scale.name), shown(&weight));
+                return Err(invalid(&shards[scale.shard], detail));
+            }
+        }
+        Ok(())
+    }
+
+    /// The quantised format of a weight, or `None` if it holds plain values.
+    pub fn format(&self, weight: FileWeight<'_>) -> Result<Option<Format>> {
+        let stored = format_of(weight.entry.dtype.name);
+        let (_, declared) = self.layer(weight.name);
+        let Some(declared) = declared else { return Ok(stored) };
+        match declared.format.or(stored) {
+            Some(format) if weight.entry.dtype.name == format.stored_as() => Ok(Some(format)),
+            wanted => {
+                let format = wanted.map_or(FP8, Format::name);
+                Err(weight.invalid(format_args!("is {}, but declared as {format}", weight.entry.dtype.name)))
+            }
         }
     }
-    for (name, entry) in shard.tensors() {
-        match names::resolve(part, name) {
-            Place::Quantisation(layer) if layer.is_empty() => return refused(name.into(), "FP8 (E4M3)"),
-            Place::Quantisation(layer) => {
-                let weight = format!("{layer}.weight");
-                let format = declared_format(shard, &layer).or_else(|| quantiser(shard, &layer));
-                let format = format.or_else(|| stored_format(shard, &weight)).unwrap_or(UNKNOWN);
-                let name = if shard.entry(&weight).is_some() { weight } else { name.into() };
-                return refused(name, format);
+
+    /// The scales of a weight, and how its layer's input is to be stored.
+    pub fn scaling(&self, weight: FileWeight<'_>, format: Format, layout: Nvfp4Layout) -> Result<(PartScaling, Option<Stored>)> {
+        let (layer, declared) = self.layer(weight.name);
+        let scaling = match format {
+            Format::Fp8(_) => {
+                if let Some(extra) = &layer.tensor_scale {
+                    return Err(weight.invalid(format_args!("is {}, but has a scale `{}`", format.name(), shown(&extra.name))));
+                }
+                match find(weight.shards, layer.weight_scale.as_ref()) {
+                    Some(scale) => scale.fp8(if let [rows, _, ..] = *weight.entry.shape { rows } else { 1 })?,
+                    // Values that were converted without scales.
+                    None if declared.is_none() => PartScaling::Unscaled,
+                    None => return Err(weight.invalid("is FP8, but has no tensor with its scale")),
+                }
             }
-            Place::Weight(_) if is_packed(entry.dtype.name) => {
-                let format = name.strip_suffix(".weight").and_then(|layer| quantiser(shard, layer));
-                return refused(name.into(), format.or_else(|| stored_format(shard, name)).unwrap_or(UNKNOWN));
+            Format::Nvfp4 => {
+                let scales = find(weight.shards, layer.weight_scale.as_ref());
+                let scales = scales.ok_or_else(|| weight.invalid("is NVFP4, but has no tensor with block scales"))?;
+                let tensor = find(weight.shards, layer.tensor_scale.as_ref());
+                let tensor = tensor.ok_or_else(|| weight.invalid("is NVFP4, but has no tensor with the scale of the whole"))?;
+                let size = nvfp4_size(weight)?;
+                PartScaling::Blocks16 { scales: scales.blocks(size, layout)?, tensor: tensor.single()?, layout }
             }
-            _ => {}
+        };
+        // Text encoders compute with the activations as they are, as in ComfyUI, and so do layers that ask for it.
+        let quantises = self.part == Part::Transformer && !declared.is_some_and(|declared| declared.full_precision);
+        if !quantises || format == Format::Fp8(DType::E5m2) {
+            return Ok((scaling, None));
         }
+        let scale = find(weight.shards, layer.input_scale.as_ref()).map(ScaleTensor::single).transpose()?;
+        let input = match format {
+            Format::Nvfp4 => scale.map(Stored::nvfp4),
+            // Without a scale the input of a layer that is declared as FP8 is converted as it is. Older files say so with a scale
+            // of one, which is the same.
+            Format::Fp8(_) => scale.or(declared.map(|_| Scale::ONE)).map(Stored::fp8),
+        };
+        Ok((scaling, input))
     }
-    Ok(())
+
+    /// The tensor with several scales of a weight, if it has one.
+    pub fn scale_tensor<'a>(&'a self, weight: FileWeight<'a>) -> Option<ScaleTensor<'a>> {
+        find(weight.shards, self.layer(weight.name).0.weight_scale.as_ref())
+    }
 }
 
-/// The format that a layer's JSON tensor declares.
-fn declared_format(shard: &Shard, layer: &str) -> Option<&'static str> {
-    let bytes = shard.bytes(&format!("{layer}.{QUANTISATION_TENSOR}"))?;
-    let settings: Layer = serde_json::from_slice(&bytes).ok()?;
-    Some(format_name(&settings.format))
+/// Rows and columns of an NVFP4 weight.
+pub(super) fn nvfp4_size(weight: FileWeight<'_>) -> Result<[usize; 2]> {
+    match *logical_shape(weight.entry) {
+        [rows, cols] if cols.is_multiple_of(BLOCK) => Ok([rows, cols]),
+        [_, cols] => Err(weight.invalid(format_args!("has {cols} columns, NVFP4 needs a multiple of {BLOCK}"))),
+        _ => Err(weight.invalid("is NVFP4, but not a matrix")),
+    }
 }
 
-/// The format of a quantiser that stores characteristic tensors beside a layer.
-fn quantiser(shard: &Shard, layer: &str) -> Option<&'static str> {
-    let beside = |suffix: &str| shard.entry(&format!("{layer}{suffix}")).is_some();
-    QUANTISERS.iter().find(|(suffix, _)| beside(suffix)).map(|(_, format)| *format)
+fn find<'a>(shards: &'a [Shard], tensor: Option<&'a Located>) -> Option<ScaleTensor<'a>> {
+    let Located { shard, name } = tensor?;
+    let shard = shards.get(*shard)?;
+    Some(ScaleTensor { shard, name, entry: shard.entry(name)? })
 }
 
-/// The format inferred from the dtype of a weight and from the tensors beside it.
-fn stored_format(shard: &Shard, weight: &str) -> Option<&'static str> {
-    let beside = |suffix: &str| shard.entry(&format!("{weight}{suffix}")).is_some();
-    Some(match shard.entry(weight)?.dtype.name {
-        "U8" if beside("_scale_2") => "NVFP4",
-        "U8" => "packed in U8",
+/// The supported format of quantised weights that are stored as this dtype.
+fn format_of(dtype: &str) -> Option<Format> {
+    match dtype {
+        "F8_E4M3" => Some(Format::Fp8(DType::E4m3)),
+        "F8_E5M2" => Some(Format::Fp8(DType::E5m2)),
+        "U8" => Some(Format::Nvfp4),
+        _ => None,
+    }
+}
+
+/// The name of a quantised format that is not supported, by the dtype of its weights.
+fn unsupported_dtype(dtype: &str) -> Option<&'static str> {
+    Some(match dtype {
         "I8" => "INT8",
         "F4" => "FP4",
         "F6_E2M3" | "F6_E3M2" => "FP6",
-        "F8_E5M2" | "F8_E5M2FNUZ" => "FP8 (E5M2)",
-        "F8_E4M3" | "F8_E4M3FNUZ" => "FP8 (E4M3)",
+        "F8_E8M0" => UNKNOWN,
+        "F8_E4M3FNUZ" => "FP8 (E4M3 FNUZ)",
+        "F8_E5M2FNUZ" => "FP8 (E5M2 FNUZ)",
         _ => return None,
     })
 }
 
-fn is_packed(element: &str) -> bool {
-    matches!(element, "U8" | "I8" | "F4") || element.starts_with("F6_") || element.starts_with("F8_")
-}
-
-fn format_name(declared: &str) -> &'static str {
-    match declared {
-        "float8_e4m3fn" => "FP8 (E4M3)",
-        "float8_e5m2" => "FP8 (E5M2)",
-        "nvfp4" => "NVFP4",
-        "mxfp8" => "MXFP8",
-        "int8_tensorwise" => "INT8",
-        "convrot_w4a4" | "asym_w4a8_int8" | "awq_w4a16" => "INT4",
-        _ => UNKNOWN,
-    }
+/// The error for a layer with a tensor beside it, `name`, of a format that is not supported.
+fn unsupported(shards: &[Shard], index: usize, layer: &str, name: &str) -> Error {
+    let shard = &shards[index];
+    let beside = |suffix: &str| shard.entry(&format!("{layer}{suffix}")).is_some();
+    let weight = format!("{layer}.weight");
+    let stored = || match shard.entry(&weight)?.dtype.name {
+        "F8_E4M3" => Some(FP8),
+        "F8_E5M2" => Some(FP8_E5M2),
+        dtype => unsupported_dtype(dtype),
+    };
+    let format = UNSUPPORTED_QUANTISERS.iter().find(|(suffix, _)| beside(suffix)).map(|(_, format)| *format);
+    let format = format.or_else(stored).unwrap_or(UNKNOWN);
+    let name = if shard.entry(&weight).is_some() { weight } else { name.into() };
+    Error::Quantised { path: shard.path().into(), name, format }
 }

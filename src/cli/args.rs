@@ -3,7 +3,7 @@
 mod help;
 mod values;
 
-pub use values::{BackendArg, DTypeArg, KleinArg, LayoutArg, NoiseArg, PrecisionArg, VariantArg};
+pub use values::{BackendArg, DTypeArg, KleinArg, LayoutArg, NoiseArg, Nvfp4LayoutArg, PrecisionArg, VariantArg};
 
 use crate::error::{Error, Result};
 use crate::locate::{Environment, LocateRequest};
@@ -51,7 +51,8 @@ pub enum Command {
     /// Print what a picture would take, without computing anything
     ///
     /// For klein 4B, or for the model that is named, by its files' headers: tokens of each part, the schedule, floating-point
-    /// operations of each stage, bytes of weights and of workspace.
+    /// operations of each stage, the formats of its layers, bytes of weights and of workspace. Formats and bytes are those on a
+    /// GPU: quantised weights that it has no kernels for are counted as they are expanded.
     #[command(override_usage = "kiln plan [OPTIONS]")]
     Plan(Box<PlanArgs>),
 
@@ -209,7 +210,8 @@ pub struct RunArgs {
 
     /// Let the transformer take the text encoder's place in GPU memory
     ///
-    /// Done anyway where both do not fit. The picture is the same; it is there a little later, because loading waits for the prompt.
+    /// Done anyway where both do not fit. The picture is the same; it is there a little later, because loading waits for the
+    /// prompt.
     #[arg(long, help_heading = "Run")]
     pub low_memory: bool,
 
@@ -243,8 +245,8 @@ impl RunArgs {
 pub struct ModelArgs {
     /// Model folder, or repository id in the Hugging Face cache
     ///
-    /// A folder as diffusers writes it, ComfyUI's folder of models, or one with a file for each part; or `builtin`, the small model
-    /// that kiln has itself, or `tiny`, a random one. Without this option kiln looks at KILN_MODEL, then into the cache.
+    /// A folder as diffusers writes it, ComfyUI's folder of models, or one with a file for each part; or `builtin`, the small
+    /// model that kiln has itself, or `tiny`, a random one. Without this option kiln looks at KILN_MODEL, then into the cache.
     #[arg(long, value_name = "PATH|ID", help_heading = "Model")]
     pub model: Option<PathBuf>,
 
@@ -271,6 +273,13 @@ pub struct ModelArgs {
     /// Variant of the model, where names do not tell
     #[arg(long, value_enum, value_name = "KIND", help_heading = "Model")]
     pub variant: Option<VariantArg>,
+
+    /// Order of elements and scales in NVFP4 files, which do not tell
+    ///
+    /// Files of ComfyUI and BFL have one order, those of ModelOpt two others. kiln goes by the names and the metadata in the
+    /// file.
+    #[arg(long, value_enum, value_name = "ORDER", default_value = "auto", help_heading = "Model")]
+    pub nvfp4_layout: Nvfp4LayoutArg,
 }
 
 impl ModelArgs {
@@ -281,11 +290,12 @@ impl ModelArgs {
 
     /// The request for `locate`.
     pub fn request(&self, environment: Environment) -> LocateRequest {
-        let Self { model, transformer, text_encoder, vae, tokenizer, .. } = self;
+        let Self { model, transformer, text_encoder, vae, tokenizer, nvfp4_layout, .. } = self;
         LocateRequest {
             model: model.clone(),
             parts: PerPart { transformer: transformer.clone(), text_encoder: text_encoder.clone(), vae: vae.clone() },
             tokenizer: tokenizer.clone(),
+            nvfp4_layout: (*nvfp4_layout).into(),
             environment,
         }
     }

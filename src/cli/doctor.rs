@@ -3,12 +3,14 @@
 use super::args::DoctorArgs;
 use super::hint::{hint, message};
 use super::stdout::print;
+use crate::backend::cpu::Cpu;
 use crate::backend::cuda::{self, Cuda, Kernel, Tile};
-use crate::backend::{Backend, OP_NAMES};
+use crate::backend::{Backend, GemmFormats, OP_NAMES};
 use crate::config::Variant;
 use crate::error::{Error, Result};
 use crate::locate::{BUILT_IN, Environment, Found, TINY, locate};
-use crate::pipeline::OpenModel;
+use crate::pipeline::{Formats, LoadOptions, OpenModel};
+use crate::tensor::Precision;
 use crate::text::{gib, shown_line, shown_text};
 use crate::threads;
 use std::fmt::Write as _;
@@ -29,6 +31,8 @@ pub fn doctor(args: DoctorArgs, environment: Environment, out: &mut dyn Write) -
     row("kernels", kernels);
     row("cpu", format!("{} threads", threads::cores()));
     let stop = Arc::new(AtomicBool::new(false));
+    // The first usable GPU, or the CPU, and its GEMMs.
+    let mut device: Option<(String, GemmFormats)> = None;
     match cuda::devices() {
         Err(error) => {
             row("driver", error.to_string());
@@ -49,16 +53,27 @@ pub fn doctor(args: DoctorArgs, environment: Environment, out: &mut dyn Write) -
                 row(&format!("gpu {}", d.index), what);
                 let state = Cuda::open(d.index, stop.clone()).and_then(|mut cuda| {
                     let free = cuda.available()?.unwrap_or(0);
-                    Ok(format!("usable, {} free; tried: {}", gib(free), cuda.self_test()?.join(", ")))
+                    let tried = cuda.self_test()?.join(", ");
+                    device.get_or_insert_with(|| (format!("GPU {}", d.index), cuda.gemm_formats()));
+                    Ok(format!("usable, {} free; tried: {tried}", gib(free)))
                 });
                 row("", state.unwrap_or_else(|error| error.to_string()));
             }
         }
     }
-    let lines =
-        model_lines(&args, environment).unwrap_or_else(|error| [message(&error)].into_iter().chain(hint(&error)).collect());
-    for (i, line) in lines.into_iter().enumerate() {
-        row(if i == 0 { "model" } else { "" }, line);
+    let (device, gemms) = device.unwrap_or_else(|| ("the CPU".into(), Cpu::shared(stop).gemm_formats()));
+    let (lines, formats) = model_lines(&args, environment, gemms)
+        .unwrap_or_else(|error| ([message(&error)].into_iter().chain(hint(&error)).collect(), Formats::default()));
+    let mut formats = formats.lines();
+    match &mut *formats {
+        [] => {}
+        [only] => *only += &format!(" on {device}"),
+        _ => formats.insert(0, format!("on {device}:")),
+    }
+    for (name, lines) in [("model", lines), ("formats", formats)] {
+        for (i, line) in lines.into_iter().enumerate() {
+            row(if i == 0 { name } else { "" }, line);
+        }
     }
     let _ = writeln!(text, "\n{:<21} kernels", "op");
     for op in OP_NAMES {
@@ -88,13 +103,15 @@ fn kernel_files(op: &str) -> String {
     files.map(describe).collect::<Vec<_>>().join(", ")
 }
 
-/// The model that `kiln generate` would use, and its files. They are opened, so that faults in them are reported.
-fn model_lines(args: &DoctorArgs, environment: Environment) -> Result<Vec<String>> {
+/// The model that `kiln generate` would use, and its files. They are opened, so that faults in them are reported. Also returns
+/// the formats of its layers on a device with these GEMMs, unless it is one of the program's own.
+fn model_lines(args: &DoctorArgs, environment: Environment, gemms: GemmFormats) -> Result<(Vec<String>, Formats)> {
     let none = if args.model.is_named(&environment) { "" } else { "; no FLUX.2 model was found" };
     let found = locate(&args.model.request(environment))?;
+    let own = |what: String| Ok((vec![what + none], Formats::default()));
     let files = match &found {
-        Found::BuiltIn(_) => return Ok(vec![format!("{BUILT_IN}, part of this program, draws coloured shapes{none}")]),
-        Found::Tiny => return Ok(vec![format!("{TINY}, made by this program, random and untrained{none}")]),
+        Found::BuiltIn(_) => return own(format!("{BUILT_IN}, part of this program, draws coloured shapes")),
+        Found::Tiny => return own(format!("{TINY}, made by this program, random and untrained")),
         Found::Files(files) => files,
     };
     let model = OpenModel::open(&found, args.model.variant.map(Variant::from))?;
@@ -102,7 +119,8 @@ fn model_lines(args: &DoctorArgs, environment: Environment) -> Result<Vec<String
     let mut lines = vec![format!("{}, {}, {}", model.name, model.variant, shown_text(&files.origin))];
     lines.extend(model.files_in_use().iter().map(|(part, files)| format!("{part} {files}")));
     lines.extend(model.warnings.iter().map(|warning| format!("warning: {}", shown_text(warning))));
-    Ok(lines)
+    let options = LoadOptions { precision: Precision::Bf16, references: true, low_memory: false };
+    Ok((lines, model.formats(options, gemms)?))
 }
 
 #[cfg(test)]
@@ -114,7 +132,7 @@ mod tests {
         let (sm90, mma): (Vec<_>, Vec<_>) = Tile::ALL.into_iter().partition(|tile| tile.is_sm90());
         let gemm = format!("gemm_bf16_sm90 ({} tiles), gemm_mma ({} tiles), naive", sm90.len(), mma.len());
         for (op, files) in [
-            ("embed", "pointwise"),
+            ("copy", "pointwise"),
             ("rms_norm", "norm_rows (6 kernels)"),
             ("linear", gemm.as_str()),
             ("attention", "attention_sm90 (3 kernels), attention_mma, attention_wide_mma (2 kernels), naive"),

@@ -48,6 +48,7 @@ fn describe(remedy: &Remedy) -> String {
         Remedy::ReplaceParts(parts) => {
             format!("put a complete file there, or give another with {}", flags(parts).join(" and "))
         }
+        Remedy::Nvfp4Layout => "if the file stores NVFP4 in another order, name it with --nvfp4-layout".into(),
         plain => plain.to_string(),
     }
 }
@@ -95,6 +96,7 @@ mod tests {
             Remedy::CompleteFolder,
             Remedy::PickParts(parts()),
             Remedy::ReplaceParts(parts()),
+            Remedy::Nvfp4Layout,
         ] {
             assert!(describe(&remedy).contains("--"), "{remedy:?}");
             assert!(!remedy.to_string().contains("--") && !remedy.to_string().is_empty(), "{remedy:?}");

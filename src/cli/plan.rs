@@ -9,7 +9,7 @@ use crate::backend::cuda::GEMM_FORMATS;
 use crate::config::{Conventions, Variant, display_name};
 use crate::error::Result;
 use crate::locate::{Environment, Found, locate};
-use crate::pipeline::{Configs, Estimate, Job, LoadOptions, OpenModel, estimate};
+use crate::pipeline::{Configs, Estimate, Job, KindFormat, LoadOptions, OpenModel, estimate};
 use crate::progress::Progress;
 use crate::tensor::Precision;
 use crate::terminal::Terminal;
@@ -39,6 +39,12 @@ struct Report {
     weight_bytes: u64,
     low_memory_weight_bytes: u64,
     working_bytes: u64,
+    /// Bytes of the token embeddings, which stay in host memory.
+    token_embedding_bytes: u64,
+    formats: Vec<FormatReport>,
+    /// The same for the table.
+    #[serde(skip)]
+    format_lines: Vec<String>,
 }
 
 #[derive(Serialize)]
@@ -53,6 +59,35 @@ struct TokenReport {
 struct StageReport {
     stage: &'static str,
     flop: u64,
+}
+
+/// The layers of one kind that have one format.
+#[derive(Serialize)]
+struct FormatReport {
+    part: String,
+    kind: String,
+    layers: usize,
+    stored: Vec<&'static str>,
+    held: Vec<&'static str>,
+    input: &'static str,
+    stored_bytes: u64,
+    held_bytes: u64,
+}
+
+impl FormatReport {
+    fn new(format: &KindFormat) -> Self {
+        let KindFormat { kind, layers, stored_bytes, held_bytes, .. } = *format;
+        Self {
+            part: kind.part.to_string(),
+            kind: format!("{} {}", kind.blocks, kind.name).trim_start().into(),
+            layers,
+            stored: format.stored(),
+            held: format.held(),
+            input: format.input(),
+            stored_bytes,
+            held_bytes,
+        }
+    }
 }
 
 /// Writes the plan to `out`, and warnings about the model or the flags to the terminal.
@@ -125,8 +160,8 @@ impl PlannedModel {
         ModelProfile { name: &self.name, variant: self.variant, conventions: &self.conventions, precision }
     }
 
-    /// Estimates the cost of a job. With files the dtype of the stored weights is known, which f32 precision keeps; klein as
-    /// published is taken to be bfloat16.
+    /// Estimates the cost of a job on a GPU. With files the dtype of the stored weights is known, which f32 precision keeps;
+    /// klein as published is taken to be bfloat16.
     fn estimate(&self, options: LoadOptions, job: &Job) -> Result<Estimate> {
         match &self.source {
             Source::Files(model) => model.estimate(options, GEMM_FORMATS, job),
@@ -156,6 +191,9 @@ impl Report {
             weight_bytes: e.weight_bytes,
             low_memory_weight_bytes: e.low_memory_weight_bytes,
             working_bytes: e.arena_bytes,
+            token_embedding_bytes: e.table_bytes,
+            formats: e.formats.by_kind().iter().map(FormatReport::new).collect(),
+            format_lines: e.formats.lines(),
         }
     }
 
@@ -167,6 +205,9 @@ impl Report {
             let _ = writeln!(text, "{name:<20} {}", shown_line(&value));
         };
         row("model", format!("{}, {}", self.model, self.precision));
+        for (i, line) in self.format_lines.iter().enumerate() {
+            row(if i == 0 { "formats" } else { "" }, line.clone());
+        }
         row("picture", format!("{}x{}, {} steps", self.width, self.height, self.steps));
         if let Some(guidance) = self.guidance {
             let passes = if self.guided { "two passes per step" } else { "one pass per step: only above 1 there is a second" };
@@ -189,6 +230,7 @@ impl Report {
             format!("{:.2} GiB, {:.2} GiB with --low-memory", gib(self.weight_bytes), gib(self.low_memory_weight_bytes)),
         );
         row("working memory", format!("{:.2} GiB", gib(self.working_bytes)));
+        row("token embeddings", format!("{:.2} GiB, in host memory", gib(self.token_embedding_bytes)));
         text
     }
 }

@@ -4,10 +4,10 @@ use super::device::SelectedBackend;
 use super::settings::Settings;
 use crate::config::{Conventions, Guidance, Variant};
 use crate::locate::Found;
-use crate::pipeline::{GeneratedImage, Noise, OpenModel};
+use crate::pipeline::{Expansion, Formats, GeneratedImage, Noise, OpenModel};
 use crate::progress::Progress;
 use crate::terminal::Terminal;
-use crate::text::shown;
+use crate::text::{amount, shown};
 use crate::words;
 
 /// The number of unknown words that a note lists.
@@ -45,6 +45,15 @@ pub fn unknown_words_note(prompt: &str, found: &Found, conventions: &Conventions
     Some(note)
 }
 
+/// Says that a backend holds quantised weights in another format than the files, for which it has no GEMM: they take more memory
+/// than the files suggest.
+pub fn expansion_note(formats: &Formats, gpu: bool) -> Option<String> {
+    let Expansion { stored, held, stored_bytes, held_bytes } = formats.expansion()?;
+    let (stored, held, place) = (stored.join(" and "), held.join(" and "), if gpu { "GPU" } else { "CPU" });
+    let (now, before) = (amount(held_bytes), amount(stored_bytes));
+    Some(format!("note: {stored} weights are expanded to {held} on the {place}: {now} instead of {before}"))
+}
+
 /// Warns of a guidance scale that was given for a model that does not use one.
 pub fn warn_of_guidance(guidance: Guidance, variant: Variant, terminal: &Terminal) {
     if guidance.ignored {
@@ -53,8 +62,17 @@ pub fn warn_of_guidance(guidance: Guidance, variant: Variant, terminal: &Termina
 }
 
 /// Prints what is about to be generated, with which model and on which backend, and warns of flags that have no effect.
-pub fn announce_run(settings: &Settings, found: &Found, model: &OpenModel, backend: &SelectedBackend, terminal: &Terminal) {
-    let (headline, details) = (headline(settings), details(settings, found, model, backend));
+pub fn announce_run(
+    settings: &Settings,
+    found: &Found,
+    model: &OpenModel,
+    backend: &SelectedBackend,
+    formats: &Formats,
+    terminal: &Terminal,
+) {
+    let headline = headline(settings);
+    let mut details = details(settings, found, model, backend);
+    details.extend(formats.lines().iter().map(|line| format!("formats {line}")));
     warn_of_guidance(settings.guidance, settings.variant, terminal);
     match (&settings.negative, settings.guidance.chosen) {
         (Some(_), None) => {
@@ -122,5 +140,32 @@ pub fn list_kernels(launches: &[(&'static str, u64)], terminal: &Terminal) {
     let kernels: Vec<&str> = launches.iter().map(|(name, _)| *name).collect();
     if !kernels.is_empty() {
         terminal.detail(&format!("kernels {}", kernels.join(" ")));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::{LayerFormat, PartFormat};
+    use crate::tensor::DType;
+
+    #[test]
+    fn expanded_weights_are_noted_with_both_sizes() {
+        let part = |stored, held, bytes: u64| PartFormat { stored, held, stored_bytes: bytes, held_bytes: 2 * bytes };
+        let layers = |parts: &[PartFormat]| {
+            let name = "single_blocks.0.linear1.weight".into();
+            Formats(vec![LayerFormat { name, parts: parts.into(), input: DType::Bf16 }])
+        };
+        let fp8 = part(DType::E4m3, DType::Bf16, 3 << 29);
+        let nvfp4 = part(DType::E2m1, DType::Bf16, 1 << 30);
+        // Plain parts do not count.
+        let plain = part(DType::Bf16, DType::F32, 5 << 30);
+        let note = "note: fp8 and nvfp4 weights are expanded to bf16 on the GPU: 5.0 GiB instead of 2.5 GiB";
+        assert_eq!(expansion_note(&layers(&[nvfp4, plain, fp8]), true).as_deref(), Some(note));
+        let small = part(DType::E5m2, DType::F32, 1 << 20);
+        let note = "note: fp8-e5m2 weights are expanded to f32 on the CPU: 2.0 MiB instead of 1.0 MiB";
+        assert_eq!(expansion_note(&layers(&[small]), false).as_deref(), Some(note));
+        let kept = part(DType::E4m3, DType::E4m3, 1);
+        assert_eq!(expansion_note(&layers(&[kept, plain]), true), None);
     }
 }

@@ -51,7 +51,7 @@ pub fn generate(
 ) -> Result<()> {
     let mut session = Session::open(setup, stop, terminal)?;
     let settings = Settings::resolve(request, &session.profile());
-    announce_run(&settings, &session.found, &session.model, &session.backend, terminal);
+    announce_run(&settings, &session.found, &session.model, &session.backend, &session.formats, terminal);
     // A dump holds the prompt embeddings, whose width is known only now that the model is open.
     if outputs.has_dump() {
         let encoder = &session.model.configs.text_encoder;

@@ -1,12 +1,12 @@
 //! The device and the model that a request runs on, opened in parallel.
 
 use super::device::{SelectedBackend, select_backend};
-use super::report::announce_model;
+use super::report::{announce_model, expansion_note};
 use super::request::Setup;
 use super::settings::ModelProfile;
 use crate::error::Result;
 use crate::locate::Found;
-use crate::pipeline::{Engine, Job, LoadOptions, OpenModel};
+use crate::pipeline::{Engine, Formats, Job, LoadOptions, OpenModel};
 use crate::progress::Progress;
 use crate::terminal::Terminal;
 use std::sync::Arc;
@@ -19,6 +19,8 @@ pub struct Session {
     pub model: OpenModel,
     /// How the model is loaded.
     pub options: LoadOptions,
+    /// The formats of its layers on the device.
+    pub formats: Formats,
 }
 
 impl Session {
@@ -31,7 +33,9 @@ impl Session {
         let (backend, model) = (backend?, model?);
         backend.note.iter().for_each(|note| terminal.say(&format!("note: {note}")));
         model.warnings.iter().for_each(|warning| terminal.warn(warning));
-        Ok(Self { backend, found, model, options })
+        let formats = model.formats(options, backend.backend.gemm_formats())?;
+        expansion_note(&formats, backend.device.is_some()).iter().for_each(|note| terminal.say(note));
+        Ok(Self { backend, found, model, options, formats })
     }
 
     /// The properties of the model that the settings of a job depend on.

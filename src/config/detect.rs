@@ -57,7 +57,7 @@ impl TransformerConfig {
 
     fn compare(&mut self, config: &ConfigFile) -> Result<()> {
         config.require_text("_class_name", "Flux2Transformer2DModel")?;
-        config.require_none("quantization_config")?;
+        check_quantisation(config)?;
         config.require("in_channels", self.channels)?;
         config.require("out_channels", self.channels)?;
         config.require("timestep_guidance_channels", TIME_CHANNELS)?;
@@ -158,7 +158,7 @@ impl TextConfig {
         // The window size itself is not checked, because it has no effect as long as no layer uses a window.
         config.require_flag("use_sliding_window", false)?;
         config.require_all("layer_types", "full_attention")?;
-        config.require_none("quantization_config")?;
+        check_quantisation(config)?;
         config.require_none("rope_scaling")?;
         if config.positive("partial_rotary_factor")?.is_some_and(|factor| factor != 1.0) {
             return Err(config.unsupported("partial_rotary_factor", "1.0"));
@@ -260,6 +260,17 @@ pub fn check_scheduler(config: &ConfigFile) -> Result<()> {
         config.require_flag(switch, false)?;
     }
     Ok(())
+}
+
+/// Fails if the configuration describes a quantised model, unless it is one of ModelOpt's, whose tensors say all that is needed.
+fn check_quantisation(config: &ConfigFile) -> Result<()> {
+    let key = "quantization_config";
+    match config.inner(key)? {
+        Some(settings) if settings.text("quant_method")? != Some("modelopt") => {
+            Err(config.unsupported(key, "none, or that of ModelOpt"))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Checks that a dimension was found and is within bounds.

@@ -70,6 +70,8 @@ pub enum Remedy {
     PickParts(Vec<Part>),
     /// Put a complete file there, or name another one, for each of these parts.
     ReplaceParts(Vec<Part>),
+    /// Say in which order the file stores NVFP4.
+    Nvfp4Layout,
 }
 
 /// Joins alternatives as in "a, b, or c".
@@ -114,6 +116,7 @@ impl fmt::Display for Remedy {
             Self::NameParts => f.write_str("give a single file as the transformer, with a text encoder and a vae"),
             Self::CompleteFolder => write!(f, "{EXPECTED}, or give the transformer, the text encoder and the vae"),
             Self::PickParts(parts) => write!(f, "pick the {}", names(parts)),
+            Self::Nvfp4Layout => f.write_str("if the file stores NVFP4 in another order, name its layout"),
             Self::ReplaceParts(parts) => write!(f, "put a complete file there, or give another {}", names(parts)),
         }
     }

@@ -39,12 +39,23 @@ struct Upload<'a> {
 pub struct LayerFormat {
     /// The canonical name of its weight.
     pub name: String,
-    /// The types in which the checkpoint stores its parts; none without a checkpoint.
-    pub stored: Vec<DType>,
-    /// The types in which the backend holds them.
-    pub held: Vec<DType>,
+    /// Those of its weight, which is stored in one part or in several, in row order.
+    pub parts: Vec<PartFormat>,
     /// The type of its input.
     pub input: DType,
+}
+
+/// The formats of consecutive rows of a weight: in the checkpoint, and on the backend. Without a checkpoint they are the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PartFormat {
+    /// The type in which the checkpoint stores them.
+    pub stored: DType,
+    /// The type in which the backend holds them.
+    pub held: DType,
+    /// Bytes in the checkpoint, with scales.
+    pub stored_bytes: u64,
+    /// Bytes on the backend, with scales.
+    pub held_bytes: u64,
 }
 
 impl<'a> Loader<'a> {
@@ -98,8 +109,8 @@ impl<'a> Loader<'a> {
         }
     }
 
-    /// Loads a linear layer without its bias. If its input `is_produced` by an op that can write what the layer multiplies, that may
-    /// be quantised as the checkpoint says; otherwise it has the precision of activations.
+    /// Loads a linear layer without its bias. If its input `is_produced` by an op that can write what the layer multiplies, that
+    /// may be quantised as the checkpoint says; otherwise it has the precision of activations.
     fn layer(&mut self, spec: TensorSpec, is_produced: bool) -> Result<Linear> {
         match &mut self.target {
             Target::Backend(upload) => upload.layer(&spec, is_produced, self.precision),
@@ -194,7 +205,7 @@ fn extent(spec: &TensorSpec) -> (usize, usize) {
 fn listed(list: &mut Vec<TensorSpec>, spec: TensorSpec) -> Tensor {
     let (rows, cols) = extent(&spec);
     list.push(spec);
-    Tensor { region: Region::Weights, dtype: DType::Bf16, offset: 0, rows, cols, stride: cols, scaling: Scaling::One }
+    Tensor { region: Region::Weights, dtype: DType::Bf16, offset: 0, rows, cols, stride: cols, scaling: Scaling::Unscaled }
 }
 
 /// The type of a matrix of plain elements. In f32 it stays as it is stored, which every op can read exactly; quantised values are
@@ -207,6 +218,31 @@ fn plain_dtype(parts: &[WeightPart], precision: Precision) -> DType {
             if parts.iter().all(|part| part.dtype == stored) && !stored.is_quantised() { stored } else { DType::F32 }
         }
     }
+}
+
+/// Bytes of a tensor and its scales.
+fn held_bytes(tensor: Tensor) -> u64 {
+    let scales = tensor.scale_extent();
+    tensor.dtype.bytes(tensor.len()) as u64 + scales.end - scales.start
+}
+
+/// The formats of a weight that was loaded from these parts, or from none in a dry run without a checkpoint.
+fn part_formats(parts: &[WeightPart], weight: &Weight) -> Vec<PartFormat> {
+    let held = |tensor: Tensor| (tensor.dtype, held_bytes(tensor));
+    if parts.is_empty() {
+        let of = |&tensor: &Tensor| held(tensor);
+        let same = |(dtype, bytes)| PartFormat { stored: dtype, held: dtype, stored_bytes: bytes, held_bytes: bytes };
+        return weight.parts().iter().map(of).map(same).collect();
+    }
+    let mut first = 0;
+    let mut format = |part: &WeightPart| {
+        // One tensor may hold all parts, if they are expanded to the same type.
+        let rows = weight.slice(first..first + part.rows);
+        first += part.rows;
+        let (held, held_bytes) = held(rows.parts()[0]);
+        PartFormat { stored: part.dtype, held, stored_bytes: part.stored_bytes(), held_bytes }
+    };
+    parts.iter().map(&mut format).collect()
 }
 
 impl Upload<'_> {
@@ -252,12 +288,7 @@ impl Upload<'_> {
             Weight::new(self.upload(Role::Linear, [rows, cols], Stored::plain(plain_dtype(&parts, precision)), &parts)?)
         };
         self.note_used(spec, false)?;
-        self.formats.push(LayerFormat {
-            name: spec.name.clone(),
-            stored: parts.iter().map(|part| part.dtype).collect(),
-            held: weight.parts().iter().map(|part| part.dtype).collect(),
-            input: input.dtype,
-        });
+        self.formats.push(LayerFormat { name: spec.name.clone(), parts: part_formats(&parts, &weight), input: input.dtype });
         Ok(Linear { weight, bias: None, input, low_rank: None })
     }
 
@@ -267,14 +298,14 @@ impl Upload<'_> {
         if self.source.is_some() {
             self.backend.upload(tensor, role, parts)?;
         }
-        let scales = tensor.scale_extent();
-        (self.loaded)(tensor.dtype.bytes(tensor.len()) as u64 + scales.end - scales.start);
+        (self.loaded)(held_bytes(tensor));
         Ok(tensor)
     }
 
-    /// Notes that weights are used, so that they are checked for parts that were never written.
+    /// Checks the scales of weights that are used, and notes them, so that they are checked for parts that were never written.
     fn note_used(&mut self, spec: &TensorSpec, is_table: bool) -> Result<()> {
         let Some(source) = self.source.filter(|_| self.wary) else { return Ok(()) };
+        source.check_scales(&spec.name)?;
         source.note_used(&spec.name, is_table);
         // A backend that copies has just read all of it. Where files are used in place, their pages come with the first ops.
         if self.backend.reads_files() { Ok(()) } else { source.check_written() }

@@ -9,7 +9,7 @@ mod text_encoder;
 mod transformer;
 mod vae;
 
-pub use loader::{LayerFormat, Loader};
+pub use loader::{LayerFormat, Loader, PartFormat};
 pub use manifest::{text_manifest, transformer_manifest, vae_manifest};
 pub use text_encoder::TextEncoder;
 pub use transformer::{ContextIn, Modulation, ReferenceTokens, StepInput, Transformer};

@@ -1,8 +1,8 @@
-//! The table of token embeddings. It stays in host memory, in the mapped file: a prompt needs a few of its rows, and a GPU would hold
-//! hundreds of megabytes for them.
+//! The table of token embeddings. It stays in host memory, in the mapped file: a prompt needs a few of its rows, and a GPU would
+//! hold hundreds of megabytes for them.
 
 use crate::error::{Error, Result};
-use crate::tensor::WeightPart;
+use crate::tensor::{DType, WeightPart};
 
 /// A table with one row per token of the vocabulary.
 pub struct TokenTable {
@@ -17,13 +17,21 @@ impl TokenTable {
         Self { parts, rows, cols }
     }
 
+    /// Bytes of the table as it is stored; without a checkpoint, in bfloat16.
+    pub fn bytes(&self) -> u64 {
+        match &*self.parts {
+            [] => DType::Bf16.bytes(self.rows * self.cols) as u64,
+            parts => parts.iter().map(WeightPart::stored_bytes).sum(),
+        }
+    }
+
     /// The rows of these tokens, one after the other; zeros in a dry run.
     pub fn rows(&self, ids: &[u32]) -> Result<Vec<f32>> {
         let mut values = vec![0.0; ids.len() * self.cols];
         for (&id, to) in ids.iter().zip(values.chunks_exact_mut(self.cols.max(1))) {
             let mut row = id as usize;
             if row >= self.rows {
-                return Err(Error::Op { op: "embed", what: format!("token id {id} in a vocabulary of {}", self.rows) });
+                return Err(Error::Op { op: "token table", what: format!("token id {id} in a vocabulary of {}", self.rows) });
             }
             for part in &self.parts {
                 if row < part.rows {
@@ -40,7 +48,7 @@ impl TokenTable {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tensor::{Bytes, DType};
+    use crate::tensor::Bytes;
     use std::sync::Arc;
 
     #[test]
@@ -52,6 +60,7 @@ mod tests {
         let table = TokenTable::new(vec![part(0, 3), part(3, 2)], 5, 2);
         assert_eq!(table.rows(&[4, 0, 2, 3, 4]).unwrap(), [8.0, 9.0, 0.0, 1.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]);
         assert!(table.rows(&[0, 5]).is_err());
+        assert_eq!([table.bytes(), TokenTable::new(Vec::new(), 5, 2).bytes()], [20, 20]);
         assert_eq!(TokenTable::new(Vec::new(), 5, 2).rows(&[1]).unwrap(), [0.0; 2]);
     }
 }

@@ -53,6 +53,11 @@ impl TextEncoder {
         Ok(Self { config: config.clone(), precision: loader.precision(), embedding, layers })
     }
 
+    /// Bytes of the table of token embeddings, which is no part of the weights on a backend: it stays in host memory.
+    pub fn table_bytes(&self) -> u64 {
+        self.embedding.bytes()
+    }
+
     /// Computes the embeddings of a prompt, one row per token, with the hidden states of the tapped layers side by side.
     pub fn forward(&self, be: &mut dyn Backend, ws: &mut Arena, features: Tensor, tokens: &Tokens) -> Result<()> {
         let c = &self.config;
@@ -68,7 +73,7 @@ impl TextEncoder {
             let (q, k) = (ws.alloc(rows, q_cols, act)?, ws.alloc(rows, kv_cols, act)?);
             let (v, attended) = (ws.alloc(rows, kv_cols, act)?, ws.alloc(rows, q_cols, act)?);
             let inner = ws.alloc(rows, c.intermediate, act)?;
-            be.write(x, &self.embedding.rows(&tokens.ids)?)?;
+            self.embed(be, x, &tokens.ids)?;
 
             for (i, layer) in self.layers.iter().enumerate() {
                 be.run(Op::RmsNorm { out: normed, x, weight: layer.input_norm, eps: c.eps })?;
@@ -99,5 +104,20 @@ impl TextEncoder {
             }
             Ok(())
         })
+    }
+
+    /// Looks up the tokens of a prompt. Most of them are padding at its end, of which one row is written and the others are
+    /// copies.
+    fn embed(&self, be: &mut dyn Backend, out: Tensor, ids: &[u32]) -> Result<()> {
+        let padding = ids.iter().rev().take_while(|id| Some(*id) == ids.last()).count();
+        let first = ids.len() - padding;
+        let mut filled = (first + 1).min(ids.len());
+        be.write(out.rows(0..filled), &self.embedding.rows(&ids[..filled])?)?;
+        while filled < ids.len() {
+            let more = (filled - first).min(ids.len() - filled);
+            be.run(Op::Copy { out: out.rows(filled..filled + more), x: out.rows(first..first + more) })?;
+            filled += more;
+        }
+        Ok(())
     }
 }

@@ -249,8 +249,7 @@ impl Transformer {
     }
 
     /// Computes the modulations of all timesteps (1 is pure noise), one row each. `guidance` matters only for models that take
-    /// the
-    /// guidance scale as an input.
+    /// the guidance scale as an input.
     pub fn modulations(&self, be: &mut dyn Backend, ws: &mut Arena, times: &[f32], guidance: f32) -> Result<Tensor> {
         let (h, rows, act) = (self.config.hidden, times.len(), self.precision.activations());
         let table = ws.alloc(rows, 17 * h, act)?;
@@ -531,16 +530,8 @@ impl Transformer {
 
 /// Attention to a block's own keys and values, and to cached ones.
 fn attend(be: &mut dyn Backend, out: &[Tensor], q: Tensor, own: KvSegment, cache: KvCache, softmax: Softmax) -> Result<()> {
-    let both;
-    let one = [own];
-    let kv: &[KvSegment] = match cache.read {
-        Some(cached) => {
-            both = [own, cached];
-            &both
-        }
-        None => &one,
-    };
-    be.run(Op::Attention { out, q, kv, head_dim: HEAD_DIM, causal: false, softmax })
+    let kv: Vec<KvSegment> = [own].into_iter().chain(cache.read).collect();
+    be.run(Op::Attention { out, q, kv: &kv, head_dim: HEAD_DIM, causal: false, softmax })
 }
 
 #[cfg(test)]

@@ -2,6 +2,7 @@
 //! encoded, then the references, then the latents are denoised and decoded. Each job runs on the dry-run backend first, which
 //! measures how much memory the stages need.
 
+use super::formats::Formats;
 use super::inputs::{Inputs, download};
 use super::job::{GeneratedImage, Job, LoadOptions, Noise, ReferenceInput};
 use super::open::{Configs, OpenModel};
@@ -12,7 +13,7 @@ use crate::config::{HEAD_DIM, TextConfig, TransformerConfig, Variant};
 use crate::dump::Record;
 use crate::error::{Error, Result};
 use crate::image::Image;
-use crate::model::{LayerFormat, ReferenceTokens, StepInput};
+use crate::model::{ReferenceTokens, StepInput};
 use crate::noise::draw;
 use crate::part::{Part, PerPart};
 use crate::progress::{Phase, Progress, Silent};
@@ -46,11 +47,6 @@ impl Engine {
     /// The model's display name.
     pub fn name(&self) -> &str {
         &self.name
-    }
-
-    /// The formats of the linear layers, in the files and on the backend.
-    pub fn formats(&self) -> impl Iterator<Item = &LayerFormat> {
-        self.stages.formats()
     }
 
     /// The backend that the engine runs on.
@@ -180,8 +176,8 @@ struct Prompts {
 }
 
 impl Stages {
-    /// Places a model's networks without loading them, for a backend with these GEMMs. Also returns how many bytes their weights take, and how many of those even a
-    /// backend that reads files in place has to copy.
+    /// Places a model's networks without loading them, for a backend with these GEMMs. Also returns how many bytes their weights
+    /// take, and how many of those even a backend that reads files in place has to copy.
     pub fn place(
         configs: &Configs,
         sources: PerPart<Option<&Weights>>,
@@ -194,9 +190,14 @@ impl Stages {
         Ok((Self { transformer_config, text_config, text, image, activations }, sizes, copied))
     }
 
+    /// Bytes of the token embeddings, which stay in host memory.
+    pub fn table_bytes(&self) -> u64 {
+        self.text.encoder.table_bytes()
+    }
+
     /// The formats of the linear layers.
-    pub fn formats(&self) -> impl Iterator<Item = &LayerFormat> {
-        self.text.formats.iter().chain(&self.image.formats)
+    pub fn formats(&self) -> Formats {
+        Formats(self.text.formats.iter().chain(&self.image.formats).cloned().collect())
     }
 
     /// Runs the stages of one image on the dry-run backend. Returns the bytes of the arena they need.
@@ -308,7 +309,8 @@ impl Stages {
                 } else {
                     be.run(Op::Euler { latents, velocity, dt: schedule.dt(i) })?;
                 }
-                // The VAE's weights are checked before they are used: that is cheap, and a fault found later would waste all steps.
+                // The VAE's weights are checked before they are used: that is cheap, and a fault found later would waste all
+                // steps.
                 let parts = [Part::Transformer, Part::Vae];
                 inputs.check(be, count, latents, &parts, || format!("denoising step {} of {}", i + 1, schedule.steps()))?;
                 if job.record {

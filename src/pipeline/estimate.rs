@@ -1,6 +1,7 @@
 //! Estimates the cost of a job: its stages run on the dry-run backend, with the shapes of the weights but not their values.
 
 use super::engine::Stages;
+use super::formats::Formats;
 use super::inputs::Inputs;
 use super::job::{Job, LoadOptions};
 use super::open::{Configs, OpenModel};
@@ -42,8 +43,12 @@ pub struct Estimate {
     pub copied_bytes: u64,
     /// Bytes of such weights in low-memory mode.
     pub low_memory_copied_bytes: u64,
+    /// Bytes of the token embeddings, which stay in host memory and are not among the weights.
+    pub table_bytes: u64,
     /// Bytes of the arena, which holds the activations.
     pub arena_bytes: u64,
+    /// The formats of the linear layers of transformer and text encoder.
+    pub formats: Formats,
 }
 
 /// Reads the plan's count of floating-point operations at the beginning and the end of each phase.
@@ -75,10 +80,16 @@ pub fn estimate(configs: &Configs, variant: Variant, options: LoadOptions, job: 
 }
 
 impl OpenModel {
-    /// Estimates the cost of one image of `job` on this model and a backend with these GEMMs. In f32 precision weights have the dtype
-    /// of their file.
+    /// Estimates the cost of one image of `job` on this model and a backend with these GEMMs. In f32 precision weights have the
+    /// dtype of their file.
     pub fn estimate(&self, options: LoadOptions, gemms: GemmFormats, job: &Job) -> Result<Estimate> {
         estimate_from(&self.configs, self.weights.each_ref().map(Some), self.variant, options, gemms, job)
+    }
+
+    /// The formats of the linear layers, in the files and on a backend with these GEMMs.
+    pub fn formats(&self, options: LoadOptions, gemms: GemmFormats) -> Result<Formats> {
+        let (stages, ..) = Stages::place(&self.configs, self.weights.each_ref().map(Some), options, gemms)?;
+        Ok(stages.formats())
     }
 }
 
@@ -110,7 +121,9 @@ fn estimate_from(
         low_memory_weight_bytes: sizes.total(true),
         copied_bytes: copied.total(false),
         low_memory_copied_bytes: copied.total(true),
+        table_bytes: stages.table_bytes(),
         arena_bytes,
+        formats: stages.formats(),
     })
 }
 
@@ -175,6 +188,26 @@ mod tests {
             let want = transformer + layers + 2 * 49_620_259;
             assert!(got.abs_diff(want) < vectors(want), "{got} {want}");
         }
+        let tables = [Configs::klein_4b(), Configs::klein_9b()].map(|c| of(&c, Variant::Distilled, 256, 0).table_bytes);
+        assert_eq!(tables, [2 * 151_936 * 2560, 2 * 151_936 * 4096]);
+    }
+
+    #[test]
+    fn every_linear_layer_is_of_a_known_kind() {
+        let formats = of(&Configs::klein_4b(), Variant::Distilled, 256, 0).formats;
+        let layers: Vec<_> = formats.by_kind().iter().map(|row| (row.kind.blocks, row.kind.name, row.layers)).collect();
+        let double = ["qkv", "proj", "mlp in", "mlp out"].map(|kind| ("double blocks", kind, 10));
+        let single = ["linear1", "linear2"].map(|kind| ("single blocks", kind, 20));
+        let inputs = [("", "img_in", 1), ("", "txt_in", 1), ("", "time_in", 2)];
+        let outputs = [("", "modulations", 3), ("", "final layer", 2)];
+        let encoder = ["qkv", "out", "gate/up", "down"].map(|kind| ("", kind, 27));
+        assert_eq!(layers, [&double[..], &single, &inputs, &outputs, &encoder].concat());
+        assert_eq!(formats.lines(), ["all bf16"]);
+        let bytes: u64 = formats.by_kind().iter().map(|row| row.held_bytes).sum();
+        assert!(formats.by_kind().iter().all(|row| row.stored_bytes == row.held_bytes));
+        // Besides these weights there are norms, and those of the VAE.
+        let all = 7_751_089_152 + 5_450_264_064;
+        assert!(bytes < all && all - bytes < all / 500, "{bytes} of {all}");
     }
 
     #[test]

@@ -63,6 +63,7 @@ impl OpenModel {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::pipeline::Formats;
 
     #[test]
     fn low_memory_mode_is_used_only_if_needed() {
@@ -79,7 +80,9 @@ mod tests {
             ops: 0,
             weight_bytes,
             low_memory_weight_bytes,
+            table_bytes: 0,
             arena_bytes,
+            formats: Formats::default(),
         };
         // Each case is (weights, weights in low-memory mode, arena), free memory, whether low-memory mode is requested, and the
         // result.

@@ -65,7 +65,8 @@ impl OpenModel {
     }
 
     fn files(files: &ModelFiles, variant: Option<Variant>) -> Result<Self> {
-        let weights = PerPart::try_from_fn(|part| Weights::open(part, &files.parts[part]))?;
+        let open = |part| Ok(Weights::open(part, &files.parts[part])?.with_nvfp4_layout(files.nvfp4_layout));
+        let weights = PerPart::try_from_fn(open)?;
         let read = |path: Option<PathBuf>| path.as_deref().map(ConfigFile::read).transpose();
         let configs = PerPart::try_from_fn(|part| read(ModelFiles::config_of(&files.parts[part])))?;
         read(files.scheduler())?.as_ref().map_or(Ok(()), check_scheduler)?;

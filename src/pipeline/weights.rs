@@ -59,8 +59,8 @@ impl Sizes {
 }
 
 impl Placing<'_> {
-    /// Places both sides on the dry-run backend, as one with these GEMMs does. Also returns the bytes they take, and how many of those even a backend that reads
-    /// files in place has to copy.
+    /// Places both sides on the dry-run backend, as one with these GEMMs does. Also returns the bytes they take, and how many of
+    /// those even a backend that reads files in place has to copy.
     pub fn both(&self, gemms: GemmFormats) -> Result<(TextSide, ImageSide, Sizes, Sizes)> {
         let mut plan = Plan::new(gemms);
         let (text, text_bytes) = self.text(&mut plan, &mut |_| ())?;

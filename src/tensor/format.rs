@@ -11,12 +11,13 @@ pub enum DType {
     F16,
     /// Pixel values of a finished image, 0 to 255.
     U8,
-    /// FP8 with four exponent and three mantissa bits: no infinities, at most 448 (OCP E4M3, which PyTorch calls `float8_e4m3fn`).
+    /// FP8 with four exponent and three mantissa bits: no infinities, at most 448 (OCP E4M3, which PyTorch calls
+    /// `float8_e4m3fn`).
     E4m3,
     /// FP8 with five exponent and two mantissa bits (OCP E5M2); weights only.
     E5m2,
-    /// FP4 with two exponent bits and one mantissa bit, at most 6 (OCP E2M1). Two elements share a byte: the even column is in the
-    /// high nibble, as in the files of ComfyUI and BFL.
+    /// FP4 with two exponent bits and one mantissa bit, at most 6 (OCP E2M1). Two elements share a byte: the even column is in
+    /// the high nibble, as in the files of ComfyUI and BFL.
     E2m1,
 }
 
@@ -94,7 +95,7 @@ impl std::fmt::Debug for Scale {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Scales {
     /// None.
-    One,
+    Unscaled,
     /// One for the whole tensor.
     Tensor(Scale),
     /// One f32 for each row.
@@ -115,7 +116,7 @@ pub struct Stored {
 impl Stored {
     /// Elements that are the values themselves.
     pub const fn plain(dtype: DType) -> Self {
-        Self { dtype, scales: Scales::One }
+        Self { dtype, scales: Scales::Unscaled }
     }
 
     /// e4m3 with one scale.
@@ -133,7 +134,7 @@ impl Stored {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Scaling {
     /// None.
-    One,
+    Unscaled,
     /// One for the whole tensor.
     Tensor(Scale),
     /// One f32 for each row, from this byte offset on.
@@ -145,4 +146,28 @@ pub enum Scaling {
         /// The factor of the whole tensor.
         tensor: Scale,
     },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_and_elements_are_counted_in_bits() {
+        let types = [DType::F32, DType::Bf16, DType::F16, DType::U8, DType::E4m3, DType::E5m2, DType::E2m1];
+        assert_eq!(types.map(|dtype| dtype.bytes(48)), [192, 96, 96, 48, 48, 48, 24]);
+        assert_eq!(types.map(|dtype| dtype.elements(48)), [12, 24, 24, 48, 48, 48, 96]);
+        assert_eq!(types.map(DType::align), [4, 2, 2, 1, 1, 1, 1]);
+    }
+
+    #[test]
+    fn a_scale_is_positive_and_finite() {
+        for value in [0.0, -0.0, -1.0, f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            assert_eq!(Scale::new(value), None);
+        }
+        for value in [f32::from_bits(1), 1.0, f32::MAX] {
+            assert_eq!(Scale::new(value).map(Scale::get), Some(value));
+        }
+        assert_eq!(Scale::new(1.0), Some(Scale::ONE));
+    }
 }

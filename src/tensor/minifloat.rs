@@ -19,21 +19,22 @@ impl<const EXPONENT: u32, const MANTISSA: u32> Minifloat<EXPONENT, MANTISSA> {
         if code & Self::SIGN == 0 { magnitude } else { -magnitude }
     }
 
-    /// The nearest code to a value that is not NaN, at most `largest`. There are no loops or tables, so that the loop around it is
-    /// vectorised.
+    /// The nearest code to a value that is not NaN, at most `largest`. There are no branches, calls or tables, so that the loop
+    /// around it is vectorised.
     fn encode(value: f32, largest: u8) -> u8 {
-        let sign = if value.is_sign_negative() { Self::SIGN } else { 0 };
-        let magnitude = value.abs().min(Self::decode(largest));
+        let most = Self::decode(largest);
+        let magnitude = if value.abs() < most { value.abs() } else { most };
         let smallest_normal = f32::from_bits((128 - Self::BIAS) << 23);
-        let code = if magnitude < smallest_normal {
-            // Multiples of the smallest subnormal number. The largest of them rounds up to the code of the smallest normal one.
-            (magnitude * f32::from_bits((126 + Self::BIAS + MANTISSA) << 23)).round_ties_even() as u32
-        } else {
-            let (bits, drop) = (magnitude.to_bits(), 23 - MANTISSA);
-            let rounded = (bits + (1 << (drop - 1)) - 1 + (bits >> drop & 1)) >> drop;
-            rounded - ((127 - Self::BIAS) << MANTISSA)
-        };
-        sign | code as u8
+        // Next to 2^23 times the smallest subnormal number, f32 are that number apart: the sum is rounded to a multiple of it.
+        // The largest of the subnormal numbers rounds up to the code of the smallest normal one.
+        let apart = f32::from_bits((151 - Self::BIAS - MANTISSA) << 23);
+        let subnormal = (magnitude + apart).to_bits().wrapping_sub(apart.to_bits());
+        let (bits, drop) = (magnitude.to_bits(), 23 - MANTISSA);
+        let rounded = bits.wrapping_add((1 << (drop - 1)) - 1 + (bits >> drop & 1)) >> drop;
+        let normal = rounded.wrapping_sub((127 - Self::BIAS) << MANTISSA);
+        let code = if magnitude < smallest_normal { subnormal } else { normal };
+        let sign = value.to_bits() >> (31 - EXPONENT - MANTISSA) & u32::from(Self::SIGN);
+        (sign | code) as u8
     }
 }
 
@@ -74,14 +75,15 @@ static E5M2_VALUES: [f32; 256] = {
     values
 };
 
-static E2M1_VALUES: [f32; 16] = {
-    let mut values = [0.0; 16];
-    let mut code = 0;
-    while code < 16 {
-        values[code] = E2m1::decode(code as u8);
-        code += 1;
+/// The values of both codes in a byte, that in the high nibble first.
+static E2M1_PAIRS: [[f32; 2]; 256] = {
+    let mut pairs = [[0.0; 2]; 256];
+    let mut byte = 0;
+    while byte < 256 {
+        pairs[byte] = [E2m1::decode(byte as u8 >> 4), E2m1::decode(byte as u8 & 15)];
+        byte += 1;
     }
-    values
+    pairs
 };
 
 /// The value of an e4m3 code.
@@ -106,7 +108,12 @@ pub fn to_e5m2(value: f32) -> u8 {
 
 /// The value of an e2m1 code, the low four bits.
 pub fn e2m1(code: u8) -> f32 {
-    E2M1_VALUES[usize::from(code & 15)]
+    E2M1_PAIRS[usize::from(code)][1]
+}
+
+/// The values of the two e2m1 codes in a byte, that in the high nibble first.
+pub fn e2m1_pair(byte: u8) -> [f32; 2] {
+    E2M1_PAIRS[usize::from(byte)]
 }
 
 /// The nearest e2m1 code; values beyond 6 become 6. There is no NaN, which has to be kept in the scale.

@@ -1,10 +1,11 @@
 //! NVFP4: e2m1 elements with an e4m3 scale for every sixteen columns of a row, and an f32 scale for the whole tensor.
 //!
 //! The block scales of a [`Tensor`](super::Tensor) are stored as FP4 tensor cores read them: in tiles of 128 rows by four blocks,
-//! 512 bytes each, that run along a row of tiles first. Within a tile sixteen bytes hold the four scales of rows r, r + 32, r + 64
-//! and r + 96. A matrix is padded with zeros to whole tiles.
+//! 512 bytes each, that run along a row of tiles first. Within a tile sixteen bytes hold the four scales of rows r, r + 32,
+//! r + 64 and r + 96. Files pad a matrix with zeros to whole tiles; nothing is promised of the padding of activations.
 
-use super::minifloat::{e2m1, e4m3, to_e2m1, to_e4m3};
+use super::DType;
+use super::minifloat::{e2m1_pair, e4m3, to_e4m3};
 
 /// Columns that share a scale.
 pub const BLOCK: usize = 16;
@@ -37,23 +38,24 @@ pub fn unit(tensor: f32, scale: u8) -> f32 {
 
 /// Decodes the elements of a block, two to a byte.
 pub fn decode_block(codes: &[u8], unit: f32, to: &mut [f32]) {
-    for (pair, code) in to.chunks_mut(2).zip(codes) {
-        for (value, code) in pair.iter_mut().zip([code >> 4, *code]) {
-            *value = e2m1(code) * unit;
-        }
-    }
+    to.as_chunks_mut().0.iter_mut().zip(codes).for_each(|(pair, &byte)| *pair = e2m1_pair(byte).map(|value| value * unit));
 }
 
 /// Quantises a block relative to the scale of the whole tensor: writes the elements, and returns the block's scale. It is the
 /// largest magnitude divided by six, so that this becomes the largest element.
+///
+/// # Panics
+/// If there are more values than a block has, or not two to a byte.
 pub fn encode_block(values: &[f32], tensor: f32, codes: &mut [u8]) -> u8 {
-    // NaN must propagate: the elements cannot hold it.
-    let largest = values.iter().fold(0.0_f32, |most, v| if v.is_nan() || v.abs() > most { v.abs() } else { most });
+    // Magnitudes are in the order of their bits, and NaN is above all of them. It must reach the scale: elements cannot hold it.
+    let largest = values.iter().map(|value| value.abs().to_bits()).max().map_or(0.0, f32::from_bits);
     let scale = to_e4m3(largest / 6.0 / tensor);
     let unit = unit(tensor, scale);
-    let code = |value: f32| if unit == 0.0 { 0 } else { to_e2m1(value / unit) };
-    for (pair, byte) in values.chunks(2).zip(codes) {
-        *byte = code(pair[0]) << 4 | pair.get(1).map_or(0, |&odd| code(odd));
+    let mut multiples = [0.0; BLOCK];
+    let multiples = &mut multiples[..values.len()];
+    if unit != 0.0 {
+        multiples.iter_mut().zip(values).for_each(|(multiple, value)| *multiple = value / unit);
     }
+    DType::E2m1.encode(multiples, codes);
     scale
 }

@@ -20,7 +20,7 @@ pub struct WeightPart {
 #[derive(Clone, Debug)]
 pub enum PartScaling {
     /// None.
-    One,
+    Unscaled,
     /// One for all.
     Tensor(Scale),
     /// One little-endian f32 for each row.
@@ -58,13 +58,13 @@ impl Nvfp4Layout {
 impl WeightPart {
     /// Rows of plain values.
     pub fn plain(bytes: Bytes, dtype: DType, rows: usize) -> Self {
-        Self { bytes, dtype, rows, scaling: PartScaling::One }
+        Self { bytes, dtype, rows, scaling: PartScaling::Unscaled }
     }
 
     /// The format.
     pub fn stored(&self) -> Stored {
         let scales = match &self.scaling {
-            PartScaling::One => Scales::One,
+            PartScaling::Unscaled => Scales::Unscaled,
             PartScaling::Tensor(scale) => Scales::Tensor(*scale),
             PartScaling::Rows(_) => Scales::Rows,
             PartScaling::Blocks16 { tensor, .. } => Scales::Blocks16(*tensor),
@@ -75,6 +75,29 @@ impl WeightPart {
     /// Elements in a row.
     pub fn cols(&self) -> usize {
         self.dtype.elements(self.bytes.len()).checked_div(self.rows).unwrap_or(0)
+    }
+
+    /// Bytes in the file, with the scales of rows or blocks.
+    pub fn stored_bytes(&self) -> u64 {
+        let scales = match &self.scaling {
+            PartScaling::Unscaled | PartScaling::Tensor(_) => 0,
+            PartScaling::Rows(scales) | PartScaling::Blocks16 { scales, .. } => scales.len(),
+        };
+        (self.bytes.len() + scales) as u64
+    }
+
+    /// Whether the elements fill their rows and every row has its scales.
+    pub fn is_complete(&self) -> bool {
+        let (rows, cols) = (self.rows, self.cols());
+        let scaled = match &self.scaling {
+            PartScaling::Unscaled | PartScaling::Tensor(_) => true,
+            PartScaling::Rows(scales) => scales.len() == 4 * rows,
+            PartScaling::Blocks16 { scales, layout, .. } => {
+                let bytes = if layout.tiled { nvfp4::scale_bytes(rows, cols) } else { rows * (cols / nvfp4::BLOCK) };
+                cols.is_multiple_of(nvfp4::BLOCK) && scales.len() == bytes
+            }
+        };
+        scaled && self.bytes.len() == self.dtype.bytes(rows * cols)
     }
 
     /// Whether the bytes can be read in place as a tensor of this format, without a conversion or an aligned copy.
@@ -99,7 +122,7 @@ impl WeightPart {
     pub fn decode(&self, row: usize, to: &mut [f32]) {
         let bytes = self.row(row);
         match &self.scaling {
-            PartScaling::One => self.dtype.decode(bytes, to),
+            PartScaling::Unscaled => self.dtype.decode(bytes, to),
             PartScaling::Tensor(scale) => self.decode_times(bytes, scale.get(), to),
             PartScaling::Rows(scales) => {
                 let scale = scales[4 * row..].first_chunk().map_or(f32::NAN, |bytes| f32::from_le_bytes(*bytes));
@@ -126,7 +149,7 @@ impl WeightPart {
     /// # Panics
     /// As [`WeightPart::decode`] does.
     pub fn convert(&self, row: usize, to: DType, out: &mut [u8]) {
-        if let PartScaling::One = self.scaling {
+        if let PartScaling::Unscaled = self.scaling {
             return self.dtype.convert(self.row(row), to, out);
         }
         let mut values = vec![0.0; self.cols()];
@@ -139,7 +162,8 @@ impl WeightPart {
         to.iter_mut().for_each(|v| *v *= scale);
     }
 
-    /// The same values in the layout of a [`Tensor`](super::Tensor): NVFP4 with the even column in the high nibble and tiled scales.
+    /// The same values in the layout of a [`Tensor`](super::Tensor): NVFP4 with the even column in the high nibble and tiled
+    /// scales.
     pub fn in_tensor_layout(&self) -> Self {
         let PartScaling::Blocks16 { scales, tensor, layout } = &self.scaling else { return self.clone() };
         let bytes = match layout.high_first {

@@ -2,7 +2,7 @@
 //! safetensors stores them, and need no alignment.
 
 use super::DType;
-use super::minifloat::{e2m1, e4m3, e5m2, to_e2m1, to_e4m3, to_e5m2};
+use super::minifloat::{e2m1_pair, e4m3, e5m2, to_e2m1, to_e4m3, to_e5m2};
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 
@@ -34,9 +34,7 @@ impl DType {
             Self::U8 => to.iter_mut().zip(bytes).for_each(|(t, &b)| *t = f32::from(b)),
             Self::E4m3 => to.iter_mut().zip(bytes).for_each(|(t, &b)| *t = e4m3(b)),
             Self::E5m2 => to.iter_mut().zip(bytes).for_each(|(t, &b)| *t = e5m2(b)),
-            Self::E2m1 => {
-                to.as_chunks_mut().0.iter_mut().zip(bytes).for_each(|(t, &b)| *t = [e2m1(b >> 4), e2m1(b)]);
-            }
+            Self::E2m1 => to.as_chunks_mut().0.iter_mut().zip(bytes).for_each(|(t, &b)| *t = e2m1_pair(b)),
         }
     }
 
@@ -96,7 +94,8 @@ impl DType {
     }
 }
 
-/// The bits of the nearest bfloat16, ties to even. There are no branches, so that the loop around it is vectorised; NaN stays NaN.
+/// The bits of the nearest bfloat16, ties to even. There are no branches, so that the loop around it is vectorised; NaN stays
+/// NaN.
 fn round_bf16(value: f32) -> u16 {
     let bits = value.to_bits();
     let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;

@@ -2,6 +2,8 @@
 //! exact first line of the error and the exact hint. No file may be written or changed.
 #![cfg(unix)]
 
+#[path = "../common/mod.rs"]
+mod common;
 #[path = "../common/mistake.rs"]
 mod mistake;
 mod models;

@@ -332,8 +332,8 @@ fn files_that_go_by_another_name() {
         rows.push(row(
             &part("text-encoder", &format!("quantised{i}")),
             3,
-            format!("quantised weights are not supported yet (quantised{i}): tensor `{}` is {format}", beside(tensor)),
-            Is("use the BF16 checkpoint of the same model"),
+            format!("unsupported quantisation (quantised{i}): tensor `{}` is {format}", beside(tensor)),
+            Is("use the BF16, FP8 or NVFP4 checkpoint of the same model"),
         ));
     }
     let (foreign, unsupported, use_safetensors) =
@@ -376,8 +376,8 @@ fn settings_that_contradict_the_engine() {
         ("text_encoder", "architectures", json!("LlamaForCausalLM"), "a list of classes"),
         ("text_encoder", "rope_parameters", json!({"type": "yarn"}), "a rotation of type `default`"),
         ("text_encoder", "rope_parameters", json!([1]), "an object"),
-        ("text_encoder", "quantization_config", json!({"bits": 4}), "none"),
-        ("transformer", "quantization_config", json!({"bits": 4}), "none"),
+        ("text_encoder", "quantization_config", json!({"bits": 4}), "none, or that of ModelOpt"),
+        ("transformer", "quantization_config", json!({"bits": 4}), "none, or that of ModelOpt"),
         ("scheduler", "_class_name", json!("EulerDiscreteScheduler"), "FlowMatchEulerDiscreteScheduler"),
         ("scheduler", "use_dynamic_shifting", json!(false), "true"),
         ("scheduler", "num_train_timesteps", json!(500), "1000"),

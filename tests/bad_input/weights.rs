@@ -1,6 +1,9 @@
 //! Weights of other formats and other models, damaged ones, and files that change during a run.
 
 use super::*;
+use crate::common::quantised::{Plain, plain_tensors, written};
+use safetensors::Dtype;
+use std::collections::HashMap;
 
 #[test]
 fn files_that_are_no_weights() {
@@ -238,4 +241,67 @@ fn weights_that_change() {
         fs::copy(&model, sandbox.path(CHANGING)).unwrap();
         check(&sandbox, &[row(line, 3, format!("{changed}: {detail}"), hint).meanwhile(change)]);
     }
+}
+
+#[test]
+fn quantised_weights() {
+    let sandbox = prepared();
+    let layer = "double_blocks.0.img_attn.proj";
+    let named = |suffix: &str| format!("{layer}.{suffix}");
+    let (replaced, other): (Vec<Plain>, Vec<Plain>) =
+        plain_tensors(Part::Transformer, Layout::Bfl).into_iter().partition(|tensor| tensor.name == named("weight"));
+    let [rows, cols] = replaced[0].shape[..] else { panic!("not a matrix") };
+    // The tiny transformer with another layer, and perhaps a declaration of it.
+    let file = |name: &str, tensors: &[Plain], declared: &str| {
+        let metadata = [("_quantization_metadata".to_owned(), declared.to_owned())];
+        let metadata = if declared.is_empty() { HashMap::new() } else { metadata.into() };
+        write(&sandbox, name, written(&[&other, tensors].concat(), metadata));
+    };
+    let scale = |suffix, value| Plain::scalar(named(suffix), value);
+    let tensor = |suffix, dtype, shape: [usize; 2], bytes| Plain { name: named(suffix), dtype, shape: shape.into(), bytes };
+    let codes = || tensor("weight", Dtype::F8_E4M3, [rows, cols], vec![0x38; rows * cols]);
+    let packed = || tensor("weight", Dtype::U8, [rows, cols / 2], vec![0x22; rows * cols / 2]);
+    let blocks = |first: u8| {
+        let mut scales = vec![0x38; rows * cols / 16];
+        scales[0] = first;
+        tensor("weight_scale", Dtype::F8_E4M3, [rows, cols / 16], scales)
+    };
+    let fp8 = format!(r#"{{"layers": {{"{layer}": {{"format": "float8_e4m3fn"}}}}}}"#);
+    file("nan", &[codes(), scale("weight_scale", f32::NAN)], "");
+    file("without", &[codes()], &fp8);
+    file("other", &[packed()], &fp8.replace("float8_e4m3fn", "mxfp8"));
+    file("broken", &[codes()], "{");
+    file("absent", &[codes(), scale("weight_scale", 1.0)], &fp8.replace("blocks.0", "blocks.7"));
+    file("zero", &[packed(), blocks(0), scale("weight_scale_2", 1.0)], "");
+    file("negative", &[packed(), blocks(0x80), scale("weight_scale_2", 1.0)], "");
+
+    let damaged = Is("the file is damaged, or quantised in a way of its own; download it again, or use another one");
+    let invalid = |name: &str, detail: String| format!("invalid quantisation ({name}): {detail}");
+    let order = Is("if the file stores NVFP4 in another order, name it with --nvfp4-layout");
+    let not_finite = format!("tensor `{layer}.weight_scale` is NaN, a scale is positive and finite");
+    let metadata = "metadata `_quantization_metadata`: EOF while parsing an object at line 1 column 1".into();
+    let first_block = |what: &str| format!("tensor `{layer}.weight_scale` is {what}, at block 0 of row 0");
+    let absent = "layer `double_blocks.7.img_attn.proj` is declared as FP8 (E4M3), but has no weight".into();
+    let other = format!("unsupported quantisation (other): tensor `{layer}.weight` is MXFP8");
+    // The faults of block scales are found when the weights are loaded.
+    let line = |name: &str| format!("x -q --model model --transformer {name} --backend cpu --width 64 --height 64 --steps 1");
+    let zero = "zero over elements that are not";
+    check(
+        &sandbox,
+        &[
+            row(&line("nan"), 3, invalid("nan", not_finite), damaged),
+            row(
+                &line("without"),
+                3,
+                invalid("without", format!("tensor `{layer}.weight` is FP8, but has no tensor with its scale")),
+                damaged,
+            ),
+            row(&line("other"), 3, other, Is("use the BF16, FP8 or NVFP4 checkpoint of the same model")),
+            row(&line("broken"), 3, invalid("broken", metadata), damaged),
+            row(&line("absent"), 3, invalid("absent", absent), damaged),
+            row(&line("zero"), 3, invalid("zero", first_block(zero)), order),
+            row(&format!("{} --nvfp4-layout modelopt", line("zero")), 3, invalid("zero", first_block(zero)), order),
+            row(&line("negative"), 3, invalid("negative", first_block("negative")), damaged),
+        ],
+    );
 }

@@ -38,7 +38,7 @@ fn shards_are_read_with_and_without_an_index() {
     for weights in [bare, indexed] {
         assert_eq!(weights.shards().len(), 2);
         assert_eq!(weights.shape("model.embed_tokens.weight").unwrap(), [8, 4]);
-        assert_eq!(weights.weight(&TensorSpec::new("model.layers.0.input_layernorm.weight", &[4])).unwrap().parts[0].rows, 4);
+        assert_eq!(weights.weight(&TensorSpec::new("model.layers.0.input_layernorm.weight", &[4])).unwrap().parts[0].cols(), 4);
     }
 }
 

@@ -73,7 +73,7 @@ fn directed_attacks_are_refused_by_name() {
         ("long name", one(&tensor(&"n".repeat(257), "[16]", "[0,16]")), "has 257 bytes, limit 256"),
         ("not UTF-8", [&8u64.to_le_bytes()[..], b"{\"\xff\xfe\":1}"].concat(), "not UTF-8"),
         ("metadata not strings", one(&format!(r#""__metadata__":{{"x":1}},{a}"#)), "expected a string"),
-        ("metadata not an object", one(&format!(r#""__metadata__":7,{a}"#)), "expected an object of strings"),
+        ("metadata not an object", one(&format!(r#""__metadata__":7,{a}"#)), "expected an object"),
         ("metadata key twice", one(&format!(r#""__metadata__":{{"x":"1","x":"2"}},{a}"#)), "`x` is there twice"),
         ("metadata twice", one(&format!(r#""__metadata__":{{}},"__metadata__":{{}},{a}"#)), "`__metadata__` is there twice"),
         ("length 0", length(0), "header is 0 bytes"),
@@ -116,7 +116,7 @@ fn directed_attacks_are_refused_by_name() {
         ),
         ("nothing inside another", one(&format!("{a},{}", tensor("b", "[0]", "[8,8]"))), "`a` [0,16) overlaps `b` [8,8)"),
         ("nothing past the end", one(&format!("{a},{}", tensor("b", "[0]", "[20,20]"))), "4 bytes before tensor `b` [20,20)"),
-        ("metadata null", one(&format!(r#""__metadata__":null,{a}"#)), "expected an object of strings"),
+        ("metadata null", one(&format!(r#""__metadata__":null,{a}"#)), "expected an object"),
         ("metadata nested", one(&format!(r#""__metadata__":{{"x":{{}}}},{a}"#)), "invalid type: map, expected a string"),
     ];
     assert!(cases.len() >= 60, "{}", cases.len());

@@ -5,6 +5,7 @@ use kiln::config::{Conventions, Variant};
 use kiln::error::Error;
 use kiln::locate::{Embedded, Environment, Found, LocateRequest, ModelFiles, locate};
 use kiln::part::PerPart;
+use kiln::tensor::Nvfp4Layout;
 use std::path::{Path, PathBuf};
 
 /// An empty stand-in for every file of a diffusers folder.
@@ -45,6 +46,7 @@ fn expected(folder: &Path, origin: &str) -> ModelFiles {
         index: Some(folder.join("model_index.json")),
         conventions: Conventions::klein(),
         origin: origin.into(),
+        nvfp4_layout: None,
     }
 }
 
@@ -112,8 +114,11 @@ fn single_files_need_no_folder() {
         tokenizer: None,
         index: None,
         conventions: Conventions::klein(),
+        nvfp4_layout: None,
     };
     assert_eq!(files(&request), found);
+    let ordered = LocateRequest { nvfp4_layout: Some(Nvfp4Layout::MODELOPT), ..request.clone() };
+    assert_eq!(files(&ordered), ModelFiles { nvfp4_layout: Some(Nvfp4Layout::MODELOPT), ..found.clone() });
     // The tokenizer may be given as a file or by its folder.
     found.tokenizer = Some(tokenizer.clone());
     for path in [tokenizer, scratch.path().into()] {

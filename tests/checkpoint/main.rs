@@ -3,14 +3,23 @@
 mod detection;
 mod faults;
 mod files;
+mod fingerprints;
+#[allow(dead_code)] // only what decodes is used here
+#[path = "../common/ops/formats.rs"]
+mod formats;
 mod headers;
 mod locating;
 mod manifests;
 mod mutations;
+mod quantised;
+mod quantised_faults;
 #[path = "../common/random.rs"]
 mod random;
 mod real;
+#[path = "../common/sha256.rs"]
+mod sha256;
 mod unwritten;
+mod written;
 
 use kiln::checkpoint::Shard;
 use kiln::error::{Error, Result};
@@ -28,16 +37,11 @@ fn described(name: &str, element: &'static str, shape: &[usize]) -> Described {
 
 /// A safetensors file of zeros.
 fn zeros(tensors: &[Described]) -> Vec<u8> {
-    zeros_with(tensors, "")
-}
-
-/// The same with more text at the start of the header.
-fn zeros_with(tensors: &[Described], more: &str) -> Vec<u8> {
-    let (header, data) = header_of(tensors, more);
+    let (header, data) = header_of(tensors, "");
     raw(&header, data)
 }
 
-/// The header of a file of these tensors, and how many bytes of data follow it.
+/// The header of a file of these tensors, with more text at its start, and how many bytes of data follow it.
 fn header_of(tensors: &[Described], more: &str) -> (String, usize) {
     let mut offset = 0;
     let mut entries = Vec::new();

@@ -4,6 +4,7 @@
 pub mod fnv;
 pub mod goldens;
 pub mod modes;
+pub mod quantised;
 pub mod wrapped;
 
 use kiln::backend::Backend;

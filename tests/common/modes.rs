@@ -77,7 +77,7 @@ pub fn modes() -> Modes {
 }
 
 /// Byte `index` of the recorded input `name`.
-fn hashed(name: &str, index: usize) -> u8 {
+pub fn hashed(name: &str, index: usize) -> u8 {
     let mut z = fnv1a(name.bytes()).wrapping_add((index as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
     z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
@@ -201,9 +201,16 @@ pub fn guidance_as_an_input_equals_diffusers(make: Make<'_>) {
     let config = TransformerConfig { guidance_embed: true, ..TransformerConfig::tiny() };
     let weights = tiny::weights_of(Part::Transformer, &transformer_manifest(&config), DType::Bf16).unwrap();
     assert_eq!(TransformerConfig::detect(&weights, None).unwrap(), config);
+    let size = Pixels::new(case.width, case.height).unwrap();
+    let values = |name: &str, count: usize| -> Vec<f32> {
+        (0..count).map(|i| (2.0 * f32::from(hashed(name, i)) - 255.0) / 256.0).collect()
+    };
+    let features = values("guidance.features", 512 * config.context);
+    let noise = values("guidance.noise", size.grid().tokens() * config.channels);
     for precision in [Precision::F32, Precision::Bf16] {
         for (i, &guidance) in case.guidance.iter().enumerate() {
-            let velocity = predict(make().as_mut(), &weights, &config, precision, &case, guidance);
+            let inputs = PredictionInputs { size, features: &features, noise: &noise, time: case.time, guidance };
+            let velocity = predict(make().as_mut(), &weights, &config, precision, inputs);
             let error = relative_l2(&velocity, &goldens.f32(&format!("guidance_embed.velocity.{i}")));
             println!("guidance {guidance} {}: {error:.2e}", precision.name());
             let allowed = match precision {
@@ -215,38 +222,46 @@ pub fn guidance_as_an_input_equals_diffusers(make: Make<'_>) {
     }
 }
 
-/// One prediction from hashed features and noise.
-fn predict(
+/// What a transformer predicts a velocity from.
+#[derive(Clone, Copy)]
+pub struct PredictionInputs<'a> {
+    pub size: Pixels,
+    /// Prompt embeddings, one row per token.
+    pub features: &'a [f32],
+    pub noise: &'a [f32],
+    pub time: f32,
+    pub guidance: f32,
+}
+
+/// One prediction of a transformer alone.
+pub fn predict(
     be: &mut dyn Backend,
     weights: &kiln::checkpoint::Weights,
     config: &TransformerConfig,
     precision: Precision,
-    case: &GuidanceCase,
-    guidance: f32,
+    inputs: PredictionInputs<'_>,
 ) -> Vec<f32> {
-    let values = |name: &str, count: usize| -> Vec<f32> {
-        (0..count).map(|i| (2.0 * f32::from(hashed(name, i)) - 255.0) / 256.0).collect()
-    };
     let (mut region, mut ws) = (Arena::new(Region::Weights), Arena::new(Region::Arena));
     be.reserve_weights(64 << 20).unwrap();
     let mut ignore = |_| ();
     let mut loader = Loader::new(be, &mut region, Some(weights), precision, &mut ignore);
     let context_in = ContextIn::load(&mut loader, config).unwrap();
     let transformer = Transformer::load(&mut loader, config).unwrap();
-    be.reserve(256 << 20).unwrap();
-    let plan = SequencePlan::new(512, Pixels::new(case.width, case.height).unwrap().grid(), &[]).unwrap();
+    be.reserve(64 << 20).unwrap();
+    let text = inputs.features.len() / config.context;
+    let plan = SequencePlan::new(text, inputs.size.grid(), &[]).unwrap();
     let tokens = plan.canvas().len();
-    let features = ws.alloc(512, config.context, precision.activations()).unwrap();
-    be.write(features, &values("guidance.features", 512 * config.context)).unwrap();
-    let context = context_in.slot(&mut ws, 512).unwrap();
+    let features = ws.alloc(text, config.context, precision.activations()).unwrap();
+    be.write(features, inputs.features).unwrap();
+    let context = context_in.slot(&mut ws, text).unwrap();
     context_in.run(be, context, features).unwrap();
     let rope = ws.alloc(plan.tokens(), HEAD_DIM, DType::F32).unwrap();
     be.write(rope, &plan.rope_table(&RopeSpec::KLEIN)).unwrap();
-    let table = transformer.modulations(be, &mut ws, &[case.time], guidance).unwrap();
+    let table = transformer.modulations(be, &mut ws, &[inputs.time], inputs.guidance).unwrap();
     let modulation = transformer.modulation_slot(&mut ws).unwrap();
     transformer.select(be, modulation, table, 0).unwrap();
     let latents = ws.alloc(tokens, config.channels, DType::F32).unwrap();
-    be.write(latents, &values("guidance.noise", tokens * config.channels)).unwrap();
+    be.write(latents, inputs.noise).unwrap();
     let velocity = ws.alloc(tokens, config.channels, DType::F32).unwrap();
     let references = ReferenceTokens::InSequence(&[]);
     let input = StepInput { plan: &plan, rope, context, latents, references, modulation, velocity };

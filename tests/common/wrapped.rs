@@ -1,4 +1,5 @@
 //! A backend that forwards everything to the CPU backend, with hooks to observe or change results after each op.
+#![allow(dead_code)] // each test binary uses its own part of this
 
 use kiln::backend::cpu::Cpu;
 use kiln::backend::{Backend, GemmFormats, Op, Role, StepKey};
@@ -16,16 +17,27 @@ pub struct Wrapped {
     pub inner: Cpu,
     pub after_op: AfterOp,
     pub before_write: BeforeWrite,
+    formats: GemmFormats,
     ops: usize,
 }
 
 impl Wrapped {
+    pub fn new(inner: Cpu) -> Self {
+        let formats = inner.gemm_formats();
+        Self { inner, after_op: Box::new(|_, _, _| Ok(())), before_write: Box::new(|_, _| ()), formats, ops: 0 }
+    }
+
     pub fn after_op(inner: Cpu, after_op: impl FnMut(usize, Op<'_>, &mut Cpu) -> Result<()> + 'static) -> Self {
-        Self { inner, after_op: Box::new(after_op), before_write: Box::new(|_, _| ()), ops: 0 }
+        Self { after_op: Box::new(after_op), ..Self::new(inner) }
     }
 
     pub fn before_write(inner: Cpu, before_write: impl FnMut(Tensor, &mut Vec<f32>) + 'static) -> Self {
-        Self { inner, after_op: Box::new(|_, _, _| Ok(())), before_write: Box::new(before_write), ops: 0 }
+        Self { before_write: Box::new(before_write), ..Self::new(inner) }
+    }
+
+    /// The same with these quantised GEMMs only.
+    pub fn with_formats(self, formats: GemmFormats) -> Self {
+        Self { formats, ..self }
     }
 }
 
@@ -35,7 +47,7 @@ impl Backend for Wrapped {
     }
 
     fn gemm_formats(&self) -> GemmFormats {
-        self.inner.gemm_formats()
+        self.formats
     }
 
     fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {

@@ -181,7 +181,8 @@ struct Inputs<'a> {
     reduced: Option<Strided<'a>>,
 }
 
-/// One tile: `a` times the transpose of a range of the rows of the weight, which are decoded into `b` unless they can be read in place.
+/// One tile: `a` times the transpose of a range of the rows of the weight, which are decoded into `b` unless they can be read in
+/// place.
 fn tile_nt(inputs: Inputs<'_>, layer: &Layer<'_>, range: Range<usize>, b: &mut Vec<f32>, out: &mut Vec<f32>) {
     out.resize(inputs.a.rows() * range.len(), 0.0);
     let mut add = |a: Strided<'_>, w: &In<'_>, accumulate: bool| {

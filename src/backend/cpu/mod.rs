@@ -130,8 +130,8 @@ impl Cpu {
         self.high_water
     }
 
-    /// Adds a segment of weights. Segments that overlap the new one are dropped, even if only in part: reading the rest of them is an
-    /// error from now on.
+    /// Adds a segment of weights. Segments that overlap the new one are dropped, even if only in part: reading the rest of them
+    /// is an error from now on.
     fn insert(&mut self, range: Range<u64>, data: SegmentData) {
         if range.is_empty() {
             return;
@@ -171,26 +171,28 @@ impl Cpu {
                 Ok(unsafe { In::new(tensor, &[(0, ptr.cast_const())], scales) })
             }
             Region::Weights => {
-                let row_bytes = tensor.dtype.bytes(tensor.stride) as u64;
+                let row_bytes = (tensor.dtype.bytes(tensor.stride) as u64).max(1);
                 let spans = self.weight_spans(extent.clone());
                 let scales = self.weight_spans(tensor.scale_extent());
                 let (Some(spans), Some(scales)) = (spans, scales) else { return Err(Self::outside(tensor, op)) };
-                // A span begins at a row of the weight, which is a row of the view only if the view has all columns. Scales are
-                // uploaded in one piece, with all rows.
-                if scales.len() > 1 || (spans.len() > 1 && (tensor.cols != tensor.stride || tensor.scaling != Scaling::One)) {
+                // Scales are uploaded in one piece, with all rows. Several spans have to begin at rows of the view, which has all
+                // columns.
+                let in_rows = |(at, _): &(u64, *const u8)| (at - extent.start).is_multiple_of(row_bytes);
+                let in_rows = tensor.cols == tensor.stride && tensor.scaling == Scaling::Unscaled && spans.iter().all(in_rows);
+                if scales.len() > 1 || (spans.len() > 1 && !in_rows) {
                     return Err(Self::outside(tensor, op));
                 }
                 let rows: Vec<_> = spans.iter().map(|(at, ptr)| (((at - extent.start) / row_bytes) as usize, *ptr)).collect();
                 let scales = scales.first().map_or(std::ptr::null(), |(_, ptr)| *ptr);
-                // SAFETY: the spans cover the elements and the scales without a gap, each row lies inside one span, and they live as
-                // long as `self`.
+                // SAFETY: the spans cover the elements and the scales without a gap, each row lies inside one span, and they live
+                // as long as `self`.
                 Ok(unsafe { In::new(tensor, &rows, scales) })
             }
         }
     }
 
-    /// The addresses of the segments that cover a range of the weight region, each with the offset at which it begins to, or `None`
-    /// if there is a gap.
+    /// The addresses of the segments that cover a range of the weight region, each with the offset at which it begins to, or
+    /// `None` if there is a gap.
     fn weight_spans(&self, range: Range<u64>) -> Option<Vec<(u64, *const u8)>> {
         let first = self.weights.partition_point(|s| s.range.end <= range.start);
         let mut spans = Vec::new();
@@ -222,7 +224,7 @@ impl Cpu {
     /// # Safety
     /// No other view that overlaps the tensor may be used while this one is, which [`Op::check`] ensures.
     unsafe fn output(&self, tensor: Tensor, op: &'static str) -> Result<Out<'_>> {
-        if tensor.region != Region::Arena {
+        if tensor.region != Region::Arena || matches!(tensor.scaling, Scaling::Rows(_)) {
             return Err(Self::outside(tensor, op));
         }
         Self::check_alignment(tensor, op)?;
@@ -350,38 +352,33 @@ impl Backend for Cpu {
     fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {
         self.check_stop()?;
         let wrong = |what: &str| Error::Op { op: "upload", what: format!("{role:?} parts do not {what} {to:?}") };
-        if parts.iter().map(|part| part.rows).sum::<usize>() != to.rows {
+        if to.stride != to.cols || parts.iter().map(|part| part.rows).sum::<usize>() != to.rows {
             return Err(wrong("fill"));
+        }
+        // Scales lie in one piece, as the view of a weight needs them.
+        if parts.len() > 1 && !to.scale_extent().is_empty() {
+            return Err(wrong("share the scales of"));
         }
         let mut at = to.offset;
         for part in parts {
-            if part.cols() != to.cols || part.bytes.len() != part.dtype.bytes(part.rows * to.cols) {
+            if part.cols() != to.cols || !part.is_complete() {
                 return Err(wrong("fit"));
             }
-            let end = at + to.dtype.bytes(part.rows * to.cols) as u64;
-            let data = if part.is_readable_as(to.stored()) {
-                SegmentData::Mapped(part.bytes.clone())
-            } else if to.dtype.is_quantised() {
-                let part = part.in_tensor_layout();
-                if parts.len() > 1 || !part.is_readable_as(to.stored()) {
-                    return Err(wrong("have the format of"));
-                }
-                SegmentData::Mapped(part.bytes)
-            } else {
-                self.on_threads(|| converted(part, to.dtype))?
-            };
-            self.insert(at..end, data);
-            at = end;
-            let scales = match part.in_tensor_layout().scaling {
-                _ if !to.dtype.is_quantised() => continue,
-                PartScaling::One | PartScaling::Tensor(_) => continue,
-                PartScaling::Rows(scales) | PartScaling::Blocks16 { scales, .. } => scales,
-            };
-            let range = to.scale_extent();
-            if scales.len() as u64 != range.end - range.start {
-                return Err(wrong("have scales for"));
+            let range = at..at + to.dtype.bytes(part.rows * to.cols) as u64;
+            at = range.end;
+            if !to.dtype.is_quantised() && !part.is_readable_as(to.stored()) {
+                let data = self.on_threads(|| converted(part, to.dtype))?;
+                self.insert(range, data);
+                continue;
             }
-            self.insert(range, SegmentData::Mapped(scales));
+            let part = part.in_tensor_layout();
+            if !part.is_readable_as(to.stored()) {
+                return Err(wrong("have the format of"));
+            }
+            self.insert(range, SegmentData::Mapped(part.bytes));
+            if let PartScaling::Rows(scales) | PartScaling::Blocks16 { scales, .. } = part.scaling {
+                self.insert(to.scale_extent(), SegmentData::Mapped(scales));
+            }
         }
         Ok(())
     }
@@ -440,7 +437,8 @@ impl Backend for Cpu {
         let end = (range.end as usize).min(self.arena.len);
         let start = (range.start as usize).min(end);
         if POISON && end > start {
-            // SAFETY: the range lies inside the arena and `&mut self` rules out other views. All ones is NaN in every float type.
+            // SAFETY: the range lies inside the arena and `&mut self` rules out other views. All ones is NaN in every float type
+            // but e2m1, whose block scales it makes NaN.
             unsafe { std::ptr::write_bytes(self.arena.ptr.as_ptr().add(start), 0xff, end - start) }
         }
     }

@@ -9,7 +9,7 @@ use std::ops::Range;
 /// The scales of a matrix in memory.
 #[derive(Clone, Copy)]
 enum ViewScaling {
-    One,
+    Unscaled,
     Tensor(f32),
     /// The f32 of each row, at any address.
     Rows(*const u8),
@@ -25,7 +25,7 @@ impl ViewScaling {
     /// The scales of a tensor; `address` is that of its scales in memory, if it has any there.
     fn new(tensor: Tensor, address: *mut u8) -> Self {
         match tensor.scaling {
-            Scaling::One => Self::One,
+            Scaling::Unscaled => Self::Unscaled,
             Scaling::Tensor(scale) => Self::Tensor(scale.get()),
             Scaling::Rows(_) => Self::Rows(address),
             Scaling::Blocks16 { tensor: factor, .. } => {
@@ -40,7 +40,7 @@ impl ViewScaling {
     /// The scales of the row and the columns must be valid, and nothing may write to them.
     unsafe fn decode(self, dtype: DType, bytes: &[u8], (row, first): (usize, usize), to: &mut [f32]) {
         match self {
-            Self::One => dtype.decode(bytes, to),
+            Self::Unscaled => dtype.decode(bytes, to),
             Self::Tensor(scale) => {
                 dtype.decode(bytes, to);
                 to.iter_mut().for_each(|v| *v *= scale);
@@ -70,7 +70,7 @@ impl ViewScaling {
     /// The scales of the row and the columns must be valid, and this must be the only access to them.
     unsafe fn encode(self, dtype: DType, values: &[f32], (row, first): (usize, usize), bytes: &mut [u8]) {
         match self {
-            Self::One => dtype.encode(values, bytes),
+            Self::Unscaled => dtype.encode(values, bytes),
             Self::Tensor(scale) => {
                 let mut scaled = [0.0; 512];
                 for (values, bytes) in values.chunks(scaled.len()).zip(bytes.chunks_mut(dtype.bytes(scaled.len()))) {
@@ -95,8 +95,8 @@ impl ViewScaling {
     }
 }
 
-/// A matrix to read from. Its rows may lie in several spans of memory, in formats of their own: a checkpoint may store a weight in
-/// several parts.
+/// A matrix to read from. Its rows may lie in several spans of memory, in formats of their own: a checkpoint may store a weight
+/// in several parts.
 #[derive(Clone)]
 pub struct In<'a> {
     /// Number of rows.
@@ -129,7 +129,8 @@ impl<'a> In<'a> {
     /// scales, if it has any in memory; then there is one span.
     ///
     /// # Safety
-    /// Every row of `tensor` must lie inside one of `spans`, aligned to its type, and with the scales be valid and unwritten for `'a`.
+    /// Every row of `tensor` must lie inside one of `spans`, aligned to its type, and with the scales be valid and unwritten for
+    /// `'a`.
     pub unsafe fn new(tensor: Tensor, spans: &[(usize, *const u8)], scales: *const u8) -> Self {
         let (pitch, dtype) = (tensor.dtype.bytes(tensor.stride), tensor.dtype);
         let scaling = ViewScaling::new(tensor, scales.cast_mut());
@@ -194,7 +195,7 @@ impl<'a> In<'a> {
 
     /// A part of the matrix as a GEMM operand, if it is f32 and lies in one span.
     pub fn strided(&self, rows: Range<usize>, cols: Range<usize>) -> Option<Strided<'_>> {
-        let [Span { dtype: DType::F32, scaling: ViewScaling::One, pitch, .. }] = &self.spans[..] else { return None };
+        let [Span { dtype: DType::F32, scaling: ViewScaling::Unscaled, pitch, .. }] = &self.spans[..] else { return None };
         if rows.is_empty() || cols.is_empty() {
             return None;
         }
@@ -225,8 +226,8 @@ unsafe impl Send for Out<'_> {}
 
 impl<'a> Out<'a> {
     /// # Safety
-    /// `ptr` must point at the tensor's first element, aligned, and `scales` at its scales, if it has any in memory; the tensor must
-    /// be valid and no other view used for `'a`.
+    /// `ptr` must point at the tensor's first element, aligned, and `scales` at its scales, if it has any in memory; the tensor
+    /// must be valid and no other view used for `'a`.
     pub unsafe fn new(tensor: Tensor, ptr: *mut u8, scales: *mut u8) -> Self {
         let Tensor { rows, cols, dtype, stride, .. } = tensor;
         let (pitch, scaling) = (dtype.bytes(stride), ViewScaling::new(tensor, scales));
@@ -245,7 +246,8 @@ impl<'a> Out<'a> {
     pub fn store(&mut self, r: usize, first: usize, from: &[f32]) {
         if !from.is_empty() {
             let (place, to) = self.at(r, first, from.len());
-            // SAFETY: `at` has checked that `from.len()` elements follow, and `&mut self` is the only view of them and their scales.
+            // SAFETY: `at` has checked that `from.len()` elements follow, and `&mut self` is the only view of them and their
+            // scales.
             unsafe {
                 let bytes = std::slice::from_raw_parts_mut(to, self.dtype.bytes(from.len()));
                 self.scaling.encode(self.dtype, from, place, bytes);

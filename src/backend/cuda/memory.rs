@@ -36,7 +36,8 @@ impl Drop for Allocation {
     }
 }
 
-/// Sizes of the scratch that belongs to no op. In this order: the counters of reductions, partial results of reductions, the flags of Stream-K workers, and their partials.
+/// Sizes of the scratch that belongs to no op. In this order: the counters of reductions, partial results of reductions, the
+/// flags of Stream-K workers, and their partials.
 #[derive(Clone, Copy)]
 struct Scratch {
     sms: u64,
@@ -102,7 +103,8 @@ impl Memory {
         self.weights.bytes
     }
 
-    /// Allocates `bytes` of working memory and the scratch. An image of the same size as the one before finds its memory where it was.
+    /// Allocates `bytes` of working memory and the scratch. An image of the same size as the one before finds its memory where it
+    /// was.
     pub fn reserve(&mut self, bytes: u64) -> Result<()> {
         let total = bytes.next_multiple_of(ALIGN) + self.layout.bytes();
         if self.arena.bytes != total {

@@ -302,7 +302,7 @@ impl Backend for Cuda {
 
     fn released(&mut self, range: Range<u64>) {
         if let Some((address, bytes)) = self.context.memory.working_range(range).filter(|_| self.poison) {
-            // All ones is NaN in every float type. A failure is an earlier fault, which the next call reports.
+            // All ones is NaN in every float type that kernels write. A failure is an earlier fault, which the next call reports.
             let _ = self.driver.fill(self.stream.1, address, 0xff, bytes);
         }
     }

@@ -115,8 +115,11 @@ impl Staging {
     ) -> Result<()> {
         let wrong = |what: &str| Error::Op { op: "upload", what: format!("{role:?} parts do not {what} {tensor:?}") };
         let (pitch, mut at) = (tensor.dtype.bytes(tensor.cols), 0);
-        if tensor.dtype.is_quantised() || pitch == 0 {
-            return Err(wrong("have kernels for"));
+        if tensor.dtype.is_quantised() {
+            return Err(Error::Op { op: "upload", what: format!("there are no kernels for {tensor:?}") });
+        }
+        if pitch == 0 {
+            return Err(wrong("fit"));
         }
         // A copy takes whole rows.
         let step = BUFFER / pitch;
@@ -124,7 +127,7 @@ impl Staging {
             return Err(wrong("have rows short enough for"));
         }
         for part in parts {
-            if part.cols() != tensor.cols || at + part.rows > tensor.rows {
+            if part.cols() != tensor.cols || at + part.rows > tensor.rows || !part.is_complete() {
                 return Err(wrong("fit"));
             }
             for first in (0..part.rows).step_by(step) {

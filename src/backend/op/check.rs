@@ -16,7 +16,8 @@ impl Op<'_> {
         let gemm = |x: Tensor, w: &Linear| {
             let parts = w.weight.parts().iter().all(|part| part.cols == x.cols && part.stride == part.cols);
             let low_rank = w.low_rank.is_none_or(|l| {
-                l.down.cols == x.cols && l.up.rows == w.weight.rows() && l.up.cols == l.down.rows && !l.down.dtype.is_quantised()
+                let plain = !l.down.dtype.is_quantised() && !l.up.dtype.is_quantised();
+                l.down.cols == x.cols && l.up.rows == w.weight.rows() && l.up.cols == l.down.rows && plain
             });
             // What a layer multiplies has to be stored as the layer was loaded for. Plain values of any type can be multiplied.
             let quantised = x.dtype.is_quantised() || w.input.dtype.is_quantised();
@@ -60,6 +61,7 @@ impl Op<'_> {
                     let norm = s.norm.is_none_or(|norm| vector(norm.q, d) && vector(norm.k, d));
                     fits(norm && s.rope.table.dtype == DType::F32, "norms and table")?;
                     fits(s.q_scale > 0.0 && s.k_scale > 0.0, "scales")?;
+                    fits([s.q, Some(s.k), Some(s.v)].iter().flatten().all(|t| t.dtype != DType::E2m1), "heads in e2m1")?;
                 }
             }
             Self::Attention { out, q, kv, head_dim, causal, softmax } => {
@@ -72,6 +74,12 @@ impl Op<'_> {
                 fits(kv.iter().any(|s| s.k.rows > 0), "no keys")?;
                 fits(!causal || kv.len() == 1, "a causal mask over several segments")?;
                 fits(!causal || out.len() == 1, "a causal mask over several outputs")?;
+                fits(
+                    q.dtype != DType::E2m1 && kv.iter().all(|s| [s.k, s.v].iter().all(|t| t.dtype != DType::E2m1)),
+                    "heads in e2m1",
+                )?;
+                let whole = head_dim.is_multiple_of(nvfp4::BLOCK) || out.iter().all(|o| o.dtype != DType::E2m1);
+                fits(whole, "blocks across heads")?;
                 fits(
                     match softmax {
                         Softmax::Natural { scale } => scale > 0.0,
@@ -129,8 +137,8 @@ impl Op<'_> {
         Ok(())
     }
 
-    /// Whether operands that are accessed so may be quantised: what matrix ops read, and what produces the input of one. The residual
-    /// stream, latents and modulations keep their precision.
+    /// Whether operands that are accessed so may be quantised: what matrix ops read, and what produces the input of one. The
+    /// residual stream, latents and modulations keep their precision.
     fn takes_quantised(&self, access: Access) -> bool {
         let product = matches!(self, Self::LinearSwiglu(_) | Self::Qkv(_) | Self::Attention { .. });
         match access {
@@ -144,9 +152,16 @@ impl Op<'_> {
 /// Whether a tensor has scales that go with its elements, and whole blocks of them.
 fn scaling_fits(t: Tensor) -> bool {
     match (t.dtype, t.scaling) {
-        (DType::E4m3 | DType::E5m2, Scaling::One | Scaling::Tensor(_)) => true,
-        (DType::E4m3 | DType::E5m2, Scaling::Rows(_)) => t.region == Region::Weights,
-        (DType::E2m1, Scaling::Blocks16 { .. }) => t.cols % nvfp4::BLOCK == 0 && t.stride % nvfp4::BLOCK == 0,
-        (dtype, scaling) => !dtype.is_quantised() && scaling == Scaling::One,
+        (DType::E4m3, Scaling::Unscaled | Scaling::Tensor(_)) => true,
+        // Activations have no scales for each row, and are not stored in e5m2.
+        (DType::E4m3, Scaling::Rows(_)) | (DType::E5m2, Scaling::Unscaled | Scaling::Tensor(_) | Scaling::Rows(_)) => {
+            t.region == Region::Weights
+        }
+        (DType::E2m1, Scaling::Blocks16 { .. }) => {
+            let (elements, scales) = (t.extent(), t.scale_extent());
+            let apart = elements.end <= scales.start || scales.end <= elements.start;
+            apart && t.cols.is_multiple_of(nvfp4::BLOCK) && t.stride.is_multiple_of(nvfp4::BLOCK)
+        }
+        (dtype, scaling) => !dtype.is_quantised() && scaling == Scaling::Unscaled,
     }
 }

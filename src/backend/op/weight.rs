@@ -82,3 +82,55 @@ impl Weight {
         result
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tensor::{Arena, DType, Region, Scale, Stored};
+
+    /// Three parts: 128 rows of FP8, 256 of NVFP4, 64 of bf16.
+    fn parts() -> [Tensor; 3] {
+        let mut arena = Arena::new(Region::Weights);
+        let formats = [Stored::fp8(Scale::ONE), Stored::nvfp4(Scale::ONE), Stored::plain(DType::Bf16)];
+        let mut rows = [128, 256, 64].into_iter();
+        formats.map(|stored| arena.alloc_stored(rows.next().unwrap(), 192, stored).unwrap())
+    }
+
+    #[test]
+    fn parts_of_one_width_are_stacked() {
+        let [fp8, fp4, bf16] = parts();
+        let weight = Weight::stack(&parts()).unwrap();
+        assert_eq!((weight.parts(), weight.single()), (&parts()[..], None));
+        assert_eq!((weight.rows(), weight.cols(), weight.len(), weight.is_empty()), (448, 192, 448 * 192, false));
+        assert_eq!(Weight::stack(&[fp4]), Some(Weight::new(fp4)));
+        assert_eq!(Weight::new(fp4).single(), Some(fp4));
+        assert_eq!(Weight::stack(&[fp8, fp8, fp8, bf16]).map(|weight| weight.parts().len()), Some(4));
+        assert_eq!([Weight::stack(&[]), Weight::stack(&[bf16; 5]), Weight::stack(&[fp8, bf16.cols(0..191)])], [None; 3]);
+    }
+
+    #[test]
+    fn a_slice_has_the_rows_of_its_parts() {
+        let ([fp8, fp4, bf16], weight) = (parts(), Weight::stack(&parts()).unwrap());
+        let slices = [
+            (0..448, vec![fp8, fp4, bf16]),
+            (0..128, vec![fp8]),
+            (128..384, vec![fp4]),
+            (256..384, vec![fp4.rows(128..256)]),
+            (3..130, vec![fp8.rows(3..128), fp4.rows(0..2)]),
+            (256..385, vec![fp4.rows(128..256), bf16.rows(0..1)]),
+            (447..448, vec![bf16.rows(63..64)]),
+        ];
+        for (range, expected) in slices {
+            let slice = weight.slice(range.clone());
+            assert_eq!(slice.parts(), expected, "{range:?}");
+            assert_eq!((slice.rows(), slice.cols()), (range.len(), 192));
+        }
+        // Slices of slices, and one without rows: it has a part all the same.
+        assert_eq!(weight.slice(64..448).slice(64..320).parts(), [fp4]);
+        let empty = weight.slice(448..448);
+        assert_eq!((empty.parts().len(), empty.rows(), empty.cols(), empty.is_empty()), (1, 0, 192, true));
+        for range in [0..449, 449..449] {
+            assert!(std::panic::catch_unwind(|| weight.slice(range)).is_err());
+        }
+    }
+}

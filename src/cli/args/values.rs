@@ -2,7 +2,7 @@
 
 use crate::config::Variant;
 use crate::names::Layout;
-use crate::tensor::{DType, Precision};
+use crate::tensor::{DType, Nvfp4Layout, Precision};
 use clap::ValueEnum;
 use std::fmt::Display;
 use std::str::FromStr;
@@ -46,6 +46,20 @@ choice! {
         F32 => Precision::F32,
         /// bfloat16, as the models were trained
         Bf16 => Precision::Bf16,
+    }
+}
+
+choice! {
+    /// Values of `--nvfp4-layout`.
+    Nvfp4LayoutArg for Option<Nvfp4Layout> {
+        /// What the file suggests
+        Auto => None,
+        /// First element in the high nibble, scales in tiles
+        Comfy => Some(Nvfp4Layout::COMFY),
+        /// First element in the low nibble, scales row by row
+        Modelopt => Some(Nvfp4Layout::MODELOPT),
+        /// First element in the low nibble, scales in tiles
+        ModeloptSingle => Some(Nvfp4Layout::MODELOPT_SINGLE),
     }
 }
 

@@ -212,7 +212,7 @@ pub fn measure(
     let mut session = Session::open(setup, stop, terminal)?;
     let mut cold = Times { open: Some(started.elapsed().as_secs_f64()), ..Times::default() };
     let settings = Settings::resolve(request, &session.profile());
-    announce_run(&settings, &session.found, &session.model, &session.backend, terminal);
+    announce_run(&settings, &session.found, &session.model, &session.backend, &session.formats, terminal);
     session.fit(&settings.job, terminal)?;
     let plan = session.model.estimate(session.options, session.backend.backend.gemm_formats(), &settings.job)?;
     let weights = if session.options.low_memory { plan.low_memory_weight_bytes } else { plan.weight_bytes };

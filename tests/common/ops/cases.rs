@@ -6,7 +6,9 @@ use super::oracle;
 use super::{Case, Check, Expected, Fit, Mat, Operand, Rig, gemms, stored, want};
 use kiln::backend::{Conv, GroupNorm, KvSegment, LatentStats, Modulated, Op, Role, RopeStyle, Sampling, Softmax};
 use kiln::tensor::DType::{self, Bf16, F16, F32, U8};
+use kiln::tensor::{Stored, Tensor};
 use std::f32::consts::{LN_2, LOG2_E};
+use std::ops::Range;
 
 pub const EPS: f32 = 1e-6;
 
@@ -19,20 +21,24 @@ pub const WEIGHT_TYPES: [(DType, DType); 7] =
 
 /// The dtypes and layouts in which a case runs.
 pub type Variants = &'static [(DType, Fit)];
-const ALL: Variants = &[(F32, Fit::Whole), (F32, Fit::Slice), (Bf16, Fit::Whole), (Bf16, Fit::Slice)];
+pub const ALL: Variants = &[(F32, Fit::Whole), (F32, Fit::Slice), (Bf16, Fit::Whole), (Bf16, Fit::Slice)];
 /// For cases in which the error of naive f32 arithmetic is small by chance.
 const BF16: Variants = &[(Bf16, Fit::Whole), (Bf16, Fit::Slice)];
 /// For cases with ten million values and more.
-const TWO: Variants = &[(F32, Fit::Slice), (Bf16, Fit::Whole)];
+pub const TWO: Variants = &[(F32, Fit::Slice), (Bf16, Fit::Whole)];
 
 pub struct Table {
-    cases: Vec<Case>,
+    pub cases: Vec<Case>,
     /// Appended to the names of cases.
     label: &'static str,
     pub variants: Variants,
 }
 
 impl Table {
+    pub fn new(variants: Variants) -> Self {
+        Self { cases: Vec::new(), label: "", variants }
+    }
+
     pub fn add(&mut self, name: String, body: impl Fn(&mut Rig<'_>) + Clone + 'static) {
         for &(storage, fit) in self.variants {
             let name = format!("{name}{} {storage:?} {fit:?}", self.label).to_lowercase();
@@ -43,7 +49,7 @@ impl Table {
 
 /// The whole table.
 pub fn all() -> Vec<Case> {
-    let mut table = Table { cases: Vec::new(), label: "", variants: ALL };
+    let mut table = Table::new(ALL);
     awkward(&mut table);
     klein(&mut table);
     table.cases
@@ -52,6 +58,7 @@ pub fn all() -> Vec<Case> {
 fn awkward(table: &mut Table) {
     row_wise(table);
     gemms::all(table);
+    gemms::expanded(table);
     gemms::projections(table);
     attention(table);
     convolutions(table);
@@ -73,9 +80,9 @@ fn klein(table: &mut Table) {
         gemms::gate_residual(table, rows, side, side, true, false);
     }
     gemms::swiglu(table, 3, 3072, 9216);
-    gemms::qkv(table, (2, 3072, 24, 24, 128, RopeStyle::Interleaved, Some(9216)));
+    gemms::qkv(table, (2, 3072, 24, 24, 128, RopeStyle::Interleaved, Some(9216)), true);
     table.variants = ALL;
-    gemms::qkv(table, (5, 2560, 32, 8, 128, RopeStyle::HalfSplit, None));
+    gemms::qkv(table, (5, 2560, 32, 8, 128, RopeStyle::HalfSplit, None), true);
     attend(table, (130, &[200], 24, 24, 128, false), Scores::Bounded);
     attend(table, (70, &[70], 32, 8, 128, true), Scores::Usual);
     for (from, to) in [(512, 512), (256, 128), (128, 3)] {
@@ -148,7 +155,7 @@ fn non_finite(table: &mut Table, rows: usize, cols: usize) {
         });
         let found = x.host.row::<f32>(0).len() * rows - finite(&x.host);
         let count = rig.output_as(F32, 1, 1);
-        let want = |_| Expected { exact: vec![found as f64], naive: vec![found as f64] };
+        let want = |_| Expected::naive_f32(vec![found as f64], vec![found as f32]);
         rig.run(Op::NonFinite { count, x: x.t }, &[(count, Box::new(want))]);
     });
 }
@@ -239,6 +246,10 @@ fn attention(table: &mut Table) {
     }
     let masked: [AttentionShape; 4] =
         [(130, &[130], 4, 1, 128, true), (300, &[26], 8, 2, 128, true), (33, &[33], 2, 2, 128, true), (1, &[1], 4, 1, 128, true)];
+    for adjacent in [false, true] {
+        attend_into_ranges(table, &[5, 0, 130], 2, 128, adjacent);
+        attend_into_ranges(table, &[1, 7], 3, 64, adjacent);
+    }
     for scores in [Scores::Usual, Scores::Huge] {
         masked.into_iter().for_each(|shape| attend(table, shape, scores));
     }
@@ -273,18 +284,55 @@ fn attend(table: &mut Table, (queries, keys, q_heads, k_heads, d, causal): Atten
             keys.iter().map(|&n| (rig.input(n, k_heads * d, value), rig.input(n, k_heads * d, |v| v))).collect();
         let kv: Vec<KvSegment> = segments.iter().map(|(k, v)| KvSegment { k: k.t, v: v.t }).collect();
         let hosts: Vec<(Mat, Mat)> = segments.into_iter().map(|(k, v)| (k.host, v.host)).collect();
-        let want = |dtype| {
-            let exact = oracle::attention::<f64>(&q.host, &hosts, (d, scale), causal, |p| p);
-            if dtype == F32 {
-                return Expected::naive_f32(exact, oracle::attention::<f32>(&q.host, &hosts, (d, scale), causal, |p| p));
-            }
-            // A naive bf16 implementation stores P in bf16 between the two GEMMs.
-            let round = |p: f64| f64::from(stored(p as f32, Bf16));
-            let naive = oracle::attention::<f64>(&q.host, &hosts, (d, scale), causal, round);
-            Expected { exact, naive: naive.into_iter().map(round).collect() }
-        };
+        let want = |format| attended(format, &q.host, &hosts, (d, scale), causal);
         let op = Op::Attention { out: &[out], q: q.t, kv: &kv, head_dim: d, causal, softmax };
         rig.run(op, &[(out, Box::new(want))]);
+    });
+}
+
+/// The result of attention in a format.
+pub fn attended(format: Stored, q: &Mat, kv: &[(Mat, Mat)], (d, scale): (usize, f32), causal: bool) -> Expected {
+    let exact = oracle::attention::<f64>(q, kv, (d, scale), causal, |p| p);
+    if format.dtype != Bf16 {
+        return Expected::new(format, exact, || oracle::attention::<f32>(q, kv, (d, scale), causal, |p| p));
+    }
+    // A naive bf16 implementation stores P in bf16 between the two GEMMs.
+    let round = |p: f64| f64::from(stored(p as f32, Bf16));
+    let naive = oracle::attention::<f64>(q, kv, (d, scale), causal, round);
+    Expected { exact, naive: naive.into_iter().map(round).collect(), slack: 0.0 }
+}
+
+/// Some rows of an expected result, of so many columns.
+pub fn some_rows(of: Expected, rows: Range<usize>, cols: usize) -> Expected {
+    let some = |values: Vec<f64>| values[rows.start * cols..rows.end * cols].to_vec();
+    Expected { exact: some(of.exact), naive: some(of.naive), slack: of.slack }
+}
+
+/// Results in several ranges of rows, adjacent in one buffer or in buffers of their own.
+fn attend_into_ranges(table: &mut Table, ranges: &'static [usize], heads: usize, d: usize, adjacent: bool) {
+    let layout = if adjacent { "adjacent" } else { "apart" };
+    table.add(format!("attention into {ranges:?} rows {layout}, {heads}:{heads} heads of {d}"), move |rig| {
+        let (rows, cols, softmax) = (ranges.iter().sum(), heads * d, Softmax::Base2 { bound: f32::INFINITY });
+        let q = rig.input(rows, cols, |v| 0.5 * v);
+        let (k, v) = (rig.input(67, cols, |v| v), rig.input(67, cols, |v| v));
+        let whole = adjacent.then(|| rig.output(rows, cols));
+        let mut first = 0;
+        let mut place = |&rows: &usize| {
+            first += rows;
+            whole.map_or_else(|| rig.output(rows, cols), |whole| whole.rows(first - rows..first))
+        };
+        let out: Vec<Tensor> = ranges.iter().map(&mut place).collect();
+        let (kv, hosts) = ([KvSegment { k: k.t, v: v.t }], [(k.host, v.host)]);
+        let (q, scale, hosts) = (&q, softmax.natural_scale(), &hosts);
+        let mut first = 0;
+        let mut checks: Vec<Check<'_>> = Vec::new();
+        for &out in &out {
+            let range = first..first + out.rows;
+            first = range.end;
+            let want = move |format| some_rows(attended(format, &q.host, hosts, (d, scale), false), range.clone(), cols);
+            checks.push((out, Box::new(want)));
+        }
+        rig.run(Op::Attention { out: &out, q: q.t, kv: &kv, head_dim: d, causal: false, softmax }, &checks);
     });
 }
 

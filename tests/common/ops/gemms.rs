@@ -1,10 +1,12 @@
 //! The cases of GEMMs and of the fused projection.
 
 use super::cases::{EPS, Table, WEIGHT_TYPES};
+use super::formats::Filed;
 use super::oracle::Heads;
 use super::{Check, Operand, SMALL, want};
-use kiln::backend::{GatedGemm, Gemm, Linear, Op, Projection, QkNorm, Role, Rope, RopeStyle};
-use kiln::tensor::DType::{Bf16, F32};
+use kiln::backend::{Conv, GatedGemm, Gemm, Linear, Op, Projection, QkNorm, Role, Rope, RopeStyle, Sampling};
+use kiln::tensor::DType::{self, Bf16, E4m3, E5m2, F32};
+use kiln::tensor::Nvfp4Layout;
 
 fn linear_of(weight: &Operand, bias: Option<&Operand>) -> Linear {
     Linear::new(weight.t, bias.map(|b| b.t))
@@ -135,6 +137,39 @@ pub fn gate_residual(table: &mut Table, rows: usize, inner: usize, cols: usize, 
     });
 }
 
+/// Weights as files store them, expanded when they are uploaded: every format, in one part, and several formats in one weight.
+pub fn expanded(table: &mut Table) {
+    let (tensor, rows) = (Filed::Fp8Tensor, Filed::Fp8Rows);
+    let formats = [Filed::Fp8(E4m3), tensor(E4m3), rows(E4m3), Filed::Fp8(E5m2), tensor(E5m2), rows(E5m2)];
+    let layouts = [Nvfp4Layout::COMFY, Nvfp4Layout::MODELOPT, Nvfp4Layout::MODELOPT_SINGLE];
+    for to in [Bf16, F32] {
+        for format in formats.into_iter().chain(layouts.map(Filed::Nvfp4)) {
+            linear_expanded(table, format!("{} as {to:?}", format.name()), vec![(131, format)], to);
+        }
+        let mixed = vec![(67, tensor(E4m3)), (130, Filed::Nvfp4(Nvfp4Layout::COMFY)), (35, Filed::Plain(Bf16)), (3, rows(E4m3))];
+        linear_expanded(table, format!("mixed as {to:?}"), mixed, to);
+    }
+    table.add("conv 5x7 with 32 filters of e4m3".into(), move |rig| {
+        let w = rig.expanded(Role::Conv, &[(20, tensor(E4m3)), (12, rows(E4m3))], 9 * 40, Bf16);
+        let (x, bias, out) = (rig.input(35, 40, |v| v + 0.5), rig.vector(32), rig.output(35, 32));
+        let conv = Conv { weight: w.t, bias: bias.t };
+        let (residual, stats, sampling) = (None, None, Sampling::Same);
+        let op = Op::Conv { out, x: x.t, w: &conv, width: 5, height: 7, sampling, residual, stats };
+        rig.run(op, &[(out, want!(conv(&x.host, (&w.host, &bias.host), (5, 7), sampling, None)))]);
+    });
+}
+
+fn linear_expanded(table: &mut Table, name: String, parts: Vec<(usize, Filed)>, to: DType) {
+    table.add(format!("linear with weight {name}"), move |rig| {
+        // A width of whole blocks that is not one of whole tiles of block scales.
+        let w = rig.expanded(Role::Linear, &parts, 112, to);
+        let (x, out) = (rig.input(19, 112, |v| v), rig.output(19, w.t.rows));
+        let linear = linear_of(&w, None);
+        let op = Op::Linear(&[Gemm { out, x: x.t, w: &linear }]);
+        rig.run(op, &[(out, want!(linear(&x.host, &w.host, None)))]);
+    });
+}
+
 /// Rows, inner size, query heads, KV heads, head dimension, RoPE style, width of the SwiGLU MLP.
 pub type QkvShape = (usize, usize, usize, usize, usize, RopeStyle, Option<usize>);
 
@@ -150,16 +185,20 @@ pub fn projections(table: &mut Table) {
         (3, 17, 2, 1, 512, HalfSplit, None),
         (1031, 17, 5, 5, 128, Interleaved, Some(523)),
     ];
-    shapes.into_iter().for_each(|shape| qkv(table, shape));
+    shapes.into_iter().for_each(|shape| qkv(table, shape, true));
+    for shape in [(7, 113, 4, 2, 64, HalfSplit, None), (65, 64, 2, 2, 128, Interleaved, Some(72))] {
+        qkv(table, shape, false);
+    }
 }
 
-pub fn qkv(table: &mut Table, (rows, inner, q_heads, k_heads, d, style, mlp): QkvShape) {
+pub fn qkv(table: &mut Table, (rows, inner, q_heads, k_heads, d, style, mlp): QkvShape, normed: bool) {
     let (k_start, v_start, mlp_start) = (q_heads * d, (q_heads + k_heads) * d, (q_heads + 2 * k_heads) * d);
     let name = format!("qkv {rows}x{inner} {q_heads}:{k_heads} heads of {d} {style:?} mlp {mlp:?}");
+    let name = if normed { name } else { format!("{name} without norm") };
     table.add(name, move |rig| {
         let tail = 2 * mlp.unwrap_or(0);
-        let parts = [k_start, v_start - k_start, mlp_start - v_start, tail];
-        let w = rig.weight(Role::Linear, &parts, inner, Bf16, Bf16);
+        let parts = [k_start, v_start - k_start, mlp_start - v_start, tail].into_iter().filter(|rows| *rows > 0);
+        let w = rig.weight(Role::Linear, &parts.collect::<Vec<_>>(), inner, Bf16, Bf16);
         let (q_norm, k_norm) = (rig.vector(d), rig.vector(d));
         let angles = rig.input_as(F32, rows, d, |v| v);
         let x = rig.input(rows, inner, |v| 2.0 * v);
@@ -167,13 +206,15 @@ pub fn qkv(table: &mut Table, (rows, inner, q_heads, k_heads, d, style, mlp): Qk
         let (k, v) = (rig.output(rows, k_heads * d), rig.output(rows, k_heads * d));
         let mlp = mlp.map(|width| rig.output(rows, width));
         let linear = linear_of(&w, None);
-        let (q_scale, k_scale) = (0.3, 1.0);
-        let norm = Some(QkNorm { q: q_norm.t, k: k_norm.t, eps: EPS });
+        let (q_scale, k_scale) = (0.3, 0.6);
+        let norm = normed.then_some(QkNorm { q: q_norm.t, k: k_norm.t, eps: EPS });
         let rope = Rope { table: angles.t, style };
         let stream = Projection { x: x.t, w: &linear, norm, q_scale, k_scale, rope, q, k, v, mlp };
         let (x, w, table) = (&x.host, &w.host, &angles.host);
-        let [q_norm, k_norm] =
-            [(&q_norm, q_scale), (&k_norm, k_scale)].map(|(n, scale)| Heads { weight: &n.host, eps: EPS, scale, table, style });
+        let [q_norm, k_norm] = [(&q_norm, q_scale), (&k_norm, k_scale)].map(|(gain, scale)| {
+            let norm = normed.then_some((&gain.host, EPS));
+            Heads { norm, scale, table, style }
+        });
         let mut checks: Vec<Check<'_>> =
             vec![(k, want!(heads(x, w, k_start..v_start, k_norm))), (v, want!(values(x, w, v_start..mlp_start)))];
         if let Some(q) = q {

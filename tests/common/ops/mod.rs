@@ -3,41 +3,57 @@
 //!
 //! A result has to satisfy two conditions:
 //! - Its relative L2 error against the f64 oracle, on the inputs as stored, is at most twice that of naive arithmetic at the same
-//!   precision, plus [`FLOOR`]. For f32 this is the same loop in f32, for bf16 the oracle rounded once.
+//!   precision, plus a floor. For f32 this is the same loop in f32, for bf16 the oracle rounded once.
+//!   Quantised results are the oracle rounded once by the format's own rule, and each code is the one of the exact result, but
+//!   where this is so close to a tie that f32 arithmetic may take the other side.
 //! - Every element was written (results start as NaN), and nothing else in the arena changed: padding columns of strided buffers,
 //!   gaps and inputs are read back. Padding of inputs is NaN, so that reading it shows.
 
 pub mod cases;
+pub mod formats;
 mod gemms;
+mod judge;
+#[allow(dead_code)] // the GPU tests and the emulator check kernels
+pub mod mistakes;
 pub mod oracle;
 #[allow(dead_code)] // only some tests run on GPUs or emulate one
 pub mod outputs;
+#[allow(dead_code)] // the GPU tests do not use it yet, as kernels do not take these operands
+pub mod quantised;
 #[allow(dead_code)]
 pub mod tiles;
 
+use formats::{BLOCK, Filed, NAN, Quantised};
 use half::{bf16, f16};
+pub use judge::Expected;
+use judge::{judge, judge_codes};
+use kiln::backend::Weight;
 use kiln::backend::{Backend, Op, Role};
-use kiln::tensor::{Arena, Bytes, DType, Region, Tensor, WeightPart};
+use kiln::tensor::{Arena, DType, Region, Scaling, Stored, Tensor, WeightPart, nvfp4};
 use oracle::Real;
-use std::sync::Arc;
+use std::collections::HashSet;
 
-/// Added to every limit, because naive arithmetic may be exact by chance.
-const FLOOR: f64 = 1e-6;
 /// The value of padding columns of results; exact in every dtype.
 const PADDING: f32 = 1280.0;
 /// Padding columns to the left and right of a strided operand.
 const LEFT: usize = 3;
 const RIGHT: usize = 2;
 
-/// A matrix on the host, with values that its stored dtype can represent.
+/// A matrix on the host, with values that its stored format can represent.
 #[derive(Clone, Debug)]
 pub struct Mat {
     pub rows: usize,
     pub cols: usize,
-    data: Vec<f32>,
+    pub data: Vec<f32>,
+    /// The matrices `[rank, cols]` and `[rows, rank]` whose product is added to a weight.
+    pub low_rank: Option<Box<(Mat, Mat)>>,
 }
 
 impl Mat {
+    fn new(rows: usize, cols: usize, data: Vec<f32>) -> Self {
+        Self { rows, cols, data, low_rank: None }
+    }
+
     pub fn at<R: Real>(&self, r: usize, c: usize) -> R {
         R::of(self.data[r * self.cols + c])
     }
@@ -55,41 +71,19 @@ pub fn stored(value: f32, dtype: DType) -> f32 {
         DType::Bf16 => bf16::from_f32(value).to_f32(),
         DType::F16 => f16::from_f32(value).to_f32(),
         DType::U8 => value.clamp(0.0, 255.0).round_ties_even(),
-        DType::E4m3 | DType::E5m2 | DType::E2m1 => panic!("these have scales"),
+        DType::E4m3 | DType::E5m2 | DType::E2m1 => panic!("rounded with their scales"),
     }
 }
 
-/// The exact result of an op, and that of naive arithmetic.
-pub struct Expected {
-    pub exact: Vec<f64>,
-    pub naive: Vec<f64>,
-}
-
-impl Expected {
-    /// The oracle, and the oracle rounded to `dtype` once.
-    pub fn rounded(exact: Vec<f64>, dtype: DType) -> Self {
-        let naive = exact.iter().map(|&v| f64::from(stored(v as f32, dtype))).collect();
-        Self { exact, naive }
-    }
-
-    /// The oracle and the same loop in f32.
-    pub fn naive_f32(exact: Vec<f64>, naive: Vec<f32>) -> Self {
-        Self { exact, naive: naive.into_iter().map(f64::from).collect() }
-    }
-}
-
-/// A result, and a function that computes its expectation from its dtype.
-pub type Check<'a> = (Tensor, Box<dyn Fn(DType) -> Expected + 'a>);
+/// A result, and a function that computes its expectation from its format.
+pub type Check<'a> = (Tensor, Box<dyn Fn(Stored) -> Expected + 'a>);
 
 /// The expected values by an oracle function and its arguments.
 macro_rules! want {
     ($f:ident($($arg:expr),* $(,)?)) => {
-        Box::new(|dtype: kiln::tensor::DType| match dtype {
-            kiln::tensor::DType::F32 => $crate::ops::Expected::naive_f32(
-                $crate::ops::oracle::$f::<f64>($($arg),*),
-                $crate::ops::oracle::$f::<f32>($($arg),*),
-            ),
-            _ => $crate::ops::Expected::rounded($crate::ops::oracle::$f::<f64>($($arg),*), dtype),
+        Box::new(|format: kiln::tensor::Stored| {
+            let exact = $crate::ops::oracle::$f::<f64>($($arg),*);
+            $crate::ops::Expected::new(format, exact, || $crate::ops::oracle::$f::<f32>($($arg),*))
         })
     };
 }
@@ -100,7 +94,7 @@ pub(crate) use want;
 pub enum Fit {
     /// Contiguous, in a buffer of its own.
     Whole,
-    /// Strided: some columns of a wider buffer, at an odd offset and with an odd padding.
+    /// Strided: some columns of a wider buffer, at an odd offset and with an odd padding; of NVFP4 whole tiles of scales.
     Slice,
 }
 
@@ -127,7 +121,7 @@ pub struct Rig<'a> {
     storage: DType,
     fit: Fit,
     seed: u32,
-    /// All of the arena: the whole buffer of each operand, and its content before the op.
+    /// All of the arena: the whole buffer of each operand, and its content before the op. Those of quantised operands are bytes.
     buffers: Vec<(Tensor, Vec<f32>)>,
     verify: bool,
     /// The results of the op.
@@ -163,7 +157,58 @@ impl Rig<'_> {
     fn operand(&mut self, rows: usize, cols: usize, dtype: DType, padding: f32, f: impl Fn(f32) -> f32) -> Operand {
         let data: Vec<f32> = self.noise(rows * cols).into_iter().map(|v| stored(f(v), dtype)).collect();
         let t = self.place(rows, cols, dtype, padding, |i| data[i]);
-        Operand { t, host: Mat { rows, cols, data } }
+        Operand { t, host: Mat::new(rows, cols, data) }
+    }
+
+    /// A quantised matrix: its elements and scales, or NaN. The padding is NaN as well.
+    fn place_codes(&mut self, rows: usize, cols: usize, format: Stored, data: Option<&Quantised>) -> Tensor {
+        let (left, right) = match (self.fit, format.dtype) {
+            (Fit::Whole, _) => (0, 0),
+            (Fit::Slice, DType::E2m1) => (nvfp4::TILE_COLS, 2 * nvfp4::TILE_COLS),
+            (Fit::Slice, _) => (LEFT, RIGHT),
+        };
+        let whole = self.arena.alloc_stored(rows, left + cols + right, format).unwrap();
+        let t = whole.cols(left..left + cols);
+        let first = self.buffers.len();
+        self.buffers.extend(whole.as_bytes().map(|view| (view, vec![f32::from(NAN); view.len()])));
+        if let Some(data) = data {
+            let width = t.dtype.bytes(cols);
+            let bytes = if t.dtype == DType::E2m1 { formats::pack(&data.codes, true) } else { data.codes.clone() };
+            let (view, held) = &mut self.buffers[first];
+            for (row, bytes) in bytes.chunks_exact(width).enumerate() {
+                let at = row * view.cols + (t.offset - view.offset) as usize;
+                held[at..at + width].iter_mut().zip(bytes).for_each(|(to, byte)| *to = f32::from(*byte));
+            }
+            for (place, &scale) in scale_bytes(t).zip(&data.scales) {
+                let (view, held) = &mut self.buffers[first + 1];
+                held[(place - view.offset) as usize] = f32::from(scale);
+            }
+        }
+        t
+    }
+
+    /// Input activations in this format: `f` of values in -1..1.
+    pub fn input_stored(&mut self, format: Stored, rows: usize, cols: usize, f: impl Fn(f32) -> f32) -> Operand {
+        if !format.dtype.is_quantised() {
+            return self.input_as(format.dtype, rows, cols, f);
+        }
+        let values = self.noise(rows * cols).into_iter().map(|v| f64::from(f(v)));
+        let data = formats::quantise(values, format);
+        let t = self.place_codes(rows, cols, format, Some(&data));
+        Operand { t, host: Mat::new(rows, cols, formats::dequantise(&data, format)) }
+    }
+
+    /// A result in this format, NaN until written.
+    pub fn output_stored(&mut self, format: Stored, rows: usize, cols: usize) -> Tensor {
+        match format.dtype.is_quantised() {
+            true => self.place_codes(rows, cols, format, None),
+            false => self.output_as(format.dtype, rows, cols),
+        }
+    }
+
+    /// The format of activations in this case.
+    pub fn plain(&self) -> Stored {
+        Stored::plain(self.storage)
     }
 
     /// Input activations: `f` of values in -1..1.
@@ -196,30 +241,54 @@ impl Rig<'_> {
         self.place(rows, cols, dtype, PADDING, |_| f32::NAN)
     }
 
-    /// A weight of dtype `to` whose rows a file stores as `from`, in parts of so many rows. Parts of a file may be at any
-    /// address, so every second one is misaligned here.
-    pub fn weight(&mut self, role: Role, parts: &[usize], cols: usize, from: DType, to: DType) -> Operand {
-        let rows = parts.iter().sum();
+    /// Parts of a weight as a file stores them, and their values. Parts of a file may be at any address, so every second one is
+    /// misaligned here.
+    fn parts(&mut self, parts: &[(usize, Filed)], cols: usize, scale: f32) -> (Vec<WeightPart>, Vec<f32>) {
+        let mut values = Vec::new();
+        let store = |(i, &(rows, format)): (usize, &(usize, Filed))| {
+            let mut noise = self.noise(rows * cols);
+            noise.iter_mut().for_each(|v| *v *= scale);
+            if !matches!(format, Filed::Plain(_)) {
+                // Rows and blocks of different magnitudes have different scales.
+                let factor = |block: usize| [1.0, 0.5, 0.125, 0.75, 0.0625][block * 7 / 3 % 5];
+                noise.chunks_mut(BLOCK).enumerate().for_each(|(i, block)| block.iter_mut().for_each(|v| *v *= factor(i)));
+            }
+            let (part, decoded) = format.store(&noise, cols, i % 2);
+            values.extend(decoded);
+            part
+        };
+        (parts.iter().enumerate().map(store).collect(), values)
+    }
+
+    /// A weight of dtype `to` whose rows a file stores in parts of these formats.
+    pub fn expanded(&mut self, role: Role, parts: &[(usize, Filed)], cols: usize, to: DType) -> Operand {
+        let rows = parts.iter().map(|part| part.0).sum();
         // The scale keeps the result of a GEMM near one.
         let scale = if role == Role::Vector { 1.0 } else { 1.5 / (cols as f32).sqrt() };
-        let file: Vec<f32> = self.noise(rows * cols).into_iter().map(|v| stored(scale * v, from)).collect();
+        let (parts, values) = self.parts(parts, cols, scale);
         let t = self.weights.alloc(rows, cols, to).unwrap();
-        let mut rest = &file[..];
-        let parts: Vec<WeightPart> = parts
-            .iter()
-            .enumerate()
-            .map(|(i, &rows)| {
-                let (part, after) = rest.split_at(rows * cols);
-                rest = after;
-                let shift = i % 2;
-                let bytes = Bytes::new(Arc::new([vec![0; shift], from.encoded(part)].concat()));
-                WeightPart::plain(bytes.slice(shift..bytes.len()).unwrap(), from, rows)
-            })
-            .collect();
         self.backend.upload(t, role, &parts).unwrap();
         // Rounding to the same dtype again changes nothing.
-        let data = if from == to { file } else { file.into_iter().map(|v| stored(v, to)).collect() };
-        Operand { t, host: Mat { rows, cols, data } }
+        Operand { t, host: Mat::new(rows, cols, values.into_iter().map(|v| stored(v, to)).collect()) }
+    }
+
+    /// A weight of dtype `to` whose rows a file stores as `from`, in parts of so many rows.
+    pub fn weight(&mut self, role: Role, parts: &[usize], cols: usize, from: DType, to: DType) -> Operand {
+        let parts: Vec<_> = parts.iter().map(|&rows| (rows, Filed::Plain(from))).collect();
+        self.expanded(role, &parts, cols, to)
+    }
+
+    /// A weight whose parts keep the formats in which a file stores them.
+    pub fn kept(&mut self, parts: &[(usize, Filed)], cols: usize) -> (Weight, Mat) {
+        let (parts, values) = self.parts(parts, cols, 1.5 / (cols as f32).sqrt());
+        let upload = |part: &WeightPart| {
+            let t = self.weights.alloc_stored(part.rows, cols, part.stored()).unwrap();
+            self.backend.upload(t, Role::Linear, std::slice::from_ref(part)).unwrap();
+            t
+        };
+        let tensors: Vec<Tensor> = parts.iter().map(upload).collect();
+        let weight = Weight::stack(&tensors).unwrap();
+        (weight, Mat::new(weight.rows(), cols, values))
     }
 
     /// A norm weight, bias or statistic.
@@ -229,6 +298,9 @@ impl Rig<'_> {
 
     /// Runs the op and checks its results.
     pub fn run(&mut self, op: Op<'_>, checks: &[Check<'_>]) {
+        // What is stored past the end of the last operand shows here.
+        let behind = self.arena.alloc(1, 4096, DType::F32).unwrap();
+        self.buffers.push((behind, vec![PADDING; behind.len()]));
         self.backend.reserve(self.arena.peak()).unwrap();
         for (t, held) in &self.buffers {
             self.backend.write(*t, held).unwrap();
@@ -239,7 +311,12 @@ impl Rig<'_> {
             let mut got = vec![0.0; out.len()];
             self.backend.read(out, &mut got).unwrap();
             if self.verify {
-                self.faults.extend(judge(out, &got, &want(out.dtype)));
+                let want = want(out.stored());
+                self.faults.extend(judge(out, &got, &want));
+                if out.dtype.is_quantised() {
+                    let codes = self.codes(out);
+                    self.faults.extend(judge_codes(out, &got, &codes, &want));
+                }
             }
             self.results.push(got);
         }
@@ -249,15 +326,38 @@ impl Rig<'_> {
         }
     }
 
+    /// The elements and the block scales of a quantised result.
+    fn codes(&mut self, t: Tensor) -> Quantised {
+        let mut views = t.as_bytes().map(|view| {
+            let mut bytes = vec![0; view.len()];
+            self.backend.read_bytes(view, &mut bytes).unwrap();
+            bytes
+        });
+        let bytes = views.next().unwrap();
+        let codes = match t.dtype {
+            DType::E2m1 => bytes.iter().flat_map(|byte| [byte >> 4, byte & 15]).collect(),
+            _ => bytes,
+        };
+        let tiles = views.next();
+        // The view has the tiles along a row without the gap between rows of tiles.
+        let blocks = t.cols / BLOCK;
+        let scale = |tiles: &Vec<u8>, i: usize| tiles[formats::tiled(i / blocks, i % blocks, blocks)];
+        let scales = tiles.map_or_else(Vec::new, |tiles| (0..t.rows * blocks).map(|i| scale(&tiles, i)).collect());
+        Quantised { codes, scales }
+    }
+
     /// Checks that nothing but the results changed.
     fn check_surroundings(&mut self, written: &[Tensor]) {
+        // Of the tiles of block scales a result is only what belongs to blocks, not the padding.
+        let scales: HashSet<u64> = written.iter().copied().flat_map(scale_bytes).collect();
+        let elements: Vec<Tensor> = written.iter().map(|&w| Tensor { scaling: Scaling::Unscaled, ..w }).collect();
         for (whole, before) in &self.buffers {
             let mut after = vec![0.0; whole.len()];
             self.backend.read(*whole, &mut after).unwrap();
             let changed = |i: usize| before[i].to_bits() != after[i].to_bits() && !(before[i].is_nan() && after[i].is_nan());
             let element = |i: usize| whole.rows(i / whole.cols..i / whole.cols + 1).cols(i % whole.cols..i % whole.cols + 1);
-            let stray = (0..after.len()).filter(|&i| changed(i)).find(|&i| written.iter().all(|w| !w.overlaps(element(i))));
-            if let Some(i) = stray {
+            let expected = |e: Tensor| elements.iter().any(|w| w.overlaps(e)) || scales.contains(&e.offset);
+            if let Some(i) = (0..after.len()).filter(|&i| changed(i)).find(|&i| !expected(element(i))) {
                 let (r, c) = (i / whole.cols, i % whole.cols);
                 self.faults.push(format!("[{r}, {c}] of {whole:?} is no result and went from {} to {}", before[i], after[i]));
             }
@@ -265,39 +365,16 @@ impl Rig<'_> {
     }
 }
 
-/// Relative L2 distance; infinite if any value is NaN.
-fn distance(got: impl Iterator<Item = f64>, want: &[f64]) -> f64 {
-    let norm: f64 = want.iter().map(|w| w * w).sum();
-    let difference: f64 = got.zip(want).map(|(g, w)| (g - w).powi(2)).sum();
-    let relative = (difference / norm.max(f64::MIN_POSITIVE)).sqrt();
-    if difference == 0.0 {
-        0.0
-    } else if relative.is_nan() {
-        f64::INFINITY
-    } else {
-        relative
-    }
+/// Where the block scales of a tensor are stored, in row-major order.
+fn scale_bytes(t: Tensor) -> impl Iterator<Item = u64> {
+    let Tensor { rows, cols, stride, .. } = t;
+    let (first, rows) = if let Scaling::Blocks16 { scales, .. } = t.scaling { (scales, rows) } else { (0, 0) };
+    let place = move |row, block| first + formats::tiled(row, block, stride / BLOCK) as u64;
+    (0..rows).flat_map(move |row| (0..cols / BLOCK).map(move |block| place(row, block)))
 }
 
-fn judge(out: Tensor, got: &[f32], want: &Expected) -> Option<String> {
-    assert_eq!(got.len(), want.exact.len(), "the oracle has another shape");
-    let place = |i: usize| format!("[{}, {}] of [{}, {}]", i / out.cols, i % out.cols, out.rows, out.cols);
-    if let Some(i) = got.iter().position(|v| v.is_nan()) {
-        return Some(format!("{} was not written, or is NaN", place(i)));
-    }
-    let error = distance(got.iter().copied().map(f64::from), &want.exact);
-    let naive = distance(want.naive.iter().copied(), &want.exact);
-    if error <= 2.0 * naive + FLOOR {
-        return None;
-    }
-    let off = |i: usize| (f64::from(got[i]) - want.exact[i]).abs();
-    let worst = (0..got.len()).max_by(|&a, &b| off(a).total_cmp(&off(b)))?;
-    let (place, got, exact) = (place(worst), got[worst], want.exact[worst]);
-    Some(format!("relative error {error:.2e}, naive arithmetic has {naive:.2e}; worst at {place}: {got}, oracle {exact}"))
-}
-
-/// The weights of the cases that a backend has run so far: placed one after the other until half of the memory is used, so that few
-/// cases allocate.
+/// The weights of the cases that a backend has run so far: placed one after the other until half of the memory is used, so that
+/// few cases allocate.
 pub struct Weights {
     arena: Arena,
     bytes: u64,
@@ -345,10 +422,15 @@ pub fn run(be: &mut dyn Backend, weights: &mut Weights, case: &Case, verify: boo
     rig.results
 }
 
-/// Checks the cases that `wanted` selects by name.
+/// Checks the cases of the table that `wanted` selects by name.
 pub fn check_some(backend: &mut dyn Backend, wanted: impl Fn(&str) -> bool) {
+    check(backend, cases::all().into_iter().filter(|case| wanted(&case.name)));
+}
+
+/// Checks some cases.
+pub fn check(backend: &mut dyn Backend, cases: impl Iterator<Item = Case>) {
     let (mut weights, mut faults, mut count) = (Weights::default(), Vec::new(), 0);
-    for case in cases::all().iter().filter(|c| wanted(&c.name)) {
+    for case in &cases.collect::<Vec<_>>() {
         run(backend, &mut weights, case, true, &mut faults);
         count += 1;
     }

@@ -99,10 +99,23 @@ fn transposed<R: Real>(m: &Mat, rows: Range<usize>) -> Vec<R> {
     (0..m.cols).flat_map(|c| rows.clone().map(move |r| m.at(r, c))).collect()
 }
 
-/// `x w^T` for a range of the rows of `w`, in blocks of rows that fit in a cache.
+/// `x w^T` for a range of the rows of `w`, with the term of low rank if it has one: `x (w + up down)^T`.
 fn gemm_nt<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>) -> Vec<R> {
+    let x: Vec<Vec<R>> = (0..x.rows).map(|r| x.row(r)).collect();
+    let mut out = product_nt(&x, w, rows.clone());
+    if let Some((down, up)) = w.low_rank.as_deref() {
+        let reduced: Vec<R> = product_nt(&x, down, 0..down.rows);
+        let reduced: Vec<Vec<R>> = reduced.chunks_exact(down.rows).map(<[R]>::to_vec).collect();
+        let added: Vec<R> = product_nt(&reduced, up, rows);
+        out.iter_mut().zip(added).for_each(|(sum, term)| *sum += term);
+    }
+    out
+}
+
+/// `x w^T` for a range of the rows of `w`, in blocks of rows that fit in a cache.
+fn product_nt<R: Real>(x: &[Vec<R>], w: &Mat, rows: Range<usize>) -> Vec<R> {
     const BLOCK: usize = 64;
-    let (x, cols): (Vec<Vec<R>>, usize) = ((0..x.rows).map(|r| x.row(r)).collect(), rows.len());
+    let cols = rows.len();
     let mut out = vec![R::of(0.0); x.len() * cols];
     for first in (0..cols).step_by(BLOCK) {
         let width = BLOCK.min(cols - first);
@@ -138,14 +151,14 @@ pub fn gate_residual<R: Real>(into: &Mat, x: &Mat, w: &Mat, bias: Option<&Mat>, 
 /// qk-norm, scale and RoPE of query or key heads.
 #[derive(Clone, Copy)]
 pub struct Heads<'a> {
-    pub weight: &'a Mat,
-    pub eps: f32,
+    /// The gain of the norm and what it adds to the mean square.
+    pub norm: Option<(&'a Mat, f32)>,
     pub scale: f32,
     pub table: &'a Mat,
     pub style: RopeStyle,
 }
 
-/// Queries or keys: some columns of the GEMM, each head with RMS norm, then RoPE.
+/// Queries or keys: some columns of the GEMM, each head with RMS norm if there is one, then RoPE.
 pub fn heads<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>, heads: Heads<'_>) -> Vec<R> {
     let (cols, d) = (rows.len(), heads.table.cols);
     let projected = gemm_nt::<R>(x, w, rows);
@@ -153,8 +166,9 @@ pub fn heads<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>, heads: Heads<'_>) ->
     for r in 0..x.rows {
         for first in (0..cols).step_by(d) {
             let head = &projected[r * cols + first..][..d];
-            let root = root_mean_square(head, heads.eps);
-            let normal = |i: usize| head[i] / root * heads.weight.at(0, i) * R::of(heads.scale);
+            let root = heads.norm.map(|(_, eps)| root_mean_square(head, eps));
+            let gain = |i: usize| heads.norm.map_or(one::<R>(), |(gain, _)| gain.at(0, i));
+            let normal = |i: usize| head[i] / root.unwrap_or(one()) * gain(i) * R::of(heads.scale);
             for pair in 0..d / 2 {
                 let (i, j) = match heads.style {
                     RopeStyle::Interleaved => (2 * pair, 2 * pair + 1),

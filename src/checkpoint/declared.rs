@@ -1,0 +1,179 @@
+//! Reads which layers a checkpoint declares as quantised. There are three ways to declare them: the metadata of a file lists all
+//! layers, a tensor beside each layer holds its settings as JSON, or a marker tensor means that every layer with a scale is FP8.
+
+use super::header::UniqueMap;
+use super::shard::Shard;
+use crate::error::{Error, Result};
+use crate::names::{self, QUANTISATION_METADATA};
+use crate::part::Part;
+use crate::tensor::DType;
+use crate::text::shown;
+use serde::Deserialize;
+use std::collections::BTreeMap;
+
+pub(super) const UNKNOWN: &str = "in an unknown quantised format";
+pub(super) const FP8: &str = "FP8 (E4M3)";
+pub(super) const FP8_E5M2: &str = "FP8 (E5M2)";
+pub(super) const NVFP4: &str = "NVFP4";
+
+/// The error for quantised layers that are not described consistently.
+pub(super) fn invalid(shard: &Shard, detail: String) -> Error {
+    let error = Error::bad_file(shard.path(), "invalid quantisation", detail);
+    error.with_hint("the file is damaged, or quantised in a way of its own; download it again, or use another one")
+}
+
+/// The maximum size of a layer's settings in bytes.
+const MAX_SETTINGS: usize = 4096;
+
+/// A quantised format that is supported.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Format {
+    /// FP8 of this type, with one scale, or one for each row.
+    Fp8(DType),
+    /// Two e2m1 elements in each byte, with block scales.
+    Nvfp4,
+}
+
+impl Format {
+    /// The name in messages.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Fp8(DType::E5m2) => FP8_E5M2,
+            Self::Fp8(_) => FP8,
+            Self::Nvfp4 => NVFP4,
+        }
+    }
+
+    /// The dtype that a file stores the elements as.
+    pub fn stored_as(self) -> &'static str {
+        match self {
+            Self::Fp8(DType::E5m2) => "F8_E5M2",
+            Self::Fp8(_) => "F8_E4M3",
+            Self::Nvfp4 => "U8",
+        }
+    }
+}
+
+/// What a checkpoint declares about one layer.
+#[derive(Clone, Debug)]
+pub(super) struct Declared {
+    /// The format; none if it follows from the dtype of the weight.
+    pub format: Option<Format>,
+    /// Whether the layer's input is not to be quantised.
+    pub full_precision: bool,
+    /// The name of the layer, and the index of the file that declares it.
+    pub layer: String,
+    pub shard: usize,
+}
+
+/// A layer's settings. Keys that do not change the meaning of its tensors are ignored.
+#[derive(Debug, Deserialize)]
+pub(super) struct Settings {
+    format: Option<String>,
+    full_precision_matrix_mult: Option<bool>,
+    convrot: Option<bool>,
+    params: Option<Params>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Params {
+    convrot: Option<bool>,
+}
+
+impl Settings {
+    /// Reads the settings that a tensor holds.
+    pub fn parse(shard: &Shard, name: &str) -> Result<Self> {
+        let invalid = |detail: String| invalid(shard, format!("tensor `{}`: {detail}", shown(name)));
+        let bytes = shard.bytes(name);
+        let bytes = bytes.as_deref().unwrap_or_default();
+        if bytes.len() > MAX_SETTINGS {
+            return Err(invalid(format!("settings of {} bytes, limit {MAX_SETTINGS}", bytes.len())));
+        }
+        serde_json::from_slice(bytes).map_err(|error| invalid(error.to_string()))
+    }
+
+    /// The format, or the name of one that is not supported.
+    fn format(&self) -> Result<Format, &'static str> {
+        let nested = self.params.as_ref().and_then(|params| params.convrot);
+        if self.convrot == Some(true) || nested == Some(true) {
+            return Err("rotated (ConvRot)");
+        }
+        match self.format.as_deref().unwrap_or_default() {
+            "float8_e4m3fn" => Ok(Format::Fp8(DType::E4m3)),
+            "float8_e5m2" => Ok(Format::Fp8(DType::E5m2)),
+            "nvfp4" => Ok(Format::Nvfp4),
+            "mxfp8" => Err("MXFP8"),
+            "int8_tensorwise" => Err("INT8"),
+            "convrot_w4a4" | "asym_w4a8_int8" | "awq_w4a16" => Err("INT4"),
+            _ => Err(UNKNOWN),
+        }
+    }
+
+    /// What the settings mean for a layer.
+    fn declare(&self, shards: &[Shard], shard: usize, layer: &str) -> Result<Declared> {
+        let path = shards[shard].path();
+        let refused = |format| Error::Quantised { path: path.into(), name: format!("{layer}.weight"), format };
+        Ok(Declared {
+            format: Some(self.format().map_err(refused)?),
+            full_precision: self.full_precision_matrix_mult.unwrap_or(false),
+            layer: layer.into(),
+            shard,
+        })
+    }
+}
+
+#[derive(Deserialize)]
+struct Metadata {
+    layers: UniqueMap<Settings>,
+}
+
+/// The declarations of a checkpoint, by the name of the layer without prefix.
+#[derive(Default)]
+pub(super) struct Declarations {
+    pub layers: BTreeMap<String, Declared>,
+    /// Whether the metadata declare layers.
+    pub in_metadata: bool,
+}
+
+impl Declarations {
+    /// Reads the metadata of all files. In an all-in-one checkpoint layers of other parts are ignored.
+    pub fn read(part: Part, shards: &[Shard]) -> Result<Self> {
+        let mut all = Self::default();
+        for (index, shard) in shards.iter().enumerate() {
+            let Some(text) = shard.metadata().get(QUANTISATION_METADATA) else { continue };
+            all.in_metadata = true;
+            let metadata: Metadata = serde_json::from_str(text)
+                .map_err(|error| invalid(shard, format!("metadata `{QUANTISATION_METADATA}`: {error}")))?;
+            for (layer, settings) in metadata.layers.0 {
+                if names::resolve(part, &format!("{layer}.weight")) != names::Place::OtherPart {
+                    all.add(shards, index, &layer, settings)?;
+                }
+            }
+        }
+        Ok(all)
+    }
+
+    /// Adds the settings of a layer. A layer may be declared twice if both mean the same: programs differ in which one of
+    /// them they would follow.
+    pub fn add(&mut self, shards: &[Shard], shard: usize, layer: &str, settings: Settings) -> Result<()> {
+        let key = names::without_prefix(layer);
+        let declared = settings.declare(shards, shard, layer)?;
+        let meaning = |declared: &Declared| (declared.format, declared.full_precision);
+        match self.layers.get(key) {
+            Some(other) if meaning(other) != meaning(&declared) => {
+                Err(invalid(&shards[shard], format!("layer `{}` is declared twice, with different settings", shown(layer))))
+            }
+            Some(_) => Ok(()),
+            None => {
+                self.layers.insert(key.into(), declared);
+                Ok(())
+            }
+        }
+    }
+
+    /// Adds a layer that a marker declares.
+    pub fn add_marked(&mut self, shard: usize, layer: &str, full_precision: bool) {
+        let declared = Declared { format: None, full_precision, layer: layer.into(), shard };
+        self.layers.entry(names::without_prefix(layer).into()).or_insert(declared);
+    }
+}

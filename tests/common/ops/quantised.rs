@@ -1,0 +1,370 @@
+//! The cases of quantised operands, which not every backend takes: results that are written in e4m3 and NVFP4, and GEMMs of
+//! quantised weights by plain and quantised inputs. Weights have several parts, each in a format of its own, and terms of low
+//! rank.
+
+use super::cases::{ALL, EPS, TWO, Table, attended, some_rows};
+use super::formats::Filed;
+use super::oracle::Heads;
+use super::{Case, Check, Mat, Operand, Rig, want};
+use kiln::backend::{
+    GatedGemm, Gemm, KvSegment, Linear, LowRank, Modulated, Op, Projection, QkNorm, Role, Rope, RopeStyle, Softmax,
+};
+use kiln::tensor::DType::{Bf16, E4m3, E5m2, F32};
+use kiln::tensor::{Nvfp4Layout, Scale, Stored, Tensor};
+use std::ops::Range;
+
+const NVFP4: Filed = Filed::Nvfp4(Nvfp4Layout::COMFY);
+const FP8: Filed = Filed::Fp8Tensor(E4m3);
+const FP8_ROWS: Filed = Filed::Fp8Rows(E4m3);
+const PLAIN: Filed = Filed::Plain(Bf16);
+
+fn scale(value: f32) -> Scale {
+    Scale::new(value).unwrap()
+}
+
+/// The formats of results, which are of the order of one: within their range, and far beyond it.
+fn results() -> [(&'static str, Stored); 4] {
+    [
+        ("e4m3", Stored::fp8(scale(0.0123))),
+        ("clipped e4m3", Stored::fp8(scale(0.000_31))),
+        ("nvfp4", Stored::nvfp4(scale(0.0011))),
+        ("clipped nvfp4", Stored::nvfp4(scale(0.000_02))),
+    ]
+}
+
+/// The formats of inputs, which are at most one; `None` is that of the case.
+fn inputs() -> [(&'static str, Option<Stored>); 3] {
+    [("plain", None), ("e4m3", Some(Stored::fp8(scale(0.0029)))), ("nvfp4", Some(Stored::nvfp4(scale(0.000_41))))]
+}
+
+/// The whole table.
+pub fn all() -> Vec<Case> {
+    let mut table = Table::new(ALL);
+    norms(&mut table);
+    attention(&mut table);
+    table.variants = TWO;
+    linear(&mut table);
+    swiglu(&mut table);
+    gate_residual(&mut table);
+    qkv(&mut table);
+    low_rank(&mut table);
+    table.cases
+}
+
+fn norms(table: &mut Table) {
+    // One block, a row of tiles of scales that is not full, several tiles in both directions, the width of a real model.
+    for (rows, cols) in [(1, 16), (7, 112), (130, 192), (2, 2560)] {
+        for (i, (name, format)) in results().into_iter().enumerate() {
+            table.add(format!("rms_norm {rows} rows of {cols} into {name}"), move |rig| {
+                let (x, w) = (rig.input(rows, cols, |v| 8.0 * v), rig.vector(cols));
+                let out = rig.output_stored(format, rows, cols);
+                let op = Op::RmsNorm { out, x: x.t, weight: w.t, eps: EPS };
+                rig.run(op, &[(out, want!(rms_norm(&x.host, &w.host, EPS)))]);
+            });
+            let (other_name, other) = results()[(i + 1) % results().len()];
+            table.add(format!("layer_norm_modulate {rows} and 3 rows of {cols} into {name} and {other_name}"), move |rig| {
+                let streams = [(rows, format), (3, other)].map(|(rows, format)| {
+                    let (x, out) = (rig.input(rows, cols, |v| v + 4.0), rig.output_stored(format, rows, cols));
+                    (x, out, rig.input(1, cols, |v| v), rig.input(1, cols, |v| v))
+                });
+                let [a, b] = &streams;
+                let ops = [a, b].map(|(x, out, shift, scale)| Modulated { out: *out, x: x.t, shift: shift.t, scale: scale.t });
+                rig.run(
+                    Op::LayerNormModulate { streams: &ops, eps: EPS },
+                    &[
+                        (a.1, want!(layer_norm_modulate(&a.0.host, &a.2.host, &a.3.host, EPS))),
+                        (b.1, want!(layer_norm_modulate(&b.0.host, &b.2.host, &b.3.host, EPS))),
+                    ],
+                );
+            });
+        }
+    }
+}
+
+/// Ranges of rows of a result with formats of their own.
+type Ranges = Vec<(usize, Stored)>;
+
+fn attention(table: &mut Table) {
+    let [fp8, clipped, nvfp4, _] = results().map(|(_, format)| format);
+    let other = Stored::fp8(scale(0.0071));
+    let all: [(&str, Ranges); 7] = [
+        ("e4m3", vec![(130, fp8)]),
+        ("clipped e4m3", vec![(37, clipped)]),
+        ("nvfp4", vec![(130, nvfp4)]),
+        ("e4m3 twice", vec![(5, fp8), (0, fp8), (131, fp8)]),
+        ("e4m3 with two scales", vec![(5, fp8), (131, other)]),
+        ("nvfp4 with two scales", vec![(129, nvfp4), (7, Stored::nvfp4(scale(0.0007)))]),
+        ("e4m3 and nvfp4", vec![(5, fp8), (131, nvfp4)]),
+    ];
+    for (name, ranges) in all {
+        for d in [64, 128] {
+            let ranges = ranges.clone();
+            table.add(format!("attention into {name}, 2:1 heads of {d}"), move |rig| attend(rig, &ranges, d));
+        }
+    }
+    // Queries and keys in e4m3, with the bound of their scores.
+    table.add("attention of e4m3, 2:2 heads of 128".into(), |rig| {
+        let (rows, d) = (67, 128);
+        let (q, k) = (rig.input_stored(one(), rows, 2 * d, |v| v), rig.input_stored(one(), rows, 2 * d, |v| v));
+        let (v, out) = (rig.input(rows, 2 * d, |v| v), rig.output(rows, 2 * d));
+        let softmax = Softmax::Base2 { bound: d as f32 };
+        let (kv, hosts) = ([KvSegment { k: k.t, v: v.t }], [(k.host, v.host)]);
+        let op = Op::Attention { out: &[out], q: q.t, kv: &kv, head_dim: d, causal: false, softmax };
+        let want = |format| attended(format, &q.host, &hosts, (d, softmax.natural_scale()), false);
+        rig.run(op, &[(out, Box::new(want))]);
+    });
+}
+
+/// e4m3 with a scale of one.
+fn one() -> Stored {
+    Stored::fp8(Scale::ONE)
+}
+
+fn attend(rig: &mut Rig<'_>, ranges: &Ranges, d: usize) {
+    let (rows, cols) = (ranges.iter().map(|range| range.0).sum(), 2 * d);
+    let q = rig.input(rows, cols, |v| 6.0 * v);
+    let segments = [40, 27].map(|keys| (rig.input(keys, d, |v| v), rig.input(keys, d, |v| v)));
+    let out: Vec<Tensor> = ranges.iter().map(|&(rows, format)| rig.output_stored(format, rows, cols)).collect();
+    let kv = segments.each_ref().map(|(k, v)| KvSegment { k: k.t, v: v.t });
+    let hosts = segments.map(|(k, v)| (k.host, v.host));
+    let softmax = Softmax::Natural { scale: 1.0 / (d as f32).sqrt() };
+    let (host, hosts) = (&q.host, &hosts);
+    let mut first = 0;
+    let mut checks: Vec<Check<'_>> = Vec::new();
+    for &out in &out {
+        let range = first..first + out.rows;
+        first = range.end;
+        let scale = softmax.natural_scale();
+        let want = move |format| some_rows(attended(format, host, hosts, (d, scale), false), range.clone(), cols);
+        checks.push((out, Box::new(want)));
+    }
+    rig.run(Op::Attention { out: &out, q: q.t, kv: &kv, head_dim: d, causal: false, softmax }, &checks);
+}
+
+/// A layer whose weight keeps its formats, on inputs in this format.
+fn layer(rig: &mut Rig<'_>, parts: &[(usize, Filed)], cols: usize, input: Stored) -> (Linear, Mat) {
+    let (weight, host) = rig.kept(parts, cols);
+    (Linear { weight, bias: None, input, low_rank: None }, host)
+}
+
+/// Adds a term of low rank to a layer.
+fn with_low_rank(rig: &mut Rig<'_>, (linear, host): (Linear, Mat), rank: usize) -> (Linear, Mat) {
+    let down = rig.weight(Role::Linear, &[rank], host.cols, Bf16, Bf16);
+    let up = rig.weight(Role::Linear, &[host.rows], rank, F32, F32);
+    let linear = Linear { low_rank: Some(LowRank { down: down.t, up: up.t }), ..linear };
+    (linear, Mat { low_rank: Some(Box::new((down.host, up.host))), ..host })
+}
+
+/// The rows of a weight and of its term of low rank.
+fn host_rows(host: &Mat, rows: Range<usize>) -> Mat {
+    let low_rank = host.low_rank.as_deref().map(|(down, up)| Box::new((down.clone(), host_rows(up, rows.clone()))));
+    Mat { rows: rows.len(), cols: host.cols, data: host.data[rows.start * host.cols..rows.end * host.cols].to_vec(), low_rank }
+}
+
+fn input(rig: &mut Rig<'_>, format: Option<Stored>, rows: usize, cols: usize) -> (Stored, Operand) {
+    let format = format.unwrap_or(rig.plain());
+    (format, rig.input_stored(format, rows, cols, |v| v))
+}
+
+fn linear(table: &mut Table) {
+    let all: [(&str, Vec<(usize, Filed)>); 9] = [
+        ("e4m3", vec![(131, FP8)]),
+        ("e4m3 by rows", vec![(131, FP8_ROWS)]),
+        ("e4m3 unscaled", vec![(131, Filed::Fp8(E4m3))]),
+        ("e5m2", vec![(131, Filed::Fp8Tensor(E5m2))]),
+        ("nvfp4", vec![(131, NVFP4)]),
+        ("nvfp4 of modelopt", vec![(131, Filed::Nvfp4(Nvfp4Layout::MODELOPT))]),
+        ("nvfp4 of modelopt's single files", vec![(131, Filed::Nvfp4(Nvfp4Layout::MODELOPT_SINGLE))]),
+        // A tile of a GEMM has rows of all of them.
+        ("e4m3, nvfp4, bf16", vec![(67, FP8), (129, NVFP4), (35, PLAIN)]),
+        ("e4m3, nvfp4, nvfp4, e4m3 by rows", vec![(100, FP8), (150, NVFP4), (30, NVFP4), (121, FP8_ROWS)]),
+    ];
+    for (name, parts) in all {
+        for (input_name, format) in inputs() {
+            let parts = parts.clone();
+            table.add(format!("linear of {name} by {input_name}"), move |rig| {
+                let (inner, cols) = (208, parts.iter().map(|part| part.0).sum());
+                let (format, x) = input(rig, format, 37, inner);
+                let (w, host) = layer(rig, &parts, inner, format);
+                let (bias, out) = (rig.vector(cols), rig.output(37, cols));
+                let w = Linear { bias: Some(bias.t), ..w };
+                let op = Op::Linear(&[Gemm { out, x: x.t, w: &w }]);
+                rig.run(op, &[(out, want!(linear(&x.host, &host, Some(&bias.host))))]);
+            });
+        }
+    }
+    // More rows than a task or a tile has, and rows of the weight that begin in one part and end in another.
+    for (input_name, format) in inputs() {
+        table.add(format!("linear 1031 rows of nvfp4 by {input_name}"), move |rig| {
+            let (format, x) = input(rig, format, 1031, 64);
+            let ((w, host), out) = (layer(rig, &[(70, NVFP4)], 64, format), rig.output(1031, 70));
+            let op = Op::Linear(&[Gemm { out, x: x.t, w: &w }]);
+            rig.run(op, &[(out, want!(linear(&x.host, &host, None)))]);
+        });
+    }
+    // NVFP4 is sliced at whole tiles of block scales.
+    for rows in [40..350, 67..195, 195..200, 195..347, 347..348, 0..350] {
+        table.add(format!("linear with rows {rows:?} of three parts"), move |rig| {
+            let (format, x) = input(rig, None, 9, 112);
+            let (all, host) = layer(rig, &[(67, FP8_ROWS), (280, NVFP4), (105, FP8)], 112, format);
+            let (w, out) = (all.rows(rows.clone()), rig.output(9, rows.len()));
+            let host = host_rows(&host, rows.clone());
+            let op = Op::Linear(&[Gemm { out, x: x.t, w: &w }]);
+            rig.run(op, &[(out, want!(linear(&x.host, &host, None)))]);
+        });
+    }
+}
+
+fn swiglu(table: &mut Table) {
+    // Wider than a tile of a GEMM.
+    const WIDTH: usize = 208;
+    let gates =
+        [("e4m3", [FP8, FP8]), ("nvfp4", [NVFP4, NVFP4]), ("e4m3 and bf16", [FP8, PLAIN]), ("nvfp4 and e4m3", [NVFP4, FP8_ROWS])];
+    for (weight_name, formats) in gates {
+        for (input_name, format) in inputs() {
+            for (name, result) in results().map(|(name, format)| (name, Some(format))).into_iter().chain([("plain", None)]) {
+                table.add(format!("linear_swiglu of {weight_name} by {input_name} into {name}"), move |rig| {
+                    let (format, x) = input(rig, format, 21, 112);
+                    let (w, host) = layer(rig, &formats.map(|format| (WIDTH, format)), 112, format);
+                    let out = rig.output_stored(result.unwrap_or(rig.plain()), 21, WIDTH);
+                    let op = Op::LinearSwiglu(&[Gemm { out, x: x.t, w: &w }]);
+                    rig.run(op, &[(out, want!(swiglu(&x.host, &host, 0, WIDTH)))]);
+                });
+            }
+        }
+    }
+}
+
+fn gate_residual(table: &mut Table) {
+    for (weight_name, format) in [("e4m3", FP8), ("e4m3 by rows", FP8_ROWS), ("nvfp4", NVFP4)] {
+        for (input_name, input_format) in inputs() {
+            table.add(format!("linear_gate_residual of {weight_name} by {input_name}"), move |rig| {
+                let (input_format, x) = input(rig, input_format, 19, 112);
+                let (w, host) = layer(rig, &[(131, format)], 112, input_format);
+                let (gate, into) = (rig.input(1, 131, |v| v), rig.updated(19, 131));
+                let stream = GatedGemm { into: into.t, x: x.t, w: &w, gate: Some(gate.t) };
+                let want = want!(gate_residual(&into.host, &x.host, &host, None, Some(&gate.host)));
+                rig.run(Op::LinearGateResidual(&[stream]), &[(into.t, want)]);
+            });
+        }
+    }
+}
+
+/// How a case of the fused projection differs from others.
+#[derive(Clone)]
+struct Fused {
+    /// Queries, keys, values, gates and ups.
+    parts: [Filed; 4],
+    input: Option<Stored>,
+    /// The format of queries and keys, and of the SwiGLU half.
+    heads: Option<Stored>,
+    mlp: Option<Stored>,
+    normed: bool,
+    rank: Option<usize>,
+    /// Whether only keys and values are computed, by a part of the layer.
+    sliced: bool,
+}
+
+fn qkv(table: &mut Table) {
+    let plain = Fused {
+        parts: [FP8, NVFP4, PLAIN, FP8_ROWS],
+        input: None,
+        heads: None,
+        mlp: None,
+        normed: true,
+        rank: None,
+        sliced: false,
+    };
+    let [_, (_, fp8), (_, nvfp4)] = inputs();
+    let [(_, fp8_out), _, (_, nvfp4_out), _] = results();
+    let cases = [
+        ("mixed by plain", plain.clone()),
+        ("mixed by plain without norm", Fused { normed: false, ..plain.clone() }),
+        ("mixed by plain into e4m3", Fused { mlp: Some(fp8_out), ..plain.clone() }),
+        ("mixed by plain into nvfp4", Fused { mlp: Some(nvfp4_out), ..plain.clone() }),
+        ("e4m3 by e4m3 into e4m3", Fused { parts: [FP8; 4], input: fp8, mlp: Some(fp8_out), ..plain.clone() }),
+        ("e4m3 by e4m3 with heads in e4m3", Fused { parts: [FP8; 4], input: fp8, heads: Some(one()), ..plain.clone() }),
+        ("nvfp4 by nvfp4 into nvfp4", Fused { parts: [NVFP4; 4], input: nvfp4, mlp: Some(nvfp4_out), ..plain.clone() }),
+        ("mixed with low rank", Fused { rank: Some(5), mlp: Some(nvfp4_out), ..plain.clone() }),
+        ("keys and values of mixed", Fused { sliced: true, ..plain.clone() }),
+        ("keys and values of mixed with low rank", Fused { sliced: true, rank: Some(5), ..plain }),
+    ];
+    for (name, case) in cases {
+        for d in [64, 128] {
+            let case = case.clone();
+            table.add(format!("qkv of {name}, 2:1 heads of {d}"), move |rig| project(rig, &case, d));
+        }
+    }
+}
+
+fn project(rig: &mut Rig<'_>, case: &Fused, d: usize) {
+    let (rows, inner, q_cols, width) = (23, 112, 2 * d, 208);
+    let (format, x) = input(rig, case.input, rows, inner);
+    let sizes = [q_cols, d, d, 2 * width];
+    let parts: Vec<_> = sizes.into_iter().zip(case.parts).collect();
+    let mut all = layer(rig, &parts, inner, format);
+    if let Some(rank) = case.rank {
+        all = with_low_rank(rig, all, rank);
+    }
+    let kept = if case.sliced { q_cols..q_cols + 2 * d } else { 0..all.1.rows };
+    let (w, host) = (all.0.rows(kept.clone()), host_rows(&all.1, kept));
+    let (q_gain, k_gain) = (rig.vector(d), rig.vector(d));
+    let (angles, plain) = (rig.input_as(F32, rows, d, |v| v), rig.plain());
+    let heads = |rig: &mut Rig<'_>, cols| rig.output_stored(case.heads.unwrap_or(plain), rows, cols);
+    let (q, k) = ((!case.sliced).then(|| heads(rig, q_cols)), heads(rig, d));
+    let v = rig.output(rows, d);
+    let mlp = (!case.sliced).then(|| rig.output_stored(case.mlp.unwrap_or(plain), rows, width));
+    let (q_scale, k_scale) = (0.3, 0.7);
+    let norm = case.normed.then_some(QkNorm { q: q_gain.t, k: k_gain.t, eps: EPS });
+    let (style, table) = (RopeStyle::Interleaved, &angles.host);
+    let stream = Projection { x: x.t, w: &w, norm, q_scale, k_scale, rope: Rope { table: angles.t, style }, q, k, v, mlp };
+    let [q_heads, k_heads] = [(&q_gain, q_scale), (&k_gain, k_scale)].map(|(gain, scale)| {
+        let norm = case.normed.then_some((&gain.host, EPS));
+        Heads { norm, scale, table, style }
+    });
+    let first = if case.sliced { 0 } else { q_cols };
+    let (x, host) = (&x.host, &host);
+    let mut checks: Vec<Check<'_>> =
+        vec![(k, want!(heads(x, host, first..first + d, k_heads))), (v, want!(values(x, host, first + d..first + 2 * d)))];
+    if let (Some(q), Some(mlp)) = (q, mlp) {
+        checks.push((q, want!(heads(x, host, 0..q_cols, q_heads))));
+        checks.push((mlp, want!(swiglu(x, host, first + 2 * d, width))));
+    }
+    rig.run(Op::Qkv(&[stream]), &checks);
+}
+
+/// Terms of low rank, also of plain weights. Those of the fused projection are among its cases.
+fn low_rank(table: &mut Table) {
+    for (name, format, input_format) in [("bf16", PLAIN, None), ("e4m3", FP8, inputs()[1].1), ("nvfp4", NVFP4, inputs()[2].1)] {
+        let layer = move |rig: &mut Rig<'_>, rows: usize| {
+            let (format_of_x, x) = input(rig, input_format, 21, 112);
+            let layer = layer(rig, &[(96, format), (rows - 96, format)], 112, format_of_x);
+            (x, with_low_rank(rig, layer, 7))
+        };
+        table.add(format!("linear of {name} with low rank"), move |rig| {
+            let ((x, (w, host)), out) = (layer(rig, 131), rig.output(21, 131));
+            let op = Op::Linear(&[Gemm { out, x: x.t, w: &w }]);
+            rig.run(op, &[(out, want!(linear(&x.host, &host, None)))]);
+        });
+        // NVFP4 is sliced at whole tiles of block scales, as at the end of the first part.
+        let rows = if format == NVFP4 { 96..130 } else { 40..130 };
+        table.add(format!("linear of {name} with low rank, some rows"), move |rig| {
+            let ((x, (all, host)), out) = (layer(rig, 131), rig.output(21, rows.len()));
+            let (w, host) = (all.rows(rows.clone()), host_rows(&host, rows.clone()));
+            let op = Op::Linear(&[Gemm { out, x: x.t, w: &w }]);
+            rig.run(op, &[(out, want!(linear(&x.host, &host, None)))]);
+        });
+        table.add(format!("linear_swiglu of {name} with low rank"), move |rig| {
+            let ((x, (w, host)), out) = (layer(rig, 192), rig.output(21, 96));
+            let op = Op::LinearSwiglu(&[Gemm { out, x: x.t, w: &w }]);
+            rig.run(op, &[(out, want!(swiglu(&x.host, &host, 0, 96)))]);
+        });
+        table.add(format!("linear_gate_residual of {name} with low rank"), move |rig| {
+            let ((x, (w, host)), into) = (layer(rig, 131), rig.updated(21, 131));
+            let gate = rig.input(1, 131, |v| v);
+            let stream = GatedGemm { into: into.t, x: x.t, w: &w, gate: Some(gate.t) };
+            let want = want!(gate_residual(&into.host, &x.host, &host, None, Some(&gate.host)));
+            rig.run(Op::LinearGateResidual(&[stream]), &[(into.t, want)]);
+        });
+    }
+}

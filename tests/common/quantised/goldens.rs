@@ -1,0 +1,168 @@
+//! The pipeline with quantised weights against outputs recorded from the formulas of `tools/goldens_quantised.py`, on any
+//! backend.
+
+use super::super::{Case, Goldens, cases, relative_l2, run, unit_image};
+use super::{Content, Form, RECORDED, RecordedCase, RecordedModel, engine, model, weights};
+use kiln::backend::{Backend, GemmFormats};
+use kiln::config::Conventions;
+use kiln::dump::Record;
+use kiln::noise::CHANNELS;
+use kiln::part::Part;
+use kiln::pipeline::{Engine, Job};
+use kiln::sampler::Schedule;
+use kiln::tensor::Precision;
+
+/// Makes a backend that has these quantised GEMMs and no others.
+pub type MakeWith<'a> = &'a dyn Fn(GemmFormats) -> Box<dyn Backend>;
+
+/// GEMMs of quantised weights by plain inputs only.
+pub const PLAIN_INPUTS: GemmFormats = GemmFormats { w8a8: false, w4a4: false, ..GemmFormats::ALL };
+
+/// A case and what was recorded of it.
+pub struct Golden {
+    recorded: &'static RecordedCase,
+    model: &'static RecordedModel,
+    case: Case,
+}
+
+impl Golden {
+    /// By the name of the model and of the case.
+    pub fn named(name: &str) -> Self {
+        Self::all().find(|golden| golden.name() == name).unwrap_or_else(|| panic!("no case `{name}`"))
+    }
+
+    pub fn all() -> impl Iterator<Item = Self> {
+        RECORDED.cases.iter().map(|recorded| Self {
+            recorded,
+            model: RECORDED.models.iter().find(|model| model.name == recorded.model).unwrap(),
+            case: cases().into_iter().find(|case| case.name == recorded.case).unwrap(),
+        })
+    }
+
+    pub fn name(&self) -> &str {
+        &self.recorded.name
+    }
+
+    /// The model in files of Black Forest Labs and ComfyUI.
+    fn engine(&self, backend: Box<dyn Backend>, precision: Precision) -> Engine {
+        let transformer = Content::of(&self.model.transformer).file(Form::BFL);
+        let text_encoder = self.model.text_encoder.as_deref().map(|file| Content::of(file).file(Form::COMFY));
+        let text_encoder = text_encoder.map(|file| weights(Part::TextEncoder, file));
+        let model = model(weights(Part::Transformer, transformer), text_encoder, Conventions::klein().max_text_tokens);
+        engine(backend, model, precision)
+    }
+
+    pub fn job(&self) -> Job {
+        self.case.job()
+    }
+
+    fn run(&self, engine: &mut Engine) -> Record {
+        run(engine, &self.job()).unwrap().record.unwrap()
+    }
+
+    /// The error of a stage against one of the recorded runs, `wide` or `quantised`.
+    pub fn error(&self, record: &Record, truth: &str, stage: &str, goldens: &Goldens) -> f64 {
+        // The text encoder is the same in both runs.
+        let truth = if stage == "prompt_embeds" { "wide" } else { truth };
+        let name = format!("{}.{truth}.{stage}", self.name());
+        match stage {
+            "prompt_embeds" => {
+                let cols = record.prompt_embeds.len() / record.token_ids.len();
+                relative_l2(&every(16, cols, &record.prompt_embeds), &goldens.f32(&name))
+            }
+            "velocity" => {
+                // The first step is `latents.1 = noise + dt * velocity`.
+                let dt = Schedule::new(record.latents.len() - 1, record.latents[0].len() / CHANNELS).dt(0);
+                let steps = record.latents[1].iter().zip(&record.latents[0]);
+                let velocity: Vec<f32> = steps.map(|(after, before)| (after - before) / dt).collect();
+                self.velocity_error(&velocity, truth, goldens)
+            }
+            "latents" => relative_l2(&every(3, CHANNELS, record.latents.last().unwrap()), &goldens.f32(&name)),
+            "image" => relative_l2(&pixels(record), &goldens.image(&name)),
+            _ => panic!("no stage `{stage}`"),
+        }
+    }
+
+    /// The error of the first step's velocity against one of the recorded runs.
+    pub fn velocity_error(&self, velocity: &[f32], truth: &str, goldens: &Goldens) -> f64 {
+        relative_l2(&every(3, CHANNELS, velocity), &goldens.f32(&format!("{}.{truth}.velocity", self.name())))
+    }
+
+    /// The stages that are recorded.
+    fn stages(&self) -> &'static [&'static str] {
+        let all = &["prompt_embeds", "velocity", "latents", "image"];
+        if self.model.text_encoder.is_some() { all } else { &all[1..] }
+    }
+
+    /// The error of ComfyUI's arithmetic in bf16, the smaller one of those with the timesteps rounded and exact.
+    pub fn bf16_error(&self, kind: &str, stage: &str) -> f64 {
+        let key = format!("{kind}.{stage}");
+        self.recorded.bf16_relative_l2[&key].min(self.recorded.bf16_exact_time_relative_l2[&key])
+    }
+
+    /// Holds a run in bf16 to the error of ComfyUI's arithmetic. `kind` says how that computes, and against which run both are
+    /// measured.
+    fn check_bf16(&self, record: &Record, kind: &str, goldens: &Goldens) {
+        let truth = if kind == "quantised" { kind } else { "wide" };
+        for stage in self.stages() {
+            let error = self.error(record, truth, stage, goldens);
+            let theirs = self.bf16_error(kind, stage);
+            println!("{} bf16 {kind} {stage}: {error:.2e}, ComfyUI's arithmetic {theirs:.2e}", self.name());
+            assert!(error <= 1.2 * theirs, "{}: {kind} {stage} differs by {error:.2e}, theirs by {theirs:.2e}", self.name());
+        }
+    }
+}
+
+/// Every `step`-th row of a matrix.
+fn every(step: usize, cols: usize, values: &[f32]) -> Vec<f32> {
+    values.chunks_exact(cols).step_by(step).flatten().copied().collect()
+}
+
+/// The rows of the image that are recorded.
+fn pixels(record: &Record) -> Vec<f32> {
+    every(7, 3 * record.width, &unit_image(&record.image))
+}
+
+/// Every stage in f32, where weights are expanded and activations are not quantised.
+pub fn f32_equals_the_expanded_model(make: MakeWith<'_>) {
+    let goldens = Goldens::named("quantised.safetensors");
+    // A model whose activations are not quantised is the same as another one here.
+    for golden in Golden::all().filter(|golden| golden.model.quantises_activations) {
+        let record = golden.run(&mut golden.engine(make(GemmFormats::ALL), Precision::F32));
+        for stage in golden.stages() {
+            let error = golden.error(&record, "wide", stage, &goldens);
+            println!("{} f32 {stage}: {error:.2e}", golden.name());
+            assert!(error < 1e-4, "{}: {stage} differs by {error:.2e}", golden.name());
+        }
+        let recorded = goldens.image(&format!("{}.wide.image", golden.name()));
+        let worst = pixels(&record).iter().zip(&recorded).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(worst <= 1.0 / 255.0, "{}: a pixel differs by {worst}", golden.name());
+    }
+}
+
+/// Every stage in bf16, with the GEMMs that the files are made for: its error is at most 1.2 times that of ComfyUI's arithmetic
+/// in bf16, against both recorded runs.
+pub fn bf16_is_as_close_as_comfyui(make: MakeWith<'_>) {
+    let goldens = Goldens::named("quantised.safetensors");
+    for golden in Golden::all() {
+        let formats = if golden.model.quantises_activations { GemmFormats::ALL } else { PLAIN_INPUTS };
+        let record = golden.run(&mut golden.engine(make(formats), Precision::Bf16));
+        golden.check_bf16(&record, "wide", &goldens);
+        if golden.model.quantises_activations {
+            golden.check_bf16(&record, "quantised", &goldens);
+            // That inputs are quantised at all shows in an error that expanded weights alone do not have.
+            let error = golden.error(&record, "wide", "velocity", &goldens);
+            assert!(error > 2.0 * golden.bf16_error("expanded", "velocity"), "{}: {error:.2e}", golden.name());
+        }
+    }
+}
+
+/// The same on a backend without these GEMMs, where weights are expanded to bf16 and activations are as they are.
+pub fn expanded_weights_are_as_close_as_comfyui(make: MakeWith<'_>) {
+    let goldens = Goldens::named("quantised.safetensors");
+    // These two have all formats; the transformer of the mixed model is that of the FP8 model.
+    for golden in ["nvfp4.square", "mixed.square"].map(Golden::named) {
+        let record = golden.run(&mut golden.engine(make(GemmFormats::NONE), Precision::Bf16));
+        golden.check_bf16(&record, "expanded", &goldens);
+    }
+}

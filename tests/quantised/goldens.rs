@@ -1,0 +1,26 @@
+//! The recorded outputs of the quantised models, on the CPU.
+
+use crate::common::cpu;
+use crate::common::quantised::goldens;
+use crate::common::wrapped::Wrapped;
+use kiln::backend::{Backend, GemmFormats};
+
+/// The CPU backend, with some of its quantised GEMMs.
+fn cpu_with(formats: GemmFormats) -> Box<dyn Backend> {
+    Box::new(Wrapped::new(cpu()).with_formats(formats))
+}
+
+#[test]
+fn f32_equals_the_expanded_model() {
+    goldens::f32_equals_the_expanded_model(&cpu_with);
+}
+
+#[test]
+fn bf16_is_at_least_as_close_as_comfyui() {
+    goldens::bf16_is_as_close_as_comfyui(&cpu_with);
+}
+
+#[test]
+fn expanded_weights_are_at_least_as_close_as_comfyui() {
+    goldens::expanded_weights_are_as_close_as_comfyui(&cpu_with);
+}

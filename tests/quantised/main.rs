@@ -1,0 +1,12 @@
+//! The tiny model from quantised files: its outputs against recorded ones, the same weights in every form of file, and what is
+//! held in memory.
+#![allow(clippy::print_stdout)] // figures, shown with --nocapture
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod formats;
+mod goldens;
+mod linears;
+mod mistakes;
+mod transports;
