@@ -4,9 +4,22 @@
     python tools/random_checkpoint.py OUT --model 4b                   # 16 GB: klein 4B, Qwen3-4B, VAE, tokenizer
     python tools/random_checkpoint.py OUT --model 9b --blocks 2,2      # fewer blocks: double, single
     python tools/random_checkpoint.py OUT --model tiny --check         # the sizes of tools/goldens.py, and how large activations are
+    python tools/random_checkpoint.py OUT --model 4b --format fp8 nvfp4 --encoder fp8mixed     # 27 GB: and quantised files
 
 The folder has the diffusers layout with weights in bf16; kiln and diffusers both open it. Nothing in it was trained: it serves to
 compare two engines (tools/compare_diffusers.py) and to time them at the real sizes, not to generate images worth looking at.
+
+Beside the folders of the parts lie the quantised files that were asked for, made of the same weights:
+
+    flux-2-klein-4b-fp8.safetensors      the transformer as Black Forest Labs publish it: their names and order of tensors, the
+    flux-2-klein-4b-nvfp4.safetensors    quantised layers named in the header, their input_scale measured in a run of the bf16
+                                         model by the real pipeline, without any head room
+    qwen_3_4b_fp8mixed.safetensors       the text encoder as ComfyUI has it: a comfy_quant tensor for every quantised layer, and
+                                         no input_scale, because its activations are never quantised
+
+Layers that a published file keeps in bf16 are so here, and a transformer of the real size is as long as the published file, to
+the byte. In `fp8mixed` a layer is FP8, NVFP4 or bf16 by the hash of its name, in the proportions of the published qwen_3_8b_fp8mixed.
+`kiln --model OUT` still means the bf16 model; the command that takes the quantised files is printed.
 
 Names and shapes are those of the diffusers and transformers classes, built without memory. Values come from a generator of their
 own for each tensor, seeded by its name; it is that of the GPU where there is one, so only machines of one kind make the same files.
@@ -15,11 +28,15 @@ gates are of order one, attention looks at a few tokens and not at the mean of a
 """
 
 import argparse
+import functools
+import gc
 import gzip
+import itertools
 import json
 import math
 import os
 import re
+import shlex
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +45,10 @@ from pathlib import Path
 import torch
 from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
 from goldens import CHAT_TEMPLATE, ROOT, SCHEDULER, TEXT_ENCODER, TOKENIZER, TRANSFORMER, VAE, fnv1a, rms
+from single_files import DTYPES, FORMATS, PUBLISHED, QUANTISABLE, encoder_weights, single_file, transformer_weights
 from transformers import Qwen3Config, Qwen3ForCausalLM
+
+PROMPT = "a red fox in the snow"
 
 # --- Sizes ------------------------------------------------------------------
 
@@ -103,11 +123,16 @@ def build(part, config):
 
 
 def tensors_of(part, config):
-    """Name, shape and whether it is a float, of every tensor that a published file of the part has."""
+    """Name, shape and dtype of every tensor that a published file of the part has."""
     with torch.device("meta"):
         state = build(part, config).state_dict()
     tied = {"lm_head.weight"} if config.get("tie_word_embeddings") else set()
-    return [(name, tuple(t.shape), t.is_floating_point()) for name, t in state.items() if name not in tied]
+    dtypes = {name: torch.bfloat16 if t.is_floating_point() else t.dtype for name, t in state.items()}
+    return [(name, tuple(t.shape), dtypes[name]) for name, t in state.items() if name not in tied]
+
+
+def shapes_of(part, args):
+    return {name: shape for name, shape, _ in tensors_of(part, configs_of(args)[part])}
 
 
 # --- Values -----------------------------------------------------------------
@@ -177,8 +202,8 @@ def write_json(path, content):
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def byte_size(shape, is_float):
-    return math.prod(shape) * (2 if is_float else 8)
+def byte_size(shape, dtype):
+    return math.prod(shape) * dtype.itemsize
 
 
 def split(tensors, limit):
@@ -194,33 +219,52 @@ def split(tensors, limit):
     return shards
 
 
+def header_of(tensors, metadata):
+    """The bytes of a safetensors file before its data, where each tensor begins in the file, and where the last one ends."""
+    header, starts, offset = {"__metadata__": metadata} if metadata else {}, {}, 0
+    for name, shape, dtype in tensors:
+        end = offset + byte_size(shape, dtype)
+        header[name] = dict(dtype=DTYPES[dtype], shape=shape, data_offsets=[offset, end])
+        starts[name], offset = offset, end
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    head = len(head).to_bytes(8, "little") + head
+    return head, {name: len(head) + start for name, start in starts.items()}, len(head) + offset
+
+
 def write_all(file, data, offset):
     while data:
         written = os.pwrite(file, data, offset)
         data, offset = data[written:], offset + written
 
 
-def write_shard(path, part, tensors, device, pool):
-    """Queues the tensors of a safetensors file. Returns the open file, and what to wait for before it is closed."""
-    header, offset = {"__metadata__": {"format": "pt"}}, 0
-    for name, shape, is_float in tensors:
-        end = offset + byte_size(shape, is_float)
-        header[name] = dict(dtype="BF16" if is_float else "I64", shape=shape, data_offsets=[offset, end])
-        offset = end
-    head = json.dumps(header, separators=(",", ":")).encode()
-    head += b" " * (-len(head) % 8)
-    start = 8 + len(head)
+def queue_file(path, tensors, metadata, jobs, pool):
+    """Queues a safetensors file, whose tensors the jobs make. Returns the open file, and what to wait for before it is closed."""
+    head, starts, size = header_of(tensors, metadata)
+    declared = {name: (tuple(shape), dtype) for name, shape, dtype in tensors}
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    write_all(file, len(head).to_bytes(8, "little") + head, 0)
-    os.truncate(file, start + offset)
+    write_all(file, head, 0)
+    os.truncate(file, size)
 
-    def write(name, shape, is_float):
-        # The only one that is no float counts batches, and nobody reads it.
-        tensor = values(f"{part}.{name}", shape, device) if is_float else torch.zeros(shape, dtype=torch.int64)
-        data = tensor.cpu().reshape(-1).view(torch.uint8).numpy()
-        write_all(file, memoryview(data), start + header[name]["data_offsets"][0])
+    def write(job):
+        for name, tensor in job().items():
+            assert (tuple(tensor.shape), tensor.dtype) == declared[name], name
+            data = tensor.cpu().reshape(-1).view(torch.uint8).numpy()
+            write_all(file, memoryview(data), starts[name])
 
-    return file, [pool.submit(write, *tensor) for tensor in tensors]
+    return file, [pool.submit(write, job) for job in jobs]
+
+
+def finish_file(file, writes):
+    for write in writes:
+        write.result()
+    os.close(file)
+
+
+def stored(part, device, name, shape, dtype):
+    """A tensor as the part's folder has it."""
+    # The only one that is no float counts batches, and nobody reads it.
+    return {name: values(f"{part}.{name}", shape, device) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)}
 
 
 def write_weights(folder, part, config, device, pool):
@@ -234,11 +278,10 @@ def write_weights(folder, part, config, device, pool):
         suffix = f"-{number:05}-of-{len(shards):05}" if len(shards) > 1 else ""
         path = folder / f"{stem}{suffix}.safetensors"
         weight_map.update({name: path.name for name, *_ in shard})
-        queued.append(write_shard(path, part, shard, device, pool))
+        jobs = [functools.partial(stored, part, device, *tensor) for tensor in shard]
+        queued.append(queue_file(path, shard, {"format": "pt"}, jobs, pool))
     for file, writes in queued:
-        for write in writes:
-            write.result()
-        os.close(file)
+        finish_file(file, writes)
     if len(shards) > 1:
         index = dict(metadata=dict(total_size=total), weight_map=dict(sorted(weight_map.items())))
         write_json(folder / f"{stem}.safetensors.index.json", index)
@@ -250,18 +293,108 @@ def tokenizer_json(model):
     return TOKENIZER.read_bytes() if model == "tiny" else gzip.decompress(packed.read_bytes())
 
 
-def write_checkpoint(folder, args, device):
-    # More threads than this only wait for the same disk.
-    with ThreadPoolExecutor(8 if device == "cuda" else os.cpu_count()) as pool:
-        for part, config in configs_of(args).items():
-            started = time.monotonic()
-            write_json(folder / part / "config.json", HEADS[part] | config)
-            tensors, total = write_weights(folder / part, part, config, device, pool)
-            print(f"{part:<13} {tensors:>4} tensors  {total:>14,} bytes  {time.monotonic() - started:5.1f} s", flush=True)
-    write_json(folder / "model_index.json", INDEX)
+def report(what, tensors, size, started):
+    print(f"{what:<36} {tensors:>4} tensors  {size:>14,} bytes  {time.monotonic() - started:5.1f} s", flush=True)
+
+
+def write_checkpoint(folder, args, device, pool):
+    for part, config in configs_of(args).items():
+        started = time.monotonic()
+        write_json(folder / part / "config.json", HEADS[part] | config)
+        report(part, *write_weights(folder / part, part, config, device, pool), started)
+    write_json(folder / "model_index.json", INDEX | dict(is_distilled=args.variant == "distilled"))
     write_json(folder / "scheduler" / "scheduler_config.json", dict(_class_name=INDEX["scheduler"][1]) | SCHEDULER)
     write_json(folder / "tokenizer" / "tokenizer_config.json", TOKENIZER_CONFIG)
     (folder / "tokenizer" / "tokenizer.json").write_bytes(tokenizer_json(args.model))
+
+
+# --- Quantised files --------------------------------------------------------
+
+# Formats of the text encoder's layers, which are dealt out by the hash of their names.
+ENCODERS = dict(
+    fp8=["fp8"],
+    # In about the proportions of the published qwen_3_8b_fp8mixed: 141 layers in FP8, 85 in NVFP4 and 26 in bf16.
+    fp8mixed=["fp8"] * 5 + ["nvfp4"] * 3 + ["bf16"],
+    nvfp4=["nvfp4"],
+)
+ENCODER_SIZES = {"tiny": "tiny", "4b": "4b", "9b": "8b"}
+
+
+def write_single_file(path, part, weights, amax, device, pool):
+    started = time.monotonic()
+    tensors, metadata = single_file(weights, amax)
+
+    def make(weight):
+        stacked = weight.stack(lambda name, shape: values(f"{part}.{name}", shape, device))
+        return weight.tensors(stacked, amax.get(weight.layer))
+
+    jobs = [functools.partial(make, weight) for weight in weights]
+    finish_file(*queue_file(path, tensors, metadata, jobs, pool))
+    report(path.name, len(tensors), path.stat().st_size, started)
+
+
+def calibrate(folder, device, weights):
+    """The largest magnitude of the input of every layer that can be quantised, over a run of the bf16 model."""
+    from compare_diffusers import Case, exact_arithmetic, load_pipeline, noise_of  # needs more packages
+
+    started = time.monotonic()
+    exact_arithmetic()
+    pipe = load_pipeline(folder, device)
+    amax = {weight.layer: torch.zeros((), device=device) for weight in weights if QUANTISABLE.match(weight.name)}
+
+    def record(layer, _module, inputs):
+        amax[layer] = torch.maximum(amax[layer], inputs[0].abs().amax())
+
+    for weight in weights:
+        for source in weight.sources if weight.layer in amax else ():
+            module = pipe.transformer.get_submodule(source.removesuffix(".weight"))
+            module.register_forward_pre_hook(functools.partial(record, weight.layer))
+    case = Case("calibration", 256, 256, 4)
+    pipe(
+        prompt=PROMPT,
+        width=case.width,
+        height=case.height,
+        num_inference_steps=case.steps,
+        latents=noise_of(case),
+        output_type="latent",
+    )
+    assert all(amax.values()), "a layer was never run"
+    print(f"{'inputs of the layers':<36} {len(amax):>4} measured {time.monotonic() - started:29.1f} s", flush=True)
+    return amax
+
+
+def write_transformers(folder, args, device, pool):
+    """Writes the transformer in every format. Returns kiln's arguments for each."""
+    arguments = {"bf16": []}
+    if args.format != ["bf16"]:
+        shapes = shapes_of("transformer", args)
+        amax = calibrate(folder, device, transformer_weights(shapes, (), "bf16"))
+        # The pipeline is large, and its parts refer to each other.
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    stem = "flux-2-klein-base" if args.variant == "base" else "flux-2-klein"
+    for format in [format for format in FORMATS if format in args.format]:
+        path = folder / f"{stem}-{args.model}-{format}.safetensors"
+        # The tiny model keeps the layers in bf16 that the smallest published one keeps.
+        size, kept = PUBLISHED["4b" if args.model == "tiny" else args.model, args.variant, format]
+        write_single_file(path, "transformer", transformer_weights(shapes, kept, format), amax, device, pool)
+        if args.model != "tiny" and not args.blocks:
+            assert path.stat().st_size == size, f"the published {path.name} has {size:,} bytes"
+        # The file does not tell its variant.
+        arguments[format] = ["--transformer", path, "--variant", args.variant]
+    return [arguments[format] for format in args.format]
+
+
+def write_encoders(folder, args, device, pool):
+    """Writes the text encoder in every format. Returns kiln's arguments for each."""
+    arguments = {"bf16": []}
+    for format in [format for format in ENCODERS if format in args.encoder]:
+        path = folder / f"qwen_3_{ENCODER_SIZES[args.model]}_{format}.safetensors"
+        weights = encoder_weights(shapes_of("text_encoder", args), ENCODERS[format])
+        write_single_file(path, "text_encoder", weights, {}, device, pool)
+        arguments[format] = ["--text-encoder", path]
+    return [arguments[format] for format in args.encoder]
 
 
 # --- Check ------------------------------------------------------------------
@@ -295,7 +428,7 @@ def check(folder, device, size):
                 module.register_forward_hook(lambda _m, _a, out, part=part, name=name: show_sizes(part, name, out))
     case = Case("check", size, size, 1)
     picture = pipe(
-        prompt="a red fox in the snow",
+        prompt=PROMPT,
         image=[draw_reference(0, (size, size))],
         width=size,
         height=size,
@@ -318,6 +451,9 @@ def main():
     parser.add_argument("--model", choices=MODELS, required=True, help="sizes of the model")
     parser.add_argument("--blocks", type=block_counts, metavar="D,S", help="double and single blocks, instead of all")
     parser.add_argument("--encoder-layers", type=int, metavar="N", help="layers of the text encoder, at least 28")
+    parser.add_argument("--format", nargs="+", choices=("bf16", *FORMATS), default=["bf16"], help="of the transformer")
+    parser.add_argument("--encoder", nargs="+", choices=("bf16", *ENCODERS), default=["bf16"], help="format of the text encoder")
+    parser.add_argument("--variant", choices=("distilled", "base"), default="distilled", help="of the published model to follow")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--check", action="store_true", help="then run a step and print how large activations are")
     parser.add_argument("--check-size", type=int, default=256, metavar="PIXELS", help="width and height of that")
@@ -326,8 +462,14 @@ def main():
     if args.encoder_layers is not None and args.encoder_layers < 28:
         parser.error("--encoder-layers must be at least 28")
     started = time.monotonic()
-    write_checkpoint(args.out, args, args.device)
+    # More threads than this only wait for the same disk.
+    with ThreadPoolExecutor(8 if args.device == "cuda" else os.cpu_count()) as pool:
+        write_checkpoint(args.out, args, args.device, pool)
+        transformers = write_transformers(args.out, args, args.device, pool)
+        encoders = write_encoders(args.out, args, args.device, pool)
     print(f"{args.out}: {time.monotonic() - started:.1f} s")
+    for transformer, encoder in itertools.product(transformers, encoders):
+        print(shlex.join(["kiln", PROMPT, "--model", *map(str, (args.out, *transformer, *encoder))]))
     if args.check:
         check(args.out, args.device, args.check_size)
     return 0

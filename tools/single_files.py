@@ -1,0 +1,158 @@
+"""The quantised single files that people have: which tensors they hold, under which names and in which order.
+
+The transformer as Black Forest Labs publish it: names of their own, the quantised layers listed in the header's metadata, and an
+input_scale for each of them. The text encoder as ComfyUI has it: names of transformers, a comfy_quant tensor for each quantised
+layer, and no input_scale, because its activations are never quantised.
+"""
+
+import itertools
+import json
+import re
+from dataclasses import dataclass
+
+import torch
+from goldens import fnv1a
+from quantised import amax, fp8_scale, nvfp4_scale, to_fp8, to_nvfp4
+
+# Names of dtypes, in the order in which the safetensors library puts tensors into a file: the widest first.
+DTYPES = {
+    torch.int64: "I64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.uint8: "U8",
+}
+
+# What files call the formats.
+FORMATS = dict(fp8="float8_e4m3fn", nvfp4="nvfp4")
+TENSOR_SCALES = dict(fp8=fp8_scale, nvfp4=nvfp4_scale)
+
+# Bytes of the published transformers, and which attention layers of the first double block they keep in bf16.
+PUBLISHED = {
+    ("4b", "distilled", "fp8"): (4_070_624_520, ()),
+    ("4b", "distilled", "nvfp4"): (2_460_413_488, ()),
+    ("4b", "base", "fp8"): (4_089_498_488, ("proj",)),
+    ("4b", "base", "nvfp4"): (2_487_544_776, ("proj",)),
+    ("9b", "distilled", "fp8"): (9_433_061_528, ()),
+    ("9b", "distilled", "nvfp4"): (5_760_960_048, ("qkv",)),
+    ("9b", "base", "fp8"): (9_567_278_472, ("qkv", "proj")),
+    ("9b", "base", "nvfp4"): (5_809_193_808, ("qkv", "proj")),
+}
+
+# Tensors of the transformer by their names in the published single files, and those of diffusers whose rows they stack.
+OUTSIDE = {
+    "img_in.weight": ["x_embedder.weight"],
+    "txt_in.weight": ["context_embedder.weight"],
+    "time_in.in_layer.weight": ["time_guidance_embed.timestep_embedder.linear_1.weight"],
+    "time_in.out_layer.weight": ["time_guidance_embed.timestep_embedder.linear_2.weight"],
+    "double_stream_modulation_img.lin.weight": ["double_stream_modulation_img.linear.weight"],
+    "double_stream_modulation_txt.lin.weight": ["double_stream_modulation_txt.linear.weight"],
+    "single_stream_modulation.lin.weight": ["single_stream_modulation.linear.weight"],
+    "final_layer.adaLN_modulation.1.weight": ["norm_out.linear.weight"],
+    "final_layer.linear.weight": ["proj_out.weight"],
+}
+DOUBLE_BLOCK = {
+    "img_attn.qkv.weight": ["attn.to_q.weight", "attn.to_k.weight", "attn.to_v.weight"],
+    "img_attn.norm.query_norm.scale": ["attn.norm_q.weight"],
+    "img_attn.norm.key_norm.scale": ["attn.norm_k.weight"],
+    "img_attn.proj.weight": ["attn.to_out.0.weight"],
+    "img_mlp.0.weight": ["ff.linear_in.weight"],
+    "img_mlp.2.weight": ["ff.linear_out.weight"],
+    "txt_attn.qkv.weight": ["attn.add_q_proj.weight", "attn.add_k_proj.weight", "attn.add_v_proj.weight"],
+    "txt_attn.norm.query_norm.scale": ["attn.norm_added_q.weight"],
+    "txt_attn.norm.key_norm.scale": ["attn.norm_added_k.weight"],
+    "txt_attn.proj.weight": ["attn.to_add_out.weight"],
+    "txt_mlp.0.weight": ["ff_context.linear_in.weight"],
+    "txt_mlp.2.weight": ["ff_context.linear_out.weight"],
+}
+SINGLE_BLOCK = {
+    "linear1.weight": ["attn.to_qkv_mlp_proj.weight"],
+    "linear2.weight": ["attn.to_out.weight"],
+    "norm.query_norm.scale": ["attn.norm_q.weight"],
+    "norm.key_norm.scale": ["attn.norm_k.weight"],
+}
+BLOCKS = (
+    ("double_blocks", "transformer_blocks", DOUBLE_BLOCK),
+    ("single_blocks", "single_transformer_blocks", SINGLE_BLOCK),
+)
+# Its rows are (shift, scale) in single files and (scale, shift) in diffusers.
+SWAPPED = "final_layer.adaLN_modulation.1.weight"
+# The weights that some published file has quantised.
+QUANTISABLE = re.compile(r"(double|single)_blocks\..*\.weight$")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight of a single file, with the tensors of the part's folder that it is made of."""
+
+    name: str
+    sources: dict  # name to shape
+    format: str  # bf16, fp8 or nvfp4
+
+    @property
+    def layer(self):
+        return self.name.removesuffix(".weight")
+
+    @property
+    def shape(self):
+        first, *_ = self.sources.values()
+        return (sum(shape[0] for shape in self.sources.values()), *first[1:])
+
+    def stack(self, source):
+        """The weight from its sources, which `source` returns by name and shape."""
+        pieces = [source(name, shape) for name, shape in self.sources.items()]
+        return torch.cat(pieces[0].chunk(2)[::-1] if self.name == SWAPPED else pieces)
+
+    def tensors(self, values, input_amax):
+        """What the file has of it. A layer of the text encoder has no `input_amax`, and is marked by a tensor instead."""
+        if self.format == "bf16":
+            return {self.name: values}
+        scale_of = TENSOR_SCALES[self.format]
+        scale = scale_of(amax(values))
+        if self.format == "fp8":
+            stored = dict(weight=to_fp8(values, scale), weight_scale=scale)
+        else:
+            packed, block_scales = to_nvfp4(values, scale)
+            stored = dict(weight=packed, weight_scale=block_scales, weight_scale_2=scale)
+        if input_amax is not None:
+            stored["input_scale"] = scale_of(input_amax)
+        else:
+            mark = json.dumps({"format": FORMATS[self.format]}).encode()
+            stored["comfy_quant"] = torch.tensor(list(mark), dtype=torch.uint8)
+        return {f"{self.layer}.{name}": tensor for name, tensor in stored.items()}
+
+
+def transformer_weights(shapes, kept, format):
+    """The weights of a transformer that has tensors of these shapes in diffusers. `kept` are layers that stay in bf16."""
+    names = dict(OUTSIDE)
+    for single, diffusers, block in BLOCKS:
+        for n in sorted({name.split(".")[1] for name in shapes if name.startswith(f"{diffusers}.")}, key=int):
+            for name, sources in block.items():
+                names[f"{single}.{n}.{name}"] = [f"{diffusers}.{n}.{source}" for source in sources]
+    assert sorted(itertools.chain(*names.values())) == sorted(shapes), "diffusers has other tensors than the tables"
+    wide = {f"double_blocks.0.{stream}_attn.{layer}.weight" for stream in ("img", "txt") for layer in kept}
+    formats = {name: format if QUANTISABLE.match(name) and name not in wide else "bf16" for name in names}
+    return [Weight(name, {source: shapes[source] for source in names[name]}, formats[name]) for name in names]
+
+
+def encoder_weights(shapes, formats):
+    """The weights of a text encoder that has tensors of these shapes. The formats are dealt out by the hash of the names."""
+    # The files of ComfyUI have no output head, even where it is not tied.
+    names = [name for name in shapes if name != "lm_head.weight"]
+    dealt = {name: formats[fnv1a(name.encode()) % len(formats)] for name in names if name.endswith("_proj.weight")}
+    return [Weight(name, {name: shapes[name]}, dealt.get(name, "bf16")) for name in names]
+
+
+def single_file(weights, input_amax):
+    """The tensors of a single file in their order, and its metadata. A text encoder has neither metadata nor an `input_amax`."""
+    tensors = []
+    for weight in weights:
+        # Without values, for names, shapes and dtypes.
+        found = weight.tensors(torch.empty(weight.shape, dtype=torch.bfloat16, device="meta"), input_amax.get(weight.layer))
+        tensors += [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in found.items()]
+    order = list(DTYPES)
+    tensors.sort(key=lambda tensor: (order.index(tensor[2]), tensor[0]))
+    if not input_amax:
+        return tensors, None
+    layers = {weight.layer: {"format": FORMATS[weight.format]} for weight in weights if weight.format != "bf16"}
+    return tensors, {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
