@@ -9,7 +9,7 @@ mod rows;
 
 pub use rows::{Scale, rows};
 
-use crate::backend::{Access, Backend, Linear, Op, Role, StepKey};
+use crate::backend::{Access, Backend, Linear, Op, Role, StepKey, repeat_rows};
 use crate::error::Result;
 use crate::tensor::{Arena, Bytes, DType, Region, Tensor, WeightPart};
 use serde::Serialize;
@@ -77,12 +77,11 @@ const BALANCE: u64 = 160;
 
 impl Work {
     fn of(op: &Op<'_>) -> Self {
-        let size = |t: Tensor| t.dtype.bytes(t.len()) as u64 + t.scale_extent().end - t.scale_extent().start;
         let mut bytes = 0;
-        op.operands(&mut |t, access| bytes += size(t) * if access == Access::Update { 2 } else { 1 });
+        op.operands(&mut |t, access| bytes += t.bytes() * if access == Access::Update { 2 } else { 1 });
         // The statistics take a pass over the whole input before the first value can be written.
         if let Op::GroupNorm { x, stats: None, .. } = *op {
-            bytes += size(x);
+            bytes += x.bytes();
         }
         Self { flops: op.flops(), bytes }
     }
@@ -376,14 +375,10 @@ impl Operands {
         }
         be.reserve(self.arena.peak())?;
         for &to in &self.inputs {
-            // Only some rows are uploaded from the host; copies on the device double them until all are filled.
-            let mut filled = (PERIOD / to.cols).clamp(1, to.rows);
+            // Only some rows are uploaded from the host.
+            let filled = (PERIOD / to.cols).clamp(1, to.rows);
             be.write(to.rows(0..filled), &repeated(&noise, filled * to.cols))?;
-            while filled < to.rows {
-                let more = filled.min(to.rows - filled);
-                be.run(Op::Copy { out: to.rows(filled..filled + more), x: to.rows(0..more) })?;
-                filled += more;
-            }
+            repeat_rows(be, to, filled)?;
         }
         be.synchronize()
     }

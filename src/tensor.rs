@@ -164,6 +164,12 @@ impl Tensor {
         self.rows * self.cols
     }
 
+    /// Bytes of the elements and of scales in memory, not counting the gaps between rows.
+    pub fn bytes(self) -> u64 {
+        let scales = self.scale_extent();
+        self.dtype.bytes(self.len()) as u64 + scales.end - scales.start
+    }
+
     /// True if the tensor has no elements.
     pub fn is_empty(self) -> bool {
         self.len() == 0

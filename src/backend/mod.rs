@@ -140,6 +140,16 @@ pub trait Backend {
     fn synchronize(&mut self) -> Result<()>;
 }
 
+/// Fills the rows of a tensor with copies of its first `filled` ones, which double with every op.
+pub fn repeat_rows(be: &mut dyn Backend, to: Tensor, mut filled: usize) -> Result<()> {
+    while filled < to.rows {
+        let more = filled.min(to.rows - filled);
+        be.run(Op::Copy { out: to.rows(filled..filled + more), x: to.rows(0..more) })?;
+        filled += more;
+    }
+    Ok(())
+}
+
 /// Runs `body` and afterwards frees the working memory that it allocated.
 pub fn scope<R>(be: &mut dyn Backend, ws: &mut Arena, body: impl FnOnce(&mut dyn Backend, &mut Arena) -> Result<R>) -> Result<R> {
     let mark = ws.mark();

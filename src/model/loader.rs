@@ -220,15 +220,9 @@ fn plain_dtype(parts: &[WeightPart], precision: Precision) -> DType {
     }
 }
 
-/// Bytes of a tensor and its scales.
-fn held_bytes(tensor: Tensor) -> u64 {
-    let scales = tensor.scale_extent();
-    tensor.dtype.bytes(tensor.len()) as u64 + scales.end - scales.start
-}
-
 /// The formats of a weight that was loaded from these parts, or from none in a dry run without a checkpoint.
 fn part_formats(parts: &[WeightPart], weight: &Weight) -> Vec<PartFormat> {
-    let held = |tensor: Tensor| (tensor.dtype, held_bytes(tensor));
+    let held = |tensor: Tensor| (tensor.dtype, tensor.bytes());
     if parts.is_empty() {
         let of = |&tensor: &Tensor| held(tensor);
         let same = |(dtype, bytes)| PartFormat { stored: dtype, held: dtype, stored_bytes: bytes, held_bytes: bytes };
@@ -298,7 +292,7 @@ impl Upload<'_> {
         if self.source.is_some() {
             self.backend.upload(tensor, role, parts)?;
         }
-        (self.loaded)(held_bytes(tensor));
+        (self.loaded)(tensor.bytes());
         Ok(tensor)
     }
 

@@ -5,7 +5,9 @@
 
 use super::Loader;
 use super::table::TokenTable;
-use crate::backend::{Backend, GatedGemm, Gemm, KvSegment, Linear, Op, Projection, QkNorm, Rope, RopeStyle, Softmax, scope};
+use crate::backend::{
+    Backend, GatedGemm, Gemm, KvSegment, Linear, Op, Projection, QkNorm, Rope, RopeStyle, Softmax, repeat_rows, scope,
+};
 use crate::config::{HEAD_DIM, TextConfig};
 use crate::error::Result;
 use crate::sequence::rope_table_1d;
@@ -111,13 +113,8 @@ impl TextEncoder {
     fn embed(&self, be: &mut dyn Backend, out: Tensor, ids: &[u32]) -> Result<()> {
         let padding = ids.iter().rev().take_while(|id| Some(*id) == ids.last()).count();
         let first = ids.len() - padding;
-        let mut filled = (first + 1).min(ids.len());
-        be.write(out.rows(0..filled), &self.embedding.rows(&ids[..filled])?)?;
-        while filled < ids.len() {
-            let more = (filled - first).min(ids.len() - filled);
-            be.run(Op::Copy { out: out.rows(filled..filled + more), x: out.rows(first..first + more) })?;
-            filled += more;
-        }
-        Ok(())
+        let written = (first + 1).min(ids.len());
+        be.write(out.rows(0..written), &self.embedding.rows(&ids[..written])?)?;
+        repeat_rows(be, out.rows(first..ids.len()), 1)
     }
 }

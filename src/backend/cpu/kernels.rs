@@ -293,30 +293,30 @@ pub fn linear_swiglu(out: Out<'_>, x: In<'_>, w: Layer<'_>) {
 
 /// Parameters of the epilogue of query and key heads: qk-norm, scale and RoPE.
 pub struct Heads<'a> {
-    /// Gains of query and key heads, and what is added to the mean square.
-    pub norm: Option<(Vec<f32>, Vec<f32>, f32)>,
-    pub q_scale: f32,
-    pub k_scale: f32,
+    pub q: HeadGain,
+    pub k: HeadGain,
     pub table: In<'a>,
     pub style: RopeStyle,
 }
 
 /// What the elements of a head are multiplied by: gains, and with an epsilon also the reciprocal of the head's RMS.
-struct HeadGain {
+pub struct HeadGain {
     gains: Vec<f32>,
     eps: Option<f32>,
 }
 
+impl HeadGain {
+    /// Of heads of so many elements, with the weight and the epsilon of their norm if there is one.
+    pub fn new(norm: Option<(In<'_>, f32)>, scale: f32, head_dim: usize) -> Self {
+        let (weight, eps) = norm.map_or_else(|| (vec![1.0; head_dim], None), |(weight, eps)| (weight.row_vec(0), Some(eps)));
+        Self { gains: weight.into_iter().map(|w| w * scale).collect(), eps }
+    }
+}
+
 pub fn qkv(out: [Option<Out<'_>>; 3], mlp: Option<Out<'_>>, x: In<'_>, w: Layer<'_>, heads: &Heads<'_>) {
     let head_dim = heads.table.cols;
-    let gain = |norm: Option<&Vec<f32>>, scale: f32| HeadGain {
-        gains: norm.map_or_else(|| vec![scale; head_dim], |gains| gains.iter().map(|w| w * scale).collect()),
-        eps: heads.norm.as_ref().map(|norm| norm.2),
-    };
-    let norm = heads.norm.as_ref();
-    let gains = [Some(gain(norm.map(|norm| &norm.0), heads.q_scale)), Some(gain(norm.map(|norm| &norm.1), heads.k_scale)), None];
     let mut first = 0;
-    for (out, gain) in out.into_iter().zip(&gains) {
+    for (out, gain) in out.into_iter().zip([Some(&heads.q), Some(&heads.k), None]) {
         let Some(out) = out else { continue };
         let (weight_rows, width) = (WeightRows { first, up: None, unit: head_dim }, out.cols);
         gemm_nt(out, &x, &w, weight_rows, |mut tile, mut out| {

@@ -282,12 +282,13 @@ impl Cpu {
             }
             Op::Qkv(streams) => {
                 for s in streams {
-                    let norm =
-                        s.norm.map(|norm| Ok((read(norm.q)?.row_vec(0), read(norm.k)?.row_vec(0), norm.eps))).transpose()?;
+                    let gain = |weight: Option<Tensor>, scale: f32| {
+                        let norm = read_opt(weight)?.zip(s.norm.map(|norm| norm.eps));
+                        Ok(kernels::HeadGain::new(norm, scale, s.rope.table.cols))
+                    };
                     let heads = kernels::Heads {
-                        norm,
-                        q_scale: s.q_scale,
-                        k_scale: s.k_scale,
+                        q: gain(s.norm.map(|norm| norm.q), s.q_scale)?,
+                        k: gain(s.norm.map(|norm| norm.k), s.k_scale)?,
                         table: read(s.rope.table)?,
                         style: s.rope.style,
                     };

@@ -171,20 +171,26 @@ fn rms_norm(table: &mut Table, rows: usize, cols: usize) {
 /// The mean is several standard deviations from zero, as in late blocks.
 fn layer_norm_modulate(table: &mut Table, rows: usize, cols: usize, (mean, spread): (f32, f32)) {
     table.add(format!("layer_norm_modulate {rows} and 3 rows of {cols} around {mean} by {spread}"), move |rig| {
-        let streams = [rows, 3].map(|rows| {
-            let (x, out) = (rig.input(rows, cols, |v| spread * v + mean), rig.output(rows, cols));
-            (x, out, rig.input(1, cols, |v| v), rig.input(1, cols, |v| v))
-        });
-        let [a, b] = &streams;
-        let ops = [a, b].map(|(x, out, shift, scale)| Modulated { out: *out, x: x.t, shift: shift.t, scale: scale.t });
-        rig.run(
-            Op::LayerNormModulate { streams: &ops, eps: EPS },
-            &[
-                (a.1, want!(layer_norm_modulate(&a.0.host, &a.2.host, &a.3.host, EPS))),
-                (b.1, want!(layer_norm_modulate(&b.0.host, &b.2.host, &b.3.host, EPS))),
-            ],
-        );
+        let format = rig.plain();
+        two_layer_norms(rig, cols, |v| spread * v + mean, [(rows, format), (3, format)]);
     });
+}
+
+/// The layer norms of two streams, each of so many rows and with a result in a format of its own. Inputs are `f` of values in -1..1.
+pub fn two_layer_norms(rig: &mut Rig<'_>, cols: usize, f: impl Fn(f32) -> f32, streams: [(usize, Stored); 2]) {
+    let streams = streams.map(|(rows, format)| {
+        let (x, out) = (rig.input(rows, cols, &f), rig.output_stored(format, rows, cols));
+        (x, out, rig.input(1, cols, |v| v), rig.input(1, cols, |v| v))
+    });
+    let [a, b] = &streams;
+    let ops = [a, b].map(|(x, out, shift, scale)| Modulated { out: *out, x: x.t, shift: shift.t, scale: scale.t });
+    rig.run(
+        Op::LayerNormModulate { streams: &ops, eps: EPS },
+        &[
+            (a.1, want!(layer_norm_modulate(&a.0.host, &a.2.host, &a.3.host, EPS))),
+            (b.1, want!(layer_norm_modulate(&b.0.host, &b.2.host, &b.3.host, EPS))),
+        ],
+    );
 }
 
 fn finite(m: &Mat) -> usize {

@@ -2,13 +2,11 @@
 //! quantised weights by plain and quantised inputs. Weights have several parts, each in a format of its own, and terms of low
 //! rank.
 
-use super::cases::{ALL, EPS, TWO, Table, attended, some_rows};
+use super::cases::{ALL, EPS, TWO, Table, attended, some_rows, two_layer_norms};
 use super::formats::Filed;
 use super::oracle::Heads;
 use super::{Case, Check, Mat, Operand, Rig, want};
-use kiln::backend::{
-    GatedGemm, Gemm, KvSegment, Linear, LowRank, Modulated, Op, Projection, QkNorm, Role, Rope, RopeStyle, Softmax,
-};
+use kiln::backend::{GatedGemm, Gemm, KvSegment, Linear, LowRank, Op, Projection, QkNorm, Role, Rope, RopeStyle, Softmax};
 use kiln::tensor::DType::{Bf16, E4m3, E5m2, F32};
 use kiln::tensor::{Nvfp4Layout, Scale, Stored, Tensor};
 use std::ops::Range;
@@ -63,19 +61,7 @@ fn norms(table: &mut Table) {
             });
             let (other_name, other) = results()[(i + 1) % results().len()];
             table.add(format!("layer_norm_modulate {rows} and 3 rows of {cols} into {name} and {other_name}"), move |rig| {
-                let streams = [(rows, format), (3, other)].map(|(rows, format)| {
-                    let (x, out) = (rig.input(rows, cols, |v| v + 4.0), rig.output_stored(format, rows, cols));
-                    (x, out, rig.input(1, cols, |v| v), rig.input(1, cols, |v| v))
-                });
-                let [a, b] = &streams;
-                let ops = [a, b].map(|(x, out, shift, scale)| Modulated { out: *out, x: x.t, shift: shift.t, scale: scale.t });
-                rig.run(
-                    Op::LayerNormModulate { streams: &ops, eps: EPS },
-                    &[
-                        (a.1, want!(layer_norm_modulate(&a.0.host, &a.2.host, &a.3.host, EPS))),
-                        (b.1, want!(layer_norm_modulate(&b.0.host, &b.2.host, &b.3.host, EPS))),
-                    ],
-                );
+                two_layer_norms(rig, cols, |v| v + 4.0, [(rows, format), (3, other)]);
             });
         }
     }
