@@ -31,6 +31,23 @@ const FAMILIES: &[Family] = &[
         read: Tables::gemm_sm90,
     },
     Family {
+        name: "KL_GEMM_FP8_SM90",
+        columns: &[
+            "file",
+            "m",
+            "n",
+            "block k",
+            "consumer warpgroups",
+            "stages",
+            "cluster mode",
+            "promoted",
+            "threads",
+            "shared bytes",
+            "relative cost",
+        ],
+        read: Tables::gemm_fp8_sm90,
+    },
+    Family {
         name: "KL_GEMM_MMA",
         columns: &["file", "m", "n", "block k", "warps", "stages", "CTAs per SM", "threads", "shared bytes", "relative cost"],
         read: Tables::gemm_mma,
@@ -79,7 +96,7 @@ const CLUSTER_MODES: [&str; 3] = ["MulticastA", "MulticastB", "SplitK"];
 
 /// The columns whose arguments are identifiers, and those that are 0 or 1. All others are positive numbers.
 const WORDS: [&str; 4] = ["file", "symbol", "name", "cluster mode"];
-const FLAGS: [&str; 2] = ["running maximum", "causal"];
+const FLAGS: [&str; 3] = ["running maximum", "causal", "promoted"];
 
 /// A row of the table.
 struct Row<'a> {
@@ -171,6 +188,18 @@ struct Tables {
 
 impl Tables {
     fn gemm_sm90(&mut self, row: &Row<'_>) -> Result<()> {
+        self.hopper_gemm(row, "Sm90_", "Bf16", false)
+    }
+
+    fn gemm_fp8_sm90(&mut self, row: &Row<'_>) -> Result<()> {
+        match row.number("promoted") {
+            0 => self.hopper_gemm(row, "Fp8_", "Fp8", false),
+            _ => self.hopper_gemm(row, "Fp8Promoted", "Fp8", true),
+        }
+    }
+
+    /// A Hopper GEMM; the names of its tiles begin with `prefix`, `operands` is a variant of `GemmOperands`.
+    fn hopper_gemm(&mut self, row: &Row<'_>, prefix: &str, operands: &str, promoted: bool) -> Result<()> {
         let (m, n, consumers) = (row.number("m"), row.number("n"), row.number("consumer warpgroups"));
         let mode = row.text("cluster mode");
         if !CLUSTER_MODES.contains(&mode) {
@@ -183,10 +212,14 @@ impl Tables {
                 64 * consumers
             ));
         }
-        let symbol = format!("kl_{}_{m}x{n}", row.text("file"));
+        let symbol = format!("kl_{}_{m}x{n}{}", row.text("file"), if promoted { "_promoted" } else { "" });
         let cluster = Some("abi::KL_SM90_CLUSTER".to_owned());
-        self.kernel(row, format!("GemmSm90_{m}x{n}"), symbol, "KlGemmSm90", row.number("shared bytes"), cluster);
-        self.gemm_tile(row, &format!("Sm90_{m}x{n}"), 1, consumers, &format!("Some(ClusterMode::{mode})"));
+        self.kernel(row, format!("Gemm{prefix}{m}x{n}"), symbol, "KlGemmSm90", row.number("shared bytes"), cluster);
+        let more = format!(
+            "ctas_per_sm: 1, consumers: {consumers}, cluster: Some(ClusterMode::{mode}), operands: GemmOperands::{operands}, \
+             promoted: {promoted}"
+        );
+        self.gemm_tile(row, &format!("{prefix}{m}x{n}"), &more);
         Ok(())
     }
 
@@ -194,18 +227,21 @@ impl Tables {
         let (m, n) = (row.number("m"), row.number("n"));
         let symbol = format!("kl_{}_{m}", row.text("file"));
         self.kernel(row, format!("GemmMma{m}x{n}"), symbol, "KlGemm", row.number("shared bytes"), None);
-        self.gemm_tile(row, &format!("Mma{m}x{n}"), row.number("CTAs per SM"), 0, "None");
+        let ctas_per_sm = row.number("CTAs per SM");
+        let more =
+            format!("ctas_per_sm: {ctas_per_sm}, consumers: 0, cluster: None, operands: GemmOperands::Bf16, promoted: false");
+        self.gemm_tile(row, &format!("Mma{m}x{n}"), &more);
         Ok(())
     }
 
-    fn gemm_tile(&mut self, row: &Row<'_>, name: &str, ctas_per_sm: u32, consumers: u32, cluster: &str) {
+    fn gemm_tile(&mut self, row: &Row<'_>, name: &str, more: &str) {
         let (m, n, k) = (row.number("m"), row.number("n"), row.number("block k"));
         let (purpose, cost) = (row.purpose, row.number("relative cost"));
         let doc = format!("{m} rows by {n} columns. {purpose}");
         let _ = writeln!(
             self.gemm_tiles,
-            "        #[doc = {:?}] {name} = TileConfig {{ block_m: {m}, block_n: {n}, block_k: {k}, ctas_per_sm: {ctas_per_sm}, \
-             consumers: {consumers}, cluster: {cluster}, kernel: Kernel::Gemm{name}, relative_cost: {cost} }};",
+            "        #[doc = {:?}] {name} = TileConfig {{ block_m: {m}, block_n: {n}, block_k: {k}, {more}, \
+             kernel: Kernel::Gemm{name}, relative_cost: {cost} }};",
             doc.trim_end()
         );
     }

@@ -13,15 +13,17 @@
 #define KL_BF16 1u
 #define KL_F16 2u
 #define KL_U8 3u
+#define KL_E4M3 4u
 
-/* A matrix: `rows` rows of `cols` elements, `stride` elements from row to row. An absent matrix has a `data` of zero. */
+/* A matrix: `rows` rows of `cols` elements, `stride` elements from row to row. Elements of KL_E4M3 stand for `scale` times their value. An
+ * absent matrix has a `data` of zero. */
 typedef struct {
   uint64_t data;
   uint64_t stride;
   uint32_t rows;
   uint32_t cols;
   uint32_t dtype;
-  uint32_t unused;
+  float scale;
 } KlMat;
 
 /* A TMA tensor map as the driver encodes it; kernel parameters hold it at this alignment. */
@@ -86,8 +88,10 @@ typedef struct {
 /* Rows per CTA of a row norm. */
 #define KL_NORM_ROWS 2u
 
+/* `saturated` as in KlGemmSm90, here and below. */
 typedef struct {
   KlMat out, x, weight;
+  uint64_t saturated;
   float eps;
   uint32_t unused;
 } KlRmsNorm;
@@ -100,6 +104,7 @@ typedef struct {
 
 typedef struct {
   KlModulated stream[KL_STREAMS];
+  uint64_t saturated;
   float eps;
   uint32_t unused;
 } KlLayerNorm;
@@ -163,9 +168,12 @@ typedef struct {
 #define KL_SWIGLU 1u
 #define KL_GATE_RESIDUAL 2u
 
-/* `bias` and `gate` may be absent; for KL_SWIGLU `w` has twice as many rows as `out` has columns, all gate rows first. */
+/* `bias` and `gate` may be absent. `w` and `scales` are the rows of the weight and one f32 more for each, if present; for KL_SWIGLU gate
+ * rows, then up rows. */
 typedef struct {
-  KlMat out, x, w, bias, gate;
+  KlMat out, x, w[2], bias, gate;
+  uint64_t scales[2];
+  uint64_t saturated;
   uint32_t epilogue;
   uint32_t unused;
 } KlNaiveGemm;
@@ -183,6 +191,7 @@ typedef struct {
 typedef struct {
   KlMat out, q;
   KlKeyValues kv[KL_KV_SEGMENTS];
+  uint64_t saturated;
   uint32_t segments;
   uint32_t head_dim;
   uint32_t group;
@@ -225,20 +234,32 @@ typedef struct {
 /* One more epilogue of the tensor-core GEMMs: qk-norm and RoPE of heads of 128 columns. */
 #define KL_QK_NORM_ROPE 3u
 
+/* Rows of a weight, from row `first` of one of the stream's matrices on, whose type is `dtype`. Accumulators are multiplied by `alpha`: the
+ * scale of x times that of the matrix and, where a product is stored as e4m3 without a norm in between, divided by that of the output. */
+typedef struct {
+  uint32_t matrix;
+  uint32_t first;
+  uint32_t dtype;
+  float alpha;
+} KlGemmRows;
+
 /* A range of columns of a GEMM with its epilogue and output. `extra` is the gate of KL_GATE_RESIDUAL or the norm weight of
- * KL_QK_NORM_ROPE. */
+ * KL_QK_NORM_ROPE. `w` are the rows of the weight, gate rows of KL_SWIGLU, and their up rows. */
 typedef struct {
   KlMat out, extra;
+  KlGemmRows w[2];
   uint32_t epilogue;
-  uint32_t first_row; /* the first row of the weight */
+  uint32_t first_col; /* the first column of the bias */
   uint32_t tiles;     /* the number of column tiles */
-  float scale;        /* applied to heads after their norm */
+  float scale;        /* applied to heads after their norm; divided by the scale of an e4m3 output */
 } KlGemmPart;
 
 #define KL_GEMM_PARTS 4u
 
+/* `w` are the matrices that the weight consists of, one below the other; `scales` of each, if present, are one f32 more for every row. */
 typedef struct {
-  KlMat x, w, bias, table;
+  KlMat x, w[KL_GEMM_PARTS], bias, table;
+  uint64_t scales[KL_GEMM_PARTS];
   KlGemmPart part[KL_GEMM_PARTS];
   uint32_t row_tiles;
   uint32_t col_tiles;
@@ -263,7 +284,7 @@ typedef struct {
   KlTileSchedule schedule;
 } KlGemm;
 
-/* ---------------------------------------------------------------------------------------------- gemm_bf16_sm90.cu */
+/* ------------------------------------------------------------- gemm_bf16_sm90.cu, gemm_fp8_sm90.cu, gemm_w8a16_sm90.cu */
 
 /* CTAs per cluster. */
 #define KL_SM90_CLUSTER 2u
@@ -271,19 +292,21 @@ typedef struct {
 #define KL_SM90_STORE_ROWS 16u
 /* Rows of a wgmma, which a consumer warpgroup computes together. */
 #define KL_SM90_WARPGROUP_ROWS 64u
-/* Columns of a TMA box of bf16: the 128 bytes that the swizzle allows. */
+/* Columns of a TMA box of bf16: the 128 bytes that the swizzle allows. Of e4m3 it can have twice as many. */
 #define KL_SM90_BOX_COLS 64u
 /* Bytes of shared memory that a CTA can have on Hopper. */
 #define KL_SM90_SHARED_LIMIT 232448u
 
 /* As KlGemm, with tensor maps. `row_tiles` and `col_tiles` of a stream count the tiles of clusters. Rasterisation goes down `group` row
- * tiles before it goes on to the next columns. `out` has the maps of the parts, `residual` that of the first one's residual. */
+ * tiles before it goes on to the next columns. `out` has the maps of the parts, `residual` that of the first one's residual. `saturated`
+ * is the address of a 64-bit count of values that did not fit the range of an e4m3 output. */
 typedef struct {
-  KlTensorMap x[KL_STREAMS], w[KL_STREAMS], out[KL_STREAMS][KL_GEMM_PARTS], residual[KL_STREAMS];
+  KlTensorMap x[KL_STREAMS], w[KL_STREAMS][KL_GEMM_PARTS], out[KL_STREAMS][KL_GEMM_PARTS], residual[KL_STREAMS];
   KlGemmStream stream[KL_STREAMS];
   uint32_t group[KL_STREAMS];
   KlTileSchedule schedule;
-  uint64_t unused[7];
+  uint64_t saturated;
+  uint64_t unused[6];
 } KlGemmSm90;
 
 /* --------------------------------------------------------------------------------------------- attention_sm90.cu */
@@ -293,21 +316,24 @@ typedef struct {
 /* Queries per CTA, and keys per KV block. */
 #define KL_SM90_BLOCK_Q 128u
 #define KL_SM90_BLOCK_KV 128u
+/* The largest number of ranges of rows that the output consists of. */
+#define KL_SM90_ATTENTION_OUTS 2u
 
 /* A tile is `pack` query heads that share a KV head, with KL_SM90_BLOCK_Q / pack queries each. The two CTAs of a cluster have consecutive
  * tiles of a head, and there are `row_tiles` such pairs; with a causal mask there are no clusters, and half of a tile's queries come from
- * the end of the sequence. `keys` are the lengths of the KV segments, `group` is the number of query heads per KV head. `schedule`
- * counts KV blocks. */
+ * the end of the sequence. `out` are the rows of the output one after the other; the second range may be absent. `keys` are the lengths of
+ * the KV segments, `group` is the number of query heads per KV head. `schedule` counts KV blocks. */
 typedef struct {
   KlTensorMap q, k[KL_SM90_KV_SEGMENTS], v[KL_SM90_KV_SEGMENTS];
-  KlMat out;
+  KlMat out[KL_SM90_ATTENTION_OUTS];
   KlTileSchedule schedule;
+  uint64_t saturated;
   uint32_t keys[KL_SM90_KV_SEGMENTS];
   uint32_t row_tiles;
   uint32_t group;
   uint32_t pack;
   float scale; /* turns logits into exponents of two; max-free softmax takes Q pre-scaled and ignores it */
-  uint64_t unused[2];
+  uint64_t unused[13];
 } KlAttentionSm90;
 
 /* ------------------------------------------------------------------------------------------------ selftest_sm90.cu */

@@ -277,14 +277,14 @@ __device__ __forceinline__ void store(const KlAttentionSm90& p, const TileCoord<
   for (int h = 0; h < 2; h++) {
     const float inverse = 1.0f / quad_sum(tile.row_sum[h]);
     const uint32_t row = first + 8 * h, query = at.first_query(group) + row % at.rows;
-    bf16* to = row_of<bf16>(p.out, min(query, p.out.rows - 1)) + (at.head + row / at.rows) * kHeadDim + lane() % 4 * 8;
+    bf16* to = row_of<bf16>(p.out[0], min(query, p.out[0].rows - 1)) + (at.head + row / at.rows) * kHeadDim + lane() % 4 * 8;
 #pragma unroll
     for (int i = 0; i < kHeadDim / 8; i += 4) {
       uint32_t v[4];
 #pragma unroll
       for (int e = 0; e < 4; e++) v[e] = pack_bf16(tile.out[4 * (i + e) + 2 * h] * inverse, tile.out[4 * (i + e) + 2 * h + 1] * inverse);
       const uint4 eight = transpose_quad(v);
-      if (query < p.out.rows) *reinterpret_cast<uint4*>(to + 8 * i) = eight;
+      if (query < p.out[0].rows) *reinterpret_cast<uint4*>(to + 8 * i) = eight;
     }
   }
 }

@@ -74,7 +74,7 @@ __device__ __forceinline__ void compute(const KlGemm& p, Tile& tile, unsigned ch
   const TileCoord at(p, index);
   const KlGemmStream& s = at.s;
   const KlGemmPart& part = at.part();
-  const uint32_t x_stride = s.x.stride, w_stride = s.w.stride, line = Tile::copy_row(), chunk = Tile::copy_chunk() * 8;
+  const uint32_t x_stride = s.x.stride, w_stride = s.w[part.w[0].matrix].stride, line = Tile::copy_row(), chunk = Tile::copy_chunk() * 8;
   const OperandRows a{row_of<const bf16>(s.x, 0), (at.row_tile * Tile::kBlockM + line) * x_stride + chunk, Tile::kRowsPerCopy * x_stride,
                   (s.x.rows - 1) * x_stride + chunk};
   // The weight row of the first column that the thread copies.
@@ -85,7 +85,7 @@ __device__ __forceinline__ void compute(const KlGemm& p, Tile& tile, unsigned ch
   } else if (part.epilogue == KL_QK_NORM_ROPE && s.rope == KL_ROPE_HALF_SPLIT) {
     row = at.col_tile * Tile::kBlockN + interleaved_column(line, 64), step = Tile::kRowsPerCopy / 2;
   }
-  const OperandRows b{row_of<const bf16>(s.w, part.first_row), row * w_stride + chunk, step * w_stride, last * w_stride + chunk};
+  const OperandRows b{row_of<const bf16>(s.w[part.w[0].matrix], part.w[0].first), row * w_stride + chunk, step * w_stride, last * w_stride + chunk};
   tile.mainloop(
       shared, s.x.cols, first_k_block, min(k_blocks, ceil_div(s.x.cols, static_cast<uint32_t>(Tile::kBlockK))),
       [&](int i, uint32_t k, bool&) { return a.at(i, k); }, [&](int i, uint32_t k, bool&) { return b.at(i, k); });

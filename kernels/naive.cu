@@ -71,11 +71,11 @@ KL_ENTRY(kl_naive_gemm, KlNaiveGemm, KL_NAIVE_THREADS) {
   KL_SHARED(SmemTile, a_tile, );
   KL_SHARED(SmemTile, one, [1]);
   KL_SHARED(SmemTile, both, [2]);
-  with_operand_types(p.x.dtype, p.w.dtype, [&](auto t, auto u) {
+  with_operand_types(p.x.dtype, p.w[0].dtype, [&](auto t, auto u) {
     using X = typename decltype(t)::type;
     using W = typename decltype(u)::type;
     const auto x = [&](uint64_t row, uint32_t i) { return load<X>(p.x, row, i); };
-    const auto w = [&](int j, uint64_t col, uint32_t i) { return load<W>(p.w, j * p.out.cols + col, i); };
+    const auto w = [&](int j, uint64_t col, uint32_t i) { return load<W>(p.w[j], col, i); };
     const uint64_t m = p.out.rows, n = p.out.cols;
     if (p.epilogue == KL_SWIGLU) {
       tile_gemm(a_tile, both, m, n, p.x.cols, x, w, [&](uint64_t row, uint64_t col, const float(&acc)[2]) {

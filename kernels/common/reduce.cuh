@@ -44,3 +44,17 @@ __device__ __forceinline__ uint4 transpose_quad(const uint32_t (&v)[4]) {
   const uint2 x = swap(high, front.x, back.x, 2), y = swap(high, front.y, back.y, 2);
   return make_uint4(x.x, y.x, x.y, y.y);
 }
+
+// Transposes 4x4 halves of words in the same way: of four halves, two in each word, lane i ends with the i-th of each lane, which are eight
+// contiguous bytes.
+__device__ __forceinline__ uint2 transpose_quad_halves(uint32_t front, uint32_t back) {
+  const bool odd = lane() % 2, high = lane() / 2 % 2;
+  // Halves 0 and 1 go to the first two lanes, 2 and 3 to the others.
+  const uint32_t theirs = __shfl_xor_sync(0xffffffffu, high ? front : back, 2);
+  const uint32_t a = high ? theirs : front, b = high ? back : theirs;  // of the lower and of the upper lane of the two
+  // Then even ones to even lanes. Selectors pick the lower or the upper half of both words.
+  constexpr uint32_t kLower = 0x5410, kUpper = 0x7632;
+  const uint32_t mine = __byte_perm(a, b, odd ? kUpper : kLower), other = __shfl_xor_sync(0xffffffffu, __byte_perm(a, b, odd ? kLower : kUpper), 1);
+  const uint32_t even_lanes = odd ? other : mine, odd_lanes = odd ? mine : other;
+  return make_uint2(__byte_perm(even_lanes, odd_lanes, kLower), __byte_perm(even_lanes, odd_lanes, kUpper));
+}

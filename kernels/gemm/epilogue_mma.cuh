@@ -109,13 +109,13 @@ struct GemmEpilogue : TileEpilogue<Tile, uint64_t> {
     if (!this->is_whole() || out.data % 4 != 0 || out.stride % 2 != 0) {
       this->for_each_value([&](uint64_t row, uint64_t col, float v) {
         if (col >= out.cols || !this->row_exists(row)) return;
-        if (s.bias.data) v += load<float>(s.bias, 0, part.first_row + col);
+        if (s.bias.data) v += load<float>(s.bias, 0, part.first_col + col);
         if (gate_residual) v = load_any(out, row, col) + gate(col) * v;
         store_any(out, row, col, v);
       });
       return;
     }
-    if (s.bias.data) this->add_bias(row_of<const float>(s.bias, 0) + part.first_row);
+    if (s.bias.data) this->add_bias(row_of<const float>(s.bias, 0) + part.first_col);
     if (gate_residual) {
       float gates[Tile::kMmaN][2];
 #pragma unroll

@@ -23,6 +23,7 @@ struct Epilogue {
 
   using Store = typename Config::Store;
   static constexpr int kBlockN = Config::kBlockN;
+  static constexpr bool kScaled = Config::Scaling::kScaled;
 
   __device__ __forceinline__ Epilogue(const typename Config::Params& p, const TileCoord<Config>& at, typename Config::Acc& acc,
                                       const Pipeline<Config>& pipe, uint32_t thread)
@@ -39,9 +40,10 @@ struct Epilogue {
   static __device__ __forceinline__ uint32_t buffer_offset(int i) { return i % Config::kStoreBuffers * Config::kStoreBufferBytes; }
 
   // Stores the first kWidth columns of all rows; f(m, e) returns the value that belongs to accumulator e of wgmma tile m.
-  template <int kWidth, class F>
-  __device__ __forceinline__ void store_all(F f) {
-    constexpr int kPiece = Store::box_cols(kWidth), kAcross = kWidth / kPiece, kCount = Config::kMmaM * kAcross;
+  template <class Rows, int kWidth, class F>
+  __device__ __forceinline__ void store_as(F f) {
+    constexpr int kPiece = Rows::box_cols(kWidth), kAcross = kWidth / kPiece, kCount = Config::kMmaM * kAcross;
+    static_assert(KL_SM90_STORE_ROWS * kPiece * sizeof(typename Rows::Element) <= Config::kStoreBufferBytes, "a piece fits a buffer");
 #pragma unroll
     for (int first = 0; first < kCount; first += Config::kStoresAtOnce) {
       if (lane() == 0) tma_store_wait<Config::kStoreBuffers - Config::kStoresAtOnce>();
@@ -51,22 +53,63 @@ struct Epilogue {
         float v[kPiece / 2];
 #pragma unroll
         for (int e = 0; e < kPiece / 2; e++) v[e] = f(i / kAcross, i % kAcross * (kPiece / 2) + e);
-        Store::template stage<kPiece>(buffers, buffer_offset(i), lane(), v);
+        Rows::template stage<kPiece>(p, buffers, buffer_offset(i), lane(), v);
       }
       fence_proxy_async();
       __syncwarp();
       if (lane() == 0) {
 #pragma unroll
         for (int i = first; i < first + Config::kStoresAtOnce && i < kCount; i++) {
-          Store::template store<Config>(p, out, buffers + buffer_offset(i), col0 + i % kAcross * kPiece,
-                                        row0 + kWgmmaRows * (i / kAcross));
+          Rows::template store<Config>(p, out, buffers + buffer_offset(i), col0 + i % kAcross * kPiece, row0 + kWgmmaRows * (i / kAcross));
         }
       }
     }
   }
 
-  __device__ __forceinline__ void store_acc() {
-    store_all<kBlockN>([&](int m, int e) { return acc[m][e]; });
+  // The same in the type of the output, which the kernels of some policies choose.
+  template <int kWidth, class F>
+  __device__ __forceinline__ void store_all(F f) {
+    if constexpr (Store::kStoresE4m3 && kWidth % 32 == 0) {
+      if (part.out.dtype == KL_E4M3) return store_as<StoreE4m3Rows, kWidth>(f);
+    }
+    store_as<Store, kWidth>(f);
+  }
+
+  // What is left to multiply accumulators by, gate columns of SwiGLU or its up columns: the scales of the operands.
+  __device__ __forceinline__ float alpha(int half = 0) const {
+    if constexpr (kScaled) return part.w[half].alpha;
+    return 1.0f;
+  }
+
+  static __device__ __forceinline__ float times(float v, float alpha) {
+    if constexpr (kScaled) return v * alpha;
+    return v;
+  }
+
+  // Multiplies the accumulators by the scales of single rows of the weight, if there are any.
+  __device__ __forceinline__ void apply_row_scales() {
+    if constexpr (kScaled) {
+      const bool paired = part.epilogue == KL_SWIGLU;
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const KlGemmRows& rows = part.w[paired ? half : 0];
+        const float* scales = reinterpret_cast<const float*>(s.scales[rows.matrix]);
+        if (!scales) continue;
+        constexpr int kHalfN = Config::kMmaN / 2;
+#pragma unroll
+        for (int i = 0; i < kHalfN; i++) {
+          const int n = half * kHalfN + i;
+          const uint32_t col = col0 + 8 * (paired ? i : n) + lane() % 4 * 2;
+          if (col >= part.out.cols) continue;
+          const float a = scales[rows.first + col], b = scales[rows.first + col + 1];
+#pragma unroll
+          for (int m = 0; m < Config::kMmaM; m++) {
+            float* v = &acc[m][4 * n];
+            v[0] *= a, v[1] *= b, v[2] *= a, v[3] *= b;
+          }
+        }
+      }
+    }
   }
 
   // Calls f(fragment, column of the part) for those of the thread's column pairs that exist.
@@ -80,29 +123,42 @@ struct Epilogue {
     }
   }
 
-  __device__ __forceinline__ void add_bias() {
-    if (!s.bias.data) return;
-    const float* bias = row_of<const float>(s.bias, 0) + part.first_row;
+  // Adds the bias to what the accumulators stand for, and returns what is left to multiply them by.
+  __device__ __forceinline__ float add_bias() {
+    const float factor = alpha();
+    if (!s.bias.data) return factor;
+    const float* bias = row_of<const float>(s.bias, 0) + part.first_col;
     for_each_column([&](int n, uint32_t col) {
       const float a = bias[col], b = bias[col + 1];
 #pragma unroll
       for (int m = 0; m < Config::kMmaM; m++) {
         float* v = &acc[m][4 * n];
-        v[0] += a, v[1] += b, v[2] += a, v[3] += b;
+        v[0] = times(v[0], factor) + a, v[1] = times(v[1], factor) + b;
+        v[2] = times(v[2], factor) + a, v[3] = times(v[3], factor) + b;
       }
     });
+    return 1.0f;
   }
 
-  __device__ __forceinline__ void linear() {
-    add_bias();
-    store_acc();
+  __device__ __forceinline__ void store_linear(float factor) {
+    store_as<Store, kBlockN>([&](int m, int e) { return times(acc[m][e], factor); });
   }
 
-  __device__ __forceinline__ void apply_gate() {
-    if (!part.extra.data) return;
+  __device__ __forceinline__ void apply_gate(float factor) {
+    if (!part.extra.data) {
+      if constexpr (kScaled) {
+#pragma unroll
+        for (int m = 0; m < Config::kMmaM; m++) {
+#pragma unroll
+          for (int e = 0; e < kBlockN / 2; e++) acc[m][e] *= factor;
+        }
+      }
+      return;
+    }
     const bf16* gates = row_of<const bf16>(part.extra, 0);
     for_each_column([&](int n, uint32_t col) {
-      const float2 g = load_pair(gates + col);
+      float2 g = load_pair(gates + col);
+      g.x = times(g.x, factor), g.y = times(g.y, factor);
 #pragma unroll
       for (int m = 0; m < Config::kMmaM; m++) {
         float* v = &acc[m][4 * n];
@@ -149,7 +205,8 @@ struct Epilogue {
   }
 
   __device__ __forceinline__ void swiglu() {
-    store_all<kBlockN / 2>([&](int m, int e) { return silu(acc[m][e]) * acc[m][kBlockN / 4 + e]; });
+    const float gate = alpha(0), up = alpha(1);
+    store_all<kBlockN / 2>([&](int m, int e) { return silu(times(acc[m][e], gate)) * times(acc[m][kBlockN / 4 + e], up); });
   }
 
   // Normalises and weights a pair of elements, and rotates it.
@@ -174,7 +231,9 @@ struct Epilogue {
           float sum = 0.0f;
 #pragma unroll
           for (int n = 0; n < 16; n++) sum += head[4 * n] * head[4 * n] + head[4 * n + 1] * head[4 * n + 1];
-          scale[h] = qk_norm_scale(quad_sum(sum), 128.0f, s.eps, part.scale);
+          // The norm cancels scales but for its epsilon.
+          const float a = alpha();
+          scale[h] = times(qk_norm_scale(times(quad_sum(sum), a * a), 128.0f, s.eps, part.scale), a);
         }
         // The row's angles, which all heads share: 64 cosines, then 64 sines.
         const float* angles = row_of<const float>(s.table, min(row0 + kWgmmaRows * m + lane() / 4 + 8 * half, s.x.rows - 1));
@@ -206,22 +265,22 @@ struct Epilogue {
         }
       }
     }
-    store_acc();
+    store_all<kBlockN>([&](int m, int e) { return acc[m][e]; });
   }
 
   __device__ __forceinline__ void run(Pipeline<Config>& pipe) {
     if (lane() == 0) tma_store_wait<0>();  // the stores of the previous tile have read the staging buffers
+    apply_row_scales();
     if (part.epilogue == KL_GATE_RESIDUAL) {
-      add_bias();
-      apply_gate();
+      apply_gate(add_bias());
       add_residual(pipe);
-      store_acc();
+      store_linear(1.0f);
     } else if (part.epilogue == KL_SWIGLU) {
       if constexpr (kBlockN / 2 % 16 == 0) swiglu();
     } else if (part.epilogue == KL_QK_NORM_ROPE) {
       if constexpr (kBlockN % 128 == 0) qk_norm_rope();
     } else {
-      linear();
+      store_linear(add_bias());
     }
   }
 };

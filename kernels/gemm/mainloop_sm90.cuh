@@ -265,10 +265,7 @@ __device__ __forceinline__ void consume(const typename Config::Params& p, Pipeli
     } else {
       accumulate(pipe, acc, work, group, finishes);
     }
-    const auto finish = [&] {
-      Config::Scaling::template apply<Config>(p, at, acc);
-      Epilogue<Config>(p, at, acc, pipe, thread).run(pipe);
-    };
+    const auto finish = [&] { Epilogue<Config>(p, at, acc, pipe, thread).run(pipe); };
     if constexpr (Config::kSplitK) {
       cluster_wait();  // the peer has initialised its mbarriers, long ago
       if (finishes) {
@@ -291,7 +288,7 @@ __device__ __forceinline__ void gemm(const typename Config::Params& p) {
   KL_DYNAMIC_SHARED(kSwizzleAlignment);
   const Pipeline<Config> pipe{{align_to_swizzle(shared_address(dynamic_shared))}, {}};
   const auto init = [&] {
-    prefetch_tensor_map(&p.w[0]), prefetch_tensor_map(&p.x[0]);
+    prefetch_tensor_map(&p.w[0][0]), prefetch_tensor_map(&p.x[0]);
     pipe.ring().init(1 + Config::kWriterWarps, Config::kConsumers * Config::kMulticast);
     if constexpr (Config::kExpanded) pipe.raw_ring().init(1, Config::kWriterWarps);
     if constexpr (Config::kSplitK) {

@@ -4,13 +4,15 @@
 //   Params     the kernel's parameter, KlGemmSm90 or a struct derived from it    KlGemmSm90
 //   OperandA   loads a k-block of A into a stage                                 RowsA: rows of a matrix
 //   OperandB   loads a k-block of B, into a stage or to be expanded into one     CopiedB: rows of a weight, as they are
-//   Mma        the element type, the wgmma instruction, and promotion            MmaBf16
-//   Scaling    what happens to finished accumulators before the epilogue         NoScaling
-//   Store      the element type and shape of what is stored                      StoreBf16Rows
+//   Mma        the element type, the wgmma instruction, and promotion            MmaBf16, MmaE4m3
+//   Scaling    whether accumulators are multiplied by scales                     NoScaling, Scaled
+//   Store      the element type and shape of what is stored                      StoreBf16Rows, StoreBf16OrE4m3Rows
 //
 // tests/emulated/policies.cu has others, which no kernel needs yet.
 #pragma once
 
+#include <common/e4m3.cuh>
+#include <common/reduce.cuh>
 #include <common/swizzle.cuh>
 #include <common/vectors.cuh>
 #include <gemm/config_sm90.cuh>
@@ -40,7 +42,23 @@ struct RowsA {
   };
 };
 
-// B is rows of a weight, loaded as they are.
+// Where the rows of a weight are that make up one half of a tile's columns. Gate and up rows are apart, or in two matrices.
+template <class Config>
+struct HalfOfB {
+  const KlTensorMap* map;
+  uint32_t row, dtype;
+
+  __device__ __forceinline__ HalfOfB(const KlGemmSm90& p, const TileCoord<Config>& at, uint32_t half) {
+    constexpr uint32_t kHalfN = Config::kBlockN / 2;
+    const KlGemmPart& part = p.stream[at.stream].part[at.part];
+    const bool paired = part.epilogue == KL_SWIGLU;
+    const KlGemmRows& rows = part.w[paired ? half : 0];
+    map = &p.w[at.stream][rows.matrix], dtype = rows.dtype;
+    row = rows.first + (paired ? at.col_tile * kHalfN : (2 * at.col_tile + half) * kHalfN);
+  }
+};
+
+// B is rows of a weight, loaded as they are. The CTAs of a cluster that multicast B load one half each.
 struct CopiedB {
   // Stages of the raw ring, and their bytes for a tile of `cols` columns.
   static constexpr uint32_t kRawStages = 0;
@@ -49,23 +67,19 @@ struct CopiedB {
   template <class Config>
   struct Loader {
     static constexpr uint32_t kTmaBytes = Config::kBBytes;
-    const KlTensorMap* map;
-    uint32_t rank, row, apart;
+    static constexpr bool kMulticast = Config::kMode == ClusterMode::kMulticastB;
+    uint32_t rank;
+    HalfOfB<Config> first, second;
 
-    // Two boxes, because gate and up rows are apart in the weight.
-    __device__ __forceinline__ Loader(const KlGemmSm90& p, const TileCoord<Config>& at, uint32_t rank) : map(&p.w[at.stream]), rank(rank) {
-      const KlGemmPart& part = p.stream[at.stream].part[at.part];
-      const bool paired = part.epilogue == KL_SWIGLU;
-      row = part.first_row + at.col_tile * (paired ? Config::kBlockN / 2 : Config::kBlockN);
-      apart = paired ? part.out.cols : Config::kBlockN / 2;
-    }
+    __device__ __forceinline__ Loader(const KlGemmSm90& p, const TileCoord<Config>& at, uint32_t rank)
+        : rank(rank), first(p, at, kMulticast ? rank : 0), second(p, at, 1) {}
 
     __device__ __forceinline__ void load(uint32_t k, uint32_t to, uint32_t full) const {
-      if constexpr (Config::kMode == ClusterMode::kMulticastB) {
-        tma_load_2d_multicast(to + rank * (Config::kBBytes / 2), map, k * Config::kBlockK, row + rank * apart, full, kAllCtas);
+      if constexpr (kMulticast) {
+        tma_load_2d_multicast(to + rank * (Config::kBBytes / 2), first.map, k * Config::kBlockK, first.row, full, kAllCtas);
       } else {
-        tma_load_2d(to, map, k * Config::kBlockK, row, full);
-        tma_load_2d(to + Config::kBBytes / 2, map, k * Config::kBlockK, row + apart, full);
+        tma_load_2d(to, first.map, k * Config::kBlockK, first.row, full);
+        tma_load_2d(to + Config::kBBytes / 2, second.map, k * Config::kBlockK, second.row, full);
       }
     }
   };
@@ -84,15 +98,33 @@ struct MmaBf16 {
   }
 };
 
+// With an interval of one, sums are exact but for f32: tensor cores keep thirteen binary places of a sum of e4m3 products, so that long
+// sums of one sign come out too small.
+template <int kInterval>
+struct MmaE4m3 {
+  using Element = e4m3;
+  static constexpr int kInstructionK = 32, kPromotionInterval = kInterval;
+
+  template <int kCols>
+  static __device__ __forceinline__ void mma(float (&acc)[kCols / 2], uint64_t a, uint64_t b, uint32_t accumulate) {
+    wgmma_e4m3<kCols>(acc, a, b, accumulate);
+  }
+};
+
 // Operands have no scales.
 struct NoScaling {
-  template <class Config>
-  static __device__ __forceinline__ void apply(const KlGemmSm90&, const TileCoord<Config>&, typename Config::Acc&) {}
+  static constexpr bool kScaled = false;
+};
+
+// The epilogue multiplies accumulators by the scales of A and B: by `alpha` of the rows of B, and by the scales that single rows have.
+struct Scaled {
+  static constexpr bool kScaled = true;
 };
 
 // The output is rows of bf16. A warp stores its sixteen rows in boxes.
 struct StoreBf16Rows {
   using Element = bf16;
+  static constexpr bool kStoresE4m3 = false;  // besides, where an output asks for it
 
   // The columns of a box, for a tile of `cols` columns: the largest power of two that divides them, up to what a box can have.
   static __host__ __device__ constexpr int box_cols(int cols) {
@@ -103,7 +135,7 @@ struct StoreBf16Rows {
   // Writes a box of kCols columns, from accumulator fragments at v on, to the staging buffer that is `offset` after `buffers`. The 16-byte
   // chunks of a row are swizzled as the tensor map of the output says. Each lane supplies stmatrix_x4 with an address.
   template <int kCols>
-  static __device__ __forceinline__ void stage(uint32_t buffers, uint32_t offset, uint32_t lane, const float* v) {
+  static __device__ __forceinline__ void stage(const KlGemmSm90&, uint32_t buffers, uint32_t offset, uint32_t lane, const float* v) {
     static_assert(kCols % 16 == 0, "stmatrix stores sixteen columns at a time");
     const uint32_t lane_offset = swizzled<kCols * sizeof(Element)>(lane % 16, lane / 16);
 #pragma unroll
@@ -121,6 +153,41 @@ struct StoreBf16Rows {
   }
 };
 
+// The output is rows of e4m3, in boxes of twice as many columns.
+struct StoreE4m3Rows : StoreBf16Rows {
+  using Element = e4m3;
+
+  static __host__ __device__ constexpr int box_cols(int cols) {
+    const int bits = cols | 2 * KL_SM90_BOX_COLS;
+    return bits & -bits;
+  }
+
+  // As that of StoreBf16Rows. Of every eight columns a lane has two, a byte each: the lanes of a quad exchange those of four fragments, so
+  // that each can write eight bytes.
+  template <int kCols>
+  static __device__ __forceinline__ void stage(const KlGemmSm90& p, uint32_t buffers, uint32_t offset, uint32_t lane, const float* v) {
+    static_assert(kCols % 32 == 0, "a quad exchanges four fragments of eight columns");
+    count_saturated<kCols / 2>(p.saturated, v);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const uint32_t row = lane / 4 + 8 * half;
+#pragma unroll
+      for (int j = 0; j < kCols / 8; j += 4) {
+        const float* a = v + 4 * j + 2 * half;
+        const uint2 bytes = transpose_quad_halves(cvt_e4m3x2(a[0], a[1]) | cvt_e4m3x2(a[4], a[5]) << 16,
+                                                  cvt_e4m3x2(a[8], a[9]) | cvt_e4m3x2(a[12], a[13]) << 16);
+        const uint32_t chunk = j / 2 + lane % 4 / 2;  // of sixteen bytes
+        store_shared(buffers + offset + swizzled<kCols>(row, chunk) + lane % 2 * 8, bytes);
+      }
+    }
+  }
+};
+
+// The output is rows of bf16 or of e4m3.
+struct StoreBf16OrE4m3Rows : StoreBf16Rows {
+  static constexpr bool kStoresE4m3 = true;
+};
+
 struct Bf16Policies {
   using Params = KlGemmSm90;
   using OperandA = RowsA;
@@ -128,4 +195,15 @@ struct Bf16Policies {
   using Mma = MmaBf16;
   using Scaling = NoScaling;
   using Store = StoreBf16Rows;
+};
+
+// FP8: e4m3 by e4m3. `kInterval` is that of promotion.
+template <int kInterval>
+struct Fp8Policies {
+  using Params = KlGemmSm90;
+  using OperandA = RowsA;
+  using OperandB = CopiedB;
+  using Mma = MmaE4m3<kInterval>;
+  using Scaling = Scaled;
+  using Store = StoreBf16OrE4m3Rows;
 };

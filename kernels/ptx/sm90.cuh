@@ -4,7 +4,7 @@
 #pragma once
 
 #include <abi.h>
-#include <ptx/sm80.cuh>
+#include <ptx/sm89.cuh>
 #include <ptx/wgmma_descriptor.cuh>
 
 // ----------------------------------------------------------------------------------------- mbarriers and named barriers
@@ -130,29 +130,38 @@ __device__ __forceinline__ void wgmma_wait() {
 #define KL_ACC_4(i) "+f"(acc[i]), "+f"(acc[i + 1]), "+f"(acc[i + 2]), "+f"(acc[i + 3])
 #define KL_ACC_16(i) KL_ACC_4(i), KL_ACC_4(i + 4), KL_ACC_4(i + 8), KL_ACC_4(i + 12)
 #define KL_ACC_64(i) KL_ACC_16(i), KL_ACC_16(i + 16), KL_ACC_16(i + 32), KL_ACC_16(i + 48)
-#define KL_WGMMA(cols, names, a_name, b_name, accumulate_name, ...)                                      \
-  asm volatile(                                                                                          \
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %" #accumulate_name ", 0;\n"                                     \
-      "wgmma.mma_async.sync.aligned.m64n" #cols "k16.f32.bf16.bf16 {" names "}, %" #a_name ", %" #b_name \
-      ", p, 1, 1, 0, 0;\n}\n"                                                                            \
-      : __VA_ARGS__                                                                                      \
+#define KL_WGMMA(cols, types, flags, names, a_name, b_name, accumulate_name, ...)                   \
+  asm volatile(                                                                                     \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %" #accumulate_name ", 0;\n"                                \
+      "wgmma.mma_async.sync.aligned.m64n" #cols types " {" names "}, %" #a_name ", %" #b_name ", p, " \
+      flags ";\n}\n"                                                                                \
+      : __VA_ARGS__                                                                                 \
       : "l"(a), "l"(b), "r"(accumulate))
+// The instruction for kCols columns. `types` ends its name; `flags` are its signs and, where the element type has them, transpositions.
+#define KL_WGMMA_OF_COLS(types, flags)                                                                                              \
+  static_assert(kCols == 128 || kCols == 160 || kCols == 192 || kCols == 208 || kCols == 256, "no such width");                     \
+  if constexpr (kCols == 256) {                                                                                                     \
+    KL_WGMMA(256, types, flags, KL_REGS_128, 128, 129, 130, KL_ACC_64(0), KL_ACC_64(64));                                           \
+  } else if constexpr (kCols == 208) {                                                                                              \
+    KL_WGMMA(208, types, flags, KL_REGS_104, 104, 105, 106, KL_ACC_64(0), KL_ACC_16(64), KL_ACC_16(80), KL_ACC_4(96), KL_ACC_4(100)); \
+  } else if constexpr (kCols == 192) {                                                                                              \
+    KL_WGMMA(192, types, flags, KL_REGS_96, 96, 97, 98, KL_ACC_64(0), KL_ACC_16(64), KL_ACC_16(80));                                \
+  } else if constexpr (kCols == 160) {                                                                                              \
+    KL_WGMMA(160, types, flags, KL_REGS_80, 80, 81, 82, KL_ACC_64(0), KL_ACC_16(64));                                               \
+  } else {                                                                                                                          \
+    KL_WGMMA(128, types, flags, KL_REGS_64, 64, 65, 66, KL_ACC_64(0));                                                              \
+  }
 
 // acc = a b^T, added to acc if `accumulate` is set: 64 rows by kCols columns over 16 of K, both operands in shared memory.
 template <int kCols>
 __device__ __forceinline__ void wgmma(float (&acc)[kCols / 2], uint64_t a, uint64_t b, uint32_t accumulate) {
-  static_assert(kCols == 128 || kCols == 160 || kCols == 192 || kCols == 208 || kCols == 256, "no such width");
-  if constexpr (kCols == 256) {
-    KL_WGMMA(256, KL_REGS_128, 128, 129, 130, KL_ACC_64(0), KL_ACC_64(64));
-  } else if constexpr (kCols == 208) {
-    KL_WGMMA(208, KL_REGS_104, 104, 105, 106, KL_ACC_64(0), KL_ACC_16(64), KL_ACC_16(80), KL_ACC_4(96), KL_ACC_4(100));
-  } else if constexpr (kCols == 192) {
-    KL_WGMMA(192, KL_REGS_96, 96, 97, 98, KL_ACC_64(0), KL_ACC_16(64), KL_ACC_16(80));
-  } else if constexpr (kCols == 160) {
-    KL_WGMMA(160, KL_REGS_80, 80, 81, 82, KL_ACC_64(0), KL_ACC_16(64));
-  } else {
-    KL_WGMMA(128, KL_REGS_64, 64, 65, 66, KL_ACC_64(0));
-  }
+  KL_WGMMA_OF_COLS("k16.f32.bf16.bf16", "1, 1, 0, 0")
+}
+
+// The same over 32 of K, with operands of e4m3. Of a sum, tensor cores keep thirteen binary places.
+template <int kCols>
+__device__ __forceinline__ void wgmma_e4m3(float (&acc)[kCols / 2], uint64_t a, uint64_t b, uint32_t accumulate) {
+  KL_WGMMA_OF_COLS("k32.f32.e4m3.e4m3", "1, 1")
 }
 
 // A named barrier of the 128 threads of one warpgroup.
@@ -183,6 +192,10 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t row, uint32_t a, uint32_t b
 
 __device__ __forceinline__ void store_shared(uint32_t to, uint32_t v) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ void store_shared(uint32_t to, uint2 v) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(v.x), "r"(v.y) : "memory");
 }
 
 __device__ __forceinline__ uint32_t load_shared_word(uint32_t from) {

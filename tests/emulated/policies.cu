@@ -1,6 +1,6 @@
 // The Hopper GEMM with policies that no kernel of the product has yet, for tests of its main loop (policies.rs).
 //
-//   test_e4m3_*           FP8: operands of e4m3, one scale for all, f32 results, with and without promotion
+//   test_e4m3_*           FP8 with f32 results, with and without promotion
 //   test_expanded_*       weights of e4m3, which are expanded to bf16 on their way into the pipeline
 //   test_convolution_*    a 3x3 convolution: A is boxes of an image, at coordinates that a tap has shifted
 #include <gemm/mainloop_sm90.cuh>
@@ -8,42 +8,10 @@
 
 // ----------------------------------------------------------------------------------------------------------------- FP8
 
-struct e4m3 {
-  uint8_t bits;
-};
-
-// Tensor cores of Hopper keep thirteen binary places of a sum of e4m3 products, so that long sums of one sign come out too small. With an
-// interval of one they cover a k-block of 128; with zero all of K.
-template <int kInterval>
-struct MmaE4m3 {
-  using Element = e4m3;
-  static constexpr int kInstructionK = 32, kPromotionInterval = kInterval;
-
-  template <int kCols>
-  static __device__ __forceinline__ void mma(float (&acc)[kCols / 2], uint64_t a, uint64_t b, uint32_t accumulate) {
-    wgmma_e4m3<kCols>(acc, a, b, accumulate);
-  }
-};
-
-struct ScaledParams : KlGemmSm90 {
-  float alpha;  // the scale of A times that of B
-};
-
-// Operands have one scale each.
-struct TensorScaling {
-  template <class Config>
-  static __device__ __forceinline__ void apply(const ScaledParams& p, const TileCoord<Config>&, typename Config::Acc& acc) {
-#pragma unroll
-    for (int m = 0; m < Config::kMmaM; m++) {
-#pragma unroll
-      for (int e = 0; e < Config::kBlockN / 2; e++) acc[m][e] *= p.alpha;
-    }
-  }
-};
-
 // The output is rows of f32, so that tests see all bits of the accumulators.
 struct StoreF32Rows {
   using Element = float;
+  static constexpr bool kStoresE4m3 = false;
 
   // As StoreBf16Rows; the 128 bytes that the swizzle allows are 32 columns.
   static __host__ __device__ constexpr int box_cols(int cols) {
@@ -52,7 +20,7 @@ struct StoreF32Rows {
   }
 
   template <int kCols>
-  static __device__ __forceinline__ void stage(uint32_t buffers, uint32_t offset, uint32_t lane, const float* v) {
+  static __device__ __forceinline__ void stage(const KlGemmSm90&, uint32_t buffers, uint32_t offset, uint32_t lane, const float* v) {
 #pragma unroll
     for (int i = 0; i < kCols / 2; i++) {
       // Accumulator i of a lane is in fragment i / 4, which has two rows of two columns for it.
@@ -69,12 +37,7 @@ struct StoreF32Rows {
 };
 
 template <int kInterval>
-struct E4m3Policies {
-  using Params = ScaledParams;
-  using OperandA = RowsA;
-  using OperandB = CopiedB;
-  using Mma = MmaE4m3<kInterval>;
-  using Scaling = TensorScaling;
+struct E4m3Policies : Fp8Policies<kInterval> {
   using Store = StoreF32Rows;
 };
 
@@ -82,10 +45,10 @@ using Promoted256x128 = GemmConfig<E4m3Policies<1>, 256, 128, 128, 2, 4, Cluster
 using Promoted128x192 = GemmConfig<E4m3Policies<1>, 128, 192, 128, 2, 4, ClusterMode::kMulticastB>;
 using Unpromoted256x128 = GemmConfig<E4m3Policies<0>, 256, 128, 128, 2, 4, ClusterMode::kMulticastA>;
 using Unpromoted128x192 = GemmConfig<E4m3Policies<0>, 128, 192, 128, 2, 4, ClusterMode::kMulticastB>;
-KL_ENTRY(test_e4m3_promoted_256x128, ScaledParams, Promoted256x128::kThreads, 1) { gemm<Promoted256x128>(p); }
-KL_ENTRY(test_e4m3_promoted_128x192, ScaledParams, Promoted128x192::kThreads, 1) { gemm<Promoted128x192>(p); }
-KL_ENTRY(test_e4m3_unpromoted_256x128, ScaledParams, Unpromoted256x128::kThreads, 1) { gemm<Unpromoted256x128>(p); }
-KL_ENTRY(test_e4m3_unpromoted_128x192, ScaledParams, Unpromoted128x192::kThreads, 1) { gemm<Unpromoted128x192>(p); }
+KL_ENTRY(test_e4m3_promoted_256x128, KlGemmSm90, Promoted256x128::kThreads, 1) { gemm<Promoted256x128>(p); }
+KL_ENTRY(test_e4m3_promoted_128x192, KlGemmSm90, Promoted128x192::kThreads, 1) { gemm<Promoted128x192>(p); }
+KL_ENTRY(test_e4m3_unpromoted_256x128, KlGemmSm90, Unpromoted256x128::kThreads, 1) { gemm<Unpromoted256x128>(p); }
+KL_ENTRY(test_e4m3_unpromoted_128x192, KlGemmSm90, Unpromoted128x192::kThreads, 1) { gemm<Unpromoted128x192>(p); }
 
 // --------------------------------------------------------------------------------------------------------- convolution
 
@@ -166,7 +129,7 @@ struct ExpandedB {
     uint32_t row;
 
     __device__ __forceinline__ Loader(const KlGemmSm90& p, const TileCoord<Config>& at, uint32_t)
-        : map(&p.w[at.stream]), row(p.stream[at.stream].part[at.part].first_row + at.col_tile * Config::kBlockN) {}
+        : map(&p.w[at.stream][0]), row(at.col_tile * Config::kBlockN) {}
 
     __device__ __forceinline__ void load(uint32_t k, uint32_t to, uint32_t full) const {
       tma_load_2d(to, map, k * Codec::kRowBytes, row, full);
@@ -212,15 +175,15 @@ struct E4m3Codec {
 };
 
 struct ExpandedPolicies {
-  using Params = ScaledParams;
+  using Params = KlGemmSm90;
   using OperandA = RowsA;
   using OperandB = ExpandedB<E4m3Codec>;
   using Mma = MmaBf16;
-  using Scaling = TensorScaling;
+  using Scaling = Scaled;
   using Store = StoreBf16Rows;
 };
 
 using Expanded256x192 = GemmConfig<ExpandedPolicies, 256, 192, 64, 2, 3, ClusterMode::kMulticastA>;
 using Expanded128x160 = GemmConfig<ExpandedPolicies, 128, 160, 64, 2, 4, ClusterMode::kSplitK>;
-KL_ENTRY(test_expanded_256x192, ScaledParams, Expanded256x192::kThreads, 1) { gemm<Expanded256x192>(p); }
-KL_ENTRY(test_expanded_128x160, ScaledParams, Expanded128x160::kThreads, 1) { gemm<Expanded128x160>(p); }
+KL_ENTRY(test_expanded_256x192, KlGemmSm90, Expanded256x192::kThreads, 1) { gemm<Expanded256x192>(p); }
+KL_ENTRY(test_expanded_128x160, KlGemmSm90, Expanded128x160::kThreads, 1) { gemm<Expanded128x160>(p); }

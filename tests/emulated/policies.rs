@@ -7,7 +7,7 @@ mod abi;
 
 use crate::available;
 use crate::random::Random;
-use abi::{KlGemmPart, KlGemmSm90, KlGemmStream, KlTileSchedule};
+use abi::{KlGemmPart, KlGemmRows, KlGemmSm90, KlGemmStream, KlTileSchedule};
 use half::bf16;
 use kiln_emulator::{self as emulator, DeviceMemory, Launch, TensorMap};
 use std::mem::offset_of;
@@ -109,6 +109,8 @@ struct Problem<'a> {
     out: Map,
     /// What the epilogue adds, if anything.
     residual: Option<Map>,
+    /// What accumulators are multiplied by.
+    alpha: f32,
     /// What a policy adds to the parameter, in words of 32 bits.
     more: &'a [u32],
 }
@@ -146,6 +148,7 @@ impl Problem<'_> {
             (part + offset_of!(KlGemmPart, out.cols), self.cols),
             (part + offset_of!(KlGemmPart, tiles), col_tiles),
             (part + offset_of!(KlGemmPart, epilogue), epilogue),
+            (part + offset_of!(KlGemmPart, w) + offset_of!(KlGemmRows, alpha), self.alpha.to_bits()),
             (offset_of!(KlGemmSm90, group), rows),
             (schedule + offset_of!(KlTileSchedule, k_blocks), self.k_blocks),
             (schedule + offset_of!(KlTileSchedule, full_tiles), if stream_k { 0 } else { tiles }),
@@ -219,7 +222,8 @@ fn fp8_gemm(kernel: Kernel, [m, n, k]: [usize; 3], x: &[u8], w: &[u8], alpha: f3
         w: swizzled_map(w, 1, &[k, n], &[128, kernel.block_n / 2]),
         out: swizzled_map(out, 4, &[n, m], &[kernel.store_cols(32), abi::KL_SM90_STORE_ROWS]),
         residual: None,
-        more: &[alpha.to_bits()],
+        alpha,
+        more: &[],
     };
     problem.run(&device, stream_k, seed);
     device.download(out, count, f32::from_ne_bytes)
@@ -307,7 +311,8 @@ fn expanded_weights_agree_with_f64() {
                 w: map(w, 1, &[k, n], &[64, kernel.block_n], 0),
                 out: swizzled_map(out, 2, &[n, m], &[kernel.store_cols(64), abi::KL_SM90_STORE_ROWS]),
                 residual: with_residual.then(|| swizzled_map(residual, 2, &[n, m], &[64, kernel.block_m / CONSUMERS])),
-                more: &[alpha.to_bits()],
+                alpha,
+                more: &[],
             };
             problem.run(&device, seed > 0, seed);
             check(kernel, &device.download_bf16(out, expected.len()), &expected, BF16_ERROR);
@@ -371,6 +376,7 @@ fn convolutions_agree_with_f64() {
                 w: swizzled_map(w, 2, &[k, outputs], &[64, kernel.block_n / 2]),
                 out: swizzled_map(out, 2, &[outputs, width, height], &[kernel.store_cols(64), TILE_WIDTH, 1]),
                 residual: None,
+                alpha: 1.0,
                 more: &[tiles_across, channels / 64],
             };
             problem.run(&device, random.below(2) == 0, seed);

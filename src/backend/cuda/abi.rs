@@ -6,6 +6,7 @@ pub const KL_F32: u32 = 0;
 pub const KL_BF16: u32 = 1;
 pub const KL_F16: u32 = 2;
 pub const KL_U8: u32 = 3;
+pub const KL_E4M3: u32 = 4;
 pub const KL_POINTWISE_THREADS: u32 = 256;
 pub const KL_COPY: u32 = 0;
 pub const KL_SILU: u32 = 1;
@@ -47,6 +48,7 @@ pub const KL_SM90_SHARED_LIMIT: u32 = 232448;
 pub const KL_SM90_KV_SEGMENTS: u32 = 8;
 pub const KL_SM90_BLOCK_Q: u32 = 128;
 pub const KL_SM90_BLOCK_KV: u32 = 128;
+pub const KL_SM90_ATTENTION_OUTS: u32 = 2;
 pub const KL_SELFTEST_TILE: u32 = 64;
 pub const KL_SELFTEST_THREADS: u32 = 128;
 pub const KL_SELFTEST_CLUSTER: u32 = 2;
@@ -58,7 +60,7 @@ pub struct KlMat {
     pub rows: u32,
     pub cols: u32,
     pub dtype: u32,
-    pub unused: u32,
+    pub scale: f32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -69,7 +71,7 @@ const _: () = {
     ["Offset of field: KlMat::rows"][::core::mem::offset_of!(KlMat, rows) - 16usize];
     ["Offset of field: KlMat::cols"][::core::mem::offset_of!(KlMat, cols) - 20usize];
     ["Offset of field: KlMat::dtype"][::core::mem::offset_of!(KlMat, dtype) - 24usize];
-    ["Offset of field: KlMat::unused"][::core::mem::offset_of!(KlMat, unused) - 28usize];
+    ["Offset of field: KlMat::scale"][::core::mem::offset_of!(KlMat, scale) - 28usize];
 };
 #[repr(C)]
 #[repr(align(128))]
@@ -191,18 +193,20 @@ pub struct KlRmsNorm {
     pub out: KlMat,
     pub x: KlMat,
     pub weight: KlMat,
+    pub saturated: u64,
     pub eps: f32,
     pub unused: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlRmsNorm"][::core::mem::size_of::<KlRmsNorm>() - 104usize];
+    ["Size of KlRmsNorm"][::core::mem::size_of::<KlRmsNorm>() - 112usize];
     ["Alignment of KlRmsNorm"][::core::mem::align_of::<KlRmsNorm>() - 8usize];
     ["Offset of field: KlRmsNorm::out"][::core::mem::offset_of!(KlRmsNorm, out) - 0usize];
     ["Offset of field: KlRmsNorm::x"][::core::mem::offset_of!(KlRmsNorm, x) - 32usize];
     ["Offset of field: KlRmsNorm::weight"][::core::mem::offset_of!(KlRmsNorm, weight) - 64usize];
-    ["Offset of field: KlRmsNorm::eps"][::core::mem::offset_of!(KlRmsNorm, eps) - 96usize];
-    ["Offset of field: KlRmsNorm::unused"][::core::mem::offset_of!(KlRmsNorm, unused) - 100usize];
+    ["Offset of field: KlRmsNorm::saturated"][::core::mem::offset_of!(KlRmsNorm, saturated) - 96usize];
+    ["Offset of field: KlRmsNorm::eps"][::core::mem::offset_of!(KlRmsNorm, eps) - 104usize];
+    ["Offset of field: KlRmsNorm::unused"][::core::mem::offset_of!(KlRmsNorm, unused) - 108usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -225,16 +229,18 @@ const _: () = {
 #[derive(Debug, Copy, Clone)]
 pub struct KlLayerNorm {
     pub stream: [KlModulated; 2usize],
+    pub saturated: u64,
     pub eps: f32,
     pub unused: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlLayerNorm"][::core::mem::size_of::<KlLayerNorm>() - 264usize];
+    ["Size of KlLayerNorm"][::core::mem::size_of::<KlLayerNorm>() - 272usize];
     ["Alignment of KlLayerNorm"][::core::mem::align_of::<KlLayerNorm>() - 8usize];
     ["Offset of field: KlLayerNorm::stream"][::core::mem::offset_of!(KlLayerNorm, stream) - 0usize];
-    ["Offset of field: KlLayerNorm::eps"][::core::mem::offset_of!(KlLayerNorm, eps) - 256usize];
-    ["Offset of field: KlLayerNorm::unused"][::core::mem::offset_of!(KlLayerNorm, unused) - 260usize];
+    ["Offset of field: KlLayerNorm::saturated"][::core::mem::offset_of!(KlLayerNorm, saturated) - 256usize];
+    ["Offset of field: KlLayerNorm::eps"][::core::mem::offset_of!(KlLayerNorm, eps) - 264usize];
+    ["Offset of field: KlLayerNorm::unused"][::core::mem::offset_of!(KlLayerNorm, unused) - 268usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -329,23 +335,27 @@ const _: () = {
 pub struct KlNaiveGemm {
     pub out: KlMat,
     pub x: KlMat,
-    pub w: KlMat,
+    pub w: [KlMat; 2usize],
     pub bias: KlMat,
     pub gate: KlMat,
+    pub scales: [u64; 2usize],
+    pub saturated: u64,
     pub epilogue: u32,
     pub unused: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlNaiveGemm"][::core::mem::size_of::<KlNaiveGemm>() - 168usize];
+    ["Size of KlNaiveGemm"][::core::mem::size_of::<KlNaiveGemm>() - 224usize];
     ["Alignment of KlNaiveGemm"][::core::mem::align_of::<KlNaiveGemm>() - 8usize];
     ["Offset of field: KlNaiveGemm::out"][::core::mem::offset_of!(KlNaiveGemm, out) - 0usize];
     ["Offset of field: KlNaiveGemm::x"][::core::mem::offset_of!(KlNaiveGemm, x) - 32usize];
     ["Offset of field: KlNaiveGemm::w"][::core::mem::offset_of!(KlNaiveGemm, w) - 64usize];
-    ["Offset of field: KlNaiveGemm::bias"][::core::mem::offset_of!(KlNaiveGemm, bias) - 96usize];
-    ["Offset of field: KlNaiveGemm::gate"][::core::mem::offset_of!(KlNaiveGemm, gate) - 128usize];
-    ["Offset of field: KlNaiveGemm::epilogue"][::core::mem::offset_of!(KlNaiveGemm, epilogue) - 160usize];
-    ["Offset of field: KlNaiveGemm::unused"][::core::mem::offset_of!(KlNaiveGemm, unused) - 164usize];
+    ["Offset of field: KlNaiveGemm::bias"][::core::mem::offset_of!(KlNaiveGemm, bias) - 128usize];
+    ["Offset of field: KlNaiveGemm::gate"][::core::mem::offset_of!(KlNaiveGemm, gate) - 160usize];
+    ["Offset of field: KlNaiveGemm::scales"][::core::mem::offset_of!(KlNaiveGemm, scales) - 192usize];
+    ["Offset of field: KlNaiveGemm::saturated"][::core::mem::offset_of!(KlNaiveGemm, saturated) - 208usize];
+    ["Offset of field: KlNaiveGemm::epilogue"][::core::mem::offset_of!(KlNaiveGemm, epilogue) - 216usize];
+    ["Offset of field: KlNaiveGemm::unused"][::core::mem::offset_of!(KlNaiveGemm, unused) - 220usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -366,6 +376,7 @@ pub struct KlAttention {
     pub out: KlMat,
     pub q: KlMat,
     pub kv: [KlKeyValues; 16usize],
+    pub saturated: u64,
     pub segments: u32,
     pub head_dim: u32,
     pub group: u32,
@@ -375,17 +386,18 @@ pub struct KlAttention {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlAttention"][::core::mem::size_of::<KlAttention>() - 1112usize];
+    ["Size of KlAttention"][::core::mem::size_of::<KlAttention>() - 1120usize];
     ["Alignment of KlAttention"][::core::mem::align_of::<KlAttention>() - 8usize];
     ["Offset of field: KlAttention::out"][::core::mem::offset_of!(KlAttention, out) - 0usize];
     ["Offset of field: KlAttention::q"][::core::mem::offset_of!(KlAttention, q) - 32usize];
     ["Offset of field: KlAttention::kv"][::core::mem::offset_of!(KlAttention, kv) - 64usize];
-    ["Offset of field: KlAttention::segments"][::core::mem::offset_of!(KlAttention, segments) - 1088usize];
-    ["Offset of field: KlAttention::head_dim"][::core::mem::offset_of!(KlAttention, head_dim) - 1092usize];
-    ["Offset of field: KlAttention::group"][::core::mem::offset_of!(KlAttention, group) - 1096usize];
-    ["Offset of field: KlAttention::causal"][::core::mem::offset_of!(KlAttention, causal) - 1100usize];
-    ["Offset of field: KlAttention::scale"][::core::mem::offset_of!(KlAttention, scale) - 1104usize];
-    ["Offset of field: KlAttention::unused"][::core::mem::offset_of!(KlAttention, unused) - 1108usize];
+    ["Offset of field: KlAttention::saturated"][::core::mem::offset_of!(KlAttention, saturated) - 1088usize];
+    ["Offset of field: KlAttention::segments"][::core::mem::offset_of!(KlAttention, segments) - 1096usize];
+    ["Offset of field: KlAttention::head_dim"][::core::mem::offset_of!(KlAttention, head_dim) - 1100usize];
+    ["Offset of field: KlAttention::group"][::core::mem::offset_of!(KlAttention, group) - 1104usize];
+    ["Offset of field: KlAttention::causal"][::core::mem::offset_of!(KlAttention, causal) - 1108usize];
+    ["Offset of field: KlAttention::scale"][::core::mem::offset_of!(KlAttention, scale) - 1112usize];
+    ["Offset of field: KlAttention::unused"][::core::mem::offset_of!(KlAttention, unused) - 1116usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -424,32 +436,52 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
+pub struct KlGemmRows {
+    pub matrix: u32,
+    pub first: u32,
+    pub dtype: u32,
+    pub alpha: f32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlGemmRows"][::core::mem::size_of::<KlGemmRows>() - 16usize];
+    ["Alignment of KlGemmRows"][::core::mem::align_of::<KlGemmRows>() - 4usize];
+    ["Offset of field: KlGemmRows::matrix"][::core::mem::offset_of!(KlGemmRows, matrix) - 0usize];
+    ["Offset of field: KlGemmRows::first"][::core::mem::offset_of!(KlGemmRows, first) - 4usize];
+    ["Offset of field: KlGemmRows::dtype"][::core::mem::offset_of!(KlGemmRows, dtype) - 8usize];
+    ["Offset of field: KlGemmRows::alpha"][::core::mem::offset_of!(KlGemmRows, alpha) - 12usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct KlGemmPart {
     pub out: KlMat,
     pub extra: KlMat,
+    pub w: [KlGemmRows; 2usize],
     pub epilogue: u32,
-    pub first_row: u32,
+    pub first_col: u32,
     pub tiles: u32,
     pub scale: f32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlGemmPart"][::core::mem::size_of::<KlGemmPart>() - 80usize];
+    ["Size of KlGemmPart"][::core::mem::size_of::<KlGemmPart>() - 112usize];
     ["Alignment of KlGemmPart"][::core::mem::align_of::<KlGemmPart>() - 8usize];
     ["Offset of field: KlGemmPart::out"][::core::mem::offset_of!(KlGemmPart, out) - 0usize];
     ["Offset of field: KlGemmPart::extra"][::core::mem::offset_of!(KlGemmPart, extra) - 32usize];
-    ["Offset of field: KlGemmPart::epilogue"][::core::mem::offset_of!(KlGemmPart, epilogue) - 64usize];
-    ["Offset of field: KlGemmPart::first_row"][::core::mem::offset_of!(KlGemmPart, first_row) - 68usize];
-    ["Offset of field: KlGemmPart::tiles"][::core::mem::offset_of!(KlGemmPart, tiles) - 72usize];
-    ["Offset of field: KlGemmPart::scale"][::core::mem::offset_of!(KlGemmPart, scale) - 76usize];
+    ["Offset of field: KlGemmPart::w"][::core::mem::offset_of!(KlGemmPart, w) - 64usize];
+    ["Offset of field: KlGemmPart::epilogue"][::core::mem::offset_of!(KlGemmPart, epilogue) - 96usize];
+    ["Offset of field: KlGemmPart::first_col"][::core::mem::offset_of!(KlGemmPart, first_col) - 100usize];
+    ["Offset of field: KlGemmPart::tiles"][::core::mem::offset_of!(KlGemmPart, tiles) - 104usize];
+    ["Offset of field: KlGemmPart::scale"][::core::mem::offset_of!(KlGemmPart, scale) - 108usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct KlGemmStream {
     pub x: KlMat,
-    pub w: KlMat,
+    pub w: [KlMat; 4usize],
     pub bias: KlMat,
     pub table: KlMat,
+    pub scales: [u64; 4usize],
     pub part: [KlGemmPart; 4usize],
     pub row_tiles: u32,
     pub col_tiles: u32,
@@ -458,17 +490,18 @@ pub struct KlGemmStream {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlGemmStream"][::core::mem::size_of::<KlGemmStream>() - 464usize];
+    ["Size of KlGemmStream"][::core::mem::size_of::<KlGemmStream>() - 720usize];
     ["Alignment of KlGemmStream"][::core::mem::align_of::<KlGemmStream>() - 8usize];
     ["Offset of field: KlGemmStream::x"][::core::mem::offset_of!(KlGemmStream, x) - 0usize];
     ["Offset of field: KlGemmStream::w"][::core::mem::offset_of!(KlGemmStream, w) - 32usize];
-    ["Offset of field: KlGemmStream::bias"][::core::mem::offset_of!(KlGemmStream, bias) - 64usize];
-    ["Offset of field: KlGemmStream::table"][::core::mem::offset_of!(KlGemmStream, table) - 96usize];
-    ["Offset of field: KlGemmStream::part"][::core::mem::offset_of!(KlGemmStream, part) - 128usize];
-    ["Offset of field: KlGemmStream::row_tiles"][::core::mem::offset_of!(KlGemmStream, row_tiles) - 448usize];
-    ["Offset of field: KlGemmStream::col_tiles"][::core::mem::offset_of!(KlGemmStream, col_tiles) - 452usize];
-    ["Offset of field: KlGemmStream::rope"][::core::mem::offset_of!(KlGemmStream, rope) - 456usize];
-    ["Offset of field: KlGemmStream::eps"][::core::mem::offset_of!(KlGemmStream, eps) - 460usize];
+    ["Offset of field: KlGemmStream::bias"][::core::mem::offset_of!(KlGemmStream, bias) - 160usize];
+    ["Offset of field: KlGemmStream::table"][::core::mem::offset_of!(KlGemmStream, table) - 192usize];
+    ["Offset of field: KlGemmStream::scales"][::core::mem::offset_of!(KlGemmStream, scales) - 224usize];
+    ["Offset of field: KlGemmStream::part"][::core::mem::offset_of!(KlGemmStream, part) - 256usize];
+    ["Offset of field: KlGemmStream::row_tiles"][::core::mem::offset_of!(KlGemmStream, row_tiles) - 704usize];
+    ["Offset of field: KlGemmStream::col_tiles"][::core::mem::offset_of!(KlGemmStream, col_tiles) - 708usize];
+    ["Offset of field: KlGemmStream::rope"][::core::mem::offset_of!(KlGemmStream, rope) - 712usize];
+    ["Offset of field: KlGemmStream::eps"][::core::mem::offset_of!(KlGemmStream, eps) - 716usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -500,36 +533,38 @@ pub struct KlGemm {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlGemm"][::core::mem::size_of::<KlGemm>() - 960usize];
+    ["Size of KlGemm"][::core::mem::size_of::<KlGemm>() - 1472usize];
     ["Alignment of KlGemm"][::core::mem::align_of::<KlGemm>() - 8usize];
     ["Offset of field: KlGemm::stream"][::core::mem::offset_of!(KlGemm, stream) - 0usize];
-    ["Offset of field: KlGemm::schedule"][::core::mem::offset_of!(KlGemm, schedule) - 928usize];
+    ["Offset of field: KlGemm::schedule"][::core::mem::offset_of!(KlGemm, schedule) - 1440usize];
 };
 #[repr(C)]
 #[repr(align(128))]
 #[derive(Debug, Copy, Clone)]
 pub struct KlGemmSm90 {
     pub x: [KlTensorMap; 2usize],
-    pub w: [KlTensorMap; 2usize],
+    pub w: [[KlTensorMap; 4usize]; 2usize],
     pub out: [[KlTensorMap; 4usize]; 2usize],
     pub residual: [KlTensorMap; 2usize],
     pub stream: [KlGemmStream; 2usize],
     pub group: [u32; 2usize],
     pub schedule: KlTileSchedule,
-    pub unused: [u64; 7usize],
+    pub saturated: u64,
+    pub unused: [u64; 6usize],
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlGemmSm90"][::core::mem::size_of::<KlGemmSm90>() - 2816usize];
+    ["Size of KlGemmSm90"][::core::mem::size_of::<KlGemmSm90>() - 4096usize];
     ["Alignment of KlGemmSm90"][::core::mem::align_of::<KlGemmSm90>() - 128usize];
     ["Offset of field: KlGemmSm90::x"][::core::mem::offset_of!(KlGemmSm90, x) - 0usize];
     ["Offset of field: KlGemmSm90::w"][::core::mem::offset_of!(KlGemmSm90, w) - 256usize];
-    ["Offset of field: KlGemmSm90::out"][::core::mem::offset_of!(KlGemmSm90, out) - 512usize];
-    ["Offset of field: KlGemmSm90::residual"][::core::mem::offset_of!(KlGemmSm90, residual) - 1536usize];
-    ["Offset of field: KlGemmSm90::stream"][::core::mem::offset_of!(KlGemmSm90, stream) - 1792usize];
-    ["Offset of field: KlGemmSm90::group"][::core::mem::offset_of!(KlGemmSm90, group) - 2720usize];
-    ["Offset of field: KlGemmSm90::schedule"][::core::mem::offset_of!(KlGemmSm90, schedule) - 2728usize];
-    ["Offset of field: KlGemmSm90::unused"][::core::mem::offset_of!(KlGemmSm90, unused) - 2760usize];
+    ["Offset of field: KlGemmSm90::out"][::core::mem::offset_of!(KlGemmSm90, out) - 1280usize];
+    ["Offset of field: KlGemmSm90::residual"][::core::mem::offset_of!(KlGemmSm90, residual) - 2304usize];
+    ["Offset of field: KlGemmSm90::stream"][::core::mem::offset_of!(KlGemmSm90, stream) - 2560usize];
+    ["Offset of field: KlGemmSm90::group"][::core::mem::offset_of!(KlGemmSm90, group) - 4000usize];
+    ["Offset of field: KlGemmSm90::schedule"][::core::mem::offset_of!(KlGemmSm90, schedule) - 4008usize];
+    ["Offset of field: KlGemmSm90::saturated"][::core::mem::offset_of!(KlGemmSm90, saturated) - 4040usize];
+    ["Offset of field: KlGemmSm90::unused"][::core::mem::offset_of!(KlGemmSm90, unused) - 4048usize];
 };
 #[repr(C)]
 #[repr(align(128))]
@@ -538,30 +573,32 @@ pub struct KlAttentionSm90 {
     pub q: KlTensorMap,
     pub k: [KlTensorMap; 8usize],
     pub v: [KlTensorMap; 8usize],
-    pub out: KlMat,
+    pub out: [KlMat; 2usize],
     pub schedule: KlTileSchedule,
+    pub saturated: u64,
     pub keys: [u32; 8usize],
     pub row_tiles: u32,
     pub group: u32,
     pub pack: u32,
     pub scale: f32,
-    pub unused: [u64; 2usize],
+    pub unused: [u64; 13usize],
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlAttentionSm90"][::core::mem::size_of::<KlAttentionSm90>() - 2304usize];
+    ["Size of KlAttentionSm90"][::core::mem::size_of::<KlAttentionSm90>() - 2432usize];
     ["Alignment of KlAttentionSm90"][::core::mem::align_of::<KlAttentionSm90>() - 128usize];
     ["Offset of field: KlAttentionSm90::q"][::core::mem::offset_of!(KlAttentionSm90, q) - 0usize];
     ["Offset of field: KlAttentionSm90::k"][::core::mem::offset_of!(KlAttentionSm90, k) - 128usize];
     ["Offset of field: KlAttentionSm90::v"][::core::mem::offset_of!(KlAttentionSm90, v) - 1152usize];
     ["Offset of field: KlAttentionSm90::out"][::core::mem::offset_of!(KlAttentionSm90, out) - 2176usize];
-    ["Offset of field: KlAttentionSm90::schedule"][::core::mem::offset_of!(KlAttentionSm90, schedule) - 2208usize];
-    ["Offset of field: KlAttentionSm90::keys"][::core::mem::offset_of!(KlAttentionSm90, keys) - 2240usize];
-    ["Offset of field: KlAttentionSm90::row_tiles"][::core::mem::offset_of!(KlAttentionSm90, row_tiles) - 2272usize];
-    ["Offset of field: KlAttentionSm90::group"][::core::mem::offset_of!(KlAttentionSm90, group) - 2276usize];
-    ["Offset of field: KlAttentionSm90::pack"][::core::mem::offset_of!(KlAttentionSm90, pack) - 2280usize];
-    ["Offset of field: KlAttentionSm90::scale"][::core::mem::offset_of!(KlAttentionSm90, scale) - 2284usize];
-    ["Offset of field: KlAttentionSm90::unused"][::core::mem::offset_of!(KlAttentionSm90, unused) - 2288usize];
+    ["Offset of field: KlAttentionSm90::schedule"][::core::mem::offset_of!(KlAttentionSm90, schedule) - 2240usize];
+    ["Offset of field: KlAttentionSm90::saturated"][::core::mem::offset_of!(KlAttentionSm90, saturated) - 2272usize];
+    ["Offset of field: KlAttentionSm90::keys"][::core::mem::offset_of!(KlAttentionSm90, keys) - 2280usize];
+    ["Offset of field: KlAttentionSm90::row_tiles"][::core::mem::offset_of!(KlAttentionSm90, row_tiles) - 2312usize];
+    ["Offset of field: KlAttentionSm90::group"][::core::mem::offset_of!(KlAttentionSm90, group) - 2316usize];
+    ["Offset of field: KlAttentionSm90::pack"][::core::mem::offset_of!(KlAttentionSm90, pack) - 2320usize];
+    ["Offset of field: KlAttentionSm90::scale"][::core::mem::offset_of!(KlAttentionSm90, scale) - 2324usize];
+    ["Offset of field: KlAttentionSm90::unused"][::core::mem::offset_of!(KlAttentionSm90, unused) - 2328usize];
 };
 #[repr(C)]
 #[repr(align(128))]

@@ -100,6 +100,7 @@ fn attend(cx: &OpContext, op: &'static str, out: KlMat, q: KlMat, args: &Attenti
         out,
         q,
         kv: [ABSENT; abi::KL_KV_SEGMENTS as usize],
+        saturated: cx.memory.saturated(),
         segments: kv.len() as u32,
         head_dim: head_dim as u32,
         group: (q.cols as usize / kv[0].k.cols) as u32,
@@ -113,15 +114,16 @@ fn attend(cx: &OpContext, op: &'static str, out: KlMat, q: KlMat, args: &Attenti
     let heads = q.cols / p.head_dim;
     let segments = &p.kv[..kv.len()];
     let mut operands = [q].into_iter().chain(segments.iter().flat_map(|s| [s.k, s.v]));
-    let copyable = operands.all(|m| m.rows == 0 || is_async_copyable(&m));
+    let copyable = operands.all(|m| m.rows == 0 || is_async_copyable(&m, abi::KL_BF16));
     let storable = out.dtype == abi::KL_BF16 && is_pair_aligned(&out);
     if cx.choice != Choice::Naive && copyable && storable {
         if head_dim == 128 {
             let segments = merge_segments(segments);
             // A tile that is asked for is one of the portable kernels.
             let kernel = sm90_kernel(args);
-            let sm90 =
-                cx.choice == Choice::Best && segments.len() <= abi::KL_SM90_KV_SEGMENTS as usize && is_async_copyable(&out);
+            let sm90 = cx.choice == Choice::Best
+                && segments.len() <= abi::KL_SM90_KV_SEGMENTS as usize
+                && is_async_copyable(&out, abi::KL_BF16);
             if sm90 && cx.kernels.has(kernel) {
                 return attention_sm90(cx, kernel, &p, &segments);
             }
@@ -152,14 +154,15 @@ fn attention_sm90(cx: &OpContext, kernel: Kernel, of: &abi::KlAttention, segment
         q: cx.tensor_map(&of.q, [abi::KL_SM90_BOX_COLS, abi::KL_SM90_WARPGROUP_ROWS / pack])?,
         k: [NO_MAP; abi::KL_SM90_KV_SEGMENTS as usize],
         v: [NO_MAP; abi::KL_SM90_KV_SEGMENTS as usize],
-        out: of.out,
+        out: [of.out, NONE],
         schedule: cx.tile_schedule(schedule, tiles, kv_blocks),
+        saturated: cx.memory.saturated(),
         keys: [0; abi::KL_SM90_KV_SEGMENTS as usize],
         row_tiles,
         group: of.group,
         pack,
         scale: of.scale * LOG2_E,
-        unused: [0; 2],
+        unused: [0; 13],
     };
     let kv_box = [abi::KL_SM90_BOX_COLS, abi::KL_SM90_BLOCK_KV / cluster];
     for (i, segment) in segments.iter().enumerate() {

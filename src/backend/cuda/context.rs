@@ -5,6 +5,7 @@ use super::launch::{Kernel, Kernels};
 use super::memory::Memory;
 use super::params::map_spec;
 use super::select::{Schedule, Tile};
+use crate::backend::Fp8Accumulate;
 use crate::error::Result;
 use crate::tensor::Tensor;
 
@@ -35,6 +36,8 @@ pub struct OpContext {
     pub memory: Memory,
     /// Which kernels are wanted.
     pub choice: Choice,
+    /// How sums of e4m3 products are accumulated.
+    pub accumulate: Fp8Accumulate,
     /// Number of SMs.
     pub sms: u32,
 }

@@ -62,7 +62,7 @@ pub fn conv(cx: &OpContext, op: &'static str, args: &ConvArgs<'_>) -> Result<()>
     };
     let stats = args.stats.map(|t| cx.mat(t, op)).transpose()?;
     let side = p.width.max(p.height) * if p.sampling == abi::KL_UP { 2 } else { 1 };
-    if cx.choice == Choice::Naive || !is_async_copyable(&p.x) || !is_async_copyable(&p.w) || side > abi::KL_CONV_SIDE {
+    if cx.choice == Choice::Naive || ![p.x, p.w].iter().all(|m| is_async_copyable(m, abi::KL_BF16)) || side > abi::KL_CONV_SIDE {
         cx.kernels.launch(Kernel::NaiveConv, naive_grid(&p.out), &p)?;
         return stats.map_or(Ok(()), |stats| group_stats(cx, op, p.out, stats));
     }

@@ -3,15 +3,16 @@
 //! A launch computes up to two GEMMs, those of the two streams of a double block. Each may have several parts: ranges of the weight's
 //! rows whose results go to different outputs through different epilogues, as in the fused projection of queries, keys, values and MLP.
 
-use super::abi::{self, KlGemmPart, KlGemmStream, KlMat, KlTensorMap};
+use super::abi::{self, KlGemmPart, KlGemmRows, KlGemmStream, KlMat, KlTensorMap};
 use super::context::{Choice, OpContext};
 use super::launch::Kernel;
 use super::norm::{QkHeads, qk_norm_rope, rope_code};
-use super::params::{NO_MAP, NONE, is_async_copyable, naive_grid};
-use super::select::{ClusterMode, GemmShape, GroupedGemm, Tile, TileConfig, group_m};
+use super::params::{NO_MAP, NONE, element_bytes, is_async_copyable, naive_grid};
+use super::select::{ClusterMode, GemmOperands, GemmPlan, GemmShape, GroupedGemm, Tile, TileConfig, group_m};
 use crate::backend::{Linear, Projection};
 use crate::error::{Error, Result};
 use crate::tensor::{DType, Tensor};
+use std::ops::Range;
 
 /// The kernels of a GEMM with one part, the fastest first.
 pub fn kernels() -> Vec<Kernel> {
@@ -33,15 +34,19 @@ pub struct EpilogueGemm {
     pub gate: Option<Tensor>,
 }
 
-const NO_PART: KlGemmPart = KlGemmPart { out: NONE, extra: NONE, epilogue: 0, first_row: 0, tiles: 0, scale: 1.0 };
+const NO_ROWS: KlGemmRows = KlGemmRows { matrix: 0, first: 0, dtype: 0, alpha: 1.0 };
 
-const NO_MAPS: [KlTensorMap; abi::KL_STREAMS as usize] = [NO_MAP; abi::KL_STREAMS as usize];
+const NO_PART: KlGemmPart =
+    KlGemmPart { out: NONE, extra: NONE, w: [NO_ROWS; 2], epilogue: 0, first_col: 0, tiles: 0, scale: 1.0 };
+
+const NO_MAPS: [KlTensorMap; abi::KL_GEMM_PARTS as usize] = [NO_MAP; abi::KL_GEMM_PARTS as usize];
 
 const NO_STREAM: KlGemmStream = KlGemmStream {
     x: NONE,
-    w: NONE,
+    w: [NONE; abi::KL_GEMM_PARTS as usize],
     bias: NONE,
     table: NONE,
+    scales: [0; abi::KL_GEMM_PARTS as usize],
     part: [NO_PART; abi::KL_GEMM_PARTS as usize],
     row_tiles: 0,
     col_tiles: 0,
@@ -54,29 +59,60 @@ fn weight_rows(part: &KlGemmPart) -> u32 {
     if part.epilogue == abi::KL_SWIGLU { 2 * part.out.cols } else { part.out.cols }
 }
 
-/// Columns of the boxes in which the Hopper kernel stores a tile of so many columns: the largest power of two that divides them, up to
+/// Columns of the boxes in which the Hopper kernels store a tile of so many columns: the largest power of two that divides them, up to
 /// what a box can have.
-const fn store_cols(cols: u32) -> u32 {
-    1 << (cols | abi::KL_SM90_BOX_COLS).trailing_zeros()
+const fn store_cols(cols: u32, dtype: u32) -> u32 {
+    let limit = if dtype == abi::KL_E4M3 { 2 * abi::KL_SM90_BOX_COLS } else { abi::KL_SM90_BOX_COLS };
+    1 << (cols | limit).trailing_zeros()
 }
 
-/// Whether the Hopper kernel can compute a stream with this tile: results in bf16 that TMA can store, and whole heads.
+/// Columns of a tile that are stored: with SwiGLU one half.
+const fn stored_cols(part: &KlGemmPart, block_n: u32) -> u32 {
+    if part.epilogue == abi::KL_SWIGLU { block_n / 2 } else { block_n }
+}
+
+/// Whether the Hopper kernels can compute a stream with this tile: results that TMA can store, and whole heads.
 fn fits_sm90(stream: &KlGemmStream, tile: TileConfig) -> bool {
     let in_pairs = |m: &KlMat| m.data == 0 || m.dtype == abi::KL_BF16 && m.data.is_multiple_of(4);
     stream.part.iter().filter(|part| part.out.data != 0).all(|part| {
+        let stored = stored_cols(part, tile.block_n);
         let fits = match part.epilogue {
             abi::KL_QK_NORM_ROPE => tile.has_whole_heads(),
             // Half of a tile's columns are stored, at least sixteen at a time.
-            abi::KL_SWIGLU => tile.block_n.is_multiple_of(32),
+            abi::KL_SWIGLU => stored.is_multiple_of(16),
             abi::KL_GATE_RESIDUAL => in_pairs(&part.extra),
             _ => true,
         };
-        fits && is_async_copyable(&part.out)
+        fits && match part.out.dtype {
+            abi::KL_E4M3 => stored.is_multiple_of(32) && is_async_copyable(&part.out, abi::KL_E4M3),
+            _ => is_async_copyable(&part.out, abi::KL_BF16),
+        }
     })
 }
 
-/// Takes as many streams to a launch as a kernel does: on tensor cores where `stream` has the parameters of all of them, else by
-/// `fallback`.
+/// Whether the portable kernel can compute a stream: it finds up rows where gate rows end.
+fn fits_mma(stream: &KlGemmStream) -> bool {
+    let adjacent = |part: &KlGemmPart| {
+        let [gate, up] = part.w;
+        part.epilogue != abi::KL_SWIGLU || (gate.matrix, gate.first + part.out.cols) == (up.matrix, up.first)
+    };
+    stream.part.iter().all(adjacent)
+}
+
+/// What the tensor-core kernels of a stream multiply.
+fn operands(stream: &KlGemmStream) -> GemmOperands {
+    let codes = |m: &KlMat| m.dtype == abi::KL_E4M3;
+    if codes(&stream.x) {
+        GemmOperands::Fp8
+    } else if stream.w.iter().any(codes) || stream.part.iter().any(|part| codes(&part.out)) {
+        GemmOperands::W8A16
+    } else {
+        GemmOperands::Bf16
+    }
+}
+
+/// Takes as many streams to a launch as a kernel does: on tensor cores where `stream` has the parameters of all of them and there is a
+/// kernel for what they multiply, else by `fallback`.
 fn in_launches<T>(
     cx: &OpContext,
     all: &[T],
@@ -84,9 +120,12 @@ fn in_launches<T>(
     fallback: impl Fn(&[T]) -> Result<()>,
 ) -> Result<()> {
     for group in all.chunks(abi::KL_STREAMS as usize) {
-        let streams = group.iter().map(&stream).collect::<Result<Option<Vec<_>>>>()?;
-        match streams {
-            Some(streams) => launch(cx, &streams)?,
+        let streams = group.iter().map(&stream).collect::<Result<Option<Vec<_>>>>()?.unwrap_or_default();
+        // The streams of a double block may have weights of different formats.
+        let alike: Vec<_> = streams.chunk_by(|a, b| operands(a) == operands(b)).collect();
+        let plans: Option<Vec<_>> = alike.iter().map(|streams| plan(cx, streams)).collect();
+        match plans.filter(|plans| !plans.is_empty()) {
+            Some(plans) => alike.iter().zip(plans).try_for_each(|(streams, plan)| launch(cx, streams, plan))?,
             None => fallback(group)?,
         }
     }
@@ -95,61 +134,200 @@ fn in_launches<T>(
 
 /// GEMMs with one part each.
 pub fn linear(cx: &OpContext, op: &'static str, gemms: impl Iterator<Item = EpilogueGemm>) -> Result<()> {
-    let naive = |group: &[EpilogueGemm]| group.iter().try_for_each(|gemm| naive_gemm(cx, op, gemm));
+    let naive = |group: &[EpilogueGemm]| group.iter().try_for_each(|gemm| naive_linear(cx, op, gemm));
     in_launches(cx, &gemms.collect::<Vec<_>>(), |gemm| linear_stream(cx, op, gemm), naive)
 }
 
-/// The weight of a layer: one matrix, without a term of low rank. There are no kernels for others.
-fn weight(cx: &OpContext, op: &'static str, layer: &Linear) -> Result<KlMat> {
-    match (layer.weight.single(), layer.low_rank) {
-        (Some(weight), None) => cx.mat(weight, op),
-        _ => Err(Error::Op { op, what: format!("{layer:?} cannot be multiplied on the GPU") }),
+fn unsupported(op: &'static str, layer: &Linear) -> Error {
+    Error::Op { op, what: format!("{layer:?} cannot be multiplied on the GPU") }
+}
+
+/// The matrices of a layer's weight. There are no kernels for a term of low rank.
+struct Matrices {
+    tensors: Vec<Tensor>,
+    mats: Vec<KlMat>,
+}
+
+impl Matrices {
+    fn new(cx: &OpContext, op: &'static str, layer: &Linear) -> Result<Self> {
+        if layer.low_rank.is_some() {
+            return Err(unsupported(op, layer));
+        }
+        let tensors = layer.weight.parts().to_vec();
+        Ok(Self { mats: tensors.iter().map(|&part| cx.mat(part, op)).collect::<Result<_>>()?, tensors })
     }
+
+    /// Whether tensor cores multiply them by inputs of that type, which has to be that of the kernels.
+    fn are_multiplied_by(&self, x: &KlMat) -> bool {
+        let types = if x.dtype == abi::KL_E4M3 { &[abi::KL_E4M3][..] } else { &[abi::KL_BF16, abi::KL_E4M3] };
+        types.iter().any(|&dtype| is_async_copyable(x, dtype))
+            && self.mats.iter().all(|w| types.iter().any(|&dtype| is_async_copyable(w, dtype)))
+    }
+
+    /// The first rows of a range, as far as one matrix has them.
+    fn first_of(&self, range: Range<usize>, x: &KlMat) -> (KlGemmRows, usize) {
+        let (mut start, mut matrix) = (0, 0);
+        while matrix + 1 < self.tensors.len() && start + self.tensors[matrix].rows <= range.start {
+            start += self.tensors[matrix].rows;
+            matrix += 1;
+        }
+        let w = &self.mats[matrix];
+        let count = range.len().min((start + self.tensors[matrix].rows).saturating_sub(range.start));
+        let first = (range.start - start) as u32;
+        (KlGemmRows { matrix: matrix as u32, first, dtype: w.dtype, alpha: x.scale * w.scale }, count)
+    }
+}
+
+/// Columns of the output of a layer: rows of its weight that go through one epilogue. With SwiGLU `rows` are gate rows, and as many up
+/// rows follow them.
+struct Part {
+    out: Tensor,
+    epilogue: u32,
+    extra: Option<Tensor>,
+    scale: f32,
+    rows: Range<usize>,
+}
+
+/// The parts with the matrices that they take rows of: those of several matrices in turn are several parts.
+fn split_parts(w: &Matrices, x: &KlMat, parts: Vec<Part>) -> Option<Vec<(Part, [KlGemmRows; 2])>> {
+    let mut split = Vec::new();
+    for part in parts {
+        if part.epilogue == abi::KL_SWIGLU {
+            let n = part.rows.len();
+            let (gate, gates) = w.first_of(part.rows.clone(), x);
+            let (up, ups) = w.first_of(part.rows.end..part.rows.end + n, x);
+            if gates < n || ups < n {
+                return None;
+            }
+            split.push((part, [gate, up]));
+            continue;
+        }
+        let mut first = 0;
+        while first < part.rows.len() {
+            let (rows, count) = w.first_of(part.rows.start + first..part.rows.end, x);
+            let columns = first..first + count;
+            let of_columns = |t: Tensor| if part.epilogue == abi::KL_GATE_RESIDUAL { t.cols(columns.clone()) } else { t };
+            let rows_of = part.rows.start + first..part.rows.start + first + count;
+            split.push((
+                Part { out: part.out.cols(columns.clone()), extra: part.extra.map(of_columns), rows: rows_of, ..part },
+                [rows, NO_ROWS],
+            ));
+            first += count;
+        }
+    }
+    Some(split)
+}
+
+/// The parameters of parts on tensor cores, if there are not too many of them: what all epilogues have in common.
+fn stream_of(cx: &OpContext, op: &'static str, x: KlMat, w: &Matrices, parts: Vec<Part>) -> Result<Option<KlGemmStream>> {
+    if cx.choice == Choice::Naive || !w.are_multiplied_by(&x) {
+        return Ok(None);
+    }
+    let Some(parts) = split_parts(w, &x, parts).filter(|parts| parts.len() <= abi::KL_GEMM_PARTS as usize) else {
+        return Ok(None);
+    };
+    let mut stream = KlGemmStream { x, ..NO_STREAM };
+    for (i, &mat) in w.mats.iter().enumerate() {
+        (stream.w[i], stream.scales[i]) = (mat, cx.memory.row_scales(w.tensors[i]));
+    }
+    for (to, (part, rows)) in stream.part.iter_mut().zip(parts) {
+        let (out, extra) = (cx.mat(part.out, op)?, cx.mat_if(part.extra, op)?);
+        *to = KlGemmPart { out, extra, w: rows, epilogue: part.epilogue, first_col: part.rows.start as u32, ..NO_PART };
+        // The scale of an output of e4m3 goes into a factor that the epilogue has anyway.
+        match part.epilogue {
+            abi::KL_QK_NORM_ROPE => to.scale = part.scale / out.scale,
+            abi::KL_SWIGLU => to.w[1].alpha /= out.scale,
+            _ if out.dtype == abi::KL_E4M3 => return Ok(None),
+            _ => {}
+        }
+    }
+    Ok(Some(stream))
 }
 
 /// The parameters of a GEMM on tensor cores, if its operands allow it.
 fn linear_stream(cx: &OpContext, op: &'static str, gemm: &EpilogueGemm) -> Result<Option<KlGemmStream>> {
-    let (x, w) = (cx.mat(gemm.x, op)?, weight(cx, op, &gemm.w)?);
-    let storable = matches!(gemm.out.dtype, DType::Bf16 | DType::F32);
-    if cx.choice == Choice::Naive || !is_async_copyable(&x) || !is_async_copyable(&w) || !storable {
+    let (x, w) = (cx.mat(gemm.x, op)?, Matrices::new(cx, op, &gemm.w)?);
+    if !matches!(gemm.out.dtype, DType::Bf16 | DType::F32 | DType::E4m3) {
         return Ok(None);
     }
-    let mut stream = KlGemmStream { x, w, bias: cx.mat_if(gemm.w.bias, op)?, ..NO_STREAM };
-    let (out, extra) = (cx.mat(gemm.out, op)?, cx.mat_if(gemm.gate, op)?);
-    stream.part[0] = KlGemmPart { out, extra, epilogue: gemm.epilogue, ..NO_PART };
-    Ok(Some(stream))
+    let part = Part { out: gemm.out, epilogue: gemm.epilogue, extra: gemm.gate, scale: 1.0, rows: 0..gemm.out.cols };
+    let bias = cx.mat_if(gemm.w.bias, op)?;
+    let stream = stream_of(cx, op, x, &w, vec![part])?;
+    // The residual comes through the tensor map of the first part's output.
+    let residuals = |stream: &KlGemmStream| stream.part[0].epilogue != abi::KL_GATE_RESIDUAL || stream.part[1].out.data == 0;
+    Ok(stream.filter(residuals).map(|stream| KlGemmStream { bias, ..stream }))
 }
 
-fn naive_gemm(cx: &OpContext, op: &'static str, gemm: &EpilogueGemm) -> Result<()> {
-    let p = abi::KlNaiveGemm {
-        out: cx.mat(gemm.out, op)?,
-        x: cx.mat(gemm.x, op)?,
-        w: weight(cx, op, &gemm.w)?,
-        bias: cx.mat_if(gemm.w.bias, op)?,
-        gate: cx.mat_if(gemm.gate, op)?,
-        epilogue: gemm.epilogue,
-        unused: 0,
-    };
-    cx.kernels.launch(Kernel::NaiveGemm, naive_grid(&p.out), &p)
+/// A linear layer by the naive kernel.
+fn naive_linear(cx: &OpContext, op: &'static str, gemm: &EpilogueGemm) -> Result<()> {
+    let part = Part { out: gemm.out, epilogue: gemm.epilogue, extra: gemm.gate, scale: 1.0, rows: 0..gemm.out.cols };
+    naive_gemm(cx, op, gemm.x, &gemm.w, part)
 }
 
-/// Selects a tile and a schedule for a grouped GEMM on tensor cores, and launches it.
-fn launch(cx: &OpContext, streams: &[KlGemmStream]) -> Result<()> {
+/// A part of a layer by the naive kernel, a launch for each matrix of the weight.
+fn naive_gemm(cx: &OpContext, op: &'static str, x: Tensor, layer: &Linear, part: Part) -> Result<()> {
+    let (x, w) = (cx.mat(x, op)?, Matrices::new(cx, op, layer)?);
+    for (part, rows) in split_parts(&w, &x, vec![part]).ok_or_else(|| unsupported(op, layer))? {
+        let n = part.out.cols as u32;
+        let of = |rows: KlGemmRows| {
+            let w = &w.mats[rows.matrix as usize];
+            KlMat { data: w.data + u64::from(rows.first) * w.stride * element_bytes(w.dtype), rows: n, ..*w }
+        };
+        let scales = |rows: KlGemmRows| match cx.memory.row_scales(w.tensors[rows.matrix as usize]) {
+            0 => 0,
+            scales => scales + 4 * u64::from(rows.first),
+        };
+        let bias = layer.bias.map(|bias| bias.cols(part.rows.clone()));
+        let p = abi::KlNaiveGemm {
+            out: cx.mat(part.out, op)?,
+            x,
+            w: rows.map(of),
+            bias: cx.mat_if(bias, op)?,
+            gate: cx.mat_if(part.extra, op)?,
+            scales: rows.map(scales),
+            saturated: cx.memory.saturated(),
+            epilogue: part.epilogue,
+            unused: 0,
+        };
+        cx.kernels.launch(Kernel::NaiveGemm, naive_grid(&p.out), &p)?;
+    }
+    Ok(())
+}
+
+/// Selects a tile and a schedule for a grouped GEMM on tensor cores, if there is a kernel for what it multiplies.
+fn plan(cx: &OpContext, streams: &[KlGemmStream]) -> Option<GemmPlan> {
     let shape = |s: &KlGemmStream| GemmShape { m: s.x.rows, parts: s.part.iter().map(weight_rows).collect() };
     let shapes: Vec<GemmShape> = streams.iter().map(shape).collect();
-    let k = streams.iter().map(|s| s.x.cols).max().unwrap_or(0);
+    let (k, operands) = (k_of(streams), operands(&streams[0]));
     let same_k = streams.iter().all(|s| s.x.cols == k);
     let fits = |tile: Tile| {
+        let config = tile.config();
         // A single k-block cannot be split.
-        let divisible = !tile.is_split_k() || k > tile.config().block_k;
-        let sm90 = same_k && divisible && streams.iter().all(|s| fits_sm90(s, tile.config()));
-        (!tile.is_sm90() || sm90) && cx.kernels.has(tile.config().kernel)
+        let divisible = !tile.is_split_k() || k > config.block_k;
+        let fits = match tile.is_sm90() {
+            true => same_k && divisible && streams.iter().all(|s| fits_sm90(s, config)),
+            false => streams.iter().all(fits_mma),
+        };
+        config.operands == operands && fits && cx.kernels.has(config.kernel)
     };
     let gemm = GroupedGemm { shapes: &shapes, k, same_k };
-    let plan = match cx.choice {
-        Choice::Tile(tile) if fits(tile) => gemm.forced(tile, cx.sms),
-        _ => gemm.plan(cx.sms, fits),
-    };
+    match cx.choice {
+        Choice::Tile(tile) if fits(tile) => Some(gemm.forced(tile, cx.sms)),
+        _ => gemm.plan(cx.sms, |tile| {
+            // Only FP8 has tiles with promotion.
+            let promoted = operands == GemmOperands::Fp8 && cx.accumulate.promotes(k as usize);
+            fits(tile) && tile.config().promoted == promoted
+        }),
+    }
+}
+
+/// K of a grouped GEMM: the largest of its streams.
+fn k_of(streams: &[KlGemmStream]) -> u32 {
+    streams.iter().map(|s| s.x.cols).max().unwrap_or(0)
+}
+
+/// Launches a grouped GEMM on tensor cores.
+fn launch(cx: &OpContext, streams: &[KlGemmStream], plan: GemmPlan) -> Result<()> {
     let TileConfig { block_m, block_n, block_k, kernel, cluster, .. } = plan.tile.config();
     let mut stream = [NO_STREAM; abi::KL_STREAMS as usize];
     for (to, s) in stream.iter_mut().zip(streams) {
@@ -159,25 +337,30 @@ fn launch(cx: &OpContext, streams: &[KlGemmStream]) -> Result<()> {
         (to.row_tiles, to.col_tiles) = plan.tile.tile_counts(s.x.rows, col_tiles);
     }
     let tiles: u32 = stream.iter().map(|s| s.row_tiles * s.col_tiles).sum();
-    let schedule = cx.tile_schedule(plan.schedule, tiles, k.div_ceil(block_k));
+    let schedule = cx.tile_schedule(plan.schedule, tiles, k_of(streams).div_ceil(block_k));
     let Some(mode) = cluster else {
         let ctas = plan.schedule.full_tiles + plan.schedule.workers;
         return cx.kernels.launch(kernel, [ctas, 1, 1], &abi::KlGemm { stream, schedule });
     };
     let group = stream.map(|s| group_m(plan.tile, s.row_tiles, s.col_tiles, cx.sms));
-    let (x, w, out, unused) = (NO_MAPS, NO_MAPS, [[NO_MAP; abi::KL_GEMM_PARTS as usize]; abi::KL_STREAMS as usize], [0; 7]);
-    let mut p = abi::KlGemmSm90 { x, w, out, residual: NO_MAPS, stream, group, schedule, unused };
+    let maps = [NO_MAPS; abi::KL_STREAMS as usize];
+    let no_map = [NO_MAP; abi::KL_STREAMS as usize];
+    let saturated = cx.memory.saturated();
+    let mut p =
+        abi::KlGemmSm90 { x: no_map, w: maps, out: maps, residual: no_map, stream, group, schedule, saturated, unused: [0; 6] };
     // Each CTA of a cluster loads one half of what it multicasts. B is loaded in halves in any case.
     let a_rows = if mode == ClusterMode::MulticastA { block_m / abi::KL_SM90_CLUSTER } else { block_m };
     for (i, s) in stream.iter().enumerate().take(streams.len()) {
         p.x[i] = cx.tensor_map(&s.x, [block_k, a_rows])?;
-        p.w[i] = cx.tensor_map(&s.w, [block_k, block_n / 2])?;
+        for (map, w) in p.w[i].iter_mut().zip(&s.w).filter(|(_, w)| w.data != 0) {
+            *map = cx.tensor_map(w, [block_k, block_n / 2])?;
+        }
         if s.part[0].epilogue == abi::KL_GATE_RESIDUAL {
             p.residual[i] = cx.tensor_map(&s.part[0].out, [abi::KL_SM90_BOX_COLS, plan.tile.warpgroup_rows()])?;
         }
         for (map, part) in p.out[i].iter_mut().zip(&s.part).filter(|(_, part)| part.out.data != 0) {
-            let cols = if part.epilogue == abi::KL_SWIGLU { block_n / 2 } else { block_n };
-            *map = cx.tensor_map(&part.out, [store_cols(cols), abi::KL_SM90_STORE_ROWS])?;
+            let cols = store_cols(stored_cols(part, block_n), part.out.dtype);
+            *map = cx.tensor_map(&part.out, [cols, abi::KL_SM90_STORE_ROWS])?;
         }
     }
     // Clusters of split-K are not persistent: each computes one tile.
@@ -191,60 +374,60 @@ pub fn projection(cx: &OpContext, op: &'static str, streams: &[Projection<'_>]) 
     in_launches(cx, streams, |s| projection_stream(cx, op, s), |group| projection_in_passes(cx, op, group))
 }
 
+/// The outputs of a projection with their rows of the weight; queries and keys have norms.
+fn projection_parts(s: &Projection<'_>) -> Vec<Part> {
+    let norms = (s.norm.map(|norm| norm.q), s.norm.map(|norm| norm.k));
+    let epilogues = [
+        (s.q, abi::KL_QK_NORM_ROPE, norms.0, s.q_scale),
+        (Some(s.k), abi::KL_QK_NORM_ROPE, norms.1, s.k_scale),
+        (Some(s.v), abi::KL_STORE, None, 1.0),
+        (s.mlp, abi::KL_SWIGLU, None, 1.0),
+    ];
+    let mut first = 0;
+    let part = |(out, epilogue, extra, scale): (Option<Tensor>, _, _, _)| {
+        let (out, rows) = (out?, first..first + out?.cols);
+        first = rows.end;
+        Some(Part { out, epilogue, extra, scale, rows })
+    };
+    epilogues.into_iter().filter_map(part).collect()
+}
+
 /// The parameters of a fused projection on tensor cores, if its operands allow it.
 fn projection_stream(cx: &OpContext, op: &'static str, s: &Projection<'_>) -> Result<Option<KlGemmStream>> {
-    let (x, w) = (cx.mat(s.x, op)?, weight(cx, op, s.w)?);
-    let outs = [s.q, Some(s.k), Some(s.v), s.mlp];
-    let storable = outs.iter().flatten().all(|t| t.dtype == DType::Bf16);
+    let (x, w) = (cx.mat(s.x, op)?, Matrices::new(cx, op, s.w)?);
+    let parts = projection_parts(s);
+    let storable = parts.iter().all(|part| matches!(part.out.dtype, DType::Bf16 | DType::E4m3));
     let whole_heads = s.rope.table.cols == abi::KL_MMA_COLS as usize;
     // The epilogue of tensor-core kernels always normalises.
-    let Some(norm) = s.norm else { return Ok(None) };
-    if cx.choice == Choice::Naive || !is_async_copyable(&x) || !is_async_copyable(&w) || !storable || !whole_heads {
-        return Ok(None);
-    }
+    let Some(norm) = s.norm.filter(|_| storable && whole_heads) else { return Ok(None) };
     let (table, rope) = (cx.mat(s.rope.table, op)?, rope_code(s.rope.style));
-    let mut stream = KlGemmStream { x, w, table, rope, eps: norm.eps, ..NO_STREAM };
-    let (mut first_row, mut parts) = (0, stream.part.iter_mut());
-    let epilogues = [
-        (abi::KL_QK_NORM_ROPE, Some(norm.q), s.q_scale),
-        (abi::KL_QK_NORM_ROPE, Some(norm.k), s.k_scale),
-        (abi::KL_STORE, None, 1.0),
-        (abi::KL_SWIGLU, None, 1.0),
-    ];
-    for (out, (epilogue, norm, scale)) in outs.into_iter().zip(epilogues) {
-        let (Some(out), Some(part)) = (out, out.and_then(|_| parts.next())) else { continue };
-        let (out, extra) = (cx.mat(out, op)?, cx.mat_if(norm, op)?);
-        *part = KlGemmPart { out, extra, epilogue, first_row, scale, ..NO_PART };
-        first_row += weight_rows(part);
-    }
-    Ok(Some(stream))
+    let stream = stream_of(cx, op, x, &w, parts)?;
+    let heads = |part: &KlGemmPart| part.epilogue != abi::KL_QK_NORM_ROPE || part.out.cols.is_multiple_of(abi::KL_MMA_COLS);
+    let stream = stream.filter(|stream| stream.part.iter().all(heads));
+    Ok(stream.map(|stream| KlGemmStream { table, rope, eps: norm.eps, ..stream }))
 }
 
 /// The projection by naive GEMMs, then the norm and rotation of queries and keys in place: in bf16 these are rounded once more.
 fn projection_in_passes(cx: &OpContext, op: &'static str, streams: &[Projection<'_>]) -> Result<()> {
     let mut heads = Vec::new();
     for s in streams {
-        let mut first = 0;
-        let (q_norm, k_norm) = (s.norm.map(|norm| norm.q), s.norm.map(|norm| norm.k));
-        let outs = [(s.q, Some((q_norm, s.q_scale))), (Some(s.k), Some((k_norm, s.k_scale))), (Some(s.v), None)];
-        for (out, head) in outs {
-            let Some(out) = out else { continue };
-            let w = s.w.rows(first..first + out.cols);
-            naive_gemm(cx, op, &EpilogueGemm { out, x: s.x, w, epilogue: abi::KL_STORE, gate: None })?;
-            first += out.cols;
-            if let Some((weight, scale)) = head {
-                let (x, weight, table) = (cx.mat(out, op)?, cx.mat_if(weight, op)?, cx.mat(s.rope.table, op)?);
-                heads.push(QkHeads {
-                    heads: abi::KlQkHeads { x, weight, table, scale, unused: 0 },
-                    head_dim: s.rope.table.cols,
-                    style: s.rope.style,
-                    eps: s.norm.map_or(0.0, |norm| norm.eps),
-                });
+        for part in projection_parts(s) {
+            if part.epilogue != abi::KL_QK_NORM_ROPE {
+                naive_gemm(cx, op, s.x, s.w, part)?;
+                continue;
             }
-        }
-        if let Some(out) = s.mlp {
-            let w = s.w.rows(first..s.w.weight.rows());
-            naive_gemm(cx, op, &EpilogueGemm { out, x: s.x, w, epilogue: abi::KL_SWIGLU, gate: None })?;
+            // Rounded before and after the norm, queries and keys of e4m3 would have twice the error.
+            if part.out.dtype.is_quantised() {
+                return Err(Error::Op { op, what: format!("heads in {:?} need tensor cores of Hopper", part.out) });
+            }
+            let (x, weight, table) = (cx.mat(part.out, op)?, cx.mat_if(part.extra, op)?, cx.mat(s.rope.table, op)?);
+            heads.push(QkHeads {
+                heads: abi::KlQkHeads { x, weight, table, scale: part.scale, unused: 0 },
+                head_dim: s.rope.table.cols,
+                style: s.rope.style,
+                eps: s.norm.map_or(0.0, |norm| norm.eps),
+            });
+            naive_gemm(cx, op, s.x, s.w, Part { epilogue: abi::KL_STORE, extra: None, ..part })?;
         }
     }
     qk_norm_rope(cx, op, &heads)
@@ -256,6 +439,8 @@ mod tests {
 
     #[test]
     fn boxes_divide_a_tile() {
-        assert_eq!([256, 192, 160, 208, 96, 80].map(store_cols), [64, 64, 32, 16, 32, 16]);
+        let cols = |dtype| [256, 192, 160, 208, 96, 80].map(|cols| store_cols(cols, dtype));
+        assert_eq!(cols(abi::KL_BF16), [64, 64, 32, 16, 32, 16]);
+        assert_eq!(cols(abi::KL_E4M3), [128, 64, 32, 16, 32, 16]);
     }
 }

@@ -6,7 +6,7 @@ use super::driver::{Driver, Rows};
 use super::params::{NONE, SIDE_LIMIT, dtype_code};
 use super::select::Tile;
 use crate::error::{Error, Result};
-use crate::tensor::{ALIGN, Region, Tensor};
+use crate::tensor::{ALIGN, Region, Scaling, Tensor};
 use std::ops::Range;
 use std::rc::Rc;
 
@@ -156,13 +156,25 @@ impl Memory {
             rows: t.rows as u32,
             cols: t.cols as u32,
             dtype: dtype_code(t.dtype),
-            unused: 0,
+            scale: match t.scaling {
+                Scaling::Tensor(scale) => scale.get(),
+                Scaling::Unscaled | Scaling::Rows(_) | Scaling::Blocks16 { .. } => 1.0,
+            },
         })
     }
 
     /// The same for an operand that need not be there.
     pub fn mat_if(&self, t: Option<Tensor>, op: &'static str) -> Result<KlMat> {
         t.map_or(Ok(NONE), |t| self.mat(t, op))
+    }
+
+    /// Address of the scales that a tensor has for each of its rows; zero if it has none.
+    pub fn row_scales(&self, t: Tensor) -> u64 {
+        let base = if t.region == Region::Weights { self.weights.address } else { self.base };
+        match t.scaling {
+            Scaling::Rows(offset) => base + offset,
+            Scaling::Unscaled | Scaling::Tensor(_) | Scaling::Blocks16 { .. } => 0,
+        }
     }
 
     /// Bytes of the scratch.
@@ -173,6 +185,11 @@ impl Memory {
     /// Address of the counters that the CTAs of a counting kernel share.
     pub fn counters(&self) -> u64 {
         self.scratch
+    }
+
+    /// Address of the count of values that did not fit the range of an FP8 tensor. It follows the counters of KlCount.
+    pub fn saturated(&self) -> u64 {
+        self.scratch + 2 * size_of::<u32>() as u64
     }
 
     /// Address of the partial results of reductions.

@@ -31,7 +31,7 @@ pub use launch::{ARCHS, Images, Kernel, NVCC};
 pub use select::Tile;
 pub use system::{System, devices};
 
-use super::{Backend, GemmFormats, Op, Role, StepKey};
+use super::{Backend, Fp8Accumulate, GemmFormats, Op, Role, StepKey};
 use crate::error::{Error, Result};
 use crate::tensor::{ALIGN, DType, Region, Tensor, WeightPart};
 use context::OpContext;
@@ -120,6 +120,7 @@ impl Cuda {
                 kernels: Kernels::load(driver.clone(), images, stream.1)?,
                 memory: Memory::new(driver.clone()),
                 choice: Choice::Best,
+                accumulate: Fp8Accumulate::Auto,
                 sms: driver.device().multiprocessors,
             },
             read: 0..0,
@@ -146,6 +147,12 @@ impl Cuda {
     /// Which kernels matrix ops take, to compare one with another.
     pub fn set_choice(&mut self, choice: Choice) {
         self.context.choice = choice;
+    }
+
+    /// How sums of e4m3 products are accumulated. Steps that were captured are captured anew.
+    pub fn set_fp8_accumulate(&mut self, accumulate: Fp8Accumulate) {
+        self.context.accumulate = accumulate;
+        self.steps.clear();
     }
 
     /// The GPU.

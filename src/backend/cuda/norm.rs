@@ -38,7 +38,7 @@ fn layer_norm_kernel(cols: u32, vectorizable: bool) -> (Kernel, u32) {
 
 /// RMS norm of every row.
 pub fn rms_norm(cx: &OpContext, out: KlMat, x: KlMat, weight: KlMat, eps: f32) -> Result<()> {
-    let p = abi::KlRmsNorm { out, x, weight, eps, unused: 0 };
+    let p = abi::KlRmsNorm { out, x, weight, saturated: cx.memory.saturated(), eps, unused: 0 };
     let vectorizable = [out, x].iter().all(|m| is_vectorizable(m, abi::KL_BF16)) && is_vectorizable(&weight, abi::KL_F32);
     let (kernel, rows) = rms_norm_kernel(x.cols, vectorizable);
     cx.kernels.launch(kernel, [x.rows.div_ceil(rows), 1, 1], &p)
@@ -47,9 +47,9 @@ pub fn rms_norm(cx: &OpContext, out: KlMat, x: KlMat, weight: KlMat, eps: f32) -
 /// Layer norm of every row with AdaLN modulation, as many streams to a launch as a kernel takes.
 pub fn layer_norm_modulate(cx: &OpContext, op: &'static str, streams: &[Modulated], eps: f32) -> Result<()> {
     const ABSENT: abi::KlModulated = abi::KlModulated { out: NONE, x: NONE, shift: NONE, scale: NONE };
-    let mat = |t| cx.mat(t, op);
+    let (mat, saturated) = (|t| cx.mat(t, op), cx.memory.saturated());
     for group in streams.chunks(abi::KL_STREAMS as usize) {
-        let mut p = abi::KlLayerNorm { stream: [ABSENT; abi::KL_STREAMS as usize], eps, unused: 0 };
+        let mut p = abi::KlLayerNorm { stream: [ABSENT; abi::KL_STREAMS as usize], saturated, eps, unused: 0 };
         for (to, s) in p.stream.iter_mut().zip(group) {
             *to = abi::KlModulated { out: mat(s.out)?, x: mat(s.x)?, shift: mat(s.shift)?, scale: mat(s.scale)? };
         }

@@ -13,7 +13,7 @@ pub const SIDE_LIMIT: usize = u32::MAX as usize;
 const GRID_LIMIT: u32 = 65_535;
 
 /// A matrix that is not there.
-pub const NONE: KlMat = KlMat { data: 0, stride: 0, rows: 0, cols: 0, dtype: 0, unused: 0 };
+pub const NONE: KlMat = KlMat { data: 0, stride: 0, rows: 0, cols: 0, dtype: 0, scale: 1.0 };
 
 /// A tensor map that is not there.
 pub const NO_MAP: KlTensorMap = KlTensorMap { opaque: [0; 16] };
@@ -25,8 +25,18 @@ pub const fn dtype_code(dtype: DType) -> u32 {
         DType::Bf16 => abi::KL_BF16,
         DType::F16 => abi::KL_F16,
         DType::U8 => abi::KL_U8,
-        // No kernel takes these yet: `dispatch` refuses such operands.
-        DType::E4m3 | DType::E5m2 | DType::E2m1 => u32::MAX,
+        DType::E4m3 => abi::KL_E4M3,
+        // No kernel takes these: `dispatch` refuses such operands.
+        DType::E5m2 | DType::E2m1 => u32::MAX,
+    }
+}
+
+/// Bytes of an element of a dtype of `abi.h`.
+pub const fn element_bytes(dtype: u32) -> u64 {
+    match dtype {
+        abi::KL_F32 => 4,
+        abi::KL_U8 | abi::KL_E4M3 => 1,
+        _ => 2,
     }
 }
 
@@ -49,31 +59,32 @@ pub fn is_pair_aligned(m: &KlMat) -> bool {
 
 /// Whether rows of that type can be loaded [`VECTOR`] values at a time.
 pub fn is_vectorizable(m: &KlMat, dtype: u32) -> bool {
-    let bytes = if dtype == abi::KL_F32 { 4 } else { 2 };
-    let rows = m.rows <= 1 || (m.stride * bytes).is_multiple_of(16);
+    let rows = m.rows <= 1 || (m.stride * element_bytes(dtype)).is_multiple_of(16);
     m.dtype == dtype && m.data.is_multiple_of(16) && rows && m.cols.is_multiple_of(VECTOR)
 }
 
-/// Whether `cp.async` and TMA can copy an operand of a tensor-core kernel: bf16, sixteen bytes at a time, from 32-bit offsets.
-pub fn is_async_copyable(m: &KlMat) -> bool {
-    m.dtype == abi::KL_BF16
+/// Whether `cp.async` and TMA can copy an operand of a tensor-core kernel: of that type, sixteen bytes at a time, from 32-bit offsets.
+pub fn is_async_copyable(m: &KlMat, dtype: u32) -> bool {
+    let elements = 16 / element_bytes(dtype);
+    m.dtype == dtype
         && m.data.is_multiple_of(16)
-        && m.stride.is_multiple_of(8)
-        && m.cols.is_multiple_of(8)
+        && m.stride.is_multiple_of(elements)
+        && m.cols.is_multiple_of(elements as u32)
         && m.rows > 0
         && m.cols > 0
         && u64::from(m.rows) * m.stride <= u64::from(u32::MAX)
 }
 
-/// How TMA copies boxes of so many columns and rows between a bf16 matrix and shared memory.
+/// How TMA copies boxes of so many columns and rows between a matrix of bf16 or e4m3 and shared memory.
 pub fn map_spec(m: &KlMat, tile: [u32; 2]) -> MapSpec {
-    let swizzle = match tile[0] {
-        64 => Swizzle::Bytes128,
-        32 => Swizzle::Bytes64,
+    let dtype = if m.dtype == abi::KL_E4M3 { DType::E4m3 } else { DType::Bf16 };
+    let swizzle = match dtype.bytes(tile[0] as usize) {
+        128 => Swizzle::Bytes128,
+        64 => Swizzle::Bytes64,
         _ => Swizzle::Bytes32,
     };
-    let (size, pitch) = ([u64::from(m.cols), u64::from(m.rows)], DType::Bf16.bytes(m.stride as usize) as u64);
-    MapSpec { address: m.data, dtype: DType::Bf16, size, pitch, tile, swizzle }
+    let (size, pitch) = ([u64::from(m.cols), u64::from(m.rows)], dtype.bytes(m.stride as usize) as u64);
+    MapSpec { address: m.data, dtype, size, pitch, tile, swizzle }
 }
 
 /// The grid of a pointwise kernel: columns along x, rows along y.
@@ -92,7 +103,7 @@ mod tests {
 
     #[test]
     fn vectors_are_whole_and_aligned() {
-        let m = KlMat { data: 1 << 20, stride: 3072, rows: 5, cols: 3072, dtype: abi::KL_BF16, unused: 0 };
+        let m = KlMat { data: 1 << 20, stride: 3072, rows: 5, cols: 3072, dtype: abi::KL_BF16, scale: 1.0 };
         let bf16 = |m: KlMat| is_vectorizable(&m, abi::KL_BF16);
         assert!(bf16(m) && bf16(KlMat { stride: 3080, ..m }) && bf16(KlMat { stride: 3073, rows: 1, ..m }));
         assert!(!bf16(KlMat { stride: 3076, ..m }));

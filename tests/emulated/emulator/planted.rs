@@ -88,8 +88,8 @@ pub const ALL: &[Planted] = &[
         kernel_file: "gemm_bf16_sm90",
         tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 160,",
         source: "gemm/policies_sm90.cuh",
-        find: "tma_load_2d(to + Config::kBBytes / 2, map,",
-        replace: "tma_load_2d(to + Config::kBBytes / 4, map,",
+        find: "tma_load_2d(to + Config::kBBytes / 2, second.map,",
+        replace: "tma_load_2d(to + Config::kBBytes / 4, second.map,",
     },
     // A stage is expected to receive more bytes than its boxes have.
     Planted {

@@ -26,12 +26,12 @@ uint32_t shared_address(const void* p) { return to_shared_address(p); }
 // --------------------------------------------------------------------------------------------------- atomics and flags
 
 // Other CTAs may run between any two atomic operations, so a thread may lose the processor at each.
-template <class F>
-static unsigned atomic(unsigned* at, const char* operation, F f) {
+template <class T, class F>
+static T atomic(T* at, const char* operation, F f) {
   if (kl_emu::random().one_in(2)) yield_thread();
   KL_EMU_CHECK(reinterpret_cast<uintptr_t>(at) % sizeof(*at) == 0, "%s at %p, which is not aligned", operation, static_cast<void*>(at));
   check_global_write(at, sizeof(*at), operation);
-  const unsigned old = *at;
+  const T old = *at;
   *at = f(old);
   wake_spinners();
   postpone_cta();
@@ -40,6 +40,9 @@ static unsigned atomic(unsigned* at, const char* operation, F f) {
 
 unsigned atomicAdd(unsigned* at, unsigned value) {
   return atomic(at, "atomicAdd", [=](unsigned old) { return old + value; });
+}
+unsigned long long atomicAdd(unsigned long long* at, unsigned long long value) {
+  return atomic(at, "atomicAdd", [=](unsigned long long old) { return old + value; });
 }
 unsigned atomicOr(unsigned* at, unsigned value) {
   return atomic(at, "atomicOr", [=](unsigned old) { return old | value; });

@@ -8,7 +8,7 @@ mod schedule;
 mod tile;
 
 pub use schedule::{Schedule, persistent_stream_k, stream_k};
-pub use tile::{ClusterMode, Tile, TileConfig};
+pub use tile::{ClusterMode, GemmOperands, Tile, TileConfig};
 
 use super::abi;
 
@@ -138,13 +138,12 @@ impl GroupedGemm<'_> {
         u64::from(full_tiles) * full_tile / u64::from(slots) + u64::from(shared) * full_tile / u64::from(workers) + fixup
     }
 
-    /// The plan that keeps the SMs busy for the least time, among the tiles that `fits` accepts.
-    pub fn plan(&self, sms: u32, fits: impl Fn(Tile) -> bool) -> GemmPlan {
+    /// The plan that keeps the SMs busy for the least time, among the tiles that `fits` accepts; none if it accepts none.
+    pub fn plan(&self, sms: u32, fits: impl Fn(Tile) -> bool) -> Option<GemmPlan> {
         // Of two plans that cost the same the first is taken: that with the smaller Hopper tile, or with the larger portable one.
         let (sm90, mma): (Vec<_>, Vec<_>) = Tile::ALL.into_iter().filter(|&tile| fits(tile)).partition(|tile| tile.is_sm90());
         let plans = sm90.into_iter().rev().chain(mma).flat_map(|tile| self.plans(tile, sms));
-        let portable = || self.plans(Tile::Mma128x128, sms)[0];
-        plans.min_by_key(|&plan| self.cost(plan, sms)).unwrap_or_else(portable)
+        plans.min_by_key(|&plan| self.cost(plan, sms))
     }
 
     /// The plan with a given tile, with Stream-K wherever that is possible: tests force tiles to see that both work.
@@ -162,7 +161,9 @@ mod tests {
     }
 
     fn plan(shapes: &[GemmShape], k: u32, sms: u32, fits: impl Fn(Tile) -> bool) -> GemmPlan {
-        GroupedGemm { shapes, k, same_k: true }.plan(sms, fits)
+        GroupedGemm { shapes, k, same_k: true }
+            .plan(sms, |tile| tile.config().operands == GemmOperands::Bf16 && fits(tile))
+            .unwrap()
     }
 
     fn tile_of(shapes: &[GemmShape], k: u32, fits: impl Fn(Tile) -> bool) -> Tile {
@@ -186,7 +187,7 @@ mod tests {
         // Without enough shared memory for the large tile.
         let small = |tile: Tile| !tile.is_sm90() && tile != Tile::Mma256x128;
         assert_eq!(plan(&[shape(4608, &[27648])], 3072, 128, small).tile, Tile::Mma128x128);
-        assert_eq!(plan(&[shape(4608, &[27648])], 3072, 0, |_| false).tile, Tile::Mma128x128);
+        assert_eq!(GroupedGemm { shapes: &[shape(4608, &[27648])], k: 3072, same_k: true }.plan(0, |_| false), None);
     }
 
     /// These are the plans that the sweep of bench/LOG.md found to be best, or as good as the best.

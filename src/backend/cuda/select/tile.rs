@@ -15,6 +15,17 @@ pub enum ClusterMode {
     SplitK,
 }
 
+/// What a GEMM kernel multiplies, and what it can store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GemmOperands {
+    /// bf16 by bf16, stored as bf16.
+    Bf16,
+    /// e4m3 by e4m3, stored as bf16 or e4m3.
+    Fp8,
+    /// bf16 inputs by weights of e4m3 or bf16, stored as bf16 or e4m3.
+    W8A16,
+}
+
 /// A tile's properties.
 #[derive(Clone, Copy, Debug)]
 pub struct TileConfig {
@@ -30,6 +41,10 @@ pub struct TileConfig {
     pub consumers: u32,
     /// How the CTAs of a cluster cooperate; none for the portable kernel, which has no clusters.
     pub cluster: Option<ClusterMode>,
+    /// What it multiplies.
+    pub operands: GemmOperands,
+    /// Whether accumulators are promoted: added to f32 registers after every k-block.
+    pub promoted: bool,
     /// The kernel that computes it.
     pub kernel: Kernel,
     /// Time per multiply-accumulate, in percent of [`Tile::Sm90_256x192`], as measured (bench/LOG.md): small tiles load each
@@ -41,7 +56,7 @@ pub struct TileConfig {
 macro_rules! tiles {
     ($($(#[$doc:meta])* $name:ident = $config:expr;)*) => {
         /// The part of the output that a CTA computes at a time, called by its rows and columns (MxN). `Mma` tiles are of the portable
-        /// kernel (`mma.sync`), `Sm90` tiles of the Hopper kernel (TMA and `wgmma`).
+        /// kernel (`mma.sync`), `Sm90` tiles of the Hopper kernels (TMA and `wgmma`), of which `Fp8` and `W8A16` say what they multiply.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub enum Tile { $($(#[$doc])* $name),* }
 

@@ -107,6 +107,7 @@ void __stcg(T* to, T value) {
 }
 
 unsigned atomicAdd(unsigned* at, unsigned value);
+unsigned long long atomicAdd(unsigned long long* at, unsigned long long value);
 unsigned atomicOr(unsigned* at, unsigned value);
 unsigned atomicExch(unsigned* at, unsigned value);
 unsigned atomicInc(unsigned* at, unsigned last);
@@ -124,6 +125,14 @@ template <class A, class B>
 constexpr std::common_type_t<A, B> max(A a, B b) {
   using T = std::common_type_t<A, B>;
   return static_cast<T>(a) < static_cast<T>(b) ? static_cast<T>(b) : static_cast<T>(a);
+}
+
+// Four of the eight bytes of two words, chosen by the lower nibbles of the selector.
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
+  unsigned result = 0;
+  for (int i = 0; i < 4; i++) result |= static_cast<unsigned>(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return result;
 }
 
 inline float rsqrtf(float v) { return 1.0f / sqrtf(v); }

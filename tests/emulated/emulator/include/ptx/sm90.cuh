@@ -2,7 +2,7 @@
 #pragma once
 
 #include <abi.h>
-#include <ptx/sm80.cuh>
+#include <ptx/sm89.cuh>
 #include <ptx/wgmma_descriptor.cuh>
 
 #include "../../async_sm90.h"
@@ -81,6 +81,7 @@ inline void setmaxnreg_inc() {
 
 inline void stmatrix_x4(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) { kl_emu::ptx::stmatrix_x4(row, {a, b, c, d}); }
 inline void store_shared(uint32_t to, uint32_t v) { kl_emu::ptx::store_shared(to, &v, sizeof(v)); }
+inline void store_shared(uint32_t to, uint2 v) { kl_emu::ptx::store_shared(to, &v, sizeof(v)); }
 inline void store_shared(uint32_t to, uint4 v) { kl_emu::ptx::store_shared(to, &v, sizeof(v)); }
 inline uint32_t load_shared_word(uint32_t from) {
   uint32_t v;

@@ -1,0 +1,29 @@
+// FP8 GEMM on Hopper: the GEMM of gemm_bf16_sm90.cu on operands of e4m3, which wgmma multiplies twice as fast.
+//
+//   kl_gemm_fp8_sm90_256x192, ...            out = epilogue(alpha x w^T + bias), e4m3 operands, f32 accumulators; `fast`
+//   kl_gemm_fp8_sm90_256x128_promoted, ...   the same with exact sums
+//
+// Bound: as gemm_bf16_sm90.cu; a stage holds 128 of K in as many bytes.
+// Needs: 16-byte aligned addresses and strides that are multiples of 16; outputs of bf16 or, of SwiGLU and qk-norm, e4m3.
+//
+// Tensor cores keep thirteen binary places of a sum of e4m3 products (bit-accurate model: MMA-Sim, arXiv 2511.10909). Errors of typical
+// sums are far below those of the operands, but sums of one sign shrink, by 5 % over 3,072 of K and 18 % over 12,288. Promoted tiles
+// add accumulators to f32 registers after every 128 of K, as DeepGEMM does. Two consumer warpgroups with two wgmma tiles each take turns
+// with one set of partial accumulators a thread: while one adds, the other's MMAs run.
+//
+// Scales are one f32 for each operand, and for each row of the weight if it has them; the epilogue multiplies by them where it multiplies
+// anyway. SwiGLU and qk-norm store e4m3 themselves where the next op reads that, so that no pass over activations is needed.
+#include <common/tile_row.cuh>
+#include <gemm/mainloop_sm90.cuh>
+#include <gemm/policies_sm90.cuh>
+
+// Suffixes of entry points by the column `promoted`.
+#define KL_ENTRY_0(file, m, n, threads) KL_ENTRY(kl_##file##_##m##x##n, KlGemmSm90, threads, 1)
+#define KL_ENTRY_1(file, m, n, threads) KL_ENTRY(kl_##file##_##m##x##n##_promoted, KlGemmSm90, threads, 1)
+
+#define KL_GEMM_FP8_SM90(file, m, n, block_k, consumers, stages, mode, promoted, threads, shared_bytes, relative_cost)              \
+  using Tile##m##x##n##_##promoted = GemmConfig<Fp8Policies<promoted>, m, n, block_k, consumers, stages, ClusterMode::k##mode>;     \
+  static_assert(row_states<Tile##m##x##n##_##promoted::kThreads, threads>());                                                       \
+  static_assert(row_states<Tile##m##x##n##_##promoted::kSmemBytes, shared_bytes>());                                                \
+  KL_ENTRY_##promoted(file, m, n, threads) { gemm<Tile##m##x##n##_##promoted>(p); }
+#include <tiles.def>

@@ -1,0 +1,24 @@
+// One body per wrapper of kernels/ptx/sm89.cuh, which this file replaces when kernels are compiled for the emulator.
+#pragma once
+
+#include <ptx/sm80.cuh>
+
+#include <cmath>
+#include <cstdint>
+
+namespace kl_emu::ptx {
+
+inline uint32_t encode_e4m3(float v) {
+  const uint32_t sign = std::signbit(v) ? 0x80 : 0;
+  const float magnitude = std::fabs(v);
+  if (std::isnan(v)) return sign | 0x7f;
+  if (magnitude >= 448.0f) return sign | 0x7e;
+  // Codes are multiples of an eighth of the power of two below them, and below 2^-6 of an eighth of that.
+  const int exponent = magnitude < 0x1p-6f ? -6 : std::ilogb(magnitude);
+  const int eighths = static_cast<int>(std::nearbyint(std::ldexp(magnitude, 3 - exponent)));
+  return sign | static_cast<uint32_t>(8 * (exponent + 6) + eighths);
+}
+
+}  // namespace kl_emu::ptx
+
+inline uint32_t cvt_e4m3x2(float low, float high) { return kl_emu::ptx::encode_e4m3(low) | kl_emu::ptx::encode_e4m3(high) << 8; }
