@@ -39,7 +39,7 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 fn main() -> Result<()> {
     let args = Args::parse();
     let mut cpu = Cpu::new(args.threads, Arc::default())?;
-    let mut all = rows(Scale::Processor, Precision::Bf16)?.into_iter();
+    let mut all = rows(Scale::Processor, Precision::Bf16, cpu.gemm_formats())?.into_iter();
     if let Some(name) = &args.serve {
         let row = all.find(|row| row.name == name).ok_or("no row has that name")?;
         return serve(&row, &mut cpu);

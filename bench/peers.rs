@@ -4,23 +4,25 @@
 //! stream and the caller's memory. A call only queues work: it can be timed with events and captured in a graph.
 //!
 //! A call names an op and has a list of tensors and a list of numbers, in the order that [`CALLS`] states. A weight has the layout of
-//! the backend's own copy: that of a convolution is `[out, 3 * 3 * in]`, the input channel running fastest.
+//! the backend's own copy: that of a convolution is `[out, 3 * 3 * in]`, the input channel running fastest. An e4m3 tensor has a
+//! factor; the weight of a linear layer may have one for each of its rows instead, which is a tensor of its own.
 #![allow(unsafe_code)] // a C interface
 
-use kiln::backend::cuda::Cuda;
+use kiln::backend::cuda::{Choice, Cuda, Tile};
 use kiln::backend::{
-    Backend, Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, Modulated, Op, Projection, QkNorm, Rope,
-    RopeStyle, Sampling, Softmax,
+    Backend, Conv, Fp8Accumulate, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, Modulated, Op, Projection, QkNorm,
+    Rope, RopeStyle, Sampling, Softmax,
 };
 use kiln::error::{Error, Result};
-use kiln::tensor::{DType, Region, Scaling, Tensor};
+use kiln::tensor::{DType, Region, Scale, Scaling, Tensor};
+use std::collections::HashMap;
 use std::f32::consts::LOG2_E;
 use std::ffi::{CStr, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::null_mut;
 
 /// Incremented whenever an old caller would break.
-const VERSION: u64 = 2;
+const VERSION: u64 = 3;
 
 /// A matrix in the caller's memory. An address of zero means "not there".
 #[repr(C)]
@@ -34,14 +36,18 @@ pub struct PeerTensor {
     pub cols: u64,
     /// Elements from row to row.
     pub stride: u64,
-    /// 0 f32, 1 bf16, 2 f16, 3 u8.
+    /// 0 f32, 1 bf16, 2 f16, 3 u8, 4 e4m3.
     pub dtype: u32,
-    /// Zero.
-    pub unused: u32,
+    /// What e4m3 elements are multiplied by; not used for other types.
+    pub scale: f32,
 }
 
 /// Ops on one stream of one GPU.
-pub struct Handle(Cuda);
+pub struct Handle {
+    cuda: Cuda,
+    /// Launches of each kernel when they were last asked for.
+    launched: HashMap<&'static str, u64>,
+}
 
 /// The arguments of an op.
 struct Call {
@@ -66,11 +72,16 @@ const CALLS: &[Call] = &[
     call("silu", &["out", "x"], &[]),
     call("rms_norm", &["out", "x", "weight"], &["eps"]),
     streams("layer_norm_modulate", &["out", "x", "shift", "scale"], &["eps"]),
-    streams("linear", &["out", "x", "weight", "[bias]"], &[]),
-    streams("linear_swiglu", &["out", "x", "weight", "[bias]"], &[]),
-    streams("linear_gate_residual", &["into", "x", "weight", "[bias]", "[gate]"], &[]),
+    // Row scales are f32, one for each row of an e4m3 weight, and replace the factor of the whole.
+    streams("linear", &["out", "x", "weight", "[row scales]", "[bias]"], &[]),
+    streams("linear_swiglu", &["out", "x", "weight", "[row scales]", "[bias]"], &[]),
+    streams("linear_gate_residual", &["into", "x", "weight", "[row scales]", "[bias]", "[gate]"], &[]),
     // Style 0 rotates neighbouring elements, 1 those of the two halves of a head.
-    streams("qkv", &["x", "weight", "norm q", "norm k", "rope table", "[q]", "k", "v", "[mlp]"], &["eps", "style"]),
+    streams(
+        "qkv",
+        &["x", "weight", "[row scales]", "norm q", "norm k", "rope table", "[q]", "k", "v", "[mlp]"],
+        &["eps", "style", "q_scale", "k_scale"],
+    ),
     // The first pair is out and q, those after it are KV segments.
     streams("attention", &["out or k", "q or v"], &["head_dim", "causal", "scale", "bound"]),
     // Sampling 0 keeps the size, 1 doubles it, 2 halves it.
@@ -98,12 +109,28 @@ impl PeerTensor {
             1 => DType::Bf16,
             2 => DType::F16,
             3 => DType::U8,
+            4 => DType::E4m3,
             other => return Err(wrong(format!("no element type has the number {other}"))),
         };
         let [rows, cols, stride] = [self.rows, self.cols, self.stride].map(|n| n as usize);
-        let scaling = Scaling::Unscaled;
+        let scaling = match (dtype, Scale::new(self.scale)) {
+            (DType::E4m3, Some(scale)) => Scaling::Tensor(scale),
+            (DType::E4m3, None) => return Err(wrong(format!("{} is no factor of an e4m3 tensor", self.scale))),
+            _ => Scaling::Unscaled,
+        };
         Ok(Some(Tensor { region: Region::Arena, dtype, offset: self.address, rows, cols, stride, scaling }))
     }
+}
+
+/// The weight of a linear layer, with the scales of its rows if it has any.
+fn weight(weight: Tensor, row_scales: Option<Tensor>) -> Result<Tensor> {
+    let weight = Tensor { region: Region::Weights, ..weight };
+    let Some(scales) = row_scales else { return Ok(weight) };
+    let one_each = scales.rows == weight.rows && scales.cols == 1 && (scales.stride == 1 || scales.rows == 1);
+    if scales.dtype != DType::F32 || weight.dtype != DType::E4m3 || !one_each {
+        return Err(wrong(format!("{scales:?} are no scales of the rows of {weight:?}")));
+    }
+    Ok(Tensor { scaling: Scaling::Rows(scales.offset), ..weight })
 }
 
 /// Builds an op from its name and operands, and passes it to `then`.
@@ -126,8 +153,12 @@ fn with_op<R>(name: &str, tensors: &[PeerTensor], numbers: &[f64], then: impl Fn
     let there = |t: Option<Tensor>| t.ok_or_else(|| wrong(format!("{name} lacks a tensor")));
     let t = |i: usize| there(tensors[i]);
     let per_stream = || tensors.chunks_exact(width);
-    let layers = |weight: usize, bias: Option<usize>| {
-        let layer = |s: &[Option<Tensor>]| Ok(Linear::new(there(s[weight])?, bias.and_then(|i| s[i])));
+    // The row scales follow the weight. The layer's input is what its producer stored.
+    let layers = |x: usize, at: usize, bias: Option<usize>| {
+        let layer = |s: &[Option<Tensor>]| {
+            let linear = Linear::new(weight(there(s[at])?, s[at + 1])?, bias.and_then(|i| s[i]));
+            Ok(Linear { input: there(s[x])?.stored(), ..linear })
+        };
         per_stream().map(layer).collect::<Result<Vec<_>>>()
     };
     let float = |i: usize| numbers[i] as f32;
@@ -144,25 +175,26 @@ fn with_op<R>(name: &str, tensors: &[PeerTensor], numbers: &[f64], then: impl Fn
             then(Op::LayerNormModulate { streams: &streams, eps: float(0) })
         }
         "linear" | "linear_swiglu" => {
-            let layers = layers(2, Some(3))?;
+            let layers = layers(1, 2, Some(4))?;
             let stream = |(s, w): (&[Option<Tensor>], _)| Ok(Gemm { out: there(s[0])?, x: there(s[1])?, w });
             let gemms = per_stream().zip(&layers).map(stream).collect::<Result<Vec<_>>>()?;
             then(if name == "linear" { Op::Linear(&gemms) } else { Op::LinearSwiglu(&gemms) })
         }
         "linear_gate_residual" => {
-            let layers = layers(2, Some(3))?;
-            let stream = |(s, w): (&[Option<Tensor>], _)| Ok(GatedGemm { into: there(s[0])?, x: there(s[1])?, w, gate: s[4] });
+            let layers = layers(1, 2, Some(4))?;
+            let stream = |(s, w): (&[Option<Tensor>], _)| Ok(GatedGemm { into: there(s[0])?, x: there(s[1])?, w, gate: s[5] });
             let gemms = per_stream().zip(&layers).map(stream).collect::<Result<Vec<_>>>()?;
             then(Op::LinearGateResidual(&gemms))
         }
         "qkv" => {
-            let layers = layers(1, None)?;
+            let layers = layers(0, 1, None)?;
             let style = if size(1) == 0 { RopeStyle::Interleaved } else { RopeStyle::HalfSplit };
             let stream = |(s, w): (&[Option<Tensor>], _)| {
-                let norm = QkNorm { q: there(s[2])?, k: there(s[3])?, eps: float(0) };
-                let rope = Rope { table: there(s[4])?, style };
-                let (k, v, norm) = (there(s[6])?, there(s[7])?, Some(norm));
-                Ok(Projection { x: there(s[0])?, w, norm, q_scale: 1.0, k_scale: 1.0, rope, q: s[5], k, v, mlp: s[8] })
+                let norm = QkNorm { q: there(s[3])?, k: there(s[4])?, eps: float(0) };
+                let rope = Rope { table: there(s[5])?, style };
+                let (k, v, norm) = (there(s[7])?, there(s[8])?, Some(norm));
+                let (q_scale, k_scale) = (float(2), float(3));
+                Ok(Projection { x: there(s[0])?, w, norm, q_scale, k_scale, rope, q: s[6], k, v, mlp: s[9] })
             };
             let projections = per_stream().zip(&layers).map(stream).collect::<Result<Vec<_>>>()?;
             then(Op::Qkv(&projections))
@@ -205,10 +237,25 @@ fn with_op<R>(name: &str, tensors: &[PeerTensor], numbers: &[f64], then: impl Fn
 
 // --------------------------------------------------------------------------------------------------------------- C interface
 
-/// The buffer of an error message: `len` bytes, including the terminating zero.
+/// The buffer of an error message or an answer: `len` bytes, including the terminating zero.
 struct Message {
     text: *mut c_char,
     len: usize,
+}
+
+impl Message {
+    /// Writes as much of the text as there is room for.
+    fn write(self, text: &str) {
+        if self.text.is_null() || self.len == 0 {
+            return;
+        }
+        let bytes = &text.as_bytes()[..text.len().min(self.len - 1)];
+        // SAFETY: the caller of every function here vouches for `len` bytes at `text`.
+        unsafe {
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.text.cast(), bytes.len());
+            *self.text.add(bytes.len()) = 0;
+        }
+    }
 }
 
 /// Runs `body`. An error or a panic becomes a message and `None`: neither may unwind into C.
@@ -222,14 +269,7 @@ fn guarded<R>(message: Message, body: impl FnOnce() -> Result<R>) -> Option<R> {
             _ => "panic".into(),
         },
     };
-    if !message.text.is_null() && message.len > 0 {
-        let bytes = &what.as_bytes()[..what.len().min(message.len - 1)];
-        // SAFETY: the caller of every function here vouches for `len` bytes at `text`.
-        unsafe {
-            std::ptr::copy_nonoverlapping(bytes.as_ptr(), message.text.cast(), bytes.len());
-            *message.text.add(bytes.len()) = 0;
-        }
-    }
+    message.write(&what);
     None
 }
 
@@ -245,7 +285,10 @@ pub extern "C" fn kiln_peers_abi() -> u64 {
 /// `error` has room for `error_len` bytes; the stream outlives the handle.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kiln_peers_open(device: u32, stream: u64, error: *mut c_char, error_len: usize) -> *mut Handle {
-    let open = || Ok(Box::into_raw(Box::new(Handle(Cuda::borrowing(device as usize, stream)?))));
+    let open = || {
+        let cuda = Cuda::borrowing(device as usize, stream)?;
+        Ok(Box::into_raw(Box::new(Handle { cuda, launched: HashMap::new() })))
+    };
     guarded(Message { text: error, len: error_len }, open).unwrap_or(null_mut())
 }
 
@@ -263,6 +306,75 @@ pub unsafe extern "C" fn kiln_peers_close(handle: *mut Handle) {
             Ok(())
         });
     }
+}
+
+/// Writes the tiles that GEMMs can be told to take, one a line: its name, the kernel that computes it, and how it accumulates.
+///
+/// # Safety
+/// `text` has room for `len` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kiln_peers_tiles(text: *mut c_char, len: usize) {
+    let line = |tile: Tile| {
+        let config = tile.config();
+        format!("{tile:?} {} {}", config.kernel.symbol(), if config.promoted { "exact" } else { "fast" })
+    };
+    let tiles = Tile::ALL.map(line);
+    Message { text, len }.write(&tiles.join("\n"));
+}
+
+/// Writes the kernels that were launched since this was last asked, one a line. A launch that is captured in a graph counts when
+/// it is captured.
+///
+/// # Safety
+/// The handle came from [`kiln_peers_open`]; `text` has room for `len` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kiln_peers_kernels(handle: *mut Handle, text: *mut c_char, len: usize) {
+    // SAFETY: from `kiln_peers_open` and used by one thread.
+    let Some(handle) = (unsafe { handle.as_mut() }) else { return };
+    let launched: HashMap<_, _> = handle.cuda.launches().into_iter().collect();
+    let mut names: Vec<&str> =
+        launched.iter().filter(|(name, times)| handle.launched.get(*name) != Some(times)).map(|(name, _)| *name).collect();
+    names.sort_unstable();
+    Message { text, len }.write(&names.join("\n"));
+    handle.launched = launched;
+}
+
+/// Chooses what the calls that follow compute with: how e4m3 GEMMs accumulate (0 as the program decides, 1 exact, 2 fast), and
+/// the tile of GEMMs that have it (null: the fastest). 0, or 1 and a message. Without a handle the choice is only checked.
+///
+/// # Safety
+/// The handle is null or came from [`kiln_peers_open`]; `tile` is null or ends in a zero; `error` has room for `error_len` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kiln_peers_choose(
+    handle: *mut Handle,
+    accumulate: u32,
+    tile: *const c_char,
+    error: *mut c_char,
+    error_len: usize,
+) -> i32 {
+    let body = || {
+        let accumulate = match accumulate {
+            0 => Fp8Accumulate::Auto,
+            1 => Fp8Accumulate::Exact,
+            2 => Fp8Accumulate::Fast,
+            other => return Err(wrong(format!("no accumulation has the number {other}"))),
+        };
+        let choice = if tile.is_null() {
+            Choice::Best
+        } else {
+            // SAFETY: the caller vouches for the string.
+            let name = unsafe { CStr::from_ptr(tile) }.to_str().map_err(|e| wrong(e.to_string()))?;
+            let found = Tile::ALL.into_iter().find(|tile| format!("{tile:?}") == name);
+            Choice::Tile(found.ok_or_else(|| wrong(format!("no tile is called `{name}`")))?)
+        };
+        // SAFETY: null, or from `kiln_peers_open` and used by one thread.
+        if let Some(handle) = unsafe { handle.as_mut() } {
+            handle.cuda.set_fp8_accumulate(accumulate);
+            handle.cuda.set_choice(choice);
+        }
+        Ok(())
+    };
+    i32::from(guarded(Message { text: error, len: error_len }, body).is_none())
 }
 
 /// Queues an op, or without a handle only checks that its operands fit each other. 0, or 1 and a message.
@@ -291,7 +403,7 @@ pub unsafe extern "C" fn kiln_peers_run(
         // SAFETY: null, or from `kiln_peers_open` and used by one thread.
         let handle = unsafe { handle.as_mut() };
         with_op(name, tensors, numbers, |op| match handle {
-            Some(handle) => handle.0.run(op),
+            Some(handle) => handle.cuda.run(op),
             None => op.check(),
         })
     };

@@ -48,6 +48,23 @@ const FAMILIES: &[Family] = &[
         read: Tables::gemm_fp8_sm90,
     },
     Family {
+        name: "KL_GEMM_W8A16_SM90",
+        columns: &[
+            "file",
+            "m",
+            "n",
+            "block k",
+            "consumer warpgroups",
+            "stages",
+            "raw stages",
+            "cluster mode",
+            "threads",
+            "shared bytes",
+            "relative cost",
+        ],
+        read: Tables::gemm_w8a16_sm90,
+    },
+    Family {
         name: "KL_GEMM_MMA",
         columns: &["file", "m", "n", "block k", "warps", "stages", "CTAs per SM", "threads", "shared bytes", "relative cost"],
         read: Tables::gemm_mma,
@@ -65,6 +82,7 @@ const FAMILIES: &[Family] = &[
             "name",
             "stages",
             "CTAs per cluster",
+            "type of queries and keys",
             "running maximum",
             "causal",
             "threads",
@@ -94,8 +112,11 @@ const FAMILIES: &[Family] = &[
 /// How the CTAs of a cluster cooperate, as `ClusterMode` of src/backend/cuda/select/tile.rs names it.
 const CLUSTER_MODES: [&str; 3] = ["MulticastA", "MulticastB", "SplitK"];
 
+/// The element types of queries and keys, as the kernels name them.
+const QK_TYPES: [&str; 2] = ["bf16", "e4m3"];
+
 /// The columns whose arguments are identifiers, and those that are 0 or 1. All others are positive numbers.
-const WORDS: [&str; 4] = ["file", "symbol", "name", "cluster mode"];
+const WORDS: [&str; 5] = ["file", "symbol", "name", "cluster mode", "type of queries and keys"];
 const FLAGS: [&str; 3] = ["running maximum", "causal", "promoted"];
 
 /// A row of the table.
@@ -198,6 +219,10 @@ impl Tables {
         }
     }
 
+    fn gemm_w8a16_sm90(&mut self, row: &Row<'_>) -> Result<()> {
+        self.hopper_gemm(row, "W8A16_", "W8A16", false)
+    }
+
     /// A Hopper GEMM; the names of its tiles begin with `prefix`, `operands` is a variant of `GemmOperands`.
     fn hopper_gemm(&mut self, row: &Row<'_>, prefix: &str, operands: &str, promoted: bool) -> Result<()> {
         let (m, n, consumers) = (row.number("m"), row.number("n"), row.number("consumer warpgroups"));
@@ -255,7 +280,10 @@ impl Tables {
     }
 
     fn attention_sm90(&mut self, row: &Row<'_>) -> Result<()> {
-        let name = format!("AttentionSm90{}", row.text("name"));
+        let (name, element) = (format!("AttentionSm90{}", row.text("name")), row.text("type of queries and keys"));
+        if !QK_TYPES.contains(&element) {
+            return Err(format!("type of queries and keys is `{element}`, expected one of {}", QK_TYPES.join(", ")));
+        }
         let cluster = Some(row.number("CTAs per cluster").to_string());
         self.kernel(row, name, row.text("symbol").to_owned(), "KlAttentionSm90", row.number("shared bytes"), cluster);
         Ok(())
@@ -276,12 +304,14 @@ impl Tables {
             return Err(format!("{columns} columns after {}, expected more", self.norm_columns));
         }
         self.norm_columns = columns;
-        let (layer, rms) = (format!("LayerNorm{columns}"), format!("RmsNorm{columns}"));
+        let [layer, layer_e4m3, rms] = ["LayerNorm", "LayerNormE4m3", "RmsNorm"].map(|name| format!("{name}{columns}"));
         let _ = writeln!(
             self.row_norms,
-            "    RowNorm {{ max_columns: {columns}, layer_norm: Kernel::{layer}, rms_norm: Kernel::{rms} }},"
+            "    RowNorm {{\n        max_columns: {columns},\n        layer_norm: Kernel::{layer},\n        \
+             layer_norm_e4m3: Kernel::{layer_e4m3},\n        rms_norm: Kernel::{rms},\n    }},"
         );
         self.kernel(row, layer, format!("kl_layer_norm_{columns}"), "KlLayerNorm", 0, None);
+        self.kernel(row, layer_e4m3, format!("kl_layer_norm_e4m3_{columns}"), "KlLayerNorm", 0, None);
         self.kernel(row, rms, format!("kl_rms_norm_{columns}"), "KlRmsNorm", 0, None);
         Ok(())
     }

@@ -2,7 +2,7 @@
 //! folder, a repository in the Hugging Face cache, or (the default) `tiny`, a random model that needs no files.
 #![allow(clippy::print_stdout)] // this program's output is its purpose
 
-use kiln::backend::cuda::GEMM_FORMATS;
+use kiln::backend::cuda::gemm_formats;
 use kiln::sequence::Pixels;
 use kiln::{Job, LoadOptions};
 
@@ -14,7 +14,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     if let [_, width, height] = &args[..] {
         job.size = Pixels::new(width.parse()?, height.parse()?)?;
     }
-    let plan = model.estimate(LoadOptions::default(), GEMM_FORMATS, &job)?;
+    // On a Hopper GPU, which multiplies FP8 as it is stored.
+    let plan = model.estimate(LoadOptions::default(), gemm_formats((9, 0)), &job)?;
     println!("{}, {}x{}, {} steps", model.name, job.size.width(), job.size.height(), job.steps);
     println!("{} text tokens and {} image tokens", plan.text_tokens, plan.canvas_tokens);
     for (stage, flops) in &plan.stages {

@@ -15,8 +15,8 @@
 #define KL_U8 3u
 #define KL_E4M3 4u
 
-/* A matrix: `rows` rows of `cols` elements, `stride` elements from row to row. Elements of KL_E4M3 stand for `scale` times their value. An
- * absent matrix has a `data` of zero. */
+/* A matrix: `rows` rows of `cols` elements, `stride` elements from row to row. Elements of KL_E4M3 stand for `scale` times their value.
+ * An absent matrix has a `data` of zero. */
 typedef struct {
   uint64_t data;
   uint64_t stride;
@@ -234,8 +234,9 @@ typedef struct {
 /* One more epilogue of the tensor-core GEMMs: qk-norm and RoPE of heads of 128 columns. */
 #define KL_QK_NORM_ROPE 3u
 
-/* Rows of a weight, from row `first` of one of the stream's matrices on, whose type is `dtype`. Accumulators are multiplied by `alpha`: the
- * scale of x times that of the matrix and, where a product is stored as e4m3 without a norm in between, divided by that of the output. */
+/* Rows of a weight, from row `first` of one of the stream's matrices on, whose type is `dtype`. Accumulators are multiplied by `alpha`:
+ * the scale of x times that of the matrix and, where a product is stored as e4m3 without a norm in between, divided by that of the
+ * output. */
 typedef struct {
   uint32_t matrix;
   uint32_t first;
@@ -321,8 +322,8 @@ typedef struct {
 
 /* A tile is `pack` query heads that share a KV head, with KL_SM90_BLOCK_Q / pack queries each. The two CTAs of a cluster have consecutive
  * tiles of a head, and there are `row_tiles` such pairs; with a causal mask there are no clusters, and half of a tile's queries come from
- * the end of the sequence. `out` are the rows of the output one after the other; the second range may be absent. `keys` are the lengths of
- * the KV segments, `group` is the number of query heads per KV head. `schedule` counts KV blocks. */
+ * the end of the sequence. `out` are the rows of the output one after the other; the second range may be absent. `keys` are the lengths
+ * of the KV segments, `group` is the number of query heads per KV head. `schedule` counts KV blocks. */
 typedef struct {
   KlTensorMap q, k[KL_SM90_KV_SEGMENTS], v[KL_SM90_KV_SEGMENTS];
   KlMat out[KL_SM90_ATTENTION_OUTS];

@@ -3,28 +3,34 @@
 //   kl_attention_sm90           max-free softmax: 2^(q k^T) v divided by the row sum, where logits are known to be bounded (see below)
 //   kl_attention_sm90_running   softmax(q k^T * scale) v for any logits: online softmax with a running row maximum
 //   kl_attention_sm90_causal    online softmax with a causal mask; query heads that share a KV head are packed into one tile (GQA)
+//   ..._e4m3                    the same with queries and keys in e4m3: their MMAs take half the time, and K half the bytes of a stage
 //
 // Bound: tensor cores, 4 * queries * keys * 128 FLOP per head; and the power they draw.
-// Needs: heads of 128, bf16, strides multiples of 8, 16-byte aligned addresses.
+// Needs: heads of 128; values of bf16, queries and keys of bf16 or both of e4m3; addresses and strides that are multiples of 16 bytes.
 //
 // Persistent and warp-specialised: one CTA per SM stays for the whole launch. One producer thread loads Q of a tile by TMA, then K and V
-// in blocks of 128 keys, up to three blocks ahead (two with a mask). Two consumer warpgroups have 64 queries each. Softmax uses no tensor
-// core, so it is overlapped in two ways: within a warpgroup, the softmax of one KV block runs while the P V wgmma of the previous block
-// is in flight; between them, without a mask, the warpgroups take turns on the tensor cores (ping-pong). P stays in registers: the
-// accumulator layout of Q K^T is the A operand layout of P V. Two CTAs are a cluster with the same KV head; each loads one half of
+// in blocks of 128 keys, up to three blocks ahead (two with a mask, four in e4m3). Two consumer warpgroups have 64 queries each. Softmax
+// uses no tensor core, so it is overlapped in two ways: within a warpgroup, the softmax of one KV block runs while the P V of the
+// previous is in flight; between them, without a mask, the warpgroups take turns on the tensor cores (ping-pong). P stays in registers:
+// the accumulator layout of Q K^T is the A operand layout of P V. Two CTAs are a cluster with the same KV head; each loads one half of
 // every K and V block and multicasts it to both.
 //
 // Max-free softmax: subtracting a constant from all logits of a row changes neither the softmax nor its floating-point precision; the
 // maximum only keeps exponentials in range. Q and K come out of RMS norms whose weights bound their lengths, so logits are bounded, too.
 // Where 2^logit can neither overflow nor underflow, no maximum is computed and no accumulator is ever rescaled. Q is pre-scaled by
-// log2(e) / sqrt(d) in the epilogue that wrote it, so softmax is a bare exp2.
+// log2(e) / sqrt(d) in the epilogue that wrote it, so softmax is a bare exp2; in e4m3 Q and K have the square root of that each, and a
+// scale of one.
 //
 // With a causal mask later rows attend to more keys. The first warpgroup of a CTA takes rows from the end of the sequence and the second
 // as many from its beginning, so that all CTAs have the same work.
 //
+// The output is up to two ranges of rows, each of bf16 or e4m3: those of the text and of the image stream of a double block are the
+// inputs of different layers, with scales of their own.
+//
 // Tiles are scheduled by Stream-K over their KV blocks (gemm/stream_k.cuh); row sums and maxima go with the partial accumulators.
 #include <attention/kv_cursor.cuh>
 #include <attention/softmax.cuh>
+#include <common/e4m3.cuh>
 #include <common/math.cuh>
 #include <common/tile_row.cuh>
 #include <common/vectors.cuh>
@@ -35,24 +41,32 @@ constexpr int kHeadDim = KL_MMA_COLS, kBlockQ = KL_SM90_BLOCK_Q, kBlockKV = KL_S
 constexpr int kConsumers = 2, kWarps = kWarpgroupWarps * kConsumers, kThreads = kWarpgroupThreads * (1 + kConsumers);
 static_assert(kBlockQ == kWgmmaRows * kConsumers, "abi.h states another size: each consumer warpgroup has one wgmma tile of queries");
 using AttentionRegisters = RegisterSplit<kConsumers, /*producer*/ 24, /*consumer*/ 240>;
-// Q, K and V tiles are two halves of 64 columns each in shared memory, because the 128-byte swizzle limits a TMA box to 64 bf16 columns.
-constexpr uint32_t kHalfCols = KL_SM90_BOX_COLS, kQHalfBytes = kBlockQ * kSwizzleRowBytes, kKVHalfBytes = kBlockKV * kSwizzleRowBytes;
-constexpr uint32_t kQBytes = 2 * kQHalfBytes, kKVBytes = 2 * kKVHalfBytes;
-constexpr int kMmaK = 16;  // elements of K per wgmma
-constexpr uint64_t kDescriptorStep = kMmaK * sizeof(bf16) / kDescriptorUnitBytes;
+// The 128-byte swizzle limits a TMA box to 128 bytes of a row, so that tiles of bf16 are two slices of 64 columns each in shared memory,
+// those of e4m3 one slice of 128.
+template <class Element>
+constexpr uint32_t kSliceCols = kSwizzleRowBytes / sizeof(Element);
+template <class Element>
+constexpr int kSlices = kHeadDim / kSliceCols<Element>;
+constexpr uint32_t kQSliceBytes = kBlockQ * kSwizzleRowBytes, kKVSliceBytes = kBlockKV * kSwizzleRowBytes;
+constexpr uint32_t kVBytes = kSlices<bf16> * kKVSliceBytes;
+constexpr int kMmaBytes = 32;  // of a row of Q and of K per wgmma, whatever their type
+constexpr int kPVKeys = 16;    // keys per wgmma of P and V
 
 // Ids of named barriers; 0 is __syncthreads. A consumer warpgroup waits at its own for its turn on the tensor cores.
 enum NamedBarrier : uint32_t { kTurnWG0 = 1, kTurnWG1 = 2 };
 
-template <int kStages_, int kCluster_, bool kRunningMax_, bool kCausal_>
+// QKElement is the type of queries and keys.
+template <int kStages_, int kCluster_, class QKElement_, bool kRunningMax_, bool kCausal_>
 struct AttentionConfig {
-  static constexpr int kStages = kStages_, kCluster = kCluster_;
+  using QKElement = QKElement_;
+  static constexpr int kStages = kStages_, kCluster = kCluster_, kQKSlices = kSlices<QKElement>;
   static constexpr bool kRunningMax = kRunningMax_, kCausal = kCausal_;
   // Mbarriers: full and empty for Q; then for each stage full of K and of V, empty of K and of V, and the number of keys in the stage.
-  static constexpr uint32_t kBarrierOffset = kQBytes + 2 * kStages * kKVBytes, kStageBarrierBytes = 5 * kMbarrierBytes;
+  static constexpr uint32_t kQBytes = kQKSlices * kQSliceBytes, kKBytes = kQKSlices * kKVSliceBytes, kKVBytes = kKBytes + kVBytes;
+  static constexpr uint32_t kBarrierOffset = kQBytes + kStages * kKVBytes, kStageBarrierBytes = 5 * kMbarrierBytes;
   static constexpr uint32_t kSmemBytes = kSwizzleAlignment + kBarrierOffset + 2 * kMbarrierBytes + kStages * kStageBarrierBytes;
   static_assert(kSmemBytes <= KL_SM90_SHARED_LIMIT, "more shared memory than a CTA can have");
-  static_assert(kBlockKV / kCluster % 8 == 0 && kBlockKV % 16 == 0,
+  static_assert(kBlockKV / kCluster % 8 == 0 && kBlockKV % kPVKeys == 0,
                 "the swizzle has a period of eight rows, a P V MMA takes sixteen keys");
 };
 
@@ -62,8 +76,8 @@ struct SmemLayout {
   uint32_t base;
 
   __device__ __forceinline__ uint32_t q() const { return base; }
-  __device__ __forceinline__ uint32_t k(uint32_t i) const { return base + kQBytes + 2 * i * kKVBytes; }
-  __device__ __forceinline__ uint32_t v(uint32_t i) const { return k(i) + kKVBytes; }
+  __device__ __forceinline__ uint32_t k(uint32_t i) const { return base + Config::kQBytes + i * Config::kKVBytes; }
+  __device__ __forceinline__ uint32_t v(uint32_t i) const { return k(i) + Config::kKBytes; }
   __device__ __forceinline__ uint32_t barriers() const { return base + Config::kBarrierOffset; }
   __device__ __forceinline__ RingBarriers<1, 0, kMbarrierBytes> q_ring() const { return {barriers()}; }
   // The mbarriers of V follow those of K one by one.
@@ -119,36 +133,38 @@ struct Segments {
 // The producer: one thread that issues all TMA loads of a CTA.
 template <class Config>
 __device__ __forceinline__ void produce(const KlAttentionSm90& p, Pipeline<Config> pipe) {
-  // Loads both halves of a head, of the rows that this CTA loads for the cluster.
-  const auto load_kv = [&](uint32_t to, const KlTensorMap* map, uint32_t head, uint32_t row, uint32_t full) {
+  // Loads a head, of the rows that this CTA loads for the cluster.
+  const auto load_kv = [&](auto t, uint32_t to, const KlTensorMap* map, uint32_t head, uint32_t row, uint32_t full) {
+    using Element = typename decltype(t)::type;
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      uint32_t to_half = to + half * kKVHalfBytes;
-      const uint32_t col = head * kHeadDim + half * kHalfCols;
+    for (int slice = 0; slice < kSlices<Element>; slice++) {
+      uint32_t to_slice = to + slice * kKVSliceBytes;
+      const uint32_t col = head * kHeadDim + slice * kSliceCols<Element>;
       if constexpr (Config::kCluster > 1) {
         constexpr uint32_t kOwnRows = kBlockKV / Config::kCluster;
         const uint32_t own = cluster_rank() * kOwnRows;
         constexpr uint16_t kAllCtas = (1 << Config::kCluster) - 1;
-        to_half += own * kSwizzleRowBytes;
-        tma_load_2d_multicast(to_half, map, col, row + own, full, kAllCtas);
+        to_slice += own * kSwizzleRowBytes;
+        tma_load_2d_multicast(to_slice, map, col, row + own, full, kAllCtas);
       } else {
-        tma_load_2d(to_half, map, col, row, full);
+        tma_load_2d(to_slice, map, col, row, full);
       }
     }
   };
+  using QKElement = typename Config::QKElement;
   uint32_t q_parity = 1;
   TileScheduler<Config::kCluster> scheduler{p.schedule};
   for (WorkTile work; scheduler.next(work); q_parity ^= 1) {
     const TileCoord<Config> at(p, work.tile);
     const uint32_t key_head = at.head / p.group, kv_end = at.kv_end(work, 0);
     mbarrier_wait(pipe.q_empty(), q_parity);
-    mbarrier_arrive_expect_tx(pipe.q_full(), kQBytes);
+    mbarrier_arrive_expect_tx(pipe.q_full(), Config::kQBytes);
     for (uint32_t group = 0; group < kConsumers; group++) {
       for (uint32_t h = 0; h < p.pack; h++) {
         const uint32_t to = pipe.q() + (group * kWgmmaRows + h * at.rows) * kSwizzleRowBytes, col = (at.head + h) * kHeadDim;
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-          tma_load_2d(to + half * kQHalfBytes, &p.q, col + half * kHalfCols, at.first_query(group), pipe.q_full());
+        for (int slice = 0; slice < Config::kQKSlices; slice++) {
+          tma_load_2d(to + slice * kQSliceBytes, &p.q, col + slice * kSliceCols<QKElement>, at.first_query(group), pipe.q_full());
         }
       }
     }
@@ -158,31 +174,42 @@ __device__ __forceinline__ void produce(const KlAttentionSm90& p, Pipeline<Confi
       const uint32_t i = pipe.stage, parity = pipe.parity ^ 1;
       mbarrier_wait(pipe.k_empty(i), parity);
       store_shared(pipe.kv_count(i), cursor.count());
-      mbarrier_arrive_expect_tx(pipe.k_full(i), kKVBytes);
-      load_kv(pipe.k(i), &p.k[cursor.segment], key_head, cursor.key, pipe.k_full(i));
+      mbarrier_arrive_expect_tx(pipe.k_full(i), Config::kKBytes);
+      load_kv(Type<QKElement>(), pipe.k(i), &p.k[cursor.segment], key_head, cursor.key, pipe.k_full(i));
       mbarrier_wait(pipe.v_empty(i), parity);
-      mbarrier_arrive_expect_tx(pipe.v_full(i), kKVBytes);
-      load_kv(pipe.v(i), &p.v[cursor.segment], key_head, cursor.key, pipe.v_full(i));
+      mbarrier_arrive_expect_tx(pipe.v_full(i), kVBytes);
+      load_kv(Type<bf16>(), pipe.v(i), &p.v[cursor.segment], key_head, cursor.key, pipe.v_full(i));
     }
   }
 }
 
+// A row maximum is left as it is until a score exceeds it by so many powers of two: probabilities up to 2^8 are as precise as those up to
+// one, and `out` is hardly ever rescaled (FlashAttention-4).
+constexpr float kMaxSlack = 8.0f;
+
 // A thread's registers of a tile: two rows that are eight apart, and of every eight columns two.
 template <class Config>
 struct AttentionTile {
+  static constexpr bool kIsE4m3 = sizeof(typename Config::QKElement) == sizeof(e4m3);
   float out[kHeadDim / 2] = {}, row_sum[2] = {}, row_max[2] = {-INFINITY, -INFINITY};
   float scores[kBlockKV / 2];
   uint32_t p_frag[kBlockKV / 4];
   float correction[2];  // by which `out` must be rescaled, because the row maximum rose
+  bool raised;          // whether that of any row of the warp did
 
   // scores = q k^T
   __device__ __forceinline__ void qk_mma(uint32_t q, uint32_t k) {
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const uint64_t a = wgmma_descriptor(q + half * kQHalfBytes), b = wgmma_descriptor(k + half * kKVHalfBytes);
+    for (int slice = 0; slice < Config::kQKSlices; slice++) {
+      const uint64_t a = wgmma_descriptor(q + slice * kQSliceBytes), b = wgmma_descriptor(k + slice * kKVSliceBytes);
 #pragma unroll
-      for (int i = 0; i < kHalfCols / kMmaK; i++) {
-        wgmma<kBlockKV>(scores, a + kDescriptorStep * i, b + kDescriptorStep * i, half > 0 || i > 0);
+      for (int i = 0; i < kSwizzleRowBytes / kMmaBytes; i++) {
+        constexpr uint64_t kStep = kMmaBytes / kDescriptorUnitBytes;
+        if constexpr (kIsE4m3) {
+          wgmma_e4m3<kBlockKV>(scores, a + kStep * i, b + kStep * i, slice > 0 || i > 0);
+        } else {
+          wgmma<kBlockKV>(scores, a + kStep * i, b + kStep * i, slice > 0 || i > 0);
+        }
       }
     }
     wgmma_commit();
@@ -191,8 +218,8 @@ struct AttentionTile {
   // out += p v
   __device__ __forceinline__ void pv_mma(uint32_t v) {
 #pragma unroll
-    for (int i = 0; i < kBlockKV / kMmaK; i++) {
-      wgmma_rs(out, &p_frag[4 * i], wgmma_descriptor_mn_major(v + i * kMmaK * kSwizzleRowBytes, kKVHalfBytes));
+    for (int i = 0; i < kBlockKV / kPVKeys; i++) {
+      wgmma_rs(out, &p_frag[4 * i], wgmma_descriptor_mn_major(v + i * kPVKeys * kSwizzleRowBytes, kKVSliceBytes));
     }
     wgmma_commit();
   }
@@ -209,15 +236,19 @@ struct AttentionTile {
   // additions are not one dependency chain.
   __device__ __forceinline__ void softmax_block(float scale) {
     constexpr int kCount = kBlockKV / 4;
+    const auto score_of = [&](int h) { return [this, h](int i) -> float& { return scores[i / 2 * 4 + 2 * h + i % 2]; }; };
+    if constexpr (Config::kRunningMax) {
+      const float block_max[2] = {quad_row_max<kCount>(row_max[0], score_of(0)), quad_row_max<kCount>(row_max[1], score_of(1))};
+      const auto rises = [&](int h) { return (block_max[h] - row_max[h]) * scale > kMaxSlack; };
+      raised = __ballot_sync(0xffffffffu, rises(0) || rises(1)) != 0;
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const auto score = [&](int i) -> float& { return scores[i / 2 * 4 + 2 * h + i % 2]; };
-      if constexpr (Config::kRunningMax) {
-        const float new_max = quad_row_max<kCount>(row_max[h], score);
-        correction[h] = online_softmax<kCount, 2>(row_max[h], row_sum[h], new_max, Exp2{scale}, score);
-      } else {
-        online_softmax<kCount, 2>(row_max[h], row_sum[h], row_max[h], Exp2MaxFree{}, score);
+      for (int h = 0; h < 2; h++) {
+        const float new_max = raised ? block_max[h] : row_max[h];
+        correction[h] = online_softmax<kCount, 2>(row_max[h], row_sum[h], new_max, Exp2{scale}, score_of(h));
       }
+    } else {
+#pragma unroll
+      for (int h = 0; h < 2; h++) online_softmax<kCount, 2>(row_max[h], row_sum[h], row_max[h], Exp2MaxFree{}, score_of(h));
     }
   }
 
@@ -269,6 +300,24 @@ struct TilePartials : PartialTile<PartialsOfWarp, kHeadDim / 8 + 1> {
   }
 };
 
+// Stores values of four times eight columns of a row: of every eight, a lane has two. The lanes of a quad exchange them, so that each has
+// eight contiguous ones, which it stores if the row is `valid`.
+__device__ __forceinline__ void store_eight(const KlAttentionSm90&, bf16* to, bool valid, const float (&v)[8]) {
+  const uint32_t pairs[4] = {pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7])};
+  const uint4 eight = transpose_quad(pairs);
+  if (valid) *reinterpret_cast<uint4*>(to) = eight;
+}
+
+__device__ __forceinline__ void store_eight(const KlAttentionSm90& p, e4m3* to, bool valid, const float (&v)[8]) {
+  const uint32_t front = cvt_e4m3x2(v[0], v[1]) | cvt_e4m3x2(v[2], v[3]) << 16;
+  const uint32_t back = cvt_e4m3x2(v[4], v[5]) | cvt_e4m3x2(v[6], v[7]) << 16;
+  const uint2 eight = transpose_quad_halves(front, back);
+  if (valid) {
+    *reinterpret_cast<uint2*>(to) = eight;
+    count_saturated<8>(p.saturated, v);
+  }
+}
+
 template <class Config>
 __device__ __forceinline__ void store(const KlAttentionSm90& p, const TileCoord<Config>& at, uint32_t group,
                                       const AttentionTile<Config>& tile) {
@@ -276,15 +325,33 @@ __device__ __forceinline__ void store(const KlAttentionSm90& p, const TileCoord<
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const float inverse = 1.0f / quad_sum(tile.row_sum[h]);
-    const uint32_t row = first + 8 * h, query = at.first_query(group) + row % at.rows;
-    bf16* to = row_of<bf16>(p.out[0], min(query, p.out[0].rows - 1)) + (at.head + row / at.rows) * kHeadDim + lane() % 4 * 8;
+    const uint32_t tile_row = first + 8 * h, col = (at.head + tile_row / at.rows) * kHeadDim + lane() % 4 * 8;
+    uint32_t row = at.first_query(group) + tile_row % at.rows;  // from the beginning of a range on
+#pragma unroll 1
+    for (int i = 0; i < KL_SM90_ATTENTION_OUTS; i++) {
+      const KlMat& out = p.out[i];
+      const bool valid = row < out.rows;
+      const auto store_as = [&](auto t, float factor) {
+        using Element = typename decltype(t)::type;
+        Element* to = row_of<Element>(out, valid ? row : 0) + col;
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 8; i += 4) {
-      uint32_t v[4];
+        for (int j = 0; j < kHeadDim / 8; j += 4) {
+          const float* of = &tile.out[4 * j + 2 * h];
+          float v[8];
 #pragma unroll
-      for (int e = 0; e < 4; e++) v[e] = pack_bf16(tile.out[4 * (i + e) + 2 * h] * inverse, tile.out[4 * (i + e) + 2 * h + 1] * inverse);
-      const uint4 eight = transpose_quad(v);
-      if (query < p.out[0].rows) *reinterpret_cast<uint4*>(to + 8 * i) = eight;
+          for (int e = 0; e < 8; e++) v[e] = of[e / 2 * 4 + e % 2] * factor;
+          store_eight(p, to + 8 * j, valid, v);
+        }
+      };
+      // All lanes of a warp go the same way, though their rows may be in different ranges, because they exchange values.
+      if (__ballot_sync(0xffffffffu, valid)) {
+        if (out.dtype == KL_E4M3) {
+          store_as(Type<e4m3>(), inverse / out.scale);
+        } else {
+          store_as(Type<bf16>(), inverse);
+        }
+      }
+      row -= out.rows;  // wraps around in rows of this range, so that they are in no other
     }
   }
 }
@@ -336,7 +403,9 @@ __device__ __forceinline__ void consume(const KlAttentionSm90& p, Pipeline<Confi
       mbarrier_wait(full, parity);
       wgmma_wait<0>();
       if (pv_in_flight < Config::kStages) release(pipe.v_empty(pv_in_flight));
-      if constexpr (Config::kRunningMax) tile.rescale_out(tile.correction);
+      if constexpr (Config::kRunningMax) {
+        if (tile.raised) tile.rescale_out(tile.correction);
+      }
       tile.round_p();
     };
     for (uint32_t k = work.k_begin + 1; k < kv_end; k++) {
@@ -402,9 +471,9 @@ __device__ __forceinline__ void attention(const KlAttentionSm90& p) {
 
 static_assert(sizeof(KlAttentionSm90) % 128 == 0, "abi.h leaves a gap");
 
-#define KL_ATTENTION_SM90(file, symbol, name, stages, cluster, running_max, causal, threads, shared_bytes) \
-  using name = AttentionConfig<stages, cluster, running_max, causal>;                                      \
-  static_assert(row_states<kThreads, threads>());                                                          \
-  static_assert(row_states<name::kSmemBytes, shared_bytes>());                                             \
+#define KL_ATTENTION_SM90(file, symbol, name, stages, cluster, qk, running_max, causal, threads, shared_bytes) \
+  using name = AttentionConfig<stages, cluster, qk, running_max, causal>;                                      \
+  static_assert(row_states<kThreads, threads>());                                                              \
+  static_assert(row_states<name::kSmemBytes, shared_bytes>());                                                 \
   KL_ENTRY(symbol, KlAttentionSm90, threads, 1) { attention<name>(p); }
 #include <tiles.def>

@@ -2,7 +2,8 @@
 // sizes that are too slow on the host.
 //
 //   kl_naive_gemm        out = epilogue(x w^T + bias)      x [m, k], w [n, k], out [m, n]
-//                        store | silu(gate) * up, w being n gate rows, then n up rows | out += gate * (...)
+//                        store | silu(gate) * up, with n gate rows and n up rows of types of their own | out += gate * (...)
+//                        inputs, weights and results may be e4m3, and rows of the weight have scales
 //   kl_naive_conv        3x3 convolution over an NHWC image, + bias, + residual; the input may be upsampled by two (nearest neighbour)
 //                        first, or the stride may be two with zero padding at the right and bottom edge only
 //   kl_naive_attention   softmax(q k^T * scale) v, several KV segments, grouped-query attention, optional causal mask
@@ -67,30 +68,37 @@ __device__ __forceinline__ void tile_gemm(SmemTile& a_tile, SmemTile (&b_tile)[k
   }
 }
 
-KL_ENTRY(kl_naive_gemm, KlNaiveGemm, KL_NAIVE_THREADS) {
+KL_ENTRY(kl_naive_gemm, KlNaiveGemm, KL_NAIVE_THREADS, 3) {
   KL_SHARED(SmemTile, a_tile, );
   KL_SHARED(SmemTile, one, [1]);
   KL_SHARED(SmemTile, both, [2]);
-  with_operand_types(p.x.dtype, p.w[0].dtype, [&](auto t, auto u) {
+  const auto multiply = [&](auto t, auto u) {
     using X = typename decltype(t)::type;
     using W = typename decltype(u)::type;
     const auto x = [&](uint64_t row, uint32_t i) { return load<X>(p.x, row, i); };
     const auto w = [&](int j, uint64_t col, uint32_t i) { return load<W>(p.w[j], col, i); };
+    const auto scale = [&](int j, uint64_t col) { return p.scales[j] ? reinterpret_cast<const float*>(p.scales[j])[col] : 1.0f; };
     const uint64_t m = p.out.rows, n = p.out.cols;
     if (p.epilogue == KL_SWIGLU) {
       tile_gemm(a_tile, both, m, n, p.x.cols, x, w, [&](uint64_t row, uint64_t col, const float(&acc)[2]) {
-        store_any(p.out, row, col, silu(acc[0]) * acc[1]);
+        store_quantised(p.out, row, col, silu(acc[0] * scale(0, col)) * (acc[1] * scale(1, col)), p.saturated);
       });
     } else {
       tile_gemm(a_tile, one, m, n, p.x.cols, x, w, [&](uint64_t row, uint64_t col, const float(&acc)[1]) {
-        float v = acc[0] + (p.bias.data ? load<float>(p.bias, 0, col) : 0.0f);
+        float v = acc[0] * scale(0, col) + (p.bias.data ? load<float>(p.bias, 0, col) : 0.0f);
         if (p.epilogue == KL_GATE_RESIDUAL) {
           v = load_any(p.out, row, col) + (p.gate.data ? load_any(p.gate, 0, col) : 1.0f) * v;
         }
-        store_any(p.out, row, col, v);
+        store_quantised(p.out, row, col, v, p.saturated);
       });
     }
-  });
+  };
+  // Codes are few enough bytes to be read value by value, and so are gate and up rows of different types.
+  if (p.x.dtype == KL_E4M3 || p.w[0].dtype == KL_E4M3 || p.w[0].dtype != p.w[1].dtype) {
+    multiply(Type<Any>(), Type<Any>());
+  } else {
+    with_operand_types(p.x.dtype, p.w[0].dtype, multiply);
+  }
 }
 
 KL_ENTRY(kl_naive_conv, KlConv, KL_NAIVE_THREADS) {
@@ -119,8 +127,9 @@ KL_ENTRY(kl_naive_conv, KlConv, KL_NAIVE_THREADS) {
   });
 }
 
-// One warp per query and head, with online softmax one key at a time. A lane holds every 32nd element of the head.
-template <class X>
+// One warp per query and head, with online softmax one key at a time. A lane holds every 32nd element of the head. QK is the type of
+// queries and keys, V that of values.
+template <class QK, class V>
 __device__ __forceinline__ void attention_row(const KlAttention& p, uint64_t query, uint32_t head) {
   constexpr int kHeld = KL_HEAD_DIM / 32;
   const uint32_t lane = threadIdx.x % 32, d = p.head_dim;
@@ -129,7 +138,7 @@ __device__ __forceinline__ void attention_row(const KlAttention& p, uint64_t que
 #pragma unroll
   for (int i = 0; i < kHeld; i++) {
     const uint32_t e = i * 32 + lane;
-    q[i] = e < d ? load<X>(p.q, query, q_col + e) * p.scale : 0.0f;
+    q[i] = e < d ? load<QK>(p.q, query, q_col + e) * p.q.scale * p.scale : 0.0f;
     out[i] = 0.0f;
   }
   float row_max = -INFINITY, row_sum = 0.0f;
@@ -137,13 +146,14 @@ __device__ __forceinline__ void attention_row(const KlAttention& p, uint64_t que
     const KlMat &k = p.kv[s].k, &v = p.kv[s].v;
     const uint64_t keys = p.causal ? min(static_cast<uint64_t>(k.rows), query + 1) : k.rows;
     for (uint64_t key = 0; key < keys; key++) {
-      const X *k_row = row_of<const X>(k, key) + kv_col, *v_row = row_of<const X>(v, key) + kv_col;
+      const QK* k_row = row_of<const QK>(k, key) + kv_col;
+      const V* v_row = row_of<const V>(v, key) + kv_col;
       float score = 0.0f;
 #pragma unroll
       for (int i = 0; i < kHeld; i++) {
         if (i * 32 + lane < d) score += q[i] * to_float(k_row[i * 32 + lane]);
       }
-      float prob[1] = {warp_sum(score)};
+      float prob[1] = {warp_sum(score) * k.scale};
       const auto at = [&](int i) -> float& { return prob[i]; };
       const float correction = online_softmax<1>(row_max, row_sum, fmaxf(row_max, prob[0]), NaturalExp{}, at);
 #pragma unroll
@@ -155,12 +165,19 @@ __device__ __forceinline__ void attention_row(const KlAttention& p, uint64_t que
 #pragma unroll
   for (int i = 0; i < kHeld; i++) {
     const uint32_t e = i * 32 + lane;
-    if (e < d) store_any(p.out, query, q_col + e, out[i] / row_sum);
+    if (e < d) store_quantised(p.out, query, q_col + e, out[i] / row_sum, p.saturated);
   }
 }
 
 KL_ENTRY(kl_naive_attention, KlAttention, KL_ATTENTION_WARPS * 32) {
   const uint64_t query = static_cast<uint64_t>(blockIdx.x) * KL_ATTENTION_WARPS + threadIdx.x / 32;
   if (query >= p.q.rows) return;
-  with_type(p.q.dtype, [&](auto t) { attention_row<typename decltype(t)::type>(p, query, blockIdx.y); });
+  with_type(p.kv[0].v.dtype, [&](auto t) {
+    using V = typename decltype(t)::type;
+    if (p.q.dtype == KL_E4M3) {
+      attention_row<e4m3, V>(p, query, blockIdx.y);
+    } else {
+      attention_row<V, V>(p, query, blockIdx.y);
+    }
+  });
 }

@@ -2,11 +2,15 @@
 //
 //   kl_rms_norm_*    y = x / sqrt(mean(x^2) + eps) * weight
 //   kl_layer_norm_*  y = (1 + scale) * (x - mean) / sqrt(var + eps) + shift, per stream (AdaLN modulation)
-//                    _1024 to _8192: aligned rows of bf16 with at most that many columns, a multiple of 8; _any: all others
+//                    _1024 to _8192: aligned rows of bf16 with at most that many columns, a multiple of 8
+//                    _e4m3_1024 to _e4m3_8192: the same with results of e4m3, divided by their scale
+//                    _any: all others, in and out
 //
 // Bound: HBM. Rows are read once and stay in registers in their storage type. A warp computes squared deviations from its own mean, and
 // the moments of all warps are merged behind one barrier (Chan et al. 1979), so a mean far from zero costs no precision. All sums are
 // added in a fixed order.
+#include <type_traits>
+
 #include <common/math.cuh>
 #include <common/moments.cuh>
 #include <common/reduce.cuh>
@@ -28,10 +32,11 @@ __device__ __forceinline__ float divide(float a, float n) {
 
 // Normalises rows `first` to `first` + kRows of aligned bf16. A thread has kVecs vectors, of which only the last may lie past the end; it
 // then loads the row's first vector instead, and neither counts nor stores it. A row past the end repeats the last row, with the same
-// result. With kRms there is no mean and no shift, and `scale` is the weight.
-template <int kThreads, int kVecs, bool kRms>
+// result. With kRms there is no mean and no shift, and `scale` is the weight. Results are of type T: bf16 or e4m3.
+template <class T, int kThreads, int kVecs, bool kRms>
 __device__ __forceinline__ void norm_rows(const KlMat& out, const KlMat& x, const KlMat& scale, const KlMat& shift, uint32_t first,
-                                          float eps, StoredMoments (&moments)[kRows][kThreads / 32]) {
+                                          float eps, uint64_t saturated, StoredMoments (&moments)[kRows][kThreads / 32]) {
+  constexpr bool kE4m3 = std::is_same_v<T, e4m3>;
   constexpr uint32_t kStep = kThreads * kVector;
   const uint32_t col = threadIdx.x * kVector;
   const bool full = col + (kVecs - 1) * kStep < x.cols;
@@ -96,7 +101,7 @@ __device__ __forceinline__ void norm_rows(const KlMat& out, const KlMat& x, cons
   }
   __syncthreads();
 
-  const float n = static_cast<float>(x.cols);
+  const float n = static_cast<float>(x.cols), inverse = kE4m3 ? 1.0f / out.scale : 1.0f;
   float rstd[kRows], minus[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; r++) {
@@ -112,10 +117,24 @@ __device__ __forceinline__ void norm_rows(const KlMat& out, const KlMat& x, cons
       const float d = m.mean - whole;
       deviations += kRms ? m.squares : m.squares + d * d * m.count;
     }
-    // Truncated to 16 significant bits, so that its product with a bf16 is exact: a value equal to the mean becomes zero, however large.
-    rstd[r] = __uint_as_float(__float_as_uint(rsqrtf(__fdividef(deviations, n) + eps)) & 0xffffff00u);
-    minus[r] = -whole * rstd[r];
+    rstd[r] = rsqrtf(__fdividef(deviations, n) + eps);
+    if constexpr (kE4m3) {
+      // Which code is the nearest takes all bits of a value next to a tie, so the mean is subtracted first.
+      rstd[r] *= inverse;
+      minus[r] = -whole;
+    } else {
+      // Truncated to 16 significant bits, so that its product with a bf16 is exact: a value equal to the mean becomes zero, however
+      // large.
+      rstd[r] = __uint_as_float(__float_as_uint(rstd[r]) & 0xffffff00u);
+      minus[r] = -whole * rstd[r];
+    }
   }
+  uint32_t beyond[kRows] = {};
+  const auto normalised = [&](float v, int r) {
+    if constexpr (kRms) return v * rstd[r];
+    if constexpr (kE4m3) return (v + minus[r]) * rstd[r];
+    return v * rstd[r] + minus[r];
+  };
 #pragma unroll
   for (int i = 0; i < kVecs; i++) {
 #pragma unroll
@@ -137,27 +156,47 @@ __device__ __forceinline__ void norm_rows(const KlMat& out, const KlMat& x, cons
       float v[kVector];
       unpack_bf16(values[r][i], v);
 #pragma unroll
-      for (int j = 0; j < kVector; j++) v[j] = kRms ? v[j] * rstd[r] * a[j] : (v[j] * rstd[r] + minus[r]) * (1.0f + a[j]) + b[j];
-      if (i < kVecs - 1 || full) store_vector(row_of<bf16>(out, row(r)) + column(i), v);
+      for (int j = 0; j < kVector; j++) v[j] = kRms ? normalised(v[j], r) * a[j] : normalised(v[j], r) * (1.0f + a[j]) + b[j] * inverse;
+      if (i == kVecs - 1 && !full) continue;
+      if constexpr (kE4m3) beyond[r] += saturated_of<kVector>(v);
+      store_vector(row_of<T>(out, row(r)) + column(i), v);
     }
   }
+  // The row that is repeated counts once.
+#pragma unroll
+  for (int r = 0; r < kRows; r++) add_saturated(saturated, first + r < x.rows ? beyond[r] : 0);
+}
+
+template <class T, int kThreads, int kVecs>
+__device__ __forceinline__ void layer_norm_rows(const KlLayerNorm& p) {
+  KL_SHARED(StoredMoments, moments, [kRows][kThreads / 32]);
+  const uint32_t blocks = ceil_div(p.stream[0].x.rows, kRows);
+  const bool second = blockIdx.x >= blocks;
+  const KlModulated& s = p.stream[second];
+  const uint32_t first = (second ? blockIdx.x - blocks : blockIdx.x) * kRows;
+  norm_rows<T, kThreads, kVecs, false>(s.out, s.x, s.scale, s.shift, first, p.eps, p.saturated, moments);
+}
+
+// Resident CTAs per SM of a norm into e4m3: one fewer where the conversion takes registers, because the GPU has no instruction for it.
+constexpr int e4m3_ctas(int ctas) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+  return ctas > 1 ? ctas - 1 : 1;
+#else
+  return ctas;
+#endif
 }
 
 // Entry points for rows of at most kVecs * kThreads vectors, and more than (kVecs - 1) * kThreads. Each number of vectors has its own:
 // one kernel for all would allocate the registers of the largest.
-#define KL_ROW_NORM(file, cols, kThreads, kVecs, layer_ctas_per_sm, rms_ctas_per_sm)                      \
-  static_assert(row_states<kThreads * kVecs * kVector, cols>());                                          \
-  KL_ENTRY(kl_layer_norm_##cols, KlLayerNorm, kThreads, layer_ctas_per_sm) {                              \
-    KL_SHARED(StoredMoments, moments, [kRows][kThreads / 32]);                                            \
-    const uint32_t blocks = ceil_div(p.stream[0].x.rows, kRows);                                          \
-    const bool second = blockIdx.x >= blocks;                                                             \
-    const KlModulated& s = p.stream[second];                                                              \
-    const uint32_t first = (second ? blockIdx.x - blocks : blockIdx.x) * kRows;                           \
-    norm_rows<kThreads, kVecs, false>(s.out, s.x, s.scale, s.shift, first, p.eps, moments);               \
-  }                                                                                                       \
-  KL_ENTRY(kl_rms_norm_##cols, KlRmsNorm, kThreads, rms_ctas_per_sm) {                                    \
-    KL_SHARED(StoredMoments, moments, [kRows][kThreads / 32]);                                            \
-    norm_rows<kThreads, kVecs, true>(p.out, p.x, p.weight, p.weight, blockIdx.x * kRows, p.eps, moments); \
+#define KL_ROW_NORM(file, cols, kThreads, kVecs, layer_ctas_per_sm, rms_ctas_per_sm)                                           \
+  static_assert(row_states<kThreads * kVecs * kVector, cols>());                                                               \
+  KL_ENTRY(kl_layer_norm_##cols, KlLayerNorm, kThreads, layer_ctas_per_sm) { layer_norm_rows<bf16, kThreads, kVecs>(p); }      \
+  KL_ENTRY(kl_layer_norm_e4m3_##cols, KlLayerNorm, kThreads, e4m3_ctas(layer_ctas_per_sm)) {                                    \
+    layer_norm_rows<e4m3, kThreads, kVecs>(p);                                                                                 \
+  }                                                                                                                            \
+  KL_ENTRY(kl_rms_norm_##cols, KlRmsNorm, kThreads, rms_ctas_per_sm) {                                                         \
+    KL_SHARED(StoredMoments, moments, [kRows][kThreads / 32]);                                                                 \
+    norm_rows<bf16, kThreads, kVecs, true>(p.out, p.x, p.weight, p.weight, blockIdx.x * kRows, p.eps, p.saturated, moments);   \
   }
 #include <tiles.def>
 
@@ -185,7 +224,7 @@ KL_ENTRY(kl_rms_norm_any, KlRmsNorm, KL_NORM_THREADS) {
   });
   const float scale = rsqrtf(squares / static_cast<float>(p.x.cols) + p.eps);
   for (uint32_t col = threadIdx.x; col < p.x.cols; col += KL_NORM_THREADS) {
-    store_any(p.out, row, col, load_any(p.x, row, col) * scale * load<float>(p.weight, 0, col));
+    store_quantised(p.out, row, col, load_any(p.x, row, col) * scale * load<float>(p.weight, 0, col), p.saturated);
   }
 }
 
@@ -202,6 +241,6 @@ KL_ENTRY(kl_layer_norm_any, KlLayerNorm, KL_NORM_THREADS) {
   const float rstd = rsqrtf(squares / n + p.eps);
   for (uint32_t col = threadIdx.x; col < s.x.cols; col += KL_NORM_THREADS) {
     const float v = (load_any(s.x, row, col) - mean) * rstd;
-    store_any(s.out, row, col, (1.0f + load_any(s.scale, 0, col)) * v + load_any(s.shift, 0, col));
+    store_quantised(s.out, row, col, (1.0f + load_any(s.scale, 0, col)) * v + load_any(s.shift, 0, col), p.saturated);
   }
 }

@@ -36,6 +36,8 @@ pub struct StoredWeight {
     pub parts: Vec<WeightPart>,
     /// How the checkpoint wants the input of the layer to be stored; `None` if it is not to be quantised.
     pub input: Option<Stored>,
+    /// Whether the parts want it stored differently, so that it cannot be quantised for all of them.
+    pub inputs_differ: bool,
 }
 
 /// The weights of one model part under their canonical names.
@@ -294,11 +296,12 @@ impl Weights {
             return Err(Error::TensorShape { path: self.path.clone(), name, got, want: spec.shape.clone() });
         }
         // All parts multiply one input, so it can be quantised only if they agree how.
-        let input = inputs.first().copied().flatten().filter(|first| inputs.iter().all(|input| *input == Some(*first)));
+        let inputs_differ = inputs.iter().any(|input| *input != inputs[0]);
+        let input = inputs.first().copied().flatten().filter(|_| !inputs_differ);
         if spec.shape.len() < 2 {
             parts.iter_mut().for_each(|part| part.rows = 1);
         }
-        Ok(StoredWeight { parts, input })
+        Ok(StoredWeight { parts, input, inputs_differ })
     }
 
     /// Rows of one tensor of a file, which as a whole has to have the shape `want`, and how the layer's input is to be stored.

@@ -5,16 +5,17 @@
 //! caches are cold. All sets together are one step, which a GPU captures as a CUDA graph and replays, so that host overhead is
 //! not timed. The protocol is described in `bench/README.md`.
 
+mod operands;
 mod rows;
 
 pub use rows::{Scale, rows};
 
-use crate::backend::{Access, Backend, Linear, Op, Role, StepKey, repeat_rows};
+use crate::backend::{Access, Backend, Op, StepKey};
 use crate::error::Result;
-use crate::tensor::{Arena, Bytes, DType, Region, Tensor, WeightPart};
+use crate::tensor::{DType, Region};
+use operands::{Operands, RowFormat};
 use serde::Serialize;
 use std::collections::HashMap;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// The measurement protocol.
@@ -56,9 +57,12 @@ pub struct Row {
     pub name: &'static str,
     /// The shape, for display.
     pub shape: String,
+    /// What it multiplies or stores: plain values as activations are, `W8A8` (e4m3 weights and inputs), `W8A16` (e4m3 weights)
+    /// or `e4m3`.
+    pub format: &'static str,
     /// The work of the op.
     pub work: Work,
-    activations: DType,
+    formats: RowFormat,
     make: Maker,
 }
 
@@ -67,8 +71,44 @@ pub struct Row {
 pub struct Work {
     /// Floating-point operations of its GEMMs, convolutions or attention.
     pub flops: u64,
+    /// Those of them that multiply e4m3 by e4m3.
+    pub flops_e4m3: u64,
     /// Bytes that it must read and write, each operand once.
     pub bytes: u64,
+}
+
+/// The format of an op with e4m3 operands.
+fn format_of(op: &Op<'_>) -> Option<&'static str> {
+    let (mut weights, mut inputs, mut results) = (false, false, false);
+    op.operands(&mut |t, access| {
+        let e4m3 = t.dtype == DType::E4m3;
+        weights |= e4m3 && t.region == Region::Weights;
+        inputs |= e4m3 && t.region == Region::Arena && access == Access::Read;
+        results |= e4m3 && access == Access::Write;
+    });
+    match (weights, inputs) {
+        (true, true) => Some("W8A8"),
+        (true, false) => Some("W8A16"),
+        (false, _) => (inputs || results).then_some("e4m3"),
+    }
+}
+
+/// The highest rates of a machine's tensor cores, in FLOP per second.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Peaks {
+    /// Of bf16 by bf16.
+    pub bf16: Option<f64>,
+    /// Of e4m3 by e4m3.
+    pub e4m3: Option<f64>,
+}
+
+impl Peaks {
+    /// The highest rate of work of both types, if those that it needs are known.
+    fn of(self, work: Work) -> Option<f64> {
+        let seconds = |flops: u64, peak: Option<f64>| if flops == 0 { Some(0.0) } else { Some(flops as f64 / peak?) };
+        let least = seconds(work.flops - work.flops_e4m3, self.bf16)? + seconds(work.flops_e4m3, self.e4m3)?;
+        (least > 0.0).then(|| work.flops as f64 / least)
+    }
 }
 
 /// Arithmetic intensity in FLOP per byte below which an op is memory-bound (the ridge point of the roofline model, Williams et
@@ -83,7 +123,14 @@ impl Work {
         if let Op::GroupNorm { x, stats: None, .. } = *op {
             bytes += x.bytes();
         }
-        Self { flops: op.flops(), bytes }
+        let flops = op.flops();
+        let flops_e4m3 = match (*op, format_of(op)) {
+            // Scores take as many operations as the product of probabilities and values, which are not quantised.
+            (Op::Attention { q, .. }, _) if q.dtype == DType::E4m3 => flops / 2,
+            (_, Some("W8A8")) => flops,
+            _ => 0,
+        };
+        Self { flops, flops_e4m3, bytes }
     }
 
     /// Whether the op is memory-bound rather than compute-bound.
@@ -101,15 +148,16 @@ impl Work {
 }
 
 impl Row {
-    fn new(shape: String, activations: DType, make: impl Fn(&mut Operands) -> Result<Call> + 'static) -> Result<Self> {
+    fn new(shape: String, formats: RowFormat, make: impl Fn(&mut Operands) -> Result<Call> + 'static) -> Result<Self> {
+        let plain = formats.activations.name();
         let mut found = None;
-        make(&mut Operands::new(activations))?(&mut |op| {
+        make(&mut Operands::new(formats))?(&mut |op| {
             op.check()?;
-            found = Some((op.name(), Work::of(&op)));
+            found = Some((op.name(), format_of(&op).unwrap_or(plain), Work::of(&op)));
             Ok(())
         })?;
-        let (name, work) = found.unwrap_or(("", Work { flops: 0, bytes: 0 }));
-        Ok(Self { name, shape, work, activations, make: Box::new(make) })
+        let (name, format, work) = found.unwrap_or(("", plain, Work { flops: 0, flops_e4m3: 0, bytes: 0 }));
+        Ok(Self { name, shape, format, work, formats, make: Box::new(make) })
     }
 
     /// Allocates `sets` sets of operands, or as many as fit in memory.
@@ -119,7 +167,7 @@ impl Row {
         be.reserve(0)?;
         let mut sets = sets.max(1);
         loop {
-            let mut operands = Operands::new(self.activations);
+            let mut operands = Operands::new(self.formats);
             let calls = (0..sets).map(|_| (self.make)(&mut operands)).collect::<Result<Vec<_>>>()?;
             let (mut copies, mut copied) = (Vec::new(), 0);
             if self.work.bound_by_memory() {
@@ -130,7 +178,7 @@ impl Row {
                     copies.push(call(move |run| run(Op::Copy { out, x }))?);
                 }
             }
-            if sets > 1 && be.available()?.is_some_and(|have| operands.weights.peak() + operands.arena.peak() > have) {
+            if sets > 1 && be.available()?.is_some_and(|have| operands.bytes() > have) {
                 sets -= 1;
                 continue;
             }
@@ -163,14 +211,16 @@ impl Row {
                 copy_seconds.push(prepared.copy_seconds(be, copy_passes)?);
             }
         }
-        let Work { flops, bytes } = self.work;
+        let Work { flops, flops_e4m3, bytes } = self.work;
         let scale = prepared.copied as f64 / bytes.max(1) as f64;
         let ratios: Vec<f64> = seconds.iter().zip(&copy_seconds).map(|(row, copy)| copy / row / scale).collect();
         Ok(Figure {
             op: self.name,
             shape: self.shape.clone(),
+            format: self.format,
             kernels,
             flops,
+            flops_e4m3,
             bytes,
             sets: calls,
             calls: row_passes * calls,
@@ -232,10 +282,14 @@ pub struct Figure {
     pub op: &'static str,
     /// Its shape.
     pub shape: String,
+    /// What it multiplies or stores, see [`Row::format`].
+    pub format: &'static str,
     /// Kernels that it launched.
     pub kernels: Vec<&'static str>,
     /// Floating-point operations per call.
     pub flops: u64,
+    /// Those of them that multiply e4m3 by e4m3.
+    pub flops_e4m3: u64,
     /// Bytes that a call must move.
     pub bytes: u64,
     /// Number of sets of operands.
@@ -257,18 +311,22 @@ pub struct Figure {
 }
 
 impl Figure {
-    /// Adds the speed relative to a peak in FLOP per second, if the row is compute-bound.
-    pub fn held_to(mut self, flops_per_second: Option<f64>) -> Self {
-        let work = Work { flops: self.flops, bytes: self.bytes };
+    const fn work(&self) -> Work {
+        Work { flops: self.flops, flops_e4m3: self.flops_e4m3, bytes: self.bytes }
+    }
+
+    /// Adds the speed relative to the peak of the types that the row multiplies, if it is compute-bound.
+    pub fn held_to(mut self, peaks: Peaks) -> Self {
+        let work = self.work();
         if !work.bound_by_memory() {
-            self.of_tensor_cores = flops_per_second.map(|most| self.flops as f64 / self.median_s / most);
+            self.of_tensor_cores = peaks.of(work).map(|most| self.flops as f64 / self.median_s / most);
         }
         self
     }
 
     /// The line of the printed table.
     pub fn line(&self) -> String {
-        let (rate, unit) = Work { flops: self.flops, bytes: self.bytes }.rate(self.median_s);
+        let (rate, unit) = self.work().rate(self.median_s);
         let (rate, prefix) = if rate >= 1e12 { (rate / 1e12, "T") } else { (rate / 1e9, "G") };
         let share = match (self.of_copy, self.of_tensor_cores) {
             (Some(share), _) => format!("{:>3.0} % of copy", 100.0 * share),
@@ -276,9 +334,10 @@ impl Figure {
             _ => String::new(),
         };
         let line = format!(
-            "{:<21} {:<40} {:>11.1} us ±{:>4.1} % {rate:>7.1} {:<7} {share:<13} {}",
+            "{:<21} {:<40} {:<5} {:>11.1} us ±{:>4.1} % {rate:>7.1} {:<7} {share:<13} {}",
             self.op,
             self.shape,
+            self.format,
             1e6 * self.median_s,
             100.0 * self.spread,
             format!("{prefix}{unit}"),
@@ -308,114 +367,22 @@ fn spread(values: &[f64]) -> f64 {
     (at(0.75) - median).max(median - at(0.25)) / median
 }
 
-/// The operands of all sets of a row. Descriptors are collected first; memory is allocated when all are known.
-struct Operands {
-    activations: DType,
-    weights: Arena,
-    arena: Arena,
-    placed: Vec<(Tensor, Role)>,
-    inputs: Vec<Tensor>,
-}
-
-/// Period of the random values, a prime, so that rows differ.
-const PERIOD: usize = 1_000_003;
-
-impl Operands {
-    fn new(activations: DType) -> Self {
-        let (weights, arena) = (Arena::new(Region::Weights), Arena::new(Region::Arena));
-        Self { activations, weights, arena, placed: Vec::new(), inputs: Vec::new() }
-    }
-
-    /// Allocates a result.
-    fn output(&mut self, rows: usize, cols: usize, dtype: DType) -> Result<Tensor> {
-        self.arena.alloc(rows, cols, dtype)
-    }
-
-    fn input(&mut self, rows: usize, cols: usize, dtype: DType) -> Result<Tensor> {
-        let tensor = self.arena.alloc(rows, cols, dtype)?;
-        self.inputs.push(tensor);
-        Ok(tensor)
-    }
-
-    fn activations(&mut self, rows: usize, cols: usize) -> Result<Tensor> {
-        self.input(rows, cols, self.activations)
-    }
-
-    /// Allocates a result with the dtype of activations.
-    fn results(&mut self, rows: usize, cols: usize) -> Result<Tensor> {
-        self.output(rows, cols, self.activations)
-    }
-
-    fn weight(&mut self, rows: usize, cols: usize, dtype: DType, role: Role) -> Result<Tensor> {
-        let tensor = self.weights.alloc(rows, cols, dtype)?;
-        self.placed.push((tensor, role));
-        Ok(tensor)
-    }
-
-    fn linear(&mut self, rows: usize, cols: usize) -> Result<Linear> {
-        Ok(Linear::new(self.weight(rows, cols, DType::Bf16, Role::Linear)?, None))
-    }
-
-    /// Allocates a norm weight, a bias or a variance, with values around one.
-    fn vector(&mut self, cols: usize) -> Result<Tensor> {
-        self.weight(1, cols, DType::F32, Role::Vector)
-    }
-
-    /// Reserves memory and initialises the operands that ops read.
-    fn fill(&self, be: &mut dyn Backend) -> Result<()> {
-        let noise = noise();
-        let weights = DType::Bf16.encoded(&noise.iter().map(|v| 0.1 * v).collect::<Vec<_>>());
-        let vectors = DType::F32.encoded(&noise.iter().map(|v| 1.0 + 0.5 * v).collect::<Vec<_>>());
-        be.reserve_weights(self.weights.peak())?;
-        for &(to, role) in &self.placed {
-            // Each weight has its own bytes, because the CPU backend reads them in place.
-            let block = if to.dtype == DType::F32 { &vectors } else { &weights };
-            let bytes = Bytes::new(Arc::new(repeated(block, to.dtype.bytes(to.len()))));
-            be.upload(to, role, &[WeightPart::plain(bytes, to.dtype, to.rows)])?;
-        }
-        be.reserve(self.arena.peak())?;
-        for &to in &self.inputs {
-            // Only some rows are uploaded from the host.
-            let filled = (PERIOD / to.cols).clamp(1, to.rows);
-            be.write(to.rows(0..filled), &repeated(&noise, filled * to.cols))?;
-            repeat_rows(be, to, filled)?;
-        }
-        be.synchronize()
-    }
-}
-
-/// `len` values that repeat a block.
-fn repeated<T: Copy>(block: &[T], len: usize) -> Vec<T> {
-    let mut values = Vec::with_capacity(len);
-    while values.len() < len {
-        values.extend_from_slice(&block[..block.len().min(len - values.len())]);
-    }
-    values
-}
-
-/// Values in -1..1 from a linear congruential generator.
-fn noise() -> Vec<f32> {
-    let mut state = 1u32;
-    (0..PERIOD)
-        .map(|_| {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            (state >> 8) as f32 / (1 << 23) as f32 - 1.0
-        })
-        .collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::GemmFormats;
     use crate::backend::cpu::Cpu;
     use crate::tensor::Precision;
+    use std::sync::Arc;
 
     #[test]
     fn work_counts_flops_and_minimal_bytes() {
-        let all = rows(Scale::Klein, Precision::Bf16).unwrap();
-        let of = |name: &str, shape: &str| {
-            all.iter().find(|r| r.name == name && r.shape == shape).unwrap_or_else(|| panic!("{name} {shape}")).work
+        let all = rows(Scale::Klein, Precision::Bf16, GemmFormats::ALL).unwrap();
+        let in_format = |name: &str, shape: &str, format: &str| {
+            let found = all.iter().find(|r| (r.name, r.shape.as_str(), r.format) == (name, shape, format));
+            found.unwrap_or_else(|| panic!("{name} {shape} {format}")).work
         };
+        let of = |name: &str, shape: &str| in_format(name, shape, "bf16");
         assert_eq!(of("qkv_mlp", "4608x27648x3072").flops, 2 * 4608 * 27_648 * 3072);
         assert_eq!(of("attention", "4608 tokens, 24 heads of 128").flops, 4 * 4608 * 4608 * 3072);
         // Operands are read and written once; euler updates in place; group norm reads its input twice if the statistics are not
@@ -428,6 +395,31 @@ mod tests {
         }
         assert!(of("linear", "1x18432x3072").bound_by_memory() && of("linear", "4096x128x3072").bound_by_memory());
         assert!(of("conv", "1024x1024, 128 to 3").bound_by_memory());
+        // e4m3 has half the bytes of bf16, and its products are counted by their type: half of attention's.
+        let norm = in_format("layer_norm_modulate", "4608x3072", "e4m3");
+        assert_eq!((norm.flops, norm.bytes), (0, 3 * 4608 * 3072 + 4 * 3072));
+        let attention = in_format("attention", "4608 tokens, 24 heads of 128", "e4m3");
+        assert_eq!((attention.flops, attention.bytes), (4 * 4608 * 4608 * 3072, 5 * 4608 * 3072));
+        assert_eq!(attention.flops_e4m3, attention.flops / 2);
+        let gated = in_format("linear_gate_residual", "4608x3072x12288", "W8A8");
+        assert_eq!(gated.flops_e4m3, gated.flops);
+        assert_eq!(gated.bytes, 4608 * 12_288 + 3072 * 12_288 + 2 * 2 * 4608 * 3072 + 2 * 3072);
+        let text = in_format("linear_swiglu", "512x19456x2560", "W8A16");
+        assert_eq!((text.flops, text.flops_e4m3), (2 * 512 * 19_456 * 2560, 0));
+        assert_eq!(text.bytes, 19_456 * 2560 + 2 * 512 * 2560 + 2 * 512 * 9728);
+    }
+
+    #[test]
+    fn a_rate_is_held_to_the_peak_of_its_types() {
+        let peaks = Peaks { bf16: Some(1e15), e4m3: Some(2e15) };
+        let of = |flops_e4m3| peaks.of(Work { flops: 100, flops_e4m3, bytes: 0 }).map(|most| most / 1e12);
+        assert_eq!([of(0), of(100)], [Some(1000.0), Some(2000.0)]);
+        // Half of the work at twice the rate takes three quarters of the time.
+        assert!((of(50).unwrap() - 4000.0 / 3.0).abs() < 1e-6);
+        let unknown = Peaks { e4m3: None, ..peaks };
+        let work = |flops_e4m3| Work { flops: 100, flops_e4m3, bytes: 0 };
+        assert_eq!([unknown.of(work(50)), Peaks::default().of(work(0))], [None; 2]);
+        assert_eq!(unknown.of(work(0)), Some(1e15));
     }
 
     /// Every op has a row, and every row runs.
@@ -435,14 +427,21 @@ mod tests {
     fn every_op_has_a_row_that_runs() {
         let mut cpu = Cpu::new(0, Arc::default()).unwrap();
         for precision in [Precision::Bf16, Precision::F32] {
-            let all = rows(Scale::Quick, precision).unwrap();
+            let formats = cpu.gemm_formats();
+            let all = rows(Scale::Quick, precision, formats).unwrap();
+            let quantised = all.iter().filter(|row| ["W8A8", "W8A16", "e4m3"].contains(&row.format)).count();
+            assert_eq!(quantised, if precision == Precision::Bf16 { 14 } else { 0 });
             for op in crate::backend::OP_NAMES {
                 assert!(all.iter().any(|row| row.name == *op), "{op}");
             }
-            let klein = rows(Scale::Klein, precision).unwrap();
-            assert!(klein.iter().map(|r| r.name).eq(all.iter().map(|r| r.name)), "the same ops at other sizes");
+            let klein = rows(Scale::Klein, precision, formats).unwrap();
+            let ops = |rows: &[Row]| rows.iter().map(|row| (row.name, row.format)).collect::<Vec<_>>();
+            assert_eq!(ops(&klein), ops(&all), "the same ops at other sizes");
+            let plain = rows(Scale::Quick, precision, GemmFormats::NONE).unwrap();
+            assert_eq!(plain.len(), all.len() - quantised);
             for row in &all {
-                let figure = row.measure(&mut cpu, &Protocol::QUICK).unwrap().held_to(Some(1e12));
+                let figure =
+                    row.measure(&mut cpu, &Protocol::QUICK).unwrap().held_to(Peaks { bf16: Some(1e12), e4m3: Some(2e12) });
                 assert_eq!((figure.sets, figure.seconds.len()), (3, 3), "{}", row.name);
                 assert!(figure.median_s > 0.0 && figure.of_copy.or(figure.of_tensor_cores).unwrap() > 0.0, "{figure:?}");
                 assert_eq!(figure.of_copy.is_some(), row.work.bound_by_memory(), "{figure:?}");

@@ -12,6 +12,6 @@ mod weights;
 
 pub use engine::Engine;
 pub use estimate::{Estimate, estimate};
-pub use formats::{Expansion, Formats, KindFormat, LayerKind};
+pub use formats::{AttentionFormatCount, Expansion, Formats, KindFormat, LayerKind};
 pub use job::{GeneratedImage, Job, LoadOptions, Noise, ReferenceInput};
 pub use open::{Configs, OpenModel};

@@ -15,7 +15,7 @@ use kiln::tensor::{Arena, DType, Precision, Region, Scale, Stored, Tensor};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-const OPTIONS: LoadOptions = LoadOptions { precision: Precision::F32, references: true, low_memory: false };
+const OPTIONS: LoadOptions = LoadOptions { precision: Precision::F32, references: true, ..LoadOptions::DEFAULT };
 
 #[test]
 fn the_plan_equals_the_run() {

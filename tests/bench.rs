@@ -64,7 +64,8 @@ fn a_table_has_a_row_for_each_stage() {
     }
     assert!(lines[at + 1].starts_with("memory ") && lines[at + 1].contains(" MiB of weights + "), "{}", lines[at + 1]);
     assert!(lines[at + 2].contains("not measured: only GPUs tell"), "{}", lines[at + 2]);
-    assert_eq!(lines.len(), at + 3, "{}", run.text());
+    assert_eq!(lines[at + 3], "formats     all bf16");
+    assert_eq!(lines.len(), at + 4, "{}", run.text());
     // The first image shows the usual progress, each warm one has a single line.
     for line in ["denoising ", "warm picture 1 of 3: ", "warm picture 3 of 3: "] {
         assert_eq!(run.stderr.lines().filter(|l| l.starts_with(line)).count(), 1, "{line}: {}", run.stderr);
@@ -91,6 +92,8 @@ fn json_has_every_time_and_stages_add_up() {
         ("steps", 3.into()),
         ("guidance", Value::Null),
         ("references", 1.into()),
+        ("formats", vec!["all bf16"].into()),
+        ("saturated", 0.into()),
     ] {
         assert_eq!(report[key], value, "{key}");
     }
@@ -131,6 +134,7 @@ fn what_cannot_be_measured_is_refused() {
         ("bench --seed 1", 2, "unexpected argument '--seed'"),
         ("bench --quick", 2, "--kernels"),
         ("bench --kernels --steps 2", 2, "cannot be used with"),
+        ("bench --kernels --attention fp8", 2, "cannot be used with"),
         ("bench --kernels=fox", 2, "no op has `fox` in its name"),
         ("bench --kernels --backend cuda", 6, "no usable GPU"),
         ("bench --model none", 3, "none"),
@@ -148,7 +152,7 @@ fn help_teaches() {
     let sandbox = Sandbox::new();
     let run = sandbox.run(["bench", "--help"]).good();
     for word in
-        "--runs --json --kernels --quick --model --width --steps --reference --backend --device --precision Examples:".split(' ')
+        "--runs --json --kernels --quick --model --width --steps --reference --backend --device --precision --attention --fp8-accumulate Examples:".split(' ')
     {
         assert!(run.text().contains(word), "{word}");
     }
@@ -164,12 +168,13 @@ fn kernels_are_timed_one_by_one() {
     for (key, value) in [("kind", "kernels"), ("backend", "cpu"), ("precision", "bf16"), ("scale", "quick")] {
         assert_eq!(report[key], value, "{key}");
     }
-    assert!(report["tensor_flops"].is_null());
+    assert!(report["tensor_flops"].is_null() && report["tensor_flops_e4m3"].is_null());
     let rows = report["rows"].as_array().unwrap();
     let table = run.text().split_once("\n\n").unwrap().1;
     assert_eq!(table.lines().count(), rows.len());
     for (row, line) in rows.iter().zip(table.lines()) {
         assert!(line.starts_with(row["op"].as_str().unwrap()) && line.contains(row["shape"].as_str().unwrap()), "{line}");
+        assert!(line.contains(&format!(" {} ", row["format"].as_str().unwrap())), "{line}");
         assert!(line.contains(" us ±") && (line.contains("B/s") || line.contains("FLOP/s")), "{line}");
         assert_eq!(row["of_copy"].is_null(), !line.ends_with(" % of copy"), "{line}");
         assert_eq!(row["seconds"].as_array().unwrap().len(), 3);
@@ -178,12 +183,35 @@ fn kernels_are_timed_one_by_one() {
     for op in kiln::backend::OP_NAMES {
         assert!(rows.iter().any(|row| row["op"] == *op), "{op}");
     }
+    // The CPU takes every format: the layers of an FP8 model have rows of their own.
+    for (op, format) in [
+        ("linear", "W8A8"),
+        ("linear_swiglu", "W8A8"),
+        ("linear_gate_residual", "W8A8"),
+        ("qkv_norm_rope", "W8A8"),
+        ("qkv_mlp", "W8A8"),
+        ("linear_swiglu", "W8A16"),
+        ("layer_norm_modulate", "e4m3"),
+        ("attention", "e4m3"),
+    ] {
+        let row = rows.iter().find(|row| row["op"] == op && row["format"] == format).unwrap_or_else(|| panic!("{op} {format}"));
+        let (all, e4m3) = (row["flops"].as_u64().unwrap(), row["flops_e4m3"].as_u64().unwrap());
+        let share = if format == "W8A8" {
+            all
+        } else if op == "attention" {
+            all / 2
+        } else {
+            0
+        };
+        assert_eq!(e4m3, share, "{row}");
+    }
 
     let run = sandbox.run(["bench", "--kernels=attention", "--quick", "--json", "-q", "--precision", "f32"]).good();
     let [report] = &run.json()[..] else { panic!("{}", run.text()) };
     let rows = report["rows"].as_array().unwrap();
     assert!(!rows.is_empty() && rows.iter().all(|row| row["op"].as_str().unwrap().starts_with("attention")), "{report}");
     assert_eq!((report["precision"].as_str(), run.stderr.as_str()), (Some("f32"), ""));
+    assert!(rows.iter().all(|row| row["format"] == "f32"), "{report}");
     assert_eq!(sandbox.names(), ["kernels.json"]);
 }
 

@@ -89,7 +89,7 @@ impl Case {
             noise: Noise::Given(goldens.f32("noise")),
             record: true,
         };
-        let options = LoadOptions { precision, references: self.reference.is_some(), low_memory: false };
+        let options = LoadOptions { precision, references: self.reference.is_some(), ..LoadOptions::DEFAULT };
         let mut engine = Engine::load(Box::new(cpu()), model, options, &Silent).unwrap();
         run(&mut engine, &job).unwrap().record.unwrap()
     }

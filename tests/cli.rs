@@ -90,6 +90,7 @@ fn several_images_are_numbered() {
         ("variant", "distilled".into()),
         ("precision", "f32".into()),
         ("backend", "cpu".into()),
+        ("saturated", 0.into()),
     ] {
         assert_eq!(of(key), [value.clone(), value], "{key}");
     }
@@ -414,6 +415,10 @@ fn refusals() {
         ("x -o new.png --dump ./new.png", 2, "the picture and --dump would be the same file", "give one of them another name"),
         ("x --variant turbo", 2, "invalid value 'turbo' for '--variant <KIND>'", "-"),
         ("x --nvfp4-layout turbo", 2, "invalid value 'turbo' for '--nvfp4-layout <ORDER>'", "-"),
+        ("x --attention turbo", 2, "invalid value 'turbo' for '--attention <TYPE>'", "-"),
+        ("x --fp8-accumulate turbo", 2, "invalid value 'turbo' for '--fp8-accumulate <HOW>'", "-"),
+        ("x --attention fp8", 2, "FP8 attention cannot be had: the inputs of `double_blocks.0` are not", "leave out --attention"),
+        ("plan --klein 4b --attention fp8", 2, "FP8 attention cannot be had: the inputs of `double_b", "leave out --attention"),
         ("x --backend gpu", 2, "invalid value 'gpu' for '--backend <WHERE>'", "-"),
         ("x --device -1", 2, "invalid value '-1' for '--device <N>'", "-"),
         ("x --no-such-flag", 2, "unexpected argument '--no-such-flag' found", "-"),

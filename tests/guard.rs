@@ -192,7 +192,7 @@ fn open(transformer: Shard) -> OpenModel {
 
 fn load(model: OpenModel) -> Result<Engine> {
     let cpu = Cpu::new(1, Arc::default()).unwrap();
-    Engine::load(Box::new(cpu), model, LoadOptions { precision: Precision::F32, references: false, low_memory: false }, &Silent)
+    Engine::load(Box::new(cpu), model, LoadOptions { precision: Precision::F32, ..LoadOptions::DEFAULT }, &Silent)
 }
 
 /// The pixels of the image, or none if the run failed before.

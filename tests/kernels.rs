@@ -63,7 +63,7 @@ impl Table {
 }
 
 /// The files whose kernels use `wgmma`.
-const SM90_FILES: [&str; 2] = ["gemm_bf16_sm90", "attention_sm90"];
+const SM90_FILES: [&str; 4] = ["gemm_bf16_sm90", "gemm_fp8_sm90", "gemm_w8a16_sm90", "attention_sm90"];
 
 /// Where a build exceeds the table.
 fn faults(built: &Table, allowed: &Table) -> Vec<String> {
@@ -187,7 +187,8 @@ fn sm90_kernels_use_wgmma() {
         let kernels = opcodes(&listing);
         assert!(kernels.keys().copied().eq(built.of_file(file).iter().map(|(kernel, _)| *kernel)), "{:?}", kernels.keys());
         for (kernel, opcodes) in &kernels {
-            assert!(opcodes.contains("HGMMA"), "{kernel} has no wgmma");
+            let mma = if file == "gemm_fp8_sm90" { "QGMMA" } else { "HGMMA" };
+            assert!(opcodes.contains(mma), "{kernel} has no wgmma on its type");
             assert!(!opcodes.contains("LDL") && !opcodes.contains("STL"), "{kernel} uses local memory");
         }
         if file == "attention_sm90" {
@@ -195,6 +196,10 @@ fn sm90_kernels_use_wgmma() {
             for (kernel, codes) in instructions(&listing) {
                 let count = exp2_during_mma(&codes);
                 assert!(count >= 64, "{kernel}: {count} exponentials are computed while an MMA is in flight");
+                // Q K^T over a head of 128 is eight MMAs of bf16 or four of e4m3, P V over 128 keys eight of bf16. Each is there
+                // twice, in the loop and for the first or the last KV block.
+                let mmas = ["QGMMA", "HGMMA"].map(|mma| codes.iter().filter(|code| code.starts_with(mma)).count());
+                assert_eq!(mmas, if kernel.ends_with("_e4m3") { [8, 16] } else { [0, 32] }, "{kernel}: MMAs of e4m3 and of bf16");
             }
         }
     }
@@ -361,8 +366,8 @@ fn a_row_is_all_that_a_new_tile_takes() {
             "GemmSm90_64x16 = \"gemm_bf16_sm90\" \"kl_gemm_bf16_sm90_64x16\" (KlGemmSm90) 256, shared 90000, \
              overlap in clusters of abi::KL_SM90_CLUSTER;",
             "#[doc = \"64 rows by 16 columns. For tests.\"] Sm90_64x16 = TileConfig { block_m: 64, block_n: 16, block_k: 64, \
-             ctas_per_sm: 1, consumers: 1, cluster: Some(ClusterMode::MulticastB), kernel: Kernel::GemmSm90_64x16, \
-             relative_cost: 110 };",
+             ctas_per_sm: 1, consumers: 1, cluster: Some(ClusterMode::MulticastB), operands: GemmOperands::Bf16, promoted: false, \
+             kernel: Kernel::GemmSm90_64x16, relative_cost: 110 };",
         ]
     );
     // The same of the other families.
@@ -370,6 +375,14 @@ fn a_row_is_all_that_a_new_tile_takes() {
         let after = with_row(row).unwrap();
         parts.iter().for_each(|part| assert!(!before.contains(part) && after.contains(part), "{row}: no {part}"));
     };
+    has(
+        "KL_GEMM_FP8_SM90(gemm_fp8_sm90, 64, 16, 128, 1, 8, MulticastB, 1, 256, 90000, 110)",
+        &["kl_gemm_fp8_sm90_64x16_promoted", "Fp8Promoted64x16 = TileConfig { block_m: 64, block_n: 16, block_k: 128,"],
+    );
+    has(
+        "KL_GEMM_W8A16_SM90(gemm_w8a16_sm90, 64, 16, 64, 1, 8, 3, MulticastA, 256, 90000, 110)",
+        &["kl_gemm_w8a16_sm90_64x16", "W8A16_64x16 = TileConfig { block_m: 64"],
+    );
     has(
         "KL_GEMM_MMA(gemm_mma, 32, 128, 64, 4, 3, 5, 128, 61440, 500)",
         &["kl_gemm_mma_32", "Mma32x128 = ", "ctas_per_sm: 5, consumers: 0"],
@@ -379,11 +392,14 @@ fn a_row_is_all_that_a_new_tile_takes() {
         &["kl_conv_mma_64", "block_m: 64, block_n: 128, kernel: Kernel::Conv"],
     );
     has(
-        "KL_ATTENTION_SM90(attention_sm90, kl_attention_sm90_alone, Alone, 3, 4, 1, 0, 384, 1)",
+        "KL_ATTENTION_SM90(attention_sm90, kl_attention_sm90_alone, Alone, 3, 4, bf16, 1, 0, 384, 1)",
         &["AttentionSm90Alone = ", "clusters of 4;"],
     );
     has("KL_ATTENTION_WIDE(attention_wide_mma, 16, 64, 3, 70000)", &["kl_attention_wide_16", "WideAttention { block_q: 16"]);
-    has("KL_ROW_NORM(norm_rows, 16384, 512, 4, 1, 1)", &["kl_layer_norm_16384", "kl_rms_norm_16384", "max_columns: 16384"]);
+    has(
+        "KL_ROW_NORM(norm_rows, 16384, 512, 4, 1, 1)",
+        &["kl_layer_norm_16384", "kl_layer_norm_e4m3_16384", "kl_rms_norm_16384", "max_columns: 16384"],
+    );
 }
 
 #[test]
@@ -406,16 +422,17 @@ fn faults_of_the_table_of_instantiations_are_named() {
         let other = text.lines().position(|line| line.contains("(gemm_bf16_sm90, 128, 192,")).unwrap() + 1;
         format!("`kl_gemm_bf16_sm90_128x192` is already in line {other}")
     });
-    assert_eq!(sm90("gemm_bf16_sm90", "gemm_fp8_sm90"), "there is no kernels/gemm_fp8_sm90.cu");
+    assert_eq!(sm90("gemm_bf16_sm90", "gemm_f16_sm90"), "there is no kernels/gemm_f16_sm90.cu");
     assert_eq!(sm90("256", "0"), "threads is `0`, expected a positive number");
     assert_eq!(sm90("256", "2 * 128"), "threads is `2 * 128`, expected a positive number");
     assert_eq!(sm90("MulticastB", ""), "cluster mode is ``, expected an identifier");
     assert_eq!(sm90("64, 1,", "64, 3,"), "64 rows cannot be divided among 3 consumer warpgroups, expected a multiple of 192");
     assert_eq!(sm90(")", ""), "expected a row `MACRO(argument, ...)`, a comment or a directive");
-    assert!(sm90("KL_GEMM_SM90", "KL_GEMM").starts_with("`KL_GEMM` is none of KL_GEMM_SM90, KL_GEMM_MMA, "));
+    assert!(sm90("KL_GEMM_SM90", "KL_GEMM").starts_with("`KL_GEMM` is none of KL_GEMM_SM90, KL_GEMM_FP8_SM90, "));
     assert_eq!(fault("KL_ROW_NORM(norm_rows, 8000, 512, 2, 1, 1)"), "8000 columns after 8192, expected more");
-    let flag = "KL_ATTENTION_SM90(attention_sm90, kl_attention_sm90_two, Two, 3, 1, 2, 0, 384, 1)";
-    assert_eq!(fault(flag), "running maximum is `2`, expected 0 or 1");
+    let attention = "KL_ATTENTION_SM90(attention_sm90, kl_attention_sm90_two, Two, 3, 1, e4m3, 1, 0, 384, 1)";
+    assert_eq!(fault(&attention.replace("e4m3, 1", "e4m3, 2")), "running maximum is `2`, expected 0 or 1");
+    assert_eq!(fault(&attention.replace("e4m3", "e5m2")), "type of queries and keys is `e5m2`, expected one of bf16, e4m3");
     assert_eq!(
         tiles::generate("tiles.def", "", &[]).err().unwrap(),
         "tiles.def: there is no row of KL_GEMM_SM90, expected at least one"

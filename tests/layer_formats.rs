@@ -5,11 +5,12 @@ mod common;
 #[path = "common/sandbox.rs"]
 mod sandbox;
 
-use common::quantised::{Content, Form, Plain, plain_tensors};
+use common::quantised::{Content, Form, Layer, Plain, plain_tensors};
+use kiln::config::TransformerConfig;
 use kiln::names::Layout;
 use kiln::part::Part;
 use kiln::tensor::DType;
-use sandbox::Sandbox;
+use sandbox::{Png, Sandbox, grouped};
 use serde_json::{Value, json};
 use std::fs;
 
@@ -39,8 +40,10 @@ fn formats_are_named_by_kind_of_layer() {
     let rest = "transformer img_in, txt_in, time_in, modulations, final layer: bf16";
     let encoder = |fp8: &str, wide: &str| {
         let qkv = format!("text encoder qkv: {fp8} + bf16");
-        [qkv, "text encoder out, gate/up: bf16".into(), format!("text encoder down: fp8-e5m2 expanded to {wide}")]
+        let down = format!("text encoder down: fp8-e5m2 expanded to {wide} (no GEMM takes it)");
+        [qkv, "text encoder out, gate/up: bf16".into(), down]
     };
+    let attention = |format: &str| [format!("attention: {format}")];
 
     // The CPU multiplies what the files hold, but for e5m2.
     let doctor = text(&["doctor", "--model", "model"]);
@@ -51,16 +54,19 @@ fn formats_are_named_by_kind_of_layer() {
             rest.into(),
         ]
     };
-    let want = [&["on the CPU:".to_owned()][..], &transformer("fp8 (w8a8)"), &encoder("fp8 (w8a16)", "bf16")].concat();
+    let blocks = attention("1 block bf16 (made from inputs that are not fp8); 3 blocks q and k fp8, v bf16");
+    let want = [&["on the CPU:".to_owned()][..], &transformer("fp8 (w8a8)"), &encoder("fp8 (w8a16)", "bf16"), &blocks].concat();
     assert_eq!(lines(&doctor, "formats ", 10), want, "{doctor}");
     let run = sandbox.quick(&["x", "-o", "out.png", "--model", "model", "-v"]);
-    let want = [transformer("fp8 (w8a32)"), encoder("fp8 (w8a32)", "f32")].concat();
+    let want = [&transformer("fp8 (w8a32)")[..], &encoder("fp8 (w8a32)", "f32"), &attention("f32")].concat();
     let formats: Vec<&str> = run.stderr.lines().filter_map(|line| line.strip_prefix("formats ")).collect();
     assert_eq!(formats, want, "{}", run.stderr);
 
     // A GPU has no kernels for them, so that the plan is that of a bf16 model.
     let args = ["plan", "--model", "model"];
-    let want = [transformer("fp8 expanded to bf16"), encoder("fp8 expanded to bf16", "bf16")].concat();
+    let [expanded, in_encoder] = ["w8a8 or w8a16", "w8a16"].map(|gemm| format!("fp8 expanded to bf16 (no {gemm} GEMM here)"));
+    let plain = attention("bf16 (no fp8 attention here)");
+    let want = [&transformer(&expanded)[..], &encoder(&in_encoder, "bf16"), &plain].concat();
     assert_eq!(lines(&text(&args), "formats ", 21), want);
     let plan = |model: &str| sandbox.run(["plan", "--model", model, "--json"]).good().json().remove(0);
     let (plain, quantised) = (plan("plain"), plan("model"));
@@ -75,6 +81,9 @@ fn formats_are_named_by_kind_of_layer() {
     let linear = row("single blocks linear1", "fp8");
     assert_eq!((&linear["held"], &linear["input"]), (&json!(["bf16"]), &json!("bf16")));
     assert_eq!(linear["held_bytes"], 2 * linear["stored_bytes"].as_u64().unwrap());
+    assert_eq!((&linear["accumulation"], &linear["reason"]), (&Value::Null, &json!("no GEMM of quantised inputs here")));
+    let blocks = json!([{ "blocks": 4, "heads": "bf16", "values": "bf16", "reason": "no fp8 attention here" }]);
+    assert_eq!(quantised["attention"], blocks);
     let qkv = row("qkv", "fp8");
     assert_eq!((&qkv["part"], &qkv["stored"], &qkv["held"]), (&json!("text encoder"), &json!(["fp8", "bf16"]), &json!(["bf16"])));
 
@@ -84,4 +93,50 @@ fn formats_are_named_by_kind_of_layer() {
     let note = format!("{note}{:.1} MiB instead of {down:.1} MiB\n", 4.0 * down);
     assert!(run.stderr.contains(&note), "{note}{}", run.stderr);
     assert!(!sandbox.quick(&["x", "-o", "plain.png", "--model", "plain"]).stderr.contains("expanded"));
+}
+
+#[test]
+fn how_fp8_is_computed_with_is_chosen_told_and_recorded() {
+    /// No input of this layer fits its scale.
+    fn too_small(layer: &mut Layer, _: &[Layer]) {
+        if layer.name == "double_blocks.1.img_attn.qkv" {
+            layer.input_scale = Some(1e-30);
+        }
+    }
+    let sandbox = Sandbox::new();
+    sandbox.tiny("model", &["--layout", "bfl"]);
+    let transformer = |content: &Content| {
+        fs::write(sandbox.path("model/flux-2-klein-tiny.safetensors"), content.file(Form::BFL)).unwrap();
+    };
+    let flags = ["x", "--model", "model", "--width", "64", "--height", "64", "--steps", "1", "--seed", "1", "--json", "-v"];
+    let run = |name: &str, more: &[&str]| {
+        let run = sandbox.run(flags.iter().chain(&["-o", name]).chain(more)).good();
+        let attention = run.stderr.lines().find_map(|line| line.strip_prefix("formats attention: ")).map(String::from);
+        (Png::read(&sandbox.path(name)), attention, run)
+    };
+    let text = |png: &Png, key: &str| png.text.get(key).cloned();
+
+    transformer(Content::of("fp8"));
+    let (png, attention, first) = run("default.png", &[]);
+    assert_eq!(attention.as_deref(), Some("q and k fp8, v bf16"));
+    // The CPU has no choice how to add up, so there is none to record.
+    assert_eq!((text(&png, "attention").as_deref(), text(&png, "fp8-accumulate")), (Some("fp8"), None));
+    assert!(!first.stderr.contains("warning") && first.json()[0]["saturated"] == 0, "{}", first.stderr);
+    let (asked, _, _) = run("fp8.png", &["--attention", "fp8", "--fp8-accumulate", "auto"]);
+    assert!(asked.pixels == png.pixels);
+    let (plain, attention, other) = run("bf16.png", &["--attention", "bf16", "--fp8-accumulate", "fast"]);
+    assert_eq!((attention.as_deref(), text(&plain, "attention").as_deref()), (Some("bf16 (as asked)"), Some("bf16")));
+    assert!(plain.pixels != png.pixels);
+    let warning = "warning: --fp8-accumulate is ignored: the CPU adds up in f32\n";
+    assert!(other.stderr.contains(warning), "{}", other.stderr);
+    let refused = sandbox.run(flags.iter().chain(&["-o", "no.png", "--attention", "fp8", "--precision", "f32"]));
+    let why = "error: FP8 attention cannot be had: nothing is quantised in f32 precision\n\nhint: leave out --attention: then";
+    assert!(refused.code == Some(2) && refused.stderr.contains(why), "{}", refused.stderr);
+
+    transformer(&Content::of("fp8").changed(too_small));
+    let (_, _, run) = run("clamped.png", &[]);
+    let count = 16 * TransformerConfig::tiny().hidden as u64;
+    let warning = format!("\nwarning: {} activations were beyond the range of FP8 and clamped", grouped(count));
+    assert!(run.stderr.contains(&warning), "{}", run.stderr);
+    assert_eq!(run.json()[0]["saturated"], count);
 }

@@ -107,7 +107,7 @@ fn nvfp4_model(form: Form) -> OpenModel {
 
 /// The bytes that a model takes beside its files after a run in bf16, and the bytes of weights that the plan says are copied.
 fn copied_and_planned(model: OpenModel, job: &Job) -> [usize; 2] {
-    let options = LoadOptions { precision: Precision::Bf16, references: false, low_memory: false };
+    let options = LoadOptions::DEFAULT;
     let planned = model.estimate(options, GemmFormats::ALL, job).unwrap().copied_bytes as usize;
     let before = OTHER.now.load(Ordering::Relaxed);
     let mut engine = Engine::load(Box::new(cpu()), model, options, &Silent).unwrap();

@@ -1,5 +1,6 @@
-// Online softmax (Milakov and Gimelshein 2018): scores come in blocks, and a row keeps the largest so far, `row_max`, and the sum of the
-// exponentials relative to it, `row_sum`. When a block raises row_max, row_sum and the output are multiplied by a `correction`.
+// Online softmax (Milakov and Gimelshein 2018): scores come in blocks, and a row keeps the largest so far, `row_max`, or one not much
+// smaller, and the sum of the exponentials relative to it, `row_sum`. When a block raises row_max, row_sum and the output are multiplied
+// by a `correction`.
 //
 // A kernel chooses the exponential, which also says how scores are scaled:
 //   Exp2         2^(scale * (score - row_max)), `scale` having a factor of log2(e): the hardware has exp2. The first block of a row must

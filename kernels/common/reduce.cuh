@@ -45,8 +45,8 @@ __device__ __forceinline__ uint4 transpose_quad(const uint32_t (&v)[4]) {
   return make_uint4(x.x, y.x, x.y, y.y);
 }
 
-// Transposes 4x4 halves of words in the same way: of four halves, two in each word, lane i ends with the i-th of each lane, which are eight
-// contiguous bytes.
+// Transposes 4x4 halves of words in the same way: of four halves, two in each word, lane i ends with the i-th of each lane, which are
+// eight contiguous bytes.
 __device__ __forceinline__ uint2 transpose_quad_halves(uint32_t front, uint32_t back) {
   const bool odd = lane() % 2, high = lane() / 2 % 2;
   // Halves 0 and 1 go to the first two lanes, 2 and 3 to the others.

@@ -10,6 +10,7 @@
 #include <stdint.h>
 
 #include <abi.h>
+#include <common/e4m3.cuh>
 
 using bf16 = __nv_bfloat16;
 using f16 = __half;
@@ -18,6 +19,9 @@ template <class T>
 struct Type {
   using type = T;
 };
+
+// The type of operands whose dtype is looked up with every access.
+struct Any {};
 
 // Calls f with the dtype of a matrix as a C++ type. Activations are f32 or bf16; weights may also be f16.
 template <class F>
@@ -47,6 +51,7 @@ __device__ __forceinline__ void with_operand_types(uint32_t activation, uint32_t
 __device__ __forceinline__ float to_float(float v) { return v; }
 __device__ __forceinline__ float to_float(bf16 v) { return __bfloat162float(v); }
 __device__ __forceinline__ float to_float(f16 v) { return __half2float(v); }
+__device__ __forceinline__ float to_float(e4m3 v) { return decode_e4m3(v.bits); }
 
 template <class T>
 __device__ __forceinline__ T from_float(float v);
@@ -65,7 +70,7 @@ __device__ __forceinline__ float load(const KlMat& m, uint64_t row, uint64_t col
   return to_float(row_of<const T>(m, row)[col]);
 }
 
-// Loads of single values, for callers where a specialisation per dtype would not pay.
+// Loads and stores of single plain values, for callers where a specialisation per dtype would not pay.
 __device__ __forceinline__ float load_any(const KlMat& m, uint64_t row, uint64_t col) {
   if (m.dtype == KL_BF16) return load<bf16>(m, row, col);
   if (m.dtype == KL_F16) return load<f16>(m, row, col);
@@ -78,4 +83,18 @@ __device__ __forceinline__ void store_any(const KlMat& m, uint64_t row, uint64_t
   } else {
     row_of<float>(m, row)[col] = v;
   }
+}
+
+// The same for operands that may also be of e4m3.
+template <>
+__device__ __forceinline__ float load<Any>(const KlMat& m, uint64_t row, uint64_t col) {
+  return m.dtype == KL_E4M3 ? load<e4m3>(m, row, col) * m.scale : load_any(m, row, col);
+}
+
+// Values that do not fit are added to the count at `saturated`.
+__device__ __forceinline__ void store_quantised(const KlMat& m, uint64_t row, uint64_t col, float v, uint64_t saturated) {
+  if (m.dtype != KL_E4M3) return store_any(m, row, col, v);
+  const float scaled[1] = {v / m.scale};
+  count_saturated<1>(saturated, scaled);
+  row_of<e4m3>(m, row)[col] = e4m3{static_cast<uint8_t>(pack_e4m3(scaled[0], 0.0f))};
 }

@@ -51,6 +51,11 @@ __device__ __forceinline__ void store_vector(bf16* to, const float (&v)[kVector]
   *reinterpret_cast<uint4*>(to) = make_uint4(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
 }
 
+__device__ __forceinline__ void store_vector(e4m3* to, const float (&v)[kVector]) {
+  const uint32_t front = pack_e4m3(v[0], v[1]) | pack_e4m3(v[2], v[3]) << 16, back = pack_e4m3(v[4], v[5]) | pack_e4m3(v[6], v[7]) << 16;
+  *reinterpret_cast<uint2*>(to) = make_uint2(front, back);
+}
+
 // Two adjacent values.
 __device__ __forceinline__ float2 unpack_pair(uint32_t word) {
   return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&word));

@@ -1,6 +1,8 @@
 // The configuration of a Hopper GEMM: sizes, tile coordinates, shared-memory layout.
 #pragma once
 
+#include <type_traits>
+
 #include <common/math.cuh>
 #include <common/types.cuh>
 #include <gemm/pipeline_sm90.cuh>
@@ -9,13 +11,15 @@
 // What the CTAs of a cluster share: A (the same rows of x), B (the same rows of w), or one tile, of which each has half of K.
 enum class ClusterMode { kMulticastA, kMulticastB, kSplitK };
 
-// Ids of named barriers; 0 is __syncthreads. Each consumer warpgroup has one, from kWarpgroupBarrier on; the split-K hand-over comes
-// after them.
+// Ids of named barriers; 0 is __syncthreads. Each consumer warpgroup has one, from kWarpgroupBarrier on; that of hand-overs comes after
+// them.
 enum NamedBarrier : uint32_t { kWarpgroupBarrier = 1 };
 
-// Registers per thread: what an SM has is divided among two or three consumer warpgroups and a producer.
-template <int kConsumers>
-using GemmRegisters = RegisterSplit<kConsumers, kConsumers == 3 ? 32 : 40, kConsumers == 3 ? 160 : 232>;
+// Registers per thread: what an SM has is divided among two or three consumer warpgroups and a producer. A producer that expands B gets
+// some more where consumers with a single wgmma tile each can do with less.
+template <int kConsumers, int kMmaM, bool kExpanded>
+using GemmRegisters = std::conditional_t<kConsumers == 3, RegisterSplit<3, 32, 160>,
+                                         std::conditional_t<kExpanded && kMmaM == 1, RegisterSplit<2, 56, 224>, RegisterSplit<2, 40, 232>>>;
 
 // A tile of kBlockM x kBlockN outputs, kBlockK of K per pipeline stage. It is kConsumers consumer warpgroups, one below the other, with
 // kMmaM wgmma tiles of 64 rows by kBlockN columns each. kMmaN counts the 8-column fragments of an accumulator row. Policies are described
@@ -31,7 +35,6 @@ struct GemmConfig : Policies {
   static constexpr int kMmaM = kBlockM / (kConsumers * kWgmmaRows), kMmaN = kBlockN / 8, kMmaK = kBlockK / Mma::kInstructionK;
   static_assert(kBlockM == kConsumers * kMmaM * kWgmmaRows, "consumer warpgroups have whole wgmma tiles");
   static_assert(kBlockK * sizeof(typename Mma::Element) == kSwizzleRowBytes, "a stage has rows of 128 bytes, as the swizzle has");
-  using Registers = GemmRegisters<kConsumers>;
   // Accumulators of a thread.
   using Acc = float[kMmaM][kBlockN / 2];
 
@@ -53,6 +56,7 @@ struct GemmConfig : Policies {
   static constexpr uint32_t kRawStages = OperandB::kRawStages, kRawBytes = OperandB::raw_bytes(kBlockN);
   static constexpr bool kExpanded = kRawStages > 0;
   static constexpr uint32_t kWriterWarps = kExpanded ? kWarpgroupWarps - 1 : 0;
+  using Registers = GemmRegisters<kConsumers, kMmaM, kExpanded>;
   static_assert(kRawBytes % kSwizzleRowBytes == 0, "TMA loads to addresses that are multiples of 128");
   // The residual comes through the pipeline in boxes of a warpgroup's rows and 64 bf16 columns, as many at a time as a stage holds.
   static constexpr uint32_t kResidualCols = KL_SM90_BOX_COLS, kResidualBoxBytes = kMmaM * kWgmmaRows * kResidualCols * sizeof(bf16);

@@ -234,6 +234,8 @@ struct Epilogue {
           // The norm cancels scales but for its epsilon.
           const float a = alpha();
           scale[h] = times(qk_norm_scale(times(quad_sum(sum), a * a), 128.0f, s.eps, part.scale), a);
+          // A head past the end is not stored, and nothing of it is counted.
+          if (Store::kStoresE4m3 && col0 + 128 * h >= part.out.cols) scale[h] = 0.0f;
         }
         // The row's angles, which all heads share: 64 cosines, then 64 sines.
         const float* angles = row_of<const float>(s.table, min(row0 + kWgmmaRows * m + lane() / 4 + 8 * half, s.x.rows - 1));

@@ -87,14 +87,14 @@ __device__ __forceinline__ bool has_residual(const KlGemmSm90& p, const TileCoor
   return adds_residual && (Config::kSplitK || !work.is_unfinished(p.schedule));
 }
 
-// Loads a k-block of B into the raw ring.
+// Loads what is to be expanded of a k-block of B into the raw ring.
 template <class Config, class LoaderB>
 __device__ __forceinline__ void load_raw(const Pipeline<Config>& pipe, PipelineState<Config::kRawStages>& raw, const LoaderB& b,
                                          uint32_t k) {
   const uint32_t full = pipe.raw_ring().full(raw.stage);
   mbarrier_wait(pipe.raw_ring().empty(raw.stage), raw.parity ^ 1);
-  mbarrier_arrive_expect_tx(full, Config::kRawBytes);
-  b.load(k, pipe.raw(raw.stage), full);
+  mbarrier_arrive_expect_tx(full, b.raw_bytes());
+  b.load_raw(k, pipe.raw(raw.stage), full);
   raw.advance();
 }
 
@@ -115,8 +115,8 @@ __device__ __forceinline__ void produce(const typename Config::Params& p, Pipeli
     const LoaderB b(p, at, rank);
     const auto load_b = [&](uint32_t k) {
       const uint32_t full = pipe.full(pipe.stage);
-      mbarrier_arrive_expect_tx(full, LoaderA::kTmaBytes + LoaderB::kTmaBytes);
-      if constexpr (!Config::kExpanded) b.load(k, pipe.b(pipe.stage), full);
+      mbarrier_arrive_expect_tx(full, LoaderA::kTmaBytes + b.tma_bytes());
+      b.load(k, pipe.b(pipe.stage), full);
     };
     if (!waited) {
       // Weights do not depend on the previous kernel: the first loads of B are issued while it ends. More of them would delay A.
@@ -148,7 +148,6 @@ __device__ __forceinline__ void produce(const typename Config::Params& p, Pipeli
 // that of the producer.
 template <class Config>
 __device__ __forceinline__ void expand(const typename Config::Params& p, Pipeline<Config> pipe) {
-  const uint32_t thread = threadIdx.x - 32;
   const auto arrive = [](uint32_t mbarrier) {
     if (lane() == 0) mbarrier_arrive(mbarrier);
   };
@@ -156,17 +155,20 @@ __device__ __forceinline__ void expand(const typename Config::Params& p, Pipelin
   TileScheduler<KL_SM90_CLUSTER> scheduler{p.schedule};
   for (WorkTile work; scheduler.next(work);) {
     if constexpr (Config::kSplitK) split_k_range(work);
+    const TileCoord<Config> at(p, work.tile);
+    const typename Config::OperandB::template Writer<Config> writer(p, at, threadIdx.x - 32);
     for (uint32_t k = work.k_begin; k < work.k_end; k++, pipe.advance(), raw.advance()) {
       mbarrier_wait(pipe.raw_ring().full(raw.stage), raw.parity);
       mbarrier_wait(pipe.empty(pipe.stage), pipe.parity ^ 1);
-      Config::OperandB::template expand<Config>(pipe.b(pipe.stage), pipe.raw(raw.stage), thread);
+      writer.expand(pipe.b(pipe.stage), pipe.raw(raw.stage));
       fence_proxy_async();  // wgmma sees what the warp has written
       __syncwarp();
       arrive(pipe.full(pipe.stage)), arrive(pipe.raw_ring().empty(raw.stage));
     }
-    if (!has_residual(p, TileCoord<Config>(p, work.tile), work)) continue;
+    if (!has_residual(p, at, work)) continue;
     for (uint32_t i = 0; i < Config::kResidualStages; i++, pipe.advance()) {
       mbarrier_wait(pipe.empty(pipe.stage), pipe.parity ^ 1);
+      __syncwarp();  // a lane that has yet to wait would find a later phase
       arrive(pipe.full(pipe.stage));  // with nothing to write
     }
   }
@@ -202,22 +204,26 @@ __device__ __forceinline__ void mma_k_block(float (&acc)[kTiles][Config::kBlockN
   wgmma_commit();
 }
 
+// A named barrier at which one of two consumer warpgroups waits for the other, after those of each warpgroup.
+template <class Config>
+constexpr uint32_t kHandOverBarrier = kWarpgroupBarrier + Config::kConsumers;
+
 // Accumulates the k-blocks of a tile. With split-K, `finishes` says whether the warpgroup's rows are finished in this CTA.
 template <class Config>
 __device__ __forceinline__ void accumulate(Pipeline<Config>& pipe, typename Config::Acc& acc, const WorkTile& work, uint32_t group,
                                            bool finishes) {
   // With split-K, the warpgroup whose accumulators the peer needs gets the tensor cores to itself for the last k-blocks that the
   // pipeline holds: its partials travel while the other warpgroup finishes.
-  constexpr uint32_t kLeadKBlocks = Config::kStages - 1, kHandOverBarrier = kWarpgroupBarrier + Config::kConsumers;
+  constexpr uint32_t kLeadKBlocks = Config::kStages - 1;
   const bool leads = Config::kSplitK && work.k_end - work.k_begin >= kLeadKBlocks;
   for (uint32_t k = work.k_begin; k < work.k_end; k++, pipe.advance()) {
-    if (leads && finishes && k + kLeadKBlocks == work.k_end) named_barrier_sync(kHandOverBarrier);
+    if (leads && finishes && k + kLeadKBlocks == work.k_end) named_barrier_sync(kHandOverBarrier<Config>);
     mbarrier_wait(pipe.full(pipe.stage), pipe.parity);
     const uint32_t a = pipe.a(pipe.stage) + group * (Config::kMmaM * kWgmmaTileBytes);
     mma_k_block<Config>(acc, a, pipe.b(pipe.stage), k > work.k_begin);
     // The MMAs of the previous k-block are done: its stage is free.
     wgmma_wait<1>();
-    if (leads && !finishes && k + 1 == work.k_end) named_barrier_arrive(kHandOverBarrier);
+    if (leads && !finishes && k + 1 == work.k_end) named_barrier_arrive(kHandOverBarrier<Config>);
     if (k > work.k_begin) pipe.release(pipe.previous());
   }
   wgmma_wait<0>();
@@ -225,11 +231,21 @@ __device__ __forceinline__ void accumulate(Pipeline<Config>& pipe, typename Conf
 }
 
 // The same with promotion: the wgmma tiles of a warpgroup take turns with one set of partial accumulators, which covers a single k-block
-// and is then added to those of the tile. Registers have no room for a second set, so a warpgroup does not multiply while it adds; the
-// others do.
+// and is then added to those of the tile. Registers have no room for a second set, so a warpgroup does not multiply while it adds. The
+// other one does, if it is half a k-block apart: tensor cores serve both alike, so warpgroups that start together also add together, and
+// then nobody multiplies. The second one starts when the first has finished its first MMAs, and the distance stays. Not so with a range
+// of fewer k-blocks than the pipeline holds, after which the first one could arrive once more before the second has waited.
 template <class Config>
 __device__ __forceinline__ void accumulate_promoted(Pipeline<Config>& pipe, typename Config::Acc& acc, const WorkTile& work,
                                                     uint32_t group) {
+  static_assert(Config::kConsumers == 2, "the hand-over is for two warpgroups");
+#pragma unroll
+  for (int m = 0; m < Config::kMmaM; m++) {
+#pragma unroll
+    for (int e = 0; e < Config::kBlockN / 2; e++) acc[m][e] = 0.0f;
+  }
+  const bool apart = work.k_end - work.k_begin >= Config::kStages;
+  if (apart && group == 1) named_barrier_sync(kHandOverBarrier<Config>);
   for (uint32_t k = work.k_begin; k < work.k_end; k++, pipe.advance()) {
     mbarrier_wait(pipe.full(pipe.stage), pipe.parity);
     const uint32_t a = pipe.a(pipe.stage) + group * (Config::kMmaM * kWgmmaTileBytes);
@@ -238,9 +254,10 @@ __device__ __forceinline__ void accumulate_promoted(Pipeline<Config>& pipe, type
       float partial[1][Config::kBlockN / 2];
       mma_k_block<Config>(partial, a + m * kWgmmaTileBytes, pipe.b(pipe.stage), false);
       wgmma_wait<0>();
+      if (apart && m == 0 && group == 0 && k == work.k_begin) named_barrier_arrive(kHandOverBarrier<Config>);
       if (m == Config::kMmaM - 1) pipe.release(pipe.stage);
 #pragma unroll
-      for (int e = 0; e < Config::kBlockN / 2; e++) acc[m][e] = k > work.k_begin ? acc[m][e] + partial[0][e] : partial[0][e];
+      for (int e = 0; e < Config::kBlockN / 2; e++) acc[m][e] += partial[0][e];
     }
   }
 }

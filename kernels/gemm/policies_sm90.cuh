@@ -3,7 +3,8 @@
 //
 //   Params     the kernel's parameter, KlGemmSm90 or a struct derived from it    KlGemmSm90
 //   OperandA   loads a k-block of A into a stage                                 RowsA: rows of a matrix
-//   OperandB   loads a k-block of B, into a stage or to be expanded into one     CopiedB: rows of a weight, as they are
+//   OperandB   loads a k-block of B, into a stage or to be expanded into one     CopiedB: rows of a weight, as they are; ExpandedB
+//                                                                                (expand_sm90.cuh): codes, which become bf16
 //   Mma        the element type, the wgmma instruction, and promotion            MmaBf16, MmaE4m3
 //   Scaling    whether accumulators are multiplied by scales                     NoScaling, Scaled
 //   Store      the element type and shape of what is stored                      StoreBf16Rows, StoreBf16OrE4m3Rows
@@ -56,6 +57,8 @@ struct HalfOfB {
     map = &p.w[at.stream][rows.matrix], dtype = rows.dtype;
     row = rows.first + (paired ? at.col_tile * kHalfN : (2 * at.col_tile + half) * kHalfN);
   }
+
+  __device__ __forceinline__ bool is_e4m3() const { return dtype == KL_E4M3; }
 };
 
 // B is rows of a weight, loaded as they are. The CTAs of a cluster that multicast B load one half each.
@@ -66,13 +69,15 @@ struct CopiedB {
 
   template <class Config>
   struct Loader {
-    static constexpr uint32_t kTmaBytes = Config::kBBytes;
     static constexpr bool kMulticast = Config::kMode == ClusterMode::kMulticastB;
     uint32_t rank;
     HalfOfB<Config> first, second;
 
     __device__ __forceinline__ Loader(const KlGemmSm90& p, const TileCoord<Config>& at, uint32_t rank)
         : rank(rank), first(p, at, kMulticast ? rank : 0), second(p, at, 1) {}
+
+    // Bytes that arrive in a stage.
+    __device__ __forceinline__ uint32_t tma_bytes() const { return Config::kBBytes; }
 
     __device__ __forceinline__ void load(uint32_t k, uint32_t to, uint32_t full) const {
       if constexpr (kMulticast) {
@@ -162,8 +167,8 @@ struct StoreE4m3Rows : StoreBf16Rows {
     return bits & -bits;
   }
 
-  // As that of StoreBf16Rows. Of every eight columns a lane has two, a byte each: the lanes of a quad exchange those of four fragments, so
-  // that each can write eight bytes.
+  // As that of StoreBf16Rows. Of every eight columns a lane has two, a byte each: the lanes of a quad exchange those of four fragments,
+  // so that each can write eight bytes.
   template <int kCols>
   static __device__ __forceinline__ void stage(const KlGemmSm90& p, uint32_t buffers, uint32_t offset, uint32_t lane, const float* v) {
     static_assert(kCols % 32 == 0, "a quad exchanges four fragments of eight columns");

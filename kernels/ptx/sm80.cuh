@@ -42,6 +42,14 @@ __device__ __forceinline__ float exp2_approx(float v) {
   return result;
 }
 
+// Four bytes of a word, each chosen by a nibble of the selector; with 8 added to it, the byte is its sign bit eight times.
+template <uint32_t kSelector>
+__device__ __forceinline__ uint32_t permute_bytes(uint32_t v) {
+  uint32_t result;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(result) : "r"(v), "n"(kSelector));
+  return result;
+}
+
 // ------------------------------------------------------------------------------------------- cp.async, ldmatrix, mma.sync
 
 // Copies 16 bytes to shared memory, or zero-fills them if `valid` is false; `from` is not read then.

@@ -89,8 +89,8 @@ impl GemmFormats {
 }
 
 /// How tensor cores accumulate the products of e4m3 values, where they keep fewer places than f32 has: on Hopper and Ada thirteen
-/// binary places below the largest term of a sum. Typical sums do not suffer, but those whose terms have one sign shrink: by up to
-/// 5 % at K 3072 and 18 % at K 12288.
+/// binary places below the largest term of a sum. Typical sums do not suffer, but those whose terms have one sign shrink: by up
+/// to 5 % at K 3072 and 18 % at K 12288.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Fp8Accumulate {
     /// [`Exact`](Self::Exact) where K is above [`EXACT_ABOVE`](Self::EXACT_ABOVE), [`Fast`](Self::Fast) elsewhere.
@@ -105,6 +105,15 @@ pub enum Fp8Accumulate {
 impl Fp8Accumulate {
     /// The largest K whose sums `Auto` does not promote.
     pub const EXACT_ABOVE: usize = 4096;
+
+    /// The name, as the command line spells it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Exact => "exact",
+            Self::Fast => "fast",
+        }
+    }
 
     /// Whether the sums of a GEMM with this K are promoted.
     pub const fn promotes(self, k: usize) -> bool {
@@ -176,9 +185,9 @@ pub trait Backend {
     /// Runs `body`, which must issue the same ops on the same tensors whenever `key` is the same.
     fn step(&mut self, key: StepKey, body: &mut dyn FnMut(&mut dyn Backend) -> Result<()>) -> Result<()>;
 
-    /// How many values did not fit the FP8 tensor that an op stored them in, and became its largest value, since the last call: those
-    /// that are at least 464 times its scale, where rounding to the nearest code would exceed 448. Waits until all ops issued so far
-    /// have finished.
+    /// How many values did not fit the FP8 tensor that an op stored them in, and became its largest value, since the last call:
+    /// those that are at least 464 times its scale, where rounding to the nearest code would exceed 448. Waits until all ops
+    /// issued so far have finished.
     fn take_saturated(&mut self) -> Result<u64> {
         Ok(0)
     }

@@ -1,8 +1,10 @@
 //! The definition of the flags. Only checks of a single flag are here; [`super::GenerateRequest`] checks flags against each other.
 
+mod fp8;
 mod help;
 mod values;
 
+pub use fp8::Fp8Args;
 pub use values::{BackendArg, DTypeArg, KleinArg, LayoutArg, NoiseArg, Nvfp4LayoutArg, PrecisionArg, VariantArg};
 
 use crate::error::{Error, Result};
@@ -208,6 +210,10 @@ pub struct RunArgs {
     #[arg(long, value_enum, value_name = "TYPE", default_value = "bf16", help_heading = "Run")]
     pub precision: PrecisionArg,
 
+    /// How FP8 layers and FP8 attention compute
+    #[command(flatten)]
+    pub fp8: Fp8Args,
+
     /// Let the transformer take the text encoder's place in GPU memory
     ///
     /// Done anyway where both do not fit. The picture is the same; it is there a little later, because loading waits for the
@@ -360,6 +366,10 @@ pub struct PlanArgs {
     #[arg(long, value_enum, value_name = "TYPE", default_value = "bf16", help_heading = "Run")]
     pub precision: PrecisionArg,
 
+    /// How FP8 layers and FP8 attention compute
+    #[command(flatten)]
+    pub fp8: Fp8Args,
+
     /// Print a JSON object instead of a table
     #[arg(long, help_heading = "Run")]
     pub json: bool,
@@ -387,7 +397,7 @@ pub struct BenchArgs {
         num_args = 0..=1,
         require_equals = true,
         default_missing_value = "",
-        conflicts_with_all = ["PromptArgs", "ModelArgs", "ShapeArgs", "runs", "low_memory"],
+        conflicts_with_all = ["PromptArgs", "ModelArgs", "ShapeArgs", "runs", "low_memory", "attention"],
         help_heading = "Measuring"
     )]
     pub kernels: Option<String>,

@@ -1,10 +1,10 @@
 //! Selects and opens the backend of a request.
 
 use super::args::BackendArg;
-use crate::backend::Backend;
 use crate::backend::cpu::Cpu;
 use crate::backend::cuda::Cuda;
 use crate::backend::cuda::driver::DeviceInfo;
+use crate::backend::{Backend, Fp8Accumulate};
 use crate::error::{Error, Result};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -22,15 +22,21 @@ pub struct SelectedBackend {
     pub note: Option<String>,
 }
 
-/// Opens the backend that was asked for.
-pub fn select_backend(backend: BackendArg, device: usize, stop: &Arc<AtomicBool>) -> Result<SelectedBackend> {
+/// Opens the backend that was asked for. A GPU adds up products of FP8 as `accumulate` says.
+pub fn select_backend(
+    backend: BackendArg,
+    device: usize,
+    accumulate: Fp8Accumulate,
+    stop: &Arc<AtomicBool>,
+) -> Result<SelectedBackend> {
     let cpu = |note| -> Result<SelectedBackend> {
         let cpu = Cpu::shared(stop.clone());
         let machine = format!("{} threads", cpu.threads());
         Ok(SelectedBackend { backend: Box::new(cpu), name: "cpu", machine, device: None, note })
     };
     let gpu = || -> Result<SelectedBackend> {
-        let cuda = Cuda::open(device, stop.clone())?;
+        let mut cuda = Cuda::open(device, stop.clone())?;
+        cuda.set_fp8_accumulate(accumulate);
         let device = cuda.device().clone();
         let machine = format!("GPU {} ({})", device.index, device.name);
         Ok(SelectedBackend { backend: Box::new(cuda), name: "cuda", machine, device: Some(device), note: None })

@@ -5,12 +5,11 @@ use super::hint::{hint, message};
 use super::stdout::print;
 use crate::backend::cpu::Cpu;
 use crate::backend::cuda::{self, Cuda, Kernel, Tile};
-use crate::backend::{Backend, GemmFormats, OP_NAMES};
+use crate::backend::{Backend, Fp8Accumulate, GemmFormats, OP_NAMES};
 use crate::config::Variant;
 use crate::error::{Error, Result};
 use crate::locate::{BUILT_IN, Environment, Found, TINY, locate};
 use crate::pipeline::{Formats, LoadOptions, OpenModel};
-use crate::tensor::Precision;
 use crate::text::{gib, shown_line, shown_text};
 use crate::threads;
 use std::fmt::Write as _;
@@ -31,7 +30,7 @@ pub fn doctor(args: DoctorArgs, environment: Environment, out: &mut dyn Write) -
     row("kernels", kernels);
     row("cpu", format!("{} threads", threads::cores()));
     let stop = Arc::new(AtomicBool::new(false));
-    // The first usable GPU, or the CPU, and its GEMMs.
+    // The first usable GPU and its GEMMs.
     let mut device: Option<(String, GemmFormats)> = None;
     match cuda::devices() {
         Err(error) => {
@@ -61,10 +60,12 @@ pub fn doctor(args: DoctorArgs, environment: Environment, out: &mut dyn Write) -
             }
         }
     }
+    // Only tensor cores have a choice how to accumulate.
+    let accumulate = device.as_ref().map(|_| Fp8Accumulate::Auto);
     let (device, gemms) = device.unwrap_or_else(|| ("the CPU".into(), Cpu::shared(stop).gemm_formats()));
     let (lines, formats) = model_lines(&args, environment, gemms)
         .unwrap_or_else(|error| ([message(&error)].into_iter().chain(hint(&error)).collect(), Formats::default()));
-    let mut formats = formats.lines();
+    let mut formats = Formats { accumulate, ..formats }.lines();
     match &mut *formats {
         [] => {}
         [only] => *only += &format!(" on {device}"),
@@ -119,7 +120,7 @@ fn model_lines(args: &DoctorArgs, environment: Environment, gemms: GemmFormats) 
     let mut lines = vec![format!("{}, {}, {}", model.name, model.variant, shown_text(&files.origin))];
     lines.extend(model.files_in_use().iter().map(|(part, files)| format!("{part} {files}")));
     lines.extend(model.warnings.iter().map(|warning| format!("warning: {}", shown_text(warning))));
-    let options = LoadOptions { precision: Precision::Bf16, references: true, low_memory: false };
+    let options = LoadOptions { references: true, ..LoadOptions::DEFAULT };
     Ok((lines, model.formats(options, gemms)?))
 }
 
@@ -129,18 +130,19 @@ mod tests {
 
     #[test]
     fn kernels_are_grouped_by_file() {
-        let (sm90, mma): (Vec<_>, Vec<_>) = Tile::ALL.into_iter().partition(|tile| tile.is_sm90());
-        let gemm = format!("gemm_bf16_sm90 ({} tiles), gemm_mma ({} tiles), naive", sm90.len(), mma.len());
+        let files = ["gemm_bf16_sm90", "gemm_fp8_sm90", "gemm_w8a16_sm90", "gemm_mma"];
+        let tiles = |file| Tile::ALL.iter().filter(|tile| tile.config().kernel.file() == file).count();
+        let gemm = files.map(|file| format!("{file} ({} tiles), ", tiles(file))).concat() + "naive";
         for (op, files) in [
             ("copy", "pointwise"),
             ("rms_norm", "norm_rows (6 kernels)"),
             ("linear", gemm.as_str()),
-            ("attention", "attention_sm90 (3 kernels), attention_mma, attention_wide_mma (2 kernels), naive"),
+            ("attention", "attention_sm90 (5 kernels), attention_mma, attention_wide_mma (2 kernels), naive"),
             ("conv", "conv_mma (3 kernels), naive, group_norm (3 kernels)"),
         ] {
             assert_eq!(kernel_files(op), files);
         }
         assert!(kernel_files("qkv_mlp").ends_with(" tiles), naive, qk_norm_rope"), "{}", kernel_files("qkv_mlp"));
-        assert!(OP_NAMES.iter().all(|op| !kernel_files(op).is_empty() && kernel_files(op).len() < 100));
+        assert!(OP_NAMES.iter().all(|op| !kernel_files(op).is_empty() && kernel_files(op).len() < 120));
     }
 }

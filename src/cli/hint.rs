@@ -49,6 +49,7 @@ fn describe(remedy: &Remedy) -> String {
             format!("put a complete file there, or give another with {}", flags(parts).join(" and "))
         }
         Remedy::Nvfp4Layout => "if the file stores NVFP4 in another order, name it with --nvfp4-layout".into(),
+        Remedy::AnyAttention => "leave out --attention: then it is FP8 where that can be had".into(),
         plain => plain.to_string(),
     }
 }
@@ -97,6 +98,7 @@ mod tests {
             Remedy::PickParts(parts()),
             Remedy::ReplaceParts(parts()),
             Remedy::Nvfp4Layout,
+            Remedy::AnyAttention,
         ] {
             assert!(describe(&remedy).contains("--"), "{remedy:?}");
             assert!(!remedy.to_string().contains("--") && !remedy.to_string().is_empty(), "{remedy:?}");

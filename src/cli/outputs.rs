@@ -1,7 +1,7 @@
 //! Writes images to files or to standard output, with metadata in the PNG and a line of output for each file.
 
 use super::names::Target;
-use super::report::warn_of_flat_image;
+use super::report::{warn_of_flat_image, warn_of_saturation};
 use super::request::ImageRequest;
 use super::settings::Settings;
 use super::stdout::{DASH, STDOUT, json_line, line_of, print, reader_left};
@@ -41,6 +41,8 @@ struct ImageLine<'a> {
     variant: String,
     precision: &'a str,
     backend: &'a str,
+    /// Activations that did not fit into FP8.
+    saturated: u64,
     seconds: Seconds,
 }
 
@@ -58,6 +60,7 @@ impl<'a> ImageLine<'a> {
             variant: settings.variant.to_string(),
             precision: settings.precision.name(),
             backend,
+            saturated: image.saturated,
             seconds,
         }
     }
@@ -131,6 +134,7 @@ impl Outputs {
             None => out.write_all(&png).and_then(|()| out.flush()).map_err(|source| Error::Write { path: DASH.into(), source }),
         };
         warn_of_flat_image(image, terminal);
+        warn_of_saturation(image.saturated, terminal);
         // The dump comes after the report of the image, which exists even if writing the dump fails.
         if let (Some(dump), Some(record)) = (&self.dump, &image.record) {
             save_new(&dump.path, &record.to_safetensors()?, self.force)?;
@@ -150,6 +154,7 @@ pub fn png_text(settings: &Settings, seed: u64) -> Vec<(&'static str, String)> {
         ("size", settings.size()),
         ("precision", settings.precision.name().into()),
     ]);
+    text.extend(settings.fp8_flags.iter().cloned());
     text.extend(settings.guidance.chosen.map(|scale| ("guidance", scale.to_string())));
     text.extend(settings.negative.iter().filter(|_| settings.guided).map(|negative| ("negative", negative.clone())));
     if !settings.job.references.is_empty() {

@@ -1,15 +1,16 @@
 //! `kiln plan`: what an image would cost, estimated without reading weights.
 
 use super::args::{KleinArg, PlanArgs};
-use super::report::warn_of_guidance;
+use super::report::{warn_of_accumulation, warn_of_guidance};
 use super::request::ImageRequest;
 use super::settings::{ModelProfile, Settings};
 use super::stdout::{json_line, print};
-use crate::backend::cuda::GEMM_FORMATS;
+use crate::backend::GemmFormats;
+use crate::backend::cuda::{devices, gemm_formats};
 use crate::config::{Conventions, Variant, display_name};
 use crate::error::Result;
 use crate::locate::{Environment, Found, locate};
-use crate::pipeline::{Configs, Estimate, Job, KindFormat, LoadOptions, OpenModel, estimate};
+use crate::pipeline::{AttentionFormatCount, Configs, Estimate, Job, KindFormat, LoadOptions, OpenModel, estimate};
 use crate::progress::Progress;
 use crate::tensor::Precision;
 use crate::terminal::Terminal;
@@ -42,6 +43,7 @@ struct Report {
     /// Bytes of the token embeddings, which stay in host memory.
     token_embedding_bytes: u64,
     formats: Vec<FormatReport>,
+    attention: Vec<AttentionReport>,
     /// The same for the table.
     #[serde(skip)]
     format_lines: Vec<String>,
@@ -70,8 +72,19 @@ struct FormatReport {
     stored: Vec<&'static str>,
     held: Vec<&'static str>,
     input: &'static str,
+    accumulation: Option<&'static str>,
+    reason: Option<&'static str>,
     stored_bytes: u64,
     held_bytes: u64,
+}
+
+/// The blocks whose attention has one format.
+#[derive(Serialize)]
+struct AttentionReport {
+    blocks: usize,
+    heads: &'static str,
+    values: &'static str,
+    reason: Option<&'static str>,
 }
 
 impl FormatReport {
@@ -84,9 +97,17 @@ impl FormatReport {
             stored: format.stored(),
             held: format.held(),
             input: format.input(),
+            accumulation: format.accumulation(),
+            reason: format.reason(),
             stored_bytes,
             held_bytes,
         }
+    }
+}
+
+impl AttentionReport {
+    fn new(&AttentionFormatCount { blocks, heads, values, reason }: &AttentionFormatCount) -> Self {
+        Self { blocks, heads, values, reason }
     }
 }
 
@@ -94,11 +115,14 @@ impl FormatReport {
 pub fn plan(args: PlanArgs, environment: Environment, terminal: &Terminal, out: &mut dyn Write) -> Result<()> {
     let model = PlannedModel::new(&args, environment)?;
     let request = ImageRequest::of_shape(&args.shape, &model.conventions)?;
-    let options = request.load_options(args.precision.into(), false);
+    let options = request.load_options(args.precision.into(), false, args.fp8.attention.into());
     let settings = Settings::resolve(request, &model.profile(options.precision));
     model.warnings.iter().for_each(|warning| terminal.warn(warning));
     warn_of_guidance(settings.guidance, settings.variant, terminal);
-    let estimate = model.estimate(options, &settings.job)?;
+    let mut estimate = model.estimate(options, &settings.job)?;
+    let accumulate = args.fp8.fp8_accumulate.into();
+    estimate.formats.accumulate = Some(accumulate);
+    warn_of_accumulation(accumulate, &estimate.formats, terminal);
     let report = Report::new(settings, estimate);
     let text = if args.json { json_line(&report)? } else { report.table().into_bytes() };
     print(out, &text)
@@ -157,14 +181,18 @@ impl PlannedModel {
 
     /// The properties of the model that the settings of a job depend on.
     fn profile(&self, precision: Precision) -> ModelProfile<'_> {
-        ModelProfile { name: &self.name, variant: self.variant, conventions: &self.conventions, precision }
+        ModelProfile { name: &self.name, variant: self.variant, conventions: &self.conventions, precision, fp8_flags: Vec::new() }
     }
 
     /// Estimates the cost of a job on a GPU. With files the dtype of the stored weights is known, which f32 precision keeps;
     /// klein as published is taken to be bfloat16.
     fn estimate(&self, options: LoadOptions, job: &Job) -> Result<Estimate> {
         match &self.source {
-            Source::Files(model) => model.estimate(options, GEMM_FORMATS, job),
+            Source::Files(model) => {
+                // Without a GPU it is not known which formats there will be kernels for, so the plan is for a GPU that has none.
+                let gpu = devices().ok().and_then(|devices| devices.into_iter().next());
+                model.estimate(options, gpu.map_or(GemmFormats::NONE, |gpu| gemm_formats(gpu.capability)), job)
+            }
             Source::Klein(configs) => estimate(configs, self.variant, options, job),
         }
     }
@@ -193,6 +221,7 @@ impl Report {
             working_bytes: e.arena_bytes,
             token_embedding_bytes: e.table_bytes,
             formats: e.formats.by_kind().iter().map(FormatReport::new).collect(),
+            attention: e.formats.attention_by_format().iter().map(AttentionReport::new).collect(),
             format_lines: e.formats.lines(),
         }
     }

@@ -2,12 +2,13 @@
 
 use super::device::SelectedBackend;
 use super::settings::Settings;
+use crate::backend::Fp8Accumulate;
 use crate::config::{Conventions, Guidance, Variant};
 use crate::locate::Found;
 use crate::pipeline::{Expansion, Formats, GeneratedImage, Noise, OpenModel};
 use crate::progress::Progress;
 use crate::terminal::Terminal;
-use crate::text::{amount, shown};
+use crate::text::{amount, grouped, shown};
 use crate::words;
 
 /// The number of unknown words that a note lists.
@@ -52,6 +53,17 @@ pub fn expansion_note(formats: &Formats, gpu: bool) -> Option<String> {
     let (stored, held, place) = (stored.join(" and "), held.join(" and "), if gpu { "GPU" } else { "CPU" });
     let (now, before) = (amount(held_bytes), amount(stored_bytes));
     Some(format!("note: {stored} weights are expanded to {held} on the {place}: {now} instead of {before}"))
+}
+
+/// Warns of a way to accumulate that was asked for and is not used.
+pub fn warn_of_accumulation(asked: Fp8Accumulate, formats: &Formats, terminal: &Terminal) {
+    if asked != Fp8Accumulate::Auto && !formats.accumulates_fp8() {
+        let why = match formats.accumulate {
+            Some(_) => "no layer of this model is multiplied in FP8 here",
+            None => "the CPU adds up in f32",
+        };
+        terminal.warn(&format!("--fp8-accumulate is ignored: {why}"));
+    }
 }
 
 /// Warns of a guidance scale that was given for a model that does not use one.
@@ -135,6 +147,19 @@ pub fn warn_of_flat_image(image: &GeneratedImage, terminal: &Terminal) {
     }
 }
 
+/// Warns of activations that did not fit into FP8.
+pub fn warn_of_saturation(saturated: u64, terminal: &Terminal) {
+    let what = match saturated {
+        0 => return,
+        1 => "1 activation was".into(),
+        many => format!("{} activations were", grouped(many)),
+    };
+    terminal.warn(&format!(
+        "{what} beyond the range of FP8 and clamped, so the picture may be wrong: the model's input scales are too small for this \
+         prompt; a bf16 model or --precision f32 has no such limit"
+    ));
+}
+
 /// Lists the GPU kernels that ran, with `--verbose` only.
 pub fn list_kernels(launches: &[(&'static str, u64)], terminal: &Terminal) {
     let kernels: Vec<&str> = launches.iter().map(|(name, _)| *name).collect();
@@ -154,7 +179,8 @@ mod tests {
         let part = |stored, held, bytes: u64| PartFormat { stored, held, stored_bytes: bytes, held_bytes: 2 * bytes };
         let layers = |parts: &[PartFormat]| {
             let name = "single_blocks.0.linear1.weight".into();
-            Formats(vec![LayerFormat { name, parts: parts.into(), input: DType::Bf16 }])
+            let layer = LayerFormat { name, parts: parts.into(), input: DType::Bf16, inputs: 1, why: None };
+            Formats { layers: vec![layer], ..Formats::default() }
         };
         let fp8 = part(DType::E4m3, DType::Bf16, 3 << 29);
         let nvfp4 = part(DType::E2m1, DType::Bf16, 1 << 30);

@@ -2,10 +2,12 @@
 
 use super::args::{BackendArg, GenerateArgs, NoiseArg, PromptArgs, ShapeArgs};
 use super::stdout::DASH;
+use crate::backend::Fp8Accumulate;
 use crate::config::{Conventions, Variant};
 use crate::dump::read_noise;
 use crate::error::{Error, Result};
 use crate::locate::{Environment, Found, locate};
+use crate::model::AttentionFormat;
 use crate::noise::NoiseKind;
 use crate::pipeline::{LoadOptions, Noise};
 use crate::reference::{DecodedReference, PreparedReference};
@@ -55,6 +57,8 @@ pub struct Setup {
     pub backend: BackendArg,
     /// The index of the GPU to use.
     pub device: usize,
+    /// How a GPU adds up products of FP8.
+    pub accumulate: Fp8Accumulate,
     /// How to load the model.
     pub options: LoadOptions,
     /// Notes to print before anything is opened.
@@ -130,15 +134,16 @@ impl ImageRequest {
             variant,
             backend: args.run.backend,
             device: args.run.device()?,
-            options: request.load_options(args.run.precision.into(), args.run.low_memory),
+            accumulate: args.run.fp8.fp8_accumulate.into(),
+            options: request.load_options(args.run.precision.into(), args.run.low_memory, args.run.fp8.attention.into()),
             notes: Vec::new(),
         };
         Ok((request, setup))
     }
 
     /// The options for loading a model for these images.
-    pub fn load_options(&self, precision: Precision, low_memory: bool) -> LoadOptions {
-        LoadOptions { precision, references: !self.references.is_empty(), low_memory }
+    pub fn load_options(&self, precision: Precision, low_memory: bool, attention: AttentionFormat) -> LoadOptions {
+        LoadOptions { precision, references: !self.references.is_empty(), low_memory, attention }
     }
 }
 
@@ -271,8 +276,9 @@ mod tests {
         assert!(matches!(request.noise, Noise::Drawn(NoiseKind::HOPPER)));
         assert_eq!((request.steps, request.guidance), (None, None));
         assert!(!request.record && request.negative.is_none() && request.references.is_empty());
-        let LoadOptions { precision, references, low_memory } = setup.options;
+        let LoadOptions { precision, references, low_memory, attention } = setup.options;
         assert_eq!((precision, references, low_memory, setup.device), (Precision::Bf16, false, false, 0));
+        assert_eq!((attention, setup.accumulate), (AttentionFormat::Auto, Fp8Accumulate::Auto));
         assert!(setup.named && matches!(setup.found, Found::Tiny) && setup.notes.is_empty());
     }
 

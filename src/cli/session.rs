@@ -1,9 +1,9 @@
 //! The device and the model that a request runs on, opened in parallel.
 
 use super::device::{SelectedBackend, select_backend};
-use super::report::{announce_model, expansion_note};
+use super::report::{announce_model, expansion_note, warn_of_accumulation};
 use super::request::Setup;
-use super::settings::ModelProfile;
+use super::settings::{ModelProfile, fp8_flags};
 use crate::error::Result;
 use crate::locate::Found;
 use crate::pipeline::{Engine, Formats, Job, LoadOptions, OpenModel};
@@ -26,22 +26,26 @@ pub struct Session {
 impl Session {
     /// Opens the device and the model's files in parallel, and prints notes and warnings about them.
     pub fn open(setup: Setup, stop: &Arc<AtomicBool>, terminal: &Terminal) -> Result<Self> {
-        let Setup { found, named, variant, backend, device, options, notes, .. } = setup;
+        let Setup { found, named, variant, backend, device, accumulate, options, notes, .. } = setup;
         announce_model(&found, named, terminal);
         notes.iter().for_each(|note| terminal.say(note));
-        let (backend, model) = join(|| select_backend(backend, device, stop), || OpenModel::open(&found, variant));
+        let (backend, model) = join(|| select_backend(backend, device, accumulate, stop), || OpenModel::open(&found, variant));
         let (backend, model) = (backend?, model?);
         backend.note.iter().for_each(|note| terminal.say(&format!("note: {note}")));
         model.warnings.iter().for_each(|warning| terminal.warn(warning));
-        let formats = model.formats(options, backend.backend.gemm_formats())?;
+        let mut formats = model.formats(options, backend.backend.gemm_formats())?;
+        // Only tensor cores have a choice.
+        formats.accumulate = backend.device.as_ref().map(|_| accumulate);
         expansion_note(&formats, backend.device.is_some()).iter().for_each(|note| terminal.say(note));
+        warn_of_accumulation(accumulate, &formats, terminal);
         Ok(Self { backend, found, model, options, formats })
     }
 
     /// The properties of the model that the settings of a job depend on.
     pub fn profile(&self) -> ModelProfile<'_> {
         let OpenModel { name, variant, conventions, .. } = &self.model;
-        ModelProfile { name, variant: *variant, conventions, precision: self.options.precision }
+        let fp8_flags = fp8_flags(&self.formats);
+        ModelProfile { name, variant: *variant, conventions, precision: self.options.precision, fp8_flags }
     }
 
     /// Checks that a job fits into memory, and switches to low-memory mode if it fits only then.

@@ -4,7 +4,7 @@
 use super::request::ImageRequest;
 use crate::config::{Conventions, Guidance, Variant};
 use crate::noise::NoiseKind;
-use crate::pipeline::{Job, Noise, ReferenceInput};
+use crate::pipeline::{Formats, Job, Noise, ReferenceInput};
 use crate::reference::PreparedReference;
 use crate::tensor::Precision;
 
@@ -15,6 +15,8 @@ pub struct ModelProfile<'a> {
     pub variant: Variant,
     pub conventions: &'a Conventions,
     pub precision: Precision,
+    /// How FP8 is computed with, as flags and their values; none if the model does not compute with FP8.
+    pub fp8_flags: Vec<(&'static str, String)>,
 }
 
 /// How the images of a request are generated.
@@ -32,6 +34,8 @@ pub struct Settings {
     pub negative: Option<String>,
     /// The source of the noise, as flags and their values.
     pub noise_flags: Vec<(&'static str, String)>,
+    /// How FP8 is computed with, as flags and their values.
+    pub fp8_flags: Vec<(&'static str, String)>,
     /// A description of each reference image: its file, its sizes and its tokens.
     pub references: Vec<String>,
 }
@@ -63,6 +67,7 @@ impl Settings {
             guided: model.variant.guides(guidance.scale),
             negative: request.negative,
             noise_flags,
+            fp8_flags: model.fp8_flags.clone(),
             references,
         }
     }
@@ -86,6 +91,23 @@ fn describe_reference(reference: &PreparedReference) -> String {
     sizes.dedup();
     let sizes: Vec<String> = sizes.iter().map(|(w, h)| format!("{w}x{h}")).collect();
     format!("{}, {}, {} tokens", reference.origin.display(), sizes.join(" -> "), reference.grid().tokens())
+}
+
+/// The flags that reproduce how a model computes with FP8, and their values; none if it does not.
+pub fn fp8_flags(formats: &Formats) -> Vec<(&'static str, String)> {
+    let mut list = Vec::new();
+    if formats.multiplies_fp8() {
+        // A model whose blocks differ is what `auto` makes of it.
+        let attention = match formats.fp8_attention() {
+            (_, true) => "fp8",
+            (true, false) => "auto",
+            (false, false) => "bf16",
+        };
+        list.push(("attention", attention.into()));
+    }
+    let accumulate = formats.accumulate.filter(|_| formats.accumulates_fp8());
+    list.extend(accumulate.map(|accumulate| ("fp8-accumulate", accumulate.name().into())));
+    list
 }
 
 /// The flags that reproduce this noise, and their values.

@@ -72,6 +72,8 @@ pub enum Remedy {
     ReplaceParts(Vec<Part>),
     /// Say in which order the file stores NVFP4.
     Nvfp4Layout,
+    /// Leave the format of attention to the model and the device.
+    AnyAttention,
 }
 
 /// Joins alternatives as in "a, b, or c".
@@ -117,6 +119,7 @@ impl fmt::Display for Remedy {
             Self::CompleteFolder => write!(f, "{EXPECTED}, or give the transformer, the text encoder and the vae"),
             Self::PickParts(parts) => write!(f, "pick the {}", names(parts)),
             Self::Nvfp4Layout => f.write_str("if the file stores NVFP4 in another order, name its layout"),
+            Self::AnyAttention => f.write_str("leave its format open: then it is FP8 where that can be had"),
             Self::ReplaceParts(parts) => write!(f, "put a complete file there, or give another {}", names(parts)),
         }
     }

@@ -1,9 +1,9 @@
 //! The ops that are benchmarked, and their shapes.
 
-use super::{Row, call};
+use super::{Row, RowFormat, call};
 use crate::backend::{
-    Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Modulated, Op, Projection, QkNorm, Role, Rope, RopeStyle, Sampling,
-    Softmax,
+    Conv, GatedGemm, Gemm, GemmFormats, GroupNorm, KvSegment, LatentStats, Modulated, Op, Projection, QkNorm, Role, Rope,
+    RopeStyle, Sampling, Softmax,
 };
 use crate::error::Result;
 use crate::tensor::{DType, Precision};
@@ -78,18 +78,24 @@ const QUICK: Sizes = Sizes {
     channels: 128,
 };
 
-/// All rows of a scale, with activations in a precision.
-pub fn rows(scale: Scale, precision: Precision) -> Result<Vec<Row>> {
-    let builder = RowBuilder(precision.activations());
-    match scale {
-        Scale::Klein => builder.model(&KLEIN),
-        Scale::Quick => builder.model(&QUICK),
-        Scale::Processor => builder.processor(),
+/// All rows of a scale, with activations in a precision, and with the quantised operands that a backend takes.
+pub fn rows(scale: Scale, precision: Precision, formats: GemmFormats) -> Result<Vec<Row>> {
+    let builder = RowBuilder(RowFormat { activations: precision.activations(), weights_e4m3: false, inputs_e4m3: false });
+    let sizes = match scale {
+        Scale::Klein => &KLEIN,
+        Scale::Quick => &QUICK,
+        Scale::Processor => return builder.processor(),
+    };
+    let mut rows = builder.model(sizes)?;
+    // Activations are quantised in bf16 only.
+    if precision == Precision::Bf16 {
+        rows.extend(builder.quantised(sizes, formats)?);
     }
+    Ok(rows)
 }
 
-/// Creates rows with activations of this dtype.
-struct RowBuilder(DType);
+/// Creates rows with operands of these formats.
+struct RowBuilder(RowFormat);
 
 impl RowBuilder {
     /// Every op of generating an image, stage by stage.
@@ -154,6 +160,42 @@ impl RowBuilder {
         .collect()
     }
 
+    /// The ops of a model in FP8: the layers of the text encoder in W8A16, the blocks of the transformer in W8A8, with queries
+    /// and keys in e4m3.
+    fn quantised(&self, s: &Sizes, formats: GemmFormats) -> Result<Vec<Row>> {
+        let Sizes { text, side, width, mlp, text_width, text_heads, text_kv_heads, text_mlp, .. } = *s;
+        let (all, both) = (text + side * side, [text, side * side]);
+        let (text_q, text_kv, heads) = (text_heads * HEAD_DIM, text_kv_heads * HEAD_DIM, width / HEAD_DIM);
+        let mut rows = Vec::new();
+        if formats.w8a16 {
+            let w8a16 = Self(RowFormat { weights_e4m3: true, ..self.0 });
+            rows.extend([
+                w8a16.qkv(&[text], text_width, text_q, text_kv, 0, RopeStyle::HalfSplit),
+                w8a16.linear_gate_residual(&[text], text_width, text_q, false),
+                w8a16.linear_swiglu(&[text], text_mlp, text_width),
+                w8a16.linear_gate_residual(&[text], text_width, text_mlp, false),
+            ]);
+        }
+        let w8a8 = Self(RowFormat { weights_e4m3: true, inputs_e4m3: true, ..self.0 });
+        if formats.w8a8 {
+            rows.extend([
+                w8a8.linear(all, width, width + mlp),
+                w8a8.layer_norm_modulate(&both, width),
+                w8a8.qkv(&both, width, width, width, 0, RopeStyle::Interleaved),
+                w8a8.linear_gate_residual(&both, width, width, true),
+                w8a8.linear_swiglu(&both, mlp, width),
+                w8a8.linear_gate_residual(&both, width, mlp, true),
+                w8a8.layer_norm_modulate(&[all], width),
+                w8a8.qkv(&[all], width, width, width, mlp, RopeStyle::Interleaved),
+                w8a8.linear_gate_residual(&[all], width, width + mlp, true),
+            ]);
+        }
+        if formats.qk8 {
+            rows.push(w8a8.attention(all, heads, heads, HEAD_DIM, false));
+        }
+        rows.into_iter().collect()
+    }
+
     /// One row for each kernel of the CPU backend.
     fn processor(&self) -> Result<Vec<Row>> {
         let Sizes { width, mlp, channels, .. } = KLEIN;
@@ -201,7 +243,7 @@ impl RowBuilder {
         let rows = streams.to_vec();
         Row::new(format!("{}x{cols}", sum(streams)), self.0, move |m| {
             let stream = |&rows: &usize| {
-                let (out, x) = (m.results(rows, cols)?, m.activations(rows, cols)?);
+                let (out, x) = (m.layer_output(rows, cols)?, m.activations(rows, cols)?);
                 Ok(Modulated { out, x, shift: m.activations(1, cols)?, scale: m.activations(1, cols)? })
             };
             let streams = rows.iter().map(stream).collect::<Result<Vec<_>>>()?;
@@ -211,7 +253,7 @@ impl RowBuilder {
 
     fn linear(&self, rows: usize, cols: usize, inner: usize) -> Result<Row> {
         Row::new(format!("{rows}x{cols}x{inner}"), self.0, move |m| {
-            let (out, x, w) = (m.results(rows, cols)?, m.activations(rows, inner)?, m.linear(cols, inner)?);
+            let (out, x, w) = (m.results(rows, cols)?, m.layer_input(rows, inner)?, m.linear(cols, inner)?);
             call(move |run| run(Op::Linear(&[Gemm { out, x, w: &w }])))
         })
     }
@@ -221,7 +263,7 @@ impl RowBuilder {
         Row::new(format!("{}x{}x{inner}", sum(streams), 2 * cols), self.0, move |m| {
             let stream = |&rows: &usize| {
                 let w = m.linear(2 * cols, inner)?;
-                Ok((m.results(rows, cols)?, m.activations(rows, inner)?, w))
+                Ok((m.layer_output(rows, cols)?, m.layer_input(rows, inner)?, w))
             };
             let streams = rows.iter().map(stream).collect::<Result<Vec<_>>>()?;
             call(move |run| {
@@ -236,7 +278,7 @@ impl RowBuilder {
         Row::new(format!("{}x{cols}x{inner}", sum(streams)), self.0, move |m| {
             let stream = |&rows: &usize| {
                 let gate = if gated { Some(m.activations(1, cols)?) } else { None };
-                let (into, x) = (m.activations(rows, cols)?, m.activations(rows, inner)?);
+                let (into, x) = (m.activations(rows, cols)?, m.layer_input(rows, inner)?);
                 Ok((into, x, m.linear(cols, inner)?, gate))
             };
             let streams = rows.iter().map(stream).collect::<Result<Vec<_>>>()?;
@@ -256,10 +298,10 @@ impl RowBuilder {
                 let w = m.linear(cols, inner)?;
                 let norm = QkNorm { q: m.vector(HEAD_DIM)?, k: m.vector(HEAD_DIM)?, eps: EPS };
                 let rope = Rope { table: m.input(rows, HEAD_DIM, DType::F32)?, style };
-                let (x, q) = (m.activations(rows, inner)?, m.results(rows, q_cols)?);
-                let (k, v) = (m.results(rows, kv_cols)?, m.results(rows, kv_cols)?);
+                let (x, q) = (m.layer_input(rows, inner)?, m.head_output(rows, q_cols)?);
+                let (k, v) = (m.head_output(rows, kv_cols)?, m.results(rows, kv_cols)?);
                 // Next to the columns of the attention result, as in a single block.
-                let hidden = if mlp > 0 { Some(m.results(rows, q_cols + mlp)?.cols(q_cols..q_cols + mlp)) } else { None };
+                let hidden = if mlp > 0 { Some(m.layer_output(rows, q_cols + mlp)?.cols(q_cols..q_cols + mlp)) } else { None };
                 Ok((x, w, norm, rope, q, k, v, hidden))
             };
             let streams = rows.iter().map(stream).collect::<Result<Vec<_>>>()?;
@@ -288,9 +330,8 @@ impl RowBuilder {
         let of = if heads == kv_heads { heads.to_string() } else { format!("{heads}:{kv_heads}") };
         let plural = if heads == 1 { "head" } else { "heads" };
         Row::new(format!("{tokens} tokens, {of} {plural} of {head_dim}"), self.0, move |m| {
-            let (out, q) = (m.results(tokens, heads * head_dim)?, m.activations(tokens, heads * head_dim)?);
-            let kv =
-                [KvSegment { k: m.activations(tokens, kv_heads * head_dim)?, v: m.activations(tokens, kv_heads * head_dim)? }];
+            let (out, q) = (m.layer_output(tokens, heads * head_dim)?, m.heads(tokens, heads * head_dim)?);
+            let kv = [KvSegment { k: m.heads(tokens, kv_heads * head_dim)?, v: m.activations(tokens, kv_heads * head_dim)? }];
             // In the transformer, queries are pre-scaled for a base-2 softmax and the scores are bounded. Here scores are about
             // four, and none is over 64.
             let softmax = match !causal && head_dim == HEAD_DIM {

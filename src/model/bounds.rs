@@ -6,8 +6,9 @@
 //! Cauchy-Schwarz inequality the sum is at most the product of both norms times the largest product of the gains of one pair.
 
 use crate::tensor::WeightPart;
+use std::f32::consts::{LOG2_E, SQRT_2};
 
-/// Margin for the rounding of queries and keys, with some reserve.
+/// Margin for the rounding of queries and keys to bf16, with some reserve.
 const ROUNDING: f32 = 1.02;
 
 /// Largest gain of a head norm for each pair of adjacent elements. Empty if the weights are not known.
@@ -26,6 +27,11 @@ impl NormGain {
         // NaN must propagate, so that the bound becomes infinite.
         let larger = |most: f32, v: &f32| if v.is_nan() || v.abs() > most { v.abs() } else { most };
         Self(values.chunks(2).map(|pair| pair.iter().fold(0.0, larger)).collect())
+    }
+
+    /// The length of the vector of these gains.
+    fn length(&self) -> f32 {
+        self.0.iter().map(|v| v * v).sum::<f32>().sqrt()
     }
 
     /// The larger of both gains, pair by pair.
@@ -49,18 +55,34 @@ impl QkGain {
 
     /// The upper bound on scaled scores, for heads with [interleaved](crate::backend::RopeStyle::Interleaved) RoPE.
     pub fn bound(&self, head_dim: usize) -> f32 {
+        ROUNDING * self.exact_bound(head_dim)
+    }
+
+    /// The upper bound on scores to base 2 of heads that are multiplied by `scale`, the root of log2(e)/sqrt(d), and rounded to
+    /// e4m3. A normal number grows by less than 1/17 of itself, from the middle of two codes, 17/16, to 18/16; and a subnormal
+    /// one by at most 2^-10. So a pair of length `a` becomes at most `18/17 a + t` long with `t = sqrt(2) 2^-10`; and the sum of
+    /// `a` over all pairs is at most the length of the head times that of its gains.
+    pub fn e4m3_bound(&self, head_dim: usize, scale: f32) -> f32 {
+        let (growth, t, d) = (18.0 / 17.0, SQRT_2 / 1024.0, head_dim as f32);
+        let lengths = scale * d.sqrt() * (self.q.length() + self.k.length());
+        growth * growth * LOG2_E * self.exact_bound(head_dim) + growth * t * lengths + d / 2.0 * t * t
+    }
+
+    /// The bound without rounding.
+    fn exact_bound(&self, head_dim: usize) -> f32 {
         let (q, k) = (&self.q.0, &self.k.0);
         if q.len() * 2 != head_dim || k.len() != q.len() {
             return f32::INFINITY;
         }
         let most = q.iter().zip(k).map(|(q, k)| q * k).fold(0.0, |most: f32, v| if v > most { v } else { most });
-        if q.iter().chain(k).all(|v| v.is_finite()) { ROUNDING * most * (head_dim as f32).sqrt() } else { f32::INFINITY }
+        if q.iter().chain(k).all(|v| v.is_finite()) { most * (head_dim as f32).sqrt() } else { f32::INFINITY }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tensor::minifloat::{e4m3, to_e4m3};
     use crate::tensor::{Bytes, DType};
     use std::sync::Arc;
 
@@ -96,6 +118,30 @@ mod tests {
             worst = worst.max(a.iter().zip(&b).map(|(a, b)| a * b).sum::<f32>().abs() / length);
         }
         assert!(worst <= bound && worst > bound / 8.0, "{worst} of {bound}");
+    }
+
+    /// Elements just above the middle of two codes, which round up by the most, and subnormal ones.
+    #[test]
+    fn no_score_of_rounded_heads_exceeds_their_bound() {
+        let d = 8;
+        let scale = (LOG2_E / (d as f32).sqrt()).sqrt();
+        let round = |v: f32| e4m3(to_e4m3(v));
+        for weight in [1.0, 0.01, 30.0] {
+            // All of a head's length is in elements of the same size, which a gain of `weight` makes `weight * scale`. The scale
+            // that makes them the middle of two codes is a little smaller, so that they are within the bound.
+            let gains = QkGain { q: gain(&[weight; 8]), k: gain(&[weight; 8]) };
+            let bound = gains.e4m3_bound(d, scale);
+            let element = weight * scale;
+            let worst = (0..1000).map(|i| element * (1.0 - i as f32 / 2000.0)).map(round).fold(0.0, f32::max);
+            assert!(worst * worst * d as f32 <= bound, "{worst} {bound}");
+            assert!(bound <= 1.129 * LOG2_E * gains.bound(d) / ROUNDING + 0.05 * weight + 1e-4, "{bound}");
+        }
+        // The most that a normal number grows: 1.0625 and a little more becomes 1.125. Bf16's margin would not be enough.
+        let (q, k) = ([1.07_f32; 8], [1.07_f32; 8]);
+        let rounded: f32 = q.iter().zip(&k).map(|(q, k)| round(*q) * round(*k)).sum();
+        let exact: f32 = q.iter().zip(&k).map(|(q, k)| q * k).sum();
+        assert!(rounded > ROUNDING * exact && rounded <= (18.0_f32 / 17.0).powi(2) * exact, "{rounded} {exact}");
+        assert_eq!(QkGain::default().e4m3_bound(4, 1.0), f32::INFINITY);
     }
 
     #[test]

@@ -1,8 +1,9 @@
 //! Loads the tensors of a model, or lists them.
 
+use super::attention::{AttentionFormat, BlockAttention};
 use super::bounds::{NormGain, QkGain};
 use super::table::TokenTable;
-use crate::backend::{Backend, Conv, GroupNorm, Linear, QkNorm, Role, Weight};
+use crate::backend::{Backend, Conv, GemmFormats, GroupNorm, Linear, QkNorm, Role, Weight};
 use crate::checkpoint::Weights;
 use crate::error::{Error, Result};
 use crate::names::TensorSpec;
@@ -13,6 +14,7 @@ use crate::tensor::{Arena, DType, Precision, Region, Scaling, Stored, Tensor, We
 pub struct Loader<'a> {
     target: Target<'a>,
     precision: Precision,
+    attention: AttentionFormat,
 }
 
 /// What becomes of the tensors that are loaded.
@@ -43,6 +45,25 @@ pub struct LayerFormat {
     pub parts: Vec<PartFormat>,
     /// The type of its input.
     pub input: DType,
+    /// The number of its inputs, which is the K of its GEMM.
+    pub inputs: usize,
+    /// Why the input of quantised weights is not quantised, if it is not.
+    pub why: Option<PlainInput>,
+}
+
+/// Why the input of a layer whose weights are quantised is not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PlainInput {
+    /// No op before the layer could store it quantised, or the model was made for inputs as they are, as text encoders are.
+    Model,
+    /// The checkpoint does not ask for it.
+    File,
+    /// The parts of the weight ask for different formats of the one input that they have.
+    Parts,
+    /// In f32 nothing is rounded that need not be.
+    Precision,
+    /// The backend has no GEMM of these weights and the input that the checkpoint asks for.
+    Device,
 }
 
 /// The formats of consecutive rows of a weight: in the checkpoint, and on the backend. Without a checkpoint they are the same.
@@ -67,7 +88,13 @@ impl<'a> Loader<'a> {
         precision: Precision,
         loaded: &'a mut dyn FnMut(u64),
     ) -> Self {
-        Self { target: Target::Backend(Upload { backend, region, source, loaded, wary: false, formats: Vec::new() }), precision }
+        let target = Target::Backend(Upload { backend, region, source, loaded, wary: false, formats: Vec::new() });
+        Self { target, precision, attention: AttentionFormat::Auto }
+    }
+
+    /// Sets the format of queries and keys that blocks are to have.
+    pub fn with_attention(self, attention: AttentionFormat) -> Self {
+        Self { attention, ..self }
     }
 
     /// Sets whether weights are checked as they are used, so that a matrix of which a part was never written is an error. A dry
@@ -82,7 +109,8 @@ impl<'a> Loader<'a> {
     /// Lists the tensors that `load` asks for, with their shapes, in the order in which it does.
     pub(super) fn record<T>(load: impl FnOnce(&mut Loader<'_>) -> Result<T>) -> Vec<TensorSpec> {
         let mut list = Vec::new();
-        let mut loader = Loader { target: Target::Manifest(&mut list), precision: Precision::Bf16 };
+        let target = Target::Manifest(&mut list);
+        let mut loader = Loader { target, precision: Precision::Bf16, attention: AttentionFormat::Auto };
         // Nothing is allocated or read, so there is nothing that could fail.
         load(&mut loader).map(drop).expect("recording a manifest does not fail");
         list
@@ -182,6 +210,15 @@ impl<'a> Loader<'a> {
         Ok(QkNorm { q: self.vector(q, head_dim)?, k: self.vector(k, head_dim)?, eps })
     }
 
+    /// The attention of the block `name`, whose queries and keys `layers` make and a norm with this gain normalises.
+    pub(super) fn attention(&self, name: &str, layers: &[&Linear], gain: &QkGain) -> Result<BlockAttention> {
+        let gemms = match &self.target {
+            Target::Backend(upload) => upload.backend.gemm_formats(),
+            Target::Manifest(_) => GemmFormats::NONE,
+        };
+        BlockAttention::new(self.attention, gemms, self.precision, name, layers, gain)
+    }
+
     /// What that norm does to lengths.
     pub(super) fn qk_gain(&self, q: &str, k: &str, head_dim: usize) -> Result<QkGain> {
         let gain = |name| match &self.target {
@@ -255,18 +292,24 @@ impl Upload<'_> {
 
     fn layer(&mut self, spec: &TensorSpec, is_produced: bool, precision: Precision) -> Result<Linear> {
         let (rows, cols) = extent(spec);
-        let (parts, wanted) = match self.source {
+        let (parts, wanted, inputs_differ) = match self.source {
             Some(source) => {
                 let weight = source.weight(spec)?;
-                (weight.parts, weight.input)
+                (weight.parts, weight.input, weight.inputs_differ)
             }
             None => Default::default(),
         };
         let gemms = self.backend.gemm_formats();
-        // In f32 nothing is rounded that need not be, so inputs are not quantised either.
-        let wanted = wanted.filter(|_| is_produced && precision == Precision::Bf16);
-        let wanted = wanted.filter(|input| parts.iter().all(|part| gemms.takes(part.dtype, input.dtype)));
-        let input = wanted.unwrap_or(Stored::plain(precision.activations()));
+        let input = match wanted {
+            _ if !is_produced => Err(PlainInput::Model),
+            _ if precision == Precision::F32 => Err(PlainInput::Precision),
+            None if inputs_differ => Err(PlainInput::Parts),
+            None => Err(PlainInput::File),
+            Some(input) if !parts.iter().all(|part| gemms.takes(part.dtype, input.dtype)) => Err(PlainInput::Device),
+            Some(input) => Ok(input),
+        };
+        let why = input.err().filter(|_| parts.iter().any(|part| part.dtype.is_quantised()));
+        let input = input.unwrap_or(Stored::plain(precision.activations()));
         let is_kept = |part: &WeightPart| part.dtype.is_quantised() && gemms.takes(part.dtype, input.dtype);
         let weight = if parts.iter().any(is_kept) {
             // Every part has a tensor of its own, in the format of the file or expanded.
@@ -282,7 +325,8 @@ impl Upload<'_> {
             Weight::new(self.upload(Role::Linear, [rows, cols], Stored::plain(plain_dtype(&parts, precision)), &parts)?)
         };
         self.note_used(spec, false)?;
-        self.formats.push(LayerFormat { name: spec.name.clone(), parts: part_formats(&parts, &weight), input: input.dtype });
+        let (name, formats) = (spec.name.clone(), part_formats(&parts, &weight));
+        self.formats.push(LayerFormat { name, parts: formats, input: input.dtype, inputs: cols, why });
         Ok(Linear { weight, bias: None, input, low_rank: None })
     }
 

@@ -1,6 +1,7 @@
 //! The three parts of a model: descriptors of their weights, and a forward pass written over
 //! [`Backend`](crate::backend::Backend). Nothing here knows which backend runs it, and no state is kept between calls.
 
+mod attention;
 mod bounds;
 mod loader;
 mod manifest;
@@ -9,7 +10,8 @@ mod text_encoder;
 mod transformer;
 mod vae;
 
-pub use loader::{LayerFormat, Loader, PartFormat};
+pub use attention::{AttentionFormat, BlockFormat, PlainHeads};
+pub use loader::{LayerFormat, Loader, PartFormat, PlainInput};
 pub use manifest::{text_manifest, transformer_manifest, vae_manifest};
 pub use text_encoder::TextEncoder;
 pub use transformer::{ContextIn, Modulation, ReferenceTokens, StepInput, Transformer};

@@ -3,16 +3,16 @@
 //! The residual stream of the whole sequence is one matrix, text rows first, so nothing is ever concatenated. Everything that
 //! depends only on the timestep ([`Transformer::modulations`]) or only on the prompt ([`ContextIn`]) is computed once per image.
 
+use super::attention::{BlockAttention, BlockFormat, KvCache};
 use super::{Loader, alloc_for, bounds::QkGain};
 use crate::backend::{
-    Backend, GatedGemm, Gemm, KvSegment, Linear, Modulated, Op, Projection, QkNorm, Rope, RopeStyle, Softmax, StepKey, scope,
+    Backend, GatedGemm, Gemm, KvSegment, Linear, Modulated, Op, Projection, QkNorm, Rope, RopeStyle, StepKey, scope,
 };
 use crate::config::{HEAD_DIM, TransformerConfig};
 use crate::error::Result;
 use crate::sampler::{TIMESTEP_CHANNELS, timestep_embedding};
 use crate::sequence::SequencePlan;
 use crate::tensor::{Arena, Precision, Tensor};
-use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
 /// The layer that projects prompt embeddings to the transformer's width (`txt_in`). It is separate from the other layers because
@@ -58,17 +58,6 @@ pub struct Transformer {
     image_out: Linear,
 }
 
-/// Queries are pre-scaled by log2(e)/sqrt(d) in the qk-norm, so that the softmax is a bare exp2: one multiplication per query
-/// element instead of one per score.
-fn q_scale() -> f32 {
-    LOG2_E / (HEAD_DIM as f32).sqrt()
-}
-
-/// The softmax of a block with these qk-norms.
-fn softmax(gain: &QkGain) -> Softmax {
-    Softmax::Base2 { bound: LOG2_E * gain.bound(HEAD_DIM) }
-}
-
 /// The weights of one stream of a double block.
 struct Stream {
     qkv: Linear,
@@ -82,14 +71,14 @@ struct Stream {
 struct DoubleBlock {
     text: Stream,
     image: Stream,
-    /// Of the attention within and between the streams.
-    softmax: Softmax,
+    /// Within and between the streams.
+    attention: BlockAttention,
 }
 
 struct SingleBlock {
     linear1: Linear,
     qk_norm: QkNorm,
-    softmax: Softmax,
+    attention: BlockAttention,
     linear2: Linear,
 }
 
@@ -176,14 +165,6 @@ struct StreamInput<'a> {
     mlp: ModulationOut,
 }
 
-/// The KV cache of one block: a cached segment to attend to besides the block's own keys, and the place to store the block's own
-/// keys and values.
-#[derive(Clone, Copy)]
-struct KvCache {
-    read: Option<KvSegment>,
-    write: Option<KvSegment>,
-}
-
 impl Stream {
     fn load(loader: &mut Loader<'_>, prefix: &str, c: &TransformerConfig) -> Result<Self> {
         let (h, mlp) = (c.hidden, c.mlp());
@@ -203,11 +184,13 @@ impl SingleBlock {
     fn load(loader: &mut Loader<'_>, prefix: &str, c: &TransformerConfig) -> Result<Self> {
         let (h, mlp) = (c.hidden, c.mlp());
         let norm = |which: &str| format!("{prefix}.norm.{which}_norm.scale");
+        let linear1 = loader.block_linear(&format!("{prefix}.linear1.weight"), &[3 * h + 2 * mlp], h)?;
+        let gain = loader.qk_gain(&norm("query"), &norm("key"), HEAD_DIM)?;
         Ok(Self {
-            linear1: loader.block_linear(&format!("{prefix}.linear1.weight"), &[3 * h + 2 * mlp], h)?,
+            linear1,
+            attention: loader.attention(prefix, &[&linear1], &gain)?,
             linear2: loader.block_linear(&format!("{prefix}.linear2.weight"), &[h], h + mlp)?,
             qk_norm: loader.qk_norm(&norm("query"), &norm("key"), HEAD_DIM, c.eps)?,
-            softmax: softmax(&loader.qk_gain(&norm("query"), &norm("key"), HEAD_DIM)?),
         })
     }
 }
@@ -236,16 +219,28 @@ impl Transformer {
             },
             double_blocks: (0..c.double_blocks)
                 .map(|i| {
-                    let image = Stream::load(loader, &format!("double_blocks.{i}.img"), c)?;
-                    let text = Stream::load(loader, &format!("double_blocks.{i}.txt"), c)?;
-                    let softmax = softmax(&image.qk_gain.or(&text.qk_gain));
-                    Ok(DoubleBlock { image, text, softmax })
+                    let name = format!("double_blocks.{i}");
+                    let image = Stream::load(loader, &format!("{name}.img"), c)?;
+                    let text = Stream::load(loader, &format!("{name}.txt"), c)?;
+                    let attention = loader.attention(&name, &[&image.qkv, &text.qkv], &image.qk_gain.or(&text.qk_gain))?;
+                    Ok(DoubleBlock { image, text, attention })
                 })
                 .collect::<Result<_>>()?,
             single_blocks: (0..c.single_blocks)
                 .map(|i| SingleBlock::load(loader, &format!("single_blocks.{i}"), c))
                 .collect::<Result<_>>()?,
         })
+    }
+
+    /// The attention of every block, in the order in which they run.
+    fn attentions(&self) -> impl Iterator<Item = &BlockAttention> {
+        let double = self.double_blocks.iter().map(|block| &block.attention);
+        double.chain(self.single_blocks.iter().map(|block| &block.attention))
+    }
+
+    /// The formats of queries and keys in every block.
+    pub fn attention_formats(&self) -> impl Iterator<Item = &BlockFormat> {
+        self.attentions().map(BlockAttention::format)
     }
 
     /// Computes the modulations of all timesteps (1 is pure noise), one row each. `guidance` matters only for models that take
@@ -324,7 +319,7 @@ impl Transformer {
                 StreamInput { weights: &block.text, x: text, attention: m.text(0), mlp: m.text(1) },
                 StreamInput { weights: &block.image, x: image, attention: m.image(0), mlp: m.image(1) },
             ];
-            scope(be, ws, |be, ws| self.double_block(be, ws, &streams, block.softmax, rope, kv_cache(i)))?;
+            scope(be, ws, |be, ws| self.double_block(be, ws, &streams, &block.attention, rope, kv_cache(i)))?;
         }
         for (i, block) in self.single_blocks.iter().enumerate() {
             // Only the canvas rows of the last block are read: the other tokens contribute their keys and values only.
@@ -353,9 +348,7 @@ impl Transformer {
         modulation: Modulation,
     ) -> Result<Vec<KvSegment>> {
         let (h, act, rows) = (self.config.hidden, self.precision.activations(), rope.rows);
-        let cache = (0..self.double_blocks.len() + self.single_blocks.len())
-            .map(|_| Ok(KvSegment { k: ws.alloc(rows, h, act)?, v: ws.alloc(rows, h, act)? }))
-            .collect::<Result<Vec<_>>>()?;
+        let cache = self.attentions().map(|attention| attention.key_values(ws, rows, h)).collect::<Result<Vec<_>>>()?;
         let kv_cache = |block: usize| KvCache { read: None, write: Some(cache[block]) };
         let rope = Rope { table: rope, style: RopeStyle::Interleaved };
         scope(be, ws, |be, ws| {
@@ -364,7 +357,7 @@ impl Transformer {
             for (i, block) in self.double_blocks.iter().enumerate() {
                 let (attention, mlp) = (modulation.image(0), modulation.image(1));
                 let stream = StreamInput { weights: &block.image, x, attention, mlp };
-                scope(be, ws, |be, ws| self.double_block(be, ws, &[stream], block.softmax, rope, kv_cache(i)))?;
+                scope(be, ws, |be, ws| self.double_block(be, ws, &[stream], &block.attention, rope, kv_cache(i)))?;
             }
             for (i, block) in self.single_blocks.iter().enumerate() {
                 let wanted = if i + 1 == self.single_blocks.len() { 0..0 } else { 0..rows };
@@ -396,11 +389,11 @@ impl Transformer {
         be: &mut dyn Backend,
         ws: &mut Arena,
         streams: &[StreamInput<'_>],
-        softmax: Softmax,
+        attention: &BlockAttention,
         rope: Rope,
         cache: KvCache,
     ) -> Result<()> {
-        let (c, act) = (&self.config, self.precision.activations());
+        let c = &self.config;
         let (h, rows) = (c.hidden, rope.table.rows);
         let mut first = 0;
         let spans: Vec<Range<usize>> = streams
@@ -430,8 +423,8 @@ impl Transformer {
         scope(be, ws, |be, ws| {
             let normed = inputs(ws, h, |w| &w.qkv)?;
             norm(be, &normed, |s| s.attention)?;
-            let q = ws.alloc(rows, h, act)?;
-            let own = self.own_kv(ws, rows, cache)?;
+            let q = attention.queries(ws, rows, h)?;
+            let own = attention.own_key_values(ws, rows, h, cache)?;
             let projections: Vec<_> = streams
                 .iter()
                 .enumerate()
@@ -439,8 +432,8 @@ impl Transformer {
                     x: normed[i],
                     w: &s.weights.qkv,
                     norm: Some(s.weights.qk_norm),
-                    q_scale: q_scale(),
-                    k_scale: 1.0,
+                    q_scale: attention.q_scale,
+                    k_scale: attention.k_scale,
                     rope: Rope { table: part(rope.table, i), ..rope },
                     q: Some(part(q, i)),
                     k: part(own.k, i),
@@ -449,7 +442,7 @@ impl Transformer {
                 })
                 .collect();
             be.run(Op::Qkv(&projections))?;
-            attend(be, &attended, q, own, cache, softmax)
+            attention.run(be, &attended, q, own, cache)
         })?;
         residual(be, &attended, |w| &w.attention_out, |s| s.attention.gate)?;
 
@@ -475,14 +468,14 @@ impl Transformer {
         m: ModulationOut,
         cache: KvCache,
     ) -> Result<()> {
-        let (c, act) = (&self.config, self.precision.activations());
+        let (c, attention) = (&self.config, &block.attention);
         let (h, rows) = (c.hidden, x.rows);
         let into = x.rows(wanted.clone());
         // Attention and MLP write adjacent columns of one buffer, which is the input of the last GEMM.
         let joined = ws.alloc_stored(into.rows, h + c.mlp(), block.linear2.input)?;
         scope(be, ws, |be, ws| {
-            let q = ws.alloc(into.rows, h, act)?;
-            let own = self.own_kv(ws, rows, cache)?;
+            let q = attention.queries(ws, into.rows, h)?;
+            let own = attention.own_key_values(ws, rows, h, cache)?;
             scope(be, ws, |be, ws| {
                 let ranges = [0..wanted.start, wanted.clone(), wanted.end..rows];
                 let ranges: Vec<_> = ranges.into_iter().filter(|range| !range.is_empty()).collect();
@@ -496,8 +489,8 @@ impl Transformer {
                         x,
                         w: if whole { &block.linear1 } else { &kv_only },
                         norm: Some(block.qk_norm),
-                        q_scale: q_scale(),
-                        k_scale: 1.0,
+                        q_scale: attention.q_scale,
+                        k_scale: attention.k_scale,
                         rope: Rope { table: rope.table.rows(range.clone()), ..rope },
                         q: whole.then_some(q),
                         k: own.k.rows(range.clone()),
@@ -509,7 +502,7 @@ impl Transformer {
             })?;
             match into.rows {
                 0 => Ok(()),
-                _ => attend(be, &[joined.cols(0..h)], q, own, cache, block.softmax),
+                _ => attention.run(be, &[joined.cols(0..h)], q, own, cache),
             }
         })?;
         match into.rows {
@@ -517,21 +510,6 @@ impl Transformer {
             _ => be.run(Op::LinearGateResidual(&[GatedGemm { into, x: joined, w: &block.linear2, gate: Some(m.gate) }])),
         }
     }
-
-    /// The place for a block's own keys and values: in the cache, or newly allocated.
-    fn own_kv(&self, ws: &mut Arena, rows: usize, cache: KvCache) -> Result<KvSegment> {
-        let (h, act) = (self.config.hidden, self.precision.activations());
-        match cache.write {
-            Some(kept) => Ok(kept),
-            None => Ok(KvSegment { k: ws.alloc(rows, h, act)?, v: ws.alloc(rows, h, act)? }),
-        }
-    }
-}
-
-/// Attention to a block's own keys and values, and to cached ones.
-fn attend(be: &mut dyn Backend, out: &[Tensor], q: Tensor, own: KvSegment, cache: KvCache, softmax: Softmax) -> Result<()> {
-    let kv: Vec<KvSegment> = [own].into_iter().chain(cache.read).collect();
-    be.run(Op::Attention { out, q, kv: &kv, head_dim: HEAD_DIM, causal: false, softmax })
 }
 
 #[cfg(test)]

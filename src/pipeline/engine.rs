@@ -109,6 +109,8 @@ impl Engine {
         self.backend.reserve(bytes)?;
         let Self { backend, stages, store, .. } = self;
         let (be, mut ws) = (backend.as_mut(), Arena::new(Region::Arena));
+        // What a job that failed left is not of these images.
+        be.take_saturated()?;
         store.load_text(be, progress)?;
         // If the image side is still to be loaded, loading overlaps with encoding the prompts, so nothing waits for them here.
         let prompts = stages.encode_prompts(be, &mut ws, &inputs, store.image, progress)?;
@@ -120,8 +122,9 @@ impl Engine {
         };
         stages.denoise_and_decode(be, &mut ws, &inputs, prompts, &job.seeds, &mut noise, progress, &mut |seed, mut values| {
             let (pixels, width, height) = (std::mem::take(&mut values.pixels), job.size.width(), job.size.height());
+            let saturated = values.saturated;
             let record = job.record.then(|| values.into_record(&inputs.prompt, job.size));
-            sink(GeneratedImage { seed, image: Image { width, height, pixels }, record })
+            sink(GeneratedImage { seed, image: Image { width, height, pixels }, record, saturated })
         })
     }
 }
@@ -136,7 +139,7 @@ pub struct Stages {
     activations: DType,
 }
 
-/// The results of the stages on the host. Everything but the pixels is kept only if the job asks for a record.
+/// The results of the stages on the host. Everything but the pixels and the count is kept only if the job asks for a record.
 #[derive(Clone, Default)]
 struct Values {
     prompt_embeds: Vec<f32>,
@@ -146,6 +149,8 @@ struct Values {
     /// One row of three channels per pixel, before and after rounding to bytes.
     image: Vec<f32>,
     pixels: Vec<u8>,
+    /// How many activations did not fit into FP8.
+    saturated: u64,
 }
 
 impl Values {
@@ -195,9 +200,13 @@ impl Stages {
         self.text.encoder.table_bytes()
     }
 
-    /// The formats of the linear layers.
+    /// The formats of the linear layers and of attention.
     pub fn formats(&self) -> Formats {
-        Formats(self.text.formats.iter().chain(&self.image.formats).cloned().collect())
+        Formats {
+            layers: self.text.formats.iter().chain(&self.image.formats).cloned().collect(),
+            attention: self.image.transformer.attention_formats().cloned().collect(),
+            accumulate: None,
+        }
     }
 
     /// Runs the stages of one image on the dry-run backend. Returns the bytes of the arena they need.
@@ -329,6 +338,7 @@ impl Stages {
             if job.record {
                 values.image = download(be, image)?;
             }
+            values.saturated = be.take_saturated()?;
             progress.end();
             sink(seed, values)?;
         }

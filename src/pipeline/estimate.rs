@@ -47,7 +47,7 @@ pub struct Estimate {
     pub table_bytes: u64,
     /// Bytes of the arena, which holds the activations.
     pub arena_bytes: u64,
-    /// The formats of the linear layers of transformer and text encoder.
+    /// The formats of transformer and text encoder.
     pub formats: Formats,
 }
 
@@ -74,9 +74,10 @@ impl Progress for Meter {
     fn warn(&self, _text: &str) {}
 }
 
-/// Estimates the cost of one image of `job` on a model of these sizes, which is not quantised.
+/// Estimates the cost of one image of `job` on a model of these sizes, which is not quantised, so that GEMMs of quantised weights
+/// do not matter.
 pub fn estimate(configs: &Configs, variant: Variant, options: LoadOptions, job: &Job) -> Result<Estimate> {
-    estimate_from(configs, PerPart::default(), variant, options, GemmFormats::NONE, job)
+    estimate_from(configs, PerPart::default(), variant, options, GemmFormats::ALL, job)
 }
 
 impl OpenModel {
@@ -86,7 +87,7 @@ impl OpenModel {
         estimate_from(&self.configs, self.weights.each_ref().map(Some), self.variant, options, gemms, job)
     }
 
-    /// The formats of the linear layers, in the files and on a backend with these GEMMs.
+    /// The formats of the linear layers and of attention, in the files and on a backend with these GEMMs.
     pub fn formats(&self, options: LoadOptions, gemms: GemmFormats) -> Result<Formats> {
         let (stages, ..) = Stages::place(&self.configs, self.weights.each_ref().map(Some), options, gemms)?;
         Ok(stages.formats())
@@ -133,7 +134,6 @@ mod tests {
     use crate::noise::NoiseKind;
     use crate::pipeline::{Noise, ReferenceInput};
     use crate::sequence::{Grid, Pixels};
-    use crate::tensor::Precision;
 
     fn job(side: usize, references: usize) -> Job {
         let grid = Grid { width: 64, height: 64 };
@@ -151,7 +151,7 @@ mod tests {
     }
 
     fn of(configs: &Configs, variant: Variant, side: usize, references: usize) -> Estimate {
-        let options = LoadOptions { precision: Precision::Bf16, references: references > 0, low_memory: false };
+        let options = LoadOptions { references: references > 0, ..LoadOptions::DEFAULT };
         estimate(configs, variant, options, &job(side, references)).unwrap()
     }
 
@@ -220,7 +220,7 @@ mod tests {
 
     #[test]
     fn too_many_tokens_are_refused() {
-        let options = LoadOptions { precision: Precision::Bf16, references: true, low_memory: false };
+        let options = LoadOptions { references: true, ..LoadOptions::DEFAULT };
         assert!(estimate(&Configs::klein_4b(), Variant::Distilled, options, &job(2048, 9)).is_err());
     }
 }

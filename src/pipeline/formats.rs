@@ -1,6 +1,10 @@
-//! Names the formats of a model's linear layers by kind of layer: what the files store, and what the backend holds.
+//! Names the formats of a model's linear layers by kind of layer: what the files store, what the backend holds, what that is
+//! multiplied by, and why where that is more than the files ask for. Likewise the formats of attention.
 
-use crate::model::{LayerFormat, PartFormat};
+mod lines;
+
+use crate::backend::Fp8Accumulate;
+use crate::model::{BlockFormat, LayerFormat, PartFormat, PlainHeads, PlainInput};
 use crate::part::Part;
 use crate::tensor::DType;
 
@@ -61,12 +65,49 @@ pub struct KindFormat {
     pub layers: usize,
     /// The types in which the files store their parts, each with the one in which the backend holds it; every pair once.
     types: Vec<(DType, DType)>,
-    /// The type of their input.
-    input: DType,
+    product: Product,
     /// Bytes in the files, with scales.
     pub stored_bytes: u64,
     /// Bytes on the backend, with scales.
     pub held_bytes: u64,
+}
+
+/// What layers multiply their weights by, and how.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Product {
+    /// The type of their input.
+    input: DType,
+    /// Why that is not quantised, though weights are.
+    why: Option<PlainInput>,
+    /// Whether sums of e4m3 products are promoted, on a device with both ways.
+    promotes: Option<bool>,
+}
+
+impl Product {
+    fn of(layer: &LayerFormat, accumulate: Option<Fp8Accumulate>) -> Self {
+        let promotes = accumulate.filter(|_| multiplies_fp8(layer)).map(|accumulate| accumulate.promotes(layer.inputs));
+        Self { input: layer.input, why: layer.why, promotes }
+    }
+
+    /// The name of the accumulation.
+    const fn accumulation(self) -> Option<&'static str> {
+        match self.promotes {
+            Some(true) => Some("exact"),
+            Some(false) => Some("fast"),
+            None => None,
+        }
+    }
+
+    /// Why inputs are not quantised, unless the rest of the line tells.
+    const fn reason(self) -> Option<&'static str> {
+        match self.why {
+            Some(PlainInput::File) => Some("as the file asks"),
+            Some(PlainInput::Parts) => Some("its parts need different inputs"),
+            Some(PlainInput::Device) => Some("no GEMM of quantised inputs here"),
+            // Text encoders always have plain inputs, and in f32 so has everything.
+            Some(PlainInput::Model | PlainInput::Precision) | None => None,
+        }
+    }
 }
 
 impl KindFormat {
@@ -82,29 +123,41 @@ impl KindFormat {
 
     /// The name of their inputs' format.
     pub fn input(&self) -> &'static str {
-        word(self.input)
+        word(self.product.input)
     }
 
-    /// The format in words. Layers in parts of several formats have several.
-    fn words(&self) -> String {
-        type_words(&self.types, self.input)
+    /// How sums of e4m3 products are accumulated, `exact` or `fast`; `None` where there are none, or the device has one way only.
+    pub fn accumulation(&self) -> Option<&'static str> {
+        self.product.accumulation()
+    }
+
+    /// Why the inputs of quantised weights are not quantised; `None` if they are, or the model or the precision has no others.
+    pub fn reason(&self) -> Option<&'static str> {
+        self.product.reason()
     }
 }
 
-/// The formats of the linear layers of a model's transformer and text encoder.
+/// The formats of a model's transformer and text encoder.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Formats(pub Vec<LayerFormat>);
+pub struct Formats {
+    /// Those of the linear layers.
+    pub layers: Vec<LayerFormat>,
+    /// Those of the attention in each block of the transformer.
+    pub attention: Vec<BlockFormat>,
+    /// How sums of e4m3 products are accumulated, on a device where that is a choice.
+    pub accumulate: Option<Fp8Accumulate>,
+}
 
 impl Formats {
     /// Counts the layers of each kind and format. Kinds are in the order of the model, the most frequent format of each is first.
     pub fn by_kind(&self) -> Vec<KindFormat> {
         let mut rows: Vec<KindFormat> = Vec::new();
-        for layer in &self.0 {
-            let (kind, input) = (LayerKind::of(&layer.name), layer.input);
+        for layer in &self.layers {
+            let (kind, product) = (LayerKind::of(&layer.name), Product::of(layer, self.accumulate));
             let types = sorted(layer.parts.iter().map(|part| (part.stored, part.held)));
-            let known = rows.iter().position(|row| row.kind == kind && row.types == types && row.input == input);
+            let known = rows.iter().position(|row| row.kind == kind && row.types == types && row.product == product);
             let at = known.unwrap_or_else(|| {
-                rows.push(KindFormat { kind, layers: 0, types, input, stored_bytes: 0, held_bytes: 0 });
+                rows.push(KindFormat { kind, layers: 0, types, product, stored_bytes: 0, held_bytes: 0 });
                 rows.len() - 1
             });
             rows[at].layers += 1;
@@ -116,33 +169,38 @@ impl Formats {
         rows
     }
 
-    /// The formats in short lines, for display: one line for all kinds of a part that have the same ones, and only one if the
-    /// whole model has the same.
-    pub fn lines(&self) -> Vec<String> {
-        let rows = self.by_kind();
-        let kinds: Vec<(&LayerKind, String)> =
-            rows.chunk_by(|a, b| a.kind == b.kind).map(|rows| (rows[0].kind, kind_words(rows))).collect();
-        if let [(words, _)] = &*grouped(kinds.iter().map(|(kind, words)| (words, kind)))
-            && rows.len() == kinds.len()
-        {
-            return vec![format!("all {words}")];
-        }
-        let mut lines = Vec::new();
-        for part in Part::ALL {
-            let kinds: Vec<_> = kinds.iter().filter(|(kind, _)| kind.part == part).collect();
-            let count = |blocks: &str| kinds.iter().filter(|(kind, _)| kind.blocks == blocks).count();
-            for (words, alike) in grouped(kinds.iter().map(|(kind, words)| (words, *kind))) {
-                let layers = if alike.len() == kinds.len() { String::new() } else { format!(" {}", layer_words(&alike, count)) };
-                lines.push(format!("{part}{layers}: {words}"));
-            }
-        }
-        lines
+    /// The formats of attention, each with the number of blocks that have it.
+    pub fn attention_by_format(&self) -> Vec<AttentionFormatCount> {
+        let groups = grouped(self.attention.iter().map(|block| ((block.heads, block.values, block.why), ())));
+        let count = |((heads, values, why), blocks): ((DType, DType, Option<PlainHeads>), Vec<()>)| AttentionFormatCount {
+            blocks: blocks.len(),
+            heads: word(heads),
+            values: word(values),
+            reason: heads_reason(why),
+        };
+        groups.into_iter().map(count).collect()
+    }
+
+    /// Whether a block has queries and keys in FP8, and whether all have.
+    pub fn fp8_attention(&self) -> (bool, bool) {
+        let is_fp8 = |block: &BlockFormat| block.heads == DType::E4m3;
+        (self.attention.iter().any(is_fp8), self.attention.iter().all(is_fp8))
+    }
+
+    /// Whether a layer multiplies e4m3 weights by e4m3 inputs.
+    pub fn multiplies_fp8(&self) -> bool {
+        self.layers.iter().any(multiplies_fp8)
+    }
+
+    /// Whether there are sums of e4m3 products, and a choice how they are accumulated.
+    pub fn accumulates_fp8(&self) -> bool {
+        self.accumulate.is_some() && self.multiplies_fp8()
     }
 
     /// What of a model's quantised weights is expanded, if anything is.
     pub fn expansion(&self) -> Option<Expansion> {
         let is_expanded = |part: &&PartFormat| part.stored.is_quantised() && part.held != part.stored;
-        let parts = || self.0.iter().flat_map(|layer| &layer.parts).filter(is_expanded);
+        let parts = || self.layers.iter().flat_map(|layer| &layer.parts).filter(is_expanded);
         parts().next()?;
         Some(Expansion {
             stored: each_once(parts().map(|part| part.stored)),
@@ -153,35 +211,19 @@ impl Formats {
     }
 }
 
-/// The formats of one kind: with counts if there are several. Of many, as in text encoders whose parts are mixed layer by layer,
-/// only what they are made of is named.
-fn kind_words(rows: &[KindFormat]) -> String {
-    const MANY: usize = 4;
-    match rows {
-        [only] => only.words(),
-        [first, ..] if rows.len() >= MANY && rows.iter().all(|row| row.input == first.input) => {
-            let layers: usize = rows.iter().map(|row| row.layers).sum();
-            let types = sorted(rows.iter().flat_map(|row| row.types.iter().copied()));
-            format!("{layers} mixes of {}", type_words(&types, first.input))
-        }
-        _ => rows.iter().map(|row| format!("{} {}", row.layers, row.words())).collect::<Vec<_>>().join(", "),
-    }
+fn multiplies_fp8(layer: &LayerFormat) -> bool {
+    layer.input == DType::E4m3 && layer.parts.iter().any(|part| part.held == DType::E4m3)
 }
 
-/// Formats in words: what the files store and, if the backend holds that as it is, the GEMM by the bits of weight and activation;
-/// otherwise what it is turned to.
-fn type_words(types: &[(DType, DType)], input: DType) -> String {
-    let treated = |&(stored, held): &(DType, DType)| {
-        let treatment = match stored == held {
-            true if held.is_quantised() => format!(" (w{}a{})", held.bits(), input.bits()),
-            true => String::new(),
-            false if stored.is_quantised() || held.bits() > stored.bits() => format!(" expanded to {}", word(held)),
-            false => format!(" rounded to {}", word(held)),
-        };
-        (treatment, word(stored))
-    };
-    let alike = grouped(types.iter().map(treated));
-    alike.iter().map(|(treatment, stored)| stored.join(" + ") + treatment).collect::<Vec<_>>().join(" + ")
+/// Why queries and keys are not in FP8, unless the rest of the line tells.
+const fn heads_reason(why: Option<PlainHeads>) -> Option<&'static str> {
+    match why {
+        Some(PlainHeads::Asked) => Some("as asked"),
+        Some(PlainHeads::Device) => Some("no fp8 attention here"),
+        Some(PlainHeads::Inputs) => Some("made from inputs that are not fp8"),
+        // In f32 nothing is quantised.
+        Some(PlainHeads::Precision) | None => None,
+    }
 }
 
 /// Pairs of types, each once.
@@ -192,17 +234,17 @@ fn sorted(types: impl Iterator<Item = (DType, DType)>) -> Vec<(DType, DType)> {
     types
 }
 
-/// Names kinds of layers of one part: by their blocks alone if these are all kinds in such blocks, of which there are `count`.
-fn layer_words(kinds: &[&LayerKind], count: impl Fn(&str) -> usize) -> String {
-    let words = |kinds: &[&LayerKind]| {
-        let (blocks, names) = (kinds[0].blocks, kinds.iter().map(|kind| kind.name).collect::<Vec<_>>().join(", "));
-        match blocks {
-            "" => names,
-            _ if kinds.len() == count(blocks) => blocks.into(),
-            _ => format!("{blocks} ({names})"),
-        }
-    };
-    kinds.chunk_by(|a, b| a.blocks == b.blocks).map(words).collect::<Vec<_>>().join(", ")
+/// Blocks whose attention has the same format.
+#[derive(Debug, PartialEq, Eq)]
+pub struct AttentionFormatCount {
+    /// How many they are.
+    pub blocks: usize,
+    /// The format of queries and keys.
+    pub heads: &'static str,
+    /// The format of values.
+    pub values: &'static str,
+    /// Why queries and keys are not in FP8; `None` if they are, or the precision has no other format.
+    pub reason: Option<&'static str>,
 }
 
 /// Quantised weights that a backend holds in another format than the files do.
@@ -260,14 +302,18 @@ mod tests {
     use DType::{Bf16, E2m1, E4m3, E5m2, F16, F32};
 
     /// A layer of parts that are stored and held in these types, a thousand elements each.
-    fn layer(name: &str, parts: &[(DType, DType)], input: DType) -> LayerFormat {
+    pub fn layer(name: &str, parts: &[(DType, DType)], input: DType) -> LayerFormat {
         let bytes = |dtype: DType| dtype.bytes(1000) as u64;
         let part = |&(stored, held)| PartFormat { stored, held, stored_bytes: bytes(stored), held_bytes: bytes(held) };
-        LayerFormat { name: name.into(), parts: parts.iter().map(part).collect(), input }
+        LayerFormat { name: name.into(), parts: parts.iter().map(part).collect(), input, inputs: 1000, why: None }
+    }
+
+    pub fn formats(layers: impl IntoIterator<Item = LayerFormat>) -> Formats {
+        Formats { layers: layers.into_iter().collect(), ..Formats::default() }
     }
 
     /// The linear layers of a model with two blocks of each sort; `of` tells the parts and the input of each.
-    fn model(of: impl Fn(&str) -> (Vec<(DType, DType)>, DType)) -> Formats {
+    pub fn model(of: impl Fn(&str) -> (Vec<(DType, DType)>, DType)) -> Formats {
         let mut names: Vec<String> = Vec::new();
         for i in 0..2 {
             let encoder = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"];
@@ -281,84 +327,12 @@ mod tests {
         names.extend(["txt_in", "img_in", "time_in.in_layer", "time_in.out_layer"].map(|layer| format!("{layer}.weight")));
         names.extend(["double_stream_modulation_img", "single_stream_modulation"].map(|layer| format!("{layer}.lin.weight")));
         names.extend(["adaLN_modulation.1", "linear"].map(|layer| format!("final_layer.{layer}.weight")));
-        Formats(names.iter().map(|name| (name, of(name))).map(|(name, (parts, input))| layer(name, &parts, input)).collect())
-    }
-
-    const PLAIN: &str = "transformer img_in, txt_in, time_in, modulations, final layer: bf16";
-
-    #[test]
-    fn a_model_of_one_format_has_one_line() {
-        for (stored, held, input, line) in [
-            (Bf16, Bf16, Bf16, "all bf16"),
-            (Bf16, Bf16, F32, "all bf16"),
-            (F16, Bf16, Bf16, "all f16 rounded to bf16"),
-            (F32, Bf16, Bf16, "all f32 rounded to bf16"),
-            (E4m3, E4m3, F32, "all fp8 (w8a32)"),
-            (E5m2, Bf16, Bf16, "all fp8-e5m2 expanded to bf16"),
-        ] {
-            assert_eq!(model(|_| (vec![(stored, held)], input)).lines(), [line]);
-        }
-        assert!(Formats::default().lines().is_empty());
-    }
-
-    #[test]
-    fn kinds_of_the_same_format_share_a_line() {
-        let is_block = |name: &str| name.contains("_blocks.");
-        let fp8 = |name: &str| if is_block(name) { (vec![(E4m3, E4m3)], E4m3) } else { (vec![(Bf16, Bf16)], Bf16) };
-        assert_eq!(model(fp8).lines(), ["transformer double blocks, single blocks: fp8 (w8a8)", PLAIN, "text encoder: bf16"]);
-
-        // A few layers of a kind may have another format, in one stream or in one block.
-        let mixed = |name: &str| match name {
-            "double_blocks.0.img_attn.qkv.weight" => (vec![(Bf16, Bf16)], Bf16),
-            "single_blocks.0.linear2.weight" => (vec![(E2m1, E2m1)], Bf16),
-            "single_blocks.1.linear2.weight" => (vec![(E2m1, E2m1)], E2m1),
-            _ => fp8(name),
-        };
-        let want = [
-            "transformer double blocks (qkv): 3 fp8 (w8a8), 1 bf16",
-            "transformer double blocks (proj, mlp in, mlp out), single blocks (linear1): fp8 (w8a8)",
-            "transformer single blocks (linear2): 1 nvfp4 (w4a16), 1 nvfp4 (w4a4)",
-            PLAIN,
-            "text encoder: bf16",
-        ];
-        assert_eq!(model(mixed).lines(), want);
-    }
-
-    #[test]
-    fn layers_in_parts_name_the_format_of_each_once() {
-        let encoder = |name: &str| match name {
-            "model.layers.0.self_attn.qkv_proj.weight" => vec![(Bf16, Bf16), (E2m1, E2m1), (E4m3, E4m3)],
-            "model.layers.1.self_attn.qkv_proj.weight" => vec![(E4m3, E4m3), (E2m1, E2m1), (Bf16, Bf16)],
-            _ if name.ends_with("gate_up_proj.weight") => vec![(E4m3, E4m3), (E4m3, E4m3)],
-            _ if name.ends_with("down_proj.weight") => vec![(E5m2, Bf16)],
-            _ => vec![(Bf16, Bf16)],
-        };
-        let want = [
-            "transformer: bf16",
-            "text encoder qkv: fp8 (w8a16) + nvfp4 (w4a16) + bf16",
-            "text encoder out: bf16",
-            "text encoder gate/up: fp8 (w8a16)",
-            "text encoder down: fp8-e5m2 expanded to bf16",
-        ];
-        assert_eq!(model(|name| (encoder(name), Bf16)).lines(), want);
-
-        let expanded = model(|name| (encoder(name).iter().map(|(stored, _)| (*stored, Bf16)).collect(), Bf16));
-        assert_eq!(expanded.lines()[1], "text encoder qkv: fp8 + nvfp4 expanded to bf16 + bf16");
-
-        // Of many formats of one kind only what they are made of is named.
-        let mixes = [vec![E4m3], vec![E4m3, E2m1], vec![Bf16, E2m1], vec![E2m1], vec![E4m3]];
-        let layers = mixes.iter().enumerate().map(|(i, types)| {
-            let parts: Vec<_> = types.iter().map(|dtype| (*dtype, *dtype)).collect();
-            layer(&format!("model.layers.{i}.mlp.gate_up_proj.weight"), &parts, Bf16)
-        });
-        let mixed = Formats(layers.collect());
-        assert_eq!(mixed.lines(), ["text encoder: 5 mixes of fp8 (w8a16) + nvfp4 (w4a16) + bf16"]);
-        assert_eq!(mixed.by_kind().iter().map(|row| row.layers).collect::<Vec<_>>(), [2, 1, 1, 1]);
+        formats(names.iter().map(|name| (name, of(name))).map(|(name, (parts, input))| layer(name, &parts, input)))
     }
 
     #[test]
     fn rows_count_layers_and_bytes() {
-        let formats = Formats(vec![
+        let formats = formats([
             layer("model.layers.7.self_attn.qkv_proj.weight", &[(E4m3, E4m3), (E2m1, Bf16), (E4m3, E4m3)], Bf16),
             layer("double_blocks.3.txt_mlp.0.weight", &[(E4m3, E4m3)], E4m3),
             layer("double_blocks.0.img_mlp.0.weight", &[(Bf16, Bf16)], Bf16),

@@ -4,6 +4,7 @@ use crate::config::{Conventions, Variant};
 use crate::dump::Record;
 use crate::error::Result;
 use crate::image::Image;
+use crate::model::AttentionFormat;
 use crate::noise::NoiseKind;
 use crate::sequence::{Grid, Pixels};
 use crate::tensor::Precision;
@@ -83,12 +84,20 @@ pub struct LoadOptions {
     pub references: bool,
     /// Whether the transformer replaces the text encoder in memory once a prompt is encoded.
     pub low_memory: bool,
+    /// The format of queries and keys in the transformer's attention.
+    pub attention: AttentionFormat,
+}
+
+impl LoadOptions {
+    /// bf16, without the VAE's encoder, with all weights in memory at once, and FP8 attention where the model and the backend
+    /// allow it.
+    pub const DEFAULT: Self =
+        Self { precision: Precision::Bf16, references: false, low_memory: false, attention: AttentionFormat::Auto };
 }
 
 impl Default for LoadOptions {
-    /// bf16, without the VAE's encoder, and with all weights in memory at once.
     fn default() -> Self {
-        Self { precision: Precision::Bf16, references: false, low_memory: false }
+        Self::DEFAULT
     }
 }
 
@@ -101,4 +110,7 @@ pub struct GeneratedImage {
     pub image: Image,
     /// Intermediate values, if the job asked for them.
     pub record: Option<Record>,
+    /// How many activations did not fit into FP8 and became the largest value that does. What the images of a job share, such as
+    /// cached references, counts with the first of them.
+    pub saturated: u64,
 }

@@ -125,7 +125,7 @@ fn any_sizes_that_keep_the_rules_are_run() {
         noise: Noise::Drawn(NoiseKind::HOPPER),
         record: true,
     };
-    let options = LoadOptions { precision: Precision::F32, references: true, low_memory: false };
+    let options = LoadOptions { precision: Precision::F32, references: true, ..LoadOptions::DEFAULT };
     let planned = model.estimate(options, GemmFormats::ALL, &job).unwrap();
     assert_eq!((planned.text_tokens, planned.canvas_tokens, planned.reference_tokens), (48, 20, vec![20]));
     let cpu = Cpu::new(0, Arc::default()).unwrap();

@@ -147,7 +147,7 @@ pub fn cpu() -> Cpu {
 /// The tiny model on a backend.
 pub fn engine_on(backend: Box<dyn Backend>, variant: Variant, precision: Precision) -> Engine {
     let model = OpenModel::open(&Found::Tiny, Some(variant)).unwrap();
-    Engine::load(backend, model, LoadOptions { precision, references: true, low_memory: false }, &Silent).unwrap()
+    Engine::load(backend, model, LoadOptions { precision, references: true, ..LoadOptions::DEFAULT }, &Silent).unwrap()
 }
 
 /// The tiny model with prompts of 64 tokens instead of 512, an eighth of the work of its text encoder. For tests that compare
@@ -170,7 +170,7 @@ pub fn saving_memory_changes_nothing(make: Make<'_>) {
             let job = Job { size: Pixels::new(64, 64).unwrap(), steps: 2, record: false, ..case.job() };
             let prompts = [&job.prompt, "something else", &job.prompt];
             let images = |low_memory| {
-                let options = LoadOptions { precision, references: true, low_memory };
+                let options = LoadOptions { precision, references: true, low_memory, ..LoadOptions::DEFAULT };
                 let mut engine = short_engine(make(), case.variant(), options);
                 prompts.map(|prompt| run(&mut engine, &Job { prompt: prompt.into(), ..job.clone() }).unwrap().image)
             };

@@ -130,7 +130,7 @@ impl Case {
         };
         let tokenizer = Tokenizer::from_json(tiny::TOKENIZER, Path::new("tiny")).unwrap();
         let model = OpenModel::check(weights, PerPart::default(), tokenizer, variant, Conventions::klein()).unwrap();
-        Engine::load(backend, model, LoadOptions { precision, references: true, low_memory: false }, &Silent).unwrap()
+        Engine::load(backend, model, LoadOptions { precision, references: true, ..LoadOptions::DEFAULT }, &Silent).unwrap()
     }
 
     /// The relative error of every recorded tensor, by its name in the record.

@@ -14,7 +14,7 @@ use kiln::pipeline::{Engine, LoadOptions, OpenModel};
 use kiln::progress::Silent;
 use kiln::tensor::minifloat::to_e4m3;
 use kiln::tensor::nvfp4::{BLOCK, TILE_ROWS, encode_block, scale_bytes, scale_offset, tiles_along};
-use kiln::tensor::{Bytes, DType, Nvfp4Layout, Precision};
+use kiln::tensor::{Bytes, DType, Nvfp4Layout};
 use kiln::tiny::{self, TinyModel};
 use kiln::tokenizer::Tokenizer;
 use safetensors::tensor::{Dtype, TensorView};
@@ -398,6 +398,6 @@ pub fn model(transformer: Weights, text_encoder: Option<Weights>, max_text_token
 }
 
 /// That model on a backend.
-pub fn engine(backend: Box<dyn Backend>, model: OpenModel, precision: Precision) -> Engine {
-    Engine::load(backend, model, LoadOptions { precision, references: false, low_memory: false }, &Silent).unwrap()
+pub fn engine(backend: Box<dyn Backend>, model: OpenModel, options: LoadOptions) -> Engine {
+    Engine::load(backend, model, options, &Silent).unwrap()
 }

@@ -87,6 +87,10 @@ impl Backend for Wrapped {
         body(self)
     }
 
+    fn take_saturated(&mut self) -> Result<u64> {
+        self.inner.take_saturated()
+    }
+
     fn synchronize(&mut self) -> Result<()> {
         self.inner.synchronize()
     }

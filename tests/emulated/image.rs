@@ -8,9 +8,8 @@ use crate::runner::{cuda_with, run_seed};
 use kiln::backend::{Backend, Lockstep};
 use kiln::config::Variant;
 use kiln::pipeline::{Job, LoadOptions};
-use kiln::tensor::Precision;
 
-const OPTIONS: LoadOptions = LoadOptions { precision: Precision::Bf16, references: false, low_memory: false };
+const OPTIONS: LoadOptions = LoadOptions::DEFAULT;
 
 /// Every op of an image is within rounding of what the CPU backend computes.
 #[test]

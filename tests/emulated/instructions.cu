@@ -1,6 +1,7 @@
 // Kernels that try the instructions of the emulator whose results no kernel of the product shows by itself. instructions.rs compares what
 // they store with loops.
 #include <abi.h>
+#include <common/e4m3.cuh>
 #include <ptx/sm90.cuh>
 
 constexpr uint32_t kThreads = 64, kCtas = 2;
@@ -16,6 +17,10 @@ struct CopyParams {
 
 struct ExchangeParams {
   uint64_t out;
+};
+
+struct ConvertParams {
+  uint64_t values, by_instruction, in_software, decoded, count;
 };
 
 KL_DYNAMIC_SHARED(1024);
@@ -84,6 +89,17 @@ KL_ENTRY(exchange, ExchangeParams, kThreads) {
   received.z += square;
   reinterpret_cast<float4*>(p.out)[rank * kThreads + thread] = received;
   cluster_sync();
+}
+
+// Values as codes of e4m3, by the instruction and in software, two to a thread of the instruction; and codes as values.
+KL_ENTRY(convert_e4m3, ConvertParams, kThreads) {
+  const float* values = reinterpret_cast<const float*>(p.values);
+  for (uint32_t i = threadIdx.x; i < p.count; i += kThreads) {
+    const uint32_t pair = cvt_e4m3x2(values[i], -values[i]);
+    reinterpret_cast<uint16_t*>(p.by_instruction)[i] = static_cast<uint16_t>(pair);
+    reinterpret_cast<uint8_t*>(p.in_software)[i] = static_cast<uint8_t>(encode_e4m3(values[i]));
+  }
+  for (uint32_t code = threadIdx.x; code < 256; code += kThreads) reinterpret_cast<float*>(p.decoded)[code] = decode_e4m3(code);
 }
 
 // In round r the predicate is true for thread r alone, in the last one for none.

@@ -2,6 +2,9 @@
 //! an end.
 
 use crate::available;
+use crate::ops::formats::Codes;
+use crate::random::Random;
+use kiln::tensor::DType;
 use kiln_emulator::{DeviceMemory, Launch, TensorMap, entry, finish, launch, set_time_limit, tensor_map};
 use std::process::Command;
 use std::time::Duration;
@@ -151,6 +154,48 @@ fn a_barrier_tells_whether_any_predicate_is_true() {
     for seed in 0..SEEDS {
         run("any_thread", &SHAPE, &[out], seed).unwrap();
         assert_eq!(read(&memory, out, 4 * words), expected);
+    }
+}
+
+/// Every code as a value; and as codes every value that one stands for, all that lie in the middle between two, their neighbours,
+/// what is out of range, and some at random. The instruction and the software that stands in for it on older GPUs agree with a
+/// search.
+#[test]
+fn e4m3_is_converted_to_the_nearest_code() {
+    if !available() {
+        return;
+    }
+    let codes = Codes::of(DType::E4m3);
+    let magnitudes: Vec<f32> = (0..0x7f).map(|code| codes.decode(code) as f32).collect();
+    let middles = magnitudes.windows(2).map(|pair| (pair[0] + pair[1]) / 2.0);
+    let mut values: Vec<f32> = magnitudes.iter().copied().chain(middles).flat_map(|v| [v, v.next_up(), v.next_down()]).collect();
+    values.extend([448.5, 464.0, 480.0, 1e9, f32::MAX, f32::INFINITY, f32::MIN_POSITIVE, f32::from_bits(1)]);
+    // From 2^-14, below half of the smallest code, up to 2^11.
+    let mut random = Random::new(1);
+    values.extend((0..4096).map(|_| f32::from_bits((113 << 23) + random.next() as u32 % (25 << 23))));
+    values.extend(values.clone().iter().map(|v| -v));
+    let finite = values.len();
+    values.extend([f32::NAN, -f32::NAN]);
+
+    let memory = DeviceMemory::default();
+    let addresses = [4, 2, 1].map(|bytes| memory.allocate((bytes * values.len()) as u64).unwrap());
+    let [from, by_instruction, in_software] = addresses;
+    let decoded = memory.allocate(4 * 256).unwrap();
+    memory.write(from, &values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>()).unwrap();
+    run("convert_e4m3", &SHAPE, &[from, by_instruction, in_software, decoded, values.len() as u64], 0).unwrap();
+
+    let (pairs, software) = (read(&memory, by_instruction, 2 * values.len()), read(&memory, in_software, values.len()));
+    for (i, &v) in values[..finite].iter().enumerate() {
+        let [code, negative] = [v, -v].map(|v| codes.encode(f64::from(v)));
+        assert_eq!(pairs[2 * i..2 * i + 2], [code, negative], "{v}");
+        assert_eq!(software[i], code, "{v}");
+    }
+    for code in pairs[2 * finite..].iter().chain(&software[finite..]) {
+        assert_eq!(code & 0x7f, 0x7f, "NaN");
+    }
+    for (code, bytes) in read(&memory, decoded, 4 * 256).chunks_exact(4).enumerate() {
+        let (got, want) = (f32::from_le_bytes(bytes.try_into().unwrap()), codes.decode(code as u8) as f32);
+        assert!(got.to_bits() == want.to_bits() || got.is_nan() && want.is_nan(), "{code:#04x}: {got}, not {want}");
     }
 }
 

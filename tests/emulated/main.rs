@@ -21,11 +21,13 @@ mod agreement;
 mod cases;
 mod driver;
 mod faults;
+mod fp8;
 mod host;
 mod image;
 mod instructions;
 mod planted;
 mod policies;
+mod quantised;
 mod runner;
 
 /// Whether there is an emulator; a test that needs it ends here if not.

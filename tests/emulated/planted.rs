@@ -14,7 +14,7 @@ const SEEDS: u64 = 20;
 struct Expected {
     /// The module that has it.
     bug: &'static str,
-    tile: Tile,
+    choice: Choice,
     case: &'static str,
     /// A part of what the emulator reports.
     message: &'static str,
@@ -24,54 +24,125 @@ struct Expected {
 const LONG: &str = "linear_gate_residual 66x64, rows of 584 gate true bias true bf16 whole";
 /// Nine k-blocks, which two workers cannot divide evenly.
 const REMAINDER: &str = "linear_gate_residual 130x168, rows of 520 gate true bias true bf16 whole";
+/// More k-blocks than the raw ring has stages.
+const EXPANDED: &str = "linear w8a16 130 rows of 528 to 168, e4m3, bias false bf16 whole";
+/// Both operands of e4m3, with more k-blocks than the pipeline has stages; and with a result of e4m3.
+const FP8: &str = "linear_gate_residual w8a8 130 rows of 528 to 168, e4m3 by rows, gate true bias false bf16 whole";
+const FP8_STORED: &str = "linear_swiglu w8a8 67 rows of 528 to 208, e4m3 and e4m3 by rows into e4m3 bf16 whole";
+/// A tile of attention whose rows are in two ranges of the output.
+const RANGES: &str = "attention of e4m3 into e4m3 with two scales, 2:1 heads of 128 bf16 whole";
+/// Values beyond the range of e4m3.
+const CLIPPED: &str = "attention of e4m3 into plain and clipped e4m3, 2:1 heads of 128 bf16 whole";
 /// Every epilogue that normalises heads.
 const QKV: &str = "qkv 113x64 3:3 heads of 128 interleaved mlp some(129) bf16 whole";
 
 const EXPECTED: &[Expected] = &[
-    Expected { bug: "stage_released_early", tile: Tile::Sm90_128x192, case: LONG, message: "which a wgmma of CTA" },
-    Expected { bug: "missing_empty_wait", tile: Tile::Sm90_128x192, case: LONG, message: "has had all 1 arrivals of phase" },
-    Expected { bug: "missing_full_wait", tile: Tile::Sm90_128x192, case: LONG, message: " reads shared memory +0x" },
+    Expected {
+        bug: "stage_released_early",
+        choice: Choice::Tile(Tile::Sm90_128x192),
+        case: LONG,
+        message: "which a wgmma of CTA",
+    },
+    Expected {
+        bug: "missing_empty_wait",
+        choice: Choice::Tile(Tile::Sm90_128x192),
+        case: LONG,
+        message: "has had all 1 arrivals of phase",
+    },
+    Expected {
+        bug: "missing_full_wait",
+        choice: Choice::Tile(Tile::Sm90_128x192),
+        case: LONG,
+        message: " reads shared memory +0x",
+    },
     Expected {
         bug: "missing_remote_arrive",
-        tile: Tile::Sm90_128x192,
+        choice: Choice::Tile(Tile::Sm90_128x192),
         case: LONG,
         message: "2 of 4 arrivals and 0 bytes are missing",
     },
-    Expected { bug: "missing_wgmma_wait", tile: Tile::Sm90_128x192, case: LONG, message: "while a wgmma on it is in flight" },
-    Expected { bug: "wrong_swizzle", tile: Tile::Sm90_128x192, case: LONG, message: "relative error" },
-    Expected { bug: "missing_proxy_fence", tile: Tile::Sm90_128x192, case: LONG, message: "without fence_proxy_async" },
-    Expected { bug: "overlapping_boxes", tile: Tile::Sm90_128x160, case: LONG, message: "which a TMA load of CTA" },
+    Expected {
+        bug: "missing_wgmma_wait",
+        choice: Choice::Tile(Tile::Sm90_128x192),
+        case: LONG,
+        message: "while a wgmma on it is in flight",
+    },
+    Expected { bug: "wrong_swizzle", choice: Choice::Tile(Tile::Sm90_128x192), case: LONG, message: "relative error" },
+    Expected {
+        bug: "missing_proxy_fence",
+        choice: Choice::Tile(Tile::Sm90_128x192),
+        case: LONG,
+        message: "without fence_proxy_async",
+    },
+    Expected {
+        bug: "overlapping_boxes",
+        choice: Choice::Tile(Tile::Sm90_128x160),
+        case: LONG,
+        message: "which a TMA load of CTA",
+    },
     Expected {
         bug: "wrong_byte_count",
-        tile: Tile::Sm90_128x192,
+        choice: Choice::Tile(Tile::Sm90_128x192),
         case: LONG,
         message: "0 of 1 arrivals and 16 bytes are missing",
     },
     Expected {
         bug: "wrong_barrier_id",
-        tile: Tile::Sm90_128x160,
+        choice: Choice::Tile(Tile::Sm90_128x160),
         case: LONG,
         message: "barrier 3, where 128 of 256 threads have arrived",
     },
     Expected {
         bug: "partials_published_early",
-        tile: Tile::Sm90_128x192,
+        choice: Choice::Tile(Tile::Sm90_128x192),
         case: LONG,
         message: "without an acquire of what that warp has released",
     },
     Expected {
         bug: "stream_k_off_by_one",
-        tile: Tile::Sm90_128x192,
+        choice: Choice::Tile(Tile::Sm90_128x192),
         case: REMAINDER,
         message: "global memory that is not allocated",
     },
     Expected {
+        bug: "expanded_without_fence",
+        choice: Choice::Tile(Tile::W8A16_128x192),
+        case: EXPANDED,
+        message: "without fence_proxy_async",
+    },
+    Expected {
+        bug: "raw_stage_released_early",
+        choice: Choice::Tile(Tile::W8A16_128x192),
+        case: EXPANDED,
+        message: "without a barrier between them",
+    },
+    Expected { bug: "wrong_half_expanded", choice: Choice::Tile(Tile::W8A16_128x192), case: EXPANDED, message: "relative error" },
+    Expected {
+        bug: "promoted_without_wait",
+        choice: Choice::Tile(Tile::Fp8Promoted256x128),
+        case: FP8,
+        message: "an accumulator is read while a wgmma on it is in flight",
+    },
+    Expected {
+        bug: "bytes_of_other_lanes",
+        choice: Choice::Tile(Tile::Fp8_128x256),
+        case: FP8_STORED,
+        message: "relative error",
+    },
+    Expected { bug: "range_of_the_tile", choice: Choice::Best, case: RANGES, message: "is no result" },
+    Expected { bug: "saturated_uncounted", choice: Choice::Best, case: CLIPPED, message: "values are counted as out of range" },
+    Expected {
         bug: "missing_cp_async_wait",
-        tile: Tile::Mma128x128,
+        choice: Choice::Tile(Tile::Mma128x128),
         case: LONG,
         message: "while an asynchronous operation writes it",
     },
-    Expected { bug: "missing_syncthreads", tile: Tile::Mma128x128, case: QKV, message: "without a barrier between them" },
+    Expected {
+        bug: "missing_syncthreads",
+        choice: Choice::Tile(Tile::Mma128x128),
+        case: QKV,
+        message: "without a barrier between them",
+    },
 ];
 
 impl Expected {
@@ -80,7 +151,7 @@ impl Expected {
         let case = cases::all().into_iter().find(|case| case.name == self.case);
         let case = case.unwrap_or_else(|| panic!("no case is called {:?}", self.case));
         let mut runner = Runner::with_bug(Gpu::HOPPER, bug);
-        (0..SEEDS).find_map(|seed| Some((seed, runner.run(Choice::Tile(self.tile), &case, seed, true).err()?)))
+        (0..SEEDS).find_map(|seed| Some((seed, runner.run(self.choice, &case, seed, true).err()?)))
     }
 }
 
@@ -93,7 +164,7 @@ fn every_planted_bug_is_found_and_named() {
     // Without a bug nothing is found, with any of the seeds.
     let mut sound: Vec<&Expected> = Vec::new();
     for expected in EXPECTED {
-        if sound.iter().all(|other| (other.tile, other.case) != (expected.tile, expected.case)) {
+        if sound.iter().all(|other| (other.choice, other.case) != (expected.choice, expected.case)) {
             sound.push(expected);
             wrong.extend(expected.run(None).map(|(seed, message)| format!("no bug, with seed {seed}: {message}")));
         }

@@ -1,7 +1,6 @@
 // The Hopper GEMM with policies that no kernel of the product has yet, for tests of its main loop (policies.rs).
 //
 //   test_e4m3_*           FP8 with f32 results, with and without promotion
-//   test_expanded_*       weights of e4m3, which are expanded to bf16 on their way into the pipeline
 //   test_convolution_*    a 3x3 convolution: A is boxes of an image, at coordinates that a tap has shifted
 #include <gemm/mainloop_sm90.cuh>
 #include <gemm/policies_sm90.cuh>
@@ -113,77 +112,3 @@ using Convolution256x128 = GemmConfig<ConvolutionPolicies, 256, 128, 64, 2, 4, C
 using Convolution128x256 = GemmConfig<ConvolutionPolicies, 128, 256, 64, 2, 4, ClusterMode::kMulticastB>;
 KL_ENTRY(test_convolution_256x128, ConvolutionParams, Convolution256x128::kThreads, 1) { gemm<Convolution256x128>(p); }
 KL_ENTRY(test_convolution_128x256, ConvolutionParams, Convolution128x256::kThreads, 1) { gemm<Convolution128x256>(p); }
-
-// ---------------------------------------------------------------------------------------------------------- expanded B
-
-// B is rows of codes, which the codec turns into bf16. Gate and up rows of SwiGLU would take two boxes, as in CopiedB.
-template <class Codec>
-struct ExpandedB {
-  static constexpr uint32_t kRawStages = 3;
-  static __host__ __device__ constexpr uint32_t raw_bytes(uint32_t cols) { return cols * Codec::kRowBytes; }
-
-  template <class Config>
-  struct Loader {
-    static constexpr uint32_t kTmaBytes = 0;  // none of them arrive in a stage
-    const KlTensorMap* map;
-    uint32_t row;
-
-    __device__ __forceinline__ Loader(const KlGemmSm90& p, const TileCoord<Config>& at, uint32_t)
-        : map(&p.w[at.stream][0]), row(at.col_tile * Config::kBlockN) {}
-
-    __device__ __forceinline__ void load(uint32_t k, uint32_t to, uint32_t full) const {
-      tma_load_2d(to, map, k * Codec::kRowBytes, row, full);
-    }
-  };
-
-  // Expands the k-block at `raw` into the rows of B at `to`, where the 16-byte chunks of a row are swizzled as wgmma expects them. A
-  // thread takes one block of sixteen elements after the other; those of a row's neighbouring threads are beside each other.
-  template <class Config>
-  static __device__ __forceinline__ void expand(uint32_t to, uint32_t raw, uint32_t thread) {
-    constexpr uint32_t kBlocks = Config::kBlockK / 16;  // of a row
-    // Two at a time, because the producer has few registers.
-#pragma unroll 2
-    for (uint32_t i = thread; i < Config::kBlockN * kBlocks; i += 32 * Config::kWriterWarps) {
-      const uint32_t row = i / kBlocks, block = i % kBlocks;
-      uint32_t pairs[8];
-      Codec::decode(raw + row * Codec::kRowBytes, block, pairs);
-#pragma unroll
-      for (uint32_t chunk = 0; chunk < 2; chunk++) {
-        const uint32_t* v = &pairs[4 * chunk];
-        store_shared(to + swizzled<kSwizzleRowBytes>(row, 2 * block + chunk), make_uint4(v[0], v[1], v[2], v[3]));
-      }
-    }
-  }
-};
-
-// Weights of e4m3 for activations of bf16. All values are exact in bf16.
-struct E4m3Codec {
-  static constexpr uint32_t kRowBytes = 64;  // of a k-block
-
-  // Decodes the block of sixteen elements with that index.
-  static __device__ __forceinline__ void decode(uint32_t row, uint32_t block, uint32_t (&pairs)[8]) {
-    const float4 raw = load_shared(row + 16 * block);
-    const uint32_t words[4] = {__float_as_uint(raw.x), __float_as_uint(raw.y), __float_as_uint(raw.z), __float_as_uint(raw.w)};
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const uint32_t two = words[i / 2] >> i % 2 * 16, apart = (two & 0xff) | (two & 0xff00) << 8;
-      // The bits of a code in the places that they have in bf16, whose exponents are larger by 120.
-      const float2 v = unpack_pair((apart & 0x00800080) << 8 | (apart & 0x007f007f) << 4);
-      pairs[i] = pack_bf16(v.x * 0x1p120f, v.y * 0x1p120f);
-    }
-  }
-};
-
-struct ExpandedPolicies {
-  using Params = KlGemmSm90;
-  using OperandA = RowsA;
-  using OperandB = ExpandedB<E4m3Codec>;
-  using Mma = MmaBf16;
-  using Scaling = Scaled;
-  using Store = StoreBf16Rows;
-};
-
-using Expanded256x192 = GemmConfig<ExpandedPolicies, 256, 192, 64, 2, 3, ClusterMode::kMulticastA>;
-using Expanded128x160 = GemmConfig<ExpandedPolicies, 128, 160, 64, 2, 4, ClusterMode::kSplitK>;
-KL_ENTRY(test_expanded_256x192, KlGemmSm90, Expanded256x192::kThreads, 1) { gemm<Expanded256x192>(p); }
-KL_ENTRY(test_expanded_128x160, KlGemmSm90, Expanded128x160::kThreads, 1) { gemm<Expanded128x160>(p); }

@@ -1,5 +1,5 @@
 //! The main loop of the Hopper GEMM with policies that no kernel of the product has yet (`policies.cu`), against f64 loops: FP8 with and
-//! without promotion, weights that are expanded on their way into the pipeline, and a convolution.
+//! without promotion, with f32 results, and a convolution.
 
 #[path = "../../src/backend/cuda/abi.rs"]
 #[allow(dead_code)]
@@ -22,7 +22,6 @@ const SEEDS: u64 = 3;
 enum Cluster {
     MulticastA,
     MulticastB,
-    SplitK,
 }
 
 /// An entry point of `policies.cu`, and its tile.
@@ -81,8 +80,9 @@ impl Device {
 /// An encoded tensor map.
 type Map = [u64; 16];
 
-/// The map of a row-major tensor, whose last dimension comes first here.
-fn map(address: u64, element_bytes: u32, size: &[u32], tile: &[u32], swizzle: u32) -> Map {
+/// The map of a row-major tensor, whose last dimension comes first here, with boxes that fill the rows of their swizzle.
+fn swizzled_map(address: u64, element_bytes: u32, size: &[u32], tile: &[u32]) -> Map {
+    let swizzle = tile[0] * element_bytes;
     let (mut map_size, mut map_tile) = ([1; 3], [1; 3]);
     for i in 0..size.len() {
         (map_size[i], map_tile[i]) = (u64::from(size[i]), tile[i]);
@@ -91,11 +91,6 @@ fn map(address: u64, element_bytes: u32, size: &[u32], tile: &[u32], swizzle: u3
     let (rank, pitch) = (size.len() as u32, [row, row * map_size[1]]);
     let (size, tile) = (map_size, map_tile);
     emulator::tensor_map(&TensorMap { address, element_bytes, rank, size, pitch, tile, swizzle }).unwrap()
-}
-
-/// The same with boxes that fill the rows of their swizzle.
-fn swizzled_map(address: u64, element_bytes: u32, size: &[u32], tile: &[u32]) -> Map {
-    map(address, element_bytes, size, tile, tile[0] * element_bytes)
 }
 
 /// What a kernel computes: `row_tiles` tiles by `cols` columns over `k_blocks` k-blocks.
@@ -107,8 +102,6 @@ struct Problem<'a> {
     x: Map,
     w: Map,
     out: Map,
-    /// What the epilogue adds, if anything.
-    residual: Option<Map>,
     /// What accumulators are multiplied by.
     alpha: f32,
     /// What a policy adds to the parameter, in words of 32 bits.
@@ -116,7 +109,7 @@ struct Problem<'a> {
 }
 
 impl Problem<'_> {
-    /// Two Stream-K workers share all tiles, or a single one takes them whole. With split-K every tile has a worker.
+    /// Two Stream-K workers share all tiles, or a single one takes them whole.
     fn run(&self, device: &Device, stream_k: bool, seed: u64) {
         let Kernel { symbol, block_m, block_n, cluster } = self.kernel;
         let entry = emulator::entry("policies", symbol).unwrap_or_else(|| panic!("no kernel is called {symbol}"));
@@ -124,11 +117,9 @@ impl Problem<'_> {
         let (rows, cols) = match cluster {
             Cluster::MulticastA => (self.row_tiles, col_tiles.div_ceil(abi::KL_SM90_CLUSTER)),
             Cluster::MulticastB => (self.row_tiles.div_ceil(abi::KL_SM90_CLUSTER), col_tiles),
-            Cluster::SplitK => (self.row_tiles, col_tiles),
         };
         let tiles = rows * cols;
-        let stream_k = stream_k && cluster != Cluster::SplitK;
-        let workers = if cluster == Cluster::SplitK { tiles } else { 1 + u32::from(stream_k) };
+        let workers = 1 + u32::from(stream_k);
         let ctas = workers * abi::KL_SM90_CLUSTER;
 
         let mut params = vec![0; entry.param_bytes as usize];
@@ -136,18 +127,16 @@ impl Problem<'_> {
         put(offset_of!(KlGemmSm90, x), &self.x.map(u64::to_ne_bytes).concat());
         put(offset_of!(KlGemmSm90, w), &self.w.map(u64::to_ne_bytes).concat());
         put(offset_of!(KlGemmSm90, out), &self.out.map(u64::to_ne_bytes).concat());
-        put(offset_of!(KlGemmSm90, residual), &self.residual.unwrap_or_default().map(u64::to_ne_bytes).concat());
         let stream = offset_of!(KlGemmSm90, stream);
         let part = stream + offset_of!(KlGemmStream, part);
         let schedule = offset_of!(KlGemmSm90, schedule);
-        let epilogue = if self.residual.is_some() { abi::KL_GATE_RESIDUAL } else { abi::KL_STORE };
         let k_blocks = if stream_k { tiles * self.k_blocks } else { 0 };
         let mut words = vec![
             (stream + offset_of!(KlGemmStream, row_tiles), rows),
             (stream + offset_of!(KlGemmStream, col_tiles), cols),
             (part + offset_of!(KlGemmPart, out.cols), self.cols),
             (part + offset_of!(KlGemmPart, tiles), col_tiles),
-            (part + offset_of!(KlGemmPart, epilogue), epilogue),
+            (part + offset_of!(KlGemmPart, epilogue), abi::KL_STORE),
             (part + offset_of!(KlGemmPart, w) + offset_of!(KlGemmRows, alpha), self.alpha.to_bits()),
             (offset_of!(KlGemmSm90, group), rows),
             (schedule + offset_of!(KlTileSchedule, k_blocks), self.k_blocks),
@@ -221,7 +210,6 @@ fn fp8_gemm(kernel: Kernel, [m, n, k]: [usize; 3], x: &[u8], w: &[u8], alpha: f3
         x: swizzled_map(x, 1, &[k, m], &[128, kernel.a_rows()]),
         w: swizzled_map(w, 1, &[k, n], &[128, kernel.block_n / 2]),
         out: swizzled_map(out, 4, &[n, m], &[kernel.store_cols(32), abi::KL_SM90_STORE_ROWS]),
-        residual: None,
         alpha,
         more: &[],
     };
@@ -266,56 +254,6 @@ fn fp8_gemms_agree_with_f64() {
                 let got = fp8_gemm(kernel, [m, n, k], &x, &w, alpha, random.below(2) == 0, seed);
                 check(kernel, &got, &expected, limit);
             }
-        }
-    }
-}
-
-// ---------------------------------------------------------------------------------------------------------- expanded B
-
-/// alpha x w^T + residual, of activations in bf16 and weights in e4m3.
-#[test]
-fn expanded_weights_agree_with_f64() {
-    if !available() {
-        return;
-    }
-    const KERNELS: [Kernel; 2] = [
-        Kernel { symbol: "test_expanded_256x192", block_m: 256, block_n: 192, cluster: Cluster::MulticastA },
-        Kernel { symbol: "test_expanded_128x160", block_m: 128, block_n: 160, cluster: Cluster::SplitK },
-    ];
-    const CONSUMERS: u32 = 2;
-    // More k-blocks than either ring has stages, the last of them not full.
-    let [m, n, k] = [140, 200, 592];
-    let alpha: f32 = 0.375;
-    for seed in 0..SEEDS {
-        let mut random = Random::new(seed);
-        let (x, residual) = (random_values(&mut random, m * k), random_values(&mut random, m * n));
-        let codes = random_codes(&mut random, n * k);
-        for (i, kernel) in KERNELS.into_iter().enumerate() {
-            let with_residual = (seed + i as u64).is_multiple_of(2);
-            let element = |i: usize| {
-                let (x, codes) = (&x[i / n * k..][..k], &codes[i % n * k..][..k]);
-                let sum: f64 = x.iter().zip(codes).map(|(a, &b)| a.to_f64() * e4m3(b)).sum();
-                sum * f64::from(alpha) + if with_residual { residual[i].to_f64() } else { 0.0 }
-            };
-            let expected: Vec<f64> = (0..m * n).map(element).collect();
-            let device = Device::default();
-            let (x, w, residual) = (device.upload_bf16(&x), device.upload(&codes), device.upload_bf16(&residual));
-            let out = device.allocate(m * n * size_of::<bf16>());
-            let [m, n, k] = [m, n, k].map(|v| v as u32);
-            let problem = Problem {
-                kernel,
-                row_tiles: m.div_ceil(kernel.block_m),
-                cols: n,
-                k_blocks: k.div_ceil(64),
-                x: swizzled_map(x, 2, &[k, m], &[64, kernel.a_rows()]),
-                w: map(w, 1, &[k, n], &[64, kernel.block_n], 0),
-                out: swizzled_map(out, 2, &[n, m], &[kernel.store_cols(64), abi::KL_SM90_STORE_ROWS]),
-                residual: with_residual.then(|| swizzled_map(residual, 2, &[n, m], &[64, kernel.block_m / CONSUMERS])),
-                alpha,
-                more: &[],
-            };
-            problem.run(&device, seed > 0, seed);
-            check(kernel, &device.download_bf16(out, expected.len()), &expected, BF16_ERROR);
         }
     }
 }
@@ -375,7 +313,6 @@ fn convolutions_agree_with_f64() {
                 x: swizzled_map(x, 2, &[channels, width, height], &[64, TILE_WIDTH, kernel.a_rows() / TILE_WIDTH]),
                 w: swizzled_map(w, 2, &[k, outputs], &[64, kernel.block_n / 2]),
                 out: swizzled_map(out, 2, &[outputs, width, height], &[kernel.store_cols(64), TILE_WIDTH, 1]),
-                residual: None,
                 alpha: 1.0,
                 more: &[tiles_across, channels / 64],
             };

@@ -4,7 +4,7 @@ use crate::common::quantised::goldens::PLAIN_INPUTS;
 use crate::common::quantised::{Content, Form, Layer, SHORT, engine, model, plain_tensors, weights};
 use crate::common::{cpu, run, small_job};
 use kiln::backend::GemmFormats;
-use kiln::model::{LayerFormat, PartFormat};
+use kiln::model::{LayerFormat, PartFormat, PlainInput};
 use kiln::names::Layout;
 use kiln::part::Part;
 use kiln::pipeline::{Formats, Job, LoadOptions, OpenModel};
@@ -16,7 +16,7 @@ fn open(content: &Content, form: Form) -> OpenModel {
 }
 
 fn options(precision: Precision) -> LoadOptions {
-    LoadOptions { precision, references: false, low_memory: false }
+    LoadOptions { precision, ..LoadOptions::DEFAULT }
 }
 
 fn is_block(layer: &LayerFormat) -> bool {
@@ -36,24 +36,26 @@ fn layers_are_held_as_the_backend_multiplies_them() {
     for (file, stored) in [("fp8", E4m3), ("nvfp4", E2m1)] {
         let content = Content::of(file);
         let model = open(content, Form::BFL);
-        for (gemms, precision, held, input) in [
-            (GemmFormats::ALL, Precision::Bf16, stored, stored),
-            (PLAIN_INPUTS, Precision::Bf16, stored, Bf16),
-            (GemmFormats::NONE, Precision::Bf16, Bf16, Bf16),
-            (GemmFormats::ALL, Precision::F32, stored, F32),
-            (GemmFormats::NONE, Precision::F32, F32, F32),
+        for (gemms, precision, held, input, why) in [
+            (GemmFormats::ALL, Precision::Bf16, stored, stored, None),
+            (PLAIN_INPUTS, Precision::Bf16, stored, Bf16, Some(PlainInput::Device)),
+            (GemmFormats::NONE, Precision::Bf16, Bf16, Bf16, Some(PlainInput::Device)),
+            (GemmFormats::ALL, Precision::F32, stored, F32, Some(PlainInput::Precision)),
+            (GemmFormats::NONE, Precision::F32, F32, F32, Some(PlainInput::Precision)),
         ] {
-            let Formats(layers) = model.formats(options(precision), gemms).unwrap();
+            let Formats { layers, .. } = model.formats(options(precision), gemms).unwrap();
             let (blocks, rest): (Vec<_>, Vec<_>) = layers.into_iter().partition(is_block);
             assert_eq!(blocks.len(), content.layers.len());
             for layer in blocks {
                 let own = content.layers.iter().find(|own| layer.name == format!("{}.weight", own.name)).unwrap();
                 let (stored_bytes, held_bytes) = (bytes(own, stored), bytes(own, held));
                 let parts = vec![PartFormat { stored, held, stored_bytes, held_bytes }];
-                assert_eq!(layer, LayerFormat { parts, input, name: layer.name.clone() }, "{file} {precision:?} {gemms:?}");
+                let want = LayerFormat { parts, input, why, inputs: own.cols, name: layer.name.clone() };
+                assert_eq!(layer, want, "{file} {precision:?} {gemms:?}");
             }
             for layer in rest {
                 assert!(layer.parts.iter().all(|part| (part.stored, part.held) == (Bf16, Bf16)), "{}", layer.name);
+                assert_eq!(layer.why, None, "{}", layer.name);
             }
         }
     }
@@ -85,12 +87,12 @@ fn layers_may_be_bf16_anywhere() {
         let whole = Content::of(file);
         let content = whole.with_plain_layers(is_plain);
         assert_eq!(content.layers.len() + 2, whole.layers.len());
-        let Formats(layers) = open(&content, Form::BFL).formats(options(Precision::Bf16), GemmFormats::ALL).unwrap();
+        let Formats { layers, .. } = open(&content, Form::BFL).formats(options(Precision::Bf16), GemmFormats::ALL).unwrap();
         let in_bf16 = layers.iter().filter(|layer| is_block(layer) && layer.parts[0].stored == DType::Bf16);
         let in_bf16: Vec<&str> = in_bf16.map(|layer| layer.name.as_str()).collect();
         assert_eq!(in_bf16, ["double_blocks.0.img_attn.proj.weight", "double_blocks.0.txt_attn.proj.weight"]);
         let dump = |content: &Content, form: Form| {
-            let mut engine = engine(Box::new(cpu()), open(content, form), Precision::Bf16);
+            let mut engine = engine(Box::new(cpu()), open(content, form), LoadOptions::DEFAULT);
             run(&mut engine, &Job { record: true, ..small_job() }).unwrap().record.unwrap().to_safetensors().unwrap()
         };
         let right = dump(&content, Form::BFL);

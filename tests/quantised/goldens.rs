@@ -21,6 +21,11 @@ fn bf16_is_at_least_as_close_as_comfyui() {
 }
 
 #[test]
+fn fp8_attention_adds_its_own_error() {
+    goldens::fp8_attention_adds_its_own_error(&cpu_with);
+}
+
+#[test]
 fn expanded_weights_are_at_least_as_close_as_comfyui() {
     goldens::expanded_weights_are_as_close_as_comfyui(&cpu_with);
 }

@@ -5,6 +5,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod attention;
 mod formats;
 mod goldens;
 mod linears;

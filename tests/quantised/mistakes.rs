@@ -12,7 +12,7 @@ use kiln::checkpoint::Weights;
 use kiln::config::{Conventions, TransformerConfig};
 use kiln::dump::Record;
 use kiln::part::Part;
-use kiln::pipeline::Job;
+use kiln::pipeline::{Job, LoadOptions};
 use kiln::tensor::{Nvfp4Layout, Precision};
 use std::sync::LazyLock;
 
@@ -20,7 +20,7 @@ use std::sync::LazyLock;
 static RUN: LazyLock<Record> = LazyLock::new(|| {
     let model = model(transformer(Content::of("nvfp4"), Form::BFL), None, Conventions::klein().max_text_tokens);
     let job = Job { steps: 1, ..Golden::named("nvfp4.square").job() };
-    run(&mut engine(Box::new(cpu()), model, Precision::Bf16), &job).unwrap().record.unwrap()
+    run(&mut engine(Box::new(cpu()), model, LoadOptions::DEFAULT), &job).unwrap().record.unwrap()
 });
 
 /// How a model is run, and which of the recorded errors it is held to.
@@ -123,7 +123,7 @@ fn a_wrong_text_encoder_is_noticed() {
         let model = model(transformer(Content::of("fp8"), Form::BFL), Some(encoder), Conventions::klein().max_text_tokens);
         // Prompt embeddings do not depend on the image.
         let job = Job { size: small_job().size, steps: 1, ..golden.job() };
-        let record = run(&mut engine(Box::new(cpu()), model, Precision::Bf16), &job).unwrap().record.unwrap();
+        let record = run(&mut engine(Box::new(cpu()), model, LoadOptions::DEFAULT), &job).unwrap().record.unwrap();
         let error = golden.error(&record, "wide", "prompt_embeds", &goldens);
         refuse(&golden, what, "wide", "prompt_embeds", error);
     }

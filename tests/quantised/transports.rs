@@ -5,13 +5,13 @@ use crate::common::{cpu, run, small_job};
 use kiln::checkpoint::{Shard, Weights};
 use kiln::names::Layout;
 use kiln::part::Part;
-use kiln::pipeline::Job;
-use kiln::tensor::{Bytes, DType, Nvfp4Layout, Precision};
+use kiln::pipeline::{Job, LoadOptions};
+use kiln::tensor::{Bytes, DType, Nvfp4Layout};
 use std::sync::{Arc, LazyLock};
 
 /// All stages of a small image, as bytes.
 fn dump(transformer: Weights, text_encoder: Option<Weights>) -> Vec<u8> {
-    let mut engine = engine(Box::new(cpu()), model(transformer, text_encoder, SHORT), Precision::Bf16);
+    let mut engine = engine(Box::new(cpu()), model(transformer, text_encoder, SHORT), LoadOptions::DEFAULT);
     let image = run(&mut engine, &Job { record: true, ..small_job() }).unwrap();
     image.record.unwrap().to_safetensors().unwrap()
 }

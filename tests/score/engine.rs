@@ -1,12 +1,16 @@
 //! Generates images through the library.
 
+use crate::common::cpu;
+use crate::common::quantised::Content;
+use crate::fp8::{self, Fp8Files};
 use crate::render::Image;
+use crate::settings::choice;
 use crate::world::SIDE;
-use kiln::backend::Backend;
-use kiln::backend::cpu::Cpu;
 use kiln::backend::cuda::Cuda;
+use kiln::backend::{Backend, Fp8Accumulate};
 use kiln::config::Variant;
-use kiln::locate::{LocateRequest, locate};
+use kiln::locate::{Found, LocateRequest, ModelFiles, locate};
+use kiln::model::AttentionFormat;
 use kiln::noise::NoiseKind;
 use kiln::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel, ReferenceInput};
 use kiln::progress::Silent;
@@ -24,35 +28,122 @@ pub fn root() -> PathBuf {
     if built.is_dir() { built.into() } else { ".".into() }
 }
 
+/// The folder of the model that is scored.
+pub fn model_folder() -> PathBuf {
+    std::env::var_os("KILN_SCORE_MODEL").map_or_else(|| root().join("models/builtin"), PathBuf::from)
+}
+
+/// The files of a model in a folder.
+pub fn files_of(folder: &Path) -> ModelFiles {
+    match located(folder) {
+        Found::Files(files) => *files,
+        other => panic!("{} is {other:?} and has no files", folder.display()),
+    }
+}
+
+fn located(folder: &Path) -> Found {
+    locate(&LocateRequest { model: Some(folder.into()), ..LocateRequest::default() }).unwrap()
+}
+
+/// What a model computes in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    F32,
+    Bf16,
+    /// Linear layers of the transformer's blocks in e4m3, the rest in bf16.
+    Fp8,
+}
+
+impl Format {
+    /// What `KILN_SCORE_FORMAT` says, or else bf16 on a GPU and f32 on the CPU.
+    pub fn of_score() -> Self {
+        let named = [("f32", Self::F32), ("bf16", Self::Bf16), ("fp8", Self::Fp8)];
+        choice("KILN_SCORE_FORMAT", &named).unwrap_or(if on_gpu() { Self::Bf16 } else { Self::F32 })
+    }
+
+    /// The precision of what is not quantised.
+    pub fn precision(self) -> Precision {
+        if self == Self::F32 { Precision::F32 } else { Precision::Bf16 }
+    }
+}
+
+/// Whether `KILN_SCORE_DEVICE` says so.
+fn on_gpu() -> bool {
+    choice("KILN_SCORE_DEVICE", &[("cpu", false), ("cuda", true)]).unwrap_or(false)
+}
+
+/// What `KILN_SCORE_ACCUMULATE` says.
+fn accumulate() -> Fp8Accumulate {
+    let named = [Fp8Accumulate::Auto, Fp8Accumulate::Exact, Fp8Accumulate::Fast].map(|way| (way.name(), way));
+    choice("KILN_SCORE_ACCUMULATE", &named).unwrap_or_default()
+}
+
+/// The device that is scored.
+fn backend() -> Box<dyn Backend> {
+    if on_gpu() {
+        let mut gpu = Cuda::open(0, Arc::new(AtomicBool::new(false))).unwrap();
+        gpu.set_fp8_accumulate(accumulate());
+        return Box::new(gpu);
+    }
+    assert!(
+        std::env::var_os("KILN_SCORE_ACCUMULATE").is_none(),
+        "the CPU accumulates in f32, KILN_SCORE_ACCUMULATE says nothing"
+    );
+    Box::new(cpu())
+}
+
+/// Models are loaded in bf16, with the VAE's encoder.
+const OPTIONS: LoadOptions = LoadOptions { references: true, ..LoadOptions::DEFAULT };
+
 /// A model ready to draw.
 pub struct Model {
     engine: Engine,
-    /// Name, precision and variant, for display.
+    /// Name, precision, variant and formats, for display.
     pub what: String,
+    /// How many activations did not fit into FP8, in all images so far.
+    pub saturated: u64,
+    /// The files in use, if they are temporary.
+    _files: Option<Fp8Files>,
 }
 
 impl Model {
-    /// Opens a folder, or the tiny model by its name. `KILN_SCORE_DEVICE=cuda` runs it on a GPU in bf16, else it runs on the CPU
-    /// in f32; `KILN_SCORE_VARIANT=kv` keeps the keys and values of references.
-    pub fn open(folder: &Path) -> Self {
-        let variable = |name: &str| std::env::var(name).ok();
-        let stop = Arc::new(AtomicBool::new(false));
-        let (backend, precision): (Box<dyn Backend>, _) = match variable("KILN_SCORE_DEVICE").as_deref() {
-            Some("cuda") => (Box::new(Cuda::open(0, stop).unwrap()), Precision::Bf16),
-            None | Some("cpu") => (Box::new(Cpu::new(0, stop).unwrap()), Precision::F32),
-            Some(other) => panic!("KILN_SCORE_DEVICE is cpu or cuda, not {other}"),
-        };
-        let variant = match variable("KILN_SCORE_VARIANT").as_deref() {
-            None => None,
-            Some("kv") => Some(Variant::Kv),
-            Some(other) => panic!("KILN_SCORE_VARIANT is kv or not there, not {other}"),
-        };
-        let found = locate(&LocateRequest { model: Some(folder.into()), ..LocateRequest::default() }).unwrap();
-        let model = OpenModel::open(&found, variant).unwrap();
-        let options = LoadOptions { precision, references: true, low_memory: false };
+    /// The model that is scored.
+    pub fn of_score(format: Format) -> Self {
+        match format {
+            Format::Fp8 => Self::fp8(fp8::content()),
+            Format::F32 | Format::Bf16 => Self::open(&model_folder(), format.precision()),
+        }
+    }
+
+    /// Opens a folder, or the tiny model by its name.
+    pub fn open(folder: &Path, precision: Precision) -> Self {
+        Self::load(backend(), &located(folder), LoadOptions { precision, ..OPTIONS })
+    }
+
+    /// The model that is scored, with this transformer. `KILN_SCORE_ATTENTION` says in which format its queries and keys are.
+    pub fn fp8(content: &Content) -> Self {
+        let named = [("auto", AttentionFormat::Auto), ("bf16", AttentionFormat::Bf16), ("fp8", AttentionFormat::Fp8)];
+        let attention = choice("KILN_SCORE_ATTENTION", &named).unwrap_or_default();
+        let (backend, files) = (backend(), Fp8Files::write(content));
+        assert!(backend.gemm_formats().w8a8, "this device would expand FP8 weights and multiply in bf16");
+        let model = Self::load(backend, &files.found(), LoadOptions { attention, ..OPTIONS });
+        Self { _files: Some(files), ..model }
+    }
+
+    /// A model in bf16 on this backend.
+    pub fn on(backend: Box<dyn Backend>, folder: &Path) -> Self {
+        Self::load(backend, &located(folder), OPTIONS)
+    }
+
+    /// `KILN_SCORE_VARIANT=kv` keeps the keys and values of references.
+    fn load(backend: Box<dyn Backend>, found: &Found, options: LoadOptions) -> Self {
+        let model = OpenModel::open(found, choice("KILN_SCORE_VARIANT", &[("kv", Variant::Kv)])).unwrap();
+        let mut formats = model.formats(options, backend.gemm_formats()).unwrap();
+        formats.accumulate = on_gpu().then(accumulate);
         let engine = Engine::load(backend, model, options, &Silent).unwrap();
-        let what = format!("{}, {}, {:?}", engine.name(), precision.name(), engine.variant());
-        Self { engine, what }
+        let parts = [engine.name(), options.precision.name(), &format!("{:?}", engine.variant())];
+        let what = format!("{} ({})", parts.join(", "), formats.lines().join("; "));
+        Self { engine, what, saturated: 0, _files: None }
     }
 
     /// The image of a prompt, with references or without.
@@ -85,6 +176,7 @@ impl Model {
         };
         let mut made = None;
         let mut keep = |output: kiln::pipeline::GeneratedImage| {
+            self.saturated += output.saturated;
             made = Some((Image::from_bytes(&output.image.pixels), output.record.unwrap().references));
             Ok(())
         };

@@ -1,39 +1,47 @@
 //! The score of a model, or of images from elsewhere.
 
 use crate::edits::{EditVerdict, Task};
-use crate::engine::{Model, root};
+use crate::engine::{Format, Model, root};
 use crate::judge::{Verdict, judge};
 use crate::random::long;
 use crate::render::{Image, render};
 use crate::report::{COLUMNS, GOALS, MUSTS, Share, by_kind, line, save_grid, table, tally, tally_edits};
-use crate::world::{Edit, Prompt};
+use crate::settings::number;
+use crate::world::{Edit, Fixture, Prompt};
 use crate::{fixture, read_images};
 use serde_json::json;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 /// Where images come from.
-enum Source {
-    Model(Box<Model>),
+pub enum Source {
+    /// A model, and the round trips of the edits' targets so far.
+    Model(Box<Model>, BTreeMap<usize, Image>),
     /// `prompt_000.png` onwards, and `edit_000.png` onwards with the round trips of their targets, `trip_000.png`.
     Folder(PathBuf),
 }
 
 impl Source {
+    pub fn model(model: Model) -> Self {
+        Self::Model(Box::new(model), BTreeMap::new())
+    }
+
     /// The image of a prompt.
-    fn prompt(&mut self, i: usize, prompt: &Prompt) -> Option<Image> {
+    fn prompt(&mut self, i: usize, prompt: &Prompt, seeds: u64) -> Option<Image> {
         match self {
-            Self::Model(model) => Some(model.draw(&prompt.text, &[], i as u64)),
+            Self::Model(model, _) => Some(model.draw(&prompt.text, &[], seed(seeds, i))),
             Self::Folder(_) => self.file("prompt", i),
         }
     }
 
     /// The result of an edit, and the round trip of its target.
-    fn edit(&mut self, i: usize, task: &Task<'_>) -> Option<(Image, Image)> {
+    fn edit(&mut self, i: usize, task: &Task<'_>, seeds: u64) -> Option<(Image, Image)> {
         match self {
-            Self::Model(model) => {
+            Self::Model(model, trips) => {
                 let references: Vec<Image> = task.edit.references.iter().map(render).collect();
-                Some((model.draw(&task.edit.text, &references, i as u64), model.round_trip(&task.target)))
+                let made = model.draw(&task.edit.text, &references, seed(seeds, i));
+                Some((made, trips.entry(i).or_insert_with(|| model.round_trip(&task.target)).clone()))
             }
             Self::Folder(_) => Some((self.file("edit", i)?, self.file("trip", i)?)),
         }
@@ -42,7 +50,7 @@ impl Source {
     /// The round trip of a prompt's true image.
     fn trip(&mut self, prompt: &Prompt) -> Option<Image> {
         match self {
-            Self::Model(model) => Some(model.round_trip(&render(&prompt.scene))),
+            Self::Model(model, _) => Some(model.round_trip(&render(&prompt.scene))),
             Self::Folder(_) => None,
         }
     }
@@ -53,17 +61,27 @@ impl Source {
         path.exists().then(|| read_images(&path).remove(0))
     }
 
-    fn what(&self) -> String {
+    pub fn what(&self) -> String {
         match self {
-            Self::Model(model) => model.what.clone(),
+            Self::Model(model, _) => model.what.clone(),
             Self::Folder(folder) => format!("pictures of {}", folder.display()),
         }
     }
 }
 
+/// The seed of an image in one of the sets of seeds.
+fn seed(set: u64, i: usize) -> u64 {
+    1000 * set + i as u64
+}
+
+/// The number of prompts and of edits that `KILN_SCORE_LIMIT` allows.
+pub fn limit() -> usize {
+    number("KILN_SCORE_LIMIT", usize::MAX)
+}
+
 /// All images and their verdicts.
 #[derive(Default)]
-struct Score<'a> {
+pub struct Score<'a> {
     prompts: Vec<(usize, &'a Prompt, Image, Verdict)>,
     edits: Vec<(usize, &'a Edit, Image, EditVerdict)>,
     /// Round trips of the prompts' true images.
@@ -71,19 +89,19 @@ struct Score<'a> {
 }
 
 impl<'a> Score<'a> {
-    /// Generates and judges images of some prompts and edits, spread evenly over all of them.
-    fn of(source: &mut Source, prompts: &'a [Prompt], edits: &'a [Edit], limits: (usize, usize)) -> Self {
+    /// Generates and judges images of some prompts and edits, spread evenly over all of them, from one of the sets of seeds.
+    pub fn of(source: &mut Source, fixture: &'a Fixture, limits: (usize, usize), seeds: u64) -> Self {
+        let Fixture { prompts, edits, .. } = fixture;
         let some = |all: usize, limit: usize| (0..limit.min(all)).map(move |i| i * all / limit.min(all));
         let mut score = Self::default();
         for i in some(prompts.len(), limits.0) {
-            let Some(image) = source.prompt(i, &prompts[i]) else { continue };
+            let Some(image) = source.prompt(i, &prompts[i], seeds) else { continue };
             let verdict = judge(&image, &prompts[i].scene);
             score.prompts.push((i, &prompts[i], image, verdict));
-            score.trips.extend(source.trip(&prompts[i]).map(|trip| judge(&trip, &prompts[i].scene)));
         }
         for i in some(edits.len(), limits.1) {
             let task = Task::new(&edits[i]);
-            let Some((image, trip)) = source.edit(i, &task) else { continue };
+            let Some((image, trip)) = source.edit(i, &task, seeds) else { continue };
             let verdict = task.judge(&image, &trip);
             score.edits.push((i, &edits[i], image, verdict));
         }
@@ -94,18 +112,20 @@ impl<'a> Score<'a> {
         self.edits.iter().map(|e| e.3.clone()).collect()
     }
 
-    fn columns(&self) -> [Share; 6] {
+    pub fn columns(&self) -> [Share; 6] {
         let [a, b, c, d] = tally(&self.prompts.iter().map(|p| p.3.clone()).collect::<Vec<_>>());
         let [e, f] = tally_edits(&self.edit_verdicts());
         [a, b, c, d, e, f]
     }
 
     /// A model cannot be better than its VAE, and edits are measured against it.
-    fn check_trips(&self) {
-        let shares = tally(&self.trips);
+    fn check_trips(&mut self, source: &mut Source) {
+        let trips = self.prompts.iter().filter_map(|(_, prompt, ..)| Some(judge(&source.trip(prompt)?, &prompt.scene)));
+        self.trips = trips.collect();
         if self.trips.is_empty() {
             return;
         }
+        let shares = tally(&self.trips);
         println!("round trips of true pictures: {}", line(&shares));
         assert!(shares.iter().all(|share| share.percent() >= 95.0), "the autoencoder loses too much");
     }
@@ -151,10 +171,6 @@ impl<'a> Score<'a> {
     }
 }
 
-fn model_folder() -> PathBuf {
-    std::env::var_os("KILN_SCORE_MODEL").map_or_else(|| root().join("models/builtin"), PathBuf::from)
-}
-
 /// The score of the built-in model, or of what `KILN_SCORE_MODEL` or `KILN_SCORE_PICTURES` names. Leaves its images and figures
 /// in `target/score`.
 #[test]
@@ -163,13 +179,12 @@ fn full_score() {
     let (fixture, start) = (fixture(), Instant::now());
     let mut source = match std::env::var_os("KILN_SCORE_PICTURES") {
         Some(folder) => Source::Folder(folder.into()),
-        None => Source::Model(Box::new(Model::open(&model_folder()))),
+        None => Source::model(Model::of_score(Format::of_score())),
     };
-    let limit = std::env::var("KILN_SCORE_LIMIT").map_or(usize::MAX, |n| n.parse().expect("KILN_SCORE_LIMIT is a number"));
-    let score = Score::of(&mut source, &fixture.prompts, &fixture.edits, (limit, limit));
+    let mut score = Score::of(&mut source, &fixture, (limit(), limit()), number("KILN_SCORE_SEED", 0));
     let (columns, what) = (score.columns(), source.what());
     println!("{what}\n{}", table(&columns, &score.edit_verdicts()));
-    score.check_trips();
+    score.check_trips(&mut source);
     let folder = root().join("target/score");
     std::fs::create_dir_all(&folder).unwrap();
     score.save_images(&folder);
@@ -184,10 +199,10 @@ fn full_score() {
 #[test]
 fn a_sample_of_the_score() {
     let fixture = fixture();
-    let mut source = Source::Model(Box::new(Model::open(&model_folder())));
-    let score = Score::of(&mut source, &fixture.prompts, &fixture.edits, if long() { (40, 21) } else { (3, 3) });
+    let mut source = Source::model(Model::of_score(Format::of_score()));
+    let mut score = Score::of(&mut source, &fixture, if long() { (40, 21) } else { (3, 3) }, 0);
     println!("{}\n{}", source.what(), table(&score.columns(), &score.edit_verdicts()));
-    score.check_trips();
+    score.check_trips(&mut source);
     for (i, share) in score.columns().iter().enumerate() {
         assert!(share.percent() >= 0.75 * MUSTS[i], "{}: {share:?}", COLUMNS[i]);
     }
@@ -197,10 +212,10 @@ fn a_sample_of_the_score() {
 #[test]
 fn an_untrained_model_scores_nothing() {
     let fixture = fixture();
-    let mut source = Source::Model(Box::new(Model::open(Path::new("tiny"))));
-    let score = Score::of(&mut source, &fixture.prompts, &fixture.edits, (1, 1));
+    let mut source = Source::model(Model::open(Path::new("tiny"), Format::of_score().precision()));
+    let score = Score::of(&mut source, &fixture, (1, 1), 0);
     println!("{}\n{}", source.what(), table(&score.columns(), &score.edit_verdicts()));
-    assert_eq!((score.prompts.len(), score.edits.len(), score.trips.len()), (1, 1, 1));
+    assert_eq!((score.prompts.len(), score.edits.len()), (1, 1));
     for (i, share) in score.columns().iter().enumerate() {
         assert!(share.of > 0 && share.right == 0, "{}: {share:?}", COLUMNS[i]);
     }

@@ -4,10 +4,15 @@
 //! `cargo test --release --test score -- --ignored --nocapture` is the score; `tools/train_builtin/README.md` tells how it works.
 #![allow(clippy::print_stdout)] // figures, shown with --nocapture
 
+mod calibration;
+#[path = "../common/mod.rs"]
+mod common;
+mod comparison;
 mod controls;
 mod edits;
 mod engine;
 mod fixture;
+mod fp8;
 mod full;
 mod judge;
 #[path = "../common/random.rs"]
@@ -15,6 +20,9 @@ mod random;
 mod regions;
 mod render;
 mod report;
+#[path = "../common/sandbox.rs"]
+mod sandbox;
+mod settings;
 mod wording;
 mod world;
 

@@ -19,7 +19,7 @@ use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use view::{In, Out};
 
 /// The CPU backend.
@@ -30,6 +30,8 @@ pub struct Cpu {
     /// The backend's own threads; without a pool it runs on those of the caller.
     pool: Option<rayon::ThreadPool>,
     stop: Arc<AtomicBool>,
+    /// Values that did not fit the FP8 tensor they were stored in.
+    saturated: AtomicU64,
 }
 
 /// Consecutive bytes of a weight and the range of the weight region that they represent.
@@ -109,7 +111,7 @@ impl Cpu {
 
     /// A backend that runs on the caller's threads: the rayon pool that the caller is in, or the global one.
     pub fn shared(stop: Arc<AtomicBool>) -> Self {
-        Self { weights: Vec::new(), arena: Buffer::EMPTY, high_water: 0, pool: None, stop }
+        Self { weights: Vec::new(), arena: Buffer::EMPTY, high_water: 0, pool: None, stop, saturated: AtomicU64::new(0) }
     }
 
     /// Number of worker threads.
@@ -230,7 +232,7 @@ impl Cpu {
         Self::check_alignment(tensor, op)?;
         let (ptr, scales) = self.arena_addresses(tensor, op)?;
         // SAFETY: elements and scales lie inside the arena; the caller guarantees exclusive access.
-        Ok(unsafe { Out::new(tensor, ptr, scales) })
+        Ok(unsafe { Out::new(tensor, ptr, scales, &self.saturated) })
     }
 
     /// The weights of a linear layer.
@@ -397,11 +399,14 @@ impl Backend for Cpu {
         if values.len() != to.len() {
             return Err(Error::Op { op: "write", what: format!("{} values for {to:?}", values.len()) });
         }
+        // What the host writes is no result of an op, so it is not counted.
+        let saturated = *self.saturated.get_mut();
         // SAFETY: `&mut self`, so no other view is alive.
         let mut out = unsafe { self.output(to, "write")? };
         for (r, row) in values.chunks_exact(to.cols.max(1)).enumerate() {
             out.store(r, 0, row);
         }
+        *self.saturated.get_mut() = saturated;
         Ok(())
     }
 
@@ -446,6 +451,10 @@ impl Backend for Cpu {
 
     fn step(&mut self, _key: StepKey, body: &mut dyn FnMut(&mut dyn Backend) -> Result<()>) -> Result<()> {
         body(self)
+    }
+
+    fn take_saturated(&mut self) -> Result<u64> {
+        Ok(std::mem::take(self.saturated.get_mut()))
     }
 
     fn synchronize(&mut self) -> Result<()> {

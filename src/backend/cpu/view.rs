@@ -5,6 +5,20 @@
 use crate::tensor::{DType, Scaling, Tensor, nvfp4};
 use std::marker::PhantomData;
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The number of elements that values are scaled by before they are encoded.
+const CHUNK: usize = 512;
+
+/// Counts the elements beyond the range of a type: only e4m3 has a limit that activations may exceed. From 464 on, which is
+/// halfway to what would be the next element, they become 448. The loop has no branch, so that it is vectorised.
+fn count_saturated(dtype: DType, elements: &[f32]) -> u64 {
+    const LIMIT: f32 = 464.0;
+    match dtype {
+        DType::E4m3 => elements.iter().map(|v| u64::from(v.abs() >= LIMIT)).sum(),
+        _ => 0,
+    }
+}
 
 /// The scales of a matrix in memory.
 #[derive(Clone, Copy)]
@@ -64,20 +78,26 @@ impl ViewScaling {
         }
     }
 
-    /// Rounds values to elements of one row, from column `first` on. Block scales are computed and written, too.
+    /// Rounds values to elements of one row, from column `first` on. Block scales are computed and written, too. Returns how many
+    /// values did not fit.
     ///
     /// # Safety
     /// The scales of the row and the columns must be valid, and this must be the only access to them.
-    unsafe fn encode(self, dtype: DType, values: &[f32], (row, first): (usize, usize), bytes: &mut [u8]) {
+    unsafe fn encode(self, dtype: DType, values: &[f32], (row, first): (usize, usize), bytes: &mut [u8]) -> u64 {
         match self {
-            Self::Unscaled => dtype.encode(values, bytes),
+            Self::Unscaled => {
+                dtype.encode(values, bytes);
+                count_saturated(dtype, values)
+            }
             Self::Tensor(scale) => {
-                let mut scaled = [0.0; 512];
+                let (mut scaled, mut saturated) = ([0.0; CHUNK], 0);
                 for (values, bytes) in values.chunks(scaled.len()).zip(bytes.chunks_mut(dtype.bytes(scaled.len()))) {
                     let scaled = &mut scaled[..values.len()];
                     scaled.iter_mut().zip(values).for_each(|(s, v)| *s = v / scale);
                     dtype.encode(scaled, bytes);
+                    saturated += count_saturated(dtype, scaled);
                 }
+                saturated
             }
             Self::Rows(_) => unreachable!("only weights have scales for each row, and they are not written"),
             Self::Blocks16 { scales, tiles_along, tensor } => {
@@ -90,6 +110,7 @@ impl ViewScaling {
                     // SAFETY: the caller's guarantee.
                     unsafe { scales.add(at).write(scale) };
                 }
+                0
             }
         }
     }
@@ -218,6 +239,8 @@ pub struct Out<'a> {
     /// The tensor's first element.
     ptr: *mut u8,
     scaling: ViewScaling,
+    /// Counts the values that do not fit.
+    saturated: &'a AtomicU64,
     lifetime: PhantomData<&'a mut [u8]>,
 }
 
@@ -228,10 +251,10 @@ impl<'a> Out<'a> {
     /// # Safety
     /// `ptr` must point at the tensor's first element, aligned, and `scales` at its scales, if it has any in memory; the tensor
     /// must be valid and no other view used for `'a`.
-    pub unsafe fn new(tensor: Tensor, ptr: *mut u8, scales: *mut u8) -> Self {
+    pub unsafe fn new(tensor: Tensor, ptr: *mut u8, scales: *mut u8, saturated: &'a AtomicU64) -> Self {
         let Tensor { rows, cols, dtype, stride, .. } = tensor;
         let (pitch, scaling) = (dtype.bytes(stride), ViewScaling::new(tensor, scales));
-        Self { rows, cols, origin: (0, 0), dtype, pitch, ptr, scaling, lifetime: PhantomData }
+        Self { rows, cols, origin: (0, 0), dtype, pitch, ptr, scaling, saturated, lifetime: PhantomData }
     }
 
     /// The place of part of a row in the tensor, and its address.
@@ -248,9 +271,13 @@ impl<'a> Out<'a> {
             let (place, to) = self.at(r, first, from.len());
             // SAFETY: `at` has checked that `from.len()` elements follow, and `&mut self` is the only view of them and their
             // scales.
-            unsafe {
+            let saturated = unsafe {
                 let bytes = std::slice::from_raw_parts_mut(to, self.dtype.bytes(from.len()));
-                self.scaling.encode(self.dtype, from, place, bytes);
+                self.scaling.encode(self.dtype, from, place, bytes)
+            };
+            // Threads share the counter, so it is left alone where there is nothing to count.
+            if saturated > 0 {
+                self.saturated.fetch_add(saturated, Ordering::Relaxed);
             }
         }
     }

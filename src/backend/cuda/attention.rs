@@ -3,7 +3,7 @@
 use super::abi::{self, KlAttentionSm90, KlMat};
 use super::context::{Choice, OpContext};
 use super::launch::Kernel;
-use super::params::{NO_MAP, NONE, dtype_code, is_async_copyable, is_pair_aligned};
+use super::params::{NO_MAP, NONE, element_bytes, is_async_copyable, is_pair_aligned};
 use super::select::{Schedule, persistent_stream_k};
 use super::tiles::WIDE_ATTENTIONS;
 use crate::backend::{KvSegment, Softmax};
@@ -13,14 +13,25 @@ use std::f32::consts::LOG2_E;
 
 /// The kernels of attention, the fastest first.
 pub fn kernels() -> Vec<Kernel> {
-    let sm90 = [Kernel::AttentionSm90MaxFree, Kernel::AttentionSm90OnlineSoftmax, Kernel::AttentionSm90Causal];
+    let sm90 = [
+        Kernel::AttentionSm90MaxFreeE4m3,
+        Kernel::AttentionSm90OnlineSoftmaxE4m3,
+        Kernel::AttentionSm90MaxFree,
+        Kernel::AttentionSm90OnlineSoftmax,
+        Kernel::AttentionSm90Causal,
+    ];
     let wide = WIDE_ATTENTIONS.iter().map(|tile| tile.kernel);
     sm90.into_iter().chain([Kernel::AttentionMma]).chain(wide).chain([Kernel::NaiveAttention]).collect()
 }
 
-/// The largest bound of logits, as exponents of two, for which softmax subtracts no row maximum. Even if every logit is as large, 2^16
-/// keys with values up to 2^11 stay within the range of f32, and the smallest exponentials are far from underflow.
-const MAX_FREE_BOUND: f32 = 100.0;
+/// Whether softmax needs no row maximum, for so many keys and logits that are bounded so, as exponents of two. Even if every
+/// logit is as large, sums of that many products with values up to 2^11 stay within the range of f32. And even if none is larger
+/// than minus the bound, what is flushed to zero, below 2^-126, is at most 2^-10 of the sum.
+fn is_max_free(bound: f32, keys: u32) -> bool {
+    const LARGEST_EXPONENT: f32 = 127.0;
+    const VALUE_EXPONENT: f32 = 11.0;
+    bound + (keys.max(1) as f32).log2() + VALUE_EXPONENT <= LARGEST_EXPONENT
+}
 
 /// Query heads with the same keys that share a tile of causal attention: then a prompt gives about as many tiles as there are SMs.
 const PACKED_HEADS: u32 = 4;
@@ -36,8 +47,8 @@ pub struct AttentionArgs<'a> {
 /// The KV segments without the empty ones, where two that are adjacent in memory are one.
 fn merge_segments(kv: &[abi::KlKeyValues]) -> Vec<abi::KlKeyValues> {
     let follows = |a: &KlMat, b: &KlMat| {
-        let end = a.data + DType::Bf16.bytes((u64::from(a.rows) * a.stride) as usize) as u64;
-        end == b.data && a.stride == b.stride && a.dtype == abi::KL_BF16 && b.dtype == abi::KL_BF16
+        let end = a.data + u64::from(a.rows) * a.stride * element_bytes(a.dtype);
+        end == b.data && a.stride == b.stride && a.dtype == b.dtype && a.scale.to_bits() == b.scale.to_bits()
     };
     let mut segments: Vec<abi::KlKeyValues> = Vec::new();
     for next in kv.iter().filter(|s| s.k.rows > 0) {
@@ -50,15 +61,6 @@ fn merge_segments(kv: &[abi::KlKeyValues]) -> Vec<abi::KlKeyValues> {
         }
     }
     segments
-}
-
-/// The Hopper kernel for a softmax. The max-free one takes scores that are exponents of two as they are, and bounded.
-fn sm90_kernel(&AttentionArgs { causal, softmax, .. }: &AttentionArgs<'_>) -> Kernel {
-    match softmax {
-        _ if causal => Kernel::AttentionSm90Causal,
-        Softmax::Base2 { bound } if bound <= MAX_FREE_BOUND => Kernel::AttentionSm90MaxFree,
-        Softmax::Base2 { .. } | Softmax::Natural { .. } => Kernel::AttentionSm90OnlineSoftmax,
-    }
 }
 
 /// Adjacent ranges of rows as one.
@@ -77,24 +79,45 @@ fn merge_rows(ranges: &[Tensor]) -> Vec<Tensor> {
     merged
 }
 
-/// `softmax(q k^T) v` over all KV segments together: one launch for outputs that are adjacent in memory, else one for each.
+/// `softmax(q k^T) v` over all KV segments together. Outputs that are adjacent in memory are one range of rows. The Hopper
+/// kernels store two ranges in a launch, the others one.
 pub fn attention(cx: &OpContext, op: &'static str, out: &[Tensor], q: Tensor, args: &AttentionArgs<'_>) -> Result<()> {
+    let kv = key_values(cx, op, q, args)?;
     let mut first = 0;
-    for out in merge_rows(out) {
-        attend(cx, op, cx.mat(out, op)?, cx.mat(q.rows(first..first + out.rows), op)?, args)?;
-        first += out.rows;
+    for ranges in merge_rows(out).chunks(abi::KL_SM90_ATTENTION_OUTS as usize) {
+        let out = ranges.iter().map(|&range| cx.mat(range, op)).collect::<Result<Vec<_>>>()?;
+        let rows = ranges.iter().map(|range| range.rows).sum::<usize>();
+        let queries = cx.mat(q.rows(first..first + rows), op)?;
+        if let Some(launch) = HopperLaunch::new(cx, &out, queries, &kv, args) {
+            launch.run(cx, args)?;
+            first += rows;
+            continue;
+        }
+        for (&range, out) in ranges.iter().zip(out) {
+            portable_attention(cx, out, cx.mat(q.rows(first..first + range.rows), op)?, &kv, args)?;
+            first += range.rows;
+        }
     }
     Ok(())
 }
 
-/// Attention of rows that are stored without a gap.
-fn attend(cx: &OpContext, op: &'static str, out: KlMat, q: KlMat, args: &AttentionArgs<'_>) -> Result<()> {
-    let &AttentionArgs { kv, head_dim, causal, softmax } = args;
+/// The KV segments as kernels take them. Queries, keys and values are of one type, or queries and keys of e4m3.
+fn key_values(cx: &OpContext, op: &'static str, q: Tensor, args: &AttentionArgs<'_>) -> Result<Vec<abi::KlKeyValues>> {
+    let &AttentionArgs { kv, head_dim, .. } = args;
     let limits = kv.len() <= abi::KL_KV_SEGMENTS as usize && head_dim <= abi::KL_HEAD_DIM as usize;
-    if !limits || kv.iter().any(|s| s.k.dtype != s.v.dtype || dtype_code(s.k.dtype) != q.dtype) {
-        let what = format!("{} KV segments, heads of {head_dim}, or mixed types", kv.len());
+    let values = kv[0].v.dtype;
+    let types = !values.is_quantised() && (q.dtype == values || q.dtype == DType::E4m3);
+    if !limits || !types || kv.iter().any(|s| s.k.dtype != q.dtype || s.v.dtype != values) {
+        let (keys, count) = (kv[0].k.dtype, kv.len());
+        let what = format!("{:?} by {keys:?} by {values:?}, {count} KV segments, heads of {head_dim}, or mixed types", q.dtype);
         return Err(Error::Op { op, what });
     }
+    kv.iter().map(|s| Ok(abi::KlKeyValues { k: cx.mat(s.k, op)?, v: cx.mat(s.v, op)? })).collect()
+}
+
+/// Attention of one range of rows by the kernels that run on every GPU.
+fn portable_attention(cx: &OpContext, out: KlMat, q: KlMat, kv: &[abi::KlKeyValues], args: &AttentionArgs<'_>) -> Result<()> {
+    let &AttentionArgs { head_dim, causal, softmax, .. } = args;
     const ABSENT: abi::KlKeyValues = abi::KlKeyValues { k: NONE, v: NONE };
     let mut p = abi::KlAttention {
         out,
@@ -103,30 +126,18 @@ fn attend(cx: &OpContext, op: &'static str, out: KlMat, q: KlMat, args: &Attenti
         saturated: cx.memory.saturated(),
         segments: kv.len() as u32,
         head_dim: head_dim as u32,
-        group: (q.cols as usize / kv[0].k.cols) as u32,
+        group: q.cols / kv[0].k.cols,
         causal: u32::from(causal),
         scale: softmax.natural_scale(),
         unused: 0,
     };
-    for (to, s) in p.kv.iter_mut().zip(kv) {
-        *to = abi::KlKeyValues { k: cx.mat(s.k, op)?, v: cx.mat(s.v, op)? };
-    }
+    p.kv[..kv.len()].copy_from_slice(kv);
     let heads = q.cols / p.head_dim;
-    let segments = &p.kv[..kv.len()];
-    let mut operands = [q].into_iter().chain(segments.iter().flat_map(|s| [s.k, s.v]));
+    let mut operands = [q].into_iter().chain(kv.iter().flat_map(|s| [s.k, s.v]));
     let copyable = operands.all(|m| m.rows == 0 || is_async_copyable(&m, abi::KL_BF16));
     let storable = out.dtype == abi::KL_BF16 && is_pair_aligned(&out);
     if cx.choice != Choice::Naive && copyable && storable {
-        if head_dim == 128 {
-            let segments = merge_segments(segments);
-            // A tile that is asked for is one of the portable kernels.
-            let kernel = sm90_kernel(args);
-            let sm90 = cx.choice == Choice::Best
-                && segments.len() <= abi::KL_SM90_KV_SEGMENTS as usize
-                && is_async_copyable(&out, abi::KL_BF16);
-            if sm90 && cx.kernels.has(kernel) {
-                return attention_sm90(cx, kernel, &p, &segments);
-            }
+        if head_dim == abi::KL_MMA_COLS as usize {
             return cx.kernels.launch(Kernel::AttentionMma, [q.rows.div_ceil(abi::KL_ATTENTION_BLOCK_Q), heads, 1], &p);
         }
         if head_dim == abi::KL_WIDE_HEAD as usize && kv.len() == 1 && !causal && p.kv[0].k.rows > 0 {
@@ -137,40 +148,94 @@ fn attend(cx: &OpContext, op: &'static str, out: KlMat, q: KlMat, args: &Attenti
     cx.kernels.launch(Kernel::NaiveAttention, [q.rows.div_ceil(abi::KL_ATTENTION_WARPS), heads, 1], &p)
 }
 
-/// Launches a Hopper kernel: persistent clusters, among which Stream-K divides the KV blocks of all tiles of queries.
-fn attention_sm90(cx: &OpContext, kernel: Kernel, of: &abi::KlAttention, segments: &[abi::KlKeyValues]) -> Result<()> {
-    let (causal, cluster) = (of.causal != 0, kernel.cluster());
-    let pack = if causal && of.group.is_multiple_of(PACKED_HEADS) { PACKED_HEADS } else { 1 };
-    let (rows, heads) = (abi::KL_SM90_BLOCK_Q / pack, of.q.cols / of.head_dim);
-    let row_tiles = of.q.rows.div_ceil(rows * cluster);
-    let tiles = row_tiles * (heads / pack);
-    let kv_blocks: u32 = segments.iter().map(|s| s.k.rows.div_ceil(abi::KL_SM90_BLOCK_KV)).sum();
-    // With a causal mask every CTA computes one tile. There are few of them, and each has as many KV blocks as it sees keys, so
-    // Stream-K has nothing equal to divide.
-    let slots = if causal { tiles } else { (cx.sms / cluster).max(1) };
-    let schedule = if causal { Schedule::data_parallel(tiles) } else { persistent_stream_k(tiles, kv_blocks, slots) };
-    let mut p = KlAttentionSm90 {
-        // Each consumer warpgroup has rows of its own.
-        q: cx.tensor_map(&of.q, [abi::KL_SM90_BOX_COLS, abi::KL_SM90_WARPGROUP_ROWS / pack])?,
-        k: [NO_MAP; abi::KL_SM90_KV_SEGMENTS as usize],
-        v: [NO_MAP; abi::KL_SM90_KV_SEGMENTS as usize],
-        out: [of.out, NONE],
-        schedule: cx.tile_schedule(schedule, tiles, kv_blocks),
-        saturated: cx.memory.saturated(),
-        keys: [0; abi::KL_SM90_KV_SEGMENTS as usize],
-        row_tiles,
-        group: of.group,
-        pack,
-        scale: of.scale * LOG2_E,
-        unused: [0; 13],
-    };
-    let kv_box = [abi::KL_SM90_BOX_COLS, abi::KL_SM90_BLOCK_KV / cluster];
-    for (i, segment) in segments.iter().enumerate() {
-        p.k[i] = cx.tensor_map(&segment.k, kv_box)?;
-        p.v[i] = cx.tensor_map(&segment.v, kv_box)?;
-        p.keys[i] = segment.k.rows;
+/// A launch of a Hopper kernel.
+struct HopperLaunch<'a> {
+    kernel: Kernel,
+    out: &'a [KlMat],
+    q: KlMat,
+    segments: Vec<abi::KlKeyValues>,
+    /// What turns products of queries and keys, as they are stored, into exponents of two.
+    scale: f32,
+}
+
+impl<'a> HopperLaunch<'a> {
+    /// The launch that computes these ranges of rows, if there is one: a tile that is asked for is one of the portable kernels.
+    fn new(cx: &OpContext, out: &'a [KlMat], q: KlMat, kv: &[abi::KlKeyValues], args: &AttentionArgs<'_>) -> Option<Self> {
+        let segments = merge_segments(kv);
+        let (keys, dtype) = (segments.first()?.k, q.dtype);
+        let copyable = is_async_copyable(&q, dtype)
+            && segments.iter().all(|s| is_async_copyable(&s.k, dtype) && is_async_copyable(&s.v, abi::KL_BF16));
+        let storable = |m: &KlMat| [abi::KL_BF16, abi::KL_E4M3].contains(&m.dtype) && is_async_copyable(m, m.dtype);
+        let fits = cx.choice == Choice::Best
+            && args.head_dim == abi::KL_MMA_COLS as usize
+            && segments.len() <= abi::KL_SM90_KV_SEGMENTS as usize
+            // There is one factor for all logits.
+            && segments.iter().all(|s| s.k.scale.to_bits() == keys.scale.to_bits())
+            && copyable
+            && out.iter().all(storable);
+        let operands = q.scale * keys.scale;
+        let kernel = hopper_kernel(dtype, operands, args).filter(|&kernel| fits && cx.kernels.has(kernel))?;
+        Some(Self { kernel, out, q, segments, scale: args.softmax.natural_scale() * operands * LOG2_E })
     }
-    cx.kernels.launch(kernel, [schedule.persistent_clusters(tiles, slots) * cluster, 1, 1], &p)
+
+    /// Launches persistent clusters, among which Stream-K divides the KV blocks of all tiles of queries.
+    fn run(&self, cx: &OpContext, args: &AttentionArgs<'_>) -> Result<()> {
+        let Self { kernel, out, q, ref segments, scale } = *self;
+        let (causal, cluster) = (args.causal, kernel.cluster());
+        let group = q.cols / segments[0].k.cols;
+        let pack = if causal && group.is_multiple_of(PACKED_HEADS) { PACKED_HEADS } else { 1 };
+        let (rows, heads) = (abi::KL_SM90_BLOCK_Q / pack, q.cols / args.head_dim as u32);
+        let row_tiles = q.rows.div_ceil(rows * cluster);
+        let tiles = row_tiles * (heads / pack);
+        let kv_blocks: u32 = segments.iter().map(|s| s.k.rows.div_ceil(abi::KL_SM90_BLOCK_KV)).sum();
+        // With a causal mask every CTA computes one tile. There are few of them, and each has as many KV blocks as it sees keys,
+        // so Stream-K has nothing equal to divide.
+        let slots = if causal { tiles } else { (cx.sms / cluster).max(1) };
+        let schedule = if causal { Schedule::data_parallel(tiles) } else { persistent_stream_k(tiles, kv_blocks, slots) };
+        // A box has as many columns as the swizzle allows.
+        let map = |m: &KlMat, rows| {
+            let cols = abi::KL_SM90_BOX_COLS * (element_bytes(abi::KL_BF16) / element_bytes(m.dtype)) as u32;
+            cx.tensor_map(m, [cols, rows])
+        };
+        let mut p = KlAttentionSm90 {
+            // Each consumer warpgroup has rows of its own.
+            q: map(&q, abi::KL_SM90_WARPGROUP_ROWS / pack)?,
+            k: [NO_MAP; abi::KL_SM90_KV_SEGMENTS as usize],
+            v: [NO_MAP; abi::KL_SM90_KV_SEGMENTS as usize],
+            out: [NONE; abi::KL_SM90_ATTENTION_OUTS as usize],
+            schedule: cx.tile_schedule(schedule, tiles, kv_blocks),
+            saturated: cx.memory.saturated(),
+            keys: [0; abi::KL_SM90_KV_SEGMENTS as usize],
+            row_tiles,
+            group,
+            pack,
+            scale,
+            unused: [0; 13],
+        };
+        p.out[..out.len()].copy_from_slice(out);
+        for (i, segment) in segments.iter().enumerate() {
+            p.k[i] = map(&segment.k, abi::KL_SM90_BLOCK_KV / cluster)?;
+            p.v[i] = map(&segment.v, abi::KL_SM90_BLOCK_KV / cluster)?;
+            p.keys[i] = segment.k.rows;
+        }
+        cx.kernels.launch(kernel, [schedule.persistent_clusters(tiles, slots) * cluster, 1, 1], &p)
+    }
+}
+
+/// The Hopper kernel for queries and keys of this type and a softmax, if there is one; `operands` is the product of their scales.
+/// The max-free kernels take scores that are exponents of two as they are, and bounded.
+fn hopper_kernel(dtype: u32, operands: f32, &AttentionArgs { kv, causal, softmax, .. }: &AttentionArgs<'_>) -> Option<Kernel> {
+    let keys = kv.iter().map(|segment| segment.k.rows as u32).sum();
+    let max_free = matches!(softmax, Softmax::Base2 { bound } if is_max_free(bound, keys)) && operands == 1.0;
+    match dtype {
+        abi::KL_BF16 if causal => Some(Kernel::AttentionSm90Causal),
+        abi::KL_BF16 if max_free => Some(Kernel::AttentionSm90MaxFree),
+        abi::KL_BF16 => Some(Kernel::AttentionSm90OnlineSoftmax),
+        abi::KL_E4M3 if causal => None,
+        abi::KL_E4M3 if max_free => Some(Kernel::AttentionSm90MaxFreeE4m3),
+        abi::KL_E4M3 => Some(Kernel::AttentionSm90OnlineSoftmaxE4m3),
+        _ => None,
+    }
 }
 
 #[cfg(test)]
@@ -180,6 +245,13 @@ mod tests {
     fn segment(data: u64, rows: u32) -> abi::KlKeyValues {
         let m = KlMat { data, stride: 256, rows, cols: 256, dtype: abi::KL_BF16, ..NONE };
         abi::KlKeyValues { k: m, v: KlMat { data: data + (1 << 30), ..m } }
+    }
+
+    #[test]
+    fn more_keys_leave_less_room_without_a_maximum() {
+        assert!(is_max_free(100.0, 1 << 16) && !is_max_free(100.1, 1 << 16));
+        assert!(is_max_free(103.8, 4608) && !is_max_free(103.9, 4608));
+        assert!(is_max_free(116.0, 1) && !is_max_free(f32::INFINITY, 1) && !is_max_free(f32::NAN, 1));
     }
 
     #[test]
@@ -194,5 +266,31 @@ mod tests {
         let mut apart = segment(second, 3);
         apart.v.data += 512;
         assert_eq!(merged(&[segment(4096, 10), apart]).len(), 2);
+        // Keys of e4m3 have half the bytes, and only those with the same scale are one segment.
+        let e4m3 = |data, scale| {
+            let of = segment(4096, 10);
+            abi::KlKeyValues { k: KlMat { data, dtype: abi::KL_E4M3, scale, ..of.k }, v: of.v }
+        };
+        let next = |k: abi::KlKeyValues| abi::KlKeyValues { v: KlMat { data: k.v.data + 10 * 512, ..k.v }, ..k };
+        assert_eq!(merged(&[e4m3(4096, 0.5), next(e4m3(4096 + 10 * 256, 0.5))]), [(4096, 20, 20)]);
+        assert_eq!(merged(&[e4m3(4096, 0.5), next(e4m3(4096 + 10 * 256, 0.25))]).len(), 2);
+        assert_eq!(merged(&[e4m3(4096, 0.5), next(e4m3(second, 0.5))]).len(), 2);
+    }
+
+    /// A max-free kernel multiplies scores by nothing, so one with a running maximum has to apply the scales of queries and keys.
+    #[test]
+    fn no_kernel_ignores_a_scale() {
+        let kernel = |dtype, scale, causal, softmax| {
+            hopper_kernel(dtype, scale, &AttentionArgs { kv: &[], head_dim: 128, causal, softmax })
+        };
+        let (bounded, unbounded) = (Softmax::Base2 { bound: 100.0 }, Softmax::Base2 { bound: f32::INFINITY });
+        assert_eq!(kernel(abi::KL_E4M3, 1.0, false, bounded), Some(Kernel::AttentionSm90MaxFreeE4m3));
+        assert_eq!(kernel(abi::KL_E4M3, 0.5, false, bounded), Some(Kernel::AttentionSm90OnlineSoftmaxE4m3));
+        assert_eq!(kernel(abi::KL_E4M3, 1.0, false, unbounded), Some(Kernel::AttentionSm90OnlineSoftmaxE4m3));
+        assert_eq!(kernel(abi::KL_E4M3, 1.0, true, bounded), None);
+        assert_eq!(kernel(abi::KL_BF16, 1.0, false, bounded), Some(Kernel::AttentionSm90MaxFree));
+        assert_eq!(kernel(abi::KL_BF16, 1.0, false, Softmax::Natural { scale: 0.1 }), Some(Kernel::AttentionSm90OnlineSoftmax));
+        assert_eq!(kernel(abi::KL_BF16, 1.0, true, bounded), Some(Kernel::AttentionSm90Causal));
+        assert_eq!(kernel(abi::KL_F32, 1.0, false, bounded), None);
     }
 }

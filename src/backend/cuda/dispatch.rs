@@ -32,16 +32,34 @@ pub fn kernels_of(op: &str) -> Vec<Kernel> {
     }
 }
 
-/// Fails if an op writes a weight, holds f16 in working memory or has a quantised operand: there are no kernels for these.
+/// Fails if an op writes a weight, holds f16 in working memory, has values of attention in e4m3 or anything in another quantised
+/// format: there are no kernels for these. Which operands may be quantised at all is a rule of ops.
 fn check_operands(op: &Op<'_>) -> Result<()> {
-    let name = op.name();
     let mut usable = Ok(());
+    let mut refuse = |t: Tensor, why: &str| {
+        usable = Err(Error::Op { op: op.name(), what: format!("{t:?} cannot be used so on the GPU: {why}") });
+    };
     op.operands(&mut |t, access| {
-        let f16 = t.dtype == DType::F16 && t.region == Region::Arena;
-        if (access != Access::Read && t.region != Region::Arena) || f16 || t.dtype.is_quantised() {
-            usable = Err(Error::Op { op: name, what: format!("{t:?} cannot be used so on the GPU") });
+        if access != Access::Read && t.region != Region::Arena {
+            refuse(t, "weights are not written");
+        }
+        if t.dtype == DType::F16 && t.region == Region::Arena {
+            refuse(t, "only weights are stored in f16");
+        }
+        if t.dtype.is_quantised() && t.dtype != DType::E4m3 {
+            refuse(t, "the only quantised format with kernels is e4m3");
         }
     });
+    let mut plain_values = |values: Tensor| {
+        if values.dtype.is_quantised() {
+            refuse(values, "the values of attention are not quantised");
+        }
+    };
+    match *op {
+        Op::Qkv(streams) => streams.iter().for_each(|s| plain_values(s.v)),
+        Op::Attention { kv, .. } => kv.iter().for_each(|s| plain_values(s.v)),
+        _ => {}
+    }
     usable
 }
 

@@ -31,23 +31,29 @@ impl DeviceInfo {
     /// Most bytes of shared memory that a CTA may have on compute capability 9.0.
     pub const SM90_SHARED: u32 = abi::KL_SM90_SHARED_LIMIT;
 
-    /// Floating-point operations of one SM's tensor cores per clock: dense bf16 with f32 accumulators. The numbers are from the vendor's
-    /// descriptions of each architecture; none where they are not known.
-    pub fn tensor_flops_per_clock(&self) -> Option<u32> {
+    /// Floating-point operations of one SM's tensor cores per clock: dense products of two operands of this type, bf16 or e4m3,
+    /// with f32 accumulators. The numbers are from the vendor's descriptions of each architecture; none where they are not known.
+    pub fn tensor_flops_per_clock(&self, dtype: DType) -> Option<u32> {
         // GeForce cards accumulate in f32 at half the rate of the same chip in a workstation card.
         let whole = if self.name.contains("GeForce") { 512 } else { 1024 };
-        match self.capability {
-            (8, 0) => Some(2048),
-            (8, 6 | 9) | (12, 0) => Some(whole),
-            (9, 0) => Some(4096),
-            (10, 0 | 3) => Some(8192),
+        let bf16 = match self.capability {
+            (8, 0) => 2048,
+            (8, 6 | 9) | (12, 0) => whole,
+            (9, 0) => 4096,
+            (10, 0 | 3) => 8192,
+            _ => return None,
+        };
+        match dtype {
+            DType::Bf16 => Some(bf16),
+            // Every architecture that multiplies e4m3 does so at twice the rate.
+            DType::E4m3 if self.capability >= (8, 9) => Some(2 * bf16),
             _ => None,
         }
     }
 
     /// The same for the whole GPU per second, at its highest clock: an upper limit that no kernel sustains for long.
-    pub fn tensor_flops(&self) -> Option<f64> {
-        let per_clock = f64::from(self.tensor_flops_per_clock()?);
+    pub fn tensor_flops(&self, dtype: DType) -> Option<f64> {
+        let per_clock = f64::from(self.tensor_flops_per_clock(dtype)?);
         Some(per_clock * f64::from(self.multiprocessors) * f64::from(self.clock) * 1e3)
     }
 }
@@ -218,19 +224,23 @@ mod tests {
     /// These are the vendor's own figures, which use a clock that is sometimes below the highest.
     #[test]
     fn tensor_core_peaks_are_those_of_the_data_sheets() {
-        for (name, capability, multiprocessors, clock, teraflops) in [
-            ("NVIDIA A100-SXM4-80GB", (8, 0), 108, 1_410_000, 312.0),
-            ("NVIDIA GeForce RTX 3090", (8, 6), 82, 1_695_000, 71.0),
-            ("NVIDIA GeForce RTX 4090", (8, 9), 128, 2_520_000, 165.2),
-            ("NVIDIA RTX 6000 Ada Generation", (8, 9), 142, 2_505_000, 364.2),
-            ("NVIDIA H100 80GB HBM3", (9, 0), 132, 1_830_000, 989.4),
-            ("NVIDIA GeForce RTX 5090", (12, 0), 170, 2_407_000, 209.5),
+        for (name, capability, multiprocessors, clock, bf16, e4m3) in [
+            ("NVIDIA A100-SXM4-80GB", (8, 0), 108, 1_410_000, 312.0, None),
+            ("NVIDIA GeForce RTX 3090", (8, 6), 82, 1_695_000, 71.0, None),
+            ("NVIDIA GeForce RTX 4090", (8, 9), 128, 2_520_000, 165.2, Some(330.3)),
+            ("NVIDIA RTX 6000 Ada Generation", (8, 9), 142, 2_505_000, 364.2, Some(728.5)),
+            ("NVIDIA H100 80GB HBM3", (9, 0), 132, 1_830_000, 989.4, Some(1978.9)),
+            ("NVIDIA GeForce RTX 5090", (12, 0), 170, 2_407_000, 209.5, Some(419.0)),
         ] {
             let (index, memory, driver) = (0, 0, (13, 0));
             let device = DeviceInfo { index, name: name.into(), capability, multiprocessors, shared: 0, clock, memory, driver };
-            let got = device.tensor_flops().unwrap() / 1e12;
-            assert!((got / teraflops - 1.0).abs() < 0.005, "{name}: {got}");
-            assert_eq!(DeviceInfo { capability: (7, 5), ..device }.tensor_flops(), None);
+            for (dtype, teraflops) in [(DType::Bf16, Some(bf16)), (DType::E4m3, e4m3), (DType::F32, None), (DType::E2m1, None)] {
+                let got = device.tensor_flops(dtype).map(|flops| flops / 1e12);
+                let close = got.zip(teraflops).is_some_and(|(got, expected): (f64, f64)| (got / expected - 1.0).abs() < 0.005);
+                assert!(close || (got.is_none() && teraflops.is_none()), "{name}, {dtype:?}: {got:?}");
+            }
+            let older = DeviceInfo { capability: (7, 5), ..device };
+            assert_eq!([DType::Bf16, DType::E4m3].map(|dtype| older.tensor_flops(dtype)), [None; 2]);
         }
     }
 }

@@ -34,6 +34,24 @@ pub struct EpilogueGemm {
     pub gate: Option<Tensor>,
 }
 
+impl EpilogueGemm {
+    /// One GEMM for each matrix of the weight if there is a residual, which kernels read through one tensor map.
+    fn by_residual(self) -> Vec<Self> {
+        let Self { out, x, w, epilogue, gate } = self;
+        let parts = w.weight.parts();
+        if epilogue != abi::KL_GATE_RESIDUAL || parts.len() == 1 {
+            return vec![self];
+        }
+        let mut first = 0;
+        let of_rows = |part: &Tensor| {
+            let rows = first..first + part.rows;
+            first = rows.end;
+            Self { out: out.cols(rows.clone()), x, w: w.rows(rows.clone()), epilogue, gate: gate.map(|gate| gate.cols(rows)) }
+        };
+        parts.iter().map(of_rows).collect()
+    }
+}
+
 const NO_ROWS: KlGemmRows = KlGemmRows { matrix: 0, first: 0, dtype: 0, alpha: 1.0 };
 
 const NO_PART: KlGemmPart =
@@ -59,8 +77,8 @@ fn weight_rows(part: &KlGemmPart) -> u32 {
     if part.epilogue == abi::KL_SWIGLU { 2 * part.out.cols } else { part.out.cols }
 }
 
-/// Columns of the boxes in which the Hopper kernels store a tile of so many columns: the largest power of two that divides them, up to
-/// what a box can have.
+/// Columns of the boxes in which the Hopper kernels store a tile of so many columns: the largest power of two that divides them,
+/// up to what a box can have.
 const fn store_cols(cols: u32, dtype: u32) -> u32 {
     let limit = if dtype == abi::KL_E4M3 { 2 * abi::KL_SM90_BOX_COLS } else { abi::KL_SM90_BOX_COLS };
     1 << (cols | limit).trailing_zeros()
@@ -111,8 +129,8 @@ fn operands(stream: &KlGemmStream) -> GemmOperands {
     }
 }
 
-/// Takes as many streams to a launch as a kernel does: on tensor cores where `stream` has the parameters of all of them and there is a
-/// kernel for what they multiply, else by `fallback`.
+/// Takes as many streams to a launch as a kernel does: on tensor cores where `stream` has the parameters of all of them and there
+/// is a kernel for what they multiply, else by `fallback`.
 fn in_launches<T>(
     cx: &OpContext,
     all: &[T],
@@ -135,7 +153,8 @@ fn in_launches<T>(
 /// GEMMs with one part each.
 pub fn linear(cx: &OpContext, op: &'static str, gemms: impl Iterator<Item = EpilogueGemm>) -> Result<()> {
     let naive = |group: &[EpilogueGemm]| group.iter().try_for_each(|gemm| naive_linear(cx, op, gemm));
-    in_launches(cx, &gemms.collect::<Vec<_>>(), |gemm| linear_stream(cx, op, gemm), naive)
+    let gemms: Vec<_> = gemms.flat_map(EpilogueGemm::by_residual).collect();
+    in_launches(cx, &gemms, |gemm| linear_stream(cx, op, gemm), naive)
 }
 
 fn unsupported(op: &'static str, layer: &Linear) -> Error {
@@ -178,8 +197,8 @@ impl Matrices {
     }
 }
 
-/// Columns of the output of a layer: rows of its weight that go through one epilogue. With SwiGLU `rows` are gate rows, and as many up
-/// rows follow them.
+/// Columns of the output of a layer: rows of its weight that go through one epilogue. With SwiGLU `rows` are gate rows, and as
+/// many up rows follow them.
 struct Part {
     out: Tensor,
     epilogue: u32,
@@ -252,10 +271,7 @@ fn linear_stream(cx: &OpContext, op: &'static str, gemm: &EpilogueGemm) -> Resul
     }
     let part = Part { out: gemm.out, epilogue: gemm.epilogue, extra: gemm.gate, scale: 1.0, rows: 0..gemm.out.cols };
     let bias = cx.mat_if(gemm.w.bias, op)?;
-    let stream = stream_of(cx, op, x, &w, vec![part])?;
-    // The residual comes through the tensor map of the first part's output.
-    let residuals = |stream: &KlGemmStream| stream.part[0].epilogue != abi::KL_GATE_RESIDUAL || stream.part[1].out.data == 0;
-    Ok(stream.filter(residuals).map(|stream| KlGemmStream { bias, ..stream }))
+    Ok(stream_of(cx, op, x, &w, vec![part])?.map(|stream| KlGemmStream { bias, ..stream }))
 }
 
 /// A linear layer by the naive kernel.

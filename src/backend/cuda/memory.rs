@@ -36,14 +36,16 @@ impl Drop for Allocation {
     }
 }
 
-/// Sizes of the scratch that belongs to no op. In this order: the counters of reductions, partial results of reductions, the
-/// flags of Stream-K workers, and their partials.
+/// Sizes of the scratch that belongs to no op. In this order: the counters of reductions and the count of saturated values,
+/// partial results of reductions, the flags of Stream-K workers, and their partials.
 #[derive(Clone, Copy)]
 struct Scratch {
     sms: u64,
 }
 
 impl Scratch {
+    /// Bytes of the counters that the CTAs of a counting kernel share.
+    const COUNTERS: u64 = 2 * size_of::<u32>() as u64;
     const REDUCTION_PARTIALS: u64 = abi::KL_PARTIALS as u64 * abi::KL_GROUPS as u64 * 16;
 
     /// The 32-bit flags of all tiles that run at once, with the tile of which this is most.
@@ -117,9 +119,11 @@ impl Memory {
         Ok(())
     }
 
-    /// From now on the offset of a tensor in working memory is its address.
+    /// From now on the offset of a tensor is its address, be it a weight or not.
     pub fn use_addresses(&mut self) {
         (self.base, self.working) = (0, u64::MAX);
+        self.weights = Allocation::empty(&self.driver);
+        self.weights.bytes = u64::MAX;
     }
 
     /// Where a range of working memory lies, as far as it exists: address and bytes.
@@ -135,7 +139,8 @@ impl Memory {
             Region::Arena => (self.base, self.working),
         };
         let bytes = |elements: usize| tensor.dtype.bytes(elements) as u64;
-        if tensor.extent().end > end || !tensor.offset.is_multiple_of(tensor.dtype.align() as u64) {
+        let outside = tensor.extent().end.max(tensor.scale_extent().end) > end;
+        if outside || !tensor.offset.is_multiple_of(tensor.dtype.align() as u64) {
             return Err(Error::Op { op, what: format!("{tensor:?} lies outside its memory or is misaligned") });
         }
         let (width, pitch) = (bytes(tensor.cols), bytes(tensor.stride));
@@ -189,7 +194,12 @@ impl Memory {
 
     /// Address of the count of values that did not fit the range of an FP8 tensor. It follows the counters of KlCount.
     pub fn saturated(&self) -> u64 {
-        self.scratch + 2 * size_of::<u32>() as u64
+        self.scratch + Scratch::COUNTERS
+    }
+
+    /// Whether there is a scratch, which is allocated with working memory.
+    pub fn has_scratch(&self) -> bool {
+        self.scratch != 0
     }
 
     /// Address of the partial results of reductions.

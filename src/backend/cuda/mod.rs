@@ -28,12 +28,12 @@ mod tiles;
 pub use context::Choice;
 pub use dispatch::kernels_of;
 pub use launch::{ARCHS, Images, Kernel, NVCC};
-pub use select::Tile;
+pub use select::{GemmOperands, Tile};
 pub use system::{System, devices};
 
 use super::{Backend, Fp8Accumulate, GemmFormats, Op, Role, StepKey};
 use crate::error::{Error, Result};
-use crate::tensor::{ALIGN, DType, Region, Tensor, WeightPart};
+use crate::tensor::{ALIGN, DType, Region, Scaling, Tensor, WeightPart};
 use context::OpContext;
 use dispatch::dispatch;
 use driver::{DeviceInfo, Driver, Rows, Stream};
@@ -47,8 +47,14 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The quantised GEMMs that there are kernels for. Other weights are expanded to bf16 when they are uploaded.
-pub const GEMM_FORMATS: GemmFormats = GemmFormats::NONE;
+/// The quantised GEMMs that there are kernels for on GPUs of this compute capability. Other weights are expanded to bf16 when
+/// they are uploaded.
+pub const fn gemm_formats(capability: (u32, u32)) -> GemmFormats {
+    match capability {
+        (9, 0) => GemmFormats { w8a8: true, w8a16: true, qk8: true, ..GemmFormats::NONE },
+        _ => GemmFormats::NONE,
+    }
+}
 
 /// The CUDA backend.
 pub struct Cuda {
@@ -58,6 +64,8 @@ pub struct Cuda {
     context: OpContext,
     /// Offsets of weights that are read by ops which may still be running.
     read: Range<u64>,
+    /// Values that did not fit the FP8 tensor they were stored in, as far as the device no longer has the count.
+    saturated: u64,
     capturing: bool,
     capture: bool,
     poison: bool,
@@ -101,8 +109,8 @@ impl Cuda {
         Self::on_stream(driver, images, stop, stream)
     }
 
-    /// A backend for tensors in the caller's memory, on the caller's stream of the same GPU: a tensor's offset is its address, and all
-    /// lie in working memory. This is for measuring beside another library.
+    /// A backend for tensors in the caller's memory, on the caller's stream of the same GPU: a tensor's offset is its address.
+    /// This is for measuring beside another library.
     pub fn borrowing(device: usize, stream: u64) -> Result<Self> {
         let driver: Rc<dyn Driver> = Rc::new(System::open(device)?);
         let mut cuda = Self::on_stream(driver, &launch::built_in, Arc::default(), StreamGuard(None, Stream(stream)))?;
@@ -124,6 +132,7 @@ impl Cuda {
                 sms: driver.device().multiprocessors,
             },
             read: 0..0,
+            saturated: 0,
             capturing: false,
             capture: true,
             poison: cfg!(debug_assertions),
@@ -191,7 +200,11 @@ impl Cuda {
     /// Notes that weights are about to be read.
     fn note_read(&mut self, weights: Range<u64>) {
         let Range { start, end } = self.read;
-        self.read = if start == end { weights } else { start.min(weights.start)..end.max(weights.end) };
+        self.read = match (start == end, weights.is_empty()) {
+            (_, true) => start..end,
+            (true, false) => weights,
+            (false, false) => start.min(weights.start)..end.max(weights.end),
+        };
     }
 
     fn download(&mut self, from: Tensor, op: &'static str) -> Result<Vec<u8>> {
@@ -202,6 +215,29 @@ impl Cuda {
         }
         Ok(bytes)
     }
+
+    /// Takes the count of values that did not fit from the device, where it is zero afterwards.
+    fn fetch_saturated(&mut self) -> Result<()> {
+        if !self.context.memory.has_scratch() {
+            return Ok(());
+        }
+        let mut bytes = [0; size_of::<u64>()];
+        let (address, width) = (self.context.memory.saturated(), bytes.len() as u64);
+        self.driver.copy_out(self.stream.1, Rows { address, pitch: width, width }, &mut bytes)?;
+        self.driver.fill(self.stream.1, address, 0, width)?;
+        self.saturated += u64::from_le_bytes(bytes);
+        Ok(())
+    }
+}
+
+/// The factor of a tensor's elements, if the host can write and read it: plain types, and e4m3 with one scale.
+fn transferred_scale(t: Tensor) -> Option<f32> {
+    match (t.dtype, t.scaling) {
+        (DType::E5m2 | DType::E2m1, _) => None,
+        (_, Scaling::Unscaled) => Some(1.0),
+        (_, Scaling::Tensor(scale)) => Some(scale.get()),
+        (_, Scaling::Rows(_) | Scaling::Blocks16 { .. }) => None,
+    }
 }
 
 impl Backend for Cuda {
@@ -210,7 +246,15 @@ impl Backend for Cuda {
     }
 
     fn gemm_formats(&self) -> GemmFormats {
-        GEMM_FORMATS
+        let has = |kernel| self.context.kernels.has(kernel);
+        // A build may lack the kernels of this GPU.
+        GemmFormats {
+            w8a8: has(Kernel::GemmFp8_256x192),
+            w8a16: has(Kernel::GemmW8A16_256x192),
+            qk8: has(Kernel::AttentionSm90MaxFreeE4m3),
+            ..GemmFormats::NONE
+        }
+        .and(gemm_formats(self.device().capability))
     }
 
     fn available(&self) -> Result<Option<u64>> {
@@ -238,7 +282,7 @@ impl Backend for Cuda {
 
     fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {
         self.refuse_in_capture("upload")?;
-        let address = self.rows(to, "upload")?.address;
+        let addresses = (self.rows(to, "upload")?.address, self.context.memory.row_scales(to));
         if to.region != Region::Weights || to.stride != to.cols {
             return Err(Error::Op { op: "upload", what: format!("{to:?} is no place for a weight") });
         }
@@ -247,16 +291,18 @@ impl Backend for Cuda {
             none => none.insert(Staging::new(self.driver.clone())?),
         };
         // Copies run concurrently with ops, unless these read what is to be replaced.
-        if to.extent().start < self.read.end && self.read.start < to.extent().end {
+        let is_read = |range: Range<u64>| range.start < self.read.end && self.read.start < range.end;
+        if is_read(to.extent()) || is_read(to.scale_extent()) {
             staging.after(self.stream.1)?;
             self.read = 0..0;
         }
-        staging.upload(address, to, role, parts, &|| check_stop(&self.stop))
+        staging.upload(addresses, to, role, parts, &|| check_stop(&self.stop))
     }
 
     fn reserve(&mut self, bytes: u64) -> Result<()> {
         self.steps.clear();
         self.driver.synchronize(self.stream.1)?;
+        self.fetch_saturated()?;
         self.context.memory.reserve(bytes)?;
         self.released(0..bytes);
         let memory = &self.context.memory;
@@ -268,22 +314,22 @@ impl Backend for Cuda {
     fn write(&mut self, to: Tensor, values: &[f32]) -> Result<()> {
         self.prepare_transfer("write")?;
         let rows = self.rows(to, "write")?;
-        if values.len() != to.len() || to.dtype.is_quantised() {
+        let Some(scale) = transferred_scale(to).filter(|_| values.len() == to.len()) else {
             return Err(Error::Op { op: "write", what: format!("{} values for {to:?}", values.len()) });
-        }
+        };
         if values.is_empty() {
             return Ok(());
         }
-        self.driver.copy_in(self.stream.1, rows, &staging::encode(values, to.dtype))?;
+        self.driver.copy_in(self.stream.1, rows, &staging::encode(values, to.dtype, scale))?;
         self.driver.synchronize(self.stream.1)
     }
 
     fn read(&mut self, from: Tensor, to: &mut [f32]) -> Result<()> {
-        if to.len() != from.len() || from.dtype.is_quantised() {
+        let Some(scale) = transferred_scale(from).filter(|_| to.len() == from.len()) else {
             return Err(Error::Op { op: "read", what: format!("{} values from {from:?}", to.len()) });
-        }
+        };
         let bytes = self.download(from, "read")?;
-        staging::decode(&bytes, from.dtype, to);
+        staging::decode(&bytes, from.dtype, scale, to);
         Ok(())
     }
 
@@ -302,6 +348,7 @@ impl Backend for Cuda {
         op.operands(&mut |tensor, _| {
             if tensor.region == Region::Weights {
                 self.note_read(tensor.extent());
+                self.note_read(tensor.scale_extent());
             }
         });
         dispatch(&self.context, op)
@@ -336,6 +383,12 @@ impl Backend for Cuda {
         graph.launch(self.stream.1)?;
         self.steps.insert(key, Step::Captured(graph));
         Ok(())
+    }
+
+    fn take_saturated(&mut self) -> Result<u64> {
+        self.refuse_in_capture("take_saturated")?;
+        self.fetch_saturated()?;
+        Ok(std::mem::take(&mut self.saturated))
     }
 
     fn synchronize(&mut self) -> Result<()> {

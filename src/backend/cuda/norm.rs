@@ -8,6 +8,7 @@ use super::params::{NONE, VECTOR, is_vectorizable};
 use super::tiles::{ROW_NORMS, RowNorm};
 use crate::backend::{GroupNorm, Modulated, RopeStyle};
 use crate::error::{Error, Result};
+use crate::tensor::DType;
 
 /// The kernels of an RMS norm. The last takes any number of columns, of any dtype at any address.
 pub fn rms_norms() -> Vec<Kernel> {
@@ -16,14 +17,15 @@ pub fn rms_norms() -> Vec<Kernel> {
 
 /// The kernels of a modulated layer norm. The last takes any number of columns, of any dtype at any address.
 pub fn layer_norms() -> Vec<Kernel> {
-    ROW_NORMS.iter().map(|norm| norm.layer_norm).chain([Kernel::LayerNormAny]).collect()
+    let rows = ROW_NORMS.iter().map(|norm| norm.layer_norm).chain(ROW_NORMS.iter().map(|norm| norm.layer_norm_e4m3));
+    rows.chain([Kernel::LayerNormAny]).collect()
 }
 
 /// The kernels of a group norm.
 pub const GROUP_NORMS: [Kernel; 4] = [Kernel::GroupStats8, Kernel::GroupNorm8, Kernel::GroupStatsAny, Kernel::GroupNormAny];
 
 /// The kernel for rows of so many columns, and how many rows a CTA takes: the narrowest that keeps them in registers, or `any`.
-fn row_norm(cols: u32, vectorizable: bool, kernel: fn(&RowNorm) -> Kernel, any: Kernel) -> (Kernel, u32) {
+fn row_norm(cols: u32, vectorizable: bool, kernel: impl Fn(&RowNorm) -> Kernel, any: Kernel) -> (Kernel, u32) {
     let fitting = ROW_NORMS.iter().find(|norm| vectorizable && cols <= norm.max_columns);
     fitting.map_or((any, 1), |norm| (kernel(norm), abi::KL_NORM_ROWS))
 }
@@ -32,11 +34,13 @@ fn rms_norm_kernel(cols: u32, vectorizable: bool) -> (Kernel, u32) {
     row_norm(cols, vectorizable, |norm| norm.rms_norm, Kernel::RmsNormAny)
 }
 
-fn layer_norm_kernel(cols: u32, vectorizable: bool) -> (Kernel, u32) {
-    row_norm(cols, vectorizable, |norm| norm.layer_norm, Kernel::LayerNormAny)
+/// The same for results of that type.
+fn layer_norm_kernel(cols: u32, vectorizable: bool, result: DType) -> (Kernel, u32) {
+    let kernel = |norm: &RowNorm| if result == DType::E4m3 { norm.layer_norm_e4m3 } else { norm.layer_norm };
+    row_norm(cols, vectorizable, kernel, Kernel::LayerNormAny)
 }
 
-/// RMS norm of every row.
+/// RMS norm of every row. Results of e4m3 are rare enough for the kernel that takes anything.
 pub fn rms_norm(cx: &OpContext, out: KlMat, x: KlMat, weight: KlMat, eps: f32) -> Result<()> {
     let p = abi::KlRmsNorm { out, x, weight, saturated: cx.memory.saturated(), eps, unused: 0 };
     let vectorizable = [out, x].iter().all(|m| is_vectorizable(m, abi::KL_BF16)) && is_vectorizable(&weight, abi::KL_F32);
@@ -44,20 +48,23 @@ pub fn rms_norm(cx: &OpContext, out: KlMat, x: KlMat, weight: KlMat, eps: f32) -
     cx.kernels.launch(kernel, [x.rows.div_ceil(rows), 1, 1], &p)
 }
 
-/// Layer norm of every row with AdaLN modulation, as many streams to a launch as a kernel takes.
+/// Layer norm of every row with AdaLN modulation, as many streams with results of one type to a launch as a kernel takes.
 pub fn layer_norm_modulate(cx: &OpContext, op: &'static str, streams: &[Modulated], eps: f32) -> Result<()> {
     const ABSENT: abi::KlModulated = abi::KlModulated { out: NONE, x: NONE, shift: NONE, scale: NONE };
     let (mat, saturated) = (|t| cx.mat(t, op), cx.memory.saturated());
-    for group in streams.chunks(abi::KL_STREAMS as usize) {
+    let alike = streams.chunk_by(|a, b| a.out.dtype == b.out.dtype);
+    for group in alike.flat_map(|streams| streams.chunks(abi::KL_STREAMS as usize)) {
         let mut p = abi::KlLayerNorm { stream: [ABSENT; abi::KL_STREAMS as usize], saturated, eps, unused: 0 };
         for (to, s) in p.stream.iter_mut().zip(group) {
             *to = abi::KlModulated { out: mat(s.out)?, x: mat(s.x)?, shift: mat(s.shift)?, scale: mat(s.scale)? };
         }
-        let cols = p.stream[0].x.cols;
-        let vectorizable = p.stream[..group.len()]
-            .iter()
-            .all(|s| s.x.cols == cols && [s.out, s.x, s.shift, s.scale].iter().all(|m| is_vectorizable(m, abi::KL_BF16)));
-        let (kernel, rows) = layer_norm_kernel(cols, vectorizable);
+        let (cols, result) = (p.stream[0].x.cols, group[0].out.dtype);
+        let storable = |out: &KlMat| [abi::KL_BF16, abi::KL_E4M3].iter().any(|&dtype| is_vectorizable(out, dtype));
+        let vectorizable = p.stream[..group.len()].iter().all(|s| {
+            let inputs = [s.x, s.shift, s.scale];
+            s.x.cols == cols && inputs.iter().all(|m| is_vectorizable(m, abi::KL_BF16)) && storable(&s.out)
+        });
+        let (kernel, rows) = layer_norm_kernel(cols, vectorizable, result);
         let ctas = p.stream.iter().map(|s| s.x.rows.div_ceil(rows)).sum();
         cx.kernels.launch(kernel, [ctas, 1, 1], &p)?;
     }
@@ -189,7 +196,9 @@ mod tests {
         assert_eq!([8, 1024, 1032, 2560].map(|cols| rms(cols).0), [0, 0, 1, 2].map(|i| rms_norms()[i]));
         assert_eq!([3072, 4096, 4104, 8192].map(|cols| rms(cols).0), [2, 3, 4, 4].map(|i| rms_norms()[i]));
         assert_eq!(rms(8200), (Kernel::RmsNormAny, 1));
-        assert_eq!(layer_norm_kernel(3072, true), (Kernel::LayerNorm3072, 2));
-        assert_eq!(layer_norm_kernel(3072, false), (Kernel::LayerNormAny, 1));
+        let layer = |vectorizable, result| layer_norm_kernel(3072, vectorizable, result);
+        assert_eq!(layer(true, DType::Bf16), (Kernel::LayerNorm3072, 2));
+        assert_eq!(layer(true, DType::E4m3), (Kernel::LayerNormE4m33072, 2));
+        assert_eq!([DType::Bf16, DType::E4m3].map(|result| layer(false, result)), [(Kernel::LayerNormAny, 1); 2]);
     }
 }

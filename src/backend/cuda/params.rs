@@ -57,13 +57,16 @@ pub fn is_pair_aligned(m: &KlMat) -> bool {
     m.data.is_multiple_of(4) && m.stride.is_multiple_of(2)
 }
 
-/// Whether rows of that type can be loaded [`VECTOR`] values at a time.
+/// Whether rows of that type can be loaded and stored [`VECTOR`] values at a time, of which an instruction takes up to sixteen
+/// bytes.
 pub fn is_vectorizable(m: &KlMat, dtype: u32) -> bool {
-    let rows = m.rows <= 1 || (m.stride * element_bytes(dtype)).is_multiple_of(16);
-    m.dtype == dtype && m.data.is_multiple_of(16) && rows && m.cols.is_multiple_of(VECTOR)
+    let access = (u64::from(VECTOR) * element_bytes(dtype)).min(16);
+    let rows = m.rows <= 1 || (m.stride * element_bytes(dtype)).is_multiple_of(access);
+    m.dtype == dtype && m.data.is_multiple_of(access) && rows && m.cols.is_multiple_of(VECTOR)
 }
 
-/// Whether `cp.async` and TMA can copy an operand of a tensor-core kernel: of that type, sixteen bytes at a time, from 32-bit offsets.
+/// Whether `cp.async` and TMA can copy an operand of a tensor-core kernel: of that type, sixteen bytes at a time, from 32-bit
+/// offsets.
 pub fn is_async_copyable(m: &KlMat, dtype: u32) -> bool {
     let elements = 16 / element_bytes(dtype);
     m.dtype == dtype
@@ -110,5 +113,9 @@ mod tests {
         assert!(is_vectorizable(&KlMat { stride: 3076, dtype: abi::KL_F32, ..m }, abi::KL_F32));
         assert!(!bf16(KlMat { data: m.data + 8, ..m }) && !bf16(KlMat { cols: 3068, ..m }));
         assert!(!bf16(KlMat { dtype: abi::KL_F32, ..m }));
+        // Eight values of e4m3 are eight bytes.
+        let e4m3 = |m: KlMat| is_vectorizable(&KlMat { dtype: abi::KL_E4M3, ..m }, abi::KL_E4M3);
+        assert!(e4m3(m) && e4m3(KlMat { data: m.data + 8, stride: 3080, ..m }));
+        assert!(!e4m3(KlMat { data: m.data + 4, ..m }) && !e4m3(KlMat { stride: 3076, ..m }) && !e4m3(KlMat { cols: 3068, ..m }));
     }
 }

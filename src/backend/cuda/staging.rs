@@ -5,7 +5,7 @@
 use super::super::Role;
 use super::driver::{Driver, Event, Rows, Stream};
 use crate::error::{Error, Result};
-use crate::tensor::{DType, Tensor, WeightPart};
+use crate::tensor::{DType, PartScaling, Tensor, WeightPart};
 use rayon::prelude::*;
 use std::ptr::NonNull;
 use std::rc::Rc;
@@ -104,10 +104,11 @@ impl Staging {
         queued
     }
 
-    /// Queues the upload of a weight to address `to`, in the dtype of `tensor`. `check_stop` may end it between two copies.
+    /// Queues the upload of a weight to address `to`, and of the scales of its rows to address `scales`. Plain values are
+    /// converted to the dtype of `tensor`, codes of e4m3 are copied as they are. `check_stop` may end it between two copies.
     pub fn upload(
         &mut self,
-        to: u64,
+        (to, scales): (u64, u64),
         tensor: Tensor,
         role: Role,
         parts: &[WeightPart],
@@ -115,7 +116,8 @@ impl Staging {
     ) -> Result<()> {
         let wrong = |what: &str| Error::Op { op: "upload", what: format!("{role:?} parts do not {what} {tensor:?}") };
         let (pitch, mut at) = (tensor.dtype.bytes(tensor.cols), 0);
-        if tensor.dtype.is_quantised() {
+        let quantised = tensor.dtype.is_quantised();
+        if quantised && tensor.dtype != DType::E4m3 {
             return Err(Error::Op { op: "upload", what: format!("there are no kernels for {tensor:?}") });
         }
         if pitch == 0 {
@@ -130,10 +132,23 @@ impl Staging {
             if part.cols() != tensor.cols || at + part.rows > tensor.rows || !part.is_complete() {
                 return Err(wrong("fit"));
             }
+            if quantised && part.stored() != tensor.stored() {
+                return Err(wrong("have the format of"));
+            }
+            if let (true, PartScaling::Rows(from)) = (quantised, &part.scaling) {
+                let first = scales + 4 * at as u64;
+                for (i, piece) in from.chunks(BUFFER).enumerate() {
+                    self.copy(first + (i * BUFFER) as u64, piece.len(), |out| out.copy_from_slice(piece))?;
+                }
+            }
             for first in (0..part.rows).step_by(step) {
                 check_stop()?;
-                let count = step.min(part.rows - first);
+                let (count, mut finite) = (step.min(part.rows - first), true);
                 self.copy(to + ((at + first) * pitch) as u64, count * pitch, |out| {
+                    if quantised {
+                        finite = copy_codes(out, &part.bytes[first * pitch..(first + count) * pitch]);
+                        return;
+                    }
                     let rows = out.par_chunks_exact_mut(pitch).with_min_len(GRAIN.div_ceil(tensor.cols)).enumerate();
                     rows.for_each(|(row, out)| {
                         part.convert(first + row, tensor.dtype, out);
@@ -142,6 +157,9 @@ impl Staging {
                         }
                     });
                 })?;
+                if !finite {
+                    return Err(Error::Op { op: "upload", what: format!("{tensor:?} contains NaN") });
+                }
             }
             at += part.rows;
         }
@@ -170,6 +188,16 @@ impl Staging {
     }
 }
 
+/// Copies codes of e4m3. False if one of them is NaN, which kernels that expand codes would take for a number.
+fn copy_codes(to: &mut [u8], from: &[u8]) -> bool {
+    const NAN: u8 = 0x7f;
+    to.par_chunks_mut(GRAIN).zip(from.par_chunks(GRAIN)).all(|(to, from)| {
+        to.copy_from_slice(from);
+        // Without an early end the loop is vectorised.
+        from.iter().fold(true, |finite, code| finite & (code & NAN != NAN))
+    })
+}
+
 /// One 3x3 filter with its channels last, so that the channels of a tap are adjacent as those of a pixel are.
 fn channels_last(row: &[u8], size: usize) -> Vec<u8> {
     let channels = row.len() / size / 9;
@@ -180,18 +208,24 @@ fn channels_last(row: &[u8], size: usize) -> Vec<u8> {
     out
 }
 
-/// Values as a tensor stores them.
-pub fn encode(values: &[f32], dtype: DType) -> Vec<u8> {
+/// Values as a tensor stores them, whose elements stand for `scale` times their value.
+pub fn encode(values: &[f32], dtype: DType, scale: f32) -> Vec<u8> {
     let mut bytes = vec![0; dtype.bytes(values.len())];
     let pieces = bytes.par_chunks_mut(dtype.bytes(GRAIN)).zip(values.par_chunks(GRAIN));
-    pieces.for_each(|(to, from)| dtype.encode(from, to));
+    pieces.for_each(|(to, from)| match scale {
+        1.0 => dtype.encode(from, to),
+        _ => dtype.encode(&from.iter().map(|v| v / scale).collect::<Vec<_>>(), to),
+    });
     bytes
 }
 
-/// Stored values as f32.
-pub fn decode(bytes: &[u8], dtype: DType, to: &mut [f32]) {
+/// Stored values as f32: `scale` times the value of each element.
+pub fn decode(bytes: &[u8], dtype: DType, scale: f32, to: &mut [f32]) {
     let pieces = to.par_chunks_mut(GRAIN).zip(bytes.par_chunks(dtype.bytes(GRAIN)));
-    pieces.for_each(|(to, from)| dtype.decode(from, to));
+    pieces.for_each(|(to, from)| {
+        dtype.decode(from, to);
+        to.iter_mut().filter(|_| scale != 1.0).for_each(|v| *v *= scale);
+    });
 }
 
 #[cfg(test)]
@@ -203,9 +237,14 @@ mod tests {
         let values: Vec<f32> = (0..70_001).map(|i| (i % 255) as f32 / 2.0).collect();
         for dtype in [DType::F32, DType::Bf16, DType::F16] {
             let mut back = vec![0.0; values.len()];
-            decode(&encode(&values, dtype), dtype, &mut back);
+            decode(&encode(&values, dtype, 1.0), dtype, 1.0, &mut back);
             assert_eq!(back, values, "{dtype:?}");
         }
+        // Multiples of the scale that e4m3 has codes for.
+        let values: Vec<f32> = (0..70_001).map(|i| (i % 17) as f32 * -0.75).collect();
+        let mut back = vec![0.0; values.len()];
+        decode(&encode(&values, DType::E4m3, 0.75), DType::E4m3, 0.75, &mut back);
+        assert_eq!(back, values);
     }
 
     #[test]

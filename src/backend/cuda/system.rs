@@ -392,8 +392,9 @@ impl Driver for System {
             DType::F32 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
             DType::Bf16 => Type::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
             DType::F16 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-            DType::U8 => Type::CU_TENSOR_MAP_DATA_TYPE_UINT8,
-            DType::E4m3 | DType::E5m2 | DType::E2m1 => {
+            // Elements are copied as they are, and nothing outside of a matrix is read as a number but zero.
+            DType::U8 | DType::E4m3 => Type::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            DType::E5m2 | DType::E2m1 => {
                 return Err(Error::Op { op: "tensor map", what: format!("of {}", spec.dtype.name()) });
             }
         };

@@ -26,6 +26,8 @@ pub struct RowNorm {
     pub max_columns: u32,
     /// The modulated layer norm.
     pub layer_norm: Kernel,
+    /// The same with results of e4m3.
+    pub layer_norm_e4m3: Kernel,
     /// The RMS norm.
     pub rms_norm: Kernel,
 }

@@ -1,6 +1,8 @@
 //! The values of flags: choices, and numbers within limits.
 
+use crate::backend::Fp8Accumulate;
 use crate::config::Variant;
+use crate::model::AttentionFormat;
 use crate::names::Layout;
 use crate::tensor::{DType, Nvfp4Layout, Precision};
 use clap::ValueEnum;
@@ -46,6 +48,30 @@ choice! {
         F32 => Precision::F32,
         /// bfloat16, as the models were trained
         Bf16 => Precision::Bf16,
+    }
+}
+
+choice! {
+    /// Values of `--attention`.
+    AttentionArg for AttentionFormat {
+        /// FP8 in blocks whose weights and inputs are FP8, where the device has it
+        Auto => AttentionFormat::Auto,
+        /// As other activations, in the format of --precision
+        Bf16 => AttentionFormat::Bf16,
+        /// FP8 in every block, or an error that says what is missing
+        Fp8 => AttentionFormat::Fp8,
+    }
+}
+
+choice! {
+    /// Values of `--fp8-accumulate`.
+    AccumulateArg for Fp8Accumulate {
+        /// Exact for sums of more than 4096 products, fast for others
+        Auto => Fp8Accumulate::Auto,
+        /// Partial sums of 128 products are added up in f32
+        Exact => Fp8Accumulate::Exact,
+        /// Tensor cores add up everything and keep 13 binary places
+        Fast => Fp8Accumulate::Fast,
     }
 }
 

@@ -1,7 +1,7 @@
 //! Times the stages of one cold image and several warm ones.
 
 use super::super::outputs::png_text;
-use super::super::report::announce_run;
+use super::super::report::{announce_run, warn_of_saturation};
 use super::super::request::{ImageRequest, Setup};
 use super::super::session::Session;
 use super::super::settings::Settings;
@@ -37,6 +37,8 @@ pub struct Report {
     cold_s: Times,
     warm_s: Vec<Times>,
     memory: Memory,
+    formats: Vec<String>,
+    saturated: u64,
     kernels: BTreeMap<&'static str, u64>,
 }
 
@@ -219,11 +221,12 @@ pub fn measure(
     // Memory is measured on GPUs only: the free memory of the host changes with every other process.
     let gpu = session.backend.device.is_some();
     let before = session.backend.backend.available()?.filter(|_| gpu);
-    let (backend, machine) = (session.backend.name, session.backend.machine.clone());
+    let (backend, machine, formats) = (session.backend.name, session.backend.machine.clone(), session.formats.lines());
     let watch = Watch { terminal, shown: Cell::new(true), spans: RefCell::default() };
     let mut engine = session.load(&watch)?;
 
-    let png = generate_once(&mut engine, &settings, &watch, stop)?;
+    let (png, saturated) = generate_once(&mut engine, &settings, &watch, stop)?;
+    warn_of_saturation(saturated, terminal);
     cold = cold.finish(&watch.spans.take(), png, started.elapsed().as_secs_f64());
     // Weights and workspace stay allocated until the engine is dropped, so sampling after each image sees the peak.
     let mut after = engine.backend().available()?;
@@ -231,7 +234,8 @@ pub fn measure(
     let mut warm = Vec::with_capacity(runs);
     for run in 1..=runs {
         let start = Instant::now();
-        let png = generate_once(&mut engine, &settings, &watch, stop)?;
+        // The same picture again, so that its count is the same.
+        let (png, _) = generate_once(&mut engine, &settings, &watch, stop)?;
         let times = Times::default().finish(&watch.spans.take(), png, start.elapsed().as_secs_f64());
         terminal.say(&format!("warm picture {run} of {runs}: {:.3} s", times.total));
         warm.push(times);
@@ -254,23 +258,26 @@ pub fn measure(
         cold_s: cold,
         warm_s: warm,
         memory: Memory::new(weights, plan.arena_bytes, measured),
+        formats,
+        saturated,
         kernels: engine.backend().launches().into_iter().collect(),
     })
 }
 
-/// Generates one image and discards it. Returns the seconds that encoding its PNG took.
-fn generate_once(engine: &mut Engine, settings: &Settings, watch: &Watch<'_>, stop: &AtomicBool) -> Result<f64> {
-    let mut seconds = 0.0;
+/// Generates one image and discards it. Returns the seconds that encoding its PNG took, and how many activations did not fit into
+/// FP8.
+fn generate_once(engine: &mut Engine, settings: &Settings, watch: &Watch<'_>, stop: &AtomicBool) -> Result<(f64, u64)> {
+    let mut result = (0.0, 0);
     engine.generate(&settings.job, watch, &mut |image| {
         if stop.load(Ordering::Relaxed) {
             return Err(Error::Interrupted);
         }
         let start = Instant::now();
         image.image.encode_png(&png_text(settings, image.seed))?;
-        seconds = start.elapsed().as_secs_f64();
+        result = (start.elapsed().as_secs_f64(), image.saturated);
         Ok(())
     })?;
-    Ok(seconds)
+    Ok(result)
 }
 
 /// Minimum, median and maximum.
@@ -311,6 +318,9 @@ impl Report {
             }
         }
         let _ = write!(text, "\n{}", self.memory.lines());
+        for (i, line) in self.formats.iter().enumerate() {
+            let _ = writeln!(text, "{:<11} {line}", if i == 0 { "formats" } else { "" });
+        }
         if !self.kernels.is_empty() {
             let names: Vec<&str> = self.kernels.keys().copied().collect();
             let _ = writeln!(text, "kernels     {}", names.join(" "));

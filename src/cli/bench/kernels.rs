@@ -5,8 +5,8 @@ use super::super::device::select_backend;
 use crate::backend::OP_NAMES;
 use crate::backend::cuda::driver::DeviceInfo;
 use crate::error::{Error, Result};
-use crate::microbench::{Figure, Protocol, Scale, rows};
-use crate::tensor::Precision;
+use crate::microbench::{Figure, Peaks, Protocol, Scale, rows};
+use crate::tensor::{DType, Precision};
 use crate::terminal::Terminal;
 use serde::Serialize;
 use std::fmt::Write as _;
@@ -22,11 +22,13 @@ pub struct Report {
     machine: String,
     precision: &'static str,
     scale: &'static str,
-    /// Peak rate of the tensor cores in FLOP/s at their highest clock, if rows are compared with it.
+    /// Peak rate of the tensor cores in FLOP/s at their highest clock, in bf16, if rows are compared with it.
     tensor_flops: Option<f64>,
-    /// How that peak was derived, for display.
+    /// The same in e4m3.
+    tensor_flops_e4m3: Option<f64>,
+    /// How these peaks were derived, for display.
     #[serde(skip)]
-    ceiling: Option<String>,
+    ceilings: Vec<String>,
     rounds: usize,
     rows: Vec<Figure>,
 }
@@ -41,7 +43,7 @@ pub fn check(filter: &str) -> Result<()> {
 
 /// Times every op with `filter` in its name.
 pub fn measure(filter: &str, quick: bool, run: &RunArgs, stop: &Arc<AtomicBool>, terminal: &Terminal) -> Result<Report> {
-    let mut selected = select_backend(run.backend, run.device()?, stop)?;
+    let mut selected = select_backend(run.backend, run.device()?, run.fp8.fp8_accumulate.into(), stop)?;
     selected.note.iter().for_each(|note| terminal.say(&format!("note: {note}")));
     let precision: Precision = run.precision.into();
     let (scale, protocol) = match (quick, &selected.device) {
@@ -51,32 +53,38 @@ pub fn measure(filter: &str, quick: bool, run: &RunArgs, stop: &Arc<AtomicBool>,
     };
     // In f32, GEMMs run on the CUDA cores, so the peak of the tensor cores does not apply.
     let device = selected.device.as_ref().filter(|_| precision == Precision::Bf16);
-    let tensor_flops = device.and_then(DeviceInfo::tensor_flops);
+    let peak = |dtype| device.and_then(|device| device.tensor_flops(dtype));
+    let peaks = Peaks { bf16: peak(DType::Bf16), e4m3: peak(DType::E4m3) };
     let mut figures = Vec::new();
-    for row in rows(scale, precision)?.into_iter().filter(|row| row.name.contains(filter)) {
-        terminal.say(&format!("timing {} {}", row.name, row.shape));
-        figures.push(row.measure(selected.backend.as_mut(), &protocol)?.held_to(tensor_flops));
+    let formats = selected.backend.gemm_formats();
+    for row in rows(scale, precision, formats)?.into_iter().filter(|row| row.name.contains(filter)) {
+        terminal.say(&format!("timing {} {} {}", row.name, row.shape, row.format));
+        figures.push(row.measure(selected.backend.as_mut(), &protocol)?.held_to(peaks));
     }
+    let quantised = figures.iter().any(|figure| figure.flops_e4m3 > 0);
+    let types = [Some(DType::Bf16), quantised.then_some(DType::E4m3)];
     Ok(Report {
         kiln: env!("CARGO_PKG_VERSION"),
         kind: "kernels",
         backend: selected.name,
         precision: precision.name(),
         scale: scale.name(),
-        tensor_flops,
-        ceiling: device.and_then(ceiling),
+        tensor_flops: peaks.bf16,
+        tensor_flops_e4m3: peaks.e4m3,
+        ceilings: types.into_iter().flatten().filter_map(|dtype| ceiling(device?, dtype)).collect(),
         machine: selected.machine,
         rounds: protocol.rounds,
         rows: figures,
     })
 }
 
-/// Describes the peak that GEMMs are compared with.
-fn ceiling(device: &DeviceInfo) -> Option<String> {
-    let (flops, per_clock) = (device.tensor_flops()?, device.tensor_flops_per_clock()?);
+/// Describes the peak that GEMMs of a type are compared with.
+fn ceiling(device: &DeviceInfo, dtype: DType) -> Option<String> {
+    let (flops, per_clock) = (device.tensor_flops(dtype)?, device.tensor_flops_per_clock(dtype)?);
     let (major, minor) = device.capability;
     Some(format!(
-        "peak: {:.1} TFLOP/s = {} multiprocessors x {per_clock} FLOP a clock (known of compute {major}.{minor}) x {:.3} GHz",
+        "peak, {}: {:.1} TFLOP/s = {} multiprocessors x {per_clock} FLOP a clock (known of compute {major}.{minor}) x {:.3} GHz",
+        dtype.name(),
         flops / 1e12,
         device.multiprocessors,
         f64::from(device.clock) / 1e6
@@ -87,7 +95,7 @@ impl Report {
     pub fn table(&self) -> String {
         let mut text = format!("kiln {}, {}, {}, {}, {}\n", self.kiln, self.backend, self.machine, self.scale, self.precision);
         text.push_str("copy: as many bytes read and written, in turn with the row\n");
-        self.ceiling.iter().for_each(|line| {
+        self.ceilings.iter().for_each(|line| {
             let _ = writeln!(text, "{line}");
         });
         text.push('\n');
@@ -116,8 +124,12 @@ mod tests {
             memory,
             driver,
         };
-        let line = "peak: 1070.5 TFLOP/s = 132 multiprocessors x 4096 FLOP a clock (known of compute 9.0) x 1.980 GHz";
-        assert_eq!(ceiling(&device).as_deref(), Some(line));
-        assert_eq!(ceiling(&DeviceInfo { capability: (7, 5), ..device }), None);
+        for (dtype, peak) in [(DType::Bf16, "bf16: 1070.5"), (DType::E4m3, "e4m3: 2141.1")] {
+            let per_clock = if dtype == DType::Bf16 { 4096 } else { 8192 };
+            let factors = format!("132 multiprocessors x {per_clock} FLOP a clock (known of compute 9.0) x 1.980 GHz");
+            assert_eq!(ceiling(&device, dtype), Some(format!("peak, {peak} TFLOP/s = {factors}")));
+        }
+        assert_eq!(ceiling(&DeviceInfo { capability: (8, 0), ..device.clone() }, DType::E4m3), None);
+        assert_eq!(ceiling(&DeviceInfo { capability: (7, 5), ..device }, DType::Bf16), None);
     }
 }

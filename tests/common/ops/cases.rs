@@ -2,13 +2,12 @@
 //! the blocks of a backend (more than 1,024 rows, 512 columns, 256 queries, 512 keys, 512 pixels), in f32 and bf16, contiguous
 //! and strided. Further cases have the widths of the real models; their names contain `klein`.
 
+use super::attention::{self, Heads, Scores, attend};
 use super::oracle;
-use super::{Case, Check, Expected, Fit, Mat, Operand, Rig, gemms, stored, want};
-use kiln::backend::{Conv, GroupNorm, KvSegment, LatentStats, Modulated, Op, Role, RopeStyle, Sampling, Softmax};
+use super::{Case, Check, Expected, Fit, Mat, Rig, fp8_gemms, gemms, quantised, stored, want};
+use kiln::backend::{Conv, GroupNorm, LatentStats, Modulated, Op, Role, RopeStyle, Sampling};
 use kiln::tensor::DType::{self, Bf16, F16, F32, U8};
-use kiln::tensor::{Stored, Tensor};
-use std::f32::consts::{LN_2, LOG2_E};
-use std::ops::Range;
+use kiln::tensor::Stored;
 
 pub const EPS: f32 = 1e-6;
 
@@ -23,7 +22,7 @@ pub const WEIGHT_TYPES: [(DType, DType); 7] =
 pub type Variants = &'static [(DType, Fit)];
 pub const ALL: Variants = &[(F32, Fit::Whole), (F32, Fit::Slice), (Bf16, Fit::Whole), (Bf16, Fit::Slice)];
 /// For cases in which the error of naive f32 arithmetic is small by chance.
-const BF16: Variants = &[(Bf16, Fit::Whole), (Bf16, Fit::Slice)];
+pub const BF16: Variants = &[(Bf16, Fit::Whole), (Bf16, Fit::Slice)];
 /// For cases with ten million values and more.
 pub const TWO: Variants = &[(F32, Fit::Slice), (Bf16, Fit::Whole)];
 
@@ -52,6 +51,7 @@ pub fn all() -> Vec<Case> {
     let mut table = Table::new(ALL);
     awkward(&mut table);
     klein(&mut table);
+    table.cases.extend(quantised::all().into_iter().filter(|case| quantised::has_kernels(&case.name)));
     table.cases
 }
 
@@ -60,7 +60,8 @@ fn awkward(table: &mut Table) {
     gemms::all(table);
     gemms::expanded(table);
     gemms::projections(table);
-    attention(table);
+    fp8_gemms::all(table);
+    attention::all(table);
     convolutions(table);
     group_norms(table);
     latents(table);
@@ -83,8 +84,10 @@ fn klein(table: &mut Table) {
     gemms::qkv(table, (2, 3072, 24, 24, 128, RopeStyle::Interleaved, Some(9216)), true);
     table.variants = ALL;
     gemms::qkv(table, (5, 2560, 32, 8, 128, RopeStyle::HalfSplit, None), true);
-    attend(table, (130, &[200], 24, 24, 128, false), Scores::Bounded);
-    attend(table, (70, &[70], 32, 8, 128, true), Scores::Usual);
+    for heads in [Heads::Plain, Heads::UNSCALED] {
+        attend(table, (130, &[200], 24, 24, 128, false), Scores::Bounded, heads);
+    }
+    attend(table, (70, &[70], 32, 8, 128, true), Scores::Usual, Heads::Plain);
     for (from, to) in [(512, 512), (256, 128), (128, 3)] {
         conv(table, (5, 3, from, to, Sampling::Same, false, (to == 128).then_some(32)));
     }
@@ -195,151 +198,6 @@ pub fn two_layer_norms(rig: &mut Rig<'_>, cols: usize, f: impl Fn(f32) -> f32, s
 
 fn finite(m: &Mat) -> usize {
     (0..m.rows).map(|r| m.row::<f32>(r).iter().filter(|v| v.is_finite()).count()).sum()
-}
-
-/// Queries, keys of each KV segment, query heads, KV heads, head dimension, causal mask.
-type AttentionShape = (usize, &'static [usize], usize, usize, usize, bool);
-
-/// The magnitude of logits, and the bound that the op is given.
-#[derive(Clone, Copy, PartialEq)]
-enum Scores {
-    /// A few keys dominate, so that the running maximum of online softmax matters.
-    Usual,
-    /// Nearly as large, with a bound.
-    Bounded,
-    /// As large as with norm gains of ten.
-    Huge,
-    /// All equal and with a bound, near the largest logits that the max-free softmax supports.
-    Highest,
-    /// All equal and with a bound, near the smallest logits that it supports.
-    Lowest,
-}
-
-fn attention(table: &mut Table) {
-    let shapes: [AttentionShape; 16] = [
-        (1, &[1], 1, 1, 128, false),
-        (1, &[129], 4, 2, 128, false),
-        (113, &[1], 2, 2, 64, false),
-        (7, &[113], 4, 2, 64, false),
-        (257, &[600], 2, 2, 128, false),
-        (130, &[129, 0, 7], 3, 3, 128, false),
-        (7, &[0, 1031], 1, 1, 128, false),
-        (113, &[512, 1], 1, 1, 512, false),
-        (1, &[1], 1, 1, 512, false),
-        (65, &[33], 2, 1, 512, false),
-        (257, &[600], 1, 1, 512, false),
-        (1, &[1], 1, 1, 64, true),
-        (129, &[129], 4, 2, 128, true),
-        (130, &[7], 2, 1, 64, true),
-        (7, &[113], 2, 1, 64, true),
-        (601, &[601], 1, 1, 64, true),
-    ];
-    shapes.into_iter().for_each(|shape| attend(table, shape, Scores::Usual));
-    // Shapes for kernels that work on whole tiles, that split tiles, and that use the bound of logits.
-    let more: [AttentionShape; 6] = [
-        (1, &[1], 1, 1, 128, false),
-        (257, &[600], 2, 2, 128, false),
-        (130, &[129, 0, 7], 3, 3, 128, false),
-        (40, &[129, 255, 1, 128], 2, 1, 128, false),
-        (513, &[1409], 1, 1, 128, false),
-        (300, &[300], 2, 2, 128, false),
-    ];
-    for scores in [Scores::Bounded, Scores::Huge] {
-        more.into_iter().for_each(|shape| attend(table, shape, scores));
-    }
-    for scores in [Scores::Highest, Scores::Lowest] {
-        attend(table, (130, &[129, 0, 300], 2, 1, 128, false), scores);
-    }
-    let masked: [AttentionShape; 4] =
-        [(130, &[130], 4, 1, 128, true), (300, &[26], 8, 2, 128, true), (33, &[33], 2, 2, 128, true), (1, &[1], 4, 1, 128, true)];
-    for adjacent in [false, true] {
-        attend_into_ranges(table, &[5, 0, 130], 2, 128, adjacent);
-        attend_into_ranges(table, &[1, 7], 3, 64, adjacent);
-    }
-    for scores in [Scores::Usual, Scores::Huge] {
-        masked.into_iter().for_each(|shape| attend(table, shape, scores));
-    }
-}
-
-fn attend(table: &mut Table, (queries, keys, q_heads, k_heads, d, causal): AttentionShape, scores: Scores) {
-    let mask = if causal { "_causal" } else { "" };
-    let kind = match scores {
-        Scores::Usual => "",
-        Scores::Bounded => " bounded",
-        Scores::Huge => " huge",
-        Scores::Highest => " highest",
-        Scores::Lowest => " lowest",
-    };
-    table.add(format!("attention{mask}{kind} {queries} queries {keys:?} keys {q_heads}:{k_heads} heads of {d}"), move |rig| {
-        let (alike, unknown) =
-            (matches!(scores, Scores::Highest | Scores::Lowest), matches!(scores, Scores::Usual | Scores::Huge));
-        let usual = 1.0 / (d as f32).sqrt();
-        let large = match scores {
-            Scores::Usual => 6.0,
-            Scores::Bounded => 4.0,
-            Scores::Huge => 100.0,
-            Scores::Highest | Scores::Lowest => 96.0 * LN_2 * usual,
-        };
-        // Inputs are at most one before they are scaled.
-        let softmax = if unknown { Softmax::Natural { scale: usual } } else { Softmax::Base2 { bound: LOG2_E * large / usual } };
-        let scale = softmax.natural_scale();
-        let large = large * usual / scale * if scores == Scores::Lowest { -1.0 } else { 1.0 };
-        let value = move |v| if alike { 1.0 } else { v };
-        let (q, out) = (rig.input(queries, q_heads * d, move |v| large * value(v)), rig.output(queries, q_heads * d));
-        let segments: Vec<(Operand, Operand)> =
-            keys.iter().map(|&n| (rig.input(n, k_heads * d, value), rig.input(n, k_heads * d, |v| v))).collect();
-        let kv: Vec<KvSegment> = segments.iter().map(|(k, v)| KvSegment { k: k.t, v: v.t }).collect();
-        let hosts: Vec<(Mat, Mat)> = segments.into_iter().map(|(k, v)| (k.host, v.host)).collect();
-        let want = |format| attended(format, &q.host, &hosts, (d, scale), causal);
-        let op = Op::Attention { out: &[out], q: q.t, kv: &kv, head_dim: d, causal, softmax };
-        rig.run(op, &[(out, Box::new(want))]);
-    });
-}
-
-/// The result of attention in a format.
-pub fn attended(format: Stored, q: &Mat, kv: &[(Mat, Mat)], (d, scale): (usize, f32), causal: bool) -> Expected {
-    let exact = oracle::attention::<f64>(q, kv, (d, scale), causal, |p| p);
-    if format.dtype != Bf16 {
-        return Expected::new(format, exact, || oracle::attention::<f32>(q, kv, (d, scale), causal, |p| p));
-    }
-    // A naive bf16 implementation stores P in bf16 between the two GEMMs.
-    let round = |p: f64| f64::from(stored(p as f32, Bf16));
-    let naive = oracle::attention::<f64>(q, kv, (d, scale), causal, round);
-    Expected { exact, naive: naive.into_iter().map(round).collect(), slack: 0.0 }
-}
-
-/// Some rows of an expected result, of so many columns.
-pub fn some_rows(of: Expected, rows: Range<usize>, cols: usize) -> Expected {
-    let some = |values: Vec<f64>| values[rows.start * cols..rows.end * cols].to_vec();
-    Expected { exact: some(of.exact), naive: some(of.naive), slack: of.slack }
-}
-
-/// Results in several ranges of rows, adjacent in one buffer or in buffers of their own.
-fn attend_into_ranges(table: &mut Table, ranges: &'static [usize], heads: usize, d: usize, adjacent: bool) {
-    let layout = if adjacent { "adjacent" } else { "apart" };
-    table.add(format!("attention into {ranges:?} rows {layout}, {heads}:{heads} heads of {d}"), move |rig| {
-        let (rows, cols, softmax) = (ranges.iter().sum(), heads * d, Softmax::Base2 { bound: f32::INFINITY });
-        let q = rig.input(rows, cols, |v| 0.5 * v);
-        let (k, v) = (rig.input(67, cols, |v| v), rig.input(67, cols, |v| v));
-        let whole = adjacent.then(|| rig.output(rows, cols));
-        let mut first = 0;
-        let mut place = |&rows: &usize| {
-            first += rows;
-            whole.map_or_else(|| rig.output(rows, cols), |whole| whole.rows(first - rows..first))
-        };
-        let out: Vec<Tensor> = ranges.iter().map(&mut place).collect();
-        let (kv, hosts) = ([KvSegment { k: k.t, v: v.t }], [(k.host, v.host)]);
-        let (q, scale, hosts) = (&q, softmax.natural_scale(), &hosts);
-        let mut first = 0;
-        let mut checks: Vec<Check<'_>> = Vec::new();
-        for &out in &out {
-            let range = first..first + out.rows;
-            first = range.end;
-            let want = move |format| some_rows(attended(format, &q.host, hosts, (d, scale), false), range.clone(), cols);
-            checks.push((out, Box::new(want)));
-        }
-        rig.run(Op::Attention { out: &out, q: q.t, kv: &kv, head_dim: d, causal: false, softmax }, &checks);
-    });
 }
 
 /// Width, height, input and output channels, resampling, residual, groups of the statistics.

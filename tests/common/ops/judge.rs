@@ -14,7 +14,7 @@ pub struct Expected {
     pub exact: Vec<f64>,
     pub naive: Vec<f64>,
     /// For quantised results: how far a value may be from the exact one before it is rounded. It is twice the largest error of
-    /// naive arithmetic in f32.
+    /// naive arithmetic.
     pub slack: f64,
 }
 
@@ -33,6 +33,22 @@ impl Expected {
                 Self { exact, naive, slack: 0.0 }
             }
         }
+    }
+
+    /// The oracle, and naive arithmetic whose result is rounded to this format.
+    pub fn with_naive(format: Stored, exact: Vec<f64>, naive: Vec<f64>) -> Self {
+        if !format.dtype.is_quantised() {
+            let naive = naive.into_iter().map(|v| f64::from(stored(v as f32, format.dtype))).collect();
+            return Self { exact, naive, slack: 0.0 };
+        }
+        let error = naive.iter().zip(&exact).map(|(n, e)| (n - e).abs()).fold(0.0, f64::max);
+        let rounded = formats::dequantise(&formats::quantise(naive.into_iter(), format), format);
+        Self { exact, naive: rounded.into_iter().map(f64::from).collect(), slack: 2.0 * error }
+    }
+
+    /// How far the value that is rounded may be from this exact one.
+    fn slack_of(&self, value: f64) -> f64 {
+        self.slack + value.abs() * DIVISIONS
     }
 
     /// The oracle and the same loop in f32.
@@ -91,7 +107,7 @@ pub fn judge_codes(out: Tensor, got: &[f32], stored: &Quantised, want: &Expected
         return Some(format!("{} is read as {}, its code says {}", place(out, i), got[i], decoded[i]));
     }
     let codes = Codes::of(out.dtype);
-    let slack = |value: f64| want.slack + value.abs() * DIVISIONS;
+    let slack = |value: f64| want.slack_of(value);
     let unit = |i: usize| match format.scales {
         Scales::Tensor(scale) => scale.get(),
         Scales::Blocks16(tensor) => formats::unit(tensor.get(), stored.scales[i / BLOCK]),
@@ -122,4 +138,22 @@ pub fn judge_codes(out: Tensor, got: &[f32], stored: &Quantised, want: &Expected
         got[i],
         slack(exact)
     ))
+}
+
+/// What is wrong with the count of values beyond the range of the e4m3 results of an op.
+pub fn judge_saturated(count: u64, results: &[(Tensor, Expected)]) -> Option<String> {
+    /// Halfway from the largest code, 448, to what the next would be.
+    const LIMIT: f64 = 464.0;
+    let (mut least, mut most) = (0, 0);
+    for (out, want) in results.iter().filter(|(out, _)| out.dtype == DType::E4m3) {
+        let limit = match out.stored().scales {
+            Scales::Tensor(scale) => LIMIT * f64::from(scale.get()),
+            _ => LIMIT,
+        };
+        let beyond = |side: f64| want.exact.iter().filter(|v| v.abs() + side * want.slack_of(**v) >= limit).count() as u64;
+        least += beyond(-1.0);
+        most += beyond(1.0);
+    }
+    let range = least..=most;
+    (!range.contains(&count)).then(|| format!("{count} values are counted as out of range, the oracle has {range:?}"))
 }

@@ -6,11 +6,15 @@
 //!   precision, plus a floor. For f32 this is the same loop in f32, for bf16 the oracle rounded once.
 //!   Quantised results are the oracle rounded once by the format's own rule, and each code is the one of the exact result, but
 //!   where this is so close to a tie that f32 arithmetic may take the other side.
+//!   The backend counts the values that are beyond the range of e4m3.
 //! - Every element was written (results start as NaN), and nothing else in the arena changed: padding columns of strided buffers,
 //!   gaps and inputs are read back. Padding of inputs is NaN, so that reading it shows.
 
+mod attention;
 pub mod cases;
 pub mod formats;
+mod fp8_gemms;
+pub mod fp8_sums;
 mod gemms;
 mod judge;
 #[allow(dead_code)] // the GPU tests and the emulator check kernels
@@ -18,7 +22,6 @@ pub mod mistakes;
 pub mod oracle;
 #[allow(dead_code)] // only some tests run on GPUs or emulate one
 pub mod outputs;
-#[allow(dead_code)] // the GPU tests do not use it yet, as kernels do not take these operands
 pub mod quantised;
 #[allow(dead_code)]
 pub mod tiles;
@@ -26,7 +29,7 @@ pub mod tiles;
 use formats::{BLOCK, Filed, NAN, Quantised};
 use half::{bf16, f16};
 pub use judge::Expected;
-use judge::{judge, judge_codes};
+use judge::{judge, judge_codes, judge_saturated};
 use kiln::backend::Weight;
 use kiln::backend::{Backend, Op, Role};
 use kiln::tensor::{Arena, DType, Region, Scaling, Stored, Tensor, WeightPart, nvfp4};
@@ -78,12 +81,30 @@ pub fn stored(value: f32, dtype: DType) -> f32 {
 /// A result, and a function that computes its expectation from its format.
 pub type Check<'a> = (Tensor, Box<dyn Fn(Stored) -> Expected + 'a>);
 
-/// The expected values by an oracle function and its arguments.
+/// How naive arithmetic adds the products of a GEMM.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Sums {
+    /// One after the other, in f32.
+    F32,
+    /// As tensor cores add those of e4m3.
+    Fp8,
+}
+
+/// The expected values by an oracle function and its arguments, which may follow how naive arithmetic adds products.
 macro_rules! want {
     ($f:ident($($arg:expr),* $(,)?)) => {
+        $crate::ops::want!($crate::ops::Sums::F32, $f($($arg),*))
+    };
+    ($sums:expr, $f:ident($($arg:expr),* $(,)?)) => {
         Box::new(|format: kiln::tensor::Stored| {
             let exact = $crate::ops::oracle::$f::<f64>($($arg),*);
-            $crate::ops::Expected::new(format, exact, || $crate::ops::oracle::$f::<f32>($($arg),*))
+            $crate::ops::Expected::new(format, exact, || match $sums {
+                $crate::ops::Sums::F32 => $crate::ops::oracle::$f::<f32>($($arg),*),
+                $crate::ops::Sums::Fp8 => {
+                    let values = $crate::ops::oracle::$f::<$crate::ops::fp8_sums::Fp8Sums>($($arg),*);
+                    values.into_iter().map(|value| value.0 as f32).collect()
+                }
+            })
         })
     };
 }
@@ -305,7 +326,10 @@ impl Rig<'_> {
         for (t, held) in &self.buffers {
             self.backend.write(*t, held).unwrap();
         }
+        self.backend.take_saturated().unwrap();
         self.backend.run(op).unwrap();
+        let saturated = self.backend.take_saturated().unwrap();
+        let mut quantised = Vec::new();
         for (out, want) in checks {
             let out = *out;
             let mut got = vec![0.0; out.len()];
@@ -316,11 +340,13 @@ impl Rig<'_> {
                 if out.dtype.is_quantised() {
                     let codes = self.codes(out);
                     self.faults.extend(judge_codes(out, &got, &codes, &want));
+                    quantised.push((out, want));
                 }
             }
             self.results.push(got);
         }
         if self.verify {
+            self.faults.extend(judge_saturated(saturated, &quantised));
             let written: Vec<Tensor> = checks.iter().map(|c| c.0).collect();
             self.check_surroundings(&written);
         }

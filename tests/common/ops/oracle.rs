@@ -3,6 +3,7 @@
 //! sum adds its terms in order.
 
 use super::Mat;
+use super::fp8_sums::STEP;
 use kiln::backend::{RopeStyle, Sampling};
 use std::iter::Sum;
 use std::ops::{Add, AddAssign, Div, Mul, Neg, Range, Sub};
@@ -22,6 +23,11 @@ pub trait Real:
     fn of(value: f32) -> Self;
     fn exp(self) -> Self;
     fn sqrt(self) -> Self;
+
+    /// Adds the products of a row with the columns of a matrix `[row.len(), sums.len()]` to their sums.
+    fn add_products(sums: &mut [Self], row: &[Self], columns: &[Self]) {
+        row.iter().zip(columns.chunks_exact(sums.len())).for_each(|(&scale, terms)| add_scaled(sums, scale, terms));
+    }
 }
 
 macro_rules! real {
@@ -121,8 +127,7 @@ fn product_nt<R: Real>(x: &[Vec<R>], w: &Mat, rows: Range<usize>) -> Vec<R> {
         let width = BLOCK.min(cols - first);
         let w = transposed::<R>(w, rows.start + first..rows.start + first + width);
         for (x, out) in x.iter().zip(out.chunks_exact_mut(cols)) {
-            let acc = &mut out[first..first + width];
-            x.iter().zip(w.chunks_exact(width)).for_each(|(&scale, row)| add_scaled(acc, scale, row));
+            R::add_products(&mut out[first..first + width], x, &w);
         }
     }
     out
@@ -188,9 +193,24 @@ pub fn values<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>) -> Vec<R> {
     gemm_nt(x, w, rows)
 }
 
-/// Softmax over the keys of all KV segments; masked logits are minus infinity. `store` rounds P before the second GEMM, as
-/// kernels on tensor cores do.
-pub fn attention<R: Real>(q: &Mat, kv: &[(Mat, Mat)], (d, scale): (usize, f32), causal: bool, store: fn(R) -> R) -> Vec<R> {
+/// What kernels on tensor cores round within attention.
+#[derive(Clone, Copy)]
+pub struct Rounding<R> {
+    /// P before the second GEMM.
+    pub p: fn(R) -> R,
+    /// A score to which [`STEP`] products are added, if not as always.
+    pub score: Option<fn(R, &[R]) -> R>,
+}
+
+impl<R> Rounding<R> {
+    /// Nothing.
+    pub fn none() -> Self {
+        Self { p: |p| p, score: None }
+    }
+}
+
+/// Softmax over the keys of all KV segments; masked logits are minus infinity.
+pub fn attention<R: Real>(q: &Mat, kv: &[(Mat, Mat)], (d, scale): (usize, f32), causal: bool, rounding: Rounding<R>) -> Vec<R> {
     let group = q.cols / kv[0].0.cols;
     let length = kv.iter().map(|(k, _)| k.rows).sum();
     // The transpose of the keys of all segments.
@@ -204,7 +224,17 @@ pub fn attention<R: Real>(q: &Mat, kv: &[(Mat, Mat)], (d, scale): (usize, f32), 
         for head in 0..q.cols / d {
             let (from, shared) = (head * d, head / group * d);
             let mut scores = vec![R::of(0.0); length];
-            (0..d).for_each(|c| add_scaled(&mut scores, query[from + c], &keys[shared + c]));
+            match rounding.score {
+                None => (0..d).for_each(|c| add_scaled(&mut scores, query[from + c], &keys[shared + c])),
+                Some(add) => {
+                    for step in (0..d).step_by(STEP).map(|first| first..d.min(first + STEP)) {
+                        for (j, score) in scores.iter_mut().enumerate() {
+                            let products: Vec<R> = step.clone().map(|c| query[from + c] * keys[shared + c][j]).collect();
+                            *score = add(*score, &products);
+                        }
+                    }
+                }
+            }
             for (j, score) in scores.iter_mut().enumerate() {
                 *score = if causal && j > i { R::of(f32::NEG_INFINITY) } else { *score * scale };
             }
@@ -212,7 +242,7 @@ pub fn attention<R: Real>(q: &Mat, kv: &[(Mat, Mat)], (d, scale): (usize, f32), 
             let weights: Vec<R> = scores.iter().map(|&s| (s - maximum).exp()).collect();
             let total = weights.iter().copied().sum::<R>();
             let result = &mut out[i * q.cols + from..][..d];
-            values.iter().zip(&weights).for_each(|(value, &weight)| add_scaled(result, store(weight), &value[shared..]));
+            values.iter().zip(&weights).for_each(|(value, &weight)| add_scaled(result, (rounding.p)(weight), &value[shared..]));
             result.iter_mut().for_each(|o| *o = *o / total);
         }
     }

@@ -2,26 +2,27 @@
 //! quantised weights by plain and quantised inputs. Weights have several parts, each in a format of its own, and terms of low
 //! rank.
 
-use super::cases::{ALL, EPS, TWO, Table, attended, some_rows, two_layer_norms};
+use super::attention::{Heads, Ranges, into_ranges};
+use super::cases::{ALL, EPS, TWO, Table, two_layer_norms};
 use super::formats::Filed;
-use super::oracle::Heads;
-use super::{Case, Check, Mat, Operand, Rig, want};
-use kiln::backend::{GatedGemm, Gemm, KvSegment, Linear, LowRank, Op, Projection, QkNorm, Role, Rope, RopeStyle, Softmax};
+use super::oracle;
+use super::{Case, Check, Mat, Operand, Rig, Sums, want};
+use kiln::backend::{GatedGemm, Gemm, Linear, LowRank, Op, Projection, QkNorm, Role, Rope, RopeStyle};
 use kiln::tensor::DType::{Bf16, E4m3, E5m2, F32};
-use kiln::tensor::{Nvfp4Layout, Scale, Stored, Tensor};
+use kiln::tensor::{Nvfp4Layout, Scale, Stored};
 use std::ops::Range;
 
 const NVFP4: Filed = Filed::Nvfp4(Nvfp4Layout::COMFY);
-const FP8: Filed = Filed::Fp8Tensor(E4m3);
-const FP8_ROWS: Filed = Filed::Fp8Rows(E4m3);
-const PLAIN: Filed = Filed::Plain(Bf16);
+pub const FP8: Filed = Filed::Fp8Tensor(E4m3);
+pub const FP8_ROWS: Filed = Filed::Fp8Rows(E4m3);
+pub const PLAIN: Filed = Filed::Plain(Bf16);
 
 fn scale(value: f32) -> Scale {
     Scale::new(value).unwrap()
 }
 
 /// The formats of results, which are of the order of one: within their range, and far beyond it.
-fn results() -> [(&'static str, Stored); 4] {
+pub fn results() -> [(&'static str, Stored); 4] {
     [
         ("e4m3", Stored::fp8(scale(0.0123))),
         ("clipped e4m3", Stored::fp8(scale(0.000_31))),
@@ -31,7 +32,7 @@ fn results() -> [(&'static str, Stored); 4] {
 }
 
 /// The formats of inputs, which are at most one; `None` is that of the case.
-fn inputs() -> [(&'static str, Option<Stored>); 3] {
+pub fn inputs() -> [(&'static str, Option<Stored>); 3] {
     [("plain", None), ("e4m3", Some(Stored::fp8(scale(0.0029)))), ("nvfp4", Some(Stored::nvfp4(scale(0.000_41))))]
 }
 
@@ -43,13 +44,34 @@ pub fn all() -> Vec<Case> {
     table.variants = TWO;
     linear(&mut table);
     swiglu(&mut table);
+    swiglu_in_one(&mut table);
     gate_residual(&mut table);
     qkv(&mut table);
     low_rank(&mut table);
     table.cases
 }
 
+/// Whether GPUs have kernels for a case: those of e4m3, without terms of low rank. Of GEMMs it is only what tensor cores do not
+/// take; what they do is added as they add it, and attention rounds probabilities, so these have cases of their own.
+pub fn has_kernels(name: &str) -> bool {
+    let is = |ops: &[&str]| ops.iter().any(|op| name.starts_with(op));
+    let missing = ["nvfp4", "e5m2", "low rank", "mixed", "three parts", "heads in e4m3"];
+    (is(&["rms_norm", "layer_norm"]) || is(&["linear", "qkv"]) && name.ends_with(" f32 slice"))
+        && !missing.iter().any(|missing| name.contains(missing))
+}
+
 fn norms(table: &mut Table) {
+    let [(_, fp8), (_, clipped), ..] = results();
+    // Rows for every kernel, and streams whose results have different types.
+    for cols in [1024, 2040, 3064, 3080, 6152, 8200] {
+        table.add(format!("layer_norm_modulate 5 and 3 rows of {cols} into e4m3 and clipped e4m3"), move |rig| {
+            two_layer_norms(rig, cols, |v| v + 4.0, [(5, fp8), (3, clipped)]);
+        });
+    }
+    table.add("layer_norm_modulate 5 and 3 rows of 1024 into plain and e4m3".into(), move |rig| {
+        let plain = rig.plain();
+        two_layer_norms(rig, 1024, |v| v + 4.0, [(5, plain), (3, fp8)]);
+    });
     // One block, a row of tiles of scales that is not full, several tiles in both directions, the width of a real model.
     for (rows, cols) in [(1, 16), (7, 112), (130, 192), (2, 2560)] {
         for (i, (name, format)) in results().into_iter().enumerate() {
@@ -67,38 +89,18 @@ fn norms(table: &mut Table) {
     }
 }
 
-/// Ranges of rows of a result with formats of their own.
-type Ranges = Vec<(usize, Stored)>;
-
 fn attention(table: &mut Table) {
-    let [fp8, clipped, nvfp4, _] = results().map(|(_, format)| format);
-    let other = Stored::fp8(scale(0.0071));
-    let all: [(&str, Ranges); 7] = [
-        ("e4m3", vec![(130, fp8)]),
-        ("clipped e4m3", vec![(37, clipped)]),
+    let [fp8, _, nvfp4, _] = results().map(|(_, format)| Some(format));
+    let all: [(&str, Ranges); 3] = [
         ("nvfp4", vec![(130, nvfp4)]),
-        ("e4m3 twice", vec![(5, fp8), (0, fp8), (131, fp8)]),
-        ("e4m3 with two scales", vec![(5, fp8), (131, other)]),
-        ("nvfp4 with two scales", vec![(129, nvfp4), (7, Stored::nvfp4(scale(0.0007)))]),
+        ("nvfp4 with two scales", vec![(129, nvfp4), (7, Some(Stored::nvfp4(scale(0.0007))))]),
         ("e4m3 and nvfp4", vec![(5, fp8), (131, nvfp4)]),
     ];
     for (name, ranges) in all {
         for d in [64, 128] {
-            let ranges = ranges.clone();
-            table.add(format!("attention into {name}, 2:1 heads of {d}"), move |rig| attend(rig, &ranges, d));
+            into_ranges(table, name, ranges.clone(), d, Heads::Plain, false);
         }
     }
-    // Queries and keys in e4m3, with the bound of their scores.
-    table.add("attention of e4m3, 2:2 heads of 128".into(), |rig| {
-        let (rows, d) = (67, 128);
-        let (q, k) = (rig.input_stored(one(), rows, 2 * d, |v| v), rig.input_stored(one(), rows, 2 * d, |v| v));
-        let (v, out) = (rig.input(rows, 2 * d, |v| v), rig.output(rows, 2 * d));
-        let softmax = Softmax::Base2 { bound: d as f32 };
-        let (kv, hosts) = ([KvSegment { k: k.t, v: v.t }], [(k.host, v.host)]);
-        let op = Op::Attention { out: &[out], q: q.t, kv: &kv, head_dim: d, causal: false, softmax };
-        let want = |format| attended(format, &q.host, &hosts, (d, softmax.natural_scale()), false);
-        rig.run(op, &[(out, Box::new(want))]);
-    });
 }
 
 /// e4m3 with a scale of one.
@@ -106,29 +108,8 @@ fn one() -> Stored {
     Stored::fp8(Scale::ONE)
 }
 
-fn attend(rig: &mut Rig<'_>, ranges: &Ranges, d: usize) {
-    let (rows, cols) = (ranges.iter().map(|range| range.0).sum(), 2 * d);
-    let q = rig.input(rows, cols, |v| 6.0 * v);
-    let segments = [40, 27].map(|keys| (rig.input(keys, d, |v| v), rig.input(keys, d, |v| v)));
-    let out: Vec<Tensor> = ranges.iter().map(|&(rows, format)| rig.output_stored(format, rows, cols)).collect();
-    let kv = segments.each_ref().map(|(k, v)| KvSegment { k: k.t, v: v.t });
-    let hosts = segments.map(|(k, v)| (k.host, v.host));
-    let softmax = Softmax::Natural { scale: 1.0 / (d as f32).sqrt() };
-    let (host, hosts) = (&q.host, &hosts);
-    let mut first = 0;
-    let mut checks: Vec<Check<'_>> = Vec::new();
-    for &out in &out {
-        let range = first..first + out.rows;
-        first = range.end;
-        let scale = softmax.natural_scale();
-        let want = move |format| some_rows(attended(format, host, hosts, (d, scale), false), range.clone(), cols);
-        checks.push((out, Box::new(want)));
-    }
-    rig.run(Op::Attention { out: &out, q: q.t, kv: &kv, head_dim: d, causal: false, softmax }, &checks);
-}
-
 /// A layer whose weight keeps its formats, on inputs in this format.
-fn layer(rig: &mut Rig<'_>, parts: &[(usize, Filed)], cols: usize, input: Stored) -> (Linear, Mat) {
+pub fn layer(rig: &mut Rig<'_>, parts: &[(usize, Filed)], cols: usize, input: Stored) -> (Linear, Mat) {
     let (weight, host) = rig.kept(parts, cols);
     (Linear { weight, bias: None, input, low_rank: None }, host)
 }
@@ -147,13 +128,13 @@ fn host_rows(host: &Mat, rows: Range<usize>) -> Mat {
     Mat { rows: rows.len(), cols: host.cols, data: host.data[rows.start * host.cols..rows.end * host.cols].to_vec(), low_rank }
 }
 
-fn input(rig: &mut Rig<'_>, format: Option<Stored>, rows: usize, cols: usize) -> (Stored, Operand) {
+pub fn input(rig: &mut Rig<'_>, format: Option<Stored>, rows: usize, cols: usize) -> (Stored, Operand) {
     let format = format.unwrap_or(rig.plain());
     (format, rig.input_stored(format, rows, cols, |v| v))
 }
 
 fn linear(table: &mut Table) {
-    let all: [(&str, Vec<(usize, Filed)>); 9] = [
+    let all: [(&str, Vec<(usize, Filed)>); 10] = [
         ("e4m3", vec![(131, FP8)]),
         ("e4m3 by rows", vec![(131, FP8_ROWS)]),
         ("e4m3 unscaled", vec![(131, Filed::Fp8(E4m3))]),
@@ -162,6 +143,7 @@ fn linear(table: &mut Table) {
         ("nvfp4 of modelopt", vec![(131, Filed::Nvfp4(Nvfp4Layout::MODELOPT))]),
         ("nvfp4 of modelopt's single files", vec![(131, Filed::Nvfp4(Nvfp4Layout::MODELOPT_SINGLE))]),
         // A tile of a GEMM has rows of all of them.
+        ("e4m3, bf16, e4m3 by rows", vec![(67, FP8), (35, PLAIN), (30, FP8_ROWS)]),
         ("e4m3, nvfp4, bf16", vec![(67, FP8), (129, NVFP4), (35, PLAIN)]),
         ("e4m3, nvfp4, nvfp4, e4m3 by rows", vec![(100, FP8), (150, NVFP4), (30, NVFP4), (121, FP8_ROWS)]),
     ];
@@ -204,8 +186,13 @@ fn linear(table: &mut Table) {
 fn swiglu(table: &mut Table) {
     // Wider than a tile of a GEMM.
     const WIDTH: usize = 208;
-    let gates =
-        [("e4m3", [FP8, FP8]), ("nvfp4", [NVFP4, NVFP4]), ("e4m3 and bf16", [FP8, PLAIN]), ("nvfp4 and e4m3", [NVFP4, FP8_ROWS])];
+    let gates = [
+        ("e4m3", [FP8, FP8]),
+        ("nvfp4", [NVFP4, NVFP4]),
+        ("e4m3 and bf16", [FP8, PLAIN]),
+        ("bf16 and e4m3 by rows", [PLAIN, FP8_ROWS]),
+        ("nvfp4 and e4m3", [NVFP4, FP8_ROWS]),
+    ];
     for (weight_name, formats) in gates {
         for (input_name, format) in inputs() {
             for (name, result) in results().map(|(name, format)| (name, Some(format))).into_iter().chain([("plain", None)]) {
@@ -219,6 +206,21 @@ fn swiglu(table: &mut Table) {
             }
         }
     }
+}
+
+/// Gate and up rows in one matrix, as files have them. A tile that is wider than what is left of the gate rows has up rows beside
+/// them.
+fn swiglu_in_one(table: &mut Table) {
+    const WIDTH: usize = 208;
+    let [_, (_, format), _] = inputs();
+    let [_, (_, clipped), ..] = results();
+    table.add("linear_swiglu of e4m3 in one matrix by e4m3 into clipped e4m3".into(), move |rig| {
+        let (format, x) = input(rig, format, 21, 112);
+        let (w, host) = layer(rig, &[(2 * WIDTH, FP8)], 112, format);
+        let out = rig.output_stored(clipped, 21, WIDTH);
+        let op = Op::LinearSwiglu(&[Gemm { out, x: x.t, w: &w }]);
+        rig.run(op, &[(out, want!(swiglu(&x.host, &host, 0, WIDTH)))]);
+    });
 }
 
 fn gate_residual(table: &mut Table) {
@@ -238,29 +240,42 @@ fn gate_residual(table: &mut Table) {
 
 /// How a case of the fused projection differs from others.
 #[derive(Clone)]
-struct Fused {
+pub struct Fused {
     /// Queries, keys, values, gates and ups.
-    parts: [Filed; 4],
-    input: Option<Stored>,
+    pub parts: [Filed; 4],
+    pub input: Option<Stored>,
     /// The format of queries and keys, and of the SwiGLU half.
-    heads: Option<Stored>,
-    mlp: Option<Stored>,
-    normed: bool,
-    rank: Option<usize>,
+    pub heads: Option<Stored>,
+    pub mlp: Option<Stored>,
+    pub normed: bool,
+    pub rank: Option<usize>,
     /// Whether only keys and values are computed, by a part of the layer.
-    sliced: bool,
+    pub sliced: bool,
+    /// Rows, inner size and width of the SwiGLU half.
+    pub shape: [usize; 3],
+    pub style: RopeStyle,
+    pub sums: Sums,
+}
+
+impl Default for Fused {
+    fn default() -> Self {
+        Self {
+            parts: [FP8, NVFP4, PLAIN, FP8_ROWS],
+            input: None,
+            heads: None,
+            mlp: None,
+            normed: true,
+            rank: None,
+            sliced: false,
+            shape: [23, 112, 208],
+            style: RopeStyle::Interleaved,
+            sums: Sums::F32,
+        }
+    }
 }
 
 fn qkv(table: &mut Table) {
-    let plain = Fused {
-        parts: [FP8, NVFP4, PLAIN, FP8_ROWS],
-        input: None,
-        heads: None,
-        mlp: None,
-        normed: true,
-        rank: None,
-        sliced: false,
-    };
+    let plain = Fused::default();
     let [_, (_, fp8), (_, nvfp4)] = inputs();
     let [(_, fp8_out), _, (_, nvfp4_out), _] = results();
     let cases = [
@@ -268,6 +283,10 @@ fn qkv(table: &mut Table) {
         ("mixed by plain without norm", Fused { normed: false, ..plain.clone() }),
         ("mixed by plain into e4m3", Fused { mlp: Some(fp8_out), ..plain.clone() }),
         ("mixed by plain into nvfp4", Fused { mlp: Some(nvfp4_out), ..plain.clone() }),
+        (
+            "e4m3, e4m3 by rows, bf16 by plain into e4m3",
+            Fused { parts: [FP8, FP8_ROWS, PLAIN, FP8], mlp: Some(fp8_out), ..plain.clone() },
+        ),
         ("e4m3 by e4m3 into e4m3", Fused { parts: [FP8; 4], input: fp8, mlp: Some(fp8_out), ..plain.clone() }),
         ("e4m3 by e4m3 with heads in e4m3", Fused { parts: [FP8; 4], input: fp8, heads: Some(one()), ..plain.clone() }),
         ("nvfp4 by nvfp4 into nvfp4", Fused { parts: [NVFP4; 4], input: nvfp4, mlp: Some(nvfp4_out), ..plain.clone() }),
@@ -283,8 +302,9 @@ fn qkv(table: &mut Table) {
     }
 }
 
-fn project(rig: &mut Rig<'_>, case: &Fused, d: usize) {
-    let (rows, inner, q_cols, width) = (23, 112, 2 * d, 208);
+/// The fused projection of two query heads and a KV head of `d` columns.
+pub fn project(rig: &mut Rig<'_>, case: &Fused, d: usize) {
+    let ([rows, inner, width], q_cols, sums) = (case.shape, 2 * d, case.sums);
     let (format, x) = input(rig, case.input, rows, inner);
     let sizes = [q_cols, d, d, 2 * width];
     let parts: Vec<_> = sizes.into_iter().zip(case.parts).collect();
@@ -302,19 +322,21 @@ fn project(rig: &mut Rig<'_>, case: &Fused, d: usize) {
     let mlp = (!case.sliced).then(|| rig.output_stored(case.mlp.unwrap_or(plain), rows, width));
     let (q_scale, k_scale) = (0.3, 0.7);
     let norm = case.normed.then_some(QkNorm { q: q_gain.t, k: k_gain.t, eps: EPS });
-    let (style, table) = (RopeStyle::Interleaved, &angles.host);
+    let (style, table) = (case.style, &angles.host);
     let stream = Projection { x: x.t, w: &w, norm, q_scale, k_scale, rope: Rope { table: angles.t, style }, q, k, v, mlp };
     let [q_heads, k_heads] = [(&q_gain, q_scale), (&k_gain, k_scale)].map(|(gain, scale)| {
         let norm = case.normed.then_some((&gain.host, EPS));
-        Heads { norm, scale, table, style }
+        oracle::Heads { norm, scale, table, style }
     });
     let first = if case.sliced { 0 } else { q_cols };
     let (x, host) = (&x.host, &host);
-    let mut checks: Vec<Check<'_>> =
-        vec![(k, want!(heads(x, host, first..first + d, k_heads))), (v, want!(values(x, host, first + d..first + 2 * d)))];
+    let mut checks: Vec<Check<'_>> = vec![
+        (k, want!(sums, heads(x, host, first..first + d, k_heads))),
+        (v, want!(sums, values(x, host, first + d..first + 2 * d))),
+    ];
     if let (Some(q), Some(mlp)) = (q, mlp) {
-        checks.push((q, want!(heads(x, host, 0..q_cols, q_heads))));
-        checks.push((mlp, want!(swiglu(x, host, first + 2 * d, width))));
+        checks.push((q, want!(sums, heads(x, host, 0..q_cols, q_heads))));
+        checks.push((mlp, want!(sums, swiglu(x, host, first + 2 * d, width))));
     }
     rig.run(Op::Qkv(&[stream]), &checks);
 }

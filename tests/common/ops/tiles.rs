@@ -1,6 +1,6 @@
 //! Which kernels a case can be run with: matrix ops have several, and tests run them with each that makes a difference.
 
-use kiln::backend::cuda::{Choice, Tile};
+use kiln::backend::cuda::{Choice, GemmOperands, Tile};
 
 /// Attention has no tiles to choose from, but kernels of its own for some GPUs.
 pub fn is_attention(name: &str) -> bool {
@@ -12,23 +12,35 @@ pub fn is_matrix_op(name: &str) -> bool {
     ["linear", "qkv", "attention", "conv"].iter().any(|op| name.starts_with(op))
 }
 
-/// Whether a tile makes a difference to a case: those of the Hopper kernel are for GEMMs alone, and what takes the naive kernels is the
-/// same with every tile. The host computes the widths of the real models for longer than all the rest, so these run only with the tiles
-/// that a real model takes.
+/// What the GEMM of a case multiplies.
+fn operands(name: &str) -> GemmOperands {
+    let named = [(" w8a16 ", GemmOperands::W8A16), (" w8a8 ", GemmOperands::Fp8)];
+    named.into_iter().find(|(kind, _)| name.contains(kind)).map_or(GemmOperands::Bf16, |(_, operands)| operands)
+}
+
+/// Whether a tile makes a difference to a case: those of the Hopper kernels are for GEMMs alone and each for its operands, and
+/// what takes the naive kernels is the same with every tile. The host computes the widths of the real models for longer than all
+/// the rest, so these run only with the tiles that a real model takes.
 pub fn has_tile(name: &str, tile: Tile) -> bool {
+    if tile.config().operands != operands(name) {
+        return false;
+    }
     let usual = matches!(tile, Tile::Sm90_256x192 | Tile::Sm90_128x256);
     let gemm = ["linear", "qkv"].iter().any(|op| name.starts_with(op)) && (usual || !name.contains(" klein"));
     let once = tile == Tile::Mma64x128;
     is_matrix_op(name) && (once || on_tensor_cores(name)) && (!tile.is_sm90() || gemm)
 }
 
-/// f32 takes the naive kernels, and so do GEMMs whose rows are not aligned to 16 bytes.
+/// f32 takes the naive kernels, and so do GEMMs whose rows are not aligned to 16 bytes, and attention with e4m3: the kernel that
+/// has it is not among the portable ones, which are chosen by a tile.
 fn on_tensor_cores(name: &str) -> bool {
     let words: Vec<&str> = name.split([' ', 'x', ',']).collect();
     // "linear 64x65x66 ..." or "linear 64x66, rows of 65 ...".
     let k = words.iter().position(|word| *word == "of").map_or(2, |of| of + 1);
     let aligned = !name.starts_with("linear") || words[k].parse::<usize>().is_ok_and(|k| k.is_multiple_of(8));
-    aligned && name.contains(" bf16 ")
+    aligned
+        && [" bf16 whole", " bf16 slice"].iter().any(|end| name.ends_with(end))
+        && !(is_attention(name) && name.contains(" e4m3"))
 }
 
 /// Whether a case runs with a choice where every case runs with all kernels it has.

@@ -1,16 +1,21 @@
 //! The pipeline with quantised weights against outputs recorded from the formulas of `tools/goldens_quantised.py`, on any
 //! backend.
 
-use super::super::{Case, Goldens, cases, relative_l2, run, unit_image};
+use super::super::wrapped::Wrapped;
+use super::super::{Case, Goldens, cases, cpu, relative_l2, run, unit_image};
 use super::{Content, Form, RECORDED, RecordedCase, RecordedModel, engine, model, weights};
-use kiln::backend::{Backend, GemmFormats};
-use kiln::config::Conventions;
+use kiln::backend::cpu::Cpu;
+use kiln::backend::{Backend, GemmFormats, Op};
+use kiln::config::{Conventions, HEAD_DIM};
 use kiln::dump::Record;
+use kiln::model::AttentionFormat;
 use kiln::noise::CHANNELS;
 use kiln::part::Part;
-use kiln::pipeline::{Engine, Job};
+use kiln::pipeline::{Engine, Job, LoadOptions};
 use kiln::sampler::Schedule;
-use kiln::tensor::Precision;
+use kiln::tensor::minifloat::{e4m3, to_e4m3};
+use kiln::tensor::{Precision, Tensor};
+use std::f32::consts::LOG2_E;
 
 /// Makes a backend that has these quantised GEMMs and no others.
 pub type MakeWith<'a> = &'a dyn Fn(GemmFormats) -> Box<dyn Backend>;
@@ -43,13 +48,17 @@ impl Golden {
         &self.recorded.name
     }
 
-    /// The model in files of Black Forest Labs and ComfyUI.
+    /// The model in files of Black Forest Labs and ComfyUI, in one precision and with attention as there, in bf16.
     fn engine(&self, backend: Box<dyn Backend>, precision: Precision) -> Engine {
+        self.engine_with(backend, LoadOptions { precision, attention: AttentionFormat::Bf16, ..LoadOptions::DEFAULT })
+    }
+
+    fn engine_with(&self, backend: Box<dyn Backend>, options: LoadOptions) -> Engine {
         let transformer = Content::of(&self.model.transformer).file(Form::BFL);
         let text_encoder = self.model.text_encoder.as_deref().map(|file| Content::of(file).file(Form::COMFY));
         let text_encoder = text_encoder.map(|file| weights(Part::TextEncoder, file));
         let model = model(weights(Part::Transformer, transformer), text_encoder, Conventions::klein().max_text_tokens);
-        engine(backend, model, precision)
+        engine(backend, model, options)
     }
 
     pub fn job(&self) -> Job {
@@ -154,6 +163,43 @@ pub fn bf16_is_as_close_as_comfyui(make: MakeWith<'_>) {
             let error = golden.error(&record, "wide", "velocity", &goldens);
             assert!(error > 2.0 * golden.bf16_error("expanded", "velocity"), "{}: {error:.2e}", golden.name());
         }
+    }
+}
+
+/// The CPU, which rounds the queries and keys of the transformer to e4m3, whatever they are stored in.
+fn rounding_heads() -> Box<dyn Backend> {
+    let whole = LOG2_E / (HEAD_DIM as f32).sqrt();
+    let round = |be: &mut Cpu, tensor: Tensor, factor: f32| {
+        let mut values = vec![0.0; tensor.len()];
+        be.read(tensor, &mut values)?;
+        values.iter_mut().for_each(|v| *v = e4m3(to_e4m3(*v * factor)));
+        be.write(tensor, &values)
+    };
+    Box::new(Wrapped::after_op(cpu(), move |_, op, be| {
+        let Op::Qkv(streams) = op else { return Ok(()) };
+        // Queries have the whole factor of the scores here, which e4m3 divides between queries and keys.
+        for s in streams.iter().filter(|s| s.q_scale == whole) {
+            s.q.map_or(Ok(()), |q| round(be, q, whole.sqrt() / whole))?;
+            round(be, s.k, whole.sqrt())?;
+        }
+        Ok(())
+    }))
+}
+
+/// The default has queries and keys in e4m3 as well, which ComfyUI has not. Rounding them in the expanded model in f32, where
+/// nothing else is rounded, gives the error that is their own. It and that of ComfyUI's arithmetic do not depend on each other,
+/// so their squares add up.
+pub fn fp8_attention_adds_its_own_error(make: MakeWith<'_>) {
+    let (goldens, golden) = (Goldens::named("quantised.safetensors"), Golden::named("fp8.odd"));
+    let record = golden.run(&mut golden.engine_with(make(GemmFormats::ALL), LoadOptions::DEFAULT));
+    let rounded = golden.run(&mut golden.engine(rounding_heads(), Precision::F32));
+    for stage in golden.stages() {
+        let [error, own] = [&record, &rounded].map(|record| golden.error(record, "wide", stage, &goldens));
+        let theirs = golden.bf16_error("wide", stage);
+        let both = theirs.hypot(own);
+        println!("{} {stage}: {error:.2e}, of ComfyUI {theirs:.2e}, of e4m3 heads {own:.2e}, both {both:.2e}", golden.name());
+        assert!(error <= 1.2 * both, "{}: {stage} differs by {error:.2e}, expected are {both:.2e}", golden.name());
+        assert!(error > theirs, "{}: {stage} differs by {error:.2e} only, with bf16 heads by {theirs:.2e}", golden.name());
     }
 }
 

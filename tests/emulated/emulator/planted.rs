@@ -43,8 +43,8 @@ pub const ALL: &[Planted] = &[
         kernel_file: "gemm_bf16_sm90",
         tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 192,",
         source: "gemm/mainloop_sm90.cuh",
-        find: "named_barrier_sync(kHandOverBarrier);\n    mbarrier_wait(pipe.full(pipe.stage), pipe.parity);\n",
-        replace: "named_barrier_sync(kHandOverBarrier);\n",
+        find: "named_barrier_sync(kHandOverBarrier<Config>);\n    mbarrier_wait(pipe.full(pipe.stage), pipe.parity);\n",
+        replace: "named_barrier_sync(kHandOverBarrier<Config>);\n",
     },
     // A stage is given back to the CTA's own producer alone, and not to the peer that multicasts into it.
     Planted {
@@ -97,8 +97,8 @@ pub const ALL: &[Planted] = &[
         kernel_file: "gemm_bf16_sm90",
         tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 192,",
         source: "gemm/mainloop_sm90.cuh",
-        find: "mbarrier_arrive_expect_tx(full, LoaderA::kTmaBytes + LoaderB::kTmaBytes);",
-        replace: "mbarrier_arrive_expect_tx(full, LoaderA::kTmaBytes + LoaderB::kTmaBytes + 16);",
+        find: "mbarrier_arrive_expect_tx(full, LoaderA::kTmaBytes + b.tma_bytes());",
+        replace: "mbarrier_arrive_expect_tx(full, LoaderA::kTmaBytes + b.tma_bytes() + 16);",
     },
     // One warpgroup hands over at another barrier than the one at which the other waits.
     Planted {
@@ -106,8 +106,8 @@ pub const ALL: &[Planted] = &[
         kernel_file: "gemm_bf16_sm90",
         tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 160,",
         source: "gemm/mainloop_sm90.cuh",
-        find: "named_barrier_arrive(kHandOverBarrier);",
-        replace: "named_barrier_arrive(kHandOverBarrier + 1);",
+        find: "k + 1 == work.k_end) named_barrier_arrive(kHandOverBarrier<Config>);",
+        replace: "k + 1 == work.k_end) named_barrier_arrive(kHandOverBarrier<Config> + 1);",
     },
     // A Stream-K worker publishes its partials before all of its lanes have stored theirs, so that stale ones are added.
     Planted {
@@ -126,6 +126,71 @@ pub const ALL: &[Planted] = &[
         source: "gemm/stream_k.cuh",
         find: "min(worker, schedule.remainder)",
         replace: "min(worker + 1, schedule.remainder)",
+    },
+    // Writer warps hand over a stage that wgmma need not see yet.
+    Planted {
+        name: "expanded_without_fence",
+        kernel_file: "gemm_w8a16_sm90",
+        tile: "KL_GEMM_W8A16_SM90(gemm_w8a16_sm90, 128, 192,",
+        source: "gemm/mainloop_sm90.cuh",
+        find: "      fence_proxy_async();  // wgmma sees what the warp has written\n",
+        replace: "",
+    },
+    // Writer warps give a raw stage back before they have read it.
+    Planted {
+        name: "raw_stage_released_early",
+        kernel_file: "gemm_w8a16_sm90",
+        tile: "KL_GEMM_W8A16_SM90(gemm_w8a16_sm90, 128, 192,",
+        source: "gemm/mainloop_sm90.cuh",
+        find: "      writer.expand(pipe.b(pipe.stage), pipe.raw(raw.stage));\n      fence_proxy_async();  // wgmma sees what the warp has \
+               written\n      __syncwarp();\n      arrive(pipe.full(pipe.stage)), arrive(pipe.raw_ring().empty(raw.stage));",
+        replace: "      arrive(pipe.raw_ring().empty(raw.stage));\n      writer.expand(pipe.b(pipe.stage), pipe.raw(raw.stage));\n      \
+                  fence_proxy_async();\n      __syncwarp();\n      arrive(pipe.full(pipe.stage));",
+    },
+    // The second half of a tile's rows is expanded from the codes of the first.
+    Planted {
+        name: "wrong_half_expanded",
+        kernel_file: "gemm_w8a16_sm90",
+        tile: "KL_GEMM_W8A16_SM90(gemm_w8a16_sm90, 128, 192,",
+        source: "gemm/expand_sm90.cuh",
+        find: "tma_load_2d(to + Config::kRawBytes / 2, second.map, k * Config::kBlockK, second.row, full);",
+        replace: "tma_load_2d(to + Config::kRawBytes / 2, first.map, k * Config::kBlockK, first.row, full);",
+    },
+    // Partial accumulators are added, and their stage is released, while MMAs are still in flight.
+    Planted {
+        name: "promoted_without_wait",
+        kernel_file: "gemm_fp8_sm90",
+        tile: "KL_GEMM_FP8_SM90(gemm_fp8_sm90, 256, 128,",
+        source: "gemm/mainloop_sm90.cuh",
+        find: "      wgmma_wait<0>();\n      if (apart && m == 0",
+        replace: "      if (apart && m == 0",
+    },
+    // Lanes of a quad write each other's bytes.
+    Planted {
+        name: "bytes_of_other_lanes",
+        kernel_file: "gemm_fp8_sm90",
+        tile: "KL_GEMM_FP8_SM90(gemm_fp8_sm90, 128, 256,",
+        source: "common/reduce.cuh",
+        find: "even_lanes = odd ? other : mine, odd_lanes = odd ? mine : other;",
+        replace: "even_lanes = odd ? mine : other, odd_lanes = odd ? other : mine;",
+    },
+    // The range of the output that a row belongs to is taken to be that of the tile's first row.
+    Planted {
+        name: "range_of_the_tile",
+        kernel_file: "attention_sm90",
+        tile: "KL_ATTENTION_SM90(attention_sm90, kl_attention_sm90_e4m3,",
+        source: "attention_sm90.cu",
+        find: "const bool valid = row < out.rows;",
+        replace: "const bool valid = row - tile_row % at.rows < out.rows;",
+    },
+    // Only one lane of a quad counts the values that do not fit.
+    Planted {
+        name: "saturated_uncounted",
+        kernel_file: "attention_sm90",
+        tile: "KL_ATTENTION_SM90(attention_sm90, kl_attention_sm90_e4m3,",
+        source: "attention_sm90.cu",
+        find: "    count_saturated<8>(p.saturated, v);\n",
+        replace: "    if (lane() % 4 == 0) count_saturated<8>(p.saturated, v);\n",
     },
     // Fragments are loaded from a stage whose copies may not have arrived.
     Planted {

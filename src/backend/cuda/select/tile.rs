@@ -47,8 +47,8 @@ pub struct TileConfig {
     pub promoted: bool,
     /// The kernel that computes it.
     pub kernel: Kernel,
-    /// Time per multiply-accumulate, in percent of [`Tile::Sm90_256x192`], as measured (bench/LOG.md): small tiles load each
-    /// operand more often.
+    /// Time per multiply-accumulate, in percent of the first tile with the same operands, as measured (bench/LOG.md): small tiles
+    /// load each operand more often.
     pub relative_cost: u64,
 }
 
@@ -56,7 +56,8 @@ pub struct TileConfig {
 macro_rules! tiles {
     ($($(#[$doc:meta])* $name:ident = $config:expr;)*) => {
         /// The part of the output that a CTA computes at a time, called by its rows and columns (MxN). `Mma` tiles are of the portable
-        /// kernel (`mma.sync`), `Sm90` tiles of the Hopper kernels (TMA and `wgmma`), of which `Fp8` and `W8A16` say what they multiply.
+        /// kernel (`mma.sync`), `Sm90` tiles of the Hopper kernels (TMA and `wgmma`), of which `Fp8` and `W8A16` say what they
+        /// multiply.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub enum Tile { $($(#[$doc])* $name),* }
 

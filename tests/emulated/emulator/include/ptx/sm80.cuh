@@ -16,6 +16,18 @@ inline float4 load_uncached(const float4* from) { return __ldcg(from); }
 inline uint4 load_now(const void* from) { return *static_cast<const uint4*>(from); }
 float exp2_approx(float v);
 
+template <uint32_t kSelector>
+uint32_t permute_bytes(uint32_t v) {
+  uint32_t result = 0;
+  for (int i = 0; i < 4; i++) {
+    const uint32_t choice = kSelector >> 4 * i & 15;
+    // The other word that the instruction chooses from is zero.
+    const uint32_t byte = choice % 8 < 4 ? v >> choice % 8 * 8 & 0xff : 0;
+    result |= (choice < 8 ? byte : byte < 0x80 ? 0 : 0xff) << 8 * i;
+  }
+  return result;
+}
+
 void cp_async(uint32_t to, const void* from, bool valid);
 void cp_async_commit();
 template <int kPending>

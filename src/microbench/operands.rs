@@ -1,0 +1,220 @@
+//! The operands of benchmarked ops: formats, allocation and values.
+
+use crate::backend::{Backend, Linear, Modulated, Op, Role, repeat_rows};
+use crate::error::Result;
+use crate::tensor::{Arena, Bytes, DType, PartScaling, Region, Scale, Scaling, Stored, Tensor, WeightPart};
+use std::sync::Arc;
+
+/// In which formats the operands of a row are stored.
+#[derive(Clone, Copy, Debug)]
+pub struct RowFormat {
+    /// Type of plain activations.
+    pub activations: DType,
+    /// Whether the weights of linear layers are e4m3.
+    pub weights_e4m3: bool,
+    /// Whether inputs of linear layers are e4m3, and so are queries and keys, as their producers store them.
+    pub inputs_e4m3: bool,
+}
+
+/// The operands of all sets of a row. Descriptors are collected first; memory is allocated when all are known.
+pub struct Operands {
+    formats: RowFormat,
+    weights: Arena,
+    arena: Arena,
+    placed: Vec<(Tensor, Role)>,
+    inputs: Vec<Tensor>,
+    /// e4m3 inputs, with the scale that random values of about one are stored with.
+    e4m3: Vec<(Tensor, Scale)>,
+}
+
+/// Period of the random values, a prime, so that rows differ.
+const PERIOD: usize = 1_000_003;
+
+/// Scale of e4m3 inputs of linear layers: values up to seven.
+const INPUT_SCALE: f32 = 1.0 / 64.0;
+/// Scale of e4m3 weights: as large as those in bf16.
+const WEIGHT_SCALE: f32 = 0.1 / 448.0;
+/// Queries and keys have a scale of one and about a third of the size of other values, which makes scores of the usual size.
+const HEAD_SIZE: f32 = 0.33;
+/// Columns of the norm that e4m3 inputs are made by.
+const FILL_COLS: usize = 1024;
+
+fn scale(value: f32) -> Scale {
+    Scale::new(value).unwrap_or(Scale::ONE)
+}
+
+impl Operands {
+    pub fn new(formats: RowFormat) -> Self {
+        let (weights, arena) = (Arena::new(Region::Weights), Arena::new(Region::Arena));
+        Self { formats, weights, arena, placed: Vec::new(), inputs: Vec::new(), e4m3: Vec::new() }
+    }
+
+    /// Allocates a result.
+    pub fn output(&mut self, rows: usize, cols: usize, dtype: DType) -> Result<Tensor> {
+        self.arena.alloc(rows, cols, dtype)
+    }
+
+    pub fn input(&mut self, rows: usize, cols: usize, dtype: DType) -> Result<Tensor> {
+        let tensor = self.arena.alloc(rows, cols, dtype)?;
+        self.inputs.push(tensor);
+        Ok(tensor)
+    }
+
+    pub fn activations(&mut self, rows: usize, cols: usize) -> Result<Tensor> {
+        self.input(rows, cols, self.formats.activations)
+    }
+
+    /// Allocates a result with the dtype of activations.
+    pub fn results(&mut self, rows: usize, cols: usize) -> Result<Tensor> {
+        self.output(rows, cols, self.formats.activations)
+    }
+
+    /// What linear layers have their inputs stored as.
+    fn input_format(&self) -> Stored {
+        if self.formats.inputs_e4m3 { Stored::fp8(scale(INPUT_SCALE)) } else { Stored::plain(self.formats.activations) }
+    }
+
+    /// What queries and keys are stored as.
+    fn head_format(&self) -> Stored {
+        if self.formats.inputs_e4m3 { Stored::fp8(Scale::ONE) } else { Stored::plain(self.formats.activations) }
+    }
+
+    /// Allocates an input of a linear layer.
+    pub fn layer_input(&mut self, rows: usize, cols: usize) -> Result<Tensor> {
+        self.input_stored(rows, cols, self.input_format(), INPUT_SCALE)
+    }
+
+    /// Allocates a result that is the input of a linear layer.
+    pub fn layer_output(&mut self, rows: usize, cols: usize) -> Result<Tensor> {
+        self.arena.alloc_stored(rows, cols, self.input_format())
+    }
+
+    /// Allocates queries or keys that are read.
+    pub fn heads(&mut self, rows: usize, cols: usize) -> Result<Tensor> {
+        self.input_stored(rows, cols, self.head_format(), 1.0 / HEAD_SIZE)
+    }
+
+    /// Allocates queries or keys that are written.
+    pub fn head_output(&mut self, rows: usize, cols: usize) -> Result<Tensor> {
+        self.arena.alloc_stored(rows, cols, self.head_format())
+    }
+
+    fn input_stored(&mut self, rows: usize, cols: usize, stored: Stored, fill: f32) -> Result<Tensor> {
+        if stored.dtype != DType::E4m3 {
+            return self.input(rows, cols, stored.dtype);
+        }
+        let tensor = self.arena.alloc_stored(rows, cols, stored)?;
+        self.e4m3.push((tensor, scale(fill)));
+        Ok(tensor)
+    }
+
+    pub fn weight(&mut self, rows: usize, cols: usize, dtype: DType, role: Role) -> Result<Tensor> {
+        self.weight_stored(rows, cols, Stored::plain(dtype), role)
+    }
+
+    fn weight_stored(&mut self, rows: usize, cols: usize, stored: Stored, role: Role) -> Result<Tensor> {
+        let tensor = self.weights.alloc_stored(rows, cols, stored)?;
+        self.placed.push((tensor, role));
+        Ok(tensor)
+    }
+
+    pub fn linear(&mut self, rows: usize, cols: usize) -> Result<Linear> {
+        let stored = match self.formats.weights_e4m3 {
+            true => Stored::fp8(scale(WEIGHT_SCALE)),
+            false => Stored::plain(DType::Bf16),
+        };
+        let weight = self.weight_stored(rows, cols, stored, Role::Linear)?;
+        Ok(Linear { input: self.input_format(), ..Linear::new(weight, None) })
+    }
+
+    /// Allocates a norm weight, a bias or a variance, with values around one.
+    pub fn vector(&mut self, cols: usize) -> Result<Tensor> {
+        self.weight(1, cols, DType::F32, Role::Vector)
+    }
+
+    /// Bytes of all of them.
+    pub fn bytes(&self) -> u64 {
+        self.weights.peak() + self.arena.peak()
+    }
+
+    /// Reserves memory and initialises the operands that ops read.
+    pub fn fill(&mut self, be: &mut dyn Backend) -> Result<()> {
+        let noise = noise();
+        let times = |factor: f32| noise.iter().map(|v| factor * v).collect::<Vec<_>>();
+        let weights = DType::Bf16.encoded(&times(0.1));
+        let codes = if self.formats.weights_e4m3 { DType::E4m3.encoded(&times(448.0)) } else { Vec::new() };
+        let vectors = DType::F32.encoded(&noise.iter().map(|v| 1.0 + 0.5 * v).collect::<Vec<_>>());
+        be.reserve_weights(self.weights.peak())?;
+        for &(to, role) in &self.placed {
+            // Each weight has its own bytes, because the CPU backend reads them in place.
+            let block = match to.dtype {
+                DType::F32 => &vectors,
+                DType::E4m3 => &codes,
+                _ => &weights,
+            };
+            let bytes = Bytes::new(Arc::new(repeated(block, to.dtype.bytes(to.len()))));
+            let scaling =
+                if let Scaling::Tensor(scale) = to.scaling { PartScaling::Tensor(scale) } else { PartScaling::Unscaled };
+            be.upload(to, role, &[WeightPart { scaling, ..WeightPart::plain(bytes, to.dtype, to.rows) }])?;
+        }
+        let source = self.norm_source()?;
+        be.reserve(self.arena.peak())?;
+        for &to in &self.inputs {
+            // Only some rows are uploaded from the host.
+            let filled = (PERIOD / to.cols).clamp(1, to.rows);
+            be.write(to.rows(0..filled), &repeated(&noise, filled * to.cols))?;
+            repeat_rows(be, to, filled)?;
+        }
+        if let Some(source) = source {
+            self.e4m3.iter().try_for_each(|&(to, scale)| normalise_into(be, to, scale, source))?;
+        }
+        be.synchronize()
+    }
+
+    /// Allocates the operands of the norm that e4m3 inputs are made by, if there are any: ops write that type, hosts do not.
+    fn norm_source(&mut self) -> Result<Option<Modulated>> {
+        let Some(longest) = self.e4m3.iter().map(|(tensor, _)| tensor.len()).max() else { return Ok(None) };
+        let rows = longest.div_ceil(FILL_COLS).min(PERIOD / FILL_COLS);
+        let (x, shift) = (self.activations(rows, FILL_COLS)?, self.activations(1, FILL_COLS)?);
+        Ok(Some(Modulated { out: x, x, shift, scale: shift }))
+    }
+}
+
+/// Fills an e4m3 tensor with normalised values, stored with `scale`. Its rows are taken as one, and cut into those of `source`.
+fn normalise_into(be: &mut dyn Backend, to: Tensor, scale: Scale, source: Modulated) -> Result<()> {
+    let (cols, scaling) = (FILL_COLS.min(to.len()), Scaling::Tensor(scale));
+    let whole = Tensor { rows: to.len() / cols, cols, stride: cols, scaling, ..to };
+    let rest = Tensor { offset: to.offset + whole.len() as u64, rows: 1, cols: to.len() - whole.len(), ..whole };
+    let mut norm = |out: Tensor| {
+        let of = |t: Tensor| t.rows(0..t.rows.min(out.rows)).cols(0..out.cols);
+        let streams = [Modulated { out, x: of(source.x), shift: of(source.shift), scale: of(source.scale) }];
+        be.run(Op::LayerNormModulate { streams: &streams, eps: 1e-6 })
+    };
+    let mut first = 0;
+    while first < whole.rows {
+        let end = whole.rows.min(first + source.x.rows);
+        norm(whole.rows(first..end))?;
+        first = end;
+    }
+    if rest.is_empty() { Ok(()) } else { norm(rest) }
+}
+
+/// `len` values that repeat a block.
+fn repeated<T: Copy>(block: &[T], len: usize) -> Vec<T> {
+    let mut values = Vec::with_capacity(len);
+    while values.len() < len {
+        values.extend_from_slice(&block[..block.len().min(len - values.len())]);
+    }
+    values
+}
+
+/// Values in -1..1 from a linear congruential generator.
+fn noise() -> Vec<f32> {
+    let mut state = 1u32;
+    (0..PERIOD)
+        .map(|_| {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 8) as f32 / (1 << 23) as f32 - 1.0
+        })
+        .collect()
+}

@@ -1,0 +1,145 @@
+//! GEMMs with weights of e4m3, which keep their codes: by inputs of bf16 (W8A16) and of e4m3 (W8A8). Every epilogue, every kind
+//! of scale, weights whose matrices have formats of their own, and results in e4m3, at sizes that leave tiles and k-blocks partly
+//! empty.
+
+use super::cases::{Table, Variants};
+use super::formats::Filed;
+use super::quantised::{FP8, FP8_ROWS, Fused, PLAIN, input, inputs, layer, project, results};
+use super::{Fit, Sums, want};
+use kiln::backend::{GatedGemm, Gemm, Linear, Op, RopeStyle};
+use kiln::tensor::DType::{Bf16, E4m3};
+use kiln::tensor::{Scale, Stored};
+
+/// Tensor cores take aligned operands, and inputs of bf16 if not of e4m3.
+const ALIGNED: Variants = &[(Bf16, Fit::Whole)];
+
+const UNSCALED: Filed = Filed::Fp8(E4m3);
+
+/// What is multiplied: its name in those of cases, by which kernels are chosen (`tiles.rs`), and the format of inputs.
+#[derive(Clone, Copy)]
+struct Kind {
+    name: &'static str,
+    input: Option<Stored>,
+    sums: Sums,
+}
+
+/// All cases.
+pub fn all(table: &mut Table) {
+    let variants = std::mem::replace(&mut table.variants, ALIGNED);
+    let [(_, bf16), (_, e4m3), _] = inputs();
+    let w8a16 = Kind { name: "w8a16", input: bf16, sums: Sums::F32 };
+    let w8a8 = Kind { name: "w8a8", input: e4m3, sums: Sums::Fp8 };
+    for kind in [w8a16, w8a8] {
+        // A handful of rows; more than one tile in both directions; more k-blocks than a pipeline has stages, the last one not
+        // full.
+        for (shape, bias) in [([3, 592, 136], true), ([130, 528, 168], false), ([67, 784, 392], true)] {
+            linear(table, kind, shape, "e4m3", &[(shape[2], FP8)], bias);
+        }
+        linear(table, kind, [67, 528, 168], "e4m3 by rows", &[(168, FP8_ROWS)], true);
+        linear(table, kind, [67, 208, 168], "e4m3 unscaled", &[(168, UNSCALED)], false);
+        linear(table, kind, [67, 528, 424], "e4m3, e4m3 by rows, e4m3", &[(136, FP8), (64, FP8_ROWS), (224, FP8)], true);
+        two_streams(table, kind);
+        for (name, formats) in [("e4m3", [FP8, FP8]), ("e4m3 and e4m3 by rows", [FP8, FP8_ROWS])] {
+            swiglu(table, kind, name, formats);
+        }
+        for (name, format, gated, bias) in [("e4m3", FP8, true, true), ("e4m3 by rows", FP8_ROWS, true, false)] {
+            gate_residual(table, kind, [130, 528, 168], name, format, gated, bias);
+        }
+        gate_residual(table, kind, [3, 784, 392], "e4m3", FP8, false, true);
+        qkv(table, kind, "e4m3", [FP8; 4], None, None);
+        qkv(table, kind, "e4m3 by rows", [FP8_ROWS; 4], Some(Stored::fp8(Scale::ONE)), Some(results()[0].1));
+        qkv(table, kind, "e4m3", [FP8; 4], Some(results()[0].1), Some(results()[1].1));
+    }
+    // Matrices of both formats in one launch. A layer of bf16 alone takes the same kernels where its result is e4m3.
+    linear(table, w8a16, [67, 528, 424], "e4m3, bf16, e4m3 by rows", &[(136, FP8), (64, PLAIN), (224, FP8_ROWS)], true);
+    linear(table, w8a16, [3, 592, 136], "bf16, e4m3", &[(64, PLAIN), (72, FP8)], false);
+    for (name, formats) in
+        [("e4m3 and bf16", [FP8, PLAIN]), ("bf16 and e4m3 by rows", [PLAIN, FP8_ROWS]), ("bf16 alone", [PLAIN, PLAIN])]
+    {
+        swiglu(table, w8a16, name, formats);
+    }
+    qkv(table, w8a16, "e4m3, bf16, e4m3, bf16", [FP8, PLAIN, FP8, PLAIN], None, Some(results()[0].1));
+    qkv(table, w8a16, "bf16, e4m3 by rows, bf16, e4m3", [PLAIN, FP8_ROWS, PLAIN, FP8], None, None);
+    table.variants = variants;
+}
+
+fn linear(table: &mut Table, kind: Kind, [rows, inner, cols]: [usize; 3], weight: &str, parts: &[(usize, Filed)], bias: bool) {
+    let parts = parts.to_vec();
+    let name = format!("linear {} {rows} rows of {inner} to {cols}, {weight}, bias {bias}", kind.name);
+    table.add(name, move |rig| {
+        let (format, x) = input(rig, kind.input, rows, inner);
+        let ((w, host), bias, out) = (layer(rig, &parts, inner, format), bias.then(|| rig.vector(cols)), rig.output(rows, cols));
+        let w = Linear { bias: bias.as_ref().map(|bias| bias.t), ..w };
+        let bias = bias.as_ref().map(|bias| &bias.host);
+        let op = Op::Linear(&[Gemm { out, x: x.t, w: &w }]);
+        rig.run(op, &[(out, want!(kind.sums, linear(&x.host, &host, bias)))]);
+    });
+}
+
+/// Two streams in one launch, whose inputs and weights have different scales.
+fn two_streams(table: &mut Table, kind: Kind) {
+    const INNER: usize = 528;
+    table.add(format!("linear {} 65 and 67 rows of {INNER} to 72 and 136, two streams", kind.name), move |rig| {
+        let streams = [(65, 72, FP8, 1.0), (67, 136, FP8_ROWS, 3.0)].map(|(rows, cols, weight, larger)| {
+            let format = kind.input.map(|_| Stored::fp8(Scale::new(0.0029 * larger).unwrap()));
+            let (format, x) = input(rig, format, rows, INNER);
+            (x, layer(rig, &[(cols, weight)], INNER, format), rig.output(rows, cols))
+        });
+        let gemms = streams.each_ref().map(|(x, (w, _), out)| Gemm { out: *out, x: x.t, w });
+        let checks = streams
+            .each_ref()
+            .map(|(x, (_, host), out)| -> super::Check<'_> { (*out, want!(kind.sums, linear(&x.host, host, None))) });
+        rig.run(Op::Linear(&gemms), &checks);
+    });
+}
+
+fn swiglu(table: &mut Table, kind: Kind, weight: &str, formats: [Filed; 2]) {
+    // Wider than a tile.
+    let (rows, inner, width) = (67, 528, 208);
+    let [e4m3, clipped, ..] = results().map(|(name, format)| (name, Some(format)));
+    for (name, result) in [("bf16", None), e4m3, clipped] {
+        table.add(format!("linear_swiglu {} {rows} rows of {inner} to {width}, {weight} into {name}", kind.name), move |rig| {
+            let (format, x) = input(rig, kind.input, rows, inner);
+            let (w, host) = layer(rig, &formats.map(|format| (width, format)), inner, format);
+            let out = rig.output_stored(result.unwrap_or(rig.plain()), rows, width);
+            let op = Op::LinearSwiglu(&[Gemm { out, x: x.t, w: &w }]);
+            rig.run(op, &[(out, want!(kind.sums, swiglu(&x.host, &host, 0, width)))]);
+        });
+    }
+}
+
+fn gate_residual(
+    table: &mut Table,
+    kind: Kind,
+    [rows, inner, cols]: [usize; 3],
+    weight: &str,
+    format: Filed,
+    gated: bool,
+    bias: bool,
+) {
+    let name = format!("linear_gate_residual {} {rows} rows of {inner} to {cols}, {weight}, gate {gated} bias {bias}", kind.name);
+    table.add(name, move |rig| {
+        let (stored, x) = input(rig, kind.input, rows, inner);
+        let (w, host) = layer(rig, &[(cols, format)], inner, stored);
+        let (bias, gate) = (bias.then(|| rig.vector(cols)), gated.then(|| rig.input(1, cols, |v| v)));
+        let into = rig.updated(rows, cols);
+        let w = Linear { bias: bias.as_ref().map(|bias| bias.t), ..w };
+        let stream = GatedGemm { into: into.t, x: x.t, w: &w, gate: gate.as_ref().map(|gate| gate.t) };
+        let (bias, gate) = (bias.as_ref().map(|bias| &bias.host), gate.as_ref().map(|gate| &gate.host));
+        let want = want!(kind.sums, gate_residual(&into.host, &x.host, &host, bias, gate));
+        rig.run(Op::LinearGateResidual(&[stream]), &[(into.t, want)]);
+    });
+}
+
+/// The fused projection with either kind of RoPE; heads and the SwiGLU half are stored in these formats.
+fn qkv(table: &mut Table, kind: Kind, weight: &str, parts: [Filed; 4], heads: Option<Stored>, mlp: Option<Stored>) {
+    let stored = |format: Option<Stored>| format.map_or("bf16", |format| format.dtype.name());
+    let shape = [131, 528, 80];
+    for style in [RopeStyle::Interleaved, RopeStyle::HalfSplit] {
+        let case = Fused { parts, input: kind.input, heads, mlp, shape, style, sums: kind.sums, ..Fused::default() };
+        let [rows, inner, width] = shape;
+        let into = format!("{} and {}", stored(heads), stored(mlp));
+        let name = format!("qkv {} {rows} rows of {inner} {style:?} mlp {width}, {weight} into {into}", kind.name);
+        table.add(name, move |rig| project(rig, &case, 128));
+    }
+}

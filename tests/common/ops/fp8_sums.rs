@@ -1,0 +1,85 @@
+//! The precision of tensor cores on e4m3: f64 but for sums of products, of which they keep thirteen binary places.
+
+use super::oracle::Real;
+use std::iter::Sum;
+use std::ops::{Add, AddAssign, Div, Mul, Neg, Sub};
+
+/// Products that are added at once.
+pub const STEP: usize = 32;
+/// Binary places that are kept of a sum (Hopper, without promotion; arXiv 2511.10909).
+const PLACES: i32 = 13;
+
+/// A value whose sums of products are those of tensor cores.
+#[derive(Clone, Copy, PartialEq, PartialOrd)]
+pub struct Fp8Sums(pub f64);
+
+macro_rules! operators {
+    ($($trait:ident $f:ident),*) => {
+        $(impl $trait for Fp8Sums {
+            type Output = Self;
+            fn $f(self, other: Self) -> Self {
+                Self(self.0.$f(other.0))
+            }
+        })*
+    };
+}
+operators!(Add add, Sub sub, Mul mul, Div div);
+
+impl Neg for Fp8Sums {
+    type Output = Self;
+    fn neg(self) -> Self {
+        Self(-self.0)
+    }
+}
+
+impl AddAssign for Fp8Sums {
+    fn add_assign(&mut self, other: Self) {
+        self.0 += other.0;
+    }
+}
+
+impl Sum for Fp8Sums {
+    fn sum<I: Iterator<Item = Self>>(values: I) -> Self {
+        Self(values.map(|value| value.0).sum())
+    }
+}
+
+/// The last place that is kept below the leading one of a value that is not zero.
+fn last_place(largest: f64) -> f64 {
+    2f64.powi(largest.abs().log2().floor() as i32 - PLACES)
+}
+
+/// A sum to which a step of products is added: terms are aligned to the largest one, and what is below the last place is cut off,
+/// of the result as well.
+pub fn add(sum: f64, products: &[f64]) -> f64 {
+    let largest = products.iter().fold(sum.abs(), |most, term| most.max(term.abs()));
+    if largest == 0.0 {
+        return sum;
+    }
+    let cut = |value: f64, place: f64| (value / place).trunc() * place;
+    let place = last_place(largest);
+    let total = cut(sum, place) + products.iter().map(|&term| cut(term, place)).sum::<f64>();
+    if total == 0.0 { 0.0 } else { cut(total, last_place(total)) }
+}
+
+impl Real for Fp8Sums {
+    fn of(value: f32) -> Self {
+        Self(value.into())
+    }
+    fn exp(self) -> Self {
+        Self(self.0.exp())
+    }
+    fn sqrt(self) -> Self {
+        Self(self.0.sqrt())
+    }
+
+    fn add_products(sums: &mut [Self], row: &[Self], columns: &[Self]) {
+        let cols = sums.len();
+        for (i, sum) in sums.iter_mut().enumerate() {
+            for step in (0..row.len()).step_by(STEP).map(|first| first..row.len().min(first + STEP)) {
+                let products: Vec<f64> = step.map(|k| row[k].0 * columns[k * cols + i].0).collect();
+                sum.0 = add(sum.0, &products);
+            }
+        }
+    }
+}

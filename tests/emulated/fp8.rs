@@ -1,0 +1,78 @@
+//! What the op cases do not show of FP8 on the CUDA backend: how sums are accumulated, and which weights are refused.
+
+use crate::available;
+use crate::driver::{Emulated, Gpu};
+use crate::runner::cuda_with;
+use kiln::backend::cuda::{Choice, Cuda, GemmOperands, Tile};
+use kiln::backend::{Backend, Fp8Accumulate, Gemm, Linear, Op, Role};
+use kiln::error::Error;
+use kiln::tensor::{Arena, Bytes, DType, PartScaling, Region, Scale, Stored, Tensor, WeightPart};
+use std::sync::Arc;
+
+const ROWS: usize = 16;
+const ONE_AND_AN_EIGHTH: u8 = 0x39;
+
+/// Places a weight of e4m3 with these codes.
+fn upload(cuda: &mut Cuda, codes: Vec<u8>) -> Result<Tensor, Error> {
+    let mut weights = Arena::new(Region::Weights);
+    let w = weights.alloc_stored(ROWS, codes.len() / ROWS, Stored::fp8(Scale::ONE))?;
+    cuda.reserve_weights(weights.peak())?;
+    let scaling = PartScaling::Tensor(Scale::ONE);
+    let part = WeightPart { bytes: Bytes::new(Arc::new(codes)), dtype: DType::E4m3, rows: ROWS, scaling };
+    cuda.upload(w, Role::Linear, &[part])?;
+    Ok(w)
+}
+
+/// The sums of `k` products of factors that are all 1.125.
+fn sums(accumulate: Fp8Accumulate, choice: Choice, k: usize) -> Result<Vec<f32>, Error> {
+    let mut cuda = cuda_with(&Emulated::new(Gpu::HOPPER), None)?;
+    cuda.set_fp8_accumulate(accumulate);
+    cuda.set_choice(choice);
+    let weight = upload(&mut cuda, vec![ONE_AND_AN_EIGHTH; ROWS * k])?;
+    let (mut arena, format) = (Arena::new(Region::Arena), Stored::fp8(Scale::ONE));
+    let (x, out) = (arena.alloc_stored(ROWS, k, format)?, arena.alloc(ROWS, ROWS, DType::Bf16)?);
+    cuda.reserve(arena.peak())?;
+    cuda.write(x, &vec![1.125; ROWS * k])?;
+    let w = Linear { input: format, ..Linear::new(weight, None) };
+    cuda.run(Op::Linear(&[Gemm { out, x, w: &w }]))?;
+    let mut values = vec![0.0; out.len()];
+    cuda.read(out, &mut values)?;
+    Ok(values)
+}
+
+/// Tensor cores alone get long sums of one sign wrong.
+#[test]
+fn sums_are_exact_where_they_are_to_be() {
+    use Fp8Accumulate::{Auto, Exact, Fast};
+    if !available() {
+        return;
+    }
+    for (k, total) in [(4096, 5184.0), (12288, 15552.0)] {
+        for (accumulate, exact) in [(Exact, true), (Fast, false), (Auto, k > 4096)] {
+            let sums = sums(accumulate, Choice::Best, k).unwrap();
+            let right = |sum: &f32| (*sum == total) == exact;
+            assert!(sums.iter().all(right), "{accumulate:?}, {k} products: {} and {total}", sums[0]);
+        }
+    }
+    for tile in Tile::ALL.into_iter().filter(|tile| tile.config().operands == GemmOperands::Fp8) {
+        let sums = sums(Auto, Choice::Tile(tile), 12288).unwrap();
+        let exact = tile.config().promoted;
+        assert!(sums.iter().all(|sum| (*sum == 15552.0) == exact), "{tile:?}: {}", sums[0]);
+    }
+}
+
+/// A code of NaN would be a number where codes are expanded.
+#[test]
+fn weights_with_nan_are_refused() {
+    if !available() {
+        return;
+    }
+    let mut cuda = cuda_with(&Emulated::new(Gpu::HOPPER), None).unwrap();
+    for nan in [0x7f, 0xff] {
+        let mut codes = vec![ONE_AND_AN_EIGHTH; ROWS * 70_016];
+        upload(&mut cuda, codes.clone()).unwrap();
+        codes[ROWS * 70_016 - 5] = nan;
+        let refused = upload(&mut cuda, codes);
+        assert!(matches!(&refused, Err(Error::Op { op: "upload", what }) if what.contains("NaN")), "{refused:?}");
+    }
+}

@@ -1,0 +1,196 @@
+//! e4m3 on the CUDA backend apart from kernels: weights that are uploaded as the file has them, tensors that the host writes and
+//! reads, the count of values that did not fit, and what is refused.
+
+use crate::available;
+use crate::driver::{Emulated, Gpu};
+use crate::runner::cuda_with;
+use kiln::backend::cuda::Cuda;
+use kiln::backend::{Backend, KvSegment, Op, Role, Softmax, StepKey};
+use kiln::error::{Error, Result};
+use kiln::tensor::{Arena, Bytes, DType, PartScaling, Region, Scale, Scales, Scaling, Stored, Tensor, WeightPart};
+use std::sync::Arc;
+
+fn cuda() -> Cuda {
+    cuda_with(&Emulated::new(Gpu::HOPPER), None).unwrap()
+}
+
+fn scale(value: f32) -> Scale {
+    Scale::new(value).unwrap()
+}
+
+fn what(result: Result<()>) -> String {
+    match result {
+        Err(Error::Op { op, what }) => format!("{op}: {what}"),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn weights_of_e4m3_are_uploaded_as_they_are() {
+    if !available() {
+        return;
+    }
+    let (mut cuda, mut arena) = (cuda(), Arena::new(Region::Weights));
+    cuda.reserve_weights(1 << 20).unwrap();
+    let bytes = |data: Vec<u8>| Bytes::new(Arc::new(data));
+    // All but NaN, which is refused.
+    let code = |i: usize| ((i * 7 % 251) as u8) & if i * 7 % 251 % 128 == 127 { 0x80 } else { 0xff };
+    let codes = |rows: usize, first: usize| (0..rows * 48).map(|i| code(first + i)).collect::<Vec<u8>>();
+    let part = |rows, first, scaling| WeightPart { bytes: bytes(codes(rows, first)), dtype: DType::E4m3, rows, scaling };
+    let read = |cuda: &mut Cuda, t: Tensor| {
+        let mut read = vec![0; t.len()];
+        cuda.read_bytes(Tensor { dtype: DType::U8, scaling: Scaling::Unscaled, ..t }, &mut read).unwrap();
+        read
+    };
+
+    // Two parts with scales for their rows, which follow each other as the rows do.
+    let by_rows = arena.alloc_stored(5, 48, Stored { dtype: DType::E4m3, scales: Scales::Rows }).unwrap();
+    let scales: Vec<f32> = (0..5).map(|i| 0.5 + i as f32).collect();
+    let stored = |range: std::ops::Range<usize>| bytes(scales[range].iter().flat_map(|v| v.to_le_bytes()).collect());
+    let parts = [part(2, 0, PartScaling::Rows(stored(0..2))), part(3, 96, PartScaling::Rows(stored(2..5)))];
+    cuda.upload(by_rows, Role::Linear, &parts).unwrap();
+    assert_eq!(read(&mut cuda, by_rows), codes(5, 0));
+    let Scaling::Rows(offset) = by_rows.scaling else { panic!("{by_rows:?}") };
+    let held = Tensor { dtype: DType::F32, offset, rows: 1, cols: 5, stride: 5, scaling: Scaling::Unscaled, ..by_rows };
+    let mut values = [0.0; 5];
+    cuda.read(held, &mut values).unwrap();
+    assert_eq!(values[..], scales);
+
+    let one = arena.alloc_stored(3, 48, Stored::fp8(scale(0.25))).unwrap();
+    cuda.upload(one, Role::Linear, &[part(3, 5, PartScaling::Tensor(scale(0.25)))]).unwrap();
+    assert_eq!(read(&mut cuda, one), codes(3, 5));
+
+    // Codes are not converted, so they have to have the scale that the tensor says.
+    for scaling in [PartScaling::Unscaled, PartScaling::Tensor(scale(0.5)), PartScaling::Rows(stored(0..3))] {
+        let refused = what(cuda.upload(one, Role::Linear, &[part(3, 5, scaling)]));
+        assert!(refused.contains("parts do not have the format of"), "{refused}");
+    }
+    let e5m2 = arena.alloc_stored(3, 48, Stored::plain(DType::E5m2)).unwrap();
+    let part = WeightPart { dtype: DType::E5m2, ..part(3, 0, PartScaling::Unscaled) };
+    assert!(what(cuda.upload(e5m2, Role::Linear, &[part])).contains("there are no kernels for"));
+}
+
+/// A norm of eight values into e4m3, in which four of them do not fit.
+struct Clipped {
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+}
+
+impl Clipped {
+    fn new(cuda: &mut Cuda) -> Self {
+        let (mut weights, mut arena) = (Arena::new(Region::Weights), Arena::new(Region::Arena));
+        cuda.reserve_weights(1 << 20).unwrap();
+        let weight = weights.alloc(1, 8, DType::F32).unwrap();
+        let gains = Bytes::new(Arc::new([1f32; 8].map(f32::to_le_bytes).concat()));
+        cuda.upload(weight, Role::Vector, &[WeightPart::plain(gains, DType::F32, 1)]).unwrap();
+        let x = arena.alloc(1, 8, DType::F32).unwrap();
+        let out = arena.alloc_stored(1, 8, Stored::fp8(scale(1.0 / 400.0))).unwrap();
+        let clipped = Self { out, x, weight };
+        clipped.place(cuda, &arena);
+        clipped
+    }
+
+    fn place(&self, cuda: &mut Cuda, arena: &Arena) {
+        cuda.reserve(arena.peak()).unwrap();
+        // Of mean square nearly one: four are some 565 after the division by the scale, the others 28.
+        cuda.write(self.x, &[1.4, -1.4, 0.07, -0.07, 0.07, 1.4, -0.07, 1.4]).unwrap();
+    }
+
+    fn run(&self, be: &mut dyn Backend) -> Result<()> {
+        be.run(Op::RmsNorm { out: self.out, x: self.x, weight: self.weight, eps: 1e-6 })
+    }
+}
+
+#[test]
+fn saturation_is_counted_until_it_is_taken() {
+    if !available() {
+        return;
+    }
+    let mut cuda = cuda();
+    assert_eq!(cuda.take_saturated().unwrap(), 0, "without working memory");
+    let clipped = Clipped::new(&mut cuda);
+    assert_eq!(cuda.take_saturated().unwrap(), 0);
+    clipped.run(&mut cuda).unwrap();
+    let mut values = [0.0; 8];
+    cuda.read(clipped.out, &mut values).unwrap();
+    assert_eq!(values[..2], [448.0 / 400.0, -448.0 / 400.0]);
+    assert_eq!((cuda.take_saturated().unwrap(), cuda.take_saturated().unwrap()), (4, 0));
+
+    // Run op by op, captured and launched, and launched again; and then the working memory is another one.
+    for _ in 0..3 {
+        cuda.step(StepKey("clipped"), &mut |be| clipped.run(be)).unwrap();
+    }
+    cuda.reserve(1 << 20).unwrap();
+    assert_eq!((cuda.take_saturated().unwrap(), cuda.take_saturated().unwrap()), (12, 0));
+
+    // What the host writes is no result of an op.
+    cuda.write(clipped.out, &[f32::MAX; 8]).unwrap();
+    assert_eq!(cuda.take_saturated().unwrap(), 0);
+}
+
+#[test]
+fn a_count_is_not_taken_inside_a_step() {
+    if !available() {
+        return;
+    }
+    let mut cuda = cuda();
+    let clipped = Clipped::new(&mut cuda);
+    let body = |be: &mut dyn Backend| {
+        clipped.run(be)?;
+        be.take_saturated().map(drop)
+    };
+    // The first time it is run op by op, the second it is captured.
+    cuda.step(StepKey("taken"), &mut |be| body(be)).unwrap();
+    let refused = what(cuda.step(StepKey("taken"), &mut |be| body(be)));
+    assert!(refused.contains("take_saturated: a transfer inside a step"), "{refused}");
+}
+
+#[test]
+fn the_host_writes_and_reads_e4m3() {
+    if !available() {
+        return;
+    }
+    let (mut cuda, mut arena) = (cuda(), Arena::new(Region::Arena));
+    let whole = arena.alloc_stored(3, 40, Stored::fp8(scale(0.25))).unwrap();
+    let part = whole.cols(5..25);
+    let fp4 = arena.alloc_stored(3, 32, Stored::nvfp4(Scale::ONE)).unwrap();
+    cuda.reserve(arena.peak()).unwrap();
+    cuda.write(whole, &[1.0; 120]).unwrap();
+    // Rounded to a multiple of the scale, or to its largest multiple.
+    let values: Vec<f32> = (0..60).map(|i| if i == 7 { 1e6 } else { -0.25 * (i % 16) as f32 - 0.01 }).collect();
+    cuda.write(part, &values).unwrap();
+    let mut read = vec![0.0; 60];
+    cuda.read(part, &mut read).unwrap();
+    let want: Vec<f32> = (0..60).map(|i| if i == 7 { 112.0 } else { -0.25 * (i % 16) as f32 }).collect();
+    // Next to zero codes are closer to each other.
+    for (i, (got, want)) in read.iter().zip(&want).enumerate() {
+        assert!(if i % 16 == 0 { (got + 0.01).abs() < 0.001 } else { got == want }, "{i}: {got}, not {want}");
+    }
+    let mut around = vec![0.0; 120];
+    cuda.read(whole, &mut around).unwrap();
+    assert!(around.iter().enumerate().all(|(i, v)| (5..25).contains(&(i % 40)) || *v == 1.0));
+    let values = vec![0.0; 96];
+    assert!(what(cuda.write(fp4, &values)).starts_with("write: 96 values for"));
+    assert!(what(cuda.read(fp4, &mut values.clone())).starts_with("read: 96 values from"));
+}
+
+#[test]
+fn formats_without_kernels_are_refused() {
+    if !available() {
+        return;
+    }
+    let (mut cuda, mut arena) = (cuda(), Arena::new(Region::Arena));
+    let mut alloc = |stored| arena.alloc_stored(4, 64, stored).unwrap();
+    let [q, k, out] = [DType::Bf16; 3].map(|dtype| alloc(Stored::plain(dtype)));
+    let (v, fp4) = (alloc(Stored::fp8(Scale::ONE)), alloc(Stored::nvfp4(Scale::ONE)));
+    cuda.reserve(arena.peak()).unwrap();
+    let attend = |cuda: &mut Cuda, out: Tensor, v: Tensor| {
+        let softmax = Softmax::Natural { scale: 0.125 };
+        what(cuda.run(Op::Attention { out: &[out], q, kv: &[KvSegment { k, v }], head_dim: 64, causal: false, softmax }))
+    };
+    let values = attend(&mut cuda, out, v);
+    assert!(values.contains("the values of attention are not quantised"), "{values}");
+    let format = attend(&mut cuda, fp4, k);
+    assert!(format.contains("the only quantised format with kernels is e4m3"), "{format}");
+}
