@@ -19,8 +19,10 @@ import sys
 
 import torch
 
-from peer_rows import Operands
-from peers import FEWEST_PAIRS, Kiln, Side, burst, checked, gpu_state, quartiles, ratio, sets_of
+from peer_library import Kiln
+from peer_rows import Operands, bare
+from peer_timing import FEWEST_PAIRS, Side, burst, quartiles, ratio, sets_of
+from peers import checked, gpu_state
 
 LONG_ROW_S, LONG_ROW_LOSS, ANY_ROW_LOSS, LEAST_MEAN = 50e-6, 0.01, 0.03, 0.998
 
@@ -28,10 +30,10 @@ LONG_ROW_S, LONG_ROW_LOSS, ANY_ROW_LOSS, LEAST_MEAN = 50e-6, 0.01, 0.03, 0.998
 def results(case, queue, before: list) -> list:
     """What a build writes, starting from the same contents."""
     for out, contents in zip(case.outputs, before):
-        out.copy_(contents)
+        bare(out).copy_(contents)
     queue()
     torch.cuda.current_stream().synchronize()
-    return [out.clone() for out in case.outputs]
+    return [bare(out).clone() for out in case.outputs]
 
 
 def same_bits(a, b) -> bool:
@@ -51,10 +53,10 @@ def compare(row, old: Kiln, new: Kiln, stream, args) -> dict:
     """The record of a row: times of both builds, the new one's speed over the old one's, and whether the results are the same."""
     operands = Operands("cuda")
     cases = [row.make(operands)]
-    before = [out.clone() for out in cases[0].outputs]
+    before = [bare(out).clone() for out in cases[0].outputs]
     found = [results(cases[0], build.call(cases[0]), before) for build in (old, new)]
     record = {"row": row.name, "shape": row.shape, "same": all(map(same_bits, *found))}
-    sets = sets_of(cases[0].bytes, args)
+    sets = sets_of(cases[0].bytes, args.cold)
     cases += [row.make(operands) for _ in range(sets - 1)]
     sides = [Side(name, [build.call(case) for case in cases], stream, True) for name, build in (("old", old), ("new", new))]
     times = {"old": [], "new": []}

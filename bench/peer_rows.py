@@ -1,7 +1,8 @@
 """What `peers.py` compares: one row per op and size of FLUX.2 [klein], with PyTorch's way of doing the same.
 
 A row makes operand sets. Each names kiln's op with its tensors and numbers (in the order `peers.rs` states), a `peer` that does
-the same with PyTorch, and a `reference` in f64 (convolutions in f32) that both results are compared with.
+the same with PyTorch, and a `reference` in f64 (convolutions in f32) that both results are compared with. Rows of FP8 are in
+`peer_rows_fp8.py`.
 """
 
 import math
@@ -20,6 +21,26 @@ CACHE = 60_000_000
 
 
 @dataclass
+class Scaled:
+    """e4m3 elements, and the factor of them all."""
+
+    codes: torch.Tensor
+    scale: float
+
+    def double(self):
+        return self.codes.float().double() * self.scale
+
+    def store(self, values):
+        """These values in the same format."""
+        return Scaled((values.float() / self.scale).clamp_(-448, 448).to(self.codes.dtype), self.scale)
+
+
+def bare(t):
+    """A tensor without its factor."""
+    return t.codes if isinstance(t, Scaled) else t
+
+
+@dataclass
 class Case:
     """One operand set."""
 
@@ -29,10 +50,13 @@ class Case:
     outputs: list  # those of `tensors` that are written
     peer: Callable[[], tuple]
     reference: Callable[[], tuple]
-    others: dict = field(default_factory=dict)  # more ways to do the same, or its GEMM alone, by name
+    others: dict = field(default_factory=dict)  # by name: more ways to do the same, or its GEMM alone; a case is an op of kiln's
     in_place: bool = False  # outputs are read, too
     bytes: int = 0  # what has to be read and written; 0: every operand once, outputs that are read twice
     flops: int = 0  # 0: bound by memory
+    accumulate: str = "auto"  # how e4m3 GEMMs accumulate: auto, exact, fast
+    arithmetic: float | None = None  # relative error of the arithmetic before the result is rounded; None: see TOLERANCE
+    peer_tolerance: float = 3e-2  # of the peer, which may round in between
 
     def __post_init__(self):
         if not self.bytes:
@@ -45,6 +69,7 @@ class Row:
     name: str
     shape: str
     make: Callable[["Operands"], Case]
+    format: str = "bf16"  # of weight and input
 
 
 class Operands:
@@ -73,7 +98,7 @@ class Operands:
 
 
 def size_of(t) -> int:
-    return t.numel() * t.element_size()
+    return bare(t).numel() * bare(t).element_size()
 
 
 # ------------------------------------------------------------------------------------------------------------- bound by memory
@@ -243,7 +268,7 @@ def linear(rows: int, cols: int, inner: int) -> Row:
     def make(m):
         x, w, out = m.normal(rows, inner), m.weight(cols, inner), m.empty(rows, cols)
         flops = 2 * rows * cols * inner
-        return Case("linear", [out, x, w, None], [], [out], lambda: (F.linear(x, w),), lambda: (gemm_f64(x, w),), flops=flops)
+        return Case("linear", [out, x, w, None, None], [], [out], lambda: (F.linear(x, w),), lambda: (gemm_f64(x, w),), flops=flops)
 
     return Row("linear", f"{rows}x{cols}x{inner}", make)
 
@@ -258,7 +283,7 @@ def linear_swiglu(rows: int, cols: int, inner: int) -> Row:
         x, w, out = m.normal(rows, inner), m.weight(2 * cols, inner), m.empty(rows, cols)
         peer, reference = lambda: (swiglu(F.linear(x, w)),), lambda: (swiglu(gemm_f64(x, w)),)
         others = {"product": lambda: (F.linear(x, w),)}
-        return Case("linear_swiglu", [out, x, w, None], [], [out], peer, reference, others, flops=4 * rows * cols * inner)
+        return Case("linear_swiglu", [out, x, w, None, None], [], [out], peer, reference, others, flops=4 * rows * cols * inner)
 
     return Row("linear_swiglu", f"{rows}x2*{cols}x{inner}", make)
 
@@ -269,7 +294,7 @@ def linear_gate_residual(rows: int, cols: int, inner: int) -> Row:
         theirs = into.clone()
         peer = lambda: (theirs.addcmul_(gate, F.linear(x, w)),)
         reference = lambda: (into.double() + gate.double() * gemm_f64(x, w),)
-        tensors, flops = [into, x, w, None, gate], 2 * rows * cols * inner
+        tensors, flops = [into, x, w, None, None, gate], 2 * rows * cols * inner
         others = {"product": lambda: (F.linear(x, w),)}
         return Case("linear_gate_residual", tensors, [], [into], peer, reference, others, in_place=True, flops=flops)
 
@@ -305,7 +330,7 @@ def qkv(streams: tuple, inner: int, heads: int, kv_heads: int, mlp: int = 0, hal
             q, k, v = m.empty(rows, q_cols), m.empty(rows, kv_cols), m.empty(rows, kv_cols)
             # A slice of a wider buffer that also takes the attention's result, as in a single block.
             hidden = m.empty(rows, q_cols + mlp)[:, q_cols:] if mlp else None
-            tensors += [x, w, norm_q, norm_k, table, q, k, v, hidden]
+            tensors += [x, w, None, norm_q, norm_k, table, q, k, v, hidden]
             outputs += [q, k, v] + ([hidden] if mlp else [])
             parts.append((x, w, norm_q, norm_k, table))
 
@@ -349,10 +374,25 @@ def qkv(streams: tuple, inner: int, heads: int, kv_heads: int, mlp: int = 0, hal
         if mlp:
             others["compiled"] = lambda: tuple(finish(F.linear(x, w), q, k, table, sizes) for x, w, q, k, table in parts)
         flops = 2 * sum(streams) * sum(sizes) * inner
-        return Case("qkv", tensors, [EPS, int(half_split)], outputs, peer, reference, others, flops=flops)
+        return Case("qkv", tensors, [EPS, int(half_split), 1.0, 1.0], outputs, peer, reference, others, flops=flops)
 
     name = "qkv_mlp" if mlp else "qkv_norm_rope"
     return Row(name, "+".join(map(str, streams)) + f"x{sum(sizes)}x{inner}", make)
+
+
+def attention_f64(q, k, v, heads: int, head_dim: int, scale: float, causal: bool = False):
+    results, tokens = [], q.shape[0]
+    heads_per_key = q.shape[1] // k.shape[1]
+    for head in range(heads):  # one after the other, some rows at a time: the scores of all are too many
+        own, shared = (slice(i * head_dim, (i + 1) * head_dim) for i in (head, head // heads_per_key))
+        parts = []
+        for first in range(0, tokens, 8192):
+            scores = gemm_f64(q[first : first + 8192, own], k[:, shared]) * scale
+            if causal:
+                scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu_(first + 1), float("-inf"))
+            parts.append(scores.softmax(-1) @ v[:, shared].double())
+        results.append(torch.cat(parts))
+    return torch.cat(results, 1)
 
 
 def attention(
@@ -385,19 +425,7 @@ def attention(
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
                 return peer()
 
-        def reference():
-            results = []
-            for head in range(heads):  # one after the other, some rows at a time: the scores of all are too many
-                own, shared = (slice(i * head_dim, (i + 1) * head_dim) for i in (head, head // (heads // kv_heads)))
-                parts = []
-                for first in range(0, tokens, 8192):
-                    scores = gemm_f64(q[first : first + 8192, own], k[:, shared]) * scale
-                    if causal:
-                        scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu_(first + 1), float("-inf"))
-                    parts.append(scores.softmax(-1) @ v[:, shared].double())
-                results.append(torch.cat(parts))
-            return (torch.cat(results, 1),)
-
+        reference = lambda: (attention_f64(q, k, v, heads, head_dim, scale, causal),)
         flops = 4 * tokens * keys * heads * head_dim
         others = {"flash": flash} if head_dim <= 256 and keys == tokens else {}  # the largest it takes, and its idea of a mask
         bound = 1.02 * head_dim**0.5 if bounded else float("inf")
@@ -467,12 +495,12 @@ ATTENTION = [
 
 # GEMMs of double and single blocks of both models, of the text encoder, and of single blocks with 2048x2048, a reference, and as many
 # tokens as there may be.
-GEMMS = [
-    *(linear(4096, cols, inner) for cols, inner in ((9216, 3072), (18_432, 3072), (3072, 9216), (3072, 3072))),
-    *(linear(rows, cols, inner) for rows in (4608, 16_896, 20_992, 52_000) for cols, inner in ((27_648, 3072), (3072, 12_288))),
-    *(linear(4608, cols, inner) for cols, inner in ((36_864, 4096), (4096, 16_384))),
-    *(linear(512, cols, inner) for cols, inner in ((6144, 2560), (19_456, 2560), (2560, 4096), (2560, 9728))),
+BLOCK_GEMMS = [
+    *((4096, cols, inner) for cols, inner in ((9216, 3072), (18_432, 3072), (3072, 9216), (3072, 3072))),
+    *((rows, cols, inner) for rows in (4608, 16_896, 20_992, 52_000) for cols, inner in ((27_648, 3072), (3072, 12_288))),
+    *((4608, cols, inner) for cols, inner in ((36_864, 4096), (4096, 16_384))),
 ]
+ENCODER_GEMMS = [(512, cols, inner) for cols, inner in ((6144, 2560), (19_456, 2560), (2560, 4096), (2560, 9728))]
 
 # 512 tokens of the prompt; 4096 of an image of 1024x1024, 16384 of 2048x2048. klein 4B is 3072 wide with 24 heads, 9B 4096 with
 # 32; Qwen3-4B is 2560 wide with 32 heads that share 8.
@@ -507,7 +535,7 @@ ROWS = [
     pixels(2048),
     linear(1, 18_432, 3072),
     linear(4608, 3072, 3072),
-    *GEMMS,
+    *(linear(*shape) for shape in BLOCK_GEMMS + ENCODER_GEMMS),
     linear_swiglu(4096, 9216, 3072),
     linear_swiglu(512, 9728, 2560),
     linear_gate_residual(4608, 3072, 12_288),

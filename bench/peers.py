@@ -2,8 +2,12 @@
 
     cargo build --release --example kiln_peers
     python3 bench/peers.py [--check] [--rows REGEX] [--quick] [--json FILE]
+    python3 bench/peers.py --tiles [--rows REGEX] [--json FILE]
 
-Needs a GPU and PyTorch; with --dry neither runs, and only the shapes of all rows are checked. The protocol is in bench/README.md.
+Needs a GPU and PyTorch; with --dry neither runs, and only the shapes of all rows are checked. With --tiles, every tile of kiln's GEMM
+kernels is timed at the shapes of W8A8 GEMMs instead. The protocol is in bench/README.md.
+
+Rows run in a process of their own, which is started again behind a row that hangs or breaks the device.
 
 Exits 1 when a memory-bound row that moves 32 MB or more runs at less than 0.80 of the speed of a copy of as many bytes, when
 a result is wrong (--check), or when a row fails.
@@ -11,226 +15,94 @@ a result is wrong (--check), or when a row fails.
 
 import argparse
 import contextlib
-import ctypes
 import gc
-import itertools
 import json
 import math
+import os
 import pathlib
 import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 
 import torch
 
-from peer_rows import ROWS, Operands
+import peer_rows
+import peer_rows_fp8
+import peer_timing
+from peer_library import LIBRARY, Kiln
+from peer_rows import Case, Operands, Scaled, bare
+from peer_tiles import tile_line, tile_summary, time_tiles
+from peer_timing import FEWEST_PAIRS, Side, beat, burst, quartiles, ratio, sets_of, sustained
 
-LIBRARY = pathlib.Path(__file__).resolve().parent.parent / "target/release/examples/libkiln_peers.so"
+ROWS = peer_rows.ROWS + peer_rows_fp8.ROWS
 FLOOR, FLOOR_BYTES = 0.80, 32_000_000
-FEWEST_PAIRS, FEWEST_SETS, MOST_SETS = 15, 3, 160
-# Between samples, so that they run at high clocks.
-PAUSE_S = 0.03
-# A call that takes longer is a sample by itself. Shorter ones are captured in a CUDA graph that goes through all sets, as often as it
-# takes for its start not to count.
-SLOW_S, SAMPLE_S = 0.005, 0.0005
-# Clock ticks for which the GPU is kept busy before a sample, so that all its work is queued when it starts.
-HEAD_START = 400_000
-# Relative error allowed, by the type of the result. The peer may round in between.
+# Relative error allowed where a case does not state that of its arithmetic, by the type of the result.
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float32: 1e-5, torch.uint8: 1e-3}
-PEER_TOLERANCE = 3e-2
-
-
-# ------------------------------------------------------------------------------------------------------------------ the library
-
-
-class PeerTensor(ctypes.Structure):
-    _fields_ = [
-        ("address", ctypes.c_uint64),
-        ("rows", ctypes.c_uint64),
-        ("cols", ctypes.c_uint64),
-        ("stride", ctypes.c_uint64),
-        ("dtype", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
-    ]
-
-
-ABI = 2 << 32 | ctypes.sizeof(PeerTensor)
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3}
-
-
-class Kiln:
-    """The ops of bench/peers.rs. Before `open` they are only checked."""
-
-    def __init__(self, path: str):
-        self.library = ctypes.CDLL(str(path))
-        self.library.kiln_peers_abi.restype = ctypes.c_uint64
-        found = self.library.kiln_peers_abi()
-        if found != ABI:
-            raise SystemExit(f"error: {path} speaks {found:#x}, this script {ABI:#x}: build it again")
-        text, size, u64 = ctypes.c_char_p, ctypes.c_size_t, ctypes.c_uint64
-        self.library.kiln_peers_open.argtypes = [ctypes.c_uint32, u64, text, size]
-        self.library.kiln_peers_open.restype = ctypes.c_void_p
-        self.library.kiln_peers_close.argtypes = [ctypes.c_void_p]
-        self.library.kiln_peers_close.restype = None
-        lists = [ctypes.POINTER(PeerTensor), size, ctypes.POINTER(ctypes.c_double), size]
-        self.library.kiln_peers_run.argtypes = [ctypes.c_void_p, text, *lists, text, size]
-        self.library.kiln_peers_run.restype = ctypes.c_int32
-        self.error = ctypes.create_string_buffer(4096)
-        self.handle = None
-        self.invented = {}
-
-    def open(self, device: int, stream: int) -> None:
-        self.handle = self.library.kiln_peers_open(device, stream, self.error, len(self.error))
-        if not self.handle:
-            raise SystemExit(f"error: {self.error.value.decode()}")
-
-    def close(self) -> None:
-        self.library.kiln_peers_close(self.handle)
-        self.handle = None
-
-    def address(self, tensor) -> int:
-        if not tensor.is_meta:
-            return tensor.data_ptr()
-        # Shapes without memory: a place far from all others for each storage.
-        storage = tensor.untyped_storage()._cdata
-        base = self.invented.setdefault(storage, (len(self.invented) + 1) << 40)
-        return base + tensor.storage_offset() * tensor.element_size()
-
-    def describe(self, tensor) -> PeerTensor:
-        if tensor is None:
-            return PeerTensor()
-        rows, cols = tensor.shape
-        assert tensor.stride(1) == 1 or cols == 1, "columns have gaps"
-        return PeerTensor(self.address(tensor), rows, cols, tensor.stride(0), DTYPES[tensor.dtype], 0)
-
-    def call(self, case):
-        """A function that queues the case's op."""
-        name, tensors = case.op.encode(), (PeerTensor * len(case.tensors))(*map(self.describe, case.tensors))
-        numbers = (ctypes.c_double * len(case.numbers))(*case.numbers)
-        run, handle, error = self.library.kiln_peers_run, self.handle, self.error
-        arguments = (handle, name, tensors, len(tensors), numbers, len(numbers), error, len(error))
-
-        def queue():
-            if run(*arguments):
-                raise RuntimeError(f"kiln: {error.value.decode()}")
-
-        return queue
-
-
-# --------------------------------------------------------------------------------------------------------------------- timing
-
-
-class Side:
-    """One way of doing a row's work: a call for each operand set."""
-
-    def __init__(self, name: str, calls: list, stream, graphs: bool):
-        self.name, self.graph = name, None
-        for call in calls:  # compiles, plans, allocates
-            call()
-        stream.synchronize()
-        start = time.perf_counter()
-        for call in calls[:FEWEST_SETS]:
-            call()
-        stream.synchronize()
-        each = (time.perf_counter() - start) / FEWEST_SETS
-        slow = each > SLOW_S
-        self.turn = itertools.cycle(calls)
-        self.count = 1 if slow else len(calls) * math.ceil(SAMPLE_S / (each * len(calls)))
-        if graphs and not slow:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                self.queue()
-            self.graph = graph
-            self.graph.replay()
-            stream.synchronize()
-
-    def queue(self) -> None:
-        """Queues `count` calls."""
-        if self.graph is not None:
-            self.graph.replay()
-        else:
-            for _ in range(self.count):
-                next(self.turn)()
-
-    def sample(self) -> float:
-        """Seconds of a call."""
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(HEAD_START)
-        start.record()
-        self.queue()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3 / self.count
-
-
-def burst(order: list, pairs: int) -> dict:
-    """Every side once a round for each time it is named, with pauses, forwards and backwards in turn."""
-    times = {side: [] for side in order}
-    for i in range(pairs):
-        for side in order if i % 2 == 0 else reversed(order):
-            time.sleep(PAUSE_S)
-            times[side].append(side.sample())
-    return times
-
-
-def sustained(sides: list, seconds: float, per_call: dict) -> dict:
-    """Every side without a pause for half the time, then again in the opposite order. The first third of each stretch does not
-    count: the clock falls until the power limit is met."""
-    times = {side.name: [] for side in sides}
-    for side in sides + sides[::-1]:
-        # Events about every 10 ms, a few of them ahead of the GPU.
-        repeats = max(1, round(0.01 / (per_call[side] * side.count)))
-        marks = [torch.cuda.Event(enable_timing=True)]
-        marks[0].record()
-        end = time.perf_counter() + seconds / 2
-        while time.perf_counter() < end or len(marks) < 4:
-            for _ in range(repeats):
-                side.queue()
-            marks.append(torch.cuda.Event(enable_timing=True))
-            marks[-1].record()
-            marks[max(0, len(marks) - 4)].synchronize()
-        marks[-1].synchronize()
-        stretch = [a.elapsed_time(b) / 1e3 / (repeats * side.count) for a, b in itertools.pairwise(marks)]
-        times[side.name] += stretch[len(stretch) // 3 :]
-    return times
-
-
-def quartiles(values: list) -> tuple:
-    """First quartile, median, third quartile."""
-    if len(values) < 2:
-        return values[0], values[0], values[0]
-    return tuple(statistics.quantiles(values, n=4, method="inclusive"))
-
-
-def ratio(above: list, below: list) -> float:
-    """Of neighbours: the median of the ratios. Sides with unequal numbers of times have no neighbours."""
-    if len(above) != len(below):
-        return statistics.median(above) / statistics.median(below)
-    return statistics.median(a / b for a, b in zip(above, below))
+# Relative error of rounding to bf16, of values all over a binade.
+BF16_ROUNDING = 1.66e-3
+# A worker that gives no sign for so long hangs; one that ends with this status has lost the device.
+PATIENCE_S, DEVICE_LOST = 90, 70
 
 
 # ------------------------------------------------------------------------------------------------------------------------- rows
 
 
-def largest_error(found: tuple, expected: tuple) -> float:
-    """Of several results: the norm of the difference over the norm of what was expected. NaN if there is one."""
+def errors(found: tuple, expected: tuple) -> list:
+    """Of each result: the norm of the difference over the norm of what was expected. NaN if there is one."""
     pairs = [(f.double().reshape(e.shape), e.double()) for f, e in zip(found, expected)]
-    return float(torch.stack([(f - e).norm() / e.norm() for f, e in pairs]).max())
+    return [float((f - e).norm() / e.norm()) for f, e in pairs]
 
 
-def check(case, queue) -> tuple:
-    """Largest relative errors of kiln's and the peer's results, and whether they are small enough."""
+def limits(case: Case, expected: tuple) -> list:
+    """Of each result: twice the error of its arithmetic and of one rounding to bf16 or f32. A result in e4m3 is held to that of bf16
+    before it is rounded, or else the rounding would hide more than all the rest."""
+    if case.arithmetic is None:
+        return [TOLERANCE[case.outputs[0].dtype]] * len(expected)
+    rounded = [out.store(e) if isinstance(out, Scaled) else e.to(out.dtype) for out, e in zip(case.outputs, expected)]
+    bf16 = 2 * math.hypot(BF16_ROUNDING, case.arithmetic)
+    return [
+        math.hypot(error, bf16) if isinstance(out, Scaled) else 2 * math.hypot(error, case.arithmetic)
+        for out, error in zip(case.outputs, errors(rounded, expected))
+    ]
+
+
+def blank(out) -> None:
+    """Fills an output with NaN, or with a number if its type has none: what is not written shows."""
+    if isinstance(out, Scaled):
+        out.codes.view(torch.uint8).fill_(0x7F)
+    else:
+        out.fill_(float("nan") if out.is_floating_point() else 77)
+
+
+def check(case: Case, kiln: Kiln) -> dict:
+    """Largest relative errors of kiln's results, in every way it has, and of the peer's, and whether they are small enough."""
     expected = case.reference()
-    if not case.in_place:
-        for out in case.outputs:  # what is not written shows
-            out.fill_(float("nan") if out.is_floating_point() else 77)
-    theirs = largest_error(case.peer(), expected)
-    queue()
-    ours = largest_error(case.outputs, expected)
+    within = limits(case, expected)
+    theirs = max(errors(case.peer(), expected))
     # A comparison with something else would be worth nothing, so the peer has to be right as well. NaN is never small.
-    return ours, theirs, ours <= TOLERANCE[case.outputs[0].dtype] and theirs <= PEER_TOLERANCE
+    found, right = {}, theirs <= max(case.peer_tolerance, *within)
+    for name, each in {"kiln": case, **ours_of(case)}.items():
+        if each is not case:
+            if each.in_place or each.reference is not case.reference:
+                expected = each.reference()
+            within = limits(each, expected)
+        if not each.in_place:
+            for out in each.outputs:
+                blank(out)
+        kiln.call(each)()
+        of_outputs = errors(each.outputs, expected)
+        found[name] = max(of_outputs, key=lambda e: math.inf if math.isnan(e) else e)
+        right = right and all(error <= limit for error, limit in zip(of_outputs, within))
+        beat()
+    return {"error": found.pop("kiln"), "peer_error": theirs, "right": right, "errors": found}
+
+
+def ours_of(case: Case) -> dict:
+    """The ways of a case that are ops of kiln's, but the first."""
+    return {name: other for name, other in case.others.items() if isinstance(other, Case)}
 
 
 def copies(total: int, sets: int) -> list:
@@ -259,26 +131,27 @@ class Trial:
         operands = Operands("cuda")
         self.cases = [row.make(operands)]
         first = self.cases[0]
-        self.record = {"row": row.name, "shape": row.shape, "bytes": first.bytes, "flops": first.flops}
+        self.record = identity(row) | {"bytes": first.bytes, "flops": first.flops}
         self.sides = []
         if args.check:
-            self.record["error"], self.record["peer_error"], self.record["right"] = check(first, kiln.call(first))
+            self.record |= check(first, kiln)
         if args.check_only:
             return
         # Together more than the L2 holds twice, so that each finds its operands gone.
-        sets = sets_of(first.bytes, args)
+        sets = sets_of(first.bytes, args.cold)
         self.cases += [row.make(operands) for _ in range(sets - 1)]
-        self.sides = [
-            Side("kiln", [kiln.call(case) for case in self.cases], stream, args.graphs),
-            Side("torch", keeping([case.peer for case in self.cases]), stream, args.graphs),
-        ]
-        for name in first.others:
-            self.sides.append(Side(name, keeping([case.others[name] for case in self.cases]), stream, args.graphs))
-        self.record |= {"sets": sets, "calls": {s.name: s.count for s in self.sides}, "others": list(first.others)}
-
-
-def sets_of(total: int, args) -> int:
-    return min(MOST_SETS, max(FEWEST_SETS, math.ceil(args.cold / total)))
+        kiln.kernels()
+        self.sides = [Side("kiln", [kiln.call(case) for case in self.cases], stream, args.graphs)]
+        self.record |= {"kernels": kiln.kernels(), "lacking": {}}
+        for name in ("torch", *first.others):
+            ways = [case.peer if name == "torch" else case.others[name] for case in self.cases]
+            calls = [kiln.call(way) for way in ways] if isinstance(ways[0], Case) else keeping(ways)
+            try:
+                self.sides.append(Side(name, calls, stream, args.graphs))
+            except RuntimeError as error:  # the row has its other sides
+                self.record["lacking"][name] = str(error)
+        others = [side.name for side in self.sides if side.name not in ("kiln", "torch")]
+        self.record |= {"sets": sets, "calls": {s.name: s.count for s in self.sides}, "others": others, "ours": list(ours_of(first))}
 
 
 def sizes_of(rows: list) -> list:
@@ -290,8 +163,12 @@ def sizes_of(rows: list) -> list:
     return list(lists.values())
 
 
+def identity(row) -> dict:
+    return {"row": row.name, "shape": row.shape, "format": row.format}
+
+
 def failure(row, error) -> dict:
-    return {"row": row.name, "shape": row.shape, "failed": str(error)}
+    return identity(row) | {"failed": str(error)}
 
 
 def run_size(rows: list, kiln: Kiln, stream, args) -> list:
@@ -301,7 +178,7 @@ def run_size(rows: list, kiln: Kiln, stream, args) -> list:
         try:
             trials.append(Trial(row, kiln, stream, args))
             records.append(trials[-1].record)
-        except RuntimeError as error:  # out of memory, a refused operand, a fault on the device
+        except Exception as error:  # out of memory, a refused operand, a fault on the device: the other rows may do
             records.append(failure(row, error))
     if args.check_only or not trials:
         return records
@@ -338,28 +215,39 @@ HEAD = (
 def line(record: dict) -> str:
     """A row for display. `x torch` is kiln's speed over PyTorch's, `of copy` its speed over the copy's."""
     text = f"{record['row']:<21}{record['shape']:<38}|"
+    if "failed" in record:
+        return text + f" FAILED: {(record['failed'].splitlines() or ['no message'])[0]}"
+    digits = 3 if record["flops"] else 2
     if "burst_s" in record:
-        times = record["burst_s"]
-        for side in ("kiln", "torch"):
+        times, sides = record["burst_s"], [side for side in ("kiln", "torch") if side in record["burst_s"]]
+        for side in sides:
             low, median, high = (f"{t * 1e6:.1f}" for t in quartiles(times[side]))
             text += f"{median:>10} {low + '..' + high:>17} "
         amount, unit = (record["flops"], "TFLOP/s") if record["flops"] else (record["bytes"], "TB/s")
-        rates = [amount / statistics.median(times[side]) / 1e12 for side in ("kiln", "torch")]
-        digits = 1 if record["flops"] else 2
-        text += f"{ratio(times['torch'], times['kiln']):>7.{3 if record['flops'] else 2}f} |"
-        text += f"{rates[0]:>6.{digits}f} {rates[1]:>6.{digits}f} {unit:<7}{share(record):>7} |"
+        rates = [amount / statistics.median(times[side]) / 1e12 for side in sides]
+        text += f"{ratio(times['torch'], times['kiln']):>7.{digits}f} |" if "torch" in times else "   none |"
+        text += "".join(f"{rate:>6.{digits - 2}f} " if digits == 3 else f"{rate:>6.2f} " for rate in rates)
+        text += f"{unit:<7}{share(record):>7} |"
     if "sustained_s" in record:
         times = record["sustained_s"]
-        ours, theirs = (statistics.median(times[side]) for side in ("kiln", "torch"))
-        text += f" {ours * 1e6:.1f} {theirs * 1e6:.1f} {theirs / ours:.{3 if record['flops'] else 2}f}"
+        medians = {side: statistics.median(values) for side, values in times.items()}
+        text += f" {medians['kiln'] * 1e6:.1f}"
+        if "torch" in medians:
+            text += f" {medians['torch'] * 1e6:.1f} {medians['torch'] / medians['kiln']:.{digits}f}"
         if record["ceiling"]:
-            text += f" {statistics.median(times[record['ceiling']]) / ours:.2f}"
+            text += f" {medians[record['ceiling']] / medians['kiln']:.2f}"
     for name in record.get("others", []):
         for times in (record["burst_s"], record.get("sustained_s")):
             if times:
                 text += f" | {name} {statistics.median(times[name]) * 1e6:.1f} {ratio(times[name], times['kiln']):.3f}"
+                if name in record["ours"] and "torch" in times:
+                    text += f" ({ratio(times['torch'], times[name]):.3f} x torch)"
+    text += "".join(f" | {name} LACKING" for name in record.get("lacking", {}))
+    text += " | naive" if any("naive" in kernel for kernel in record.get("kernels", [])) else ""
     if "error" in record:
-        text += f" | {record['error']:.1e} {record['peer_error']:.1e}" + ("" if record["right"] else " WRONG")
+        text += f" | {record['error']:.1e} {record['peer_error']:.1e}"
+        text += "".join(f" {name} {error:.1e}" for name, error in record["errors"].items())
+        text += "" if record["right"] else " WRONG"
     if below(record):
         text += " SLOW"
     return text
@@ -381,16 +269,45 @@ def below(record: dict) -> bool:
 # ------------------------------------------------------------------------------------------------------------------------- main
 
 
-def gemm_summary(records: list) -> str:
-    """The geometric mean over plain GEMMs: they are one kernel family, and no single row is all of it."""
-    text, count = [], 0
-    for key in ("burst_s", "sustained_s"):
-        rows = [r for r in records if r["row"] == "linear" and key in r and not r["shape"].startswith("1x")]
-        ratios = {r["shape"]: ratio(r[key]["torch"], r[key]["kiln"]) for r in rows}
-        if len(ratios) > 1:
-            count, least = len(ratios), min(ratios, key=ratios.get)
-            text.append(f"{key[:-2]} {statistics.geometric_mean(ratios.values()):.3f}, least {ratios[least]:.3f} ({least})")
-    return f"products, x torch, geometric mean of {count}: " + "; ".join(text) if text else ""
+def is_gemm(record: dict, format: str) -> bool:
+    """Whether a row is a plain GEMM with one scale at most. A single row of activations is bound by memory."""
+    single = record["shape"].startswith("1x") or "row scales" in record["shape"]
+    return record["row"] == "linear" and record["format"] == format and not single
+
+
+def is_w8a8(record: dict, name: str) -> bool:
+    return record["row"] == name and record["format"] == "W8A8"
+
+
+# What is summed up: a name, the rows it is about, whose time is above and whose below the line.
+GROUPS = [
+    ("bf16 GEMMs, x torch", lambda r: is_gemm(r, "bf16"), "torch", "kiln"),
+    ("W8A8 GEMMs, fast x torch fast", lambda r: is_gemm(r, "W8A8"), "torch", "kiln"),
+    ("W8A8 GEMMs, exact x torch fast", lambda r: is_gemm(r, "W8A8"), "torch", "exact"),
+    ("W8A8 GEMMs, exact x torch slow", lambda r: is_gemm(r, "W8A8"), "slow", "exact"),
+    ("W8A8 qkv_mlp, fast x torch's product", lambda r: is_w8a8(r, "qkv_mlp"), "product", "kiln"),
+    ("W8A8 qkv_mlp, exact x torch's product", lambda r: is_w8a8(r, "qkv_mlp"), "product", "exact"),
+    ("W8A8 gate residual, fast x torch's product", lambda r: is_w8a8(r, "linear_gate_residual"), "product", "kiln"),
+    ("W8A8 gate residual, exact x torch's product", lambda r: is_w8a8(r, "linear_gate_residual"), "product", "exact"),
+    ("attention, e4m3 q and k x kiln's bf16", lambda r: r["row"] == "attention" and r["format"] == "e4m3", "bf16", "kiln"),
+    ("W8A16 GEMMs, x torch bf16", lambda r: is_gemm(r, "W8A16"), "torch", "kiln"),
+]
+
+
+def summary(records: list) -> list:
+    """For each group the geometric mean, for no single row is all of it, and the least."""
+    lines = []
+    for name, belongs, above, below_line in GROUPS:
+        text, count = [], 0
+        for key in ("burst_s", "sustained_s"):
+            timed = [r for r in records if belongs(r) and above in r.get(key, {}) and below_line in r[key]]
+            ratios = {r["shape"]: ratio(r[key][above], r[key][below_line]) for r in timed}
+            if ratios:
+                count, least = len(ratios), min(ratios, key=ratios.get)
+                text.append(f"{key[:-2]} {statistics.geometric_mean(ratios.values()):.3f}, least {ratios[least]:.3f} ({least})")
+        if text:
+            lines.append(f"{name}, geometric mean of {count}: " + "; ".join(text))
+    return lines
 
 
 def gpu_state() -> dict:
@@ -407,11 +324,12 @@ def dry(rows: list, kiln: Kiln) -> int:
     """Operands without memory: the library checks how ours fit each other, PyTorch how its own do."""
     for row in rows:
         case = row.make(Operands("meta"))
-        kiln.call(case)()
+        for each in (case, *ours_of(case).values()):
+            kiln.call(each)()
         expected = [tuple(e.shape) for e in case.reference()]
         for name, found in (("kiln", case.outputs), ("torch", case.peer())):
             counts = [math.prod(shape) for shape in expected]
-            assert [f.numel() for f in found] == counts[: len(found)], f"{row.name}: {name} has other sizes than {expected}"
+            assert [bare(f).numel() for f in found] == counts[: len(found)], f"{row.name}: {name} has other sizes than {expected}"
         work = f"{case.flops / 1e9:.1f} GFLOP" if case.flops else f"{case.bytes / 1e6:.1f} MB"
         print(f"{row.name:<21}{row.shape:<38}| {work:>14} | {len(case.tensors)} tensors")
     print(f"{len(rows)} rows fit")
@@ -428,8 +346,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="compare results with a reference as well")
     parser.add_argument("--check-only", action="store_true", help="compare results and time nothing")
     parser.add_argument("--no-graphs", dest="graphs", action="store_false", help="queue call by call; small rows time the host")
+    parser.add_argument("--tiles", action="store_true", help="time every tile at the shapes of W8A8 GEMMs instead")
     parser.add_argument("--dry", action="store_true", help="check the shapes of all rows; needs no GPU")
     parser.add_argument("--json", metavar="FILE", help="write every time, one JSON object a row")
+    parser.add_argument("--worker", type=int, metavar="N", help=argparse.SUPPRESS)  # run the rows from the N-th list on
     args = parser.parse_args()
     if args.quick:
         args.pairs, args.sustain = FEWEST_PAIRS, 0.0
@@ -447,12 +367,18 @@ def checked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argpar
     return args
 
 
-def main() -> int:
-    args = arguments()
-    kiln = Kiln(args.library)
-    if args.dry:
-        return dry(args.rows, kiln)
+def lists_of(args) -> list:
+    """The lists of rows that are run together, in order."""
+    if args.tiles:
+        return [[row] for row in args.rows if row.format == "W8A8"]
+    return sizes_of(args.rows)
 
+
+def work(args) -> int:
+    """Runs the lists of rows from one on, and appends their records to a file."""
+    records_file = pathlib.Path(args.json)
+    peer_timing.heartbeat = records_file
+    kiln = Kiln(args.library)
     torch.backends.cudnn.benchmark = True
     for place in (torch.backends.cuda.matmul, torch.backends.cudnn):  # only references are f32
         place.allow_tf32 = False
@@ -464,11 +390,10 @@ def main() -> int:
     print(", ".join(f"{k} {v}" for k, v in (about | gpu_state()).items()))
     how = "graphs" if args.graphs else "single calls"
     print(f"{args.pairs} rounds of {how}, at least {args.cold >> 20} MiB of operands in turn, {args.sustain} s sustained")
-    print(HEAD)
+    print("" if args.tiles else HEAD, flush=True)
 
     # Not the default stream, which cannot be captured.
     stream = torch.cuda.Stream()
-    slow, bad, done = [], [], []
     with contextlib.ExitStack() as stack:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -478,32 +403,78 @@ def main() -> int:
         stack.enter_context(torch.inference_mode())
         kiln.open(torch.cuda.current_device(), stream.cuda_stream)
         stack.callback(kiln.close)
-        out = stack.enter_context(open(args.json, "w")) if args.json else None
-        for rows in sizes_of(args.rows):
+        out = stack.enter_context(records_file.open("a"))
+        for i, rows in enumerate(lists_of(args)[args.worker :], args.worker):
             try:
-                records = run_size(rows, kiln, stream, args)
-            except RuntimeError as error:
+                records = [time_tiles(rows[0], kiln, stream, args)] if args.tiles else run_size(rows, kiln, stream, args)
+            except Exception as error:
                 records = [failure(row, error) for row in rows]
             for record in records:
-                name = f"{record['row']} {record['shape']}"
-                if "failed" in record:
-                    print(f"{record['row']:<21}{record['shape']:<38}| FAILED: {record['failed'].splitlines()[0]}", flush=True)
-                    bad.append(name)
-                else:
-                    print(line(record), flush=True)
-                    done.append(record)
-                    slow += [f"{name} ({speed(record):.2f})"] if below(record) else []
-                    bad += [name] if not record.get("right", True) else []
-                if out:
-                    print(json.dumps(about | record), file=out, flush=True)
-            gc.collect()  # graphs and tensors of these rows
-            torch.cuda.empty_cache()
+                print(json.dumps(about | record | {"list": i}), file=out, flush=True)
+                print(tile_line(record) if args.tiles and "failed" not in record else line(record), flush=True)
+            try:
+                gc.collect()  # graphs and tensors of these rows
+                stream.synchronize()
+                torch.cuda.empty_cache()
+            except RuntimeError:  # nothing works after a fault on the device; its context cannot be closed either
+                os._exit(DEVICE_LOST)
+    return 0
 
-    if summary := gemm_summary(done):
-        print(summary)
+
+def supervise(args) -> list:
+    """Runs all rows in a worker, and in another one behind a row that hangs or ends it. The records of all rows."""
+    with tempfile.TemporaryDirectory() as folder:
+        records_file = pathlib.Path(args.json or pathlib.Path(folder) / "records.jsonl")
+        records_file.write_text("")
+        read = lambda: [json.loads(each) for each in records_file.read_text().splitlines()]
+        lists, first = lists_of(args), 0
+        while first < len(lists):
+            os.utime(records_file)
+            command = [sys.executable, __file__, *sys.argv[1:], "--worker", str(first), "--json", str(records_file)]
+            with subprocess.Popen(command) as worker:
+                while worker.poll() is None and time.time() - records_file.stat().st_mtime < PATIENCE_S:
+                    time.sleep(0.2)
+                hangs = worker.poll() is None
+                if hangs:
+                    worker.kill()
+            if worker.returncode == 0:
+                break
+            done = {record["list"] for record in read()}
+            if worker.returncode > 0 and not done and worker.returncode != DEVICE_LOST:
+                raise SystemExit(worker.returncode)  # it has said why it cannot start
+            if worker.returncode == DEVICE_LOST or max(done, default=-1) >= first:
+                first = max(done) + 1
+            if worker.returncode == DEVICE_LOST or first >= len(lists):
+                continue
+            why = f"no sign of life for {PATIENCE_S} s" if hangs else f"the worker ended with {worker.returncode}"
+            with records_file.open("a") as out:
+                for row in lists[first]:
+                    record = failure(row, why)
+                    print(line(record), flush=True)
+                    print(json.dumps(record | {"list": first}), file=out)
+            first += 1
+        return read()
+
+
+def main() -> int:
+    args = arguments()
+    if args.dry:
+        return dry(args.rows, Kiln(args.library))
+    if args.worker is not None:
+        return work(args)
+    records = supervise(args)
+    name = lambda r: f"{r['row']} {r['shape']}"
+    done = [r for r in records if "failed" not in r]
+    bad = [name(r) for r in records if "failed" in r or not r.get("right", True)]
+    slow = [f"{name(r)} ({speed(r):.2f})" for r in done if below(r)]
+    lacking = [f"{name(r)}: {side}" for r in done for side in r.get("lacking", {})]
+    print("\n".join(tile_summary(done) if args.tiles else summary(done)))
     size = FLOOR_BYTES // 1_000_000
-    print(f"rule: memory-bound rows of {size} MB or more run at {FLOOR:.2f} of the copy's speed or better (burst)")
-    print("below it: " + ("; ".join(slow) or "none") + ". Wrong or failed: " + ("; ".join(bad) or "none"))
+    if not args.tiles:
+        print(f"rule: memory-bound rows of {size} MB or more run at {FLOOR:.2f} of the copy's speed or better (burst)")
+        print("below it: " + ("; ".join(slow) or "none"))
+        print("sides that failed: " + ("; ".join(lacking) or "none"))
+    print("wrong or failed: " + ("; ".join(bad) or "none"))
     return 1 if slow or bad else 0
 
 

@@ -97,14 +97,14 @@ def cases_of(args):
 # --- kiln -------------------------------------------------------------------
 
 
-def run_kiln(args, case):
-    """Runs kiln once. Returns what it dumped, and its seconds by stage."""
-    stem = args.out / f"kiln-{case.name}"
+def run_kiln(args, case, label="kiln", more=()):
+    """Runs kiln once, with more arguments. Returns what it dumped, and its seconds by stage."""
+    stem = args.out / f"{label}-{case.name}"
     noise, dump = args.out / f"noise-{case.name}.safetensors", stem.with_suffix(".safetensors")
     save_file({"noise": noise_of(case).flatten(2)[0].T.contiguous()}, noise)
     command = [args.kiln.resolve(), "generate", "--model", args.checkpoint, "--backend", args.device, "--json", "--force"]
     command += ["--width", case.width, "--height", case.height, "--steps", case.steps, "--noise", noise]
-    command += ["--dump", dump, "--output", stem.with_suffix(".png"), *shlex.split(args.kiln_args)]
+    command += ["--dump", dump, "--output", stem.with_suffix(".png"), *shlex.split(args.kiln_args), *more]
     command += [part for file in case.references for part in ("--reference", file)]
     command += ["--quiet", "--", args.prompt]
     done = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE)
@@ -126,31 +126,48 @@ def exact_arithmetic():
     diffusers_logging.set_verbosity_error()
 
 
-def fill(model, folder, device):
-    """Copies the tensors of a folder's files into a model; every one has to have its place and every place its tensor."""
+def stored_tensors(folder, device):
+    """Names and tensors of a folder's files, on the device as they are stored."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt", device=device) as file:
+            for name in file.keys():
+                yield name, file.get_tensor(name)
+
+
+@torch.no_grad()
+def fill(model, tensors):
+    """Copies tensors into a model; every one has to have its place and every place its tensor."""
     targets = model.state_dict()
     if getattr(model.config, "tie_word_embeddings", False):
         del targets["lm_head.weight"]
-    for path in sorted(folder.glob("*.safetensors")):
-        # To the device as they are stored, and only there to fp32.
-        with safe_open(path, "pt", device=device) as file:
-            for name in file.keys():
-                targets.pop(name).copy_(file.get_tensor(name))
-    assert not targets, f"{folder}: not in the files: {sorted(targets)}"
+    for name, tensor in tensors:
+        targets.pop(name).copy_(tensor)
+    assert not targets, f"not in the files: {sorted(targets)}"
 
 
-def load_pipeline(folder, device):
-    """The pipeline in fp32.
+def build_model(folder, part, device):
+    """The model of a part in fp32, as its config has it and without the weights of the folder.
 
     Not with from_pretrained: that makes the models in the memory of the host first, and can do without only with `accelerate`.
     """
-    with torch.device(device), torch.no_grad():
-        transformer = Flux2Transformer2DModel.from_config(Flux2Transformer2DModel.load_config(folder / "transformer"))
-        vae = AutoencoderKLFlux2.from_config(AutoencoderKLFlux2.load_config(folder / "vae"))
-        text_encoder = Qwen3ForCausalLM(Qwen3Config.from_pretrained(folder / "text_encoder")).float()
-        models = dict(transformer=transformer, vae=vae, text_encoder=text_encoder)
-        for part, model in models.items():
-            fill(model.eval().requires_grad_(False), folder / part, device)
+    with torch.device(device):
+        if part == "text_encoder":
+            model = Qwen3ForCausalLM(Qwen3Config.from_pretrained(folder / part)).float()
+        else:
+            kind = Flux2Transformer2DModel if part == "transformer" else AutoencoderKLFlux2
+            model = kind.from_config(kind.load_config(folder / part))
+    return model.eval().requires_grad_(False)
+
+
+def load_model(folder, part, device):
+    """The model of a part in fp32, with the weights of the folder."""
+    model = build_model(folder, part, device)
+    fill(model, stored_tensors(folder / part, device))
+    return model
+
+
+def make_pipeline(folder, models):
+    """The pipeline of a folder with these models."""
     index = json.loads((folder / "model_index.json").read_text())
     pipe = Flux2KleinPipeline(
         **models,
@@ -160,6 +177,11 @@ def load_pipeline(folder, device):
     )
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def load_pipeline(folder, device):
+    """The pipeline in fp32."""
+    return make_pipeline(folder, {part: load_model(folder, part, device) for part in PARTS})
 
 
 class StepRecorder(Recorder):
@@ -174,10 +196,12 @@ class StepRecorder(Recorder):
         return super().on_step_end(pipe, step, timestep, tensors)
 
 
-def call(pipe, args, case, **more):
+def call(pipe, args, case, prompt_embeds=None, **more):
+    """Calls the pipeline with the prompt, or with what a text encoder made of it."""
     images = [PIL.Image.open(file) for file in case.references]
     return pipe(
-        prompt=args.prompt,
+        prompt=args.prompt if prompt_embeds is None else None,
+        prompt_embeds=prompt_embeds,
         image=images or None,
         width=case.width,
         height=case.height,
@@ -188,7 +212,7 @@ def call(pipe, args, case, **more):
     )
 
 
-def run_diffusers(pipe, args, case, exact_time=False):
+def run_diffusers(pipe, args, case, exact_time=False, prompt_embeds=None):
     """Runs the pipeline. Returns the same tensors as kiln's dump, on the CPU."""
     recorder = StepRecorder(pipe, exact_time)
     names = ["latents", "prompt_embeds"]
@@ -197,13 +221,16 @@ def run_diffusers(pipe, args, case, exact_time=False):
             pipe,
             args,
             case,
+            prompt_embeds,
             output_type="pt",
             callback_on_step_end=recorder.on_step_end,
             callback_on_step_end_tensor_inputs=names,
         )
     finally:
         recorder.close()
-    outputs = dict(token_ids=recorder.token_ids, prompt_embeds=recorder.prompt_embeds)
+    outputs = dict(prompt_embeds=recorder.prompt_embeds)
+    if prompt_embeds is None:
+        outputs["token_ids"] = recorder.token_ids
     for number in range(1, len(case.references) + 1):
         outputs[f"reference.{number}.tokens"] = recorder.inputs[recorder.input_ids[:, 0] == 10 * number]
     for step, (velocity, latents) in enumerate(zip(recorder.velocities, recorder.steps), 1):
@@ -268,10 +295,14 @@ def compiled_step_ms(pipe, args, case):
 # --- Comparison -------------------------------------------------------------
 
 
+def denoised(case):
+    """What the transformer makes, and the image."""
+    return [*(f"{what}.{step}" for step in range(1, case.steps + 1) for what in ("velocity", "latents")), "image"]
+
+
 def stages(case):
     references = [f"reference.{number}.tokens" for number in range(1, len(case.references) + 1)]
-    steps = [f"{what}.{step}" for step in range(1, case.steps + 1) for what in ("velocity", "latents")]
-    return ["prompt_embeds", *references, *steps, "image"]
+    return ["prompt_embeds", *references, *denoised(case)]
 
 
 def with_velocities(dump, sigmas):
@@ -291,6 +322,10 @@ def compare(case, exact, rounded, timed, kiln):
         # NaN is not within any limit.
         rows.append(row | dict(ratio=ratio, ok=ratio <= ALLOWED))
     return rows, torch.equal(kiln["token_ids"].float(), exact["token_ids"])
+
+
+def device_name(device):
+    return torch.cuda.get_device_name() if device == "cuda" else device
 
 
 def print_rows(rows):
@@ -381,8 +416,7 @@ def run(args):
     broken = [f"{row['case']}: {row['stage']} is {row['ratio']:.2f} times off" for row in rows if not row["ok"]]
     broken += [f"{name}: token ids differ" for name, same in ids.items() if not same]
     if args.json:
-        device = torch.cuda.get_device_name() if args.device == "cuda" else args.device
-        result = dict(device=device, versions=versions(), prompt=args.prompt, steps=args.steps, allowed=ALLOWED)
+        result = dict(device=device_name(args.device), versions=versions(), prompt=args.prompt, steps=args.steps, allowed=ALLOWED)
         result.update(rows=rows, peer_ms=times, peer_compiled_step_ms=compiled, kiln=reports, broken=broken)
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     print("\n" + "\n".join(broken or ["kiln is as close to fp32 as the rule asks, everywhere"]))
@@ -398,8 +432,9 @@ def sizes(text):
     return pairs
 
 
-def main():
-    parser = argparse.ArgumentParser(description="Compare kiln with diffusers on one checkpoint.")
+def arguments(description):
+    """The command line that comparisons of kiln with the pipeline have in common."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("checkpoint", type=Path, help="model folder in the diffusers layout")
     parser.add_argument("--kiln", type=Path, required=True, help="the program")
     parser.add_argument("--out", type=Path, required=True, help="folder for files along the way")
@@ -409,11 +444,16 @@ def main():
     parser.add_argument("--reference-sizes", type=sizes, default=sizes("1024,1300x1100"), metavar="SIZES")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--prompt", default="a red fox in the snow, looking at a sign that says \u201cKiln\u201d")
-    parser.add_argument("--repeats", type=int, default=3, help="measured calls of each timed part")
-    parser.add_argument("--compile", action="store_true", help="also time the transformer under torch.compile")
     parser.add_argument("--json", type=Path, help="write the figures to a file")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--kiln-args", default="", metavar="ARGS", help="more arguments for kiln")
+    return parser
+
+
+def main():
+    parser = arguments("Compare kiln with diffusers on one checkpoint.")
+    parser.add_argument("--repeats", type=int, default=3, help="measured calls of each timed part")
+    parser.add_argument("--compile", action="store_true", help="also time the transformer under torch.compile")
     return run(parser.parse_args())
 
 

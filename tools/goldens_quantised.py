@@ -412,11 +412,16 @@ def install(components, files):
                 first = rows.stop
 
 
+def quantise_activations(model, quantises):
+    """Whether a model's quantised layers take quantised inputs from now on, where the file has a scale for them."""
+    for module in model.modules():
+        if isinstance(module, QuantisedLinear):
+            module.quantises_activations = quantises
+
+
 def run(components, case, quantises_activations, exact_time=False):
     for part in ("transformer", "text_encoder"):
-        for module in components[part].modules():
-            if isinstance(module, QuantisedLinear):
-                module.quantises_activations = quantises_activations
+        quantise_activations(components[part], quantises_activations)
     return run_case(components, case, exact_time)
 
 

@@ -5,6 +5,7 @@
     python tools/random_checkpoint.py OUT --model 9b --blocks 2,2      # fewer blocks: double, single
     python tools/random_checkpoint.py OUT --model tiny --check         # the sizes of tools/goldens.py, and how large activations are
     python tools/random_checkpoint.py OUT --model 4b --format fp8 nvfp4 --encoder fp8mixed     # 27 GB: and quantised files
+    python tools/random_checkpoint.py OUT --model 9b --format fp8 --encoder fp8 --quantised-only       # 18 GB instead of 53
 
 The folder has the diffusers layout with weights in bf16; kiln and diffusers both open it. Nothing in it was trained: it serves to
 compare two engines (tools/compare_diffusers.py) and to time them at the real sizes, not to generate images worth looking at.
@@ -19,7 +20,8 @@ Beside the folders of the parts lie the quantised files that were asked for, mad
 
 Layers that a published file keeps in bf16 are so here, and a transformer of the real size is as long as the published file, to
 the byte. In `fp8mixed` a layer is FP8, NVFP4 or bf16 by the hash of its name, in the proportions of the published qwen_3_8b_fp8mixed.
-`kiln --model OUT` still means the bf16 model; the command that takes the quantised files is printed.
+`kiln --model OUT` still means the bf16 model; the command that takes the quantised files is printed. With --quantised-only a part
+that is written quantised is not written in bf16: its folder has only the config, and only that command works.
 
 Names and shapes are those of the diffusers and transformers classes, built without memory. Values come from a generator of their
 own for each tensor, seeded by its name; it is that of the GPU where there is one, so only machines of one kind make the same files.
@@ -267,6 +269,12 @@ def stored(part, device, name, shape, dtype):
     return {name: values(f"{part}.{name}", shape, device) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)}
 
 
+def values_of(part, config, device):
+    """Names and tensors of the part's folder, whether or not it has been written."""
+    for name, shape, dtype in tensors_of(part, config):
+        yield from stored(part, device, name, shape, dtype).items()
+
+
 def write_weights(folder, part, config, device, pool):
     """Writes a part's weights. Returns the number of tensors and of bytes."""
     tensors = tensors_of(part, config)
@@ -297,11 +305,18 @@ def report(what, tensors, size, started):
     print(f"{what:<36} {tensors:>4} tensors  {size:>14,} bytes  {time.monotonic() - started:5.1f} s", flush=True)
 
 
+def has_bf16(part, args):
+    """Whether the part's folder has its weights."""
+    formats = dict(transformer=args.format, text_encoder=args.encoder).get(part, ["bf16"])
+    return "bf16" in formats or not args.quantised_only
+
+
 def write_checkpoint(folder, args, device, pool):
     for part, config in configs_of(args).items():
         started = time.monotonic()
         write_json(folder / part / "config.json", HEADS[part] | config)
-        report(part, *write_weights(folder / part, part, config, device, pool), started)
+        if has_bf16(part, args):
+            report(part, *write_weights(folder / part, part, config, device, pool), started)
     write_json(folder / "model_index.json", INDEX | dict(is_distilled=args.variant == "distilled"))
     write_json(folder / "scheduler" / "scheduler_config.json", dict(_class_name=INDEX["scheduler"][1]) | SCHEDULER)
     write_json(folder / "tokenizer" / "tokenizer_config.json", TOKENIZER_CONFIG)
@@ -333,13 +348,18 @@ def write_single_file(path, part, weights, amax, device, pool):
     report(path.name, len(tensors), path.stat().st_size, started)
 
 
-def calibrate(folder, device, weights):
+def calibrate(folder, args, device, weights):
     """The largest magnitude of the input of every layer that can be quantised, over a run of the bf16 model."""
-    from compare_diffusers import Case, exact_arithmetic, load_pipeline, noise_of  # needs more packages
+    from compare_diffusers import Case, build_model, exact_arithmetic, fill, make_pipeline, noise_of  # needs more packages
 
     started = time.monotonic()
     exact_arithmetic()
-    pipe = load_pipeline(folder, device)
+    models = {}
+    for part, config in configs_of(args).items():
+        models[part] = build_model(folder, part, device)
+        # Made again, because that is faster than reading them, and the files need not be there.
+        fill(models[part], values_of(part, config, device))
+    pipe = make_pipeline(folder, models)
     amax = {weight.layer: torch.zeros((), device=device) for weight in weights if QUANTISABLE.match(weight.name)}
 
     def record(layer, _module, inputs):
@@ -368,7 +388,7 @@ def write_transformers(folder, args, device, pool):
     arguments = {"bf16": []}
     if args.format != ["bf16"]:
         shapes = shapes_of("transformer", args)
-        amax = calibrate(folder, device, transformer_weights(shapes, (), "bf16"))
+        amax = calibrate(folder, args, device, transformer_weights(shapes, (), "bf16"))
         # The pipeline is large, and its parts refer to each other.
         gc.collect()
         if device == "cuda":
@@ -453,6 +473,7 @@ def main():
     parser.add_argument("--encoder-layers", type=int, metavar="N", help="layers of the text encoder, at least 28")
     parser.add_argument("--format", nargs="+", choices=("bf16", *FORMATS), default=["bf16"], help="of the transformer")
     parser.add_argument("--encoder", nargs="+", choices=("bf16", *ENCODERS), default=["bf16"], help="format of the text encoder")
+    parser.add_argument("--quantised-only", action="store_true", help="no weights in bf16 of a part that is written quantised")
     parser.add_argument("--variant", choices=("distilled", "base"), default="distilled", help="of the published model to follow")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--check", action="store_true", help="then run a step and print how large activations are")
@@ -461,6 +482,8 @@ def main():
     # Features are taken after 27 layers, and what the reference returns after its last one has gone through a norm.
     if args.encoder_layers is not None and args.encoder_layers < 28:
         parser.error("--encoder-layers must be at least 28")
+    if args.check and not all(has_bf16(part, args) for part in MODELS[args.model]):
+        parser.error("--check runs the bf16 model, which --quantised-only leaves out")
     started = time.monotonic()
     # More threads than this only wait for the same disk.
     with ThreadPoolExecutor(8 if args.device == "cuda" else os.cpu_count()) as pool:

@@ -103,6 +103,11 @@ class Weight:
         pieces = [source(name, shape) for name, shape in self.sources.items()]
         return torch.cat(pieces[0].chunk(2)[::-1] if self.name == SWAPPED else pieces)
 
+    def unstack(self, values):
+        """The sources by name, from the weight: the reverse of `stack`."""
+        pieces = [torch.cat(values.chunk(2)[::-1])] if self.name == SWAPPED else values.split([s[0] for s in self.sources.values()])
+        return dict(zip(self.sources, pieces))
+
     def tensors(self, values, input_amax):
         """What the file has of it. A layer of the text encoder has no `input_amax`, and is marked by a tensor instead."""
         if self.format == "bf16":
@@ -156,3 +161,15 @@ def single_file(weights, input_amax):
         return tensors, None
     layers = {weight.layer: {"format": FORMATS[weight.format]} for weight in weights if weight.format != "bf16"}
     return tensors, {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
+
+
+def declared_formats(file):
+    """The formats of the quantised layers of a single file, which is open."""
+    metadata = (file.metadata() or {}).get("_quantization_metadata")
+    if metadata:
+        layers = json.loads(metadata)["layers"]
+    else:
+        marks = [name for name in file.keys() if name.endswith(".comfy_quant")]
+        layers = {name.removesuffix(".comfy_quant"): json.loads(bytes(file.get_tensor(name).tolist())) for name in marks}
+    names = {name: format for format, name in FORMATS.items()}
+    return {layer: names[declared["format"]] for layer, declared in layers.items()}

@@ -1,0 +1,104 @@
+"""The GPU ops as Python calls them: the C interface of `peers.rs`."""
+
+import ctypes
+import pathlib
+
+import torch
+
+from peer_rows import Case, Scaled
+
+LIBRARY = pathlib.Path(__file__).resolve().parent.parent / "target/release/examples/libkiln_peers.so"
+
+
+class PeerTensor(ctypes.Structure):
+    _fields_ = [
+        ("address", ctypes.c_uint64),
+        ("rows", ctypes.c_uint64),
+        ("cols", ctypes.c_uint64),
+        ("stride", ctypes.c_uint64),
+        ("dtype", ctypes.c_uint32),
+        ("scale", ctypes.c_float),
+    ]
+
+
+ABI = 3 << 32 | ctypes.sizeof(PeerTensor)
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3, torch.float8_e4m3fn: 4}
+ACCUMULATE = {"auto": 0, "exact": 1, "fast": 2}
+
+
+class Kiln:
+    """The ops of bench/peers.rs. Before `open` they are only checked."""
+
+    def __init__(self, path: str):
+        self.library = ctypes.CDLL(str(path))
+        self.library.kiln_peers_abi.restype = ctypes.c_uint64
+        found = self.library.kiln_peers_abi()
+        if found != ABI:
+            raise SystemExit(f"error: {path} speaks {found:#x}, this script {ABI:#x}: build it again")
+        handle, text, size, u64 = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_uint64
+        lists = [ctypes.POINTER(PeerTensor), size, ctypes.POINTER(ctypes.c_double), size]
+        for name, arguments, result in (
+            ("open", [ctypes.c_uint32, u64, text, size], handle),
+            ("close", [handle], None),
+            ("run", [handle, text, *lists, text, size], ctypes.c_int32),
+            ("choose", [handle, ctypes.c_uint32, text, text, size], ctypes.c_int32),
+            ("tiles", [text, size], None),
+            ("kernels", [handle, text, size], None),
+        ):
+            function = getattr(self.library, f"kiln_peers_{name}")
+            function.argtypes, function.restype = arguments, result
+        self.text = ctypes.create_string_buffer(1 << 16)
+        self.handle = None
+        self.invented = {}
+
+    def open(self, device: int, stream: int) -> None:
+        self.handle = self.library.kiln_peers_open(device, stream, self.text, len(self.text))
+        if not self.handle:
+            raise SystemExit(f"error: {self.text.value.decode()}")
+
+    def close(self) -> None:
+        self.library.kiln_peers_close(self.handle)
+        self.handle = None
+
+    def tiles(self) -> list:
+        """The tiles that a case can be told to take: name, kernel, and how it accumulates (exact or fast)."""
+        self.library.kiln_peers_tiles(self.text, len(self.text))
+        return [tuple(each.split()) for each in self.text.value.decode().splitlines()]
+
+    def kernels(self) -> list:
+        """The kernels that were launched since this was last asked."""
+        self.text.value = b""
+        self.library.kiln_peers_kernels(self.handle, self.text, len(self.text))
+        return self.text.value.decode().splitlines()
+
+    def address(self, tensor) -> int:
+        if not tensor.is_meta:
+            return tensor.data_ptr()
+        # Shapes without memory: a place far from all others for each storage.
+        storage = tensor.untyped_storage()._cdata
+        base = self.invented.setdefault(storage, (len(self.invented) + 1) << 40)
+        return base + tensor.storage_offset() * tensor.element_size()
+
+    def describe(self, tensor) -> PeerTensor:
+        if tensor is None:
+            return PeerTensor()
+        scale = 1.0
+        if isinstance(tensor, Scaled):
+            tensor, scale = tensor.codes, tensor.scale
+        rows, cols = tensor.shape
+        assert tensor.stride(1) == 1 or cols == 1, "columns have gaps"
+        return PeerTensor(self.address(tensor), rows, cols, tensor.stride(0), DTYPES[tensor.dtype], scale)
+
+    def call(self, case: Case, tile: str | None = None):
+        """A function that queues the case's op, on this tile where one is named."""
+        name, tensors = case.op.encode(), (PeerTensor * len(case.tensors))(*map(self.describe, case.tensors))
+        numbers = (ctypes.c_double * len(case.numbers))(*case.numbers)
+        choose, run, handle, text = self.library.kiln_peers_choose, self.library.kiln_peers_run, self.handle, self.text
+        choice = (handle, ACCUMULATE[case.accumulate], tile and tile.encode(), text, len(text))
+        arguments = (handle, name, tensors, len(tensors), numbers, len(numbers), text, len(text))
+
+        def queue():
+            if choose(*choice) or run(*arguments):
+                raise RuntimeError(f"kiln: {text.value.decode()}")
+
+        return queue

@@ -1,0 +1,270 @@
+#!/usr/bin/env python3
+"""Compare kiln with ComfyUI's FP8 arithmetic, written out in PyTorch, on one checkpoint.
+
+    python tools/random_checkpoint.py FOLDER --model 4b --format fp8 --encoder fp8 fp8mixed --quantised-only
+    python tools/compare_quantised.py FOLDER --kiln target/release/kiln --out RESULTS --references 1 \\
+        --transformer FOLDER/flux-2-klein-4b-fp8.safetensors \\
+        --text-encoder FOLDER/qwen_3_4b_fp8.safetensors FOLDER/qwen_3_4b_fp8mixed.safetensors
+
+Three programs run the transformer in every case of tools/compare_diffusers.py, from the same noise and the same prompt embeddings:
+
+    wide    diffusers in fp32 with the weights that the codes and scales stand for, and with inputs as they are
+    comfy   what ComfyUI computes: inputs clamped and rounded to e4m3 with the file's input_scale, the product of the codes by
+            torch._scaled_mm without fast accumulation, stored in bf16; all else is diffusers in bf16, but for times and latents,
+            which ComfyUI has in fp32
+    kiln    with its defaults, and with --attention bf16 under every --fp8-accumulate
+
+On the CPU `comfy` sums exactly. The error of `comfy` and of kiln is their relative L2 distance from `wide`: of velocity and latents
+of each step, and of the decoded image. kiln's is at most 1.1 times that of `comfy` with --attention bf16 and 1.2 times with its
+defaults, everywhere; and at least half of it, because expanded weights and inputs that were never quantised would be much closer
+to `wide`. The prompt embeddings are those that kiln computes with the first text encoder, so that its error has no part in this.
+
+Text encoders have quantised weights and inputs as they are. kiln's prompt embeddings with each of the files are held to
+transformers in fp32, with the rule of tools/compare_diffusers.py: an error of at most 1.2 times that of transformers in bf16 with
+weights expanded as ComfyUI expands them, with one rounding.
+
+Exits 1 when a rule is broken. Needs what tools/compare_diffusers.py needs, and that the model is distilled.
+"""
+
+import gc
+import json
+import sys
+import time
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from compare_diffusers import (
+    ALLOWED,
+    Case,
+    arguments,
+    build_model,
+    cases_of,
+    denoised,
+    device_name,
+    exact_arithmetic,
+    load_model,
+    make_pipeline,
+    run_diffusers,
+    run_kiln,
+    versions,
+    with_velocities,
+)
+from goldens import relative_l2, rms, to_bf16
+from goldens_quantised import Fp8Layer, Nvfp4Layer, QuantisedLinear, quantise_activations
+from quantised import to_fp8
+from safetensors import safe_open
+from single_files import declared_formats, encoder_weights, transformer_weights
+
+# Arguments of kiln, and how many times the error of ComfyUI's arithmetic its own may be.
+VARIANTS = {
+    "default": ((), 1.2),
+    "bf16": (("--attention", "bf16"), 1.1),
+    "bf16-exact": (("--attention", "bf16", "--fp8-accumulate", "exact"), 1.1),
+    "bf16-fast": (("--attention", "bf16", "--fp8-accumulate", "fast"), 1.1),
+}
+# Below this share of ComfyUI's error, inputs were not quantised: without that it is a fifth on the tiny model.
+QUANTISED = 0.5
+
+# --- Models with the weights of a single file -------------------------------
+
+
+@dataclass(frozen=True)
+class TensorCoreLayer(Fp8Layer):
+    """A layer in FP8 whose product the GPU computes."""
+
+    def product(self, x):
+        codes = to_fp8(x, self.input_scale).contiguous()
+        scales = self.input_scale, self.weight_scale
+        return torch._scaled_mm(codes, self.weight.mT, *scales, out_dtype=torch.bfloat16, use_fast_accum=False)
+
+
+def weights_of(part, model):
+    """The weights that a single file has of a model, all of them in bf16."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return transformer_weights(shapes, (), "bf16") if part == "transformer" else encoder_weights(shapes, ["bf16"])
+
+
+def load_single_file(folder, part, path, device):
+    """The model of a part in fp32 with the weights of a single file. Codes stay codes, expanded or multiplied in every call."""
+    kinds = dict(fp8=TensorCoreLayer if device == "cuda" else Fp8Layer, nvfp4=Nvfp4Layer)
+    model = build_model(folder, part, device)
+    state = model.state_dict()
+    with safe_open(path, "pt", device=device) as file, torch.no_grad():
+        formats, unread = declared_formats(file), set(file.keys())
+        for weight in weights_of(part, model):
+            if weight.layer not in formats:
+                for name, tensor in weight.unstack(file.get_tensor(weight.name)).items():
+                    state[name].copy_(tensor)
+                unread.remove(weight.name)
+                continue
+            kind = kinds[formats[weight.layer]]
+            names = {field.name: f"{weight.layer}.{field.name}" for field in fields(kind)}
+            layer = kind(**{field: file.get_tensor(name) if name in unread else None for field, name in names.items()})
+            unread -= {*names.values(), f"{weight.layer}.comfy_quant"}
+            first = 0
+            for name, (rows, *_) in weight.sources.items():
+                model.set_submodule(name.removesuffix(".weight"), QuantisedLinear(layer, slice(first, first + rows)))
+                first += rows
+    assert not unread, f"{path}: nothing takes {sorted(unread)}"
+    return model
+
+
+def keep_latents_wide(pipe):
+    """Rounds latents to a model's dtype when the model takes them, and not in between. Prompt embeddings may be in fp32 as well."""
+
+    def round_inputs(transformer, _args, kwargs):
+        names = ("hidden_states", "encoder_hidden_states")
+        return (), kwargs | {name: kwargs[name].to(transformer.dtype) for name in names}
+
+    pipe.transformer.register_forward_pre_hook(round_inputs, with_kwargs=True)
+    pipe.transformer.register_forward_hook(lambda _transformer, _args, outputs: (outputs[0].float(),))
+    pipe.vae.post_quant_conv.register_forward_pre_hook(lambda conv, args: (args[0].to(conv.weight.dtype),))
+
+
+# --- Text encoders ----------------------------------------------------------
+
+
+def run_encoders(args, models, said):
+    """Prompt embeddings of each text encoder in fp32 and in bf16. Returns these, and a pipeline that has the last one."""
+    embeds = {}
+    for path in args.text_encoder:
+        encoder = load_single_file(args.checkpoint, "text_encoder", path, args.device)
+        pipe = make_pipeline(args.checkpoint, models | dict(text_encoder=encoder))
+        with torch.no_grad():
+            exact = pipe.encode_prompt(args.prompt)[0][0].float().cpu()
+            to_bf16(dict(text_encoder=encoder))
+            embeds[path] = exact, pipe.encode_prompt(args.prompt)[0][0].float().cpu()
+        said(f"transformers {path.name}")
+    return embeds, pipe
+
+
+def compare_encoders(embeds, kiln):
+    rows = []
+    for path, (exact, rounded) in embeds.items():
+        comfy, own = (relative_l2(other, exact) for other in (rounded, kiln[path]))
+        row = dict(case=path.name, stage="prompt_embeds", variant="default", rms=rms(exact), comfy=comfy, kiln=own)
+        rows.append(row | judged(own / comfy, 0.0, ALLOWED))
+    return rows
+
+
+# --- Comparison -------------------------------------------------------------
+
+
+def judged(ratio, least, most):
+    # NaN is not within any limits.
+    return dict(ratio=ratio, least=least, most=most, ok=least <= ratio <= most)
+
+
+def compare(case, wide, comfy, dumps):
+    """Rows of the table for one case, given kiln's dumps by variant."""
+    rows = []
+    for variant, dump in dumps.items():
+        kiln, (_, most) = with_velocities(dump, wide["sigmas"]), VARIANTS[variant]
+        for stage in denoised(case):
+            assert kiln[stage].shape == wide[stage].shape, f"{stage}: {kiln[stage].shape}, not {wide[stage].shape}"
+            theirs, own = (relative_l2(run[stage], wide[stage]) for run in (comfy, kiln))
+            row = dict(case=case.name, stage=stage, variant=variant, rms=rms(wide[stage]), comfy=theirs, kiln=own)
+            rows.append(row | judged(own / theirs, QUANTISED, most))
+    return rows
+
+
+def print_rows(rows):
+    """A line for every case and stage, with kiln's error and its ratio for each variant."""
+    lines = {}
+    for row in rows:
+        lines.setdefault((row["case"], row["stage"]), {})[row["variant"]] = row
+    variants = dict.fromkeys(row["variant"] for row in rows)
+    titles = "  ".join(f"{variant:<15}" for variant in variants)
+    print(f"\n{'case':<32} {'stage':<13} {'rms':>7}  {'comfy':<8}  {titles}".rstrip())
+    for (case, stage), found in lines.items():
+        first, *_ = found.values()
+        columns = "  ".join(f"{cell_of(found[variant]) if variant in found else '':<15}" for variant in variants)
+        print(f"{case:<32} {stage:<13} {first['rms']:7.3f}  {first['comfy']:.2e}  {columns}".rstrip())
+
+
+def cell_of(row):
+    return f"{row['kiln']:.2e} {row['ratio']:.3f}{'' if row['ok'] else '!'}"
+
+
+def run(args):
+    clock = time.monotonic()
+
+    def said(what):
+        print(f"{time.monotonic() - clock:6.1f} s  {what}", flush=True)
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    exact_arithmetic()
+    cases = cases_of(args)
+    # First, so that a GPU is not shared with the others.
+    dumps, reports, kiln_embeds = {}, {}, {}
+    files = ["--transformer", args.transformer, "--variant", "distilled", "--text-encoder"]
+    for case in cases:
+        dumps[case.name], reports[case.name] = {}, {}
+        for variant in args.variants:
+            more, _ = VARIANTS[variant]
+            dump, report = run_kiln(args, case, f"kiln-{variant}", [*files, args.text_encoder[0], *more])
+            dumps[case.name][variant], reports[case.name][variant] = dump, report
+            said(f"kiln {case.name} {variant}: {report['saturated']} inputs saturated")
+    small = Case("prompt", 64, 64, 1)
+    for path in args.text_encoder:
+        kiln_embeds[path] = run_kiln(args, small, f"kiln-{path.stem}", [*files, path])[0]["prompt_embeds"]
+        said(f"kiln {path.name}")
+
+    models = dict(
+        transformer=load_single_file(args.checkpoint, "transformer", args.transformer, args.device),
+        vae=load_model(args.checkpoint, "vae", args.device),
+    )
+    said(f"transformer and VAE loaded, {versions()}")
+    embeds, pipe = run_encoders(args, models, said)
+    keep_latents_wide(pipe)
+    given = kiln_embeds[args.text_encoder[0]][None].to(args.device)
+
+    def run_transformer(case, quantises):
+        quantise_activations(pipe.transformer, quantises)
+        return run_diffusers(pipe, args, case, exact_time=True, prompt_embeds=given)
+
+    wide, comfy = {}, {}
+    for case in cases:
+        wide[case.name] = run_transformer(case, False)
+        said(f"wide {case.name}")
+    to_bf16({part: getattr(pipe, part) for part in ("text_encoder", "transformer", "vae")})
+    gc.collect()
+    if args.device == "cuda":
+        torch.cuda.empty_cache()
+    for case in cases:
+        comfy[case.name] = run_transformer(case, True)
+        said(f"comfy {case.name}")
+
+    rows = compare_encoders(embeds, kiln_embeds)
+    for case in cases:
+        rows += compare(case, wide[case.name], comfy[case.name], dumps[case.name])
+    print_rows(rows)
+    broken = [
+        f"{row['case']}, {row['variant']}: the error of {row['stage']} is {row['ratio']:.3f} times that of ComfyUI's arithmetic"
+        for row in rows
+        if not row["ok"]
+    ]
+    # All runs have the same prompt and text encoder, whatever the transformer does.
+    for case, runs in dumps.items():
+        for variant, dump in runs.items():
+            if not torch.equal(dump["prompt_embeds"], kiln_embeds[args.text_encoder[0]]):
+                broken.append(f"{case}, {variant}: kiln's prompt embeddings are not those of its other runs")
+    if args.json:
+        result = dict(device=device_name(args.device), versions=versions(), prompt=args.prompt, steps=args.steps)
+        result.update(rows=rows, kiln=reports, broken=broken)
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    print("\n" + "\n".join(broken or ["kiln is as close to fp32 as the rules ask, everywhere"]))
+    return 1 if broken else 0
+
+
+def main():
+    parser = arguments("Compare kiln with ComfyUI's FP8 arithmetic on one checkpoint.")
+    parser.add_argument("--transformer", type=Path, required=True, metavar="FILE", help="the FP8 transformer")
+    parser.add_argument("--text-encoder", type=Path, nargs="+", required=True, metavar="FILE", help="text encoders in FP8")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[*VARIANTS], help="of kiln [default: all]")
+    return run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
