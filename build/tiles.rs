@@ -9,102 +9,55 @@ type Result<T> = std::result::Result<T, String>;
 /// A macro of the table: its name, and what its arguments are.
 struct Family {
     name: &'static str,
-    columns: &'static [&'static str],
+    columns: &'static str,
     read: fn(&mut Tables, &Row<'_>) -> Result<()>,
+}
+
+impl Family {
+    fn columns(&self) -> impl Iterator<Item = &'static str> {
+        self.columns.split(", ")
+    }
 }
 
 const FAMILIES: &[Family] = &[
     Family {
         name: "KL_GEMM_SM90",
-        columns: &[
-            "file",
-            "m",
-            "n",
-            "block k",
-            "consumer warpgroups",
-            "stages",
-            "cluster mode",
-            "threads",
-            "shared bytes",
-            "relative cost",
-        ],
+        columns: "file, m, n, block k, consumer warpgroups, stages, cluster mode, threads, shared bytes, relative cost",
         read: Tables::gemm_sm90,
     },
     Family {
         name: "KL_GEMM_FP8_SM90",
-        columns: &[
-            "file",
-            "m",
-            "n",
-            "block k",
-            "consumer warpgroups",
-            "stages",
-            "cluster mode",
-            "promoted",
-            "threads",
-            "shared bytes",
-            "relative cost",
-        ],
+        columns: "file, m, n, block k, consumer warpgroups, stages, cluster mode, promoted, threads, shared bytes, relative cost",
         read: Tables::gemm_fp8_sm90,
     },
     Family {
         name: "KL_GEMM_W8A16_SM90",
-        columns: &[
-            "file",
-            "m",
-            "n",
-            "block k",
-            "consumer warpgroups",
-            "stages",
-            "raw stages",
-            "cluster mode",
-            "threads",
-            "shared bytes",
-            "relative cost",
-        ],
+        columns: "file, m, n, block k, consumer warpgroups, stages, raw stages, cluster mode, threads, shared bytes, relative cost",
         read: Tables::gemm_w8a16_sm90,
     },
     Family {
         name: "KL_GEMM_MMA",
-        columns: &["file", "m", "n", "block k", "warps", "stages", "CTAs per SM", "threads", "shared bytes", "relative cost"],
+        columns: "file, m, n, block k, warps, stages, CTAs per SM, threads, shared bytes, relative cost",
         read: Tables::gemm_mma,
     },
     Family {
         name: "KL_CONV_MMA",
-        columns: &["file", "m", "n", "block k", "warps", "stages", "CTAs per SM", "threads", "shared bytes"],
+        columns: "file, m, n, block k, warps, stages, CTAs per SM, threads, shared bytes",
         read: Tables::conv_mma,
     },
     Family {
         name: "KL_ATTENTION_SM90",
-        columns: &[
-            "file",
-            "symbol",
-            "name",
-            "stages",
-            "CTAs per cluster",
-            "type of queries and keys",
-            "running maximum",
-            "causal",
-            "threads",
-            "shared bytes",
-        ],
+        columns: "file, symbol, name, stages, CTAs per cluster, type of queries and keys, running maximum, causal, threads, shared bytes",
         read: Tables::attention_sm90,
     },
     Family {
         name: "KL_ATTENTION_WIDE",
-        columns: &["file", "queries per CTA", "threads", "CTAs per SM", "shared bytes"],
+        columns: "file, queries per CTA, threads, CTAs per SM, shared bytes",
         read: Tables::attention_wide,
     },
     Family {
         name: "KL_ROW_NORM",
-        columns: &[
-            "file",
-            "columns",
-            "threads",
-            "vectors per thread",
-            "CTAs per SM of the layer norm",
-            "CTAs per SM of the RMS norm",
-        ],
+        columns: "file, columns, threads, vectors per thread, CTAs per SM of the layer norm, CTAs per SM of the RMS norm",
         read: Tables::row_norm,
     },
 ];
@@ -140,16 +93,15 @@ impl<'a> Row<'a> {
             format!("`{name}` is none of {}", known.join(", "))
         })?;
         let arguments: Vec<_> = arguments.split(',').map(str::trim).collect();
-        let expected = family.columns.len();
+        let expected = family.columns().count();
         if arguments.len() != expected {
-            let columns = family.columns.join(", ");
-            return Err(format!("{name} has {} arguments, expected {expected}: {columns}", arguments.len()));
+            return Err(format!("{name} has {} arguments, expected {expected}: {}", arguments.len(), family.columns));
         }
-        for (column, argument) in family.columns.iter().zip(&arguments) {
+        for (column, argument) in family.columns().zip(&arguments) {
             let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
             let (valid, expected) = match argument.parse::<u32>() {
-                _ if WORDS.contains(column) => (!argument.is_empty() && argument.chars().all(is_word), "an identifier"),
-                number if FLAGS.contains(column) => (matches!(number, Ok(0 | 1)), "0 or 1"),
+                _ if WORDS.contains(&column) => (!argument.is_empty() && argument.chars().all(is_word), "an identifier"),
+                number if FLAGS.contains(&column) => (matches!(number, Ok(0 | 1)), "0 or 1"),
                 number => (number.is_ok_and(|number| number > 0), "a positive number"),
             };
             if !valid {
@@ -163,7 +115,7 @@ impl<'a> Row<'a> {
 
     /// The argument of a column; no other name is asked for than those of the family.
     fn text(&self, column: &str) -> &'a str {
-        let place = self.family.columns.iter().position(|name| *name == column);
+        let place = self.family.columns().position(|name| name == column);
         self.arguments[place.unwrap_or_else(|| panic!("{} has no column `{column}`", self.family.name))]
     }
 

@@ -366,7 +366,8 @@ def versions():
     return found
 
 
-def run(args):
+def begin(args):
+    """The cases, and a function that says what is done, with the time since then."""
     clock = time.monotonic()
 
     def said(what):
@@ -374,7 +375,11 @@ def run(args):
 
     args.out.mkdir(parents=True, exist_ok=True)
     exact_arithmetic()
-    cases = cases_of(args)
+    return cases_of(args), said
+
+
+def run(args):
+    cases, said = begin(args)
     # First, so that a GPU is not shared with the other.
     dumps, reports = {}, {}
     for case in cases:

@@ -29,7 +29,6 @@ Exits 1 when a rule is broken. Needs what tools/compare_diffusers.py needs, and 
 import gc
 import json
 import sys
-import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -38,11 +37,10 @@ from compare_diffusers import (
     ALLOWED,
     Case,
     arguments,
+    begin,
     build_model,
-    cases_of,
     denoised,
     device_name,
-    exact_arithmetic,
     load_model,
     make_pipeline,
     run_diffusers,
@@ -188,14 +186,7 @@ def cell_of(row):
 
 
 def run(args):
-    clock = time.monotonic()
-
-    def said(what):
-        print(f"{time.monotonic() - clock:6.1f} s  {what}", flush=True)
-
-    args.out.mkdir(parents=True, exist_ok=True)
-    exact_arithmetic()
-    cases = cases_of(args)
+    cases, said = begin(args)
     # First, so that a GPU is not shared with the others.
     dumps, reports, kiln_embeds = {}, {}, {}
     files = ["--transformer", args.transformer, "--variant", "distilled", "--text-encoder"]

@@ -50,6 +50,11 @@ impl EpilogueGemm {
         };
         parts.iter().map(of_rows).collect()
     }
+
+    /// All of its columns.
+    fn part(&self) -> Part {
+        Part { out: self.out, epilogue: self.epilogue, extra: self.gate, scale: 1.0, rows: 0..self.out.cols }
+    }
 }
 
 const NO_ROWS: KlGemmRows = KlGemmRows { matrix: 0, first: 0, dtype: 0, alpha: 1.0 };
@@ -152,7 +157,7 @@ fn in_launches<T>(
 
 /// GEMMs with one part each.
 pub fn linear(cx: &OpContext, op: &'static str, gemms: impl Iterator<Item = EpilogueGemm>) -> Result<()> {
-    let naive = |group: &[EpilogueGemm]| group.iter().try_for_each(|gemm| naive_linear(cx, op, gemm));
+    let naive = |group: &[EpilogueGemm]| group.iter().try_for_each(|gemm| naive_gemm(cx, op, gemm.x, &gemm.w, gemm.part()));
     let gemms: Vec<_> = gemms.flat_map(EpilogueGemm::by_residual).collect();
     in_launches(cx, &gemms, |gemm| linear_stream(cx, op, gemm), naive)
 }
@@ -176,11 +181,11 @@ impl Matrices {
         Ok(Self { mats: tensors.iter().map(|&part| cx.mat(part, op)).collect::<Result<_>>()?, tensors })
     }
 
-    /// Whether tensor cores multiply them by inputs of that type, which has to be that of the kernels.
+    /// Whether tensor cores multiply them by these inputs: both of e4m3, or inputs of bf16 by either.
     fn are_multiplied_by(&self, x: &KlMat) -> bool {
-        let types = if x.dtype == abi::KL_E4M3 { &[abi::KL_E4M3][..] } else { &[abi::KL_BF16, abi::KL_E4M3] };
-        types.iter().any(|&dtype| is_async_copyable(x, dtype))
-            && self.mats.iter().all(|w| types.iter().any(|&dtype| is_async_copyable(w, dtype)))
+        let copyable = |m: &KlMat, types: &[u32]| types.contains(&m.dtype) && is_async_copyable(m, m.dtype);
+        let weights = if x.dtype == abi::KL_E4M3 { &[abi::KL_E4M3][..] } else { &[abi::KL_BF16, abi::KL_E4M3] };
+        copyable(x, &[abi::KL_BF16, abi::KL_E4M3]) && self.mats.iter().all(|w| copyable(w, weights))
     }
 
     /// The first rows of a range, as far as one matrix has them.
@@ -207,7 +212,8 @@ struct Part {
     rows: Range<usize>,
 }
 
-/// The parts with the matrices that they take rows of: those of several matrices in turn are several parts.
+/// The parts with the matrices that they take rows of: those of several matrices in turn are several parts. One with a gate has
+/// rows of one matrix only.
 fn split_parts(w: &Matrices, x: &KlMat, parts: Vec<Part>) -> Option<Vec<(Part, [KlGemmRows; 2])>> {
     let mut split = Vec::new();
     for part in parts {
@@ -224,13 +230,8 @@ fn split_parts(w: &Matrices, x: &KlMat, parts: Vec<Part>) -> Option<Vec<(Part, [
         let mut first = 0;
         while first < part.rows.len() {
             let (rows, count) = w.first_of(part.rows.start + first..part.rows.end, x);
-            let columns = first..first + count;
-            let of_columns = |t: Tensor| if part.epilogue == abi::KL_GATE_RESIDUAL { t.cols(columns.clone()) } else { t };
-            let rows_of = part.rows.start + first..part.rows.start + first + count;
-            split.push((
-                Part { out: part.out.cols(columns.clone()), extra: part.extra.map(of_columns), rows: rows_of, ..part },
-                [rows, NO_ROWS],
-            ));
+            let (start, end) = (part.rows.start + first, part.rows.start + first + count);
+            split.push((Part { out: part.out.cols(first..first + count), rows: start..end, ..part }, [rows, NO_ROWS]));
             first += count;
         }
     }
@@ -269,15 +270,8 @@ fn linear_stream(cx: &OpContext, op: &'static str, gemm: &EpilogueGemm) -> Resul
     if !matches!(gemm.out.dtype, DType::Bf16 | DType::F32 | DType::E4m3) {
         return Ok(None);
     }
-    let part = Part { out: gemm.out, epilogue: gemm.epilogue, extra: gemm.gate, scale: 1.0, rows: 0..gemm.out.cols };
     let bias = cx.mat_if(gemm.w.bias, op)?;
-    Ok(stream_of(cx, op, x, &w, vec![part])?.map(|stream| KlGemmStream { bias, ..stream }))
-}
-
-/// A linear layer by the naive kernel.
-fn naive_linear(cx: &OpContext, op: &'static str, gemm: &EpilogueGemm) -> Result<()> {
-    let part = Part { out: gemm.out, epilogue: gemm.epilogue, extra: gemm.gate, scale: 1.0, rows: 0..gemm.out.cols };
-    naive_gemm(cx, op, gemm.x, &gemm.w, part)
+    Ok(stream_of(cx, op, x, &w, vec![gemm.part()])?.map(|stream| KlGemmStream { bias, ..stream }))
 }
 
 /// A part of a layer by the naive kernel, a launch for each matrix of the weight.
