@@ -3,7 +3,7 @@
 use super::abi::{self, KlAttentionSm90, KlMat};
 use super::context::{Choice, OpContext};
 use super::launch::Kernel;
-use super::params::{NO_MAP, NONE, element_bytes, is_async_copyable, is_pair_aligned};
+use super::params::{NO_MAP, NONE, box_cols, element_bytes, is_async_copyable, is_pair_aligned};
 use super::select::{Schedule, persistent_stream_k};
 use super::tiles::WIDE_ATTENTIONS;
 use crate::backend::{KvSegment, Softmax};
@@ -192,11 +192,7 @@ impl<'a> HopperLaunch<'a> {
         // so Stream-K has nothing equal to divide.
         let slots = if causal { tiles } else { (cx.sms / cluster).max(1) };
         let schedule = if causal { Schedule::data_parallel(tiles) } else { persistent_stream_k(tiles, kv_blocks, slots) };
-        // A box has as many columns as the swizzle allows.
-        let map = |m: &KlMat, rows| {
-            let cols = abi::KL_SM90_BOX_COLS * (element_bytes(abi::KL_BF16) / element_bytes(m.dtype)) as u32;
-            cx.tensor_map(m, [cols, rows])
-        };
+        let map = |m: &KlMat, rows| cx.tensor_map(m, [box_cols(m.dtype), rows]);
         let mut p = KlAttentionSm90 {
             // Each consumer warpgroup has rows of its own.
             q: map(&q, abi::KL_SM90_WARPGROUP_ROWS / pack)?,

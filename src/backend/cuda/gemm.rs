@@ -7,7 +7,7 @@ use super::abi::{self, KlGemmPart, KlGemmRows, KlGemmStream, KlMat, KlTensorMap}
 use super::context::{Choice, OpContext};
 use super::launch::Kernel;
 use super::norm::{QkHeads, qk_norm_rope, rope_code};
-use super::params::{NO_MAP, NONE, element_bytes, is_async_copyable, naive_grid};
+use super::params::{NO_MAP, NONE, box_cols, element_bytes, is_async_copyable, naive_grid};
 use super::select::{ClusterMode, GemmOperands, GemmPlan, GemmShape, GroupedGemm, Tile, TileConfig, group_m};
 use crate::backend::{Linear, Projection};
 use crate::error::{Error, Result};
@@ -85,8 +85,7 @@ fn weight_rows(part: &KlGemmPart) -> u32 {
 /// Columns of the boxes in which the Hopper kernels store a tile of so many columns: the largest power of two that divides them,
 /// up to what a box can have.
 const fn store_cols(cols: u32, dtype: u32) -> u32 {
-    let limit = if dtype == abi::KL_E4M3 { 2 * abi::KL_SM90_BOX_COLS } else { abi::KL_SM90_BOX_COLS };
-    1 << (cols | limit).trailing_zeros()
+    1 << (cols | box_cols(dtype)).trailing_zeros()
 }
 
 /// Columns of a tile that are stored: with SwiGLU one half.

@@ -78,6 +78,11 @@ pub fn is_async_copyable(m: &KlMat, dtype: u32) -> bool {
         && u64::from(m.rows) * m.stride <= u64::from(u32::MAX)
 }
 
+/// Most columns of a TMA box: the 128 bytes that the swizzle allows.
+pub const fn box_cols(dtype: u32) -> u32 {
+    abi::KL_SM90_BOX_COLS * (element_bytes(abi::KL_BF16) / element_bytes(dtype)) as u32
+}
+
 /// How TMA copies boxes of so many columns and rows between a matrix of bf16 or e4m3 and shared memory.
 pub fn map_spec(m: &KlMat, tile: [u32; 2]) -> MapSpec {
     let dtype = if m.dtype == abi::KL_E4M3 { DType::E4m3 } else { DType::Bf16 };
