@@ -31,9 +31,9 @@ const FAMILIES: &[Family] = &[
         read: Tables::gemm_fp8_sm90,
     },
     Family {
-        name: "KL_GEMM_W8A16_SM90",
+        name: "KL_GEMM_MIXED_SM90",
         columns: "file, m, n, block k, consumer warpgroups, stages, raw stages, cluster mode, threads, shared bytes, relative cost",
-        read: Tables::gemm_w8a16_sm90,
+        read: Tables::gemm_mixed_sm90,
     },
     Family {
         name: "KL_GEMM_MMA",
@@ -171,8 +171,8 @@ impl Tables {
         }
     }
 
-    fn gemm_w8a16_sm90(&mut self, row: &Row<'_>) -> Result<()> {
-        self.hopper_gemm(row, "W8A16_", "W8A16", false)
+    fn gemm_mixed_sm90(&mut self, row: &Row<'_>) -> Result<()> {
+        self.hopper_gemm(row, "Mixed_", "MixedInput", false)
     }
 
     /// A Hopper GEMM; the names of its tiles begin with `prefix`, `operands` is a variant of `GemmOperands`.

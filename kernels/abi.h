@@ -14,9 +14,11 @@
 #define KL_F16 2u
 #define KL_U8 3u
 #define KL_E4M3 4u
+#define KL_E2M1 5u
 
 /* A matrix: `rows` rows of `cols` elements, `stride` elements from row to row. Elements of KL_E4M3 stand for `scale` times their value.
- * An absent matrix has a `data` of zero. */
+ * Those of KL_E2M1 stand for `scale` times their value times the scale of their block of sixteen columns, which is not part of the KlMat;
+ * two of them share a byte, the even column in the high nibble. An absent matrix has a `data` of zero. */
 typedef struct {
   uint64_t data;
   uint64_t stride;
@@ -257,7 +259,14 @@ typedef struct {
 
 #define KL_GEMM_PARTS 4u
 
-/* `w` are the matrices that the weight consists of, one below the other; `scales` of each, if present, are one f32 more for every row. */
+/* Tiles of the block scales of KL_E2M1: rows, columns of the matrix, bytes. */
+#define KL_SCALE_TILE_ROWS 128u
+#define KL_SCALE_TILE_COLS 64u
+#define KL_SCALE_TILE_BYTES 512u
+
+/* `w` are the matrices that the weight consists of, one below the other; `scales` of each, if present, are one f32 more for every row or,
+ * of KL_E2M1, the e4m3 scales of its blocks. These are in tiles of KL_SCALE_TILE_BYTES for 128 rows by four blocks, along K first; a tile
+ * has the four of rows r, r + 32, r + 64 and r + 96 in sixteen bytes. */
 typedef struct {
   KlMat x, w[KL_GEMM_PARTS], bias, table;
   uint64_t scales[KL_GEMM_PARTS];
@@ -285,7 +294,7 @@ typedef struct {
   KlTileSchedule schedule;
 } KlGemm;
 
-/* ------------------------------------------------------------- gemm_bf16_sm90.cu, gemm_fp8_sm90.cu, gemm_w8a16_sm90.cu */
+/* ------------------------------------------------------------- gemm_bf16_sm90.cu, gemm_fp8_sm90.cu, gemm_mixed_sm90.cu */
 
 /* CTAs per cluster. */
 #define KL_SM90_CLUSTER 2u

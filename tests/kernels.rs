@@ -63,7 +63,7 @@ impl Table {
 }
 
 /// The files whose kernels use `wgmma`.
-const SM90_FILES: [&str; 4] = ["gemm_bf16_sm90", "gemm_fp8_sm90", "gemm_w8a16_sm90", "attention_sm90"];
+const SM90_FILES: [&str; 4] = ["gemm_bf16_sm90", "gemm_fp8_sm90", "gemm_mixed_sm90", "attention_sm90"];
 
 /// Where a build exceeds the table.
 fn faults(built: &Table, allowed: &Table) -> Vec<String> {
@@ -380,8 +380,8 @@ fn a_row_is_all_that_a_new_tile_takes() {
         &["kl_gemm_fp8_sm90_64x16_promoted", "Fp8Promoted64x16 = TileConfig { block_m: 64, block_n: 16, block_k: 128,"],
     );
     has(
-        "KL_GEMM_W8A16_SM90(gemm_w8a16_sm90, 64, 16, 64, 1, 8, 3, MulticastA, 256, 90000, 110)",
-        &["kl_gemm_w8a16_sm90_64x16", "W8A16_64x16 = TileConfig { block_m: 64"],
+        "KL_GEMM_MIXED_SM90(gemm_mixed_sm90, 64, 16, 64, 1, 8, 3, MulticastA, 256, 90000, 110)",
+        &["kl_gemm_mixed_sm90_64x16", "Mixed_64x16 = TileConfig { block_m: 64"],
     );
     has(
         "KL_GEMM_MMA(gemm_mma, 32, 128, 64, 4, 3, 5, 128, 61440, 500)",

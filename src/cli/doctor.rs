@@ -130,7 +130,7 @@ mod tests {
 
     #[test]
     fn kernels_are_grouped_by_file() {
-        let files = ["gemm_bf16_sm90", "gemm_fp8_sm90", "gemm_w8a16_sm90", "gemm_mma"];
+        let files = ["gemm_bf16_sm90", "gemm_fp8_sm90", "gemm_mixed_sm90", "gemm_mma"];
         let tiles = |file| Tile::ALL.iter().filter(|tile| tile.config().kernel.file() == file).count();
         let gemm = files.map(|file| format!("{file} ({} tiles), ", tiles(file))).concat() + "naive";
         for (op, files) in [

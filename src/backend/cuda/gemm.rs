@@ -127,7 +127,7 @@ fn operands(stream: &KlGemmStream) -> GemmOperands {
     if codes(&stream.x) {
         GemmOperands::Fp8
     } else if stream.w.iter().any(codes) || stream.part.iter().any(|part| codes(&part.out)) {
-        GemmOperands::W8A16
+        GemmOperands::MixedInput
     } else {
         GemmOperands::Bf16
     }

@@ -130,8 +130,8 @@ pub const ALL: &[Planted] = &[
     // Writer warps hand over a stage that wgmma need not see yet.
     Planted {
         name: "expanded_without_fence",
-        kernel_file: "gemm_w8a16_sm90",
-        tile: "KL_GEMM_W8A16_SM90(gemm_w8a16_sm90, 128, 192,",
+        kernel_file: "gemm_mixed_sm90",
+        tile: "KL_GEMM_MIXED_SM90(gemm_mixed_sm90, 128, 192,",
         source: "gemm/mainloop_sm90.cuh",
         find: "      fence_proxy_async();  // wgmma sees what the warp has written\n",
         replace: "",
@@ -139,8 +139,8 @@ pub const ALL: &[Planted] = &[
     // Writer warps give a raw stage back before they have read it.
     Planted {
         name: "raw_stage_released_early",
-        kernel_file: "gemm_w8a16_sm90",
-        tile: "KL_GEMM_W8A16_SM90(gemm_w8a16_sm90, 128, 192,",
+        kernel_file: "gemm_mixed_sm90",
+        tile: "KL_GEMM_MIXED_SM90(gemm_mixed_sm90, 128, 192,",
         source: "gemm/mainloop_sm90.cuh",
         find: "      writer.expand(pipe.b(pipe.stage), pipe.raw(raw.stage));\n      fence_proxy_async();  // wgmma sees what the warp has \
                written\n      __syncwarp();\n      arrive(pipe.full(pipe.stage)), arrive(pipe.raw_ring().empty(raw.stage));",
@@ -150,8 +150,8 @@ pub const ALL: &[Planted] = &[
     // The second half of a tile's rows is expanded from the codes of the first.
     Planted {
         name: "wrong_half_expanded",
-        kernel_file: "gemm_w8a16_sm90",
-        tile: "KL_GEMM_W8A16_SM90(gemm_w8a16_sm90, 128, 192,",
+        kernel_file: "gemm_mixed_sm90",
+        tile: "KL_GEMM_MIXED_SM90(gemm_mixed_sm90, 128, 192,",
         source: "gemm/expand_sm90.cuh",
         find: "tma_load_2d(to + Config::kRawBytes / 2, second.map, k * Config::kBlockK, second.row, full);",
         replace: "tma_load_2d(to + Config::kRawBytes / 2, first.map, k * Config::kBlockK, first.row, full);",

@@ -23,7 +23,7 @@ pub enum GemmOperands {
     /// e4m3 by e4m3, stored as bf16 or e4m3.
     Fp8,
     /// bf16 inputs by weights of e4m3 or bf16, stored as bf16 or e4m3.
-    W8A16,
+    MixedInput,
 }
 
 /// A tile's properties.
@@ -56,7 +56,7 @@ pub struct TileConfig {
 macro_rules! tiles {
     ($($(#[$doc:meta])* $name:ident = $config:expr;)*) => {
         /// The part of the output that a CTA computes at a time, called by its rows and columns (MxN). `Mma` tiles are of the portable
-        /// kernel (`mma.sync`), `Sm90` tiles of the Hopper kernels (TMA and `wgmma`), of which `Fp8` and `W8A16` say what they
+        /// kernel (`mma.sync`), `Sm90` tiles of the Hopper kernels (TMA and `wgmma`), of which `Fp8` and `Mixed` say what they
         /// multiply.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub enum Tile { $($(#[$doc])* $name),* }

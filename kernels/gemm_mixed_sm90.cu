@@ -1,6 +1,6 @@
 // W8A16 GEMM on Hopper: the GEMM of gemm_bf16_sm90.cu with weights of e4m3, which are expanded to bf16 on their way into the pipeline.
 //
-//   kl_gemm_w8a16_sm90_256x192, ...   out = epilogue(alpha x w^T + bias), activations of bf16, weights of e4m3 or bf16, f32 accumulators
+//   kl_gemm_mixed_sm90_256x192, ...   out = epilogue(alpha x w^T + bias), activations of bf16, weights of e4m3 or bf16, f32 accumulators
 //
 // Bound: as gemm_bf16_sm90.cu; half of the bytes of a weight. By the count of their instructions, 40 for sixteen codes, the writer warps
 // are busy for about two thirds of the time that the MMAs of a k-block take with 128 rows, and a third with 256.
@@ -15,7 +15,7 @@
 #include <gemm/policies_sm90.cuh>
 
 template <int kRawStages>
-struct W8A16Policies {
+struct MixedInputPolicies {
   using Params = KlGemmSm90;
   using OperandA = RowsA;
   using OperandB = ExpandedB<kRawStages>;
@@ -24,8 +24,8 @@ struct W8A16Policies {
   using Store = StoreBf16OrE4m3Rows;
 };
 
-#define KL_GEMM_W8A16_SM90(file, m, n, block_k, consumers, stages, raw_stages, mode, threads, shared_bytes, relative_cost)     \
-  using Tile##m##x##n = GemmConfig<W8A16Policies<raw_stages>, m, n, block_k, consumers, stages, ClusterMode::k##mode>;         \
+#define KL_GEMM_MIXED_SM90(file, m, n, block_k, consumers, stages, raw_stages, mode, threads, shared_bytes, relative_cost)     \
+  using Tile##m##x##n = GemmConfig<MixedInputPolicies<raw_stages>, m, n, block_k, consumers, stages, ClusterMode::k##mode>;         \
   static_assert(row_states<Tile##m##x##n::kThreads, threads>());                                                               \
   static_assert(row_states<Tile##m##x##n::kSmemBytes, shared_bytes>());                                                        \
   KL_ENTRY(kl_##file##_##m##x##n, KlGemmSm90, threads, 1) { gemm<Tile##m##x##n>(p); }
