@@ -172,7 +172,7 @@ impl Tables {
     }
 
     fn gemm_mixed_sm90(&mut self, row: &Row<'_>) -> Result<()> {
-        self.hopper_gemm(row, "Mixed_", "MixedInput", false)
+        self.hopper_gemm(row, "Mixed", "MixedInput", false)
     }
 
     /// A Hopper GEMM; the names of its tiles begin with `prefix`, `operands` is a variant of `GemmOperands`.

@@ -381,7 +381,7 @@ fn a_row_is_all_that_a_new_tile_takes() {
     );
     has(
         "KL_GEMM_MIXED_SM90(gemm_mixed_sm90, 64, 16, 64, 1, 8, 3, MulticastA, 256, 90000, 110)",
-        &["kl_gemm_mixed_sm90_64x16", "Mixed_64x16 = TileConfig { block_m: 64"],
+        &["kl_gemm_mixed_sm90_64x16", "Mixed64x16 = TileConfig { block_m: 64"],
     );
     has(
         "KL_GEMM_MMA(gemm_mma, 32, 128, 64, 4, 3, 5, 128, 61440, 500)",

@@ -106,17 +106,17 @@ const EXPECTED: &[Expected] = &[
     },
     Expected {
         bug: "expanded_without_fence",
-        choice: Choice::Tile(Tile::Mixed_128x192),
+        choice: Choice::Tile(Tile::Mixed128x192),
         case: EXPANDED,
         message: "without fence_proxy_async",
     },
     Expected {
         bug: "raw_stage_released_early",
-        choice: Choice::Tile(Tile::Mixed_128x192),
+        choice: Choice::Tile(Tile::Mixed128x192),
         case: EXPANDED,
         message: "without a barrier between them",
     },
-    Expected { bug: "wrong_half_expanded", choice: Choice::Tile(Tile::Mixed_128x192), case: EXPANDED, message: "relative error" },
+    Expected { bug: "wrong_half_expanded", choice: Choice::Tile(Tile::Mixed128x192), case: EXPANDED, message: "relative error" },
     Expected {
         bug: "promoted_without_wait",
         choice: Choice::Tile(Tile::Fp8Promoted256x128),

@@ -250,7 +250,7 @@ impl Backend for Cuda {
         // A build may lack the kernels of this GPU.
         GemmFormats {
             w8a8: has(Kernel::GemmFp8_256x192),
-            w8a16: has(Kernel::GemmMixed_256x192),
+            w8a16: has(Kernel::GemmMixed256x192),
             qk8: has(Kernel::AttentionSm90MaxFreeE4m3),
             ..GemmFormats::NONE
         }
