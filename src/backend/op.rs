@@ -206,6 +206,16 @@ impl Softmax {
             Self::Base2 { .. } => LN_2,
         }
     }
+
+    /// Whether it needs no row maximum, for so many keys. Even if every score is as large as the bound, sums of that many products
+    /// with values up to 2^11 stay within the range of f32. And even if none is larger than minus the bound, what is flushed to
+    /// zero, below 2^-126, is at most 2^-10 of the sum.
+    pub fn is_max_free(self, keys: usize) -> bool {
+        const LARGEST_EXPONENT: f32 = 127.0;
+        const VALUE_EXPONENT: f32 = 11.0;
+        let fits = |bound: f32| bound + (keys.max(1) as f32).log2() + VALUE_EXPONENT <= LARGEST_EXPONENT;
+        matches!(self, Self::Base2 { bound } if fits(bound))
+    }
 }
 
 /// How a convolution changes the resolution.
@@ -543,5 +553,19 @@ impl Op<'_> {
             Self::Conv { out, w, .. } => 2 * (out.rows * w.weight.len()) as u64,
             _ => 0,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_keys_leave_less_room_without_a_maximum() {
+        let is_max_free = |bound, keys| Softmax::Base2 { bound }.is_max_free(keys);
+        assert!(is_max_free(100.0, 1 << 16) && !is_max_free(100.1, 1 << 16));
+        assert!(is_max_free(103.8, 4608) && !is_max_free(103.9, 4608));
+        assert!(is_max_free(116.0, 1) && !is_max_free(f32::INFINITY, 1) && !is_max_free(f32::NAN, 1));
+        assert!(!Softmax::Natural { scale: 0.1 }.is_max_free(1), "nothing bounds its scores");
     }
 }

@@ -10,7 +10,8 @@ use std::f32::consts::LOG2_E;
 /// Which format the queries and keys of the transformer's attention are to have. Values are never quantised.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AttentionFormat {
-    /// e4m3 in every block that makes them from e4m3 inputs, if the backend has such an attention.
+    /// e4m3 in every block that makes them from e4m3 inputs, if the backend has such an attention; but not where only bf16 has a
+    /// max-free softmax.
     #[default]
     Auto,
     /// That of activations.
@@ -30,6 +31,9 @@ pub enum PlainHeads {
     Device,
     /// The layers that make them do not all have e4m3 inputs, so that their precision is not that of e4m3 either.
     Inputs,
+    /// Softmax is max-free in bf16 and would not be in e4m3, where rounding lets scores grow further. A running maximum takes more
+    /// time than e4m3 saves.
+    MaxFree,
 }
 
 /// The format of queries and keys in one block.
@@ -44,6 +48,11 @@ pub struct BlockFormat {
     /// Why queries and keys are not e4m3, if they are not.
     pub why: Option<PlainHeads>,
 }
+
+/// The keys of a 1024x1024 image and its prompt. A block's format is chosen for that many, before the number is known: it must not
+/// depend on the image, and on the backend only by what that can do, so that all give the same images. With more keys a softmax
+/// that was taken for max-free may need a maximum after all; that costs time and nothing else.
+const USUAL_KEYS: usize = 64 * 64 + 512;
 
 /// The attention of one block.
 pub(super) struct BlockAttention {
@@ -76,28 +85,29 @@ impl BlockAttention {
         layers: &[&Linear],
         gain: &QkGain,
     ) -> Result<Self> {
+        let (scale, values) = (LOG2_E / (HEAD_DIM as f32).sqrt(), precision.activations());
+        // e4m3 has the same precision over fifteen octaves, so it suffices that both keep clear of its ends. With the same factor
+        // they do: an element is at most about 4 times the gain of its norm, and e4m3 ends at 448.
+        let each = scale.sqrt();
+        let plain = Softmax::Base2 { bound: LOG2_E * gain.bound(HEAD_DIM) };
+        let e4m3 = Softmax::Base2 { bound: gain.e4m3_bound(HEAD_DIM, each) };
         let why = match asked {
             AttentionFormat::Bf16 => Some(PlainHeads::Asked),
             _ if precision != Precision::Bf16 => Some(PlainHeads::Precision),
             _ if !gemms.takes_heads(DType::E4m3) => Some(PlainHeads::Device),
             _ if layers.iter().any(|layer| layer.input.dtype != DType::E4m3) => Some(PlainHeads::Inputs),
+            AttentionFormat::Auto if plain.is_max_free(USUAL_KEYS) && !e4m3.is_max_free(USUAL_KEYS) => Some(PlainHeads::MaxFree),
             _ => None,
         };
         if let (AttentionFormat::Fp8, Some(why)) = (asked, why) {
             return Err(refused(name, why));
         }
-        let (scale, values) = (LOG2_E / (HEAD_DIM as f32).sqrt(), precision.activations());
-        let (heads, [q_scale, k_scale], bound) = match why {
-            Some(_) => (Stored::plain(values), [scale, 1.0], LOG2_E * gain.bound(HEAD_DIM)),
-            // e4m3 has the same precision over fifteen octaves, so it suffices that both keep clear of its ends. With the same
-            // factor they do: an element is at most about 4 times the gain of its norm, and e4m3 ends at 448.
-            None => {
-                let each = scale.sqrt();
-                (Stored::fp8(Scale::ONE), [each; 2], gain.e4m3_bound(HEAD_DIM, each))
-            }
+        let (heads, [q_scale, k_scale], softmax) = match why {
+            Some(_) => (Stored::plain(values), [scale, 1.0], plain),
+            None => (Stored::fp8(Scale::ONE), [each; 2], e4m3),
         };
         let format = BlockFormat { name: name.into(), heads: heads.dtype, values, why };
-        Ok(Self { format, heads, q_scale, k_scale, softmax: Softmax::Base2 { bound } })
+        Ok(Self { format, heads, q_scale, k_scale, softmax })
     }
 
     /// The format of its queries and keys.
@@ -130,9 +140,58 @@ impl BlockAttention {
 /// The error for a block that cannot have the format that was asked for.
 fn refused(name: &str, why: PlainHeads) -> Error {
     let why = match why {
-        PlainHeads::Asked | PlainHeads::Precision => "nothing is quantised in f32 precision".into(),
-        PlainHeads::Device => "this device has no such kernel".into(),
+        // Whoever asked for FP8 has not asked for anything else, and gets it where it is slower.
+        PlainHeads::Asked | PlainHeads::MaxFree | PlainHeads::Precision => "nothing is quantised in f32 precision".into(),
+        PlainHeads::Device => "there is no kernel for it here".into(),
         PlainHeads::Inputs => format!("the inputs of `{name}` are not FP8"),
     };
     Error::Usage { what: format!("FP8 attention cannot be had: {why}"), hint: Some(Remedy::AnyAttention) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::bounds::NormGain;
+    use super::*;
+    use crate::tensor::{Bytes, Region, WeightPart};
+    use std::sync::Arc;
+
+    /// The format of a block, all of whose gains are the same, and the bounds in bf16 and in e4m3.
+    fn block(asked: AttentionFormat, gain: f32) -> (BlockAttention, [f32; 2]) {
+        let norm = || {
+            let bytes = DType::F32.encoded(&[gain; HEAD_DIM]);
+            NormGain::of(&[WeightPart::plain(Bytes::new(Arc::new(bytes)), DType::F32, 1)])
+        };
+        let gains = QkGain { q: norm(), k: norm() };
+        let weight = Arena::new(Region::Weights).alloc(HEAD_DIM, HEAD_DIM, DType::Bf16).unwrap();
+        let layer = Linear { input: Stored::fp8(Scale::ONE), ..Linear::new(weight, None) };
+        let block = BlockAttention::new(asked, GemmFormats::ALL, Precision::Bf16, "x", &[&layer], &gains).unwrap();
+        let scale = (LOG2_E / (HEAD_DIM as f32).sqrt()).sqrt();
+        (block, [LOG2_E * gains.bound(HEAD_DIM), gains.e4m3_bound(HEAD_DIM, scale)])
+    }
+
+    /// With 4,608 keys softmax is max-free up to bounds of 103.83.
+    #[test]
+    fn a_running_maximum_is_worse_than_bf16() {
+        for (gain, plain, e4m3, why) in [
+            (1.0, 16.649, 18.394, None),
+            (2.379, 94.226, 103.791, None),
+            (2.38, 94.305, 103.878, Some(PlainHeads::MaxFree)),
+            (2.497, 103.805, 114.330, Some(PlainHeads::MaxFree)),
+            // Both need a maximum, and then e4m3 is faster.
+            (2.498, 103.888, 114.422, None),
+            (f32::NAN, f32::INFINITY, f32::INFINITY, None),
+        ] {
+            let near = |got: f32, want: f32| got == want || (got - want).abs() < 0.001;
+            let (auto, bounds) = block(AttentionFormat::Auto, gain);
+            assert!(near(bounds[0], plain) && near(bounds[1], e4m3), "{gain}: {bounds:?}");
+            assert_eq!(auto.format.why, why, "{gain}");
+            let (dtype, bound) = if why.is_none() { (DType::E4m3, bounds[1]) } else { (DType::Bf16, bounds[0]) };
+            assert_eq!((auto.format.heads, auto.heads.dtype), (dtype, dtype), "{gain}");
+            assert_eq!(auto.softmax, Softmax::Base2 { bound }, "{gain}");
+            // Whoever asks for one format has it everywhere.
+            let (asked, _) = block(AttentionFormat::Fp8, gain);
+            assert_eq!((asked.format.heads, asked.softmax), (DType::E4m3, Softmax::Base2 { bound: bounds[1] }), "{gain}");
+            assert_eq!(block(AttentionFormat::Bf16, gain).0.format.why, Some(PlainHeads::Asked), "{gain}");
+        }
+    }
 }

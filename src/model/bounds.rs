@@ -64,8 +64,9 @@ impl QkGain {
     /// `a` over all pairs is at most the length of the head times that of its gains.
     pub fn e4m3_bound(&self, head_dim: usize, scale: f32) -> f32 {
         let (growth, t, d) = (18.0 / 17.0, SQRT_2 / 1024.0, head_dim as f32);
-        let lengths = scale * d.sqrt() * (self.q.length() + self.k.length());
-        growth * growth * LOG2_E * self.exact_bound(head_dim) + growth * t * lengths + d / 2.0 * t * t
+        let (exact, lengths) = (self.exact_bound(head_dim), scale * d.sqrt() * (self.q.length() + self.k.length()));
+        // The length of gains that are not known or not finite says nothing.
+        if exact.is_infinite() { exact } else { growth * growth * LOG2_E * exact + growth * t * lengths + d / 2.0 * t * t }
     }
 
     /// The bound without rounding.
@@ -153,6 +154,6 @@ mod tests {
         assert_eq!(QkGain::default().bound(4), f32::INFINITY);
         assert_eq!(known.or(&QkGain::default()).bound(4), f32::INFINITY);
         let bad = QkGain { q: gain(&[f32::NAN, 1.0, 1.0, 1.0]), ..known };
-        assert_eq!(bad.bound(4), f32::INFINITY);
+        assert_eq!((bad.bound(4), bad.e4m3_bound(4, 1.0)), (f32::INFINITY, f32::INFINITY));
     }
 }

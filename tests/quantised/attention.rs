@@ -128,6 +128,39 @@ fn blocks_with_fp8_inputs_attend_in_fp8() {
     }
 }
 
+/// In e4m3 the bound on scores is larger. Where it needs a maximum and that of bf16 does not, bf16 is the faster one.
+#[test]
+fn blocks_stay_in_bf16_where_only_that_needs_no_maximum() {
+    // The gain of a double block is the larger one of its streams.
+    for (norms, small, block) in [
+        ("double_blocks.1.txt_attn.norm.", "double_blocks.1.img_attn.norm.", 1),
+        ("double_blocks.0.img_attn.norm.", "double_blocks.0.txt_attn.norm.", 0),
+        ("single_blocks.0.norm.", "none", 2),
+    ] {
+        // With 4,608 keys softmax needs no maximum up to gains of 2.497 in bf16 and 2.379 in e4m3.
+        for (gain, attention, is_plain) in [
+            (2.375, AttentionFormat::Auto, false),
+            (2.4375, AttentionFormat::Auto, true),
+            (2.4375, AttentionFormat::Fp8, false),
+            (2.5, AttentionFormat::Auto, false),
+        ] {
+            let mut content = Content::of("fp8").clone();
+            for (names, gain) in [(norms, gain), (small, 1.0)] {
+                let norms = content.plain.iter_mut().filter(|tensor| tensor.name.starts_with(names));
+                norms.for_each(|norm| norm.bytes = DType::Bf16.encoded(&[gain; HEAD_DIM]));
+            }
+            let model = open(&content);
+            let planned = model.formats(options(attention), GemmFormats::ALL).unwrap().attention;
+            let why = |i| (is_plain && i == block).then_some(PlainHeads::MaxFree);
+            let want: Vec<_> = (0..4).map(why).collect();
+            assert_eq!(planned.iter().map(|block| block.why).collect::<Vec<_>>(), want, "{norms} {gain} {attention:?}");
+            let (found, _) = attended(model, options(attention), GemmFormats::ALL, &small_job());
+            let want: Vec<bool> = want.iter().map(Option::is_none).collect();
+            assert_eq!(found.iter().map(is_fp8).collect::<Vec<_>>(), want, "{norms} {gain} {attention:?}");
+        }
+    }
+}
+
 #[test]
 fn bf16_attention_is_that_of_a_backend_without_another() {
     let images = [
@@ -168,7 +201,7 @@ fn fp8_attention_that_cannot_be_had_is_an_error() {
     let mixed = whole.with_plain_layers(|layer| layer == "single_blocks.1.linear1");
     for (content, precision, gemms, want, why) in [
         (whole, Precision::F32, GemmFormats::ALL, "nothing is quantised in f32 precision", PlainHeads::Precision),
-        (whole, Precision::Bf16, GemmFormats::NONE, "this device has no such kernel", PlainHeads::Device),
+        (whole, Precision::Bf16, GemmFormats::NONE, "there is no kernel for it here", PlainHeads::Device),
         (&mixed, Precision::Bf16, GemmFormats::ALL, "the inputs of `single_blocks.1` are not FP8", PlainHeads::Inputs),
     ] {
         let model = open(content);

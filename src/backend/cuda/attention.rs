@@ -24,15 +24,6 @@ pub fn kernels() -> Vec<Kernel> {
     sm90.into_iter().chain([Kernel::AttentionMma]).chain(wide).chain([Kernel::NaiveAttention]).collect()
 }
 
-/// Whether softmax needs no row maximum, for so many keys and logits that are bounded so, as exponents of two. Even if every
-/// logit is as large, sums of that many products with values up to 2^11 stay within the range of f32. And even if none is larger
-/// than minus the bound, what is flushed to zero, below 2^-126, is at most 2^-10 of the sum.
-fn is_max_free(bound: f32, keys: u32) -> bool {
-    const LARGEST_EXPONENT: f32 = 127.0;
-    const VALUE_EXPONENT: f32 = 11.0;
-    bound + (keys.max(1) as f32).log2() + VALUE_EXPONENT <= LARGEST_EXPONENT
-}
-
 /// Query heads with the same keys that share a tile of causal attention: then a prompt gives about as many tiles as there are SMs.
 const PACKED_HEADS: u32 = 4;
 
@@ -221,8 +212,7 @@ impl<'a> HopperLaunch<'a> {
 /// The Hopper kernel for queries and keys of this type and a softmax, if there is one; `operands` is the product of their scales.
 /// The max-free kernels take scores that are exponents of two as they are, and bounded.
 fn hopper_kernel(dtype: u32, operands: f32, &AttentionArgs { kv, causal, softmax, .. }: &AttentionArgs<'_>) -> Option<Kernel> {
-    let keys = kv.iter().map(|segment| segment.k.rows as u32).sum();
-    let max_free = matches!(softmax, Softmax::Base2 { bound } if is_max_free(bound, keys)) && operands == 1.0;
+    let max_free = softmax.is_max_free(kv.iter().map(|segment| segment.k.rows).sum()) && operands == 1.0;
     match dtype {
         abi::KL_BF16 if causal => Some(Kernel::AttentionSm90Causal),
         abi::KL_BF16 if max_free => Some(Kernel::AttentionSm90MaxFree),
@@ -241,13 +231,6 @@ mod tests {
     fn segment(data: u64, rows: u32) -> abi::KlKeyValues {
         let m = KlMat { data, stride: 256, rows, cols: 256, dtype: abi::KL_BF16, ..NONE };
         abi::KlKeyValues { k: m, v: KlMat { data: data + (1 << 30), ..m } }
-    }
-
-    #[test]
-    fn more_keys_leave_less_room_without_a_maximum() {
-        assert!(is_max_free(100.0, 1 << 16) && !is_max_free(100.1, 1 << 16));
-        assert!(is_max_free(103.8, 4608) && !is_max_free(103.9, 4608));
-        assert!(is_max_free(116.0, 1) && !is_max_free(f32::INFINITY, 1) && !is_max_free(f32::NAN, 1));
     }
 
     #[test]

@@ -54,7 +54,7 @@ choice! {
 choice! {
     /// Values of `--attention`.
     AttentionArg for AttentionFormat {
-        /// FP8 in blocks whose weights and inputs are FP8, where the device has it
+        /// FP8 in blocks whose weights and inputs are FP8, where the device has it and it is faster
         Auto => AttentionFormat::Auto,
         /// As other activations, in the format of --precision
         Bf16 => AttentionFormat::Bf16,

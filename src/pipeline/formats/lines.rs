@@ -272,11 +272,16 @@ mod tests {
         let asked = block(Bf16, Some(PlainHeads::Asked));
         assert_eq!(line(std::slice::from_ref(&asked), Bf16), None);
         let inputs = block(Bf16, Some(PlainHeads::Inputs));
+        let max_free = block(Bf16, Some(PlainHeads::MaxFree));
         for (attention, want) in [
             (&[fp8.clone(), fp8.clone()][..], "q and k fp8, v bf16"),
             (&[asked], "bf16 (as asked)"),
             (&[block(Bf16, Some(PlainHeads::Device))], "bf16 (no fp8 attention here)"),
             (&[BlockFormat { values: F32, ..block(F32, Some(PlainHeads::Precision)) }], "f32"),
+            (
+                &[max_free.clone(), fp8.clone(), max_free],
+                "2 blocks bf16 (fp8 would need a running maximum); 1 block q and k fp8, v bf16",
+            ),
             (&[fp8.clone(), inputs, fp8], "2 blocks q and k fp8, v bf16; 1 block bf16 (made from inputs that are not fp8)"),
         ] {
             assert_eq!(line(attention, E4m3), Some(format!("attention: {want}")));
