@@ -170,12 +170,13 @@ typedef struct {
 #define KL_SWIGLU 1u
 #define KL_GATE_RESIDUAL 2u
 
-/* `bias` and `gate` may be absent. `w` and `scales` are the rows of the weight and one f32 more for each, if present; for KL_SWIGLU gate
- * rows, then up rows. */
+/* `bias` and `gate` may be absent. `w` and `scales` are matrices of the weight and their scales, as in KlGemmStream, and `first` the rows of
+ * them with which the GEMM begins; for KL_SWIGLU those of gates, then those of ups. */
 typedef struct {
   KlMat out, x, w[2], bias, gate;
   uint64_t scales[2];
   uint64_t saturated;
+  uint32_t first[2];
   uint32_t epilogue;
   uint32_t unused;
 } KlNaiveGemm;
@@ -236,9 +237,14 @@ typedef struct {
 /* One more epilogue of the tensor-core GEMMs: qk-norm and RoPE of heads of 128 columns. */
 #define KL_QK_NORM_ROPE 3u
 
+/* A factor in `alpha` of KL_E2M1. Kernels expand its elements to bf16 as 2^-9 times their value times the scale of their block: with its
+ * bits in the places that they have in bf16 an element is 2^-126 times its value, and 2^126 times a scale of up to 448 is more than bf16 can
+ * hold, but 2^117 times it is not. */
+#define KL_E2M1_ALPHA 512.0f
+
 /* Rows of a weight, from row `first` of one of the stream's matrices on, whose type is `dtype`. Accumulators are multiplied by `alpha`:
- * the scale of x times that of the matrix and, where a product is stored as e4m3 without a norm in between, divided by that of the
- * output. */
+ * the scale of x times that of the matrix, times KL_E2M1_ALPHA if it is KL_E2M1, and, where a product is stored as e4m3 without a norm in
+ * between, divided by that of the output. */
 typedef struct {
   uint32_t matrix;
   uint32_t first;

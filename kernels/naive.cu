@@ -3,7 +3,7 @@
 //
 //   kl_naive_gemm        out = epilogue(x w^T + bias)      x [m, k], w [n, k], out [m, n]
 //                        store | silu(gate) * up, with n gate rows and n up rows of types of their own | out += gate * (...)
-//                        inputs, weights and results may be e4m3, and rows of the weight have scales
+//                        inputs, weights and results may be e4m3, and rows of the weight have scales; weights may be NVFP4
 //   kl_naive_conv        3x3 convolution over an NHWC image, + bias, + residual; the input may be upsampled by two (nearest neighbour)
 //                        first, or the stride may be two with zero padding at the right and bottom edge only
 //   kl_naive_attention   softmax(q k^T * scale) v, several KV segments, grouped-query attention, optional causal mask
@@ -13,6 +13,7 @@
 #include <attention/softmax.cuh>
 #include <common/conv.cuh>
 #include <common/math.cuh>
+#include <common/nvfp4.cuh>
 #include <common/reduce.cuh>
 #include <common/types.cuh>
 #include <ptx/entry.cuh>
@@ -23,15 +24,17 @@ static_assert(kTile * kTile == static_cast<int>(KL_NAIVE_THREADS) * kPatch * kPa
 using SmemTile = float[kBlockK][kTile + 1];
 
 // Accumulates over K for one output tile. a(row, i) and b(j, col, i) return the operands of the j-th of kGemms GEMMs that share A;
-// finish(row, col, acc) receives their accumulators.
-template <int kGemms, class A, class B, class F>
-__device__ __forceinline__ void tile_gemm(SmemTile& a_tile, SmemTile (&b_tile)[kGemms], uint64_t rows, uint64_t cols, uint32_t k_size,
+// finish(row, col, acc) receives their accumulators. A thread has kInFlight elements of each operand in flight.
+template <int kInFlight = 1, int kGemms, class A, class B, class F>
+__device__ __forceinline__ void tile_gemm(SmemTile& a_tile, SmemTile (&b_tile)[kGemms], uint64_t rows, uint32_t cols, uint32_t k_size,
                                              A a, B b, F finish) {
   // Rows are along x, the only grid dimension that is large enough for the pixels of an image.
-  const uint64_t row0 = static_cast<uint64_t>(blockIdx.x) * kTile, col0 = static_cast<uint64_t>(blockIdx.y) * kTile;
+  const uint64_t row0 = static_cast<uint64_t>(blockIdx.x) * kTile;
+  const uint32_t col0 = blockIdx.y * kTile;
   const uint32_t ty = threadIdx.x / (kTile / kPatch), tx = threadIdx.x % (kTile / kPatch);
   float acc[kPatch][kPatch][kGemms] = {};
   for (uint32_t i0 = 0; i0 < k_size; i0 += kBlockK) {
+#pragma unroll kInFlight
     for (uint32_t e = threadIdx.x; e < kTile * kBlockK; e += KL_NAIVE_THREADS) {
       const uint32_t line = e / kBlockK, i = e % kBlockK;
       a_tile[i][line] = row0 + line < rows && i0 + i < k_size ? a(row0 + line, i0 + i) : 0.0f;
@@ -62,7 +65,8 @@ __device__ __forceinline__ void tile_gemm(SmemTile& a_tile, SmemTile (&b_tile)[k
   for (int r = 0; r < kPatch; r++) {
 #pragma unroll
     for (int c = 0; c < kPatch; c++) {
-      const uint64_t row = row0 + ty * kPatch + r, col = col0 + tx + c * (kTile / kPatch);
+      const uint64_t row = row0 + ty * kPatch + r;
+      const uint32_t col = col0 + tx + c * (kTile / kPatch);
       if (row < rows && col < cols) finish(row, col, acc[r][c]);
     }
   }
@@ -76,15 +80,27 @@ KL_ENTRY(kl_naive_gemm, KlNaiveGemm, KL_NAIVE_THREADS, 3) {
     using X = typename decltype(t)::type;
     using W = typename decltype(u)::type;
     const auto x = [&](uint64_t row, uint32_t i) { return load<X>(p.x, row, i); };
-    const auto w = [&](int j, uint64_t col, uint32_t i) { return load<W>(p.w[j], col, i); };
-    const auto scale = [&](int j, uint64_t col) { return p.scales[j] ? reinterpret_cast<const float*>(p.scales[j])[col] : 1.0f; };
-    const uint64_t m = p.out.rows, n = p.out.cols;
+    constexpr bool kCodes = std::is_same_v<W, Any>;
+    const auto w = [&](int j, uint32_t col, uint32_t i) {
+      const uint32_t row = p.first[j] + col;
+      if constexpr (kCodes) {
+        if (p.w[j].dtype == KL_E2M1) return load_nvfp4(p.w[j], p.scales[j], row, i);
+      }
+      return load<W>(p.w[j], row, i);
+    };
+    const auto scale = [&](int j, uint32_t col) {
+      const bool by_rows = kCodes && p.scales[j] && p.w[j].dtype != KL_E2M1;
+      return by_rows ? reinterpret_cast<const float*>(p.scales[j])[p.first[j] + col] : 1.0f;
+    };
+    const uint32_t m = p.out.rows, n = p.out.cols;
+    // To find an element of any type takes registers.
+    constexpr int kInFlight = kCodes ? 1 : kTile * kBlockK / KL_NAIVE_THREADS;
     if (p.epilogue == KL_SWIGLU) {
-      tile_gemm(a_tile, both, m, n, p.x.cols, x, w, [&](uint64_t row, uint64_t col, const float(&acc)[2]) {
+      tile_gemm<kInFlight>(a_tile, both, m, n, p.x.cols, x, w, [&](uint64_t row, uint32_t col, const float(&acc)[2]) {
         store_quantised(p.out, row, col, silu(acc[0] * scale(0, col)) * (acc[1] * scale(1, col)), p.saturated);
       });
     } else {
-      tile_gemm(a_tile, one, m, n, p.x.cols, x, w, [&](uint64_t row, uint64_t col, const float(&acc)[1]) {
+      tile_gemm<kInFlight>(a_tile, one, m, n, p.x.cols, x, w, [&](uint64_t row, uint32_t col, const float(&acc)[1]) {
         float v = acc[0] * scale(0, col) + (p.bias.data ? load<float>(p.bias, 0, col) : 0.0f);
         if (p.epilogue == KL_GATE_RESIDUAL) {
           v = load_any(p.out, row, col) + (p.gate.data ? load_any(p.gate, 0, col) : 1.0f) * v;
@@ -94,7 +110,8 @@ KL_ENTRY(kl_naive_gemm, KlNaiveGemm, KL_NAIVE_THREADS, 3) {
     }
   };
   // Codes are few enough bytes to be read value by value, and so are gate and up rows of different types.
-  if (p.x.dtype == KL_E4M3 || p.w[0].dtype == KL_E4M3 || p.w[0].dtype != p.w[1].dtype) {
+  const bool codes = p.x.dtype == KL_E4M3 || p.w[0].dtype == KL_E4M3 || p.w[0].dtype == KL_E2M1;
+  if (codes || p.w[0].dtype != p.w[1].dtype) {
     multiply(Type<Any>(), Type<Any>());
   } else {
     with_operand_types(p.x.dtype, p.w[0].dtype, multiply);
@@ -117,9 +134,9 @@ KL_ENTRY(kl_naive_conv, KlConv, KL_NAIVE_THREADS) {
       const uint64_t from = static_cast<uint64_t>(sy) * p.width + sx;
       return load<X>(p.x, from, i % channels);
     };
-    const auto w = [&](int, uint64_t col, uint32_t i) { return load<W>(p.w, col, i); };
-    const uint64_t m = p.out.rows, n = p.out.cols;
-    tile_gemm(a_tile, b_tile, m, n, 9 * channels, x, w, [&](uint64_t row, uint64_t col, const float(&acc)[1]) {
+    const auto w = [&](int, uint32_t col, uint32_t i) { return load<W>(p.w, col, i); };
+    const uint32_t m = p.out.rows, n = p.out.cols;
+    tile_gemm(a_tile, b_tile, m, n, 9 * channels, x, w, [&](uint64_t row, uint32_t col, const float(&acc)[1]) {
       float v = acc[0] + load<float>(p.bias, 0, col);
       if (p.residual.data) v += load_any(p.residual, row, col);
       store_any(p.out, row, col, v);

@@ -6,7 +6,7 @@ use super::declared::invalid;
 use super::header::Entry;
 use super::shard::Shard;
 use crate::error::{Error, Remedy, Result};
-use crate::tensor::nvfp4::{self, BLOCK, TILE_BYTES, TILE_ROWS};
+use crate::tensor::nvfp4::{self, BLOCK, TILE_ROWS};
 use crate::tensor::{Bytes, DType, Nvfp4Layout, PartScaling, Scale};
 use crate::text::shown;
 use rayon::prelude::*;
@@ -129,8 +129,7 @@ impl Grid {
         if !self.tiled {
             return (at / self.blocks, at % self.blocks);
         }
-        let (tile, within, along) = (at / TILE_BYTES, at % TILE_BYTES, nvfp4::tiles_along(self.blocks * BLOCK));
-        (tile / along * TILE_ROWS + within / 16 + within % 16 / 4 * 32, tile % along * 4 + within % 4)
+        nvfp4::scale_place(at, nvfp4::tiles_along(self.blocks * BLOCK))
     }
 
     /// The first invalid scale of a chunk that begins at byte `start`, and what is wrong with it.

@@ -31,6 +31,12 @@ pub const fn scale_offset(row: usize, block: usize, tiles_along: usize) -> usize
     (row / TILE_ROWS * tiles_along + block / 4) * TILE_BYTES + row % 32 * 16 + row % TILE_ROWS / 32 * 4 + block % 4
 }
 
+/// The row and the block that the scale at this byte belongs to. Tiles may reach over the end of the matrix.
+pub const fn scale_place(at: usize, tiles_along: usize) -> (usize, usize) {
+    let (tile, within) = (at / TILE_BYTES, at % TILE_BYTES);
+    (tile / tiles_along * TILE_ROWS + within / 16 + within % 16 / 4 * 32, tile % tiles_along * 4 + within % 4)
+}
+
 /// What the values of a block are multiples of: the product of both scales, rounded once.
 pub fn unit(tensor: f32, scale: u8) -> f32 {
     tensor * e4m3(scale)

@@ -40,6 +40,7 @@ pub const KL_DOWN: u32 = 2;
 pub const KL_CONV_SIDE: u32 = 16384;
 pub const KL_MMA_COLS: u32 = 128;
 pub const KL_QK_NORM_ROPE: u32 = 3;
+pub const KL_E2M1_ALPHA: f64 = 512.0;
 pub const KL_GEMM_PARTS: u32 = 4;
 pub const KL_SCALE_TILE_ROWS: u32 = 128;
 pub const KL_SCALE_TILE_COLS: u32 = 64;
@@ -344,12 +345,13 @@ pub struct KlNaiveGemm {
     pub gate: KlMat,
     pub scales: [u64; 2usize],
     pub saturated: u64,
+    pub first: [u32; 2usize],
     pub epilogue: u32,
     pub unused: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlNaiveGemm"][::core::mem::size_of::<KlNaiveGemm>() - 224usize];
+    ["Size of KlNaiveGemm"][::core::mem::size_of::<KlNaiveGemm>() - 232usize];
     ["Alignment of KlNaiveGemm"][::core::mem::align_of::<KlNaiveGemm>() - 8usize];
     ["Offset of field: KlNaiveGemm::out"][::core::mem::offset_of!(KlNaiveGemm, out) - 0usize];
     ["Offset of field: KlNaiveGemm::x"][::core::mem::offset_of!(KlNaiveGemm, x) - 32usize];
@@ -358,8 +360,9 @@ const _: () = {
     ["Offset of field: KlNaiveGemm::gate"][::core::mem::offset_of!(KlNaiveGemm, gate) - 160usize];
     ["Offset of field: KlNaiveGemm::scales"][::core::mem::offset_of!(KlNaiveGemm, scales) - 192usize];
     ["Offset of field: KlNaiveGemm::saturated"][::core::mem::offset_of!(KlNaiveGemm, saturated) - 208usize];
-    ["Offset of field: KlNaiveGemm::epilogue"][::core::mem::offset_of!(KlNaiveGemm, epilogue) - 216usize];
-    ["Offset of field: KlNaiveGemm::unused"][::core::mem::offset_of!(KlNaiveGemm, unused) - 220usize];
+    ["Offset of field: KlNaiveGemm::first"][::core::mem::offset_of!(KlNaiveGemm, first) - 216usize];
+    ["Offset of field: KlNaiveGemm::epilogue"][::core::mem::offset_of!(KlNaiveGemm, epilogue) - 224usize];
+    ["Offset of field: KlNaiveGemm::unused"][::core::mem::offset_of!(KlNaiveGemm, unused) - 228usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

@@ -3,7 +3,7 @@
 use super::abi::{self, KlAttentionSm90, KlMat};
 use super::context::{Choice, OpContext};
 use super::launch::Kernel;
-use super::params::{NO_MAP, NONE, box_cols, element_bytes, is_async_copyable, is_pair_aligned};
+use super::params::{NO_MAP, NONE, box_cols, bytes, is_async_copyable, is_pair_aligned};
 use super::select::{Schedule, persistent_stream_k};
 use super::tiles::WIDE_ATTENTIONS;
 use crate::backend::{KvSegment, Softmax};
@@ -38,7 +38,7 @@ pub struct AttentionArgs<'a> {
 /// The KV segments without the empty ones, where two that are adjacent in memory are one.
 fn merge_segments(kv: &[abi::KlKeyValues]) -> Vec<abi::KlKeyValues> {
     let follows = |a: &KlMat, b: &KlMat| {
-        let end = a.data + u64::from(a.rows) * a.stride * element_bytes(a.dtype);
+        let end = a.data + bytes(u64::from(a.rows) * a.stride, a.dtype);
         end == b.data && a.stride == b.stride && a.dtype == b.dtype && a.scale.to_bits() == b.scale.to_bits()
     };
     let mut segments: Vec<abi::KlKeyValues> = Vec::new();

@@ -7,7 +7,7 @@ use super::abi::{self, KlGemmPart, KlGemmRows, KlGemmStream, KlMat, KlTensorMap}
 use super::context::{Choice, OpContext};
 use super::launch::Kernel;
 use super::norm::{QkHeads, qk_norm_rope, rope_code};
-use super::params::{NO_MAP, NONE, box_cols, element_bytes, is_async_copyable, naive_grid};
+use super::params::{NO_MAP, NONE, box_cols, is_async_copyable, naive_grid};
 use super::select::{ClusterMode, GemmOperands, GemmPlan, GemmShape, GroupedGemm, Tile, TileConfig, group_m};
 use crate::backend::{Linear, Projection};
 use crate::error::{Error, Result};
@@ -123,10 +123,11 @@ fn fits_mma(stream: &KlGemmStream) -> bool {
 
 /// What the tensor-core kernels of a stream multiply.
 fn operands(stream: &KlGemmStream) -> GemmOperands {
-    let codes = |m: &KlMat| m.dtype == abi::KL_E4M3;
-    if codes(&stream.x) {
+    let e4m3 = |m: &KlMat| m.dtype == abi::KL_E4M3;
+    let codes = |w: &KlMat| [abi::KL_E4M3, abi::KL_E2M1].contains(&w.dtype);
+    if e4m3(&stream.x) {
         GemmOperands::Fp8
-    } else if stream.w.iter().any(codes) || stream.part.iter().any(|part| codes(&part.out)) {
+    } else if stream.w.iter().any(codes) || stream.part.iter().any(|part| e4m3(&part.out)) {
         GemmOperands::MixedInput
     } else {
         GemmOperands::Bf16
@@ -165,39 +166,46 @@ fn unsupported(op: &'static str, layer: &Linear) -> Error {
     Error::Op { op, what: format!("{layer:?} cannot be multiplied on the GPU") }
 }
 
-/// The matrices of a layer's weight. There are no kernels for a term of low rank.
+/// The matrices of a layer's weight, and the addresses of their scales, if they have any. There are no kernels for a term of low
+/// rank, nor for inputs of NVFP4.
 struct Matrices {
-    tensors: Vec<Tensor>,
     mats: Vec<KlMat>,
+    scales: Vec<u64>,
 }
 
 impl Matrices {
     fn new(cx: &OpContext, op: &'static str, layer: &Linear) -> Result<Self> {
-        if layer.low_rank.is_some() {
+        if layer.low_rank.is_some() || layer.input.dtype == DType::E2m1 {
             return Err(unsupported(op, layer));
         }
-        let tensors = layer.weight.parts().to_vec();
-        Ok(Self { mats: tensors.iter().map(|&part| cx.mat(part, op)).collect::<Result<_>>()?, tensors })
+        let parts = || layer.weight.parts().iter().copied();
+        Ok(Self {
+            mats: parts().map(|part| cx.mat(part, op)).collect::<Result<_>>()?,
+            scales: parts().map(|part| cx.memory.scales(part)).collect(),
+        })
     }
 
-    /// Whether tensor cores multiply them by these inputs: both of e4m3, or inputs of bf16 by either.
+    /// Whether tensor cores multiply them by these inputs: both of e4m3, or inputs of bf16 by weights of bf16, e4m3 and e2m1.
     fn are_multiplied_by(&self, x: &KlMat) -> bool {
         let copyable = |m: &KlMat, types: &[u32]| types.contains(&m.dtype) && is_async_copyable(m, m.dtype);
-        let weights = if x.dtype == abi::KL_E4M3 { &[abi::KL_E4M3][..] } else { &[abi::KL_BF16, abi::KL_E4M3] };
+        let mixed = [abi::KL_BF16, abi::KL_E4M3, abi::KL_E2M1];
+        let weights = if x.dtype == abi::KL_E4M3 { &[abi::KL_E4M3][..] } else { &mixed };
         copyable(x, &[abi::KL_BF16, abi::KL_E4M3]) && self.mats.iter().all(|w| copyable(w, weights))
     }
 
     /// The first rows of a range, as far as one matrix has them.
     fn first_of(&self, range: Range<usize>, x: &KlMat) -> (KlGemmRows, usize) {
         let (mut start, mut matrix) = (0, 0);
-        while matrix + 1 < self.tensors.len() && start + self.tensors[matrix].rows <= range.start {
-            start += self.tensors[matrix].rows;
+        let rows = |matrix: usize| self.mats[matrix].rows as usize;
+        while matrix + 1 < self.mats.len() && start + rows(matrix) <= range.start {
+            start += rows(matrix);
             matrix += 1;
         }
         let w = &self.mats[matrix];
-        let count = range.len().min((start + self.tensors[matrix].rows).saturating_sub(range.start));
+        let count = range.len().min((start + rows(matrix)).saturating_sub(range.start));
         let first = (range.start - start) as u32;
-        (KlGemmRows { matrix: matrix as u32, first, dtype: w.dtype, alpha: x.scale * w.scale }, count)
+        let unit = if w.dtype == abi::KL_E2M1 { abi::KL_E2M1_ALPHA as f32 } else { 1.0 };
+        (KlGemmRows { matrix: matrix as u32, first, dtype: w.dtype, alpha: x.scale * w.scale * unit }, count)
     }
 }
 
@@ -246,9 +254,8 @@ fn stream_of(cx: &OpContext, op: &'static str, x: KlMat, w: &Matrices, parts: Ve
         return Ok(None);
     };
     let mut stream = KlGemmStream { x, ..NO_STREAM };
-    for (i, &mat) in w.mats.iter().enumerate() {
-        (stream.w[i], stream.scales[i]) = (mat, cx.memory.row_scales(w.tensors[i]));
-    }
+    stream.w[..w.mats.len()].copy_from_slice(&w.mats);
+    stream.scales[..w.scales.len()].copy_from_slice(&w.scales);
     for (to, (part, rows)) in stream.part.iter_mut().zip(parts) {
         let (out, extra) = (cx.mat(part.out, op)?, cx.mat_if(part.extra, op)?);
         *to = KlGemmPart { out, extra, w: rows, epilogue: part.epilogue, first_col: part.rows.start as u32, ..NO_PART };
@@ -277,24 +284,16 @@ fn linear_stream(cx: &OpContext, op: &'static str, gemm: &EpilogueGemm) -> Resul
 fn naive_gemm(cx: &OpContext, op: &'static str, x: Tensor, layer: &Linear, part: Part) -> Result<()> {
     let (x, w) = (cx.mat(x, op)?, Matrices::new(cx, op, layer)?);
     for (part, rows) in split_parts(&w, &x, vec![part]).ok_or_else(|| unsupported(op, layer))? {
-        let n = part.out.cols as u32;
-        let of = |rows: KlGemmRows| {
-            let w = &w.mats[rows.matrix as usize];
-            KlMat { data: w.data + u64::from(rows.first) * w.stride * element_bytes(w.dtype), rows: n, ..*w }
-        };
-        let scales = |rows: KlGemmRows| match cx.memory.row_scales(w.tensors[rows.matrix as usize]) {
-            0 => 0,
-            scales => scales + 4 * u64::from(rows.first),
-        };
         let bias = layer.bias.map(|bias| bias.cols(part.rows.clone()));
         let p = abi::KlNaiveGemm {
             out: cx.mat(part.out, op)?,
             x,
-            w: rows.map(of),
+            w: rows.map(|rows| w.mats[rows.matrix as usize]),
             bias: cx.mat_if(bias, op)?,
             gate: cx.mat_if(part.extra, op)?,
-            scales: rows.map(scales),
+            scales: rows.map(|rows| w.scales[rows.matrix as usize]),
             saturated: cx.memory.saturated(),
+            first: rows.map(|rows| rows.first),
             epilogue: part.epilogue,
             unused: 0,
         };

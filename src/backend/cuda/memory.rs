@@ -162,8 +162,8 @@ impl Memory {
             cols: t.cols as u32,
             dtype: dtype_code(t.dtype),
             scale: match t.scaling {
-                Scaling::Tensor(scale) => scale.get(),
-                Scaling::Unscaled | Scaling::Rows(_) | Scaling::Blocks16 { .. } => 1.0,
+                Scaling::Tensor(scale) | Scaling::Blocks16 { tensor: scale, .. } => scale.get(),
+                Scaling::Unscaled | Scaling::Rows(_) => 1.0,
             },
         })
     }
@@ -173,12 +173,12 @@ impl Memory {
         t.map_or(Ok(NONE), |t| self.mat(t, op))
     }
 
-    /// Address of the scales that a tensor has for each of its rows; zero if it has none.
-    pub fn row_scales(&self, t: Tensor) -> u64 {
+    /// Address of the scales that a tensor has for its rows or blocks; zero if it has none.
+    pub fn scales(&self, t: Tensor) -> u64 {
         let base = if t.region == Region::Weights { self.weights.address } else { self.base };
         match t.scaling {
-            Scaling::Rows(offset) => base + offset,
-            Scaling::Unscaled | Scaling::Tensor(_) | Scaling::Blocks16 { .. } => 0,
+            Scaling::Rows(offset) | Scaling::Blocks16 { scales: offset, .. } => base + offset,
+            Scaling::Unscaled | Scaling::Tensor(_) => 0,
         }
     }
 

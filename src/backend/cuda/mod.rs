@@ -51,7 +51,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// they are uploaded.
 pub const fn gemm_formats(capability: (u32, u32)) -> GemmFormats {
     match capability {
-        (9, 0) => GemmFormats { w8a8: true, w8a16: true, qk8: true, ..GemmFormats::NONE },
+        (9, 0) => GemmFormats { w8a8: true, w8a16: true, w4a16: true, qk8: true, ..GemmFormats::NONE },
         _ => GemmFormats::NONE,
     }
 }
@@ -251,6 +251,7 @@ impl Backend for Cuda {
         GemmFormats {
             w8a8: has(Kernel::GemmFp8_256x192),
             w8a16: has(Kernel::GemmMixed256x192),
+            w4a16: has(Kernel::GemmMixed256x192),
             qk8: has(Kernel::AttentionSm90MaxFreeE4m3),
             ..GemmFormats::NONE
         }
@@ -282,7 +283,7 @@ impl Backend for Cuda {
 
     fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {
         self.refuse_in_capture("upload")?;
-        let addresses = (self.rows(to, "upload")?.address, self.context.memory.row_scales(to));
+        let addresses = (self.rows(to, "upload")?.address, self.context.memory.scales(to));
         if to.region != Region::Weights || to.stride != to.cols {
             return Err(Error::Op { op: "upload", what: format!("{to:?} is no place for a weight") });
         }

@@ -3,7 +3,7 @@
 
 use super::abi::{self, KlMat, KlTensorMap};
 use super::driver::{MapSpec, Swizzle};
-use crate::tensor::DType;
+use crate::tensor::{DType, nvfp4};
 
 /// Values that a thread of a vectorised kernel loads at once.
 pub const VECTOR: u32 = 8;
@@ -11,6 +11,13 @@ pub const VECTOR: u32 = 8;
 pub const SIDE_LIMIT: usize = u32::MAX as usize;
 /// CUDA numbers the CTAs along y and z by sixteen bits.
 const GRID_LIMIT: u32 = 65_535;
+
+/// Kernels find block scales where tensors have them.
+const _: () = assert!(
+    abi::KL_SCALE_TILE_ROWS as usize == nvfp4::TILE_ROWS
+        && abi::KL_SCALE_TILE_COLS as usize == nvfp4::TILE_COLS
+        && abi::KL_SCALE_TILE_BYTES as usize == nvfp4::TILE_BYTES
+);
 
 /// A matrix that is not there.
 pub const NONE: KlMat = KlMat { data: 0, stride: 0, rows: 0, cols: 0, dtype: 0, scale: 1.0 };
@@ -26,18 +33,25 @@ pub const fn dtype_code(dtype: DType) -> u32 {
         DType::F16 => abi::KL_F16,
         DType::U8 => abi::KL_U8,
         DType::E4m3 => abi::KL_E4M3,
+        DType::E2m1 => abi::KL_E2M1,
         // No kernel takes these: `dispatch` refuses such operands.
-        DType::E5m2 | DType::E2m1 => u32::MAX,
+        DType::E5m2 => u32::MAX,
     }
 }
 
-/// Bytes of an element of a dtype of `abi.h`.
-pub const fn element_bytes(dtype: u32) -> u64 {
+/// Bits of an element of a dtype of `abi.h`.
+const fn bits(dtype: u32) -> u64 {
     match dtype {
-        abi::KL_F32 => 4,
-        abi::KL_U8 | abi::KL_E4M3 => 1,
-        _ => 2,
+        abi::KL_F32 => 32,
+        abi::KL_U8 | abi::KL_E4M3 => 8,
+        abi::KL_E2M1 => 4,
+        _ => 16,
     }
+}
+
+/// Bytes of consecutive elements of a dtype of `abi.h`.
+pub const fn bytes(elements: u64, dtype: u32) -> u64 {
+    elements * bits(dtype) / 8
 }
 
 /// Matrices of one shape as one long row each, if all are contiguous.
@@ -60,15 +74,15 @@ pub fn is_pair_aligned(m: &KlMat) -> bool {
 /// Whether rows of that type can be loaded and stored [`VECTOR`] values at a time, of which an instruction takes up to sixteen
 /// bytes.
 pub fn is_vectorizable(m: &KlMat, dtype: u32) -> bool {
-    let access = (u64::from(VECTOR) * element_bytes(dtype)).min(16);
-    let rows = m.rows <= 1 || (m.stride * element_bytes(dtype)).is_multiple_of(access);
+    let access = bytes(u64::from(VECTOR), dtype).min(16);
+    let rows = m.rows <= 1 || bytes(m.stride, dtype).is_multiple_of(access);
     m.dtype == dtype && m.data.is_multiple_of(access) && rows && m.cols.is_multiple_of(VECTOR)
 }
 
 /// Whether `cp.async` and TMA can copy an operand of a tensor-core kernel: of that type, sixteen bytes at a time, from 32-bit
-/// offsets.
+/// offsets. Rows of e2m1 have whole tiles of block scales.
 pub fn is_async_copyable(m: &KlMat, dtype: u32) -> bool {
-    let elements = 16 / element_bytes(dtype);
+    let elements = if dtype == abi::KL_E2M1 { u64::from(abi::KL_SCALE_TILE_COLS) } else { 16 * 8 / bits(dtype) };
     m.dtype == dtype
         && m.data.is_multiple_of(16)
         && m.stride.is_multiple_of(elements)
@@ -80,19 +94,25 @@ pub fn is_async_copyable(m: &KlMat, dtype: u32) -> bool {
 
 /// Most columns of a TMA box: the 128 bytes that the swizzle allows.
 pub const fn box_cols(dtype: u32) -> u32 {
-    abi::KL_SM90_BOX_COLS * (element_bytes(abi::KL_BF16) / element_bytes(dtype)) as u32
+    abi::KL_SM90_BOX_COLS * (bits(abi::KL_BF16) / bits(dtype)) as u32
 }
 
-/// How TMA copies boxes of so many columns and rows between a matrix of bf16 or e4m3 and shared memory.
-pub fn map_spec(m: &KlMat, tile: [u32; 2]) -> MapSpec {
-    let dtype = if m.dtype == abi::KL_E4M3 { DType::E4m3 } else { DType::Bf16 };
-    let swizzle = match dtype.bytes(tile[0] as usize) {
+/// How TMA copies boxes of so many columns and rows between a matrix of bf16, e4m3 or e2m1 and shared memory. Of e2m1 it copies
+/// bytes, and does not permute them: a row of a box is shorter than what a swizzle is good for.
+pub fn map_spec(m: &KlMat, [cols, rows]: [u32; 2]) -> MapSpec {
+    let (dtype, elements) = match m.dtype {
+        abi::KL_E2M1 => (DType::U8, 2),
+        abi::KL_E4M3 => (DType::E4m3, 1),
+        _ => (DType::Bf16, 1),
+    };
+    let swizzle = match bytes(u64::from(cols), m.dtype) {
+        _ if m.dtype == abi::KL_E2M1 => Swizzle::None,
         128 => Swizzle::Bytes128,
         64 => Swizzle::Bytes64,
         _ => Swizzle::Bytes32,
     };
-    let (size, pitch) = ([u64::from(m.cols), u64::from(m.rows)], dtype.bytes(m.stride as usize) as u64);
-    MapSpec { address: m.data, dtype, size, pitch, tile, swizzle }
+    let (size, tile) = ([u64::from(m.cols / elements), u64::from(m.rows)], [cols / elements, rows]);
+    MapSpec { address: m.data, dtype, size, pitch: bytes(m.stride, m.dtype), tile, swizzle }
 }
 
 /// The grid of a pointwise kernel: columns along x, rows along y.
@@ -122,5 +142,22 @@ mod tests {
         let e4m3 = |m: KlMat| is_vectorizable(&KlMat { dtype: abi::KL_E4M3, ..m }, abi::KL_E4M3);
         assert!(e4m3(m) && e4m3(KlMat { data: m.data + 8, stride: 3080, ..m }));
         assert!(!e4m3(KlMat { data: m.data + 4, ..m }) && !e4m3(KlMat { stride: 3076, ..m }) && !e4m3(KlMat { cols: 3068, ..m }));
+    }
+
+    #[test]
+    fn tma_copies_e2m1_as_bytes_of_whole_tiles_of_scales() {
+        let m = KlMat { data: 1 << 20, stride: 576, rows: 5, cols: 576, dtype: abi::KL_E2M1, scale: 1.0 };
+        let copyable = |m: KlMat| is_async_copyable(&m, abi::KL_E2M1);
+        assert!(copyable(m) && copyable(KlMat { data: m.data + 16, stride: 640, ..m }));
+        // Sixteen bytes are 32 elements, a tile of scales has 64.
+        assert!(!copyable(KlMat { data: m.data + 8, ..m }) && !copyable(KlMat { cols: 544, ..m }));
+        assert!(!copyable(KlMat { stride: 608, ..m }) && !copyable(KlMat { dtype: abi::KL_E4M3, ..m }));
+        let spec = map_spec(&m, [64, 96]);
+        let want =
+            MapSpec { address: m.data, dtype: DType::U8, size: [288, 5], pitch: 288, tile: [32, 96], swizzle: Swizzle::None };
+        assert_eq!(spec, want);
+        let e4m3 = map_spec(&KlMat { dtype: abi::KL_E4M3, ..m }, [64, 96]);
+        assert_eq!((e4m3.dtype, e4m3.size, e4m3.pitch, e4m3.tile), (DType::E4m3, [576, 5], 576, [64, 96]));
+        assert_eq!(e4m3.swizzle, Swizzle::Bytes64);
     }
 }

@@ -5,7 +5,7 @@
 use super::super::Role;
 use super::driver::{Driver, Event, Rows, Stream};
 use crate::error::{Error, Result};
-use crate::tensor::{DType, PartScaling, Tensor, WeightPart};
+use crate::tensor::{DType, PartScaling, Tensor, WeightPart, nvfp4};
 use rayon::prelude::*;
 use std::ptr::NonNull;
 use std::rc::Rc;
@@ -104,8 +104,15 @@ impl Staging {
         queued
     }
 
-    /// Queues the upload of a weight to address `to`, and of the scales of its rows to address `scales`. Plain values are
-    /// converted to the dtype of `tensor`, codes of e4m3 are copied as they are. `check_stop` may end it between two copies.
+    /// Queues copies of all these bytes.
+    fn copy_all(&mut self, to: u64, from: &[u8]) -> Result<()> {
+        let mut pieces = from.chunks(BUFFER).enumerate();
+        pieces.try_for_each(|(i, piece)| self.copy(to + (i * BUFFER) as u64, piece.len(), |out| out.copy_from_slice(piece)))
+    }
+
+    /// Queues the upload of a weight to address `to`, and of the scales of its rows or blocks to address `scales`. Plain values
+    /// are converted to the dtype of `tensor`, codes of e4m3 and NVFP4 are copied as they are. `check_stop` may end it between
+    /// two copies.
     pub fn upload(
         &mut self,
         (to, scales): (u64, u64),
@@ -117,9 +124,10 @@ impl Staging {
         let wrong = |what: &str| Error::Op { op: "upload", what: format!("{role:?} parts do not {what} {tensor:?}") };
         let (pitch, mut at) = (tensor.dtype.bytes(tensor.cols), 0);
         let quantised = tensor.dtype.is_quantised();
-        if quantised && tensor.dtype != DType::E4m3 {
+        if tensor.dtype == DType::E5m2 {
             return Err(Error::Op { op: "upload", what: format!("there are no kernels for {tensor:?}") });
         }
+        let nan = || Error::Op { op: "upload", what: format!("{tensor:?} contains NaN") };
         if pitch == 0 {
             return Err(wrong("fit"));
         }
@@ -135,18 +143,32 @@ impl Staging {
             if quantised && part.stored() != tensor.stored() {
                 return Err(wrong("have the format of"));
             }
-            if let (true, PartScaling::Rows(from)) = (quantised, &part.scaling) {
-                let first = scales + 4 * at as u64;
-                for (i, piece) in from.chunks(BUFFER).enumerate() {
-                    self.copy(first + (i * BUFFER) as u64, piece.len(), |out| out.copy_from_slice(piece))?;
+            let ordered;
+            let part = if quantised {
+                ordered = part.in_tensor_layout();
+                &ordered
+            } else {
+                part
+            };
+            match &part.scaling {
+                PartScaling::Rows(from) if quantised => self.copy_all(scales + 4 * at as u64, from)?,
+                PartScaling::Blocks16 { scales: from, .. } if quantised => {
+                    if !at.is_multiple_of(nvfp4::TILE_ROWS) {
+                        return Err(wrong("begin at a tile of the block scales of"));
+                    }
+                    if !has_valid_scales(from, part.rows, tensor.cols) {
+                        return Err(nan());
+                    }
+                    self.copy_all(scales + nvfp4::scale_offset(at, 0, nvfp4::tiles_along(tensor.cols)) as u64, from)?;
                 }
+                _ => {}
             }
             for first in (0..part.rows).step_by(step) {
                 check_stop()?;
                 let (count, mut finite) = (step.min(part.rows - first), true);
                 self.copy(to + ((at + first) * pitch) as u64, count * pitch, |out| {
                     if quantised {
-                        finite = copy_codes(out, &part.bytes[first * pitch..(first + count) * pitch]);
+                        finite = copy_codes(tensor.dtype, out, &part.bytes[first * pitch..(first + count) * pitch]);
                         return;
                     }
                     let rows = out.par_chunks_exact_mut(pitch).with_min_len(GRAIN.div_ceil(tensor.cols)).enumerate();
@@ -158,7 +180,7 @@ impl Staging {
                     });
                 })?;
                 if !finite {
-                    return Err(Error::Op { op: "upload", what: format!("{tensor:?} contains NaN") });
+                    return Err(nan());
                 }
             }
             at += part.rows;
@@ -188,13 +210,28 @@ impl Staging {
     }
 }
 
-/// Copies codes of e4m3. False if one of them is NaN, which kernels that expand codes would take for a number.
-fn copy_codes(to: &mut [u8], from: &[u8]) -> bool {
-    const NAN: u8 = 0x7f;
+/// The e4m3 code of NaN, whose sign may be set. Kernels that expand codes would take it for a number.
+const NAN: u8 = 0x7f;
+
+/// Copies codes of e4m3 or e2m1. False if one of them is NaN, of which e2m1 has none.
+fn copy_codes(dtype: DType, to: &mut [u8], from: &[u8]) -> bool {
     to.par_chunks_mut(GRAIN).zip(from.par_chunks(GRAIN)).all(|(to, from)| {
         to.copy_from_slice(from);
         // Without an early end the loop is vectorised.
-        from.iter().fold(true, |finite, code| finite & (code & NAN != NAN))
+        dtype == DType::E2m1 || from.iter().fold(true, |finite, code| finite & (code & NAN != NAN))
+    })
+}
+
+/// Whether none of a matrix's block scales is negative or NaN. The padding of tiles may hold anything.
+fn has_valid_scales(scales: &[u8], rows: usize, cols: usize) -> bool {
+    let (blocks, along) = (cols / nvfp4::BLOCK, nvfp4::tiles_along(cols));
+    scales.par_chunks(nvfp4::TILE_BYTES).with_min_len(GRAIN / nvfp4::TILE_BYTES).enumerate().all(|(i, tile)| {
+        let is_padding = |at: usize| {
+            let (row, block) = nvfp4::scale_place(i * nvfp4::TILE_BYTES + at, along);
+            row >= rows || block >= blocks
+        };
+        let valid = tile.iter().fold(true, |valid, scale| valid & (*scale < NAN));
+        valid || tile.iter().enumerate().all(|(at, scale)| *scale < NAN || is_padding(at))
     })
 }
 

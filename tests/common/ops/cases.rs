@@ -4,7 +4,7 @@
 
 use super::attention::{self, Heads, Scores, attend};
 use super::oracle;
-use super::{Case, Check, Expected, Fit, Mat, Rig, fp8_gemms, gemms, quantised, stored, want};
+use super::{Case, Check, Expected, Fit, Mat, Rig, fp8_gemms, gemms, nvfp4_gemms, quantised, stored, want};
 use kiln::backend::{Conv, GroupNorm, LatentStats, Modulated, Op, Role, RopeStyle, Sampling};
 use kiln::tensor::DType::{self, Bf16, F16, F32, U8};
 use kiln::tensor::Stored;
@@ -61,6 +61,7 @@ fn awkward(table: &mut Table) {
     gemms::expanded(table);
     gemms::projections(table);
     fp8_gemms::all(table);
+    nvfp4_gemms::all(table);
     attention::all(table);
     convolutions(table);
     group_norms(table);

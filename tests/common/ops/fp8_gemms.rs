@@ -11,24 +11,27 @@ use kiln::tensor::DType::{Bf16, E4m3};
 use kiln::tensor::{Scale, Stored};
 
 /// Tensor cores take aligned operands, and inputs of bf16 if not of e4m3.
-const ALIGNED: Variants = &[(Bf16, Fit::Whole)];
+pub const ALIGNED: Variants = &[(Bf16, Fit::Whole)];
 
 const UNSCALED: Filed = Filed::Fp8(E4m3);
 
 /// What is multiplied: its name in those of cases, by which kernels are chosen (`tiles.rs`), and the format of inputs.
 #[derive(Clone, Copy)]
-struct Kind {
-    name: &'static str,
-    input: Option<Stored>,
-    sums: Sums,
+pub struct Kind {
+    pub name: &'static str,
+    pub input: Option<Stored>,
+    pub sums: Sums,
+    /// Columns of the weight where cases do not differ in them.
+    pub inner: usize,
 }
 
 /// All cases.
 pub fn all(table: &mut Table) {
     let variants = std::mem::replace(&mut table.variants, ALIGNED);
     let [(_, bf16), (_, e4m3), _] = inputs();
-    let w8a16 = Kind { name: "w8a16", input: bf16, sums: Sums::F32 };
-    let w8a8 = Kind { name: "w8a8", input: e4m3, sums: Sums::Fp8 };
+    let [(_, e4m3_out), (_, clipped), ..] = results();
+    let w8a16 = Kind { name: "w8a16", input: bf16, sums: Sums::F32, inner: 528 };
+    let w8a8 = Kind { name: "w8a8", input: e4m3, sums: Sums::Fp8, inner: 528 };
     for kind in [w8a16, w8a8] {
         // A handful of rows; more than one tile in both directions; more k-blocks than a pipeline has stages, the last one not
         // full.
@@ -38,17 +41,21 @@ pub fn all(table: &mut Table) {
         linear(table, kind, [67, 528, 168], "e4m3 by rows", &[(168, FP8_ROWS)], true);
         linear(table, kind, [67, 208, 168], "e4m3 unscaled", &[(168, UNSCALED)], false);
         linear(table, kind, [67, 528, 424], "e4m3, e4m3 by rows, e4m3", &[(136, FP8), (64, FP8_ROWS), (224, FP8)], true);
-        two_streams(table, kind);
+        two_streams(table, kind, [FP8, FP8_ROWS]);
         for (name, formats) in [("e4m3", [FP8, FP8]), ("e4m3 and e4m3 by rows", [FP8, FP8_ROWS])] {
-            swiglu(table, kind, name, formats);
+            swiglu(table, kind, name, &formats);
         }
         for (name, format, gated, bias) in [("e4m3", FP8, true, true), ("e4m3 by rows", FP8_ROWS, true, false)] {
-            gate_residual(table, kind, [130, 528, 168], name, format, gated, bias);
+            gate_residual(table, kind, [130, 528, 168], name, &[(168, format)], (gated, bias));
         }
-        gate_residual(table, kind, [3, 784, 392], "e4m3", FP8, false, true);
-        qkv(table, kind, "e4m3", [FP8; 4], None, None);
-        qkv(table, kind, "e4m3 by rows", [FP8_ROWS; 4], Some(Stored::fp8(Scale::ONE)), Some(results()[0].1));
-        qkv(table, kind, "e4m3", [FP8; 4], Some(results()[0].1), Some(results()[1].1));
+        gate_residual(table, kind, [3, 784, 392], "e4m3", &[(392, FP8)], (false, true));
+        for (name, parts, heads, mlp) in [
+            ("e4m3", [FP8; 4], None, None),
+            ("e4m3 by rows", [FP8_ROWS; 4], Some(Stored::fp8(Scale::ONE)), Some(e4m3_out)),
+            ("e4m3", [FP8; 4], Some(e4m3_out), Some(clipped)),
+        ] {
+            qkv(table, kind, name, &Fused { parts, heads, mlp, ..Fused::default() });
+        }
     }
     // Matrices of both formats in one launch. A layer of bf16 alone takes the same kernels where its result is e4m3.
     linear(table, w8a16, [67, 528, 424], "e4m3, bf16, e4m3 by rows", &[(136, FP8), (64, PLAIN), (224, FP8_ROWS)], true);
@@ -56,14 +63,25 @@ pub fn all(table: &mut Table) {
     for (name, formats) in
         [("e4m3 and bf16", [FP8, PLAIN]), ("bf16 and e4m3 by rows", [PLAIN, FP8_ROWS]), ("bf16 alone", [PLAIN, PLAIN])]
     {
-        swiglu(table, w8a16, name, formats);
+        swiglu(table, w8a16, name, &formats);
     }
-    qkv(table, w8a16, "e4m3, bf16, e4m3, bf16", [FP8, PLAIN, FP8, PLAIN], None, Some(results()[0].1));
-    qkv(table, w8a16, "bf16, e4m3 by rows, bf16, e4m3", [PLAIN, FP8_ROWS, PLAIN, FP8], None, None);
+    for (name, parts, mlp) in [
+        ("e4m3, bf16, e4m3, bf16", [FP8, PLAIN, FP8, PLAIN], Some(e4m3_out)),
+        ("bf16, e4m3 by rows, bf16, e4m3", [PLAIN, FP8_ROWS, PLAIN, FP8], None),
+    ] {
+        qkv(table, w8a16, name, &Fused { parts, mlp, ..Fused::default() });
+    }
     table.variants = variants;
 }
 
-fn linear(table: &mut Table, kind: Kind, [rows, inner, cols]: [usize; 3], weight: &str, parts: &[(usize, Filed)], bias: bool) {
+pub fn linear(
+    table: &mut Table,
+    kind: Kind,
+    [rows, inner, cols]: [usize; 3],
+    weight: &str,
+    parts: &[(usize, Filed)],
+    bias: bool,
+) {
     let parts = parts.to_vec();
     let name = format!("linear {} {rows} rows of {inner} to {cols}, {weight}, bias {bias}", kind.name);
     table.add(name, move |rig| {
@@ -77,13 +95,13 @@ fn linear(table: &mut Table, kind: Kind, [rows, inner, cols]: [usize; 3], weight
 }
 
 /// Two streams in one launch, whose inputs and weights have different scales.
-fn two_streams(table: &mut Table, kind: Kind) {
-    const INNER: usize = 528;
-    table.add(format!("linear {} 65 and 67 rows of {INNER} to 72 and 136, two streams", kind.name), move |rig| {
-        let streams = [(65, 72, FP8, 1.0), (67, 136, FP8_ROWS, 3.0)].map(|(rows, cols, weight, larger)| {
+pub fn two_streams(table: &mut Table, kind: Kind, [first, second]: [Filed; 2]) {
+    let inner = kind.inner;
+    table.add(format!("linear {} 65 and 67 rows of {inner} to 72 and 136, two streams", kind.name), move |rig| {
+        let streams = [(65, 72, first, 1.0), (67, 136, second, 3.0)].map(|(rows, cols, weight, larger)| {
             let format = kind.input.map(|_| Stored::fp8(Scale::new(0.0029 * larger).unwrap()));
-            let (format, x) = input(rig, format, rows, INNER);
-            (x, layer(rig, &[(cols, weight)], INNER, format), rig.output(rows, cols))
+            let (format, x) = input(rig, format, rows, inner);
+            (x, layer(rig, &[(cols, weight)], inner, format), rig.output(rows, cols))
         });
         let gemms = streams.each_ref().map(|(x, (w, _), out)| Gemm { out: *out, x: x.t, w });
         let checks = streams
@@ -93,14 +111,17 @@ fn two_streams(table: &mut Table, kind: Kind) {
     });
 }
 
-fn swiglu(table: &mut Table, kind: Kind, weight: &str, formats: [Filed; 2]) {
+/// Gate and up rows in a matrix each, or in one.
+pub fn swiglu(table: &mut Table, kind: Kind, weight: &str, formats: &[Filed]) {
     // Wider than a tile.
-    let (rows, inner, width) = (67, 528, 208);
+    let (rows, inner, width) = (67, kind.inner, 208);
+    let parts: Vec<_> = formats.iter().map(|&format| (2 * width / formats.len(), format)).collect();
     let [e4m3, clipped, ..] = results().map(|(name, format)| (name, Some(format)));
     for (name, result) in [("bf16", None), e4m3, clipped] {
+        let parts = parts.clone();
         table.add(format!("linear_swiglu {} {rows} rows of {inner} to {width}, {weight} into {name}", kind.name), move |rig| {
             let (format, x) = input(rig, kind.input, rows, inner);
-            let (w, host) = layer(rig, &formats.map(|format| (width, format)), inner, format);
+            let (w, host) = layer(rig, &parts, inner, format);
             let out = rig.output_stored(result.unwrap_or(rig.plain()), rows, width);
             let op = Op::LinearSwiglu(&[Gemm { out, x: x.t, w: &w }]);
             rig.run(op, &[(out, want!(kind.sums, swiglu(&x.host, &host, 0, width)))]);
@@ -108,19 +129,19 @@ fn swiglu(table: &mut Table, kind: Kind, weight: &str, formats: [Filed; 2]) {
     }
 }
 
-fn gate_residual(
+pub fn gate_residual(
     table: &mut Table,
     kind: Kind,
     [rows, inner, cols]: [usize; 3],
     weight: &str,
-    format: Filed,
-    gated: bool,
-    bias: bool,
+    parts: &[(usize, Filed)],
+    (gated, bias): (bool, bool),
 ) {
+    let parts = parts.to_vec();
     let name = format!("linear_gate_residual {} {rows} rows of {inner} to {cols}, {weight}, gate {gated} bias {bias}", kind.name);
     table.add(name, move |rig| {
         let (stored, x) = input(rig, kind.input, rows, inner);
-        let (w, host) = layer(rig, &[(cols, format)], inner, stored);
+        let (w, host) = layer(rig, &parts, inner, stored);
         let (bias, gate) = (bias.then(|| rig.vector(cols)), gated.then(|| rig.input(1, cols, |v| v)));
         let into = rig.updated(rows, cols);
         let w = Linear { bias: bias.as_ref().map(|bias| bias.t), ..w };
@@ -131,14 +152,13 @@ fn gate_residual(
     });
 }
 
-/// The fused projection with either kind of RoPE; heads and the SwiGLU half are stored in these formats.
-fn qkv(table: &mut Table, kind: Kind, weight: &str, parts: [Filed; 4], heads: Option<Stored>, mlp: Option<Stored>) {
+/// The fused projection with either kind of RoPE.
+pub fn qkv(table: &mut Table, kind: Kind, weight: &str, case: &Fused) {
     let stored = |format: Option<Stored>| format.map_or("bf16", |format| format.dtype.name());
-    let shape = [131, 528, 80];
+    let shape @ [rows, inner, width] = [131, kind.inner, 80];
     for style in [RopeStyle::Interleaved, RopeStyle::HalfSplit] {
-        let case = Fused { parts, input: kind.input, heads, mlp, shape, style, sums: kind.sums, ..Fused::default() };
-        let [rows, inner, width] = shape;
-        let into = format!("{} and {}", stored(heads), stored(mlp));
+        let case = Fused { input: kind.input, shape, style, sums: kind.sums, ..case.clone() };
+        let into = format!("{} and {}", stored(case.heads), stored(case.mlp));
         let name = format!("qkv {} {rows} rows of {inner} {style:?} mlp {width}, {weight} into {into}", kind.name);
         table.add(name, move |rig| project(rig, &case, 128));
     }

@@ -19,6 +19,7 @@ mod gemms;
 mod judge;
 #[allow(dead_code)] // the GPU tests and the emulator check kernels
 pub mod mistakes;
+mod nvfp4_gemms;
 pub mod oracle;
 #[allow(dead_code)] // only some tests run on GPUs or emulate one
 pub mod outputs;

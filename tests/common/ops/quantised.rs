@@ -12,7 +12,7 @@ use kiln::tensor::DType::{Bf16, E4m3, E5m2, F32};
 use kiln::tensor::{Nvfp4Layout, Scale, Stored};
 use std::ops::Range;
 
-const NVFP4: Filed = Filed::Nvfp4(Nvfp4Layout::COMFY);
+pub const NVFP4: Filed = Filed::Nvfp4(Nvfp4Layout::COMFY);
 pub const FP8: Filed = Filed::Fp8Tensor(E4m3);
 pub const FP8_ROWS: Filed = Filed::Fp8Rows(E4m3);
 pub const PLAIN: Filed = Filed::Plain(Bf16);
@@ -51,13 +51,15 @@ pub fn all() -> Vec<Case> {
     table.cases
 }
 
-/// Whether GPUs have kernels for a case: those of e4m3, without terms of low rank. Of GEMMs it is only what tensor cores do not
-/// take; what they do is added as they add it, and attention rounds probabilities, so these have cases of their own.
+/// Whether GPUs have kernels for a case: those of e4m3 and of weights in NVFP4, without terms of low rank. Of GEMMs it is only
+/// what tensor cores do not take; what they do is added as they add it, and attention rounds probabilities, so these have cases of
+/// their own.
 pub fn has_kernels(name: &str) -> bool {
     let is = |ops: &[&str]| ops.iter().any(|op| name.starts_with(op));
-    let missing = ["nvfp4", "e5m2", "low rank", "mixed", "three parts", "heads in e4m3"];
+    let activations = ["by nvfp4", "into nvfp4", "and nvfp4", "clipped nvfp4"];
+    let missing = ["e5m2", "low rank", "heads in e4m3"].iter().chain(&activations);
     (is(&["rms_norm", "layer_norm"]) || is(&["linear", "qkv"]) && name.ends_with(" f32 slice"))
-        && !missing.iter().any(|missing| name.contains(missing))
+        && !missing.into_iter().any(|missing| name.contains(missing))
 }
 
 fn norms(table: &mut Table) {
@@ -243,6 +245,8 @@ fn gate_residual(table: &mut Table) {
 pub struct Fused {
     /// Queries, keys, values, gates and ups.
     pub parts: [Filed; 4],
+    /// Whether all are one matrix, in the first of these formats.
+    pub joined: bool,
     pub input: Option<Stored>,
     /// The format of queries and keys, and of the SwiGLU half.
     pub heads: Option<Stored>,
@@ -261,6 +265,7 @@ impl Default for Fused {
     fn default() -> Self {
         Self {
             parts: [FP8, NVFP4, PLAIN, FP8_ROWS],
+            joined: false,
             input: None,
             heads: None,
             mlp: None,
@@ -307,7 +312,10 @@ pub fn project(rig: &mut Rig<'_>, case: &Fused, d: usize) {
     let ([rows, inner, width], q_cols, sums) = (case.shape, 2 * d, case.sums);
     let (format, x) = input(rig, case.input, rows, inner);
     let sizes = [q_cols, d, d, 2 * width];
-    let parts: Vec<_> = sizes.into_iter().zip(case.parts).collect();
+    let parts: Vec<_> = match case.joined {
+        true => vec![(sizes.iter().sum(), case.parts[0])],
+        false => sizes.into_iter().zip(case.parts).collect(),
+    };
     let mut all = layer(rig, &parts, inner, format);
     if let Some(rank) = case.rank {
         all = with_low_rank(rig, all, rank);

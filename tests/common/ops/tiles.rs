@@ -14,7 +14,7 @@ pub fn is_matrix_op(name: &str) -> bool {
 
 /// What the GEMM of a case multiplies.
 fn operands(name: &str) -> GemmOperands {
-    let named = [(" w8a16 ", GemmOperands::MixedInput), (" w8a8 ", GemmOperands::Fp8)];
+    let named = [(" w8a16 ", GemmOperands::MixedInput), (" w4a16 ", GemmOperands::MixedInput), (" w8a8 ", GemmOperands::Fp8)];
     named.into_iter().find(|(kind, _)| name.contains(kind)).map_or(GemmOperands::Bf16, |(_, operands)| operands)
 }
 

@@ -1,0 +1,61 @@
+//! GEMMs with weights of NVFP4, which keep their codes and block scales, by inputs of bf16 (W4A16): every epilogue, matrices that
+//! begin and end within a tile of scales, and weights whose matrices have formats of their own.
+
+use super::Sums;
+use super::cases::Table;
+use super::formats::Filed;
+use super::fp8_gemms::{ALIGNED, Kind, gate_residual, linear, qkv, swiglu, two_streams};
+use super::quantised::{FP8, FP8_ROWS, Fused, NVFP4, PLAIN, inputs, results};
+use kiln::tensor::{Nvfp4Layout, Scale, Stored};
+
+/// All cases.
+pub fn all(table: &mut Table) {
+    let variants = std::mem::replace(&mut table.variants, ALIGNED);
+    let ([(_, bf16), ..], [(_, e4m3), (_, clipped), ..]) = (inputs(), results());
+    // The inner size is one of whole tiles of scales: nine k-blocks, more than a pipeline has stages.
+    let kind = Kind { name: "w4a16", input: bf16, sums: Sums::F32, inner: 576 };
+    for (shape, bias) in [([3, 640, 136], true), ([130, 576, 168], false), ([67, 832, 392], true), ([257, 64, 136], false)] {
+        linear(table, kind, shape, "nvfp4", &[(shape[2], NVFP4)], bias);
+    }
+    // Rows that are not whole tiles of scales, and results that TMA does not store, are not for tensor cores.
+    linear(table, kind, [67, 208, 168], "nvfp4", &[(168, NVFP4)], true);
+    linear(table, kind, [67, 576, 131], "nvfp4", &[(131, NVFP4)], true);
+    for (name, layout) in [("modelopt", Nvfp4Layout::MODELOPT), ("modelopt's single files", Nvfp4Layout::MODELOPT_SINGLE)] {
+        linear(table, kind, [67, 576, 168], &format!("nvfp4 of {name}"), &[(168, Filed::Nvfp4(layout))], false);
+    }
+    let mixes = [
+        ("nvfp4, nvfp4", vec![(200, NVFP4), (64, NVFP4)]),
+        ("nvfp4, bf16, nvfp4", vec![(136, NVFP4), (64, PLAIN), (224, NVFP4)]),
+        ("e4m3 by rows, nvfp4, e4m3, bf16", vec![(72, FP8_ROWS), (200, NVFP4), (64, FP8), (88, PLAIN)]),
+    ];
+    for (name, parts) in &mixes {
+        let cols = parts.iter().map(|part| part.0).sum();
+        linear(table, kind, [67, 576, cols], name, parts, true);
+        gate_residual(table, kind, [67, 576, cols], name, parts, (true, true));
+    }
+    gate_residual(table, kind, [130, 576, 168], "nvfp4", &[(168, NVFP4)], (true, false));
+    gate_residual(table, kind, [3, 832, 392], "nvfp4", &[(392, NVFP4)], (false, true));
+    two_streams(table, kind, [NVFP4, NVFP4]);
+    for (name, formats) in [
+        ("nvfp4", &[NVFP4, NVFP4][..]),
+        // The up rows begin within a tile of scales.
+        ("nvfp4 in one matrix", &[NVFP4]),
+        ("nvfp4 and bf16", &[NVFP4, PLAIN]),
+        ("bf16 and nvfp4", &[PLAIN, NVFP4]),
+        ("nvfp4 and e4m3 by rows", &[NVFP4, FP8_ROWS]),
+        ("e4m3 and nvfp4", &[FP8, NVFP4]),
+    ] {
+        swiglu(table, kind, name, formats);
+    }
+    let (heads, plain) = (Some(Stored::fp8(Scale::ONE)), Fused { parts: [NVFP4; 4], ..Fused::default() });
+    for (name, case) in [
+        ("nvfp4", plain.clone()),
+        ("nvfp4", Fused { heads, mlp: Some(clipped), ..plain.clone() }),
+        ("nvfp4 in one matrix", Fused { joined: true, mlp: Some(e4m3), ..plain.clone() }),
+        ("nvfp4, e4m3 by rows, bf16, nvfp4", Fused { parts: [NVFP4, FP8_ROWS, PLAIN, NVFP4], ..plain.clone() }),
+        ("bf16, nvfp4, e4m3, bf16", Fused { parts: [PLAIN, NVFP4, FP8, PLAIN], heads, mlp: Some(e4m3), ..plain }),
+    ] {
+        qkv(table, kind, name, &case);
+    }
+    table.variants = variants;
+}
