@@ -1,5 +1,5 @@
-//! e4m3 on the CUDA backend apart from kernels: weights that are uploaded as the file has them, tensors that the host writes and
-//! reads, the count of values that did not fit, and what is refused.
+//! Quantised tensors on the CUDA backend apart from kernels: weights that are uploaded as the file has them, e4m3 that the host
+//! writes and reads, the count of values that did not fit, and what is refused.
 
 use crate::available;
 use crate::driver::{Emulated, Gpu};
@@ -7,7 +7,9 @@ use crate::runner::cuda_with;
 use kiln::backend::cuda::Cuda;
 use kiln::backend::{Backend, KvSegment, Op, Role, Softmax, StepKey};
 use kiln::error::{Error, Result};
-use kiln::tensor::{Arena, Bytes, DType, PartScaling, Region, Scale, Scales, Scaling, Stored, Tensor, WeightPart};
+use kiln::tensor::{
+    Arena, Bytes, DType, Nvfp4Layout, PartScaling, Region, Scale, Scales, Scaling, Stored, Tensor, WeightPart, nvfp4,
+};
 use std::sync::Arc;
 
 fn cuda() -> Cuda {
@@ -68,6 +70,83 @@ fn weights_of_e4m3_are_uploaded_as_they_are() {
     let e5m2 = arena.alloc_stored(3, 48, Stored::plain(DType::E5m2)).unwrap();
     let part = WeightPart { dtype: DType::E5m2, ..part(3, 0, PartScaling::Unscaled) };
     assert!(what(cuda.upload(e5m2, Role::Linear, &[part])).contains("there are no kernels for"));
+}
+
+/// The bytes of a weight on the device, and those of its block scales.
+fn held(cuda: &mut Cuda, t: Tensor) -> Vec<Vec<u8>> {
+    let read = |view: Tensor| {
+        let mut bytes = vec![0; view.len()];
+        cuda.read_bytes(view, &mut bytes).unwrap();
+        bytes
+    };
+    t.as_bytes().map(read).collect()
+}
+
+#[test]
+fn weights_of_nvfp4_have_the_layout_of_tensors_on_the_device() {
+    if !available() {
+        return;
+    }
+    const COLS: usize = 80;
+    let (mut cuda, mut arena) = (cuda(), Arena::new(Region::Weights));
+    cuda.reserve_weights(1 << 20).unwrap();
+    let bytes = |data: Vec<u8>| Bytes::new(Arc::new(data));
+    let tensor = scale(0.25);
+    let part = |rows, codes, scales, layout| WeightPart {
+        bytes: bytes(codes),
+        dtype: DType::E2m1,
+        rows,
+        scaling: PartScaling::Blocks16 { scales: bytes(scales), tensor, layout },
+    };
+    // Scales of up to 126, which is no code of NaN. The padding of tiles is one.
+    let codes: Vec<u8> = (0..131 * COLS / 2).map(|i| (i * 7 % 256) as u8).collect();
+    let scales: Vec<u8> = (0..131 * COLS / 16).map(|i| (i * 5 % 127) as u8).collect();
+    let tiles = |scales: &[u8], rows: usize| {
+        let mut tiles = vec![0x7f; nvfp4::scale_bytes(rows, COLS)];
+        let (along, blocks) = (nvfp4::tiles_along(COLS), COLS / nvfp4::BLOCK);
+        let place = |i: usize| nvfp4::scale_offset(i / blocks, i % blocks, along);
+        scales.iter().enumerate().for_each(|(i, &scale)| tiles[place(i)] = scale);
+        tiles
+    };
+    let swapped: Vec<u8> = codes.iter().map(|byte| byte.rotate_left(4)).collect();
+    let t = arena.alloc_stored(131, COLS, Stored::nvfp4(tensor)).unwrap();
+    for part in [
+        part(131, codes.clone(), tiles(&scales, 131), Nvfp4Layout::COMFY),
+        part(131, swapped.clone(), tiles(&scales, 131), Nvfp4Layout::MODELOPT_SINGLE),
+        part(131, swapped, scales.clone(), Nvfp4Layout::MODELOPT),
+    ] {
+        let PartScaling::Blocks16 { layout, .. } = part.scaling else { unreachable!() };
+        cuda.upload(t, Role::Linear, &[part]).unwrap();
+        let [held, blocks] = &*held(&mut cuda, t) else { panic!("{t:?}") };
+        let (along, all) = (nvfp4::tiles_along(COLS), COLS / nvfp4::BLOCK);
+        let right = |(i, scale): (usize, &u8)| blocks[nvfp4::scale_offset(i / all, i % all, along)] == *scale;
+        assert!(*held == codes && scales.iter().enumerate().all(right), "{layout:?}");
+    }
+
+    // Two parts, of which the second begins at a tile.
+    let half = |rows: std::ops::Range<usize>| {
+        let (codes, scales) = (&codes[rows.start * COLS / 2..rows.end * COLS / 2], &scales[rows.start * 5..rows.end * 5]);
+        part(rows.len(), codes.to_vec(), tiles(scales, rows.len()), Nvfp4Layout::COMFY)
+    };
+    cuda.upload(t, Role::Linear, &[half(0..128), half(128..131)]).unwrap();
+    let [held, blocks] = &*held(&mut cuda, t) else { panic!("{t:?}") };
+    assert!(*held == codes && *blocks == tiles(&scales, 131));
+    let refused = what(cuda.upload(t, Role::Linear, &[half(0..127), half(127..131)]));
+    assert!(refused.contains("begin at a tile of the block scales of"), "{refused}");
+
+    // Kernels would take a scale that is NaN or negative for another number, and a part with another scale would be wrong.
+    for wrong in [0x7f, 0x80, 0xff] {
+        for at in [0, scales.len() - 1] {
+            let mut scales = scales.clone();
+            scales[at] = wrong;
+            let part = part(131, codes.clone(), tiles(&scales, 131), Nvfp4Layout::COMFY);
+            let refused = what(cuda.upload(t, Role::Linear, &[part]));
+            assert!(refused.contains("block scales that are negative or NaN"), "{refused}");
+        }
+    }
+    let other = arena.alloc_stored(131, COLS, Stored::nvfp4(scale(0.5))).unwrap();
+    let refused = what(cuda.upload(other, Role::Linear, &[half(0..131)]));
+    assert!(refused.contains("parts do not have the format of"), "{refused}");
 }
 
 /// A norm of eight values into e4m3, in which four of them do not fit.
@@ -192,5 +271,5 @@ fn formats_without_kernels_are_refused() {
     let values = attend(&mut cuda, out, v);
     assert!(values.contains("the values of attention are not quantised"), "{values}");
     let format = attend(&mut cuda, fp4, k);
-    assert!(format.contains("the only quantised format with kernels is e4m3"), "{format}");
+    assert!(format.contains("the only quantised formats with kernels are e4m3 and, of weights, NVFP4"), "{format}");
 }

@@ -127,7 +127,6 @@ impl Staging {
         if tensor.dtype == DType::E5m2 {
             return Err(Error::Op { op: "upload", what: format!("there are no kernels for {tensor:?}") });
         }
-        let nan = || Error::Op { op: "upload", what: format!("{tensor:?} contains NaN") };
         if pitch == 0 {
             return Err(wrong("fit"));
         }
@@ -143,13 +142,8 @@ impl Staging {
             if quantised && part.stored() != tensor.stored() {
                 return Err(wrong("have the format of"));
             }
-            let ordered;
-            let part = if quantised {
-                ordered = part.in_tensor_layout();
-                &ordered
-            } else {
-                part
-            };
+            // Either is cheap for parts in the layout of tensors.
+            let part = &if quantised { part.in_tensor_layout() } else { part.clone() };
             match &part.scaling {
                 PartScaling::Rows(from) if quantised => self.copy_all(scales + 4 * at as u64, from)?,
                 PartScaling::Blocks16 { scales: from, .. } if quantised => {
@@ -157,7 +151,8 @@ impl Staging {
                         return Err(wrong("begin at a tile of the block scales of"));
                     }
                     if !has_valid_scales(from, part.rows, tensor.cols) {
-                        return Err(nan());
+                        let what = format!("{tensor:?} has block scales that are negative or NaN");
+                        return Err(Error::Op { op: "upload", what });
                     }
                     self.copy_all(scales + nvfp4::scale_offset(at, 0, nvfp4::tiles_along(tensor.cols)) as u64, from)?;
                 }
@@ -180,7 +175,7 @@ impl Staging {
                     });
                 })?;
                 if !finite {
-                    return Err(nan());
+                    return Err(Error::Op { op: "upload", what: format!("{tensor:?} contains NaN") });
                 }
             }
             at += part.rows;
