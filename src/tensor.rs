@@ -7,6 +7,7 @@ mod format;
 pub mod minifloat;
 pub mod nvfp4;
 mod part;
+mod reencode;
 mod values;
 
 pub use format::{DType, Scale, Scales, Scaling, Stored};

@@ -1,10 +1,10 @@
 //! The definition of the flags. Only checks of a single flag are here; [`super::GenerateRequest`] checks flags against each other.
 
-mod fp8;
 mod help;
+mod quantised;
 mod values;
 
-pub use fp8::Fp8Args;
+pub use quantised::QuantisedArgs;
 pub use values::{BackendArg, DTypeArg, KleinArg, LayoutArg, NoiseArg, Nvfp4LayoutArg, PrecisionArg, VariantArg};
 
 use crate::error::{Error, Result};
@@ -210,9 +210,9 @@ pub struct RunArgs {
     #[arg(long, value_enum, value_name = "TYPE", default_value = "bf16", help_heading = "Run")]
     pub precision: PrecisionArg,
 
-    /// How FP8 layers and FP8 attention compute
+    /// How layers with FP8 and NVFP4 weights compute, and FP8 attention
     #[command(flatten)]
-    pub fp8: Fp8Args,
+    pub quantised: QuantisedArgs,
 
     /// Let the transformer take the text encoder's place in GPU memory
     ///
@@ -366,9 +366,9 @@ pub struct PlanArgs {
     #[arg(long, value_enum, value_name = "TYPE", default_value = "bf16", help_heading = "Run")]
     pub precision: PrecisionArg,
 
-    /// How FP8 layers and FP8 attention compute
+    /// How layers with FP8 and NVFP4 weights compute, and FP8 attention
     #[command(flatten)]
-    pub fp8: Fp8Args,
+    pub quantised: QuantisedArgs,
 
     /// Print a JSON object instead of a table
     #[arg(long, help_heading = "Run")]

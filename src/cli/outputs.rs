@@ -154,7 +154,7 @@ pub fn png_text(settings: &Settings, seed: u64) -> Vec<(&'static str, String)> {
         ("size", settings.size()),
         ("precision", settings.precision.name().into()),
     ]);
-    text.extend(settings.fp8_flags.iter().cloned());
+    text.extend(settings.quantised_flags.iter().cloned());
     text.extend(settings.guidance.chosen.map(|scale| ("guidance", scale.to_string())));
     text.extend(settings.negative.iter().filter(|_| settings.guided).map(|negative| ("negative", negative.clone())));
     if !settings.job.references.is_empty() {

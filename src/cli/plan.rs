@@ -1,7 +1,7 @@
 //! `kiln plan`: what an image would cost, estimated without reading weights.
 
 use super::args::{KleinArg, PlanArgs};
-use super::report::{warn_of_accumulation, warn_of_guidance};
+use super::report::{warn_of_accumulation, warn_of_guidance, warn_of_nvfp4_math};
 use super::request::ImageRequest;
 use super::settings::{ModelProfile, Settings};
 use super::stdout::{json_line, print};
@@ -115,14 +115,15 @@ impl AttentionReport {
 pub fn plan(args: PlanArgs, environment: Environment, terminal: &Terminal, out: &mut dyn Write) -> Result<()> {
     let model = PlannedModel::new(&args, environment)?;
     let request = ImageRequest::of_shape(&args.shape, &model.conventions)?;
-    let options = request.load_options(args.precision.into(), false, args.fp8.attention.into());
+    let options = request.load_options(args.precision.into(), false, &args.quantised);
     let settings = Settings::resolve(request, &model.profile(options.precision));
     model.warnings.iter().for_each(|warning| terminal.warn(warning));
     warn_of_guidance(settings.guidance, settings.variant, terminal);
     let mut estimate = model.estimate(options, &settings.job)?;
-    let accumulate = args.fp8.fp8_accumulate.into();
+    let accumulate = args.quantised.fp8_accumulate.into();
     estimate.formats.accumulate = Some(accumulate);
     warn_of_accumulation(accumulate, &estimate.formats, terminal);
+    warn_of_nvfp4_math(options.nvfp4_math, &estimate.formats, terminal);
     let report = Report::new(settings, estimate);
     let text = if args.json { json_line(&report)? } else { report.table().into_bytes() };
     print(out, &text)
@@ -181,7 +182,13 @@ impl PlannedModel {
 
     /// The properties of the model that the settings of a job depend on.
     fn profile(&self, precision: Precision) -> ModelProfile<'_> {
-        ModelProfile { name: &self.name, variant: self.variant, conventions: &self.conventions, precision, fp8_flags: Vec::new() }
+        ModelProfile {
+            name: &self.name,
+            variant: self.variant,
+            conventions: &self.conventions,
+            precision,
+            quantised_flags: Vec::new(),
+        }
     }
 
     /// Estimates the cost of a job on a GPU. With files the dtype of the stored weights is known, which f32 precision keeps;

@@ -5,6 +5,7 @@ use super::settings::Settings;
 use crate::backend::Fp8Accumulate;
 use crate::config::{Conventions, Guidance, Variant};
 use crate::locate::Found;
+use crate::model::Nvfp4Math;
 use crate::pipeline::{Expansion, Formats, GeneratedImage, Noise, OpenModel};
 use crate::progress::Progress;
 use crate::terminal::Terminal;
@@ -63,6 +64,13 @@ pub fn warn_of_accumulation(asked: Fp8Accumulate, formats: &Formats, terminal: &
             None => "the CPU adds up in f32",
         };
         terminal.warn(&format!("--fp8-accumulate is ignored: {why}"));
+    }
+}
+
+/// Warns of a way to multiply NVFP4 that was asked for and makes no difference.
+pub fn warn_of_nvfp4_math(asked: Nvfp4Math, formats: &Formats, terminal: &Terminal) {
+    if asked != Nvfp4Math::Auto && formats.nvfp4_math().is_none() {
+        terminal.warn("--nvfp4-math is ignored: no layer of this model has NVFP4 weights and an input scale");
     }
 }
 

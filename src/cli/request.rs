@@ -1,13 +1,12 @@
 //! Requests: the values of the flags, checked as far as possible before a model is opened.
 
-use super::args::{BackendArg, GenerateArgs, NoiseArg, PromptArgs, ShapeArgs};
+use super::args::{BackendArg, GenerateArgs, NoiseArg, PromptArgs, QuantisedArgs, ShapeArgs};
 use super::stdout::DASH;
 use crate::backend::Fp8Accumulate;
 use crate::config::{Conventions, Variant};
 use crate::dump::read_noise;
 use crate::error::{Error, Result};
 use crate::locate::{Environment, Found, locate};
-use crate::model::AttentionFormat;
 use crate::noise::NoiseKind;
 use crate::pipeline::{LoadOptions, Noise};
 use crate::reference::{DecodedReference, PreparedReference};
@@ -134,16 +133,17 @@ impl ImageRequest {
             variant,
             backend: args.run.backend,
             device: args.run.device()?,
-            accumulate: args.run.fp8.fp8_accumulate.into(),
-            options: request.load_options(args.run.precision.into(), args.run.low_memory, args.run.fp8.attention.into()),
+            accumulate: args.run.quantised.fp8_accumulate.into(),
+            options: request.load_options(args.run.precision.into(), args.run.low_memory, &args.run.quantised),
             notes: Vec::new(),
         };
         Ok((request, setup))
     }
 
     /// The options for loading a model for these images.
-    pub fn load_options(&self, precision: Precision, low_memory: bool, attention: AttentionFormat) -> LoadOptions {
-        LoadOptions { precision, references: !self.references.is_empty(), low_memory, attention }
+    pub fn load_options(&self, precision: Precision, low_memory: bool, quantised: &QuantisedArgs) -> LoadOptions {
+        let (attention, nvfp4_math) = (quantised.attention.into(), quantised.nvfp4_math.into());
+        LoadOptions { precision, references: !self.references.is_empty(), low_memory, attention, nvfp4_math }
     }
 }
 
@@ -256,6 +256,7 @@ mod tests {
     use super::super::args::Command;
     use super::super::parse;
     use super::*;
+    use crate::model::{AttentionFormat, Nvfp4Math};
     use std::ffi::OsString;
 
     fn request_and_setup(line: &[&str], stdin: &[u8]) -> Result<(ImageRequest, Setup)> {
@@ -276,9 +277,10 @@ mod tests {
         assert!(matches!(request.noise, Noise::Drawn(NoiseKind::HOPPER)));
         assert_eq!((request.steps, request.guidance), (None, None));
         assert!(!request.record && request.negative.is_none() && request.references.is_empty());
-        let LoadOptions { precision, references, low_memory, attention } = setup.options;
+        let LoadOptions { precision, references, low_memory, attention, nvfp4_math } = setup.options;
         assert_eq!((precision, references, low_memory, setup.device), (Precision::Bf16, false, false, 0));
         assert_eq!((attention, setup.accumulate), (AttentionFormat::Auto, Fp8Accumulate::Auto));
+        assert_eq!(nvfp4_math, Nvfp4Math::Auto);
         assert!(setup.named && matches!(setup.found, Found::Tiny) && setup.notes.is_empty());
     }
 

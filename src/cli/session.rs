@@ -1,9 +1,9 @@
 //! The device and the model that a request runs on, opened in parallel.
 
 use super::device::{SelectedBackend, select_backend};
-use super::report::{announce_model, expansion_note, warn_of_accumulation};
+use super::report::{announce_model, expansion_note, warn_of_accumulation, warn_of_nvfp4_math};
 use super::request::Setup;
-use super::settings::{ModelProfile, fp8_flags};
+use super::settings::{ModelProfile, quantised_flags};
 use crate::error::Result;
 use crate::locate::Found;
 use crate::pipeline::{Engine, Formats, Job, LoadOptions, OpenModel};
@@ -38,14 +38,15 @@ impl Session {
         formats.accumulate = backend.device.as_ref().map(|_| accumulate);
         expansion_note(&formats, backend.device.is_some()).iter().for_each(|note| terminal.say(note));
         warn_of_accumulation(accumulate, &formats, terminal);
+        warn_of_nvfp4_math(options.nvfp4_math, &formats, terminal);
         Ok(Self { backend, found, model, options, formats })
     }
 
     /// The properties of the model that the settings of a job depend on.
     pub fn profile(&self) -> ModelProfile<'_> {
         let OpenModel { name, variant, conventions, .. } = &self.model;
-        let fp8_flags = fp8_flags(&self.formats);
-        ModelProfile { name, variant: *variant, conventions, precision: self.options.precision, fp8_flags }
+        let quantised_flags = quantised_flags(&self.formats);
+        ModelProfile { name, variant: *variant, conventions, precision: self.options.precision, quantised_flags }
     }
 
     /// Checks that a job fits into memory, and switches to low-memory mode if it fits only then.

@@ -15,8 +15,8 @@ pub struct ModelProfile<'a> {
     pub variant: Variant,
     pub conventions: &'a Conventions,
     pub precision: Precision,
-    /// How FP8 is computed with, as flags and their values; none if the model does not compute with FP8.
-    pub fp8_flags: Vec<(&'static str, String)>,
+    /// How FP8 and NVFP4 are computed with, as flags and their values; none if the model does not compute with them.
+    pub quantised_flags: Vec<(&'static str, String)>,
 }
 
 /// How the images of a request are generated.
@@ -34,8 +34,8 @@ pub struct Settings {
     pub negative: Option<String>,
     /// The source of the noise, as flags and their values.
     pub noise_flags: Vec<(&'static str, String)>,
-    /// How FP8 is computed with, as flags and their values.
-    pub fp8_flags: Vec<(&'static str, String)>,
+    /// How FP8 and NVFP4 are computed with, as flags and their values.
+    pub quantised_flags: Vec<(&'static str, String)>,
     /// A description of each reference image: its file, its sizes and its tokens.
     pub references: Vec<String>,
 }
@@ -67,7 +67,7 @@ impl Settings {
             guided: model.variant.guides(guidance.scale),
             negative: request.negative,
             noise_flags,
-            fp8_flags: model.fp8_flags.clone(),
+            quantised_flags: model.quantised_flags.clone(),
             references,
         }
     }
@@ -93,8 +93,8 @@ fn describe_reference(reference: &PreparedReference) -> String {
     format!("{}, {}, {} tokens", reference.origin.display(), sizes.join(" -> "), reference.grid().tokens())
 }
 
-/// The flags that reproduce how a model computes with FP8, and their values; none if it does not.
-pub fn fp8_flags(formats: &Formats) -> Vec<(&'static str, String)> {
+/// The flags that reproduce how a model computes with FP8 and NVFP4, and their values; none if it does not.
+pub fn quantised_flags(formats: &Formats) -> Vec<(&'static str, String)> {
     let mut list = Vec::new();
     if formats.multiplies_fp8() {
         // A model whose blocks differ is what `auto` makes of it.
@@ -107,6 +107,7 @@ pub fn fp8_flags(formats: &Formats) -> Vec<(&'static str, String)> {
     }
     let accumulate = formats.accumulate.filter(|_| formats.accumulates_fp8());
     list.extend(accumulate.map(|accumulate| ("fp8-accumulate", accumulate.name().into())));
+    list.extend(formats.nvfp4_math().map(|math| ("nvfp4-math", math.name().into())));
     list
 }
 

@@ -74,6 +74,8 @@ pub enum Remedy {
     Nvfp4Layout,
     /// Leave the format of attention to the model and the device.
     AnyAttention,
+    /// Leave what NVFP4 is multiplied as to the device.
+    AnyNvfp4Math,
 }
 
 /// Joins alternatives as in "a, b, or c".
@@ -120,6 +122,7 @@ impl fmt::Display for Remedy {
             Self::PickParts(parts) => write!(f, "pick the {}", names(parts)),
             Self::Nvfp4Layout => f.write_str("if the file stores NVFP4 in another order, name its layout"),
             Self::AnyAttention => f.write_str("leave its format open: then it is FP8 where that can be had"),
+            Self::AnyNvfp4Math => f.write_str("leave open what they are multiplied as: then it is what the device has"),
             Self::ReplaceParts(parts) => write!(f, "put a complete file there, or give another {}", names(parts)),
         }
     }

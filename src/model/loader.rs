@@ -2,6 +2,7 @@
 
 use super::attention::{AttentionFormat, BlockAttention};
 use super::bounds::{NormGain, QkGain};
+use super::nvfp4_math::{Nvfp4Math, refused};
 use super::table::TokenTable;
 use crate::backend::{Backend, Conv, GemmFormats, GroupNorm, Linear, QkNorm, Role, Weight};
 use crate::checkpoint::Weights;
@@ -15,6 +16,7 @@ pub struct Loader<'a> {
     target: Target<'a>,
     precision: Precision,
     attention: AttentionFormat,
+    nvfp4_math: Nvfp4Math,
 }
 
 /// What becomes of the tensors that are loaded.
@@ -64,6 +66,8 @@ pub enum PlainInput {
     Precision,
     /// The backend has no GEMM of these weights and the input that the checkpoint asks for.
     Device,
+    /// Plain inputs were asked for.
+    Asked,
 }
 
 /// The formats of consecutive rows of a weight: in the checkpoint, and on the backend. Without a checkpoint they are the same.
@@ -89,12 +93,17 @@ impl<'a> Loader<'a> {
         loaded: &'a mut dyn FnMut(u64),
     ) -> Self {
         let target = Target::Backend(Upload { backend, region, source, loaded, wary: false, formats: Vec::new() });
-        Self { target, precision, attention: AttentionFormat::Auto }
+        Self { target, precision, attention: AttentionFormat::Auto, nvfp4_math: Nvfp4Math::Auto }
     }
 
     /// Sets the format of queries and keys that blocks are to have.
     pub fn with_attention(self, attention: AttentionFormat) -> Self {
         Self { attention, ..self }
+    }
+
+    /// Sets what NVFP4 weights are multiplied as.
+    pub fn with_nvfp4_math(self, nvfp4_math: Nvfp4Math) -> Self {
+        Self { nvfp4_math, ..self }
     }
 
     /// Sets whether weights are checked as they are used, so that a matrix of which a part was never written is an error. A dry
@@ -110,7 +119,8 @@ impl<'a> Loader<'a> {
     pub(super) fn record<T>(load: impl FnOnce(&mut Loader<'_>) -> Result<T>) -> Vec<TensorSpec> {
         let mut list = Vec::new();
         let target = Target::Manifest(&mut list);
-        let mut loader = Loader { target, precision: Precision::Bf16, attention: AttentionFormat::Auto };
+        let (attention, nvfp4_math) = (AttentionFormat::Auto, Nvfp4Math::Auto);
+        let mut loader = Loader { target, precision: Precision::Bf16, attention, nvfp4_math };
         // Nothing is allocated or read, so there is nothing that could fail.
         load(&mut loader).map(drop).expect("recording a manifest does not fail");
         list
@@ -141,7 +151,7 @@ impl<'a> Loader<'a> {
     /// may be quantised as the checkpoint says; otherwise it has the precision of activations.
     fn layer(&mut self, spec: TensorSpec, is_produced: bool) -> Result<Linear> {
         match &mut self.target {
-            Target::Backend(upload) => upload.layer(&spec, is_produced, self.precision),
+            Target::Backend(upload) => upload.layer(&spec, is_produced, self.precision, self.nvfp4_math),
             Target::Manifest(list) => Ok(Linear::new(listed(list, spec), None)),
         }
     }
@@ -290,7 +300,7 @@ impl Upload<'_> {
         Ok(tensor)
     }
 
-    fn layer(&mut self, spec: &TensorSpec, is_produced: bool, precision: Precision) -> Result<Linear> {
+    fn layer(&mut self, spec: &TensorSpec, is_produced: bool, precision: Precision, math: Nvfp4Math) -> Result<Linear> {
         let (rows, cols) = extent(spec);
         let (parts, wanted, inputs_differ) = match self.source {
             Some(source) => {
@@ -300,22 +310,30 @@ impl Upload<'_> {
             None => Default::default(),
         };
         let gemms = self.backend.gemm_formats();
-        let input = match wanted {
+        // A layer of which an input in NVFP4 is asked for has nothing but NVFP4 parts.
+        let reencoded = math.fp8_input(wanted.filter(|_| is_produced), gemms, precision)?;
+        let input = match (wanted, reencoded) {
+            (_, Some(input)) => Ok(input),
             _ if !is_produced => Err(PlainInput::Model),
             _ if precision == Precision::F32 => Err(PlainInput::Precision),
-            None if inputs_differ => Err(PlainInput::Parts),
-            None => Err(PlainInput::File),
-            Some(input) if !parts.iter().all(|part| gemms.takes(part.dtype, input.dtype)) => Err(PlainInput::Device),
-            Some(input) => Ok(input),
+            (None, _) if inputs_differ => Err(PlainInput::Parts),
+            (None, _) => Err(PlainInput::File),
+            (Some(input), _) if input.dtype == DType::E2m1 && math == Nvfp4Math::Bf16 => Err(PlainInput::Asked),
+            (Some(input), _) if !parts.iter().all(|part| gemms.takes(part.dtype, input.dtype)) => Err(PlainInput::Device),
+            (Some(input), _) => Ok(input),
         };
         let why = input.err().filter(|_| parts.iter().any(|part| part.dtype.is_quantised()));
         let input = input.unwrap_or(Stored::plain(precision.activations()));
         let is_kept = |part: &WeightPart| part.dtype.is_quantised() && gemms.takes(part.dtype, input.dtype);
-        let weight = if parts.iter().any(is_kept) {
-            // Every part has a tensor of its own, in the format of the file or expanded.
+        let weight = if reencoded.is_some() || parts.iter().any(is_kept) {
+            // Every part has a tensor of its own, in the format of the file, re-encoded or expanded.
             let each = parts.iter().map(|part| {
                 let one = std::slice::from_ref(part);
-                let stored = if is_kept(part) { part.stored() } else { Stored::plain(plain_dtype(one, precision)) };
+                let stored = match reencoded {
+                    Some(_) => part.as_fp8().ok_or_else(|| refused(&format!("the scale of `{}` is beyond f32", spec.name)))?,
+                    None if is_kept(part) => part.stored(),
+                    None => Stored::plain(plain_dtype(one, precision)),
+                };
                 self.upload(Role::Linear, [part.rows, cols], stored, one)
             });
             let tensors = each.collect::<Result<Vec<_>>>()?;

@@ -4,7 +4,7 @@
 mod lines;
 
 use crate::backend::Fp8Accumulate;
-use crate::model::{BlockFormat, LayerFormat, PartFormat, PlainHeads, PlainInput};
+use crate::model::{BlockFormat, LayerFormat, Nvfp4Math, PartFormat, PlainHeads, PlainInput};
 use crate::part::Part;
 use crate::tensor::DType;
 
@@ -104,6 +104,7 @@ impl Product {
             Some(PlainInput::File) => Some("as the file asks"),
             Some(PlainInput::Parts) => Some("its parts need different inputs"),
             Some(PlainInput::Device) => Some("no GEMM of quantised inputs here"),
+            Some(PlainInput::Asked) => Some("as asked"),
             // Text encoders always have plain inputs, and in f32 so has everything.
             Some(PlainInput::Model | PlainInput::Precision) | None => None,
         }
@@ -197,9 +198,22 @@ impl Formats {
         self.accumulate.is_some() && self.multiplies_fp8()
     }
 
+    /// What NVFP4 weights are multiplied as, if there are any in layers where that is a choice: those of which the files ask for
+    /// quantised inputs.
+    pub fn nvfp4_math(&self) -> Option<Nvfp4Math> {
+        let is_nvfp4 = |layer: &&LayerFormat| layer.parts.iter().any(|part| part.stored == DType::E2m1);
+        let math = |layer: &LayerFormat| match (layer.input, layer.why) {
+            (DType::E4m3, _) => Some(Nvfp4Math::Fp8),
+            (DType::E2m1, _) => Some(Nvfp4Math::Auto),
+            (_, Some(PlainInput::Asked | PlainInput::Device)) => Some(Nvfp4Math::Bf16),
+            _ => None,
+        };
+        self.layers.iter().filter(is_nvfp4).find_map(math)
+    }
+
     /// What of a model's quantised weights is expanded, if anything is.
     pub fn expansion(&self) -> Option<Expansion> {
-        let is_expanded = |part: &&PartFormat| part.stored.is_quantised() && part.held != part.stored;
+        let is_expanded = |part: &&PartFormat| part.stored.is_quantised() && !part.held.is_quantised();
         let parts = || self.layers.iter().flat_map(|layer| &layer.parts).filter(is_expanded);
         parts().next()?;
         Some(Expansion {

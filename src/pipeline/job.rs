@@ -4,7 +4,7 @@ use crate::config::{Conventions, Variant};
 use crate::dump::Record;
 use crate::error::Result;
 use crate::image::Image;
-use crate::model::AttentionFormat;
+use crate::model::{AttentionFormat, Nvfp4Math};
 use crate::noise::NoiseKind;
 use crate::sequence::{Grid, Pixels};
 use crate::tensor::Precision;
@@ -86,13 +86,20 @@ pub struct LoadOptions {
     pub low_memory: bool,
     /// The format of queries and keys in the transformer's attention.
     pub attention: AttentionFormat,
+    /// What the transformer's NVFP4 weights are multiplied as.
+    pub nvfp4_math: Nvfp4Math,
 }
 
 impl LoadOptions {
-    /// bf16, without the VAE's encoder, with all weights in memory at once, and FP8 attention where the model and the backend
-    /// allow it.
-    pub const DEFAULT: Self =
-        Self { precision: Precision::Bf16, references: false, low_memory: false, attention: AttentionFormat::Auto };
+    /// bf16, without the VAE's encoder, with all weights in memory at once, and FP8 attention and NVFP4 inputs where the model and
+    /// the backend allow them.
+    pub const DEFAULT: Self = Self {
+        precision: Precision::Bf16,
+        references: false,
+        low_memory: false,
+        attention: AttentionFormat::Auto,
+        nvfp4_math: Nvfp4Math::Auto,
+    };
 }
 
 impl Default for LoadOptions {

@@ -86,10 +86,10 @@ impl Placing<'_> {
     /// Places the image side from byte `at` on, and calls `loaded` with the bytes of each weight. Also returns their total.
     fn image(&self, be: &mut dyn Backend, at: u64, loaded: &mut dyn FnMut(u64)) -> Result<(ImageSide, u64)> {
         let (configs, sources) = (self.configs, &self.sources);
-        let LoadOptions { precision, references, attention, .. } = self.options;
+        let LoadOptions { precision, references, attention, nvfp4_math, .. } = self.options;
         let mut region = Arena::starting_at(Region::Weights, at);
         let loader = Loader::new(be, &mut region, sources.transformer, precision, loaded);
-        let mut loader = loader.wary(self.real).with_attention(attention);
+        let mut loader = loader.wary(self.real).with_attention(attention).with_nvfp4_math(nvfp4_math);
         let transformer = Transformer::load(&mut loader, &configs.transformer)?;
         let formats = loader.formats();
         let mut loader = Loader::new(be, &mut region, sources.vae, precision, loaded).wary(self.real);

@@ -86,6 +86,9 @@ static E2M1_PAIRS: [[f32; 2]; 256] = {
     pairs
 };
 
+/// The largest value of e4m3.
+pub const E4M3_MAX: f32 = E4m3::decode(E4M3_LARGEST);
+
 /// The value of an e4m3 code.
 pub fn e4m3(code: u8) -> f32 {
     E4M3_VALUES[usize::from(code)]

@@ -6,6 +6,7 @@
 
 use super::DType;
 use super::minifloat::{e2m1_pair, e4m3, to_e4m3};
+use rayon::prelude::*;
 
 /// Columns that share a scale.
 pub const BLOCK: usize = 16;
@@ -35,6 +36,25 @@ pub const fn scale_offset(row: usize, block: usize, tiles_along: usize) -> usize
 pub const fn scale_place(at: usize, tiles_along: usize) -> (usize, usize) {
     let (tile, within) = (at / TILE_BYTES, at % TILE_BYTES);
     (tile / tiles_along * TILE_ROWS + within / 16 + within % 16 / 4 * 32, tile % tiles_along * 4 + within % 4)
+}
+
+/// The code of the largest of a matrix's tiled scales, where those that are negative or NaN count as the largest. The padding of
+/// tiles does not count.
+pub fn largest_scale(scales: &[u8], rows: usize, cols: usize) -> u8 {
+    /// Tiles that one thread looks at, at the least.
+    const GRAIN: usize = 64;
+    let (blocks, along) = (cols / BLOCK, tiles_along(cols));
+    let largest = |(i, tile): (usize, &[u8])| {
+        let is_inside = |at: usize| {
+            let (row, block) = scale_place(i * TILE_BYTES + at, along);
+            row < rows && block < blocks
+        };
+        match is_inside(TILE_BYTES - 1) {
+            true => tile.iter().copied().max(),
+            false => tile.iter().enumerate().filter(|(at, _)| is_inside(*at)).map(|(_, scale)| *scale).max(),
+        }
+    };
+    scales.par_chunks(TILE_BYTES).with_min_len(GRAIN).enumerate().filter_map(largest).max().unwrap_or(0)
 }
 
 /// What the values of a block are multiples of: the product of both scales, rounded once.

@@ -1,5 +1,6 @@
 //! Weights as files store them.
 
+use super::reencode::{power_between, reencode_block};
 use super::{Bytes, DType, Scale, Scales, Stored, nvfp4};
 use std::sync::Arc;
 
@@ -128,33 +129,58 @@ impl WeightPart {
                 let scale = scales[4 * row..].first_chunk().map_or(f32::NAN, |bytes| f32::from_le_bytes(*bytes));
                 self.decode_times(bytes, scale, to);
             }
-            PartScaling::Blocks16 { scales, tensor, layout } => {
-                let tiles = nvfp4::tiles_along(to.len());
-                let blocks = to.len().div_ceil(nvfp4::BLOCK);
-                for (block, to) in to.chunks_mut(nvfp4::BLOCK).enumerate() {
-                    let at = if layout.tiled { nvfp4::scale_offset(row, block, tiles) } else { row * blocks + block };
-                    let codes = &bytes[block * nvfp4::BLOCK / 2..][..to.len() / 2];
-                    let unit = nvfp4::unit(tensor.get(), scales[at]);
-                    match layout.high_first {
-                        true => nvfp4::decode_block(codes, unit, to),
-                        false => nvfp4::decode_block(&swapped::<{ nvfp4::BLOCK / 2 }>(codes), unit, to),
-                    }
-                }
+            PartScaling::Blocks16 { tensor, .. } => {
+                self.each_block(row, to, |codes, scale, to| nvfp4::decode_block(codes, nvfp4::unit(tensor.get(), scale), to));
             }
         }
     }
 
-    /// Rounds a row to plain elements of another type, or copies it.
+    /// Calls `f` with the elements of each block of an NVFP4 row, the even column in the high nibble, with the code of their
+    /// scale and with their places in `to`.
+    fn each_block<T>(&self, row: usize, to: &mut [T], f: impl Fn(&[u8], u8, &mut [T])) {
+        let PartScaling::Blocks16 { scales, layout, .. } = &self.scaling else { return };
+        let (bytes, tiles) = (self.row(row), nvfp4::tiles_along(to.len()));
+        let blocks = to.len().div_ceil(nvfp4::BLOCK);
+        for (block, to) in to.chunks_mut(nvfp4::BLOCK).enumerate() {
+            let at = if layout.tiled { nvfp4::scale_offset(row, block, tiles) } else { row * blocks + block };
+            let codes = &bytes[block * nvfp4::BLOCK / 2..][..to.len() / 2];
+            match layout.high_first {
+                true => f(codes, scales[at], to),
+                false => f(&swapped::<{ nvfp4::BLOCK / 2 }>(codes), scales[at], to),
+            }
+        }
+    }
+
+    /// Whether [`WeightPart::convert`] can make rows of this format: plain elements of any, and of NVFP4 e4m3 with one scale, if
+    /// its ratio to that of the tensor is a power of two.
+    pub fn converts_to(&self, to: Stored) -> bool {
+        match (&self.scaling, to) {
+            (_, Stored { dtype, scales: Scales::Unscaled }) => !dtype.is_quantised(),
+            (PartScaling::Blocks16 { tensor, .. }, Stored { dtype: DType::E4m3, scales: Scales::Tensor(scale) }) => {
+                power_between(*tensor, scale).is_some()
+            }
+            _ => false,
+        }
+    }
+
+    /// Rounds a row to elements of another format, or copies it.
     ///
     /// # Panics
-    /// As [`WeightPart::decode`] does.
-    pub fn convert(&self, row: usize, to: DType, out: &mut [u8]) {
-        if let PartScaling::Unscaled = self.scaling {
-            return self.dtype.convert(self.row(row), to, out);
+    /// As [`WeightPart::decode`] does, or if it cannot be [converted](WeightPart::converts_to).
+    pub fn convert(&self, row: usize, to: Stored, out: &mut [u8]) {
+        match (&self.scaling, to.scales) {
+            (PartScaling::Unscaled, Scales::Unscaled) => self.dtype.convert(self.row(row), to.dtype, out),
+            (_, Scales::Unscaled) => {
+                let mut values = vec![0.0; self.cols()];
+                self.decode(row, &mut values);
+                to.dtype.encode(&values, out);
+            }
+            (PartScaling::Blocks16 { tensor, .. }, Scales::Tensor(scale)) => {
+                let power = power_between(*tensor, scale).unwrap_or_else(|| panic!("{self:?} as {to:?}"));
+                self.each_block(row, out, |codes, scale, to| reencode_block(codes, nvfp4::unit(power, scale), to));
+            }
+            _ => panic!("{self:?} as {to:?}"),
         }
-        let mut values = vec![0.0; self.cols()];
-        self.decode(row, &mut values);
-        to.encode(&values, out);
     }
 
     fn decode_times(&self, bytes: &[u8], scale: f32, to: &mut [f32]) {

@@ -109,7 +109,7 @@ fn expanded(part: &WeightPart) -> (Vec<f32>, Vec<u8>) {
     let (mut values, mut halves) = (vec![0.0; part.rows * part.cols()], vec![0; 2 * part.rows * part.cols()]);
     for row in 0..part.rows {
         part.decode(row, &mut values[row * part.cols()..][..part.cols()]);
-        part.convert(row, DType::Bf16, &mut halves[2 * row * part.cols()..][..2 * part.cols()]);
+        part.convert(row, Stored::plain(DType::Bf16), &mut halves[2 * row * part.cols()..][..2 * part.cols()]);
     }
     (values, halves)
 }

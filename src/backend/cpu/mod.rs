@@ -12,7 +12,7 @@ mod view;
 use super::{Backend, GemmFormats, Linear, Op, Role, StepKey};
 use crate::error::{Error, Result};
 use crate::memory;
-use crate::tensor::{ALIGN, Bytes, DType, PartScaling, Region, Scaling, Tensor, WeightPart};
+use crate::tensor::{ALIGN, Bytes, DType, PartScaling, Region, Scaling, Stored, Tensor, WeightPart};
 use crate::threads;
 use rayon::prelude::*;
 use std::alloc::{Layout, alloc_zeroed, dealloc};
@@ -369,8 +369,8 @@ impl Backend for Cpu {
             }
             let range = at..at + to.dtype.bytes(part.rows * to.cols) as u64;
             at = range.end;
-            if !to.dtype.is_quantised() && !part.is_readable_as(to.stored()) {
-                let data = self.on_threads(|| converted(part, to.dtype))?;
+            if part.converts_to(to.stored()) && !part.is_readable_as(to.stored()) {
+                let data = self.on_threads(|| converted(part, to.stored()))?;
                 self.insert(range, data);
                 continue;
             }
@@ -462,13 +462,13 @@ impl Backend for Cpu {
     }
 }
 
-/// A part's values as plain elements, at an aligned address.
-fn converted(part: &WeightPart, to: DType) -> Result<SegmentData> {
+/// A part's values in another format, at an aligned address.
+fn converted(part: &WeightPart, to: Stored) -> Result<SegmentData> {
     /// Elements that one thread converts at a time.
     const GRAIN: usize = 4 << 10;
     let (rows, cols) = (part.rows, part.cols());
     let least = GRAIN.div_ceil(cols.max(1));
-    match to {
+    match to.dtype {
         DType::F32 => {
             let mut values = vec![0.0; rows * cols];
             let each = values.par_chunks_exact_mut(cols.max(1)).with_min_len(least).enumerate();
@@ -479,13 +479,19 @@ fn converted(part: &WeightPart, to: DType) -> Result<SegmentData> {
             let mut values = vec![0; rows * cols];
             let each = values.par_chunks_exact_mut(cols.max(1)).with_min_len(least).enumerate();
             each.for_each_init(
-                || vec![0; to.bytes(cols)],
+                || vec![0; to.dtype.bytes(cols)],
                 |stored, (row, words): (usize, &mut [u16])| {
                     part.convert(row, to, stored);
                     words.iter_mut().zip(stored.as_chunks().0).for_each(|(word, b)| *word = u16::from_ne_bytes(*b));
                 },
             );
             Ok(SegmentData::Half(values))
+        }
+        DType::E4m3 => {
+            let mut codes = vec![0; rows * cols];
+            let each = codes.par_chunks_exact_mut(cols.max(1)).with_min_len(least).enumerate();
+            each.for_each(|(row, codes)| part.convert(row, to, codes));
+            Ok(SegmentData::Mapped(Bytes::new(Arc::new(codes))))
         }
         _ => Err(Error::Op { op: "upload", what: format!("no conversion from {:?} to {to:?}", part.dtype) }),
     }

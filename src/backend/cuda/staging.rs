@@ -110,9 +110,9 @@ impl Staging {
         pieces.try_for_each(|(i, piece)| self.copy(to + (i * BUFFER) as u64, piece.len(), |out| out.copy_from_slice(piece)))
     }
 
-    /// Queues the upload of a weight to address `to`, and of the scales of its rows or blocks to address `scales`. Plain values
-    /// are converted to the dtype of `tensor`, codes of e4m3 and NVFP4 are copied as they are. `check_stop` may end it between
-    /// two copies.
+    /// Queues the upload of a weight to address `to`, and of the scales of its rows or blocks to address `scales`. Quantised
+    /// parts in the format of `tensor` are copied as they are, others are converted to it. `check_stop` may end it between two
+    /// copies.
     pub fn upload(
         &mut self,
         (to, scales): (u64, u64),
@@ -123,7 +123,7 @@ impl Staging {
     ) -> Result<()> {
         let wrong = |what: &str| Error::Op { op: "upload", what: format!("{role:?} parts do not {what} {tensor:?}") };
         let (pitch, mut at) = (tensor.dtype.bytes(tensor.cols), 0);
-        let quantised = tensor.dtype.is_quantised();
+        let stored = tensor.stored();
         if tensor.dtype == DType::E5m2 {
             return Err(Error::Op { op: "upload", what: format!("there are no kernels for {tensor:?}") });
         }
@@ -139,18 +139,19 @@ impl Staging {
             if part.cols() != tensor.cols || at + part.rows > tensor.rows || !part.is_complete() {
                 return Err(wrong("fit"));
             }
-            if quantised && part.stored() != tensor.stored() {
+            let copied = tensor.dtype.is_quantised() && part.stored() == stored;
+            if !copied && !part.converts_to(stored) {
                 return Err(wrong("have the format of"));
             }
             // Either is cheap for parts in the layout of tensors.
-            let part = &if quantised { part.in_tensor_layout() } else { part.clone() };
+            let part = &if copied { part.in_tensor_layout() } else { part.clone() };
             match &part.scaling {
-                PartScaling::Rows(from) if quantised => self.copy_all(scales + 4 * at as u64, from)?,
-                PartScaling::Blocks16 { scales: from, .. } if quantised => {
+                PartScaling::Rows(from) if copied => self.copy_all(scales + 4 * at as u64, from)?,
+                PartScaling::Blocks16 { scales: from, .. } if copied => {
                     if !at.is_multiple_of(nvfp4::TILE_ROWS) {
                         return Err(wrong("begin at a tile of the block scales of"));
                     }
-                    if !has_valid_scales(from, part.rows, tensor.cols) {
+                    if nvfp4::largest_scale(from, part.rows, tensor.cols) >= NAN {
                         let what = format!("{tensor:?} has block scales that are negative or NaN");
                         return Err(Error::Op { op: "upload", what });
                     }
@@ -162,16 +163,17 @@ impl Staging {
                 check_stop()?;
                 let (count, mut finite) = (step.min(part.rows - first), true);
                 self.copy(to + ((at + first) * pitch) as u64, count * pitch, |out| {
-                    if quantised {
+                    if copied {
                         finite = copy_codes(tensor.dtype, out, &part.bytes[first * pitch..(first + count) * pitch]);
                         return;
                     }
                     let rows = out.par_chunks_exact_mut(pitch).with_min_len(GRAIN.div_ceil(tensor.cols)).enumerate();
-                    rows.for_each(|(row, out)| {
-                        part.convert(first + row, tensor.dtype, out);
+                    finite = rows.all(|(row, out)| {
+                        part.convert(first + row, stored, out);
                         if role == Role::Conv {
                             out.copy_from_slice(&channels_last(out, tensor.dtype.align()));
                         }
+                        tensor.dtype != DType::E4m3 || has_no_nan(out)
                     });
                 })?;
                 if !finite {
@@ -208,25 +210,16 @@ impl Staging {
 /// The e4m3 code of NaN, whose sign may be set. Kernels that expand codes would take it for a number.
 const NAN: u8 = 0x7f;
 
+/// Whether none of these codes of e4m3 is NaN. Without an early end the loop is vectorised.
+fn has_no_nan(codes: &[u8]) -> bool {
+    codes.iter().fold(true, |finite, code| finite & (code & NAN != NAN))
+}
+
 /// Copies codes of e4m3 or e2m1. False if one of them is NaN, of which e2m1 has none.
 fn copy_codes(dtype: DType, to: &mut [u8], from: &[u8]) -> bool {
     to.par_chunks_mut(GRAIN).zip(from.par_chunks(GRAIN)).all(|(to, from)| {
         to.copy_from_slice(from);
-        // Without an early end the loop is vectorised.
-        dtype == DType::E2m1 || from.iter().fold(true, |finite, code| finite & (code & NAN != NAN))
-    })
-}
-
-/// Whether none of a matrix's block scales is negative or NaN. The padding of tiles may hold anything.
-fn has_valid_scales(scales: &[u8], rows: usize, cols: usize) -> bool {
-    let (blocks, along) = (cols / nvfp4::BLOCK, nvfp4::tiles_along(cols));
-    scales.par_chunks(nvfp4::TILE_BYTES).with_min_len(GRAIN / nvfp4::TILE_BYTES).enumerate().all(|(i, tile)| {
-        let is_padding = |at: usize| {
-            let (row, block) = nvfp4::scale_place(i * nvfp4::TILE_BYTES + at, along);
-            row >= rows || block >= blocks
-        };
-        let valid = tile.iter().fold(true, |valid, scale| valid & (*scale < NAN));
-        valid || tile.iter().enumerate().all(|(at, scale)| *scale < NAN || is_padding(at))
+        dtype == DType::E2m1 || has_no_nan(from)
     })
 }
 

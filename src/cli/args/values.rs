@@ -2,7 +2,7 @@
 
 use crate::backend::Fp8Accumulate;
 use crate::config::Variant;
-use crate::model::AttentionFormat;
+use crate::model::{AttentionFormat, Nvfp4Math};
 use crate::names::Layout;
 use crate::tensor::{DType, Nvfp4Layout, Precision};
 use clap::ValueEnum;
@@ -72,6 +72,18 @@ choice! {
         Exact => Fp8Accumulate::Exact,
         /// Tensor cores add up everything and keep 13 binary places
         Fast => Fp8Accumulate::Fast,
+    }
+}
+
+choice! {
+    /// Values of `--nvfp4-math`.
+    Nvfp4MathArg for Nvfp4Math {
+        /// By inputs in NVFP4 where the device multiplies these, else bf16
+        Auto => Nvfp4Math::Auto,
+        /// bf16, which is exact
+        Bf16 => Nvfp4Math::Bf16,
+        /// FP8, re-encoded when the model is loaded
+        Fp8 => Nvfp4Math::Fp8,
     }
 }
 

@@ -43,7 +43,7 @@ pub fn check(filter: &str) -> Result<()> {
 
 /// Times every op with `filter` in its name.
 pub fn measure(filter: &str, quick: bool, run: &RunArgs, stop: &Arc<AtomicBool>, terminal: &Terminal) -> Result<Report> {
-    let mut selected = select_backend(run.backend, run.device()?, run.fp8.fp8_accumulate.into(), stop)?;
+    let mut selected = select_backend(run.backend, run.device()?, run.quantised.fp8_accumulate.into(), stop)?;
     selected.note.iter().for_each(|note| terminal.say(&format!("note: {note}")));
     let precision: Precision = run.precision.into();
     let (scale, protocol) = match (quick, &selected.device) {

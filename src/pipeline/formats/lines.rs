@@ -84,18 +84,20 @@ fn kind_words(rows: &[KindFormat]) -> String {
 /// otherwise what it is turned to.
 fn type_words(types: &[(DType, DType)], product: Product) -> String {
     let gemm = |weight: DType, input: DType| format!("w{}a{}", weight.bits(), input.bits());
+    let quantised = |held: DType| {
+        let accumulation = product.accumulation().map_or(String::new(), |name| format!(", {name} sums"));
+        let reason = product.reason().map_or(String::new(), |reason| format!(": {reason}"));
+        format!(" ({}{accumulation}{reason})", gemm(held, product.input))
+    };
     let treated = |&(stored, held): &(DType, DType)| {
         let treatment = match stored == held {
-            true if held.is_quantised() => {
-                let accumulation = product.accumulation().map_or(String::new(), |name| format!(", {name} sums"));
-                let reason = product.reason().map_or(String::new(), |reason| format!(": {reason}"));
-                format!(" ({}{accumulation}{reason})", gemm(held, product.input))
-            }
+            true if held.is_quantised() => quantised(held),
+            false if held.is_quantised() => format!(" as {}{}", word(held), quantised(held)),
             true => String::new(),
             false if stored.is_quantised() => {
                 let cause = match (product.why, product.reason()) {
                     _ if stored == DType::E5m2 => "no GEMM takes it".into(),
-                    (Some(PlainInput::File | PlainInput::Parts), Some(reason)) => {
+                    (Some(PlainInput::File | PlainInput::Parts | PlainInput::Asked), Some(reason)) => {
                         format!("{reason}, no {} GEMM here", gemm(stored, product.input))
                     }
                     (Some(PlainInput::Device), _) => {

@@ -1,0 +1,49 @@
+//! What NVFP4 weights are multiplied as.
+
+use crate::backend::GemmFormats;
+use crate::error::{Error, Remedy, Result};
+use crate::tensor::{DType, Precision, Scale, Scales, Stored};
+
+/// What the NVFP4 weights of a transformer are multiplied as, where the checkpoint asks for inputs in NVFP4. Other layers have
+/// plain inputs in any case.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Nvfp4Math {
+    /// By inputs in NVFP4 if the backend has such a GEMM, else by plain ones.
+    #[default]
+    Auto,
+    /// By plain inputs: weights keep the values of the checkpoint.
+    Bf16,
+    /// Re-encoded as e4m3, by inputs in e4m3; it is an error if the backend has no such GEMM.
+    Fp8,
+}
+
+impl Nvfp4Math {
+    /// The name, as the command line spells it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Bf16 => "bf16",
+            Self::Fp8 => "fp8",
+        }
+    }
+
+    /// The input of a layer that is re-encoded, of which the checkpoint asks for inputs as `wanted`. `None` if it is not.
+    pub(super) fn fp8_input(self, wanted: Option<Stored>, gemms: GemmFormats, precision: Precision) -> Result<Option<Stored>> {
+        let (Self::Fp8, Some(Stored { scales: Scales::Blocks16(scale), .. })) = (self, wanted) else { return Ok(None) };
+        if precision == Precision::F32 {
+            return Err(refused("nothing is quantised in f32 precision"));
+        }
+        if !gemms.takes(DType::E4m3, DType::E4m3) {
+            return Err(refused("this device has no FP8 GEMM"));
+        }
+        // Both scales are the largest input divided by the largest value of the format. In NVFP4 that is the largest block scale,
+        // which is the largest value of e4m3, times six.
+        let scale = Scale::new(6.0 * scale.get()).ok_or_else(|| refused("an input scale is beyond f32"))?;
+        Ok(Some(Stored::fp8(scale)))
+    }
+}
+
+/// The error for a layer that cannot be re-encoded.
+pub(super) fn refused(why: &str) -> Error {
+    Error::Usage { what: format!("NVFP4 weights cannot be multiplied as FP8: {why}"), hint: Some(Remedy::AnyNvfp4Math) }
+}
