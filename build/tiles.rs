@@ -32,7 +32,7 @@ const FAMILIES: &[Family] = &[
     },
     Family {
         name: "KL_GEMM_MIXED_SM90",
-        columns: "file, m, n, block k, consumer warpgroups, stages, raw stages, cluster mode, threads, shared bytes, relative cost",
+        columns: "file, m, n, block k, consumer warpgroups, stages, cluster mode, threads, shared bytes, relative cost",
         read: Tables::gemm_mixed_sm90,
     },
     Family {

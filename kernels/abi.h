@@ -313,16 +313,35 @@ typedef struct {
 /* Bytes of shared memory that a CTA can have on Hopper. */
 #define KL_SM90_SHARED_LIMIT 232448u
 
+/* Rows of a weight that are expanded together, and the k-blocks of them. */
+#define KL_EXPANSION_ROWS 32u
+#define KL_EXPANSION_GROUP 4u
+/* Counters before the flags: the next unit, and the warps that have finished. */
+#define KL_EXPANSION_COUNTERS 2u
+
+/* The matrices of a weight that are quantised are expanded to bf16 while the GEMM runs: to `to`, rows one after the other, of which `w`
+ * has the maps. A unit of work is up to KL_EXPANSION_ROWS rows of one half of a tile's columns by KL_EXPANSION_GROUP k-blocks; there are
+ * `units`, and zero of them if no weight is quantised. They are taken in the order in which tiles need them: `tiles` column tiles, those of
+ * a wave, at a time. `counters` are 32-bit numbers, zero before and after a launch: KL_EXPANSION_COUNTERS, then for each column tile and
+ * group of k-blocks the number of units that are there. */
+typedef struct {
+  uint64_t counters;
+  uint64_t to[KL_STREAMS][KL_GEMM_PARTS];
+  uint32_t units;
+  uint32_t tiles;
+} KlExpansion;
+
 /* As KlGemm, with tensor maps. `row_tiles` and `col_tiles` of a stream count the tiles of clusters. Rasterisation goes down `group` row
  * tiles before it goes on to the next columns. `out` has the maps of the parts, `residual` that of the first one's residual. `saturated`
  * is the address of a 64-bit count of values that did not fit the range of an e4m3 output. */
 typedef struct {
   KlTensorMap x[KL_STREAMS], w[KL_STREAMS][KL_GEMM_PARTS], out[KL_STREAMS][KL_GEMM_PARTS], residual[KL_STREAMS];
   KlGemmStream stream[KL_STREAMS];
+  KlExpansion expansion;
   uint32_t group[KL_STREAMS];
   KlTileSchedule schedule;
   uint64_t saturated;
-  uint64_t unused[6];
+  uint64_t unused[10];
 } KlGemmSm90;
 
 /* --------------------------------------------------------------------------------------------- attention_sm90.cu */

@@ -380,7 +380,7 @@ fn a_row_is_all_that_a_new_tile_takes() {
         &["kl_gemm_fp8_sm90_64x16_promoted", "Fp8Promoted64x16 = TileConfig { block_m: 64, block_n: 16, block_k: 128,"],
     );
     has(
-        "KL_GEMM_MIXED_SM90(gemm_mixed_sm90, 64, 16, 64, 1, 8, 3, MulticastA, 256, 90000, 110)",
+        "KL_GEMM_MIXED_SM90(gemm_mixed_sm90, 64, 16, 64, 1, 8, MulticastA, 256, 90000, 110)",
         &["kl_gemm_mixed_sm90_64x16", "Mixed64x16 = TileConfig { block_m: 64"],
     );
     has(

@@ -97,8 +97,9 @@ fn memory_is_what_was_planned_and_steps_are_replayed() {
         let before = driver.replays.get();
         generate(&mut engine, &job).unwrap();
         let working = driver.bytes.get().0 - weights;
-        // Fault flags and counters, partial results of reductions, flags and partials of one SM's Stream-K workers.
-        let scratch = 1024 + (1 << 20) + 1024 + 256 * 192 * 4;
+        // Fault flags and counters, partial results of reductions, flags of one SM's Stream-K workers, counters of expansion, and the
+        // partials of those workers.
+        let scratch = 1024 + (1 << 20) + 1024 + (1 << 20) + 256 * 192 * 4;
         assert_eq!(working - plan.arena_bytes.next_multiple_of(1024), scratch, "only the scratch comes on top of the plan");
         assert_eq!(driver.replays.get() - before, 2, "the second and the third step");
         // A second image of the same size takes no more memory.

@@ -17,9 +17,16 @@ enum NamedBarrier : uint32_t { kWarpgroupBarrier = 1 };
 
 // Registers per thread: what an SM has is divided among two or three consumer warpgroups and a producer. A producer that expands B gets
 // some more where consumers with a single wgmma tile each can do with less.
-template <int kConsumers, int kMmaM, bool kExpanded>
-using GemmRegisters = std::conditional_t<kConsumers == 3, RegisterSplit<3, 32, 160>,
-                                         std::conditional_t<kExpanded && kMmaM == 1, RegisterSplit<2, 56, 224>, RegisterSplit<2, 40, 232>>>;
+template <int kConsumers, int kBlockM, int kBlockN, bool kExpands>
+constexpr auto gemm_registers() {
+  if constexpr (kConsumers == 3) {
+    return std::conditional_t<kExpands, RegisterSplit<3, 56, 152>, RegisterSplit<3, 32, 160>>{};
+  } else if constexpr (kExpands && kBlockM == 2 * kWgmmaRows) {
+    return std::conditional_t<(kBlockN > 208), RegisterSplit<2, 56, 224>, RegisterSplit<2, 104, 200>>{};
+  } else {
+    return RegisterSplit<2, 40, 232>{};
+  }
+}
 
 // A tile of kBlockM x kBlockN outputs, kBlockK of K per pipeline stage. It is kConsumers consumer warpgroups, one below the other, with
 // kMmaM wgmma tiles of 64 rows by kBlockN columns each. kMmaN counts the 8-column fragments of an accumulator row. Policies are described
@@ -51,13 +58,7 @@ struct GemmConfig : Policies {
 
   static constexpr uint32_t kABytes = kBlockM * kSwizzleRowBytes, kBBytes = kBlockN * kSwizzleRowBytes;
   static constexpr uint32_t kStageBytes = kABytes + kBBytes;
-  // If B is expanded: the raw ring, whose stages hold a k-block of B as it is in memory, and the producer's warps that have no loads to
-  // issue, which expand it.
-  static constexpr uint32_t kRawStages = OperandB::kRawStages, kRawBytes = OperandB::raw_bytes(kBlockN);
-  static constexpr bool kExpanded = kRawStages > 0;
-  static constexpr uint32_t kWriterWarps = kExpanded ? kWarpgroupWarps - 1 : 0;
-  using Registers = GemmRegisters<kConsumers, kMmaM, kExpanded>;
-  static_assert(kRawBytes % kSwizzleRowBytes == 0, "TMA loads to addresses that are multiples of 128");
+  using Registers = decltype(gemm_registers<kConsumers, kBlockM, kBlockN, OperandB::kExpands>());
   // The residual comes through the pipeline in boxes of a warpgroup's rows and 64 bf16 columns, as many at a time as a stage holds.
   static constexpr uint32_t kResidualCols = KL_SM90_BOX_COLS, kResidualBoxBytes = kMmaM * kWgmmaRows * kResidualCols * sizeof(bf16);
   static constexpr uint32_t kResidualBoxesM = kSplitK ? 1 : kConsumers, kResidualBoxesN = ceil_div<uint32_t>(kBlockN, kResidualCols);
@@ -71,8 +72,7 @@ struct GemmConfig : Policies {
   static constexpr int kStoreCols = Store::box_cols(kBlockN);
   static constexpr uint32_t kStoreBufferBytes = KL_SM90_STORE_ROWS * kStoreCols * sizeof(typename Store::Element);
   static constexpr uint32_t kMbarrierReserve = 512;  // bytes, more than the mbarriers of any configuration take
-  static constexpr int kFreeBytes =
-      KL_SM90_SHARED_LIMIT - kSwizzleAlignment - kMbarrierReserve - kStages * kStageBytes - kRawStages * kRawBytes;
+  static constexpr int kFreeBytes = KL_SM90_SHARED_LIMIT - kSwizzleAlignment - kMbarrierReserve - kStages * kStageBytes;
   static constexpr int kBuffersThatFit =
       kSplitK ? kPartialBytes / kStoreBufferBytes : kFreeBytes / static_cast<int>(kWarps * kStoreBufferBytes);
   static constexpr int kMaxBuffers = kSplitK ? kBlockN / kStoreCols : 4;
@@ -83,11 +83,10 @@ struct GemmConfig : Policies {
   static constexpr int kStoresPerBatch = kStoreBatchBytes / kStoreBufferBytes;
   static constexpr int kStoresAtOnce = kSplitK || kStoresPerBatch > kStoreBuffers ? kStoreBuffers : kStoresPerBatch;
   static constexpr uint32_t kStoreBytes = kSplitK ? kWarpgroupWarps * kPartialBytes : kWarps * kStoreBuffers * kStoreBufferBytes;
-  // Full and empty for each stage of both rings; with split-K one for the peer's partials of each warp.
-  static constexpr uint32_t kMbarriers = 2 * (kStages + kRawStages) + (kSplitK ? kWarpgroupWarps : 0);
+  // Full and empty for each stage; with split-K one for the peer's partials of each warp.
+  static constexpr uint32_t kMbarriers = 2 * kStages + (kSplitK ? kWarpgroupWarps : 0);
   static_assert(kMbarriers * kMbarrierBytes <= kMbarrierReserve, "more mbarriers than there is shared memory for");
-  static constexpr uint32_t kSmemBytes =
-      kSwizzleAlignment + kStages * kStageBytes + kStoreBytes + kRawStages * kRawBytes + kMbarriers * kMbarrierBytes;
+  static constexpr uint32_t kSmemBytes = kSwizzleAlignment + kStages * kStageBytes + kStoreBytes + kMbarriers * kMbarrierBytes;
   static_assert(kStoreBuffers > 0 && kSmemBytes <= KL_SM90_SHARED_LIMIT, "more shared memory than a CTA can have");
 };
 
@@ -107,20 +106,29 @@ struct TileCoord {
     const uint32_t rows = min(group, s.row_tiles - group_index * group);
     row_tile = (group_index * group + within % rows) * Config::kClusterM, col_tile = within / rows * Config::kClusterN;
     if constexpr (!Config::kSplitK) (Config::kMode == ClusterMode::kMulticastB ? row_tile : col_tile) += cluster_rank();
+    find_part(s);
+  }
+
+  // Tile `col_tile` of the columns of all parts.
+  __device__ __forceinline__ TileCoord(const KlGemmSm90& p, uint32_t stream, uint32_t col_tile)
+      : stream(stream), row_tile(0), col_tile(col_tile) {
+    find_part(p.stream[stream]);
+  }
+
+ private:
+  __device__ __forceinline__ void find_part(const KlGemmStream& s) {
     // The last cluster may have one tile too many: it lies beyond the last part, and TMA clips its stores.
     while (part + 1 < KL_GEMM_PARTS && s.part[part + 1].tiles && col_tile >= s.part[part].tiles) col_tile -= s.part[part++].tiles;
   }
 };
 
-// Shared memory: the pipeline stages (A, then B), the warps' staging buffers, the raw ring if there is one, and the mbarriers.
+// Shared memory: the pipeline stages (A, then B), the warps' staging buffers, and the mbarriers.
 template <class Config>
 struct SmemLayout {
   uint32_t base;
 
-  static constexpr uint32_t kStoreOffset = Config::kStages * Config::kStageBytes, kRawOffset = kStoreOffset + Config::kStoreBytes;
-  static constexpr uint32_t kRingOffset = kRawOffset + Config::kRawStages * Config::kRawBytes;
-  static constexpr uint32_t kRawRingOffset = kRingOffset + 2 * Config::kStages * kMbarrierBytes;
-  static constexpr uint32_t kReadyOffset = kRawRingOffset + 2 * Config::kRawStages * kMbarrierBytes;
+  static constexpr uint32_t kStoreOffset = Config::kStages * Config::kStageBytes, kRingOffset = kStoreOffset + Config::kStoreBytes;
+  static constexpr uint32_t kReadyOffset = kRingOffset + 2 * Config::kStages * kMbarrierBytes;
 
   __device__ __forceinline__ uint32_t a(uint32_t i) const { return base + i * Config::kStageBytes; }
   __device__ __forceinline__ uint32_t b(uint32_t i) const { return a(i) + Config::kABytes; }
@@ -130,10 +138,6 @@ struct SmemLayout {
   }
   __device__ __forceinline__ uint32_t full(uint32_t i) const { return ring().full(i); }
   __device__ __forceinline__ uint32_t empty(uint32_t i) const { return ring().empty(i); }
-  __device__ __forceinline__ uint32_t raw(uint32_t i) const { return base + kRawOffset + i * Config::kRawBytes; }
-  __device__ __forceinline__ RingBarriers<Config::kRawStages, kMbarrierBytes, Config::kRawStages * kMbarrierBytes> raw_ring() const {
-    return {base + kRawRingOffset};
-  }
   __device__ __forceinline__ uint32_t store_buffers(uint32_t warp) const {
     constexpr uint32_t kWarpBytes = Config::kSplitK ? Config::kPartialBytes : Config::kStoreBuffers * Config::kStoreBufferBytes;
     return base + kStoreOffset + (Config::kSplitK ? warp % kWarpgroupWarps : warp) * kWarpBytes;

@@ -94,7 +94,7 @@ struct Epilogue {
       for (int half = 0; half < 2; half++) {
         const KlGemmRows& rows = part.w[paired ? half : 0];
         const float* scales = reinterpret_cast<const float*>(s.scales[rows.matrix]);
-        if (!scales) continue;
+        if (!scales || rows.dtype == KL_E2M1) continue;
         constexpr int kHalfN = Config::kMmaN / 2;
 #pragma unroll
         for (int i = 0; i < kHalfN; i++) {

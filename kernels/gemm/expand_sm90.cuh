@@ -1,10 +1,14 @@
-// Weights of e4m3 for activations of bf16 (W8A16): the policy of a Hopper GEMM whose operand B is expanded on its way into the pipeline.
+// Quantised weights for activations of bf16 (mixed input): the policy of a Hopper GEMM whose operand B is expanded while the GEMM runs.
 //
-// Codes arrive in the raw ring as they are in memory. The three warps of the producer warpgroup that have no loads to issue turn them
-// into bf16, which is exact, and write them to a stage where TMA would have put rows of bf16.
+// The warps of the producer warpgroup that have no loads to issue turn codes into bf16, which is exact but for scales of whole tensors or
+// rows, and write them to a buffer in global memory. From there the producer loads them as weights of bf16, as soon as they are there: from
+// L2, which keeps most of what was written shortly before. So a weight is expanded once, for all rows of the activations. Expanding it into
+// the pipeline of every CTA takes more time than the MMAs of a k-block have: the tensor cores leave little of the bandwidth of shared
+// memory (bench/LOG.md).
 #pragma once
 
-#include <common/swizzle.cuh>
+#include <common/math.cuh>
+#include <common/nvfp4.cuh>
 #include <gemm/config_sm90.cuh>
 #include <gemm/policies_sm90.cuh>
 
@@ -17,71 +21,185 @@ __device__ __forceinline__ uint2 e4m3_to_bf16(uint32_t codes) {
   return make_uint2(pair(permute_bytes<0x9180>(codes)), pair(permute_bytes<0xb3a2>(codes)));
 }
 
-// B is rows of a weight, of which each half of a tile's columns is e4m3 or bf16. Those of bf16 are loaded as they are.
-template <int kRawStages_>
+// Eight codes of e2m1, the even column in the high nibble of a byte, times the scale of their block as four pairs of bf16. A product has
+// at most six significant bits, so it is exact.
+__device__ __forceinline__ uint4 e2m1_to_bf16(uint32_t codes, uint32_t scale) {
+  // The high nibbles of both halves of a word are moved to where bf16 has its sign and the end of its exponent: the bias of that is larger
+  // by 126, which `scale` makes up for.
+  constexpr uint32_t kSign = 0x80008000, kExponentMantissa = 0x01c001c0;
+  const uint32_t odd = codes << 4;
+  const auto pair = [&](uint32_t nibbles) { return mul_bf16x2(nibbles & kSign | nibbles >> 6 & kExponentMantissa, scale); };
+  return make_uint4(pair(permute_bytes<0x4000>(codes, odd)), pair(permute_bytes<0x5010>(codes, odd)),
+                    pair(permute_bytes<0x6020>(codes, odd)), pair(permute_bytes<0x7030>(codes, odd)));
+}
+
+// The scale of a block, of e4m3, times 2^117 as a pair of bf16. With the 2^-126 of e2m1_to_bf16 there remain 2^-9: `alpha` makes up for it,
+// because the largest scale times 2^126 is not finite.
+__device__ __forceinline__ uint32_t block_scale(uint32_t code) {
+  // As in e4m3_to_bf16; 2^237 is two factors.
+  constexpr uint32_t kExponentMantissa = 0x07f007f0, kTwoTo126 = 0x7e807e80, kTwoTo111 = 0x77007700;
+  return mul_bf16x2(mul_bf16x2(code * 0x00100010 & kExponentMantissa, kTwoTo126), kTwoTo111);
+}
+
+// B is rows of a weight, of which each half of a tile's columns is bf16, or e4m3 or e2m1, which are expanded.
 struct ExpandedB {
-  static constexpr uint32_t kRawStages = kRawStages_, kRowBytes = 64;  // of the codes of a k-block
-  static __host__ __device__ constexpr uint32_t raw_bytes(uint32_t cols) { return cols * kRowBytes; }
+  static constexpr bool kExpands = true;
+
+  static __device__ __forceinline__ uint32_t* counters(const KlGemmSm90& p) { return reinterpret_cast<uint32_t*>(p.expansion.counters); }
+
+  // The flag of a column tile, counted over all streams, for the group of k-blocks that `k` is in.
+  static __device__ __forceinline__ uint32_t* flag(const KlGemmSm90& p, uint32_t tile, uint32_t k) {
+    const uint32_t groups = ceil_div(p.schedule.k_blocks, KL_EXPANSION_GROUP);
+    return counters(p) + KL_EXPANSION_COUNTERS + tile * groups + k / KL_EXPANSION_GROUP;
+  }
+
+  // The column tiles of a stream.
+  static __device__ __forceinline__ uint32_t col_tiles(const KlGemmStream& s) {
+    uint32_t tiles = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < KL_GEMM_PARTS; i++) tiles += s.part[i].tiles;
+    return tiles;
+  }
 
   template <class Config>
-  struct Loader {
-    static_assert(Config::kMode != ClusterMode::kMulticastB, "every CTA expands the rows of its own tile");
-    HalfOfB<Config> first, second;
+  struct Loader : CopiedB::Loader<Config> {
+    const KlGemmSm90& p;
+    uint32_t* flags;  // of the tile; none if nothing of it is expanded
 
-    __device__ __forceinline__ Loader(const KlGemmSm90& p, const TileCoord<Config>& at, uint32_t)
-        : first(p, at, 0), second(p, at, 1) {}
-
-    // Bytes that arrive in a stage of the raw ring, and in one of the pipeline.
-    __device__ __forceinline__ uint32_t raw_bytes() const { return (first.is_e4m3() + second.is_e4m3()) * (Config::kRawBytes / 2); }
-    __device__ __forceinline__ uint32_t tma_bytes() const { return (!first.is_e4m3() + !second.is_e4m3()) * (Config::kBBytes / 2); }
-
-    __device__ __forceinline__ void load_raw(uint32_t k, uint32_t to, uint32_t full) const {
-      if (first.is_e4m3()) tma_load_2d(to, first.map, k * Config::kBlockK, first.row, full);
-      if (second.is_e4m3()) tma_load_2d(to + Config::kRawBytes / 2, second.map, k * Config::kBlockK, second.row, full);
+    __device__ __forceinline__ Loader(const KlGemmSm90& p, const TileCoord<Config>& at, uint32_t rank)
+        : CopiedB::Loader<Config>(p, at, rank), p(p), flags(nullptr) {
+      uint32_t tile = at.col_tile;
+      for (uint32_t i = 0; i < at.part; i++) tile += p.stream[at.stream].part[i].tiles;
+      if (tile >= col_tiles(p.stream[at.stream])) {
+        // The last cluster may have one tile too many, of which nothing is stored. Nobody waits for its rows, so they are not read either:
+        // beyond the end of a weight TMA has zeros.
+        const auto rows = [&](uint32_t matrix) { return p.stream[at.stream].w[matrix].rows; };
+        this->first.row = rows(this->first.matrix), this->second.row = rows(this->second.matrix);
+        return;
+      }
+      const bool expanded = HalfOfB<Config>(p, at, 0).is_expanded() || HalfOfB<Config>(p, at, 1).is_expanded();
+      if (expanded) flags = flag(p, tile + (at.stream ? col_tiles(p.stream[0]) : 0), 0);
     }
 
-    __device__ __forceinline__ void load(uint32_t k, uint32_t to, uint32_t full) const {
-      if (!first.is_e4m3()) tma_load_2d(to, first.map, k * Config::kBlockK, first.row, full);
-      if (!second.is_e4m3()) tma_load_2d(to + Config::kBBytes / 2, second.map, k * Config::kBlockK, second.row, full);
+    // Waits until k-block `k` can be loaded. `first` is the first one of a tile.
+    __device__ __forceinline__ void wait(uint32_t k, bool first) const {
+      if (!flags || !first && k % KL_EXPANSION_GROUP) return;
+      while (load_acquire(flags + k / KL_EXPANSION_GROUP) < units_per_flag<Config>()) {
+      }
+      fence_proxy_async_global();
     }
   };
 
-  // What a thread of the writer warps expands of a tile: blocks of sixteen codes. Those of neighbouring threads are beside each other,
-  // and both swizzles are such that eight of them, which shared memory serves at a time, are in different banks.
+  // The units that a flag counts: of each half of a tile's columns KL_EXPANSION_ROWS rows by a group of k-blocks.
   template <class Config>
-  struct Writer {
-    static constexpr uint32_t kBlocks = Config::kBlockK / 16, kRowsAtOnce = 32 * Config::kWriterWarps / kBlocks;
-    static_assert(Config::kBlockK == kRowBytes && kRowsAtOnce % 8 == 0, "the swizzles of a thread's rows are all the same");
-    static_assert(raw_bytes(Config::kBlockN) % kSwizzleAlignment == 0, "the swizzle of a raw stage begins with its first row");
-    uint32_t row, end, from, to;  // offsets of the first block
+  static __host__ __device__ constexpr uint32_t units_per_flag() { return 2 * ceil_div<uint32_t>(Config::kBlockN / 2, KL_EXPANSION_ROWS); }
 
-    __device__ __forceinline__ Writer(const KlGemmSm90& p, const TileCoord<Config>& at, uint32_t thread) {
-      // Codes are in the first half of the rows, in the second, in both, or nowhere: one range in any case.
-      constexpr uint32_t kHalf = Config::kBlockN / 2;
-      const uint32_t block = thread % kBlocks;
-      row = (HalfOfB<Config>(p, at, 0).is_e4m3() ? 0 : kHalf) + thread / kBlocks;
-      end = HalfOfB<Config>(p, at, 1).is_e4m3() ? Config::kBlockN : kHalf;
-      from = swizzled<kRowBytes>(row, block), to = swizzled<kSwizzleRowBytes>(row, 2 * block);
+  // The warps that expand.
+  template <class Config>
+  struct Expander {
+    static constexpr uint32_t kHalfN = Config::kBlockN / 2, kGroupCols = KL_EXPANSION_GROUP * Config::kBlockK;
+    // A lane expands sixteen codes of a row at a time, and has some loads in flight: producers have few registers.
+    static constexpr uint32_t kBlockCols = 16, kLanesPerRow = kGroupCols / kBlockCols, kRowsAtOnce = 32 / kLanesPerRow;
+    static constexpr uint32_t kLoads = Config::Registers::kProducer < 56 ? 2 : Config::Registers::kProducer < 104 ? 4 : 8;
+    const KlGemmSm90& p;
+
+    __device__ __forceinline__ void run() const {
+      if (!p.expansion.units) return;
+      wait_for_previous_kernel();  // which may still read the buffer
+      // The next unit is asked for before the present one is expanded.
+      for (uint32_t next = take(), unit; (unit = __reduce_add_sync(~0u, next)) < p.expansion.units;) {
+        next = take();
+        expand(unit);
+      }
     }
 
-    // Expands a k-block at `raw` into the rows of B at `stage`.
-    __device__ __forceinline__ void expand(uint32_t stage, uint32_t raw) const {
-      constexpr uint32_t kInFlight = 2;  // loads, because the producer has few registers
-      raw += from, stage += to;
-      for (uint32_t i = row; i < end; i += kInFlight * kRowsAtOnce) {
-        uint4 codes[kInFlight];
+    // Called by every warp of the producer warpgroup when it has taken all units, or waited for all it needs: the last one in the grid
+    // resets the counters.
+    __device__ __forceinline__ void finish() const {
+      if (!p.expansion.units) return;
+      __syncwarp();
+      uint32_t before = 0;
+      if (lane() == 0) {
+        __threadfence();
+        before = atomicAdd(counters(p) + 1, 1);
+      }
+      if (__reduce_add_sync(~0u, before) + 1 < gridDim.x * kWarpgroupWarps) return;
+      const uint32_t tiles = col_tiles(p.stream[0]) + col_tiles(p.stream[1]);
+      const uint32_t flags = tiles * ceil_div(p.schedule.k_blocks, KL_EXPANSION_GROUP);
+      for (uint32_t i = lane(); i < KL_EXPANSION_COUNTERS + flags; i += 32) counters(p)[i] = 0;
+    }
+
+   private:
+    __device__ __forceinline__ uint32_t take() const { return lane() == 0 ? atomicAdd(counters(p), 1) : 0; }
+
+    __device__ __forceinline__ void expand(uint32_t unit) const {
+      constexpr uint32_t kUnits = units_per_flag<Config>();
+      const uint32_t groups = ceil_div(p.schedule.k_blocks, KL_EXPANSION_GROUP);
+      const uint32_t first_tiles = col_tiles(p.stream[0]), tiles = first_tiles + col_tiles(p.stream[1]);
+      // Of the column tiles of a wave, all have their first k-blocks before any has the next ones.
+      const uint32_t wave = unit / (kUnits * p.expansion.tiles * groups), first = wave * p.expansion.tiles;
+      const uint32_t width = kUnits * min(p.expansion.tiles, tiles - first), within = unit - kUnits * first * groups;
+      const uint32_t step = within / width, in_step = within % width, tile = first + in_step / kUnits, part = in_step % kUnits;
+      // With split-K the second half of the k-blocks is needed at the same time.
+      const uint32_t group = Config::kSplitK ? step / 2 + step % 2 * ceil_div(groups, 2u) : step;
+      const uint32_t stream = tile >= first_tiles;
+      const HalfOfB<Config> half(p, TileCoord<Config>(p, stream, tile - (stream ? first_tiles : 0)), part % 2);
+      const uint32_t row = half.row + part / 2 * KL_EXPANSION_ROWS;
+      if (half.dtype == KL_E4M3) expand_rows<Fp8>(half.matrix, stream, row, group);
+      if (half.dtype == KL_E2M1) expand_rows<Fp4>(half.matrix, stream, row, group);
+      __syncwarp();
+      if (lane() == 0) add_release(flag(p, tile, group * KL_EXPANSION_GROUP), 1);
+    }
+
+    struct Fp8 {
+      using Codes = uint4;
+      static constexpr uint32_t kInFlight = kLoads;
+      static __device__ __forceinline__ Codes load(const KlMat& w, uint64_t, uint32_t row, uint32_t col) {
+        return __ldcs(reinterpret_cast<const uint4*>(w.data + row * w.stride + col));
+      }
+      static __device__ __forceinline__ void store(uint4* to, const Codes& codes) {
+        const uint2 a = e4m3_to_bf16(codes.x), b = e4m3_to_bf16(codes.y), c = e4m3_to_bf16(codes.z), d = e4m3_to_bf16(codes.w);
+        __stcg(to, make_uint4(a.x, a.y, b.x, b.y)), __stcg(to + 1, make_uint4(c.x, c.y, d.x, d.y));
+      }
+    };
+
+    struct Fp4 {
+      struct Codes {
+        uint2 codes;
+        uint32_t scale;
+      };
+      static constexpr uint32_t kInFlight = kLoads;
+      static __device__ __forceinline__ Codes load(const KlMat& w, uint64_t scales, uint32_t row, uint32_t col) {
+        const uint32_t scale = block_scale_offset(row, col / kBlockCols, static_cast<uint32_t>(w.stride));
+        return {__ldcs(reinterpret_cast<const uint2*>(w.data + (row * w.stride + col) / 2)),
+                reinterpret_cast<const uint8_t*>(scales)[scale]};
+      }
+      static __device__ __forceinline__ void store(uint4* to, const Codes& codes) {
+        const uint32_t scale = block_scale(codes.scale);
+        __stcg(to, e2m1_to_bf16(codes.codes.x, scale)), __stcg(to + 1, e2m1_to_bf16(codes.codes.y, scale));
+      }
+    };
+
+    // Expands a group of k-blocks of the rows from `row` on. Beyond the end of the weight the last row takes their place, and rows that
+    // two units have in common are written twice, with the same values.
+    template <class Format>
+    __device__ __forceinline__ void expand_rows(uint32_t matrix, uint32_t stream, uint32_t row, uint32_t group) const {
+      const KlMat& w = p.stream[stream].w[matrix];
+      const uint64_t scales = p.stream[stream].scales[matrix];
+      const uint32_t col = group * kGroupCols + lane() % kLanesPerRow * kBlockCols;
+      if (col >= w.cols) return;
+      row += lane() / kLanesPerRow;
+      constexpr uint32_t kInFlight = Format::kInFlight;
+      static_assert(KL_EXPANSION_ROWS % (kInFlight * kRowsAtOnce) == 0);
+#pragma unroll 1
+      for (uint32_t i = 0; i < KL_EXPANSION_ROWS; i += kInFlight * kRowsAtOnce) {
+        typename Format::Codes codes[kInFlight];
+        const auto nth = [&](uint32_t j) { return min(row + i + j * kRowsAtOnce, w.rows - 1); };
 #pragma unroll
-        for (uint32_t j = 0; j < kInFlight; j++, raw += kRowsAtOnce * kRowBytes) {
-          if (i + j * kRowsAtOnce < end) codes[j] = load_shared_words(raw);
-        }
+        for (uint32_t j = 0; j < kInFlight; j++) codes[j] = Format::load(w, scales, nth(j), col);
 #pragma unroll
-        for (uint32_t j = 0; j < kInFlight; j++, stage += kRowsAtOnce * kSwizzleRowBytes) {
-          if (i + j * kRowsAtOnce >= end) continue;
-          const uint2 a = e4m3_to_bf16(codes[j].x), b = e4m3_to_bf16(codes[j].y);
-          const uint2 c = e4m3_to_bf16(codes[j].z), d = e4m3_to_bf16(codes[j].w);
-          // The chunks of a block are neighbours but for the swizzle, which keeps them within 32 bytes.
-          store_shared(stage, make_uint4(a.x, a.y, b.x, b.y));
-          store_shared(stage ^ 16, make_uint4(c.x, c.y, d.x, d.y));
+        for (uint32_t j = 0; j < kInFlight; j++) {
+          Format::store(reinterpret_cast<uint4*>(p.expansion.to[stream][matrix] + (nth(j) * static_cast<uint64_t>(w.cols) + col) * sizeof(bf16)), codes[j]);
         }
       }
     }

@@ -87,17 +87,6 @@ __device__ __forceinline__ bool has_residual(const KlGemmSm90& p, const TileCoor
   return adds_residual && (Config::kSplitK || !work.is_unfinished(p.schedule));
 }
 
-// Loads what is to be expanded of a k-block of B into the raw ring.
-template <class Config, class LoaderB>
-__device__ __forceinline__ void load_raw(const Pipeline<Config>& pipe, PipelineState<Config::kRawStages>& raw, const LoaderB& b,
-                                         uint32_t k) {
-  const uint32_t full = pipe.raw_ring().full(raw.stage);
-  mbarrier_wait(pipe.raw_ring().empty(raw.stage), raw.parity ^ 1);
-  mbarrier_arrive_expect_tx(full, b.raw_bytes());
-  b.load_raw(k, pipe.raw(raw.stage), full);
-  raw.advance();
-}
-
 // The producer: one thread that issues all TMA loads of a CTA.
 template <class Config>
 __device__ __forceinline__ void produce(const typename Config::Params& p, Pipeline<Config> pipe) {
@@ -106,7 +95,6 @@ __device__ __forceinline__ void produce(const typename Config::Params& p, Pipeli
   const uint32_t rank = cluster_rank();
   uint32_t ahead = 0;
   bool waited = false;
-  PipelineState<Config::kRawStages> raw;
   TileScheduler<KL_SM90_CLUSTER> scheduler{p.schedule};
   for (WorkTile work; scheduler.next(work);) {
     if constexpr (Config::kSplitK) split_k_range(work);
@@ -115,18 +103,18 @@ __device__ __forceinline__ void produce(const typename Config::Params& p, Pipeli
     const LoaderB b(p, at, rank);
     const auto load_b = [&](uint32_t k) {
       const uint32_t full = pipe.full(pipe.stage);
-      mbarrier_arrive_expect_tx(full, LoaderA::kTmaBytes + b.tma_bytes());
+      mbarrier_arrive_expect_tx(full, LoaderA::kTmaBytes + Config::kBBytes);
       b.load(k, pipe.b(pipe.stage), full);
     };
     if (!waited) {
-      // Weights do not depend on the previous kernel: the first loads of B are issued while it ends. More of them would delay A.
-      constexpr uint32_t kAhead = 2;
-      const Pipeline<Config> start = pipe;
-      for (uint32_t k = work.k_begin; k < work.k_end && ahead < kAhead; k++, ahead++, pipe.advance()) {
-        if constexpr (Config::kExpanded) load_raw(pipe, raw, b, k);
-        load_b(k);
+      // Weights do not depend on the previous kernel: the first loads of B are issued while it ends. More of them would delay A. Those
+      // that are expanded are not there yet.
+      if constexpr (!Config::OperandB::kExpands) {
+        constexpr uint32_t kAhead = 2;
+        const Pipeline<Config> start = pipe;
+        for (uint32_t k = work.k_begin; k < work.k_end && ahead < kAhead; k++, ahead++, pipe.advance()) load_b(k);
+        pipe = start;
       }
-      pipe = start;
       wait_for_previous_kernel();
       waited = true;
     }
@@ -134,43 +122,13 @@ __device__ __forceinline__ void produce(const typename Config::Params& p, Pipeli
       if (ahead) {
         ahead--;
       } else {
-        if constexpr (Config::kExpanded) load_raw(pipe, raw, b, k);  // before the stage is free, which it is expanded into later
+        b.wait(k, k == work.k_begin);
         mbarrier_wait(pipe.empty(pipe.stage), pipe.parity ^ 1);
         load_b(k);
       }
       a.load(k, pipe.a(pipe.stage), pipe.full(pipe.stage));
     }
     if (has_residual(p, at, work)) produce_residual(p, pipe, at, rank);
-  }
-}
-
-// The writer warps, which expand B from the raw ring into the pipeline. The full mbarrier of a stage counts an arrival of each, besides
-// that of the producer.
-template <class Config>
-__device__ __forceinline__ void expand(const typename Config::Params& p, Pipeline<Config> pipe) {
-  const auto arrive = [](uint32_t mbarrier) {
-    if (lane() == 0) mbarrier_arrive(mbarrier);
-  };
-  PipelineState<Config::kRawStages> raw;
-  TileScheduler<KL_SM90_CLUSTER> scheduler{p.schedule};
-  for (WorkTile work; scheduler.next(work);) {
-    if constexpr (Config::kSplitK) split_k_range(work);
-    const TileCoord<Config> at(p, work.tile);
-    const typename Config::OperandB::template Writer<Config> writer(p, at, threadIdx.x - 32);
-    for (uint32_t k = work.k_begin; k < work.k_end; k++, pipe.advance(), raw.advance()) {
-      mbarrier_wait(pipe.raw_ring().full(raw.stage), raw.parity);
-      mbarrier_wait(pipe.empty(pipe.stage), pipe.parity ^ 1);
-      writer.expand(pipe.b(pipe.stage), pipe.raw(raw.stage));
-      fence_proxy_async();  // wgmma sees what the warp has written
-      __syncwarp();
-      arrive(pipe.full(pipe.stage)), arrive(pipe.raw_ring().empty(raw.stage));
-    }
-    if (!has_residual(p, at, work)) continue;
-    for (uint32_t i = 0; i < Config::kResidualStages; i++, pipe.advance()) {
-      mbarrier_wait(pipe.empty(pipe.stage), pipe.parity ^ 1);
-      __syncwarp();  // a lane that has yet to wait would find a later phase
-      arrive(pipe.full(pipe.stage));  // with nothing to write
-    }
   }
 }
 
@@ -306,8 +264,7 @@ __device__ __forceinline__ void gemm(const typename Config::Params& p) {
   const Pipeline<Config> pipe{{align_to_swizzle(shared_address(dynamic_shared))}, {}};
   const auto init = [&] {
     prefetch_tensor_map(&p.w[0][0]), prefetch_tensor_map(&p.x[0]);
-    pipe.ring().init(1 + Config::kWriterWarps, Config::kConsumers * Config::kMulticast);
-    if constexpr (Config::kExpanded) pipe.raw_ring().init(1, Config::kWriterWarps);
+    pipe.ring().init(1, Config::kConsumers * Config::kMulticast);
     if constexpr (Config::kSplitK) {
       for (uint32_t warp = 0; warp < kWarpgroupWarps; warp++) {
         mbarrier_init(pipe.partials_ready(warp), 1);
@@ -317,8 +274,10 @@ __device__ __forceinline__ void gemm(const typename Config::Params& p) {
   };
   const auto run_producer = [&] {
     if (threadIdx.x == 0) produce(p, pipe);
-    if constexpr (Config::kExpanded) {
-      if (threadIdx.x >= 32) expand(p, pipe);
+    if constexpr (Config::OperandB::kExpands) {
+      const typename Config::OperandB::template Expander<Config> expander{p};
+      if (threadIdx.x >= 32) expander.run();
+      expander.finish();
     }
     __syncwarp();
     if constexpr (Config::kSplitK) cluster_wait();

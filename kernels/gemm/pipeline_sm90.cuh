@@ -62,7 +62,9 @@ template <int kConsumers, int kProducer_, int kConsumer_>
 struct RegisterSplit {
   static constexpr int kProducer = kProducer_, kConsumer = kConsumer_;
   static_assert(kProducer % 8 == 0 && kConsumer % 8 == 0, "setmaxnreg counts in eights");
-  static_assert((kProducer + kConsumers * kConsumer) * kWarpgroupThreads <= kRegistersPerSm, "more registers than an SM has");
+  // What a CTA is launched with: as many for each thread as an SM has, in eights. A warpgroup that asks for more waits for ever.
+  static constexpr int kAtLaunch = kRegistersPerSm / ((1 + kConsumers) * kWarpgroupThreads) / 8 * 8;
+  static_assert(kProducer + kConsumers * kConsumer <= (1 + kConsumers) * kAtLaunch, "more registers than a CTA has");
 };
 
 // Runs a CTA: one thread calls `init` to initialise mbarriers, then the first warpgroup calls `produce` and the others `consume`. The

@@ -3,8 +3,8 @@
 //
 //   Params     the kernel's parameter, KlGemmSm90 or a struct derived from it    KlGemmSm90
 //   OperandA   loads a k-block of A into a stage                                 RowsA: rows of a matrix
-//   OperandB   loads a k-block of B, into a stage or to be expanded into one     CopiedB: rows of a weight, as they are; ExpandedB
-//                                                                                (expand_sm90.cuh): codes, which become bf16
+//   OperandB   loads a k-block of B                                              CopiedB: rows of a weight; ExpandedB
+//                                                                                (expand_sm90.cuh): as soon as they are expanded
 //   Mma        the element type, the wgmma instruction, and promotion            MmaBf16, MmaE4m3
 //   Scaling    whether accumulators are multiplied by scales                     NoScaling, Scaled
 //   Store      the element type and shape of what is stored                      StoreBf16Rows, StoreBf16OrE4m3Rows
@@ -47,25 +47,23 @@ struct RowsA {
 template <class Config>
 struct HalfOfB {
   const KlTensorMap* map;
-  uint32_t row, dtype;
+  uint32_t matrix, row, dtype;
 
   __device__ __forceinline__ HalfOfB(const KlGemmSm90& p, const TileCoord<Config>& at, uint32_t half) {
     constexpr uint32_t kHalfN = Config::kBlockN / 2;
     const KlGemmPart& part = p.stream[at.stream].part[at.part];
     const bool paired = part.epilogue == KL_SWIGLU;
     const KlGemmRows& rows = part.w[paired ? half : 0];
-    map = &p.w[at.stream][rows.matrix], dtype = rows.dtype;
+    map = &p.w[at.stream][rows.matrix], matrix = rows.matrix, dtype = rows.dtype;
     row = rows.first + (paired ? at.col_tile * kHalfN : (2 * at.col_tile + half) * kHalfN);
   }
 
-  __device__ __forceinline__ bool is_e4m3() const { return dtype == KL_E4M3; }
+  __device__ __forceinline__ bool is_expanded() const { return dtype != KL_BF16; }
 };
 
 // B is rows of a weight, loaded as they are. The CTAs of a cluster that multicast B load one half each.
 struct CopiedB {
-  // Stages of the raw ring, and their bytes for a tile of `cols` columns.
-  static constexpr uint32_t kRawStages = 0;
-  static __host__ __device__ constexpr uint32_t raw_bytes(uint32_t) { return 0; }
+  static constexpr bool kExpands = false;
 
   template <class Config>
   struct Loader {
@@ -76,8 +74,8 @@ struct CopiedB {
     __device__ __forceinline__ Loader(const KlGemmSm90& p, const TileCoord<Config>& at, uint32_t rank)
         : rank(rank), first(p, at, kMulticast ? rank : 0), second(p, at, 1) {}
 
-    // Bytes that arrive in a stage.
-    __device__ __forceinline__ uint32_t tma_bytes() const { return Config::kBBytes; }
+    // Waits until k-block `k` can be loaded.
+    __device__ __forceinline__ void wait(uint32_t, bool) const {}
 
     __device__ __forceinline__ void load(uint32_t k, uint32_t to, uint32_t full) const {
       if constexpr (kMulticast) {

@@ -15,6 +15,11 @@ __device__ __forceinline__ void store_release(uint32_t* to, uint32_t v) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(v) : "memory");
 }
 
+// Adds to a flag, with the same guarantee.
+__device__ __forceinline__ void add_release(uint32_t* to, uint32_t v) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(v) : "memory");
+}
+
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t* from) {
   uint32_t v;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
@@ -47,6 +52,14 @@ template <uint32_t kSelector>
 __device__ __forceinline__ uint32_t permute_bytes(uint32_t v) {
   uint32_t result;
   asm("prmt.b32 %0, %1, 0, %2;" : "=r"(result) : "r"(v), "n"(kSelector));
+  return result;
+}
+
+// Four bytes of two words, each chosen by a nibble of the selector: those of `b` are 4 to 7.
+template <uint32_t kSelector>
+__device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b) {
+  uint32_t result;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "n"(kSelector));
   return result;
 }
 

@@ -98,6 +98,9 @@ __device__ __forceinline__ void tma_store_wait() {
 // Orders this thread's writes to shared memory before reads by TMA.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Orders writes to global memory, of this thread or those that it has acquired, before reads by TMA.
+__device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 // Prefetches a line of global memory into L1.
 __device__ __forceinline__ void prefetch_l1(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p) : "memory"); }
 

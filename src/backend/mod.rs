@@ -49,13 +49,16 @@ pub struct GemmFormats {
     pub w4a16: bool,
     /// Queries by keys in attention, both e4m3. Values are plain.
     pub qk8: bool,
+    /// Whether weights with plain inputs are expanded each time that they are multiplied, in working memory that nothing else
+    /// uses at that time.
+    pub expands: bool,
 }
 
 impl GemmFormats {
     /// All of them.
-    pub const ALL: Self = Self { w8a8: true, w8a16: true, w4a4: true, w4a16: true, qk8: true };
+    pub const ALL: Self = Self { w8a8: true, w8a16: true, w4a4: true, w4a16: true, qk8: true, expands: false };
     /// None of them.
-    pub const NONE: Self = Self { w8a8: false, w8a16: false, w4a4: false, w4a16: false, qk8: false };
+    pub const NONE: Self = Self { w8a8: false, w8a16: false, w4a4: false, w4a16: false, qk8: false, expands: false };
 
     /// Those that both have.
     pub const fn and(self, other: Self) -> Self {
@@ -65,6 +68,7 @@ impl GemmFormats {
             w4a4: self.w4a4 && other.w4a4,
             w4a16: self.w4a16 && other.w4a16,
             qk8: self.qk8 && other.qk8,
+            expands: self.expands && other.expands,
         }
     }
 

@@ -5,7 +5,7 @@ mod weight;
 
 pub use weight::Weight;
 
-use crate::tensor::{DType, Stored, Tensor};
+use crate::tensor::{ALIGN, DType, Stored, Tensor};
 use std::f32::consts::LN_2;
 use std::ops::Range;
 
@@ -534,6 +534,21 @@ impl Op<'_> {
                 f(out, Write);
                 f(x, Read);
             }
+        }
+    }
+
+    /// Bytes of its quantised weights with plain inputs in bf16: the working memory that a backend which
+    /// [expands](super::GemmFormats::expands) them needs besides that of the operands.
+    pub fn expanded_bytes(&self) -> u64 {
+        let layer = |w: &Linear| {
+            let parts = w.weight.parts().iter().filter(|part| part.dtype.is_quantised() && !w.input.dtype.is_quantised());
+            parts.map(|part| (DType::Bf16.bytes(part.len()) as u64).next_multiple_of(ALIGN)).sum::<u64>()
+        };
+        match *self {
+            Self::Linear(streams) | Self::LinearSwiglu(streams) => streams.iter().map(|s| layer(s.w)).sum(),
+            Self::LinearGateResidual(streams) => streams.iter().map(|s| layer(s.w)).sum(),
+            Self::Qkv(streams) => streams.iter().map(|s| layer(s.w)).sum(),
+            _ => 0,
         }
     }
 

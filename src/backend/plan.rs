@@ -2,7 +2,8 @@
 
 use super::{Backend, GemmFormats, Op, Role, StepKey};
 use crate::error::Result;
-use crate::tensor::{Nvfp4Layout, PartScaling, Region, Tensor, WeightPart};
+use crate::tensor::{ALIGN, Nvfp4Layout, PartScaling, Region, Tensor, WeightPart};
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -16,13 +17,14 @@ pub struct Plan {
     /// Number of ops run.
     pub ops: u64,
     formats: GemmFormats,
+    live: Live,
     flops: Arc<AtomicU64>,
 }
 
 impl Plan {
     /// An empty plan for a backend that has these quantised GEMMs.
     pub fn new(formats: GemmFormats) -> Self {
-        Self { arena_bytes: 0, copied_bytes: 0, ops: 0, formats, flops: Arc::default() }
+        Self { arena_bytes: 0, copied_bytes: 0, ops: 0, formats, live: Live::default(), flops: Arc::default() }
     }
 
     /// Floating-point operations of all GEMMs, convolutions and attention ops.
@@ -36,9 +38,31 @@ impl Plan {
     }
 
     fn touch(&mut self, tensor: Tensor) {
+        self.live.touch(tensor);
+        self.arena_bytes = self.arena_bytes.max(self.live.end());
+    }
+}
+
+/// How much of working memory holds something that may still be read: it is allocated and freed like a stack.
+#[derive(Debug, Default)]
+pub struct Live(u64);
+
+impl Live {
+    /// An op uses a tensor.
+    pub fn touch(&mut self, tensor: Tensor) {
         if tensor.region == Region::Arena {
-            self.arena_bytes = self.arena_bytes.max(tensor.extent().end).max(tensor.scale_extent().end);
+            self.0 = self.0.max(tensor.extent().end).max(tensor.scale_extent().end);
         }
+    }
+
+    /// A range was freed, and whatever was allocated behind it.
+    pub fn release(&mut self, range: &Range<u64>) {
+        self.0 = self.0.min(range.start);
+    }
+
+    /// The end of the memory that is in use.
+    pub fn end(&self) -> u64 {
+        self.0
     }
 }
 
@@ -88,9 +112,16 @@ impl Backend for Plan {
     fn run(&mut self, op: Op<'_>) -> Result<()> {
         op.check()?;
         op.operands(&mut |t, _| self.touch(t));
+        if self.formats.expands && op.expanded_bytes() > 0 {
+            self.arena_bytes = self.arena_bytes.max(self.live.end().next_multiple_of(ALIGN) + op.expanded_bytes());
+        }
         self.flops.fetch_add(op.flops(), Ordering::Relaxed);
         self.ops += 1;
         Ok(())
+    }
+
+    fn released(&mut self, range: Range<u64>) {
+        self.live.release(&range);
     }
 
     fn step(&mut self, _key: StepKey, body: &mut dyn FnMut(&mut dyn Backend) -> Result<()>) -> Result<()> {

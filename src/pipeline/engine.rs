@@ -215,7 +215,7 @@ impl Stages {
         let noise = vec![0.0; inputs.plan.canvas().len() * self.transformer_config.channels];
         let prompts = self.encode_prompts(plan, &mut ws, inputs, true, progress)?;
         self.denoise_and_decode(plan, &mut ws, inputs, prompts, &[0], &mut |_| noise.clone(), progress, &mut |_, _| Ok(()))?;
-        Ok(ws.peak())
+        Ok(ws.peak().max(plan.arena_bytes))
     }
 
     /// The first half of the stages: encodes the prompts. With `wait` the backend has finished when this returns.

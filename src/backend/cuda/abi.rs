@@ -50,6 +50,9 @@ pub const KL_SM90_STORE_ROWS: u32 = 16;
 pub const KL_SM90_WARPGROUP_ROWS: u32 = 64;
 pub const KL_SM90_BOX_COLS: u32 = 64;
 pub const KL_SM90_SHARED_LIMIT: u32 = 232448;
+pub const KL_EXPANSION_ROWS: u32 = 32;
+pub const KL_EXPANSION_GROUP: u32 = 4;
+pub const KL_EXPANSION_COUNTERS: u32 = 2;
 pub const KL_SM90_KV_SEGMENTS: u32 = 8;
 pub const KL_SM90_BLOCK_Q: u32 = 128;
 pub const KL_SM90_BLOCK_KV: u32 = 128;
@@ -546,6 +549,23 @@ const _: () = {
     ["Offset of field: KlGemm::schedule"][::core::mem::offset_of!(KlGemm, schedule) - 1440usize];
 };
 #[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct KlExpansion {
+    pub counters: u64,
+    pub to: [[u64; 4usize]; 2usize],
+    pub units: u32,
+    pub tiles: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlExpansion"][::core::mem::size_of::<KlExpansion>() - 80usize];
+    ["Alignment of KlExpansion"][::core::mem::align_of::<KlExpansion>() - 8usize];
+    ["Offset of field: KlExpansion::counters"][::core::mem::offset_of!(KlExpansion, counters) - 0usize];
+    ["Offset of field: KlExpansion::to"][::core::mem::offset_of!(KlExpansion, to) - 8usize];
+    ["Offset of field: KlExpansion::units"][::core::mem::offset_of!(KlExpansion, units) - 72usize];
+    ["Offset of field: KlExpansion::tiles"][::core::mem::offset_of!(KlExpansion, tiles) - 76usize];
+};
+#[repr(C)]
 #[repr(align(128))]
 #[derive(Debug, Copy, Clone)]
 pub struct KlGemmSm90 {
@@ -554,24 +574,26 @@ pub struct KlGemmSm90 {
     pub out: [[KlTensorMap; 4usize]; 2usize],
     pub residual: [KlTensorMap; 2usize],
     pub stream: [KlGemmStream; 2usize],
+    pub expansion: KlExpansion,
     pub group: [u32; 2usize],
     pub schedule: KlTileSchedule,
     pub saturated: u64,
-    pub unused: [u64; 6usize],
+    pub unused: [u64; 10usize],
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlGemmSm90"][::core::mem::size_of::<KlGemmSm90>() - 4096usize];
+    ["Size of KlGemmSm90"][::core::mem::size_of::<KlGemmSm90>() - 4224usize];
     ["Alignment of KlGemmSm90"][::core::mem::align_of::<KlGemmSm90>() - 128usize];
     ["Offset of field: KlGemmSm90::x"][::core::mem::offset_of!(KlGemmSm90, x) - 0usize];
     ["Offset of field: KlGemmSm90::w"][::core::mem::offset_of!(KlGemmSm90, w) - 256usize];
     ["Offset of field: KlGemmSm90::out"][::core::mem::offset_of!(KlGemmSm90, out) - 1280usize];
     ["Offset of field: KlGemmSm90::residual"][::core::mem::offset_of!(KlGemmSm90, residual) - 2304usize];
     ["Offset of field: KlGemmSm90::stream"][::core::mem::offset_of!(KlGemmSm90, stream) - 2560usize];
-    ["Offset of field: KlGemmSm90::group"][::core::mem::offset_of!(KlGemmSm90, group) - 4000usize];
-    ["Offset of field: KlGemmSm90::schedule"][::core::mem::offset_of!(KlGemmSm90, schedule) - 4008usize];
-    ["Offset of field: KlGemmSm90::saturated"][::core::mem::offset_of!(KlGemmSm90, saturated) - 4040usize];
-    ["Offset of field: KlGemmSm90::unused"][::core::mem::offset_of!(KlGemmSm90, unused) - 4048usize];
+    ["Offset of field: KlGemmSm90::expansion"][::core::mem::offset_of!(KlGemmSm90, expansion) - 4000usize];
+    ["Offset of field: KlGemmSm90::group"][::core::mem::offset_of!(KlGemmSm90, group) - 4080usize];
+    ["Offset of field: KlGemmSm90::schedule"][::core::mem::offset_of!(KlGemmSm90, schedule) - 4088usize];
+    ["Offset of field: KlGemmSm90::saturated"][::core::mem::offset_of!(KlGemmSm90, saturated) - 4120usize];
+    ["Offset of field: KlGemmSm90::unused"][::core::mem::offset_of!(KlGemmSm90, unused) - 4128usize];
 };
 #[repr(C)]
 #[repr(align(128))]

@@ -11,7 +11,7 @@ use super::params::{NO_MAP, NONE, box_cols, is_async_copyable, naive_grid};
 use super::select::{ClusterMode, GemmOperands, GemmPlan, GemmShape, GroupedGemm, Tile, TileConfig, group_m};
 use crate::backend::{Linear, Projection};
 use crate::error::{Error, Result};
-use crate::tensor::{DType, Tensor};
+use crate::tensor::{ALIGN, DType, Tensor};
 use std::ops::Range;
 
 /// The kernels of a GEMM with one part, the fastest first.
@@ -353,15 +353,28 @@ fn launch(cx: &OpContext, streams: &[KlGemmStream], plan: GemmPlan) -> Result<()
     let group = stream.map(|s| group_m(plan.tile, s.row_tiles, s.col_tiles, cx.sms));
     let maps = [NO_MAPS; abi::KL_STREAMS as usize];
     let no_map = [NO_MAP; abi::KL_STREAMS as usize];
-    let saturated = cx.memory.saturated();
-    let mut p =
-        abi::KlGemmSm90 { x: no_map, w: maps, out: maps, residual: no_map, stream, group, schedule, saturated, unused: [0; 6] };
+    // Clusters of split-K are not persistent: each computes one tile.
+    let slots = if plan.tile.is_split_k() { tiles } else { plan.tile.slots(cx.sms) };
+    let clusters = plan.schedule.persistent_clusters(tiles, slots);
+    let expansion = expansion(cx, &stream, plan.tile, clusters.min(plan.tile.slots(cx.sms)).div_ceil(group[0].max(1)))?;
+    let mut p = abi::KlGemmSm90 {
+        x: no_map,
+        w: maps,
+        out: maps,
+        residual: no_map,
+        stream,
+        expansion,
+        group,
+        schedule,
+        saturated: cx.memory.saturated(),
+        unused: [0; 10],
+    };
     // Each CTA of a cluster loads one half of what it multicasts. B is loaded in halves in any case.
     let a_rows = if mode == ClusterMode::MulticastA { block_m / abi::KL_SM90_CLUSTER } else { block_m };
     for (i, s) in stream.iter().enumerate().take(streams.len()) {
         p.x[i] = cx.tensor_map(&s.x, [block_k, a_rows])?;
-        for (map, w) in p.w[i].iter_mut().zip(&s.w).filter(|(_, w)| w.data != 0) {
-            *map = cx.tensor_map(w, [block_k, block_n / 2])?;
+        for ((map, w), &to) in p.w[i].iter_mut().zip(&s.w).zip(&expansion.to[i]).filter(|((_, w), _)| w.data != 0) {
+            *map = cx.tensor_map(&if to == 0 { *w } else { in_bf16(w, to) }, [block_k, block_n / 2])?;
         }
         if s.part[0].epilogue == abi::KL_GATE_RESIDUAL {
             p.residual[i] = cx.tensor_map(&s.part[0].out, [abi::KL_SM90_BOX_COLS, plan.tile.warpgroup_rows()])?;
@@ -371,9 +384,43 @@ fn launch(cx: &OpContext, streams: &[KlGemmStream], plan: GemmPlan) -> Result<()
             *map = cx.tensor_map(&part.out, [cols, abi::KL_SM90_STORE_ROWS])?;
         }
     }
-    // Clusters of split-K are not persistent: each computes one tile.
-    let slots = if plan.tile.is_split_k() { tiles } else { plan.tile.slots(cx.sms) };
-    cx.kernels.launch(kernel, [plan.schedule.persistent_clusters(tiles, slots) * abi::KL_SM90_CLUSTER, 1, 1], &p)
+    cx.kernels.launch(kernel, [clusters * abi::KL_SM90_CLUSTER, 1, 1], &p)
+}
+
+/// A matrix as it is after it was expanded to bf16, at this address.
+fn in_bf16(w: &KlMat, to: u64) -> KlMat {
+    KlMat { data: to, stride: u64::from(w.cols), dtype: abi::KL_BF16, scale: 1.0, ..*w }
+}
+
+/// How the quantised matrices of a mixed-input GEMM are expanded. A wave computes `wave` columns of clusters' tiles.
+fn expansion(cx: &OpContext, stream: &[KlGemmStream], tile: Tile, wave: u32) -> Result<abi::KlExpansion> {
+    let TileConfig { block_n, block_k, operands, .. } = tile.config();
+    let mut expansion = abi::KlExpansion { counters: 0, to: [[0; _]; _], units: 0, tiles: 0 };
+    if operands != GemmOperands::MixedInput {
+        return Ok(expansion);
+    }
+    let (begin, bytes) = cx.memory.expansion();
+    let mut end = begin;
+    for (to, s) in expansion.to.iter_mut().zip(stream) {
+        for (to, w) in to.iter_mut().zip(&s.w).filter(|(_, w)| w.data != 0 && w.dtype != abi::KL_BF16) {
+            *to = end;
+            end += (u64::from(w.rows) * in_bf16(w, 0).stride * 2).next_multiple_of(ALIGN);
+        }
+    }
+    if end == begin {
+        return Ok(expansion);
+    }
+    let groups = k_of(stream).div_ceil(block_k).div_ceil(abi::KL_EXPANSION_GROUP);
+    let tiles: u32 = stream.iter().flat_map(|s| &s.part).map(|part| part.tiles).sum();
+    let needed = 4 * u64::from(abi::KL_EXPANSION_COUNTERS + tiles * groups);
+    if end - begin > bytes || needed > cx.memory.expansion_counter_bytes() {
+        return Err(Error::Op { op: "linear", what: format!("{} bytes of weights cannot be expanded", end - begin) });
+    }
+    expansion.counters = cx.memory.expansion_counters();
+    expansion.units = tiles * groups * 2 * (block_n / 2).div_ceil(abi::KL_EXPANSION_ROWS);
+    let side_by_side = if tile.config().cluster == Some(ClusterMode::MulticastA) { abi::KL_SM90_CLUSTER } else { 1 };
+    expansion.tiles = wave * side_by_side;
+    Ok(expansion)
 }
 
 /// The fused projection of attention inputs. On tensor cores it is one launch, whose epilogue normalises and rotates queries and keys

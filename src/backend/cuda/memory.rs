@@ -37,7 +37,7 @@ impl Drop for Allocation {
 }
 
 /// Sizes of the scratch that belongs to no op. In this order: the counters of reductions and the count of saturated values,
-/// partial results of reductions, the flags of Stream-K workers, and their partials.
+/// partial results of reductions, the flags of Stream-K workers, the counters of expansion, and the partials of Stream-K workers.
 #[derive(Clone, Copy)]
 struct Scratch {
     sms: u64,
@@ -47,6 +47,9 @@ impl Scratch {
     /// Bytes of the counters that the CTAs of a counting kernel share.
     const COUNTERS: u64 = 2 * size_of::<u32>() as u64;
     const REDUCTION_PARTIALS: u64 = abi::KL_PARTIALS as u64 * abi::KL_GROUPS as u64 * 16;
+
+    /// Bytes of the counters of expansion: a flag for each column tile and 256 of K of the largest layers that there are, several times.
+    const EXPANSION_COUNTERS: u64 = 1 << 20;
 
     /// The 32-bit flags of all tiles that run at once, with the tile of which this is most.
     fn stream_k_flags(self) -> u64 {
@@ -61,7 +64,7 @@ impl Scratch {
     }
 
     fn bytes(self) -> u64 {
-        ALIGN + Self::REDUCTION_PARTIALS + self.stream_k_flags() + self.stream_k_partials()
+        ALIGN + Self::REDUCTION_PARTIALS + self.stream_k_flags() + Self::EXPANSION_COUNTERS + self.stream_k_partials()
     }
 }
 
@@ -69,6 +72,10 @@ impl Scratch {
 pub struct Memory {
     weights: Allocation,
     arena: Allocation,
+    /// For weights that are expanded when they are multiplied, where working memory has no room for them.
+    expanded: Allocation,
+    /// Address and bytes of the memory for those of the present op.
+    expansion: (u64, u64),
     /// Address at which working memory begins.
     base: u64,
     /// Bytes of it that ops may use.
@@ -85,6 +92,8 @@ impl Memory {
         Self {
             weights: Allocation::empty(&driver),
             arena: Allocation::empty(&driver),
+            expanded: Allocation::empty(&driver),
+            expansion: (0, 0),
             base: 0,
             working: 0,
             scratch: 0,
@@ -117,6 +126,38 @@ impl Memory {
             self.scratch = self.base + self.working;
         }
         Ok(())
+    }
+
+    /// Places weights of so many bytes that an op expands behind the working memory that is in use, at the end of all of it; or, if there
+    /// is no room, in memory of their own. False if that is too small: then it has to be [allocated](Self::reserve_expanded).
+    pub fn place_expanded(&mut self, live: u64, bytes: u64) -> bool {
+        // With addresses for offsets nobody knows where working memory ends.
+        let has_room = self.working != u64::MAX && live.next_multiple_of(ALIGN) + bytes <= self.working;
+        let own = self.expanded.address;
+        self.expansion = if has_room { (self.base + self.working - bytes, bytes) } else { (own, self.expanded.bytes) };
+        has_room || bytes <= self.expanded.bytes
+    }
+
+    /// Allocates memory of their own for weights that are expanded. Those from before are gone.
+    pub fn reserve_expanded(&mut self, bytes: u64) -> Result<()> {
+        self.expanded = Allocation::empty(&self.driver);
+        self.expanded = Allocation::new(&self.driver, bytes)?;
+        Ok(())
+    }
+
+    /// Address and bytes of the memory for weights that the present op expands.
+    pub fn expansion(&self) -> (u64, u64) {
+        self.expansion
+    }
+
+    /// Address of the counters of expansion.
+    pub fn expansion_counters(&self) -> u64 {
+        self.stream_k_flags() + self.layout.stream_k_flags()
+    }
+
+    /// Bytes of these counters.
+    pub fn expansion_counter_bytes(&self) -> u64 {
+        Scratch::EXPANSION_COUNTERS
     }
 
     /// From now on the offset of a tensor is its address, be it a weight or not.
@@ -219,7 +260,7 @@ impl Memory {
 
     /// Address of the partials that Stream-K workers store for each other.
     pub fn stream_k_partials(&self) -> u64 {
-        self.stream_k_flags() + self.layout.stream_k_flags()
+        self.expansion_counters() + Scratch::EXPANSION_COUNTERS
     }
 
     /// Bytes of these partials.

@@ -31,6 +31,7 @@ pub use launch::{ARCHS, Images, Kernel, NVCC};
 pub use select::{GemmOperands, Tile};
 pub use system::{System, devices};
 
+use super::plan::Live;
 use super::{Backend, Fp8Accumulate, GemmFormats, Op, Role, StepKey};
 use crate::error::{Error, Result};
 use crate::tensor::{ALIGN, DType, Region, Scaling, Tensor, WeightPart};
@@ -51,7 +52,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// they are uploaded.
 pub const fn gemm_formats(capability: (u32, u32)) -> GemmFormats {
     match capability {
-        (9, 0) => GemmFormats { w8a8: true, w8a16: true, w4a16: true, qk8: true, ..GemmFormats::NONE },
+        (9, 0) => GemmFormats { w8a8: true, w8a16: true, w4a16: true, qk8: true, expands: true, ..GemmFormats::NONE },
         _ => GemmFormats::NONE,
     }
 }
@@ -66,6 +67,8 @@ pub struct Cuda {
     read: Range<u64>,
     /// Values that did not fit the FP8 tensor they were stored in, as far as the device no longer has the count.
     saturated: u64,
+    /// The working memory that is in use.
+    live: Live,
     capturing: bool,
     capture: bool,
     poison: bool,
@@ -133,6 +136,7 @@ impl Cuda {
             },
             read: 0..0,
             saturated: 0,
+            live: Live::default(),
             capturing: false,
             capture: true,
             poison: cfg!(debug_assertions),
@@ -190,6 +194,18 @@ impl Cuda {
 
     fn refuse_in_capture(&self, op: &'static str) -> Result<()> {
         if self.capturing { Err(Error::Op { op, what: "a transfer inside a step".into() }) } else { Ok(()) }
+    }
+
+    /// Finds memory for the weights of an op that are expanded.
+    fn place_expanded(&mut self, bytes: u64) -> Result<()> {
+        if bytes == 0 || self.context.memory.place_expanded(self.live.end(), bytes) {
+            return Ok(());
+        }
+        self.refuse_in_capture("expand")?;
+        self.driver.synchronize(self.stream.1)?;
+        self.context.memory.reserve_expanded(bytes)?;
+        self.context.memory.place_expanded(self.live.end(), bytes);
+        Ok(())
     }
 
     fn prepare_transfer(&mut self, op: &'static str) -> Result<()> {
@@ -253,6 +269,7 @@ impl Backend for Cuda {
             w8a16: has(Kernel::GemmMixed256x192),
             w4a16: has(Kernel::GemmMixed256x192),
             qk8: has(Kernel::AttentionSm90MaxFreeE4m3),
+            expands: has(Kernel::GemmMixed256x192),
             ..GemmFormats::NONE
         }
         .and(gemm_formats(self.device().capability))
@@ -305,9 +322,11 @@ impl Backend for Cuda {
         self.driver.synchronize(self.stream.1)?;
         self.fetch_saturated()?;
         self.context.memory.reserve(bytes)?;
+        self.live = Live::default();
         self.released(0..bytes);
         let memory = &self.context.memory;
         self.driver.fill(self.stream.1, memory.stream_k_flags(), 0, memory.stream_k_flag_bytes())?;
+        self.driver.fill(self.stream.1, memory.expansion_counters(), 0, memory.expansion_counter_bytes())?;
         // The counters are one alignment unit.
         self.driver.fill(self.stream.1, memory.counters(), 0, ALIGN)
     }
@@ -315,6 +334,7 @@ impl Backend for Cuda {
     fn write(&mut self, to: Tensor, values: &[f32]) -> Result<()> {
         self.prepare_transfer("write")?;
         let rows = self.rows(to, "write")?;
+        self.live.touch(to);
         let Some(scale) = transferred_scale(to).filter(|_| values.len() == to.len()) else {
             return Err(Error::Op { op: "write", what: format!("{} values for {to:?}", values.len()) });
         };
@@ -352,10 +372,15 @@ impl Backend for Cuda {
                 self.note_read(tensor.scale_extent());
             }
         });
+        op.operands(&mut |tensor, _| self.live.touch(tensor));
+        if self.gemm_formats().expands {
+            self.place_expanded(op.expanded_bytes())?;
+        }
         dispatch(&self.context, op)
     }
 
     fn released(&mut self, range: Range<u64>) {
+        self.live.release(&range);
         if let Some((address, bytes)) = self.context.memory.working_range(range).filter(|_| self.poison) {
             // All ones is NaN in every float type that kernels write. A failure is an earlier fault, which the next call reports.
             let _ = self.driver.fill(self.stream.1, address, 0xff, bytes);

@@ -97,8 +97,8 @@ pub const ALL: &[Planted] = &[
         kernel_file: "gemm_bf16_sm90",
         tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 192,",
         source: "gemm/mainloop_sm90.cuh",
-        find: "mbarrier_arrive_expect_tx(full, LoaderA::kTmaBytes + b.tma_bytes());",
-        replace: "mbarrier_arrive_expect_tx(full, LoaderA::kTmaBytes + b.tma_bytes() + 16);",
+        find: "mbarrier_arrive_expect_tx(full, LoaderA::kTmaBytes + Config::kBBytes);",
+        replace: "mbarrier_arrive_expect_tx(full, LoaderA::kTmaBytes + Config::kBBytes + 16);",
     },
     // One warpgroup hands over at another barrier than the one at which the other waits.
     Planted {
@@ -127,25 +127,23 @@ pub const ALL: &[Planted] = &[
         find: "min(worker, schedule.remainder)",
         replace: "min(worker + 1, schedule.remainder)",
     },
-    // Writer warps hand over a stage that wgmma need not see yet.
+    // TMA loads expanded weights that it need not see yet.
     Planted {
         name: "expanded_without_fence",
         kernel_file: "gemm_mixed_sm90",
         tile: "KL_GEMM_MIXED_SM90(gemm_mixed_sm90, 128, 192,",
-        source: "gemm/mainloop_sm90.cuh",
-        find: "      fence_proxy_async();  // wgmma sees what the warp has written\n",
+        source: "gemm/expand_sm90.cuh",
+        find: "      fence_proxy_async_global();\n",
         replace: "",
     },
-    // Writer warps give a raw stage back before they have read it.
+    // The producer does not wait for all rows of a tile.
     Planted {
-        name: "raw_stage_released_early",
+        name: "expanded_rows_not_awaited",
         kernel_file: "gemm_mixed_sm90",
         tile: "KL_GEMM_MIXED_SM90(gemm_mixed_sm90, 128, 192,",
-        source: "gemm/mainloop_sm90.cuh",
-        find: "      writer.expand(pipe.b(pipe.stage), pipe.raw(raw.stage));\n      fence_proxy_async();  // wgmma sees what the warp has \
-               written\n      __syncwarp();\n      arrive(pipe.full(pipe.stage)), arrive(pipe.raw_ring().empty(raw.stage));",
-        replace: "      arrive(pipe.raw_ring().empty(raw.stage));\n      writer.expand(pipe.b(pipe.stage), pipe.raw(raw.stage));\n      \
-                  fence_proxy_async();\n      __syncwarp();\n      arrive(pipe.full(pipe.stage));",
+        source: "gemm/expand_sm90.cuh",
+        find: "< units_per_flag<Config>()",
+        replace: "< units_per_flag<Config>() - 1",
     },
     // The second half of a tile's rows is expanded from the codes of the first.
     Planted {
@@ -153,8 +151,8 @@ pub const ALL: &[Planted] = &[
         kernel_file: "gemm_mixed_sm90",
         tile: "KL_GEMM_MIXED_SM90(gemm_mixed_sm90, 128, 192,",
         source: "gemm/expand_sm90.cuh",
-        find: "tma_load_2d(to + Config::kRawBytes / 2, second.map, k * Config::kBlockK, second.row, full);",
-        replace: "tma_load_2d(to + Config::kRawBytes / 2, first.map, k * Config::kBlockK, first.row, full);",
+        find: "part % 2);",
+        replace: "0);",
     },
     // Partial accumulators are added, and their stage is released, while MMAs are still in flight.
     Planted {

@@ -62,6 +62,14 @@ void store_release(uint32_t* to, uint32_t v) {
   postpone_cta();
 }
 
+void add_release(uint32_t* to, uint32_t v) {
+  check_global_write(to, sizeof(*to), "red.release");
+  note_release_add(to, v);
+  *to += v;
+  wake_spinners();
+  postpone_cta();
+}
+
 uint32_t load_acquire(const uint32_t* from) {
   check_global_read(from, sizeof(*from), "ld.acquire");
   Thread& thread = current();

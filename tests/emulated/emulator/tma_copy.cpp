@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "async_sm90.h"
+#include "async_publication.h"
 #include "async_state.h"
 #include "tma_map.h"
 
@@ -125,6 +126,10 @@ void tma_load(uint32_t to, const void* encoded, uint32_t rank, int32_t x, int32_
   const std::string issuer = issued_by("TMA load");
   const int32_t origin[kTmaRank] = {x, y, z};
   check_box(map, origin, false, "TMA load");
+  for (uint32_t i = 0; i < map.box[1] * map.box[2]; i++) {
+    const BoxRow row = box_row(map, origin, i);
+    if (row.end > row.first) check_tma_load(reinterpret_cast<const void*>(row.address), (row.end - row.first) * map.element_bytes);
+  }
   const uint32_t own = 1u << current_cta().rank;
   for (uint32_t target = 0, targets = mask ? mask : own; targets >> target; target++) {
     if (!(targets >> target & 1)) continue;

@@ -102,7 +102,7 @@ T __ldcg(const T* from) {
 }
 template <class T>
 void __stcg(T* to, T value) {
-  kl_emu::note_uncached_store(to, sizeof(T));
+  kl_emu::note_uncached_store(to, &value, sizeof(T));
   *to = value;
 }
 

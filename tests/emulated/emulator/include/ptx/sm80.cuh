@@ -11,6 +11,7 @@ void wait_for_copies(uint32_t pending);
 
 uint32_t shared_address(const void* p);
 void store_release(uint32_t* to, uint32_t v);
+void add_release(uint32_t* to, uint32_t v);
 uint32_t load_acquire(const uint32_t* from);
 inline float4 load_uncached(const float4* from) { return __ldcg(from); }
 inline uint4 load_now(const void* from) { return *static_cast<const uint4*>(from); }
@@ -24,6 +25,16 @@ uint32_t permute_bytes(uint32_t v) {
     // The other word that the instruction chooses from is zero.
     const uint32_t byte = choice % 8 < 4 ? v >> choice % 8 * 8 & 0xff : 0;
     result |= (choice < 8 ? byte : byte < 0x80 ? 0 : 0xff) << 8 * i;
+  }
+  return result;
+}
+
+template <uint32_t kSelector>
+uint32_t permute_bytes(uint32_t a, uint32_t b) {
+  uint32_t result = 0;
+  for (int i = 0; i < 4; i++) {
+    const uint32_t choice = kSelector >> 4 * i & 7;
+    result |= ((choice < 4 ? a : b) >> choice % 4 * 8 & 0xff) << 8 * i;
   }
   return result;
 }

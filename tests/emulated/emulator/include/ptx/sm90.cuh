@@ -46,6 +46,7 @@ inline void tma_store_wait() {
   kl_emu::ptx::tma_store_wait(kPending);
 }
 inline void fence_proxy_async() { kl_emu::ptx::fence_proxy_async(); }
+inline void fence_proxy_async_global() { kl_emu::note_proxy_fence_global(); }
 inline void prefetch_l1(const void*) {}
 inline void prefetch_tensor_map(const KlTensorMap*) {}
 
