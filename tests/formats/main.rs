@@ -8,6 +8,7 @@ mod elements;
 mod fp8;
 mod nvfp4;
 mod products;
+mod reencoding;
 
 use kiln::backend::Backend;
 use kiln::backend::cpu::Cpu;
