@@ -375,5 +375,28 @@ mod tests {
         assert_eq!(model(|_| (vec![(E4m3, E4m3), (Bf16, Bf16)], Bf16)).expansion(), None);
         let all = model(|_| (vec![(E5m2, F32), (E2m1, F32), (E4m3, F32), (Bf16, F32)], F32)).expansion().unwrap();
         assert_eq!((all.stored, all.held), (vec!["fp8", "nvfp4", "fp8-e5m2"], vec!["f32"]));
+        // Re-encoding is asked for, and is no expansion.
+        assert_eq!(model(|_| (vec![(E2m1, E4m3)], E4m3)).expansion(), None);
+    }
+
+    #[test]
+    fn what_nvfp4_is_multiplied_as_shows_in_the_inputs() {
+        let math = |parts: &[(DType, DType)], input, why| {
+            let nvfp4 = LayerFormat { why, ..layer("single_blocks.0.linear1.weight", parts, input) };
+            let encoder = layer("model.layers.0.self_attn.o_proj.weight", &[(E2m1, E2m1)], Bf16);
+            let encoder = LayerFormat { why: Some(PlainInput::Model), ..encoder };
+            formats([encoder, nvfp4]).nvfp4_math()
+        };
+        let kept = [(E2m1, E2m1)];
+        assert_eq!(math(&[(E2m1, E4m3)], E4m3, None), Some(Nvfp4Math::Fp8));
+        assert_eq!(math(&kept, E2m1, None), Some(Nvfp4Math::Auto));
+        for why in [PlainInput::Asked, PlainInput::Device] {
+            assert_eq!(math(&kept, Bf16, Some(why)), Some(Nvfp4Math::Bf16));
+        }
+        // Where inputs are plain in any case there is no choice, nor is there with other weights.
+        for why in [PlainInput::File, PlainInput::Parts, PlainInput::Precision] {
+            assert_eq!(math(&kept, Bf16, Some(why)), None);
+        }
+        assert_eq!(math(&[(E4m3, E4m3)], E4m3, None), None);
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! An element times the scale of its block has up to six significant bits, of which e4m3 keeps four: no choice of scales makes
 //! that exact. With a power of two as the only scale of the tensor, besides the factor it has already, products of elements 0.5,
-//! 1, 2 and 4 keep their bits, and so do the others where the scale has a bit to spare: 76 to 81 % of normal and exponential weights. Scales of rows
-//! that are no powers of two would round all of them, and err more.
+//! 1, 2 and 4 keep their bits, and so do the others where the scale has a bit to spare: 76 to 81 % of weights of normal or
+//! exponential distribution. Scales of rows that are no powers of two would round all of them, and err more.
 
 use super::minifloat::{E4M3_MAX, e2m1, e4m3};
 use super::{DType, PartScaling, Scale, Stored, WeightPart, nvfp4};

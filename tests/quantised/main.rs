@@ -10,4 +10,5 @@ mod formats;
 mod goldens;
 mod linears;
 mod mistakes;
+mod nvfp4_math;
 mod transports;

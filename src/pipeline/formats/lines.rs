@@ -148,6 +148,8 @@ mod tests {
             (F32, Bf16, Bf16, "all f32 rounded to bf16"),
             (E4m3, E4m3, F32, "all fp8 (w8a32)"),
             (E5m2, Bf16, Bf16, "all fp8-e5m2 expanded to bf16 (no GEMM takes it)"),
+            (E2m1, E2m1, Bf16, "all nvfp4 (w4a16)"),
+            (E2m1, E4m3, E4m3, "all nvfp4 as fp8 (w8a8)"),
         ] {
             assert_eq!(model(|_| (vec![(stored, held)], input)).lines(), [line]);
         }
@@ -230,6 +232,9 @@ mod tests {
             (expanded, Bf16, PlainInput::File, "fp8 expanded to bf16 (as the file asks, no w8a16 GEMM here)"),
             (expanded, Bf16, PlainInput::Parts, "fp8 expanded to bf16 (its parts need different inputs, no w8a16 GEMM here)"),
             ([(E5m2, Bf16)], Bf16, PlainInput::File, "fp8-e5m2 expanded to bf16 (no GEMM takes it)"),
+            ([(E2m1, E2m1)], Bf16, PlainInput::Asked, "nvfp4 (w4a16: as asked)"),
+            ([(E2m1, E2m1)], Bf16, PlainInput::Device, "nvfp4 (w4a16: no GEMM of quantised inputs here)"),
+            ([(E2m1, Bf16)], Bf16, PlainInput::Asked, "nvfp4 expanded to bf16 (as asked, no w4a16 GEMM here)"),
         ] {
             assert_eq!(line(&parts, input, why), format!("all {want}"));
         }
@@ -258,6 +263,9 @@ mod tests {
         let each = [("linear1", "fast"), ("linear2", "exact")];
         let each = each.map(|(kind, sums)| format!("transformer single blocks ({kind}): fp8 (w8a8, {sums} sums)"));
         assert_eq!(lines(Some(Fp8Accumulate::Auto)), [&each[0], &each[1], encoder]);
+        let reencoded = layer("single_blocks.0.linear1.weight", &[(E2m1, E4m3)], E4m3);
+        let reencoded = Formats { accumulate: Some(Fp8Accumulate::Auto), ..formats([reencoded]) };
+        assert_eq!(reencoded.lines(), ["all nvfp4 as fp8 (w8a8, fast sums)"]);
         let rows = Formats { accumulate: Some(Fp8Accumulate::Auto), ..formats(layers()) };
         let rows: Vec<_> = rows.by_kind().iter().map(KindFormat::accumulation).collect();
         assert_eq!(rows, [Some("fast"), Some("exact"), None]);
