@@ -140,3 +140,41 @@ fn how_fp8_is_computed_with_is_chosen_told_and_recorded() {
     assert!(run.stderr.contains(&warning), "{}", run.stderr);
     assert_eq!(run.json()[0]["saturated"], count);
 }
+
+#[test]
+fn what_nvfp4_is_multiplied_as_is_chosen_told_and_recorded() {
+    let sandbox = Sandbox::new();
+    sandbox.tiny("plain", &["--layout", "bfl"]);
+    sandbox.tiny("model", &["--layout", "bfl"]);
+    let file = Content::of("nvfp4").file(Form::BFL);
+    fs::write(sandbox.path("model/flux-2-klein-tiny.safetensors"), file).unwrap();
+    let flags = ["x", "--width", "64", "--height", "64", "--steps", "1", "--seed", "1", "-v", "--model"];
+    let run = |model: &str, name: &str, more: &[&str]| {
+        let run = sandbox.run(flags.iter().chain(&[model, "-o", name]).chain(more)).good();
+        let blocks = "formats transformer double blocks, single blocks: ";
+        let formats = run.stderr.lines().find_map(|line| line.strip_prefix(blocks)).map(String::from);
+        (Png::read(&sandbox.path(name)), formats, run.stderr)
+    };
+    let mut pixels = Vec::new();
+    for (math, formats, attention) in
+        [("auto", "nvfp4 (w4a4)", None), ("bf16", "nvfp4 (w4a16: as asked)", None), ("fp8", "nvfp4 as fp8 (w8a8)", Some("fp8"))]
+    {
+        let (png, told, stderr) = run("model", &format!("{math}.png"), &["--nvfp4-math", math]);
+        assert_eq!(told.as_deref(), Some(formats));
+        let recorded = ["nvfp4-math", "attention"].map(|key| png.text.get(key).map(String::as_str));
+        assert_eq!(recorded, [Some(math), attention]);
+        assert!(!stderr.contains("warning") && !stderr.contains("expanded"), "{stderr}");
+        pixels.push(png.pixels);
+    }
+    let (default, _, _) = run("model", "default.png", &[]);
+    assert!(default.pixels == pixels[0] && pixels[0] != pixels[1] && pixels[1] != pixels[2] && pixels[0] != pixels[2]);
+
+    // A GPU that is not there has no kernels, and a model without NVFP4 has no use for the choice.
+    let refused = sandbox.run(["plan", "--model", "model", "--nvfp4-math", "fp8"]);
+    let why =
+        "error: NVFP4 weights cannot be multiplied as FP8: this device has no FP8 GEMM\n\nhint: leave out --nvfp4-math: then";
+    assert!(refused.code == Some(2) && refused.stderr.contains(why), "{}", refused.stderr);
+    let (png, _, stderr) = run("plain", "plain.png", &["--nvfp4-math", "fp8"]);
+    let warning = "warning: --nvfp4-math is ignored: no layer of this model has NVFP4 weights and an input scale\n";
+    assert!(stderr.contains(warning) && !png.text.contains_key("nvfp4-math"), "{stderr}");
+}
