@@ -1,7 +1,8 @@
 //! Weights as files store them.
 
-use super::reencode::{power_between, reencode_block};
+use super::reencode::{fp8_scale, power_between, reencode_block};
 use super::{Bytes, DType, Scale, Scales, Stored, nvfp4};
+use rayon::prelude::*;
 use std::sync::Arc;
 
 /// Consecutive rows of a weight, in one format, as a checkpoint stores them.
@@ -149,6 +150,16 @@ impl WeightPart {
                 false => f(&swapped::<{ nvfp4::BLOCK / 2 }>(codes), scales[at], to),
             }
         }
+    }
+
+    /// How NVFP4 rows are stored as e4m3 with one scale. `None` for rows in another format, and where such a scale is beyond f32.
+    pub fn as_fp8(&self) -> Option<Stored> {
+        let PartScaling::Blocks16 { scales, tensor, layout } = &self.scaling else { return None };
+        let largest = match layout.tiled {
+            true => nvfp4::largest_scale(scales, self.rows, self.cols()),
+            false => scales.par_iter().copied().max().unwrap_or(0),
+        };
+        fp8_scale(*tensor, largest).map(Stored::fp8)
     }
 
     /// Whether [`WeightPart::convert`] can make rows of this format: plain elements of any, and of NVFP4 e4m3 with one scale, if

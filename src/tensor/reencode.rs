@@ -6,52 +6,34 @@
 //! exponential distribution. Scales of rows that are no powers of two would round all of them, and err more.
 
 use super::minifloat::{E4M3_MAX, e2m1, e4m3};
-use super::{DType, PartScaling, Scale, Stored, WeightPart, nvfp4};
-use rayon::prelude::*;
+use super::{DType, Scale};
 
 /// The largest magnitude of an e2m1 element.
 const E2M1_MAX: f32 = 6.0;
 /// Smaller powers of two are never needed: with the smallest scale of a block, 2^-9, the largest product is less than 2^-6.
 const SMALLEST_POWER: f32 = 1.0 / (1 << 16) as f32;
 
-impl WeightPart {
-    /// How NVFP4 rows are stored as e4m3: with the scale of the tensor times the smallest power of two with which the largest
-    /// scale of a block times the largest element is in range. `None` for rows in another format, and where such a scale is
-    /// beyond f32.
-    pub fn as_fp8(&self) -> Option<Stored> {
-        let PartScaling::Blocks16 { tensor, .. } = &self.scaling else { return None };
-        let largest = e4m3(self.largest_block_scale()?) * E2M1_MAX;
-        let mut power = SMALLEST_POWER;
-        while power * E4M3_MAX < largest {
-            power *= 2.0;
-        }
-        let stored = Stored::fp8(Scale::new(tensor.get() * power)?);
-        self.converts_to(stored).then_some(stored)
+/// The scale of NVFP4 as e4m3: that of the tensor times the smallest power of two with which the largest scale of a block, of which
+/// this is the code, times the largest element is in range. `None` where that is beyond f32.
+pub fn fp8_scale(tensor: Scale, largest: u8) -> Option<Scale> {
+    let largest = e4m3(largest) * E2M1_MAX;
+    let mut power = SMALLEST_POWER;
+    while power * E4M3_MAX < largest {
+        power *= 2.0;
     }
-
-    /// The code of the largest scale of a block, where those that are negative or NaN count as the largest. `None` for rows that
-    /// have none.
-    fn largest_block_scale(&self) -> Option<u8> {
-        match &self.scaling {
-            PartScaling::Blocks16 { scales, layout, .. } if layout.tiled => {
-                Some(nvfp4::largest_scale(scales, self.rows, self.cols()))
-            }
-            PartScaling::Blocks16 { scales, .. } => Some(scales.par_iter().copied().max().unwrap_or(0)),
-            _ => None,
-        }
-    }
+    Scale::new(tensor.get() * power).filter(|scale| power_between(tensor, *scale).is_some())
 }
 
 /// What block scales are multiplied by if NVFP4 with this scale of the tensor is stored as e4m3 with that one, if it is a power
 /// of two: any other factor would be rounded.
-pub(super) fn power_between(tensor: Scale, scale: Scale) -> Option<f32> {
+pub fn power_between(tensor: Scale, scale: Scale) -> Option<f32> {
     let power = tensor.get() / scale.get();
     let exact = power.is_normal() && power.to_bits().trailing_zeros() >= f32::MANTISSA_DIGITS - 1;
     (exact && power * scale.get() == tensor.get()).then_some(power)
 }
 
 /// Rounds the elements of a block, two to a byte, to e4m3, with the even column in the high nibble.
-pub(super) fn reencode_block(codes: &[u8], unit: f32, to: &mut [u8]) {
+pub fn reencode_block(codes: &[u8], unit: f32, to: &mut [u8]) {
     let mut table = [0; 8];
     DType::E4m3.encode(&std::array::from_fn::<f32, 8, _>(|code| e2m1(code as u8) * unit), &mut table);
     // The sign of either format is its highest bit.

@@ -140,7 +140,6 @@ fn most_weights_are_exact() {
         }
     }
     let (share, error) = (exact as f64 / codes.len() as f64, (error / size).sqrt());
-    println!("{share:.4} exact, error {error:.4}");
     assert!((0.75..0.82).contains(&share) && (0.020..0.023).contains(&error), "{share} {error}");
 
     // On a backend, where other orders are the same, and the format is that of the tensor.
