@@ -57,8 +57,8 @@ pub struct Row {
     pub name: &'static str,
     /// The shape, for display.
     pub shape: String,
-    /// What it multiplies or stores: plain values as activations are, `W8A8` (e4m3 weights and inputs), `W8A16` (e4m3 weights)
-    /// or `e4m3`.
+    /// What it multiplies or stores: plain values as activations are, `W8A8` (e4m3 weights and inputs), `W8A16` (e4m3 weights),
+    /// `W4A16` (NVFP4 weights) or `e4m3`.
     pub format: &'static str,
     /// The work of the op.
     pub work: Work,
@@ -77,19 +77,22 @@ pub struct Work {
     pub bytes: u64,
 }
 
-/// The format of an op with e4m3 operands.
+/// The format of an op with quantised operands.
 fn format_of(op: &Op<'_>) -> Option<&'static str> {
-    let (mut weights, mut inputs, mut results) = (false, false, false);
+    let (mut weights, mut inputs, mut results) = (None, false, false);
     op.operands(&mut |t, access| {
         let e4m3 = t.dtype == DType::E4m3;
-        weights |= e4m3 && t.region == Region::Weights;
+        if t.region == Region::Weights && t.dtype.is_quantised() {
+            weights = Some(t.dtype);
+        }
         inputs |= e4m3 && t.region == Region::Arena && access == Access::Read;
         results |= e4m3 && access == Access::Write;
     });
     match (weights, inputs) {
-        (true, true) => Some("W8A8"),
-        (true, false) => Some("W8A16"),
-        (false, _) => (inputs || results).then_some("e4m3"),
+        (Some(DType::E2m1), _) => Some("W4A16"),
+        (Some(_), true) => Some("W8A8"),
+        (Some(_), false) => Some("W8A16"),
+        (None, _) => (inputs || results).then_some("e4m3"),
     }
 }
 
@@ -407,6 +410,14 @@ mod tests {
         let text = in_format("linear_swiglu", "512x19456x2560", "W8A16");
         assert_eq!((text.flops, text.flops_e4m3), (2 * 512 * 19_456 * 2560, 0));
         assert_eq!(text.bytes, 19_456 * 2560 + 2 * 512 * 2560 + 2 * 512 * 9728);
+        // NVFP4 has four and a half bits a weight, and its products are bf16's.
+        for (width, mlp) in [(3072, 9216), (4096, 12_288)] {
+            let inner = width + mlp;
+            let gated = in_format("linear_gate_residual", &format!("4608x{width}x{inner}"), "W4A16");
+            assert_eq!((gated.flops, gated.flops_e4m3), (2 * 4608 * width * inner, 0));
+            assert_eq!(gated.bytes, width * inner / 16 * 9 + 2 * 4608 * inner + 2 * 2 * 4608 * width + 2 * width);
+            assert!(!in_format("qkv_mlp", &format!("4608x{}x{width}", 3 * width + 2 * mlp), "W4A16").bound_by_memory());
+        }
     }
 
     #[test]
@@ -429,8 +440,10 @@ mod tests {
         for precision in [Precision::Bf16, Precision::F32] {
             let formats = cpu.gemm_formats();
             let all = rows(Scale::Quick, precision, formats).unwrap();
-            let quantised = all.iter().filter(|row| ["W8A8", "W8A16", "e4m3"].contains(&row.format)).count();
-            assert_eq!(quantised, if precision == Precision::Bf16 { 14 } else { 0 });
+            let in_format = |format: &str| all.iter().filter(|row| row.format == format).count();
+            let counts = ["W8A8", "W8A16", "e4m3", "W4A16"].map(in_format);
+            assert_eq!(counts, if precision == Precision::Bf16 { [7, 4, 3, 8] } else { [0; 4] });
+            let quantised: usize = counts.iter().sum();
             for op in crate::backend::OP_NAMES {
                 assert!(all.iter().any(|row| row.name == *op), "{op}");
             }

@@ -183,7 +183,7 @@ fn kernels_are_timed_one_by_one() {
     for op in kiln::backend::OP_NAMES {
         assert!(rows.iter().any(|row| row["op"] == *op), "{op}");
     }
-    // The CPU takes every format: the layers of an FP8 model have rows of their own.
+    // The CPU takes every format: the layers of FP8 and NVFP4 models have rows of their own.
     for (op, format) in [
         ("linear", "W8A8"),
         ("linear_swiglu", "W8A8"),
@@ -191,6 +191,10 @@ fn kernels_are_timed_one_by_one() {
         ("qkv_norm_rope", "W8A8"),
         ("qkv_mlp", "W8A8"),
         ("linear_swiglu", "W8A16"),
+        ("linear_swiglu", "W4A16"),
+        ("linear_gate_residual", "W4A16"),
+        ("qkv_norm_rope", "W4A16"),
+        ("qkv_mlp", "W4A16"),
         ("layer_norm_modulate", "e4m3"),
         ("attention", "e4m3"),
     ] {

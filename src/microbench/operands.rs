@@ -2,7 +2,7 @@
 
 use crate::backend::{Backend, Linear, Modulated, Op, Role, repeat_rows};
 use crate::error::Result;
-use crate::tensor::{Arena, Bytes, DType, PartScaling, Region, Scale, Scaling, Stored, Tensor, WeightPart};
+use crate::tensor::{Arena, Bytes, DType, Nvfp4Layout, PartScaling, Region, Scale, Scaling, Stored, Tensor, WeightPart, nvfp4};
 use std::sync::Arc;
 
 /// In which formats the operands of a row are stored.
@@ -10,8 +10,8 @@ use std::sync::Arc;
 pub struct RowFormat {
     /// Type of plain activations.
     pub activations: DType,
-    /// Whether the weights of linear layers are e4m3.
-    pub weights_e4m3: bool,
+    /// Type of the weights of linear layers: bf16, e4m3 with a scale, or e2m1 with those of NVFP4.
+    pub weights: DType,
     /// Whether inputs of linear layers are e4m3, and so are queries and keys, as their producers store them.
     pub inputs_e4m3: bool,
 }
@@ -32,8 +32,9 @@ const PERIOD: usize = 1_000_003;
 
 /// Scale of e4m3 inputs of linear layers: values up to seven.
 const INPUT_SCALE: f32 = 1.0 / 64.0;
-/// Scale of e4m3 weights: as large as those in bf16.
+/// Scales of e4m3 and NVFP4 weights: as large as those in bf16.
 const WEIGHT_SCALE: f32 = 0.1 / 448.0;
+const NVFP4_SCALE: f32 = 0.1 / (6.0 * 448.0);
 /// Queries and keys have a scale of one and about a third of the size of other values, which makes scores of the usual size.
 const HEAD_SIZE: f32 = 0.33;
 /// Columns of the norm that e4m3 inputs are made by.
@@ -119,9 +120,10 @@ impl Operands {
     }
 
     pub fn linear(&mut self, rows: usize, cols: usize) -> Result<Linear> {
-        let stored = match self.formats.weights_e4m3 {
-            true => Stored::fp8(scale(WEIGHT_SCALE)),
-            false => Stored::plain(DType::Bf16),
+        let stored = match self.formats.weights {
+            DType::E4m3 => Stored::fp8(scale(WEIGHT_SCALE)),
+            DType::E2m1 => Stored::nvfp4(scale(NVFP4_SCALE)),
+            plain => Stored::plain(plain),
         };
         let weight = self.weight_stored(rows, cols, stored, Role::Linear)?;
         Ok(Linear { input: self.input_format(), ..Linear::new(weight, None) })
@@ -142,19 +144,35 @@ impl Operands {
         let noise = noise();
         let times = |factor: f32| noise.iter().map(|v| factor * v).collect::<Vec<_>>();
         let weights = DType::Bf16.encoded(&times(0.1));
-        let codes = if self.formats.weights_e4m3 { DType::E4m3.encoded(&times(448.0)) } else { Vec::new() };
+        // The codes of quantised weights, and NVFP4's scales of blocks.
+        let (codes, blocks) = match self.formats.weights {
+            DType::E4m3 => (DType::E4m3.encoded(&times(448.0)), Vec::new()),
+            DType::E2m1 => {
+                let positive: Vec<f32> = noise.iter().map(|v| 448.0 * v.abs()).collect();
+                // Whole bytes: two elements each.
+                (DType::E2m1.encoded(&times(6.0)[..PERIOD - 1]), DType::E4m3.encoded(&positive))
+            }
+            _ => (Vec::new(), Vec::new()),
+        };
         let vectors = DType::F32.encoded(&noise.iter().map(|v| 1.0 + 0.5 * v).collect::<Vec<_>>());
         be.reserve_weights(self.weights.peak())?;
         for &(to, role) in &self.placed {
             // Each weight has its own bytes, because the CPU backend reads them in place.
             let block = match to.dtype {
                 DType::F32 => &vectors,
-                DType::E4m3 => &codes,
+                DType::E4m3 | DType::E2m1 => &codes,
                 _ => &weights,
             };
-            let bytes = Bytes::new(Arc::new(repeated(block, to.dtype.bytes(to.len()))));
-            let scaling =
-                if let Scaling::Tensor(scale) = to.scaling { PartScaling::Tensor(scale) } else { PartScaling::Unscaled };
+            let owned = |block: &[u8], len: usize| Bytes::new(Arc::new(repeated(block, len)));
+            let bytes = owned(block, to.dtype.bytes(to.len()));
+            let scaling = match to.scaling {
+                Scaling::Tensor(scale) => PartScaling::Tensor(scale),
+                Scaling::Blocks16 { tensor, .. } => {
+                    let scales = owned(&blocks, nvfp4::scale_bytes(to.rows, to.cols));
+                    PartScaling::Blocks16 { scales, tensor, layout: Nvfp4Layout::COMFY }
+                }
+                _ => PartScaling::Unscaled,
+            };
             be.upload(to, role, &[WeightPart { scaling, ..WeightPart::plain(bytes, to.dtype, to.rows) }])?;
         }
         let source = self.norm_source()?;

@@ -45,6 +45,8 @@ struct Sizes {
     /// Hidden size of the transformer and of its MLP.
     width: usize,
     mlp: usize,
+    /// The same of the larger transformer.
+    large: (usize, usize),
     /// The text encoder: hidden size, query heads, key heads, MLP size.
     text_width: usize,
     text_heads: usize,
@@ -59,6 +61,7 @@ const KLEIN: Sizes = Sizes {
     side: 64,
     width: 3072,
     mlp: 9216,
+    large: (4096, 12_288),
     text_width: 2560,
     text_heads: 32,
     text_kv_heads: 8,
@@ -71,6 +74,7 @@ const QUICK: Sizes = Sizes {
     side: 4,
     width: 256,
     mlp: 384,
+    large: (384, 512),
     text_width: 128,
     text_heads: 2,
     text_kv_heads: 1,
@@ -80,7 +84,7 @@ const QUICK: Sizes = Sizes {
 
 /// All rows of a scale, with activations in a precision, and with the quantised operands that a backend takes.
 pub fn rows(scale: Scale, precision: Precision, formats: GemmFormats) -> Result<Vec<Row>> {
-    let builder = RowBuilder(RowFormat { activations: precision.activations(), weights_e4m3: false, inputs_e4m3: false });
+    let builder = RowBuilder(RowFormat { activations: precision.activations(), weights: DType::Bf16, inputs_e4m3: false });
     let sizes = match scale {
         Scale::Klein => &KLEIN,
         Scale::Quick => &QUICK,
@@ -160,23 +164,30 @@ impl RowBuilder {
         .collect()
     }
 
+    /// The layers of the text encoder, with weights of a quantised type.
+    fn encoder(&self, s: &Sizes, weights: DType) -> [Result<Row>; 4] {
+        let Sizes { text, text_width, text_heads, text_kv_heads, text_mlp, .. } = *s;
+        let (text_q, text_kv) = (text_heads * HEAD_DIM, text_kv_heads * HEAD_DIM);
+        let layers = Self(RowFormat { weights, ..self.0 });
+        [
+            layers.qkv(&[text], text_width, text_q, text_kv, 0, RopeStyle::HalfSplit),
+            layers.linear_gate_residual(&[text], text_width, text_q, false),
+            layers.linear_swiglu(&[text], text_mlp, text_width),
+            layers.linear_gate_residual(&[text], text_width, text_mlp, false),
+        ]
+    }
+
     /// The ops of a model in FP8: the layers of the text encoder in W8A16, the blocks of the transformer in W8A8, with queries
-    /// and keys in e4m3.
+    /// and keys in e4m3; and those of a model in NVFP4, whose inputs stay plain: the layers of the text encoder and of the single
+    /// blocks of both transformers in W4A16.
     fn quantised(&self, s: &Sizes, formats: GemmFormats) -> Result<Vec<Row>> {
-        let Sizes { text, side, width, mlp, text_width, text_heads, text_kv_heads, text_mlp, .. } = *s;
-        let (all, both) = (text + side * side, [text, side * side]);
-        let (text_q, text_kv, heads) = (text_heads * HEAD_DIM, text_kv_heads * HEAD_DIM, width / HEAD_DIM);
+        let Sizes { text, side, width, mlp, large, .. } = *s;
+        let (all, both, heads) = (text + side * side, [text, side * side], width / HEAD_DIM);
         let mut rows = Vec::new();
         if formats.w8a16 {
-            let w8a16 = Self(RowFormat { weights_e4m3: true, ..self.0 });
-            rows.extend([
-                w8a16.qkv(&[text], text_width, text_q, text_kv, 0, RopeStyle::HalfSplit),
-                w8a16.linear_gate_residual(&[text], text_width, text_q, false),
-                w8a16.linear_swiglu(&[text], text_mlp, text_width),
-                w8a16.linear_gate_residual(&[text], text_width, text_mlp, false),
-            ]);
+            rows.extend(self.encoder(s, DType::E4m3));
         }
-        let w8a8 = Self(RowFormat { weights_e4m3: true, inputs_e4m3: true, ..self.0 });
+        let w8a8 = Self(RowFormat { weights: DType::E4m3, inputs_e4m3: true, ..self.0 });
         if formats.w8a8 {
             rows.extend([
                 w8a8.linear(all, width, width + mlp),
@@ -192,6 +203,14 @@ impl RowBuilder {
         }
         if formats.qk8 {
             rows.push(w8a8.attention(all, heads, heads, HEAD_DIM, false));
+        }
+        if formats.w4a16 {
+            rows.extend(self.encoder(s, DType::E2m1));
+            let w4a16 = Self(RowFormat { weights: DType::E2m1, ..self.0 });
+            for (width, mlp) in [(width, mlp), large] {
+                rows.push(w4a16.qkv(&[all], width, width, width, mlp, RopeStyle::Interleaved));
+                rows.push(w4a16.linear_gate_residual(&[all], width, width + mlp, true));
+            }
         }
         rows.into_iter().collect()
     }
