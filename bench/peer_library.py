@@ -6,6 +6,7 @@ import pathlib
 import torch
 
 from peer_rows import Case, Scaled
+from peer_rows_mixed import Nvfp4
 
 LIBRARY = pathlib.Path(__file__).resolve().parent.parent / "target/release/examples/libkiln_peers.so"
 
@@ -21,8 +22,9 @@ class PeerTensor(ctypes.Structure):
     ]
 
 
-ABI = 3 << 32 | ctypes.sizeof(PeerTensor)
+ABI = 4 << 32 | ctypes.sizeof(PeerTensor)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3, torch.float8_e4m3fn: 4}
+E2M1 = 5
 ACCUMULATE = {"auto": 0, "exact": 1, "fast": 2}
 
 
@@ -61,7 +63,7 @@ class Kiln:
         self.handle = None
 
     def tiles(self) -> list:
-        """The tiles that a case can be told to take: name, kernel, and how it accumulates (exact or fast)."""
+        """The tiles that a case can be told to take: name, kernel, and how it accumulates (auto where there is one way)."""
         self.library.kiln_peers_tiles(self.text, len(self.text))
         return [tuple(each.split()) for each in self.text.value.decode().splitlines()]
 
@@ -82,12 +84,15 @@ class Kiln:
     def describe(self, tensor) -> PeerTensor:
         if tensor is None:
             return PeerTensor()
-        scale = 1.0
+        scale, dtype, packed = 1.0, None, 1
+        if isinstance(tensor, Nvfp4):
+            dtype, packed = E2M1, 2
         if isinstance(tensor, Scaled):
             tensor, scale = tensor.codes, tensor.scale
         rows, cols = tensor.shape
         assert tensor.stride(1) == 1 or cols == 1, "columns have gaps"
-        return PeerTensor(self.address(tensor), rows, cols, tensor.stride(0), DTYPES[tensor.dtype], scale)
+        dtype = DTYPES[tensor.dtype] if dtype is None else dtype
+        return PeerTensor(self.address(tensor), rows, packed * cols, packed * tensor.stride(0), dtype, scale)
 
     def call(self, case: Case, tile: str | None = None):
         """A function that queues the case's op, on this tile where one is named."""

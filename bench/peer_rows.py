@@ -2,7 +2,7 @@
 
 A row makes operand sets. Each names kiln's op with its tensors and numbers (in the order `peers.rs` states), a `peer` that does
 the same with PyTorch, and a `reference` in f64 (convolutions in f32) that both results are compared with. Rows of FP8 are in
-`peer_rows_fp8.py`.
+`peer_rows_fp8.py`, those of quantised weights by bf16 inputs in `peer_rows_mixed.py`.
 """
 
 import math
@@ -288,12 +288,18 @@ def linear_swiglu(rows: int, cols: int, inner: int) -> Row:
     return Row("linear_swiglu", f"{rows}x2*{cols}x{inner}", make)
 
 
-def linear_gate_residual(rows: int, cols: int, inner: int) -> Row:
+def linear_gate_residual(rows: int, cols: int, inner: int, gated: bool = True) -> Row:
+    """The text encoder's have no gate."""
+
     def make(m):
-        x, w, into, gate = m.normal(rows, inner), m.weight(cols, inner), m.normal(rows, cols), m.normal(1, cols, scale=0.2)
+        x, w, into = m.normal(rows, inner), m.weight(cols, inner), m.normal(rows, cols)
+        gate = m.normal(1, cols, scale=0.2) if gated else None
         theirs = into.clone()
-        peer = lambda: (theirs.addcmul_(gate, F.linear(x, w)),)
-        reference = lambda: (into.double() + gate.double() * gemm_f64(x, w),)
+        if gated:
+            peer = lambda: (theirs.addcmul_(gate, F.linear(x, w)),)
+            reference = lambda: (into.double() + gate.double() * gemm_f64(x, w),)
+        else:
+            peer, reference = lambda: (theirs.add_(F.linear(x, w)),), lambda: (into.double() + gemm_f64(x, w),)
         tensors, flops = [into, x, w, None, None, gate], 2 * rows * cols * inner
         others = {"product": lambda: (F.linear(x, w),)}
         return Case("linear_gate_residual", tensors, [], [into], peer, reference, others, in_place=True, flops=flops)
@@ -540,7 +546,7 @@ ROWS = [
     linear_swiglu(512, 9728, 2560),
     linear_gate_residual(4608, 3072, 12_288),
     linear_gate_residual(4608, 4096, 16_384),
-    linear_gate_residual(512, 2560, 9728),
+    linear_gate_residual(512, 2560, 9728, gated=False),
     qkv((512, 4096), 3072, 24, 24),
     qkv((512,), 2560, 32, 8, half_split=True),
     qkv((4608,), 3072, 24, 24, mlp=9216),

@@ -1,4 +1,4 @@
-"""The rows of `peers.py` with e4m3 operands: W8A8 GEMMs, ops that store e4m3, attention with e4m3 queries and keys, W8A16 GEMMs.
+"""The rows of `peers.py` with e4m3 inputs or results: W8A8 GEMMs, ops that store e4m3, attention with e4m3 queries and keys.
 
 The peer of a W8A8 GEMM is `torch._scaled_mm` with fast accumulation (`torch`) and without (`slow`); kiln accumulates `fast`, and
 `exact` beside it. Both multiply the same codes by the same scales, and references take the codes as they are: what quantisation
@@ -224,50 +224,6 @@ def attention(tokens: int, heads: int) -> Row:
     return Row("attention", f"{tokens} tokens, {heads} heads, e4m3 q and k", make, "e4m3")
 
 
-# ---------------------------------------------------------------------------------------------------------------------- W8A16
-
-
-def expanded(w: Scaled):
-    return w.double().to(BF16)
-
-
-def encoder_linear(rows: int, cols: int, inner: int) -> Row:
-    """Of the text encoder: e4m3 weights, bf16 inputs. The peer's weight is expanded to bf16 beforehand."""
-
-    def make(m):
-        x, w, out = m.normal(rows, inner), weight(m, cols, inner), m.empty(rows, cols)
-        wide = expanded(w)
-        tensors, flops = [out, x, w, None, None], 2 * rows * cols * inner
-        peer, reference = lambda: (F.linear(x, wide),), lambda: (gemm_f64(x, w),)
-        return Case("linear", tensors, [], [out], peer, reference, flops=flops, arithmetic=0.0)
-
-    return Row("linear", f"{rows}x{cols}x{inner} W8A16", make, "W8A16")
-
-
-def encoder_swiglu(rows: int, cols: int, inner: int) -> Row:
-    def make(m):
-        x, w, out = m.normal(rows, inner), weight(m, 2 * cols, inner), m.empty(rows, cols)
-        wide = expanded(w)
-        peer, reference = lambda: (swiglu(F.linear(x, wide)),), lambda: (swiglu(gemm_f64(x, w)),)
-        tensors, flops, others = [out, x, w, None, None], 4 * rows * cols * inner, {"product": lambda: (F.linear(x, wide),)}
-        return Case("linear_swiglu", tensors, [], [out], peer, reference, others, flops=flops, arithmetic=0.0)
-
-    return Row("linear_swiglu", f"{rows}x2*{cols}x{inner} W8A16", make, "W8A16")
-
-
-def encoder_residual(rows: int, cols: int, inner: int) -> Row:
-    def make(m):
-        x, w, into = m.normal(rows, inner), weight(m, cols, inner), m.normal(rows, cols)
-        wide, theirs = expanded(w), into.clone()
-        peer, reference = lambda: (theirs.add_(F.linear(x, wide)),), lambda: (into.double() + gemm_f64(x, w),)
-        tensors, others = [into, x, w, None, None, None], {"product": lambda: (F.linear(x, wide),)}
-        flops = 2 * rows * cols * inner
-        case = Case("linear_gate_residual", tensors, [], [into], peer, reference, others, in_place=True, flops=flops)
-        return replace(case, arithmetic=0.0)
-
-    return Row("linear_gate_residual", f"{rows}x{cols}x{inner} W8A16", make, "W8A16")
-
-
 # ----------------------------------------------------------------------------------------------------------------------- sizes
 
 # The GEMMs of the BF16 rows; ops of a double and a single block of both models; attention at 512x512, 1024x1024, with a reference, at
@@ -290,7 +246,4 @@ ROWS = [
     layer_norm((16_896,), 3072),
     *(attention(tokens, 24) for tokens in (1536, 4608, 8704, 16_896, 52_000)),
     attention(4608, 32),
-    *(encoder_linear(*shape) for shape in ENCODER_GEMMS),
-    encoder_swiglu(512, 9728, 2560),
-    encoder_residual(512, 2560, 9728),
 ]

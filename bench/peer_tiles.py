@@ -4,7 +4,7 @@ import re
 import statistics
 from dataclasses import replace
 
-from peer_rows import Operands
+from peer_rows import Operands, bare
 from peer_timing import Side, burst, sets_of
 
 # Tiles are compared by time a multiply-accumulate only where there are many of them: the last wave says nothing about a tile.
@@ -25,8 +25,9 @@ def padded(tile: str, extent: tuple) -> tuple:
 
 def extent_of(case) -> tuple:
     """M, N and K of all streams together."""
-    x, w = case.tensors[case.op != "qkv"].codes, case.tensors[1 + (case.op != "qkv")].codes
-    return case.flops // (2 * w.shape[0] * w.shape[1]), w.shape[0], x.shape[1]
+    x, w = (bare(t) for t in case.tensors[case.op != "qkv" :][:2])
+    inner, cols = x.shape[1], w.shape[0]
+    return case.flops // (2 * cols * inner), cols, inner
 
 
 def time_tiles(row, kiln, stream, args) -> dict:
@@ -35,8 +36,10 @@ def time_tiles(row, kiln, stream, args) -> dict:
     cases = [row.make(operands)]
     cases += [row.make(operands) for _ in range(sets_of(cases[0].bytes, args.cold) - 1)]
     sides, chosen = [], {}
-    best = [("best", None, accumulate) for accumulate in ("fast", "exact")]
-    for tile, kernel, accumulate in best + kiln.tiles():
+    # Only products of e4m3 can be accumulated in two ways.
+    ways = ("fast", "exact") if row.format == "W8A8" else ("auto",)
+    best = [("best", None, accumulate) for accumulate in ways]
+    for tile, kernel, accumulate in best + [each for each in kiln.tiles() if each[2] in ways]:
         calls = [kiln.call(replace(case, accumulate=accumulate), kernel and tile) for case in cases]
         kiln.kernels()
         calls[0]()
@@ -76,19 +79,19 @@ def tile_summary(records: list) -> list:
             accumulate, tile = name.split(" ", 1)
             if tile == "best":
                 fastest = min(u for other, u in medians.items() if other.startswith(accumulate))
-                behind.setdefault(accumulate, {})[f"{record['row']} {record['shape']}"] = t / fastest
+                behind.setdefault(f"{record['format']} {accumulate}", {})[f"{record['row']} {record['shape']}"] = t / fastest
             else:
                 tiles, products = padded(tile, record["extent"])
                 if tiles >= MANY_TILES:
                     here[name] = t / products
         for name, cost in here.items():
-            costs.setdefault(name, []).append(cost / min(here.values()))
+            costs.setdefault(f"{record['format']} {name}", []).append(cost / min(here.values()))
     for name, values in costs.items():
         spread = f"{100 * min(values):.1f} to {100 * max(values):.1f}"
-        lines.append(f"cost of {name:<28} {100 * statistics.median(values):>6.1f} % of the least, {spread} ({len(values)} shapes)")
-    for accumulate, by_row in behind.items():
+        lines.append(f"cost of {name:<34} {100 * statistics.median(values):>6.1f} % of the least, {spread} ({len(values)} shapes)")
+    for way, by_row in behind.items():
         worst = max(by_row, key=by_row.get)
         mean = statistics.geometric_mean(by_row.values())
         most = f"at most {by_row[worst]:.3f} ({worst})"
-        lines.append(f"{accumulate}: kiln's choice takes {mean:.3f} of the fastest tile's time, {most}")
+        lines.append(f"{way}: kiln's choice takes {mean:.3f} of the fastest tile's time, {most}")
     return lines

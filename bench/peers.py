@@ -5,7 +5,7 @@
     python3 bench/peers.py --tiles [--rows REGEX] [--json FILE]
 
 Needs a GPU and PyTorch; with --dry neither runs, and only the shapes of all rows are checked. With --tiles, every tile of kiln's GEMM
-kernels is timed at the shapes of W8A8 GEMMs instead. The protocol is in bench/README.md.
+kernels is timed at the shapes of GEMMs with quantised weights instead. The protocol is in bench/README.md.
 
 Rows run in a process of their own, which is started again behind a row that hangs or breaks the device.
 
@@ -31,13 +31,16 @@ import torch
 
 import peer_rows
 import peer_rows_fp8
+import peer_rows_mixed
 import peer_timing
 from peer_library import LIBRARY, Kiln
 from peer_rows import Case, Operands, Scaled, bare
 from peer_tiles import tile_line, tile_summary, time_tiles
 from peer_timing import FEWEST_PAIRS, Side, beat, burst, quartiles, ratio, sets_of, sustained
 
-ROWS = peer_rows.ROWS + peer_rows_fp8.ROWS
+ROWS = peer_rows.ROWS + peer_rows_fp8.ROWS + peer_rows_mixed.ROWS
+# Formats of quantised weights by bf16 inputs.
+MIXED = tuple(peer_rows_mixed.QUANTISE)
 FLOOR, FLOOR_BYTES = 0.80, 32_000_000
 # Relative error allowed where a case does not state that of its arithmetic, by the type of the result.
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float32: 1e-5, torch.uint8: 1e-3}
@@ -279,6 +282,14 @@ def is_w8a8(record: dict, name: str) -> bool:
     return record["row"] == name and record["format"] == "W8A8"
 
 
+def is_w4a16(record: dict, rows: int) -> bool:
+    return is_gemm(record, "W4A16") and record["shape"].startswith(f"{rows}x")
+
+
+def is_fused(record: dict, format: str) -> bool:
+    return record["row"] != "linear" and record["format"] == format
+
+
 # What is summed up: a name, the rows it is about, whose time is above and whose below the line.
 GROUPS = [
     ("bf16 GEMMs, x torch", lambda r: is_gemm(r, "bf16"), "torch", "kiln"),
@@ -291,6 +302,12 @@ GROUPS = [
     ("W8A8 gate residual, exact x torch's product", lambda r: is_w8a8(r, "linear_gate_residual"), "product", "exact"),
     ("attention, e4m3 q and k x kiln's bf16", lambda r: r["row"] == "attention" and r["format"] == "e4m3", "bf16", "kiln"),
     ("W8A16 GEMMs, x torch bf16", lambda r: is_gemm(r, "W8A16"), "torch", "kiln"),
+    ("W8A16 GEMMs, x kiln's bf16", lambda r: is_gemm(r, "W8A16"), "bf16", "kiln"),
+    ("W4A16 GEMMs of 4608 rows, x torch bf16", lambda r: is_w4a16(r, 4608), "torch", "kiln"),
+    ("W4A16 GEMMs of 4608 rows, x kiln's bf16", lambda r: is_w4a16(r, 4608), "bf16", "kiln"),
+    ("W4A16 GEMMs of 512 rows, x torch bf16", lambda r: is_w4a16(r, 512), "torch", "kiln"),
+    ("W4A16 GEMMs of 512 rows, x kiln's bf16", lambda r: is_w4a16(r, 512), "bf16", "kiln"),
+    *((f"{format} fused, x kiln's bf16", lambda r, format=format: is_fused(r, format), "bf16", "kiln") for format in MIXED),
 ]
 
 
@@ -346,7 +363,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="compare results with a reference as well")
     parser.add_argument("--check-only", action="store_true", help="compare results and time nothing")
     parser.add_argument("--no-graphs", dest="graphs", action="store_false", help="queue call by call; small rows time the host")
-    parser.add_argument("--tiles", action="store_true", help="time every tile at the shapes of W8A8 GEMMs instead")
+    parser.add_argument("--tiles", action="store_true", help="time every tile at the shapes of GEMMs with quantised weights instead")
     parser.add_argument("--dry", action="store_true", help="check the shapes of all rows; needs no GPU")
     parser.add_argument("--json", metavar="FILE", help="write every time, one JSON object a row")
     parser.add_argument("--worker", type=int, metavar="N", help=argparse.SUPPRESS)  # run the rows from the N-th list on
@@ -370,7 +387,7 @@ def checked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argpar
 def lists_of(args) -> list:
     """The lists of rows that are run together, in order."""
     if args.tiles:
-        return [[row] for row in args.rows if row.format == "W8A8"]
+        return [[row] for row in args.rows if row.format in ("W8A8", *MIXED)]
     return sizes_of(args.rows)
 
 

@@ -4,17 +4,18 @@
 //! stream and the caller's memory. A call only queues work: it can be timed with events and captured in a graph.
 //!
 //! A call names an op and has a list of tensors and a list of numbers, in the order that [`CALLS`] states. A weight has the layout of
-//! the backend's own copy: that of a convolution is `[out, 3 * 3 * in]`, the input channel running fastest. An e4m3 tensor has a
-//! factor; the weight of a linear layer may have one for each of its rows instead, which is a tensor of its own.
+//! the backend's own copy: that of a convolution is `[out, 3 * 3 * in]`, the input channel running fastest. An e4m3 or e2m1 tensor has
+//! a factor. The weight of a linear layer may have scales besides, as a tensor of their own: in e4m3 one for each of its rows, instead
+//! of the factor; in e2m1, which is NVFP4, those of its blocks.
 #![allow(unsafe_code)] // a C interface
 
-use kiln::backend::cuda::{Choice, Cuda, Tile};
+use kiln::backend::cuda::{Choice, Cuda, GemmOperands, Tile};
 use kiln::backend::{
     Backend, Conv, Fp8Accumulate, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, Modulated, Op, Projection, QkNorm,
     Rope, RopeStyle, Sampling, Softmax,
 };
 use kiln::error::{Error, Result};
-use kiln::tensor::{DType, Region, Scale, Scaling, Tensor};
+use kiln::tensor::{DType, Region, Scale, Scaling, Tensor, nvfp4};
 use std::collections::HashMap;
 use std::f32::consts::LOG2_E;
 use std::ffi::{CStr, c_char};
@@ -22,7 +23,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::null_mut;
 
 /// Incremented whenever an old caller would break.
-const VERSION: u64 = 3;
+const VERSION: u64 = 4;
 
 /// A matrix in the caller's memory. An address of zero means "not there".
 #[repr(C)]
@@ -36,9 +37,9 @@ pub struct PeerTensor {
     pub cols: u64,
     /// Elements from row to row.
     pub stride: u64,
-    /// 0 f32, 1 bf16, 2 f16, 3 u8, 4 e4m3.
+    /// 0 f32, 1 bf16, 2 f16, 3 u8, 4 e4m3, 5 e2m1.
     pub dtype: u32,
-    /// What e4m3 elements are multiplied by; not used for other types.
+    /// What e4m3 and e2m1 elements are multiplied by; not used for other types.
     pub scale: f32,
 }
 
@@ -72,14 +73,15 @@ const CALLS: &[Call] = &[
     call("silu", &["out", "x"], &[]),
     call("rms_norm", &["out", "x", "weight"], &["eps"]),
     streams("layer_norm_modulate", &["out", "x", "shift", "scale"], &["eps"]),
-    // Row scales are f32, one for each row of an e4m3 weight, and replace the factor of the whole.
-    streams("linear", &["out", "x", "weight", "[row scales]", "[bias]"], &[]),
-    streams("linear_swiglu", &["out", "x", "weight", "[row scales]", "[bias]"], &[]),
-    streams("linear_gate_residual", &["into", "x", "weight", "[row scales]", "[bias]", "[gate]"], &[]),
+    // Scales of an e4m3 weight are f32, one for each row, and replace the factor of the whole. Those of an e2m1 weight are e4m3, one
+    // for each block, in tiles.
+    streams("linear", &["out", "x", "weight", "[scales]", "[bias]"], &[]),
+    streams("linear_swiglu", &["out", "x", "weight", "[scales]", "[bias]"], &[]),
+    streams("linear_gate_residual", &["into", "x", "weight", "[scales]", "[bias]", "[gate]"], &[]),
     // Style 0 rotates neighbouring elements, 1 those of the two halves of a head.
     streams(
         "qkv",
-        &["x", "weight", "[row scales]", "norm q", "norm k", "rope table", "[q]", "k", "v", "[mlp]"],
+        &["x", "weight", "[scales]", "norm q", "norm k", "rope table", "[q]", "k", "v", "[mlp]"],
         &["eps", "style", "q_scale", "k_scale"],
     ),
     // The first pair is out and q, those after it are KV segments.
@@ -110,27 +112,35 @@ impl PeerTensor {
             2 => DType::F16,
             3 => DType::U8,
             4 => DType::E4m3,
+            5 => DType::E2m1,
             other => return Err(wrong(format!("no element type has the number {other}"))),
         };
         let [rows, cols, stride] = [self.rows, self.cols, self.stride].map(|n| n as usize);
-        let scaling = match (dtype, Scale::new(self.scale)) {
-            (DType::E4m3, Some(scale)) => Scaling::Tensor(scale),
-            (DType::E4m3, None) => return Err(wrong(format!("{} is no factor of an e4m3 tensor", self.scale))),
-            _ => Scaling::Unscaled,
+        let scaling = match (dtype.is_quantised(), Scale::new(self.scale)) {
+            (true, Some(scale)) => Scaling::Tensor(scale),
+            (true, None) => return Err(wrong(format!("{} is no factor of an {} tensor", self.scale, dtype.name()))),
+            (false, _) => Scaling::Unscaled,
         };
         Ok(Some(Tensor { region: Region::Arena, dtype, offset: self.address, rows, cols, stride, scaling }))
     }
 }
 
-/// The weight of a linear layer, with the scales of its rows if it has any.
-fn weight(weight: Tensor, row_scales: Option<Tensor>) -> Result<Tensor> {
+/// The weight of a linear layer, with the scales of its rows or blocks if it has any.
+fn weight(weight: Tensor, scales: Option<Tensor>) -> Result<Tensor> {
     let weight = Tensor { region: Region::Weights, ..weight };
-    let Some(scales) = row_scales else { return Ok(weight) };
-    let one_each = scales.rows == weight.rows && scales.cols == 1 && (scales.stride == 1 || scales.rows == 1);
-    if scales.dtype != DType::F32 || weight.dtype != DType::E4m3 || !one_each {
-        return Err(wrong(format!("{scales:?} are no scales of the rows of {weight:?}")));
+    let Some(scales) = scales else { return Ok(weight) };
+    let contiguous = scales.stride == scales.cols || scales.rows == 1;
+    let scaling = match (weight.dtype, scales.dtype, weight.scaling) {
+        (DType::E4m3, DType::F32, _) if (scales.rows, scales.cols) == (weight.rows, 1) => Some(Scaling::Rows(scales.offset)),
+        (DType::E2m1, DType::E4m3, Scaling::Tensor(tensor)) if scales.len() == nvfp4::scale_bytes(weight.rows, weight.cols) => {
+            Some(Scaling::Blocks16 { scales: scales.offset, tensor })
+        }
+        _ => None,
+    };
+    match scaling.filter(|_| contiguous) {
+        Some(scaling) => Ok(Tensor { scaling, ..weight }),
+        None => Err(wrong(format!("{scales:?} are no scales of {weight:?}"))),
     }
-    Ok(Tensor { scaling: Scaling::Rows(scales.offset), ..weight })
 }
 
 /// Builds an op from its name and operands, and passes it to `then`.
@@ -153,7 +163,7 @@ fn with_op<R>(name: &str, tensors: &[PeerTensor], numbers: &[f64], then: impl Fn
     let there = |t: Option<Tensor>| t.ok_or_else(|| wrong(format!("{name} lacks a tensor")));
     let t = |i: usize| there(tensors[i]);
     let per_stream = || tensors.chunks_exact(width);
-    // The row scales follow the weight. The layer's input is what its producer stored.
+    // The scales follow the weight. The layer's input is what its producer stored.
     let layers = |x: usize, at: usize, bias: Option<usize>| {
         let layer = |s: &[Option<Tensor>]| {
             let linear = Linear::new(weight(there(s[at])?, s[at + 1])?, bias.and_then(|i| s[i]));
@@ -308,7 +318,8 @@ pub unsafe extern "C" fn kiln_peers_close(handle: *mut Handle) {
     }
 }
 
-/// Writes the tiles that GEMMs can be told to take, one a line: its name, the kernel that computes it, and how it accumulates.
+/// Writes the tiles that GEMMs can be told to take, one a line: its name, the kernel that computes it, and how it accumulates:
+/// `exact` or `fast` products of e4m3, `auto` if there is one way only.
 ///
 /// # Safety
 /// `text` has room for `len` bytes.
@@ -316,7 +327,12 @@ pub unsafe extern "C" fn kiln_peers_close(handle: *mut Handle) {
 pub unsafe extern "C" fn kiln_peers_tiles(text: *mut c_char, len: usize) {
     let line = |tile: Tile| {
         let config = tile.config();
-        format!("{tile:?} {} {}", config.kernel.symbol(), if config.promoted { "exact" } else { "fast" })
+        let accumulate = match (config.operands, config.promoted) {
+            (GemmOperands::Fp8, true) => Fp8Accumulate::Exact,
+            (GemmOperands::Fp8, false) => Fp8Accumulate::Fast,
+            _ => Fp8Accumulate::Auto,
+        };
+        format!("{tile:?} {} {}", config.kernel.symbol(), accumulate.name())
     };
     let tiles = Tile::ALL.map(line);
     Message { text, len }.write(&tiles.join("\n"));

@@ -1,0 +1,118 @@
+"""The rows of `peers.py` with quantised weights and bf16 inputs: W8A16 (e4m3) and W4A16 (NVFP4) GEMMs.
+
+Each is a row of `peer_rows.py` whose weights are quantised. They are expanded to bf16 beforehand for PyTorch (`torch`) and for kiln's
+own bf16 GEMM (`bf16`), which all take turns. Scales of tensors are powers of two, so that bf16 holds the expanded weights exactly, and
+one reference is right for all sides.
+"""
+
+import math
+import pathlib
+import sys
+from dataclasses import dataclass, replace
+
+import peer_rows
+import torch
+from peer_rows import BF16, ENCODER_GEMMS, F32, Operands, Row, Scaled
+
+# The formulas of quantised weights are those of the tools.
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "tools"))
+from quantised import E2M1_MAX, E4M3_MAX, from_nvfp4, to_fp8, to_nvfp4
+
+# Standard deviations of a weight that its largest code stands for at least; what is beyond saturates.
+RANGE = 5.5
+
+
+@dataclass
+class Nvfp4(Scaled):
+    """e2m1 elements, two to a byte, with a factor of every sixteen in a row besides that of all."""
+
+    block_scales: torch.Tensor  # e4m3, in tiles
+
+    def double(self):
+        return from_nvfp4(self.codes, self.block_scales, self.scale).double()
+
+
+def to_w8(values, deviation: float) -> Scaled:
+    scale = 2.0 ** math.ceil(math.log2(RANGE * deviation / E4M3_MAX))
+    return Scaled(to_fp8(values, scale), scale)
+
+
+def to_w4(values, deviation: float) -> Nvfp4:
+    scale = 2.0 ** math.ceil(math.log2(RANGE * deviation / (E4M3_MAX * E2M1_MAX)))
+    codes, block_scales = to_nvfp4(values, scale)
+    return Nvfp4(codes, scale, block_scales)
+
+
+QUANTISE = {"W8A16": to_w8, "W4A16": to_w4}
+
+
+class Expanding(Operands):
+    """Operands of a bf16 row. Its weights are those that quantised ones are expanded to."""
+
+    def __init__(self, operands: Operands, format: str):
+        self.device, self.generator, self.format = operands.device, operands.generator, format
+        self.quantised = []
+
+    def weight(self, rows: int, cols: int):
+        deviation = cols**-0.5
+        stored = QUANTISE[self.format](self.normal(rows, cols, F32, deviation), deviation)
+        expanded = stored.double().to(BF16)
+        self.quantised.append((expanded, stored))
+        return expanded
+
+    def replaced(self, tensors: list) -> list:
+        """The tensors of an op with quantised weights instead of their expansions. Block scales follow their weight."""
+        found = list(tensors)
+        for i, tensor in enumerate(tensors):
+            for expanded, stored in self.quantised:
+                if tensor is expanded:
+                    found[i] = stored
+                    if isinstance(stored, Nvfp4):
+                        found[i + 1] = stored.block_scales
+        return found
+
+
+def mixed(row: Row, format: str) -> Row:
+    """A bf16 row with quantised weights; the row itself is beside it."""
+
+    def make(m):
+        operands = Expanding(m, format)
+        bf16 = replace(row.make(operands), arithmetic=0.0)
+        tensors, outputs = operands.replaced(bf16.tensors), bf16.outputs
+        others = {"bf16": replace(bf16, others={})} | {name: way for name, way in bf16.others.items() if name == "product"}
+        if bf16.in_place:  # each side has a result of its own
+            own = {id(out): out.clone() for out in outputs}
+            tensors, outputs = [own.get(id(t), t) for t in tensors], list(own.values())
+        # The bytes are counted again.
+        return replace(bf16, tensors=tensors, outputs=outputs, others=others, bytes=0)
+
+    return Row(row.name, f"{row.shape} {format}", make, format)
+
+
+# -------------------------------------------------------------------------------------------------------------------- sizes
+
+# Layers of the text encoder.
+ENCODER = [
+    *(peer_rows.linear(*shape) for shape in ENCODER_GEMMS),
+    peer_rows.qkv((512,), 2560, 32, 8, half_split=True),
+    peer_rows.linear_swiglu(512, 9728, 2560),
+    peer_rows.linear_gate_residual(512, 2560, 9728, gated=False),
+]
+# Single blocks of both models: both layers, the first of all epilogues; and a few hundred rows of the smaller one, as its text stream
+# and small images have them.
+BLOCKS = [
+    *((4608, cols, inner) for cols, inner in ((27_648, 3072), (3072, 12_288), (36_864, 4096), (4096, 16_384))),
+    *((512, cols, inner) for cols, inner in ((27_648, 3072), (3072, 12_288))),
+]
+SINGLE_BLOCKS = [
+    *(peer_rows.linear(*shape) for shape in BLOCKS),
+    peer_rows.qkv((4608,), 3072, 24, 24, mlp=9216),
+    peer_rows.qkv((4608,), 4096, 32, 32, mlp=12_288),
+    peer_rows.linear_gate_residual(4608, 3072, 12_288),
+    peer_rows.linear_gate_residual(4608, 4096, 16_384),
+]
+
+ROWS = [
+    *(mixed(row, "W8A16") for row in ENCODER),
+    *(mixed(row, "W4A16") for row in ENCODER + SINGLE_BLOCKS),
+]
