@@ -1,23 +1,28 @@
 #!/usr/bin/env python3
-"""Compare kiln with ComfyUI's FP8 arithmetic, written out in PyTorch, on one checkpoint.
+"""Compare kiln with the arithmetic of FP8 and NVFP4 models, written out in PyTorch, on one checkpoint.
 
     python tools/random_checkpoint.py FOLDER --model 4b --format fp8 --encoder fp8 fp8mixed --quantised-only
     python tools/compare_quantised.py FOLDER --kiln target/release/kiln --out RESULTS --references 1 \\
         --transformer FOLDER/flux-2-klein-4b-fp8.safetensors \\
         --text-encoder FOLDER/qwen_3_4b_fp8.safetensors FOLDER/qwen_3_4b_fp8mixed.safetensors
 
-Three programs run the transformer in every case of tools/compare_diffusers.py, from the same noise and the same prompt embeddings:
+The same for NVFP4: `--format nvfp4 --encoder nvfp4` makes FOLDER/flux-2-klein-4b-nvfp4.safetensors and
+FOLDER/qwen_3_4b_nvfp4.safetensors. Three programs run the transformer in every case of tools/compare_diffusers.py, from the same noise and the same prompt embeddings:
 
     wide    diffusers in fp32 with the weights that the codes and scales stand for, and with inputs as they are
-    comfy   what ComfyUI computes: inputs clamped and rounded to e4m3 with the file's input_scale, the product of the codes by
-            torch._scaled_mm without fast accumulation, stored in bf16; all else is diffusers in bf16, but for times and latents,
-            which ComfyUI has in fp32
-    kiln    with its defaults, and with --attention bf16 under every --fp8-accumulate
+    torch   FP8: what ComfyUI computes. Inputs are clamped and rounded to e4m3 with the file's input_scale, the product of the codes
+            by torch._scaled_mm without fast accumulation is stored in bf16; all else is diffusers in bf16, but for times and
+            latents, which ComfyUI has in fp32
+            NVFP4: weights expanded to bf16 and inputs as they are, all in bf16; and, for --nvfp4-math fp8, the arithmetic of FP8 with
+            weights encoded again as e4m3 and inputs of the range that the file's input_scale gives them
+    kiln    FP8: with its defaults, and with --attention bf16 under every --fp8-accumulate
+            NVFP4: with --nvfp4-math bf16; and with --nvfp4-math fp8 and what FP8 is run with
 
-On the CPU `comfy` sums exactly. The error of `comfy` and of kiln is their relative L2 distance from `wide`: of velocity and latents
-of each step, and of the decoded image. kiln's is at most 1.1 times that of `comfy` with --attention bf16 and 1.2 times with its
-defaults, everywhere; and at least half of it, because expanded weights and inputs that were never quantised would be much closer
-to `wide`. The prompt embeddings are those that kiln computes with the first text encoder, so that its error has no part in this.
+On the CPU `torch` sums exactly. The error of `torch` and of kiln is their relative L2 distance from `wide`: of velocity and latents
+of each step, and of the decoded image. With quantised inputs kiln's is at most 1.1 times that of `torch` with --attention bf16 and
+1.2 times with its defaults, everywhere; and at least half of it, because expanded weights and inputs that were never quantised would
+be much closer to `wide`. With inputs as they are it is at most 1.2 times that of `torch`, the rule of tools/compare_diffusers.py. The
+prompt embeddings are those that kiln computes with the first text encoder, so that its error has no part in this.
 
 Text encoders have quantised weights and inputs as they are. kiln's prompt embeddings with each of the files are held to
 transformers in fp32, with the rule of tools/compare_diffusers.py: an error of at most 1.2 times that of transformers in bf16 with
@@ -26,6 +31,7 @@ weights expanded as ComfyUI expands them, with one rounding.
 Exits 1 when a rule is broken. Needs what tools/compare_diffusers.py needs, and that the model is distilled.
 """
 
+import functools
 import gc
 import json
 import sys
@@ -50,19 +56,40 @@ from compare_diffusers import (
 )
 from goldens import relative_l2, rms, to_bf16
 from goldens_quantised import Fp8Layer, Nvfp4Layer, QuantisedLinear, quantise_activations
-from quantised import to_fp8
+from quantised import E2M1_MAX, nvfp4_to_fp8, to_fp8
 from safetensors import safe_open
 from single_files import declared_formats, encoder_weights, transformer_weights
 
-# Arguments of kiln, and how many times the error of ComfyUI's arithmetic its own may be.
-VARIANTS = {
-    "default": ((), 1.2),
-    "bf16": (("--attention", "bf16"), 1.1),
-    "bf16-exact": (("--attention", "bf16", "--fp8-accumulate", "exact"), 1.1),
-    "bf16-fast": (("--attention", "bf16", "--fp8-accumulate", "fast"), 1.1),
-}
-# Below this share of ComfyUI's error, inputs were not quantised: without that it is a fifth on the tiny model.
+# Below this share of PyTorch's error, inputs were not quantised: without that it is a fifth on the tiny model.
 QUANTISED = 0.5
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Arguments of kiln, and how many times the error of PyTorch its own may be."""
+
+    arguments: tuple
+    most: float
+    quantises: bool = True  # inputs
+
+    @property
+    def least(self):
+        return QUANTISED if self.quantises else 0.0
+
+
+PLAIN_HEADS = ("--attention", "bf16")
+FP8_VARIANTS = {
+    "default": Variant((), 1.2),
+    "bf16": Variant(PLAIN_HEADS, 1.1),
+    "bf16-exact": Variant((*PLAIN_HEADS, "--fp8-accumulate", "exact"), 1.1),
+    "bf16-fast": Variant((*PLAIN_HEADS, "--fp8-accumulate", "fast"), 1.1),
+}
+# By the format of the transformer. Those of NVFP4 are named by what it is multiplied in, and then as those of FP8.
+VARIANTS = dict(
+    fp8=FP8_VARIANTS,
+    nvfp4={"bf16": Variant(("--nvfp4-math", "bf16"), ALLOWED, quantises=False)}
+    | {f"fp8-{name}": Variant(("--nvfp4-math", "fp8", *v.arguments), v.most) for name, v in FP8_VARIANTS.items()},
+)
 
 # --- Models with the weights of a single file -------------------------------
 
@@ -77,6 +104,24 @@ class TensorCoreLayer(Fp8Layer):
         return torch._scaled_mm(codes, self.weight.mT, *scales, out_dtype=torch.bfloat16, use_fast_accum=False)
 
 
+@dataclass(frozen=True)
+class ReencodedLayer(Nvfp4Layer):
+    """A layer in NVFP4 whose product is that of FP8."""
+
+    @functools.cached_property
+    def in_fp8(self):
+        codes, scale = nvfp4_to_fp8(self.weight, self.weight_scale, self.weight_scale_2)
+        # What the largest block scale and the largest code stand for is what the largest e4m3 number stands for.
+        return fp8_layer(self.weight.device)(codes, scale, E2M1_MAX * self.input_scale)
+
+    def product(self, x):
+        return self.in_fp8.product(x)
+
+
+def fp8_layer(device):
+    return TensorCoreLayer if torch.device(device).type == "cuda" else Fp8Layer
+
+
 def weights_of(part, model):
     """The weights that a single file has of a model, all of them in bf16."""
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -85,7 +130,7 @@ def weights_of(part, model):
 
 def load_single_file(folder, part, path, device):
     """The model of a part in fp32 with the weights of a single file. Codes stay codes, expanded or multiplied in every call."""
-    kinds = dict(fp8=TensorCoreLayer if device == "cuda" else Fp8Layer, nvfp4=Nvfp4Layer)
+    kinds = dict(fp8=fp8_layer(device), nvfp4=ReencodedLayer)
     model = build_model(folder, part, device)
     state = model.state_dict()
     with safe_open(path, "pt", device=device) as file, torch.no_grad():
@@ -140,45 +185,49 @@ def run_encoders(args, models, said):
 def compare_encoders(embeds, kiln):
     rows = []
     for path, (exact, rounded) in embeds.items():
-        comfy, own = (relative_l2(other, exact) for other in (rounded, kiln[path]))
-        row = dict(case=path.name, stage="prompt_embeds", variant="default", rms=rms(exact), comfy=comfy, kiln=own)
-        rows.append(row | judged(own / comfy, 0.0, ALLOWED))
+        row = row_of(path.name, "prompt_embeds", "encoder", exact, rounded, kiln[path])
+        rows.append(row | judged(row["ratio"], 0.0, ALLOWED))
     return rows
 
 
 # --- Comparison -------------------------------------------------------------
 
 
+def row_of(case, stage, variant, wide, theirs, own):
+    """The errors of a result of PyTorch and of one of kiln's."""
+    assert own.shape == wide.shape, f"{stage}: {own.shape}, not {wide.shape}"
+    errors = [relative_l2(result, wide) for result in (theirs, own)]
+    return dict(case=case, stage=stage, variant=variant, rms=rms(wide), torch=errors[0], kiln=errors[1], ratio=errors[1] / errors[0])
+
+
 def judged(ratio, least, most):
     # NaN is not within any limits.
-    return dict(ratio=ratio, least=least, most=most, ok=least <= ratio <= most)
+    return dict(least=least, most=most, ok=least <= ratio <= most)
 
 
-def compare(case, wide, comfy, dumps):
-    """Rows of the table for one case, given kiln's dumps by variant."""
+def compare(case, wide, theirs, dumps, variants):
+    """Rows of the table for one case, given kiln's dumps by variant, and PyTorch's results by whether inputs are quantised."""
     rows = []
-    for variant, dump in dumps.items():
-        kiln, (_, most) = with_velocities(dump, wide["sigmas"]), VARIANTS[variant]
+    for name, dump in dumps.items():
+        kiln, variant = with_velocities(dump, wide["sigmas"]), variants[name]
         for stage in denoised(case):
-            assert kiln[stage].shape == wide[stage].shape, f"{stage}: {kiln[stage].shape}, not {wide[stage].shape}"
-            theirs, own = (relative_l2(run[stage], wide[stage]) for run in (comfy, kiln))
-            row = dict(case=case.name, stage=stage, variant=variant, rms=rms(wide[stage]), comfy=theirs, kiln=own)
-            rows.append(row | judged(own / theirs, QUANTISED, most))
+            row = row_of(case.name, stage, name, wide[stage], theirs[variant.quantises][stage], kiln[stage])
+            rows.append(row | judged(row["ratio"], variant.least, variant.most))
     return rows
 
 
 def print_rows(rows):
-    """A line for every case and stage, with kiln's error and its ratio for each variant."""
+    """A line for every case, stage and error of PyTorch, with kiln's error and its ratio for each variant that is held to it."""
     lines = {}
     for row in rows:
-        lines.setdefault((row["case"], row["stage"]), {})[row["variant"]] = row
+        lines.setdefault((row["case"], row["stage"], row["torch"]), {})[row["variant"]] = row
     variants = dict.fromkeys(row["variant"] for row in rows)
     titles = "  ".join(f"{variant:<15}" for variant in variants)
-    print(f"\n{'case':<32} {'stage':<13} {'rms':>7}  {'comfy':<8}  {titles}".rstrip())
-    for (case, stage), found in lines.items():
+    print(f"\n{'case':<32} {'stage':<13} {'rms':>7}  {'torch':<8}  {titles}".rstrip())
+    for (case, stage, theirs), found in lines.items():
         first, *_ = found.values()
         columns = "  ".join(f"{cell_of(found[variant]) if variant in found else '':<15}" for variant in variants)
-        print(f"{case:<32} {stage:<13} {first['rms']:7.3f}  {first['comfy']:.2e}  {columns}".rstrip())
+        print(f"{case:<32} {stage:<13} {first['rms']:7.3f}  {theirs:.2e}  {columns}".rstrip())
 
 
 def cell_of(row):
@@ -187,13 +236,14 @@ def cell_of(row):
 
 def run(args):
     cases, said = begin(args)
+    variants = VARIANTS[args.format]
     # First, so that a GPU is not shared with the others.
     dumps, reports, kiln_embeds = {}, {}, {}
     files = ["--transformer", args.transformer, "--variant", "distilled", "--text-encoder"]
     for case in cases:
         dumps[case.name], reports[case.name] = {}, {}
         for variant in args.variants:
-            more, _ = VARIANTS[variant]
+            more = variants[variant].arguments
             dump, report = run_kiln(args, case, f"kiln-{variant}", [*files, args.text_encoder[0], *more])
             dumps[case.name][variant], reports[case.name][variant] = dump, report
             said(f"kiln {case.name} {variant}: {report['saturated']} inputs saturated")
@@ -215,7 +265,7 @@ def run(args):
         quantise_activations(pipe.transformer, quantises)
         return run_diffusers(pipe, args, case, exact_time=True, prompt_embeds=given)
 
-    wide, comfy = {}, {}
+    wide, theirs = {}, {case.name: {} for case in cases}
     for case in cases:
         wide[case.name] = run_transformer(case, False)
         said(f"wide {case.name}")
@@ -224,15 +274,16 @@ def run(args):
     if args.device == "cuda":
         torch.cuda.empty_cache()
     for case in cases:
-        comfy[case.name] = run_transformer(case, True)
-        said(f"comfy {case.name}")
+        for quantises in sorted({variants[variant].quantises for variant in args.variants}):
+            theirs[case.name][quantises] = run_transformer(case, quantises)
+            said(f"torch {case.name}, inputs {'quantised' if quantises else 'in bf16'}")
 
     rows = compare_encoders(embeds, kiln_embeds)
     for case in cases:
-        rows += compare(case, wide[case.name], comfy[case.name], dumps[case.name])
+        rows += compare(case, wide[case.name], theirs[case.name], dumps[case.name], variants)
     print_rows(rows)
     broken = [
-        f"{row['case']}, {row['variant']}: the error of {row['stage']} is {row['ratio']:.3f} times that of ComfyUI's arithmetic"
+        f"{row['case']}, {row['variant']}: the error of {row['stage']} is {row['ratio']:.3f} times that of PyTorch"
         for row in rows
         if not row["ok"]
     ]
@@ -249,12 +300,25 @@ def run(args):
     return 1 if broken else 0
 
 
+def format_of(path):
+    """The format of a transformer's quantised layers."""
+    with safe_open(path, "pt") as file:
+        (format,) = {*declared_formats(file).values()}
+    return format
+
+
 def main():
-    parser = arguments("Compare kiln with ComfyUI's FP8 arithmetic on one checkpoint.")
-    parser.add_argument("--transformer", type=Path, required=True, metavar="FILE", help="the FP8 transformer")
-    parser.add_argument("--text-encoder", type=Path, nargs="+", required=True, metavar="FILE", help="text encoders in FP8")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[*VARIANTS], help="of kiln [default: all]")
-    return run(parser.parse_args())
+    parser = arguments("Compare kiln with the arithmetic of FP8 and NVFP4 models on one checkpoint.")
+    parser.add_argument("--transformer", type=Path, required=True, metavar="FILE", help="the transformer in FP8 or NVFP4")
+    parser.add_argument("--text-encoder", type=Path, nargs="+", required=True, metavar="FILE", help="quantised text encoders")
+    names = "; ".join(f"{format}: {', '.join(variants)}" for format, variants in VARIANTS.items())
+    parser.add_argument("--variants", nargs="+", metavar="NAME", help=f"of kiln [default: all]. {names}")
+    args = parser.parse_args()
+    args.format = format_of(args.transformer)
+    args.variants = args.variants or [*VARIANTS[args.format]]
+    if unknown := [name for name in args.variants if name not in VARIANTS[args.format]]:
+        parser.error(f"{args.transformer.name} is in {args.format}, which has no variant {', '.join(unknown)}")
+    return run(args)
 
 
 if __name__ == "__main__":

@@ -145,3 +145,15 @@ def from_nvfp4(packed, stored_scales, scale):
     """The values in f32, for one rounding to the compute dtype."""
     codes, block_scales = stored_blocks(packed, stored_scales)
     return from_blocks(codes, scale * block_scales.float())
+
+
+def nvfp4_to_fp8(packed, stored_scales, scale):
+    """Codes in e4m3, and their scale, that are closest to NVFP4 values if the scale may change by a power of two only.
+
+    The products of codes and block scales are rounded. The power is the largest one that keeps them from saturating, so that the
+    fewest fall below the normal numbers.
+    """
+    codes, block_scales = stored_blocks(packed, stored_scales)
+    largest = E2M1_MAX * amax(block_scales)
+    power = torch.exp2(torch.floor(torch.log2(E4M3_MAX / largest)))
+    return e4m3(from_blocks(codes, power * block_scales.float())), scale / power
