@@ -1,22 +1,26 @@
-//! The score in FP8 against that in bf16.
+//! The score in FP8 and in NVFP4 against that in bf16.
 
 use crate::calibration::{block_linears, layer_name, values};
-use crate::common::quantised::{Content, Layer};
+use crate::common::quantised::{Change, Content};
 use crate::common::relative_l2;
 use crate::engine::{Format, Model, files_of, model_folder};
 use crate::fixture;
-use crate::fp8::{self, Fp8Files, LARGEST};
 use crate::full::{Score, Source, limit};
+use crate::quantised::{QuantisedFiles, WeightFormat, open};
 use crate::report::{COLUMNS, Share, line};
 use crate::settings::number;
 use kiln::backend::GemmFormats;
 use kiln::locate::Found;
 use kiln::pipeline::{LoadOptions, OpenModel};
-use kiln::tensor::{DType, PartScaling, Scales, Stored};
+use kiln::tensor::nvfp4::BLOCK;
+use kiln::tensor::{DType, Nvfp4Layout, PartScaling, Scales, Stored};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// By how many points a column in FP8 may differ from the one in bf16.
-const LEEWAY: [f64; 6] = [1.0, 1.0, 1.0, 1.0, 3.0, 3.0];
+/// By how many points a column may differ from the one in bf16.
+type Leeway = [f64; 6];
+
+const FP8: Leeway = [1.0, 1.0, 1.0, 1.0, 3.0, 3.0];
+const NVFP4: Leeway = [2.0, 2.0, 2.0, 2.0, 5.0, 5.0];
 
 /// The columns of one set of seeds after the other.
 type Columns = Vec<[Share; 6]>;
@@ -27,10 +31,10 @@ fn means(columns: &Columns) -> [f64; 6] {
 }
 
 /// The columns whose means differ by more than they may.
-fn apart(bf16: &Columns, fp8: &Columns) -> Vec<&'static str> {
-    let (a, b) = (means(bf16), means(fp8));
+fn apart(bf16: &Columns, quantised: &Columns, leeway: Leeway) -> Vec<&'static str> {
+    let (a, b) = (means(bf16), means(quantised));
     // A share is a quotient of whole numbers, so the comparison is not spoilt by rounding if it allows for some.
-    let close = |i: &usize| (a[*i] - b[*i]).abs() <= LEEWAY[*i] + 1e-9;
+    let close = |i: &usize| (a[*i] - b[*i]).abs() <= leeway[*i] + 1e-9;
     // What is not a number is not close.
     (0..6).filter(|i| !close(i)).map(|i| COLUMNS[i]).collect()
 }
@@ -42,96 +46,156 @@ fn columns(name: &str, model: Model, limits: (usize, usize), sets: u64) -> (Colu
     let columns: Columns = (0..sets)
         .map(|set| {
             let columns = Score::of(&mut source, &fixture, limits, set).columns();
-            println!("{name:<5} seeds {set}: {}", line(&columns));
+            println!("{name:<12} seeds {set}: {}", line(&columns));
             columns
         })
         .collect();
-    println!("{name:<5} means:   {}", means(&columns).map(|mean| format!("{mean:.2}")).join("  "));
+    println!("{name:<12} means:   {}", means(&columns).map(|mean| format!("{mean:.2}")).join("  "));
     let Source::Model(model, _) = source else { unreachable!() };
     (columns, *model)
 }
 
-/// `KILN_SCORE_SEEDS` sets of seeds, three if nothing is said.
-#[test]
-#[ignore = "half an hour on two cores; this is the score in FP8 against that in bf16"]
-fn fp8_scores_like_bf16() {
+/// Scores these formats and bf16, with `KILN_SCORE_SEEDS` sets of seeds, three if nothing is said.
+fn score_like_bf16(formats: &[Format], leeway: Leeway) {
     let (sets, limits) = (number("KILN_SCORE_SEEDS", 3), (limit(), limit()));
     println!("{}", COLUMNS.join("  "));
     let (bf16, _) = columns("bf16", Model::of_score(Format::Bf16), limits, sets);
-    let (fp8, model) = columns("fp8", Model::of_score(Format::Fp8), limits, sets);
-    println!("{} activations did not fit into FP8", model.saturated);
-    let apart = apart(&bf16, &fp8);
-    assert!(apart.is_empty(), "further apart than they may be: {}", apart.join(", "));
+    let mut far = Vec::new();
+    for format in formats {
+        let (quantised, model) = columns(format.name(), Model::of_score(*format), limits, sets);
+        println!("{} activations did not fit into FP8", model.saturated);
+        far.extend(apart(&bf16, &quantised, leeway).iter().map(|column| format!("{} {column}", format.name())));
+    }
+    assert!(far.is_empty(), "further apart than they may be: {}", far.join(", "));
+}
+
+#[test]
+#[ignore = "half an hour on two cores; this is the score in FP8 against that in bf16"]
+fn fp8_scores_like_bf16() {
+    score_like_bf16(&[Format::Fp8], FP8);
+}
+
+#[test]
+#[ignore = "most of an hour on two cores; this is the score in NVFP4 against that in bf16"]
+fn nvfp4_scores_like_bf16() {
+    score_like_bf16(&[Format::Nvfp4, Format::Nvfp4AsFp8], NVFP4);
 }
 
 /// The rule itself: at the limit, and one verdict beyond it.
 #[test]
-fn a_column_may_differ_by_a_point_and_edits_by_three() {
+fn a_column_may_differ_by_so_many_points() {
     // Of a thousand verdicts in three sets, so many are right.
     let sets = |right: [[usize; 6]; 3]| -> Columns { right.map(|set| set.map(|right| Share { right, of: 1000 })).to_vec() };
     let plain = sets([[970, 980, 990, 1000, 880, 1000]; 3]);
-    assert!(apart(&plain, &plain).is_empty());
+    assert!(apart(&plain, &plain, FP8).is_empty());
     // Only the means count, and they may be higher or lower.
     let most = [[940, 990, 1000, 970, 850, 970], [970, 990, 1000, 1000, 880, 970], [970, 990, 1000, 1000, 820, 970]];
-    assert!(apart(&plain, &sets(most)).is_empty());
-    for column in 0..6 {
-        for more in [false, true] {
-            let (mut a, mut b) = ([[900; 6]; 3], [[900; 6]; 3]);
-            let far = if column < 4 { 10 } else { 30 };
-            a.iter_mut().for_each(|set| set[column] -= far);
-            b[1][column] += 1;
-            let (a, b) = if more { (sets(b), sets(a)) } else { (sets(a), sets(b)) };
-            assert_eq!(apart(&a, &b), [COLUMNS[column]]);
+    assert!(apart(&plain, &sets(most), FP8).is_empty());
+    for (leeway, points) in [(FP8, [1, 3]), (NVFP4, [2, 5])] {
+        for column in 0..6 {
+            for more in [false, true] {
+                let (mut a, mut b) = ([[900; 6]; 3], [[900; 6]; 3]);
+                a.iter_mut().for_each(|set| set[column] -= 10 * points[usize::from(column >= 4)]);
+                assert!(apart(&sets(a), &sets(b), leeway).is_empty());
+                b[1][column] += 1;
+                let (a, b) = if more { (sets(b), sets(a)) } else { (sets(a), sets(b)) };
+                assert_eq!(apart(&a, &b, leeway), [COLUMNS[column]]);
+            }
         }
     }
 }
 
-/// The control: inputs that saturate spoil the image of a prompt, and the rule sees it. The same image without the fault passes.
+/// The controls: these faults spoil the image of a prompt, and the rule sees it. The same image without the fault passes.
 #[test]
-fn saturated_inputs_break_the_rule() {
+fn faults_break_the_rule() {
     // Two octaves of head room are used up, and four more are missing.
-    let small = |layer: &mut Layer, _: &[Layer]| layer.input_scale = layer.input_scale.map(|scale| scale / 64.0);
-    let limits = (1, 0);
-    let (bf16, _) = columns("bf16", Model::of_score(Format::Bf16), limits, 1);
-    let (right, sound) = columns("fp8", Model::of_score(Format::Fp8), limits, 1);
-    let (wrong, faulty) = columns("fault", Model::fp8(&fp8::content().changed(small)), limits, 1);
-    println!("{} activations did not fit into FP8, {} with the fault", sound.saturated, faulty.saturated);
-    assert!(sound.saturated == 0 && faulty.saturated > 0);
-    assert!(apart(&bf16, &right).is_empty(), "{bf16:?} {right:?}");
-    assert!(!apart(&bf16, &wrong).is_empty(), "{bf16:?} {wrong:?}");
+    let saturating: Change = |layer, _| layer.input_scale = layer.input_scale.map(|scale| scale / 64.0);
+    let swapped: Change = |layer, _| layer.codes.iter_mut().for_each(|byte| *byte = byte.rotate_left(4));
+    let (bf16, _) = columns("bf16", Model::of_score(Format::Bf16), (1, 0), 1);
+    for (format, weights, leeway, fault) in [
+        (Format::Fp8, WeightFormat::Fp8, FP8, saturating),
+        (Format::Nvfp4, WeightFormat::Nvfp4, NVFP4, swapped),
+        (Format::Nvfp4AsFp8, WeightFormat::Nvfp4, NVFP4, saturating),
+    ] {
+        let (right, sound) = columns(format.name(), Model::of_score(format), (1, 0), 1);
+        let (wrong, faulty) = columns("fault", Model::quantised(format, &weights.content().changed(fault)), (1, 0), 1);
+        println!("{} activations did not fit into FP8, {} with the fault", sound.saturated, faulty.saturated);
+        assert_eq!((sound.saturated > 0, faulty.saturated > 0), (false, format != Format::Nvfp4), "{format:?}");
+        assert!(apart(&bf16, &right, leeway).is_empty(), "{format:?}: {bf16:?} {right:?}");
+        assert!(!apart(&bf16, &wrong, leeway).is_empty(), "{format:?}: {bf16:?} {wrong:?}");
+    }
 }
 
-/// The relative error of every layer's weight, which has to be that of rounding to three bits of mantissa: an even distribution
-/// of errors over the distance of two numbers, which is an eighth of a number at the lower end of an octave and a sixteenth of
-/// one at the upper end.
-fn check_errors(content: &Content) -> Result<(), String> {
-    let (files, plain) = (Fp8Files::write(content), fp8::open(&files_of(&model_folder())));
-    let quantised = fp8::open(&files.files);
-    let (most, least) = (1.0 / 8.0 / 12.0_f64.sqrt(), 1.0 / 16.0 / 12.0_f64.sqrt());
+/// What rounding to a format may change in a weight.
+struct Rounding {
+    /// The relative error of all values, from and to.
+    errors: [f64; 2],
+    /// How far each value may be off.
+    allowed: Vec<f64>,
+}
+
+impl Rounding {
+    /// Errors are evenly distributed over the distance of two numbers.
+    fn of(format: WeightFormat, values: &[f32]) -> Self {
+        let squares = |values: &[f32]| values.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>();
+        let largest = |values: &[f32]| values.iter().fold(0.0, |most: f32, value| most.max(value.abs()));
+        let scale = largest(values) / format.largest();
+        let off = |value: &f32, part: f32, least: f32| f64::from((value.abs() * part).max(least)) * (1.0 + 1e-6);
+        match format {
+            // Three bits of mantissa: the distance is an eighth of a number at the lower end of an octave and a sixteenth of one
+            // at the upper end. Below the normal numbers it is 2^-9 times the scale.
+            WeightFormat::Fp8 => Self {
+                errors: [16.0, 8.0].map(|parts| 1.0 / parts / 12.0_f64.sqrt()),
+                allowed: values.iter().map(|value| off(value, 1.0 / 16.0, scale / 1024.0)).collect(),
+            },
+            // One bit of mantissa: the distance is a half to a quarter of a number, and below the normal numbers half of the
+            // block's unit. That is a sixth of the largest value of the block, rounded to e4m3; what is left of this value's error
+            // is that of its unit, so that it adds next to nothing to the least.
+            WeightFormat::Nvfp4 => {
+                let unit = |block: &[f32]| (largest(block) / 6.0 * (1.0 + 1.0 / 16.0)).max(largest(block) / 6.0 + scale / 1024.0);
+                let blocks = || values.chunks_exact(BLOCK);
+                let others = squares(values) - blocks().map(|block| f64::from(largest(block)).powi(2)).sum::<f64>();
+                let below = blocks().map(|block| BLOCK as f64 * f64::from(unit(block)).powi(2)).sum::<f64>();
+                let relative = |squares_of_distances: f64| (squares_of_distances / 12.0 / squares(values)).sqrt();
+                Self {
+                    errors: [relative(others / 16.0), relative((squares(values) + below) / 4.0)],
+                    allowed: blocks().flat_map(|block| block.iter().map(|value| off(value, 0.25, unit(block) / 4.0))).collect(),
+                }
+            }
+        }
+    }
+}
+
+/// The error of every layer's weight has to be that of rounding.
+fn check_errors(format: WeightFormat, content: &Content) -> Result<(), String> {
+    let (files, plain) = (QuantisedFiles::write(content), open(&files_of(&model_folder())));
+    let quantised = open(&files.files);
     for spec in block_linears(&plain).0 {
         let (exact, rounded) = (values(&plain, &spec), values(&quantised, &spec));
-        let error = relative_l2(&rounded, &exact);
+        let (error, Rounding { errors: [least, most], allowed }) = (relative_l2(&rounded, &exact), Rounding::of(format, &exact));
         if !(least..=most).contains(&error) {
             return Err(format!("{}: {error:.4} is not within {least:.4} and {most:.4}", spec.name));
         }
-        // No element is further off than half of that distance; below the normal numbers it is 2^-9 times the scale.
-        let scale = exact.iter().fold(0.0, |most: f32, value| most.max(value.abs())) / LARGEST;
-        let allowed = |value: f32| f64::from((value.abs() / 16.0).max(scale / 1024.0)) * (1.0 + 1e-6);
-        let off = |(a, b): (&f32, &f32)| f64::from((a - b).abs()) > allowed(*a);
-        if let Some((exact, rounded)) = exact.iter().zip(&rounded).find(|pair| off(*pair)) {
+        let mut all = exact.iter().zip(&rounded).zip(allowed);
+        if let Some(((exact, rounded), _)) = all.find(|((a, b), allowed)| f64::from((*a - *b).abs()) > *allowed) {
             return Err(format!("{}: {rounded} instead of {exact}", spec.name));
         }
     }
     Ok(())
 }
 
-/// The file has what those of Black Forest Labs have, and its weights are the model's, rounded.
 #[test]
-fn the_fp8_file_is_what_it_claims() {
-    let (content, files) = (fp8::content(), files_of(&model_folder()));
-    let written = Fp8Files::write(content);
-    let (plain, quantised) = (fp8::open(&files), fp8::open(&written.files));
+fn the_files_are_what_they_claim() {
+    WeightFormat::ALL.into_iter().for_each(check_file);
+}
+
+/// The file has what those of Black Forest Labs have, and its weights are the model's, rounded.
+fn check_file(format: WeightFormat) {
+    let (content, files) = (format.content(), files_of(&model_folder()));
+    let written = QuantisedFiles::write(content);
+    let (plain, quantised) = (open(&files), open(&written.files));
     let (linears, rest) = block_linears(&plain);
+    let dtype = if format == WeightFormat::Fp8 { DType::E4m3 } else { DType::E2m1 };
     let [mut doubles, mut singles] = [BTreeSet::new(), BTreeSet::new()];
     for name in linears.iter().map(layer_name) {
         let (kind, rest) = name.split_once("_blocks.").unwrap();
@@ -147,13 +211,19 @@ fn the_fp8_file_is_what_it_claims() {
     for spec in &linears {
         let weight = quantised.weight(spec).unwrap();
         let [part] = &weight.parts[..] else { panic!("{} has {} parts", spec.name, weight.parts.len()) };
-        assert_eq!((part.dtype, part.rows), (DType::E4m3, spec.shape[0]), "{}", spec.name);
-        assert!(matches!(part.scaling, PartScaling::Tensor(_)), "{}", spec.name);
-        let Some(Stored { dtype: DType::E4m3, scales: Scales::Tensor(scale) }) = weight.input else {
-            panic!("{}: {:?}", spec.name, weight.input)
+        assert_eq!((part.dtype, part.rows), (dtype, spec.shape[0]), "{}", spec.name);
+        let input = weight.input.filter(|input| input.dtype == dtype).unwrap_or_else(|| panic!("{}: {:?}", spec.name, weight.input));
+        let is_largest = |code: &u8| code & 0x7f == 0x7e;
+        let (scale, has_largest) = match (&part.scaling, input) {
+            (PartScaling::Tensor(_), Stored { scales: Scales::Tensor(scale), .. }) => (scale, part.bytes.iter().any(is_largest)),
+            (PartScaling::Blocks16 { scales, layout, .. }, Stored { scales: Scales::Blocks16(scale), .. }) => {
+                assert_eq!(*layout, Nvfp4Layout::COMFY, "{}", spec.name);
+                (scale, part.bytes.iter().any(|pair| pair & 7 == 7 || pair >> 4 & 7 == 7) && scales.iter().any(is_largest))
+            }
+            other => panic!("{}: {other:?}", spec.name),
         };
         assert_eq!(scale.get().to_bits() & 0x7f_ffff, 0, "{}: {scale:?} is no power of two", spec.name);
-        assert!(part.bytes.iter().any(|code| code & 0x7f == 0x7e), "{}: no weight has the largest code", spec.name);
+        assert!(has_largest, "{}: no weight has the largest code", spec.name);
     }
     for spec in &rest {
         assert!(quantised.weight(spec).unwrap().parts.iter().all(|part| part.dtype == DType::Bf16), "{}", spec.name);
@@ -164,11 +234,11 @@ fn the_fp8_file_is_what_it_claims() {
     assert_eq!(model.configs, original.configs);
     assert_eq!((model.variant, &model.warnings), (original.variant, &original.warnings));
     let formats = model.formats(LoadOptions::default(), GemmFormats::ALL).unwrap();
-    let in_fp8: BTreeMap<_, _> = formats.layers.iter().filter(|l| l.input == DType::E4m3).map(|l| (&*l.name, &l.parts)).collect();
-    assert!(in_fp8.values().all(|parts| parts.iter().all(|part| (part.stored, part.held) == (DType::E4m3, DType::E4m3))));
-    assert_eq!(in_fp8.into_keys().collect::<BTreeSet<_>>(), linears.iter().map(|spec| &*spec.name).collect());
+    let found: BTreeMap<_, _> = formats.layers.iter().filter(|l| l.input == dtype).map(|l| (&*l.name, &l.parts)).collect();
+    assert!(found.values().all(|parts| parts.iter().all(|part| (part.stored, part.held) == (dtype, dtype))));
+    assert_eq!(found.into_keys().collect::<BTreeSet<_>>(), linears.iter().map(|spec| &*spec.name).collect());
 
-    check_errors(content).unwrap();
+    check_errors(format, content).unwrap();
     // The control: a scale that is a tenth too large.
-    assert!(check_errors(&content.changed(|layer, _| layer.scale *= 1.1)).is_err());
+    assert!(check_errors(format, &content.changed(|layer, _| layer.scale *= 1.1)).is_err());
 }

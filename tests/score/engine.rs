@@ -2,12 +2,12 @@
 
 use crate::common::cpu;
 use crate::common::quantised::Content;
-use crate::fp8::{self, Fp8Files};
+use crate::quantised::{QuantisedFiles, WeightFormat};
 use crate::render::Image;
 use crate::settings::choice;
 use crate::world::SIDE;
 use kiln::backend::cuda::Cuda;
-use kiln::backend::{Backend, Fp8Accumulate};
+use kiln::backend::{Backend, Fp8Accumulate, GemmFormats};
 use kiln::config::Variant;
 use kiln::locate::{Found, LocateRequest, ModelFiles, locate};
 use kiln::model::AttentionFormat;
@@ -52,13 +52,45 @@ pub enum Format {
     Bf16,
     /// Linear layers of the transformer's blocks in e4m3, the rest in bf16.
     Fp8,
+    /// Weights of these layers in NVFP4, inputs in bf16.
+    Nvfp4,
+    /// Weights of these layers in NVFP4 in the file, encoded again as e4m3, and inputs in e4m3.
+    Nvfp4AsFp8,
 }
 
 impl Format {
     /// What `KILN_SCORE_FORMAT` says, or else bf16 on a GPU and f32 on the CPU.
     pub fn of_score() -> Self {
-        let named = [("f32", Self::F32), ("bf16", Self::Bf16), ("fp8", Self::Fp8)];
-        choice("KILN_SCORE_FORMAT", &named).unwrap_or(if on_gpu() { Self::Bf16 } else { Self::F32 })
+        let all = [Self::F32, Self::Bf16, Self::Fp8, Self::Nvfp4, Self::Nvfp4AsFp8].map(|format| (format.name(), format));
+        choice("KILN_SCORE_FORMAT", &all).unwrap_or(if on_gpu() { Self::Bf16 } else { Self::F32 })
+    }
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::Bf16 => "bf16",
+            Self::Fp8 => "fp8",
+            Self::Nvfp4 => "nvfp4",
+            Self::Nvfp4AsFp8 => "nvfp4-as-fp8",
+        }
+    }
+
+    /// The format of the file's quantised weights.
+    fn weights(self) -> Option<WeightFormat> {
+        match self {
+            Self::F32 | Self::Bf16 => None,
+            Self::Fp8 => Some(WeightFormat::Fp8),
+            Self::Nvfp4 | Self::Nvfp4AsFp8 => Some(WeightFormat::Nvfp4),
+        }
+    }
+
+    /// Whether a device has the GEMM; otherwise it would expand the weights and multiply in bf16.
+    fn is_multiplied_by(self, gemms: GemmFormats) -> bool {
+        match self {
+            Self::F32 | Self::Bf16 => true,
+            Self::Fp8 | Self::Nvfp4AsFp8 => gemms.w8a8,
+            Self::Nvfp4 => gemms.w4a16,
+        }
     }
 
     /// The precision of what is not quantised.
@@ -103,15 +135,15 @@ pub struct Model {
     /// How many activations did not fit into FP8, in all images so far.
     pub saturated: u64,
     /// The files in use, if they are temporary.
-    _files: Option<Fp8Files>,
+    _files: Option<QuantisedFiles>,
 }
 
 impl Model {
     /// The model that is scored.
     pub fn of_score(format: Format) -> Self {
-        match format {
-            Format::Fp8 => Self::fp8(fp8::content()),
-            Format::F32 | Format::Bf16 => Self::open(&model_folder(), format.precision()),
+        match format.weights() {
+            Some(weights) => Self::quantised(format, weights.content()),
+            None => Self::open(&model_folder(), format.precision()),
         }
     }
 
@@ -121,11 +153,11 @@ impl Model {
     }
 
     /// The model that is scored, with this transformer. `KILN_SCORE_ATTENTION` says in which format its queries and keys are.
-    pub fn fp8(content: &Content) -> Self {
+    pub fn quantised(format: Format, content: &Content) -> Self {
         let named = [("auto", AttentionFormat::Auto), ("bf16", AttentionFormat::Bf16), ("fp8", AttentionFormat::Fp8)];
         let attention = choice("KILN_SCORE_ATTENTION", &named).unwrap_or_default();
-        let (backend, files) = (backend(), Fp8Files::write(content));
-        assert!(backend.gemm_formats().w8a8, "this device would expand FP8 weights and multiply in bf16");
+        let (backend, files) = (backend(), QuantisedFiles::write(content));
+        assert!(format.is_multiplied_by(backend.gemm_formats()), "this device has no GEMM of {format:?}");
         let model = Self::load(backend, &files.found(), LoadOptions { attention, ..OPTIONS });
         Self { _files: Some(files), ..model }
     }

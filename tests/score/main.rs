@@ -12,9 +12,9 @@ mod controls;
 mod edits;
 mod engine;
 mod fixture;
-mod fp8;
 mod full;
 mod judge;
+mod quantised;
 #[path = "../common/random.rs"]
 mod random;
 mod regions;

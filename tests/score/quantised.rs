@@ -1,0 +1,113 @@
+//! The built-in model in FP8 and NVFP4, as Black Forest Labs publish theirs: the linear layers of the transformer's blocks with
+//! quantised weights and a static scale of their inputs, everything else in bf16.
+
+use crate::calibration::{Largest, block_linears, calibrate, layer_name, values};
+use crate::common::quantised::{Content, Form, Layer, Plain};
+use crate::engine::{files_of, model_folder};
+use crate::sandbox::Sandbox;
+use kiln::checkpoint::Weights;
+use kiln::locate::{Found, ModelFiles};
+use kiln::names::TensorSpec;
+use kiln::part::Part;
+use kiln::tensor::DType;
+use kiln::tensor::minifloat::to_e4m3;
+use kiln::tensor::nvfp4::{BLOCK, encode_block};
+use safetensors::tensor::Dtype;
+use std::sync::LazyLock;
+
+/// Inputs may be this much larger than in the calibration before they saturate. It costs nothing: over 15 octaves the numbers of
+/// e4m3 are relatively as dense, and NVFP4's scales of blocks are such numbers.
+const HEAD_ROOM: f32 = 4.0;
+
+/// The format of quantised weights, and of inputs that are quantised with them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WeightFormat {
+    /// e4m3 with one scale per tensor.
+    Fp8,
+    Nvfp4,
+}
+
+impl WeightFormat {
+    pub const ALL: [Self; 2] = [Self::Fp8, Self::Nvfp4];
+
+    /// The largest value of a tensor whose scale is one.
+    pub const fn largest(self) -> f32 {
+        match self {
+            Self::Fp8 => 448.0,
+            Self::Nvfp4 => 6.0 * 448.0,
+        }
+    }
+
+    /// The scale of a layer's input: a power of two.
+    fn input_scale(self, largest: f32) -> f32 {
+        assert!(largest.is_finite() && largest > 0.0, "the largest input is {largest}");
+        2.0_f32.powi((HEAD_ROOM * largest / self.largest()).log2().ceil() as i32)
+    }
+
+    /// The elements of a weight with this scale, and the scales of blocks, row by row.
+    fn encode(self, values: &[f32], scale: f32) -> (Vec<u8>, Option<Vec<u8>>) {
+        match self {
+            Self::Fp8 => (values.iter().map(|value| to_e4m3(value / scale)).collect(), None),
+            Self::Nvfp4 => {
+                let mut codes = vec![0; values.len() / 2];
+                let blocks = values.chunks_exact(BLOCK).zip(codes.chunks_exact_mut(BLOCK / 2));
+                let scales = blocks.map(|(values, codes)| encode_block(values, scale, codes)).collect();
+                (codes, Some(scales))
+            }
+        }
+    }
+
+    /// The transformer in this format, calibrated by the largest inputs of its layers.
+    fn quantise(self, weights: &Weights, inputs: &Largest) -> Content {
+        let (linears, rest) = block_linears(weights);
+        let layer = |spec: &TensorSpec| {
+            let (name, values) = (layer_name(spec).to_owned(), values(weights, spec));
+            let scale = values.iter().fold(0.0, |most: f32, value| most.max(value.abs())) / self.largest();
+            let (codes, blocks) = self.encode(&values, scale);
+            let input = *inputs.get(&name).unwrap_or_else(|| panic!("{name} was not calibrated"));
+            let (rows, cols, input_scale) = (spec.shape[0], spec.shape[1], Some(self.input_scale(input)));
+            Layer { name, rows, cols, codes, blocks, scale, input_scale }
+        };
+        let plain = |spec: &TensorSpec| {
+            let bytes = DType::Bf16.encoded(&values(weights, spec));
+            Plain { name: spec.name.clone(), dtype: Dtype::BF16, shape: spec.shape.clone(), bytes }
+        };
+        Content { layers: linears.iter().map(layer).collect(), plain: rest.iter().map(plain).collect() }
+    }
+
+    /// The transformer of the model that is scored, which is calibrated once.
+    pub fn content(self) -> &'static Content {
+        static CONTENTS: LazyLock<[Content; 2]> = LazyLock::new(|| {
+            let (folder, weights) = (model_folder(), open(&files_of(&model_folder())));
+            let inputs = calibrate(&folder, &weights);
+            WeightFormat::ALL.map(|format| format.quantise(&weights, &inputs))
+        });
+        &CONTENTS[self as usize]
+    }
+}
+
+/// The transformer of a model.
+pub fn open(files: &ModelFiles) -> Weights {
+    Weights::open(Part::Transformer, &files.parts.transformer).unwrap()
+}
+
+/// The files of a model whose transformer is in a temporary folder, which is deleted with this.
+pub struct QuantisedFiles {
+    pub files: ModelFiles,
+    _sandbox: Sandbox,
+}
+
+impl QuantisedFiles {
+    /// Writes this transformer for the model that is scored.
+    pub fn write(content: &Content) -> Self {
+        let (mut files, sandbox) = (files_of(&model_folder()), Sandbox::new());
+        files.parts.transformer = sandbox.path("flux-2-klein-quantised.safetensors");
+        std::fs::write(&files.parts.transformer, content.file(Form::BFL)).unwrap();
+        Self { files, _sandbox: sandbox }
+    }
+
+    /// The model, as if it had been located.
+    pub fn found(&self) -> Found {
+        Found::Files(Box::new(self.files.clone()))
+    }
+}
