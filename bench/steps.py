@@ -2,10 +2,13 @@
 
     python3 bench/steps.py [--kiln PROGRAM] bf16='--model DIR' fp8='--model DIR --transformer FILE' 'qk bf16=--model DIR --attention bf16'
                            [--shapes 1024x1024 512x512 1024x1024+1 2048x2048+4:8] [--rounds N] [--json FILE]
+    python3 bench/steps.py [--kiln PROGRAM] --checkpoint DIR
 
-A configuration is a label and arguments of `kiln bench`; `PROGRAM::ARGUMENTS` takes another program than --kiln. A shape is
-WIDTHxHEIGHT, +N for N reference images of the same size, :N for another number of steps. The first configuration is what the others are
-compared with. One that fails is reported and the rest goes on. How times are taken is in bench/README.md.
+A configuration is a label and arguments of `kiln bench`; `PROGRAM::ARGUMENTS` takes another program than --kiln. With --checkpoint there
+is one for every format of a model that the folder has, as `tools/random_checkpoint.py DIR --format bf16 fp8 nvfp4 --encoder bf16 fp8
+nvfp4` writes it: transformer and text encoder in bf16, in FP8 and in NVFP4, the last with either --nvfp4-math. A shape is WIDTHxHEIGHT, +N
+for N reference images of the same size, :N for another number of steps. The first configuration is what the others are compared with.
+One that fails is reported and the rest goes on. How times are taken is in bench/README.md.
 
 Exits 1 when a run fails.
 """
@@ -62,6 +65,26 @@ def configuration(text: str, program: str) -> Configuration:
         raise SystemExit(f"error: `{text}` is no LABEL=ARGUMENTS")
     own, separator, rest = arguments.partition("::")
     return Configuration(label, own if separator else program, tuple(shlex.split(rest if separator else arguments)))
+
+
+def of_checkpoint(folder: pathlib.Path, program: str) -> list:
+    """The configurations of a folder's model, in each format that it has."""
+    found = []
+    if any((folder / "transformer").glob("*.safetensors")) and any((folder / "text_encoder").glob("*.safetensors")):
+        found.append(Configuration("bf16", program, ("--model", str(folder))))
+    for format, ways in (("fp8", {"fp8": ()}), ("nvfp4", {f"nvfp4, {m} math": ("--nvfp4-math", m) for m in ("bf16", "fp8")})):
+        transformers = sorted(folder.glob(f"flux-2-klein*-{format}.safetensors"))
+        encoders = sorted(folder.glob(f"qwen_3_*_{format}.safetensors"))
+        if not transformers and not encoders:
+            continue
+        if len(transformers) != 1 or len(encoders) != 1:
+            raise SystemExit(f"error: {folder} has {len(transformers)} transformers and {len(encoders)} text encoders in {format}")
+        variant = "base" if "-base-" in transformers[0].name else "distilled"  # which the file does not tell
+        files = "--transformer", str(transformers[0]), "--variant", variant, "--text-encoder", str(encoders[0])
+        found += [Configuration(label, program, ("--model", str(folder), *files, *more)) for label, more in ways.items()]
+    if not found:
+        raise SystemExit(f"error: {folder} has no model in bf16, FP8 or NVFP4")
+    return found
 
 
 def picture(path: pathlib.Path, width: int, height: int) -> None:
@@ -134,8 +157,9 @@ def medians(records: list, shape: str, label: str, key: str) -> list:
 
 
 def summary(records: list, shapes: list, labels: list) -> list:
-    """For each shape and configuration: the median of its rounds, and its speed over the first one's of the same round."""
-    lines = [f"{'median step, ms':<18} {'':<16} {'burst':>9} {'speed':>7} {'sustained':>9} {'speed':>7}"]
+    """For each shape and configuration: the median of its rounds, its speed over the first one's of the same round, and the most
+    memory that a round took."""
+    lines = [f"{'median step, ms':<18} {'':<16} {'burst':>9} {'speed':>7} {'sustained':>9} {'speed':>7} {'GB':>7}"]
     for shape in shapes:
         for label in labels:
             text, known = f"{shape:<18} {label:<16}", False
@@ -146,13 +170,17 @@ def summary(records: list, shapes: list, labels: list) -> list:
                 text += f" {1e3 * statistics.median(found):>9.3f}" if found else f" {'-':>9}"
                 text += f" {statistics.median(ratios):>7.3f}" if ratios else f" {'-':>7}"
                 known = known or bool(found)
+            reports = [r["report"] for r in records if (r["shape"], r["label"]) == (shape, label) and "report" in r]
+            memory = [measured for report in reports if (measured := report["memory"].get("measured"))]
+            text += f" {max(memory) / 1e9:>7.2f}" if memory else f" {'-':>7}"
             lines.append(text if known else f"{shape:<18} {label:<16} FAILED")
     return lines
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("configurations", nargs="+", metavar="LABEL=ARGUMENTS")
+    parser.add_argument("configurations", nargs="*", metavar="LABEL=ARGUMENTS")
+    parser.add_argument("--checkpoint", type=pathlib.Path, metavar="DIR", help="a model in several formats, each a configuration")
     parser.add_argument("--kiln", default="kiln", help="the program (default: kiln)")
     parser.add_argument("--shapes", nargs="+", default=["1024x1024"], metavar="SHAPE", help="default: 1024x1024")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each configuration and shape (default 3)")
@@ -161,7 +189,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="seconds that a run may take (default 300)")
     parser.add_argument("--json", metavar="FILE", help="write every run, one JSON object a line")
     args = parser.parse_args()
-    args.configurations = [configuration(text, args.kiln) for text in args.configurations]
+    made = of_checkpoint(args.checkpoint, args.kiln) if args.checkpoint else []
+    args.configurations = made + [configuration(text, args.kiln) for text in args.configurations]
+    if not args.configurations:
+        parser.error("there is no configuration, and no --checkpoint")
     args.shapes = [shape(text, args.steps) for text in args.shapes]
     if min(args.rounds, args.steps, args.runs) < 1:
         parser.error("--rounds, --steps and --runs are 1 or more")
