@@ -212,7 +212,8 @@ fn check_file(format: WeightFormat) {
         let weight = quantised.weight(spec).unwrap();
         let [part] = &weight.parts[..] else { panic!("{} has {} parts", spec.name, weight.parts.len()) };
         assert_eq!((part.dtype, part.rows), (dtype, spec.shape[0]), "{}", spec.name);
-        let input = weight.input.filter(|input| input.dtype == dtype).unwrap_or_else(|| panic!("{}: {:?}", spec.name, weight.input));
+        let input =
+            weight.input.filter(|input| input.dtype == dtype).unwrap_or_else(|| panic!("{}: {:?}", spec.name, weight.input));
         let is_largest = |code: &u8| code & 0x7f == 0x7e;
         let (scale, has_largest) = match (&part.scaling, input) {
             (PartScaling::Tensor(_), Stored { scales: Scales::Tensor(scale), .. }) => (scale, part.bytes.iter().any(is_largest)),
