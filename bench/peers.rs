@@ -3,10 +3,10 @@
 //! They run through the program's own backend and launch code, in the GPU's primary context (as PyTorch does), on the caller's
 //! stream and the caller's memory. A call only queues work: it can be timed with events and captured in a graph.
 //!
-//! A call names an op and has a list of tensors and a list of numbers, in the order that [`CALLS`] states. A weight has the layout of
-//! the backend's own copy: that of a convolution is `[out, 3 * 3 * in]`, the input channel running fastest. An e4m3 or e2m1 tensor has
-//! a factor. The weight of a linear layer may have scales besides, as a tensor of their own: in e4m3 one for each of its rows, instead
-//! of the factor; in e2m1, which is NVFP4, those of its blocks.
+//! A call names an op and has a list of tensors and a list of numbers, in the order that [`CALLS`] states. A weight has the layout
+//! of the backend's own copy: that of a convolution is `[out, 3 * 3 * in]`, the input channel running fastest. An e4m3 or e2m1
+//! tensor has a factor. The weight of a linear layer may have scales besides, as a tensor of their own: in e4m3 one for each of its
+//! rows, instead of the factor; in e2m1, which is NVFP4, those of its blocks.
 #![allow(unsafe_code)] // a C interface
 
 use kiln::backend::cuda::{Choice, Cuda, GemmOperands, Tile};
@@ -73,8 +73,8 @@ const CALLS: &[Call] = &[
     call("silu", &["out", "x"], &[]),
     call("rms_norm", &["out", "x", "weight"], &["eps"]),
     streams("layer_norm_modulate", &["out", "x", "shift", "scale"], &["eps"]),
-    // Scales of an e4m3 weight are f32, one for each row, and replace the factor of the whole. Those of an e2m1 weight are e4m3, one
-    // for each block, in tiles.
+    // Scales of an e4m3 weight are f32, one for each row, and replace the factor of the whole. Those of an e2m1 weight are e4m3,
+    // one for each block, in tiles.
     streams("linear", &["out", "x", "weight", "[scales]", "[bias]"], &[]),
     streams("linear_swiglu", &["out", "x", "weight", "[scales]", "[bias]"], &[]),
     streams("linear_gate_residual", &["into", "x", "weight", "[scales]", "[bias]", "[gate]"], &[]),

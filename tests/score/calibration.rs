@@ -24,8 +24,8 @@ use std::rc::Rc;
 /// The largest magnitude of every layer's input, by the layer's name.
 pub type Largest = BTreeMap<String, f32>;
 
-/// The weights of the linear layers of the transformer's blocks, which are those that the files of Black Forest Labs quantise, and
-/// all other tensors.
+/// The weights of the linear layers of the transformer's blocks, which are those that the files of Black Forest Labs quantise,
+/// and all other tensors.
 pub fn block_linears(weights: &Weights) -> (Vec<TensorSpec>, Vec<TensorSpec>) {
     let config = TransformerConfig::detect(weights, None).unwrap();
     let is_block = |spec: &TensorSpec| ["double_blocks.", "single_blocks."].iter().any(|blocks| spec.name.starts_with(blocks));

@@ -149,8 +149,8 @@ impl Rounding {
                 allowed: values.iter().map(|value| off(value, 1.0 / 16.0, scale / 1024.0)).collect(),
             },
             // One bit of mantissa: the distance is a half to a quarter of a number, and below the normal numbers half of the
-            // block's unit. That is a sixth of the largest value of the block, rounded to e4m3; what is left of this value's error
-            // is that of its unit, so that it adds next to nothing to the least.
+            // block's unit. That is a sixth of the block's largest value, rounded to e4m3. The error of this value is only that of
+            // the unit, and the least leaves it out.
             WeightFormat::Nvfp4 => {
                 let unit = |block: &[f32]| (largest(block) / 6.0 * (1.0 + 1.0 / 16.0)).max(largest(block) / 6.0 + scale / 1024.0);
                 let blocks = || values.chunks_exact(BLOCK);
