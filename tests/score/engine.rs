@@ -10,7 +10,7 @@ use kiln::backend::cuda::Cuda;
 use kiln::backend::{Backend, Fp8Accumulate, GemmFormats};
 use kiln::config::Variant;
 use kiln::locate::{Found, LocateRequest, ModelFiles, locate};
-use kiln::model::AttentionFormat;
+use kiln::model::{AttentionFormat, Nvfp4Math};
 use kiln::noise::NoiseKind;
 use kiln::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel, ReferenceInput};
 use kiln::progress::Silent;
@@ -81,6 +81,15 @@ impl Format {
             Self::F32 | Self::Bf16 => None,
             Self::Fp8 => Some(WeightFormat::Fp8),
             Self::Nvfp4 | Self::Nvfp4AsFp8 => Some(WeightFormat::Nvfp4),
+        }
+    }
+
+    /// What NVFP4 weights are multiplied as.
+    fn nvfp4_math(self) -> Nvfp4Math {
+        match self {
+            Self::Nvfp4 => Nvfp4Math::Bf16,
+            Self::Nvfp4AsFp8 => Nvfp4Math::Fp8,
+            Self::F32 | Self::Bf16 | Self::Fp8 => Nvfp4Math::Auto,
         }
     }
 
@@ -158,7 +167,7 @@ impl Model {
         let attention = choice("KILN_SCORE_ATTENTION", &named).unwrap_or_default();
         let (backend, files) = (backend(), QuantisedFiles::write(content));
         assert!(format.is_multiplied_by(backend.gemm_formats()), "this device has no GEMM of {format:?}");
-        let model = Self::load(backend, &files.found(), LoadOptions { attention, ..OPTIONS });
+        let model = Self::load(backend, &files.found(), LoadOptions { attention, nvfp4_math: format.nvfp4_math(), ..OPTIONS });
         Self { _files: Some(files), ..model }
     }
 
