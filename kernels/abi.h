@@ -170,8 +170,8 @@ typedef struct {
 #define KL_SWIGLU 1u
 #define KL_GATE_RESIDUAL 2u
 
-/* `bias` and `gate` may be absent. `w` and `scales` are matrices of the weight and their scales, as in KlGemmStream, and `first` the rows of
- * them with which the GEMM begins; for KL_SWIGLU those of gates, then those of ups. */
+/* `bias` and `gate` may be absent. `w` and `scales` are matrices of the weight and their scales, as in KlGemmStream, and `first` are the
+ * rows of them with which the GEMM begins; for KL_SWIGLU those of gates, then those of ups. */
 typedef struct {
   KlMat out, x, w[2], bias, gate;
   uint64_t scales[2];
@@ -238,8 +238,8 @@ typedef struct {
 #define KL_QK_NORM_ROPE 3u
 
 /* A factor in `alpha` of KL_E2M1. Kernels expand its elements to bf16 as 2^-9 times their value times the scale of their block: with its
- * bits in the places that they have in bf16 an element is 2^-126 times its value, and 2^126 times a scale of up to 448 is more than bf16 can
- * hold, but 2^117 times it is not. */
+ * bits in the places that they have in bf16 an element is 2^-126 times its value, and 2^126 times a scale of up to 448 is more than bf16
+ * can hold, but 2^117 times it is not. */
 #define KL_E2M1_ALPHA 512.0f
 
 /* Rows of a weight, from row `first` of one of the stream's matrices on, whose type is `dtype`. Accumulators are multiplied by `alpha`:

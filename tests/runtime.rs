@@ -264,7 +264,8 @@ fn a_run_ends_at_the_next_op_when_asked_to() {
     assert_eq!(generate(&mut engine, &job).unwrap().len(), 1);
 }
 
-/// The CUDA backend where it may have no kernels: weights in e5m2 and activations in NVFP4, and the ops on them, are to be refused.
+/// The CUDA backend where it may have no kernels: weights in e5m2 and activations in NVFP4, and the ops on them, are to be
+/// refused.
 struct Refusing {
     cuda: Cuda,
     driver: Rc<StandIn>,

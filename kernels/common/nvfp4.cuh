@@ -9,8 +9,8 @@ __device__ __forceinline__ float decode_e2m1(uint32_t code) {
   return __uint_as_float((code & 8u) << 28 | (code & 7u) << 22) * 0x1p126f;
 }
 
-// The offset of the scale of a block among those of a matrix with so many columns, which are in tiles (see KlGemmStream). A matrix has less
-// than 2^32 of them.
+// The offset of the scale of a block among those of a matrix with so many columns, which are in tiles (see KlGemmStream). A matrix has
+// fewer than 2^32 of them.
 __device__ __forceinline__ uint32_t block_scale_offset(uint32_t row, uint32_t block, uint32_t cols) {
   constexpr uint32_t kBlocks = KL_SCALE_TILE_COLS / 16;
   const uint32_t tiles_along = (cols + KL_SCALE_TILE_COLS - 1) / KL_SCALE_TILE_COLS;

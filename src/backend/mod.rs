@@ -143,8 +143,8 @@ pub trait Backend {
         GemmFormats::NONE
     }
 
-    /// Uploads a weight and replaces whatever was stored there. `parts` are its rows in order, in the format of `to` or in one that
-    /// can be [converted](WeightPart::converts_to) to it. Ops that were issued earlier still read the old values.
+    /// Uploads a weight and replaces whatever was stored there. `parts` are its rows in order, in the format of `to` or in one
+    /// that can be [converted](WeightPart::converts_to) to it. Ops that were issued earlier still read the old values.
     fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()>;
 
     /// Bytes of memory that can still be allocated, if the backend knows.

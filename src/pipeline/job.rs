@@ -91,8 +91,8 @@ pub struct LoadOptions {
 }
 
 impl LoadOptions {
-    /// bf16, without the VAE's encoder, with all weights in memory at once, and FP8 attention and NVFP4 inputs where the model and
-    /// the backend allow them.
+    /// bf16, without the VAE's encoder, with all weights in memory at once, and FP8 attention and NVFP4 inputs where the model
+    /// and the backend allow them.
     pub const DEFAULT: Self = Self {
         precision: Precision::Bf16,
         references: false,

@@ -1,5 +1,5 @@
-//! NVFP4 weights multiplied as bf16 and as FP8: what the layers of a model hold, and that the result is that of the file it stands
-//! for.
+//! NVFP4 weights multiplied as bf16 and as FP8: what the layers of a model hold, and that the result is that of the file it
+//! stands for.
 
 use crate::common::quantised::{Content, Form, Layer, SHORT, engine, goldens::PLAIN_INPUTS, model, weights};
 use crate::common::wrapped::Wrapped;
@@ -28,8 +28,8 @@ fn dump(model: OpenModel, options: LoadOptions, gemms: GemmFormats) -> Vec<u8> {
     run(&mut engine(Box::new(backend), model, options), &job).unwrap().record.unwrap().to_safetensors().unwrap()
 }
 
-/// The FP8 file that a re-encoded NVFP4 file stands for: one scale for a weight, that of the tensor times the smallest power of two
-/// that leaves room for six times the largest block scale, and six times the input scale.
+/// The FP8 file that a re-encoded NVFP4 file stands for: one scale for a weight, that of the tensor times the smallest power of
+/// two that leaves room for six times the largest block scale, and six times the input scale.
 fn reencoded(layer: &mut Layer, _: &[Layer]) {
     let blocks = layer.blocks.take().unwrap();
     let largest = 6.0 * blocks.iter().map(|scale| e4m3(*scale)).fold(0.0, f32::max);

@@ -23,8 +23,8 @@ pub struct QuantisedArgs {
     /// What the transformer's NVFP4 weights are multiplied as
     ///
     /// As bf16 they have the values of the file and a quarter of the memory. As FP8 they take twice that memory and half the
-    /// time: up to a quarter of them is rounded, by up to 5 %, and so are their inputs. That is for layers whose file has an input scale;
-    /// others and text encoders stay with bf16. `-v` and `kiln plan` tell what the layers of a model have.
+    /// time: up to a quarter of them is rounded, by up to 5 %, and so are their inputs. That is for layers whose file has an
+    /// input scale; others and text encoders stay with bf16. `-v` and `kiln plan` tell what the layers of a model have.
     #[arg(long, value_enum, value_name = "TYPE", default_value = "auto", help_heading = "Run")]
     pub nvfp4_math: Nvfp4MathArg,
 }

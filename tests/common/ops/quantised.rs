@@ -52,8 +52,8 @@ pub fn all() -> Vec<Case> {
 }
 
 /// Whether GPUs have kernels for a case: those of e4m3 and of weights in NVFP4, without terms of low rank. Of GEMMs it is only
-/// what tensor cores do not take; what they do is added as they add it, and attention rounds probabilities, so these have cases of
-/// their own.
+/// what tensor cores do not take; what they do is added as they add it, and attention rounds probabilities, so these have cases
+/// of their own.
 pub fn has_kernels(name: &str) -> bool {
     let is = |ops: &[&str]| ops.iter().any(|op| name.starts_with(op));
     let activations = ["by nvfp4", "into nvfp4", "and nvfp4", "clipped nvfp4"];
