@@ -327,9 +327,9 @@ pub unsafe extern "C" fn kiln_peers_close(handle: *mut Handle) {
 pub unsafe extern "C" fn kiln_peers_tiles(text: *mut c_char, len: usize) {
     let line = |tile: Tile| {
         let config = tile.config();
-        let accumulate = match (config.operands, config.promoted) {
-            (GemmOperands::Fp8, true) => Fp8Accumulate::Exact,
-            (GemmOperands::Fp8, false) => Fp8Accumulate::Fast,
+        let accumulate = match (config.operands, config.longest_sum) {
+            (GemmOperands::Fp8, Some(128)) => Fp8Accumulate::Exact,
+            (GemmOperands::Fp8, None) => Fp8Accumulate::Fast,
             _ => Fp8Accumulate::Auto,
         };
         format!("{tile:?} {} {}", config.kernel.symbol(), accumulate.name())

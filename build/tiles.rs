@@ -27,7 +27,7 @@ const FAMILIES: &[Family] = &[
     },
     Family {
         name: "KL_GEMM_FP8_SM90",
-        columns: "file, m, n, block k, consumer warpgroups, stages, cluster mode, promoted, threads, shared bytes, relative cost",
+        columns: "file, m, n, block k, consumer warpgroups, stages, cluster mode, promotion interval, threads, shared bytes, relative cost",
         read: Tables::gemm_fp8_sm90,
     },
     Family {
@@ -70,7 +70,7 @@ const QK_TYPES: [&str; 2] = ["bf16", "e4m3"];
 
 /// The columns whose arguments are identifiers, and those that are 0 or 1. All others are positive numbers.
 const WORDS: [&str; 5] = ["file", "symbol", "name", "cluster mode", "type of queries and keys"];
-const FLAGS: [&str; 3] = ["running maximum", "causal", "promoted"];
+const FLAGS: [&str; 2] = ["running maximum", "causal"];
 
 /// A row of the table.
 struct Row<'a> {
@@ -102,6 +102,7 @@ impl<'a> Row<'a> {
             let (valid, expected) = match argument.parse::<u32>() {
                 _ if WORDS.contains(&column) => (!argument.is_empty() && argument.chars().all(is_word), "an identifier"),
                 number if FLAGS.contains(&column) => (matches!(number, Ok(0 | 1)), "0 or 1"),
+                number if column == "promotion interval" => (number.is_ok(), "a number"),
                 number => (number.is_ok_and(|number| number > 0), "a positive number"),
             };
             if !valid {
@@ -161,22 +162,24 @@ struct Tables {
 
 impl Tables {
     fn gemm_sm90(&mut self, row: &Row<'_>) -> Result<()> {
-        self.hopper_gemm(row, "Sm90_", "Bf16", false)
+        self.hopper_gemm(row, "Sm90_", "Bf16", 0)
     }
 
     fn gemm_fp8_sm90(&mut self, row: &Row<'_>) -> Result<()> {
-        match row.number("promoted") {
-            0 => self.hopper_gemm(row, "Fp8_", "Fp8", false),
-            _ => self.hopper_gemm(row, "Fp8Promoted", "Fp8", true),
+        match row.number("promotion interval") {
+            0 => self.hopper_gemm(row, "Fp8_", "Fp8", 0),
+            1 => self.hopper_gemm(row, "Fp8Promoted", "Fp8", 1),
+            many => self.hopper_gemm(row, &format!("Fp8Promoted{many}_"), "Fp8", many),
         }
     }
 
     fn gemm_mixed_sm90(&mut self, row: &Row<'_>) -> Result<()> {
-        self.hopper_gemm(row, "Mixed", "MixedInput", false)
+        self.hopper_gemm(row, "Mixed", "MixedInput", 0)
     }
 
-    /// A Hopper GEMM; the names of its tiles begin with `prefix`, `operands` is a variant of `GemmOperands`.
-    fn hopper_gemm(&mut self, row: &Row<'_>, prefix: &str, operands: &str, promoted: bool) -> Result<()> {
+    /// A Hopper GEMM; the names of its tiles begin with `prefix`, `operands` is a variant of `GemmOperands`. Accumulators are promoted
+    /// after `interval` k-blocks, if that is not zero.
+    fn hopper_gemm(&mut self, row: &Row<'_>, prefix: &str, operands: &str, interval: u32) -> Result<()> {
         let (m, n, consumers) = (row.number("m"), row.number("n"), row.number("consumer warpgroups"));
         let mode = row.text("cluster mode");
         if !CLUSTER_MODES.contains(&mode) {
@@ -189,12 +192,18 @@ impl Tables {
                 64 * consumers
             ));
         }
-        let symbol = format!("kl_{}_{m}x{n}{}", row.text("file"), if promoted { "_promoted" } else { "" });
+        let suffix = match interval {
+            0 => String::new(),
+            1 => "_promoted".into(),
+            many => format!("_promoted_{many}"),
+        };
+        let symbol = format!("kl_{}_{m}x{n}{suffix}", row.text("file"));
         let cluster = Some("abi::KL_SM90_CLUSTER".to_owned());
         self.kernel(row, format!("Gemm{prefix}{m}x{n}"), symbol, "KlGemmSm90", row.number("shared bytes"), cluster);
         let more = format!(
             "ctas_per_sm: 1, consumers: {consumers}, cluster: Some(ClusterMode::{mode}), operands: GemmOperands::{operands}, \
-             promoted: {promoted}"
+             longest_sum: {:?}",
+            (interval > 0).then_some(interval * row.number("block k"))
         );
         self.gemm_tile(row, &format!("{prefix}{m}x{n}"), &more);
         Ok(())
@@ -206,7 +215,7 @@ impl Tables {
         self.kernel(row, format!("GemmMma{m}x{n}"), symbol, "KlGemm", row.number("shared bytes"), None);
         let ctas_per_sm = row.number("CTAs per SM");
         let more =
-            format!("ctas_per_sm: {ctas_per_sm}, consumers: 0, cluster: None, operands: GemmOperands::Bf16, promoted: false");
+            format!("ctas_per_sm: {ctas_per_sm}, consumers: 0, cluster: None, operands: GemmOperands::Bf16, longest_sum: None");
         self.gemm_tile(row, &format!("Mma{m}x{n}"), &more);
         Ok(())
     }

@@ -17,13 +17,14 @@
 #include <gemm/mainloop_sm90.cuh>
 #include <gemm/policies_sm90.cuh>
 
-// Suffixes of entry points by the column `promoted`.
+// Suffixes of entry points by the interval of promotion.
 #define KL_ENTRY_0(file, m, n, threads) KL_ENTRY(kl_##file##_##m##x##n, KlGemmSm90, threads, 1)
 #define KL_ENTRY_1(file, m, n, threads) KL_ENTRY(kl_##file##_##m##x##n##_promoted, KlGemmSm90, threads, 1)
+#define KL_ENTRY_8(file, m, n, threads) KL_ENTRY(kl_##file##_##m##x##n##_promoted_8, KlGemmSm90, threads, 1)
 
-#define KL_GEMM_FP8_SM90(file, m, n, block_k, consumers, stages, mode, promoted, threads, shared_bytes, relative_cost)              \
-  using Tile##m##x##n##_##promoted = GemmConfig<Fp8Policies<promoted>, m, n, block_k, consumers, stages, ClusterMode::k##mode>;     \
-  static_assert(row_states<Tile##m##x##n##_##promoted::kThreads, threads>());                                                       \
-  static_assert(row_states<Tile##m##x##n##_##promoted::kSmemBytes, shared_bytes>());                                                \
-  KL_ENTRY_##promoted(file, m, n, threads) { gemm<Tile##m##x##n##_##promoted>(p); }
+#define KL_GEMM_FP8_SM90(file, m, n, block_k, consumers, stages, mode, interval, threads, shared_bytes, relative_cost)              \
+  using Tile##m##x##n##_##interval = GemmConfig<Fp8Policies<interval>, m, n, block_k, consumers, stages, ClusterMode::k##mode>;     \
+  static_assert(row_states<Tile##m##x##n##_##interval::kThreads, threads>());                                                       \
+  static_assert(row_states<Tile##m##x##n##_##interval::kSmemBytes, shared_bytes>());                                                \
+  KL_ENTRY_##interval(file, m, n, threads) { gemm<Tile##m##x##n##_##interval>(p); }
 #include <tiles.def>

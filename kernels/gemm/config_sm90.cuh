@@ -48,7 +48,7 @@ struct GemmConfig : Policies {
   static constexpr ClusterMode kMode = kMode_;
   static constexpr bool kSplitK = kMode == ClusterMode::kSplitK;
   static constexpr bool kPromoted = Mma::kPromotionInterval > 0;
-  static_assert(Mma::kPromotionInterval <= 1, "a longer interval takes a partial accumulator for each wgmma tile of a warpgroup");
+  static_assert(Mma::kPromotionInterval <= 1 || kMmaM == 1, "a longer interval takes partial accumulators for each wgmma tile of a warpgroup");
   static_assert(!kPromoted || !kSplitK, "the hand-over of split-K is for MMAs that stay in flight from one k-block to the next");
   // CTAs that multicast into each other.
   static constexpr int kMulticast = kSplitK ? 1 : KL_SM90_CLUSTER;

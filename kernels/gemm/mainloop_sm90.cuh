@@ -220,6 +220,21 @@ __device__ __forceinline__ void accumulate_promoted(Pipeline<Config>& pipe, type
   }
 }
 
+// The same with promotion after several k-blocks: a sum of each so many of them, which are multiplied as without promotion, is added to the
+// accumulators of the tile.
+template <class Config>
+__device__ __forceinline__ void accumulate_in_parts(Pipeline<Config>& pipe, typename Config::Acc& acc, const WorkTile& work, uint32_t group) {
+  constexpr uint32_t kInterval = Config::Mma::kPromotionInterval;
+#pragma unroll
+  for (int e = 0; e < Config::kBlockN / 2; e++) acc[0][e] = 0.0f;
+  for (uint32_t k = work.k_begin; k < work.k_end; k += kInterval) {
+    typename Config::Acc partial;
+    accumulate(pipe, partial, {work.tile, k, min(k + kInterval, work.k_end)}, group, false);
+#pragma unroll
+    for (int e = 0; e < Config::kBlockN / 2; e++) acc[0][e] += partial[0][e];
+  }
+}
+
 // The consumers: wgmma main loop, Stream-K fix-up or split-K reduction, epilogue.
 template <class Config>
 __device__ __forceinline__ void consume(const typename Config::Params& p, Pipeline<Config> pipe) {
@@ -235,7 +250,9 @@ __device__ __forceinline__ void consume(const typename Config::Params& p, Pipeli
     const TileCoord<Config> at(p, work.tile);
     prefetch_epilogue_operands<Config>(p, at);
     const bool finishes = Config::kSplitK && group == cluster_rank();
-    if constexpr (Config::kPromoted) {
+    if constexpr (Config::Mma::kPromotionInterval > 1) {
+      accumulate_in_parts(pipe, acc, work, group);
+    } else if constexpr (Config::kPromoted) {
       accumulate_promoted(pipe, acc, work, group);
     } else {
       accumulate(pipe, acc, work, group, finishes);

@@ -92,7 +92,7 @@ struct MmaBf16 {
   using Element = bf16;
   static constexpr int kInstructionK = 16;  // elements of K per instruction
   // K-blocks after which accumulators are promoted: CUDA cores add them to f32 registers, because tensor cores keep too few bits of a sum
-  // of FP8 products. Zero means never, which is right for bf16; one means after every k-block.
+  // of FP8 products. Zero means never, which is right for bf16.
   static constexpr int kPromotionInterval = 0;
 
   template <int kCols>

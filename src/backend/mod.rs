@@ -97,7 +97,8 @@ impl GemmFormats {
 /// to 5 % at K 3072 and 18 % at K 12288.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Fp8Accumulate {
-    /// [`Exact`](Self::Exact) where K is above [`EXACT_ABOVE`](Self::EXACT_ABOVE), [`Fast`](Self::Fast) elsewhere.
+    /// [`Fast`](Self::Fast) up to a K of [`FAST_UP_TO`](Self::FAST_UP_TO). Above it partial sums of up to
+    /// [`LONGEST_PART`](Self::LONGEST_PART) products are promoted, so that no sum shrinks by more than those.
     #[default]
     Auto,
     /// Partial sums are promoted to f32: after every 128 of K they are added to a sum in f32.
@@ -108,7 +109,11 @@ pub enum Fp8Accumulate {
 
 impl Fp8Accumulate {
     /// The largest K whose sums `Auto` does not promote.
-    pub const EXACT_ABOVE: usize = 4096;
+    pub const FAST_UP_TO: usize = 4096;
+    /// The most products that tensor cores add up under `Auto` if K is above that. A partial sum of so many shrinks by up to 1.5 %.
+    pub const LONGEST_PART: usize = 1024;
+    /// The same under `Exact`: with so many products all places of a sum are kept.
+    const EXACT_PART: usize = 128;
 
     /// The name, as the command line spells it.
     pub const fn name(self) -> &'static str {
@@ -119,12 +124,21 @@ impl Fp8Accumulate {
         }
     }
 
-    /// Whether the sums of a GEMM with this K are promoted.
-    pub const fn promotes(self, k: usize) -> bool {
+    /// The most products that tensor cores may add up of a GEMM with this K, before the partial sum is promoted.
+    pub const fn longest_sum(self, k: usize) -> usize {
         match self {
-            Self::Auto => k > Self::EXACT_ABOVE,
-            Self::Exact => true,
-            Self::Fast => false,
+            Self::Auto if k > Self::FAST_UP_TO => Self::LONGEST_PART,
+            Self::Exact => Self::EXACT_PART,
+            Self::Auto | Self::Fast => k,
+        }
+    }
+
+    /// The name of what a GEMM with this K has then.
+    pub const fn sums(self, k: usize) -> &'static str {
+        match self {
+            Self::Auto if k > Self::FAST_UP_TO => "promoted",
+            Self::Exact => "exact",
+            Self::Auto | Self::Fast => "fast",
         }
     }
 }

@@ -79,23 +79,14 @@ struct Product {
     input: DType,
     /// Why that is not quantised, though weights are.
     why: Option<PlainInput>,
-    /// Whether sums of e4m3 products are promoted, on a device with both ways.
-    promotes: Option<bool>,
+    /// How sums of e4m3 products are accumulated, on a device where that is a choice.
+    sums: Option<&'static str>,
 }
 
 impl Product {
     fn of(layer: &LayerFormat, accumulate: Option<Fp8Accumulate>) -> Self {
-        let promotes = accumulate.filter(|_| multiplies_fp8(layer)).map(|accumulate| accumulate.promotes(layer.inputs));
-        Self { input: layer.input, why: layer.why, promotes }
-    }
-
-    /// The name of the accumulation.
-    const fn accumulation(self) -> Option<&'static str> {
-        match self.promotes {
-            Some(true) => Some("exact"),
-            Some(false) => Some("fast"),
-            None => None,
-        }
+        let sums = accumulate.filter(|_| multiplies_fp8(layer)).map(|accumulate| accumulate.sums(layer.inputs));
+        Self { input: layer.input, why: layer.why, sums }
     }
 
     /// Why inputs are not quantised, unless the rest of the line tells.
@@ -127,9 +118,10 @@ impl KindFormat {
         word(self.product.input)
     }
 
-    /// How sums of e4m3 products are accumulated, `exact` or `fast`; `None` where there are none, or the device has one way only.
+    /// How sums of e4m3 products are accumulated, `exact`, `promoted` or `fast`; `None` where there are none, or the device has one
+    /// way only.
     pub fn accumulation(&self) -> Option<&'static str> {
-        self.product.accumulation()
+        self.product.sums
     }
 
     /// Why the inputs of quantised weights are not quantised; `None` if they are, or the model or the precision has no others.

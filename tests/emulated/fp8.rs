@@ -48,16 +48,22 @@ fn sums_are_exact_where_they_are_to_be() {
         return;
     }
     for (k, total) in [(4096, 5184.0), (12288, 15552.0)] {
-        for (accumulate, exact) in [(Exact, true), (Fast, false), (Auto, k > 4096)] {
+        // The most that may be missing, of sums that are not exact.
+        let missing = [(Exact, 0.0), (Fast, 0.2), (Auto, if k > 4096 { 0.016 } else { 0.07 })];
+        for (accumulate, most) in missing {
             let sums = sums(accumulate, Choice::Best, k).unwrap();
-            let right = |sum: &f32| (*sum == total) == exact;
+            let right = |sum: &f32| (*sum == total) == (most == 0.0) && total - sum <= most * total;
             assert!(sums.iter().all(right), "{accumulate:?}, {k} products: {} and {total}", sums[0]);
         }
     }
     for tile in Tile::ALL.into_iter().filter(|tile| tile.config().operands == GemmOperands::Fp8) {
         let sums = sums(Auto, Choice::Tile(tile), 12288).unwrap();
-        let exact = tile.config().promoted;
-        assert!(sums.iter().all(|sum| (*sum == 15552.0) == exact), "{tile:?}: {}", sums[0]);
+        let (exact, most) = match tile.config().longest_sum {
+            Some(128) => (true, 0.0),
+            Some(_) => (false, 0.016 * 15552.0),
+            None => (false, 0.2 * 15552.0),
+        };
+        assert!(sums.iter().all(|sum| (*sum == 15552.0) == exact && 15552.0 - sum <= most), "{tile:?}: {}", sums[0]);
     }
 }
 

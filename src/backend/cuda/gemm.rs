@@ -322,9 +322,10 @@ fn plan(cx: &OpContext, streams: &[KlGemmStream]) -> Option<GemmPlan> {
     match cx.choice {
         Choice::Tile(tile) if fits(tile) => Some(gemm.forced(tile, cx.sms)),
         _ => gemm.plan(cx.sms, |tile| {
-            // Only FP8 has tiles with promotion.
-            let promoted = operands == GemmOperands::Fp8 && cx.accumulate.promotes(k as usize);
-            fits(tile) && tile.config().promoted == promoted
+            // Only sums of FP8 products have to be promoted.
+            let longest = cx.accumulate.longest_sum(k as usize);
+            let is_short = |sum: u32| sum.min(k) as usize <= longest;
+            fits(tile) && (operands != GemmOperands::Fp8 || is_short(tile.config().longest_sum.unwrap_or(k)))
         }),
     }
 }

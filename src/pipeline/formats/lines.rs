@@ -85,7 +85,7 @@ fn kind_words(rows: &[KindFormat]) -> String {
 fn type_words(types: &[(DType, DType)], product: Product) -> String {
     let gemm = |weight: DType, input: DType| format!("w{}a{}", weight.bits(), input.bits());
     let quantised = |held: DType| {
-        let accumulation = product.accumulation().map_or(String::new(), |name| format!(", {name} sums"));
+        let accumulation = product.sums.map_or(String::new(), |name| format!(", {name} sums"));
         let reason = product.reason().map_or(String::new(), |reason| format!(": {reason}"));
         format!(" ({}{accumulation}{reason})", gemm(held, product.input))
     };
@@ -260,7 +260,7 @@ mod tests {
         let [fast, exact] = ["fast", "exact"].map(|sums| format!("transformer: fp8 (w8a8, {sums} sums)"));
         assert_eq!(lines(Some(Fp8Accumulate::Fast)), [fast.as_str(), encoder]);
         assert_eq!(lines(Some(Fp8Accumulate::Exact)), [exact.as_str(), encoder]);
-        let each = [("linear1", "fast"), ("linear2", "exact")];
+        let each = [("linear1", "fast"), ("linear2", "promoted")];
         let each = each.map(|(kind, sums)| format!("transformer single blocks ({kind}): fp8 (w8a8, {sums} sums)"));
         assert_eq!(lines(Some(Fp8Accumulate::Auto)), [&each[0], &each[1], encoder]);
         let reencoded = layer("single_blocks.0.linear1.weight", &[(E2m1, E4m3)], E4m3);
@@ -268,7 +268,7 @@ mod tests {
         assert_eq!(reencoded.lines(), ["all nvfp4 as fp8 (w8a8, fast sums)"]);
         let rows = Formats { accumulate: Some(Fp8Accumulate::Auto), ..formats(layers()) };
         let rows: Vec<_> = rows.by_kind().iter().map(KindFormat::accumulation).collect();
-        assert_eq!(rows, [Some("fast"), Some("exact"), None]);
+        assert_eq!(rows, [Some("fast"), Some("promoted"), None]);
     }
 
     #[test]

@@ -43,8 +43,9 @@ pub struct TileConfig {
     pub cluster: Option<ClusterMode>,
     /// What it multiplies.
     pub operands: GemmOperands,
-    /// Whether accumulators are promoted: added to f32 registers after every k-block.
-    pub promoted: bool,
+    /// The most products that tensor cores add up before accumulators are promoted, which is added to f32 registers; none if they
+    /// never are.
+    pub longest_sum: Option<u32>,
     /// The kernel that computes it.
     pub kernel: Kernel,
     /// Time per multiply-accumulate, in percent of the first tile with the same operands, as measured (bench/LOG.md): small tiles
