@@ -12,9 +12,11 @@ mod random;
 #[path = "common/stand_in.rs"]
 mod stand_in;
 
-use common::cases;
+use common::quantised::{self, Content, Form};
+use common::wrapped::Wrapped;
+use common::{cases, small_job};
 use kiln::backend::cuda::{self, Choice, Cuda, Kernel};
-use kiln::backend::{Backend, Op, Role, StepKey};
+use kiln::backend::{Access, Backend, GemmFormats, Op, Role, StepKey};
 use kiln::checkpoint::Weights;
 use kiln::config::{Conventions, Variant};
 use kiln::error::{Error, Result};
@@ -23,12 +25,14 @@ use kiln::names::Layout;
 use kiln::part::{Part, PerPart};
 use kiln::pipeline::{Engine, GeneratedImage, Job, LoadOptions, OpenModel};
 use kiln::progress::Silent;
-use kiln::tensor::{Arena, Bytes, DType, Precision, Region, Tensor, WeightPart};
+use kiln::tensor::{ALIGN, Arena, Bytes, DType, Precision, Region, Tensor, WeightPart};
 use kiln::tiny::{self, TinyModel};
 use kiln::tokenizer::Tokenizer;
 use random::long;
 use stand_in::StandIn;
 use std::borrow::Cow;
+use std::cell::{Cell, RefCell};
+use std::ops::Range;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -84,6 +88,10 @@ fn small(job: Job) -> Job {
 
 const PLENTY: u64 = 80 << 30;
 
+/// Bytes of the scratch, for one SM: fault flags and counters, partial results of reductions, flags of Stream-K workers, counters
+/// of expansion, and the partials of those workers.
+const SCRATCH: u64 = 1024 + (1 << 20) + 1024 + (1 << 20) + 256 * 192 * 4;
+
 #[test]
 fn memory_is_what_was_planned_and_steps_are_replayed() {
     let (model, driver, stop) = (Model::new(), StandIn::new(PLENTY), Arc::default());
@@ -97,10 +105,7 @@ fn memory_is_what_was_planned_and_steps_are_replayed() {
         let before = driver.replays.get();
         generate(&mut engine, &job).unwrap();
         let working = driver.bytes.get().0 - weights;
-        // Fault flags and counters, partial results of reductions, flags of one SM's Stream-K workers, counters of expansion, and the
-        // partials of those workers.
-        let scratch = 1024 + (1 << 20) + 1024 + (1 << 20) + 256 * 192 * 4;
-        assert_eq!(working - plan.arena_bytes.next_multiple_of(1024), scratch, "only the scratch comes on top of the plan");
+        assert_eq!(working - plan.arena_bytes.next_multiple_of(ALIGN), SCRATCH, "only the scratch comes on top of the plan");
         assert_eq!(driver.replays.get() - before, 2, "the second and the third step");
         // A second image of the same size takes no more memory.
         generate(&mut engine, &job).unwrap();
@@ -108,6 +113,86 @@ fn memory_is_what_was_planned_and_steps_are_replayed() {
         drop(engine);
         assert_eq!(driver.bytes.get().0, 0);
     }
+}
+
+/// Working memory in which weights were expanded and that nothing was written to since: its content is lost.
+#[derive(Default)]
+struct Lost(Vec<Range<u64>>);
+
+impl Lost {
+    fn overlaps(&self, range: &Range<u64>) -> bool {
+        self.0.iter().any(|lost| lost.start < range.end && range.start < lost.end)
+    }
+
+    fn write(&mut self, range: &Range<u64>) {
+        let rest = |lost: &Range<u64>| [lost.start..lost.end.min(range.start), lost.start.max(range.end)..lost.end];
+        self.0 = self.0.iter().flat_map(rest).filter(|rest| !rest.is_empty()).collect();
+    }
+
+    /// Follows an op to the weights that it expanded: the first address among its kernel's parameters that is in the `arena`, but
+    /// in no operand. False if it expanded none.
+    fn follow(&mut self, op: Op<'_>, arena: &Range<u64>, params: &[u64]) -> bool {
+        let mut operands = Vec::new();
+        op.operands(&mut |t, access| operands.extend((t.region == Region::Arena).then(|| (t.extent(), access))));
+        for (range, access) in &operands {
+            assert!(*access == Access::Write || !self.overlaps(range), "{op:?} reads expanded weights");
+        }
+        operands.iter().filter(|(_, access)| *access != Access::Read).for_each(|(range, _)| self.write(range));
+        if op.expanded_bytes() == 0 {
+            return false;
+        }
+        let offsets = params.iter().filter(|word| arena.contains(word)).map(|word| word - arena.start);
+        let first = offsets.filter(|offset| !operands.iter().any(|(range, _)| range.contains(offset))).min().unwrap();
+        let expanded = Self(vec![first..first + op.expanded_bytes()]);
+        assert!(arena.start + expanded.0[0].end <= arena.end, "{op:?} expands weights beyond working memory");
+        assert!(!operands.iter().any(|(range, _)| expanded.overlaps(range)), "{op:?} expands weights over its operands");
+        self.0.extend(expanded.0);
+        true
+    }
+}
+
+/// A model whose expanded weights need more memory than everything else: the plan has room for them, so that nothing is allocated
+/// during a run, and they overwrite nothing that is read again.
+#[test]
+fn weights_are_expanded_in_free_working_memory() {
+    let open = || {
+        let weights = |part, name, form| quantised::weights(part, Content::of(name).file(form));
+        let encoder = weights(Part::TextEncoder, "fp8mixed", Form::COMFY);
+        quantised::model(weights(Part::Transformer, "nvfp4", Form::BFL), Some(encoder), 64)
+    };
+    let (options, job, stop) = (LoadOptions::DEFAULT, Job { steps: 3, ..small_job() }, Arc::default());
+    let gemms = cuda::gemm_formats((9, 0));
+    let arena_bytes = |gemms| open().estimate(options, gemms, &job).unwrap().arena_bytes;
+    let planned = arena_bytes(gemms);
+    assert!(planned > arena_bytes(GemmFormats { expands: false, ..gemms }), "the plan has no need of room for expanded weights");
+    let working = planned.next_multiple_of(ALIGN);
+
+    let driver = StandIn::new(PLENTY);
+    let mut engine = Engine::load(Box::new(cuda(&driver, &stop).unwrap()), open(), options, &Silent).unwrap();
+    let all = driver.bytes.get().0 + working + SCRATCH;
+    assert_eq!(engine.plan(&job).unwrap().arena_bytes, planned);
+    for image in 0..2 {
+        generate(&mut engine, &job).unwrap();
+        assert_eq!(driver.bytes.get(), (all, all), "in use, and at the peak");
+        assert_eq!(driver.replays.get(), 2 * (image + 1));
+    }
+
+    // The same op by op.
+    let driver = StandIn::new(PLENTY);
+    let lost = Rc::new(RefCell::new(Lost::default()));
+    let expansions = Rc::new(Cell::new(0));
+    let (watched, written, count) = (driver.clone(), lost.clone(), expansions.clone());
+    let after_op = move |_, op: Op<'_>, _: &mut Cuda| {
+        let taken = watched.taken.borrow();
+        let (address, _) = taken.iter().find(|(_, taken)| **taken == ("memory", working + SCRATCH)).unwrap();
+        let follows = lost.borrow_mut().follow(op, &(*address..address + working), &watched.params.borrow());
+        count.set(count.get() + u32::from(follows));
+        Ok(())
+    };
+    let mut backend = Wrapped::after_op(cuda(&driver, &stop).unwrap(), after_op);
+    backend.before_write = Box::new(move |to, _| written.borrow_mut().write(&to.extent()));
+    generate(&mut quantised::engine(Box::new(backend), open(), options), &job).unwrap();
+    assert!(expansions.get() > 50, "{}", expansions.get());
 }
 
 /// The calls that fail, one in each run: all of them, or in a short run the first and the last ones, which are made once each, and
@@ -396,10 +481,10 @@ fn a_job_that_does_not_fit_is_refused_with_ways_down() {
     let estimate = open.estimate(options, cuda::gemm_formats((9, 0)), &job).unwrap();
     let need = estimate.weight_bytes + estimate.arena_bytes;
     let least = estimate.low_memory_weight_bytes + estimate.arena_bytes;
-    // The most that the backend itself takes.
-    let own = 6 << 20;
-    let saves = [(need + own, Some(false)), (need, Some(true)), (least + own, Some(true))];
-    for (memory, saves) in saves.into_iter().chain([least, need / 2, 1 << 22].map(|memory| (memory, None))) {
+    // What comes on top: the scratch, and up to 2 MiB by which the driver rounds up each of the two allocations.
+    let own = SCRATCH + 2 * (2 << 20);
+    let saves = [(need + own, Some(false)), (need + own - 1, Some(true)), (least + own, Some(true))];
+    for (memory, saves) in saves.into_iter().chain([least + own - 1, need / 2, 1 << 22].map(|memory| (memory, None))) {
         let driver = StandIn::new(memory);
         let answer = open.check_memory(&cuda(&driver, &stop).unwrap(), "GPU 0 (Stand-in)", options, &job);
         assert_eq!(driver.bytes.get().1, 0, "nothing is allocated to find out");

@@ -101,9 +101,8 @@ impl Order {
     }
 
     /// Launches a kernel. Its parameters hold the addresses that it reads, among other values.
-    pub fn launch(&mut self, stream: u64, params: &[u8]) {
-        let words = params.chunks_exact(8).map(|bytes| u64::from_ne_bytes(bytes.try_into().unwrap()));
-        let reads: Vec<u64> = words.filter(|word| self.holds(*word)).collect();
+    pub fn launch(&mut self, stream: u64, params: &[u64]) {
+        let reads: Vec<u64> = params.iter().copied().filter(|word| self.holds(*word)).collect();
         match &mut self.recording {
             Some(recording) => recording.extend(reads),
             None => self.kernel(stream, &reads),

@@ -29,6 +29,8 @@ pub struct StandIn {
     pub bytes: Cell<(u64, u64)>,
     memory: u64,
     pub launches: Cell<usize>,
+    /// The parameters of the last kernel, in words as long as an address.
+    pub params: RefCell<Vec<u64>>,
     pub replays: Cell<usize>,
     pub order: RefCell<Order>,
 }
@@ -55,6 +57,7 @@ impl StandIn {
             bytes: Cell::new((0, 0)),
             memory,
             launches: Cell::new(0),
+            params: RefCell::default(),
             replays: Cell::new(0),
             order: RefCell::default(),
         })
@@ -227,7 +230,10 @@ impl Driver for StandIn {
         assert!(self.taken.borrow().contains_key(&stream.0), "a launch on a stream that is gone");
         self.launches.set(self.launches.get() + 1);
         self.call("launch")?;
-        self.order.borrow_mut().launch(stream.0, params);
+        let words = params.chunks_exact(8).map(|bytes| u64::from_ne_bytes(bytes.try_into().unwrap()));
+        let words: Vec<u64> = words.collect();
+        self.order.borrow_mut().launch(stream.0, &words);
+        self.params.replace(words);
         Ok(())
     }
 

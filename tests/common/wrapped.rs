@@ -1,4 +1,5 @@
-//! A backend that forwards everything to the CPU backend, with hooks to observe or change results after each op.
+//! A backend that forwards everything to another one, in most tests the CPU backend, with hooks to observe or change results after
+//! each op.
 #![allow(dead_code)] // each test binary uses its own part of this
 
 use kiln::backend::cpu::Cpu;
@@ -8,30 +9,30 @@ use kiln::tensor::{Tensor, WeightPart};
 use std::ops::Range;
 
 /// Called after op number `usize` with the op and the backend that ran it.
-pub type AfterOp = Box<dyn FnMut(usize, Op<'_>, &mut Cpu) -> Result<()>>;
+pub type AfterOp<B = Cpu> = Box<dyn FnMut(usize, Op<'_>, &mut B) -> Result<()>>;
 
 /// Called before host data is written, and may change it.
 pub type BeforeWrite = Box<dyn FnMut(Tensor, &mut Vec<f32>)>;
 
-pub struct Wrapped {
-    pub inner: Cpu,
-    pub after_op: AfterOp,
+pub struct Wrapped<B = Cpu> {
+    pub inner: B,
+    pub after_op: AfterOp<B>,
     pub before_write: BeforeWrite,
     formats: GemmFormats,
     ops: usize,
 }
 
-impl Wrapped {
-    pub fn new(inner: Cpu) -> Self {
+impl<B: Backend> Wrapped<B> {
+    pub fn new(inner: B) -> Self {
         let formats = inner.gemm_formats();
         Self { inner, after_op: Box::new(|_, _, _| Ok(())), before_write: Box::new(|_, _| ()), formats, ops: 0 }
     }
 
-    pub fn after_op(inner: Cpu, after_op: impl FnMut(usize, Op<'_>, &mut Cpu) -> Result<()> + 'static) -> Self {
+    pub fn after_op(inner: B, after_op: impl FnMut(usize, Op<'_>, &mut B) -> Result<()> + 'static) -> Self {
         Self { after_op: Box::new(after_op), ..Self::new(inner) }
     }
 
-    pub fn before_write(inner: Cpu, before_write: impl FnMut(Tensor, &mut Vec<f32>) + 'static) -> Self {
+    pub fn before_write(inner: B, before_write: impl FnMut(Tensor, &mut Vec<f32>) + 'static) -> Self {
         Self { before_write: Box::new(before_write), ..Self::new(inner) }
     }
 
@@ -41,13 +42,21 @@ impl Wrapped {
     }
 }
 
-impl Backend for Wrapped {
+impl<B: Backend> Backend for Wrapped<B> {
     fn name(&self) -> &'static str {
         "wrapped"
     }
 
     fn gemm_formats(&self) -> GemmFormats {
         self.formats
+    }
+
+    fn reserve_weights(&mut self, bytes: u64) -> Result<()> {
+        self.inner.reserve_weights(bytes)
+    }
+
+    fn reads_files(&self) -> bool {
+        self.inner.reads_files()
     }
 
     fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {
