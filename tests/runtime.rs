@@ -115,15 +115,15 @@ fn memory_is_what_was_planned_and_steps_are_replayed() {
     }
 }
 
-/// Working memory in which weights were expanded and that nothing was written to since: its content is lost.
+/// Working memory whose content is lost: weights were expanded there, and nothing else was written since.
 #[derive(Default)]
 struct Lost(Vec<Range<u64>>);
 
-impl Lost {
-    fn overlaps(&self, range: &Range<u64>) -> bool {
-        self.0.iter().any(|lost| lost.start < range.end && range.start < lost.end)
-    }
+fn overlap(a: &Range<u64>, b: &Range<u64>) -> bool {
+    a.start < b.end && b.start < a.end
+}
 
+impl Lost {
     fn write(&mut self, range: &Range<u64>) {
         let rest = |lost: &Range<u64>| [lost.start..lost.end.min(range.start), lost.start.max(range.end)..lost.end];
         self.0 = self.0.iter().flat_map(rest).filter(|rest| !rest.is_empty()).collect();
@@ -134,8 +134,8 @@ impl Lost {
     fn follow(&mut self, op: Op<'_>, arena: &Range<u64>, params: &[u64]) -> bool {
         let mut operands = Vec::new();
         op.operands(&mut |t, access| operands.extend((t.region == Region::Arena).then(|| (t.extent(), access))));
-        for (range, access) in &operands {
-            assert!(*access == Access::Write || !self.overlaps(range), "{op:?} reads expanded weights");
+        for (range, _) in operands.iter().filter(|(_, access)| *access != Access::Write) {
+            assert!(!self.0.iter().any(|lost| overlap(lost, range)), "{op:?} reads what expanded weights overwrote");
         }
         operands.iter().filter(|(_, access)| *access != Access::Read).for_each(|(range, _)| self.write(range));
         if op.expanded_bytes() == 0 {
@@ -143,16 +143,16 @@ impl Lost {
         }
         let offsets = params.iter().filter(|word| arena.contains(word)).map(|word| word - arena.start);
         let first = offsets.filter(|offset| !operands.iter().any(|(range, _)| range.contains(offset))).min().unwrap();
-        let expanded = Self(vec![first..first + op.expanded_bytes()]);
-        assert!(arena.start + expanded.0[0].end <= arena.end, "{op:?} expands weights beyond working memory");
-        assert!(!operands.iter().any(|(range, _)| expanded.overlaps(range)), "{op:?} expands weights over its operands");
-        self.0.extend(expanded.0);
+        let expanded = first..first + op.expanded_bytes();
+        assert!(arena.start + expanded.end <= arena.end, "{op:?} expands weights beyond working memory");
+        assert!(!operands.iter().any(|(range, _)| overlap(range, &expanded)), "{op:?} expands weights over its operands");
+        self.0.push(expanded);
         true
     }
 }
 
-/// A model whose expanded weights need more memory than everything else: the plan has room for them, so that nothing is allocated
-/// during a run, and they overwrite nothing that is read again.
+/// A model that needs more working memory where weights are expanded than anywhere else: the plan has room for them, so that
+/// nothing is allocated on top of it, and they overwrite nothing that is read again.
 #[test]
 fn weights_are_expanded_in_free_working_memory() {
     let open = || {
@@ -164,7 +164,7 @@ fn weights_are_expanded_in_free_working_memory() {
     let gemms = cuda::gemm_formats((9, 0));
     let arena_bytes = |gemms| open().estimate(options, gemms, &job).unwrap().arena_bytes;
     let planned = arena_bytes(gemms);
-    assert!(planned > arena_bytes(GemmFormats { expands: false, ..gemms }), "the plan has no need of room for expanded weights");
+    assert!(planned > arena_bytes(GemmFormats { expands: false, ..gemms }), "the plan does not depend on expanded weights");
     let working = planned.next_multiple_of(ALIGN);
 
     let driver = StandIn::new(PLENTY);
