@@ -24,7 +24,7 @@ struct Expected {
 const LONG: &str = "linear_gate_residual 66x64, rows of 584 gate true bias true bf16 whole";
 /// Nine k-blocks, which two workers cannot divide evenly.
 const REMAINDER: &str = "linear_gate_residual 130x168, rows of 520 gate true bias true bf16 whole";
-/// More k-blocks than the raw ring has stages.
+/// Several groups of k-blocks that are expanded together, and columns of two tiles.
 const EXPANDED: &str = "linear w8a16 130 rows of 528 to 168, e4m3, bias false bf16 whole";
 /// Both operands of e4m3, with more k-blocks than the pipeline has stages; and with a result of e4m3.
 const FP8: &str = "linear_gate_residual w8a8 130 rows of 528 to 168, e4m3 by rows, gate true bias false bf16 whole";
