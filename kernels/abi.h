@@ -341,7 +341,7 @@ typedef struct {
   uint32_t group[KL_STREAMS];
   KlTileSchedule schedule;
   uint64_t saturated;
-  uint64_t unused[10];
+  uint64_t unused[12];
 } KlGemmSm90;
 
 /* --------------------------------------------------------------------------------------------- attention_sm90.cu */

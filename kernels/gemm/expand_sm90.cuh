@@ -100,7 +100,7 @@ struct ExpandedB {
     static constexpr uint32_t kHalfN = Config::kBlockN / 2, kGroupCols = KL_EXPANSION_GROUP * Config::kBlockK;
     // A lane expands sixteen codes of a row at a time, and has some loads in flight: producers have few registers.
     static constexpr uint32_t kBlockCols = 16, kLanesPerRow = kGroupCols / kBlockCols, kRowsAtOnce = 32 / kLanesPerRow;
-    static constexpr uint32_t kLoads = Config::Registers::kProducer < 56 ? 2 : Config::Registers::kProducer < 104 ? 4 : 8;
+    static constexpr uint32_t kInFlight = Config::Registers::kProducer < 56 ? 2 : Config::Registers::kProducer < 104 ? 4 : 8;
     const KlGemmSm90& p;
 
     __device__ __forceinline__ void run() const {
@@ -124,6 +124,7 @@ struct ExpandedB {
         before = atomicAdd(counters(p) + 1, 1);
       }
       if (__reduce_add_sync(~0u, before) + 1 < gridDim.x * kWarpgroupWarps) return;
+      __threadfence();
       const uint32_t tiles = col_tiles(p.stream[0]) + col_tiles(p.stream[1]);
       const uint32_t flags = tiles * ceil_div(p.schedule.k_blocks, KL_EXPANSION_GROUP);
       for (uint32_t i = lane(); i < KL_EXPANSION_COUNTERS + flags; i += 32) counters(p)[i] = 0;
@@ -153,7 +154,6 @@ struct ExpandedB {
 
     struct Fp8 {
       using Codes = uint4;
-      static constexpr uint32_t kInFlight = kLoads;
       static __device__ __forceinline__ Codes load(const KlMat& w, uint64_t, uint32_t row, uint32_t col) {
         return __ldcs(reinterpret_cast<const uint4*>(w.data + row * w.stride + col));
       }
@@ -168,7 +168,6 @@ struct ExpandedB {
         uint2 codes;
         uint32_t scale;
       };
-      static constexpr uint32_t kInFlight = kLoads;
       static __device__ __forceinline__ Codes load(const KlMat& w, uint64_t scales, uint32_t row, uint32_t col) {
         const uint32_t scale = block_scale_offset(row, col / kBlockCols, static_cast<uint32_t>(w.stride));
         return {__ldcs(reinterpret_cast<const uint2*>(w.data + (row * w.stride + col) / 2)),
@@ -189,7 +188,6 @@ struct ExpandedB {
       const uint32_t col = group * kGroupCols + lane() % kLanesPerRow * kBlockCols;
       if (col >= w.cols) return;
       row += lane() / kLanesPerRow;
-      constexpr uint32_t kInFlight = Format::kInFlight;
       static_assert(KL_EXPANSION_ROWS % (kInFlight * kRowsAtOnce) == 0);
 #pragma unroll 1
       for (uint32_t i = 0; i < KL_EXPANSION_ROWS; i += kInFlight * kRowsAtOnce) {
@@ -199,7 +197,8 @@ struct ExpandedB {
         for (uint32_t j = 0; j < kInFlight; j++) codes[j] = Format::load(w, scales, nth(j), col);
 #pragma unroll
         for (uint32_t j = 0; j < kInFlight; j++) {
-          Format::store(reinterpret_cast<uint4*>(p.expansion.to[stream][matrix] + (nth(j) * static_cast<uint64_t>(w.cols) + col) * sizeof(bf16)), codes[j]);
+          const uint64_t offset = nth(j) * static_cast<uint64_t>(w.cols) + col;
+          Format::store(reinterpret_cast<uint4*>(p.expansion.to[stream][matrix] + offset * sizeof(bf16)), codes[j]);
         }
       }
     }

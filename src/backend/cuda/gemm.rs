@@ -368,7 +368,7 @@ fn launch(cx: &OpContext, streams: &[KlGemmStream], plan: GemmPlan) -> Result<()
         group,
         schedule,
         saturated: cx.memory.saturated(),
-        unused: [0; 10],
+        unused: [0; 12],
     };
     // Each CTA of a cluster loads one half of what it multicasts. B is loaded in halves in any case.
     let a_rows = if mode == ClusterMode::MulticastA { block_m / abi::KL_SM90_CLUSTER } else { block_m };

@@ -201,7 +201,11 @@ impl Cuda {
         if bytes == 0 || self.context.memory.place_expanded(self.live.end(), bytes) {
             return Ok(());
         }
-        self.refuse_in_capture("expand")?;
+        if self.capturing {
+            return Err(Error::Op { op: "expand", what: "an allocation inside a step".into() });
+        }
+        // Captured steps have the address of what was there before.
+        self.steps.retain(|_, step| matches!(step, Step::Seen));
         self.driver.synchronize(self.stream.1)?;
         self.context.memory.reserve_expanded(bytes)?;
         self.context.memory.place_expanded(self.live.end(), bytes);

@@ -22,7 +22,7 @@ pub enum GemmOperands {
     Bf16,
     /// e4m3 by e4m3, stored as bf16 or e4m3.
     Fp8,
-    /// bf16 inputs by weights of e4m3 or bf16, stored as bf16 or e4m3.
+    /// bf16 inputs by weights of e2m1, e4m3 or bf16, stored as bf16 or e4m3.
     MixedInput,
 }
 
