@@ -319,7 +319,7 @@ pub unsafe extern "C" fn kiln_peers_close(handle: *mut Handle) {
 }
 
 /// Writes the tiles that GEMMs can be told to take, one a line: its name, the kernel that computes it, and how it accumulates:
-/// `exact` or `fast` products of e4m3, `auto` if there is one way only.
+/// `exact` or `fast` products of e4m3, `auto` if it is neither or there is one way only.
 ///
 /// # Safety
 /// `text` has room for `len` bytes.
@@ -328,7 +328,7 @@ pub unsafe extern "C" fn kiln_peers_tiles(text: *mut c_char, len: usize) {
     let line = |tile: Tile| {
         let config = tile.config();
         let accumulate = match (config.operands, config.longest_sum) {
-            (GemmOperands::Fp8, Some(128)) => Fp8Accumulate::Exact,
+            (GemmOperands::Fp8, Some(part)) if part as usize == Fp8Accumulate::EXACT_PART => Fp8Accumulate::Exact,
             (GemmOperands::Fp8, None) => Fp8Accumulate::Fast,
             _ => Fp8Accumulate::Auto,
         };

@@ -97,7 +97,7 @@ struct ExpandedB {
   // The warps that expand.
   template <class Config>
   struct Expander {
-    static constexpr uint32_t kHalfN = Config::kBlockN / 2, kGroupCols = KL_EXPANSION_GROUP * Config::kBlockK;
+    static constexpr uint32_t kGroupCols = KL_EXPANSION_GROUP * Config::kBlockK;
     // A lane expands sixteen codes of a row at a time, and has some loads in flight: producers have few registers.
     static constexpr uint32_t kBlockCols = 16, kLanesPerRow = kGroupCols / kBlockCols, kRowsAtOnce = 32 / kLanesPerRow;
     static constexpr uint32_t kInFlight = Config::Registers::kProducer < 56 ? 2 : Config::Registers::kProducer < 104 ? 4 : 8;

@@ -113,7 +113,7 @@ impl Fp8Accumulate {
     /// The most products that tensor cores add up under `Auto` if K is above that. A partial sum of so many shrinks by up to 1.5 %.
     pub const LONGEST_PART: usize = 1024;
     /// The same under `Exact`: with so many products all places of a sum are kept.
-    const EXACT_PART: usize = 128;
+    pub const EXACT_PART: usize = 128;
 
     /// The name, as the command line spells it.
     pub const fn name(self) -> &'static str {

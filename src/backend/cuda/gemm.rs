@@ -7,7 +7,7 @@ use super::abi::{self, KlGemmPart, KlGemmRows, KlGemmStream, KlMat, KlTensorMap}
 use super::context::{Choice, OpContext};
 use super::launch::Kernel;
 use super::norm::{QkHeads, qk_norm_rope, rope_code};
-use super::params::{NO_MAP, NONE, box_cols, is_async_copyable, naive_grid};
+use super::params::{NO_MAP, NONE, box_cols, bytes, is_async_copyable, naive_grid};
 use super::select::{ClusterMode, GemmOperands, GemmPlan, GemmShape, GroupedGemm, Tile, TileConfig, group_m};
 use crate::backend::{Linear, Projection};
 use crate::error::{Error, Result};
@@ -400,12 +400,12 @@ fn expansion(cx: &OpContext, stream: &[KlGemmStream], tile: Tile, wave: u32) -> 
     if operands != GemmOperands::MixedInput {
         return Ok(expansion);
     }
-    let (begin, bytes) = cx.memory.expansion();
+    let (begin, room) = cx.memory.expansion();
     let mut end = begin;
     for (to, s) in expansion.to.iter_mut().zip(stream) {
         for (to, w) in to.iter_mut().zip(&s.w).filter(|(_, w)| w.data != 0 && w.dtype != abi::KL_BF16) {
             *to = end;
-            end += (u64::from(w.rows) * in_bf16(w, 0).stride * 2).next_multiple_of(ALIGN);
+            end += bytes(u64::from(w.rows) * u64::from(w.cols), abi::KL_BF16).next_multiple_of(ALIGN);
         }
     }
     if end == begin {
@@ -414,7 +414,7 @@ fn expansion(cx: &OpContext, stream: &[KlGemmStream], tile: Tile, wave: u32) -> 
     let groups = k_of(stream).div_ceil(block_k).div_ceil(abi::KL_EXPANSION_GROUP);
     let tiles: u32 = stream.iter().flat_map(|s| &s.part).map(|part| part.tiles).sum();
     let needed = 4 * u64::from(abi::KL_EXPANSION_COUNTERS + tiles * groups);
-    if end - begin > bytes || needed > cx.memory.expansion_counter_bytes() {
+    if end - begin > room || needed > cx.memory.expansion_counter_bytes() {
         return Err(Error::Op { op: "linear", what: format!("{} bytes of weights cannot be expanded", end - begin) });
     }
     expansion.counters = cx.memory.expansion_counters();

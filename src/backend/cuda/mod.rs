@@ -198,7 +198,7 @@ impl Cuda {
 
     /// Finds memory for the weights of an op that are expanded.
     fn place_expanded(&mut self, bytes: u64) -> Result<()> {
-        if bytes == 0 || self.context.memory.place_expanded(self.live.end(), bytes) {
+        if self.context.memory.place_expanded(self.live.end(), bytes) {
             return Ok(());
         }
         if self.capturing {
@@ -326,7 +326,6 @@ impl Backend for Cuda {
         self.driver.synchronize(self.stream.1)?;
         self.fetch_saturated()?;
         self.context.memory.reserve(bytes)?;
-        self.live = Live::default();
         self.released(0..bytes);
         let memory = &self.context.memory;
         self.driver.fill(self.stream.1, memory.stream_k_flags(), 0, memory.stream_k_flag_bytes())?;
@@ -371,14 +370,15 @@ impl Backend for Cuda {
         op.check()?;
         self.order_uploads()?;
         op.operands(&mut |tensor, _| {
+            self.live.touch(tensor);
             if tensor.region == Region::Weights {
                 self.note_read(tensor.extent());
                 self.note_read(tensor.scale_extent());
             }
         });
-        op.operands(&mut |tensor, _| self.live.touch(tensor));
-        if self.gemm_formats().expands {
-            self.place_expanded(op.expanded_bytes())?;
+        let expanded = op.expanded_bytes();
+        if expanded > 0 && self.gemm_formats().expands {
+            self.place_expanded(expanded)?;
         }
         dispatch(&self.context, op)
     }
