@@ -229,7 +229,7 @@ typedef struct {
   uint32_t unused;
 } KlConv;
 
-/* ----------------------------------------------------------------------------------------- gemm_mma.cu, conv_mma.cu */
+/* ----------------------------------------------------------------------- gemm_mma.cu, gemm_fp8_sm89.cu, conv_mma.cu */
 
 /* Columns of a portable tile, and of an attention head. */
 #define KL_MMA_COLS 128u
@@ -295,10 +295,28 @@ typedef struct {
   uint32_t remainder;
 } KlTileSchedule;
 
+/* `saturated` as in KlGemmSm90. */
 typedef struct {
   KlGemmStream stream[KL_STREAMS];
   KlTileSchedule schedule;
+  uint64_t saturated;
 } KlGemm;
+
+/* ------------------------------------------------------------------------------------------------------- expand.cu */
+
+#define KL_EXPAND_THREADS 256u
+/* Elements that a thread expands at a time, and how often it does so. */
+#define KL_EXPAND_VECTOR 8u
+#define KL_EXPAND_BATCH 4u
+/* The matrices of all streams of a GEMM. */
+#define KL_EXPAND_MATRICES 8u
+
+/* Matrices of KL_E4M3 or KL_E2M1, with block scales as in KlGemmStream, and where they are expanded to, rows one after the other. */
+typedef struct {
+  KlMat w[KL_EXPAND_MATRICES];
+  uint64_t scales[KL_EXPAND_MATRICES];
+  uint64_t to[KL_EXPAND_MATRICES];
+} KlExpand;
 
 /* ------------------------------------------------------------- gemm_bf16_sm90.cu, gemm_fp8_sm90.cu, gemm_mixed_sm90.cu */
 

@@ -58,13 +58,14 @@ pub fn expansion_note(formats: &Formats, gpu: bool) -> Option<String> {
 
 /// Warns of a way to accumulate that was asked for and is not used.
 pub fn warn_of_accumulation(asked: Fp8Accumulate, formats: &Formats, terminal: &Terminal) {
-    if asked != Fp8Accumulate::Auto && !formats.accumulates_fp8() {
-        let why = match formats.accumulate {
-            Some(_) => "no layer of this model is multiplied in FP8 here",
-            None => "the CPU adds up in f32",
-        };
-        terminal.warn(&format!("--fp8-accumulate is ignored: {why}"));
-    }
+    let why = match formats.accumulate {
+        _ if asked == Fp8Accumulate::Auto => return,
+        None => "the CPU adds up in f32",
+        Some(_) if !formats.accumulates_fp8() => "no layer of this model is multiplied in FP8 here",
+        Some(has) if has != asked => "on this GPU all sums are exact",
+        Some(_) => return,
+    };
+    terminal.warn(&format!("--fp8-accumulate is ignored: {why}"));
 }
 
 /// Warns of a way to multiply NVFP4 that was asked for and makes no difference.
