@@ -370,6 +370,13 @@ pub enum Op<'a> {
         /// Any matrix.
         x: Tensor,
     },
+    /// The largest magnitude of a matrix and of what was found before. NaN is larger than infinity: bits are compared.
+    LargestMagnitude {
+        /// `[1, 1]`, f32: zero or a former result, read and written.
+        largest: Tensor,
+        /// Any matrix.
+        x: Tensor,
+    },
     /// Converts values within -1..1 to bytes: `255 (x / 2 + 1/2)`, clamped, rounded half to even.
     Pixels {
         /// Same shape, u8.
@@ -399,6 +406,7 @@ pub const OP_NAMES: &[&str] = &[
     "euler",
     "guidance",
     "non_finite",
+    "largest_magnitude",
     "pixels",
 ];
 
@@ -435,6 +443,7 @@ impl Op<'_> {
             Self::Euler { .. } => "euler",
             Self::Guidance { .. } => "guidance",
             Self::NonFinite { .. } => "non_finite",
+            Self::LargestMagnitude { .. } => "largest_magnitude",
             Self::Pixels { .. } => "pixels",
         }
     }
@@ -521,9 +530,9 @@ impl Op<'_> {
                 f(stats.mean, Read);
                 f(stats.var, Read);
             }
-            Self::Euler { latents, velocity, .. } => {
-                f(latents, Update);
-                f(velocity, Read);
+            Self::Euler { latents: to, velocity: x, .. } | Self::LargestMagnitude { largest: to, x } => {
+                f(to, Update);
+                f(x, Read);
             }
             Self::Guidance { out, cond, uncond, .. } => {
                 f(out, Write);
