@@ -13,6 +13,8 @@ pub enum Phase {
     Denoise,
     /// Decoding latents to pixels.
     Decode,
+    /// Running prompts to see what the layers of a model multiply; counted in denoising steps.
+    Calibrate,
 }
 
 impl Phase {
@@ -24,6 +26,7 @@ impl Phase {
             Self::References => "encoding references",
             Self::Denoise => "denoising",
             Self::Decode => "decoding",
+            Self::Calibrate => "calibrating",
         }
     }
 }

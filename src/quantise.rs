@@ -1,0 +1,3 @@
+//! Makes quantised models of plain ones.
+
+pub mod calibrate;
