@@ -38,6 +38,7 @@ pub mod output;
 pub mod part;
 pub mod pipeline;
 pub mod progress;
+pub mod quantise;
 pub mod reference;
 pub mod sampler;
 pub mod sequence;

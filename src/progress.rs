@@ -13,6 +13,8 @@ pub enum Phase {
     Denoise,
     /// Decoding latents to pixels.
     Decode,
+    /// Writing a quantised model; counted in bytes.
+    Quantise,
 }
 
 impl Phase {
@@ -24,6 +26,7 @@ impl Phase {
             Self::References => "encoding references",
             Self::Denoise => "denoising",
             Self::Decode => "decoding",
+            Self::Quantise => "quantising",
         }
     }
 }

@@ -49,6 +49,9 @@ pub struct Seconds {
     pub denoise: f64,
     /// Decoding latents to pixels.
     pub decode: f64,
+    /// Writing a quantised model, which is no part of an image.
+    #[serde(skip)]
+    pub quantise: f64,
 }
 
 impl Seconds {
@@ -59,6 +62,7 @@ impl Seconds {
             Phase::References => &mut self.references,
             Phase::Denoise => &mut self.denoise,
             Phase::Decode => &mut self.decode,
+            Phase::Quantise => &mut self.quantise,
         }
     }
 }
@@ -194,7 +198,7 @@ impl Progress for Terminal {
 fn summary(phase: Phase, total: u64, seconds: f64) -> String {
     let name = phase.name();
     match phase {
-        Phase::Load => format!("{name} {seconds:.1} s ({})", HumanBytes(total)),
+        Phase::Load | Phase::Quantise => format!("{name} {seconds:.1} s ({})", HumanBytes(total)),
         Phase::Denoise if total > 1 => format!("{name} {seconds:.1} s ({total} steps, {})", per_step(seconds, total)),
         _ => format!("{name} {seconds:.1} s"),
     }
@@ -214,6 +218,7 @@ fn style(phase: Phase) -> ProgressStyle {
 const fn template(phase: Phase) -> &'static str {
     match phase {
         Phase::Load => "{msg} [{bar:24}] {bytes}/{total_bytes}",
+        Phase::Quantise => "{spinner} {msg} [{bar:24}] {bytes}/{total_bytes} {bytes_per_sec}, {eta} left",
         Phase::Denoise | Phase::References => "{spinner} {msg} [{bar:24}] {pos}/{len} {prefix}",
         Phase::Encode | Phase::Decode => "{spinner} {msg} {elapsed}",
     }
@@ -225,7 +230,7 @@ mod tests {
 
     #[test]
     fn templates_parse() {
-        for phase in [Phase::Load, Phase::Encode, Phase::References, Phase::Denoise, Phase::Decode] {
+        for phase in [Phase::Load, Phase::Encode, Phase::References, Phase::Denoise, Phase::Decode, Phase::Quantise] {
             assert!(ProgressStyle::with_template(template(phase)).is_ok(), "{phase:?}");
         }
     }

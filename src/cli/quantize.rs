@@ -1,0 +1,180 @@
+//! `kiln quantize`: writes a model in FP8 or NVFP4.
+
+use super::args::QuantizeArgs;
+use super::stdout::{json_line, line_of, print};
+use crate::config::Variant;
+use crate::error::{Error, Result};
+use crate::locate::{Environment, Found, LocateRequest, locate};
+use crate::part::{Part, PerPart};
+use crate::pipeline::OpenModel;
+use crate::progress::Progress;
+use crate::quantise::{CHECKPOINT_BYTES, FileReport, Options, PartSource, Plan, Report, Target, copies};
+use crate::terminal::Terminal;
+use crate::text::amount;
+use serde_json::{Value, json};
+use std::io::Write;
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
+
+/// What is quantised.
+enum Source {
+    /// A whole model.
+    Model(Found, Box<OpenModel>),
+    /// A part alone.
+    Part(PartSource),
+}
+
+/// Quantises a model, and writes the path of the result to `out`, or a JSON object about it. Setting `stop` interrupts it.
+pub fn quantize(
+    args: QuantizeArgs,
+    environment: Environment,
+    stop: &AtomicBool,
+    terminal: &Terminal,
+    out: &mut dyn Write,
+) -> Result<()> {
+    let is_file = args.output.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("safetensors"));
+    let parts: Vec<Part> = match args.part.map(Part::from) {
+        Some(part) => vec![part],
+        None if is_file => vec![Part::Transformer],
+        None => vec![Part::Transformer, Part::TextEncoder],
+    };
+    let calibrates = !args.no_calibration && parts.contains(&Part::Transformer);
+    let source = open(&args, &parts, !is_file || calibrates, environment)?;
+    let options = Options { format: args.to.into(), keep: args.keep.clone(), calibration: None };
+    let plan = plan(&source, &parts, &options, is_file)?;
+    if let Source::Model(_, model) = &source {
+        model.warnings.iter().for_each(|warning| terminal.warn(warning));
+    }
+    if plan.narrowed() > 0 {
+        terminal.say(&format!("note: {} tensors that are not quantised are rounded to bf16", plan.narrowed()));
+    }
+    let target = Target {
+        path: args.output.clone(),
+        is_folder: !is_file,
+        force: args.force,
+        restart: args.restart,
+        checkpoint_bytes: CHECKPOINT_BYTES,
+    };
+    let mut calibrate = || Err(Error::Op { op: "quantise", what: "nothing to calibrate".into() });
+    let report = plan.write(&target, &mut calibrate, terminal, stop).inspect_err(|error| {
+        if matches!(error, Error::Interrupted) {
+            terminal.say("note: the same command continues from here; with --restart it begins anew");
+        }
+    })?;
+    report.files.iter().flat_map(table).for_each(|line| terminal.say(&line));
+    if args.json {
+        let seconds = terminal.seconds().quantise;
+        return print(out, &json_line(&description(&report, &args.output, seconds))?);
+    }
+    print(out, &line_of(&args.output))
+}
+
+/// Opens what is quantised: the whole model if `whole`, or else only the part if it is named by itself.
+fn open(args: &QuantizeArgs, parts: &[Part], whole: bool, environment: Environment) -> Result<Source> {
+    let variant = args.variant.map(Variant::from);
+    let input = args.input.as_path();
+    let is_file = input.is_file();
+    let part = parts.first().copied().unwrap_or(Part::Transformer);
+    if is_file && !whole {
+        return PartSource::open(part, input, variant).map(Source::Part);
+    }
+    let mut replaced = PerPart { transformer: None, text_encoder: args.text_encoder.clone(), vae: args.vae.clone() };
+    if is_file {
+        replaced[part] = Some(input.into());
+    }
+    let request = LocateRequest {
+        model: (!is_file).then(|| input.into()),
+        parts: replaced,
+        tokenizer: args.tokenizer.clone(),
+        nvfp4_layout: None,
+        environment,
+    };
+    let found = match locate(&request) {
+        // A folder of shards is no model, but a part.
+        Err(Error::NoModel { .. }) if !whole && holds_weights(input) => {
+            return PartSource::open(part, input, variant).map(Source::Part);
+        }
+        Err(Error::NoModel { what, path, .. }) if is_file => return Err(needs_all(&format!("{}: {what}", path.display()))),
+        Err(Error::IncompleteModel { what, .. }) => return Err(needs_all(&what)),
+        found => found?,
+    };
+    let model = OpenModel::open(&found, variant)?;
+    Ok(Source::Model(found, Box::new(model)))
+}
+
+/// The error for a part whose model is needed as a whole.
+fn needs_all(what: &str) -> Error {
+    let hint = "name the folder of the whole model, or give --text-encoder and --vae; \
+                a single file as OUT and --no-calibration need only the part";
+    Error::usage(format!("the rest of the model is needed, too: {what}"), hint)
+}
+
+/// Whether a folder itself holds weights.
+fn holds_weights(folder: &Path) -> bool {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.map(|entry| entry.path()).any(|path| path.extension().is_some_and(|extension| extension == "safetensors"))
+}
+
+/// Decides what is written.
+fn plan(source: &Source, parts: &[Part], options: &Options, is_file: bool) -> Result<Plan> {
+    match source {
+        Source::Part(part) => Plan::new(std::slice::from_ref(part), Vec::new(), options),
+        Source::Model(found, model) => {
+            let weights = model.weights();
+            let part = |part: &Part| match part {
+                Part::Transformer => {
+                    PartSource::Transformer(weights.transformer.clone(), model.configs.transformer.clone(), model.variant)
+                }
+                _ => PartSource::TextEncoder(weights.text_encoder.clone()),
+            };
+            let copied = if is_file { Vec::new() } else { copies(found, weights, parts, model.variant)? };
+            Plan::new(&parts.iter().map(part).collect::<Vec<_>>(), copied, options)
+        }
+    }
+}
+
+/// The errors of a file by kind of layer, for display.
+fn table(file: &FileReport) -> Vec<String> {
+    let kinds = file.by_kind();
+    let width = kinds.iter().map(|row| row.kind.len()).max().unwrap_or(0);
+    let head = format!("{}: {} layers quantised, {} tensors in bf16", file.part, file.layers.len(), file.plain);
+    let mut lines = vec![format!("{head}, {}", amount(file.bytes))];
+    if !kinds.is_empty() {
+        lines.push(format!("  {:width$}  {:6} {:>6} {:>9} {:>9}", "layers", "format", "number", "error", "largest"));
+    }
+    lines.extend(kinds.iter().map(|row| {
+        let (error, worst) = (100.0 * row.error, 100.0 * row.worst);
+        format!("  {:width$}  {:6} {:6} {error:7.3} % {worst:7.3} %", row.kind, row.format.name(), row.layers)
+    }));
+    lines
+}
+
+/// What was written as JSON.
+fn description(report: &Report, output: &Path, seconds: f64) -> Value {
+    let file = |file: &FileReport| {
+        let layers = file.layers.iter().map(|layer| {
+            json!({
+                "name": layer.name,
+                "format": layer.format.name(),
+                "rows": layer.shape[0],
+                "cols": layer.shape[1],
+                "weight_scale": layer.scale,
+                "input_scale": layer.input_scale,
+                "error": layer.error(),
+            })
+        });
+        json!({
+            "part": file.part.to_string(),
+            "path": file.path.to_string_lossy(),
+            "bytes": file.bytes,
+            "plain_tensors": file.plain,
+            "layers": layers.collect::<Vec<_>>(),
+        })
+    };
+    json!({
+        "output": output.to_string_lossy(),
+        "bytes": report.bytes,
+        "seconds": seconds,
+        "files": report.files.iter().map(file).collect::<Vec<_>>(),
+    })
+}
