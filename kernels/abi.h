@@ -75,14 +75,19 @@ typedef struct {
   KlMat out, x;
 } KlPixels;
 
-/* Loads of 16 bytes that a thread has in flight. */
-#define KL_COUNT_BATCH 4u
+/* Loads of 16 bytes that a thread of a reduction has in flight. */
+#define KL_REDUCTION_BATCH 4u
 
 /* `words` are two counters, the CTAs that have finished and the values they have counted; zero before and after a launch. */
 typedef struct {
   KlMat count, x;
   uint64_t words;
 } KlCount;
+
+/* `largest` is zero or a former result before a launch. */
+typedef struct {
+  KlMat largest, x;
+} KlLargest;
 
 /* -------------------------------------------------------------------- norm_rows.cu, qk_norm_rope.cu, group_norm.cu */
 

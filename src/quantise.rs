@@ -6,9 +6,9 @@
 //! A journal beside the output says which are finished, so that a run that was stopped, by a signal or by a power failure, can be
 //! continued; the output gets its name when all of it is on disk.
 
+pub mod calibrate;
 mod copies;
 mod encode;
-mod inputs;
 mod journal;
 mod layout;
 mod pattern;
@@ -17,9 +17,8 @@ mod report;
 mod source;
 
 pub use copies::{Copied, copies};
-pub use inputs::{constant_scale, measured_scale};
 pub use layout::{Content, FileLayout, LayerSpec};
-pub use policy::Policy;
+pub use policy::{Policy, constant_scale};
 pub use report::{FileReport, KindReport, LayerReport, Report};
 pub use source::PartSource;
 
@@ -30,12 +29,14 @@ use crate::model::transformer_manifest;
 use crate::output::{Earlier, Staged, StagedFile};
 use crate::part::Part;
 use crate::progress::{Phase, Progress};
+use crate::tensor::Scale;
 use crate::tensor::quantise::QuantisedFormat;
+use calibrate::input_scale;
 use encode::{Finished, write_layer};
 use flate2::Crc;
 use journal::{FileRecord, Journal, Record};
 use source::{SourceLayer, text_encoder_layers, transformer_layers};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::Read;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -53,7 +54,7 @@ pub struct Options {
     pub format: QuantisedFormat,
     /// Patterns of layers that stay in BF16.
     pub keep: Vec<String>,
-    /// How the inputs of the transformer's layers are scaled: whether they are measured, and in words all that it depends on.
+    /// All that calibration depends on, in words; `None` if the inputs of the transformer's layers are scaled by constants.
     pub calibration: Option<String>,
 }
 
@@ -121,7 +122,7 @@ impl PlannedFile {
         let Some(format) = layer.format.filter(|_| layer.has_input_scale) else { return Ok(None) };
         let Some(measured) = measured else { return Ok(constant_scale(layer.name(), format)) };
         let largest = measured.get(&layer.weight).map(|bits| f32::from_bits(*bits));
-        let scale = largest.and_then(|largest| measured_scale(largest, format));
+        let scale = largest.and_then(|largest| input_scale(format, largest)).map(Scale::get);
         let lacking = || Error::Op { op: "quantise", what: format!("no scale of the input of `{}`: {largest:?}", layer.name()) };
         scale.map(Some).ok_or_else(lacking)
     }
@@ -164,6 +165,12 @@ impl Plan {
     pub fn bytes(&self) -> u64 {
         let copied: u64 = self.copies.iter().map(Copied::bytes).sum();
         copied + self.files.iter().map(|file| file.layout.bytes()).sum::<u64>()
+    }
+
+    /// The canonical names of the weights whose inputs have to be measured.
+    pub fn measured(&self) -> BTreeSet<&str> {
+        let layers = self.files.iter().filter(|_| self.calibration.is_some()).flat_map(|file| &file.layers);
+        layers.filter(|layer| layer.spec.has_input_scale).map(|layer| layer.spec.weight.as_str()).collect()
     }
 
     /// The number of tensors that are rounded to BF16 and not quantised.

@@ -1,20 +1,28 @@
 //! `kiln quantize`: writes a model in FP8 or NVFP4.
 
-use super::args::QuantizeArgs;
+use super::args::{BackendArg, QuantizeArgs};
+use super::device::{SelectedBackend, select_backend};
 use super::stdout::{json_line, line_of, print};
+use crate::backend::Fp8Accumulate;
 use crate::config::Variant;
 use crate::error::{Error, Result};
 use crate::locate::{Environment, Found, LocateRequest, locate};
 use crate::part::{Part, PerPart};
 use crate::pipeline::OpenModel;
 use crate::progress::Progress;
+use crate::quantise::calibrate::{Calibration, calibrate, read_prompts};
 use crate::quantise::{CHECKPOINT_BYTES, FileReport, Options, PartSource, Plan, Report, Target, copies};
+use crate::sequence::Pixels;
 use crate::terminal::Terminal;
 use crate::text::amount;
+use crate::tokenizer::check_length;
 use serde_json::{Value, json};
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::time::Instant;
 
 /// What is quantised.
 enum Source {
@@ -28,10 +36,11 @@ enum Source {
 pub fn quantize(
     args: QuantizeArgs,
     environment: Environment,
-    stop: &AtomicBool,
+    stop: &Arc<AtomicBool>,
     terminal: &Terminal,
     out: &mut dyn Write,
 ) -> Result<()> {
+    let start = Instant::now();
     let is_file = args.output.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("safetensors"));
     let parts: Vec<Part> = match args.part.map(Part::from) {
         Some(part) => vec![part],
@@ -39,9 +48,10 @@ pub fn quantize(
         None => vec![Part::Transformer, Part::TextEncoder],
     };
     let calibrates = !args.no_calibration && parts.contains(&Part::Transformer);
+    let runs = if calibrates { Some(Runs::new(&args)?) } else { None };
     let source = open(&args, &parts, !is_file || calibrates, environment)?;
-    let options = Options { format: args.to.into(), keep: args.keep.clone(), calibration: None };
-    let plan = plan(&source, &parts, &options, is_file)?;
+    let calibration = runs.as_ref().map(|runs| format!("{runs:?}"));
+    let plan = plan(&source, &parts, &Options { format: args.to.into(), keep: args.keep.clone(), calibration }, is_file)?;
     if let Source::Model(_, model) = &source {
         model.warnings.iter().for_each(|warning| terminal.warn(warning));
     }
@@ -55,18 +65,64 @@ pub fn quantize(
         restart: args.restart,
         checkpoint_bytes: CHECKPOINT_BYTES,
     };
-    let mut calibrate = || Err(Error::Op { op: "quantise", what: "nothing to calibrate".into() });
+    let mut model = match source {
+        Source::Model(_, model) => Some(*model),
+        Source::Part(_) => None,
+    };
+    let mut calibrate = || match (model.take(), &runs) {
+        (Some(model), Some(runs)) => runs.measure(model, &plan.measured(), &args, stop, terminal),
+        _ => Err(Error::Op { op: "calibrate", what: "there is no model to run".into() }),
+    };
     let report = plan.write(&target, &mut calibrate, terminal, stop).inspect_err(|error| {
         if matches!(error, Error::Interrupted) {
-            terminal.say("note: the same command continues from here; with --restart it begins anew");
+            terminal.say("note: the same command continues what is finished; with --restart it begins anew");
         }
     })?;
     report.files.iter().flat_map(table).for_each(|line| terminal.say(&line));
     if args.json {
-        let seconds = terminal.seconds().quantise;
+        let seconds = start.elapsed().as_secs_f64();
         return print(out, &json_line(&description(&report, &args.output, seconds))?);
     }
     print(out, &line_of(&args.output))
+}
+
+/// What is asked of a calibration. Its text goes into the journal, and a run that was stopped is continued only with the same one.
+#[derive(Debug)]
+struct Runs {
+    prompts: Option<Vec<String>>,
+    size: Option<Pixels>,
+    steps: Option<usize>,
+}
+
+impl Runs {
+    fn new(args: &QuantizeArgs) -> Result<Self> {
+        let prompts = args.prompts.as_deref().map(read_prompts).transpose()?;
+        prompts.iter().flatten().try_for_each(|prompt| check_length(prompt.len()))?;
+        let size = args.calibration_size.map(|side| Pixels::new(side, side)).transpose()?;
+        Ok(Self { prompts, size, steps: args.calibration_steps })
+    }
+
+    /// Runs the model and measures the inputs of these layers.
+    fn measure(
+        &self,
+        model: OpenModel,
+        layers: &BTreeSet<&str>,
+        args: &QuantizeArgs,
+        stop: &Arc<AtomicBool>,
+        terminal: &Terminal,
+    ) -> Result<BTreeMap<String, f32>> {
+        let backend = args.backend.unwrap_or(BackendArg::Auto);
+        let SelectedBackend { backend, machine, device, note, .. } =
+            select_backend(backend, args.device.unwrap_or(0), Fp8Accumulate::Auto, stop)?;
+        note.iter().for_each(|note| terminal.say(&format!("note: {note}")));
+        let by_default = if device.is_some() { Calibration::thorough } else { Calibration::quick };
+        let mut calibration = by_default(&model.conventions, model.variant)?;
+        calibration.prompts = self.prompts.clone().unwrap_or(calibration.prompts);
+        calibration.size = self.size.unwrap_or(calibration.size);
+        calibration.steps = self.steps.unwrap_or(calibration.steps);
+        terminal.say(&format!("calibration: {calibration}, on {machine}"));
+        calibrate(backend, &machine, model, &calibration, &|name| layers.contains(name), terminal)
+    }
 }
 
 /// Opens what is quantised: the whole model if `whole`, or else only the part if it is named by itself.

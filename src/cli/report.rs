@@ -179,15 +179,17 @@ pub fn list_kernels(launches: &[(&'static str, u64)], terminal: &Terminal) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::Weight;
     use crate::model::{LayerFormat, PartFormat};
-    use crate::tensor::DType;
+    use crate::tensor::{Arena, DType, Region};
 
     #[test]
     fn expanded_weights_are_noted_with_both_sizes() {
         let part = |stored, held, bytes: u64| PartFormat { stored, held, stored_bytes: bytes, held_bytes: 2 * bytes };
         let layers = |parts: &[PartFormat]| {
             let name = "single_blocks.0.linear1.weight".into();
-            let layer = LayerFormat { name, parts: parts.into(), input: DType::Bf16, inputs: 1, why: None };
+            let weight = Weight::new(Arena::new(Region::Weights).alloc(1, 1, DType::Bf16).unwrap());
+            let layer = LayerFormat { name, weight, parts: parts.into(), input: DType::Bf16, inputs: 1, why: None };
             Formats { layers: vec![layer], ..Formats::default() }
         };
         let fp8 = part(DType::E4m3, DType::Bf16, 3 << 29);

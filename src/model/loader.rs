@@ -43,6 +43,8 @@ struct Upload<'a> {
 pub struct LayerFormat {
     /// The canonical name of its weight.
     pub name: String,
+    /// The weight on the backend. Ops say by it which layer they multiply.
+    pub weight: Weight,
     /// Those of its weight, which is stored in one part or in several, in row order.
     pub parts: Vec<PartFormat>,
     /// The type of its input.
@@ -344,7 +346,7 @@ impl Upload<'_> {
         };
         self.note_used(spec, false)?;
         let (name, formats) = (spec.name.clone(), part_formats(&parts, &weight));
-        self.formats.push(LayerFormat { name, parts: formats, input: input.dtype, inputs: cols, why });
+        self.formats.push(LayerFormat { name, weight, parts: formats, input: input.dtype, inputs: cols, why });
         Ok(Linear { weight, bias: None, input, low_rank: None })
     }
 

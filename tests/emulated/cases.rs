@@ -22,6 +22,8 @@ const EVERY_TIME: &[&str] = &[
     "guidance 113x128 bf16 whole",
     "pixels 113x128 bf16 whole",
     "non_finite 113x128 bf16 whole",
+    "largest_magnitude 113x128 bf16 whole",
+    "largest_magnitude 113x128 with nan bf16 whole",
     "rms_norm 2 rows of 1024 bf16 whole",
     "rms_norm 2 rows of 2040 bf16 whole",
     "rms_norm 2 rows of 3064 bf16 whole",

@@ -11,7 +11,7 @@ pub const KL_E2M1: u32 = 5;
 pub const KL_POINTWISE_THREADS: u32 = 256;
 pub const KL_COPY: u32 = 0;
 pub const KL_SILU: u32 = 1;
-pub const KL_COUNT_BATCH: u32 = 4;
+pub const KL_REDUCTION_BATCH: u32 = 4;
 pub const KL_NORM_THREADS: u32 = 128;
 pub const KL_NORM_ROWS: u32 = 2;
 pub const KL_STREAMS: u32 = 2;
@@ -194,6 +194,19 @@ const _: () = {
     ["Offset of field: KlCount::count"][::core::mem::offset_of!(KlCount, count) - 0usize];
     ["Offset of field: KlCount::x"][::core::mem::offset_of!(KlCount, x) - 32usize];
     ["Offset of field: KlCount::words"][::core::mem::offset_of!(KlCount, words) - 64usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct KlLargest {
+    pub largest: KlMat,
+    pub x: KlMat,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlLargest"][::core::mem::size_of::<KlLargest>() - 64usize];
+    ["Alignment of KlLargest"][::core::mem::align_of::<KlLargest>() - 8usize];
+    ["Offset of field: KlLargest::largest"][::core::mem::offset_of!(KlLargest, largest) - 0usize];
+    ["Offset of field: KlLargest::x"][::core::mem::offset_of!(KlLargest, x) - 32usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

@@ -69,6 +69,7 @@ with_instantiations! { kernels {
     Guidance = "pointwise" "kl_guidance" (KlGuidance) abi::KL_POINTWISE_THREADS;
     Pixels = "pointwise" "kl_pixels" (KlPixels) abi::KL_POINTWISE_THREADS;
     CountNonFinite = "pointwise" "kl_count" (KlCount) abi::KL_POINTWISE_THREADS;
+    LargestMagnitude = "pointwise" "kl_largest" (KlLargest) abi::KL_POINTWISE_THREADS;
     RmsNormAny = "norm_rows" "kl_rms_norm_any" (KlRmsNorm) abi::KL_NORM_THREADS;
     LayerNormAny = "norm_rows" "kl_layer_norm_any" (KlLayerNorm) abi::KL_NORM_THREADS;
     QkNormRope = "qk_norm_rope" "kl_qk_norm_rope" (KlQkNormRope) abi::KL_NORM_THREADS;
@@ -93,7 +94,7 @@ macro_rules! params {
 }
 
 params! {
-    KlMap KlPatch KlEuler KlGuidance KlPixels KlCount KlRmsNorm KlLayerNorm KlQkNormRope KlGroupStats KlGroupNorm
+    KlMap KlPatch KlEuler KlGuidance KlPixels KlCount KlLargest KlRmsNorm KlLayerNorm KlQkNormRope KlGroupStats KlGroupNorm
     KlNaiveGemm KlConv KlAttention KlGemm KlGemmSm90 KlAttentionSm90 KlSelftest
 }
 

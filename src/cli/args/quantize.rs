@@ -1,6 +1,6 @@
 //! Flags of `kiln quantize`.
 
-use super::values::{FormatArg, PartArg, VariantArg, within};
+use super::values::{BackendArg, FormatArg, PartArg, VariantArg, pixels, within};
 use clap::Args;
 use std::path::PathBuf;
 
@@ -39,12 +39,39 @@ pub struct QuantizeArgs {
     #[arg(long, value_name = "PATTERN", help_heading = "Format")]
     pub keep: Vec<String>,
 
+    /// Prompts to calibrate with, one per line of a file [default: a built-in list]
+    ///
+    /// Calibration runs the model and measures the largest input of every layer, from which its `input_scale` follows, with two
+    /// octaves of head room.
+    #[arg(long, value_name = "FILE", help_heading = "Calibration")]
+    pub prompts: Option<PathBuf>,
+
+    /// Width and height of the pictures of the calibration [default: 512, on the CPU 128]
+    #[arg(long, value_name = "PIXELS", value_parser = pixels, help_heading = "Calibration")]
+    pub calibration_size: Option<usize>,
+
+    /// Denoising steps of the calibration [default: the model's own, on the CPU at most 4]
+    #[arg(long, value_name = "N", value_parser = within(1usize, 1000), help_heading = "Calibration")]
+    pub calibration_steps: Option<usize>,
+
     /// Scale the inputs of layers by constants, and run nothing
     ///
-    /// FP8 files then have input scales of 1, or of 8 behind a SwiGLU, which leaves room enough for any klein; NVFP4 files have none, and
-    /// kiln multiplies their layers by bf16.
-    #[arg(long, help_heading = "Calibration")]
+    /// FP8 files then have input scales of 1, or of 8 behind a SwiGLU, which leaves room enough for any klein; NVFP4 files have
+    /// none, and kiln multiplies their layers by bf16.
+    #[arg(
+        long,
+        conflicts_with_all = ["prompts", "calibration_size", "calibration_steps", "backend", "device"],
+        help_heading = "Calibration"
+    )]
     pub no_calibration: bool,
+
+    /// Backend to calibrate on [default: auto]
+    #[arg(long, value_enum, value_name = "WHERE", help_heading = "Calibration")]
+    pub backend: Option<BackendArg>,
+
+    /// Which GPU, as `kiln doctor` numbers them [default: 0]
+    #[arg(long, value_name = "N", value_parser = within(0usize, 1023), help_heading = "Calibration")]
+    pub device: Option<usize>,
 
     /// Text encoder to calibrate with or to copy, instead of the model's
     #[arg(long, value_name = "FILE", help_heading = "Model")]

@@ -53,6 +53,9 @@ unsigned atomicExch(unsigned* at, unsigned value) {
 unsigned atomicInc(unsigned* at, unsigned last) {
   return atomic(at, "atomicInc", [=](unsigned old) { return old >= last ? 0 : old + 1; });
 }
+unsigned atomicMax(unsigned* at, unsigned value) {
+  return atomic(at, "atomicMax", [=](unsigned old) { return old < value ? value : old; });
+}
 
 void store_release(uint32_t* to, uint32_t v) {
   check_global_write(to, sizeof(*to), "st.release");
