@@ -3,10 +3,12 @@
 mod help;
 mod quantised;
 mod quantize;
+mod shell;
 mod values;
 
 pub use quantised::QuantisedArgs;
 pub use quantize::QuantizeArgs;
+pub use shell::{CompletionsArgs, ManArgs};
 pub use values::{
     BackendArg, DTypeArg, FormatArg, KleinArg, LayoutArg, NoiseArg, Nvfp4LayoutArg, PartArg, PrecisionArg, VariantArg,
 };
@@ -15,7 +17,6 @@ use crate::error::{Error, Result};
 use crate::locate::{Environment, LocateRequest};
 use crate::part::PerPart;
 use clap::{Args, Parser, Subcommand};
-use clap_complete::Shell;
 use help::{BENCH_EXAMPLE, BENCH_EXAMPLES, EXAMPLE, EXAMPLES, QUANTIZE_EXAMPLES};
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -471,27 +472,9 @@ pub struct TinyArgs {
     pub dtype: DTypeArg,
 }
 
-/// Flags of `kiln completions`.
-#[derive(Args, Debug)]
-pub struct CompletionsArgs {
-    /// The shell that reads the script
-    #[arg(value_enum)]
-    pub shell: Shell,
-}
-
-/// Flags of `kiln man`.
-#[derive(Args, Debug)]
-pub struct ManArgs {
-    /// The command to describe, instead of kiln as a whole
-    #[arg(value_parser = COMMANDS)]
-    pub command: Option<String>,
-}
-
-/// The names of all commands.
-const COMMANDS: [&str; 8] = ["generate", "plan", "bench", "quantize", "doctor", "tiny", "completions", "man"];
-
 #[cfg(test)]
 mod tests {
+    use super::shell::COMMANDS;
     use super::*;
     use clap::CommandFactory;
 

@@ -7,6 +7,7 @@ use crate::backend::Fp8Accumulate;
 use crate::config::Variant;
 use crate::error::{Error, Result};
 use crate::locate::{Environment, Found, LocateRequest, locate};
+use crate::output::Staged;
 use crate::part::{Part, PerPart};
 use crate::pipeline::OpenModel;
 use crate::progress::Progress;
@@ -25,11 +26,10 @@ use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 /// What is quantised.
-enum Source {
-    /// A whole model.
-    Model(Found, Box<OpenModel>),
-    /// A part alone.
-    Part(PartSource),
+struct Source {
+    parts: Vec<PartSource>,
+    /// The whole model, unless a part was opened without it.
+    model: Option<(Found, OpenModel)>,
 }
 
 /// Quantises a model, and writes the path of the result to `out`, or a JSON object about it. Setting `stop` interrupts it.
@@ -51,10 +51,13 @@ pub fn quantize(
     let runs = if calibrates { Some(Runs::new(&args)?) } else { None };
     let source = open(&args, &parts, !is_file || calibrates, environment)?;
     let calibration = runs.as_ref().map(|runs| format!("{runs:?}"));
-    let plan = plan(&source, &parts, &Options { format: args.to.into(), keep: args.keep.clone(), calibration }, is_file)?;
-    if let Source::Model(_, model) = &source {
-        model.warnings.iter().for_each(|warning| terminal.warn(warning));
-    }
+    let copied = match &source.model {
+        Some((found, model)) if !is_file => copies(found, model.weights(), &parts, model.variant)?,
+        _ => Vec::new(),
+    };
+    let options = Options { format: args.to.into(), keep: args.keep.clone(), calibration };
+    let plan = Plan::new(&source.parts, copied, &options)?;
+    source.model.iter().flat_map(|(_, model)| &model.warnings).for_each(|warning| terminal.warn(warning));
     if plan.narrowed() > 0 {
         terminal.say(&format!("note: {} tensors that are not quantised are rounded to bf16", plan.narrowed()));
     }
@@ -65,17 +68,14 @@ pub fn quantize(
         restart: args.restart,
         checkpoint_bytes: CHECKPOINT_BYTES,
     };
-    let mut model = match source {
-        Source::Model(_, model) => Some(*model),
-        Source::Part(_) => None,
-    };
+    let mut model = source.model.map(|(_, model)| model);
     let mut calibrate = || match (model.take(), &runs) {
         (Some(model), Some(runs)) => runs.measure(model, &plan.measured(), &args, stop, terminal),
         _ => Err(Error::Op { op: "calibrate", what: "there is no model to run".into() }),
     };
     let report = plan.write(&target, &mut calibrate, terminal, stop).inspect_err(|error| {
-        if matches!(error, Error::Interrupted) {
-            terminal.say("note: the same command continues what is finished; with --restart it begins anew");
+        if matches!(error, Error::Interrupted) && Staged::path_of(&target.path).exists() {
+            terminal.say("note: the same command continues from here; with --restart it begins anew");
         }
     })?;
     report.files.iter().flat_map(table).for_each(|line| terminal.say(&line));
@@ -98,7 +98,7 @@ impl Runs {
     fn new(args: &QuantizeArgs) -> Result<Self> {
         let prompts = args.prompts.as_deref().map(read_prompts).transpose()?;
         prompts.iter().flatten().try_for_each(|prompt| check_length(prompt.len()))?;
-        let size = args.calibration_size.map(|side| Pixels::new(side, side)).transpose()?;
+        let size = args.calibration_size.map(square).transpose()?;
         Ok(Self { prompts, size, steps: args.calibration_steps })
     }
 
@@ -125,14 +125,25 @@ impl Runs {
     }
 }
 
+/// A square image for calibration.
+fn square(side: usize) -> Result<Pixels> {
+    Pixels::new(side, side).map_err(|error| match error {
+        Error::ImageSize { rule, nearest: (side, _), width, .. } => {
+            Error::usage(format!("--calibration-size {width}: {rule}"), format!("try --calibration-size {side}"))
+        }
+        other => other,
+    })
+}
+
 /// Opens what is quantised: the whole model if `whole`, or else only the part if it is named by itself.
 fn open(args: &QuantizeArgs, parts: &[Part], whole: bool, environment: Environment) -> Result<Source> {
     let variant = args.variant.map(Variant::from);
     let input = args.input.as_path();
     let is_file = input.is_file();
     let part = parts.first().copied().unwrap_or(Part::Transformer);
+    let alone = || Ok(Source { parts: vec![PartSource::open(part, input, variant)?], model: None });
     if is_file && !whole {
-        return PartSource::open(part, input, variant).map(Source::Part);
+        return alone();
     }
     let mut replaced = PerPart { transformer: None, text_encoder: args.text_encoder.clone(), vae: args.vae.clone() };
     if is_file {
@@ -147,15 +158,18 @@ fn open(args: &QuantizeArgs, parts: &[Part], whole: bool, environment: Environme
     };
     let found = match locate(&request) {
         // A folder of shards is no model, but a part.
-        Err(Error::NoModel { .. }) if !whole && holds_weights(input) => {
-            return PartSource::open(part, input, variant).map(Source::Part);
-        }
+        Err(Error::NoModel { .. }) if !whole && holds_weights(input) => return alone(),
         Err(Error::NoModel { what, path, .. }) if is_file => return Err(needs_all(&format!("{}: {what}", path.display()))),
         Err(Error::IncompleteModel { what, .. }) => return Err(needs_all(&what)),
         found => found?,
     };
     let model = OpenModel::open(&found, variant)?;
-    Ok(Source::Model(found, Box::new(model)))
+    let (weights, config) = (model.weights(), &model.configs.transformer);
+    let part = |part: &Part| match part {
+        Part::Transformer => PartSource::Transformer(weights.transformer.clone(), config.clone(), model.variant),
+        _ => PartSource::TextEncoder(weights.text_encoder.clone()),
+    };
+    Ok(Source { parts: parts.iter().map(part).collect(), model: Some((found, model)) })
 }
 
 /// The error for a part whose model is needed as a whole.
@@ -169,24 +183,6 @@ fn needs_all(what: &str) -> Error {
 fn holds_weights(folder: &Path) -> bool {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     entries.map(|entry| entry.path()).any(|path| path.extension().is_some_and(|extension| extension == "safetensors"))
-}
-
-/// Decides what is written.
-fn plan(source: &Source, parts: &[Part], options: &Options, is_file: bool) -> Result<Plan> {
-    match source {
-        Source::Part(part) => Plan::new(std::slice::from_ref(part), Vec::new(), options),
-        Source::Model(found, model) => {
-            let weights = model.weights();
-            let part = |part: &Part| match part {
-                Part::Transformer => {
-                    PartSource::Transformer(weights.transformer.clone(), model.configs.transformer.clone(), model.variant)
-                }
-                _ => PartSource::TextEncoder(weights.text_encoder.clone()),
-            };
-            let copied = if is_file { Vec::new() } else { copies(found, weights, parts, model.variant)? };
-            Plan::new(&parts.iter().map(part).collect::<Vec<_>>(), copied, options)
-        }
-    }
 }
 
 /// The errors of a file by kind of layer, for display.

@@ -49,6 +49,11 @@ pub enum Earlier {
 }
 
 impl Staged {
+    /// Where an output grows until it is complete.
+    pub fn path_of(target: &Path) -> PathBuf {
+        beside(target.components().as_path(), ".part")
+    }
+
     /// Begins or continues an output. An existing target is an error, unless it is a file and `force` allows that it is replaced.
     pub fn open(target: &Path, is_folder: bool, force: bool) -> Result<Self> {
         // `a/b/` is a valid name for a folder.
@@ -56,7 +61,7 @@ impl Staged {
         if target.file_name().is_none() {
             return Err(refused(target, ErrorKind::InvalidInput, "this is not the name of a file or folder"));
         }
-        let (path, journal) = (beside(target, ".part"), beside(target, ".part.json"));
+        let (path, journal) = (Self::path_of(target), beside(target, ".part.json"));
         // A process that was killed after it had given the output its name leaves the journal.
         if files::is_there(&journal) && !files::is_there(&path) {
             let _ = fs::remove_file(&journal);

@@ -161,7 +161,7 @@ fn what_cannot_be_done_is_refused_with_a_remedy() {
         ("tiny out --to fp8 --no-calibration --prompts x", 2, "cannot be used with", ""),
         ("tiny out --to fp8 --prompts none.txt", 3, "cannot read (none.txt)", ""),
         ("tiny out --to fp8 --prompts blank.txt", 3, "no list of prompts (blank.txt)", ""),
-        ("tiny out --to fp8 --calibration-size 100", 2, "--width 100 --height 100", "try --width 96"),
+        ("tiny out --to fp8 --calibration-size 100", 2, "--calibration-size 100: ", "try --calibration-size 96"),
         (
             &format!("{weights} out.safetensors --to fp8"),
             2,
