@@ -263,7 +263,7 @@ fn there_are_prompts_of_many_kinds() {
     let thorough = Calibration::thorough(&klein, Variant::Distilled).unwrap();
     assert_eq!(thorough.to_string(), "16 prompts at 512x512, 4 steps each");
     let quick = Calibration::quick(&klein, Variant::Base).unwrap();
-    assert_eq!(quick.to_string(), "2 prompts at 128x128, 4 steps each");
+    assert_eq!(quick.to_string(), "2 prompts at 128x128, 2 steps each");
     assert_eq!(quick.prompts, thorough.prompts[..2]);
     assert_eq!(Calibration::thorough(&klein, Variant::Base).unwrap().steps, Variant::Base.default_steps());
     let mut distinct = thorough.prompts.clone();
