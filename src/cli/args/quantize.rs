@@ -50,7 +50,7 @@ pub struct QuantizeArgs {
     #[arg(long, value_name = "PIXELS", value_parser = pixels, help_heading = "Calibration")]
     pub calibration_size: Option<usize>,
 
-    /// Denoising steps of the calibration [default: the model's own, on the CPU at most 4]
+    /// Denoising steps of the calibration [default: the model's own, on the CPU at most 2]
     #[arg(long, value_name = "N", value_parser = within(1usize, 1000), help_heading = "Calibration")]
     pub calibration_steps: Option<usize>,
 
