@@ -16,8 +16,8 @@ use std::time::SystemTime;
 /// What tells a file from other files and from other versions of it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identity {
-    /// Its path.
-    pub path: PathBuf,
+    /// Its path with links resolved, for display.
+    pub path: String,
     /// Its size.
     pub bytes: u64,
     /// When it was last modified, in nanoseconds since 1970, if that is known.
@@ -83,7 +83,9 @@ impl Shard {
         let modified = self.mapped.as_ref().and_then(|mapped| mapped.modified());
         let since = modified.and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok());
         let modified_ns = since.and_then(|since| u64::try_from(since.as_nanos()).ok());
-        Identity { path: self.path.clone(), bytes: self.bytes.len() as u64, modified_ns, checksum: checksum.sum() }
+        // The same file may be named in several ways, and a name need not be text.
+        let path = std::fs::canonicalize(&self.path).unwrap_or_else(|_| self.path.clone()).to_string_lossy().into_owned();
+        Identity { path, bytes: self.bytes.len() as u64, modified_ns, checksum: checksum.sum() }
     }
 
     /// The path of the file.

@@ -58,6 +58,10 @@ pub fn quantize(
     let options = Options { format: args.to.into(), keep: args.keep.clone(), calibration };
     let plan = Plan::new(&source.parts, copied, &options)?;
     source.model.iter().flat_map(|(_, model)| &model.warnings).for_each(|warning| terminal.warn(warning));
+    let asked = args.prompts.is_some() || args.calibration_size.is_some() || args.calibration_steps.is_some();
+    if asked && !calibrates {
+        terminal.warn("text encoders have no input scales, so nothing is calibrated");
+    }
     if plan.narrowed() > 0 {
         terminal.say(&format!("note: {} tensors that are not quantised are rounded to bf16", plan.narrowed()));
     }

@@ -148,6 +148,10 @@ impl Staged {
         if let (Some(file), Some(replaced)) = (&self.lock, &self.replaced) {
             keep_access(file, replaced);
         }
+        if self.is_folder {
+            let folders = fs::read_dir(&self.path).into_iter().flatten().flatten().map(|entry| entry.path());
+            folders.filter(|path| path.is_dir()).chain([self.path.clone()]).for_each(|folder| sync_folder(&folder));
+        }
         if self.is_folder || self.replaced.is_some() {
             // An empty folder is replaced, one that holds something is not.
             fs::rename(&self.path, &self.target).map_err(error)?;

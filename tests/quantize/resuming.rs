@@ -229,6 +229,10 @@ fn only_one_process_writes_and_nothing_else_is_touched() {
         let other = Staged::open(&out, is_folder, false).unwrap();
         let error = run(&out, is_folder).unwrap_err();
         assert!(error.ends_with("another process is writing this; wait for it, or use another name"), "{error}");
+        // Nothing has so much room.
+        let error = other.check_space(1 << 60).unwrap_err();
+        assert!(error.to_string().ends_with("are free; nothing was written") && error.exit_code() == 5, "{error}");
+        assert!(other.check_space(1).is_ok());
         drop(other);
         run(&out, is_folder).unwrap();
         let error = run(&out, is_folder).unwrap_err();
