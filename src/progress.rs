@@ -15,6 +15,8 @@ pub enum Phase {
     Decode,
     /// Running prompts to see what the layers of a model multiply; counted in denoising steps.
     Calibrate,
+    /// Writing a quantised model; counted in bytes.
+    Quantise,
 }
 
 impl Phase {
@@ -27,6 +29,7 @@ impl Phase {
             Self::Denoise => "denoising",
             Self::Decode => "decoding",
             Self::Calibrate => "calibrating",
+            Self::Quantise => "quantising",
         }
     }
 }

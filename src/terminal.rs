@@ -60,7 +60,7 @@ impl Seconds {
             Phase::References => Some(&mut self.references),
             Phase::Denoise => Some(&mut self.denoise),
             Phase::Decode => Some(&mut self.decode),
-            Phase::Calibrate => None,
+            Phase::Calibrate | Phase::Quantise => None,
         }
     }
 }
@@ -198,7 +198,7 @@ impl Progress for Terminal {
 fn summary(phase: Phase, total: u64, seconds: f64) -> String {
     let name = phase.name();
     match phase {
-        Phase::Load => format!("{name} {seconds:.1} s ({})", HumanBytes(total)),
+        Phase::Load | Phase::Quantise => format!("{name} {seconds:.1} s ({})", HumanBytes(total)),
         Phase::Denoise | Phase::Calibrate if total > 1 => {
             format!("{name} {seconds:.1} s ({total} steps, {})", per_step(seconds, total))
         }
@@ -220,6 +220,7 @@ fn style(phase: Phase) -> ProgressStyle {
 const fn template(phase: Phase) -> &'static str {
     match phase {
         Phase::Load => "{msg} [{bar:24}] {bytes}/{total_bytes}",
+        Phase::Quantise => "{spinner} {msg} [{bar:24}] {bytes}/{total_bytes} {bytes_per_sec}, {eta} left",
         Phase::Denoise | Phase::References => "{spinner} {msg} [{bar:24}] {pos}/{len} {prefix}",
         Phase::Calibrate => "{spinner} {msg} [{bar:24}] {pos}/{len} {prefix}, {eta} left",
         Phase::Encode | Phase::Decode => "{spinner} {msg} {elapsed}",
@@ -232,7 +233,8 @@ mod tests {
 
     #[test]
     fn templates_parse() {
-        for phase in [Phase::Load, Phase::Encode, Phase::References, Phase::Denoise, Phase::Decode, Phase::Calibrate] {
+        use Phase::{Calibrate, Decode, Denoise, Encode, Load, Quantise, References};
+        for phase in [Load, Encode, References, Denoise, Decode, Calibrate, Quantise] {
             assert!(ProgressStyle::with_template(template(phase)).is_ok(), "{phase:?}");
         }
     }

@@ -4,6 +4,8 @@ use crate::backend::Fp8Accumulate;
 use crate::config::Variant;
 use crate::model::{AttentionFormat, Nvfp4Math};
 use crate::names::Layout;
+use crate::part::Part;
+use crate::tensor::quantise::QuantisedFormat;
 use crate::tensor::{DType, Nvfp4Layout, Precision};
 use clap::ValueEnum;
 use std::fmt::Display;
@@ -84,6 +86,26 @@ choice! {
         Bf16 => Nvfp4Math::Bf16,
         /// FP8, re-encoded when the model is loaded
         Fp8 => Nvfp4Math::Fp8,
+    }
+}
+
+choice! {
+    /// Values of `--to`.
+    FormatArg for QuantisedFormat {
+        /// One byte a weight: e4m3 with one scale a layer
+        Fp8 => QuantisedFormat::Fp8,
+        /// Half a byte a weight and a scale for every sixteen; in text encoders MLPs only, the rest is FP8
+        Nvfp4 => QuantisedFormat::Nvfp4,
+    }
+}
+
+choice! {
+    /// Values of `--part`.
+    PartArg for Part {
+        /// The transformer
+        Transformer => Part::Transformer,
+        /// The text encoder
+        TextEncoder => Part::TextEncoder,
     }
 }
 

@@ -1,7 +1,9 @@
 //! A backend that forwards everything to another one and finds the largest magnitude of what layers multiply.
 
 use crate::backend::{Backend, GemmFormats, Op, Role, StepKey, Weight};
+use crate::checkpoint::Weights;
 use crate::error::{Error, Result};
+use crate::part::PerPart;
 use crate::tensor::{ALIGN, DType, Region, Scaling, Tensor, WeightPart};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -23,13 +25,15 @@ pub struct Observer {
     /// One value for each layer, in working memory behind that of the stages; none before it was reserved.
     found: Option<Tensor>,
     in_step: bool,
+    /// The files that the model is read from.
+    weights: PerPart<Weights>,
 }
 
 impl Observer {
-    /// An observer that watches no layer yet.
-    pub fn new(inner: Box<dyn Backend>) -> Self {
+    /// An observer that watches no layer yet. `weights` are the files that the model is read from.
+    pub fn new(inner: Box<dyn Backend>, weights: PerPart<Weights>) -> Self {
         let (names, places, largest) = (Vec::new(), BTreeMap::new(), Largest::default());
-        Self { inner, names, places, largest, found: None, in_step: false }
+        Self { inner, names, places, largest, found: None, in_step: false, weights }
     }
 
     /// Watches layers, given by name and weight. Returns the largest magnitudes, which are updated after every step; a layer that no
@@ -124,15 +128,22 @@ impl Backend for Observer {
     }
 
     fn run(&mut self, op: Op<'_>) -> Result<()> {
-        if self.in_step {
-            let mut inputs = Vec::new();
-            op.layers(&mut |x, w| inputs.extend(self.layer_of(w.weight.parts()[0]).map(|layer| (x, layer))));
-            for (x, layer) in inputs {
-                let largest = self.found()?.cols(layer..layer + 1);
-                self.inner.run(Op::LargestMagnitude { largest, x })?;
-            }
+        let (mut inputs, mut multiplies) = (Vec::new(), false);
+        op.layers(&mut |x, w| {
+            multiplies = true;
+            inputs.extend(self.layer_of(w.weight.parts()[0]).filter(|_| self.in_step).map(|layer| (x, layer)));
+        });
+        for (x, layer) in inputs {
+            let largest = self.found()?.cols(layer..layer + 1);
+            self.inner.run(Op::LargestMagnitude { largest, x })?;
         }
-        self.inner.run(op)
+        self.inner.run(op)?;
+        // Whoever quantises a model need not have memory for all of it. Pages that are read again are still in the page cache,
+        // unless something else needs the memory.
+        if multiplies && self.inner.reads_files() {
+            self.weights.values().for_each(Weights::release);
+        }
+        Ok(())
     }
 
     fn released(&mut self, range: Range<u64>) {
