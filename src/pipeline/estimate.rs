@@ -74,10 +74,10 @@ impl Progress for Meter {
     fn warn(&self, _text: &str) {}
 }
 
-/// Estimates the cost of one image of `job` on a model of these sizes, which is not quantised, so that GEMMs of quantised weights
-/// do not matter.
-pub fn estimate(configs: &Configs, variant: Variant, options: LoadOptions, job: &Job) -> Result<Estimate> {
-    estimate_from(configs, PerPart::default(), variant, options, GemmFormats::ALL, job)
+/// Estimates the cost of one image of `job` on a model of these sizes, whose files are not quantised, and a backend with these
+/// GEMMs.
+pub fn estimate(configs: &Configs, variant: Variant, options: LoadOptions, gemms: GemmFormats, job: &Job) -> Result<Estimate> {
+    estimate_from(configs, PerPart::default(), variant, options, gemms, job)
 }
 
 impl OpenModel {
@@ -152,7 +152,7 @@ mod tests {
 
     fn of(configs: &Configs, variant: Variant, side: usize, references: usize) -> Estimate {
         let options = LoadOptions { references: references > 0, ..LoadOptions::DEFAULT };
-        estimate(configs, variant, options, &job(side, references)).unwrap()
+        estimate(configs, variant, options, GemmFormats::NONE, &job(side, references)).unwrap()
     }
 
     fn tera(estimate: &Estimate, phase: Phase) -> f64 {
@@ -221,6 +221,6 @@ mod tests {
     #[test]
     fn too_many_tokens_are_refused() {
         let options = LoadOptions { references: true, ..LoadOptions::DEFAULT };
-        assert!(estimate(&Configs::klein_4b(), Variant::Distilled, options, &job(2048, 9)).is_err());
+        assert!(estimate(&Configs::klein_4b(), Variant::Distilled, options, GemmFormats::NONE, &job(2048, 9)).is_err());
     }
 }

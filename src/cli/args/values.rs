@@ -100,6 +100,16 @@ choice! {
 }
 
 choice! {
+    /// Values of `--quantize`.
+    QuantizeArg for QuantisedFormat {
+        /// e4m3, with a scale for each row and, in the transformer, inputs in e4m3: half the memory
+        Fp8 => QuantisedFormat::Fp8,
+        /// e2m1, with a scale for every sixteen columns of a row, by plain inputs: less than a third of the memory
+        Nvfp4 => QuantisedFormat::Nvfp4,
+    }
+}
+
+choice! {
     /// Values of `--part`.
     PartArg for Part {
         /// The transformer
