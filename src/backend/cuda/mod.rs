@@ -51,8 +51,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// The quantised GEMMs that there are kernels for on GPUs of this compute capability. Other weights are expanded to bf16 when
 /// they are uploaded.
 pub const fn gemm_formats(capability: (u32, u32)) -> GemmFormats {
+    const EXPANDED: GemmFormats = GemmFormats { w8a16: true, w4a16: true, expands: true, ..GemmFormats::NONE };
     match capability {
-        (9, 0) => GemmFormats { w8a8: true, w8a16: true, w4a16: true, qk8: true, expands: true, ..GemmFormats::NONE },
+        (9, 0) => GemmFormats { w8a8: true, qk8: true, ..EXPANDED },
+        (8, 9) | (10.., _) => GemmFormats { w8a8: true, ..EXPANDED },
+        (8, _) => EXPANDED,
         _ => GemmFormats::NONE,
     }
 }
@@ -171,6 +174,16 @@ impl Cuda {
     /// The GPU.
     pub fn device(&self) -> &DeviceInfo {
         self.driver.device()
+    }
+
+    /// Bytes that the GPU moves to or from its memory in a second at most; none if the driver does not tell.
+    pub fn memory_bandwidth(&self) -> Result<Option<u64>> {
+        self.driver.memory_bandwidth()
+    }
+
+    /// Whether kernels for this GPU's architecture alone are loaded, which Hopper has; others run the portable ones.
+    pub fn has_hopper_kernels(&self) -> bool {
+        self.launched().any(|(kernel, _)| kernel.file().ends_with("_sm90"))
     }
 
     /// How often each kernel that this GPU can run was launched so far. A captured launch counts once, however often its graph is

@@ -176,6 +176,14 @@ impl Driver for System {
         Ok(free as u64)
     }
 
+    fn memory_bandwidth(&self) -> Result<Option<u64>> {
+        let clock = attribute(self.handle, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE)?;
+        let bits = attribute(self.handle, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH)?;
+        // The clock is in kHz, and every pin moves two bits in each. Drivers that do not tell say zero.
+        let bytes = 2 * 1000 * u64::from(clock) * u64::from(bits) / 8;
+        Ok((bytes > 0).then_some(bytes))
+    }
+
     fn allocate(&self, bytes: u64) -> Result<u64> {
         let mut address = 0;
         // SAFETY: `address` outlives the call.
