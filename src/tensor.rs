@@ -7,6 +7,7 @@ mod format;
 pub mod minifloat;
 pub mod nvfp4;
 mod part;
+pub mod quantise;
 mod reencode;
 mod values;
 

@@ -88,6 +88,8 @@ static E2M1_PAIRS: [[f32; 2]; 256] = {
 
 /// The largest value of e4m3.
 pub const E4M3_MAX: f32 = E4m3::decode(E4M3_LARGEST);
+/// The largest value of e2m1.
+pub const E2M1_MAX: f32 = E2m1::decode(E2M1_LARGEST);
 
 /// The value of an e4m3 code.
 pub fn e4m3(code: u8) -> f32 {

@@ -1,6 +1,6 @@
 //! Weights as files store them.
 
-use super::reencode::{fp8_scale, power_between, reencode_block};
+use super::reencode::{power_between, reencode_block, reencoded_scale};
 use super::{Bytes, DType, Scale, Scales, Stored, nvfp4};
 use rayon::prelude::*;
 use std::sync::Arc;
@@ -159,7 +159,7 @@ impl WeightPart {
             true => nvfp4::largest_scale(scales, self.rows, self.cols()),
             false => scales.par_iter().copied().max().unwrap_or(0),
         };
-        fp8_scale(*tensor, largest).map(Stored::fp8)
+        reencoded_scale(*tensor, largest).map(Stored::fp8)
     }
 
     /// Whether [`WeightPart::convert`] can make rows of this format: plain elements of any, and of NVFP4 e4m3 with one scale, if

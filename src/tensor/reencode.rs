@@ -5,17 +5,15 @@
 //! 1, 2 and 4 keep their bits, and so do the others where the scale has a bit to spare: 76 to 81 % of weights of normal or
 //! exponential distribution. Scales of rows that are no powers of two would round all of them, and err more.
 
-use super::minifloat::{E4M3_MAX, e2m1, e4m3};
+use super::minifloat::{E2M1_MAX, E4M3_MAX, e2m1, e4m3};
 use super::{DType, Scale};
 
-/// The largest magnitude of an e2m1 element.
-const E2M1_MAX: f32 = 6.0;
 /// Smaller powers of two are never needed: with the smallest scale of a block, 2^-9, the largest product is less than 2^-6.
 const SMALLEST_POWER: f32 = 1.0 / (1 << 16) as f32;
 
 /// The scale of NVFP4 as e4m3: that of the tensor times the smallest power of two with which the largest scale of a block, of
 /// which this is the code, times the largest element is in range. `None` where that is beyond f32.
-pub fn fp8_scale(tensor: Scale, largest: u8) -> Option<Scale> {
+pub fn reencoded_scale(tensor: Scale, largest: u8) -> Option<Scale> {
     let largest = e4m3(largest) * E2M1_MAX;
     let mut power = SMALLEST_POWER;
     while power * E4M3_MAX < largest {

@@ -8,6 +8,7 @@ mod elements;
 mod fp8;
 mod nvfp4;
 mod products;
+mod quantising;
 mod reencoding;
 
 use kiln::backend::Backend;

@@ -79,7 +79,7 @@ fn products_of_elements_and_scales_are_exact_in_bf16() {
 }
 
 /// The values of a case, filled up with zeros to the rows that it stores.
-fn input(case: &Value) -> Vec<f32> {
+pub fn input(case: &Value) -> Vec<f32> {
     let ([rows, cols], [_, stored_cols]) = (shape(case, "padded_shape"), shape(case, "logical_shape"));
     assert_eq!(cols, stored_cols);
     let mut values = DType::Bf16.decoded(&memory(case, "input_bf16_hex"));

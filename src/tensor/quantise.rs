@@ -1,0 +1,131 @@
+//! Quantising plain weights: their scales, and their codes as the files of ComfyUI and Black Forest Labs store them.
+//!
+//! A scale is the largest magnitude over the largest code, and all divisions are in f32. Multiplying by reciprocals is faster and
+//! would change one code in a thousand, so that files would not be those of other programs.
+
+use super::minifloat::{E2M1_MAX, E4M3_MAX};
+use super::{DType, PartScaling, Scale, WeightPart, nvfp4};
+use rayon::prelude::*;
+use std::ops::Range;
+
+/// Values that are decoded at a time: they stay in the first-level cache. It is a multiple of the blocks of NVFP4.
+const CHUNK: usize = 1024;
+/// Chunks that one thread looks at, at the least.
+const GRAIN: usize = 64;
+
+/// A format that plain weights are quantised to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum QuantisedFormat {
+    /// e4m3 with one scale, or with one for each row.
+    Fp8,
+    /// e2m1 with an e4m3 scale for every sixteen columns of a row, and one scale of the tensor.
+    Nvfp4,
+}
+
+impl QuantisedFormat {
+    /// The name on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Fp8 => "fp8",
+            Self::Nvfp4 => "nvfp4",
+        }
+    }
+}
+
+/// The largest magnitude of plain weights, or NaN if one is NaN or infinite: no scale fits such a matrix.
+///
+/// # Panics
+/// If a part is quantised already.
+pub fn largest_magnitude(parts: &[WeightPart]) -> f32 {
+    let largest = |part: &WeightPart| {
+        let chunks = plain(part, 0..part.rows).par_chunks(part.dtype.bytes(CHUNK)).with_min_len(GRAIN);
+        chunks.map(|bytes| largest_bits(part.dtype, bytes)).max().unwrap_or(0)
+    };
+    match parts.iter().map(largest).max().unwrap_or(0) {
+        // A positive float is smaller than another one if its bits are, and the infinite and NaN are above all others.
+        bits if bits < f32::INFINITY.to_bits() as i32 => f32::from_bits(bits as u32),
+        _ => f32::NAN,
+    }
+}
+
+/// The largest bits of the magnitudes in a chunk. They are compared as signed numbers, which every processor does in vectors.
+fn largest_bits(dtype: DType, bytes: &[u8]) -> i32 {
+    let mut values = [0.0; CHUNK];
+    let values = &mut values[..dtype.elements(bytes.len())];
+    dtype.decode(bytes, values);
+    values.iter().map(|value| value.abs().to_bits() as i32).max().unwrap_or(0)
+}
+
+/// The scale of FP8 weights, or of a row of them, of this largest magnitude. `None` if it is not finite, or so small that the
+/// scale would be zero.
+pub fn fp8_scale(largest: f32) -> Option<Scale> {
+    scale_of(largest, E4M3_MAX)
+}
+
+/// The scale of an NVFP4 tensor of this largest magnitude: the block that holds it gets the largest scale of a block. `None` as
+/// for FP8.
+pub fn nvfp4_scale(largest: f32) -> Option<Scale> {
+    scale_of(largest, E4M3_MAX * E2M1_MAX)
+}
+
+/// Weights that are all zero need no scale in particular, but zero is none.
+fn scale_of(largest: f32, code: f32) -> Option<Scale> {
+    if largest == 0.0 { Some(Scale::ONE) } else { Scale::new(largest / code) }
+}
+
+/// Quantises rows of plain weights to e4m3 with this scale.
+///
+/// # Panics
+/// If the part is quantised already, has no such rows, or if there is not one byte for each element.
+pub fn encode_fp8(part: &WeightPart, rows: Range<usize>, scale: Scale, to: &mut [u8]) {
+    let bytes = plain(part, rows);
+    assert_eq!(to.len(), part.dtype.elements(bytes.len()), "one byte for each element");
+    let (mut chunk, scale) = ([0.0; CHUNK], scale.get());
+    for (to, bytes) in to.chunks_mut(CHUNK).zip(bytes.chunks(part.dtype.bytes(CHUNK))) {
+        let chunk = &mut chunk[..to.len()];
+        part.dtype.decode(bytes, chunk);
+        chunk.iter_mut().for_each(|value| *value /= scale);
+        DType::E4m3.encode(chunk, to);
+    }
+}
+
+/// Quantises rows of plain weights to NVFP4 with this scale of the tensor, in the layout of
+/// [`Nvfp4Layout::COMFY`](super::Nvfp4Layout::COMFY): the even column in the high nibble, and the block scales of these rows in
+/// tiles, which are padded with zeros.
+///
+/// # Panics
+/// If the part is quantised already or has no such rows, if they do not begin at a whole tile or consist of whole blocks, or if
+/// the codes or the tiles of scales have another size.
+pub fn encode_nvfp4(part: &WeightPart, rows: Range<usize>, tensor: Scale, codes: &mut [u8], tiled_scales: &mut [u8]) {
+    let cols = part.cols();
+    assert!(rows.start.is_multiple_of(nvfp4::TILE_ROWS), "row {} is inside a tile of scales", rows.start);
+    assert!(cols.is_multiple_of(nvfp4::BLOCK), "{cols} columns are not whole blocks");
+    assert_eq!(tiled_scales.len(), nvfp4::scale_bytes(rows.len(), cols), "tiles of scales");
+    let bytes = plain(part, rows);
+    assert_eq!(2 * codes.len(), part.dtype.elements(bytes.len()), "two elements to a byte");
+    tiled_scales.fill(0);
+    if codes.is_empty() {
+        return;
+    }
+    let (mut chunk, tiles_along) = ([0.0; CHUNK], nvfp4::tiles_along(cols));
+    for (row, (codes, bytes)) in codes.chunks_mut(cols / 2).zip(bytes.chunks(part.dtype.bytes(cols))).enumerate() {
+        let chunks = codes.chunks_mut(CHUNK / 2).zip(bytes.chunks(part.dtype.bytes(CHUNK)));
+        for (i, (codes, bytes)) in chunks.enumerate() {
+            let chunk = &mut chunk[..2 * codes.len()];
+            part.dtype.decode(bytes, chunk);
+            let blocks = chunk.as_chunks::<{ nvfp4::BLOCK }>().0.iter().zip(codes.as_chunks_mut::<{ nvfp4::BLOCK / 2 }>().0);
+            for (block, (values, codes)) in blocks.enumerate() {
+                let at = nvfp4::scale_offset(row, i * (CHUNK / nvfp4::BLOCK) + block, tiles_along);
+                tiled_scales[at] = nvfp4::encode_block(values, tensor.get(), codes);
+            }
+        }
+    }
+}
+
+/// The bytes of rows of plain elements.
+fn plain(part: &WeightPart, rows: Range<usize>) -> &[u8] {
+    let unscaled = matches!(part.scaling, PartScaling::Unscaled) && !part.dtype.is_quantised();
+    assert!(unscaled, "{:?} are quantised already", part.stored());
+    let row = part.dtype.bytes(part.cols());
+    &part.bytes[rows.start * row..rows.end * row]
+}
