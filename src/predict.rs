@@ -49,7 +49,7 @@ impl Prediction {
 mod tests {
     use super::*;
     use crate::config::{Conventions, Variant};
-    use crate::pipeline::{Configs, Job, LoadOptions, estimate_on};
+    use crate::pipeline::{Configs, Job, LoadOptions, estimate_timed};
     use crate::sequence::Pixels;
 
     #[test]
@@ -62,7 +62,7 @@ mod tests {
                     job.size = Pixels::new(side, side).unwrap();
                     let p = Predictor::new(card, family).unwrap();
                     let e =
-                        estimate_on(&c, Variant::Distilled, LoadOptions::DEFAULT, card.gemm_formats(), &job, Some(p.op_time()))
+                        estimate_timed(&c, Variant::Distilled, LoadOptions::DEFAULT, card.gemm_formats(), &job, Some(p.op_time()))
                             .unwrap();
                     let q = Prediction::of(&e).unwrap();
                     println!(

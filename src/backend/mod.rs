@@ -158,7 +158,7 @@ pub trait Backend {
     }
 
     /// Uploads a weight and replaces whatever was stored there. `parts` are its rows in order, in the format of `to` or in one
-    /// that can be [converted](WeightPart::converts_to) to it. Ops that were issued earlier still read the old values.
+    /// that can be [converted](WeightPart::converts_to) or [quantised](crate::tensor::quantise::encodes) to it. Ops that were issued earlier still read the old values.
     fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()>;
 
     /// Bytes of memory that can still be allocated, if the backend knows.

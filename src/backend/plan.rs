@@ -94,9 +94,8 @@ impl Backend for Plan {
     fn upload(&mut self, to: Tensor, _role: Role, parts: &[WeightPart]) -> Result<()> {
         for part in parts.iter().filter(|part| !part.is_readable_as(to.stored())) {
             self.copied_bytes += to.dtype.bytes(part.rows * to.cols) as u64;
-            if let (true, PartScaling::Blocks16 { layout: Nvfp4Layout { tiled: false, .. }, .. }) =
-                (to.dtype.is_quantised(), &part.scaling)
-            {
+            let is_tiled = matches!(part.scaling, PartScaling::Blocks16 { layout: Nvfp4Layout { tiled: true, .. }, .. });
+            if to.dtype.is_quantised() && !is_tiled {
                 let scales = to.scale_extent();
                 self.copied_bytes += scales.end - scales.start;
             }

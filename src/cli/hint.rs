@@ -51,6 +51,7 @@ fn describe(remedy: &Remedy) -> String {
         Remedy::Nvfp4Layout => "if the file stores NVFP4 in another order, name it with --nvfp4-layout".into(),
         Remedy::AnyAttention => "leave out --attention: then it is FP8 where that can be had".into(),
         Remedy::AnyNvfp4Math => "leave out --nvfp4-math: then they are multiplied as what the device has".into(),
+        Remedy::AsStored => "leave out --quantize, or name files that hold them in bf16, f16 or f32".into(),
         plain => plain.to_string(),
     }
 }
@@ -101,6 +102,7 @@ mod tests {
             Remedy::Nvfp4Layout,
             Remedy::AnyAttention,
             Remedy::AnyNvfp4Math,
+            Remedy::AsStored,
         ] {
             assert!(describe(&remedy).contains("--"), "{remedy:?}");
             assert!(!remedy.to_string().contains("--") && !remedy.to_string().is_empty(), "{remedy:?}");

@@ -40,6 +40,8 @@ struct ImageLine<'a> {
     model: &'a str,
     variant: String,
     precision: &'a str,
+    /// What weights were quantised to when they were loaded.
+    quantize: Option<&'a str>,
     backend: &'a str,
     /// Activations that did not fit into FP8.
     saturated: u64,
@@ -59,6 +61,7 @@ impl<'a> ImageLine<'a> {
             model: &settings.model,
             variant: settings.variant.to_string(),
             precision: settings.precision.name(),
+            quantize: settings.quantize(),
             backend,
             saturated: image.saturated,
             seconds,
@@ -134,7 +137,7 @@ impl Outputs {
             None => out.write_all(&png).and_then(|()| out.flush()).map_err(|source| Error::Write { path: DASH.into(), source }),
         };
         warn_of_flat_image(image, terminal);
-        warn_of_saturation(image.saturated, terminal);
+        warn_of_saturation(image.saturated, settings, terminal);
         // The dump comes after the report of the image, which exists even if writing the dump fails.
         if let (Some(dump), Some(record)) = (&self.dump, &image.record) {
             save_new(&dump.path, &record.to_safetensors()?, self.force)?;

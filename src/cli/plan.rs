@@ -129,6 +129,9 @@ pub fn plan(args: PlanArgs, environment: Environment, terminal: &Terminal, out: 
     print(out, &text)
 }
 
+/// The compute capability of Hopper.
+const HOPPER: (u32, u32) = (9, 0);
+
 /// A model as far as it is known before its weights are read.
 struct PlannedModel {
     /// Display name.
@@ -194,13 +197,17 @@ impl PlannedModel {
     /// Estimates the cost of a job on a GPU. With files the dtype of the stored weights is known, which f32 precision keeps;
     /// klein as published is taken to be bfloat16.
     fn estimate(&self, options: LoadOptions, job: &Job) -> Result<Estimate> {
+        let gpu = devices().ok().and_then(|devices| devices.into_iter().next());
+        let gemms = match gpu {
+            Some(gpu) => gemm_formats(gpu.capability),
+            // Weights are quantised for GPUs that multiply them.
+            None if options.quantise.is_some() => gemm_formats(HOPPER),
+            // It is not known which formats there will be kernels for, so the plan is for a GPU that has none.
+            None => GemmFormats::NONE,
+        };
         match &self.source {
-            Source::Files(model) => {
-                // Without a GPU it is not known which formats there will be kernels for, so the plan is for a GPU that has none.
-                let gpu = devices().ok().and_then(|devices| devices.into_iter().next());
-                model.estimate(options, gpu.map_or(GemmFormats::NONE, |gpu| gemm_formats(gpu.capability)), job)
-            }
-            Source::Klein(configs) => estimate(configs, self.variant, options, job),
+            Source::Files(model) => model.estimate(options, gemms, job),
+            Source::Klein(configs) => estimate(configs, self.variant, options, gemms, job),
         }
     }
 }

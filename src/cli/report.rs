@@ -156,15 +156,18 @@ pub fn warn_of_flat_image(image: &GeneratedImage, terminal: &Terminal) {
 }
 
 /// Warns of activations that did not fit into FP8.
-pub fn warn_of_saturation(saturated: u64, terminal: &Terminal) {
+pub fn warn_of_saturation(saturated: u64, settings: &Settings, terminal: &Terminal) {
     let what = match saturated {
         0 => return,
         1 => "1 activation was".into(),
         many => format!("{} activations were", grouped(many)),
     };
+    let (why, remedy) = match settings.quantize() {
+        Some(_) => ("--quantize does not calibrate its input scales", "a model without it"),
+        None => ("the model's input scales are too small for this prompt", "a bf16 model"),
+    };
     terminal.warn(&format!(
-        "{what} beyond the range of FP8 and clamped, so the picture may be wrong: the model's input scales are too small for this \
-         prompt; a bf16 model or --precision f32 has no such limit"
+        "{what} beyond the range of FP8 and clamped, so the picture may be wrong: {why}; {remedy} or --precision f32 has no such limit"
     ));
 }
 

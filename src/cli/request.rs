@@ -143,7 +143,8 @@ impl ImageRequest {
     /// The options for loading a model for these images.
     pub fn load_options(&self, precision: Precision, low_memory: bool, quantised: &QuantisedArgs) -> LoadOptions {
         let (attention, nvfp4_math) = (quantised.attention.into(), quantised.nvfp4_math.into());
-        LoadOptions { precision, references: !self.references.is_empty(), low_memory, attention, nvfp4_math }
+        let quantise = quantised.quantize.map(Into::into);
+        LoadOptions { precision, references: !self.references.is_empty(), low_memory, attention, nvfp4_math, quantise }
     }
 }
 
@@ -277,10 +278,10 @@ mod tests {
         assert!(matches!(request.noise, Noise::Drawn(NoiseKind::HOPPER)));
         assert_eq!((request.steps, request.guidance), (None, None));
         assert!(!request.record && request.negative.is_none() && request.references.is_empty());
-        let LoadOptions { precision, references, low_memory, attention, nvfp4_math } = setup.options;
+        let LoadOptions { precision, references, low_memory, attention, nvfp4_math, quantise } = setup.options;
         assert_eq!((precision, references, low_memory, setup.device), (Precision::Bf16, false, false, 0));
         assert_eq!((attention, setup.accumulate), (AttentionFormat::Auto, Fp8Accumulate::Auto));
-        assert_eq!(nvfp4_math, Nvfp4Math::Auto);
+        assert_eq!((nvfp4_math, quantise), (Nvfp4Math::Auto, None));
         assert!(setup.named && matches!(setup.found, Found::Tiny) && setup.notes.is_empty());
     }
 

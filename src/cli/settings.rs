@@ -77,6 +77,11 @@ impl Settings {
         1 + usize::from(self.guided)
     }
 
+    /// The format that weights were quantised to when they were loaded, if they were.
+    pub fn quantize(&self) -> Option<&str> {
+        self.quantised_flags.iter().find(|(flag, _)| *flag == QUANTIZE).map(|(_, format)| format.as_str())
+    }
+
     /// Width and height, for display.
     pub fn size(&self) -> String {
         format!("{}x{}", self.job.size.width(), self.job.size.height())
@@ -93,9 +98,13 @@ fn describe_reference(reference: &PreparedReference) -> String {
     format!("{}, {}, {} tokens", reference.origin.display(), sizes.join(" -> "), reference.grid().tokens())
 }
 
+/// The flag that quantises weights when they are loaded.
+const QUANTIZE: &str = "quantize";
+
 /// The flags that reproduce how a model computes with FP8 and NVFP4, and their values; none if it does not.
 pub fn quantised_flags(formats: &Formats) -> Vec<(&'static str, String)> {
     let mut list = Vec::new();
+    list.extend(formats.quantised_at_load().map(|format| (QUANTIZE, format.into())));
     if formats.multiplies_fp8() {
         // A model whose blocks differ is what `auto` makes of it.
         let attention = match formats.fp8_attention() {

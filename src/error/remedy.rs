@@ -76,6 +76,8 @@ pub enum Remedy {
     AnyAttention,
     /// Leave what NVFP4 is multiplied as to the device.
     AnyNvfp4Math,
+    /// Load the weights as they are stored, or name files that are not quantised.
+    AsStored,
 }
 
 /// Joins alternatives as in "a, b, or c".
@@ -123,6 +125,7 @@ impl fmt::Display for Remedy {
             Self::Nvfp4Layout => f.write_str("if the file stores NVFP4 in another order, name its layout"),
             Self::AnyAttention => f.write_str("leave its format open: then it is FP8 where that can be had"),
             Self::AnyNvfp4Math => f.write_str("leave open what they are multiplied as: then it is what the device has"),
+            Self::AsStored => f.write_str("load them as they are stored, or name files that hold them in bf16, f16 or f32"),
             Self::ReplaceParts(parts) => write!(f, "put a complete file there, or give another {}", names(parts)),
         }
     }

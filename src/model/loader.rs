@@ -2,13 +2,17 @@
 
 use super::attention::{AttentionFormat, BlockAttention};
 use super::bounds::{NormGain, QkGain};
+use super::formats::{LayerFormat, PartFormat, PlainInput};
 use super::nvfp4_math::{Nvfp4Math, refused};
+use super::quantise::{self, LayerPlace, Producer};
 use super::table::TokenTable;
 use crate::backend::{Backend, Conv, GemmFormats, GroupNorm, Linear, QkNorm, Role, Weight};
 use crate::checkpoint::Weights;
 use crate::error::{Error, Result};
 use crate::names::TensorSpec;
-use crate::tensor::{Arena, DType, Precision, Region, Scaling, Stored, Tensor, WeightPart};
+use crate::tensor::nvfp4::BLOCK;
+use crate::tensor::quantise::{QuantisedFormat, largest_magnitude, nvfp4_scale};
+use crate::tensor::{Arena, DType, Precision, Region, Scale, Scales, Scaling, Stored, Tensor, WeightPart};
 
 /// Hands a model the tensors that its `load` names. Every tensor's name and shape is spelled once, in `load`, and serves two
 /// purposes: with weights or a dry run the tensors are placed on a backend, and for a manifest they are only listed.
@@ -17,6 +21,7 @@ pub struct Loader<'a> {
     precision: Precision,
     attention: AttentionFormat,
     nvfp4_math: Nvfp4Math,
+    quantise: Option<QuantisedFormat>,
 }
 
 /// What becomes of the tensors that are loaded.
@@ -35,52 +40,9 @@ struct Upload<'a> {
     loaded: &'a mut dyn FnMut(u64),
     /// Whether weights are checked for parts that were never written.
     wary: bool,
+    /// Whether only shapes and formats matter, so that weights which are quantised need not be read for their scales.
+    dry: bool,
     formats: Vec<LayerFormat>,
-}
-
-/// The formats of a linear layer.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LayerFormat {
-    /// The canonical name of its weight.
-    pub name: String,
-    /// Those of its weight, which is stored in one part or in several, in row order.
-    pub parts: Vec<PartFormat>,
-    /// The type of its input.
-    pub input: DType,
-    /// The number of its inputs, which is the K of its GEMM.
-    pub inputs: usize,
-    /// Why the input of quantised weights is not quantised, if it is not.
-    pub why: Option<PlainInput>,
-}
-
-/// Why the input of a layer whose weights are quantised is not.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PlainInput {
-    /// No op before the layer could store it quantised, or the model was made for inputs as they are, as text encoders are.
-    Model,
-    /// The checkpoint does not ask for it.
-    File,
-    /// The parts of the weight ask for different formats of the one input that they have.
-    Parts,
-    /// In f32 nothing is rounded that need not be.
-    Precision,
-    /// The backend has no GEMM of these weights and the input that the checkpoint asks for.
-    Device,
-    /// Plain inputs were asked for.
-    Asked,
-}
-
-/// The formats of consecutive rows of a weight: in the checkpoint, and on the backend. Without a checkpoint they are the same.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PartFormat {
-    /// The type in which the checkpoint stores them.
-    pub stored: DType,
-    /// The type in which the backend holds them.
-    pub held: DType,
-    /// Bytes in the checkpoint, with scales.
-    pub stored_bytes: u64,
-    /// Bytes on the backend, with scales.
-    pub held_bytes: u64,
 }
 
 impl<'a> Loader<'a> {
@@ -92,8 +54,8 @@ impl<'a> Loader<'a> {
         precision: Precision,
         loaded: &'a mut dyn FnMut(u64),
     ) -> Self {
-        let target = Target::Backend(Upload { backend, region, source, loaded, wary: false, formats: Vec::new() });
-        Self { target, precision, attention: AttentionFormat::Auto, nvfp4_math: Nvfp4Math::Auto }
+        let target = Target::Backend(Upload { backend, region, source, loaded, wary: false, dry: false, formats: Vec::new() });
+        Self { target, precision, attention: AttentionFormat::Auto, nvfp4_math: Nvfp4Math::Auto, quantise: None }
     }
 
     /// Sets the format of queries and keys that blocks are to have.
@@ -106,11 +68,25 @@ impl<'a> Loader<'a> {
         Self { nvfp4_math, ..self }
     }
 
-    /// Sets whether weights are checked as they are used, so that a matrix of which a part was never written is an error. A dry
-    /// run uses none.
-    pub fn wary(mut self, wary: bool) -> Self {
+    /// Sets the format that plain weights of transformer blocks and text encoders are quantised to, if they are.
+    pub fn with_quantise(self, quantise: Option<QuantisedFormat>) -> Self {
+        Self { quantise, ..self }
+    }
+
+    /// Checks weights as they are used, so that a matrix of which a part was never written is an error.
+    pub fn wary(self) -> Self {
+        self.with(|upload| upload.wary = true)
+    }
+
+    /// Reads no weights. The scales of tensors that are quantised are then one instead of those that their values need, which
+    /// makes no difference to a dry run.
+    pub fn dry(self) -> Self {
+        self.with(|upload| upload.dry = true)
+    }
+
+    fn with(mut self, change: impl FnOnce(&mut Upload<'a>)) -> Self {
         if let Target::Backend(upload) = &mut self.target {
-            upload.wary = wary;
+            change(upload);
         }
         self
     }
@@ -120,7 +96,7 @@ impl<'a> Loader<'a> {
         let mut list = Vec::new();
         let target = Target::Manifest(&mut list);
         let (attention, nvfp4_math) = (AttentionFormat::Auto, Nvfp4Math::Auto);
-        let mut loader = Loader { target, precision: Precision::Bf16, attention, nvfp4_math };
+        let mut loader = Loader { target, precision: Precision::Bf16, attention, nvfp4_math, quantise: None };
         // Nothing is allocated or read, so there is nothing that could fail.
         load(&mut loader).map(drop).expect("recording a manifest does not fail");
         list
@@ -147,11 +123,14 @@ impl<'a> Loader<'a> {
         }
     }
 
-    /// Loads a linear layer without its bias. If its input `is_produced` by an op that can write what the layer multiplies, that
-    /// may be quantised as the checkpoint says; otherwise it has the precision of activations.
-    fn layer(&mut self, spec: TensorSpec, is_produced: bool) -> Result<Linear> {
+    /// Loads a linear layer without its bias. Its place decides whether its input may be quantised, as the checkpoint says; otherwise
+    /// that has the precision of activations.
+    fn layer(&mut self, spec: TensorSpec, place: LayerPlace) -> Result<Linear> {
         match &mut self.target {
-            Target::Backend(upload) => upload.layer(&spec, is_produced, self.precision, self.nvfp4_math),
+            Target::Backend(upload) => match self.quantise.filter(|_| place.is_quantised_at_load()) {
+                Some(format) => upload.quantised_layer(&spec, place, self.precision, format),
+                None => upload.layer(&spec, place, self.precision, self.nvfp4_math),
+            },
             Target::Manifest(list) => Ok(Linear::new(listed(list, spec), None)),
         }
     }
@@ -178,17 +157,17 @@ impl<'a> Loader<'a> {
 
     /// A linear layer without bias, `name` being the weight's.
     pub(super) fn linear(&mut self, name: &str, out: usize, input: usize) -> Result<Linear> {
-        self.stacked(name, &[out], input)
+        self.layer(TensorSpec::new(name, &[out, input]), LayerPlace::Elsewhere)
     }
 
-    /// A linear layer without bias whose rows are those of several layers, which a checkpoint may store one by one.
-    pub(super) fn stacked(&mut self, name: &str, stack: &[usize], input: usize) -> Result<Linear> {
-        self.layer(TensorSpec::stacked(name, stack, input), false)
+    /// The same in a layer of the text encoder. Its rows may be those of several layers, which a checkpoint may store one by one.
+    pub(super) fn encoder_linear(&mut self, name: &str, stack: &[usize], input: usize) -> Result<Linear> {
+        self.layer(TensorSpec::stacked(name, stack, input), LayerPlace::Encoder)
     }
 
-    /// The same in a block whose ops write what the layer multiplies, so that its input may be quantised.
-    pub(super) fn block_linear(&mut self, name: &str, stack: &[usize], input: usize) -> Result<Linear> {
-        self.layer(TensorSpec::stacked(name, stack, input), true)
+    /// The same in a block of the transformer, behind the op that writes what the layer multiplies.
+    pub(super) fn block_linear(&mut self, name: &str, stack: &[usize], input: usize, producer: Producer) -> Result<Linear> {
+        self.layer(TensorSpec::stacked(name, stack, input), LayerPlace::Block(producer))
     }
 
     /// A linear layer with bias, `name` being the layer's.
@@ -202,7 +181,7 @@ impl<'a> Loader<'a> {
     }
 
     fn biased(&mut self, name: &str, shape: &[usize]) -> Result<Linear> {
-        let layer = self.layer(TensorSpec::new(format!("{name}.weight"), shape), false)?;
+        let layer = self.layer(TensorSpec::new(format!("{name}.weight"), shape), LayerPlace::Elsewhere)?;
         Ok(Linear { bias: Some(self.vector(&format!("{name}.bias"), shape[0])?), ..layer })
     }
 
@@ -271,9 +250,13 @@ fn plain_dtype(parts: &[WeightPart], precision: Precision) -> DType {
 fn part_formats(parts: &[WeightPart], weight: &Weight) -> Vec<PartFormat> {
     let held = |tensor: Tensor| (tensor.dtype, tensor.bytes());
     if parts.is_empty() {
-        let of = |&tensor: &Tensor| held(tensor);
-        let same = |(dtype, bytes)| PartFormat { stored: dtype, held: dtype, stored_bytes: bytes, held_bytes: bytes };
-        return weight.parts().iter().map(of).map(same).collect();
+        // A checkpoint would have plain values.
+        let format = |tensor: &Tensor| {
+            let stored = if tensor.dtype.is_quantised() { DType::Bf16 } else { tensor.dtype };
+            let stored_bytes = stored.bytes(tensor.len()) as u64;
+            PartFormat { stored, held: tensor.dtype, stored_bytes, held_bytes: tensor.bytes() }
+        };
+        return weight.parts().iter().map(format).collect();
     }
     let mut first = 0;
     let mut format = |part: &WeightPart| {
@@ -284,6 +267,11 @@ fn part_formats(parts: &[WeightPart], weight: &Weight) -> Vec<PartFormat> {
         PartFormat { stored: part.dtype, held, stored_bytes: part.stored_bytes(), held_bytes }
     };
     parts.iter().map(&mut format).collect()
+}
+
+/// A weight of several tensors.
+fn stacked(spec: &TensorSpec, tensors: &[Tensor]) -> Result<Weight> {
+    Weight::stack(tensors).ok_or_else(|| Error::Op { op: "load", what: format!("the parts of `{}`", spec.name) })
 }
 
 impl Upload<'_> {
@@ -300,7 +288,8 @@ impl Upload<'_> {
         Ok(tensor)
     }
 
-    fn layer(&mut self, spec: &TensorSpec, is_produced: bool, precision: Precision, math: Nvfp4Math) -> Result<Linear> {
+    fn layer(&mut self, spec: &TensorSpec, place: LayerPlace, precision: Precision, math: Nvfp4Math) -> Result<Linear> {
+        let is_produced = matches!(place, LayerPlace::Block(_));
         let (rows, cols) = extent(spec);
         let (parts, wanted, inputs_differ) = match self.source {
             Some(source) => {
@@ -336,15 +325,65 @@ impl Upload<'_> {
                 };
                 self.upload(Role::Linear, [part.rows, cols], stored, one)
             });
-            let tensors = each.collect::<Result<Vec<_>>>()?;
-            let parts = || Error::Op { op: "load", what: format!("the parts of `{}`", spec.name) };
-            Weight::stack(&tensors).ok_or_else(parts)?
+            stacked(spec, &each.collect::<Result<Vec<_>>>()?)?
         } else {
             Weight::new(self.upload(Role::Linear, [rows, cols], Stored::plain(plain_dtype(&parts, precision)), &parts)?)
         };
+        self.loaded_layer(spec, &parts, weight, input, why)
+    }
+
+    /// Loads a layer and quantises its weight on the way, each part of it with scales of its own.
+    fn quantised_layer(
+        &mut self,
+        spec: &TensorSpec,
+        place: LayerPlace,
+        precision: Precision,
+        format: QuantisedFormat,
+    ) -> Result<Linear> {
+        let refused = |why: String| quantise::refused(format, &why);
+        let (parts, (rows, cols)) = (self.stored(spec)?, extent(spec));
+        if let Some(part) = parts.iter().find(|part| part.dtype.is_quantised()) {
+            return Err(refused(format!("`{}` is stored as {} already", spec.name, part.dtype.name())));
+        }
+        if format == QuantisedFormat::Nvfp4 && !cols.is_multiple_of(BLOCK) {
+            return Err(refused(format!("`{}` has {cols} columns, which is no multiple of {BLOCK}", spec.name)));
+        }
+        let input = quantise::input(format, place, self.backend.gemm_formats(), precision)?;
+        let stored = |part: &[WeightPart]| {
+            let scales = match format {
+                QuantisedFormat::Fp8 => Scales::Rows,
+                QuantisedFormat::Nvfp4 if self.dry => Scales::Blocks16(Scale::ONE),
+                QuantisedFormat::Nvfp4 => {
+                    let scale = nvfp4_scale(largest_magnitude(part));
+                    Scales::Blocks16(scale.ok_or_else(|| refused(format!("`{}` has values that are not finite", spec.name)))?)
+                }
+            };
+            Ok(Stored { dtype: format.dtype(), scales })
+        };
+        let parts_of = match &parts[..] {
+            [] => vec![(rows, &parts[..])],
+            parts => parts.iter().map(|part| (part.rows, std::slice::from_ref(part))).collect(),
+        };
+        let formats = parts_of.iter().map(|(_, part)| stored(part)).collect::<Result<Vec<_>>>()?;
+        let each =
+            parts_of.iter().zip(formats).map(|(&(rows, part), stored)| self.upload(Role::Linear, [rows, cols], stored, part));
+        let weight = stacked(spec, &each.collect::<Result<Vec<_>>>()?)?;
+        let (why, input) = (input.err(), input.unwrap_or(Stored::plain(precision.activations())));
+        self.loaded_layer(spec, &parts, weight, input, why)
+    }
+
+    /// Notes what became of a layer that was loaded from these parts.
+    fn loaded_layer(
+        &mut self,
+        spec: &TensorSpec,
+        parts: &[WeightPart],
+        weight: Weight,
+        input: Stored,
+        why: Option<PlainInput>,
+    ) -> Result<Linear> {
         self.note_used(spec, false)?;
-        let (name, formats) = (spec.name.clone(), part_formats(&parts, &weight));
-        self.formats.push(LayerFormat { name, parts: formats, input: input.dtype, inputs: cols, why });
+        let (name, parts) = (spec.name.clone(), part_formats(parts, &weight));
+        self.formats.push(LayerFormat { name, parts, input: input.dtype, inputs: weight.cols(), why });
         Ok(Linear { weight, bias: None, input, low_rank: None })
     }
 

@@ -3,16 +3,19 @@
 
 mod attention;
 mod bounds;
+mod formats;
 mod loader;
 mod manifest;
 mod nvfp4_math;
+mod quantise;
 mod table;
 mod text_encoder;
 mod transformer;
 mod vae;
 
 pub use attention::{AttentionFormat, BlockFormat, PlainHeads};
-pub use loader::{LayerFormat, Loader, PartFormat, PlainInput};
+pub use formats::{LayerFormat, PartFormat, PlainInput};
+pub use loader::Loader;
 pub use manifest::{text_manifest, transformer_manifest, vae_manifest};
 pub use nvfp4_math::Nvfp4Math;
 pub use text_encoder::TextEncoder;

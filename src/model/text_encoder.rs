@@ -43,12 +43,12 @@ impl TextEncoder {
                 let name = |rest: &str| format!("model.layers.{i}.{rest}.weight");
                 Ok(Layer {
                     input_norm: loader.vector(&name("input_layernorm"), c.hidden)?,
-                    qkv: loader.stacked(&name("self_attn.qkv_proj"), &[q, kv, kv], c.hidden)?,
+                    qkv: loader.encoder_linear(&name("self_attn.qkv_proj"), &[q, kv, kv], c.hidden)?,
                     qk_norm: loader.qk_norm(&name("self_attn.q_norm"), &name("self_attn.k_norm"), HEAD_DIM, c.eps)?,
-                    out: loader.linear(&name("self_attn.o_proj"), c.hidden, q)?,
+                    out: loader.encoder_linear(&name("self_attn.o_proj"), &[c.hidden], q)?,
                     mlp_norm: loader.vector(&name("post_attention_layernorm"), c.hidden)?,
-                    gate_up: loader.stacked(&name("mlp.gate_up_proj"), &[mlp, mlp], c.hidden)?,
-                    down: loader.linear(&name("mlp.down_proj"), c.hidden, mlp)?,
+                    gate_up: loader.encoder_linear(&name("mlp.gate_up_proj"), &[mlp, mlp], c.hidden)?,
+                    down: loader.encoder_linear(&name("mlp.down_proj"), &[c.hidden], mlp)?,
                 })
             })
             .collect::<Result<_>>()?;

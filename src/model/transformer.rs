@@ -4,7 +4,7 @@
 //! depends only on the timestep ([`Transformer::modulations`]) or only on the prompt ([`ContextIn`]) is computed once per image.
 
 use super::attention::{BlockAttention, BlockFormat, KvCache};
-use super::{Loader, alloc_for, bounds::QkGain};
+use super::{Loader, alloc_for, bounds::QkGain, quantise::Producer};
 use crate::backend::{
     Backend, GatedGemm, Gemm, KvSegment, Linear, Modulated, Op, Projection, QkNorm, Rope, RopeStyle, StepKey, scope,
 };
@@ -170,12 +170,12 @@ impl Stream {
         let (h, mlp) = (c.hidden, c.mlp());
         let norm = |which: &str| format!("{prefix}_attn.norm.{which}_norm.scale");
         Ok(Self {
-            qkv: loader.block_linear(&format!("{prefix}_attn.qkv.weight"), &[h; 3], h)?,
+            qkv: loader.block_linear(&format!("{prefix}_attn.qkv.weight"), &[h; 3], h, Producer::Norm)?,
             qk_norm: loader.qk_norm(&norm("query"), &norm("key"), HEAD_DIM, c.eps)?,
             qk_gain: loader.qk_gain(&norm("query"), &norm("key"), HEAD_DIM)?,
-            attention_out: loader.block_linear(&format!("{prefix}_attn.proj.weight"), &[h], h)?,
-            mlp_in: loader.block_linear(&format!("{prefix}_mlp.0.weight"), &[2 * mlp], h)?,
-            mlp_out: loader.block_linear(&format!("{prefix}_mlp.2.weight"), &[h], mlp)?,
+            attention_out: loader.block_linear(&format!("{prefix}_attn.proj.weight"), &[h], h, Producer::Attention)?,
+            mlp_in: loader.block_linear(&format!("{prefix}_mlp.0.weight"), &[2 * mlp], h, Producer::Norm)?,
+            mlp_out: loader.block_linear(&format!("{prefix}_mlp.2.weight"), &[h], mlp, Producer::Swiglu)?,
         })
     }
 }
@@ -184,12 +184,12 @@ impl SingleBlock {
     fn load(loader: &mut Loader<'_>, prefix: &str, c: &TransformerConfig) -> Result<Self> {
         let (h, mlp) = (c.hidden, c.mlp());
         let norm = |which: &str| format!("{prefix}.norm.{which}_norm.scale");
-        let linear1 = loader.block_linear(&format!("{prefix}.linear1.weight"), &[3 * h + 2 * mlp], h)?;
+        let linear1 = loader.block_linear(&format!("{prefix}.linear1.weight"), &[3 * h + 2 * mlp], h, Producer::Norm)?;
         let gain = loader.qk_gain(&norm("query"), &norm("key"), HEAD_DIM)?;
         Ok(Self {
             linear1,
             attention: loader.attention(prefix, &[&linear1], &gain)?,
-            linear2: loader.block_linear(&format!("{prefix}.linear2.weight"), &[h], h + mlp)?,
+            linear2: loader.block_linear(&format!("{prefix}.linear2.weight"), &[h], h + mlp, Producer::Swiglu)?,
             qk_norm: loader.qk_norm(&norm("query"), &norm("key"), HEAD_DIM, c.eps)?,
         })
     }

@@ -37,10 +37,10 @@ impl Engine {
     /// image.
     pub fn load(mut backend: Box<dyn Backend>, model: OpenModel, options: LoadOptions, progress: &dyn Progress) -> Result<Self> {
         let OpenModel { weights, tokenizer, configs, variant, name, .. } = model;
-        let (stages, sizes, _) = Stages::place(&configs, weights.each_ref().map(Some), options, backend.gemm_formats())?;
+        let (mut stages, sizes, _) = Stages::place(&configs, weights.each_ref().map(Some), options, backend.gemm_formats())?;
         backend.reserve_weights(sizes.total(options.low_memory))?;
         let mut store = Store { files: Arc::new(weights), configs, options, sizes, text: false, image: false };
-        store.load_text(backend.as_mut(), progress)?;
+        store.load_text(&mut stages.text, backend.as_mut(), progress)?;
         Ok(Self { backend, stages, store, tokenizer, variant, name })
     }
 
@@ -111,10 +111,10 @@ impl Engine {
         let (be, mut ws) = (backend.as_mut(), Arena::new(Region::Arena));
         // What a job that failed left is not of these images.
         be.take_saturated()?;
-        store.load_text(be, progress)?;
+        store.load_text(&mut stages.text, be, progress)?;
         // If the image side is still to be loaded, loading overlaps with encoding the prompts, so nothing waits for them here.
         let prompts = stages.encode_prompts(be, &mut ws, &inputs, store.image, progress)?;
-        store.load_image(be, progress)?;
+        store.load_image(&mut stages.image, be, progress)?;
         let (grid, precision) = (job.size.grid(), store.options.precision);
         let mut noise = |seed| match &job.noise {
             Noise::Drawn(kind) => draw(*kind, seed, grid, precision),

@@ -82,14 +82,14 @@ impl Progress for Meter {
     fn warn(&self, _text: &str) {}
 }
 
-/// Estimates the cost of one image of `job` on a model of these sizes, which is not quantised, so that GEMMs of quantised weights
-/// do not matter.
-pub fn estimate(configs: &Configs, variant: Variant, options: LoadOptions, job: &Job) -> Result<Estimate> {
-    estimate_on(configs, variant, options, GemmFormats::ALL, job, None)
+/// Estimates the cost of one image of `job` on a model of these sizes, whose files are not quantised, and a backend with these
+/// GEMMs.
+pub fn estimate(configs: &Configs, variant: Variant, options: LoadOptions, gemms: GemmFormats, job: &Job) -> Result<Estimate> {
+    estimate_timed(configs, variant, options, gemms, job, None)
 }
 
-/// The same on a backend with these GEMMs, and with predicted times if it is told what ops take.
-pub fn estimate_on(
+/// The same with predicted times, if it is told what ops take.
+pub fn estimate_timed(
     configs: &Configs,
     variant: Variant,
     options: LoadOptions,
@@ -184,7 +184,7 @@ mod tests {
 
     fn of(configs: &Configs, variant: Variant, side: usize, references: usize) -> Estimate {
         let options = LoadOptions { references: references > 0, ..LoadOptions::DEFAULT };
-        estimate(configs, variant, options, &job(side, references)).unwrap()
+        estimate(configs, variant, options, GemmFormats::NONE, &job(side, references)).unwrap()
     }
 
     fn tera(estimate: &Estimate, phase: Phase) -> f64 {
@@ -253,6 +253,6 @@ mod tests {
     #[test]
     fn too_many_tokens_are_refused() {
         let options = LoadOptions { references: true, ..LoadOptions::DEFAULT };
-        assert!(estimate(&Configs::klein_4b(), Variant::Distilled, options, &job(2048, 9)).is_err());
+        assert!(estimate(&Configs::klein_4b(), Variant::Distilled, options, GemmFormats::NONE, &job(2048, 9)).is_err());
     }
 }

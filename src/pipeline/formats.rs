@@ -96,6 +96,7 @@ impl Product {
             Some(PlainInput::Parts) => Some("its parts need different inputs"),
             Some(PlainInput::Device) => Some("no GEMM of quantised inputs here"),
             Some(PlainInput::Asked) => Some("as asked"),
+            Some(PlainInput::Uncalibrated) => Some("not calibrated"),
             // Text encoders always have plain inputs, and in f32 so has everything.
             Some(PlainInput::Model | PlainInput::Precision) | None => None,
         }
@@ -203,6 +204,12 @@ impl Formats {
         self.layers.iter().filter(is_nvfp4).find_map(math)
     }
 
+    /// The name of the format that plain weights were quantised to when they were loaded, if they were.
+    pub fn quantised_at_load(&self) -> Option<&'static str> {
+        let parts = self.layers.iter().flat_map(|layer| &layer.parts);
+        parts.filter(|part| is_quantised_at_load(part.stored, part.held)).map(|part| word(part.held)).next()
+    }
+
     /// What of a model's quantised weights is expanded, if anything is.
     pub fn expansion(&self) -> Option<Expansion> {
         let is_expanded = |part: &&PartFormat| part.stored.is_quantised() && !part.held.is_quantised();
@@ -215,6 +222,10 @@ impl Formats {
             held_bytes: parts().map(|part| part.held_bytes).sum(),
         })
     }
+}
+
+const fn is_quantised_at_load(stored: DType, held: DType) -> bool {
+    held.is_quantised() && !stored.is_quantised()
 }
 
 fn multiplies_fp8(layer: &LayerFormat) -> bool {

@@ -8,6 +8,7 @@ use crate::model::{AttentionFormat, Nvfp4Math};
 use crate::noise::NoiseKind;
 use crate::sequence::{Grid, Pixels};
 use crate::tensor::Precision;
+use crate::tensor::quantise::QuantisedFormat;
 
 /// Images to generate with one prompt.
 #[derive(Clone, Debug)]
@@ -88,17 +89,20 @@ pub struct LoadOptions {
     pub attention: AttentionFormat,
     /// What the transformer's NVFP4 weights are multiplied as.
     pub nvfp4_math: Nvfp4Math,
+    /// What plain weights of transformer blocks and of the text encoder are quantised to, if they are.
+    pub quantise: Option<QuantisedFormat>,
 }
 
 impl LoadOptions {
-    /// bf16, without the VAE's encoder, with all weights in memory at once, and FP8 attention and NVFP4 inputs where the model
-    /// and the backend allow them.
+    /// bf16, without the VAE's encoder, with all weights in memory at once and as the files have them, and FP8 attention and NVFP4
+    /// inputs where the model and the backend allow them.
     pub const DEFAULT: Self = Self {
         precision: Precision::Bf16,
         references: false,
         low_memory: false,
         attention: AttentionFormat::Auto,
         nvfp4_math: Nvfp4Math::Auto,
+        quantise: None,
     };
 }
 

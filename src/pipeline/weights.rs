@@ -70,14 +70,27 @@ impl Placing<'_> {
         Ok((text, image, Sizes { image: image_bytes, ..sizes }, copied))
     }
 
+    fn loader<'a>(
+        &self,
+        be: &'a mut dyn Backend,
+        region: &'a mut Arena,
+        source: Option<&'a Weights>,
+        loaded: &'a mut dyn FnMut(u64),
+    ) -> Loader<'a> {
+        let LoadOptions { precision, attention, nvfp4_math, quantise, .. } = self.options;
+        let loader = Loader::new(be, region, source, precision, loaded);
+        let loader = loader.with_attention(attention).with_nvfp4_math(nvfp4_math).with_quantise(quantise);
+        if self.real { loader.wary() } else { loader.dry() }
+    }
+
     /// Places the text side, and calls `loaded` with the bytes of each weight. Also returns their total.
     fn text(&self, be: &mut dyn Backend, loaded: &mut dyn FnMut(u64)) -> Result<(TextSide, u64)> {
         let (configs, sources) = (self.configs, &self.sources);
-        let (mut region, precision) = (Arena::new(Region::Weights), self.options.precision);
-        let mut loader = Loader::new(be, &mut region, sources.text_encoder, precision, loaded).wary(self.real);
+        let mut region = Arena::new(Region::Weights);
+        let mut loader = self.loader(be, &mut region, sources.text_encoder, loaded);
         let encoder = TextEncoder::load(&mut loader, &configs.text_encoder)?;
         let mut formats = loader.formats();
-        let mut loader = Loader::new(be, &mut region, sources.transformer, precision, loaded).wary(self.real);
+        let mut loader = self.loader(be, &mut region, sources.transformer, loaded);
         let context = ContextIn::load(&mut loader, &configs.transformer)?;
         formats.extend(loader.formats());
         Ok((TextSide { encoder, context, formats }, region.peak()))
@@ -86,14 +99,12 @@ impl Placing<'_> {
     /// Places the image side from byte `at` on, and calls `loaded` with the bytes of each weight. Also returns their total.
     fn image(&self, be: &mut dyn Backend, at: u64, loaded: &mut dyn FnMut(u64)) -> Result<(ImageSide, u64)> {
         let (configs, sources) = (self.configs, &self.sources);
-        let LoadOptions { precision, references, attention, nvfp4_math, .. } = self.options;
         let mut region = Arena::starting_at(Region::Weights, at);
-        let loader = Loader::new(be, &mut region, sources.transformer, precision, loaded);
-        let mut loader = loader.wary(self.real).with_attention(attention).with_nvfp4_math(nvfp4_math);
+        let mut loader = self.loader(be, &mut region, sources.transformer, loaded);
         let transformer = Transformer::load(&mut loader, &configs.transformer)?;
         let formats = loader.formats();
-        let mut loader = Loader::new(be, &mut region, sources.vae, precision, loaded).wary(self.real);
-        let vae = Vae::load(&mut loader, &configs.vae, references)?;
+        let mut loader = self.loader(be, &mut region, sources.vae, loaded);
+        let vae = Vae::load(&mut loader, &configs.vae, self.options.references)?;
         Ok((ImageSide { transformer, vae, formats }, region.peak() - at))
     }
 }
@@ -120,8 +131,9 @@ impl Store {
         self.files.values().try_for_each(Weights::verify)
     }
 
-    /// Loads the text side, unless it is on the backend already.
-    pub fn load_text(&mut self, be: &mut dyn Backend, progress: &dyn Progress) -> Result<()> {
+    /// Loads the text side, unless it is on the backend already. A dry run has placed it in the same memory, but only here the
+    /// scales of weights that are quantised are known, which replaces what was placed in `side`.
+    pub fn load_text(&mut self, side: &mut TextSide, be: &mut dyn Backend, progress: &dyn Progress) -> Result<()> {
         if self.text {
             return Ok(());
         }
@@ -130,15 +142,15 @@ impl Store {
             self.image = false;
         }
         progress.begin(Phase::Load, self.sizes.text);
-        self.placing().text(be, &mut |bytes| progress.advance(bytes))?;
+        (*side, _) = self.placing().text(be, &mut |bytes| progress.advance(bytes))?;
         self.verify()?;
         progress.end();
         self.text = true;
         Ok(())
     }
 
-    /// Loads the image side, unless it is on the backend already, and waits until that is done.
-    pub fn load_image(&mut self, be: &mut dyn Backend, progress: &dyn Progress) -> Result<()> {
+    /// Loads the image side in the same way, unless it is on the backend already, and waits until that is done.
+    pub fn load_image(&mut self, side: &mut ImageSide, be: &mut dyn Backend, progress: &dyn Progress) -> Result<()> {
         if self.image {
             return Ok(());
         }
@@ -147,7 +159,7 @@ impl Store {
         }
         progress.begin(Phase::Load, self.sizes.image);
         let at = self.sizes.image_at(self.options.low_memory);
-        self.placing().image(be, at, &mut |bytes| progress.advance(bytes))?;
+        (*side, _) = self.placing().image(be, at, &mut |bytes| progress.advance(bytes))?;
         self.verify()?;
         be.synchronize()?;
         progress.end();

@@ -79,6 +79,15 @@ impl Scale {
         (value.is_finite() && value > 0.0).then(|| Self(value.to_bits()))
     }
 
+    /// Two to this power.
+    ///
+    /// # Panics
+    /// If it is below the normal numbers of f32.
+    pub const fn power_of_two(exponent: i8) -> Self {
+        assert!(exponent >= -126);
+        Self(((exponent as i32 + 127) as u32) << 23)
+    }
+
     /// Its value.
     pub fn get(self) -> f32 {
         f32::from_bits(self.0)
@@ -169,5 +178,8 @@ mod tests {
             assert_eq!(Scale::new(value).map(Scale::get), Some(value));
         }
         assert_eq!(Scale::new(1.0), Some(Scale::ONE));
+        for exponent in -126..=i8::MAX {
+            assert_eq!(Scale::power_of_two(exponent).get(), 2f32.powi(i32::from(exponent)));
+        }
     }
 }

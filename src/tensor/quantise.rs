@@ -4,14 +4,17 @@
 //! would change one code in a thousand, so that files would not be those of other programs.
 
 use super::minifloat::{E2M1_MAX, E4M3_MAX};
-use super::{DType, PartScaling, Scale, WeightPart, nvfp4};
+use super::{Bytes, DType, PartScaling, Scale, Scales, Stored, WeightPart, nvfp4};
 use rayon::prelude::*;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// Values that are decoded at a time: they stay in the first-level cache. It is a multiple of the blocks of NVFP4.
 const CHUNK: usize = 1024;
 /// Chunks that one thread looks at, at the least.
 const GRAIN: usize = 64;
+/// Rows with scales of their own that one thread quantises at a time.
+const GRAIN_ROWS: usize = 16;
 
 /// A format that plain weights are quantised to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -30,6 +33,14 @@ impl QuantisedFormat {
             Self::Nvfp4 => "nvfp4",
         }
     }
+
+    /// The type of the elements.
+    pub const fn dtype(self) -> DType {
+        match self {
+            Self::Fp8 => DType::E4m3,
+            Self::Nvfp4 => DType::E2m1,
+        }
+    }
 }
 
 /// The largest magnitude of plain weights, or NaN if one is NaN or infinite: no scale fits such a matrix.
@@ -42,13 +53,13 @@ pub fn largest_magnitude(parts: &[WeightPart]) -> f32 {
         chunks.map(|bytes| largest_bits(part.dtype, bytes)).max().unwrap_or(0)
     };
     match parts.iter().map(largest).max().unwrap_or(0) {
-        // A positive float is smaller than another one if its bits are, and the infinite and NaN are above all others.
         bits if bits < f32::INFINITY.to_bits() as i32 => f32::from_bits(bits as u32),
         _ => f32::NAN,
     }
 }
 
-/// The largest bits of the magnitudes in a chunk. They are compared as signed numbers, which every processor does in vectors.
+/// The largest bits of the magnitudes in a chunk: a positive float is smaller than another one if its bits are, and infinity and NaN
+/// are above all others. They are compared as signed numbers, which every processor does in vectors.
 fn largest_bits(dtype: DType, bytes: &[u8]) -> i32 {
     let mut values = [0.0; CHUNK];
     let values = &mut values[..dtype.elements(bytes.len())];
@@ -122,10 +133,80 @@ pub fn encode_nvfp4(part: &WeightPart, rows: Range<usize>, tensor: Scale, codes:
     }
 }
 
+/// Whether [`encode`] makes rows of this format from a part: plain elements become e4m3 with a scale for each row, or NVFP4 if
+/// their rows are whole blocks.
+pub fn encodes(part: &WeightPart, to: Stored) -> bool {
+    let fits = match (to.dtype, to.scales) {
+        (DType::E4m3, Scales::Rows) => true,
+        (DType::E2m1, Scales::Blocks16(_)) => part.cols().is_multiple_of(nvfp4::BLOCK),
+        _ => false,
+    };
+    fits && is_plain(part)
+}
+
+/// Quantises rows of plain weights in parallel, with a scale of each row, as a little-endian f32, or with those of blocks, in tiles.
+/// False if a row has no scale, because values are not finite: then some of the rows are not written.
+///
+/// # Panics
+/// If it does not [encode](encodes) the part so, and as [`encode_fp8`] and [`encode_nvfp4`] do.
+pub fn encode(part: &WeightPart, rows: Range<usize>, to: Stored, codes: &mut [u8], scales: &mut [u8]) -> bool {
+    let (first, cols) = (rows.start, part.cols());
+    assert!(encodes(part, to) && codes.len() == to.dtype.bytes(rows.len() * cols), "{:?} as {to:?}", part.stored());
+    if codes.is_empty() {
+        return true;
+    }
+    match to.scales {
+        Scales::Blocks16(tensor) => {
+            let tiles = codes.par_chunks_mut(nvfp4::TILE_ROWS * cols / 2);
+            let tiles = tiles.zip(scales.par_chunks_mut(nvfp4::scale_bytes(nvfp4::TILE_ROWS, cols))).enumerate();
+            tiles.for_each(|(tile, (codes, scales))| {
+                let start = first + tile * nvfp4::TILE_ROWS;
+                encode_nvfp4(part, start..start + 2 * codes.len() / cols, tensor, codes, scales);
+            });
+            true
+        }
+        _ => {
+            assert_eq!(scales.len(), 4 * rows.len(), "a scale for each row");
+            let each = codes.par_chunks_mut(cols).zip(scales.as_chunks_mut::<4>().0).with_min_len(GRAIN_ROWS).enumerate();
+            each.all(|(row, (codes, to))| {
+                let row = first + row..first + row + 1;
+                let bytes = plain(part, row.clone()).chunks(part.dtype.bytes(CHUNK));
+                let largest = bytes.map(|bytes| largest_bits(part.dtype, bytes)).max().unwrap_or(0);
+                let Some(scale) = fp8_scale(f32::from_bits(largest as u32)) else { return false };
+                *to = scale.get().to_le_bytes();
+                encode_fp8(part, row, scale, codes);
+                true
+            })
+        }
+    }
+}
+
+/// All rows of a part in another format, or `None` where [`encode`] fails.
+///
+/// # Panics
+/// If it does not [encode](encodes) the part so.
+pub fn encoded(part: &WeightPart, to: Stored) -> Option<(Bytes, Bytes)> {
+    let (rows, cols) = (part.rows, part.cols());
+    let (mut codes, mut scales) = (vec![0; to.dtype.bytes(rows * cols)], vec![0; scale_bytes(rows, cols, to.scales)]);
+    encode(part, 0..rows, to, &mut codes, &mut scales).then(|| (Bytes::new(Arc::new(codes)), Bytes::new(Arc::new(scales))))
+}
+
+/// Bytes of the scales that a matrix has for its rows or blocks.
+pub const fn scale_bytes(rows: usize, cols: usize, scales: Scales) -> usize {
+    match scales {
+        Scales::Unscaled | Scales::Tensor(_) => 0,
+        Scales::Rows => 4 * rows,
+        Scales::Blocks16(_) => nvfp4::scale_bytes(rows, cols),
+    }
+}
+
+fn is_plain(part: &WeightPart) -> bool {
+    matches!(part.scaling, PartScaling::Unscaled) && !part.dtype.is_quantised()
+}
+
 /// The bytes of rows of plain elements.
 fn plain(part: &WeightPart, rows: Range<usize>) -> &[u8] {
-    let unscaled = matches!(part.scaling, PartScaling::Unscaled) && !part.dtype.is_quantised();
-    assert!(unscaled, "{:?} are quantised already", part.stored());
+    assert!(is_plain(part), "{:?} are quantised already", part.stored());
     let row = part.dtype.bytes(part.cols());
     &part.bytes[rows.start * row..rows.end * row]
 }

@@ -12,7 +12,7 @@ mod view;
 use super::{Backend, GemmFormats, Linear, Op, Role, StepKey};
 use crate::error::{Error, Result};
 use crate::memory;
-use crate::tensor::{ALIGN, Bytes, DType, PartScaling, Region, Scaling, Stored, Tensor, WeightPart};
+use crate::tensor::{ALIGN, Bytes, DType, PartScaling, Region, Scaling, Stored, Tensor, WeightPart, quantise};
 use crate::threads;
 use rayon::prelude::*;
 use std::alloc::{Layout, alloc_zeroed, dealloc};
@@ -369,6 +369,14 @@ impl Backend for Cpu {
             }
             let range = at..at + to.dtype.bytes(part.rows * to.cols) as u64;
             at = range.end;
+            if quantise::encodes(part, to.stored()) {
+                let encoded = self.on_threads(|| quantise::encoded(part, to.stored()));
+                let infinite = || format!("{to:?} is quantised from values that are not finite");
+                let (codes, scales) = encoded.ok_or_else(|| Error::Op { op: "upload", what: infinite() })?;
+                self.insert(range, SegmentData::Mapped(codes));
+                self.insert(to.scale_extent(), SegmentData::Mapped(scales));
+                continue;
+            }
             if part.converts_to(to.stored()) && !part.is_readable_as(to.stored()) {
                 let data = self.on_threads(|| converted(part, to.stored()))?;
                 self.insert(range, data);

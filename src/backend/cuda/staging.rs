@@ -5,7 +5,7 @@
 use super::super::Role;
 use super::driver::{Driver, Event, Rows, Stream};
 use crate::error::{Error, Result};
-use crate::tensor::{DType, PartScaling, Tensor, WeightPart, nvfp4};
+use crate::tensor::{DType, PartScaling, Scales, Tensor, WeightPart, nvfp4, quantise};
 use rayon::prelude::*;
 use std::ptr::NonNull;
 use std::rc::Rc;
@@ -110,9 +110,26 @@ impl Staging {
         pieces.try_for_each(|(i, piece)| self.copy(to + (i * BUFFER) as u64, piece.len(), |out| out.copy_from_slice(piece)))
     }
 
+    /// Queues copies of the scales of `rows` rows of a tensor, from row `first` on, or of their blocks, to address `to`.
+    fn copy_scales(&mut self, to: u64, tensor: Tensor, first: usize, rows: usize, from: &[u8]) -> Result<()> {
+        let refused = |what: String| Err(Error::Op { op: "upload", what });
+        let at = match tensor.stored().scales {
+            Scales::Unscaled | Scales::Tensor(_) => return Ok(()),
+            Scales::Rows => 4 * first,
+            Scales::Blocks16(_) if !first.is_multiple_of(nvfp4::TILE_ROWS) => {
+                return refused(format!("a part does not begin at a tile of the block scales of {tensor:?}"));
+            }
+            Scales::Blocks16(_) if nvfp4::largest_scale(from, rows, tensor.cols) >= NAN => {
+                return refused(format!("{tensor:?} has block scales that are negative or NaN"));
+            }
+            Scales::Blocks16(_) => nvfp4::scale_offset(first, 0, nvfp4::tiles_along(tensor.cols)),
+        };
+        self.copy_all(to + at as u64, from)
+    }
+
     /// Queues the upload of a weight to address `to`, and of the scales of its rows or blocks to address `scales`. Quantised
-    /// parts in the format of `tensor` are copied as they are, others are converted to it. `check_stop` may end it between two
-    /// copies.
+    /// parts in the format of `tensor` are copied as they are, others are converted or quantised to it. `check_stop` may end it
+    /// between two copies.
     pub fn upload(
         &mut self,
         (to, scales): (u64, u64),
@@ -130,41 +147,37 @@ impl Staging {
         if pitch == 0 {
             return Err(wrong("fit"));
         }
-        // A copy takes whole rows.
-        let step = BUFFER / pitch;
-        if step == 0 {
-            return Err(wrong("have rows short enough for"));
-        }
         for part in parts {
             if part.cols() != tensor.cols || at + part.rows > tensor.rows || !part.is_complete() {
                 return Err(wrong("fit"));
             }
             let copied = tensor.dtype.is_quantised() && part.stored() == stored;
-            if !copied && !part.converts_to(stored) {
+            let encoded = quantise::encodes(part, stored);
+            if !copied && !encoded && !part.converts_to(stored) {
                 return Err(wrong("have the format of"));
+            }
+            // A copy takes whole rows, or whole tiles of them where these are quantised together.
+            let unit = if encoded { nvfp4::TILE_ROWS } else { 1 };
+            let step = BUFFER / pitch / unit * unit;
+            if step == 0 {
+                return Err(wrong("have rows short enough for"));
             }
             // Either is cheap for parts in the layout of tensors.
             let part = &if copied { part.in_tensor_layout() } else { part.clone() };
-            match &part.scaling {
-                PartScaling::Rows(from) if copied => self.copy_all(scales + 4 * at as u64, from)?,
-                PartScaling::Blocks16 { scales: from, .. } if copied => {
-                    if !at.is_multiple_of(nvfp4::TILE_ROWS) {
-                        return Err(wrong("begin at a tile of the block scales of"));
-                    }
-                    if nvfp4::largest_scale(from, part.rows, tensor.cols) >= NAN {
-                        let what = format!("{tensor:?} has block scales that are negative or NaN");
-                        return Err(Error::Op { op: "upload", what });
-                    }
-                    self.copy_all(scales + nvfp4::scale_offset(at, 0, nvfp4::tiles_along(tensor.cols)) as u64, from)?;
-                }
-                _ => {}
-            }
+            // The scales of rows that are quantised are made with them, and copied at the end.
+            let scale_bytes = |rows: usize| quantise::scale_bytes(rows, tensor.cols, stored.scales);
+            let mut made = vec![0; if encoded { scale_bytes(part.rows) } else { 0 }];
             for first in (0..part.rows).step_by(step) {
                 check_stop()?;
                 let (count, mut finite) = (step.min(part.rows - first), true);
                 self.copy(to + ((at + first) * pitch) as u64, count * pitch, |out| {
                     if copied {
                         finite = copy_codes(tensor.dtype, out, &part.bytes[first * pitch..(first + count) * pitch]);
+                        return;
+                    }
+                    if encoded {
+                        let own = &mut made[scale_bytes(first)..scale_bytes(first + count)];
+                        finite = quantise::encode(part, first..first + count, stored, out, own);
                         return;
                     }
                     let rows = out.par_chunks_exact_mut(pitch).with_min_len(GRAIN.div_ceil(tensor.cols)).enumerate();
@@ -177,8 +190,15 @@ impl Staging {
                     });
                 })?;
                 if !finite {
-                    return Err(Error::Op { op: "upload", what: format!("{tensor:?} contains NaN") });
+                    let what = if encoded { "is quantised from values that are not finite" } else { "contains NaN" };
+                    return Err(Error::Op { op: "upload", what: format!("{tensor:?} {what}") });
                 }
+            }
+            match &part.scaling {
+                PartScaling::Rows(from) | PartScaling::Blocks16 { scales: from, .. } if copied => {
+                    self.copy_scales(scales, tensor, at, part.rows, from)?;
+                }
+                _ => self.copy_scales(scales, tensor, at, part.rows, &made)?,
             }
             at += part.rows;
         }

@@ -1,11 +1,19 @@
-//! Flags that trade precision for speed in models with quantised weights.
+//! Flags that trade precision for speed and memory by quantised weights.
 
-use super::values::{AccumulateArg, AttentionArg, Nvfp4MathArg};
+use super::values::{AccumulateArg, AttentionArg, Nvfp4MathArg, QuantizeArg};
 use clap::Args;
 
 /// How FP8 and NVFP4 are computed with. They belong to every command that loads or plans a model.
 #[derive(Args, Clone, Copy, Debug)]
 pub struct QuantisedArgs {
+    /// Quantise the weights of a bf16, f16 or f32 model while it is loaded
+    ///
+    /// Those of the transformer's blocks and of the text encoder become smaller; embedders, modulations and norms stay as they
+    /// are. Nothing is calibrated: `kiln quantize` makes files that are, and that load faster. The transformer's inputs in FP8 have
+    /// constant scales; what is out of their range is counted and reported after the picture.
+    #[arg(long, value_enum, value_name = "FORMAT", help_heading = "Run")]
+    pub quantize: Option<QuantizeArg>,
+
     /// Format of queries and keys in the transformer's attention
     ///
     /// In FP8 (e4m3) their products take half the time. They are rounded to four significant bits, as the inputs of FP8 layers

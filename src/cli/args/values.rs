@@ -4,6 +4,7 @@ use crate::backend::Fp8Accumulate;
 use crate::config::Variant;
 use crate::model::{AttentionFormat, Nvfp4Math};
 use crate::names::Layout;
+use crate::tensor::quantise::QuantisedFormat;
 use crate::tensor::{DType, Nvfp4Layout, Precision};
 use clap::ValueEnum;
 use std::fmt::Display;
@@ -84,6 +85,16 @@ choice! {
         Bf16 => Nvfp4Math::Bf16,
         /// FP8, re-encoded when the model is loaded
         Fp8 => Nvfp4Math::Fp8,
+    }
+}
+
+choice! {
+    /// Values of `--quantize`.
+    QuantizeArg for QuantisedFormat {
+        /// e4m3, with a scale for each row and, in the transformer, inputs in e4m3: half the memory
+        Fp8 => QuantisedFormat::Fp8,
+        /// e2m1, with a scale for every sixteen columns of a row, by plain inputs: less than a third of the memory
+        Nvfp4 => QuantisedFormat::Nvfp4,
     }
 }
 

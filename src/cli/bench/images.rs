@@ -226,7 +226,7 @@ pub fn measure(
     let mut engine = session.load(&watch)?;
 
     let (png, saturated) = generate_once(&mut engine, &settings, &watch, stop)?;
-    warn_of_saturation(saturated, terminal);
+    warn_of_saturation(saturated, &settings, terminal);
     cold = cold.finish(&watch.spans.take(), png, started.elapsed().as_secs_f64());
     // Weights and workspace stay allocated until the engine is dropped, so sampling after each image sees the peak.
     let mut after = engine.backend().available()?;

@@ -1,16 +1,17 @@
 //! The formats in short lines, for display.
 
-use super::{AttentionFormatCount, Formats, KindFormat, LayerKind, Product, grouped, sorted, word};
+use super::{AttentionFormatCount, Formats, KindFormat, LayerKind, Product, grouped, is_quantised_at_load, sorted, word};
 use crate::model::PlainInput;
 use crate::part::Part;
 use crate::tensor::DType;
 
 impl Formats {
     /// The formats in short lines, for display: one line for all kinds of a part that have the same ones, and only one if the
-    /// whole model has the same. Attention has a line, too, unless nothing in the files is quantised: then it is as all else.
+    /// whole model has the same. Attention has a line, too, unless nothing is quantised: then it is as all else.
     pub fn lines(&self) -> Vec<String> {
         let mut lines = self.layer_lines();
-        let is_quantised = self.layers.iter().flat_map(|layer| &layer.parts).any(|part| part.stored.is_quantised());
+        let is_quantised =
+            self.layers.iter().flat_map(|layer| &layer.parts).any(|part| part.stored.is_quantised() || part.held.is_quantised());
         if is_quantised && !self.attention.is_empty() {
             lines.push(format!("attention: {}", self.attention_words()));
         }
@@ -92,6 +93,7 @@ fn type_words(types: &[(DType, DType)], product: Product) -> String {
     let treated = |&(stored, held): &(DType, DType)| {
         let treatment = match stored == held {
             true if held.is_quantised() => quantised(held),
+            false if is_quantised_at_load(stored, held) => format!(" quantised at load to {}{}", word(held), quantised(held)),
             false if held.is_quantised() => format!(" as {}{}", word(held), quantised(held)),
             true => String::new(),
             false if stored.is_quantised() => {

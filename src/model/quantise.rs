@@ -1,0 +1,78 @@
+//! Plain weights that are quantised when a model is loaded. Nothing is calibrated, so the scales of inputs are constants.
+
+use super::formats::PlainInput;
+use crate::backend::GemmFormats;
+use crate::error::{Error, Remedy, Result};
+use crate::tensor::quantise::QuantisedFormat;
+use crate::tensor::{DType, Precision, Scale, Stored};
+
+/// Where a linear layer is in a model, which decides what of it can be quantised.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum LayerPlace {
+    /// In a block of the transformer, behind an op that can write what the layer multiplies: both its weight and its input.
+    Block(Producer),
+    /// In a layer of the text encoder, whose inputs stay as they are: its weight.
+    Encoder,
+    /// Among embedders, modulations and output layers, or in the VAE: neither, unless the checkpoint has the weight quantised.
+    Elsewhere,
+}
+
+impl LayerPlace {
+    /// Whether the layer's weight is quantised if that is asked for. Published files have the same layers quantised.
+    pub const fn is_quantised_at_load(self) -> bool {
+        matches!(self, Self::Block(_) | Self::Encoder)
+    }
+}
+
+/// The op that writes the input of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Producer {
+    /// A modulated layer norm.
+    Norm,
+    /// Attention, of which each result is a mean of values.
+    Attention,
+    /// SwiGLU, whose results are products, or SwiGLU and attention side by side.
+    Swiglu,
+}
+
+impl Producer {
+    /// The scale of such an input in e4m3. That has fifteen octaves of one precision, so a scale only has to keep the largest value
+    /// in range, and may leave several octaves of room: norms and attention stay far below 448, and the results of SwiGLU, of which
+    /// FLUX.2's largest are about 160, below 3584. What is beyond is counted and reported.
+    const fn fp8_scale(self) -> Scale {
+        match self {
+            Self::Norm | Self::Attention => Scale::ONE,
+            Self::Swiglu => Scale::power_of_two(3),
+        }
+    }
+}
+
+/// How the input of a layer is stored whose weight is quantised when it is loaded, or why it stays plain. It is an error if the
+/// backend has no GEMM of such weights at all: expanding them again would leave nothing of quantising but its errors.
+pub(super) fn input(
+    format: QuantisedFormat,
+    place: LayerPlace,
+    gemms: GemmFormats,
+    precision: Precision,
+) -> Result<std::result::Result<Stored, PlainInput>> {
+    let weight = format.dtype();
+    let input = match (format, place) {
+        (_, LayerPlace::Encoder | LayerPlace::Elsewhere) => Err(PlainInput::Model),
+        _ if precision == Precision::F32 => Err(PlainInput::Precision),
+        (QuantisedFormat::Nvfp4, LayerPlace::Block(_)) => Err(PlainInput::Uncalibrated),
+        (QuantisedFormat::Fp8, LayerPlace::Block(_)) if !gemms.takes(weight, DType::E4m3) => Err(PlainInput::Device),
+        (QuantisedFormat::Fp8, LayerPlace::Block(producer)) => Ok(Stored::fp8(producer.fp8_scale())),
+    };
+    match input {
+        Err(_) if !gemms.takes(weight, precision.activations()) => {
+            Err(refused(format, "this device has no GEMM of such weights"))
+        }
+        input => Ok(input),
+    }
+}
+
+/// The error for a model that cannot be quantised so.
+pub(super) fn refused(format: QuantisedFormat, why: &str) -> Error {
+    let what = format!("the weights cannot be quantised to {} at load: {why}", format.name());
+    Error::Usage { what, hint: Some(Remedy::AsStored) }
+}
