@@ -26,8 +26,10 @@ pub fn support(formats: GemmFormats, capability: (u32, u32), family: KernelFamil
         false => format!(": there is no kernel for its {name} tensor cores"),
     };
     let fp8 = match formats.w8a8 {
-        // The vendor halves the rate of this instruction there; only its form with block scales has the whole.
-        true if capability.0 == 12 => format!("FP8 by FP8 on tensor cores ({gemm}, {sums}), at the rate of bf16 on {card}"),
+        // The instruction that takes block scales has twice the rate there, and is not used.
+        true if major == 12 => {
+            format!("FP8 by FP8 on tensor cores ({gemm}, {sums}), at half the rate of {card}'s block-scaled MMA")
+        }
         true => format!("FP8 by FP8 on tensor cores ({gemm}, {sums})"),
         false => expanded(formats.w8a16, &missing(FP8_CORES, "FP8")),
     };
@@ -48,4 +50,44 @@ pub fn support(formats: GemmFormats, capability: (u32, u32), family: KernelFamil
         ("attention", attention),
         ("VAE", "mma.sync, bf16".into()),
     ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::cuda::gemm_formats;
+
+    fn line(capability: (u32, u32), formats: GemmFormats, name: &str) -> String {
+        let family = if capability == (9, 0) { KernelFamily::Hopper } else { KernelFamily::Portable };
+        let rows = support(formats, capability, family);
+        rows.into_iter().find(|(what, _)| *what == name).unwrap_or_else(|| panic!("{name}")).1
+    }
+
+    #[test]
+    fn each_card_says_what_it_lacks() {
+        let fp8 = |capability| line(capability, gemm_formats(capability), "FP8 transformer");
+        let nvfp4 = |capability| line(capability, gemm_formats(capability), "NVFP4 transformer");
+        let before = "weights stay as they are and are expanded to bf16 before each GEMM";
+        assert_eq!(fp8((8, 6)), format!("{before}: compute capability 8.6 has no FP8 tensor cores"));
+        assert_eq!(nvfp4((8, 9)), format!("{before}: compute capability 8.9 has no FP4 tensor cores"));
+        assert_eq!(nvfp4((12, 0)), format!("{before}: there is no kernel for its FP4 tensor cores"));
+        assert_eq!(fp8((8, 9)), "FP8 by FP8 on tensor cores (mma.sync, partial sums promoted to f32)");
+        assert!(fp8((12, 0)).ends_with(", at half the rate of compute capability 12.0's block-scaled MMA"), "{}", fp8((12, 0)));
+        assert!(fp8((9, 0)).contains("(wgmma, ") && nvfp4((9, 0)).contains(" while a GEMM runs: "), "{}", nvfp4((9, 0)));
+    }
+
+    /// The lines follow the formats, and not the card alone: a build may lack kernels.
+    #[test]
+    fn lines_are_of_the_formats_that_run() {
+        let at_load = "weights are expanded to bf16 when they are loaded: there is no kernel for them";
+        for name in ["FP8 transformer", "NVFP4 transformer", "FP8 and NVFP4 text encoder"] {
+            let line = line((8, 9), GemmFormats::NONE, name);
+            assert!(line.starts_with(at_load), "{line}");
+        }
+        assert_eq!(line((12, 0), GemmFormats::ALL, "NVFP4 transformer"), "NVFP4 by NVFP4 on tensor cores (mma.sync)");
+        for (capability, has) in [((9, 0), true), ((8, 9), false)] {
+            let line = line(capability, gemm_formats(capability), "attention");
+            assert_eq!(line.contains("queries and keys of blocks with FP8 inputs in FP8"), has, "{line}");
+        }
+    }
 }

@@ -2,7 +2,7 @@
 
 use crate::backend::GemmFormats;
 use crate::backend::cuda::driver::{DeviceInfo, tensor_flops_per_clock};
-use crate::backend::cuda::gemm_formats;
+use crate::backend::cuda::{Cuda, gemm_formats};
 use crate::tensor::DType;
 use std::borrow::Cow;
 
@@ -23,6 +23,22 @@ pub struct Card {
     pub bandwidth: u64,
     /// Bytes of memory.
     pub memory: u64,
+}
+
+/// Which kernels run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KernelFamily {
+    /// Those for Hopper (`wgmma`) where there are any, else the portable ones.
+    Hopper,
+    /// Those for every GPU from compute capability 8.0 on (`mma.sync`).
+    Portable,
+}
+
+impl KernelFamily {
+    /// That of an open GPU.
+    pub fn of(cuda: &Cuda) -> Self {
+        if cuda.has_hopper_kernels() { Self::Hopper } else { Self::Portable }
+    }
 }
 
 /// Most bytes of shared memory that a CTA may have on compute capability 8.6, 8.9 and 12.0.
@@ -94,6 +110,16 @@ impl Card {
     /// The quantised GEMMs that there are kernels for.
     pub const fn gemm_formats(&self) -> GemmFormats {
         gemm_formats(self.capability)
+    }
+
+    /// The kernels of a program that was built with all of them.
+    pub fn family(&self) -> KernelFamily {
+        if self.capability == (9, 0) { KernelFamily::Hopper } else { KernelFamily::Portable }
+    }
+
+    /// Whether it is a row of the table.
+    pub fn is_listed(&self) -> bool {
+        CARDS.contains(self)
     }
 
     /// Floating-point operations of one SM's tensor cores per clock; none where they are not known.

@@ -4,18 +4,9 @@
 //! which they wait for copies, barriers, softmax. The latter were measured with the portable kernels on an H200, and are taken to be the
 //! same on every SM, whatever its tensor cores: those of GeForce cards are five times slower, so that there they matter less.
 
-use super::card::Card;
+use super::card::{Card, KernelFamily};
 use crate::backend::{Access, Linear, Op};
 use crate::tensor::{DType, Tensor};
-
-/// Which kernels run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum KernelFamily {
-    /// Those for Hopper (`wgmma`) where there are any, else the portable ones.
-    Hopper,
-    /// Those for every GPU from compute capability 8.0 on (`mma.sync`).
-    Portable,
-}
 
 /// FLOP a clock and SM that an H200 reached, by whole waves of tiles at 1.98 GHz (bench/results/2026-11-15-h200, kernels.txt and
 /// step-1024-by-op.txt for the portable kernels, hopper-*.txt and 2026-11-16-h200, peers-fp8.txt for the others).
@@ -85,9 +76,9 @@ impl Predictor {
             _ => peak(DType::Bf16)?,
         };
         let e4m3 = match card.capability {
-            (8, 9) => peak(DType::E4m3)?,
-            // Elsewhere it becomes an MMA of f16 (compute capability 9.0), runs at half the rate of FP8 (12.0), or does not exist.
-            _ => bf16,
+            // Hopper turns it into an MMA of f16; older ones do not have it, and nothing there is multiplied in e4m3.
+            (9, 0) | (8, ..9) => bf16,
+            _ => peak(DType::E4m3)?,
         };
         Some(Self { card: card.clone(), family, bf16, e4m3 })
     }

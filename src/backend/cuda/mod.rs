@@ -29,7 +29,7 @@ pub use context::Choice;
 pub use dispatch::kernels_of;
 pub use launch::{ARCHS, Images, Kernel, NVCC};
 pub use select::{GemmOperands, Tile};
-pub use system::{System, devices};
+pub use system::{CAPABILITY, System, devices};
 
 use super::plan::Live;
 use super::{Backend, Fp8Accumulate, GemmFormats, Op, Role, StepKey};

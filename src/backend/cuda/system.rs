@@ -12,7 +12,7 @@ use std::ptr::{NonNull, null_mut};
 /// The CUDA version that the kernels are compiled with, which the driver has to support.
 const DRIVER: (u32, u32) = (13, 0);
 /// The lowest compute capability that kernels are compiled for.
-const CAPABILITY: (u32, u32) = (8, 0);
+pub const CAPABILITY: (u32, u32) = (8, 0);
 
 /// One GPU, used through its primary context.
 pub struct System {
