@@ -226,10 +226,10 @@ pub fn measure(
     let settings = Settings::resolve(request, &session.profile());
     announce_run(&settings, &session.found, &session.model, &session.backend, &session.formats, terminal);
     session.fit(&settings.job, terminal)?;
-    let predictor = match session.options.precision {
-        Precision::Bf16 => session.backend.predictor.clone(),
+    let predictor = session.backend.predictor.clone().and_then(|predictor| match session.options.precision {
+        Precision::Bf16 => Ok(predictor),
         Precision::F32 => Err("f32 is not for tensor cores".into()),
-    };
+    });
     let (gemms, time) = (session.backend.backend.gemm_formats(), predictor.as_ref().ok().map(Predictor::op_time));
     let plan = session.model.estimate_timed(session.options, gemms, &settings.job, time)?;
     let predicted = predictor.map(|predictor| (Prediction::of(&plan), predictor));

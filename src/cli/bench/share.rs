@@ -5,7 +5,7 @@ use crate::backend::cuda::driver::DeviceInfo;
 use crate::backend::cuda::{ARCHS, NVCC};
 use crate::files;
 use crate::predict::{Card, Predictor};
-use crate::text::{gib, shown, shown_line};
+use crate::text::{amount, gib, shown, shown_line};
 use std::fmt::Write as _;
 use std::path::Path;
 
@@ -66,8 +66,8 @@ impl Shared<'_> {
             row("kernels", &self.kernels.join(" "));
         }
         match self.memory {
-            (Some(measured), planned) => row("memory", &format!("{} measured, {} planned", gib(measured), gib(planned))),
-            (None, planned) => row("memory", &format!("{} planned", gib(planned))),
+            (Some(measured), planned) => row("memory", &format!("{} measured, {} planned", amount(measured), amount(planned))),
+            (None, planned) => row("memory", &format!("{} planned", amount(planned))),
         }
         let _ = writeln!(text, "\n{:<12} {:>12} {:>12} {:>12}", "ms", "measured", "predicted", "ratio");
         for (name, measured, predicted) in &self.stages {
