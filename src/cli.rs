@@ -18,6 +18,7 @@ mod run;
 mod session;
 mod settings;
 mod stdout;
+mod support;
 mod tiny;
 
 pub use bench::{BenchRequest, bench};

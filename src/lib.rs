@@ -37,6 +37,7 @@ pub mod noise;
 pub mod output;
 pub mod part;
 pub mod pipeline;
+pub mod predict;
 pub mod progress;
 pub mod quantise;
 pub mod reference;

@@ -11,7 +11,7 @@ mod open;
 mod weights;
 
 pub use engine::Engine;
-pub use estimate::{Estimate, estimate};
+pub use estimate::{Estimate, OpTime, estimate, estimate_timed};
 pub use formats::{AttentionFormatCount, Expansion, Formats, KindFormat, LayerKind};
 pub use job::{GeneratedImage, Job, LoadOptions, Noise, ReferenceInput};
 pub use open::{Configs, OpenModel};

@@ -73,6 +73,28 @@ fn a_table_has_a_row_for_each_stage() {
 }
 
 #[test]
+fn what_is_shared_has_nothing_of_the_user() {
+    let sandbox = Sandbox::new();
+    sandbox.tiny("secret-folder", &[]);
+    let prompt = "a prompt of my own";
+    let run = sandbox.quick(&["bench", prompt, "--runs", "1", "--share", "--model", "secret-folder"]);
+    let (table, block) = run.text().split_once("\n--- from here on: ").unwrap_or_else(|| panic!("{}", run.text()));
+    assert!(table.contains("\ntotal ") && block.ends_with("\n--- up to here ---\n"), "{}", run.text());
+    for line in ["kiln bench --share, kiln ", "\ncpu ", "\nmodel ", "\nencode ", "\na step ", "\ndecode ", "\ntotal "] {
+        assert!(block.contains(line) || block.starts_with(line), "{line}: {block}");
+    }
+    assert!(block.contains("\nThere is no prediction: the CPU has none.\n"), "{block}");
+    let root = sandbox.path("").display().to_string();
+    for secret in [prompt, "secret-folder", root.trim_end_matches('/')] {
+        assert!(!block.contains(secret), "{secret}: {block}");
+    }
+    // A block is beside a table, which JSON on standard output would replace.
+    let run = sandbox.run(["bench", "--share", "--json"]);
+    assert!(run.code == Some(2) && run.stderr.contains("hint: write --json=FILE to have both"), "{}", run.stderr);
+    assert_eq!(sandbox.run(["bench", "--share", "--kernels"]).code, Some(2));
+}
+
+#[test]
 fn json_has_every_time_and_stages_add_up() {
     let sandbox = Sandbox::new();
     let image = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/references/rgb.png");

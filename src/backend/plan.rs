@@ -3,6 +3,7 @@
 use super::{Backend, GemmFormats, Op, Role, StepKey};
 use crate::error::Result;
 use crate::tensor::{ALIGN, Nvfp4Layout, PartScaling, Region, Tensor, WeightPart};
+use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,12 +20,27 @@ pub struct Plan {
     formats: GemmFormats,
     live: Live,
     flops: Arc<AtomicU64>,
+    observer: Option<Observer>,
+}
+
+/// Is shown every op before it counts.
+struct Observer(Box<dyn FnMut(&Op<'_>)>);
+
+impl fmt::Debug for Observer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Observer")
+    }
 }
 
 impl Plan {
     /// An empty plan for a backend that has these quantised GEMMs.
     pub fn new(formats: GemmFormats) -> Self {
-        Self { arena_bytes: 0, copied_bytes: 0, ops: 0, formats, live: Live::default(), flops: Arc::default() }
+        Self { arena_bytes: 0, copied_bytes: 0, ops: 0, formats, live: Live::default(), flops: Arc::default(), observer: None }
+    }
+
+    /// The same, and shows every op to `observer`.
+    pub fn observed(self, observer: impl FnMut(&Op<'_>) + 'static) -> Self {
+        Self { observer: Some(Observer(Box::new(observer))), ..self }
     }
 
     /// Floating-point operations of all GEMMs, convolutions and attention ops.
@@ -113,6 +129,9 @@ impl Backend for Plan {
         op.operands(&mut |t, _| self.touch(t));
         if self.formats.expands && op.expanded_bytes() > 0 {
             self.arena_bytes = self.arena_bytes.max(self.live.end().next_multiple_of(ALIGN) + op.expanded_bytes());
+        }
+        if let Some(Observer(observe)) = &mut self.observer {
+            observe(&op);
         }
         self.flops.fetch_add(op.flops(), Ordering::Relaxed);
         self.ops += 1;

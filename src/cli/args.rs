@@ -16,11 +16,12 @@ pub use values::{
 use crate::error::{Error, Result};
 use crate::locate::{Environment, LocateRequest};
 use crate::part::PerPart;
+use crate::predict::Card;
 use clap::{Args, Parser, Subcommand};
 use help::{BENCH_EXAMPLE, BENCH_EXAMPLES, EXAMPLE, EXAMPLES, QUANTIZE_EXAMPLES};
 use std::ffi::OsString;
 use std::path::PathBuf;
-use values::{guidance, pixels, within};
+use values::{card, guidance, pixels, within};
 
 /// Generates pictures from text with FLUX.2 [klein]: a prompt in, a PNG out
 ///
@@ -382,6 +383,13 @@ pub struct PlanArgs {
     #[command(flatten)]
     pub quantised: QuantisedArgs,
 
+    /// The GPU to plan for: RTX 3090, RTX 4090, RTX 5090 or H200 [default: the first one here]
+    ///
+    /// With predicted times, which were not measured. Where there is no GPU, the plan is for compute capability 8.0, the least that
+    /// kiln runs on.
+    #[arg(long, value_name = "NAME", value_parser = card, help_heading = "Run")]
+    pub card: Option<Card>,
+
     /// Print a JSON object instead of a table
     #[arg(long, help_heading = "Run")]
     pub json: bool,
@@ -435,6 +443,12 @@ pub struct BenchArgs {
     )]
     pub json: Option<PathBuf>,
 
+    /// Also print a block to paste into an issue: card, driver, figures, and what was predicted
+    ///
+    /// It has no paths, no prompt and no name of the machine or its user.
+    #[arg(long, conflicts_with = "kernels", help_heading = "Measuring")]
+    pub share: bool,
+
     /// What the pictures are made from and how large
     #[command(flatten)]
     pub shape: ShapeArgs,
@@ -450,6 +464,10 @@ pub struct DoctorArgs {
     /// Which model to look for
     #[command(flatten)]
     pub model: ModelArgs,
+
+    /// Say what would run how on a GPU that is not here: RTX 3090, RTX 4090, RTX 5090 or H200
+    #[arg(long, value_name = "NAME", value_parser = card)]
+    pub card: Option<Card>,
 
     /// List every kernel of each op, not only the kernel files
     #[arg(short, long)]

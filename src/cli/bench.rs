@@ -2,6 +2,7 @@
 
 mod images;
 mod kernels;
+mod share;
 
 use super::args::{BenchArgs, GenerateArgs, RunArgs};
 use super::request::{ImageRequest, Setup};
@@ -37,8 +38,8 @@ pub struct BenchRequest {
 /// The subject of a measurement.
 #[derive(Debug)]
 enum Subject {
-    /// A cold image and `runs` warm ones.
-    Images { request: Box<ImageRequest>, setup: Box<Setup>, runs: usize },
+    /// A cold image and `runs` warm ones; with `share` there is a block to paste.
+    Images { request: Box<ImageRequest>, setup: Box<Setup>, runs: usize, share: bool },
     /// The ops whose names contain `filter`, on the backend that `run` selects.
     Kernels { filter: String, quick: bool, run: RunArgs },
 }
@@ -47,8 +48,12 @@ impl BenchRequest {
     /// Checks flags against each other, the environment and the file system.
     pub fn new(args: BenchArgs, environment: Environment, stdin: &mut dyn Read) -> Result<Self> {
         let started = Instant::now();
-        let BenchArgs { mut prompt, model, kernels, quick, runs, json, shape, run } = args;
+        let BenchArgs { mut prompt, model, kernels, quick, runs, json, share, shape, run } = args;
         let verbosity = Verbosity::new(run.quiet, run.verbose);
+        if share && json.as_deref() == Some(Path::new(DASH)) {
+            let what = "--share adds a block to the table, and --json prints JSON in its place";
+            return Err(Error::usage(what, "write --json=FILE to have both"));
+        }
         if let Some(path) = json.as_deref().filter(|path| *path != Path::new(DASH)) {
             check_writable(&[Planned { path: path.into(), bytes: 0 }], false).map_err(without_force_hint)?;
         } else if let (Some(_), Some(word)) = (&json, &prompt.prompt)
@@ -85,7 +90,7 @@ impl BenchRequest {
             run,
         };
         let (request, setup) = ImageRequest::from_args(&args, environment, stdin, 0)?;
-        let subject = Subject::Images { request: Box::new(request), setup: Box::new(setup), runs };
+        let subject = Subject::Images { request: Box::new(request), setup: Box::new(setup), runs, share };
         Ok(Self { started, subject, json, verbosity })
     }
 }
@@ -95,9 +100,10 @@ pub fn bench(request: BenchRequest, stop: &Arc<AtomicBool>, terminal: &Terminal,
     let BenchRequest { started, subject, json, .. } = request;
     let json = json.as_deref();
     match subject {
-        Subject::Images { request, setup, runs } => {
+        Subject::Images { request, setup, runs, share } => {
             let report = images::measure(*request, *setup, started, runs, stop, terminal)?;
-            publish(&report, report.table(), json, out)
+            let block = if share { format!("\n{}", report.share_block()) } else { String::new() };
+            publish(&report, report.table() + &block, json, out)
         }
         Subject::Kernels { filter, quick, run } => {
             let report = kernels::measure(&filter, quick, &run, stop, terminal)?;

@@ -6,6 +6,7 @@ use crate::backend::cuda::Cuda;
 use crate::backend::cuda::driver::DeviceInfo;
 use crate::backend::{Backend, Fp8Accumulate};
 use crate::error::{Error, Result};
+use crate::predict::{Card, KernelFamily, Predictor};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -18,6 +19,8 @@ pub struct SelectedBackend {
     pub machine: String,
     /// The GPU, if the backend is one.
     pub device: Option<DeviceInfo>,
+    /// What predicts times on it, or why nothing does.
+    pub predictor: Result<Predictor, String>,
     /// Why `auto` did not select a GPU.
     pub note: Option<String>,
 }
@@ -32,14 +35,15 @@ pub fn select_backend(
     let cpu = |note| -> Result<SelectedBackend> {
         let cpu = Cpu::shared(stop.clone());
         let machine = format!("{} threads", cpu.threads());
-        Ok(SelectedBackend { backend: Box::new(cpu), name: "cpu", machine, device: None, note })
+        let predictor = Err("the CPU has none".into());
+        Ok(SelectedBackend { backend: Box::new(cpu), name: "cpu", machine, device: None, predictor, note })
     };
     let gpu = || -> Result<SelectedBackend> {
         let mut cuda = Cuda::open(device, stop.clone())?;
         cuda.set_fp8_accumulate(accumulate);
-        let device = cuda.device().clone();
+        let (device, predictor) = (cuda.device().clone(), predictor(&cuda)?);
         let machine = format!("GPU {} ({})", device.index, device.name);
-        Ok(SelectedBackend { backend: Box::new(cuda), name: "cuda", machine, device: Some(device), note: None })
+        Ok(SelectedBackend { backend: Box::new(cuda), name: "cuda", machine, device: Some(device), predictor, note: None })
     };
     match backend {
         BackendArg::Cpu => cpu(None),
@@ -49,4 +53,15 @@ pub fn select_backend(
             selected => selected,
         },
     }
+}
+
+/// What predicts times on a GPU, from its row in the table of cards or one made from what the driver tells; or why nothing does.
+fn predictor(cuda: &Cuda) -> Result<Result<Predictor, String>> {
+    let (device, bandwidth) = (cuda.device(), cuda.memory_bandwidth()?);
+    let Some(card) = Card::named(&device.name).cloned().or_else(|| Card::of_device(device, bandwidth)) else {
+        return Ok(Err("the driver does not tell the bandwidth of its memory".into()));
+    };
+    let (major, minor) = device.capability;
+    let unknown = || format!("it is not known how fast the portable kernels can be on compute capability {major}.{minor}");
+    Ok(Predictor::new(&card, KernelFamily::of(cuda)).ok_or_else(unknown))
 }

@@ -3,6 +3,7 @@
 use super::args::DoctorArgs;
 use super::hint::{hint, message};
 use super::stdout::print;
+use super::support::support;
 use crate::backend::cpu::Cpu;
 use crate::backend::cuda::{self, Cuda, Kernel, Tile};
 use crate::backend::{Backend, Fp8Accumulate, GemmFormats, OP_NAMES};
@@ -10,6 +11,7 @@ use crate::config::Variant;
 use crate::error::{Error, Result};
 use crate::locate::{BUILT_IN, Environment, Found, TINY, locate};
 use crate::pipeline::{Formats, LoadOptions, OpenModel};
+use crate::predict::{Card, KernelFamily};
 use crate::text::{gib, shown_line, shown_text};
 use crate::threads;
 use std::fmt::Write as _;
@@ -32,8 +34,18 @@ pub fn doctor(args: DoctorArgs, environment: Environment, out: &mut dyn Write) -
     let stop = Arc::new(AtomicBool::new(false));
     // The first usable GPU and its GEMMs.
     let mut device: Option<(String, GemmFormats)> = None;
-    match cuda::devices() {
-        Err(error) => {
+    let how = |formats, capability, family| {
+        support(formats, capability, family).map(|(what, how)| format!("{what}: {how}")).into_iter()
+    };
+    match (&args.card, cuda::devices()) {
+        (Some(card), _) => {
+            let Card { name, capability: (major, minor), multiprocessors, memory, .. } = card;
+            let what = format!("{name}, compute {major}.{minor}, {multiprocessors} multiprocessors, {}", gib(*memory));
+            row("card", format!("{what}; asked for, and not looked for on this machine"));
+            how(card.gemm_formats(), card.capability, card.family()).for_each(|line| row("", line));
+            device = Some((card.name.to_string(), card.gemm_formats()));
+        }
+        (None, Err(error)) => {
             row("driver", error.to_string());
             // The full hint would name `--backend`, which `kiln doctor` does not have.
             let advice = match &error {
@@ -42,7 +54,7 @@ pub fn doctor(args: DoctorArgs, environment: Environment, out: &mut dyn Write) -
             };
             row("", advice.unwrap_or_default());
         }
-        Ok(devices) => {
+        (None, Ok(devices)) => {
             for (i, d) in devices.iter().enumerate() {
                 if i == 0 {
                     row("driver", format!("CUDA {}.{}", d.driver.0, d.driver.1));
@@ -53,10 +65,12 @@ pub fn doctor(args: DoctorArgs, environment: Environment, out: &mut dyn Write) -
                 let state = Cuda::open(d.index, stop.clone()).and_then(|mut cuda| {
                     let free = cuda.available()?.unwrap_or(0);
                     let tried = cuda.self_test()?.join(", ");
-                    device.get_or_insert_with(|| (format!("GPU {}", d.index), cuda.gemm_formats()));
-                    Ok(format!("usable, {} free; tried: {tried}", gib(free)))
+                    let formats = cuda.gemm_formats();
+                    device.get_or_insert_with(|| (format!("GPU {}", d.index), formats));
+                    let usable = format!("usable, {} free; tried: {tried}", gib(free));
+                    Ok([usable].into_iter().chain(how(formats, d.capability, KernelFamily::of(&cuda))).collect::<Vec<_>>())
                 });
-                row("", state.unwrap_or_else(|error| error.to_string()));
+                state.unwrap_or_else(|error| vec![error.to_string()]).into_iter().for_each(|line| row("", line));
             }
         }
     }

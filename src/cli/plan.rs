@@ -5,13 +5,13 @@ use super::report::{warn_of_accumulation, warn_of_guidance, warn_of_nvfp4_math};
 use super::request::ImageRequest;
 use super::settings::{ModelProfile, Settings};
 use super::stdout::{json_line, print};
-use crate::backend::GemmFormats;
-use crate::backend::cuda::{devices, gemm_formats};
+use crate::backend::cuda::{CAPABILITY, devices, gemm_formats};
 use crate::config::{Conventions, Variant, display_name};
 use crate::error::Result;
 use crate::locate::{Environment, Found, locate};
-use crate::pipeline::{AttentionFormatCount, Configs, Estimate, Job, KindFormat, LoadOptions, OpenModel, estimate};
-use crate::progress::Progress;
+use crate::pipeline::{AttentionFormatCount, Configs, Estimate, Job, KindFormat, LoadOptions, OpenModel, estimate_timed};
+use crate::predict::{Card, Prediction, Predictor};
+use crate::progress::{Phase, Progress};
 use crate::tensor::Precision;
 use crate::terminal::Terminal;
 use crate::text::shown_line;
@@ -25,6 +25,8 @@ struct Report {
     model: String,
     variant: String,
     precision: &'static str,
+    /// The GPU that the plan is for.
+    gpu: String,
     width: usize,
     height: usize,
     steps: usize,
@@ -36,6 +38,11 @@ struct Report {
     mu: f64,
     sigmas: Vec<f32>,
     stages: Vec<StageReport>,
+    /// Predicted, never measured; empty where nothing predicts them.
+    predicted: Vec<PredictedStage>,
+    /// The same for the table.
+    #[serde(skip)]
+    predicted_line: Option<String>,
     ops: u64,
     weight_bytes: u64,
     low_memory_weight_bytes: u64,
@@ -119,18 +126,16 @@ pub fn plan(args: PlanArgs, environment: Environment, terminal: &Terminal, out: 
     let settings = Settings::resolve(request, &model.profile(options.precision));
     model.warnings.iter().for_each(|warning| terminal.warn(warning));
     warn_of_guidance(settings.guidance, settings.variant, terminal);
-    let mut estimate = model.estimate(options, &settings.job)?;
+    let gpu = PlannedGpu::new(args.card.as_ref(), options.precision);
+    let mut estimate = model.estimate(options, &gpu, &settings.job)?;
     let accumulate = args.quantised.fp8_accumulate.into();
     estimate.formats.accumulate = Some(accumulate);
     warn_of_accumulation(accumulate, &estimate.formats, terminal);
     warn_of_nvfp4_math(options.nvfp4_math, &estimate.formats, terminal);
-    let report = Report::new(settings, estimate);
+    let report = Report::new(settings, estimate, gpu);
     let text = if args.json { json_line(&report)? } else { report.table().into_bytes() };
     print(out, &text)
 }
-
-/// The compute capability of Hopper.
-const HOPPER: (u32, u32) = (9, 0);
 
 /// A model as far as it is known before its weights are read.
 struct PlannedModel {
@@ -196,30 +201,72 @@ impl PlannedModel {
 
     /// Estimates the cost of a job on a GPU. With files the dtype of the stored weights is known, which f32 precision keeps;
     /// klein as published is taken to be bfloat16.
-    fn estimate(&self, options: LoadOptions, job: &Job) -> Result<Estimate> {
-        let gpu = devices().ok().and_then(|devices| devices.into_iter().next());
-        let gemms = match gpu {
-            Some(gpu) => gemm_formats(gpu.capability),
-            // Weights are quantised for GPUs that multiply them.
-            None if options.quantise.is_some() => gemm_formats(HOPPER),
-            // It is not known which formats there will be kernels for, so the plan is for a GPU that has none.
-            None => GemmFormats::NONE,
-        };
+    fn estimate(&self, options: LoadOptions, gpu: &PlannedGpu, job: &Job) -> Result<Estimate> {
+        let (gemms, time) = (gemm_formats(gpu.capability), gpu.predictor.as_ref().map(Predictor::op_time));
         match &self.source {
-            Source::Files(model) => model.estimate(options, gemms, job),
-            Source::Klein(configs) => estimate(configs, self.variant, options, gemms, job),
+            Source::Files(model) => model.estimate_timed(options, gemms, job, time),
+            Source::Klein(configs) => estimate_timed(configs, self.variant, options, gemms, job, time),
         }
     }
 }
 
+/// The GPU that a plan is for.
+struct PlannedGpu {
+    /// What it is, for display.
+    name: String,
+    capability: (u32, u32),
+    /// What predicts times there, if anything does.
+    predictor: Option<Predictor>,
+}
+
+impl PlannedGpu {
+    /// The one that was asked for, else the first one here, else any that kiln runs on.
+    fn new(card: Option<&Card>, precision: Precision) -> Self {
+        let here = || devices().ok().and_then(|devices| devices.into_iter().next());
+        let (name, capability, card) = match (card, card.map_or_else(here, |_| None)) {
+            (Some(card), _) => (card.name.to_string(), card.capability, Some(card)),
+            (None, Some(gpu)) => (format!("GPU {} ({})", gpu.index, gpu.name), gpu.capability, Card::named(&gpu.name)),
+            (None, None) => {
+                let (major, minor) = CAPABILITY;
+                let what = format!("none here, so any of compute capability {major}.{minor} or newer; --card names one");
+                (what, CAPABILITY, None)
+            }
+        };
+        // In f32 nothing runs on tensor cores.
+        let card = card.filter(|_| precision == Precision::Bf16);
+        Self { name, capability, predictor: card.and_then(|card| Predictor::new(card, card.family())) }
+    }
+}
+
+/// What a stage is predicted to take.
+#[derive(Serialize)]
+struct PredictedStage {
+    stage: &'static str,
+    seconds: f64,
+}
+
+/// What a prediction says of the stages, if it says anything.
+fn predicted_line(prediction: &Prediction) -> Option<String> {
+    let step = prediction.step()?;
+    let stages = [
+        ("encoding text", prediction.stage(Phase::Encode)),
+        ("a step", Some(step)),
+        ("decoding", prediction.stage(Phase::Decode)),
+    ];
+    let ms = stages.iter().filter_map(|(name, seconds)| Some(format!("{name} {:.1} ms", 1e3 * (*seconds)?)));
+    Some(format!("{}; not measured", ms.collect::<Vec<_>>().join(", ")))
+}
+
 impl Report {
-    fn new(settings: Settings, e: Estimate) -> Self {
+    fn new(settings: Settings, e: Estimate, gpu: PlannedGpu) -> Self {
         let Settings { job, model, variant, precision, guidance, guided, .. } = settings;
+        let predicted_line = predicted_line(&Prediction::of(&e));
         let total = e.text_tokens + e.canvas_tokens + e.reference_tokens.iter().sum::<usize>();
         Self {
             model,
             variant: variant.to_string(),
             precision: precision.name(),
+            gpu: gpu.name,
             width: job.size.width(),
             height: job.size.height(),
             steps: job.steps,
@@ -228,6 +275,8 @@ impl Report {
             tokens: TokenReport { text: e.text_tokens, canvas: e.canvas_tokens, references: e.reference_tokens, total },
             mu: e.mu,
             sigmas: e.sigmas,
+            predicted: e.seconds.iter().map(|&(phase, seconds)| PredictedStage { stage: phase.name(), seconds }).collect(),
+            predicted_line,
             stages: e.stages.iter().map(|(phase, flop)| StageReport { stage: phase.name(), flop: *flop }).collect(),
             ops: e.ops,
             weight_bytes: e.weight_bytes,
@@ -251,6 +300,7 @@ impl Report {
         for (i, line) in self.format_lines.iter().enumerate() {
             row(if i == 0 { "formats" } else { "" }, line.clone());
         }
+        row("gpu", self.gpu.clone());
         row("picture", format!("{}x{}, {} steps", self.width, self.height, self.steps));
         if let Some(guidance) = self.guidance {
             let passes = if self.guided { "two passes per step" } else { "one pass per step: only above 1 there is a second" };
@@ -268,6 +318,9 @@ impl Report {
             row(stage.stage, format!("{:.3} TFLOP", stage.flop as f64 / 1e12));
         }
         row("in all", format!("{:.3} TFLOP in {} ops", total as f64 / 1e12, self.ops));
+        if let Some(line) = &self.predicted_line {
+            row("predicted", line.clone());
+        }
         row(
             "weights",
             format!("{:.2} GiB, {:.2} GiB with --low-memory", gib(self.weight_bytes), gib(self.low_memory_weight_bytes)),

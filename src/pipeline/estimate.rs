@@ -5,7 +5,7 @@ use super::formats::Formats;
 use super::inputs::Inputs;
 use super::job::{Job, LoadOptions};
 use super::open::{Configs, OpenModel};
-use crate::backend::{GemmFormats, Plan};
+use crate::backend::{GemmFormats, Op, Plan};
 use crate::checkpoint::Weights;
 use crate::config::Variant;
 use crate::error::Result;
@@ -13,7 +13,8 @@ use crate::part::PerPart;
 use crate::progress::{Phase, Progress};
 use crate::sampler::mu;
 use crate::tokenizer::Tokens;
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -32,6 +33,8 @@ pub struct Estimate {
     pub sigmas: Vec<f32>,
     /// Floating-point operations of each stage, in order.
     pub stages: Vec<(Phase, u64)>,
+    /// Predicted seconds of each stage, if the time of ops was asked for.
+    pub seconds: Vec<(Phase, f64)>,
     /// Number of ops of a whole run.
     pub ops: u64,
     /// Bytes of the weights on a backend.
@@ -51,22 +54,27 @@ pub struct Estimate {
     pub formats: Formats,
 }
 
-/// Reads the plan's count of floating-point operations at the beginning and the end of each phase.
+/// The seconds that an op takes on some device.
+pub type OpTime = Rc<dyn Fn(&Op<'_>) -> f64>;
+
+/// Reads the plan's count of floating-point operations, and the time of its ops, at the beginning and the end of each phase.
 struct Meter {
     flops: Arc<AtomicU64>,
-    stages: RefCell<Vec<(Phase, u64)>>,
+    seconds: Rc<Cell<f64>>,
+    stages: RefCell<Vec<(Phase, u64, f64)>>,
 }
 
 impl Progress for Meter {
     fn begin(&self, phase: Phase, _total: u64) {
-        self.stages.borrow_mut().push((phase, self.flops.load(Ordering::Relaxed)));
+        self.stages.borrow_mut().push((phase, self.flops.load(Ordering::Relaxed), self.seconds.get()));
     }
 
     fn advance(&self, _amount: u64) {}
 
     fn end(&self) {
-        if let Some((_, flops)) = self.stages.borrow_mut().last_mut() {
+        if let Some((_, flops, seconds)) = self.stages.borrow_mut().last_mut() {
             *flops = self.flops.load(Ordering::Relaxed) - *flops;
+            *seconds = self.seconds.get() - *seconds;
         }
     }
 
@@ -77,14 +85,31 @@ impl Progress for Meter {
 /// Estimates the cost of one image of `job` on a model of these sizes, whose files are not quantised, and a backend with these
 /// GEMMs.
 pub fn estimate(configs: &Configs, variant: Variant, options: LoadOptions, gemms: GemmFormats, job: &Job) -> Result<Estimate> {
-    estimate_from(configs, PerPart::default(), variant, options, gemms, job)
+    estimate_timed(configs, variant, options, gemms, job, None)
+}
+
+/// The same with predicted times, if it is told what ops take.
+pub fn estimate_timed(
+    configs: &Configs,
+    variant: Variant,
+    options: LoadOptions,
+    gemms: GemmFormats,
+    job: &Job,
+    time: Option<OpTime>,
+) -> Result<Estimate> {
+    estimate_from(configs, PerPart::default(), variant, options, gemms, job, time)
 }
 
 impl OpenModel {
     /// Estimates the cost of one image of `job` on this model and a backend with these GEMMs. In f32 precision weights have the
     /// dtype of their file.
     pub fn estimate(&self, options: LoadOptions, gemms: GemmFormats, job: &Job) -> Result<Estimate> {
-        estimate_from(&self.configs, self.weights.each_ref().map(Some), self.variant, options, gemms, job)
+        self.estimate_timed(options, gemms, job, None)
+    }
+
+    /// The same with predicted times, if it is told what ops take.
+    pub fn estimate_timed(&self, options: LoadOptions, gemms: GemmFormats, job: &Job, time: Option<OpTime>) -> Result<Estimate> {
+        estimate_from(&self.configs, self.weights.each_ref().map(Some), self.variant, options, gemms, job, time)
     }
 
     /// The formats of the linear layers and of attention, in the files and on a backend with these GEMMs.
@@ -101,30 +126,37 @@ fn estimate_from(
     options: LoadOptions,
     gemms: GemmFormats,
     job: &Job,
+    time: Option<OpTime>,
 ) -> Result<Estimate> {
-    let mut plan = Plan::new(gemms);
-    let (stages, sizes, copied) = Stages::place(configs, sources, options, gemms)?;
+    let (mut plan, seconds, is_timed) = (Plan::new(gemms), Rc::new(Cell::new(0.0)), time.is_some());
+    if let Some(time) = time {
+        let seconds = seconds.clone();
+        plan = plan.observed(move |op| seconds.set(seconds.get() + time(op)));
+    }
+    let (networks, sizes, copied) = Stages::place(configs, sources, options, gemms)?;
     let length = configs.text_encoder.max_tokens;
     // Prompts are padded to the same length, so their texts do not matter.
     let inputs = Inputs::new(job, variant, None, |_, _| Ok(Tokens { ids: vec![0; length], real: length, cut: 0 }))?;
-    let meter = Meter { flops: plan.counter(), stages: RefCell::new(Vec::new()) };
-    let arena_bytes = stages.dry_run(&mut plan, &inputs, &meter)?;
+    let meter = Meter { flops: plan.counter(), seconds, stages: RefCell::default() };
+    let arena_bytes = networks.dry_run(&mut plan, &inputs, &meter)?;
     let canvas_tokens = inputs.plan.canvas().len();
+    let stages = meter.stages.into_inner();
     Ok(Estimate {
         text_tokens: inputs.plan.text().len(),
         canvas_tokens,
         reference_tokens: job.references.iter().map(|r| r.grid.tokens()).collect(),
         mu: mu(job.steps, canvas_tokens),
         sigmas: (0..job.steps).map(|i| inputs.schedule.sigma(i)).collect(),
-        stages: meter.stages.into_inner(),
+        seconds: stages.iter().filter(|_| is_timed).map(|&(phase, _, seconds)| (phase, seconds)).collect(),
+        stages: stages.into_iter().map(|(phase, flops, _)| (phase, flops)).collect(),
         ops: plan.ops,
         weight_bytes: sizes.total(false),
         low_memory_weight_bytes: sizes.total(true),
         copied_bytes: copied.total(false),
         low_memory_copied_bytes: copied.total(true),
-        table_bytes: stages.table_bytes(),
+        table_bytes: networks.table_bytes(),
         arena_bytes,
-        formats: stages.formats(),
+        formats: networks.formats(),
     })
 }
 

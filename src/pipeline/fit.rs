@@ -77,6 +77,7 @@ mod tests {
             mu: 0.0,
             sigmas: Vec::new(),
             stages: Vec::new(),
+            seconds: Vec::new(),
             ops: 0,
             weight_bytes,
             low_memory_weight_bytes,

@@ -31,30 +31,36 @@ impl DeviceInfo {
     /// Most bytes of shared memory that a CTA may have on compute capability 9.0.
     pub const SM90_SHARED: u32 = abi::KL_SM90_SHARED_LIMIT;
 
-    /// Floating-point operations of one SM's tensor cores per clock: dense products of two operands of this type, bf16 or e4m3,
-    /// with f32 accumulators. The numbers are from the vendor's descriptions of each architecture; none where they are not known.
+    /// Floating-point operations of one SM's tensor cores per clock, see [`tensor_flops_per_clock`].
     pub fn tensor_flops_per_clock(&self, dtype: DType) -> Option<u32> {
-        // GeForce cards accumulate in f32 at half the rate of the same chip in a workstation card.
-        let whole = if self.name.contains("GeForce") { 512 } else { 1024 };
-        let bf16 = match self.capability {
-            (8, 0) => 2048,
-            (8, 6 | 9) | (12, 0) => whole,
-            (9, 0) => 4096,
-            (10, 0 | 3) => 8192,
-            _ => return None,
-        };
-        match dtype {
-            DType::Bf16 => Some(bf16),
-            // Every architecture that multiplies e4m3 does so at twice the rate.
-            DType::E4m3 if self.capability >= (8, 9) => Some(2 * bf16),
-            _ => None,
-        }
+        tensor_flops_per_clock(&self.name, self.capability, dtype)
     }
 
     /// The same for the whole GPU per second, at its highest clock: an upper limit that no kernel sustains for long.
     pub fn tensor_flops(&self, dtype: DType) -> Option<f64> {
         let per_clock = f64::from(self.tensor_flops_per_clock(dtype)?);
         Some(per_clock * f64::from(self.multiprocessors) * f64::from(self.clock) * 1e3)
+    }
+}
+
+/// Floating-point operations per clock of the tensor cores of one SM, on a GPU of this name and compute capability: dense products of
+/// two operands of this type, bf16 or e4m3, with f32 accumulators. The numbers are from the vendor's descriptions of each
+/// architecture; none where they are not known.
+pub fn tensor_flops_per_clock(name: &str, capability: (u32, u32), dtype: DType) -> Option<u32> {
+    // GeForce cards accumulate in f32 at half the rate of the same chip in a workstation card.
+    let whole = if name.contains("GeForce") { 512 } else { 1024 };
+    let bf16 = match capability {
+        (8, 0) => 2048,
+        (8, 6 | 9) | (12, 0) => whole,
+        (9, 0) => 4096,
+        (10, 0 | 3) => 8192,
+        _ => return None,
+    };
+    match dtype {
+        DType::Bf16 => Some(bf16),
+        // Every architecture that multiplies e4m3 does so at twice the rate.
+        DType::E4m3 if capability >= (8, 9) => Some(2 * bf16),
+        _ => None,
     }
 }
 
@@ -143,6 +149,11 @@ pub trait Driver {
 
     /// Bytes of device memory that are free.
     fn free_memory(&self) -> Result<u64>;
+
+    /// Bytes that the device moves to or from its memory in a second at most; none if the driver does not tell.
+    fn memory_bandwidth(&self) -> Result<Option<u64>> {
+        Ok(None)
+    }
 
     /// Allocates device memory.
     fn allocate(&self, bytes: u64) -> Result<u64>;

@@ -29,7 +29,7 @@ pub use context::Choice;
 pub use dispatch::kernels_of;
 pub use launch::{ARCHS, Images, Kernel, NVCC};
 pub use select::{GemmOperands, Tile};
-pub use system::{System, devices};
+pub use system::{CAPABILITY, System, devices};
 
 use super::plan::Live;
 use super::{Backend, Fp8Accumulate, GemmFormats, Op, Role, StepKey};
@@ -182,6 +182,16 @@ impl Cuda {
     /// The GPU.
     pub fn device(&self) -> &DeviceInfo {
         self.driver.device()
+    }
+
+    /// Bytes that the GPU moves to or from its memory in a second at most; none if the driver does not tell.
+    pub fn memory_bandwidth(&self) -> Result<Option<u64>> {
+        self.driver.memory_bandwidth()
+    }
+
+    /// Whether kernels for this GPU's architecture alone are loaded, which Hopper has; others run the portable ones.
+    pub fn has_hopper_kernels(&self) -> bool {
+        self.launched().any(|(kernel, _)| kernel.file().ends_with("_sm90"))
     }
 
     /// How often each kernel that this GPU can run was launched so far. A captured launch counts once, however often its graph is

@@ -12,7 +12,7 @@ use std::ptr::{NonNull, null_mut};
 /// The CUDA version that the kernels are compiled with, which the driver has to support.
 const DRIVER: (u32, u32) = (13, 0);
 /// The lowest compute capability that kernels are compiled for.
-const CAPABILITY: (u32, u32) = (8, 0);
+pub const CAPABILITY: (u32, u32) = (8, 0);
 
 /// One GPU, used through its primary context.
 pub struct System {
@@ -174,6 +174,14 @@ impl Driver for System {
         // SAFETY: both outlive the call.
         check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) })?;
         Ok(free as u64)
+    }
+
+    fn memory_bandwidth(&self) -> Result<Option<u64>> {
+        let clock = attribute(self.handle, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE)?;
+        let bits = attribute(self.handle, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH)?;
+        // The clock is in kHz, and every pin moves two bits in each. Drivers that do not tell say zero.
+        let bytes = 2 * 1000 * u64::from(clock) * u64::from(bits) / 8;
+        Ok((bytes > 0).then_some(bytes))
     }
 
     fn allocate(&self, bytes: u64) -> Result<u64> {

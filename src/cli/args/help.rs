@@ -100,6 +100,9 @@ Examples:
   kiln bench --json=times.json
       JSON with every single time: on standard output, or in a new file beside the table.
 
+  kiln bench --model ~/models/FLUX.2-klein-4B --share
+      The table, and a block to paste into an issue: card, driver, figures and predictions.
+
   kiln bench --kernels
   kiln bench --kernels=attention --json=attention.json
       Single ops at klein 4B's shapes: time, rate, share of the ceiling. Needs no model.

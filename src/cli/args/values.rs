@@ -5,6 +5,7 @@ use crate::config::Variant;
 use crate::model::{AttentionFormat, Nvfp4Math};
 use crate::names::Layout;
 use crate::part::Part;
+use crate::predict::{CARDS, Card};
 use crate::tensor::quantise::QuantisedFormat;
 use crate::tensor::{DType, Nvfp4Layout, Precision};
 use clap::ValueEnum;
@@ -202,6 +203,12 @@ where
         Ok(number) if low <= number && number <= high => Ok(number),
         _ => Err(format!("expected a whole number from {low} to {high}")),
     }
+}
+
+/// Parses the name of a GPU of the table.
+pub(super) fn card(text: &str) -> Result<Card, String> {
+    let names: Vec<&str> = CARDS.iter().map(|card| card.name.trim_start_matches("GeForce ")).collect();
+    Card::named(text).cloned().ok_or_else(|| format!("expected one of {}", names.join(", ")))
 }
 
 /// Parses a guidance scale.

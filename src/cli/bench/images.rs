@@ -5,10 +5,14 @@ use super::super::report::{announce_run, warn_of_saturation};
 use super::super::request::{ImageRequest, Setup};
 use super::super::session::Session;
 use super::super::settings::Settings;
+use super::share::{Shared, driver_release};
+use crate::backend::cuda::driver::DeviceInfo;
 use crate::error::{Error, Result};
 use crate::microbench::median;
 use crate::pipeline::Engine;
+use crate::predict::{Prediction, Predictor};
 use crate::progress::{Phase, Progress};
+use crate::tensor::Precision;
 use crate::terminal::Terminal;
 use crate::text::shown;
 use serde::Serialize;
@@ -40,6 +44,12 @@ pub struct Report {
     formats: Vec<String>,
     saturated: u64,
     kernels: BTreeMap<&'static str, u64>,
+    /// The GPU, if it was one.
+    #[serde(skip)]
+    device: Option<DeviceInfo>,
+    /// What was predicted and by what, or why nothing was.
+    #[serde(skip)]
+    predicted: Result<(Prediction, Predictor), String>,
 }
 
 /// The time that one image took, in seconds.
@@ -216,11 +226,18 @@ pub fn measure(
     let settings = Settings::resolve(request, &session.profile());
     announce_run(&settings, &session.found, &session.model, &session.backend, &session.formats, terminal);
     session.fit(&settings.job, terminal)?;
-    let plan = session.model.estimate(session.options, session.backend.backend.gemm_formats(), &settings.job)?;
+    let predictor = session.backend.predictor.clone().and_then(|predictor| match session.options.precision {
+        Precision::Bf16 => Ok(predictor),
+        Precision::F32 => Err("f32 is not for tensor cores".into()),
+    });
+    let (gemms, time) = (session.backend.backend.gemm_formats(), predictor.as_ref().ok().map(Predictor::op_time));
+    let plan = session.model.estimate_timed(session.options, gemms, &settings.job, time)?;
+    let predicted = predictor.map(|predictor| (Prediction::of(&plan), predictor));
     let weights = if session.options.low_memory { plan.low_memory_weight_bytes } else { plan.weight_bytes };
     // Memory is measured on GPUs only: the free memory of the host changes with every other process.
     let gpu = session.backend.device.is_some();
     let before = session.backend.backend.available()?.filter(|_| gpu);
+    let device = session.backend.device.clone();
     let (backend, machine, formats) = (session.backend.name, session.backend.machine.clone(), session.formats.lines());
     let watch = Watch { terminal, shown: Cell::new(true), spans: RefCell::default() };
     let mut engine = session.load(&watch)?;
@@ -261,6 +278,8 @@ pub fn measure(
         formats,
         saturated,
         kernels: engine.backend().launches().into_iter().collect(),
+        device,
+        predicted,
     })
 }
 
@@ -287,6 +306,43 @@ fn spread(values: &[f64]) -> Option<[f64; 3]> {
 }
 
 impl Report {
+    /// The block of `--share`.
+    pub fn share_block(&self) -> String {
+        let (prediction, predictor) = match &self.predicted {
+            Ok((prediction, predictor)) => (Some(prediction), Ok(predictor)),
+            Err(why) => (None, Err(why.as_str())),
+        };
+        let of = |phase| prediction.and_then(|prediction| prediction.stage(phase));
+        let rows: [(&'static str, fn(&Times) -> Vec<f64>, Option<f64>); 5] = [
+            ("encode", |t| vec![t.encode], of(Phase::Encode)),
+            ("references", |t| t.references.into_iter().collect(), of(Phase::References)),
+            ("a step", |t| t.steps.clone(), prediction.and_then(Prediction::step)),
+            ("decode", |t| vec![t.decode], of(Phase::Decode)),
+            ("total", |t| vec![t.total], None),
+        ];
+        let stage = |(name, of, predicted): (&'static str, fn(&Times) -> Vec<f64>, Option<f64>)| {
+            let [_, median, _] = spread(&self.warm_s.iter().flat_map(of).collect::<Vec<f64>>())?;
+            Some((name, median, predicted))
+        };
+        let references = match self.references {
+            0 => String::new(),
+            count => format!(", {count} references"),
+        };
+        let Self { model, width, height, steps, precision, .. } = self;
+        Shared {
+            device: self.device.as_ref(),
+            machine: &self.machine,
+            release: driver_release().filter(|_| self.device.is_some()),
+            subject: format!("{}, {width}x{height}, {steps} steps, {precision}{references}", shown(model)),
+            formats: &self.formats,
+            kernels: self.kernels.keys().copied().collect(),
+            memory: (self.memory.measured, self.memory.planned_weights + self.memory.planned_working),
+            stages: rows.into_iter().filter_map(stage).collect(),
+            predictor,
+        }
+        .block()
+    }
+
     pub fn table(&self) -> String {
         let mut text = format!(
             "kiln {}, {}, {}x{}, {} steps, {}\n",

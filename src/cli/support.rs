@@ -1,0 +1,93 @@
+//! What runs how on a GPU: which kernels multiply which formats, and why where that is not by the shortest way.
+
+use crate::backend::GemmFormats;
+use crate::predict::KernelFamily;
+
+/// The first compute capabilities whose tensor cores multiply FP8 and FP4.
+const FP8_CORES: (u32, u32) = (8, 9);
+const FP4_CORES: (u32, u32) = (10, 0);
+
+/// A row for each format and stage: its name, and how it runs on a GPU of this compute capability that has these GEMMs and kernels.
+pub fn support(formats: GemmFormats, capability: (u32, u32), family: KernelFamily) -> [(&'static str, String); 6] {
+    let hopper = family == KernelFamily::Hopper;
+    let (gemm, sums) = match hopper {
+        true => ("wgmma", "sums as asked"),
+        false => ("mma.sync", "partial sums promoted to f32"),
+    };
+    let (major, minor) = capability;
+    let card = format!("compute capability {major}.{minor}");
+    let expanded = |kept: bool, why: &str| match (kept && formats.expands, hopper) {
+        (true, true) => format!("weights stay as they are and are expanded to bf16 while a GEMM runs{why}"),
+        (true, false) => format!("weights stay as they are and are expanded to bf16 before each GEMM{why}"),
+        (false, _) => format!("weights are expanded to bf16 when they are loaded: there is no kernel for them{why}"),
+    };
+    let missing = |cores: (u32, u32), name: &str| match capability < cores {
+        true => format!(": {card} has no {name} tensor cores"),
+        false => format!(": there is no kernel for its {name} tensor cores"),
+    };
+    let fp8 = match formats.w8a8 {
+        // The instruction that takes block scales has twice the rate there, and is not used.
+        true if major == 12 => {
+            format!("FP8 by FP8 on tensor cores ({gemm}, {sums}), at half the rate of {card}'s block-scaled MMA")
+        }
+        true => format!("FP8 by FP8 on tensor cores ({gemm}, {sums})"),
+        false => expanded(formats.w8a16, &missing(FP8_CORES, "FP8")),
+    };
+    let nvfp4 = match formats.w4a4 {
+        true => format!("NVFP4 by NVFP4 on tensor cores ({gemm})"),
+        false => expanded(formats.w4a16, &missing(FP4_CORES, "FP4")),
+    };
+    let text = expanded(formats.w8a16 && formats.w4a16, "; their inputs are always bf16");
+    let attention = match formats.qk8 {
+        true => format!("{gemm}, bf16; queries and keys of blocks with FP8 inputs in FP8"),
+        false => format!("{gemm}, bf16: FP8 queries and keys are for Hopper"),
+    };
+    [
+        ("bf16", format!("bf16 by bf16 on tensor cores ({gemm})")),
+        ("FP8 transformer", fp8),
+        ("NVFP4 transformer", nvfp4),
+        ("FP8 and NVFP4 text encoder", text),
+        ("attention", attention),
+        ("VAE", "mma.sync, bf16".into()),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::cuda::gemm_formats;
+
+    fn line(capability: (u32, u32), formats: GemmFormats, name: &str) -> String {
+        let family = if capability == (9, 0) { KernelFamily::Hopper } else { KernelFamily::Portable };
+        let rows = support(formats, capability, family);
+        rows.into_iter().find(|(what, _)| *what == name).unwrap_or_else(|| panic!("{name}")).1
+    }
+
+    #[test]
+    fn each_card_says_what_it_lacks() {
+        let fp8 = |capability| line(capability, gemm_formats(capability), "FP8 transformer");
+        let nvfp4 = |capability| line(capability, gemm_formats(capability), "NVFP4 transformer");
+        let before = "weights stay as they are and are expanded to bf16 before each GEMM";
+        assert_eq!(fp8((8, 6)), format!("{before}: compute capability 8.6 has no FP8 tensor cores"));
+        assert_eq!(nvfp4((8, 9)), format!("{before}: compute capability 8.9 has no FP4 tensor cores"));
+        assert_eq!(nvfp4((12, 0)), format!("{before}: there is no kernel for its FP4 tensor cores"));
+        assert_eq!(fp8((8, 9)), "FP8 by FP8 on tensor cores (mma.sync, partial sums promoted to f32)");
+        assert!(fp8((12, 0)).ends_with(", at half the rate of compute capability 12.0's block-scaled MMA"), "{}", fp8((12, 0)));
+        assert!(fp8((9, 0)).contains("(wgmma, ") && nvfp4((9, 0)).contains(" while a GEMM runs: "), "{}", nvfp4((9, 0)));
+    }
+
+    /// The lines follow the formats, and not the card alone: a build may lack kernels.
+    #[test]
+    fn lines_are_of_the_formats_that_run() {
+        let at_load = "weights are expanded to bf16 when they are loaded: there is no kernel for them";
+        for name in ["FP8 transformer", "NVFP4 transformer", "FP8 and NVFP4 text encoder"] {
+            let line = line((8, 9), GemmFormats::NONE, name);
+            assert!(line.starts_with(at_load), "{line}");
+        }
+        assert_eq!(line((12, 0), GemmFormats::ALL, "NVFP4 transformer"), "NVFP4 by NVFP4 on tensor cores (mma.sync)");
+        for (capability, has) in [((9, 0), true), ((8, 9), false)] {
+            let line = line(capability, gemm_formats(capability), "attention");
+            assert_eq!(line.contains("queries and keys of blocks with FP8 inputs in FP8"), has, "{line}");
+        }
+    }
+}

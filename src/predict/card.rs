@@ -1,0 +1,194 @@
+//! GPUs as rows of numbers.
+
+use crate::backend::GemmFormats;
+use crate::backend::cuda::driver::{DeviceInfo, tensor_flops_per_clock};
+use crate::backend::cuda::{Cuda, gemm_formats};
+use crate::tensor::DType;
+use std::borrow::Cow;
+
+/// A GPU, as far as predictions depend on it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Card {
+    /// Its name, as the driver tells it but for the vendor's.
+    pub name: Cow<'static, str>,
+    /// Compute capability, major and minor.
+    pub capability: (u32, u32),
+    /// Number of streaming multiprocessors (SMs).
+    pub multiprocessors: u32,
+    /// The clock of the SMs that the driver tells, in kHz.
+    pub clock: u32,
+    /// Most bytes of shared memory that a CTA may have.
+    pub shared: u32,
+    /// Bytes that its memory moves in a second.
+    pub bandwidth: u64,
+    /// Bytes of memory.
+    pub memory: u64,
+}
+
+/// Which kernels run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KernelFamily {
+    /// Those for Hopper (`wgmma`) where there are any, else the portable ones.
+    Hopper,
+    /// Those for every GPU from compute capability 8.0 on (`mma.sync`).
+    Portable,
+}
+
+impl KernelFamily {
+    /// That of an open GPU.
+    pub fn of(cuda: &Cuda) -> Self {
+        if cuda.has_hopper_kernels() { Self::Hopper } else { Self::Portable }
+    }
+}
+
+/// Most bytes of shared memory that a CTA may have on compute capability 8.6, 8.9 and 12.0.
+const SHARED_99_KB: u32 = 99 << 10;
+
+/// The GPUs that predictions are published for, and the one that they are checked on. The numbers are from NVIDIA's architecture
+/// whitepapers (GA102, Ada, RTX Blackwell) and the data sheet of the H200; its clock is what the driver tells.
+pub const CARDS: [Card; 4] = [
+    Card {
+        name: Cow::Borrowed("GeForce RTX 3090"),
+        capability: (8, 6),
+        multiprocessors: 82,
+        clock: 1_695_000,
+        shared: SHARED_99_KB,
+        bandwidth: 936_000_000_000,
+        memory: 24 << 30,
+    },
+    Card {
+        name: Cow::Borrowed("GeForce RTX 4090"),
+        capability: (8, 9),
+        multiprocessors: 128,
+        clock: 2_520_000,
+        shared: SHARED_99_KB,
+        bandwidth: 1_008_000_000_000,
+        memory: 24 << 30,
+    },
+    Card {
+        name: Cow::Borrowed("GeForce RTX 5090"),
+        capability: (12, 0),
+        multiprocessors: 170,
+        clock: 2_407_000,
+        shared: SHARED_99_KB,
+        bandwidth: 1_792_000_000_000,
+        memory: 32 << 30,
+    },
+    Card {
+        name: Cow::Borrowed("H200"),
+        capability: (9, 0),
+        multiprocessors: 132,
+        clock: 1_980_000,
+        shared: DeviceInfo::SM90_SHARED,
+        bandwidth: 4_800_000_000_000,
+        memory: 141_000_000_000,
+    },
+];
+
+impl Card {
+    /// The row of a GPU that is called so: by its whole name, or without `NVIDIA`, `GeForce` and `RTX`, in any case, with or without
+    /// spaces.
+    pub fn named(name: &str) -> Option<&'static Self> {
+        let wanted = short_name(name);
+        CARDS.iter().find(|card| short_name(&card.name) == wanted)
+    }
+
+    /// A row made from what the driver tells of a GPU; none if it does not tell the bandwidth of its memory.
+    pub fn of_device(device: &DeviceInfo, bandwidth: Option<u64>) -> Option<Self> {
+        let DeviceInfo { name, capability, multiprocessors, clock, shared, memory, .. } = device;
+        Some(Self {
+            name: name.trim_start_matches("NVIDIA ").to_owned().into(),
+            capability: *capability,
+            multiprocessors: *multiprocessors,
+            clock: *clock,
+            shared: *shared,
+            bandwidth: bandwidth?,
+            memory: *memory,
+        })
+    }
+
+    /// The quantised GEMMs that there are kernels for.
+    pub const fn gemm_formats(&self) -> GemmFormats {
+        gemm_formats(self.capability)
+    }
+
+    /// The kernels of a program that was built with all of them.
+    pub fn family(&self) -> KernelFamily {
+        if self.capability == (9, 0) { KernelFamily::Hopper } else { KernelFamily::Portable }
+    }
+
+    /// Whether it is a row of the table.
+    pub fn is_listed(&self) -> bool {
+        CARDS.contains(self)
+    }
+
+    /// Floating-point operations of one SM's tensor cores per clock; none where they are not known.
+    pub fn tensor_flops_per_clock(&self, dtype: DType) -> Option<u32> {
+        tensor_flops_per_clock(&self.name, self.capability, dtype)
+    }
+
+    /// The same for the whole GPU per second, at its clock.
+    pub fn tensor_flops(&self, dtype: DType) -> Option<f64> {
+        Some(f64::from(self.tensor_flops_per_clock(dtype)?) * self.clocks_per_second())
+    }
+
+    /// The clocks of all SMs together in a second.
+    pub(super) fn clocks_per_second(&self) -> f64 {
+        f64::from(self.multiprocessors) * f64::from(self.clock) * 1e3
+    }
+}
+
+/// What is left of a name without the words that all cards share.
+fn short_name(name: &str) -> String {
+    let name = name.to_lowercase().replace(char::is_whitespace, "");
+    ["nvidia", "geforce", "rtx"].iter().fold(name, |name, word| name.strip_prefix(word).unwrap_or(&name).to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cards_are_found_by_their_names() {
+        for name in ["NVIDIA GeForce RTX 4090", "GeForce RTX 4090", "RTX 4090", "rtx4090", "4090"] {
+            assert_eq!(Card::named(name).map(|card| card.capability), Some((8, 9)), "{name}");
+        }
+        assert_eq!(Card::named("NVIDIA H200").map(|card| card.multiprocessors), Some(132));
+        // Others of a similar name are other cards.
+        for name in ["RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 409", "", "RTX", "H200 NVL"] {
+            assert_eq!(Card::named(name), None, "{name}");
+        }
+    }
+
+    /// The vendor's figures: dense, with f32 accumulators.
+    #[test]
+    fn rows_are_those_of_the_whitepapers() {
+        for (name, bf16, e4m3) in [("3090", 71.0, None), ("4090", 165.2, Some(330.3)), ("5090", 209.5, Some(419.0))] {
+            let card = Card::named(name).unwrap();
+            let is_close = |got: Option<f64>, want: Option<f64>| match (got, want) {
+                (Some(got), Some(want)) => (got / 1e12 / want - 1.0).abs() < 0.005,
+                (got, want) => got.is_none() && want.is_none(),
+            };
+            assert!(is_close(card.tensor_flops(DType::Bf16), Some(bf16)), "{name}");
+            assert!(is_close(card.tensor_flops(DType::E4m3), e4m3), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_row_of_another_card_is_what_the_driver_tells() {
+        let device = DeviceInfo {
+            index: 1,
+            name: "NVIDIA A100-SXM4-80GB".into(),
+            capability: (8, 0),
+            multiprocessors: 108,
+            shared: 163 << 10,
+            clock: 1_410_000,
+            memory: 80 << 30,
+            driver: (13, 0),
+        };
+        let card = Card::of_device(&device, Some(2_039_000_000_000)).unwrap();
+        assert_eq!((&*card.name, card.multiprocessors, card.memory), ("A100-SXM4-80GB", 108, 80 << 30));
+        assert!((card.tensor_flops(DType::Bf16).unwrap() / 1e12 - 312.0).abs() < 1.0);
+        assert_eq!(Card::of_device(&device, None), None);
+    }
+}

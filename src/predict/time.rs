@@ -1,0 +1,208 @@
+//! The time of an op: a roofline, in which tensor cores and memory work at the same time and the slower one decides.
+//!
+//! A kernel's main loop takes, for each floating-point operation of an SM, the clocks of the tensor cores and clocks besides them, in
+//! which they wait for copies, barriers, softmax. The latter were measured with the portable kernels on an H200, and are taken to be the
+//! same on every SM, whatever its tensor cores: those of GeForce cards are five times slower, so that there they matter less.
+
+use super::card::{Card, KernelFamily};
+use crate::backend::{Access, Linear, Op};
+use crate::tensor::{DType, Tensor};
+
+/// FLOP a clock and SM that an H200 reached, by whole waves of tiles at 1.98 GHz (bench/results/2026-11-15-h200, kernels.txt and
+/// step-1024-by-op.txt for the portable kernels, hopper-*.txt and 2026-11-16-h200, peers-fp8.txt for the others).
+mod h200 {
+    /// What `mma.sync` alone can do: 0.629 of the peak of `wgmma` (Luo et al. 2024, arXiv:2402.13499).
+    pub const MMA_SYNC: f64 = 0.629 * 4096.0;
+    /// The portable GEMM with tiles of 256x128.
+    pub const GEMM: f64 = 1680.0;
+    /// The portable convolution with tiles of 256x128, without epilogues.
+    pub const CONV: f64 = 1424.0;
+    /// The portable attention with heads of 128.
+    pub const ATTENTION: f64 = 1167.0;
+    /// That with a head of 512, 64 queries in a tile.
+    pub const WIDE_ATTENTION: f64 = 793.0;
+    /// The Hopper GEMM, the same of e4m3, and attention with queries and keys in bf16 and in e4m3.
+    pub const GEMM_SM90: f64 = 3072.0;
+    pub const GEMM_FP8_SM90: f64 = 5660.0;
+    pub const ATTENTION_SM90: f64 = 3011.0;
+    pub const ATTENTION_FP8_SM90: f64 = 3393.0;
+}
+
+/// Speed with tiles of 128x128, which are for GPUs with little shared memory, relative to 256x128 (bench/LOG.md, 22).
+const SMALL_TILES: f64 = 0.89;
+/// Speed of attention with a head of 512 and 32 queries in a tile, relative to 64 (bench/LOG.md, 26).
+const SMALL_WIDE_TILES: f64 = 0.9;
+/// Bytes of shared memory that the larger tiles of each need.
+const LARGE_TILE_SHARED: u32 = 147_456;
+const LARGE_WIDE_TILE_SHARED: u32 = 135_936;
+/// What filling pipelines, uneven shares and the fix-up of Stream-K take in a GEMM, as the FLOP that would take an SM as long: rows of
+/// 512 to 4,608 tokens fit it within 15 us on an H200.
+const GEMM_FILL: f64 = 48e6;
+/// Clocks of an SM for the epilogue of a convolution's tile of 256x128, with and without group-norm statistics.
+const CONV_EPILOGUE_STATS: f64 = 30e3;
+const CONV_EPILOGUE: f64 = 8e3;
+/// FADD lanes of an SM, which add partial sums of e4m3 products to f32 registers after every so many of K.
+const LANES: f64 = 128.0;
+const PROMOTION_K: f64 = 128.0;
+/// The share of the memory's bandwidth that norms and element-wise kernels reach: 3.1 to 3.7 of 4.8 TB/s on an H200.
+const MEMORY_SHARE: f64 = 0.72;
+/// What a kernel takes besides, in a CUDA graph.
+const START: f64 = 2e-6;
+
+/// Sizes of tiles: rows and columns of an MMA tile, queries of a tile of attention.
+const TILE_COLS: usize = 128;
+const FEWEST_ROWS: usize = 64;
+const ATTENTION_QUERIES: usize = 128;
+const HEAD: usize = 128;
+
+/// Predicts the time of ops on a GPU.
+#[derive(Clone, Debug)]
+pub struct Predictor {
+    card: Card,
+    family: KernelFamily,
+    /// FLOP a clock and SM of `mma.sync`, in bf16 and in e4m3.
+    bf16: f64,
+    e4m3: f64,
+}
+
+impl Predictor {
+    /// None for a GPU of which it is not known how fast `mma.sync` is.
+    pub fn new(card: &Card, family: KernelFamily) -> Option<Self> {
+        let peak = |dtype| card.tensor_flops_per_clock(dtype).map(f64::from);
+        let bf16 = match card.capability {
+            (9, 0) => h200::MMA_SYNC,
+            // On datacentre Blackwell it is far below the peak, and nothing was measured.
+            (10, _) => return None,
+            _ => peak(DType::Bf16)?,
+        };
+        let e4m3 = match card.capability {
+            // Hopper turns it into an MMA of f16; older ones do not have it, and nothing there is multiplied in e4m3.
+            (9, 0) | (8, ..9) => bf16,
+            _ => peak(DType::E4m3)?,
+        };
+        Some(Self { card: card.clone(), family, bf16, e4m3 })
+    }
+
+    /// The GPU.
+    pub fn card(&self) -> &Card {
+        &self.card
+    }
+
+    /// The kernels.
+    pub fn family(&self) -> KernelFamily {
+        self.family
+    }
+
+    /// The seconds that an op takes. Activations are taken to be bf16 or quantised: f32 is not for tensor cores.
+    pub fn seconds(&self, op: &Op<'_>) -> f64 {
+        match *op {
+            Op::Linear(streams) | Op::LinearSwiglu(streams) => self.gemm(op, &mut streams.iter().map(|s| (s.x, s.w))),
+            Op::LinearGateResidual(streams) => self.gemm(op, &mut streams.iter().map(|s| (s.x, s.w))),
+            Op::Qkv(streams) => self.gemm(op, &mut streams.iter().map(|s| (s.x, s.w))),
+            Op::Attention { q, kv, head_dim, causal, .. } => {
+                let keys = kv.iter().map(|s| s.k.rows).sum();
+                START + self.attention(q, keys, head_dim, causal).max(self.transfer(operand_bytes(op)))
+            }
+            Op::Conv { out, w, stats, .. } => {
+                let tile_rows = if self.has_large_tiles() { 256 } else { 128 };
+                let tiles = out.rows.div_ceil(tile_rows) * out.cols.div_ceil(TILE_COLS);
+                let epilogue = if stats.is_some() { CONV_EPILOGUE_STATS } else { CONV_EPILOGUE };
+                let clocks = self.clocks(h200::CONV, self.tile_speed()) * 2.0 * (tile_rows * TILE_COLS * w.weight.cols) as f64
+                    + epilogue * tile_rows as f64 / 256.0;
+                START + self.waves(tiles, clocks).max(self.transfer(operand_bytes(op)))
+            }
+            _ => START + self.transfer(operand_bytes(op)),
+        }
+    }
+
+    fn has_large_tiles(&self) -> bool {
+        self.card.shared >= LARGE_TILE_SHARED
+    }
+
+    fn tile_speed(&self) -> f64 {
+        if self.has_large_tiles() { 1.0 } else { SMALL_TILES }
+    }
+
+    /// Clocks of an SM for one FLOP in bf16 by a portable kernel that reached `measured` on an H200, or `speed` times that with the tiles
+    /// that this GPU has shared memory for.
+    fn clocks(&self, measured: f64, speed: f64) -> f64 {
+        1.0 / self.bf16 + besides(measured * speed)
+    }
+
+    /// Clocks of an SM for one FLOP of a GEMM.
+    fn gemm_clocks(&self, e4m3: bool) -> f64 {
+        match (self.family, e4m3) {
+            (KernelFamily::Hopper, false) => 1.0 / h200::GEMM_SM90,
+            (KernelFamily::Hopper, true) => 1.0 / h200::GEMM_FP8_SM90,
+            (KernelFamily::Portable, false) => self.clocks(h200::GEMM, self.tile_speed()),
+            // As many bytes are copied and loaded for twice the FLOP. A partial sum of 128 products is 256 FLOP.
+            (KernelFamily::Portable, true) => {
+                1.0 / self.e4m3 + besides(h200::GEMM * self.tile_speed()) / 2.0 + 1.0 / (LANES * 2.0 * PROMOTION_K)
+            }
+        }
+    }
+
+    fn gemm(&self, op: &Op<'_>, streams: &mut dyn Iterator<Item = (Tensor, &Linear)>) -> f64 {
+        let (mut clocks, mut expansion, mut moved) = (0.0, 0.0, operand_bytes(op));
+        for (x, w) in streams {
+            let rows = x.rows.next_multiple_of(FEWEST_ROWS);
+            for part in w.weight.parts() {
+                let e4m3 = part.dtype.is_quantised() && w.input.dtype.is_quantised();
+                clocks += 2.0 * (rows * part.len()) as f64 * self.gemm_clocks(e4m3);
+                if part.dtype.is_quantised() && !e4m3 {
+                    // The pre-pass reads codes and writes bf16, which the GEMM reads instead of the codes.
+                    let (codes, bf16) = (part.bytes() as f64, DType::Bf16.bytes(part.len()) as f64);
+                    expansion += codes + bf16;
+                    moved += bf16 - codes;
+                }
+            }
+        }
+        let fill = GEMM_FILL * self.gemm_clocks(false);
+        let compute = clocks / self.card.clocks_per_second() + fill / (f64::from(self.card.clock) * 1e3);
+        let expand = if expansion > 0.0 { START + self.transfer(expansion) } else { 0.0 };
+        START + compute.max(self.transfer(moved)) + expand
+    }
+
+    fn attention(&self, q: Tensor, keys: usize, head_dim: usize, causal: bool) -> f64 {
+        let (heads, wide) = (q.cols / head_dim.max(1), head_dim > HEAD);
+        let dense = 4.0 * (q.len() * keys) as f64;
+        if self.family == KernelFamily::Hopper && !wide {
+            let rate = if q.dtype == DType::E4m3 { h200::ATTENTION_FP8_SM90 } else { h200::ATTENTION_SM90 };
+            return dense / rate / self.card.clocks_per_second() / if causal { 2.0 } else { 1.0 };
+        }
+        let (queries, clocks) = match (wide, self.card.shared >= LARGE_WIDE_TILE_SHARED) {
+            (false, _) => (ATTENTION_QUERIES, self.clocks(h200::ATTENTION, 1.0)),
+            (true, true) => (64, self.clocks(h200::WIDE_ATTENTION, 1.0)),
+            (true, false) => (32, self.clocks(h200::WIDE_ATTENTION, SMALL_WIDE_TILES)),
+        };
+        let tile = 4.0 * (queries * keys * head_dim) as f64 * clocks;
+        let tiles = heads * q.rows.div_ceil(queries);
+        match causal {
+            false => self.waves(tiles, tile),
+            // Tiles have between none and all of the keys; the one with all of them takes as long as without a mask.
+            true => (self.waves(tiles, tile) / 2.0).max(self.waves(1, tile)),
+        }
+    }
+
+    /// The seconds of so many tiles, each of which takes so many clocks of an SM: the last wave takes as long as a full one.
+    fn waves(&self, tiles: usize, clocks: f64) -> f64 {
+        tiles.div_ceil(self.card.multiprocessors.max(1) as usize) as f64 * clocks / (f64::from(self.card.clock) * 1e3)
+    }
+
+    /// The seconds in which memory moves so many bytes.
+    fn transfer(&self, bytes: f64) -> f64 {
+        bytes / (MEMORY_SHARE * self.card.bandwidth as f64)
+    }
+}
+
+/// Clocks of an SM for one FLOP besides those of the tensor cores, of a portable kernel that reached `measured` on an H200.
+fn besides(measured: f64) -> f64 {
+    1.0 / measured - 1.0 / h200::MMA_SYNC
+}
+
+/// Bytes of an op's operands, each moved once, or twice if it is read and written.
+fn operand_bytes(op: &Op<'_>) -> f64 {
+    let mut bytes = 0;
+    op.operands(&mut |tensor, access| bytes += tensor.bytes() * if access == Access::Update { 2 } else { 1 });
+    bytes as f64
+}

@@ -1,0 +1,220 @@
+//! Predicted times: that they obey the limits of the hardware and are consistent, how far they are from what was measured, and that
+//! docs/kernels.md has the tables which the code makes. `KILN_UPDATE_PREDICTIONS=1` writes them there.
+
+use kiln::backend::GemmFormats;
+use kiln::config::{Conventions, Variant};
+use kiln::pipeline::{Configs, Estimate, Job, LoadOptions, estimate, estimate_timed};
+use kiln::predict::{CARDS, Card, KernelFamily, Prediction, Predictor};
+use kiln::progress::Phase;
+use kiln::sequence::Pixels;
+use kiln::tensor::DType;
+use kiln::tensor::quantise::QuantisedFormat;
+use std::cell::Cell;
+use std::fmt::Write as _;
+use std::rc::Rc;
+
+const MODELS: [(&str, fn() -> Configs); 2] = [("klein 4B", Configs::klein_4b), ("klein 9B", Configs::klein_9b)];
+const FORMATS: [(&str, Option<QuantisedFormat>); 3] =
+    [("bf16", None), ("FP8", Some(QuantisedFormat::Fp8)), ("NVFP4", Some(QuantisedFormat::Nvfp4))];
+
+fn job(side: usize) -> Job {
+    let job = Job::new("", 0, &Conventions::klein(), Variant::Distilled).unwrap();
+    Job { size: Pixels::new(side, side).unwrap(), ..job }
+}
+
+fn options(quantise: Option<QuantisedFormat>) -> LoadOptions {
+    LoadOptions { quantise, ..LoadOptions::DEFAULT }
+}
+
+fn predict(
+    configs: &Configs,
+    quantise: Option<QuantisedFormat>,
+    side: usize,
+    card: &Card,
+    family: KernelFamily,
+) -> (Prediction, Estimate) {
+    let predictor = Predictor::new(card, family).unwrap();
+    let time = Some(predictor.op_time());
+    let estimate = estimate_timed(configs, Variant::Distilled, options(quantise), card.gemm_formats(), &job(side), time).unwrap();
+    (Prediction::of(&estimate), estimate)
+}
+
+fn step(configs: &Configs, quantise: Option<QuantisedFormat>, side: usize, card: &Card) -> f64 {
+    predict(configs, quantise, side, card, card.family()).0.step().unwrap()
+}
+
+/// No op is faster than the vendor's peaks of tensor cores and memory.
+#[test]
+fn no_op_exceeds_the_hardware() {
+    for card in &CARDS {
+        for (_, quantise) in FORMATS {
+            for family in [card.family(), KernelFamily::Portable] {
+                let predictor = Predictor::new(card, family).unwrap();
+                let peak = card.tensor_flops(DType::E4m3).or(card.tensor_flops(DType::Bf16)).unwrap();
+                let (card_bandwidth, ops) = (card.bandwidth as f64, Rc::new(Cell::new(0)));
+                let seen = ops.clone();
+                let check = Rc::new(move |op: &kiln::backend::Op<'_>| {
+                    let mut bytes = 0;
+                    op.operands(&mut |tensor, _| bytes += tensor.bytes());
+                    // A causal mask halves the work, which is counted as dense.
+                    let flops = op.flops() as f64 / if op.name() == "attention_causal" { 2.0 } else { 1.0 };
+                    let seconds = predictor.seconds(op);
+                    assert!(seconds >= flops / peak && seconds >= bytes as f64 / card_bandwidth && seconds.is_finite(), "{op:?}");
+                    seen.set(seen.get() + 1);
+                    seconds
+                });
+                let configs = Configs::klein_4b();
+                let gemms = card.gemm_formats();
+                estimate_timed(&configs, Variant::Distilled, options(quantise), gemms, &job(512), Some(check)).unwrap();
+                assert!(ops.get() > 500, "only {} ops", ops.get());
+            }
+        }
+    }
+}
+
+#[test]
+fn more_work_takes_longer() {
+    let (small, large) = (Configs::klein_4b(), Configs::klein_9b());
+    for card in &CARDS {
+        let bf16 = [256, 512, 1024, 2048].map(|side| step(&small, None, side, card));
+        assert!(bf16.windows(2).all(|pair| pair[0] < pair[1]), "{}: {bf16:?}", card.name);
+        assert!(step(&large, None, 1024, card) > 1.5 * bf16[2], "{}", card.name);
+        // Expanding weights costs time; FP8 tensor cores save more than that.
+        let [fp8, nvfp4] = [QuantisedFormat::Fp8, QuantisedFormat::Nvfp4].map(|format| step(&small, Some(format), 1024, card));
+        assert!(nvfp4 > bf16[2], "{}", card.name);
+        assert_eq!(fp8 < bf16[2], card.gemm_formats().w8a8, "{}", card.name);
+        // More SMs, a higher clock and faster memory are each faster or the same.
+        let more = Card { multiprocessors: card.multiprocessors + 16, ..card.clone() };
+        let faster = Card { clock: card.clock + 100_000, ..card.clone() };
+        let wider = Card { bandwidth: 2 * card.bandwidth, ..card.clone() };
+        for better in [more, faster, wider] {
+            assert!(step(&small, None, 1024, &better) < bf16[2], "{better:?}");
+        }
+    }
+}
+
+/// Memory is that of the plan, which knows nothing of times.
+#[test]
+fn predicting_changes_nothing_of_the_plan() {
+    for card in &CARDS {
+        for (_, quantise) in FORMATS {
+            let (_, timed) = predict(&Configs::klein_4b(), quantise, 512, card, card.family());
+            let gemms = card.gemm_formats();
+            let plain = estimate(&Configs::klein_4b(), Variant::Distilled, options(quantise), gemms, &job(512)).unwrap();
+            assert!(plain.seconds.is_empty() && timed.seconds.len() == plain.stages.len());
+            assert_eq!(Estimate { seconds: Vec::new(), ..timed }, plain);
+        }
+    }
+    let none =
+        Prediction::of(&estimate(&Configs::klein_4b(), Variant::Distilled, options(None), GemmFormats::NONE, &job(256)).unwrap());
+    assert_eq!((none.step(), none.stage(Phase::Decode)), (None, None));
+}
+
+#[test]
+fn where_nothing_is_known_nothing_is_predicted() {
+    for capability in [(7, 5), (10, 0), (10, 3), (12, 1)] {
+        let card = Card { capability, ..CARDS[0].clone() };
+        assert!(Predictor::new(&card, KernelFamily::Portable).is_none(), "{capability:?}");
+    }
+}
+
+/// What was measured on an H200: kernels, format, model, side, and milliseconds of encoding the prompt, a step and decoding.
+/// The sources are in docs/kernels.md.
+const MEASURED: [(KernelFamily, usize, usize, usize, [Option<f64>; 3]); 9] = [
+    (KernelFamily::Portable, 0, 0, 1024, [Some(10.8), Some(93.2), Some(44.0)]),
+    (KernelFamily::Hopper, 0, 0, 512, [Some(7.6), Some(15.0), Some(13.2)]),
+    (KernelFamily::Hopper, 0, 0, 1024, [Some(7.3), Some(52.5), Some(50.4)]),
+    (KernelFamily::Hopper, 0, 0, 2048, [Some(6.5), Some(278.7), Some(208.0)]),
+    (KernelFamily::Hopper, 1, 0, 512, [None, Some(9.3), None]),
+    (KernelFamily::Hopper, 1, 0, 1024, [Some(9.2), Some(32.6), None]),
+    (KernelFamily::Hopper, 2, 0, 512, [None, Some(17.0), None]),
+    (KernelFamily::Hopper, 2, 0, 1024, [Some(10.0), Some(53.1), None]),
+    (KernelFamily::Hopper, 1, 1, 1024, [None, Some(68.0), None]),
+];
+
+/// Milliseconds of encoding the prompt, a step and decoding.
+fn stages(prediction: &Prediction) -> [f64; 3] {
+    [prediction.stage(Phase::Encode), prediction.step(), prediction.stage(Phase::Decode)].map(|seconds| 1e3 * seconds.unwrap())
+}
+
+/// The portable kernels are those that other cards run. What the card's power limit takes from the Hopper kernels is not in the model.
+#[test]
+fn predictions_are_near_what_was_measured() {
+    let h200 = Card::named("H200").unwrap();
+    for (family, format, model, side, measured) in MEASURED {
+        let (prediction, _) = predict(&MODELS[model].1(), FORMATS[format].1, side, h200, family);
+        let limit = if family == KernelFamily::Portable { 1.10 } else { 1.35 };
+        let ratio = measured[1].unwrap() / stages(&prediction)[1];
+        assert!(ratio < limit && ratio > 0.95, "{family:?} {} {side}: {ratio}", FORMATS[format].0);
+    }
+}
+
+/// The tables of docs/kernels.md.
+fn tables() -> String {
+    let geforce: Vec<&Card> = CARDS.iter().filter(|card| card.name.starts_with("GeForce")).collect();
+    let names: Vec<&str> = geforce.iter().map(|card| card.name.trim_start_matches("GeForce ")).collect();
+    let mut text = format!("| a step, and peak memory | {} |\n| --- |{}\n", names.join(" | "), " --- |".repeat(names.len()));
+    for (name, configs) in MODELS {
+        for side in [512, 1024] {
+            for (format, quantise) in FORMATS {
+                let cells: Vec<String> = geforce.iter().map(|card| cell(&configs(), quantise, side, card)).collect();
+                let _ = writeln!(text, "| {name}, {side}x{side}, {format} | {} |", cells.join(" | "));
+            }
+        }
+    }
+    let _ = write!(text, "\n| ms | {} |\n| --- |{}\n", names.join(" | "), " --- |".repeat(names.len()));
+    for (name, configs) in MODELS {
+        for (format, quantise) in FORMATS {
+            let cells = geforce.iter().map(|card| predict(&configs(), quantise, 1024, card, card.family()).0);
+            let cells: Vec<String> = cells.map(|prediction| format!("{:.0}", stages(&prediction)[0])).collect();
+            let _ = writeln!(text, "| {name}, encoding a prompt, {format} | {} |", cells.join(" | "));
+        }
+    }
+    for side in [512, 1024] {
+        let cells = geforce.iter().map(|card| predict(&Configs::klein_4b(), None, side, card, card.family()).0);
+        let cells: Vec<String> = cells.map(|prediction| format!("{:.0}", stages(&prediction)[2])).collect();
+        let _ = writeln!(text, "| decoding {side}x{side} | {} |", cells.join(" | "));
+    }
+    text.push_str("\n| H200, ms measured / predicted | encoding a prompt | a step | decoding |\n| --- | --- | --- | --- |\n");
+    for (family, format, model, side, measured) in MEASURED {
+        let (prediction, _) = predict(&MODELS[model].1(), FORMATS[format].1, side, Card::named("H200").unwrap(), family);
+        let cell = |(measured, predicted): (Option<f64>, f64)| {
+            measured.map_or("".into(), |ms| format!("{ms:.1} / {predicted:.1} = {:.2}", ms / predicted))
+        };
+        let cells: Vec<String> = measured.into_iter().zip(stages(&prediction)).map(cell).collect();
+        let kernels = if family == KernelFamily::Portable { "portable" } else { "Hopper" };
+        let (model, format) = (MODELS[model].0, FORMATS[format].0);
+        let _ = writeln!(text, "| {kernels} kernels, {model}, {side}x{side}, {format} | {} |", cells.join(" | "));
+    }
+    text
+}
+
+/// A step and memory on a card; memory with the transformer in the text encoder's place if both do not fit.
+fn cell(configs: &Configs, quantise: Option<QuantisedFormat>, side: usize, card: &Card) -> String {
+    let (prediction, estimate) = predict(configs, quantise, side, card, card.family());
+    let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
+    let (all, low) = (estimate.weight_bytes + estimate.arena_bytes, estimate.low_memory_weight_bytes + estimate.arena_bytes);
+    // The driver and the desktop take some of it.
+    let room = card.memory / 16 * 15;
+    let memory = match (all <= room, low <= room) {
+        (true, _) => format!("{:.1} GiB", gib(all)),
+        (false, true) => format!("{:.1} GiB *", gib(low)),
+        (false, false) => return "does not fit".into(),
+    };
+    format!("{:.0} ms, {memory}", 1e3 * prediction.step().unwrap())
+}
+
+#[test]
+fn the_documents_have_the_tables() {
+    const MARKS: [&str; 2] = ["<!-- tests/predictions.rs writes these tables -->\n", "<!-- up to here -->\n"];
+    let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/kernels.md");
+    let text = std::fs::read_to_string(&path).unwrap();
+    let [start, end] = MARKS.map(|mark| text.find(mark).unwrap_or_else(|| panic!("docs/kernels.md has no {mark}")));
+    let (before, tables_there, after) = (&text[..start + MARKS[0].len()], &text[start + MARKS[0].len()..end], &text[end..]);
+    let made = tables();
+    if std::env::var_os("KILN_UPDATE_PREDICTIONS").is_some() {
+        std::fs::write(&path, format!("{before}{made}{after}")).unwrap();
+        return;
+    }
+    assert_eq!(tables_there, made, "if this is meant: KILN_UPDATE_PREDICTIONS=1 cargo test --test predictions");
+}
