@@ -313,14 +313,15 @@ impl Report {
             Err(why) => (None, Err(why.as_str())),
         };
         let of = |phase| prediction.and_then(|prediction| prediction.stage(phase));
-        let rows: [(&'static str, fn(&Times) -> Vec<f64>, Option<f64>); 5] = [
+        type Row = (&'static str, fn(&Times) -> Vec<f64>, Option<f64>);
+        let rows: [Row; 5] = [
             ("encode", |t| vec![t.encode], of(Phase::Encode)),
             ("references", |t| t.references.into_iter().collect(), of(Phase::References)),
             ("a step", |t| t.steps.clone(), prediction.and_then(Prediction::step)),
             ("decode", |t| vec![t.decode], of(Phase::Decode)),
             ("total", |t| vec![t.total], None),
         ];
-        let stage = |(name, of, predicted): (&'static str, fn(&Times) -> Vec<f64>, Option<f64>)| {
+        let stage = |(name, of, predicted): Row| {
             let [_, median, _] = spread(&self.warm_s.iter().flat_map(of).collect::<Vec<f64>>())?;
             Some((name, median, predicted))
         };

@@ -3,7 +3,6 @@
 use crate::backend::{Backend, GemmFormats, Op, Role, StepKey, Weight};
 use crate::checkpoint::Weights;
 use crate::error::{Error, Result};
-use crate::part::PerPart;
 use crate::tensor::{ALIGN, DType, Region, Scaling, Tensor, WeightPart};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -26,12 +25,12 @@ pub struct Observer {
     found: Option<Tensor>,
     in_step: bool,
     /// The files that the model is read from.
-    weights: PerPart<Weights>,
+    weights: Vec<Weights>,
 }
 
 impl Observer {
     /// An observer that watches no layer yet. `weights` are the files that the model is read from.
-    pub fn new(inner: Box<dyn Backend>, weights: PerPart<Weights>) -> Self {
+    pub fn new(inner: Box<dyn Backend>, weights: Vec<Weights>) -> Self {
         let (names, places, largest) = (Vec::new(), BTreeMap::new(), Largest::default());
         Self { inner, names, places, largest, found: None, in_step: false, weights }
     }
@@ -141,7 +140,7 @@ impl Backend for Observer {
         // Whoever quantises a model need not have memory for all of it. Pages that are read again are still in the page cache,
         // unless something else needs the memory.
         if multiplies && self.inner.reads_files() {
-            self.weights.values().for_each(Weights::release);
+            self.weights.iter().for_each(Weights::release);
         }
         Ok(())
     }
@@ -182,7 +181,7 @@ mod tests {
     /// other weights. Rows of a watched one do.
     #[test]
     fn watched_layers_are_those_of_steps() {
-        let mut observer = Observer::new(Box::new(Cpu::new(1, Arc::default()).unwrap()));
+        let mut observer = Observer::new(Box::new(Cpu::new(1, Arc::default()).unwrap()), Vec::new());
         let (mut weights, mut arena) = (Arena::new(Region::Weights), Arena::new(Region::Arena));
         let mut layer = |rows: usize| {
             let weight = weights.alloc(rows, 3, DType::F32).unwrap();
