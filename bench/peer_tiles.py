@@ -47,7 +47,7 @@ def time_tiles(row, kiln, stream, args) -> dict:
         if kernel is None:
             chosen[accumulate] = launched
         # A tile that cannot compute the op leaves the choice to kiln.
-        if kernel is None or launched == [kernel]:
+        if kernel is None or kernel in launched:
             sides.append(Side(f"{accumulate} {tile}", calls, stream, args.graphs))
     times = burst(sides, args.pairs)
     record = {"row": row.name, "shape": row.shape, "format": row.format, "flops": cases[0].flops, "extent": extent_of(cases[0])}

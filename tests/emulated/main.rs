@@ -27,6 +27,7 @@ mod image;
 mod instructions;
 mod planted;
 mod policies;
+mod portable;
 mod quantised;
 mod runner;
 
