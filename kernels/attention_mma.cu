@@ -1,10 +1,13 @@
 // Attention on tensor cores, portable (sm_80 and newer): softmax(q k^T * scale) v in one pass, as in FlashAttention-2 (Dao 2023), with
 // online softmax (Milakov and Gimelshein 2018): scores exist one block at a time, and the output is rescaled when the row maximum rises.
 //
-//   kl_attention_mma   heads of 128; several KV segments, grouped-query attention (GQA), optional causal mask
+//   kl_attention_mma     heads of 128; several KV segments, grouped-query attention (GQA), optional causal mask
+//   kl_attention_mma_8   the same with eight warps
 //
 // A CTA takes 128 queries of one head, four warps with 32 each; K and V come in blocks of 64 keys, double-buffered by cp.async. Scores
-// and accumulators are f32; probabilities are rounded to bf16 for the P V MMAs, as plain bf16 arithmetic does.
+// and accumulators are f32; probabilities are rounded to bf16 for the P V MMAs, as plain bf16 arithmetic does. Tensor cores have work
+// while one of two CTAs on an SM computes its softmax. Where shared memory has room for one only, it has eight warps with 16 queries each,
+// which read K and V twice as often.
 // Bound: tensor cores. 4 * queries * keys * 128 FLOP per head; klein 4B at 1024x1024: 0.26 TFLOP per transformer block.
 // Needs: bf16, strides multiples of 8, 16-byte aligned addresses; the output may also be e4m3.
 #include <attention/kv_cursor.cuh>
@@ -14,9 +17,7 @@
 #include <common/vectors.cuh>
 #include <ptx/sm80.cuh>
 
-constexpr int kHeadDim = KL_MMA_COLS, kBlockKV = 64, kWarps = KL_ATTENTION_THREADS / 32;
-constexpr int kMmaM = KL_ATTENTION_BLOCK_Q / (16 * kWarps);  // MMA tiles of 16 rows per warp
-constexpr int kBlockQ = KL_ATTENTION_BLOCK_Q;
+constexpr int kHeadDim = KL_MMA_COLS, kBlockKV = 64, kBlockQ = KL_ATTENTION_BLOCK_Q;
 constexpr uint32_t kRowBytes = kHeadDim * 2, kTileBytes = kBlockKV * kRowBytes;
 static_assert(kBlockQ * kRowBytes + 4 * kTileBytes == KL_ATTENTION_SHARED, "abi.h states another size");
 
@@ -32,26 +33,26 @@ struct Segments {
 
 using Cursor = KVCursor<kBlockKV, Segments>;
 
-template <int kRows>
+template <int kThreads, int kRows>
 __device__ __forceinline__ void load_rows(uint32_t to, const KlMat& m, uint32_t first, uint32_t col) {
-  load_rows_async<kHeadDim, KL_ATTENTION_THREADS, kRows, /*unroll*/ 2>(to, m, first, col);
+  load_rows_async<kHeadDim, kThreads, kRows, /*unroll*/ 2>(to, m, first, col);
 }
 
-KL_DYNAMIC_SHARED(128);
-
-KL_ENTRY(kl_attention_mma, KlAttention, KL_ATTENTION_THREADS, 2) {
+template <int kThreads>
+__device__ __forceinline__ void attention(const KlAttention& p, unsigned char* shared) {
+  constexpr int kMmaM = kBlockQ / (16 * kThreads / 32);  // MMA tiles of 16 rows per warp
   const uint32_t lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16 * kMmaM;
   const uint32_t query0 = blockIdx.x * kBlockQ;
   const uint32_t q_col = blockIdx.y * kHeadDim, kv_col = blockIdx.y / p.group * kHeadDim;
-  const uint32_t q_at = shared_address(dynamic_shared), tiles_at = q_at + kBlockQ * kRowBytes;
+  const uint32_t q_at = shared_address(shared), tiles_at = q_at + kBlockQ * kRowBytes;
   // With a causal mask no query of this CTA attends to a key past its last row.
   const uint32_t limit = p.causal ? query0 + kBlockQ : ~0u;
   const Exp2Masked exponential{p.scale * kLog2e};
 
   const auto load_kv = [&](const Cursor& c, uint32_t stage) {
     if (!c.at_end()) {
-      load_rows<kBlockKV>(tiles_at + stage * 2 * kTileBytes, p.kv[c.segment].k, c.key, kv_col);
-      load_rows<kBlockKV>(tiles_at + stage * 2 * kTileBytes + kTileBytes, p.kv[c.segment].v, c.key, kv_col);
+      load_rows<kThreads, kBlockKV>(tiles_at + stage * 2 * kTileBytes, p.kv[c.segment].k, c.key, kv_col);
+      load_rows<kThreads, kBlockKV>(tiles_at + stage * 2 * kTileBytes + kTileBytes, p.kv[c.segment].v, c.key, kv_col);
     }
     cp_async_commit();
   };
@@ -62,7 +63,7 @@ KL_ENTRY(kl_attention_mma, KlAttention, KL_ATTENTION_THREADS, 2) {
 
   Cursor now{{p, limit}};
   now.skip_empty();
-  load_rows<kBlockQ>(q_at, p.q, query0, q_col);
+  load_rows<kThreads, kBlockQ>(q_at, p.q, query0, q_col);
   load_kv(now, 0);
   for (uint32_t stage = 0; !now.at_end(); stage ^= 1) {
     {
@@ -174,3 +175,8 @@ KL_ENTRY(kl_attention_mma, KlAttention, KL_ATTENTION_THREADS, 2) {
     }
   }
 }
+
+KL_DYNAMIC_SHARED(128);
+
+KL_ENTRY(kl_attention_mma, KlAttention, KL_ATTENTION_THREADS, 2) { attention<KL_ATTENTION_THREADS>(p, dynamic_shared); }
+KL_ENTRY(kl_attention_mma_8, KlAttention, 2 * KL_ATTENTION_THREADS, 1) { attention<2 * KL_ATTENTION_THREADS>(p, dynamic_shared); }

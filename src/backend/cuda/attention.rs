@@ -4,7 +4,7 @@ use super::abi::{self, KlAttentionSm90, KlMat};
 use super::context::{Choice, OpContext};
 use super::launch::Kernel;
 use super::params::{NO_MAP, NONE, box_cols, bytes, is_async_copyable, is_pair_aligned};
-use super::select::{Schedule, persistent_stream_k};
+use super::select::{Schedule, Tile, persistent_stream_k};
 use super::tiles::WIDE_ATTENTIONS;
 use crate::backend::{KvSegment, Softmax};
 use crate::error::{Error, Result};
@@ -21,7 +21,7 @@ pub fn kernels() -> Vec<Kernel> {
         Kernel::AttentionSm90Causal,
     ];
     let wide = WIDE_ATTENTIONS.iter().map(|tile| tile.kernel);
-    sm90.into_iter().chain([Kernel::AttentionMma]).chain(wide).chain([Kernel::NaiveAttention]).collect()
+    sm90.into_iter().chain([Kernel::AttentionMma, Kernel::AttentionMma8]).chain(wide).chain([Kernel::NaiveAttention]).collect()
 }
 
 /// Query heads with the same keys that share a tile of causal attention: then a prompt gives about as many tiles as there are SMs.
@@ -106,6 +106,18 @@ fn key_values(cx: &OpContext, op: &'static str, q: Tensor, args: &AttentionArgs<
     kv.iter().map(|s| Ok(abi::KlKeyValues { k: cx.mat(s.k, op)?, v: cx.mat(s.v, op)? })).collect()
 }
 
+/// The portable kernel for heads of 128: with eight warps where two CTAs with four each have no room on an SM. A CTA may have
+/// nearly all of an SM's shared memory, and the system takes 1 KiB of it for each.
+const fn portable_kernel(shared: u32, choice: Choice) -> Kernel {
+    const SYSTEM: u32 = 1 << 10;
+    match choice {
+        // Tests see both.
+        Choice::Tile(Tile::Mma64x128) => Kernel::AttentionMma8,
+        _ if 2 * (abi::KL_ATTENTION_SHARED + SYSTEM) > shared + SYSTEM => Kernel::AttentionMma8,
+        _ => Kernel::AttentionMma,
+    }
+}
+
 /// Attention of one range of rows by the kernels that run on every GPU.
 fn portable_attention(cx: &OpContext, out: KlMat, q: KlMat, kv: &[abi::KlKeyValues], args: &AttentionArgs<'_>) -> Result<()> {
     let &AttentionArgs { head_dim, causal, softmax, .. } = args;
@@ -128,7 +140,11 @@ fn portable_attention(cx: &OpContext, out: KlMat, q: KlMat, kv: &[abi::KlKeyValu
     let copyable = operands.all(|m| m.rows == 0 || is_async_copyable(&m, abi::KL_BF16));
     if cx.choice != Choice::Naive && copyable && is_pair_aligned(&out) {
         if head_dim == abi::KL_MMA_COLS as usize && [abi::KL_BF16, abi::KL_E4M3].contains(&out.dtype) {
-            return cx.kernels.launch(Kernel::AttentionMma, [q.rows.div_ceil(abi::KL_ATTENTION_BLOCK_Q), heads, 1], &p);
+            return cx.kernels.launch(
+                portable_kernel(cx.shared, cx.choice),
+                [q.rows.div_ceil(abi::KL_ATTENTION_BLOCK_Q), heads, 1],
+                &p,
+            );
         }
         let one_segment = kv.len() == 1 && p.kv[0].k.rows > 0;
         if head_dim == abi::KL_WIDE_HEAD as usize && one_segment && !causal && out.dtype == abi::KL_BF16 {
@@ -254,6 +270,13 @@ mod tests {
         assert_eq!(merged(&[e4m3(4096, 0.5), next(e4m3(4096 + 10 * 256, 0.5))]), [(4096, 20, 20)]);
         assert_eq!(merged(&[e4m3(4096, 0.5), next(e4m3(4096 + 10 * 256, 0.25))]).len(), 2);
         assert_eq!(merged(&[e4m3(4096, 0.5), next(e4m3(second, 0.5))]).len(), 2);
+    }
+
+    #[test]
+    fn an_sm_has_eight_warps_of_portable_attention() {
+        let kernel = |shared| portable_kernel(shared, Choice::Best);
+        // GeForce cards, A100, Hopper.
+        assert_eq!([101_376, 166_912, 232_448].map(kernel), [Kernel::AttentionMma8, Kernel::AttentionMma8, Kernel::AttentionMma]);
     }
 
     /// A max-free kernel multiplies scores by nothing, so one with a running maximum has to apply the scales of queries and keys.

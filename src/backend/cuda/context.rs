@@ -40,6 +40,8 @@ pub struct OpContext {
     pub accumulate: Fp8Accumulate,
     /// Number of SMs.
     pub sms: u32,
+    /// Most bytes of shared memory that a CTA may have.
+    pub shared: u32,
 }
 
 impl OpContext {

@@ -82,6 +82,7 @@ with_instantiations! { kernels {
     NaiveConv = "naive" "kl_naive_conv" (KlConv) abi::KL_NAIVE_THREADS;
     NaiveAttention = "naive" "kl_naive_attention" (KlAttention) abi::KL_ATTENTION_WARPS * 32;
     AttentionMma = "attention_mma" "kl_attention_mma" (KlAttention) abi::KL_ATTENTION_THREADS, shared abi::KL_ATTENTION_SHARED;
+    AttentionMma8 = "attention_mma" "kl_attention_mma_8" (KlAttention) 2 * abi::KL_ATTENTION_THREADS, shared abi::KL_ATTENTION_SHARED;
     Expand = "expand" "kl_expand" (KlExpand) abi::KL_EXPAND_THREADS;
     ConvStats = "conv_mma" "kl_conv_stats" (KlConv) abi::KL_NORM_THREADS;
     Selftest = "selftest_sm90" "kl_selftest" (KlSelftest) abi::KL_SELFTEST_THREADS, overlap in clusters of abi::KL_SELFTEST_CLUSTER;

@@ -144,6 +144,7 @@ impl Cuda {
                 choice: Choice::Best,
                 accumulate: Fp8Accumulate::Auto,
                 sms: driver.device().multiprocessors,
+                shared: driver.device().shared,
             },
             read: 0..0,
             saturated: 0,
