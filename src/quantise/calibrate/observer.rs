@@ -169,3 +169,47 @@ impl Backend for Observer {
         self.inner.synchronize()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::cpu::Cpu;
+    use crate::backend::{Gemm, Linear};
+    use crate::tensor::{Arena, Bytes};
+    use std::sync::Arc;
+
+    /// What a weight in the place of a watched one multiplies outside of steps, as in low-memory mode, does not count, and neither do
+    /// other weights. Rows of a watched one do.
+    #[test]
+    fn watched_layers_are_those_of_steps() {
+        let mut observer = Observer::new(Box::new(Cpu::new(1, Arc::default()).unwrap()));
+        let (mut weights, mut arena) = (Arena::new(Region::Weights), Arena::new(Region::Arena));
+        let mut layer = |rows: usize| {
+            let weight = weights.alloc(rows, 3, DType::F32).unwrap();
+            let zeros = Bytes::new(Arc::new(vec![0_u8; 12 * rows]));
+            observer.upload(weight, Role::Linear, &[WeightPart::plain(zeros, DType::F32, rows)]).unwrap();
+            Linear::new(weight, None)
+        };
+        let [before, a, b, after] = [2, 4, 6, 8].map(&mut layer);
+        let largest = observer.watch([("a", a), ("b", b)].map(|(name, layer)| (name.to_owned(), layer.weight)).into_iter());
+        let (x, out) = (arena.alloc(1, 3, DType::F32).unwrap(), arena.alloc(1, 8, DType::F32).unwrap());
+        observer.reserve(arena.peak()).unwrap();
+        let multiply = |be: &mut dyn Backend, layer: Linear, values: [f32; 3]| {
+            be.write(x, &values).unwrap();
+            be.run(Op::Linear(&[Gemm { out: out.cols(0..layer.weight.rows()), x, w: &layer }])).unwrap();
+        };
+        multiply(&mut observer, a, [9.0, 9.0, 9.0]);
+        let mut step = |layers: &[(Linear, [f32; 3])]| {
+            let result = observer.step(StepKey("test"), &mut |be| {
+                layers.iter().for_each(|(layer, values)| multiply(be, *layer, *values));
+                Ok(())
+            });
+            result.map(|()| largest.borrow().values().copied().collect::<Vec<_>>())
+        };
+        assert_eq!(step(&[(before, [7.0; 3]), (after, [8.0; 3])]).unwrap(), [0.0, 0.0]);
+        assert_eq!(step(&[(a, [1.0, -2.0, 0.5]), (b.rows(2..5), [3.0; 3]), (b, [0.0, 1.0, 2.0])]).unwrap(), [2.0, 3.0]);
+        assert_eq!(step(&[(a, [1.0; 3]), (b, [-4.0; 3])]).unwrap(), [2.0, 4.0]);
+        let result = step(&[(b, [0.0, f32::NEG_INFINITY, 1.0])]);
+        assert!(matches!(&result, Err(Error::Calibration { layer, .. }) if layer == "b"), "{result:?}");
+    }
+}
