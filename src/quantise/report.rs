@@ -1,10 +1,12 @@
 //! What was written: the format and the error of every layer.
 
-use super::encode::ErrorSums;
+use super::encode::{ErrorSums, Finished};
 use super::journal::Journal;
+use super::layout::LayerSpec;
 use super::{Plan, PlannedFile};
 use crate::part::Part;
 use crate::tensor::quantise::QuantisedFormat;
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 /// What was written.
@@ -82,9 +84,9 @@ pub struct KindReport {
 }
 
 impl FileReport {
-    fn new(file: &PlannedFile, journal: &std::collections::BTreeMap<String, super::Finished>) -> Self {
-        let layer = |spec: &super::LayerSpec| {
-            let finished = journal.get(&spec.weight)?;
+    fn new(file: &PlannedFile, finished: &BTreeMap<String, Finished>) -> Self {
+        let layer = |spec: &LayerSpec| {
+            let finished = finished.get(&spec.weight)?;
             Some(LayerReport {
                 name: spec.name().into(),
                 format: spec.format?,
