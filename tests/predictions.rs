@@ -1,5 +1,8 @@
-//! Predicted times: that they obey the limits of the hardware and are consistent, how far they are from what was measured, and that
+//! What is said of GPUs that are not here: what runs how, and predicted times: that they obey the limits of the hardware and are consistent, how far they are from what was measured, and that
 //! docs/kernels.md has the tables which the code makes. `KILN_UPDATE_PREDICTIONS=1` writes them there.
+
+#[path = "common/sandbox.rs"]
+mod sandbox;
 
 use kiln::backend::GemmFormats;
 use kiln::config::{Conventions, Variant};
@@ -9,6 +12,8 @@ use kiln::progress::Phase;
 use kiln::sequence::Pixels;
 use kiln::tensor::DType;
 use kiln::tensor::quantise::QuantisedFormat;
+use sandbox::Sandbox;
+use serde_json::Value;
 use std::cell::Cell;
 use std::fmt::Write as _;
 use std::rc::Rc;
@@ -217,4 +222,37 @@ fn the_documents_have_the_tables() {
         return;
     }
     assert_eq!(tables_there, made, "if this is meant: KILN_UPDATE_PREDICTIONS=1 cargo test --test predictions");
+}
+
+/// A plan is for a GPU that it names, with predictions where there is a row of numbers for it.
+#[test]
+fn plans_name_their_gpu() {
+    let sandbox = Sandbox::new();
+    let plan = |args: &[&str]| sandbox.run([&["plan", "--klein", "4b"], args].concat()).good();
+    let table = plan(&["--card", "rtx 4090"]).text().to_owned();
+    assert!(table.contains("\ngpu                  GeForce RTX 4090\n"), "{table}");
+    let predicted =
+        table.lines().find_map(|line| line.strip_prefix("predicted            ")).unwrap_or_else(|| panic!("{table}"));
+    assert!(predicted.starts_with("encoding text ") && predicted.ends_with(" ms; not measured"), "{predicted}");
+    let seconds = |args: &[&str]| {
+        let json = plan(&[&["--json"], args].concat()).json().remove(0);
+        let rows = json["predicted"].as_array().unwrap();
+        rows.iter().map(|row: &Value| row["seconds"].as_f64().unwrap()).collect::<Vec<_>>()
+    };
+    let [fast, slow] = ["4090", "3090"].map(|card| seconds(&["--card", card]));
+    assert!(fast.len() == 3 && fast.iter().zip(&slow).all(|(fast, slow)| fast < slow), "{fast:?} {slow:?}");
+    assert!(seconds(&["--card", "4090", "--precision", "f32"]).is_empty(), "f32 is not for tensor cores");
+}
+
+#[test]
+fn the_doctor_says_what_would_run_how_on_a_card() {
+    let sandbox = Sandbox::new();
+    let doctor = |card: &str| sandbox.run(["doctor", "--model", "tiny", "--card", card]).good().text().to_owned();
+    let text = doctor("RTX 3090");
+    assert!(text.contains("\ncard      GeForce RTX 3090, compute 8.6, 82 multiprocessors, 24.0 GiB; asked for"), "{text}");
+    let why =
+        "weights stay as they are and are expanded to bf16 before each GEMM: compute capability 8.6 has no FP8 tensor cores";
+    assert!(text.contains(&format!("\n          FP8 transformer: {why}\n")) && !text.contains("\ndriver"), "{text}");
+    let text = doctor("4090");
+    assert!(text.contains("\n          FP8 transformer: FP8 by FP8 on tensor cores (mma.sync, "), "{text}");
 }
