@@ -1,5 +1,8 @@
-//! Predicted times: that they obey the limits of the hardware and are consistent, how far they are from what was measured, and that
+//! What is said of GPUs that are not here: what runs how, and predicted times: that they obey the limits of the hardware and are consistent, how far they are from what was measured, and that
 //! docs/kernels.md has the tables which the code makes. `KILN_UPDATE_PREDICTIONS=1` writes them there.
+
+#[path = "common/sandbox.rs"]
+mod sandbox;
 
 use kiln::backend::GemmFormats;
 use kiln::config::{Conventions, Variant};
@@ -9,11 +12,16 @@ use kiln::progress::Phase;
 use kiln::sequence::Pixels;
 use kiln::tensor::DType;
 use kiln::tensor::quantise::QuantisedFormat;
+use sandbox::Sandbox;
+use serde_json::Value;
 use std::cell::Cell;
 use std::fmt::Write as _;
 use std::rc::Rc;
 
-const MODELS: [(&str, fn() -> Configs); 2] = [("klein 4B", Configs::klein_4b), ("klein 9B", Configs::klein_9b)];
+fn models() -> [(&'static str, Configs); 2] {
+    [("klein 4B", Configs::klein_4b()), ("klein 9B", Configs::klein_9b())]
+}
+
 const FORMATS: [(&str, Option<QuantisedFormat>); 3] =
     [("bf16", None), ("FP8", Some(QuantisedFormat::Fp8)), ("NVFP4", Some(QuantisedFormat::Nvfp4))];
 
@@ -118,19 +126,39 @@ fn where_nothing_is_known_nothing_is_predicted() {
     }
 }
 
-/// What was measured on an H200: kernels, format, model, side, and milliseconds of encoding the prompt, a step and decoding.
-/// The sources are in docs/kernels.md.
-const MEASURED: [(KernelFamily, usize, usize, usize, [Option<f64>; 3]); 9] = [
-    (KernelFamily::Portable, 0, 0, 1024, [Some(10.8), Some(93.2), Some(44.0)]),
-    (KernelFamily::Hopper, 0, 0, 512, [Some(7.6), Some(15.0), Some(13.2)]),
-    (KernelFamily::Hopper, 0, 0, 1024, [Some(7.3), Some(52.5), Some(50.4)]),
-    (KernelFamily::Hopper, 0, 0, 2048, [Some(6.5), Some(278.7), Some(208.0)]),
-    (KernelFamily::Hopper, 1, 0, 512, [None, Some(9.3), None]),
-    (KernelFamily::Hopper, 1, 0, 1024, [Some(9.2), Some(32.6), None]),
-    (KernelFamily::Hopper, 2, 0, 512, [None, Some(17.0), None]),
-    (KernelFamily::Hopper, 2, 0, 1024, [Some(10.0), Some(53.1), None]),
-    (KernelFamily::Hopper, 1, 1, 1024, [None, Some(68.0), None]),
-];
+/// What was measured on an H200; the sources are in docs/kernels.md.
+struct Measured {
+    family: KernelFamily,
+    /// Places in [`models`] and [`FORMATS`].
+    model: usize,
+    format: usize,
+    side: usize,
+    /// Of encoding the prompt, a step and decoding.
+    ms: [Option<f64>; 3],
+}
+
+impl Measured {
+    fn predicted(&self) -> [f64; 3] {
+        let card = Card::named("H200").unwrap();
+        stages(&predict(&models()[self.model].1, FORMATS[self.format].1, self.side, card, self.family).0)
+    }
+}
+
+fn measured() -> [Measured; 9] {
+    use KernelFamily::{Hopper, Portable};
+    let of = |family, model, format, side, ms| Measured { family, model, format, side, ms };
+    [
+        of(Portable, 0, 0, 1024, [Some(10.8), Some(93.2), Some(44.0)]),
+        of(Hopper, 0, 0, 512, [Some(7.6), Some(15.0), Some(13.2)]),
+        of(Hopper, 0, 0, 1024, [Some(7.3), Some(52.5), Some(50.4)]),
+        of(Hopper, 0, 0, 2048, [Some(6.5), Some(278.7), Some(208.0)]),
+        of(Hopper, 0, 1, 512, [None, Some(9.3), None]),
+        of(Hopper, 0, 1, 1024, [Some(9.2), Some(32.6), None]),
+        of(Hopper, 0, 2, 512, [None, Some(17.0), None]),
+        of(Hopper, 0, 2, 1024, [Some(10.0), Some(53.1), None]),
+        of(Hopper, 1, 1, 1024, [None, Some(68.0), None]),
+    ]
+}
 
 /// Milliseconds of encoding the prompt, a step and decoding.
 fn stages(prediction: &Prediction) -> [f64; 3] {
@@ -140,12 +168,10 @@ fn stages(prediction: &Prediction) -> [f64; 3] {
 /// The portable kernels are those that other cards run. What the card's power limit takes from the Hopper kernels is not in the model.
 #[test]
 fn predictions_are_near_what_was_measured() {
-    let h200 = Card::named("H200").unwrap();
-    for (family, format, model, side, measured) in MEASURED {
-        let (prediction, _) = predict(&MODELS[model].1(), FORMATS[format].1, side, h200, family);
-        let limit = if family == KernelFamily::Portable { 1.10 } else { 1.35 };
-        let ratio = measured[1].unwrap() / stages(&prediction)[1];
-        assert!(ratio < limit && ratio > 0.95, "{family:?} {} {side}: {ratio}", FORMATS[format].0);
+    for row in measured() {
+        let limit = if row.family == KernelFamily::Portable { 1.10 } else { 1.35 };
+        let ratio = row.ms[1].unwrap() / row.predicted()[1];
+        assert!(ratio < limit && ratio > 0.95, "{:?} {} {}: {ratio}", row.family, FORMATS[row.format].0, row.side);
     }
 }
 
@@ -154,18 +180,18 @@ fn tables() -> String {
     let geforce: Vec<&Card> = CARDS.iter().filter(|card| card.name.starts_with("GeForce")).collect();
     let names: Vec<&str> = geforce.iter().map(|card| card.name.trim_start_matches("GeForce ")).collect();
     let mut text = format!("| a step, and peak memory | {} |\n| --- |{}\n", names.join(" | "), " --- |".repeat(names.len()));
-    for (name, configs) in MODELS {
+    for (name, configs) in &models() {
         for side in [512, 1024] {
             for (format, quantise) in FORMATS {
-                let cells: Vec<String> = geforce.iter().map(|card| cell(&configs(), quantise, side, card)).collect();
+                let cells: Vec<String> = geforce.iter().map(|card| cell(configs, quantise, side, card)).collect();
                 let _ = writeln!(text, "| {name}, {side}x{side}, {format} | {} |", cells.join(" | "));
             }
         }
     }
     let _ = write!(text, "\n| ms | {} |\n| --- |{}\n", names.join(" | "), " --- |".repeat(names.len()));
-    for (name, configs) in MODELS {
+    for (name, configs) in &models() {
         for (format, quantise) in FORMATS {
-            let cells = geforce.iter().map(|card| predict(&configs(), quantise, 1024, card, card.family()).0);
+            let cells = geforce.iter().map(|card| predict(configs, quantise, 1024, card, card.family()).0);
             let cells: Vec<String> = cells.map(|prediction| format!("{:.0}", stages(&prediction)[0])).collect();
             let _ = writeln!(text, "| {name}, encoding a prompt, {format} | {} |", cells.join(" | "));
         }
@@ -176,14 +202,13 @@ fn tables() -> String {
         let _ = writeln!(text, "| decoding {side}x{side} | {} |", cells.join(" | "));
     }
     text.push_str("\n| H200, ms measured / predicted | encoding a prompt | a step | decoding |\n| --- | --- | --- | --- |\n");
-    for (family, format, model, side, measured) in MEASURED {
-        let (prediction, _) = predict(&MODELS[model].1(), FORMATS[format].1, side, Card::named("H200").unwrap(), family);
+    for row in measured() {
         let cell = |(measured, predicted): (Option<f64>, f64)| {
-            measured.map_or("".into(), |ms| format!("{ms:.1} / {predicted:.1} = {:.2}", ms / predicted))
+            measured.map_or(String::new(), |ms| format!("{ms:.1} / {predicted:.1} = {:.2}", ms / predicted))
         };
-        let cells: Vec<String> = measured.into_iter().zip(stages(&prediction)).map(cell).collect();
-        let kernels = if family == KernelFamily::Portable { "portable" } else { "Hopper" };
-        let (model, format) = (MODELS[model].0, FORMATS[format].0);
+        let cells: Vec<String> = row.ms.into_iter().zip(row.predicted()).map(cell).collect();
+        let kernels = if row.family == KernelFamily::Portable { "portable" } else { "Hopper" };
+        let (model, format, side) = (models()[row.model].0, FORMATS[row.format].0, row.side);
         let _ = writeln!(text, "| {kernels} kernels, {model}, {side}x{side}, {format} | {} |", cells.join(" | "));
     }
     text
@@ -217,4 +242,37 @@ fn the_documents_have_the_tables() {
         return;
     }
     assert_eq!(tables_there, made, "if this is meant: KILN_UPDATE_PREDICTIONS=1 cargo test --test predictions");
+}
+
+/// A plan is for a GPU that it names, with predictions where there is a row of numbers for it.
+#[test]
+fn plans_name_their_gpu() {
+    let sandbox = Sandbox::new();
+    let plan = |args: &[&str]| sandbox.run([&["plan", "--klein", "4b"], args].concat()).good();
+    let table = plan(&["--card", "rtx 4090"]).text().to_owned();
+    assert!(table.contains("\ngpu                  GeForce RTX 4090\n"), "{table}");
+    let predicted =
+        table.lines().find_map(|line| line.strip_prefix("predicted            ")).unwrap_or_else(|| panic!("{table}"));
+    assert!(predicted.starts_with("encoding text ") && predicted.ends_with(" ms; not measured"), "{predicted}");
+    let seconds = |args: &[&str]| {
+        let json = plan(&[&["--json"], args].concat()).json().remove(0);
+        let rows = json["predicted"].as_array().unwrap();
+        rows.iter().map(|row: &Value| row["seconds"].as_f64().unwrap()).collect::<Vec<_>>()
+    };
+    let [fast, slow] = ["4090", "3090"].map(|card| seconds(&["--card", card]));
+    assert!(fast.len() == 3 && fast.iter().zip(&slow).all(|(fast, slow)| fast < slow), "{fast:?} {slow:?}");
+    assert!(seconds(&["--card", "4090", "--precision", "f32"]).is_empty(), "f32 is not for tensor cores");
+}
+
+#[test]
+fn the_doctor_says_what_would_run_how_on_a_card() {
+    let sandbox = Sandbox::new();
+    let doctor = |card: &str| sandbox.run(["doctor", "--model", "tiny", "--card", card]).good().text().to_owned();
+    let text = doctor("RTX 3090");
+    assert!(text.contains("\ncard      GeForce RTX 3090, compute 8.6, 82 multiprocessors, 24.0 GiB; asked for"), "{text}");
+    let why =
+        "weights stay as they are and are expanded to bf16 before each GEMM: compute capability 8.6 has no FP8 tensor cores";
+    assert!(text.contains(&format!("\n          FP8 transformer: {why}\n")) && !text.contains("\ndriver"), "{text}");
+    let text = doctor("4090");
+    assert!(text.contains("\n          FP8 transformer: FP8 by FP8 on tensor cores (mma.sync, "), "{text}");
 }

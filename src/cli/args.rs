@@ -1,11 +1,13 @@
 //! The definition of the flags. Only checks of a single flag are here; [`super::GenerateRequest`] checks flags against each other.
 
+mod bench;
 mod help;
 mod quantised;
 mod quantize;
 mod shell;
 mod values;
 
+pub use bench::BenchArgs;
 pub use quantised::QuantisedArgs;
 pub use quantize::QuantizeArgs;
 pub use shell::{CompletionsArgs, ManArgs};
@@ -393,69 +395,6 @@ pub struct PlanArgs {
     /// Print a JSON object instead of a table
     #[arg(long, help_heading = "Run")]
     pub json: bool,
-}
-
-/// Flags of `kiln bench`.
-#[derive(Args, Debug)]
-#[command(allow_negative_numbers = true)]
-pub struct BenchArgs {
-    /// What the pictures show; any prompt takes the same time
-    #[command(flatten)]
-    pub prompt: PromptArgs,
-
-    /// Which model
-    #[command(flatten)]
-    pub model: ModelArgs,
-
-    /// Time single ops at klein 4B's shapes instead of pictures; with NAME, those whose name contains it
-    ///
-    /// Needs no model. Each row tells how much of the ceiling is reached: memory-bound ops against a copy of as many bytes in the
-    /// same run; GEMM, convolution and attention on a GPU against the peak of its tensor cores. The CPU gets smaller shapes.
-    #[arg(
-        long,
-        value_name = "NAME",
-        num_args = 0..=1,
-        require_equals = true,
-        default_missing_value = "",
-        conflicts_with_all = ["PromptArgs", "ModelArgs", "ShapeArgs", "runs", "low_memory", "attention"],
-        help_heading = "Measuring"
-    )]
-    pub kernels: Option<String>,
-
-    /// Only show that every op can be timed: tiny shapes, few batches, figures that mean nothing
-    #[arg(long, requires = "kernels", help_heading = "Measuring")]
-    pub quick: bool,
-
-    /// How many warm pictures
-    #[arg(long, value_name = "N", value_parser = within(1usize, 1000), default_value = "5", help_heading = "Measuring")]
-    pub runs: usize,
-
-    /// Print JSON instead of a table, or write it to a new file beside the table
-    ///
-    /// With every single time. bench/README.md in the sources describes the fields.
-    #[arg(
-        long,
-        value_name = "FILE",
-        num_args = 0..=1,
-        require_equals = true,
-        default_missing_value = "-",
-        help_heading = "Measuring"
-    )]
-    pub json: Option<PathBuf>,
-
-    /// Also print a block to paste into an issue: card, driver, figures, and what was predicted
-    ///
-    /// It has no paths, no prompt and no name of the machine or its user.
-    #[arg(long, conflicts_with = "kernels", help_heading = "Measuring")]
-    pub share: bool,
-
-    /// What the pictures are made from and how large
-    #[command(flatten)]
-    pub shape: ShapeArgs,
-
-    /// Where and how to compute
-    #[command(flatten)]
-    pub run: RunArgs,
 }
 
 /// Flags of `kiln doctor`.

@@ -11,8 +11,8 @@ const FP4_CORES: (u32, u32) = (10, 0);
 pub fn support(formats: GemmFormats, capability: (u32, u32), family: KernelFamily) -> [(&'static str, String); 6] {
     let hopper = family == KernelFamily::Hopper;
     let (gemm, sums) = match hopper {
-        true => ("wgmma", "sums as asked"),
-        false => ("mma.sync", "partial sums promoted to f32"),
+        true => ("wgmma", "sums as --fp8-accumulate asks"),
+        false => ("mma.sync", "exact sums"),
     };
     let (major, minor) = capability;
     let card = format!("compute capability {major}.{minor}");
@@ -71,7 +71,7 @@ mod tests {
         assert_eq!(fp8((8, 6)), format!("{before}: compute capability 8.6 has no FP8 tensor cores"));
         assert_eq!(nvfp4((8, 9)), format!("{before}: compute capability 8.9 has no FP4 tensor cores"));
         assert_eq!(nvfp4((12, 0)), format!("{before}: there is no kernel for its FP4 tensor cores"));
-        assert_eq!(fp8((8, 9)), "FP8 by FP8 on tensor cores (mma.sync, partial sums promoted to f32)");
+        assert_eq!(fp8((8, 9)), "FP8 by FP8 on tensor cores (mma.sync, exact sums)");
         assert!(fp8((12, 0)).ends_with(", at half the rate of compute capability 12.0's block-scaled MMA"), "{}", fp8((12, 0)));
         assert!(fp8((9, 0)).contains("(wgmma, ") && nvfp4((9, 0)).contains(" while a GEMM runs: "), "{}", nvfp4((9, 0)));
     }

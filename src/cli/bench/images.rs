@@ -313,18 +313,17 @@ impl Report {
             Err(why) => (None, Err(why.as_str())),
         };
         let of = |phase| prediction.and_then(|prediction| prediction.stage(phase));
-        type Row = (&'static str, fn(&Times) -> Vec<f64>, Option<f64>);
-        let rows: [Row; 5] = [
-            ("encode", |t| vec![t.encode], of(Phase::Encode)),
-            ("references", |t| t.references.into_iter().collect(), of(Phase::References)),
-            ("a step", |t| t.steps.clone(), prediction.and_then(Prediction::step)),
-            ("decode", |t| vec![t.decode], of(Phase::Decode)),
-            ("total", |t| vec![t.total], None),
-        ];
-        let stage = |(name, of, predicted): Row| {
+        let warm = |of: fn(&Times) -> Vec<f64>| {
             let [_, median, _] = spread(&self.warm_s.iter().flat_map(of).collect::<Vec<f64>>())?;
-            Some((name, median, predicted))
+            Some(median)
         };
+        let rows = [
+            ("encode", warm(|t| vec![t.encode]), of(Phase::Encode)),
+            ("references", warm(|t| t.references.into_iter().collect()), of(Phase::References)),
+            ("a step", warm(|t| t.steps.clone()), prediction.and_then(Prediction::step)),
+            ("decode", warm(|t| vec![t.decode]), of(Phase::Decode)),
+            ("total", warm(|t| vec![t.total]), None),
+        ];
         let references = match self.references {
             0 => String::new(),
             count => format!(", {count} references"),
@@ -338,7 +337,7 @@ impl Report {
             formats: &self.formats,
             kernels: self.kernels.keys().copied().collect(),
             memory: (self.memory.measured, self.memory.planned_weights + self.memory.planned_working),
-            stages: rows.into_iter().filter_map(stage).collect(),
+            stages: rows.into_iter().filter_map(|(name, measured, predicted)| Some((name, measured?, predicted))).collect(),
             predictor,
         }
         .block()
