@@ -207,10 +207,12 @@ impl Plan {
                 Ok(report)
             }
             Err(error) => {
-                // What cannot be saved now has to be done again, which is all that is lost.
-                let _ = writer.save();
-                if writer.journal.is_empty() {
+                // A damaged or changing input has to be replaced by another one, which begins anew.
+                if writer.journal.is_empty() || matches!(error, Error::BadFile { .. }) {
                     writer.staged.discard();
+                } else {
+                    // What cannot be saved now has to be done again, which is all that is lost.
+                    let _ = writer.save();
                 }
                 Err(error)
             }

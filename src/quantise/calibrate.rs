@@ -7,6 +7,7 @@
 mod observer;
 
 use crate::backend::Backend;
+use crate::checkpoint::Weights;
 use crate::config::{Conventions, Variant};
 use crate::error::{Error, Result};
 use crate::files;
@@ -118,7 +119,9 @@ pub fn calibrate(
     let jobs = calibration.prompts.iter().map(|prompt| calibration.job(prompt, &conventions, variant));
     let jobs = jobs.collect::<Result<Vec<_>>>()?;
     let Some(first) = jobs.first() else { return Err(Error::usage("there is no prompt to calibrate with", "give one")) };
-    let mut observer = Observer::new(backend, model.weights().values().cloned().collect());
+    let weights = model.weights().clone();
+    let release = move || weights.values().for_each(Weights::release);
+    let mut observer = Observer::new(backend, Box::new(release));
     let options = model.check_memory(&observer, machine, LoadOptions::DEFAULT, first)?;
     let layers = model.formats(options, observer.gemm_formats())?.layers.into_iter().filter(|layer| wanted(&layer.name));
     let largest = observer.watch(layers.map(|layer| (layer.name, layer.weight)));

@@ -1,7 +1,6 @@
 //! A backend that forwards everything to another one and finds the largest magnitude of what layers multiply.
 
 use crate::backend::{Backend, GemmFormats, Op, Role, StepKey, Weight};
-use crate::checkpoint::Weights;
 use crate::error::{Error, Result};
 use crate::tensor::{ALIGN, DType, Region, Scaling, Tensor, WeightPart};
 use std::cell::RefCell;
@@ -24,15 +23,15 @@ pub struct Observer {
     /// One value for each layer, in working memory behind that of the stages; none before it was reserved.
     found: Option<Tensor>,
     in_step: bool,
-    /// The files that the model is read from.
-    weights: Vec<Weights>,
+    /// Gives back the memory of mapped files that were read.
+    release: Box<dyn Fn()>,
 }
 
 impl Observer {
-    /// An observer that watches no layer yet. `weights` are the files that the model is read from.
-    pub fn new(inner: Box<dyn Backend>, weights: Vec<Weights>) -> Self {
+    /// An observer that watches no layer yet. `release` gives back the memory of mapped files that were read.
+    pub fn new(inner: Box<dyn Backend>, release: Box<dyn Fn()>) -> Self {
         let (names, places, largest) = (Vec::new(), BTreeMap::new(), Largest::default());
-        Self { inner, names, places, largest, found: None, in_step: false, weights }
+        Self { inner, names, places, largest, found: None, in_step: false, release }
     }
 
     /// Watches layers, given by name and weight. Returns the largest magnitudes, which are updated after every step; a layer that no
@@ -140,7 +139,7 @@ impl Backend for Observer {
         // Whoever quantises a model need not have memory for all of it. Pages that are read again are still in the page cache,
         // unless something else needs the memory.
         if multiplies && self.inner.reads_files() {
-            self.weights.iter().for_each(Weights::release);
+            (self.release)();
         }
         Ok(())
     }
@@ -181,7 +180,7 @@ mod tests {
     /// other weights. Rows of a watched one do.
     #[test]
     fn watched_layers_are_those_of_steps() {
-        let mut observer = Observer::new(Box::new(Cpu::new(1, Arc::default()).unwrap()), Vec::new());
+        let mut observer = Observer::new(Box::new(Cpu::new(1, Arc::default()).unwrap()), Box::new(|| {}));
         let (mut weights, mut arena) = (Arena::new(Region::Weights), Arena::new(Region::Arena));
         let mut layer = |rows: usize| {
             let weight = weights.alloc(rows, 3, DType::F32).unwrap();
