@@ -449,7 +449,7 @@ fn refusals() {
         ("doctor --card H100", 2, "invalid value 'H100' for '--card <NAME>'", "-"),
         ("x --nvfp4-math turbo", 2, "invalid value 'turbo' for '--nvfp4-math <TYPE>'", "-"),
         ("x --attention fp8", 2, "FP8 attention cannot be had: the inputs of `double_blocks.0` are not", "leave out --attention"),
-        ("plan --klein 4b --attention fp8", 2, "FP8 attention cannot be had: the inputs of `double_b", "leave out --attention"),
+        ("plan --klein 4b --attention fp8", 2, "FP8 attention cannot be had: there is no kernel for it", "leave out --attention"),
         ("x --backend gpu", 2, "invalid value 'gpu' for '--backend <WHERE>'", "-"),
         ("x --device -1", 2, "invalid value '-1' for '--device <N>'", "-"),
         ("x --no-such-flag", 2, "unexpected argument '--no-such-flag' found", "-"),
