@@ -205,15 +205,15 @@ struct Kernel {
 impl Kernel {
     /// Returns `None` if none of the file's architectures is selected.
     fn new(name: &str, chosen: Option<&[u32]>, nvcc: &Nvcc, out: &Path) -> Result<Option<Self>> {
-        let all = arch::of_file(name)?;
+        let (all, ptx) = arch::of_file(name)?;
         let archs = arch::pick(all, chosen);
         if archs.is_empty() {
             return Ok(None);
         }
         let mut arguments: Vec<String> = FLAGS.iter().map(|flag| flag.to_string()).collect();
         arguments.extend(archs.iter().map(|arch| format!("-gencode=arch=compute_{arch},code=sm_{arch}")));
-        if all == arch::PORTABLE && chosen.is_none() {
-            arguments.push(format!("-gencode=arch=compute_{ptx},code=compute_{ptx}", ptx = arch::PTX));
+        if let Some(ptx) = ptx.filter(|_| chosen.is_none()) {
+            arguments.push(format!("-gencode=arch=compute_{ptx},code=compute_{ptx}"));
         }
         // Every header is part of every file's key: there are few of them, and a list of includes would have to be maintained.
         let mut hasher = DefaultHasher::new();
@@ -272,7 +272,7 @@ fn resource_table(kernels: &[Kernel], targets: &[String], version: &str) -> Resu
     Ok(table)
 }
 
-/// The Rust source of the table of embedded images, and of the files that are for one architecture.
+/// The Rust source of the table of embedded images, and of the files that are for some architectures.
 fn image_table(kernels: &[Kernel], targets: &[String], version: &str, sources: &[String]) -> Result<String> {
     let mut rows = String::new();
     for Kernel { name, .. } in kernels {
@@ -281,7 +281,7 @@ fn image_table(kernels: &[Kernel], targets: &[String], version: &str, sources: &
     let mut specific = String::new();
     for name in sources {
         if let Some(arch) = arch::specific(name)? {
-            let _ = writeln!(specific, "    ({name:?}, {:?}),", arch.capability);
+            let _ = writeln!(specific, "    ({name:?}, {:?}),", arch.capabilities);
         }
     }
     Ok(format!(
@@ -291,8 +291,7 @@ fn image_table(kernels: &[Kernel], targets: &[String], version: &str, sources: &
          pub static ARCHS: &[&str] = &{targets:?};\n\n\
          /// The release of nvcc; empty in a build without it.\n\
          pub static NVCC: &str = {version:?};\n\n\
-         /// The kernel files that are for one architecture, with the compute capability that runs them; without a minor version, all of\n\
-         /// that major one do.\n\
-         pub static SPECIFIC: &[(&str, (u32, Option<u32>))] = &[\n{specific}];\n"
+         /// The kernel files that are for some architectures, with the first and the last compute capability that run them.\n\
+         pub static SPECIFIC: &[(&str, [(u32, u32); 2])] = &[\n{specific}];\n"
     ))
 }

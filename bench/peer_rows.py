@@ -248,6 +248,15 @@ def non_finite(rows: int, cols: int, dtype) -> Row:
     return Row("non_finite", f"{rows}x{cols}" + (" f32" if dtype == F32 else ""), make)
 
 
+def largest_magnitude(rows: int, cols: int, dtype) -> Row:
+    def make(m):
+        x, largest = m.normal(rows, cols, dtype), m.normal(1, 1, F32).abs_()
+        result = lambda: (torch.maximum(largest, x.abs().amax().float().view(1, 1)),)
+        return Case("largest_magnitude", [largest, x], [], [largest], result, result, in_place=True)
+
+    return Row("largest_magnitude", f"{rows}x{cols}" + (" f32" if dtype == F32 else ""), make)
+
+
 def pixels(side: int) -> Row:
     def make(m):
         x, out = m.normal(side * side, 3, F32, 0.6), m.empty(side * side, 3, torch.uint8)
@@ -537,6 +546,7 @@ ROWS = [
     guidance(4096, 128),
     non_finite(4096, 128, F32),
     non_finite(4608, 3072, BF16),
+    largest_magnitude(4608, 3072, BF16),
     pixels(1024),
     pixels(2048),
     linear(1, 18_432, 3072),

@@ -94,6 +94,7 @@ const CALLS: &[Call] = &[
     call("euler", &["latents", "velocity"], &["dt"]),
     call("guidance", &["out", "cond", "uncond"], &["scale"]),
     call("non_finite", &["count", "x"], &[]),
+    call("largest_magnitude", &["largest", "x"], &[]),
     call("pixels", &["out", "x"], &[]),
 ];
 
@@ -240,6 +241,7 @@ fn with_op<R>(name: &str, tensors: &[PeerTensor], numbers: &[f64], then: impl Fn
         "euler" => then(Op::Euler { latents: t(0)?, velocity: t(1)?, dt: float(0) }),
         "guidance" => then(Op::Guidance { out: t(0)?, cond: t(1)?, uncond: t(2)?, scale: float(0) }),
         "non_finite" => then(Op::NonFinite { count: t(0)?, x: t(1)? }),
+        "largest_magnitude" => then(Op::LargestMagnitude { largest: t(0)?, x: t(1)? }),
         "pixels" => then(Op::Pixels { out: t(0)?, x: t(1)? }),
         other => Err(wrong(format!("`{other}` is listed and not made"))),
     }

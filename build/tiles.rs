@@ -41,6 +41,11 @@ const FAMILIES: &[Family] = &[
         read: Tables::gemm_mma,
     },
     Family {
+        name: "KL_GEMM_FP8_MMA",
+        columns: "file, m, n, block k, warps, stages, CTAs per SM, threads, shared bytes, relative cost",
+        read: Tables::gemm_fp8_mma,
+    },
+    Family {
         name: "KL_CONV_MMA",
         columns: "file, m, n, block k, warps, stages, CTAs per SM, threads, shared bytes",
         read: Tables::conv_mma,
@@ -210,13 +215,24 @@ impl Tables {
     }
 
     fn gemm_mma(&mut self, row: &Row<'_>) -> Result<()> {
+        self.portable_gemm(row, "Mma", "Bf16", None)
+    }
+
+    fn gemm_fp8_mma(&mut self, row: &Row<'_>) -> Result<()> {
+        self.portable_gemm(row, "Fp8Mma", "Fp8", Some(row.number("block k")))
+    }
+
+    /// A portable GEMM, with names and operands as for a Hopper GEMM.
+    fn portable_gemm(&mut self, row: &Row<'_>, prefix: &str, operands: &str, longest_sum: Option<u32>) -> Result<()> {
         let (m, n) = (row.number("m"), row.number("n"));
         let symbol = format!("kl_{}_{m}", row.text("file"));
-        self.kernel(row, format!("GemmMma{m}x{n}"), symbol, "KlGemm", row.number("shared bytes"), None);
+        self.kernel(row, format!("Gemm{prefix}{m}x{n}"), symbol, "KlGemm", row.number("shared bytes"), None);
         let ctas_per_sm = row.number("CTAs per SM");
-        let more =
-            format!("ctas_per_sm: {ctas_per_sm}, consumers: 0, cluster: None, operands: GemmOperands::Bf16, longest_sum: None");
-        self.gemm_tile(row, &format!("Mma{m}x{n}"), &more);
+        let more = format!(
+            "ctas_per_sm: {ctas_per_sm}, consumers: 0, cluster: None, operands: GemmOperands::{operands}, \
+             longest_sum: {longest_sum:?}"
+        );
+        self.gemm_tile(row, &format!("{prefix}{m}x{n}"), &more);
         Ok(())
     }
 

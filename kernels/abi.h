@@ -75,14 +75,19 @@ typedef struct {
   KlMat out, x;
 } KlPixels;
 
-/* Loads of 16 bytes that a thread has in flight. */
-#define KL_COUNT_BATCH 4u
+/* Loads of 16 bytes that a thread of a reduction has in flight. */
+#define KL_REDUCTION_BATCH 4u
 
 /* `words` are two counters, the CTAs that have finished and the values they have counted; zero before and after a launch. */
 typedef struct {
   KlMat count, x;
   uint64_t words;
 } KlCount;
+
+/* `largest` is zero or a former result before a launch. */
+typedef struct {
+  KlMat largest, x;
+} KlLargest;
 
 /* -------------------------------------------------------------------- norm_rows.cu, qk_norm_rope.cu, group_norm.cu */
 
@@ -229,7 +234,7 @@ typedef struct {
   uint32_t unused;
 } KlConv;
 
-/* ----------------------------------------------------------------------------------------- gemm_mma.cu, conv_mma.cu */
+/* ----------------------------------------------------------------------- gemm_mma.cu, gemm_fp8_sm89.cu, conv_mma.cu */
 
 /* Columns of a portable tile, and of an attention head. */
 #define KL_MMA_COLS 128u
@@ -295,10 +300,28 @@ typedef struct {
   uint32_t remainder;
 } KlTileSchedule;
 
+/* `saturated` as in KlGemmSm90. */
 typedef struct {
   KlGemmStream stream[KL_STREAMS];
   KlTileSchedule schedule;
+  uint64_t saturated;
 } KlGemm;
+
+/* ------------------------------------------------------------------------------------------------------- expand.cu */
+
+#define KL_EXPAND_THREADS 256u
+/* Elements that a thread expands at a time, and how often it does so. */
+#define KL_EXPAND_VECTOR 8u
+#define KL_EXPAND_BATCH 4u
+/* The matrices of all streams of a GEMM. */
+#define KL_EXPAND_MATRICES 8u
+
+/* Matrices of KL_E4M3 or KL_E2M1, with block scales as in KlGemmStream, and where they are expanded to, rows one after the other. */
+typedef struct {
+  KlMat w[KL_EXPAND_MATRICES];
+  uint64_t scales[KL_EXPAND_MATRICES];
+  uint64_t to[KL_EXPAND_MATRICES];
+} KlExpand;
 
 /* ------------------------------------------------------------- gemm_bf16_sm90.cu, gemm_fp8_sm90.cu, gemm_mixed_sm90.cu */
 

@@ -6,7 +6,7 @@
 // A CTA takes 128 queries of one head, four warps with 32 each; K and V come in blocks of 64 keys, double-buffered by cp.async. Scores
 // and accumulators are f32; probabilities are rounded to bf16 for the P V MMAs, as plain bf16 arithmetic does.
 // Bound: tensor cores. 4 * queries * keys * 128 FLOP per head; klein 4B at 1024x1024: 0.26 TFLOP per transformer block.
-// Needs: bf16, strides multiples of 8, 16-byte aligned addresses.
+// Needs: bf16, strides multiples of 8, 16-byte aligned addresses; the output may also be e4m3.
 #include <attention/kv_cursor.cuh>
 #include <attention/load_rows.cuh>
 #include <attention/softmax.cuh>
@@ -156,7 +156,19 @@ KL_ENTRY(kl_attention_mma, KlAttention, KL_ATTENTION_THREADS, 2) {
       const uint32_t query = query0 + warp_row + m * 16 + half * 8 + lane / 4;
       if (query >= p.out.rows) continue;
       const float inverse = 1.0f / sum;
-      bf16* to = row_of<bf16>(p.out, query) + q_col + lane % 4 * 2;
+      const uint32_t col = q_col + lane % 4 * 2;
+      if (p.out.dtype == KL_E4M3) {
+        const float scale = inverse / p.out.scale;
+        e4m3* to = row_of<e4m3>(p.out, query) + col;
+#pragma unroll
+        for (int n = 0; n < kHeadDim / 8; n++) {
+          const float v[2] = {out[m][n][2 * half] * scale, out[m][n][2 * half + 1] * scale};
+          count_saturated<2>(p.saturated, v);
+          *reinterpret_cast<uint16_t*>(to + n * 8) = static_cast<uint16_t>(pack_e4m3(v[0], v[1]));
+        }
+        continue;
+      }
+      bf16* to = row_of<bf16>(p.out, query) + col;
 #pragma unroll
       for (int n = 0; n < kHeadDim / 8; n++) store_pair(to + n * 8, out[m][n][2 * half] * inverse, out[m][n][2 * half + 1] * inverse);
     }

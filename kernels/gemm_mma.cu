@@ -1,7 +1,7 @@
 // GEMM on tensor cores, portable (sm_80 and newer), with a fused epilogue.
 //
-//   kl_gemm_mma_256, _128, _64   out = epilogue(x w^T + bias), bf16 operands, f32 accumulators; named by the rows of a
-//                                tile, which has 128 columns
+//   kl_gemm_mma_256, _128, _64   out = epilogue(alpha x w^T + bias), bf16 operands, f32 accumulators; named by the rows of a
+//                                tile, which has 128 columns; alpha is the scale of weights that expand.cu has expanded
 //     store           out
 //     swiglu          silu(gate) * up; w is all gate rows, then all up rows; a tile has 64 columns of each, interleaved
 //     gate_residual   out += gate * (...)
@@ -11,118 +11,8 @@
 // have epilogues and outputs of their own (Q, K, V, MLP).
 // Bound: tensor cores. A denoising step of klein 4B at 1024x1024 is 29 TFLOP of this.
 // Needs: bf16, K and the strides of x and w multiples of 8, 16-byte aligned addresses, operands of less than 2^32 elements; heads of 128.
-//
-// Tiles are scheduled by Stream-K (gemm/stream_k.cuh): the first `full_tiles` CTAs compute one tile each, the others are workers.
-//
-// Operands are copied row by row, so any weight row can be loaded into any column of a tile. SwiGLU interleaves eight gate columns with
-// the eight up columns that belong to them, and half-split RoPE eight elements with those 64 further, so that one thread holds both
-// members of each pair in registers. Weights in memory stay as the checkpoint has them.
 #include <common/tile_row.cuh>
-#include <gemm/epilogue_mma.cuh>
-#include <gemm/stream_k.cuh>
-
-// The Stream-K partials of a CTA: all accumulators of a thread.
-template <class Tile>
-struct TilePartials : PartialTile<PartialsOfCta<Tile::kThreads>, Tile::kMmaM * Tile::kMmaN> {
-  __device__ __forceinline__ TilePartials(const KlTileSchedule& schedule, uint32_t worker)
-      : PartialTile<PartialsOfCta<Tile::kThreads>, Tile::kMmaM * Tile::kMmaN>(schedule, {worker}) {}
-
-  __device__ __forceinline__ void store_acc(const Tile& tile) const {
-    this->store([&](int i) {
-      const float* v = tile.acc[i / Tile::kMmaN][i % Tile::kMmaN];
-      return make_float4(v[0], v[1], v[2], v[3]);
-    });
-  }
-
-  __device__ __forceinline__ void add_to(Tile& tile) const {
-    this->wait();
-    this->template load_each</*first*/ 0, /*in flight*/ 1>([&](int i, const float4& v) {
-      add_vector(tile.acc[i / Tile::kMmaN][i % Tile::kMmaN], v);
-    });
-  }
-};
-
-// The rows of an operand that a thread copies: every kRowsPerCopy-th or, where columns are interleaved in pairs, every half as many. Rows
-// beyond the end repeat the last one; their results are not stored.
-struct OperandRows {
-  const bf16* base;
-  uint32_t offset, step, last;  // in elements
-
-  __device__ __forceinline__ const bf16* at(int i, uint32_t k) const { return base + (min(offset + i * step, last) + k); }
-};
-
-// The coordinates of a tile from its linear index.
-struct TileCoord {
-  const KlGemmStream& s;
-  uint32_t row_tile, col_tile, part_index;
-
-  __device__ __forceinline__ TileCoord(const KlGemm& p, uint32_t index)
-      : s(p.stream[index >= p.stream[0].row_tiles * p.stream[0].col_tiles]) {
-    // Row tiles vary fastest: CTAs that run at the same time share weight rows, and x stays in L2.
-    if (&s != &p.stream[0]) index -= p.stream[0].row_tiles * p.stream[0].col_tiles;
-    row_tile = index % s.row_tiles, col_tile = index / s.row_tiles, part_index = 0;
-    while (col_tile >= s.part[part_index].tiles) col_tile -= s.part[part_index++].tiles;
-  }
-
-  __device__ __forceinline__ const KlGemmPart& part() const { return s.part[part_index]; }
-};
-
-// Accumulates `k_blocks` k-blocks of a tile, from `first_k_block` on.
-template <class Tile>
-__device__ __forceinline__ void compute(const KlGemm& p, Tile& tile, unsigned char* shared, uint32_t index, uint32_t first_k_block,
-                                        uint32_t k_blocks) {
-  const TileCoord at(p, index);
-  const KlGemmStream& s = at.s;
-  const KlGemmPart& part = at.part();
-  const uint32_t x_stride = s.x.stride, w_stride = s.w[part.w[0].matrix].stride, line = Tile::copy_row(), chunk = Tile::copy_chunk() * 8;
-  const OperandRows a{row_of<const bf16>(s.x, 0), (at.row_tile * Tile::kBlockM + line) * x_stride + chunk, Tile::kRowsPerCopy * x_stride,
-                  (s.x.rows - 1) * x_stride + chunk};
-  // The weight row of the first column that the thread copies.
-  uint32_t row = at.col_tile * Tile::kBlockN + line, step = Tile::kRowsPerCopy, last = part.out.cols - 1;
-  if (part.epilogue == KL_SWIGLU) {
-    row = at.col_tile * (Tile::kBlockN / 2) + interleaved_column(line, part.out.cols), step = Tile::kRowsPerCopy / 2;
-    last += line / 8 % 2 * part.out.cols;
-  } else if (part.epilogue == KL_QK_NORM_ROPE && s.rope == KL_ROPE_HALF_SPLIT) {
-    row = at.col_tile * Tile::kBlockN + interleaved_column(line, 64), step = Tile::kRowsPerCopy / 2;
-  }
-  const OperandRows b{row_of<const bf16>(s.w[part.w[0].matrix], part.w[0].first), row * w_stride + chunk, step * w_stride, last * w_stride + chunk};
-  tile.mainloop(
-      shared, s.x.cols, first_k_block, min(k_blocks, ceil_div(s.x.cols, static_cast<uint32_t>(Tile::kBlockK))),
-      [&](int i, uint32_t k, bool&) { return a.at(i, k); }, [&](int i, uint32_t k, bool&) { return b.at(i, k); });
-}
-
-template <class Tile>
-__device__ __forceinline__ void finish_tile(const KlGemm& p, Tile& tile, unsigned char* shared, uint32_t index) {
-  const TileCoord at(p, index);
-  finish_gemm_tile(at.s, at.part(), tile, shared, at.row_tile, at.col_tile);
-}
-
-template <class Tile>
-__device__ __forceinline__ void gemm(const KlGemm& p, unsigned char* shared) {
-  const KlTileSchedule& s = p.schedule;
-  // The first of a CTA's k-blocks, counted over all tiles.
-  const auto begin_of = [&](uint32_t cta) { return cta < s.full_tiles ? cta * s.k_blocks : first_k_block(s, cta - s.full_tiles); };
-  // It works from their end to their beginning.
-  uint32_t end = blockIdx.x < s.full_tiles ? (blockIdx.x + 1) * s.k_blocks : first_k_block(s, blockIdx.x - s.full_tiles + 1);
-  for (;;) {
-    Tile tile;
-    {
-      uint32_t start = end;
-      const WorkTile work = take_last_tile(s, begin_of(blockIdx.x), start);
-      compute(p, tile, shared, work.tile, work.k_begin, end - start);
-    }
-    // Everything below is derived from these again: otherwise the compiler would keep it in registers, which the main loop needs.
-    const uint32_t cta = blockIdx.x;
-    asm volatile("" : "+r"(end));
-    const WorkTile work = take_last_tile(s, begin_of(cta), end);
-    const uint32_t worker = cta - s.full_tiles;
-    finish_or_store(
-        s, work, worker, [&] { TilePartials<Tile>(s, worker).store_acc(tile); },
-        [&](uint32_t peer) { TilePartials<Tile>(s, peer).add_to(tile); }, [&] { finish_tile(p, tile, shared, work.tile); });
-    if (end <= begin_of(cta)) return;
-    __syncthreads();  // the staged output has left shared memory
-  }
-}
+#include <gemm/kernel_mma.cuh>
 
 KL_DYNAMIC_SHARED(128);
 

@@ -157,6 +157,20 @@ KL_ENTRY(kl_pixels, KlPixels, KL_POINTWISE_THREADS) {
   }
 }
 
+// Reads a matrix that is one row, kVector values fit, in batches: calls f with the words of each, zeros beyond the end.
+template <class X, class F>
+__device__ __forceinline__ void for_each_batch(const KlMat& x, F f) {
+  constexpr int kBatch = KL_REDUCTION_BATCH;
+  const uint4* from = row_of<const uint4>(x, 0);
+  const uint64_t vectors = x.cols * sizeof(X) / sizeof(uint4), step = gridDim.x * kThreads;
+  for (uint64_t at = blockIdx.x * kThreads + threadIdx.x; at < vectors; at += kBatch * step) {
+    uint4 v[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; i++) v[i] = at + i * step < vectors ? __ldcs(from + at + i * step) : make_uint4(0, 0, 0, 0);
+    f(v);
+  }
+}
+
 // Sets bit 31 of a float, or bits 15 and 31 of a pair of bf16, where the exponent is all ones: infinity or NaN.
 template <class X>
 __device__ __forceinline__ uint32_t not_finite(uint32_t word) {
@@ -171,23 +185,16 @@ __device__ __forceinline__ uint32_t count_in(const KlMat& x) {
     for_each_run(x, 1, [&](uint64_t row, uint64_t col) { found += !isfinite(load<X>(x, row, col)); });
     return found;
   }
-  constexpr int kBatch = KL_COUNT_BATCH;
-  const uint4* from = row_of<const uint4>(x, 0);
-  const uint64_t vectors = x.cols * sizeof(X) / sizeof(uint4), step = gridDim.x * kThreads;
-  for (uint64_t at = blockIdx.x * kThreads + threadIdx.x; at < vectors; at += kBatch * step) {
-    uint4 v[kBatch];
-#pragma unroll
-    for (int i = 0; i < kBatch; i++) v[i] = at + i * step < vectors ? __ldcs(from + at + i * step) : make_uint4(0, 0, 0, 0);
+  for_each_batch<X>(x, [&](const auto& batch) {
     uint32_t any = 0;
 #pragma unroll
-    for (int i = 0; i < kBatch; i++) any |= not_finite<X>(v[i].x) | not_finite<X>(v[i].y) | not_finite<X>(v[i].z) | not_finite<X>(v[i].w);
-    if (any == 0) continue;
+    for (const uint4& v : batch) any |= not_finite<X>(v.x) | not_finite<X>(v.y) | not_finite<X>(v.z) | not_finite<X>(v.w);
+    if (any == 0) return;
 #pragma unroll
-    for (int i = 0; i < kBatch; i++) {
-      found += __popc(not_finite<X>(v[i].x)) + __popc(not_finite<X>(v[i].y));
-      found += __popc(not_finite<X>(v[i].z)) + __popc(not_finite<X>(v[i].w));
+    for (const uint4& v : batch) {
+      found += __popc(not_finite<X>(v.x)) + __popc(not_finite<X>(v.y)) + __popc(not_finite<X>(v.z)) + __popc(not_finite<X>(v.w));
     }
-  }
+  });
   return found;
 }
 
@@ -212,5 +219,43 @@ KL_ENTRY(kl_count, KlCount, KL_POINTWISE_THREADS) {
       __threadfence();
       row_of<float>(p.count, 0)[0] = static_cast<float>(atomicExch(total, 0));
     }
+  }
+}
+
+// The bits of the largest magnitude in a word, as a float: magnitudes are in the order of their bits. Of a pair of bf16 each is the upper
+// half of its float.
+template <class X>
+__device__ __forceinline__ uint32_t largest_of(uint32_t word) {
+  if constexpr (sizeof(X) == sizeof(bf16)) return max(word << 16 & 0x7fff0000u, word & 0x7fff0000u);
+  return word & 0x7fffffffu;
+}
+
+template <class X>
+__device__ __forceinline__ uint32_t largest_in(const KlMat& x) {
+  uint32_t largest = 0;
+  if (x.rows != 1 || !vectors_fit(x)) {
+    for_each_run(x, 1, [&](uint64_t row, uint64_t col) { largest = max(largest, largest_of<float>(__float_as_uint(load<X>(x, row, col)))); });
+    return largest;
+  }
+  for_each_batch<X>(x, [&](const auto& batch) {
+#pragma unroll
+    for (const uint4& v : batch) {
+      largest = max(largest, max(max(largest_of<X>(v.x), largest_of<X>(v.y)), max(largest_of<X>(v.z), largest_of<X>(v.w))));
+    }
+  });
+  return largest;
+}
+
+// A maximum is the same in any order.
+KL_ENTRY(kl_largest, KlLargest, KL_POINTWISE_THREADS) {
+  KL_SHARED(uint32_t, warps, [kThreads / 32]);
+  uint32_t largest = 0;
+  with_type(p.x.dtype, [&](auto t) { largest = largest_in<typename decltype(t)::type>(p.x); });
+  largest = __reduce_max_sync(0xffffffffu, largest);
+  if (lane() == 0) warps[threadIdx.x / 32] = largest;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (uint32_t other : warps) largest = max(largest, other);
+    atomicMax(row_of<uint32_t>(p.largest, 0), largest);
   }
 }

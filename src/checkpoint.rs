@@ -15,7 +15,7 @@ mod shard;
 mod zeros;
 
 pub use header::{Entry, StoredDtype};
-pub use shard::Shard;
+pub use shard::{Identity, Shard};
 
 use crate::error::{Error, Result};
 use crate::names::{self, Layout, Place, Rows, Spelling, TensorSpec};
@@ -152,6 +152,12 @@ impl Weights {
     /// Fails if one of the files changed since it was opened; see [`Shard::verify`].
     pub fn verify(&self) -> Result<()> {
         self.shards.iter().try_for_each(Shard::verify)
+    }
+
+    /// Gives back the memory of mapped pages that were read so far. Whoever reads all weights once, one after the other, needs
+    /// no more memory than for a few of them.
+    pub fn release(&self) {
+        self.shards.iter().for_each(Shard::release);
     }
 
     /// Canonical names of all tensors found, complete or not.

@@ -243,6 +243,15 @@ pub enum Error {
         count: usize,
     },
 
+    /// What a layer multiplies has no magnitude that a scale could be chosen by.
+    #[error("cannot calibrate `{}`: {what}", shown(.layer))]
+    Calibration {
+        /// The canonical name of the layer's weight.
+        layer: String,
+        /// What is wrong with its input.
+        what: &'static str,
+    },
+
     /// The user asked to stop.
     #[error("interrupted")]
     Interrupted,
@@ -317,6 +326,7 @@ impl Error {
             Self::NoGpu { hint, .. } => Some(Remedy::RepairGpu(hint.clone())),
             Self::Device { .. } => Some(Remedy::CpuBackendIfAgain),
             Self::OutputExists { .. } => Some(Remedy::Overwrite),
+            Self::Calibration { .. } => Some("calibrate with other prompts, or leave this layer as it is".into()),
             Self::Op { .. } | Self::Lockstep { .. } => {
                 Some("this is a bug in kiln; please report it with the command line".into())
             }
@@ -349,7 +359,7 @@ impl Error {
             Self::Memory { .. } | Self::HostMemory { .. } | Self::Threads { .. } | Self::DeviceMemory { .. } => 4,
             Self::OutputExists { .. } | Self::Write { .. } => 5,
             Self::NoGpu { .. } | Self::Device { .. } => 6,
-            Self::NotFinite { .. } => 7,
+            Self::NotFinite { .. } | Self::Calibration { .. } => 7,
             Self::Interrupted => 130,
             Self::Lockstep { .. } | Self::Op { .. } => 70,
         }
@@ -394,6 +404,7 @@ mod tests {
             Error::Interrupted,
             Error::Lockstep { index: 0, op: "copy", left: "cpu", right: "cuda", detail: text() },
             Error::Op { op: "copy", what: text() },
+            Error::Calibration { layer: text(), what: "its input is zero" },
         ]
     }
 
@@ -426,11 +437,12 @@ mod tests {
             Error::Interrupted => 22,
             Error::Lockstep { .. } => 23,
             Error::Op { .. } => 24,
+            Error::Calibration { .. } => 25,
         };
         let long = "\u{1b}]0;x\u{7}\n".repeat(100_000);
         for foreign in ["\u{1b}[2J\r\nhint: a planted line\u{202e}", &long] {
             let errors = one_of_each_kind(foreign);
-            assert_eq!(errors.iter().map(kind).collect::<Vec<_>>(), (0..=24).collect::<Vec<_>>());
+            assert_eq!(errors.iter().map(kind).collect::<Vec<_>>(), (0..=25).collect::<Vec<_>>());
             for error in errors {
                 for text in [error.to_string(), error.hint().unwrap_or_default()] {
                     assert!(!text.contains(|c: char| c.is_control() || c == '\u{202e}'), "{text:?}");

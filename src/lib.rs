@@ -39,6 +39,7 @@ pub mod part;
 pub mod pipeline;
 pub mod predict;
 pub mod progress;
+pub mod quantise;
 pub mod reference;
 pub mod sampler;
 pub mod sequence;

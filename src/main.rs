@@ -123,6 +123,10 @@ fn run(command: Command, signals: &Signals) -> Result<()> {
             let terminal = terminal(request.verbosity, signals);
             cli::bench(request, &signals.stop, &terminal, out)
         }
+        Command::Quantize(args) => {
+            let terminal = terminal(Verbosity::new(args.quiet, args.verbose), signals);
+            cli::quantize(*args, environment, &signals.stop, &terminal, out)
+        }
         Command::Completions(args) => cli::completions(&args, out),
         Command::Man(args) => cli::man(&args, out),
     }

@@ -7,7 +7,10 @@
 //! last step, so a process that is killed leaves nothing behind, and exactly one of several writers succeeds. On other systems
 //! the bytes are written to a named temporary file next to the target, which a killed process leaves behind.
 
+mod staged;
 mod tmpfile;
+
+pub use staged::{Earlier, Staged, StagedFile};
 
 use crate::error::{Error, Result};
 use crate::text::grouped;

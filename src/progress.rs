@@ -13,6 +13,10 @@ pub enum Phase {
     Denoise,
     /// Decoding latents to pixels.
     Decode,
+    /// Running prompts to see what the layers of a model multiply; counted in denoising steps.
+    Calibrate,
+    /// Writing a quantised model; counted in bytes.
+    Quantise,
 }
 
 impl Phase {
@@ -24,6 +28,8 @@ impl Phase {
             Self::References => "encoding references",
             Self::Denoise => "denoising",
             Self::Decode => "decoding",
+            Self::Calibrate => "calibrating",
+            Self::Quantise => "quantising",
         }
     }
 }

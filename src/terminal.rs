@@ -52,13 +52,15 @@ pub struct Seconds {
 }
 
 impl Seconds {
-    fn of(&mut self, phase: Phase) -> &mut f64 {
+    /// The seconds of a phase, if it is one of generating an image.
+    fn of(&mut self, phase: Phase) -> Option<&mut f64> {
         match phase {
-            Phase::Load => &mut self.load,
-            Phase::Encode => &mut self.encode,
-            Phase::References => &mut self.references,
-            Phase::Denoise => &mut self.denoise,
-            Phase::Decode => &mut self.decode,
+            Phase::Load => Some(&mut self.load),
+            Phase::Encode => Some(&mut self.encode),
+            Phase::References => Some(&mut self.references),
+            Phase::Denoise => Some(&mut self.denoise),
+            Phase::Decode => Some(&mut self.decode),
+            Phase::Calibrate | Phase::Quantise => None,
         }
     }
 }
@@ -175,7 +177,9 @@ impl Progress for Terminal {
         let seconds = start.elapsed().as_secs_f64();
         let mut all = self.seconds();
         let before = if phase == Phase::Load { all.load } else { 0.0 };
-        *all.of(phase) = before + seconds;
+        if let Some(of_phase) = all.of(phase) {
+            *of_phase = before + seconds;
+        }
         self.seconds.replace(all);
         drop(bar);
         self.say(&summary(phase, total, seconds));
@@ -194,8 +198,10 @@ impl Progress for Terminal {
 fn summary(phase: Phase, total: u64, seconds: f64) -> String {
     let name = phase.name();
     match phase {
-        Phase::Load => format!("{name} {seconds:.1} s ({})", HumanBytes(total)),
-        Phase::Denoise if total > 1 => format!("{name} {seconds:.1} s ({total} steps, {})", per_step(seconds, total)),
+        Phase::Load | Phase::Quantise => format!("{name} {seconds:.1} s ({})", HumanBytes(total)),
+        Phase::Denoise | Phase::Calibrate if total > 1 => {
+            format!("{name} {seconds:.1} s ({total} steps, {})", per_step(seconds, total))
+        }
         _ => format!("{name} {seconds:.1} s"),
     }
 }
@@ -214,7 +220,9 @@ fn style(phase: Phase) -> ProgressStyle {
 const fn template(phase: Phase) -> &'static str {
     match phase {
         Phase::Load => "{msg} [{bar:24}] {bytes}/{total_bytes}",
+        Phase::Quantise => "{spinner} {msg} [{bar:24}] {bytes}/{total_bytes} {bytes_per_sec}, {eta} left",
         Phase::Denoise | Phase::References => "{spinner} {msg} [{bar:24}] {pos}/{len} {prefix}",
+        Phase::Calibrate => "{spinner} {msg} [{bar:24}] {pos}/{len} {prefix}, {eta} left",
         Phase::Encode | Phase::Decode => "{spinner} {msg} {elapsed}",
     }
 }
@@ -225,7 +233,8 @@ mod tests {
 
     #[test]
     fn templates_parse() {
-        for phase in [Phase::Load, Phase::Encode, Phase::References, Phase::Denoise, Phase::Decode] {
+        use Phase::{Calibrate, Decode, Denoise, Encode, Load, Quantise, References};
+        for phase in [Load, Encode, References, Denoise, Decode, Calibrate, Quantise] {
             assert!(ProgressStyle::with_template(template(phase)).is_ok(), "{phase:?}");
         }
     }
@@ -236,6 +245,7 @@ mod tests {
         assert_eq!(summary(Phase::Encode, 1, 0.21), "encoding text 0.2 s");
         assert_eq!(summary(Phase::Denoise, 4, 1.72), "denoising 1.7 s (4 steps, 0.43 s/step)");
         assert_eq!(summary(Phase::Denoise, 1, 1.72), "denoising 1.7 s");
+        assert_eq!(summary(Phase::Calibrate, 8, 172.0), "calibrating 172.0 s (8 steps, 21.50 s/step)");
     }
 
     #[test]

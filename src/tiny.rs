@@ -6,7 +6,7 @@
 
 mod files;
 
-pub use files::write_to;
+pub use files::{contents, write_to};
 
 use crate::checkpoint::{Shard, Weights};
 use crate::config::{TextConfig, TransformerConfig, VaeConfig};

@@ -116,6 +116,7 @@ fn arguments(random: &mut Random) -> Vec<OsString> {
     let mut args = vec![OsString::from("kiln")];
     match random.below(8) {
         0 if random.below(8) == 0 => args.push("plan".into()),
+        0 if random.below(4) == 0 => args.extend(["quantize", "tiny", "x", "--to", "fp8"].map(OsString::from)),
         1 => args.push("generate".into()),
         2 if random.below(4) == 0 => args.push("tiny".into()),
         2 => args.push("bench".into()),
@@ -153,8 +154,8 @@ fn outcome(args: Vec<OsString>) -> Option<u8> {
         }
         // This command would open the GPU driver.
         Ok(Command::Doctor(_)) => None,
-        // This command would write files.
-        Ok(Command::Tiny(_)) => None,
+        // These commands would write files.
+        Ok(Command::Tiny(_) | Command::Quantize(_)) => None,
         Ok(Command::Completions(args)) => cli::completions(&args, &mut Vec::new()).err(),
         Ok(Command::Man(args)) => cli::man(&args, &mut Vec::new()).err(),
     };

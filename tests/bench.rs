@@ -174,7 +174,7 @@ fn help_teaches() {
     let sandbox = Sandbox::new();
     let run = sandbox.run(["bench", "--help"]).good();
     for word in
-        "--runs --json --kernels --quick --model --width --steps --reference --backend --device --precision --attention --fp8-accumulate --nvfp4-math Examples:".split(' ')
+        "--runs --json --kernels --quick --model --width --steps --reference --backend --device --precision --quantize --attention --fp8-accumulate --nvfp4-math Examples:".split(' ')
     {
         assert!(run.text().contains(word), "{word}");
     }

@@ -89,6 +89,7 @@ fn several_images_are_numbered() {
         ("model", "tiny random model (built in, not trained)".into()),
         ("variant", "distilled".into()),
         ("precision", "f32".into()),
+        ("quantize", Value::Null),
         ("backend", "cpu".into()),
         ("saturated", 0.into()),
     ] {
@@ -417,6 +418,7 @@ fn refusals() {
         ("x --nvfp4-layout turbo", 2, "invalid value 'turbo' for '--nvfp4-layout <ORDER>'", "-"),
         ("x --attention turbo", 2, "invalid value 'turbo' for '--attention <TYPE>'", "-"),
         ("x --fp8-accumulate turbo", 2, "invalid value 'turbo' for '--fp8-accumulate <HOW>'", "-"),
+        ("x --quantize int8", 2, "invalid value 'int8' for '--quantize <FORMAT>'", "-"),
         ("plan --card turbo", 2, "invalid value 'turbo' for '--card <NAME>': expected one of RTX 3090", "-"),
         ("doctor --card H100", 2, "invalid value 'H100' for '--card <NAME>'", "-"),
         ("x --nvfp4-math turbo", 2, "invalid value 'turbo' for '--nvfp4-math <TYPE>'", "-"),
@@ -492,8 +494,8 @@ fn help_teaches_every_flag() {
         let run = sandbox.run(args).good();
         assert!(run.stderr.is_empty());
         let flags = "prompt-file output model transformer vae text-encoder tokenizer variant nvfp4-layout width height steps guidance seed \
-                     count noise-kind noise-sms noise-threads noise dump backend precision attention fp8-accumulate nvfp4-math threads \
-                     force quiet verbose json help";
+                     count noise-kind noise-sms noise-threads noise dump backend precision quantize attention fp8-accumulate nvfp4-math \
+                     threads force quiet verbose json help";
         for flag in flags.split(' ') {
             assert!(run.text().contains(&format!("--{flag}")), "{args:?} does not mention --{flag}");
         }

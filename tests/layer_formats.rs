@@ -183,3 +183,66 @@ fn what_nvfp4_is_multiplied_as_is_chosen_told_and_recorded() {
     let warning = "warning: --nvfp4-math is ignored: no layer of this model has NVFP4 weights and an input scale\n";
     assert!(stderr.contains(warning) && !png.text.contains_key("nvfp4-math"), "{stderr}");
 }
+
+#[test]
+fn what_is_quantised_at_load_is_told_and_recorded() {
+    let sandbox = Sandbox::new();
+    sandbox.tiny("model", &["--layout", "bfl"]);
+    let flags = ["x", "--model", "model", "--width", "64", "--height", "64", "--steps", "1", "--seed", "1", "--json", "-v"];
+    let run = |name: &str, more: &[&str]| {
+        let run = sandbox.run(flags.iter().chain(&["-o", name]).chain(more)).good();
+        let blocks = "formats transformer double blocks, single blocks: bf16 quantised at load to ";
+        let formats = run.stderr.lines().find_map(|line| line.strip_prefix(blocks)).map(String::from);
+        (Png::read(&sandbox.path(name)), formats, run)
+    };
+    let (plain, formats, first) = run("plain.png", &[]);
+    assert_eq!((formats, first.json()[0]["quantize"].clone(), plain.text.get("quantize")), (None, Value::Null, None));
+    let plan = |more: &[&str]| sandbox.run(["plan", "--model", "model"].iter().chain(more)).good().text().to_owned();
+    let mut pixels = vec![plain.pixels];
+    for (format, words) in [("fp8", "fp8 (w8a8)"), ("nvfp4", "nvfp4 (w4a16: not calibrated)")] {
+        let (png, formats, run) = run(&format!("{format}.png"), &["--quantize", format]);
+        assert_eq!(formats.as_deref(), Some(words));
+        assert_eq!(
+            (run.json()[0]["quantize"].as_str(), png.text.get("quantize").map(String::as_str)),
+            (Some(format), Some(format))
+        );
+        assert!(!run.stderr.contains("warning") && !run.stderr.contains("expanded"), "{}", run.stderr);
+        pixels.push(png.pixels);
+        // A plan without a GPU is for one that multiplies such weights.
+        let told = plan(&["--quantize", format]);
+        let line = lines(&told, "formats ", 21)[0];
+        assert!(
+            line.starts_with(&format!("transformer double blocks, single blocks: bf16 quantised at load to {format}")),
+            "{told}"
+        );
+    }
+    assert!(pixels[0] != pixels[1] && pixels[1] != pixels[2] && pixels[0] != pixels[2]);
+    // Published sizes, without files: the blocks and the text encoder take half of what they took, or less.
+    let weights = |more: &[&str]| {
+        let plan = sandbox.run(["plan", "--klein", "4b", "--json"].iter().chain(more)).good().json().remove(0);
+        plan["weight_bytes"].as_u64().unwrap() as f64
+    };
+    let plain = weights(&[]);
+    let shares = ["fp8", "nvfp4"].map(|format| weights(&["--quantize", format]) / plain);
+    assert!((0.50..0.56).contains(&shares[0]) && (0.28..0.36).contains(&shares[1]), "{shares:?}");
+
+    let refused = |model: &str, why: &str| {
+        let run = sandbox.run(["x", "--model", model, "-o", "no.png", "--quantize", "nvfp4"]);
+        let message =
+            format!("error: the weights cannot be quantised to nvfp4 at load: {why}\n\nhint: leave out --quantize, or name");
+        assert!(run.code == Some(2) && run.stderr.contains(&message), "{}", run.stderr);
+    };
+    fs::write(sandbox.path("model/flux-2-klein-tiny.safetensors"), Content::of("fp8").file(Form::BFL)).unwrap();
+    refused("model", "`double_blocks.0.img_attn.qkv.weight` is stored as e4m3 already");
+
+    // Products of SwiGLU beyond 8 times 448.
+    let mut tensors = plain_tensors(Part::Transformer, Layout::Bfl);
+    let weight = tensors.iter_mut().find(|tensor| tensor.name == "double_blocks.1.img_mlp.0.weight").unwrap();
+    weight.bytes = DType::Bf16.encoded(&weight.values().iter().map(|value| 4096.0 * value).collect::<Vec<_>>());
+    let file = Content { layers: Vec::new(), plain: tensors }.file(Form::BARE);
+    fs::write(sandbox.path("model/flux-2-klein-tiny.safetensors"), file).unwrap();
+    let (_, _, run) = run("clamped.png", &["--quantize", "fp8"]);
+    let why =
+        "beyond the range of FP8 and clamped, so the picture may be wrong: --quantize does not calibrate its input scales; a";
+    assert!(run.stderr.contains(why) && run.json()[0]["saturated"].as_u64().unwrap() > 0, "{}", run.stderr);
+}

@@ -96,12 +96,35 @@ struct GemmEpilogue : TileEpilogue<Tile, uint64_t> {
 
   const KlGemmStream& s;
   const KlGemmPart& part;
+  uint64_t saturated;  // the address of the count of values that do not fit an output of e4m3
 
   // For tile (row_tile, col_tile) of the part, where a tile has `width` columns of the output.
-  __device__ __forceinline__ GemmEpilogue(const KlGemmStream& s, const KlGemmPart& part, Tile& tile, unsigned char* shared,
-                                          uint32_t row_tile, uint32_t col_tile, uint32_t width)
+  __device__ __forceinline__ GemmEpilogue(const KlGemmStream& s, const KlGemmPart& part, uint64_t saturated, Tile& tile,
+                                          unsigned char* shared, uint32_t row_tile, uint32_t col_tile, uint32_t width)
       : Base{tile, shared, part.out, static_cast<uint64_t>(row_tile) * Tile::kBlockM, static_cast<uint64_t>(col_tile) * width},
-        s(s), part(part) {}
+        s(s), part(part), saturated(saturated) {}
+
+  // Multiplies accumulators by the scales of quantised operands.
+  __device__ __forceinline__ void apply_scales() const {
+    const auto is_one = [&](const KlGemmRows& rows) { return rows.alpha == 1.0f && !s.scales[rows.matrix]; };
+    const bool swiglu = part.epilogue == KL_SWIGLU, half_split = part.epilogue == KL_QK_NORM_ROPE && s.rope == KL_ROPE_HALF_SPLIT;
+    if (is_one(part.w[0]) && (!swiglu || is_one(part.w[1]))) return;
+#pragma unroll
+    for (int n = 0; n < Tile::kMmaN; n++) {
+      const KlGemmRows& rows = part.w[swiglu ? n % 2 : 0];
+      const float* by_row = reinterpret_cast<const float*>(s.scales[rows.matrix]);
+      const uint32_t col = swiglu || half_split ? interleaved_column(Tile::col_of_acc(n), half_split ? 64 : 0) : Tile::col_of_acc(n);
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        float scale = rows.alpha;
+        if (by_row) scale *= by_row[rows.first + min(static_cast<uint32_t>(this->col0) + col + e, out.cols - 1)];
+#pragma unroll
+        for (int m = 0; m < Tile::kMmaM; m++) tile.acc[m][n][e] *= scale, tile.acc[m][n][2 + e] *= scale;
+        // Otherwise the compiler would load all scales first, for which there are no registers.
+        asm volatile("" ::: "memory");
+      }
+    }
+  }
 
   __device__ __forceinline__ void linear() const {
     const bool gate_residual = part.epilogue == KL_GATE_RESIDUAL;
@@ -140,7 +163,7 @@ struct GemmEpilogue : TileEpilogue<Tile, uint64_t> {
   }
 
   __device__ __forceinline__ void swiglu() const {
-    const bool staged = out.dtype == KL_BF16;
+    uint32_t beyond = 0;
     this->for_each_row([&](int m, int half, uint32_t row, uint64_t r) {
 #pragma unroll
       for (int n = 0; n < Tile::kMmaN; n += 2) {
@@ -148,17 +171,29 @@ struct GemmEpilogue : TileEpilogue<Tile, uint64_t> {
 #pragma unroll
         for (int e = 0; e < 2; e++) v[e] = silu(tile.acc[m][n][2 * half + e]) * tile.acc[m][n + 1][2 * half + e];
         const uint32_t col = interleaved_column(Tile::col_of_acc(n), 0);
-        if (staged) {
+        const auto exists = [&](int e) { return this->row_exists(r) && this->col0 + col + e < out.cols; };
+        if (out.dtype == KL_BF16) {
           Tile::stage_pair(shared, row, col, v[0], v[1]);
+        } else if (out.dtype == KL_E4M3) {
+          Tile::stage_e4m3(shared, row, col, v[0], v[1]);
+#pragma unroll
+          for (int e = 0; e < 2; e++) beyond += exists(e) && fabsf(v[e]) >= kE4m3Overflow;
         } else {
 #pragma unroll
           for (int e = 0; e < 2; e++) {
-            if (this->row_exists(r) && this->col0 + col + e < out.cols) row_of<float>(out, r)[this->col0 + col + e] = v[e];
+            if (exists(e)) row_of<float>(out, r)[this->col0 + col + e] = v[e];
           }
         }
       }
     });
-    if (staged) this->store_staged(Tile::kBlockN / 2);
+    if (out.dtype == KL_BF16) this->store_staged(Tile::kBlockN / 2);
+    if (out.dtype == KL_E4M3) store_e4m3(beyond, Tile::kBlockN / 2);
+  }
+
+  // Stores a tile that was staged in e4m3, and counts the values that did not fit.
+  __device__ __forceinline__ void store_e4m3(uint32_t beyond, uint32_t width) const {
+    add_saturated(saturated, beyond);
+    Tile::template store_staged<e4m3>(shared, out, this->row0, this->col0, width);
   }
 
   // The column within a head of the element in acc[m][n][..].
@@ -206,20 +241,35 @@ struct GemmEpilogue : TileEpilogue<Tile, uint64_t> {
       }
     });
     __syncthreads();  // all warps have read the sums of squares
+    if (out.dtype == KL_E4M3) {
+      uint32_t beyond = 0;
+      this->for_each_row([&](int m, int half, uint32_t row, uint64_t r) {
+#pragma unroll
+        for (int n = 0; n < Tile::kMmaN; n++) {
+          const float* v = &tile.acc[m][n][2 * half];
+          Tile::stage_e4m3(shared, row, head_column(n), v[0], v[1]);
+          if (this->row_exists(r)) beyond += saturated_of<2>(v);
+        }
+      });
+      store_e4m3(beyond, Tile::kBlockN);
+      return;
+    }
     this->stage([&](int n) { return head_column(n); });
     this->store_staged();
   }
 };
 
 template <class Tile>
-__device__ __forceinline__ void finish_gemm_tile(const KlGemmStream& s, const KlGemmPart& part, Tile& tile, unsigned char* shared,
-                                                 uint32_t row_tile, uint32_t col_tile) {
-  const auto epilogue = [&](uint32_t width) { return GemmEpilogue<Tile>(s, part, tile, shared, row_tile, col_tile, width); };
+__device__ __forceinline__ void finish_gemm_tile(const KlGemmStream& s, const KlGemmPart& part, uint64_t saturated, Tile& tile,
+                                                 unsigned char* shared, uint32_t row_tile, uint32_t col_tile) {
+  const uint32_t width = part.epilogue == KL_SWIGLU ? Tile::kBlockN / 2 : Tile::kBlockN;
+  const GemmEpilogue<Tile> epilogue(s, part, saturated, tile, shared, row_tile, col_tile, width);
+  epilogue.apply_scales();
   if (part.epilogue == KL_SWIGLU) {
-    epilogue(Tile::kBlockN / 2).swiglu();
+    epilogue.swiglu();
   } else if (part.epilogue == KL_QK_NORM_ROPE) {
-    epilogue(Tile::kBlockN).qk_norm_rope();
+    epilogue.qk_norm_rope();
   } else {
-    epilogue(Tile::kBlockN).linear();
+    epilogue.linear();
   }
 }

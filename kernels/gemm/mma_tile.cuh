@@ -1,29 +1,40 @@
-// The multistage GEMM mainloop of the portable tensor-core kernels (sm_80 and newer), which gemm_mma.cu and conv_mma.cu share.
+// The multistage GEMM mainloop of the portable tensor-core kernels (sm_80 and newer), which gemm_mma.cu, gemm_fp8_sm89.cu and conv_mma.cu
+// share.
 #pragma once
 
 #include <common/math.cuh>
 #include <common/swizzle.cuh>
 #include <common/types.cuh>
 #include <common/vectors.cuh>
-#include <ptx/sm80.cuh>
+#include <ptx/sm89.cuh>
+
+// What a tile multiplies. With promotion the products of a k-block are summed from zero on, and that sum is added to the accumulators: Ada
+// keeps thirteen binary places of a sum of e4m3 products, and with 128 of them that is all there are.
+struct Bf16Mma {
+  using Element = bf16;
+  static constexpr bool kPromotes = false;
+  static __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { mma(d, a, b0, b1); }
+};
 
 // A CTA tile of A B^T: kBlockM rows of A by 128 rows of B, computed by kWarps warps in two columns. K is consumed kBlockK at a time
-// through a cp.async pipeline of kStages stages in shared memory. Register fragments are double-buffered: while the MMAs of one k16 step
-// run, ldmatrix loads the fragments of the next, and the only __syncthreads of a stage comes before its last step. Shared memory is
-// swizzled: the 16-byte chunks of a row are permuted by the row index, so that ldmatrix reads eight rows without bank conflicts.
-template <int kBlockM_, int kWarps, int kBlockK_, int kStages_>
+// through a cp.async pipeline of kStages stages in shared memory. Register fragments are double-buffered: while the MMAs of one step of 32
+// bytes of K run, ldmatrix loads the fragments of the next, and the only __syncthreads of a stage comes before its last step. Shared memory
+// is swizzled: the 16-byte chunks of a row are permuted by the row index, so that ldmatrix reads eight rows without bank conflicts.
+template <int kBlockM_, int kWarps, int kBlockK_, int kStages_, class Mma = Bf16Mma>
 struct MmaTile {
+  using Element = typename Mma::Element;
   static constexpr int kBlockM = kBlockM_, kBlockN = KL_MMA_COLS, kBlockK = kBlockK_, kStages = kStages_, kThreads = 32 * kWarps;
   static constexpr int kWarpRows = kBlockM / (kWarps / 2), kWarpCols = kBlockN / 2;
-  static constexpr int kMmaM = kWarpRows / 16, kMmaN = kWarpCols / 8, kMmaK = kBlockK / 16;
-  static constexpr uint32_t kRowBytes = kBlockK * 2, kStageBytes = (kBlockM + kBlockN) * kRowBytes, kBOffset = kBlockM * kRowBytes;
-  // Each thread copies the same 16-byte chunk of every kRowsPerCopy-th row.
-  static constexpr int kChunksPerRow = kBlockK / 8, kRowsPerCopy = kThreads / kChunksPerRow;
+  static constexpr int kMmaM = kWarpRows / 16, kMmaN = kWarpCols / 8;
+  static constexpr uint32_t kRowBytes = kBlockK * sizeof(Element), kStageBytes = (kBlockM + kBlockN) * kRowBytes, kBOffset = kBlockM * kRowBytes;
+  static constexpr int kMmaK = kRowBytes / 32;
+  // Each thread copies the same 16-byte chunk, of kChunk elements, of every kRowsPerCopy-th row.
+  static constexpr int kChunk = 16 / sizeof(Element), kChunksPerRow = kBlockK / kChunk, kRowsPerCopy = kThreads / kChunksPerRow;
   static constexpr int kACopies = kBlockM / kRowsPerCopy, kBCopies = kBlockN / kRowsPerCopy;
   // The epilogue stages the output tile where the pipeline stages were; 16 bytes of padding per row avoid bank conflicts.
   static constexpr uint32_t kOutPitch = kBlockN * 2 + 16;
   static constexpr uint32_t kSharedBytes = kStages * kStageBytes > kBlockM * kOutPitch ? kStages * kStageBytes : kBlockM * kOutPitch;
-  static_assert(kBlockK == 32 || kBlockK == 64, "the fragments of a k16 step differ in two swizzled address bits");
+  static_assert(kRowBytes == 64 || kRowBytes == 128, "the fragments of a step differ in two swizzled address bits");
 
   float acc[kMmaM][kMmaN][4];
 
@@ -48,23 +59,23 @@ struct MmaTile {
     const auto fetch = [&](uint32_t k_block, uint32_t stage) {
       if (k_block < k_blocks) {
         const uint32_t k = (first_k_block + k_block) * kBlockK, to = copy_to + stage * kStageBytes;
-        const bool exists = k + copy_chunk() * 8 < k_size;
+        const bool exists = k + copy_chunk() * kChunk < k_size;
 #pragma unroll
         for (int i = 0; i < kACopies; i++) {
           bool valid = exists;
-          const bf16* from = row_a(i, k, valid);
+          const Element* from = row_a(i, k, valid);
           cp_async(to + i * kRowsPerCopy * kRowBytes, from, valid);
         }
 #pragma unroll
         for (int i = 0; i < kBCopies; i++) {
           bool valid = exists;
-          const bf16* from = row_b(i, k, valid);
+          const Element* from = row_b(i, k, valid);
           cp_async(to + kBOffset + i * kRowsPerCopy * kRowBytes, from, valid);
         }
       }
       cp_async_commit();
     };
-    // Fragment addresses of the first k16 step; those of later steps differ in two swizzled address bits, other fragments by whole rows.
+    // Fragment addresses of the first step; those of later steps differ in two swizzled address bits, other fragments by whole rows.
     const uint32_t a_address = base + swizzled<kRowBytes>(warp_row() + lane % 16, lane / 16);
     const uint32_t b_address = base + kBOffset + swizzled<kRowBytes>(warp_col() + lane % 8 + lane / 16 * 8, lane / 8 % 2);
     uint32_t a[2][kMmaM][4], b[2][kMmaN / 2][4];
@@ -88,6 +99,8 @@ struct MmaTile {
     cp_async_wait<kStages - 2>();
     __syncthreads();
     load(0, 0, 0);
+    constexpr int kSums = Mma::kPromotes ? kMmaN : 1;
+    float sums[kMmaM][kSums][4] = {};  // of a k-block
     for (uint32_t k_block = 0, stage = 0; k_block < k_blocks; k_block++) {
       const uint32_t next = stage + 1 < kStages ? stage + 1 : 0, free_stage = stage > 0 ? stage - 1 : kStages - 1;
 #pragma unroll
@@ -106,7 +119,18 @@ struct MmaTile {
 #pragma unroll
           for (int i = 0; i < kMmaN; i++) {
             const int n = m % 2 ? kMmaN - 1 - i : i;  // serpentine order, so that consecutive MMAs share an operand
-            mma(acc[m][n], a[buffer][m], b[buffer][n / 2][n % 2 * 2], b[buffer][n / 2][n % 2 * 2 + 1]);
+            Mma::multiply(Mma::kPromotes ? sums[m][n % kSums] : acc[m][n], a[buffer][m], b[buffer][n / 2][n % 2 * 2],
+                          b[buffer][n / 2][n % 2 * 2 + 1]);
+          }
+        }
+      }
+      if constexpr (Mma::kPromotes) {
+#pragma unroll
+        for (int m = 0; m < kMmaM; m++) {
+#pragma unroll
+          for (int n = 0; n < kMmaN; n++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) acc[m][n][e] += sums[m][n][e], sums[m][n][e] = 0.0f;
           }
         }
       }
@@ -121,21 +145,28 @@ struct MmaTile {
     store_pair(reinterpret_cast<bf16*>(shared + row * kOutPitch + col * 2), a, b);
   }
 
+  // The same in e4m3.
+  static __device__ __forceinline__ void stage_e4m3(unsigned char* shared, uint32_t row, uint32_t col, float a, float b) {
+    *reinterpret_cast<uint16_t*>(shared + row * kOutPitch + col) = static_cast<uint16_t>(pack_e4m3(a, b));
+  }
+
   // Stores the staged output tile of `width` columns at (row0, col0), clipped to the matrix.
+  template <class T = bf16>
   static __device__ __forceinline__ void store_staged(const unsigned char* shared, const KlMat& out, uint64_t row0, uint64_t col0,
                                                       uint32_t width) {
     __syncthreads();
-    const uint32_t chunks = width / 8;
-    const bool vectors = out.data % 16 == 0 && out.stride % 8 == 0;
+    constexpr uint32_t kPerChunk = 16 / sizeof(T);
+    const uint32_t chunks = width / kPerChunk;
+    const bool vectors = out.data % 16 == 0 && out.stride % kPerChunk == 0;
     for (uint32_t i = threadIdx.x; i < kBlockM * chunks; i += kThreads) {
-      const uint32_t row = i / chunks, col = i % chunks * 8;
+      const uint32_t row = i / chunks, col = i % chunks * kPerChunk;
       if (row0 + row >= out.rows || col0 + col >= out.cols) continue;
-      bf16* to = row_of<bf16>(out, row0 + row) + col0 + col;
-      const bf16* from = reinterpret_cast<const bf16*>(shared + row * kOutPitch + col * 2);
-      if (vectors && col0 + col + 8 <= out.cols) {
+      T* to = row_of<T>(out, row0 + row) + col0 + col;
+      const T* from = reinterpret_cast<const T*>(shared + row * kOutPitch + col * sizeof(T));
+      if (vectors && col0 + col + kPerChunk <= out.cols) {
         *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
       } else {
-        for (uint32_t e = 0; e < 8 && col0 + col + e < out.cols; e++) to[e] = from[e];
+        for (uint32_t e = 0; e < kPerChunk && col0 + col + e < out.cols; e++) to[e] = from[e];
       }
     }
   }

@@ -63,6 +63,17 @@ __device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b) {
   return result;
 }
 
+// Products of two pairs of bf16; subnormal numbers are kept. Before sm_90 there is only the FMA: adding -0 changes nothing.
+__device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t product;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));
+#else
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+#endif
+  return product;
+}
+
 // ------------------------------------------------------------------------------------------- cp.async, ldmatrix, mma.sync
 
 // Copies 16 bytes to shared memory, or zero-fills them if `valid` is false; `from` is not read then.

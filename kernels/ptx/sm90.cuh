@@ -223,13 +223,6 @@ __device__ __forceinline__ float4 load_shared(uint32_t from) {
   return v;
 }
 
-// Products of two pairs of bf16; subnormal numbers are kept.
-__device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
-  uint32_t product;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-  return product;
-}
-
 // ------------------------------------------------------------------------------------------------------------ clusters
 
 __device__ __forceinline__ uint32_t cluster_rank() {

@@ -370,6 +370,13 @@ pub enum Op<'a> {
         /// Any matrix.
         x: Tensor,
     },
+    /// The largest magnitude of a matrix and of what was found before. NaN is larger than infinity: bits are compared.
+    LargestMagnitude {
+        /// `[1, 1]`, f32: zero or a former result, read and written.
+        largest: Tensor,
+        /// Any matrix.
+        x: Tensor,
+    },
     /// Converts values within -1..1 to bytes: `255 (x / 2 + 1/2)`, clamped, rounded half to even.
     Pixels {
         /// Same shape, u8.
@@ -399,6 +406,7 @@ pub const OP_NAMES: &[&str] = &[
     "euler",
     "guidance",
     "non_finite",
+    "largest_magnitude",
     "pixels",
 ];
 
@@ -435,6 +443,7 @@ impl Op<'_> {
             Self::Euler { .. } => "euler",
             Self::Guidance { .. } => "guidance",
             Self::NonFinite { .. } => "non_finite",
+            Self::LargestMagnitude { .. } => "largest_magnitude",
             Self::Pixels { .. } => "pixels",
         }
     }
@@ -521,9 +530,9 @@ impl Op<'_> {
                 f(stats.mean, Read);
                 f(stats.var, Read);
             }
-            Self::Euler { latents, velocity, .. } => {
-                f(latents, Update);
-                f(velocity, Read);
+            Self::Euler { latents: to, velocity: x, .. } | Self::LargestMagnitude { largest: to, x } => {
+                f(to, Update);
+                f(x, Read);
             }
             Self::Guidance { out, cond, uncond, .. } => {
                 f(out, Write);
@@ -537,36 +546,40 @@ impl Op<'_> {
         }
     }
 
+    /// Calls `f` for every linear layer of the op, with its input.
+    pub fn layers(&self, f: &mut dyn FnMut(Tensor, &Linear)) {
+        match *self {
+            Self::Linear(streams) | Self::LinearSwiglu(streams) => streams.iter().for_each(|s| f(s.x, s.w)),
+            Self::LinearGateResidual(streams) => streams.iter().for_each(|s| f(s.x, s.w)),
+            Self::Qkv(streams) => streams.iter().for_each(|s| f(s.x, s.w)),
+            _ => {}
+        }
+    }
+
     /// Bytes of its quantised weights with plain inputs in bf16: the working memory that a backend which
     /// [expands](super::GemmFormats::expands) them needs besides that of the operands.
     pub fn expanded_bytes(&self) -> u64 {
-        let layer = |w: &Linear| {
+        let mut bytes = 0;
+        self.layers(&mut |_, w| {
             let parts = w.weight.parts().iter().filter(|part| part.dtype.is_quantised() && !w.input.dtype.is_quantised());
-            parts.map(|part| (DType::Bf16.bytes(part.len()) as u64).next_multiple_of(ALIGN)).sum::<u64>()
-        };
-        match *self {
-            Self::Linear(streams) | Self::LinearSwiglu(streams) => streams.iter().map(|s| layer(s.w)).sum(),
-            Self::LinearGateResidual(streams) => streams.iter().map(|s| layer(s.w)).sum(),
-            Self::Qkv(streams) => streams.iter().map(|s| layer(s.w)).sum(),
-            _ => 0,
-        }
+            bytes += parts.map(|part| (DType::Bf16.bytes(part.len()) as u64).next_multiple_of(ALIGN)).sum::<u64>();
+        });
+        bytes
     }
 
     /// Floating-point operations of its GEMMs, convolutions and attention, with a multiply-add counted as two. Element-wise work
     /// is not counted: it is bound by memory, not by arithmetic.
     pub fn flops(&self) -> u64 {
-        let gemm = |x: Tensor, w: &Linear| {
+        let mut gemms = 0;
+        self.layers(&mut |x, w| {
             let low_rank = w.low_rank.map_or(0, |l| l.down.len() + l.up.len());
-            2 * (x.rows * (w.weight.len() + low_rank)) as u64
-        };
+            gemms += 2 * (x.rows * (w.weight.len() + low_rank)) as u64;
+        });
         match *self {
-            Self::Linear(streams) | Self::LinearSwiglu(streams) => streams.iter().map(|s| gemm(s.x, s.w)).sum(),
-            Self::LinearGateResidual(streams) => streams.iter().map(|s| gemm(s.x, s.w)).sum(),
-            Self::Qkv(streams) => streams.iter().map(|s| gemm(s.x, s.w)).sum(),
             // Attention is counted as dense, as in the usual formulas; a causal mask halves the actual work.
             Self::Attention { q, kv, .. } => kv.iter().map(|s| 4 * (q.len() * s.k.rows) as u64).sum(),
             Self::Conv { out, w, .. } => 2 * (out.rows * w.weight.len()) as u64,
-            _ => 0,
+            _ => gemms,
         }
     }
 }

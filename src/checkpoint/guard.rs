@@ -70,6 +70,20 @@ impl Mapped {
         Ok(Self { watch, map, file, stamp })
     }
 
+    /// When the file was last modified before it was mapped, if the file system stores times.
+    pub fn modified(&self) -> Option<SystemTime> {
+        self.stamp.modified
+    }
+
+    /// Gives back the memory of the pages that were read; reading them again maps them again.
+    pub fn release(&self) {
+        // SAFETY: the mapping is read-only and of a file, so no change can be lost: a page that is read again has the content of
+        // the file, as it has without this call whenever the system reclaims the page.
+        // A system that refuses only keeps the pages longer.
+        #[cfg(unix)]
+        let _ = unsafe { self.map.unchecked_advise(memmap2::UncheckedAdvice::DontNeed) };
+    }
+
     /// Fails if anything read so far may differ from the content of the file when it was mapped. `path` is for the message.
     pub fn verify(&self, path: &Path) -> Result<()> {
         let detail = match Stamp::of(&self.file) {

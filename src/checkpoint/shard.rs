@@ -5,10 +5,26 @@ use super::header::{Entry, Header};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::tensor::Bytes;
+use flate2::Crc;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::SystemTime;
+
+/// What tells a file from other files and from other versions of it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Identity {
+    /// Its path with links resolved, for display.
+    pub path: String,
+    /// Its size.
+    pub bytes: u64,
+    /// When it was last modified, in nanoseconds since 1970, if that is known.
+    pub modified_ns: Option<u64>,
+    /// The CRC-32 of its header, or of all of it if it is in memory.
+    pub checksum: u32,
+}
 
 /// One safetensors file. Cloning it copies no data.
 #[derive(Clone, Debug)]
@@ -51,6 +67,25 @@ impl Shard {
     /// Fails if the file changed since it was opened, so that anything read from it may be wrong. Bytes in memory never change.
     pub fn verify(&self) -> Result<()> {
         self.mapped.as_ref().map_or(Ok(()), |mapped| mapped.verify(&self.path))
+    }
+
+    /// Gives back the memory of the pages that were read so far; see [`Weights::release`](super::Weights::release).
+    pub(super) fn release(&self) {
+        self.mapped.iter().for_each(|mapped| mapped.release());
+    }
+
+    /// What tells this file from another version of it.
+    pub fn identity(&self) -> Identity {
+        let header = self.header.tensors.values().map(|entry| entry.range.start).min().unwrap_or(self.bytes.len());
+        let mut checksum = Crc::new();
+        // Bytes in memory have no time of modification, and are few.
+        checksum.update(if self.mapped.is_some() { &self.bytes[..header] } else { &self.bytes });
+        let modified = self.mapped.as_ref().and_then(|mapped| mapped.modified());
+        let since = modified.and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok());
+        let modified_ns = since.and_then(|since| u64::try_from(since.as_nanos()).ok());
+        // The same file may be named in several ways, and a name need not be text.
+        let path = std::fs::canonicalize(&self.path).unwrap_or_else(|_| self.path.clone()).to_string_lossy().into_owned();
+        Identity { path, bytes: self.bytes.len() as u64, modified_ns, checksum: checksum.sum() }
     }
 
     /// The path of the file.

@@ -3,19 +3,24 @@
 mod bench;
 mod help;
 mod quantised;
+mod quantize;
+mod shell;
 mod values;
 
 pub use bench::BenchArgs;
 pub use quantised::QuantisedArgs;
-pub use values::{BackendArg, DTypeArg, KleinArg, LayoutArg, NoiseArg, Nvfp4LayoutArg, PrecisionArg, VariantArg};
+pub use quantize::QuantizeArgs;
+pub use shell::{CompletionsArgs, ManArgs};
+pub use values::{
+    BackendArg, DTypeArg, FormatArg, KleinArg, LayoutArg, NoiseArg, Nvfp4LayoutArg, PartArg, PrecisionArg, VariantArg,
+};
 
 use crate::error::{Error, Result};
 use crate::locate::{Environment, LocateRequest};
 use crate::part::PerPart;
 use crate::predict::Card;
 use clap::{Args, Parser, Subcommand};
-use clap_complete::Shell;
-use help::{BENCH_EXAMPLE, BENCH_EXAMPLES, EXAMPLE, EXAMPLES};
+use help::{BENCH_EXAMPLE, BENCH_EXAMPLES, EXAMPLE, EXAMPLES, QUANTIZE_EXAMPLES};
 use std::ffi::OsString;
 use std::path::PathBuf;
 use values::{card, guidance, pixels, within};
@@ -68,6 +73,12 @@ pub enum Command {
     #[command(override_usage = "kiln bench [OPTIONS] [PROMPT]", after_help = BENCH_EXAMPLE, after_long_help = BENCH_EXAMPLES)]
     Bench(Box<BenchArgs>),
 
+    /// Write the model in FP8 or NVFP4, to files as they are published
+    ///
+    /// A run that was stopped is continued by the same command.
+    #[command(override_usage = "kiln quantize [OPTIONS] --to <FORMAT> <IN> <OUT>", after_long_help = QUANTIZE_EXAMPLES)]
+    Quantize(Box<QuantizeArgs>),
+
     /// Print what kiln can use on this machine: GPUs, driver, kernels, models
     #[command(override_usage = "kiln doctor [OPTIONS]")]
     Doctor(Box<DoctorArgs>),
@@ -95,6 +106,7 @@ impl Command {
         let asked = match self {
             Self::Generate(args) => args.run.threads,
             Self::Bench(args) => args.run.threads,
+            Self::Quantize(args) => args.threads,
             Self::Plan(_) | Self::Doctor(_) | Self::Tiny(_) | Self::Completions(_) | Self::Man(_) => None,
         };
         asked.unwrap_or(0)
@@ -417,27 +429,9 @@ pub struct TinyArgs {
     pub dtype: DTypeArg,
 }
 
-/// Flags of `kiln completions`.
-#[derive(Args, Debug)]
-pub struct CompletionsArgs {
-    /// The shell that reads the script
-    #[arg(value_enum)]
-    pub shell: Shell,
-}
-
-/// Flags of `kiln man`.
-#[derive(Args, Debug)]
-pub struct ManArgs {
-    /// The command to describe, instead of kiln as a whole
-    #[arg(value_parser = COMMANDS)]
-    pub command: Option<String>,
-}
-
-/// The names of all commands.
-const COMMANDS: [&str; 7] = ["generate", "plan", "bench", "doctor", "tiny", "completions", "man"];
-
 #[cfg(test)]
 mod tests {
+    use super::shell::COMMANDS;
     use super::*;
     use clap::CommandFactory;
 

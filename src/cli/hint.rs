@@ -36,6 +36,7 @@ fn describe(remedy: &Remedy) -> String {
         Remedy::CpuBackendIfAgain => "if it happens again, --backend cpu runs without the GPU".into(),
         Remedy::RepairGpu(text) => format!("{text}; --backend cpu runs without one"),
         Remedy::Overwrite => "use --force or another name".into(),
+        Remedy::Restart => "repeat that command to continue it, use --restart to begin anew, or another name".into(),
         Remedy::NameModel => "name a model folder with --model".into(),
         Remedy::NameModelOrCache => "name a model with --model, or another cache with HF_HUB_CACHE".into(),
         Remedy::FinishDownload { repository, own: Some(own) } => {

@@ -58,13 +58,14 @@ pub fn expansion_note(formats: &Formats, gpu: bool) -> Option<String> {
 
 /// Warns of a way to accumulate that was asked for and is not used.
 pub fn warn_of_accumulation(asked: Fp8Accumulate, formats: &Formats, terminal: &Terminal) {
-    if asked != Fp8Accumulate::Auto && !formats.accumulates_fp8() {
-        let why = match formats.accumulate {
-            Some(_) => "no layer of this model is multiplied in FP8 here",
-            None => "the CPU adds up in f32",
-        };
-        terminal.warn(&format!("--fp8-accumulate is ignored: {why}"));
-    }
+    let why = match formats.accumulate {
+        _ if asked == Fp8Accumulate::Auto => return,
+        None => "the CPU adds up in f32",
+        Some(_) if !formats.accumulates_fp8() => "no layer of this model is multiplied in FP8 here",
+        Some(has) if has != asked => "on this GPU all sums are exact",
+        Some(_) => return,
+    };
+    terminal.warn(&format!("--fp8-accumulate is ignored: {why}"));
 }
 
 /// Warns of a way to multiply NVFP4 that was asked for and makes no difference.
@@ -182,15 +183,17 @@ pub fn list_kernels(launches: &[(&'static str, u64)], terminal: &Terminal) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::Weight;
     use crate::model::{LayerFormat, PartFormat};
-    use crate::tensor::DType;
+    use crate::tensor::{Arena, DType, Region};
 
     #[test]
     fn expanded_weights_are_noted_with_both_sizes() {
         let part = |stored, held, bytes: u64| PartFormat { stored, held, stored_bytes: bytes, held_bytes: 2 * bytes };
         let layers = |parts: &[PartFormat]| {
             let name = "single_blocks.0.linear1.weight".into();
-            let layer = LayerFormat { name, parts: parts.into(), input: DType::Bf16, inputs: 1, why: None };
+            let weight = Weight::new(Arena::new(Region::Weights).alloc(1, 1, DType::Bf16).unwrap());
+            let layer = LayerFormat { name, weight, parts: parts.into(), input: DType::Bf16, inputs: 1, why: None };
             Formats { layers: vec![layer], ..Formats::default() }
         };
         let fp8 = part(DType::E4m3, DType::Bf16, 3 << 29);

@@ -4,6 +4,7 @@ use super::device::{SelectedBackend, select_backend};
 use super::report::{announce_model, expansion_note, warn_of_accumulation, warn_of_nvfp4_math};
 use super::request::Setup;
 use super::settings::{ModelProfile, quantised_flags};
+use crate::backend::cuda::fp8_accumulate;
 use crate::error::Result;
 use crate::locate::Found;
 use crate::pipeline::{Engine, Formats, Job, LoadOptions, OpenModel};
@@ -35,7 +36,7 @@ impl Session {
         model.warnings.iter().for_each(|warning| terminal.warn(warning));
         let mut formats = model.formats(options, backend.backend.gemm_formats())?;
         // Only tensor cores have a choice.
-        formats.accumulate = backend.device.as_ref().map(|_| accumulate);
+        formats.accumulate = backend.device.as_ref().map(|device| fp8_accumulate(device.capability, accumulate));
         expansion_note(&formats, backend.device.is_some()).iter().for_each(|note| terminal.say(note));
         warn_of_accumulation(accumulate, &formats, terminal);
         warn_of_nvfp4_math(options.nvfp4_math, &formats, terminal);

@@ -51,6 +51,8 @@ pub enum Remedy {
     RepairGpu(String),
     /// Allow existing files to be replaced, or choose another name.
     Overwrite,
+    /// Discard what an earlier run left unfinished, or choose another name.
+    Restart,
     /// Name a model folder.
     NameModel,
     /// Name a model, or the folder of another Hugging Face cache.
@@ -113,6 +115,7 @@ impl fmt::Display for Remedy {
             Self::CpuBackendIfAgain => f.write_str("if it happens again, the CPU backend runs without the GPU"),
             Self::RepairGpu(text) => write!(f, "{text}; the CPU backend runs without one"),
             Self::Overwrite => f.write_str("allow it to be replaced, or use another name"),
+            Self::Restart => f.write_str("repeat that request to continue it, discard it to begin anew, or use another name"),
             Self::NameModel => f.write_str("name a model folder"),
             Self::NameModelOrCache => f.write_str("name a model, or another cache with HF_HUB_CACHE"),
             Self::FinishDownload { repository, own } => {

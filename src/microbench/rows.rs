@@ -139,6 +139,7 @@ impl RowBuilder {
             self.guidance(canvas, PACKED),
             self.euler(canvas, PACKED),
             self.non_finite(canvas, PACKED),
+            self.largest_magnitude(all, width),
             // The VAE: its decoder, and the ops of its encoder that the decoder does not have.
             self.unpatchify(side),
             self.conv(first, channels, channels, Sampling::Same, true),
@@ -429,6 +430,13 @@ impl RowBuilder {
         Row::new(format!("{rows}x{cols}"), self.0, move |m| {
             let (count, x) = (m.output(1, 1, DType::F32)?, m.input(rows, cols, DType::F32)?);
             call(move |run| run(Op::NonFinite { count, x }))
+        })
+    }
+
+    fn largest_magnitude(&self, rows: usize, cols: usize) -> Result<Row> {
+        Row::new(format!("{rows}x{cols}"), self.0, move |m| {
+            let (largest, x) = (m.input(1, 1, DType::F32)?, m.activations(rows, cols)?);
+            call(move |run| run(Op::LargestMagnitude { largest, x }))
         })
     }
 

@@ -1,5 +1,6 @@
 //! What became of the linear layers of a model when it was loaded.
 
+use crate::backend::Weight;
 use crate::tensor::DType;
 
 /// The formats of a linear layer.
@@ -7,6 +8,8 @@ use crate::tensor::DType;
 pub struct LayerFormat {
     /// The canonical name of its weight.
     pub name: String,
+    /// The weight on the backend. Ops say by it which layer they multiply.
+    pub weight: Weight,
     /// Those of its weight, which is stored in one part or in several, in row order.
     pub parts: Vec<PartFormat>,
     /// The type of its input.

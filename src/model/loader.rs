@@ -383,7 +383,7 @@ impl Upload<'_> {
     ) -> Result<Linear> {
         self.note_used(spec, false)?;
         let (name, parts) = (spec.name.clone(), part_formats(parts, &weight));
-        self.formats.push(LayerFormat { name, parts, input: input.dtype, inputs: weight.cols(), why });
+        self.formats.push(LayerFormat { name, weight, parts, input: input.dtype, inputs: weight.cols(), why });
         Ok(Linear { weight, bias: None, input, low_rank: None })
     }
 

@@ -317,13 +317,16 @@ fn list_order(dtype: DType) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::Weight;
+    use crate::tensor::{Arena, Region};
     use DType::{Bf16, E2m1, E4m3, E5m2, F16, F32};
 
     /// A layer of parts that are stored and held in these types, a thousand elements each.
     pub fn layer(name: &str, parts: &[(DType, DType)], input: DType) -> LayerFormat {
         let bytes = |dtype: DType| dtype.bytes(1000) as u64;
         let part = |&(stored, held)| PartFormat { stored, held, stored_bytes: bytes(stored), held_bytes: bytes(held) };
-        LayerFormat { name: name.into(), parts: parts.iter().map(part).collect(), input, inputs: 1000, why: None }
+        let weight = Weight::new(Arena::new(Region::Weights).alloc(1, 1000, Bf16).unwrap());
+        LayerFormat { name: name.into(), weight, parts: parts.iter().map(part).collect(), input, inputs: 1000, why: None }
     }
 
     pub fn formats(layers: impl IntoIterator<Item = LayerFormat>) -> Formats {

@@ -145,6 +145,11 @@ impl OpenModel {
         Ok(Self { weights, tokenizer, configs, variant, conventions, name, warnings })
     }
 
+    /// The weights of its parts.
+    pub fn weights(&self) -> &PerPart<Weights> {
+        &self.weights
+    }
+
     /// The files in use, for display.
     pub fn files_in_use(&self) -> PerPart<String> {
         self.weights.each_ref().map(Weights::source)

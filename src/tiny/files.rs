@@ -5,48 +5,51 @@ use crate::config::{HEAD_DIM, TextConfig, TransformerConfig, VaeConfig};
 use crate::error::{Error, Result};
 use crate::names::Layout;
 use crate::output::save_folder;
-use crate::tensor::DType;
+use crate::tensor::{Bytes, DType};
 use serde_json::{Value, json};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Writes a complete model or nothing: a diffusers folder, or single files in the original layout. Ends with
 /// [`Error::Interrupted`] once `stop` is set.
 pub fn write_to(folder: &Path, layout: Layout, dtype: DType, stop: &AtomicBool) -> Result<()> {
     let check = || if stop.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) };
-    let tiny = model(layout, dtype)?;
+    let files = contents(layout, dtype)?;
     save_folder(folder, |folder| {
-        let write = |name: &str, bytes: &[u8]| check().and_then(|()| write(folder, name, bytes));
-        fill(&write, &tiny, layout, dtype)?;
+        files.iter().try_for_each(|(name, bytes)| check().and_then(|()| write(folder, name, bytes)))?;
         check()
     })
 }
 
-fn fill(write: &dyn Fn(&str, &[u8]) -> Result<()>, tiny: &TinyModel, layout: Layout, dtype: DType) -> Result<()> {
-    match layout {
-        Layout::Bfl => {
-            write("flux-2-klein-tiny.safetensors", &tiny.transformer)?;
-            write("qwen.safetensors", &tiny.text_encoder)?;
-            write("ae.safetensors", &tiny.vae)?;
-            write("tokenizer.json", TOKENIZER)
-        }
-        Layout::Diffusers => {
-            write("transformer/diffusion_pytorch_model.safetensors", &tiny.transformer)?;
-            write("text_encoder/model.safetensors", &tiny.text_encoder)?;
-            write("vae/diffusion_pytorch_model.safetensors", &tiny.vae)?;
-            write("tokenizer/tokenizer.json", TOKENIZER)?;
-            for (name, value) in [
-                ("model_index.json", index()),
-                ("transformer/config.json", transformer(&TransformerConfig::tiny())),
-                ("text_encoder/config.json", text_encoder(&TextConfig::tiny(), dtype)),
-                ("vae/config.json", vae(&VaeConfig::tiny())),
-                ("scheduler/scheduler_config.json", scheduler()),
-            ] {
-                write(name, format!("{value:#}\n").as_bytes())?;
-            }
-            Ok(())
-        }
+/// The files of the model's folder, by their paths in it.
+pub fn contents(layout: Layout, dtype: DType) -> Result<Vec<(&'static str, Bytes)>> {
+    let TinyModel { transformer, text_encoder, vae: decoder } = model(layout, dtype)?;
+    let tokenizer = Bytes::new(Arc::new(TOKENIZER));
+    if layout == Layout::Bfl {
+        return Ok(vec![
+            ("flux-2-klein-tiny.safetensors", transformer),
+            ("qwen.safetensors", text_encoder),
+            ("ae.safetensors", decoder),
+            ("tokenizer.json", tokenizer),
+        ]);
     }
+    let mut files = vec![
+        ("transformer/diffusion_pytorch_model.safetensors", transformer),
+        ("text_encoder/model.safetensors", text_encoder),
+        ("vae/diffusion_pytorch_model.safetensors", decoder),
+        ("tokenizer/tokenizer.json", tokenizer),
+    ];
+    for (name, value) in [
+        ("model_index.json", index()),
+        ("transformer/config.json", transformer_config(&TransformerConfig::tiny())),
+        ("text_encoder/config.json", text_encoder_config(&TextConfig::tiny(), dtype)),
+        ("vae/config.json", vae(&VaeConfig::tiny())),
+        ("scheduler/scheduler_config.json", scheduler()),
+    ] {
+        files.push((name, Bytes::new(Arc::new(format!("{value:#}\n").into_bytes()))));
+    }
+    Ok(files)
 }
 
 fn write(folder: &Path, name: &str, bytes: &[u8]) -> Result<()> {
@@ -70,7 +73,7 @@ fn index() -> Value {
 }
 
 // Epsilons are literals, because the f32 of the configuration, converted to a double of the file, would not be exactly 1e-6.
-fn transformer(config: &TransformerConfig) -> Value {
+fn transformer_config(config: &TransformerConfig) -> Value {
     json!({
         "_class_name": "Flux2Transformer2DModel",
         "attention_head_dim": HEAD_DIM,
@@ -90,7 +93,7 @@ fn transformer(config: &TransformerConfig) -> Value {
     })
 }
 
-fn text_encoder(config: &TextConfig, dtype: DType) -> Value {
+fn text_encoder_config(config: &TextConfig, dtype: DType) -> Value {
     json!({
         "architectures": ["Qwen3ForCausalLM"],
         "attention_bias": false,

@@ -152,13 +152,17 @@ pub fn engine_on(backend: Box<dyn Backend>, variant: Variant, precision: Precisi
 
 /// The tiny model with prompts of 64 tokens instead of 512, an eighth of the work of its text encoder. For tests that compare
 /// runs with each other; recorded outputs have 512.
-pub fn short_engine(backend: Box<dyn Backend>, variant: Variant, options: LoadOptions) -> Engine {
+pub fn short_model(variant: Variant) -> OpenModel {
     let model = tiny::model(Layout::Diffusers, DType::Bf16).unwrap();
     let parts = PerPart::from_fn(|part| model.weights(part).unwrap());
     let tokenizer = Tokenizer::from_json(tiny::TOKENIZER, Path::new("tiny")).unwrap();
     let conventions = Conventions { max_text_tokens: 64, ..Conventions::klein() };
-    let model = OpenModel::check(parts, PerPart::default(), tokenizer, variant, conventions).unwrap();
-    Engine::load(backend, model, options, &Silent).unwrap()
+    OpenModel::check(parts, PerPart::default(), tokenizer, variant, conventions).unwrap()
+}
+
+/// That model on a backend.
+pub fn short_engine(backend: Box<dyn Backend>, variant: Variant, options: LoadOptions) -> Engine {
+    Engine::load(backend, short_model(variant), options, &Silent).unwrap()
 }
 
 /// With `low_memory` the transformer is loaded over the text encoder. The images are the same, the first of an engine and later

@@ -22,6 +22,8 @@ const EVERY_TIME: &[&str] = &[
     "guidance 113x128 bf16 whole",
     "pixels 113x128 bf16 whole",
     "non_finite 113x128 bf16 whole",
+    "largest_magnitude 113x128 bf16 whole",
+    "largest_magnitude 113x128 with nan bf16 whole",
     "rms_norm 2 rows of 1024 bf16 whole",
     "rms_norm 2 rows of 2040 bf16 whole",
     "rms_norm 2 rows of 3064 bf16 whole",
@@ -120,12 +122,15 @@ fn plans() -> Vec<Plan> {
         let (wanted, sample) = (tiles::runs_with as fn(Choice, &str) -> bool, Duration::from_secs(20));
         Plan { gpu: Gpu::HOPPER, choices, wanted, every_time: EVERY_TIME, sample }
     };
-    // Only the kernels of matrix ops are selected by the GPU.
-    let selected = |gpu| {
-        let wanted: fn(Choice, &str) -> bool = |_, name| tiles::is_matrix_op(name) && tiles::has_tile(name, Tile::Mma128x128);
+    // Only the kernels of matrix ops are selected by the GPU, and of FP8 by inputs of FP8 only from 8.9 on there are any.
+    let selected = |gpu: Gpu| {
+        const BF16: fn(Choice, &str) -> bool = |_, name| tiles::is_matrix_op(name) && tiles::has_tile(name, Tile::Mma128x128);
+        const FP8: fn(Choice, &str) -> bool = |choice, name| BF16(choice, name) || tiles::has_tile(name, Tile::Fp8Mma128x128);
+        let wanted = if gpu.capability < (8, 9) { BF16 } else { FP8 };
         Plan { gpu, choices: vec![Choice::Best], wanted, every_time: &[], sample: Duration::from_secs(5) }
     };
-    vec![on_hopper(portable), on_hopper(hopper), selected(Gpu::AMPERE), selected(Gpu::SMALL)]
+    let others = [Gpu::AMPERE, Gpu::ADA, Gpu::BLACKWELL].map(selected);
+    [on_hopper(portable), on_hopper(hopper)].into_iter().chain(others).collect()
 }
 
 /// What a thread found.

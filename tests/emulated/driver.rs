@@ -27,8 +27,10 @@ impl Gpu {
     pub const HOPPER: Self = Self { capability: (9, 0), sms: 4, shared: DeviceInfo::SM90_SHARED };
     /// A GPU of the first generation that is supported.
     pub const AMPERE: Self = Self { capability: (8, 0), sms: 3, shared: 166_912 };
-    /// A GPU that has no room for the largest tiles.
-    pub const SMALL: Self = Self { capability: (8, 9), sms: 2, shared: 101_376 };
+    /// One that has no room for the largest tiles, and multiplies FP8 with sums of thirteen places.
+    pub const ADA: Self = Self { capability: (8, 9), sms: 2, shared: 101_376 };
+    /// A consumer GPU of the Blackwell generation, whose sums of FP8 have all places.
+    pub const BLACKWELL: Self = Self { capability: (12, 0), sms: 2, shared: 101_376 };
 }
 
 /// Changes what the host asks for, as a bug in it would.
@@ -141,7 +143,9 @@ impl Emulated {
                 }
                 let (seed, launches) = self.seed.get();
                 self.seed.set((seed, launches + 1));
-                let launch = emulator::Launch { grid, threads, shared: launch.shared, cluster, overlap: launch.overlap.into() };
+                let (major, minor) = self.info.capability;
+                let (overlap, capability) = (launch.overlap.into(), 10 * major + minor);
+                let launch = emulator::Launch { grid, threads, shared: launch.shared, cluster, overlap, capability };
                 check("launch", emulator::launch(*entry, &launch, &params, seed.wrapping_add(launches)))
             }
         }

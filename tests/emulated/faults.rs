@@ -12,7 +12,7 @@ const FAULTY_SEEDS: u64 = 40;
 const DATA_BYTES: u64 = 64 << 10;
 const SET_WORD: u64 = 64;
 
-const SHAPE: Launch = Launch { grid: [2, 1, 1], threads: 256, shared: 48 << 10, cluster: 2, overlap: 1 };
+const SHAPE: Launch = Launch { grid: [2, 1, 1], threads: 256, shared: 48 << 10, cluster: 2, overlap: 1, capability: 90 };
 
 /// A rule, and how it is broken.
 struct Fault {

@@ -2,6 +2,7 @@
 
 use crate::available;
 use crate::driver::{Emulated, Gpu};
+use crate::planted::FOUND_BY_ITS_SUMS;
 use crate::runner::cuda_with;
 use kiln::backend::cuda::{Choice, Cuda, GemmOperands, Tile};
 use kiln::backend::{Backend, Fp8Accumulate, Gemm, Linear, Op, Role};
@@ -24,8 +25,11 @@ fn upload(cuda: &mut Cuda, codes: Vec<u8>) -> Result<Tensor, Error> {
 }
 
 /// The sums of `k` products of factors that are all 1.125.
-fn sums(accumulate: Fp8Accumulate, choice: Choice, k: usize) -> Result<Vec<f32>, Error> {
-    let mut cuda = cuda_with(&Emulated::new(Gpu::HOPPER), None)?;
+fn sums(gpu: Gpu, accumulate: Fp8Accumulate, choice: Choice, k: usize) -> Result<Vec<f32>, Error> {
+    sums_with(cuda_with(&Emulated::new(gpu), None)?, accumulate, choice, k)
+}
+
+fn sums_with(mut cuda: Cuda, accumulate: Fp8Accumulate, choice: Choice, k: usize) -> Result<Vec<f32>, Error> {
     cuda.set_fp8_accumulate(accumulate);
     cuda.set_choice(choice);
     let weight = upload(&mut cuda, vec![ONE_AND_AN_EIGHTH; ROWS * k])?;
@@ -51,19 +55,27 @@ fn sums_are_exact_where_they_are_to_be() {
         // The most that may be missing, of sums that are not exact.
         let missing = [(Exact, 0.0), (Fast, 0.2), (Auto, if k > 4096 { 0.016 } else { 0.07 })];
         for (accumulate, most) in missing {
-            let sums = sums(accumulate, Choice::Best, k).unwrap();
+            let sums = sums(Gpu::HOPPER, accumulate, Choice::Best, k).unwrap();
             let right = |sum: &f32| (*sum == total) == (most == 0.0) && total - sum <= most * total;
             assert!(sums.iter().all(right), "{accumulate:?}, {k} products: {} and {total}", sums[0]);
         }
     }
     for tile in Tile::ALL.into_iter().filter(|tile| tile.config().operands == GemmOperands::Fp8) {
-        let sums = sums(Auto, Choice::Tile(tile), 12288).unwrap();
+        let sums = sums(Gpu::HOPPER, Auto, Choice::Tile(tile), 12288).unwrap();
         let (exact, most) = match tile.config().longest_sum {
             Some(128) => (true, 0.0),
             Some(_) => (false, 0.016 * 15552.0),
             None => (false, 0.2 * 15552.0),
         };
         assert!(sums.iter().all(|sum| (*sum == 15552.0) == exact && 15552.0 - sum <= most), "{tile:?}: {}", sums[0]);
+    }
+    // The portable kernel promotes, whatever is asked for. Ada would lose as much as Hopper does, and Blackwell nothing.
+    for gpu in [Gpu::ADA, Gpu::BLACKWELL] {
+        let sums = sums(gpu, Fast, Choice::Best, 12288).unwrap();
+        assert!(sums.iter().all(|sum| *sum == 15552.0), "{gpu:?}: {}", sums[0]);
+        let without = cuda_with(&Emulated::new(gpu), Some(FOUND_BY_ITS_SUMS)).unwrap();
+        let sums = sums_with(without, Fast, Choice::Best, 12288).unwrap();
+        assert!(sums.iter().all(|sum| (*sum == 15552.0) == (gpu.capability > (9, 0))), "{gpu:?}, not promoted: {}", sums[0]);
     }
 }
 

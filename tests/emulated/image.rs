@@ -1,13 +1,15 @@
 //! The tiny model makes an image on an emulated GPU.
 
 use crate::available;
-use crate::common::{cpu, run, short_engine, small_job};
+use crate::common::{cpu, run, short_engine, short_model, small_job};
 use crate::driver::{Emulated, Gpu};
 use crate::random::long;
 use crate::runner::{cuda_with, run_seed};
 use kiln::backend::{Backend, Lockstep};
 use kiln::config::Variant;
 use kiln::pipeline::{Job, LoadOptions};
+use kiln::progress::Silent;
+use kiln::quantise::calibrate::{Calibration, calibrate};
 
 const OPTIONS: LoadOptions = LoadOptions::DEFAULT;
 
@@ -24,6 +26,24 @@ fn an_image_equals_that_of_the_cpu_op_by_op() {
     run(&mut engine, &Job { steps: 2, ..small_job() })
         .unwrap_or_else(|e| panic!("{e}\n  again with KILN_TEST_SEED={}", run_seed()));
     assert!(driver.launches() > 100, "only {} kernels were launched", driver.launches());
+}
+
+/// The observer of a calibration keeps its values behind the working memory of the stages, and finds there what the CPU finds.
+#[test]
+fn calibration_equals_that_of_the_cpu_op_by_op() {
+    if !available() || !long() {
+        return;
+    }
+    let found = |backend: Box<dyn Backend>| {
+        let calibration = Calibration { prompts: vec!["x".into()], size: small_job().size, steps: 1 };
+        let in_block = |name: &str| name.contains("_blocks.");
+        calibrate(backend, "here", short_model(Variant::Distilled), &calibration, &in_block, &Silent)
+            .unwrap_or_else(|e| panic!("{e}\n  again with KILN_TEST_SEED={}", run_seed()))
+    };
+    let driver = Emulated::new(Gpu::HOPPER);
+    driver.set_seed(run_seed());
+    let in_lockstep = found(Box::new(Lockstep::new(cpu(), cuda_with(&driver, None).unwrap())));
+    assert_eq!(in_lockstep, found(Box::new(cpu())));
 }
 
 /// The third step is a replay of the second, which was captured; neither that nor the order of what hardware leaves open changes a bit.

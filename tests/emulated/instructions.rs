@@ -12,7 +12,8 @@ use std::time::Duration;
 const MODULE: &str = "instructions";
 const SEEDS: u64 = 10;
 const THREADS: usize = 64;
-const SHAPE: Launch = Launch { grid: [1, 1, 1], threads: THREADS as u32, shared: 40 << 10, cluster: 1, overlap: 0 };
+const SHAPE: Launch =
+    Launch { grid: [1, 1, 1], threads: THREADS as u32, shared: 40 << 10, cluster: 1, overlap: 0, capability: 90 };
 const PAIR: Launch = Launch { grid: [2, 1, 1], cluster: 2, ..SHAPE };
 
 /// Runs a kernel with a parameter that begins with these words.

@@ -26,6 +26,8 @@ const LONG: &str = "linear_gate_residual 66x64, rows of 584 gate true bias true 
 const REMAINDER: &str = "linear_gate_residual 130x168, rows of 520 gate true bias true bf16 whole";
 /// Several groups of k-blocks that are expanded together, and columns of two tiles.
 const EXPANDED: &str = "linear w8a16 130 rows of 528 to 168, e4m3, bias false bf16 whole";
+/// Several tiles of block scales.
+const NVFP4: &str = "linear w4a16 130 rows of 576 to 168, nvfp4, bias false bf16 whole";
 /// Both operands of e4m3, with more k-blocks than the pipeline has stages; and with a result of e4m3.
 const FP8: &str = "linear_gate_residual w8a8 130 rows of 528 to 168, e4m3 by rows, gate true bias false bf16 whole";
 const FP8_STORED: &str = "linear_swiglu w8a8 67 rows of 528 to 208, e4m3 and e4m3 by rows into e4m3 bf16 whole";
@@ -35,6 +37,9 @@ const RANGES: &str = "attention of e4m3 into e4m3 with two scales, 2:1 heads of 
 const CLIPPED: &str = "attention of e4m3 into plain and clipped e4m3, 2:1 heads of 128 bf16 whole";
 /// Every epilogue that normalises heads.
 const QKV: &str = "qkv 113x64 3:3 heads of 128 interleaved mlp some(129) bf16 whole";
+
+/// A bug that cases do not show: their results may be as far off as tensor cores are. The test of FP8 sums finds it.
+pub const FOUND_BY_ITS_SUMS: &str = "missing_promotion";
 
 const EXPECTED: &[Expected] = &[
     Expected {
@@ -143,6 +148,15 @@ const EXPECTED: &[Expected] = &[
         case: QKV,
         message: "without a barrier between them",
     },
+    Expected { bug: "nibbles_exchanged", choice: Choice::Tile(Tile::Mma128x128), case: NVFP4, message: "relative error" },
+    Expected { bug: "scale_of_another_block", choice: Choice::Tile(Tile::Mma128x128), case: NVFP4, message: "relative error" },
+    Expected { bug: "last_vector_not_expanded", choice: Choice::Tile(Tile::Mma128x128), case: NVFP4, message: "was not written" },
+    Expected {
+        bug: "scales_of_the_other_half",
+        choice: Choice::Tile(Tile::Fp8Mma128x128),
+        case: FP8_STORED,
+        message: "relative error",
+    },
 ];
 
 impl Expected {
@@ -169,7 +183,7 @@ fn every_planted_bug_is_found_and_named() {
             wrong.extend(expected.run(None).map(|(seed, message)| format!("no bug, with seed {seed}: {message}")));
         }
     }
-    for bug in planted::ALL {
+    for bug in planted::ALL.iter().filter(|bug| bug.name != FOUND_BY_ITS_SUMS) {
         let expected = EXPECTED.iter().find(|expected| expected.bug == bug.name);
         let expected = expected.unwrap_or_else(|| panic!("it is not said how {} is found", bug.name));
         match expected.run(Some(bug.name)) {
@@ -179,5 +193,5 @@ fn every_planted_bug_is_found_and_named() {
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-    assert_eq!(EXPECTED.len(), planted::ALL.len());
+    assert_eq!(EXPECTED.len() + 1, planted::ALL.len());
 }

@@ -152,7 +152,7 @@ impl Problem<'_> {
         put(schedule + offset_of!(KlTileSchedule, flags), &flags.to_ne_bytes());
 
         let (threads, shared, cluster) = (entry.max_threads, abi::KL_SM90_SHARED_LIMIT, abi::KL_SM90_CLUSTER);
-        let launch = Launch { grid: [ctas, 1, 1], threads, shared, cluster, overlap: 0 };
+        let launch = Launch { grid: [ctas, 1, 1], threads, shared, cluster, overlap: 0, capability: 90 };
         let outcome = emulator::launch(entry, &launch, &params, seed).and_then(|()| emulator::finish());
         outcome.unwrap_or_else(|message| panic!("{symbol}: {message}"));
     }

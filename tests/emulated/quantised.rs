@@ -8,7 +8,7 @@ use kiln::backend::cuda::Cuda;
 use kiln::backend::{Backend, KvSegment, Op, Role, Softmax, StepKey};
 use kiln::error::{Error, Result};
 use kiln::tensor::{
-    Arena, Bytes, DType, Nvfp4Layout, PartScaling, Region, Scale, Scales, Scaling, Stored, Tensor, WeightPart, nvfp4,
+    Arena, Bytes, DType, Nvfp4Layout, PartScaling, Region, Scale, Scales, Scaling, Stored, Tensor, WeightPart, nvfp4, quantise,
 };
 use std::sync::Arc;
 
@@ -70,6 +70,48 @@ fn weights_of_e4m3_are_uploaded_as_they_are() {
     let e5m2 = arena.alloc_stored(3, 48, Stored::plain(DType::E5m2)).unwrap();
     let part = WeightPart { dtype: DType::E5m2, ..part(3, 0, PartScaling::Unscaled) };
     assert!(what(cuda.upload(e5m2, Role::Linear, &[part])).contains("there are no kernels for"));
+}
+
+/// Rows are quantised in as many pieces as the staging buffer takes, and with the same bytes as all at once.
+#[test]
+fn plain_weights_are_quantised_on_the_way() {
+    if !available() {
+        return;
+    }
+    // Rows so long that the buffer of 16 MiB takes 128 of e4m3, or 256 of e2m1.
+    let (rows, cols) = (300, 128 << 10);
+    let (mut cuda, mut arena) = (cuda(), Arena::new(Region::Weights));
+    let values = |i: usize| (((i * 31) % 4093) as f32 - 2000.0) / 1024.0 / (1 + i / cols % 7) as f32;
+    let mut plain = vec![0; 2 * rows * cols];
+    plain.chunks_mut(2).enumerate().for_each(|(i, bytes)| DType::Bf16.encode(&[values(i)], bytes));
+    let part = WeightPart::plain(Bytes::new(Arc::new(plain)), DType::Bf16, rows);
+    let formats = [Stored { dtype: DType::E4m3, scales: Scales::Rows }, Stored::nvfp4(scale(1.0 / 1024.0))];
+    let tensors = formats.map(|stored| arena.alloc_stored(rows, cols, stored).unwrap());
+    cuda.reserve_weights(arena.peak()).unwrap();
+    for (t, stored) in tensors.into_iter().zip(formats) {
+        cuda.upload(t, Role::Linear, std::slice::from_ref(&part)).unwrap();
+        let (codes, scales) = quantise::encoded(&part, stored).unwrap();
+        let held = match t.scaling {
+            Scaling::Rows(offset) => {
+                let scales = Tensor {
+                    dtype: DType::U8,
+                    offset,
+                    rows: 1,
+                    cols: 4 * rows,
+                    stride: 4 * rows,
+                    scaling: Scaling::Unscaled,
+                    ..t
+                };
+                let codes = Tensor { dtype: DType::U8, scaling: Scaling::Unscaled, ..t };
+                [codes, scales].map(|view| held(&mut cuda, view).remove(0)).to_vec()
+            }
+            _ => held(&mut cuda, t),
+        };
+        assert!(held[0] == *codes && held[1] == *scales, "{stored:?}");
+    }
+    let infinite = WeightPart::plain(Bytes::new(Arc::new(DType::F32.encoded(&[f32::INFINITY; 16]))), DType::F32, 1);
+    let t = Tensor { rows: 1, cols: 16, stride: 16, ..tensors[0] };
+    assert!(what(cuda.upload(t, Role::Linear, &[infinite])).contains("values that are not finite"));
 }
 
 /// The bytes of a weight on the device, and those of its block scales.

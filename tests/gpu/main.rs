@@ -27,7 +27,10 @@ use kiln::backend::cuda::{self, Choice, Cuda, Tile};
 use kiln::backend::{Backend, Lockstep};
 use kiln::config::Variant;
 use kiln::error::Error;
-use kiln::pipeline::{GeneratedImage, Job};
+use kiln::locate::Found;
+use kiln::pipeline::{GeneratedImage, Job, OpenModel};
+use kiln::progress::Silent;
+use kiln::quantise::calibrate::{Calibration, calibrate};
 use kiln::sequence::Pixels;
 use kiln::tensor::Precision;
 use ops::tiles;
@@ -63,6 +66,7 @@ const TESTS: &[(&str, fn())] = &[
     ("repeat", repeat),
     ("graphs", graphs_change_nothing),
     ("memory", || saving_memory_changes_nothing(&on_cuda)),
+    ("calibration", calibration),
     ("large", large::last_rows_are_right),
 ];
 
@@ -266,6 +270,20 @@ fn repeat() {
             }
         }
     }
+}
+
+/// The largest inputs of layers are the same in every run, and op by op those that the CPU finds.
+fn calibration() {
+    let found = |backend| {
+        let model = OpenModel::open(&Found::Tiny, Some(Variant::Base)).unwrap();
+        let prompts = ["one", "two words"].map(String::from).into();
+        let calibration = Calibration { prompts, size: Pixels::new(128, 64).unwrap(), steps: 3 };
+        let in_block = |name: &str| name.contains("_blocks.");
+        calibrate(backend, "here", model, &calibration, &in_block, &Silent).unwrap()
+    };
+    let on_gpu = found(on_cuda());
+    assert_eq!(on_gpu, found(on_cuda()));
+    assert_eq!(found(in_lockstep()), found(Box::new(cpu())));
 }
 
 fn graphs_change_nothing() {

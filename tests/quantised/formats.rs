@@ -50,7 +50,7 @@ fn layers_are_held_as_the_backend_multiplies_them() {
                 let own = content.layers.iter().find(|own| layer.name == format!("{}.weight", own.name)).unwrap();
                 let (stored_bytes, held_bytes) = (bytes(own, stored), bytes(own, held));
                 let parts = vec![PartFormat { stored, held, stored_bytes, held_bytes }];
-                let want = LayerFormat { parts, input, why, inputs: own.cols, name: layer.name.clone() };
+                let want = LayerFormat { parts, input, why, inputs: own.cols, ..layer.clone() };
                 assert_eq!(layer, want, "{file} {precision:?} {gemms:?}");
             }
             for layer in rest {

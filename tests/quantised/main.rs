@@ -5,6 +5,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod at_load;
 mod attention;
 mod formats;
 mod goldens;

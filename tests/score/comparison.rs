@@ -81,6 +81,18 @@ fn nvfp4_scores_like_bf16() {
     score_like_bf16(&[Format::Nvfp4, Format::Nvfp4AsFp8], NVFP4);
 }
 
+#[test]
+#[ignore = "half an hour on two cores; this is the score of --quantize fp8 against that in bf16"]
+fn fp8_at_load_scores_like_bf16() {
+    score_like_bf16(&[Format::Fp8AtLoad], FP8);
+}
+
+#[test]
+#[ignore = "half an hour on two cores; this is the score of --quantize nvfp4 against that in bf16"]
+fn nvfp4_at_load_scores_like_bf16() {
+    score_like_bf16(&[Format::Nvfp4AtLoad], NVFP4);
+}
+
 /// The rule itself: at the limit, and one verdict beyond it.
 #[test]
 fn a_column_may_differ_by_so_many_points() {

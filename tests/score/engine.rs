@@ -16,6 +16,7 @@ use kiln::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel, ReferenceInput}
 use kiln::progress::Silent;
 use kiln::sequence::Pixels;
 use kiln::tensor::Precision;
+use kiln::tensor::quantise::QuantisedFormat;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -56,13 +57,22 @@ pub enum Format {
     Nvfp4,
     /// Weights of these layers in NVFP4 in the file, encoded again as e4m3, and inputs in e4m3.
     Nvfp4AsFp8,
+    /// The plain model, quantised to FP8 when it is loaded, without calibration; the text encoder's weights, too.
+    Fp8AtLoad,
+    /// The same with weights in NVFP4 and inputs in bf16.
+    Nvfp4AtLoad,
 }
 
 impl Format {
+    const ALL: [Self; 7] = [Self::F32, Self::Bf16, Self::Fp8, Self::Nvfp4, Self::Nvfp4AsFp8, Self::Fp8AtLoad, Self::Nvfp4AtLoad];
+
     /// What `KILN_SCORE_FORMAT` says, or else bf16 on a GPU and f32 on the CPU.
     pub fn of_score() -> Self {
-        let all = [Self::F32, Self::Bf16, Self::Fp8, Self::Nvfp4, Self::Nvfp4AsFp8].map(|format| (format.name(), format));
-        choice("KILN_SCORE_FORMAT", &all).unwrap_or(if on_gpu() { Self::Bf16 } else { Self::F32 })
+        choice("KILN_SCORE_FORMAT", &Self::ALL.map(|format| (format.name(), format))).unwrap_or(if on_gpu() {
+            Self::Bf16
+        } else {
+            Self::F32
+        })
     }
 
     pub fn name(self) -> &'static str {
@@ -72,15 +82,26 @@ impl Format {
             Self::Fp8 => "fp8",
             Self::Nvfp4 => "nvfp4",
             Self::Nvfp4AsFp8 => "nvfp4-as-fp8",
+            Self::Fp8AtLoad => "fp8-at-load",
+            Self::Nvfp4AtLoad => "nvfp4-at-load",
         }
     }
 
     /// The format of the file's quantised weights.
     fn weights(self) -> Option<WeightFormat> {
         match self {
-            Self::F32 | Self::Bf16 => None,
+            Self::F32 | Self::Bf16 | Self::Fp8AtLoad | Self::Nvfp4AtLoad => None,
             Self::Fp8 => Some(WeightFormat::Fp8),
             Self::Nvfp4 | Self::Nvfp4AsFp8 => Some(WeightFormat::Nvfp4),
+        }
+    }
+
+    /// What weights of the plain model are quantised to when it is loaded.
+    fn at_load(self) -> Option<QuantisedFormat> {
+        match self {
+            Self::Fp8AtLoad => Some(QuantisedFormat::Fp8),
+            Self::Nvfp4AtLoad => Some(QuantisedFormat::Nvfp4),
+            Self::F32 | Self::Bf16 | Self::Fp8 | Self::Nvfp4 | Self::Nvfp4AsFp8 => None,
         }
     }
 
@@ -89,7 +110,7 @@ impl Format {
         match self {
             Self::Nvfp4 => Nvfp4Math::Bf16,
             Self::Nvfp4AsFp8 => Nvfp4Math::Fp8,
-            Self::F32 | Self::Bf16 | Self::Fp8 => Nvfp4Math::Auto,
+            Self::F32 | Self::Bf16 | Self::Fp8 | Self::Fp8AtLoad | Self::Nvfp4AtLoad => Nvfp4Math::Auto,
         }
     }
 
@@ -97,8 +118,8 @@ impl Format {
     fn is_multiplied_by(self, gemms: GemmFormats) -> bool {
         match self {
             Self::F32 | Self::Bf16 => true,
-            Self::Fp8 | Self::Nvfp4AsFp8 => gemms.w8a8,
-            Self::Nvfp4 => gemms.w4a16,
+            Self::Fp8 | Self::Nvfp4AsFp8 | Self::Fp8AtLoad => gemms.w8a8,
+            Self::Nvfp4 | Self::Nvfp4AtLoad => gemms.w4a16,
         }
     }
 
@@ -117,6 +138,12 @@ fn on_gpu() -> bool {
 fn accumulate() -> Fp8Accumulate {
     let named = [Fp8Accumulate::Auto, Fp8Accumulate::Exact, Fp8Accumulate::Fast].map(|way| (way.name(), way));
     choice("KILN_SCORE_ACCUMULATE", &named).unwrap_or_default()
+}
+
+/// In which format queries and keys of quantised models are: what `KILN_SCORE_ATTENTION` says.
+fn attention() -> AttentionFormat {
+    let named = [("auto", AttentionFormat::Auto), ("bf16", AttentionFormat::Bf16), ("fp8", AttentionFormat::Fp8)];
+    choice("KILN_SCORE_ATTENTION", &named).unwrap_or_default()
 }
 
 /// The device that is scored.
@@ -152,7 +179,13 @@ impl Model {
     pub fn of_score(format: Format) -> Self {
         match format.weights() {
             Some(weights) => Self::quantised(format, weights.content()),
-            None => Self::open(&model_folder(), format.precision()),
+            None => {
+                let backend = backend();
+                assert!(format.is_multiplied_by(backend.gemm_formats()), "this device has no GEMM of {format:?}");
+                let (precision, quantise) = (format.precision(), format.at_load());
+                let attention = quantise.map_or(AttentionFormat::Auto, |_| attention());
+                Self::load(backend, &located(&model_folder()), LoadOptions { attention, precision, quantise, ..OPTIONS })
+            }
         }
     }
 
@@ -161,13 +194,12 @@ impl Model {
         Self::load(backend(), &located(folder), LoadOptions { precision, ..OPTIONS })
     }
 
-    /// The model that is scored, with this transformer. `KILN_SCORE_ATTENTION` says in which format its queries and keys are.
+    /// The model that is scored, with this transformer.
     pub fn quantised(format: Format, content: &Content) -> Self {
-        let named = [("auto", AttentionFormat::Auto), ("bf16", AttentionFormat::Bf16), ("fp8", AttentionFormat::Fp8)];
-        let attention = choice("KILN_SCORE_ATTENTION", &named).unwrap_or_default();
         let (backend, files) = (backend(), QuantisedFiles::write(content));
         assert!(format.is_multiplied_by(backend.gemm_formats()), "this device has no GEMM of {format:?}");
-        let model = Self::load(backend, &files.found(), LoadOptions { attention, nvfp4_math: format.nvfp4_math(), ..OPTIONS });
+        let options = LoadOptions { attention: attention(), nvfp4_math: format.nvfp4_math(), ..OPTIONS };
+        let model = Self::load(backend, &files.found(), options);
         Self { _files: Some(files), ..model }
     }
 

@@ -112,6 +112,21 @@ pub fn non_finite(mut count: Out<'_>, x: In<'_>) {
     count.store(0, 0, &[found.sum::<usize>() as f32]);
 }
 
+pub fn largest_magnitude(mut largest: Out<'_>, x: In<'_>) {
+    let rows = (0..x.rows).into_par_iter().with_min_len(ROWS_PER_TASK);
+    let found = rows.map_init(
+        || vec![0.0; x.cols],
+        |buffer, r| {
+            x.load(r, 0, buffer);
+            buffer.iter().map(|v: &f32| v.abs().to_bits()).fold(0, u32::max)
+        },
+    );
+    let mut before = [0.0];
+    largest.load(0, 0, &mut before);
+    let most = found.reduce(|| 0, u32::max).max(before[0].to_bits());
+    largest.store(0, 0, &[f32::from_bits(most)]);
+}
+
 // ----------------------------------------------------------------------------------------------------------------- GEMM
 
 /// Largest M of an output tile: large enough to amortise decoding the weight again for each tile.

@@ -328,6 +328,7 @@ impl Cpu {
             Op::Euler { latents, velocity, dt } => kernels::euler(write(latents)?, read(velocity)?, dt),
             Op::Guidance { out, cond, uncond, scale } => kernels::guidance(write(out)?, read(cond)?, read(uncond)?, scale),
             Op::NonFinite { count, x } => kernels::non_finite(write(count)?, read(x)?),
+            Op::LargestMagnitude { largest, x } => kernels::largest_magnitude(write(largest)?, read(x)?),
             Op::Pixels { out, x } => kernels::map(write(out)?, read(x)?, math::to_byte),
         }
         Ok(())

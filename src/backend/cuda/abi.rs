@@ -11,7 +11,7 @@ pub const KL_E2M1: u32 = 5;
 pub const KL_POINTWISE_THREADS: u32 = 256;
 pub const KL_COPY: u32 = 0;
 pub const KL_SILU: u32 = 1;
-pub const KL_COUNT_BATCH: u32 = 4;
+pub const KL_REDUCTION_BATCH: u32 = 4;
 pub const KL_NORM_THREADS: u32 = 128;
 pub const KL_NORM_ROWS: u32 = 2;
 pub const KL_STREAMS: u32 = 2;
@@ -45,6 +45,10 @@ pub const KL_GEMM_PARTS: u32 = 4;
 pub const KL_SCALE_TILE_ROWS: u32 = 128;
 pub const KL_SCALE_TILE_COLS: u32 = 64;
 pub const KL_SCALE_TILE_BYTES: u32 = 512;
+pub const KL_EXPAND_THREADS: u32 = 256;
+pub const KL_EXPAND_VECTOR: u32 = 8;
+pub const KL_EXPAND_BATCH: u32 = 4;
+pub const KL_EXPAND_MATRICES: u32 = 8;
 pub const KL_SM90_CLUSTER: u32 = 2;
 pub const KL_SM90_STORE_ROWS: u32 = 16;
 pub const KL_SM90_WARPGROUP_ROWS: u32 = 64;
@@ -194,6 +198,19 @@ const _: () = {
     ["Offset of field: KlCount::count"][::core::mem::offset_of!(KlCount, count) - 0usize];
     ["Offset of field: KlCount::x"][::core::mem::offset_of!(KlCount, x) - 32usize];
     ["Offset of field: KlCount::words"][::core::mem::offset_of!(KlCount, words) - 64usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct KlLargest {
+    pub largest: KlMat,
+    pub x: KlMat,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlLargest"][::core::mem::size_of::<KlLargest>() - 64usize];
+    ["Alignment of KlLargest"][::core::mem::align_of::<KlLargest>() - 8usize];
+    ["Offset of field: KlLargest::largest"][::core::mem::offset_of!(KlLargest, largest) - 0usize];
+    ["Offset of field: KlLargest::x"][::core::mem::offset_of!(KlLargest, x) - 32usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -540,13 +557,30 @@ const _: () = {
 pub struct KlGemm {
     pub stream: [KlGemmStream; 2usize],
     pub schedule: KlTileSchedule,
+    pub saturated: u64,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlGemm"][::core::mem::size_of::<KlGemm>() - 1472usize];
+    ["Size of KlGemm"][::core::mem::size_of::<KlGemm>() - 1480usize];
     ["Alignment of KlGemm"][::core::mem::align_of::<KlGemm>() - 8usize];
     ["Offset of field: KlGemm::stream"][::core::mem::offset_of!(KlGemm, stream) - 0usize];
     ["Offset of field: KlGemm::schedule"][::core::mem::offset_of!(KlGemm, schedule) - 1440usize];
+    ["Offset of field: KlGemm::saturated"][::core::mem::offset_of!(KlGemm, saturated) - 1472usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct KlExpand {
+    pub w: [KlMat; 8usize],
+    pub scales: [u64; 8usize],
+    pub to: [u64; 8usize],
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlExpand"][::core::mem::size_of::<KlExpand>() - 384usize];
+    ["Alignment of KlExpand"][::core::mem::align_of::<KlExpand>() - 8usize];
+    ["Offset of field: KlExpand::w"][::core::mem::offset_of!(KlExpand, w) - 0usize];
+    ["Offset of field: KlExpand::scales"][::core::mem::offset_of!(KlExpand, scales) - 256usize];
+    ["Offset of field: KlExpand::to"][::core::mem::offset_of!(KlExpand, to) - 320usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

@@ -126,12 +126,12 @@ fn portable_attention(cx: &OpContext, out: KlMat, q: KlMat, kv: &[abi::KlKeyValu
     let heads = q.cols / p.head_dim;
     let mut operands = [q].into_iter().chain(kv.iter().flat_map(|s| [s.k, s.v]));
     let copyable = operands.all(|m| m.rows == 0 || is_async_copyable(&m, abi::KL_BF16));
-    let storable = out.dtype == abi::KL_BF16 && is_pair_aligned(&out);
-    if cx.choice != Choice::Naive && copyable && storable {
-        if head_dim == abi::KL_MMA_COLS as usize {
+    if cx.choice != Choice::Naive && copyable && is_pair_aligned(&out) {
+        if head_dim == abi::KL_MMA_COLS as usize && [abi::KL_BF16, abi::KL_E4M3].contains(&out.dtype) {
             return cx.kernels.launch(Kernel::AttentionMma, [q.rows.div_ceil(abi::KL_ATTENTION_BLOCK_Q), heads, 1], &p);
         }
-        if head_dim == abi::KL_WIDE_HEAD as usize && kv.len() == 1 && !causal && p.kv[0].k.rows > 0 {
+        let one_segment = kv.len() == 1 && p.kv[0].k.rows > 0;
+        if head_dim == abi::KL_WIDE_HEAD as usize && one_segment && !causal && out.dtype == abi::KL_BF16 {
             let tile = cx.largest_tile(WIDE_ATTENTIONS, |tile| tile.kernel, |tile| q.rows * heads / tile.block_q);
             return cx.kernels.launch(tile.kernel, [q.rows.div_ceil(tile.block_q), heads, 1], &p);
         }

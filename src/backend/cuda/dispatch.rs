@@ -27,6 +27,7 @@ pub fn kernels_of(op: &str) -> Vec<Kernel> {
         "euler" => vec![Kernel::Euler],
         "guidance" => vec![Kernel::Guidance],
         "non_finite" => vec![Kernel::CountNonFinite],
+        "largest_magnitude" => vec![Kernel::LargestMagnitude],
         "pixels" => vec![Kernel::Pixels],
         _ => Vec::new(),
     }
@@ -101,6 +102,7 @@ pub fn dispatch(cx: &OpContext, op: Op<'_>) -> Result<()> {
         Op::Euler { latents, velocity, dt } => pointwise::euler(cx, mat(latents)?, mat(velocity)?, dt),
         Op::Guidance { out, cond, uncond, scale } => pointwise::guidance(cx, mat(out)?, mat(cond)?, mat(uncond)?, scale),
         Op::NonFinite { count, x } => pointwise::non_finite(cx, mat(count)?, mat(x)?),
+        Op::LargestMagnitude { largest, x } => pointwise::largest_magnitude(cx, mat(largest)?, mat(x)?),
         Op::Pixels { out, x } => pointwise::pixels(cx, mat(out)?, mat(x)?),
     }
 }

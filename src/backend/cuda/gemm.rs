@@ -16,13 +16,13 @@ use std::ops::Range;
 
 /// The kernels of a GEMM with one part, the fastest first.
 pub fn kernels() -> Vec<Kernel> {
-    Tile::ALL.iter().map(|tile| tile.config().kernel).chain([Kernel::NaiveGemm]).collect()
+    Tile::ALL.iter().map(|tile| tile.config().kernel).chain([Kernel::Expand, Kernel::NaiveGemm]).collect()
 }
 
 /// The kernels of the fused projection, which needs tiles of whole heads.
 pub fn projection_kernels() -> Vec<Kernel> {
     let tiles = Tile::ALL.iter().map(|tile| tile.config()).filter(TileConfig::has_whole_heads);
-    tiles.map(|tile| tile.kernel).chain([Kernel::NaiveGemm, Kernel::QkNormRope]).collect()
+    tiles.map(|tile| tile.kernel).chain([Kernel::Expand, Kernel::NaiveGemm, Kernel::QkNormRope]).collect()
 }
 
 /// A GEMM whose columns all have one epilogue.
@@ -63,6 +63,12 @@ const NO_PART: KlGemmPart =
     KlGemmPart { out: NONE, extra: NONE, w: [NO_ROWS; 2], epilogue: 0, first_col: 0, tiles: 0, scale: 1.0 };
 
 const NO_MAPS: [KlTensorMap; abi::KL_GEMM_PARTS as usize] = [NO_MAP; abi::KL_GEMM_PARTS as usize];
+
+/// An address for each matrix of each stream.
+type Places = [[u64; abi::KL_GEMM_PARTS as usize]; abi::KL_STREAMS as usize];
+
+/// The pre-pass takes the matrices of all streams in one launch.
+const _: () = assert!(abi::KL_EXPAND_MATRICES == abi::KL_GEMM_PARTS * abi::KL_STREAMS);
 
 const NO_STREAM: KlGemmStream = KlGemmStream {
     x: NONE,
@@ -112,13 +118,19 @@ fn fits_sm90(stream: &KlGemmStream, tile: TileConfig) -> bool {
     })
 }
 
-/// Whether the portable kernel can compute a stream: it finds up rows where gate rows end.
+/// Whether the portable kernels can compute a stream: gates and ups that are as far apart as 32 bits can say.
 fn fits_mma(stream: &KlGemmStream) -> bool {
-    let adjacent = |part: &KlGemmPart| {
-        let [gate, up] = part.w;
-        part.epilogue != abi::KL_SWIGLU || (gate.matrix, gate.first + part.out.cols) == (up.matrix, up.first)
-    };
-    stream.part.iter().all(adjacent)
+    stream.part.iter().all(|part| {
+        let [gate, up] = part.w.map(|rows| &stream.w[rows.matrix as usize]);
+        let near = gate.data.abs_diff(up.data) < (1 << 35) && gate.stride == up.stride;
+        part.epilogue != abi::KL_SWIGLU || near
+    })
+}
+
+/// Whether a tile's kernel computes GEMMs of these operands. The portable ones take weights that were expanded before.
+fn multiplies(tile: TileConfig, operands: GemmOperands) -> bool {
+    tile.operands == operands
+        || operands == GemmOperands::MixedInput && tile.operands == GemmOperands::Bf16 && tile.cluster.is_none()
 }
 
 /// What the tensor-core kernels of a stream multiply.
@@ -316,7 +328,7 @@ fn plan(cx: &OpContext, streams: &[KlGemmStream]) -> Option<GemmPlan> {
             true => same_k && divisible && streams.iter().all(|s| fits_sm90(s, config)),
             false => streams.iter().all(fits_mma),
         };
-        config.operands == operands && fits && cx.kernels.has(config.kernel)
+        multiplies(config, operands) && fits && cx.kernels.has(config.kernel)
     };
     let gemm = GroupedGemm { shapes: &shapes, k, same_k };
     match cx.choice {
@@ -348,8 +360,9 @@ fn launch(cx: &OpContext, streams: &[KlGemmStream], plan: GemmPlan) -> Result<()
     let tiles: u32 = stream.iter().map(|s| s.row_tiles * s.col_tiles).sum();
     let schedule = cx.tile_schedule(plan.schedule, tiles, k_of(streams).div_ceil(block_k));
     let Some(mode) = cluster else {
-        let ctas = plan.schedule.full_tiles + plan.schedule.workers;
-        return cx.kernels.launch(kernel, [ctas, 1, 1], &abi::KlGemm { stream, schedule });
+        expand(cx, &mut stream)?;
+        let (ctas, saturated) = (plan.schedule.full_tiles + plan.schedule.workers, cx.memory.saturated());
+        return cx.kernels.launch(kernel, [ctas, 1, 1], &abi::KlGemm { stream, schedule, saturated });
     };
     let group = stream.map(|s| group_m(plan.tile, s.row_tiles, s.col_tiles, cx.sms));
     let maps = [NO_MAPS; abi::KL_STREAMS as usize];
@@ -393,29 +406,60 @@ fn in_bf16(w: &KlMat, to: u64) -> KlMat {
     KlMat { data: to, stride: u64::from(w.cols), dtype: abi::KL_BF16, scale: 1.0, ..*w }
 }
 
-/// How the quantised matrices of a mixed-input GEMM are expanded. A wave computes `wave` columns of clusters' tiles.
+/// Where the quantised matrices of a mixed-input GEMM are expanded to; zero for other matrices.
+fn expanded_places(cx: &OpContext, stream: &[KlGemmStream]) -> Result<Places> {
+    let (begin, room) = cx.memory.expansion();
+    let (mut places, mut end) = (Places::default(), begin);
+    for (places, s) in places.iter_mut().zip(stream) {
+        for (to, w) in places.iter_mut().zip(&s.w).filter(|(_, w)| w.data != 0 && w.dtype != abi::KL_BF16) {
+            *to = end;
+            end += bytes(u64::from(w.rows) * u64::from(w.cols), abi::KL_BF16).next_multiple_of(ALIGN);
+        }
+    }
+    if end - begin > room {
+        return Err(Error::Op { op: "linear", what: format!("{} bytes of weights cannot be expanded", end - begin) });
+    }
+    Ok(places)
+}
+
+/// Expands the quantised matrices of a mixed-input GEMM before it, and puts what they become in their place.
+fn expand(cx: &OpContext, stream: &mut [KlGemmStream]) -> Result<()> {
+    if operands(&stream[0]) != GemmOperands::MixedInput {
+        return Ok(());
+    }
+    const NONE_EXPANDED: [u64; abi::KL_EXPAND_MATRICES as usize] = [0; abi::KL_EXPAND_MATRICES as usize];
+    let mut p = abi::KlExpand { w: [NONE; abi::KL_EXPAND_MATRICES as usize], scales: NONE_EXPANDED, to: NONE_EXPANDED };
+    let (places, mut count, mut vectors) = (expanded_places(cx, stream)?, 0, 0);
+    for (s, places) in stream.iter_mut().zip(places) {
+        for ((w, scales), to) in s.w.iter_mut().zip(&mut s.scales).zip(places).filter(|(_, to)| *to != 0) {
+            (p.w[count], p.scales[count], p.to[count]) = (*w, *scales, to);
+            vectors = vectors.max(w.rows * (w.cols / abi::KL_EXPAND_VECTOR));
+            count += 1;
+            // The scales of blocks are applied now, those of rows by the GEMM.
+            *scales = if w.dtype == abi::KL_E2M1 { 0 } else { *scales };
+            *w = in_bf16(w, to);
+        }
+    }
+    let ctas = vectors.div_ceil(abi::KL_EXPAND_THREADS * abi::KL_EXPAND_BATCH);
+    cx.kernels.launch(Kernel::Expand, [ctas, count as u32, 1], &p)
+}
+
+/// How the quantised matrices of a mixed-input GEMM are expanded by the GEMM itself. A wave computes `wave` columns of clusters' tiles.
 fn expansion(cx: &OpContext, stream: &[KlGemmStream], tile: Tile, wave: u32) -> Result<abi::KlExpansion> {
     let TileConfig { block_n, block_k, operands, .. } = tile.config();
     let mut expansion = abi::KlExpansion { counters: 0, to: [[0; _]; _], units: 0, tiles: 0 };
     if operands != GemmOperands::MixedInput {
         return Ok(expansion);
     }
-    let (begin, room) = cx.memory.expansion();
-    let mut end = begin;
-    for (to, s) in expansion.to.iter_mut().zip(stream) {
-        for (to, w) in to.iter_mut().zip(&s.w).filter(|(_, w)| w.data != 0 && w.dtype != abi::KL_BF16) {
-            *to = end;
-            end += bytes(u64::from(w.rows) * u64::from(w.cols), abi::KL_BF16).next_multiple_of(ALIGN);
-        }
-    }
-    if end == begin {
+    expansion.to = expanded_places(cx, stream)?;
+    if expansion.to.as_flattened().iter().all(|&to| to == 0) {
         return Ok(expansion);
     }
     let groups = k_of(stream).div_ceil(block_k).div_ceil(abi::KL_EXPANSION_GROUP);
     let tiles: u32 = stream.iter().flat_map(|s| &s.part).map(|part| part.tiles).sum();
     let needed = 4 * u64::from(abi::KL_EXPANSION_COUNTERS + tiles * groups);
-    if end - begin > room || needed > cx.memory.expansion_counter_bytes() {
-        return Err(Error::Op { op: "linear", what: format!("{} bytes of weights cannot be expanded", end - begin) });
+    if needed > cx.memory.expansion_counter_bytes() {
+        return Err(Error::Op { op: "linear", what: format!("{tiles} column tiles of weights cannot be expanded") });
     }
     expansion.counters = cx.memory.expansion_counters();
     expansion.units = tiles * groups * 2 * (block_n / 2).div_ceil(abi::KL_EXPANSION_ROWS);
@@ -474,7 +518,7 @@ fn projection_in_passes(cx: &OpContext, op: &'static str, streams: &[Projection<
             }
             // Rounded before and after the norm, queries and keys of e4m3 would have twice the error.
             if part.out.dtype.is_quantised() {
-                return Err(Error::Op { op, what: format!("heads in {:?} need tensor cores of Hopper", part.out) });
+                return Err(Error::Op { op, what: format!("heads in {:?} need tensor cores", part.out) });
             }
             let (x, weight, table) = (cx.mat(part.out, op)?, cx.mat_if(part.extra, op)?, cx.mat(s.rope.table, op)?);
             heads.push(QkHeads {

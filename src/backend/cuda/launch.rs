@@ -69,6 +69,7 @@ with_instantiations! { kernels {
     Guidance = "pointwise" "kl_guidance" (KlGuidance) abi::KL_POINTWISE_THREADS;
     Pixels = "pointwise" "kl_pixels" (KlPixels) abi::KL_POINTWISE_THREADS;
     CountNonFinite = "pointwise" "kl_count" (KlCount) abi::KL_POINTWISE_THREADS;
+    LargestMagnitude = "pointwise" "kl_largest" (KlLargest) abi::KL_POINTWISE_THREADS;
     RmsNormAny = "norm_rows" "kl_rms_norm_any" (KlRmsNorm) abi::KL_NORM_THREADS;
     LayerNormAny = "norm_rows" "kl_layer_norm_any" (KlLayerNorm) abi::KL_NORM_THREADS;
     QkNormRope = "qk_norm_rope" "kl_qk_norm_rope" (KlQkNormRope) abi::KL_NORM_THREADS;
@@ -81,6 +82,7 @@ with_instantiations! { kernels {
     NaiveConv = "naive" "kl_naive_conv" (KlConv) abi::KL_NAIVE_THREADS;
     NaiveAttention = "naive" "kl_naive_attention" (KlAttention) abi::KL_ATTENTION_WARPS * 32;
     AttentionMma = "attention_mma" "kl_attention_mma" (KlAttention) abi::KL_ATTENTION_THREADS, shared abi::KL_ATTENTION_SHARED;
+    Expand = "expand" "kl_expand" (KlExpand) abi::KL_EXPAND_THREADS;
     ConvStats = "conv_mma" "kl_conv_stats" (KlConv) abi::KL_NORM_THREADS;
     Selftest = "selftest_sm90" "kl_selftest" (KlSelftest) abi::KL_SELFTEST_THREADS, overlap in clusters of abi::KL_SELFTEST_CLUSTER;
 } }
@@ -93,8 +95,8 @@ macro_rules! params {
 }
 
 params! {
-    KlMap KlPatch KlEuler KlGuidance KlPixels KlCount KlRmsNorm KlLayerNorm KlQkNormRope KlGroupStats KlGroupNorm
-    KlNaiveGemm KlConv KlAttention KlGemm KlGemmSm90 KlAttentionSm90 KlSelftest
+    KlMap KlPatch KlEuler KlGuidance KlPixels KlCount KlLargest KlRmsNorm KlLayerNorm KlQkNormRope KlGroupStats KlGroupNorm
+    KlNaiveGemm KlConv KlAttention KlGemm KlExpand KlGemmSm90 KlAttentionSm90 KlSelftest
 }
 
 impl Kernel {
@@ -113,14 +115,14 @@ impl Kernel {
         self.row().cluster
     }
 
-    /// The compute capability that its file is for, or `None` if the file is portable; without a minor version, all of the major one.
-    fn capability(self) -> Option<(u32, Option<u32>)> {
-        SPECIFIC.iter().find(|(file, _)| *file == self.file()).map(|(_, capability)| *capability)
+    /// The first and the last compute capability that its file is for, or `None` if the file is portable.
+    fn capabilities(self) -> Option<[(u32, u32); 2]> {
+        SPECIFIC.iter().find(|(file, _)| *file == self.file()).map(|(_, capabilities)| *capabilities)
     }
 
     /// Whether a GPU of this compute capability can run it.
-    fn runs_on(self, (major, minor): (u32, u32)) -> bool {
-        self.capability().is_none_or(|(of, only)| major == of && only.is_none_or(|only| minor == only))
+    fn runs_on(self, capability: (u32, u32)) -> bool {
+        self.capabilities().is_none_or(|[first, last]| (first..=last).contains(&capability))
     }
 }
 
@@ -169,7 +171,7 @@ impl Kernels {
         }
         let image = match images(kernel.file()) {
             // The file was built for other GPUs only; every op has a kernel that runs anywhere.
-            Err(Error::NoGpu { .. }) if kernel.capability().is_some() => return Ok(None),
+            Err(Error::NoGpu { .. }) if kernel.capabilities().is_some() => return Ok(None),
             image => image?,
         };
         let module = self.driver.load(&image)?;
@@ -243,10 +245,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_named_after_an_architecture_runs_on_it_alone() {
+    fn a_file_named_after_an_architecture_runs_where_its_instructions_are() {
         let on = |kernel: Kernel| [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)].map(|c| kernel.runs_on(c));
         assert_eq!(on(Kernel::Map), [true; 5]);
         assert_eq!(on(Kernel::Selftest), [false, false, true, false, false]);
+        assert_eq!(on(Kernel::GemmFp8Mma128x128), [false, true, true, true, true]);
     }
 
     #[test]

@@ -48,15 +48,23 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The quantised GEMMs that there are kernels for on GPUs of this compute capability. Other weights are expanded to bf16 when
-/// they are uploaded.
+/// The quantised GEMMs that there are kernels for on GPUs of this compute capability. Weights with plain inputs are expanded to
+/// bf16: by the GEMM itself on Hopper, elsewhere by a kernel before it.
 pub const fn gemm_formats(capability: (u32, u32)) -> GemmFormats {
-    const EXPANDED: GemmFormats = GemmFormats { w8a16: true, w4a16: true, expands: true, ..GemmFormats::NONE };
+    let expanded = GemmFormats { w8a16: true, w4a16: true, expands: true, ..GemmFormats::NONE };
     match capability {
-        (9, 0) => GemmFormats { w8a8: true, qk8: true, ..EXPANDED },
-        (8, 9) | (10.., _) => GemmFormats { w8a8: true, ..EXPANDED },
-        (8, _) => EXPANDED,
-        _ => GemmFormats::NONE,
+        (9, 0) => GemmFormats { w8a8: true, qk8: true, ..expanded },
+        (8, ..9) => expanded,
+        _ => GemmFormats { w8a8: true, ..expanded },
+    }
+}
+
+/// How sums of e4m3 products are accumulated on GPUs of this compute capability, if that was asked for: the portable kernel has
+/// exact sums only.
+pub const fn fp8_accumulate(capability: (u32, u32), asked: Fp8Accumulate) -> Fp8Accumulate {
+    match capability {
+        (9, 0) => asked,
+        _ => Fp8Accumulate::Exact,
     }
 }
 
@@ -282,11 +290,11 @@ impl Backend for Cuda {
         let has = |kernel| self.context.kernels.has(kernel);
         // A build may lack the kernels of this GPU.
         GemmFormats {
-            w8a8: has(Kernel::GemmFp8_256x192),
-            w8a16: has(Kernel::GemmMixed256x192),
-            w4a16: has(Kernel::GemmMixed256x192),
+            w8a8: has(Kernel::GemmFp8_256x192) || has(Kernel::GemmFp8Mma128x128),
+            w8a16: has(Kernel::Expand),
+            w4a16: has(Kernel::Expand),
             qk8: has(Kernel::AttentionSm90MaxFreeE4m3),
-            expands: has(Kernel::GemmMixed256x192),
+            expands: has(Kernel::Expand),
             ..GemmFormats::NONE
         }
         .and(gemm_formats(self.device().capability))

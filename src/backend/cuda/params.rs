@@ -66,9 +66,9 @@ pub fn flatten<const N: usize>(mut mats: [KlMat; N]) -> [KlMat; N] {
     mats
 }
 
-/// Whether bf16 values can be loaded and stored in pairs.
+/// Whether values can be loaded and stored in pairs.
 pub fn is_pair_aligned(m: &KlMat) -> bool {
-    m.data.is_multiple_of(4) && m.stride.is_multiple_of(2)
+    m.data.is_multiple_of(bytes(2, m.dtype)) && m.stride.is_multiple_of(2)
 }
 
 /// Whether rows of that type can be loaded and stored [`VECTOR`] values at a time, of which an instruction takes up to sixteen
@@ -80,9 +80,9 @@ pub fn is_vectorizable(m: &KlMat, dtype: u32) -> bool {
 }
 
 /// Whether `cp.async` and TMA can copy an operand of a tensor-core kernel: of that type, sixteen bytes at a time, from 32-bit
-/// offsets. Rows of e2m1 have whole tiles of block scales.
+/// offsets. Of e2m1, which is expanded on the way, it is a block of sixteen elements at a time.
 pub fn is_async_copyable(m: &KlMat, dtype: u32) -> bool {
-    let elements = if dtype == abi::KL_E2M1 { u64::from(abi::KL_SCALE_TILE_COLS) } else { 16 * 8 / bits(dtype) };
+    let elements = if dtype == abi::KL_E2M1 { nvfp4::BLOCK as u64 } else { 16 * 8 / bits(dtype) };
     m.dtype == dtype
         && m.data.is_multiple_of(16)
         && m.stride.is_multiple_of(elements)
@@ -139,12 +139,11 @@ mod tests {
     }
 
     #[test]
-    fn rows_of_e2m1_have_whole_tiles_of_scales() {
-        let m = KlMat { data: 1 << 20, stride: 576, rows: 5, cols: 576, dtype: abi::KL_E2M1, scale: 1.0 };
+    fn rows_of_e2m1_have_whole_blocks() {
+        let m = KlMat { data: 1 << 20, stride: 48, rows: 5, cols: 48, dtype: abi::KL_E2M1, scale: 1.0 };
         let copyable = |m: KlMat| is_async_copyable(&m, abi::KL_E2M1);
-        assert!(copyable(m) && copyable(KlMat { data: m.data + 16, stride: 640, ..m }));
-        // Sixteen bytes are 32 elements, a tile of scales has 64.
-        assert!(!copyable(KlMat { data: m.data + 8, ..m }) && !copyable(KlMat { cols: 544, ..m }));
-        assert!(!copyable(KlMat { stride: 608, ..m }) && !copyable(KlMat { dtype: abi::KL_E4M3, ..m }));
+        assert!(copyable(m) && copyable(KlMat { data: m.data + 16, stride: 64, ..m }));
+        assert!(!copyable(KlMat { data: m.data + 8, ..m }) && !copyable(KlMat { cols: 40, ..m }));
+        assert!(!copyable(KlMat { stride: 56, ..m }) && !copyable(KlMat { dtype: abi::KL_E4M3, ..m }));
     }
 }

@@ -34,16 +34,27 @@ pub fn guidance(cx: &OpContext, out: KlMat, cond: KlMat, uncond: KlMat, scale: f
 
 /// How many values are not finite.
 pub fn non_finite(cx: &OpContext, count: KlMat, x: KlMat) -> Result<()> {
-    /// CTAs that are resident on an SM at the same time.
-    const CTAS_PER_SM: u32 = 8;
     let [x] = flatten([x]);
     let p = abi::KlCount { count, x, words: cx.memory.counters() };
+    cx.kernels.launch(Kernel::CountNonFinite, reduction_grid(cx, &x), &p)
+}
+
+/// The largest magnitude, also of what was found before.
+pub fn largest_magnitude(cx: &OpContext, largest: KlMat, x: KlMat) -> Result<()> {
+    let [x] = flatten([x]);
+    cx.kernels.launch(Kernel::LargestMagnitude, reduction_grid(cx, &x), &abi::KlLargest { largest, x })
+}
+
+/// The grid of a kernel that reduces a matrix to one value.
+fn reduction_grid(cx: &OpContext, x: &KlMat) -> [u32; 3] {
+    /// CTAs that are resident on an SM at the same time.
+    const CTAS_PER_SM: u32 = 8;
     // No more CTAs than run at once, and at least one batch of loads for each thread.
     let most = CTAS_PER_SM * cx.sms;
     let value_bytes = if x.dtype == abi::KL_F32 { 4 } else { 2 };
-    let batch_bytes = abi::KL_POINTWISE_THREADS * abi::KL_COUNT_BATCH * 16;
+    let batch_bytes = abi::KL_POINTWISE_THREADS * abi::KL_REDUCTION_BATCH * 16;
     let columns = x.cols.div_ceil(batch_bytes / value_bytes).clamp(1, most);
-    cx.kernels.launch(Kernel::CountNonFinite, [columns, x.rows.clamp(1, most.div_ceil(columns)), 1], &p)
+    [columns, x.rows.clamp(1, most.div_ceil(columns)), 1]
 }
 
 /// Values within -1..1 as bytes.

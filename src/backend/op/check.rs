@@ -118,7 +118,7 @@ impl Op<'_> {
                 fits(same(latents, velocity) && latents.dtype == DType::F32, "shapes")?;
             }
             Self::Guidance { out, cond, uncond, .. } => fits(same(out, cond) && same(out, uncond), "shapes")?,
-            Self::NonFinite { count, .. } => fits(vector(count, 1), "shapes")?,
+            Self::NonFinite { count: one, .. } | Self::LargestMagnitude { largest: one, .. } => fits(vector(one, 1), "shapes")?,
             Self::Pixels { out, x } => fits(same(out, x) && out.dtype == DType::U8, "shapes")?,
         }
 

@@ -66,6 +66,23 @@ Exit codes:
   6 no usable GPU or a fault of it, 7 a numeric fault, 70 a bug in kiln, 130 and 143 stopped by a
   signal";
 
+/// The end of `kiln quantize --help`.
+pub(super) const QUANTIZE_EXAMPLES: &str = "\
+Examples:
+  kiln quantize ~/models/FLUX.2-klein-4B ~/models/klein-4b-fp8 --to fp8
+      A folder that is a model: transformer and text encoder in FP8, everything else copied.
+      kiln \"a red fox\" --model ~/models/klein-4b-fp8 uses it.
+
+  kiln quantize black-forest-labs/FLUX.2-klein-4B klein-4b-nvfp4.safetensors --to nvfp4
+  kiln quantize ~/ComfyUI/models qwen-fp8.safetensors --to fp8 --part text-encoder
+      One part as a single file, for ComfyUI as well.
+
+  kiln quantize klein.safetensors klein-fp8.safetensors --to fp8 --no-calibration
+      A single file without the rest of its model: inputs are scaled by constants.
+
+  kiln quantize ~/models/FLUX.2-klein-4B out --to nvfp4 --keep 'single_blocks.0.*' --keep '*.proj'
+      Some layers stay in BF16.";
+
 /// The end of `kiln bench -h`.
 pub(super) const BENCH_EXAMPLE: &str = "Example: kiln bench --width 1024 --height 1024 --runs 10";
 

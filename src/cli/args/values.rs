@@ -4,6 +4,7 @@ use crate::backend::Fp8Accumulate;
 use crate::config::Variant;
 use crate::model::{AttentionFormat, Nvfp4Math};
 use crate::names::Layout;
+use crate::part::Part;
 use crate::predict::{CARDS, Card};
 use crate::tensor::quantise::QuantisedFormat;
 use crate::tensor::{DType, Nvfp4Layout, Precision};
@@ -90,12 +91,32 @@ choice! {
 }
 
 choice! {
+    /// Values of `--to`.
+    FormatArg for QuantisedFormat {
+        /// One byte a weight: e4m3 with one scale a layer
+        Fp8 => QuantisedFormat::Fp8,
+        /// Half a byte a weight and a scale for every sixteen; in text encoders MLPs only, the rest is FP8
+        Nvfp4 => QuantisedFormat::Nvfp4,
+    }
+}
+
+choice! {
     /// Values of `--quantize`.
     QuantizeArg for QuantisedFormat {
         /// e4m3, with a scale for each row and, in the transformer, inputs in e4m3: half the memory
         Fp8 => QuantisedFormat::Fp8,
         /// e2m1, with a scale for every sixteen columns of a row, by plain inputs: less than a third of the memory
         Nvfp4 => QuantisedFormat::Nvfp4,
+    }
+}
+
+choice! {
+    /// Values of `--part`.
+    PartArg for Part {
+        /// The transformer
+        Transformer => Part::Transformer,
+        /// The text encoder
+        TextEncoder => Part::TextEncoder,
     }
 }
 

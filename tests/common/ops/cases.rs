@@ -4,7 +4,7 @@
 
 use super::attention::{self, Heads, Scores, attend};
 use super::oracle;
-use super::{Case, Check, Expected, Fit, Mat, Rig, fp8_gemms, gemms, nvfp4_gemms, quantised, stored, want};
+use super::{Case, Check, Expected, Fit, Mat, PADDING, Rig, fp8_gemms, gemms, nvfp4_gemms, quantised, stored, want};
 use kiln::backend::{Conv, GroupNorm, LatentStats, Modulated, Op, Role, RopeStyle, Sampling};
 use kiln::tensor::DType::{self, Bf16, F16, F32, U8};
 use kiln::tensor::Stored;
@@ -127,10 +127,24 @@ fn row_wise(table: &mut Table) {
             rig.run(op, &[(x.t, want!(euler(&x.host, &v.host, -0.37)))]);
         });
         non_finite(table, rows, cols);
+        largest_magnitude(table, rows, cols, 0.0, "");
+        largest_magnitude(table, rows, cols, 1e30, " and a larger one before");
         table.add(format!("pixels {rows}x{cols}"), move |rig| {
             let (x, out) = (rig.input(rows, cols, |v| 1.25 * v), rig.output_as(U8, rows, cols));
             rig.run(Op::Pixels { out, x: x.t }, &[(out, want!(pixels(&x.host)))]);
         });
+    }
+    largest_magnitude(table, 0, 128, 0.25, "");
+    for (rows, cols) in [(7, 113), (113, 128)] {
+        let infinite = |v| if v < -0.9 { f32::NEG_INFINITY } else { v };
+        largest_of(table, format!("{rows}x{cols} with infinities"), rows, cols, 0.0, infinite);
+        let nan = |v| match v {
+            0.9.. => -f32::NAN,
+            ..-0.9 => f32::INFINITY,
+            v => v,
+        };
+        largest_of(table, format!("{rows}x{cols} with nan"), rows, cols, 0.0, nan);
+        largest_of(table, format!("{rows}x{cols} and nan before"), rows, cols, f32::NAN, |v| v);
     }
     // Widths around those at which other kernels are selected; some threads have a vector less than others, or none.
     for cols in [8, 264, 1024, 1032, 2040, 3064, 3080, 4104, 6152, 8192, 8200] {
@@ -146,6 +160,7 @@ fn row_wise(table: &mut Table) {
     // More than one wave of CTAs on a GPU.
     table.variants = TWO;
     non_finite(table, 3001, 3000);
+    largest_magnitude(table, 3001, 3000, 0.0, "");
     table.variants = ALL;
 }
 
@@ -161,6 +176,21 @@ fn non_finite(table: &mut Table, rows: usize, cols: usize) {
         let count = rig.output_as(F32, 1, 1);
         let want = |_| Expected::naive_f32(vec![found as f64], vec![found as f32]);
         rig.run(Op::NonFinite { count, x: x.t }, &[(count, Box::new(want))]);
+    });
+}
+
+/// `before` is the result of a former op.
+fn largest_magnitude(table: &mut Table, rows: usize, cols: usize, before: f32, label: &str) {
+    largest_of(table, format!("{rows}x{cols}{label}"), rows, cols, before, |v| v * 1e20);
+}
+
+fn largest_of(table: &mut Table, label: String, rows: usize, cols: usize, before: f32, value: fn(f32) -> f32) {
+    table.add(format!("largest_magnitude {label}"), move |rig| {
+        let x = rig.input(rows, cols, value);
+        let largest = rig.operand(1, 1, F32, PADDING, |_| before);
+        let most = x.host.data.iter().map(|v| v.abs()).fold(before, |a, b| if a.total_cmp(&b).is_lt() { b } else { a });
+        let want = |_| Expected::naive_f32(vec![f64::from(most)], vec![most]);
+        rig.run(Op::LargestMagnitude { largest: largest.t, x: x.t }, &[(largest.t, Box::new(want))]);
     });
 }
 

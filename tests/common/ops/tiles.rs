@@ -22,7 +22,10 @@ fn operands(name: &str) -> GemmOperands {
 /// what takes the naive kernels is the same with every tile. The host computes the widths of the real models for longer than all
 /// the rest, so these run only with the tiles that a real model takes.
 pub fn has_tile(name: &str, tile: Tile) -> bool {
-    if tile.config().operands != operands(name) {
+    let (own, operands) = (tile.config().operands, operands(name));
+    // The portable kernels of bf16 take weights that a kernel before them has expanded.
+    let expanded = operands == GemmOperands::MixedInput && own == GemmOperands::Bf16 && !tile.is_sm90();
+    if own != operands && !expanded {
         return false;
     }
     let usual = matches!(tile, Tile::Sm90_256x192 | Tile::Sm90_128x256);

@@ -172,12 +172,13 @@ __attribute__((always_inline)) inline void step_of(int rows, int cols, const A& 
 KL_VECTOR_CLONES void step_bf16_sm80(int rows, int cols, const A& a, const B& b, float* d) { step_of<8, 14, 24, 23>(rows, cols, a, b, d); }
 KL_VECTOR_CLONES void step_bf16_sm90(int rows, int cols, const A& a, const B& b, float* d) { step_of<16, 14, 25, 23>(rows, cols, a, b, d); }
 KL_VECTOR_CLONES void step_e4m3_sm89(int rows, int cols, const A& a, const B& b, float* d) { step_of<16, 6, 13, 13>(rows, cols, a, b, d); }
+KL_VECTOR_CLONES void step_e4m3_as_f16(int rows, int cols, const A& a, const B& b, float* d) { step_of<16, 6, 25, 23>(rows, cols, a, b, d); }
 KL_VECTOR_CLONES void step_e4m3_sm90(int rows, int cols, const A& a, const B& b, float* d) { step_of<32, 6, 13, 13>(rows, cols, a, b, d); }
 KL_VECTOR_CLONES void step_e4m3_sm120(int rows, int cols, const A& a, const B& b, float* d) { step_of<32, 6, 25, 23>(rows, cols, a, b, d); }
 
 void step(const MmaModel& model, int rows, int cols, const A& a, const B& b, float* d) {
   if (model.element == MmaElement::kBf16) return (model.step == 8 ? step_bf16_sm80 : step_bf16_sm90)(rows, cols, a, b, d);
-  if (model.step == 16) return step_e4m3_sm89(rows, cols, a, b, d);
+  if (model.step == 16) return (model.sum_places == 13 ? step_e4m3_sm89 : step_e4m3_as_f16)(rows, cols, a, b, d);
   return (model.sum_places == 13 ? step_e4m3_sm90 : step_e4m3_sm120)(rows, cols, a, b, d);
 }
 

@@ -22,6 +22,8 @@ constexpr MmaModel kMmaBf16Sm80 = {MmaElement::kBf16, 8, 24, 23};
 constexpr MmaModel kMmaBf16Sm90 = {MmaElement::kBf16, 16, 25, 23};
 constexpr MmaModel kWgmmaBf16 = {MmaElement::kBf16, 16, 25, 23};
 constexpr MmaModel kMmaE4m3Sm89 = {MmaElement::kE4m3, 16, 13, 13};
+// sm_90 and sm_100 have no such instruction: operands are converted to f16, of which all values of e4m3 are, and multiplied as those are.
+constexpr MmaModel kMmaE4m3Sm90 = {MmaElement::kE4m3, 16, 25, 23};
 constexpr MmaModel kWgmmaE4m3 = {MmaElement::kE4m3, 32, 13, 13};
 constexpr MmaModel kMmaE4m3Sm120 = {MmaElement::kE4m3, 32, 25, 23};
 

@@ -108,6 +108,7 @@ struct Named {
 constexpr Named kModels[] = {
     {"mma bf16 sm_80", kMmaBf16Sm80}, {"mma bf16 sm_90", kMmaBf16Sm90}, {"wgmma bf16", kWgmmaBf16},
     {"mma e4m3 sm_89", kMmaE4m3Sm89}, {"wgmma e4m3", kWgmmaE4m3},       {"mma e4m3 sm_120", kMmaE4m3Sm120},
+    {"mma e4m3 sm_90", kMmaE4m3Sm90},
 };
 
 // Random operands: bf16 within `spread` binary orders of magnitude around 2^middle, with zeros and subnormal numbers in between.

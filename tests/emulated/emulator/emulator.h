@@ -13,10 +13,11 @@ extern "C" {
 /* Finds a kernel by module (the name of its file without extension) and symbol; -1 if there is none. */
 int32_t kl_emu_kernel(const char* module, const char* symbol, uint64_t* param_bytes, uint32_t* max_threads);
 
-/* `cluster` CTAs along x are a cluster; `overlap` allows the kernel to start before the previous one has ended. */
+/* `cluster` CTAs along x are a cluster; `overlap` allows the kernel to start before the previous one has ended; `capability` is that of
+ * the GPU, ten times the major version plus the minor one: tensor cores differ in how they add up. */
 typedef struct {
   uint32_t grid[3];
-  uint32_t threads, shared, cluster, overlap;
+  uint32_t threads, shared, cluster, overlap, capability;
 } KlEmuLaunch;
 
 /* Queues a launch and runs what was queued before; the seed decides the order of all that hardware leaves open. */

@@ -37,6 +37,8 @@ pub struct Launch {
     pub cluster: u32,
     /// 1 if the kernel may start before its predecessor has ended.
     pub overlap: u32,
+    /// The compute capability of the GPU, ten times the major version plus the minor one.
+    pub capability: u32,
 }
 
 /// What a tensor map describes.

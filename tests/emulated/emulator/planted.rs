@@ -208,4 +208,49 @@ pub const ALL: &[Planted] = &[
         find: "    __syncthreads();  // all warps have read the sums of squares\n",
         replace: "",
     },
+    // The codes of a byte are taken in the wrong order.
+    Planted {
+        name: "nibbles_exchanged",
+        kernel_file: "expand",
+        tile: "KL_GEMM_MMA(gemm_mma, 128, 128,",
+        source: "common/expand.cuh",
+        find: "permute_bytes<0x4000>(codes, odd)",
+        replace: "permute_bytes<0x0040>(codes, odd)",
+    },
+    // The pre-pass takes the scale of the block before.
+    Planted {
+        name: "scale_of_another_block",
+        kernel_file: "expand",
+        tile: "KL_GEMM_MMA(gemm_mma, 128, 128,",
+        source: "expand.cu",
+        find: "block_scale_offset(row, col / 16,",
+        replace: "block_scale_offset(row, col / 32,",
+    },
+    // The pre-pass stops one vector early.
+    Planted {
+        name: "last_vector_not_expanded",
+        kernel_file: "expand",
+        tile: "KL_GEMM_MMA(gemm_mma, 128, 128,",
+        source: "expand.cu",
+        find: "    if (at < vectors) reinterpret_cast<uint4*>",
+        replace: "    if (at + 1 < vectors) reinterpret_cast<uint4*>",
+    },
+    // Gates are multiplied by the scales of ups.
+    Planted {
+        name: "scales_of_the_other_half",
+        kernel_file: "gemm_fp8_sm89",
+        tile: "KL_GEMM_FP8_MMA(gemm_fp8_sm89, 128, 128,",
+        source: "gemm/epilogue_mma.cuh",
+        find: "part.w[swiglu ? n % 2 : 0]",
+        replace: "part.w[swiglu ? 1 - n % 2 : 0]",
+    },
+    // Tensor cores of Ada add up all of K.
+    Planted {
+        name: "missing_promotion",
+        kernel_file: "gemm_fp8_sm89",
+        tile: "KL_GEMM_FP8_MMA(gemm_fp8_sm89, 128, 128,",
+        source: "gemm_fp8_sm89.cu",
+        find: "static constexpr bool kPromotes = true;",
+        replace: "static constexpr bool kPromotes = false;",
+    },
 ];

@@ -1,5 +1,5 @@
-// The instructions of sm_80: flags between CTAs, cp.async, ldmatrix, mma.sync, ex2; and the built-ins that need the runtime.
-#include "include/ptx/sm80.cuh"
+// The instructions of sm_80 and sm_89: flags between CTAs, cp.async, ldmatrix, mma.sync, ex2; and the built-ins that need the runtime.
+#include "include/ptx/sm89.cuh"
 
 #include <string.h>
 
@@ -52,6 +52,9 @@ unsigned atomicExch(unsigned* at, unsigned value) {
 }
 unsigned atomicInc(unsigned* at, unsigned last) {
   return atomic(at, "atomicInc", [=](unsigned old) { return old >= last ? 0 : old + 1; });
+}
+unsigned atomicMax(unsigned* at, unsigned value) {
+  return atomic(at, "atomicMax", [=](unsigned old) { return old < value ? value : old; });
 }
 
 void store_release(uint32_t* to, uint32_t v) {
@@ -205,27 +208,42 @@ struct Mma {
   uint32_t b[2];
 };
 
-void multiply(void* const* lanes, uint32_t) {
-  constexpr int kM = 16, kN = 8, kK = 16;
-  uint16_t a[kM][kK], b[kN][kK];
+// An operand has 32 bytes of K: sixteen elements of bf16, or 32 of e4m3.
+void multiply(void* const* lanes, const MmaModel& model) {
+  constexpr int kM = 16, kN = 8, kBytes = 32;
+  uint8_t a[kM][kBytes], b[kN][kBytes];
   float d[kM][kN];
   for (uint32_t lane = 0; lane < kLanes; lane++) {
     const Mma& own = *static_cast<const Mma*>(lanes[lane]);
-    const uint32_t row = lane / 4, col = lane % 4 * 2;
-    for (uint32_t i = 0; i < 4; i++) memcpy(&a[row + i % 2 * 8][col + i / 2 * 8], &own.a[i], sizeof(own.a[i]));
-    for (uint32_t i = 0; i < 2; i++) memcpy(&b[row][col + 8 * i], &own.b[i], sizeof(own.b[i]));
-    for (uint32_t e = 0; e < 4; e++) d[row + e / 2 * 8][col + e % 2] = own.d[e];
+    const uint32_t row = lane / 4, at = lane % 4 * 4;
+    for (uint32_t i = 0; i < 4; i++) memcpy(&a[row + i % 2 * 8][at + i / 2 * 16], &own.a[i], sizeof(own.a[i]));
+    for (uint32_t i = 0; i < 2; i++) memcpy(&b[row][at + i * 16], &own.b[i], sizeof(own.b[i]));
+    for (uint32_t e = 0; e < 4; e++) d[row + e / 2 * 8][lane % 4 * 2 + e % 2] = own.d[e];
   }
-  mma_multiply(kMmaBf16Sm90, kM, kN, kK, a, b, d[0], true);
+  const int k = model.element == MmaElement::kBf16 ? kBytes / 2 : kBytes;
+  mma_multiply(model, kM, kN, k, a, b, d[0], true);
   for (uint32_t lane = 0; lane < kLanes; lane++) {
     const Mma& own = *static_cast<const Mma*>(lanes[lane]);
     for (uint32_t e = 0; e < 4; e++) own.d[e] = d[lane / 4 + e / 2 * 8][lane % 4 * 2 + e % 2];
   }
 }
 
+void multiply_bf16(void* const* lanes, uint32_t) { multiply(lanes, shape().capability < 90 ? kMmaBf16Sm80 : kMmaBf16Sm90); }
+
+void multiply_e4m3(void* const* lanes, uint32_t) {
+  const uint32_t capability = shape().capability;
+  KL_EMU_CHECK(capability >= 89, "mma.e4m3 on a GPU of compute capability %u", capability);
+  multiply(lanes, capability < 90 ? kMmaE4m3Sm89 : capability < 120 ? kMmaE4m3Sm90 : kMmaE4m3Sm120);
+}
+
 }  // namespace
 
 void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   Mma own{d, a, {b0, b1}};
-  warp_collective("mma", kAllLanes, &own, multiply);
+  warp_collective("mma", kAllLanes, &own, multiply_bf16);
+}
+
+void mma_e4m3(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  Mma own{d, a, {b0, b1}};
+  warp_collective("mma.e4m3", kAllLanes, &own, multiply_e4m3);
 }

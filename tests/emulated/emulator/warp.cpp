@@ -150,16 +150,24 @@ unsigned __ballot_sync(unsigned mask, int predicate) {
   return own.result;
 }
 
-unsigned __reduce_add_sync(unsigned mask, unsigned value) {
+// What `combine` makes of zero and the values of all lanes.
+template <uint32_t (*combine)(uint32_t, uint32_t)>
+static unsigned reduce(const char* operation, unsigned mask, unsigned value) {
   Vote own{value, 0};
-  warp_collective("__reduce_add_sync", mask, &own, [](void* const* lanes, uint32_t mask) {
-    uint32_t sum = 0;
+  warp_collective(operation, mask, &own, [](void* const* lanes, uint32_t mask) {
+    uint32_t all = 0;
     for (uint32_t lane = 0; lane < kLanes; lane++) {
-      if (mask >> lane & 1) sum += static_cast<const Vote*>(lanes[lane])->value;
+      if (mask >> lane & 1) all = combine(all, static_cast<const Vote*>(lanes[lane])->value);
     }
     for (uint32_t lane = 0; lane < kLanes; lane++) {
-      if (mask >> lane & 1) static_cast<Vote*>(lanes[lane])->result = sum;
+      if (mask >> lane & 1) static_cast<Vote*>(lanes[lane])->result = all;
     }
   });
   return own.result;
 }
+
+static uint32_t sum_of(uint32_t a, uint32_t b) { return a + b; }
+static uint32_t larger_of(uint32_t a, uint32_t b) { return a < b ? b : a; }
+
+unsigned __reduce_add_sync(unsigned mask, unsigned value) { return reduce<sum_of>("__reduce_add_sync", mask, value); }
+unsigned __reduce_max_sync(unsigned mask, unsigned value) { return reduce<larger_of>("__reduce_max_sync", mask, value); }

@@ -56,9 +56,9 @@ pub struct TileConfig {
 /// One row for each tile: its name and properties. The rows come from `kernels/tiles.def`.
 macro_rules! tiles {
     ($($(#[$doc:meta])* $name:ident = $config:expr;)*) => {
-        /// The part of the output that a CTA computes at a time, called by its rows and columns (MxN). `Mma` tiles are of the portable
-        /// kernel (`mma.sync`), `Sm90` tiles of the Hopper kernels (TMA and `wgmma`), of which `Fp8` and `Mixed` say what they
-        /// multiply.
+        /// The part of the output that a CTA computes at a time, called by its rows and columns (MxN). `Mma` and `Fp8Mma` tiles are
+        /// of the portable kernels (`mma.sync`), the others of the Hopper kernels (TMA and `wgmma`), where `Fp8` and `Mixed` say
+        /// what they multiply.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub enum Tile { $($(#[$doc])* $name),* }
 

@@ -82,6 +82,7 @@ int __syncthreads_or(int predicate);
 void __syncwarp(unsigned mask = 0xffffffffu);
 unsigned __ballot_sync(unsigned mask, int predicate);
 unsigned __reduce_add_sync(unsigned mask, unsigned value);
+unsigned __reduce_max_sync(unsigned mask, unsigned value);
 
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int lane_mask) {
@@ -111,6 +112,7 @@ unsigned long long atomicAdd(unsigned long long* at, unsigned long long value);
 unsigned atomicOr(unsigned* at, unsigned value);
 unsigned atomicExch(unsigned* at, unsigned value);
 unsigned atomicInc(unsigned* at, unsigned last);
+unsigned atomicMax(unsigned* at, unsigned value);
 // Orders memory accesses; fibers of one host thread see each other's writes in order anyway.
 inline void __threadfence() {}
 

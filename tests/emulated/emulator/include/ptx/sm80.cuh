@@ -39,6 +39,13 @@ uint32_t permute_bytes(uint32_t a, uint32_t b) {
   return result;
 }
 
+inline uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
+  // Products of two values of eight bits are exact in f32.
+  const auto product = [](uint32_t a, uint32_t b) -> uint32_t {
+    return __float2bfloat16_rn(__uint_as_float(a << 16) * __uint_as_float(b << 16)).bits;
+  };
+  return product(a & 0xffff, b & 0xffff) | product(a >> 16, b >> 16) << 16;
+}
 void cp_async(uint32_t to, const void* from, bool valid);
 void cp_async_commit();
 template <int kPending>

@@ -22,3 +22,5 @@ inline uint32_t encode_e4m3(float v) {
 }  // namespace kl_emu::ptx
 
 inline uint32_t cvt_e4m3x2(float low, float high) { return kl_emu::ptx::encode_e4m3(low) | kl_emu::ptx::encode_e4m3(high) << 8; }
+
+void mma_e4m3(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);

@@ -84,13 +84,6 @@ inline void stmatrix_x4(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32
 inline void store_shared(uint32_t to, uint32_t v) { kl_emu::ptx::store_shared(to, &v, sizeof(v)); }
 inline void store_shared(uint32_t to, uint2 v) { kl_emu::ptx::store_shared(to, &v, sizeof(v)); }
 inline void store_shared(uint32_t to, uint4 v) { kl_emu::ptx::store_shared(to, &v, sizeof(v)); }
-inline uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
-  // Products of two values of eight bits are exact in f32.
-  const auto product = [](uint32_t a, uint32_t b) -> uint32_t {
-    return __float2bfloat16_rn(__uint_as_float(a << 16) * __uint_as_float(b << 16)).bits;
-  };
-  return product(a & 0xffff, b & 0xffff) | product(a >> 16, b >> 16) << 16;
-}
 inline uint32_t load_shared_word(uint32_t from) {
   uint32_t v;
   kl_emu::ptx::load_shared(from, &v, sizeof(v));

@@ -1,0 +1,364 @@
+//! Writes quantised models: the transformer and the text encoder in FP8 or NVFP4, in files as Black Forest Labs and ComfyUI publish
+//! them.
+//!
+//! Everything about a file but its values follows from the shapes of its tensors, so the layout is known before the first byte is
+//! written, and so is the size on disk. Layers are then quantised one after the other, a few rows at a time, into their places.
+//! A journal beside the output says which are finished, so that a run that was stopped, by a signal or by a power failure, can be
+//! continued; the output gets its name when all of it is on disk.
+
+pub mod calibrate;
+mod copies;
+mod encode;
+mod journal;
+mod layout;
+mod pattern;
+mod policy;
+mod report;
+mod source;
+
+pub use copies::{Copied, copies};
+pub use layout::{Content, FileLayout, LayerSpec};
+pub use policy::{Policy, constant_scale};
+pub use report::{FileReport, KindReport, LayerReport, Report};
+pub use source::PartSource;
+
+use crate::checkpoint::Weights;
+use crate::config::{TextConfig, TransformerConfig, Variant};
+use crate::error::{Error, Remedy, Result};
+use crate::model::transformer_manifest;
+use crate::output::{Earlier, Staged, StagedFile};
+use crate::part::Part;
+use crate::progress::{Phase, Progress};
+use crate::tensor::Scale;
+use crate::tensor::quantise::QuantisedFormat;
+use calibrate::input_scale;
+use encode::{Finished, write_layer};
+use flate2::Crc;
+use journal::{FileRecord, Journal, Record};
+use source::{SourceLayer, text_encoder_layers, transformer_layers};
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::Read;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Bytes after which what was written is waited for and noted in the journal: a few seconds of work that may have to be repeated.
+pub const CHECKPOINT_BYTES: u64 = 512 << 20;
+
+/// Bytes of a file that are copied at a time.
+const COPY_BYTES: usize = 4 << 20;
+
+/// What is made of the parts.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The format of their layers.
+    pub format: QuantisedFormat,
+    /// Patterns of layers that stay in BF16.
+    pub keep: Vec<String>,
+    /// All that calibration depends on, in words; `None` if the inputs of the transformer's layers are scaled by constants.
+    pub calibration: Option<String>,
+}
+
+/// The files of an output, decided to the last byte but for the values.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    files: Vec<PlannedFile>,
+    copies: Vec<Copied>,
+    calibration: Option<String>,
+}
+
+/// A file with quantised layers.
+#[derive(Clone, Debug)]
+struct PlannedFile {
+    part: Part,
+    /// Its path in the folder of the output.
+    path: PathBuf,
+    weights: Weights,
+    layers: Vec<SourceLayer>,
+    layout: FileLayout,
+}
+
+/// Where the output goes.
+#[derive(Clone, Debug)]
+pub struct Target {
+    /// A file, or a folder.
+    pub path: PathBuf,
+    /// Whether it is a folder.
+    pub is_folder: bool,
+    /// Whether a file of that name may be replaced.
+    pub force: bool,
+    /// Whether what an earlier run left unfinished is discarded.
+    pub restart: bool,
+    /// Bytes between two entries of the journal, usually [`CHECKPOINT_BYTES`].
+    pub checkpoint_bytes: u64,
+}
+
+/// Measures the largest magnitude of each layer's input, by the canonical name of its weight.
+pub type Calibrate<'a> = &'a mut dyn FnMut() -> Result<BTreeMap<String, f32>>;
+
+impl PlannedFile {
+    fn new(source: &PartSource, options: &Options) -> Result<Self> {
+        let Options { format, keep, calibration } = options;
+        let (part, weights, path, mut layers) = match source {
+            PartSource::Transformer(weights, config, variant) => {
+                let policy = Policy::transformer(config, *variant, *format, keep);
+                let layers = transformer_layers(weights, &transformer_manifest(config), &policy)?;
+                (Part::Transformer, weights, transformer_file(config, *variant, *format), layers)
+            }
+            PartSource::TextEncoder(weights) => {
+                let layers = text_encoder_layers(weights, &Policy::text_encoder(*format, keep))?;
+                (Part::TextEncoder, weights, text_encoder_file(weights, *format), layers)
+            }
+        };
+        for SourceLayer { spec, .. } in layers.iter_mut().filter(|_| part == Part::Transformer) {
+            let constant = spec.format.and_then(|format| constant_scale(spec.name(), format));
+            spec.has_input_scale = spec.format.is_some() && (calibration.is_some() || constant.is_some());
+        }
+        let layout = FileLayout::new(part, &layers.iter().map(|layer| layer.spec.clone()).collect::<Vec<_>>());
+        Ok(Self { part, path: path.into(), weights: weights.clone(), layers, layout })
+    }
+
+    /// The scale of a layer's input in this file.
+    fn input_scale(&self, layer: &LayerSpec, measured: Option<&BTreeMap<String, u32>>) -> Result<Option<f32>> {
+        let Some(format) = layer.format.filter(|_| layer.has_input_scale) else { return Ok(None) };
+        let Some(measured) = measured else { return Ok(constant_scale(layer.name(), format)) };
+        let largest = measured.get(&layer.weight).map(|bits| f32::from_bits(*bits));
+        let scale = largest.and_then(|largest| input_scale(format, largest)).map(Scale::get);
+        let lacking = || Error::Op { op: "quantise", what: format!("no scale of the input of `{}`: {largest:?}", layer.name()) };
+        scale.map(Some).ok_or_else(lacking)
+    }
+}
+
+/// The path of a quantised transformer in a folder, named as the official files are.
+fn transformer_file(config: &TransformerConfig, variant: Variant, format: QuantisedFormat) -> String {
+    let size = match config.size() {
+        size @ ("4B" | "9B") => format!("-{}", size.to_ascii_lowercase()),
+        _ => String::new(),
+    };
+    let (base, kv) = match variant {
+        Variant::Distilled => ("", ""),
+        Variant::Base => ("-base", ""),
+        Variant::Kv => ("", "-kv"),
+    };
+    format!("transformer/flux-2-klein{base}{size}{kv}-{}.safetensors", format.name())
+}
+
+/// The path of a quantised text encoder in a folder, named likewise.
+fn text_encoder_file(weights: &Weights, format: QuantisedFormat) -> String {
+    let known = [("_4b", TextConfig::klein_4b().hidden), ("_8b", TextConfig::klein_9b().hidden)];
+    let hidden = weights.shape("model.embed_tokens.weight").and_then(|shape| shape.get(1).copied());
+    let size = known.iter().find(|(_, width)| Some(*width) == hidden).map_or("", |(size, _)| size);
+    format!("text_encoder/qwen_3{size}_{}.safetensors", format.name())
+}
+
+impl Plan {
+    /// Decides what is written for these parts, and which files a folder gets besides.
+    pub fn new(parts: &[PartSource], copies: Vec<Copied>, options: &Options) -> Result<Self> {
+        let files = parts.iter().map(|part| PlannedFile::new(part, options)).collect::<Result<Vec<_>>>()?;
+        let layers = files.iter().flat_map(|file| &file.layers).filter(|layer| layer.spec.shape.len() == 2);
+        policy::check_patterns(&options.keep, layers.map(|layer| layer.spec.name()))?;
+        let has_transformer = files.iter().any(|file| file.part == Part::Transformer);
+        let calibration = options.calibration.clone().filter(|_| has_transformer);
+        Ok(Self { files, copies, calibration })
+    }
+
+    /// Bytes of all files.
+    pub fn bytes(&self) -> u64 {
+        let copied: u64 = self.copies.iter().map(Copied::bytes).sum();
+        copied + self.files.iter().map(|file| file.layout.bytes()).sum::<u64>()
+    }
+
+    /// The canonical names of the weights whose inputs have to be measured.
+    pub fn measured(&self) -> BTreeSet<&str> {
+        let layers = self.files.iter().filter(|_| self.calibration.is_some()).flat_map(|file| &file.layers);
+        layers.filter(|layer| layer.spec.has_input_scale).map(|layer| layer.spec.weight.as_str()).collect()
+    }
+
+    /// The number of tensors that are rounded to BF16 and not quantised.
+    pub fn narrowed(&self) -> usize {
+        self.files.iter().flat_map(|file| &file.layers).filter(|layer| layer.is_narrowed()).count()
+    }
+
+    /// The request as its journal has it.
+    fn record(&self) -> Record {
+        let shards = self.files.iter().flat_map(|file| file.weights.shards());
+        let file = |file: &PlannedFile| {
+            let mut header = Crc::new();
+            header.update(&file.layout.header);
+            FileRecord { path: file.path.clone(), bytes: file.layout.bytes(), header: header.sum() }
+        };
+        Record {
+            version: env!("CARGO_PKG_VERSION").into(),
+            inputs: shards.map(|shard| shard.identity()).collect(),
+            files: self.files.iter().map(file).collect(),
+            calibration: self.calibration.clone().unwrap_or_else(|| "none".into()),
+        }
+    }
+
+    /// Writes the output, or continues what an earlier run began. Ends with [`Error::Interrupted`] once `stop` is set; what is
+    /// finished by then is kept.
+    pub fn write(&self, target: &Target, calibrate: Calibrate<'_>, progress: &dyn Progress, stop: &AtomicBool) -> Result<Report> {
+        let staged = Staged::open(&target.path, target.is_folder, target.force)?;
+        let journal = self.earlier(&staged, target.restart, progress)?;
+        let mut writer = Writer { plan: self, staged, journal, unsaved: 0, target, progress, stop, files: Vec::new() };
+        match writer.run(calibrate) {
+            Ok(()) => {
+                let report = Report::new(self, &writer.journal);
+                writer.staged.publish()?;
+                Ok(report)
+            }
+            Err(error) => {
+                // What cannot be saved now has to be done again, which is all that is lost.
+                let _ = writer.save();
+                if writer.journal.is_empty() {
+                    writer.staged.discard();
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// The journal of an earlier run of this request, or a new one.
+    fn earlier(&self, staged: &Staged, restart: bool, progress: &dyn Progress) -> Result<Journal> {
+        let record = self.record();
+        let found = match staged.earlier() {
+            Earlier::None => None,
+            Earlier::Journal(bytes) => Some(Journal::parse(&bytes).ok_or_else(|| "it is damaged".to_owned())),
+            Earlier::Unreadable(why) => Some(Err(why)),
+        };
+        match found {
+            Some(Ok(journal)) if !restart => match journal.request.difference(&record) {
+                None => return Ok(journal),
+                Some(what) => {
+                    let what = format!("`{}` was begun {what}", staged.path().display());
+                    return Err(Error::usage(what, Remedy::Restart));
+                }
+            },
+            Some(Err(why)) if !restart => {
+                progress.warn(&format!("the journal of `{}` is of no use ({why}): starting anew", staged.path().display()));
+            }
+            _ => {}
+        }
+        // The journal comes first: what is cleared must not be taken for finished.
+        let journal = Journal::new(record);
+        staged.save_journal(&journal.bytes())?;
+        staged.clear()?;
+        Ok(journal)
+    }
+}
+
+/// A run that writes an output.
+struct Writer<'a> {
+    plan: &'a Plan,
+    staged: Staged,
+    journal: Journal,
+    /// Bytes that were written since the journal was saved.
+    unsaved: u64,
+    target: &'a Target,
+    progress: &'a dyn Progress,
+    stop: &'a AtomicBool,
+    files: Vec<StagedFile>,
+}
+
+impl Writer<'_> {
+    fn run(&mut self, calibrate: Calibrate<'_>) -> Result<()> {
+        self.staged.check_space(self.plan.bytes())?;
+        for file in &self.plan.files {
+            self.files.push(self.staged.file(&file.path, file.layout.bytes())?);
+        }
+        if self.plan.calibration.is_some() && self.journal.calibration.is_none() {
+            let measured = calibrate()?;
+            self.journal.calibration = Some(measured.into_iter().map(|(name, largest)| (name, largest.to_bits())).collect());
+            self.save()?;
+        }
+        self.progress.begin(Phase::Quantise, self.plan.bytes());
+        let written = self.write_all();
+        self.progress.end();
+        written
+    }
+
+    fn write_all(&mut self) -> Result<()> {
+        for index in 0..self.plan.files.len() {
+            self.write_file(index)?;
+        }
+        for copied in &self.plan.copies {
+            self.copy(copied)?;
+        }
+        self.plan.files.iter().try_for_each(|file| file.weights.verify())?;
+        self.save()
+    }
+
+    fn write_file(&mut self, index: usize) -> Result<()> {
+        let plan = self.plan;
+        let file = &plan.files[index];
+        let mut tensors = vec![Vec::new(); file.layers.len()];
+        file.layout.tensors.iter().for_each(|tensor| tensors[tensor.layer].push(tensor));
+        self.files[index].write_at(0, &file.layout.header)?;
+        self.progress.advance(file.layout.header.len() as u64);
+        for (layer, tensors) in file.layers.iter().zip(&tensors) {
+            self.check_stop()?;
+            let bytes: u64 = tensors.iter().map(|tensor| tensor.range.end - tensor.range.start).sum();
+            let weight = &layer.spec.weight;
+            if let Some(finished) = self.journal.finished[index].get(weight) {
+                let to = &mut self.files[index];
+                let sums = tensors.iter().map(|tensor| to.checksum(tensor.range.clone())).collect::<Result<Vec<_>>>()?;
+                if sums == finished.checksums {
+                    self.progress.advance(bytes);
+                    continue;
+                }
+                self.progress.warn(&format!("`{weight}` is not on disk as an earlier run wrote it: writing it again"));
+                self.journal.finished[index].remove(weight);
+            }
+            let input_scale = file.input_scale(&layer.spec, self.journal.calibration.as_ref())?;
+            let (progress, stop, mut large) = (self.progress, self.stop, 0);
+            let mut batch_done = |written: u64| {
+                progress.advance(written);
+                large += written;
+                file.weights.release();
+                if stop.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) }
+            };
+            let path = file.weights.path();
+            let finished = write_layer(layer, tensors, input_scale, path, &mut self.files[index], &mut batch_done)?;
+            progress.advance(bytes - large);
+            self.finish(index, layer, finished, bytes)?;
+        }
+        Ok(())
+    }
+
+    /// Notes that a layer is written.
+    fn finish(&mut self, index: usize, layer: &SourceLayer, finished: Finished, bytes: u64) -> Result<()> {
+        if let Some(format) = layer.spec.format {
+            let error = 100.0 * finished.error.relative();
+            self.progress.detail(&format!("{} {} error {error:.3} %", layer.spec.name(), format.name()));
+        }
+        self.journal.finished[index].insert(layer.spec.weight.clone(), finished);
+        self.unsaved += bytes;
+        if self.unsaved >= self.target.checkpoint_bytes { self.save() } else { Ok(()) }
+    }
+
+    /// Waits until all layers that are noted are on disk, then saves the journal.
+    fn save(&mut self) -> Result<()> {
+        self.files.iter().try_for_each(StagedFile::sync)?;
+        self.unsaved = 0;
+        self.staged.save_journal(&self.journal.bytes())
+    }
+
+    fn copy(&self, copied: &Copied) -> Result<()> {
+        let (mut from, path) = copied.open()?;
+        let mut to = self.staged.file(&copied.to, copied.bytes())?;
+        let mut buffer = vec![0; COPY_BYTES.min(copied.bytes() as usize)];
+        let mut at = 0;
+        while at < copied.bytes() {
+            self.check_stop()?;
+            let left = (copied.bytes() - at).min(COPY_BYTES as u64) as usize;
+            from.read_exact(&mut buffer[..left]).map_err(|error| Error::read(path, error))?;
+            to.write_at(at, &buffer[..left])?;
+            at += left as u64;
+            self.progress.advance(left as u64);
+        }
+        to.sync()
+    }
+
+    fn check_stop(&self) -> Result<()> {
+        if self.stop.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) }
+    }
+}

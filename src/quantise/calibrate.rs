@@ -1,0 +1,215 @@
+//! Calibration: runs prompts on a plain model and finds the largest magnitude that each layer multiplies, from which the scales of
+//! quantised inputs follow.
+//!
+//! A maximum does not depend on the order of what it is taken of, and every prompt starts from the same noise, so that the result
+//! is the same for any order of the prompts and any number of threads. Other kernels round differently, and so may other devices.
+
+mod observer;
+
+use crate::backend::Backend;
+use crate::config::{Conventions, Variant};
+use crate::error::{Error, Result};
+use crate::files;
+use crate::pipeline::{Engine, Job, LoadOptions, OpenModel};
+use crate::progress::{Phase, Progress};
+use crate::sequence::Pixels;
+use crate::tensor::Scale;
+use crate::tensor::minifloat::{E2M1_MAX, E4M3_MAX};
+use crate::tensor::quantise::QuantisedFormat;
+use observer::Observer;
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// Prompts of many kinds, one per line. The first ones differ the most, for those who take only a few.
+const PROMPTS: &str = include_str!("calibrate/prompts.txt");
+/// The seed of every prompt.
+const SEED: u64 = 0;
+/// The factor between the largest input that was seen and the largest that a scale allows. It costs next to nothing: over fifteen
+/// octaves the relative precision of e4m3 is the same.
+const HEAD_ROOM: f64 = 4.0;
+/// Most bytes of a file of prompts.
+const MAX_PROMPT_FILE: u64 = 1 << 20;
+
+/// What is run to calibrate a model.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Calibration {
+    /// The prompts, of which each makes one image.
+    pub prompts: Vec<String>,
+    /// The size of the images.
+    pub size: Pixels,
+    /// The denoising steps of each.
+    pub steps: usize,
+}
+
+impl Calibration {
+    /// For a GPU: all prompts of the built-in list, with the model's own number of steps, at up to 512x512.
+    pub fn thorough(conventions: &Conventions, variant: Variant) -> Result<Self> {
+        let steps = conventions.steps(variant);
+        Ok(Self { prompts: lines(PROMPTS), size: size_within(512, conventions)?, steps })
+    }
+
+    /// For the CPU: two prompts in up to two steps at up to 128x128. For a 4B model these are 20 TFLOP, nearly all of them for the
+    /// tokens of the prompts, which are as many as ever: two minutes on two cores at the speed of their GEMMs.
+    pub fn quick(conventions: &Conventions, variant: Variant) -> Result<Self> {
+        let steps = conventions.steps(variant).min(2);
+        let prompts = lines(PROMPTS).into_iter().take(2).collect();
+        Ok(Self { prompts, size: size_within(128, conventions)?, steps })
+    }
+
+    /// The job of one prompt. A model has the guidance that it has by default.
+    fn job(&self, prompt: &str, conventions: &Conventions, variant: Variant) -> Result<Job> {
+        let job = Job::new(prompt, SEED, conventions, variant)?;
+        Ok(Job { size: self.size, steps: self.steps, ..job })
+    }
+
+    /// The denoising steps of all prompts.
+    fn total_steps(&self) -> usize {
+        self.prompts.len() * self.steps
+    }
+}
+
+impl std::fmt::Display for Calibration {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (prompts, steps) = (self.prompts.len(), self.steps);
+        let plural = |count: usize| if count == 1 { "" } else { "s" };
+        let (width, height) = (self.size.width(), self.size.height());
+        write!(f, "{prompts} prompt{} at {width}x{height}, {steps} step{} each", plural(prompts), plural(steps))
+    }
+}
+
+/// The size by default, with sides of at most so many pixels.
+fn size_within(side: usize, conventions: &Conventions) -> Result<Pixels> {
+    Pixels::new(conventions.width.min(side), conventions.height.min(side))
+}
+
+/// Lines that are not blank.
+fn lines(text: &str) -> Vec<String> {
+    text.lines().map(str::trim).filter(|line| !line.is_empty()).map(str::to_owned).collect()
+}
+
+/// Reads a file with one prompt per line. Blank lines are left out.
+pub fn read_prompts(path: &Path) -> Result<Vec<String>> {
+    let wrong = |detail: &str| Error::bad_file(path, "no list of prompts", detail);
+    let bytes = files::read(path, MAX_PROMPT_FILE).map_err(|source| Error::read(path, source))?;
+    let text =
+        String::from_utf8(bytes).map_err(|e| wrong(&format!("not valid UTF-8 at byte {}", e.utf8_error().valid_up_to())))?;
+    // Editors on Windows may begin a file with a mark of the byte order.
+    let prompts = lines(text.trim_start_matches('\u{feff}'));
+    match &prompts[..] {
+        [] => Err(wrong("every line is blank")),
+        all if all.iter().any(|prompt| prompt.contains('\0')) => Err(wrong("a prompt contains a NUL character")),
+        _ => Ok(prompts),
+    }
+}
+
+/// Runs the prompts of a calibration on a backend and returns the largest magnitude of the input of every linear layer that is
+/// `wanted`, by the canonical name of its weight. Only layers that steps of the transformer run can be wanted. `machine` names the
+/// device in errors.
+pub fn calibrate(
+    backend: Box<dyn Backend>,
+    machine: &str,
+    model: OpenModel,
+    calibration: &Calibration,
+    wanted: &dyn Fn(&str) -> bool,
+    progress: &dyn Progress,
+) -> Result<BTreeMap<String, f32>> {
+    let (conventions, variant) = (model.conventions.clone(), model.variant);
+    let jobs = calibration.prompts.iter().map(|prompt| calibration.job(prompt, &conventions, variant));
+    let jobs = jobs.collect::<Result<Vec<_>>>()?;
+    let Some(first) = jobs.first() else { return Err(Error::usage("there is no prompt to calibrate with", "give one")) };
+    let mut observer = Observer::new(backend, model.weights().values().cloned().collect());
+    let options = model.check_memory(&observer, machine, LoadOptions::DEFAULT, first)?;
+    let layers = model.formats(options, observer.gemm_formats())?.layers.into_iter().filter(|layer| wanted(&layer.name));
+    let largest = observer.watch(layers.map(|layer| (layer.name, layer.weight)));
+    if largest.borrow().is_empty() {
+        return Ok(BTreeMap::new());
+    }
+    let progress = Steps::new(progress, calibration.total_steps());
+    let mut engine = Engine::load(Box::new(observer), model, options, &progress)?;
+    for job in &jobs {
+        engine.generate(job, &progress, &mut |_| Ok(()))?;
+    }
+    progress.finish();
+    let found = largest.take();
+    match found.iter().find(|(_, largest)| **largest == 0.0) {
+        Some((layer, _)) => Err(Error::Calibration { layer: layer.clone(), what: "its input is zero for every prompt" }),
+        None => Ok(found),
+    }
+}
+
+/// The scale of inputs whose largest magnitude in a calibration was this: the smallest power of two with which one of four times
+/// that magnitude is not beyond the largest value of the format. `None` if the magnitude is zero or not finite.
+pub fn input_scale(format: QuantisedFormat, largest: f32) -> Option<Scale> {
+    let largest = Scale::new(largest)?.get();
+    let top = f64::from(match format {
+        QuantisedFormat::Fp8 => E4M3_MAX,
+        QuantisedFormat::Nvfp4 => E4M3_MAX * E2M1_MAX,
+    });
+    // Products of a power of two are exact in f64, and comparing them tells which side of it a quotient would be on.
+    let allows = |exponent: i32| HEAD_ROOM * f64::from(largest) <= top * f64::from(exponent).exp2();
+    let mut exponent = (HEAD_ROOM * f64::from(largest) / top).log2().ceil() as i32;
+    while !allows(exponent) {
+        exponent += 1;
+    }
+    while allows(exponent - 1) {
+        exponent -= 1;
+    }
+    Scale::new(f64::from(exponent).exp2() as f32)
+}
+
+/// Reports the steps of all prompts as one phase. What comes before the first step, such as loading, is reported as it is.
+struct Steps<'a> {
+    inner: &'a dyn Progress,
+    total: u64,
+    begun: Cell<bool>,
+    /// Whether the phase in progress is that of steps.
+    denoising: Cell<bool>,
+}
+
+impl<'a> Steps<'a> {
+    fn new(inner: &'a dyn Progress, total: usize) -> Self {
+        Self { inner, total: total as u64, begun: Cell::new(false), denoising: Cell::new(false) }
+    }
+
+    /// All prompts are done.
+    fn finish(&self) {
+        if self.begun.get() {
+            self.inner.end();
+        }
+    }
+}
+
+impl Progress for Steps<'_> {
+    fn begin(&self, phase: Phase, total: u64) {
+        self.denoising.set(phase == Phase::Denoise);
+        match (self.begun.get(), phase) {
+            (false, Phase::Denoise) => {
+                self.begun.set(true);
+                self.inner.begin(Phase::Calibrate, self.total);
+            }
+            (false, _) => self.inner.begin(phase, total),
+            (true, _) => {}
+        }
+    }
+
+    fn advance(&self, amount: u64) {
+        if self.denoising.get() || !self.begun.get() {
+            self.inner.advance(amount);
+        }
+    }
+
+    fn end(&self) {
+        if !self.begun.get() {
+            self.inner.end();
+        }
+    }
+
+    fn detail(&self, text: &str) {
+        self.inner.detail(text);
+    }
+
+    fn warn(&self, text: &str) {
+        self.inner.warn(text);
+    }
+}

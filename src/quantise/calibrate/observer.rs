@@ -1,0 +1,214 @@
+//! A backend that forwards everything to another one and finds the largest magnitude of what layers multiply.
+
+use crate::backend::{Backend, GemmFormats, Op, Role, StepKey, Weight};
+use crate::checkpoint::Weights;
+use crate::error::{Error, Result};
+use crate::tensor::{ALIGN, DType, Region, Scaling, Tensor, WeightPart};
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::rc::Rc;
+
+/// The largest magnitude of the input of each layer, by name.
+pub type Largest = Rc<RefCell<BTreeMap<String, f32>>>;
+
+/// Finds the largest inputs of layers within steps. In low-memory mode weights of the text encoder have the same places as those of
+/// the transformer, but no part in a step.
+pub struct Observer {
+    inner: Box<dyn Backend>,
+    /// The watched layers in the order of the model.
+    names: Vec<String>,
+    /// Where the matrices of their weights begin, each with its end and the number of its layer.
+    places: BTreeMap<u64, (u64, usize)>,
+    largest: Largest,
+    /// One value for each layer, in working memory behind that of the stages; none before it was reserved.
+    found: Option<Tensor>,
+    in_step: bool,
+    /// The files that the model is read from.
+    weights: Vec<Weights>,
+}
+
+impl Observer {
+    /// An observer that watches no layer yet. `weights` are the files that the model is read from.
+    pub fn new(inner: Box<dyn Backend>, weights: Vec<Weights>) -> Self {
+        let (names, places, largest) = (Vec::new(), BTreeMap::new(), Largest::default());
+        Self { inner, names, places, largest, found: None, in_step: false, weights }
+    }
+
+    /// Watches layers, given by name and weight. Returns the largest magnitudes, which are updated after every step; a layer that no
+    /// step has run has zero.
+    pub fn watch(&mut self, layers: impl Iterator<Item = (String, Weight)>) -> Largest {
+        for (name, weight) in layers {
+            for extent in weight.parts().iter().map(|part| part.extent()) {
+                self.places.insert(extent.start, (extent.end, self.names.len()));
+            }
+            self.largest.borrow_mut().insert(name.clone(), 0.0);
+            self.names.push(name);
+        }
+        self.largest.clone()
+    }
+
+    /// The number of the layer that has these rows of a weight, if it is watched.
+    fn layer_of(&self, rows: Tensor) -> Option<usize> {
+        let (_, &(end, layer)) = self.places.range(..=rows.offset).next_back()?;
+        (rows.region == Region::Weights && rows.extent().end <= end).then_some(layer)
+    }
+
+    /// The values of all layers.
+    fn found(&self) -> Result<Tensor> {
+        self.found.ok_or_else(|| Error::Op { op: "step", what: "no working memory was reserved".into() })
+    }
+
+    /// Takes over what a step found.
+    fn collect(&mut self) -> Result<()> {
+        let mut values = vec![0.0; self.names.len()];
+        self.inner.read(self.found()?, &mut values)?;
+        let mut largest = self.largest.borrow_mut();
+        for (name, &value) in self.names.iter().zip(&values) {
+            if !value.is_finite() {
+                return Err(Error::Calibration { layer: name.clone(), what: "its input is not finite" });
+            }
+            largest.entry(name.clone()).and_modify(|most| *most = most.max(value));
+        }
+        Ok(())
+    }
+}
+
+impl Backend for Observer {
+    fn name(&self) -> &'static str {
+        "observer"
+    }
+
+    /// No quantised inputs, because it is plain ones that scales are chosen for. Nor are weights expanded by each GEMM, for which a
+    /// backend takes working memory behind that which is in use, where the values are.
+    fn gemm_formats(&self) -> GemmFormats {
+        let GemmFormats { w8a16, w4a16, expands, .. } = self.inner.gemm_formats();
+        GemmFormats { w8a16: w8a16 && !expands, w4a16: w4a16 && !expands, ..GemmFormats::NONE }
+    }
+
+    fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {
+        self.inner.upload(to, role, parts)
+    }
+
+    fn available(&self) -> Result<Option<u64>> {
+        self.inner.available()
+    }
+
+    fn launches(&self) -> Vec<(&'static str, u64)> {
+        self.inner.launches()
+    }
+
+    fn reserve_weights(&mut self, bytes: u64) -> Result<()> {
+        self.inner.reserve_weights(bytes)
+    }
+
+    fn reads_files(&self) -> bool {
+        self.inner.reads_files()
+    }
+
+    fn reserve(&mut self, bytes: u64) -> Result<()> {
+        let (offset, count) = (bytes.next_multiple_of(ALIGN), self.names.len());
+        let (region, dtype, scaling) = (Region::Arena, DType::F32, Scaling::Unscaled);
+        let found = Tensor { region, dtype, offset, rows: 1, cols: count, stride: count, scaling };
+        self.found = Some(found);
+        self.inner.reserve(found.extent().end)
+    }
+
+    fn write(&mut self, to: Tensor, values: &[f32]) -> Result<()> {
+        self.inner.write(to, values)
+    }
+
+    fn read(&mut self, from: Tensor, to: &mut [f32]) -> Result<()> {
+        self.inner.read(from, to)
+    }
+
+    fn read_bytes(&mut self, from: Tensor, to: &mut [u8]) -> Result<()> {
+        self.inner.read_bytes(from, to)
+    }
+
+    fn run(&mut self, op: Op<'_>) -> Result<()> {
+        let (mut inputs, mut multiplies) = (Vec::new(), false);
+        op.layers(&mut |x, w| {
+            multiplies = true;
+            inputs.extend(self.layer_of(w.weight.parts()[0]).filter(|_| self.in_step).map(|layer| (x, layer)));
+        });
+        for (x, layer) in inputs {
+            let largest = self.found()?.cols(layer..layer + 1);
+            self.inner.run(Op::LargestMagnitude { largest, x })?;
+        }
+        self.inner.run(op)?;
+        // Whoever quantises a model need not have memory for all of it. Pages that are read again are still in the page cache,
+        // unless something else needs the memory.
+        if multiplies && self.inner.reads_files() {
+            self.weights.iter().for_each(Weights::release);
+        }
+        Ok(())
+    }
+
+    fn released(&mut self, range: Range<u64>) {
+        self.inner.released(range);
+    }
+
+    /// Steps are not captured: what was found is read after each.
+    fn step(&mut self, _key: StepKey, body: &mut dyn FnMut(&mut dyn Backend) -> Result<()>) -> Result<()> {
+        let found = self.found()?;
+        self.inner.write(found, &vec![0.0; found.cols])?;
+        self.in_step = true;
+        let result = body(self);
+        self.in_step = false;
+        result?;
+        self.collect()
+    }
+
+    fn take_saturated(&mut self) -> Result<u64> {
+        self.inner.take_saturated()
+    }
+
+    fn synchronize(&mut self) -> Result<()> {
+        self.inner.synchronize()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::cpu::Cpu;
+    use crate::backend::{Gemm, Linear};
+    use crate::tensor::{Arena, Bytes};
+    use std::sync::Arc;
+
+    /// What a weight in the place of a watched one multiplies outside of steps, as in low-memory mode, does not count, and neither do
+    /// other weights. Rows of a watched one do.
+    #[test]
+    fn watched_layers_are_those_of_steps() {
+        let mut observer = Observer::new(Box::new(Cpu::new(1, Arc::default()).unwrap()), Vec::new());
+        let (mut weights, mut arena) = (Arena::new(Region::Weights), Arena::new(Region::Arena));
+        let mut layer = |rows: usize| {
+            let weight = weights.alloc(rows, 3, DType::F32).unwrap();
+            let zeros = Bytes::new(Arc::new(vec![0_u8; 12 * rows]));
+            observer.upload(weight, Role::Linear, &[WeightPart::plain(zeros, DType::F32, rows)]).unwrap();
+            Linear::new(weight, None)
+        };
+        let [before, a, b, after] = [2, 4, 6, 8].map(&mut layer);
+        let largest = observer.watch([("a", a), ("b", b)].map(|(name, layer)| (name.to_owned(), layer.weight)).into_iter());
+        let (x, out) = (arena.alloc(1, 3, DType::F32).unwrap(), arena.alloc(1, 8, DType::F32).unwrap());
+        observer.reserve(arena.peak()).unwrap();
+        let multiply = |be: &mut dyn Backend, layer: Linear, values: [f32; 3]| {
+            be.write(x, &values).unwrap();
+            be.run(Op::Linear(&[Gemm { out: out.cols(0..layer.weight.rows()), x, w: &layer }])).unwrap();
+        };
+        multiply(&mut observer, a, [9.0, 9.0, 9.0]);
+        let mut step = |layers: &[(Linear, [f32; 3])]| {
+            let result = observer.step(StepKey("test"), &mut |be| {
+                layers.iter().for_each(|(layer, values)| multiply(be, *layer, *values));
+                Ok(())
+            });
+            result.map(|()| largest.borrow().values().copied().collect::<Vec<_>>())
+        };
+        assert_eq!(step(&[(before, [7.0; 3]), (after, [8.0; 3])]).unwrap(), [0.0, 0.0]);
+        assert_eq!(step(&[(a, [1.0, -2.0, 0.5]), (b.rows(2..5), [3.0; 3]), (b, [0.0, 1.0, 2.0])]).unwrap(), [2.0, 3.0]);
+        assert_eq!(step(&[(a, [1.0; 3]), (b, [-4.0; 3])]).unwrap(), [2.0, 4.0]);
+        let result = step(&[(b, [0.0, f32::NEG_INFINITY, 1.0])]);
+        assert!(matches!(&result, Err(Error::Calibration { layer, .. }) if layer == "b"), "{result:?}");
+    }
+}

@@ -1,0 +1,145 @@
+//! What a folder needs besides quantised weights in order to be a model: the files that are taken over as they are.
+
+use crate::checkpoint::Weights;
+use crate::config::Variant;
+use crate::error::{Error, Result};
+use crate::files;
+use crate::locate::{Found, ModelFiles};
+use crate::names::Layout;
+use crate::part::{Part, PerPart};
+use crate::tensor::{Bytes, DType};
+use crate::tiny;
+use serde_json::json;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// The largest settings file that is read, in bytes.
+const MAX_SETTINGS: u64 = 4 << 20;
+
+/// A file that is copied.
+#[derive(Clone, Debug)]
+pub struct Copied {
+    /// Its path in the folder of the output.
+    pub to: PathBuf,
+    from: Contents,
+}
+
+#[derive(Clone, Debug)]
+enum Contents {
+    File(PathBuf, u64),
+    Memory(Bytes),
+}
+
+impl Copied {
+    fn file(to: impl Into<PathBuf>, path: &Path) -> Result<Self> {
+        let bytes = std::fs::metadata(path).map_err(|error| Error::read(path, error))?.len();
+        Ok(Self { to: to.into(), from: Contents::File(path.into(), bytes) })
+    }
+
+    fn memory(to: impl Into<PathBuf>, bytes: Bytes) -> Self {
+        Self { to: to.into(), from: Contents::Memory(bytes) }
+    }
+
+    /// Its size.
+    pub fn bytes(&self) -> u64 {
+        match &self.from {
+            Contents::File(_, bytes) => *bytes,
+            Contents::Memory(bytes) => bytes.len() as u64,
+        }
+    }
+
+    /// Its content, and the path that it comes from if it is a file.
+    pub fn open(&self) -> Result<(Box<dyn Read + '_>, &Path)> {
+        match &self.from {
+            Contents::File(path, _) => {
+                let file = files::open(path).map_err(|error| Error::read(path, error))?;
+                Ok((Box::new(file), path))
+            }
+            Contents::Memory(bytes) => Ok((Box::new(&bytes[..]), &self.to)),
+        }
+    }
+}
+
+/// The folder of a part.
+pub fn folder(part: Part) -> &'static str {
+    match part {
+        Part::Transformer => "transformer",
+        Part::TextEncoder => "text_encoder",
+        Part::Vae => "vae",
+    }
+}
+
+/// The files of a model in a folder as diffusers lays it out, without the weights of the parts that are `quantised`.
+pub fn copies(found: &Found, weights: &PerPart<Weights>, quantised: &[Part], variant: Variant) -> Result<Vec<Copied>> {
+    let memory = |files: Vec<(&'static str, Bytes)>| -> Vec<Copied> {
+        let is_replaced = |name: &str| {
+            quantised.iter().any(|part| name.strip_prefix(folder(*part)).is_some_and(|name| name.ends_with(".safetensors")))
+        };
+        files.into_iter().filter(|(name, _)| !is_replaced(name)).map(|(name, bytes)| Copied::memory(name, bytes)).collect()
+    };
+    let mut copies = match found {
+        Found::Files(files) => of_files(files, weights, quantised)?,
+        Found::BuiltIn(model) => memory(model.files.iter().map(|(name, bytes)| (*name, Bytes::new(Arc::new(*bytes)))).collect()),
+        Found::Tiny => memory(tiny::contents(Layout::Diffusers, DType::Bf16)?),
+    };
+    // The name of a single file may be all that tells its variant, so that is stated.
+    let own = copies.iter().position(|copied| copied.to == Path::new(CONVENTIONS)).map(|i| copies.remove(i));
+    copies.push(conventions(own.as_ref(), variant)?);
+    Ok(copies)
+}
+
+/// The name of the file with a model's conventions.
+const CONVENTIONS: &str = "kiln.json";
+
+fn of_files(model: &ModelFiles, weights: &PerPart<Weights>, quantised: &[Part]) -> Result<Vec<Copied>> {
+    let mut copies = Vec::new();
+    let mut copy = |to: PathBuf, path: &Path| Copied::file(to, path).map(|copied| copies.push(copied));
+    for (part, weights) in weights.iter() {
+        let folder = Path::new(folder(part));
+        if let Some(config) = ModelFiles::config_of(&model.parts[part]) {
+            copy(folder.join("config.json"), &config)?;
+        }
+        if quantised.contains(&part) {
+            continue;
+        }
+        for shard in weights.shards() {
+            copy(folder.join(shard.path().file_name().unwrap_or_default()), shard.path())?;
+        }
+        if weights.shards().len() > 1
+            && let Some(index) = index_of(weights.path())?
+        {
+            copy(folder.join(index.file_name().unwrap_or_default()), &index)?;
+        }
+    }
+    let (scheduler, conventions) = (model.scheduler(), model.conventions.path.clone());
+    for (to, path) in [
+        ("tokenizer/tokenizer.json", &model.tokenizer),
+        ("scheduler/scheduler_config.json", &scheduler),
+        ("model_index.json", &model.index),
+        (CONVENTIONS, &conventions),
+    ] {
+        path.as_deref().map_or(Ok(()), |path| copy(to.into(), path))?;
+    }
+    Ok(copies)
+}
+
+/// The index of the shards in a folder.
+fn index_of(folder: &Path) -> Result<Option<PathBuf>> {
+    let entries = std::fs::read_dir(folder).map_err(|error| Error::read(folder, error))?;
+    let paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
+    Ok(paths.filter(|path| path.to_string_lossy().ends_with(".safetensors.index.json")).min())
+}
+
+/// Conventions that state the variant besides what a model's own say.
+fn conventions(own: Option<&Copied>, variant: Variant) -> Result<Copied> {
+    let mut conventions = json!({});
+    if let Some(own) = own {
+        let (reader, path) = own.open()?;
+        let mut text = Vec::new();
+        reader.take(MAX_SETTINGS).read_to_end(&mut text).map_err(|error| Error::read(path, error))?;
+        conventions = serde_json::from_slice(&text).map_err(|error| Error::bad_file(path, "invalid JSON", error.to_string()))?;
+    }
+    conventions["variant"] = variant.to_string().into();
+    Ok(Copied::memory(CONVENTIONS, Bytes::new(Arc::new(format!("{conventions:#}\n").into_bytes()))))
+}

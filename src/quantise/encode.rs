@@ -1,0 +1,229 @@
+//! Quantises one layer after the other into its place in the file, a few rows at a time, so that memory is bounded whatever the
+//! size of a layer. The bytes do not depend on the number of threads, and neither do the errors that are measured on the way.
+
+use super::layout::{Content, Tensor, declaration};
+use super::source::SourceLayer;
+use crate::error::{Error, Result};
+use crate::output::StagedFile;
+use crate::tensor::nvfp4::{TILE_ROWS, scale_bytes};
+use crate::tensor::quantise::{QuantisedFormat, encode_fp8, encode_nvfp4, fp8_scale, largest_magnitude, nvfp4_scale};
+use crate::tensor::{Bytes, DType, Nvfp4Layout, PartScaling, Scale, Stored, WeightPart};
+use flate2::Crc;
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Bytes of input that one thread works on at a time, about.
+const CHUNK_BYTES: usize = 1 << 20;
+/// Bytes of input that are encoded before the result is written, about.
+const BATCH_BYTES: usize = 64 << 20;
+
+/// What became of a layer.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Finished {
+    /// The bits of the scale of its weight, if it is quantised.
+    pub scale_bits: Option<u32>,
+    /// The bits of the scale of its input, if the file has one.
+    pub input_scale_bits: Option<u32>,
+    /// Its error.
+    pub error: ErrorSums,
+    /// The CRC-32 of each of its tensors, in the order in which they are stored.
+    pub checksums: Vec<u32>,
+}
+
+/// Sums of squares, as bits of f64: those of the errors of all values, and those of the values.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ErrorSums {
+    errors: u64,
+    values: u64,
+}
+
+impl ErrorSums {
+    fn new(errors: f64, values: f64) -> Self {
+        Self { errors: errors.to_bits(), values: values.to_bits() }
+    }
+
+    /// The sums of both.
+    pub fn plus(self, other: Self) -> Self {
+        let sum = |a: u64, b: u64| f64::from_bits(a) + f64::from_bits(b);
+        Self::new(sum(self.errors, other.errors), sum(self.values, other.values))
+    }
+
+    /// The root of the mean square of the errors, relative to that of the values.
+    pub fn relative(self) -> f64 {
+        let (errors, values) = (f64::from_bits(self.errors), f64::from_bits(self.values));
+        if values > 0.0 { (errors / values).sqrt() } else { 0.0 }
+    }
+}
+
+/// Rows of a part, and the row of the layer that they begin at.
+struct Chunk<'a> {
+    part: &'a WeightPart,
+    rows: Range<usize>,
+    at: usize,
+}
+
+/// A chunk as the file stores it.
+struct Encoded {
+    elements: Bytes,
+    /// The tiles of block scales; empty but for NVFP4.
+    scales: Bytes,
+    error: ErrorSums,
+}
+
+/// Writes all tensors of a layer. `path` is the file that it is read from, `batch_done` is called with the bytes of every batch
+/// that was written, and may fail in order to stop.
+pub fn write_layer(
+    layer: &SourceLayer,
+    tensors: &[&Tensor],
+    input_scale: Option<f32>,
+    path: &Path,
+    to: &mut StagedFile,
+    batch_done: &mut dyn FnMut(u64) -> Result<()>,
+) -> Result<Finished> {
+    let format = layer.spec.format;
+    let scale = format.map(|format| weight_scale(layer, format, path)).transpose()?;
+    let chunks = chunks(layer);
+    let batch = (BATCH_BYTES / CHUNK_BYTES.max(layer.row_bytes())).max(1);
+    let (mut elements, mut scales) = (Crc::new(), Crc::new());
+    let mut error = ErrorSums::default();
+    let place = |content: Content| tensors.iter().find(|tensor| tensor.content == content).map_or(0, |t| t.range.start);
+    let (elements_at, scales_at) = (place(Content::Elements), place(Content::BlockScales));
+    let cols: usize = layer.spec.shape.get(1..).unwrap_or_default().iter().product();
+    for batch in chunks.chunks(batch) {
+        let encoded: Vec<Encoded> = batch.par_iter().map(|chunk| encode(chunk, format.zip(scale))).collect();
+        let mut written = 0;
+        for (chunk, encoded) in batch.iter().zip(encoded) {
+            let dtype = format.map_or(DType::Bf16, element_type);
+            to.write_at(elements_at + dtype.bytes(chunk.at * cols) as u64, &encoded.elements)?;
+            elements.update(&encoded.elements);
+            if !encoded.scales.is_empty() {
+                to.write_at(scales_at + scale_bytes(chunk.at, cols) as u64, &encoded.scales)?;
+                scales.update(&encoded.scales);
+            }
+            error = error.plus(encoded.error);
+            written += (encoded.elements.len() + encoded.scales.len()) as u64;
+        }
+        batch_done(written)?;
+    }
+    let mut checksums = Vec::with_capacity(tensors.len());
+    for tensor in tensors {
+        let small = match tensor.content {
+            Content::Elements => {
+                checksums.push(elements.sum());
+                continue;
+            }
+            Content::BlockScales => {
+                checksums.push(scales.sum());
+                continue;
+            }
+            Content::WeightScale => scale.map_or(Vec::new(), |scale| scale.get().to_le_bytes().to_vec()),
+            Content::InputScale => input_scale.map_or(Vec::new(), |scale| scale.to_le_bytes().to_vec()),
+            Content::Declaration => format.map_or(Vec::new(), |format| declaration(format).into_bytes()),
+        };
+        to.write_at(tensor.range.start, &small)?;
+        let mut sum = Crc::new();
+        sum.update(&small);
+        checksums.push(sum.sum());
+    }
+    Ok(Finished {
+        scale_bits: scale.map(|scale| scale.get().to_bits()),
+        input_scale_bits: input_scale.map(f32::to_bits),
+        error,
+        checksums,
+    })
+}
+
+/// The type of elements in this format.
+fn element_type(format: QuantisedFormat) -> DType {
+    match format {
+        QuantisedFormat::Fp8 => DType::E4m3,
+        QuantisedFormat::Nvfp4 => DType::E2m1,
+    }
+}
+
+/// The scale of a weight as a whole.
+fn weight_scale(layer: &SourceLayer, format: QuantisedFormat, path: &Path) -> Result<Scale> {
+    let largest = largest_magnitude(&layer.parts);
+    let scale = match format {
+        QuantisedFormat::Fp8 => fp8_scale(largest),
+        QuantisedFormat::Nvfp4 => nvfp4_scale(largest),
+    };
+    scale.ok_or_else(|| {
+        let what =
+            if largest.is_nan() { "has values that are not finite" } else { "has only values that are too small to scale" };
+        let error = Error::bad_file(path, "cannot be quantised", format!("tensor `{}` {what}", layer.spec.weight));
+        error.with_hint("the file is damaged; download it again")
+    })
+}
+
+/// The rows of a layer in pieces of about equal size. Those of a quantised one begin at whole tiles of block scales.
+fn chunks(layer: &SourceLayer) -> Vec<Chunk<'_>> {
+    let grain = if layer.spec.format.is_some() { TILE_ROWS } else { 1 };
+    let step = grain * (CHUNK_BYTES / (grain * layer.row_bytes()).max(1)).max(1);
+    let (mut chunks, mut first) = (Vec::new(), 0);
+    for part in &layer.parts {
+        chunks.extend((0..part.rows).step_by(step).map(|row| Chunk {
+            part,
+            rows: row..part.rows.min(row + step),
+            at: first + row,
+        }));
+        first += part.rows;
+    }
+    chunks
+}
+
+/// Encodes rows in a format with the scale of the whole weight, or rounds them to BF16.
+fn encode(chunk: &Chunk<'_>, format: Option<(QuantisedFormat, Scale)>) -> Encoded {
+    let (part, rows, cols) = (chunk.part, chunk.rows.clone(), chunk.part.cols());
+    let Some((format, scale)) = format else {
+        let mut bytes = vec![0; DType::Bf16.bytes(rows.len() * cols)];
+        let lines = bytes.chunks_mut(DType::Bf16.bytes(cols).max(1));
+        rows.zip(lines).for_each(|(row, line)| part.convert(row, Stored::plain(DType::Bf16), line));
+        return Encoded { elements: owned(bytes), scales: owned(Vec::new()), error: ErrorSums::default() };
+    };
+    let dtype = element_type(format);
+    let mut elements = vec![0; dtype.bytes(rows.len() * cols)];
+    let (elements, scales, scaling) = match format {
+        QuantisedFormat::Fp8 => {
+            encode_fp8(part, rows.clone(), scale, &mut elements);
+            (owned(elements), owned(Vec::new()), PartScaling::Tensor(scale))
+        }
+        QuantisedFormat::Nvfp4 => {
+            let mut scales = vec![0; scale_bytes(rows.len(), cols)];
+            encode_nvfp4(part, rows.clone(), scale, &mut elements, &mut scales);
+            let scales = owned(scales);
+            let scaling = PartScaling::Blocks16 { scales: scales.clone(), tensor: scale, layout: Nvfp4Layout::COMFY };
+            (owned(elements), scales, scaling)
+        }
+    };
+    let stored = WeightPart { bytes: elements.clone(), dtype, rows: rows.len(), scaling };
+    let error = error_of(part, rows, &stored);
+    Encoded { elements, scales, error }
+}
+
+/// The error of quantised rows, as the reader of such files decodes them.
+fn error_of(part: &WeightPart, rows: Range<usize>, stored: &WeightPart) -> ErrorSums {
+    /// Sums that are added up side by side, as vector units do.
+    const LANES: usize = 8;
+    let (mut want, mut got) = (vec![0.0_f32; part.cols()], vec![0.0_f32; part.cols()]);
+    let (mut errors, mut values) = ([0.0_f64; LANES], [0.0_f64; LANES]);
+    for (i, row) in rows.enumerate() {
+        part.decode(row, &mut want);
+        stored.decode(i, &mut got);
+        for (want, got) in want.chunks(LANES).zip(got.chunks(LANES)) {
+            for (lane, (&want, &got)) in want.iter().zip(got).enumerate() {
+                let (want, got) = (f64::from(want), f64::from(got));
+                errors[lane] += (got - want) * (got - want);
+                values[lane] += want * want;
+            }
+        }
+    }
+    ErrorSums::new(errors.iter().sum(), values.iter().sum())
+}
+
+fn owned(bytes: Vec<u8>) -> Bytes {
+    Bytes::new(Arc::new(bytes))
+}

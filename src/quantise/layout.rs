@@ -1,0 +1,166 @@
+//! The bytes of a quantised file that do not depend on any value: which tensors it holds, their order, and its header, to the byte
+//! as the official files have it.
+//!
+//! A layer in FP8 has an F8_E4M3 weight and its scale; one in NVFP4 a U8 weight of two elements to a byte, e4m3 scales of blocks in
+//! tiles, and the scale of the whole. Transformers list their quantised layers in the metadata of the header, text encoders have
+//! a tensor beside each.
+
+use crate::names::QUANTISATION_METADATA;
+use crate::part::Part;
+use crate::tensor::nvfp4::{BLOCK, TILE_ROWS};
+use crate::tensor::quantise::QuantisedFormat;
+use std::ops::Range;
+
+/// A layer of the file, or a tensor that stays as it is.
+#[derive(Clone, Debug)]
+pub struct LayerSpec {
+    /// The name of its weight in the file.
+    pub weight: String,
+    /// The shape of its values.
+    pub shape: Vec<usize>,
+    /// The format that it is quantised to; `None` for BF16.
+    pub format: Option<QuantisedFormat>,
+    /// Whether the file has a scale of the layer's input.
+    pub has_input_scale: bool,
+}
+
+impl LayerSpec {
+    /// Its name: that of the weight without `.weight`.
+    pub fn name(&self) -> &str {
+        self.weight.strip_suffix(".weight").unwrap_or(&self.weight)
+    }
+}
+
+/// What a tensor of a layer holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Content {
+    /// The elements.
+    Elements,
+    /// The block scales of NVFP4, in tiles.
+    BlockScales,
+    /// The scale of the weight as a whole.
+    WeightScale,
+    /// The scale of the layer's input.
+    InputScale,
+    /// The name of the format, as JSON.
+    Declaration,
+}
+
+/// A tensor of the file.
+#[derive(Clone, Debug)]
+pub struct Tensor {
+    /// The index of its layer.
+    pub layer: usize,
+    /// What it holds.
+    pub content: Content,
+    /// Its name.
+    pub name: String,
+    /// Its dtype, as the header spells it.
+    pub dtype: &'static str,
+    /// Its shape, as the header has it.
+    pub shape: Vec<usize>,
+    /// Its bytes in the file.
+    pub range: Range<u64>,
+}
+
+/// The order of dtypes in a file, the widest first, with the bytes of an element. Tensors of one dtype are in order of name.
+const DTYPES: [(&str, u64); 4] = [("F32", 4), ("BF16", 2), ("F8_E4M3", 1), ("U8", 1)];
+
+/// The layout of a file.
+#[derive(Clone, Debug)]
+pub struct FileLayout {
+    /// The length in front of the header, and the header.
+    pub header: Vec<u8>,
+    /// The tensors in the order in which they are stored.
+    pub tensors: Vec<Tensor>,
+}
+
+impl FileLayout {
+    /// The layout of a part with these layers.
+    pub fn new(part: Part, layers: &[LayerSpec]) -> Self {
+        let mut tensors: Vec<Tensor> = layers.iter().enumerate().flat_map(|(i, layer)| tensors_of(part, i, layer)).collect();
+        let rank = |dtype: &str| DTYPES.iter().position(|(name, _)| *name == dtype);
+        tensors.sort_by(|a, b| (rank(a.dtype), &a.name).cmp(&(rank(b.dtype), &b.name)));
+        let mut offset = 0;
+        for tensor in &mut tensors {
+            let size = DTYPES.iter().find(|(name, _)| *name == tensor.dtype).map_or(0, |(_, size)| *size);
+            let bytes = size * tensor.shape.iter().product::<usize>() as u64;
+            tensor.range = offset..offset + bytes;
+            offset += bytes;
+        }
+        let header = header(part, layers, &tensors);
+        let start = header.len() as u64;
+        tensors.iter_mut().for_each(|tensor| tensor.range = tensor.range.start + start..tensor.range.end + start);
+        Self { header, tensors }
+    }
+
+    /// Bytes of the whole file.
+    pub fn bytes(&self) -> u64 {
+        self.tensors.last().map_or(self.header.len() as u64, |tensor| tensor.range.end)
+    }
+}
+
+/// The tensors of one layer, whose places are not known yet.
+fn tensors_of(part: Part, layer: usize, spec: &LayerSpec) -> Vec<Tensor> {
+    let tensor = |content, suffix: &str, dtype, shape: &[usize]| {
+        let name = if content == Content::Elements { spec.weight.clone() } else { format!("{}.{suffix}", spec.name()) };
+        Tensor { layer, content, name, dtype, shape: shape.to_vec(), range: 0..0 }
+    };
+    let elements = |dtype, shape: &[usize]| tensor(Content::Elements, "", dtype, shape);
+    let Some(format) = spec.format else { return vec![elements("BF16", &spec.shape)] };
+    let (rows, cols) = (spec.shape[0], spec.shape[1]);
+    let mut tensors = match format {
+        QuantisedFormat::Fp8 => {
+            vec![elements("F8_E4M3", &spec.shape), tensor(Content::WeightScale, "weight_scale", "F32", &[])]
+        }
+        QuantisedFormat::Nvfp4 => {
+            let tiled = [rows.next_multiple_of(TILE_ROWS), cols.div_ceil(BLOCK).next_multiple_of(4)];
+            vec![
+                elements("U8", &[rows, cols / 2]),
+                tensor(Content::BlockScales, "weight_scale", "F8_E4M3", &tiled),
+                tensor(Content::WeightScale, "weight_scale_2", "F32", &[]),
+            ]
+        }
+    };
+    if spec.has_input_scale {
+        tensors.push(tensor(Content::InputScale, "input_scale", "F32", &[]));
+    }
+    if part == Part::TextEncoder {
+        tensors.push(tensor(Content::Declaration, "comfy_quant", "U8", &[declaration(format).len()]));
+    }
+    tensors
+}
+
+/// The settings of a layer in this format, as the official files spell them.
+pub fn declaration(format: QuantisedFormat) -> String {
+    let name = match format {
+        QuantisedFormat::Fp8 => "float8_e4m3fn",
+        QuantisedFormat::Nvfp4 => "nvfp4",
+    };
+    format!(r#"{{"format": "{name}"}}"#)
+}
+
+/// The length and the header of a file, padded to a multiple of eight bytes.
+fn header(part: Part, layers: &[LayerSpec], tensors: &[Tensor]) -> Vec<u8> {
+    let quoted = |text: &str| serde_json::Value::from(text).to_string();
+    let mut entries = Vec::new();
+    if part == Part::Transformer {
+        let mut quantised: Vec<(&str, QuantisedFormat)> =
+            layers.iter().filter_map(|layer| Some((layer.name(), layer.format?))).collect();
+        quantised.sort_by_key(|(name, _)| *name);
+        let list: Vec<String> =
+            quantised.iter().map(|(name, format)| format!("{}: {}", quoted(name), declaration(*format))).collect();
+        if !list.is_empty() {
+            let text = format!(r#"{{"format_version": "1.0", "layers": {{{}}}}}"#, list.join(", "));
+            entries.push(format!(r#""__metadata__":{{"{QUANTISATION_METADATA}":{}}}"#, quoted(&text)));
+        }
+    }
+    for Tensor { name, dtype, shape, range, .. } in tensors {
+        let shape: Vec<String> = shape.iter().map(usize::to_string).collect();
+        let (name, shape, start, end) = (quoted(name), shape.join(","), range.start, range.end);
+        entries.push(format!(r#"{name}:{{"dtype":"{dtype}","shape":[{shape}],"data_offsets":[{start},{end}]}}"#));
+    }
+    let mut text = format!("{{{}}}", entries.join(","));
+    text.extend(std::iter::repeat_n(' ', text.len().next_multiple_of(8) - text.len()));
+    [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat()
+}

@@ -1,0 +1,158 @@
+//! Which layers are quantised, and to which format: those that the official files quantise, less those that a user keeps.
+
+use super::pattern;
+use crate::config::{TransformerConfig, Variant};
+use crate::error::{Error, Result};
+use crate::part::Part;
+use crate::tensor::nvfp4::BLOCK;
+use crate::tensor::quantise::QuantisedFormat;
+
+/// The layers that an official file of a model leaves in BF16 though others of their kind are quantised.
+struct Wider {
+    /// Width, double blocks and single blocks of the model.
+    model: [usize; 3],
+    /// The variants and formats that it is about.
+    variants: &'static [Variant],
+    formats: &'static [QuantisedFormat],
+    /// Patterns of the layers.
+    layers: &'static [&'static str],
+}
+
+const KLEIN_4B: [usize; 3] = [3072, 5, 20];
+const KLEIN_9B: [usize; 3] = [4096, 8, 24];
+const DEV: [usize; 3] = [6144, 8, 48];
+
+/// What the headers of the published files show. The list of klein 9B KV is not known; it gets that of the distilled model.
+static WIDER: [Wider; 5] = {
+    use QuantisedFormat::{Fp8, Nvfp4};
+    use Variant::{Base, Distilled, Kv};
+    const ANY: &[Variant] = &[Distilled, Base, Kv];
+    [
+        Wider { model: KLEIN_4B, variants: &[Base], formats: &[Fp8, Nvfp4], layers: &["double_blocks.0.*_attn.proj"] },
+        Wider { model: KLEIN_9B, variants: &[Distilled, Kv], formats: &[Nvfp4], layers: &["double_blocks.0.*_attn.qkv"] },
+        Wider {
+            model: KLEIN_9B,
+            variants: &[Base],
+            formats: &[Fp8, Nvfp4],
+            layers: &["double_blocks.0.*_attn.qkv", "double_blocks.0.*_attn.proj"],
+        },
+        Wider { model: DEV, variants: ANY, formats: &[Nvfp4], layers: &["double_blocks.*.txt_attn.*"] },
+        Wider { model: DEV, variants: ANY, formats: &[Fp8], layers: &["double_blocks.*_attn.*"] },
+    ]
+};
+
+/// The choice of layers for one part of a model.
+#[derive(Clone, Debug)]
+pub struct Policy {
+    part: Part,
+    format: QuantisedFormat,
+    /// Patterns of layers that stay in BF16.
+    wider: Vec<String>,
+}
+
+impl Policy {
+    /// The layers of a transformer that the official files of this size and variant quantise, without those that match `keep`.
+    pub fn transformer(config: &TransformerConfig, variant: Variant, format: QuantisedFormat, keep: &[String]) -> Self {
+        let model = [config.hidden, config.double_blocks, config.single_blocks];
+        let is_meant =
+            |wider: &&Wider| wider.model == model && wider.variants.contains(&variant) && wider.formats.contains(&format);
+        let official = WIDER.iter().filter(is_meant).flat_map(|wider| wider.layers).map(|layer| (*layer).to_owned());
+        Self { part: Part::Transformer, format, wider: official.chain(keep.iter().cloned()).collect() }
+    }
+
+    /// All linear layers of a text encoder without those that match `keep`. The official files mix formats layer by layer, in a
+    /// way that follows no rule. Here NVFP4 is for the MLPs, two thirds of the weights, and attention is FP8.
+    pub fn text_encoder(format: QuantisedFormat, keep: &[String]) -> Self {
+        Self { part: Part::TextEncoder, format, wider: keep.to_vec() }
+    }
+
+    /// The format of a layer, by its name without `.weight` and the shape of its weight, or `None` if it stays in BF16.
+    pub fn format_of(&self, layer: &str, shape: &[usize]) -> Option<QuantisedFormat> {
+        let [_, cols] = *shape else { return None };
+        if !self.may_be_quantised(layer) || self.wider.iter().any(|pattern| pattern::matches(pattern, layer)) {
+            return None;
+        }
+        // Blocks of NVFP4 are not cut off at the end of a row.
+        let in_blocks = cols.is_multiple_of(BLOCK) && !(self.part == Part::TextEncoder && layer.contains(".self_attn."));
+        Some(if in_blocks { self.format } else { QuantisedFormat::Fp8 })
+    }
+
+    /// Whether a layer is in a block, as opposed to embedders, modulations and the last layers.
+    fn may_be_quantised(&self, layer: &str) -> bool {
+        match self.part {
+            Part::Transformer => layer.starts_with("double_blocks.") || layer.starts_with("single_blocks."),
+            Part::TextEncoder => layer.starts_with("model.layers.") && layer.ends_with("_proj"),
+            Part::Vae => false,
+        }
+    }
+}
+
+/// Fails if a pattern matches none of the layers, and names those that are spelled most like it.
+pub fn check_patterns<'a>(patterns: &[String], layers: impl Iterator<Item = &'a str> + Clone) -> Result<()> {
+    for wanted in patterns {
+        if layers.clone().any(|layer| pattern::matches(wanted, layer)) {
+            continue;
+        }
+        let near: Vec<String> = pattern::nearest(wanted, layers.clone()).iter().map(|layer| format!("`{layer}`")).collect();
+        let hint = format!("near to it are {}; `*` stands for anything, `?` for one character", near.join(", "));
+        return Err(Error::usage(format!("no layer matches `{wanted}`"), hint));
+    }
+    Ok(())
+}
+
+/// The scale of an input that was not measured, by what makes it: FP8 has fifteen octaves of equal precision, so that a constant
+/// with enough room above does as well as any other. The results of norms and attention stay far below 448, the products of a
+/// SwiGLU below eight times that. NVFP4 without a scale takes the largest value of the moment, which no constant replaces.
+pub fn constant_scale(layer: &str, format: QuantisedFormat) -> Option<f32> {
+    let from_swiglu = layer.ends_with("_mlp.2") || layer.ends_with(".linear2");
+    (format == QuantisedFormat::Fp8).then_some(if from_swiglu { 8.0 } else { 1.0 })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use QuantisedFormat::{Fp8, Nvfp4};
+
+    #[test]
+    fn text_encoders_follow_a_simple_rule() {
+        for (layer, fp8, nvfp4) in [
+            ("model.layers.0.self_attn.q_proj", Some(Fp8), Some(Fp8)),
+            ("model.layers.35.self_attn.o_proj", Some(Fp8), Some(Fp8)),
+            ("model.layers.7.mlp.down_proj", Some(Fp8), Some(Nvfp4)),
+            ("model.layers.7.mlp.gate_proj", Some(Fp8), Some(Nvfp4)),
+            ("model.embed_tokens", None, None),
+        ] {
+            assert_eq!(Policy::text_encoder(Fp8, &[]).format_of(layer, &[256, 128]), fp8, "{layer}");
+            assert_eq!(Policy::text_encoder(Nvfp4, &[]).format_of(layer, &[256, 128]), nvfp4, "{layer}");
+        }
+        let kept = Policy::text_encoder(Nvfp4, &["*.mlp.*".into()]);
+        assert_eq!(kept.format_of("model.layers.7.mlp.down_proj", &[256, 128]), None);
+        // Rows that are no whole blocks.
+        assert_eq!(Policy::text_encoder(Nvfp4, &[]).format_of("model.layers.7.mlp.down_proj", &[256, 24]), Some(Fp8));
+        assert_eq!(Policy::text_encoder(Fp8, &[]).format_of("model.layers.7.self_attn.q_norm_proj", &[256]), None);
+    }
+
+    #[test]
+    fn a_pattern_that_matches_nothing_names_near_layers() {
+        let layers = ["single_blocks.0.linear1", "single_blocks.0.linear2", "double_blocks.0.img_attn.qkv", "img_in"];
+        assert!(check_patterns(&["*.linear?".into(), "img_in".into()], layers.into_iter()).is_ok());
+        let error = check_patterns(&["single_blocks.0.liner1".into()], layers.into_iter()).unwrap_err();
+        assert_eq!(error.to_string(), "no layer matches `single_blocks.0.liner1`");
+        assert!(error.hint().unwrap().starts_with("near to it are `single_blocks.0.linear1`, `single_blocks.0.linear2`, "));
+    }
+
+    #[test]
+    fn constants_follow_the_producer_of_the_input() {
+        for (layer, scale) in [
+            ("double_blocks.0.img_attn.qkv", 1.0),
+            ("double_blocks.0.txt_attn.proj", 1.0),
+            ("double_blocks.0.txt_mlp.0", 1.0),
+            ("double_blocks.4.img_mlp.2", 8.0),
+            ("single_blocks.0.linear1", 1.0),
+            ("single_blocks.19.linear2", 8.0),
+        ] {
+            assert_eq!(constant_scale(layer, Fp8), Some(scale), "{layer}");
+            assert_eq!(constant_scale(layer, Nvfp4), None);
+        }
+    }
+}

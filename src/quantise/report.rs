@@ -1,0 +1,127 @@
+//! What was written: the format and the error of every layer.
+
+use super::encode::ErrorSums;
+use super::journal::Journal;
+use super::{Plan, PlannedFile};
+use crate::part::Part;
+use crate::tensor::quantise::QuantisedFormat;
+use std::path::PathBuf;
+
+/// What was written.
+#[derive(Clone, Debug)]
+pub struct Report {
+    /// The files with quantised layers.
+    pub files: Vec<FileReport>,
+    /// Bytes of all files.
+    pub bytes: u64,
+}
+
+/// A file with quantised layers.
+#[derive(Clone, Debug)]
+pub struct FileReport {
+    /// The part of the model that it holds.
+    pub part: Part,
+    /// Its path in the folder of the output.
+    pub path: PathBuf,
+    /// Its size.
+    pub bytes: u64,
+    /// Its quantised layers.
+    pub layers: Vec<LayerReport>,
+    /// The number of tensors that are in BF16.
+    pub plain: usize,
+}
+
+/// A quantised layer.
+#[derive(Clone, Debug)]
+pub struct LayerReport {
+    /// Its name in the file.
+    pub name: String,
+    /// Its format.
+    pub format: QuantisedFormat,
+    /// Rows and columns of its weight.
+    pub shape: [usize; 2],
+    /// The scale of the weight as a whole.
+    pub scale: f32,
+    /// The scale of its input, if the file has one.
+    pub input_scale: Option<f32>,
+    error: ErrorSums,
+}
+
+impl LayerReport {
+    /// Its error: the root of the mean square of the differences between decoded and original values, relative to that of the
+    /// original values.
+    pub fn error(&self) -> f64 {
+        self.error.relative()
+    }
+
+    /// Its kind: its name without the number of its block.
+    pub fn kind(&self) -> String {
+        let mut numbered = false;
+        let components = self.name.split('.').map(|component| {
+            let is_block = !numbered && component.bytes().all(|b| b.is_ascii_digit());
+            numbered |= is_block;
+            if is_block { "*" } else { component }
+        });
+        components.collect::<Vec<_>>().join(".")
+    }
+}
+
+/// The layers of one kind that have one format.
+#[derive(Clone, Debug)]
+pub struct KindReport {
+    /// Their kind.
+    pub kind: String,
+    /// Their format.
+    pub format: QuantisedFormat,
+    /// How many they are.
+    pub layers: usize,
+    /// Their error as if they were one layer.
+    pub error: f64,
+    /// The largest error of one of them.
+    pub worst: f64,
+}
+
+impl FileReport {
+    fn new(file: &PlannedFile, journal: &std::collections::BTreeMap<String, super::Finished>) -> Self {
+        let layer = |spec: &super::LayerSpec| {
+            let finished = journal.get(&spec.weight)?;
+            Some(LayerReport {
+                name: spec.name().into(),
+                format: spec.format?,
+                shape: [*spec.shape.first()?, *spec.shape.get(1)?],
+                scale: f32::from_bits(finished.scale_bits?),
+                input_scale: finished.input_scale_bits.map(f32::from_bits),
+                error: finished.error,
+            })
+        };
+        let layers: Vec<LayerReport> = file.layers.iter().filter_map(|source| layer(&source.spec)).collect();
+        let plain = file.layers.len() - layers.len();
+        Self { part: file.part, path: file.path.clone(), bytes: file.layout.bytes(), layers, plain }
+    }
+
+    /// Its layers by kind, in the order in which the kinds first occur.
+    pub fn by_kind(&self) -> Vec<KindReport> {
+        let mut kinds: Vec<(KindReport, ErrorSums)> = Vec::new();
+        for layer in &self.layers {
+            let kind = layer.kind();
+            let at = kinds.iter().position(|(row, _)| row.kind == kind && row.format == layer.format).unwrap_or_else(|| {
+                let row = KindReport { kind, format: layer.format, layers: 0, error: 0.0, worst: 0.0 };
+                kinds.push((row, ErrorSums::default()));
+                kinds.len() - 1
+            });
+            let (row, sums) = &mut kinds[at];
+            *sums = sums.plus(layer.error);
+            row.layers += 1;
+            row.error = sums.relative();
+            row.worst = row.worst.max(layer.error());
+        }
+        kinds.into_iter().map(|(row, _)| row).collect()
+    }
+}
+
+impl Report {
+    pub(super) fn new(plan: &Plan, journal: &Journal) -> Self {
+        let files = plan.files.iter().zip(&journal.finished).map(|(file, finished)| FileReport::new(file, finished)).collect();
+        Self { files, bytes: plan.bytes() }
+    }
+}

@@ -1,0 +1,124 @@
+//! The layers of a part as its files store them, under the names of the file that is written: of a transformer those of the
+//! original single files, whatever layout it has, of a text encoder those of Hugging Face, which have every projection apart.
+
+use super::layout::LayerSpec;
+use super::policy::Policy;
+use crate::checkpoint::{Entry, Shard, Weights};
+use crate::config::{ConfigFile, Conventions, TextConfig, TransformerConfig, Variant};
+use crate::error::{Error, Result};
+use crate::files;
+use crate::locate::ModelFiles;
+use crate::model::{text_manifest, transformer_manifest};
+use crate::names::{self, Place, TensorSpec};
+use crate::part::Part;
+use crate::tensor::{Bytes, DType, WeightPart};
+use std::path::{Path, PathBuf};
+
+/// A part that is quantised.
+#[derive(Clone, Debug)]
+pub enum PartSource {
+    /// A transformer, with its sizes and its variant.
+    Transformer(Weights, TransformerConfig, Variant),
+    /// A text encoder.
+    TextEncoder(Weights),
+}
+
+impl PartSource {
+    /// Opens a part without the rest of its model: a safetensors file, or a folder of shards. `variant` overrides the one that
+    /// names and the index of the pipeline imply.
+    pub fn open(part: Part, path: &Path, variant: Option<Variant>) -> Result<Self> {
+        let weights = Weights::open(part, path)?;
+        let read = |path: PathBuf| ConfigFile::read(&path);
+        let config = ModelFiles::config_of(path).map(read).transpose()?;
+        if part != Part::Transformer {
+            let config = TextConfig::detect(&weights, config.as_ref(), &Conventions::klein())?;
+            weights.check(&text_manifest(&config))?;
+            return Ok(Self::TextEncoder(weights));
+        }
+        let config = TransformerConfig::detect(&weights, config.as_ref())?;
+        weights.check(&transformer_manifest(&config))?;
+        let index = path.parent().filter(|_| path.is_dir()).map(|folder| folder.join("model_index.json"));
+        let index = index.filter(|index| files::is_there(index)).map(read).transpose()?;
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let variant = variant.map_or_else(|| Variant::detect(index.as_ref(), &[&name]), Ok)?;
+        Ok(Self::Transformer(weights, config, variant))
+    }
+}
+
+/// A layer, or another tensor, of the files.
+#[derive(Clone, Debug)]
+pub struct SourceLayer {
+    /// What is made of it.
+    pub spec: LayerSpec,
+    /// Its rows in order. A vector is one row.
+    pub parts: Vec<WeightPart>,
+}
+
+impl SourceLayer {
+    fn new(path: &Path, weight: String, shape: Vec<usize>, parts: Vec<WeightPart>, policy: &Policy) -> Result<Self> {
+        if let Some(part) = parts.iter().find(|part| part.dtype.is_quantised()) {
+            return Err(quantised_already(path, &weight, part.dtype.name()));
+        }
+        let mut spec = LayerSpec { weight, shape, format: None, has_input_scale: false };
+        spec.format = policy.format_of(spec.name(), &spec.shape);
+        Ok(Self { spec, parts })
+    }
+
+    /// Bytes of a row's elements in the widest of its parts.
+    pub fn row_bytes(&self) -> usize {
+        self.parts.iter().map(|part| part.dtype.bytes(part.cols())).max().unwrap_or(0)
+    }
+
+    /// Whether values are rounded though the layer is not quantised: BF16 is all that such a file has.
+    pub fn is_narrowed(&self) -> bool {
+        self.spec.format.is_none() && self.parts.iter().any(|part| part.dtype != DType::Bf16)
+    }
+}
+
+/// The layers of a transformer whose tensors are those of `manifest`.
+pub fn transformer_layers(weights: &Weights, manifest: &[TensorSpec], policy: &Policy) -> Result<Vec<SourceLayer>> {
+    let layer = |spec: &TensorSpec| {
+        let stored = weights.weight(spec)?;
+        SourceLayer::new(weights.path(), spec.name.clone(), spec.shape.clone(), stored.parts, policy)
+    };
+    manifest.iter().map(layer).collect()
+}
+
+/// The layers of a text encoder: all that its files have, those that no image needs as well, but not the head that predicts
+/// tokens, which the files of ComfyUI leave out.
+pub fn text_encoder_layers(weights: &Weights, policy: &Policy) -> Result<Vec<SourceLayer>> {
+    let mut layers = Vec::new();
+    for shard in weights.shards() {
+        for (name, entry) in shard.tensors() {
+            let bare = names::without_prefix(name);
+            match names::resolve(Part::TextEncoder, name) {
+                Place::Weight(_) => {}
+                Place::Unused if bare.starts_with("model.norm.") => {}
+                Place::Quantisation(..) | Place::Fp8Marker => return Err(quantised_already(shard.path(), name, "a scale")),
+                Place::Unused | Place::OtherPart | Place::Unknown => continue,
+            }
+            let part = whole(shard, name, entry)?;
+            layers.push(SourceLayer::new(shard.path(), bare.into(), entry.shape.clone(), vec![part], policy)?);
+        }
+    }
+    Ok(layers)
+}
+
+/// A tensor of a file as one part.
+fn whole(shard: &Shard, name: &str, entry: &Entry) -> Result<WeightPart> {
+    let dtype = match entry.dtype.name {
+        "BF16" => DType::Bf16,
+        "F16" => DType::F16,
+        "F32" => DType::F32,
+        "F8_E4M3" | "F8_E5M2" | "U8" => return Err(quantised_already(shard.path(), name, entry.dtype.name)),
+        other => return Err(Error::TensorType { path: shard.path().into(), name: name.into(), got: other.into() }),
+    };
+    let rows = if let [rows, _, ..] = *entry.shape { rows } else { 1 };
+    let bytes = shard.bytes(name).unwrap_or_else(|| Bytes::new(std::sync::Arc::new([])));
+    Ok(WeightPart::plain(bytes, dtype, rows))
+}
+
+fn quantised_already(path: &Path, name: &str, what: &str) -> Error {
+    let error = Error::bad_file(path, "quantised already", format!("tensor `{name}` is {what}"));
+    error.with_hint("quantising twice adds up both errors; use the BF16 checkpoint of the same model")
+}
