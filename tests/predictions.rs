@@ -262,6 +262,11 @@ fn plans_name_their_gpu() {
     let [fast, slow] = ["4090", "3090"].map(|card| seconds(&["--card", card]));
     assert!(fast.len() == 3 && fast.iter().zip(&slow).all(|(fast, slow)| fast < slow), "{fast:?} {slow:?}");
     assert!(seconds(&["--card", "4090", "--precision", "f32"]).is_empty(), "f32 is not for tensor cores");
+    // Formats are those of the card: only Hopper has a choice how to add up.
+    for (card, formats) in [("4090", "(w8a8, exact sums)"), ("H200", "(w8a8, promoted sums)"), ("3090", "(w8a16: ")] {
+        let table = plan(&["--card", card, "--quantize", "fp8"]).text().to_owned();
+        assert!(table.contains(formats), "{table}");
+    }
 }
 
 #[test]

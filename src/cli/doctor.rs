@@ -5,7 +5,7 @@ use super::hint::{hint, message};
 use super::stdout::print;
 use super::support::support;
 use crate::backend::cpu::Cpu;
-use crate::backend::cuda::{self, Cuda, Kernel, Tile};
+use crate::backend::cuda::{self, Cuda, Kernel, Tile, fp8_accumulate};
 use crate::backend::{Backend, Fp8Accumulate, GemmFormats, OP_NAMES};
 use crate::config::Variant;
 use crate::error::{Error, Result};
@@ -32,8 +32,9 @@ pub fn doctor(args: DoctorArgs, environment: Environment, out: &mut dyn Write) -
     row("kernels", kernels);
     row("cpu", format!("{} threads", threads::cores()));
     let stop = Arc::new(AtomicBool::new(false));
-    // The first usable GPU and its GEMMs.
-    let mut device: Option<(String, GemmFormats)> = None;
+    // The first usable GPU, its GEMMs, and how these accumulate products of FP8.
+    let mut device: Option<(String, GemmFormats, Option<Fp8Accumulate>)> = None;
+    let accumulate = |capability| Some(fp8_accumulate(capability, Fp8Accumulate::Auto));
     let how = |formats, capability, family| {
         support(formats, capability, family).map(|(what, how)| format!("{what}: {how}")).into_iter()
     };
@@ -43,7 +44,7 @@ pub fn doctor(args: DoctorArgs, environment: Environment, out: &mut dyn Write) -
             let what = format!("{name}, compute {major}.{minor}, {multiprocessors} multiprocessors, {}", gib(*memory));
             row("card", format!("{what}; asked for, and not looked for on this machine"));
             how(card.gemm_formats(), card.capability, card.family()).for_each(|line| row("", line));
-            device = Some((card.name.to_string(), card.gemm_formats()));
+            device = Some((card.name.to_string(), card.gemm_formats(), accumulate(card.capability)));
         }
         (None, Err(error)) => {
             row("driver", error.to_string());
@@ -66,7 +67,7 @@ pub fn doctor(args: DoctorArgs, environment: Environment, out: &mut dyn Write) -
                     let free = cuda.available()?.unwrap_or(0);
                     let tried = cuda.self_test()?.join(", ");
                     let formats = cuda.gemm_formats();
-                    device.get_or_insert_with(|| (format!("GPU {}", d.index), formats));
+                    device.get_or_insert_with(|| (format!("GPU {}", d.index), formats, accumulate(d.capability)));
                     let usable = format!("usable, {} free; tried: {tried}", gib(free));
                     Ok([usable].into_iter().chain(how(formats, d.capability, KernelFamily::of(&cuda))).collect::<Vec<_>>())
                 });
@@ -75,8 +76,7 @@ pub fn doctor(args: DoctorArgs, environment: Environment, out: &mut dyn Write) -
         }
     }
     // Only tensor cores have a choice how to accumulate.
-    let accumulate = device.as_ref().map(|_| Fp8Accumulate::Auto);
-    let (device, gemms) = device.unwrap_or_else(|| ("the CPU".into(), Cpu::shared(stop).gemm_formats()));
+    let (device, gemms, accumulate) = device.unwrap_or_else(|| ("the CPU".into(), Cpu::shared(stop).gemm_formats(), None));
     let (lines, formats) = model_lines(&args, environment, gemms)
         .unwrap_or_else(|error| ([message(&error)].into_iter().chain(hint(&error)).collect(), Formats::default()));
     let mut formats = Formats { accumulate, ..formats }.lines();

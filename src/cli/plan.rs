@@ -5,7 +5,7 @@ use super::report::{warn_of_accumulation, warn_of_guidance, warn_of_nvfp4_math};
 use super::request::ImageRequest;
 use super::settings::{ModelProfile, Settings};
 use super::stdout::{json_line, print};
-use crate::backend::cuda::{CAPABILITY, devices, gemm_formats};
+use crate::backend::cuda::{CAPABILITY, devices, fp8_accumulate, gemm_formats};
 use crate::config::{Conventions, Variant, display_name};
 use crate::error::Result;
 use crate::locate::{Environment, Found, locate};
@@ -129,7 +129,7 @@ pub fn plan(args: PlanArgs, environment: Environment, terminal: &Terminal, out: 
     let gpu = PlannedGpu::new(args.card.as_ref(), options.precision);
     let mut estimate = model.estimate(options, &gpu, &settings.job)?;
     let accumulate = args.quantised.fp8_accumulate.into();
-    estimate.formats.accumulate = Some(accumulate);
+    estimate.formats.accumulate = Some(fp8_accumulate(gpu.capability, accumulate));
     warn_of_accumulation(accumulate, &estimate.formats, terminal);
     warn_of_nvfp4_math(options.nvfp4_math, &estimate.formats, terminal);
     let report = Report::new(settings, estimate, gpu);
