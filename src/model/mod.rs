@@ -18,6 +18,7 @@ pub use formats::{LayerFormat, PartFormat, PlainInput};
 pub use loader::Loader;
 pub use manifest::{text_manifest, transformer_manifest, vae_manifest};
 pub use nvfp4_math::Nvfp4Math;
+pub use quantise::Producer;
 pub use text_encoder::TextEncoder;
 pub use transformer::{ContextIn, Modulation, ReferenceTokens, StepInput, Transformer};
 pub use vae::Vae;

@@ -26,7 +26,7 @@ impl LayerPlace {
 
 /// The op that writes the input of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Producer {
+pub enum Producer {
     /// A modulated layer norm.
     Norm,
     /// Attention, of which each result is a mean of values.
@@ -39,7 +39,7 @@ impl Producer {
     /// The scale of such an input in e4m3. That has fifteen octaves of one precision, so a scale only has to keep the largest value
     /// in range, and may leave several octaves of room: norms and attention stay far below 448, and the results of SwiGLU, of which
     /// FLUX.2's largest are about 160, below 3584. What is beyond is counted and reported.
-    const fn fp8_scale(self) -> Scale {
+    pub const fn fp8_scale(self) -> Scale {
         match self {
             Self::Norm | Self::Attention => Scale::ONE,
             Self::Swiglu => Scale::power_of_two(3),

@@ -3,6 +3,7 @@
 use super::pattern;
 use crate::config::{TransformerConfig, Variant};
 use crate::error::{Error, Result};
+use crate::model::Producer;
 use crate::part::Part;
 use crate::tensor::nvfp4::BLOCK;
 use crate::tensor::quantise::QuantisedFormat;
@@ -100,12 +101,15 @@ pub fn check_patterns<'a>(patterns: &[String], layers: impl Iterator<Item = &'a 
     Ok(())
 }
 
-/// The scale of an input that was not measured, by what makes it: FP8 has fifteen octaves of equal precision, so that a constant
-/// with enough room above does as well as any other. The results of norms and attention stay far below 448, the products of a
-/// SwiGLU below eight times that. NVFP4 without a scale takes the largest value of the moment, which no constant replaces.
+/// The scale of an input that was not measured: in FP8 a constant, by the op that makes it. NVFP4 without a scale takes the largest
+/// value of the moment, which no constant replaces.
 pub fn constant_scale(layer: &str, format: QuantisedFormat) -> Option<f32> {
-    let from_swiglu = layer.ends_with("_mlp.2") || layer.ends_with(".linear2");
-    (format == QuantisedFormat::Fp8).then_some(if from_swiglu { 8.0 } else { 1.0 })
+    let producer = match layer {
+        _ if layer.ends_with("_mlp.2") || layer.ends_with(".linear2") => Producer::Swiglu,
+        _ if layer.ends_with("_attn.proj") => Producer::Attention,
+        _ => Producer::Norm,
+    };
+    (format == QuantisedFormat::Fp8).then_some(producer.fp8_scale().get())
 }
 
 #[cfg(test)]
