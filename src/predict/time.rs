@@ -11,8 +11,8 @@ use crate::tensor::{DType, Tensor};
 /// FLOP a clock and SM that an H200 reached, by whole waves of tiles at 1.98 GHz (bench/results/2026-11-15-h200, kernels.txt and
 /// step-1024-by-op.txt for the portable kernels, hopper-*.txt and 2026-11-16-h200, peers-fp8.txt for the others).
 mod h200 {
-    /// What `mma.sync` alone can do: 0.629 of the peak of `wgmma` (Luo et al. 2024, arXiv:2402.13499).
-    pub const MMA_SYNC: f64 = 0.629 * 4096.0;
+    /// What `mma.sync` alone can do, as a share of the peak of `wgmma`: an assumption, which docs/kernels.md discusses.
+    pub const MMA_SYNC: f64 = 0.63 * 4096.0;
     /// The portable GEMM with tiles of 256x128.
     pub const GEMM: f64 = 1680.0;
     /// The portable convolution with tiles of 256x128, without epilogues.
