@@ -5,6 +5,7 @@
 //! same on every SM, whatever its tensor cores: those of GeForce cards are five times slower, so that there they matter less.
 
 use super::card::{Card, KernelFamily};
+use crate::backend::cuda::has_two_attention_ctas;
 use crate::backend::{Access, Linear, Op};
 use crate::tensor::{DType, Tensor};
 
@@ -32,6 +33,8 @@ mod h200 {
 const SMALL_TILES: f64 = 0.89;
 /// Speed of attention with a head of 512 and 32 queries in a tile, relative to 64 (bench/LOG.md, 26).
 const SMALL_WIDE_TILES: f64 = 0.9;
+/// The same of attention with one CTA of eight warps on an SM, instead of two with four warps (LOG.md, 84).
+const ONE_ATTENTION_CTA: f64 = 0.82;
 /// Bytes of shared memory that the larger tiles of each need.
 const LARGE_TILE_SHARED: u32 = 147_456;
 const LARGE_WIDE_TILE_SHARED: u32 = 135_936;
@@ -171,7 +174,8 @@ impl Predictor {
             return dense / rate / self.card.clocks_per_second() / if causal { 2.0 } else { 1.0 };
         }
         let (queries, clocks) = match (wide, self.card.shared >= LARGE_WIDE_TILE_SHARED) {
-            (false, _) => (ATTENTION_QUERIES, self.clocks(h200::ATTENTION, 1.0)),
+            (false, _) if has_two_attention_ctas(self.card.shared) => (ATTENTION_QUERIES, self.clocks(h200::ATTENTION, 1.0)),
+            (false, _) => (ATTENTION_QUERIES, self.clocks(h200::ATTENTION, ONE_ATTENTION_CTA)),
             (true, true) => (64, self.clocks(h200::WIDE_ATTENTION, 1.0)),
             (true, false) => (32, self.clocks(h200::WIDE_ATTENTION, SMALL_WIDE_TILES)),
         };

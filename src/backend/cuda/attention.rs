@@ -106,15 +106,20 @@ fn key_values(cx: &OpContext, op: &'static str, q: Tensor, args: &AttentionArgs<
     kv.iter().map(|s| Ok(abi::KlKeyValues { k: cx.mat(s.k, op)?, v: cx.mat(s.v, op)? })).collect()
 }
 
-/// The portable kernel for heads of 128: with eight warps where two CTAs with four each have no room on an SM. A CTA may have
-/// nearly all of an SM's shared memory, and the system takes 1 KiB of it for each.
-const fn portable_kernel(shared: u32, choice: Choice) -> Kernel {
+/// Whether two CTAs of the portable attention have room on an SM, of whose shared memory a CTA may have so much: nearly all of it.
+/// The system takes 1 KiB for each.
+pub const fn has_two_attention_ctas(shared: u32) -> bool {
     const SYSTEM: u32 = 1 << 10;
+    2 * (abi::KL_ATTENTION_SHARED + SYSTEM) <= shared + SYSTEM
+}
+
+/// The portable kernel for heads of 128: an SM has eight warps, in two CTAs or in one.
+const fn portable_kernel(shared: u32, choice: Choice) -> Kernel {
     match choice {
         // Tests see both.
         Choice::Tile(Tile::Mma64x128) => Kernel::AttentionMma8,
-        _ if 2 * (abi::KL_ATTENTION_SHARED + SYSTEM) > shared + SYSTEM => Kernel::AttentionMma8,
-        _ => Kernel::AttentionMma,
+        _ if has_two_attention_ctas(shared) => Kernel::AttentionMma,
+        _ => Kernel::AttentionMma8,
     }
 }
 

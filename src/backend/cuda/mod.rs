@@ -25,6 +25,7 @@ mod staging;
 mod system;
 mod tiles;
 
+pub use attention::has_two_attention_ctas;
 pub use context::Choice;
 pub use dispatch::kernels_of;
 pub use launch::{ARCHS, Images, Kernel, NVCC};
