@@ -21,7 +21,7 @@ pub struct Arch {
 }
 
 const SPECIFIC: &[Arch] = &[
-    Arch { suffix: "89", targets: &["89", "90", "100f", "120f"], ptx: Some("89"), capabilities: [(8, 9), (u32::MAX, 0)] },
+    Arch { suffix: "89", targets: &["89", "90", "120f"], ptx: Some("89"), capabilities: [(8, 9), (u32::MAX, 0)] },
     Arch { suffix: "90", targets: &["90a"], ptx: None, capabilities: [(9, 0), (9, 0)] },
     Arch { suffix: "100", targets: &["100f"], ptx: None, capabilities: [(10, 0), (10, u32::MAX)] },
     Arch { suffix: "120", targets: &["120f"], ptx: None, capabilities: [(12, 0), (12, u32::MAX)] },

@@ -3,9 +3,9 @@
 //   kl_gemm_fp8_sm89_128   out = epilogue(alpha x w^T + bias), e4m3 operands, sums of 128 products promoted to f32 accumulators; a tile has
 //                          128 rows and 128 columns; epilogues as in gemm_mma.cu, SwiGLU also into e4m3
 //
-// Promotion is for sm_89, which keeps thirteen binary places of a sum (spec of MMA-Sim, arXiv 2511.10909). It takes two accumulators an
+// Promotion is for sm_89, which keeps thirteen binary places of a sum (MMA-Sim, arXiv 2511.10909). It takes two accumulators an
 // output, so a warp has half of the rows that it has in bf16.
-// Bound: tensor cores. sm_90 and sm_100 have no such instruction: there it becomes conversions and an MMA in f16, and is no faster than bf16.
+// Bound: tensor cores. sm_90 has no such instruction: there it becomes conversions and MMAs in f16, slower than bf16, and serves tests alone.
 // Needs: K and the strides of x and w multiples of 16, 16-byte aligned addresses, operands of less than 2^32 elements; heads of 128.
 #include <common/tile_row.cuh>
 #include <gemm/kernel_mma.cuh>

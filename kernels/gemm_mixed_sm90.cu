@@ -6,7 +6,7 @@
 // Bound: as gemm_bf16_sm90.cu with thousands of rows, where expanding hides behind the MMAs. With 512 rows expanding is the bound: 32 rows
 // of a weight by 256 of K take a warp about 10,000 cycles.
 // Needs: what gemm_bf16_sm90.cu needs; weights of e4m3 at 16-byte aligned addresses with strides that are multiples of 16, those of e2m1
-// with strides that are multiples of 64; outputs of bf16 or, of SwiGLU and qk-norm, e4m3; a buffer for what is expanded.
+// as well; outputs of bf16 or, of SwiGLU and qk-norm, e4m3; a buffer for what is expanded.
 //
 // Weights stay in memory as they are in the file, and activations are not quantised. Each matrix of a weight has a format of its own, so
 // that queries, keys and values, or gates and ups, of different formats are one launch.

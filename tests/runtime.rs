@@ -15,6 +15,7 @@ mod stand_in;
 use common::quantised::{self, Content, Form};
 use common::wrapped::Wrapped;
 use common::{cases, small_job};
+use kiln::backend::cuda::driver::DeviceInfo;
 use kiln::backend::cuda::{self, Choice, Cuda, Kernel};
 use kiln::backend::{Access, Backend, GemmFormats, Op, Role, StepKey};
 use kiln::checkpoint::Weights;
@@ -162,20 +163,23 @@ fn weights_are_expanded_in_free_working_memory() {
         quantised::model(weights(Part::Transformer, "nvfp4", Form::BFL), Some(encoder), 64)
     };
     let (options, job, stop) = (LoadOptions::DEFAULT, Job { steps: 3, ..small_job() }, Arc::default());
-    let gemms = cuda::gemm_formats((9, 0));
     let arena_bytes = |gemms| open().estimate(options, gemms, &job).unwrap().arena_bytes;
-    let planned = arena_bytes(gemms);
-    assert!(planned > arena_bytes(GemmFormats { expands: false, ..gemms }), "the plan does not depend on expanded weights");
-    let working = planned.next_multiple_of(ALIGN);
-
-    let driver = StandIn::new(PLENTY);
-    let mut engine = Engine::load(Box::new(cuda(&driver, &stop).unwrap()), open(), options, &Silent).unwrap();
-    let all = driver.bytes.get().0 + working + SCRATCH;
-    assert_eq!(engine.plan(&job).unwrap().arena_bytes, planned);
-    for image in 0..2 {
-        generate(&mut engine, &job).unwrap();
-        assert_eq!(driver.bytes.get(), (all, all), "in use, and at the peak");
-        assert_eq!(driver.replays.get(), 2 * (image + 1));
+    let mut working = 0;
+    // Weights are expanded by a kernel before the GEMM, and on Hopper, which is the last, by the GEMM itself.
+    for (capability, shared) in [((8, 0), 166_912), ((8, 9), 101_376), ((12, 0), 101_376), ((9, 0), DeviceInfo::SM90_SHARED)] {
+        let gemms = cuda::gemm_formats(capability);
+        let planned = arena_bytes(gemms);
+        assert!(planned > arena_bytes(GemmFormats { expands: false, ..gemms }), "the plan does not depend on expanded weights");
+        working = planned.next_multiple_of(ALIGN);
+        let driver = StandIn::of(capability, shared, PLENTY);
+        let mut engine = Engine::load(Box::new(cuda(&driver, &stop).unwrap()), open(), options, &Silent).unwrap();
+        let all = driver.bytes.get().0 + working + SCRATCH;
+        assert_eq!(engine.plan(&job).unwrap().arena_bytes, planned);
+        for image in 0..2 {
+            generate(&mut engine, &job).unwrap();
+            assert_eq!(driver.bytes.get(), (all, all), "in use, and at the peak, on {capability:?}");
+            assert_eq!(driver.replays.get(), 2 * (image + 1));
+        }
     }
 
     // The same op by op.

@@ -68,7 +68,8 @@ impl GemmFormats {
             w4a4: self.w4a4 && other.w4a4,
             w4a16: self.w4a16 && other.w4a16,
             qk8: self.qk8 && other.qk8,
-            expands: self.expands && other.expands,
+            // This is what one of them needs, and not what it can do.
+            expands: self.expands || other.expands,
         }
     }
 
@@ -158,7 +159,8 @@ pub trait Backend {
     }
 
     /// Uploads a weight and replaces whatever was stored there. `parts` are its rows in order, in the format of `to` or in one
-    /// that can be [converted](WeightPart::converts_to) or [quantised](crate::tensor::quantise::encodes) to it. Ops that were issued earlier still read the old values.
+    /// that can be [converted](WeightPart::converts_to) or [quantised](crate::tensor::quantise::encodes) to it. Ops that were
+    /// issued earlier still read the old values.
     fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()>;
 
     /// Bytes of memory that can still be allocated, if the backend knows.

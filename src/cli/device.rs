@@ -41,7 +41,7 @@ pub fn select_backend(
     let gpu = || -> Result<SelectedBackend> {
         let mut cuda = Cuda::open(device, stop.clone())?;
         cuda.set_fp8_accumulate(accumulate);
-        let (device, predictor) = (cuda.device().clone(), predictor(&cuda)?);
+        let (device, predictor) = (cuda.device().clone(), predictor(&cuda));
         let machine = format!("GPU {} ({})", device.index, device.name);
         Ok(SelectedBackend { backend: Box::new(cuda), name: "cuda", machine, device: Some(device), predictor, note: None })
     };
@@ -56,12 +56,13 @@ pub fn select_backend(
 }
 
 /// What predicts times on a GPU, from its row in the table of cards or one made from what the driver tells; or why nothing does.
-fn predictor(cuda: &Cuda) -> Result<Result<Predictor, String>> {
-    let (device, bandwidth) = (cuda.device(), cuda.memory_bandwidth()?);
-    let Some(card) = Card::named(&device.name).cloned().or_else(|| Card::of_device(device, bandwidth)) else {
-        return Ok(Err("the driver does not tell the bandwidth of its memory".into()));
+fn predictor(cuda: &Cuda) -> Result<Predictor, String> {
+    let device = cuda.device();
+    let from_driver = || Card::of_device(device, cuda.memory_bandwidth().ok()?);
+    let Some(card) = Card::named(&device.name).cloned().or_else(from_driver) else {
+        return Err("the driver does not tell the bandwidth of its memory".into());
     };
     let (major, minor) = device.capability;
     let unknown = || format!("it is not known how fast the portable kernels can be on compute capability {major}.{minor}");
-    Ok(Predictor::new(&card, KernelFamily::of(cuda)).ok_or_else(unknown))
+    Predictor::new(&card, KernelFamily::of(cuda)).ok_or_else(unknown)
 }

@@ -228,7 +228,7 @@ impl PlannedGpu {
             (None, Some(gpu)) => (format!("GPU {} ({})", gpu.index, gpu.name), gpu.capability, Card::named(&gpu.name)),
             (None, None) => {
                 let (major, minor) = CAPABILITY;
-                let what = format!("none here, so any of compute capability {major}.{minor} or newer; --card names one");
+                let what = format!("none here, so one of compute capability {major}.{minor}; --card names others");
                 (what, CAPABILITY, None)
             }
         };

@@ -18,7 +18,8 @@ pub(super) enum LayerPlace {
 }
 
 impl LayerPlace {
-    /// Whether the layer's weight is quantised if that is asked for. Published files have the same layers quantised.
+    /// Whether the layer's weight is quantised if that is asked for: all of the blocks, of which published files keep a few wider, and
+    /// all of the text encoder.
     pub const fn is_quantised_at_load(self) -> bool {
         matches!(self, Self::Block(_) | Self::Encoder)
     }

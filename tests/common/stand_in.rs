@@ -37,12 +37,17 @@ pub struct StandIn {
 
 impl StandIn {
     pub fn new(memory: u64) -> Rc<Self> {
+        Self::of((9, 0), DeviceInfo::SM90_SHARED, memory)
+    }
+
+    /// A GPU of this compute capability, of whose shared memory a CTA may have so much.
+    pub fn of(capability: (u32, u32), shared: u32, memory: u64) -> Rc<Self> {
         let info = DeviceInfo {
             index: 0,
             name: "Stand-in".into(),
-            capability: (9, 0),
+            capability,
             multiprocessors: 1,
-            shared: DeviceInfo::SM90_SHARED,
+            shared,
             clock: 1_000_000,
             memory,
             driver: (13, 0),

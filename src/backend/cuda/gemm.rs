@@ -118,11 +118,16 @@ fn fits_sm90(stream: &KlGemmStream, tile: TileConfig) -> bool {
     })
 }
 
-/// Whether the portable kernels can compute a stream: gates and ups that are as far apart as 32 bits can say.
-fn fits_mma(stream: &KlGemmStream) -> bool {
+/// Whether the portable kernels can compute a stream: gates and ups that are no farther apart than 32 bits can say, when quantised
+/// ones are expanded.
+fn fits_mma(cx: &OpContext, stream: &KlGemmStream) -> bool {
+    let (expansion, _) = cx.memory.expansion();
+    let expands = operands(stream) == GemmOperands::MixedInput;
+    let place = |w: &KlMat| if expands && w.dtype != abi::KL_BF16 { (expansion, u64::from(w.cols)) } else { (w.data, w.stride) };
     stream.part.iter().all(|part| {
-        let [gate, up] = part.w.map(|rows| &stream.w[rows.matrix as usize]);
-        let near = gate.data.abs_diff(up.data) < (1 << 35) && gate.stride == up.stride;
+        let [gate, up] = part.w.map(|rows| place(&stream.w[rows.matrix as usize]));
+        // Offsets in chunks of sixteen bytes reach twice as far.
+        let near = gate.0.abs_diff(up.0) < (1 << 35) && gate.1 == up.1;
         part.epilogue != abi::KL_SWIGLU || near
     })
 }
@@ -326,7 +331,7 @@ fn plan(cx: &OpContext, streams: &[KlGemmStream]) -> Option<GemmPlan> {
         let divisible = !tile.is_split_k() || k > config.block_k;
         let fits = match tile.is_sm90() {
             true => same_k && divisible && streams.iter().all(|s| fits_sm90(s, config)),
-            false => streams.iter().all(fits_mma),
+            false => streams.iter().all(|s| fits_mma(cx, s)),
         };
         multiplies(config, operands) && fits && cx.kernels.has(config.kernel)
     };

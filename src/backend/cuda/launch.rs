@@ -170,12 +170,11 @@ impl Kernels {
         if !kernel.runs_on(self.driver.device().capability) {
             return Ok(None);
         }
-        let image = match images(kernel.file()) {
+        let module = match images(kernel.file()).and_then(|image| self.driver.load(&image)) {
             // The file was built for other GPUs only; every op has a kernel that runs anywhere.
             Err(Error::NoGpu { .. }) if kernel.capabilities().is_some() => return Ok(None),
-            image => image?,
+            module => module?,
         };
-        let module = self.driver.load(&image)?;
         self.modules.push(module);
         Ok(Some(module))
     }

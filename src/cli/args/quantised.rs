@@ -23,8 +23,9 @@ pub struct QuantisedArgs {
 
     /// How a GPU adds up the products of FP8 layers
     ///
-    /// Its tensor cores keep few places of a sum, so that a sum whose terms have one sign comes out too small: by up to 5 % with
-    /// 3072 terms and 18 % with 12288. Exact sums make a layer take up to a fifth longer. The CPU always adds up in f32.
+    /// On Hopper tensor cores keep few places of a sum, so that a sum whose terms have one sign comes out too small: by up to 5 %
+    /// with 3072 terms and 18 % with 12288. Exact sums make a layer take up to a fifth longer. Other GPUs and the CPU have exact
+    /// sums only.
     #[arg(long, value_enum, value_name = "HOW", default_value = "auto", help_heading = "Run")]
     pub fp8_accumulate: AccumulateArg,
 

@@ -23,8 +23,8 @@ pub struct QuantizeArgs {
 
     /// Format of the quantised layers
     ///
-    /// The layers are those that the official files quantise: in the transformer those of the blocks, for some models without a
-    /// few of the first block, in the text encoder all projections.
+    /// The layers of the transformer are those that the official files quantise: those of the blocks, for some models without a few.
+    /// In the text encoder they are all projections, and with nvfp4 those of attention are FP8.
     #[arg(long, value_enum, value_name = "FORMAT", help_heading = "Format")]
     pub to: FormatArg,
 
