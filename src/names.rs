@@ -196,6 +196,8 @@ const ADAPTER_MARKS: [&str; 15] = [
 pub const QUANTISATION_METADATA: &str = "_quantization_metadata";
 /// The metadata entry that only ModelOpt writes.
 pub const MODELOPT_METADATA: &str = "quantization_config";
+/// The metadata entry that says in which order a file stores NVFP4, by the name of the layout.
+pub const NVFP4_LAYOUT_METADATA: &str = "nvfp4_layout";
 /// The tensor that marks a whole file as FP8.
 const FP8_MARKER: &str = "scaled_fp8";
 

@@ -1,5 +1,5 @@
 //! Writes quantised models: the transformer and the text encoder in FP8 or NVFP4, in files as Black Forest Labs and ComfyUI publish
-//! them.
+//! them, or as diffusers reads them.
 //!
 //! Everything about a file but its values follows from the shapes of its tensors, so the layout is known before the first byte is
 //! written, and so is the size on disk. Layers are then quantised one after the other, a few rows at a time, into their places.
@@ -17,7 +17,7 @@ mod report;
 mod source;
 
 pub use copies::{Copied, copies};
-pub use layout::{Content, FileLayout, LayerSpec};
+pub use layout::{Content, FileLayout, LayerSpec, WeightLayout};
 pub use policy::{Policy, constant_scale};
 pub use report::{FileReport, KindReport, LayerReport, Report};
 pub use source::PartSource;
@@ -52,6 +52,8 @@ const COPY_BYTES: usize = 4 << 20;
 pub struct Options {
     /// The format of their layers.
     pub format: QuantisedFormat,
+    /// How those of the transformer are stored.
+    pub layout: WeightLayout,
     /// Patterns of layers that stay in BF16.
     pub keep: Vec<String>,
     /// All that calibration depends on, in words; `None` if the inputs of the transformer's layers are scaled by constants.
@@ -97,7 +99,7 @@ pub type Calibrate<'a> = &'a mut dyn FnMut() -> Result<BTreeMap<String, f32>>;
 
 impl PlannedFile {
     fn new(source: &PartSource, options: &Options) -> Result<Self> {
-        let Options { format, keep, calibration } = options;
+        let Options { format, layout, keep, calibration } = options;
         let (part, weights, path, mut layers) = match source {
             PartSource::Transformer(weights, config, variant) => {
                 let policy = Policy::transformer(config, *variant, *format, keep);
@@ -113,7 +115,7 @@ impl PlannedFile {
             let constant = spec.format.and_then(|format| constant_scale(spec.name(), format));
             spec.has_input_scale = spec.format.is_some() && (calibration.is_some() || constant.is_some());
         }
-        let layout = FileLayout::new(part, &layers.iter().map(|layer| layer.spec.clone()).collect::<Vec<_>>());
+        let layout = FileLayout::new(part, *layout, &layers.iter().map(|layer| layer.spec.clone()).collect::<Vec<_>>());
         Ok(Self { part, path: path.into(), weights: weights.clone(), layers, layout })
     }
 
@@ -318,8 +320,8 @@ impl Writer<'_> {
                 file.weights.release();
                 if stop.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) }
             };
-            let path = file.weights.path();
-            let finished = write_layer(layer, tensors, input_scale, path, &mut self.files[index], &mut batch_done)?;
+            let (path, to) = (file.weights.path(), &mut self.files[index]);
+            let finished = write_layer(layer, file.layout.weights, tensors, input_scale, path, to, &mut batch_done)?;
             progress.advance(bytes - large);
             self.finish(index, layer, finished, bytes)?;
         }

@@ -13,10 +13,12 @@ The original is a safetensors file or a folder of them, under the names of diffu
                precision layers of comfy/ops.py), and weights are expanded as comfy-kitchen's CUDA kernels do, written here a second
                time. No weight may be further from the original than rounding allows.
     diffusers  Its quantiser for files of Black Forest Labs reads FP8 with a scale for each row, and NVFP4 in the order of
-               ModelOpt: the even column in the low nibble, block scales row by row. Files for ComfyUI, and those that Black Forest
+               ModelOpt: the even column in the low nibble, block scales row by row. Files of `--layout diffusers` are so, and are
+               known by having scales but no settings for ComfyUI: what diffusers makes of such a file as it is has to be the
+               right weights, to the bit, and the part about ComfyUI is left out. Files for ComfyUI, and those that Black Forest
                Labs publish of FLUX.2 [klein], have one scale and the other order, so that diffusers 0.42 does not read them as they
-               are: FP8 is refused, and NVFP4 is loaded as other numbers. Here scales and codes are put into its order first, and
-               what it makes of them has to be the same weights, to the bit; what it makes of the file as it is, is printed. It has
+               are: FP8 is refused, and NVFP4 is loaded as other numbers. Of these, scales and codes are put into its order first,
+               and what it makes of them has to be the same weights; what it makes of the file as it is, is printed. It has
                no loader for text encoders in these formats, and those for ModelOpt and torchao want files that these wrote.
 
 Exits 1 when something is wrong. On a GPU, or with 16 cores, klein 4B takes a few minutes.
@@ -31,10 +33,11 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from single_files import Weight, declared_formats, transformer_weights
+from quantised import fp8_scale, nvfp4_scale, pack, to_blocks, to_fp8
+from single_files import FORMATS, Weight, transformer_weights
 
-# Tensors that a layer of each format has in ComfyUI, and the dtype of its elements.
-COMFY_TENSORS = {
+# Tensors that a layer of each format has, and the dtype of its elements.
+LAYER_TENSORS = {
     "float8_e4m3fn": (torch.float8_e4m3fn, {"weight", "weight_scale", "input_scale"}),
     "nvfp4": (torch.uint8, {"weight", "weight_scale", "weight_scale_2", "input_scale"}),
 }
@@ -94,6 +97,38 @@ def original_values(weight, original, device):
     return weight.stack(lambda name, _: original[name].to(device, torch.bfloat16))
 
 
+def settings_for_comfy(quantised):
+    """The settings of quantised layers: those of the header, or else those of tensors beside the layers."""
+    metadata = quantised.files[0].metadata() or {}
+    if "_quantization_metadata" in metadata:
+        return json.loads(metadata["_quantization_metadata"])["layers"]
+    tensors = [name for name in quantised.places if name.endswith(f".{SETTINGS}")]
+    return {name.removesuffix(f".{SETTINGS}"): json.loads(bytes(quantised[name].tolist())) for name in tensors}
+
+
+def settings_by_scales(quantised):
+    """The same of a file for diffusers, which has nothing but scales."""
+    layers = [name.removesuffix(".weight_scale") for name in quantised.places if name.endswith(".weight_scale")]
+    formats = {layer: "nvfp4" if f"{layer}.weight_scale_2" in quantised.places else "fp8" for layer in layers}
+    return {layer: {"format": FORMATS[format]} for layer, format in formats.items()}
+
+
+class Layers:
+    """The quantised layers of a file, and for which program they are laid out."""
+
+    def __init__(self, quantised):
+        self.settings = settings_for_comfy(quantised)
+        self.for_diffusers = not self.settings
+        self.settings = self.settings or settings_by_scales(quantised)
+
+    def formats(self):
+        names = {name: format for format, name in FORMATS.items()}
+        for layer, settings in self.settings.items():
+            expect(settings.get("format") in names, f"{layer} has the format {settings.get('format')!r}")
+            expect(set(settings) == {"format"}, f"{layer} has settings besides its format")
+        return {layer: names[settings["format"]] for layer, settings in self.settings.items()}
+
+
 def same_bytes(a, b):
     equal = a.dtype == b.dtype and a.shape == b.shape
     return equal and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
@@ -102,10 +137,30 @@ def same_bytes(a, b):
 # --- By the formulas --------------------------------------------------------
 
 
-def check_formulas(weights, original, quantised, device):
+def tensors_for_diffusers(weight, values):
+    """What a file for diffusers has of a weight, without input_scale."""
+    if weight.format == "bf16":
+        return {weight.name: values}
+    largest = values.float().abs()
+    if weight.format == "fp8":
+        largest = largest.amax(dim=1)
+        # Any scale does for zeros but zero itself.
+        scale = torch.where(largest == 0, 1.0, fp8_scale(largest))
+        stored = dict(weight=to_fp8(values, scale[:, None]), weight_scale=scale)
+    else:
+        scale = nvfp4_scale(largest.amax())
+        codes, block_scales = to_blocks(values, scale)
+        # Packed for ComfyUI, with the nibbles exchanged.
+        packed = pack(codes)
+        stored = dict(weight=packed << 4 | packed >> 4, weight_scale=block_scales, weight_scale_2=scale)
+    return {f"{weight.layer}.{name}": tensor for name, tensor in stored.items()}
+
+
+def check_formulas(weights, original, quantised, layers, device):
     left = set(quantised.places)
     for weight in weights.values():
-        tensors = weight.tensors(original_values(weight, original, device), None)
+        values = original_values(weight, original, device)
+        tensors = tensors_for_diffusers(weight, values) if layers.for_diffusers else weight.tensors(values, None)
         tensors.pop(f"{weight.layer}.{SETTINGS}", None)
         for name, tensor in tensors.items():
             expect(name in left, f"{name} is missing")
@@ -116,24 +171,15 @@ def check_formulas(weights, original, quantised, device):
         mantissa, _ = torch.frexp(scale)
         power = scale.dtype == torch.float32 and scale.shape == () and mantissa == 0.5
         expect(power, f"{name} is {scale}, which is no power of two in f32")
-    layers = {weight.layer for weight in weights.values() if weight.format != "bf16"}
+    known = {weight.layer for weight in weights.values() if weight.format != "bf16"}
     measured = {name.removesuffix(".input_scale") for name in scales}
-    expect(measured in (set(), layers), f"{len(measured)} of {len(layers)} layers have an input_scale")
-    left -= set(scales) | {f"{layer}.{SETTINGS}" for layer in layers}
+    expect(measured in (set(), known), f"{len(measured)} of {len(known)} layers have an input_scale")
+    left -= set(scales) | {f"{layer}.{SETTINGS}" for layer in known}
     expect(not left, f"no layer has {sorted(left)[:3]}")
-    return f"{len(layers)} of {len(weights)} weights quantised, {len(measured)} with input_scale, all bytes as computed"
+    return f"{len(known)} of {len(weights)} weights quantised, {len(measured)} with input_scale, all bytes as computed"
 
 
 # --- As ComfyUI reads it ----------------------------------------------------
-
-
-def comfy_settings(quantised):
-    """The settings of quantised layers: those of the header, or else those of tensors beside the layers."""
-    metadata = quantised.files[0].metadata() or {}
-    if "_quantization_metadata" in metadata:
-        return json.loads(metadata["_quantization_metadata"])["layers"]
-    tensors = [name for name in quantised.places if name.endswith(f".{SETTINGS}")]
-    return {name.removesuffix(f".{SETTINGS}"): json.loads(bytes(quantised[name].tolist())) for name in tensors}
 
 
 def scales_in_rows(tiled, weight):
@@ -146,12 +192,11 @@ def scales_in_rows(tiled, weight):
     return tiles[:rows, : pairs // 8].contiguous().view(torch.float8_e4m3fn)
 
 
-def comfy_weight(layer, settings, quantised, device):
-    """The weight in bf16, and how far each value may be from the original, relative to what its elements are multiples of."""
-    kind = settings.get("format")
-    expect(kind in COMFY_TENSORS, f"{layer} has the format {kind!r}")
-    expect(set(settings) == {"format"}, f"{layer} has settings besides its format")
-    dtype, known = COMFY_TENSORS[kind]
+def expanded(layer, layers, quantised, device):
+    """The weight of a layer in bf16, and how far each value may be from the original, relative to what its elements are multiples
+    of."""
+    kind = layers.settings[layer]["format"]
+    dtype, known = LAYER_TENSORS[kind]
     names = {name.rsplit(".", 1)[1] for name in quantised.places if name.rsplit(".", 1)[0] == layer} - {SETTINGS}
     needed = known - {"input_scale"}
     expect(needed <= names <= known, f"{layer} has the tensors {sorted(names)}")
@@ -159,17 +204,22 @@ def comfy_weight(layer, settings, quantised, device):
     expect(weight.dtype == dtype, f"{layer}.weight is {weight.dtype}")
     for name in names & {"weight_scale_2", "input_scale"} | ({"weight_scale"} if kind == "float8_e4m3fn" else set()):
         scale = quantised[f"{layer}.{name}"]
-        expect(scale.numel() == 1 and scale.dtype == torch.float32 and scale > 0, f"{layer}.{name} is no positive number in f32")
+        numbers = len(weight) if layers.for_diffusers and name == "weight_scale" else 1
+        right = scale.numel() == numbers and scale.dtype == torch.float32 and (scale > 0).all()
+        expect(right, f"{layer}.{name} is not {numbers} positive numbers in f32")
     if kind == "float8_e4m3fn":
         scale = quantised[f"{layer}.weight_scale"].to(device)
+        scale = scale[:, None] if layers.for_diffusers else scale
         elements = weight.float()
         # Half of the distance of two neighbours: of 2^-3 times the power of two below, of subnormal numbers 2^-9.
         _, exponent = torch.frexp(elements)
         return (elements * scale).bfloat16(), torch.exp2(exponent.clamp(min=-5) - 5.0) * scale
-    scales = scales_in_rows(quantised[f"{layer}.weight_scale"].to(device), weight).float()
-    unit = (quantised[f"{layer}.weight_scale_2"].to(device) * scales).repeat_interleave(16, dim=1)
+    scales = quantised[f"{layer}.weight_scale"].to(device)
+    scales = scales if layers.for_diffusers else scales_in_rows(scales, weight)
+    unit = (quantised[f"{layer}.weight_scale_2"].to(device) * scales.float()).repeat_interleave(16, dim=1)
     magnitudes = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.float32, device=device) / 2
-    codes = torch.stack([weight >> 4, weight & 15], dim=-1).flatten(1).int()
+    pairs = [weight & 15, weight >> 4] if layers.for_diffusers else [weight >> 4, weight & 15]
+    codes = torch.stack(pairs, dim=-1).flatten(1).int()
     elements = torch.where(codes > 7, -1.0, 1.0) * magnitudes[codes & 7]
     # Likewise: a quarter up to 2, a half up to 4, one above. A block whose scale rounds to zero is lost.
     distance = torch.where(elements.abs() < 2, 0.25, torch.where(elements.abs() < 4, 0.5, 1.0))
@@ -177,18 +227,18 @@ def comfy_weight(layer, settings, quantised, device):
     return (elements * unit).bfloat16(), torch.where(unit == 0, lost, distance * unit)
 
 
-def check_comfy(weights, original, quantised, device):
-    settings = comfy_settings(quantised)
+def check_values(weights, original, quantised, layers, device):
+    """The values of all weights against the original."""
     errors = []
     for name, weight in weights.items():
         values = original_values(weight, original, device)
-        if weight.layer not in settings:
+        if weight.layer not in layers.settings:
             # A plain cast, so that nothing but floats of 16 or 32 bits keep their values.
             stored = quantised[name]
             expect(stored.dtype in (torch.bfloat16, torch.float32), f"{name} is {stored.dtype} and has no settings")
             expect(torch.equal(stored.to(device, torch.bfloat16), values), f"{name} differs")
             continue
-        found, allowed = comfy_weight(weight.layer, settings[weight.layer], quantised, device)
+        found, allowed = expanded(weight.layer, layers, quantised, device)
         expect(found.shape == values.shape, f"{name} has the shape {tuple(found.shape)}")
         found, values = found.float(), values.float()
         error = (found - values).abs()
@@ -196,7 +246,7 @@ def check_comfy(weights, original, quantised, device):
         beyond = (error > allowed * (1 + 2.0**-20) + found.abs() * 2.0**-8).sum().item()
         expect(beyond == 0, f"{beyond} values of {name} are further from the original than rounding allows")
         errors.append((error.square().sum() / values.square().sum()).sqrt().item())
-    unknown = set(settings) - {weight.layer for weight in weights.values()}
+    unknown = set(layers.settings) - {weight.layer for weight in weights.values()}
     expect(not unknown, f"settings of {sorted(unknown)[:3]}, which the model does not have")
     return f"{len(errors)} layers, relative errors {min(errors):.4f} to {max(errors):.4f}"
 
@@ -224,10 +274,10 @@ def diffusers_config(original, shapes):
     )
 
 
-def in_diffusers_order(quantised):
-    """The tensors of the file with scales and codes as diffusers wants them."""
+def in_diffusers_order(quantised, layers):
+    """The tensors of a file for ComfyUI with scales and codes as diffusers wants them."""
     tensors = {name: quantised[name] for name in quantised.places}
-    for layer, settings in comfy_settings(quantised).items():
+    for layer, settings in layers.settings.items():
         weight, scale = (tensors[f"{layer}.{name}"] for name in ("weight", "weight_scale"))
         if settings["format"] == "float8_e4m3fn":
             tensors[f"{layer}.weight_scale"] = scale.expand(len(weight)).clone()
@@ -239,11 +289,10 @@ def in_diffusers_order(quantised):
     return tensors
 
 
-def right_in_diffusers(tensors, quantised, config, device):
-    """How many quantised layers diffusers reads from these tensors as the weights that they are in ComfyUI, to the bit."""
+def right_in_diffusers(tensors, quantised, layers, config, device):
+    """How many quantised layers diffusers reads from these tensors as the weights that they are, to the bit."""
     from diffusers import BFLQuantizationConfig, Flux2Transformer2DModel
 
-    settings = comfy_settings(quantised)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         quantisation = BFLQuantizationConfig(compute_dtype=torch.bfloat16)
@@ -253,30 +302,35 @@ def right_in_diffusers(tensors, quantised, config, device):
     found = model.hf_quantizer._dequantize(model).state_dict()
     right = 0
     for weight in transformer_weights({name: tuple(tensor.shape) for name, tensor in found.items()}, (), "bf16"):
-        is_quantised = weight.layer in settings
+        is_quantised = weight.layer in layers.settings
         if is_quantised:
-            values, _ = comfy_weight(weight.layer, settings[weight.layer], quantised, device)
+            values, _ = expanded(weight.layer, layers, quantised, device)
         else:
             values = quantised[weight.name].bfloat16()
         same = all(torch.equal(found[source].cpu(), piece) for source, piece in weight.unstack(values.cpu()).items())
         expect(same or is_quantised, f"{weight.name}, which is plain, is another weight in diffusers")
         right += same and is_quantised
-    return right, len(settings)
+    return right
 
 
-def check_diffusers(quantised, config, device):
-    right, layers = right_in_diffusers(in_diffusers_order(quantised), quantised, config, device)
-    expect(right == layers, f"{layers - right} of {layers} layers are other weights in diffusers")
-    return f"{layers} layers, put into its order, are the same weights"
+def check_diffusers(quantised, layers, config, device):
+    right, number = right_in_diffusers(in_diffusers_order(quantised, layers), quantised, layers, config, device), len(layers.settings)
+    expect(right == number, f"{number - right} of {number} layers are other weights in diffusers")
+    return f"{number} layers, put into its order, are the same weights"
 
 
-def as_it_is(quantised, config, device):
+def as_it_is(quantised, layers, config, device):
     """What diffusers makes of the file as it is."""
+    tensors, number = {name: quantised[name] for name in quantised.places}, len(layers.settings)
     try:
-        right, layers = right_in_diffusers({name: quantised[name] for name in quantised.places}, quantised, config, device)
+        right = right_in_diffusers(tensors, quantised, layers, config, device)
     except (RuntimeError, ValueError, IndexError) as error:
-        return f"refused ({type(error).__name__}: {str(error).splitlines()[0][:100]})"
-    return f"{right} of {layers} layers are the same weights"
+        verdict = f"refused ({type(error).__name__}: {str(error).splitlines()[0][:100]})"
+        expect(not layers.for_diffusers, verdict)
+        return verdict
+    verdict = f"{right} of {number} layers are the same weights"
+    expect(right == number or not layers.for_diffusers, verdict)
+    return verdict
 
 
 # --- The program ------------------------------------------------------------
@@ -291,17 +345,21 @@ def main():
     args = parser.parse_args()
     original, quantised = Tensors(args.original), Tensors(args.quantised)
     shapes = original.shapes()
-    weights = single_file_weights(shapes, declared_formats(quantised.files[0]))
-    checks = dict(
-        formulas=lambda: check_formulas(weights, original, quantised, args.device),
-        ComfyUI=lambda: check_comfy(weights, original, quantised, args.device),
-    )
+    layers = Layers(quantised)
+    weights = single_file_weights(shapes, layers.formats())
+    checks = dict(formulas=lambda: check_formulas(weights, original, quantised, layers, args.device))
+    if layers.for_diffusers:
+        checks["ComfyUI"] = lambda: "left out: the file is laid out for diffusers"
+    # Values are computed as the kernels of the program compute them that the file is for.
+    name = "values" if layers.for_diffusers else "ComfyUI"
+    checks[name] = lambda: check_values(weights, original, quantised, layers, args.device)
     if is_transformer(shapes) and not args.no_diffusers:
         import diffusers
 
         config = diffusers_config(args.original, shapes)
-        checks["diffusers"] = lambda: check_diffusers(quantised, config, args.device)
-        checks[f"diffusers {diffusers.__version__}, the file as it is"] = lambda: as_it_is(quantised, config, args.device)
+        if not layers.for_diffusers:
+            checks["diffusers"] = lambda: check_diffusers(quantised, layers, config, args.device)
+        checks[f"diffusers {diffusers.__version__}, the file as it is"] = lambda: as_it_is(quantised, layers, config, args.device)
     failed = False
     for name, check in checks.items():
         started = time.monotonic()

@@ -9,7 +9,7 @@ use super::header::Entry;
 use super::scales::ScaleTensor;
 use super::shard::Shard;
 use crate::error::{Error, Result};
-use crate::names::{self, Beside, MODELOPT_METADATA, Place, UNSUPPORTED_QUANTISERS};
+use crate::names::{self, Beside, MODELOPT_METADATA, NVFP4_LAYOUT_METADATA, Place, UNSUPPORTED_QUANTISERS};
 use crate::part::Part;
 use crate::tensor::nvfp4::BLOCK;
 use crate::tensor::{DType, Nvfp4Layout, PartScaling, Scale, Stored};
@@ -28,6 +28,8 @@ pub(super) struct Quantisation {
     for_comfy: bool,
     /// Whether the files were written by ModelOpt.
     from_modelopt: bool,
+    /// The order of NVFP4 that the files state.
+    stated_layout: Option<Nvfp4Layout>,
 }
 
 /// The tensors beside one weight.
@@ -118,7 +120,8 @@ impl Quantisation {
         }
         let for_comfy = declarations.in_metadata || layers.values().any(|layer| layer.settings.is_some());
         let from_modelopt = shards.iter().any(|shard| shard.metadata().contains_key(MODELOPT_METADATA));
-        let all = Self { part, declared: declarations.layers, layers, for_comfy, from_modelopt };
+        let stated_layout = stated_layout(shards)?;
+        let all = Self { part, declared: declarations.layers, layers, for_comfy, from_modelopt, stated_layout };
         all.refuse(shards)?;
         Ok(all)
     }
@@ -157,15 +160,15 @@ impl Quantisation {
         self.layer(weight).1.is_some()
     }
 
-    /// In which order the files store NVFP4, as far as can be told; `fused` says whether the layers have BFL's names. Both kinds
-    /// of files look alike: ComfyUI's have the first element of a pair in the high nibble and tiled scales. ModelOpt has it in
-    /// the low nibble, in what it writes for ComfyUI, too.
+    /// In which order the files store NVFP4: the one that they state, or else as far as can be told; `fused` says whether the
+    /// layers have BFL's names. Both kinds of files look alike: ComfyUI's have the first element of a pair in the high nibble and
+    /// tiled scales. ModelOpt has it in the low nibble, in what it writes for ComfyUI, too.
     pub fn nvfp4_layout(&self, fused: bool) -> Nvfp4Layout {
-        match (self.for_comfy || fused, self.from_modelopt) {
+        self.stated_layout.unwrap_or(match (self.for_comfy || fused, self.from_modelopt) {
             (true, false) => Nvfp4Layout::COMFY,
             (true, true) => Nvfp4Layout::MODELOPT_SINGLE,
             (false, _) => Nvfp4Layout::MODELOPT,
-        }
+        })
     }
 
     /// Fails if a layer is declared whose weight is missing, or if scales belong to no quantised weight. Layers that are `unread`
@@ -256,6 +259,21 @@ impl Quantisation {
     pub fn scale_tensor<'a>(&'a self, weight: FileWeight<'a>) -> Option<ScaleTensor<'a>> {
         find(weight.shards, self.layer(weight.name).0.weight_scale.as_ref())
     }
+}
+
+/// The order of NVFP4 that the metadata of the files state.
+fn stated_layout(shards: &[Shard]) -> Result<Option<Nvfp4Layout>> {
+    let mut stated = None;
+    for shard in shards {
+        let Some(name) = shard.metadata().get(NVFP4_LAYOUT_METADATA) else { continue };
+        let Some((_, layout)) = Nvfp4Layout::NAMED.iter().find(|(known, _)| known == name) else {
+            return Err(invalid(shard, format!("metadata `{NVFP4_LAYOUT_METADATA}` is `{}`, which is not known", shown(name))));
+        };
+        if stated.replace(*layout).is_some_and(|other| other != *layout) {
+            return Err(invalid(shard, format!("metadata `{NVFP4_LAYOUT_METADATA}` differs from that of another file")));
+        }
+    }
+    Ok(stated)
 }
 
 /// Rows and columns of an NVFP4 weight.

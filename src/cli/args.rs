@@ -13,6 +13,7 @@ pub use quantize::QuantizeArgs;
 pub use shell::{CompletionsArgs, ManArgs};
 pub use values::{
     BackendArg, DTypeArg, FormatArg, KleinArg, LayoutArg, NoiseArg, Nvfp4LayoutArg, PartArg, PrecisionArg, VariantArg,
+    WeightLayoutArg,
 };
 
 use crate::error::{Error, Result};
@@ -295,7 +296,7 @@ pub struct ModelArgs {
     #[arg(long, value_enum, value_name = "KIND", help_heading = "Model")]
     pub variant: Option<VariantArg>,
 
-    /// Order of elements and scales in NVFP4 files, which do not tell
+    /// Order of elements and scales in NVFP4 files, most of which do not tell
     ///
     /// Files of ComfyUI and BFL have one order, those of ModelOpt two others. kiln goes by the names and the metadata in the
     /// file.

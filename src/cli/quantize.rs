@@ -1,6 +1,6 @@
 //! `kiln quantize`: writes a model in FP8 or NVFP4.
 
-use super::args::{BackendArg, QuantizeArgs};
+use super::args::{BackendArg, FormatArg, QuantizeArgs, WeightLayoutArg};
 use super::device::{SelectedBackend, select_backend};
 use super::stdout::{json_line, line_of, print};
 use crate::backend::Fp8Accumulate;
@@ -47,6 +47,10 @@ pub fn quantize(
         None if is_file => vec![Part::Transformer],
         None => vec![Part::Transformer, Part::TextEncoder],
     };
+    let for_diffusers = args.layout == WeightLayoutArg::Diffusers;
+    if for_diffusers {
+        check_diffusers(&args, &parts)?;
+    }
     let calibrates = !args.no_calibration && parts.contains(&Part::Transformer);
     let runs = if calibrates { Some(Runs::new(&args)?) } else { None };
     let source = open(&args, &parts, !is_file || calibrates, environment)?;
@@ -55,12 +59,15 @@ pub fn quantize(
         Some((found, model)) if !is_file => copies(found, model.weights(), &parts, model.variant)?,
         _ => Vec::new(),
     };
-    let options = Options { format: args.to.into(), keep: args.keep.clone(), calibration };
+    let options = Options { format: args.to.into(), layout: args.layout.into(), keep: args.keep.clone(), calibration };
     let plan = Plan::new(&source.parts, copied, &options)?;
     source.model.iter().flat_map(|(_, model)| &model.warnings).for_each(|warning| terminal.warn(warning));
     let asked = args.prompts.is_some() || args.calibration_size.is_some() || args.calibration_steps.is_some();
     if asked && !calibrates {
         terminal.warn("text encoders have no input scales, so nothing is calibrated");
+    }
+    if for_diffusers && parts.contains(&Part::TextEncoder) {
+        terminal.say("note: diffusers reads no quantised text encoders; this one is as kiln and ComfyUI read it");
     }
     if plan.narrowed() > 0 {
         terminal.say(&format!("note: {} tensors that are not quantised are rounded to bf16", plan.narrowed()));
@@ -88,6 +95,19 @@ pub fn quantize(
         return print(out, &json_line(&description(&report, &args.output, seconds))?);
     }
     print(out, &line_of(&args.output))
+}
+
+/// Fails if diffusers would not read what is asked for.
+fn check_diffusers(args: &QuantizeArgs, parts: &[Part]) -> Result<()> {
+    if !parts.contains(&Part::Transformer) {
+        let hint = "leave out --layout: the file is then as kiln and ComfyUI read it";
+        return Err(Error::usage("--layout diffusers: diffusers reads no quantised text encoders", hint));
+    }
+    if args.no_calibration && args.to == FormatArg::Nvfp4 {
+        let what = "--layout diffusers: diffusers reads NVFP4 only with input scales, which only calibration gives";
+        return Err(Error::usage(what, "leave out --no-calibration, or use --to fp8"));
+    }
+    Ok(())
 }
 
 /// What is asked of a calibration. Its text goes into the journal, and a run that was stopped is continued only with the same one.

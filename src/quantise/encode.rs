@@ -1,13 +1,13 @@
 //! Quantises one layer after the other into its place in the file, a few rows at a time, so that memory is bounded whatever the
 //! size of a layer. The bytes do not depend on the number of threads, and neither do the errors that are measured on the way.
 
-use super::layout::{Content, Tensor, declaration};
+use super::layout::{Content, Tensor, WeightLayout, declaration};
 use super::source::SourceLayer;
 use crate::error::{Error, Result};
 use crate::output::StagedFile;
-use crate::tensor::nvfp4::{TILE_ROWS, scale_bytes};
-use crate::tensor::quantise::{QuantisedFormat, encode_fp8, encode_nvfp4, fp8_scale, largest_magnitude, nvfp4_scale};
-use crate::tensor::{Bytes, DType, Nvfp4Layout, PartScaling, Scale, Stored, WeightPart};
+use crate::tensor::nvfp4::{BLOCK, TILE_ROWS, scale_bytes, scale_offset, tiles_along};
+use crate::tensor::quantise::{self, QuantisedFormat, encode_fp8, encode_nvfp4, fp8_scale, largest_magnitude, nvfp4_scale};
+use crate::tensor::{Bytes, DType, PartScaling, Scale, Scales, Stored, WeightPart};
 use flate2::Crc;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
@@ -23,7 +23,7 @@ const BATCH_BYTES: usize = 64 << 20;
 /// What became of a layer.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Finished {
-    /// The bits of the scale of its weight, if it is quantised.
+    /// The bits of the scale of its weight, if it is quantised; of scales of rows those of the largest.
     pub scale_bits: Option<u32>,
     /// The bits of the scale of its input, if the file has one.
     pub input_scale_bits: Option<u32>,
@@ -68,7 +68,7 @@ struct Chunk<'a> {
 /// A chunk as the file stores it.
 struct Encoded {
     elements: Bytes,
-    /// The tiles of block scales; empty but for NVFP4.
+    /// The scales of rows or blocks; empty if there is only one for the whole.
     scales: Bytes,
     error: ErrorSums,
 }
@@ -77,6 +77,7 @@ struct Encoded {
 /// that was written, and may fail in order to stop.
 pub fn write_layer(
     layer: &SourceLayer,
+    layout: WeightLayout,
     tensors: &[&Tensor],
     input_scale: Option<f32>,
     path: &Path,
@@ -90,17 +91,18 @@ pub fn write_layer(
     let (mut elements, mut scales) = (Crc::new(), Crc::new());
     let mut error = ErrorSums::default();
     let place = |content: Content| tensors.iter().find(|tensor| tensor.content == content).map_or(0, |t| t.range.start);
-    let (elements_at, scales_at) = (place(Content::Elements), place(Content::BlockScales));
+    let (elements_at, scales_at) = (place(Content::Elements), place(Content::Scales));
     let cols: usize = layer.spec.shape.get(1..).unwrap_or_default().iter().product();
     for batch in chunks.chunks(batch) {
-        let encoded: Vec<Encoded> = batch.par_iter().map(|chunk| encode(chunk, format.zip(scale))).collect();
+        let encoded: Option<Vec<Encoded>> = batch.par_iter().map(|chunk| encode(chunk, format.zip(scale), layout)).collect();
+        let encoded = encoded.ok_or_else(|| unscalable(layer, path, "has a row of values that are too small to scale"))?;
         let mut written = 0;
         for (chunk, encoded) in batch.iter().zip(encoded) {
             let dtype = format.map_or(DType::Bf16, element_type);
             to.write_at(elements_at + dtype.bytes(chunk.at * cols) as u64, &encoded.elements)?;
             elements.update(&encoded.elements);
-            if !encoded.scales.is_empty() {
-                to.write_at(scales_at + scale_bytes(chunk.at, cols) as u64, &encoded.scales)?;
+            if let Some(format) = format.filter(|_| !encoded.scales.is_empty()) {
+                to.write_at(scales_at + layout.scale_bytes(format, [chunk.at, cols]), &encoded.scales)?;
                 scales.update(&encoded.scales);
             }
             error = error.plus(encoded.error);
@@ -115,7 +117,7 @@ pub fn write_layer(
                 checksums.push(elements.sum());
                 continue;
             }
-            Content::BlockScales => {
+            Content::Scales => {
                 checksums.push(scales.sum());
                 continue;
             }
@@ -144,7 +146,7 @@ fn element_type(format: QuantisedFormat) -> DType {
     }
 }
 
-/// The scale of a weight as a whole.
+/// The scale of a weight as a whole. In a weight that has one for each row, that is the largest.
 fn weight_scale(layer: &SourceLayer, format: QuantisedFormat, path: &Path) -> Result<Scale> {
     let largest = largest_magnitude(&layer.parts);
     let scale = match format {
@@ -154,9 +156,13 @@ fn weight_scale(layer: &SourceLayer, format: QuantisedFormat, path: &Path) -> Re
     scale.ok_or_else(|| {
         let what =
             if largest.is_nan() { "has values that are not finite" } else { "has only values that are too small to scale" };
-        let error = Error::bad_file(path, "cannot be quantised", format!("tensor `{}` {what}", layer.spec.weight));
-        error.with_hint("the file is damaged; download it again")
+        unscalable(layer, path, what)
     })
+}
+
+fn unscalable(layer: &SourceLayer, path: &Path, what: &str) -> Error {
+    let error = Error::bad_file(path, "cannot be quantised", format!("tensor `{}` {what}", layer.spec.weight));
+    error.with_hint("the file is damaged; download it again")
 }
 
 /// The rows of a layer in pieces of about equal size. Those of a quantised one begin at whole tiles of block scales.
@@ -175,33 +181,52 @@ fn chunks(layer: &SourceLayer) -> Vec<Chunk<'_>> {
     chunks
 }
 
-/// Encodes rows in a format with the scale of the whole weight, or rounds them to BF16.
-fn encode(chunk: &Chunk<'_>, format: Option<(QuantisedFormat, Scale)>) -> Encoded {
+/// Encodes rows in a format with the scale of the whole weight, or rounds them to BF16. `None` if a row is to have a scale of its
+/// own, and none fits.
+fn encode(chunk: &Chunk<'_>, format: Option<(QuantisedFormat, Scale)>, layout: WeightLayout) -> Option<Encoded> {
     let (part, rows, cols) = (chunk.part, chunk.rows.clone(), chunk.part.cols());
     let Some((format, scale)) = format else {
         let mut bytes = vec![0; DType::Bf16.bytes(rows.len() * cols)];
         let lines = bytes.chunks_mut(DType::Bf16.bytes(cols).max(1));
         rows.zip(lines).for_each(|(row, line)| part.convert(row, Stored::plain(DType::Bf16), line));
-        return Encoded { elements: owned(bytes), scales: owned(Vec::new()), error: ErrorSums::default() };
+        return Some(Encoded { elements: owned(bytes), scales: owned(Vec::new()), error: ErrorSums::default() });
     };
     let dtype = element_type(format);
     let mut elements = vec![0; dtype.bytes(rows.len() * cols)];
-    let (elements, scales, scaling) = match format {
-        QuantisedFormat::Fp8 => {
+    let (scales, scaling) = match (format, layout) {
+        (QuantisedFormat::Fp8, WeightLayout::Comfy) => {
             encode_fp8(part, rows.clone(), scale, &mut elements);
-            (owned(elements), owned(Vec::new()), PartScaling::Tensor(scale))
+            (owned(Vec::new()), PartScaling::Tensor(scale))
         }
-        QuantisedFormat::Nvfp4 => {
+        (QuantisedFormat::Fp8, WeightLayout::Diffusers) => {
+            let (mut scales, by_row) = (vec![0; 4 * rows.len()], Stored { dtype, scales: Scales::Rows });
+            if !quantise::encode(part, rows.clone(), by_row, &mut elements, &mut scales) {
+                return None;
+            }
+            let scales = owned(scales);
+            (scales.clone(), PartScaling::Rows(scales))
+        }
+        (QuantisedFormat::Nvfp4, _) => {
             let mut scales = vec![0; scale_bytes(rows.len(), cols)];
             encode_nvfp4(part, rows.clone(), scale, &mut elements, &mut scales);
+            if layout == WeightLayout::Diffusers {
+                elements.iter_mut().for_each(|pair| *pair = pair.rotate_left(4));
+                scales = row_major(&scales, rows.len(), cols);
+            }
             let scales = owned(scales);
-            let scaling = PartScaling::Blocks16 { scales: scales.clone(), tensor: scale, layout: Nvfp4Layout::COMFY };
-            (owned(elements), scales, scaling)
+            (scales.clone(), PartScaling::Blocks16 { scales, tensor: scale, layout: layout.nvfp4() })
         }
     };
+    let elements = owned(elements);
     let stored = WeightPart { bytes: elements.clone(), dtype, rows: rows.len(), scaling };
     let error = error_of(part, rows, &stored);
-    Encoded { elements, scales, error }
+    Some(Encoded { elements, scales, error })
+}
+
+/// Block scales out of their tiles.
+fn row_major(tiled: &[u8], rows: usize, cols: usize) -> Vec<u8> {
+    let (blocks, along) = (cols / BLOCK, tiles_along(cols));
+    (0..rows * blocks).map(|at| tiled[scale_offset(at / blocks, at % blocks, along)]).collect()
 }
 
 /// The error of quantised rows, as the reader of such files decodes them.

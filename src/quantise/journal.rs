@@ -42,7 +42,7 @@ pub struct FileRecord {
     pub path: PathBuf,
     /// Its size.
     pub bytes: u64,
-    /// The CRC-32 of its header, which names every layer and its format.
+    /// The CRC-32 of its header, which names every layer, its format and how that is stored.
     pub header: u32,
 }
 
@@ -79,7 +79,7 @@ impl Record {
         } else if self.inputs != other.inputs {
             Some("from other files, or they have changed")
         } else if self.files != other.files {
-            Some("with another format or other layers")
+            Some("with another format or layout, or other layers")
         } else if self.calibration != other.calibration {
             Some("with another calibration")
         } else {

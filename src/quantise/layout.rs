@@ -4,12 +4,54 @@
 //! A layer in FP8 has an F8_E4M3 weight and its scale; one in NVFP4 a U8 weight of two elements to a byte, e4m3 scales of blocks in
 //! tiles, and the scale of the whole. Transformers list their quantised layers in the metadata of the header, text encoders have
 //! a tensor beside each.
+//!
+//! For diffusers FP8 has a scale for each row, and NVFP4 another order. It goes by the tensors alone, so that nothing is declared:
+//! ComfyUI, which would take one order for the other, then finds no quantised layers and refuses the file.
 
-use crate::names::QUANTISATION_METADATA;
+use crate::names::{NVFP4_LAYOUT_METADATA, QUANTISATION_METADATA};
 use crate::part::Part;
+use crate::tensor::Nvfp4Layout;
 use crate::tensor::nvfp4::{BLOCK, TILE_ROWS};
 use crate::tensor::quantise::QuantisedFormat;
 use std::ops::Range;
+
+/// The programs that a file is laid out for, besides kiln.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum WeightLayout {
+    /// ComfyUI, as the official files: one scale for an FP8 layer, NVFP4 in the order of [`Nvfp4Layout::COMFY`].
+    #[default]
+    Comfy,
+    /// diffusers: a scale for each row of an FP8 layer, NVFP4 in the order of [`Nvfp4Layout::MODELOPT`].
+    Diffusers,
+}
+
+impl WeightLayout {
+    /// The order of NVFP4.
+    pub(super) const fn nvfp4(self) -> Nvfp4Layout {
+        match self {
+            Self::Comfy => Nvfp4Layout::COMFY,
+            Self::Diffusers => Nvfp4Layout::MODELOPT,
+        }
+    }
+
+    /// Shape and dtype of the scales of a layer's rows or blocks, if it has any.
+    fn scales(self, format: QuantisedFormat, [rows, cols]: [usize; 2]) -> Option<(&'static str, Vec<usize>)> {
+        let blocks = cols.div_ceil(BLOCK);
+        match (format, self) {
+            (QuantisedFormat::Fp8, Self::Comfy) => None,
+            (QuantisedFormat::Fp8, Self::Diffusers) => Some(("F32", vec![rows])),
+            (QuantisedFormat::Nvfp4, Self::Comfy) => {
+                Some(("F8_E4M3", vec![rows.next_multiple_of(TILE_ROWS), blocks.next_multiple_of(4)]))
+            }
+            (QuantisedFormat::Nvfp4, Self::Diffusers) => Some(("F8_E4M3", vec![rows, blocks])),
+        }
+    }
+
+    /// Bytes of the scales of so many rows or their blocks.
+    pub(super) fn scale_bytes(self, format: QuantisedFormat, size: [usize; 2]) -> u64 {
+        self.scales(format, size).map_or(0, |(dtype, shape)| bytes(dtype, &shape))
+    }
+}
 
 /// A layer of the file, or a tensor that stays as it is.
 #[derive(Clone, Debug)]
@@ -36,8 +78,8 @@ impl LayerSpec {
 pub enum Content {
     /// The elements.
     Elements,
-    /// The block scales of NVFP4, in tiles.
-    BlockScales,
+    /// The scales of rows or of blocks.
+    Scales,
     /// The scale of the weight as a whole.
     WeightScale,
     /// The scale of the layer's input.
@@ -66,9 +108,17 @@ pub struct Tensor {
 /// The order of dtypes in a file, the widest first, with the bytes of an element. Tensors of one dtype are in order of name.
 const DTYPES: [(&str, u64); 4] = [("F32", 4), ("BF16", 2), ("F8_E4M3", 1), ("U8", 1)];
 
+/// Bytes of a tensor.
+fn bytes(dtype: &str, shape: &[usize]) -> u64 {
+    let size = DTYPES.iter().find(|(name, _)| *name == dtype).map_or(0, |(_, size)| *size);
+    size * shape.iter().product::<usize>() as u64
+}
+
 /// The layout of a file.
 #[derive(Clone, Debug)]
 pub struct FileLayout {
+    /// How quantised layers are stored.
+    pub weights: WeightLayout,
     /// The length in front of the header, and the header.
     pub header: Vec<u8>,
     /// The tensors in the order in which they are stored.
@@ -76,22 +126,23 @@ pub struct FileLayout {
 }
 
 impl FileLayout {
-    /// The layout of a part with these layers.
-    pub fn new(part: Part, layers: &[LayerSpec]) -> Self {
-        let mut tensors: Vec<Tensor> = layers.iter().enumerate().flat_map(|(i, layer)| tensors_of(part, i, layer)).collect();
+    /// The layout of a part with these layers. A text encoder is always laid out for ComfyUI: diffusers reads none that is
+    /// quantised.
+    pub fn new(part: Part, weights: WeightLayout, layers: &[LayerSpec]) -> Self {
+        let weights = if part == Part::TextEncoder { WeightLayout::Comfy } else { weights };
+        let each = layers.iter().enumerate();
+        let mut tensors: Vec<Tensor> = each.flat_map(|(i, layer)| tensors_of(part, weights, i, layer)).collect();
         let rank = |dtype: &str| DTYPES.iter().position(|(name, _)| *name == dtype);
         tensors.sort_by(|a, b| (rank(a.dtype), &a.name).cmp(&(rank(b.dtype), &b.name)));
         let mut offset = 0;
         for tensor in &mut tensors {
-            let size = DTYPES.iter().find(|(name, _)| *name == tensor.dtype).map_or(0, |(_, size)| *size);
-            let bytes = size * tensor.shape.iter().product::<usize>() as u64;
-            tensor.range = offset..offset + bytes;
-            offset += bytes;
+            tensor.range = offset..offset + bytes(tensor.dtype, &tensor.shape);
+            offset = tensor.range.end;
         }
-        let header = header(part, layers, &tensors);
+        let header = header(part, weights, layers, &tensors);
         let start = header.len() as u64;
         tensors.iter_mut().for_each(|tensor| tensor.range = tensor.range.start + start..tensor.range.end + start);
-        Self { header, tensors }
+        Self { weights, header, tensors }
     }
 
     /// Bytes of the whole file.
@@ -101,7 +152,7 @@ impl FileLayout {
 }
 
 /// The tensors of one layer, whose places are not known yet.
-fn tensors_of(part: Part, layer: usize, spec: &LayerSpec) -> Vec<Tensor> {
+fn tensors_of(part: Part, weights: WeightLayout, layer: usize, spec: &LayerSpec) -> Vec<Tensor> {
     let tensor = |content, suffix: &str, dtype, shape: &[usize]| {
         let name = if content == Content::Elements { spec.weight.clone() } else { format!("{}.{suffix}", spec.name()) };
         Tensor { layer, content, name, dtype, shape: shape.to_vec(), range: 0..0 }
@@ -110,18 +161,15 @@ fn tensors_of(part: Part, layer: usize, spec: &LayerSpec) -> Vec<Tensor> {
     let Some(format) = spec.format else { return vec![elements("BF16", &spec.shape)] };
     let (rows, cols) = (spec.shape[0], spec.shape[1]);
     let mut tensors = match format {
-        QuantisedFormat::Fp8 => {
-            vec![elements("F8_E4M3", &spec.shape), tensor(Content::WeightScale, "weight_scale", "F32", &[])]
-        }
+        QuantisedFormat::Fp8 => vec![elements("F8_E4M3", &spec.shape)],
         QuantisedFormat::Nvfp4 => {
-            let tiled = [rows.next_multiple_of(TILE_ROWS), cols.div_ceil(BLOCK).next_multiple_of(4)];
-            vec![
-                elements("U8", &[rows, cols / 2]),
-                tensor(Content::BlockScales, "weight_scale", "F8_E4M3", &tiled),
-                tensor(Content::WeightScale, "weight_scale_2", "F32", &[]),
-            ]
+            vec![elements("U8", &[rows, cols / 2]), tensor(Content::WeightScale, "weight_scale_2", "F32", &[])]
         }
     };
+    tensors.push(match weights.scales(format, [rows, cols]) {
+        Some((dtype, shape)) => tensor(Content::Scales, "weight_scale", dtype, &shape),
+        None => tensor(Content::WeightScale, "weight_scale", "F32", &[]),
+    });
     if spec.has_input_scale {
         tensors.push(tensor(Content::InputScale, "input_scale", "F32", &[]));
     }
@@ -141,10 +189,16 @@ pub fn declaration(format: QuantisedFormat) -> String {
 }
 
 /// The length and the header of a file, padded to a multiple of eight bytes.
-fn header(part: Part, layers: &[LayerSpec], tensors: &[Tensor]) -> Vec<u8> {
+fn header(part: Part, weights: WeightLayout, layers: &[LayerSpec], tensors: &[Tensor]) -> Vec<u8> {
     let quoted = |text: &str| serde_json::Value::from(text).to_string();
     let mut entries = Vec::new();
-    if part == Part::Transformer {
+    let metadata = |key: &str, value: &str| format!(r#""__metadata__":{{"{key}":{}}}"#, quoted(value));
+    if weights == WeightLayout::Diffusers {
+        // Nothing else about such a file tells its order, which diffusers assumes.
+        if layers.iter().any(|layer| layer.format == Some(QuantisedFormat::Nvfp4)) {
+            entries.push(metadata(NVFP4_LAYOUT_METADATA, "modelopt"));
+        }
+    } else if part == Part::Transformer {
         let mut quantised: Vec<(&str, QuantisedFormat)> =
             layers.iter().filter_map(|layer| Some((layer.name(), layer.format?))).collect();
         quantised.sort_by_key(|(name, _)| *name);
@@ -152,7 +206,7 @@ fn header(part: Part, layers: &[LayerSpec], tensors: &[Tensor]) -> Vec<u8> {
             quantised.iter().map(|(name, format)| format!("{}: {}", quoted(name), declaration(*format))).collect();
         if !list.is_empty() {
             let text = format!(r#"{{"format_version": "1.0", "layers": {{{}}}}}"#, list.join(", "));
-            entries.push(format!(r#""__metadata__":{{"{QUANTISATION_METADATA}":{}}}"#, quoted(&text)));
+            entries.push(metadata(QUANTISATION_METADATA, &text));
         }
     }
     for Tensor { name, dtype, shape, range, .. } in tensors {

@@ -42,7 +42,7 @@ pub struct LayerReport {
     pub format: QuantisedFormat,
     /// Rows and columns of its weight.
     pub shape: [usize; 2],
-    /// The scale of the weight as a whole.
+    /// The scale of the weight as a whole, or the largest of its rows.
     pub scale: f32,
     /// The scale of its input, if the file has one.
     pub input_scale: Option<f32>,

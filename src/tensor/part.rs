@@ -51,10 +51,14 @@ pub struct Nvfp4Layout {
 impl Nvfp4Layout {
     /// Files of ComfyUI and BFL, and the layout of every [`Tensor`](super::Tensor).
     pub const COMFY: Self = Self { high_first: true, tiled: true };
-    /// ModelOpt's exports for diffusers.
+    /// ModelOpt's exports for diffusers, and what diffusers itself reads.
     pub const MODELOPT: Self = Self { high_first: false, tiled: false };
     /// ModelOpt's single files for ComfyUI, which have tiled scales but nibbles in ModelOpt's order.
     pub const MODELOPT_SINGLE: Self = Self { high_first: false, tiled: true };
+
+    /// All of them, by name.
+    pub const NAMED: [(&'static str, Self); 3] =
+        [("comfy", Self::COMFY), ("modelopt", Self::MODELOPT), ("modelopt-single", Self::MODELOPT_SINGLE)];
 }
 
 impl WeightPart {

@@ -298,8 +298,21 @@ fn nvfp4_layers_of_every_layout() {
             },
             single,
         ),
+        // What a file states counts before what else it has.
+        case(PROJ, PROJ, |file| file.note("nvfp4_layout", "modelopt"), plain),
+        case(OUT, PROJ, |file| file.note("nvfp4_layout", "comfy"), comfy),
+        case(
+            PROJ,
+            PROJ,
+            |file| {
+                file.declare(&[(PROJ, NVFP4)]);
+                file.note("nvfp4_layout", "modelopt-single");
+            },
+            single,
+        ),
         case(DOWN, DOWN, |file| file.settings(DOWN, NVFP4), comfy),
         case(DOWN, DOWN, |_| (), plain),
+        forced(PROJ, PROJ, |file| file.note("nvfp4_layout", "modelopt"), comfy),
         forced(PROJ, PROJ, |file| file.declare(&[(PROJ, NVFP4)]), plain),
         forced(PROJ, PROJ, |_| (), single),
         forced(OUT, PROJ, |_| (), comfy),

@@ -234,6 +234,11 @@ fn declarations_that_do_not_fit() {
     check(
         &fp8(),
         &[
+            (
+                &|file| file.note("nvfp4_layout", "tiled"),
+                invalid("metadata `nvfp4_layout` is `tiled`, which is not known"),
+                DAMAGED,
+            ),
             (&metadata("{"), broken("EOF while parsing an object at line 1 column 1"), DAMAGED),
             (&metadata("{}"), broken("missing field `layers` at line 1 column 2"), DAMAGED),
             (&metadata(r#"{"layers": 3}"#), broken("invalid type: integer `3`, expected an object at line 1 column 12"), DAMAGED),

@@ -2,6 +2,7 @@
 //! whole or not at all, however often the work is stopped.
 
 mod command;
+mod diffusers;
 #[allow(dead_code)] // only what encodes is used here
 #[path = "../common/ops/formats.rs"]
 mod formats;
@@ -15,7 +16,7 @@ mod sha256;
 
 use kiln::error::Result;
 use kiln::progress::{Phase, Progress};
-use kiln::quantise::{Options, PartSource, Plan, Report, Target};
+use kiln::quantise::{Options, PartSource, Plan, Report, Target, WeightLayout};
 use kiln::tensor::quantise::QuantisedFormat;
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -24,7 +25,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Options without calibration.
 fn options(format: QuantisedFormat, keep: &[&str]) -> Options {
-    Options { format, keep: keep.iter().map(|pattern| (*pattern).into()).collect(), calibration: None }
+    let keep = keep.iter().map(|pattern| (*pattern).into()).collect();
+    Options { format, layout: WeightLayout::Comfy, keep, calibration: None }
 }
 
 /// A single file as target, whose journal is saved after so many bytes.

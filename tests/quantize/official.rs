@@ -4,7 +4,7 @@ use super::sha256;
 use kiln::config::{TransformerConfig, Variant};
 use kiln::model::transformer_manifest;
 use kiln::part::Part;
-use kiln::quantise::{FileLayout, LayerSpec, Policy};
+use kiln::quantise::{FileLayout, LayerSpec, Policy, WeightLayout};
 use kiln::tensor::quantise::QuantisedFormat;
 use kiln::tensor::quantise::QuantisedFormat::{Fp8, Nvfp4};
 
@@ -19,7 +19,7 @@ fn layout(config: &TransformerConfig, variant: Variant, format: QuantisedFormat,
         layer
     };
     let layers: Vec<LayerSpec> = transformer_manifest(config).into_iter().map(layer).collect();
-    FileLayout::new(Part::Transformer, &layers)
+    FileLayout::new(Part::Transformer, WeightLayout::Comfy, &layers)
 }
 
 /// The SHA-256 of all names, dtypes and shapes as Python prints them.

@@ -7,7 +7,7 @@ use kiln::error::{Error, Remedy};
 use kiln::names::Layout;
 use kiln::output::Staged;
 use kiln::part::Part;
-use kiln::quantise::{PartSource, Target};
+use kiln::quantise::{Options, PartSource, Target, WeightLayout};
 use kiln::tensor::DType;
 use kiln::tensor::quantise::QuantisedFormat::{Fp8, Nvfp4};
 use kiln::tiny;
@@ -193,9 +193,10 @@ fn another_request_is_refused_until_the_first_is_discarded() {
     let (folder, out) = begun(&sandbox);
     let before = (sandbox.names(), fs::read(sandbox.path("out.safetensors.part.json")).unwrap());
     for (other, why) in [
-        (options(Nvfp4, &[]), "with another format or other layers"),
-        (options(Fp8, &["single_blocks.1.*"]), "with another format or other layers"),
-        (kiln::quantise::Options { calibration: Some("x".into()), ..options(Fp8, &[]) }, "with another calibration"),
+        (options(Nvfp4, &[]), "with another format or layout, or other layers"),
+        (options(Fp8, &["single_blocks.1.*"]), "with another format or layout, or other layers"),
+        (Options { layout: WeightLayout::Diffusers, ..options(Fp8, &[]) }, "with another format or layout, or other layers"),
+        (Options { calibration: Some("x".into()), ..options(Fp8, &[]) }, "with another calibration"),
     ] {
         let error = write(&source(&folder), &other, &target(&out, OFTEN), &Observer::new(At::Never)).unwrap_err();
         assert!(error.to_string().ends_with(&format!("out.safetensors.part` was begun {why}")), "{error}");

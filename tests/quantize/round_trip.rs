@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
 /// All values of a weight.
-fn values(parts: &[WeightPart]) -> Vec<f32> {
+pub fn values(parts: &[WeightPart]) -> Vec<f32> {
     let mut values = Vec::new();
     for part in parts {
         let at = values.len();

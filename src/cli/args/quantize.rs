@@ -1,6 +1,6 @@
 //! Flags of `kiln quantize`.
 
-use super::values::{BackendArg, FormatArg, PartArg, VariantArg, pixels, within};
+use super::values::{BackendArg, FormatArg, PartArg, VariantArg, WeightLayoutArg, pixels, within};
 use clap::Args;
 use std::path::PathBuf;
 
@@ -27,6 +27,14 @@ pub struct QuantizeArgs {
     /// In the text encoder they are all projections, and with nvfp4 those of attention are FP8.
     #[arg(long, value_enum, value_name = "FORMAT", help_heading = "Format")]
     pub to: FormatArg,
+
+    /// Which programs the transformer is laid out for, besides kiln
+    ///
+    /// No file serves both, and kiln reads either without a flag. diffusers has it from `from_single_file` with a
+    /// `BFLQuantizationConfig`; NVFP4 for it needs calibration. It reads no quantised text encoders: those are always laid out for
+    /// ComfyUI.
+    #[arg(long, value_enum, value_name = "PROGRAM", default_value = "comfy", help_heading = "Format")]
+    pub layout: WeightLayoutArg,
 
     /// Which part to quantise [default: both in a folder, the transformer in a file]
     #[arg(long, value_enum, value_name = "PART", help_heading = "Format")]

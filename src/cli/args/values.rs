@@ -6,6 +6,7 @@ use crate::model::{AttentionFormat, Nvfp4Math};
 use crate::names::Layout;
 use crate::part::Part;
 use crate::predict::{CARDS, Card};
+use crate::quantise::WeightLayout;
 use crate::tensor::quantise::QuantisedFormat;
 use crate::tensor::{DType, Nvfp4Layout, Precision};
 use clap::ValueEnum;
@@ -93,10 +94,20 @@ choice! {
 choice! {
     /// Values of `--to`.
     FormatArg for QuantisedFormat {
-        /// One byte a weight: e4m3 with one scale a layer
+        /// One byte a weight: e4m3 with one scale a layer, for diffusers one a row
         Fp8 => QuantisedFormat::Fp8,
         /// Half a byte a weight and a scale for every sixteen; in text encoders MLPs only, the rest is FP8
         Nvfp4 => QuantisedFormat::Nvfp4,
+    }
+}
+
+choice! {
+    /// Values of `--layout` of `kiln quantize`.
+    WeightLayoutArg for WeightLayout {
+        /// As ComfyUI reads it and Black Forest Labs publish it
+        Comfy => WeightLayout::Comfy,
+        /// As diffusers reads it: FP8 with a scale for each row, NVFP4 in the order of ModelOpt
+        Diffusers => WeightLayout::Diffusers,
     }
 }
 
