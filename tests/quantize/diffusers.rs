@@ -37,8 +37,7 @@ fn write(source: &PartSource, format: QuantisedFormat, layout: WeightLayout, pat
     (Shard::open(path).unwrap(), Weights::open(Part::Transformer, path).unwrap(), report)
 }
 
-/// The transformer that is part of the program, and the tiny one, whose layers have fewer rows than a tile of scales, in the layout
-/// of single files and in f32.
+/// The transformer that is part of the program, and the tiny one in the layout of single files and in f32.
 fn transformers(sandbox: &Sandbox) -> [(PartSource, Weights, Vec<TensorSpec>); 2] {
     let folder = sandbox.path("tiny");
     tiny::write_to(&folder, Layout::Bfl, DType::F32, &AtomicBool::new(false)).unwrap();
