@@ -70,7 +70,7 @@ fn nvfp4_has_the_values_of_the_file_for_comfyui() {
             let bytes = |file: &Shard, suffix: &str| file.bytes(&format!("{name}.{suffix}")).unwrap();
             let shape = |suffix: &str| file.entry(&format!("{name}.{suffix}")).unwrap().shape.clone();
             assert_eq!((shape("weight"), shape("weight_scale")), (vec![rows, cols / 2], vec![rows, cols / 16]), "{name}");
-            let swapped: Vec<u8> = bytes(&comfy, "weight").iter().map(|pair| pair << 4 | pair >> 4).collect();
+            let swapped: Vec<u8> = bytes(&comfy, "weight").iter().map(|pair| pair.rotate_left(4)).collect();
             assert_eq!(swapped, bytes(&file, "weight")[..], "{name}");
             let (tiled, scales) = (bytes(&comfy, "weight_scale"), bytes(&file, "weight_scale"));
             for (at, scale) in scales.iter().enumerate() {
