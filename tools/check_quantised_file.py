@@ -314,7 +314,8 @@ def right_in_diffusers(tensors, quantised, layers, config, device):
 
 
 def check_diffusers(quantised, layers, config, device):
-    right, number = right_in_diffusers(in_diffusers_order(quantised, layers), quantised, layers, config, device), len(layers.settings)
+    right = right_in_diffusers(in_diffusers_order(quantised, layers), quantised, layers, config, device)
+    number = len(layers.settings)
     expect(right == number, f"{number - right} of {number} layers are other weights in diffusers")
     return f"{number} layers, put into its order, are the same weights"
 

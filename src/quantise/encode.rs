@@ -252,3 +252,47 @@ fn error_of(part: &WeightPart, rows: Range<usize>, stored: &WeightPart) -> Error
 fn owned(bytes: Vec<u8>) -> Bytes {
     Bytes::new(Arc::new(bytes))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A chunk as it is read again, and its error.
+    fn read(part: &WeightPart, format: QuantisedFormat, scale: f32, layout: WeightLayout) -> Option<(Vec<f32>, ErrorSums)> {
+        let (rows, scale) = (0..part.rows, Scale::new(scale).unwrap());
+        let chunk = Chunk { part, rows: rows.clone(), at: 0 };
+        let Encoded { elements, scales, error } = encode(&chunk, Some((format, scale)), layout)?;
+        assert_eq!(scales.len() as u64, layout.scale_bytes(format, [part.rows, part.cols()]));
+        let scaling = match format {
+            QuantisedFormat::Fp8 => PartScaling::Rows(scales),
+            QuantisedFormat::Nvfp4 => PartScaling::Blocks16 { scales, tensor: scale, layout: layout.nvfp4() },
+        };
+        let stored = WeightPart { bytes: elements, dtype: format.dtype(), rows: part.rows, scaling };
+        assert!(stored.is_complete());
+        let mut values = vec![0.0; part.rows * part.cols()];
+        values.chunks_mut(part.cols()).zip(rows).for_each(|(to, row)| stored.decode(row, to));
+        Some((values, error))
+    }
+
+    #[test]
+    fn both_orders_of_nvfp4_have_the_same_values_where_tiles_are_padded() {
+        let (rows, cols) = (130, 48);
+        let values: Vec<f32> = (0..rows * cols).map(|i| ((i * 7919 % 1009) as f32 - 504.0) * (1 + i / 16 % 9) as f32).collect();
+        let part = WeightPart::plain(owned(DType::F32.encoded(&values)), DType::F32, rows);
+        let [comfy, diffusers] = [WeightLayout::Comfy, WeightLayout::Diffusers]
+            .map(|layout| read(&part, QuantisedFormat::Nvfp4, 1.75, layout).unwrap());
+        assert!(comfy == diffusers && comfy.1.relative() > 0.05 && comfy.1.relative() < 0.15, "{:?}", comfy.1);
+    }
+
+    #[test]
+    fn a_row_that_no_scale_fits_is_an_error() {
+        let fits = |second: f32| {
+            let part = WeightPart::plain(owned(DType::F32.encoded(&[448.0, -1.0, 0.0, second])), DType::F32, 2);
+            read(&part, QuantisedFormat::Fp8, 1.0, WeightLayout::Diffusers).map(|(values, _)| values)
+        };
+        assert_eq!(fits(0.0), Some(vec![448.0, -1.0, 0.0, 0.0]));
+        assert_eq!(fits(-0.5), Some(vec![448.0, -1.0, 0.0, -0.5]));
+        // A scale of this row would be zero.
+        assert_eq!(fits(f32::from_bits(1)), None);
+    }
+}

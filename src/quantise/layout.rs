@@ -5,8 +5,8 @@
 //! tiles, and the scale of the whole. Transformers list their quantised layers in the metadata of the header, text encoders have
 //! a tensor beside each.
 //!
-//! For diffusers FP8 has a scale for each row, and NVFP4 another order. It goes by the tensors alone, so that nothing is declared:
-//! ComfyUI, which would take one order for the other, then finds no quantised layers and refuses the file.
+//! For diffusers FP8 has a scale for each row, and NVFP4 another order. It goes by the tensors alone, so nothing is declared as for
+//! ComfyUI, which would take one order for the other.
 
 use crate::names::{NVFP4_LAYOUT_METADATA, QUANTISATION_METADATA};
 use crate::part::Part;

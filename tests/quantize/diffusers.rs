@@ -37,8 +37,7 @@ fn write(source: &PartSource, format: QuantisedFormat, layout: WeightLayout, pat
     (Shard::open(path).unwrap(), Weights::open(Part::Transformer, path).unwrap(), report)
 }
 
-/// The transformer that is part of the program, and the tiny one, whose layers have fewer rows than a tile of scales, in the layout
-/// of single files and in f32.
+/// The transformer that is part of the program, and the tiny one in the layout of single files and in f32.
 fn transformers(sandbox: &Sandbox) -> [(PartSource, Weights, Vec<TensorSpec>); 2] {
     let folder = sandbox.path("tiny");
     tiny::write_to(&folder, Layout::Bfl, DType::F32, &AtomicBool::new(false)).unwrap();
@@ -71,7 +70,7 @@ fn nvfp4_has_the_values_of_the_file_for_comfyui() {
             let bytes = |file: &Shard, suffix: &str| file.bytes(&format!("{name}.{suffix}")).unwrap();
             let shape = |suffix: &str| file.entry(&format!("{name}.{suffix}")).unwrap().shape.clone();
             assert_eq!((shape("weight"), shape("weight_scale")), (vec![rows, cols / 2], vec![rows, cols / 16]), "{name}");
-            let swapped: Vec<u8> = bytes(&comfy, "weight").iter().map(|pair| pair << 4 | pair >> 4).collect();
+            let swapped: Vec<u8> = bytes(&comfy, "weight").iter().map(|pair| pair.rotate_left(4)).collect();
             assert_eq!(swapped, bytes(&file, "weight")[..], "{name}");
             let (tiled, scales) = (bytes(&comfy, "weight_scale"), bytes(&file, "weight_scale"));
             for (at, scale) in scales.iter().enumerate() {
