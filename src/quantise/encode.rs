@@ -96,7 +96,7 @@ pub fn write_layer(
         let encoded: Vec<Encoded> = batch.par_iter().map(|chunk| encode(chunk, format.zip(scale))).collect();
         let mut written = 0;
         for (chunk, encoded) in batch.iter().zip(encoded) {
-            let dtype = format.map_or(DType::Bf16, element_type);
+            let dtype = format.map_or(DType::Bf16, QuantisedFormat::dtype);
             to.write_at(elements_at + dtype.bytes(chunk.at * cols) as u64, &encoded.elements)?;
             elements.update(&encoded.elements);
             if !encoded.scales.is_empty() {
@@ -136,14 +136,6 @@ pub fn write_layer(
     })
 }
 
-/// The type of elements in this format.
-fn element_type(format: QuantisedFormat) -> DType {
-    match format {
-        QuantisedFormat::Fp8 => DType::E4m3,
-        QuantisedFormat::Nvfp4 => DType::E2m1,
-    }
-}
-
 /// The scale of a weight as a whole.
 fn weight_scale(layer: &SourceLayer, format: QuantisedFormat, path: &Path) -> Result<Scale> {
     let largest = largest_magnitude(&layer.parts);
@@ -152,9 +144,8 @@ fn weight_scale(layer: &SourceLayer, format: QuantisedFormat, path: &Path) -> Re
         QuantisedFormat::Nvfp4 => nvfp4_scale(largest),
     };
     scale.ok_or_else(|| {
-        let what =
-            if largest.is_nan() { "has values that are not finite" } else { "has only values that are too small to scale" };
-        let error = Error::bad_file(path, "cannot be quantised", format!("tensor `{}` {what}", layer.spec.weight));
+        let what = format!("tensor `{}` has values that are not finite", layer.spec.weight);
+        let error = Error::bad_file(path, "cannot be quantised", what);
         error.with_hint("the file is damaged; download it again")
     })
 }
@@ -184,7 +175,7 @@ fn encode(chunk: &Chunk<'_>, format: Option<(QuantisedFormat, Scale)>) -> Encode
         rows.zip(lines).for_each(|(row, line)| part.convert(row, Stored::plain(DType::Bf16), line));
         return Encoded { elements: owned(bytes), scales: owned(Vec::new()), error: ErrorSums::default() };
     };
-    let dtype = element_type(format);
+    let dtype = format.dtype();
     let mut elements = vec![0; dtype.bytes(rows.len() * cols)];
     let (elements, scales, scaling) = match format {
         QuantisedFormat::Fp8 => {
