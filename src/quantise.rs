@@ -56,7 +56,8 @@ pub struct Options {
     pub layout: WeightLayout,
     /// Patterns of layers that stay in BF16.
     pub keep: Vec<String>,
-    /// All that calibration depends on, in words; `None` if the inputs of the transformer's layers are scaled by constants.
+    /// What is run for calibration, in words; `None` if the inputs of the transformer's layers are scaled by constants. The device
+    /// that runs it is not part of it: what was measured is in the journal, and is used wherever the work is continued.
     pub calibration: Option<String>,
 }
 

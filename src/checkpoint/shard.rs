@@ -16,7 +16,7 @@ use std::time::SystemTime;
 /// What tells a file from other files and from other versions of it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identity {
-    /// Its path with links resolved, for display.
+    /// Its path with links resolved. What is not text in it is replaced, so that it can be displayed.
     pub path: String,
     /// Its size.
     pub bytes: u64,

@@ -95,10 +95,10 @@ pub fn write_layer(
     let cols: usize = layer.spec.shape.get(1..).unwrap_or_default().iter().product();
     for batch in chunks.chunks(batch) {
         let encoded: Option<Vec<Encoded>> = batch.par_iter().map(|chunk| encode(chunk, format.zip(scale), layout)).collect();
-        let encoded = encoded.ok_or_else(|| unscalable(layer, path, "has a row of values that are too small to scale"))?;
+        let encoded = encoded.ok_or_else(|| unscalable(layer, path, "has values that are not finite"))?;
         let mut written = 0;
         for (chunk, encoded) in batch.iter().zip(encoded) {
-            let dtype = format.map_or(DType::Bf16, element_type);
+            let dtype = format.map_or(DType::Bf16, QuantisedFormat::dtype);
             to.write_at(elements_at + dtype.bytes(chunk.at * cols) as u64, &encoded.elements)?;
             elements.update(&encoded.elements);
             if let Some(format) = format.filter(|_| !encoded.scales.is_empty()) {
@@ -138,14 +138,6 @@ pub fn write_layer(
     })
 }
 
-/// The type of elements in this format.
-fn element_type(format: QuantisedFormat) -> DType {
-    match format {
-        QuantisedFormat::Fp8 => DType::E4m3,
-        QuantisedFormat::Nvfp4 => DType::E2m1,
-    }
-}
-
 /// The scale of a weight as a whole. In a weight that has one for each row, that is the largest.
 fn weight_scale(layer: &SourceLayer, format: QuantisedFormat, path: &Path) -> Result<Scale> {
     let largest = largest_magnitude(&layer.parts);
@@ -153,11 +145,7 @@ fn weight_scale(layer: &SourceLayer, format: QuantisedFormat, path: &Path) -> Re
         QuantisedFormat::Fp8 => fp8_scale(largest),
         QuantisedFormat::Nvfp4 => nvfp4_scale(largest),
     };
-    scale.ok_or_else(|| {
-        let what =
-            if largest.is_nan() { "has values that are not finite" } else { "has only values that are too small to scale" };
-        unscalable(layer, path, what)
-    })
+    scale.ok_or_else(|| unscalable(layer, path, "has values that are not finite"))
 }
 
 fn unscalable(layer: &SourceLayer, path: &Path, what: &str) -> Error {
@@ -191,7 +179,7 @@ fn encode(chunk: &Chunk<'_>, format: Option<(QuantisedFormat, Scale)>, layout: W
         rows.zip(lines).for_each(|(row, line)| part.convert(row, Stored::plain(DType::Bf16), line));
         return Some(Encoded { elements: owned(bytes), scales: owned(Vec::new()), error: ErrorSums::default() });
     };
-    let dtype = element_type(format);
+    let dtype = format.dtype();
     let mut elements = vec![0; dtype.bytes(rows.len() * cols)];
     let (scales, scaling) = match (format, layout) {
         (QuantisedFormat::Fp8, WeightLayout::Comfy) => {
@@ -285,14 +273,15 @@ mod tests {
     }
 
     #[test]
-    fn a_row_that_no_scale_fits_is_an_error() {
+    fn a_row_that_is_not_finite_has_no_scale() {
         let fits = |second: f32| {
             let part = WeightPart::plain(owned(DType::F32.encoded(&[448.0, -1.0, 0.0, second])), DType::F32, 2);
             read(&part, QuantisedFormat::Fp8, 1.0, WeightLayout::Diffusers).map(|(values, _)| values)
         };
         assert_eq!(fits(0.0), Some(vec![448.0, -1.0, 0.0, 0.0]));
         assert_eq!(fits(-0.5), Some(vec![448.0, -1.0, 0.0, -0.5]));
-        // A scale of this row would be zero.
-        assert_eq!(fits(f32::from_bits(1)), None);
+        // A scale of this row would be zero, and so are its values.
+        assert_eq!(fits(f32::from_bits(1)), Some(vec![448.0, -1.0, 0.0, 0.0]));
+        assert_eq!(fits(f32::INFINITY), None);
     }
 }

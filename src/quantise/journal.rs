@@ -38,7 +38,7 @@ pub struct Record {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FileRecord {
-    /// Its path in the folder of the output; empty for a single file.
+    /// Its path in the folder of the output; a single file has it, too, though only its target counts.
     pub path: PathBuf,
     /// Its size.
     pub bytes: u64,

@@ -67,8 +67,7 @@ fn largest_bits(dtype: DType, bytes: &[u8]) -> i32 {
     values.iter().map(|value| value.abs().to_bits() as i32).max().unwrap_or(0)
 }
 
-/// The scale of FP8 weights, or of a row of them, of this largest magnitude. `None` if it is not finite, or so small that the
-/// scale would be zero.
+/// The scale of FP8 weights, or of a row of them, of this largest magnitude. `None` if it is not finite.
 pub fn fp8_scale(largest: f32) -> Option<Scale> {
     scale_of(largest, E4M3_MAX)
 }
@@ -79,9 +78,11 @@ pub fn nvfp4_scale(largest: f32) -> Option<Scale> {
     scale_of(largest, E4M3_MAX * E2M1_MAX)
 }
 
-/// Weights that are all zero need no scale in particular, but zero is none.
+/// Zero is no scale. Weights that are all zero, or so small that the quotient underflows, have codes of zero with any scale that is
+/// not tiny itself, so they get one.
 fn scale_of(largest: f32, code: f32) -> Option<Scale> {
-    if largest == 0.0 { Some(Scale::ONE) } else { Scale::new(largest / code) }
+    let scale = largest / code;
+    if scale == 0.0 { Some(Scale::ONE) } else { Scale::new(scale) }
 }
 
 /// Quantises rows of plain weights to e4m3 with this scale.

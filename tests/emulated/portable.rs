@@ -29,12 +29,12 @@ const FP8: &[&str] = &["kl_expand", "kl_gemm_fp8_sm89_128"];
 const PATHS: &[Path] = &[
     Path { gpu: Gpu::AMPERE, format: None, kernels: &[], every_time: false },
     Path { gpu: Gpu::AMPERE, format: Some(Fp8), kernels: EXPANDED, every_time: false },
-    Path { gpu: Gpu::AMPERE, format: Some(Nvfp4), kernels: EXPANDED, every_time: true },
+    Path { gpu: Gpu::AMPERE, format: Some(Nvfp4), kernels: EXPANDED, every_time: false },
     Path { gpu: Gpu::ADA, format: None, kernels: &[], every_time: false },
     Path { gpu: Gpu::ADA, format: Some(Fp8), kernels: FP8, every_time: true },
     Path { gpu: Gpu::ADA, format: Some(Nvfp4), kernels: EXPANDED, every_time: false },
     Path { gpu: Gpu::BLACKWELL, format: None, kernels: &[], every_time: false },
-    Path { gpu: Gpu::BLACKWELL, format: Some(Fp8), kernels: FP8, every_time: true },
+    Path { gpu: Gpu::BLACKWELL, format: Some(Fp8), kernels: FP8, every_time: false },
     Path { gpu: Gpu::BLACKWELL, format: Some(Nvfp4), kernels: EXPANDED, every_time: false },
 ];
 

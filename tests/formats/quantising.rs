@@ -3,8 +3,8 @@
 use crate::nvfp4::{input, scales_in_rows};
 use crate::{bytes, fp8_vectors, memory, nvfp4_vectors, quantised, scale, shape};
 use kiln::tensor::nvfp4::{BLOCK, TILE_ROWS, scale_bytes};
-use kiln::tensor::quantise::{encode_fp8, encode_nvfp4, fp8_scale, largest_magnitude, nvfp4_scale};
-use kiln::tensor::{DType, Scale, Stored, WeightPart};
+use kiln::tensor::quantise::{encode, encode_fp8, encode_nvfp4, fp8_scale, largest_magnitude, nvfp4_scale};
+use kiln::tensor::{DType, Scale, Scales, Stored, WeightPart};
 
 const PLAIN: [DType; 3] = [DType::Bf16, DType::F32, DType::F16];
 
@@ -85,11 +85,32 @@ fn tiles_of_rows_are_quantised_by_themselves() {
     }
 }
 
+/// Values whose scale underflows are zero in every format. Just above them the scale is the smallest number that there is, and far
+/// from the exact quotient: such values are clamped, and none becomes NaN.
+#[test]
+fn values_of_almost_zero() {
+    for (bits, is_zero) in [(1, true), (200, true), (300, false), (600, false)] {
+        let value = f32::from_bits(bits);
+        let part = plain(&[value; 2 * BLOCK], DType::F32, 2);
+        let (mut codes, mut scales) = ([0xaa; 2 * BLOCK], [0xaa; 8]);
+        assert!(encode(&part, 0..2, Stored { dtype: DType::E4m3, scales: Scales::Rows }, &mut codes, &mut scales));
+        let want = if is_zero { (Scale::ONE, 0) } else { (Scale::new(f32::from_bits(1)).unwrap(), codes[0]) };
+        assert_eq!(fp8_scale(value), Some(want.0), "{bits}");
+        assert_eq!(scales.as_chunks::<4>().0, &[want.0.get().to_le_bytes(); 2], "{bits}");
+        assert_eq!((codes, codes[0] == 0, codes[0] < 0x7f), ([want.1; 2 * BLOCK], is_zero, true), "{bits}");
+
+        assert_eq!(nvfp4_scale(value), Some(Scale::ONE), "{bits}");
+        let (mut codes, mut scales) = ([0xaa; BLOCK], vec![0xaa; scale_bytes(2, BLOCK)]);
+        encode_nvfp4(&part, 0..2, Scale::ONE, &mut codes, &mut scales);
+        assert!(codes == [0; BLOCK] && scales.iter().all(|&scale| scale == 0), "{bits}");
+    }
+}
+
 #[test]
 fn scales_that_there_are_not() {
     for scale in [fp8_scale, nvfp4_scale] {
         assert_eq!(scale(0.0), Some(Scale::ONE));
-        for largest in [f32::NAN, f32::INFINITY, f32::from_bits(1)] {
+        for largest in [f32::NAN, f32::INFINITY] {
             assert_eq!(scale(largest), None, "{largest}");
         }
     }
