@@ -10,7 +10,7 @@
 mod staged;
 mod tmpfile;
 
-pub use staged::{Earlier, Staged, StagedFile};
+pub use staged::{IsJournal, Staged, StagedFile};
 
 use crate::error::{Error, Result};
 use crate::text::grouped;

@@ -16,17 +16,17 @@ mod policy;
 mod report;
 mod source;
 
-pub use copies::{Copied, copies};
+pub use copies::{Copied, calibration_inputs, copies};
 pub use layout::{Content, FileLayout, LayerSpec, WeightLayout};
 pub use policy::{Policy, constant_scale};
 pub use report::{FileReport, KindReport, LayerReport, Report};
 pub use source::PartSource;
 
-use crate::checkpoint::Weights;
+use crate::checkpoint::{Identity, Weights};
 use crate::config::{TextConfig, TransformerConfig, Variant};
 use crate::error::{Error, Remedy, Result};
 use crate::model::transformer_manifest;
-use crate::output::{Earlier, Staged, StagedFile};
+use crate::output::{Staged, StagedFile};
 use crate::part::Part;
 use crate::progress::{Phase, Progress};
 use crate::tensor::Scale;
@@ -34,7 +34,7 @@ use crate::tensor::quantise::QuantisedFormat;
 use calibrate::input_scale;
 use encode::{Finished, write_layer};
 use flate2::Crc;
-use journal::{FileRecord, Journal, Record};
+use journal::{CopyRecord, FileRecord, Journal, Record};
 use source::{SourceLayer, text_encoder_layers, transformer_layers};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Read;
@@ -67,6 +67,8 @@ pub struct Plan {
     files: Vec<PlannedFile>,
     copies: Vec<Copied>,
     calibration: Option<String>,
+    /// The files that calibration reads besides those that are quantised.
+    calibrated_by: Vec<Identity>,
 }
 
 /// A file with quantised layers.
@@ -161,7 +163,12 @@ impl Plan {
         policy::check_patterns(&options.keep, layers.map(|layer| layer.spec.name()))?;
         let has_transformer = files.iter().any(|file| file.part == Part::Transformer);
         let calibration = options.calibration.clone().filter(|_| has_transformer);
-        Ok(Self { files, copies, calibration })
+        Ok(Self { files, copies, calibration, calibrated_by: Vec::new() })
+    }
+
+    /// The same, with the files that calibration reads besides those that are quantised.
+    pub fn calibrated_by(self, files: Vec<Identity>) -> Self {
+        Self { calibrated_by: files, ..self }
     }
 
     /// Bytes of all files.
@@ -189,9 +196,11 @@ impl Plan {
             header.update(&file.layout.header);
             FileRecord { path: file.path.clone(), bytes: file.layout.bytes(), header: header.sum() }
         };
+        let copy = |copied: &Copied| CopyRecord { to: copied.to.clone(), from: copied.identity.clone() };
         Record {
             version: env!("CARGO_PKG_VERSION").into(),
-            inputs: shards.map(|shard| shard.identity()).collect(),
+            inputs: shards.map(|shard| shard.identity()).chain(self.calibrated_by.iter().cloned()).collect(),
+            copies: self.copies.iter().map(copy).collect(),
             files: self.files.iter().map(file).collect(),
             calibration: self.calibration.clone().unwrap_or_else(|| "none".into()),
         }
@@ -200,7 +209,7 @@ impl Plan {
     /// Writes the output, or continues what an earlier run began. Ends with [`Error::Interrupted`] once `stop` is set; what is
     /// finished by then is kept.
     pub fn write(&self, target: &Target, calibrate: Calibrate<'_>, progress: &dyn Progress, stop: &AtomicBool) -> Result<Report> {
-        let staged = Staged::open(&target.path, target.is_folder, target.force)?;
+        let staged = Staged::open(&target.path, target.is_folder, target.force, Journal::is_one)?;
         let journal = self.earlier(&staged, target.restart, progress)?;
         let mut writer = Writer { plan: self, staged, journal, unsaved: 0, target, progress, stop, files: Vec::new() };
         match writer.run(calibrate) {
@@ -225,21 +234,19 @@ impl Plan {
     /// The journal of an earlier run of this request, or a new one.
     fn earlier(&self, staged: &Staged, restart: bool, progress: &dyn Progress) -> Result<Journal> {
         let record = self.record();
-        let found = match staged.earlier() {
-            Earlier::None => None,
-            Earlier::Journal(bytes) => Some(Journal::parse(&bytes).ok_or_else(|| "it is damaged".to_owned())),
-            Earlier::Unreadable(why) => Some(Err(why)),
-        };
-        match found {
-            Some(Ok(journal)) if !restart => match journal.request.difference(&record) {
+        match staged.earlier().map(Journal::parse) {
+            Some(Some(journal)) if !restart => match journal.request.difference(&record) {
                 None => return Ok(journal),
                 Some(what) => {
                     let what = format!("`{}` was begun {what}", staged.path().display());
                     return Err(Error::usage(what, Remedy::Restart));
                 }
             },
-            Some(Err(why)) if !restart => {
-                progress.warn(&format!("the journal of `{}` is of no use ({why}): starting anew", staged.path().display()));
+            Some(None) if !restart => {
+                progress.warn(&format!(
+                    "the journal of `{}` is damaged or of another version: starting anew",
+                    staged.path().display()
+                ));
             }
             _ => {}
         }
@@ -289,6 +296,11 @@ impl Writer<'_> {
             self.copy(copied)?;
         }
         self.plan.files.iter().try_for_each(|file| file.weights.verify())?;
+        if self.target.is_folder {
+            let (files, copies) =
+                (self.plan.files.iter().map(|file| &file.path), self.plan.copies.iter().map(|copied| &copied.to));
+            self.staged.retain(&files.chain(copies).map(PathBuf::as_path).collect())?;
+        }
         self.save()
     }
 
@@ -360,6 +372,7 @@ impl Writer<'_> {
             at += left as u64;
             self.progress.advance(left as u64);
         }
+        copied.verify()?;
         to.sync()
     }
 

@@ -8,7 +8,7 @@ use crate::tensor::Bytes;
 use flate2::Crc;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::io::ErrorKind;
+use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -22,8 +22,41 @@ pub struct Identity {
     pub bytes: u64,
     /// When it was last modified, in nanoseconds since 1970, if that is known.
     pub modified_ns: Option<u64>,
-    /// The CRC-32 of its header, or of all of it if it is in memory.
+    /// The CRC-32 of its header if it has one, or else of its beginning, or of all of it if it is in memory.
     pub checksum: u32,
+}
+
+/// Bytes of the beginning of a file that tell it from others: all of a settings file.
+const BEGINNING: u64 = 1 << 20;
+
+impl Identity {
+    /// That of any file, as it is now.
+    pub fn of_file(path: &Path) -> Result<Self> {
+        let error = |source| Error::read(path, source);
+        let file = files::open(path).map_err(error)?;
+        let meta = file.metadata().map_err(error)?;
+        let mut beginning = Vec::new();
+        file.take(BEGINNING).read_to_end(&mut beginning).map_err(error)?;
+        Ok(Self::new(&resolved(path), meta.len(), meta.modified().ok(), &beginning))
+    }
+
+    /// That of a file in memory.
+    pub fn of_bytes(name: &Path, bytes: &[u8]) -> Self {
+        Self::new(name, bytes.len() as u64, None, bytes)
+    }
+
+    fn new(path: &Path, bytes: u64, modified: Option<SystemTime>, told_by: &[u8]) -> Self {
+        let since = modified.and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok());
+        let modified_ns = since.and_then(|since| u64::try_from(since.as_nanos()).ok());
+        let mut checksum = Crc::new();
+        checksum.update(told_by);
+        Self { path: path.to_string_lossy().into_owned(), bytes, modified_ns, checksum: checksum.sum() }
+    }
+}
+
+/// The path of a file with links resolved: the same file may be named in several ways.
+fn resolved(path: &Path) -> PathBuf {
+    std::fs::canonicalize(path).unwrap_or_else(|_| path.into())
 }
 
 /// One safetensors file. Cloning it copies no data.
@@ -76,16 +109,10 @@ impl Shard {
 
     /// What tells this file from another version of it.
     pub fn identity(&self) -> Identity {
-        let header = self.header.tensors.values().map(|entry| entry.range.start).min().unwrap_or(self.bytes.len());
-        let mut checksum = Crc::new();
         // Bytes in memory have no time of modification, and are few.
-        checksum.update(if self.mapped.is_some() { &self.bytes[..header] } else { &self.bytes });
-        let modified = self.mapped.as_ref().and_then(|mapped| mapped.modified());
-        let since = modified.and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok());
-        let modified_ns = since.and_then(|since| u64::try_from(since.as_nanos()).ok());
-        // The same file may be named in several ways, and a name need not be text.
-        let path = std::fs::canonicalize(&self.path).unwrap_or_else(|_| self.path.clone()).to_string_lossy().into_owned();
-        Identity { path, bytes: self.bytes.len() as u64, modified_ns, checksum: checksum.sum() }
+        let Some(mapped) = &self.mapped else { return Identity::of_bytes(&self.path, &self.bytes) };
+        let header = self.header.tensors.values().map(|entry| entry.range.start).min().unwrap_or(self.bytes.len());
+        Identity::new(&resolved(&self.path), self.bytes.len() as u64, mapped.modified(), &self.bytes[..header])
     }
 
     /// The path of the file.

@@ -12,7 +12,7 @@ use crate::part::{Part, PerPart};
 use crate::pipeline::OpenModel;
 use crate::progress::Progress;
 use crate::quantise::calibrate::{Calibration, calibrate, read_prompts};
-use crate::quantise::{CHECKPOINT_BYTES, FileReport, Options, PartSource, Plan, Report, Target, copies};
+use crate::quantise::{CHECKPOINT_BYTES, FileReport, Options, PartSource, Plan, Report, Target, calibration_inputs, copies};
 use crate::sequence::Pixels;
 use crate::terminal::Terminal;
 use crate::text::amount;
@@ -59,8 +59,12 @@ pub fn quantize(
         Some((found, model)) if !is_file => copies(found, model.weights(), &parts, model.variant)?,
         _ => Vec::new(),
     };
+    let read = match &source.model {
+        Some((found, model)) if calibrates => calibration_inputs(found, model.weights(), &parts, model.variant)?,
+        _ => Vec::new(),
+    };
     let options = Options { format: args.to.into(), layout: args.layout.into(), keep: args.keep.clone(), calibration };
-    let plan = Plan::new(&source.parts, copied, &options)?;
+    let plan = Plan::new(&source.parts, copied, &options)?.calibrated_by(read);
     source.model.iter().flat_map(|(_, model)| &model.warnings).for_each(|warning| terminal.warn(warning));
     let asked = args.prompts.is_some() || args.calibration_size.is_some() || args.calibration_steps.is_some();
     if asked && !calibrates {

@@ -1,16 +1,18 @@
 //! Large outputs that take minutes to write, and that a second run can continue: they grow in `OUT.part` beside the target, with a
 //! journal of what is finished in `OUT.part.json`, and get their name when they are complete.
 //!
-//! Only one process at a time works on an output: it holds a lock on `OUT.part`, which ends with the process.
+//! Only one process at a time works on an output: it holds a lock on `OUT.part`, which ends with the process. Nobody else touches
+//! the journal.
 
 use super::{
     Planned, check_target, check_writable, create_new, folder_of, keep_access, name_error, refused, sync_folder, tmpfile,
 };
 use super::{save_new, write_error};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::files;
 use crate::text::grouped;
 use flate2::Crc;
+use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::fs::{self, File, Metadata, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind, Read, Seek, SeekFrom, Write};
@@ -30,6 +32,9 @@ pub struct Staged {
     /// Where it grows: a file, or a folder.
     path: PathBuf,
     journal: PathBuf,
+    is_journal: IsJournal,
+    /// What an earlier run noted, if there was one.
+    earlier: Option<Vec<u8>>,
     is_folder: bool,
     /// The file that it is going to replace, if any.
     replaced: Option<Metadata>,
@@ -37,16 +42,11 @@ pub struct Staged {
     lock: Option<File>,
 }
 
-/// What is known about an earlier run.
-#[derive(Debug, PartialEq, Eq)]
-pub enum Earlier {
-    /// There was none.
-    None,
-    /// Its journal.
-    Journal(Vec<u8>),
-    /// Its journal cannot be read.
-    Unreadable(String),
-}
+/// Tells a journal, even a damaged one, from files of others that have its name.
+pub type IsJournal = fn(&[u8]) -> bool;
+
+/// Why a file or folder beside the target is left alone.
+const FOREIGN: &str = "this would be written first, but there is something of that name which kiln did not begin; move it away";
 
 impl Staged {
     /// Where an output grows until it is complete.
@@ -55,40 +55,41 @@ impl Staged {
     }
 
     /// Begins or continues an output. An existing target is an error, unless it is a file and `force` allows that it is replaced.
-    pub fn open(target: &Path, is_folder: bool, force: bool) -> Result<Self> {
+    pub fn open(target: &Path, is_folder: bool, force: bool, is_journal: IsJournal) -> Result<Self> {
         // `a/b/` is a valid name for a folder.
         let target = if is_folder { target.components().as_path() } else { target };
         if target.file_name().is_none() {
             return Err(refused(target, ErrorKind::InvalidInput, "this is not the name of a file or folder"));
         }
         let (path, journal) = (Self::path_of(target), beside(target, ".part.json"));
-        // A process that was killed after it had given the output its name leaves the journal.
-        if files::is_there(&journal) && !files::is_there(&path) {
-            let _ = fs::remove_file(&journal);
-        }
-        check(target, is_folder, force)?;
-        if !files::is_there(&journal) && holds_data(&path).map_err(|error| write_error(&path, error))? {
-            let why = "this would be written first, but there is something of that name which kiln did not begin; move it away";
-            return Err(refused(&path, ErrorKind::AlreadyExists, why));
-        }
+        let error = |source| write_error(&path, source);
         let lock = loop {
-            let lock = open_locked(&path, is_folder).map_err(|error| write_error(&path, error))?;
-            // Another process may have finished and renamed what was opened, just before it was locked.
-            if lock.as_ref().is_none_or(|lock| is_at(lock, &path)) {
+            if is_same_file(&path, target) || files::is_there(&journal) && !files::is_there(&path) {
+                settle(target, &path, &journal, is_folder, is_journal).map_err(error)?;
+            }
+            check(target, is_folder, force)?;
+            if read_journal(&journal, is_journal)?.is_none() && holds_data(&path).map_err(error)? {
+                return Err(refused(&path, ErrorKind::AlreadyExists, FOREIGN));
+            }
+            let lock = open_locked(&path, is_folder).map_err(error)?;
+            // Another process may have finished and named what was opened, just before it was locked.
+            if lock.as_ref().is_none_or(|lock| is_at(lock, &path)) && !is_same_file(&path, target) {
                 break lock;
             }
         };
         let replaced = check(target, is_folder, force)?;
-        Ok(Self { target: target.into(), path, journal, is_folder, replaced, lock })
+        let mut earlier = read_journal(&journal, is_journal)?;
+        if earlier.is_some() && !holds_data(&path).map_err(error)? {
+            // Another process has given the output its name since, and left this.
+            fs::remove_file(&journal).map_err(|error| write_error(&journal, error))?;
+            earlier = None;
+        }
+        Ok(Self { target: target.into(), path, journal, is_journal, earlier, is_folder, replaced, lock })
     }
 
-    /// The journal of an earlier run.
-    pub fn earlier(&self) -> Earlier {
-        match files::read(&self.journal, MAX_JOURNAL) {
-            Ok(bytes) => Earlier::Journal(bytes),
-            Err(error) if error.kind() == ErrorKind::NotFound => Earlier::None,
-            Err(error) => Earlier::Unreadable(error.to_string()),
-        }
+    /// The journal of an earlier run, which may be damaged.
+    pub fn earlier(&self) -> Option<&[u8]> {
+        self.earlier.as_deref()
     }
 
     /// Replaces the journal.
@@ -142,6 +143,11 @@ impl Staged {
         Ok(StagedFile { file, shown })
     }
 
+    /// Removes everything from a folder but these files.
+    pub fn retain(&self, names: &BTreeSet<&Path>) -> Result<()> {
+        retain(&self.path, Path::new(""), names).map_err(|error| write_error(&self.path, error))
+    }
+
     /// Gives the output its name and removes the journal. Everything in it has to be on disk already.
     pub fn publish(self) -> Result<()> {
         let error = |source| name_error(&self.target, source);
@@ -157,7 +163,12 @@ impl Staged {
             fs::rename(&self.path, &self.target).map_err(error)?;
         } else {
             match fs::hard_link(&self.path, &self.target) {
-                Ok(()) => fs::remove_file(&self.path).map_err(error)?,
+                Ok(()) => {
+                    // The lock is on the first name, which therefore goes last.
+                    sync_folder(folder_of(&self.target));
+                    let _ = fs::remove_file(&self.journal);
+                    return fs::remove_file(&self.path).map_err(error);
+                }
                 Err(exists) if exists.kind() == ErrorKind::AlreadyExists => return Err(error(exists)),
                 // File systems without hard links fail with various errors. Creating a file is exclusive there, too.
                 Err(_) => {
@@ -167,16 +178,20 @@ impl Staged {
             }
         }
         sync_folder(folder_of(&self.target));
-        // The output is there, and a journal without it is removed by the next run.
-        let _ = fs::remove_file(&self.journal);
+        // The output is there. What this cannot remove, because another process has begun already or for another reason, the next
+        // one removes.
+        let _ = settle(&self.target, &self.path, &self.journal, self.is_folder, self.is_journal);
         Ok(())
     }
 
     /// Removes the output and its journal.
     pub fn discard(self) {
-        // The error that led here matters more than one of these.
-        let _ = if self.is_folder { fs::remove_dir_all(&self.path) } else { fs::remove_file(&self.path) };
-        let _ = fs::remove_file(&self.journal);
+        // The error that led here matters more than one of these. Bytes without a journal would be in the way of the next run, so
+        // they go first, and the name, which keeps others out, goes last.
+        if self.clear().is_ok() {
+            let _ = fs::remove_file(&self.journal);
+            let _ = remove(&self.path, self.is_folder);
+        }
     }
 
     /// Where the output grows.
@@ -247,6 +262,51 @@ fn check(target: &Path, is_folder: bool, force: bool) -> Result<Option<Metadata>
     }
 }
 
+/// The bytes of the journal, if there is one.
+fn read_journal(journal: &Path, is_journal: IsJournal) -> Result<Option<Vec<u8>>> {
+    match files::read(journal, MAX_JOURNAL) {
+        Ok(bytes) if is_journal(&bytes) => Ok(Some(bytes)),
+        Ok(_) => Err(refused(journal, ErrorKind::AlreadyExists, FOREIGN)),
+        Err(error) if error.kind() == ErrorKind::NotFound && !files::is_there(journal) => Ok(None),
+        Err(error) => Err(Error::read(journal, error)),
+    }
+}
+
+/// Removes what is left of the work on an output that has its name: the journal, and the name under which a file grew, which it
+/// has until it is sure of the new one. Fails if another process is at work.
+fn settle(target: &Path, path: &Path, journal: &Path, is_folder: bool, is_journal: IsJournal) -> io::Result<()> {
+    // Creates an empty one if there is none, so that nobody begins in the meantime.
+    let lock = open_locked(path, is_folder)?;
+    let is_mine = lock.as_ref().is_none_or(|lock| is_at(lock, path));
+    if !is_mine || holds_data(path)? && !is_same_file(path, target) {
+        return Ok(());
+    }
+    if let Ok(Some(_)) = read_journal(journal, is_journal) {
+        fs::remove_file(journal)?;
+    }
+    remove(path, is_folder)
+}
+
+/// Removes a file, or a folder with what is left in it.
+fn remove(path: &Path, is_folder: bool) -> io::Result<()> {
+    if is_folder { fs::remove_dir_all(path) } else { fs::remove_file(path) }
+}
+
+/// Removes everything from a folder but files of these names, which begin with `prefix`.
+fn retain(folder: &Path, prefix: &Path, names: &BTreeSet<&Path>) -> io::Result<()> {
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        let (path, name) = (entry.path(), prefix.join(entry.file_name()));
+        match entry.file_type()?.is_dir() {
+            true if names.iter().any(|kept| kept.starts_with(&name)) => retain(&path, &name, names)?,
+            true => fs::remove_dir_all(path)?,
+            false if names.contains(name.as_path()) => {}
+            false => fs::remove_file(path)?,
+        }
+    }
+    Ok(())
+}
+
 /// Opens what grows, creating it if need be, and locks it.
 fn open_locked(path: &Path, is_folder: bool) -> io::Result<Option<File>> {
     let file = if is_folder {
@@ -268,14 +328,31 @@ fn open_locked(path: &Path, is_folder: bool) -> io::Result<Option<File>> {
     }
 }
 
+/// Whether these are two names of one file. Links are not followed: a link is of no use without what it leads to.
+fn is_same_file(path: &Path, other: &Path) -> bool {
+    let file = |path: &Path| fs::symlink_metadata(path).ok().filter(Metadata::is_file);
+    matches!((file(path), file(other)), (Some(one), Some(other)) if is_same(&one, &other))
+}
+
+/// Whether both describe the same file or folder. Only Unix tells.
+fn is_same(one: &Metadata, other: &Metadata) -> bool {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::MetadataExt;
+        (one.dev(), one.ino()) == (other.dev(), other.ino())
+    }
+    #[cfg(not(unix))]
+    {
+        let _ = (one, other);
+        false
+    }
+}
+
 /// Whether an open file or folder is still the one of this path.
 fn is_at(file: &File, path: &Path) -> bool {
     #[cfg(unix)]
     {
-        use std::os::unix::fs::MetadataExt;
-        let id = |meta: Metadata| (meta.dev(), meta.ino());
-        let (open, there) = (file.metadata().map(id), fs::metadata(path).map(id));
-        matches!((open, there), (Ok(open), Ok(there)) if open == there)
+        matches!((file.metadata(), fs::metadata(path)), (Ok(open), Ok(there)) if is_same(&open, &there))
     }
     #[cfg(not(unix))]
     {
@@ -312,4 +389,33 @@ fn allocated(path: &Path) -> u64 {
     }
     let _ = path;
     0
+}
+
+#[cfg(all(test, unix))]
+mod tests {
+    use super::*;
+
+    /// Only who holds the lock removes a journal, so that nobody removes that of a process which has just begun.
+    #[test]
+    fn the_journal_of_another_process_stays() {
+        let folder = std::env::temp_dir().join(format!("kiln-staged-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        let target = folder.join("out");
+        let journal = beside(&target, ".part.json");
+        for is_folder in [false, true] {
+            let begun = Staged::open(&target, is_folder, true, |bytes| bytes == b"journal").unwrap();
+            begun.save_journal(b"journal").unwrap();
+            let settle = || settle(&target, &begun.path, &journal, is_folder, begun.is_journal);
+            assert_eq!(settle().unwrap_err().kind(), ErrorKind::ResourceBusy);
+            begun.file(Path::new("x"), 1).unwrap();
+            drop(begun.lock.as_ref().unwrap().unlock());
+            // What the process has left when it was killed is for the next one.
+            settle().unwrap();
+            assert_eq!(fs::read(&journal).unwrap(), b"journal");
+            begun.clear().unwrap();
+            settle().unwrap();
+            assert!(fs::read_dir(&folder).unwrap().next().is_none());
+        }
+        fs::remove_dir(folder).unwrap();
+    }
 }

@@ -1,6 +1,6 @@
 //! What a folder needs besides quantised weights in order to be a model: the files that are taken over as they are.
 
-use crate::checkpoint::Weights;
+use crate::checkpoint::{Identity, Weights};
 use crate::config::Variant;
 use crate::error::{Error, Result};
 use crate::files;
@@ -22,37 +22,47 @@ const MAX_SETTINGS: u64 = 4 << 20;
 pub struct Copied {
     /// Its path in the folder of the output.
     pub to: PathBuf,
+    /// What tells the original from other files and versions.
+    pub identity: Identity,
     from: Contents,
 }
 
 #[derive(Clone, Debug)]
 enum Contents {
-    File(PathBuf, u64),
+    File(PathBuf),
     Memory(Bytes),
 }
 
 impl Copied {
     fn file(to: impl Into<PathBuf>, path: &Path) -> Result<Self> {
-        let bytes = std::fs::metadata(path).map_err(|error| Error::read(path, error))?.len();
-        Ok(Self { to: to.into(), from: Contents::File(path.into(), bytes) })
+        Ok(Self { to: to.into(), identity: Identity::of_file(path)?, from: Contents::File(path.into()) })
     }
 
     fn memory(to: impl Into<PathBuf>, bytes: Bytes) -> Self {
-        Self { to: to.into(), from: Contents::Memory(bytes) }
+        let to = to.into();
+        Self { identity: Identity::of_bytes(&to, &bytes), to, from: Contents::Memory(bytes) }
     }
 
     /// Its size.
     pub fn bytes(&self) -> u64 {
+        self.identity.bytes
+    }
+
+    /// Fails if the original has changed since.
+    pub fn verify(&self) -> Result<()> {
         match &self.from {
-            Contents::File(_, bytes) => *bytes,
-            Contents::Memory(bytes) => bytes.len() as u64,
+            Contents::File(path) if Identity::of_file(path)? != self.identity => {
+                let error = Error::bad_file(path, "the file changed while it was being copied", "it was written to");
+                Err(error.with_hint("start again when the file is complete"))
+            }
+            _ => Ok(()),
         }
     }
 
     /// Its content, and the path that it comes from if it is a file.
     pub fn open(&self) -> Result<(Box<dyn Read + '_>, &Path)> {
         match &self.from {
-            Contents::File(path, _) => {
+            Contents::File(path) => {
                 let file = files::open(path).map_err(|error| Error::read(path, error))?;
                 Ok((Box::new(file), path))
             }
@@ -87,6 +97,18 @@ pub fn copies(found: &Found, weights: &PerPart<Weights>, quantised: &[Part], var
     let own = copies.iter().position(|copied| copied.to == Path::new(CONVENTIONS)).map(|i| copies.remove(i));
     copies.push(conventions(own.as_ref(), variant)?);
     Ok(copies)
+}
+
+/// The files that calibration reads besides the weights of the parts that are `quantised`: those of the rest of the model, but for
+/// the VAE, on which no input of the transformer's layers depends.
+pub fn calibration_inputs(
+    found: &Found,
+    weights: &PerPart<Weights>,
+    quantised: &[Part],
+    variant: Variant,
+) -> Result<Vec<Identity>> {
+    let copies = copies(found, weights, quantised, variant)?.into_iter();
+    Ok(copies.filter(|copied| !copied.to.starts_with(folder(Part::Vae))).map(|copied| copied.identity).collect())
 }
 
 /// The name of the file with a model's conventions.

@@ -26,8 +26,10 @@ pub struct Journal {
 pub struct Record {
     /// The version of the program.
     pub version: String,
-    /// The files that are read.
+    /// The files that are read: those of the weights, and those of calibration.
     pub inputs: Vec<Identity>,
+    /// The files that are copied.
+    pub copies: Vec<CopyRecord>,
     /// The files that are written.
     pub files: Vec<FileRecord>,
     /// How inputs of layers are scaled.
@@ -46,11 +48,29 @@ pub struct FileRecord {
     pub header: u32,
 }
 
+/// A file that is copied.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CopyRecord {
+    /// Its path in the folder of the output.
+    pub to: PathBuf,
+    /// The original.
+    pub from: Identity,
+}
+
+/// What every journal begins with: the request comes first, and its version first in it.
+const BEGINNING: &[u8] = br#"{"request":{"version":"#;
+
 impl Journal {
     /// The journal of an output of which nothing is finished.
     pub fn new(request: Record) -> Self {
         let finished = vec![BTreeMap::new(); request.files.len()];
         Self { request, calibration: None, finished }
+    }
+
+    /// Whether these are the bytes of a journal, of any version, and not of some other file. It may be damaged.
+    pub fn is_one(bytes: &[u8]) -> bool {
+        bytes.starts_with(BEGINNING)
     }
 
     /// Reads a journal. A damaged one is as good as none.
@@ -76,7 +96,7 @@ impl Record {
     pub fn difference(&self, other: &Self) -> Option<&'static str> {
         if self.version != other.version {
             Some("by another version of kiln")
-        } else if self.inputs != other.inputs {
+        } else if self.inputs != other.inputs || self.copies != other.copies {
             Some("from other files, or they have changed")
         } else if self.files != other.files {
             Some("with another format or layout, or other layers")
@@ -95,9 +115,12 @@ mod tests {
     #[test]
     fn a_damaged_journal_is_none() {
         let file = FileRecord { path: "x".into(), bytes: 7, header: 1 };
-        let record = Record { version: "1".into(), inputs: Vec::new(), files: vec![file], calibration: "none".into() };
+        let record =
+            Record { version: "1".into(), inputs: Vec::new(), copies: Vec::new(), files: vec![file], calibration: "none".into() };
         let journal = Journal::new(record.clone());
         let bytes = journal.bytes();
+        assert!(Journal::is_one(&bytes) && Journal::is_one(&bytes[..40]));
+        assert!([&b""[..], b"{}", b"\0\0", &bytes[1..]].iter().all(|other| !Journal::is_one(other)));
         assert_eq!(Journal::parse(&bytes).as_ref(), Some(&journal));
         for length in 0..bytes.len() {
             assert_eq!(Journal::parse(&bytes[..length]), None);

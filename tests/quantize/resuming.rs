@@ -3,14 +3,18 @@
 
 use super::sandbox::{Run, Sandbox, send};
 use super::{At, Observer, options, target, write};
+use kiln::config::Variant;
 use kiln::error::{Error, Remedy};
+use kiln::locate::{LocateRequest, locate};
 use kiln::names::Layout;
 use kiln::output::Staged;
 use kiln::part::Part;
-use kiln::quantise::{Options, PartSource, Target, WeightLayout};
+use kiln::pipeline::OpenModel;
+use kiln::quantise::{Options, PartSource, Plan, Target, WeightLayout, calibration_inputs, copies};
 use kiln::tensor::DType;
 use kiln::tensor::quantise::QuantisedFormat::{Fp8, Nvfp4};
 use kiln::tiny;
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -146,7 +150,13 @@ fn a_run_that_is_asked_to_stop_keeps_what_is_finished() {
 
 /// Begins a file and leaves it unfinished.
 fn begun(sandbox: &Sandbox) -> (PathBuf, PathBuf) {
-    let (folder, out) = (tiny_in(sandbox), sandbox.path("out.safetensors"));
+    let folder = tiny_in(sandbox);
+    begun_as(sandbox, &folder, "out.safetensors")
+}
+
+/// The same for a model and an output of this name.
+fn begun_as(sandbox: &Sandbox, folder: &Path, out: &str) -> (PathBuf, PathBuf) {
+    let (folder, out) = (folder.to_owned(), sandbox.path(out));
     let result = write(&source(&folder), &options(Fp8, &[]), &target(&out, 0), &Observer::new(At::Stop(60)));
     assert!(matches!(result, Err(Error::Interrupted)));
     (folder, out)
@@ -165,7 +175,7 @@ fn damage_is_noticed_and_repaired() {
     assert!(fs::read(&out).unwrap() == *WHOLE);
     assert_eq!(observer.layers.take().len(), 20);
     let warnings = observer.warnings.take();
-    assert!(warnings.len() == 1 && warnings[0].ends_with("is of no use (it is damaged): starting anew"), "{warnings:?}");
+    assert!(warnings.len() == 1 && warnings[0].ends_with("is damaged or of another version: starting anew"), "{warnings:?}");
 
     // A layer that is not what the journal says is written again, whichever of its bytes is wrong.
     let whole = kiln::checkpoint::Shard::open(&out).unwrap();
@@ -227,7 +237,7 @@ fn only_one_process_writes_and_nothing_else_is_touched() {
     };
     for is_folder in [false, true] {
         let out = sandbox.path(if is_folder { "folder" } else { "out.safetensors" });
-        let other = Staged::open(&out, is_folder, false).unwrap();
+        let other = Staged::open(&out, is_folder, false, |_| true).unwrap();
         let error = run(&out, is_folder).unwrap_err();
         assert!(error.ends_with("another process is writing this; wait for it, or use another name"), "{error}");
         // Nothing has so much room.
@@ -249,4 +259,140 @@ fn only_one_process_writes_and_nothing_else_is_touched() {
         assert!(error.contains("kiln did not begin"), "{error}");
         assert_eq!(fs::read(&file).unwrap(), b"mine");
     }
+}
+
+/// A process that ends after it has linked the file to its name leaves both names and the journal. The file is complete, and what
+/// comes next must not write to it.
+#[cfg(unix)]
+#[test]
+fn a_process_that_ends_while_it_gives_the_name_leaves_a_whole_file() {
+    let sandbox = Sandbox::new();
+    let (folder, out) = begun(&sandbox);
+    let (part, journal) = (sandbox.path("out.safetensors.part"), sandbox.path("out.safetensors.part.json"));
+    let noted = fs::read(&journal).unwrap();
+    let run = |target: Target, at: At| write(&source(&folder), &options(Fp8, &[]), &target, &Observer::new(at)).map(drop);
+    run(target(&out, OFTEN), At::Never).unwrap();
+    for (has_journal, force, restart) in [(true, true, true), (true, true, false), (true, false, false), (false, true, true)] {
+        fs::hard_link(&out, &part).unwrap();
+        if has_journal {
+            fs::write(&journal, &noted).unwrap();
+        }
+        let result = run(Target { force, restart, ..target(&out, OFTEN) }, At::Stop(1));
+        assert!(
+            matches!((force, &result), (true, Err(Error::Interrupted)) | (false, Err(Error::OutputExists { .. }))),
+            "{result:?}"
+        );
+        assert!(fs::read(&out).unwrap() == *WHOLE, "{has_journal} {force} {restart}");
+        assert_eq!(sandbox.names(), ["out.safetensors", "tiny"], "{has_journal} {force} {restart}");
+    }
+    // A link to what is unfinished is not the finished file.
+    let (_, out) = begun_as(&sandbox, &folder, "other.safetensors");
+    let part = sandbox.path("other.safetensors.part");
+    std::os::unix::fs::symlink(&part, &out).unwrap();
+    let unfinished = fs::read(&part).unwrap();
+    run(target(&out, OFTEN), At::Never).unwrap_err();
+    assert!(fs::read(&part).unwrap() == unfinished);
+}
+
+/// A file that has the name of a journal, but is none, is somebody else's.
+#[test]
+fn a_file_that_is_no_journal_is_left_alone() {
+    let sandbox = Sandbox::new();
+    let (folder, out) = begun(&sandbox);
+    let (part, journal) = (sandbox.path("out.safetensors.part"), sandbox.path("out.safetensors.part.json"));
+    let (noted, unfinished) = (fs::read(&journal).unwrap(), fs::read(&part).unwrap());
+    let run = |restart: bool| {
+        let target = Target { restart, ..target(&out, OFTEN) };
+        write(&source(&folder), &options(Fp8, &[]), &target, &Observer::new(At::Never)).map(drop)
+    };
+    fs::write(&journal, "{\"mine\": 1}").unwrap();
+    for there in [true, false] {
+        if !there {
+            fs::remove_file(&part).unwrap();
+        }
+        let before = sandbox.names();
+        for restart in [false, true] {
+            let error = run(restart).unwrap_err().to_string();
+            assert!(error.contains("out.safetensors.part.json") && error.contains("kiln did not begin"), "{error}");
+        }
+        assert_eq!((sandbox.names(), fs::read(&journal).unwrap()), (before, b"{\"mine\": 1}".to_vec()));
+        assert!(!there || fs::read(&part).unwrap() == unfinished);
+    }
+    // A journal without an output, of a process that ended after it had given the name, is not in the way.
+    fs::write(&journal, noted).unwrap();
+    run(false).unwrap();
+    assert_eq!(sandbox.names(), ["out.safetensors", "tiny"]);
+}
+
+/// The tiny model of a folder, and all that a folder of its quantised transformer gets besides.
+fn plan_of(folder: &Path, vae: Option<PathBuf>, reads_tokenizer: Option<&Path>) -> Plan {
+    let mut request = LocateRequest { model: Some(folder.into()), ..Default::default() };
+    request.parts.vae = vae;
+    request.tokenizer = reads_tokenizer.map(Into::into);
+    let found = locate(&request).unwrap();
+    let model = OpenModel::open(&found, Some(Variant::Distilled)).unwrap();
+    let parts = [Part::Transformer, Part::TextEncoder];
+    let read = calibration_inputs(&found, model.weights(), &parts[..1], model.variant).unwrap();
+    if reads_tokenizer.is_some() {
+        // A single file: nothing is copied.
+        return Plan::new(&[source(folder)], Vec::new(), &options(Fp8, &[])).unwrap().calibrated_by(read);
+    }
+    let copies = copies(&found, model.weights(), &parts[..1], model.variant).unwrap();
+    Plan::new(&[source(folder)], copies, &options(Fp8, &[])).unwrap()
+}
+
+#[test]
+fn other_files_to_copy_or_to_calibrate_with_are_another_request() {
+    let sandbox = Sandbox::new();
+    let folder = tiny_in(&sandbox);
+    let run = |plan: &Plan, out: &str, at: At| {
+        let target = Target { is_folder: out == "out", ..target(&sandbox.path(out), OFTEN) };
+        let observer = Observer::new(at);
+        plan.write(&target, &mut || Ok(BTreeMap::new()), &observer, &observer.stop).map(drop)
+    };
+    let refused = |plan: &Plan, out: &str| {
+        let error = run(plan, out, At::Never).unwrap_err().to_string();
+        assert!(error.ends_with("was begun from other files, or they have changed"), "{error}");
+    };
+    let copy_of = |from: &str, to: &str| {
+        let to = sandbox.path(to);
+        fs::copy(folder.join(from), &to).unwrap();
+        to
+    };
+    // A folder with another VAE.
+    assert!(matches!(run(&plan_of(&folder, None, None), "out", At::Stop(60)), Err(Error::Interrupted)));
+    let vae = copy_of("vae/diffusion_pytorch_model.safetensors", "other.safetensors");
+    refused(&plan_of(&folder, Some(vae), None), "out");
+    // Whatever else is found where the folder grows does not get into it.
+    for name in ["vae/other.safetensors", "old/file", "file"] {
+        let path = sandbox.path("out.part").join(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, "old").unwrap();
+    }
+    run(&plan_of(&folder, None, None), "out", At::Never).unwrap();
+    let names = |folder: &str| {
+        let entries = fs::read_dir(sandbox.path(folder)).unwrap();
+        let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    };
+    let parts = ["kiln.json", "model_index.json", "scheduler", "text_encoder", "tokenizer", "transformer", "vae"];
+    assert_eq!(names("out"), parts);
+    assert_eq!(names("out/vae"), ["config.json", "diffusion_pytorch_model.safetensors"]);
+
+    // A single file whose layers were calibrated with other tokens, or with a text encoder that has changed since.
+    let tokenizer = folder.join("tokenizer/tokenizer.json");
+    let other = copy_of("tokenizer/tokenizer.json", "other.json");
+    let out = "out.safetensors";
+    assert!(matches!(run(&plan_of(&folder, None, Some(&tokenizer)), out, At::Stop(60)), Err(Error::Interrupted)));
+    refused(&plan_of(&folder, None, Some(&other)), out);
+    let encoder = fs::File::options().write(true).open(folder.join("text_encoder/model.safetensors")).unwrap();
+    let modified = encoder.metadata().unwrap().modified().unwrap();
+    encoder.set_modified(modified + Duration::from_secs(1)).unwrap();
+    refused(&plan_of(&folder, None, Some(&tokenizer)), out);
+    encoder.set_modified(modified).unwrap();
+    // No layer depends on the VAE.
+    let vae = fs::File::options().write(true).open(folder.join("vae/diffusion_pytorch_model.safetensors")).unwrap();
+    vae.set_modified(modified + Duration::from_secs(1)).unwrap();
+    run(&plan_of(&folder, None, Some(&tokenizer)), out, At::Never).unwrap();
 }
