@@ -16,11 +16,19 @@
 #define KL_E4M3 4u
 #define KL_E2M1 5u
 
+/* Tiles of the block scales of KL_E2M1: rows, columns of the matrix, bytes. */
+#define KL_SCALE_TILE_ROWS 128u
+#define KL_SCALE_TILE_COLS 64u
+#define KL_SCALE_TILE_BYTES 512u
+
 /* A matrix: `rows` rows of `cols` elements, `stride` elements from row to row. Elements of KL_E4M3 stand for `scale` times their value.
- * Those of KL_E2M1 stand for `scale` times their value times the scale of their block of sixteen columns, which is not part of the KlMat;
- * two of them share a byte, the even column in the high nibble. An absent matrix has a `data` of zero. */
+ * Those of KL_E2M1 stand for `scale` times their value times the scale of their block of sixteen columns; two of them share a byte, the
+ * even column in the high nibble. `scales`, if present, are one f32 more for every row or, of KL_E2M1, the e4m3 scales of its blocks. These
+ * are in tiles of KL_SCALE_TILE_BYTES for 128 rows by four blocks, along the columns of all `stride` elements first; a tile has the four of
+ * rows r, r + 32, r + 64 and r + 96 in sixteen bytes. An absent matrix has a `data` of zero. */
 typedef struct {
   uint64_t data;
+  uint64_t scales;
   uint64_t stride;
   uint32_t rows;
   uint32_t cols;
@@ -175,11 +183,10 @@ typedef struct {
 #define KL_SWIGLU 1u
 #define KL_GATE_RESIDUAL 2u
 
-/* `bias` and `gate` may be absent. `w` and `scales` are matrices of the weight and their scales, as in KlGemmStream, and `first` are the
- * rows of them with which the GEMM begins; for KL_SWIGLU those of gates, then those of ups. */
+/* `bias` and `gate` may be absent. `w` are matrices of the weight, and `first` are the rows of them with which the GEMM begins; for
+ * KL_SWIGLU those of gates, then those of ups. */
 typedef struct {
   KlMat out, x, w[2], bias, gate;
-  uint64_t scales[2];
   uint64_t saturated;
   uint32_t first[2];
   uint32_t epilogue;
@@ -270,17 +277,9 @@ typedef struct {
 
 #define KL_GEMM_PARTS 4u
 
-/* Tiles of the block scales of KL_E2M1: rows, columns of the matrix, bytes. */
-#define KL_SCALE_TILE_ROWS 128u
-#define KL_SCALE_TILE_COLS 64u
-#define KL_SCALE_TILE_BYTES 512u
-
-/* `w` are the matrices that the weight consists of, one below the other; `scales` of each, if present, are one f32 more for every row or,
- * of KL_E2M1, the e4m3 scales of its blocks. These are in tiles of KL_SCALE_TILE_BYTES for 128 rows by four blocks, along K first; a tile
- * has the four of rows r, r + 32, r + 64 and r + 96 in sixteen bytes. */
+/* `w` are the matrices that the weight consists of, one below the other. */
 typedef struct {
   KlMat x, w[KL_GEMM_PARTS], bias, table;
-  uint64_t scales[KL_GEMM_PARTS];
   KlGemmPart part[KL_GEMM_PARTS];
   uint32_t row_tiles;
   uint32_t col_tiles;
@@ -316,10 +315,9 @@ typedef struct {
 /* The matrices of all streams of a GEMM. */
 #define KL_EXPAND_MATRICES 8u
 
-/* Matrices of KL_E4M3 or KL_E2M1, with block scales as in KlGemmStream, and where they are expanded to, rows one after the other. */
+/* Matrices of KL_E4M3 or KL_E2M1, and where they are expanded to, rows one after the other. */
 typedef struct {
   KlMat w[KL_EXPAND_MATRICES];
-  uint64_t scales[KL_EXPAND_MATRICES];
   uint64_t to[KL_EXPAND_MATRICES];
 } KlExpand;
 
@@ -364,7 +362,7 @@ typedef struct {
   uint32_t group[KL_STREAMS];
   KlTileSchedule schedule;
   uint64_t saturated;
-  uint64_t unused[12];
+  uint64_t unused[6];
 } KlGemmSm90;
 
 /* --------------------------------------------------------------------------------------------- attention_sm90.cu */
@@ -391,7 +389,7 @@ typedef struct {
   uint32_t group;
   uint32_t pack;
   float scale; /* turns logits into exponents of two; max-free softmax takes Q pre-scaled and ignores it */
-  uint64_t unused[13];
+  uint64_t unused[11];
 } KlAttentionSm90;
 
 /* ------------------------------------------------------------------------------------------------ selftest_sm90.cu */
@@ -403,7 +401,7 @@ typedef struct {
 typedef struct {
   KlTensorMap x;
   KlMat out;
-  uint64_t unused[12];
+  uint64_t unused[11];
 } KlSelftest;
 
 #endif

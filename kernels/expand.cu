@@ -10,7 +10,7 @@
 #include <common/types.cuh>
 
 // Eight elements from (row, col) on.
-__device__ __forceinline__ uint4 expand(const KlMat& w, uint64_t scales, uint32_t row, uint32_t col) {
+__device__ __forceinline__ uint4 expand(const KlMat& w, uint32_t row, uint32_t col) {
   const uint64_t at = row * w.stride + col;
   if (w.dtype == KL_E4M3) {
     const uint2 codes = __ldcs(reinterpret_cast<const uint2*>(w.data + at));
@@ -18,7 +18,7 @@ __device__ __forceinline__ uint4 expand(const KlMat& w, uint64_t scales, uint32_
     return make_uint4(a.x, a.y, b.x, b.y);
   }
   const uint32_t codes = __ldcs(reinterpret_cast<const uint32_t*>(w.data + at / 2));
-  const uint32_t scale = reinterpret_cast<const uint8_t*>(scales)[block_scale_offset(row, col / 16, static_cast<uint32_t>(w.stride))];
+  const uint32_t scale = reinterpret_cast<const uint8_t*>(w.scales)[block_scale_offset(row, col / 16, static_cast<uint32_t>(w.stride))];
   return e2m1_to_bf16(codes, block_scale(scale));
 }
 
@@ -30,7 +30,7 @@ KL_ENTRY(kl_expand, KlExpand, KL_EXPAND_THREADS, 1) {
 #pragma unroll
   for (uint32_t i = 0; i < KL_EXPAND_BATCH; i++) {
     const uint32_t at = first + i * KL_EXPAND_THREADS;
-    if (at < vectors) values[i] = expand(w, p.scales[blockIdx.y], at / along, at % along * KL_EXPAND_VECTOR);
+    if (at < vectors) values[i] = expand(w, at / along, at % along * KL_EXPAND_VECTOR);
   }
 #pragma unroll
   for (uint32_t i = 0; i < KL_EXPAND_BATCH; i++) {

@@ -84,13 +84,13 @@ KL_ENTRY(kl_naive_gemm, KlNaiveGemm, KL_NAIVE_THREADS, 3) {
     const auto w = [&](int j, uint32_t col, uint32_t i) {
       const uint32_t row = p.first[j] + col;
       if constexpr (kCodes) {
-        if (p.w[j].dtype == KL_E2M1) return load_nvfp4(p.w[j], p.scales[j], row, i);
+        if (p.w[j].dtype == KL_E2M1) return load_nvfp4(p.w[j], row, i);
       }
       return load<W>(p.w[j], row, i);
     };
     const auto scale = [&](int j, uint32_t col) {
-      const bool by_rows = kCodes && p.scales[j] && p.w[j].dtype != KL_E2M1;
-      return by_rows ? reinterpret_cast<const float*>(p.scales[j])[p.first[j] + col] : 1.0f;
+      const bool by_rows = kCodes && p.w[j].scales && p.w[j].dtype != KL_E2M1;
+      return by_rows ? reinterpret_cast<const float*>(p.w[j].scales)[p.first[j] + col] : 1.0f;
     };
     const uint32_t m = p.out.rows, n = p.out.cols;
     // To find an element of any type takes registers.

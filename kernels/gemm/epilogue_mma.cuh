@@ -106,13 +106,13 @@ struct GemmEpilogue : TileEpilogue<Tile, uint64_t> {
 
   // Multiplies accumulators by the scales of quantised operands.
   __device__ __forceinline__ void apply_scales() const {
-    const auto is_one = [&](const KlGemmRows& rows) { return rows.alpha == 1.0f && !s.scales[rows.matrix]; };
+    const auto is_one = [&](const KlGemmRows& rows) { return rows.alpha == 1.0f && !s.w[rows.matrix].scales; };
     const bool swiglu = part.epilogue == KL_SWIGLU, half_split = part.epilogue == KL_QK_NORM_ROPE && s.rope == KL_ROPE_HALF_SPLIT;
     if (is_one(part.w[0]) && (!swiglu || is_one(part.w[1]))) return;
 #pragma unroll
     for (int n = 0; n < Tile::kMmaN; n++) {
       const KlGemmRows& rows = part.w[swiglu ? n % 2 : 0];
-      const float* by_row = reinterpret_cast<const float*>(s.scales[rows.matrix]);
+      const float* by_row = reinterpret_cast<const float*>(s.w[rows.matrix].scales);
       const uint32_t col = swiglu || half_split ? interleaved_column(Tile::col_of_acc(n), half_split ? 64 : 0) : Tile::col_of_acc(n);
 #pragma unroll
       for (int e = 0; e < 2; e++) {

@@ -93,7 +93,7 @@ struct Epilogue {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const KlGemmRows& rows = part.w[paired ? half : 0];
-        const float* scales = reinterpret_cast<const float*>(s.scales[rows.matrix]);
+        const float* scales = reinterpret_cast<const float*>(s.w[rows.matrix].scales);
         if (!scales || rows.dtype == KL_E2M1) continue;
         constexpr int kHalfN = Config::kMmaN / 2;
 #pragma unroll

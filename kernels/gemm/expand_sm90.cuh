@@ -125,7 +125,7 @@ struct ExpandedB {
 
     struct Fp8 {
       using Codes = uint4;
-      static __device__ __forceinline__ Codes load(const KlMat& w, uint64_t, uint32_t row, uint32_t col) {
+      static __device__ __forceinline__ Codes load(const KlMat& w, uint32_t row, uint32_t col) {
         return __ldcs(reinterpret_cast<const uint4*>(w.data + row * w.stride + col));
       }
       static __device__ __forceinline__ void store(uint4* to, const Codes& codes) {
@@ -139,10 +139,10 @@ struct ExpandedB {
         uint2 codes;
         uint32_t scale;
       };
-      static __device__ __forceinline__ Codes load(const KlMat& w, uint64_t scales, uint32_t row, uint32_t col) {
+      static __device__ __forceinline__ Codes load(const KlMat& w, uint32_t row, uint32_t col) {
         const uint32_t scale = block_scale_offset(row, col / kBlockCols, static_cast<uint32_t>(w.stride));
         return {__ldcs(reinterpret_cast<const uint2*>(w.data + (row * w.stride + col) / 2)),
-                reinterpret_cast<const uint8_t*>(scales)[scale]};
+                reinterpret_cast<const uint8_t*>(w.scales)[scale]};
       }
       static __device__ __forceinline__ void store(uint4* to, const Codes& codes) {
         const uint32_t scale = block_scale(codes.scale);
@@ -155,7 +155,6 @@ struct ExpandedB {
     template <class Format>
     __device__ __forceinline__ void expand_rows(uint32_t matrix, uint32_t stream, uint32_t row, uint32_t group) const {
       const KlMat& w = p.stream[stream].w[matrix];
-      const uint64_t scales = p.stream[stream].scales[matrix];
       const uint32_t col = group * kGroupCols + lane() % kLanesPerRow * kBlockCols;
       if (col >= w.cols) return;
       row += lane() / kLanesPerRow;
@@ -165,7 +164,7 @@ struct ExpandedB {
         typename Format::Codes codes[kInFlight];
         const auto nth = [&](uint32_t j) { return min(row + i + j * kRowsAtOnce, w.rows - 1); };
 #pragma unroll
-        for (uint32_t j = 0; j < kInFlight; j++) codes[j] = Format::load(w, scales, nth(j), col);
+        for (uint32_t j = 0; j < kInFlight; j++) codes[j] = Format::load(w, nth(j), col);
 #pragma unroll
         for (uint32_t j = 0; j < kInFlight; j++) {
           const uint64_t offset = nth(j) * static_cast<uint64_t>(w.cols) + col;

@@ -8,6 +8,9 @@ pub const KL_F16: u32 = 2;
 pub const KL_U8: u32 = 3;
 pub const KL_E4M3: u32 = 4;
 pub const KL_E2M1: u32 = 5;
+pub const KL_SCALE_TILE_ROWS: u32 = 128;
+pub const KL_SCALE_TILE_COLS: u32 = 64;
+pub const KL_SCALE_TILE_BYTES: u32 = 512;
 pub const KL_POINTWISE_THREADS: u32 = 256;
 pub const KL_COPY: u32 = 0;
 pub const KL_SILU: u32 = 1;
@@ -42,9 +45,6 @@ pub const KL_MMA_COLS: u32 = 128;
 pub const KL_QK_NORM_ROPE: u32 = 3;
 pub const KL_E2M1_ALPHA: f64 = 512.0;
 pub const KL_GEMM_PARTS: u32 = 4;
-pub const KL_SCALE_TILE_ROWS: u32 = 128;
-pub const KL_SCALE_TILE_COLS: u32 = 64;
-pub const KL_SCALE_TILE_BYTES: u32 = 512;
 pub const KL_EXPAND_THREADS: u32 = 256;
 pub const KL_EXPAND_VECTOR: u32 = 8;
 pub const KL_EXPAND_BATCH: u32 = 4;
@@ -68,6 +68,7 @@ pub const KL_SELFTEST_CLUSTER: u32 = 2;
 #[derive(Debug, Copy, Clone)]
 pub struct KlMat {
     pub data: u64,
+    pub scales: u64,
     pub stride: u64,
     pub rows: u32,
     pub cols: u32,
@@ -76,14 +77,15 @@ pub struct KlMat {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlMat"][::core::mem::size_of::<KlMat>() - 32usize];
+    ["Size of KlMat"][::core::mem::size_of::<KlMat>() - 40usize];
     ["Alignment of KlMat"][::core::mem::align_of::<KlMat>() - 8usize];
     ["Offset of field: KlMat::data"][::core::mem::offset_of!(KlMat, data) - 0usize];
-    ["Offset of field: KlMat::stride"][::core::mem::offset_of!(KlMat, stride) - 8usize];
-    ["Offset of field: KlMat::rows"][::core::mem::offset_of!(KlMat, rows) - 16usize];
-    ["Offset of field: KlMat::cols"][::core::mem::offset_of!(KlMat, cols) - 20usize];
-    ["Offset of field: KlMat::dtype"][::core::mem::offset_of!(KlMat, dtype) - 24usize];
-    ["Offset of field: KlMat::scale"][::core::mem::offset_of!(KlMat, scale) - 28usize];
+    ["Offset of field: KlMat::scales"][::core::mem::offset_of!(KlMat, scales) - 8usize];
+    ["Offset of field: KlMat::stride"][::core::mem::offset_of!(KlMat, stride) - 16usize];
+    ["Offset of field: KlMat::rows"][::core::mem::offset_of!(KlMat, rows) - 24usize];
+    ["Offset of field: KlMat::cols"][::core::mem::offset_of!(KlMat, cols) - 28usize];
+    ["Offset of field: KlMat::dtype"][::core::mem::offset_of!(KlMat, dtype) - 32usize];
+    ["Offset of field: KlMat::scale"][::core::mem::offset_of!(KlMat, scale) - 36usize];
 };
 #[repr(C)]
 #[repr(align(128))]
@@ -107,12 +109,12 @@ pub struct KlMap {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlMap"][::core::mem::size_of::<KlMap>() - 72usize];
+    ["Size of KlMap"][::core::mem::size_of::<KlMap>() - 88usize];
     ["Alignment of KlMap"][::core::mem::align_of::<KlMap>() - 8usize];
     ["Offset of field: KlMap::out"][::core::mem::offset_of!(KlMap, out) - 0usize];
-    ["Offset of field: KlMap::x"][::core::mem::offset_of!(KlMap, x) - 32usize];
-    ["Offset of field: KlMap::function"][::core::mem::offset_of!(KlMap, function) - 64usize];
-    ["Offset of field: KlMap::unused"][::core::mem::offset_of!(KlMap, unused) - 68usize];
+    ["Offset of field: KlMap::x"][::core::mem::offset_of!(KlMap, x) - 40usize];
+    ["Offset of field: KlMap::function"][::core::mem::offset_of!(KlMap, function) - 80usize];
+    ["Offset of field: KlMap::unused"][::core::mem::offset_of!(KlMap, unused) - 84usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -126,14 +128,14 @@ pub struct KlPatch {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlPatch"][::core::mem::size_of::<KlPatch>() - 136usize];
+    ["Size of KlPatch"][::core::mem::size_of::<KlPatch>() - 168usize];
     ["Alignment of KlPatch"][::core::mem::align_of::<KlPatch>() - 8usize];
     ["Offset of field: KlPatch::tokens"][::core::mem::offset_of!(KlPatch, tokens) - 0usize];
-    ["Offset of field: KlPatch::pixels"][::core::mem::offset_of!(KlPatch, pixels) - 32usize];
-    ["Offset of field: KlPatch::mean"][::core::mem::offset_of!(KlPatch, mean) - 64usize];
-    ["Offset of field: KlPatch::var"][::core::mem::offset_of!(KlPatch, var) - 96usize];
-    ["Offset of field: KlPatch::width"][::core::mem::offset_of!(KlPatch, width) - 128usize];
-    ["Offset of field: KlPatch::eps"][::core::mem::offset_of!(KlPatch, eps) - 132usize];
+    ["Offset of field: KlPatch::pixels"][::core::mem::offset_of!(KlPatch, pixels) - 40usize];
+    ["Offset of field: KlPatch::mean"][::core::mem::offset_of!(KlPatch, mean) - 80usize];
+    ["Offset of field: KlPatch::var"][::core::mem::offset_of!(KlPatch, var) - 120usize];
+    ["Offset of field: KlPatch::width"][::core::mem::offset_of!(KlPatch, width) - 160usize];
+    ["Offset of field: KlPatch::eps"][::core::mem::offset_of!(KlPatch, eps) - 164usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -145,12 +147,12 @@ pub struct KlEuler {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlEuler"][::core::mem::size_of::<KlEuler>() - 72usize];
+    ["Size of KlEuler"][::core::mem::size_of::<KlEuler>() - 88usize];
     ["Alignment of KlEuler"][::core::mem::align_of::<KlEuler>() - 8usize];
     ["Offset of field: KlEuler::latents"][::core::mem::offset_of!(KlEuler, latents) - 0usize];
-    ["Offset of field: KlEuler::velocity"][::core::mem::offset_of!(KlEuler, velocity) - 32usize];
-    ["Offset of field: KlEuler::dt"][::core::mem::offset_of!(KlEuler, dt) - 64usize];
-    ["Offset of field: KlEuler::unused"][::core::mem::offset_of!(KlEuler, unused) - 68usize];
+    ["Offset of field: KlEuler::velocity"][::core::mem::offset_of!(KlEuler, velocity) - 40usize];
+    ["Offset of field: KlEuler::dt"][::core::mem::offset_of!(KlEuler, dt) - 80usize];
+    ["Offset of field: KlEuler::unused"][::core::mem::offset_of!(KlEuler, unused) - 84usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -163,13 +165,13 @@ pub struct KlGuidance {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlGuidance"][::core::mem::size_of::<KlGuidance>() - 104usize];
+    ["Size of KlGuidance"][::core::mem::size_of::<KlGuidance>() - 128usize];
     ["Alignment of KlGuidance"][::core::mem::align_of::<KlGuidance>() - 8usize];
     ["Offset of field: KlGuidance::out"][::core::mem::offset_of!(KlGuidance, out) - 0usize];
-    ["Offset of field: KlGuidance::cond"][::core::mem::offset_of!(KlGuidance, cond) - 32usize];
-    ["Offset of field: KlGuidance::uncond"][::core::mem::offset_of!(KlGuidance, uncond) - 64usize];
-    ["Offset of field: KlGuidance::scale"][::core::mem::offset_of!(KlGuidance, scale) - 96usize];
-    ["Offset of field: KlGuidance::unused"][::core::mem::offset_of!(KlGuidance, unused) - 100usize];
+    ["Offset of field: KlGuidance::cond"][::core::mem::offset_of!(KlGuidance, cond) - 40usize];
+    ["Offset of field: KlGuidance::uncond"][::core::mem::offset_of!(KlGuidance, uncond) - 80usize];
+    ["Offset of field: KlGuidance::scale"][::core::mem::offset_of!(KlGuidance, scale) - 120usize];
+    ["Offset of field: KlGuidance::unused"][::core::mem::offset_of!(KlGuidance, unused) - 124usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -179,10 +181,10 @@ pub struct KlPixels {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlPixels"][::core::mem::size_of::<KlPixels>() - 64usize];
+    ["Size of KlPixels"][::core::mem::size_of::<KlPixels>() - 80usize];
     ["Alignment of KlPixels"][::core::mem::align_of::<KlPixels>() - 8usize];
     ["Offset of field: KlPixels::out"][::core::mem::offset_of!(KlPixels, out) - 0usize];
-    ["Offset of field: KlPixels::x"][::core::mem::offset_of!(KlPixels, x) - 32usize];
+    ["Offset of field: KlPixels::x"][::core::mem::offset_of!(KlPixels, x) - 40usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -193,11 +195,11 @@ pub struct KlCount {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlCount"][::core::mem::size_of::<KlCount>() - 72usize];
+    ["Size of KlCount"][::core::mem::size_of::<KlCount>() - 88usize];
     ["Alignment of KlCount"][::core::mem::align_of::<KlCount>() - 8usize];
     ["Offset of field: KlCount::count"][::core::mem::offset_of!(KlCount, count) - 0usize];
-    ["Offset of field: KlCount::x"][::core::mem::offset_of!(KlCount, x) - 32usize];
-    ["Offset of field: KlCount::words"][::core::mem::offset_of!(KlCount, words) - 64usize];
+    ["Offset of field: KlCount::x"][::core::mem::offset_of!(KlCount, x) - 40usize];
+    ["Offset of field: KlCount::words"][::core::mem::offset_of!(KlCount, words) - 80usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -207,10 +209,10 @@ pub struct KlLargest {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlLargest"][::core::mem::size_of::<KlLargest>() - 64usize];
+    ["Size of KlLargest"][::core::mem::size_of::<KlLargest>() - 80usize];
     ["Alignment of KlLargest"][::core::mem::align_of::<KlLargest>() - 8usize];
     ["Offset of field: KlLargest::largest"][::core::mem::offset_of!(KlLargest, largest) - 0usize];
-    ["Offset of field: KlLargest::x"][::core::mem::offset_of!(KlLargest, x) - 32usize];
+    ["Offset of field: KlLargest::x"][::core::mem::offset_of!(KlLargest, x) - 40usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -224,14 +226,14 @@ pub struct KlRmsNorm {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlRmsNorm"][::core::mem::size_of::<KlRmsNorm>() - 112usize];
+    ["Size of KlRmsNorm"][::core::mem::size_of::<KlRmsNorm>() - 136usize];
     ["Alignment of KlRmsNorm"][::core::mem::align_of::<KlRmsNorm>() - 8usize];
     ["Offset of field: KlRmsNorm::out"][::core::mem::offset_of!(KlRmsNorm, out) - 0usize];
-    ["Offset of field: KlRmsNorm::x"][::core::mem::offset_of!(KlRmsNorm, x) - 32usize];
-    ["Offset of field: KlRmsNorm::weight"][::core::mem::offset_of!(KlRmsNorm, weight) - 64usize];
-    ["Offset of field: KlRmsNorm::saturated"][::core::mem::offset_of!(KlRmsNorm, saturated) - 96usize];
-    ["Offset of field: KlRmsNorm::eps"][::core::mem::offset_of!(KlRmsNorm, eps) - 104usize];
-    ["Offset of field: KlRmsNorm::unused"][::core::mem::offset_of!(KlRmsNorm, unused) - 108usize];
+    ["Offset of field: KlRmsNorm::x"][::core::mem::offset_of!(KlRmsNorm, x) - 40usize];
+    ["Offset of field: KlRmsNorm::weight"][::core::mem::offset_of!(KlRmsNorm, weight) - 80usize];
+    ["Offset of field: KlRmsNorm::saturated"][::core::mem::offset_of!(KlRmsNorm, saturated) - 120usize];
+    ["Offset of field: KlRmsNorm::eps"][::core::mem::offset_of!(KlRmsNorm, eps) - 128usize];
+    ["Offset of field: KlRmsNorm::unused"][::core::mem::offset_of!(KlRmsNorm, unused) - 132usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -243,12 +245,12 @@ pub struct KlModulated {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlModulated"][::core::mem::size_of::<KlModulated>() - 128usize];
+    ["Size of KlModulated"][::core::mem::size_of::<KlModulated>() - 160usize];
     ["Alignment of KlModulated"][::core::mem::align_of::<KlModulated>() - 8usize];
     ["Offset of field: KlModulated::out"][::core::mem::offset_of!(KlModulated, out) - 0usize];
-    ["Offset of field: KlModulated::x"][::core::mem::offset_of!(KlModulated, x) - 32usize];
-    ["Offset of field: KlModulated::shift"][::core::mem::offset_of!(KlModulated, shift) - 64usize];
-    ["Offset of field: KlModulated::scale"][::core::mem::offset_of!(KlModulated, scale) - 96usize];
+    ["Offset of field: KlModulated::x"][::core::mem::offset_of!(KlModulated, x) - 40usize];
+    ["Offset of field: KlModulated::shift"][::core::mem::offset_of!(KlModulated, shift) - 80usize];
+    ["Offset of field: KlModulated::scale"][::core::mem::offset_of!(KlModulated, scale) - 120usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -260,12 +262,12 @@ pub struct KlLayerNorm {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlLayerNorm"][::core::mem::size_of::<KlLayerNorm>() - 272usize];
+    ["Size of KlLayerNorm"][::core::mem::size_of::<KlLayerNorm>() - 336usize];
     ["Alignment of KlLayerNorm"][::core::mem::align_of::<KlLayerNorm>() - 8usize];
     ["Offset of field: KlLayerNorm::stream"][::core::mem::offset_of!(KlLayerNorm, stream) - 0usize];
-    ["Offset of field: KlLayerNorm::saturated"][::core::mem::offset_of!(KlLayerNorm, saturated) - 256usize];
-    ["Offset of field: KlLayerNorm::eps"][::core::mem::offset_of!(KlLayerNorm, eps) - 264usize];
-    ["Offset of field: KlLayerNorm::unused"][::core::mem::offset_of!(KlLayerNorm, unused) - 268usize];
+    ["Offset of field: KlLayerNorm::saturated"][::core::mem::offset_of!(KlLayerNorm, saturated) - 320usize];
+    ["Offset of field: KlLayerNorm::eps"][::core::mem::offset_of!(KlLayerNorm, eps) - 328usize];
+    ["Offset of field: KlLayerNorm::unused"][::core::mem::offset_of!(KlLayerNorm, unused) - 332usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -278,13 +280,13 @@ pub struct KlQkHeads {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlQkHeads"][::core::mem::size_of::<KlQkHeads>() - 104usize];
+    ["Size of KlQkHeads"][::core::mem::size_of::<KlQkHeads>() - 128usize];
     ["Alignment of KlQkHeads"][::core::mem::align_of::<KlQkHeads>() - 8usize];
     ["Offset of field: KlQkHeads::x"][::core::mem::offset_of!(KlQkHeads, x) - 0usize];
-    ["Offset of field: KlQkHeads::weight"][::core::mem::offset_of!(KlQkHeads, weight) - 32usize];
-    ["Offset of field: KlQkHeads::table"][::core::mem::offset_of!(KlQkHeads, table) - 64usize];
-    ["Offset of field: KlQkHeads::scale"][::core::mem::offset_of!(KlQkHeads, scale) - 96usize];
-    ["Offset of field: KlQkHeads::unused"][::core::mem::offset_of!(KlQkHeads, unused) - 100usize];
+    ["Offset of field: KlQkHeads::weight"][::core::mem::offset_of!(KlQkHeads, weight) - 40usize];
+    ["Offset of field: KlQkHeads::table"][::core::mem::offset_of!(KlQkHeads, table) - 80usize];
+    ["Offset of field: KlQkHeads::scale"][::core::mem::offset_of!(KlQkHeads, scale) - 120usize];
+    ["Offset of field: KlQkHeads::unused"][::core::mem::offset_of!(KlQkHeads, unused) - 124usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -297,13 +299,13 @@ pub struct KlQkNormRope {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlQkNormRope"][::core::mem::size_of::<KlQkNormRope>() - 432usize];
+    ["Size of KlQkNormRope"][::core::mem::size_of::<KlQkNormRope>() - 528usize];
     ["Alignment of KlQkNormRope"][::core::mem::align_of::<KlQkNormRope>() - 8usize];
     ["Offset of field: KlQkNormRope::part"][::core::mem::offset_of!(KlQkNormRope, part) - 0usize];
-    ["Offset of field: KlQkNormRope::head_dim"][::core::mem::offset_of!(KlQkNormRope, head_dim) - 416usize];
-    ["Offset of field: KlQkNormRope::style"][::core::mem::offset_of!(KlQkNormRope, style) - 420usize];
-    ["Offset of field: KlQkNormRope::eps"][::core::mem::offset_of!(KlQkNormRope, eps) - 424usize];
-    ["Offset of field: KlQkNormRope::unused"][::core::mem::offset_of!(KlQkNormRope, unused) - 428usize];
+    ["Offset of field: KlQkNormRope::head_dim"][::core::mem::offset_of!(KlQkNormRope, head_dim) - 512usize];
+    ["Offset of field: KlQkNormRope::style"][::core::mem::offset_of!(KlQkNormRope, style) - 516usize];
+    ["Offset of field: KlQkNormRope::eps"][::core::mem::offset_of!(KlQkNormRope, eps) - 520usize];
+    ["Offset of field: KlQkNormRope::unused"][::core::mem::offset_of!(KlQkNormRope, unused) - 524usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -317,14 +319,14 @@ pub struct KlGroupStats {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlGroupStats"][::core::mem::size_of::<KlGroupStats>() - 88usize];
+    ["Size of KlGroupStats"][::core::mem::size_of::<KlGroupStats>() - 104usize];
     ["Alignment of KlGroupStats"][::core::mem::align_of::<KlGroupStats>() - 8usize];
     ["Offset of field: KlGroupStats::x"][::core::mem::offset_of!(KlGroupStats, x) - 0usize];
-    ["Offset of field: KlGroupStats::stats"][::core::mem::offset_of!(KlGroupStats, stats) - 32usize];
-    ["Offset of field: KlGroupStats::partials"][::core::mem::offset_of!(KlGroupStats, partials) - 64usize];
-    ["Offset of field: KlGroupStats::blocks"][::core::mem::offset_of!(KlGroupStats, blocks) - 72usize];
-    ["Offset of field: KlGroupStats::groups"][::core::mem::offset_of!(KlGroupStats, groups) - 80usize];
-    ["Offset of field: KlGroupStats::unused"][::core::mem::offset_of!(KlGroupStats, unused) - 84usize];
+    ["Offset of field: KlGroupStats::stats"][::core::mem::offset_of!(KlGroupStats, stats) - 40usize];
+    ["Offset of field: KlGroupStats::partials"][::core::mem::offset_of!(KlGroupStats, partials) - 80usize];
+    ["Offset of field: KlGroupStats::blocks"][::core::mem::offset_of!(KlGroupStats, blocks) - 88usize];
+    ["Offset of field: KlGroupStats::groups"][::core::mem::offset_of!(KlGroupStats, groups) - 96usize];
+    ["Offset of field: KlGroupStats::unused"][::core::mem::offset_of!(KlGroupStats, unused) - 100usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -342,18 +344,18 @@ pub struct KlGroupNorm {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlGroupNorm"][::core::mem::size_of::<KlGroupNorm>() - 184usize];
+    ["Size of KlGroupNorm"][::core::mem::size_of::<KlGroupNorm>() - 224usize];
     ["Alignment of KlGroupNorm"][::core::mem::align_of::<KlGroupNorm>() - 8usize];
     ["Offset of field: KlGroupNorm::out"][::core::mem::offset_of!(KlGroupNorm, out) - 0usize];
-    ["Offset of field: KlGroupNorm::x"][::core::mem::offset_of!(KlGroupNorm, x) - 32usize];
-    ["Offset of field: KlGroupNorm::weight"][::core::mem::offset_of!(KlGroupNorm, weight) - 64usize];
-    ["Offset of field: KlGroupNorm::bias"][::core::mem::offset_of!(KlGroupNorm, bias) - 96usize];
-    ["Offset of field: KlGroupNorm::stats"][::core::mem::offset_of!(KlGroupNorm, stats) - 128usize];
-    ["Offset of field: KlGroupNorm::partials"][::core::mem::offset_of!(KlGroupNorm, partials) - 160usize];
-    ["Offset of field: KlGroupNorm::blocks"][::core::mem::offset_of!(KlGroupNorm, blocks) - 168usize];
-    ["Offset of field: KlGroupNorm::groups"][::core::mem::offset_of!(KlGroupNorm, groups) - 172usize];
-    ["Offset of field: KlGroupNorm::eps"][::core::mem::offset_of!(KlGroupNorm, eps) - 176usize];
-    ["Offset of field: KlGroupNorm::silu"][::core::mem::offset_of!(KlGroupNorm, silu) - 180usize];
+    ["Offset of field: KlGroupNorm::x"][::core::mem::offset_of!(KlGroupNorm, x) - 40usize];
+    ["Offset of field: KlGroupNorm::weight"][::core::mem::offset_of!(KlGroupNorm, weight) - 80usize];
+    ["Offset of field: KlGroupNorm::bias"][::core::mem::offset_of!(KlGroupNorm, bias) - 120usize];
+    ["Offset of field: KlGroupNorm::stats"][::core::mem::offset_of!(KlGroupNorm, stats) - 160usize];
+    ["Offset of field: KlGroupNorm::partials"][::core::mem::offset_of!(KlGroupNorm, partials) - 200usize];
+    ["Offset of field: KlGroupNorm::blocks"][::core::mem::offset_of!(KlGroupNorm, blocks) - 208usize];
+    ["Offset of field: KlGroupNorm::groups"][::core::mem::offset_of!(KlGroupNorm, groups) - 212usize];
+    ["Offset of field: KlGroupNorm::eps"][::core::mem::offset_of!(KlGroupNorm, eps) - 216usize];
+    ["Offset of field: KlGroupNorm::silu"][::core::mem::offset_of!(KlGroupNorm, silu) - 220usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -363,7 +365,6 @@ pub struct KlNaiveGemm {
     pub w: [KlMat; 2usize],
     pub bias: KlMat,
     pub gate: KlMat,
-    pub scales: [u64; 2usize],
     pub saturated: u64,
     pub first: [u32; 2usize],
     pub epilogue: u32,
@@ -371,18 +372,17 @@ pub struct KlNaiveGemm {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlNaiveGemm"][::core::mem::size_of::<KlNaiveGemm>() - 232usize];
+    ["Size of KlNaiveGemm"][::core::mem::size_of::<KlNaiveGemm>() - 264usize];
     ["Alignment of KlNaiveGemm"][::core::mem::align_of::<KlNaiveGemm>() - 8usize];
     ["Offset of field: KlNaiveGemm::out"][::core::mem::offset_of!(KlNaiveGemm, out) - 0usize];
-    ["Offset of field: KlNaiveGemm::x"][::core::mem::offset_of!(KlNaiveGemm, x) - 32usize];
-    ["Offset of field: KlNaiveGemm::w"][::core::mem::offset_of!(KlNaiveGemm, w) - 64usize];
-    ["Offset of field: KlNaiveGemm::bias"][::core::mem::offset_of!(KlNaiveGemm, bias) - 128usize];
-    ["Offset of field: KlNaiveGemm::gate"][::core::mem::offset_of!(KlNaiveGemm, gate) - 160usize];
-    ["Offset of field: KlNaiveGemm::scales"][::core::mem::offset_of!(KlNaiveGemm, scales) - 192usize];
-    ["Offset of field: KlNaiveGemm::saturated"][::core::mem::offset_of!(KlNaiveGemm, saturated) - 208usize];
-    ["Offset of field: KlNaiveGemm::first"][::core::mem::offset_of!(KlNaiveGemm, first) - 216usize];
-    ["Offset of field: KlNaiveGemm::epilogue"][::core::mem::offset_of!(KlNaiveGemm, epilogue) - 224usize];
-    ["Offset of field: KlNaiveGemm::unused"][::core::mem::offset_of!(KlNaiveGemm, unused) - 228usize];
+    ["Offset of field: KlNaiveGemm::x"][::core::mem::offset_of!(KlNaiveGemm, x) - 40usize];
+    ["Offset of field: KlNaiveGemm::w"][::core::mem::offset_of!(KlNaiveGemm, w) - 80usize];
+    ["Offset of field: KlNaiveGemm::bias"][::core::mem::offset_of!(KlNaiveGemm, bias) - 160usize];
+    ["Offset of field: KlNaiveGemm::gate"][::core::mem::offset_of!(KlNaiveGemm, gate) - 200usize];
+    ["Offset of field: KlNaiveGemm::saturated"][::core::mem::offset_of!(KlNaiveGemm, saturated) - 240usize];
+    ["Offset of field: KlNaiveGemm::first"][::core::mem::offset_of!(KlNaiveGemm, first) - 248usize];
+    ["Offset of field: KlNaiveGemm::epilogue"][::core::mem::offset_of!(KlNaiveGemm, epilogue) - 256usize];
+    ["Offset of field: KlNaiveGemm::unused"][::core::mem::offset_of!(KlNaiveGemm, unused) - 260usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -392,10 +392,10 @@ pub struct KlKeyValues {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlKeyValues"][::core::mem::size_of::<KlKeyValues>() - 64usize];
+    ["Size of KlKeyValues"][::core::mem::size_of::<KlKeyValues>() - 80usize];
     ["Alignment of KlKeyValues"][::core::mem::align_of::<KlKeyValues>() - 8usize];
     ["Offset of field: KlKeyValues::k"][::core::mem::offset_of!(KlKeyValues, k) - 0usize];
-    ["Offset of field: KlKeyValues::v"][::core::mem::offset_of!(KlKeyValues, v) - 32usize];
+    ["Offset of field: KlKeyValues::v"][::core::mem::offset_of!(KlKeyValues, v) - 40usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -413,18 +413,18 @@ pub struct KlAttention {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlAttention"][::core::mem::size_of::<KlAttention>() - 1120usize];
+    ["Size of KlAttention"][::core::mem::size_of::<KlAttention>() - 1392usize];
     ["Alignment of KlAttention"][::core::mem::align_of::<KlAttention>() - 8usize];
     ["Offset of field: KlAttention::out"][::core::mem::offset_of!(KlAttention, out) - 0usize];
-    ["Offset of field: KlAttention::q"][::core::mem::offset_of!(KlAttention, q) - 32usize];
-    ["Offset of field: KlAttention::kv"][::core::mem::offset_of!(KlAttention, kv) - 64usize];
-    ["Offset of field: KlAttention::saturated"][::core::mem::offset_of!(KlAttention, saturated) - 1088usize];
-    ["Offset of field: KlAttention::segments"][::core::mem::offset_of!(KlAttention, segments) - 1096usize];
-    ["Offset of field: KlAttention::head_dim"][::core::mem::offset_of!(KlAttention, head_dim) - 1100usize];
-    ["Offset of field: KlAttention::group"][::core::mem::offset_of!(KlAttention, group) - 1104usize];
-    ["Offset of field: KlAttention::causal"][::core::mem::offset_of!(KlAttention, causal) - 1108usize];
-    ["Offset of field: KlAttention::scale"][::core::mem::offset_of!(KlAttention, scale) - 1112usize];
-    ["Offset of field: KlAttention::unused"][::core::mem::offset_of!(KlAttention, unused) - 1116usize];
+    ["Offset of field: KlAttention::q"][::core::mem::offset_of!(KlAttention, q) - 40usize];
+    ["Offset of field: KlAttention::kv"][::core::mem::offset_of!(KlAttention, kv) - 80usize];
+    ["Offset of field: KlAttention::saturated"][::core::mem::offset_of!(KlAttention, saturated) - 1360usize];
+    ["Offset of field: KlAttention::segments"][::core::mem::offset_of!(KlAttention, segments) - 1368usize];
+    ["Offset of field: KlAttention::head_dim"][::core::mem::offset_of!(KlAttention, head_dim) - 1372usize];
+    ["Offset of field: KlAttention::group"][::core::mem::offset_of!(KlAttention, group) - 1376usize];
+    ["Offset of field: KlAttention::causal"][::core::mem::offset_of!(KlAttention, causal) - 1380usize];
+    ["Offset of field: KlAttention::scale"][::core::mem::offset_of!(KlAttention, scale) - 1384usize];
+    ["Offset of field: KlAttention::unused"][::core::mem::offset_of!(KlAttention, unused) - 1388usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -445,21 +445,21 @@ pub struct KlConv {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlConv"][::core::mem::size_of::<KlConv>() - 224usize];
+    ["Size of KlConv"][::core::mem::size_of::<KlConv>() - 272usize];
     ["Alignment of KlConv"][::core::mem::align_of::<KlConv>() - 8usize];
     ["Offset of field: KlConv::out"][::core::mem::offset_of!(KlConv, out) - 0usize];
-    ["Offset of field: KlConv::x"][::core::mem::offset_of!(KlConv, x) - 32usize];
-    ["Offset of field: KlConv::w"][::core::mem::offset_of!(KlConv, w) - 64usize];
-    ["Offset of field: KlConv::bias"][::core::mem::offset_of!(KlConv, bias) - 96usize];
-    ["Offset of field: KlConv::residual"][::core::mem::offset_of!(KlConv, residual) - 128usize];
-    ["Offset of field: KlConv::stats"][::core::mem::offset_of!(KlConv, stats) - 160usize];
-    ["Offset of field: KlConv::partials"][::core::mem::offset_of!(KlConv, partials) - 192usize];
-    ["Offset of field: KlConv::row_tiles"][::core::mem::offset_of!(KlConv, row_tiles) - 200usize];
-    ["Offset of field: KlConv::groups"][::core::mem::offset_of!(KlConv, groups) - 204usize];
-    ["Offset of field: KlConv::width"][::core::mem::offset_of!(KlConv, width) - 208usize];
-    ["Offset of field: KlConv::height"][::core::mem::offset_of!(KlConv, height) - 212usize];
-    ["Offset of field: KlConv::sampling"][::core::mem::offset_of!(KlConv, sampling) - 216usize];
-    ["Offset of field: KlConv::unused"][::core::mem::offset_of!(KlConv, unused) - 220usize];
+    ["Offset of field: KlConv::x"][::core::mem::offset_of!(KlConv, x) - 40usize];
+    ["Offset of field: KlConv::w"][::core::mem::offset_of!(KlConv, w) - 80usize];
+    ["Offset of field: KlConv::bias"][::core::mem::offset_of!(KlConv, bias) - 120usize];
+    ["Offset of field: KlConv::residual"][::core::mem::offset_of!(KlConv, residual) - 160usize];
+    ["Offset of field: KlConv::stats"][::core::mem::offset_of!(KlConv, stats) - 200usize];
+    ["Offset of field: KlConv::partials"][::core::mem::offset_of!(KlConv, partials) - 240usize];
+    ["Offset of field: KlConv::row_tiles"][::core::mem::offset_of!(KlConv, row_tiles) - 248usize];
+    ["Offset of field: KlConv::groups"][::core::mem::offset_of!(KlConv, groups) - 252usize];
+    ["Offset of field: KlConv::width"][::core::mem::offset_of!(KlConv, width) - 256usize];
+    ["Offset of field: KlConv::height"][::core::mem::offset_of!(KlConv, height) - 260usize];
+    ["Offset of field: KlConv::sampling"][::core::mem::offset_of!(KlConv, sampling) - 264usize];
+    ["Offset of field: KlConv::unused"][::core::mem::offset_of!(KlConv, unused) - 268usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -491,15 +491,15 @@ pub struct KlGemmPart {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlGemmPart"][::core::mem::size_of::<KlGemmPart>() - 112usize];
+    ["Size of KlGemmPart"][::core::mem::size_of::<KlGemmPart>() - 128usize];
     ["Alignment of KlGemmPart"][::core::mem::align_of::<KlGemmPart>() - 8usize];
     ["Offset of field: KlGemmPart::out"][::core::mem::offset_of!(KlGemmPart, out) - 0usize];
-    ["Offset of field: KlGemmPart::extra"][::core::mem::offset_of!(KlGemmPart, extra) - 32usize];
-    ["Offset of field: KlGemmPart::w"][::core::mem::offset_of!(KlGemmPart, w) - 64usize];
-    ["Offset of field: KlGemmPart::epilogue"][::core::mem::offset_of!(KlGemmPart, epilogue) - 96usize];
-    ["Offset of field: KlGemmPart::first_col"][::core::mem::offset_of!(KlGemmPart, first_col) - 100usize];
-    ["Offset of field: KlGemmPart::tiles"][::core::mem::offset_of!(KlGemmPart, tiles) - 104usize];
-    ["Offset of field: KlGemmPart::scale"][::core::mem::offset_of!(KlGemmPart, scale) - 108usize];
+    ["Offset of field: KlGemmPart::extra"][::core::mem::offset_of!(KlGemmPart, extra) - 40usize];
+    ["Offset of field: KlGemmPart::w"][::core::mem::offset_of!(KlGemmPart, w) - 80usize];
+    ["Offset of field: KlGemmPart::epilogue"][::core::mem::offset_of!(KlGemmPart, epilogue) - 112usize];
+    ["Offset of field: KlGemmPart::first_col"][::core::mem::offset_of!(KlGemmPart, first_col) - 116usize];
+    ["Offset of field: KlGemmPart::tiles"][::core::mem::offset_of!(KlGemmPart, tiles) - 120usize];
+    ["Offset of field: KlGemmPart::scale"][::core::mem::offset_of!(KlGemmPart, scale) - 124usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -508,7 +508,6 @@ pub struct KlGemmStream {
     pub w: [KlMat; 4usize],
     pub bias: KlMat,
     pub table: KlMat,
-    pub scales: [u64; 4usize],
     pub part: [KlGemmPart; 4usize],
     pub row_tiles: u32,
     pub col_tiles: u32,
@@ -517,18 +516,17 @@ pub struct KlGemmStream {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlGemmStream"][::core::mem::size_of::<KlGemmStream>() - 720usize];
+    ["Size of KlGemmStream"][::core::mem::size_of::<KlGemmStream>() - 808usize];
     ["Alignment of KlGemmStream"][::core::mem::align_of::<KlGemmStream>() - 8usize];
     ["Offset of field: KlGemmStream::x"][::core::mem::offset_of!(KlGemmStream, x) - 0usize];
-    ["Offset of field: KlGemmStream::w"][::core::mem::offset_of!(KlGemmStream, w) - 32usize];
-    ["Offset of field: KlGemmStream::bias"][::core::mem::offset_of!(KlGemmStream, bias) - 160usize];
-    ["Offset of field: KlGemmStream::table"][::core::mem::offset_of!(KlGemmStream, table) - 192usize];
-    ["Offset of field: KlGemmStream::scales"][::core::mem::offset_of!(KlGemmStream, scales) - 224usize];
-    ["Offset of field: KlGemmStream::part"][::core::mem::offset_of!(KlGemmStream, part) - 256usize];
-    ["Offset of field: KlGemmStream::row_tiles"][::core::mem::offset_of!(KlGemmStream, row_tiles) - 704usize];
-    ["Offset of field: KlGemmStream::col_tiles"][::core::mem::offset_of!(KlGemmStream, col_tiles) - 708usize];
-    ["Offset of field: KlGemmStream::rope"][::core::mem::offset_of!(KlGemmStream, rope) - 712usize];
-    ["Offset of field: KlGemmStream::eps"][::core::mem::offset_of!(KlGemmStream, eps) - 716usize];
+    ["Offset of field: KlGemmStream::w"][::core::mem::offset_of!(KlGemmStream, w) - 40usize];
+    ["Offset of field: KlGemmStream::bias"][::core::mem::offset_of!(KlGemmStream, bias) - 200usize];
+    ["Offset of field: KlGemmStream::table"][::core::mem::offset_of!(KlGemmStream, table) - 240usize];
+    ["Offset of field: KlGemmStream::part"][::core::mem::offset_of!(KlGemmStream, part) - 280usize];
+    ["Offset of field: KlGemmStream::row_tiles"][::core::mem::offset_of!(KlGemmStream, row_tiles) - 792usize];
+    ["Offset of field: KlGemmStream::col_tiles"][::core::mem::offset_of!(KlGemmStream, col_tiles) - 796usize];
+    ["Offset of field: KlGemmStream::rope"][::core::mem::offset_of!(KlGemmStream, rope) - 800usize];
+    ["Offset of field: KlGemmStream::eps"][::core::mem::offset_of!(KlGemmStream, eps) - 804usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -561,17 +559,16 @@ pub struct KlGemm {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlGemm"][::core::mem::size_of::<KlGemm>() - 1480usize];
+    ["Size of KlGemm"][::core::mem::size_of::<KlGemm>() - 1656usize];
     ["Alignment of KlGemm"][::core::mem::align_of::<KlGemm>() - 8usize];
     ["Offset of field: KlGemm::stream"][::core::mem::offset_of!(KlGemm, stream) - 0usize];
-    ["Offset of field: KlGemm::schedule"][::core::mem::offset_of!(KlGemm, schedule) - 1440usize];
-    ["Offset of field: KlGemm::saturated"][::core::mem::offset_of!(KlGemm, saturated) - 1472usize];
+    ["Offset of field: KlGemm::schedule"][::core::mem::offset_of!(KlGemm, schedule) - 1616usize];
+    ["Offset of field: KlGemm::saturated"][::core::mem::offset_of!(KlGemm, saturated) - 1648usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct KlExpand {
     pub w: [KlMat; 8usize],
-    pub scales: [u64; 8usize],
     pub to: [u64; 8usize],
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
@@ -579,7 +576,6 @@ const _: () = {
     ["Size of KlExpand"][::core::mem::size_of::<KlExpand>() - 384usize];
     ["Alignment of KlExpand"][::core::mem::align_of::<KlExpand>() - 8usize];
     ["Offset of field: KlExpand::w"][::core::mem::offset_of!(KlExpand, w) - 0usize];
-    ["Offset of field: KlExpand::scales"][::core::mem::offset_of!(KlExpand, scales) - 256usize];
     ["Offset of field: KlExpand::to"][::core::mem::offset_of!(KlExpand, to) - 320usize];
 };
 #[repr(C)]
@@ -612,22 +608,22 @@ pub struct KlGemmSm90 {
     pub group: [u32; 2usize],
     pub schedule: KlTileSchedule,
     pub saturated: u64,
-    pub unused: [u64; 12usize],
+    pub unused: [u64; 6usize],
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlGemmSm90"][::core::mem::size_of::<KlGemmSm90>() - 4224usize];
+    ["Size of KlGemmSm90"][::core::mem::size_of::<KlGemmSm90>() - 4352usize];
     ["Alignment of KlGemmSm90"][::core::mem::align_of::<KlGemmSm90>() - 128usize];
     ["Offset of field: KlGemmSm90::x"][::core::mem::offset_of!(KlGemmSm90, x) - 0usize];
     ["Offset of field: KlGemmSm90::w"][::core::mem::offset_of!(KlGemmSm90, w) - 256usize];
     ["Offset of field: KlGemmSm90::out"][::core::mem::offset_of!(KlGemmSm90, out) - 1280usize];
     ["Offset of field: KlGemmSm90::residual"][::core::mem::offset_of!(KlGemmSm90, residual) - 2304usize];
     ["Offset of field: KlGemmSm90::stream"][::core::mem::offset_of!(KlGemmSm90, stream) - 2560usize];
-    ["Offset of field: KlGemmSm90::expansion"][::core::mem::offset_of!(KlGemmSm90, expansion) - 4000usize];
-    ["Offset of field: KlGemmSm90::group"][::core::mem::offset_of!(KlGemmSm90, group) - 4080usize];
-    ["Offset of field: KlGemmSm90::schedule"][::core::mem::offset_of!(KlGemmSm90, schedule) - 4088usize];
-    ["Offset of field: KlGemmSm90::saturated"][::core::mem::offset_of!(KlGemmSm90, saturated) - 4120usize];
-    ["Offset of field: KlGemmSm90::unused"][::core::mem::offset_of!(KlGemmSm90, unused) - 4128usize];
+    ["Offset of field: KlGemmSm90::expansion"][::core::mem::offset_of!(KlGemmSm90, expansion) - 4176usize];
+    ["Offset of field: KlGemmSm90::group"][::core::mem::offset_of!(KlGemmSm90, group) - 4256usize];
+    ["Offset of field: KlGemmSm90::schedule"][::core::mem::offset_of!(KlGemmSm90, schedule) - 4264usize];
+    ["Offset of field: KlGemmSm90::saturated"][::core::mem::offset_of!(KlGemmSm90, saturated) - 4296usize];
+    ["Offset of field: KlGemmSm90::unused"][::core::mem::offset_of!(KlGemmSm90, unused) - 4304usize];
 };
 #[repr(C)]
 #[repr(align(128))]
@@ -644,7 +640,7 @@ pub struct KlAttentionSm90 {
     pub group: u32,
     pub pack: u32,
     pub scale: f32,
-    pub unused: [u64; 13usize],
+    pub unused: [u64; 11usize],
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -654,14 +650,14 @@ const _: () = {
     ["Offset of field: KlAttentionSm90::k"][::core::mem::offset_of!(KlAttentionSm90, k) - 128usize];
     ["Offset of field: KlAttentionSm90::v"][::core::mem::offset_of!(KlAttentionSm90, v) - 1152usize];
     ["Offset of field: KlAttentionSm90::out"][::core::mem::offset_of!(KlAttentionSm90, out) - 2176usize];
-    ["Offset of field: KlAttentionSm90::schedule"][::core::mem::offset_of!(KlAttentionSm90, schedule) - 2240usize];
-    ["Offset of field: KlAttentionSm90::saturated"][::core::mem::offset_of!(KlAttentionSm90, saturated) - 2272usize];
-    ["Offset of field: KlAttentionSm90::keys"][::core::mem::offset_of!(KlAttentionSm90, keys) - 2280usize];
-    ["Offset of field: KlAttentionSm90::row_tiles"][::core::mem::offset_of!(KlAttentionSm90, row_tiles) - 2312usize];
-    ["Offset of field: KlAttentionSm90::group"][::core::mem::offset_of!(KlAttentionSm90, group) - 2316usize];
-    ["Offset of field: KlAttentionSm90::pack"][::core::mem::offset_of!(KlAttentionSm90, pack) - 2320usize];
-    ["Offset of field: KlAttentionSm90::scale"][::core::mem::offset_of!(KlAttentionSm90, scale) - 2324usize];
-    ["Offset of field: KlAttentionSm90::unused"][::core::mem::offset_of!(KlAttentionSm90, unused) - 2328usize];
+    ["Offset of field: KlAttentionSm90::schedule"][::core::mem::offset_of!(KlAttentionSm90, schedule) - 2256usize];
+    ["Offset of field: KlAttentionSm90::saturated"][::core::mem::offset_of!(KlAttentionSm90, saturated) - 2288usize];
+    ["Offset of field: KlAttentionSm90::keys"][::core::mem::offset_of!(KlAttentionSm90, keys) - 2296usize];
+    ["Offset of field: KlAttentionSm90::row_tiles"][::core::mem::offset_of!(KlAttentionSm90, row_tiles) - 2328usize];
+    ["Offset of field: KlAttentionSm90::group"][::core::mem::offset_of!(KlAttentionSm90, group) - 2332usize];
+    ["Offset of field: KlAttentionSm90::pack"][::core::mem::offset_of!(KlAttentionSm90, pack) - 2336usize];
+    ["Offset of field: KlAttentionSm90::scale"][::core::mem::offset_of!(KlAttentionSm90, scale) - 2340usize];
+    ["Offset of field: KlAttentionSm90::unused"][::core::mem::offset_of!(KlAttentionSm90, unused) - 2344usize];
 };
 #[repr(C)]
 #[repr(align(128))]
@@ -669,7 +665,7 @@ const _: () = {
 pub struct KlSelftest {
     pub x: KlTensorMap,
     pub out: KlMat,
-    pub unused: [u64; 12usize],
+    pub unused: [u64; 11usize],
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -677,5 +673,5 @@ const _: () = {
     ["Alignment of KlSelftest"][::core::mem::align_of::<KlSelftest>() - 128usize];
     ["Offset of field: KlSelftest::x"][::core::mem::offset_of!(KlSelftest, x) - 0usize];
     ["Offset of field: KlSelftest::out"][::core::mem::offset_of!(KlSelftest, out) - 128usize];
-    ["Offset of field: KlSelftest::unused"][::core::mem::offset_of!(KlSelftest, unused) - 160usize];
+    ["Offset of field: KlSelftest::unused"][::core::mem::offset_of!(KlSelftest, unused) - 168usize];
 };

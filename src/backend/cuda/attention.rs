@@ -218,7 +218,7 @@ impl<'a> HopperLaunch<'a> {
             group,
             pack,
             scale,
-            unused: [0; 13],
+            unused: [0; _],
         };
         p.out[..out.len()].copy_from_slice(out);
         for (i, segment) in segments.iter().enumerate() {

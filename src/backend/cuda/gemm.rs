@@ -75,7 +75,6 @@ const NO_STREAM: KlGemmStream = KlGemmStream {
     w: [NONE; abi::KL_GEMM_PARTS as usize],
     bias: NONE,
     table: NONE,
-    scales: [0; abi::KL_GEMM_PARTS as usize],
     part: [NO_PART; abi::KL_GEMM_PARTS as usize],
     row_tiles: 0,
     col_tiles: 0,
@@ -183,11 +182,9 @@ fn unsupported(op: &'static str, layer: &Linear) -> Error {
     Error::Op { op, what: format!("{layer:?} cannot be multiplied on the GPU") }
 }
 
-/// The matrices of a layer's weight, and the addresses of their scales, if they have any. There are no kernels for a term of low
-/// rank, nor for inputs of NVFP4.
+/// The matrices of a layer's weight. There are no kernels for a term of low rank, nor for inputs of NVFP4.
 struct Matrices {
     mats: Vec<KlMat>,
-    scales: Vec<u64>,
 }
 
 impl Matrices {
@@ -195,11 +192,7 @@ impl Matrices {
         if layer.low_rank.is_some() || layer.input.dtype == DType::E2m1 {
             return Err(unsupported(op, layer));
         }
-        let parts = || layer.weight.parts().iter().copied();
-        Ok(Self {
-            mats: parts().map(|part| cx.mat(part, op)).collect::<Result<_>>()?,
-            scales: parts().map(|part| cx.memory.scales(part)).collect(),
-        })
+        Ok(Self { mats: layer.weight.parts().iter().map(|&part| cx.mat(part, op)).collect::<Result<_>>()? })
     }
 
     /// Whether tensor cores multiply them by these inputs: both of e4m3, or inputs of bf16 by weights of bf16, e4m3 and e2m1.
@@ -272,7 +265,6 @@ fn stream_of(cx: &OpContext, op: &'static str, x: KlMat, w: &Matrices, parts: Ve
     };
     let mut stream = KlGemmStream { x, ..NO_STREAM };
     stream.w[..w.mats.len()].copy_from_slice(&w.mats);
-    stream.scales[..w.scales.len()].copy_from_slice(&w.scales);
     for (to, (part, rows)) in stream.part.iter_mut().zip(parts) {
         let (out, extra) = (cx.mat(part.out, op)?, cx.mat_if(part.extra, op)?);
         *to = KlGemmPart { out, extra, w: rows, epilogue: part.epilogue, first_col: part.rows.start as u32, ..NO_PART };
@@ -308,7 +300,6 @@ fn naive_gemm(cx: &OpContext, op: &'static str, x: Tensor, layer: &Linear, part:
             w: rows.map(|rows| w.mats[rows.matrix as usize]),
             bias: cx.mat_if(bias, op)?,
             gate: cx.mat_if(part.extra, op)?,
-            scales: rows.map(|rows| w.scales[rows.matrix as usize]),
             saturated: cx.memory.saturated(),
             first: rows.map(|rows| rows.first),
             epilogue: part.epilogue,
@@ -386,7 +377,7 @@ fn launch(cx: &OpContext, streams: &[KlGemmStream], plan: GemmPlan) -> Result<()
         group,
         schedule,
         saturated: cx.memory.saturated(),
-        unused: [0; 12],
+        unused: [0; _],
     };
     // Each CTA of a cluster loads one half of what it multicasts. B is loaded in halves in any case.
     let a_rows = if mode == ClusterMode::MulticastA { block_m / abi::KL_SM90_CLUSTER } else { block_m };
@@ -406,9 +397,11 @@ fn launch(cx: &OpContext, streams: &[KlGemmStream], plan: GemmPlan) -> Result<()
     cx.kernels.launch(kernel, [clusters * abi::KL_SM90_CLUSTER, 1, 1], &p)
 }
 
-/// A matrix as it is after it was expanded to bf16, at this address.
+/// A matrix as it is after it was expanded to bf16, at this address: the scales of blocks are applied, those of rows are left to the
+/// GEMM.
 fn in_bf16(w: &KlMat, to: u64) -> KlMat {
-    KlMat { data: to, stride: u64::from(w.cols), dtype: abi::KL_BF16, scale: 1.0, ..*w }
+    let scales = if w.dtype == abi::KL_E2M1 { 0 } else { w.scales };
+    KlMat { data: to, scales, stride: u64::from(w.cols), dtype: abi::KL_BF16, scale: 1.0, ..*w }
 }
 
 /// Where the quantised matrices of a mixed-input GEMM are expanded to; zero for other matrices.
@@ -432,16 +425,13 @@ fn expand(cx: &OpContext, stream: &mut [KlGemmStream]) -> Result<()> {
     if operands(&stream[0]) != GemmOperands::MixedInput {
         return Ok(());
     }
-    const NONE_EXPANDED: [u64; abi::KL_EXPAND_MATRICES as usize] = [0; abi::KL_EXPAND_MATRICES as usize];
-    let mut p = abi::KlExpand { w: [NONE; abi::KL_EXPAND_MATRICES as usize], scales: NONE_EXPANDED, to: NONE_EXPANDED };
+    let mut p = abi::KlExpand { w: [NONE; abi::KL_EXPAND_MATRICES as usize], to: [0; abi::KL_EXPAND_MATRICES as usize] };
     let (places, mut count, mut vectors) = (expanded_places(cx, stream)?, 0, 0);
     for (s, places) in stream.iter_mut().zip(places) {
-        for ((w, scales), to) in s.w.iter_mut().zip(&mut s.scales).zip(places).filter(|(_, to)| *to != 0) {
-            (p.w[count], p.scales[count], p.to[count]) = (*w, *scales, to);
+        for (w, to) in s.w.iter_mut().zip(places).filter(|(_, to)| *to != 0) {
+            (p.w[count], p.to[count]) = (*w, to);
             vectors = vectors.max(w.rows * (w.cols / abi::KL_EXPAND_VECTOR));
             count += 1;
-            // The scales of blocks are applied now, those of rows by the GEMM.
-            *scales = if w.dtype == abi::KL_E2M1 { 0 } else { *scales };
             *w = in_bf16(w, to);
         }
     }

@@ -198,6 +198,7 @@ impl Memory {
         }
         Ok(KlMat {
             data: address,
+            scales: self.scales(t),
             stride: t.stride as u64,
             rows: t.rows as u32,
             cols: t.cols as u32,

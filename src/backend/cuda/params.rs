@@ -20,7 +20,7 @@ const _: () = assert!(
 );
 
 /// A matrix that is not there.
-pub const NONE: KlMat = KlMat { data: 0, stride: 0, rows: 0, cols: 0, dtype: 0, scale: 1.0 };
+pub const NONE: KlMat = KlMat { data: 0, scales: 0, stride: 0, rows: 0, cols: 0, dtype: 0, scale: 1.0 };
 
 /// A tensor map that is not there.
 pub const NO_MAP: KlTensorMap = KlTensorMap { opaque: [0; 16] };
@@ -125,7 +125,7 @@ mod tests {
 
     #[test]
     fn vectors_are_whole_and_aligned() {
-        let m = KlMat { data: 1 << 20, stride: 3072, rows: 5, cols: 3072, dtype: abi::KL_BF16, scale: 1.0 };
+        let m = KlMat { data: 1 << 20, stride: 3072, rows: 5, cols: 3072, dtype: abi::KL_BF16, ..NONE };
         let bf16 = |m: KlMat| is_vectorizable(&m, abi::KL_BF16);
         assert!(bf16(m) && bf16(KlMat { stride: 3080, ..m }) && bf16(KlMat { stride: 3073, rows: 1, ..m }));
         assert!(!bf16(KlMat { stride: 3076, ..m }));
@@ -140,7 +140,7 @@ mod tests {
 
     #[test]
     fn rows_of_e2m1_have_whole_blocks() {
-        let m = KlMat { data: 1 << 20, stride: 48, rows: 5, cols: 48, dtype: abi::KL_E2M1, scale: 1.0 };
+        let m = KlMat { data: 1 << 20, stride: 48, rows: 5, cols: 48, dtype: abi::KL_E2M1, ..NONE };
         let copyable = |m: KlMat| is_async_copyable(&m, abi::KL_E2M1);
         assert!(copyable(m) && copyable(KlMat { data: m.data + 16, stride: 64, ..m }));
         assert!(!copyable(KlMat { data: m.data + 8, ..m }) && !copyable(KlMat { cols: 40, ..m }));

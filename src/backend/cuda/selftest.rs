@@ -48,7 +48,7 @@ impl Cuda {
         let p = abi::KlSelftest {
             x: self.context.kernels.tensor_map(spec)?,
             out: self.context.mat(out, "selftest")?,
-            unused: [0; 12],
+            unused: [0; _],
         };
         let pairs = p.out.cols.div_ceil(tile).next_multiple_of(abi::KL_SELFTEST_CLUSTER);
         self.context.kernels.launch(Kernel::Selftest, [pairs, p.out.rows.div_ceil(tile), 1], &p)
