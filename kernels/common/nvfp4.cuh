@@ -3,6 +3,7 @@
 
 #include <common/e4m3.cuh>
 #include <common/types.cuh>
+#include <ptx/sm100.cuh>
 
 // The value of a code, which is four bits. As in decode_e4m3, but the exponent is 126 too small.
 __device__ __forceinline__ float decode_e2m1(uint32_t code) {
@@ -24,3 +25,42 @@ __device__ __forceinline__ float load_nvfp4(const KlMat& m, uint32_t row, uint32
   const uint32_t scale = reinterpret_cast<const uint8_t*>(m.scales)[block_scale_offset(row, col / 16, static_cast<uint32_t>(m.stride))];
   return decode_e2m1(col % 2 ? byte & 15u : byte >> 4) * (m.scale * decode_e4m3(scale));
 }
+
+// The code of a value as cvt_e2m1x2 rounds it, for GPUs that do not have the instruction.
+__device__ __forceinline__ uint32_t encode_e2m1(float v) {
+  constexpr uint32_t kDropped = 22;     // bits of an f32 mantissa that a code has no place for
+  constexpr float kApart = 0x1p22f;     // f32 above it are as far apart as subnormal codes: a sum with it is rounded to one of them
+  constexpr uint32_t kBias = 126 << 1;  // the difference of the exponents' biases, in codes
+  const float magnitude = fminf(fabsf(v), 6.0f);
+  const uint32_t bits = __float_as_uint(magnitude), odd = bits >> kDropped & 1;
+  const uint32_t normal = ((bits + (1u << (kDropped - 1)) - 1 + odd) >> kDropped) - kBias;
+  const uint32_t subnormal = __float_as_uint(magnitude + kApart) - __float_as_uint(kApart);
+  // fminf has made the largest of NaN, whose sign does not count.
+  return (v != v ? 0 : __float_as_uint(v) >> 28 & 8u) | (magnitude < 1.0f ? subnormal : normal);
+}
+
+// Two values rounded to e2m1 as a byte of a matrix: the even column in the high nibble.
+__device__ __forceinline__ uint32_t pack_e2m1(float even, float odd) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 1000
+  return encode_e2m1(even) << 4 | encode_e2m1(odd);
+#else
+  return cvt_e2m1x2(even, odd);
+#endif
+}
+
+// The magnitude of a value as bits, which are in the order of magnitudes, with NaN above all of them: codes cannot hold it, so the scale of
+// its block must.
+__device__ __forceinline__ uint32_t magnitude_bits(float v) { return __float_as_uint(v) & 0x7fffffffu; }
+
+// How a block is quantised: the code of its scale, and what its values are multiplied by before they are rounded.
+struct QuantisedBlock {
+  uint32_t scale;
+  float inverse;
+
+  // Of a block with this largest magnitude, in a matrix whose scale is `tensor`: the largest becomes the largest code.
+  __device__ __forceinline__ QuantisedBlock(uint32_t largest, float tensor) {
+    scale = pack_e4m3(__uint_as_float(largest) / 6.0f / tensor, 0.0f) & 0xffu;
+    // A block of zeros, or one that is too small for any scale.
+    inverse = scale == 0 ? 0.0f : 1.0f / (tensor * decode_e4m3(scale));
+  }
+};
