@@ -31,6 +31,7 @@ use kiln::locate::Found;
 use kiln::pipeline::{GeneratedImage, Job, OpenModel};
 use kiln::progress::Silent;
 use kiln::quantise::calibrate::{Calibration, calibrate};
+use kiln::selftest::{self, Extent, Outcome};
 use kiln::sequence::Pixels;
 use kiln::tensor::Precision;
 use ops::tiles;
@@ -127,11 +128,16 @@ fn all(only: Option<&str>) -> ExitCode {
     if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Tensor maps, clusters, programmatic dependent launches and captured graphs, through the program's own launch code.
+/// Everything that `kiln selftest` checks.
 fn self_test() {
-    let tried = cuda().self_test().unwrap();
-    println!("tried: {}", tried.join(", "));
-    assert!(tried.len() == 5 || cuda().device().capability != (9, 0));
+    let lines = selftest::run(&mut cuda(), &Extent::FULL, &mut |line| {
+        println!("{:<48} {}", line.name, line.outcome);
+        Ok(())
+    });
+    let lines = lines.unwrap();
+    assert!(lines.iter().all(|line| !line.failed()));
+    let passed = |name: &str| lines.iter().any(|line| line.name == name && line.outcome != Outcome::NotHere);
+    assert!(passed("copy") && (passed("cluster") || cuda().device().capability != (9, 0)));
 }
 
 /// Every kernel, on shapes small enough for sanitizers that slow them down a hundredfold, and an image whose steps are run op by op,
@@ -189,7 +195,8 @@ impl Share {
             cuda.set_choice(choice);
             ops::check_some(&mut cuda, |name| tiles::runs_with(choice, name) && ours(name));
         }
-        cuda.self_test().unwrap();
+        let lines = selftest::run(&mut cuda, &Extent::QUICK, &mut |_| Ok(())).unwrap();
+        assert!(lines.iter().all(|line| !line.failed()), "{lines:?}");
         // The `run` script adds these up over all processes.
         cuda.launched().for_each(|(kernel, times)| println!("launched: {} {times}", kernel.symbol()));
         let missed: Vec<_> = cuda.launched().filter(|(_, times)| *times == 0).map(|(kernel, _)| kernel).collect();

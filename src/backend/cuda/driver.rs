@@ -13,6 +13,8 @@ pub struct DeviceInfo {
     pub index: usize,
     /// Its name.
     pub name: String,
+    /// A number that no other GPU has.
+    pub uuid: [u8; 16],
     /// Compute capability, major and minor.
     pub capability: (u32, u32),
     /// Number of streaming multiprocessors (SMs).
@@ -244,7 +246,8 @@ mod tests {
             ("NVIDIA GeForce RTX 5090", (12, 0), 170, 2_407_000, 209.5, Some(419.0)),
         ] {
             let (index, memory, driver) = (0, 0, (13, 0));
-            let device = DeviceInfo { index, name: name.into(), capability, multiprocessors, shared: 0, clock, memory, driver };
+            let (own, uuid) = (name.to_owned(), [0; 16]);
+            let device = DeviceInfo { index, name: own, uuid, capability, multiprocessors, shared: 0, clock, memory, driver };
             for (dtype, teraflops) in [(DType::Bf16, Some(bf16)), (DType::E4m3, e4m3), (DType::F32, None), (DType::E2m1, None)] {
                 let got = device.tensor_flops(dtype).map(|flops| flops / 1e12);
                 let close = got.zip(teraflops).is_some_and(|(got, expected): (f64, f64)| (got / expected - 1.0).abs() < 0.005);

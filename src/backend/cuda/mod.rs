@@ -30,7 +30,8 @@ pub use context::Choice;
 pub use dispatch::kernels_of;
 pub use launch::{ARCHS, Images, Kernel, NVCC};
 pub use select::{GemmOperands, Tile};
-pub use system::{CAPABILITY, System, devices};
+pub use selftest::{CopyBy, CopyGraph, Fragments, LANES, Mma};
+pub use system::{CAPABILITY, System, devices, driver_release};
 
 use super::plan::Live;
 use super::{Backend, Fp8Accumulate, GemmFormats, Op, Role, StepKey};
@@ -174,6 +175,13 @@ impl Cuda {
     /// Which kernels matrix ops take, to compare one with another.
     pub fn set_choice(&mut self, choice: Choice) {
         self.context.choice = choice;
+    }
+
+    /// Whether the kernels of compute capability 12.x are chosen, where this GPU has them: they were never run on hardware by those
+    /// who wrote them, so they are off until a self-test has passed on the GPU at hand. Steps that were captured are captured anew.
+    pub fn set_native(&mut self, native: bool) {
+        self.context.kernels.set_proven(native);
+        self.steps.clear();
     }
 
     /// How sums of e4m3 products are accumulated. Steps that were captured are captured anew.

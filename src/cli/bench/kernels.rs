@@ -6,6 +6,7 @@ use crate::backend::OP_NAMES;
 use crate::backend::cuda::driver::DeviceInfo;
 use crate::error::{Error, Result};
 use crate::microbench::{Figure, Peaks, Protocol, Scale, rows};
+use crate::selftest::Records;
 use crate::tensor::{DType, Precision};
 use crate::terminal::Terminal;
 use serde::Serialize;
@@ -42,9 +43,16 @@ pub fn check(filter: &str) -> Result<()> {
 }
 
 /// Times every op with `filter` in its name.
-pub fn measure(filter: &str, quick: bool, run: &RunArgs, stop: &Arc<AtomicBool>, terminal: &Terminal) -> Result<Report> {
-    let mut selected = select_backend(run.backend, run.device()?, run.quantised.fp8_accumulate.into(), stop)?;
-    selected.note.iter().for_each(|note| terminal.say(&format!("note: {note}")));
+pub fn measure(
+    filter: &str,
+    quick: bool,
+    run: &RunArgs,
+    records: &Records,
+    stop: &Arc<AtomicBool>,
+    terminal: &Terminal,
+) -> Result<Report> {
+    let mut selected = select_backend(run.backend, run.device()?, run.quantised.fp8_accumulate.into(), records, stop)?;
+    selected.announce(terminal);
     let precision: Precision = run.precision.into();
     let (scale, protocol) = match (quick, &selected.device) {
         (true, _) => (Scale::Quick, Protocol::QUICK),
@@ -117,6 +125,7 @@ mod tests {
         let device = DeviceInfo {
             index,
             name,
+            uuid: [0; 16],
             capability: (9, 0),
             multiprocessors: 132,
             shared: DeviceInfo::SM90_SHARED,
