@@ -117,7 +117,9 @@ struct Plan {
 /// The plans, one for each thread.
 fn plans() -> Vec<Plan> {
     let sm90 = |choice: &Choice| matches!(choice, Choice::Tile(tile) if tile.is_sm90());
-    let (hopper, portable): (Vec<_>, Vec<_>) = Choice::all().partition(sm90);
+    let sm120 = |choice: &Choice| matches!(choice, Choice::Tile(tile) if tile.is_sm120());
+    let (blackwell, others): (Vec<_>, Vec<_>) = Choice::all().partition(sm120);
+    let (hopper, portable): (Vec<_>, Vec<_>) = others.into_iter().partition(sm90);
     let on_hopper = |choices| {
         let (wanted, sample) = (tiles::runs_with as fn(Choice, &str) -> bool, Duration::from_secs(20));
         Plan { gpu: Gpu::HOPPER, choices, wanted, every_time: EVERY_TIME, sample }
@@ -130,7 +132,8 @@ fn plans() -> Vec<Plan> {
         Plan { gpu, choices: vec![Choice::Best], wanted, every_time: &[], sample: Duration::from_secs(5) }
     };
     let others = [Gpu::AMPERE, Gpu::ADA, Gpu::BLACKWELL].map(selected);
-    [on_hopper(portable), on_hopper(hopper)].into_iter().chain(others).collect()
+    let native = Plan { gpu: Gpu::NATIVE_BLACKWELL, ..on_hopper(blackwell) };
+    [on_hopper(portable), on_hopper(hopper), native].into_iter().chain(others).collect()
 }
 
 /// What a thread found.
