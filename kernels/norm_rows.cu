@@ -13,6 +13,7 @@
 
 #include <common/math.cuh>
 #include <common/moments.cuh>
+#include <common/nvfp4.cuh>
 #include <common/reduce.cuh>
 #include <common/tile_row.cuh>
 #include <common/types.cuh>
@@ -215,6 +216,12 @@ __device__ __forceinline__ float sum_of_columns(uint32_t cols, F f) {
   return sum;
 }
 
+// Calls f(column, whether it is inside the row) for all columns. All lanes of a warp do so together, for consecutive columns.
+template <class F>
+__device__ __forceinline__ void for_columns_of_warps(uint32_t cols, F f) {
+  for (uint32_t first = threadIdx.x / 32 * 32; first < cols; first += KL_NORM_THREADS) f(first + lane(), first + lane() < cols);
+}
+
 // Rows of any width, dtype and alignment, one per CTA, read again for each pass.
 KL_ENTRY(kl_rms_norm_any, KlRmsNorm, KL_NORM_THREADS) {
   const uint64_t row = blockIdx.x;
@@ -223,9 +230,10 @@ KL_ENTRY(kl_rms_norm_any, KlRmsNorm, KL_NORM_THREADS) {
     return v * v;
   });
   const float scale = rsqrtf(squares / static_cast<float>(p.x.cols) + p.eps);
-  for (uint32_t col = threadIdx.x; col < p.x.cols; col += KL_NORM_THREADS) {
-    store_quantised(p.out, row, col, load_any(p.x, row, col) * scale * load<float>(p.weight, 0, col), p.saturated);
-  }
+  for_columns_of_warps(p.x.cols, [&](uint32_t col, bool inside) {
+    const float v = inside ? load_any(p.x, row, col) * scale * load<float>(p.weight, 0, col) : 0.0f;
+    store_of_lanes(p.out, row, col, v, inside, p.saturated);
+  });
 }
 
 KL_ENTRY(kl_layer_norm_any, KlLayerNorm, KL_NORM_THREADS) {
@@ -239,8 +247,9 @@ KL_ENTRY(kl_layer_norm_any, KlLayerNorm, KL_NORM_THREADS) {
     return d * d;
   });
   const float rstd = rsqrtf(squares / n + p.eps);
-  for (uint32_t col = threadIdx.x; col < s.x.cols; col += KL_NORM_THREADS) {
-    const float v = (load_any(s.x, row, col) - mean) * rstd;
-    store_quantised(s.out, row, col, (1.0f + load_any(s.scale, 0, col)) * v + load_any(s.shift, 0, col), p.saturated);
-  }
+  for_columns_of_warps(s.x.cols, [&](uint32_t col, bool inside) {
+    const float v = inside ? (load_any(s.x, row, col) - mean) * rstd : 0.0f;
+    const float modulated = inside ? (1.0f + load_any(s.scale, 0, col)) * v + load_any(s.shift, 0, col) : 0.0f;
+    store_of_lanes(s.out, row, col, modulated, inside, p.saturated);
+  });
 }
