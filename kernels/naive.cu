@@ -104,7 +104,11 @@ KL_ENTRY(kl_naive_gemm, KlNaiveGemm, KL_NAIVE_THREADS, 3) {
     if (p.epilogue == KL_SWIGLU) {
       tile_gemm<kInFlight>(a_tile, both, m, n, p.x.cols, x, w, [&](uint64_t row, uint32_t col, const float(&acc)[2], bool inside) {
         const float v = inside ? silu(acc[0] * scale(0, col)) * (acc[1] * scale(1, col)) : 0.0f;
-        store_of_lanes(p.out, row, col, v, inside, p.saturated);
+        if constexpr (kCodes) {
+          store_of_lanes(p.out, row, col, v, inside, p.saturated);
+        } else if (inside) {
+          store_quantised(p.out, row, col, v, p.saturated);
+        }
       });
     } else {
       tile_gemm<kInFlight>(a_tile, one, m, n, p.x.cols, x, w, [&](uint64_t row, uint32_t col, const float(&acc)[1], bool inside) {
@@ -117,9 +121,10 @@ KL_ENTRY(kl_naive_gemm, KlNaiveGemm, KL_NAIVE_THREADS, 3) {
       });
     }
   };
-  // Codes are few enough bytes to be read value by value, and so are gate and up rows of different types.
+  // Codes are few enough bytes to be read value by value, and so are gate and up rows of different types. To store e2m1 takes the registers
+  // of loads in flight.
   const auto is_code = [](const KlMat& m) { return m.dtype == KL_E4M3 || m.dtype == KL_E2M1; };
-  const bool codes = is_code(p.x) || is_code(p.w[0]);
+  const bool codes = is_code(p.x) || is_code(p.w[0]) || p.out.dtype == KL_E2M1;
   if (codes || p.w[0].dtype != p.w[1].dtype) {
     multiply(Type<Any>(), Type<Any>());
   } else {
