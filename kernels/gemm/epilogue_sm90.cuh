@@ -84,15 +84,9 @@ struct Epilogue {
 #pragma unroll
           for (int block = 0; block < kBlocks; block++) {
             float v[4];
-            uint32_t largest = 0;
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-              v[i] = f(m, 4 * (first + 2 * block + i / 2) + 2 * half + i % 2);
-              largest = max(largest, magnitude_bits(v[i]));
-            }
-            largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
-            largest = max(largest, __shfl_xor_sync(~0u, largest, 2));
-            const QuantisedBlock quantised(largest, part.out.scale);
+            for (int i = 0; i < 4; i++) v[i] = f(m, 4 * (first + 2 * block + i / 2) + 2 * half + i % 2);
+            const QuantisedBlock quantised(quad_max_bits(largest_magnitude(v)), part.out.scale);
             scales |= quantised.scale << 8 * block;
 #pragma unroll
             for (int i = 0; i < 2; i++) {

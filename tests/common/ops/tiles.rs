@@ -30,12 +30,13 @@ pub fn has_tile(name: &str, tile: Tile) -> bool {
     let (own, operands) = (tile.config().operands, operands(name));
     // But for Hopper's, the kernels of bf16 take weights that a kernel before them has expanded.
     let expanded = operands == GemmOperands::MixedInput && own == GemmOperands::Bf16 && !tile.is_sm90();
-    if own != operands && !expanded {
+    let once = tile == Tile::Mma64x128;
+    // Inputs of NVFP4 have no portable kernel but the naive one.
+    if own != operands && !expanded && !(once && operands == GemmOperands::Nvfp4) {
         return false;
     }
     let usual = matches!(tile, Tile::Sm90_256x192 | Tile::Sm90_128x256);
     let gemm = ["linear", "qkv"].iter().any(|op| name.starts_with(op)) && (usual || !name.contains(" klein"));
-    let once = tile == Tile::Mma64x128;
     is_matrix_op(name) && (once || on_tensor_cores(name)) && (!tile.is_persistent() || gemm)
 }
 
