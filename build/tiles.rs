@@ -35,6 +35,9 @@ const FAMILIES: &[Family] = &[
         columns: "file, m, n, block k, consumer warpgroups, stages, cluster mode, threads, shared bytes, relative cost",
         read: Tables::gemm_mixed_sm90,
     },
+    Family { name: "KL_GEMM_NVFP4_SM120", columns: SM120_COLUMNS, read: Tables::gemm_nvfp4_sm120 },
+    Family { name: "KL_GEMM_FP8_SM120", columns: SM120_COLUMNS, read: Tables::gemm_fp8_sm120 },
+    Family { name: "KL_GEMM_BF16_SM120", columns: SM120_COLUMNS, read: Tables::gemm_bf16_sm120 },
     Family {
         name: "KL_GEMM_MMA",
         columns: "file, m, n, block k, warps, stages, CTAs per SM, threads, shared bytes, relative cost",
@@ -66,6 +69,9 @@ const FAMILIES: &[Family] = &[
         read: Tables::row_norm,
     },
 ];
+
+/// The columns of the GEMMs of compute capability 12.x.
+const SM120_COLUMNS: &str = "file, m, n, block k, consumer warpgroups, stages, threads, shared bytes, relative cost";
 
 /// How the CTAs of a cluster cooperate, as `ClusterMode` of src/backend/cuda/select/tile.rs names it.
 const CLUSTER_MODES: [&str; 3] = ["MulticastA", "MulticastB", "SplitK"];
@@ -214,6 +220,32 @@ impl Tables {
         Ok(())
     }
 
+    fn gemm_nvfp4_sm120(&mut self, row: &Row<'_>) -> Result<()> {
+        self.sm120_gemm(row, "Nvfp4Sm120_", "Nvfp4")
+    }
+
+    fn gemm_fp8_sm120(&mut self, row: &Row<'_>) -> Result<()> {
+        self.sm120_gemm(row, "Fp8Sm120_", "Fp8")
+    }
+
+    fn gemm_bf16_sm120(&mut self, row: &Row<'_>) -> Result<()> {
+        self.sm120_gemm(row, "Bf16Sm120_", "Bf16")
+    }
+
+    /// A GEMM of compute capability 12.x, with names and operands as for a Hopper GEMM. Its tensor cores keep all of a sum.
+    fn sm120_gemm(&mut self, row: &Row<'_>, prefix: &str, operands: &str) -> Result<()> {
+        let (m, n, consumers) = (row.number("m"), row.number("n"), row.number("consumer warpgroups"));
+        let symbol = format!("kl_{}_{m}x{n}", row.text("file"));
+        self.kernel(row, format!("Gemm{prefix}{m}x{n}"), symbol, "KlGemmSm90", row.number("shared bytes"), Some("1".into()));
+        let more = format!(
+            "ctas_per_sm: 1, consumers: {consumers}, cluster: Some(ClusterMode::Single), operands: GemmOperands::{operands}, \
+             longest_sum: Some({})",
+            row.number("block k")
+        );
+        self.gemm_tile(row, &format!("{prefix}{m}x{n}"), &more);
+        Ok(())
+    }
+
     fn gemm_mma(&mut self, row: &Row<'_>) -> Result<()> {
         self.portable_gemm(row, "Mma", "Bf16", None)
     }
@@ -281,14 +313,17 @@ impl Tables {
             return Err(format!("{columns} columns after {}, expected more", self.norm_columns));
         }
         self.norm_columns = columns;
-        let [layer, layer_e4m3, rms] = ["LayerNorm", "LayerNormE4m3", "RmsNorm"].map(|name| format!("{name}{columns}"));
+        let names = ["LayerNorm", "LayerNormE4m3", "LayerNormE2m1", "RmsNorm"];
+        let [layer, layer_e4m3, layer_e2m1, rms] = names.map(|name| format!("{name}{columns}"));
         let _ = writeln!(
             self.row_norms,
             "    RowNorm {{\n        max_columns: {columns},\n        layer_norm: Kernel::{layer},\n        \
-             layer_norm_e4m3: Kernel::{layer_e4m3},\n        rms_norm: Kernel::{rms},\n    }},"
+             layer_norm_e4m3: Kernel::{layer_e4m3},\n        layer_norm_e2m1: Kernel::{layer_e2m1},\n        \
+             rms_norm: Kernel::{rms},\n    }},"
         );
         self.kernel(row, layer, format!("kl_layer_norm_{columns}"), "KlLayerNorm", 0, None);
         self.kernel(row, layer_e4m3, format!("kl_layer_norm_e4m3_{columns}"), "KlLayerNorm", 0, None);
+        self.kernel(row, layer_e2m1, format!("kl_layer_norm_e2m1_{columns}"), "KlLayerNorm", 0, None);
         self.kernel(row, rms, format!("kl_rms_norm_{columns}"), "KlRmsNorm", 0, None);
         Ok(())
     }

@@ -45,6 +45,14 @@ const EVERY_TIME: &[&str] = &[
     "layer_norm_modulate 5 and 3 rows of 8200 into e4m3 and clipped e4m3 bf16 whole",
     "layer_norm_modulate 5 and 3 rows of 1024 into plain and e4m3 bf16 whole",
     "rms_norm 7 rows of 112 into clipped e4m3 bf16 slice",
+    "layer_norm_modulate 5 and 3 rows of 1024 into nvfp4 and clipped nvfp4 bf16 whole",
+    "layer_norm_modulate 5 and 3 rows of 2032 into nvfp4 and clipped nvfp4 bf16 whole",
+    "layer_norm_modulate 5 and 3 rows of 3056 into nvfp4 and clipped nvfp4 bf16 whole",
+    "layer_norm_modulate 5 and 3 rows of 3088 into nvfp4 and clipped nvfp4 bf16 slice",
+    "layer_norm_modulate 5 and 3 rows of 3088 into nvfp4 and clipped nvfp4 bf16 whole",
+    "layer_norm_modulate 5 and 3 rows of 6160 into nvfp4 and clipped nvfp4 bf16 whole",
+    "layer_norm_modulate 130 and 3 rows of 192 into nvfp4 and clipped nvfp4 bf16 slice",
+    "rms_norm 130 rows of 192 into nvfp4 bf16 slice",
     "group_norm 129x128 groups 8 stats given false silu true bf16 whole",
     "group_norm 113x40 groups 5 stats given false silu false bf16 slice",
     "conv 5x7 3 to 32 same residual true stats some(8) bf16 whole",
@@ -60,6 +68,8 @@ const EVERY_TIME: &[&str] = &[
     "linear of e4m3, nvfp4, bf16 by plain f32 slice",
     "linear_swiglu of bf16 and e4m3 by rows by e4m3 into clipped e4m3 f32 slice",
     "linear_gate_residual of e4m3 by e4m3 f32 slice",
+    "linear of nvfp4 by nvfp4 f32 slice",
+    "linear_swiglu of e4m3 and bf16 by plain into nvfp4 f32 slice",
     "qkv of e4m3, e4m3 by rows, bf16 by plain into e4m3, 2:1 heads of 64 f32 slice",
     "linear_swiglu 130x168, rows of 520 bf16 whole",
     "linear_gate_residual 66x64, rows of 584 gate true bias true bf16 whole",
@@ -71,6 +81,11 @@ const EVERY_TIME: &[&str] = &[
     "linear_swiglu w4a16 67 rows of 576 to 208, nvfp4 in one matrix into e4m3 bf16 whole",
     "linear_gate_residual w4a16 130 rows of 576 to 168, nvfp4, gate true bias false bf16 whole",
     "qkv w4a16 131 rows of 576 halfsplit mlp 80, nvfp4, e4m3 by rows, bf16, nvfp4 into bf16 and bf16 bf16 whole",
+    "linear w4a4 65 and 67 rows of 640 to 72 and 136, two streams bf16 whole",
+    "linear w4a4 67 rows of 208 to 168, nvfp4, bias true bf16 whole",
+    "linear_swiglu w4a4 67 rows of 640 to 192, nvfp4 in one matrix into nvfp4 bf16 whole",
+    "linear_gate_residual w4a4 67 rows of 640 to 264, nvfp4, nvfp4, gate true bias true bf16 whole",
+    "qkv w4a4 131 rows of 640 interleaved mlp 64, nvfp4 into bf16 and e2m1 bf16 whole",
     "linear w8a8 65 and 67 rows of 528 to 72 and 136, two streams bf16 whole",
     "linear_swiglu w8a8 67 rows of 528 to 208, e4m3 and e4m3 by rows into e4m3 bf16 whole",
     "linear_gate_residual w8a8 130 rows of 528 to 168, e4m3 by rows, gate true bias false bf16 whole",
@@ -81,6 +96,9 @@ const EVERY_TIME: &[&str] = &[
     "attention into [5, 0, 130] rows apart, 2:1 heads of 128 bf16 whole",
     "attention into [5, 0, 130] rows adjacent, 2:1 heads of 128 bf16 whole",
     "attention into plain and clipped e4m3, 2:1 heads of 128 bf16 whole",
+    "attention into nvfp4 with two scales, 2:1 heads of 128 bf16 whole",
+    "attention into nvfp4 with two scales, 2:1 heads of 64 bf16 slice",
+    "attention into e4m3 and nvfp4, 2:1 heads of 128 bf16 slice",
     "attention 7 queries [113] keys 4:2 heads of 64 bf16 whole",
     "attention 65 queries [33] keys 2:1 heads of 512 bf16 whole",
     "attention bounded 130 queries [129, 0, 7] keys 3:3 heads of 128 bf16 whole",
@@ -118,7 +136,9 @@ struct Plan {
 /// The plans, one for each thread.
 fn plans() -> Vec<Plan> {
     let sm90 = |choice: &Choice| matches!(choice, Choice::Tile(tile) if tile.is_sm90());
-    let (hopper, portable): (Vec<_>, Vec<_>) = Choice::all().partition(sm90);
+    let sm120 = |choice: &Choice| matches!(choice, Choice::Tile(tile) if tile.is_sm120());
+    let (blackwell, others): (Vec<_>, Vec<_>) = Choice::all().partition(sm120);
+    let (hopper, portable): (Vec<_>, Vec<_>) = others.into_iter().partition(sm90);
     let on_hopper = |choices| {
         let (wanted, sample) = (tiles::runs_with as fn(Choice, &str) -> bool, Duration::from_secs(20));
         Plan { gpu: Gpu::HOPPER, choices, wanted, every_time: EVERY_TIME, sample }
@@ -131,7 +151,8 @@ fn plans() -> Vec<Plan> {
         Plan { gpu, choices: vec![Choice::Best], wanted, every_time: &[], sample: Duration::from_secs(5) }
     };
     let others = [Gpu::AMPERE, Gpu::ADA, Gpu::BLACKWELL].map(selected);
-    [on_hopper(portable), on_hopper(hopper)].into_iter().chain(others).collect()
+    let native = Plan { gpu: Gpu::NATIVE_BLACKWELL, ..on_hopper(blackwell) };
+    [on_hopper(portable), on_hopper(hopper), native].into_iter().chain(others).collect()
 }
 
 /// What a thread found.

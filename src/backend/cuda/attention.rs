@@ -144,7 +144,7 @@ fn portable_attention(cx: &OpContext, out: KlMat, q: KlMat, kv: &[abi::KlKeyValu
     let mut operands = [q].into_iter().chain(kv.iter().flat_map(|s| [s.k, s.v]));
     let copyable = operands.all(|m| m.rows == 0 || is_async_copyable(&m, abi::KL_BF16));
     if cx.choice != Choice::Naive && copyable && is_pair_aligned(&out) {
-        if head_dim == abi::KL_MMA_COLS as usize && [abi::KL_BF16, abi::KL_E4M3].contains(&out.dtype) {
+        if head_dim == abi::KL_MMA_COLS as usize && [abi::KL_BF16, abi::KL_E4M3, abi::KL_E2M1].contains(&out.dtype) {
             return cx.kernels.launch(
                 portable_kernel(cx.shared, cx.choice),
                 [q.rows.div_ceil(abi::KL_ATTENTION_BLOCK_Q), heads, 1],

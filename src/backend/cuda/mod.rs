@@ -36,7 +36,7 @@ pub use system::{CAPABILITY, System, devices, driver_release};
 use super::plan::Live;
 use super::{Backend, Fp8Accumulate, GemmFormats, Op, Role, StepKey};
 use crate::error::{Error, Result};
-use crate::tensor::{ALIGN, DType, Region, Scaling, Tensor, WeightPart};
+use crate::tensor::{ALIGN, DType, Region, Scaling, Tensor, WeightPart, nvfp4};
 use context::OpContext;
 use dispatch::dispatch;
 use driver::{DeviceInfo, Driver, Rows, Stream};
@@ -52,12 +52,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// The quantised GEMMs that there are kernels for on GPUs of this compute capability. Weights with plain inputs are expanded to
 /// bf16: by the GEMM itself on Hopper, elsewhere by a kernel before it. Compute capability 10.x has no `mma.sync` of FP8 either:
-/// it would be converted to f16, which takes longer than expanding weights once.
+/// it would be converted to f16, which takes longer than expanding weights once. Compute capability 12.x multiplies NVFP4 after a
+/// self-test ([`Cuda::set_native`]).
 pub const fn gemm_formats(capability: (u32, u32)) -> GemmFormats {
     let expanded = GemmFormats { w8a16: true, w4a16: true, expands: true, ..GemmFormats::NONE };
     match capability {
         (9, 0) => GemmFormats { w8a8: true, qk8: true, ..expanded },
-        (8, 9) | (12.., _) => GemmFormats { w8a8: true, ..expanded },
+        (8, 9) => GemmFormats { w8a8: true, ..expanded },
+        (12.., _) => GemmFormats { w8a8: true, w4a4: true, ..expanded },
         _ => expanded,
     }
 }
@@ -282,13 +284,22 @@ impl Cuda {
     }
 }
 
-/// The factor of a tensor's elements, if the host can write and read it: plain types, and e4m3 with one scale.
+/// The factor of a tensor's elements, if the host can write and read it: plain types, and e4m3 with one scale. NVFP4 has
+/// [scales](block_scales) besides.
 fn transferred_scale(t: Tensor) -> Option<f32> {
     match (t.dtype, t.scaling) {
         (DType::E5m2 | DType::E2m1, _) => None,
         (_, Scaling::Unscaled) => Some(1.0),
         (_, Scaling::Tensor(scale)) => Some(scale.get()),
         (_, Scaling::Rows(_) | Scaling::Blocks16 { .. }) => None,
+    }
+}
+
+/// The tiles of block scales of a tensor of NVFP4 as a matrix of bytes, and the factor of the whole tensor.
+fn block_scales(t: Tensor) -> Option<(Tensor, f32)> {
+    match t.scaling {
+        Scaling::Blocks16 { tensor, .. } if t.cols.is_multiple_of(nvfp4::BLOCK) => Some((t.as_bytes().nth(1)?, tensor.get())),
+        _ => None,
     }
 }
 
@@ -302,6 +313,7 @@ impl Backend for Cuda {
         // A build may lack the kernels of this GPU.
         GemmFormats {
             w8a8: has(Kernel::GemmFp8_256x192) || has(Kernel::GemmFp8Mma128x128),
+            w4a4: has(Kernel::GemmNvfp4Sm120_128x128),
             w8a16: has(Kernel::Expand),
             w4a16: has(Kernel::Expand),
             qk8: has(Kernel::AttentionSm90MaxFreeE4m3),
@@ -370,6 +382,17 @@ impl Backend for Cuda {
         self.prepare_transfer("write")?;
         let rows = self.rows(to, "write")?;
         self.live.touch(to);
+        if let Some((tiles, tensor)) = block_scales(to).filter(|_| values.len() == to.len()) {
+            if values.is_empty() {
+                return Ok(());
+            }
+            // The last tiles may also have scales of rows that are not written.
+            let mut scales = self.download(tiles, "write")?;
+            let codes = nvfp4::encode_rows(values, to.cols, tensor, &mut scales);
+            self.driver.copy_in(self.stream.1, rows, &codes)?;
+            self.driver.copy_in(self.stream.1, self.rows(tiles, "write")?, &scales)?;
+            return self.driver.synchronize(self.stream.1);
+        }
         let Some(scale) = transferred_scale(to).filter(|_| values.len() == to.len()) else {
             return Err(Error::Op { op: "write", what: format!("{} values for {to:?}", values.len()) });
         };
@@ -381,6 +404,11 @@ impl Backend for Cuda {
     }
 
     fn read(&mut self, from: Tensor, to: &mut [f32]) -> Result<()> {
+        if let Some((tiles, tensor)) = block_scales(from).filter(|_| to.len() == from.len()) {
+            let (codes, scales) = (self.download(from, "read")?, self.download(tiles, "read")?);
+            nvfp4::decode_rows(&codes, &scales, from.cols, tensor, to);
+            return Ok(());
+        }
         let Some(scale) = transferred_scale(from).filter(|_| to.len() == from.len()) else {
             return Err(Error::Op { op: "read", what: format!("{} values from {from:?}", to.len()) });
         };
