@@ -1,7 +1,7 @@
 //! Attention against the naive kernel on the same GPU.
 
 use super::Outcome;
-use super::products::{Random, both};
+use super::products::{Random, run_both};
 use crate::backend::cuda::{Cuda, Kernel};
 use crate::backend::{Backend, KvSegment, Op, Softmax};
 use crate::error::Result;
@@ -82,18 +82,20 @@ pub fn attention(cuda: &mut Cuda, heads: DType, size: Size) -> Result<Outcome> {
     // No logit is larger than the product of the largest norms, 128 times (7 / 8)^2; and the kernels for those that have no bound.
     for bound in [98.0, f32::INFINITY] {
         out.iter().try_for_each(|t| cuda.fill_with_nan(*t))?;
-        let run = |cuda: &mut Cuda, which: usize| {
-            let (out, softmax) = ([out[which]], Softmax::Base2 { bound });
-            cuda.run(Op::Attention { out: &out, q, kv: &[KvSegment { k, v }], head_dim: HEAD_DIM, causal: false, softmax })
+        let softmax = if bound.is_finite() { "max-free softmax" } else { "online softmax" };
+        let each = |which: usize, run: &mut dyn FnMut(&str, Op<'_>) -> Result<()>| {
+            let (out, kv) = ([out[which]], [KvSegment { k, v }]);
+            let op =
+                Op::Attention { out: &out, q, kv: &kv, head_dim: HEAD_DIM, causal: false, softmax: Softmax::Base2 { bound } };
+            run(softmax, op)
         };
-        match both(cuda, Kernel::NaiveAttention, run)? {
+        match run_both(cuda, Kernel::NaiveAttention, &each)? {
             Err(why) => return Ok(Outcome::Failed(why)),
             Ok(files) => kernels.push(files),
         }
         let (got, naive) = (values(cuda, out[0])?, values(cuda, out[1])?);
         let largest = (7.0 / 8.0) * (HEAD_DIM as f64).sqrt();
         if let Some(fault) = fault(&got, &naive, largest, cols) {
-            let softmax = if bound.is_finite() { "max-free softmax" } else { "online softmax" };
             return Ok(Outcome::Failed(format!("{softmax}: {fault}")));
         }
     }

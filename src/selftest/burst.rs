@@ -25,7 +25,7 @@ fn is_wanted(row: &Row) -> bool {
 
 fn measure(cuda: &mut Cuda, row: &Row) -> Result<Outcome> {
     let peak = |dtype| cuda.device().tensor_flops(dtype);
-    let peaks = Peaks { bf16: peak(DType::Bf16), e4m3: peak(DType::E4m3) };
+    let peaks = Peaks { bf16: peak(DType::Bf16), e4m3: peak(DType::E4m3), e2m1: peak(DType::E2m1) };
     let figure = row.measure(cuda, &PROTOCOL)?.held_to(peaks);
     let rate = format!("{:.0} TFLOP/s", figure.flops as f64 / figure.median_s / 1e12);
     let share = figure.of_tensor_cores.map(|share| format!(", {:.0} % of nominal", 100.0 * share));

@@ -3,7 +3,7 @@
 use crate::backend::Backend;
 use crate::backend::cuda::Cuda;
 use crate::error::Result;
-use crate::tensor::{DType, Scaling, Tensor, nvfp4};
+use crate::tensor::{Scaling, Tensor, nvfp4};
 
 /// How far two results that were computed from the same operands may be apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,31 +27,17 @@ const HEADS: f32 = 4.5 / 512.0;
 /// The values of a tensor, and for each how far the format's next values are away from it at the most.
 fn values(cuda: &mut Cuda, t: Tensor) -> Result<(Vec<f32>, Vec<f32>)> {
     let mut values = vec![0.0; t.len()];
-    let Scaling::Blocks16 { tensor, .. } = t.scaling else {
-        cuda.read(t, &mut values)?;
-        let smallest = if let Scaling::Tensor(scale) = t.scaling { scale.get() } else { 1.0 };
-        let step = |v: &f32| match t.dtype {
-            DType::E4m3 => (v.abs() / 8.0).max(smallest / 512.0),
-            _ => v.abs() / 128.0,
-        };
-        let steps = values.iter().map(step).collect();
-        return Ok((values, steps));
+    cuda.read(t, &mut values)?;
+    let steps = match t.scaling {
+        Scaling::Blocks16 { .. } => {
+            // The largest magnitude of a block has the largest code, six, and the next one is four. A block whose scale was rounded the
+            // other way has other values between them.
+            let largest = |block: &[f32]| block.iter().fold(0.0_f32, |most, v| most.max(v.abs()));
+            values.chunks(nvfp4::BLOCK).flat_map(|block| vec![largest(block) / 3.0; block.len()]).collect()
+        }
+        Scaling::Tensor(scale) => values.iter().map(|v| (v.abs() / 8.0).max(scale.get() / 512.0)).collect(),
+        _ => values.iter().map(|v| v.abs() / 128.0).collect(),
     };
-    let mut parts = Vec::new();
-    for part in t.as_bytes() {
-        let mut bytes = vec![0; part.len()];
-        cuda.read_bytes(part, &mut bytes)?;
-        parts.push(bytes);
-    }
-    let (codes, scales) = (&parts[0], &parts[1]);
-    let (along, mut steps) = (nvfp4::tiles_along(t.cols), Vec::with_capacity(t.len()));
-    for (i, to) in values.chunks_mut(nvfp4::BLOCK).enumerate() {
-        let (row, block) = (i * nvfp4::BLOCK / t.cols, i * nvfp4::BLOCK % t.cols / nvfp4::BLOCK);
-        let unit = nvfp4::unit(tensor.get(), scales[nvfp4::scale_offset(row, block, along)]);
-        nvfp4::decode_block(&codes[i * nvfp4::BLOCK / 2..][..nvfp4::BLOCK / 2], unit, to);
-        // The largest two values of e2m1 are two apart. A block whose scale was rounded the other way has other values between.
-        steps.resize(steps.len() + to.len(), 2.0 * unit);
-    }
     Ok((values, steps))
 }
 

@@ -233,21 +233,23 @@ impl Ops {
         results.flatten().try_for_each(|t| cuda.fill_with_nan(t))
     }
 
-    /// Runs every op, with the results of one of the two kernels.
-    fn run(&self, cuda: &mut Cuda, which: usize) -> Result<()> {
+    /// Hands every op with its name on, with the results of one of the two kernels.
+    fn each(&self, which: usize, run: &mut dyn FnMut(&str, Op<'_>) -> Result<()>) -> Result<()> {
         let Operands { x, layer, norm, rope, gate } = self.operands;
         let cols = self.shape.cols;
         let unbiased = Linear { bias: None, ..layer };
-        cuda.run(Op::Linear(&[Gemm { out: self.linear[which], x, w: &layer.rows(0..cols) }]))?;
-        for (_, results) in &self.swiglu {
-            cuda.run(Op::LinearSwiglu(&[Gemm { out: results[which], x, w: &unbiased.rows(cols..3 * cols) }]))?;
+        run("linear", Op::Linear(&[Gemm { out: self.linear[which], x, w: &layer.rows(0..cols) }]))?;
+        for (name, results) in &self.swiglu {
+            let w = unbiased.rows(cols..3 * cols);
+            run(&format!("SwiGLU into {name}"), Op::LinearSwiglu(&[Gemm { out: results[which], x, w: &w }]))?;
         }
         let w = layer.rows(2 * cols..3 * cols);
-        cuda.run(Op::LinearGateResidual(&[GatedGemm { into: self.gated[which], x, w: &w, gate: Some(gate) }]))?;
+        let gated = GatedGemm { into: self.gated[which], x, w: &w, gate: Some(gate) };
+        run("gate and residual", Op::LinearGateResidual(&[gated]))?;
         let [q, k, v] = self.heads.map(|results| results[which]);
         let mlp = Some(self.mlp[which]);
         let (norm, q_scale, k_scale) = (Some(norm), 1.0, 1.0);
-        cuda.run(Op::Qkv(&[Projection { x, w: &unbiased, norm, q_scale, k_scale, rope, q: Some(q), k, v, mlp }]))
+        run("QKV and MLP", Op::Qkv(&[Projection { x, w: &unbiased, norm, q_scale, k_scale, rope, q: Some(q), k, v, mlp }]))
     }
 
     /// What is wrong with the first result that is.
@@ -267,31 +269,31 @@ impl Ops {
     }
 }
 
-/// The kernels that were launched since, by their files, and whether the naive one was.
-fn launched_since(cuda: &Cuda, before: &[(Kernel, u64)], naive: Kernel) -> (String, bool) {
-    let now = cuda.launched().zip(before).filter(|((_, now), (_, then))| now > then).map(|((kernel, _), _)| kernel);
-    let kernels: Vec<Kernel> = now.collect();
-    let mut files: Vec<&str> = kernels.iter().map(|kernel| kernel.file()).collect();
-    files.dedup();
-    (files.join(", "), kernels.contains(&naive))
-}
+/// Ops that are handed on one by one, with the results of one of the two kernels.
+type Each<'a> = dyn Fn(usize, &mut dyn FnMut(&str, Op<'_>) -> Result<()>) -> Result<()> + 'a;
 
-/// Runs `ops` with the best kernels and with the naive ones, of which `naive` must not be among the best: then there would be nothing to
-/// compare. Returns the files of the best.
-pub fn both(
-    cuda: &mut Cuda,
-    naive: Kernel,
-    mut ops: impl FnMut(&mut Cuda, usize) -> Result<()>,
-) -> Result<Result<String, String>> {
-    let before: Vec<(Kernel, u64)> = cuda.launched().collect();
-    cuda.set_choice(Choice::Best);
-    ops(cuda, 0)?;
-    let (files, compared) = launched_since(cuda, &before, naive);
+/// Runs ops with the best kernels and with the naive ones. `naive` must not be among the best: then there would be nothing to compare.
+/// Returns the files of the best, or what has no other kernel.
+pub fn run_both(cuda: &mut Cuda, naive: Kernel, each: &Each<'_>) -> Result<Result<String, String>> {
+    let (mut files, mut alone) = (Vec::new(), None);
+    each(0, &mut |name, op| {
+        let before: Vec<(Kernel, u64)> = cuda.launched().collect();
+        cuda.run(op)?;
+        for ((kernel, _), _) in cuda.launched().zip(&before).filter(|((_, now), (_, then))| now > then) {
+            if kernel == naive {
+                alone.get_or_insert_with(|| format!("{name}: only the naive kernel computes it here"));
+            }
+            if !files.contains(&kernel.file()) {
+                files.push(kernel.file());
+            }
+        }
+        Ok(())
+    })?;
     cuda.set_choice(Choice::Naive);
-    let done = ops(cuda, 1);
+    let done = each(1, &mut |_, op| cuda.run(op));
     cuda.set_choice(Choice::Best);
     done?;
-    Ok(if compared { Err("only the naive kernel computes it here".into()) } else { Ok(files) })
+    Ok(alone.map_or_else(|| Ok(files.join(", ")), Err))
 }
 
 /// All epilogues of a GEMM.
@@ -300,7 +302,7 @@ pub fn product(cuda: &mut Cuda, format: Format, shape: Shape) -> Result<Outcome>
         return Ok(Outcome::NotHere);
     }
     let ops = Ops::new(cuda, format, shape)?;
-    match both(cuda, Kernel::NaiveGemm, |cuda, which| ops.run(cuda, which))? {
+    match run_both(cuda, Kernel::NaiveGemm, &|which, run| ops.each(which, run))? {
         Err(why) => Ok(Outcome::Failed(why)),
         Ok(files) => Ok(ops.fault(cuda)?.map_or_else(|| Outcome::passed(files), Outcome::Failed)),
     }

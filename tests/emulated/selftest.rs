@@ -4,7 +4,7 @@ use crate::available;
 use crate::driver::{Emulated, Gpu, Sabotage};
 use crate::runner::cuda_with;
 use kiln::backend::cuda::Cuda;
-use kiln::backend::cuda::driver::Swizzle;
+use kiln::backend::cuda::driver::{MapSpec, Swizzle};
 use kiln::cli::args::SelftestArgs;
 use kiln::cli::selftest_on;
 use kiln::error::Error;
@@ -18,8 +18,14 @@ const SMALL: Extent<'_> =
 const NONE: Extent<'_> = Extent { shapes: &[], attention: Size { tokens: 1, heads: 1 }, burst: false };
 
 fn run(cuda: &mut Cuda, extent: &Extent<'_>) -> Vec<Line> {
-    cuda.set_native(true);
     selftest::run(cuda, extent, &mut |_| Ok(())).unwrap()
+}
+
+/// A GPU with all kernels that it has.
+fn open(gpu: Gpu, bug: Option<&'static str>) -> Cuda {
+    let mut cuda = cuda_with(&Emulated::new(gpu), bug).unwrap();
+    cuda.set_native(true);
+    cuda
 }
 
 fn failed(lines: &[Line]) -> Vec<String> {
@@ -47,7 +53,7 @@ fn every_check_passes() {
         (Gpu::HOPPER, block_scaled.to_vec(), vec![("sums bf16", 25), ("sums e4m3", 25), ("sums W8A8 GEMM", 13)]),
         (Gpu::BLACKWELL, vec!["cluster"], vec![("sums e4m3", 25), ("sums e4m3, block-scaled", 25), ("sums nvf4", 35)]),
     ] {
-        let lines = run(&mut cuda_with(&Emulated::new(gpu), None).unwrap(), &SMALL);
+        let lines = run(&mut open(gpu, None), &SMALL);
         let name = format!("{:?}", gpu.capability);
         lines.iter().for_each(|line| println!("{name} {:<48} {}", line.name, line.outcome));
         assert!(failed(&lines).is_empty(), "{name}: {:?}", failed(&lines));
@@ -88,34 +94,32 @@ fn a_fault_is_found_by_its_check_alone() {
         ),
         (Gpu::HOPPER, "negative_lost", "cvt e2m1", "-0e0 becomes 0x00, not 0x08"),
     ] {
-        let faults = failed(&run(&mut cuda_with(&Emulated::new(gpu), Some(bug)).unwrap(), &NONE));
+        let faults = failed(&run(&mut open(gpu, Some(bug)), &NONE));
         assert_eq!(faults.len(), 1, "{bug}: {faults:?}");
         assert!(faults[0].starts_with(&format!("{check}: FAILED ({detail}")), "{bug}: {faults:?}");
     }
-    // A tensor map with another swizzle than the kernel expects.
-    for (check, change) in [
-        (
-            "tensor map, 64-byte swizzle",
-            Sabotage::Map(|map| {
-                if map.tile == [32, 64] {
-                    map.swizzle = Swizzle::None
-                }
-            }),
-        ),
-        (
-            "tensor map, 128-byte swizzle",
-            Sabotage::Map(|map| {
-                if map.tile == [64, 64] {
-                    map.swizzle = Swizzle::Bytes64
-                }
-            }),
-        ),
+    // Tensor maps without the swizzle that the kernel expects: of 64 bytes, and of 128, which chains of copies have as well.
+    let narrow = |map: &mut MapSpec| without_swizzle(map, 32);
+    let wide = |map: &mut MapSpec| without_swizzle(map, 64);
+    for (change, names, place) in [
+        (Sabotage::Map(narrow), &["tensor map, 64-byte swizzle"][..], "[2, 0]"),
+        (Sabotage::Map(wide), &["tensor map, 128-byte swizzle", "overlap", "graph"], "[1, 0]"),
     ] {
         let driver = Emulated::new(Gpu::BLACKWELL);
         let mut cuda = cuda_with(&driver, None).unwrap();
+        cuda.set_native(true);
         driver.set_sabotage(Some(change));
         let faults = failed(&run(&mut cuda, &NONE));
-        assert!(faults[0].starts_with(&format!("{check}: FAILED ([0, 8] of [200, 328] is ")), "{faults:?}");
+        assert_eq!(faults.len(), names.len(), "{faults:?}");
+        assert!(faults.iter().zip(names).all(|(fault, name)| fault.starts_with(&format!("{name}: FAILED ("))), "{faults:?}");
+        assert!(faults[0].contains(&format!("({place} of [200, 328] is ")), "{faults:?}");
+    }
+}
+
+/// Takes the swizzle from boxes of 64 rows by so many columns.
+fn without_swizzle(map: &mut MapSpec, cols: u32) {
+    if map.tile == [cols, 64] {
+        map.swizzle = Swizzle::None;
     }
 }
 

@@ -27,6 +27,8 @@ pub struct Report {
     tensor_flops: Option<f64>,
     /// The same in e4m3.
     tensor_flops_e4m3: Option<f64>,
+    /// The same in e2m1.
+    tensor_flops_e2m1: Option<f64>,
     /// How these peaks were derived, for display.
     #[serde(skip)]
     ceilings: Vec<String>,
@@ -62,15 +64,16 @@ pub fn measure(
     // In f32, GEMMs run on the CUDA cores, so the peak of the tensor cores does not apply.
     let device = selected.device.as_ref().filter(|_| precision == Precision::Bf16);
     let peak = |dtype| device.and_then(|device| device.tensor_flops(dtype));
-    let peaks = Peaks { bf16: peak(DType::Bf16), e4m3: peak(DType::E4m3) };
+    let peaks = Peaks { bf16: peak(DType::Bf16), e4m3: peak(DType::E4m3), e2m1: peak(DType::E2m1) };
     let mut figures = Vec::new();
     let formats = selected.backend.gemm_formats();
     for row in rows(scale, precision, formats)?.into_iter().filter(|row| row.name.contains(filter)) {
         terminal.say(&format!("timing {} {} {}", row.name, row.shape, row.format));
         figures.push(row.measure(selected.backend.as_mut(), &protocol)?.held_to(peaks));
     }
-    let quantised = figures.iter().any(|figure| figure.flops_e4m3 > 0);
-    let types = [Some(DType::Bf16), quantised.then_some(DType::E4m3)];
+    let multiplies = |flops: fn(&Figure) -> u64, dtype| figures.iter().any(|figure| flops(figure) > 0).then_some(dtype);
+    let quantised = [multiplies(|f| f.flops_e4m3, DType::E4m3), multiplies(|f| f.flops_e2m1, DType::E2m1)];
+    let types = [Some(DType::Bf16)].into_iter().chain(quantised);
     Ok(Report {
         kiln: env!("CARGO_PKG_VERSION"),
         kind: "kernels",
@@ -79,7 +82,8 @@ pub fn measure(
         scale: scale.name(),
         tensor_flops: peaks.bf16,
         tensor_flops_e4m3: peaks.e4m3,
-        ceilings: types.into_iter().flatten().filter_map(|dtype| ceiling(device?, dtype)).collect(),
+        tensor_flops_e2m1: peaks.e2m1,
+        ceilings: types.flatten().filter_map(|dtype| ceiling(device?, dtype)).collect(),
         machine: selected.machine,
         rounds: protocol.rounds,
         rows: figures,
