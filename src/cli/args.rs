@@ -425,6 +425,7 @@ pub struct DoctorArgs {
 
 /// Flags of `kiln selftest`.
 #[derive(Args, Debug, Default)]
+#[command(allow_negative_numbers = true)]
 pub struct SelftestArgs {
     /// Which GPU, as `kiln doctor` numbers them [default: 0]
     #[arg(long, value_name = "N", value_parser = within(0usize, 1023))]
