@@ -250,7 +250,7 @@ pub const ALL: &[Planted] = &[
         kernel_file: "gemm_fp8_sm89",
         tile: "KL_GEMM_FP8_MMA(gemm_fp8_sm89, 128, 128,",
         source: "gemm_fp8_sm89.cu",
-        find: "static constexpr bool kPromotes = true;",
-        replace: "static constexpr bool kPromotes = false;",
+        find: "/*promotes*/ true",
+        replace: "/*promotes*/ false",
     },
 ];
