@@ -80,6 +80,13 @@ __device__ __forceinline__ void tma_load_2d_multicast(uint32_t to, const KlTenso
       : "memory");
 }
 
+// Copies consecutive bytes, a multiple of sixteen, to shared memory; `barrier` counts them.
+__device__ __forceinline__ void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
+               "r"(barrier)
+               : "memory");
+}
+
 // Stores a box to a matrix, clipped to its edges. The writing threads must have called fence_proxy_async before.
 __device__ __forceinline__ void tma_store_2d(const KlTensorMap* map, uint32_t from, int32_t col, int32_t row) {
   asm volatile(
@@ -208,6 +215,12 @@ __device__ __forceinline__ void store_shared(uint32_t to, uint4 v) {
 __device__ __forceinline__ uint32_t load_shared_word(uint32_t from) {
   uint32_t v;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ uint2 load_shared_pair(uint32_t from) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(from) : "memory");
   return v;
 }
 

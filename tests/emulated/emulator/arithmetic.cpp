@@ -211,3 +211,64 @@ void mma_multiply(const MmaModel& model, int rows, int cols, int k, const void* 
     }
   }
 }
+
+namespace {
+
+constexpr int kNvf4Bytes = 32, kNvf4Block = 8, kNvf4Blocks = 4, kNvf4Places = 35;
+
+// Elements as multiples of one half.
+constexpr int8_t kHalves[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+// The sums of products in each block of a row and a column, in quarters.
+KL_VECTOR_CLONES void block_sums(const int8_t (&a)[2 * kNvf4Bytes], const int8_t (&b)[2 * kNvf4Bytes], int32_t (&sums)[kNvf4Blocks]) {
+  for (int block = 0; block < kNvf4Blocks; block++) {
+    int32_t sum = 0;
+    for (int i = 16 * block; i < 16 * block + 16; i++) sum += a[i] * b[i];
+    sums[block] = sum;
+  }
+}
+
+void halves_of(const uint8_t* codes, int8_t (&to)[2 * kNvf4Bytes]) {
+  for (int i = 0; i < kNvf4Bytes; i++) to[2 * i] = kHalves[codes[i] & 15], to[2 * i + 1] = kHalves[codes[i] >> 4];
+}
+
+// What is left of v, which is aligned to `largest`, in units of the last place that is kept.
+double kept_of(double v, int largest) { return trunc(ldexp(v, kNvf4Places - largest)); }
+
+}  // namespace
+
+void mma_multiply_nvf4(int rows, int cols, const uint8_t* a, const uint8_t* b, const uint8_t* scales_a, const uint8_t* scales_b, float* d) {
+  static_assert(kNvf4Blocks * kNvf4Block == kNvf4Bytes, "sixteen elements to a block");
+  int8_t left[2 * kNvf4Bytes], right[kMmaMaxCols][2 * kNvf4Bytes];
+  for (int col = 0; col < cols; col++) halves_of(b + col * kNvf4Bytes, right[col]);
+  for (int row = 0; row < rows; row++) {
+    halves_of(a + row * kNvf4Bytes, left);
+    for (int col = 0; col < cols; col++) {
+      int32_t sums[kNvf4Blocks];
+      block_sums(left, right[col], sums);
+      float& to = d[row * cols + col];
+      if (isinf(to)) continue;
+      bool nan = isnan(to);
+      int exponents[kNvf4Blocks], largest = to == 0.0f || nan ? kZeroExponent : std::max(ilogbf(to), -126);
+      double terms[kNvf4Blocks];
+      for (int block = 0; block < kNvf4Blocks; block++) {
+        int32_t significands[2], exponent[2];
+        const uint8_t codes[2] = {scales_a[row * kNvf4Blocks + block], scales_b[col * kNvf4Blocks + block]};
+        for (int i = 0; i < 2; i++) {
+          decode_one(kE4m3, static_cast<uint8_t>(codes[i] & 0x7f), significands[i], exponent[i]);
+          nan |= (codes[i] & 0x7f) == 0x7f;
+        }
+        exponents[block] = exponent[0] + exponent[1];
+        largest = std::max(largest, exponents[block]);
+        terms[block] = ldexp(static_cast<double>(sums[block]) * significands[0] * significands[1], exponents[block] - 2 - 3 - 3);
+      }
+      if (nan) {
+        to = float_of(0x7fffffffu);
+        continue;
+      }
+      double total = kept_of(to, largest);
+      for (double term : terms) total += kept_of(term, largest);
+      to = truncate_to(ldexp(total, largest - kNvf4Places), 23);
+    }
+  }
+}

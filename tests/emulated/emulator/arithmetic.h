@@ -32,3 +32,8 @@ constexpr int kMmaMaxRows = 64, kMmaMaxCols = 256, kMmaMaxK = 32;
 // d = a b^T, added to d if `accumulate` is set. `a` is rows x k and `b` is cols x k, both with K contiguous, as raw bits of the elements
 // (two bytes each for bf16, one for e4m3); `d` is rows x cols. `cols` is a multiple of 8, `k` one of the model's step.
 void mma_multiply(const MmaModel& model, int rows, int cols, int k, const void* a, const void* b, float* d, bool accumulate);
+
+// d += a b^T over 64 of K in e2m1, two elements to a byte, that with the smaller index in the low nibble. `scales_a` and `scales_b` are four
+// e4m3 for each row and column, without a sign, of sixteen elements each. The sum of a block's products is exact; each of them times its
+// scales and the accumulator keep 35 binary places below the largest exponent, where that of a block is the one of its scales.
+void mma_multiply_nvf4(int rows, int cols, const uint8_t* a, const uint8_t* b, const uint8_t* scales_a, const uint8_t* scales_b, float* d);

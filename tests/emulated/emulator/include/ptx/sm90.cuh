@@ -89,6 +89,11 @@ inline uint32_t load_shared_word(uint32_t from) {
   kl_emu::ptx::load_shared(from, &v, sizeof(v));
   return v;
 }
+inline uint2 load_shared_pair(uint32_t from) {
+  uint2 v;
+  kl_emu::ptx::load_shared(from, &v, sizeof(v));
+  return v;
+}
 inline uint4 load_shared_words(uint32_t from) {
   uint4 v;
   kl_emu::ptx::load_shared(from, &v, sizeof(v));
