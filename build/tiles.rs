@@ -281,14 +281,17 @@ impl Tables {
             return Err(format!("{columns} columns after {}, expected more", self.norm_columns));
         }
         self.norm_columns = columns;
-        let [layer, layer_e4m3, rms] = ["LayerNorm", "LayerNormE4m3", "RmsNorm"].map(|name| format!("{name}{columns}"));
+        let names = ["LayerNorm", "LayerNormE4m3", "LayerNormE2m1", "RmsNorm"];
+        let [layer, layer_e4m3, layer_e2m1, rms] = names.map(|name| format!("{name}{columns}"));
         let _ = writeln!(
             self.row_norms,
             "    RowNorm {{\n        max_columns: {columns},\n        layer_norm: Kernel::{layer},\n        \
-             layer_norm_e4m3: Kernel::{layer_e4m3},\n        rms_norm: Kernel::{rms},\n    }},"
+             layer_norm_e4m3: Kernel::{layer_e4m3},\n        layer_norm_e2m1: Kernel::{layer_e2m1},\n        \
+             rms_norm: Kernel::{rms},\n    }},"
         );
         self.kernel(row, layer, format!("kl_layer_norm_{columns}"), "KlLayerNorm", 0, None);
         self.kernel(row, layer_e4m3, format!("kl_layer_norm_e4m3_{columns}"), "KlLayerNorm", 0, None);
+        self.kernel(row, layer_e2m1, format!("kl_layer_norm_e2m1_{columns}"), "KlLayerNorm", 0, None);
         self.kernel(row, rms, format!("kl_rms_norm_{columns}"), "KlRmsNorm", 0, None);
         Ok(())
     }

@@ -10,7 +10,7 @@
 // Bound: tensor cores. Where FP8 has twice the rate of bf16, 3 instead of 4 parts of the time. sm_90 has no such instruction: there it
 // becomes conversions and MMAs in f16, and serves tests alone.
 // Needs: strides of queries and keys multiples of 16, of values multiples of 8, 16-byte aligned addresses; no causal mask. The output is
-// bf16 or e4m3.
+// bf16, e4m3 or e2m1.
 #include <attention/kernel_mma.cuh>
 
 template <class Exponential>

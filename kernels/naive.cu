@@ -3,7 +3,7 @@
 //
 //   kl_naive_gemm        out = epilogue(x w^T + bias)      x [m, k], w [n, k], out [m, n]
 //                        store | silu(gate) * up, with n gate rows and n up rows of types of their own | out += gate * (...)
-//                        inputs, weights and results may be e4m3, and rows of the weight have scales; weights may be NVFP4
+//                        inputs, weights and results may be e4m3, and rows of the weight have scales; all three may be NVFP4
 //   kl_naive_conv        3x3 convolution over an NHWC image, + bias, + residual; the input may be upsampled by two (nearest neighbour)
 //                        first, or the stride may be two with zero padding at the right and bottom edge only
 //   kl_naive_attention   softmax(q k^T * scale) v, several KV segments, grouped-query attention, optional causal mask
@@ -24,7 +24,8 @@ static_assert(kTile * kTile == static_cast<int>(KL_NAIVE_THREADS) * kPatch * kPa
 using SmemTile = float[kBlockK][kTile + 1];
 
 // Accumulates over K for one output tile. a(row, i) and b(j, col, i) return the operands of the j-th of kGemms GEMMs that share A;
-// finish(row, col, acc) receives their accumulators. A thread has kInFlight elements of each operand in flight.
+// finish(row, col, acc, inside) receives their accumulators and whether the place is inside the output; sixteen consecutive lanes have
+// consecutive columns. A thread has kInFlight elements of each operand in flight.
 template <int kInFlight = 1, int kGemms, class A, class B, class F>
 __device__ __forceinline__ void tile_gemm(SmemTile& a_tile, SmemTile (&b_tile)[kGemms], uint64_t rows, uint32_t cols, uint32_t k_size,
                                              A a, B b, F finish) {
@@ -67,7 +68,7 @@ __device__ __forceinline__ void tile_gemm(SmemTile& a_tile, SmemTile (&b_tile)[k
     for (int c = 0; c < kPatch; c++) {
       const uint64_t row = row0 + ty * kPatch + r;
       const uint32_t col = col0 + tx + c * (kTile / kPatch);
-      if (row < rows && col < cols) finish(row, col, acc[r][c]);
+      finish(row, col, acc[r][c], row < rows && col < cols);
     }
   }
 }
@@ -79,8 +80,13 @@ KL_ENTRY(kl_naive_gemm, KlNaiveGemm, KL_NAIVE_THREADS, 3) {
   const auto multiply = [&](auto t, auto u) {
     using X = typename decltype(t)::type;
     using W = typename decltype(u)::type;
-    const auto x = [&](uint64_t row, uint32_t i) { return load<X>(p.x, row, i); };
     constexpr bool kCodes = std::is_same_v<W, Any>;
+    const auto x = [&](uint64_t row, uint32_t i) {
+      if constexpr (kCodes) {
+        if (p.x.dtype == KL_E2M1) return load_nvfp4(p.x, row, i);
+      }
+      return load<X>(p.x, row, i);
+    };
     const auto w = [&](int j, uint32_t col, uint32_t i) {
       const uint32_t row = p.first[j] + col;
       if constexpr (kCodes) {
@@ -96,11 +102,17 @@ KL_ENTRY(kl_naive_gemm, KlNaiveGemm, KL_NAIVE_THREADS, 3) {
     // To find an element of any type takes registers.
     constexpr int kInFlight = kCodes ? 1 : kTile * kBlockK / KL_NAIVE_THREADS;
     if (p.epilogue == KL_SWIGLU) {
-      tile_gemm<kInFlight>(a_tile, both, m, n, p.x.cols, x, w, [&](uint64_t row, uint32_t col, const float(&acc)[2]) {
-        store_quantised(p.out, row, col, silu(acc[0] * scale(0, col)) * (acc[1] * scale(1, col)), p.saturated);
+      tile_gemm<kInFlight>(a_tile, both, m, n, p.x.cols, x, w, [&](uint64_t row, uint32_t col, const float(&acc)[2], bool inside) {
+        const float v = inside ? silu(acc[0] * scale(0, col)) * (acc[1] * scale(1, col)) : 0.0f;
+        if constexpr (kCodes) {
+          store_of_lanes(p.out, row, col, v, inside, p.saturated);
+        } else if (inside) {
+          store_quantised(p.out, row, col, v, p.saturated);
+        }
       });
     } else {
-      tile_gemm<kInFlight>(a_tile, one, m, n, p.x.cols, x, w, [&](uint64_t row, uint32_t col, const float(&acc)[1]) {
+      tile_gemm<kInFlight>(a_tile, one, m, n, p.x.cols, x, w, [&](uint64_t row, uint32_t col, const float(&acc)[1], bool inside) {
+        if (!inside) return;
         float v = acc[0] * scale(0, col) + (p.bias.data ? load<float>(p.bias, 0, col) : 0.0f);
         if (p.epilogue == KL_GATE_RESIDUAL) {
           v = load_any(p.out, row, col) + (p.gate.data ? load_any(p.gate, 0, col) : 1.0f) * v;
@@ -109,8 +121,10 @@ KL_ENTRY(kl_naive_gemm, KlNaiveGemm, KL_NAIVE_THREADS, 3) {
       });
     }
   };
-  // Codes are few enough bytes to be read value by value, and so are gate and up rows of different types.
-  const bool codes = p.x.dtype == KL_E4M3 || p.w[0].dtype == KL_E4M3 || p.w[0].dtype == KL_E2M1;
+  // Codes are few enough bytes to be read value by value, and so are gate and up rows of different types. To store e2m1 takes the registers
+  // of loads in flight.
+  const auto is_code = [](const KlMat& m) { return m.dtype == KL_E4M3 || m.dtype == KL_E2M1; };
+  const bool codes = is_code(p.x) || is_code(p.w[0]) || p.out.dtype == KL_E2M1;
   if (codes || p.w[0].dtype != p.w[1].dtype) {
     multiply(Type<Any>(), Type<Any>());
   } else {
@@ -136,7 +150,8 @@ KL_ENTRY(kl_naive_conv, KlConv, KL_NAIVE_THREADS) {
     };
     const auto w = [&](int, uint32_t col, uint32_t i) { return load<W>(p.w, col, i); };
     const uint32_t m = p.out.rows, n = p.out.cols;
-    tile_gemm(a_tile, b_tile, m, n, 9 * channels, x, w, [&](uint64_t row, uint32_t col, const float(&acc)[1]) {
+    tile_gemm(a_tile, b_tile, m, n, 9 * channels, x, w, [&](uint64_t row, uint32_t col, const float(&acc)[1], bool inside) {
+      if (!inside) return;
       float v = acc[0] + load<float>(p.bias, 0, col);
       if (p.residual.data) v += load_any(p.residual, row, col);
       store_any(p.out, row, col, v);
@@ -182,7 +197,7 @@ __device__ __forceinline__ void attention_row(const KlAttention& p, uint64_t que
 #pragma unroll
   for (int i = 0; i < kHeld; i++) {
     const uint32_t e = i * 32 + lane;
-    if (e < d) store_quantised(p.out, query, q_col + e, out[i] / row_sum, p.saturated);
+    store_of_lanes(p.out, query, q_col + e, out[i] / row_sum, e < d, p.saturated);
   }
 }
 

@@ -4,6 +4,7 @@
 //   kl_layer_norm_*  y = (1 + scale) * (x - mean) / sqrt(var + eps) + shift, per stream (AdaLN modulation)
 //                    _1024 to _8192: aligned rows of bf16 with at most that many columns, a multiple of 8
 //                    _e4m3_1024 to _e4m3_8192: the same with results of e4m3, divided by their scale
+//                    _e2m1_1024 to _e2m1_8192: the same with results of e2m1 and the scales of their blocks
 //                    _any: all others, in and out
 //
 // Bound: HBM. Rows are read once and stay in registers in their storage type. A warp computes squared deviations from its own mean, and
@@ -13,6 +14,7 @@
 
 #include <common/math.cuh>
 #include <common/moments.cuh>
+#include <common/nvfp4.cuh>
 #include <common/reduce.cuh>
 #include <common/tile_row.cuh>
 #include <common/types.cuh>
@@ -30,13 +32,29 @@ __device__ __forceinline__ float divide(float a, float n) {
   return fmaf(fmaf(-near, n, a), inverse, near);
 }
 
+// The type of results in NVFP4.
+struct e2m1 {};
+
+// Stores kVector values as one half of a block of e2m1, of which the neighbouring lane has the other. All lanes of a warp call it; both
+// have a place inside the matrix or neither.
+__device__ __forceinline__ void store_half_block(const KlMat& m, uint32_t row, uint32_t col, const float (&v)[kVector], bool inside) {
+  const uint32_t mine = largest_magnitude(v);
+  const QuantisedBlock block(max(mine, __shfl_xor_sync(0xffffffffu, mine, 1)), m.scale);
+  uint32_t codes = 0;
+#pragma unroll
+  for (int i = 0; i < kVector / 2; i++) codes |= pack_e2m1(v[2 * i] * block.inverse, v[2 * i + 1] * block.inverse) << 8 * i;
+  if (!inside) return;
+  *reinterpret_cast<uint32_t*>(code_pair(m, row, col)) = codes;
+  if (col % 16 == 0) block_scale(m, row, col / 16) = static_cast<uint8_t>(block.scale);
+}
+
 // Normalises rows `first` to `first` + kRows of aligned bf16. A thread has kVecs vectors, of which only the last may lie past the end; it
 // then loads the row's first vector instead, and neither counts nor stores it. A row past the end repeats the last row, with the same
-// result. With kRms there is no mean and no shift, and `scale` is the weight. Results are of type T: bf16 or e4m3.
+// result. With kRms there is no mean and no shift, and `scale` is the weight. Results are of type T: bf16, e4m3 or e2m1.
 template <class T, int kThreads, int kVecs, bool kRms>
 __device__ __forceinline__ void norm_rows(const KlMat& out, const KlMat& x, const KlMat& scale, const KlMat& shift, uint32_t first,
                                           float eps, uint64_t saturated, StoredMoments (&moments)[kRows][kThreads / 32]) {
-  constexpr bool kE4m3 = std::is_same_v<T, e4m3>;
+  constexpr bool kE4m3 = std::is_same_v<T, e4m3>, kE2m1 = std::is_same_v<T, e2m1>, kCodes = kE4m3 || kE2m1;
   constexpr uint32_t kStep = kThreads * kVector;
   const uint32_t col = threadIdx.x * kVector;
   const bool full = col + (kVecs - 1) * kStep < x.cols;
@@ -118,7 +136,7 @@ __device__ __forceinline__ void norm_rows(const KlMat& out, const KlMat& x, cons
       deviations += kRms ? m.squares : m.squares + d * d * m.count;
     }
     rstd[r] = rsqrtf(__fdividef(deviations, n) + eps);
-    if constexpr (kE4m3) {
+    if constexpr (kCodes) {
       // Which code is the nearest takes all bits of a value next to a tie, so the mean is subtracted first.
       rstd[r] *= inverse;
       minus[r] = -whole;
@@ -132,7 +150,7 @@ __device__ __forceinline__ void norm_rows(const KlMat& out, const KlMat& x, cons
   uint32_t beyond[kRows] = {};
   const auto normalised = [&](float v, int r) {
     if constexpr (kRms) return v * rstd[r];
-    if constexpr (kE4m3) return (v + minus[r]) * rstd[r];
+    if constexpr (kCodes) return (v + minus[r]) * rstd[r];
     return v * rstd[r] + minus[r];
   };
 #pragma unroll
@@ -157,9 +175,13 @@ __device__ __forceinline__ void norm_rows(const KlMat& out, const KlMat& x, cons
       unpack_bf16(values[r][i], v);
 #pragma unroll
       for (int j = 0; j < kVector; j++) v[j] = kRms ? normalised(v[j], r) * a[j] : normalised(v[j], r) * (1.0f + a[j]) + b[j] * inverse;
-      if (i == kVecs - 1 && !full) continue;
-      if constexpr (kE4m3) beyond[r] += saturated_of<kVector>(v);
-      store_vector(row_of<T>(out, row(r)) + column(i), v);
+      const bool inside = i < kVecs - 1 || full;
+      if constexpr (kE2m1) {
+        store_half_block(out, row(r), column(i), v, inside);
+      } else if (inside) {
+        if constexpr (kE4m3) beyond[r] += saturated_of<kVector>(v);
+        store_vector(row_of<T>(out, row(r)) + column(i), v);
+      }
     }
   }
   // The row that is repeated counts once.
@@ -177,10 +199,11 @@ __device__ __forceinline__ void layer_norm_rows(const KlLayerNorm& p) {
   norm_rows<T, kThreads, kVecs, false>(s.out, s.x, s.scale, s.shift, first, p.eps, p.saturated, moments);
 }
 
-// Resident CTAs per SM of a norm into e4m3: one fewer where the conversion takes registers, because the GPU has no instruction for it.
-constexpr int e4m3_ctas(int ctas) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
-  return ctas > 1 ? ctas - 1 : 1;
+// Resident CTAs per SM of a norm into codes: one fewer where the conversion takes registers, because GPUs have no instruction for it before
+// this architecture.
+constexpr int quantising_ctas(int ctas, [[maybe_unused]] int since) {
+#ifdef __CUDA_ARCH__
+  return __CUDA_ARCH__ < since && ctas > 1 ? ctas - 1 : ctas;
 #else
   return ctas;
 #endif
@@ -191,8 +214,11 @@ constexpr int e4m3_ctas(int ctas) {
 #define KL_ROW_NORM(file, cols, kThreads, kVecs, layer_ctas_per_sm, rms_ctas_per_sm)                                           \
   static_assert(row_states<kThreads * kVecs * kVector, cols>());                                                               \
   KL_ENTRY(kl_layer_norm_##cols, KlLayerNorm, kThreads, layer_ctas_per_sm) { layer_norm_rows<bf16, kThreads, kVecs>(p); }      \
-  KL_ENTRY(kl_layer_norm_e4m3_##cols, KlLayerNorm, kThreads, e4m3_ctas(layer_ctas_per_sm)) {                                    \
+  KL_ENTRY(kl_layer_norm_e4m3_##cols, KlLayerNorm, kThreads, quantising_ctas(layer_ctas_per_sm, 890)) {                        \
     layer_norm_rows<e4m3, kThreads, kVecs>(p);                                                                                 \
+  }                                                                                                                            \
+  KL_ENTRY(kl_layer_norm_e2m1_##cols, KlLayerNorm, kThreads, quantising_ctas(layer_ctas_per_sm, 1000)) {                       \
+    layer_norm_rows<e2m1, kThreads, kVecs>(p);                                                                                 \
   }                                                                                                                            \
   KL_ENTRY(kl_rms_norm_##cols, KlRmsNorm, kThreads, rms_ctas_per_sm) {                                                         \
     KL_SHARED(StoredMoments, moments, [kRows][kThreads / 32]);                                                                 \
@@ -215,6 +241,12 @@ __device__ __forceinline__ float sum_of_columns(uint32_t cols, F f) {
   return sum;
 }
 
+// Calls f(column, whether it is inside the row) for all columns. All lanes of a warp do so together, for consecutive columns.
+template <class F>
+__device__ __forceinline__ void for_columns_of_warps(uint32_t cols, F f) {
+  for (uint32_t first = threadIdx.x / 32 * 32; first < cols; first += KL_NORM_THREADS) f(first + lane(), first + lane() < cols);
+}
+
 // Rows of any width, dtype and alignment, one per CTA, read again for each pass.
 KL_ENTRY(kl_rms_norm_any, KlRmsNorm, KL_NORM_THREADS) {
   const uint64_t row = blockIdx.x;
@@ -223,9 +255,10 @@ KL_ENTRY(kl_rms_norm_any, KlRmsNorm, KL_NORM_THREADS) {
     return v * v;
   });
   const float scale = rsqrtf(squares / static_cast<float>(p.x.cols) + p.eps);
-  for (uint32_t col = threadIdx.x; col < p.x.cols; col += KL_NORM_THREADS) {
-    store_quantised(p.out, row, col, load_any(p.x, row, col) * scale * load<float>(p.weight, 0, col), p.saturated);
-  }
+  for_columns_of_warps(p.x.cols, [&](uint32_t col, bool inside) {
+    const float v = inside ? load_any(p.x, row, col) * scale * load<float>(p.weight, 0, col) : 0.0f;
+    store_of_lanes(p.out, row, col, v, inside, p.saturated);
+  });
 }
 
 KL_ENTRY(kl_layer_norm_any, KlLayerNorm, KL_NORM_THREADS) {
@@ -239,8 +272,9 @@ KL_ENTRY(kl_layer_norm_any, KlLayerNorm, KL_NORM_THREADS) {
     return d * d;
   });
   const float rstd = rsqrtf(squares / n + p.eps);
-  for (uint32_t col = threadIdx.x; col < s.x.cols; col += KL_NORM_THREADS) {
-    const float v = (load_any(s.x, row, col) - mean) * rstd;
-    store_quantised(s.out, row, col, (1.0f + load_any(s.scale, 0, col)) * v + load_any(s.shift, 0, col), p.saturated);
-  }
+  for_columns_of_warps(s.x.cols, [&](uint32_t col, bool inside) {
+    const float v = inside ? (load_any(s.x, row, col) - mean) * rstd : 0.0f;
+    const float modulated = inside ? (1.0f + load_any(s.scale, 0, col)) * v + load_any(s.shift, 0, col) : 0.0f;
+    store_of_lanes(s.out, row, col, modulated, inside, p.saturated);
+  });
 }

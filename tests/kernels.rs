@@ -398,7 +398,13 @@ fn a_row_is_all_that_a_new_tile_takes() {
     has("KL_ATTENTION_WIDE(attention_wide_mma, 16, 64, 3, 70000)", &["kl_attention_wide_16", "WideAttention { block_q: 16"]);
     has(
         "KL_ROW_NORM(norm_rows, 16384, 512, 4, 1, 1)",
-        &["kl_layer_norm_16384", "kl_layer_norm_e4m3_16384", "kl_rms_norm_16384", "max_columns: 16384"],
+        &[
+            "kl_layer_norm_16384",
+            "kl_layer_norm_e4m3_16384",
+            "kl_layer_norm_e2m1_16384",
+            "kl_rms_norm_16384",
+            "max_columns: 16384",
+        ],
     );
 }
 

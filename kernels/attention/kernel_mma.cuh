@@ -8,6 +8,7 @@
 #include <attention/kv_cursor.cuh>
 #include <attention/load_rows.cuh>
 #include <attention/softmax.cuh>
+#include <attention/store_output.cuh>
 #include <common/mma.cuh>
 #include <common/vectors.cuh>
 
@@ -165,25 +166,9 @@ __device__ __forceinline__ void attention(const KlAttention& p, unsigned char* s
   for (int m = 0; m < kMmaM; m++) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const float sum = quad_sum(row_sum[m][half]);
       const uint32_t query = query0 + warp_row + m * 16 + half * 8 + lane / 4;
-      if (query >= p.out.rows) continue;
-      const float inverse = 1.0f / sum;
-      const uint32_t col = q_col + lane % 4 * 2;
-      if (p.out.dtype == KL_E4M3) {
-        const float scale = inverse / p.out.scale;
-        e4m3* to = row_of<e4m3>(p.out, query) + col;
-#pragma unroll
-        for (int n = 0; n < kHeadDim / 8; n++) {
-          const float v[2] = {out[m][n][2 * half] * scale, out[m][n][2 * half + 1] * scale};
-          count_saturated<2>(p.saturated, v);
-          *reinterpret_cast<uint16_t*>(to + n * 8) = static_cast<uint16_t>(pack_e4m3(v[0], v[1]));
-        }
-        continue;
-      }
-      bf16* to = row_of<bf16>(p.out, query) + col;
-#pragma unroll
-      for (int n = 0; n < kHeadDim / 8; n++) store_pair(to + n * 8, out[m][n][2 * half] * inverse, out[m][n][2 * half + 1] * inverse);
+      const auto value = [&](int n, int i) { return out[m][n][2 * half + i]; };
+      store_output_row<kHeadDim>(p.out, query, q_col, 1.0f / quad_sum(row_sum[m][half]), p.saturated, value);
     }
   }
 }

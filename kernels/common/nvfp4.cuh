@@ -2,6 +2,7 @@
 #pragma once
 
 #include <common/e4m3.cuh>
+#include <common/reduce.cuh>
 #include <common/types.cuh>
 #include <ptx/sm100.cuh>
 
@@ -19,10 +20,19 @@ __device__ __forceinline__ uint32_t block_scale_offset(uint32_t row, uint32_t bl
   return tile * KL_SCALE_TILE_BYTES + row % 32 * 16 + row % KL_SCALE_TILE_ROWS / 32 * kBlocks + block % kBlocks;
 }
 
+// The scale of a block of a matrix of e2m1.
+__device__ __forceinline__ uint8_t& block_scale(const KlMat& m, uint32_t row, uint32_t block) {
+  return reinterpret_cast<uint8_t*>(m.scales)[block_scale_offset(row, block, static_cast<uint32_t>(m.stride))];
+}
+
+// The byte of a matrix of e2m1 that has the code of this column, and that of its neighbour.
+__device__ __forceinline__ uint8_t* code_pair(const KlMat& m, uint64_t row, uint32_t col) {
+  return reinterpret_cast<uint8_t*>(m.data) + (row * m.stride + col) / 2;
+}
+
 // An element of a matrix of e2m1.
 __device__ __forceinline__ float load_nvfp4(const KlMat& m, uint32_t row, uint32_t col) {
-  const uint32_t byte = reinterpret_cast<const uint8_t*>(m.data)[(row * m.stride + col) / 2];
-  const uint32_t scale = reinterpret_cast<const uint8_t*>(m.scales)[block_scale_offset(row, col / 16, static_cast<uint32_t>(m.stride))];
+  const uint32_t byte = *code_pair(m, row, col), scale = block_scale(m, row, col / 16);
   return decode_e2m1(col % 2 ? byte & 15u : byte >> 4) * (m.scale * decode_e4m3(scale));
 }
 
@@ -52,6 +62,15 @@ __device__ __forceinline__ uint32_t pack_e2m1(float even, float odd) {
 // its block must.
 __device__ __forceinline__ uint32_t magnitude_bits(float v) { return __float_as_uint(v) & 0x7fffffffu; }
 
+// The largest magnitude of these values, as bits.
+template <int kCount>
+__device__ __forceinline__ uint32_t largest_magnitude(const float (&v)[kCount]) {
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < kCount; i++) largest = max(largest, magnitude_bits(v[i]));
+  return largest;
+}
+
 // How a block is quantised: the code of its scale, and what its values are multiplied by before they are rounded.
 struct QuantisedBlock {
   uint32_t scale;
@@ -64,3 +83,20 @@ struct QuantisedBlock {
     inverse = scale == 0 ? 0.0f : 1.0f / (tensor * decode_e4m3(scale));
   }
 };
+
+// Stores a value of each lane, if it has one, in a matrix of any type that results have. All lanes of a warp call it; of e2m1, sixteen
+// consecutive ones have the columns of a block.
+__device__ __forceinline__ void store_of_lanes(const KlMat& m, uint64_t row, uint32_t col, float v, bool has_one, uint64_t saturated) {
+  if (m.dtype != KL_E2M1) {
+    if (has_one) store_quantised(m, row, col, v, saturated);
+    return;
+  }
+  uint32_t largest = magnitude_bits(v);
+#pragma unroll
+  for (int offset = 8; offset > 0; offset /= 2) largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+  const QuantisedBlock block(largest, m.scale);
+  const float next = __shfl_xor_sync(0xffffffffu, v, 1);
+  if (!has_one || col % 2) return;
+  *code_pair(m, row, col) = static_cast<uint8_t>(pack_e2m1(v * block.inverse, next * block.inverse));
+  if (col % 16 == 0) block_scale(m, row, col / 16) = static_cast<uint8_t>(block.scale);
+}

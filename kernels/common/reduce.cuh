@@ -32,6 +32,12 @@ __device__ __forceinline__ float quad_max(float v) {
   return fmaxf(v, __shfl_xor_sync(0xffffffffu, v, 2));
 }
 
+// The same for the bits of magnitudes, among which NaN is the largest.
+__device__ __forceinline__ uint32_t quad_max_bits(uint32_t v) {
+  v = max(v, __shfl_xor_sync(0xffffffffu, v, 1));
+  return max(v, __shfl_xor_sync(0xffffffffu, v, 2));
+}
+
 // Transposes 4x4 words among the four lanes of a quad: lane i ends with the i-th word of each lane, which are 16 contiguous bytes of a
 // row where each lane had every fourth word.
 __device__ __forceinline__ uint4 transpose_quad(const uint32_t (&v)[4]) {

@@ -85,3 +85,23 @@ pub fn encode_block(values: &[f32], tensor: f32, codes: &mut [u8]) -> u8 {
     DType::E2m1.encode(multiples, codes);
     scale
 }
+
+/// Where the scales of blocks stand among the tiles of a matrix with so many columns, row by row without end.
+fn scale_offsets(cols: usize) -> impl Iterator<Item = usize> {
+    let along = tiles_along(cols);
+    (0..).flat_map(move |row| (0..cols / BLOCK).map(move |block| scale_offset(row, block, along)))
+}
+
+/// Decodes rows of whole blocks, whose scales are in tiles.
+pub fn decode_rows(codes: &[u8], scales: &[u8], cols: usize, tensor: f32, to: &mut [f32]) {
+    let blocks = to.chunks_exact_mut(BLOCK).zip(codes.chunks_exact(BLOCK / 2));
+    blocks.zip(scale_offsets(cols)).for_each(|((to, codes), at)| decode_block(codes, unit(tensor, scales[at]), to));
+}
+
+/// Quantises rows of whole blocks and writes their scales into tiles, of which it leaves the rest as it is. Returns the elements.
+pub fn encode_rows(values: &[f32], cols: usize, tensor: f32, scales: &mut [u8]) -> Vec<u8> {
+    let mut codes = vec![0; values.len() / 2];
+    let blocks = values.chunks_exact(BLOCK).zip(codes.chunks_exact_mut(BLOCK / 2));
+    blocks.zip(scale_offsets(cols)).for_each(|((values, codes), at)| scales[at] = encode_block(values, tensor, codes));
+    codes
+}

@@ -162,7 +162,7 @@ fn portable_attention(cx: &OpContext, out: KlMat, q: KlMat, kv: &[abi::KlKeyValu
     let copyable = |m: &KlMat, dtype| m.rows == 0 || is_async_copyable(m, dtype);
     let copyable = copyable(&q, q.dtype) && kv.iter().all(|s| copyable(&s.k, q.dtype) && copyable(&s.v, abi::KL_BF16));
     if cx.choice != Choice::Naive && copyable && is_pair_aligned(&out) {
-        if head_dim == abi::KL_MMA_COLS as usize && [abi::KL_BF16, abi::KL_E4M3].contains(&out.dtype) {
+        if head_dim == abi::KL_MMA_COLS as usize && [abi::KL_BF16, abi::KL_E4M3, abi::KL_E2M1].contains(&out.dtype) {
             let kernel = match q.dtype {
                 abi::KL_E4M3 => fp8_kernel(kv.iter().map(|s| q.scale * s.k.scale), args).filter(|&k| cx.kernels.has(k)),
                 abi::KL_BF16 => Some(bf16_kernel(cx.shared, cx.choice)),

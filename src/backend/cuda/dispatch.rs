@@ -33,8 +33,8 @@ pub fn kernels_of(op: &str) -> Vec<Kernel> {
     }
 }
 
-/// Fails if an op writes a weight, holds f16 in working memory, has values of attention in e4m3, activations in another quantised
-/// format or weights in e5m2: there are no kernels for these. Which operands may be quantised at all is a rule of ops.
+/// Fails if an op writes a weight, holds f16 in working memory, has values of attention in a quantised format or anything in e5m2:
+/// there are no kernels for these. Which operands may be quantised at all is a rule of ops.
 fn check_operands(op: &Op<'_>) -> Result<()> {
     let mut usable = Ok(());
     let mut refuse = |t: Tensor, why: &str| {
@@ -47,8 +47,8 @@ fn check_operands(op: &Op<'_>) -> Result<()> {
         if t.dtype == DType::F16 && t.region == Region::Arena {
             refuse(t, "only weights are stored in f16");
         }
-        if t.dtype == DType::E5m2 || t.dtype == DType::E2m1 && t.region == Region::Arena {
-            refuse(t, "the only quantised formats with kernels are e4m3 and, of weights, NVFP4");
+        if t.dtype == DType::E5m2 {
+            refuse(t, "the only quantised formats with kernels are e4m3 and NVFP4");
         }
     });
     let mut plain_values = |values: Tensor| {

@@ -182,14 +182,15 @@ fn unsupported(op: &'static str, layer: &Linear) -> Error {
     Error::Op { op, what: format!("{layer:?} cannot be multiplied on the GPU") }
 }
 
-/// The matrices of a layer's weight. There are no kernels for a term of low rank, nor for inputs of NVFP4.
+/// The matrices of a layer's weight. There are no kernels for a term of low rank, and for inputs of NVFP4 only with weights of it.
 struct Matrices {
     mats: Vec<KlMat>,
 }
 
 impl Matrices {
     fn new(cx: &OpContext, op: &'static str, layer: &Linear) -> Result<Self> {
-        if layer.low_rank.is_some() || layer.input.dtype == DType::E2m1 {
+        let nvfp4 = |part: &Tensor| part.dtype == DType::E2m1;
+        if layer.low_rank.is_some() || layer.input.dtype == DType::E2m1 && !layer.weight.parts().iter().all(nvfp4) {
             return Err(unsupported(op, layer));
         }
         Ok(Self { mats: layer.weight.parts().iter().map(|&part| cx.mat(part, op)).collect::<Result<_>>()? })

@@ -35,7 +35,7 @@ pub use system::{CAPABILITY, System, devices};
 use super::plan::Live;
 use super::{Backend, Fp8Accumulate, GemmFormats, Op, Role, StepKey};
 use crate::error::{Error, Result};
-use crate::tensor::{ALIGN, DType, Region, Scaling, Tensor, WeightPart};
+use crate::tensor::{ALIGN, DType, Region, Scaling, Tensor, WeightPart, nvfp4};
 use context::OpContext;
 use dispatch::dispatch;
 use driver::{DeviceInfo, Driver, Rows, Stream};
@@ -273,13 +273,22 @@ impl Cuda {
     }
 }
 
-/// The factor of a tensor's elements, if the host can write and read it: plain types, and e4m3 with one scale.
+/// The factor of a tensor's elements, if the host can write and read it: plain types, and e4m3 with one scale. NVFP4 has
+/// [scales](block_scales) besides.
 fn transferred_scale(t: Tensor) -> Option<f32> {
     match (t.dtype, t.scaling) {
         (DType::E5m2 | DType::E2m1, _) => None,
         (_, Scaling::Unscaled) => Some(1.0),
         (_, Scaling::Tensor(scale)) => Some(scale.get()),
         (_, Scaling::Rows(_) | Scaling::Blocks16 { .. }) => None,
+    }
+}
+
+/// The tiles of block scales of a tensor of NVFP4 as a matrix of bytes, and the factor of the whole tensor.
+fn block_scales(t: Tensor) -> Option<(Tensor, f32)> {
+    match t.scaling {
+        Scaling::Blocks16 { tensor, .. } if t.cols.is_multiple_of(nvfp4::BLOCK) => Some((t.as_bytes().nth(1)?, tensor.get())),
+        _ => None,
     }
 }
 
@@ -361,6 +370,17 @@ impl Backend for Cuda {
         self.prepare_transfer("write")?;
         let rows = self.rows(to, "write")?;
         self.live.touch(to);
+        if let Some((tiles, tensor)) = block_scales(to).filter(|_| values.len() == to.len()) {
+            if values.is_empty() {
+                return Ok(());
+            }
+            // The last tiles may also have scales of rows that are not written.
+            let mut scales = self.download(tiles, "write")?;
+            let codes = nvfp4::encode_rows(values, to.cols, tensor, &mut scales);
+            self.driver.copy_in(self.stream.1, rows, &codes)?;
+            self.driver.copy_in(self.stream.1, self.rows(tiles, "write")?, &scales)?;
+            return self.driver.synchronize(self.stream.1);
+        }
         let Some(scale) = transferred_scale(to).filter(|_| values.len() == to.len()) else {
             return Err(Error::Op { op: "write", what: format!("{} values for {to:?}", values.len()) });
         };
@@ -372,6 +392,11 @@ impl Backend for Cuda {
     }
 
     fn read(&mut self, from: Tensor, to: &mut [f32]) -> Result<()> {
+        if let Some((tiles, tensor)) = block_scales(from).filter(|_| to.len() == from.len()) {
+            let (codes, scales) = (self.download(from, "read")?, self.download(tiles, "read")?);
+            nvfp4::decode_rows(&codes, &scales, from.cols, tensor, to);
+            return Ok(());
+        }
         let Some(scale) = transferred_scale(from).filter(|_| to.len() == from.len()) else {
             return Err(Error::Op { op: "read", what: format!("{} values from {from:?}", to.len()) });
         };

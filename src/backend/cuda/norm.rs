@@ -17,8 +17,8 @@ pub fn rms_norms() -> Vec<Kernel> {
 
 /// The kernels of a modulated layer norm. The last takes any number of columns, of any dtype at any address.
 pub fn layer_norms() -> Vec<Kernel> {
-    let rows = ROW_NORMS.iter().map(|norm| norm.layer_norm).chain(ROW_NORMS.iter().map(|norm| norm.layer_norm_e4m3));
-    rows.chain([Kernel::LayerNormAny]).collect()
+    let results: [fn(&RowNorm) -> Kernel; 3] = [|norm| norm.layer_norm, |norm| norm.layer_norm_e4m3, |norm| norm.layer_norm_e2m1];
+    results.into_iter().flat_map(|kernel| ROW_NORMS.iter().map(kernel)).chain([Kernel::LayerNormAny]).collect()
 }
 
 /// The kernels of a group norm.
@@ -36,11 +36,15 @@ fn rms_norm_kernel(cols: u32, vectorizable: bool) -> (Kernel, u32) {
 
 /// The same for results of that type.
 fn layer_norm_kernel(cols: u32, vectorizable: bool, result: DType) -> (Kernel, u32) {
-    let kernel = |norm: &RowNorm| if result == DType::E4m3 { norm.layer_norm_e4m3 } else { norm.layer_norm };
+    let kernel = |norm: &RowNorm| match result {
+        DType::E4m3 => norm.layer_norm_e4m3,
+        DType::E2m1 => norm.layer_norm_e2m1,
+        _ => norm.layer_norm,
+    };
     row_norm(cols, vectorizable, kernel, Kernel::LayerNormAny)
 }
 
-/// RMS norm of every row. Results of e4m3 are rare enough for the kernel that takes anything.
+/// RMS norm of every row. Results of e4m3 and e2m1 are rare enough for the kernel that takes anything.
 pub fn rms_norm(cx: &OpContext, out: KlMat, x: KlMat, weight: KlMat, eps: f32) -> Result<()> {
     let p = abi::KlRmsNorm { out, x, weight, saturated: cx.memory.saturated(), eps, unused: 0 };
     let vectorizable = [out, x].iter().all(|m| is_vectorizable(m, abi::KL_BF16)) && is_vectorizable(&weight, abi::KL_F32);
@@ -59,7 +63,8 @@ pub fn layer_norm_modulate(cx: &OpContext, op: &'static str, streams: &[Modulate
             *to = abi::KlModulated { out: mat(s.out)?, x: mat(s.x)?, shift: mat(s.shift)?, scale: mat(s.scale)? };
         }
         let (cols, result) = (p.stream[0].x.cols, group[0].out.dtype);
-        let storable = |out: &KlMat| [abi::KL_BF16, abi::KL_E4M3].iter().any(|&dtype| is_vectorizable(out, dtype));
+        let types = [abi::KL_BF16, abi::KL_E4M3, abi::KL_E2M1];
+        let storable = |out: &KlMat| types.iter().any(|&dtype| is_vectorizable(out, dtype));
         let vectorizable = p.stream[..group.len()].iter().all(|s| {
             let inputs = [s.x, s.shift, s.scale];
             s.x.cols == cols && inputs.iter().all(|m| is_vectorizable(m, abi::KL_BF16)) && storable(&s.out)
@@ -199,6 +204,8 @@ mod tests {
         let layer = |vectorizable, result| layer_norm_kernel(3072, vectorizable, result);
         assert_eq!(layer(true, DType::Bf16), (Kernel::LayerNorm3072, 2));
         assert_eq!(layer(true, DType::E4m3), (Kernel::LayerNormE4m33072, 2));
-        assert_eq!([DType::Bf16, DType::E4m3].map(|result| layer(false, result)), [(Kernel::LayerNormAny, 1); 2]);
+        assert_eq!(layer(true, DType::E2m1), (Kernel::LayerNormE2m13072, 2));
+        let results = [DType::Bf16, DType::E4m3, DType::E2m1];
+        assert_eq!(results.map(|result| layer(false, result)), [(Kernel::LayerNormAny, 1); 3]);
     }
 }

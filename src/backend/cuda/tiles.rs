@@ -28,6 +28,8 @@ pub struct RowNorm {
     pub layer_norm: Kernel,
     /// The same with results of e4m3.
     pub layer_norm_e4m3: Kernel,
+    /// The same with results of e2m1.
+    pub layer_norm_e2m1: Kernel,
     /// The RMS norm.
     pub rms_norm: Kernel,
 }
