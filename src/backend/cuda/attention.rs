@@ -20,7 +20,8 @@ pub fn kernels() -> Vec<Kernel> {
         Kernel::AttentionSm90OnlineSoftmax,
         Kernel::AttentionSm90Causal,
     ];
-    let portable = [Kernel::AttentionFp8MaxFree, Kernel::AttentionFp8OnlineSoftmax, Kernel::AttentionMma, Kernel::AttentionMma8];
+    let fp8 = [0, 1].into_iter().flat_map(|i| [FP8_MAX_FREE[i], FP8_ONLINE_SOFTMAX[i]]);
+    let portable = fp8.chain([Kernel::AttentionMma, Kernel::AttentionMma8]);
     let wide = WIDE_ATTENTIONS.iter().map(|tile| tile.kernel);
     sm90.into_iter().chain(portable).chain(wide).chain([Kernel::NaiveAttention]).collect()
 }
@@ -131,13 +132,17 @@ const fn bf16_kernel(shared: u32, choice: Choice) -> Kernel {
     }
 }
 
-/// The portable kernel for heads of 128 with queries and keys of e4m3, if there is one; `scales` are the products of their scales,
-/// one for each segment. Where these are not one, they are factors of scores that a max-free kernel would ignore.
-fn fp8_kernel(scales: impl IntoIterator<Item = f32>, args: &AttentionArgs<'_>) -> Option<Kernel> {
+/// The kernels by `mma.sync` for heads of 128 with queries and keys of e4m3, the fastest first.
+const FP8_MAX_FREE: [Kernel; 2] = [Kernel::AttentionSm120MaxFree, Kernel::AttentionFp8MaxFree];
+const FP8_ONLINE_SOFTMAX: [Kernel; 2] = [Kernel::AttentionSm120OnlineSoftmax, Kernel::AttentionFp8OnlineSoftmax];
+
+/// Those of them that compute this; `scales` are the products of the scales of queries and keys, one for each segment. Where these
+/// are not one, they are factors of scores that a max-free kernel would ignore.
+fn fp8_kernels(scales: impl IntoIterator<Item = f32>, args: &AttentionArgs<'_>) -> &'static [Kernel] {
     match args.causal {
-        true => None,
-        false if args.is_max_free() && scales.into_iter().all(|scale| scale == 1.0) => Some(Kernel::AttentionFp8MaxFree),
-        false => Some(Kernel::AttentionFp8OnlineSoftmax),
+        true => &[],
+        false if args.is_max_free() && scales.into_iter().all(|scale| scale == 1.0) => &FP8_MAX_FREE,
+        false => &FP8_ONLINE_SOFTMAX,
     }
 }
 
@@ -164,7 +169,10 @@ fn portable_attention(cx: &OpContext, out: KlMat, q: KlMat, kv: &[abi::KlKeyValu
     if cx.choice != Choice::Naive && copyable && is_pair_aligned(&out) {
         if head_dim == abi::KL_MMA_COLS as usize && [abi::KL_BF16, abi::KL_E4M3, abi::KL_E2M1].contains(&out.dtype) {
             let kernel = match q.dtype {
-                abi::KL_E4M3 => fp8_kernel(kv.iter().map(|s| q.scale * s.k.scale), args).filter(|&k| cx.kernels.has(k)),
+                abi::KL_E4M3 => {
+                    let kernels = fp8_kernels(kv.iter().map(|s| q.scale * s.k.scale), args);
+                    kernels.iter().copied().find(|&kernel| cx.kernels.has(kernel))
+                }
                 abi::KL_BF16 => Some(bf16_kernel(cx.shared, cx.choice)),
                 _ => None,
             };
@@ -320,10 +328,10 @@ mod tests {
         assert_eq!(kernel(abi::KL_BF16, 1.0, false, Softmax::Natural { scale: 0.1 }), Some(Kernel::AttentionSm90OnlineSoftmax));
         assert_eq!(kernel(abi::KL_BF16, 1.0, true, bounded), Some(Kernel::AttentionSm90Causal));
         assert_eq!(kernel(abi::KL_F32, 1.0, false, bounded), None);
-        let portable = |scales: &[f32], causal, softmax| fp8_kernel(scales.iter().copied(), &args(causal, softmax));
-        assert_eq!(portable(&[1.0, 1.0], false, bounded), Some(Kernel::AttentionFp8MaxFree));
-        assert_eq!(portable(&[1.0, 0.5], false, bounded), Some(Kernel::AttentionFp8OnlineSoftmax));
-        assert_eq!(portable(&[1.0], false, unbounded), Some(Kernel::AttentionFp8OnlineSoftmax));
-        assert_eq!(portable(&[1.0], true, bounded), None);
+        let portable = |scales: &[f32], causal, softmax| fp8_kernels(scales.iter().copied(), &args(causal, softmax));
+        assert_eq!(portable(&[1.0, 1.0], false, bounded), FP8_MAX_FREE);
+        assert_eq!(portable(&[1.0, 0.5], false, bounded), FP8_ONLINE_SOFTMAX);
+        assert_eq!(portable(&[1.0], false, unbounded), FP8_ONLINE_SOFTMAX);
+        assert!(portable(&[1.0], true, bounded).is_empty());
     }
 }

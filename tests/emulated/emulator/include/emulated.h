@@ -8,4 +8,4 @@
 
 #include <ptx/entry.cuh>
 #include <ptx/sm80.cuh>
-#include <ptx/sm90.cuh>
+#include <ptx/sm120.cuh>
