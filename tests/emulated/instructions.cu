@@ -2,6 +2,7 @@
 // they store with loops.
 #include <abi.h>
 #include <common/e4m3.cuh>
+#include <common/nvfp4.cuh>
 #include <ptx/sm90.cuh>
 
 constexpr uint32_t kThreads = 64, kCtas = 2;
@@ -100,6 +101,16 @@ KL_ENTRY(convert_e4m3, ConvertParams, kThreads) {
     reinterpret_cast<uint8_t*>(p.in_software)[i] = static_cast<uint8_t>(encode_e4m3(values[i]));
   }
   for (uint32_t code = threadIdx.x; code < 256; code += kThreads) reinterpret_cast<float*>(p.decoded)[code] = decode_e4m3(code);
+}
+
+// The same for e2m1, of which two codes are a byte.
+KL_ENTRY(convert_e2m1, ConvertParams, kThreads) {
+  const float* values = reinterpret_cast<const float*>(p.values);
+  for (uint32_t i = threadIdx.x; i < p.count; i += kThreads) {
+    reinterpret_cast<uint8_t*>(p.by_instruction)[i] = static_cast<uint8_t>(cvt_e2m1x2(values[i], -values[i]));
+    reinterpret_cast<uint8_t*>(p.in_software)[i] = static_cast<uint8_t>(encode_e2m1(values[i]));
+  }
+  for (uint32_t code = threadIdx.x; code < 16; code += kThreads) reinterpret_cast<float*>(p.decoded)[code] = decode_e2m1(code);
 }
 
 // In round r the predicate is true for thread r alone, in the last one for none.

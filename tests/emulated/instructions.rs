@@ -6,6 +6,7 @@ use crate::ops::formats::Codes;
 use crate::random::Random;
 use kiln::tensor::DType;
 use kiln_emulator::{DeviceMemory, Launch, TensorMap, entry, finish, launch, set_time_limit, tensor_map};
+use std::ops::Range;
 use std::process::Command;
 use std::time::Duration;
 
@@ -158,8 +159,23 @@ fn a_barrier_tells_whether_any_predicate_is_true() {
     }
 }
 
-/// Every code as a value; and as codes every value that one stands for, all that lie in the middle between two, their neighbours,
-/// what is out of range, and some at random. The instruction and the software that stands in for it on older GPUs agree with a
+/// Values to convert to a format with so many magnitudes: every one of these, all that lie in the middle between two, their
+/// neighbours, what is out of range, and some at random with exponents of f32 in this range; all of them with both signs.
+fn converted_values(codes: &Codes, magnitudes: u8, exponents: Range<u32>) -> Vec<f32> {
+    let magnitudes: Vec<f32> = (0..magnitudes).map(|code| codes.decode(code) as f32).collect();
+    let middles = magnitudes.windows(2).map(|pair| (pair[0] + pair[1]) / 2.0);
+    let mut values: Vec<f32> = magnitudes.iter().copied().chain(middles).flat_map(|v| [v, v.next_up(), v.next_down()]).collect();
+    let largest = codes.largest() as f32;
+    values.extend([largest * 1.002, largest * 1.1, 2.0 * largest, 1e9, f32::MAX, f32::INFINITY]);
+    values.extend([f32::MIN_POSITIVE, f32::from_bits(1)]);
+    let mut random = Random::new(1);
+    let bits = |_| (exponents.start << 23) + random.next() as u32 % ((exponents.end - exponents.start) << 23);
+    values.extend((0..4096).map(bits).map(f32::from_bits));
+    values.extend(values.clone().iter().map(|v| -v));
+    values
+}
+
+/// Every code as a value, and values as codes. The instruction and the software that stands in for it on older GPUs agree with a
 /// search.
 #[test]
 fn e4m3_is_converted_to_the_nearest_code() {
@@ -167,14 +183,9 @@ fn e4m3_is_converted_to_the_nearest_code() {
         return;
     }
     let codes = Codes::of(DType::E4m3);
-    let magnitudes: Vec<f32> = (0..0x7f).map(|code| codes.decode(code) as f32).collect();
-    let middles = magnitudes.windows(2).map(|pair| (pair[0] + pair[1]) / 2.0);
-    let mut values: Vec<f32> = magnitudes.iter().copied().chain(middles).flat_map(|v| [v, v.next_up(), v.next_down()]).collect();
-    values.extend([448.5, 464.0, 480.0, 1e9, f32::MAX, f32::INFINITY, f32::MIN_POSITIVE, f32::from_bits(1)]);
     // From 2^-14, below half of the smallest code, up to 2^11.
-    let mut random = Random::new(1);
-    values.extend((0..4096).map(|_| f32::from_bits((113 << 23) + random.next() as u32 % (25 << 23))));
-    values.extend(values.clone().iter().map(|v| -v));
+    let mut values = converted_values(codes, 0x7f, 113..138);
+    values.extend([464.0, -464.0]);
     let finite = values.len();
     values.extend([f32::NAN, -f32::NAN]);
 
@@ -197,6 +208,38 @@ fn e4m3_is_converted_to_the_nearest_code() {
     for (code, bytes) in read(&memory, decoded, 4 * 256).chunks_exact(4).enumerate() {
         let (got, want) = (f32::from_le_bytes(bytes.try_into().unwrap()), codes.decode(code as u8) as f32);
         assert!(got.to_bits() == want.to_bits() || got.is_nan() && want.is_nan(), "{code:#04x}: {got}, not {want}");
+    }
+}
+
+/// The same for e2m1, and the CPU's codes. NaN becomes the largest value, without a sign.
+#[test]
+fn e2m1_is_converted_to_the_nearest_code() {
+    if !available() {
+        return;
+    }
+    let codes = Codes::of(DType::E2m1);
+    // From 2^-4, below half of the smallest code, up to 2^5.
+    let mut values = converted_values(codes, 8, 123..132);
+    values.extend([f32::NAN, -f32::NAN]);
+    let count = values.len();
+
+    let memory = DeviceMemory::default();
+    let [from, by_instruction, in_software] = [4, 1, 1].map(|bytes| memory.allocate((bytes * count) as u64).unwrap());
+    let decoded = memory.allocate(4 * 16).unwrap();
+    memory.write(from, &values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>()).unwrap();
+    run("convert_e2m1", &SHAPE, &[from, by_instruction, in_software, decoded, count as u64], 0).unwrap();
+
+    let (pairs, software) = (read(&memory, by_instruction, count), read(&memory, in_software, count));
+    for (i, &v) in values.iter().enumerate() {
+        let code = |v: f32| if v.is_nan() { 7 } else { codes.encode(f64::from(v)) };
+        let pair = code(v) << 4 | code(-v);
+        let mut on_the_cpu = [0];
+        DType::E2m1.encode(&[v, -v], &mut on_the_cpu);
+        assert_eq!((pairs[i], on_the_cpu[0], software[i]), (pair, pair, code(v)), "{v}");
+    }
+    for (code, bytes) in read(&memory, decoded, 4 * 16).chunks_exact(4).enumerate() {
+        let (got, want) = (f32::from_le_bytes(bytes.try_into().unwrap()), codes.decode(code as u8) as f32);
+        assert_eq!(got.to_bits(), want.to_bits(), "{code:#x}: {got}, not {want}");
     }
 }
 

@@ -28,6 +28,9 @@ const REMAINDER: &str = "linear_gate_residual 130x168, rows of 520 gate true bia
 const EXPANDED: &str = "linear w8a16 130 rows of 528 to 168, e4m3, bias false bf16 whole";
 /// Several tiles of block scales.
 const NVFP4: &str = "linear w4a16 130 rows of 576 to 168, nvfp4, bias false bf16 whole";
+/// Results of NVFP4.
+const NVFP4_NORM: &str = "layer_norm_modulate 5 and 3 rows of 1024 into nvfp4 and clipped nvfp4 bf16 whole";
+const NVFP4_ATTENTION: &str = "attention into nvfp4, 2:1 heads of 128 bf16 whole";
 /// Both operands of e4m3, with more k-blocks than the pipeline has stages; and with a result of e4m3.
 const FP8: &str = "linear_gate_residual w8a8 130 rows of 528 to 168, e4m3 by rows, gate true bias false bf16 whole";
 const FP8_STORED: &str = "linear_swiglu w8a8 67 rows of 528 to 208, e4m3 and e4m3 by rows into e4m3 bf16 whole";
@@ -154,6 +157,14 @@ const EXPECTED: &[Expected] = &[
     Expected { bug: "nibbles_exchanged", choice: Choice::Tile(Tile::Mma128x128), case: NVFP4, message: "relative error" },
     Expected { bug: "scale_of_another_block", choice: Choice::Tile(Tile::Mma128x128), case: NVFP4, message: "relative error" },
     Expected { bug: "last_vector_not_expanded", choice: Choice::Tile(Tile::Mma128x128), case: NVFP4, message: "was not written" },
+    Expected { bug: "stored_nibbles_exchanged", choice: Choice::Best, case: NVFP4_NORM, message: "has the code" },
+    Expected { bug: "largest_of_half_a_block", choice: Choice::Best, case: NVFP4_NORM, message: "has the scale" },
+    Expected {
+        bug: "scale_of_another_row",
+        choice: Choice::Tile(Tile::Mma128x128),
+        case: NVFP4_ATTENTION,
+        message: "has the scale",
+    },
     Expected {
         bug: "scales_of_the_other_half",
         choice: Choice::Tile(Tile::Fp8Mma128x128),

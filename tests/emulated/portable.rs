@@ -14,7 +14,7 @@ use kiln::tensor::quantise::QuantisedFormat::{Fp8, Nvfp4};
 
 const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/builtin");
 
-/// The kernels of GEMMs that one format takes on one GPU, and whether it runs every time.
+/// The kernels for quantised operands that one format takes on one GPU, and whether it runs every time.
 struct Path {
     gpu: Gpu,
     format: Option<QuantisedFormat>,
@@ -54,8 +54,8 @@ impl Path {
         let again = format!("{:?} {:?}: again with KILN_TEST_SEED={}", self.gpu, self.format, run_seed());
         run(&mut engine, &job).unwrap_or_else(|e| panic!("{e}\n  {again}"));
         let launched: Vec<&str> = engine.backend().launches().into_iter().map(|(name, _)| name).collect();
-        let quantised: Vec<&str> =
-            launched.iter().copied().filter(|name| ["kl_expand", "kl_gemm_fp8_sm89_128"].contains(name)).collect();
+        let is_quantised = |name: &str| name == "kl_expand" || ["gemm", "attention"].iter().any(|op| name.starts_with(&format!("kl_{op}_fp8_")));
+        let quantised: Vec<&str> = launched.iter().copied().filter(|name| is_quantised(name)).collect();
         assert_eq!(quantised, self.kernels, "{again}");
         assert!(!launched.iter().any(|name| name.contains("sm90")), "{launched:?}");
     }

@@ -1,11 +1,12 @@
-//! Quantised tensors on the CUDA backend apart from kernels: weights that are uploaded as the file has them, e4m3 that the host
-//! writes and reads, the count of values that did not fit, and what is refused.
+//! Quantised tensors on the CUDA backend apart from kernels: weights that are uploaded as the file has them, e4m3 and NVFP4 that
+//! the host writes and reads, NaN in NVFP4, the count of values that did not fit, and what is refused.
 
 use crate::available;
 use crate::driver::{Emulated, Gpu};
 use crate::runner::cuda_with;
+use kiln::backend::cpu::Cpu;
 use kiln::backend::cuda::Cuda;
-use kiln::backend::{Backend, KvSegment, Op, Role, Softmax, StepKey};
+use kiln::backend::{Backend, Gemm, KvSegment, Linear, Modulated, Op, Role, Softmax, StepKey, Weight};
 use kiln::error::{Error, Result};
 use kiln::tensor::{
     Arena, Bytes, DType, Nvfp4Layout, PartScaling, Region, Scale, Scales, Scaling, Stored, Tensor, WeightPart, nvfp4, quantise,
@@ -275,7 +276,6 @@ fn the_host_writes_and_reads_e4m3() {
     let (mut cuda, mut arena) = (cuda(), Arena::new(Region::Arena));
     let whole = arena.alloc_stored(3, 40, Stored::fp8(scale(0.25))).unwrap();
     let part = whole.cols(5..25);
-    let fp4 = arena.alloc_stored(3, 32, Stored::nvfp4(Scale::ONE)).unwrap();
     cuda.reserve(arena.peak()).unwrap();
     cuda.write(whole, &[1.0; 120]).unwrap();
     // Rounded to a multiple of the scale, or to its largest multiple.
@@ -291,9 +291,78 @@ fn the_host_writes_and_reads_e4m3() {
     let mut around = vec![0.0; 120];
     cuda.read(whole, &mut around).unwrap();
     assert!(around.iter().enumerate().all(|(i, v)| (5..25).contains(&(i % 40)) || *v == 1.0));
+}
+
+/// The same bytes as those of the CPU backend, in parts of a matrix whose tiles of scales have rows and blocks beside them.
+#[test]
+fn the_host_writes_and_reads_nvfp4() {
+    if !available() {
+        return;
+    }
+    let (mut cuda, mut cpu, mut arena) = (cuda(), Cpu::new(1, Arc::default()).unwrap(), Arena::new(Region::Arena));
+    let whole = arena.alloc_stored(150, 208, Stored::nvfp4(scale(0.25))).unwrap();
+    let part = whole.rows(0..37).cols(64..144);
+    let values = |t: Tensor, seed: usize| -> Vec<f32> {
+        (0..t.len()).map(|i| ((i * 31 + seed) % 4093) as f32 / 64.0 - 30.0 * (1 + i / 16 % 3) as f32).collect()
+    };
+    for backend in [&mut cuda as &mut dyn Backend, &mut cpu] {
+        backend.reserve(arena.peak()).unwrap();
+        // The padding of tiles is part of what is compared.
+        whole.as_bytes().for_each(|view| backend.write(view, &vec![119.0; view.len()]).unwrap());
+        backend.write(whole, &values(whole, 5)).unwrap();
+        backend.write(part, &values(part, 17)).unwrap();
+        backend.write(whole.rows(0..0), &[]).unwrap();
+    }
+    for view in whole.as_bytes() {
+        let mut bytes = [vec![0; view.len()], vec![0; view.len()]];
+        cuda.read_bytes(view, &mut bytes[0]).unwrap();
+        cpu.read_bytes(view, &mut bytes[1]).unwrap();
+        assert!(bytes[0] == bytes[1], "{view:?}");
+    }
+    for t in [whole, part, whole.rows(128..150), whole.cols(192..208)] {
+        let mut read = [vec![0.0; t.len()], vec![0.0; t.len()]];
+        cuda.read(t, &mut read[0]).unwrap();
+        cpu.read(t, &mut read[1]).unwrap();
+        assert_eq!(read[0], read[1], "{t:?}");
+    }
     let values = vec![0.0; 96];
-    assert!(what(cuda.write(fp4, &values)).starts_with("write: 96 values for"));
-    assert!(what(cuda.read(fp4, &mut values.clone())).starts_with("read: 96 values from"));
+    assert!(what(cuda.write(part, &values)).starts_with("write: 96 values for"));
+    assert!(what(cuda.read(part, &mut values.clone())).starts_with("read: 96 values from"));
+}
+
+/// Elements of NVFP4 cannot be NaN, so the scale of a block is if one of its values is: of that block alone, wherever in it the
+/// value stands and whichever kernel has stored it. An infinity becomes the largest value there is.
+#[test]
+fn nan_is_kept_by_the_scale_of_its_block() {
+    if !available() {
+        return;
+    }
+    for (cols, dtype) in [(96, DType::F32), (1024, DType::Bf16)] {
+        let (mut cuda, mut arena) = (cuda(), Arena::new(Region::Arena));
+        let mut plain = |rows| arena.alloc(rows, cols, dtype).unwrap();
+        let (x, shift, factor) = (plain(3), plain(1), plain(1));
+        let out = arena.alloc_stored(3, cols, Stored::nvfp4(scale(0.25))).unwrap();
+        cuda.reserve(arena.peak()).unwrap();
+        let values = |rows: usize| (0..rows * cols).map(|i| (i * 7 % 61) as f32 / 32.0 - 1.0).collect::<Vec<f32>>();
+        cuda.write(x, &values(3)).unwrap();
+        cuda.write(factor, &values(1)).unwrap();
+        for (at, odd) in (0..16).flat_map(|i| [(16 + i, f32::NAN), (48 + i, f32::NEG_INFINITY)]) {
+            let mut added = values(1);
+            added[at] = odd;
+            cuda.write(shift, &added).unwrap();
+            cuda.run(Op::LayerNormModulate { streams: &[Modulated { out, x, shift, scale: factor }], eps: 1e-6 }).unwrap();
+            let mut read = vec![0.0; out.len()];
+            cuda.read(out, &mut read).unwrap();
+            for (i, value) in read.into_iter().enumerate() {
+                let right = match odd.is_nan() {
+                    true => value.is_nan() == (i % cols / 16 == at / 16),
+                    // Six times the largest scale of a block times that of the tensor.
+                    false => value.is_finite() && (i % cols != at || value == -6.0 * 448.0 * 0.25),
+                };
+                assert!(right, "{odd} in column {at}: [{}, {}] is {value}", i / cols, i % cols);
+            }
+        }
+    }
 }
 
 #[test]
@@ -312,6 +381,11 @@ fn formats_without_kernels_are_refused() {
     };
     let values = attend(&mut cuda, out, v);
     assert!(values.contains("the values of attention are not quantised"), "{values}");
-    let format = attend(&mut cuda, fp4, k);
-    assert!(format.contains("the only quantised formats with kernels are e4m3 and, of weights, NVFP4"), "{format}");
+    // A layer that multiplies inputs of NVFP4 has no other weights.
+    let mut weights = Arena::new(Region::Weights);
+    let weight = Weight::stack(&[weights.alloc_stored(8, 64, Stored::fp8(Scale::ONE)).unwrap()]).unwrap();
+    cuda.reserve_weights(weights.peak()).unwrap();
+    let w = Linear { weight, bias: None, input: Stored::nvfp4(Scale::ONE), low_rank: None };
+    let product = what(cuda.run(Op::Linear(&[Gemm { out: out.cols(0..8), x: fp4, w: &w }])));
+    assert!(product.contains("cannot be multiplied on the GPU"), "{product}");
 }

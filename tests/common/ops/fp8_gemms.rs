@@ -7,7 +7,7 @@ use super::formats::Filed;
 use super::quantised::{FP8, FP8_ROWS, Fused, PLAIN, input, inputs, layer, project, results};
 use super::{Fit, Sums, want};
 use kiln::backend::{GatedGemm, Gemm, Linear, Op, RopeStyle};
-use kiln::tensor::DType::{Bf16, E4m3};
+use kiln::tensor::DType::{Bf16, E2m1, E4m3};
 use kiln::tensor::{Scale, Stored};
 
 /// Tensor cores take aligned operands, and inputs of bf16 if not of e4m3.
@@ -99,7 +99,10 @@ pub fn two_streams(table: &mut Table, kind: Kind, [first, second]: [Filed; 2]) {
     let inner = kind.inner;
     table.add(format!("linear {} 65 and 67 rows of {inner} to 72 and 136, two streams", kind.name), move |rig| {
         let streams = [(65, 72, first, 1.0), (67, 136, second, 3.0)].map(|(rows, cols, weight, larger)| {
-            let format = kind.input.map(|_| Stored::fp8(Scale::new(0.0029 * larger).unwrap()));
+            let format = kind.input.map(|format| match format.dtype {
+                E2m1 => Stored::nvfp4(Scale::new(0.000_41 * larger).unwrap()),
+                _ => Stored::fp8(Scale::new(0.0029 * larger).unwrap()),
+            });
             let (format, x) = input(rig, format, rows, inner);
             (x, layer(rig, &[(cols, weight)], inner, format), rig.output(rows, cols))
         });
@@ -111,13 +114,14 @@ pub fn two_streams(table: &mut Table, kind: Kind, [first, second]: [Filed; 2]) {
     });
 }
 
-/// Gate and up rows in a matrix each, or in one.
+/// Gate and up rows in a matrix each, or in one. Results are quantised to eight bits or, where inputs are of NVFP4, to that.
 pub fn swiglu(table: &mut Table, kind: Kind, weight: &str, formats: &[Filed]) {
     // Wider than a tile.
     let (rows, inner, width) = (67, kind.inner, 208);
     let parts: Vec<_> = formats.iter().map(|&format| (2 * width / formats.len(), format)).collect();
-    let [e4m3, clipped, ..] = results().map(|(name, format)| (name, Some(format)));
-    for (name, result) in [("bf16", None), e4m3, clipped] {
+    let to_nvfp4 = kind.input.is_some_and(|format| format.dtype == E2m1);
+    let quantised = results().into_iter().filter(|(_, format)| format.dtype == E4m3 || to_nvfp4);
+    for (name, result) in [("bf16", None)].into_iter().chain(quantised.map(|(name, format)| (name, Some(format)))) {
         let parts = parts.clone();
         table.add(format!("linear_swiglu {} {rows} rows of {inner} to {width}, {weight} into {name}", kind.name), move |rig| {
             let (format, x) = input(rig, kind.input, rows, inner);

@@ -1,5 +1,5 @@
-//! GEMMs with weights of NVFP4, which keep their codes and block scales, by inputs of bf16 (W4A16): every epilogue, matrices that
-//! begin and end within a tile of scales, and weights whose matrices have formats of their own.
+//! GEMMs with weights of NVFP4, which keep their codes and block scales, by inputs of bf16 (W4A16) and of NVFP4 (W4A4): every
+//! epilogue, matrices that begin and end within a tile of scales, and weights whose matrices have formats of their own.
 
 use super::Sums;
 use super::cases::Table;
@@ -11,6 +11,12 @@ use kiln::tensor::{Nvfp4Layout, Scale, Stored};
 /// All cases.
 pub fn all(table: &mut Table) {
     let variants = std::mem::replace(&mut table.variants, ALIGNED);
+    w4a16(table);
+    w4a4(table);
+    table.variants = variants;
+}
+
+fn w4a16(table: &mut Table) {
     let ([(_, bf16), ..], [(_, e4m3), (_, clipped), ..]) = (inputs(), results());
     // The inner size is one of whole tiles of scales: nine k-blocks, more than a pipeline has stages.
     let kind = Kind { name: "w4a16", input: bf16, sums: Sums::F32, inner: 576 };
@@ -57,5 +63,37 @@ pub fn all(table: &mut Table) {
     ] {
         qkv(table, kind, name, &case);
     }
-    table.variants = variants;
+}
+
+fn w4a4(table: &mut Table) {
+    let ([.., (_, nvfp4)], [(_, e4m3), _, (_, nvfp4_out), (_, clipped)]) = (inputs(), results());
+    let kind = Kind { name: "w4a4", input: nvfp4, sums: Sums::F32, inner: 576 };
+    // K of whole tiles of scales and of whole blocks alone, a handful of rows, more than a tile of them in both directions.
+    for (shape, bias) in [
+        ([3, 640, 136], true),
+        ([130, 576, 168], false),
+        ([67, 832, 392], true),
+        ([257, 64, 136], false),
+        ([67, 208, 168], true),
+        ([67, 16, 131], false),
+    ] {
+        linear(table, kind, shape, "nvfp4", &[(shape[2], NVFP4)], bias);
+    }
+    let both = [(200, NVFP4), (64, NVFP4)];
+    linear(table, kind, [67, 576, 264], "nvfp4, nvfp4", &both, true);
+    gate_residual(table, kind, [67, 576, 264], "nvfp4, nvfp4", &both, (true, true));
+    gate_residual(table, kind, [130, 576, 168], "nvfp4", &[(168, NVFP4)], (true, false));
+    gate_residual(table, kind, [3, 848, 392], "nvfp4", &[(392, NVFP4)], (false, true));
+    two_streams(table, kind, [NVFP4, NVFP4]);
+    for (name, formats) in [("nvfp4", &[NVFP4, NVFP4][..]), ("nvfp4 in one matrix", &[NVFP4])] {
+        swiglu(table, kind, name, formats);
+    }
+    let plain = Fused { parts: [NVFP4; 4], ..Fused::default() };
+    for (name, case) in [
+        ("nvfp4", Fused { mlp: Some(nvfp4_out), ..plain.clone() }),
+        ("nvfp4 in one matrix", Fused { joined: true, mlp: Some(clipped), ..plain.clone() }),
+        ("nvfp4", Fused { mlp: Some(e4m3), ..plain }),
+    ] {
+        qkv(table, kind, name, &case);
+    }
 }

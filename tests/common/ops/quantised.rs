@@ -51,20 +51,26 @@ pub fn all() -> Vec<Case> {
     table.cases
 }
 
-/// Whether GPUs have kernels for a case: those of e4m3 and of weights in NVFP4, without terms of low rank. Of GEMMs it is only
-/// what tensor cores do not take; what they do is added as they add it, and attention rounds probabilities, so these have cases
-/// of their own.
+/// Whether GPUs have kernels for a case: those of e4m3 and NVFP4, without terms of low rank, and of inputs in NVFP4 with weights
+/// that are NVFP4 throughout. Of GEMMs it is only what tensor cores do not take; what they do is added as they add it, so it has
+/// cases of its own.
 pub fn has_kernels(name: &str) -> bool {
     let is = |ops: &[&str]| ops.iter().any(|op| name.starts_with(op));
-    let activations = ["by nvfp4", "into nvfp4", "and nvfp4", "clipped nvfp4"];
-    let missing = ["e5m2", "low rank", "heads in e4m3"].iter().chain(&activations);
-    (is(&["rms_norm", "layer_norm"]) || is(&["linear", "qkv"]) && name.ends_with(" f32 slice"))
-        && !missing.into_iter().any(|missing| name.contains(missing))
+    let weight = name.split_once(" by nvfp4").map_or("", |(before, _)| before);
+    let mixed = ["e4m3", "bf16"].iter().any(|other| weight.contains(other));
+    let missing = ["e5m2", "low rank", "heads in e4m3"].iter().any(|missing| name.contains(missing));
+    let here = is(&["rms_norm", "layer_norm", "attention"]) || is(&["linear", "qkv"]) && name.ends_with(" f32 slice");
+    here && !mixed && !missing
 }
 
 fn norms(table: &mut Table) {
-    let [(_, fp8), (_, clipped), ..] = results();
+    let [(_, fp8), (_, clipped), (_, nvfp4), (_, clipped_nvfp4)] = results();
     // Rows for every kernel, and streams whose results have different types.
+    for cols in [1024, 2032, 3056, 3088, 6160, 8208] {
+        table.add(format!("layer_norm_modulate 5 and 3 rows of {cols} into nvfp4 and clipped nvfp4"), move |rig| {
+            two_layer_norms(rig, cols, |v| v + 4.0, [(5, nvfp4), (3, clipped_nvfp4)]);
+        });
+    }
     for cols in [1024, 2040, 3064, 3080, 6152, 8200] {
         table.add(format!("layer_norm_modulate 5 and 3 rows of {cols} into e4m3 and clipped e4m3"), move |rig| {
             two_layer_norms(rig, cols, |v| v + 4.0, [(5, fp8), (3, clipped)]);
@@ -99,8 +105,8 @@ fn attention(table: &mut Table) {
         ("e4m3 and nvfp4", vec![(5, fp8), (131, nvfp4)]),
     ];
     for (name, ranges) in all {
-        for d in [64, 128] {
-            into_ranges(table, name, ranges.clone(), d, Heads::Plain, false);
+        for (heads, d) in [(Heads::Plain, 64), (Heads::Plain, 128), (Heads::UNSCALED, 128)] {
+            into_ranges(table, name, ranges.clone(), d, heads, false);
         }
     }
 }

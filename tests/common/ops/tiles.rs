@@ -39,8 +39,8 @@ pub fn has_tile(name: &str, tile: Tile) -> bool {
     is_matrix_op(name) && (once || on_tensor_cores(name)) && (!tile.is_sm90() || gemm)
 }
 
-/// f32 takes the naive kernels, and so do GEMMs whose rows are not aligned to 16 bytes. Attention with e4m3 has one kernel, whatever
-/// the tile.
+/// f32 takes the naive kernels, and so do inputs of NVFP4 and GEMMs whose rows are not aligned to 16 bytes. Attention with e4m3 has one
+/// kernel, whatever the tile.
 fn on_tensor_cores(name: &str) -> bool {
     let words: Vec<&str> = name.split([' ', 'x', ',']).collect();
     // "linear 64x65x66 ..." or "linear 64x66, rows of 65 ...".
@@ -49,6 +49,7 @@ fn on_tensor_cores(name: &str) -> bool {
     aligned
         && [" bf16 whole", " bf16 slice"].iter().any(|end| name.ends_with(end))
         && !(is_attention(name) && name.contains(" e4m3"))
+        && !name.contains(" w4a4 ")
 }
 
 /// Whether a case runs with a choice where every case runs with all kernels it has.

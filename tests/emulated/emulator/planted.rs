@@ -235,6 +235,33 @@ pub const ALL: &[Planted] = &[
         find: "    if (at < vectors) reinterpret_cast<uint4*>",
         replace: "    if (at + 1 < vectors) reinterpret_cast<uint4*>",
     },
+    // The norm puts even columns into the low nibble.
+    Planted {
+        name: "stored_nibbles_exchanged",
+        kernel_file: "norm_rows",
+        tile: "KL_ROW_NORM(norm_rows, 1024,",
+        source: "norm_rows.cu",
+        find: "pack_e2m1(v[2 * i] * block.inverse, v[2 * i + 1] * block.inverse) << 8 * i",
+        replace: "pack_e2m1(v[2 * i + 1] * block.inverse, v[2 * i] * block.inverse) << 8 * i",
+    },
+    // The norm quantises a lane's half of a block without the other lane's.
+    Planted {
+        name: "largest_of_half_a_block",
+        kernel_file: "norm_rows",
+        tile: "KL_ROW_NORM(norm_rows, 1024,",
+        source: "norm_rows.cu",
+        find: "const QuantisedBlock block(max(mine, __shfl_xor_sync(0xffffffffu, mine, 1)), m.scale);",
+        replace: "const QuantisedBlock block(mine, m.scale);",
+    },
+    // Attention stores the scale of a block where that of the next lanes' row belongs.
+    Planted {
+        name: "scale_of_another_row",
+        kernel_file: "attention_mma",
+        tile: "KL_GEMM_MMA(gemm_mma, 128, 128,",
+        source: "attention/store_output.cuh",
+        find: "block_scale(out, row, first / 16 + block)",
+        replace: "block_scale(out, row ^ 1, first / 16 + block)",
+    },
     // Gates are multiplied by the scales of ups.
     Planted {
         name: "scales_of_the_other_half",
