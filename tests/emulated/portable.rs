@@ -54,7 +54,8 @@ impl Path {
         let again = format!("{:?} {:?}: again with KILN_TEST_SEED={}", self.gpu, self.format, run_seed());
         run(&mut engine, &job).unwrap_or_else(|e| panic!("{e}\n  {again}"));
         let launched: Vec<&str> = engine.backend().launches().into_iter().map(|(name, _)| name).collect();
-        let is_quantised = |name: &str| name == "kl_expand" || ["gemm", "attention"].iter().any(|op| name.starts_with(&format!("kl_{op}_fp8_")));
+        let is_quantised =
+            |name: &str| name == "kl_expand" || ["gemm", "attention"].iter().any(|op| name.starts_with(&format!("kl_{op}_fp8_")));
         let quantised: Vec<&str> = launched.iter().copied().filter(|name| is_quantised(name)).collect();
         assert_eq!(quantised, self.kernels, "{again}");
         assert!(!launched.iter().any(|name| name.contains("sm90")), "{launched:?}");
