@@ -35,6 +35,9 @@ const FAMILIES: &[Family] = &[
         columns: "file, m, n, block k, consumer warpgroups, stages, cluster mode, threads, shared bytes, relative cost",
         read: Tables::gemm_mixed_sm90,
     },
+    Family { name: "KL_GEMM_NVFP4_SM120", columns: SM120_COLUMNS, read: Tables::gemm_nvfp4_sm120 },
+    Family { name: "KL_GEMM_FP8_SM120", columns: SM120_COLUMNS, read: Tables::gemm_fp8_sm120 },
+    Family { name: "KL_GEMM_BF16_SM120", columns: SM120_COLUMNS, read: Tables::gemm_bf16_sm120 },
     Family {
         name: "KL_GEMM_MMA",
         columns: "file, m, n, block k, warps, stages, CTAs per SM, threads, shared bytes, relative cost",
@@ -66,6 +69,9 @@ const FAMILIES: &[Family] = &[
         read: Tables::row_norm,
     },
 ];
+
+/// The columns of the GEMMs of compute capability 12.x.
+const SM120_COLUMNS: &str = "file, m, n, block k, consumer warpgroups, stages, threads, shared bytes, relative cost";
 
 /// How the CTAs of a cluster cooperate, as `ClusterMode` of src/backend/cuda/select/tile.rs names it.
 const CLUSTER_MODES: [&str; 3] = ["MulticastA", "MulticastB", "SplitK"];
@@ -209,6 +215,32 @@ impl Tables {
             "ctas_per_sm: 1, consumers: {consumers}, cluster: Some(ClusterMode::{mode}), operands: GemmOperands::{operands}, \
              longest_sum: {:?}",
             (interval > 0).then_some(interval * row.number("block k"))
+        );
+        self.gemm_tile(row, &format!("{prefix}{m}x{n}"), &more);
+        Ok(())
+    }
+
+    fn gemm_nvfp4_sm120(&mut self, row: &Row<'_>) -> Result<()> {
+        self.sm120_gemm(row, "Nvfp4Sm120_", "Nvfp4")
+    }
+
+    fn gemm_fp8_sm120(&mut self, row: &Row<'_>) -> Result<()> {
+        self.sm120_gemm(row, "Fp8Sm120_", "Fp8")
+    }
+
+    fn gemm_bf16_sm120(&mut self, row: &Row<'_>) -> Result<()> {
+        self.sm120_gemm(row, "Bf16Sm120_", "Bf16")
+    }
+
+    /// A GEMM of compute capability 12.x, with names and operands as for a Hopper GEMM. Its tensor cores keep all of a sum.
+    fn sm120_gemm(&mut self, row: &Row<'_>, prefix: &str, operands: &str) -> Result<()> {
+        let (m, n, consumers) = (row.number("m"), row.number("n"), row.number("consumer warpgroups"));
+        let symbol = format!("kl_{}_{m}x{n}", row.text("file"));
+        self.kernel(row, format!("Gemm{prefix}{m}x{n}"), symbol, "KlGemmSm90", row.number("shared bytes"), Some("1".into()));
+        let more = format!(
+            "ctas_per_sm: 1, consumers: {consumers}, cluster: Some(ClusterMode::Single), operands: GemmOperands::{operands}, \
+             longest_sum: Some({})",
+            row.number("block k")
         );
         self.gemm_tile(row, &format!("{prefix}{m}x{n}"), &more);
         Ok(())

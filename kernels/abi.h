@@ -333,8 +333,11 @@ typedef struct {
 #define KL_SM90_WARPGROUP_ROWS 64u
 /* Columns of a TMA box of bf16: the 128 bytes that the swizzle allows. Of e4m3 it can have twice as many. */
 #define KL_SM90_BOX_COLS 64u
-/* Bytes of shared memory that a CTA can have on Hopper. */
+/* Bytes of shared memory that a CTA can have on Hopper, and with compute capability 12.x. */
 #define KL_SM90_SHARED_LIMIT 232448u
+#define KL_SM120_SHARED_LIMIT 101376u
+/* Columns of a TMA box of bf16 in which results are stored there: shared memory has room for no more. */
+#define KL_SM120_BOX_COLS 32u
 
 /* Rows of a weight that are expanded together, and the k-blocks of them. */
 #define KL_EXPANSION_ROWS 32u

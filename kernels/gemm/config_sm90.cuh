@@ -1,4 +1,5 @@
-// The configuration of a Hopper GEMM: sizes, tile coordinates, shared-memory layout.
+// The configuration of a persistent GEMM with TMA, for Hopper and for compute capability 12.x: sizes, tile coordinates, shared-memory
+// layout.
 #pragma once
 
 #include <type_traits>
@@ -8,20 +9,21 @@
 #include <gemm/pipeline_sm90.cuh>
 #include <ptx/sm90.cuh>
 
-// What the CTAs of a cluster share: A (the same rows of x), B (the same rows of w), or one tile, of which each has half of K.
-enum class ClusterMode { kMulticastA, kMulticastB, kSplitK };
+// What the CTAs of a cluster share: A (the same rows of x), B (the same rows of w), or one tile, of which each has half of K. kSingle: there
+// are no clusters, because the GPU has no multicast.
+enum class ClusterMode { kMulticastA, kMulticastB, kSplitK, kSingle };
 
 // Ids of named barriers; 0 is __syncthreads. Each consumer warpgroup has one, from kWarpgroupBarrier on; that of hand-overs comes after
 // them.
 enum NamedBarrier : uint32_t { kWarpgroupBarrier = 1 };
 
-// Registers per thread: what an SM has is divided among two or three consumer warpgroups and a producer. A producer that expands B gets
-// some more where consumers with a single wgmma tile each can do with less.
-template <int kConsumers, int kBlockM, int kBlockN, bool kExpands>
+// Registers per thread: what an SM has is divided among two or three consumer warpgroups and a producer. A producer that expands B, or
+// loads scales of blocks, gets some more where consumers with a single wgmma tile each can do with less.
+template <int kConsumers, int kBlockM, int kBlockN, bool kMore>
 constexpr auto gemm_registers() {
   if constexpr (kConsumers == 3) {
-    return std::conditional_t<kExpands, RegisterSplit<3, 56, 152>, RegisterSplit<3, 32, 160>>{};
-  } else if constexpr (kExpands && kBlockM == 2 * kWgmmaRows) {
+    return std::conditional_t<kMore, RegisterSplit<3, 56, 152>, RegisterSplit<3, 32, 160>>{};
+  } else if constexpr (kMore && kBlockM == 2 * kWgmmaRows) {
     return std::conditional_t<(kBlockN > 208), RegisterSplit<2, 56, 224>, RegisterSplit<2, 104, 200>>{};
   } else {
     return RegisterSplit<2, 40, 232>{};
@@ -29,8 +31,8 @@ constexpr auto gemm_registers() {
 }
 
 // A tile of kBlockM x kBlockN outputs, kBlockK of K per pipeline stage. It is kConsumers consumer warpgroups, one below the other, with
-// kMmaM wgmma tiles of 64 rows by kBlockN columns each. kMmaN counts the 8-column fragments of an accumulator row. Policies are described
-// in policies_sm90.cuh.
+// kMmaM wgmma tiles of 64 rows by kBlockN columns each. kMmaN counts the 8-column fragments of an accumulator row. Where warps multiply by
+// themselves (mma.sync), each has the rows and accumulators that a warp has of a wgmma. Policies are described in policies_sm90.cuh.
 template <class Policies, int kBlockM_, int kBlockN_, int kBlockK_, int kConsumers_, int kStages_, ClusterMode kMode_>
 struct GemmConfig : Policies {
   using Params = typename Policies::Params;
@@ -41,7 +43,9 @@ struct GemmConfig : Policies {
   static constexpr int kConsumers = kConsumers_, kWarps = kWarpgroupWarps * kConsumers, kThreads = kWarpgroupThreads * (1 + kConsumers);
   static constexpr int kMmaM = kBlockM / (kConsumers * kWgmmaRows), kMmaN = kBlockN / 8, kMmaK = kBlockK / Mma::kInstructionK;
   static_assert(kBlockM == kConsumers * kMmaM * kWgmmaRows, "consumer warpgroups have whole wgmma tiles");
-  static_assert(kBlockK * sizeof(typename Mma::Element) == kSwizzleRowBytes, "a stage has rows of 128 bytes, as the swizzle has");
+  static_assert(kBlockK * Mma::kElementBits == 8 * Mma::kRowBytes, "a stage has rows of as many bytes as the swizzle has");
+  // Columns of a k-block as tensor maps count them: of e2m1, two elements are one.
+  static constexpr uint32_t kMapCols = Mma::kRowBytes / sizeof(typename Mma::Element);
   // Accumulators of a thread.
   using Acc = float[kMmaM][kBlockN / 2];
 
@@ -51,14 +55,17 @@ struct GemmConfig : Policies {
   static_assert(Mma::kPromotionInterval <= 1 || kMmaM == 1, "a longer interval takes partial accumulators for each wgmma tile of a warpgroup");
   static_assert(!kPromoted || !kSplitK, "the hand-over of split-K is for MMAs that stay in flight from one k-block to the next");
   // CTAs that multicast into each other.
-  static constexpr int kMulticast = kSplitK ? 1 : KL_SM90_CLUSTER;
+  static constexpr int kCluster = kMode == ClusterMode::kSingle ? 1 : KL_SM90_CLUSTER, kMulticast = kSplitK ? 1 : kCluster;
   // Tiles of a cluster.
   static constexpr uint32_t kClusterM = kMode == ClusterMode::kMulticastB ? 2 : 1;
   static constexpr uint32_t kClusterN = kMode == ClusterMode::kMulticastA ? 2 : 1;
 
-  static constexpr uint32_t kABytes = kBlockM * kSwizzleRowBytes, kBBytes = kBlockN * kSwizzleRowBytes;
-  static constexpr uint32_t kStageBytes = kABytes + kBBytes;
-  using Registers = decltype(gemm_registers<kConsumers, kBlockM, kBlockN, OperandB::kExpands>());
+  static constexpr uint32_t kABytes = kBlockM * Mma::kRowBytes, kBBytes = kBlockN * Mma::kRowBytes;
+  // Behind the operands a stage has the scales of their blocks, if there are any.
+  static constexpr uint32_t kAScaleBytes = Policies::OperandA::scale_bytes(kBlockM), kBScaleBytes = OperandB::scale_bytes(kBlockN);
+  static constexpr uint32_t kStageBytes = kABytes + kBBytes + kAScaleBytes + kBScaleBytes;
+  static_assert(kStageBytes % kSwizzleAlignment == 0, "stages are aligned to the swizzle");
+  using Registers = decltype(gemm_registers<kConsumers, kBlockM, kBlockN, OperandB::kExpands || Mma::kPerWarp>());
   // The residual comes through the pipeline in boxes of a warpgroup's rows and 64 bf16 columns, as many at a time as a stage holds.
   static constexpr uint32_t kResidualCols = KL_SM90_BOX_COLS, kResidualBoxBytes = kMmaM * kWgmmaRows * kResidualCols * sizeof(bf16);
   static constexpr uint32_t kResidualBoxesM = kSplitK ? 1 : kConsumers, kResidualBoxesN = ceil_div<uint32_t>(kBlockN, kResidualCols);
@@ -72,7 +79,8 @@ struct GemmConfig : Policies {
   static constexpr int kStoreCols = Store::box_cols(kBlockN);
   static constexpr uint32_t kStoreBufferBytes = KL_SM90_STORE_ROWS * kStoreCols * sizeof(typename Store::Element);
   static constexpr uint32_t kMbarrierReserve = 512;  // bytes, more than the mbarriers of any configuration take
-  static constexpr int kFreeBytes = KL_SM90_SHARED_LIMIT - kSwizzleAlignment - kMbarrierReserve - kStages * kStageBytes;
+  static constexpr int kSharedLimit = Mma::kPerWarp ? KL_SM120_SHARED_LIMIT : KL_SM90_SHARED_LIMIT;
+  static constexpr int kFreeBytes = kSharedLimit - kSwizzleAlignment - kMbarrierReserve - kStages * kStageBytes;
   static constexpr int kBuffersThatFit =
       kSplitK ? kPartialBytes / kStoreBufferBytes : kFreeBytes / static_cast<int>(kWarps * kStoreBufferBytes);
   static constexpr int kMaxBuffers = kSplitK ? kBlockN / kStoreCols : 4;
@@ -87,7 +95,7 @@ struct GemmConfig : Policies {
   static constexpr uint32_t kMbarriers = 2 * kStages + (kSplitK ? kWarpgroupWarps : 0);
   static_assert(kMbarriers * kMbarrierBytes <= kMbarrierReserve, "more mbarriers than there is shared memory for");
   static constexpr uint32_t kSmemBytes = kSwizzleAlignment + kStages * kStageBytes + kStoreBytes + kMbarriers * kMbarrierBytes;
-  static_assert(kStoreBuffers > 0 && kSmemBytes <= KL_SM90_SHARED_LIMIT, "more shared memory than a CTA can have");
+  static_assert(kStoreBuffers > 0 && kSmemBytes <= kSharedLimit, "more shared memory than a CTA can have");
 };
 
 // The coordinates of a tile, from its linear index.
@@ -105,7 +113,7 @@ struct TileCoord {
     const uint32_t within = index - group_index * group * s.col_tiles;
     const uint32_t rows = min(group, s.row_tiles - group_index * group);
     row_tile = (group_index * group + within % rows) * Config::kClusterM, col_tile = within / rows * Config::kClusterN;
-    if constexpr (!Config::kSplitK) (Config::kMode == ClusterMode::kMulticastB ? row_tile : col_tile) += cluster_rank();
+    if constexpr (Config::kMulticast > 1) (Config::kMode == ClusterMode::kMulticastB ? row_tile : col_tile) += cluster_rank();
     find_part(s);
   }
 
@@ -151,5 +159,13 @@ struct SmemLayout {
 // The shared memory of a CTA, and the position of a producer or consumer in its pipeline.
 template <class Config>
 struct Pipeline : SmemLayout<Config>, PipelineState<Config::kStages> {
-  __device__ __forceinline__ void release(uint32_t stage) const { release_stage<Config::kMulticast>(this->empty(stage)); }
+  // Called by consumers that have read a stage: by whole warpgroups or, where warps multiply by themselves, by each warp.
+  __device__ __forceinline__ void release(uint32_t stage) const {
+    if constexpr (Config::Mma::kPerWarp) {
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(this->empty(stage));
+    } else {
+      release_stage<Config::kMulticast>(this->empty(stage));
+    }
+  }
 };

@@ -1,7 +1,8 @@
-// The fused epilogues of the Hopper GEMM: bias, SwiGLU, gate and residual, qk-norm with RoPE; stores by TMA.
+// The fused epilogues of the persistent GEMM with TMA: bias, SwiGLU, gate and residual, qk-norm with RoPE; stores by TMA.
 #pragma once
 
 #include <common/math.cuh>
+#include <common/nvfp4.cuh>
 #include <common/reduce.cuh>
 #include <common/rope.cuh>
 #include <common/swizzle.cuh>
@@ -66,11 +67,50 @@ struct Epilogue {
     }
   }
 
+  // The same into e2m1. A lane has two of every eight columns, a byte; the lanes of a quad exchange those of eight fragments, so that each
+  // has eight bytes of a row, and the row is a whole sector of 32. It is stored directly, with the four scales of its blocks as one word.
+  template <int kWidth, class F>
+  __device__ __forceinline__ void store_e2m1(F f) {
+    static_assert(kWidth % KL_SCALE_TILE_COLS == 0, "a row has whole words of scales");
+    constexpr int kFragments = KL_SCALE_TILE_COLS / 8, kBlocks = KL_SCALE_TILE_COLS / 16;
+#pragma unroll
+    for (int m = 0; m < Config::kMmaM; m++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const uint32_t row = row0 + kWgmmaRows * m + lane() / 4 + 8 * half;
+#pragma unroll
+        for (int first = 0; first < kWidth / 8; first += kFragments) {
+          uint32_t bytes[kFragments], scales = 0;
+#pragma unroll
+          for (int block = 0; block < kBlocks; block++) {
+            float v[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) v[i] = f(m, 4 * (first + 2 * block + i / 2) + 2 * half + i % 2);
+            const QuantisedBlock quantised(quad_max_bits(largest_magnitude(v)), part.out.scale);
+            scales |= quantised.scale << 8 * block;
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+              bytes[2 * block + i] = pack_e2m1(v[2 * i] * quantised.inverse, v[2 * i + 1] * quantised.inverse);
+            }
+          }
+          const auto pair = [&](int i) { return bytes[i] | bytes[i + 1] << 8; };
+          const uint2 pairs = transpose_quad_halves(pair(0) | pair(2) << 16, pair(4) | pair(6) << 16);
+          const uint32_t col = col0 + 8 * first;
+          if (row >= part.out.rows || col >= part.out.cols) continue;
+          const uint2 codes = make_uint2(permute_bytes<0x6420>(pairs.x, pairs.y), permute_bytes<0x7531>(pairs.x, pairs.y));
+          *reinterpret_cast<uint2*>(part.out.data + (row * part.out.stride + col) / 2 + lane() % 4 * 8) = codes;
+          const uint32_t at = block_scale_offset(row, col / 16, static_cast<uint32_t>(part.out.stride));
+          if (lane() % 4 == 0) *reinterpret_cast<uint32_t*>(part.out.scales + at) = scales;
+        }
+      }
+    }
+  }
+
   // The same in the type of the output, which the kernels of some policies choose.
   template <int kWidth, class F>
   __device__ __forceinline__ void store_all(F f) {
     if constexpr (Store::kStoresE4m3 && kWidth % 32 == 0) {
-      if (part.out.dtype == KL_E4M3) return store_as<StoreE4m3Rows, kWidth>(f);
+      if (part.out.dtype == KL_E4M3) return store_as<typename Store::E4m3Rows, kWidth>(f);
     }
     store_as<Store, kWidth>(f);
   }
@@ -199,14 +239,19 @@ struct Epilogue {
           }
         }
       }
-      warpgroup_sync(kWarpgroupBarrier + group);  // all warps of the warpgroup have read the stage
+      // All warps that release the stage together have read it.
+      if constexpr (!Config::Mma::kPerWarp) warpgroup_sync(kWarpgroupBarrier + group);
       pipe.release(pipe.stage);
     }
   }
 
   __device__ __forceinline__ void swiglu() {
     const float gate = alpha(0), up = alpha(1);
-    store_all<kBlockN / 2>([&](int m, int e) { return silu(times(acc[m][e], gate)) * times(acc[m][kBlockN / 4 + e], up); });
+    const auto value = [&](int m, int e) { return silu(times(acc[m][e], gate)) * times(acc[m][kBlockN / 4 + e], up); };
+    if constexpr (Store::kStoresE2m1) {
+      if (part.out.dtype == KL_E2M1) return store_e2m1<kBlockN / 2>(value);
+    }
+    store_all<kBlockN / 2>(value);
   }
 
   // Normalises and weights a pair of elements, and rotates it.

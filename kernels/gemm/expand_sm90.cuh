@@ -15,6 +15,8 @@
 // B is rows of a weight, of which each half of a tile's columns is bf16, or e4m3 or e2m1, which are expanded.
 struct ExpandedB {
   static constexpr bool kExpands = true;
+  static constexpr bool kPreloads = false;  // what is expanded is not there yet
+  static constexpr uint32_t scale_bytes(uint32_t) { return 0; }
 
   static __device__ __forceinline__ uint32_t* counters(const KlGemmSm90& p) { return reinterpret_cast<uint32_t*>(p.expansion.counters); }
 
@@ -125,7 +127,7 @@ struct ExpandedB {
 
     struct Fp8 {
       using Codes = uint4;
-      static __device__ __forceinline__ Codes load(const KlMat& w, uint32_t row, uint32_t col) {
+      static __device__ __forceinline__ Codes load(const KlMat& w, uint64_t, uint32_t row, uint32_t col) {
         return __ldcs(reinterpret_cast<const uint4*>(w.data + row * w.stride + col));
       }
       static __device__ __forceinline__ void store(uint4* to, const Codes& codes) {
@@ -139,10 +141,10 @@ struct ExpandedB {
         uint2 codes;
         uint32_t scale;
       };
-      static __device__ __forceinline__ Codes load(const KlMat& w, uint32_t row, uint32_t col) {
-        const uint32_t scale = block_scale_offset(row, col / kBlockCols, static_cast<uint32_t>(w.stride));
-        return {__ldcs(reinterpret_cast<const uint2*>(w.data + (row * w.stride + col) / 2)),
-                reinterpret_cast<const uint8_t*>(w.scales)[scale]};
+      static __device__ __forceinline__ Codes load(const KlMat& w, uint64_t scales, uint32_t row, uint32_t col) {
+        // A matrix has fewer than 2^32 elements.
+        const uint32_t stride = static_cast<uint32_t>(w.stride), scale = block_scale_offset(row, col / kBlockCols, stride);
+        return {__ldcs(reinterpret_cast<const uint2*>(w.data + (row * stride + col) / 2)), reinterpret_cast<const uint8_t*>(scales)[scale]};
       }
       static __device__ __forceinline__ void store(uint4* to, const Codes& codes) {
         const uint32_t scale = block_scale(codes.scale);
@@ -155,6 +157,7 @@ struct ExpandedB {
     template <class Format>
     __device__ __forceinline__ void expand_rows(uint32_t matrix, uint32_t stream, uint32_t row, uint32_t group) const {
       const KlMat& w = p.stream[stream].w[matrix];
+      const uint64_t scales = w.scales;  // read once: in the loop its address would take registers
       const uint32_t col = group * kGroupCols + lane() % kLanesPerRow * kBlockCols;
       if (col >= w.cols) return;
       row += lane() / kLanesPerRow;
@@ -164,11 +167,11 @@ struct ExpandedB {
         typename Format::Codes codes[kInFlight];
         const auto nth = [&](uint32_t j) { return min(row + i + j * kRowsAtOnce, w.rows - 1); };
 #pragma unroll
-        for (uint32_t j = 0; j < kInFlight; j++) codes[j] = Format::load(w, nth(j), col);
+        for (uint32_t j = 0; j < kInFlight; j++) codes[j] = Format::load(w, scales, nth(j), col);
 #pragma unroll
         for (uint32_t j = 0; j < kInFlight; j++) {
-          const uint64_t offset = nth(j) * static_cast<uint64_t>(w.cols) + col;
-          Format::store(reinterpret_cast<uint4*>(p.expansion.to[stream][matrix] + offset * sizeof(bf16)), codes[j]);
+          const uint32_t offset = nth(j) * w.cols + col;
+          Format::store(reinterpret_cast<uint4*>(p.expansion.to[stream][matrix] + static_cast<uint64_t>(offset) * sizeof(bf16)), codes[j]);
         }
       }
     }

@@ -1,4 +1,4 @@
-// The Hopper GEMM over a configuration: the producer, the consumers' main loop, split-K inside a cluster, Stream-K fix-up.
+// The persistent GEMM with TMA over a configuration: the producer, the consumers' main loop, split-K inside a cluster, Stream-K fix-up.
 #pragma once
 
 #include <common/math.cuh>
@@ -16,7 +16,7 @@ struct TilePartials : PartialTile<PartialsOfWarp, Config::kMmaM * Config::kMmaN>
   static constexpr int kVectors = Config::kMmaM * Config::kMmaN;
 
   __device__ __forceinline__ TilePartials(const KlTileSchedule& schedule, uint32_t worker)
-      : PartialTile<PartialsOfWarp, kVectors>(schedule, partials_of_warp<KL_SM90_CLUSTER, Config::kWarps>(worker)) {}
+      : PartialTile<PartialsOfWarp, kVectors>(schedule, partials_of_warp<Config::kCluster, Config::kWarps>(worker)) {}
 
   __device__ __forceinline__ void store_acc(const typename Config::Acc& acc) const {
     this->store([&](int i) {
@@ -92,10 +92,10 @@ template <class Config>
 __device__ __forceinline__ void produce(const typename Config::Params& p, Pipeline<Config> pipe) {
   using LoaderA = typename Config::OperandA::template Loader<Config>;
   using LoaderB = typename Config::OperandB::template Loader<Config>;
-  const uint32_t rank = cluster_rank();
+  const uint32_t rank = Config::kCluster > 1 ? cluster_rank() : 0;
   uint32_t ahead = 0;
   bool waited = false;
-  TileScheduler<KL_SM90_CLUSTER> scheduler{p.schedule};
+  TileScheduler<Config::kCluster> scheduler{p.schedule};
   for (WorkTile work; scheduler.next(work);) {
     if constexpr (Config::kSplitK) split_k_range(work);
     const TileCoord<Config> at(p, work.tile);
@@ -103,13 +103,12 @@ __device__ __forceinline__ void produce(const typename Config::Params& p, Pipeli
     const LoaderB b(p, at, rank);
     const auto load_b = [&](uint32_t k) {
       const uint32_t full = pipe.full(pipe.stage);
-      mbarrier_arrive_expect_tx(full, LoaderA::kTmaBytes + Config::kBBytes);
+      mbarrier_arrive_expect_tx(full, LoaderA::kTmaBytes + LoaderB::kTmaBytes);
       b.load(k, pipe.b(pipe.stage), full);
     };
     if (!waited) {
-      // Weights do not depend on the previous kernel: the first loads of B are issued while it ends. More of them would delay A. Those
-      // that are expanded are not there yet.
-      if constexpr (!Config::OperandB::kExpands) {
+      // The first loads of B are issued while the previous kernel ends. More of them would delay A.
+      if constexpr (Config::OperandB::kPreloads) {
         constexpr uint32_t kAhead = 2;
         const Pipeline<Config> start = pipe;
         for (uint32_t k = work.k_begin; k < work.k_end && ahead < kAhead; k++, ahead++, pipe.advance()) load_b(k);
@@ -235,11 +234,44 @@ __device__ __forceinline__ void accumulate_in_parts(Pipeline<Config>& pipe, type
   }
 }
 
-// The consumers: wgmma main loop, Stream-K fix-up or split-K reduction, epilogue.
+// The same by warps that multiply by themselves. Each loads fragments of its rows and of all columns: 64 bytes of K a k-block, in steps of 32.
+template <class Config>
+__device__ __forceinline__ void accumulate_per_warp(const typename Config::Params& p, const TileCoord<Config>& at, Pipeline<Config>& pipe,
+                                                    typename Config::Acc& acc, const WorkTile& work, uint32_t group) {
+  using Mma = typename Config::Mma;
+  constexpr uint32_t kRowBytes = Mma::kRowBytes, kStepBytes = 32, kSteps = kRowBytes / kStepBytes;
+  const uint32_t row = group * (Config::kMmaM * kWgmmaRows) + threadIdx.x / 32 % kWarpgroupWarps * kWarpRows;
+  // Where the lane's rows of both operands are in a stage, for ldmatrix: sixteen rows of A, or twice eight of B, by two chunks of 16 bytes.
+  const uint32_t a_offset = swizzled<kRowBytes>(row + lane() % 16, lane() / 16);
+  const uint32_t b_offset = Config::kABytes + swizzled<kRowBytes>(lane() % 8 + lane() / 16 * 8, lane() / 8 % 2);
+  const typename Mma::template Scales<Config> scales(p, at, row);
+#pragma unroll
+  for (int m = 0; m < Config::kMmaM; m++) {
+#pragma unroll
+    for (int e = 0; e < Config::kBlockN / 2; e++) acc[m][e] = 0.0f;
+  }
+  for (uint32_t k = work.k_begin; k < work.k_end; k++, pipe.advance()) {
+    mbarrier_wait(pipe.full(pipe.stage), pipe.parity);
+    const uint32_t stage = pipe.a(pipe.stage);
+#pragma unroll
+    for (uint32_t step = 0; step < kSteps; step++) {
+      uint32_t a[Config::kMmaM][4], b[Config::kBlockN / 16][4];
+      const auto of_blocks = scales.load(stage, step);
+#pragma unroll
+      for (int m = 0; m < Config::kMmaM; m++) ldmatrix_x4(a[m], (stage + a_offset ^ step * kStepBytes) + m * kWgmmaRows * kRowBytes);
+#pragma unroll
+      for (int n = 0; n < Config::kBlockN / 16; n++) ldmatrix_x4(b[n], (stage + b_offset ^ step * kStepBytes) + n * 16 * kRowBytes);
+      Mma::template multiply<Config>(acc, a, b, of_blocks);
+    }
+    pipe.release(pipe.stage);
+  }
+}
+
+// The consumers: main loop, Stream-K fix-up or split-K reduction, epilogue.
 template <class Config>
 __device__ __forceinline__ void consume(const typename Config::Params& p, Pipeline<Config> pipe) {
   const uint32_t group = threadIdx.x / kWarpgroupThreads - 1;
-  TileScheduler<KL_SM90_CLUSTER> scheduler{p.schedule};
+  TileScheduler<Config::kCluster> scheduler{p.schedule};
   for (WorkTile work; scheduler.next(work);) {
     if constexpr (Config::kSplitK) split_k_range(work);
     // Opaque to the compiler, which would otherwise hoist everything derived from it out of the loop and keep it in registers.
@@ -250,7 +282,9 @@ __device__ __forceinline__ void consume(const typename Config::Params& p, Pipeli
     const TileCoord<Config> at(p, work.tile);
     prefetch_epilogue_operands<Config>(p, at);
     const bool finishes = Config::kSplitK && group == cluster_rank();
-    if constexpr (Config::Mma::kPromotionInterval > 1) {
+    if constexpr (Config::Mma::kPerWarp) {
+      accumulate_per_warp(p, at, pipe, acc, work, group);
+    } else if constexpr (Config::Mma::kPromotionInterval > 1) {
       accumulate_in_parts(pipe, acc, work, group);
     } else if constexpr (Config::kPromoted) {
       accumulate_promoted(pipe, acc, work, group);
@@ -281,7 +315,7 @@ __device__ __forceinline__ void gemm(const typename Config::Params& p) {
   const Pipeline<Config> pipe{{align_to_swizzle(shared_address(dynamic_shared))}, {}};
   const auto init = [&] {
     prefetch_tensor_map(&p.w[0][0]), prefetch_tensor_map(&p.x[0]);
-    pipe.ring().init(1, Config::kConsumers * Config::kMulticast);
+    pipe.ring().init(1, Config::Mma::kPerWarp ? Config::kWarps : Config::kConsumers * Config::kMulticast);
     if constexpr (Config::kSplitK) {
       for (uint32_t warp = 0; warp < kWarpgroupWarps; warp++) {
         mbarrier_init(pipe.partials_ready(warp), 1);
@@ -300,5 +334,5 @@ __device__ __forceinline__ void gemm(const typename Config::Params& p) {
     if constexpr (Config::kSplitK) cluster_wait();
   };
   // With split-K the CTAs do not touch each other's shared memory before the end, where they wait for each other's partials.
-  run_warp_specialised<typename Config::Registers, KL_SM90_CLUSTER, Config::kMulticast>(init, run_producer, [&] { consume(p, pipe); });
+  run_warp_specialised<typename Config::Registers, Config::kCluster, Config::kMulticast>(init, run_producer, [&] { consume(p, pipe); });
 }

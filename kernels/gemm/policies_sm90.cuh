@@ -1,15 +1,15 @@
-// The policies of a Hopper GEMM: what differs between element types, operands and outputs, as structs that are resolved at compile time. A
+// The policies of a persistent GEMM with TMA: what differs between element types, operands and outputs, as structs that are resolved at compile time. A
 // configuration takes one of each, and what one does costs the others neither an instruction nor a register.
 //
 //   Params     the kernel's parameter, KlGemmSm90 or a struct derived from it    KlGemmSm90
 //   OperandA   loads a k-block of A into a stage                                 RowsA: rows of a matrix
 //   OperandB   loads a k-block of B                                              CopiedB: rows of a weight; ExpandedB
 //                                                                                (expand_sm90.cuh): as soon as they are expanded
-//   Mma        the element type, the wgmma instruction, and promotion            MmaBf16, MmaE4m3
+//   Mma        the element type, the MMA instruction, and promotion              MmaBf16, MmaE4m3
 //   Scaling    whether accumulators are multiplied by scales                     NoScaling, Scaled
 //   Store      the element type and shape of what is stored                      StoreBf16Rows, StoreBf16OrE4m3Rows
 //
-// tests/emulated/policies.cu has others, which no kernel needs yet.
+// Those for compute capability 12.x are in policies_sm120.cuh. tests/emulated/policies.cu has others, which no kernel needs yet.
 #pragma once
 
 #include <common/e4m3.cuh>
@@ -22,6 +22,9 @@ constexpr uint16_t kAllCtas = (1 << KL_SM90_CLUSTER) - 1;
 
 // A is rows of a matrix. The CTAs of a cluster that multicast A load one half each.
 struct RowsA {
+  // Bytes of block scales that a stage has for so many rows.
+  static constexpr uint32_t scale_bytes(uint32_t) { return 0; }
+
   template <class Config>
   struct Loader {
     static constexpr uint32_t kTmaBytes = Config::kABytes;  // that arrive in a stage
@@ -35,9 +38,9 @@ struct RowsA {
     __device__ __forceinline__ void load(uint32_t k, uint32_t to, uint32_t full) const {
       if constexpr (Config::kMode == ClusterMode::kMulticastA) {
         to += rank * (Config::kABytes / 2);
-        tma_load_2d_multicast(to, map, k * Config::kBlockK, row_tile * Config::kBlockM + rank * (Config::kBlockM / 2), full, kAllCtas);
+        tma_load_2d_multicast(to, map, k * Config::kMapCols, row_tile * Config::kBlockM + rank * (Config::kBlockM / 2), full, kAllCtas);
       } else {
-        tma_load_2d(to, map, k * Config::kBlockK, row_tile * Config::kBlockM, full);
+        tma_load_2d(to, map, k * Config::kMapCols, row_tile * Config::kBlockM, full);
       }
     }
   };
@@ -64,10 +67,13 @@ struct HalfOfB {
 // B is rows of a weight, loaded as they are. The CTAs of a cluster that multicast B load one half each.
 struct CopiedB {
   static constexpr bool kExpands = false;
+  static constexpr bool kPreloads = true;  // while the previous kernel ends, on which weights do not depend
+  static constexpr uint32_t scale_bytes(uint32_t) { return 0; }
 
   template <class Config>
   struct Loader {
     static constexpr bool kMulticast = Config::kMode == ClusterMode::kMulticastB;
+    static constexpr uint32_t kTmaBytes = Config::kBBytes;
     uint32_t rank;
     HalfOfB<Config> first, second;
 
@@ -79,17 +85,24 @@ struct CopiedB {
 
     __device__ __forceinline__ void load(uint32_t k, uint32_t to, uint32_t full) const {
       if constexpr (kMulticast) {
-        tma_load_2d_multicast(to + rank * (Config::kBBytes / 2), first.map, k * Config::kBlockK, first.row, full, kAllCtas);
+        tma_load_2d_multicast(to + rank * (Config::kBBytes / 2), first.map, k * Config::kMapCols, first.row, full, kAllCtas);
       } else {
-        tma_load_2d(to, first.map, k * Config::kBlockK, first.row, full);
-        tma_load_2d(to + Config::kBBytes / 2, second.map, k * Config::kBlockK, second.row, full);
+        tma_load_2d(to, first.map, k * Config::kMapCols, first.row, full);
+        tma_load_2d(to + Config::kBBytes / 2, second.map, k * Config::kMapCols, second.row, full);
       }
     }
   };
 };
 
-struct MmaBf16 {
+// Instructions of whole warpgroups, with operands in shared memory.
+struct WarpgroupMma {
+  static constexpr bool kPerWarp = false;
+  static constexpr uint32_t kRowBytes = kSwizzleRowBytes;  // of an operand in a stage
+};
+
+struct MmaBf16 : WarpgroupMma {
   using Element = bf16;
+  static constexpr int kElementBits = 16;
   static constexpr int kInstructionK = 16;  // elements of K per instruction
   // K-blocks after which accumulators are promoted: CUDA cores add them to f32 registers, because tensor cores keep too few bits of a sum
   // of FP8 products. Zero means never, which is right for bf16.
@@ -104,8 +117,9 @@ struct MmaBf16 {
 // With an interval of one, sums are exact but for f32: tensor cores keep thirteen binary places of a sum of e4m3 products, so that long
 // sums of one sign come out too small.
 template <int kInterval>
-struct MmaE4m3 {
+struct MmaE4m3 : WarpgroupMma {
   using Element = e4m3;
+  static constexpr int kElementBits = 8;
   static constexpr int kInstructionK = 32, kPromotionInterval = kInterval;
 
   template <int kCols>
@@ -127,7 +141,7 @@ struct Scaled {
 // The output is rows of bf16. A warp stores its sixteen rows in boxes.
 struct StoreBf16Rows {
   using Element = bf16;
-  static constexpr bool kStoresE4m3 = false;  // besides, where an output asks for it
+  static constexpr bool kStoresE4m3 = false, kStoresE2m1 = false;  // besides, where an output asks for it
 
   // The columns of a box, for a tile of `cols` columns: the largest power of two that divides them, up to what a box can have.
   static __host__ __device__ constexpr int box_cols(int cols) {
@@ -189,6 +203,7 @@ struct StoreE4m3Rows : StoreBf16Rows {
 // The output is rows of bf16 or of e4m3.
 struct StoreBf16OrE4m3Rows : StoreBf16Rows {
   static constexpr bool kStoresE4m3 = true;
+  using E4m3Rows = StoreE4m3Rows;
 };
 
 struct Bf16Policies {

@@ -62,10 +62,11 @@ __device__ __forceinline__ void named_barrier_arrive(uint32_t id) { asm volatile
 
 // ----------------------------------------------------------------------------------------------------------------- TMA
 
-// Loads a box of a matrix into shared memory; `barrier` counts the bytes.
+// Loads a box of a matrix into shared memory; `barrier` counts the bytes. The state space is that of the CTA: for one of the cluster, GPUs
+// without multicast get a call of a subroutine.
 __device__ __forceinline__ void tma_load_2d(uint32_t to, const KlTensorMap* map, int32_t col, int32_t row, uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(map),
+      "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(map),
       "r"(col), "r"(row), "r"(barrier)
       : "memory");
 }
@@ -82,7 +83,7 @@ __device__ __forceinline__ void tma_load_2d_multicast(uint32_t to, const KlTenso
 
 // Copies consecutive bytes, a multiple of sixteen, to shared memory; `barrier` counts them.
 __device__ __forceinline__ void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
+  asm volatile("cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
                "r"(barrier)
                : "memory");
 }

@@ -52,7 +52,8 @@ fn steps(got: &[f32], want: &[f32], cancelled: f32) -> f64 {
 /// A file compared with what the emulator computes: a row for each kernel, and the cases that differ too much.
 fn compare(recorded: &Recorded) -> (BTreeMap<&'static str, Row>, Vec<String>) {
     let capability = (recorded.number("major"), recorded.number("minor"));
-    let mut runner = Runner::new(Gpu { capability, sms: recorded.number("sms"), shared: recorded.number("shared") });
+    let mut runner =
+        Runner::new(Gpu { capability, sms: recorded.number("sms"), shared: recorded.number("shared"), native: false });
     let tensors = recorded.tensors();
     let (mut rows, mut wrong): (BTreeMap<&str, Row>, _) = (BTreeMap::new(), Vec::new());
     for (seed, (choice, case)) in all_pairs(recorded.number("limit") as usize).into_iter().enumerate() {

@@ -80,11 +80,11 @@ const EVERY_TIME: &[&str] = &[
     "linear_swiglu w4a16 67 rows of 576 to 208, nvfp4 in one matrix into e4m3 bf16 whole",
     "linear_gate_residual w4a16 130 rows of 576 to 168, nvfp4, gate true bias false bf16 whole",
     "qkv w4a16 131 rows of 576 halfsplit mlp 80, nvfp4, e4m3 by rows, bf16, nvfp4 into bf16 and bf16 bf16 whole",
-    "linear w4a4 65 and 67 rows of 576 to 72 and 136, two streams bf16 whole",
+    "linear w4a4 65 and 67 rows of 640 to 72 and 136, two streams bf16 whole",
     "linear w4a4 67 rows of 208 to 168, nvfp4, bias true bf16 whole",
-    "linear_swiglu w4a4 67 rows of 576 to 208, nvfp4 in one matrix into nvfp4 bf16 whole",
-    "linear_gate_residual w4a4 67 rows of 576 to 264, nvfp4, nvfp4, gate true bias true bf16 whole",
-    "qkv w4a4 131 rows of 576 interleaved mlp 80, nvfp4 into bf16 and e2m1 bf16 whole",
+    "linear_swiglu w4a4 67 rows of 640 to 192, nvfp4 in one matrix into nvfp4 bf16 whole",
+    "linear_gate_residual w4a4 67 rows of 640 to 264, nvfp4, nvfp4, gate true bias true bf16 whole",
+    "qkv w4a4 131 rows of 640 interleaved mlp 64, nvfp4 into bf16 and e2m1 bf16 whole",
     "linear w8a8 65 and 67 rows of 528 to 72 and 136, two streams bf16 whole",
     "linear_swiglu w8a8 67 rows of 528 to 208, e4m3 and e4m3 by rows into e4m3 bf16 whole",
     "linear_gate_residual w8a8 130 rows of 528 to 168, e4m3 by rows, gate true bias false bf16 whole",
@@ -145,7 +145,9 @@ struct Plan {
 /// The plans, one for each thread.
 fn plans() -> Vec<Plan> {
     let sm90 = |choice: &Choice| matches!(choice, Choice::Tile(tile) if tile.is_sm90());
-    let (hopper, portable): (Vec<_>, Vec<_>) = Choice::all().partition(sm90);
+    let sm120 = |choice: &Choice| matches!(choice, Choice::Tile(tile) if tile.is_sm120());
+    let (blackwell, others): (Vec<_>, Vec<_>) = Choice::all().partition(sm120);
+    let (hopper, portable): (Vec<_>, Vec<_>) = others.into_iter().partition(sm90);
     let on_hopper = |choices| {
         let (wanted, sample) = (tiles::runs_with as fn(Choice, &str) -> bool, Duration::from_secs(20));
         Plan { gpu: Gpu::HOPPER, choices, wanted, every_time: EVERY_TIME, sample }
@@ -158,8 +160,9 @@ fn plans() -> Vec<Plan> {
         let (wanted, every_time): (_, &[_]) = if gpu.capability < (8, 9) { (BF16, &[]) } else { (FP8, FP8_ATTENTION) };
         Plan { gpu, choices: vec![Choice::Best], wanted, every_time, sample: Duration::from_secs(5) }
     };
-    let others = [Gpu::AMPERE, Gpu::ADA, Gpu::BLACKWELL].map(selected);
-    [on_hopper(portable), on_hopper(hopper)].into_iter().chain(others).collect()
+    let others = [Gpu::AMPERE, Gpu::ADA, Gpu::BLACKWELL, Gpu::NATIVE_BLACKWELL].map(selected);
+    let native = Plan { gpu: Gpu::NATIVE_BLACKWELL, ..on_hopper(blackwell) };
+    [on_hopper(portable), on_hopper(hopper), native].into_iter().chain(others).collect()
 }
 
 /// What a thread found.

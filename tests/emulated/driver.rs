@@ -20,17 +20,21 @@ pub struct Gpu {
     pub sms: u32,
     /// Most bytes of shared memory that a CTA may have.
     pub shared: u32,
+    /// Whether kernels that need a self-test are taken.
+    pub native: bool,
 }
 
 impl Gpu {
     /// A Hopper GPU with so few SMs that small GEMMs are shared by Stream-K workers.
-    pub const HOPPER: Self = Self { capability: (9, 0), sms: 4, shared: DeviceInfo::SM90_SHARED };
+    pub const HOPPER: Self = Self { capability: (9, 0), sms: 4, shared: DeviceInfo::SM90_SHARED, native: false };
     /// A GPU of the first generation that is supported.
-    pub const AMPERE: Self = Self { capability: (8, 0), sms: 3, shared: 166_912 };
+    pub const AMPERE: Self = Self { capability: (8, 0), sms: 3, shared: 166_912, native: false };
     /// One that has no room for the largest tiles, and multiplies FP8 with sums of thirteen places.
-    pub const ADA: Self = Self { capability: (8, 9), sms: 2, shared: 101_376 };
-    /// A consumer GPU of the Blackwell generation, whose sums of FP8 have all places.
-    pub const BLACKWELL: Self = Self { capability: (12, 0), sms: 2, shared: 101_376 };
+    pub const ADA: Self = Self { capability: (8, 9), sms: 2, shared: 101_376, native: false };
+    /// A consumer GPU of the Blackwell generation, whose sums of FP8 have all places, with the portable kernels.
+    pub const BLACKWELL: Self = Self { capability: (12, 0), sms: 2, shared: DeviceInfo::SM120_SHARED, native: false };
+    /// The same with its own kernels.
+    pub const NATIVE_BLACKWELL: Self = Self { native: true, ..Self::BLACKWELL };
 }
 
 /// Changes what the host asks for, as a bug in it would.
@@ -78,7 +82,7 @@ fn check<T>(call: &'static str, outcome: std::result::Result<T, String>) -> Resu
 
 impl Emulated {
     pub fn new(gpu: Gpu) -> Rc<Self> {
-        let Gpu { capability, sms, shared } = gpu;
+        let Gpu { capability, sms, shared, .. } = gpu;
         let name = format!("emulated compute {}.{}", capability.0, capability.1);
         let (memory, driver) = (16 << 30, (13, 0));
         Rc::new(Self {

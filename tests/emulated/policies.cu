@@ -10,7 +10,7 @@
 // The output is rows of f32, so that tests see all bits of the accumulators.
 struct StoreF32Rows {
   using Element = float;
-  static constexpr bool kStoresE4m3 = false;
+  static constexpr bool kStoresE4m3 = false, kStoresE2m1 = false;
 
   // As StoreBf16Rows; the 128 bytes that the swizzle allows are 32 columns.
   static __host__ __device__ constexpr int box_cols(int cols) {
@@ -65,6 +65,8 @@ struct ConvolutionParams : KlGemmSm90 {
 // A is an image [line, column, channel], of which `x` is a map of rank three. A k-block is kBlockK channels of one tap. The box of a tile
 // is shifted by the tap; what of it lies outside of the image is filled with zeros, which is the padding.
 struct TapsA {
+  static constexpr uint32_t scale_bytes(uint32_t) { return 0; }
+
   template <class Config>
   struct Loader {
     static constexpr uint32_t kTmaBytes = Config::kABytes;

@@ -24,7 +24,7 @@ struct Path {
 
 const EXPANDED: &[&str] = &["kl_expand"];
 /// Of the text encoder, whose inputs stay in bf16, weights are expanded all the same.
-const FP8: &[&str] = &["kl_expand", "kl_gemm_fp8_sm89_128"];
+const FP8: &[&str] = &["kl_attention_fp8_sm89", "kl_expand", "kl_gemm_fp8_sm89_128"];
 
 const PATHS: &[Path] = &[
     Path { gpu: Gpu::AMPERE, format: None, kernels: &[], every_time: false },

@@ -31,6 +31,9 @@ impl DeviceInfo {
     /// Most bytes of shared memory that a CTA may have on compute capability 9.0.
     pub const SM90_SHARED: u32 = abi::KL_SM90_SHARED_LIMIT;
 
+    /// The same with compute capability 12.x.
+    pub const SM120_SHARED: u32 = abi::KL_SM120_SHARED_LIMIT;
+
     /// Floating-point operations of one SM's tensor cores per clock, see [`tensor_flops_per_clock`].
     pub fn tensor_flops_per_clock(&self, dtype: DType) -> Option<u32> {
         tensor_flops_per_clock(&self.name, self.capability, dtype)

@@ -87,10 +87,12 @@ fn weight_rows(part: &KlGemmPart) -> u32 {
     if part.epilogue == abi::KL_SWIGLU { 2 * part.out.cols } else { part.out.cols }
 }
 
-/// Columns of the boxes in which the Hopper kernels store a tile of so many columns: the largest power of two that divides them,
+/// Columns of the boxes in which a persistent kernel stores a tile of so many columns: the largest power of two that divides them,
 /// up to what a box can have.
-const fn store_cols(cols: u32, dtype: u32) -> u32 {
-    1 << (cols | box_cols(dtype)).trailing_zeros()
+const fn store_cols(tile: Tile, cols: u32, dtype: u32) -> u32 {
+    let most = box_cols(dtype);
+    let most = if tile.is_sm120() { most * abi::KL_SM120_BOX_COLS / abi::KL_SM90_BOX_COLS } else { most };
+    1 << (cols | most).trailing_zeros()
 }
 
 /// Columns of a tile that are stored: with SwiGLU one half.
@@ -98,8 +100,11 @@ const fn stored_cols(part: &KlGemmPart, block_n: u32) -> u32 {
     if part.epilogue == abi::KL_SWIGLU { block_n / 2 } else { block_n }
 }
 
-/// Whether the Hopper kernels can compute a stream with this tile: results that TMA can store, and whole heads.
-fn fits_sm90(stream: &KlGemmStream, tile: TileConfig) -> bool {
+/// Whether the persistent kernels can compute a stream with this tile: results that TMA can store, and whole heads.
+fn fits_tma(stream: &KlGemmStream, tile: TileConfig) -> bool {
+    if tile.operands == GemmOperands::Nvfp4 && !has_whole_scale_tiles(stream, tile) {
+        return false;
+    }
     let in_pairs = |m: &KlMat| m.data == 0 || m.dtype == abi::KL_BF16 && m.data.is_multiple_of(4);
     stream.part.iter().filter(|part| part.out.data != 0).all(|part| {
         let stored = stored_cols(part, tile.block_n);
@@ -112,38 +117,58 @@ fn fits_sm90(stream: &KlGemmStream, tile: TileConfig) -> bool {
         };
         fits && match part.out.dtype {
             abi::KL_E4M3 => stored.is_multiple_of(32) && is_async_copyable(&part.out, abi::KL_E4M3),
+            // Of SwiGLU alone, in whole words of scales.
+            abi::KL_E2M1 => {
+                let whole = part.out.cols.is_multiple_of(abi::KL_SCALE_TILE_COLS) && part.out.stride.is_multiple_of(32);
+                let sm120 = tile.cluster == Some(ClusterMode::Single);
+                sm120 && part.epilogue == abi::KL_SWIGLU && whole && part.out.data.is_multiple_of(16)
+            }
             _ => is_async_copyable(&part.out, abi::KL_BF16),
         }
     })
 }
 
-/// Whether the portable kernels can compute a stream: gates and ups that are no farther apart than 32 bits can say, when quantised
+/// Whether k-blocks are whole tiles of block scales, and the rows of every half of a tile begin with a half of one. TMA asks for rows
+/// at multiples of sixteen bytes besides.
+fn has_whole_scale_tiles(stream: &KlGemmStream, tile: TileConfig) -> bool {
+    let aligned = |m: &KlMat| m.stride.is_multiple_of(32);
+    let halves = |part: &KlGemmPart| part.w.iter().all(|rows| rows.first.is_multiple_of(abi::KL_SCALE_TILE_ROWS / 2));
+    stream.x.cols.is_multiple_of(tile.block_k)
+        && aligned(&stream.x)
+        && stream.w.iter().all(aligned)
+        && stream.part.iter().all(halves)
+}
+
+/// Whether the portable kernels can compute a stream: no results of e2m1, and gates and ups that are no farther apart than 32 bits can say, when quantised
 /// ones are expanded.
 fn fits_mma(cx: &OpContext, stream: &KlGemmStream) -> bool {
     let (expansion, _) = cx.memory.expansion();
     let expands = operands(stream) == GemmOperands::MixedInput;
     let place = |w: &KlMat| if expands && w.dtype != abi::KL_BF16 { (expansion, u64::from(w.cols)) } else { (w.data, w.stride) };
-    stream.part.iter().all(|part| {
-        let [gate, up] = part.w.map(|rows| place(&stream.w[rows.matrix as usize]));
-        // Offsets in chunks of sixteen bytes reach twice as far.
-        let near = gate.0.abs_diff(up.0) < (1 << 35) && gate.1 == up.1;
-        part.epilogue != abi::KL_SWIGLU || near
-    })
+    stream.part.iter().all(|part| part.out.dtype != abi::KL_E2M1)
+        && stream.part.iter().all(|part| {
+            let [gate, up] = part.w.map(|rows| place(&stream.w[rows.matrix as usize]));
+            // Offsets in chunks of sixteen bytes reach twice as far.
+            let near = gate.0.abs_diff(up.0) < (1 << 35) && gate.1 == up.1;
+            part.epilogue != abi::KL_SWIGLU || near
+        })
 }
 
-/// Whether a tile's kernel computes GEMMs of these operands. The portable ones take weights that were expanded before.
-fn multiplies(tile: TileConfig, operands: GemmOperands) -> bool {
-    tile.operands == operands
-        || operands == GemmOperands::MixedInput && tile.operands == GemmOperands::Bf16 && tile.cluster.is_none()
+/// Whether a tile's kernel computes GEMMs of these operands. But for Hopper, those of bf16 take weights that were expanded before.
+fn multiplies(tile: Tile, operands: GemmOperands) -> bool {
+    let own = tile.config().operands;
+    own == operands || operands == GemmOperands::MixedInput && own == GemmOperands::Bf16 && !tile.is_sm90()
 }
 
 /// What the tensor-core kernels of a stream multiply.
 fn operands(stream: &KlGemmStream) -> GemmOperands {
     let e4m3 = |m: &KlMat| m.dtype == abi::KL_E4M3;
-    let codes = |w: &KlMat| [abi::KL_E4M3, abi::KL_E2M1].contains(&w.dtype);
+    let codes = |m: &KlMat| e4m3(m) || m.dtype == abi::KL_E2M1;
     if e4m3(&stream.x) {
         GemmOperands::Fp8
-    } else if stream.w.iter().any(codes) || stream.part.iter().any(|part| e4m3(&part.out)) {
+    } else if codes(&stream.x) {
+        GemmOperands::Nvfp4
+    } else if stream.w.iter().any(codes) || stream.part.iter().any(|part| codes(&part.out)) {
         GemmOperands::MixedInput
     } else {
         GemmOperands::Bf16
@@ -196,12 +221,13 @@ impl Matrices {
         Ok(Self { mats: layer.weight.parts().iter().map(|&part| cx.mat(part, op)).collect::<Result<_>>()? })
     }
 
-    /// Whether tensor cores multiply them by these inputs: both of e4m3, or inputs of bf16 by weights of bf16, e4m3 and e2m1.
+    /// Whether tensor cores multiply them by these inputs: both of e4m3 or of e2m1, or inputs of bf16 by weights of bf16, e4m3 and
+    /// e2m1.
     fn are_multiplied_by(&self, x: &KlMat) -> bool {
         let copyable = |m: &KlMat, types: &[u32]| types.contains(&m.dtype) && is_async_copyable(m, m.dtype);
         let mixed = [abi::KL_BF16, abi::KL_E4M3, abi::KL_E2M1];
-        let weights = if x.dtype == abi::KL_E4M3 { &[abi::KL_E4M3][..] } else { &mixed };
-        copyable(x, &[abi::KL_BF16, abi::KL_E4M3]) && self.mats.iter().all(|w| copyable(w, weights))
+        let weights = if x.dtype == abi::KL_BF16 { &mixed[..] } else { &[x.dtype] };
+        copyable(x, &mixed) && self.mats.iter().all(|w| copyable(w, weights))
     }
 
     /// The first rows of a range, as far as one matrix has them.
@@ -215,7 +241,8 @@ impl Matrices {
         let w = &self.mats[matrix];
         let count = range.len().min((start + rows(matrix)).saturating_sub(range.start));
         let first = (range.start - start) as u32;
-        let unit = if w.dtype == abi::KL_E2M1 { abi::KL_E2M1_ALPHA as f32 } else { 1.0 };
+        let is_expanded = w.dtype == abi::KL_E2M1 && x.dtype != abi::KL_E2M1;
+        let unit = if is_expanded { abi::KL_E2M1_ALPHA as f32 } else { 1.0 };
         (KlGemmRows { matrix: matrix as u32, first, dtype: w.dtype, alpha: x.scale * w.scale * unit }, count)
     }
 }
@@ -272,8 +299,10 @@ fn stream_of(cx: &OpContext, op: &'static str, x: KlMat, w: &Matrices, parts: Ve
         // The scale of an output of e4m3 goes into a factor that the epilogue has anyway.
         match part.epilogue {
             abi::KL_QK_NORM_ROPE => to.scale = part.scale / out.scale,
+            // That of an output of e2m1 is one of the scales of its blocks.
+            abi::KL_SWIGLU if out.dtype == abi::KL_E2M1 => {}
             abi::KL_SWIGLU => to.w[1].alpha /= out.scale,
-            _ if out.dtype == abi::KL_E4M3 => return Ok(None),
+            _ if [abi::KL_E4M3, abi::KL_E2M1].contains(&out.dtype) => return Ok(None),
             _ => {}
         }
     }
@@ -283,7 +312,7 @@ fn stream_of(cx: &OpContext, op: &'static str, x: KlMat, w: &Matrices, parts: Ve
 /// The parameters of a GEMM on tensor cores, if its operands allow it.
 fn linear_stream(cx: &OpContext, op: &'static str, gemm: &EpilogueGemm) -> Result<Option<KlGemmStream>> {
     let (x, w) = (cx.mat(gemm.x, op)?, Matrices::new(cx, op, &gemm.w)?);
-    if !matches!(gemm.out.dtype, DType::Bf16 | DType::F32 | DType::E4m3) {
+    if !matches!(gemm.out.dtype, DType::Bf16 | DType::F32 | DType::E4m3 | DType::E2m1) {
         return Ok(None);
     }
     let bias = cx.mat_if(gemm.w.bias, op)?;
@@ -321,11 +350,11 @@ fn plan(cx: &OpContext, streams: &[KlGemmStream]) -> Option<GemmPlan> {
         let config = tile.config();
         // A single k-block cannot be split.
         let divisible = !tile.is_split_k() || k > config.block_k;
-        let fits = match tile.is_sm90() {
-            true => same_k && divisible && streams.iter().all(|s| fits_sm90(s, config)),
+        let fits = match tile.is_persistent() {
+            true => same_k && divisible && streams.iter().all(|s| fits_tma(s, config)),
             false => streams.iter().all(|s| fits_mma(cx, s)),
         };
-        multiplies(config, operands) && fits && cx.kernels.has(config.kernel)
+        multiplies(tile, operands) && fits && cx.kernels.has(config.kernel)
     };
     let gemm = GroupedGemm { shapes: &shapes, k, same_k };
     match cx.choice {
@@ -356,8 +385,10 @@ fn launch(cx: &OpContext, streams: &[KlGemmStream], plan: GemmPlan) -> Result<()
     }
     let tiles: u32 = stream.iter().map(|s| s.row_tiles * s.col_tiles).sum();
     let schedule = cx.tile_schedule(plan.schedule, tiles, k_of(streams).div_ceil(block_k));
-    let Some(mode) = cluster else {
+    if !plan.tile.is_sm90() {
         expand(cx, &mut stream)?;
+    }
+    let Some(mode) = cluster else {
         let (ctas, saturated) = (plan.schedule.full_tiles + plan.schedule.workers, cx.memory.saturated());
         return cx.kernels.launch(kernel, [ctas, 1, 1], &abi::KlGemm { stream, schedule, saturated });
     };
@@ -380,22 +411,26 @@ fn launch(cx: &OpContext, streams: &[KlGemmStream], plan: GemmPlan) -> Result<()
         saturated: cx.memory.saturated(),
         unused: [0; _],
     };
+    // Two elements of e2m1 are one column of a map.
+    let k_cols = if operands(&stream[0]) == GemmOperands::Nvfp4 { block_k / 2 } else { block_k };
     // Each CTA of a cluster loads one half of what it multicasts. B is loaded in halves in any case.
     let a_rows = if mode == ClusterMode::MulticastA { block_m / abi::KL_SM90_CLUSTER } else { block_m };
     for (i, s) in stream.iter().enumerate().take(streams.len()) {
-        p.x[i] = cx.tensor_map(&s.x, [block_k, a_rows])?;
+        p.x[i] = cx.tensor_map(&s.x, [k_cols, a_rows])?;
         for ((map, w), &to) in p.w[i].iter_mut().zip(&s.w).zip(&expansion.to[i]).filter(|((_, w), _)| w.data != 0) {
-            *map = cx.tensor_map(&if to == 0 { *w } else { in_bf16(w, to) }, [block_k, block_n / 2])?;
+            *map = cx.tensor_map(&if to == 0 { *w } else { in_bf16(w, to) }, [k_cols, block_n / 2])?;
         }
         if s.part[0].epilogue == abi::KL_GATE_RESIDUAL {
             p.residual[i] = cx.tensor_map(&s.part[0].out, [abi::KL_SM90_BOX_COLS, plan.tile.warpgroup_rows()])?;
         }
-        for (map, part) in p.out[i].iter_mut().zip(&s.part).filter(|(_, part)| part.out.data != 0) {
-            let cols = store_cols(stored_cols(part, block_n), part.out.dtype);
+        // Results of e2m1 are stored without TMA.
+        let mapped = |part: &KlGemmPart| part.out.data != 0 && part.out.dtype != abi::KL_E2M1;
+        for (map, part) in p.out[i].iter_mut().zip(&s.part).filter(|(_, part)| mapped(part)) {
+            let cols = store_cols(plan.tile, stored_cols(part, block_n), part.out.dtype);
             *map = cx.tensor_map(&part.out, [cols, abi::KL_SM90_STORE_ROWS])?;
         }
     }
-    cx.kernels.launch(kernel, [clusters * abi::KL_SM90_CLUSTER, 1, 1], &p)
+    cx.kernels.launch(kernel, [clusters * kernel.cluster(), 1, 1], &p)
 }
 
 /// A matrix as it is after it was expanded to bf16, at this address: the scales of blocks are applied, those of rows are left to the
@@ -492,7 +527,7 @@ fn projection_parts(s: &Projection<'_>) -> Vec<Part> {
 fn projection_stream(cx: &OpContext, op: &'static str, s: &Projection<'_>) -> Result<Option<KlGemmStream>> {
     let (x, w) = (cx.mat(s.x, op)?, Matrices::new(cx, op, s.w)?);
     let parts = projection_parts(s);
-    let storable = parts.iter().all(|part| matches!(part.out.dtype, DType::Bf16 | DType::E4m3));
+    let storable = parts.iter().all(|part| matches!(part.out.dtype, DType::Bf16 | DType::E4m3 | DType::E2m1));
     let whole_heads = s.rope.table.cols == abi::KL_MMA_COLS as usize;
     // The epilogue of tensor-core kernels always normalises.
     let Some(norm) = s.norm.filter(|_| storable && whole_heads) else { return Ok(None) };
@@ -535,8 +570,10 @@ mod tests {
 
     #[test]
     fn boxes_divide_a_tile() {
-        let cols = |dtype| [256, 192, 160, 208, 96, 80].map(|cols| store_cols(cols, dtype));
-        assert_eq!(cols(abi::KL_BF16), [64, 64, 32, 16, 32, 16]);
-        assert_eq!(cols(abi::KL_E4M3), [128, 64, 32, 16, 32, 16]);
+        let cols = |tile, dtype| [256, 192, 160, 208, 96, 80].map(|cols| store_cols(tile, cols, dtype));
+        assert_eq!(cols(Tile::Sm90_256x192, abi::KL_BF16), [64, 64, 32, 16, 32, 16]);
+        assert_eq!(cols(Tile::Sm90_256x192, abi::KL_E4M3), [128, 64, 32, 16, 32, 16]);
+        assert_eq!(cols(Tile::Nvfp4Sm120_256x128, abi::KL_BF16), [32, 32, 32, 16, 32, 16]);
+        assert_eq!(cols(Tile::Nvfp4Sm120_256x128, abi::KL_E4M3), [64, 64, 32, 16, 32, 16]);
     }
 }

@@ -120,6 +120,11 @@ impl Kernel {
         self.row().cluster
     }
 
+    /// Whether it was written without a GPU to run it on: it is chosen after a self-test on the GPU at hand.
+    pub fn needs_proof(self) -> bool {
+        self.file().ends_with("_sm120")
+    }
+
     /// The first and the last compute capability that its file is for, or `None` if the file is portable.
     fn capabilities(self) -> Option<[(u32, u32); 2]> {
         SPECIFIC.iter().find(|(file, _)| *file == self.file()).map(|(_, capabilities)| *capabilities)
@@ -143,6 +148,8 @@ pub struct Kernels {
     maps: RefCell<HashMap<MapSpec, abi::KlTensorMap>>,
     /// Launches of each kernel, by its place in [`Kernel::ALL`].
     launched: Vec<Cell<u64>>,
+    /// Whether kernels that have to prove themselves on a GPU before they are chosen have done so.
+    proven: bool,
     stream: Stream,
 }
 
@@ -150,7 +157,7 @@ impl Kernels {
     /// Loads every module and finds every kernel, so that a missing one is noticed at once and not in the middle of an image.
     pub fn load(driver: Rc<dyn Driver>, images: Images<'_>, stream: Stream) -> Result<Self> {
         let (modules, functions, launched) = (Vec::new(), Vec::new(), vec![Cell::new(0); Kernel::ALL.len()]);
-        let mut kernels = Self { driver, modules, functions, maps: RefCell::default(), launched, stream };
+        let mut kernels = Self { driver, modules, functions, maps: RefCell::default(), launched, proven: false, stream };
         let mut files: HashMap<&str, Option<Module>> = HashMap::new();
         for kernel in Kernel::ALL {
             let Row { symbol, file, params, shared, .. } = kernel.row();
@@ -183,9 +190,19 @@ impl Kernels {
         Ok(Some(module))
     }
 
-    /// Whether a kernel can be launched here.
+    /// Whether a kernel may be chosen here.
     pub fn has(&self, kernel: Kernel) -> bool {
+        self.is_loaded(kernel) && (self.proven || !kernel.needs_proof())
+    }
+
+    /// Whether a kernel can be launched here.
+    pub fn is_loaded(&self, kernel: Kernel) -> bool {
         self.functions[kernel as usize].is_some()
+    }
+
+    /// Allows kernels to be chosen that were never run on hardware by those who wrote them, or forbids it, which is the default.
+    pub fn set_proven(&mut self, proven: bool) {
+        self.proven = proven;
     }
 
     /// Queues a kernel launch.

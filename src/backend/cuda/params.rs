@@ -97,8 +97,11 @@ pub const fn box_cols(dtype: u32) -> u32 {
     abi::KL_SM90_BOX_COLS * (bits(abi::KL_BF16) / bits(dtype)) as u32
 }
 
-/// How TMA copies boxes of so many columns and rows between a matrix of bf16 or e4m3 and shared memory.
+/// How TMA copies boxes of so many columns and rows between a matrix of bf16 or e4m3 and shared memory. Two columns of e2m1 are one.
 pub fn map_spec(m: &KlMat, tile: [u32; 2]) -> MapSpec {
+    if m.dtype == abi::KL_E2M1 {
+        return map_spec(&KlMat { dtype: abi::KL_E4M3, cols: m.cols / 2, stride: m.stride / 2, ..*m }, tile);
+    }
     let dtype = if m.dtype == abi::KL_E4M3 { DType::E4m3 } else { DType::Bf16 };
     let swizzle = match dtype.bytes(tile[0] as usize) {
         128 => Swizzle::Bytes128,

@@ -23,6 +23,8 @@ pub struct Kind {
     pub sums: Sums,
     /// Columns of the weight where cases do not differ in them.
     pub inner: usize,
+    /// Columns of SwiGLU, by itself and as a part of the fused projection.
+    pub widths: [usize; 2],
 }
 
 /// All cases.
@@ -30,8 +32,8 @@ pub fn all(table: &mut Table) {
     let variants = std::mem::replace(&mut table.variants, ALIGNED);
     let [(_, bf16), (_, e4m3), _] = inputs();
     let [(_, e4m3_out), (_, clipped), ..] = results();
-    let w8a16 = Kind { name: "w8a16", input: bf16, sums: Sums::F32, inner: 528 };
-    let w8a8 = Kind { name: "w8a8", input: e4m3, sums: Sums::Fp8, inner: 528 };
+    let w8a16 = Kind { name: "w8a16", input: bf16, sums: Sums::F32, inner: 528, widths: [208, 80] };
+    let w8a8 = Kind { name: "w8a8", input: e4m3, sums: Sums::Fp8, inner: 528, widths: [208, 80] };
     for kind in [w8a16, w8a8] {
         // A handful of rows; more than one tile in both directions; more k-blocks than a pipeline has stages, the last one not
         // full.
@@ -117,7 +119,7 @@ pub fn two_streams(table: &mut Table, kind: Kind, [first, second]: [Filed; 2]) {
 /// Gate and up rows in a matrix each, or in one. Results are quantised to eight bits or, where inputs are of NVFP4, to that.
 pub fn swiglu(table: &mut Table, kind: Kind, weight: &str, formats: &[Filed]) {
     // Wider than a tile.
-    let (rows, inner, width) = (67, kind.inner, 208);
+    let (rows, inner, [width, _]) = (67, kind.inner, kind.widths);
     let parts: Vec<_> = formats.iter().map(|&format| (2 * width / formats.len(), format)).collect();
     let to_nvfp4 = kind.input.is_some_and(|format| format.dtype == E2m1);
     let quantised = results().into_iter().filter(|(_, format)| format.dtype == E4m3 || to_nvfp4);
@@ -159,7 +161,7 @@ pub fn gate_residual(
 /// The fused projection with either kind of RoPE.
 pub fn qkv(table: &mut Table, kind: Kind, weight: &str, case: &Fused) {
     let stored = |format: Option<Stored>| format.map_or("bf16", |format| format.dtype.name());
-    let shape @ [rows, inner, width] = [131, kind.inner, 80];
+    let shape @ [rows, inner, width] = [131, kind.inner, kind.widths[1]];
     for style in [RopeStyle::Interleaved, RopeStyle::HalfSplit] {
         let case = Fused { input: kind.input, shape, style, sums: kind.sums, ..case.clone() };
         let into = format!("{} and {}", stored(case.heads), stored(case.mlp));

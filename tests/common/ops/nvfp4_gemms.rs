@@ -19,7 +19,7 @@ pub fn all(table: &mut Table) {
 fn w4a16(table: &mut Table) {
     let ([(_, bf16), ..], [(_, e4m3), (_, clipped), ..]) = (inputs(), results());
     // The inner size is one of whole tiles of scales: nine k-blocks, more than a pipeline has stages.
-    let kind = Kind { name: "w4a16", input: bf16, sums: Sums::F32, inner: 576 };
+    let kind = Kind { name: "w4a16", input: bf16, sums: Sums::F32, inner: 576, widths: [208, 80] };
     for (shape, bias) in [([3, 640, 136], true), ([130, 576, 168], false), ([67, 832, 392], true), ([257, 64, 136], false)] {
         linear(table, kind, shape, "nvfp4", &[(shape[2], NVFP4)], bias);
     }
@@ -67,10 +67,12 @@ fn w4a16(table: &mut Table) {
 
 fn w4a4(table: &mut Table) {
     let ([.., (_, nvfp4)], [(_, e4m3), _, (_, nvfp4_out), (_, clipped)]) = (inputs(), results());
-    let kind = Kind { name: "w4a4", input: nvfp4, sums: Sums::F32, inner: 576 };
+    // Whole k-blocks, more than a pipeline has stages, and whole words of scales; gates and ups begin with either half of a scale tile.
+    let kind = Kind { name: "w4a4", input: nvfp4, sums: Sums::F32, inner: 640, widths: [192, 64] };
     // K of whole tiles of scales and of whole blocks alone, a handful of rows, more than a tile of them in both directions.
     for (shape, bias) in [
         ([3, 640, 136], true),
+        ([130, 640, 168], false),
         ([130, 576, 168], false),
         ([67, 832, 392], true),
         ([257, 64, 136], false),
@@ -80,9 +82,10 @@ fn w4a4(table: &mut Table) {
         linear(table, kind, shape, "nvfp4", &[(shape[2], NVFP4)], bias);
     }
     let both = [(200, NVFP4), (64, NVFP4)];
-    linear(table, kind, [67, 576, 264], "nvfp4, nvfp4", &both, true);
-    gate_residual(table, kind, [67, 576, 264], "nvfp4, nvfp4", &both, (true, true));
-    gate_residual(table, kind, [130, 576, 168], "nvfp4", &[(168, NVFP4)], (true, false));
+    linear(table, kind, [300, 384, 264], "nvfp4", &[(264, NVFP4)], false);
+    linear(table, kind, [67, 640, 264], "nvfp4, nvfp4", &both, true);
+    gate_residual(table, kind, [67, 640, 264], "nvfp4, nvfp4", &both, (true, true));
+    gate_residual(table, kind, [130, 640, 168], "nvfp4", &[(168, NVFP4)], (true, false));
     gate_residual(table, kind, [3, 848, 392], "nvfp4", &[(392, NVFP4)], (false, true));
     two_streams(table, kind, [NVFP4, NVFP4]);
     for (name, formats) in [("nvfp4", &[NVFP4, NVFP4][..]), ("nvfp4 in one matrix", &[NVFP4])] {

@@ -19,28 +19,34 @@ pub fn is_matrix_op(name: &str) -> bool {
 
 /// What the GEMM of a case multiplies.
 fn operands(name: &str) -> GemmOperands {
-    let named = [(" w8a16 ", GemmOperands::MixedInput), (" w4a16 ", GemmOperands::MixedInput), (" w8a8 ", GemmOperands::Fp8)];
+    let named = [
+        (" w8a16 ", GemmOperands::MixedInput),
+        (" w4a16 ", GemmOperands::MixedInput),
+        (" w8a8 ", GemmOperands::Fp8),
+        (" w4a4 ", GemmOperands::Nvfp4),
+    ];
     named.into_iter().find(|(kind, _)| name.contains(kind)).map_or(GemmOperands::Bf16, |(_, operands)| operands)
 }
 
-/// Whether a tile makes a difference to a case: those of the Hopper kernels are for GEMMs alone and each for its operands, and
+/// Whether a tile makes a difference to a case: those of persistent kernels are for GEMMs alone and each for its operands, and
 /// what takes the naive kernels is the same with every tile. The host computes the widths of the real models for longer than all
 /// the rest, so these run only with the tiles that a real model takes.
 pub fn has_tile(name: &str, tile: Tile) -> bool {
     let (own, operands) = (tile.config().operands, operands(name));
-    // The portable kernels of bf16 take weights that a kernel before them has expanded.
+    // But for Hopper's, the kernels of bf16 take weights that a kernel before them has expanded.
     let expanded = operands == GemmOperands::MixedInput && own == GemmOperands::Bf16 && !tile.is_sm90();
-    if own != operands && !expanded {
+    let once = tile == Tile::Mma64x128;
+    // Inputs of NVFP4 have no portable kernel but the naive one.
+    if own != operands && !expanded && !(once && operands == GemmOperands::Nvfp4) {
         return false;
     }
     let usual = matches!(tile, Tile::Sm90_256x192 | Tile::Sm90_128x256);
     let gemm = ["linear", "qkv"].iter().any(|op| name.starts_with(op)) && (usual || !name.contains(" klein"));
-    let once = tile == Tile::Mma64x128;
-    is_matrix_op(name) && (once || on_tensor_cores(name)) && (!tile.is_sm90() || gemm)
+    is_matrix_op(name) && (once || on_tensor_cores(name)) && (!tile.is_persistent() || gemm)
 }
 
-/// f32 takes the naive kernels, and so do inputs of NVFP4 and GEMMs whose rows are not aligned to 16 bytes. Attention with e4m3 has one
-/// kernel, whatever the tile.
+/// f32 takes the naive kernels, and so do GEMMs whose rows are not aligned to 16 bytes. Attention with e4m3 has one kernel, whatever the
+/// tile.
 fn on_tensor_cores(name: &str) -> bool {
     let words: Vec<&str> = name.split([' ', 'x', ',']).collect();
     // "linear 64x65x66 ..." or "linear 64x66, rows of 65 ...".
@@ -49,7 +55,6 @@ fn on_tensor_cores(name: &str) -> bool {
     aligned
         && [" bf16 whole", " bf16 slice"].iter().any(|end| name.ends_with(end))
         && !(is_attention(name) && name.contains(" e4m3"))
-        && !name.contains(" w4a4 ")
 }
 
 /// Whether a case runs with a choice where every case runs with all kernels it has.

@@ -97,8 +97,8 @@ pub const ALL: &[Planted] = &[
         kernel_file: "gemm_bf16_sm90",
         tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 192,",
         source: "gemm/mainloop_sm90.cuh",
-        find: "mbarrier_arrive_expect_tx(full, LoaderA::kTmaBytes + Config::kBBytes);",
-        replace: "mbarrier_arrive_expect_tx(full, LoaderA::kTmaBytes + Config::kBBytes + 16);",
+        find: "mbarrier_arrive_expect_tx(full, LoaderA::kTmaBytes + LoaderB::kTmaBytes);",
+        replace: "mbarrier_arrive_expect_tx(full, LoaderA::kTmaBytes + LoaderB::kTmaBytes + 16);",
     },
     // One warpgroup hands over at another barrier than the one at which the other waits.
     Planted {

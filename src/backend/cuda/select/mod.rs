@@ -21,8 +21,8 @@ const SPLIT_K_REDUCTION_K: u64 = 100;
 /// What the start of a cluster that is not persistent takes while its SM waits, as the extra K that would take as long.
 const CLUSTER_START_K: u64 = 600;
 
-/// What adding one worker's partials to a tile of the Hopper kernel takes, as the extra K that would take as long.
-const SM90_FIXUP_K: u64 = 1500;
+/// What adding one worker's partials to a tile of a persistent kernel takes, as the extra K that would take as long.
+const PERSISTENT_FIXUP_K: u64 = 1500;
 
 /// What adding one worker's partials to a tile of the portable kernel takes: as long as this K at this relative cost, for a tile with
 /// so many more rows.
@@ -103,13 +103,13 @@ impl GroupedGemm<'_> {
     fn plans(&self, tile: Tile, sms: u32) -> [GemmPlan; 2] {
         let (tiles, k_blocks, slots) = (self.tiles(tile), self.k.div_ceil(tile.config().block_k), tile.slots(sms));
         let data_parallel = Schedule::data_parallel(tiles);
-        let shared = match (self.same_k && !tile.is_split_k(), tile.is_sm90()) {
+        let shared = match (self.same_k && !tile.is_split_k(), tile.is_persistent()) {
             (false, _) => data_parallel,
             (true, true) => persistent_stream_k(tiles, k_blocks, slots),
             (true, false) => stream_k(tiles, k_blocks, slots),
         };
         // With the portable kernel Stream-K was never slower.
-        [if tile.is_sm90() { data_parallel } else { shared }, shared].map(|schedule| GemmPlan { tile, schedule })
+        [if tile.is_persistent() { data_parallel } else { shared }, shared].map(|schedule| GemmPlan { tile, schedule })
     }
 
     fn cost(&self, GemmPlan { tile, schedule: Schedule { full_tiles, workers } }: GemmPlan, sms: u32) -> u64 {
@@ -130,8 +130,8 @@ impl GroupedGemm<'_> {
         // Partials are added up once for each part of a tile but the last.
         let shared = tiles - full_tiles;
         let parts = u64::from(workers / shared.max(1));
-        let fixup = if tile.is_sm90() {
-            parts.saturating_sub(1).max(1) * SM90_FIXUP_K * area * PERCENT
+        let fixup = if tile.is_persistent() {
+            parts.saturating_sub(1).max(1) * PERSISTENT_FIXUP_K * area * PERCENT
         } else {
             parts * u64::from(MMA_FIXUP_ROWS + block_m) * MMA_FIXUP_K * MMA_FIXUP_COST * u64::from(block_n)
         };
@@ -140,9 +140,10 @@ impl GroupedGemm<'_> {
 
     /// The plan that keeps the SMs busy for the least time, among the tiles that `fits` accepts; none if it accepts none.
     pub fn plan(&self, sms: u32, fits: impl Fn(Tile) -> bool) -> Option<GemmPlan> {
-        // Of two plans that cost the same the first is taken: that with the smaller Hopper tile, or with the larger portable one.
-        let (sm90, mma): (Vec<_>, Vec<_>) = Tile::ALL.into_iter().filter(|&tile| fits(tile)).partition(|tile| tile.is_sm90());
-        let plans = sm90.into_iter().rev().chain(mma).flat_map(|tile| self.plans(tile, sms));
+        // Of two plans that cost the same the first is taken: that with the smaller persistent tile, or with the larger portable one.
+        let (persistent, mma): (Vec<_>, Vec<_>) =
+            Tile::ALL.into_iter().filter(|&tile| fits(tile)).partition(|tile| tile.is_persistent());
+        let plans = persistent.into_iter().rev().chain(mma).flat_map(|tile| self.plans(tile, sms));
         plans.min_by_key(|&plan| self.cost(plan, sms))
     }
 
@@ -162,7 +163,7 @@ mod tests {
 
     fn plan(shapes: &[GemmShape], k: u32, sms: u32, fits: impl Fn(Tile) -> bool) -> GemmPlan {
         GroupedGemm { shapes, k, same_k: true }
-            .plan(sms, |tile| tile.config().operands == GemmOperands::Bf16 && fits(tile))
+            .plan(sms, |tile| tile.config().operands == GemmOperands::Bf16 && !tile.is_sm120() && fits(tile))
             .unwrap()
     }
 
@@ -172,7 +173,7 @@ mod tests {
 
     #[test]
     fn portable_tiles_fit_the_shape() {
-        let portable = |shapes: &[GemmShape], k| tile_of(shapes, k, |tile| !tile.is_sm90());
+        let portable = |shapes: &[GemmShape], k| tile_of(shapes, k, |tile| !tile.is_persistent());
         // A single block of klein 4B at 1024x1024 and its output projection; both streams of a double block.
         assert_eq!(portable(&[shape(4608, &[27648])], 3072), Tile::Mma256x128);
         assert_eq!(portable(&[shape(4608, &[3072])], 12288), Tile::Mma256x128);
@@ -185,7 +186,7 @@ mod tests {
         assert_eq!(portable(&[shape(5, &[18432])], 3072), Tile::Mma64x128);
         assert_eq!(portable(&[], 0), Tile::Mma256x128);
         // Without enough shared memory for the large tile.
-        let small = |tile: Tile| !tile.is_sm90() && tile != Tile::Mma256x128;
+        let small = |tile: Tile| !tile.is_persistent() && tile != Tile::Mma256x128;
         assert_eq!(plan(&[shape(4608, &[27648])], 3072, 128, small).tile, Tile::Mma128x128);
         assert_eq!(GroupedGemm { shapes: &[shape(4608, &[27648])], k: 3072, same_k: true }.plan(0, |_| false), None);
     }

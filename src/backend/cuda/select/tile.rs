@@ -13,6 +13,8 @@ pub enum ClusterMode {
     MulticastB,
     /// The output tile, for which each CTA computes one half of K. Such clusters are not persistent: each computes one tile.
     SplitK,
+    /// Nothing: a CTA is alone. GPUs of compute capability 12.x have no multicast.
+    Single,
 }
 
 /// What a GEMM kernel multiplies, and what it can store.
@@ -24,6 +26,8 @@ pub enum GemmOperands {
     Fp8,
     /// bf16 inputs by weights of e2m1, e4m3 or bf16, stored as bf16 or e4m3.
     MixedInput,
+    /// e2m1 by e2m1, both with scales of blocks, stored as bf16, e4m3 or e2m1.
+    Nvfp4,
 }
 
 /// A tile's properties.
@@ -39,12 +43,12 @@ pub struct TileConfig {
     pub ctas_per_sm: u32,
     /// Consumer warpgroups; none for the portable kernel, all of whose warps both load and compute.
     pub consumers: u32,
-    /// How the CTAs of a cluster cooperate; none for the portable kernel, which has no clusters.
+    /// How the CTAs of a cluster cooperate; none for the portable kernel, which is not persistent.
     pub cluster: Option<ClusterMode>,
     /// What it multiplies.
     pub operands: GemmOperands,
-    /// The most products that tensor cores add up before accumulators are promoted, which is added to f32 registers; none if they
-    /// never are.
+    /// The most products that tensor cores add up before accumulators are promoted, which is added to f32 registers, or before they
+    /// are as good as promoted; none if they never are.
     pub longest_sum: Option<u32>,
     /// The kernel that computes it.
     pub kernel: Kernel,
@@ -57,8 +61,8 @@ pub struct TileConfig {
 macro_rules! tiles {
     ($($(#[$doc:meta])* $name:ident = $config:expr;)*) => {
         /// The part of the output that a CTA computes at a time, called by its rows and columns (MxN). `Mma` and `Fp8Mma` tiles are
-        /// of the portable kernels (`mma.sync`), the others of the Hopper kernels (TMA and `wgmma`), where `Fp8` and `Mixed` say
-        /// what they multiply.
+        /// of the portable kernels (`mma.sync`), those with `Sm120` of the kernels of compute capability 12.x (TMA and
+        /// `mma.sync`), the others of the Hopper kernels (TMA and `wgmma`), where `Fp8` and `Mixed` say what they multiply.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub enum Tile { $($(#[$doc])* $name),* }
 
@@ -90,17 +94,27 @@ impl Tile {
         block_m / consumers
     }
 
-    /// Stream-K flags that an SM takes at most: one for each resident CTA of the portable kernel, one for each consumer warp of the Hopper
-    /// kernel.
+    /// Stream-K flags that an SM takes at most: one for each resident CTA of the portable kernel, one for each consumer warp of a
+    /// persistent kernel.
     pub const fn flags_per_sm(self) -> u32 {
         const WARPS_PER_WARPGROUP: u32 = 4;
         let TileConfig { ctas_per_sm, consumers, .. } = self.config();
-        if self.is_sm90() { WARPS_PER_WARPGROUP * consumers } else { ctas_per_sm }
+        if self.is_persistent() { WARPS_PER_WARPGROUP * consumers } else { ctas_per_sm }
     }
 
-    /// Whether it is a tile of the Hopper kernel.
-    pub const fn is_sm90(self) -> bool {
+    /// Whether it is a tile of a persistent kernel with TMA.
+    pub const fn is_persistent(self) -> bool {
         self.config().cluster.is_some()
+    }
+
+    /// Whether it is a tile of a kernel for compute capability 12.x.
+    pub const fn is_sm120(self) -> bool {
+        matches!(self.config().cluster, Some(ClusterMode::Single))
+    }
+
+    /// Whether it is a tile of a Hopper kernel.
+    pub const fn is_sm90(self) -> bool {
+        self.is_persistent() && !self.is_sm120()
     }
 
     /// Whether two CTAs compute one half of K each.
@@ -114,7 +128,7 @@ impl Tile {
         let TileConfig { block_m, cluster, .. } = self.config();
         let row_tiles = m.div_ceil(block_m);
         match cluster {
-            None | Some(ClusterMode::SplitK) => (row_tiles, col_tiles),
+            None | Some(ClusterMode::SplitK | ClusterMode::Single) => (row_tiles, col_tiles),
             Some(ClusterMode::MulticastA) => (row_tiles, col_tiles.div_ceil(abi::KL_SM90_CLUSTER)),
             Some(ClusterMode::MulticastB) => (row_tiles.div_ceil(abi::KL_SM90_CLUSTER), col_tiles),
         }
@@ -122,8 +136,7 @@ impl Tile {
 
     /// CTAs, or clusters of them, that the GPU runs at the same time.
     pub fn slots(self, sms: u32) -> u32 {
-        let TileConfig { ctas_per_sm, cluster, .. } = self.config();
-        let slots = if cluster.is_some() { sms / abi::KL_SM90_CLUSTER } else { ctas_per_sm * sms };
+        let slots = if self.is_sm90() { sms / abi::KL_SM90_CLUSTER } else { self.config().ctas_per_sm * sms };
         slots.max(1)
     }
 }

@@ -1,0 +1,17 @@
+// GEMM on operands of bf16 for compute capability 12.x: gemm_nvfp4_sm120.cu with another instruction.
+//
+//   kl_gemm_bf16_sm120_256x128, ...   out = epilogue(alpha x w^T + bias), bf16 operands, f32 accumulators
+//
+// Weights that are expanded to bf16 (expand.cu) take it, too: `alpha` and the scales of rows are applied to sums.
+// Bound: tensor cores.
+// Needs: as gemm_bf16_sm90.cu; results of bf16 or e4m3, those of SwiGLU also of e2m1.
+#include <common/tile_row.cuh>
+#include <gemm/mainloop_sm90.cuh>
+#include <gemm/policies_sm120.cuh>
+
+#define KL_GEMM_BF16_SM120(file, m, n, block_k, consumers, stages, threads, shared_bytes, relative_cost)              \
+  using Tile##m##x##n = GemmConfig<Sm120Policies<WarpMmaBf16, RowsA, WrittenB>, m, n, block_k, consumers, stages, ClusterMode::kSingle>; \
+  static_assert(row_states<Tile##m##x##n::kThreads, threads>());                                                     \
+  static_assert(row_states<Tile##m##x##n::kSmemBytes, shared_bytes>());                                              \
+  KL_ENTRY(kl_##file##_##m##x##n, KlGemmSm90, threads, 1) { gemm<Tile##m##x##n>(p); }
+#include <tiles.def>

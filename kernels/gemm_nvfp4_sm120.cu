@@ -1,0 +1,21 @@
+// NVFP4 GEMM for compute capability 12.x (RTX 50, RTX PRO Blackwell): e2m1 by e2m1 with scales of blocks, multiplied by tensor cores as they
+// are in memory.
+//
+//   kl_gemm_nvfp4_sm120_256x128, ...   out = epilogue(alpha x w^T + bias), operands of e2m1 with block scales, f32 accumulators; epilogues
+//                                      and parameters as those of gemm_bf16_sm90.cu; SwiGLU also into e4m3 and e2m1
+//
+// The persistent GEMM of gemm/mainloop_sm90.cuh: a producer thread loads codes by TMA and scales by bulk copies, 128 of K a stage, and each
+// of eight consumer warps multiplies its rows by all columns. There are no clusters. Scales stay in the tiles that files have.
+// Bound: tensor cores. A warp reads 5,120 bytes of shared memory for 32 MMAs of 16x8x64, less than a third of its bandwidth.
+// Needs: K a multiple of 128, ranges of weight rows that begin at multiples of 64; else as gemm_bf16_sm90.cu.
+#include <common/tile_row.cuh>
+#include <gemm/mainloop_sm90.cuh>
+#include <gemm/policies_sm120.cuh>
+
+#define KL_GEMM_NVFP4_SM120(file, m, n, block_k, consumers, stages, threads, shared_bytes, relative_cost)                       \
+  using Tile##m##x##n = GemmConfig<Sm120Policies<WarpMmaNvfp4, BlockScaledA, BlockScaledB>, m, n, block_k, consumers, stages, \
+                                   ClusterMode::kSingle>;                                                                     \
+  static_assert(row_states<Tile##m##x##n::kThreads, threads>());                                                              \
+  static_assert(row_states<Tile##m##x##n::kSmemBytes, shared_bytes>());                                                       \
+  KL_ENTRY(kl_##file##_##m##x##n, KlGemmSm90, threads, 1) { gemm<Tile##m##x##n>(p); }
+#include <tiles.def>
