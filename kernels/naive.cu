@@ -121,8 +121,8 @@ KL_ENTRY(kl_naive_gemm, KlNaiveGemm, KL_NAIVE_THREADS, 3) {
       });
     }
   };
-  // Codes are few enough bytes to be read value by value, and so are gate and up rows of different types. To store e2m1 takes the registers
-  // of loads in flight.
+  // Codes are few enough bytes to be read value by value, and so are gate and up rows of different types. To store e2m1 takes the
+  // registers of loads in flight.
   const auto is_code = [](const KlMat& m) { return m.dtype == KL_E4M3 || m.dtype == KL_E2M1; };
   const bool codes = is_code(p.x) || is_code(p.w[0]) || p.out.dtype == KL_E2M1;
   if (codes || p.w[0].dtype != p.w[1].dtype) {

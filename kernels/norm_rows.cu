@@ -199,8 +199,8 @@ __device__ __forceinline__ void layer_norm_rows(const KlLayerNorm& p) {
   norm_rows<T, kThreads, kVecs, false>(s.out, s.x, s.scale, s.shift, first, p.eps, p.saturated, moments);
 }
 
-// Resident CTAs per SM of a norm into codes: one fewer where the conversion takes registers, because GPUs have no instruction for it before
-// this architecture.
+// Resident CTAs per SM of a norm into codes: one fewer where the conversion takes registers, because only GPUs since this architecture
+// have an instruction for it.
 constexpr int quantising_ctas(int ctas, [[maybe_unused]] int since) {
 #ifdef __CUDA_ARCH__
   return __CUDA_ARCH__ < since && ctas > 1 ? ctas - 1 : ctas;

@@ -199,7 +199,7 @@ fn what_is_quantised_at_load_is_told_and_recorded() {
     assert_eq!((formats, first.json()[0]["quantize"].clone(), plain.text.get("quantize")), (None, Value::Null, None));
     let plan = |more: &[&str]| sandbox.run(["plan", "--model", "model"].iter().chain(more)).good().text().to_owned();
     let mut pixels = vec![plain.pixels];
-    for (format, words) in [("fp8", "fp8 (w8a8)"), ("nvfp4", "nvfp4 (w4a16: not calibrated)")] {
+    for (format, words) in [("fp8", "fp8 (w8a8)"), ("nvfp4", "nvfp4 (w4a4)")] {
         let (png, formats, run) = run(&format!("{format}.png"), &["--quantize", format]);
         assert_eq!(formats.as_deref(), Some(words));
         assert_eq!(

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <common/e4m3.cuh>
-#include <common/reduce.cuh>
 #include <common/types.cuh>
 #include <ptx/sm100.cuh>
 

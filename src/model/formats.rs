@@ -35,8 +35,6 @@ pub enum PlainInput {
     Device,
     /// Plain inputs were asked for.
     Asked,
-    /// The weights were quantised when they were loaded, and inputs in their format would need scales that only calibration gives.
-    Uncalibrated,
 }
 
 /// The formats of consecutive rows of a weight: in the checkpoint, and on the backend. Without a checkpoint they are the same.

@@ -128,7 +128,7 @@ impl<'a> Loader<'a> {
     fn layer(&mut self, spec: TensorSpec, place: LayerPlace) -> Result<Linear> {
         match &mut self.target {
             Target::Backend(upload) => match self.quantise.filter(|_| place.is_quantised_at_load()) {
-                Some(format) => upload.quantised_layer(&spec, place, self.precision, format),
+                Some(format) => upload.quantised_layer(&spec, place, self.precision, (format, self.nvfp4_math)),
                 None => upload.layer(&spec, place, self.precision, self.nvfp4_math),
             },
             Target::Manifest(list) => Ok(Linear::new(listed(list, spec), None)),
@@ -338,7 +338,7 @@ impl Upload<'_> {
         spec: &TensorSpec,
         place: LayerPlace,
         precision: Precision,
-        format: QuantisedFormat,
+        (format, math): (QuantisedFormat, Nvfp4Math),
     ) -> Result<Linear> {
         let refused = |why: String| quantise::refused(format, &why);
         let (parts, (rows, cols)) = (self.stored(spec)?, extent(spec));
@@ -348,7 +348,7 @@ impl Upload<'_> {
         if format == QuantisedFormat::Nvfp4 && !cols.is_multiple_of(BLOCK) {
             return Err(refused(format!("`{}` has {cols} columns, which is no multiple of {BLOCK}", spec.name)));
         }
-        let input = quantise::input(format, place, self.backend.gemm_formats(), precision)?;
+        let input = quantise::input(format, place, self.backend.gemm_formats(), precision, math)?;
         let stored = |part: &[WeightPart]| {
             let scales = match format {
                 QuantisedFormat::Fp8 => Scales::Rows,

@@ -1,10 +1,11 @@
 //! Plain weights that are quantised when a model is loaded. Nothing is calibrated, so the scales of inputs are constants.
 
 use super::formats::PlainInput;
+use super::nvfp4_math::{self, Nvfp4Math};
 use crate::backend::GemmFormats;
 use crate::error::{Error, Remedy, Result};
 use crate::tensor::quantise::QuantisedFormat;
-use crate::tensor::{DType, Precision, Scale, Stored};
+use crate::tensor::{Precision, Scale, Stored};
 
 /// Where a linear layer is in a model, which decides what of it can be quantised.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,6 +47,16 @@ impl Producer {
             Self::Swiglu => Scale::power_of_two(3),
         }
     }
+
+    /// The scale of such an input in NVFP4. The scales of its blocks follow its values; they are e4m3, so that again this only has to
+    /// keep the largest value in range: 168 behind norms and attention, 2688 behind SwiGLU. Blocks are as precise as others down to a
+    /// largest value of 0.006 and 0.09.
+    pub const fn nvfp4_scale(self) -> Scale {
+        match self {
+            Self::Norm | Self::Attention => Scale::power_of_two(-4),
+            Self::Swiglu => Scale::ONE,
+        }
+    }
 }
 
 /// How the input of a layer is stored whose weight is quantised when it is loaded, or why it stays plain. It is an error if the
@@ -55,13 +66,18 @@ pub(super) fn input(
     place: LayerPlace,
     gemms: GemmFormats,
     precision: Precision,
+    math: Nvfp4Math,
 ) -> Result<std::result::Result<Stored, PlainInput>> {
     let weight = format.dtype();
     let input = match (format, place) {
         (_, LayerPlace::Encoder | LayerPlace::Elsewhere) => Err(PlainInput::Model),
         _ if precision == Precision::F32 => Err(PlainInput::Precision),
-        (QuantisedFormat::Nvfp4, LayerPlace::Block(_)) => Err(PlainInput::Uncalibrated),
-        (QuantisedFormat::Fp8, LayerPlace::Block(_)) if !gemms.takes(weight, DType::E4m3) => Err(PlainInput::Device),
+        (QuantisedFormat::Nvfp4, LayerPlace::Block(_)) if math == Nvfp4Math::Fp8 => {
+            return Err(nvfp4_math::refused("they are quantised when they are loaded, and not re-encoded"));
+        }
+        (QuantisedFormat::Nvfp4, LayerPlace::Block(_)) if math == Nvfp4Math::Bf16 => Err(PlainInput::Asked),
+        (_, LayerPlace::Block(_)) if !gemms.takes(weight, weight) => Err(PlainInput::Device),
+        (QuantisedFormat::Nvfp4, LayerPlace::Block(producer)) => Ok(Stored::nvfp4(producer.nvfp4_scale())),
         (QuantisedFormat::Fp8, LayerPlace::Block(producer)) => Ok(Stored::fp8(producer.fp8_scale())),
     };
     match input {

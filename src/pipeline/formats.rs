@@ -96,7 +96,6 @@ impl Product {
             Some(PlainInput::Parts) => Some("its parts need different inputs"),
             Some(PlainInput::Device) => Some("no GEMM of quantised inputs here"),
             Some(PlainInput::Asked) => Some("as asked"),
-            Some(PlainInput::Uncalibrated) => Some("not calibrated"),
             // Text encoders always have plain inputs, and in f32 so has everything.
             Some(PlainInput::Model | PlainInput::Precision) | None => None,
         }
@@ -192,9 +191,9 @@ impl Formats {
     }
 
     /// What NVFP4 weights are multiplied as, if there are any in layers where that is a choice: those of which the files ask for
-    /// quantised inputs.
+    /// quantised inputs, and those that were quantised when they were loaded.
     pub fn nvfp4_math(&self) -> Option<Nvfp4Math> {
-        let is_nvfp4 = |layer: &&LayerFormat| layer.parts.iter().any(|part| part.stored == DType::E2m1);
+        let is_nvfp4 = |layer: &&LayerFormat| layer.parts.iter().any(|part| [part.stored, part.held].contains(&DType::E2m1));
         let math = |layer: &LayerFormat| match (layer.input, layer.why) {
             (DType::E4m3, _) => Some(Nvfp4Math::Fp8),
             (DType::E2m1, _) => Some(Nvfp4Math::Auto),

@@ -1,4 +1,5 @@
-//! The built-in model makes an image on emulated GPUs that have the portable kernels alone, in every format of its weights.
+//! The built-in model makes an image on emulated GPUs, in every format of its weights: on those that have the portable kernels alone,
+//! and by the kernels of compute capability 12.x.
 
 use crate::available;
 use crate::common::{cpu, run, small_job};
@@ -14,7 +15,7 @@ use kiln::tensor::quantise::QuantisedFormat::{Fp8, Nvfp4};
 
 const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/builtin");
 
-/// The kernels for quantised operands that one format takes on one GPU, and whether it runs every time.
+/// The kernels for quantised operands that one format takes on one GPU, or how their names begin, and whether it runs every time.
 struct Path {
     gpu: Gpu,
     format: Option<QuantisedFormat>,
@@ -24,7 +25,9 @@ struct Path {
 
 const EXPANDED: &[&str] = &["kl_expand"];
 /// Of the text encoder, whose inputs stay in bf16, weights are expanded all the same.
-const FP8: &[&str] = &["kl_attention_fp8_sm89", "kl_expand", "kl_gemm_fp8_sm89_128"];
+const FP8: &[&str] = &["kl_expand", "kl_gemm_fp8_sm89", "kl_attention_fp8_sm89"];
+const NATIVE_FP8: &[&str] = &["kl_expand", "kl_gemm_bf16_sm120", "kl_gemm_fp8_sm120", "kl_attention_fp8_sm120"];
+const NATIVE_NVFP4: &[&str] = &["kl_expand", "kl_gemm_bf16_sm120", "kl_gemm_nvfp4_sm120", "kl_attention_fp8_sm120"];
 
 const PATHS: &[Path] = &[
     Path { gpu: Gpu::AMPERE, format: None, kernels: &[], every_time: false },
@@ -36,6 +39,9 @@ const PATHS: &[Path] = &[
     Path { gpu: Gpu::BLACKWELL, format: None, kernels: &[], every_time: false },
     Path { gpu: Gpu::BLACKWELL, format: Some(Fp8), kernels: FP8, every_time: false },
     Path { gpu: Gpu::BLACKWELL, format: Some(Nvfp4), kernels: EXPANDED, every_time: false },
+    Path { gpu: Gpu::NATIVE_BLACKWELL, format: None, kernels: &["kl_gemm_bf16_sm120"], every_time: false },
+    Path { gpu: Gpu::NATIVE_BLACKWELL, format: Some(Fp8), kernels: NATIVE_FP8, every_time: false },
+    Path { gpu: Gpu::NATIVE_BLACKWELL, format: Some(Nvfp4), kernels: NATIVE_NVFP4, every_time: true },
 ];
 
 impl Path {
@@ -43,7 +49,8 @@ impl Path {
     fn check(&self) {
         let driver = Emulated::new(self.gpu);
         driver.set_seed(run_seed());
-        let cuda = cuda_with(&driver, None).unwrap();
+        let mut cuda = cuda_with(&driver, None).unwrap();
+        cuda.set_native(self.gpu.native);
         let backend: Box<dyn Backend> = Box::new(Lockstep::new(cpu(), cuda));
         let found = locate(&LocateRequest { model: Some(FOLDER.into()), ..LocateRequest::default() }).unwrap();
         let model = OpenModel::open(&found, None).unwrap();
@@ -54,16 +61,18 @@ impl Path {
         let again = format!("{:?} {:?}: again with KILN_TEST_SEED={}", self.gpu, self.format, run_seed());
         run(&mut engine, &job).unwrap_or_else(|e| panic!("{e}\n  {again}"));
         let launched: Vec<&str> = engine.backend().launches().into_iter().map(|(name, _)| name).collect();
-        let is_quantised =
-            |name: &str| name == "kl_expand" || ["gemm", "attention"].iter().any(|op| name.starts_with(&format!("kl_{op}_fp8_")));
-        let quantised: Vec<&str> = launched.iter().copied().filter(|name| is_quantised(name)).collect();
+        const SM89: [&str; 2] = ["kl_gemm_fp8_sm89", "kl_attention_fp8_sm89"];
+        const SM120: [&str; 4] = ["kl_gemm_bf16_sm120", "kl_gemm_fp8_sm120", "kl_gemm_nvfp4_sm120", "kl_attention_fp8_sm120"];
+        let known = ["kl_expand"].into_iter().chain(SM89).chain(SM120);
+        let is_launched = |known: &&str| launched.iter().any(|name| name.starts_with(known));
+        let quantised: Vec<&str> = known.filter(is_launched).collect();
         assert_eq!(quantised, self.kernels, "{again}");
         assert!(!launched.iter().any(|name| name.contains("sm90")), "{launched:?}");
     }
 }
 
 #[test]
-fn the_built_in_model_runs_on_portable_kernels() {
+fn the_built_in_model_runs_on_every_gpu() {
     if available() {
         PATHS.iter().filter(|path| path.every_time || long()).for_each(Path::check);
     }

@@ -10,8 +10,12 @@
 //!                        `tests/emulated` compares with the emulator's
 //!     gpu list           the names of the tests
 //!     gpu hash           a checksum of images, to compare processes
+//!     gpu emulated       the kernels of compute capability 12.x at full size, see emulated.rs
 //!     gpu planted TOOL FATBIN, gpu ballast BYTES, gpu spoil FILE TENSOR
 //!                        see bundle.rs
+//!
+//! With `KILN_EMULATED_KERNELS`, a folder that has the kernels of compute capability 12.x compiled for this GPU, with what only those
+//! GPUs have in software, all tests run as on such a GPU.
 #![allow(clippy::print_stdout)]
 
 #[path = "../common/mod.rs"]
@@ -20,6 +24,7 @@ mod common;
 mod ops;
 
 mod bundle;
+mod emulated;
 mod large;
 
 use common::{Make, cases, cpu, engine_on, goldens, modes, run, saving_memory_changes_nothing};
@@ -43,7 +48,10 @@ use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 fn cuda() -> Cuda {
-    let mut cuda = Cuda::open(0, Arc::new(AtomicBool::new(false))).unwrap();
+    let mut cuda = match emulated::kernels() {
+        Some(folder) => emulated::cuda(&folder, None),
+        None => Cuda::open(0, Arc::new(AtomicBool::new(false))).unwrap(),
+    };
     cuda.set_poison(true);
     cuda
 }
@@ -103,6 +111,7 @@ fn main() -> ExitCode {
             println!("{} results in {file}", ops::outputs::record(&mut cuda(), limit, Path::new(file)));
         }
         ["hash"] => println!("{:016x}", checksum(&images(&mut |_| ()))),
+        ["emulated"] => emulated::products_are_exact(),
         ["planted", tool, image] => bundle::planted(tool, Path::new(image)).unwrap(),
         ["ballast", left] => bundle::ballast(left.parse().unwrap()).unwrap(),
         [] => return all(None),
@@ -185,14 +194,18 @@ impl Share {
             small && turn.get() % others == self.part % others
         };
         // Matrix ops run with every tile; f32 takes the naive kernels in any case.
-        for choice in Choice::all().filter(|choice| *choice != Choice::Naive) {
+        let ours_alone =
+            |choice: &Choice| emulated::kernels().is_none() || matches!(choice, Choice::Tile(tile) if tile.is_sm120());
+        let choices = Choice::all().filter(|choice| *choice == Choice::Best || *choice != Choice::Naive && ours_alone(choice));
+        for choice in choices {
             cuda.set_choice(choice);
             ops::check_some(&mut cuda, |name| tiles::runs_with(choice, name) && ours(name));
         }
         cuda.self_test().unwrap();
         // The `run` script adds these up over all processes.
-        cuda.launched().for_each(|(kernel, times)| println!("launched: {} {times}", kernel.symbol()));
-        let missed: Vec<_> = cuda.launched().filter(|(_, times)| *times == 0).map(|(kernel, _)| kernel).collect();
+        let launched = || cuda.launched().filter(|(kernel, _)| emulated::kernels().is_none() || kernel.needs_proof());
+        launched().for_each(|(kernel, times)| println!("launched: {} {times}", kernel.symbol()));
+        let missed: Vec<_> = launched().filter(|(_, times)| *times == 0).map(|(kernel, _)| kernel).collect();
         assert!(missed.is_empty() || self.parts > 1, "never launched: {missed:?}");
     }
 }
@@ -209,7 +222,7 @@ fn unpoisoned() -> Cuda {
 fn every_tile() {
     std::thread::scope(|scope| {
         scope.spawn(|| ops::check_some(&mut cuda(), tiles::is_attention));
-        for tile in Tile::ALL {
+        for tile in Tile::ALL.into_iter().filter(|tile| emulated::kernels().is_none() || tile.is_sm120()) {
             scope.spawn(move || {
                 let mut cuda = cuda();
                 cuda.set_choice(Choice::Tile(tile));

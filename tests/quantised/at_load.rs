@@ -7,6 +7,7 @@ use crate::common::wrapped::Wrapped;
 use crate::common::{cpu, run, small_job};
 use kiln::backend::GemmFormats;
 use kiln::error::Error;
+use kiln::model::Nvfp4Math;
 use kiln::names::Layout;
 use kiln::part::Part;
 use kiln::pipeline::{Job, LoadOptions, OpenModel};
@@ -36,23 +37,27 @@ fn is_linear(tensor: &Plain) -> bool {
     tensor.shape.len() == 2 && blocks.iter().any(|blocks| tensor.name.starts_with(blocks))
 }
 
-/// The constant scale of a layer's input in FP8: larger where it is a product of SwiGLU.
-fn input_scale(layer: &str) -> f32 {
+/// The constant scale of a layer's input: larger where it is a product of SwiGLU.
+fn input_scale(layer: &str, format: QuantisedFormat) -> f32 {
     let of_swiglu = ["_mlp.2", ".linear2", ".linear_out"].iter().any(|end| layer.ends_with(end));
-    if of_swiglu || layer.starts_with("single") && layer.ends_with("attn.to_out") { 8.0 } else { 1.0 }
+    match (format, of_swiglu || layer.starts_with("single") && layer.ends_with("attn.to_out")) {
+        (QuantisedFormat::Fp8, true) => 8.0,
+        (QuantisedFormat::Fp8, false) | (QuantisedFormat::Nvfp4, true) => 1.0,
+        (QuantisedFormat::Nvfp4, false) => 0.0625,
+    }
 }
 
-/// The tensors of a quantised layer in a file. FP8 has a scale for each row; NVFP4 has no scale of the input.
+/// The tensors of a quantised layer in a file. FP8 has a scale for each row.
 fn quantised(weight: &Plain, format: QuantisedFormat, part: Part) -> Vec<Plain> {
     let (layer, &[rows, cols]) = (weight.name.strip_suffix(".weight").unwrap(), &weight.shape[..]) else { unreachable!() };
     let (named, values) = (|suffix: &str| format!("{layer}.{suffix}"), weight.values());
     let largest = |values: &[f32]| values.iter().fold(0.0, |most: f32, value| most.max(value.abs()));
     let fp8 = Dtype::F8_E4M3;
-    match format {
+    let mut tensors = match format {
         QuantisedFormat::Fp8 => {
             let scales: Vec<f32> = values.chunks(cols).map(|row| largest(row) / 448.0).collect();
             let codes = values.iter().enumerate().map(|(i, value)| to_e4m3(value / scales[i / cols])).collect();
-            let mut tensors = vec![
+            vec![
                 Plain { name: named("weight"), dtype: fp8, shape: vec![rows, cols], bytes: codes },
                 Plain {
                     name: named("weight_scale"),
@@ -60,9 +65,7 @@ fn quantised(weight: &Plain, format: QuantisedFormat, part: Part) -> Vec<Plain> 
                     shape: vec![rows, 1],
                     bytes: DType::F32.encoded(&scales),
                 },
-            ];
-            tensors.extend((part == Part::Transformer).then(|| Plain::scalar(named("input_scale"), input_scale(layer))));
-            tensors
+            ]
         }
         QuantisedFormat::Nvfp4 => {
             let scale = largest(&values) / 2688.0;
@@ -78,7 +81,9 @@ fn quantised(weight: &Plain, format: QuantisedFormat, part: Part) -> Vec<Plain> 
                 Plain::scalar(named("weight_scale_2"), scale),
             ]
         }
-    }
+    };
+    tensors.extend((part == Part::Transformer).then(|| Plain::scalar(named("input_scale"), input_scale(layer, format))));
+    tensors
 }
 
 /// The file of a part of the tiny model with quantised layers.
@@ -151,13 +156,18 @@ fn lines_tell_what_was_quantised() {
     assert_eq!(fp8, [&blocks("fp8 (w8a8)"), rest, &encoder("fp8 (w8a16)"), "attention: q and k fp8, v bf16"]);
     let nvfp4 = lines(QuantisedFormat::Nvfp4, GemmFormats::ALL);
     let attention = "attention: bf16 (made from inputs that are not fp8)";
-    assert_eq!(nvfp4, [&blocks("nvfp4 (w4a16: not calibrated)"), rest, &encoder("nvfp4 (w4a16)"), attention]);
+    assert_eq!(nvfp4, [&blocks("nvfp4 (w4a4)"), rest, &encoder("nvfp4 (w4a16)"), attention]);
     let without = lines(QuantisedFormat::Fp8, PLAIN_INPUTS);
     assert_eq!(without[0], blocks("fp8 (w8a16: no GEMM of quantised inputs here)"));
     let formats = |format| model.formats(options(format), GemmFormats::ALL).unwrap();
     assert_eq!(FORMATS.map(|format| formats(format).quantised_at_load()), [Some("fp8"), Some("nvfp4")]);
-    // There is no scale of inputs, so nothing to choose.
-    assert_eq!(formats(QuantisedFormat::Nvfp4).nvfp4_math(), None);
+    // Without calibration, the scales of blocks follow the inputs, and plain inputs are the other choice.
+    assert_eq!(formats(QuantisedFormat::Nvfp4).nvfp4_math(), Some(Nvfp4Math::Auto));
+    let plain_inputs = LoadOptions { nvfp4_math: Nvfp4Math::Bf16, ..options(QuantisedFormat::Nvfp4) };
+    assert_eq!(model.formats(plain_inputs, GemmFormats::ALL).unwrap().lines()[0], blocks("nvfp4 (w4a16: as asked)"));
+    let reencoded = LoadOptions { nvfp4_math: Nvfp4Math::Fp8, ..options(QuantisedFormat::Nvfp4) };
+    let refused = model.formats(reencoded, GemmFormats::ALL).unwrap_err().to_string();
+    assert!(refused.ends_with("they are quantised when they are loaded, and not re-encoded"), "{refused}");
     assert_eq!(model.formats(LoadOptions::DEFAULT, GemmFormats::ALL).unwrap().quantised_at_load(), None);
 }
 

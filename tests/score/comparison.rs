@@ -21,6 +21,8 @@ type Leeway = [f64; 6];
 
 const FP8: Leeway = [1.0, 1.0, 1.0, 1.0, 3.0, 3.0];
 const NVFP4: Leeway = [2.0, 2.0, 2.0, 2.0, 5.0, 5.0];
+/// Of inputs in NVFP4.
+const W4A4: Leeway = [3.0, 3.0, 3.0, 3.0, 6.0, 6.0];
 
 /// The columns of one set of seeds after the other.
 type Columns = Vec<[Share; 6]>;
@@ -91,6 +93,12 @@ fn fp8_at_load_scores_like_bf16() {
 #[ignore = "half an hour on two cores; this is the score of --quantize nvfp4 against that in bf16"]
 fn nvfp4_at_load_scores_like_bf16() {
     score_like_bf16(&[Format::Nvfp4AtLoad], NVFP4);
+}
+
+#[test]
+#[ignore = "most of an hour on two cores; this is the score of NVFP4 weights by NVFP4 inputs against that in bf16"]
+fn w4a4_scores_like_bf16() {
+    score_like_bf16(&[Format::W4A4, Format::W4A4AtLoad], W4A4);
 }
 
 /// The rule itself: at the limit, and one verdict beyond it.

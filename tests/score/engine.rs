@@ -55,16 +55,30 @@ pub enum Format {
     Fp8,
     /// Weights of these layers in NVFP4, inputs in bf16.
     Nvfp4,
+    /// Weights and inputs of these layers in NVFP4.
+    W4A4,
     /// Weights of these layers in NVFP4 in the file, encoded again as e4m3, and inputs in e4m3.
     Nvfp4AsFp8,
     /// The plain model, quantised to FP8 when it is loaded, without calibration; the text encoder's weights, too.
     Fp8AtLoad,
     /// The same with weights in NVFP4 and inputs in bf16.
     Nvfp4AtLoad,
+    /// The same with inputs in NVFP4 as well.
+    W4A4AtLoad,
 }
 
 impl Format {
-    const ALL: [Self; 7] = [Self::F32, Self::Bf16, Self::Fp8, Self::Nvfp4, Self::Nvfp4AsFp8, Self::Fp8AtLoad, Self::Nvfp4AtLoad];
+    const ALL: [Self; 9] = [
+        Self::F32,
+        Self::Bf16,
+        Self::Fp8,
+        Self::Nvfp4,
+        Self::W4A4,
+        Self::Nvfp4AsFp8,
+        Self::Fp8AtLoad,
+        Self::Nvfp4AtLoad,
+        Self::W4A4AtLoad,
+    ];
 
     /// What `KILN_SCORE_FORMAT` says, or else bf16 on a GPU and f32 on the CPU.
     pub fn of_score() -> Self {
@@ -81,18 +95,20 @@ impl Format {
             Self::Bf16 => "bf16",
             Self::Fp8 => "fp8",
             Self::Nvfp4 => "nvfp4",
+            Self::W4A4 => "w4a4",
             Self::Nvfp4AsFp8 => "nvfp4-as-fp8",
             Self::Fp8AtLoad => "fp8-at-load",
             Self::Nvfp4AtLoad => "nvfp4-at-load",
+            Self::W4A4AtLoad => "w4a4-at-load",
         }
     }
 
     /// The format of the file's quantised weights.
     fn weights(self) -> Option<WeightFormat> {
         match self {
-            Self::F32 | Self::Bf16 | Self::Fp8AtLoad | Self::Nvfp4AtLoad => None,
+            Self::F32 | Self::Bf16 | Self::Fp8AtLoad | Self::Nvfp4AtLoad | Self::W4A4AtLoad => None,
             Self::Fp8 => Some(WeightFormat::Fp8),
-            Self::Nvfp4 | Self::Nvfp4AsFp8 => Some(WeightFormat::Nvfp4),
+            Self::Nvfp4 | Self::W4A4 | Self::Nvfp4AsFp8 => Some(WeightFormat::Nvfp4),
         }
     }
 
@@ -100,17 +116,17 @@ impl Format {
     fn at_load(self) -> Option<QuantisedFormat> {
         match self {
             Self::Fp8AtLoad => Some(QuantisedFormat::Fp8),
-            Self::Nvfp4AtLoad => Some(QuantisedFormat::Nvfp4),
-            Self::F32 | Self::Bf16 | Self::Fp8 | Self::Nvfp4 | Self::Nvfp4AsFp8 => None,
+            Self::Nvfp4AtLoad | Self::W4A4AtLoad => Some(QuantisedFormat::Nvfp4),
+            Self::F32 | Self::Bf16 | Self::Fp8 | Self::Nvfp4 | Self::W4A4 | Self::Nvfp4AsFp8 => None,
         }
     }
 
     /// What NVFP4 weights are multiplied as.
     fn nvfp4_math(self) -> Nvfp4Math {
         match self {
-            Self::Nvfp4 => Nvfp4Math::Bf16,
+            Self::Nvfp4 | Self::Nvfp4AtLoad => Nvfp4Math::Bf16,
             Self::Nvfp4AsFp8 => Nvfp4Math::Fp8,
-            Self::F32 | Self::Bf16 | Self::Fp8 | Self::Fp8AtLoad | Self::Nvfp4AtLoad => Nvfp4Math::Auto,
+            Self::F32 | Self::Bf16 | Self::Fp8 | Self::W4A4 | Self::Fp8AtLoad | Self::W4A4AtLoad => Nvfp4Math::Auto,
         }
     }
 
@@ -120,6 +136,7 @@ impl Format {
             Self::F32 | Self::Bf16 => true,
             Self::Fp8 | Self::Nvfp4AsFp8 | Self::Fp8AtLoad => gemms.w8a8,
             Self::Nvfp4 | Self::Nvfp4AtLoad => gemms.w4a16,
+            Self::W4A4 | Self::W4A4AtLoad => gemms.w4a4,
         }
     }
 

@@ -28,7 +28,7 @@ mod tiles;
 pub use attention::has_two_attention_ctas;
 pub use context::Choice;
 pub use dispatch::kernels_of;
-pub use launch::{ARCHS, Images, Kernel, NVCC};
+pub use launch::{ARCHS, Images, Kernel, NVCC, built_in};
 pub use select::{GemmOperands, Tile};
 pub use system::{CAPABILITY, System, devices};
 
