@@ -397,16 +397,45 @@ typedef struct {
   uint64_t unused[11];
 } KlAttentionSm90;
 
-/* ------------------------------------------------------------------------------------------------ selftest_sm90.cu */
+/* ----------------------------------------------- selftest.cu, selftest_sm89.cu, selftest_sm90.cu, selftest_sm120.cu */
 
 #define KL_SELFTEST_TILE 64u
 #define KL_SELFTEST_THREADS 128u
 #define KL_SELFTEST_CLUSTER 2u
 
+/* How a tile of 64 rows comes into shared memory: by TMA in rows of 128 or of 64 bytes, swizzled over as many, or row by row by bulk copies
+ * of up to 128 bytes. */
+#define KL_TEST_BOX_128 0u
+#define KL_TEST_BOX_64 1u
+#define KL_TEST_BULK 2u
+
+/* A copy of bf16. `out` may be larger than what `map` describes, and holds zeros there; bulk copies take `from` instead. */
 typedef struct {
-  KlTensorMap x;
-  KlMat out;
-  uint64_t unused[11];
-} KlSelftest;
+  KlTensorMap map;
+  KlMat from, out;
+  uint32_t how;
+  uint32_t unused[11];
+} KlTestCopy;
+
+/* Words of a lane in a case of an MMA: four registers of a, two of b, the scales of a and of b, four accumulators. */
+#define KL_FRAGMENT_WORDS 12u
+
+/* Cases of an MMA, each of 32 lanes. `results` are the four accumulators of each lane afterwards. `selector_a` and `selector_b` are those of
+ * the lanes whose scales a block-scaled MMA takes. */
+typedef struct {
+  uint64_t fragments;
+  uint64_t results;
+  uint32_t cases;
+  uint32_t selector_a;
+  uint32_t selector_b;
+  uint32_t unused;
+} KlFragments;
+
+/* Values of f32. Of each `e4m3` has the code in the first of two bytes and that of its negative in the second, `e2m1` has them in the high and
+ * the low nibble of a byte. */
+typedef struct {
+  uint64_t values, e4m3, e2m1;
+  uint64_t count;
+} KlConversions;
 
 #endif

@@ -15,6 +15,7 @@ mod quantize;
 mod report;
 mod request;
 mod run;
+mod selftest;
 mod session;
 mod settings;
 mod stdout;
@@ -30,6 +31,7 @@ pub use plan::plan;
 pub use quantize::quantize;
 pub use request::{ImageRequest, Setup, random_seed};
 pub use run::{GenerateRequest, generate};
+pub use selftest::{selftest, test as selftest_on};
 pub use stdout::{STDOUT, reader_left};
 pub use tiny::tiny;
 

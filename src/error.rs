@@ -218,6 +218,24 @@ pub enum Error {
         status: String,
     },
 
+    /// There is no GPU for a self-test.
+    #[error("no GPU to test: {}", shown_text(.what))]
+    NoGpuToTest {
+        /// The cause.
+        what: String,
+        /// What to do about it.
+        hint: String,
+    },
+
+    /// A self-test has found that a GPU does not compute what it should.
+    #[error("the self-test failed: {failed} of {checks} checks")]
+    SelfTest {
+        /// Checks that failed.
+        failed: usize,
+        /// All checks.
+        checks: usize,
+    },
+
     /// The output file exists already.
     #[error("output exists ({}); not overwritten", shown_path(.path))]
     OutputExists {
@@ -325,6 +343,8 @@ impl Error {
             Self::HostMemory { ways, .. } | Self::DeviceMemory { ways, .. } => Some(Remedy::AnyOf(ways.clone())),
             Self::NoGpu { hint, .. } => Some(Remedy::RepairGpu(hint.clone())),
             Self::Device { .. } => Some(Remedy::CpuBackendIfAgain),
+            Self::NoGpuToTest { hint, .. } => Some(Remedy::Advice(hint.clone())),
+            Self::SelfTest { .. } => Some("please report it, with what is printed between the marks".into()),
             Self::OutputExists { .. } => Some(Remedy::Overwrite),
             Self::Calibration { .. } => Some("calibrate with other prompts, or leave this layer as it is".into()),
             Self::Op { .. } | Self::Lockstep { .. } => {
@@ -339,10 +359,11 @@ impl Error {
         self.remedy().map(|remedy| shown_text(&remedy.to_string()))
     }
 
-    /// The process exit code: 2 usage, 3 bad input file, 4 not enough memory, 5 output not written, 6 no usable GPU or a fault of
-    /// it, 7 numeric fault, 130 interrupted, 70 a bug in kiln.
+    /// The process exit code: 1 a self-test that failed, 2 usage, 3 bad input file, 4 not enough memory, 5 output not written, 6 no
+    /// usable GPU or a fault of it, 7 numeric fault, 130 interrupted, 70 a bug in kiln.
     pub fn exit_code(&self) -> u8 {
         match self {
+            Self::SelfTest { .. } => 1,
             Self::Usage { .. } | Self::ImageSize { .. } | Self::TooManyTokens { .. } => 2,
             // Memory can also run out while a file is read or mapped, which is not a fault of the file.
             Self::Read { source, .. } if source.kind() == ErrorKind::OutOfMemory => 4,
@@ -358,7 +379,7 @@ impl Error {
             | Self::Mismatch { .. } => 3,
             Self::Memory { .. } | Self::HostMemory { .. } | Self::Threads { .. } | Self::DeviceMemory { .. } => 4,
             Self::OutputExists { .. } | Self::Write { .. } => 5,
-            Self::NoGpu { .. } | Self::Device { .. } => 6,
+            Self::NoGpu { .. } | Self::NoGpuToTest { .. } | Self::Device { .. } => 6,
             Self::NotFinite { .. } | Self::Calibration { .. } => 7,
             Self::Interrupted => 130,
             Self::Lockstep { .. } | Self::Op { .. } => 70,
@@ -405,6 +426,8 @@ mod tests {
             Error::Lockstep { index: 0, op: "copy", left: "cpu", right: "cuda", detail: text() },
             Error::Op { op: "copy", what: text() },
             Error::Calibration { layer: text(), what: "its input is zero" },
+            Error::NoGpuToTest { what: text(), hint: text() },
+            Error::SelfTest { failed: 1, checks: 2 },
         ]
     }
 
@@ -438,11 +461,13 @@ mod tests {
             Error::Lockstep { .. } => 23,
             Error::Op { .. } => 24,
             Error::Calibration { .. } => 25,
+            Error::NoGpuToTest { .. } => 26,
+            Error::SelfTest { .. } => 27,
         };
         let long = "\u{1b}]0;x\u{7}\n".repeat(100_000);
         for foreign in ["\u{1b}[2J\r\nhint: a planted line\u{202e}", &long] {
             let errors = one_of_each_kind(foreign);
-            assert_eq!(errors.iter().map(kind).collect::<Vec<_>>(), (0..=25).collect::<Vec<_>>());
+            assert_eq!(errors.iter().map(kind).collect::<Vec<_>>(), (0..=27).collect::<Vec<_>>());
             for error in errors {
                 for text in [error.to_string(), error.hint().unwrap_or_default()] {
                     assert!(!text.contains(|c: char| c.is_control() || c == '\u{202e}'), "{text:?}");

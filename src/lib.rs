@@ -9,7 +9,7 @@
 //! ```ignore
 //! let model = kiln::open("path/to/FLUX.2-klein-4B")?;
 //! let job = kiln::Job::new("a red fox in the snow", 7, &model.conventions, model.variant)?;
-//! let backend = Box::new(kiln::backend::cuda::Cuda::open(0, Arc::default())?);
+//! let backend = Box::new(kiln::open_gpu(0)?);
 //! let mut engine = kiln::Engine::load(backend, model, kiln::LoadOptions::default(), &Silent)?;
 //! engine.generate(&job, &Silent, &mut |generated| save(generated.image))?;
 //! ```
@@ -42,6 +42,7 @@ pub mod progress;
 pub mod quantise;
 pub mod reference;
 pub mod sampler;
+pub mod selftest;
 pub mod sequence;
 pub mod tensor;
 pub mod terminal;
@@ -53,6 +54,13 @@ pub mod words;
 
 pub use error::{Error, Result};
 pub use pipeline::{Engine, Job, LoadOptions, OpenModel};
+
+/// Opens a GPU. Kernels that were never run on its architecture are used only if they pass a self-test there, which takes a second
+/// and is remembered in the user's cache folder.
+pub fn open_gpu(device: usize) -> Result<backend::cuda::Cuda> {
+    let caches = locate::Environment::of_process(None).caches();
+    Ok(selftest::open(device, std::sync::Arc::default(), &selftest::Records::below(caches.as_deref()))?.0)
+}
 
 /// Opens the model that `kiln --model NAME` names: a folder, a repository in the Hugging Face cache, or `tiny`. Every tensor is
 /// checked by name, shape and dtype; no weight is read yet.

@@ -123,6 +123,10 @@ fn run(command: Command, signals: &Signals) -> Result<()> {
             let terminal = terminal(request.verbosity, signals);
             cli::bench(request, &signals.stop, &terminal, out)
         }
+        Command::Selftest(args) => {
+            terminal(Verbosity::Normal, signals);
+            cli::selftest(&args, &environment, &signals.stop, out)
+        }
         Command::Quantize(args) => {
             let terminal = terminal(Verbosity::new(args.quiet, args.verbose), signals);
             cli::quantize(*args, environment, &signals.stop, &terminal, out)

@@ -58,7 +58,7 @@ pub struct Row {
     /// The shape, for display.
     pub shape: String,
     /// What it multiplies or stores: plain values as activations are, `W8A8` (e4m3 weights and inputs), `W8A16` (e4m3 weights),
-    /// `W4A16` (NVFP4 weights) or `e4m3`.
+    /// `W4A4` (NVFP4 weights and inputs), `W4A16` (NVFP4 weights), `e4m3` or `NVFP4`.
     pub format: &'static str,
     /// The work of the op.
     pub work: Work,
@@ -73,26 +73,30 @@ pub struct Work {
     pub flops: u64,
     /// Those of them that multiply e4m3 by e4m3.
     pub flops_e4m3: u64,
+    /// Those of them that multiply e2m1 by e2m1.
+    pub flops_e2m1: u64,
     /// Bytes that it must read and write, each operand once.
     pub bytes: u64,
 }
 
 /// The format of an op with quantised operands.
 fn format_of(op: &Op<'_>) -> Option<&'static str> {
-    let (mut weights, mut inputs, mut results) = (None, false, false);
+    let (mut weights, mut inputs, mut results) = (None, None, None);
     op.operands(&mut |t, access| {
-        let e4m3 = t.dtype == DType::E4m3;
-        if t.region == Region::Weights && t.dtype.is_quantised() {
-            weights = Some(t.dtype);
-        }
-        inputs |= e4m3 && t.region == Region::Arena && access == Access::Read;
-        results |= e4m3 && access == Access::Write;
+        let to = match (t.region, access) {
+            _ if !t.dtype.is_quantised() => return,
+            (Region::Weights, _) => &mut weights,
+            (Region::Arena, Access::Read) => &mut inputs,
+            (Region::Arena, _) => &mut results,
+        };
+        *to = Some(t.dtype);
     });
     match (weights, inputs) {
-        (Some(DType::E2m1), _) => Some("W4A16"),
-        (Some(_), true) => Some("W8A8"),
-        (Some(_), false) => Some("W8A16"),
-        (None, _) => (inputs || results).then_some("e4m3"),
+        (Some(DType::E2m1), Some(_)) => Some("W4A4"),
+        (Some(DType::E2m1), None) => Some("W4A16"),
+        (Some(_), Some(_)) => Some("W8A8"),
+        (Some(_), None) => Some("W8A16"),
+        (None, _) => inputs.or(results).map(|dtype| if dtype == DType::E2m1 { "NVFP4" } else { "e4m3" }),
     }
 }
 
@@ -103,13 +107,16 @@ pub struct Peaks {
     pub bf16: Option<f64>,
     /// Of e4m3 by e4m3.
     pub e4m3: Option<f64>,
+    /// Of e2m1 by e2m1.
+    pub e2m1: Option<f64>,
 }
 
 impl Peaks {
-    /// The highest rate of work of both types, if those that it needs are known.
+    /// The highest rate of work of all types, if those that it needs are known.
     fn of(self, work: Work) -> Option<f64> {
         let seconds = |flops: u64, peak: Option<f64>| if flops == 0 { Some(0.0) } else { Some(flops as f64 / peak?) };
-        let least = seconds(work.flops - work.flops_e4m3, self.bf16)? + seconds(work.flops_e4m3, self.e4m3)?;
+        let quantised = seconds(work.flops_e4m3, self.e4m3)? + seconds(work.flops_e2m1, self.e2m1)?;
+        let least = seconds(work.flops - work.flops_e4m3 - work.flops_e2m1, self.bf16)? + quantised;
         (least > 0.0).then(|| work.flops as f64 / least)
     }
 }
@@ -127,13 +134,14 @@ impl Work {
             bytes += x.bytes();
         }
         let flops = op.flops();
-        let flops_e4m3 = match (*op, format_of(op)) {
+        let (flops_e4m3, flops_e2m1) = match (*op, format_of(op)) {
             // Scores take as many operations as the product of probabilities and values, which are not quantised.
-            (Op::Attention { q, .. }, _) if q.dtype == DType::E4m3 => flops / 2,
-            (_, Some("W8A8")) => flops,
-            _ => 0,
+            (Op::Attention { q, .. }, _) if q.dtype == DType::E4m3 => (flops / 2, 0),
+            (_, Some("W8A8")) => (flops, 0),
+            (_, Some("W4A4")) => (0, flops),
+            _ => (0, 0),
         };
-        Self { flops, flops_e4m3, bytes }
+        Self { flops, flops_e4m3, flops_e2m1, bytes }
     }
 
     /// Whether the op is memory-bound rather than compute-bound.
@@ -159,7 +167,7 @@ impl Row {
             found = Some((op.name(), format_of(&op).unwrap_or(plain), Work::of(&op)));
             Ok(())
         })?;
-        let (name, format, work) = found.unwrap_or(("", plain, Work { flops: 0, flops_e4m3: 0, bytes: 0 }));
+        let (name, format, work) = found.unwrap_or(("", plain, Work { flops: 0, flops_e4m3: 0, flops_e2m1: 0, bytes: 0 }));
         Ok(Self { name, shape, format, work, formats, make: Box::new(make) })
     }
 
@@ -214,7 +222,7 @@ impl Row {
                 copy_seconds.push(prepared.copy_seconds(be, copy_passes)?);
             }
         }
-        let Work { flops, flops_e4m3, bytes } = self.work;
+        let Work { flops, flops_e4m3, flops_e2m1, bytes } = self.work;
         let scale = prepared.copied as f64 / bytes.max(1) as f64;
         let ratios: Vec<f64> = seconds.iter().zip(&copy_seconds).map(|(row, copy)| copy / row / scale).collect();
         Ok(Figure {
@@ -224,6 +232,7 @@ impl Row {
             kernels,
             flops,
             flops_e4m3,
+            flops_e2m1,
             bytes,
             sets: calls,
             calls: row_passes * calls,
@@ -293,6 +302,8 @@ pub struct Figure {
     pub flops: u64,
     /// Those of them that multiply e4m3 by e4m3.
     pub flops_e4m3: u64,
+    /// Those of them that multiply e2m1 by e2m1.
+    pub flops_e2m1: u64,
     /// Bytes that a call must move.
     pub bytes: u64,
     /// Number of sets of operands.
@@ -315,7 +326,7 @@ pub struct Figure {
 
 impl Figure {
     const fn work(&self) -> Work {
-        Work { flops: self.flops, flops_e4m3: self.flops_e4m3, bytes: self.bytes }
+        Work { flops: self.flops, flops_e4m3: self.flops_e4m3, flops_e2m1: self.flops_e2m1, bytes: self.bytes }
     }
 
     /// Adds the speed relative to the peak of the types that the row multiplies, if it is compute-bound.
@@ -410,6 +421,9 @@ mod tests {
         let text = in_format("linear_swiglu", "512x19456x2560", "W8A16");
         assert_eq!((text.flops, text.flops_e4m3), (2 * 512 * 19_456 * 2560, 0));
         assert_eq!(text.bytes, 19_456 * 2560 + 2 * 512 * 2560 + 2 * 512 * 9728);
+        let both = in_format("linear_gate_residual", "4608x3072x12288", "W4A4");
+        assert_eq!((both.flops_e2m1, both.flops_e4m3), (both.flops, 0));
+        assert_eq!(both.bytes, (4608 + 3072) * 12_288 / 16 * 9 + 2 * 2 * 4608 * 3072 + 2 * 3072);
         // NVFP4 has four and a half bits a weight, and its products are bf16's.
         for (width, mlp) in [(3072, 9216), (4096, 12_288)] {
             let inner = width + mlp;
@@ -422,13 +436,14 @@ mod tests {
 
     #[test]
     fn a_rate_is_held_to_the_peak_of_its_types() {
-        let peaks = Peaks { bf16: Some(1e15), e4m3: Some(2e15) };
-        let of = |flops_e4m3| peaks.of(Work { flops: 100, flops_e4m3, bytes: 0 }).map(|most| most / 1e12);
+        let peaks = Peaks { bf16: Some(1e15), e4m3: Some(2e15), e2m1: Some(4e15) };
+        let of = |flops_e4m3| peaks.of(Work { flops: 100, flops_e4m3, flops_e2m1: 0, bytes: 0 }).map(|most| most / 1e12);
+        assert_eq!(peaks.of(Work { flops: 100, flops_e4m3: 0, flops_e2m1: 100, bytes: 0 }), Some(4e15));
         assert_eq!([of(0), of(100)], [Some(1000.0), Some(2000.0)]);
         // Half of the work at twice the rate takes three quarters of the time.
         assert!((of(50).unwrap() - 4000.0 / 3.0).abs() < 1e-6);
         let unknown = Peaks { e4m3: None, ..peaks };
-        let work = |flops_e4m3| Work { flops: 100, flops_e4m3, bytes: 0 };
+        let work = |flops_e4m3| Work { flops: 100, flops_e4m3, flops_e2m1: 0, bytes: 0 };
         assert_eq!([unknown.of(work(50)), Peaks::default().of(work(0))], [None; 2]);
         assert_eq!(unknown.of(work(0)), Some(1e15));
     }
@@ -441,8 +456,8 @@ mod tests {
             let formats = cpu.gemm_formats();
             let all = rows(Scale::Quick, precision, formats).unwrap();
             let in_format = |format: &str| all.iter().filter(|row| row.format == format).count();
-            let counts = ["W8A8", "W8A16", "e4m3", "W4A16"].map(in_format);
-            assert_eq!(counts, if precision == Precision::Bf16 { [7, 4, 3, 8] } else { [0; 4] });
+            let counts = ["W8A8", "W8A16", "e4m3", "W4A4", "W4A16", "NVFP4"].map(in_format);
+            assert_eq!(counts, if precision == Precision::Bf16 { [7, 4, 3, 7, 8, 2] } else { [0; 6] });
             let quantised: usize = counts.iter().sum();
             for op in crate::backend::OP_NAMES {
                 assert!(all.iter().any(|row| row.name == *op), "{op}");
@@ -453,8 +468,11 @@ mod tests {
             let plain = rows(Scale::Quick, precision, GemmFormats::NONE).unwrap();
             assert_eq!(plain.len(), all.len() - quantised);
             for row in &all {
-                let figure =
-                    row.measure(&mut cpu, &Protocol::QUICK).unwrap().held_to(Peaks { bf16: Some(1e12), e4m3: Some(2e12) });
+                let figure = row.measure(&mut cpu, &Protocol::QUICK).unwrap().held_to(Peaks {
+                    bf16: Some(1e12),
+                    e4m3: Some(2e12),
+                    e2m1: Some(4e12),
+                });
                 assert_eq!((figure.sets, figure.seconds.len()), (3, 3), "{}", row.name);
                 assert!(figure.median_s > 0.0 && figure.of_copy.or(figure.of_tensor_cores).unwrap() > 0.0, "{figure:?}");
                 assert_eq!(figure.of_copy.is_some(), row.work.bound_by_memory(), "{figure:?}");

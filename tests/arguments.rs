@@ -153,7 +153,7 @@ fn outcome(args: Vec<OsString>) -> Option<u8> {
             cli::plan(*args, Environment::default(), &Terminal::new(Verbosity::Quiet), &mut Vec::new()).err()
         }
         // This command would open the GPU driver.
-        Ok(Command::Doctor(_)) => None,
+        Ok(Command::Doctor(_) | Command::Selftest(_)) => None,
         // These commands would write files.
         Ok(Command::Tiny(_) | Command::Quantize(_)) => None,
         Ok(Command::Completions(args)) => cli::completions(&args, &mut Vec::new()).err(),

@@ -213,6 +213,12 @@ fn kernels_are_timed_one_by_one() {
         ("qkv_norm_rope", "W8A8"),
         ("qkv_mlp", "W8A8"),
         ("linear_swiglu", "W8A16"),
+        ("linear", "W4A4"),
+        ("linear_swiglu", "W4A4"),
+        ("linear_gate_residual", "W4A4"),
+        ("qkv_norm_rope", "W4A4"),
+        ("qkv_mlp", "W4A4"),
+        ("layer_norm_modulate", "NVFP4"),
         ("linear_swiglu", "W4A16"),
         ("linear_gate_residual", "W4A16"),
         ("qkv_norm_rope", "W4A16"),
@@ -230,6 +236,7 @@ fn kernels_are_timed_one_by_one() {
             0
         };
         assert_eq!(e4m3, share, "{row}");
+        assert_eq!(row["flops_e2m1"].as_u64(), Some(if format == "W4A4" { all } else { 0 }), "{row}");
     }
 
     let run = sandbox.run(["bench", "--kernels=attention", "--quick", "--json", "-q", "--precision", "f32"]).good();

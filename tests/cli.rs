@@ -421,6 +421,7 @@ fn refusals() {
         ("x --quantize int8", 2, "invalid value 'int8' for '--quantize <FORMAT>'", "-"),
         ("plan --card turbo", 2, "invalid value 'turbo' for '--card <NAME>': expected one of RTX 3090", "-"),
         ("doctor --card H100", 2, "invalid value 'H100' for '--card <NAME>'", "-"),
+        ("selftest --device -1", 2, "invalid value '-1' for '--device <N>'", "-"),
         ("x --nvfp4-math turbo", 2, "invalid value 'turbo' for '--nvfp4-math <TYPE>'", "-"),
         ("x --attention fp8", 2, "FP8 attention cannot be had: the inputs of `double_blocks.0` are not", "leave out --attention"),
         (
@@ -517,6 +518,7 @@ fn help_teaches_every_flag() {
         ("bench --quick", "kiln bench [OPTIONS] [PROMPT]"),
         ("bench --kernels --model tiny", "kiln bench [OPTIONS] [PROMPT]"),
         ("doctor --force", "kiln doctor [OPTIONS]"),
+        ("selftest --force", "kiln selftest [OPTIONS]"),
         ("tiny", "kiln tiny [OPTIONS] <DIR>"),
     ] {
         let run = sandbox.run(line.split(' '));

@@ -34,6 +34,25 @@ fn stopped(sandbox: &Sandbox, signal: &str) -> Run {
     Run { code: output.status.code(), stdout: output.stdout, stderr }
 }
 
+/// Without a GPU there is nothing to test, which is said as `kiln doctor` says it: the command has no `--backend`.
+#[test]
+fn a_self_test_takes_a_gpu() {
+    let sandbox = Sandbox::new();
+    for flags in [&["selftest"][..], &["selftest", "--quick", "--json", "--device", "1"]] {
+        let run = sandbox.run(flags);
+        assert_eq!((run.code, run.text()), (Some(6), ""), "{}", run.stderr);
+        assert!(run.stderr.starts_with("error: no GPU to test: "), "{}", run.stderr);
+        let hint = run.stderr.split_once("\n\nhint: ").unwrap_or_else(|| panic!("{}", run.stderr)).1;
+        let doctor = sandbox.run(["doctor", "--model", "tiny"]).good();
+        assert!(doctor.text().contains(hint.trim()), "{hint}{}", doctor.text());
+        assert!(sandbox.names().is_empty(), "nothing is remembered");
+    }
+    let help = sandbox.run(["selftest", "--help"]).good();
+    for text in ["exit code 1", "--quick", "--device <N>", "--json", "not on this GPU", "paste into an issue"] {
+        assert!(help.text().contains(text), "{text}: {}", help.text());
+    }
+}
+
 #[test]
 fn every_exit_code_is_reached() {
     let sandbox = Sandbox::new();
@@ -85,6 +104,8 @@ fn every_exit_code_is_reached() {
     run("x -q").good();
     assert!(sandbox.path("out.png").exists());
     codes.insert(0, 0);
+    // Exit code 1 takes a GPU that fails: `tests/emulated` has one.
+    codes.insert(1, 1);
     codes.dedup();
     // Exit code 70 is a panic, to which no way is known; how one is reported is a unit test of `main.rs`.
     codes.insert(codes.len() - 2, 70);

@@ -21,7 +21,7 @@ use crate::locate::{Environment, LocateRequest};
 use crate::part::PerPart;
 use crate::predict::Card;
 use clap::{Args, Parser, Subcommand};
-use help::{BENCH_EXAMPLE, BENCH_EXAMPLES, EXAMPLE, EXAMPLES, QUANTIZE_EXAMPLES};
+use help::{BENCH_EXAMPLE, BENCH_EXAMPLES, EXAMPLE, EXAMPLES, QUANTIZE_EXAMPLES, SELFTEST_EXAMPLES};
 use std::ffi::OsString;
 use std::path::PathBuf;
 use values::{card, guidance, pixels, within};
@@ -84,6 +84,15 @@ pub enum Command {
     #[command(override_usage = "kiln doctor [OPTIONS]")]
     Doctor(Box<DoctorArgs>),
 
+    /// Check that a GPU computes what kiln asks of it, line by line
+    ///
+    /// Copies, single instructions element by element, and whole GEMMs and attention against naive kernels, then how fast they are.
+    /// Takes less than a minute and no model. A check that this GPU has no kernels for says so; one that fails makes the exit code 1.
+    /// On GPUs whose own kernels need it (compute capability 12.x) kiln makes the quick checks by itself before it uses these kernels
+    /// for the first time, and remembers what came of it for this GPU, driver and build of kiln; this command refreshes that.
+    #[command(override_usage = "kiln selftest [OPTIONS]", after_help = SELFTEST_EXAMPLES)]
+    Selftest(SelftestArgs),
+
     /// Write the tiny random model to a new folder, as real models are published
     #[command(override_usage = "kiln tiny [OPTIONS] <DIR>")]
     Tiny(TinyArgs),
@@ -108,7 +117,7 @@ impl Command {
             Self::Generate(args) => args.run.threads,
             Self::Bench(args) => args.run.threads,
             Self::Quantize(args) => args.threads,
-            Self::Plan(_) | Self::Doctor(_) | Self::Tiny(_) | Self::Completions(_) | Self::Man(_) => None,
+            Self::Plan(_) | Self::Doctor(_) | Self::Selftest(_) | Self::Tiny(_) | Self::Completions(_) | Self::Man(_) => None,
         };
         asked.unwrap_or(0)
     }
@@ -412,6 +421,23 @@ pub struct DoctorArgs {
     /// List every kernel of each op, not only the kernel files
     #[arg(short, long)]
     pub verbose: bool,
+}
+
+/// Flags of `kiln selftest`.
+#[derive(Args, Debug, Default)]
+#[command(allow_negative_numbers = true)]
+pub struct SelftestArgs {
+    /// Which GPU, as `kiln doctor` numbers them [default: 0]
+    #[arg(long, value_name = "N", value_parser = within(0usize, 1023))]
+    pub device: Option<usize>,
+
+    /// Only what takes less than a second: no large GEMM, no rates
+    #[arg(long)]
+    pub quick: bool,
+
+    /// Print a JSON object instead of lines
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Flags of `kiln tiny`.

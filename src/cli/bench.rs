@@ -10,6 +10,7 @@ use super::stdout::{DASH, json_line, print};
 use crate::error::{Error, Result};
 use crate::locate::Environment;
 use crate::output::{Planned, check_writable, save_new};
+use crate::selftest::Records;
 use crate::terminal::{Terminal, Verbosity};
 use crate::text::shown_path;
 use serde::Serialize;
@@ -41,7 +42,7 @@ enum Subject {
     /// A cold image and `runs` warm ones; with `share` there is a block to paste.
     Images { request: Box<ImageRequest>, setup: Box<Setup>, runs: usize, share: bool },
     /// The ops whose names contain `filter`, on the backend that `run` selects.
-    Kernels { filter: String, quick: bool, run: RunArgs },
+    Kernels { filter: String, quick: bool, run: RunArgs, records: Records },
 }
 
 impl BenchRequest {
@@ -67,7 +68,8 @@ impl BenchRequest {
         }
         if let Some(filter) = kernels {
             kernels::check(&filter)?;
-            return Ok(Self { started, subject: Subject::Kernels { filter, quick, run }, json, verbosity });
+            let records = Records::below(environment.caches().as_deref());
+            return Ok(Self { started, subject: Subject::Kernels { filter, quick, run, records }, json, verbosity });
         }
         if prompt.prompt.is_none() && prompt.prompt_file.is_none() {
             prompt.prompt = Some(OsString::from(PROMPT));
@@ -105,8 +107,8 @@ pub fn bench(request: BenchRequest, stop: &Arc<AtomicBool>, terminal: &Terminal,
             let block = if share { format!("\n{}", report.share_block()) } else { String::new() };
             publish(&report, report.table() + &block, json, out)
         }
-        Subject::Kernels { filter, quick, run } => {
-            let report = kernels::measure(&filter, quick, &run, stop, terminal)?;
+        Subject::Kernels { filter, quick, run, records } => {
+            let report = kernels::measure(&filter, quick, &run, &records, stop, terminal)?;
             publish(&report, report.table(), json, out)
         }
     }

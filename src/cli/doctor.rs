@@ -12,6 +12,7 @@ use crate::error::{Error, Result};
 use crate::locate::{BUILT_IN, Environment, Found, TINY, locate};
 use crate::pipeline::{Formats, LoadOptions, OpenModel};
 use crate::predict::{Card, KernelFamily};
+use crate::selftest::{Key, Line, Outcome, Records, Verdict, run_launches};
 use crate::text::{gib, shown_line, shown_text};
 use crate::threads;
 use std::fmt::Write as _;
@@ -31,7 +32,7 @@ pub fn doctor(args: DoctorArgs, environment: Environment, out: &mut dyn Write) -
     };
     row("kernels", kernels);
     row("cpu", format!("{} threads", threads::cores()));
-    let stop = Arc::new(AtomicBool::new(false));
+    let (stop, records) = (Arc::new(AtomicBool::new(false)), Records::below(environment.caches().as_deref()));
     // The first usable GPU, its GEMMs, and how these accumulate products of FP8.
     let mut device: Option<(String, GemmFormats, Option<Fp8Accumulate>)> = None;
     let accumulate = |capability| Some(fp8_accumulate(capability, Fp8Accumulate::Auto));
@@ -43,6 +44,12 @@ pub fn doctor(args: DoctorArgs, environment: Environment, out: &mut dyn Write) -
             let Card { name, capability: (major, minor), multiprocessors, memory, .. } = card;
             let what = format!("{name}, compute {major}.{minor}, {multiprocessors} multiprocessors, {}", gib(*memory));
             row("card", format!("{what}; asked for, and not looked for on this machine"));
+            if *major == 12 {
+                row(
+                    "",
+                    "self-test: its own kernels, which the lines below are about, are used once it has passed on the GPU".into(),
+                );
+            }
             how(card.gemm_formats(), card.capability, card.family()).for_each(|line| row("", line));
             device = Some((card.name.to_string(), card.gemm_formats(), accumulate(card.capability)));
         }
@@ -65,11 +72,17 @@ pub fn doctor(args: DoctorArgs, environment: Environment, out: &mut dyn Write) -
                 row(&format!("gpu {}", d.index), what);
                 let state = Cuda::open(d.index, stop.clone()).and_then(|mut cuda| {
                     let free = cuda.available()?.unwrap_or(0);
-                    let tried = cuda.self_test()?.join(", ");
+                    let tried = tried(&run_launches(&mut cuda)?)?;
+                    let record = records.find(&Key::of(&cuda));
+                    cuda.set_native(record == Some(Verdict::Passed));
                     let formats = cuda.gemm_formats();
                     device.get_or_insert_with(|| (format!("GPU {}", d.index), formats, accumulate(d.capability)));
                     let usable = format!("usable, {} free; tried: {tried}", gib(free));
-                    Ok([usable].into_iter().chain(how(formats, d.capability, KernelFamily::of(&cuda))).collect::<Vec<_>>())
+                    let recorded = recorded(record.as_ref(), cuda.needs_proof());
+                    Ok([usable, recorded]
+                        .into_iter()
+                        .chain(how(formats, d.capability, KernelFamily::of(&cuda)))
+                        .collect::<Vec<_>>())
                 });
                 state.unwrap_or_else(|error| vec![error.to_string()]).into_iter().for_each(|line| row("", line));
             }
@@ -96,6 +109,35 @@ pub fn doctor(args: DoctorArgs, environment: Environment, out: &mut dyn Write) -
         let _ = writeln!(text, "{op:<21} {kernels}");
     }
     print(out, text.as_bytes())
+}
+
+/// The names of the checks that passed, or the first fault.
+fn tried(lines: &[Line]) -> Result<String> {
+    let mut names = Vec::new();
+    for Line { name, outcome } in lines {
+        match outcome {
+            Outcome::Passed(_) => names.push(name.as_str()),
+            Outcome::Failed(what) => return Err(Error::Device { call: "self-test", status: format!("{name}: {what}") }),
+            Outcome::NotHere => {}
+        }
+    }
+    Ok(names.join(", "))
+}
+
+/// Whether a self-test is on record, and what follows from it on a GPU whose own kernels need one.
+fn recorded(verdict: Option<&Verdict>, needed: bool) -> String {
+    let portable = if needed { ": the portable kernels are used in place of this GPU's own" } else { "" };
+    match verdict {
+        Some(Verdict::Passed) => "self-test: passed, on record".into(),
+        Some(Verdict::Begun) => format!("self-test: begun and not ended, on record{portable}; `kiln selftest` makes it again"),
+        Some(Verdict::Failed(what)) => {
+            format!("self-test: FAILED, on record ({what}){portable}; `kiln selftest` shows all checks")
+        }
+        None if needed => {
+            "self-test: not on record; it is made before this GPU's own kernels are used for the first time, or by `kiln selftest`".into()
+        }
+        None => "self-test: not on record; `kiln selftest` makes it".into(),
+    }
 }
 
 /// Every kernel that an op may launch.
@@ -143,10 +185,32 @@ mod tests {
     use super::*;
 
     #[test]
+    fn the_record_is_told_with_what_follows_from_it() {
+        let failed = Verdict::Failed("mma nvf4: lane 3".into());
+        assert_eq!(recorded(Some(&Verdict::Passed), true), "self-test: passed, on record");
+        let line = recorded(Some(&failed), true);
+        assert!(line.contains("(mma nvf4: lane 3): the portable kernels are used"), "{line}");
+        assert!(!recorded(Some(&failed), false).contains("portable"));
+        assert!(recorded(None, true).contains("before this GPU's own kernels are used for the first time"));
+        assert!(recorded(Some(&Verdict::Begun), true).contains("begun and not ended"));
+    }
+
+    #[test]
+    fn what_was_tried_is_what_passed() {
+        let line = |name: &str, outcome| Line { name: name.into(), outcome };
+        let lines = [line("copy", Outcome::Passed(String::new())), line("cluster", Outcome::NotHere)];
+        assert_eq!(tried(&lines).unwrap(), "copy");
+        let failed = [line("copy", Outcome::Failed("[0, 1] is 3".into()))];
+        assert!(tried(&failed).unwrap_err().to_string().contains("self-test: copy: [0, 1] is 3"));
+    }
+
+    #[test]
     fn kernels_are_grouped_by_file() {
-        let files = ["gemm_bf16_sm90", "gemm_fp8_sm90", "gemm_mixed_sm90", "gemm_mma"];
+        let sm90 = ["gemm_bf16_sm90", "gemm_fp8_sm90", "gemm_mixed_sm90"];
+        let files = sm90.into_iter().chain(["gemm_nvfp4_sm120", "gemm_fp8_sm120", "gemm_bf16_sm120", "gemm_mma"]);
         let tiles = |file| Tile::ALL.iter().filter(|tile| tile.config().kernel.file() == file).count();
-        let gemm = files.map(|file| format!("{file} ({} tiles), ", tiles(file))).concat() + "gemm_fp8_sm89, expand, naive";
+        let gemm =
+            files.map(|file| format!("{file} ({} tiles), ", tiles(file))).collect::<String>() + "gemm_fp8_sm89, expand, naive";
         for (op, files) in [
             ("copy", "pointwise"),
             ("rms_norm", "norm_rows (6 kernels)"),
@@ -164,6 +228,6 @@ mod tests {
             "{}",
             kernel_files("qkv_mlp")
         );
-        assert!(OP_NAMES.iter().all(|op| !kernel_files(op).is_empty() && kernel_files(op).len() < 150));
+        assert!(OP_NAMES.iter().all(|op| !kernel_files(op).is_empty() && kernel_files(op).len() < 250));
     }
 }

@@ -13,6 +13,7 @@ use crate::pipeline::OpenModel;
 use crate::progress::Progress;
 use crate::quantise::calibrate::{Calibration, calibrate, read_prompts};
 use crate::quantise::{CHECKPOINT_BYTES, FileReport, Options, PartSource, Plan, Report, Target, calibration_inputs, copies};
+use crate::selftest::Records;
 use crate::sequence::Pixels;
 use crate::terminal::Terminal;
 use crate::text::amount;
@@ -53,6 +54,7 @@ pub fn quantize(
     }
     let calibrates = !args.no_calibration && parts.contains(&Part::Transformer);
     let runs = if calibrates { Some(Runs::new(&args)?) } else { None };
+    let records = Records::below(environment.caches().as_deref());
     let source = open(&args, &parts, !is_file || calibrates, environment)?;
     let calibration = runs.as_ref().map(|runs| format!("{runs:?}"));
     let copied = match &source.model {
@@ -85,7 +87,7 @@ pub fn quantize(
     };
     let mut model = source.model.map(|(_, model)| model);
     let mut calibrate = || match (model.take(), &runs) {
-        (Some(model), Some(runs)) => runs.measure(model, &plan.measured(), &args, stop, terminal),
+        (Some(model), Some(runs)) => runs.measure(model, &plan.measured(), &args, &records, stop, terminal),
         _ => Err(Error::Op { op: "calibrate", what: "there is no model to run".into() }),
     };
     let report = plan.write(&target, &mut calibrate, terminal, stop).inspect_err(|error| {
@@ -136,13 +138,14 @@ impl Runs {
         model: OpenModel,
         layers: &BTreeSet<&str>,
         args: &QuantizeArgs,
+        records: &Records,
         stop: &Arc<AtomicBool>,
         terminal: &Terminal,
     ) -> Result<BTreeMap<String, f32>> {
         let backend = args.backend.unwrap_or(BackendArg::Auto);
-        let SelectedBackend { backend, machine, device, note, .. } =
-            select_backend(backend, args.device.unwrap_or(0), Fp8Accumulate::Auto, stop)?;
-        note.iter().for_each(|note| terminal.say(&format!("note: {note}")));
+        let selected = select_backend(backend, args.device.unwrap_or(0), Fp8Accumulate::Auto, records, stop)?;
+        selected.announce(terminal);
+        let SelectedBackend { backend, machine, device, .. } = selected;
         let by_default = if device.is_some() { Calibration::thorough } else { Calibration::quick };
         let mut calibration = by_default(&model.conventions, model.variant)?;
         calibration.prompts = self.prompts.clone().unwrap_or(calibration.prompts);

@@ -10,6 +10,7 @@ use crate::locate::{Environment, Found, locate};
 use crate::noise::NoiseKind;
 use crate::pipeline::{LoadOptions, Noise};
 use crate::reference::{DecodedReference, PreparedReference};
+use crate::selftest::Records;
 use crate::sequence::{Grid, Pixels, SequencePlan};
 use crate::tensor::Precision;
 use crate::tokenizer::{MAX_PROMPT_BYTES, SHORTEN, check_length};
@@ -60,6 +61,8 @@ pub struct Setup {
     pub accumulate: Fp8Accumulate,
     /// How to load the model.
     pub options: LoadOptions,
+    /// Where self-tests of GPUs are recorded.
+    pub records: Records,
     /// Notes to print before anything is opened.
     pub notes: Vec<String>,
 }
@@ -116,6 +119,7 @@ impl ImageRequest {
         }
         let named = args.model.is_named(&environment);
         let variant = args.model.variant.map(Variant::from);
+        let records = Records::below(environment.caches().as_deref());
         let found = locate(&args.model.request(environment))?;
         let conventions = found.conventions()?;
         let shape = Self::of_shape(&args.shape, &conventions)?;
@@ -135,6 +139,7 @@ impl ImageRequest {
             device: args.run.device()?,
             accumulate: args.run.quantised.fp8_accumulate.into(),
             options: request.load_options(args.run.precision.into(), args.run.low_memory, &args.run.quantised),
+            records,
             notes: Vec::new(),
         };
         Ok((request, setup))

@@ -27,12 +27,13 @@ pub struct Session {
 impl Session {
     /// Opens the device and the model's files in parallel, and prints notes and warnings about them.
     pub fn open(setup: Setup, stop: &Arc<AtomicBool>, terminal: &Terminal) -> Result<Self> {
-        let Setup { found, named, variant, backend, device, accumulate, options, notes, .. } = setup;
+        let Setup { found, named, variant, backend, device, accumulate, options, records, notes, .. } = setup;
         announce_model(&found, named, terminal);
         notes.iter().for_each(|note| terminal.say(note));
-        let (backend, model) = join(|| select_backend(backend, device, accumulate, stop), || OpenModel::open(&found, variant));
+        let select = || select_backend(backend, device, accumulate, &records, stop);
+        let (backend, model) = join(select, || OpenModel::open(&found, variant));
         let (backend, model) = (backend?, model?);
-        backend.note.iter().for_each(|note| terminal.say(&format!("note: {note}")));
+        backend.announce(terminal);
         model.warnings.iter().for_each(|warning| terminal.warn(warning));
         let mut formats = model.formats(options, backend.backend.gemm_formats())?;
         // Only tensor cores have a choice.

@@ -42,14 +42,17 @@ impl Environment {
         }
     }
 
+    /// The folder of the user's caches.
+    pub fn caches(&self) -> Option<PathBuf> {
+        self.xdg_cache_home.clone().or_else(|| self.home.as_ref().map(|home| home.join(".cache")))
+    }
+
     /// The folder of the cache.
     fn hub(&self) -> Option<PathBuf> {
-        let in_caches = |caches: &Path| caches.join("huggingface").join("hub");
         self.hf_hub_cache
             .clone()
             .or_else(|| self.hf_home.as_ref().map(|home| home.join("hub")))
-            .or_else(|| self.xdg_cache_home.as_deref().map(in_caches))
-            .or_else(|| self.home.as_ref().map(|home| in_caches(&home.join(".cache"))))
+            .or_else(|| self.caches().map(|caches| caches.join("huggingface").join("hub")))
     }
 
     /// Whether the cache would be in a home folder that does not exist or is not accessible, as is common for services.

@@ -12,8 +12,9 @@ pub struct RowFormat {
     pub activations: DType,
     /// Type of the weights of linear layers: bf16, e4m3 with a scale, or e2m1 with those of NVFP4.
     pub weights: DType,
-    /// Whether inputs of linear layers are e4m3, and so are queries and keys, as their producers store them.
-    pub inputs_e4m3: bool,
+    /// Type of the inputs of linear layers as their producers store them: that of activations, e4m3, and so are queries and keys then, or
+    /// e2m1 with the scales of NVFP4.
+    pub inputs: DType,
 }
 
 /// The operands of all sets of a row. Descriptors are collected first; memory is allocated when all are known.
@@ -25,6 +26,8 @@ pub struct Operands {
     inputs: Vec<Tensor>,
     /// e4m3 inputs, with the scale that random values of about one are stored with.
     e4m3: Vec<(Tensor, Scale)>,
+    /// NVFP4 inputs.
+    nvfp4: Vec<Tensor>,
 }
 
 /// Period of the random values, a prime, so that rows differ.
@@ -32,11 +35,15 @@ const PERIOD: usize = 1_000_003;
 
 /// Scale of e4m3 inputs of linear layers: values up to seven.
 const INPUT_SCALE: f32 = 1.0 / 64.0;
+/// Scale of NVFP4 inputs: values up to ten, as block scales go up to 448 and elements to six.
+const NVFP4_INPUT_SCALE: f32 = 1.0 / 256.0;
 /// Scales of e4m3 and NVFP4 weights: as large as those in bf16.
 const WEIGHT_SCALE: f32 = 0.1 / 448.0;
 const NVFP4_SCALE: f32 = 0.1 / (6.0 * 448.0);
 /// Queries and keys have a scale of one and about a third of the size of other values, which makes scores of the usual size.
 const HEAD_SIZE: f32 = 0.33;
+/// Rows that are normalised at a time to make NVFP4 inputs, whole tiles of their scales.
+const NVFP4_ROWS: usize = 8 * nvfp4::TILE_ROWS;
 /// Columns of the norm that e4m3 inputs are made by.
 const FILL_COLS: usize = 1024;
 
@@ -47,7 +54,7 @@ fn scale(value: f32) -> Scale {
 impl Operands {
     pub fn new(formats: RowFormat) -> Self {
         let (weights, arena) = (Arena::new(Region::Weights), Arena::new(Region::Arena));
-        Self { formats, weights, arena, placed: Vec::new(), inputs: Vec::new(), e4m3: Vec::new() }
+        Self { formats, weights, arena, placed: Vec::new(), inputs: Vec::new(), e4m3: Vec::new(), nvfp4: Vec::new() }
     }
 
     /// Allocates a result.
@@ -72,12 +79,19 @@ impl Operands {
 
     /// What linear layers have their inputs stored as.
     fn input_format(&self) -> Stored {
-        if self.formats.inputs_e4m3 { Stored::fp8(scale(INPUT_SCALE)) } else { Stored::plain(self.formats.activations) }
+        match self.formats.inputs {
+            DType::E4m3 => Stored::fp8(scale(INPUT_SCALE)),
+            DType::E2m1 => Stored::nvfp4(scale(NVFP4_INPUT_SCALE)),
+            plain => Stored::plain(plain),
+        }
     }
 
     /// What queries and keys are stored as.
     fn head_format(&self) -> Stored {
-        if self.formats.inputs_e4m3 { Stored::fp8(Scale::ONE) } else { Stored::plain(self.formats.activations) }
+        match self.formats.inputs {
+            DType::E4m3 => Stored::fp8(Scale::ONE),
+            _ => Stored::plain(self.formats.activations),
+        }
     }
 
     /// Allocates an input of a linear layer.
@@ -101,11 +115,14 @@ impl Operands {
     }
 
     fn input_stored(&mut self, rows: usize, cols: usize, stored: Stored, fill: f32) -> Result<Tensor> {
-        if stored.dtype != DType::E4m3 {
+        if !stored.dtype.is_quantised() {
             return self.input(rows, cols, stored.dtype);
         }
         let tensor = self.arena.alloc_stored(rows, cols, stored)?;
-        self.e4m3.push((tensor, scale(fill)));
+        match stored.dtype {
+            DType::E2m1 => self.nvfp4.push(tensor),
+            _ => self.e4m3.push((tensor, scale(fill))),
+        }
         Ok(tensor)
     }
 
@@ -176,6 +193,9 @@ impl Operands {
             be.upload(to, role, &[WeightPart { scaling, ..WeightPart::plain(bytes, to.dtype, to.rows) }])?;
         }
         let source = self.norm_source()?;
+        let rows = self.nvfp4.iter().map(|t| t.rows).max().unwrap_or(0).min(NVFP4_ROWS);
+        let widths: Vec<usize> = self.nvfp4.iter().map(|t| t.cols).collect();
+        let sources = widths.into_iter().map(|cols| self.modulated(rows, cols)).collect::<Result<Vec<_>>>()?;
         be.reserve(self.arena.peak())?;
         for &to in &self.inputs {
             // Only some rows are uploaded from the host.
@@ -186,6 +206,13 @@ impl Operands {
         if let Some(source) = source {
             self.e4m3.iter().try_for_each(|&(to, scale)| normalise_into(be, to, scale, source))?;
         }
+        for (to, source) in self.nvfp4.iter().zip(sources) {
+            for first in (0..to.rows).step_by(NVFP4_ROWS) {
+                let out = to.rows(first..to.rows.min(first + NVFP4_ROWS));
+                let streams = [Modulated { out, x: source.x.rows(0..out.rows), ..source }];
+                be.run(Op::LayerNormModulate { streams: &streams, eps: 1e-6 })?;
+            }
+        }
         be.synchronize()
     }
 
@@ -193,8 +220,13 @@ impl Operands {
     fn norm_source(&mut self) -> Result<Option<Modulated>> {
         let Some(longest) = self.e4m3.iter().map(|(tensor, _)| tensor.len()).max() else { return Ok(None) };
         let rows = longest.div_ceil(FILL_COLS).min(PERIOD / FILL_COLS);
-        let (x, shift) = (self.activations(rows, FILL_COLS)?, self.activations(1, FILL_COLS)?);
-        Ok(Some(Modulated { out: x, x, shift, scale: shift }))
+        self.modulated(rows, FILL_COLS).map(Some)
+    }
+
+    /// Allocates the operands of a norm.
+    fn modulated(&mut self, rows: usize, cols: usize) -> Result<Modulated> {
+        let (x, shift) = (self.activations(rows, cols)?, self.activations(1, cols)?);
+        Ok(Modulated { out: x, x, shift, scale: shift })
     }
 }
 

@@ -84,7 +84,8 @@ const QUICK: Sizes = Sizes {
 
 /// All rows of a scale, with activations in a precision, and with the quantised operands that a backend takes.
 pub fn rows(scale: Scale, precision: Precision, formats: GemmFormats) -> Result<Vec<Row>> {
-    let builder = RowBuilder(RowFormat { activations: precision.activations(), weights: DType::Bf16, inputs_e4m3: false });
+    let activations = precision.activations();
+    let builder = RowBuilder(RowFormat { activations, weights: DType::Bf16, inputs: activations });
     let sizes = match scale {
         Scale::Klein => &KLEIN,
         Scale::Quick => &QUICK,
@@ -179,8 +180,8 @@ impl RowBuilder {
     }
 
     /// The ops of a model in FP8: the layers of the text encoder in W8A16, the blocks of the transformer in W8A8, with queries
-    /// and keys in e4m3; and those of a model in NVFP4, whose inputs stay plain: the layers of the text encoder and of the single
-    /// blocks of both transformers in W4A16.
+    /// and keys in e4m3; and those of a model in NVFP4: the blocks of the transformer in W4A4, and with inputs that stay plain the layers of
+    /// the text encoder and of the single blocks of both transformers in W4A16.
     fn quantised(&self, s: &Sizes, formats: GemmFormats) -> Result<Vec<Row>> {
         let Sizes { text, side, width, mlp, large, .. } = *s;
         let (all, both, heads) = (text + side * side, [text, side * side], width / HEAD_DIM);
@@ -188,18 +189,19 @@ impl RowBuilder {
         if formats.w8a16 {
             rows.extend(self.encoder(s, DType::E4m3));
         }
-        let w8a8 = Self(RowFormat { weights: DType::E4m3, inputs_e4m3: true, ..self.0 });
-        if formats.w8a8 {
+        let w8a8 = Self(RowFormat { weights: DType::E4m3, inputs: DType::E4m3, ..self.0 });
+        let w4a4 = Self(RowFormat { weights: DType::E2m1, inputs: DType::E2m1, ..self.0 });
+        for blocks in [formats.w8a8.then_some(&w8a8), formats.w4a4.then_some(&w4a4)].into_iter().flatten() {
             rows.extend([
-                w8a8.linear(all, width, width + mlp),
-                w8a8.layer_norm_modulate(&both, width),
-                w8a8.qkv(&both, width, width, width, 0, RopeStyle::Interleaved),
-                w8a8.linear_gate_residual(&both, width, width, true),
-                w8a8.linear_swiglu(&both, mlp, width),
-                w8a8.linear_gate_residual(&both, width, mlp, true),
-                w8a8.layer_norm_modulate(&[all], width),
-                w8a8.qkv(&[all], width, width, width, mlp, RopeStyle::Interleaved),
-                w8a8.linear_gate_residual(&[all], width, width + mlp, true),
+                blocks.linear(all, width, width + mlp),
+                blocks.layer_norm_modulate(&both, width),
+                blocks.qkv(&both, width, width, width, 0, RopeStyle::Interleaved),
+                blocks.linear_gate_residual(&both, width, width, true),
+                blocks.linear_swiglu(&both, mlp, width),
+                blocks.linear_gate_residual(&both, width, mlp, true),
+                blocks.layer_norm_modulate(&[all], width),
+                blocks.qkv(&[all], width, width, width, mlp, RopeStyle::Interleaved),
+                blocks.linear_gate_residual(&[all], width, width + mlp, true),
             ]);
         }
         if formats.qk8 {

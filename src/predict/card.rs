@@ -179,6 +179,7 @@ mod tests {
         let device = DeviceInfo {
             index: 1,
             name: "NVIDIA A100-SXM4-80GB".into(),
+            uuid: [0; 16],
             capability: (8, 0),
             multiprocessors: 108,
             shared: 163 << 10,

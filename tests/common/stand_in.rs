@@ -45,6 +45,7 @@ impl StandIn {
         let info = DeviceInfo {
             index: 0,
             name: "Stand-in".into(),
+            uuid: [0; 16],
             capability,
             multiprocessors: 1,
             shared,

@@ -6,6 +6,7 @@ use crate::ops::outputs::pairs;
 use crate::ops::{self, Case, SMALL, tiles};
 use crate::random::{Random, long};
 use crate::runner::{Runner, run_seed};
+use crate::selftest;
 use kiln::backend::cuda::{Choice, Kernel, Tile};
 use std::collections::BTreeSet;
 use std::thread;
@@ -190,8 +191,8 @@ impl Plan {
             outcome.faults.extend(runner.check(choice, &case).err());
             run += 1;
         }
-        if self.gpu.capability == (9, 0) && self.choices.contains(&Choice::Best) {
-            outcome.faults.extend(runner.cuda.self_test().err().map(|e| format!("self-test: {e}")));
+        if self.choices.contains(&Choice::Best) {
+            outcome.faults.extend(selftest::faults(&mut runner.cuda));
         }
         println!("{:?}: {run} of {total} cases in {:.1} s", self.gpu, busy().as_secs_f64());
         outcome.launched = runner.cuda.launched().filter(|(_, times)| *times > 0).map(|(kernel, _)| kernel.symbol()).collect();

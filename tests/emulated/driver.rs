@@ -84,9 +84,9 @@ impl Emulated {
     pub fn new(gpu: Gpu) -> Rc<Self> {
         let Gpu { capability, sms, shared, .. } = gpu;
         let name = format!("emulated compute {}.{}", capability.0, capability.1);
-        let (memory, driver) = (16 << 30, (13, 0));
+        let (uuid, memory, driver) = ([capability.0 as u8; 16], 16 << 30, (13, 0));
         Rc::new(Self {
-            info: DeviceInfo { index: 0, name, capability, multiprocessors: sms, shared, clock: 1_000_000, memory, driver },
+            info: DeviceInfo { index: 0, name, uuid, capability, multiprocessors: sms, shared, clock: 1_000_000, memory, driver },
             memory: DeviceMemory::default(),
             pinned: RefCell::default(),
             modules: RefCell::default(),

@@ -30,6 +30,7 @@ mod policies;
 mod portable;
 mod quantised;
 mod runner;
+mod selftest;
 
 /// Whether there is an emulator; a test that needs it ends here if not.
 fn available() -> bool {

@@ -215,7 +215,9 @@ fn every_planted_bug_is_found_and_named() {
             wrong.extend(expected.run(None).map(|(seed, message)| format!("no bug, with seed {seed}: {message}")));
         }
     }
-    for bug in planted::ALL.iter().filter(|bug| bug.name != FOUND_BY_ITS_SUMS) {
+    // Those of the self-test's own kernels are found by its checks.
+    let of_kernels = planted::ALL.iter().filter(|bug| !bug.kernel_file.starts_with("selftest"));
+    for bug in of_kernels.clone().filter(|bug| bug.name != FOUND_BY_ITS_SUMS) {
         let expected = EXPECTED.iter().find(|expected| expected.bug == bug.name);
         let expected = expected.unwrap_or_else(|| panic!("it is not said how {} is found", bug.name));
         match expected.run(Some(bug.name)) {
@@ -225,5 +227,5 @@ fn every_planted_bug_is_found_and_named() {
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-    assert_eq!(EXPECTED.len() + 1, planted::ALL.len());
+    assert_eq!(EXPECTED.len() + 1, of_kernels.count());
 }

@@ -36,6 +36,7 @@ use kiln::locate::Found;
 use kiln::pipeline::{GeneratedImage, Job, OpenModel};
 use kiln::progress::Silent;
 use kiln::quantise::calibrate::{Calibration, calibrate};
+use kiln::selftest::{self, Extent, Outcome};
 use kiln::sequence::Pixels;
 use kiln::tensor::Precision;
 use ops::tiles;
@@ -136,11 +137,18 @@ fn all(only: Option<&str>) -> ExitCode {
     if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Tensor maps, clusters, programmatic dependent launches and captured graphs, through the program's own launch code.
+/// Everything that `kiln selftest` checks.
 fn self_test() {
-    let tried = cuda().self_test().unwrap();
-    println!("tried: {}", tried.join(", "));
-    assert!(tried.len() == 5 || cuda().device().capability != (9, 0));
+    // Rates of kernels that are emulated say nothing.
+    let extent = Extent { burst: emulated::kernels().is_none(), ..Extent::FULL };
+    let lines = selftest::run(&mut cuda(), &extent, &mut |line| {
+        println!("{:<48} {}", line.name, line.outcome);
+        Ok(())
+    });
+    let lines = lines.unwrap();
+    assert!(lines.iter().all(|line| !line.failed()));
+    let passed = |name: &str| lines.iter().any(|line| line.name == name && line.outcome != Outcome::NotHere);
+    assert!(passed("copy") && (passed("cluster") || cuda().device().capability != (9, 0)));
 }
 
 /// Every kernel, on shapes small enough for sanitizers that slow them down a hundredfold, and an image whose steps are run op by op,
@@ -201,7 +209,8 @@ impl Share {
             cuda.set_choice(choice);
             ops::check_some(&mut cuda, |name| tiles::runs_with(choice, name) && ours(name));
         }
-        cuda.self_test().unwrap();
+        let lines = selftest::run(&mut cuda, &Extent::QUICK, &mut |_| Ok(())).unwrap();
+        assert!(lines.iter().all(|line| !line.failed()), "{lines:?}");
         // The `run` script adds these up over all processes.
         let launched = || cuda.launched().filter(|(kernel, _)| emulated::kernels().is_none() || kernel.needs_proof());
         launched().for_each(|(kernel, times)| println!("launched: {} {times}", kernel.symbol()));

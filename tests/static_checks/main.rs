@@ -71,6 +71,7 @@ fn modules_use_only_what_is_below_them() {
         "pipeline",
         "quantise",
         "predict",
+        "selftest",
         "terminal",
         "cli",
         "lib",

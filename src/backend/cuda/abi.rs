@@ -67,6 +67,10 @@ pub const KL_SM90_ATTENTION_OUTS: u32 = 2;
 pub const KL_SELFTEST_TILE: u32 = 64;
 pub const KL_SELFTEST_THREADS: u32 = 128;
 pub const KL_SELFTEST_CLUSTER: u32 = 2;
+pub const KL_TEST_BOX_128: u32 = 0;
+pub const KL_TEST_BOX_64: u32 = 1;
+pub const KL_TEST_BULK: u32 = 2;
+pub const KL_FRAGMENT_WORDS: u32 = 12;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct KlMat {
@@ -665,16 +669,58 @@ const _: () = {
 #[repr(C)]
 #[repr(align(128))]
 #[derive(Debug, Copy, Clone)]
-pub struct KlSelftest {
-    pub x: KlTensorMap,
+pub struct KlTestCopy {
+    pub map: KlTensorMap,
+    pub from: KlMat,
     pub out: KlMat,
-    pub unused: [u64; 11usize],
+    pub how: u32,
+    pub unused: [u32; 11usize],
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlSelftest"][::core::mem::size_of::<KlSelftest>() - 256usize];
-    ["Alignment of KlSelftest"][::core::mem::align_of::<KlSelftest>() - 128usize];
-    ["Offset of field: KlSelftest::x"][::core::mem::offset_of!(KlSelftest, x) - 0usize];
-    ["Offset of field: KlSelftest::out"][::core::mem::offset_of!(KlSelftest, out) - 128usize];
-    ["Offset of field: KlSelftest::unused"][::core::mem::offset_of!(KlSelftest, unused) - 168usize];
+    ["Size of KlTestCopy"][::core::mem::size_of::<KlTestCopy>() - 256usize];
+    ["Alignment of KlTestCopy"][::core::mem::align_of::<KlTestCopy>() - 128usize];
+    ["Offset of field: KlTestCopy::map"][::core::mem::offset_of!(KlTestCopy, map) - 0usize];
+    ["Offset of field: KlTestCopy::from"][::core::mem::offset_of!(KlTestCopy, from) - 128usize];
+    ["Offset of field: KlTestCopy::out"][::core::mem::offset_of!(KlTestCopy, out) - 168usize];
+    ["Offset of field: KlTestCopy::how"][::core::mem::offset_of!(KlTestCopy, how) - 208usize];
+    ["Offset of field: KlTestCopy::unused"][::core::mem::offset_of!(KlTestCopy, unused) - 212usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct KlFragments {
+    pub fragments: u64,
+    pub results: u64,
+    pub cases: u32,
+    pub selector_a: u32,
+    pub selector_b: u32,
+    pub unused: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlFragments"][::core::mem::size_of::<KlFragments>() - 32usize];
+    ["Alignment of KlFragments"][::core::mem::align_of::<KlFragments>() - 8usize];
+    ["Offset of field: KlFragments::fragments"][::core::mem::offset_of!(KlFragments, fragments) - 0usize];
+    ["Offset of field: KlFragments::results"][::core::mem::offset_of!(KlFragments, results) - 8usize];
+    ["Offset of field: KlFragments::cases"][::core::mem::offset_of!(KlFragments, cases) - 16usize];
+    ["Offset of field: KlFragments::selector_a"][::core::mem::offset_of!(KlFragments, selector_a) - 20usize];
+    ["Offset of field: KlFragments::selector_b"][::core::mem::offset_of!(KlFragments, selector_b) - 24usize];
+    ["Offset of field: KlFragments::unused"][::core::mem::offset_of!(KlFragments, unused) - 28usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct KlConversions {
+    pub values: u64,
+    pub e4m3: u64,
+    pub e2m1: u64,
+    pub count: u64,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlConversions"][::core::mem::size_of::<KlConversions>() - 32usize];
+    ["Alignment of KlConversions"][::core::mem::align_of::<KlConversions>() - 8usize];
+    ["Offset of field: KlConversions::values"][::core::mem::offset_of!(KlConversions, values) - 0usize];
+    ["Offset of field: KlConversions::e4m3"][::core::mem::offset_of!(KlConversions, e4m3) - 8usize];
+    ["Offset of field: KlConversions::e2m1"][::core::mem::offset_of!(KlConversions, e2m1) - 16usize];
+    ["Offset of field: KlConversions::count"][::core::mem::offset_of!(KlConversions, count) - 24usize];
 };

@@ -89,7 +89,14 @@ with_instantiations! { kernels {
     AttentionSm120OnlineSoftmax = "attention_fp8_sm120" "kl_attention_fp8_sm120_running" (KlAttention) abi::KL_ATTENTION_THREADS, shared abi::KL_ATTENTION_FP8_SHARED;
     Expand = "expand" "kl_expand" (KlExpand) abi::KL_EXPAND_THREADS;
     ConvStats = "conv_mma" "kl_conv_stats" (KlConv) abi::KL_NORM_THREADS;
-    Selftest = "selftest_sm90" "kl_selftest" (KlSelftest) abi::KL_SELFTEST_THREADS, overlap in clusters of abi::KL_SELFTEST_CLUSTER;
+    TestConvert = "selftest" "kl_selftest_convert" (KlConversions) abi::KL_SELFTEST_THREADS;
+    TestMmaBf16 = "selftest" "kl_selftest_mma_bf16" (KlFragments) abi::KL_SELFTEST_THREADS;
+    TestMmaE4m3 = "selftest_sm89" "kl_selftest_mma_e4m3" (KlFragments) abi::KL_SELFTEST_THREADS;
+    TestCopySm90 = "selftest_sm90" "kl_selftest_copy_sm90" (KlTestCopy) abi::KL_SELFTEST_THREADS, overlap in clusters of 1;
+    TestClusterSm90 = "selftest_sm90" "kl_selftest_cluster_sm90" (KlTestCopy) abi::KL_SELFTEST_THREADS, overlap in clusters of abi::KL_SELFTEST_CLUSTER;
+    TestCopySm120 = "selftest_sm120" "kl_selftest_copy_sm120" (KlTestCopy) abi::KL_SELFTEST_THREADS, overlap in clusters of 1;
+    TestMmaNvf4 = "selftest_sm120" "kl_selftest_mma_nvf4" (KlFragments) abi::KL_SELFTEST_THREADS;
+    TestMmaE4m3Scaled = "selftest_sm120" "kl_selftest_mma_e4m3_scaled" (KlFragments) abi::KL_SELFTEST_THREADS;
 } }
 
 macro_rules! params {
@@ -101,7 +108,7 @@ macro_rules! params {
 
 params! {
     KlMap KlPatch KlEuler KlGuidance KlPixels KlCount KlLargest KlRmsNorm KlLayerNorm KlQkNormRope KlGroupStats KlGroupNorm
-    KlNaiveGemm KlConv KlAttention KlGemm KlExpand KlGemmSm90 KlAttentionSm90 KlSelftest
+    KlNaiveGemm KlConv KlAttention KlGemm KlExpand KlGemmSm90 KlAttentionSm90 KlTestCopy KlFragments KlConversions
 }
 
 impl Kernel {
@@ -150,6 +157,8 @@ pub struct Kernels {
     launched: Vec<Cell<u64>>,
     /// Whether kernels that have to prove themselves on a GPU before they are chosen have done so.
     proven: bool,
+    /// A hash of the images that are loaded.
+    fingerprint: u64,
     stream: Stream,
 }
 
@@ -157,7 +166,8 @@ impl Kernels {
     /// Loads every module and finds every kernel, so that a missing one is noticed at once and not in the middle of an image.
     pub fn load(driver: Rc<dyn Driver>, images: Images<'_>, stream: Stream) -> Result<Self> {
         let (modules, functions, launched) = (Vec::new(), Vec::new(), vec![Cell::new(0); Kernel::ALL.len()]);
-        let mut kernels = Self { driver, modules, functions, maps: RefCell::default(), launched, proven: false, stream };
+        let mut kernels =
+            Self { driver, modules, functions, maps: RefCell::default(), launched, proven: false, fingerprint: 0, stream };
         let mut files: HashMap<&str, Option<Module>> = HashMap::new();
         for kernel in Kernel::ALL {
             let Row { symbol, file, params, shared, .. } = kernel.row();
@@ -181,13 +191,23 @@ impl Kernels {
         if !kernel.runs_on(self.driver.device().capability) {
             return Ok(None);
         }
-        let module = match images(kernel.file()).and_then(|image| self.driver.load(&image)) {
+        let loaded = images(kernel.file()).and_then(|image| {
+            let module = self.driver.load(&image)?;
+            self.fingerprint = hash(self.fingerprint, &image);
+            Ok(module)
+        });
+        let module = match loaded {
             // The file was built for other GPUs only; every op has a kernel that runs anywhere.
             Err(Error::NoGpu { .. }) if kernel.capabilities().is_some() => return Ok(None),
             module => module?,
         };
         self.modules.push(module);
         Ok(Some(module))
+    }
+
+    /// A hash of the images that are loaded: another build has another one.
+    pub fn fingerprint(&self) -> u64 {
+        self.fingerprint
     }
 
     /// Whether a kernel may be chosen here.
@@ -243,6 +263,14 @@ impl Kernels {
     }
 }
 
+/// Continues a hash with the bytes of an image, eight at a time: images have megabytes.
+fn hash(seed: u64, image: &[u8]) -> u64 {
+    let (words, rest) = image.as_chunks();
+    let mix = |hash: u64, word: u64| (hash ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
+    let hash = words.iter().fold(mix(seed, image.len() as u64), |hash, word| mix(hash, u64::from_le_bytes(*word)));
+    rest.iter().fold(hash, |hash, byte| mix(hash, u64::from(*byte)))
+}
+
 impl Drop for Kernels {
     fn drop(&mut self) {
         self.modules.drain(..).for_each(|module| self.driver.unload(module));
@@ -269,13 +297,27 @@ mod tests {
     fn a_file_named_after_an_architecture_runs_where_its_instructions_are() {
         let on = |kernel: Kernel| [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)].map(|c| kernel.runs_on(c));
         assert_eq!(on(Kernel::Map), [true; 5]);
-        assert_eq!(on(Kernel::Selftest), [false, false, true, false, false]);
+        assert_eq!(on(Kernel::TestClusterSm90), [false, false, true, false, false]);
         assert_eq!(on(Kernel::GemmFp8Mma128x128), [false, true, true, true, true]);
+        assert_eq!(on(Kernel::TestMmaNvf4), [false, false, false, false, true]);
+    }
+
+    #[test]
+    fn every_byte_of_an_image_counts() {
+        let image: Vec<u8> = (0..19).collect();
+        let whole = hash(0, &image);
+        for i in 0..image.len() {
+            let mut other = image.clone();
+            other[i] ^= 1;
+            assert_ne!(hash(0, &other), whole, "byte {i}");
+        }
+        assert_ne!(hash(0, &image[..18]), whole);
+        assert_ne!(hash(1, &image), whole);
     }
 
     #[test]
     fn rows_state_cluster_and_overlap() {
-        let (plain, hopper) = (Kernel::Map.row(), Kernel::Selftest.row());
+        let (plain, hopper) = (Kernel::Map.row(), Kernel::TestClusterSm90.row());
         assert_eq!((plain.cluster, plain.overlap), (1, false));
         assert_eq!((hopper.cluster, hopper.overlap), (2, true));
     }

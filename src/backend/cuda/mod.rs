@@ -30,7 +30,8 @@ pub use context::Choice;
 pub use dispatch::kernels_of;
 pub use launch::{ARCHS, Images, Kernel, NVCC, built_in};
 pub use select::{GemmOperands, Tile};
-pub use system::{CAPABILITY, System, devices};
+pub use selftest::{CopyBy, CopyGraph, Fragments, LANES, Mma};
+pub use system::{CAPABILITY, System, devices, driver_release};
 
 use super::plan::Live;
 use super::{Backend, Fp8Accumulate, GemmFormats, Op, Role, StepKey};

@@ -4,9 +4,11 @@
 
 use super::driver::{DeviceInfo, Driver, Event, Function, Graph, Launch, MapSpec, Module, Rows, Stream, Swizzle};
 use crate::error::{Error, Remedy, Result};
+use crate::files;
 use crate::tensor::DType;
 use cudarc::driver::sys::{self, CUdevice_attribute, CUresult};
 use std::ffi::{CStr, CString, c_void};
+use std::path::Path;
 use std::ptr::{NonNull, null_mut};
 
 /// The CUDA version that the kernels are compiled with, which the driver has to support.
@@ -74,11 +76,12 @@ fn attribute(device: sys::CUdevice, attribute: CUdevice_attribute) -> Result<u32
 }
 
 fn describe_device(index: usize, driver: (u32, u32)) -> Result<(DeviceInfo, sys::CUdevice)> {
-    let (mut device, mut name, mut memory) = (0, [0; 256], 0);
+    let (mut device, mut name, mut uuid, mut memory) = (0, [0; 256], sys::CUuuid { bytes: [0; 16] }, 0);
     // SAFETY: the pointers are to locals, and the length is the array's.
     unsafe {
         check("cuDeviceGet", sys::cuDeviceGet(&mut device, index as i32))?;
         check("cuDeviceGetName", sys::cuDeviceGetName(name.as_mut_ptr(), name.len() as i32, device))?;
+        check("cuDeviceGetUuid", sys::cuDeviceGetUuid_v2(&mut uuid, device))?;
         check("cuDeviceTotalMem", sys::cuDeviceTotalMem_v2(&mut memory, device))?;
     }
     let get = |a| attribute(device, a);
@@ -91,7 +94,22 @@ fn describe_device(index: usize, driver: (u32, u32)) -> Result<(DeviceInfo, sys:
     let clock = get(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_CLOCK_RATE)?;
     let bytes = name.map(|c| c as u8);
     let name = CStr::from_bytes_until_nul(&bytes).map(|s| s.to_string_lossy().into_owned()).unwrap_or_default();
-    Ok((DeviceInfo { index, name, capability, multiprocessors, shared, clock, memory: memory as u64, driver }, device))
+    let (uuid, memory) = (uuid.bytes.map(|byte| byte as u8), memory as u64);
+    Ok((DeviceInfo { index, name, uuid, capability, multiprocessors, shared, clock, memory, driver }, device))
+}
+
+/// The release of the NVIDIA driver; none if there is none or it does not tell, as on systems other than Linux.
+pub fn driver_release() -> Option<String> {
+    const FILE: &str = "/proc/driver/nvidia/version";
+    const LIMIT: u64 = 4096;
+    release_in(&String::from_utf8(files::read(Path::new(FILE), LIMIT).ok()?).ok()?)
+}
+
+/// The first word that is numbers with points between them.
+fn release_in(text: &str) -> Option<String> {
+    let is_number = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
+    let is_release = |word: &&str| word.contains('.') && word.split('.').all(is_number);
+    text.split_whitespace().find(is_release).map(str::to_owned)
 }
 
 /// All GPUs, or why there are none.
@@ -466,5 +484,25 @@ impl Driver for System {
     fn destroy_graph(&self, graph: Graph) {
         // SAFETY: came from `end_capture`.
         let _ = unsafe { sys::cuGraphExecDestroy(graph.0 as sys::CUgraphExec) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_release_is_the_first_number_with_points() {
+        for (text, want) in [
+            (
+                "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Tue Sep\nGCC version:  gcc version 12.3.0",
+                Some("580.159.04"),
+            ),
+            ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  575.64  Release Build", Some("575.64")),
+            ("no release. here .", None),
+            ("", None),
+        ] {
+            assert_eq!(release_in(text).as_deref(), want, "{text}");
+        }
     }
 }

@@ -62,9 +62,9 @@ Models:
   that was built without `builtin` falls back on it.
 
 Exit codes:
-  0 done, 2 wrong usage, 3 a bad input file, 4 not enough memory, 5 output not written,
-  6 no usable GPU or a fault of it, 7 a numeric fault, 70 a bug in kiln, 130 and 143 stopped by a
-  signal";
+  0 done, 1 a self-test that failed, 2 wrong usage, 3 a bad input file, 4 not enough memory,
+  5 output not written, 6 no usable GPU or a fault of it, 7 a numeric fault, 70 a bug in kiln, 130 and
+  143 stopped by a signal";
 
 /// The end of `kiln quantize --help`.
 pub(super) const QUANTIZE_EXAMPLES: &str = "\
@@ -82,6 +82,19 @@ Examples:
 
   kiln quantize ~/models/FLUX.2-klein-4B out --to nvfp4 --keep 'single_blocks.0.*' --keep '*.proj'
       Some layers stay in BF16.";
+
+/// The end of `kiln selftest --help`.
+pub(super) const SELFTEST_EXAMPLES: &str = "\
+Examples:
+  kiln selftest
+      One line for each check: ok, FAILED with what is wrong, or not on this GPU. Everything between
+      the marks is a block to paste into an issue; it has nothing of yours in it.
+
+  kiln selftest --quick --device 1
+      A second, on the second GPU.
+
+  kiln selftest --json | jq '.checks[] | select(.outcome == \"failed\")'
+      What failed, for programs.";
 
 /// The end of `kiln bench -h`.
 pub(super) const BENCH_EXAMPLE: &str = "Example: kiln bench --width 1024 --height 1024 --runs 10";

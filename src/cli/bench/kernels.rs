@@ -6,6 +6,7 @@ use crate::backend::OP_NAMES;
 use crate::backend::cuda::driver::DeviceInfo;
 use crate::error::{Error, Result};
 use crate::microbench::{Figure, Peaks, Protocol, Scale, rows};
+use crate::selftest::Records;
 use crate::tensor::{DType, Precision};
 use crate::terminal::Terminal;
 use serde::Serialize;
@@ -26,6 +27,8 @@ pub struct Report {
     tensor_flops: Option<f64>,
     /// The same in e4m3.
     tensor_flops_e4m3: Option<f64>,
+    /// The same in e2m1.
+    tensor_flops_e2m1: Option<f64>,
     /// How these peaks were derived, for display.
     #[serde(skip)]
     ceilings: Vec<String>,
@@ -42,9 +45,16 @@ pub fn check(filter: &str) -> Result<()> {
 }
 
 /// Times every op with `filter` in its name.
-pub fn measure(filter: &str, quick: bool, run: &RunArgs, stop: &Arc<AtomicBool>, terminal: &Terminal) -> Result<Report> {
-    let mut selected = select_backend(run.backend, run.device()?, run.quantised.fp8_accumulate.into(), stop)?;
-    selected.note.iter().for_each(|note| terminal.say(&format!("note: {note}")));
+pub fn measure(
+    filter: &str,
+    quick: bool,
+    run: &RunArgs,
+    records: &Records,
+    stop: &Arc<AtomicBool>,
+    terminal: &Terminal,
+) -> Result<Report> {
+    let mut selected = select_backend(run.backend, run.device()?, run.quantised.fp8_accumulate.into(), records, stop)?;
+    selected.announce(terminal);
     let precision: Precision = run.precision.into();
     let (scale, protocol) = match (quick, &selected.device) {
         (true, _) => (Scale::Quick, Protocol::QUICK),
@@ -54,15 +64,16 @@ pub fn measure(filter: &str, quick: bool, run: &RunArgs, stop: &Arc<AtomicBool>,
     // In f32, GEMMs run on the CUDA cores, so the peak of the tensor cores does not apply.
     let device = selected.device.as_ref().filter(|_| precision == Precision::Bf16);
     let peak = |dtype| device.and_then(|device| device.tensor_flops(dtype));
-    let peaks = Peaks { bf16: peak(DType::Bf16), e4m3: peak(DType::E4m3) };
+    let peaks = Peaks { bf16: peak(DType::Bf16), e4m3: peak(DType::E4m3), e2m1: peak(DType::E2m1) };
     let mut figures = Vec::new();
     let formats = selected.backend.gemm_formats();
     for row in rows(scale, precision, formats)?.into_iter().filter(|row| row.name.contains(filter)) {
         terminal.say(&format!("timing {} {} {}", row.name, row.shape, row.format));
         figures.push(row.measure(selected.backend.as_mut(), &protocol)?.held_to(peaks));
     }
-    let quantised = figures.iter().any(|figure| figure.flops_e4m3 > 0);
-    let types = [Some(DType::Bf16), quantised.then_some(DType::E4m3)];
+    let multiplies = |flops: fn(&Figure) -> u64, dtype| figures.iter().any(|figure| flops(figure) > 0).then_some(dtype);
+    let quantised = [multiplies(|f| f.flops_e4m3, DType::E4m3), multiplies(|f| f.flops_e2m1, DType::E2m1)];
+    let types = [Some(DType::Bf16)].into_iter().chain(quantised);
     Ok(Report {
         kiln: env!("CARGO_PKG_VERSION"),
         kind: "kernels",
@@ -71,7 +82,8 @@ pub fn measure(filter: &str, quick: bool, run: &RunArgs, stop: &Arc<AtomicBool>,
         scale: scale.name(),
         tensor_flops: peaks.bf16,
         tensor_flops_e4m3: peaks.e4m3,
-        ceilings: types.into_iter().flatten().filter_map(|dtype| ceiling(device?, dtype)).collect(),
+        tensor_flops_e2m1: peaks.e2m1,
+        ceilings: types.flatten().filter_map(|dtype| ceiling(device?, dtype)).collect(),
         machine: selected.machine,
         rounds: protocol.rounds,
         rows: figures,
@@ -117,6 +129,7 @@ mod tests {
         let device = DeviceInfo {
             index,
             name,
+            uuid: [0; 16],
             capability: (9, 0),
             multiprocessors: 132,
             shared: DeviceInfo::SM90_SHARED,

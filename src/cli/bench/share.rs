@@ -1,16 +1,11 @@
 //! The block of `kiln bench --share`: what a measurement says to others, beside what was predicted. It has nothing of the user's: no
 //! paths, no prompt, no name of the machine.
 
+use super::super::device::describe_gpu;
 use crate::backend::cuda::driver::DeviceInfo;
-use crate::backend::cuda::{ARCHS, NVCC};
-use crate::files;
 use crate::predict::{Card, Predictor};
-use crate::text::{amount, gib, shown, shown_line};
+use crate::text::{amount, shown, shown_line};
 use std::fmt::Write as _;
-use std::path::Path;
-
-/// Where the NVIDIA driver of Linux tells its release.
-const DRIVER_RELEASE: &str = "/proc/driver/nvidia/version";
 
 /// What is shared.
 pub struct Shared<'a> {
@@ -34,19 +29,6 @@ pub struct Shared<'a> {
     pub predictor: Result<&'a Predictor, &'a str>,
 }
 
-/// The release of the NVIDIA driver; none if there is none or it does not tell.
-pub fn driver_release() -> Option<String> {
-    const LIMIT: u64 = 4096;
-    release_in(&String::from_utf8(files::read(Path::new(DRIVER_RELEASE), LIMIT).ok()?).ok()?)
-}
-
-/// The first word that is numbers with points between them.
-fn release_in(text: &str) -> Option<String> {
-    let is_number = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
-    let is_release = |word: &&str| word.contains('.') && word.split('.').all(is_number);
-    text.split_whitespace().find(is_release).map(str::to_owned)
-}
-
 impl Shared<'_> {
     /// The block.
     pub fn block(&self) -> String {
@@ -55,7 +37,7 @@ impl Shared<'_> {
             let _ = writeln!(text, "{name:<12} {}", shown_line(value));
         };
         match self.device {
-            Some(device) => self.describe_gpu(device, &mut row),
+            Some(device) => describe_gpu(device, self.release.as_deref(), &mut row),
             None => row("cpu", self.machine),
         }
         row("model", &self.subject);
@@ -80,23 +62,6 @@ impl Shared<'_> {
         let _ = writeln!(text, "\n{}", self.note());
         text.push_str("--- up to here ---\n");
         text
-    }
-
-    fn describe_gpu(&self, device: &DeviceInfo, row: &mut dyn FnMut(&str, &str)) {
-        let DeviceInfo { name, capability: (major, minor), multiprocessors, shared, clock, memory, driver, .. } = device;
-        row("card", name);
-        row(
-            "",
-            &format!("compute capability {major}.{minor}, {multiprocessors} SMs, {:.3} GHz at most", f64::from(*clock) / 1e6),
-        );
-        row("", &format!("{} of memory, {} KiB of shared memory", gib(*memory), shared >> 10));
-        let release = self.release.as_deref().unwrap_or("release not told");
-        row("driver", &format!("{release}, CUDA {}.{}", driver.0, driver.1));
-        row("built for", &format!("{} (nvcc {NVCC})", ARCHS.join(" ")));
-        row(
-            "clock, power",
-            "not told by the CUDA driver; while it runs, nvidia-smi --query-gpu=clocks.sm,power.draw,power.limit",
-        );
     }
 
     /// Where the predictions come from.
@@ -125,6 +90,7 @@ mod tests {
         DeviceInfo {
             index: 0,
             name: name.into(),
+            uuid: [0; 16],
             capability,
             multiprocessors: 128,
             shared: 99 << 10,
@@ -186,20 +152,5 @@ mod tests {
             Shared { device: None, machine: "8 threads", memory: (None, 1 << 30), ..shared(&device, Err("x"), &formats) }.block();
         assert!(block.contains("\ncpu          8 threads\n") && block.contains("\nmemory       1.0 GiB planned\n"), "{block}");
         assert!(!block.contains("driver"), "{block}");
-    }
-
-    #[test]
-    fn the_release_is_the_first_number_with_points() {
-        for (text, want) in [
-            (
-                "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Tue Sep\nGCC version:  gcc version 12.3.0",
-                Some("580.159.04"),
-            ),
-            ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  575.64  Release Build", Some("575.64")),
-            ("no release. here .", None),
-            ("", None),
-        ] {
-            assert_eq!(release_in(text).as_deref(), want, "{text}");
-        }
     }
 }

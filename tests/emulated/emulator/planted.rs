@@ -271,6 +271,33 @@ pub const ALL: &[Planted] = &[
         find: "part.w[swiglu ? n % 2 : 0]",
         replace: "part.w[swiglu ? 1 - n % 2 : 0]",
     },
+    // A self-test has the scales of B from the lanes of another selector.
+    Planted {
+        name: "scales_of_other_lanes",
+        kernel_file: "selftest_sm120",
+        tile: "KL_GEMM_MMA(gemm_mma, 128, 128,",
+        source: "selftest_sm120.cu",
+        find: "mma_nvf4<kA, 1>",
+        replace: "mma_nvf4<kA, 2>",
+    },
+    // A self-test has two registers of A in the wrong order.
+    Planted {
+        name: "registers_exchanged",
+        kernel_file: "selftest_sm89",
+        tile: "KL_GEMM_MMA(gemm_mma, 128, 128,",
+        source: "selftest/fragments.cuh",
+        find: "{first.x, first.y, first.z, first.w}",
+        replace: "{first.x, first.z, first.y, first.w}",
+    },
+    // A self-test has a conversion lose the sign.
+    Planted {
+        name: "negative_lost",
+        kernel_file: "selftest",
+        tile: "KL_GEMM_MMA(gemm_mma, 128, 128,",
+        source: "selftest.cu",
+        find: "pack_e2m1(v, -v)",
+        replace: "pack_e2m1(v, v)",
+    },
     // Keys of all segments are taken to have the scale of the first.
     Planted {
         name: "scale_of_the_first_segment",

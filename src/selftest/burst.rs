@@ -1,0 +1,45 @@
+//! How fast GEMMs and attention are at klein's shapes, beside the nominal rate of the tensor cores. This is no measurement to publish: it
+//! takes a moment, at the clocks of that moment.
+
+use super::{Check, Outcome, check};
+use crate::backend::Backend;
+use crate::backend::cuda::Cuda;
+use crate::error::Result;
+use crate::microbench::{Peaks, Protocol, Row, Scale, rows};
+use crate::tensor::{DType, Precision};
+use std::rc::Rc;
+use std::time::Duration;
+
+const PROTOCOL: Protocol = Protocol { rounds: 5, batch: Duration::from_millis(20), rotated: 0 };
+
+/// The fused projection of a single block and its output layer, and attention: most of the time of an image.
+fn is_wanted(row: &Row) -> bool {
+    let shape = row.shape.as_str();
+    matches!(
+        (row.name, shape),
+        ("qkv_mlp", "4608x27648x3072")
+            | ("linear_gate_residual", "4608x3072x12288")
+            | ("attention", "4608 tokens, 24 heads of 128")
+    )
+}
+
+fn measure(cuda: &mut Cuda, row: &Row) -> Result<Outcome> {
+    let peak = |dtype| cuda.device().tensor_flops(dtype);
+    let peaks = Peaks { bf16: peak(DType::Bf16), e4m3: peak(DType::E4m3), e2m1: peak(DType::E2m1) };
+    let figure = row.measure(cuda, &PROTOCOL)?.held_to(peaks);
+    let rate = format!("{:.0} TFLOP/s", figure.flops as f64 / figure.median_s / 1e12);
+    let share = figure.of_tensor_cores.map(|share| format!(", {:.0} % of nominal", 100.0 * share));
+    Ok(Outcome::passed(rate + &share.unwrap_or_default()))
+}
+
+/// A check for each rate, which fails only if it cannot be measured.
+pub fn checks(cuda: &Cuda) -> Result<Vec<Check>> {
+    let rows = rows(Scale::Klein, Precision::Bf16, cuda.gemm_formats())?;
+    // Weights that are expanded are multiplied as bf16.
+    let rows = rows.into_iter().filter(|row| is_wanted(row) && !["W8A16", "W4A16"].contains(&row.format));
+    let named = |row: Row| {
+        let (name, row) = (format!("burst {} {} {}", row.name, row.shape, row.format), Rc::new(row));
+        check(name, move |cuda| measure(cuda, &row))
+    };
+    Ok(rows.map(named).collect())
+}

@@ -1,0 +1,223 @@
+//! The checks of `kiln selftest` on emulated GPUs, with faults that single checks find and name, and the gate that they are.
+
+use crate::available;
+use crate::driver::{Emulated, Gpu, Sabotage};
+use crate::runner::cuda_with;
+use kiln::backend::cuda::Cuda;
+use kiln::backend::cuda::driver::{MapSpec, Swizzle};
+use kiln::cli::args::SelftestArgs;
+use kiln::cli::selftest_on;
+use kiln::error::Error;
+use kiln::selftest::{self, Extent, Gate, Key, Line, Outcome, Records, Shape, Size, Verdict, gate};
+use std::path::PathBuf;
+
+/// As much as an emulator computes in a second.
+const SMALL: Extent<'_> =
+    Extent { shapes: &[Shape { rows: 40, cols: 128, k: 256 }], attention: Size { tokens: 40, heads: 2 }, burst: false };
+/// Nothing that depends on the size: instructions and copies.
+const NONE: Extent<'_> = Extent { shapes: &[], attention: Size { tokens: 1, heads: 1 }, burst: false };
+
+fn run(cuda: &mut Cuda, extent: &Extent<'_>) -> Vec<Line> {
+    selftest::run(cuda, extent, &mut |_| Ok(())).unwrap()
+}
+
+/// A GPU with all kernels that it has.
+fn open(gpu: Gpu, bug: Option<&'static str>) -> Cuda {
+    let mut cuda = cuda_with(&Emulated::new(gpu), bug).unwrap();
+    cuda.set_native(true);
+    cuda
+}
+
+fn failed(lines: &[Line]) -> Vec<String> {
+    lines.iter().filter(|line| line.failed()).map(|line| format!("{}: {}", line.name, line.outcome)).collect()
+}
+
+/// The checks that fail.
+pub fn faults(cuda: &mut Cuda) -> Vec<String> {
+    failed(&run(cuda, &SMALL))
+}
+
+/// Every GPU has what its architecture has, and all of it is right.
+#[test]
+fn every_check_passes() {
+    if !available() {
+        return;
+    }
+    let tma = ["tensor map, 128-byte swizzle", "tensor map, 64-byte swizzle", "bulk copy", "overlap"];
+    let block_scaled = ["mma e4m3, block-scaled", "mma nvf4", "sums e4m3, block-scaled", "sums nvf4"];
+    let fp8 = ["mma e4m3", "sums e4m3", "sums W8A8 GEMM", "GEMM W8A8 40x128x256"];
+    // What each GPU lacks, and how many places its sums keep.
+    for (gpu, absent, places) in [
+        (Gpu::AMPERE, [&tma[..], &["cluster"], &fp8, &block_scaled].concat(), vec![("sums bf16", 24)]),
+        (Gpu::ADA, [&tma[..], &["cluster"], &block_scaled].concat(), vec![("sums e4m3", 13), ("sums W8A8 GEMM", 13)]),
+        (Gpu::HOPPER, block_scaled.to_vec(), vec![("sums bf16", 25), ("sums e4m3", 25), ("sums W8A8 GEMM", 13)]),
+        (Gpu::BLACKWELL, vec!["cluster"], vec![("sums e4m3", 25), ("sums e4m3, block-scaled", 25), ("sums nvf4", 35)]),
+    ] {
+        let lines = run(&mut open(gpu, None), &SMALL);
+        let name = format!("{:?}", gpu.capability);
+        lines.iter().for_each(|line| println!("{name} {:<48} {}", line.name, line.outcome));
+        assert!(failed(&lines).is_empty(), "{name}: {:?}", failed(&lines));
+        // What depends on the backend's formats: native GEMMs of NVFP4, and attention by FP8.
+        let by_format = |line: &&Line| line.name.starts_with("GEMM W4A4") || line.name.starts_with("attention e4m3");
+        let found: Vec<&str> = lines
+            .iter()
+            .filter(|line| line.outcome == Outcome::NotHere && !by_format(line))
+            .map(|line| line.name.as_str())
+            .collect();
+        assert!(found.iter().all(|name| absent.contains(name)), "{name}: {found:?}");
+        assert_eq!(found.len(), absent.len(), "{name}: {found:?}");
+        for (sums, places) in places {
+            let line = lines.iter().find(|line| line.name == sums).unwrap();
+            assert_eq!(line.outcome, Outcome::Passed(format!("{places} places")), "{name}, {sums}");
+        }
+    }
+}
+
+/// A fault makes one check fail, which names the lane and the register.
+#[test]
+fn a_fault_is_found_by_its_check_alone() {
+    if !available() {
+        return;
+    }
+    for (gpu, bug, check, detail) in [
+        (
+            Gpu::BLACKWELL,
+            "scales_of_other_lanes",
+            "mma nvf4",
+            "a[0][0] (lane 0, register 0, bits 0 to 3) alone: d[0][0] (lane 0, register 0) is 28, not",
+        ),
+        (
+            Gpu::ADA,
+            "registers_exchanged",
+            "mma e4m3",
+            "a[8][0] (lane 0, register 1, bits 0 to 7) alone: d[8][0] (lane 0, register 2) is 0, not 0.5",
+        ),
+        (Gpu::HOPPER, "negative_lost", "cvt e2m1", "-0e0 becomes 0x00, not 0x08"),
+    ] {
+        let faults = failed(&run(&mut open(gpu, Some(bug)), &NONE));
+        assert_eq!(faults.len(), 1, "{bug}: {faults:?}");
+        assert!(faults[0].starts_with(&format!("{check}: FAILED ({detail}")), "{bug}: {faults:?}");
+    }
+    // Tensor maps without the swizzle that the kernel expects: of 64 bytes, and of 128, which chains of copies have as well.
+    let narrow = |map: &mut MapSpec| without_swizzle(map, 32);
+    let wide = |map: &mut MapSpec| without_swizzle(map, 64);
+    for (change, names, place) in [
+        (Sabotage::Map(narrow), &["tensor map, 64-byte swizzle"][..], "[2, 0]"),
+        (Sabotage::Map(wide), &["tensor map, 128-byte swizzle", "cluster", "overlap", "graph"], "[1, 0]"),
+    ] {
+        let driver = Emulated::new(Gpu::HOPPER);
+        let mut cuda = cuda_with(&driver, None).unwrap();
+        driver.set_sabotage(Some(change));
+        let faults = failed(&run(&mut cuda, &NONE));
+        assert_eq!(faults.len(), names.len(), "{faults:?}");
+        assert!(faults.iter().zip(names).all(|(fault, name)| fault.starts_with(&format!("{name}: FAILED ("))), "{faults:?}");
+        assert!(faults[0].contains(&format!("({place} of [200, 328] is ")), "{faults:?}");
+    }
+}
+
+/// Takes the swizzle from boxes of 64 rows by so many columns.
+fn without_swizzle(map: &mut MapSpec, cols: u32) {
+    if map.tile == [cols, 64] {
+        map.swizzle = Swizzle::None;
+    }
+}
+
+/// A folder for records, which is removed at the end.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Self {
+        let folder = std::env::temp_dir().join(format!("kiln-gate-{name}-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        Self(folder)
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+#[test]
+fn native_kernels_pass_the_gate_once() {
+    if !available() {
+        return;
+    }
+    let folder = Folder::new("once");
+    let records = Records::below(Some(&folder.0));
+    let open = |gpu, bug| cuda_with(&Emulated::new(gpu), bug).unwrap();
+    let native = |cuda: &Cuda| cuda.launched().any(|(kernel, _)| kernel.needs_proof());
+    // A GPU that needs none leaves no trace.
+    assert_eq!(gate(&mut open(Gpu::HOPPER, None), &NONE, &records).unwrap(), Gate::Open);
+    assert!(std::fs::read_dir(&folder.0).unwrap().next().is_none());
+
+    let mut cuda = open(Gpu::BLACKWELL, None);
+    assert!(!native(&cuda), "off until they are proven");
+    assert!(matches!(gate(&mut cuda, &NONE, &records).unwrap(), Gate::Ran(Verdict::Passed, _)));
+    assert!(native(&cuda));
+    let mut again = open(Gpu::BLACKWELL, None);
+    assert_eq!(gate(&mut again, &NONE, &records).unwrap(), Gate::Recorded(Verdict::Passed));
+    assert!(native(&again) && again.launched().all(|(_, times)| times == 0), "nothing is run again");
+    // A damaged record counts as none, and so does that of other kernels: the module with a bug is another image.
+    std::fs::write(records.path(&Key::of(&cuda)).unwrap(), "{").unwrap();
+    let mut wrong = open(Gpu::BLACKWELL, Some("scales_of_other_lanes"));
+    assert_ne!(Key::of(&wrong), Key::of(&cuda));
+    let Gate::Ran(Verdict::Failed(what), _) = gate(&mut wrong, &NONE, &records).unwrap() else { panic!("it passed") };
+    assert!(what.starts_with("mma nvf4: a[0][0] (lane 0, register 0"), "{what}");
+    assert!(!native(&wrong));
+    let mut wrong = open(Gpu::BLACKWELL, Some("scales_of_other_lanes"));
+    assert_eq!(gate(&mut wrong, &NONE, &records).unwrap(), Gate::Recorded(Verdict::Failed(what)));
+    assert!(!native(&wrong));
+    // One that did not end keeps them off, too.
+    records.save(&Key::of(&cuda), Verdict::Begun).unwrap();
+    let mut begun = open(Gpu::BLACKWELL, None);
+    assert_eq!(gate(&mut begun, &NONE, &records).unwrap(), Gate::Recorded(Verdict::Begun));
+    assert!(!native(&begun));
+    // Without a place to remember anything it runs, and nothing is remembered.
+    let nowhere = Records::below(Some(&folder.0.join("kiln").join("none").join("\0")));
+    assert!(matches!(gate(&mut begun, &NONE, &nowhere).unwrap(), Gate::Ran(Verdict::Passed, _)));
+    assert!(native(&begun) && nowhere.find(&Key::of(&begun)).is_none());
+}
+
+/// What `kiln selftest` prints, and what it ends with.
+#[test]
+fn the_command_prints_a_line_for_each_check() {
+    if !available() {
+        return;
+    }
+    let folder = Folder::new("command");
+    let records = Records::below(Some(&folder.0));
+    let test = |bug, json| {
+        let (cuda, mut out) = (cuda_with(&Emulated::new(Gpu::BLACKWELL), bug).unwrap(), Vec::new());
+        let args = SelftestArgs { device: None, quick: true, json };
+        let key = Key::of(&cuda);
+        let done = selftest_on(cuda, &args, &NONE, &records, Some("580.1".into()), &mut out);
+        (String::from_utf8(out).unwrap(), done, records.find(&key))
+    };
+    let (text, done, verdict) = test(None, false);
+    done.unwrap();
+    assert_eq!(verdict, Some(Verdict::Passed));
+    let lines: Vec<&str> = text.lines().collect();
+    assert!(lines[0].starts_with("--- from here on: kiln selftest --quick, kiln "), "{text}");
+    assert_eq!(lines[1], "card         emulated compute 12.0");
+    assert!(text.contains("\ndriver       580.1, CUDA 13.0\n") && text.contains(" selftest_sm120"), "{text}");
+    assert!(lines.iter().any(|line| line.starts_with("copy ") && line.ends_with(" ok")), "{text}");
+    assert!(lines.iter().any(|line| line.starts_with("cluster ") && line.ends_with(" not on this GPU")), "{text}");
+    assert!(lines[lines.len() - 2].contains(" ok, 0 failed, ") && lines[lines.len() - 1] == "--- up to here ---", "{text}");
+
+    let (text, done, verdict) = test(Some("scales_of_other_lanes"), false);
+    let error = done.unwrap_err();
+    assert!(matches!(error, Error::SelfTest { failed: 1, .. }) && error.exit_code() == 1, "{error}");
+    assert!(matches!(verdict, Some(Verdict::Failed(what)) if what.starts_with("mma nvf4: ")));
+    assert!(text.lines().any(|line| line.starts_with("mma nvf4 ") && line.contains(" FAILED (a[0][0] (lane 0")), "{text}");
+
+    let (text, done, _) = test(Some("scales_of_other_lanes"), true);
+    assert!(done.is_err());
+    let json: serde_json::Value = serde_json::from_str(&text).unwrap();
+    assert_eq!((&json["passed"], &json["capability"], &json["quick"]), (&false.into(), &"12.0".into(), &true.into()));
+    let checks = json["checks"].as_array().unwrap();
+    let named = |name: &str| checks.iter().find(|check| check["name"] == name).unwrap();
+    assert_eq!(named("mma nvf4")["outcome"], "failed");
+    assert_eq!((&named("copy")["outcome"], &named("cluster")["outcome"]), (&"ok".into(), &"not on this GPU".into()));
+}
