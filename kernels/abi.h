@@ -219,6 +219,8 @@ typedef struct {
 #define KL_ATTENTION_THREADS 128u
 #define KL_ATTENTION_BLOCK_Q 128u
 #define KL_ATTENTION_SHARED 98304u
+/* attention_fp8_sm89.cu: bytes of shared memory; threads and queries as above. */
+#define KL_ATTENTION_FP8_SHARED 40960u
 /* attention_wide_mma.cu: the size of the head. */
 #define KL_WIDE_HEAD 512u
 

@@ -34,7 +34,7 @@ struct Wide {
 
   template <int kRows>
   static __device__ __forceinline__ void load_rows(uint32_t to, const KlMat& m, uint32_t first, uint32_t col) {
-    load_rows_async<kHeadDim, kThreads, kRows, /*unroll*/ 4>(to, m, first, col);
+    load_rows_async<bf16, kHeadDim, kThreads, kRows, /*unroll*/ 4>(to, m, first, col);
   }
 
   static __device__ __forceinline__ void run(const KlAttention& p) {

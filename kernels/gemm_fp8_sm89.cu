@@ -10,16 +10,10 @@
 #include <common/tile_row.cuh>
 #include <gemm/kernel_mma.cuh>
 
-struct E4m3Mma {
-  using Element = e4m3;
-  static constexpr bool kPromotes = true;
-  static __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { mma_e4m3(d, a, b0, b1); }
-};
-
 KL_DYNAMIC_SHARED(128);
 
 #define KL_GEMM_FP8_MMA(file, m, n, block_k, warps, stages, ctas_per_sm, threads, shared_bytes, relative_cost) \
-  using Tile##m##x##n = MmaTile<m, warps, block_k, stages, E4m3Mma>;                                           \
+  using Tile##m##x##n = MmaTile<m, warps, block_k, stages, E4m3Mma, /*promotes*/ true>;                        \
   static_assert(row_states<Tile##m##x##n::kBlockN, n>() && row_states<Tile##m##x##n::kThreads, threads>());    \
   static_assert(row_states<Tile##m##x##n::kSharedBytes, shared_bytes>());                                      \
   KL_ENTRY(kl_##file##_##m, KlGemm, threads, ctas_per_sm) { gemm<Tile##m##x##n>(p, dynamic_shared); }

@@ -5,15 +5,16 @@
 #include <common/types.cuh>
 #include <ptx/sm80.cuh>
 
-// Copies `kRows` rows of one head, of kHeadDim bf16 values each, with all kThreads threads of a CTA; rows beyond the matrix are
-// zero-filled. kUnroll bounds the registers that addresses take.
-template <int kHeadDim, int kThreads, int kRows, int kUnroll>
+// Copies `kRows` rows of one head, of kHeadDim values each, with all kThreads threads of a CTA; rows beyond the matrix are zero-filled.
+// kUnroll bounds the registers that addresses take.
+template <class Element, int kHeadDim, int kThreads, int kRows, int kUnroll>
 __device__ __forceinline__ void load_rows_async(uint32_t to, const KlMat& m, uint32_t first, uint32_t col) {
-  constexpr uint32_t kChunks = kHeadDim / 8;
+  constexpr uint32_t kPerChunk = 16 / sizeof(Element), kChunks = kHeadDim / kPerChunk;
 #pragma unroll kUnroll
   for (int i = 0; i < kRows * static_cast<int>(kChunks) / kThreads; i++) {
     const uint32_t at = i * kThreads + threadIdx.x, row = at / kChunks, chunk = at % kChunks;
     const bool valid = first + row < m.rows;
-    cp_async(to + swizzled<kHeadDim * 2>(row, chunk), row_of<const bf16>(m, valid ? first + row : 0) + col + chunk * 8, valid);
+    const Element* from = row_of<const Element>(m, valid ? first + row : 0) + col + chunk * kPerChunk;
+    cp_async(to + swizzled<kHeadDim * sizeof(Element)>(row, chunk), from, valid);
   }
 }

@@ -6,6 +6,7 @@
 //   Exp2         2^(scale * (score - row_max)), `scale` having a factor of log2(e): the hardware has exp2. The first block of a row must
 //                have a key that is not masked, because -inf - -inf is NaN.
 //   Exp2Masked   the same for rows of which all keys so far may be masked
+//   Exp2Scaled   Exp2 where blocks have scales of their own, so that row_max is an exponent: 2^(scale * score - row_max)
 //   Exp2MaxFree  2^score without a maximum, of scores that are scaled and known to be bounded
 //   NaturalExp   e^(score - row_max), of scores that are scaled
 #pragma once
@@ -31,6 +32,14 @@ struct Exp2Masked {
   __device__ __forceinline__ float prob(float score, float offset) const { return exp2_approx(score * scale - offset); }
 };
 
+struct Exp2Scaled {
+  float scale;
+
+  __device__ __forceinline__ float offset(float row_max) const { return row_max; }
+  __device__ __forceinline__ float correction(float old_max, float new_max) const { return exp2_approx(old_max - new_max); }
+  __device__ __forceinline__ float prob(float score, float offset) const { return exp2_approx(score * scale - offset); }
+};
+
 struct Exp2MaxFree {
   __device__ __forceinline__ float offset(float) const { return 0.0f; }
   __device__ __forceinline__ float correction(float, float) const { return 1.0f; }
@@ -49,6 +58,20 @@ __device__ __forceinline__ float quad_row_max(float row_max, Score score) {
 #pragma unroll
   for (int i = 0; i < kCount; i += 2) row_max = fmaxf(row_max, fmaxf(score(i), score(i + 1)));
   return quad_max(row_max);
+}
+
+// The row maximum after a block.
+template <int kCount, class Exponential, class Score>
+__device__ __forceinline__ float raised_max(Exponential, float row_max, Score score) {
+  return quad_row_max<kCount>(row_max, score);
+}
+template <int kCount, class Score>
+__device__ __forceinline__ float raised_max(Exp2Scaled exponential, float row_max, Score score) {
+  return fmaxf(row_max, quad_row_max<kCount>(-INFINITY, score) * exponential.scale);
+}
+template <int kCount, class Score>
+__device__ __forceinline__ float raised_max(Exp2MaxFree, float row_max, Score) {
+  return row_max;
 }
 
 // Replaces kCount scores of a row by unnormalised probabilities and adds them to row_sum, of which each lane has its part. Returns the

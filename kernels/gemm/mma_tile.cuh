@@ -3,24 +3,18 @@
 #pragma once
 
 #include <common/math.cuh>
+#include <common/mma.cuh>
 #include <common/swizzle.cuh>
 #include <common/types.cuh>
 #include <common/vectors.cuh>
-#include <ptx/sm89.cuh>
-
-// What a tile multiplies. With promotion the products of a k-block are summed from zero on, and that sum is added to the accumulators: Ada
-// keeps thirteen binary places of a sum of e4m3 products, and with 128 of them that is all there are.
-struct Bf16Mma {
-  using Element = bf16;
-  static constexpr bool kPromotes = false;
-  static __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { mma(d, a, b0, b1); }
-};
 
 // A CTA tile of A B^T: kBlockM rows of A by 128 rows of B, computed by kWarps warps in two columns. K is consumed kBlockK at a time
 // through a cp.async pipeline of kStages stages in shared memory. Register fragments are double-buffered: while the MMAs of one step of 32
 // bytes of K run, ldmatrix loads the fragments of the next, and the only __syncthreads of a stage comes before its last step. Shared memory
-// is swizzled: the 16-byte chunks of a row are permuted by the row index, so that ldmatrix reads eight rows without bank conflicts.
-template <int kBlockM_, int kWarps, int kBlockK_, int kStages_, class Mma = Bf16Mma>
+// is swizzled: the 16-byte chunks of a row are permuted by the row index, so that ldmatrix reads eight rows without bank conflicts. With
+// promotion the products of a k-block are summed from zero on, and that sum is added to the accumulators: Ada keeps thirteen binary places
+// of a sum of e4m3 products, and with 128 of them that is all there are.
+template <int kBlockM_, int kWarps, int kBlockK_, int kStages_, class Mma = Bf16Mma, bool kPromotes = false>
 struct MmaTile {
   using Element = typename Mma::Element;
   static constexpr int kBlockM = kBlockM_, kBlockN = KL_MMA_COLS, kBlockK = kBlockK_, kStages = kStages_, kThreads = 32 * kWarps;
@@ -99,7 +93,7 @@ struct MmaTile {
     cp_async_wait<kStages - 2>();
     __syncthreads();
     load(0, 0, 0);
-    constexpr int kSums = Mma::kPromotes ? kMmaN : 1;
+    constexpr int kSums = kPromotes ? kMmaN : 1;
     float sums[kMmaM][kSums][4] = {};  // of a k-block
     for (uint32_t k_block = 0, stage = 0; k_block < k_blocks; k_block++) {
       const uint32_t next = stage + 1 < kStages ? stage + 1 : 0, free_stage = stage > 0 ? stage - 1 : kStages - 1;
@@ -119,12 +113,12 @@ struct MmaTile {
 #pragma unroll
           for (int i = 0; i < kMmaN; i++) {
             const int n = m % 2 ? kMmaN - 1 - i : i;  // serpentine order, so that consecutive MMAs share an operand
-            Mma::multiply(Mma::kPromotes ? sums[m][n % kSums] : acc[m][n], a[buffer][m], b[buffer][n / 2][n % 2 * 2],
+            Mma::multiply(kPromotes ? sums[m][n % kSums] : acc[m][n], a[buffer][m], b[buffer][n / 2][n % 2 * 2],
                           b[buffer][n / 2][n % 2 * 2 + 1]);
           }
         }
       }
-      if constexpr (Mma::kPromotes) {
+      if constexpr (kPromotes) {
 #pragma unroll
         for (int m = 0; m < kMmaM; m++) {
 #pragma unroll

@@ -151,7 +151,10 @@ mod tests {
             ("copy", "pointwise"),
             ("rms_norm", "norm_rows (6 kernels)"),
             ("linear", gemm.as_str()),
-            ("attention", "attention_sm90 (5 kernels), attention_mma (2 kernels), attention_wide_mma (2 kernels), naive"),
+            (
+                "attention",
+                "attention_sm90 (5 kernels), attention_fp8_sm120 (2 kernels), attention_fp8_sm89 (2 kernels), attention_mma (2 kernels), attention_wide_mma (2 kernels), naive",
+            ),
             ("conv", "conv_mma (3 kernels), naive, group_norm (3 kernels)"),
         ] {
             assert_eq!(kernel_files(op), files);

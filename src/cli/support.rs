@@ -39,8 +39,8 @@ pub fn support(formats: GemmFormats, capability: (u32, u32), family: KernelFamil
     };
     let text = expanded(formats.w8a16 && formats.w4a16, "; their inputs are always bf16");
     let attention = match formats.qk8 {
-        true => format!("{gemm}, bf16; queries and keys of blocks with FP8 inputs in FP8"),
-        false => format!("{gemm}, bf16: FP8 queries and keys are for Hopper"),
+        true => format!("{gemm}, bf16; queries and keys of blocks with quantised inputs in FP8"),
+        false => format!("{gemm}, bf16{}", missing(FP8_CORES, "FP8")),
     };
     [
         ("bf16", format!("bf16 by bf16 on tensor cores ({gemm})")),
@@ -85,9 +85,11 @@ mod tests {
             assert!(line.starts_with(at_load), "{line}");
         }
         assert_eq!(line((12, 0), GemmFormats::ALL, "NVFP4 transformer"), "NVFP4 by NVFP4 on tensor cores (mma.sync)");
-        for (capability, has) in [((9, 0), true), ((8, 9), false)] {
-            let line = line(capability, gemm_formats(capability), "attention");
-            assert_eq!(line.contains("queries and keys of blocks with FP8 inputs in FP8"), has, "{line}");
+        let attention = |capability| line(capability, gemm_formats(capability), "attention");
+        for (capability, gemm) in [((8, 9), "mma.sync"), ((9, 0), "wgmma"), ((12, 0), "mma.sync")] {
+            assert_eq!(attention(capability), format!("{gemm}, bf16; queries and keys of blocks with quantised inputs in FP8"));
         }
+        assert_eq!(attention((8, 6)), "mma.sync, bf16: compute capability 8.6 has no FP8 tensor cores");
+        assert_eq!(attention((10, 0)), "mma.sync, bf16: there is no kernel for its FP8 tensor cores");
     }
 }

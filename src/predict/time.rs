@@ -174,6 +174,11 @@ impl Predictor {
             return dense / rate / self.card.clocks_per_second() / if causal { 2.0 } else { 1.0 };
         }
         let (queries, clocks) = match (wide, self.card.shared >= LARGE_WIDE_TILE_SHARED) {
+            // Queries by keys in e4m3, and softmax by values in bf16: half of the FLOP each. Two CTAs always have room.
+            (false, _) if q.dtype == DType::E4m3 => {
+                let tensor_cores = (1.0 / self.e4m3 + 1.0 / self.bf16) / 2.0;
+                (ATTENTION_QUERIES, tensor_cores + besides(h200::ATTENTION))
+            }
             (false, _) if has_two_attention_ctas(self.card.shared) => (ATTENTION_QUERIES, self.clocks(h200::ATTENTION, 1.0)),
             (false, _) => (ATTENTION_QUERIES, self.clocks(h200::ATTENTION, ONE_ATTENTION_CTA)),
             (true, true) => (64, self.clocks(h200::WIDE_ATTENTION, 1.0)),

@@ -113,6 +113,16 @@ const EVERY_TIME: &[&str] = &[
     "attention_causal 130 queries [130] keys 4:1 heads of 128 bf16 whole",
 ];
 
+/// Those that run every time where queries and keys of e4m3 are for the portable kernels: with and without a maximum, with scales of
+/// their own in every segment, and into several formats.
+const FP8_ATTENTION: &[&str] = &[
+    "attention of e4m3 bounded 130 queries [129, 0, 7] keys 3:3 heads of 128 bf16 whole",
+    "attention of e4m3 huge 130 queries [129, 0, 7] keys 3:3 heads of 128 bf16 whole",
+    "attention of e4m3 by 0.37 and 0.0071 or 0.013 130 queries [129, 0, 7, 40] keys 2:1 heads of 128 bf16 whole",
+    "attention of e4m3 into plain and clipped e4m3, 2:1 heads of 128 bf16 whole",
+    "attention of e4m3 into e4m3 and nvfp4, 2:1 heads of 128 bf16 slice",
+];
+
 /// The CPU time of this thread; the time since `start` where the system does not report it.
 fn cpu_time(start: Instant) -> Duration {
     let text = std::fs::read_to_string("/proc/thread-self/schedstat").ok();
@@ -142,14 +152,15 @@ fn plans() -> Vec<Plan> {
         let (wanted, sample) = (tiles::runs_with as fn(Choice, &str) -> bool, Duration::from_secs(20));
         Plan { gpu: Gpu::HOPPER, choices, wanted, every_time: EVERY_TIME, sample }
     };
-    // Only the kernels of matrix ops are selected by the GPU, and of FP8 by inputs of FP8 only from 8.9 on there are any.
+    // Only the kernels of matrix ops are selected by the GPU, and for operands of FP8 only from 8.9 on there are any.
     let selected = |gpu: Gpu| {
         const BF16: fn(Choice, &str) -> bool = |_, name| tiles::is_matrix_op(name) && tiles::has_tile(name, Tile::Mma128x128);
-        const FP8: fn(Choice, &str) -> bool = |choice, name| BF16(choice, name) || tiles::has_tile(name, Tile::Fp8Mma128x128);
-        let wanted = if gpu.capability < (8, 9) { BF16 } else { FP8 };
-        Plan { gpu, choices: vec![Choice::Best], wanted, every_time: &[], sample: Duration::from_secs(5) }
+        const FP8: fn(Choice, &str) -> bool =
+            |choice, name| BF16(choice, name) || tiles::has_tile(name, Tile::Fp8Mma128x128) || tiles::is_fp8_attention(name);
+        let (wanted, every_time): (_, &[_]) = if gpu.capability < (8, 9) { (BF16, &[]) } else { (FP8, FP8_ATTENTION) };
+        Plan { gpu, choices: vec![Choice::Best], wanted, every_time, sample: Duration::from_secs(5) }
     };
-    let others = [Gpu::AMPERE, Gpu::ADA, Gpu::BLACKWELL].map(selected);
+    let others = [Gpu::AMPERE, Gpu::ADA, Gpu::BLACKWELL, Gpu::NATIVE_BLACKWELL].map(selected);
     let native = Plan { gpu: Gpu::NATIVE_BLACKWELL, ..on_hopper(blackwell) };
     [on_hopper(portable), on_hopper(hopper), native].into_iter().chain(others).collect()
 }
@@ -205,7 +216,8 @@ fn every_kernel_computes_what_it_should() {
     }
     println!("KILN_TEST_SEED={}", run_seed());
     let names: Vec<String> = ops::cases::all().into_iter().map(|case| case.name).collect();
-    let unknown: Vec<_> = EVERY_TIME.iter().filter(|name| !names.iter().any(|known| known == *name)).collect();
+    let every_time = EVERY_TIME.iter().chain(FP8_ATTENTION);
+    let unknown: Vec<_> = every_time.filter(|name| !names.iter().any(|known| known == *name)).collect();
     assert!(unknown.is_empty(), "no cases are called {unknown:?}");
     let only = std::env::var("KILN_TEST_CASE").ok();
     let outcomes: Vec<Outcome> = thread::scope(|scope| {

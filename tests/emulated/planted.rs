@@ -38,6 +38,9 @@ const FP8_STORED: &str = "linear_swiglu w8a8 67 rows of 528 to 208, e4m3 and e4m
 const RANGES: &str = "attention of e4m3 into e4m3 with two scales, 2:1 heads of 128 bf16 whole";
 /// Values beyond the range of e4m3.
 const CLIPPED: &str = "attention of e4m3 into plain and clipped e4m3, 2:1 heads of 128 bf16 whole";
+/// Keys with two scales, of more than one block.
+const SCALED_KEYS: &str =
+    "attention of e4m3 by 0.37 and 0.0071 or 0.013 130 queries [129, 0, 7, 40] keys 2:1 heads of 128 bf16 whole";
 /// Every epilogue that normalises heads.
 const QKV: &str = "qkv 113x64 3:3 heads of 128 interleaved mlp some(129) bf16 whole";
 
@@ -166,6 +169,24 @@ const EXPECTED: &[Expected] = &[
         bug: "scales_of_the_other_half",
         choice: Choice::Tile(Tile::Fp8Mma128x128),
         case: FP8_STORED,
+        message: "relative error",
+    },
+    Expected {
+        bug: "scale_of_the_first_segment",
+        choice: Choice::Tile(Tile::Mma64x128),
+        case: SCALED_KEYS,
+        message: "relative error",
+    },
+    Expected {
+        bug: "stage_overwritten_early",
+        choice: Choice::Tile(Tile::Mma64x128),
+        case: SCALED_KEYS,
+        message: "without a barrier between them",
+    },
+    Expected {
+        bug: "keys_loaded_as_queries",
+        choice: Choice::Tile(Tile::Mma64x128),
+        case: SCALED_KEYS,
         message: "relative error",
     },
 ];

@@ -15,7 +15,7 @@ use kiln::tensor::quantise::QuantisedFormat::{Fp8, Nvfp4};
 
 const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/builtin");
 
-/// The kernels of quantised GEMMs that one format takes on one GPU, or how their names begin, and whether it runs every time.
+/// The kernels for quantised operands that one format takes on one GPU, or how their names begin, and whether it runs every time.
 struct Path {
     gpu: Gpu,
     format: Option<QuantisedFormat>,
@@ -25,9 +25,9 @@ struct Path {
 
 const EXPANDED: &[&str] = &["kl_expand"];
 /// Of the text encoder, whose inputs stay in bf16, weights are expanded all the same.
-const FP8: &[&str] = &["kl_expand", "kl_gemm_fp8_sm89"];
-const NATIVE_FP8: &[&str] = &["kl_expand", "kl_gemm_bf16_sm120", "kl_gemm_fp8_sm120"];
-const NATIVE_NVFP4: &[&str] = &["kl_expand", "kl_gemm_bf16_sm120", "kl_gemm_nvfp4_sm120"];
+const FP8: &[&str] = &["kl_expand", "kl_attention_fp8_sm89", "kl_gemm_fp8_sm89"];
+const NATIVE_FP8: &[&str] = &["kl_expand", "kl_attention_fp8_sm120", "kl_gemm_bf16_sm120", "kl_gemm_fp8_sm120"];
+const NATIVE_NVFP4: &[&str] = &["kl_expand", "kl_attention_fp8_sm120", "kl_gemm_bf16_sm120", "kl_gemm_nvfp4_sm120"];
 
 const PATHS: &[Path] = &[
     Path { gpu: Gpu::AMPERE, format: None, kernels: &[], every_time: false },
@@ -61,9 +61,17 @@ impl Path {
         let again = format!("{:?} {:?}: again with KILN_TEST_SEED={}", self.gpu, self.format, run_seed());
         run(&mut engine, &job).unwrap_or_else(|e| panic!("{e}\n  {again}"));
         let launched: Vec<&str> = engine.backend().launches().into_iter().map(|(name, _)| name).collect();
-        let known = ["kl_expand", "kl_gemm_fp8_sm89", "kl_gemm_bf16_sm120", "kl_gemm_fp8_sm120", "kl_gemm_nvfp4_sm120"];
+        const KNOWN: [&str; 7] = [
+            "kl_expand",
+            "kl_attention_fp8_sm89",
+            "kl_attention_fp8_sm120",
+            "kl_gemm_fp8_sm89",
+            "kl_gemm_bf16_sm120",
+            "kl_gemm_fp8_sm120",
+            "kl_gemm_nvfp4_sm120",
+        ];
         let is_launched = |known: &&str| launched.iter().any(|name| name.starts_with(known));
-        let quantised: Vec<&str> = known.into_iter().filter(is_launched).collect();
+        let quantised: Vec<&str> = KNOWN.into_iter().filter(is_launched).collect();
         assert_eq!(quantised, self.kernels, "{again}");
         assert!(!launched.iter().any(|name| name.contains("sm90")), "{launched:?}");
     }

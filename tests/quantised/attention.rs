@@ -103,7 +103,7 @@ fn is_fp8(attention: &Attended) -> bool {
 }
 
 #[test]
-fn blocks_with_fp8_inputs_attend_in_fp8() {
+fn blocks_with_quantised_inputs_attend_in_fp8() {
     // The tiny model has two blocks of each sort. A double block needs both streams.
     let whole = Content::of("fp8");
     let plain = |name: &'static str| whole.with_plain_layers(move |layer| layer == name);
@@ -115,7 +115,8 @@ fn blocks_with_fp8_inputs_attend_in_fp8() {
         (whole.clone(), AttentionFormat::Auto, GemmFormats { w8a8: false, ..GemmFormats::ALL }, [false; 4]),
         (plain("double_blocks.1.txt_attn.qkv"), AttentionFormat::Auto, GemmFormats::ALL, [true, false, true, true]),
         (plain("single_blocks.0.linear1"), AttentionFormat::Auto, GemmFormats::ALL, [true, true, false, true]),
-        (Content::of("nvfp4").clone(), AttentionFormat::Auto, GemmFormats::ALL, [false; 4]),
+        (Content::of("nvfp4").clone(), AttentionFormat::Auto, GemmFormats::ALL, [true; 4]),
+        (Content::of("nvfp4").clone(), AttentionFormat::Auto, GemmFormats { w4a4: false, ..GemmFormats::ALL }, [false; 4]),
     ] {
         let model = open(&content);
         let formats = model.formats(options(attention), gemms).unwrap().attention;
@@ -202,7 +203,7 @@ fn fp8_attention_that_cannot_be_had_is_an_error() {
     for (content, precision, gemms, want, why) in [
         (whole, Precision::F32, GemmFormats::ALL, "nothing is quantised in f32 precision", PlainHeads::Precision),
         (whole, Precision::Bf16, GemmFormats::NONE, "there is no kernel for it here", PlainHeads::Device),
-        (&mixed, Precision::Bf16, GemmFormats::ALL, "the inputs of `single_blocks.1` are not FP8", PlainHeads::Inputs),
+        (&mixed, Precision::Bf16, GemmFormats::ALL, "the inputs of `single_blocks.1` are not quantised", PlainHeads::Inputs),
     ] {
         let model = open(content);
         let of = |attention| model.formats(LoadOptions { precision, attention, ..LoadOptions::DEFAULT }, gemms);

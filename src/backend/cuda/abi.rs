@@ -36,6 +36,7 @@ pub const KL_HEAD_DIM: u32 = 512;
 pub const KL_ATTENTION_THREADS: u32 = 128;
 pub const KL_ATTENTION_BLOCK_Q: u32 = 128;
 pub const KL_ATTENTION_SHARED: u32 = 98304;
+pub const KL_ATTENTION_FP8_SHARED: u32 = 40960;
 pub const KL_WIDE_HEAD: u32 = 512;
 pub const KL_SAME: u32 = 0;
 pub const KL_UP: u32 = 1;

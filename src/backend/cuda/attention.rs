@@ -20,8 +20,10 @@ pub fn kernels() -> Vec<Kernel> {
         Kernel::AttentionSm90OnlineSoftmax,
         Kernel::AttentionSm90Causal,
     ];
+    let fp8 = [0, 1].into_iter().flat_map(|i| [FP8_MAX_FREE[i], FP8_ONLINE_SOFTMAX[i]]);
+    let portable = fp8.chain([Kernel::AttentionMma, Kernel::AttentionMma8]);
     let wide = WIDE_ATTENTIONS.iter().map(|tile| tile.kernel);
-    sm90.into_iter().chain([Kernel::AttentionMma, Kernel::AttentionMma8]).chain(wide).chain([Kernel::NaiveAttention]).collect()
+    sm90.into_iter().chain(portable).chain(wide).chain([Kernel::NaiveAttention]).collect()
 }
 
 /// Query heads with the same keys that share a tile of causal attention: then a prompt gives about as many tiles as there are SMs.
@@ -33,6 +35,13 @@ pub struct AttentionArgs<'a> {
     pub head_dim: usize,
     pub causal: bool,
     pub softmax: Softmax,
+}
+
+impl AttentionArgs<'_> {
+    /// Whether softmax needs no maximum.
+    fn is_max_free(&self) -> bool {
+        self.softmax.is_max_free(self.kv.iter().map(|segment| segment.k.rows).sum())
+    }
 }
 
 /// The KV segments without the empty ones, where two that are adjacent in memory are one.
@@ -113,8 +122,8 @@ pub const fn has_two_attention_ctas(shared: u32) -> bool {
     2 * (abi::KL_ATTENTION_SHARED + SYSTEM) <= shared + SYSTEM
 }
 
-/// The portable kernel for heads of 128: an SM has eight warps, in two CTAs or in one.
-const fn portable_kernel(shared: u32, choice: Choice) -> Kernel {
+/// The portable kernel for heads of 128 in bf16: an SM has eight warps, in two CTAs or in one.
+const fn bf16_kernel(shared: u32, choice: Choice) -> Kernel {
     match choice {
         // Tests see both.
         Choice::Tile(Tile::Mma64x128) => Kernel::AttentionMma8,
@@ -123,7 +132,21 @@ const fn portable_kernel(shared: u32, choice: Choice) -> Kernel {
     }
 }
 
-/// Attention of one range of rows by the kernels that run on every GPU.
+/// The kernels by `mma.sync` for heads of 128 with queries and keys of e4m3, the fastest first.
+const FP8_MAX_FREE: [Kernel; 2] = [Kernel::AttentionSm120MaxFree, Kernel::AttentionFp8MaxFree];
+const FP8_ONLINE_SOFTMAX: [Kernel; 2] = [Kernel::AttentionSm120OnlineSoftmax, Kernel::AttentionFp8OnlineSoftmax];
+
+/// Those of them that compute this; `scales` are the products of the scales of queries and keys, one for each segment. Where these
+/// are not one, they are factors of scores that a max-free kernel would ignore.
+fn fp8_kernels(scales: impl IntoIterator<Item = f32>, args: &AttentionArgs<'_>) -> &'static [Kernel] {
+    match args.causal {
+        true => &[],
+        false if args.is_max_free() && scales.into_iter().all(|scale| scale == 1.0) => &FP8_MAX_FREE,
+        false => &FP8_ONLINE_SOFTMAX,
+    }
+}
+
+/// Attention of one range of rows by the kernels that run on every GPU, or on every one with FP8.
 fn portable_attention(cx: &OpContext, out: KlMat, q: KlMat, kv: &[abi::KlKeyValues], args: &AttentionArgs<'_>) -> Result<()> {
     let &AttentionArgs { head_dim, causal, softmax, .. } = args;
     const ABSENT: abi::KlKeyValues = abi::KlKeyValues { k: NONE, v: NONE };
@@ -141,18 +164,25 @@ fn portable_attention(cx: &OpContext, out: KlMat, q: KlMat, kv: &[abi::KlKeyValu
     };
     p.kv[..kv.len()].copy_from_slice(kv);
     let heads = q.cols / p.head_dim;
-    let mut operands = [q].into_iter().chain(kv.iter().flat_map(|s| [s.k, s.v]));
-    let copyable = operands.all(|m| m.rows == 0 || is_async_copyable(&m, abi::KL_BF16));
+    let copyable = |m: &KlMat, dtype| m.rows == 0 || is_async_copyable(m, dtype);
+    let copyable = copyable(&q, q.dtype) && kv.iter().all(|s| copyable(&s.k, q.dtype) && copyable(&s.v, abi::KL_BF16));
     if cx.choice != Choice::Naive && copyable && is_pair_aligned(&out) {
         if head_dim == abi::KL_MMA_COLS as usize && [abi::KL_BF16, abi::KL_E4M3, abi::KL_E2M1].contains(&out.dtype) {
-            return cx.kernels.launch(
-                portable_kernel(cx.shared, cx.choice),
-                [q.rows.div_ceil(abi::KL_ATTENTION_BLOCK_Q), heads, 1],
-                &p,
-            );
+            let kernel = match q.dtype {
+                abi::KL_E4M3 => {
+                    let kernels = fp8_kernels(kv.iter().map(|s| q.scale * s.k.scale), args);
+                    kernels.iter().copied().find(|&kernel| cx.kernels.has(kernel))
+                }
+                abi::KL_BF16 => Some(bf16_kernel(cx.shared, cx.choice)),
+                _ => None,
+            };
+            if let Some(kernel) = kernel {
+                return cx.kernels.launch(kernel, [q.rows.div_ceil(abi::KL_ATTENTION_BLOCK_Q), heads, 1], &p);
+            }
         }
         let one_segment = kv.len() == 1 && p.kv[0].k.rows > 0;
-        if head_dim == abi::KL_WIDE_HEAD as usize && one_segment && !causal && out.dtype == abi::KL_BF16 {
+        let bf16 = q.dtype == abi::KL_BF16 && out.dtype == abi::KL_BF16;
+        if head_dim == abi::KL_WIDE_HEAD as usize && one_segment && !causal && bf16 {
             let tile = cx.largest_tile(WIDE_ATTENTIONS, |tile| tile.kernel, |tile| q.rows * heads / tile.block_q);
             return cx.kernels.launch(tile.kernel, [q.rows.div_ceil(tile.block_q), heads, 1], &p);
         }
@@ -232,8 +262,8 @@ impl<'a> HopperLaunch<'a> {
 
 /// The Hopper kernel for queries and keys of this type and a softmax, if there is one; `operands` is the product of their scales.
 /// The max-free kernels take scores that are exponents of two as they are, and bounded.
-fn hopper_kernel(dtype: u32, operands: f32, &AttentionArgs { kv, causal, softmax, .. }: &AttentionArgs<'_>) -> Option<Kernel> {
-    let max_free = softmax.is_max_free(kv.iter().map(|segment| segment.k.rows).sum()) && operands == 1.0;
+fn hopper_kernel(dtype: u32, operands: f32, args: &AttentionArgs<'_>) -> Option<Kernel> {
+    let (causal, max_free) = (args.causal, args.is_max_free() && operands == 1.0);
     match dtype {
         abi::KL_BF16 if causal => Some(Kernel::AttentionSm90Causal),
         abi::KL_BF16 if max_free => Some(Kernel::AttentionSm90MaxFree),
@@ -279,7 +309,7 @@ mod tests {
 
     #[test]
     fn an_sm_has_eight_warps_of_portable_attention() {
-        let kernel = |shared| portable_kernel(shared, Choice::Best);
+        let kernel = |shared| bf16_kernel(shared, Choice::Best);
         // GeForce cards, A100, Hopper.
         assert_eq!([101_376, 166_912, 232_448].map(kernel), [Kernel::AttentionMma8, Kernel::AttentionMma8, Kernel::AttentionMma]);
     }
@@ -287,9 +317,8 @@ mod tests {
     /// A max-free kernel multiplies scores by nothing, so one with a running maximum has to apply the scales of queries and keys.
     #[test]
     fn no_kernel_ignores_a_scale() {
-        let kernel = |dtype, scale, causal, softmax| {
-            hopper_kernel(dtype, scale, &AttentionArgs { kv: &[], head_dim: 128, causal, softmax })
-        };
+        let args = |causal, softmax| AttentionArgs { kv: &[], head_dim: 128, causal, softmax };
+        let kernel = |dtype, scale, causal, softmax| hopper_kernel(dtype, scale, &args(causal, softmax));
         let (bounded, unbounded) = (Softmax::Base2 { bound: 100.0 }, Softmax::Base2 { bound: f32::INFINITY });
         assert_eq!(kernel(abi::KL_E4M3, 1.0, false, bounded), Some(Kernel::AttentionSm90MaxFreeE4m3));
         assert_eq!(kernel(abi::KL_E4M3, 0.5, false, bounded), Some(Kernel::AttentionSm90OnlineSoftmaxE4m3));
@@ -299,5 +328,10 @@ mod tests {
         assert_eq!(kernel(abi::KL_BF16, 1.0, false, Softmax::Natural { scale: 0.1 }), Some(Kernel::AttentionSm90OnlineSoftmax));
         assert_eq!(kernel(abi::KL_BF16, 1.0, true, bounded), Some(Kernel::AttentionSm90Causal));
         assert_eq!(kernel(abi::KL_F32, 1.0, false, bounded), None);
+        let portable = |scales: &[f32], causal, softmax| fp8_kernels(scales.iter().copied(), &args(causal, softmax));
+        assert_eq!(portable(&[1.0, 1.0], false, bounded), FP8_MAX_FREE);
+        assert_eq!(portable(&[1.0, 0.5], false, bounded), FP8_ONLINE_SOFTMAX);
+        assert_eq!(portable(&[1.0], false, unbounded), FP8_ONLINE_SOFTMAX);
+        assert!(portable(&[1.0], true, bounded).is_empty());
     }
 }

@@ -83,6 +83,10 @@ with_instantiations! { kernels {
     NaiveAttention = "naive" "kl_naive_attention" (KlAttention) abi::KL_ATTENTION_WARPS * 32;
     AttentionMma = "attention_mma" "kl_attention_mma" (KlAttention) abi::KL_ATTENTION_THREADS, shared abi::KL_ATTENTION_SHARED;
     AttentionMma8 = "attention_mma" "kl_attention_mma_8" (KlAttention) 2 * abi::KL_ATTENTION_THREADS, shared abi::KL_ATTENTION_SHARED;
+    AttentionFp8MaxFree = "attention_fp8_sm89" "kl_attention_fp8_sm89" (KlAttention) abi::KL_ATTENTION_THREADS, shared abi::KL_ATTENTION_FP8_SHARED;
+    AttentionFp8OnlineSoftmax = "attention_fp8_sm89" "kl_attention_fp8_sm89_running" (KlAttention) abi::KL_ATTENTION_THREADS, shared abi::KL_ATTENTION_FP8_SHARED;
+    AttentionSm120MaxFree = "attention_fp8_sm120" "kl_attention_fp8_sm120" (KlAttention) abi::KL_ATTENTION_THREADS, shared abi::KL_ATTENTION_FP8_SHARED;
+    AttentionSm120OnlineSoftmax = "attention_fp8_sm120" "kl_attention_fp8_sm120_running" (KlAttention) abi::KL_ATTENTION_THREADS, shared abi::KL_ATTENTION_FP8_SHARED;
     Expand = "expand" "kl_expand" (KlExpand) abi::KL_EXPAND_THREADS;
     ConvStats = "conv_mma" "kl_conv_stats" (KlConv) abi::KL_NORM_THREADS;
     Selftest = "selftest_sm90" "kl_selftest" (KlSelftest) abi::KL_SELFTEST_THREADS, overlap in clusters of abi::KL_SELFTEST_CLUSTER;

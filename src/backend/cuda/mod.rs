@@ -49,16 +49,15 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The quantised GEMMs that there are kernels for on GPUs of this compute capability. Weights with plain inputs are expanded to
-/// bf16: by the GEMM itself on Hopper, elsewhere by a kernel before it. Compute capability 10.x has no `mma.sync` of FP8 either:
-/// it would be converted to f16, which takes longer than expanding weights once. Compute capability 12.x multiplies NVFP4 after a
-/// self-test ([`Cuda::set_native`]).
+/// The quantised GEMMs and attention that there are kernels for on GPUs of this compute capability. Weights with plain inputs are
+/// expanded to bf16: by the GEMM itself on Hopper, elsewhere by a kernel before it. Compute capability 10.x has no `mma.sync` of
+/// FP8 either: it would be converted to f16, which takes longer than expanding weights once. Compute capability 12.x multiplies
+/// NVFP4 after a self-test ([`Cuda::set_native`]).
 pub const fn gemm_formats(capability: (u32, u32)) -> GemmFormats {
     let expanded = GemmFormats { w8a16: true, w4a16: true, expands: true, ..GemmFormats::NONE };
     match capability {
-        (9, 0) => GemmFormats { w8a8: true, qk8: true, ..expanded },
-        (8, 9) => GemmFormats { w8a8: true, ..expanded },
-        (12.., _) => GemmFormats { w8a8: true, w4a4: true, ..expanded },
+        (8, 9) | (9, 0) => GemmFormats { w8a8: true, qk8: true, ..expanded },
+        (12.., _) => GemmFormats { w8a8: true, w4a4: true, qk8: true, ..expanded },
         _ => expanded,
     }
 }
@@ -315,7 +314,7 @@ impl Backend for Cuda {
             w4a4: has(Kernel::GemmNvfp4Sm120_128x128),
             w8a16: has(Kernel::Expand),
             w4a16: has(Kernel::Expand),
-            qk8: has(Kernel::AttentionSm90MaxFreeE4m3),
+            qk8: has(Kernel::AttentionSm90MaxFreeE4m3) || has(Kernel::AttentionFp8MaxFree),
             expands: has(Kernel::Expand),
             ..GemmFormats::NONE
         }

@@ -105,8 +105,8 @@ fn attention(table: &mut Table) {
         ("e4m3 and nvfp4", vec![(5, fp8), (131, nvfp4)]),
     ];
     for (name, ranges) in all {
-        for d in [64, 128] {
-            into_ranges(table, name, ranges.clone(), d, Heads::Plain, false);
+        for (heads, d) in [(Heads::Plain, 64), (Heads::Plain, 128), (Heads::UNSCALED, 128)] {
+            into_ranges(table, name, ranges.clone(), d, heads, false);
         }
     }
 }

@@ -7,6 +7,11 @@ pub fn is_attention(name: &str) -> bool {
     name.starts_with("attention")
 }
 
+/// Whether queries and keys are e4m3, in heads that there are kernels for.
+pub fn is_fp8_attention(name: &str) -> bool {
+    name.starts_with("attention of e4m3 ") && name.contains(" heads of 128 bf16 ")
+}
+
 /// Whether a case is of an op that multiplies matrices.
 pub fn is_matrix_op(name: &str) -> bool {
     ["linear", "qkv", "attention", "conv"].iter().any(|op| name.starts_with(op))
@@ -40,8 +45,8 @@ pub fn has_tile(name: &str, tile: Tile) -> bool {
     is_matrix_op(name) && (once || on_tensor_cores(name)) && (!tile.is_persistent() || gemm)
 }
 
-/// f32 takes the naive kernels, and so do GEMMs whose rows are not aligned to 16 bytes, and attention with e4m3: the kernel that
-/// has it is not among the portable ones, which are chosen by a tile.
+/// f32 takes the naive kernels, and so do GEMMs whose rows are not aligned to 16 bytes. Attention with e4m3 has one kernel, whatever the
+/// tile.
 fn on_tensor_cores(name: &str) -> bool {
     let words: Vec<&str> = name.split([' ', 'x', ',']).collect();
     // "linear 64x65x66 ..." or "linear 64x66, rows of 65 ...".

@@ -271,13 +271,40 @@ pub const ALL: &[Planted] = &[
         find: "part.w[swiglu ? n % 2 : 0]",
         replace: "part.w[swiglu ? 1 - n % 2 : 0]",
     },
+    // Keys of all segments are taken to have the scale of the first.
+    Planted {
+        name: "scale_of_the_first_segment",
+        kernel_file: "attention_fp8_sm89",
+        tile: "KL_GEMM_MMA(gemm_mma, 128, 128,",
+        source: "attention/kernel_mma.cuh",
+        find: "p.q.scale * p.kv[segment].k.scale",
+        replace: "p.q.scale * p.kv[0].k.scale",
+    },
+    // A warp copies keys to where others still read.
+    Planted {
+        name: "stage_overwritten_early",
+        kernel_file: "attention_fp8_sm89",
+        tile: "KL_GEMM_MMA(gemm_mma, 128, 128,",
+        source: "attention/kernel_mma.cuh",
+        find: "    __syncthreads();  // all warps are done with this stage\n",
+        replace: "",
+    },
+    // Keys are loaded in the order in which queries are.
+    Planted {
+        name: "keys_loaded_as_queries",
+        kernel_file: "attention_fp8_sm89",
+        tile: "KL_GEMM_MMA(gemm_mma, 128, 128,",
+        source: "attention/kernel_mma.cuh",
+        find: "ldmatrix_x4(k, k_at + swizzled<kQKRowBytes>(n * 16 + lane % 8 + lane / 16 * 8, 2 * d + lane / 8 % 2));",
+        replace: "ldmatrix_x4(k, k_at + swizzled<kQKRowBytes>(n * 16 + lane % 16, 2 * d + lane / 16));",
+    },
     // Tensor cores of Ada add up all of K.
     Planted {
         name: "missing_promotion",
         kernel_file: "gemm_fp8_sm89",
         tile: "KL_GEMM_FP8_MMA(gemm_fp8_sm89, 128, 128,",
         source: "gemm_fp8_sm89.cu",
-        find: "static constexpr bool kPromotes = true;",
-        replace: "static constexpr bool kPromotes = false;",
+        find: "/*promotes*/ true",
+        replace: "/*promotes*/ false",
     },
 ];
