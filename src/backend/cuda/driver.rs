@@ -47,7 +47,7 @@ impl DeviceInfo {
 }
 
 /// Floating-point operations per clock of the tensor cores of one SM, on a GPU of this name and compute capability: dense products of
-/// two operands of this type, bf16 or e4m3, with f32 accumulators. The numbers are from the vendor's descriptions of each
+/// two operands of this type, bf16, e4m3 or e2m1, with f32 accumulators. The numbers are from the vendor's descriptions of each
 /// architecture; none where they are not known.
 pub fn tensor_flops_per_clock(name: &str, capability: (u32, u32), dtype: DType) -> Option<u32> {
     // GeForce cards accumulate in f32 at half the rate of the same chip in a workstation card.
@@ -63,6 +63,9 @@ pub fn tensor_flops_per_clock(name: &str, capability: (u32, u32), dtype: DType) 
         DType::Bf16 => Some(bf16),
         // Every architecture that multiplies e4m3 does so at twice the rate.
         DType::E4m3 if capability >= (8, 9) => Some(2 * bf16),
+        // The block-scaled MMA has its whole rate on all cards of compute capability 12.x.
+        DType::E2m1 if capability.0 == 12 => Some(4096),
+        DType::E2m1 if capability.0 == 10 => Some(4 * bf16),
         _ => None,
     }
 }
@@ -238,17 +241,17 @@ mod tests {
     /// These are the vendor's own figures, which use a clock that is sometimes below the highest.
     #[test]
     fn tensor_core_peaks_are_those_of_the_data_sheets() {
-        for (name, capability, multiprocessors, clock, bf16, e4m3) in [
-            ("NVIDIA A100-SXM4-80GB", (8, 0), 108, 1_410_000, 312.0, None),
-            ("NVIDIA GeForce RTX 3090", (8, 6), 82, 1_695_000, 71.0, None),
-            ("NVIDIA GeForce RTX 4090", (8, 9), 128, 2_520_000, 165.2, Some(330.3)),
-            ("NVIDIA RTX 6000 Ada Generation", (8, 9), 142, 2_505_000, 364.2, Some(728.5)),
-            ("NVIDIA H100 80GB HBM3", (9, 0), 132, 1_830_000, 989.4, Some(1978.9)),
-            ("NVIDIA GeForce RTX 5090", (12, 0), 170, 2_407_000, 209.5, Some(419.0)),
+        for (name, capability, multiprocessors, clock, bf16, e4m3, e2m1) in [
+            ("NVIDIA A100-SXM4-80GB", (8, 0), 108, 1_410_000, 312.0, None, None),
+            ("NVIDIA GeForce RTX 3090", (8, 6), 82, 1_695_000, 71.0, None, None),
+            ("NVIDIA GeForce RTX 4090", (8, 9), 128, 2_520_000, 165.2, Some(330.3), None),
+            ("NVIDIA RTX 6000 Ada Generation", (8, 9), 142, 2_505_000, 364.2, Some(728.5), None),
+            ("NVIDIA H100 80GB HBM3", (9, 0), 132, 1_830_000, 989.4, Some(1978.9), None),
+            ("NVIDIA GeForce RTX 5090", (12, 0), 170, 2_407_000, 209.5, Some(419.0), Some(1676.0)),
         ] {
             let (index, memory, driver) = (0, 0, (13, 0));
             let device = DeviceInfo { index, name: name.into(), capability, multiprocessors, shared: 0, clock, memory, driver };
-            for (dtype, teraflops) in [(DType::Bf16, Some(bf16)), (DType::E4m3, e4m3), (DType::F32, None), (DType::E2m1, None)] {
+            for (dtype, teraflops) in [(DType::Bf16, Some(bf16)), (DType::E4m3, e4m3), (DType::F32, None), (DType::E2m1, e2m1)] {
                 let got = device.tensor_flops(dtype).map(|flops| flops / 1e12);
                 let close = got.zip(teraflops).is_some_and(|(got, expected): (f64, f64)| (got / expected - 1.0).abs() < 0.005);
                 assert!(close || (got.is_none() && teraflops.is_none()), "{name}, {dtype:?}: {got:?}");
