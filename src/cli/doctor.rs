@@ -44,9 +44,6 @@ pub fn doctor(args: DoctorArgs, environment: Environment, out: &mut dyn Write) -
             let what = format!("{name}, compute {major}.{minor}, {multiprocessors} multiprocessors, {}", gib(*memory));
             row("card", format!("{what}; asked for, and not looked for on this machine"));
             how(card.gemm_formats(), card.capability, card.family()).for_each(|line| row("", line));
-            if card.family() == KernelFamily::Sm120 {
-                row("", "a self-test has to pass there before these kernels are used (`kiln selftest`)".into());
-            }
             device = Some((card.name.to_string(), card.gemm_formats(), accumulate(card.capability)));
         }
         (None, Err(error)) => {

@@ -14,7 +14,6 @@ pub fn support(formats: GemmFormats, capability: (u32, u32), family: KernelFamil
         true => ("wgmma", "sums as --fp8-accumulate asks"),
         false => ("mma.sync", "exact sums"),
     };
-    let quantised = if family == KernelFamily::Sm120 { "block-scaled mma.sync" } else { gemm };
     let (major, minor) = capability;
     let card = format!("compute capability {major}.{minor}");
     let expanded = |kept: bool, why: &str| match (kept && formats.expands, hopper) {
@@ -22,21 +21,20 @@ pub fn support(formats: GemmFormats, capability: (u32, u32), family: KernelFamil
         (true, false) => format!("weights stay as they are and are expanded to bf16 before each GEMM{why}"),
         (false, _) => format!("weights are expanded to bf16 when they are loaded: there is no kernel for them{why}"),
     };
-    let missing = |cores: (u32, u32), name: &str| match capability {
-        (12, _) => format!(": the kernels for its {name} tensor cores are off, or not part of this program"),
-        _ if capability < cores => format!(": {card} has no {name} tensor cores"),
-        _ => format!(": there is no kernel for its {name} tensor cores"),
+    let missing = |cores: (u32, u32), name: &str| match capability < cores {
+        true => format!(": {card} has no {name} tensor cores"),
+        false => format!(": there is no kernel for its {name} tensor cores"),
     };
     let fp8 = match formats.w8a8 {
-        // The instruction that takes block scales has twice the rate on GeForce cards.
-        true if major == 12 && family == KernelFamily::Portable => {
-            format!("FP8 by FP8 on tensor cores ({gemm}, {sums}), at up to half the rate of {card}'s block-scaled MMA")
+        // The instruction that takes block scales has twice the rate there, and is not used.
+        true if major == 12 => {
+            format!("FP8 by FP8 on tensor cores ({gemm}, {sums}), at half the rate of {card}'s block-scaled MMA")
         }
-        true => format!("FP8 by FP8 on tensor cores ({quantised}, {sums})"),
+        true => format!("FP8 by FP8 on tensor cores ({gemm}, {sums})"),
         false => expanded(formats.w8a16, &missing(FP8_CORES, "FP8")),
     };
     let nvfp4 = match formats.w4a4 {
-        true => format!("NVFP4 by NVFP4 on tensor cores ({quantised})"),
+        true => format!("NVFP4 by NVFP4 on tensor cores ({gemm})"),
         false => expanded(formats.w4a16, &missing(FP4_CORES, "FP4")),
     };
     let text = expanded(formats.w8a16 && formats.w4a16, "; their inputs are always bf16");
@@ -60,11 +58,7 @@ mod tests {
     use crate::backend::cuda::gemm_formats;
 
     fn line(capability: (u32, u32), formats: GemmFormats, name: &str) -> String {
-        let family = match capability {
-            (9, 0) => KernelFamily::Hopper,
-            (12, _) if formats.w4a4 => KernelFamily::Sm120,
-            _ => KernelFamily::Portable,
-        };
+        let family = if capability == (9, 0) { KernelFamily::Hopper } else { KernelFamily::Portable };
         let rows = support(formats, capability, family);
         rows.into_iter().find(|(what, _)| *what == name).unwrap_or_else(|| panic!("{name}")).1
     }
@@ -76,15 +70,9 @@ mod tests {
         let before = "weights stay as they are and are expanded to bf16 before each GEMM";
         assert_eq!(fp8((8, 6)), format!("{before}: compute capability 8.6 has no FP8 tensor cores"));
         assert_eq!(nvfp4((8, 9)), format!("{before}: compute capability 8.9 has no FP4 tensor cores"));
-        assert_eq!(nvfp4((10, 0)), format!("{before}: there is no kernel for its FP4 tensor cores"));
+        assert_eq!(nvfp4((12, 0)), format!("{before}: there is no kernel for its FP4 tensor cores"));
         assert_eq!(fp8((8, 9)), "FP8 by FP8 on tensor cores (mma.sync, exact sums)");
-        assert_eq!(fp8((12, 0)), "FP8 by FP8 on tensor cores (block-scaled mma.sync, exact sums)");
-        assert_eq!(nvfp4((12, 0)), "NVFP4 by NVFP4 on tensor cores (block-scaled mma.sync)");
-        let portable = |name| line((12, 0), GemmFormats { w4a4: false, ..gemm_formats((12, 0)) }, name);
-        let rate = ", at up to half the rate of compute capability 12.0's block-scaled MMA";
-        assert!(portable("FP8 transformer").ends_with(rate), "{}", portable("FP8 transformer"));
-        let off = "the kernels for its FP4 tensor cores are off, or not part of this program";
-        assert_eq!(portable("NVFP4 transformer"), format!("{before}: {off}"));
+        assert!(fp8((12, 0)).ends_with(", at half the rate of compute capability 12.0's block-scaled MMA"), "{}", fp8((12, 0)));
         assert!(fp8((9, 0)).contains("(wgmma, ") && nvfp4((9, 0)).contains(" while a GEMM runs: "), "{}", nvfp4((9, 0)));
     }
 
@@ -96,6 +84,7 @@ mod tests {
             let line = line((8, 9), GemmFormats::NONE, name);
             assert!(line.starts_with(at_load), "{line}");
         }
+        assert_eq!(line((12, 0), GemmFormats::ALL, "NVFP4 transformer"), "NVFP4 by NVFP4 on tensor cores (mma.sync)");
         let attention = |capability| line(capability, gemm_formats(capability), "attention");
         for (capability, gemm) in [((8, 9), "mma.sync"), ((9, 0), "wgmma"), ((12, 0), "mma.sync")] {
             assert_eq!(attention(capability), format!("{gemm}, bf16; queries and keys of blocks with quantised inputs in FP8"));
