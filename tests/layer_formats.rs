@@ -54,7 +54,7 @@ fn formats_are_named_by_kind_of_layer() {
             rest.into(),
         ]
     };
-    let blocks = attention("1 block bf16 (made from inputs that are not fp8); 3 blocks q and k fp8, v bf16");
+    let blocks = attention("1 block bf16 (made from inputs that are not quantised); 3 blocks q and k fp8, v bf16");
     let want = [&["on the CPU:".to_owned()][..], &transformer("fp8 (w8a8)"), &encoder("fp8 (w8a16)", "bf16"), &blocks].concat();
     assert_eq!(lines(&doctor, "formats ", 10), want, "{doctor}");
     let run = sandbox.quick(&["x", "-o", "out.png", "--model", "model", "-v"]);

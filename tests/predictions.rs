@@ -43,12 +43,31 @@ fn predict(
 ) -> (Prediction, Estimate) {
     let predictor = Predictor::new(card, family).unwrap();
     let time = Some(predictor.op_time());
-    let estimate = estimate_timed(configs, Variant::Distilled, options(quantise), card.gemm_formats(), &job(side), time).unwrap();
+    let gemms = gemm_formats(card, family);
+    let estimate = estimate_timed(configs, Variant::Distilled, options(quantise), gemms, &job(side), time).unwrap();
     (Prediction::of(&estimate), estimate)
 }
 
 fn step(configs: &Configs, quantise: Option<QuantisedFormat>, side: usize, card: &Card) -> f64 {
     predict(configs, quantise, side, card, card.family()).0.step().unwrap()
+}
+
+/// The formats of kernels of this family.
+fn gemm_formats(card: &Card, family: KernelFamily) -> GemmFormats {
+    GemmFormats { w4a4: family == KernelFamily::Sm120, ..card.gemm_formats() }
+}
+
+/// The vendor's peak of the fastest instruction that a format's ops have.
+fn peak(card: &Card, family: KernelFamily, quantise: Option<QuantisedFormat>) -> f64 {
+    let [bf16, e4m3, e2m1] = [DType::Bf16, DType::E4m3, DType::E2m1].map(|dtype| card.tensor_flops(dtype));
+    let block_scaled = e2m1.filter(|_| family == KernelFamily::Sm120);
+    let peak = match quantise {
+        None => bf16,
+        // With scales of blocks e4m3 has half the rate of e2m1.
+        Some(QuantisedFormat::Fp8) => block_scaled.map(|e2m1| e2m1 / 2.0).or(e4m3).or(bf16),
+        Some(QuantisedFormat::Nvfp4) => block_scaled.or(bf16),
+    };
+    peak.unwrap()
 }
 
 /// No op is faster than the vendor's peaks of tensor cores and memory.
@@ -58,7 +77,7 @@ fn no_op_exceeds_the_hardware() {
         for (_, quantise) in FORMATS {
             for family in [card.family(), KernelFamily::Portable] {
                 let predictor = Predictor::new(card, family).unwrap();
-                let peak = card.tensor_flops(DType::E4m3).or(card.tensor_flops(DType::Bf16)).unwrap();
+                let peak = peak(card, family, quantise);
                 let (card_bandwidth, ops) = (card.bandwidth as f64, Rc::new(Cell::new(0)));
                 let seen = ops.clone();
                 let check = Rc::new(move |op: &kiln::backend::Op<'_>| {
@@ -72,7 +91,7 @@ fn no_op_exceeds_the_hardware() {
                     seconds
                 });
                 let configs = Configs::klein_4b();
-                let gemms = card.gemm_formats();
+                let gemms = gemm_formats(card, family);
                 estimate_timed(&configs, Variant::Distilled, options(quantise), gemms, &job(512), Some(check)).unwrap();
                 assert!(ops.get() > 500, "only {} ops", ops.get());
             }
@@ -87,9 +106,10 @@ fn more_work_takes_longer() {
         let bf16 = [256, 512, 1024, 2048].map(|side| step(&small, None, side, card));
         assert!(bf16.windows(2).all(|pair| pair[0] < pair[1]), "{}: {bf16:?}", card.name);
         assert!(step(&large, None, 1024, card) > 1.5 * bf16[2], "{}", card.name);
-        // Expanding weights costs time; FP8 tensor cores save more than that.
+        // Expanding weights costs time; FP8 and FP4 tensor cores save more than that.
         let [fp8, nvfp4] = [QuantisedFormat::Fp8, QuantisedFormat::Nvfp4].map(|format| step(&small, Some(format), 1024, card));
-        assert!(nvfp4 > bf16[2], "{}", card.name);
+        assert_eq!(nvfp4 < bf16[2], card.gemm_formats().w4a4, "{}", card.name);
+        assert_eq!(nvfp4 < fp8, card.gemm_formats().w4a4 || !card.gemm_formats().w8a8, "{}", card.name);
         assert_eq!(fp8 < bf16[2], card.gemm_formats().w8a8, "{}", card.name);
         // More SMs, a higher clock and faster memory are each faster or the same.
         let more = Card { multiprocessors: card.multiprocessors + 16, ..card.clone() };
@@ -124,6 +144,8 @@ fn where_nothing_is_known_nothing_is_predicted() {
         let card = Card { capability, ..CARDS[0].clone() };
         assert!(Predictor::new(&card, KernelFamily::Portable).is_none(), "{capability:?}");
     }
+    // Nor of kernels that a card does not have.
+    assert!(Predictor::new(Card::named("4090").unwrap(), KernelFamily::Sm120).is_none());
 }
 
 /// What was measured on an H200; the sources are in docs/kernels.md.
@@ -177,13 +199,15 @@ fn predictions_are_near_what_was_measured() {
 
 /// The tables of docs/kernels.md.
 fn tables() -> String {
-    let geforce: Vec<&Card> = CARDS.iter().filter(|card| card.name.starts_with("GeForce")).collect();
-    let names: Vec<&str> = geforce.iter().map(|card| card.name.trim_start_matches("GeForce ")).collect();
+    let cards: Vec<&Card> = CARDS.iter().filter(|card| card.family() != KernelFamily::Hopper).collect();
+    let short =
+        |card: &&Card| card.name.trim_start_matches("GeForce ").trim_end_matches(" Blackwell Workstation Edition").to_owned();
+    let names: Vec<String> = cards.iter().map(short).collect();
     let mut text = format!("| a step, and peak memory | {} |\n| --- |{}\n", names.join(" | "), " --- |".repeat(names.len()));
     for (name, configs) in &models() {
         for side in [512, 1024] {
             for (format, quantise) in FORMATS {
-                let cells: Vec<String> = geforce.iter().map(|card| cell(configs, quantise, side, card)).collect();
+                let cells: Vec<String> = cards.iter().map(|card| cell(configs, quantise, side, card)).collect();
                 let _ = writeln!(text, "| {name}, {side}x{side}, {format} | {} |", cells.join(" | "));
             }
         }
@@ -191,13 +215,13 @@ fn tables() -> String {
     let _ = write!(text, "\n| ms | {} |\n| --- |{}\n", names.join(" | "), " --- |".repeat(names.len()));
     for (name, configs) in &models() {
         for (format, quantise) in FORMATS {
-            let cells = geforce.iter().map(|card| predict(configs, quantise, 1024, card, card.family()).0);
+            let cells = cards.iter().map(|card| predict(configs, quantise, 1024, card, card.family()).0);
             let cells: Vec<String> = cells.map(|prediction| format!("{:.0}", stages(&prediction)[0])).collect();
             let _ = writeln!(text, "| {name}, encoding a prompt, {format} | {} |", cells.join(" | "));
         }
     }
     for side in [512, 1024] {
-        let cells = geforce.iter().map(|card| predict(&Configs::klein_4b(), None, side, card, card.family()).0);
+        let cells = cards.iter().map(|card| predict(&Configs::klein_4b(), None, side, card, card.family()).0);
         let cells: Vec<String> = cells.map(|prediction| format!("{:.0}", stages(&prediction)[2])).collect();
         let _ = writeln!(text, "| decoding {side}x{side} | {} |", cells.join(" | "));
     }
@@ -280,4 +304,6 @@ fn the_doctor_says_what_would_run_how_on_a_card() {
     assert!(text.contains(&format!("\n          FP8 transformer: {why}\n")) && !text.contains("\ndriver"), "{text}");
     let text = doctor("4090");
     assert!(text.contains("\n          FP8 transformer: FP8 by FP8 on tensor cores (mma.sync, "), "{text}");
+    let text = doctor("RTX PRO 6000");
+    assert!(text.contains("\n          NVFP4 transformer: NVFP4 by NVFP4 on tensor cores ("), "{text}");
 }

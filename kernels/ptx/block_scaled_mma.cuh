@@ -49,9 +49,10 @@ __device__ __forceinline__ float truncated(int64_t sum, int exponent) {
   return sum < 0 ? -v : v;
 }
 
-// The sum of the terms, of which terms[0] is the accumulator with 23 places and the others have `places`.
+// The sum of the accumulator c and the terms, of which terms[0] is c with 23 places and the others have `places`.
 template <int kTerms>
-__device__ __forceinline__ float fused_sum(const Term (&terms)[kTerms], int places, int kept) {
+__device__ __forceinline__ float fused_sum(float c, const Term (&terms)[kTerms], int places, int kept) {
+  if (isinf(c)) return c;
   int largest = terms[0].exponent;
   for (int i = 1; i < kTerms; i++) largest = max(largest, terms[i].exponent);
   int64_t sum = shifted(terms[0].significand, kept - 23 + terms[0].exponent - largest);
@@ -88,7 +89,7 @@ __device__ __noinline__ float4 block_scaled_nvf4(float4 d, uint4 a, uint2 b, uin
       const Term x = e4m3_term(code_a), y = e4m3_term(code_b);
       terms[1 + block] = {quarters * x.significand * y.significand, x.exponent + y.exponent};
     }
-    const float sum = nan ? __uint_as_float(0x7fffffffu) : fused_sum(terms, /*places*/ 2 + 3 + 3, /*kept*/ 35);
+    const float sum = nan ? __uint_as_float(0x7fffffffu) : fused_sum(c, terms, /*places*/ 2 + 3 + 3, /*kept*/ 35);
     if (e == 0) out[0] = sum;
     if (e == 1) out[1] = sum;
     if (e == 2) out[2] = sum;
@@ -119,7 +120,7 @@ __device__ __noinline__ float4 block_scaled_e4m3(float4 d, uint4 a, uint2 b) {
         terms[1 + 4 * i + n] = {(code_a ^ code_b) & 0x80 ? -product : product, x.exponent + y.exponent};
       }
     }
-    const float sum = nan ? __uint_as_float(0x7fffffffu) : fused_sum(terms, /*places*/ 3 + 3, /*kept*/ 25);
+    const float sum = nan ? __uint_as_float(0x7fffffffu) : fused_sum(c, terms, /*places*/ 3 + 3, /*kept*/ 25);
     if (e == 0) out[0] = sum;
     if (e == 1) out[1] = sum;
     if (e == 2) out[2] = sum;

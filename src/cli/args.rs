@@ -395,7 +395,7 @@ pub struct PlanArgs {
     #[command(flatten)]
     pub quantised: QuantisedArgs,
 
-    /// The GPU to plan for: RTX 3090, RTX 4090, RTX 5090 or H200 [default: the first one here]
+    /// The GPU to plan for: RTX 3090, RTX 4090, RTX 5090, RTX PRO 6000 or H200 [default: the first one here]
     ///
     /// With predicted times, which were not measured. Where there is no GPU, the plan is for compute capability 8.0, the least that
     /// kiln runs on.
@@ -414,7 +414,7 @@ pub struct DoctorArgs {
     #[command(flatten)]
     pub model: ModelArgs,
 
-    /// Say what would run how on a GPU that is not here: RTX 3090, RTX 4090, RTX 5090 or H200
+    /// Say what would run how on a GPU that is not here: RTX 3090, RTX 4090, RTX 5090, RTX PRO 6000 or H200
     #[arg(long, value_name = "NAME", value_parser = card)]
     pub card: Option<Card>,
 

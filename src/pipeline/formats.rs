@@ -236,7 +236,7 @@ const fn heads_reason(why: Option<PlainHeads>) -> Option<&'static str> {
     match why {
         Some(PlainHeads::Asked) => Some("as asked"),
         Some(PlainHeads::Device) => Some("no fp8 attention here"),
-        Some(PlainHeads::Inputs) => Some("made from inputs that are not fp8"),
+        Some(PlainHeads::Inputs) => Some("made from inputs that are not quantised"),
         Some(PlainHeads::MaxFree) => Some("fp8 would need a running maximum"),
         // In f32 nothing is quantised.
         Some(PlainHeads::Precision) | None => None,

@@ -1,8 +1,8 @@
 //! GPUs as rows of numbers.
 
-use crate::backend::GemmFormats;
 use crate::backend::cuda::driver::{DeviceInfo, tensor_flops_per_clock};
 use crate::backend::cuda::{Cuda, gemm_formats};
+use crate::backend::{Backend, GemmFormats};
 use crate::tensor::DType;
 use std::borrow::Cow;
 
@@ -30,6 +30,8 @@ pub struct Card {
 pub enum KernelFamily {
     /// Those for Hopper (`wgmma`) where there are any, else the portable ones.
     Hopper,
+    /// Those for compute capability 12.x (TMA and block-scaled `mma.sync`) where there are any, else the portable ones.
+    Sm120,
     /// Those for every GPU from compute capability 8.0 on (`mma.sync`).
     Portable,
 }
@@ -37,7 +39,12 @@ pub enum KernelFamily {
 impl KernelFamily {
     /// That of an open GPU.
     pub fn of(cuda: &Cuda) -> Self {
-        if cuda.has_hopper_kernels() { Self::Hopper } else { Self::Portable }
+        match (cuda.has_hopper_kernels(), cuda.gemm_formats().w4a4) {
+            (true, _) => Self::Hopper,
+            // There are no others for inputs of NVFP4, and they are told of only where they are on.
+            (false, true) => Self::Sm120,
+            (false, false) => Self::Portable,
+        }
     }
 }
 
@@ -45,8 +52,9 @@ impl KernelFamily {
 const SHARED_99_KB: u32 = 99 << 10;
 
 /// The GPUs that predictions are published for, and the one that they are checked on. The numbers are from NVIDIA's architecture
-/// whitepapers (GA102, Ada, RTX Blackwell) and the data sheet of the H200; its clock is what the driver tells.
-pub const CARDS: [Card; 4] = [
+/// whitepapers (GA102, Ada, RTX Blackwell) and the data sheets of the H200 and the RTX PRO 6000. The clock of the H200 is what the driver
+/// tells, that of the RTX PRO 6000 follows from 126 TFLOP/s of its FP32 lanes.
+pub const CARDS: [Card; 5] = [
     Card {
         name: Cow::Borrowed("GeForce RTX 3090"),
         capability: (8, 6),
@@ -75,6 +83,15 @@ pub const CARDS: [Card; 4] = [
         memory: 32 << 30,
     },
     Card {
+        name: Cow::Borrowed("RTX PRO 6000 Blackwell Workstation Edition"),
+        capability: (12, 0),
+        multiprocessors: 188,
+        clock: 2_617_000,
+        shared: SHARED_99_KB,
+        bandwidth: 1_792_000_000_000,
+        memory: 96 << 30,
+    },
+    Card {
         name: Cow::Borrowed("H200"),
         capability: (9, 0),
         multiprocessors: 132,
@@ -86,8 +103,8 @@ pub const CARDS: [Card; 4] = [
 ];
 
 impl Card {
-    /// The row of a GPU that is called so: by its whole name, or without `NVIDIA`, `GeForce` and `RTX`, in any case, with or without
-    /// spaces.
+    /// The row of a GPU that is called so: by its whole name, or without `NVIDIA`, `GeForce` and `RTX` at its beginning and `Blackwell`
+    /// and `Workstation Edition` at its end, in any case, with or without spaces.
     pub fn named(name: &str) -> Option<&'static Self> {
         let wanted = short_name(name);
         CARDS.iter().find(|card| short_name(&card.name) == wanted)
@@ -112,9 +129,13 @@ impl Card {
         gemm_formats(self.capability)
     }
 
-    /// The kernels of a program that was built with all of them.
+    /// The kernels of a program that was built with all of them, after a self-test where they need one.
     pub fn family(&self) -> KernelFamily {
-        if self.capability == (9, 0) { KernelFamily::Hopper } else { KernelFamily::Portable }
+        match self.capability {
+            (9, 0) => KernelFamily::Hopper,
+            (12, _) => KernelFamily::Sm120,
+            _ => KernelFamily::Portable,
+        }
     }
 
     /// Whether it is a row of the table.
@@ -141,7 +162,8 @@ impl Card {
 /// What is left of a name without the words that all cards share.
 fn short_name(name: &str) -> String {
     let name = name.to_lowercase().replace(char::is_whitespace, "");
-    ["nvidia", "geforce", "rtx"].iter().fold(name, |name, word| name.strip_prefix(word).unwrap_or(&name).to_owned())
+    let name = ["nvidia", "geforce", "rtx"].iter().fold(&*name, |name, word| name.strip_prefix(word).unwrap_or(name));
+    ["workstationedition", "blackwell"].iter().fold(name, |name, word| name.strip_suffix(word).unwrap_or(name)).to_owned()
 }
 
 #[cfg(test)]
@@ -153,9 +175,17 @@ mod tests {
         for name in ["NVIDIA GeForce RTX 4090", "GeForce RTX 4090", "RTX 4090", "rtx4090", "4090"] {
             assert_eq!(Card::named(name).map(|card| card.capability), Some((8, 9)), "{name}");
         }
+        for name in ["NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000 Blackwell", "rtx pro 6000", "pro6000"] {
+            assert_eq!(Card::named(name).map(|card| card.multiprocessors), Some(188), "{name}");
+        }
         assert_eq!(Card::named("NVIDIA H200").map(|card| card.multiprocessors), Some(132));
         // Others of a similar name are other cards.
         for name in ["RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 409", "", "RTX", "H200 NVL"] {
+            assert_eq!(Card::named(name), None, "{name}");
+        }
+        for name in
+            ["NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "RTX PRO 6000 Blackwell Server Edition", "RTX 6000"]
+        {
             assert_eq!(Card::named(name), None, "{name}");
         }
     }
@@ -163,7 +193,12 @@ mod tests {
     /// The vendor's figures: dense, with f32 accumulators.
     #[test]
     fn rows_are_those_of_the_whitepapers() {
-        for (name, bf16, e4m3) in [("3090", 71.0, None), ("4090", 165.2, Some(330.3)), ("5090", 209.5, Some(419.0))] {
+        for (name, bf16, e4m3, e2m1) in [
+            ("3090", 71.0, None, None),
+            ("4090", 165.2, Some(330.3), None),
+            ("5090", 209.5, Some(419.0), Some(1676.0)),
+            ("PRO 6000", 503.8, Some(1007.6), Some(2015.0)),
+        ] {
             let card = Card::named(name).unwrap();
             let is_close = |got: Option<f64>, want: Option<f64>| match (got, want) {
                 (Some(got), Some(want)) => (got / 1e12 / want - 1.0).abs() < 0.005,
@@ -171,6 +206,7 @@ mod tests {
             };
             assert!(is_close(card.tensor_flops(DType::Bf16), Some(bf16)), "{name}");
             assert!(is_close(card.tensor_flops(DType::E4m3), e4m3), "{name}");
+            assert!(is_close(card.tensor_flops(DType::E2m1), e2m1), "{name}");
         }
     }
 

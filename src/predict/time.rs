@@ -44,6 +44,9 @@ const GEMM_FILL: f64 = 48e6;
 /// Clocks of an SM for the epilogue of a convolution's tile of 256x128, with and without group-norm statistics.
 const CONV_EPILOGUE_STATS: f64 = 30e3;
 const CONV_EPILOGUE: f64 = 8e3;
+/// The share of the nominal rate that GEMMs of compute capability 12.x reach with the block-scaled MMA: an assumption, which
+/// docs/kernels.md discusses.
+const BLOCK_SCALED_SHARE: f64 = 0.7;
 /// FADD lanes of an SM, which add partial sums of e4m3 products to f32 registers after every so many of K.
 const LANES: f64 = 128.0;
 const PROMOTION_K: f64 = 128.0;
@@ -63,9 +66,10 @@ const HEAD: usize = 128;
 pub struct Predictor {
     card: Card,
     family: KernelFamily,
-    /// FLOP a clock and SM of `mma.sync`, in bf16 and in e4m3.
+    /// FLOP a clock and SM of `mma.sync`, in bf16, in e4m3 and, where it has scales of blocks, in e2m1.
     bf16: f64,
     e4m3: f64,
+    e2m1: Option<f64>,
 }
 
 impl Predictor {
@@ -78,12 +82,15 @@ impl Predictor {
             (10, _) => return None,
             _ => peak(DType::Bf16)?,
         };
+        let e2m1 = if family == KernelFamily::Sm120 { Some(peak(DType::E2m1)?) } else { None };
         let e4m3 = match card.capability {
+            // With scales of blocks it has half the rate of e2m1, on GeForce cards, too.
+            _ if e2m1.is_some() => e2m1? / 2.0,
             // Hopper turns it into an MMA of f16; older ones do not have it, and nothing there is multiplied in e4m3.
             (9, 0) | (8, ..9) => bf16,
             _ => peak(DType::E4m3)?,
         };
-        Some(Self { card: card.clone(), family, bf16, e4m3 })
+        Some(Self { card: card.clone(), family, bf16, e4m3, e2m1 })
     }
 
     /// The GPU.
@@ -132,27 +139,35 @@ impl Predictor {
         1.0 / self.bf16 + besides(measured * speed)
     }
 
-    /// Clocks of an SM for one FLOP of a GEMM.
-    fn gemm_clocks(&self, e4m3: bool) -> f64 {
-        match (self.family, e4m3) {
-            (KernelFamily::Hopper, false) => 1.0 / h200::GEMM_SM90,
-            (KernelFamily::Hopper, true) => 1.0 / h200::GEMM_FP8_SM90,
-            (KernelFamily::Portable, false) => self.clocks(h200::GEMM, self.tile_speed()),
+    /// Clocks of an SM for one FLOP of a GEMM of operands of this type.
+    fn gemm_clocks(&self, dtype: DType) -> f64 {
+        if let Some(e2m1) = self.e2m1 {
+            return match dtype {
+                DType::E2m1 => 1.0 / (BLOCK_SCALED_SHARE * e2m1),
+                DType::E4m3 => 1.0 / (BLOCK_SCALED_SHARE * self.e4m3),
+                // There is room for the large tile, whose stages are smaller than those of the portable GEMM.
+                _ => self.clocks(h200::GEMM, 1.0),
+            };
+        }
+        match (self.family, dtype) {
+            (KernelFamily::Hopper, DType::Bf16) => 1.0 / h200::GEMM_SM90,
+            (KernelFamily::Hopper, _) => 1.0 / h200::GEMM_FP8_SM90,
+            (_, DType::Bf16) => self.clocks(h200::GEMM, self.tile_speed()),
             // As many bytes are copied and loaded for twice the FLOP. A partial sum of 128 products is 256 FLOP.
-            (KernelFamily::Portable, true) => {
-                1.0 / self.e4m3 + besides(h200::GEMM * self.tile_speed()) / 2.0 + 1.0 / (LANES * 2.0 * PROMOTION_K)
-            }
+            _ => 1.0 / self.e4m3 + besides(h200::GEMM * self.tile_speed()) / 2.0 + 1.0 / (LANES * 2.0 * PROMOTION_K),
         }
     }
 
     fn gemm(&self, op: &Op<'_>, streams: &mut dyn Iterator<Item = (Tensor, &Linear)>) -> f64 {
-        let (mut clocks, mut expansion, mut moved) = (0.0, 0.0, operand_bytes(op));
+        let (mut clocks, mut expansion, mut moved, mut slowest) = (0.0, 0.0, operand_bytes(op), 0.0_f64);
         for (x, w) in streams {
             let rows = x.rows.next_multiple_of(FEWEST_ROWS);
             for part in w.weight.parts() {
-                let e4m3 = part.dtype.is_quantised() && w.input.dtype.is_quantised();
-                clocks += 2.0 * (rows * part.len()) as f64 * self.gemm_clocks(e4m3);
-                if part.dtype.is_quantised() && !e4m3 {
+                let multiplied = if w.input.dtype.is_quantised() { part.dtype } else { DType::Bf16 };
+                let of_flop = self.gemm_clocks(multiplied);
+                clocks += 2.0 * (rows * part.len()) as f64 * of_flop;
+                slowest = slowest.max(of_flop);
+                if part.dtype.is_quantised() && multiplied == DType::Bf16 {
                     // The pre-pass reads codes and writes bf16, which the GEMM reads instead of the codes.
                     let (codes, bf16) = (part.bytes() as f64, DType::Bf16.bytes(part.len()) as f64);
                     expansion += codes + bf16;
@@ -160,7 +175,8 @@ impl Predictor {
                 }
             }
         }
-        let fill = GEMM_FILL * self.gemm_clocks(false);
+        // On the H200 it was seen with bf16, and taken to be the same for FP8.
+        let fill = GEMM_FILL * if self.e2m1.is_some() { slowest } else { self.gemm_clocks(DType::Bf16) };
         let compute = clocks / self.card.clocks_per_second() + fill / (f64::from(self.card.clock) * 1e3);
         let expand = if expansion > 0.0 { START + self.transfer(expansion) } else { 0.0 };
         START + compute.max(self.transfer(moved)) + expand

@@ -7,23 +7,42 @@ use crate::runner::Runner;
 use kiln::backend::cuda::driver::{Driver, Launch, MapSpec, Swizzle};
 use kiln::backend::cuda::{Choice, Tile};
 
-/// A GEMM with tensor maps of activations, weights, results and a residual.
-const CASE: &str = "linear_gate_residual 66x64, rows of 584 gate true bias true bf16 whole";
-
-/// Runs the case with a mistake, and returns what is reported.
-fn with(sabotage: Option<Sabotage>) -> Result<(), String> {
-    let case = cases::all().into_iter().find(|case| case.name == CASE).expect("the case is in the table");
-    let mut runner = Runner::new(Gpu::HOPPER);
-    runner.driver.set_sabotage(sabotage);
-    runner.run(Choice::Tile(Tile::Sm90_128x192), &case, 1, true).map(drop)
+/// A GEMM that the host may get wrong.
+struct Target {
+    gpu: Gpu,
+    tile: Tile,
+    case: &'static str,
 }
 
-/// Runs the case with each mistake, and checks that it is found and what is said of it.
-fn check<T>(mistakes: &[(&str, T, &str)], sabotage: impl Fn(&T) -> Sabotage) {
-    with(None).unwrap();
-    for (mistake, change, message) in mistakes {
-        let found = with(Some(sabotage(change))).expect_err(mistake);
-        assert!(found.contains(message), "{mistake}: {found}");
+/// Tensor maps of activations, weights, results and a residual.
+const HOPPER: Target = Target {
+    gpu: Gpu::HOPPER,
+    tile: Tile::Sm90_128x192,
+    case: "linear_gate_residual 66x64, rows of 584 gate true bias true bf16 whole",
+};
+/// Of activations and weights, two elements of which are one of the map.
+const NVFP4: Target = Target {
+    gpu: Gpu::NATIVE_BLACKWELL,
+    tile: Tile::Nvfp4Sm120_256x128,
+    case: "linear_swiglu w4a4 67 rows of 640 to 192, nvfp4 in one matrix into nvfp4 bf16 whole",
+};
+
+impl Target {
+    /// Runs the case with a mistake, and returns what is reported.
+    fn with(&self, sabotage: Option<Sabotage>) -> Result<(), String> {
+        let case = cases::all().into_iter().find(|case| case.name == self.case).expect("the case is in the table");
+        let mut runner = Runner::new(self.gpu);
+        runner.driver.set_sabotage(sabotage);
+        runner.run(Choice::Tile(self.tile), &case, 1, true).map(drop)
+    }
+
+    /// Runs the case with each mistake, and checks that it is found and what is said of it.
+    fn check<T>(&self, mistakes: &[(&str, T, &str)], sabotage: impl Fn(&T) -> Sabotage) {
+        self.with(None).unwrap();
+        for (mistake, change, message) in mistakes {
+            let found = self.with(Some(sabotage(change))).expect_err(mistake);
+            assert!(found.contains(message), "{mistake}: {found}");
+        }
     }
 }
 
@@ -43,7 +62,15 @@ fn a_wrong_tensor_map_is_found() {
         ("an address that is no multiple of 16", |map| map.address += 8, "the address is a multiple of 16"),
         ("more rows than there are", |map| map.size[1] += 1 << 20, ""),
     ];
-    check(mistakes, |change| Sabotage::Map(*change));
+    HOPPER.check(mistakes, |change| Sabotage::Map(*change));
+    let mistakes: &[(&str, Change, &str)] = &[
+        ("a box of half the rows", |map| map.tile[1] /= 2, "bytes are missing"),
+        ("a box of as many columns as there are elements", |map| map.tile[0] *= 2, "the rows of a box fit the swizzle"),
+        ("rows of as many bytes as there are elements", |map| map.pitch *= 2, "relative error"),
+        ("no swizzle", |map| map.swizzle = Swizzle::None, "relative error"),
+        ("the swizzle of Hopper's rows", |map| map.swizzle = Swizzle::Bytes128, "relative error"),
+    ];
+    NVFP4.check(mistakes, |change| Sabotage::Map(*change));
 }
 
 #[test]
@@ -60,7 +87,7 @@ fn a_wrong_launch_is_found() {
         ("a cluster that is cut", |launch, _| launch.grid[0] -= 1, "cannot be launched so"),
         ("a tensor map that is not there", |_, params| params[..128].fill(0), "are not an encoded tensor map"),
     ];
-    check(mistakes, |change| Sabotage::Launch(*change));
+    HOPPER.check(mistakes, |change| Sabotage::Launch(*change));
 }
 
 /// As the real driver does, when kernels are loaded.

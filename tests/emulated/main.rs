@@ -18,6 +18,7 @@ mod ops;
 mod random;
 
 mod agreement;
+mod block_scaled;
 mod cases;
 mod driver;
 mod faults;
@@ -25,6 +26,7 @@ mod fp8;
 mod host;
 mod image;
 mod instructions;
+mod layouts;
 mod planted;
 mod policies;
 mod portable;

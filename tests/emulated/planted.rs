@@ -26,6 +26,8 @@ const LONG: &str = "linear_gate_residual 66x64, rows of 584 gate true bias true 
 const REMAINDER: &str = "linear_gate_residual 130x168, rows of 520 gate true bias true bf16 whole";
 /// Several groups of k-blocks that are expanded together, and columns of two tiles.
 const EXPANDED: &str = "linear w8a16 130 rows of 528 to 168, e4m3, bias false bf16 whole";
+/// Weights that a kernel before the GEMM expands.
+const EXPANDED_BEFORE: &str = "linear w8a16 67 rows of 208 to 168, e4m3 unscaled, bias false bf16 whole";
 /// Several tiles of block scales.
 const NVFP4: &str = "linear w4a16 130 rows of 576 to 168, nvfp4, bias false bf16 whole";
 /// Results of NVFP4.
@@ -43,6 +45,9 @@ const SCALED_KEYS: &str =
     "attention of e4m3 by 0.37 and 0.0071 or 0.013 130 queries [129, 0, 7, 40] keys 2:1 heads of 128 bf16 whole";
 /// Every epilogue that normalises heads.
 const QKV: &str = "qkv 113x64 3:3 heads of 128 interleaved mlp some(129) bf16 whole";
+
+/// Both operands of NVFP4, and the result; the rows of ups begin within a tile of scales.
+const W4A4: &str = "linear_swiglu w4a4 67 rows of 640 to 192, nvfp4 in one matrix into nvfp4 bf16 whole";
 
 /// A bug that cases do not show: their results may be as far off as tensor cores are. The test of FP8 sums finds it.
 pub const FOUND_BY_ITS_SUMS: &str = "missing_promotion";
@@ -189,14 +194,91 @@ const EXPECTED: &[Expected] = &[
         case: SCALED_KEYS,
         message: "relative error",
     },
+    Expected {
+        bug: "scales_of_other_rows",
+        choice: Choice::Tile(Tile::Nvfp4Sm120_256x128),
+        case: W4A4,
+        message: "has the scale",
+    },
+    Expected {
+        bug: "scales_of_other_columns",
+        choice: Choice::Tile(Tile::Nvfp4Sm120_256x128),
+        case: W4A4,
+        message: "relative error",
+    },
+    Expected {
+        bug: "nibbles_of_one_operand",
+        choice: Choice::Tile(Tile::Nvfp4Sm120_256x128),
+        case: W4A4,
+        message: "relative error",
+    },
+    Expected {
+        bug: "swiglu_nibbles_exchanged",
+        choice: Choice::Tile(Tile::Nvfp4Sm120_256x128),
+        case: W4A4,
+        message: "relative error",
+    },
+    Expected {
+        bug: "lower_half_of_scales",
+        choice: Choice::Tile(Tile::Nvfp4Sm120_256x128),
+        case: W4A4,
+        message: "relative error",
+    },
+    Expected {
+        bug: "scales_of_the_first_step",
+        choice: Choice::Tile(Tile::Nvfp4Sm120_256x128),
+        case: W4A4,
+        message: "relative error",
+    },
+    Expected {
+        bug: "scales_in_order_of_lanes",
+        choice: Choice::Tile(Tile::Nvfp4Sm120_256x128),
+        case: W4A4,
+        message: "relative error",
+    },
+    Expected {
+        bug: "coordinates_of_elements",
+        choice: Choice::Tile(Tile::Nvfp4Sm120_256x128),
+        case: W4A4,
+        message: "relative error",
+    },
+    Expected {
+        bug: "wrong_phase",
+        choice: Choice::Tile(Tile::Nvfp4Sm120_256x128),
+        case: W4A4,
+        message: "which was never written",
+    },
+    Expected {
+        bug: "copies_not_awaited",
+        choice: Choice::Tile(Tile::Nvfp4Sm120_256x128),
+        case: W4A4,
+        message: "which was never written",
+    },
+    Expected {
+        bug: "swizzle_of_longer_rows",
+        choice: Choice::Tile(Tile::Nvfp4Sm120_256x128),
+        case: W4A4,
+        message: "relative error",
+    },
+    Expected {
+        bug: "preloads_what_is_expanded",
+        choice: Choice::Tile(Tile::Bf16Sm120_128x128),
+        case: EXPANDED_BEFORE,
+        message: "was not written",
+    },
 ];
 
 impl Expected {
+    /// The GPU that the tile is for.
+    fn gpu(&self) -> Gpu {
+        if matches!(self.choice, Choice::Tile(tile) if tile.is_sm120()) { Gpu::NATIVE_BLACKWELL } else { Gpu::HOPPER }
+    }
+
     /// The first report of the emulator on the case, if there is one.
     fn run(&self, bug: Option<&'static str>) -> Option<(u64, String)> {
         let case = cases::all().into_iter().find(|case| case.name == self.case);
         let case = case.unwrap_or_else(|| panic!("no case is called {:?}", self.case));
-        let mut runner = Runner::with_bug(Gpu::HOPPER, bug);
+        let mut runner = Runner::with_bug(self.gpu(), bug);
         (0..SEEDS).find_map(|seed| Some((seed, runner.run(self.choice, &case, seed, true).err()?)))
     }
 }

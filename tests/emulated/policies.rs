@@ -3,7 +3,7 @@
 
 #[path = "../../src/backend/cuda/abi.rs"]
 #[allow(dead_code)]
-mod abi;
+pub mod abi;
 
 use crate::available;
 use crate::random::Random;

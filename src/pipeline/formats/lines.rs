@@ -294,7 +294,7 @@ mod tests {
                 &[max_free.clone(), fp8.clone(), max_free],
                 "2 blocks bf16 (fp8 would need a running maximum); 1 block q and k fp8, v bf16",
             ),
-            (&[fp8.clone(), inputs, fp8], "2 blocks q and k fp8, v bf16; 1 block bf16 (made from inputs that are not fp8)"),
+            (&[fp8.clone(), inputs, fp8], "2 blocks q and k fp8, v bf16; 1 block bf16 (made from inputs that are not quantised)"),
         ] {
             assert_eq!(line(attention, E4m3), Some(format!("attention: {want}")));
         }

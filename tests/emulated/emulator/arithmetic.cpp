@@ -247,9 +247,8 @@ void mma_multiply_nvf4(int rows, int cols, const uint8_t* a, const uint8_t* b, c
       int32_t sums[kNvf4Blocks];
       block_sums(left, right[col], sums);
       float& to = d[row * cols + col];
-      if (isinf(to)) continue;
       bool nan = isnan(to);
-      int exponents[kNvf4Blocks], largest = to == 0.0f || nan ? kZeroExponent : std::max(ilogbf(to), -126);
+      int exponents[kNvf4Blocks], largest = to == 0.0f || !isfinite(to) ? kZeroExponent : std::max(ilogbf(to), -126);
       double terms[kNvf4Blocks];
       for (int block = 0; block < kNvf4Blocks; block++) {
         int32_t significands[2], exponent[2];
@@ -266,6 +265,7 @@ void mma_multiply_nvf4(int rows, int cols, const uint8_t* a, const uint8_t* b, c
         to = float_of(0x7fffffffu);
         continue;
       }
+      if (isinf(to)) continue;
       double total = kept_of(to, largest);
       for (double term : terms) total += kept_of(term, largest);
       to = truncate_to(ldexp(total, largest - kNvf4Places), 23);

@@ -1,4 +1,5 @@
 // Tests of arithmetic.h: known numbers, and the vectorised model against a slow one in 128-bit integers.
+#include <float.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -57,6 +58,7 @@ Term term_of(float v) {
 // The term in units of 2^unit, truncated towards zero.
 __int128 in_units(const Term& term, int unit) {
   const int shift = term.unit - unit;
+  if (term.significand == 0) return 0;
   if (shift >= 0) return term.significand * (static_cast<__int128>(1) << shift);
   return -shift > 100 ? 0 : term.significand / (static_cast<__int128>(1) << -shift);
 }
@@ -88,6 +90,28 @@ float slow_multiply(const MmaModel& model, int k, const uint32_t* a, const uint3
     c = slow_step(model, terms, model.step + 1);
   }
   return c;
+}
+
+// The same of NVFP4, where the terms are the sums of blocks.
+constexpr int kNvf4K = 64, kNvf4Bytes = kNvf4K / 2, kNvf4Blocks = 4;
+constexpr MmaModel kNvf4 = {MmaElement::kE4m3 /* of scales */, kNvf4K, 35, 23};
+
+// An element in halves.
+int e2m1_halves(const uint8_t* codes, int i) {
+  const int code = i % 2 ? codes[i / 2] >> 4 : codes[i / 2] & 15, exponent = code >> 1 & 3, mantissa = code & 1;
+  const int magnitude = exponent == 0 ? mantissa : (2 + mantissa) << (exponent - 1);
+  return code & 8 ? -magnitude : magnitude;
+}
+
+float slow_multiply_nvf4(const uint8_t* a, const uint8_t* b, const uint8_t* scales_a, const uint8_t* scales_b, float c) {
+  Term terms[1 + kNvf4Blocks] = {term_of(c)};
+  for (int block = 0; block < kNvf4Blocks; block++) {
+    int quarters = 0;
+    for (int i = 16 * block; i < 16 * block + 16; i++) quarters += e2m1_halves(a, i) * e2m1_halves(b, i);
+    const Term x = term_of(kNvf4.element, scales_a[block]), y = term_of(kNvf4.element, scales_b[block]);
+    terms[1 + block] = {quarters * x.significand * y.significand, x.unit + y.unit - 2, x.exponent + y.exponent};
+  }
+  return slow_step(kNvf4, terms, 1 + kNvf4Blocks);
 }
 
 struct Generator {
@@ -157,6 +181,141 @@ const char* against_slow_model() {
       }
     }
   }
+  return nullptr;
+}
+
+// Operands of NVFP4 for one MMA.
+struct Nvf4 {
+  static constexpr int kRows = 16, kCols = 8, kOutputs = kRows * kCols;
+  uint8_t a[kRows * kNvf4Bytes], b[kCols * kNvf4Bytes], scales_a[kRows * kNvf4Blocks], scales_b[kCols * kNvf4Blocks];
+  float c[kOutputs];
+
+  // Every code, scales from `first` to `last` with zeros in between, and accumulators below 2^exponent.
+  Nvf4(Generator& random, int first, int last, int exponent) {
+    for (uint8_t& v : a) v = static_cast<uint8_t>(random.next() >> 32);
+    for (uint8_t& v : b) v = static_cast<uint8_t>(random.next() >> 32);
+    const auto scale = [&] { return random.next() % 16 == 0 ? 0 : static_cast<uint8_t>(first + random.next() % (last - first + 1)); };
+    for (uint8_t& v : scales_a) v = scale();
+    for (uint8_t& v : scales_b) v = scale();
+    for (float& v : c) v = static_cast<float>(ldexp(static_cast<double>(static_cast<int32_t>(random.next() >> 32)), exponent - 31));
+  }
+
+  // Makes the second half of K the first one with the opposite sign, but for a last block with other scales.
+  void cancel() {
+    for (int row = 0; row < kRows; row++) memcpy(a + row * kNvf4Bytes + kNvf4Bytes / 2, a + row * kNvf4Bytes, kNvf4Bytes / 2);
+    for (int row = 0; row < kRows; row++) scales_a[row * kNvf4Blocks + 2] = scales_a[row * kNvf4Blocks];
+    for (int col = 0; col < kCols; col++) {
+      uint8_t* half = b + col * kNvf4Bytes + kNvf4Bytes / 2;
+      for (int i = 0; i < kNvf4Bytes / 2; i++) half[i] = half[i - kNvf4Bytes / 2] ^ 0x88;
+      scales_b[col * kNvf4Blocks + 2] = scales_b[col * kNvf4Blocks];
+    }
+  }
+
+  float slow(int output, float sum) const {
+    const int row = output / kCols, col = output % kCols;
+    return slow_multiply_nvf4(a + row * kNvf4Bytes, b + col * kNvf4Bytes, scales_a + row * kNvf4Blocks, scales_b + col * kNvf4Blocks, sum);
+  }
+
+  void multiply(float* d) const { mma_multiply_nvf4(kRows, kCols, a, b, scales_a, scales_b, d); }
+};
+
+const char* nvf4_against_slow_model() {
+  constexpr int kSubnormal = 0x07, kOne = 0x38, kLargest = 0x7e;
+  constexpr struct {
+    int first, last, exponent;
+  } kCases[] = {{0, kLargest, 4},         {0, kLargest, 24},      {kOne, kOne, 12},         {1, kSubnormal, -8},  {1, kSubnormal, 30},
+                {kLargest, kLargest, 30}, {0, 0, -120},           {0, kSubnormal, -140},    {0, kLargest, 50},    {0, kLargest, 128},
+                {kOne, kLargest, 0},      {0x30, 0x40, -100}};
+  Generator random{23};
+  for (const auto& now : kCases) {
+    // Random; with halves that cancel; and with accumulators that are the negative of the sum.
+    for (int kind = 0; kind < 12; kind++) {
+      Nvf4 operands(random, now.first, now.last, now.exponent);
+      if (kind % 3 == 1) operands.cancel();
+      for (int i = 0; i < Nvf4::kOutputs && kind % 3 == 2; i++) operands.c[i] = -operands.slow(i, 0.0f);
+      float d[Nvf4::kOutputs];
+      memcpy(d, operands.c, sizeof(d));
+      operands.multiply(d);
+      for (int i = 0; i < Nvf4::kOutputs; i++) {
+        const float slow = operands.slow(i, operands.c[i]);
+        if (bits_of(slow) == bits_of(d[i])) continue;
+        return fail("nvf4, scales %02x to %02x, accumulators 2^%d, kind %d, output %d: %a, but the slow model has %a", now.first, now.last,
+                    now.exponent, kind, i, d[i], slow);
+      }
+    }
+  }
+  return nullptr;
+}
+
+const char* nvf4_known_numbers() {
+  constexpr uint8_t kOnes = 0x22, kSixes = 0x77, kScaleOne = 0x38, kSmallest = 0x01, kLargest = 0x7e, kNan = 0x7f;
+  const float inf = INFINITY;
+  uint8_t a[kNvf4Bytes], b[8 * kNvf4Bytes], scales_a[kNvf4Blocks], scales_b[8 * kNvf4Blocks];
+  float d[8] = {};
+  // 64 * 6^2 * 448^2, which an f32 holds.
+  memset(a, kSixes, sizeof(a)), memset(b, kSixes, sizeof(b));
+  memset(scales_a, kLargest, sizeof(scales_a)), memset(scales_b, kLargest, sizeof(scales_b));
+  mma_multiply_nvf4(1, 8, a, b, scales_a, scales_b, d);
+  if (d[0] != 462422016.0f) return fail("nvf4, the largest sum: %g, not 462422016", d[0]);
+  // The first block is -2^n, which an accumulator of 2^n cancels; the last has a quarter of the smallest scales, 2^-20. It is kept as long
+  // as it is no more than 35 places below 2^n.
+  for (int n = 8; n <= 20; n++) {
+    memset(a, 0, sizeof(a)), memset(b, 0, sizeof(b));
+    memset(scales_a, 0, sizeof(scales_a)), memset(scales_b, 0, sizeof(scales_b));
+    // A product of -4 * 4 * 2^(n - 4), whose scales are powers of two, and one of 0.5 * 0.5.
+    a[0] = 0x0e, b[0] = 0x06, a[kNvf4Bytes - 1] = 0x10, b[kNvf4Bytes - 1] = 0x10;
+    const int low = (n - 4) / 2, high = n - 4 - low;
+    scales_a[0] = static_cast<uint8_t>(kScaleOne + 8 * low), scales_b[0] = static_cast<uint8_t>(kScaleOne + 8 * high);
+    scales_a[3] = kSmallest, scales_b[3] = kSmallest;
+    d[0] = ldexpf(1.0f, n);
+    mma_multiply_nvf4(1, 8, a, b, scales_a, scales_b, d);
+    const float expected = n - 35 <= -20 ? ldexpf(1.0f, -20) : 0.0f;
+    if (d[0] != expected) return fail("nvf4, 2^%d - 2^%d + 2^-20 = %a, not %a", n, n, d[0], expected);
+  }
+  // A block counts with the exponent of its scales, 2^16, even if all of its elements are zero.
+  memset(scales_a, 0, sizeof(scales_a)), memset(scales_b, 0, sizeof(scales_b));
+  scales_a[3] = kSmallest, scales_b[3] = kSmallest, d[0] = 0.0f;
+  mma_multiply_nvf4(1, 8, a, b, scales_a, scales_b, d);
+  if (d[0] != ldexpf(1.0f, -20)) return fail("nvf4, 2^-20 alone: %a", d[0]);
+  scales_a[1] = kLargest, scales_b[1] = kLargest;
+  mma_multiply_nvf4(1, 8, a, b, scales_a, scales_b, d);
+  if (d[0] != 0.0f) return fail("nvf4, 2^-20 and a block of zeros with large scales: %a", d[0]);
+  // 1 + 2^-n, of which the result has 23 places.
+  for (int n = 18; n < 27; n++) {
+    d[0] = ldexpf(1.0f, n - 20);
+    memset(scales_a, 0, kNvf4Blocks - 1);
+    mma_multiply_nvf4(1, 8, a, b, scales_a, scales_b, d);
+    const float expected = n <= 23 ? ldexpf(1.0f, n - 20) + ldexpf(1.0f, -20) : ldexpf(1.0f, n - 20);
+    if (d[0] != expected) return fail("nvf4, 2^%d + 2^-20 = %a, not %a", n - 20, d[0], expected);
+  }
+  // Every element of A meets the same one of B, and has the scales of its block.
+  memset(scales_a, kScaleOne, sizeof(scales_a)), memset(scales_b, kScaleOne, sizeof(scales_b));
+  for (int i = 0; i < kNvf4K; i++) {
+    memset(a, 0, sizeof(a)), memset(b, kOnes, sizeof(b)), memset(d, 0, sizeof(d));
+    a[i / 2] = static_cast<uint8_t>(0x2 << i % 2 * 4), b[i / 2] = static_cast<uint8_t>(0x5 << i % 2 * 4);
+    scales_a[i / 16] = kScaleOne + 8;
+    mma_multiply_nvf4(1, 8, a, b, scales_a, scales_b, d);
+    scales_a[i / 16] = kScaleOne;
+    if (d[0] != 6.0f || d[1] != 2.0f) return fail("nvf4, element %d: %g and %g, not 6 and 2", i, d[0], d[1]);
+  }
+  // A scale that is NaN reaches its column alone, whatever the block has. An infinity stays one.
+  memset(a, 0, sizeof(a));
+  d[0] = 1.0f, d[1] = inf, d[2] = inf, d[3] = NAN, d[4] = -inf;
+  scales_b[0 * kNvf4Blocks + 3] = kNan, scales_b[1 * kNvf4Blocks] = kNan;
+  mma_multiply_nvf4(1, 8, a, b, scales_a, scales_b, d);
+  if (bits_of(d[0]) != 0x7fffffffu || bits_of(d[1]) != 0x7fffffffu || d[2] != inf || bits_of(d[3]) != 0x7fffffffu || d[4] != -inf) {
+    return fail("nvf4, special values: %g, %g, %g, %g, %g", d[0], d[1], d[2], d[3], d[4]);
+  }
+  // The largest number, of which all products are below the last place, and a sum of negative zeros.
+  memset(a, kSixes, sizeof(a)), memset(b, kSixes, sizeof(b)), memset(scales_b, kLargest, sizeof(scales_b));
+  memset(scales_a, kLargest, sizeof(scales_a));
+  for (float& v : d) v = FLT_MAX;
+  mma_multiply_nvf4(1, 8, a, b, scales_a, scales_b, d);
+  if (d[0] != FLT_MAX) return fail("nvf4, the largest number: %g", d[0]);
+  memset(a, 0x88, sizeof(a));
+  for (float& v : d) v = -0.0f;
+  mma_multiply_nvf4(1, 8, a, b, scales_a, scales_b, d);
+  if (bits_of(d[0]) != 0) return fail("nvf4, a sum of negative zeros has the bits %08x", bits_of(d[0]));
   return nullptr;
 }
 
@@ -236,7 +395,7 @@ const char* special_values() {
 }  // namespace
 
 extern "C" const char* kl_emu_selftest(void) {
-  for (const auto test : {known_numbers, special_values, against_slow_model}) {
+  for (const auto test : {known_numbers, special_values, against_slow_model, nvf4_known_numbers, nvf4_against_slow_model}) {
     if (const char* failed = test()) return failed;
   }
   return nullptr;

@@ -334,4 +334,112 @@ pub const ALL: &[Planted] = &[
         find: "/*promotes*/ true",
         replace: "/*promotes*/ false",
     },
+    // MMAs on the lower rows of a warp have the scales of A that the other lanes supply, which are those of the upper ones.
+    Planted {
+        name: "scales_of_other_rows",
+        kernel_file: "gemm_nvfp4_sm120",
+        tile: "KL_GEMM_NVFP4_SM120(gemm_nvfp4_sm120, 256, 128,",
+        source: "gemm/policies_sm120.cuh",
+        find: "if (m == 1) with_a(std::integral_constant<int, 1>());",
+        replace: "if (m == 1) with_a(std::integral_constant<int, 0>());",
+    },
+    // One MMA in four has the scales of B from the lanes of another selector.
+    Planted {
+        name: "scales_of_other_columns",
+        kernel_file: "gemm_nvfp4_sm120",
+        tile: "KL_GEMM_NVFP4_SM120(gemm_nvfp4_sm120, 256, 128,",
+        source: "gemm/policies_sm120.cuh",
+        find: "if (n % 4 == 2) mma_nvf4<kA, 2>",
+        replace: "if (n % 4 == 2) mma_nvf4<kA, 1>",
+    },
+    // The nibbles of one operand are exchanged, those of the other are not.
+    Planted {
+        name: "nibbles_of_one_operand",
+        kernel_file: "gemm_nvfp4_sm120",
+        tile: "KL_GEMM_NVFP4_SM120(gemm_nvfp4_sm120, 256, 128,",
+        source: "gemm/policies_sm120.cuh",
+        find: "const uint2 pair = scales.b[n / 8];",
+        replace: "const uint2 pair = scales.b[n / 8];\n      b0 = (b0 & 0x0f0f0f0f) << 4 | (b0 >> 4 & 0x0f0f0f0f);",
+    },
+    // SwiGLU puts even columns into the low nibble.
+    Planted {
+        name: "swiglu_nibbles_exchanged",
+        kernel_file: "gemm_nvfp4_sm120",
+        tile: "KL_GEMM_NVFP4_SM120(gemm_nvfp4_sm120, 256, 128,",
+        source: "gemm/epilogue_sm90.cuh",
+        find: "pack_e2m1(v[2 * i] * quantised.inverse, v[2 * i + 1]",
+        replace: "pack_e2m1(v[2 * i + 1] * quantised.inverse, v[2 * i]",
+    },
+    // The upper half of a scale tile's rows is taken for the lower.
+    Planted {
+        name: "lower_half_of_scales",
+        kernel_file: "gemm_nvfp4_sm120",
+        tile: "KL_GEMM_NVFP4_SM120(gemm_nvfp4_sm120, 256, 128,",
+        source: "gemm/policies_sm120.cuh",
+        find: "half * kScaleBytes + upper * 8 +",
+        replace: "half * kScaleBytes + 0 * upper +",
+    },
+    // The second step of a k-block has the scales of the first.
+    Planted {
+        name: "scales_of_the_first_step",
+        kernel_file: "gemm_nvfp4_sm120",
+        tile: "KL_GEMM_NVFP4_SM120(gemm_nvfp4_sm120, 256, 128,",
+        source: "gemm/policies_sm120.cuh",
+        find: "const uint32_t at = stage + step * kScaleTileBytes;",
+        replace: "const uint32_t at = stage + 0 * step;",
+    },
+    // A lane loads the scales of another lane's column.
+    Planted {
+        name: "scales_in_order_of_lanes",
+        kernel_file: "gemm_nvfp4_sm120",
+        tile: "KL_GEMM_NVFP4_SM120(gemm_nvfp4_sm120, 256, 128,",
+        source: "gemm/policies_sm120.cuh",
+        find: "(lane() % 4 * 8 + lane() / 4) * 16;",
+        replace: "lane() * 16;",
+    },
+    // Coordinates of B count elements, of which two are one column of the map.
+    Planted {
+        name: "coordinates_of_elements",
+        kernel_file: "gemm_nvfp4_sm120",
+        tile: "KL_GEMM_NVFP4_SM120(gemm_nvfp4_sm120, 256, 128,",
+        source: "gemm/policies_sm90.cuh",
+        find: "second.map, k * Config::kMapCols,",
+        replace: "second.map, k * Config::kBlockK,",
+    },
+    // Warps wait for the phase before.
+    Planted {
+        name: "wrong_phase",
+        kernel_file: "gemm_nvfp4_sm120",
+        tile: "KL_GEMM_NVFP4_SM120(gemm_nvfp4_sm120, 256, 128,",
+        source: "gemm/mainloop_sm90.cuh",
+        find: "pipe.parity);\n    const uint32_t stage = pipe.a(pipe.stage);",
+        replace: "pipe.parity ^ 1);\n    const uint32_t stage = pipe.a(pipe.stage);",
+    },
+    // Warps do not wait for the copies of a stage.
+    Planted {
+        name: "copies_not_awaited",
+        kernel_file: "gemm_nvfp4_sm120",
+        tile: "KL_GEMM_NVFP4_SM120(gemm_nvfp4_sm120, 256, 128,",
+        source: "gemm/mainloop_sm90.cuh",
+        find: "    mbarrier_wait(pipe.full(pipe.stage), pipe.parity);\n    const uint32_t stage = pipe.a(pipe.stage);",
+        replace: "    const uint32_t stage = pipe.a(pipe.stage);",
+    },
+    // Fragments of A are loaded with the swizzle of longer rows.
+    Planted {
+        name: "swizzle_of_longer_rows",
+        kernel_file: "gemm_nvfp4_sm120",
+        tile: "KL_GEMM_NVFP4_SM120(gemm_nvfp4_sm120, 256, 128,",
+        source: "gemm/mainloop_sm90.cuh",
+        find: "swizzled<kRowBytes>(row + lane() % 16, lane() / 16);",
+        replace: "(row + lane() % 16) * kRowBytes + swizzled_chunk<2 * kRowBytes>(lane() % 4, lane() / 16) * 16;",
+    },
+    // Weights are loaded while the kernel before may still expand them.
+    Planted {
+        name: "preloads_what_is_expanded",
+        kernel_file: "gemm_bf16_sm120",
+        tile: "KL_GEMM_BF16_SM120(gemm_bf16_sm120, 128, 128,",
+        source: "gemm/policies_sm120.cuh",
+        find: "static constexpr bool kPreloads = false;",
+        replace: "static constexpr bool kPreloads = true;",
+    },
 ];

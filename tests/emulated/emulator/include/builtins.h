@@ -88,6 +88,10 @@ template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int lane_mask) {
   return kl_emu::from_bits<T>(kl_emu::shuffle_xor(mask, kl_emu::to_bits(value), lane_mask));
 }
+template <class T>
+T __shfl_sync(unsigned mask, T value, int source) {
+  return __shfl_xor_sync(mask, value, static_cast<int>(threadIdx.x) % 32 ^ source);
+}
 
 // ------------------------------------------------------------------------------------------------------------------ memory
 
@@ -146,5 +150,6 @@ float __fadd_rn(float a, float b);
 float __fmul_rn(float a, float b);
 inline int __float2int_rn(float v) { return static_cast<int>(rintf(v)); }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
+inline int __clzll(unsigned long long v) { return v ? __builtin_clzll(v) : 64; }
 inline float __uint_as_float(unsigned v) { return kl_emu::from_bits<float>(v); }
 inline unsigned __float_as_uint(float v) { return static_cast<unsigned>(kl_emu::to_bits(v)); }
