@@ -25,7 +25,10 @@ fn is_wanted(row: &Row) -> bool {
 
 fn measure(cuda: &mut Cuda, row: &Row) -> Result<Outcome> {
     let peak = |dtype| cuda.device().tensor_flops(dtype);
-    let peaks = Peaks { bf16: peak(DType::Bf16), e4m3: peak(DType::E4m3), e2m1: peak(DType::E2m1) };
+    let e2m1 = peak(DType::E2m1);
+    // The block-scaled MMA has half the rate of e2m1 for e4m3, where `mma.sync` without scales may have less.
+    let e4m3 = if cuda.gemm_formats().w4a4 { e2m1.map(|flops| flops / 2.0) } else { peak(DType::E4m3) };
+    let peaks = Peaks { bf16: peak(DType::Bf16), e4m3, e2m1 };
     let figure = row.measure(cuda, &PROTOCOL)?.held_to(peaks);
     let rate = format!("{:.0} TFLOP/s", figure.flops as f64 / figure.median_s / 1e12);
     let share = figure.of_tensor_cores.map(|share| format!(", {:.0} % of nominal", 100.0 * share));
