@@ -1,5 +1,6 @@
-//! The compiled kernels: the resources of each are compared with `kernels/resources.txt`, each file has its image, and those of one
-//! architecture consist of the instructions they were written for. And the table of their instantiations, `kernels/tiles.def`.
+//! The compiled kernels: the resources of each are compared with `kernels/resources.txt`, each file has its image, and those of
+//! one architecture consist of the instructions they were written for. And the table of their instantiations,
+//! `kernels/tiles.def`.
 
 #![allow(clippy::print_stdout)] // says why a test was skipped, with --nocapture
 
@@ -152,7 +153,8 @@ fn instructions(listing: &str) -> BTreeMap<&str, Vec<&str>> {
     kernels.map(|(kernel, codes)| (kernel, codes.into_iter().map(|(_, code)| code).collect())).collect()
 }
 
-/// The shortest loop that has all instructions of a kernel that begin with `mma`: from where a branch goes back to, up to the branch.
+/// The shortest loop that has all instructions of a kernel that begin with `mma`: from where a branch goes back to, up to the
+/// branch.
 fn loop_around<'a>(codes: &[(u64, &'a str)], mma: &str) -> Vec<&'a str> {
     let mut mmas = codes.iter().filter(|(_, code)| code.starts_with(mma)).map(|(address, _)| *address);
     let first = mmas.next().unwrap_or_else(|| panic!("there is no {mma}"));
@@ -269,8 +271,8 @@ fn sm120_main_loops_multiply_all_the_time() {
             assert!(count(&all, "UTMALDG") > 0, "{kernel} has no TMA loads");
             let nvfp4 = file == "gemm_nvfp4_sm120";
             assert_eq!(count(&all, "UBLKCP") > 0, nvfp4, "{kernel}: bulk copies");
-            // Sixteen fragments of eight columns for each of the warp's sixteen rows; four matrices a load. A k-block's scales of A
-            // are a word for each step, and those of B a pair of words for each half of the columns.
+            // Sixteen fragments of eight columns for each of the warp's sixteen rows; four matrices a load. The scales of A are a
+            // word for each step, and those of B a pair of words for each half of the columns.
             let tiles = if kernel.ends_with("_256x128") { 2 } else { 1 };
             let main_loop = loop_around(codes, mma);
             let mmas = main_loop.iter().filter(|code| code.starts_with(mma)).count();
