@@ -1,5 +1,6 @@
-//! The compiled kernels: the resources of each are compared with `kernels/resources.txt`, each file has its image, and the Hopper kernels
-//! consist of the instructions they were written for. And the table of their instantiations, `kernels/tiles.def`.
+//! The compiled kernels: the resources of each are compared with `kernels/resources.txt`, each file has its image, and those of
+//! one architecture consist of the instructions they were written for. And the table of their instantiations,
+//! `kernels/tiles.def`.
 
 #![allow(clippy::print_stdout)] // says why a test was skipped, with --nocapture
 
@@ -48,15 +49,11 @@ impl Table {
         rows.filter_map(|(rest, numbers)| Some((rest.split(' ').next()?, numbers))).collect()
     }
 
-    /// The kernels that use `wgmma`.
-    fn sm90(&self) -> Vec<(&str, [u32; 4])> {
-        SM90_FILES.iter().flat_map(|file| self.of_file(file)).collect()
-    }
-
-    /// Those of them that have a stack or spills, which would stall the tensor cores: no table may allow that.
-    fn sm90_spills(&self) -> Vec<String> {
-        let spilled = self.sm90().into_iter().filter(|(_, [_, stack, spills, _])| stack + spills > 0);
-        spilled
+    /// The persistent kernels that have a stack or spills, which would stall the tensor cores: no table may allow that.
+    fn persistent_spills(&self) -> Vec<String> {
+        let kernels = persistent_files().flat_map(|file| self.of_file(file));
+        kernels
+            .filter(|(_, [_, stack, spills, _])| stack + spills > 0)
             .map(|(kernel, [_, stack, spills, _])| format!("{kernel}: {stack} bytes of stack, {spills} of spills, may have none"))
             .collect()
     }
@@ -64,6 +61,16 @@ impl Table {
 
 /// The files whose kernels use `wgmma`.
 const SM90_FILES: [&str; 4] = ["gemm_bf16_sm90", "gemm_fp8_sm90", "gemm_mixed_sm90", "attention_sm90"];
+/// The GEMMs of compute capability 12.x, and their MMA.
+const SM120_GEMMS: [(&str, &str); 3] = [
+    ("gemm_nvfp4_sm120", "OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X"),
+    ("gemm_fp8_sm120", "QMMA.SF.16832.F32.E4M3.E4M3.E8"),
+    ("gemm_bf16_sm120", "HMMA.16816.F32.BF16"),
+];
+
+fn persistent_files() -> impl Iterator<Item = &'static str> {
+    SM90_FILES.into_iter().chain(SM120_GEMMS.into_iter().map(|(file, _)| file))
+}
 
 /// Where a build exceeds the table.
 fn faults(built: &Table, allowed: &Table) -> Vec<String> {
@@ -79,7 +86,7 @@ fn faults(built: &Table, allowed: &Table) -> Vec<String> {
             }
         }
     }
-    faults.extend(built.sm90_spills());
+    faults.extend(built.persistent_spills());
     // A build for fewer architectures has no rows for the others.
     if built.archs == allowed.archs {
         let gone = allowed.rows.keys().filter(|name| !built.rows.contains_key(*name));
@@ -117,27 +124,48 @@ fn kernels_take_no_more_than_the_table_allows() {
 }
 
 #[test]
-fn sm90_kernels_do_not_spill() {
+fn persistent_kernels_do_not_spill() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/resources.txt");
     let mut table = Table::parse(&std::fs::read_to_string(path).unwrap());
-    assert!(SM90_FILES.iter().all(|file| !table.of_file(file).is_empty()), "the table has none of these kernels");
-    assert!(table.sm90_spills().is_empty(), "{:?}", table.sm90_spills());
+    assert!(persistent_files().all(|file| !table.of_file(file).is_empty()), "the table has none of these kernels");
+    assert!(table.persistent_spills().is_empty(), "{:?}", table.persistent_spills());
 
     table.rows.insert("gemm_bf16_sm90 kl_gemm_bf16_sm90_1x1 sm_90a".into(), [168, 8, 16, 0]);
     let spills = "kl_gemm_bf16_sm90_1x1: 8 bytes of stack, 16 of spills, may have none";
     assert_eq!(faults(&table, &table), [spills], "though the table allows it");
 }
 
-/// The instructions of each kernel in a listing of cuobjdump: `HGMMA.64x128x16.F32.BF16 R24, ...` of
+/// The instructions of each kernel in a listing of cuobjdump, with their addresses: `HGMMA.64x128x16.F32.BF16 R24, ...` of
 /// `/*1ad0*/ @P0 HGMMA.64x128x16.F32.BF16 R24, ... ;`.
-fn instructions(listing: &str) -> BTreeMap<&str, Vec<&str>> {
-    fn instruction(line: &str) -> Option<&str> {
-        let (_, rest) = line.trim_start().strip_prefix("/*")?.split_once("*/")?;
-        let text = rest.split_once(';')?.0.trim();
-        Some(if text.starts_with('@') { text.split_once(' ')?.1.trim_start() } else { text })
+fn addressed_instructions(listing: &str) -> BTreeMap<&str, Vec<(u64, &str)>> {
+    fn instruction(line: &str) -> Option<(u64, &str)> {
+        let (address, rest) = line.trim_start().strip_prefix("/*")?.split_once("*/")?;
+        let (address, text) = (u64::from_str_radix(address, 16).ok()?, rest.split_once(';')?.0.trim());
+        Some((address, if text.starts_with('@') { text.split_once(' ')?.1.trim_start() } else { text }))
     }
     let kernels = listing.split("Function : ").skip(1).map(|part| part.split_once('\n').unwrap_or((part, "")));
     kernels.map(|(kernel, code)| (kernel.trim(), code.lines().filter_map(instruction).collect())).collect()
+}
+
+/// The same without addresses.
+fn instructions(listing: &str) -> BTreeMap<&str, Vec<&str>> {
+    let kernels = addressed_instructions(listing).into_iter();
+    kernels.map(|(kernel, codes)| (kernel, codes.into_iter().map(|(_, code)| code).collect())).collect()
+}
+
+/// The shortest loop that has all instructions of a kernel that begin with `mma`: from where a branch goes back to, up to the
+/// branch.
+fn loop_around<'a>(codes: &[(u64, &'a str)], mma: &str) -> Vec<&'a str> {
+    let mut mmas = codes.iter().filter(|(_, code)| code.starts_with(mma)).map(|(address, _)| *address);
+    let first = mmas.next().unwrap_or_else(|| panic!("there is no {mma}"));
+    let last = mmas.next_back().unwrap_or(first);
+    let branch = |&(from, code): &(u64, &str)| {
+        let to = code.strip_prefix("BRA")?.rsplit_once("0x").and_then(|(_, to)| u64::from_str_radix(to.trim_end(), 16).ok())?;
+        (to <= first && last < from).then_some(to..=from)
+    };
+    let shortest = codes.iter().filter_map(branch).min_by_key(|range| range.end() - range.start());
+    let shortest = shortest.unwrap_or_else(|| panic!("{mma} is in no loop"));
+    codes.iter().filter(|(address, _)| shortest.contains(address)).map(|(_, code)| *code).collect()
 }
 
 /// The opcodes of each kernel, such as `HGMMA`.
@@ -160,26 +188,36 @@ fn exp2_during_mma(codes: &[&str]) -> usize {
     waits.nth(1).map_or(0, |between| between.iter().filter(|code| code.starts_with("MUFU.EX2")).count())
 }
 
-#[test]
-fn sm90_kernels_use_wgmma() {
-    if !built::ARCHS.contains(&"sm_90") {
-        println!("skipped: built without kernels for sm_90");
-        return;
+/// Whether kernels were built for an architecture, and can be disassembled: cuobjdump calls nvdisasm.
+fn can_list(arch: &str) -> bool {
+    if !built::ARCHS.contains(&arch) {
+        println!("skipped: built without kernels for {arch}");
+        return false;
     }
-    // cuobjdump calls nvdisasm.
     let tools = Path::new(env!("KILN_KERNEL_TOOLS"));
-    if let Some(missing) = ["cuobjdump", "nvdisasm"].iter().find(|tool| !tools.join(tool).is_file()) {
+    let missing = ["cuobjdump", "nvdisasm"].into_iter().find(|tool| !tools.join(tool).is_file());
+    if let Some(missing) = missing {
         let required = std::env::var("KILN_REQUIRE_CUDA").is_ok_and(|value| !["", "0"].contains(&value.as_str()));
         assert!(!required, "KILN_REQUIRE_CUDA=1, but there is no {missing} with nvcc; tools/get_nvcc installs one");
         println!("skipped: no {missing} with nvcc");
+    }
+    missing.is_none()
+}
+
+/// The machine code of a file's kernels for an architecture.
+fn listing(file: &str, arch: &str) -> String {
+    let image = Path::new(env!("OUT_DIR")).join(format!("{file}.fatbin"));
+    let cuobjdump = Path::new(env!("KILN_KERNEL_TOOLS")).join("cuobjdump");
+    let output = Command::new(cuobjdump).args(["-sass", "-arch", arch]).arg(image).output().unwrap();
+    assert!(output.status.success(), "cuobjdump: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn sm90_kernels_use_wgmma() {
+    if !can_list("sm_90") {
         return;
     }
-    let listing = |file: &str, arch: &str| {
-        let image = Path::new(env!("OUT_DIR")).join(format!("{file}.fatbin"));
-        let output = Command::new(tools.join("cuobjdump")).args(["-sass", "-arch", arch]).arg(image).output().unwrap();
-        assert!(output.status.success(), "cuobjdump: {}", String::from_utf8_lossy(&output.stderr));
-        String::from_utf8(output.stdout).unwrap()
-    };
     let built = Table::parse(&std::fs::read_to_string(env!("KILN_KERNEL_RESOURCES")).unwrap());
 
     for file in SM90_FILES {
@@ -210,6 +248,59 @@ fn sm90_kernels_use_wgmma() {
     assert!(portable.contains("HMMA") && !portable.contains("HGMMA"), "{portable:?}");
     let spills = built.rows["gemm_mma kl_gemm_mma_256 sm_90"][2] > 0;
     assert_eq!(portable.contains("LDL") && portable.contains("STL"), spills, "{portable:?}");
+}
+
+/// The main loop of a GEMM by mma.sync: what a warp does with a k-block, which is two steps along K.
+#[test]
+fn sm120_main_loops_multiply_all_the_time() {
+    if !can_list("sm_120f") {
+        return;
+    }
+    for (file, mma) in SM120_GEMMS {
+        let listing = listing(file, "sm_120f");
+        let kernels = addressed_instructions(&listing);
+        assert_eq!(kernels.keys().copied().collect::<Vec<_>>(), ["128x128", "256x128"].map(|tile| format!("kl_{file}_{tile}")));
+        for (kernel, codes) in &kernels {
+            let count =
+                |codes: &[&str], opcode: &str| codes.iter().filter(|code| code.split(['.', ' ']).next() == Some(opcode)).count();
+            let all: Vec<&str> = codes.iter().map(|(_, code)| *code).collect();
+            for opcode in ["LDL", "STL", "CALL"] {
+                assert_eq!(count(&all, opcode), 0, "{kernel}: {opcode}");
+            }
+            // Operands come by TMA, and scales of blocks by bulk copies.
+            assert!(count(&all, "UTMALDG") > 0, "{kernel} has no TMA loads");
+            let nvfp4 = file == "gemm_nvfp4_sm120";
+            assert_eq!(count(&all, "UBLKCP") > 0, nvfp4, "{kernel}: bulk copies");
+            // Sixteen fragments of eight columns for each of the warp's sixteen rows; four matrices a load. The scales of A are a
+            // word for each step, and those of B a pair of words for each half of the columns.
+            let tiles = if kernel.ends_with("_256x128") { 2 } else { 1 };
+            let main_loop = loop_around(codes, mma);
+            let mmas = main_loop.iter().filter(|code| code.starts_with(mma)).count();
+            assert_eq!([mmas, count(&main_loop, "LDSM")], [2 * 16 * tiles, 2 * (8 + tiles)], "{kernel}: MMAs and loads");
+            let pairs = main_loop.iter().filter(|code| code.starts_with("LDS.64 ")).count();
+            let loads = [count(&main_loop, "LDS") - pairs, pairs];
+            assert_eq!(loads, if nvfp4 { [2, 4] } else { [0, 0] }, "{kernel}: loads of scales");
+        }
+    }
+}
+
+#[test]
+fn a_loop_is_found_in_a_listing() {
+    let codes = [
+        (0x00, "MOV R0, R1"),
+        (0x10, "LDSM.16.M88.4 R4, [R2]"),
+        (0x20, "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R3"),
+        (0x30, "BRA 0x20"),
+        (0x40, "OMMA.SF.16864 R4, R8, R12, R4, R16, R17, URZ"),
+        (0x50, "OMMA.SF.16864 R4, R8, R12, R4, R16, R17, URZ"),
+        (0x60, "BRA.U UP0, 0x10"),
+        (0x70, "BRA 0x0"),
+        (0x80, "BRA 0x80"),
+    ];
+    let found = loop_around(&codes, "OMMA");
+    assert_eq!((found.len(), found[0], found[5]), (6, codes[1].1, codes[6].1));
+    assert_eq!(loop_around(&codes, "LDSM"), found);
+    assert_eq!(loop_around(&codes, "MOV").len(), 8);
 }
 
 #[test]

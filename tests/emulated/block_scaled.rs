@@ -1,5 +1,5 @@
-//! The software that stands in for block-scaled MMAs on other GPUs (`kernels/ptx/block_scaled_mma.cuh`) computes the bits that the
-//! emulator's instructions do.
+//! The software that stands in for block-scaled MMAs on other GPUs (`kernels/ptx/block_scaled_mma.cuh`) computes the bits that
+//! the emulator's instructions do.
 
 use crate::available;
 use crate::random::Random;

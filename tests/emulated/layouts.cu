@@ -1,5 +1,5 @@
-// Kernels that store where the layout functions of the kernels put things: swizzles, tiles of block scales, exchanges among the lanes of a
-// quad, and what a warp of the NVFP4 GEMM loads and stores. layouts.rs holds them against tables and checks that they are bijections.
+// Kernels that store where the layout functions of the kernels put things: swizzles, tiles of block scales, exchanges among the lanes of
+// a quad, and what a warp of the NVFP4 GEMM loads and stores. layouts.rs holds them against tables and checks that they are bijections.
 #include <common/nvfp4.cuh>
 #include <common/reduce.cuh>
 #include <common/swizzle.cuh>

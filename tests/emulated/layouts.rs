@@ -1,4 +1,5 @@
-//! Where the kernels put things (`layouts.cu`): every layout is a bijection, and has the places that tensor cores, TMA and files expect.
+//! Where the kernels put things (`layouts.cu`): every layout is a bijection, and has the places that tensor cores, TMA and files
+//! expect. Those of fragments are in the self-test, which asks the instructions themselves.
 
 use crate::available;
 use crate::policies::abi::{KL_SWIGLU, KlGemmPart, KlGemmRows, KlGemmSm90, KlGemmStream, KlMat};
@@ -41,8 +42,7 @@ fn layouts_are_bijections_with_known_places() {
     run("layouts", &SHAPE, &addresses.map(u64::to_le_bytes).concat());
     let [by_32, by_64, by_128, scales, halves, whole] = [0, 1, 2, 3, 4, 5].map(|i| words(&memory, addresses[i], sizes[i]));
 
-    // Swizzles: chunks of 16 bytes stay in their rows. The chunks of a row in eight rows are in different banks: for those that
-    // are eight times as long together as a row of all banks.
+    // Swizzles: chunks of 16 bytes stay in their rows, and the same chunk of eight rows is in different banks.
     for (places, chunks) in [(&by_32, 2), (&by_64, 4), (&by_128, 8)] {
         assert!(is_bijection(places, 16));
         assert!(places.iter().enumerate().all(|(i, place)| place / 16 / chunks == i / chunks), "{places:?}");
@@ -126,8 +126,8 @@ fn tile(kernel: &str, out: KlMat, epilogue: u32, first: [u32; 2], offsets: u64, 
     params
 }
 
-/// A lane supplies an MMA with the scales of row lane / 4 + 8 (lane % 2) of A if lane % 4 / 2 is the selector, which is that of the
-/// tile of 64 rows, and with those of column lane / 4 of B if lane % 4 is the selector, which counts columns by eights.
+/// A lane supplies an MMA with the scales of row lane / 4 + 8 (lane % 2) of A if lane % 4 / 2 is the selector, which is that of
+/// the tile of 64 rows, and with those of column lane / 4 of B if lane % 4 is the selector, which counts columns by eights.
 #[test]
 fn lanes_load_the_scales_that_they_supply() {
     if !available() {

@@ -217,7 +217,7 @@ namespace {
 constexpr int kNvf4Bytes = 32, kNvf4Block = 8, kNvf4Blocks = 4, kNvf4Places = 35;
 
 // Elements as multiples of one half.
-constexpr int8_t kHalves[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+constexpr int8_t kE2m1InHalves[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 // The sums of products in each block of a row and a column, in quarters.
 KL_VECTOR_CLONES void block_sums(const int8_t (&a)[2 * kNvf4Bytes], const int8_t (&b)[2 * kNvf4Bytes], int32_t (&sums)[kNvf4Blocks]) {
@@ -229,7 +229,7 @@ KL_VECTOR_CLONES void block_sums(const int8_t (&a)[2 * kNvf4Bytes], const int8_t
 }
 
 void halves_of(const uint8_t* codes, int8_t (&to)[2 * kNvf4Bytes]) {
-  for (int i = 0; i < kNvf4Bytes; i++) to[2 * i] = kHalves[codes[i] & 15], to[2 * i + 1] = kHalves[codes[i] >> 4];
+  for (int i = 0; i < kNvf4Bytes; i++) to[2 * i] = kE2m1InHalves[codes[i] & 15], to[2 * i + 1] = kE2m1InHalves[codes[i] >> 4];
 }
 
 // What is left of v, which is aligned to `largest`, in units of the last place that is kept.
