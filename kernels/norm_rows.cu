@@ -199,25 +199,27 @@ __device__ __forceinline__ void layer_norm_rows(const KlLayerNorm& p) {
   norm_rows<T, kThreads, kVecs, false>(s.out, s.x, s.scale, s.shift, first, p.eps, p.saturated, moments);
 }
 
-// Resident CTAs per SM of a norm into codes: one fewer where the conversion takes registers, because only GPUs since this architecture
-// have an instruction for it.
-constexpr int quantising_ctas(int ctas, [[maybe_unused]] int since) {
-#ifdef __CUDA_ARCH__
-  return __CUDA_ARCH__ < since && ctas > 1 ? ctas - 1 : ctas;
+// Resident CTAs per SM of a norm into e4m3: one fewer where the conversion takes registers, because the GPU has no instruction for it.
+constexpr int e4m3_ctas(int ctas) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+  return ctas > 1 ? ctas - 1 : 1;
 #else
   return ctas;
 #endif
 }
+
+// Of a norm into e2m1, which scales blocks on every GPU.
+constexpr int e2m1_ctas(int ctas) { return ctas > 1 ? ctas - 1 : 1; }
 
 // Entry points for rows of at most kVecs * kThreads vectors, and more than (kVecs - 1) * kThreads. Each number of vectors has its own:
 // one kernel for all would allocate the registers of the largest.
 #define KL_ROW_NORM(file, cols, kThreads, kVecs, layer_ctas_per_sm, rms_ctas_per_sm)                                           \
   static_assert(row_states<kThreads * kVecs * kVector, cols>());                                                               \
   KL_ENTRY(kl_layer_norm_##cols, KlLayerNorm, kThreads, layer_ctas_per_sm) { layer_norm_rows<bf16, kThreads, kVecs>(p); }      \
-  KL_ENTRY(kl_layer_norm_e4m3_##cols, KlLayerNorm, kThreads, quantising_ctas(layer_ctas_per_sm, 890)) {                        \
+  KL_ENTRY(kl_layer_norm_e4m3_##cols, KlLayerNorm, kThreads, e4m3_ctas(layer_ctas_per_sm)) {                                   \
     layer_norm_rows<e4m3, kThreads, kVecs>(p);                                                                                 \
   }                                                                                                                            \
-  KL_ENTRY(kl_layer_norm_e2m1_##cols, KlLayerNorm, kThreads, quantising_ctas(layer_ctas_per_sm, 1000)) {                       \
+  KL_ENTRY(kl_layer_norm_e2m1_##cols, KlLayerNorm, kThreads, e2m1_ctas(layer_ctas_per_sm)) {                                   \
     layer_norm_rows<e2m1, kThreads, kVecs>(p);                                                                                 \
   }                                                                                                                            \
   KL_ENTRY(kl_rms_norm_##cols, KlRmsNorm, kThreads, rms_ctas_per_sm) {                                                         \

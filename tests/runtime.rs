@@ -168,7 +168,8 @@ fn weights_are_expanded_in_free_working_memory() {
     let mut working = 0;
     // Weights are expanded by a kernel before the GEMM, and on Hopper, which is the last, by the GEMM itself.
     for (capability, shared) in [((8, 0), 166_912), ((8, 9), 101_376), ((12, 0), 101_376), ((9, 0), DeviceInfo::SM90_SHARED)] {
-        let gemms = cuda::gemm_formats(capability);
+        // No self-test has passed on these, so that NVFP4 inputs are out of the question.
+        let gemms = GemmFormats { w4a4: false, ..cuda::gemm_formats(capability) };
         let planned = arena_bytes(gemms);
         assert!(planned > arena_bytes(GemmFormats { expands: false, ..gemms }), "the plan does not depend on expanded weights");
         working = planned.next_multiple_of(ALIGN);

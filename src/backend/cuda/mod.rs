@@ -317,7 +317,6 @@ impl Backend for Cuda {
             w4a16: has(Kernel::Expand),
             qk8: has(Kernel::AttentionSm90MaxFreeE4m3) || has(Kernel::AttentionFp8MaxFree),
             expands: has(Kernel::Expand),
-            ..GemmFormats::NONE
         }
         .and(gemm_formats(self.device().capability))
     }
