@@ -112,7 +112,9 @@ pub fn test(
     } else {
         let count = |wanted: fn(&Outcome) -> bool| lines.iter().filter(|line| wanted(&line.outcome)).count();
         let (passed, absent) = (count(|o| matches!(o, Outcome::Passed(_))), count(|o| *o == Outcome::NotHere));
-        write_line(out, &format!("\n{passed} ok, {failed} failed, {absent} not on this GPU; {seconds:.1} s"))?;
+        // A line break inside of a line would be shown as an escape.
+        write_line(out, "")?;
+        write_line(out, &format!("{passed} ok, {failed} failed, {absent} not on this GPU; {seconds:.1} s"))?;
         write_line(out, "--- up to here ---")?;
     }
     if failed == 0 { Ok(()) } else { Err(Error::SelfTest { failed, checks: lines.len() }) }
