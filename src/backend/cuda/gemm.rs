@@ -139,19 +139,18 @@ fn has_whole_scale_tiles(stream: &KlGemmStream, tile: TileConfig) -> bool {
         && stream.part.iter().all(halves)
 }
 
-/// Whether the portable kernels can compute a stream: no results of e2m1, and gates and ups that are no farther apart than 32 bits can say, when quantised
-/// ones are expanded.
+/// Whether the portable kernels can compute a stream: no results of e2m1, and gates and ups that are no farther apart than 32 bits
+/// can say, when quantised ones are expanded.
 fn fits_mma(cx: &OpContext, stream: &KlGemmStream) -> bool {
     let (expansion, _) = cx.memory.expansion();
     let expands = operands(stream) == GemmOperands::MixedInput;
     let place = |w: &KlMat| if expands && w.dtype != abi::KL_BF16 { (expansion, u64::from(w.cols)) } else { (w.data, w.stride) };
-    stream.part.iter().all(|part| part.out.dtype != abi::KL_E2M1)
-        && stream.part.iter().all(|part| {
-            let [gate, up] = part.w.map(|rows| place(&stream.w[rows.matrix as usize]));
-            // Offsets in chunks of sixteen bytes reach twice as far.
-            let near = gate.0.abs_diff(up.0) < (1 << 35) && gate.1 == up.1;
-            part.epilogue != abi::KL_SWIGLU || near
-        })
+    stream.part.iter().all(|part| {
+        let [gate, up] = part.w.map(|rows| place(&stream.w[rows.matrix as usize]));
+        // Offsets in chunks of sixteen bytes reach twice as far.
+        let near = gate.0.abs_diff(up.0) < (1 << 35) && gate.1 == up.1;
+        part.out.dtype != abi::KL_E2M1 && (part.epilogue != abi::KL_SWIGLU || near)
+    })
 }
 
 /// Whether a tile's kernel computes GEMMs of these operands. But for Hopper, those of bf16 take weights that were expanded before.

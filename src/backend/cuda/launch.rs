@@ -157,8 +157,8 @@ pub struct Kernels {
     launched: Vec<Cell<u64>>,
     /// Whether kernels that have to prove themselves on a GPU before they are chosen have done so.
     proven: bool,
-    /// A hash of the images that are loaded.
-    fingerprint: u64,
+    /// The images that are loaded; those of the program itself are not copied.
+    images: Vec<Cow<'static, [u8]>>,
     stream: Stream,
 }
 
@@ -167,7 +167,7 @@ impl Kernels {
     pub fn load(driver: Rc<dyn Driver>, images: Images<'_>, stream: Stream) -> Result<Self> {
         let (modules, functions, launched) = (Vec::new(), Vec::new(), vec![Cell::new(0); Kernel::ALL.len()]);
         let mut kernels =
-            Self { driver, modules, functions, maps: RefCell::default(), launched, proven: false, fingerprint: 0, stream };
+            Self { driver, modules, functions, maps: RefCell::default(), launched, proven: false, images: Vec::new(), stream };
         let mut files: HashMap<&str, Option<Module>> = HashMap::new();
         for kernel in Kernel::ALL {
             let Row { symbol, file, params, shared, .. } = kernel.row();
@@ -193,7 +193,7 @@ impl Kernels {
         }
         let loaded = images(kernel.file()).and_then(|image| {
             let module = self.driver.load(&image)?;
-            self.fingerprint = hash(self.fingerprint, &image);
+            self.images.push(image);
             Ok(module)
         });
         let module = match loaded {
@@ -205,9 +205,10 @@ impl Kernels {
         Ok(Some(module))
     }
 
-    /// A hash of the images that are loaded: another build has another one.
+    /// A hash of the images that are loaded: another build has another one. They are megabytes, which nobody but a self-test reads, so
+    /// this is not computed before it is asked for.
     pub fn fingerprint(&self) -> u64 {
-        self.fingerprint
+        self.images.iter().fold(0, |state, image| hash(state, image))
     }
 
     /// Whether a kernel may be chosen here.
