@@ -46,6 +46,11 @@ class Kiln:
             ("choose", [handle, ctypes.c_uint32, text, text, size], ctypes.c_int32),
             ("tiles", [text, size], None),
             ("kernels", [handle, text, size], None),
+            ("vae_open", [text, ctypes.c_uint32, text, size], handle),
+            ("vae_close", [handle], None),
+            ("vae_weight_bytes", [handle], u64),
+            ("vae_load", [handle, handle, u64, text, size], ctypes.c_int32),
+            ("vae_run", [handle, handle, ctypes.c_uint32, ctypes.POINTER(PeerTensor), u64, u64, u64, text, size], u64),
         ):
             function = getattr(self.library, f"kiln_peers_{name}")
             function.argtypes, function.restype = arguments, result
@@ -107,3 +112,53 @@ class Kiln:
                 raise RuntimeError(f"kiln: {text.value.decode()}")
 
         return queue
+
+
+class KilnVae:
+    """A whole VAE of a folder, on the stream of an open `Kiln`; on one that is not open its ops are only checked."""
+
+    ALIGN = 1024
+
+    def __init__(self, kiln: Kiln, folder: pathlib.Path, tiling: bool = False):
+        self.kiln, library, text = kiln, kiln.library, kiln.text
+        self.vae = library.kiln_peers_vae_open(str(folder).encode(), int(tiling), text, len(text))
+        if not self.vae:
+            raise RuntimeError(f"kiln: {text.value.decode()}")
+        self.workspace = None
+        if kiln.handle:
+            self.weights = self.memory(library.kiln_peers_vae_weight_bytes(self.vae))
+            if library.kiln_peers_vae_load(self.vae, kiln.handle, self.aligned(self.weights), text, len(text)):
+                raise RuntimeError(f"kiln: {text.value.decode()}")
+
+    def close(self) -> None:
+        self.kiln.library.kiln_peers_vae_close(self.vae)
+        self.vae = self.weights = self.workspace = None
+
+    def memory(self, size: int):
+        return torch.empty(size + self.ALIGN, dtype=torch.uint8, device="cuda")
+
+    def aligned(self, memory) -> int:
+        return -(-memory.data_ptr() // self.ALIGN) * self.ALIGN
+
+    def run(self, handle, encode: bool, out, x, size: tuple, at: int) -> int:
+        """Queues the work. Returns the bytes of working memory."""
+        tensors = (PeerTensor * 2)(self.kiln.describe(out), self.kiln.describe(x))
+        text = self.kiln.text
+        found = self.kiln.library.kiln_peers_vae_run(self.vae, handle, int(encode), tensors, *size, at, text, len(text))
+        if not found:
+            raise RuntimeError(f"kiln: {text.value.decode()}")
+        return found
+
+    def bytes(self, encode: bool, out, x, size: tuple) -> int:
+        """Working memory besides the operands, by a dry run."""
+        return self.run(None, encode, out, x, size, 0)
+
+    def call(self, encode: bool, out, x, size: tuple):
+        """A function that decodes tokens [tokens, 128] to an image [pixels, 3], or encodes the other way round; f32 both."""
+        need = self.bytes(encode, out, x, size)
+        if self.workspace is None or self.workspace.numel() < need + self.ALIGN:
+            self.workspace = None  # given back first
+            self.workspace = self.memory(need)
+        at = self.aligned(self.workspace)
+        # The workspace may be replaced by a larger one; what was queued on it keeps it until then.
+        return lambda memory=self.workspace: self.run(self.kiln.handle, encode, out, x, size, at)

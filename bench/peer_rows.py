@@ -16,6 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 BF16, F32 = torch.bfloat16, torch.float32
 EPS = 1e-6
 HEAD_DIM = 128
+# Relative error of a sum of products of which one factor was rounded to bf16.
+BF16_ACTIVATIONS = 1.66e-3
 # What does not fit here is read from memory again when it is read twice.
 CACHE = 60_000_000
 
@@ -455,8 +457,18 @@ def attention(
     return Row("attention_causal" if causal else "attention", shape, make)
 
 
+def phase_form(filters):
+    """Filters [to, 3, 3, channels] behind a nearest-neighbour upsampling by two as four 2x2 filters, one for each parity of the
+    output's row and column: [to, row parity, column parity, 2, 2, channels], as a matrix."""
+    summed = (((0,), (1, 2)), ((0, 1), (2,)))
+    rows = torch.stack([torch.stack([filters[:, taps].float().sum(1) for taps in of], 1) for of in summed], 1)
+    both = torch.stack([torch.stack([rows[:, :, :, taps].sum(3) for taps in of], 3) for of in summed], 2)
+    return both.to(filters.dtype).reshape(len(filters), -1)
+
+
 def conv(side: int, channels: int, to: int, sampling: str = "same", more: bool = False) -> Row:
-    """`more` adds a residual and asks for the statistics of the next norm, which the peer leaves to that norm."""
+    """`more` adds a residual and asks for the statistics of the next norm, which the peer leaves to that norm. Beside an upsampling there is
+    PyTorch's convolution of an image that was upsampled before, which is the harder peer."""
     out_side = {"same": side, "up": 2 * side, "down": side // 2}[sampling]
 
     def make(m):
@@ -489,12 +501,48 @@ def conv(side: int, channels: int, to: int, sampling: str = "same", more: bool =
 
         peer = lambda: (result(image, filters, short, beside),)
         numbers = [side, side, {"same": 0, "up": 1, "down": 2}[sampling]]
-        flops = 2 * out_side * out_side * to * 9 * channels
+        # Of nine taps behind an upsampling four are left, which are rounded after they are summed.
+        flops = 2 * out_side * out_side * to * (4 if sampling == "up" else 9) * channels
+        ours = phase_form(w.view(to, 3, 3, channels)) if sampling == "up" else w
         outputs = [out] + ([stats] if more else [])
-        return Case("conv", [out, x, w, bias, residual, stats], numbers, outputs, peer, reference, flops=flops)
+        tensors = [out, x, ours, bias, residual, stats, None, None, None]
+        others = {}
+        if sampling == "up" and not more:
+            large = F.interpolate(image, scale_factor=2, mode="nearest")
+            others["convolution"] = lambda: (F.conv2d(large, filters, short, padding=1),)
+        return Case("conv", tensors, numbers, outputs, peer, reference, others, flops=flops)
 
     change = {"same": "", "up": ", up", "down": ", down"}[sampling] + (", residual, stats" if more else "")
     return Row("conv", f"{side}x{side}, {channels} to {to}{change}", make)
+
+
+def norm_conv(side: int, channels: int, to: int) -> Row:
+    """The decoder's last layers: group norm with given statistics, SiLU and a convolution into f32."""
+
+    def make(m):
+        x, out = m.normal(side * side, channels), m.empty(side * side, to, F32)
+        gain, shift, bias, w = m.vector(channels, 1.0), m.vector(channels), m.vector(to), m.weight(to, 9 * channels)
+        if m.device == "meta":
+            stats = m.empty(32, 2, F32)
+        else:
+            var, mean = torch.var_mean(x.float().view(-1, 32, channels // 32), (0, 2), correction=0)
+            stats = torch.stack([mean, var], 1)
+        image = x.view(1, side, side, channels).permute(0, 3, 1, 2)
+        filters = w.view(to, 3, 3, channels).permute(0, 3, 1, 2)
+
+        def result(image, filters, *vectors):
+            gain, shift, bias = (v.view(-1).to(image.dtype) for v in vectors)
+            y = F.conv2d(F.silu(F.group_norm(image, 32, gain, shift, EPS)), filters, bias, padding=1)
+            return (y.permute(0, 2, 3, 1).reshape(-1, to),)
+
+        peer = lambda: result(image, filters, gain, shift, bias)
+        reference = lambda: result(image.float(), filters.float(), gain, shift, bias)
+        tensors = [out, x, gain, shift, stats, w, bias]
+        # Activations are rounded to bf16 on their way to the tensor cores.
+        flops = 2 * side * side * to * 9 * channels
+        return Case("norm_conv", tensors, [32, EPS, side, side], [out], peer, reference, flops=flops, arithmetic=BF16_ACTIVATIONS)
+
+    return Row("norm_conv", f"{side}x{side}, {channels} to {to}", make)
 
 
 # ------------------------------------------------------------------------------------------------------------------------ sizes
@@ -516,6 +564,20 @@ BLOCK_GEMMS = [
     *((4608, cols, inner) for cols, inner in ((36_864, 4096), (4096, 16_384))),
 ]
 ENCODER_GEMMS = [(512, cols, inner) for cols, inner in ((6144, 2560), (19_456, 2560), (2560, 4096), (2560, 9728))]
+
+# The VAE's: levels of the decoder at 1024x1024, the finest at 2048x2048 as well, between levels, the encoder's first, and its input.
+CONVOLUTIONS = [
+    *(conv(side, 512, 512) for side in (128, 256, 512)),
+    conv(512, 512, 256),
+    *(conv(side, 256, 256) for side in (512, 1024)),
+    conv(1024, 256, 128),
+    *(conv(side, 128, 128) for side in (1024, 2048)),
+    conv(1024, 128, 128, more=True),
+    conv(128, 512, 512, "up"),
+    conv(512, 256, 256, "up"),
+    conv(1024, 128, 128, "down"),
+    conv(1024, 3, 128),
+]
 
 # 512 tokens of the prompt; 4096 of an image of 1024x1024, 16384 of 2048x2048. klein 4B is 3072 wide with 24 heads, 9B 4096 with
 # 32; Qwen3-4B is 2560 wide with 32 heads that share 8.
@@ -563,9 +625,6 @@ ROWS = [
     qkv((4608,), 4096, 32, 32, mlp=12_288),
     *ATTENTION,
     attention(16_384, 1, 1, head_dim=512),
-    conv(128, 512, 512),
-    conv(128, 512, 512, "up"),
-    conv(512, 256, 256),
-    conv(1024, 128, 128, more=True),
-    conv(1024, 128, 128, "down"),
+    *CONVOLUTIONS,
+    norm_conv(1024, 128, 3),
 ]

@@ -290,6 +290,11 @@ def is_fused(record: dict, format: str) -> bool:
     return record["row"] != "linear" and record["format"] == format
 
 
+def is_conv(record: dict, upsampling: bool) -> bool:
+    """Whether a row is a convolution of 128 channels or more, behind an upsampling or not."""
+    return record["row"] == "conv" and ", 3 to" not in record["shape"] and (", up" in record["shape"]) == upsampling
+
+
 # What is summed up: a name, the rows it is about, whose time is above and whose below the line.
 GROUPS = [
     ("bf16 GEMMs, x torch", lambda r: is_gemm(r, "bf16"), "torch", "kiln"),
@@ -307,6 +312,9 @@ GROUPS = [
     ("W4A16 GEMMs of 4608 rows, x kiln's bf16", lambda r: is_w4a16(r, 4608), "bf16", "kiln"),
     ("W4A16 GEMMs of 512 rows, x torch bf16", lambda r: is_w4a16(r, 512), "torch", "kiln"),
     ("W4A16 GEMMs of 512 rows, x kiln's bf16", lambda r: is_w4a16(r, 512), "bf16", "kiln"),
+    ("3x3 convolutions, x torch", lambda r: is_conv(r, False), "torch", "kiln"),
+    ("upsampling convolutions, x torch", lambda r: is_conv(r, True), "torch", "kiln"),
+    ("upsampling convolutions, x torch's convolution alone", lambda r: is_conv(r, True), "convolution", "kiln"),
     *((f"{format} fused, x kiln's bf16", lambda r, format=format: is_fused(r, format), "bf16", "kiln") for format in MIXED),
 ]
 

@@ -3,16 +3,22 @@
 //! They run through the program's own backend and launch code, in the GPU's primary context (as PyTorch does), on the caller's
 //! stream and the caller's memory. A call only queues work: it can be timed with events and captured in a graph.
 //!
-//! A call names an op and has a list of tensors and a list of numbers, in the order that [`CALLS`] states. A weight has the layout
-//! of the backend's own copy: that of a convolution is `[out, 3 * 3 * in]`, the input channel running fastest. An e4m3 or e2m1
-//! tensor has a factor. The weight of a linear layer may have scales besides, as a tensor of their own: in e4m3 one for each of its
-//! rows, instead of the factor; in e2m1, which is NVFP4, those of its blocks.
+//! A call names an op and has a list of tensors and a list of numbers, in the order that [`CALLS`] states. A weight has the
+//! layout of the backend's own copy: that of a convolution is `[out, 3 * 3 * in]`, of an upsampling one `[out, 2 * 2 * 2 * 2 *
+//! in]` in phase form, the input channel running fastest. An e4m3 or e2m1 tensor has a factor. The weight of a linear layer may
+//! have scales besides, as a tensor of their own: in e4m3 one for each of its rows, instead of the factor; in e2m1, which is
+//! NVFP4, those of its blocks.
 #![allow(unsafe_code)] // a C interface
+
+#[path = "peer_vae.rs"]
+mod peer_vae;
+
+pub use peer_vae::PeerVae;
 
 use kiln::backend::cuda::{Choice, Cuda, GemmOperands, Tile};
 use kiln::backend::{
     Backend, Conv, Fp8Accumulate, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, Modulated, Op, Projection, QkNorm,
-    Rope, RopeStyle, Sampling, Softmax,
+    Rope, RopeStyle, Sampling, Seam, Shortcut, Softmax,
 };
 use kiln::error::{Error, Result};
 use kiln::tensor::{DType, Region, Scale, Scaling, Tensor, nvfp4};
@@ -87,12 +93,20 @@ const CALLS: &[Call] = &[
     // The first pair is out and q, those after it are KV segments.
     streams("attention", &["out or k", "q or v"], &["head_dim", "causal", "scale", "bound"]),
     // Sampling 0 keeps the size, 1 doubles it, 2 halves it.
-    call("conv", &["out", "x", "weight", "bias", "[residual]", "[stats]"], &["width", "height", "sampling"]),
+    call(
+        "conv",
+        &["out", "x", "weight", "bias", "[residual]", "[stats]", "[shortcut]", "[its weight]", "[its bias]"],
+        &["width", "height", "sampling"],
+    ),
+    call("norm_conv", &["out", "x", "gain", "shift", "[stats]", "weight", "bias"], &["groups", "eps", "width", "height"]),
     call("group_norm", &["out", "x", "weight", "bias", "[stats]"], &["groups", "eps", "silu"]),
     call("patchify", &["out", "x", "mean", "var"], &["eps", "width"]),
     call("unpatchify", &["out", "x", "mean", "var"], &["eps", "width"]),
     call("euler", &["latents", "velocity"], &["dt"]),
     call("guidance", &["out", "cond", "uncond"], &["scale"]),
+    // Channels above zero: the overlap of two tiles beside each other, with pixels of so many channels; else of tiles above each
+    // other.
+    call("blend", &["into", "from"], &["channels"]),
     call("non_finite", &["count", "x"], &[]),
     call("largest_magnitude", &["largest", "x"], &[]),
     call("pixels", &["out", "x"], &[]),
@@ -227,11 +241,18 @@ fn with_op<R>(name: &str, tensors: &[PeerTensor], numbers: &[f64], then: impl Fn
             };
             let w = Conv { weight: t(2)?, bias: t(3)? };
             let (width, height, residual, stats) = (size(0), size(1), tensors[4], tensors[5]);
-            then(Op::Conv { out: t(0)?, x: t(1)?, w: &w, width, height, sampling, residual, stats })
+            let beside = tensors[6].map(|x| Ok((x, Linear::new(t(7)?, tensors[8])))).transpose()?;
+            let shortcut = beside.as_ref().map(|(x, w)| Shortcut { x: *x, w });
+            then(Op::Conv { out: t(0)?, x: t(1)?, w: &w, width, height, sampling, residual, shortcut, stats })
         }
         "group_norm" => {
             let norm = GroupNorm { weight: t(2)?, bias: t(3)?, groups: size(0), eps: float(1) };
             then(Op::GroupNorm { out: t(0)?, x: t(1)?, norm: &norm, stats: tensors[4], silu: size(2) != 0 })
+        }
+        "norm_conv" => {
+            let norm = GroupNorm { weight: t(2)?, bias: t(3)?, groups: size(0), eps: float(1) };
+            let (w, width, height) = (Conv { weight: t(5)?, bias: t(6)? }, size(2), size(3));
+            then(Op::NormConv { out: t(0)?, x: t(1)?, norm: &norm, stats: tensors[4], w: &w, width, height })
         }
         "patchify" | "unpatchify" => {
             let stats = LatentStats { mean: t(2)?, var: t(3)?, eps: float(0) };
@@ -240,6 +261,10 @@ fn with_op<R>(name: &str, tensors: &[PeerTensor], numbers: &[f64], then: impl Fn
         }
         "euler" => then(Op::Euler { latents: t(0)?, velocity: t(1)?, dt: float(0) }),
         "guidance" => then(Op::Guidance { out: t(0)?, cond: t(1)?, uncond: t(2)?, scale: float(0) }),
+        "blend" => {
+            let seam = if size(0) == 0 { Seam::Top } else { Seam::Left { channels: size(0) } };
+            then(Op::Blend { into: t(0)?, from: t(1)?, seam })
+        }
         "non_finite" => then(Op::NonFinite { count: t(0)?, x: t(1)? }),
         "largest_magnitude" => then(Op::LargestMagnitude { largest: t(0)?, x: t(1)? }),
         "pixels" => then(Op::Pixels { out: t(0)?, x: t(1)? }),

@@ -35,6 +35,11 @@ const FAMILIES: &[Family] = &[
         columns: "file, m, n, block k, consumer warpgroups, stages, cluster mode, threads, shared bytes, relative cost",
         read: Tables::gemm_mixed_sm90,
     },
+    Family {
+        name: "KL_CONV_SM90",
+        columns: "file, m, n, block k, consumer warpgroups, stages, cluster mode, threads, shared bytes, relative cost",
+        read: Tables::conv_sm90,
+    },
     Family { name: "KL_GEMM_NVFP4_SM120", columns: SM120_COLUMNS, read: Tables::gemm_nvfp4_sm120 },
     Family { name: "KL_GEMM_FP8_SM120", columns: SM120_COLUMNS, read: Tables::gemm_fp8_sm120 },
     Family { name: "KL_GEMM_BF16_SM120", columns: SM120_COLUMNS, read: Tables::gemm_bf16_sm120 },
@@ -58,6 +63,7 @@ const FAMILIES: &[Family] = &[
         columns: "file, symbol, name, stages, CTAs per cluster, type of queries and keys, running maximum, causal, threads, shared bytes",
         read: Tables::attention_sm90,
     },
+    Family { name: "KL_ATTENTION_WIDE_SM90", columns: "file, threads, shared bytes", read: Tables::attention_wide_sm90 },
     Family {
         name: "KL_ATTENTION_WIDE",
         columns: "file, queries per CTA, threads, CTAs per SM, shared bytes",
@@ -173,24 +179,28 @@ struct Tables {
 
 impl Tables {
     fn gemm_sm90(&mut self, row: &Row<'_>) -> Result<()> {
-        self.hopper_gemm(row, "Sm90_", "Bf16", 0)
+        self.hopper_gemm(row, "KlGemmSm90", "Sm90_", "Bf16", 0)
     }
 
     fn gemm_fp8_sm90(&mut self, row: &Row<'_>) -> Result<()> {
         match row.number("promotion interval") {
-            0 => self.hopper_gemm(row, "Fp8_", "Fp8", 0),
-            1 => self.hopper_gemm(row, "Fp8Promoted", "Fp8", 1),
-            many => self.hopper_gemm(row, &format!("Fp8Promoted{many}_"), "Fp8", many),
+            0 => self.hopper_gemm(row, "KlGemmSm90", "Fp8_", "Fp8", 0),
+            1 => self.hopper_gemm(row, "KlGemmSm90", "Fp8Promoted", "Fp8", 1),
+            many => self.hopper_gemm(row, "KlGemmSm90", &format!("Fp8Promoted{many}_"), "Fp8", many),
         }
     }
 
     fn gemm_mixed_sm90(&mut self, row: &Row<'_>) -> Result<()> {
-        self.hopper_gemm(row, "Mixed", "MixedInput", 0)
+        self.hopper_gemm(row, "KlGemmSm90", "Mixed", "MixedInput", 0)
     }
 
-    /// A Hopper GEMM; the names of its tiles begin with `prefix`, `operands` is a variant of `GemmOperands`. Accumulators are promoted
-    /// after `interval` k-blocks, if that is not zero.
-    fn hopper_gemm(&mut self, row: &Row<'_>, prefix: &str, operands: &str, interval: u32) -> Result<()> {
+    fn conv_sm90(&mut self, row: &Row<'_>) -> Result<()> {
+        self.hopper_gemm(row, "KlConvSm90", "Conv", "Taps", 0)
+    }
+
+    /// A Hopper GEMM with the parameter struct `params`; the names of its tiles begin with `prefix`, `operands` is a variant of
+    /// `GemmOperands`. Accumulators are promoted after `interval` k-blocks, if that is not zero.
+    fn hopper_gemm(&mut self, row: &Row<'_>, params: &'static str, prefix: &str, operands: &str, interval: u32) -> Result<()> {
         let (m, n, consumers) = (row.number("m"), row.number("n"), row.number("consumer warpgroups"));
         let mode = row.text("cluster mode");
         if !CLUSTER_MODES.contains(&mode) {
@@ -210,7 +220,7 @@ impl Tables {
         };
         let symbol = format!("kl_{}_{m}x{n}{suffix}", row.text("file"));
         let cluster = Some("abi::KL_SM90_CLUSTER".to_owned());
-        self.kernel(row, format!("Gemm{prefix}{m}x{n}"), symbol, "KlGemmSm90", row.number("shared bytes"), cluster);
+        self.kernel(row, format!("Gemm{prefix}{m}x{n}"), symbol, params, row.number("shared bytes"), cluster);
         let more = format!(
             "ctas_per_sm: 1, consumers: {consumers}, cluster: Some(ClusterMode::{mode}), operands: GemmOperands::{operands}, \
              longest_sum: {:?}",
@@ -295,6 +305,12 @@ impl Tables {
         }
         let cluster = Some(row.number("CTAs per cluster").to_string());
         self.kernel(row, name, row.text("symbol").to_owned(), "KlAttentionSm90", row.number("shared bytes"), cluster);
+        Ok(())
+    }
+
+    fn attention_wide_sm90(&mut self, row: &Row<'_>) -> Result<()> {
+        let (symbol, cluster) = (format!("kl_{}", row.text("file")), Some("abi::KL_SM90_CLUSTER".to_owned()));
+        self.kernel(row, "AttentionWideSm90".into(), symbol, "KlAttentionSm90", row.number("shared bytes"), cluster);
         Ok(())
     }
 

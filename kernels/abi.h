@@ -79,6 +79,12 @@ typedef struct {
   uint32_t unused;
 } KlGuidance;
 
+/* The overlap of two tiles has `steps` rows, or with `channels` above zero as many columns of pixels. */
+typedef struct {
+  KlMat into, from;
+  uint32_t channels, steps;
+} KlBlend;
+
 typedef struct {
   KlMat out, x;
 } KlPixels;
@@ -228,11 +234,15 @@ typedef struct {
 #define KL_UP 1u
 #define KL_DOWN 2u
 
+/* Threads of kl_conv_stats. */
+#define KL_CONV_STATS_THREADS 512u
+
 /* The largest side of an image. */
 #define KL_CONV_SIDE 16384u
 
-/* `w` is [output channel, kernel row, kernel column, input channel]. With `stats`, tiles store their moments of each group in `partials`,
- * sixteen bytes each, for kl_conv_stats. */
+/* `w` is [output channel, kernel row, kernel column, input channel]. With KL_UP it is in phase form: [output channel, parity of the output's
+ * row, of its column, one of two kernel rows, of two kernel columns, input channel]. With `stats`, tiles store their moments of each group
+ * in `partials`, sixteen bytes each, for kl_conv_stats. */
 typedef struct {
   KlMat out, x, w, bias, residual, stats;
   uint64_t partials;
@@ -242,6 +252,27 @@ typedef struct {
   uint32_t sampling;
   uint32_t unused;
 } KlConv;
+
+/* kl_norm_conv_narrow: threads, columns of a strip of which the last two have no output, most input and output channels, and bytes of
+ * shared memory: six rows of 27 f32 for each column (and four more), 2 f32 for each channel, 32 rows of filters. */
+#define KL_NARROW_THREADS 128u
+#define KL_NARROW_COLS 48u
+#define KL_NARROW_CHANNELS 128u
+#define KL_NARROW_OUTPUTS 3u
+#define KL_NARROW_SHARED 44960u
+/* kl_conv_narrow_in: threads, and most input and output channels. */
+#define KL_NARROW_IN_THREADS 256u
+#define KL_NARROW_IN_CHANNELS 3u
+#define KL_NARROW_IN_OUTPUTS 256u
+
+/* Group norm with `gain` and `shift`, SiLU and a 3x3 convolution of the same size. `stats` are the mean and the variance of each group. A
+ * CTA of kl_norm_conv_narrow computes `strip_rows` rows, two less than a multiple of its warps. */
+typedef struct {
+  KlMat out, x, w, bias, stats, gain, shift;
+  uint32_t width, height;
+  float eps;
+  uint32_t strip_rows;
+} KlNormConv;
 
 /* ----------------------------------------------------------------------- gemm_mma.cu, gemm_fp8_sm89.cu, conv_mma.cu */
 
@@ -370,20 +401,57 @@ typedef struct {
   uint64_t unused[6];
 } KlGemmSm90;
 
-/* --------------------------------------------------------------------------------------------- attention_sm90.cu */
+/* -------------------------------------------------------------------------------------------------- conv_sm90.cu */
+
+/* Columns of the box of pixels that a tile is: what a warp stores at once. */
+#define KL_CONV_TILE_WIDTH 16u
+/* Most groups of channels that a tile can compute the moments of. */
+#define KL_CONV_TILE_GROUPS 32u
+
+/* A convolution as a GEMM: rows are pixels, tile by tile, and a k-block is a tap's next channels. `plane` are maps of the image: the first
+ * of all of it or, with KL_DOWN, of its even lines and columns, and the others of those planes of which columns, lines or both are odd.
+ * With KL_UP a part is one phase of output pixels, those of one parity of lines and columns. A 1x1 convolution of `shortcut`, if there is one, is
+ * the k-blocks after those of all taps, with the second matrix of the weight. With `partials`, the warpgroups of a tile store their moments
+ * of each of `groups` groups, sixteen bytes each, for kl_conv_stats. */
+typedef struct {
+  KlTensorMap plane[4], shortcut;
+  KlMat shortcut_bias;
+  uint64_t partials;
+  uint32_t groups;
+  uint32_t sampling;
+  uint32_t width, height;  /* of the output, or of a phase of it */
+  uint32_t tiles_across;   /* tiles beside each other in the image */
+  uint32_t channels;       /* of the image */
+  uint32_t channel_blocks; /* k-blocks of a tap */
+  uint32_t tap_blocks;     /* k-blocks of all taps */
+  uint64_t unused[6];
+} KlConvImage;
+
+typedef struct {
+  KlGemmSm90 gemm;
+  KlConvImage image;
+} KlConvSm90;
+
+/* ------------------------------------------------------------------------ attention_sm90.cu, attention_wide_sm90.cu */
 
 /* The largest number of KV segments of one launch; none is empty. */
 #define KL_SM90_KV_SEGMENTS 8u
 /* Queries per CTA, and keys per KV block. */
 #define KL_SM90_BLOCK_Q 128u
 #define KL_SM90_BLOCK_KV 128u
+/* Queries of a tile with a head of KL_WIDE_HEAD, which the two CTAs of a cluster compute together, and keys per KV block, of which each of
+ * them loads one half; rows of a TMA box of V. */
+#define KL_WIDE_SM90_BLOCK_Q 128u
+#define KL_WIDE_SM90_BLOCK_KV 128u
+#define KL_WIDE_SM90_V_ROWS 16u
 /* The largest number of ranges of rows that the output consists of. */
 #define KL_SM90_ATTENTION_OUTS 2u
 
 /* A tile is `pack` query heads that share a KV head, with KL_SM90_BLOCK_Q / pack queries each. The two CTAs of a cluster have consecutive
  * tiles of a head, and there are `row_tiles` such pairs; with a causal mask there are no clusters, and half of a tile's queries come from
  * the end of the sequence. `out` are the rows of the output one after the other; the second range may be absent. `keys` are the lengths
- * of the KV segments, `group` is the number of query heads per KV head. `schedule` counts KV blocks. */
+ * of the KV segments, `group` is the number of query heads per KV head. `schedule` counts KV blocks. With a head of KL_WIDE_HEAD there are
+ * `row_tiles` tiles of a head, one KV segment, one range of rows, and nothing is packed. */
 typedef struct {
   KlTensorMap q, k[KL_SM90_KV_SEGMENTS], v[KL_SM90_KV_SEGMENTS];
   KlMat out[KL_SM90_ATTENTION_OUTS];

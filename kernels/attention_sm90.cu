@@ -30,6 +30,7 @@
 // Tiles are scheduled by Stream-K over their KV blocks (gemm/stream_k.cuh); row sums and maxima go with the partial accumulators.
 #include <attention/kv_cursor.cuh>
 #include <attention/softmax.cuh>
+#include <attention/tile_sm90.cuh>
 #include <common/e4m3.cuh>
 #include <common/math.cuh>
 #include <common/tile_row.cuh>
@@ -183,19 +184,12 @@ __device__ __forceinline__ void produce(const KlAttentionSm90& p, Pipeline<Confi
   }
 }
 
-// A row maximum is left as it is until a score exceeds it by so many powers of two: probabilities up to 2^8 are as precise as those up to
-// one, and `out` is hardly ever rescaled (FlashAttention-4).
-constexpr float kMaxSlack = 8.0f;
-
 // A thread's registers of a tile: two rows that are eight apart, and of every eight columns two.
 template <class Config>
-struct AttentionTile {
+struct AttentionTile : OutputTile<kHeadDim> {
   static constexpr bool kIsE4m3 = sizeof(typename Config::QKElement) == sizeof(e4m3);
-  float out[kHeadDim / 2] = {}, row_sum[2] = {}, row_max[2] = {-INFINITY, -INFINITY};
   float scores[kBlockKV / 2];
   uint32_t p_frag[kBlockKV / 4];
-  float correction[2];  // by which `out` must be rescaled, because the row maximum rose
-  bool raised;          // whether that of any row of the warp did
 
   // scores = q k^T
   __device__ __forceinline__ void qk_mma(uint32_t q, uint32_t k) {
@@ -232,20 +226,13 @@ struct AttentionTile {
     }
   }
 
-  // Online softmax of a block: scores become unnormalised probabilities and are added to the row sums. Two partial sums, so that the
-  // additions are not one dependency chain.
+  // Softmax of a block: scores become unnormalised probabilities and are added to the row sums.
   __device__ __forceinline__ void softmax_block(float scale) {
     constexpr int kCount = kBlockKV / 4;
     const auto score_of = [&](int h) { return [this, h](int i) -> float& { return scores[i / 2 * 4 + 2 * h + i % 2]; }; };
     if constexpr (Config::kRunningMax) {
       const float block_max[2] = {quad_row_max<kCount>(row_max[0], score_of(0)), quad_row_max<kCount>(row_max[1], score_of(1))};
-      const auto rises = [&](int h) { return (block_max[h] - row_max[h]) * scale > kMaxSlack; };
-      raised = __ballot_sync(0xffffffffu, rises(0) || rises(1)) != 0;
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const float new_max = raised ? block_max[h] : row_max[h];
-        correction[h] = online_softmax<kCount, 2>(row_max[h], row_sum[h], new_max, Exp2{scale}, score_of(h));
-      }
+      online_softmax_block<kCount>(block_max, scale, score_of);
     } else {
 #pragma unroll
       for (int h = 0; h < 2; h++) online_softmax<kCount, 2>(row_max[h], row_sum[h], row_max[h], Exp2MaxFree{}, score_of(h));
@@ -255,48 +242,6 @@ struct AttentionTile {
   __device__ __forceinline__ void round_p() {
 #pragma unroll
     for (int i = 0; i < kBlockKV / 4; i++) p_frag[i] = pack_bf16(scores[2 * i], scores[2 * i + 1]);
-  }
-
-  __device__ __forceinline__ void rescale_out(const float (&by)[2]) {
-#pragma unroll
-    for (int i = 0; i < kHeadDim / 2; i++) out[i] *= by[i / 2 % 2];
-  }
-};
-
-// The Stream-K partials of a warp: row sums and maxima, then the accumulators of a lane.
-template <class Config>
-struct TilePartials : PartialTile<PartialsOfWarp, kHeadDim / 8 + 1> {
-  __device__ __forceinline__ TilePartials(const KlTileSchedule& schedule, uint32_t worker)
-      : PartialTile(schedule, partials_of_warp<Config::kCluster, kWarps>(worker)) {}
-
-  __device__ __forceinline__ void store_tile(const AttentionTile<Config>& tile) const {
-    store([&](int i) {
-      if (i == 0) return make_float4(tile.row_sum[0], tile.row_sum[1], tile.row_max[0], tile.row_max[1]);
-      const float* v = &tile.out[4 * (i - 1)];
-      return make_float4(v[0], v[1], v[2], v[3]);
-    });
-  }
-
-  __device__ __forceinline__ void add_to(AttentionTile<Config>& tile, float scale) const {
-    wait();
-    const float4 peer_stats = load(0);
-    float by[2] = {1.0f, 1.0f};
-    if constexpr (Config::kRunningMax) {
-      const float their_max[2] = {peer_stats.z, peer_stats.w};
-      float correction[2];
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const float new_max = fmaxf(tile.row_max[h], their_max[h]);
-        correction[h] = Exp2{scale}.correction(tile.row_max[h], new_max), by[h] = Exp2{scale}.correction(their_max[h], new_max);
-        tile.row_sum[h] *= correction[h], tile.row_max[h] = new_max;
-      }
-      tile.rescale_out(correction);
-    }
-    tile.row_sum[0] += peer_stats.x * by[0], tile.row_sum[1] += peer_stats.y * by[1];
-    load_each</*first*/ 1, /*in flight*/ 1>([&](int i, const float4& v) {
-      float* to = &tile.out[4 * (i - 1)];
-      to[0] += v.x * by[0], to[1] += v.y * by[0], to[2] += v.z * by[1], to[3] += v.w * by[1];
-    });
   }
 };
 
@@ -434,9 +379,10 @@ __device__ __forceinline__ void consume(const KlAttentionSm90& p, Pipeline<Confi
     if constexpr (Config::kCausal) {
       finish();  // tiles are never divided: their KV blocks differ in number
     } else {
+      using Partials = TilePartials<kHeadDim, Config::kCluster, kWarps, Config::kRunningMax>;
       finish_or_store(
-          p.schedule, work, scheduler.worker(), [&] { TilePartials<Config>(p.schedule, scheduler.worker()).store_tile(tile); },
-          [&](uint32_t peer) { TilePartials<Config>(p.schedule, peer).add_to(tile, p.scale); }, finish);
+          p.schedule, work, scheduler.worker(), [&] { Partials(p.schedule, scheduler.worker()).store_tile(tile); },
+          [&](uint32_t peer) { Partials(p.schedule, peer).add_to(tile, p.scale); }, finish);
     }
     // Releases the KV blocks that only the other warpgroup has.
     for (uint32_t k = kv_end; k < at.kv_end(work, 0); k++, pipe.advance()) {

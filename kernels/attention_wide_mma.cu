@@ -1,4 +1,4 @@
-// Attention with a head of 512 on tensor cores, portable (sm_80 and newer): the VAE's single head over all pixels of its latent.
+// Attention with a wide head, up to 512, on tensor cores, portable (sm_80 and newer): the VAE's single head over all pixels of its latent.
 //
 //   kl_attention_wide_64, kl_attention_wide_32   softmax(q k^T * scale) v, one KV segment; 64 or 32 queries per CTA
 //
@@ -7,7 +7,7 @@
 // a time, together with the correction by which a new row maximum rescales the output. K is copied while V is used, and V while K is.
 // Bound: tensor cores. 4 * queries * keys * 512 FLOP: 0.55 TFLOP for 1024x1024. The smaller tile is for GPUs with less than 132 KiB of
 // shared memory per CTA.
-// Needs: bf16, strides multiples of 8, 16-byte aligned addresses; outputs at 4-byte aligned addresses.
+// Needs: heads of 512, or a single one of a multiple of 8 up to it; bf16, strides multiples of 8, 16-byte aligned addresses; outputs at 4-byte aligned addresses.
 #include <attention/load_rows.cuh>
 #include <attention/softmax.cuh>
 #include <common/tile_row.cuh>
@@ -34,7 +34,7 @@ struct Wide {
 
   template <int kRows>
   static __device__ __forceinline__ void load_rows(uint32_t to, const KlMat& m, uint32_t first, uint32_t col) {
-    load_rows_async<bf16, kHeadDim, kThreads, kRows, /*unroll*/ 4>(to, m, first, col);
+    load_rows_async<bf16, kHeadDim, kThreads, kRows, /*unroll*/ 4, /*clip*/ true>(to, m, first, col);
   }
 
   static __device__ __forceinline__ void run(const KlAttention& p) {
@@ -140,7 +140,10 @@ struct Wide {
         const float inverse = 1.0f / (side_stats[row] + side_stats[kBlockQ + row]);
         bf16* const to = row_of<bf16>(p.out, query0 + row) + q_col + warp * kWarpCols + lane % 4 * 2;
 #pragma unroll
-        for (int n = 0; n < kWarpCols / 8; n++) store_pair(to + n * 8, out[m][n][2 * half] * inverse, out[m][n][2 * half + 1] * inverse);
+        for (int n = 0; n < kWarpCols / 8; n++) {
+          if (q_col + warp * kWarpCols + n * 8 >= p.out.cols) continue;
+          store_pair(to + n * 8, out[m][n][2 * half] * inverse, out[m][n][2 * half + 1] * inverse);
+        }
       }
     }
   }

@@ -15,7 +15,7 @@
 #include <gemm/mainloop_sm90.cuh>
 #include <gemm/policies_sm90.cuh>
 
-struct MixedInputPolicies {
+struct MixedInputPolicies : GemmPolicies {
   using Params = KlGemmSm90;
   using OperandA = RowsA;
   using OperandB = ExpandedB;

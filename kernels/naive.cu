@@ -5,7 +5,8 @@
 //                        store | silu(gate) * up, with n gate rows and n up rows of types of their own | out += gate * (...)
 //                        inputs, weights and results may be e4m3, and rows of the weight have scales; all three may be NVFP4
 //   kl_naive_conv        3x3 convolution over an NHWC image, + bias, + residual; the input may be upsampled by two (nearest neighbour)
-//                        first, or the stride may be two with zero padding at the right and bottom edge only
+//                        first, in phase form, or the stride may be two with zero padding at the right and bottom edge only
+//   kl_naive_norm_conv   group norm, SiLU and a 3x3 convolution of the same size, + bias
 //   kl_naive_attention   softmax(q k^T * scale) v, several KV segments, grouped-query attention, optional causal mask
 //
 // Bound: f32 FMA on CUDA cores. GEMM and convolution use 64x64 tiles in shared memory, 16 of K at a time, with a 4x4 patch per thread.
@@ -138,24 +139,49 @@ KL_ENTRY(kl_naive_conv, KlConv, KL_NAIVE_THREADS) {
   with_operand_types(p.x.dtype, p.w.dtype, [&](auto t, auto u) {
     using X = typename decltype(t)::type;
     using W = typename decltype(u)::type;
-    const uint32_t channels = p.x.cols;
-    const uint32_t out_width = conv_width(p);
+    // A CTA computes pixels of one phase.
+    const uint32_t channels = p.x.cols, width = conv_phase_width(p), phase = blockIdx.z, k = conv_taps(p.sampling) * channels;
     const auto x = [&](uint64_t pixel, uint32_t i) {
       const uint32_t tap = i / channels;
-      const int32_t sy = conv_source(p.sampling, pixel / out_width, tap / 3, p.height);
-      const int32_t sx = conv_source(p.sampling, pixel % out_width, tap % 3, p.width);
+      const int32_t sy = conv_source(p.sampling, pixel / width, phase / 2, conv_tap_row(p.sampling, tap));
+      const int32_t sx = conv_source(p.sampling, pixel % width, phase % 2, conv_tap_col(p.sampling, tap));
       if (sy < 0 || sy >= static_cast<int32_t>(p.height) || sx < 0 || sx >= static_cast<int32_t>(p.width)) return 0.0f;
       const uint64_t from = static_cast<uint64_t>(sy) * p.width + sx;
       return load<X>(p.x, from, i % channels);
     };
-    const auto w = [&](int, uint32_t col, uint32_t i) { return load<W>(p.w, col, i); };
-    const uint32_t m = p.out.rows, n = p.out.cols;
-    tile_gemm(a_tile, b_tile, m, n, 9 * channels, x, w, [&](uint64_t row, uint32_t col, const float(&acc)[1], bool inside) {
+    const auto w = [&](int, uint32_t col, uint32_t i) { return load<W>(p.w, col, phase * k + i); };
+    const uint32_t m = p.out.rows / conv_phases(p.sampling), n = p.out.cols;
+    tile_gemm(a_tile, b_tile, m, n, k, x, w, [&](uint64_t pixel, uint32_t col, const float(&acc)[1], bool inside) {
       if (!inside) return;
+      const uint64_t row = conv_out_row(p, pixel, phase);
       float v = acc[0] + load<float>(p.bias, 0, col);
       if (p.residual.data) v += load_any(p.residual, row, col);
       store_any(p.out, row, col, v);
     });
+  });
+}
+
+KL_ENTRY(kl_naive_norm_conv, KlNormConv, KL_NAIVE_THREADS) {
+  KL_SHARED(SmemTile, a_tile, );
+  KL_SHARED(SmemTile, b_tile, [1]);
+  with_operand_types(p.x.dtype, p.w.dtype, [&](auto t, auto u) {
+    using X = typename decltype(t)::type;
+    using W = typename decltype(u)::type;
+    const uint32_t channels = p.x.cols, group_width = channels / p.stats.rows;
+    const auto x = [&](uint64_t pixel, uint32_t i) {
+      const uint32_t tap = i / channels, channel = i % channels, group = channel / group_width;
+      const int32_t sy = conv_source(KL_SAME, pixel / p.width, 0, tap / 3), sx = conv_source(KL_SAME, pixel % p.width, 0, tap % 3);
+      // The padding is that of the normalised image.
+      if (sy < 0 || sy >= static_cast<int32_t>(p.height) || sx < 0 || sx >= static_cast<int32_t>(p.width)) return 0.0f;
+      const float v = load<X>(p.x, static_cast<uint64_t>(sy) * p.width + sx, channel);
+      const float scale = load<float>(p.gain, 0, channel) * rsqrtf(load<float>(p.stats, group, 1) + p.eps);
+      return silu((v - load<float>(p.stats, group, 0)) * scale + load<float>(p.shift, 0, channel));
+    };
+    const auto w = [&](int, uint32_t col, uint32_t i) { return load<W>(p.w, col, i); };
+    tile_gemm(a_tile, b_tile, p.out.rows, p.out.cols, 9 * channels, x, w,
+              [&](uint64_t row, uint32_t col, const float(&acc)[1], bool inside) {
+                if (inside) store_any(p.out, row, col, acc[0] + load<float>(p.bias, 0, col));
+              });
   });
 }
 

@@ -5,6 +5,7 @@
 //   kl_unpatchify  its inverse
 //   kl_euler       latents += dt * velocity, in f32
 //   kl_guidance    out = uncond + scale * (cond - uncond), classifier-free guidance
+//   kl_blend       into = (1 - t) from + t into, t rising from row to row or from pixel to pixel, over the overlap of two tiles
 //   kl_pixels      8-bit values of an image in -1..1: round((x / 2 + 1/2) * 255), half to even, as the reference does
 //   kl_count       the number of values of a matrix that are not finite, as f32
 //
@@ -136,6 +137,16 @@ __device__ __forceinline__ void guidance(const KlGuidance& p) {
 KL_ENTRY(kl_guidance, KlGuidance, KL_POINTWISE_THREADS) {
   with_type(p.out.dtype, [&](auto o) {
     with_type(p.cond.dtype, [&](auto x) { guidance<typename decltype(o)::type, typename decltype(x)::type>(p); });
+  });
+}
+
+// Products and sum are rounded one by one, as on the CPU.
+KL_ENTRY(kl_blend, KlBlend, KL_POINTWISE_THREADS) {
+  for_each_run(p.into, 1, [&](uint64_t row, uint64_t col) {
+    const uint64_t step = p.channels == 0 ? row : col / p.channels;
+    const float weight = static_cast<float>(step) / static_cast<float>(p.steps);
+    const float old = __fmul_rn(1.0f - weight, load_any(p.from, row, col));
+    store_any(p.into, row, col, multiply_add(weight, load_any(p.into, row, col), old));
   });
 }
 

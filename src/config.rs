@@ -178,11 +178,13 @@ pub struct VaeConfig {
     pub eps: f32,
     /// Epsilon of the latents' batch norm, added to their variance.
     pub stats_eps: f32,
+    /// The longest side of a tile in pixels, where images are decoded and encoded in tiles; a multiple of 32.
+    pub tile: usize,
 }
 
 impl VaeConfig {
     const fn sized(encoder: [usize; 4], decoder: [usize; 4]) -> Self {
-        Self { encoder, decoder, latent: 32, groups: 32, eps: 1e-6, stats_eps: 1e-4 }
+        Self { encoder, decoder, latent: 32, groups: 32, eps: 1e-6, stats_eps: 1e-4, tile: 1024 }
     }
 
     /// The VAE of klein 4B.

@@ -408,7 +408,11 @@ mod tests {
             assert_eq!(all.iter().find(|r| r.name == name).unwrap().work.bound_by_memory(), memory, "{name}");
         }
         assert!(of("linear", "1x18432x3072").bound_by_memory() && of("linear", "4096x128x3072").bound_by_memory());
-        assert!(of("conv", "1024x1024, 128 to 3").bound_by_memory());
+        assert!(of("norm_conv", "1024x1024, 128 to 3, stats given").bound_by_memory());
+        // Every output pixel of an upsampling convolution has four taps, and a shortcut is one more.
+        assert_eq!(of("conv", "128x128, 512 to 512, up, stats").flops, 2 * 256 * 256 * 4 * 512 * 512);
+        let shortcut = of("conv", "1024x1024, 128 to 128, shortcut of 256, stats");
+        assert_eq!(shortcut.flops, 2 * 1024 * 1024 * (9 * 128 + 256) * 128);
         // e4m3 has half the bytes of bf16, and its products are counted by their type: half of attention's.
         let norm = in_format("layer_norm_modulate", "4608x3072", "e4m3");
         assert_eq!((norm.flops, norm.bytes), (0, 3 * 4608 * 3072 + 4 * 3072));

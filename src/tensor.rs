@@ -318,6 +318,12 @@ impl Arena {
         Ok(offset)
     }
 
+    /// Moves the top to `mark`, if it is below that.
+    pub fn extend_to(&mut self, mark: u64) {
+        self.top = self.top.max(mark);
+        self.peak = self.peak.max(mark);
+    }
+
     /// The current top, to return to with [`Arena::reset`].
     pub fn mark(&self) -> u64 {
         self.top

@@ -352,9 +352,9 @@ fn a_plan_is_about_the_files_and_flags_that_are_given() {
     sandbox.tiny("half", &[]);
     let plan = |args: &[&str]| sandbox.run([&["plan"], args].concat()).good();
     let weights = |args: &[&str]| plan(&[args, &["--json"]].concat()).json()[0]["weight_bytes"].as_u64().unwrap();
-    // In f32 the weights keep the width that they have in the file.
+    // In f32 the weights keep the width that they have in the file, but for filters that are added up behind an upsampling.
     let [wide, narrow] = ["single", "half"].map(|model| weights(&["--model", model, "--precision", "f32"]));
-    assert!(wide > 2 * narrow - narrow / 50 && wide <= 2 * narrow, "{wide} {narrow}");
+    assert!(wide > 2 * narrow - narrow / 25 && wide <= 2 * narrow, "{wide} {narrow}");
     assert_eq!(weights(&["--model", "single"]), weights(&["--model", "half"]));
 
     // Formats are named by kind of layer, as the files store them and as a GPU holds them.
@@ -495,7 +495,7 @@ fn help_teaches_every_flag() {
         let run = sandbox.run(args).good();
         assert!(run.stderr.is_empty());
         let flags = "prompt-file output model transformer vae text-encoder tokenizer variant nvfp4-layout width height steps guidance seed \
-                     count noise-kind noise-sms noise-threads noise dump backend precision quantize attention fp8-accumulate nvfp4-math \
+                     count noise-kind noise-sms noise-threads noise dump backend precision quantize attention fp8-accumulate nvfp4-math vae-tiling \
                      threads force quiet verbose json help";
         for flag in flags.split(' ') {
             assert!(run.text().contains(&format!("--{flag}")), "{args:?} does not mention --{flag}");

@@ -60,7 +60,7 @@ impl Table {
 }
 
 /// The files whose kernels use `wgmma`.
-const SM90_FILES: [&str; 4] = ["gemm_bf16_sm90", "gemm_fp8_sm90", "gemm_mixed_sm90", "attention_sm90"];
+const SM90_FILES: [&str; 5] = ["gemm_bf16_sm90", "gemm_fp8_sm90", "gemm_mixed_sm90", "attention_sm90", "attention_wide_sm90"];
 /// The GEMMs of compute capability 12.x, and their MMA.
 const SM120_GEMMS: [(&str, &str); 3] = [
     ("gemm_nvfp4_sm120", "OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X"),
@@ -238,6 +238,17 @@ fn sm90_kernels_use_wgmma() {
                 // twice, in the loop and for the first or the last KV block.
                 let mmas = ["QGMMA", "HGMMA"].map(|mma| codes.iter().filter(|code| code.starts_with(mma)).count());
                 assert_eq!(mmas, if kernel.ends_with("_e4m3") { [8, 16] } else { [0, 32] }, "{kernel}: MMAs of e4m3 and of bf16");
+            }
+        }
+        if file == "attention_wide_sm90" {
+            for (kernel, codes) in instructions(&listing) {
+                // 64 queries by 64 keys are 32 logits for each thread.
+                let count = exp2_during_mma(&codes);
+                assert!(count >= 32, "{kernel}: {count} exponentials are computed while an MMA is in flight");
+                // Q K^T over two stages is eight MMAs, P V over 128 keys as many. Each is there twice, in the loop and for the first or the
+                // last KV block.
+                let mmas = codes.iter().filter(|code| code.starts_with("HGMMA")).count();
+                assert_eq!(mmas, 32, "{kernel}");
             }
         }
     }

@@ -9,7 +9,7 @@ mod wrapped;
 use kiln::backend::cpu::Cpu;
 use kiln::backend::{
     Backend, Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, Lockstep, LowRank, Modulated, Op, Projection,
-    Role, Rope, RopeStyle, Sampling, Softmax, Weight,
+    Role, Rope, RopeStyle, Sampling, Seam, Shortcut, Softmax, Weight,
 };
 use kiln::error::Error;
 use kiln::tensor::{Arena, Bytes, DType, PartScaling, Region, Scale, Scales, Scaling, Stored, Tensor, WeightPart};
@@ -248,12 +248,22 @@ fn mismatched_operands_are_rejected() {
     let (w, biased) = (Linear::new(c, None), Linear::new(c, Some(short)));
     let conv = Conv { weight: matrix(&mut Arena::new(Region::Weights), 8, 72), bias: row };
     let norm = GroupNorm { weight: row, bias: row, groups: 3, eps: 1e-6 };
+    let one_group = GroupNorm { groups: 1, ..norm };
     let kv = |k, v| KvSegment { k, v };
     let (good, uneven, none) = ([kv(c, c); 2], [kv(c, c.rows(0..7))], [kv(c.rows(0..0), c.rows(0..0))]);
     let same = Sampling::Same;
     let outside = Tensor { offset: arena.peak(), ..a };
-    let image =
-        |out, x, width, height, sampling| Op::Conv { out, x, w: &conv, width, height, sampling, residual: None, stats: None };
+    let image = |out, x, width, height, sampling| {
+        let (residual, shortcut, stats) = (None, None, None);
+        Op::Conv { out, x, w: &conv, width, height, sampling, residual, shortcut, stats }
+    };
+    let beside = |residual, x, w, sampling| {
+        let (shortcut, stats) = (Some(Shortcut { x, w }), None);
+        Op::Conv { out: a, x: b, w: &conv, width: 2, height: 2, sampling, residual, shortcut, stats }
+    };
+    let low_rank = Linear { low_rank: Some(LowRank { down: short.cols(0..1), up: short.cols(0..1) }), ..w };
+    let normed = |out, width, norm| Op::NormConv { out, x: b, norm, stats: None, w: &conv, width, height: 2 };
+    let eight = GroupNorm { groups: 8, ..norm };
     let result = [a];
     let attention = |q, kv, head_dim, causal| {
         let softmax = Softmax::Natural { scale: 1.0 };
@@ -285,10 +295,22 @@ fn mismatched_operands_are_rejected() {
         ("no segment", attention(b, &[], 8, false)),
         ("a mask over segments", attention(b, &good, 8, true)),
         ("another number of pixels", image(a, b, 3, 2, same)),
+        ("filters that are not in phase form", image(c.rows(0..4), b.rows(0..1), 1, 1, Sampling::Up)),
+        ("a shortcut and a residual", beside(Some(c.rows(0..4)), c.rows(4..8), &w, same)),
+        ("a shortcut of another size", beside(None, c.rows(4..7), &w, same)),
+        ("a shortcut of other channels", beside(None, c.rows(4..8).cols(0..7), &w, same)),
+        ("a shortcut with a term of low rank", beside(None, c.rows(4..8), &low_rank, same)),
+        ("a shortcut that is overwritten", beside(None, a, &w, same)),
+        ("a norm with other groups", normed(a, 2, &norm)),
+        ("another number of normalised pixels", normed(a, 3, &eight)),
+        ("the result is normalised", normed(b, 2, &eight)),
         ("an odd side halved", image(a.rows(0..1), b, 4, 1, Sampling::Down)),
         ("groups do not divide", Op::GroupNorm { out: a, x: b, norm: &norm, stats: None, silu: false }),
+        ("statistics of what changes", Op::GroupNorm { out: b, x: b, norm: &one_group, stats: None, silu: false }),
         ("latents in bf16", Op::Euler { latents: half, velocity: row, dt: 1.0 }),
         ("shapes differ", Op::Guidance { out: a, cond: b, uncond: c, scale: 1.0 }),
+        ("overlaps of two sizes", Op::Blend { into: a, from: b.rows(0..1), seam: Seam::Top }),
+        ("a part of a pixel", Op::Blend { into: a, from: b, seam: Seam::Left { channels: 3 } }),
     ];
     for (what, op) in refused {
         match cpu.run(*op) {
@@ -394,6 +416,7 @@ fn quantised_operands_keep_their_rules() {
         ("a norm weight in e4m3", "shapes", norm(out, norm8)),
         ("a modulation by e4m3", "quantised values", Op::LayerNormModulate { streams: &modulated(out, row8), eps: 0.0 }),
         ("guidance into e4m3", "quantised values", Op::Guidance { out: result8, cond: x, uncond: x, scale: 1.0 }),
+        ("a blend of e4m3", "quantised values", Op::Blend { into, from: x8, seam: Seam::Top }),
         ("latents in e4m3", "shapes", Op::Euler { latents: latents8, velocity: x, dt: 1.0 }),
         ("a linear layer into e4m3", "quantised values", Op::Linear(&gemm(result8, x8, &w8a8))),
         ("a residual stream in e4m3", "quantised values", Op::LinearGateResidual(&gated(result8, gate))),

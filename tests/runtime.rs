@@ -579,20 +579,15 @@ fn large_shapes_take_the_fast_kernels() {
         Kernel::GemmSm90_128x256,
         Kernel::AttentionSm90MaxFree,
         Kernel::AttentionSm90Causal,
-        Kernel::AttentionWide64,
-        Kernel::ConvMma256x128,
+        Kernel::AttentionWideSm90,
+        Kernel::GemmConv128x256,
+        Kernel::GemmConv256x128,
+        Kernel::NormConvNarrow,
+        Kernel::ConvNarrowIn,
     ];
     assert!(fast.into_iter().all(launched));
-    assert!(
-        ![
-            Kernel::GemmMma256x128,
-            Kernel::AttentionMma,
-            Kernel::NaiveGemm,
-            Kernel::NaiveConv,
-            Kernel::NaiveAttention,
-            Kernel::QkNormRope
-        ]
-        .into_iter()
-        .any(launched)
-    );
+    let portable =
+        [Kernel::GemmMma256x128, Kernel::AttentionMma, Kernel::AttentionWide64, Kernel::ConvMma256x128, Kernel::QkNormRope];
+    assert!(!portable.into_iter().any(launched));
+    assert!(!cuda.launched().any(|(kernel, times)| kernel.symbol().starts_with("kl_naive") && times > 0));
 }

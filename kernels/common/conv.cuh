@@ -1,16 +1,35 @@
-// The geometry of 3x3 convolutions.
+// The geometry of 3x3 convolutions. After nearest-neighbour upsampling one is four 2x2 convolutions of the image before, one for each
+// parity of the output's row and column: the phases 2 (row % 2) + column % 2.
 #pragma once
 
 #include <common/types.cuh>
 
-__device__ __forceinline__ uint32_t conv_width(const KlConv& p) {
-  return p.sampling == KL_UP ? 2 * p.width : p.sampling == KL_DOWN ? p.width / 2 : p.width;
+__device__ __forceinline__ uint32_t conv_phases(uint32_t sampling) { return sampling == KL_UP ? 4 : 1; }
+
+// Filter taps of a phase.
+__device__ __forceinline__ uint32_t conv_taps(uint32_t sampling) { return sampling == KL_UP ? 4 : 9; }
+
+// The row of the filter that tap `tap` is in; its column is the rest.
+__device__ __forceinline__ uint32_t conv_tap_row(uint32_t sampling, uint32_t tap) { return sampling == KL_UP ? tap / 2 : tap / 3; }
+__device__ __forceinline__ uint32_t conv_tap_col(uint32_t sampling, uint32_t tap) { return sampling == KL_UP ? tap % 2 : tap % 3; }
+
+// The pixels of one phase are an image as well. This is its width.
+__device__ __forceinline__ uint32_t conv_phase_width(const KlConv& p) { return p.sampling == KL_DOWN ? p.width / 2 : p.width; }
+
+// The coordinate in the output of coordinate `at` in the image of a phase, where its row or column has that parity.
+__device__ __forceinline__ uint32_t conv_target(uint32_t sampling, uint32_t at, uint32_t parity) {
+  return sampling == KL_UP ? 2 * at + parity : at;
 }
 
-// The input coordinate that filter tap `tap` reads for output coordinate `at`; a coordinate outside the image is zero padding.
-__device__ __forceinline__ int32_t conv_source(uint32_t sampling, uint32_t at, uint32_t tap, uint32_t size) {
+// The row of `out` that holds pixel `pixel` of a phase.
+__device__ __forceinline__ uint64_t conv_out_row(const KlConv& p, uint32_t pixel, uint32_t phase) {
+  if (p.sampling != KL_UP) return pixel;
+  const uint64_t y = conv_target(KL_UP, pixel / p.width, phase / 2);
+  return y * 2 * p.width + conv_target(KL_UP, pixel % p.width, phase % 2);
+}
+
+// The input coordinate that a filter tap reads for a coordinate in the image of a phase; one outside the image is zero padding.
+__device__ __forceinline__ int32_t conv_source(uint32_t sampling, uint32_t at, uint32_t parity, uint32_t tap) {
   if (sampling == KL_DOWN) return static_cast<int32_t>(2 * at + tap);
-  const int32_t i = static_cast<int32_t>(at + tap) - 1;
-  if (sampling == KL_UP) return i < 0 || i >= static_cast<int32_t>(2 * size) ? -1 : i / 2;
-  return i;
+  return static_cast<int32_t>(at + tap + (sampling == KL_UP ? parity : 0)) - 1;
 }

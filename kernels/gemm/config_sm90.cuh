@@ -80,7 +80,9 @@ struct GemmConfig : Policies {
   static constexpr uint32_t kStoreBufferBytes = KL_SM90_STORE_ROWS * kStoreCols * sizeof(typename Store::Element);
   static constexpr uint32_t kMbarrierReserve = 512;  // bytes, more than the mbarriers of any configuration take
   static constexpr int kSharedLimit = Mma::kPerWarp ? KL_SM120_SHARED_LIMIT : KL_SM90_SHARED_LIMIT;
-  static constexpr int kFreeBytes = kSharedLimit - kSwizzleAlignment - kMbarrierReserve - kStages * kStageBytes;
+  // What the warps of a warpgroup exchange in their epilogue.
+  static constexpr uint32_t kExchangeBytes = Policies::kExchangeBytes;
+  static constexpr int kFreeBytes = kSharedLimit - kSwizzleAlignment - kMbarrierReserve - kStages * kStageBytes - kConsumers * kExchangeBytes;
   static constexpr int kBuffersThatFit =
       kSplitK ? kPartialBytes / kStoreBufferBytes : kFreeBytes / static_cast<int>(kWarps * kStoreBufferBytes);
   static constexpr int kMaxBuffers = kSplitK ? kBlockN / kStoreCols : 4;
@@ -94,7 +96,8 @@ struct GemmConfig : Policies {
   // Full and empty for each stage; with split-K one for the peer's partials of each warp.
   static constexpr uint32_t kMbarriers = 2 * kStages + (kSplitK ? kWarpgroupWarps : 0);
   static_assert(kMbarriers * kMbarrierBytes <= kMbarrierReserve, "more mbarriers than there is shared memory for");
-  static constexpr uint32_t kSmemBytes = kSwizzleAlignment + kStages * kStageBytes + kStoreBytes + kMbarriers * kMbarrierBytes;
+  static constexpr uint32_t kSmemBytes =
+      kSwizzleAlignment + kStages * kStageBytes + kStoreBytes + kMbarriers * kMbarrierBytes + kConsumers * kExchangeBytes;
   static_assert(kStoreBuffers > 0 && kSmemBytes <= kSharedLimit, "more shared memory than a CTA can have");
 };
 
@@ -130,7 +133,7 @@ struct TileCoord {
   }
 };
 
-// Shared memory: the pipeline stages (A, then B), the warps' staging buffers, and the mbarriers.
+// Shared memory: the pipeline stages (A, then B), the warps' staging buffers, the mbarriers, and what warps exchange.
 template <class Config>
 struct SmemLayout {
   uint32_t base;
@@ -150,11 +153,23 @@ struct SmemLayout {
     constexpr uint32_t kWarpBytes = Config::kSplitK ? Config::kPartialBytes : Config::kStoreBuffers * Config::kStoreBufferBytes;
     return base + kStoreOffset + (Config::kSplitK ? warp % kWarpgroupWarps : warp) * kWarpBytes;
   }
+  // What the warps of a consumer warpgroup exchange.
+  __device__ __forceinline__ uint32_t exchange(uint32_t group) const {
+    return base + kRingOffset + Config::kMbarriers * kMbarrierBytes + group * Config::kExchangeBytes;
+  }
   // With split-K, the mbarrier of the peer's partials for a warp.
   __device__ __forceinline__ uint32_t partials_ready(uint32_t warp) const {
     return base + kReadyOffset + warp % kWarpgroupWarps * kMbarrierBytes;
   }
 };
+
+// Lanes of a warp that release a stage, after all of them have read it. racecheck does not follow __syncwarp from one lane's reads to
+// another's arrival, so with KL_EMULATE, the builds for sanitizers, each lane arrives for itself.
+#ifdef KL_EMULATE
+constexpr uint32_t kArrivalsPerWarp = 32;
+#else
+constexpr uint32_t kArrivalsPerWarp = 1;
+#endif
 
 // The shared memory of a CTA, and the position of a producer or consumer in its pipeline.
 template <class Config>
@@ -163,7 +178,7 @@ struct Pipeline : SmemLayout<Config>, PipelineState<Config::kStages> {
   __device__ __forceinline__ void release(uint32_t stage) const {
     if constexpr (Config::Mma::kPerWarp) {
       __syncwarp();
-      if (threadIdx.x % 32 == 0) mbarrier_arrive(this->empty(stage));
+      if (threadIdx.x % 32 < kArrivalsPerWarp) mbarrier_arrive(this->empty(stage));
     } else {
       release_stage<Config::kMulticast>(this->empty(stage));
     }

@@ -12,7 +12,7 @@
 
 // The fused epilogue: what a warp does with the accumulators of its rows of a finished tile.
 template <class Config>
-struct Epilogue {
+struct GemmEpilogue {
   const typename Config::Params& p;
   const KlGemmStream& s;
   const KlGemmPart& part;
@@ -21,18 +21,24 @@ struct Epilogue {
   uint32_t buffers;  // staging buffers of this warp
   uint32_t thread;
   uint32_t row0, col0;
+  typename Config::Store::template Origin<Config> origin;
 
   using Store = typename Config::Store;
   static constexpr int kBlockN = Config::kBlockN;
   static constexpr bool kScaled = Config::Scaling::kScaled;
 
-  __device__ __forceinline__ Epilogue(const typename Config::Params& p, const TileCoord<Config>& at, typename Config::Acc& acc,
-                                      const Pipeline<Config>& pipe, uint32_t thread)
+  __device__ __forceinline__ GemmEpilogue(const typename Config::Params& p, const TileCoord<Config>& at, typename Config::Acc& acc,
+                                          const Pipeline<Config>& pipe, uint32_t thread)
       : p(p), s(p.stream[at.stream]), part(s.part[at.part]), out(&p.out[at.stream][at.part]), acc(acc),
-        buffers(pipe.store_buffers(thread / 32 - kWarpgroupWarps)), thread(thread) {
-    const uint32_t warp = thread / 32 - kWarpgroupWarps;
-    row0 = at.row_tile * Config::kBlockM + warp / kWarpgroupWarps * (Config::kMmaM * kWgmmaRows) + warp % kWarpgroupWarps * kWarpRows;
+        buffers(pipe.store_buffers(thread / 32 - kWarpgroupWarps)), thread(thread), origin(p, at, first_row(thread)) {
+    row0 = at.row_tile * Config::kBlockM + first_row(thread);
     col0 = at.col_tile * (part.epilogue == KL_SWIGLU ? kBlockN / 2 : kBlockN);
+  }
+
+  // The first of the warp's rows of a tile.
+  static __device__ __forceinline__ uint32_t first_row(uint32_t thread) {
+    const uint32_t warp = thread / 32 - kWarpgroupWarps;
+    return warp / kWarpgroupWarps * (Config::kMmaM * kWgmmaRows) + warp % kWarpgroupWarps * kWarpRows;
   }
 
   __device__ __forceinline__ uint32_t lane() const { return thread % 32; }
@@ -61,7 +67,7 @@ struct Epilogue {
       if (lane() == 0) {
 #pragma unroll
         for (int i = first; i < first + Config::kStoresAtOnce && i < kCount; i++) {
-          Rows::template store<Config>(p, out, buffers + buffer_offset(i), col0 + i % kAcross * kPiece, row0 + kWgmmaRows * (i / kAcross));
+          origin.store(out, buffers + buffer_offset(i), col0 + i % kAcross * kPiece, kWgmmaRows * (i / kAcross));
         }
       }
     }

@@ -66,7 +66,8 @@ __device__ __forceinline__ void reduce_partials(const Pipeline<Config>& pipe, ty
 
 // Loads the residual of a tile through the pipeline, box after box.
 template <class Config>
-__device__ __forceinline__ void produce_residual(const KlGemmSm90& p, Pipeline<Config>& pipe, const TileCoord<Config>& at, uint32_t rank) {
+__device__ __forceinline__ void produce_residual(const typename Config::Params& p, Pipeline<Config>& pipe, const TileCoord<Config>& at,
+                                                 uint32_t rank) {
   for (uint32_t box = 0; box < Config::kResidualBoxes; pipe.advance()) {
     const uint32_t full = pipe.full(pipe.stage), count = min(Config::kBoxesPerStage, Config::kResidualBoxes - box);
     mbarrier_wait(pipe.empty(pipe.stage), pipe.parity ^ 1);
@@ -74,8 +75,8 @@ __device__ __forceinline__ void produce_residual(const KlGemmSm90& p, Pipeline<C
     for (uint32_t i = 0; i < count; i++, box++) {
       const uint32_t group = Config::kSplitK ? rank : box % Config::kResidualBoxesM;
       const uint32_t col = at.col_tile * Config::kBlockN + box / Config::kResidualBoxesM * Config::kResidualCols;
-      const uint32_t row = at.row_tile * Config::kBlockM + group * (Config::kMmaM * kWgmmaRows);
-      tma_load_2d(pipe.a(pipe.stage) + i * Config::kResidualBoxBytes, &p.residual[at.stream], col, row, full);
+      const typename Config::Store::template Origin<Config> origin(p, at, group * (Config::kMmaM * kWgmmaRows));
+      origin.load(pipe.a(pipe.stage) + i * Config::kResidualBoxBytes, &p.residual[at.stream], col, full);
     }
   }
 }
@@ -291,7 +292,7 @@ __device__ __forceinline__ void consume(const typename Config::Params& p, Pipeli
     } else {
       accumulate(pipe, acc, work, group, finishes);
     }
-    const auto finish = [&] { Epilogue<Config>(p, at, acc, pipe, thread).run(pipe); };
+    const auto finish = [&] { typename Config::template Epilogue<Config>(p, at, acc, pipe, thread).run(pipe); };
     if constexpr (Config::kSplitK) {
       cluster_wait();  // the peer has initialised its mbarriers, long ago
       if (finishes) {
@@ -314,8 +315,8 @@ __device__ __forceinline__ void gemm(const typename Config::Params& p) {
   KL_DYNAMIC_SHARED(kSwizzleAlignment);
   const Pipeline<Config> pipe{{align_to_swizzle(shared_address(dynamic_shared))}, {}};
   const auto init = [&] {
-    prefetch_tensor_map(&p.w[0][0]), prefetch_tensor_map(&p.x[0]);
-    pipe.ring().init(1, Config::Mma::kPerWarp ? Config::kWarps : Config::kConsumers * Config::kMulticast);
+    prefetch_tensor_map(&p.w[0][0]), prefetch_tensor_map(Config::OperandA::first_map(p));
+    pipe.ring().init(1, Config::Mma::kPerWarp ? kArrivalsPerWarp * Config::kWarps : Config::kConsumers * Config::kMulticast);
     if constexpr (Config::kSplitK) {
       for (uint32_t warp = 0; warp < kWarpgroupWarps; warp++) {
         mbarrier_init(pipe.partials_ready(warp), 1);

@@ -148,14 +148,22 @@ struct MmaTile {
   template <class T = bf16>
   static __device__ __forceinline__ void store_staged(const unsigned char* shared, const KlMat& out, uint64_t row0, uint64_t col0,
                                                       uint32_t width) {
+    store_staged_rows<T>(shared, out, [&](uint32_t row) { return row0 + row; }, col0, width);
+  }
+
+  // The same where row `row` of the tile is row row_at(row) of the matrix, or none if it has no such row.
+  template <class T = bf16, class F>
+  static __device__ __forceinline__ void store_staged_rows(const unsigned char* shared, const KlMat& out, F row_at, uint64_t col0,
+                                                           uint32_t width) {
     __syncthreads();
     constexpr uint32_t kPerChunk = 16 / sizeof(T);
     const uint32_t chunks = width / kPerChunk;
     const bool vectors = out.data % 16 == 0 && out.stride % kPerChunk == 0;
     for (uint32_t i = threadIdx.x; i < kBlockM * chunks; i += kThreads) {
       const uint32_t row = i / chunks, col = i % chunks * kPerChunk;
-      if (row0 + row >= out.rows || col0 + col >= out.cols) continue;
-      T* to = row_of<T>(out, row0 + row) + col0 + col;
+      const uint64_t out_row = row_at(row);
+      if (out_row >= out.rows || col0 + col >= out.cols) continue;
+      T* to = row_of<T>(out, out_row) + col0 + col;
       const T* from = reinterpret_cast<const T*>(shared + row * kOutPitch + col * sizeof(T));
       if (vectors && col0 + col + kPerChunk <= out.cols) {
         *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);

@@ -75,7 +75,7 @@ __device__ __forceinline__ const uint8_t* scale_tiles(const KlMat& m, uint32_t r
 }
 
 // A is rows of e2m1; the scales of their blocks come in tiles of 128 rows, as they are in memory.
-struct BlockScaledA {
+struct BlockScaledA : RowsA {
   static constexpr uint32_t scale_bytes(uint32_t rows) { return rows / KL_SCALE_TILE_ROWS * kScaleBytes; }
 
   template <class Config>
@@ -199,7 +199,7 @@ struct StoreRowsSm120 : NarrowBoxes<StoreBf16Rows> {
 };
 
 template <class Mma_, class OperandA_ = RowsA, class OperandB_ = CopiedB>
-struct Sm120Policies {
+struct Sm120Policies : GemmPolicies {
   using Params = KlGemmSm90;
   using OperandA = OperandA_;
   using OperandB = OperandB_;

@@ -7,9 +7,11 @@
 //                                                                                (expand_sm90.cuh): as soon as they are expanded
 //   Mma        the element type, the MMA instruction, and promotion              MmaBf16, MmaE4m3
 //   Scaling    whether accumulators are multiplied by scales                     NoScaling, Scaled
-//   Store      the element type and shape of what is stored                      StoreBf16Rows, StoreBf16OrE4m3Rows
+//   Store      the element type and shape of what is stored, and where it is     StoreBf16Rows, StoreBf16OrE4m3Rows
+//   Epilogue   what becomes of the accumulators of a finished tile               GemmEpilogue (epilogue_sm90.cuh)
 //
-// Those for compute capability 12.x are in policies_sm120.cuh. tests/emulated/policies.cu has others, which no kernel needs yet.
+// Those for compute capability 12.x are in policies_sm120.cuh, those of convolutions in policies_conv_sm90.cuh.
+// tests/emulated/policies.cu has others, which no kernel needs yet.
 #pragma once
 
 #include <common/e4m3.cuh>
@@ -24,6 +26,7 @@ constexpr uint16_t kAllCtas = (1 << KL_SM90_CLUSTER) - 1;
 struct RowsA {
   // Bytes of block scales that a stage has for so many rows.
   static constexpr uint32_t scale_bytes(uint32_t) { return 0; }
+  static __device__ __forceinline__ const KlTensorMap* first_map(const KlGemmSm90& p) { return &p.x[0]; }
 
   template <class Config>
   struct Loader {
@@ -138,8 +141,30 @@ struct Scaled {
   static constexpr bool kScaled = true;
 };
 
+// Where the rows of a warpgroup or of a warp begin, of an output that consists of rows.
+template <class Config>
+struct RowOrigin {
+  uint32_t row;
+
+  // Those from row `first` of a tile on.
+  __device__ __forceinline__ RowOrigin(const KlGemmSm90&, const TileCoord<Config>& at, uint32_t first)
+      : row(at.row_tile * Config::kBlockM + first) {}
+
+  // Loads a box of the residual, from column `col` on.
+  __device__ __forceinline__ void load(uint32_t to, const KlTensorMap* map, uint32_t col, uint32_t full) const {
+    tma_load_2d(to, map, col, row, full);
+  }
+
+  // Stores a staged box, `skipped` rows further on.
+  __device__ __forceinline__ void store(const KlTensorMap* map, uint32_t from, uint32_t col, uint32_t skipped) const {
+    tma_store_2d(map, from, col, row + skipped);
+  }
+};
+
 // The output is rows of bf16. A warp stores its sixteen rows in boxes.
 struct StoreBf16Rows {
+  template <class Config>
+  using Origin = RowOrigin<Config>;
   using Element = bf16;
   static constexpr bool kStoresE4m3 = false, kStoresE2m1 = false;  // besides, where an output asks for it
 
@@ -161,12 +186,6 @@ struct StoreBf16Rows {
       const uint32_t to = (buffers + lane_offset ^ j * 16) + offset;
       stmatrix_x4(to, pack_bf16(a[0], a[1]), pack_bf16(a[2], a[3]), pack_bf16(a[4], a[5]), pack_bf16(a[6], a[7]));
     }
-  }
-
-  // Stores a staged box, whose first element is at (row, col) of the output.
-  template <class Config>
-  static __device__ __forceinline__ void store(const KlGemmSm90&, const KlTensorMap* map, uint32_t from, uint32_t col, uint32_t row) {
-    tma_store_2d(map, from, col, row);
   }
 };
 
@@ -206,7 +225,17 @@ struct StoreBf16OrE4m3Rows : StoreBf16Rows {
   using E4m3Rows = StoreE4m3Rows;
 };
 
-struct Bf16Policies {
+template <class Config>
+struct GemmEpilogue;
+
+// What all GEMMs have in common.
+struct GemmPolicies {
+  template <class Config>
+  using Epilogue = GemmEpilogue<Config>;
+  static constexpr uint32_t kExchangeBytes = 0;  // of a warpgroup, in the epilogue
+};
+
+struct Bf16Policies : GemmPolicies {
   using Params = KlGemmSm90;
   using OperandA = RowsA;
   using OperandB = CopiedB;
@@ -217,7 +246,7 @@ struct Bf16Policies {
 
 // FP8: e4m3 by e4m3. `kInterval` is that of promotion.
 template <int kInterval>
-struct Fp8Policies {
+struct Fp8Policies : GemmPolicies {
   using Params = KlGemmSm90;
   using OperandA = RowsA;
   using OperandB = CopiedB;

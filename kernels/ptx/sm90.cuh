@@ -39,6 +39,18 @@ __device__ __forceinline__ void mbarrier_arrive_remote(uint32_t barrier, uint32_
       : "memory");
 }
 
+// The same, and announces how many bytes this thread's warp will store there (store_remote_async) before the phase completes.
+__device__ __forceinline__ void mbarrier_arrive_expect_tx_remote(uint32_t barrier, uint32_t bytes, uint32_t rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %2;\n"
+      "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [remote], %1;\n"
+      "}\n" ::"r"(barrier),
+      "r"(bytes), "r"(rank)
+      : "memory");
+}
+
 // Waits until the phase of that parity has completed.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   uint32_t done = 0;
@@ -81,6 +93,16 @@ __device__ __forceinline__ void tma_load_2d_multicast(uint32_t to, const KlTenso
       : "memory");
 }
 
+// Loads a box of an image: of so many channels, columns and lines from (channel, column, line) on. What of it lies outside of the image,
+// also before its first column or line, is filled with zeros.
+__device__ __forceinline__ void tma_load_3d(uint32_t to, const KlTensorMap* map, int32_t channel, int32_t column, int32_t line,
+                                            uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to), "l"(map),
+      "r"(channel), "r"(column), "r"(line), "r"(barrier)
+      : "memory");
+}
+
 // Copies consecutive bytes, a multiple of sixteen, to shared memory; `barrier` counts them.
 __device__ __forceinline__ void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
@@ -94,6 +116,15 @@ __device__ __forceinline__ void tma_store_2d(const KlTensorMap* map, uint32_t fr
       "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];\n"
       "cp.async.bulk.commit_group;" ::"l"(map),
       "r"(col), "r"(row), "r"(from)
+      : "memory");
+}
+
+// Stores a box to an image, clipped to its edges.
+__device__ __forceinline__ void tma_store_3d(const KlTensorMap* map, uint32_t from, int32_t channel, int32_t column, int32_t line) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];\n"
+      "cp.async.bulk.commit_group;" ::"l"(map),
+      "r"(channel), "r"(column), "r"(line), "r"(from)
       : "memory");
 }
 
@@ -128,10 +159,11 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-#define KL_REGS_64                                                                                                                \
+#define KL_REGS_32                                                                                                                \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, " \
-  "%27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
-  "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+  "%27, %28, %29, %30, %31"
+#define KL_REGS_48 KL_REGS_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define KL_REGS_64 KL_REGS_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define KL_REGS_80 KL_REGS_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define KL_REGS_96 KL_REGS_80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define KL_REGS_104 KL_REGS_96 ", %96, %97, %98, %99, %100, %101, %102, %103"
@@ -150,7 +182,8 @@ __device__ __forceinline__ void wgmma_wait() {
       : "l"(a), "l"(b), "r"(accumulate))
 // The instruction for kCols columns. `types` ends its name; `flags` are its signs and, where the element type has them, transpositions.
 #define KL_WGMMA_OF_COLS(types, flags)                                                                                              \
-  static_assert(kCols == 128 || kCols == 160 || kCols == 192 || kCols == 208 || kCols == 256, "no such width");                     \
+  static_assert(kCols == 64 || kCols == 96 || kCols == 128 || kCols == 160 || kCols == 192 || kCols == 208 || kCols == 256,         \
+                "no such width");                                                                                                   \
   if constexpr (kCols == 256) {                                                                                                     \
     KL_WGMMA(256, types, flags, KL_REGS_128, 128, 129, 130, KL_ACC_64(0), KL_ACC_64(64));                                           \
   } else if constexpr (kCols == 208) {                                                                                              \
@@ -159,8 +192,12 @@ __device__ __forceinline__ void wgmma_wait() {
     KL_WGMMA(192, types, flags, KL_REGS_96, 96, 97, 98, KL_ACC_64(0), KL_ACC_16(64), KL_ACC_16(80));                                \
   } else if constexpr (kCols == 160) {                                                                                              \
     KL_WGMMA(160, types, flags, KL_REGS_80, 80, 81, 82, KL_ACC_64(0), KL_ACC_16(64));                                               \
-  } else {                                                                                                                          \
+  } else if constexpr (kCols == 96) {                                                                                               \
+    KL_WGMMA(96, types, flags, KL_REGS_48, 48, 49, 50, KL_ACC_16(0), KL_ACC_16(16), KL_ACC_16(32));                                 \
+  } else if constexpr (kCols == 128) {                                                                                              \
     KL_WGMMA(128, types, flags, KL_REGS_64, 64, 65, 66, KL_ACC_64(0));                                                              \
+  } else {                                                                                                                          \
+    KL_WGMMA(64, types, flags, KL_REGS_32, 32, 33, 34, KL_ACC_16(0), KL_ACC_16(16));                                                \
   }
 
 // acc = a b^T, added to acc if `accumulate` is set: 64 rows by kCols columns over 16 of K, both operands in shared memory.
@@ -175,14 +212,27 @@ __device__ __forceinline__ void wgmma_e4m3(float (&acc)[kCols / 2], uint64_t a, 
   KL_WGMMA_OF_COLS("k32.f32.e4m3.e4m3", "1, 1")
 }
 
+// acc += a b: as wgmma, with B MN-major.
+template <int kCols>
+__device__ __forceinline__ void wgmma_mn_major(float (&acc)[kCols / 2], uint64_t a, uint64_t b) {
+  constexpr uint32_t accumulate = 1;
+  KL_WGMMA_OF_COLS("k16.f32.bf16.bf16", "1, 1, 0, 1")
+}
+
 // A named barrier of the 128 threads of one warpgroup.
 __device__ __forceinline__ void warpgroup_sync(uint32_t id) { asm volatile("barrier.sync %0, 128;" ::"r"(id) : "memory"); }
 
-// acc += a b: 64 rows by 128 columns over 16 of K, with A in registers (bf16 pairs in the layout of the accumulators) and B MN-major in
+// acc += a b: 64 rows by 128 or 256 columns over 16 of K, with A in registers (bf16 pairs in the layout of the accumulators) and B MN-major in
 // shared memory. RS as in CUTLASS: register and shared operands.
 __device__ __forceinline__ void wgmma_rs(float (&acc)[64], const uint32_t* a, uint64_t b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" KL_REGS_64 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;\n"
                : KL_ACC_64(0)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+__device__ __forceinline__ void wgmma_rs(float (&acc)[128], const uint32_t* a, uint64_t b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" KL_REGS_128 "}, {%128, %129, %130, %131}, %132, 1, 1, 1, 1;\n"
+               : KL_ACC_64(0), KL_ACC_64(64)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
@@ -268,6 +318,23 @@ __device__ __forceinline__ void store_remote_async(uint32_t to, float4 v, uint32
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [remote], {%3, %4, %5, %6}, [remote_barrier];\n"
       "}\n" ::"r"(to),
       "r"(barrier), "r"(rank), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+      : "memory");
+}
+
+// The same for words, and for a single number.
+__device__ __forceinline__ void store_remote_async(uint32_t to, uint4 v, uint32_t barrier, uint32_t rank) {
+  const float4 same = make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+  store_remote_async(to, same, barrier, rank);
+}
+__device__ __forceinline__ void store_remote_async(uint32_t to, float v, uint32_t barrier, uint32_t rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote, remote_barrier;\n"
+      "mapa.shared::cluster.u32 remote, %0, %2;\n"
+      "mapa.shared::cluster.u32 remote_barrier, %1, %2;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [remote], %3, [remote_barrier];\n"
+      "}\n" ::"r"(to),
+      "r"(barrier), "r"(rank), "f"(v)
       : "memory");
 }
 

@@ -11,11 +11,12 @@ pub mod cuda;
 mod lockstep;
 mod op;
 mod plan;
+mod up_conv;
 
 pub use lockstep::Lockstep;
 pub use op::{
     Access, Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, LowRank, Modulated, OP_NAMES, Op, Projection,
-    QkNorm, Rope, RopeStyle, Sampling, Softmax, Weight,
+    QkNorm, Rope, RopeStyle, Sampling, Seam, Shortcut, Softmax, Weight,
 };
 pub use plan::Plan;
 
@@ -28,8 +29,11 @@ use std::ops::Range;
 pub enum Role {
     /// The weight of a linear layer, `[out, in]`.
     Linear,
-    /// The weight of a 3x3 convolution, in the order of the checkpoint.
+    /// The weight of a 3x3 convolution, in the order of the checkpoint: input channel, filter row, filter column.
     Conv,
+    /// The same of a convolution after nearest-neighbour upsampling by two. Parts are `[out, in * 9]` in the order of the checkpoint, the
+    /// tensor is `[out, in * 16]`: a backend sums the taps of every phase in f32 and rounds the sums once.
+    UpConv,
     /// A norm weight, a bias or a statistic; always f32.
     Vector,
 }

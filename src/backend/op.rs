@@ -1,12 +1,16 @@
-//! The ops: what each one computes, its operands and its cost. The shape rules are in `op/check.rs`.
+//! The ops: what each one computes, its operands and its cost. The shape rules are in `op/check.rs`, what image ops take is
+//! described in `op/image.rs`.
 
 mod check;
+mod image;
+mod softmax;
 mod weight;
 
+pub use image::{Conv, GroupNorm, LatentStats, Sampling, Seam, Shortcut};
+pub use softmax::Softmax;
 pub use weight::Weight;
 
 use crate::tensor::{ALIGN, DType, Stored, Tensor};
-use std::f32::consts::LN_2;
 use std::ops::Range;
 
 /// A linear layer `y = W x + b`, `W` stored `[out, in]`.
@@ -46,39 +50,6 @@ pub struct LowRank {
     pub down: Tensor,
     /// `[out, rank]`.
     pub up: Tensor,
-}
-
-/// A 3x3 convolution with bias.
-#[derive(Clone, Copy, Debug)]
-pub struct Conv {
-    /// The weight, `[out, in * 9]`, in the order of the checkpoint: input channel, filter row, filter column.
-    pub weight: Tensor,
-    /// The bias, `[1, out]`.
-    pub bias: Tensor,
-}
-
-/// A group normalisation.
-#[derive(Clone, Copy, Debug)]
-pub struct GroupNorm {
-    /// Scale, `[1, channels]`.
-    pub weight: Tensor,
-    /// Shift, `[1, channels]`.
-    pub bias: Tensor,
-    /// Number of groups.
-    pub groups: usize,
-    /// Added to the variance.
-    pub eps: f32,
-}
-
-/// Statistics that normalise the VAE's latents to unit variance, one pair per packed channel.
-#[derive(Clone, Copy, Debug)]
-pub struct LatentStats {
-    /// Means, `[1, channels]`.
-    pub mean: Tensor,
-    /// Variances, `[1, channels]`.
-    pub var: Tensor,
-    /// Added to the variance.
-    pub eps: f32,
 }
 
 /// Which elements of a head form the pairs that RoPE rotates.
@@ -182,53 +153,6 @@ pub struct KvSegment {
     pub v: Tensor,
 }
 
-/// The softmax of attention.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Softmax {
-    /// Of the scores times `scale`, to base e.
-    Natural {
-        /// Factor of the scores.
-        scale: f32,
-    },
-    /// Of the scores as they are, to base 2: the queries or keys are pre-scaled by log2(e), so the kernel needs no
-    /// multiplication.
-    Base2 {
-        /// Upper bound on the scores for any input, which allows a max-free softmax; infinite if none is known.
-        bound: f32,
-    },
-}
-
-impl Softmax {
-    /// The factor that makes logits to base e of the scores.
-    pub const fn natural_scale(self) -> f32 {
-        match self {
-            Self::Natural { scale } => scale,
-            Self::Base2 { .. } => LN_2,
-        }
-    }
-
-    /// Whether it needs no row maximum, for so many keys. Even if every score is as large as the bound, sums of that many products
-    /// with values up to 2^11 stay within the range of f32. And even if none is larger than minus the bound, what is flushed to
-    /// zero, below 2^-126, is at most 2^-10 of the sum.
-    pub fn is_max_free(self, keys: usize) -> bool {
-        const LARGEST_EXPONENT: f32 = 127.0;
-        const VALUE_EXPONENT: f32 = 11.0;
-        let fits = |bound: f32| bound + (keys.max(1) as f32).log2() + VALUE_EXPONENT <= LARGEST_EXPONENT;
-        matches!(self, Self::Base2 { bound } if fits(bound))
-    }
-}
-
-/// How a convolution changes the resolution.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Sampling {
-    /// The resolution stays; the input is padded by one pixel of zeros on every side.
-    Same,
-    /// The input is first upsampled by two, by nearest neighbour.
-    Up,
-    /// Stride two; the input is padded by zeros at the right and bottom edge only.
-    Down,
-}
-
 /// One fused operation. Slices hold one entry per stream: the two streams of a double block are one op, and one kernel launch.
 #[derive(Clone, Copy, Debug)]
 pub enum Op<'a> {
@@ -304,13 +228,15 @@ pub enum Op<'a> {
         sampling: Sampling,
         /// Added to the result; same shape as `out`.
         residual: Option<Tensor>,
+        /// A 1x1 convolution that is added to the result; not together with `residual`, and only with [`Sampling::Same`].
+        shortcut: Option<Shortcut<'a>>,
         /// Output for the mean and variance of each channel group of the result, `[groups, 2]` f32, for the group norm that
         /// follows.
         stats: Option<Tensor>,
     },
     /// Group normalisation, optionally followed by `silu`.
     GroupNorm {
-        /// Same shape as `x`.
+        /// Same shape as `x`, or `x` itself if its statistics are given.
         out: Tensor,
         /// `[pixels, channels]`.
         x: Tensor,
@@ -320,6 +246,24 @@ pub enum Op<'a> {
         stats: Option<Tensor>,
         /// Whether `silu` is applied to the result.
         silu: bool,
+    },
+    /// Group normalisation, `silu` and a 3x3 convolution of the same size, without storing the normalised image. The convolution
+    /// pads the normalised image with zeros.
+    NormConv {
+        /// `[width * height, out channels]`.
+        out: Tensor,
+        /// `[width * height, in channels]`.
+        x: Tensor,
+        /// Weights, groups, epsilon.
+        norm: &'a GroupNorm,
+        /// Statistics of `x`, if the op that produced `x` computed them.
+        stats: Option<Tensor>,
+        /// Weight and bias of the convolution.
+        w: &'a Conv,
+        /// Width of the image.
+        width: usize,
+        /// Height of the image.
+        height: usize,
     },
     /// Packs 2x2 patches of a latent image into tokens and normalises them to unit variance.
     Patchify {
@@ -363,6 +307,16 @@ pub enum Op<'a> {
         /// Guidance scale.
         scale: f32,
     },
+    /// Blends the overlap of two tiles of an image: over its `n` rows or columns of pixels the weight of `into` rises from 0 in
+    /// steps of `1 / n`, that of `from` falls from 1.
+    Blend {
+        /// The overlap in the later tile, read and written.
+        into: Tensor,
+        /// The overlap in the earlier tile; same shape.
+        from: Tensor,
+        /// Where the later tile has the overlap.
+        seam: Seam,
+    },
     /// Counts the values that are not finite.
     NonFinite {
         /// `[1, 1]`, f32.
@@ -401,10 +355,12 @@ pub const OP_NAMES: &[&str] = &[
     "attention_causal",
     "conv",
     "group_norm",
+    "norm_conv",
     "patchify",
     "unpatchify",
     "euler",
     "guidance",
+    "blend",
     "non_finite",
     "largest_magnitude",
     "pixels",
@@ -438,10 +394,12 @@ impl Op<'_> {
             Self::Attention { .. } => "attention",
             Self::Conv { .. } => "conv",
             Self::GroupNorm { .. } => "group_norm",
+            Self::NormConv { .. } => "norm_conv",
             Self::Patchify { .. } => "patchify",
             Self::Unpatchify { .. } => "unpatchify",
             Self::Euler { .. } => "euler",
             Self::Guidance { .. } => "guidance",
+            Self::Blend { .. } => "blend",
             Self::NonFinite { .. } => "non_finite",
             Self::LargestMagnitude { .. } => "largest_magnitude",
             Self::Pixels { .. } => "pixels",
@@ -509,19 +467,33 @@ impl Op<'_> {
                     f(s.v, Read);
                 }
             }
-            Self::Conv { out, x, w, residual, stats, .. } => {
+            Self::Conv { out, x, w, residual, shortcut, stats, .. } => {
                 f(out, Write);
                 stats.iter().for_each(|&s| f(s, Write));
                 f(x, Read);
                 f(w.weight, Read);
                 f(w.bias, Read);
                 residual.iter().for_each(|&r| f(r, Read));
+                if let Some(s) = shortcut {
+                    f(s.x, Read);
+                    linear(s.w, f);
+                }
             }
             Self::GroupNorm { out, x, norm, stats, .. } => {
-                f(out, Write);
-                f(x, Read);
+                if out == x {
+                    f(x, Update);
+                } else {
+                    f(out, Write);
+                    f(x, Read);
+                }
                 f(norm.weight, Read);
                 f(norm.bias, Read);
+                stats.iter().for_each(|&s| f(s, Read));
+            }
+            Self::NormConv { out, x, norm, stats, w, .. } => {
+                f(out, Write);
+                f(x, Read);
+                [norm.weight, norm.bias, w.weight, w.bias].into_iter().for_each(|t| f(t, Read));
                 stats.iter().for_each(|&s| f(s, Read));
             }
             Self::Patchify { out, x, stats, .. } | Self::Unpatchify { out, x, stats, .. } => {
@@ -530,7 +502,9 @@ impl Op<'_> {
                 f(stats.mean, Read);
                 f(stats.var, Read);
             }
-            Self::Euler { latents: to, velocity: x, .. } | Self::LargestMagnitude { largest: to, x } => {
+            Self::Euler { latents: to, velocity: x, .. }
+            | Self::Blend { into: to, from: x, .. }
+            | Self::LargestMagnitude { largest: to, x } => {
                 f(to, Update);
                 f(x, Read);
             }
@@ -552,6 +526,7 @@ impl Op<'_> {
             Self::Linear(streams) | Self::LinearSwiglu(streams) => streams.iter().for_each(|s| f(s.x, s.w)),
             Self::LinearGateResidual(streams) => streams.iter().for_each(|s| f(s.x, s.w)),
             Self::Qkv(streams) => streams.iter().for_each(|s| f(s.x, s.w)),
+            Self::Conv { shortcut: Some(s), .. } => f(s.x, s.w),
             _ => {}
         }
     }
@@ -578,22 +553,10 @@ impl Op<'_> {
         match *self {
             // Attention is counted as dense, as in the usual formulas; a causal mask halves the actual work.
             Self::Attention { q, kv, .. } => kv.iter().map(|s| 4 * (q.len() * s.k.rows) as u64).sum(),
-            Self::Conv { out, w, .. } => 2 * (out.rows * w.weight.len()) as u64,
+            // Each output pixel of an upsampling convolution has one phase, a quarter of the weight.
+            Self::Conv { out, w, sampling, .. } => gemms + 2 * (out.rows * w.weight.len() / sampling.phases()) as u64,
+            Self::NormConv { out, w, .. } => 2 * (out.rows * w.weight.len()) as u64,
             _ => gemms,
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn more_keys_leave_less_room_without_a_maximum() {
-        let is_max_free = |bound, keys| Softmax::Base2 { bound }.is_max_free(keys);
-        assert!(is_max_free(100.0, 1 << 16) && !is_max_free(100.1, 1 << 16));
-        assert!(is_max_free(103.8, 4608) && !is_max_free(103.9, 4608));
-        assert!(is_max_free(116.0, 1) && !is_max_free(f32::INFINITY, 1) && !is_max_free(f32::NAN, 1));
-        assert!(!Softmax::Natural { scale: 0.1 }.is_max_free(1), "nothing bounds its scores");
     }
 }

@@ -91,8 +91,8 @@ impl Backend for Plan {
         self.formats
     }
 
-    fn upload(&mut self, to: Tensor, _role: Role, parts: &[WeightPart]) -> Result<()> {
-        for part in parts.iter().filter(|part| !part.is_readable_as(to.stored())) {
+    fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {
+        for part in parts.iter().filter(|part| role == Role::UpConv || !part.is_readable_as(to.stored())) {
             self.copied_bytes += to.dtype.bytes(part.rows * to.cols) as u64;
             let is_tiled = matches!(part.scaling, PartScaling::Blocks16 { layout: Nvfp4Layout { tiled: true, .. }, .. });
             if to.dtype.is_quantised() && !is_tiled {

@@ -363,6 +363,14 @@ pub struct ShapeArgs {
     /// From 0 to 100; above 1 each step takes twice as long. Other models take none.
     #[arg(long, value_name = "SCALE", value_parser = guidance, help_heading = "Sampling")]
     pub guidance: Option<f32>,
+
+    /// Let the VAE work in tiles, which bounds the memory it takes
+    ///
+    /// As diffusers does with tiling enabled, for pictures and references with a side above 1024 pixels, or what else the VAE's
+    /// config.json calls `sample_size`. Tiles overlap and are blended, but each has colours and contrasts of its own: the picture is
+    /// another one than without.
+    #[arg(long, help_heading = "Run")]
+    pub vae_tiling: bool,
 }
 
 /// Flags of `kiln plan`.

@@ -211,15 +211,20 @@ mod tests {
         let tiles = |file| Tile::ALL.iter().filter(|tile| tile.config().kernel.file() == file).count();
         let gemm =
             files.map(|file| format!("{file} ({} tiles), ", tiles(file))).collect::<String>() + "gemm_fp8_sm89, expand, naive";
+        let shortcuts = ["gemm_bf16_sm90", "gemm_bf16_sm120", "gemm_mma"].map(|file| format!(", {file} ({} tiles)", tiles(file)));
+        let conv = format!(
+            "conv_sm90 (4 tiles), conv_mma (3 kernels), conv_narrow, naive, group_norm (3 kernels){}",
+            shortcuts.concat()
+        );
         for (op, files) in [
             ("copy", "pointwise"),
             ("rms_norm", "norm_rows (6 kernels)"),
             ("linear", gemm.as_str()),
             (
                 "attention",
-                "attention_sm90 (5 kernels), attention_fp8_sm120 (2 kernels), attention_fp8_sm89 (2 kernels), attention_mma (2 kernels), attention_wide_mma (2 kernels), naive",
+                "attention_sm90 (5 kernels), attention_wide_sm90, attention_fp8_sm120 (2 kernels), attention_fp8_sm89 (2 kernels), attention_mma (2 kernels), attention_wide_mma (2 kernels), naive",
             ),
-            ("conv", "conv_mma (3 kernels), naive, group_norm (3 kernels)"),
+            ("conv", conv.as_str()),
         ] {
             assert_eq!(kernel_files(op), files);
         }

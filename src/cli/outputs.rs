@@ -158,6 +158,9 @@ pub fn png_text(settings: &Settings, seed: u64) -> Vec<(&'static str, String)> {
         ("precision", settings.precision.name().into()),
     ]);
     text.extend(settings.quantised_flags.iter().cloned());
+    if settings.vae_tiling {
+        text.push(("vae-tiling", "on".into()));
+    }
     text.extend(settings.guidance.chosen.map(|scale| ("guidance", scale.to_string())));
     text.extend(settings.negative.iter().filter(|_| settings.guided).map(|negative| ("negative", negative.clone())));
     if !settings.job.references.is_empty() {

@@ -34,6 +34,8 @@ pub struct ImageRequest {
     pub steps: Option<usize>,
     /// The guidance scale; without one the default of the variant applies.
     pub guidance: Option<f32>,
+    /// Whether the VAE works in tiles.
+    pub vae_tiling: bool,
     /// One seed for each image.
     pub seeds: Vec<u64>,
     /// Where the noise comes from.
@@ -82,6 +84,7 @@ impl ImageRequest {
             size: Pixels::new(shape.width.unwrap_or(width), shape.height.unwrap_or(height))?,
             steps: shape.steps,
             guidance: shape.guidance,
+            vae_tiling: shape.vae_tiling,
             seeds: vec![0],
             noise: Noise::Drawn(NoiseKind::HOPPER),
             record: false,
@@ -149,7 +152,8 @@ impl ImageRequest {
     pub fn load_options(&self, precision: Precision, low_memory: bool, quantised: &QuantisedArgs) -> LoadOptions {
         let (attention, nvfp4_math) = (quantised.attention.into(), quantised.nvfp4_math.into());
         let quantise = quantised.quantize.map(Into::into);
-        LoadOptions { precision, references: !self.references.is_empty(), low_memory, attention, nvfp4_math, quantise }
+        let (references, vae_tiling) = (!self.references.is_empty(), self.vae_tiling);
+        LoadOptions { precision, references, low_memory, attention, nvfp4_math, vae_tiling, quantise }
     }
 }
 
@@ -283,8 +287,9 @@ mod tests {
         assert!(matches!(request.noise, Noise::Drawn(NoiseKind::HOPPER)));
         assert_eq!((request.steps, request.guidance), (None, None));
         assert!(!request.record && request.negative.is_none() && request.references.is_empty());
-        let LoadOptions { precision, references, low_memory, attention, nvfp4_math, quantise } = setup.options;
-        assert_eq!((precision, references, low_memory, setup.device), (Precision::Bf16, false, false, 0));
+        let LoadOptions { precision, references, low_memory, attention, nvfp4_math, vae_tiling, quantise } = setup.options;
+        assert_eq!((precision, references, setup.device), (Precision::Bf16, false, 0));
+        assert!(!low_memory && !vae_tiling);
         assert_eq!((attention, setup.accumulate), (AttentionFormat::Auto, Fp8Accumulate::Auto));
         assert_eq!((nvfp4_math, quantise), (Nvfp4Math::Auto, None));
         assert!(setup.named && matches!(setup.found, Found::Tiny) && setup.notes.is_empty());

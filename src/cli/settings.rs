@@ -36,6 +36,8 @@ pub struct Settings {
     pub noise_flags: Vec<(&'static str, String)>,
     /// How FP8 and NVFP4 are computed with, as flags and their values.
     pub quantised_flags: Vec<(&'static str, String)>,
+    /// Whether the VAE works in tiles.
+    pub vae_tiling: bool,
     /// A description of each reference image: its file, its sizes and its tokens.
     pub references: Vec<String>,
 }
@@ -68,6 +70,7 @@ impl Settings {
             negative: request.negative,
             noise_flags,
             quantised_flags: model.quantised_flags.clone(),
+            vae_tiling: request.vae_tiling,
             references,
         }
     }

@@ -233,6 +233,7 @@ impl VaeConfig {
             return Err(config.mismatch(key, &decoder, &self.decoder));
         }
         self.stats_eps = config.small("batch_norm_eps")?.unwrap_or(self.stats_eps);
+        self.tile = config.tile("sample_size")?.unwrap_or(self.tile);
         Ok(())
     }
 }

@@ -74,6 +74,14 @@ impl ConfigFile {
         })
     }
 
+    /// The side of an image's tile, if the key is there. Tiles overlap by a quarter, which has to be whole latents.
+    pub fn tile(&self, key: &str) -> Result<Option<usize>> {
+        self.take(key, "a multiple of 32, at most 65536", |value| {
+            let side = usize::try_from(value.as_u64()?).ok()?;
+            (side > 0 && side <= 1 << 16 && side.is_multiple_of(32)).then_some(side)
+        })
+    }
+
     /// The base of RoPE frequencies, if the key is there.
     pub fn rope_base(&self, key: &str) -> Result<Option<f64>> {
         self.take(key, "a number from 1 to 1e12", |value| value.as_f64().filter(|base| (1.0..=1e12).contains(base)))

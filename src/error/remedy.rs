@@ -33,6 +33,11 @@ pub enum Remedy {
     },
     /// Generate an image of the size that the noise was recorded for.
     SizeOfNoise,
+    /// Let the VAE work in tiles, with which the job fits into memory.
+    VaeTiling {
+        /// Bytes that the job takes then.
+        bytes: u64,
+    },
     /// Give fewer reference images.
     FewerReferences,
     /// Close other programs.
@@ -103,6 +108,7 @@ impl fmt::Display for Remedy {
             Self::LegalSize { width, height } => write!(f, "try {width}x{height}"),
             Self::SizeThatFits { width, height, bytes } => write!(f, "use {width}x{height} ({})", amount(*bytes)),
             Self::SizeOfNoise => f.write_str("use the width and height it was made for"),
+            Self::VaeTiling { bytes } => write!(f, "let the VAE work in tiles ({})", amount(*bytes)),
             Self::FewerReferences => f.write_str("give fewer references"),
             Self::ClosePrograms => f.write_str("close other programs"),
             Self::CloseGpuPrograms => f.write_str("close other programs that use the GPU"),

@@ -181,7 +181,9 @@ impl Operands {
                 _ => &weights,
             };
             let owned = |block: &[u8], len: usize| Bytes::new(Arc::new(repeated(block, len)));
-            let bytes = owned(block, to.dtype.bytes(to.len()));
+            // Files store nine taps of every filter, of which an upsampling convolution makes sixteen.
+            let stored = if role == Role::UpConv { to.len() / 16 * 9 } else { to.len() };
+            let bytes = owned(block, to.dtype.bytes(stored));
             let scaling = match to.scaling {
                 Scaling::Tensor(scale) => PartScaling::Tensor(scale),
                 Scaling::Blocks16 { tensor, .. } => {

@@ -2,8 +2,8 @@
 
 use super::{Row, RowFormat, call};
 use crate::backend::{
-    Conv, GatedGemm, Gemm, GemmFormats, GroupNorm, KvSegment, LatentStats, Modulated, Op, Projection, QkNorm, Role, Rope,
-    RopeStyle, Sampling, Softmax,
+    Conv, GatedGemm, Gemm, GemmFormats, GroupNorm, KvSegment, LatentStats, Linear, Modulated, Op, Projection, QkNorm, Role, Rope,
+    RopeStyle, Sampling, Seam, Shortcut, Softmax,
 };
 use crate::error::Result;
 use crate::tensor::{DType, Precision};
@@ -139,6 +139,7 @@ impl RowBuilder {
             self.linear(canvas, PACKED, width),
             self.guidance(canvas, PACKED),
             self.euler(canvas, PACKED),
+            self.blend(4 * side, 16 * side),
             self.non_finite(canvas, PACKED),
             self.largest_magnitude(all, width),
             // The VAE: its decoder, and the ops of its encoder that the decoder does not have.
@@ -157,8 +158,10 @@ impl RowBuilder {
             self.group_norm(last, half, true),
             self.group_norm(last, quarter, true),
             self.conv(last, quarter, quarter, Sampling::Same, true),
-            self.conv(last, quarter, 3, Sampling::Same, false),
+            self.conv_shortcut(last, quarter, half),
+            self.norm_conv(last, quarter, 3),
             self.pixels(last),
+            self.conv(last, 3, quarter, Sampling::Same, true),
             self.conv(last, quarter, quarter, Sampling::Down, false),
             self.patchify(side),
         ]
@@ -371,19 +374,47 @@ impl RowBuilder {
             Sampling::Up => (", up", 2 * side),
             Sampling::Down => (", down", side / 2),
         };
-        // If the resolution changes, there is no residual.
-        let residual = more && sampling == Sampling::Same;
+        // If the resolution changes, and behind the first convolution, there is no residual.
+        let residual = more && sampling == Sampling::Same && channels == to;
         let added = if residual { ", residual" } else { "" };
         let stats = if more { ", stats" } else { "" };
         Row::new(format!("{side}x{side}, {channels} to {to}{name}{added}{stats}"), self.0, move |m| {
-            let w = Conv { weight: m.weight(to, 9 * channels, DType::Bf16, Role::Conv)?, bias: m.vector(to)? };
+            let role = if sampling == Sampling::Up { Role::UpConv } else { Role::Conv };
+            let taps = sampling.phases() * sampling.taps();
+            let w = Conv { weight: m.weight(to, taps * channels, DType::Bf16, role)?, bias: m.vector(to)? };
             let x = m.activations(side * side, channels)?;
             let pixels = to_side * to_side;
-            // The decoded image is stored in f32.
-            let out = if to == 3 { m.output(pixels, to, DType::F32)? } else { m.results(pixels, to)? };
+            let out = m.results(pixels, to)?;
             let residual = if residual { Some(m.activations(pixels, to)?) } else { None };
             let stats = if more { Some(m.output(GROUPS, 2, DType::F32)?) } else { None };
-            call(move |run| run(Op::Conv { out, x, w: &w, width: side, height: side, sampling, residual, stats }))
+            let (width, height, shortcut) = (side, side, None);
+            call(move |run| run(Op::Conv { out, x, w: &w, width, height, sampling, residual, shortcut, stats }))
+        })
+    }
+
+    /// The end of a residual block whose input has another number of channels.
+    fn conv_shortcut(&self, side: usize, channels: usize, from: usize) -> Result<Row> {
+        Row::new(format!("{side}x{side}, {channels} to {channels}, shortcut of {from}, stats"), self.0, move |m| {
+            let w = Conv { weight: m.weight(channels, 9 * channels, DType::Bf16, Role::Conv)?, bias: m.vector(channels)? };
+            let beside = Linear::new(m.weight(channels, from, DType::Bf16, Role::Linear)?, Some(m.vector(channels)?));
+            let (x, input) = (m.activations(side * side, channels)?, m.activations(side * side, from)?);
+            let (out, stats) = (m.results(side * side, channels)?, Some(m.output(GROUPS, 2, DType::F32)?));
+            let (width, height, sampling, residual) = (side, side, Sampling::Same, None);
+            call(move |run| {
+                let shortcut = Some(Shortcut { x: input, w: &beside });
+                run(Op::Conv { out, x, w: &w, width, height, sampling, residual, shortcut, stats })
+            })
+        })
+    }
+
+    /// The last layer of the decoder. The decoded image is stored in f32.
+    fn norm_conv(&self, side: usize, channels: usize, to: usize) -> Result<Row> {
+        Row::new(format!("{side}x{side}, {channels} to {to}, stats given"), self.0, move |m| {
+            let norm = GroupNorm { weight: m.vector(channels)?, bias: m.vector(channels)?, groups: GROUPS, eps: EPS };
+            let w = Conv { weight: m.weight(to, 9 * channels, DType::Bf16, Role::Conv)?, bias: m.vector(to)? };
+            let (out, x) = (m.output(side * side, to, DType::F32)?, m.activations(side * side, channels)?);
+            let (width, height, stats) = (side, side, Some(m.input(GROUPS, 2, DType::F32)?));
+            call(move |run| run(Op::NormConv { out, x, norm: &norm, stats, w: &w, width, height }))
         })
     }
 
@@ -425,6 +456,15 @@ impl RowBuilder {
             let (cond, uncond) = (m.input(rows, cols, DType::F32)?, m.input(rows, cols, DType::F32)?);
             let out = m.output(rows, cols, DType::F32)?;
             call(move |run| run(Op::Guidance { out, cond, uncond, scale: 4.0 }))
+        })
+    }
+
+    /// The overlap of two tiles of an image that are beside each other.
+    fn blend(&self, width: usize, height: usize) -> Result<Row> {
+        const CHANNELS: usize = 3;
+        Row::new(format!("{width}x{height}x{CHANNELS}"), self.0, move |m| {
+            let (into, from) = (m.input(height, width * CHANNELS, DType::F32)?, m.input(height, width * CHANNELS, DType::F32)?);
+            call(move |run| run(Op::Blend { into, from, seam: Seam::Left { channels: CHANNELS } }))
         })
     }
 

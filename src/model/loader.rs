@@ -186,7 +186,16 @@ impl<'a> Loader<'a> {
     }
 
     pub(super) fn conv(&mut self, name: &str, out: usize, input: usize) -> Result<Conv> {
-        let weight = self.place(TensorSpec::new(format!("{name}.weight"), &[out, input, 3, 3]), Role::Conv)?;
+        self.filters(name, out, input, Role::Conv)
+    }
+
+    /// A convolution after nearest-neighbour upsampling by two.
+    pub(super) fn up_conv(&mut self, name: &str, out: usize, input: usize) -> Result<Conv> {
+        self.filters(name, out, input, Role::UpConv)
+    }
+
+    fn filters(&mut self, name: &str, out: usize, input: usize, role: Role) -> Result<Conv> {
+        let weight = self.place(TensorSpec::new(format!("{name}.weight"), &[out, input, 3, 3]), role)?;
         Ok(Conv { weight, bias: self.vector(&format!("{name}.bias"), out)? })
     }
 
@@ -277,9 +286,15 @@ fn stacked(spec: &TensorSpec, tensors: &[Tensor]) -> Result<Weight> {
 impl Upload<'_> {
     fn place(&mut self, spec: &TensorSpec, role: Role, precision: Precision) -> Result<Tensor> {
         let parts = self.stored(spec)?;
-        // Vectors are few and always f32.
-        let dtype = if role == Role::Vector { DType::F32 } else { plain_dtype(&parts, precision) };
-        let (rows, cols) = extent(spec);
+        let dtype = match (role, precision) {
+            // Vectors are few and always f32, and so are sums of filter taps: the type of the taps would round them.
+            (Role::Vector, _) | (Role::UpConv, Precision::F32) => DType::F32,
+            (Role::Linear | Role::Conv | Role::UpConv, _) => plain_dtype(&parts, precision),
+        };
+        let (rows, cols) = match (role, extent(spec)) {
+            (Role::UpConv, (rows, cols)) => (rows, cols / 9 * 16),
+            (Role::Linear | Role::Conv | Role::Vector, extent) => extent,
+        };
         let tensor = self.upload(role, [rows, cols], Stored::plain(dtype), &parts)?;
         // Of the vectors only those count that something is multiplied or divided by.
         if role != Role::Vector || !["bias", "mean"].iter().any(|end| spec.name.ends_with(end)) {

@@ -1,11 +1,16 @@
 //! The VAE: decodes latents to pixels and encodes pixels to latents. Images are matrices of one row per pixel, channels last.
 
+mod tiles;
+
 use super::Loader;
-use crate::backend::{Backend, Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, Op, Sampling, Softmax, scope};
+use crate::backend::{
+    Backend, Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, Op, Sampling, Shortcut, Softmax, scope,
+};
 use crate::config::VaeConfig;
 use crate::error::Result;
 use crate::sequence::Grid;
-use crate::tensor::{Arena, DType, Precision, Tensor};
+use crate::tensor::{Arena, DType, Precision, Region, Tensor};
+use tiles::{Scale, Tiles};
 
 /// The VAE.
 pub struct Vae {
@@ -14,6 +19,8 @@ pub struct Vae {
     stats: LatentStats,
     decoder: Decoder,
     encoder: Option<Encoder>,
+    /// Whether images with sides longer than a tile are decoded and encoded tile by tile.
+    tiling: bool,
 }
 
 pub(super) struct Decoder {
@@ -75,6 +82,35 @@ struct FeatureMap {
     height: usize,
 }
 
+impl FeatureMap {
+    fn shape(self) -> Shape {
+        Shape { width: self.width, height: self.height, channels: self.data.cols }
+    }
+}
+
+/// The size of a feature map.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Shape {
+    width: usize,
+    height: usize,
+    channels: usize,
+}
+
+impl Shape {
+    /// The size behind the convolution that changes the resolution.
+    fn resampled(self, sampling: Sampling, channels: usize) -> Self {
+        let scaled = |side: usize| match sampling {
+            Sampling::Up => 2 * side,
+            Sampling::Down => side / 2,
+            Sampling::Same => side,
+        };
+        Self { width: scaled(self.width), height: scaled(self.height), channels }
+    }
+}
+
+/// Pixels of the image along each side of a latent.
+const SCALE: usize = 8;
+
 /// Number of residual blocks of a level.
 const ENCODER_RESNETS: usize = 2;
 const DECODER_RESNETS: usize = 3;
@@ -114,13 +150,13 @@ impl Mid {
 
 impl Level {
     /// The levels of one half, whose channels are given in the order in which they run. All but the last end in a convolution
-    /// that `resample` names.
+    /// that changes the resolution.
     fn load_all(
         loader: &mut Loader<'_>,
         name: &str,
         channels: [usize; 4],
         resnets: usize,
-        resample: &str,
+        sampling: Sampling,
         c: &VaeConfig,
     ) -> Result<Vec<Self>> {
         let mut input = channels[0];
@@ -131,7 +167,11 @@ impl Level {
                     Resnet::load(loader, &format!("{name}.resnets.{j}"), std::mem::replace(&mut input, channels), channels, c)
                 })
                 .collect::<Result<_>>()?;
-            let resample = (i < 3).then(|| loader.conv(&format!("{name}.{resample}.0.conv"), channels, channels)).transpose()?;
+            let resample = match (i < 3, sampling) {
+                (false, _) => None,
+                (true, Sampling::Up) => Some(loader.up_conv(&format!("{name}.upsamplers.0.conv"), channels, channels)?),
+                (true, _) => Some(loader.conv(&format!("{name}.downsamplers.0.conv"), channels, channels)?),
+            };
             Ok(Self { channels, resnets, resample })
         };
         channels.into_iter().enumerate().map(level).collect()
@@ -146,7 +186,7 @@ impl Decoder {
             post_quant: loader.conv_1x1("post_quant_conv", c.latent, c.latent)?,
             conv_in: loader.conv("decoder.conv_in", coarsest, c.latent)?,
             mid: Mid::load(loader, "decoder.mid_block", coarsest, c)?,
-            levels: Level::load_all(loader, "decoder.up_blocks", decoder, DECODER_RESNETS, "upsamplers", c)?,
+            levels: Level::load_all(loader, "decoder.up_blocks", decoder, DECODER_RESNETS, Sampling::Up, c)?,
             norm_out: loader.group_norm("decoder.conv_norm_out", finest, c.groups, c.eps)?,
             conv_out: loader.conv("decoder.conv_out", 3, finest)?,
         })
@@ -158,7 +198,7 @@ impl Encoder {
         let [finest, .., coarsest] = c.encoder;
         Ok(Self {
             conv_in: loader.conv("encoder.conv_in", finest, 3)?,
-            levels: Level::load_all(loader, "encoder.down_blocks", c.encoder, ENCODER_RESNETS, "downsamplers", c)?,
+            levels: Level::load_all(loader, "encoder.down_blocks", c.encoder, ENCODER_RESNETS, Sampling::Down, c)?,
             mid: Mid::load(loader, "encoder.mid_block", coarsest, c)?,
             norm_out: loader.group_norm("encoder.conv_norm_out", coarsest, c.groups, c.eps)?,
             conv_out: loader.conv("encoder.conv_out", 2 * c.latent, coarsest)?,
@@ -183,30 +223,56 @@ impl Vae {
         let stats = latent_stats(loader, c)?;
         let decoder = Decoder::load(loader, c)?;
         let encoder = if with_encoder { Some(Encoder::load(loader, c)?) } else { None };
-        Ok(Self { config: c.clone(), precision: loader.precision(), stats, decoder, encoder })
+        Ok(Self { config: c.clone(), precision: loader.precision(), stats, decoder, encoder, tiling: false })
+    }
+
+    /// The same on tiles of images that have a side longer than [`VaeConfig::tile`], if `tiling`. They need no more working
+    /// memory than an image of that size, besides the results; but each tile is normalised by statistics of its own, so the image
+    /// is another one.
+    #[must_use]
+    pub fn with_tiling(self, tiling: bool) -> Self {
+        Self { tiling, ..self }
+    }
+
+    /// The tiles of an image, if it is worked on in tiles; `side` is the longest of a tile in the same unit as the image's.
+    fn tiles(&self, width: usize, height: usize, side: usize) -> Option<Tiles> {
+        Tiles::new(width, height, side).filter(|_| self.tiling)
     }
 
     /// Decodes latents of `grid` tokens to an f32 image of `[pixels, 3]`, nominally within -1..1.
     pub fn decode(&self, be: &mut dyn Backend, ws: &mut Arena, image: Tensor, latents: Tensor, grid: Grid) -> Result<()> {
-        let (c, d, act) = (&self.config, &self.decoder, self.precision.activations());
         let (width, height) = (2 * grid.width, 2 * grid.height);
         scope(be, ws, |be, ws| {
-            let mut x = self.map(ws, width, height, c.decoder[3])?;
-            scope(be, ws, |be, ws| {
-                let (z, quantised) = (ws.alloc(width * height, c.latent, act)?, ws.alloc(width * height, c.latent, act)?);
-                be.run(Op::Unpatchify { out: z, x: latents, stats: &self.stats, width: grid.width })?;
-                be.run(Op::Linear(&[Gemm { out: quantised, x: z, w: &d.post_quant }]))?;
-                let z = FeatureMap { data: quantised, stats: None, width, height };
-                conv(be, x, z, &d.conv_in, Sampling::Same, None)
-            })?;
-            self.mid(be, ws, &d.mid, x)?;
-            for level in &d.levels {
-                x = self.level(be, ws, level, x, Sampling::Up, |be, ws, last| {
-                    let normed = self.norm(be, ws, &d.norm_out, last, true)?;
-                    conv(be, FeatureMap { data: image, stats: None, ..last }, normed, &d.conv_out, Sampling::Same, None)
-                })?;
+            let z = ws.alloc(width * height, self.config.latent, self.precision.activations())?;
+            be.run(Op::Unpatchify { out: z, x: latents, stats: &self.stats, width: grid.width })?;
+            let network = |be: &mut dyn Backend, ws: &mut Arena, image, z, size| self.decode_latents(be, ws, image, z, size);
+            match self.tiles(width, height, self.config.tile / SCALE) {
+                Some(tiles) => tiles.run(be, ws, image, z, Scale::Up(SCALE), &network),
+                None => network(be, ws, image, z, [width, height]),
             }
-            Ok(())
+        })
+    }
+
+    /// The decoder, on latents of this width and height.
+    fn decode_latents(
+        &self,
+        be: &mut dyn Backend,
+        ws: &mut Arena,
+        image: Tensor,
+        z: Tensor,
+        [width, height]: [usize; 2],
+    ) -> Result<()> {
+        let (c, d) = (&self.config, &self.decoder);
+        let first = Shape { width, height, channels: c.decoder[3] };
+        scope(be, ws, |be, ws| {
+            let quantised = ws.alloc(z.rows, c.latent, self.precision.activations())?;
+            be.run(Op::Linear(&[Gemm { out: quantised, x: z, w: &d.post_quant }]))?;
+            let z = FeatureMap { data: quantised, stats: None, width, height };
+            let begin = |be: &mut dyn Backend, x| conv(be, x, z, &d.conv_in, Sampling::Same, Added::Nothing);
+            self.levels(be, ws, (&d.levels, &d.mid), (first, Sampling::Up), &begin, &|be, last| {
+                let FeatureMap { data: x, stats, width, height } = last;
+                be.run(Op::NormConv { out: image, x, norm: &d.norm_out, stats, w: &d.conv_out, width, height })
+            })
         })
     }
 
@@ -215,139 +281,266 @@ impl Vae {
     /// # Panics
     /// If the encoder was not loaded: a bug in the caller.
     pub fn encode(&self, be: &mut dyn Backend, ws: &mut Arena, tokens: Tensor, image: Tensor, grid: Grid) -> Result<()> {
-        let e = self.encoder.as_ref().expect("the encoder was not loaded");
-        let (c, act) = (&self.config, self.precision.activations());
+        let (width, height) = (2 * SCALE * grid.width, 2 * SCALE * grid.height);
         scope(be, ws, |be, ws| {
-            let image = FeatureMap { data: image, stats: None, width: 16 * grid.width, height: 16 * grid.height };
-            let mut x = self.map(ws, image.width, image.height, c.encoder[0])?;
-            conv(be, x, image, &e.conv_in, Sampling::Same, None)?;
-            for level in &e.levels {
-                x = self.level(be, ws, level, x, Sampling::Down, |be, ws, last| {
-                    self.mid(be, ws, &e.mid, last)?;
-                    let normed = self.norm(be, ws, &e.norm_out, last, true)?;
-                    let moments = ws.alloc(last.data.rows, 2 * c.latent, act)?;
-                    conv(be, FeatureMap { data: moments, stats: None, ..last }, normed, &e.conv_out, Sampling::Same, None)?;
-                    // The second half of the channels is the log-variance of the posterior, which is not needed for its mean.
-                    let mean = e.quant.rows(0..c.latent);
-                    let z = ws.alloc(last.data.rows, c.latent, act)?;
-                    be.run(Op::Linear(&[Gemm { out: z, x: moments, w: &mean }]))?;
-                    be.run(Op::Patchify { out: tokens, x: z, stats: &self.stats, width: grid.width })
+            let z = ws.alloc(4 * grid.tokens(), self.config.latent, DType::F32)?;
+            let network = |be: &mut dyn Backend, ws: &mut Arena, z, image, size| self.encode_pixels(be, ws, z, image, size);
+            match self.tiles(width, height, self.config.tile) {
+                Some(tiles) => tiles.run(be, ws, z, image, Scale::Down(SCALE), &network)?,
+                None => network(be, ws, z, image, [width, height])?,
+            }
+            be.run(Op::Patchify { out: tokens, x: z, stats: &self.stats, width: grid.width })
+        })
+    }
+
+    /// The encoder, on an image of this width and height.
+    fn encode_pixels(
+        &self,
+        be: &mut dyn Backend,
+        ws: &mut Arena,
+        z: Tensor,
+        image: Tensor,
+        [width, height]: [usize; 2],
+    ) -> Result<()> {
+        let e = self.encoder.as_ref().expect("the encoder was not loaded");
+        let c = &self.config;
+        let first = Shape { width, height, channels: c.encoder[0] };
+        scope(be, ws, |be, ws| {
+            let moments = ws.alloc(z.rows, 2 * c.latent, self.precision.activations())?;
+            let image = FeatureMap { data: image, stats: None, width, height };
+            let begin = |be: &mut dyn Backend, x| conv(be, x, image, &e.conv_in, Sampling::Same, Added::Nothing);
+            self.levels(be, ws, (&e.levels, &e.mid), (first, Sampling::Down), &begin, &|be, last| {
+                let normed = self.norm(be, &e.norm_out, last.data, last, true)?;
+                let out = FeatureMap { data: moments, stats: None, ..last };
+                conv(be, out, normed, &e.conv_out, Sampling::Same, Added::Nothing)
+            })?;
+            // The second half of the channels is the log-variance of the posterior, which is not needed for its mean.
+            let mean = e.quant.rows(0..c.latent);
+            be.run(Op::Linear(&[Gemm { out: z, x: moments, w: &mean }]))
+        })
+    }
+
+    /// Runs all levels, and the blocks at the coarsest resolution before or after them. `begin` computes what comes first, which
+    /// has this shape; `end` gets what comes out.
+    ///
+    /// The buffers lie in one block of memory: those of every other level at its beginning, those of the levels between at its
+    /// end. So the input of a level can be computed beside all buffers of the level before, and later takes their memory.
+    fn levels(
+        &self,
+        be: &mut dyn Backend,
+        ws: &mut Arena,
+        (levels, mid): (&[Level], &Mid),
+        (mut shape, sampling): (Shape, Sampling),
+        begin: &dyn Fn(&mut dyn Backend, FeatureMap) -> Result<()>,
+        end: &dyn Fn(&mut dyn Backend, FeatureMap) -> Result<()>,
+    ) -> Result<()> {
+        let mut sizes = Vec::new();
+        for level in levels {
+            sizes.push((shape, Buffers::bytes(self, shape, level.channels)?));
+            shape = shape.resampled(sampling, level.channels);
+        }
+        let input_bytes = |level: usize| sizes.get(level).map_or(0, |(_, [input, _])| *input);
+        let coarsest = if sampling == Sampling::Up { 0 } else { levels.len() - 1 };
+        let mid_bytes = MidBuffers::bytes(self, Shape { channels: levels[coarsest].channels, ..sizes[coarsest].0 })?;
+        let needs = |(i, &(_, [input, rest])): (usize, &(Shape, [u64; 2]))| {
+            input + rest + if i == coarsest { mid_bytes.max(input_bytes(i + 1)) } else { input_bytes(i + 1) }
+        };
+        let bytes = sizes.iter().enumerate().map(needs).max().unwrap_or(0);
+        scope(be, ws, |be, ws| {
+            let block = ws.alloc(bytes as usize, 1, DType::U8)?.extent();
+            let place = |level: usize| -> Result<(FeatureMap, Arena)> {
+                let (shape, [input, rest]) = sizes[level];
+                // At the end of the block the input lies behind the level's other buffers, so that it is far from those of the
+                // level before.
+                let (x, rest) = match level % 2 {
+                    0 => (block.end - input, block.end - input - rest),
+                    _ => (block.start, block.start + input),
+                };
+                Ok((self.map(&mut Arena::starting_at(Region::Arena, x), shape)?, Arena::starting_at(Region::Arena, rest)))
+            };
+            let (mut x, mut rest) = place(0)?;
+            begin(be, x)?;
+            if sampling == Sampling::Up {
+                self.mid(be, &mut Arena::starting_at(Region::Arena, block.start), mid, x)?;
+            }
+            for (i, level) in levels.iter().enumerate() {
+                let next = if i + 1 < levels.len() { Some(place(i + 1)?) } else { None };
+                scope(be, &mut rest, |be, rest| {
+                    let last = self.level(be, rest, level, x)?;
+                    match (&level.resample, &next) {
+                        (Some(resample), Some((next, _))) => conv(be, *next, last, resample, sampling, Added::Nothing),
+                        _ => {
+                            if sampling == Sampling::Down {
+                                self.mid(be, rest, mid, last)?;
+                            }
+                            end(be, last)
+                        }
+                    }
                 })?;
+                if let Some(next) = next {
+                    (x, rest) = next;
+                }
             }
             Ok(())
         })
     }
 
-    /// Runs the residual blocks of a level, then its resampling; the last level has no resampling and ends with `last` instead.
-    fn level(
-        &self,
-        be: &mut dyn Backend,
-        ws: &mut Arena,
-        level: &Level,
-        x: FeatureMap,
-        sampling: Sampling,
-        last: impl FnOnce(&mut dyn Backend, &mut Arena, FeatureMap) -> Result<()>,
-    ) -> Result<FeatureMap> {
-        let scaled = |side: usize| match sampling {
-            Sampling::Up => 2 * side,
-            Sampling::Down => side / 2,
-            Sampling::Same => side,
-        };
-        // The input of the next level outlives this level's buffers, so it is allocated first.
-        let next = match &level.resample {
-            Some(_) => self.map(ws, scaled(x.width), scaled(x.height), level.channels)?,
-            None => x,
-        };
-        scope(be, ws, |be, ws| {
-            let buffers = [self.map(ws, x.width, x.height, level.channels)?, self.map(ws, x.width, x.height, level.channels)?];
-            let mut current = x;
-            for (resnet, &out) in level.resnets.iter().zip(buffers.iter().cycle()) {
-                self.resnet(be, ws, resnet, out, current)?;
-                current = out;
+    /// Runs the residual blocks of a level. Its input is overwritten unless it has another number of channels.
+    fn level(&self, be: &mut dyn Backend, ws: &mut Arena, level: &Level, x: FeatureMap) -> Result<FeatureMap> {
+        let Buffers { first, second, inner, normed } = Buffers::new(self, ws, x, level.channels)?;
+        let (mut current, mut other) = (x, first);
+        for (i, resnet) in level.resnets.iter().enumerate() {
+            match normed.filter(|_| i == 0) {
+                // The input stays until the shortcut has read it, so the first block has two more buffers.
+                Some(normed) => {
+                    self.resnet(be, resnet, x, normed, first, second)?;
+                    (current, other) = (second, first);
+                }
+                None => {
+                    self.resnet(be, resnet, current, other.data, inner, other)?;
+                    (current, other) = (other, current);
+                }
             }
-            match &level.resample {
-                Some(resample) => conv(be, next, current, resample, sampling, None),
-                None => last(be, ws, current),
-            }
-        })?;
-        Ok(next)
+        }
+        Ok(current)
     }
 
     /// Runs the blocks at the coarsest resolution, in place. Afterwards the statistics of `x` are those of its new values.
     fn mid(&self, be: &mut dyn Backend, ws: &mut Arena, mid: &Mid, x: FeatureMap) -> Result<()> {
         scope(be, ws, |be, ws| {
-            let y = self.map(ws, x.width, x.height, x.data.cols)?;
-            self.resnet(be, ws, &mid.first, y, x)?;
-            self.attention(be, ws, &mid.attention, y)?;
+            let MidBuffers { y, inner, attention } = MidBuffers::new(self, ws, x.shape())?;
+            self.resnet(be, &mid.first, x, y.data, inner, y)?;
+            self.attention(be, &mid.attention, y, attention)?;
             // Attention has changed the values since their statistics were computed.
-            self.resnet(be, ws, &mid.second, x, FeatureMap { stats: None, ..y })
+            self.resnet(be, &mid.second, FeatureMap { stats: None, ..y }, x.data, inner, x)
         })
     }
 
-    /// `out = shortcut(x) + conv(silu(norm(conv(silu(norm(x))))))`.
-    fn resnet(&self, be: &mut dyn Backend, ws: &mut Arena, block: &Resnet, out: FeatureMap, x: FeatureMap) -> Result<()> {
-        scope(be, ws, |be, ws| {
-            // `out` holds the intermediate feature map until the second convolution overwrites it.
-            scope(be, ws, |be, ws| {
-                let normed = self.norm(be, ws, &block.norm1, x, true)?;
-                conv(be, out, normed, &block.conv1, Sampling::Same, None)
-            })?;
-            let normed = self.norm(be, ws, &block.norm2, out, true)?;
-            let residual = match &block.shortcut {
-                Some(w) => {
-                    let shortcut = ws.alloc(out.data.rows, out.data.cols, out.data.dtype)?;
-                    be.run(Op::Linear(&[Gemm { out: shortcut, x: x.data, w }]))?;
-                    shortcut
-                }
-                None => x.data,
-            };
-            conv(be, out, normed, &block.conv2, Sampling::Same, Some(residual))
-        })
+    /// `out = shortcut(x) + conv(silu(norm(conv(silu(norm(x))))))`. `normed` and `inner` are overwritten by what lies between;
+    /// `normed` has the size of `x` and may be the memory of `out`.
+    fn resnet(
+        &self,
+        be: &mut dyn Backend,
+        block: &Resnet,
+        x: FeatureMap,
+        normed: Tensor,
+        inner: FeatureMap,
+        out: FeatureMap,
+    ) -> Result<()> {
+        let normed = self.norm(be, &block.norm1, normed, x, true)?;
+        conv(be, inner, normed, &block.conv1, Sampling::Same, Added::Nothing)?;
+        let normed = self.norm(be, &block.norm2, inner.data, inner, true)?;
+        let added = match &block.shortcut {
+            Some(w) => Added::Shortcut(Shortcut { x: x.data, w }),
+            None => Added::Residual(x.data),
+        };
+        conv(be, out, normed, &block.conv2, Sampling::Same, added)
     }
 
-    /// Self-attention over all pixels with one head, added to `x`.
-    fn attention(&self, be: &mut dyn Backend, ws: &mut Arena, block: &Attention, x: FeatureMap) -> Result<()> {
-        let (rows, channels, act) = (x.data.rows, x.data.cols, self.precision.activations());
-        scope(be, ws, |be, ws| {
-            let normed = self.norm(be, ws, &block.norm, x, false)?.data;
-            let (q, k, v) = (ws.alloc(rows, channels, act)?, ws.alloc(rows, channels, act)?, ws.alloc(rows, channels, act)?);
-            be.run(Op::Linear(&[
-                Gemm { out: q, x: normed, w: &block.q },
-                Gemm { out: k, x: normed, w: &block.k },
-                Gemm { out: v, x: normed, w: &block.v },
-            ]))?;
-            be.run(Op::Attention {
-                out: &[normed],
-                q,
-                kv: &[KvSegment { k, v }],
-                head_dim: channels,
-                causal: false,
-                softmax: Softmax::Natural { scale: 1.0 / (channels as f32).sqrt() },
-            })?;
-            be.run(Op::LinearGateResidual(&[GatedGemm { into: x.data, x: normed, w: &block.out, gate: None }]))
-        })
+    /// Self-attention over all pixels with one head, added to `x`. The four matrices are overwritten.
+    fn attention(&self, be: &mut dyn Backend, block: &Attention, x: FeatureMap, [normed, q, k, v]: [Tensor; 4]) -> Result<()> {
+        self.norm(be, &block.norm, normed, x, false)?;
+        be.run(Op::Linear(&[
+            Gemm { out: q, x: normed, w: &block.q },
+            Gemm { out: k, x: normed, w: &block.k },
+            Gemm { out: v, x: normed, w: &block.v },
+        ]))?;
+        be.run(Op::Attention {
+            out: &[normed],
+            q,
+            kv: &[KvSegment { k, v }],
+            head_dim: q.cols,
+            causal: false,
+            softmax: Softmax::Natural { scale: 1.0 / (q.cols as f32).sqrt() },
+        })?;
+        be.run(Op::LinearGateResidual(&[GatedGemm { into: x.data, x: normed, w: &block.out, gate: None }]))
     }
 
-    fn norm(&self, be: &mut dyn Backend, ws: &mut Arena, norm: &GroupNorm, x: FeatureMap, silu: bool) -> Result<FeatureMap> {
-        let out = ws.alloc(x.data.rows, x.data.cols, self.precision.activations())?;
+    /// Normalises `x` into `out`, which may be its own memory if its statistics are known.
+    fn norm(&self, be: &mut dyn Backend, norm: &GroupNorm, out: Tensor, x: FeatureMap, silu: bool) -> Result<FeatureMap> {
         be.run(Op::GroupNorm { out, x: x.data, norm, stats: x.stats, silu })?;
         Ok(FeatureMap { data: out, stats: None, ..x })
     }
 
-    fn map(&self, ws: &mut Arena, width: usize, height: usize, channels: usize) -> Result<FeatureMap> {
+    fn map(&self, ws: &mut Arena, shape: Shape) -> Result<FeatureMap> {
+        let Shape { width, height, channels } = shape;
         let data = ws.alloc(width * height, channels, self.precision.activations())?;
         Ok(FeatureMap { data, stats: Some(ws.alloc(self.config.groups, 2, DType::F32)?), width, height })
     }
 }
 
-fn conv(
-    be: &mut dyn Backend,
-    out: FeatureMap,
-    x: FeatureMap,
-    w: &Conv,
-    sampling: Sampling,
-    residual: Option<Tensor>,
-) -> Result<()> {
+/// The buffers of a level besides its input.
+struct Buffers {
+    /// Outputs of residual blocks, in turn; the one is the input of the next block while the other one is written. If input and
+    /// output of the level have the same size, the input is the second.
+    first: FeatureMap,
+    second: FeatureMap,
+    /// What lies between the two convolutions of a block.
+    inner: FeatureMap,
+    /// The normalised input, if it has another number of channels than the output. It lies where `second` and `inner` are later,
+    /// as far as it has room there: the first block has no use for `inner`, and writes `second` last.
+    normed: Option<Tensor>,
+}
+
+impl Buffers {
+    fn new(vae: &Vae, ws: &mut Arena, x: FeatureMap, channels: usize) -> Result<Self> {
+        let shape = Shape { channels, ..x.shape() };
+        let first = vae.map(ws, shape)?;
+        if shape == x.shape() {
+            return Ok(Self { first, second: x, inner: vae.map(ws, shape)?, normed: None });
+        }
+        let mut beside = ws.clone();
+        let normed = beside.alloc(x.data.rows, x.data.cols, x.data.dtype)?;
+        let buffers = Self { first, second: vae.map(ws, shape)?, inner: vae.map(ws, shape)?, normed: Some(normed) };
+        // Whichever takes more.
+        ws.extend_to(beside.mark());
+        Ok(buffers)
+    }
+
+    /// Bytes of the input of a level, and of its other buffers.
+    fn bytes(vae: &Vae, input: Shape, channels: usize) -> Result<[u64; 2]> {
+        let mut ws = Arena::new(Region::Arena);
+        let x = vae.map(&mut ws, input)?;
+        let input = ws.mark();
+        Self::new(vae, &mut ws, x, channels)?;
+        Ok([input, ws.peak() - input])
+    }
+}
+
+/// The buffers of the blocks at the coarsest resolution.
+struct MidBuffers {
+    y: FeatureMap,
+    inner: FeatureMap,
+    attention: [Tensor; 4],
+}
+
+impl MidBuffers {
+    fn new(vae: &Vae, ws: &mut Arena, shape: Shape) -> Result<Self> {
+        let (y, inner) = (vae.map(ws, shape)?, vae.map(ws, shape)?);
+        let mut alloc = || ws.alloc(y.data.rows, y.data.cols, y.data.dtype);
+        Ok(Self { y, inner, attention: [alloc()?, alloc()?, alloc()?, alloc()?] })
+    }
+
+    fn bytes(vae: &Vae, shape: Shape) -> Result<u64> {
+        let mut ws = Arena::new(Region::Arena);
+        Self::new(vae, &mut ws, shape)?;
+        Ok(ws.peak())
+    }
+}
+
+/// What a convolution adds to its result.
+enum Added<'a> {
+    Nothing,
+    Residual(Tensor),
+    Shortcut(Shortcut<'a>),
+}
+
+fn conv(be: &mut dyn Backend, out: FeatureMap, x: FeatureMap, w: &Conv, sampling: Sampling, added: Added<'_>) -> Result<()> {
     let (width, height) = (x.width, x.height);
-    be.run(Op::Conv { out: out.data, x: x.data, w, width, height, sampling, residual, stats: out.stats })
+    let (residual, shortcut) = match added {
+        Added::Nothing => (None, None),
+        Added::Residual(residual) => (Some(residual), None),
+        Added::Shortcut(shortcut) => (None, Some(shortcut)),
+    };
+    be.run(Op::Conv { out: out.data, x: x.data, w, width, height, sampling, residual, shortcut, stats: out.stats })
 }

@@ -47,6 +47,10 @@ impl OpenModel {
             (bytes <= have).then_some(Remedy::SizeThatFits { width: size.width(), height: size.height(), bytes })
         });
         let mut ways: Vec<Remedy> = smaller.into_iter().collect();
+        if !options.vae_tiling {
+            let bytes = self.estimate(LoadOptions { vae_tiling: true, ..options }, gemms, job)?.bytes(in_place, true);
+            ways.extend((bytes <= have).then_some(Remedy::VaeTiling { bytes }));
+        }
         if job.references.len() > 1 {
             ways.push(Remedy::FewerReferences);
         }

@@ -89,19 +89,22 @@ pub struct LoadOptions {
     pub attention: AttentionFormat,
     /// What the transformer's NVFP4 weights are multiplied as.
     pub nvfp4_math: Nvfp4Math,
+    /// Whether the VAE decodes and encodes images with a side longer than a tile in tiles.
+    pub vae_tiling: bool,
     /// What plain weights of transformer blocks and of the text encoder are quantised to, if they are.
     pub quantise: Option<QuantisedFormat>,
 }
 
 impl LoadOptions {
-    /// bf16, without the VAE's encoder, with all weights in memory at once and as the files have them, and FP8 attention and NVFP4
-    /// inputs where the model and the backend allow them.
+    /// bf16, without the VAE's encoder and its tiles, with all weights in memory at once and as the files have them, and FP8
+    /// attention and NVFP4 inputs where the model and the backend allow them.
     pub const DEFAULT: Self = Self {
         precision: Precision::Bf16,
         references: false,
         low_memory: false,
         attention: AttentionFormat::Auto,
         nvfp4_math: Nvfp4Math::Auto,
+        vae_tiling: false,
         quantise: None,
     };
 }

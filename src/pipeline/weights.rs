@@ -104,7 +104,7 @@ impl Placing<'_> {
         let transformer = Transformer::load(&mut loader, &configs.transformer)?;
         let formats = loader.formats();
         let mut loader = self.loader(be, &mut region, sources.vae, loaded);
-        let vae = Vae::load(&mut loader, &configs.vae, self.options.references)?;
+        let vae = Vae::load(&mut loader, &configs.vae, self.options.references)?.with_tiling(self.options.vae_tiling);
         Ok((ImageSide { transformer, vae, formats }, region.peak() - at))
     }
 }

@@ -113,11 +113,12 @@ impl Predictor {
                 let keys = kv.iter().map(|s| s.k.rows).sum();
                 START + self.attention(q, keys, head_dim, causal).max(self.transfer(operand_bytes(op)))
             }
-            Op::Conv { out, w, stats, .. } => {
+            Op::Conv { out, w, sampling, shortcut, stats, .. } => {
                 let tile_rows = if self.has_large_tiles() { 256 } else { 128 };
                 let tiles = out.rows.div_ceil(tile_rows) * out.cols.div_ceil(TILE_COLS);
+                let k = w.weight.cols / sampling.phases() + shortcut.map_or(0, |s| s.x.cols);
                 let epilogue = if stats.is_some() { CONV_EPILOGUE_STATS } else { CONV_EPILOGUE };
-                let clocks = self.clocks(h200::CONV, self.tile_speed()) * 2.0 * (tile_rows * TILE_COLS * w.weight.cols) as f64
+                let clocks = self.clocks(h200::CONV, self.tile_speed()) * 2.0 * (tile_rows * TILE_COLS * k) as f64
                     + epilogue * tile_rows as f64 / 256.0;
                 START + self.waves(tiles, clocks).max(self.transfer(operand_bytes(op)))
             }

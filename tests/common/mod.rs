@@ -5,6 +5,7 @@ pub mod fnv;
 pub mod goldens;
 pub mod modes;
 pub mod quantised;
+pub mod tiling;
 pub mod wrapped;
 
 use kiln::backend::Backend;

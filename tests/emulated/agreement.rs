@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 /// Ops whose every result is one rounding of a few values: any difference is an error.
-const EXACT: [&str; 6] = ["copy", "euler", "guidance", "non_finite", "largest_magnitude", "pixels"];
+const EXACT: [&str; 7] = ["copy", "euler", "guidance", "blend", "non_finite", "largest_magnitude", "pixels"];
 
 /// Largest difference of other results, in steps of bf16.
 const STEPS: f64 = 1.0;

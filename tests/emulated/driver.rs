@@ -299,14 +299,13 @@ impl Driver for Emulated {
             Swizzle::Bytes64 => 64,
             Swizzle::Bytes128 => 128,
         };
-        let [cols, rows] = spec.size;
         let map = TensorMap {
             address: spec.address,
             element_bytes: spec.dtype.align() as u32,
-            rank: 2,
-            size: [cols, rows, 1],
-            pitch: [spec.pitch, 0],
-            tile: [spec.tile[0], spec.tile[1], 1],
+            rank: spec.rank(),
+            size: spec.size,
+            pitch: spec.pitch,
+            tile: spec.tile,
             swizzle,
         };
         check("tensor_map", emulator::tensor_map(&map))

@@ -57,8 +57,8 @@ fn a_wrong_tensor_map_is_found() {
         ("a box wider than its swizzle", |map| map.tile[0] *= 2, "the rows of a box fit the swizzle"),
         ("no swizzle", |map| map.swizzle = Swizzle::None, ""),
         ("another swizzle", |map| map.swizzle = Swizzle::Bytes32, "the rows of a box fit the swizzle"),
-        ("a pitch that is no multiple of 16 bytes", |map| map.pitch += 2, "pitches are multiples of 16"),
-        ("the pitch of wider rows", |map| map.pitch += 16, ""),
+        ("a pitch that is no multiple of 16 bytes", |map| map.pitch[0] += 2, "pitches are multiples of 16"),
+        ("the pitch of wider rows", |map| map.pitch[0] += 16, ""),
         ("an address that is no multiple of 16", |map| map.address += 8, "the address is a multiple of 16"),
         ("more rows than there are", |map| map.size[1] += 1 << 20, ""),
     ];
@@ -66,7 +66,7 @@ fn a_wrong_tensor_map_is_found() {
     let mistakes: &[(&str, Change, &str)] = &[
         ("a box of half the rows", |map| map.tile[1] /= 2, "bytes are missing"),
         ("a box of as many columns as there are elements", |map| map.tile[0] *= 2, "the rows of a box fit the swizzle"),
-        ("rows of as many bytes as there are elements", |map| map.pitch *= 2, "relative error"),
+        ("rows of as many bytes as there are elements", |map| map.pitch[0] *= 2, "relative error"),
         ("no swizzle", |map| map.swizzle = Swizzle::None, "relative error"),
         ("the swizzle of Hopper's rows", |map| map.swizzle = Swizzle::Bytes128, "relative error"),
     ];

@@ -61,7 +61,7 @@ KL_ENTRY(store_signs, TileParams, Config::kThreads) {
   if (threadIdx.x < kWarpgroupThreads) return;
   typename Config::Acc acc;
   const Pipeline<Config> pipe{{0}, {}};
-  Epilogue<Config> epilogue(p, TileCoord<Config>(p, 0), acc, pipe, threadIdx.x);
+  GemmEpilogue<Config> epilogue(p, TileCoord<Config>(p, 0), acc, pipe, threadIdx.x);
   constexpr uint32_t kCols = KL_SCALE_TILE_COLS;
   epilogue.template store_e2m1<kCols>([&](int m, int e) {
     const uint32_t row = epilogue.row0 + kWgmmaRows * m + lane() / 4 + e / 2 % 2 * 8, col = e / 4 * 8 + lane() % 4 * 2 + e % 2;

@@ -43,11 +43,22 @@ const CLIPPED: &str = "attention of e4m3 into plain and clipped e4m3, 2:1 heads 
 /// Keys with two scales, of more than one block.
 const SCALED_KEYS: &str =
     "attention of e4m3 by 0.37 and 0.0071 or 0.013 130 queries [129, 0, 7, 40] keys 2:1 heads of 128 bf16 whole";
+/// Several KV blocks of a wide head, and row maxima that rise.
+const WIDE: &str = "attention huge 5 queries [600] keys 1:1 heads of 512 bf16 whole";
 /// Every epilogue that normalises heads.
 const QKV: &str = "qkv 113x64 3:3 heads of 128 interleaved mlp some(129) bf16 whole";
 
 /// Both operands of NVFP4, and the result; the rows of ups begin within a tile of scales.
 const W4A4: &str = "linear_swiglu w4a4 67 rows of 640 to 192, nvfp4 in one matrix into nvfp4 bf16 whole";
+
+/// A convolution with moments, of tiles at every edge.
+const MOMENTS: &str = "conv 33x35 8 to 256 same residual true stats some(4) bf16 whole";
+/// A convolution in phases, of whole tiles of channels.
+const UPSAMPLED: &str = "conv 7x3 40 to 128 up residual false stats some(16) bf16 whole";
+/// Several strips, of several steps each, and a ragged end on both sides.
+const NORM_CONV: &str = "norm_conv 47x35 128 to 3 groups 32 stats given true bf16 whole";
+/// More than one tile of pixels.
+const CONV_IN: &str = "conv 33x17 3 to 128 same residual false stats some(32) bf16 whole";
 
 /// A bug that cases do not show: their results may be as far off as tensor cores are. The test of FP8 sums finds it.
 pub const FOUND_BY_ITS_SUMS: &str = "missing_promotion";
@@ -147,6 +158,21 @@ const EXPECTED: &[Expected] = &[
     },
     Expected { bug: "range_of_the_tile", choice: Choice::Best, case: RANGES, message: "is no result" },
     Expected { bug: "saturated_uncounted", choice: Choice::Best, case: CLIPPED, message: "values are counted as out of range" },
+    Expected { bug: "tap_not_shifted", choice: Choice::Tile(Tile::Conv128x256), case: MOMENTS, message: "relative error" },
+    Expected { bug: "phases_exchanged", choice: Choice::Tile(Tile::Conv128x256), case: UPSAMPLED, message: "relative error" },
+    Expected {
+        bug: "moments_share_a_place",
+        choice: Choice::Tile(Tile::Conv128x256),
+        case: MOMENTS,
+        message: "without a barrier between them",
+    },
+    Expected { bug: "moments_past_the_edge", choice: Choice::Tile(Tile::Conv128x256), case: MOMENTS, message: "relative error" },
+    Expected { bug: "p_not_awaited", choice: Choice::Best, case: WIDE, message: "reads shared memory" },
+    Expected { bug: "p_overwritten", choice: Choice::Best, case: WIDE, message: "which a wgmma read" },
+    Expected { bug: "wrong_phase_of_maxima", choice: Choice::Best, case: WIDE, message: "was never written" },
+    Expected { bug: "maximum_of_one_half", choice: Choice::Best, case: WIDE, message: "relative error" },
+    Expected { bug: "missing_correction", choice: Choice::Best, case: WIDE, message: "relative error" },
+    Expected { bug: "keys_released_early", choice: Choice::Best, case: WIDE, message: "which a wgmma of CTA" },
     Expected {
         bug: "missing_cp_async_wait",
         choice: Choice::Tile(Tile::Mma128x128),
@@ -260,6 +286,22 @@ const EXPECTED: &[Expected] = &[
         case: W4A4,
         message: "relative error",
     },
+    Expected {
+        bug: "rows_of_the_first_phase",
+        choice: Choice::Tile(Tile::Mma128x128),
+        case: UPSAMPLED,
+        message: "is not allocated",
+    },
+    Expected {
+        bug: "filters_of_the_first_phase",
+        choice: Choice::Tile(Tile::Mma128x128),
+        case: UPSAMPLED,
+        message: "relative error",
+    },
+    Expected { bug: "padded_before_the_norm", choice: Choice::Best, case: NORM_CONV, message: "relative error" },
+    Expected { bug: "tap_of_another_column", choice: Choice::Best, case: NORM_CONV, message: "relative error" },
+    Expected { bug: "products_overwritten_early", choice: Choice::Best, case: NORM_CONV, message: "without a barrier" },
+    Expected { bug: "columns_not_padded", choice: Choice::Best, case: CONV_IN, message: "is not allocated" },
     Expected {
         bug: "preloads_what_is_expanded",
         choice: Choice::Tile(Tile::Bf16Sm120_128x128),

@@ -1,5 +1,5 @@
 //! The main loop of the Hopper GEMM with policies that no kernel of the product has yet (`policies.cu`), against f64 loops: FP8 with and
-//! without promotion, with f32 results, and a convolution.
+//! without promotion, with f32 results.
 
 #[path = "../../src/backend/cuda/abi.rs"]
 #[allow(dead_code)]
@@ -8,12 +8,9 @@ pub mod abi;
 use crate::available;
 use crate::random::Random;
 use abi::{KlGemmPart, KlGemmRows, KlGemmSm90, KlGemmStream, KlTileSchedule};
-use half::bf16;
 use kiln_emulator::{self as emulator, DeviceMemory, Launch, TensorMap};
 use std::mem::offset_of;
 
-/// The relative error of results that are rounded to bf16, and a little more.
-const BF16_ERROR: f64 = 2e-3;
 /// Seeds of a case, each of which is another order of events.
 const SEEDS: u64 = 3;
 
@@ -56,10 +53,6 @@ impl Device {
         address
     }
 
-    fn upload_bf16(&self, values: &[bf16]) -> u64 {
-        self.upload(&values.iter().flat_map(|v| v.to_ne_bytes()).collect::<Vec<u8>>())
-    }
-
     /// Memory for results, which holds NaN.
     fn allocate(&self, bytes: usize) -> u64 {
         self.0.allocate(bytes as u64).unwrap()
@@ -70,10 +63,6 @@ impl Device {
         let mut bytes = vec![0; count * N];
         self.0.read(address, &mut bytes).unwrap();
         bytes.as_chunks().0.iter().map(|&bytes| value(bytes)).collect()
-    }
-
-    fn download_bf16(&self, address: u64, count: usize) -> Vec<f32> {
-        self.download(address, count, |bytes| bf16::from_ne_bytes(bytes).to_f32())
     }
 }
 
@@ -94,7 +83,7 @@ fn swizzled_map(address: u64, element_bytes: u32, size: &[u32], tile: &[u32]) ->
 }
 
 /// What a kernel computes: `row_tiles` tiles by `cols` columns over `k_blocks` k-blocks.
-struct Problem<'a> {
+struct Problem {
     kernel: Kernel,
     row_tiles: u32,
     cols: u32,
@@ -104,11 +93,9 @@ struct Problem<'a> {
     out: Map,
     /// What accumulators are multiplied by.
     alpha: f32,
-    /// What a policy adds to the parameter, in words of 32 bits.
-    more: &'a [u32],
 }
 
-impl Problem<'_> {
+impl Problem {
     /// Two Stream-K workers share all tiles, or a single one takes them whole.
     fn run(&self, device: &Device, stream_k: bool, seed: u64) {
         let Kernel { symbol, block_m, block_n, cluster } = self.kernel;
@@ -131,7 +118,7 @@ impl Problem<'_> {
         let part = stream + offset_of!(KlGemmStream, part);
         let schedule = offset_of!(KlGemmSm90, schedule);
         let k_blocks = if stream_k { tiles * self.k_blocks } else { 0 };
-        let mut words = vec![
+        let words = [
             (stream + offset_of!(KlGemmStream, row_tiles), rows),
             (stream + offset_of!(KlGemmStream, col_tiles), cols),
             (part + offset_of!(KlGemmPart, out.cols), self.cols),
@@ -144,7 +131,6 @@ impl Problem<'_> {
             (schedule + offset_of!(KlTileSchedule, k_blocks_per_worker), k_blocks / workers),
             (schedule + offset_of!(KlTileSchedule, remainder), k_blocks % workers),
         ];
-        words.extend((size_of::<KlGemmSm90>()..).step_by(size_of::<u32>()).zip(self.more.iter().copied()));
         words.iter().for_each(|(offset, word)| put(*offset, &word.to_ne_bytes()));
         let partials = device.allocate((ctas * block_m * block_n) as usize * size_of::<f32>());
         let flags = device.upload(&vec![0; (ctas * entry.max_threads / 32) as usize * size_of::<u32>()]);
@@ -156,11 +142,6 @@ impl Problem<'_> {
         let outcome = emulator::launch(entry, &launch, &params, seed).and_then(|()| emulator::finish());
         outcome.unwrap_or_else(|message| panic!("{symbol}: {message}"));
     }
-}
-
-/// Values from -1 to 1.
-fn random_values(random: &mut Random, count: usize) -> Vec<bf16> {
-    (0..count).map(|_| bf16::from_f64(random.below(2048) as f64 / 1024.0 - 1.0)).collect()
 }
 
 /// Fails unless the root of the sum of squared differences, relative to that of the expected values, is below `limit`.
@@ -211,7 +192,6 @@ fn fp8_gemm(kernel: Kernel, [m, n, k]: [usize; 3], x: &[u8], w: &[u8], alpha: f3
         w: swizzled_map(w, 1, &[k, n], &[128, kernel.block_n / 2]),
         out: swizzled_map(out, 4, &[n, m], &[kernel.store_cols(32), abi::KL_SM90_STORE_ROWS]),
         alpha,
-        more: &[],
     };
     problem.run(&device, stream_k, seed);
     device.download(out, count, f32::from_ne_bytes)
@@ -254,70 +234,6 @@ fn fp8_gemms_agree_with_f64() {
                 let got = fp8_gemm(kernel, [m, n, k], &x, &w, alpha, random.below(2) == 0, seed);
                 check(kernel, &got, &expected, limit);
             }
-        }
-    }
-}
-
-// --------------------------------------------------------------------------------------------------------- convolution
-
-const TILE_WIDTH: u32 = 16;
-const TAPS: usize = 3;
-
-/// A 3x3 convolution of [height, width, channels] with [outputs, 3, 3, channels], padded with zeros.
-fn convolution_f64(x: &[bf16], w: &[bf16], [width, height, channels, outputs]: [usize; 4]) -> Vec<f64> {
-    let mut out = vec![0.0; width * height * outputs];
-    for (pixel, values) in out.chunks_mut(outputs).enumerate() {
-        for tap in 0..TAPS * TAPS {
-            let (column, line) = (pixel % width + tap % TAPS, pixel / width + tap / TAPS);
-            if !(1..=width).contains(&column) || !(1..=height).contains(&line) {
-                continue;
-            }
-            let x = &x[((line - 1) * width + column - 1) * channels..][..channels];
-            for (output, value) in values.iter_mut().enumerate() {
-                let w = &w[(output * TAPS * TAPS + tap) * channels..][..channels];
-                *value += x.iter().zip(w).map(|(a, b)| a.to_f64() * b.to_f64()).sum::<f64>();
-            }
-        }
-    }
-    out
-}
-
-#[test]
-fn convolutions_agree_with_f64() {
-    if !available() {
-        return;
-    }
-    const KERNELS: [Kernel; 2] = [
-        Kernel { symbol: "test_convolution_256x128", block_m: 256, block_n: 128, cluster: Cluster::MulticastA },
-        Kernel { symbol: "test_convolution_128x256", block_m: 128, block_n: 256, cluster: Cluster::MulticastB },
-    ];
-    // Tiles at every edge of the image, and more columns than a tile of 128 has.
-    let sizes @ [width, height, channels, outputs] = [21, 18, 128, 136];
-    for seed in 0..SEEDS {
-        let mut random = Random::new(seed);
-        let x = random_values(&mut random, width * height * channels);
-        let w = random_values(&mut random, outputs * TAPS * TAPS * channels);
-        let expected = convolution_f64(&x, &w, sizes);
-        for kernel in KERNELS {
-            let device = Device::default();
-            let (x, w) = (device.upload_bf16(&x), device.upload_bf16(&w));
-            let out = device.allocate(expected.len() * size_of::<bf16>());
-            let [width, height, channels, outputs] = sizes.map(|v| v as u32);
-            let (tiles_across, tile_lines) = (width.div_ceil(TILE_WIDTH), kernel.block_m / TILE_WIDTH);
-            let k = (TAPS * TAPS) as u32 * channels;
-            let problem = Problem {
-                kernel,
-                row_tiles: tiles_across * height.div_ceil(tile_lines),
-                cols: outputs,
-                k_blocks: k / 64,
-                x: swizzled_map(x, 2, &[channels, width, height], &[64, TILE_WIDTH, kernel.a_rows() / TILE_WIDTH]),
-                w: swizzled_map(w, 2, &[k, outputs], &[64, kernel.block_n / 2]),
-                out: swizzled_map(out, 2, &[outputs, width, height], &[kernel.store_cols(64), TILE_WIDTH, 1]),
-                alpha: 1.0,
-                more: &[tiles_across, channels / 64],
-            };
-            problem.run(&device, random.below(2) == 0, seed);
-            check(kernel, &device.download_bf16(out, expected.len()), &expected, BF16_ERROR);
         }
     }
 }

@@ -121,7 +121,7 @@ fn a_fault_is_found_by_its_check_alone() {
 
 /// Takes the swizzle from boxes of 64 rows by so many columns.
 fn without_swizzle(map: &mut MapSpec, cols: u32) {
-    if map.tile == [cols, 64] {
+    if map.tile == [cols, 64, 1] {
         map.swizzle = Swizzle::None;
     }
 }

@@ -155,8 +155,8 @@ fn pixels() {
     same(be, "group_norm", group(out, x), group(alone, last(x, rows * side)), (last(out, rows * side), alone));
     // The strip's first row has no row above it, so it is left out of the comparison.
     let w = Conv { weight, bias };
-    let conv =
-        |out, x, height| Op::Conv { out, x, w: &w, width: side, height, sampling: Sampling::Same, residual: None, stats: None };
+    let (width, sampling, residual, shortcut, stats) = (side, Sampling::Same, None, None, None);
+    let conv = |out, x, height| Op::Conv { out, x, w: &w, width, height, sampling, residual, shortcut, stats };
     let keep = (rows - 1) * side;
     same(be, "conv", conv(few, x, side), conv(strip, last(x, rows * side), rows), (last(few, keep), last(strip, keep)));
 }

@@ -1,7 +1,7 @@
 //! The arithmetic of the image ops: convolution, group normalisation, and packing of latents into tokens.
 
-use super::super::Sampling;
-use super::kernels::{for_rows, for_tasks};
+use super::super::{Sampling, Seam};
+use super::kernels::{Layer, for_rows, for_tasks};
 use super::math::silu;
 use super::view::{In, Out, Strided, matmul};
 use rayon::prelude::*;
@@ -23,70 +23,143 @@ impl Geometry {
         }
     }
 
-    /// The input pixel under filter tap (`ky`, `kx`) for output pixel (`y`, `x`); `None` stands for zero padding.
-    fn source(self, y: usize, x: usize, ky: usize, kx: usize) -> Option<usize> {
+    /// The phase of an output pixel, which says which filters it has.
+    fn phase(self, pixel: usize) -> usize {
+        match self.sampling {
+            Sampling::Up => pixel / self.out_width() % 2 * 2 + pixel % self.out_width() % 2,
+            Sampling::Same | Sampling::Down => 0,
+        }
+    }
+
+    /// The input pixel under a filter tap for an output pixel; `None` stands for zero padding.
+    fn source(self, pixel: usize, tap: usize) -> Option<usize> {
+        let side = self.sampling.taps().isqrt();
         let at = |o: usize, k: usize, size: usize| match self.sampling {
             Sampling::Same => (o + k).checked_sub(1).filter(|&i| i < size),
-            Sampling::Up => (o + k).checked_sub(1).map(|i| i / 2).filter(|&i| i < size),
+            Sampling::Up => (o / 2 + o % 2 + k).checked_sub(1).filter(|&i| i < size),
             Sampling::Down => Some(2 * o + k).filter(|&i| i < size),
         };
-        Some(at(y, ky, self.height)? * self.width + at(x, kx, self.width)?)
+        let (y, x) = (pixel / self.out_width(), pixel % self.out_width());
+        Some(at(y, tap / side, self.height)? * self.width + at(x, tap % side, self.width)?)
     }
 }
 
-/// Output pixels whose input patches are gathered at once: enough to amortise packing the filters again for each block.
+/// The filters of a convolution in the order in which patches are gathered, by tap, then channel, and its bias.
+pub struct Filters {
+    geometry: Geometry,
+    channels: usize,
+    /// `[out channels, taps * channels]` for each phase.
+    phases: Vec<Vec<f32>>,
+    bias: Vec<f32>,
+}
+
+impl Filters {
+    /// The phase form is stored in this order already. The checkpoint stores 3x3 filters by channel, then tap.
+    pub fn new(w: &In<'_>, bias: &In<'_>, geometry: Geometry) -> Self {
+        let (phases, taps) = (geometry.sampling.phases(), geometry.sampling.taps());
+        let (k, channels) = (w.cols / phases, w.cols / phases / taps);
+        let of_phase = |phase: usize| {
+            let mut filters = vec![0.0; w.rows * k];
+            filters.par_chunks_mut(k.max(1)).enumerate().for_each_init(
+                || vec![0.0; k],
+                |row, (o, filter)| {
+                    if geometry.sampling == Sampling::Up {
+                        return w.load(o, phase * k, filter);
+                    }
+                    w.load(o, 0, row);
+                    for (c, of_channel) in row.chunks_exact(taps).enumerate() {
+                        of_channel.iter().enumerate().for_each(|(tap, &v)| filter[tap * channels + c] = v);
+                    }
+                },
+            );
+            filters
+        };
+        Self { geometry, channels, phases: (0..phases).map(of_phase).collect(), bias: bias.row_vec(0) }
+    }
+}
+
+/// Output pixels of a phase whose input patches are gathered at once: enough to amortise packing the filters again for each block.
 const PIXEL_BLOCK: usize = 512;
 
 #[derive(Default)]
 struct ConvScratch {
+    /// The places of a phase's pixels in the block.
+    pixels: Vec<usize>,
     patches: Vec<f32>,
     result: Vec<f32>,
-    residual: Vec<f32>,
+    added: Vec<f32>,
 }
 
-/// The filters in the order in which patches are gathered: by tap, then channel. The checkpoint stores them by channel, then tap.
-fn filters(w: &In<'_>, channels: usize) -> Vec<f32> {
-    let mut filters = vec![0.0; w.rows * w.cols];
-    filters.par_chunks_mut(w.cols).enumerate().for_each_init(
-        || vec![0.0; w.cols],
-        |row, (o, filter)| {
-            w.load(o, 0, row);
-            for (c, taps) in row.chunks_exact(9).enumerate() {
-                taps.iter().enumerate().for_each(|(p, &v)| filter[p * channels + c] = v);
-            }
-        },
-    );
-    filters
-}
-
-/// 3x3 convolution as im2col and GEMM: the input patches of a block of pixels are gathered into a matrix, which is multiplied by
-/// the filters.
-pub fn conv(out: Out<'_>, x: In<'_>, w: In<'_>, bias: In<'_>, geometry: Geometry, residual: Option<In<'_>>) {
-    let (channels, width) = (x.cols, geometry.out_width());
-    let (k, n) = (9 * channels, out.cols);
-    let (bias, filters) = (bias.row_vec(0), filters(&w, channels));
-    for_tasks(out.split_rows(PIXEL_BLOCK), |s: &mut ConvScratch, (first, mut piece): (usize, Out<'_>)| {
-        s.patches.resize(PIXEL_BLOCK * k, 0.0);
-        s.result.resize(PIXEL_BLOCK * n, 0.0);
-        s.residual.resize(n, 0.0);
-        for (local, patch) in s.patches.chunks_exact_mut(k).take(piece.rows).enumerate() {
-            let (y, px) = ((first + local) / width, (first + local) % width);
-            for (p, to) in patch.chunks_exact_mut(channels).enumerate() {
-                match geometry.source(y, px, p / 3, p % 3) {
-                    Some(pixel) => x.load(pixel, 0, to),
+/// 3x3 convolution of the output pixels from `first` on as im2col and GEMM: the input patches of the pixels of each phase are gathered into
+/// a matrix, which is multiplied by the filters. `load` reads an input pixel, `finish` is shown the results of a phase (its pixels, scratch
+/// and a row for each of them) before they are stored.
+fn convolve(
+    s: &mut ConvScratch,
+    (first, mut piece): (usize, Out<'_>),
+    filters: &Filters,
+    load: impl Fn(usize, &mut [f32]),
+    finish: impl Fn(&[usize], &mut Vec<f32>, &mut [f32]),
+) {
+    let Filters { geometry, channels, .. } = *filters;
+    let (k, n) = (geometry.sampling.taps() * channels, piece.cols);
+    for (phase, filter) in filters.phases.iter().enumerate() {
+        s.pixels.clear();
+        s.pixels.extend((first..first + piece.rows).filter(|&pixel| geometry.phase(pixel) == phase));
+        s.patches.resize(s.pixels.len() * k, 0.0);
+        s.result.resize(s.pixels.len() * n, 0.0);
+        for (&pixel, patch) in s.pixels.iter().zip(s.patches.chunks_exact_mut(k.max(1))) {
+            for (tap, to) in patch.chunks_exact_mut(channels).enumerate() {
+                match geometry.source(pixel, tap) {
+                    Some(source) => load(source, to),
                     None => to.fill(0.0),
                 }
             }
         }
-        matmul(&mut s.result, Strided::new(&s.patches, piece.rows, k), Strided::new(&filters, n, k).transposed(), false);
-        for (local, values) in s.result.chunks_exact_mut(n).take(piece.rows).enumerate() {
-            values.iter_mut().zip(&bias).for_each(|(v, b)| *v += b);
-            if let Some(residual) = &residual {
-                residual.load(first + local, 0, &mut s.residual);
-                values.iter_mut().zip(&s.residual).for_each(|(v, r)| *v += r);
-            }
-            piece.store(local, 0, values);
+        let patches = Strided::new(&s.patches, s.pixels.len(), k);
+        matmul(&mut s.result, patches, Strided::new(filter, n, k).transposed(), false);
+        for values in s.result.chunks_exact_mut(n.max(1)) {
+            values.iter_mut().zip(&filters.bias).for_each(|(v, b)| *v += b);
         }
+        finish(&s.pixels, &mut s.added, &mut s.result);
+        for (&pixel, values) in s.pixels.iter().zip(s.result.chunks_exact(n.max(1))) {
+            piece.store(pixel - first, 0, values);
+        }
+    }
+}
+
+/// 3x3 convolution, to whose result a residual or the 1x1 convolution of another image is added.
+pub fn conv(out: Out<'_>, x: In<'_>, filters: &Filters, residual: Option<In<'_>>, shortcut: Option<(In<'_>, Layer<'_>)>) {
+    let n = out.cols;
+    let shortcut = shortcut.map(|(x, w)| {
+        let weight: Vec<f32> = (0..n).flat_map(|o| w.weight.row_vec(o)).collect();
+        (x, weight, w.bias.map_or_else(|| vec![0.0; n], |b| b.row_vec(0)))
+    });
+    let tasks = out.split_rows(PIXEL_BLOCK * filters.phases.len());
+    for_tasks(tasks, |s: &mut ConvScratch, task: (usize, Out<'_>)| {
+        convolve(
+            s,
+            task,
+            filters,
+            |pixel, to| x.load(pixel, 0, to),
+            |pixels, added, result| {
+                if let Some(residual) = &residual {
+                    added.resize(n, 0.0);
+                    for (&pixel, values) in pixels.iter().zip(result.chunks_exact_mut(n.max(1))) {
+                        residual.load(pixel, 0, added);
+                        values.iter_mut().zip(&*added).for_each(|(v, r)| *v += r);
+                    }
+                }
+                if let Some((x, weight, bias)) = &shortcut {
+                    added.resize(pixels.len() * x.cols, 0.0);
+                    pixels.iter().zip(added.chunks_exact_mut(x.cols.max(1))).for_each(|(&pixel, to)| x.load(pixel, 0, to));
+                    let images = Strided::new(added, pixels.len(), x.cols);
+                    matmul(result, images, Strided::new(weight, n, x.cols).transposed(), true);
+                    for values in result.chunks_exact_mut(n.max(1)) {
+                        values.iter_mut().zip(bias).for_each(|(v, b)| *v += b);
+                    }
+                }
+            },
+        );
     });
 }
 
@@ -136,24 +209,63 @@ pub struct GroupParams<'a> {
     pub eps: f32,
 }
 
-pub fn group_norm(out: Out<'_>, x: In<'_>, norm: &GroupParams<'_>, stats: Option<In<'_>>, apply_silu: bool) {
-    let stats: Vec<(f32, f32)> = match stats {
-        Some(stats) => (0..stats.rows).map(|g| stats.row_vec(g)).map(|s| (s[0], s[1])).collect(),
-        None => group_stats(&x, norm.groups),
-    };
-    let (mut scale, shift, width) = (norm.weight.row_vec(0), norm.bias.row_vec(0), x.cols / norm.groups);
-    let mean: Vec<f32> = (0..x.cols).map(|c| stats[c / width].0).collect();
-    scale.iter_mut().enumerate().for_each(|(c, scale)| *scale /= (stats[c / width].1 + norm.eps).sqrt());
-    for_rows(out, x.cols, |r, buffer, out, local| {
-        x.load(r, 0, buffer);
+/// A group normalisation as factors and offsets of channels.
+struct ChannelNorm {
+    mean: Vec<f32>,
+    scale: Vec<f32>,
+    shift: Vec<f32>,
+}
+
+impl ChannelNorm {
+    fn new(x: &In<'_>, norm: &GroupParams<'_>, stats: Option<In<'_>>) -> Self {
+        let stats: Vec<(f32, f32)> = match stats {
+            Some(stats) => (0..stats.rows).map(|g| stats.row_vec(g)).map(|s| (s[0], s[1])).collect(),
+            None => group_stats(x, norm.groups),
+        };
+        let (mut scale, width) = (norm.weight.row_vec(0), x.cols / norm.groups);
+        scale.iter_mut().enumerate().for_each(|(c, scale)| *scale /= (stats[c / width].1 + norm.eps).sqrt());
+        Self { mean: (0..x.cols).map(|c| stats[c / width].0).collect(), scale, shift: norm.bias.row_vec(0) }
+    }
+
+    /// Normalises the channels of a pixel.
+    fn apply(&self, pixel: &mut [f32], apply_silu: bool) {
         // The mean is subtracted first: folded into the shift, it would cancel against a term much larger than the result.
-        for (((v, mean), scale), shift) in buffer.iter_mut().zip(&mean).zip(&scale).zip(&shift) {
+        for (((v, mean), scale), shift) in pixel.iter_mut().zip(&self.mean).zip(&self.scale).zip(&self.shift) {
             *v = (*v - mean) * scale + shift;
         }
         if apply_silu {
-            buffer.iter_mut().for_each(|v| *v = silu(*v));
+            pixel.iter_mut().for_each(|v| *v = silu(*v));
         }
+    }
+}
+
+pub fn group_norm(out: Out<'_>, x: In<'_>, norm: &GroupParams<'_>, stats: Option<In<'_>>, apply_silu: bool) {
+    let norm = ChannelNorm::new(&x, norm, stats);
+    for_rows(out, x.cols, |r, buffer, out, local| {
+        x.load(r, 0, buffer);
+        norm.apply(buffer, apply_silu);
         out.store(local, 0, buffer);
+    });
+}
+
+/// Group normalisation, `silu` and a convolution of the same size. The normalised image exists a few rows at a time, in f32.
+pub fn norm_conv(out: Out<'_>, x: In<'_>, norm: &GroupParams<'_>, stats: Option<In<'_>>, filters: &Filters) {
+    /// Rows of the image that a task computes. The rows above and below are normalised twice.
+    const ROWS: usize = 8;
+    let (norm, width, n) = (ChannelNorm::new(&x, norm, stats), filters.geometry.width, out.cols);
+    let tasks = out.split_rows((ROWS * width).max(1));
+    for_tasks(tasks, |(image, s): &mut (Vec<f32>, ConvScratch), (first, mut piece): (usize, Out<'_>)| {
+        let pixels = first.saturating_sub(width)..(first + piece.rows + width).min(x.rows);
+        image.resize(pixels.len() * x.cols, 0.0);
+        for (pixel, to) in pixels.clone().zip(image.chunks_exact_mut(x.cols)) {
+            x.load(pixel, 0, to);
+            norm.apply(to, true);
+        }
+        let load = |pixel: usize, to: &mut [f32]| to.copy_from_slice(&image[(pixel - pixels.start) * x.cols..][..x.cols]);
+        for start in (0..piece.rows).step_by(PIXEL_BLOCK) {
+            let block = piece.part(start..(start + PIXEL_BLOCK).min(piece.rows), 0..n);
+            convolve(s, (first + start, block), filters, load, |_, _, _| {});
+        }
     });
 }
 
@@ -190,5 +302,24 @@ pub fn unpatchify(out: Out<'_>, x: In<'_>, mean: In<'_>, var: In<'_>, eps: f32, 
             *v = packed[c * 4 + p] * deviation[c * 4 + p] + mean[c * 4 + p];
         }
         out.store(local, 0, values);
+    });
+}
+
+/// A linear blend over the rows or columns of pixels that two tiles have in common. Products and sum are rounded one by one.
+pub fn blend(into: Out<'_>, from: In<'_>, seam: Seam) {
+    let (rows, cols) = (from.rows, from.cols);
+    let weight = |step: usize, steps: usize| step as f32 / steps as f32;
+    for_rows(into, 2 * cols, |r, buffer, out, local| {
+        let (new, old) = buffer.split_at_mut(cols);
+        out.load(local, 0, new);
+        from.load(r, 0, old);
+        for (c, (new, old)) in new.iter_mut().zip(old).enumerate() {
+            let weight = match seam {
+                Seam::Top => weight(r, rows),
+                Seam::Left { channels } => weight(c / channels, cols / channels),
+            };
+            *new = (1.0 - weight) * *old + weight * *new;
+        }
+        out.store(local, 0, new);
     });
 }

@@ -9,7 +9,7 @@ mod kernels;
 mod math;
 mod view;
 
-use super::{Backend, GemmFormats, Linear, Op, Role, StepKey};
+use super::{Backend, GemmFormats, Linear, Op, Role, Sampling, StepKey, up_conv};
 use crate::error::{Error, Result};
 use crate::memory;
 use crate::tensor::{ALIGN, Bytes, DType, PartScaling, Region, Scaling, Stored, Tensor, WeightPart, quantise};
@@ -224,7 +224,8 @@ impl Cpu {
     /// A view for writing.
     ///
     /// # Safety
-    /// No other view that overlaps the tensor may be used while this one is, which [`Op::check`] ensures.
+    /// No other view that overlaps the tensor may be used while this one is, which [`Op::check`] ensures. Only an op whose output
+    /// is its input has two views of it, and reads each row before it writes that row.
     unsafe fn output(&self, tensor: Tensor, op: &'static str) -> Result<Out<'_>> {
         if tensor.region != Region::Arena || matches!(tensor.scaling, Scaling::Rows(_)) {
             return Err(Self::outside(tensor, op));
@@ -307,9 +308,11 @@ impl Cpu {
                     first += out.rows;
                 }
             }
-            Op::Conv { out, x, w, width, height, sampling, residual, stats } => {
+            Op::Conv { out, x, w, width, height, sampling, residual, shortcut, stats } => {
                 let geometry = image::Geometry { width, height, sampling };
-                image::conv(write(out)?, read(x)?, read(w.weight)?, read(w.bias)?, geometry, read_opt(residual)?);
+                let shortcut = shortcut.map(|s| Ok((read(s.x)?, layer(s.w)?))).transpose()?;
+                let filters = image::Filters::new(&read(w.weight)?, &read(w.bias)?, geometry);
+                image::conv(write(out)?, read(x)?, &filters, read_opt(residual)?, shortcut);
                 if let Some(stats) = stats {
                     image::group_stats_into(write(stats)?, read(out)?);
                 }
@@ -319,6 +322,13 @@ impl Cpu {
                     image::GroupParams { weight: read(norm.weight)?, bias: read(norm.bias)?, groups: norm.groups, eps: norm.eps };
                 image::group_norm(write(out)?, read(x)?, &params, read_opt(stats)?, silu);
             }
+            Op::NormConv { out, x, norm, stats, w, width, height } => {
+                let params =
+                    image::GroupParams { weight: read(norm.weight)?, bias: read(norm.bias)?, groups: norm.groups, eps: norm.eps };
+                let geometry = image::Geometry { width, height, sampling: Sampling::Same };
+                let filters = image::Filters::new(&read(w.weight)?, &read(w.bias)?, geometry);
+                image::norm_conv(write(out)?, read(x)?, &params, read_opt(stats)?, &filters);
+            }
             Op::Patchify { out, x, stats, width } => {
                 image::patchify(write(out)?, read(x)?, read(stats.mean)?, read(stats.var)?, stats.eps, width);
             }
@@ -327,6 +337,7 @@ impl Cpu {
             }
             Op::Euler { latents, velocity, dt } => kernels::euler(write(latents)?, read(velocity)?, dt),
             Op::Guidance { out, cond, uncond, scale } => kernels::guidance(write(out)?, read(cond)?, read(uncond)?, scale),
+            Op::Blend { into, from, seam } => image::blend(write(into)?, read(from)?, seam),
             Op::NonFinite { count, x } => kernels::non_finite(write(count)?, read(x)?),
             Op::LargestMagnitude { largest, x } => kernels::largest_magnitude(write(largest)?, read(x)?),
             Op::Pixels { out, x } => kernels::map(write(out)?, read(x)?, math::to_byte),
@@ -365,6 +376,10 @@ impl Backend for Cpu {
         }
         let mut at = to.offset;
         for part in parts {
+            let part = &match role {
+                Role::UpConv => self.on_threads(|| up_conv::folded(part, to.dtype)).ok_or_else(|| wrong("fit"))?,
+                Role::Linear | Role::Conv | Role::Vector => part.clone(),
+            };
             if part.cols() != to.cols || !part.is_complete() {
                 return Err(wrong("fit"));
             }

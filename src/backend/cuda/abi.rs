@@ -41,7 +41,16 @@ pub const KL_WIDE_HEAD: u32 = 512;
 pub const KL_SAME: u32 = 0;
 pub const KL_UP: u32 = 1;
 pub const KL_DOWN: u32 = 2;
+pub const KL_CONV_STATS_THREADS: u32 = 512;
 pub const KL_CONV_SIDE: u32 = 16384;
+pub const KL_NARROW_THREADS: u32 = 128;
+pub const KL_NARROW_COLS: u32 = 48;
+pub const KL_NARROW_CHANNELS: u32 = 128;
+pub const KL_NARROW_OUTPUTS: u32 = 3;
+pub const KL_NARROW_SHARED: u32 = 44960;
+pub const KL_NARROW_IN_THREADS: u32 = 256;
+pub const KL_NARROW_IN_CHANNELS: u32 = 3;
+pub const KL_NARROW_IN_OUTPUTS: u32 = 256;
 pub const KL_MMA_COLS: u32 = 128;
 pub const KL_QK_NORM_ROPE: u32 = 3;
 pub const KL_E2M1_ALPHA: f64 = 512.0;
@@ -60,9 +69,14 @@ pub const KL_SM120_BOX_COLS: u32 = 32;
 pub const KL_EXPANSION_ROWS: u32 = 32;
 pub const KL_EXPANSION_GROUP: u32 = 4;
 pub const KL_EXPANSION_COUNTERS: u32 = 2;
+pub const KL_CONV_TILE_WIDTH: u32 = 16;
+pub const KL_CONV_TILE_GROUPS: u32 = 32;
 pub const KL_SM90_KV_SEGMENTS: u32 = 8;
 pub const KL_SM90_BLOCK_Q: u32 = 128;
 pub const KL_SM90_BLOCK_KV: u32 = 128;
+pub const KL_WIDE_SM90_BLOCK_Q: u32 = 128;
+pub const KL_WIDE_SM90_BLOCK_KV: u32 = 128;
+pub const KL_WIDE_SM90_V_ROWS: u32 = 16;
 pub const KL_SM90_ATTENTION_OUTS: u32 = 2;
 pub const KL_SELFTEST_TILE: u32 = 64;
 pub const KL_SELFTEST_THREADS: u32 = 128;
@@ -179,6 +193,23 @@ const _: () = {
     ["Offset of field: KlGuidance::uncond"][::core::mem::offset_of!(KlGuidance, uncond) - 80usize];
     ["Offset of field: KlGuidance::scale"][::core::mem::offset_of!(KlGuidance, scale) - 120usize];
     ["Offset of field: KlGuidance::unused"][::core::mem::offset_of!(KlGuidance, unused) - 124usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct KlBlend {
+    pub into: KlMat,
+    pub from: KlMat,
+    pub channels: u32,
+    pub steps: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlBlend"][::core::mem::size_of::<KlBlend>() - 88usize];
+    ["Alignment of KlBlend"][::core::mem::align_of::<KlBlend>() - 8usize];
+    ["Offset of field: KlBlend::into"][::core::mem::offset_of!(KlBlend, into) - 0usize];
+    ["Offset of field: KlBlend::from"][::core::mem::offset_of!(KlBlend, from) - 40usize];
+    ["Offset of field: KlBlend::channels"][::core::mem::offset_of!(KlBlend, channels) - 80usize];
+    ["Offset of field: KlBlend::steps"][::core::mem::offset_of!(KlBlend, steps) - 84usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -470,6 +501,37 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
+pub struct KlNormConv {
+    pub out: KlMat,
+    pub x: KlMat,
+    pub w: KlMat,
+    pub bias: KlMat,
+    pub stats: KlMat,
+    pub gain: KlMat,
+    pub shift: KlMat,
+    pub width: u32,
+    pub height: u32,
+    pub eps: f32,
+    pub strip_rows: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlNormConv"][::core::mem::size_of::<KlNormConv>() - 296usize];
+    ["Alignment of KlNormConv"][::core::mem::align_of::<KlNormConv>() - 8usize];
+    ["Offset of field: KlNormConv::out"][::core::mem::offset_of!(KlNormConv, out) - 0usize];
+    ["Offset of field: KlNormConv::x"][::core::mem::offset_of!(KlNormConv, x) - 40usize];
+    ["Offset of field: KlNormConv::w"][::core::mem::offset_of!(KlNormConv, w) - 80usize];
+    ["Offset of field: KlNormConv::bias"][::core::mem::offset_of!(KlNormConv, bias) - 120usize];
+    ["Offset of field: KlNormConv::stats"][::core::mem::offset_of!(KlNormConv, stats) - 160usize];
+    ["Offset of field: KlNormConv::gain"][::core::mem::offset_of!(KlNormConv, gain) - 200usize];
+    ["Offset of field: KlNormConv::shift"][::core::mem::offset_of!(KlNormConv, shift) - 240usize];
+    ["Offset of field: KlNormConv::width"][::core::mem::offset_of!(KlNormConv, width) - 280usize];
+    ["Offset of field: KlNormConv::height"][::core::mem::offset_of!(KlNormConv, height) - 284usize];
+    ["Offset of field: KlNormConv::eps"][::core::mem::offset_of!(KlNormConv, eps) - 288usize];
+    ["Offset of field: KlNormConv::strip_rows"][::core::mem::offset_of!(KlNormConv, strip_rows) - 292usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct KlGemmRows {
     pub matrix: u32,
     pub first: u32,
@@ -631,6 +693,56 @@ const _: () = {
     ["Offset of field: KlGemmSm90::schedule"][::core::mem::offset_of!(KlGemmSm90, schedule) - 4264usize];
     ["Offset of field: KlGemmSm90::saturated"][::core::mem::offset_of!(KlGemmSm90, saturated) - 4296usize];
     ["Offset of field: KlGemmSm90::unused"][::core::mem::offset_of!(KlGemmSm90, unused) - 4304usize];
+};
+#[repr(C)]
+#[repr(align(128))]
+#[derive(Debug, Copy, Clone)]
+pub struct KlConvImage {
+    pub plane: [KlTensorMap; 4usize],
+    pub shortcut: KlTensorMap,
+    pub shortcut_bias: KlMat,
+    pub partials: u64,
+    pub groups: u32,
+    pub sampling: u32,
+    pub width: u32,
+    pub height: u32,
+    pub tiles_across: u32,
+    pub channels: u32,
+    pub channel_blocks: u32,
+    pub tap_blocks: u32,
+    pub unused: [u64; 6usize],
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlConvImage"][::core::mem::size_of::<KlConvImage>() - 768usize];
+    ["Alignment of KlConvImage"][::core::mem::align_of::<KlConvImage>() - 128usize];
+    ["Offset of field: KlConvImage::plane"][::core::mem::offset_of!(KlConvImage, plane) - 0usize];
+    ["Offset of field: KlConvImage::shortcut"][::core::mem::offset_of!(KlConvImage, shortcut) - 512usize];
+    ["Offset of field: KlConvImage::shortcut_bias"][::core::mem::offset_of!(KlConvImage, shortcut_bias) - 640usize];
+    ["Offset of field: KlConvImage::partials"][::core::mem::offset_of!(KlConvImage, partials) - 680usize];
+    ["Offset of field: KlConvImage::groups"][::core::mem::offset_of!(KlConvImage, groups) - 688usize];
+    ["Offset of field: KlConvImage::sampling"][::core::mem::offset_of!(KlConvImage, sampling) - 692usize];
+    ["Offset of field: KlConvImage::width"][::core::mem::offset_of!(KlConvImage, width) - 696usize];
+    ["Offset of field: KlConvImage::height"][::core::mem::offset_of!(KlConvImage, height) - 700usize];
+    ["Offset of field: KlConvImage::tiles_across"][::core::mem::offset_of!(KlConvImage, tiles_across) - 704usize];
+    ["Offset of field: KlConvImage::channels"][::core::mem::offset_of!(KlConvImage, channels) - 708usize];
+    ["Offset of field: KlConvImage::channel_blocks"][::core::mem::offset_of!(KlConvImage, channel_blocks) - 712usize];
+    ["Offset of field: KlConvImage::tap_blocks"][::core::mem::offset_of!(KlConvImage, tap_blocks) - 716usize];
+    ["Offset of field: KlConvImage::unused"][::core::mem::offset_of!(KlConvImage, unused) - 720usize];
+};
+#[repr(C)]
+#[repr(align(128))]
+#[derive(Debug, Copy, Clone)]
+pub struct KlConvSm90 {
+    pub gemm: KlGemmSm90,
+    pub image: KlConvImage,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlConvSm90"][::core::mem::size_of::<KlConvSm90>() - 5120usize];
+    ["Alignment of KlConvSm90"][::core::mem::align_of::<KlConvSm90>() - 128usize];
+    ["Offset of field: KlConvSm90::gemm"][::core::mem::offset_of!(KlConvSm90, gemm) - 0usize];
+    ["Offset of field: KlConvSm90::image"][::core::mem::offset_of!(KlConvSm90, image) - 4352usize];
 };
 #[repr(C)]
 #[repr(align(128))]

@@ -19,6 +19,7 @@ pub fn kernels() -> Vec<Kernel> {
         Kernel::AttentionSm90MaxFree,
         Kernel::AttentionSm90OnlineSoftmax,
         Kernel::AttentionSm90Causal,
+        Kernel::AttentionWideSm90,
     ];
     let fp8 = [0, 1].into_iter().flat_map(|i| [FP8_MAX_FREE[i], FP8_ONLINE_SOFTMAX[i]]);
     let portable = fp8.chain([Kernel::AttentionMma, Kernel::AttentionMma8]);
@@ -182,7 +183,7 @@ fn portable_attention(cx: &OpContext, out: KlMat, q: KlMat, kv: &[abi::KlKeyValu
         }
         let one_segment = kv.len() == 1 && p.kv[0].k.rows > 0;
         let bf16 = q.dtype == abi::KL_BF16 && out.dtype == abi::KL_BF16;
-        if head_dim == abi::KL_WIDE_HEAD as usize && one_segment && !causal && bf16 {
+        if has_wide_head(args, q.cols, p.kv[0].k.cols) && one_segment && !causal && bf16 {
             let tile = cx.largest_tile(WIDE_ATTENTIONS, |tile| tile.kernel, |tile| q.rows * heads / tile.block_q);
             return cx.kernels.launch(tile.kernel, [q.rows.div_ceil(tile.block_q), heads, 1], &p);
         }
@@ -209,14 +210,19 @@ impl<'a> HopperLaunch<'a> {
             && segments.iter().all(|s| is_async_copyable(&s.k, dtype) && is_async_copyable(&s.v, abi::KL_BF16));
         let storable = |m: &KlMat| [abi::KL_BF16, abi::KL_E4M3].contains(&m.dtype) && is_async_copyable(m, m.dtype);
         let fits = cx.choice == Choice::Best
-            && args.head_dim == abi::KL_MMA_COLS as usize
             && segments.len() <= abi::KL_SM90_KV_SEGMENTS as usize
             // There is one factor for all logits.
             && segments.iter().all(|s| s.k.scale.to_bits() == keys.scale.to_bits())
             && copyable
             && out.iter().all(storable);
         let operands = q.scale * keys.scale;
-        let kernel = hopper_kernel(dtype, operands, args).filter(|&kernel| fits && cx.kernels.has(kernel))?;
+        let wide = has_wide_head(args, q.cols, keys.cols);
+        let kernel = hopper_kernel(dtype, operands, args, wide).filter(|&kernel| fits && cx.kernels.has(kernel))?;
+        // The kernel with a wide head stores one range of rows, in bf16.
+        let plain = out.len() == 1 && out[0].dtype == abi::KL_BF16;
+        if kernel == Kernel::AttentionWideSm90 && !(plain && segments.len() == 1) {
+            return None;
+        }
         Some(Self { kernel, out, q, segments, scale: args.softmax.natural_scale() * operands * LOG2_E })
     }
 
@@ -226,10 +232,18 @@ impl<'a> HopperLaunch<'a> {
         let (causal, cluster) = (args.causal, kernel.cluster());
         let group = q.cols / segments[0].k.cols;
         let pack = if causal && group.is_multiple_of(PACKED_HEADS) { PACKED_HEADS } else { 1 };
-        let (rows, heads) = (abi::KL_SM90_BLOCK_Q / pack, q.cols / args.head_dim as u32);
-        let row_tiles = q.rows.div_ceil(rows * cluster);
+        let heads = q.cols / args.head_dim as u32;
+        // The queries of a cluster's tile, and the keys of a KV block. With a wide head the CTAs of a cluster have the same queries; V
+        // is loaded in smaller boxes.
+        let wide = kernel == Kernel::AttentionWideSm90;
+        let (block_q, block_kv) = match wide {
+            true => (abi::KL_WIDE_SM90_BLOCK_Q, abi::KL_WIDE_SM90_BLOCK_KV),
+            false => (abi::KL_SM90_BLOCK_Q / pack * cluster, abi::KL_SM90_BLOCK_KV),
+        };
+        let (k_rows, v_rows) = (block_kv / cluster, if wide { abi::KL_WIDE_SM90_V_ROWS } else { block_kv / cluster });
+        let row_tiles = q.rows.div_ceil(block_q);
         let tiles = row_tiles * (heads / pack);
-        let kv_blocks: u32 = segments.iter().map(|s| s.k.rows.div_ceil(abi::KL_SM90_BLOCK_KV)).sum();
+        let kv_blocks: u32 = segments.iter().map(|s| s.k.rows.div_ceil(block_kv)).sum();
         // With a causal mask every CTA computes one tile. There are few of them, and each has as many KV blocks as it sees keys,
         // so Stream-K has nothing equal to divide.
         let slots = if causal { tiles } else { (cx.sms / cluster).max(1) };
@@ -252,19 +266,31 @@ impl<'a> HopperLaunch<'a> {
         };
         p.out[..out.len()].copy_from_slice(out);
         for (i, segment) in segments.iter().enumerate() {
-            p.k[i] = map(&segment.k, abi::KL_SM90_BLOCK_KV / cluster)?;
-            p.v[i] = map(&segment.v, abi::KL_SM90_BLOCK_KV / cluster)?;
+            p.k[i] = map(&segment.k, k_rows)?;
+            p.v[i] = map(&segment.v, v_rows)?;
             p.keys[i] = segment.k.rows;
         }
         cx.kernels.launch(kernel, [schedule.persistent_clusters(tiles, slots) * cluster, 1, 1], &p)
     }
 }
 
+/// Whether the kernels with a wide head compute these heads of queries and keys with so many columns in all: of their size, or a
+/// single one that is narrower, whose missing columns are zeros.
+const fn has_wide_head(args: &AttentionArgs<'_>, q_cols: u32, k_cols: u32) -> bool {
+    let (head, wide) = (args.head_dim as u32, abi::KL_WIDE_HEAD);
+    let single = q_cols == head && k_cols == head && head > abi::KL_MMA_COLS && head < wide && head.is_multiple_of(8);
+    head == wide || single
+}
+
 /// The Hopper kernel for queries and keys of this type and a softmax, if there is one; `operands` is the product of their scales.
 /// The max-free kernels take scores that are exponents of two as they are, and bounded.
-fn hopper_kernel(dtype: u32, operands: f32, args: &AttentionArgs<'_>) -> Option<Kernel> {
+fn hopper_kernel(dtype: u32, operands: f32, args: &AttentionArgs<'_>, wide: bool) -> Option<Kernel> {
     let (causal, max_free) = (args.causal, args.is_max_free() && operands == 1.0);
+    if wide {
+        return (dtype == abi::KL_BF16 && !causal).then_some(Kernel::AttentionWideSm90);
+    }
     match dtype {
+        _ if args.head_dim != abi::KL_MMA_COLS as usize => None,
         abi::KL_BF16 if causal => Some(Kernel::AttentionSm90Causal),
         abi::KL_BF16 if max_free => Some(Kernel::AttentionSm90MaxFree),
         abi::KL_BF16 => Some(Kernel::AttentionSm90OnlineSoftmax),
@@ -318,7 +344,7 @@ mod tests {
     #[test]
     fn no_kernel_ignores_a_scale() {
         let args = |causal, softmax| AttentionArgs { kv: &[], head_dim: 128, causal, softmax };
-        let kernel = |dtype, scale, causal, softmax| hopper_kernel(dtype, scale, &args(causal, softmax));
+        let kernel = |dtype, scale, causal, softmax| hopper_kernel(dtype, scale, &args(causal, softmax), false);
         let (bounded, unbounded) = (Softmax::Base2 { bound: 100.0 }, Softmax::Base2 { bound: f32::INFINITY });
         assert_eq!(kernel(abi::KL_E4M3, 1.0, false, bounded), Some(Kernel::AttentionSm90MaxFreeE4m3));
         assert_eq!(kernel(abi::KL_E4M3, 0.5, false, bounded), Some(Kernel::AttentionSm90OnlineSoftmaxE4m3));
@@ -328,6 +354,11 @@ mod tests {
         assert_eq!(kernel(abi::KL_BF16, 1.0, false, Softmax::Natural { scale: 0.1 }), Some(Kernel::AttentionSm90OnlineSoftmax));
         assert_eq!(kernel(abi::KL_BF16, 1.0, true, bounded), Some(Kernel::AttentionSm90Causal));
         assert_eq!(kernel(abi::KL_F32, 1.0, false, bounded), None);
+        let other = |head_dim: usize| {
+            let args = AttentionArgs { head_dim, ..args(false, bounded) };
+            hopper_kernel(abi::KL_BF16, 1.0, &args, has_wide_head(&args, head_dim as u32, head_dim as u32))
+        };
+        assert_eq!([64, 512].map(other), [None, Some(Kernel::AttentionWideSm90)]);
         let portable = |scales: &[f32], causal, softmax| fp8_kernels(scales.iter().copied(), &args(causal, softmax));
         assert_eq!(portable(&[1.0, 1.0], false, bounded), FP8_MAX_FREE);
         assert_eq!(portable(&[1.0, 0.5], false, bounded), FP8_ONLINE_SOFTMAX);

@@ -3,7 +3,7 @@
 use super::abi::{self, KlMat, KlTensorMap};
 use super::launch::{Kernel, Kernels};
 use super::memory::Memory;
-use super::params::map_spec;
+use super::params::{Pixels, image_map_spec, map_spec};
 use super::select::{Schedule, Tile};
 use crate::backend::Fp8Accumulate;
 use crate::error::Result;
@@ -58,6 +58,11 @@ impl OpContext {
     /// A tensor map with which TMA copies boxes of so many columns and rows.
     pub fn tensor_map(&self, m: &KlMat, tile: [u32; 2]) -> Result<KlTensorMap> {
         self.kernels.tensor_map(map_spec(m, tile))
+    }
+
+    /// A tensor map with which TMA copies boxes of so many channels, columns and lines of an image.
+    pub fn image_map(&self, m: &KlMat, pixels: Pixels, tile: [u32; 3]) -> Result<KlTensorMap> {
+        self.kernels.tensor_map(image_map_spec(m, pixels, tile))
     }
 
     /// A schedule of `tiles` with `k_blocks` each as kernels take it: the number of k-blocks that each Stream-K worker has.

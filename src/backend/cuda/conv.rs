@@ -2,19 +2,34 @@
 
 use super::abi::{self, KlMat};
 use super::context::{Choice, OpContext};
+use super::conv_narrow;
+use super::conv_sm90::{ConvGemm, ShortcutMats};
+use super::gemm::{self, EpilogueGemm};
 use super::launch::Kernel;
 use super::norm::group_stats;
 use super::params::{NONE, is_async_copyable, is_pair_aligned, naive_grid};
+use super::select::{GemmOperands, Tile};
 use super::tiles::{CONV_TILES, ConvTile};
-use crate::backend::{Conv, Sampling};
+use crate::backend::{Conv, Sampling, Shortcut};
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// The kernels of a convolution, and of the statistics of its result.
+/// The kernels of a convolution, of the statistics of its result, and of the GEMM of its shortcut.
 pub fn kernels() -> Vec<Kernel> {
-    const OTHERS: [Kernel; 5] =
-        [Kernel::ConvStats, Kernel::NaiveConv, Kernel::GroupStats8, Kernel::GroupStatsAny, Kernel::GroupStatsFinish];
-    CONV_TILES.iter().map(|tile| tile.kernel).chain(OTHERS).collect()
+    const OTHERS: [Kernel; 6] = [
+        Kernel::ConvStats,
+        Kernel::ConvNarrowIn,
+        Kernel::NaiveConv,
+        Kernel::GroupStats8,
+        Kernel::GroupStatsAny,
+        Kernel::GroupStatsFinish,
+    ];
+    // Shortcuts are plain.
+    let is_plain = |kernel: &Kernel| ["gemm_bf16", "gemm_mma"].iter().any(|file| kernel.file().starts_with(file));
+    let shortcuts = gemm::kernels().into_iter().filter(is_plain);
+    let hopper =
+        Tile::ALL.into_iter().map(Tile::config).filter(|tile| tile.operands == GemmOperands::Taps).map(|tile| tile.kernel);
+    hopper.chain(CONV_TILES.iter().map(|tile| tile.kernel)).chain(OTHERS).chain(shortcuts).collect()
 }
 
 /// Operands of [`Op::Conv`](crate::backend::Op::Conv).
@@ -26,6 +41,7 @@ pub struct ConvArgs<'a> {
     pub height: usize,
     pub sampling: Sampling,
     pub residual: Option<Tensor>,
+    pub shortcut: Option<Shortcut<'a>>,
     pub stats: Option<Tensor>,
 }
 
@@ -61,12 +77,31 @@ pub fn conv(cx: &OpContext, op: &'static str, args: &ConvArgs<'_>) -> Result<()>
         unused: 0,
     };
     let stats = args.stats.map(|t| cx.mat(t, op)).transpose()?;
-    let side = p.width.max(p.height) * if p.sampling == abi::KL_UP { 2 } else { 1 };
-    if cx.choice == Choice::Naive || ![p.x, p.w].iter().all(|m| is_async_copyable(m, abi::KL_BF16)) || side > abi::KL_CONV_SIDE {
-        cx.kernels.launch(Kernel::NaiveConv, naive_grid(&p.out), &p)?;
+    if args.shortcut.is_none() && conv_narrow::takes_conv(cx, &p) {
+        conv_narrow::conv_in(cx, &p)?;
         return stats.map_or(Ok(()), |stats| group_stats(cx, op, p.out, stats));
     }
-    let row_tiles = |tile: &ConvTile| p.out.rows.div_ceil(tile.block_m);
+    let shortcut = args.shortcut.map(|shortcut| ShortcutMats::new(cx, op, shortcut)).transpose()?;
+    if shortcut.is_none_or(|shortcut| shortcut.is_some())
+        && let Some(gemm) = ConvGemm::new(cx, &p, shortcut.flatten())
+    {
+        return gemm.launch(cx, op, stats);
+    }
+    // The other kernels have no shortcut: its GEMM comes first, and is the residual of a convolution in place.
+    if let Some(Shortcut { x, w }) = args.shortcut {
+        let product = EpilogueGemm { out: args.out, x, w: *w, epilogue: abi::KL_STORE, gate: None };
+        gemm::linear(cx, op, [product].into_iter())?;
+        p.residual = p.out;
+    }
+    let phases = args.sampling.phases() as u32;
+    let side = p.width.max(p.height) * if p.sampling == abi::KL_UP { 2 } else { 1 };
+    if cx.choice == Choice::Naive || ![p.x, p.w].iter().all(|m| is_async_copyable(m, abi::KL_BF16)) || side > abi::KL_CONV_SIDE {
+        let [row_tiles, col_tiles, _] = naive_grid(&KlMat { rows: p.out.rows / phases, ..p.out });
+        cx.kernels.launch(Kernel::NaiveConv, [row_tiles, col_tiles, phases], &p)?;
+        return stats.map_or(Ok(()), |stats| group_stats(cx, op, p.out, stats));
+    }
+    // A tile has pixels of one phase.
+    let row_tiles = |tile: &ConvTile| phases * (p.out.rows / phases).div_ceil(tile.block_m);
     let col_tiles = |tile: &ConvTile| p.out.cols.div_ceil(tile.block_n);
     let ctas = |tile: &ConvTile| row_tiles(tile) * col_tiles(tile);
     let tile = cx.largest_tile(CONV_TILES, |tile| tile.kernel, ctas);

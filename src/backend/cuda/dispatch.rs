@@ -4,6 +4,7 @@ use super::abi;
 use super::attention::{self, AttentionArgs};
 use super::context::OpContext;
 use super::conv::{self, ConvArgs, conv};
+use super::conv_narrow::{self, NormConvArgs};
 use super::gemm::{self, EpilogueGemm};
 use super::launch::Kernel;
 use super::{norm, pointwise};
@@ -22,10 +23,12 @@ pub fn kernels_of(op: &str) -> Vec<Kernel> {
         "attention" | "attention_causal" => attention::kernels(),
         "conv" => conv::kernels(),
         "group_norm" => norm::GROUP_NORMS.to_vec(),
+        "norm_conv" => conv_narrow::NORM_CONVS.to_vec(),
         "patchify" => vec![Kernel::Patchify],
         "unpatchify" => vec![Kernel::Unpatchify],
         "euler" => vec![Kernel::Euler],
         "guidance" => vec![Kernel::Guidance],
+        "blend" => vec![Kernel::Blend],
         "non_finite" => vec![Kernel::CountNonFinite],
         "largest_magnitude" => vec![Kernel::LargestMagnitude],
         "pixels" => vec![Kernel::Pixels],
@@ -91,16 +94,20 @@ pub fn dispatch(cx: &OpContext, op: Op<'_>) -> Result<()> {
         Op::Attention { out, q, kv, head_dim, causal, softmax } => {
             attention::attention(cx, name, out, q, &AttentionArgs { kv, head_dim, causal, softmax })
         }
-        Op::Conv { out, x, w, width, height, sampling, residual, stats } => {
-            conv(cx, name, &ConvArgs { out, x, w, width, height, sampling, residual, stats })
+        Op::Conv { out, x, w, width, height, sampling, residual, shortcut, stats } => {
+            conv(cx, name, &ConvArgs { out, x, w, width, height, sampling, residual, shortcut, stats })
         }
         Op::GroupNorm { out, x, norm, stats, silu } => {
             norm::group_norm(cx, name, mat(out)?, mat(x)?, norm, stats.map(mat).transpose()?, silu)
+        }
+        Op::NormConv { out, x, norm, stats, w, width, height } => {
+            conv_narrow::norm_conv(cx, name, &NormConvArgs { out, x, norm, stats, w, width, height })
         }
         Op::Patchify { out, x, stats, width } => pointwise::patchify(cx, Kernel::Patchify, mat(out)?, mat(x)?, stats, width),
         Op::Unpatchify { out, x, stats, width } => pointwise::patchify(cx, Kernel::Unpatchify, mat(x)?, mat(out)?, stats, width),
         Op::Euler { latents, velocity, dt } => pointwise::euler(cx, mat(latents)?, mat(velocity)?, dt),
         Op::Guidance { out, cond, uncond, scale } => pointwise::guidance(cx, mat(out)?, mat(cond)?, mat(uncond)?, scale),
+        Op::Blend { into, from, seam } => pointwise::blend(cx, mat(into)?, mat(from)?, seam),
         Op::NonFinite { count, x } => pointwise::non_finite(cx, mat(count)?, mat(x)?),
         Op::LargestMagnitude { largest, x } => pointwise::largest_magnitude(cx, mat(largest)?, mat(x)?),
         Op::Pixels { out, x } => pointwise::pixels(cx, mat(out)?, mat(x)?),

@@ -120,21 +120,29 @@ pub struct Rows {
     pub width: u64,
 }
 
-/// What a tensor map describes: a matrix, and the box of it that one TMA copy moves between global and shared memory.
+/// What a tensor map describes: a matrix or an image, and the box of it that one TMA copy moves between global and shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MapSpec {
     /// Address of the first element.
     pub address: u64,
     /// Element type.
     pub dtype: DType,
-    /// Columns and rows.
-    pub size: [u64; 2],
-    /// Bytes from row to row.
-    pub pitch: u64,
-    /// Columns and rows of a box.
-    pub tile: [u32; 2],
+    /// Columns, rows and, of an image, lines: of channels, which are the columns, by pixels, which are the rows of a line. A matrix is
+    /// one line.
+    pub size: [u64; 3],
+    /// Bytes from row to row and from line to line.
+    pub pitch: [u64; 2],
+    /// Columns, rows and lines of a box.
+    pub tile: [u32; 3],
     /// How the box is laid out in shared memory.
     pub swizzle: Swizzle,
+}
+
+impl MapSpec {
+    /// Dimensions of it: two of a matrix, three of an image.
+    pub fn rank(&self) -> u32 {
+        if self.pitch[1] == 0 { 2 } else { 3 }
+    }
 }
 
 /// How the 16-byte chunks of a box are permuted in shared memory, so that columns can be read without bank conflicts.

@@ -14,14 +14,19 @@ use crate::error::{Error, Result};
 use crate::tensor::{ALIGN, DType, Tensor};
 use std::ops::Range;
 
+/// The tiles that are not those of convolutions.
+fn gemm_tiles() -> impl Iterator<Item = TileConfig> {
+    Tile::ALL.into_iter().map(Tile::config).filter(|tile| tile.operands != GemmOperands::Taps)
+}
+
 /// The kernels of a GEMM with one part, the fastest first.
 pub fn kernels() -> Vec<Kernel> {
-    Tile::ALL.iter().map(|tile| tile.config().kernel).chain([Kernel::Expand, Kernel::NaiveGemm]).collect()
+    gemm_tiles().map(|tile| tile.kernel).chain([Kernel::Expand, Kernel::NaiveGemm]).collect()
 }
 
 /// The kernels of the fused projection, which needs tiles of whole heads.
 pub fn projection_kernels() -> Vec<Kernel> {
-    let tiles = Tile::ALL.iter().map(|tile| tile.config()).filter(TileConfig::has_whole_heads);
+    let tiles = gemm_tiles().filter(TileConfig::has_whole_heads);
     tiles.map(|tile| tile.kernel).chain([Kernel::Expand, Kernel::NaiveGemm, Kernel::QkNormRope]).collect()
 }
 
@@ -57,12 +62,12 @@ impl EpilogueGemm {
     }
 }
 
-const NO_ROWS: KlGemmRows = KlGemmRows { matrix: 0, first: 0, dtype: 0, alpha: 1.0 };
+pub const NO_ROWS: KlGemmRows = KlGemmRows { matrix: 0, first: 0, dtype: 0, alpha: 1.0 };
 
-const NO_PART: KlGemmPart =
+pub const NO_PART: KlGemmPart =
     KlGemmPart { out: NONE, extra: NONE, w: [NO_ROWS; 2], epilogue: 0, first_col: 0, tiles: 0, scale: 1.0 };
 
-const NO_MAPS: [KlTensorMap; abi::KL_GEMM_PARTS as usize] = [NO_MAP; abi::KL_GEMM_PARTS as usize];
+pub const NO_MAPS: [KlTensorMap; abi::KL_GEMM_PARTS as usize] = [NO_MAP; abi::KL_GEMM_PARTS as usize];
 
 /// An address for each matrix of each stream.
 type Places = [[u64; abi::KL_GEMM_PARTS as usize]; abi::KL_STREAMS as usize];
@@ -70,7 +75,7 @@ type Places = [[u64; abi::KL_GEMM_PARTS as usize]; abi::KL_STREAMS as usize];
 /// The pre-pass takes the matrices of all streams in one launch.
 const _: () = assert!(abi::KL_EXPAND_MATRICES == abi::KL_GEMM_PARTS * abi::KL_STREAMS);
 
-const NO_STREAM: KlGemmStream = KlGemmStream {
+pub const NO_STREAM: KlGemmStream = KlGemmStream {
     x: NONE,
     w: [NONE; abi::KL_GEMM_PARTS as usize],
     bias: NONE,
@@ -89,7 +94,7 @@ fn weight_rows(part: &KlGemmPart) -> u32 {
 
 /// Columns of the boxes in which a persistent kernel stores a tile of so many columns: the largest power of two that divides them,
 /// up to what a box can have.
-const fn store_cols(tile: Tile, cols: u32, dtype: u32) -> u32 {
+pub const fn store_cols(tile: Tile, cols: u32, dtype: u32) -> u32 {
     let most = box_cols(dtype);
     let most = if tile.is_sm120() { most * abi::KL_SM120_BOX_COLS / abi::KL_SM90_BOX_COLS } else { most };
     1 << (cols | most).trailing_zeros()

@@ -67,6 +67,7 @@ with_instantiations! { kernels {
     Unpatchify = "pointwise" "kl_unpatchify" (KlPatch) abi::KL_POINTWISE_THREADS;
     Euler = "pointwise" "kl_euler" (KlEuler) abi::KL_POINTWISE_THREADS;
     Guidance = "pointwise" "kl_guidance" (KlGuidance) abi::KL_POINTWISE_THREADS;
+    Blend = "pointwise" "kl_blend" (KlBlend) abi::KL_POINTWISE_THREADS;
     Pixels = "pointwise" "kl_pixels" (KlPixels) abi::KL_POINTWISE_THREADS;
     CountNonFinite = "pointwise" "kl_count" (KlCount) abi::KL_POINTWISE_THREADS;
     LargestMagnitude = "pointwise" "kl_largest" (KlLargest) abi::KL_POINTWISE_THREADS;
@@ -80,6 +81,7 @@ with_instantiations! { kernels {
     GroupNormAny = "group_norm" "kl_group_norm_any" (KlGroupNorm) abi::KL_GROUP_THREADS;
     NaiveGemm = "naive" "kl_naive_gemm" (KlNaiveGemm) abi::KL_NAIVE_THREADS;
     NaiveConv = "naive" "kl_naive_conv" (KlConv) abi::KL_NAIVE_THREADS;
+    NaiveNormConv = "naive" "kl_naive_norm_conv" (KlNormConv) abi::KL_NAIVE_THREADS;
     NaiveAttention = "naive" "kl_naive_attention" (KlAttention) abi::KL_ATTENTION_WARPS * 32;
     AttentionMma = "attention_mma" "kl_attention_mma" (KlAttention) abi::KL_ATTENTION_THREADS, shared abi::KL_ATTENTION_SHARED;
     AttentionMma8 = "attention_mma" "kl_attention_mma_8" (KlAttention) 2 * abi::KL_ATTENTION_THREADS, shared abi::KL_ATTENTION_SHARED;
@@ -88,7 +90,9 @@ with_instantiations! { kernels {
     AttentionSm120MaxFree = "attention_fp8_sm120" "kl_attention_fp8_sm120" (KlAttention) abi::KL_ATTENTION_THREADS, shared abi::KL_ATTENTION_FP8_SHARED;
     AttentionSm120OnlineSoftmax = "attention_fp8_sm120" "kl_attention_fp8_sm120_running" (KlAttention) abi::KL_ATTENTION_THREADS, shared abi::KL_ATTENTION_FP8_SHARED;
     Expand = "expand" "kl_expand" (KlExpand) abi::KL_EXPAND_THREADS;
-    ConvStats = "conv_mma" "kl_conv_stats" (KlConv) abi::KL_NORM_THREADS;
+    ConvStats = "conv_mma" "kl_conv_stats" (KlConv) abi::KL_CONV_STATS_THREADS;
+    NormConvNarrow = "conv_narrow" "kl_norm_conv_narrow" (KlNormConv) abi::KL_NARROW_THREADS, shared abi::KL_NARROW_SHARED;
+    ConvNarrowIn = "conv_narrow" "kl_conv_narrow_in" (KlConv) abi::KL_NARROW_IN_THREADS;
     TestConvert = "selftest" "kl_selftest_convert" (KlConversions) abi::KL_SELFTEST_THREADS;
     TestMmaBf16 = "selftest" "kl_selftest_mma_bf16" (KlFragments) abi::KL_SELFTEST_THREADS;
     TestMmaE4m3 = "selftest_sm89" "kl_selftest_mma_e4m3" (KlFragments) abi::KL_SELFTEST_THREADS;
@@ -108,7 +112,8 @@ macro_rules! params {
 
 params! {
     KlMap KlPatch KlEuler KlGuidance KlPixels KlCount KlLargest KlRmsNorm KlLayerNorm KlQkNormRope KlGroupStats KlGroupNorm
-    KlNaiveGemm KlConv KlAttention KlGemm KlExpand KlGemmSm90 KlAttentionSm90 KlTestCopy KlFragments KlConversions
+    KlNaiveGemm KlConv KlNormConv KlAttention KlGemm KlExpand KlGemmSm90 KlConvSm90 KlAttentionSm90 KlTestCopy KlFragments
+    KlConversions KlBlend
 }
 
 impl Kernel {

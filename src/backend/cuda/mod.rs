@@ -2,14 +2,16 @@
 //!
 //! From the bottom up: [`driver`] is the seam to the driver API and `system` the real driver behind it; `launch` holds the kernel table
 //! and the one launch function, `tiles` what `kernels/tiles.def` instantiates; `select` chooses tiles and schedules, without a GPU;
-//! `params` and `memory` turn tensors into kernel parameters; each op family has a file (`pointwise`, `norm`, `gemm`, `conv`,
-//! `attention`) that works on an `OpContext`; `dispatch` is the match from an op to its family. This file is the [`Backend`]:
+//! `params` and `memory` turn tensors into kernel parameters; each op family has a file (`pointwise`, `norm`, `gemm`, `conv`
+//! with `conv_sm90`, `attention`) that works on an `OpContext`; `dispatch` is the match from an op to its family. This file is the [`Backend`]:
 //! transfers, uploads (`staging`) and captured graphs (`graph`).
 
 mod abi;
 mod attention;
 mod context;
 mod conv;
+mod conv_narrow;
+mod conv_sm90;
 mod dispatch;
 pub mod driver;
 mod gemm;

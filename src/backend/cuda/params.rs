@@ -103,13 +103,43 @@ pub fn map_spec(m: &KlMat, tile: [u32; 2]) -> MapSpec {
         return map_spec(&KlMat { dtype: abi::KL_E4M3, cols: m.cols / 2, stride: m.stride / 2, ..*m }, tile);
     }
     let dtype = if m.dtype == abi::KL_E4M3 { DType::E4m3 } else { DType::Bf16 };
-    let swizzle = match dtype.bytes(tile[0] as usize) {
+    let (size, pitch) = ([u64::from(m.cols), u64::from(m.rows), 1], [dtype.bytes(m.stride as usize) as u64, 0]);
+    MapSpec { address: m.data, dtype, size, pitch, tile: [tile[0], tile[1], 1], swizzle: swizzle(dtype, tile[0]) }
+}
+
+/// The swizzle of boxes of so many columns.
+fn swizzle(dtype: DType, cols: u32) -> Swizzle {
+    match dtype.bytes(cols as usize) {
         128 => Swizzle::Bytes128,
         64 => Swizzle::Bytes64,
         _ => Swizzle::Bytes32,
-    };
-    let (size, pitch) = ([u64::from(m.cols), u64::from(m.rows)], dtype.bytes(m.stride as usize) as u64);
-    MapSpec { address: m.data, dtype, size, pitch, tile, swizzle }
+    }
+}
+
+/// Pixels of an image of bf16: all of them, or every second one of every second line.
+#[derive(Clone, Copy)]
+pub struct Pixels {
+    /// Columns and lines of the whole image.
+    pub size: [u32; 2],
+    /// From one pixel to the next, and from one line to the next.
+    pub step: u32,
+    /// The first column and line.
+    pub first: [u32; 2],
+}
+
+/// How TMA copies boxes of so many channels, columns and lines between an image of bf16, of which a row of `m` is a pixel, and shared
+/// memory.
+pub fn image_map_spec(m: &KlMat, Pixels { size: [width, height], step, first: [x, y] }: Pixels, tile: [u32; 3]) -> MapSpec {
+    let (pixel, line) = (bytes(m.stride, abi::KL_BF16), bytes(m.stride * u64::from(width), abi::KL_BF16));
+    let count = |size: u32, first: u32| u64::from((size - first).div_ceil(step));
+    MapSpec {
+        address: m.data + u64::from(x) * pixel + u64::from(y) * line,
+        dtype: DType::Bf16,
+        size: [u64::from(m.cols), count(width, x), count(height, y)],
+        pitch: [u64::from(step) * pixel, u64::from(step) * line],
+        tile,
+        swizzle: swizzle(DType::Bf16, tile[0]),
+    }
 }
 
 /// The grid of a pointwise kernel: columns along x, rows along y.

@@ -4,7 +4,7 @@ use super::abi::{self, KlMat};
 use super::context::OpContext;
 use super::launch::Kernel;
 use super::params::{flatten, pointwise_grid};
-use crate::backend::LatentStats;
+use crate::backend::{LatentStats, Seam};
 use crate::error::Result;
 
 /// One of the functions of `kl_map`, value by value.
@@ -30,6 +30,15 @@ pub fn euler(cx: &OpContext, latents: KlMat, velocity: KlMat, dt: f32) -> Result
 pub fn guidance(cx: &OpContext, out: KlMat, cond: KlMat, uncond: KlMat, scale: f32) -> Result<()> {
     let [out, cond, uncond] = flatten([out, cond, uncond]);
     cx.kernels.launch(Kernel::Guidance, pointwise_grid(&out), &abi::KlGuidance { out, cond, uncond, scale, unused: 0 })
+}
+
+/// The overlap of two tiles of an image. Not flattened: the weights depend on rows and columns.
+pub fn blend(cx: &OpContext, into: KlMat, from: KlMat, seam: Seam) -> Result<()> {
+    let (channels, steps) = match seam {
+        Seam::Top => (0, into.rows),
+        Seam::Left { channels } => (channels as u32, into.cols / channels as u32),
+    };
+    cx.kernels.launch(Kernel::Blend, pointwise_grid(&into), &abi::KlBlend { into, from, channels, steps })
 }
 
 /// How many values are not finite.

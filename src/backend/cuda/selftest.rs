@@ -159,9 +159,9 @@ impl Cuda {
         let spec = MapSpec {
             address: self.rows(x, "self-test")?.address,
             dtype: x.dtype,
-            size: [x.cols as u64, x.rows as u64],
-            pitch: x.dtype.bytes(x.stride) as u64,
-            tile: [cols, abi::KL_SELFTEST_TILE],
+            size: [x.cols as u64, x.rows as u64, 1],
+            pitch: [x.dtype.bytes(x.stride) as u64, 0],
+            tile: [cols, abi::KL_SELFTEST_TILE, 1],
             swizzle,
         };
         let p = abi::KlTestCopy {

@@ -2,7 +2,7 @@
 //! their own and run concurrently with kernels; [`Staging::before`] and [`Staging::after`] state which has to wait for which.
 #![allow(unsafe_code)]
 
-use super::super::Role;
+use super::super::{Role, up_conv};
 use super::driver::{Driver, Event, Rows, Stream};
 use crate::error::{Error, Result};
 use crate::tensor::{DType, PartScaling, Scales, Tensor, WeightPart, nvfp4, quantise};
@@ -148,6 +148,10 @@ impl Staging {
             return Err(wrong("fit"));
         }
         for part in parts {
+            let part = &match role {
+                Role::UpConv => up_conv::folded(part, tensor.dtype).ok_or_else(|| wrong("fit"))?,
+                Role::Linear | Role::Conv | Role::Vector => part.clone(),
+            };
             if part.cols() != tensor.cols || at + part.rows > tensor.rows || !part.is_complete() {
                 return Err(wrong("fit"));
             }

@@ -438,17 +438,17 @@ impl Driver for System {
             Swizzle::Bytes128 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
         };
         let mut map = sys::CUtensorMap { opaque: [0; 16] };
-        // SAFETY: the arrays have as many entries as a matrix has dimensions (one fewer for pitches) and outlive the call.
+        // SAFETY: the arrays have as many entries as there are dimensions (one fewer for pitches) and outlive the call.
         check("cuTensorMapEncodeTiled", unsafe {
             sys::cuTensorMapEncodeTiled(
                 &mut map,
                 dtype,
-                2,
+                spec.rank(),
                 spec.address as *mut c_void,
                 spec.size.as_ptr(),
-                &spec.pitch,
+                spec.pitch.as_ptr(),
                 spec.tile.as_ptr(),
-                [1, 1].as_ptr(),
+                [1, 1, 1].as_ptr(),
                 sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
                 swizzle,
                 sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,

@@ -1,6 +1,6 @@
 //! Shape rules: what makes the operands of an op fit each other.
 
-use super::{Access, Linear, Op, Sampling, Softmax};
+use super::{Access, Linear, Op, Sampling, Seam, Softmax};
 use crate::error::{Error, Result};
 use crate::tensor::{DType, Region, Scaling, Tensor, nvfp4};
 
@@ -88,7 +88,7 @@ impl Op<'_> {
                     "softmax",
                 )?;
             }
-            Self::Conv { out, x, w, width, height, sampling, residual, stats } => {
+            Self::Conv { out, x, w, width, height, sampling, residual, shortcut, stats } => {
                 let pixels = match sampling {
                     Sampling::Same => width * height,
                     Sampling::Up => 4 * width * height,
@@ -96,7 +96,15 @@ impl Op<'_> {
                 };
                 fits(x.rows == width * height && out.rows == pixels, "pixels")?;
                 fits(sampling != Sampling::Down || (width % 2 == 0 && height % 2 == 0), "odd side")?;
-                fits(w.weight.cols == 9 * x.cols && w.weight.rows == out.cols && vector(w.bias, out.cols), "channels")?;
+                let filters = sampling.phases() * sampling.taps();
+                fits(w.weight.cols == filters * x.cols && w.weight.rows == out.cols && vector(w.bias, out.cols), "channels")?;
+                if let Some(s) = shortcut {
+                    fits(residual.is_none() && sampling == Sampling::Same && s.w.low_rank.is_none(), "shortcut")?;
+                    let shapes = s.x.rows == out.rows && s.w.weight.rows() == out.cols;
+                    fits(gemm(s.x, s.w) && shapes && !s.x.dtype.is_quantised(), "shortcut's shapes")?;
+                }
+                let plain = [Some(x), Some(w.weight), residual].iter().flatten().all(|t| !t.dtype.is_quantised());
+                fits(plain, "quantised values")?;
                 fits(residual.is_none_or(|r| same(r, out)), "residual")?;
                 fits(
                     stats.is_none_or(|s| s.cols == 2 && s.rows > 0 && out.cols % s.rows == 0 && s.dtype == DType::F32),
@@ -105,6 +113,15 @@ impl Op<'_> {
             }
             Self::GroupNorm { out, x, norm, stats, .. } => {
                 fits(same(out, x) && vector(norm.weight, x.cols) && vector(norm.bias, x.cols), "shapes")?;
+                fits(norm.groups > 0 && x.cols % norm.groups == 0, "groups")?;
+                fits(stats.is_none_or(|s| s.cols == 2 && s.rows == norm.groups && s.dtype == DType::F32), "stats")?;
+                // Kernels that compute statistics take differences to the first pixel, whoever has normalised it meanwhile.
+                fits(out != x || stats.is_some(), "stats in place")?;
+            }
+            Self::NormConv { out, x, norm, stats, w, width, height } => {
+                fits(x.rows == width * height && out.rows == x.rows, "pixels")?;
+                fits(w.weight.cols == 9 * x.cols && w.weight.rows == out.cols && vector(w.bias, out.cols), "channels")?;
+                fits(vector(norm.weight, x.cols) && vector(norm.bias, x.cols), "shapes")?;
                 fits(norm.groups > 0 && x.cols % norm.groups == 0, "groups")?;
                 fits(stats.is_none_or(|s| s.cols == 2 && s.rows == norm.groups && s.dtype == DType::F32), "stats")?;
             }
@@ -118,6 +135,11 @@ impl Op<'_> {
                 fits(same(latents, velocity) && latents.dtype == DType::F32, "shapes")?;
             }
             Self::Guidance { out, cond, uncond, .. } => fits(same(out, cond) && same(out, uncond), "shapes")?,
+            Self::Blend { into, from, seam } => {
+                fits(same(into, from), "shapes")?;
+                let whole = |channels: usize| channels > 0 && into.cols.is_multiple_of(channels);
+                fits(!matches!(seam, Seam::Left { channels } if !whole(channels)), "pixels")?;
+            }
             Self::NonFinite { count: one, .. } | Self::LargestMagnitude { largest: one, .. } => fits(vector(one, 1), "shapes")?,
             Self::Pixels { out, x } => fits(same(out, x) && out.dtype == DType::U8, "shapes")?,
         }
@@ -142,7 +164,8 @@ impl Op<'_> {
     fn takes_quantised(&self, access: Access) -> bool {
         let product = matches!(self, Self::LinearSwiglu(_) | Self::Qkv(_) | Self::Attention { .. });
         match access {
-            Access::Read => product || matches!(self, Self::Linear(_) | Self::LinearGateResidual(_)),
+            // Of a convolution it is the shortcut's weight.
+            Access::Read => product || matches!(self, Self::Linear(_) | Self::LinearGateResidual(_) | Self::Conv { .. }),
             Access::Write => product || matches!(self, Self::RmsNorm { .. } | Self::LayerNormModulate { .. }),
             Access::Update => false,
         }

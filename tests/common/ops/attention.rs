@@ -77,7 +77,7 @@ pub fn fp8(scale: f32) -> Stored {
 
 /// All of them.
 pub fn all(table: &mut Table) {
-    let shapes: [Shape; 16] = [
+    let shapes: [Shape; 18] = [
         (1, &[1], 1, 1, 128, false),
         (1, &[129], 4, 2, 128, false),
         (113, &[1], 2, 2, 64, false),
@@ -89,6 +89,9 @@ pub fn all(table: &mut Table) {
         (1, &[1], 1, 1, 512, false),
         (65, &[33], 2, 1, 512, false),
         (257, &[600], 1, 1, 512, false),
+        // A single head that is narrower than the kernels for wide ones.
+        (130, &[200], 1, 1, 384, false),
+        (65, &[33], 1, 1, 136, false),
         (1, &[1], 1, 1, 64, true),
         (129, &[129], 4, 2, 128, true),
         (130, &[7], 2, 1, 64, true),
@@ -110,6 +113,10 @@ pub fn all(table: &mut Table) {
     for scores in [Scores::Bounded, Scores::Huge] {
         more.into_iter().for_each(|shape| attend(table, shape, scores, Heads::Plain));
     }
+    // A wide head: whole tiles, and row maxima that rise, with the keys of the last KV block in one half of it and in both.
+    attend(table, (128, &[256], 1, 1, 512, false), Scores::Usual, Heads::Plain);
+    attend(table, (130, &[400], 1, 1, 512, false), Scores::Huge, Heads::Plain);
+    attend(table, (5, &[600], 1, 1, 512, false), Scores::Huge, Heads::Plain);
     for heads in [Heads::Plain, Heads::UNSCALED] {
         for scores in [Scores::Highest, Scores::Lowest] {
             attend(table, (130, &[129, 0, 300], 2, 1, 128, false), scores, heads);

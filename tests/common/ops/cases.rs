@@ -3,9 +3,9 @@
 //! and strided. Further cases have the widths of the real models; their names contain `klein`.
 
 use super::attention::{self, Heads, Scores, attend};
-use super::oracle;
-use super::{Case, Check, Expected, Fit, Mat, PADDING, Rig, fp8_gemms, gemms, nvfp4_gemms, quantised, stored, want};
-use kiln::backend::{Conv, GroupNorm, LatentStats, Modulated, Op, Role, RopeStyle, Sampling};
+use super::convolutions::{self, Beside};
+use super::{Case, Expected, Fit, Mat, PADDING, Rig, fp8_gemms, gemms, nvfp4_gemms, quantised, want};
+use kiln::backend::{GroupNorm, LatentStats, Modulated, Op, RopeStyle, Sampling, Seam};
 use kiln::tensor::DType::{self, Bf16, F16, F32, U8};
 use kiln::tensor::Stored;
 
@@ -63,7 +63,7 @@ fn awkward(table: &mut Table) {
     fp8_gemms::all(table);
     nvfp4_gemms::all(table);
     attention::all(table);
-    convolutions(table);
+    convolutions::all(table);
     group_norms(table);
     latents(table);
 }
@@ -90,11 +90,23 @@ fn klein(table: &mut Table) {
     }
     attend(table, (70, &[70], 32, 8, 128, true), Scores::Usual, Heads::Plain);
     for (from, to) in [(512, 512), (256, 128), (128, 3)] {
-        conv(table, (5, 3, from, to, Sampling::Same, false, (to == 128).then_some(32)));
+        convolutions::conv(table, (5, 3, from, to, Sampling::Same, Beside::Nothing, (to == 128).then_some(32)));
+    }
+    convolutions::conv(table, (5, 3, 128, 128, Sampling::Same, Beside::Shortcut(256), Some(32)));
+    for channels in [128, 96] {
+        convolutions::norm_conv(table, (5, 3, channels, 3, 32), true);
     }
     for channels in [512, 384, 256, 128, 96] {
         group_norm(table, 37, channels, 32, false, true);
     }
+}
+
+fn blend(table: &mut Table, rows: usize, cols: usize, seam: Seam, what: &str) {
+    table.add(format!("blend {rows}x{cols} at the {what}"), move |rig| {
+        let (into, from) = (rig.updated(rows, cols), rig.input(rows, cols, |v| v));
+        let op = Op::Blend { into: into.t, from: from.t, seam };
+        rig.run(op, &[(into.t, want!(blend(&into.host, &from.host, seam)))]);
+    });
 }
 
 fn row_wise(table: &mut Table) {
@@ -126,6 +138,9 @@ fn row_wise(table: &mut Table) {
             let op = Op::Euler { latents: x.t, velocity: v.t, dt: -0.37 };
             rig.run(op, &[(x.t, want!(euler(&x.host, &v.host, -0.37)))]);
         });
+        for (seam, what) in [(Seam::Top, "top"), (Seam::Left { channels: 1 }, "left")] {
+            blend(table, rows, cols, seam, what);
+        }
         non_finite(table, rows, cols);
         largest_magnitude(table, rows, cols, 0.0, "");
         largest_magnitude(table, rows, cols, 1e30, " and a larger one before");
@@ -134,6 +149,9 @@ fn row_wise(table: &mut Table) {
             rig.run(Op::Pixels { out, x: x.t }, &[(out, want!(pixels(&x.host)))]);
         });
     }
+    // Overlaps of images have three channels, those of latents 32.
+    blend(table, 11, 3 * 9, Seam::Left { channels: 3 }, "left, 3 channels");
+    blend(table, 5, 32 * 4, Seam::Left { channels: 32 }, "left, 32 channels");
     largest_magnitude(table, 0, 128, 0.25, "");
     for (rows, cols) in [(7, 113), (113, 128)] {
         let infinite = |v| if v < -0.9 { f32::NEG_INFINITY } else { v };
@@ -231,71 +249,6 @@ fn finite(m: &Mat) -> usize {
     (0..m.rows).map(|r| m.row::<f32>(r).iter().filter(|v| v.is_finite()).count()).sum()
 }
 
-/// Width, height, input and output channels, resampling, residual, groups of the statistics.
-type ConvShape = (usize, usize, usize, usize, Sampling, bool, Option<usize>);
-
-fn convolutions(table: &mut Table) {
-    use Sampling::{Down, Same, Up};
-    let shapes = [
-        (1, 1, 3, 40, Same, false, None),
-        (1, 1, 40, 3, Up, true, None),
-        (2, 2, 32, 32, Down, false, Some(32)),
-        (5, 7, 3, 32, Same, true, Some(8)),
-        (7, 3, 40, 32, Up, false, Some(8)),
-        (6, 10, 32, 40, Down, true, None),
-        (17, 9, 40, 40, Same, false, Some(5)),
-        (19, 31, 32, 40, Same, true, Some(4)),
-        (13, 11, 32, 3, Up, false, None),
-        (62, 38, 3, 32, Down, false, Some(16)),
-        (31, 37, 3, 32, Same, false, Some(32)),
-        // Whole tiles of channels, in groups of 2 to 128.
-        (17, 9, 8, 128, Same, false, Some(64)),
-        (19, 31, 32, 128, Same, true, Some(32)),
-        (7, 3, 40, 128, Up, false, Some(16)),
-        (62, 38, 8, 256, Down, false, Some(16)),
-        (33, 35, 8, 256, Same, true, Some(4)),
-        (9, 9, 8, 128, Same, false, Some(1)),
-    ];
-    shapes.into_iter().for_each(|shape| conv(table, shape));
-}
-
-fn conv(table: &mut Table, (width, height, from, to, sampling, with_residual, groups): ConvShape) {
-    use Sampling::{Down, Same, Up};
-    let name = format!("conv {width}x{height} {from} to {to} {sampling:?} residual {with_residual} stats {groups:?}");
-    table.add(name, move |rig| {
-        let pixels = match sampling {
-            Same => width * height,
-            Up => 4 * width * height,
-            Down => width * height / 4,
-        };
-        let (w, bias) = (rig.weight(Role::Conv, &[to], 9 * from, Bf16, Bf16), rig.vector(to));
-        let x = rig.input(width * height, from, |v| v + 0.5);
-        let residual = with_residual.then(|| rig.input(pixels, to, |v| v));
-        let out = rig.output(pixels, to);
-        let stats = groups.map(|g| rig.output_as(F32, g, 2));
-        let conv = Conv { weight: w.t, bias: bias.t };
-        let (size, filter) = ((width, height), (&w.host, &bias.host));
-        let host = residual.as_ref().map(|r| &r.host);
-        // Statistics may be computed before or after the result is rounded; a naive implementation does it after.
-        let storage = out.dtype;
-        let want_stats = |_| {
-            let exact = oracle::conv::<f64>(&x.host, filter, size, sampling, host);
-            let naive: Vec<f32> = match storage {
-                F32 => oracle::conv::<f32>(&x.host, filter, size, sampling, host),
-                _ => exact.iter().map(|&v| stored(v as f32, storage)).collect(),
-            };
-            let groups = groups.unwrap_or(1);
-            Expected::naive_f32(oracle::group_stats(&exact, to, groups), oracle::group_stats(&naive, to, groups))
-        };
-        let mut checks: Vec<Check<'_>> = vec![(out, want!(conv(&x.host, filter, size, sampling, host)))];
-        if let Some(stats) = stats {
-            checks.push((stats, Box::new(want_stats)));
-        }
-        let residual = residual.as_ref().map(|r| r.t);
-        rig.run(Op::Conv { out, x: x.t, w: &conv, width, height, sampling, residual, stats }, &checks);
-    });
-}
-
 fn group_norms(table: &mut Table) {
     let shapes = [
         (1, 32, 32),
@@ -318,6 +271,9 @@ fn group_norms(table: &mut Table) {
             group_norm(table, pixels, channels, groups, given, silu);
         }
     }
+    for (pixels, channels, groups) in [(1, 40, 8), (129, 256, 32), (1031, 128, 32), (113, 40, 5)] {
+        group_norm_in_place(table, pixels, channels, groups);
+    }
     // More than one wave of CTAs on a GPU.
     table.variants = TWO;
     group_norm(table, 20_011, 256, 32, false, true);
@@ -335,6 +291,18 @@ fn group_norm(table: &mut Table, pixels: usize, channels: usize, groups: usize, 
         let op = Op::GroupNorm { out, x: x.t, norm: &norm, stats: stats.as_ref().map(|s| s.t), silu };
         let want = want!(group_norm(&x.host, (&w.host, &bias.host), host, groups, EPS, silu));
         rig.run(op, &[(out, want)]);
+    });
+}
+
+/// A norm over its own input, as the VAE has it.
+fn group_norm_in_place(table: &mut Table, pixels: usize, channels: usize, groups: usize) {
+    table.add(format!("group_norm {pixels}x{channels} groups {groups} in place"), move |rig| {
+        let (w, bias, x) = (rig.vector(channels), rig.vector(channels), rig.updated(pixels, channels));
+        let stats = rig.input_as(F32, groups, 2, |v| v.abs() + 0.1);
+        let norm = GroupNorm { weight: w.t, bias: bias.t, groups, eps: EPS };
+        let op = Op::GroupNorm { out: x.t, x: x.t, norm: &norm, stats: Some(stats.t), silu: true };
+        let want = want!(group_norm(&x.host, (&w.host, &bias.host), Some(&stats.host), groups, EPS, true));
+        rig.run(op, &[(x.t, want)]);
     });
 }
 

@@ -2,7 +2,7 @@
 
 use super::cases::{EPS, Table, WEIGHT_TYPES};
 use super::formats::Filed;
-use super::oracle::Heads;
+use super::oracle::{Filter, Heads};
 use super::{Check, Operand, SMALL, want};
 use kiln::backend::{Conv, GatedGemm, Gemm, Linear, Op, Projection, QkNorm, Role, Rope, RopeStyle, Sampling};
 use kiln::tensor::DType::{self, Bf16, E4m3, E5m2, F32};
@@ -153,9 +153,10 @@ pub fn expanded(table: &mut Table) {
         let w = rig.expanded(Role::Conv, &[(20, tensor(E4m3)), (12, rows(E4m3))], 9 * 40, Bf16);
         let (x, bias, out) = (rig.input(35, 40, |v| v + 0.5), rig.vector(32), rig.output(35, 32));
         let conv = Conv { weight: w.t, bias: bias.t };
-        let (residual, stats, sampling) = (None, None, Sampling::Same);
-        let op = Op::Conv { out, x: x.t, w: &conv, width: 5, height: 7, sampling, residual, stats };
-        rig.run(op, &[(out, want!(conv(&x.host, (&w.host, &bias.host), (5, 7), sampling, None)))]);
+        let (residual, shortcut, stats, sampling) = (None, None, None, Sampling::Same);
+        let op = Op::Conv { out, x: x.t, w: &conv, width: 5, height: 7, sampling, residual, shortcut, stats };
+        let filter = Filter { w: &w.host, bias: &bias.host, size: (5, 7), sampling };
+        rig.run(op, &[(out, want!(conv(&x.host, filter, |v| v, None, None)))]);
     });
 }
 

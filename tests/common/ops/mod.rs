@@ -12,6 +12,7 @@
 
 mod attention;
 pub mod cases;
+mod convolutions;
 pub mod formats;
 mod fp8_gemms;
 pub mod fp8_sums;
@@ -298,6 +299,15 @@ impl Rig<'_> {
     pub fn weight(&mut self, role: Role, parts: &[usize], cols: usize, from: DType, to: DType) -> Operand {
         let parts: Vec<_> = parts.iter().map(|&rows| (rows, Filed::Plain(from))).collect();
         self.expanded(role, &parts, cols, to)
+    }
+
+    /// 3x3 filters behind an upsampling by two, which a file stores in bf16.
+    pub fn up_filters(&mut self, rows: usize, channels: usize, to: DType) -> Operand {
+        // Sums of taps are larger than taps: this keeps the result near one.
+        let (parts, values) = self.parts(&[(rows, Filed::Plain(DType::Bf16))], 9 * channels, 0.5 / (channels as f32).sqrt());
+        let t = self.weights.alloc(rows, 16 * channels, to).unwrap();
+        self.backend.upload(t, Role::UpConv, &parts).unwrap();
+        Operand { t, host: Mat::new(rows, 9 * channels, values) }
     }
 
     /// A weight whose parts keep the formats in which a file stores them.

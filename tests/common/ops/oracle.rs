@@ -4,7 +4,7 @@
 
 use super::Mat;
 use super::fp8_sums::STEP;
-use kiln::backend::{RopeStyle, Sampling};
+use kiln::backend::{RopeStyle, Sampling, Seam};
 use std::iter::Sum;
 use std::ops::{Add, AddAssign, Div, Mul, Neg, Range, Sub};
 
@@ -249,13 +249,43 @@ pub fn attention<R: Real>(q: &Mat, kv: &[(Mat, Mat)], (d, scale): (usize, f32), 
     out
 }
 
-/// A 3x3 convolution by its definition.
+/// A 3x3 convolution.
+#[derive(Clone, Copy)]
+pub struct Filter<'a> {
+    /// `[out, 9 * in]`, by channel, then tap.
+    pub w: &'a Mat,
+    pub bias: &'a Mat,
+    /// Width and height of the input.
+    pub size: (usize, usize),
+    pub sampling: Sampling,
+}
+
+/// A 3x3 convolution by its definition, of an image that was upsampled if it has to be, and what is added to its result: a residual, or the
+/// 1x1 convolution of another image, which has the image, the weight and the bias. `rounded` is what becomes of the sum of those taps
+/// that see the same pixel of the image before upsampling, and of a value of the 1x1 convolution.
 pub fn conv<R: Real>(
     x: &Mat,
-    (w, bias): (&Mat, &Mat),
-    (width, height): (usize, usize),
-    sampling: Sampling,
+    filter: Filter<'_>,
+    rounded: impl Fn(R) -> R,
     residual: Option<&Mat>,
+    shortcut: Option<(&Mat, &Mat, &Mat)>,
+) -> Vec<R> {
+    let image: Vec<R> = copy(x);
+    let beside = shortcut.map(|(x, w, bias)| linear::<R>(x, w, Some(bias)));
+    let mut out = convolved(&image, filter, &rounded);
+    let channels = filter.w.rows;
+    for (i, sum) in out.iter_mut().enumerate() {
+        let added = beside.as_ref().map_or(R::of(0.0), |values| rounded(values[i]));
+        *sum += residual.map_or(added, |r| r.at(i / channels, i % channels));
+    }
+    out
+}
+
+/// The same of an image `[pixels, channels]`, with nothing added.
+fn convolved<R: Real>(
+    image: &[R],
+    Filter { w, bias, size: (width, height), sampling }: Filter<'_>,
+    rounded: impl Fn(R) -> R,
 ) -> Vec<R> {
     // The upsampling factor of the input, the stride, and the padding at the left and at the top.
     let (factor, step, before) = match sampling {
@@ -263,26 +293,53 @@ pub fn conv<R: Real>(
         Sampling::Up => (2, 1, 1),
         Sampling::Down => (1, 2, 0),
     };
-    let (wide, high) = (width * factor, height * factor);
+    let (wide, high, channels) = (width * factor, height * factor, w.cols / 9);
     let (out_width, filter) = (wide / step, transposed::<R>(w, 0..w.rows));
     let mut out = vec![R::of(0.0); out_width * (high / step) * w.rows];
     for (pixel, sums) in out.chunks_exact_mut(w.rows).enumerate() {
         let (top, left) = (pixel / out_width * step, pixel % out_width * step);
-        for c in 0..x.cols {
-            for (ky, kx) in (0..9).map(|i| (i / 3, i % 3)) {
-                let (y, x_) = (top + ky, left + kx);
-                let inside = (before..before + high).contains(&y) && (before..before + wide).contains(&x_);
-                if inside {
-                    let source = (y - before) / factor * width + (x_ - before) / factor;
-                    add_scaled(sums, x.at(source, c), &filter[(c * 9 + ky * 3 + kx) * w.rows..][..w.rows]);
+        // The taps of each pixel of the image, in the order in which it is seen first.
+        let mut seen: Vec<(usize, Vec<usize>)> = Vec::new();
+        for (ky, kx) in (0..9).map(|i| (i / 3, i % 3)) {
+            let (y, x) = (top + ky, left + kx);
+            if !(before..before + high).contains(&y) || !(before..before + wide).contains(&x) {
+                continue;
+            }
+            let source = (y - before) / factor * width + (x - before) / factor;
+            match seen.iter_mut().find(|(pixel, _)| *pixel == source) {
+                Some((_, taps)) => taps.push(ky * 3 + kx),
+                None => seen.push((source, vec![ky * 3 + kx])),
+            }
+        }
+        for c in 0..channels {
+            for (source, taps) in &seen {
+                let of = |tap: usize| &filter[(c * 9 + tap) * w.rows..][..w.rows];
+                match taps[..] {
+                    [tap] => add_scaled(sums, image[source * channels + c], of(tap)),
+                    _ => {
+                        let sum = |o: usize| rounded(taps.iter().map(|&tap| of(tap)[o]).sum());
+                        let summed: Vec<R> = (0..w.rows).map(sum).collect();
+                        add_scaled(sums, image[source * channels + c], &summed);
+                    }
                 }
             }
         }
-        for (o, sum) in sums.iter_mut().enumerate() {
-            *sum = *sum + bias.at(0, o) + residual.map_or(R::of(0.0), |r| r.at(pixel, o));
-        }
+        sums.iter_mut().enumerate().for_each(|(o, sum)| *sum += bias.at(0, o));
     }
     out
+}
+
+/// Group norm, SiLU and a convolution. `rounded` is what becomes of a normalised value.
+pub fn norm_conv<R: Real>(
+    x: &Mat,
+    scales: (&Mat, &Mat),
+    stats: Option<&Mat>,
+    (groups, eps): (usize, f32),
+    filter: Filter<'_>,
+    rounded: impl Fn(R) -> R,
+) -> Vec<R> {
+    let image: Vec<R> = group_norm::<R>(x, scales, stats, groups, eps, true).into_iter().map(rounded).collect();
+    convolved(&image, filter, |v| v)
 }
 
 /// Mean and variance of each group of channels of a `[pixels, channels]` matrix.
@@ -350,4 +407,15 @@ pub fn pixels<R: Real>(x: &Mat) -> Vec<R> {
 
 pub fn guidance<R: Real>(cond: &Mat, uncond: &Mat, scale: f32) -> Vec<R> {
     each(cond.rows, cond.cols, |r, c| uncond.at::<R>(r, c) + R::of(scale) * (cond.at::<R>(r, c) - uncond.at::<R>(r, c)))
+}
+
+pub fn blend<R: Real>(into: &Mat, from: &Mat, seam: Seam) -> Vec<R> {
+    each(into.rows, into.cols, |r, c| {
+        let (step, steps) = match seam {
+            Seam::Top => (r, into.rows),
+            Seam::Left { channels } => (c / channels, into.cols / channels),
+        };
+        let weight = R::of(step as f32) / R::of(steps as f32);
+        (one::<R>() - weight) * from.at::<R>(r, c) + weight * into.at::<R>(r, c)
+    })
 }

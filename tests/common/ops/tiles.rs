@@ -19,6 +19,9 @@ pub fn is_matrix_op(name: &str) -> bool {
 
 /// What the GEMM of a case multiplies.
 fn operands(name: &str) -> GemmOperands {
+    if name.starts_with("conv") {
+        return GemmOperands::Taps;
+    }
     let named = [
         (" w8a16 ", GemmOperands::MixedInput),
         (" w4a16 ", GemmOperands::MixedInput),
@@ -36,12 +39,16 @@ pub fn has_tile(name: &str, tile: Tile) -> bool {
     // But for Hopper's, the kernels of bf16 take weights that a kernel before them has expanded.
     let expanded = operands == GemmOperands::MixedInput && own == GemmOperands::Bf16 && !tile.is_sm90();
     let once = tile == Tile::Mma64x128;
+    // Convolutions have portable tiles of their own, of which a GEMM's decides.
+    if operands == GemmOperands::Taps && own != operands {
+        return on_tensor_cores(name) && matches!(tile, Tile::Mma256x128 | Tile::Mma128x128) || once;
+    }
     // Inputs of NVFP4 have no portable kernel but the naive one.
     if own != operands && !expanded && !(once && operands == GemmOperands::Nvfp4) {
         return false;
     }
     let usual = matches!(tile, Tile::Sm90_256x192 | Tile::Sm90_128x256);
-    let gemm = ["linear", "qkv"].iter().any(|op| name.starts_with(op)) && (usual || !name.contains(" klein"));
+    let gemm = ["linear", "qkv", "conv"].iter().any(|op| name.starts_with(op)) && (usual || !name.contains(" klein"));
     is_matrix_op(name) && (once || on_tensor_cores(name)) && (!tile.is_persistent() || gemm)
 }
 

@@ -11,17 +11,17 @@ namespace {
 
 constexpr uint32_t kRegistersOfSm = 65536, kRegisterUnit = 8, kFewestRegisters = 24, kMostRegisters = 256;
 
-// Sixteen bytes on their way to another CTA.
+// Up to sixteen bytes on their way to another CTA.
 struct RemoteStore : Async {
   Cta* cta;
-  uint32_t to;
+  uint32_t to, bytes;
   unsigned char value[16];
   Mbarrier* barrier;
 
   void run() override {
-    memcpy(cta->arena + to, value, sizeof(value));
-    end_async_write(*cta, to, sizeof(value), agent_of(*barrier));
-    mbarrier_complete_bytes(*barrier, sizeof(value));
+    memcpy(cta->arena + to, value, bytes);
+    end_async_write(*cta, to, bytes, agent_of(*barrier));
+    mbarrier_complete_bytes(*barrier, bytes);
   }
 
   std::string describe() const override { return format("st.async to +0x%x of the CTA of rank %u", to, cta->rank); }
@@ -150,13 +150,13 @@ void cluster_wait() {
   own.cluster_waits = std::max(own.cluster_waits, phase + 1);
 }
 
-void store_remote_async(uint32_t to, const void* sixteen_bytes, uint32_t barrier, uint32_t rank) {
+void store_remote_async(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, uint32_t rank) {
   Cta& cta = cta_of_rank(rank);
   auto store = std::make_unique<RemoteStore>();
-  store->cta = &cta, store->to = to;
-  memcpy(store->value, sixteen_bytes, sizeof(store->value));
+  store->cta = &cta, store->to = to, store->bytes = bytes;
+  memcpy(store->value, from, bytes);
   store->barrier = &mbarrier_at(cta, barrier, true, "st.async");
-  begin_async_write(cta, to, sizeof(store->value), 16, "st.async");
+  begin_async_write(cta, to, bytes, bytes, "st.async");
   post(std::move(store));
 }
 

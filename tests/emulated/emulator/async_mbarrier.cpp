@@ -59,6 +59,22 @@ void mbarrier_complete_bytes(Mbarrier& barrier, uint32_t bytes) {
   complete_if_done(barrier);
 }
 
+namespace {
+
+// The mbarrier of a CTA of the cluster at which the calling thread arrives.
+Mbarrier& remote_mbarrier(uint32_t address, uint32_t rank, const char* operation) {
+  Cta& cta = cta_of_rank(rank);
+  const bool remote = &cta != &current_cta();
+  Mbarrier& barrier = mbarrier_at(cta, address, remote, operation);
+  if (remote) {
+    barrier.remote_phase = barrier.phase + 1, barrier.remote_cluster_phase = state_of(current_cluster()).phase;
+    check_at_exit(cta);
+  }
+  return barrier;
+}
+
+}  // namespace
+
 namespace ptx {
 
 void mbarrier_init(uint32_t address, uint32_t arrivals) {
@@ -94,14 +110,13 @@ void mbarrier_arrive_expect_tx(uint32_t address, uint32_t bytes) {
 }
 
 void mbarrier_arrive_remote(uint32_t address, uint32_t rank) {
-  Cta& cta = cta_of_rank(rank);
-  const bool remote = &cta != &current_cta();
-  Mbarrier& barrier = mbarrier_at(cta, address, remote, "mbarrier.arrive.shared::cluster");
-  if (remote) {
-    barrier.remote_phase = barrier.phase + 1, barrier.remote_cluster_phase = state_of(current_cluster()).phase;
-    check_at_exit(cta);
-  }
-  arrive(barrier, "mbarrier.arrive.shared::cluster");
+  arrive(remote_mbarrier(address, rank, "mbarrier.arrive.shared::cluster"), "mbarrier.arrive.shared::cluster");
+}
+
+void mbarrier_arrive_expect_tx_remote(uint32_t address, uint32_t bytes, uint32_t rank) {
+  Mbarrier& barrier = remote_mbarrier(address, rank, "mbarrier.arrive.expect_tx.shared::cluster");
+  mbarrier_expect_bytes(barrier, bytes);
+  arrive(barrier, "mbarrier.arrive.expect_tx.shared::cluster");
 }
 
 void mbarrier_wait(uint32_t address, uint32_t parity) {

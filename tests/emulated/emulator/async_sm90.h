@@ -11,6 +11,7 @@ void fence_mbarrier_init();
 void mbarrier_arrive(uint32_t address);
 void mbarrier_arrive_expect_tx(uint32_t address, uint32_t bytes);
 void mbarrier_arrive_remote(uint32_t address, uint32_t rank);
+void mbarrier_arrive_expect_tx_remote(uint32_t barrier, uint32_t bytes, uint32_t rank);
 void mbarrier_wait(uint32_t address, uint32_t parity);
 
 // A box of a matrix (rank 2, z is 0) or of a tensor of rank 3. `mask` names the CTAs of the cluster that get it; 0 is the calling one.
@@ -42,7 +43,7 @@ void stmatrix_x4(uint32_t row, const uint32_t (&words)[4]);
 uint32_t cluster_rank();
 void cluster_arrive(bool release);
 void cluster_wait();
-void store_remote_async(uint32_t to, const void* sixteen_bytes, uint32_t barrier, uint32_t rank);
+void store_remote_async(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, uint32_t rank);
 uint16_t load_remote(const void* p, uint32_t rank);
 
 void wait_for_previous_kernel();

@@ -112,7 +112,8 @@ impl GroupedGemm<'_> {
         [if tile.is_persistent() { data_parallel } else { shared }, shared].map(|schedule| GemmPlan { tile, schedule })
     }
 
-    fn cost(&self, GemmPlan { tile, schedule: Schedule { full_tiles, workers } }: GemmPlan, sms: u32) -> u64 {
+    /// What a plan costs, to compare it with others.
+    pub fn cost(&self, GemmPlan { tile, schedule: Schedule { full_tiles, workers } }: GemmPlan, sms: u32) -> u64 {
         let TileConfig { block_m, block_n, ctas_per_sm, relative_cost, .. } = tile.config();
         let (tiles, slots) = (self.tiles(tile), tile.slots(sms));
         let area = u64::from(block_m * block_n);

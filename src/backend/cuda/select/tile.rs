@@ -28,6 +28,8 @@ pub enum GemmOperands {
     MixedInput,
     /// e2m1 by e2m1, both with scales of blocks, stored as bf16, e4m3 or e2m1.
     Nvfp4,
+    /// Pixels of bf16 under the taps of a filter by filters of bf16, stored as bf16: a convolution.
+    Taps,
 }
 
 /// A tile's properties.
@@ -62,7 +64,7 @@ macro_rules! tiles {
     ($($(#[$doc:meta])* $name:ident = $config:expr;)*) => {
         /// The part of the output that a CTA computes at a time, called by its rows and columns (MxN). `Mma` and `Fp8Mma` tiles are
         /// of the portable kernels (`mma.sync`), those with `Sm120` of the kernels of compute capability 12.x (TMA and
-        /// `mma.sync`), the others of the Hopper kernels (TMA and `wgmma`), where `Fp8` and `Mixed` say what they multiply.
+        /// `mma.sync`), the others of the Hopper kernels (TMA and `wgmma`), where `Fp8`, `Mixed` and `Conv` say what they multiply.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub enum Tile { $($(#[$doc])* $name),* }
 

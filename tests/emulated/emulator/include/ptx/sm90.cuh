@@ -14,6 +14,9 @@ inline void fence_mbarrier_init() { kl_emu::ptx::fence_mbarrier_init(); }
 inline void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) { kl_emu::ptx::mbarrier_arrive_expect_tx(barrier, bytes); }
 inline void mbarrier_arrive(uint32_t barrier) { kl_emu::ptx::mbarrier_arrive(barrier); }
 inline void mbarrier_arrive_remote(uint32_t barrier, uint32_t rank) { kl_emu::ptx::mbarrier_arrive_remote(barrier, rank); }
+inline void mbarrier_arrive_expect_tx_remote(uint32_t barrier, uint32_t bytes, uint32_t rank) {
+  kl_emu::ptx::mbarrier_arrive_expect_tx_remote(barrier, bytes, rank);
+}
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity) { kl_emu::ptx::mbarrier_wait(barrier, parity); }
 
 inline void named_barrier_sync(uint32_t id) { kl_emu::ptx::named_barrier_sync(id, 256); }
@@ -69,7 +72,13 @@ inline void wgmma_e4m3(float (&acc)[kCols / 2], uint64_t a, uint64_t b, uint32_t
   static_assert(kCols % 8 == 0 && kCols <= 256, "no such width");
   kl_emu::ptx::wgmma_e4m3(acc, kCols, a, b, accumulate != 0);
 }
+template <int kCols>
+inline void wgmma_mn_major(float (&acc)[kCols / 2], uint64_t a, uint64_t b) {
+  static_assert(kCols % 8 == 0 && kCols <= 256, "no such width");
+  kl_emu::ptx::wgmma(acc, kCols, a, nullptr, b, true, true);
+}
 inline void wgmma_rs(float (&acc)[64], const uint32_t* a, uint64_t b) { kl_emu::ptx::wgmma(acc, 128, 0, a, b, true, true); }
+inline void wgmma_rs(float (&acc)[128], const uint32_t* a, uint64_t b) { kl_emu::ptx::wgmma(acc, 256, 0, a, b, true, true); }
 
 template <int kRegisters>
 inline void setmaxnreg_dec() {
@@ -113,7 +122,13 @@ inline void cluster_wait() { kl_emu::ptx::cluster_wait(); }
 inline void cluster_sync_relaxed() { cluster_arrive(), cluster_wait(); }
 inline void cluster_sync() { kl_emu::ptx::cluster_arrive(true), cluster_wait(); }
 inline void store_remote_async(uint32_t to, float4 v, uint32_t barrier, uint32_t rank) {
-  kl_emu::ptx::store_remote_async(to, &v, barrier, rank);
+  kl_emu::ptx::store_remote_async(to, &v, sizeof(v), barrier, rank);
+}
+inline void store_remote_async(uint32_t to, uint4 v, uint32_t barrier, uint32_t rank) {
+  kl_emu::ptx::store_remote_async(to, &v, sizeof(v), barrier, rank);
+}
+inline void store_remote_async(uint32_t to, float v, uint32_t barrier, uint32_t rank) {
+  kl_emu::ptx::store_remote_async(to, &v, sizeof(v), barrier, rank);
 }
 inline uint16_t load_remote(const void* p, uint32_t rank) { return kl_emu::ptx::load_remote(p, rank); }
 

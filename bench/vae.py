@@ -1,0 +1,323 @@
+"""Compares kiln's VAE with diffusers' in one process, on one stream, taking turns, on random weights of klein's sizes.
+
+    cargo build --release --example kiln_peers
+    python3 bench/vae.py [--rows REGEX] [--quick] [--compile MODE] [--json FILE]
+    python3 bench/vae.py --check [--rows REGEX] [--json FILE]
+
+Times decoding and encoding at several sizes, also with the decoder of the small VAE; diffusers runs compiled and as it is, in bf16, with
+channels last. With --check nothing is timed: the error of kiln's results against diffusers in fp32 is compared with that of diffusers in
+bf16. Needs a GPU, PyTorch and diffusers; with --dry neither GPU nor time is needed, and only shapes are checked. The protocol is in
+bench/README.md.
+
+Exits 1 when a row fails, and with --check when an error is above 1.2 times that of diffusers in bf16.
+"""
+
+import argparse
+import contextlib
+import functools
+import gc
+import json
+import os
+import pathlib
+import re
+import statistics
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "tools"))
+
+from diffusers import AutoencoderKLFlux2, Flux2KleinPipeline  # noqa: E402
+from peer_library import LIBRARY, Kiln, KilnVae  # noqa: E402
+from peer_timing import FEWEST_PAIRS, FEWEST_SETS, Side, burst, quartiles, ratio, sustained  # noqa: E402
+from random_checkpoint import HEADS, REAL_VAE, write_json, write_weights  # noqa: E402
+
+# Channels of the levels, finest first: klein's, and those of the VAE with the small decoder.
+CONFIGS = {"klein": REAL_VAE, "small": REAL_VAE | dict(decoder_block_out_channels=[96, 192, 384, 384])}
+ALLOWED = 1.2
+MODES = ("max-autotune-no-cudagraphs", "default", "none")
+
+
+@dataclass(frozen=True)
+class Row:
+    encode: bool
+    width: int
+    height: int
+    vae: str = "klein"
+    tiling: bool = False
+
+    @property
+    def name(self) -> str:
+        what = ("encode" if self.encode else "decode") + (" tiled" if self.tiling else "")
+        return what + ("" if self.vae == "klein" else f", {self.vae} decoder")
+
+    @property
+    def size(self) -> str:
+        return f"{self.width}x{self.height}"
+
+    @property
+    def tokens(self) -> int:
+        return self.width * self.height // 256
+
+
+TIMED = [
+    *(Row(False, side, side) for side in (256, 512, 1024, 2048)),
+    Row(True, 1024, 1024),
+    Row(False, 1024, 1024, "small"),
+]
+CHECKED = [
+    *(Row(encode, *size) for encode in (False, True) for size in ((1024, 1024), (1360, 768), (144, 208))),
+    Row(False, 1024, 1024, "small"),
+    Row(False, 144, 208, "small"),
+    Row(False, 2048, 1152, tiling=True),
+    Row(False, 1360, 768, tiling=True),
+    Row(True, 1360, 768, tiling=True),
+]
+
+
+# ---------------------------------------------------------------------------------------------------------------------- the VAE
+
+
+def write_vae(folder: pathlib.Path, config: dict, device: str) -> None:
+    """A folder as diffusers writes it, with random weights that keep activations at a usual size."""
+    write_json(folder / "config.json", HEADS["vae"] | config)
+    with ThreadPoolExecutor(8 if device == "cuda" else os.cpu_count()) as pool:
+        write_weights(folder, "vae", config, device, pool)
+
+
+def statistics_of(vae) -> tuple:
+    """Mean and deviation of the latents, as the pipeline computes them."""
+    mean = vae.bn.running_mean.view(1, -1, 1, 1)
+    return mean, torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps)
+
+
+def latents_of(vae, tokens, row: Row):
+    """What the pipeline gives to the decoder."""
+    mean, deviation = statistics_of(vae)
+    tokens = tokens.to(vae.dtype).T.reshape(1, -1, row.height // 16, row.width // 16)
+    return Flux2KleinPipeline._unpatchify_latents(tokens * deviation + mean)
+
+
+def image_of(vae, pixels, row: Row):
+    """What the pipeline gives to the encoder."""
+    return pixels.to(vae.dtype).view(1, row.height, row.width, 3).permute(0, 3, 1, 2)
+
+
+def result(vae, x, row: Row):
+    """The result of diffusers, in the shape of kiln's."""
+    if not row.encode:
+        return vae.decode(latents_of(vae, x, row)).sample[0].permute(1, 2, 0).reshape(-1, 3).float()
+    mean, deviation = statistics_of(vae)
+    z = Flux2KleinPipeline._patchify_latents(vae.encode(image_of(vae, x, row)).latent_dist.mode())
+    return ((z - mean) / deviation)[0].flatten(1).T.float()
+
+
+def operands(row: Row, device: str, seed: int = 1) -> tuple:
+    """Output and input: normalised tokens, and the pixels of an image that has slopes, edges and some noise."""
+    tokens, pixels = (row.tokens, 128), (row.width * row.height, 3)
+    if device == "meta":
+        x = torch.empty(pixels if row.encode else tokens, device=device)
+    else:
+        generator = torch.Generator(device).manual_seed(seed)
+        noise = functools.partial(torch.randn, generator=generator, device=device)
+        if row.encode:
+            y, x = torch.meshgrid(*(torch.linspace(0, 9, side, device=device) for side in (row.height, row.width)), indexing="ij")
+            colours = torch.stack([(x + y).sin(), (2 * x).cos().sign() * 0.6, (x * y).sin()], -1)
+            x = (0.8 * colours + 0.05 * noise(*colours.shape)).clamp(-1, 1).reshape(-1, 3)
+        else:
+            x = noise(*tokens)
+    return torch.empty(tokens if row.encode else pixels, device=device), x
+
+
+class Models:
+    """Each VAE on the GPU, one at a time."""
+
+    def __init__(self, folder: pathlib.Path, kiln: Kiln, device: str):
+        self.folder, self.kiln, self.device = folder, kiln, device
+        self.close = contextlib.ExitStack()
+
+    def path(self, name: str) -> pathlib.Path:
+        path = self.folder / name
+        if not path.exists():
+            path.mkdir()
+            write_vae(path, CONFIGS[name], self.device)
+        return path
+
+    def ours(self, name: str, tiling: bool) -> KilnVae:
+        vae = KilnVae(self.kiln, self.path(name), tiling)
+        self.close.callback(vae.close)
+        return vae
+
+    def theirs(self, name: str, dtype, tiling: bool = False):
+        vae = AutoencoderKLFlux2.from_pretrained(self.path(name), torch_dtype=dtype).to(self.device)
+        if tiling:
+            vae.enable_tiling()
+        return vae.to(memory_format=torch.channels_last).eval()
+
+    def free(self) -> None:
+        self.close.close()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def compiled(vae, mode: str):
+    """Decoder and encoder compiled, for the sizes that they meet."""
+    torch._dynamo.reset()
+    options = {} if mode == "default" else {"mode": mode}
+    vae.decoder = torch.compile(vae.decoder, dynamic=False, **options)
+    vae.encoder = torch.compile(vae.encoder, dynamic=False, **options)
+    return vae
+
+
+# --------------------------------------------------------------------------------------------------------------------- the rows
+
+
+def time_row(row: Row, models: Models, stream, args) -> dict:
+    """Kiln, diffusers compiled, and diffusers as it is."""
+    record = {"row": row.name, "size": row.size}
+    ours = models.ours(row.vae, row.tiling)
+    sets = [operands(row, "cuda", seed) for seed in range(FEWEST_SETS)]
+    record["working_bytes"] = ours.bytes(row.encode, *sets[0], (row.width, row.height))
+    sides = [Side("kiln", [ours.call(row.encode, out, x, (row.width, row.height)) for out, x in sets], stream, args.graphs)]
+    modes = ["eager"] if args.compile == "none" else ["compiled", "eager"]
+    for mode in modes:
+        vae = models.theirs(row.vae, torch.bfloat16, row.tiling)
+        prepare = image_of if row.encode else latents_of
+        inputs = [prepare(vae, x, row).contiguous(memory_format=torch.channels_last) for _, x in sets]
+        if mode == "compiled":
+            vae = compiled(vae, args.compile)
+        run = (lambda z, vae=vae: vae.encode(z).latent_dist.mode()) if row.encode else (lambda z, vae=vae: vae.decode(z).sample)
+        sides.append(Side(mode, [lambda z=z, run=run: run(z) for z in inputs], stream, False))
+    times = burst(sides, args.pairs)
+    record["burst_s"] = {side.name: times[side] for side in sides}
+    if args.sustain > 0:
+        medians = {side: statistics.median(values) for side, values in times.items()}
+        record["sustained_s"] = sustained(sides, args.sustain, medians)
+    return record
+
+
+def time_line(record: dict) -> str:
+    text = f"{record['row']:<24}{record['size']:<10}|"
+    if "failed" in record:
+        return f"{text} FAILED: {record['failed'].splitlines()[0]}"
+    for key in ("burst_s", "sustained_s"):
+        times = record.get(key, {})
+        for name, values in times.items():
+            low, median, high = (f"{1e3 * t:.2f}" for t in quartiles(values))
+            text += f" {name} {median} ms ({low}..{high})" + ("" if name == "kiln" else f" {ratio(values, times['kiln']):.3f}x") + ";"
+        text += " | sustained" if key == "burst_s" and "sustained_s" in record else ""
+    return text + f" | {record['working_bytes'] / 2**30:.2f} GiB"
+
+
+def errors(found, expected) -> tuple:
+    """Norm of the difference over the norm of what was expected, and the largest difference over the largest value."""
+    difference, expected = found.double() - expected.double(), expected.double()
+    return float(difference.norm() / expected.norm()), float(difference.abs().max() / expected.abs().max())
+
+
+def check_row(row: Row, models: Models) -> dict:
+    out, x = operands(row, "cuda")
+    exact = result(models.theirs(row.vae, torch.float32, row.tiling), x, row)
+    theirs = errors(result(models.theirs(row.vae, torch.bfloat16, row.tiling), x, row), exact)
+    out.fill_(float("nan"))  # what is not written shows
+    models.ours(row.vae, row.tiling).call(row.encode, out, x, (row.width, row.height))()
+    ours = errors(out, exact)
+    ratios = [a / b for a, b in zip(ours, theirs)]
+    # NaN is never small.
+    record = {"row": row.name, "size": row.size, "error": ours, "peer_error": theirs, "ratios": ratios}
+    return record | {"right": all(each <= ALLOWED for each in ratios)}
+
+
+def check_line(record: dict) -> str:
+    text = f"{record['row']:<24}{record['size']:<10}|"
+    if "failed" in record:
+        return f"{text} FAILED: {record['failed'].splitlines()[0]}"
+    for i, what in enumerate(("rms", "max")):
+        text += f" {what} {record['error'][i]:.2e}, diffusers bf16 {record['peer_error'][i]:.2e}, ratio {record['ratios'][i]:.3f} |"
+    return text + ("" if record["right"] else " WRONG")
+
+
+def dry(rows: list, kiln: Kiln) -> int:
+    """kiln checks the ops of every row and tells their working memory, diffusers the shapes; nothing is computed."""
+    with tempfile.TemporaryDirectory() as folder:
+        models = Models(pathlib.Path(folder), kiln, "cpu")
+        for row in rows:
+            out, x = operands(row, "meta")
+            need = models.ours(row.vae, row.tiling).bytes(row.encode, out, x, (row.width, row.height))
+            with torch.device("meta"), torch.no_grad():
+                vae = AutoencoderKLFlux2(**CONFIGS[row.vae]).eval()
+                if row.tiling:
+                    vae.enable_tiling()
+                found = tuple(result(vae, x, row).shape)
+            assert found == tuple(out.shape), f"{row.name} {row.size}: diffusers has {found}, kiln {tuple(out.shape)}"
+            print(f"{row.name:<24}{row.size:<10}| {need / 2**30:.3f} GiB of working memory", flush=True)
+        models.close.close()
+    print(f"{len(rows)} rows fit")
+    return 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--library", default=LIBRARY, help="libkiln_peers.so (default: what cargo builds in release)")
+    parser.add_argument("--rows", metavar="REGEX", default="", help="rows whose `name size` matches")
+    parser.add_argument("--check", action="store_true", help="compare errors with those of diffusers in bf16, and time nothing")
+    parser.add_argument("--pairs", type=int, default=21, help=f"rounds of a row, at least {FEWEST_PAIRS} (default 21)")
+    parser.add_argument("--sustain", type=float, default=2.0, metavar="S", help="seconds of each side without pause (default 2)")
+    parser.add_argument("--quick", action="store_true", help=f"{FEWEST_PAIRS} rounds, nothing sustained")
+    parser.add_argument("--compile", choices=MODES, default=MODES[0], help=f"how diffusers is compiled (default {MODES[0]})")
+    parser.add_argument("--graphs", action="store_true", help="capture kiln's short rows in CUDA graphs, which the program does not")
+    parser.add_argument("--dry", action="store_true", help="check the shapes of all rows; needs no GPU")
+    parser.add_argument("--json", metavar="FILE", help="write every row, one JSON object a line")
+    args = parser.parse_args()
+    if args.quick:
+        args.pairs, args.sustain = FEWEST_PAIRS, 0.0
+    if args.pairs < FEWEST_PAIRS:
+        parser.error(f"fewer than {FEWEST_PAIRS} pairs say nothing")
+    rows = TIMED + CHECKED if args.dry else CHECKED if args.check else TIMED
+    args.rows = [row for row in dict.fromkeys(rows) if re.search(args.rows, f"{row.name} {row.size}")]
+    if not args.rows:
+        parser.error("no row has such a name")
+    return args
+
+
+def main() -> int:
+    args = arguments()
+    kiln = Kiln(args.library)
+    if args.dry:
+        return dry(args.rows, kiln)
+    torch.backends.cudnn.benchmark = not args.check
+    for place in (torch.backends.cuda.matmul, torch.backends.cudnn):  # fp32 means fp32
+        place.allow_tf32 = False
+    about = {"device": torch.cuda.get_device_name(0), "torch": torch.__version__, "cudnn": torch.backends.cudnn.version()}
+    about["compile"] = None if args.check else args.compile
+    print(", ".join(f"{k} {v}" for k, v in about.items()), flush=True)
+    stream, records = torch.cuda.Stream(), []
+    with contextlib.ExitStack() as stack:
+        folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(torch.cuda.stream(stream))
+        stack.enter_context(torch.inference_mode())
+        kiln.open(torch.cuda.current_device(), stream.cuda_stream)
+        stack.callback(kiln.close)
+        models = Models(folder, kiln, "cuda")
+        out = stack.enter_context(open(args.json, "w")) if args.json else None
+        for row in args.rows:
+            try:
+                record = check_row(row, models) if args.check else time_row(row, models, stream, args)
+            except Exception as error:  # out of memory, a refused operand: the other rows may do
+                record = {"row": row.name, "size": row.size, "failed": str(error) or repr(error)}
+            stream.synchronize()
+            models.free()
+            records.append(record)
+            print(check_line(record) if args.check else time_line(record), flush=True)
+            if out:
+                print(json.dumps(about | record), file=out, flush=True)
+    bad = [f"{r['row']} {r['size']}" for r in records if "failed" in r or not r.get("right", True)]
+    print("wrong or failed: " + ("; ".join(bad) or "none"))
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

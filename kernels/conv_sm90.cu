@@ -1,0 +1,24 @@
+// 3x3 convolution on Hopper: what kl_conv_mma computes, as an implicit GEMM with TMA, wgmma and thread-block clusters.
+//
+//   kl_conv_sm90_128x256, ...   out = conv(x) + bias + residual, or + a 1x1 convolution of another image, over NHWC images of bf16: same
+//                               size, after nearest-neighbour upsampling by two, or with stride two; and the moments of groups of
+//                               channels for kl_conv_stats. Named by the tile, pixels x output channels
+//
+// Bound: tensor cores and the power they draw, as gemm_bf16_sm90.cu, whose main loop this is; policies_conv_sm90.cuh has what differs.
+// Every pixel is loaded once for each of nine taps, from L2: as many bytes for a multiply-accumulate as a GEMM of the same tile.
+// Needs: what TMA asks of addresses and strides; even sides with stride two; no residual where the image is upsampled. For moments groups of
+// 2, 4, ... 64 channels, at most KL_CONV_TILE_GROUPS of them in a tile.
+//
+// Upsampling is four convolutions with 2x2 filters, one for each phase of output pixels, which are the parts of one launch: the image of
+// twice the size is never written, and five of nine products are saved (Shi et al. 2016). The filters are added up where they are uploaded.
+// With stride two the image is four planes, of even and odd lines and columns, of which each tap reads one.
+#include <common/tile_row.cuh>
+#include <gemm/mainloop_sm90.cuh>
+#include <gemm/policies_conv_sm90.cuh>
+
+#define KL_CONV_SM90(file, m, n, block_k, consumers, stages, mode, threads, shared_bytes, relative_cost)      \
+  using Tile##m##x##n = GemmConfig<ConvPolicies<n % KL_MMA_COLS == 0>, m, n, block_k, consumers, stages, ClusterMode::k##mode>;     \
+  static_assert(row_states<Tile##m##x##n::kThreads, threads>());                                                       \
+  static_assert(row_states<Tile##m##x##n::kSmemBytes, shared_bytes>());                                                \
+  KL_ENTRY(kl_##file##_##m##x##n, ConvParams, threads, 1) { gemm<Tile##m##x##n>(p); }
+#include <tiles.def>

@@ -1,0 +1,315 @@
+// The policies of a 3x3 convolution as an implicit GEMM on the persistent main loop: pixels for rows of A, filters for rows of B.
+//
+// A tile is a box of KL_CONV_TILE_WIDTH columns by as many lines of pixels as make its rows. A k-block is up to 64 channels of one filter
+// tap: the box of the image that the tap has shifted. TMA fills what lies outside of the image with zeros, which is the padding, so that
+// im2col is a matter of coordinates (Chetlur et al. 2014, "cuDNN: Efficient Primitives for Deep Learning", with TMA for the gather).
+#pragma once
+
+#include <common/moments.cuh>
+#include <gemm/epilogue_sm90.cuh>
+#include <gemm/policies_sm90.cuh>
+
+// Groups of channels that the columns of a tile are at most.
+constexpr uint32_t kMostGroups = KL_CONV_TILE_GROUPS;
+
+// KlConvSm90, with the fields of the GEMM as its own.
+struct ConvParams : KlGemmSm90 {
+  KlConvImage image;
+};
+static_assert(sizeof(ConvParams) == sizeof(KlConvSm90) && sizeof(ConvParams) % 128 == 0, "the layout is that of abi.h, without a gap");
+
+// Where the pixels of a warpgroup or of a warp begin.
+template <class Config>
+struct PixelOrigin {
+  static constexpr uint32_t kWidth = KL_CONV_TILE_WIDTH, kTileLines = Config::kBlockM / kWidth;
+  static_assert(kWidth == KL_SM90_STORE_ROWS, "a warp stores a line of a tile");
+  int32_t column, line;
+
+  // Those from row `first` of a tile on.
+  __device__ __forceinline__ PixelOrigin(const ConvParams& p, const TileCoord<Config>& at, uint32_t first) {
+    const uint32_t down = at.row_tile / p.image.tiles_across;
+    column = (at.row_tile - down * p.image.tiles_across) * kWidth, line = down * kTileLines + first / kWidth;
+  }
+
+  __device__ __forceinline__ void load(uint32_t to, const KlTensorMap* map, uint32_t col, uint32_t full) const {
+    tma_load_3d(to, map, col, column, line, full);
+  }
+  __device__ __forceinline__ void store(const KlTensorMap* map, uint32_t from, uint32_t col, uint32_t skipped) const {
+    tma_store_3d(map, from, col, column, line + skipped / kWidth);
+  }
+};
+
+// A is pixels of an image.
+struct TapsA {
+  static constexpr uint32_t scale_bytes(uint32_t) { return 0; }
+  static __device__ __forceinline__ const KlTensorMap* first_map(const ConvParams& p) { return &p.image.plane[0]; }
+
+  template <class Config>
+  struct Loader {
+    static_assert(Config::kMode != ClusterMode::kMulticastA, "every CTA has pixels of its own");
+    static constexpr uint32_t kTmaBytes = Config::kABytes;
+    const KlConvImage& image;
+    PixelOrigin<Config> tile;
+    uint32_t phase;  // of the output pixels, where the image is upsampled
+
+    __device__ __forceinline__ Loader(const ConvParams& p, const TileCoord<Config>& at, uint32_t)
+        : image(p.image), tile(p, at, 0), phase(at.part) {}
+
+    __device__ __forceinline__ void load(uint32_t k, uint32_t to, uint32_t full) const {
+      if (k >= image.tap_blocks) {
+        return tma_load_3d(to, &image.shortcut, (k - image.tap_blocks) * Config::kBlockK, tile.column, tile.line, full);
+      }
+      const uint32_t tap = k / image.channel_blocks, channel = (k - tap * image.channel_blocks) * Config::kBlockK;
+      const KlTensorMap* plane = &image.plane[0];
+      int32_t x, y;  // of the tap
+      if (image.sampling == KL_UP) {
+        x = tap % 2 + phase % 2 - 1, y = tap / 2 + phase / 2 - 1;
+      } else if (image.sampling == KL_DOWN) {
+        x = tap % 3, y = tap / 3;
+        plane += y % 2 * 2 + x % 2, x /= 2, y /= 2;
+      } else {
+        x = tap % 3 - 1, y = tap / 3 - 1;
+      }
+      tma_load_3d(to, plane, channel, tile.column + x, tile.line + y, full);
+    }
+  };
+};
+
+// B is filters: rows of output channels, whose columns are taps by input channels. The CTAs of a cluster load one half each and multicast
+// it. A last block of channels that is not whole meets zeros of A.
+struct FiltersB : CopiedB {
+  template <class Config>
+  struct Loader : CopiedB::Loader<Config> {
+    const KlConvImage& image;
+    const KlTensorMap* shortcut;
+
+    __device__ __forceinline__ Loader(const ConvParams& p, const TileCoord<Config>& at, uint32_t rank)
+        : CopiedB::Loader<Config>(p, at, rank), image(p.image), shortcut(&p.w[0][1]) {}
+
+    __device__ __forceinline__ void load(uint32_t k, uint32_t to, uint32_t full) const {
+      const bool is_tap = k < image.tap_blocks;
+      const uint32_t within = is_tap ? k : k - image.tap_blocks, tap = is_tap ? k / image.channel_blocks : 0;
+      const uint32_t col = tap * image.channels + (within - tap * image.channel_blocks) * Config::kBlockK;
+      const KlTensorMap* map = is_tap ? this->first.map : shortcut;
+      static_assert(CopiedB::Loader<Config>::kMulticast, "a cluster has the same filters");
+      tma_load_2d_multicast(to + this->rank * (Config::kBBytes / 2), map, col, this->first.row, full, kAllCtas);
+    }
+  };
+};
+
+// The output is an image, of which the sixteen rows of a warp are a line of pixels.
+struct StoreBf16Pixels : StoreBf16Rows {
+  template <class Config>
+  using Origin = PixelOrigin<Config>;
+};
+
+// Bias, residual, and the moments of groups of channels for the group norm that follows.
+//
+// Moments are those of rounded values. A thread sums the differences of its values from a pivot, the first pixel's of the warp, and their
+// squares: two columns at a time, since no group divides them. Nothing cancels, and nothing is divided. Then lanes of different pixels add
+// up what they have by recursive halving (Rabenseifner 2004), after which each lane has one pair of columns out of 64; pairs that are of one
+// group, then the warps of a warpgroup, merge their moments.
+template <class Config>
+struct ConvEpilogue : GemmEpilogue<Config> {
+  using Base = GemmEpilogue<Config>;
+  using Base::acc, Base::lane, Base::origin, Base::p, Base::part, Base::thread;
+  static constexpr int kMmaM = Config::kMmaM, kBlockN = Config::kBlockN;
+  // Columns whose sums are halved together: as many pairs as a warp has lanes.
+  static constexpr int kSpan = 64, kSpans = kBlockN / kSpan, kSpanFragments = kSpan / 8;
+  static constexpr bool kHasMoments = Config::kHasMoments;
+  const TileCoord<Config>& at;
+  uint32_t moments;  // the address of the warpgroup's moments in shared memory
+
+  __device__ __forceinline__ ConvEpilogue(const ConvParams& p, const TileCoord<Config>& at, typename Config::Acc& acc,
+                                          const Pipeline<Config>& pipe, uint32_t thread)
+      : Base(p, at, acc, pipe, thread), at(at), moments(pipe.exchange(thread / kWarpgroupThreads - 1)) {}
+
+  __device__ __forceinline__ uint32_t group() const { return thread / kWarpgroupThreads - 1; }
+  __device__ __forceinline__ uint32_t warp() const { return thread / 32 % kWarpgroupWarps; }
+
+  // Lines of the image that a warp of this warpgroup has, and columns that the tile has: those that are there.
+  __device__ __forceinline__ uint32_t lines(uint32_t of_warp) const {
+    const int32_t first = origin.line - static_cast<int32_t>(warp()) + static_cast<int32_t>(of_warp);
+    uint32_t count = 0;
+#pragma unroll
+    for (int m = 0; m < kMmaM; m++) count += first + m * static_cast<int32_t>(kWarpgroupWarps) < static_cast<int32_t>(p.image.height);
+    return count;
+  }
+  __device__ __forceinline__ uint32_t columns() const {
+    return min(KL_CONV_TILE_WIDTH, p.image.width - static_cast<uint32_t>(origin.column));
+  }
+
+  __device__ __forceinline__ void add_shortcut_bias() {
+    if (!p.image.shortcut_bias.data) return;
+    const float* bias = row_of<const float>(p.image.shortcut_bias, 0);
+    this->for_each_column([&](int n, uint32_t col) {
+      const float a = bias[col], b = bias[col + 1];
+#pragma unroll
+      for (int m = 0; m < kMmaM; m++) {
+        float* v = &acc[m][4 * n];
+        v[0] += a, v[1] += b, v[2] += a, v[3] += b;
+      }
+    });
+  }
+
+  __device__ __forceinline__ void round() {
+#pragma unroll
+    for (int m = 0; m < kMmaM; m++) {
+#pragma unroll
+      for (int e = 0; e < kBlockN / 2; e += 2) {
+        const float2 pair = unpack_pair(pack_bf16(acc[m][e], acc[m][e + 1]));
+        acc[m][e] = pair.x, acc[m][e + 1] = pair.y;
+      }
+    }
+  }
+
+  // The value of fragment n of the warp's first pixel, in the first column of the lane's pair. Lanes exchange it in bf16, which it fits: where
+  // they exchange accumulators as they are, ptxas waits after every wgmma (C7520).
+  __device__ __forceinline__ float pivot(int n) const {
+    return unpack_pair(__shfl_sync(0xffffffffu, pack_bf16(acc[0][4 * n], acc[0][4 * n + 1]), lane() % 4)).x;
+  }
+
+  // Mean and M2 of the lane's pair of the columns of a span over all of the warp's pixels, which are so many values. At an edge of the image
+  // some of the pixels are not there.
+  template <bool kEdge>
+  __device__ __forceinline__ float2 pair_moments(int span, float values) const {
+    float sum[2][kSpanFragments];  // of differences, of squares
+#pragma unroll
+    for (int i = 0; i < kSpanFragments; i++) {
+      const int n = span * kSpanFragments + i;
+      const float from = pivot(n);
+      sum[0][i] = 0.0f, sum[1][i] = 0.0f;
+#pragma unroll
+      for (int m = 0; m < kMmaM; m++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          if (kEdge && (origin.line + m * static_cast<int32_t>(kWarpgroupWarps) >= static_cast<int32_t>(p.image.height) ||
+                        lane() / 4 + 8 * half >= columns())) {
+            continue;
+          }
+          const float a = acc[m][4 * n + 2 * half] - from, b = acc[m][4 * n + 2 * half + 1] - from;
+          sum[0][i] += a + b;
+          sum[1][i] += a * a + b * b;
+        }
+      }
+    }
+    // The lane keeps the fragments that its upper bits count.
+    int count = kSpanFragments;
+#pragma unroll
+    for (int mask = 16; mask >= 4; mask /= 2) {
+      count /= 2;
+      const bool upper = lane() & mask;
+#pragma unroll
+      for (int q = 0; q < 2; q++) {
+#pragma unroll
+        for (int i = 0; i < kSpanFragments / 2; i++) {
+          if (i >= count) break;
+          const float kept = upper ? sum[q][count + i] : sum[q][i], sent = upper ? sum[q][i] : sum[q][count + i];
+          sum[q][i] = kept + __shfl_xor_sync(0xffffffffu, sent, mask);
+        }
+      }
+    }
+    const float inverse = values > 0.0f ? 1.0f / values : 0.0f;
+    // Each lane asks for the pivot of its own fragment.
+    float from = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kSpanFragments; i++) {
+      const float each = pivot(span * kSpanFragments + i);
+      if (lane() / 4 == i) from = each;
+    }
+    return make_float2(from + sum[0][0] * inverse, fmaxf(sum[1][0] - sum[0][0] * sum[0][0] * inverse, 0.0f));
+  }
+
+  // Where a warp leaves the moments of group i to the one that is `half` before it. No two of the three pairs that do so share a place, so
+  // that the barrier of each step also keeps the next tile from writing what is still to be read.
+  __device__ __forceinline__ uint32_t slot(uint32_t half, uint32_t i) const {
+    return moments + ((kWarpgroupWarps - 2 * half + warp() % half) * kMostGroups + i) * sizeof(float2);
+  }
+
+  __device__ __forceinline__ void store_moments() {
+    const uint32_t width = part.out.cols / p.image.groups;  // of a group, a power of two
+    const uint32_t lanes = width / 2, groups_in_span = kSpan / width;
+    float2 own[kSpans];  // mean and M2
+    float count = static_cast<float>(2 * columns() * lines(warp()));
+    if (columns() == KL_CONV_TILE_WIDTH && lines(warp()) == kMmaM) {
+#pragma unroll
+      for (int i = 0; i < kSpans; i++) own[i] = pair_moments<false>(i, count);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kSpans; i++) own[i] = pair_moments<true>(i, count);
+    }
+    // Both have as many values, so that nothing needs to be divided.
+    for (uint32_t mask = 1; mask < lanes; mask *= 2, count *= 2.0f) {
+#pragma unroll
+      for (int i = 0; i < kSpans; i++) {
+        const float mean = __shfl_xor_sync(0xffffffffu, own[i].x, mask), squares = __shfl_xor_sync(0xffffffffu, own[i].y, mask);
+        const float delta = own[i].x - mean;
+        own[i] = make_float2(0.5f * (own[i].x + mean), own[i].y + squares + delta * delta * (0.5f * count));
+      }
+    }
+    // The warps of the upper half, then the second of the remaining two, leave theirs to those of the lower half.
+    const bool owner = lane() % lanes == 0;
+#pragma unroll
+    for (uint32_t half = kWarpgroupWarps / 2; half > 0; half /= 2) {
+      if (owner && warp() >= half && warp() < 2 * half) {
+#pragma unroll
+        for (int i = 0; i < kSpans; i++) {
+          const uint2 both = make_uint2(__float_as_uint(own[i].x), __float_as_uint(own[i].y));
+          store_shared(slot(half, i * groups_in_span + lane() / lanes), both);
+        }
+      }
+      warpgroup_sync(kWarpgroupBarrier + group());
+      if (owner && warp() < half) {
+        // What the other warp has merged with before counts as well.
+        uint32_t lines_there = 0;
+        for (uint32_t other = warp() + half; other < kWarpgroupWarps; other += 2 * half) lines_there += lines(other);
+        const float others = static_cast<float>(columns() * lines_there * width);
+        const float sum = count + others, share = sum > 0.0f ? others / sum : 0.0f;
+#pragma unroll
+        for (int i = 0; i < kSpans; i++) {
+          const uint2 both = load_shared_pair(slot(half, i * groups_in_span + lane() / lanes));
+          const float delta = __uint_as_float(both.x) - own[i].x;
+          own[i] = make_float2(own[i].x + delta * share, own[i].y + __uint_as_float(both.y) + delta * delta * (count * share));
+        }
+        count = sum;
+      }
+    }
+    const uint32_t row_tiles = p.stream[0].row_tiles * Config::kClusterM, tile = at.part * row_tiles + at.row_tile;
+    StoredMoments* to = reinterpret_cast<StoredMoments*>(p.image.partials) + (tile * Config::kConsumers + group()) * p.image.groups;
+#pragma unroll
+    for (int i = 0; i < kSpans; i++) {
+      const uint32_t index = (this->col0 + i * kSpan) / width + lane() / lanes;
+      if (owner && warp() == 0 && index < p.image.groups) to[index] = StoredMoments{own[i].x, own[i].y, count};
+    }
+  }
+
+  __device__ __forceinline__ void run(Pipeline<Config>& pipe) {
+    if (lane() == 0) tma_store_wait<0>();  // the stores of the previous tile have read the staging buffers
+    this->add_bias();
+    add_shortcut_bias();
+    if (part.epilogue == KL_GATE_RESIDUAL) this->add_residual(pipe);
+    if constexpr (kHasMoments) {
+      if (p.image.partials) {
+        round();
+        store_moments();
+      }
+    }
+    this->store_linear(1.0f);
+  }
+};
+
+// `kHasMoments` says whether the kernel can compute moments. Tiles of 96 and 192 columns cannot: the groups of such images are no powers of
+// two.
+template <bool kHasMoments_>
+struct ConvPolicies {
+  using Params = ConvParams;
+  using OperandA = TapsA;
+  using OperandB = FiltersB;
+  using Mma = MmaBf16;
+  using Scaling = NoScaling;
+  using Store = StoreBf16Pixels;
+  template <class Config>
+  using Epilogue = ConvEpilogue<Config>;
+  static constexpr bool kHasMoments = kHasMoments_;
+  static constexpr uint32_t kExchangeBytes = kHasMoments ? (kWarpgroupWarps - 1) * kMostGroups * sizeof(float2) : 0;
+};

@@ -1,0 +1,89 @@
+//! Nearest-neighbour upsampling by two and a 3x3 convolution, as four 2x2 convolutions of the image before.
+//!
+//! Output pixel (2i + a, 2j + b) is of phase (a, b). Of the three rows of its filter two fall on the same row of the image: with a = 0 row 0
+//! is on image row i - 1, rows 1 and 2 are on i; with a = 1 rows 0 and 1 are on i, row 2 is on i + 1. Columns are alike. So the taps that
+//! see one pixel are summed once for all pixels, 4 products remain of 9, and the upsampled image is never stored.
+
+use crate::tensor::{Bytes, DType, WeightPart};
+use rayon::prelude::*;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Rows (or columns) of the 3x3 filter whose sum is tap `tap` of an output row (or column) of this parity.
+const fn summed(parity: usize, tap: usize) -> Range<usize> {
+    match (parity, tap) {
+        (0, 0) => 0..1,
+        (0, _) => 1..3,
+        (_, 0) => 0..2,
+        _ => 2..3,
+    }
+}
+
+/// One filter in phase form: 3x3 taps of each input channel become `[phase][tap row][tap column][input channel]`.
+fn fold(filter: &[f32], folded: &mut [f32]) {
+    let channels = filter.len() / 9;
+    for (place, sums) in folded.chunks_exact_mut(channels).enumerate() {
+        let [a, b, row, column] = [place / 8, place / 4 % 2, place / 2 % 2, place % 2];
+        for (sum, taps) in sums.iter_mut().zip(filter.chunks_exact(9)) {
+            *sum = summed(a, row).map(|y| summed(b, column).map(|x| taps[3 * y + x]).sum::<f32>()).sum();
+        }
+    }
+}
+
+/// Rows of 3x3 filters, as a file stores them, in phase form and in this plain type. `None` if they are no such rows.
+pub fn folded(part: &WeightPart, dtype: DType) -> Option<WeightPart> {
+    let cols = part.cols();
+    if !part.is_complete() || cols == 0 || !cols.is_multiple_of(9) || dtype.is_quantised() {
+        return None;
+    }
+    let mut bytes = vec![0; dtype.bytes(part.rows * cols / 9 * 16)];
+    let rows = bytes.par_chunks_exact_mut(dtype.bytes(cols / 9 * 16)).enumerate();
+    rows.for_each_init(
+        || (vec![0.0; cols], vec![0.0; cols / 9 * 16]),
+        |(filter, folded), (row, out)| {
+            part.decode(row, filter);
+            fold(filter, folded);
+            dtype.encode(folded, out);
+        },
+    );
+    Some(WeightPart::plain(Bytes::new(Arc::new(bytes)), dtype, part.rows))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_phase_sums_the_taps_that_see_one_pixel() {
+        // Two channels, whose taps are powers of two: sums tell what was added.
+        let filter: Vec<f32> = (0..18).map(|i| (1 << i) as f32).collect();
+        let mut folded = [0.0; 32];
+        fold(&filter, &mut folded);
+        let bits = |places: &[u32]| places.iter().map(|p| 1 << p).sum::<u32>() as f32;
+        let of = |place: usize| [folded[2 * place], folded[2 * place + 1] / 512.0];
+        // Phase (0, 0): the corner, the rest of its row, the rest of its column, the other four.
+        let first = [bits(&[0]), bits(&[1, 2]), bits(&[3, 6]), bits(&[4, 5, 7, 8])];
+        assert_eq!([0, 1, 2, 3].map(of), first.map(|sum| [sum; 2]));
+        // Phase (0, 1), whose columns are summed the other way round, and (1, 0).
+        assert_eq!([4, 5, 6, 7].map(of), [bits(&[0, 1]), bits(&[2]), bits(&[3, 4, 6, 7]), bits(&[5, 8])].map(|sum| [sum; 2]));
+        assert_eq!([8, 9, 10, 11].map(of), [bits(&[0, 3]), bits(&[1, 2, 4, 5]), bits(&[6]), bits(&[7, 8])].map(|sum| [sum; 2]));
+        assert_eq!([12, 15].map(of), [bits(&[0, 1, 3, 4]), bits(&[8])].map(|sum| [sum; 2]));
+        // Every tap is in one place of each phase.
+        (0..4).for_each(|phase| assert_eq!((0..4).map(|tap| of(4 * phase + tap)[0]).sum::<f32>(), 511.0));
+    }
+
+    #[test]
+    fn sums_are_rounded_once() {
+        // In bf16 each of these is exact, but 256 + 1 is not: 256 + 1 + 1 would be lost tap by tap.
+        let values: [f32; 9] = [0.0, 0.0, 0.0, 0.0, 256.0, 1.0, 0.0, 1.0, 0.0];
+        let mut bytes = vec![0; 18];
+        DType::Bf16.encode(&values, &mut bytes);
+        let part = WeightPart::plain(Bytes::new(Arc::new(bytes)), DType::Bf16, 1);
+        let folded = folded(&part, DType::Bf16).unwrap();
+        let mut row = [0.0; 16];
+        folded.decode(0, &mut row);
+        assert_eq!(row[3], 258.0);
+        let short = WeightPart::plain(Bytes::new(Arc::new(vec![0_u8; 16])), DType::Bf16, 1);
+        assert!(super::folded(&short, DType::Bf16).is_none());
+    }
+}
