@@ -63,7 +63,11 @@ const FAMILIES: &[Family] = &[
         columns: "file, symbol, name, stages, CTAs per cluster, type of queries and keys, running maximum, causal, threads, shared bytes",
         read: Tables::attention_sm90,
     },
-    Family { name: "KL_ATTENTION_WIDE_SM90", columns: "file, threads, shared bytes", read: Tables::attention_wide_sm90 },
+    Family {
+        name: "KL_ATTENTION_WIDE_SM90",
+        columns: "file, head, stages, threads, shared bytes",
+        read: Tables::attention_wide_sm90,
+    },
     Family {
         name: "KL_ATTENTION_WIDE",
         columns: "file, queries per CTA, threads, CTAs per SM, shared bytes",
@@ -171,6 +175,9 @@ struct Tables {
     kernels: Vec<Kernel>,
     gemm_tiles: String,
     conv_tiles: String,
+    hopper_wide_attentions: String,
+    /// The head of the last of them.
+    wide_head: u32,
     wide_attentions: String,
     row_norms: String,
     /// The columns of the last row norm.
@@ -309,8 +316,16 @@ impl Tables {
     }
 
     fn attention_wide_sm90(&mut self, row: &Row<'_>) -> Result<()> {
-        let (symbol, cluster) = (format!("kl_{}", row.text("file")), Some("abi::KL_SM90_CLUSTER".to_owned()));
-        self.kernel(row, "AttentionWideSm90".into(), symbol, "KlAttentionSm90", row.number("shared bytes"), cluster);
+        let head = row.number("head");
+        // The first that is wide enough is taken.
+        if head <= self.wide_head {
+            return Err(format!("a head of {head} after {}, expected a wider one", self.wide_head));
+        }
+        self.wide_head = head;
+        let (name, symbol) = (format!("AttentionWideSm90_{head}"), format!("kl_{}_{head}", row.text("file")));
+        let _ = writeln!(self.hopper_wide_attentions, "    WideHead {{ head: {head}, kernel: Kernel::{name} }},");
+        let cluster = Some("abi::KL_SM90_CLUSTER".to_owned());
+        self.kernel(row, name, symbol, "KlAttentionSm90", row.number("shared bytes"), cluster);
         Ok(())
     }
 
@@ -371,13 +386,15 @@ impl Tables {
              macro_rules! with_instantiations {{\n    ($table:ident {{ $($rows:tt)* }}) => {{\n        $table! {{\n            \
              $($rows)*\n{rows}        }}\n    }};\n}}\n"
         );
-        let Self { gemm_tiles, conv_tiles, wide_attentions, row_norms, .. } = self;
+        let Self { gemm_tiles, conv_tiles, hopper_wide_attentions, wide_attentions, row_norms, .. } = self;
         let tiles = format!(
             "/// Calls a macro with every GEMM tile, the fastest first.\n\
              macro_rules! with_gemm_tiles {{\n    ($table:ident) => {{ $table! {{\n{gemm_tiles}    }} }};\n}}\n\n\
              /// The tiles of the portable convolution, the largest first.\n\
              pub const CONV_TILES: &[ConvTile] = &[\n{conv_tiles}];\n\n\
-             /// The kernels of attention with a wide head, the largest tile first.\n\
+             /// The Hopper kernels of attention with a wide head, the narrowest first.\n\
+             pub const HOPPER_WIDE_ATTENTIONS: &[WideHead] = &[\n{hopper_wide_attentions}];\n\n\
+             /// The portable kernels of attention with a wide head, the largest tile first.\n\
              pub const WIDE_ATTENTIONS: &[WideAttention] = &[\n{wide_attentions}];\n\n\
              /// The row norms that keep a row in registers, the narrowest first.\n\
              pub const ROW_NORMS: &[RowNorm] = &[\n{row_norms}];\n"

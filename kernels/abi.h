@@ -227,7 +227,7 @@ typedef struct {
 #define KL_ATTENTION_SHARED 98304u
 /* attention_fp8_sm89.cu: bytes of shared memory; threads and queries as above. */
 #define KL_ATTENTION_FP8_SHARED 40960u
-/* attention_wide_mma.cu: the size of the head. */
+/* attention_wide_mma.cu: the size of the head, the widest that there is. */
 #define KL_WIDE_HEAD 512u
 
 #define KL_SAME 0u
@@ -424,7 +424,8 @@ typedef struct {
   uint32_t channels;       /* of the image */
   uint32_t channel_blocks; /* k-blocks of a tap */
   uint32_t tap_blocks;     /* k-blocks of all taps */
-  uint64_t unused[6];
+  uint32_t half_blocks;    /* of every two k-blocks before this one, the second has no channels in its upper half */
+  uint32_t unused[11];
 } KlConvImage;
 
 typedef struct {
@@ -439,7 +440,7 @@ typedef struct {
 /* Queries per CTA, and keys per KV block. */
 #define KL_SM90_BLOCK_Q 128u
 #define KL_SM90_BLOCK_KV 128u
-/* Queries of a tile with a head of KL_WIDE_HEAD, which the two CTAs of a cluster compute together, and keys per KV block, of which each of
+/* Queries of a tile with a wide head, which the two CTAs of a cluster compute together, and keys per KV block, of which each of
  * them loads one half; rows of a TMA box of V. */
 #define KL_WIDE_SM90_BLOCK_Q 128u
 #define KL_WIDE_SM90_BLOCK_KV 128u
@@ -450,7 +451,7 @@ typedef struct {
 /* A tile is `pack` query heads that share a KV head, with KL_SM90_BLOCK_Q / pack queries each. The two CTAs of a cluster have consecutive
  * tiles of a head, and there are `row_tiles` such pairs; with a causal mask there are no clusters, and half of a tile's queries come from
  * the end of the sequence. `out` are the rows of the output one after the other; the second range may be absent. `keys` are the lengths
- * of the KV segments, `group` is the number of query heads per KV head. `schedule` counts KV blocks. With a head of KL_WIDE_HEAD there are
+ * of the KV segments, `group` is the number of query heads per KV head. `schedule` counts KV blocks. With a wide head there are
  * `row_tiles` tiles of a head, one KV segment, one range of rows, and nothing is packed. */
 typedef struct {
   KlTensorMap q, k[KL_SM90_KV_SEGMENTS], v[KL_SM90_KV_SEGMENTS];

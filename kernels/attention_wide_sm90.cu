@@ -1,10 +1,13 @@
 // Attention with a wide head on Hopper, up to 512: what attention_wide_mma.cu computes, with TMA, wgmma and clusters.
 //
-//   kl_attention_wide_sm90   softmax(q k^T * scale) v for any logits, one KV segment: online softmax with a running row maximum
+//   kl_attention_wide_sm90_512, _384   softmax(q k^T * scale) v for any logits, one KV segment: online softmax with a running row
+//                                      maximum. Named by the head
 //
-// Bound: shared memory, tensor cores and L2, about equally (see below). 4 * queries * keys * 512 FLOP per head.
-// Needs: heads of 512, or a single one of a multiple of 8 up to it, whose missing columns TMA fills with zeros; bf16, addresses and strides
-// that are multiples of 16 bytes.
+// Bound: shared memory, tensor cores and L2, about equally (see below). 4 * queries * keys * head FLOP per head.
+// Needs: heads of this size, or a single one of a multiple of 8 below it, whose missing columns TMA fills with zeros; bf16, addresses and
+// strides that are multiples of 16 bytes.
+//
+// What follows is counted for a head of 512; the other one is the small decoder's.
 //
 // The accumulators of 64 queries by 512 columns are half of an SM's registers, so an SM cannot have more outputs. Two CTAs, a cluster,
 // therefore compute a tile of 128 queries together, and a KV block of 128 keys at a time. Each has half of the scores, those of all
@@ -32,48 +35,63 @@
 #include <gemm/pipeline_sm90.cuh>
 #include <gemm/scheduler_sm90.cuh>
 
-constexpr int kHeadDim = KL_WIDE_HEAD, kBlockQ = KL_WIDE_SM90_BLOCK_Q, kBlockKV = KL_WIDE_SM90_BLOCK_KV;
+constexpr int kBlockQ = KL_WIDE_SM90_BLOCK_Q, kBlockKV = KL_WIDE_SM90_BLOCK_KV;
 constexpr int kCluster = KL_SM90_CLUSTER, kConsumers = 2;
 constexpr int kWarps = kWarpgroupWarps * kConsumers, kThreads = kWarpgroupThreads * (1 + kConsumers);
 static_assert(kBlockQ == kWgmmaRows * kConsumers, "abi.h states another size: each consumer warpgroup has one wgmma tile of queries");
 using AttentionRegisters = RegisterSplit<kConsumers, /*producer*/ 40, /*consumer*/ 232>;
-constexpr int kKeys = kBlockKV / kCluster, kCols = kHeadDim / kCluster;  // keys and output columns of a CTA
+constexpr int kKeys = kBlockKV / kCluster;  // of a CTA
 
 // Tiles lie in shared memory in slices of 64 columns, the 128 bytes of a row that the swizzle allows. A stage is a slice of a CTA's keys,
 // or its columns of V for the sixteen keys of a wgmma, in slices as well.
 constexpr uint32_t kSliceCols = kSwizzleRowBytes / sizeof(bf16);
-constexpr int kQKSlices = kHeadDim / kSliceCols, kVSlices = kCols / kSliceCols, kVKeys = KL_WIDE_SM90_V_ROWS, kMmaBytes = 32;
+constexpr int kVKeys = KL_WIDE_SM90_V_ROWS, kMmaBytes = 32;
 constexpr int kHalfStages = kKeys / kVKeys;  // of V, for the keys of one CTA
 constexpr uint32_t kStageBytes = kKeys * kSwizzleRowBytes, kVSliceBytes = kVKeys * kSwizzleRowBytes;
-static_assert(kStageBytes == kVSlices * kVSliceBytes, "stages of K and of V have one size");
 static_assert(kKeys * sizeof(bf16) == kSwizzleRowBytes, "a row of P is a row of the swizzle");
-constexpr int kStages = 10;
-constexpr uint32_t kGroupQBytes = kQKSlices * kWgmmaTileBytes, kQBytes = kConsumers * kGroupQBytes;
-constexpr uint32_t kPOffset = kQBytes + kStages * kStageBytes, kStatsOffset = kPOffset + kConsumers * kWgmmaTileBytes;
 // Statistics of rows are exchanged through two buffers in turn.
 constexpr uint32_t kStatsBuffers = 2, kStatsBytes = kWgmmaRows * sizeof(float), kAllStatsBytes = kStatsBuffers * kConsumers * kStatsBytes;
-// Mbarriers: full and empty for Q and for each stage; for each warpgroup P full and empty, and full for each buffer of statistics.
-constexpr uint32_t kBarrierOffset = kStatsOffset + kAllStatsBytes, kRingBytes = 2 * kMbarrierBytes;
-constexpr uint32_t kSmemBytes = kSwizzleAlignment + kBarrierOffset + (1 + kStages + 2 * kConsumers) * kRingBytes;
-static_assert(kSmemBytes <= KL_SM90_SHARED_LIMIT, "more shared memory than a CTA can have");
+constexpr uint32_t kRingBytes = 2 * kMbarrierBytes;
+// Stages that a group of wgmma reads. While one is in flight the next is issued.
+constexpr int kGroupStages = 2;
+
+template <int kHeadDim_, int kStages_>
+struct WideConfig {
+  static constexpr int kHeadDim = kHeadDim_, kStages = kStages_;
+  static constexpr int kCols = kHeadDim / kCluster;  // of the output, of a CTA
+  static constexpr int kQKSlices = kHeadDim / kSliceCols, kVSlices = kCols / kSliceCols;
+  static_assert(kVSlices * kSliceCols == kCols, "slices are whole");
+  static_assert(kHalfStages % kGroupStages == 0 && kQKSlices % kGroupStages == 0, "groups are whole");
+  static constexpr uint32_t kVBytes = kVSlices * kVSliceBytes;  // of a stage
+  static_assert(kVBytes <= kStageBytes, "a stage has room for keys and for values");
+  static constexpr uint32_t kGroupQBytes = kQKSlices * kWgmmaTileBytes, kQBytes = kConsumers * kGroupQBytes;
+  static constexpr uint32_t kPOffset = kQBytes + kStages * kStageBytes, kStatsOffset = kPOffset + kConsumers * kWgmmaTileBytes;
+  // Mbarriers: full and empty for Q and for each stage; for each warpgroup P full and empty, and full for each buffer of statistics.
+  static constexpr uint32_t kBarrierOffset = kStatsOffset + kAllStatsBytes;
+  static constexpr uint32_t kSmemBytes = kSwizzleAlignment + kBarrierOffset + (1 + kStages + 2 * kConsumers) * kRingBytes;
+  static_assert(kSmemBytes <= KL_SM90_SHARED_LIMIT, "more shared memory than a CTA can have");
+};
 
 template <int kCount>
 using Ring = RingBarriers<kCount, kRingBytes, kMbarrierBytes>;
 
+template <class Config>
 struct SmemLayout {
+  static constexpr int kStages = Config::kStages;
   uint32_t base;
 
-  __device__ __forceinline__ uint32_t q(uint32_t group) const { return base + group * kGroupQBytes; }
-  __device__ __forceinline__ uint32_t data(uint32_t stage) const { return base + kQBytes + stage * kStageBytes; }
-  __device__ __forceinline__ uint32_t p(uint32_t group) const { return base + kPOffset + group * kWgmmaTileBytes; }
+  __device__ __forceinline__ uint32_t q(uint32_t group) const { return base + group * Config::kGroupQBytes; }
+  __device__ __forceinline__ uint32_t data(uint32_t stage) const { return base + Config::kQBytes + stage * kStageBytes; }
+  __device__ __forceinline__ uint32_t p(uint32_t group) const { return base + Config::kPOffset + group * kWgmmaTileBytes; }
   __device__ __forceinline__ uint32_t stats(uint32_t group, uint32_t buffer) const {
-    return base + kStatsOffset + (group * kStatsBuffers + buffer) * kStatsBytes;
+    return base + Config::kStatsOffset + (group * kStatsBuffers + buffer) * kStatsBytes;
   }
-  __device__ __forceinline__ Ring<1> q_ring() const { return {base + kBarrierOffset}; }
-  __device__ __forceinline__ Ring<kStages> ring() const { return {base + kBarrierOffset + kRingBytes}; }
-  __device__ __forceinline__ Ring<kConsumers> p_ring() const { return {base + kBarrierOffset + (1 + kStages) * kRingBytes}; }
+  __device__ __forceinline__ uint32_t barriers() const { return base + Config::kBarrierOffset; }
+  __device__ __forceinline__ Ring<1> q_ring() const { return {barriers()}; }
+  __device__ __forceinline__ Ring<kStages> ring() const { return {barriers() + kRingBytes}; }
+  __device__ __forceinline__ Ring<kConsumers> p_ring() const { return {barriers() + (1 + kStages) * kRingBytes}; }
   __device__ __forceinline__ uint32_t stats_full(uint32_t group, uint32_t buffer) const {
-    return base + kBarrierOffset + (1 + kStages + kConsumers + group) * kRingBytes + buffer * kMbarrierBytes;
+    return barriers() + (1 + kStages + kConsumers + group) * kRingBytes + buffer * kMbarrierBytes;
   }
 };
 
@@ -86,13 +104,15 @@ struct TileCoord {
 };
 
 // The producer: one thread that issues all TMA loads of a CTA, in the order in which consumers use them.
-__device__ __forceinline__ void produce(const KlAttentionSm90& p, SmemLayout smem) {
+template <class Config>
+__device__ __forceinline__ void produce(const KlAttentionSm90& p, SmemLayout<Config> smem) {
+  constexpr int kHeadDim = Config::kHeadDim, kQKSlices = Config::kQKSlices;
   const uint32_t rank = cluster_rank();
-  PipelineState<kStages> pipe;
-  const auto next_stage = [&](auto load) {
+  PipelineState<Config::kStages> pipe;
+  const auto next_stage = [&](uint32_t bytes, auto load) {
     const uint32_t full = smem.ring().full(pipe.stage);
     mbarrier_wait(smem.ring().empty(pipe.stage), pipe.parity ^ 1);
-    mbarrier_arrive_expect_tx(full, kStageBytes);
+    mbarrier_arrive_expect_tx(full, bytes);
     load(smem.data(pipe.stage), full);
     pipe.advance();
   };
@@ -100,10 +120,10 @@ __device__ __forceinline__ void produce(const KlAttentionSm90& p, SmemLayout sme
   TileScheduler<kCluster> scheduler{p.schedule};
   for (WorkTile work; scheduler.next(work); q_parity ^= 1) {
     const TileCoord at(p, work.tile);
-    const uint32_t k_col = at.head / p.group * kHeadDim, v_col = k_col + rank * kCols;
+    const uint32_t k_col = at.head / p.group * kHeadDim, v_col = k_col + rank * Config::kCols;
     const auto load_k = [&](uint32_t k) {
       for (int i = 0; i < kQKSlices; i++) {
-        next_stage([&](uint32_t to, uint32_t full) {
+        next_stage(kStageBytes, [&](uint32_t to, uint32_t full) {
           tma_load_2d(to, &p.k[0], k_col + i * kSliceCols, k * kBlockKV + rank * kKeys, full);
         });
       }
@@ -113,9 +133,9 @@ __device__ __forceinline__ void produce(const KlAttentionSm90& p, SmemLayout sme
       for (uint32_t half = 0; half < kCluster; half++) {
         const uint32_t key = k * kBlockKV + (rank ^ half) * kKeys;
         for (int i = 0; i < kHalfStages; i++) {
-          next_stage([&](uint32_t to, uint32_t full) {
+          next_stage(Config::kVBytes, [&](uint32_t to, uint32_t full) {
 #pragma unroll
-            for (int slice = 0; slice < kVSlices; slice++) {
+            for (int slice = 0; slice < Config::kVSlices; slice++) {
               tma_load_2d(to + slice * kVSliceBytes, &p.v[0], v_col + slice * kSliceCols, key + i * kVKeys, full);
             }
           });
@@ -123,7 +143,7 @@ __device__ __forceinline__ void produce(const KlAttentionSm90& p, SmemLayout sme
       }
     };
     mbarrier_wait(smem.q_ring().empty(0), q_parity);
-    mbarrier_arrive_expect_tx(smem.q_ring().full(0), kQBytes);
+    mbarrier_arrive_expect_tx(smem.q_ring().full(0), Config::kQBytes);
     for (uint32_t group = 0; group < kConsumers; group++) {
       for (int slice = 0; slice < kQKSlices; slice++) {
         tma_load_2d(smem.q(group) + slice * kWgmmaTileBytes, &p.q, at.head * kHeadDim + slice * kSliceCols,
@@ -139,15 +159,18 @@ __device__ __forceinline__ void produce(const KlAttentionSm90& p, SmemLayout sme
 }
 
 // A consumer's stages: it uses them in order, and releases them in order once the wgmma that read them have completed.
-struct ConsumerStages : PipelineState<kStages> {
-  SmemLayout smem;
+template <class Config>
+struct ConsumerStages : PipelineState<Config::kStages> {
+  using PipelineState<Config::kStages>::stage, PipelineState<Config::kStages>::parity;
+  static constexpr int kStages = Config::kStages;
+  SmemLayout<Config> smem;
   uint32_t held = 0;  // stages that were not released yet
 
   // Waits for the next kCount stages; `data` are their addresses.
   template <int kCount>
   __device__ __forceinline__ void next(uint32_t (&data)[kCount]) {
 #pragma unroll
-    for (int i = 0; i < kCount; i++, advance(), held++) {
+    for (int i = 0; i < kCount; i++, this->advance(), held++) {
       mbarrier_wait(smem.ring().full(stage), parity);
       data[i] = smem.data(stage);
     }
@@ -162,13 +185,10 @@ struct ConsumerStages : PipelineState<kStages> {
   }
 };
 
-// Stages that a group of wgmma reads. While one is in flight the next is issued.
-constexpr int kGroupStages = 2;
-static_assert(kHalfStages % kGroupStages == 0 && kQKSlices % kGroupStages == 0, "groups are whole");
-
 // The other side of an exchange: the warpgroup of the other CTA that has the same queries.
+template <class Config>
 struct Peer {
-  SmemLayout smem;
+  SmemLayout<Config> smem;
   uint32_t group, rank = cluster_rank() ^ 1;
   uint32_t exchanges = 0, p_parity = 0;
 
@@ -224,14 +244,16 @@ struct Peer {
 };
 
 // A thread's registers of a tile.
-struct WideTile : OutputTile<kCols> {
+template <class Config>
+struct WideTile : OutputTile<Config::kCols> {
+  using OutputTile<Config::kCols>::out, OutputTile<Config::kCols>::row_max;
   float scores[kKeys / 2];
   uint32_t p_frag[kKeys / 4];
 
   // scores = q k^T. Returns with the wgmma of the last group in flight, and no others.
-  __device__ __forceinline__ void qk_mma(ConsumerStages& stages, uint32_t q) {
+  __device__ __forceinline__ void qk_mma(ConsumerStages<Config>& stages, uint32_t q) {
 #pragma unroll 1
-    for (int first = 0; first < kQKSlices; first += kGroupStages) {
+    for (int first = 0; first < Config::kQKSlices; first += kGroupStages) {
       uint32_t k[kGroupStages];
       stages.next(k);
       wgmma_fence();
@@ -245,12 +267,12 @@ struct WideTile : OutputTile<kCols> {
         }
       }
       wgmma_commit();
-      stages.retire<1, kGroupStages>();
+      stages.template retire<1, kGroupStages>();
     }
   }
 
   // out += p v, of this CTA's keys.
-  __device__ __forceinline__ void own_pv_mma(ConsumerStages& stages) {
+  __device__ __forceinline__ void own_pv_mma(ConsumerStages<Config>& stages) {
     uint32_t v[kHalfStages];
     stages.next(v);
     wgmma_fence();
@@ -261,7 +283,7 @@ struct WideTile : OutputTile<kCols> {
 
   // The same of the other CTA's keys. Returns with the wgmma of the last group in flight. Calls `own_done` when p_frag is no longer used.
   template <class OwnDone>
-  __device__ __forceinline__ void peer_pv_mma(ConsumerStages& stages, const Peer& peer, OwnDone own_done) {
+  __device__ __forceinline__ void peer_pv_mma(ConsumerStages<Config>& stages, const Peer<Config>& peer, OwnDone own_done) {
     peer.wait_for_p();
     const uint64_t p = wgmma_descriptor(stages.smem.p(peer.group));
 #pragma unroll
@@ -272,16 +294,16 @@ struct WideTile : OutputTile<kCols> {
 #pragma unroll
       for (int j = 0; j < kGroupStages; j++) {
         const uint64_t a = p + kVKeys * sizeof(bf16) / kDescriptorUnitBytes * (first + j);
-        wgmma_mn_major<kCols>(out, a, wgmma_descriptor_mn_major(v[j], kVSliceBytes));
+        wgmma_mn_major<Config::kCols>(out, a, wgmma_descriptor_mn_major(v[j], kVSliceBytes));
       }
       wgmma_commit();
-      stages.retire<1, kGroupStages>();
+      stages.template retire<1, kGroupStages>();
       if (first == 0) own_done();
     }
   }
 
   // Online softmax of a block, of which this CTA has `count` keys; the row maxima of the other CTA's keys count, too.
-  __device__ __forceinline__ void softmax_block(Peer& peer, uint32_t count, float scale) {
+  __device__ __forceinline__ void softmax_block(Peer<Config>& peer, uint32_t count, float scale) {
     constexpr int kCount = kKeys / 4;
     const auto score_of = [&](int h) { return [this, h](int i) -> float& { return scores[i / 2 * 4 + 2 * h + i % 2]; }; };
     if (count < kKeys) {
@@ -295,7 +317,7 @@ struct WideTile : OutputTile<kCols> {
     peer.receive(peer_max);
     // The first block has a key for every query, so the maximum is always finite.
     block_max[0] = fmaxf(block_max[0], peer_max[0]), block_max[1] = fmaxf(block_max[1], peer_max[1]);
-    online_softmax_block<kCount>(block_max, scale, score_of);
+    this->template online_softmax_block<kCount>(block_max, scale, score_of);
   }
 
   __device__ __forceinline__ void round_p() {
@@ -305,7 +327,9 @@ struct WideTile : OutputTile<kCols> {
 };
 
 // Divides by the row sums of both CTAs' keys, and stores. Lanes of a quad exchange values, so that each has eight contiguous ones.
-__device__ __forceinline__ void store(const KlAttentionSm90& p, const TileCoord& at, Peer& peer, const WideTile& tile) {
+template <class Config>
+__device__ __forceinline__ void store(const KlAttentionSm90& p, const TileCoord& at, Peer<Config>& peer, const WideTile<Config>& tile) {
+  const uint32_t col = at.head * Config::kHeadDim + cluster_rank() * Config::kCols + lane() % 4 * 8;
   float sum[2] = {quad_sum(tile.row_sum[0]), quad_sum(tile.row_sum[1])}, peer_sum[2];
   peer.send(sum);
   peer.receive(peer_sum);
@@ -314,30 +338,30 @@ __device__ __forceinline__ void store(const KlAttentionSm90& p, const TileCoord&
     const float inverse = 1.0f / (sum[h] + peer_sum[h]);
     const uint32_t query = at.first_query + peer.group * kWgmmaRows + peer.row() + 8 * h;
     const bool valid = query < p.out[0].rows;
-    bf16* to = row_of<bf16>(p.out[0], valid ? query : 0) + at.head * kHeadDim + cluster_rank() * kCols + lane() % 4 * 8;
+    bf16* to = row_of<bf16>(p.out[0], valid ? query : 0) + col;
 #pragma unroll
-    for (int j = 0; j < kCols / 8; j += 4) {
+    for (int j = 0; j < Config::kCols / 8; j += 4) {
       const float* of = &tile.out[4 * j + 2 * h];
       uint32_t pairs[4];
 #pragma unroll
       for (int e = 0; e < 4; e++) pairs[e] = pack_bf16(of[4 * e] * inverse, of[4 * e + 1] * inverse);
       const uint4 eight = transpose_quad(pairs);
-      const bool exists = at.head * kHeadDim + cluster_rank() * kCols + lane() % 4 * 8 + 8 * j < p.out[0].cols;
-      if (valid && exists) *reinterpret_cast<uint4*>(to + 8 * j) = eight;
+      if (valid && col + 8 * j < p.out[0].cols) *reinterpret_cast<uint4*>(to + 8 * j) = eight;
     }
   }
 }
 
 // The consumers.
-__device__ __forceinline__ void consume(const KlAttentionSm90& p, SmemLayout smem) {
+template <class Config>
+__device__ __forceinline__ void consume(const KlAttentionSm90& p, SmemLayout<Config> smem) {
   const uint32_t group = threadIdx.x / kWarpgroupThreads - 1;
-  ConsumerStages stages{{}, smem};
-  Peer peer{smem, group};
+  ConsumerStages<Config> stages{{}, smem};
+  Peer<Config> peer{smem, group};
   uint32_t q_parity = 0;
   TileScheduler<kCluster> scheduler{p.schedule};
   for (WorkTile work; scheduler.next(work); q_parity ^= 1) {
     const TileCoord at(p, work.tile);
-    WideTile tile;
+    WideTile<Config> tile;
     const auto softmax_block = [&](uint32_t k) {
       const uint32_t first = k * kBlockKV + cluster_rank() * kKeys;
       tile.softmax_block(peer, max(p.keys[0], first) - first, p.scale);
@@ -346,11 +370,11 @@ __device__ __forceinline__ void consume(const KlAttentionSm90& p, SmemLayout sme
     const auto begin_pv = [&] {
       tile.own_pv_mma(stages);
       peer.send_p(tile.p_frag);
-      stages.retire<1, kHalfStages>();
+      stages.template retire<1, kHalfStages>();
     };
     mbarrier_wait(smem.q_ring().full(0), q_parity);
     tile.qk_mma(stages, smem.q(group));
-    stages.retire<0, 0>();
+    stages.template retire<0, 0>();
     softmax_block(work.k_begin);
     tile.round_p();
     for (uint32_t k = work.k_begin + 1; k < work.k_end; k++) {
@@ -360,27 +384,28 @@ __device__ __forceinline__ void consume(const KlAttentionSm90& p, SmemLayout sme
       softmax_block(k);
       tile.peer_pv_mma(stages, peer, [&] { tile.round_p(); });
       if (tile.raised) {
-        stages.retire<0, 0>();
+        stages.template retire<0, 0>();
         tile.rescale_out(tile.correction);
       }
     }
     release_stage</*CTAs*/ 1>(smem.q_ring().empty(0));
-    stages.retire<0, 0>();
+    stages.template retire<0, 0>();
     if (work.k_begin + 1 < work.k_end) peer.release_p();
     begin_pv();
     tile.peer_pv_mma(stages, peer, [] {});
-    stages.retire<0, 0>();
+    stages.template retire<0, 0>();
     peer.release_p();
-    using Partials = TilePartials<kCols, kCluster, kWarps, /*running maximum*/ true>;
+    using Partials = TilePartials<Config::kCols, kCluster, kWarps, /*running maximum*/ true>;
     finish_or_store(
         p.schedule, work, scheduler.worker(), [&] { Partials(p.schedule, scheduler.worker()).store_tile(tile); },
         [&](uint32_t other) { Partials(p.schedule, other).add_to(tile, p.scale); }, [&] { store(p, at, peer, tile); });
   }
 }
 
+template <class Config>
 __device__ __forceinline__ void attention(const KlAttentionSm90& p) {
   KL_DYNAMIC_SHARED(kSwizzleAlignment);
-  const SmemLayout smem{align_to_swizzle(shared_address(dynamic_shared))};
+  const SmemLayout<Config> smem{align_to_swizzle(shared_address(dynamic_shared))};
   const auto init = [&] {
     prefetch_tensor_map(&p.q), prefetch_tensor_map(&p.k[0]), prefetch_tensor_map(&p.v[0]);
     smem.q_ring().init(1, kConsumers);
@@ -401,8 +426,9 @@ __device__ __forceinline__ void attention(const KlAttentionSm90& p) {
   run_warp_specialised<AttentionRegisters, kCluster, /*multicast*/ kCluster>(init, run_producer, [&] { consume(p, smem); });
 }
 
-#define KL_ATTENTION_WIDE_SM90(file, threads, shared_bytes) \
-  static_assert(row_states<kThreads, threads>());           \
-  static_assert(row_states<kSmemBytes, shared_bytes>());    \
-  KL_ENTRY(kl_##file, KlAttentionSm90, threads, 1) { attention(p); }
+#define KL_ATTENTION_WIDE_SM90(file, head, stages, threads, shared_bytes)     \
+  using Head##head = WideConfig<head, stages>;                                \
+  static_assert(row_states<kThreads, threads>());                             \
+  static_assert(row_states<Head##head::kSmemBytes, shared_bytes>());          \
+  KL_ENTRY(kl_##file##_##head, KlAttentionSm90, threads, 1) { attention<Head##head>(p); }
 #include <tiles.def>

@@ -579,7 +579,7 @@ fn large_shapes_take_the_fast_kernels() {
         Kernel::GemmSm90_128x256,
         Kernel::AttentionSm90MaxFree,
         Kernel::AttentionSm90Causal,
-        Kernel::AttentionWideSm90,
+        Kernel::AttentionWideSm90_512,
         Kernel::GemmConv128x256,
         Kernel::GemmConv256x128,
         Kernel::NormConvNarrow,

@@ -144,15 +144,16 @@ __device__ __forceinline__ void prefetch_epilogue_operands(const KlGemmSm90& p, 
   }
 }
 
-// Issues the MMAs of a k-block for kTiles wgmma tiles, whose rows of A are at `a`, and commits them as one group.
-template <class Config, int kTiles>
+// Issues the MMAs of a k-block, or of the first kMmaK steps of its K, for kTiles wgmma tiles, whose rows of A are at `a`, and commits them as
+// one group.
+template <class Config, int kMmaK = Config::kMmaK, int kTiles>
 __device__ __forceinline__ void mma_k_block(float (&acc)[kTiles][Config::kBlockN / 2], uint32_t a, uint32_t b, bool accumulate) {
   // From one instruction to the next, within the rows of a stage.
   constexpr uint64_t kStep = Config::Mma::kInstructionK * sizeof(typename Config::Mma::Element) / kDescriptorUnitBytes;
   const uint64_t b_descriptor = wgmma_descriptor(b);
   wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < Config::kMmaK; i++) {
+  for (int i = 0; i < kMmaK; i++) {
 #pragma unroll
     for (int m = 0; m < kTiles; m++) {
       const uint64_t a_descriptor = wgmma_descriptor(a + m * kWgmmaTileBytes);
@@ -168,8 +169,8 @@ constexpr uint32_t kHandOverBarrier = kWarpgroupBarrier + Config::kConsumers;
 
 // Accumulates the k-blocks of a tile. With split-K, `finishes` says whether the warpgroup's rows are finished in this CTA.
 template <class Config>
-__device__ __forceinline__ void accumulate(Pipeline<Config>& pipe, typename Config::Acc& acc, const WorkTile& work, uint32_t group,
-                                           bool finishes) {
+__device__ __forceinline__ void accumulate(const typename Config::Params& p, Pipeline<Config>& pipe, typename Config::Acc& acc,
+                                           const WorkTile& work, uint32_t group, bool finishes) {
   // With split-K, the warpgroup whose accumulators the peer needs gets the tensor cores to itself for the last k-blocks that the
   // pipeline holds: its partials travel while the other warpgroup finishes.
   constexpr uint32_t kLeadKBlocks = Config::kStages - 1;
@@ -178,7 +179,11 @@ __device__ __forceinline__ void accumulate(Pipeline<Config>& pipe, typename Conf
     if (leads && finishes && k + kLeadKBlocks == work.k_end) named_barrier_sync(kHandOverBarrier<Config>);
     mbarrier_wait(pipe.full(pipe.stage), pipe.parity);
     const uint32_t a = pipe.a(pipe.stage) + group * (Config::kMmaM * kWgmmaTileBytes);
-    mma_k_block<Config>(acc, a, pipe.b(pipe.stage), k > work.k_begin);
+    if (Config::OperandA::template is_half<Config>(p, k)) {
+      mma_k_block<Config, Config::kMmaK / 2>(acc, a, pipe.b(pipe.stage), k > work.k_begin);
+    } else {
+      mma_k_block<Config>(acc, a, pipe.b(pipe.stage), k > work.k_begin);
+    }
     // The MMAs of the previous k-block are done: its stage is free.
     wgmma_wait<1>();
     if (leads && !finishes && k + 1 == work.k_end) named_barrier_arrive(kHandOverBarrier<Config>);
@@ -223,13 +228,14 @@ __device__ __forceinline__ void accumulate_promoted(Pipeline<Config>& pipe, type
 // The same with promotion after several k-blocks: a sum of each so many of them, which are multiplied as without promotion, is added to the
 // accumulators of the tile.
 template <class Config>
-__device__ __forceinline__ void accumulate_in_parts(Pipeline<Config>& pipe, typename Config::Acc& acc, const WorkTile& work, uint32_t group) {
+__device__ __forceinline__ void accumulate_in_parts(const typename Config::Params& p, Pipeline<Config>& pipe, typename Config::Acc& acc,
+                                                    const WorkTile& work, uint32_t group) {
   constexpr uint32_t kInterval = Config::Mma::kPromotionInterval;
 #pragma unroll
   for (int e = 0; e < Config::kBlockN / 2; e++) acc[0][e] = 0.0f;
   for (uint32_t k = work.k_begin; k < work.k_end; k += kInterval) {
     typename Config::Acc partial;
-    accumulate(pipe, partial, {work.tile, k, min(k + kInterval, work.k_end)}, group, false);
+    accumulate(p, pipe, partial, {work.tile, k, min(k + kInterval, work.k_end)}, group, false);
 #pragma unroll
     for (int e = 0; e < Config::kBlockN / 2; e++) acc[0][e] += partial[0][e];
   }
@@ -286,11 +292,11 @@ __device__ __forceinline__ void consume(const typename Config::Params& p, Pipeli
     if constexpr (Config::Mma::kPerWarp) {
       accumulate_per_warp(p, at, pipe, acc, work, group);
     } else if constexpr (Config::Mma::kPromotionInterval > 1) {
-      accumulate_in_parts(pipe, acc, work, group);
+      accumulate_in_parts(p, pipe, acc, work, group);
     } else if constexpr (Config::kPromoted) {
       accumulate_promoted(pipe, acc, work, group);
     } else {
-      accumulate(pipe, acc, work, group, finishes);
+      accumulate(p, pipe, acc, work, group, finishes);
     }
     const auto finish = [&] { typename Config::template Epilogue<Config>(p, at, acc, pipe, thread).run(pipe); };
     if constexpr (Config::kSplitK) {

@@ -43,6 +43,11 @@ struct PixelOrigin {
 struct TapsA {
   static constexpr uint32_t scale_bytes(uint32_t) { return 0; }
   static __device__ __forceinline__ const KlTensorMap* first_map(const ConvParams& p) { return &p.image.plane[0]; }
+  // The last block of a tap's channels is half empty where an image has 96 of them, as those have that the narrowest tile is for.
+  template <class Config>
+  static __device__ __forceinline__ bool is_half(const ConvParams& p, uint32_t k) {
+    return Config::kBlockN == 96 && k < p.image.half_blocks && k % 2 == 1;
+  }
 
   template <class Config>
   struct Loader {

@@ -27,6 +27,11 @@ struct RowsA {
   // Bytes of block scales that a stage has for so many rows.
   static constexpr uint32_t scale_bytes(uint32_t) { return 0; }
   static __device__ __forceinline__ const KlTensorMap* first_map(const KlGemmSm90& p) { return &p.x[0]; }
+  // Whether only the first half of a k-block is multiplied, because the rest of A is zeros.
+  template <class Config>
+  static __device__ __forceinline__ bool is_half(const KlGemmSm90&, uint32_t) {
+    return false;
+  }
 
   template <class Config>
   struct Loader {

@@ -222,11 +222,17 @@ __device__ __forceinline__ void wgmma_mn_major(float (&acc)[kCols / 2], uint64_t
 // A named barrier of the 128 threads of one warpgroup.
 __device__ __forceinline__ void warpgroup_sync(uint32_t id) { asm volatile("barrier.sync %0, 128;" ::"r"(id) : "memory"); }
 
-// acc += a b: 64 rows by 128 or 256 columns over 16 of K, with A in registers (bf16 pairs in the layout of the accumulators) and B MN-major in
+// acc += a b: 64 rows by 128, 192 or 256 columns over 16 of K, with A in registers (bf16 pairs in the layout of the accumulators) and B MN-major in
 // shared memory. RS as in CUTLASS: register and shared operands.
 __device__ __forceinline__ void wgmma_rs(float (&acc)[64], const uint32_t* a, uint64_t b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" KL_REGS_64 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;\n"
                : KL_ACC_64(0)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+__device__ __forceinline__ void wgmma_rs(float (&acc)[96], const uint32_t* a, uint64_t b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {" KL_REGS_96 "}, {%96, %97, %98, %99}, %100, 1, 1, 1, 1;\n"
+               : KL_ACC_64(0), KL_ACC_16(64), KL_ACC_16(80)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 

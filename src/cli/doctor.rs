@@ -222,7 +222,7 @@ mod tests {
             ("linear", gemm.as_str()),
             (
                 "attention",
-                "attention_sm90 (5 kernels), attention_wide_sm90, attention_fp8_sm120 (2 kernels), attention_fp8_sm89 (2 kernels), attention_mma (2 kernels), attention_wide_mma (2 kernels), naive",
+                "attention_sm90 (5 kernels), attention_wide_sm90 (2 kernels), attention_fp8_sm120 (2 kernels), attention_fp8_sm89 (2 kernels), attention_mma (2 kernels), attention_wide_mma (2 kernels), naive",
             ),
             ("conv", conv.as_str()),
         ] {

@@ -10,7 +10,8 @@ use crate::backend::{Access, Linear, Op};
 use crate::tensor::{DType, Tensor};
 
 /// FLOP a clock and SM that an H200 reached, by whole waves of tiles at 1.98 GHz (bench/results/2026-11-15-h200, kernels.txt and
-/// step-1024-by-op.txt for the portable kernels, hopper-*.txt and 2026-11-16-h200, peers-fp8.txt for the others).
+/// step-1024-by-op.txt for the portable kernels, hopper-*.txt, 2026-11-16-h200, peers-fp8.txt and 2026-11-17-h200, conv.txt for the
+/// others).
 mod h200 {
     /// What `mma.sync` alone can do, as a share of the peak of `wgmma`: an assumption, which docs/kernels.md discusses.
     pub const MMA_SYNC: f64 = 0.63 * 4096.0;
@@ -27,6 +28,10 @@ mod h200 {
     pub const GEMM_FP8_SM90: f64 = 5660.0;
     pub const ATTENTION_SM90: f64 = 3011.0;
     pub const ATTENTION_FP8_SM90: f64 = 3393.0;
+    /// The Hopper kernel with a head of 512.
+    pub const WIDE_ATTENTION_SM90: f64 = 2051.0;
+    /// The Hopper convolution, without epilogues: what 128 and 512 channels have in common.
+    pub const CONV_SM90: f64 = 3172.0;
 }
 
 /// Speed with tiles of 128x128, which are for GPUs with little shared memory, relative to 256x128 (bench/LOG.md, 22).
@@ -44,6 +49,9 @@ const GEMM_FILL: f64 = 48e6;
 /// Clocks of an SM for the epilogue of a convolution's tile of 256x128, with and without group-norm statistics.
 const CONV_EPILOGUE_STATS: f64 = 30e3;
 const CONV_EPILOGUE: f64 = 8e3;
+/// The same of the Hopper convolution.
+const CONV_SM90_EPILOGUE_STATS: f64 = 12.2e3;
+const CONV_SM90_EPILOGUE: f64 = 6.9e3;
 /// The share of the nominal rate that GEMMs of compute capability 12.x reach with the block-scaled MMA: an assumption, which
 /// docs/kernels.md discusses.
 const BLOCK_SCALED_SHARE: f64 = 0.7;
@@ -117,6 +125,11 @@ impl Predictor {
                 let tile_rows = if self.has_large_tiles() { 256 } else { 128 };
                 let tiles = out.rows.div_ceil(tile_rows) * out.cols.div_ceil(TILE_COLS);
                 let k = w.weight.cols / sampling.phases() + shortcut.map_or(0, |s| s.x.cols);
+                if self.family == KernelFamily::Hopper {
+                    let epilogue = if stats.is_some() { CONV_SM90_EPILOGUE_STATS } else { CONV_SM90_EPILOGUE };
+                    let clocks = tiles as f64 * (2.0 * (tile_rows * TILE_COLS * k) as f64 / h200::CONV_SM90 + epilogue);
+                    return START + (clocks / self.card.clocks_per_second()).max(self.transfer(operand_bytes(op)));
+                }
                 let epilogue = if stats.is_some() { CONV_EPILOGUE_STATS } else { CONV_EPILOGUE };
                 let clocks = self.clocks(h200::CONV, self.tile_speed()) * 2.0 * (tile_rows * TILE_COLS * k) as f64
                     + epilogue * tile_rows as f64 / 256.0;
@@ -186,8 +199,12 @@ impl Predictor {
     fn attention(&self, q: Tensor, keys: usize, head_dim: usize, causal: bool) -> f64 {
         let (heads, wide) = (q.cols / head_dim.max(1), head_dim > HEAD);
         let dense = 4.0 * (q.len() * keys) as f64;
-        if self.family == KernelFamily::Hopper && !wide {
-            let rate = if q.dtype == DType::E4m3 { h200::ATTENTION_FP8_SM90 } else { h200::ATTENTION_SM90 };
+        if self.family == KernelFamily::Hopper {
+            let rate = match q.dtype {
+                _ if wide => h200::WIDE_ATTENTION_SM90,
+                DType::E4m3 => h200::ATTENTION_FP8_SM90,
+                _ => h200::ATTENTION_SM90,
+            };
             return dense / rate / self.card.clocks_per_second() / if causal { 2.0 } else { 1.0 };
         }
         let (queries, clocks) = match (wide, self.card.shared >= LARGE_WIDE_TILE_SHARED) {

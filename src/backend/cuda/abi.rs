@@ -710,7 +710,8 @@ pub struct KlConvImage {
     pub channels: u32,
     pub channel_blocks: u32,
     pub tap_blocks: u32,
-    pub unused: [u64; 6usize],
+    pub half_blocks: u32,
+    pub unused: [u32; 11usize],
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -728,7 +729,8 @@ const _: () = {
     ["Offset of field: KlConvImage::channels"][::core::mem::offset_of!(KlConvImage, channels) - 708usize];
     ["Offset of field: KlConvImage::channel_blocks"][::core::mem::offset_of!(KlConvImage, channel_blocks) - 712usize];
     ["Offset of field: KlConvImage::tap_blocks"][::core::mem::offset_of!(KlConvImage, tap_blocks) - 716usize];
-    ["Offset of field: KlConvImage::unused"][::core::mem::offset_of!(KlConvImage, unused) - 720usize];
+    ["Offset of field: KlConvImage::half_blocks"][::core::mem::offset_of!(KlConvImage, half_blocks) - 720usize];
+    ["Offset of field: KlConvImage::unused"][::core::mem::offset_of!(KlConvImage, unused) - 724usize];
 };
 #[repr(C)]
 #[repr(align(128))]

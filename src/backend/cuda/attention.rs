@@ -5,7 +5,7 @@ use super::context::{Choice, OpContext};
 use super::launch::Kernel;
 use super::params::{NO_MAP, NONE, box_cols, bytes, is_async_copyable, is_pair_aligned};
 use super::select::{Schedule, Tile, persistent_stream_k};
-use super::tiles::WIDE_ATTENTIONS;
+use super::tiles::{HOPPER_WIDE_ATTENTIONS, WIDE_ATTENTIONS};
 use crate::backend::{KvSegment, Softmax};
 use crate::error::{Error, Result};
 use crate::tensor::{DType, Tensor};
@@ -19,12 +19,12 @@ pub fn kernels() -> Vec<Kernel> {
         Kernel::AttentionSm90MaxFree,
         Kernel::AttentionSm90OnlineSoftmax,
         Kernel::AttentionSm90Causal,
-        Kernel::AttentionWideSm90,
     ];
+    let sm90 = sm90.into_iter().chain(HOPPER_WIDE_ATTENTIONS.iter().map(|wide| wide.kernel));
     let fp8 = [0, 1].into_iter().flat_map(|i| [FP8_MAX_FREE[i], FP8_ONLINE_SOFTMAX[i]]);
     let portable = fp8.chain([Kernel::AttentionMma, Kernel::AttentionMma8]);
     let wide = WIDE_ATTENTIONS.iter().map(|tile| tile.kernel);
-    sm90.into_iter().chain(portable).chain(wide).chain([Kernel::NaiveAttention]).collect()
+    sm90.chain(portable).chain(wide).chain([Kernel::NaiveAttention]).collect()
 }
 
 /// Query heads with the same keys that share a tile of causal attention: then a prompt gives about as many tiles as there are SMs.
@@ -194,6 +194,8 @@ fn portable_attention(cx: &OpContext, out: KlMat, q: KlMat, kv: &[abi::KlKeyValu
 /// A launch of a Hopper kernel.
 struct HopperLaunch<'a> {
     kernel: Kernel,
+    /// Whether it is one with a wide head.
+    wide: bool,
     out: &'a [KlMat],
     q: KlMat,
     segments: Vec<abi::KlKeyValues>,
@@ -218,24 +220,23 @@ impl<'a> HopperLaunch<'a> {
         let operands = q.scale * keys.scale;
         let wide = has_wide_head(args, q.cols, keys.cols);
         let kernel = hopper_kernel(dtype, operands, args, wide).filter(|&kernel| fits && cx.kernels.has(kernel))?;
-        // The kernel with a wide head stores one range of rows, in bf16.
+        // The kernels with a wide head store one range of rows, in bf16.
         let plain = out.len() == 1 && out[0].dtype == abi::KL_BF16;
-        if kernel == Kernel::AttentionWideSm90 && !(plain && segments.len() == 1) {
+        if wide && !(plain && segments.len() == 1) {
             return None;
         }
-        Some(Self { kernel, out, q, segments, scale: args.softmax.natural_scale() * operands * LOG2_E })
+        Some(Self { kernel, wide, out, q, segments, scale: args.softmax.natural_scale() * operands * LOG2_E })
     }
 
     /// Launches persistent clusters, among which Stream-K divides the KV blocks of all tiles of queries.
     fn run(&self, cx: &OpContext, args: &AttentionArgs<'_>) -> Result<()> {
-        let Self { kernel, out, q, ref segments, scale } = *self;
+        let Self { kernel, wide, out, q, ref segments, scale } = *self;
         let (causal, cluster) = (args.causal, kernel.cluster());
         let group = q.cols / segments[0].k.cols;
         let pack = if causal && group.is_multiple_of(PACKED_HEADS) { PACKED_HEADS } else { 1 };
         let heads = q.cols / args.head_dim as u32;
         // The queries of a cluster's tile, and the keys of a KV block. With a wide head the CTAs of a cluster have the same queries; V
         // is loaded in smaller boxes.
-        let wide = kernel == Kernel::AttentionWideSm90;
         let (block_q, block_kv) = match wide {
             true => (abi::KL_WIDE_SM90_BLOCK_Q, abi::KL_WIDE_SM90_BLOCK_KV),
             false => (abi::KL_SM90_BLOCK_Q / pack * cluster, abi::KL_SM90_BLOCK_KV),
@@ -274,7 +275,7 @@ impl<'a> HopperLaunch<'a> {
     }
 }
 
-/// Whether the kernels with a wide head compute these heads of queries and keys with so many columns in all: of their size, or a
+/// Whether the kernels with a wide head compute these heads of queries and keys with so many columns in all: of the widest's size, or a
 /// single one that is narrower, whose missing columns are zeros.
 const fn has_wide_head(args: &AttentionArgs<'_>, q_cols: u32, k_cols: u32) -> bool {
     let (head, wide) = (args.head_dim as u32, abi::KL_WIDE_HEAD);
@@ -287,7 +288,8 @@ const fn has_wide_head(args: &AttentionArgs<'_>, q_cols: u32, k_cols: u32) -> bo
 fn hopper_kernel(dtype: u32, operands: f32, args: &AttentionArgs<'_>, wide: bool) -> Option<Kernel> {
     let (causal, max_free) = (args.causal, args.is_max_free() && operands == 1.0);
     if wide {
-        return (dtype == abi::KL_BF16 && !causal).then_some(Kernel::AttentionWideSm90);
+        let wide_enough = HOPPER_WIDE_ATTENTIONS.iter().find(|wide| args.head_dim <= wide.head as usize)?;
+        return (dtype == abi::KL_BF16 && !causal).then_some(wide_enough.kernel);
     }
     match dtype {
         _ if args.head_dim != abi::KL_MMA_COLS as usize => None,
@@ -358,7 +360,8 @@ mod tests {
             let args = AttentionArgs { head_dim, ..args(false, bounded) };
             hopper_kernel(abi::KL_BF16, 1.0, &args, has_wide_head(&args, head_dim as u32, head_dim as u32))
         };
-        assert_eq!([64, 512].map(other), [None, Some(Kernel::AttentionWideSm90)]);
+        let (narrow, wide) = (Some(Kernel::AttentionWideSm90_384), Some(Kernel::AttentionWideSm90_512));
+        assert_eq!([64, 256, 384, 392, 512, 520].map(other), [None, narrow, narrow, wide, wide, None]);
         let portable = |scales: &[f32], causal, softmax| fp8_kernels(scales.iter().copied(), &args(causal, softmax));
         assert_eq!(portable(&[1.0, 1.0], false, bounded), FP8_MAX_FREE);
         assert_eq!(portable(&[1.0, 0.5], false, bounded), FP8_ONLINE_SOFTMAX);

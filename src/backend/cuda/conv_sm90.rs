@@ -63,6 +63,13 @@ const fn channel_blocks(channels: u32, tile: TileConfig) -> u32 {
     channels.div_ceil(tile.block_k)
 }
 
+/// K-blocks of which every second one has no channels in its upper half: those of all taps where a tap has two, and no more than one and a
+/// half.
+const fn half_blocks(p: &abi::KlConv, tile: TileConfig) -> u32 {
+    let channels = p.x.cols;
+    if channels > tile.block_k && 2 * channels <= 3 * tile.block_k { taps(p) * 2 } else { 0 }
+}
+
 fn image_tiles(p: &abi::KlConv, tile: TileConfig) -> ImageTiles {
     let by = if p.sampling == abi::KL_DOWN { 2 } else { 1 };
     let (width, height) = (p.width / by, p.height / by);
@@ -184,6 +191,7 @@ impl<'a> ConvGemm<'a> {
                 channels: p.x.cols,
                 channel_blocks: channel_blocks(p.x.cols, config),
                 tap_blocks: taps(p) * channel_blocks(p.x.cols, config),
+                half_blocks: half_blocks(p, config),
                 unused: [0; _],
             },
         };

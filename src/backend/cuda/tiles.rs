@@ -12,7 +12,15 @@ pub struct ConvTile {
     pub kernel: Kernel,
 }
 
-/// A kernel of attention with a wide head.
+/// A Hopper kernel of attention with a wide head.
+pub struct WideHead {
+    /// Columns of the head, at most.
+    pub head: u32,
+    /// The kernel.
+    pub kernel: Kernel,
+}
+
+/// A portable kernel of attention with a wide head.
 pub struct WideAttention {
     /// Queries of a CTA.
     pub block_q: u32,

@@ -77,7 +77,7 @@ pub fn fp8(scale: f32) -> Stored {
 
 /// All of them.
 pub fn all(table: &mut Table) {
-    let shapes: [Shape; 18] = [
+    let shapes: [Shape; 19] = [
         (1, &[1], 1, 1, 128, false),
         (1, &[129], 4, 2, 128, false),
         (113, &[1], 2, 2, 64, false),
@@ -91,6 +91,7 @@ pub fn all(table: &mut Table) {
         (257, &[600], 1, 1, 512, false),
         // A single head that is narrower than the kernels for wide ones.
         (130, &[200], 1, 1, 384, false),
+        (70, &[130], 1, 1, 456, false),
         (65, &[33], 1, 1, 136, false),
         (1, &[1], 1, 1, 64, true),
         (129, &[129], 4, 2, 128, true),
@@ -116,7 +117,9 @@ pub fn all(table: &mut Table) {
     // A wide head: whole tiles, and row maxima that rise, with the keys of the last KV block in one half of it and in both.
     attend(table, (128, &[256], 1, 1, 512, false), Scores::Usual, Heads::Plain);
     attend(table, (130, &[400], 1, 1, 512, false), Scores::Huge, Heads::Plain);
-    attend(table, (5, &[600], 1, 1, 512, false), Scores::Huge, Heads::Plain);
+    for head in [384, 512] {
+        attend(table, (5, &[600], 1, 1, head, false), Scores::Huge, Heads::Plain);
+    }
     for heads in [Heads::Plain, Heads::UNSCALED] {
         for scores in [Scores::Highest, Scores::Lowest] {
             attend(table, (130, &[129, 0, 300], 2, 1, 128, false), scores, heads);

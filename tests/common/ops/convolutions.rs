@@ -49,6 +49,11 @@ pub fn all(table: &mut Table) {
         (33, 35, 8, 256, Same, Residual, Some(4)),
         (9, 9, 8, 128, Same, Nothing, Some(1)),
         (19, 31, 16, 128, Same, Shortcut(72), Some(32)),
+        // Input channels that are a k-block and a part of one, up to half of it and more.
+        (17, 9, 96, 96, Same, Nothing, Some(32)),
+        (5, 3, 72, 96, Up, Nothing, None),
+        (5, 3, 104, 96, Same, Shortcut(96), None),
+        (5, 3, 96, 96, Same, Shortcut(120), None),
         // Pixels to channels.
         (1, 1, 3, 128, Same, Nothing, Some(32)),
         (33, 17, 3, 128, Same, Nothing, Some(32)),

@@ -72,7 +72,7 @@ fn build() -> Result<()> {
     for source in files(&tree.tests, &["cu"])? {
         units.push(tree.module_unit(&stem(&source), &source, Some(&tree.tests))?);
     }
-    for bug in planted::ALL {
+    for bug in planted::all() {
         units.push(tree.planted_unit(bug)?);
     }
     let stale: Vec<_> = units.iter().filter(|unit| !unit.is_current()).collect();

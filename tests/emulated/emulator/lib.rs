@@ -92,7 +92,7 @@ unsafe fn outcome(message: *const c_char) -> Result<(), String> {
     Err(unsafe { CStr::from_ptr(message) }.to_string_lossy().into_owned())
 }
 
-/// The entry point of that name in a module: a kernel file of the product or of the tests, or one of [`planted::ALL`].
+/// The entry point of that name in a module: a kernel file of the product or of the tests, or one of [`planted::all`].
 pub fn entry(module: &str, symbol: &str) -> Option<Entry> {
     let (module, symbol) = (CString::new(module).ok()?, CString::new(symbol).ok()?);
     let mut entry = Entry { index: 0, param_bytes: 0, max_threads: 0 };

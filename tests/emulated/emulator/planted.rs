@@ -1,5 +1,9 @@
 //! Bugs that tests plant in copies of kernel sources, to see that the emulator finds them.
 
+// The build script reads this file from its path, from which Rust takes the folder of its modules.
+#[path = "planted/image.rs"]
+mod image;
+
 /// A bug: a text that stands once in a source, and what it is replaced with.
 #[derive(Clone, Copy, Debug)]
 pub struct Planted {
@@ -18,7 +22,12 @@ pub struct Planted {
 }
 
 /// All of them.
-pub const ALL: &[Planted] = &[
+pub fn all() -> impl Iterator<Item = &'static Planted> + Clone {
+    MODELS.iter().chain(image::BUGS)
+}
+
+/// Those of kernels that text encoders and transformers run.
+const MODELS: &[Planted] = &[
     // A consumer gives a stage back while the MMAs of its k-block are in flight.
     Planted {
         name: "stage_released_early",
@@ -189,96 +198,6 @@ pub const ALL: &[Planted] = &[
         source: "attention_sm90.cu",
         find: "    count_saturated<8>(p.saturated, v);\n",
         replace: "    if (lane() % 4 == 0) count_saturated<8>(p.saturated, v);\n",
-    },
-    // A warpgroup reads the other CTA's P before it has arrived.
-    Planted {
-        name: "p_not_awaited",
-        kernel_file: "attention_wide_sm90",
-        tile: "KL_ATTENTION_WIDE_SM90(attention_wide_sm90,",
-        source: "attention_wide_sm90.cu",
-        find: "    mbarrier_wait(smem.p_ring().full(group), p_parity);\n",
-        replace: "",
-    },
-    // P is sent while the other CTA may still read the P before it.
-    Planted {
-        name: "p_overwritten",
-        kernel_file: "attention_wide_sm90",
-        tile: "KL_ATTENTION_WIDE_SM90(attention_wide_sm90,",
-        source: "attention_wide_sm90.cu",
-        find: "    mbarrier_wait(smem.p_ring().empty(group), p_parity ^ 1);\n",
-        replace: "",
-    },
-    // Row maxima are read before those of the other CTA's keys have arrived.
-    Planted {
-        name: "wrong_phase_of_maxima",
-        kernel_file: "attention_wide_sm90",
-        tile: "KL_ATTENTION_WIDE_SM90(attention_wide_sm90,",
-        source: "attention_wide_sm90.cu",
-        find: "exchanges / kStatsBuffers % 2);",
-        replace: "exchanges / kStatsBuffers % 2 ^ 1);",
-    },
-    // The CTAs of a cluster use the row maxima of their own keys.
-    Planted {
-        name: "maximum_of_one_half",
-        kernel_file: "attention_wide_sm90",
-        tile: "KL_ATTENTION_WIDE_SM90(attention_wide_sm90,",
-        source: "attention_wide_sm90.cu",
-        find: "block_max[0] = fmaxf(block_max[0], peer_max[0]), block_max[1] = fmaxf(block_max[1], peer_max[1]);",
-        replace: "",
-    },
-    // The output is not rescaled when a row maximum has risen.
-    Planted {
-        name: "missing_correction",
-        kernel_file: "attention_wide_sm90",
-        tile: "KL_ATTENTION_WIDE_SM90(attention_wide_sm90,",
-        source: "attention_wide_sm90.cu",
-        find: "        tile.rescale_out(tile.correction);\n",
-        replace: "",
-    },
-    // A stage of keys is given back while the MMAs that read it are in flight.
-    Planted {
-        name: "keys_released_early",
-        kernel_file: "attention_wide_sm90",
-        tile: "KL_ATTENTION_WIDE_SM90(attention_wide_sm90,",
-        source: "attention_wide_sm90.cu",
-        find: "      stages.retire<1, kGroupStages>();\n    }\n  }\n\n  // out += p v",
-        replace: "      stages.retire<1, 0>();\n    }\n  }\n\n  // out += p v",
-    },
-    // Columns are read one too far to the right.
-    Planted {
-        name: "tap_not_shifted",
-        kernel_file: "conv_sm90",
-        tile: "KL_CONV_SM90(conv_sm90, 128, 256,",
-        source: "gemm/policies_conv_sm90.cuh",
-        find: "x = tap % 3 - 1, y = tap / 3 - 1;",
-        replace: "x = tap % 3, y = tap / 3 - 1;",
-    },
-    // Lines and columns of a phase are exchanged.
-    Planted {
-        name: "phases_exchanged",
-        kernel_file: "conv_sm90",
-        tile: "KL_CONV_SM90(conv_sm90, 128, 256,",
-        source: "gemm/policies_conv_sm90.cuh",
-        find: "x = tap % 2 + phase % 2 - 1, y = tap / 2 + phase / 2 - 1;",
-        replace: "x = tap % 2 + phase / 2 - 1, y = tap / 2 + phase % 2 - 1;",
-    },
-    // Moments are written where another warp still reads.
-    Planted {
-        name: "moments_share_a_place",
-        kernel_file: "conv_sm90",
-        tile: "KL_CONV_SM90(conv_sm90, 128, 256,",
-        source: "gemm/policies_conv_sm90.cuh",
-        find: "(kWarpgroupWarps - 2 * half + warp() % half)",
-        replace: "(warp() % half)",
-    },
-    // Pixels beyond the edge of the image count in its moments.
-    Planted {
-        name: "moments_past_the_edge",
-        kernel_file: "conv_sm90",
-        tile: "KL_CONV_SM90(conv_sm90, 128, 256,",
-        source: "gemm/policies_conv_sm90.cuh",
-        find: "lane() / 4 + 8 * half >= columns()",
-        replace: "false",
     },
     // Fragments are loaded from a stage whose copies may not have arrived.
     Planted {
@@ -522,60 +441,6 @@ pub const ALL: &[Planted] = &[
         source: "gemm/mainloop_sm90.cuh",
         find: "swizzled<kRowBytes>(row + lane() % 16, lane() / 16);",
         replace: "(row + lane() % 16) * kRowBytes + swizzled_chunk<2 * kRowBytes>(lane() % 4, lane() / 16) * 16;",
-    },
-    // Every phase of an upsampling convolution reads the rows of the first.
-    Planted {
-        name: "rows_of_the_first_phase",
-        kernel_file: "conv_mma",
-        tile: "KL_CONV_MMA(conv_mma, 128, 128,",
-        source: "conv_mma.cu",
-        find: "top = conv_source(p.sampling, y, phase / 2, 0),",
-        replace: "top = conv_source(p.sampling, y, 0, 0),",
-    },
-    // Every phase has the filters of the first.
-    Planted {
-        name: "filters_of_the_first_phase",
-        kernel_file: "conv_mma",
-        tile: "KL_CONV_MMA(conv_mma, 128, 128,",
-        source: "conv_mma.cu",
-        find: "row_of<const bf16>(p.w, 0) + phase * k_size;",
-        replace: "row_of<const bf16>(p.w, 0);",
-    },
-    // The image is padded before it is normalised.
-    Planted {
-        name: "padded_before_the_norm",
-        kernel_file: "conv_narrow",
-        tile: "KL_CONV_MMA(conv_mma, 128, 128,",
-        source: "conv_narrow.cu",
-        find: "exists ? acc[tile][n][e] : 0.0f;",
-        replace: "acc[tile][n][e];",
-    },
-    // The products of a tap are added one pixel away.
-    Planted {
-        name: "tap_of_another_column",
-        kernel_file: "conv_narrow",
-        tile: "KL_CONV_MMA(conv_mma, 128, 128,",
-        source: "conv_narrow.cu",
-        find: "[col + tap % 3];",
-        replace: "[col + 2 - tap % 3];",
-    },
-    // Warps store the products of their next row while others read what it replaces.
-    Planted {
-        name: "products_overwritten_early",
-        kernel_file: "conv_narrow",
-        tile: "KL_CONV_MMA(conv_mma, 128, 128,",
-        source: "conv_narrow.cu",
-        find: "    __syncthreads();  // the next step overwrites rows that were read here\n",
-        replace: "",
-    },
-    // Pixels beyond the left edge are those at the end of the row above.
-    Planted {
-        name: "columns_not_padded",
-        kernel_file: "conv_narrow",
-        tile: "KL_CONV_MMA(conv_mma, 128, 128,",
-        source: "conv_narrow.cu",
-        find: "1u << row | 8u << col : 64u;",
-        replace: "1u << row : 64u;",
     },
     // Weights are loaded while the kernel before may still expand them.
     Planted {

@@ -78,6 +78,7 @@ inline void wgmma_mn_major(float (&acc)[kCols / 2], uint64_t a, uint64_t b) {
   kl_emu::ptx::wgmma(acc, kCols, a, nullptr, b, true, true);
 }
 inline void wgmma_rs(float (&acc)[64], const uint32_t* a, uint64_t b) { kl_emu::ptx::wgmma(acc, 128, 0, a, b, true, true); }
+inline void wgmma_rs(float (&acc)[96], const uint32_t* a, uint64_t b) { kl_emu::ptx::wgmma(acc, 192, 0, a, b, true, true); }
 inline void wgmma_rs(float (&acc)[128], const uint32_t* a, uint64_t b) { kl_emu::ptx::wgmma(acc, 256, 0, a, b, true, true); }
 
 template <int kRegisters>
