@@ -11,24 +11,25 @@ mod order;
 mod random;
 #[path = "common/stand_in.rs"]
 mod stand_in;
+#[path = "runtime/timed.rs"]
+mod timed;
 
 use common::quantised::{self, Content, Form};
 use common::wrapped::Wrapped;
 use common::{cases, small_job};
 use kiln::backend::cuda::driver::DeviceInfo;
-use kiln::backend::cuda::{self, Choice, Cuda, Kernel};
+use kiln::backend::cuda::{self, Choice, Cuda};
 use kiln::backend::{Access, Backend, GemmFormats, Op, Role, StepKey};
 use kiln::checkpoint::Weights;
 use kiln::config::{Conventions, Variant};
 use kiln::error::{Error, Result};
-use kiln::microbench::{Protocol, Scale, rows};
 use kiln::names::Layout;
 use kiln::part::{Part, PerPart};
 use kiln::pipeline::{Engine, GeneratedImage, Job, LoadOptions, OpenModel};
 use kiln::progress::Silent;
 use kiln::selftest::{self, Extent, Outcome};
 use kiln::tensor::quantise::QuantisedFormat;
-use kiln::tensor::{ALIGN, Arena, Bytes, DType, Precision, Region, Tensor, WeightPart};
+use kiln::tensor::{ALIGN, Arena, Bytes, DType, Region, Tensor, WeightPart};
 use kiln::tiny::{self, TinyModel};
 use kiln::tokenizer::Tokenizer;
 use random::long;
@@ -118,6 +119,26 @@ fn memory_is_what_was_planned_and_steps_are_replayed() {
     }
 }
 
+/// A graph is found by what it launches, so a job takes the one that an earlier job of its kind has captured, whatever came between.
+#[test]
+fn graphs_outlive_their_job() {
+    let (model, driver, stop) = (Model::new(), StandIn::new(PLENTY), Arc::default());
+    let [(variant, job), _] = jobs();
+    let smaller = Job { steps: 3, ..small(job.clone()) };
+    let mut engine = model.engine(&driver, &stop, variant, false).unwrap();
+    let mut run = |job: &Job| {
+        let replays = driver.replays.get();
+        generate(&mut engine, job).unwrap();
+        assert_eq!(driver.replays.get() - replays, 2, "the second and the third step");
+        driver.held("graph")
+    };
+    let other_prompt = Job { prompt: "another prompt".into(), seeds: vec![7], ..job.clone() };
+    assert_eq!([&job, &other_prompt, &smaller, &job, &smaller].map(&mut run), [1, 1, 2, 2, 2]);
+    // More working memory is allocated anew, and what was captured in the old one is not replayed there.
+    let larger = Job { size: kiln::sequence::Pixels::new(2 * job.size.width(), job.size.height()).unwrap(), ..job.clone() };
+    assert_eq!([&larger, &job, &larger, &job].map(&mut run), [3, 4, 4, 4]);
+}
+
 /// Working memory whose content is lost: weights were expanded there, and nothing else was written since.
 #[derive(Default)]
 struct Lost(Vec<Range<u64>>);
@@ -192,7 +213,7 @@ fn weights_are_expanded_in_free_working_memory() {
     let after_op = move |_, op: Op<'_>, _: &mut Cuda| {
         let taken = watched.taken.borrow();
         let (address, _) = taken.iter().find(|(_, taken)| **taken == ("memory", working + SCRATCH)).unwrap();
-        let follows = lost.borrow_mut().follow(op, &(*address..address + working), &watched.params.borrow());
+        let follows = lost.borrow_mut().follow(op, &(address + SCRATCH..address + SCRATCH + working), &watched.params.borrow());
         count.set(count.get() + u32::from(follows));
         Ok(())
     };
@@ -538,56 +559,4 @@ fn a_job_that_does_not_fit_is_refused_with_ways_down() {
         let smaller = if memory > 1 << 25 { "try to use --width 1" } else { "try to close other programs" };
         assert!(hint.starts_with(smaller) && hint.ends_with(", or use --backend cpu"), "{memory}: {hint}");
     }
-}
-
-#[test]
-fn every_op_can_be_timed() {
-    let driver = StandIn::new(1 << 40);
-    let mut cuda = Cuda::new(driver.clone(), &|_| Ok(Cow::Borrowed(&[])), Arc::default()).unwrap();
-    for row in rows(Scale::Quick, Precision::Bf16, cuda.gemm_formats()).unwrap() {
-        let (launches, replays) = (driver.launches.get(), driver.replays.get());
-        let figure = row.measure(&mut cuda, &Protocol::QUICK).unwrap();
-        assert!(figure.kernels.iter().all(|name| name.starts_with("kl_")) && !figure.kernels.is_empty(), "{figure:?}");
-        // The warm-up launches and captures; what is timed is the replay.
-        let graphs = if figure.of_copy.is_some() { 2 } else { 1 };
-        assert_eq!(driver.replays.get() - replays, graphs * (1 + 1 + figure.seconds.len()), "{figure:?}");
-        assert!(driver.launches.get() - launches >= graphs * 2 * figure.sets, "{figure:?}");
-        assert!(figure.kernels.iter().all(|name| cuda::kernels_of(row.name).iter().any(|k| k.symbol() == *name)), "{figure:?}");
-    }
-}
-
-#[test]
-fn fewer_sets_where_memory_is_short() {
-    let driver = StandIn::new(8 << 20);
-    let mut cuda = Cuda::new(driver.clone(), &|_| Ok(Cow::Borrowed(&[])), Arc::default()).unwrap();
-    let rows = rows(Scale::Quick, Precision::Bf16, cuda.gemm_formats()).unwrap();
-    let row = rows.iter().find(|row| row.shape == "64x64, 64 channels, stats given").unwrap();
-    assert_eq!(row.measure(&mut cuda, &Protocol::QUICK).unwrap().sets, 1);
-}
-
-/// At full size every matrix op runs on tensor cores.
-#[test]
-fn large_shapes_take_the_fast_kernels() {
-    let driver = StandIn::new(1 << 40);
-    let mut cuda = Cuda::new(driver.clone(), &|_| Ok(Cow::Borrowed(&[])), Arc::default()).unwrap();
-    for row in rows(Scale::Klein, Precision::Bf16, cuda.gemm_formats()).unwrap() {
-        row.prepare(&mut cuda, 1).unwrap().warm_up(&mut cuda).unwrap();
-    }
-    let launched = |kernel: Kernel| cuda.launched().any(|(k, times)| k == kernel && times > 0);
-    let fast = [
-        Kernel::GemmSm90_256x192,
-        Kernel::GemmSm90_128x256,
-        Kernel::AttentionSm90MaxFree,
-        Kernel::AttentionSm90Causal,
-        Kernel::AttentionWideSm90_512,
-        Kernel::GemmConv128x256,
-        Kernel::GemmConv256x128,
-        Kernel::NormConvNarrow,
-        Kernel::ConvNarrowIn,
-    ];
-    assert!(fast.into_iter().all(launched));
-    let portable =
-        [Kernel::GemmMma256x128, Kernel::AttentionMma, Kernel::AttentionWide64, Kernel::ConvMma256x128, Kernel::QkNormRope];
-    assert!(!portable.into_iter().any(launched));
-    assert!(!cuda.launched().any(|(kernel, times)| kernel.symbol().starts_with("kl_naive") && times > 0));
 }

@@ -97,6 +97,11 @@ impl StandIn {
         self.fails.set(Some(self.calls.get() + n));
     }
 
+    /// Things of this kind that were not given back yet.
+    pub fn held(&self, kind: &str) -> usize {
+        self.taken.borrow().values().filter(|(of, _)| *of == kind).count()
+    }
+
     /// Makes no call fail, whether the one that was to fail was reached or not.
     pub fn heal(&self) {
         self.fails.set(None);

@@ -165,14 +165,25 @@ pub struct Kernels {
     /// The images that are loaded; those of the program itself are not copied.
     images: Vec<Cow<'static, [u8]>>,
     stream: Stream,
+    /// The hash of launches, while they are hashed.
+    hash: Cell<Option<u64>>,
 }
 
 impl Kernels {
     /// Loads every module and finds every kernel, so that a missing one is noticed at once and not in the middle of an image.
     pub fn load(driver: Rc<dyn Driver>, images: Images<'_>, stream: Stream) -> Result<Self> {
         let (modules, functions, launched) = (Vec::new(), Vec::new(), vec![Cell::new(0); Kernel::ALL.len()]);
-        let mut kernels =
-            Self { driver, modules, functions, maps: RefCell::default(), launched, proven: false, images: Vec::new(), stream };
+        let mut kernels = Self {
+            driver,
+            modules,
+            functions,
+            maps: RefCell::default(),
+            launched,
+            proven: false,
+            images: Vec::new(),
+            stream,
+            hash: Cell::default(),
+        };
         let mut files: HashMap<&str, Option<Module>> = HashMap::new();
         for kernel in Kernel::ALL {
             let Row { symbol, file, params, shared, .. } = kernel.row();
@@ -231,6 +242,16 @@ impl Kernels {
         self.proven = proven;
     }
 
+    /// From now on launches are hashed.
+    pub fn begin_hash(&self) {
+        self.hash.set(Some(0));
+    }
+
+    /// The hash of what was launched since [`Self::begin_hash`]: kernels, grids and parameters, in their order.
+    pub fn end_hash(&self) -> u64 {
+        self.hash.take().unwrap_or_default()
+    }
+
     /// Queues a kernel launch.
     pub fn launch<P: Params>(&self, kernel: Kernel, grid: [u32; 3], params: &P) -> Result<()> {
         if grid.contains(&0) {
@@ -243,6 +264,10 @@ impl Kernels {
         };
         // SAFETY: `Params` promises that every byte is initialised.
         let bytes = unsafe { std::slice::from_raw_parts(std::ptr::from_ref(params).cast::<u8>(), size) };
+        if let Some(before) = self.hash.get() {
+            let sides = grid.map(u64::from).into_iter().fold(kernel as u64, mix);
+            self.hash.set(Some(hash(mix(before, sides), bytes)));
+        }
         let launched = &self.launched[kernel as usize];
         launched.set(launched.get() + 1);
         let launch = Launch { function, grid, threads, shared, cluster, overlap };
@@ -269,10 +294,14 @@ impl Kernels {
     }
 }
 
-/// Continues a hash with the bytes of an image, eight at a time: images have megabytes.
+/// Continues a hash with a word.
+const fn mix(hash: u64, word: u64) -> u64 {
+    (hash ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)
+}
+
+/// Continues a hash with the bytes of an image or of parameters, eight at a time: images have megabytes.
 fn hash(seed: u64, image: &[u8]) -> u64 {
     let (words, rest) = image.as_chunks();
-    let mix = |hash: u64, word: u64| (hash ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
     let hash = words.iter().fold(mix(seed, image.len() as u64), |hash, word| mix(hash, u64::from_le_bytes(*word)));
     rest.iter().fold(hash, |hash, byte| mix(hash, u64::from(*byte)))
 }

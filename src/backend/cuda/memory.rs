@@ -114,17 +114,17 @@ impl Memory {
         self.weights.bytes
     }
 
-    /// Allocates `bytes` of working memory and the scratch. An image of the same size as the one before finds its memory where it
-    /// was.
+    /// Allocates `bytes` of working memory and the scratch, unless there are as many already: then both stay where they are, and so
+    /// does all that images of several sizes have captured.
     pub fn reserve(&mut self, bytes: u64) -> Result<()> {
-        let total = bytes.next_multiple_of(ALIGN) + self.layout.bytes();
-        if self.arena.bytes != total {
+        let (working, scratch) = (bytes.next_multiple_of(ALIGN), self.layout.bytes().next_multiple_of(ALIGN));
+        if self.arena.bytes < working + scratch {
             (self.working, self.scratch) = (0, 0);
             self.arena = Allocation::empty(&self.driver);
-            self.arena = Allocation::new(&self.driver, total)?;
-            (self.base, self.working) = (self.arena.address, total - self.layout.bytes());
-            self.scratch = self.base + self.working;
+            self.arena = Allocation::new(&self.driver, working + scratch)?;
         }
+        // The scratch comes first: its place does not depend on the image.
+        (self.scratch, self.base, self.working) = (self.arena.address, self.arena.address + scratch, working);
         Ok(())
     }
 

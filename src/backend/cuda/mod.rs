@@ -42,11 +42,10 @@ use crate::tensor::{ALIGN, DType, Region, Scaling, Tensor, WeightPart, nvfp4};
 use context::OpContext;
 use dispatch::dispatch;
 use driver::{DeviceInfo, Driver, Rows, Stream};
-use graph::CapturedGraph;
+use graph::{CapturedGraph, Steps};
 use launch::Kernels;
 use memory::Memory;
 use staging::Staging;
-use std::collections::HashMap;
 use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -77,7 +76,7 @@ pub const fn fp8_accumulate(capability: (u32, u32), asked: Fp8Accumulate) -> Fp8
 /// The CUDA backend.
 pub struct Cuda {
     // In this order: graphs and uploads end before the kernels and the memory they use, and all before the stream and the driver.
-    steps: HashMap<StepKey, Step>,
+    steps: Steps,
     staging: Option<Staging>,
     context: OpContext,
     /// Offsets of weights that are read by ops which may still be running.
@@ -92,14 +91,6 @@ pub struct Cuda {
     stop: Arc<AtomicBool>,
     stream: StreamGuard,
     driver: Rc<dyn Driver>,
-}
-
-/// What is known of a step that recurs.
-enum Step {
-    /// It has run once.
-    Seen,
-    /// Its launches were captured.
-    Captured(CapturedGraph),
 }
 
 /// A stream, with the driver to destroy it where it is the backend's own.
@@ -142,7 +133,7 @@ impl Cuda {
 
     fn on_stream(driver: Rc<dyn Driver>, images: Images<'_>, stop: Arc<AtomicBool>, stream: StreamGuard) -> Result<Self> {
         Ok(Self {
-            steps: HashMap::new(),
+            steps: Steps::default(),
             staging: None,
             context: OpContext {
                 kernels: Kernels::load(driver.clone(), images, stream.1)?,
@@ -184,13 +175,13 @@ impl Cuda {
     /// who wrote them, so they are off until a self-test has passed on the GPU at hand. Steps that were captured are captured anew.
     pub fn set_native(&mut self, native: bool) {
         self.context.kernels.set_proven(native);
-        self.steps.clear();
+        self.steps.begin_anew();
     }
 
     /// How sums of e4m3 products are accumulated. Steps that were captured are captured anew.
     pub fn set_fp8_accumulate(&mut self, accumulate: Fp8Accumulate) {
         self.context.accumulate = accumulate;
-        self.steps.clear();
+        self.steps.begin_anew();
     }
 
     /// The GPU.
@@ -240,7 +231,7 @@ impl Cuda {
             return Err(Error::Op { op: "expand", what: "an allocation inside a step".into() });
         }
         // Captured steps have the address of what was there before.
-        self.steps.retain(|_, step| matches!(step, Step::Seen));
+        self.steps.begin_anew();
         self.driver.synchronize(self.stream.1)?;
         self.context.memory.reserve_expanded(bytes)?;
         self.context.memory.place_expanded(self.live.end(), bytes);
@@ -366,7 +357,7 @@ impl Backend for Cuda {
     }
 
     fn reserve(&mut self, bytes: u64) -> Result<()> {
-        self.steps.clear();
+        self.steps.begin_anew();
         self.driver.synchronize(self.stream.1)?;
         self.fetch_saturated()?;
         self.context.memory.reserve(bytes)?;
@@ -451,18 +442,23 @@ impl Backend for Cuda {
         }
     }
 
-    /// Runs the ops one by one the first time, captures them as a CUDA graph the second, and launches the graph from then on.
+    /// Runs the ops one by one the first time, captures them as a CUDA graph the second, and launches the graph from then on. Where an
+    /// earlier job has captured the same launches, the second time finds their graph.
     fn step(&mut self, key: StepKey, body: &mut dyn FnMut(&mut dyn Backend) -> Result<()>) -> Result<()> {
         check_stop(&self.stop)?;
         self.order_uploads()?;
         self.note_read(0..self.context.memory.weight_bytes());
-        match self.steps.get(&key) {
-            Some(Step::Captured(graph)) => return graph.launch(self.stream.1),
-            Some(Step::Seen) if self.capture && !self.capturing => {}
-            _ => {
-                self.steps.insert(key, Step::Seen);
-                return body(self);
-            }
+        if self.capturing {
+            return body(self);
+        }
+        let Some(hash) = self.steps.launches(key).filter(|_| self.capture) else {
+            self.context.kernels.begin_hash();
+            let issued = body(self);
+            let hash = self.context.kernels.end_hash();
+            return issued.map(|()| self.steps.saw(key, hash));
+        };
+        if let Some(graph) = self.steps.graph(hash) {
+            return graph.launch(self.stream.1);
         }
         let graph = CapturedGraph::capture(&self.driver.clone(), self.stream.1, || {
             self.capturing = true;
@@ -471,7 +467,7 @@ impl Backend for Cuda {
             issued
         })?;
         graph.launch(self.stream.1)?;
-        self.steps.insert(key, Step::Captured(graph));
+        self.steps.keep(hash, graph);
         Ok(())
     }
 
