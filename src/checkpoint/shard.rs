@@ -130,6 +130,11 @@ impl Shard {
         self.header.tensors.get(name)
     }
 
+    /// All bytes of the file.
+    pub fn contents(&self) -> &[u8] {
+        &self.bytes
+    }
+
     /// The bytes of one tensor.
     pub fn bytes(&self, name: &str) -> Option<Bytes> {
         self.bytes.slice(self.entry(name)?.range.clone())
