@@ -94,8 +94,14 @@ pub fn compare(found: Rows) -> Comparison {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::checkpoint::Shard;
+    use crate::names::Layout;
+    use crate::part::Part;
+    use crate::tensor::{Bytes, DType};
+    use crate::tiny;
     use crate::tokenizer::Tokenizer;
     use half::bf16;
+    use std::sync::Arc;
 
     fn changed(change: impl Fn(usize, usize, f32) -> f32) -> Comparison {
         compare(std::array::from_fn(|row| std::array::from_fn(|column| change(row, column, VALUES[row][column]))))
@@ -106,6 +112,22 @@ mod tests {
         let tokens = Tokenizer::qwen3().unwrap().encode(PROMPT, TOKENS.len()).unwrap();
         assert_eq!(tokens.ids, TOKENS.map(|(_, id)| id));
         assert_eq!(tokens.real, TOKENS.len());
+    }
+
+    #[test]
+    fn only_the_plain_encoder_is_judged() {
+        for dtype in [DType::Bf16, DType::F16, DType::F32] {
+            let weights = tiny::model(Layout::Diffusers, dtype).unwrap().weights(Part::TextEncoder).unwrap();
+            assert_eq!(Applicability::of(&TextConfig::klein_4b(), &weights), Applicability::Published);
+            for config in [TextConfig::klein_9b(), TextConfig::tiny(), TextConfig { eps: 1e-5, ..TextConfig::klein_4b() }] {
+                assert_eq!(Applicability::of(&config, &weights), Applicability::OtherEncoder);
+            }
+        }
+        let header = r#"{"model.layers.0.mlp.down_proj.weight":{"dtype":"F8_E4M3","shape":[1,1],"data_offsets":[0,1]}}"#;
+        let file = [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &[0]].concat();
+        let shard = Shard::from_bytes("x", Bytes::new(Arc::new(file))).unwrap();
+        let weights = Weights::from_shards(Part::TextEncoder, vec![shard]).unwrap();
+        assert_eq!(Applicability::of(&TextConfig::klein_4b(), &weights), Applicability::Quantised);
     }
 
     #[test]

@@ -311,3 +311,94 @@ fn described(finding: &Finding) -> (String, Vec<String>) {
 fn count(tensors: usize) -> String {
     if tensors == 1 { "one tensor".into() } else { format!("{tensors} tensors") }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::inspect::KNOWN;
+
+    /// What is said of values that the text encoder gives.
+    fn judged(values: Result<Vec<f32>>, applicability: Applicability) -> (bool, Checks) {
+        let mut checks = Checks::default();
+        let passed = checks.judged("GPU 3", values, applicability, 1.25).unwrap();
+        assert_eq!((checks.made, checks.failed), (1, usize::from(!passed)));
+        assert_eq!(checks.failure().is_some(), !passed);
+        (passed, checks)
+    }
+
+    fn text(checks: &Checks) -> String {
+        checks.rows.iter().map(|(name, line)| format!("{name:<9} {line}\n")).collect()
+    }
+
+    #[test]
+    fn published_values_are_met_or_shown_beside_what_was_found() {
+        let right = VALUES.as_flattened().to_vec();
+        let (passed, checks) = judged(Ok(right.clone()), Applicability::Published);
+        assert!(
+            passed && text(&checks).starts_with("encoder   `hello` on GPU 3 gives the 12 values that an article"),
+            "{}",
+            text(&checks)
+        );
+        assert_eq!(checks.rows.len(), 1);
+        let mut wrong = right.clone();
+        wrong[4] = 3.5;
+        let (passed, checks) = judged(Ok(wrong), Applicability::Published);
+        assert!(
+            !passed && text(&checks).starts_with("encoder   FAILED: `hello` on GPU 3: 1 of the 12 values"),
+            "{}",
+            text(&checks)
+        );
+        let (block, error) = checks.failure().unwrap();
+        let row = "user         found     34.25      3.50     -4.56  published     34.25      2.39     -4.56\n";
+        assert!(block.contains(row) && text(&checks).contains(row), "{block}");
+        assert!(
+            block.starts_with("--- from here on: kiln doctor, kiln ") && block.ends_with("\n--- up to here ---\n"),
+            "{block}"
+        );
+        assert_eq!((error.exit_code(), error.to_string().as_str()), (1, "the model failed 1 of 1 checks"));
+    }
+
+    #[test]
+    fn a_quantised_encoder_is_shown_and_not_judged() {
+        let (passed, checks) = judged(Ok(vec![1.0; 12]), Applicability::Quantised);
+        assert!(passed && text(&checks).contains("not judged because this encoder is quantised"), "{}", text(&checks));
+        assert_eq!(checks.rows.len(), 5);
+        let (passed, checks) = judged(Ok(vec![f32::NAN; 12]), Applicability::Quantised);
+        assert!(!passed && text(&checks).contains("FAILED: `hello` on GPU 3 gives values that are not finite"));
+    }
+
+    #[test]
+    fn an_error_of_the_device_is_told_and_no_path_is_sent() {
+        let error = Error::bad_file(std::path::Path::new("/home/me/x"), "changed", "size");
+        let (passed, checks) = judged(Err(error), Applicability::Published);
+        assert!(!passed && text(&checks).contains("/home/me/x"));
+        assert!(!checks.failure().unwrap().0.contains("/home"));
+        let interrupted = Checks::default().judged("the CPU", Err(Error::Interrupted), Applicability::Published, 0.0);
+        assert!(matches!(interrupted, Err(Error::Interrupted)));
+    }
+
+    #[test]
+    fn likenesses_say_what_they_rest_on() {
+        let finding = |likeness, bytes| Finding { tensors: 7, bytes, files: 1, fingerprint: "f00".into(), likeness };
+        let named = |name: &str| KNOWN.iter().find(|file| file.name.starts_with(name)).unwrap();
+        let fp8 = named("flux-2-klein-4b-fp8");
+        let (line, more) = described(&finding(Likeness::Same(fp8), fp8.bytes.unwrap()));
+        let want =
+            "known: names, dtypes and shapes of all 7 tensors are those of flux-2-klein-4b-fp8; its fingerprint was published";
+        assert_eq!((line.as_str(), more.len()), (want, 0));
+        let (_, more) = described(&finding(Likeness::Same(fp8), 5));
+        assert_eq!(more, ["it has 5 bytes and the published file 4,070,624,520: other metadata"]);
+        let (line, _) = described(&finding(Likeness::Same(named("flux-2-klein-base-9b-fp8")), 9_567_278_472));
+        assert!(line.ends_with("which layers it quantises was inferred from its size"), "{line}");
+        let (line, _) = described(&finding(Likeness::SameSize(named("qwen_3_8b_fp8mixed")), 8_664_848_742));
+        assert_eq!(line, "it has the size of qwen_3_8b_fp8mixed, 8,664,848,742 bytes; its tensors were not published");
+        let differences = (0..8).map(|i| format!("`{i}` is missing")).collect();
+        let (line, more) = described(&finding(Likeness::Unknown(Some((fp8, differences))), 5));
+        assert_eq!(line, "not one of the files that kiln knows (a fine-tune?): 7 tensors, fingerprint f00");
+        assert_eq!(
+            (more[0].as_str(), more.last().unwrap().trim()),
+            ("the nearest is flux-2-klein-4b-fp8; different in 8 tensors:", "and 3 more")
+        );
+        assert_eq!(first_name(named("flux-2-klein-4b or")), "flux-2-klein-4b");
+    }
+}
