@@ -12,7 +12,7 @@ use kiln::checkpoint::{Shard, Weights};
 use kiln::config::{Conventions, Variant};
 use kiln::inspect::{KNOWN, Likeness, Tensors, fingerprint, identify};
 use kiln::locate::Found;
-use kiln::pipeline::{Engine, Job, LoadOptions, OpenModel};
+use kiln::pipeline::{Engine, GeneratedImage, Job, LoadOptions, OpenModel};
 use kiln::progress::Silent;
 use kiln::sequence::Pixels;
 use sandbox::{Run, Sandbox};
@@ -90,7 +90,7 @@ fn values_that_are_not_finite_fail_the_model() {
         let block = failed(&sandbox.run(["doctor", "--model", "model"]), "the model failed 1 of 2 checks");
         let name = dtype.to_uppercase();
         let line = format!("transformer `x_embedder.weight`, {name}: 1 NaN, 0 infinite, the first is element 1,000\n");
-        assert!(block.contains(&line) && block.contains(" values are not finite, in 1 tensors\n"), "{block}");
+        assert!(block.contains(&line) && block.contains(" values are not finite, in 1 tensor\n"), "{block}");
         // More tensors than are listed.
         let names: Vec<String> = Shard::open(&path).unwrap().tensors().map(|(name, _)| name.to_owned()).collect();
         names.iter().take(9).for_each(|name| change(&path, name, |bytes| bytes[..size].copy_from_slice(nan)));
@@ -192,7 +192,11 @@ fn the_first_tap_is_that_of_a_whole_run() {
     let job = Job { size: Pixels::new(64, 64).unwrap(), steps: 1, record: true, ..job("hello") };
     let mut record = None;
     let mut engine = Engine::load(cpu(), model(), LoadOptions::DEFAULT, &Silent).unwrap();
-    engine.generate(&job, &Silent, &mut |image| Ok(record = image.record)).unwrap();
+    let mut sink = |image: GeneratedImage| {
+        record = image.record;
+        Ok(())
+    };
+    engine.generate(&job, &Silent, &mut sink).unwrap();
     let record = record.unwrap();
     let (rows, columns) = (4, 5);
     let model = model();

@@ -103,7 +103,7 @@ impl Shard {
     }
 
     /// Gives back the memory of the pages that were read so far; see [`Weights::release`](super::Weights::release).
-    pub(super) fn release(&self) {
+    pub fn release(&self) {
         self.mapped.iter().for_each(|mapped| mapped.release());
     }
 

@@ -158,6 +158,8 @@ pub fn scan(weights: &PerPart<Weights>, stop: &AtomicBool, progress: &dyn Progre
                 let first = counts.first.map(|first| block.before + first);
                 found[block.tensor] = found[block.tensor].then(Counts { first, ..counts });
             }
+            // Whoever watches the memory of this process need not see all of the file in it.
+            shard.release();
             progress.advance(blocks[window].iter().map(|block| block.bytes.len() as u64).sum());
         }
         // What was read of a file that changed meanwhile says nothing.
@@ -171,7 +173,6 @@ pub fn scan(weights: &PerPart<Weights>, stop: &AtomicBool, progress: &dyn Progre
         faults.sort_by(|a, b| a.name.cmp(&b.name));
         report.faults.append(&mut faults);
     }
-    weights.values().for_each(Weights::release);
     progress.end();
     Ok(report)
 }

@@ -96,7 +96,7 @@ impl Checks {
             self.row("files", format!("{part}: {line}"));
             more.iter().for_each(|line| self.row("files", format!("  {line}")));
             let Finding { tensors, bytes, files, fingerprint, .. } = finding;
-            let sizes = format!("{files} files, {} bytes, {tensors} tensors", grouped(*bytes));
+            let sizes = format!("{}, {} bytes, {}", counted(*files, "file"), grouped(*bytes), counted(*tensors, "tensor"));
             self.detail(part.to_string(), format!("{}, {sizes}, fingerprint {fingerprint}", layouts[part]));
             self.detail("", line);
             more.into_iter().for_each(|line| self.detail("", line));
@@ -138,7 +138,8 @@ impl Checks {
             self.detail("values", format!("all {} are finite", grouped(*values)));
         } else {
             let count = grouped(report.count());
-            let what = format!("{count} of {} values are not finite, in {} tensors", grouped(*values), faults.len());
+            let tensors = counted(faults.len(), "tensor");
+            let what = format!("{count} of {} values are not finite, in {tensors}", grouped(*values));
             self.row("values", format!("FAILED: {what}; {rate}"));
             self.detail("values", what);
             let line = |fault: &NonFiniteTensor| {
@@ -188,31 +189,41 @@ impl Checks {
             return Ok(());
         }
         let is_gpu = !device.1.reads_files();
-        let mut run = |(name, mut backend): Device| -> Result<bool> {
+        let mut run = |(name, mut backend): Device| {
             let start = Instant::now();
             progress.begin(Phase::Encode, 1);
             let values = model.first_tap(backend.as_mut(), &tokens, COLUMNS);
             progress.end();
             self.judged(&name, values, applicability, start.elapsed().as_secs_f64())
         };
-        if run(device)? || !is_gpu {
+        let mut verdict = run(device)?;
+        if verdict == Some(true) {
             return Ok(());
         }
-        // The CPU tells whether the weights or the device are at fault.
-        let met = run(("the CPU".into(), Box::new(Cpu::shared(stop.clone()))))?;
-        let what = match met {
-            true => {
-                "the CPU gives them from the same files, so that the GPU is at fault, or what kiln does on it; see `kiln selftest`"
+        // Where a GPU is off the CPU shows whether the weights are at fault.
+        if is_gpu {
+            verdict = run(("the CPU".into(), Box::new(Cpu::shared(stop.clone()))))?;
+        }
+        let what = match verdict {
+            Some(true) => {
+                "the CPU gives them: the weights are right, but not the GPU, or what kiln does there; see `kiln selftest`"
             }
-            false => "neither does the CPU, so that these are other weights (a fine-tune?), or kiln reads them in a wrong way",
+            Some(false) => "so these are other weights (a fine-tune?), or kiln does not compute what it should",
+            None => return Ok(()),
         };
         self.row("encoder", what);
         self.detail("", what);
         Ok(())
     }
 
-    /// Reports the values that a device gives. Returns whether they are as they should be.
-    fn judged(&mut self, device: &str, values: Result<Vec<f32>>, applicability: Applicability, seconds: f64) -> Result<bool> {
+    /// Reports the values that a device gives. Returns whether they are as they should be, or `None` if there are none.
+    fn judged(
+        &mut self,
+        device: &str,
+        values: Result<Vec<f32>>,
+        applicability: Applicability,
+        seconds: f64,
+    ) -> Result<Option<bool>> {
         let values = match values {
             Ok(values) => values,
             Err(Error::Interrupted) => return Err(Error::Interrupted),
@@ -220,7 +231,7 @@ impl Checks {
                 self.row("encoder", format!("FAILED: `{PROMPT}` could not be encoded on {device}: {}", message(&error)));
                 self.detail("encoder", format!("could not be run on {device}"));
                 self.outcome(false);
-                return Ok(false);
+                return Ok(None);
             }
         };
         let found: Rows = std::array::from_fn(|row| std::array::from_fn(|column| values[row * COLUMNS + column]));
@@ -253,7 +264,7 @@ impl Checks {
             }
             self.detail("", line);
         }
-        Ok(passed)
+        Ok(Some(passed))
     }
 }
 
@@ -280,7 +291,7 @@ fn described(finding: &Finding) -> (String, Vec<String>) {
             };
             if let Some(published) = file.bytes.filter(|published| *files == 1 && published != bytes) {
                 more.push(format!(
-                    "it has {} bytes and the published file {}: other metadata",
+                    "it has {} bytes and the published file {}: another header",
                     grouped(*bytes),
                     grouped(published)
                 ));
@@ -296,7 +307,7 @@ fn described(finding: &Finding) -> (String, Vec<String>) {
         }
         Likeness::Unknown(nearest) => {
             if let Some((file, differences)) = nearest {
-                more.push(format!("the nearest is {}; different in {}:", file.name, count(differences.len())));
+                more.push(format!("the nearest is {}; different in {}:", file.name, counted(differences.len(), "tensor")));
                 more.extend(differences.iter().take(LISTED).map(|difference| format!("  {difference}")));
                 if differences.len() > LISTED {
                     more.push(format!("  and {} more", differences.len() - LISTED));
@@ -308,8 +319,8 @@ fn described(finding: &Finding) -> (String, Vec<String>) {
     (line, more)
 }
 
-fn count(tensors: usize) -> String {
-    if tensors == 1 { "one tensor".into() } else { format!("{tensors} tensors") }
+fn counted(number: usize, what: &str) -> String {
+    format!("{number} {what}{}", if number == 1 { "" } else { "s" })
 }
 
 #[cfg(test)]
@@ -320,7 +331,7 @@ mod tests {
     /// What is said of values that the text encoder gives.
     fn judged(values: Result<Vec<f32>>, applicability: Applicability) -> (bool, Checks) {
         let mut checks = Checks::default();
-        let passed = checks.judged("GPU 3", values, applicability, 1.25).unwrap();
+        let passed = checks.judged("GPU 3", values, applicability, 1.25).unwrap() == Some(true);
         assert_eq!((checks.made, checks.failed), (1, usize::from(!passed)));
         assert_eq!(checks.failure().is_some(), !passed);
         (passed, checks)
@@ -387,7 +398,7 @@ mod tests {
             "known: names, dtypes and shapes of all 7 tensors are those of flux-2-klein-4b-fp8; its fingerprint was published";
         assert_eq!((line.as_str(), more.len()), (want, 0));
         let (_, more) = described(&finding(Likeness::Same(fp8), 5));
-        assert_eq!(more, ["it has 5 bytes and the published file 4,070,624,520: other metadata"]);
+        assert_eq!(more, ["it has 5 bytes and the published file 4,070,624,520: another header"]);
         let (line, _) = described(&finding(Likeness::Same(named("flux-2-klein-base-9b-fp8")), 9_567_278_472));
         assert!(line.ends_with("which layers it quantises was inferred from its size"), "{line}");
         let (line, _) = described(&finding(Likeness::SameSize(named("qwen_3_8b_fp8mixed")), 8_664_848_742));
