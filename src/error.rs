@@ -236,6 +236,15 @@ pub enum Error {
         checks: usize,
     },
 
+    /// A model failed checks of its files or of what its text encoder computes.
+    #[error("the model failed {failed} of {checks} checks")]
+    ModelCheck {
+        /// Checks that failed.
+        failed: usize,
+        /// All checks.
+        checks: usize,
+    },
+
     /// The output file exists already.
     #[error("output exists ({}); not overwritten", shown_path(.path))]
     OutputExists {
@@ -344,7 +353,9 @@ impl Error {
             Self::NoGpu { hint, .. } => Some(Remedy::RepairGpu(hint.clone())),
             Self::Device { .. } => Some(Remedy::CpuBackendIfAgain),
             Self::NoGpuToTest { hint, .. } => Some(Remedy::Advice(hint.clone())),
-            Self::SelfTest { .. } => Some("please report it, with what is printed between the marks".into()),
+            Self::SelfTest { .. } | Self::ModelCheck { .. } => {
+                Some("please report it, with what is printed between the marks".into())
+            }
             Self::OutputExists { .. } => Some(Remedy::Overwrite),
             Self::Calibration { .. } => Some("calibrate with other prompts, or leave this layer as it is".into()),
             Self::Op { .. } | Self::Lockstep { .. } => {
@@ -359,11 +370,11 @@ impl Error {
         self.remedy().map(|remedy| shown_text(&remedy.to_string()))
     }
 
-    /// The process exit code: 1 a self-test that failed, 2 usage, 3 bad input file, 4 not enough memory, 5 output not written, 6 no
+    /// The process exit code: 1 a self-test or a check of a model that failed, 2 usage, 3 bad input file, 4 not enough memory, 5 output not written, 6 no
     /// usable GPU or a fault of it, 7 numeric fault, 130 interrupted, 70 a bug in kiln.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::SelfTest { .. } => 1,
+            Self::SelfTest { .. } | Self::ModelCheck { .. } => 1,
             Self::Usage { .. } | Self::ImageSize { .. } | Self::TooManyTokens { .. } => 2,
             // Memory can also run out while a file is read or mapped, which is not a fault of the file.
             Self::Read { source, .. } if source.kind() == ErrorKind::OutOfMemory => 4,
@@ -428,6 +439,7 @@ mod tests {
             Error::Calibration { layer: text(), what: "its input is zero" },
             Error::NoGpuToTest { what: text(), hint: text() },
             Error::SelfTest { failed: 1, checks: 2 },
+            Error::ModelCheck { failed: 1, checks: 2 },
         ]
     }
 
@@ -463,11 +475,12 @@ mod tests {
             Error::Calibration { .. } => 25,
             Error::NoGpuToTest { .. } => 26,
             Error::SelfTest { .. } => 27,
+            Error::ModelCheck { .. } => 28,
         };
         let long = "\u{1b}]0;x\u{7}\n".repeat(100_000);
         for foreign in ["\u{1b}[2J\r\nhint: a planted line\u{202e}", &long] {
             let errors = one_of_each_kind(foreign);
-            assert_eq!(errors.iter().map(kind).collect::<Vec<_>>(), (0..=27).collect::<Vec<_>>());
+            assert_eq!(errors.iter().map(kind).collect::<Vec<_>>(), (0..=28).collect::<Vec<_>>());
             for error in errors {
                 for text in [error.to_string(), error.hint().unwrap_or_default()] {
                     assert!(!text.contains(|c: char| c.is_control() || c == '\u{202e}'), "{text:?}");

@@ -28,6 +28,7 @@ pub mod dump;
 pub mod error;
 pub mod files;
 pub mod image;
+pub mod inspect;
 pub mod locate;
 pub mod memory;
 pub mod microbench;

@@ -107,7 +107,10 @@ fn code(failure: &Failure, signals: &Signals) -> u8 {
 fn run(command: Command, signals: &Signals) -> Result<()> {
     let (environment, out) = (Environment::of_process(BUILT_IN), &mut io::stdout());
     match command {
-        Command::Doctor(args) => cli::doctor(*args, environment, out),
+        Command::Doctor(args) => {
+            let terminal = terminal(Verbosity::Normal, signals);
+            cli::doctor(*args, environment, &signals.stop, &terminal, out)
+        }
         Command::Plan(args) => cli::plan(*args, environment, &Terminal::new(Verbosity::Normal), out),
         Command::Tiny(args) => {
             terminal(Verbosity::Normal, signals);

@@ -17,6 +17,10 @@ pub enum Phase {
     Calibrate,
     /// Writing a quantised model; counted in bytes.
     Quantise,
+    /// Looking at every value of a model's files; counted in bytes.
+    Inspect,
+    /// Hashing a model's files; counted in bytes.
+    Hash,
 }
 
 impl Phase {
@@ -30,6 +34,8 @@ impl Phase {
             Self::Decode => "decoding",
             Self::Calibrate => "calibrating",
             Self::Quantise => "quantising",
+            Self::Inspect => "reading all values",
+            Self::Hash => "hashing files",
         }
     }
 }

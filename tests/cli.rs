@@ -305,10 +305,16 @@ fn the_files_in_use_are_listed() {
     );
     assert!(doctor(&["--model", "model"]).contains(&found), "{}", doctor(&["--model", "model"]));
     fs::write(sandbox.path("model/vae/diffusion_pytorch_model.safetensors"), "no weights at all").unwrap();
-    let text = doctor(&["--model", "model"]);
+    let run = sandbox.run(["doctor", "--model", "model"]);
+    let text = run.text();
     let wrong = "model     not a safetensors file (model/vae/diffusion_pytorch_model.safetensors): it is text\n          use a";
     assert!(text.contains(wrong), "{text}");
     assert!(!text.contains("--backend"), "it has no such flag: {text}");
+    // It is an error where the model was named, and not where it was found.
+    assert!(run.code == Some(3) && run.stderr.starts_with("error: not a safetensors file ("), "{}", run.stderr);
+    let mut found = sandbox.command(["doctor"]);
+    found.env("KILN_MODEL", "model");
+    assert!(Run::of(found).good().text().contains(wrong));
 }
 
 #[test]

@@ -103,7 +103,7 @@ impl Shard {
     }
 
     /// Gives back the memory of the pages that were read so far; see [`Weights::release`](super::Weights::release).
-    pub(super) fn release(&self) {
+    pub fn release(&self) {
         self.mapped.iter().for_each(|mapped| mapped.release());
     }
 
@@ -128,6 +128,11 @@ impl Shard {
     /// The header's entry of one tensor.
     pub fn entry(&self, name: &str) -> Option<&Entry> {
         self.header.tensors.get(name)
+    }
+
+    /// All bytes of the file.
+    pub fn contents(&self) -> &[u8] {
+        &self.bytes
     }
 
     /// The bytes of one tensor.

@@ -80,7 +80,12 @@ pub enum Command {
     #[command(override_usage = "kiln quantize [OPTIONS] --to <FORMAT> <IN> <OUT>", after_long_help = QUANTIZE_EXAMPLES)]
     Quantize(Box<QuantizeArgs>),
 
-    /// Print what kiln can use on this machine: GPUs, driver, kernels, models
+    /// Print what kiln can use on this machine: GPUs, driver, kernels, models; check a model
+    ///
+    /// With --model, or a flag that names a part, the model is checked: whether its files are known ones, by the names, dtypes and
+    /// shapes of their tensors; whether every value is finite, and no part of a matrix was never written; and whether the text encoder,
+    /// if it is Qwen3-4B, gives the values that were published for it. The files are read once. If a check fails, the exit code is 1,
+    /// and a block says what to send us. A file that is not known is no failure.
     #[command(override_usage = "kiln doctor [OPTIONS]")]
     Doctor(Box<DoctorArgs>),
 
@@ -319,6 +324,11 @@ impl ModelArgs {
         self.model.is_some() || environment.kiln_model.is_some()
     }
 
+    /// Whether a flag names a model or a part of one.
+    pub fn names_files(&self) -> bool {
+        [&self.model, &self.transformer, &self.text_encoder, &self.vae].iter().any(|path| path.is_some())
+    }
+
     /// The request for `locate`.
     pub fn request(&self, environment: Environment) -> LocateRequest {
         let Self { model, transformer, text_encoder, vae, tokenizer, nvfp4_layout, .. } = self;
@@ -425,6 +435,10 @@ pub struct DoctorArgs {
     /// Say what would run how on a GPU that is not here: RTX 3090, RTX 4090, RTX 5090, RTX PRO 6000 or H200
     #[arg(long, value_name = "NAME", value_parser = card)]
     pub card: Option<Card>,
+
+    /// Also hash the model's files, and say whether their SHA-256 was published
+    #[arg(long, conflicts_with = "card")]
+    pub full: bool,
 
     /// List every kernel of each op, not only the kernel files
     #[arg(short, long)]

@@ -1,4 +1,6 @@
-//! `kiln doctor`: what this program can use on this machine.
+//! `kiln doctor`: what this program can use on this machine, and whether a model that is named is what it should be.
+
+mod checks;
 
 use super::args::DoctorArgs;
 use super::hint::{hint, message};
@@ -13,15 +15,24 @@ use crate::locate::{BUILT_IN, Environment, Found, TINY, locate};
 use crate::pipeline::{Formats, LoadOptions, OpenModel};
 use crate::predict::{Card, KernelFamily};
 use crate::selftest::{Key, Line, Outcome, Records, Verdict, run_launches};
+use crate::terminal::Terminal;
 use crate::text::{gib, shown_line, shown_text};
 use crate::threads;
+use checks::{Checks, Device, check};
 use std::fmt::Write as _;
 use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// Writes what this program can use on this machine to `out`.
-pub fn doctor(args: DoctorArgs, environment: Environment, out: &mut dyn Write) -> Result<()> {
+/// Writes what this program can use on this machine to `out`. If a model is named by flags it is checked, and it is an error if it
+/// cannot be opened or fails a check.
+pub fn doctor(
+    args: DoctorArgs,
+    environment: Environment,
+    stop: &Arc<AtomicBool>,
+    terminal: &Terminal,
+    out: &mut dyn Write,
+) -> Result<()> {
     let mut text = format!("kiln      {}\n", env!("CARGO_PKG_VERSION"));
     let mut row = |name: &str, value: String| {
         let _ = writeln!(text, "{name:<9} {}", shown_line(&value));
@@ -32,9 +43,10 @@ pub fn doctor(args: DoctorArgs, environment: Environment, out: &mut dyn Write) -
     };
     row("kernels", kernels);
     row("cpu", format!("{} threads", threads::cores()));
-    let (stop, records) = (Arc::new(AtomicBool::new(false)), Records::below(environment.caches().as_deref()));
-    // The first usable GPU, its GEMMs, and how these accumulate products of FP8.
+    let records = Records::below(environment.caches().as_deref());
+    // The first usable GPU, or the card that was asked for: its name, its GEMMs, and how these accumulate products of FP8.
     let mut device: Option<(String, GemmFormats, Option<Fp8Accumulate>)> = None;
+    let mut gpu: Option<Device> = None;
     let accumulate = |capability| Some(fp8_accumulate(capability, Fp8Accumulate::Auto));
     let how = |formats, capability, family| {
         support(formats, capability, family).map(|(what, how)| format!("{what}: {how}")).into_iter()
@@ -76,22 +88,42 @@ pub fn doctor(args: DoctorArgs, environment: Environment, out: &mut dyn Write) -
                     let record = records.find(&Key::of(&cuda));
                     cuda.set_native(record == Some(Verdict::Passed));
                     let formats = cuda.gemm_formats();
-                    device.get_or_insert_with(|| (format!("GPU {}", d.index), formats, accumulate(d.capability)));
+                    let name = format!("GPU {}", d.index);
+                    device.get_or_insert_with(|| (name.clone(), formats, accumulate(d.capability)));
                     let usable = format!("usable, {} free; tried: {tried}", gib(free));
                     let recorded = recorded(record.as_ref(), cuda.needs_proof());
-                    Ok([usable, recorded]
-                        .into_iter()
-                        .chain(how(formats, d.capability, KernelFamily::of(&cuda)))
-                        .collect::<Vec<_>>())
+                    let how = how(formats, d.capability, KernelFamily::of(&cuda));
+                    gpu.get_or_insert_with(|| (name, Box::new(cuda)));
+                    Ok([usable, recorded].into_iter().chain(how).collect::<Vec<_>>())
                 });
                 state.unwrap_or_else(|error| vec![error.to_string()]).into_iter().for_each(|line| row("", line));
             }
         }
     }
     // Only tensor cores have a choice how to accumulate.
-    let (device, gemms, accumulate) = device.unwrap_or_else(|| ("the CPU".into(), Cpu::shared(stop).gemm_formats(), None));
-    let (lines, formats) = model_lines(&args, environment, gemms)
-        .unwrap_or_else(|error| ([message(&error)].into_iter().chain(hint(&error)).collect(), Formats::default()));
+    let cpu = || Cpu::shared(stop.clone());
+    let (device, gemms, accumulate) = device.unwrap_or_else(|| ("the CPU".into(), cpu().gemm_formats(), None));
+    // What was asked about a card is answered without the model's values.
+    let is_checked = args.model.names_files() && args.card.is_none();
+    let (mut checks, mut failure) = (Checks::default(), None);
+    let (lines, formats) = match model_lines(&args, environment, gemms) {
+        Ok((lines, formats, model)) => {
+            match model.filter(|_| is_checked) {
+                Some(model) => {
+                    let device = gpu.unwrap_or_else(|| ("the CPU".into(), Box::new(cpu())));
+                    checks = check(&model, device, args.full, stop, terminal)?;
+                }
+                None if formats.is_some() => checks.rows.push(("values", UNCHECKED.into())),
+                None => {}
+            }
+            (lines, formats.unwrap_or_default())
+        }
+        Err(error) => {
+            let lines = [message(&error)].into_iter().chain(hint(&error)).collect();
+            failure = is_checked.then_some(error);
+            (lines, Formats::default())
+        }
+    };
     let mut formats = Formats { accumulate, ..formats }.lines();
     match &mut *formats {
         [] => {}
@@ -103,13 +135,22 @@ pub fn doctor(args: DoctorArgs, environment: Environment, out: &mut dyn Write) -
             row(if i == 0 { name } else { "" }, line);
         }
     }
+    checks.rows.iter().for_each(|(name, line)| row(name, line.clone()));
     let _ = writeln!(text, "\n{:<21} kernels", "op");
     for op in OP_NAMES {
         let kernels = if args.verbose { kernel_symbols(op) } else { kernel_files(op) };
         let _ = writeln!(text, "{op:<21} {kernels}");
     }
-    print(out, text.as_bytes())
+    if let Some((block, error)) = checks.failure() {
+        let _ = write!(text, "\n{block}");
+        failure = Some(error);
+    }
+    print(out, text.as_bytes())?;
+    failure.map_or(Ok(()), Err)
 }
+
+/// What is said of a model that was found and not named.
+const UNCHECKED: &str = "not looked at; `kiln doctor --model PATH` reads all of them, and says whether these are known files";
 
 /// The names of the checks that passed, or the first fault.
 fn tried(lines: &[Line]) -> Result<String> {
@@ -160,12 +201,16 @@ fn kernel_files(op: &str) -> String {
     files.map(describe).collect::<Vec<_>>().join(", ")
 }
 
-/// The model that `kiln generate` would use, and its files. They are opened, so that faults in them are reported. Also returns
-/// the formats of its layers on a device with these GEMMs, unless it is one of the program's own.
-fn model_lines(args: &DoctorArgs, environment: Environment, gemms: GemmFormats) -> Result<(Vec<String>, Formats)> {
+/// Lines on the model that `kiln generate` would use, and its files. They are opened, so that faults in them are reported. Also
+/// returns the formats of its layers on a device with these GEMMs, and the model, unless it is one of the program's own.
+fn model_lines(
+    args: &DoctorArgs,
+    environment: Environment,
+    gemms: GemmFormats,
+) -> Result<(Vec<String>, Option<Formats>, Option<OpenModel>)> {
     let none = if args.model.is_named(&environment) { "" } else { "; no FLUX.2 model was found" };
     let found = locate(&args.model.request(environment))?;
-    let own = |what: String| Ok((vec![what + none], Formats::default()));
+    let own = |what: String| Ok((vec![what + none], None, None));
     let files = match &found {
         Found::BuiltIn(_) => return own(format!("{BUILT_IN}, part of this program, draws coloured shapes")),
         Found::Tiny => return own(format!("{TINY}, made by this program, random and untrained")),
@@ -177,7 +222,7 @@ fn model_lines(args: &DoctorArgs, environment: Environment, gemms: GemmFormats) 
     lines.extend(model.files_in_use().iter().map(|(part, files)| format!("{part} {files}")));
     lines.extend(model.warnings.iter().map(|warning| format!("warning: {}", shown_text(warning))));
     let options = LoadOptions { references: true, ..LoadOptions::DEFAULT };
-    Ok((lines, model.formats(options, gemms)?))
+    Ok((lines, Some(model.formats(options, gemms)?), Some(model)))
 }
 
 #[cfg(test)]

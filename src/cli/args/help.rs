@@ -33,9 +33,9 @@ Examples:
 
   kiln plan --width 2048 --height 2048
   kiln bench --width 1024 --height 1024
-  kiln doctor
+  kiln doctor --model ~/models/FLUX.2-klein-4B
       What such a picture would take, in FLOPs and memory; how long it takes, stage by stage; what kiln
-      finds on this machine.
+      finds on this machine, and whether a model's files are sound.
 
   kiln \"a yellow ring\" --json | jq .seed
       One JSON object per picture on standard output. Everything else goes to standard error.
@@ -62,7 +62,7 @@ Models:
   that was built without `builtin` falls back on it.
 
 Exit codes:
-  0 done, 1 a self-test that failed, 2 wrong usage, 3 a bad input file, 4 not enough memory,
+  0 done, 1 a check that failed, 2 wrong usage, 3 a bad input file, 4 not enough memory,
   5 output not written, 6 no usable GPU or a fault of it, 7 a numeric fault, 70 a bug in kiln, 130 and
   143 stopped by a signal";
 

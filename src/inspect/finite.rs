@@ -1,0 +1,334 @@
+//! Looks at every value of a model's files for NaN and infinity, and at every matrix for parts that were never written.
+//!
+//! The files are read in order, a window at a time, by all threads. A block is first searched for any value that is not finite, by
+//! a loop without branches that the compiler vectorises; only the blocks that have one are looked at again, value by value.
+
+use crate::checkpoint::{Shard, StoredDtype, Weights};
+use crate::error::{Error, Result};
+use crate::part::{Part, PerPart};
+use crate::progress::{Phase, Progress};
+use rayon::prelude::*;
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Bytes that are read between two progress reports. A disk reads ahead within it, and Ctrl-C waits for no more than that.
+const WINDOW: usize = 256 << 20;
+
+/// Bytes that one thread looks at in one go; a multiple of every element's size, so that no value is cut.
+const BLOCK: usize = 1 << 20;
+
+/// Bytes that are searched for any value that is not finite before they are looked at one by one; they stay in the L1 cache.
+const SPAN: usize = 8 << 10;
+
+/// What was found in the files of a model.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FiniteReport {
+    /// Bytes that were read.
+    pub bytes: u64,
+    /// Values in them.
+    pub values: u64,
+    /// Tensors with values that are not finite, in order of the parts and then of names.
+    pub faults: Vec<NonFiniteTensor>,
+}
+
+impl FiniteReport {
+    /// How many values are not finite.
+    pub fn count(&self) -> u64 {
+        self.faults.iter().map(|fault| fault.nan + fault.infinite).sum()
+    }
+}
+
+/// A tensor with values that are not finite.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NonFiniteTensor {
+    /// The part that it belongs to.
+    pub part: Part,
+    /// Its name in the file.
+    pub name: String,
+    /// Its dtype, as the header spells it.
+    pub dtype: &'static str,
+    /// The number of NaNs.
+    pub nan: u64,
+    /// The number of infinities.
+    pub infinite: u64,
+    /// The index of the first of them.
+    pub first: u64,
+}
+
+/// NaNs and infinities among some values, and the index of the first.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Counts {
+    nan: u64,
+    infinite: u64,
+    first: Option<u64>,
+}
+
+impl Counts {
+    /// Adds those of later values.
+    fn then(self, later: Self) -> Self {
+        Self { nan: self.nan + later.nan, infinite: self.infinite + later.infinite, first: self.first.or(later.first) }
+    }
+}
+
+/// Those of the values in `bytes`, if values of this dtype can be anything but finite. Two elements of NVFP4 are one U8, and all
+/// of its codes are finite: what is not finite in such a layer is in its scales, which are tensors of their own.
+fn counts(dtype: &StoredDtype, bytes: &[u8]) -> Counts {
+    // A value is not finite if all bits of its exponent are set, and NaN if a bit of its mantissa is as well.
+    macro_rules! ieee {
+        ($word:ty, $exponent:literal, $mantissa:literal) => {
+            search(
+                bytes,
+                |value| <$word>::from_le_bytes(value) & $exponent == $exponent,
+                |value| <$word>::from_le_bytes(value) & $mantissa != 0,
+            )
+        };
+    }
+    match dtype.name {
+        "BF16" => ieee!(u16, 0x7F80, 0x007F),
+        "F16" => ieee!(u16, 0x7C00, 0x03FF),
+        "F32" | "C64" => ieee!(u32, 0x7F80_0000, 0x007F_FFFF),
+        "F64" => ieee!(u64, 0x7FF0_0000_0000_0000, 0x000F_FFFF_FFFF_FFFF),
+        "F8_E5M2" => ieee!(u8, 0x7C, 0x03),
+        // These have a NaN, or one of each sign, and no infinity.
+        "F8_E4M3" => search(bytes, |[code]| code & 0x7F == 0x7F, |_| true),
+        "F8_E8M0" => search(bytes, |[code]| code == 0xFF, |_| true),
+        "F8_E4M3FNUZ" | "F8_E5M2FNUZ" => search(bytes, |[code]| code == 0x80, |_| true),
+        _ => Counts::default(),
+    }
+}
+
+/// Counts the values, of `N` bytes each, that are not finite, and those of them that are NaN.
+fn search<const N: usize>(bytes: &[u8], is_special: impl Fn([u8; N]) -> bool, is_nan: impl Fn([u8; N]) -> bool) -> Counts {
+    let mut sum = Counts::default();
+    for (i, span) in bytes.as_chunks::<N>().0.chunks(SPAN / N).enumerate() {
+        // Without a branch in it this loop is vectorised, at any address.
+        if !span.iter().fold(false, |any, value| any | is_special(*value)) {
+            continue;
+        }
+        for (j, value) in span.iter().enumerate().filter(|(_, value)| is_special(**value)) {
+            sum.first.get_or_insert((i * (SPAN / N) + j) as u64);
+            *(if is_nan(*value) { &mut sum.nan } else { &mut sum.infinite }) += 1;
+        }
+    }
+    sum
+}
+
+/// A block of a tensor's bytes.
+struct Block<'a> {
+    /// The index of the tensor.
+    tensor: usize,
+    dtype: &'static StoredDtype,
+    bytes: &'a [u8],
+    /// The values of the tensor before this block.
+    before: u64,
+}
+
+/// Looks at every value in the files of a model, those that no image needs as well. Fails if a file changes meanwhile, or if `stop`
+/// is set.
+pub fn scan(weights: &PerPart<Weights>, stop: &AtomicBool, progress: &dyn Progress) -> Result<FiniteReport> {
+    let files = files(weights);
+    let entries = || files.iter().flat_map(|(_, shard)| shard.tensors());
+    let total = entries().map(|(_, entry)| entry.range.len() as u64).sum();
+    progress.begin(Phase::Inspect, total);
+    let mut report = FiniteReport { bytes: total, ..FiniteReport::default() };
+    for (part, shard) in files {
+        // In the order of the file, which is that of a disk.
+        let mut tensors: Vec<_> = shard.tensors().collect();
+        tensors.sort_by_key(|(_, entry)| entry.range.start);
+        report.values += tensors.iter().map(|(_, entry)| 8 * entry.range.len() as u64 / entry.dtype.bits).sum::<u64>();
+        let bytes: Vec<_> = tensors.iter().filter_map(|(name, _)| shard.bytes(name)).collect();
+        let blocks: Vec<Block<'_>> = (bytes.iter().zip(&tensors).enumerate())
+            .flat_map(|(tensor, (bytes, (_, entry)))| {
+                bytes.chunks(BLOCK).enumerate().map(move |(i, bytes)| Block {
+                    tensor,
+                    dtype: entry.dtype,
+                    bytes,
+                    before: (8 * i * BLOCK) as u64 / entry.dtype.bits,
+                })
+            })
+            .collect();
+        let mut found = vec![Counts::default(); tensors.len()];
+        for window in windows(&blocks) {
+            if stop.load(Ordering::Relaxed) {
+                return Err(Error::Interrupted);
+            }
+            let counts: Vec<Counts> = blocks[window.clone()].par_iter().map(|block| counts(block.dtype, block.bytes)).collect();
+            for (block, counts) in blocks[window.clone()].iter().zip(counts) {
+                let first = counts.first.map(|first| block.before + first);
+                found[block.tensor] = found[block.tensor].then(Counts { first, ..counts });
+            }
+            // Whoever watches the memory of this process need not see all of the file in it.
+            shard.release();
+            progress.advance(blocks[window].iter().map(|block| block.bytes.len() as u64).sum());
+        }
+        // What was read of a file that changed meanwhile says nothing.
+        shard.verify()?;
+        let mut faults: Vec<NonFiniteTensor> = (tensors.iter().zip(found))
+            .filter_map(|((name, entry), Counts { nan, infinite, first })| {
+                let (part, name, dtype) = (part, (*name).to_owned(), entry.dtype.name);
+                Some(NonFiniteTensor { part, name, dtype, nan, infinite, first: first? })
+            })
+            .collect();
+        faults.sort_by(|a, b| a.name.cmp(&b.name));
+        report.faults.append(&mut faults);
+    }
+    progress.end();
+    Ok(report)
+}
+
+/// The files of a model, each once: a file may hold several parts.
+pub(super) fn files(weights: &PerPart<Weights>) -> Vec<(Part, &Shard)> {
+    let mut seen = BTreeSet::new();
+    let all = weights.iter().flat_map(|(part, weights)| weights.shards().iter().map(move |shard| (part, shard)));
+    all.filter(|(_, shard)| seen.insert(shard.path())).collect()
+}
+
+/// Ranges of blocks that have about a window's bytes together.
+fn windows(blocks: &[Block<'_>]) -> Vec<Range<usize>> {
+    let (mut ranges, mut start, mut bytes) = (Vec::new(), 0, 0);
+    for (i, block) in blocks.iter().enumerate() {
+        bytes += block.bytes.len();
+        if bytes >= WINDOW || i + 1 == blocks.len() {
+            ranges.push(start..i + 1);
+            (start, bytes) = (i + 1, 0);
+        }
+    }
+    ranges
+}
+
+/// Fails if a matrix is zero where no trained matrix is: what is missing of an unfinished download reads as zeros. Vectors are not
+/// looked at, because biases may be zero.
+pub fn refuse_unwritten(weights: &PerPart<Weights>) -> Result<()> {
+    for weights in weights.values() {
+        let matrices = weights.names().filter(|name| weights.shape(name).is_some_and(|shape| shape.len() >= 2));
+        matrices.for_each(|name| weights.note_used(name, name.contains("embed_tokens")));
+        weights.check_written()?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::names::Layout;
+    use crate::progress::Silent;
+    use crate::tensor::{Bytes, DType};
+    use crate::tiny;
+    use half::{bf16, f16};
+
+    fn of(name: &'static str, bits: u64, bytes: &[u8]) -> Counts {
+        counts(&StoredDtype { name, bits }, bytes)
+    }
+
+    /// Every code of every dtype that has at most sixteen bits, against what the types themselves say.
+    #[test]
+    fn every_code_is_judged_as_its_type_does() {
+        let wide = |name, is_finite: &dyn Fn(u16) -> bool, is_nan: &dyn Fn(u16) -> bool| {
+            for code in 0..=u16::MAX {
+                let found = of(name, 16, &code.to_le_bytes());
+                let want = Counts {
+                    nan: u64::from(is_nan(code)),
+                    infinite: u64::from(!is_finite(code) && !is_nan(code)),
+                    first: (!is_finite(code)).then_some(0),
+                };
+                assert_eq!(found, want, "{name} {code:#x}");
+            }
+        };
+        wide("BF16", &|code| bf16::from_bits(code).is_finite(), &|code| bf16::from_bits(code).is_nan());
+        wide("F16", &|code| f16::from_bits(code).is_finite(), &|code| f16::from_bits(code).is_nan());
+        for code in 0..=u8::MAX {
+            for (name, value) in [("F8_E4M3", DType::E4m3.decoded(&[code])[0]), ("F8_E5M2", DType::E5m2.decoded(&[code])[0])] {
+                let found = of(name, 8, &[code]);
+                assert_eq!(
+                    (found.nan, found.infinite),
+                    (u64::from(value.is_nan()), u64::from(value.is_infinite())),
+                    "{name} {code:#x}"
+                );
+            }
+            assert_eq!(of("F8_E8M0", 8, &[code]).nan, u64::from(code == 0xFF));
+            assert_eq!(of("F8_E4M3FNUZ", 8, &[code]).nan, u64::from(code == 0x80));
+            assert_eq!(of("U8", 8, &[code]), Counts::default());
+        }
+        for (value, nan, infinite) in [(f32::NAN, 1, 0), (f32::NEG_INFINITY, 0, 1), (f32::MAX, 0, 0), (f32::MIN_POSITIVE, 0, 0)] {
+            let found = of("F32", 32, &value.to_le_bytes());
+            assert_eq!((found.nan, found.infinite), (nan, infinite), "{value}");
+            let found = of("F64", 64, &f64::from(value).to_le_bytes());
+            assert_eq!((found.nan, found.infinite), (nan, infinite), "{value}");
+        }
+    }
+
+    /// A value is found wherever it is, around the ends of spans and at odd addresses, and the first one is named.
+    #[test]
+    fn one_value_is_found_anywhere() {
+        let values = 3 * SPAN / 2 + 7;
+        for at in [0, 1, SPAN / 2 - 1, SPAN / 2, SPAN / 2 + 1, SPAN - 1, SPAN, values - 1] {
+            let mut bytes = vec![0x3F; 2 * values + 1];
+            bytes[1 + 2 * at..][..2].copy_from_slice(&[0x80, 0xFF]);
+            assert_eq!(of("BF16", 16, &bytes[1..]), Counts { nan: 0, infinite: 1, first: Some(at as u64) });
+            if at > 0 {
+                bytes[1..3].copy_from_slice(&[0x81, 0x7F]);
+                assert_eq!(of("BF16", 16, &bytes[1..]), Counts { nan: 1, infinite: 1, first: Some(0) });
+            }
+        }
+    }
+
+    /// The tiny model with other bytes in the file of one part.
+    fn changed(dtype: DType, part: Part, change: impl FnOnce(&mut Vec<u8>, &Shard)) -> PerPart<Weights> {
+        let model = tiny::model(Layout::Bfl, dtype).unwrap();
+        let mut bytes = model.file(part).to_vec();
+        change(&mut bytes, &Shard::from_bytes("x", model.file(part).clone()).unwrap());
+        PerPart::from_fn(|other| match other == part {
+            true => {
+                let shard = Shard::from_bytes("changed", Bytes::new(std::sync::Arc::new(bytes.clone()))).unwrap();
+                Weights::from_shards(part, vec![shard]).unwrap()
+            }
+            false => model.weights(other).unwrap(),
+        })
+    }
+
+    #[test]
+    fn planted_values_are_found_in_every_part() {
+        for (dtype, name, size) in [(DType::Bf16, "BF16", 2), (DType::F16, "F16", 2), (DType::F32, "F32", 4)] {
+            for part in Part::ALL {
+                let mut want = Vec::new();
+                let weights = changed(dtype, part, |bytes, shard| {
+                    let (tensor, entry) = shard.tensors().filter(|(_, entry)| entry.range.len() > 8 * size).last().unwrap();
+                    for (index, value) in [(3, f32::NAN), (5, f32::INFINITY), (6, f32::NEG_INFINITY)] {
+                        let to = entry.range.start + index * size;
+                        bytes[to..to + size].copy_from_slice(&dtype.encoded(&[value]));
+                    }
+                    want.push(NonFiniteTensor { part, name: tensor.into(), dtype: name, nan: 1, infinite: 2, first: 3 });
+                });
+                let report = scan(&weights, &AtomicBool::new(false), &Silent).unwrap();
+                assert_eq!(report.faults, want);
+                // The VAE also has an integer of eight bytes.
+                assert_eq!((report.count(), report.bytes), (3, (report.values - 1) * size as u64 + 8));
+            }
+        }
+        let whole = changed(DType::Bf16, Part::Vae, |_, _| ());
+        assert_eq!(scan(&whole, &AtomicBool::new(false), &Silent).unwrap().faults, []);
+        assert!(refuse_unwritten(&whole).is_ok());
+        assert!(matches!(scan(&whole, &AtomicBool::new(true), &Silent), Err(Error::Interrupted)));
+    }
+
+    #[test]
+    fn zeros_in_place_of_a_matrix_are_refused() {
+        let name = "double_blocks.0.img_mlp.0.weight";
+        let weights =
+            changed(DType::Bf16, Part::Transformer, |bytes, shard| bytes[shard.entry(name).unwrap().range.clone()].fill(0));
+        let error = refuse_unwritten(&weights).unwrap_err().to_string();
+        assert!(error.contains(&format!("tensor `{name}` is all zeros")), "{error}");
+    }
+
+    #[test]
+    fn windows_cover_all_blocks() {
+        let bytes = vec![0; BLOCK];
+        let dtype: &'static StoredDtype = &StoredDtype { name: "U8", bits: 8 };
+        let blocks: Vec<Block<'_>> =
+            (0..2 * WINDOW / BLOCK + 3).map(|_| Block { tensor: 0, dtype, bytes: &bytes, before: 0 }).collect();
+        let ranges = windows(&blocks);
+        assert_eq!(ranges.iter().map(Range::len).collect::<Vec<_>>(), [WINDOW / BLOCK, WINDOW / BLOCK, 3]);
+        assert!(ranges.windows(2).all(|pair| pair[0].end == pair[1].start) && windows(&[]).is_empty());
+    }
+}

@@ -1,0 +1,379 @@
+//! Which published file a part of a model looks like, by the names, dtypes and shapes of its tensors.
+//!
+//! [`KNOWN`] is the list. Fingerprints, sizes and SHA-256 in it were published by others who had the files. The tensors behind them
+//! follow from the architecture and from the layers that a file leaves in BF16; where a fingerprint was published, a test checks
+//! that they have it. Files that differ in values alone, such as those of a distilled and a base model in BF16, look alike.
+
+use super::digest::hex;
+use crate::checkpoint::Weights;
+use crate::config::{TextConfig, TransformerConfig, VaeConfig, Variant};
+use crate::model::{text_manifest, transformer_manifest, vae_manifest};
+use crate::names::{self, Layout, Place, TensorSpec};
+use crate::part::Part;
+use crate::quantise::{FileLayout, LayerSpec, Policy, WeightLayout};
+use crate::tensor::quantise::QuantisedFormat;
+use std::collections::BTreeMap;
+
+/// The dtype and the shape of tensors, by name.
+pub type Tensors = BTreeMap<String, (&'static str, Vec<usize>)>;
+
+/// A file, or the shards of one, that was published.
+#[derive(Debug)]
+pub struct KnownFile {
+    /// What it is, for display.
+    pub name: &'static str,
+    /// The part that it holds.
+    pub part: Part,
+    /// Its size, where that was published for a single file.
+    pub bytes: Option<u64>,
+    /// The fingerprint of its header, where one was published; see [`fingerprint`].
+    pub fingerprint: Option<&'static str>,
+    /// Its SHA-256, where one was published.
+    pub sha256: Option<&'static str>,
+    content: Content,
+}
+
+/// How the tensors of a file follow from the architecture.
+#[derive(Clone, Copy, Debug)]
+enum Content {
+    /// A transformer in BF16.
+    Plain(Size, Layout),
+    /// A transformer with quantised layers, in BFL's layout.
+    Quantised(Size, Variant, QuantisedFormat),
+    /// The same, but which of its layers stay in BF16 was inferred from its size.
+    Inferred(Size, Variant, QuantisedFormat),
+    /// A Qwen3 in BF16, with or without the head that predicts tokens.
+    Encoder(Size, bool),
+    /// A VAE whose values have this dtype.
+    Vae(Layout, &'static str),
+    /// Formats were chosen layer by layer, by no rule that is known.
+    NotKnown,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Size {
+    Klein4b,
+    Klein9b,
+}
+
+const fn known(name: &'static str, part: Part, content: Content) -> KnownFile {
+    KnownFile { name, part, bytes: None, fingerprint: None, sha256: None, content }
+}
+
+const fn transformer(name: &'static str, bytes: u64, content: Content) -> KnownFile {
+    KnownFile { bytes: Some(bytes), ..known(name, Part::Transformer, content) }
+}
+
+const fn encoder(name: &'static str, bytes: u64, content: Content) -> KnownFile {
+    KnownFile { bytes: Some(bytes), ..known(name, Part::TextEncoder, content) }
+}
+
+impl KnownFile {
+    const fn with_fingerprint(self, fingerprint: &'static str) -> Self {
+        Self { fingerprint: Some(fingerprint), ..self }
+    }
+
+    const fn with_sha256(self, sha256: &'static str) -> Self {
+        Self { sha256: Some(sha256), ..self }
+    }
+}
+
+/// The published files. Sizes are those that their repositories state; the fingerprints and the SHA-256 come from
+/// LatentSlate-Engine (`EnviralDesign/LatentSlate-Engine` at d502d5da), which had the files.
+pub static KNOWN: [KnownFile; 24] = {
+    use Content::{Encoder, Inferred, NotKnown, Plain, Quantised, Vae};
+    use Layout::{Bfl, Diffusers};
+    use QuantisedFormat::{Fp8, Nvfp4};
+    use Size::{Klein4b, Klein9b};
+    use Variant::{Base, Distilled};
+    [
+        transformer("flux-2-klein-4b or flux-2-klein-base-4b in bf16", 7_751_105_712, Plain(Klein4b, Bfl))
+            .with_sha256("ec3d4e733a771f61c052fb4856c48b336c55eaf2c65487c2a1faeb9bbda7a343"),
+        transformer("flux-2-klein-9b, flux-2-klein-base-9b or flux-2-klein-9b-kv in bf16", 18_157_185_168, Plain(Klein9b, Bfl)),
+        known("FLUX.2-klein-4B or FLUX.2-klein-base-4B as diffusers stores it", Part::Transformer, Plain(Klein4b, Diffusers)),
+        known("FLUX.2-klein-9B, -base-9B or -9b-kv as diffusers stores it", Part::Transformer, Plain(Klein9b, Diffusers)),
+        transformer("flux-2-klein-4b-fp8", 4_070_624_520, Quantised(Klein4b, Distilled, Fp8))
+            .with_fingerprint("2ff21124fb997716c2da1597fab0824dc7bedcaf1aa182ade036e46788b79d6b")
+            .with_sha256("97ed34fe0567e436200f2faee3939b88f2b5d99f8af2a4dc16532c4245c0ccb6"),
+        transformer("flux-2-klein-base-4b-fp8", 4_089_498_488, Quantised(Klein4b, Base, Fp8))
+            .with_fingerprint("ab66231a752c13d876075bd31111ca0e6b28a465d9209b972b84820e587fb5a6"),
+        transformer("flux-2-klein-9b-fp8", 9_433_061_528, Quantised(Klein9b, Distilled, Fp8))
+            .with_fingerprint("c25cec508eb68835ccd5833bb3a9886a1dea9cfb652ecf98b1ecf4d6d332940d")
+            .with_sha256("865ba09f5b4c3cbd3468a4bd3acb9fcb2f8740c54317482f0bcd4ed1d3655cee"),
+        transformer("flux-2-klein-base-9b-fp8", 9_567_278_472, Inferred(Klein9b, Base, Fp8)),
+        transformer("flux-2-klein-9b-kv-fp8", 9_818_935_984, NotKnown),
+        transformer("flux-2-klein-4b-nvfp4", 2_460_413_488, Quantised(Klein4b, Distilled, Nvfp4))
+            .with_fingerprint("c6683e31192ed861a3068673e41d89555caacdad2e4a3a7357e5e576dcaea9d6")
+            .with_sha256("d8c5007b6a3bbbdfd38538bbcef5101a55dfde81894f58d2e3c8701cdef3542b"),
+        transformer("flux-2-klein-base-4b-nvfp4", 2_487_544_776, Inferred(Klein4b, Base, Nvfp4)),
+        transformer("flux-2-klein-9b-nvfp4", 5_760_960_048, Quantised(Klein9b, Distilled, Nvfp4))
+            .with_fingerprint("a222d48e4d796bfdb027b0c8e0eb3c8dc655d0901dbe9a7fdab41b434fb036f8")
+            .with_sha256("5c72214496dd278f721a112e1bd1585fffed487bc0831c894bcbf30d12e9ee48"),
+        transformer("flux-2-klein-base-9b-nvfp4", 5_809_193_808, Inferred(Klein9b, Base, Nvfp4)),
+        encoder("Qwen3-4B in bf16", 8_044_982_048, Encoder(Klein4b, false)),
+        encoder("Qwen3-8B in bf16", 16_381_517_176, Encoder(Klein9b, true)),
+        encoder("qwen_3_8b_fp8mixed", 8_664_848_742, NotKnown)
+            .with_sha256("abad16806e0cbabc54e0325d6565847443fe396d5f0be38bb3cd3fe75a1201d6"),
+        encoder("qwen_3_8b_fp4mixed", 6_802_593_327, NotKnown),
+        encoder("qwen_3_4b_fp4_flux2", 3_848_213_998, NotKnown),
+        encoder("qwen_3_4b_fp8_mixed", 5_631_994_051, NotKnown),
+        encoder("qwen_3_4b_fp4_mixed", 3_479_416_193, NotKnown),
+        known("FLUX.2's VAE in bf16, as diffusers stores it", Part::Vae, Vae(Diffusers, "BF16")),
+        known("FLUX.2's VAE in f32, as diffusers stores it", Part::Vae, Vae(Diffusers, "F32")),
+        known("FLUX.2's VAE in bf16, in BFL's layout", Part::Vae, Vae(Bfl, "BF16")),
+        known("FLUX.2's VAE in f32, in BFL's layout", Part::Vae, Vae(Bfl, "F32")),
+    ]
+};
+
+impl KnownFile {
+    /// Its tensors, if they are known.
+    pub fn tensors(&self) -> Option<Tensors> {
+        let plain = |part, layout, manifest: &[TensorSpec], dtype| {
+            let specs = manifest.iter().flat_map(move |spec| names::file_tensors(part, layout, spec));
+            specs.map(|spec| (spec.name, (dtype, spec.shape))).collect::<Tensors>()
+        };
+        Some(match self.content {
+            Content::Plain(size, layout) => plain(Part::Transformer, layout, &transformer_manifest(&size.transformer()), "BF16"),
+            Content::Quantised(size, variant, format) | Content::Inferred(size, variant, format) => {
+                quantised(&size.transformer(), variant, format)
+            }
+            Content::Encoder(size, has_head) => {
+                let config = size.text_encoder();
+                let [first, second, _] = config.taps;
+                // The files hold all layers, and not only those that klein reads.
+                let manifest = text_manifest(&TextConfig { taps: [first, second, config.layers], ..config });
+                let mut tensors = plain(Part::TextEncoder, Layout::Diffusers, &manifest, "BF16");
+                tensors.insert("model.norm.weight".into(), ("BF16", vec![config.hidden]));
+                if has_head {
+                    tensors.insert("lm_head.weight".into(), ("BF16", vec![config.vocab, config.hidden]));
+                }
+                tensors
+            }
+            Content::Vae(layout, dtype) => {
+                let mut tensors = plain(Part::Vae, layout, &vae_manifest(&VaeConfig::klein_4b()), dtype);
+                // PyTorch's batch norm counts its updates.
+                tensors.insert("bn.num_batches_tracked".into(), ("I64", Vec::new()));
+                tensors
+            }
+            Content::NotKnown => return None,
+        })
+    }
+
+    /// Whether which of its layers are quantised was inferred from its size.
+    pub fn is_inferred(&self) -> bool {
+        matches!(self.content, Content::Inferred(..))
+    }
+}
+
+impl Size {
+    const fn transformer(self) -> TransformerConfig {
+        match self {
+            Self::Klein4b => TransformerConfig::klein_4b(),
+            Self::Klein9b => TransformerConfig::klein_9b(),
+        }
+    }
+
+    const fn text_encoder(self) -> TextConfig {
+        match self {
+            Self::Klein4b => TextConfig::klein_4b(),
+            Self::Klein9b => TextConfig::klein_9b(),
+        }
+    }
+}
+
+/// The tensors of an official file: the layers that [`Policy`] knows to be quantised, each with a scale of its input.
+fn quantised(config: &TransformerConfig, variant: Variant, format: QuantisedFormat) -> Tensors {
+    let policy = Policy::transformer(config, variant, format, &[]);
+    let layer = |spec: TensorSpec| {
+        let mut layer = LayerSpec { weight: spec.name, shape: spec.shape, format: None, has_input_scale: false };
+        layer.format = policy.format_of(layer.name(), &layer.shape);
+        layer.has_input_scale = layer.format.is_some();
+        layer
+    };
+    let layers: Vec<LayerSpec> = transformer_manifest(config).into_iter().map(layer).collect();
+    let layout = FileLayout::new(Part::Transformer, WeightLayout::Comfy, &layers);
+    layout.tensors.into_iter().map(|tensor| (tensor.name, (tensor.dtype, tensor.shape))).collect()
+}
+
+/// The SHA-256 over a line for each tensor in order of name, `name:('DTYPE', (rows, cols))` with the shape as Python prints tuples.
+/// It is how others publish what a header says.
+pub fn fingerprint(tensors: &Tensors) -> String {
+    let tuple = |shape: &[usize]| match shape {
+        [only] => format!("({only},)"),
+        shape => format!("({})", shape.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")),
+    };
+    let lines = tensors.iter().map(|(name, (dtype, shape))| format!("{name}:('{dtype}', {})", tuple(shape)));
+    hex(lines.collect::<Vec<_>>().join("\n").as_bytes())
+}
+
+/// What the files of a part look like.
+#[derive(Debug)]
+pub struct Finding {
+    /// The number of tensors.
+    pub tensors: usize,
+    /// Bytes of all files together.
+    pub bytes: u64,
+    /// The number of files.
+    pub files: usize,
+    /// The fingerprint of all tensors under the names that the files have for them.
+    pub fingerprint: String,
+    /// Which published file they are like.
+    pub likeness: Likeness,
+}
+
+/// How a part is like a published file.
+#[derive(Debug)]
+pub enum Likeness {
+    /// All names, dtypes and shapes are those of this file.
+    Same(&'static KnownFile),
+    /// It has the size of this file, whose tensors are not known, or not for certain.
+    SameSize(&'static KnownFile),
+    /// It is none of them. The nearest one is named, unless most tensors differ, with what differs in order of name.
+    Unknown(Option<(&'static KnownFile, Vec<String>)>),
+}
+
+/// Finds the published file that the files of a part are like.
+pub fn identify(weights: &Weights) -> Finding {
+    let mut all = Tensors::new();
+    let mut own = Tensors::new();
+    for (name, entry) in weights.shards().iter().flat_map(|shard| shard.tensors()) {
+        let tensor = (entry.dtype.name, entry.shape.clone());
+        if names::resolve(weights.part(), name) != Place::OtherPart {
+            own.insert(names::without_prefix(name).to_owned(), tensor.clone());
+        }
+        all.insert(name.to_owned(), tensor);
+    }
+    let shards = weights.shards();
+    let bytes = shards.iter().map(|shard| shard.contents().len() as u64).sum();
+    let likeness = likeness(weights.part(), &own, Some(bytes).filter(|_| shards.len() == 1));
+    Finding { tensors: all.len(), bytes, files: shards.len(), fingerprint: fingerprint(&all), likeness }
+}
+
+/// The published file of a part that these tensors, in a single file of this size or in shards, are like.
+fn likeness(part: Part, tensors: &Tensors, bytes: Option<u64>) -> Likeness {
+    let files = || KNOWN.iter().filter(|file| file.part == part);
+    let compared = files().filter_map(|file| Some((file, differences(tensors, &file.tensors()?))));
+    let nearest = compared.min_by_key(|(_, differences)| differences.len());
+    let same_size = || files().find(|file| bytes.is_some() && file.bytes == bytes);
+    match nearest {
+        Some((file, differences)) if differences.is_empty() => Likeness::Same(file),
+        _ if let Some(file) = same_size() => Likeness::SameSize(file),
+        nearest => Likeness::Unknown(nearest.filter(|(_, differences)| 2 * differences.len() <= tensors.len())),
+    }
+}
+
+/// What is different about tensors, in order of name.
+fn differences(found: &Tensors, known: &Tensors) -> Vec<String> {
+    let shown = |(dtype, shape): &(&str, Vec<usize>)| format!("{dtype} {shape:?}");
+    let mut differences = BTreeMap::new();
+    for (name, tensor) in known {
+        match found.get(name) {
+            None => drop(differences.insert(name, format!("`{name}` is missing"))),
+            Some(other) if other != tensor => {
+                differences.insert(name, format!("`{name}` is {}, not {}", shown(other), shown(tensor)));
+            }
+            Some(_) => {}
+        }
+    }
+    let extra = found.iter().filter(|(name, _)| !known.contains_key(*name));
+    differences.extend(extra.map(|(name, tensor)| (name, format!("`{name}`, {}, is not in it", shown(tensor)))));
+    differences.into_values().collect()
+}
+
+/// The published file with this SHA-256.
+pub fn published_digest(sha256: &str) -> Option<&'static KnownFile> {
+    KNOWN.iter().find(|file| file.sha256 == Some(sha256))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn named(name: &str) -> &'static KnownFile {
+        KNOWN.iter().find(|file| file.name == name).unwrap_or_else(|| panic!("{name}"))
+    }
+
+    fn elements(dtype: &str, shape: &[usize]) -> u64 {
+        let size = match dtype {
+            "F32" => 4,
+            "BF16" => 2,
+            "I64" => 8,
+            _ => 1,
+        };
+        size * shape.iter().product::<usize>() as u64
+    }
+
+    /// The rebuilt tensors have the published fingerprints, and what a file has beyond their data is a plausible header.
+    #[test]
+    fn the_list_agrees_with_what_was_published() {
+        for file in &KNOWN {
+            let Some(tensors) = file.tensors() else {
+                assert!(file.bytes.is_some(), "{}: nothing would recognise it", file.name);
+                continue;
+            };
+            assert!(file.fingerprint.is_none_or(|published| published == fingerprint(&tensors)), "{}", file.name);
+            let data: u64 = tensors.values().map(|(dtype, shape)| elements(dtype, shape)).sum();
+            if let Some(bytes) = file.bytes {
+                let header = bytes.checked_sub(data + 8).unwrap_or_else(|| panic!("{}: {data}", file.name));
+                let each = header / tensors.len() as u64;
+                assert!(header.is_multiple_of(8) && (80..130).contains(&each), "{}: {header}", file.name);
+            }
+        }
+        let published = KNOWN.iter().filter(|file| file.fingerprint.is_some()).count();
+        assert_eq!((published, KNOWN.iter().filter(|file| file.sha256.is_some()).count()), (5, 6));
+    }
+
+    /// No two entries of a part are alike, so that the first match is the only one.
+    #[test]
+    fn entries_can_be_told_apart() {
+        let mut prints: Vec<_> = KNOWN.iter().filter_map(|file| Some(fingerprint(&file.tensors()?))).collect();
+        let mut sizes: Vec<_> = KNOWN.iter().filter_map(|file| file.bytes).collect();
+        for list in [prints.len(), sizes.len()] {
+            assert!(list >= 17, "{list}");
+        }
+        let counts = (prints.len(), sizes.len());
+        prints.sort();
+        prints.dedup();
+        sizes.sort_unstable();
+        sizes.dedup();
+        assert_eq!((prints.len(), sizes.len()), counts);
+        assert_eq!(published_digest(named("flux-2-klein-4b-fp8").sha256.unwrap()).unwrap().name, "flux-2-klein-4b-fp8");
+        assert!(published_digest("").is_none());
+    }
+
+    #[test]
+    fn every_known_file_is_recognised() {
+        for file in &KNOWN {
+            let found = match file.tensors() {
+                Some(tensors) => likeness(file.part, &tensors, None),
+                None => likeness(file.part, &Tensors::new(), file.bytes),
+            };
+            let (Likeness::Same(found) | Likeness::SameSize(found)) = found else { panic!("{}: {found:?}", file.name) };
+            assert_eq!(found.name, file.name);
+        }
+    }
+
+    #[test]
+    fn what_differs_from_the_nearest_is_named() {
+        let mut tensors = named("flux-2-klein-4b-fp8").tensors().unwrap();
+        tensors.get_mut("img_in.weight").unwrap().1[1] += 1;
+        tensors.remove("single_blocks.19.linear2.input_scale");
+        tensors.insert("double_blocks.0.extra".into(), ("F32", vec![3]));
+        let Likeness::Unknown(Some((file, differences))) = likeness(Part::Transformer, &tensors, Some(1)) else { panic!() };
+        assert_eq!(file.name, "flux-2-klein-4b-fp8");
+        let want = [
+            "`double_blocks.0.extra`, F32 [3], is not in it",
+            "`img_in.weight` is BF16 [3072, 129], not BF16 [3072, 128]",
+            "`single_blocks.19.linear2.input_scale` is missing",
+        ];
+        assert_eq!(differences, want);
+        // A file of the right size whose layers were inferred may have other ones.
+        let inferred = named("flux-2-klein-base-4b-nvfp4");
+        assert!(inferred.is_inferred() && !file.is_inferred());
+        let found = likeness(Part::Transformer, &tensors, inferred.bytes);
+        assert!(matches!(found, Likeness::SameSize(file) if file.name == inferred.name), "{found:?}");
+        // Nothing is near to a file of another kind.
+        let other: Tensors = [("a".to_owned(), ("BF16", vec![1]))].into();
+        assert!(matches!(likeness(Part::Vae, &other, None), Likeness::Unknown(None)));
+    }
+}

@@ -1,0 +1,177 @@
+//! What others printed of the text encoder's values, as the one outside witness of a first run with real weights.
+//!
+//! The values are those of an article on klein: Qwen3-4B in bf16, the prompt `hello`, the prompt embeddings of the first four tokens,
+//! columns 0 to 2, which are in the first tap. What follows a token does not change its row, because attention is causal, so that four
+//! tokens and the layers up to the first tap are all that has to run.
+
+use crate::checkpoint::Weights;
+use crate::config::TextConfig;
+
+/// The prompt.
+pub const PROMPT: &str = "hello";
+
+/// The first tokens of the prompt in its chat template: what they spell, and their ids.
+pub const TOKENS: [(&str, u32); 4] = [("<|im_start|>", 151_644), ("user", 872), ("\\n", 198), ("hello", 14_990)];
+
+/// The columns of a row that were printed.
+pub const COLUMNS: usize = 3;
+
+/// The first columns of the first tap, a row for each token.
+pub type Rows = [[f32; COLUMNS]; TOKENS.len()];
+
+/// The values as they were printed.
+pub const VALUES: Rows = [[-768.0, 6.09, -25.75], [34.25, 2.39, -4.56], [29.25, 2.98, -2.06], [21.0, 0.31, -1.05]];
+
+/// How far a value may be off in proportion to itself. A residual stream in bf16 is rounded after each of the eighteen sublayers up to
+/// the first tap, by at most 2^-9 of its value: 3.5 % if all of them go the same way.
+pub const RELATIVE: f32 = 0.04;
+
+/// Half a unit of the second decimal, to which the article rounds.
+const PRINTED: f32 = 0.005;
+
+/// How far a value of a row may be off. In addition to the above a sublayer's output has an error that is in proportion to the
+/// largest values of the row and reaches all of its columns, small ones too: a sum of products of rounded values. It is taken as half
+/// a unit in bf16 of the largest value that was printed of the row, which for the first token is the massive activation of -768.
+pub fn room(row: usize, column: usize) -> f32 {
+    let largest = VALUES[row].iter().fold(0.0_f32, |largest, value| largest.max(value.abs()));
+    // bf16 has seven bits behind the leading one.
+    let unit = 2.0_f32.powi(largest.log2().floor() as i32 - 7);
+    RELATIVE * VALUES[row][column].abs() + unit / 2.0 + PRINTED
+}
+
+/// Whether there are published values for a text encoder.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Applicability {
+    /// They are of this encoder.
+    Published,
+    /// They are of this encoder, but it is quantised, which moves its values by an amount that nobody published.
+    Quantised,
+    /// They are of another encoder.
+    OtherEncoder,
+}
+
+impl Applicability {
+    /// Whether the values are of this text encoder.
+    pub fn of(config: &TextConfig, weights: &Weights) -> Self {
+        let is_plain = |name: &str| ["BF16", "F16", "F32"].contains(&name);
+        let mut tensors = weights.shards().iter().flat_map(|shard| shard.tensors());
+        if *config != TextConfig::klein_4b() {
+            Self::OtherEncoder
+        } else if tensors.all(|(_, entry)| is_plain(entry.dtype.name)) {
+            Self::Published
+        } else {
+            Self::Quantised
+        }
+    }
+}
+
+/// Values beside those that were published.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Comparison {
+    /// What was found.
+    pub found: Rows,
+    /// Rows and columns of the values that are off by more than their room, or not finite.
+    pub off: Vec<(usize, usize)>,
+    /// The largest difference in proportion to its room; not a number if a value is not.
+    pub worst: f32,
+}
+
+/// Compares values with those that were published.
+pub fn compare(found: Rows) -> Comparison {
+    let (mut off, mut worst) = (Vec::new(), 0.0_f32);
+    for (row, values) in found.iter().enumerate() {
+        for (column, value) in values.iter().enumerate() {
+            let share = (value - VALUES[row][column]).abs() / room(row, column);
+            if share.is_nan() || share > 1.0 {
+                off.push((row, column));
+            }
+            worst = if share.is_nan() || worst.is_nan() { f32::NAN } else { worst.max(share) };
+        }
+    }
+    Comparison { found, off, worst }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::Shard;
+    use crate::names::Layout;
+    use crate::part::Part;
+    use crate::tensor::{Bytes, DType};
+    use crate::tiny;
+    use crate::tokenizer::Tokenizer;
+    use half::bf16;
+    use std::sync::Arc;
+
+    fn changed(change: impl Fn(usize, usize, f32) -> f32) -> Comparison {
+        compare(std::array::from_fn(|row| std::array::from_fn(|column| change(row, column, VALUES[row][column]))))
+    }
+
+    #[test]
+    fn the_tokens_are_those_of_the_tokenizer() {
+        let tokens = Tokenizer::qwen3().unwrap().encode(PROMPT, TOKENS.len()).unwrap();
+        assert_eq!(tokens.ids, TOKENS.map(|(_, id)| id));
+        assert_eq!(tokens.real, TOKENS.len());
+    }
+
+    #[test]
+    fn only_the_plain_encoder_is_judged() {
+        for dtype in [DType::Bf16, DType::F16, DType::F32] {
+            let weights = tiny::model(Layout::Diffusers, dtype).unwrap().weights(Part::TextEncoder).unwrap();
+            assert_eq!(Applicability::of(&TextConfig::klein_4b(), &weights), Applicability::Published);
+            for config in [TextConfig::klein_9b(), TextConfig::tiny(), TextConfig { eps: 1e-5, ..TextConfig::klein_4b() }] {
+                assert_eq!(Applicability::of(&config, &weights), Applicability::OtherEncoder);
+            }
+        }
+        let header = r#"{"model.layers.0.mlp.down_proj.weight":{"dtype":"F8_E4M3","shape":[1,1],"data_offsets":[0,1]}}"#;
+        let file = [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &[0]].concat();
+        let shard = Shard::from_bytes("x", Bytes::new(Arc::new(file))).unwrap();
+        let weights = Weights::from_shards(Part::TextEncoder, vec![shard]).unwrap();
+        assert_eq!(Applicability::of(&TextConfig::klein_4b(), &weights), Applicability::Quantised);
+    }
+
+    #[test]
+    fn right_values_and_their_neighbours_are_accepted() {
+        assert_eq!(changed(|_, _, value| value).off, []);
+        // What the article printed was rounded to bf16 and then to two decimals.
+        assert_eq!(changed(|_, _, value| bf16::from_f32(value).to_f32()).off, []);
+        for factor in [0.97, 1.03] {
+            assert_eq!(changed(|_, _, value| factor * value).off, []);
+        }
+        // A small column may be off by what the large one of its row is rounded by.
+        assert_eq!(changed(|row, column, value| if (row, column) == (3, 1) { value + 0.06 } else { value }).off, []);
+    }
+
+    #[test]
+    fn wrong_values_are_found_wherever_they_are() {
+        for wrong in (0..TOKENS.len()).flat_map(|row| (0..COLUMNS).map(move |column| (row, column))) {
+            for value in
+                [-VALUES[wrong.0][wrong.1], f32::NAN, f32::INFINITY, VALUES[wrong.0][wrong.1] + 5.0 * room(wrong.0, wrong.1)]
+            {
+                let found = changed(|row, column, right| if (row, column) == wrong { value } else { right });
+                assert_eq!(found.off, [wrong], "{value}");
+                assert!(found.worst.is_nan() || found.worst > 1.0);
+            }
+        }
+        // A tenth more is off in every row, though not in every small column.
+        let scaled = changed(|_, _, value| 1.1 * value);
+        assert!((0..4).all(|row| scaled.off.contains(&(row, 0))), "{:?}", scaled.off);
+        // Other layers, other tokens, other columns: nothing but a value or two would fit by chance.
+        assert!(changed(|row, column, _| VALUES[(row + 1) % 4][column]).off.len() >= 9);
+        assert!(changed(|row, column, _| VALUES[row][(column + 1) % 3]).off.len() >= 11);
+        assert_eq!(changed(|_, _, _| f32::NAN).off.len(), 12);
+        assert!(changed(|_, _, _| 0.0).off.len() >= 11);
+    }
+
+    /// The room is a few per cent of a large value, and never so much that a sign could be wrong.
+    #[test]
+    fn the_room_is_what_rounding_can_explain() {
+        for (row, values) in VALUES.iter().enumerate() {
+            for (column, value) in values.iter().enumerate() {
+                assert!(room(row, column) < 0.45 * value.abs(), "{row} {column}");
+            }
+            assert!(room(row, 0) < 0.05 * values[0].abs());
+        }
+        assert!((room(0, 0) - (0.04 * 768.0 + 2.0 + 0.005)).abs() < 1e-4);
+    }
+}
