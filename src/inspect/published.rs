@@ -1,8 +1,8 @@
 //! What others printed of the text encoder's values, as the one outside witness of a first run with real weights.
 //!
-//! The values are those of an article on klein: Qwen3-4B in bf16, the prompt `hello`, the prompt embeddings of the first four tokens,
-//! columns 0 to 2, which are in the first tap. What follows a token does not change its row, because attention is causal, so that four
-//! tokens and the layers up to the first tap are all that has to run.
+//! The values are those of an article on klein: Qwen3-4B in bf16, the prompt `hello`, the prompt embeddings of the first four
+//! tokens, columns 0 to 2, which are in the first tap. What follows a token does not change its row, because attention is causal,
+//! so that four tokens and the layers up to the first tap are all that has to run.
 
 use crate::checkpoint::Weights;
 use crate::config::TextConfig;
@@ -22,16 +22,17 @@ pub type Rows = [[f32; COLUMNS]; TOKENS.len()];
 /// The values as they were printed.
 pub const VALUES: Rows = [[-768.0, 6.09, -25.75], [34.25, 2.39, -4.56], [29.25, 2.98, -2.06], [21.0, 0.31, -1.05]];
 
-/// How far a value may be off in proportion to itself. A residual stream in bf16 is rounded after each of the eighteen sublayers up to
-/// the first tap, by at most 2^-9 of its value: 3.5 % if all of them go the same way.
+/// How far a value may be off in proportion to itself. A residual stream in bf16 is rounded after each of the eighteen sublayers
+/// up to the first tap, by 2^-9 to 2^-8 of its value at most: by 3.5 % if most of these roundings go the same way.
 pub const RELATIVE: f32 = 0.04;
 
 /// Half a unit of the second decimal, to which the article rounds.
 const PRINTED: f32 = 0.005;
 
 /// How far a value of a row may be off. In addition to the above a sublayer's output has an error that is in proportion to the
-/// largest values of the row and reaches all of its columns, small ones too: a sum of products of rounded values. It is taken as half
-/// a unit in bf16 of the largest value that was printed of the row, which for the first token is the massive activation of -768.
+/// largest values of the row and reaches all of its columns, small ones too: a sum of products of rounded values. It is taken as
+/// half a unit in bf16 of the largest value that was printed of the row, which for the first token is the massive activation of
+/// -768.
 pub fn room(row: usize, column: usize) -> f32 {
     let largest = VALUES[row].iter().fold(0.0_f32, |largest, value| largest.max(value.abs()));
     // bf16 has seven bits behind the leading one.
