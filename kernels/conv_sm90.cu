@@ -17,7 +17,7 @@
 #include <gemm/policies_conv_sm90.cuh>
 
 #define KL_CONV_SM90(file, m, n, block_k, consumers, stages, mode, threads, shared_bytes, relative_cost)      \
-  using Tile##m##x##n = GemmConfig<ConvPolicies<n % KL_MMA_COLS == 0>, m, n, block_k, consumers, stages, ClusterMode::k##mode>;     \
+  using Tile##m##x##n = GemmConfig<ConvPolicies<(n & (n - 1)) == 0>, m, n, block_k, consumers, stages, ClusterMode::k##mode>;     \
   static_assert(row_states<Tile##m##x##n::kThreads, threads>());                                                       \
   static_assert(row_states<Tile##m##x##n::kSmemBytes, shared_bytes>());                                                \
   KL_ENTRY(kl_##file##_##m##x##n, ConvParams, threads, 1) { gemm<Tile##m##x##n>(p); }

@@ -303,8 +303,8 @@ struct ConvEpilogue : GemmEpilogue<Config> {
   }
 };
 
-// `kHasMoments` says whether the kernel can compute moments. Tiles of 96 and 192 columns cannot: the groups of such images are no powers of
-// two.
+// `kHasMoments` says whether the kernel can compute moments. Tiles whose columns are no power of two cannot: neither are the groups of the
+// images that they are for.
 template <bool kHasMoments_>
 struct ConvPolicies {
   using Params = ConvParams;

@@ -134,7 +134,7 @@ impl<'a> ConvGemm<'a> {
     fn moments_address(&self, cx: &OpContext, groups: u32) -> Option<u64> {
         let TileConfig { block_m, block_n, .. } = self.plan.tile.config();
         let width = self.p.out.cols / groups;
-        let has_moments = block_n.is_multiple_of(abi::KL_MMA_COLS) && width.is_power_of_two() && (2..=64).contains(&width);
+        let has_moments = block_n.is_power_of_two() && width.is_power_of_two() && (2..=64).contains(&width);
         let used = u64::from(self.plan.schedule.workers * abi::KL_SM90_CLUSTER) * u64::from(block_m * block_n) * 4;
         let bytes = u64::from(self.moments()) * u64::from(groups) * 16;
         let fits =
