@@ -61,7 +61,7 @@ impl Format {
         // Incompressible data is stored as it is, with a few bytes for each row at most. A JPEG of 100 can be larger than that.
         let pixels = width as u64 * height as u64;
         match self {
-            Self::Png | Self::WebP => 3 * pixels + 16 * height as u64 + (16 << 10),
+            Self::Png | Self::WebP => 3 * pixels + 18 * height as u64 + (16 << 10),
             Self::Jpeg { .. } => 6 * pixels + 16 * height as u64 + (16 << 10),
         }
     }
