@@ -55,7 +55,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 }
                 times.sort_unstable_by(f64::total_cmp);
                 let (least, median, size) = (times[0], times[times.len() / 2], bytes.len());
-                println!("{name:<4} {kind:<8} {side}x{side} | {threads} threads | {median:8.2} ms median, {least:8.2} least | {size} bytes");
+                println!(
+                    "{name:<4} {kind:<8} {side}x{side} | {threads} threads | {median:8.2} ms median, {least:8.2} least | {size} bytes"
+                );
                 if let Some(stem) = &stem {
                     std::fs::write(stem.with_extension(name), &bytes)?;
                 }

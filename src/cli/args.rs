@@ -12,8 +12,8 @@ pub use quantised::QuantisedArgs;
 pub use quantize::QuantizeArgs;
 pub use shell::{CompletionsArgs, ManArgs};
 pub use values::{
-    BackendArg, DTypeArg, FormatArg, ImageFormatArg, KleinArg, LayoutArg, NoiseArg, Nvfp4LayoutArg, PartArg, PrecisionArg, VariantArg,
-    WeightLayoutArg,
+    BackendArg, DTypeArg, FormatArg, ImageFormatArg, KleinArg, LayoutArg, NoiseArg, Nvfp4LayoutArg, PartArg, PrecisionArg,
+    VariantArg, WeightLayoutArg,
 };
 
 use crate::error::{Error, Result};

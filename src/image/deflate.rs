@@ -248,8 +248,10 @@ impl Block {
         }
         let literal_lengths = code_lengths(&literals, MAX_LITERAL_BITS);
         let distance_lengths = code_lengths(&distances, MAX_DISTANCE_BITS);
-        let trimmed = |lengths: &[u8], least: usize| lengths.iter().rposition(|l| *l > 0).map_or(least, |last| least.max(last + 1));
-        let all = [&literal_lengths[..trimmed(&literal_lengths, 257)], &distance_lengths[..trimmed(&distance_lengths, 1)]].concat();
+        let trimmed =
+            |lengths: &[u8], least: usize| lengths.iter().rposition(|l| *l > 0).map_or(least, |last| least.max(last + 1));
+        let all =
+            [&literal_lengths[..trimmed(&literal_lengths, 257)], &distance_lengths[..trimmed(&distance_lengths, 1)]].concat();
         let runs = run_length_code(&all);
         let mut frequencies = [0u32; 19];
         runs.iter().for_each(|run| frequencies[run.0] += 1);
@@ -507,11 +509,15 @@ mod tests {
     /// Symbols and extra bits against the tables of RFC 1951.
     #[test]
     fn symbols_of_the_rfc() {
-        for (length, want) in [(3, (257, 0, 0)), (10, (264, 0, 0)), (11, (265, 1, 0)), (12, (265, 1, 1)), (34, (272, 2, 3)), (35, (273, 3, 0))] {
+        for (length, want) in
+            [(3, (257, 0, 0)), (10, (264, 0, 0)), (11, (265, 1, 0)), (12, (265, 1, 1)), (34, (272, 2, 3)), (35, (273, 3, 0))]
+        {
             assert_eq!(length_symbol(length), want, "{length}");
         }
         assert_eq!([length_symbol(257), length_symbol(258)], [(284, 5, 30), (285, 0, 0)]);
-        for (distance, want) in [(1, (0, 0, 0)), (4, (3, 0, 0)), (5, (4, 1, 0)), (6, (4, 1, 1)), (9, (6, 2, 0)), (24_577, (29, 13, 0))] {
+        for (distance, want) in
+            [(1, (0, 0, 0)), (4, (3, 0, 0)), (5, (4, 1, 0)), (6, (4, 1, 1)), (9, (6, 2, 0)), (24_577, (29, 13, 0))]
+        {
             assert_eq!(distance_symbol(distance), want, "{distance}");
         }
         assert_eq!(distance_symbol(32_768), (29, 13, 8191));

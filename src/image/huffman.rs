@@ -42,7 +42,8 @@ fn depths(used: &[(u32, usize)]) -> Vec<usize> {
     for node in leaves..2 * leaves - 1 {
         let mut weight = 0;
         for _ in 0..2 {
-            let lightest = if leaf < leaves && (inner == node || weights[leaf] <= weights[inner]) { &mut leaf } else { &mut inner };
+            let lightest =
+                if leaf < leaves && (inner == node || weights[leaf] <= weights[inner]) { &mut leaf } else { &mut inner };
             weight += weights[*lightest];
             parents[*lightest] = node;
             *lightest += 1;
@@ -123,7 +124,9 @@ mod tests {
                 state >> 33
             };
             let symbols = 2 + next() as usize % 285;
-            all.push((0..symbols).map(|_| (next() as u32) >> (next() % 32)).map(|f| if case % 3 == 0 { f % 3 } else { f }).collect());
+            all.push(
+                (0..symbols).map(|_| (next() as u32) >> (next() % 32)).map(|f| if case % 3 == 0 { f % 3 } else { f }).collect(),
+            );
         }
         // One symbol that is everything, beside all the others.
         all.push((0..286).map(|i| if i == 7 { 1 << 30 } else { 1 }).collect());
