@@ -229,3 +229,40 @@ fn same_file(a: &Path, b: &Path) -> bool {
     };
     a == b || place(a) == place(b)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_format_follows_from_flag_and_name() {
+        use ImageFormatArg::{Jpeg, Png, Webp};
+        let of = |asked, quality, name: Option<&str>| file_format(asked, quality, name.map(Path::new));
+        for (asked, quality, name, want) in [
+            (None, None, None, Format::Png),
+            (None, None, Some("-"), Format::Png),
+            (None, None, Some("a"), Format::Png),
+            (None, None, Some(".webp"), Format::Png),
+            (None, None, Some("a.PNG"), Format::Png),
+            (None, None, Some("a.jpg"), Format::Jpeg { quality: 95 }),
+            (None, Some(3), Some("a.b/c.jpeg"), Format::Jpeg { quality: 3 }),
+            (None, None, Some("a.Webp"), Format::WebP),
+            (Some(Jpeg), Some(100), None, Format::Jpeg { quality: 100 }),
+            (Some(Jpeg), None, Some("-"), Format::Jpeg { quality: 95 }),
+            (Some(Webp), None, Some("a"), Format::WebP),
+            (Some(Png), None, Some("a.png"), Format::Png),
+        ] {
+            assert_eq!(of(asked, quality, name).unwrap(), want, "{asked:?} {quality:?} {name:?}");
+        }
+        for (asked, quality, name, code) in [
+            (Some(Png), None, Some("a.jpg"), 2),
+            (Some(Jpeg), None, Some("a.webp"), 2),
+            (None, Some(90), None, 2),
+            (Some(Webp), Some(90), Some("-"), 2),
+            (None, None, Some("a.gif"), 5),
+            (Some(Png), None, Some("a.v2"), 5),
+        ] {
+            assert_eq!(of(asked, quality, name).unwrap_err().exit_code(), code, "{asked:?} {quality:?} {name:?}");
+        }
+    }
+}

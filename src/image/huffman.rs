@@ -10,14 +10,9 @@ pub(super) fn code_lengths(frequencies: &[u32], limit: usize) -> Vec<u8> {
     // Ties are broken by the symbol, so that the result is the same everywhere.
     let mut used: Vec<(u32, usize)> =
         frequencies.iter().enumerate().filter(|(_, frequency)| **frequency > 0).map(|(symbol, f)| (*f, symbol)).collect();
-    for symbol in 0..frequencies.len() {
-        if used.len() >= 2 {
-            break;
-        }
-        if frequencies[symbol] == 0 {
-            used.push((0, symbol));
-        }
-    }
+    let unused = (0..frequencies.len()).filter(|symbol| frequencies[*symbol] == 0);
+    let missing = 2usize.saturating_sub(used.len());
+    used.extend(unused.take(missing).map(|symbol| (0, symbol)));
     used.sort_unstable();
     let mut counts = limit_depths(&depths(&used), limit);
     // The rarest symbols get the longest codes.

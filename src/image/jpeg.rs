@@ -156,17 +156,15 @@ fn transform_row(image: &Image, row: usize, basis: &[[f32; SIDE]; SIDE], steps: 
     let mut blocks = Vec::with_capacity(3 * columns);
     for column in 0..columns {
         let mut planes = [[[0.0; SIDE]; SIDE]; 3];
-        for y in 0..SIDE {
-            for x in 0..SIDE {
-                // Blocks beyond the edge repeat the last row and column.
-                let (px, py) = ((column * SIDE + x).min(image.width - 1), (row * SIDE + y).min(image.height - 1));
-                let at = 3 * (py * image.width + px);
-                let [r, g, b] = [0, 1, 2].map(|c| f32::from(image.pixels[at + c]));
-                // JFIF's YCbCr, around zero.
-                planes[0][y][x] = 0.299 * r + 0.587 * g + 0.114 * b - 128.0;
-                planes[1][y][x] = -0.168_735_9 * r - 0.331_264_1 * g + 0.5 * b;
-                planes[2][y][x] = 0.5 * r - 0.418_687_6 * g - 0.081_312_4 * b;
-            }
+        for (y, x) in (0..SIDE).flat_map(|y| (0..SIDE).map(move |x| (y, x))) {
+            // Blocks beyond the edge repeat the last row and column.
+            let (px, py) = ((column * SIDE + x).min(image.width - 1), (row * SIDE + y).min(image.height - 1));
+            let at = 3 * (py * image.width + px);
+            let [r, g, b] = [0, 1, 2].map(|c| f32::from(image.pixels[at + c]));
+            // JFIF's YCbCr, around zero.
+            planes[0][y][x] = 0.299 * r + 0.587 * g + 0.114 * b - 128.0;
+            planes[1][y][x] = -0.168_735_9 * r - 0.331_264_1 * g + 0.5 * b;
+            planes[2][y][x] = 0.5 * r - 0.418_687_6 * g - 0.081_312_4 * b;
         }
         for (component, plane) in planes.iter().enumerate() {
             blocks.push(quantise(&transform(plane, basis), &steps[component.min(1)]));
