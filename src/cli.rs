@@ -21,6 +21,7 @@ mod settings;
 mod stdout;
 mod support;
 mod tiny;
+mod writer;
 
 pub use bench::{BenchRequest, bench};
 pub use completions::{completions, man};

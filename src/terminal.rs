@@ -8,9 +8,9 @@ use crate::text::shown_line;
 use crate::threads;
 use indicatif::{HumanBytes, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
-use std::cell::RefCell;
 use std::io::{IsTerminal, Write};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -65,13 +65,13 @@ impl Seconds {
     }
 }
 
-/// Progress reports on standard error.
+/// Progress reports on standard error. One thread reports phases; others may print lines.
 pub struct Terminal {
     verbosity: Verbosity,
     /// Whether lines can be redrawn.
     live: bool,
-    seconds: RefCell<Seconds>,
-    running: RefCell<Option<Running>>,
+    seconds: Mutex<Seconds>,
+    running: Mutex<Option<Running>>,
 }
 
 /// The phase in progress.
@@ -125,12 +125,12 @@ impl Terminal {
     pub fn new(verbosity: Verbosity) -> Self {
         let dumb = std::env::var_os("TERM").is_some_and(|term| term == "dumb");
         let live = std::io::stderr().is_terminal() && !dumb;
-        Self { verbosity, live, seconds: RefCell::default(), running: RefCell::default() }
+        Self { verbosity, live, seconds: Mutex::default(), running: Mutex::default() }
     }
 
     /// The duration of each phase.
     pub fn seconds(&self) -> Seconds {
-        *self.seconds.borrow()
+        *locked(&self.seconds)
     }
 
     /// Prints a line unless the verbosity is quiet.
@@ -146,8 +146,15 @@ impl Terminal {
             // The text may contain file names and parts of files.
             let _ = writeln!(std::io::stderr(), "{}", shown_line(text));
         };
-        // A visible progress line must be cleared before the text is printed.
-        match self.running.borrow().as_ref().and_then(|running| running.bar.as_ref()) {
+        self.interject(write);
+    }
+
+    /// Writes something to standard output or standard error while a progress line may be visible, which is cleared before.
+    pub fn interject<T>(&self, write: impl FnOnce() -> T) -> T {
+        if !self.live {
+            return write();
+        }
+        match locked(&self.running).as_ref().and_then(|running| running.bar.as_ref()) {
             Some(bar) => bar.line.suspend(write),
             None => write(),
         }
@@ -157,11 +164,11 @@ impl Terminal {
 impl Progress for Terminal {
     fn begin(&self, phase: Phase, total: u64) {
         let bar = (self.live && self.verbosity > Verbosity::Quiet).then(|| Bar::new(phase, total));
-        *self.running.borrow_mut() = Some(Running { phase, total, done: 0, start: Instant::now(), bar });
+        *locked(&self.running) = Some(Running { phase, total, done: 0, start: Instant::now(), bar });
     }
 
     fn advance(&self, amount: u64) {
-        let mut running = self.running.borrow_mut();
+        let mut running = locked(&self.running);
         let Some(running) = running.as_mut() else { return };
         running.done += amount;
         if let Some(Bar { line, .. }) = &running.bar {
@@ -171,8 +178,8 @@ impl Progress for Terminal {
     }
 
     fn end(&self) {
-        // This is a separate statement because `say` below borrows `running` again.
-        let running = self.running.borrow_mut().take();
+        // This is a separate statement because `say` below locks `running` again.
+        let running = locked(&self.running).take();
         let Some(Running { phase, total, start, bar, .. }) = running else { return };
         let seconds = start.elapsed().as_secs_f64();
         let mut all = self.seconds();
@@ -180,7 +187,7 @@ impl Progress for Terminal {
         if let Some(of_phase) = all.of(phase) {
             *of_phase = before + seconds;
         }
-        self.seconds.replace(all);
+        *locked(&self.seconds) = all;
         drop(bar);
         self.say(&summary(phase, total, seconds));
     }
@@ -192,6 +199,11 @@ impl Progress for Terminal {
     fn warn(&self, text: &str) {
         self.say(&format!("warning: {text}"));
     }
+}
+
+/// A value behind a lock. A panic while it was held leaves nothing half-done.
+fn locked<T>(value: &Mutex<T>) -> MutexGuard<'_, T> {
+    value.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The line for a finished phase.

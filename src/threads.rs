@@ -48,7 +48,7 @@ pub fn start(asked: usize) -> usize {
 
 /// How many of `count` threads there is memory for: for their stacks, and for the allocations at the start of a thread, whose
 /// failure aborts the process.
-fn affordable(count: usize) -> usize {
+pub fn affordable(count: usize) -> usize {
     let bytes = |count: usize| count * (STACK + (64 << 10)) + (4 << 20);
     (1..=count).rev().find(|&count| memory::can_allocate(bytes(count))).unwrap_or(0)
 }

@@ -12,8 +12,8 @@ pub use quantised::QuantisedArgs;
 pub use quantize::QuantizeArgs;
 pub use shell::{CompletionsArgs, ManArgs};
 pub use values::{
-    BackendArg, DTypeArg, FormatArg, KleinArg, LayoutArg, NoiseArg, Nvfp4LayoutArg, PartArg, PrecisionArg, VariantArg,
-    WeightLayoutArg,
+    BackendArg, DTypeArg, FormatArg, ImageFormatArg, KleinArg, LayoutArg, NoiseArg, Nvfp4LayoutArg, PartArg, PrecisionArg,
+    VariantArg, WeightLayoutArg,
 };
 
 use crate::error::{Error, Result};
@@ -141,12 +141,20 @@ pub struct GenerateArgs {
     #[command(flatten)]
     pub model: ModelArgs,
 
-    /// The PNG to write [default: PROMPT-SEED.png]
+    /// The image file to write: .png, .jpg, .jpeg or .webp [default: PROMPT-SEED.png]
     ///
     /// The default name is made from the prompt's words. With --count, `out.png` becomes `out-1.png`, `out-2.png` and so on. `-`
     /// writes the picture itself to standard output.
     #[arg(short, long, value_name = "PATH", help_heading = "Output")]
     pub output: Option<PathBuf>,
+
+    /// File format [default: by the name of --output, else png]
+    #[arg(long, value_enum, value_name = "KIND", help_heading = "Output")]
+    pub format: Option<ImageFormatArg>,
+
+    /// Quality of a JPEG, from 1 to 100 [default: 95]
+    #[arg(long, value_name = "N", value_parser = within(1u8, 100), help_heading = "Output")]
+    pub quality: Option<u8>,
 
     /// Replace files that exist
     ///

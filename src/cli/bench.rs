@@ -78,6 +78,8 @@ impl BenchRequest {
             prompt,
             model,
             output: None,
+            format: None,
+            quality: None,
             force: false,
             dump: None,
             json: false,

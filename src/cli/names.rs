@@ -17,32 +17,37 @@ pub enum Target {
     /// Several images: `out.png` stands for `out-1.png`, `out-2.png` and so on.
     Numbered(PathBuf),
     /// Images named after the prompt, in the current folder; the seed in the name distinguishes them.
-    Prompt(String),
+    Prompt {
+        /// The words of the prompt.
+        slug: String,
+        /// What the names end with.
+        extension: &'static str,
+    },
 }
 
 impl Target {
-    /// The target for `count` images of a prompt; `given` is the path of `--output`, where `-` is standard output.
-    pub fn new(given: Option<PathBuf>, prompt: &str, count: usize) -> Self {
+    /// The target for `count` images of a prompt; `given` is the path of `--output`, where `-` is standard output. Without one,
+    /// names end with `extension`.
+    pub fn new(given: Option<PathBuf>, prompt: &str, count: usize, extension: &'static str) -> Self {
         match given {
             Some(path) if path == Path::new(DASH) => Self::Stdout,
             Some(path) if count > 1 => Self::Numbered(path),
             Some(path) => Self::One(path),
-            None => Self::Prompt(slug(prompt)),
+            None => Self::Prompt { slug: slug(prompt), extension },
         }
     }
 
     /// The path of image `index`, counted from 0, or `None` for standard output. An image with noise from a file has no seed.
     pub fn path(&self, index: usize, seed: Option<u64>) -> Option<PathBuf> {
-        let named = |stem: &str| match seed {
-            Some(seed) => format!("{stem}-{seed}.png").into(),
-            None => format!("{stem}-noise.png").into(),
-        };
         match self {
             Self::Stdout => None,
             Self::One(path) => Some(path.clone()),
             Self::Numbered(path) => Some(numbered(path, index + 1)),
-            Self::Prompt(slug) if slug.is_empty() => Some(named("kiln")),
-            Self::Prompt(slug) => Some(named(slug)),
+            Self::Prompt { slug, extension } => {
+                let stem = if slug.is_empty() { "kiln" } else { slug };
+                let id = seed.map_or("noise".into(), |seed| seed.to_string());
+                Some(format!("{stem}-{id}.{extension}").into())
+            }
         }
     }
 }
@@ -100,11 +105,12 @@ mod tests {
             (&format!("{} bc", "a".repeat(45)), &format!("{}-bc-7.png", "a".repeat(45))),
             (&format!("{} bcd e", "a".repeat(45)), &format!("{}-7.png", "a".repeat(45))),
         ] {
-            assert_eq!(Target::new(None, prompt, 1).path(0, Some(7)).unwrap(), Path::new(name), "{prompt}");
+            assert_eq!(Target::new(None, prompt, 1, "png").path(0, Some(7)).unwrap(), Path::new(name), "{prompt}");
         }
-        assert_eq!(Target::new(None, "fox", 2).path(1, Some(8)).unwrap(), Path::new("fox-8.png"));
-        assert_eq!(Target::new(None, "fox", 1).path(0, None).unwrap(), Path::new("fox-noise.png"));
-        assert_eq!(Target::new(Some("-".into()), "fox", 1).path(0, Some(8)), None);
+        assert_eq!(Target::new(None, "fox", 2, "png").path(1, Some(8)).unwrap(), Path::new("fox-8.png"));
+        assert_eq!(Target::new(None, "fox", 1, "png").path(0, None).unwrap(), Path::new("fox-noise.png"));
+        assert_eq!(Target::new(None, "fox", 1, "jpg").path(0, Some(8)).unwrap(), Path::new("fox-8.jpg"));
+        assert_eq!(Target::new(Some("-".into()), "fox", 1, "png").path(0, Some(8)), None);
     }
 
     #[test]
@@ -117,8 +123,8 @@ mod tests {
             ("..", ".."),
             ("folder/", "folder/"),
         ] {
-            assert_eq!(Target::new(Some(given.into()), "p", 2).path(1, Some(7)).unwrap(), Path::new(name), "{given}");
-            assert_eq!(Target::new(Some(given.into()), "p", 1).path(0, Some(7)).unwrap(), Path::new(given));
+            assert_eq!(Target::new(Some(given.into()), "p", 2, "png").path(1, Some(7)).unwrap(), Path::new(name), "{given}");
+            assert_eq!(Target::new(Some(given.into()), "p", 1, "png").path(0, Some(7)).unwrap(), Path::new(given));
         }
     }
 
@@ -127,6 +133,6 @@ mod tests {
     fn names_need_not_be_unicode() {
         use std::os::unix::ffi::OsStringExt;
         let name = |bytes: &[u8]| PathBuf::from(OsString::from_vec(bytes.to_vec()));
-        assert_eq!(Target::new(Some(name(b"\xff.png")), "p", 3).path(2, Some(7)).unwrap(), name(b"\xff-3.png"));
+        assert_eq!(Target::new(Some(name(b"\xff.png")), "p", 3, "png").path(2, Some(7)).unwrap(), name(b"\xff-3.png"));
     }
 }

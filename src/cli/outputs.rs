@@ -1,18 +1,16 @@
-//! Writes images to files or to standard output, with metadata in the PNG and a line of output for each file.
+//! The files of a run, planned and checked before any work, and what an image says about itself.
 
+use super::args::ImageFormatArg;
 use super::names::Target;
-use super::report::{warn_of_flat_image, warn_of_saturation};
 use super::request::ImageRequest;
 use super::settings::Settings;
-use super::stdout::{DASH, STDOUT, json_line, line_of, print, reader_left};
+use super::stdout::{DASH, STDOUT};
 use crate::error::{Error, Result};
+use crate::image::Format;
 use crate::noise::CHANNELS;
-use crate::output::{Planned, check_writable, save_new};
-use crate::pipeline::GeneratedImage;
-use crate::terminal::{Seconds, Terminal};
+use crate::output::{Planned, check_writable};
 use crate::text::shown_path;
-use serde::Serialize;
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
 
 /// The files of a run.
@@ -22,62 +20,28 @@ pub struct Outputs {
     images: std::vec::IntoIter<Planned>,
     /// The file of `--dump`. Its size leaves out the prompt embeddings, whose width is known only once the model is open.
     dump: Option<Planned>,
+    format: Format,
     /// Whether existing files are replaced.
     force: bool,
     /// Whether standard output gets JSON objects instead of paths.
     json: bool,
 }
 
-/// What `--json` prints for an image.
-#[derive(Serialize)]
-struct ImageLine<'a> {
-    path: &'a str,
-    seed: Option<u64>,
-    width: usize,
-    height: usize,
-    steps: usize,
-    guidance: Option<f32>,
-    model: &'a str,
-    variant: String,
-    precision: &'a str,
-    /// What weights were quantised to when they were loaded.
-    quantize: Option<&'a str>,
-    backend: &'a str,
-    /// Activations that did not fit into FP8.
-    saturated: u64,
-    seconds: Seconds,
-}
-
-impl<'a> ImageLine<'a> {
-    /// JSON holds Unicode only, so bytes of a path that are not valid UTF-8 are replaced in `path`.
-    fn new(path: &'a str, image: &GeneratedImage, settings: &'a Settings, backend: &'a str, seconds: Seconds) -> Self {
-        Self {
-            path,
-            seed: settings.job.noise.seed(image.seed),
-            width: image.image.width,
-            height: image.image.height,
-            steps: settings.job.steps,
-            guidance: settings.guidance.chosen,
-            model: &settings.model,
-            variant: settings.variant.to_string(),
-            precision: settings.precision.name(),
-            quantize: settings.quantize(),
-            backend,
-            saturated: image.saturated,
-            seconds,
-        }
-    }
-}
-
 impl Outputs {
     /// Plans the files of a request, and refuses those that cannot be written now rather than after minutes of work.
-    pub fn plan(request: &ImageRequest, target: &Target, dump: Option<PathBuf>, force: bool, json: bool) -> Result<Self> {
-        // The estimate is the size of a PNG that does not compress at all, with its text.
-        let (pixels, rows) = (request.size.width() * request.size.height(), request.size.height());
-        let bytes = (3 * pixels + rows + request.prompt.len()) as u64 + (16 << 10);
+    pub fn plan(
+        request: &ImageRequest,
+        target: &Target,
+        format: Format,
+        dump: Option<PathBuf>,
+        force: bool,
+        json: bool,
+    ) -> Result<Self> {
+        let (width, height) = (request.size.width(), request.size.height());
+        let bytes = format.max_bytes(width, height) + request.prompt.len() as u64;
         let mut images = Vec::with_capacity(request.seeds.len());
         for path in request.seeds.iter().enumerate().filter_map(|(i, &seed)| target.path(i, request.noise.seed(seed))) {
-            check_format(&path)?;
+            check_name(&path)?;
             if let Some(dump) = &dump
                 && same_file(&path, dump)
             {
@@ -91,8 +55,8 @@ impl Outputs {
         }
         // A dump holds the noise twice, the latents after each step and the image before rounding.
         let latents = (request.steps.unwrap_or(1) + 2) * request.size.grid().tokens() * CHANNELS;
-        let dump = dump.map(|path| Planned { path, bytes: 4 * (latents + 3 * pixels) as u64 });
-        let outputs = Self { images: images.into_iter(), dump, force, json };
+        let dump = dump.map(|path| Planned { path, bytes: 4 * (latents + 3 * width * height) as u64 });
+        let outputs = Self { images: images.into_iter(), dump, format, force, json };
         outputs.check(0)?;
         Ok(outputs)
     }
@@ -110,44 +74,34 @@ impl Outputs {
         check_writable(&files, self.force)
     }
 
-    /// Saves the next image and reports it on `out`. `backend` is the name of the backend that computed it.
-    pub fn write(
-        &mut self,
-        image: &GeneratedImage,
-        settings: &Settings,
-        backend: &str,
-        terminal: &Terminal,
-        out: &mut dyn Write,
-    ) -> Result<()> {
-        let png = image.image.encode_png(&png_text(settings, image.seed))?;
-        let reported = match self.images.next() {
-            Some(Planned { path, .. }) => {
-                save_new(&path, &png, self.force)?;
-                let line = match self.json {
-                    true => json_line(&ImageLine::new(&path.to_string_lossy(), image, settings, backend, terminal.seconds()))?,
-                    false => line_of(&path),
-                };
-                match print(out, &line) {
-                    // The files are the result, so the rest of them is generated even after the reader closed the pipe.
-                    Err(error) if reader_left(&error) => Ok(()),
-                    printed => printed,
-                }
-            }
-            // Here the stream is the result, so a closed pipe is an error.
-            None => out.write_all(&png).and_then(|()| out.flush()).map_err(|source| Error::Write { path: DASH.into(), source }),
-        };
-        warn_of_flat_image(image, terminal);
-        warn_of_saturation(image.saturated, settings, terminal);
-        // The dump comes after the report of the image, which exists even if writing the dump fails.
-        if let (Some(dump), Some(record)) = (&self.dump, &image.record) {
-            save_new(&dump.path, &record.to_safetensors()?, self.force)?;
-        }
-        reported
+    /// The format of the images.
+    pub fn format(&self) -> Format {
+        self.format
+    }
+
+    /// Where the next image goes; `None` is standard output.
+    pub fn next_path(&mut self) -> Option<PathBuf> {
+        self.images.next().map(|planned| planned.path)
+    }
+
+    /// The file of `--dump`.
+    pub fn dump(&self) -> Option<&Path> {
+        self.dump.as_ref().map(|dump| dump.path.as_path())
+    }
+
+    /// Whether existing files are replaced.
+    pub fn force(&self) -> bool {
+        self.force
+    }
+
+    /// Whether standard output gets JSON objects instead of paths.
+    pub fn json(&self) -> bool {
+        self.json
     }
 }
 
-/// The metadata of a PNG: enough to generate the image again, and nothing that would differ between two such runs.
-pub fn png_text(settings: &Settings, seed: u64) -> Vec<(&'static str, String)> {
+/// The metadata of an image: enough to generate the image again, and nothing that would differ between two such runs.
+pub fn image_text(settings: &Settings, seed: u64) -> Vec<(&'static str, String)> {
     let mut text = vec![("prompt", settings.job.prompt.clone())];
     text.extend(settings.job.noise.seed(seed).map(|seed| ("seed", seed.to_string())));
     text.extend([
@@ -171,16 +125,73 @@ pub fn png_text(settings: &Settings, seed: u64) -> Vec<(&'static str, String)> {
     text
 }
 
-/// Refuses extensions other than .png, and paths that name standard output. A name without an extension is allowed.
-fn check_format(path: &Path) -> Result<()> {
-    let refused = |why: &str| Error::Write { path: path.into(), source: io::Error::new(io::ErrorKind::InvalidInput, why) };
+/// The format that flags and the name of the file ask for together.
+pub fn file_format(asked: Option<ImageFormatArg>, quality: Option<u8>, output: Option<&Path>) -> Result<Format> {
+    let path = output.filter(|path| *path != Path::new(DASH));
+    let extension = path.and_then(Path::extension).map(|extension| extension.to_ascii_lowercase());
+    let named = match extension.as_ref().map(|extension| extension.to_str()) {
+        None => None,
+        Some(Some("png")) => Some(ImageFormatArg::Png),
+        Some(Some("jpg" | "jpeg")) => Some(ImageFormatArg::Jpeg),
+        Some(Some("webp")) => Some(ImageFormatArg::Webp),
+        Some(_) => {
+            let source = io::Error::new(io::ErrorKind::InvalidInput, "kiln writes files named .png, .jpg, .jpeg or .webp");
+            return Err(Error::Write { path: path.unwrap_or(Path::new("")).into(), source });
+        }
+    };
+    let format = match (asked, named) {
+        (Some(asked), Some(named)) if asked != named => {
+            let (flag, extension) = (flag_value(asked), file_extension(asked));
+            let name = path.map(shown_path).unwrap_or_default();
+            let what = format!("--format {flag} is not what the name of the file says ({name})");
+            return Err(Error::usage(what, format!("leave out --format, or name it .{extension}")));
+        }
+        (asked, named) => asked.or(named).unwrap_or(ImageFormatArg::Png),
+    };
+    match (format, quality) {
+        (ImageFormatArg::Jpeg, quality) => Ok(Format::Jpeg { quality: quality.unwrap_or(Format::DEFAULT_QUALITY) }),
+        (other, Some(_)) => {
+            let what = format!("--quality is about JPEG, --format {} is lossless", flag_value(other));
+            Err(Error::usage(what, "leave out --quality, or use --format jpeg and a name to match"))
+        }
+        (ImageFormatArg::Png, None) => Ok(Format::Png),
+        (ImageFormatArg::Webp, None) => Ok(Format::WebP),
+    }
+}
+
+/// How `--format` spells a format.
+fn flag_value(format: ImageFormatArg) -> &'static str {
+    match format {
+        ImageFormatArg::Png => "png",
+        ImageFormatArg::Jpeg => "jpeg",
+        ImageFormatArg::Webp => "webp",
+    }
+}
+
+/// What names of files in a format end with.
+fn file_extension(format: ImageFormatArg) -> &'static str {
+    match format {
+        ImageFormatArg::Jpeg => "jpg",
+        other => flag_value(other),
+    }
+}
+
+/// What default names of files in a format end with.
+pub fn extension(format: Format) -> &'static str {
+    file_extension(match format {
+        Format::Png => ImageFormatArg::Png,
+        Format::Jpeg { .. } => ImageFormatArg::Jpeg,
+        Format::WebP => ImageFormatArg::Webp,
+    })
+}
+
+/// Refuses paths that name standard output.
+fn check_name(path: &Path) -> Result<()> {
     if ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"].iter().any(|own| path == Path::new(own)) {
-        return Err(refused("this is standard output, which is called `-`"));
+        let source = io::Error::new(io::ErrorKind::InvalidInput, "this is standard output, which is called `-`");
+        return Err(Error::Write { path: path.into(), source });
     }
-    match path.extension() {
-        Some(extension) if !extension.eq_ignore_ascii_case("png") => Err(refused("kiln writes PNG files, named .png")),
-        _ => Ok(()),
-    }
+    Ok(())
 }
 
 /// Refuses to write an image to a terminal, or to a standard output that is closed.
@@ -217,4 +228,41 @@ fn same_file(a: &Path, b: &Path) -> bool {
         (folder.canonicalize().ok(), path.file_name().map(|name| name.to_owned()))
     };
     a == b || place(a) == place(b)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_format_follows_from_flag_and_name() {
+        use ImageFormatArg::{Jpeg, Png, Webp};
+        let of = |asked, quality, name: Option<&str>| file_format(asked, quality, name.map(Path::new));
+        for (asked, quality, name, want) in [
+            (None, None, None, Format::Png),
+            (None, None, Some("-"), Format::Png),
+            (None, None, Some("a"), Format::Png),
+            (None, None, Some(".webp"), Format::Png),
+            (None, None, Some("a.PNG"), Format::Png),
+            (None, None, Some("a.jpg"), Format::Jpeg { quality: 95 }),
+            (None, Some(3), Some("a.b/c.jpeg"), Format::Jpeg { quality: 3 }),
+            (None, None, Some("a.Webp"), Format::WebP),
+            (Some(Jpeg), Some(100), None, Format::Jpeg { quality: 100 }),
+            (Some(Jpeg), None, Some("-"), Format::Jpeg { quality: 95 }),
+            (Some(Webp), None, Some("a"), Format::WebP),
+            (Some(Png), None, Some("a.png"), Format::Png),
+        ] {
+            assert_eq!(of(asked, quality, name).unwrap(), want, "{asked:?} {quality:?} {name:?}");
+        }
+        for (asked, quality, name, code) in [
+            (Some(Png), None, Some("a.jpg"), 2),
+            (Some(Jpeg), None, Some("a.webp"), 2),
+            (None, Some(90), None, 2),
+            (Some(Webp), Some(90), Some("-"), 2),
+            (None, None, Some("a.gif"), 5),
+            (Some(Png), None, Some("a.v2"), 5),
+        ] {
+            assert_eq!(of(asked, quality, name).unwrap_err().exit_code(), code, "{asked:?} {quality:?} {name:?}");
+        }
+    }
 }

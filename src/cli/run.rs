@@ -2,17 +2,19 @@
 
 use super::args::GenerateArgs;
 use super::names::Target;
-use super::outputs::Outputs;
+use super::outputs::{Outputs, extension, file_format, image_text};
 use super::report::{announce_run, list_kernels, unknown_words_note};
 use super::request::{ImageRequest, Setup};
 use super::session::Session;
 use super::settings::Settings;
+use super::writer::{Pending, Place, Writer};
 use crate::error::{Error, Result};
 use crate::locate::Environment;
 use crate::terminal::{Terminal, Verbosity};
 use std::io::{Read, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 
 /// What `kiln generate` was asked for, split by the module that uses each piece.
 #[derive(Debug)]
@@ -32,25 +34,28 @@ impl GenerateRequest {
     /// `random` is the seed to use if none is given.
     pub fn new(args: GenerateArgs, environment: Environment, stdin: &mut dyn Read, random: u64) -> Result<Self> {
         let (images, mut setup) = ImageRequest::from_args(&args, environment, stdin, random)?;
-        let target = Target::new(args.output, &images.prompt, images.seeds.len());
-        let outputs = Outputs::plan(&images, &target, args.dump, args.force, args.json)?;
+        let format = file_format(args.format, args.quality, args.output.as_deref())?;
+        let target = Target::new(args.output, &images.prompt, images.seeds.len(), extension(format));
+        let outputs = Outputs::plan(&images, &target, format, args.dump, args.force, args.json)?;
         setup.notes.extend(unknown_words_note(&images.prompt, &setup.found, &setup.conventions));
         Ok(Self { images, setup, outputs, verbosity: Verbosity::new(args.run.quiet, args.run.verbose) })
     }
 }
 
-/// Generates the images of a request. Each is saved, and its path or JSON object written to `out`, as soon as it is done. Once
-/// `stop` is set no further image is saved.
+/// Generates the images of a request. Each is saved, and its path or JSON object written to `out`, as soon as it is done, while the
+/// next one is computed. Once `stop` is set no further image is saved.
 pub fn generate(
     request: ImageRequest,
     setup: Setup,
     mut outputs: Outputs,
     stop: &Arc<AtomicBool>,
     terminal: &Terminal,
-    out: &mut dyn Write,
+    out: &mut (dyn Write + Send),
 ) -> Result<()> {
     let mut session = Session::open(setup, stop, terminal)?;
     let settings = Settings::resolve(request, &session.profile());
+    // The largest seed makes the longest text.
+    outputs.format().check_text(&image_text(&settings, u64::MAX))?;
     announce_run(&settings, &session.found, &session.model, &session.backend, &session.formats, terminal);
     // A dump holds the prompt embeddings, whose width is known only now that the model is open.
     if outputs.has_dump() {
@@ -60,11 +65,16 @@ pub fn generate(
     session.fit(&settings.job, terminal)?;
     let backend = session.backend.name;
     let mut engine = session.load(terminal)?;
-    engine.generate(&settings.job, terminal, &mut |image| {
-        if stop.load(Ordering::Relaxed) {
-            return Err(Error::Interrupted);
-        }
-        outputs.write(&image, &settings, backend, terminal, out)
+    let place = Place::new(&outputs, &settings, backend, terminal, out, stop);
+    thread::scope(|scope| {
+        let mut writer = Writer::start(scope, &place, settings.job.seeds.len());
+        let generated = engine.generate(&settings.job, terminal, &mut |image| {
+            if stop.load(Ordering::Relaxed) {
+                return Err(Error::Interrupted);
+            }
+            writer.write(Pending { path: outputs.next_path(), image, seconds: terminal.seconds() })
+        });
+        writer.finish(generated)
     })?;
     list_kernels(&engine.backend().launches(), terminal);
     Ok(())

@@ -16,7 +16,7 @@ fn outputs_that_cannot_be_written() {
     let cannot = |name: &str, why: &str| format!("cannot write ({name}): {why}");
     let force = Is("use --force or another name");
     let link = "this is a symbolic link; name the file that it leads to";
-    let format = "kiln writes PNG files, named .png";
+    let format = "kiln writes files named .png, .jpg, .jpeg or .webp";
     let mut rows = vec![
         row("x -q -o there.png", 5, exists("there.png"), force),
         row("x -q -o new.png --dump there.png", 5, exists("there.png"), force),
@@ -30,7 +30,19 @@ fn outputs_that_cannot_be_written() {
         row("x -q -o folder.png --force", 5, cannot("folder.png", "this is a folder"), Nothing),
         row("x -q -o no/new.png", 5, cannot("no/new.png", "there is no such folder"), Nothing),
         row("x -q -o there.png/new.png", 5, cannot("there.png/new.png", "there is no such folder"), Nothing),
-        row("x -q -o new.jpg", 5, cannot("new.jpg", format), Nothing),
+        row("x -q -o new.gif", 5, cannot("new.gif", format), Nothing),
+        row(
+            "x -q -o new.png --format jpeg",
+            2,
+            "--format jpeg is not what the name of the file says (new.png)",
+            Is("leave out --format, or name it .jpg"),
+        ),
+        row(
+            "x -q -o new.webp --quality 80",
+            2,
+            "--quality is about JPEG, --format webp is lossless",
+            Is("leave out --quality, or use --format jpeg and a name to match"),
+        ),
         row("x -q -o new.v2", 5, cannot("new.v2", format), Nothing),
         row(
             "x -q -o - --count 2",
@@ -74,7 +86,7 @@ fn outputs_that_cannot_be_written() {
             row(
                 &quick("x -q -o full/new.png --count 40"),
                 5,
-                cannot("full/new-1.png", "all files together need up to 1,149,480 bytes, 405,569 are free; nothing was written"),
+                cannot("full/new-1.png", "all files together need up to 1,193,000 bytes, 406,657 are free; nothing was written"),
                 Nothing,
             )
             .within("mount -t tmpfs -o size=400k none full"),

@@ -91,6 +91,17 @@ choice! {
     }
 }
 
+/// Values of `--format`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ImageFormatArg {
+    /// Lossless
+    Png,
+    /// Lossy, see --quality; colours are not subsampled
+    Jpeg,
+    /// Lossless
+    Webp,
+}
+
 choice! {
     /// Values of `--to`.
     FormatArg for QuantisedFormat {

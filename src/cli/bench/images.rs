@@ -1,6 +1,6 @@
 //! Times the stages of one cold image and several warm ones.
 
-use super::super::outputs::png_text;
+use super::super::outputs::image_text;
 use super::super::report::{announce_run, warn_of_saturation};
 use super::super::request::{ImageRequest, Setup};
 use super::super::session::Session;
@@ -293,7 +293,7 @@ fn generate_once(engine: &mut Engine, settings: &Settings, watch: &Watch<'_>, st
             return Err(Error::Interrupted);
         }
         let start = Instant::now();
-        image.image.encode_png(&png_text(settings, image.seed))?;
+        image.image.encode_png(&image_text(settings, image.seed))?;
         result = (start.elapsed().as_secs_f64(), image.saturated);
         Ok(())
     })?;
