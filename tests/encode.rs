@@ -120,7 +120,7 @@ fn jpegs_read_back_as_well_as_their_quality_says() {
     // Extremes of every coefficient: black and white pixels, alternating and at random.
     for pixel in [
         |x: usize, y: usize| (x + y).is_multiple_of(2),
-        |x, _| x.is_multiple_of(2),
+        |x: usize, _| x.is_multiple_of(2),
         |x, y| (x * x + 7 * y * y + x * y * 13) % 11 < 5,
     ] {
         let pixels = (0..80 * 80).flat_map(|i| [if pixel(i % 80, i / 80) { 255 } else { 0 }; 3]).collect();
