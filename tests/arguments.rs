@@ -189,10 +189,12 @@ fn random_arguments_never_panic() {
 
 #[test]
 fn numbers_are_accepted_exactly_within_their_limits() {
-    let output = std::env::temp_dir().join("kiln-numbers.png").into_os_string();
     let outcome = |flag: &str, value: &str| {
+        // Only a JPEG has a quality.
+        let name = if flag == "--quality" { "kiln-numbers.jpg" } else { "kiln-numbers.png" };
+        let output = std::env::temp_dir().join(name).into_os_string();
         let args = ["kiln", "a fox", "--model", "tiny", flag, value, "-o"].map(OsString::from);
-        outcome(args.into_iter().chain([output.clone()]).collect())
+        outcome(args.into_iter().chain([output]).collect())
     };
     let whole = ["", " ", "NaN", "inf", "1e999", "1e1", "1.0", "٣", "３", "²", "½", "0x10", "1 ", " 1", "1_0", "--", "\0"];
     let table = [
@@ -200,6 +202,7 @@ fn numbers_are_accepted_exactly_within_their_limits() {
         ("--steps", "0", "1", "1000", "1001"),
         ("--count", "0", "1", "10000", "10001"),
         ("--threads", "0", "1", "1024", "1025"),
+        ("--quality", "0", "1", "100", "101"),
         ("--noise-sms", "0", "1", "1024", "1025"),
         ("--noise-threads", "255", "256", "4096", "4097"),
         ("--device", "-1", "0", "1023", "1024"),
@@ -227,5 +230,5 @@ fn numbers_are_accepted_exactly_within_their_limits() {
     for flag in &numeric {
         assert!(table.iter().any(|(listed, ..)| listed == flag), "{flag}");
     }
-    assert_eq!(numeric.len(), 10);
+    assert_eq!(numeric.len(), 11);
 }
