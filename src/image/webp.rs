@@ -1,4 +1,5 @@
-//! Lossless WebP files, by image-rs' encoder: pure Rust, and as large as our PNGs or smaller on photographs.
+//! Lossless WebP files, by the encoder of image-rs, which is pure Rust. It favours speed: on photo-like images its files are 1.0 to 1.2
+//! times as large as our PNGs, where those of libwebp are 0.75 to 1.0 times.
 
 use super::{Image, bug, xmp};
 use crate::error::Result;
