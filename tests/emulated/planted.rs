@@ -309,7 +309,7 @@ const EXPECTED: &[Expected] = &[
     Expected { bug: "half_of_every_block", choice: Choice::Tile(Tile::Conv256x96), case: HALF_BLOCKS, message: "relative error" },
     Expected { bug: "bytes_of_keys", choice: Choice::Best, case: NARROWER, message: "2048 bytes are missing" },
     Expected { bug: "blended_backwards", choice: Choice::Best, case: BLEND, message: "relative error" },
-    Expected { bug: "columns_not_padded", choice: Choice::Best, case: CONV_IN, message: "is not allocated" },
+    Expected { bug: "columns_not_padded", choice: Choice::Best, case: CONV_IN, message: "is NaN" },
     Expected {
         bug: "preloads_what_is_expanded",
         choice: Choice::Tile(Tile::Bf16Sm120_128x128),
@@ -324,12 +324,17 @@ impl Expected {
         if matches!(self.choice, Choice::Tile(tile) if tile.is_sm120()) { Gpu::NATIVE_BLACKWELL } else { Gpu::HOPPER }
     }
 
-    /// The first report of the emulator on the case, if there is one.
-    fn run(&self, bug: Option<&'static str>) -> Option<(u64, String)> {
+    /// Seeds with which nothing may be found where there is no bug. What a wrong result shows does not depend on the order of events.
+    fn sound_seeds(&self) -> u64 {
+        if self.message == "relative error" { 2 } else { SEEDS }
+    }
+
+    /// The first report of the emulator on the case with one of so many seeds, if there is one.
+    fn run(&self, bug: Option<&'static str>, seeds: u64) -> Option<(u64, String)> {
         let case = cases::all().into_iter().find(|case| case.name == self.case);
         let case = case.unwrap_or_else(|| panic!("no case is called {:?}", self.case));
         let mut runner = Runner::with_bug(self.gpu(), bug);
-        (0..SEEDS).find_map(|seed| Some((seed, runner.run(self.choice, &case, seed, true).err()?)))
+        (0..seeds).find_map(|seed| Some((seed, runner.run(self.choice, &case, seed, true).err()?)))
     }
 }
 
@@ -339,20 +344,25 @@ fn every_planted_bug_is_found_and_named() {
         return;
     }
     let mut wrong = Vec::new();
-    // Without a bug nothing is found, with any of the seeds.
+    // Without a bug nothing is found.
     let mut sound: Vec<&Expected> = Vec::new();
     for expected in EXPECTED {
-        if sound.iter().all(|other| (other.choice, other.case) != (expected.choice, expected.case)) {
-            sound.push(expected);
-            wrong.extend(expected.run(None).map(|(seed, message)| format!("no bug, with seed {seed}: {message}")));
+        match sound.iter_mut().find(|other| (other.choice, other.case) == (expected.choice, expected.case)) {
+            Some(other) if other.sound_seeds() < expected.sound_seeds() => *other = expected,
+            Some(_) => {}
+            None => sound.push(expected),
         }
+    }
+    for expected in sound {
+        let found = expected.run(None, expected.sound_seeds());
+        wrong.extend(found.map(|(seed, message)| format!("no bug, with seed {seed}: {message}")));
     }
     // Those of the self-test's own kernels are found by its checks.
     let of_kernels = planted::all().filter(|bug| !bug.kernel_file.starts_with("selftest"));
     for bug in of_kernels.clone().filter(|bug| bug.name != FOUND_BY_ITS_SUMS) {
         let expected = EXPECTED.iter().find(|expected| expected.bug == bug.name);
         let expected = expected.unwrap_or_else(|| panic!("it is not said how {} is found", bug.name));
-        match expected.run(Some(bug.name)) {
+        match expected.run(Some(bug.name), SEEDS) {
             Some((seed, message)) if message.contains(expected.message) => println!("{} with seed {seed}: {message}", bug.name),
             Some((seed, message)) => wrong.push(format!("{} is not named, with seed {seed}: {message}", bug.name)),
             None => wrong.push(format!("{} is not found", bug.name)),
