@@ -23,7 +23,7 @@ const EVERY_TIME: &[&str] = &[
     "guidance 113x128 bf16 whole",
     "blend 113x128 at the top bf16 whole",
     "blend 11x27 at the left, 3 channels bf16 whole",
-    "attention huge 5 queries [600] keys 1:1 heads of 384 bf16 whole",
+    "attention 130 queries [200] keys 1:1 heads of 384 bf16 whole",
     "pixels 113x128 bf16 whole",
     "non_finite 113x128 bf16 whole",
     "largest_magnitude 113x128 bf16 whole",
