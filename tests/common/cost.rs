@@ -14,7 +14,7 @@ fn running(since: Instant) -> Duration {
 }
 
 /// The CPU time that `work` takes: the mean of up to three runs, because the system counts in steps of milliseconds, and the
-/// least of three such means, because a busy machine is slow by chance and a bad input every time.
+/// least of five such means, because a busy machine is slow by chance and a bad input every time.
 pub fn time_of(mut work: impl FnMut()) -> Duration {
     const RUNS: u32 = 3;
     /// So long that a step more or less makes no difference, and one run is enough.
