@@ -29,7 +29,7 @@ pub fn time_of(mut work: impl FnMut()) -> Duration {
         }
         taken / runs
     };
-    (0..3).map(|_| mean()).min().unwrap_or_default()
+    (0..5).map(|_| mean()).min().unwrap_or_default()
 }
 
 /// Counts the bytes that each thread has allocated, and their peak. No call that is measured here allocates on another thread.
