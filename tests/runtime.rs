@@ -213,7 +213,7 @@ fn weights_are_expanded_in_free_working_memory() {
     let after_op = move |_, op: Op<'_>, _: &mut Cuda| {
         let taken = watched.taken.borrow();
         let (address, _) = taken.iter().find(|(_, taken)| **taken == ("memory", working + SCRATCH)).unwrap();
-        let follows = lost.borrow_mut().follow(op, &(address + SCRATCH..address + SCRATCH + working), &watched.params.borrow());
+        let follows = lost.borrow_mut().follow(op, &(*address..address + working), &watched.params.borrow());
         count.set(count.get() + u32::from(follows));
         Ok(())
     };

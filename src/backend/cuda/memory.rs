@@ -123,8 +123,9 @@ impl Memory {
             self.arena = Allocation::empty(&self.driver);
             self.arena = Allocation::new(&self.driver, working + scratch)?;
         }
-        // The scratch comes first: its place does not depend on the image.
-        (self.scratch, self.base, self.working) = (self.arena.address, self.arena.address + scratch, working);
+        // The scratch is the end of the allocation: its place does not depend on the image.
+        (self.base, self.working) = (self.arena.address, working);
+        self.scratch = self.base + self.arena.bytes - scratch;
         Ok(())
     }
 
