@@ -467,8 +467,9 @@ def phase_form(filters):
 
 
 def conv(side: int, channels: int, to: int, sampling: str = "same", more: bool = False) -> Row:
-    """`more` adds a residual and asks for the statistics of the next norm, which the peer leaves to that norm. Beside an upsampling there is
-    PyTorch's convolution of an image that was upsampled before, which is the harder peer."""
+    """`more` adds a residual and asks for the statistics of the next norm, which the peer leaves to that norm. PyTorch adds the bias in a
+    kernel of its own, so there is its convolution without one as well; beside an upsampling there is that of an image that was upsampled
+    before. These are the harder peers."""
     out_side = {"same": side, "up": 2 * side, "down": side // 2}[sampling]
 
     def make(m):
@@ -510,6 +511,8 @@ def conv(side: int, channels: int, to: int, sampling: str = "same", more: bool =
         if sampling == "up" and not more:
             large = F.interpolate(image, scale_factor=2, mode="nearest")
             others["convolution"] = lambda: (F.conv2d(large, filters, short, padding=1),)
+        if sampling == "same" and not more:
+            others["without bias"] = lambda: (F.conv2d(image, filters, padding=1),)
         return Case("conv", tensors, numbers, outputs, peer, reference, others, flops=flops)
 
     change = {"same": "", "up": ", up", "down": ", down"}[sampling] + (", residual, stats" if more else "")
@@ -565,14 +568,17 @@ BLOCK_GEMMS = [
 ]
 ENCODER_GEMMS = [(512, cols, inner) for cols, inner in ((6144, 2560), (19_456, 2560), (2560, 4096), (2560, 9728))]
 
-# The VAE's: levels of the decoder at 1024x1024, the finest at 2048x2048 as well, between levels, the encoder's first, and its input.
+# The VAE's: levels of the decoder at 1024x1024, the coarsest at 256x256 and 512x512 and the finest at 2048x2048 as well, between levels, the
+# encoder's first, and its input; and the finest of the small decoder.
 CONVOLUTIONS = [
-    *(conv(side, 512, 512) for side in (128, 256, 512)),
+    *(conv(side, 512, 512) for side in (32, 64, 128, 256, 512)),
     conv(512, 512, 256),
     *(conv(side, 256, 256) for side in (512, 1024)),
     conv(1024, 256, 128),
     *(conv(side, 128, 128) for side in (1024, 2048)),
+    conv(256, 512, 512, more=True),
     conv(1024, 128, 128, more=True),
+    conv(1024, 96, 96),
     conv(128, 512, 512, "up"),
     conv(512, 256, 256, "up"),
     conv(1024, 128, 128, "down"),
@@ -624,7 +630,7 @@ ROWS = [
     qkv((4608,), 3072, 24, 24, mlp=9216),
     qkv((4608,), 4096, 32, 32, mlp=12_288),
     *ATTENTION,
-    attention(16_384, 1, 1, head_dim=512),
+    *(attention(16_384, 1, 1, head_dim=width) for width in (512, 384)),
     *CONVOLUTIONS,
     norm_conv(1024, 128, 3),
 ]

@@ -403,29 +403,38 @@ typedef struct {
 
 /* -------------------------------------------------------------------------------------------------- conv_sm90.cu */
 
-/* Columns of the box of pixels that a tile is: what a warp stores at once. */
-#define KL_CONV_TILE_WIDTH 16u
+/* Columns of the box of pixels that a tile is: a group of rows of the swizzle, so that wgmma reads a line of pixels as one. A window has
+ * those of all taps. */
+#define KL_CONV_TILE_WIDTH 8u
+#define KL_CONV_WINDOW_WIDTH (KL_CONV_TILE_WIDTH + 2u)
 /* Most groups of channels that a tile can compute the moments of. */
 #define KL_CONV_TILE_GROUPS 32u
 
-/* A convolution as a GEMM: rows are pixels, tile by tile, and a k-block is a tap's next channels. `plane` are maps of the image: the first
- * of all of it or, with KL_DOWN, of its even lines and columns, and the others of those planes of which columns, lines or both are odd.
- * With KL_UP a part is one phase of output pixels, those of one parity of lines and columns. A 1x1 convolution of `shortcut`, if there is one, is
- * the k-blocks after those of all taps, with the second matrix of the weight. With `partials`, the warpgroups of a tile store their moments
- * of each of `groups` groups, sixteen bytes each, for kl_conv_stats. */
+/* A convolution as a GEMM: rows are pixels, tile by tile, and a k-block is 64 channels of one tap; the taps of the same channels are
+ * consecutive. `plane` are maps of the image: the first of all of it or, where only every second pixel of every second line is computed, of
+ * its even lines and columns, and the others of those planes of which columns, lines or both are odd. Where the image is upsampled, a part is
+ * one phase of output pixels, those of one parity of lines and columns. A window of a plane begins `origin` columns and lines from the tile. A
+ * 1x1 convolution of `shortcut`, if there is one, is the k-blocks after those of all taps, with the second matrix of the weight. With
+ * `partials`, the warpgroups of a tile store their moments of each of `groups` groups, sixteen bytes each, for kl_conv_stats. */
 typedef struct {
   KlTensorMap plane[4], shortcut;
   KlMat shortcut_bias;
   uint64_t partials;
+  /* For each tap, in the order of k-blocks: the row of the window where its pixels begin in phase 0, six bits each; its place in the
+   * filter, four; the plane that it reads, two; and whether it is the first to read the window, one. */
+  uint64_t tap_rows;
+  uint64_t tap_filters;
+  uint32_t tap_planes;
+  uint32_t window_starts;
+  int32_t origin;
   uint32_t groups;
-  uint32_t sampling;
-  uint32_t width, height;  /* of the output, or of a phase of it */
-  uint32_t tiles_across;   /* tiles beside each other in the image */
-  uint32_t channels;       /* of the image */
-  uint32_t channel_blocks; /* k-blocks of a tap */
-  uint32_t tap_blocks;     /* k-blocks of all taps */
-  uint32_t half_blocks;    /* of every two k-blocks before this one, the second has no channels in its upper half */
-  uint32_t unused[11];
+  uint32_t width, height; /* of the output, or of a phase of it */
+  uint32_t tiles_across;  /* tiles beside each other in the image */
+  uint32_t channels;      /* of the image */
+  uint32_t taps;
+  uint32_t tap_blocks;  /* k-blocks of all taps */
+  uint32_t half_blocks; /* before this one, k-blocks of odd blocks of channels have no channels in their upper half */
+  uint32_t unused[5];
 } KlConvImage;
 
 typedef struct {

@@ -8,6 +8,8 @@ mod png;
 mod webp;
 mod xmp;
 
+pub(crate) use jpeg::ZIGZAG;
+
 use crate::error::{Error, Result};
 use rayon::prelude::*;
 

@@ -60,14 +60,18 @@ struct GemmConfig : Policies {
   static constexpr uint32_t kClusterM = kMode == ClusterMode::kMulticastB ? 2 : 1;
   static constexpr uint32_t kClusterN = kMode == ClusterMode::kMulticastA ? 2 : 1;
 
-  static constexpr uint32_t kABytes = kBlockM * Mma::kRowBytes, kBBytes = kBlockN * Mma::kRowBytes;
+  // A stage has both operands of a k-block, or that of B alone where several k-blocks multiply the same window of A.
+  static constexpr int kWindows = Policies::OperandA::kWindows;
+  static constexpr uint32_t kWindowBytes = ceil_div(Policies::OperandA::window_bytes(kBlockM), kSwizzleAlignment) * kSwizzleAlignment;
+  static constexpr uint32_t kABytes = kWindows > 0 ? 0 : kBlockM * Mma::kRowBytes, kBBytes = kBlockN * Mma::kRowBytes;
   // Behind the operands a stage has the scales of their blocks, if there are any.
   static constexpr uint32_t kAScaleBytes = Policies::OperandA::scale_bytes(kBlockM), kBScaleBytes = OperandB::scale_bytes(kBlockN);
-  static constexpr uint32_t kStageBytes = kABytes + kBBytes + kAScaleBytes + kBScaleBytes;
-  static_assert(kStageBytes % kSwizzleAlignment == 0, "stages are aligned to the swizzle");
-  using Registers = decltype(gemm_registers<kConsumers, kBlockM, kBlockN, OperandB::kExpands || Mma::kPerWarp>());
+  static constexpr uint32_t kOperandBytes = kABytes + kBBytes + kAScaleBytes + kBScaleBytes;
   // The residual comes through the pipeline in boxes of a warpgroup's rows and 64 bf16 columns, as many at a time as a stage holds.
   static constexpr uint32_t kResidualCols = KL_SM90_BOX_COLS, kResidualBoxBytes = kMmaM * kWgmmaRows * kResidualCols * sizeof(bf16);
+  static constexpr uint32_t kStageBytes = kOperandBytes > kResidualBoxBytes ? kOperandBytes : kResidualBoxBytes;
+  static_assert(kStageBytes % kSwizzleAlignment == 0, "stages are aligned to the swizzle");
+  using Registers = decltype(gemm_registers<kConsumers, kBlockM, kBlockN, OperandB::kExpands || Mma::kPerWarp>());
   static constexpr uint32_t kResidualBoxesM = kSplitK ? 1 : kConsumers, kResidualBoxesN = ceil_div<uint32_t>(kBlockN, kResidualCols);
   static constexpr uint32_t kResidualBoxes = kResidualBoxesM * kResidualBoxesN, kBoxesPerStage = kStageBytes / kResidualBoxBytes;
   static constexpr uint32_t kResidualStages = ceil_div(kResidualBoxes, kBoxesPerStage);
@@ -82,7 +86,8 @@ struct GemmConfig : Policies {
   static constexpr int kSharedLimit = Mma::kPerWarp ? KL_SM120_SHARED_LIMIT : KL_SM90_SHARED_LIMIT;
   // What the warps of a warpgroup exchange in their epilogue.
   static constexpr uint32_t kExchangeBytes = Policies::kExchangeBytes;
-  static constexpr int kFreeBytes = kSharedLimit - kSwizzleAlignment - kMbarrierReserve - kStages * kStageBytes - kConsumers * kExchangeBytes;
+  static constexpr uint32_t kPipelineBytes = kStages * kStageBytes + kWindows * kWindowBytes;
+  static constexpr int kFreeBytes = kSharedLimit - kSwizzleAlignment - kMbarrierReserve - kPipelineBytes - kConsumers * kExchangeBytes;
   static constexpr int kBuffersThatFit =
       kSplitK ? kPartialBytes / kStoreBufferBytes : kFreeBytes / static_cast<int>(kWarps * kStoreBufferBytes);
   static constexpr int kMaxBuffers = kSplitK ? kBlockN / kStoreCols : 4;
@@ -93,11 +98,11 @@ struct GemmConfig : Policies {
   static constexpr int kStoresPerBatch = kStoreBatchBytes / kStoreBufferBytes;
   static constexpr int kStoresAtOnce = kSplitK || kStoresPerBatch > kStoreBuffers ? kStoreBuffers : kStoresPerBatch;
   static constexpr uint32_t kStoreBytes = kSplitK ? kWarpgroupWarps * kPartialBytes : kWarps * kStoreBuffers * kStoreBufferBytes;
-  // Full and empty for each stage; with split-K one for the peer's partials of each warp.
-  static constexpr uint32_t kMbarriers = 2 * kStages + (kSplitK ? kWarpgroupWarps : 0);
+  // Full and empty for each stage and window; with split-K one for the peer's partials of each warp.
+  static constexpr uint32_t kMbarriers = 2 * (kStages + kWindows) + (kSplitK ? kWarpgroupWarps : 0);
   static_assert(kMbarriers * kMbarrierBytes <= kMbarrierReserve, "more mbarriers than there is shared memory for");
   static constexpr uint32_t kSmemBytes =
-      kSwizzleAlignment + kStages * kStageBytes + kStoreBytes + kMbarriers * kMbarrierBytes + kConsumers * kExchangeBytes;
+      kSwizzleAlignment + kPipelineBytes + kStoreBytes + kMbarriers * kMbarrierBytes + kConsumers * kExchangeBytes;
   static_assert(kStoreBuffers > 0 && kSmemBytes <= kSharedLimit, "more shared memory than a CTA can have");
 };
 
@@ -133,19 +138,24 @@ struct TileCoord {
   }
 };
 
-// Shared memory: the pipeline stages (A, then B), the warps' staging buffers, the mbarriers, and what warps exchange.
+// Shared memory: the pipeline stages (A, then B), the windows of A, the warps' staging buffers, the mbarriers, and what warps exchange.
 template <class Config>
 struct SmemLayout {
   uint32_t base;
 
-  static constexpr uint32_t kStoreOffset = Config::kStages * Config::kStageBytes, kRingOffset = kStoreOffset + Config::kStoreBytes;
-  static constexpr uint32_t kReadyOffset = kRingOffset + 2 * Config::kStages * kMbarrierBytes;
+  static constexpr uint32_t kStoreOffset = Config::kPipelineBytes, kRingOffset = kStoreOffset + Config::kStoreBytes;
+  static constexpr uint32_t kWindowRingOffset = kRingOffset + 2 * Config::kStages * kMbarrierBytes;
+  static constexpr uint32_t kReadyOffset = kWindowRingOffset + 2 * Config::kWindows * kMbarrierBytes;
 
   __device__ __forceinline__ uint32_t a(uint32_t i) const { return base + i * Config::kStageBytes; }
   __device__ __forceinline__ uint32_t b(uint32_t i) const { return a(i) + Config::kABytes; }
+  __device__ __forceinline__ uint32_t window(uint32_t i) const { return a(Config::kStages) + i * Config::kWindowBytes; }
   // All full mbarriers come before the first empty one.
   __device__ __forceinline__ RingBarriers<Config::kStages, kMbarrierBytes, Config::kStages * kMbarrierBytes> ring() const {
     return {base + kRingOffset};
+  }
+  __device__ __forceinline__ RingBarriers<Config::kWindows, kMbarrierBytes, Config::kWindows * kMbarrierBytes> window_ring() const {
+    return {base + kWindowRingOffset};
   }
   __device__ __forceinline__ uint32_t full(uint32_t i) const { return ring().full(i); }
   __device__ __forceinline__ uint32_t empty(uint32_t i) const { return ring().empty(i); }
@@ -174,6 +184,8 @@ constexpr uint32_t kArrivalsPerWarp = 1;
 // The shared memory of a CTA, and the position of a producer or consumer in its pipeline.
 template <class Config>
 struct Pipeline : SmemLayout<Config>, PipelineState<Config::kStages> {
+  PipelineState<Config::kWindows> windows;
+
   // Called by consumers that have read a stage: by whole warpgroups or, where warps multiply by themselves, by each warp.
   __device__ __forceinline__ void release(uint32_t stage) const {
     if constexpr (Config::Mma::kPerWarp) {

@@ -88,11 +88,22 @@ __device__ __forceinline__ bool has_residual(const KlGemmSm90& p, const TileCoor
   return adds_residual && (Config::kSplitK || !work.is_unfinished(p.schedule));
 }
 
+// Loads the window of A that a k-block multiplies. It belongs to this CTA alone.
+template <class Config, class LoaderA, class Cursor>
+__device__ __forceinline__ void produce_window(Pipeline<Config>& pipe, const LoaderA& a, const Cursor& k) {
+  const uint32_t full = pipe.window_ring().full(pipe.windows.stage);
+  mbarrier_wait(pipe.window_ring().empty(pipe.windows.stage), pipe.windows.parity ^ 1);
+  mbarrier_arrive_expect_tx(full, LoaderA::kWindowTmaBytes);
+  a.load(k, pipe.window(pipe.windows.stage), full);
+  pipe.windows.advance();
+}
+
 // The producer: one thread that issues all TMA loads of a CTA.
 template <class Config>
 __device__ __forceinline__ void produce(const typename Config::Params& p, Pipeline<Config> pipe) {
   using LoaderA = typename Config::OperandA::template Loader<Config>;
   using LoaderB = typename Config::OperandB::template Loader<Config>;
+  using Cursor = typename Config::OperandA::Cursor;
   const uint32_t rank = Config::kCluster > 1 ? cluster_rank() : 0;
   uint32_t ahead = 0;
   bool waited = false;
@@ -102,7 +113,7 @@ __device__ __forceinline__ void produce(const typename Config::Params& p, Pipeli
     const TileCoord<Config> at(p, work.tile);
     const LoaderA a(p, at, rank);
     const LoaderB b(p, at, rank);
-    const auto load_b = [&](uint32_t k) {
+    const auto load_b = [&](const Cursor& k) {
       const uint32_t full = pipe.full(pipe.stage);
       mbarrier_arrive_expect_tx(full, LoaderA::kTmaBytes + LoaderB::kTmaBytes);
       b.load(k, pipe.b(pipe.stage), full);
@@ -112,13 +123,16 @@ __device__ __forceinline__ void produce(const typename Config::Params& p, Pipeli
       if constexpr (Config::OperandB::kPreloads) {
         constexpr uint32_t kAhead = 2;
         const Pipeline<Config> start = pipe;
-        for (uint32_t k = work.k_begin; k < work.k_end && ahead < kAhead; k++, ahead++, pipe.advance()) load_b(k);
+        for (Cursor k(p, work.k_begin); k < work.k_end && ahead < kAhead; k.advance(), ahead++, pipe.advance()) load_b(k);
         pipe = start;
       }
       wait_for_previous_kernel();
       waited = true;
     }
-    for (uint32_t k = work.k_begin; k < work.k_end; k++, pipe.advance()) {
+    for (Cursor k(p, work.k_begin); k < work.k_end; k.advance(), pipe.advance()) {
+      if constexpr (Config::kWindows > 0) {
+        if (k == work.k_begin || k.begins_window()) produce_window(pipe, a, k);
+      }
       if (ahead) {
         ahead--;
       } else {
@@ -126,7 +140,7 @@ __device__ __forceinline__ void produce(const typename Config::Params& p, Pipeli
         mbarrier_wait(pipe.empty(pipe.stage), pipe.parity ^ 1);
         load_b(k);
       }
-      a.load(k, pipe.a(pipe.stage), pipe.full(pipe.stage));
+      if constexpr (Config::kWindows == 0) a.load(k, pipe.a(pipe.stage), pipe.full(pipe.stage));
     }
     if (has_residual(p, at, work)) produce_residual(p, pipe, at, rank);
   }
@@ -156,7 +170,7 @@ __device__ __forceinline__ void mma_k_block(float (&acc)[kTiles][Config::kBlockN
   for (int i = 0; i < kMmaK; i++) {
 #pragma unroll
     for (int m = 0; m < kTiles; m++) {
-      const uint64_t a_descriptor = wgmma_descriptor(a + m * kWgmmaTileBytes);
+      const uint64_t a_descriptor = Config::OperandA::descriptor(a + m * Config::OperandA::kTileBytes);
       Config::Mma::template mma<Config::kBlockN>(acc[m], a_descriptor + kStep * i, b_descriptor + kStep * i, accumulate || i > 0);
     }
   }
@@ -169,8 +183,8 @@ constexpr uint32_t kHandOverBarrier = kWarpgroupBarrier + Config::kConsumers;
 
 // Accumulates the k-blocks of a tile. With split-K, `finishes` says whether the warpgroup's rows are finished in this CTA.
 template <class Config>
-__device__ __forceinline__ void accumulate(const typename Config::Params& p, Pipeline<Config>& pipe, typename Config::Acc& acc,
-                                           const WorkTile& work, uint32_t group, bool finishes) {
+__device__ __forceinline__ void accumulate(Pipeline<Config>& pipe, typename Config::Acc& acc, const WorkTile& work, uint32_t group,
+                                           bool finishes) {
   // With split-K, the warpgroup whose accumulators the peer needs gets the tensor cores to itself for the last k-blocks that the
   // pipeline holds: its partials travel while the other warpgroup finishes.
   constexpr uint32_t kLeadKBlocks = Config::kStages - 1;
@@ -179,17 +193,42 @@ __device__ __forceinline__ void accumulate(const typename Config::Params& p, Pip
     if (leads && finishes && k + kLeadKBlocks == work.k_end) named_barrier_sync(kHandOverBarrier<Config>);
     mbarrier_wait(pipe.full(pipe.stage), pipe.parity);
     const uint32_t a = pipe.a(pipe.stage) + group * (Config::kMmaM * kWgmmaTileBytes);
-    if (Config::OperandA::template is_half<Config>(p, k)) {
-      mma_k_block<Config, Config::kMmaK / 2>(acc, a, pipe.b(pipe.stage), k > work.k_begin);
-    } else {
-      mma_k_block<Config>(acc, a, pipe.b(pipe.stage), k > work.k_begin);
-    }
+    mma_k_block<Config>(acc, a, pipe.b(pipe.stage), k > work.k_begin);
     // The MMAs of the previous k-block are done: its stage is free.
     wgmma_wait<1>();
     if (leads && !finishes && k + 1 == work.k_end) named_barrier_arrive(kHandOverBarrier<Config>);
     if (k > work.k_begin) pipe.release(pipe.previous());
   }
   wgmma_wait<0>();
+  pipe.release(pipe.previous());
+}
+
+// The same where several k-blocks multiply the same window of A, each its own rows of it.
+template <class Config>
+__device__ __forceinline__ void accumulate_windows(const typename Config::Params& p, const TileCoord<Config>& at, Pipeline<Config>& pipe,
+                                                   typename Config::Acc& acc, const WorkTile& work, uint32_t group) {
+  typename Config::OperandA::template Reader<Config> reader(p, at, work.k_begin);
+  const auto release_window = [&] { release_stage<1>(pipe.window_ring().empty(pipe.windows.previous())); };
+  bool waits = true, leaves = false;
+  for (uint32_t k = work.k_begin; k < work.k_end; k++, pipe.advance()) {
+    if (waits) mbarrier_wait(pipe.window_ring().full(pipe.windows.stage), pipe.windows.parity);
+    mbarrier_wait(pipe.full(pipe.stage), pipe.parity);
+    const uint32_t a = pipe.window(pipe.windows.stage) + reader.offset() + group * (Config::kMmaM * Config::OperandA::kTileBytes);
+    if (reader.is_half()) {
+      mma_k_block<Config, Config::kMmaK / 2>(acc, a, pipe.b(pipe.stage), k > work.k_begin);
+    } else {
+      mma_k_block<Config>(acc, a, pipe.b(pipe.stage), k > work.k_begin);
+    }
+    // The MMAs of the previous k-block are done: its stage is free, and its window if that was the last to read it.
+    wgmma_wait<1>();
+    if (k > work.k_begin) pipe.release(pipe.previous());
+    if (leaves) release_window();
+    reader.advance();
+    leaves = waits = reader.begins_window() || k + 1 == work.k_end;
+    if (leaves) pipe.windows.advance();
+  }
+  wgmma_wait<0>();
+  release_window();
   pipe.release(pipe.previous());
 }
 
@@ -228,14 +267,14 @@ __device__ __forceinline__ void accumulate_promoted(Pipeline<Config>& pipe, type
 // The same with promotion after several k-blocks: a sum of each so many of them, which are multiplied as without promotion, is added to the
 // accumulators of the tile.
 template <class Config>
-__device__ __forceinline__ void accumulate_in_parts(const typename Config::Params& p, Pipeline<Config>& pipe, typename Config::Acc& acc,
-                                                    const WorkTile& work, uint32_t group) {
+__device__ __forceinline__ void accumulate_in_parts(Pipeline<Config>& pipe, typename Config::Acc& acc, const WorkTile& work,
+                                                    uint32_t group) {
   constexpr uint32_t kInterval = Config::Mma::kPromotionInterval;
 #pragma unroll
   for (int e = 0; e < Config::kBlockN / 2; e++) acc[0][e] = 0.0f;
   for (uint32_t k = work.k_begin; k < work.k_end; k += kInterval) {
     typename Config::Acc partial;
-    accumulate(p, pipe, partial, {work.tile, k, min(k + kInterval, work.k_end)}, group, false);
+    accumulate(pipe, partial, {work.tile, k, min(k + kInterval, work.k_end)}, group, false);
 #pragma unroll
     for (int e = 0; e < Config::kBlockN / 2; e++) acc[0][e] += partial[0][e];
   }
@@ -291,12 +330,14 @@ __device__ __forceinline__ void consume(const typename Config::Params& p, Pipeli
     const bool finishes = Config::kSplitK && group == cluster_rank();
     if constexpr (Config::Mma::kPerWarp) {
       accumulate_per_warp(p, at, pipe, acc, work, group);
+    } else if constexpr (Config::kWindows > 0) {
+      accumulate_windows(p, at, pipe, acc, work, group);
     } else if constexpr (Config::Mma::kPromotionInterval > 1) {
-      accumulate_in_parts(p, pipe, acc, work, group);
+      accumulate_in_parts(pipe, acc, work, group);
     } else if constexpr (Config::kPromoted) {
       accumulate_promoted(pipe, acc, work, group);
     } else {
-      accumulate(p, pipe, acc, work, group, finishes);
+      accumulate(pipe, acc, work, group, finishes);
     }
     const auto finish = [&] { typename Config::template Epilogue<Config>(p, at, acc, pipe, thread).run(pipe); };
     if constexpr (Config::kSplitK) {
@@ -323,6 +364,7 @@ __device__ __forceinline__ void gemm(const typename Config::Params& p) {
   const auto init = [&] {
     prefetch_tensor_map(&p.w[0][0]), prefetch_tensor_map(Config::OperandA::first_map(p));
     pipe.ring().init(1, Config::Mma::kPerWarp ? kArrivalsPerWarp * Config::kWarps : Config::kConsumers * Config::kMulticast);
+    pipe.window_ring().init(1, Config::kConsumers);
     if constexpr (Config::kSplitK) {
       for (uint32_t warp = 0; warp < kWarpgroupWarps; warp++) {
         mbarrier_init(pipe.partials_ready(warp), 1);

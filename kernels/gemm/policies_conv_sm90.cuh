@@ -1,8 +1,10 @@
 // The policies of a 3x3 convolution as an implicit GEMM on the persistent main loop: pixels for rows of A, filters for rows of B.
 //
 // A tile is a box of KL_CONV_TILE_WIDTH columns by as many lines of pixels as make its rows. A k-block is up to 64 channels of one filter
-// tap: the box of the image that the tap has shifted. TMA fills what lies outside of the image with zeros, which is the padding, so that
-// im2col is a matter of coordinates (Chetlur et al. 2014, "cuDNN: Efficient Primitives for Deep Learning", with TMA for the gather).
+// tap: the box of the image that the tap has shifted. The boxes of all taps are a window of two more columns and lines, which is loaded once:
+// since a line of the tile is a group of rows to wgmma, and groups may begin at any row and have any distance, im2col (Chetlur et al. 2014, "cuDNN:
+// Efficient Primitives for Deep Learning") is a matter of descriptors. TMA fills what lies outside of the image with zeros, which is the
+// padding. From L2 a tile of 128x256 so loads 167 KB for 64 channels instead of 288, one of 256x128 115 instead of 360.
 #pragma once
 
 #include <common/moments.cuh>
@@ -22,7 +24,6 @@ static_assert(sizeof(ConvParams) == sizeof(KlConvSm90) && sizeof(ConvParams) % 1
 template <class Config>
 struct PixelOrigin {
   static constexpr uint32_t kWidth = KL_CONV_TILE_WIDTH, kTileLines = Config::kBlockM / kWidth;
-  static_assert(kWidth == KL_SM90_STORE_ROWS, "a warp stores a line of a tile");
   int32_t column, line;
 
   // Those from row `first` of a tile on.
@@ -39,44 +40,80 @@ struct PixelOrigin {
   }
 };
 
-// A is pixels of an image.
-struct TapsA {
+// A position in the k-blocks of a tile. It moves by steps, because a division for every k-block takes as long as a few MMAs, and the
+// producer is one thread.
+struct TapCursor {
+  const KlConvImage& image;
+  uint32_t k, block, tap;
+
+  __device__ __forceinline__ TapCursor(const ConvParams& p, uint32_t k)
+      : image(p.image), k(k), block(k / p.image.taps), tap(k - k / p.image.taps * p.image.taps) {}
+  __device__ __forceinline__ operator uint32_t() const { return k; }
+
+  // Whether the k-block is of the taps, and not of the shortcut.
+  __device__ __forceinline__ bool is_tap() const { return k < image.tap_blocks; }
+  __device__ __forceinline__ bool begins_window() const { return !is_tap() || image.window_starts >> tap & 1; }
+  // The first channel of a k-block of the shortcut.
+  template <class Config>
+  __device__ __forceinline__ uint32_t shortcut_channel() const {
+    return (k - image.tap_blocks) * Config::kBlockK;
+  }
+
+  __device__ __forceinline__ void advance() {
+    k++;
+    if (++tap == image.taps) tap = 0, block++;
+  }
+};
+
+// A is windows of an image.
+struct WindowsA {
+  using Cursor = TapCursor;
+  static constexpr int kWindows = 2;
+  static constexpr uint32_t kWidth = KL_CONV_WINDOW_WIDTH, kLineBytes = kWidth * kSwizzleRowBytes;
+  // The row of a window where the pixels of the tile itself begin.
+  static constexpr uint32_t kCentre = kWidth + 1;
+  static constexpr uint32_t window_bytes(uint32_t rows) { return (rows / KL_CONV_TILE_WIDTH + 2) * kLineBytes; }
   static constexpr uint32_t scale_bytes(uint32_t) { return 0; }
   static __device__ __forceinline__ const KlTensorMap* first_map(const ConvParams& p) { return &p.image.plane[0]; }
-  // The last block of a tap's channels is half empty where an image has 96 of them, as those have that the narrowest tile is for.
-  template <class Config>
-  static __device__ __forceinline__ bool is_half(const ConvParams& p, uint32_t k) {
-    return Config::kBlockN == 96 && k < p.image.half_blocks && k % 2 == 1;
-  }
+  static __device__ __forceinline__ uint64_t descriptor(uint32_t address) { return wgmma_descriptor(address, kLineBytes); }
+  static constexpr uint32_t kTileBytes = kWgmmaRows / KL_CONV_TILE_WIDTH * kLineBytes;
 
   template <class Config>
   struct Loader {
     static_assert(Config::kMode != ClusterMode::kMulticastA, "every CTA has pixels of its own");
-    static constexpr uint32_t kTmaBytes = Config::kABytes;
-    const KlConvImage& image;
+    static constexpr uint32_t kTmaBytes = 0, kWindowTmaBytes = window_bytes(Config::kBlockM);
     PixelOrigin<Config> tile;
-    uint32_t phase;  // of the output pixels, where the image is upsampled
 
-    __device__ __forceinline__ Loader(const ConvParams& p, const TileCoord<Config>& at, uint32_t)
-        : image(p.image), tile(p, at, 0), phase(at.part) {}
+    __device__ __forceinline__ Loader(const ConvParams& p, const TileCoord<Config>& at, uint32_t) : tile(p, at, 0) {}
 
-    __device__ __forceinline__ void load(uint32_t k, uint32_t to, uint32_t full) const {
-      if (k >= image.tap_blocks) {
-        return tma_load_3d(to, &image.shortcut, (k - image.tap_blocks) * Config::kBlockK, tile.column, tile.line, full);
+    // Loads the window that the k-block at `at` reads.
+    __device__ __forceinline__ void load(const TapCursor& at, uint32_t to, uint32_t full) const {
+      const KlConvImage& image = at.image;
+      if (!at.is_tap()) {
+        return tma_load_3d(to, &image.shortcut, at.shortcut_channel<Config>(), tile.column - 1, tile.line - 1, full);
       }
-      const uint32_t tap = k / image.channel_blocks, channel = (k - tap * image.channel_blocks) * Config::kBlockK;
-      const KlTensorMap* plane = &image.plane[0];
-      int32_t x, y;  // of the tap
-      if (image.sampling == KL_UP) {
-        x = tap % 2 + phase % 2 - 1, y = tap / 2 + phase / 2 - 1;
-      } else if (image.sampling == KL_DOWN) {
-        x = tap % 3, y = tap / 3;
-        plane += y % 2 * 2 + x % 2, x /= 2, y /= 2;
-      } else {
-        x = tap % 3 - 1, y = tap / 3 - 1;
-      }
-      tma_load_3d(to, plane, channel, tile.column + x, tile.line + y, full);
+      const KlTensorMap* plane = &image.plane[image.tap_planes >> 2 * at.tap & 3];
+      tma_load_3d(to, plane, at.block * Config::kBlockK, tile.column + image.origin, tile.line + image.origin, full);
     }
+  };
+
+  // The k-blocks as consumers go through them.
+  template <class Config>
+  struct Reader : TapCursor {
+    uint32_t phase_row;
+
+    __device__ __forceinline__ Reader(const ConvParams& p, const TileCoord<Config>& at, uint32_t k)
+        : TapCursor(p, k), phase_row(at.part / 2 * kWidth + at.part % 2) {}
+
+    // Where the rows of the k-block begin in the window.
+    __device__ __forceinline__ uint32_t offset() const {
+      const uint32_t row = static_cast<uint32_t>(image.tap_rows >> 6 * tap) & 63;
+      return (is_tap() ? row + phase_row : kCentre) * kSwizzleRowBytes;
+    }
+
+    // Whether only the first half of it is multiplied, because the rest is zeros: the last block of a tap's channels is half empty where an
+    // image has 96 of them, as those have that the narrowest tile is for.
+    __device__ __forceinline__ bool is_half() const { return Config::kBlockN == 96 && k < image.half_blocks && block % 2 == 1; }
   };
 };
 
@@ -85,24 +122,22 @@ struct TapsA {
 struct FiltersB : CopiedB {
   template <class Config>
   struct Loader : CopiedB::Loader<Config> {
-    const KlConvImage& image;
     const KlTensorMap* shortcut;
 
     __device__ __forceinline__ Loader(const ConvParams& p, const TileCoord<Config>& at, uint32_t rank)
-        : CopiedB::Loader<Config>(p, at, rank), image(p.image), shortcut(&p.w[0][1]) {}
+        : CopiedB::Loader<Config>(p, at, rank), shortcut(&p.w[0][1]) {}
 
-    __device__ __forceinline__ void load(uint32_t k, uint32_t to, uint32_t full) const {
-      const bool is_tap = k < image.tap_blocks;
-      const uint32_t within = is_tap ? k : k - image.tap_blocks, tap = is_tap ? k / image.channel_blocks : 0;
-      const uint32_t col = tap * image.channels + (within - tap * image.channel_blocks) * Config::kBlockK;
-      const KlTensorMap* map = is_tap ? this->first.map : shortcut;
+    __device__ __forceinline__ void load(const TapCursor& at, uint32_t to, uint32_t full) const {
+      const uint32_t place = static_cast<uint32_t>(at.image.tap_filters >> 4 * at.tap) & 15;
+      const uint32_t col = at.is_tap() ? place * at.image.channels + at.block * Config::kBlockK : at.shortcut_channel<Config>();
+      const KlTensorMap* map = at.is_tap() ? this->first.map : shortcut;
       static_assert(CopiedB::Loader<Config>::kMulticast, "a cluster has the same filters");
       tma_load_2d_multicast(to + this->rank * (Config::kBBytes / 2), map, col, this->first.row, full, kAllCtas);
     }
   };
 };
 
-// The output is an image, of which the sixteen rows of a warp are a line of pixels.
+// The output is an image, of which the sixteen rows of a warp are pieces of two lines.
 struct StoreBf16Pixels : StoreBf16Rows {
   template <class Config>
   using Origin = PixelOrigin<Config>;
@@ -132,12 +167,19 @@ struct ConvEpilogue : GemmEpilogue<Config> {
   __device__ __forceinline__ uint32_t group() const { return thread / kWarpgroupThreads - 1; }
   __device__ __forceinline__ uint32_t warp() const { return thread / 32 % kWarpgroupWarps; }
 
+  // Lines of the image that a warp has of a wgmma tile, and that the tile has.
+  static constexpr int kWarpLines = kWarpRows / KL_CONV_TILE_WIDTH, kTileLines = kWgmmaRows / KL_CONV_TILE_WIDTH;
+
+  // Whether line i of what a warp of this warpgroup has of wgmma tile m is there.
+  __device__ __forceinline__ bool has_line(int m, int i, int of_warp) const {
+    return origin.line + m * kTileLines + i + (of_warp - static_cast<int>(warp())) * kWarpLines < static_cast<int>(p.image.height);
+  }
+
   // Lines of the image that a warp of this warpgroup has, and columns that the tile has: those that are there.
-  __device__ __forceinline__ uint32_t lines(uint32_t of_warp) const {
-    const int32_t first = origin.line - static_cast<int32_t>(warp()) + static_cast<int32_t>(of_warp);
+  __device__ __forceinline__ uint32_t lines(int of_warp) const {
     uint32_t count = 0;
 #pragma unroll
-    for (int m = 0; m < kMmaM; m++) count += first + m * static_cast<int32_t>(kWarpgroupWarps) < static_cast<int32_t>(p.image.height);
+    for (int i = 0; i < kMmaM * kWarpLines; i++) count += has_line(i / kWarpLines, i % kWarpLines, of_warp);
     return count;
   }
   __device__ __forceinline__ uint32_t columns() const {
@@ -188,10 +230,7 @@ struct ConvEpilogue : GemmEpilogue<Config> {
       for (int m = 0; m < kMmaM; m++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-          if (kEdge && (origin.line + m * static_cast<int32_t>(kWarpgroupWarps) >= static_cast<int32_t>(p.image.height) ||
-                        lane() / 4 + 8 * half >= columns())) {
-            continue;
-          }
+          if (kEdge && (!has_line(m, half, warp()) || lane() / 4 >= columns())) continue;
           const float a = acc[m][4 * n + 2 * half] - from, b = acc[m][4 * n + 2 * half + 1] - from;
           sum[0][i] += a + b;
           sum[1][i] += a * a + b * b;
@@ -236,7 +275,7 @@ struct ConvEpilogue : GemmEpilogue<Config> {
     const uint32_t lanes = width / 2, groups_in_span = kSpan / width;
     float2 own[kSpans];  // mean and M2
     float count = static_cast<float>(2 * columns() * lines(warp()));
-    if (columns() == KL_CONV_TILE_WIDTH && lines(warp()) == kMmaM) {
+    if (columns() == KL_CONV_TILE_WIDTH && lines(warp()) == kMmaM * kWarpLines) {
 #pragma unroll
       for (int i = 0; i < kSpans; i++) own[i] = pair_moments<false>(i, count);
     } else {
@@ -308,7 +347,7 @@ struct ConvEpilogue : GemmEpilogue<Config> {
 template <bool kHasMoments_>
 struct ConvPolicies {
   using Params = ConvParams;
-  using OperandA = TapsA;
+  using OperandA = WindowsA;
   using OperandB = FiltersB;
   using Mma = MmaBf16;
   using Scaling = NoScaling;

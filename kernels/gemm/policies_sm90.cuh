@@ -2,7 +2,8 @@
 // configuration takes one of each, and what one does costs the others neither an instruction nor a register.
 //
 //   Params     the kernel's parameter, KlGemmSm90 or a struct derived from it    KlGemmSm90
-//   OperandA   loads a k-block of A into a stage                                 RowsA: rows of a matrix
+//   OperandA   loads a k-block of A into a stage, or windows of A that           RowsA: rows of a matrix
+//              several k-blocks multiply
 //   OperandB   loads a k-block of B                                              CopiedB: rows of a weight; ExpandedB
 //                                                                                (expand_sm90.cuh): as soon as they are expanded
 //   Mma        the element type, the MMA instruction, and promotion              MmaBf16, MmaE4m3
@@ -22,16 +23,27 @@
 
 constexpr uint16_t kAllCtas = (1 << KL_SM90_CLUSTER) - 1;
 
+// The producer's position in the k-blocks of a tile.
+struct BlockCursor {
+  uint32_t k;
+
+  __device__ __forceinline__ BlockCursor(const KlGemmSm90&, uint32_t k) : k(k) {}
+  __device__ __forceinline__ operator uint32_t() const { return k; }
+  __device__ __forceinline__ void advance() { k++; }
+};
+
 // A is rows of a matrix. The CTAs of a cluster that multicast A load one half each.
 struct RowsA {
+  using Cursor = BlockCursor;
+  // Windows in shared memory, and bytes of one for so many rows.
+  static constexpr int kWindows = 0;
+  static constexpr uint32_t window_bytes(uint32_t) { return 0; }
   // Bytes of block scales that a stage has for so many rows.
   static constexpr uint32_t scale_bytes(uint32_t) { return 0; }
   static __device__ __forceinline__ const KlTensorMap* first_map(const KlGemmSm90& p) { return &p.x[0]; }
-  // Whether only the first half of a k-block is multiplied, because the rest of A is zeros.
-  template <class Config>
-  static __device__ __forceinline__ bool is_half(const KlGemmSm90&, uint32_t) {
-    return false;
-  }
+  // The descriptor of 64 rows at an address, and the bytes from them to the next 64.
+  static __device__ __forceinline__ uint64_t descriptor(uint32_t address) { return wgmma_descriptor(address); }
+  static constexpr uint32_t kTileBytes = kWgmmaTileBytes;
 
   template <class Config>
   struct Loader {

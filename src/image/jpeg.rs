@@ -11,13 +11,10 @@ use crate::text::grouped;
 /// Samples of a side of a block.
 const SIDE: usize = 8;
 
-/// The order in which coefficients are stored, from the lowest frequencies to the highest.
-#[rustfmt::skip]
-const ZIGZAG: [usize; 64] = [
-     0,  1,  8, 16,  9,  2,  3, 10, 17, 24, 32, 25, 18, 11,  4,  5,
-    12, 19, 26, 33, 40, 48, 41, 34, 27, 20, 13,  6,  7, 14, 21, 28,
-    35, 42, 49, 56, 57, 50, 43, 36, 29, 22, 15, 23, 30, 37, 44, 51,
-    58, 59, 52, 45, 38, 31, 39, 46, 53, 60, 61, 54, 47, 55, 62, 63,
+/// The zigzag order: row-major indices of the coefficients in the order in which they are coded (T.81, figure A.6).
+pub(crate) const ZIGZAG: [u8; 64] = [
+    0, 1, 8, 16, 9, 2, 3, 10, 17, 24, 32, 25, 18, 11, 4, 5, 12, 19, 26, 33, 40, 48, 41, 34, 27, 20, 13, 6, 7, 14, 21, 28, 35, 42,
+    49, 56, 57, 50, 43, 36, 29, 22, 15, 23, 30, 37, 44, 51, 58, 59, 52, 45, 38, 31, 39, 46, 53, 60, 61, 54, 47, 55, 62, 63,
 ];
 
 /// Steps of the quantisation of luminance at quality 50, row by row (T.81, table K.1).
@@ -101,7 +98,7 @@ pub(super) fn encode(image: &Image, quality: u8, text: &[(&str, String)], thread
         segment(&mut file, 0xE1, &[XMP_NAME, xmp::packet(text).as_bytes()].concat());
     }
     for (table, steps) in (0u8..).zip(&steps) {
-        segment(&mut file, 0xDB, &[&[table][..], &ZIGZAG.map(|i| steps[i] as u8)].concat());
+        segment(&mut file, 0xDB, &[&[table][..], &ZIGZAG.map(|i| steps[usize::from(i)] as u8)].concat());
     }
     let [height, width] = [image.height, image.width].map(|side| (side as u16).to_be_bytes());
     // Three components of 8 bits, none of them subsampled; the second and third share tables.
@@ -193,7 +190,8 @@ fn transform(block: &[[f32; SIDE]; SIDE], basis: &[[f32; SIDE]; SIDE]) -> [[f32;
 }
 
 fn quantise(block: &[[f32; SIDE]; SIDE], steps: &[u16; 64]) -> Block {
-    ZIGZAG.map(|i| {
+    ZIGZAG.map(|at| {
+        let i = usize::from(at);
         let value = block[i / SIDE][i % SIDE] / f32::from(steps[i]);
         // Rounds, since the cast of a positive number cuts; coefficients of 8-bit samples are within 1024.
         ((value + 8192.5) as i32 - 8192) as i16

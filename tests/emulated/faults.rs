@@ -163,12 +163,13 @@ const FAULTS: &[Fault] = &[
     variant("wgmma_descriptor_of_b", 1, &["has swizzle mode 0, not 128 bytes (1)"]),
     variant("wgmma_descriptor_of_b", 2, &["has unused bits"]),
     variant("wgmma_descriptor_of_b", 3, &["has a base offset"]),
-    variant("wgmma_descriptor_of_b", 4, &["has a stride of 1040 bytes; the swizzle repeats every 1024"]),
-    variant("wgmma_descriptor_of_b", 5, &["which is not where the swizzle begins"]),
-    variant("wgmma_descriptor_of_b", 6, &["and crosses a row"]),
-    variant("wgmma_descriptor_of_b", 7, &["has a leading offset of 0 bytes, not 16"]),
+    variant("wgmma_descriptor_of_b", 4, &["has a stride of 1040 bytes, which is not a number of rows"]),
+    variant("wgmma_descriptor_of_b", 5, &["and crosses a row"]),
+    variant("wgmma_descriptor_of_b", 6, &["has a leading offset of 0 bytes, not 16"]),
     variant("wgmma_descriptor_of_rows_of_k", 1, &["within a row"]),
     variant("wgmma_descriptor_of_rows_of_k", 2, &["the descriptor of B has a leading offset of 2064 bytes"]),
+    variant("wgmma_descriptor_of_rows_of_k", 3, &["which is not where the swizzle begins"]),
+    variant("wgmma_descriptor_of_rows_of_k", 4, &["has a stride of 1040 bytes; the swizzle repeats every 1024"]),
 ];
 
 /// The device memory that the kernels work on.

@@ -441,18 +441,18 @@ KL_FAULT(operand_written_in_flight) {
 // What each kind of wrong descriptor differs in from a right one.
 KL_FAULT(wgmma_descriptor_of_b) {
   if (!write_operands()) return;
-  const uint64_t differences[] = {0,          uint64_t{1} << 62, uint64_t{1} << 52, uint64_t{1} << 49, uint64_t{1} << 32,
-                                  128 >> 4,   112 >> 4,          uint64_t{1} << 16};
+  const uint64_t differences[] = {0,        uint64_t{1} << 62, uint64_t{1} << 52, uint64_t{1} << 49, uint64_t{1} << 32,
+                                  112 >> 4, uint64_t{1} << 16};
   float acc[32];
   wgmma_fence();
   wgmma<64>(acc, descriptor_a(), descriptor_b() ^ differences[p.faulty], 0);
   wait_for_wgmma();
 }
 
-// The same for an operand whose rows are K: it starts within a row, or its second slab does not begin where the swizzle does.
+// The same for an operand whose rows are K: it starts within a row, or it or its second slab does not begin where the swizzle does.
 KL_FAULT(wgmma_descriptor_of_rows_of_k) {
   if (!write_operands()) return;
-  const uint64_t differences[] = {0, 32 >> 4, uint64_t{16 >> 4} << 16};
+  const uint64_t differences[] = {0, 32 >> 4, uint64_t{16 >> 4} << 16, 128 >> 4, uint64_t{1} << 32};
   float acc[64] = {};
   const uint32_t a[4] = {};
   wgmma_fence();

@@ -55,6 +55,8 @@ const W4A4: &str = "linear_swiglu w4a4 67 rows of 640 to 192, nvfp4 in one matri
 
 /// A convolution with moments, of tiles at every edge.
 const MOMENTS: &str = "conv 33x35 8 to 256 same residual true stats some(4) bf16 whole";
+/// Three windows: that of the taps, and two of another image.
+const SHORTCUT: &str = "conv 19x31 16 to 128 same shortcut of 72 stats some(32) bf16 whole";
 /// A convolution in phases, of whole tiles of channels.
 const UPSAMPLED: &str = "conv 7x3 40 to 128 up residual false stats some(16) bf16 whole";
 /// Several strips, of several steps each, and a ragged end on both sides.
@@ -166,6 +168,12 @@ const EXPECTED: &[Expected] = &[
     Expected { bug: "range_of_the_tile", choice: Choice::Best, case: RANGES, message: "is no result" },
     Expected { bug: "saturated_uncounted", choice: Choice::Best, case: CLIPPED, message: "values are counted as out of range" },
     Expected { bug: "tap_not_shifted", choice: Choice::Tile(Tile::Conv128x256), case: MOMENTS, message: "relative error" },
+    Expected {
+        bug: "window_released_early",
+        choice: Choice::Tile(Tile::Conv128x256),
+        case: SHORTCUT,
+        message: "while an asynchronous operation reads it",
+    },
     Expected { bug: "phases_exchanged", choice: Choice::Tile(Tile::Conv128x256), case: UPSAMPLED, message: "relative error" },
     Expected {
         bug: "moments_share_a_place",

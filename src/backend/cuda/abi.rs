@@ -69,7 +69,8 @@ pub const KL_SM120_BOX_COLS: u32 = 32;
 pub const KL_EXPANSION_ROWS: u32 = 32;
 pub const KL_EXPANSION_GROUP: u32 = 4;
 pub const KL_EXPANSION_COUNTERS: u32 = 2;
-pub const KL_CONV_TILE_WIDTH: u32 = 16;
+pub const KL_CONV_TILE_WIDTH: u32 = 8;
+pub const KL_CONV_WINDOW_WIDTH: u32 = 10;
 pub const KL_CONV_TILE_GROUPS: u32 = 32;
 pub const KL_SM90_KV_SEGMENTS: u32 = 8;
 pub const KL_SM90_BLOCK_Q: u32 = 128;
@@ -702,16 +703,20 @@ pub struct KlConvImage {
     pub shortcut: KlTensorMap,
     pub shortcut_bias: KlMat,
     pub partials: u64,
+    pub tap_rows: u64,
+    pub tap_filters: u64,
+    pub tap_planes: u32,
+    pub window_starts: u32,
+    pub origin: i32,
     pub groups: u32,
-    pub sampling: u32,
     pub width: u32,
     pub height: u32,
     pub tiles_across: u32,
     pub channels: u32,
-    pub channel_blocks: u32,
+    pub taps: u32,
     pub tap_blocks: u32,
     pub half_blocks: u32,
-    pub unused: [u32; 11usize],
+    pub unused: [u32; 5usize],
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -721,16 +726,20 @@ const _: () = {
     ["Offset of field: KlConvImage::shortcut"][::core::mem::offset_of!(KlConvImage, shortcut) - 512usize];
     ["Offset of field: KlConvImage::shortcut_bias"][::core::mem::offset_of!(KlConvImage, shortcut_bias) - 640usize];
     ["Offset of field: KlConvImage::partials"][::core::mem::offset_of!(KlConvImage, partials) - 680usize];
-    ["Offset of field: KlConvImage::groups"][::core::mem::offset_of!(KlConvImage, groups) - 688usize];
-    ["Offset of field: KlConvImage::sampling"][::core::mem::offset_of!(KlConvImage, sampling) - 692usize];
-    ["Offset of field: KlConvImage::width"][::core::mem::offset_of!(KlConvImage, width) - 696usize];
-    ["Offset of field: KlConvImage::height"][::core::mem::offset_of!(KlConvImage, height) - 700usize];
-    ["Offset of field: KlConvImage::tiles_across"][::core::mem::offset_of!(KlConvImage, tiles_across) - 704usize];
-    ["Offset of field: KlConvImage::channels"][::core::mem::offset_of!(KlConvImage, channels) - 708usize];
-    ["Offset of field: KlConvImage::channel_blocks"][::core::mem::offset_of!(KlConvImage, channel_blocks) - 712usize];
-    ["Offset of field: KlConvImage::tap_blocks"][::core::mem::offset_of!(KlConvImage, tap_blocks) - 716usize];
-    ["Offset of field: KlConvImage::half_blocks"][::core::mem::offset_of!(KlConvImage, half_blocks) - 720usize];
-    ["Offset of field: KlConvImage::unused"][::core::mem::offset_of!(KlConvImage, unused) - 724usize];
+    ["Offset of field: KlConvImage::tap_rows"][::core::mem::offset_of!(KlConvImage, tap_rows) - 688usize];
+    ["Offset of field: KlConvImage::tap_filters"][::core::mem::offset_of!(KlConvImage, tap_filters) - 696usize];
+    ["Offset of field: KlConvImage::tap_planes"][::core::mem::offset_of!(KlConvImage, tap_planes) - 704usize];
+    ["Offset of field: KlConvImage::window_starts"][::core::mem::offset_of!(KlConvImage, window_starts) - 708usize];
+    ["Offset of field: KlConvImage::origin"][::core::mem::offset_of!(KlConvImage, origin) - 712usize];
+    ["Offset of field: KlConvImage::groups"][::core::mem::offset_of!(KlConvImage, groups) - 716usize];
+    ["Offset of field: KlConvImage::width"][::core::mem::offset_of!(KlConvImage, width) - 720usize];
+    ["Offset of field: KlConvImage::height"][::core::mem::offset_of!(KlConvImage, height) - 724usize];
+    ["Offset of field: KlConvImage::tiles_across"][::core::mem::offset_of!(KlConvImage, tiles_across) - 728usize];
+    ["Offset of field: KlConvImage::channels"][::core::mem::offset_of!(KlConvImage, channels) - 732usize];
+    ["Offset of field: KlConvImage::taps"][::core::mem::offset_of!(KlConvImage, taps) - 736usize];
+    ["Offset of field: KlConvImage::tap_blocks"][::core::mem::offset_of!(KlConvImage, tap_blocks) - 740usize];
+    ["Offset of field: KlConvImage::half_blocks"][::core::mem::offset_of!(KlConvImage, half_blocks) - 744usize];
+    ["Offset of field: KlConvImage::unused"][::core::mem::offset_of!(KlConvImage, unused) - 748usize];
 };
 #[repr(C)]
 #[repr(align(128))]

@@ -58,13 +58,61 @@ const fn taps(p: &abi::KlConv) -> u32 {
     if p.sampling == abi::KL_UP { 4 } else { 9 }
 }
 
+/// The order in which taps are multiplied: those that read the same window follow each other.
+struct TapOrder {
+    /// The place of each tap in the filter, the plane that it reads, and its column and line in the window of that.
+    taps: &'static [(u32, u32, [u32; 2])],
+    /// Columns and lines from a tile to its window.
+    origin: i32,
+}
+
+const fn tap_order(p: &abi::KlConv) -> TapOrder {
+    const SAME: [(u32, u32, [u32; 2]); 9] = [
+        (0, 0, [0, 0]),
+        (1, 0, [1, 0]),
+        (2, 0, [2, 0]),
+        (3, 0, [0, 1]),
+        (4, 0, [1, 1]),
+        (5, 0, [2, 1]),
+        (6, 0, [0, 2]),
+        (7, 0, [1, 2]),
+        (8, 0, [2, 2]),
+    ];
+    // In phase 0; that of the right and of the lower pixels begin one pixel later.
+    const UP: [(u32, u32, [u32; 2]); 4] = [(0, 0, [0, 0]), (1, 0, [1, 0]), (2, 0, [0, 1]), (3, 0, [1, 1])];
+    // Even lines and columns, then those of which columns, lines or both are odd.
+    const DOWN: [(u32, u32, [u32; 2]); 9] = [
+        (0, 0, [0, 0]),
+        (2, 0, [1, 0]),
+        (6, 0, [0, 1]),
+        (8, 0, [1, 1]),
+        (1, 1, [0, 0]),
+        (7, 1, [0, 1]),
+        (3, 2, [0, 0]),
+        (5, 2, [1, 0]),
+        (4, 3, [0, 0]),
+    ];
+    match p.sampling {
+        abi::KL_UP => TapOrder { taps: &UP, origin: -1 },
+        abi::KL_DOWN => TapOrder { taps: &DOWN, origin: 0 },
+        _ => TapOrder { taps: &SAME, origin: -1 },
+    }
+}
+
+impl TapOrder {
+    /// A value of `bits` bits for each tap, the first in the lowest.
+    fn packed(&self, bits: usize, value: impl Fn(usize) -> u32) -> u64 {
+        (0..self.taps.len()).map(|i| u64::from(value(i)) << (i * bits)).sum()
+    }
+}
+
 /// K-blocks of so many channels.
 const fn channel_blocks(channels: u32, tile: TileConfig) -> u32 {
     channels.div_ceil(tile.block_k)
 }
 
-/// K-blocks of which every second one has no channels in its upper half: those of all taps where a tap has two, and no more than one and a
-/// half.
+/// K-blocks of which those of odd blocks of channels have none in their upper half: those of all taps where a tap has two, and no more than
+/// one and a half.
 const fn half_blocks(p: &abi::KlConv, tile: TileConfig) -> u32 {
     let channels = p.x.cols;
     if channels > tile.block_k && 2 * channels <= 3 * tile.block_k { taps(p) * 2 } else { 0 }
@@ -163,6 +211,7 @@ impl<'a> ConvGemm<'a> {
         let fused = stats.and_then(|stats| Some((stats, self.moments_address(cx, stats.rows)?)));
         let stream = self.stream();
         let k_blocks = k_blocks(p, self.shortcut, config);
+        let order = tap_order(p);
         let clusters = self.plan.schedule.persistent_clusters(stream.row_tiles * stream.col_tiles, self.plan.tile.slots(cx.sms));
         let mut params = abi::KlConvSm90 {
             gemm: abi::KlGemmSm90 {
@@ -183,13 +232,17 @@ impl<'a> ConvGemm<'a> {
                 shortcut: NO_MAP,
                 shortcut_bias: self.shortcut.map_or(NONE, |shortcut| shortcut.bias),
                 partials: fused.map_or(0, |(_, address)| address),
+                tap_rows: order.packed(6, |i| order.taps[i].2[1] * abi::KL_CONV_WINDOW_WIDTH + order.taps[i].2[0]),
+                tap_filters: order.packed(4, |i| order.taps[i].0),
+                tap_planes: order.packed(2, |i| order.taps[i].1) as u32,
+                window_starts: order.packed(1, |i| u32::from(i == 0 || order.taps[i].1 != order.taps[i - 1].1)) as u32,
+                origin: order.origin,
                 groups: stats.map_or(0, |stats| stats.rows),
-                sampling: p.sampling,
                 width: tiles.width,
                 height: tiles.height,
                 tiles_across: tiles.across,
                 channels: p.x.cols,
-                channel_blocks: channel_blocks(p.x.cols, config),
+                taps: taps(p),
                 tap_blocks: taps(p) * channel_blocks(p.x.cols, config),
                 half_blocks: half_blocks(p, config),
                 unused: [0; _],
@@ -197,17 +250,22 @@ impl<'a> ConvGemm<'a> {
         };
         let (gemm, image) = (&mut params.gemm, &mut params.image);
         let lines = |rows: u32| rows / abi::KL_CONV_TILE_WIDTH;
-        let loaded = [block_k, abi::KL_CONV_TILE_WIDTH, lines(block_m)];
+        let window = [block_k, abi::KL_CONV_WINDOW_WIDTH, lines(block_m) + 2];
         let size = [p.width, p.height];
         match p.sampling {
             abi::KL_DOWN => {
                 for (phase, plane) in (0..).zip(&mut image.plane) {
-                    *plane = cx.image_map(&p.x, pixels(size, Some(phase)), loaded)?;
+                    *plane = cx.image_map(&p.x, pixels(size, Some(phase)), window)?;
                 }
             }
-            _ => image.plane[0] = cx.image_map(&p.x, pixels(size, None), loaded)?,
+            _ => image.plane[0] = cx.image_map(&p.x, pixels(size, None), window)?,
         }
-        let stored = [store_cols(self.plan.tile, block_n, abi::KL_BF16), abi::KL_CONV_TILE_WIDTH, 1];
+        // What a warp stores at once.
+        let stored = [
+            store_cols(self.plan.tile, block_n, abi::KL_BF16),
+            abi::KL_CONV_TILE_WIDTH,
+            abi::KL_SM90_STORE_ROWS / abi::KL_CONV_TILE_WIDTH,
+        ];
         let whole = pixels([tiles.width, tiles.height], None);
         if p.sampling == abi::KL_UP {
             // The filters of a phase are a run of columns of all filters.
@@ -222,7 +280,7 @@ impl<'a> ConvGemm<'a> {
             gemm.out[0][0] = cx.image_map(&p.out, whole, stored)?;
         }
         if let Some(shortcut) = &self.shortcut {
-            image.shortcut = cx.image_map(&shortcut.x, whole, loaded)?;
+            image.shortcut = cx.image_map(&shortcut.x, whole, window)?;
             gemm.w[0][1] = cx.tensor_map(&shortcut.w, [block_k, block_n / 2])?;
         }
         if p.residual.data != 0 {

@@ -4,7 +4,7 @@
 use super::Flaw;
 use super::bits::Bits;
 use super::huffman::Codes;
-use super::tables::ZIGZAG;
+use crate::image::ZIGZAG;
 
 /// The coefficients of a block in row-major order.
 pub(super) type Block = [i16; 64];

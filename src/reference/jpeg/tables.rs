@@ -2,13 +2,8 @@
 
 use super::damaged;
 use super::huffman::{Codes, Table};
+use crate::image::ZIGZAG;
 use crate::reference::Fault;
-
-/// The zigzag order: row-major indices of the coefficients in the order in which they are coded (figure A.6).
-pub(super) const ZIGZAG: [u8; 64] = [
-    0, 1, 8, 16, 9, 2, 3, 10, 17, 24, 32, 25, 18, 11, 4, 5, 12, 19, 26, 33, 40, 48, 41, 34, 27, 20, 13, 6, 7, 14, 21, 28, 35, 42,
-    49, 56, 57, 50, 43, 36, 29, 22, 15, 23, 30, 37, 44, 51, 58, 59, 52, 45, 38, 31, 39, 46, 53, 60, 61, 54, 47, 55, 62, 63,
-];
 
 /// The tables in force at some position in a file. They are parsed only when a scan uses them, so unused ones cost nothing.
 #[derive(Clone, Copy, Default)]

@@ -27,16 +27,18 @@ WgmmaOperand::WgmmaOperand(uint64_t descriptor, bool mn_major, uint32_t rows, co
   start = static_cast<uint32_t>(descriptor & kFieldBits) << 4;
   leading = static_cast<uint32_t>(descriptor >> kLeadingShift & kFieldBits) << 4;
   stride = static_cast<uint32_t>(descriptor >> kStrideShift & kFieldBits) << 4;
-  KL_EMU_CHECK(stride % kPeriod == 0, "wgmma: the descriptor of %s has a stride of %u bytes; the swizzle repeats every %u", name, stride,
-               kPeriod);
-  // Within a row K advances the start by up to three steps of 32 bytes; the rows themselves begin where the swizzle does.
-  KL_EMU_CHECK(start / kRowBytes % 8 == 0, "wgmma: the descriptor of %s starts at +0x%x, which is not where the swizzle begins", name,
-               start);
   if (mn_major) {
+    KL_EMU_CHECK(stride % kPeriod == 0, "wgmma: the descriptor of %s has a stride of %u bytes; the swizzle repeats every %u", name, stride,
+                 kPeriod);
+    KL_EMU_CHECK(start / kRowBytes % 8 == 0, "wgmma: the descriptor of %s starts at +0x%x, which is not where the swizzle begins", name,
+                 start);
     KL_EMU_CHECK(start % kRowBytes == 0, "wgmma: the descriptor of %s starts at +0x%x, within a row", name, start);
     KL_EMU_CHECK(rows <= kSlab || leading % kPeriod == 0, "wgmma: the descriptor of %s has a leading offset of %u bytes", name, leading);
     return;
   }
+  // Rows may begin anywhere, as an H200 has shown: the swizzle is a function of addresses. Within a row K advances the start by up to
+  // three steps of 32 bytes.
+  KL_EMU_CHECK(stride % kRowBytes == 0, "wgmma: the descriptor of %s has a stride of %u bytes, which is not a number of rows", name, stride);
   KL_EMU_CHECK(start % kRowBytes + kWgmmaK * 2 <= kRowBytes, "wgmma: the descriptor of %s starts at +0x%x and crosses a row", name, start);
   // K-major operands with the 128-byte swizzle have no leading offset; 1 is what the manual asks for.
   KL_EMU_CHECK(leading == 16, "wgmma: the K-major descriptor of %s has a leading offset of %u bytes, not 16", name, leading);

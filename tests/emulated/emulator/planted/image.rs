@@ -57,14 +57,23 @@ pub(super) const BUGS: &[Planted] = &[
         find: "      stages.template retire<1, kGroupStages>();\n    }\n  }\n\n  // out += p v",
         replace: "      stages.template retire<1, 0>();\n    }\n  }\n\n  // out += p v",
     },
-    // Columns are read one too far to the right.
+    // Lines of the window are taken to be as long as those of the tile.
     Planted {
         name: "tap_not_shifted",
         kernel_file: "conv_sm90",
         tile: "KL_CONV_SM90(conv_sm90, 128, 256,",
         source: "gemm/policies_conv_sm90.cuh",
-        find: "x = tap % 3 - 1, y = tap / 3 - 1;",
-        replace: "x = tap % 3, y = tap / 3 - 1;",
+        find: "wgmma_descriptor(address, kLineBytes)",
+        replace: "wgmma_descriptor(address)",
+    },
+    // A window is released with the MMAs of its last k-block in flight.
+    Planted {
+        name: "window_released_early",
+        kernel_file: "conv_sm90",
+        tile: "KL_CONV_SM90(conv_sm90, 128, 256,",
+        source: "gemm/mainloop_sm90.cuh",
+        find: "    if (leaves) release_window();\n    leaves = waits = reader.advance() || k + 1 == work.k_end;\n    if (leaves) pipe.windows.advance();",
+        replace: "    leaves = waits = reader.advance() || k + 1 == work.k_end;\n    if (leaves) pipe.windows.advance();\n    if (leaves && k + 1 < work.k_end) release_window();",
     },
     // Lines and columns of a phase are exchanged.
     Planted {
@@ -72,8 +81,8 @@ pub(super) const BUGS: &[Planted] = &[
         kernel_file: "conv_sm90",
         tile: "KL_CONV_SM90(conv_sm90, 128, 256,",
         source: "gemm/policies_conv_sm90.cuh",
-        find: "x = tap % 2 + phase % 2 - 1, y = tap / 2 + phase / 2 - 1;",
-        replace: "x = tap % 2 + phase / 2 - 1, y = tap / 2 + phase % 2 - 1;",
+        find: "phase_row(at.part / 2 * kWidth + at.part % 2)",
+        replace: "phase_row(at.part % 2 * kWidth + at.part / 2)",
     },
     // Moments are written where another warp still reads.
     Planted {
@@ -90,7 +99,7 @@ pub(super) const BUGS: &[Planted] = &[
         kernel_file: "conv_sm90",
         tile: "KL_CONV_SM90(conv_sm90, 128, 256,",
         source: "gemm/policies_conv_sm90.cuh",
-        find: "lane() / 4 + 8 * half >= columns()",
+        find: "lane() / 4 >= columns()",
         replace: "false",
     },
     // Every phase of an upsampling convolution reads the rows of the first.
@@ -153,8 +162,8 @@ pub(super) const BUGS: &[Planted] = &[
         kernel_file: "conv_sm90",
         tile: "KL_CONV_SM90(conv_sm90, 256, 96,",
         source: "gemm/policies_conv_sm90.cuh",
-        find: "k < p.image.half_blocks && k % 2 == 1",
-        replace: "k < p.image.half_blocks",
+        find: "k < image.half_blocks && block % 2 == 1",
+        replace: "k < image.half_blocks",
     },
     // Values of a smaller head are awaited with the bytes of keys.
     Planted {
