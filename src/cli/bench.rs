@@ -5,6 +5,7 @@ mod kernels;
 mod share;
 
 use super::args::{BenchArgs, GenerateArgs, RunArgs};
+use super::outputs::refuse_same;
 use super::request::{ImageRequest, Setup};
 use super::stdout::{DASH, json_line, print};
 use crate::error::{Error, Result};
@@ -13,6 +14,7 @@ use crate::output::{Planned, check_writable, save_new};
 use crate::selftest::Records;
 use crate::terminal::{Terminal, Verbosity};
 use crate::text::shown_path;
+use crate::trace;
 use serde::Serialize;
 use std::ffi::OsString;
 use std::io::{self, ErrorKind, Read, Write};
@@ -49,6 +51,7 @@ impl BenchRequest {
     /// Checks flags against each other, the environment and the file system.
     pub fn new(args: BenchArgs, environment: Environment, stdin: &mut dyn Read) -> Result<Self> {
         let started = Instant::now();
+        let _span = trace::span("read the request");
         let BenchArgs { mut prompt, model, kernels, quick, runs, json, share, shape, run } = args;
         let verbosity = Verbosity::new(run.quiet, run.verbose);
         if share && json.as_deref() == Some(Path::new(DASH)) {
@@ -56,6 +59,7 @@ impl BenchRequest {
             return Err(Error::usage(what, "write --json=FILE to have both"));
         }
         if let Some(path) = json.as_deref().filter(|path| *path != Path::new(DASH)) {
+            run.trace.trace.iter().try_for_each(|trace| refuse_same(path, "--json", trace, "--trace"))?;
             check_writable(&[Planned { path: path.into(), bytes: 0 }], false).map_err(without_force_hint)?;
         } else if let (Some(_), Some(word)) = (&json, &prompt.prompt)
             && Path::new(word).extension().is_some_and(|extension| extension == "json")
@@ -130,7 +134,7 @@ fn publish(report: &impl Serialize, table: String, json: Option<&Path>, out: &mu
 }
 
 /// Replaces the error whose hint recommends `--force`, which `kiln bench` does not have.
-fn without_force_hint(error: Error) -> Error {
+pub fn without_force_hint(error: Error) -> Error {
     match error {
         Error::OutputExists { path } => {
             let source = io::Error::new(ErrorKind::AlreadyExists, "it exists, and is not overwritten; give another name");

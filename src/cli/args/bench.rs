@@ -27,7 +27,7 @@ pub struct BenchArgs {
         num_args = 0..=1,
         require_equals = true,
         default_missing_value = "",
-        conflicts_with_all = ["PromptArgs", "ModelArgs", "ShapeArgs", "runs", "low_memory", "attention"],
+        conflicts_with_all = ["PromptArgs", "ModelArgs", "ShapeArgs", "runs", "low_memory", "attention", "trace"],
         help_heading = "Measuring"
     )]
     pub kernels: Option<String>,
