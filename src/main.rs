@@ -128,7 +128,7 @@ fn run(command: Command, signals: &Signals) -> Result<()> {
             let trace = TraceFile::start(&args.run.trace, "kiln bench", None, verbosity)?;
             let request = BenchRequest::new(*args, environment, &mut io::stdin())?;
             let terminal = terminal(request.verbosity, signals);
-            trace.end(cli::bench(request, &signals.stop, &terminal, out))
+            trace.end(cli::bench(request, &signals.stop, &terminal, &mut io::stdin().lock(), out))
         }
         Command::Selftest(args) => {
             terminal(Verbosity::Normal, signals);
