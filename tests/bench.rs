@@ -5,6 +5,7 @@ mod sandbox;
 
 use sandbox::{QUICK, Sandbox, send};
 use serde_json::Value;
+use std::path::Path;
 
 /// The seconds of each stage of an image, without those of single steps.
 fn stages(times: &Value) -> Vec<(String, f64)> {
@@ -174,7 +175,7 @@ fn help_teaches() {
     let sandbox = Sandbox::new();
     let run = sandbox.run(["bench", "--help"]).good();
     for word in
-        "--runs --json --kernels --quick --model --width --steps --reference --backend --device --precision --quantize --attention --fp8-accumulate --nvfp4-math Examples:".split(' ')
+        "--runs --json --kernels --quick --model --width --steps --reference --backend --device --precision --quantize --attention --fp8-accumulate --nvfp4-math --trace --svg --beside --from --on-request Examples:".split(' ')
     {
         assert!(run.text().contains(word), "{word}");
     }
@@ -264,9 +265,12 @@ fn an_interrupt_ends_it() {
     assert!(sandbox.names().is_empty());
 }
 
-/// The tags of an SVG in order with their classes and texts, after a check that it is well-formed.
-fn elements(svg: &str) -> Vec<(String, String, String)> {
-    let (mut found, mut open, mut rest): (Vec<(String, String, String)>, Vec<usize>, &str) = (Vec::new(), Vec::new(), svg);
+/// Tag, class and text.
+type Element = (String, String, String);
+
+/// The elements of an SVG in order, after a check that it is well-formed.
+fn elements(svg: &str) -> Vec<Element> {
+    let (mut found, mut open, mut rest) = (Vec::<Element>::new(), Vec::<usize>::new(), svg);
     while let Some(start) = rest.find('<') {
         let end = start + rest[start..].find('>').expect("a tag that does not end");
         let (text, tag) = (&rest[..start], &rest[start + 1..end]);
@@ -293,7 +297,7 @@ fn elements(svg: &str) -> Vec<(String, String, String)> {
     found
 }
 
-fn texts(elements: &[(String, String, String)]) -> Vec<&str> {
+fn texts(elements: &[Element]) -> Vec<&str> {
     elements.iter().filter(|(tag, ..)| tag == "text").map(|(_, _, text)| text.as_str()).collect()
 }
 
@@ -309,6 +313,13 @@ fn pictures_are_drawn_stage_by_stage() {
     let run = sandbox.run(["bench", "--from", "own.json", "--svg", "again.svg"]).good();
     assert_eq!((run.text(), run.stderr.as_str()), ("again.svg\n", ""));
     assert_eq!(std::fs::read_to_string(sandbox.path("again.svg")).unwrap(), drawn);
+
+    // The chart of the documentation is that of the figures beside it.
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let figures = root.join("bench/results/2026-11-15-h200/pictures-1024.json");
+    sandbox.run(["bench", "--from", figures.to_str().unwrap(), "--svg", "docs.svg"]).good();
+    let kept = std::fs::read_to_string(root.join("docs/images/stages-1024.svg")).unwrap();
+    assert!(std::fs::read_to_string(sandbox.path("docs.svg")).unwrap() == kept, "docs/performance.md says how it is drawn");
 
     // Known figures: a stage that took no time has neither a piece nor an entry of the legend.
     let times = |total: f64| serde_json::json!({"encode": 0.0, "denoise": 0.2, "decode": 0.05, "png": 0.00001, "total": total});
@@ -335,7 +346,7 @@ fn pictures_are_drawn_stage_by_stage() {
     {
         assert!(shown.contains(&text), "{text}: {shown:?}");
     }
-    assert!(shown.contains(&"&lt;script&gt;&amp;\u{fffd}") && shown.contains(&"one picture, 2.00 x kiln"), "{shown:?}");
+    assert!(shown.contains(&"&lt;script&gt;&amp;\u{fffd}") && shown.contains(&"one picture, 2.00 x kiln&#39;s"), "{shown:?}");
 
     // Other pictures, results that cannot be, and files that are none are refused before anything is measured.
     for (change, message) in [
@@ -360,7 +371,7 @@ fn pictures_are_drawn_stage_by_stage() {
         let run = sandbox.run(line.split(' '));
         assert!(run.code == Some(code) && run.stderr.contains(message), "{line}: {}", run.stderr);
     }
-    assert_eq!(sandbox.names().iter().filter(|name| name.ends_with(".svg")).count(), 3, "{:?}", sandbox.names());
+    assert_eq!(sandbox.names().iter().filter(|name| name.ends_with(".svg")).count(), 4, "{:?}", sandbox.names());
 }
 
 #[test]

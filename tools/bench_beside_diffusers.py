@@ -191,8 +191,8 @@ def table(size, way, times):
         low, middle, high = (1e3 * value for value in quartiles(of(engine)))
         ratios = ratio(of(engine), of("kiln")), ratio(of(engine, "png"), of("kiln", "png"))
         stages = "".join(f"{1e3 * statistics.median(image[stage] for image in images):>9.1f}" for stage in STAGES)
-        text = f"{size:<12}{way:<10}{engine:<20}{middle:>9.1f} ({low:.1f} to {high:.1f})"
-        lines.append(f"{text:<72}{ratios[0]:>8.3f}{ratios[1]:>8.3f}{stages}{len(images):>5}")
+        text = f"{size:<12}{way:<10}{engine:<28}{middle:>9.1f} ({low:.1f} to {high:.1f})"
+        lines.append(f"{text:<80}{ratios[0]:>8.3f}{ratios[1]:>8.3f}{stages}{len(images):>5}")
     return lines
 
 
@@ -267,8 +267,8 @@ def main():
     pipe.vae.to(memory_format=torch.channels_last)
     print(f"{device_name(args.device)}, {versions()}", flush=True)
     lines = [line for width, height in args.sizes for line in measure(args, pipe, width, height)]
-    head = f"{'':<12}{'':<10}{'ms, prompt to PNG':<20}{'median':>9} (quartiles)"
-    print(f"\n{head:<72}{'x kiln':>8}{'no png':>8}{''.join(f'{stage:>9}' for stage in STAGES)}{'n':>5}")
+    head = f"{'':<12}{'':<10}{'ms, prompt to PNG':<28}{'median':>9} (quartiles)"
+    print(f"\n{head:<80}{'x kiln':>8}{'no png':>8}{''.join(f'{stage:>9}' for stage in STAGES)}{'n':>5}")
     print("\n".join(lines))
     return 0
 

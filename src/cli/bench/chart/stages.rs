@@ -135,10 +135,11 @@ pub fn draw(own: &Pictures, beside: &[Beside]) -> String {
     let reference = warm.first().map(|bar| bar.times.total);
     for Beside { machine: other, engines, .. } in beside {
         for engine in engines {
-            let about = |total: f64| {
-                let ratio = reference.map_or(String::new(), |own| format!(", {:.2} x kiln", total / own));
-                let place = if machine.contains(other.as_str()) { String::new() } else { format!(", {other}") };
-                format!("{}{ratio}{place}", count(&engine.images_s))
+            // Times of another machine are not to be compared.
+            let here = reference.filter(|_| machine.contains(other.as_str()));
+            let about = |total: f64| match here {
+                Some(own) => format!("{}, {:.2} x kiln's", count(&engine.images_s), total / own),
+                None => format!("{}, {other}", count(&engine.images_s)),
             };
             warm.extend(Bar::of_median(engine.name.clone(), about, &engine.images_s));
         }
