@@ -6,7 +6,7 @@ mod svg;
 
 use crate::error::{Error, Result};
 use crate::files;
-use crate::text::{shown, shown_line};
+use crate::text::shown_line;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
@@ -208,6 +208,6 @@ fn draw_results(own: Results, beside: Vec<Recorded>) -> Result<String> {
             }
             Ok(stages::draw(&own, &others))
         }
-        Results::Beside(_) => Err(Error::Op { op: "svg", what: shown("results of other engines alone") }),
+        Results::Beside(_) => Err(Error::Op { op: "svg", what: "results of other engines alone".into() }),
     }
 }

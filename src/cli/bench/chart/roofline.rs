@@ -23,10 +23,6 @@ fn rate(value: f64, unit: &str) -> String {
 }
 
 impl Row {
-    fn seconds(&self) -> f64 {
-        self.median_s
-    }
-
     /// The share of its ceiling, and the class that draws it.
     fn share(&self) -> Option<(f64, &'static str)> {
         self.of_copy.map(|share| (share, "copy")).or(self.of_tensor_cores.map(|share| (share, "peak")))
@@ -35,8 +31,8 @@ impl Row {
     /// What it achieves, in the unit of what bounds it.
     fn rate(&self) -> String {
         match (self.of_copy, self.flops) {
-            (None, flops) if flops > 0 => rate(flops as f64 / self.seconds(), "FLOP/s"),
-            _ => rate(self.bytes as f64 / self.seconds(), "B/s"),
+            (None, flops) if flops > 0 => rate(flops as f64 / self.median_s, "FLOP/s"),
+            _ => rate(self.bytes as f64 / self.median_s, "B/s"),
         }
     }
 
@@ -63,7 +59,7 @@ fn roofline(canvas: &mut Canvas, own: &Kernels) -> bool {
         .rows
         .iter()
         .filter(|row| row.flops > 0 && row.bytes > 0)
-        .map(|row| (row, row.flops as f64 / row.bytes as f64, row.flops as f64 / row.seconds()))
+        .map(|row| (row, row.flops as f64 / row.bytes as f64, row.flops as f64 / row.median_s))
         .collect();
     let bandwidth = own.rows.iter().filter_map(Row::copy_rate).reduce(f64::max);
     let peaks: Vec<(&str, f64)> = [("bf16", own.tensor_flops), ("e4m3", own.tensor_flops_e4m3), ("e2m1", own.tensor_flops_e2m1)]
