@@ -23,6 +23,7 @@ use crate::part::Part;
 use crate::tensor::nvfp4::TILE_ROWS;
 use crate::tensor::{Bytes, DType, Nvfp4Layout, PartScaling, Stored, WeightPart};
 use crate::text::shown_path;
+use crate::trace;
 use declared::Format;
 use quantised::{FileWeight, Quantisation, logical_shape, nvfp4_size};
 use std::collections::BTreeMap;
@@ -71,6 +72,7 @@ struct Segment {
 impl Weights {
     /// Opens a `.safetensors` file, or a folder that holds one or holds its shards.
     pub fn open(part: Part, path: &Path) -> Result<Self> {
+        let _span = trace::span_of("open part", || part.to_string());
         let meta = std::fs::metadata(path).map_err(|e| match e.kind() {
             std::io::ErrorKind::NotFound => {
                 Error::NoModel { path: path.into(), what: format!("the {part} does not exist"), hint: None }

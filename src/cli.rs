@@ -21,6 +21,7 @@ mod settings;
 mod stdout;
 mod support;
 mod tiny;
+mod trace;
 mod writer;
 
 pub use bench::{BenchRequest, bench};
@@ -35,6 +36,7 @@ pub use run::{GenerateRequest, generate};
 pub use selftest::{selftest, test as selftest_on};
 pub use stdout::{STDOUT, reader_left};
 pub use tiny::tiny;
+pub use trace::TraceFile;
 
 use crate::text::shown;
 use args::{Cli, Command, GenerateArgs};

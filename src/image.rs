@@ -11,6 +11,7 @@ mod xmp;
 pub(crate) use jpeg::ZIGZAG;
 
 use crate::error::{Error, Result};
+use crate::trace;
 use rayon::prelude::*;
 
 /// A file format, and how an image is encoded in it.
@@ -117,6 +118,7 @@ impl Image {
     /// Encodes the image. `text` is stored as iTXt chunks in a PNG and as XMP in a JPEG or WebP. Keys have to begin with an ASCII
     /// letter, after which there may be digits and hyphens; values can be any Unicode text without NUL.
     pub fn encode(&self, format: Format, text: &[(&str, String)], threads: Threads) -> Result<Vec<u8>> {
+        let _span = trace::span("encode the image file");
         let Self { width, height, pixels } = self;
         let longest = match format {
             Format::Png => i32::MAX as usize,

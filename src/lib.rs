@@ -51,6 +51,7 @@ pub mod text;
 pub mod threads;
 pub mod tiny;
 pub mod tokenizer;
+pub mod trace;
 pub mod words;
 
 pub use error::{Error, Result};

@@ -6,7 +6,7 @@ mod allocator;
 mod builtin;
 
 use kiln::cli::args::Command;
-use kiln::cli::{self, BenchRequest, GenerateRequest};
+use kiln::cli::{self, BenchRequest, GenerateRequest, TraceFile};
 use kiln::error::{Error, Result};
 use kiln::locate::{Embedded, Environment};
 use kiln::progress::Progress;
@@ -117,14 +117,18 @@ fn run(command: Command, signals: &Signals) -> Result<()> {
             cli::tiny(&args, &signals.stop, out)
         }
         Command::Generate(args) => {
+            let verbosity = Verbosity::new(args.run.quiet, args.run.verbose);
+            let trace = TraceFile::start(&args.run.trace, "kiln generate", Some(args.force), verbosity)?;
             let GenerateRequest { images, setup, outputs, verbosity } =
                 GenerateRequest::new(*args, environment, &mut io::stdin(), cli::random_seed())?;
-            cli::generate(images, setup, outputs, &signals.stop, &terminal(verbosity, signals), out)
+            trace.end(cli::generate(images, setup, outputs, &signals.stop, &terminal(verbosity, signals), out))
         }
         Command::Bench(args) => {
+            let verbosity = Verbosity::new(args.run.quiet, args.run.verbose);
+            let trace = TraceFile::start(&args.run.trace, "kiln bench", None, verbosity)?;
             let request = BenchRequest::new(*args, environment, &mut io::stdin())?;
             let terminal = terminal(request.verbosity, signals);
-            cli::bench(request, &signals.stop, &terminal, out)
+            trace.end(cli::bench(request, &signals.stop, &terminal, &mut io::stdin().lock(), out))
         }
         Command::Selftest(args) => {
             terminal(Verbosity::Normal, signals);

@@ -7,6 +7,7 @@
 use crate::error::Error;
 use crate::sequence::Grid;
 use crate::tensor::Precision;
+use crate::trace;
 use half::bf16;
 use rayon::prelude::*;
 use std::f64::consts::TAU;
@@ -64,6 +65,7 @@ impl FromStr for NoiseKind {
 
 /// Draws the noise of one image, row-major `[tokens, CHANNELS]`. In [`Precision::Bf16`] every value is rounded to bfloat16.
 pub fn draw(kind: NoiseKind, seed: u64, grid: Grid, precision: Precision) -> Vec<f32> {
+    let _span = trace::span("draw noise");
     let tokens = grid.tokens();
     let count = tokens * CHANNELS;
     let mut noise = match kind {

@@ -14,6 +14,7 @@ pub use staged::{IsJournal, Staged, StagedFile};
 
 use crate::error::{Error, Result};
 use crate::text::grouped;
+use crate::trace;
 use std::collections::BTreeMap;
 use std::fs::{self, File, Metadata, OpenOptions};
 use std::io::{self, ErrorKind, Write};
@@ -77,6 +78,7 @@ pub fn check_writable(files: &[Planned], force: bool) -> Result<()> {
 
 /// Writes a whole file or nothing. Unless `force` is set, an existing file is an error, even if it is created during the write.
 pub fn save_new(path: &Path, bytes: &[u8], force: bool) -> Result<()> {
+    let _span = trace::span_of("write file", || format!("{} bytes", bytes.len()));
     let replaced = check_target(path, force)?;
     if !place_tmpfile(path, bytes, force, replaced.as_ref())? {
         place_named(path, bytes, force, replaced.as_ref())?;

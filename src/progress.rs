@@ -1,5 +1,9 @@
 //! The interface through which the library reports progress. It never prints anything; the caller decides what to show.
 
+use crate::trace::{self, Span};
+use std::cell::RefCell;
+use std::time::Instant;
+
 /// A phase of a run that takes noticeable time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
@@ -40,6 +44,17 @@ impl Phase {
     }
 }
 
+impl Phase {
+    /// What the phase counts, if each of these is worth a span of the trace.
+    const fn item(self) -> Option<&'static str> {
+        match self {
+            Self::References => Some("reference"),
+            Self::Denoise => Some("step"),
+            _ => None,
+        }
+    }
+}
+
 /// A receiver of progress reports.
 pub trait Progress {
     /// A phase begins; `total` is the sum of all amounts that [`Progress::advance`] will report.
@@ -67,4 +82,65 @@ impl Progress for Silent {
     fn end(&self) {}
     fn detail(&self, _text: &str) {}
     fn warn(&self, _text: &str) {}
+}
+
+/// Hands all reports on, and records phases and their steps in the trace, if there is one. Phases that an error left open end when this
+/// is dropped.
+pub struct Traced<'a> {
+    to: &'a dyn Progress,
+    open: RefCell<Vec<OpenPhase>>,
+}
+
+struct OpenPhase {
+    item: Option<&'static str>,
+    /// When the item that is being worked on began.
+    since: Instant,
+    _span: Span,
+}
+
+impl<'a> Traced<'a> {
+    /// Hands reports on to `to`.
+    pub fn new(to: &'a dyn Progress) -> Self {
+        Self { to, open: RefCell::default() }
+    }
+}
+
+impl Progress for Traced<'_> {
+    fn begin(&self, phase: Phase, total: u64) {
+        if trace::is_on() {
+            // The first item begins after the phase that it is in.
+            let span = trace::span(phase.name());
+            self.open.borrow_mut().push(OpenPhase { item: phase.item(), since: Instant::now(), _span: span });
+        }
+        self.to.begin(phase, total);
+    }
+
+    fn advance(&self, amount: u64) {
+        if let Some(OpenPhase { item: Some(item), since, .. }) = self.open.borrow_mut().last_mut() {
+            trace::since(*since, item);
+            *since = Instant::now();
+        }
+        self.to.advance(amount);
+    }
+
+    fn end(&self) {
+        self.to.end();
+        self.open.borrow_mut().pop();
+    }
+
+    fn detail(&self, text: &str) {
+        self.to.detail(text);
+    }
+
+    fn warn(&self, text: &str) {
+        self.to.warn(text);
+    }
+}
+
+impl Drop for Traced<'_> {
+    fn drop(&mut self) {
+        // The inner ones end first.
+        let open = self.open.get_mut();
+        while open.pop().is_some() {}
+    }
 }

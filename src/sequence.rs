@@ -4,6 +4,7 @@
 //! a token's only positional information is its id `(t, h, w, l)`, which is applied to queries and keys as RoPE.
 
 use crate::error::{Error, Result};
+use crate::trace;
 use std::ops::Range;
 
 /// The longest sequence that is supported.
@@ -175,6 +176,7 @@ impl SequencePlan {
     /// The RoPE table of all tokens, row-major `[tokens, head_dim]`: each row holds the cosines of all pairs, then their sines.
     /// Pairs are grouped by axis; pair `p` rotates elements `2p` and `2p + 1` of a head.
     pub fn rope_table(&self, spec: &RopeSpec) -> Vec<f32> {
+        let _span = trace::span("RoPE table");
         let ids = self.ids();
         // An axis has few distinct positions (at most as many as rows, columns or text tokens), so each angle is computed once.
         let tables: [Vec<f32>; 4] = std::array::from_fn(|axis| {

@@ -8,6 +8,7 @@ mod file;
 
 use crate::error::{Error, Result};
 use crate::files;
+use crate::trace;
 use flate2::read::GzDecoder;
 use std::any::Any;
 use std::io::Read;
@@ -62,6 +63,7 @@ pub struct Tokenizer {
 impl Tokenizer {
     /// Reads a `tokenizer.json`.
     pub fn open(path: &Path) -> Result<Self> {
+        let _span = trace::span("read the tokenizer");
         let bytes = files::read(path, MAX_FILE_BYTES).map_err(|source| Error::read(path, source))?;
         Self::from_json(&bytes, path)
     }
@@ -77,6 +79,7 @@ impl Tokenizer {
 
     /// The embedded Qwen3 tokenizer.
     pub fn qwen3() -> Result<Self> {
+        let _span = trace::span("read the tokenizer");
         let origin = Path::new("built-in tokenizer.json");
         let mut json = Vec::new();
         GzDecoder::new(QWEN3).read_to_end(&mut json).map_err(|source| Error::read(origin, source))?;
@@ -88,6 +91,7 @@ impl Tokenizer {
     /// Template and prompt are encoded as one string: a newline at the start of the prompt merges with that of the template, and
     /// text that spells a special token is encoded as that token. Both match the models' reference implementation.
     pub fn encode(&self, prompt: &str, length: usize) -> Result<Tokens> {
+        let _span = trace::span("tokenize");
         check_length(prompt.len())?;
         let [before, after] = TEMPLATE;
         let text = [before, prompt, after].concat();

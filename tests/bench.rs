@@ -5,6 +5,7 @@ mod sandbox;
 
 use sandbox::{QUICK, Sandbox, send};
 use serde_json::Value;
+use std::path::Path;
 
 /// The seconds of each stage of an image, without those of single steps.
 fn stages(times: &Value) -> Vec<(String, f64)> {
@@ -174,7 +175,7 @@ fn help_teaches() {
     let sandbox = Sandbox::new();
     let run = sandbox.run(["bench", "--help"]).good();
     for word in
-        "--runs --json --kernels --quick --model --width --steps --reference --backend --device --precision --quantize --attention --fp8-accumulate --nvfp4-math Examples:".split(' ')
+        "--runs --json --kernels --quick --model --width --steps --reference --backend --device --precision --quantize --attention --fp8-accumulate --nvfp4-math --trace --svg --beside --from --on-request Examples:".split(' ')
     {
         assert!(run.text().contains(word), "{word}");
     }
@@ -261,5 +262,161 @@ fn an_interrupt_ends_it() {
     assert_eq!(stderr.last().unwrap().unwrap(), "error: interrupted");
     let output = child.wait_with_output().unwrap();
     assert_eq!((output.status.code(), output.stdout.as_slice()), (Some(130), &b""[..]));
+    assert!(sandbox.names().is_empty());
+}
+
+/// Tag, class and text.
+type Element = (String, String, String);
+
+/// The elements of an SVG in order, after a check that it is well-formed.
+fn elements(svg: &str) -> Vec<Element> {
+    let (mut found, mut open, mut rest) = (Vec::<Element>::new(), Vec::<usize>::new(), svg);
+    while let Some(start) = rest.find('<') {
+        let end = start + rest[start..].find('>').expect("a tag that does not end");
+        let (text, tag) = (&rest[..start], &rest[start + 1..end]);
+        assert!(!text.contains('>') || open.last().is_some_and(|i| found[*i].0 == "style"), "{text}");
+        if let Some(i) = open.last() {
+            found[*i].2.push_str(text);
+        }
+        match tag.strip_prefix('/') {
+            Some(name) => assert_eq!(open.pop().map(|i| found[i].0.as_str()), Some(name)),
+            None => {
+                assert!(!tag.contains('<') && tag.matches('"').count() % 2 == 0, "{tag}");
+                let class = tag.split_once("class=\"").map_or("", |(_, class)| class.split('"').next().unwrap());
+                found.push((tag.split([' ', '/']).next().unwrap().into(), class.into(), String::new()));
+                if !tag.ends_with('/') {
+                    open.push(found.len() - 1);
+                }
+            }
+        }
+        rest = &rest[end + 1..];
+    }
+    assert!(open.is_empty() && rest.trim().is_empty(), "{open:?} {rest}");
+    let entity = |text: &str| ["amp;", "lt;", "gt;", "quot;", "#39;"].iter().any(|known| text.starts_with(known));
+    assert!(svg.split('&').skip(1).all(entity), "an ampersand that is not escaped");
+    found
+}
+
+fn texts(elements: &[Element]) -> Vec<&str> {
+    elements.iter().filter(|(tag, ..)| tag == "text").map(|(_, _, text)| text.as_str()).collect()
+}
+
+#[test]
+fn pictures_are_drawn_stage_by_stage() {
+    let sandbox = Sandbox::new();
+    let run = sandbox.quick(&["bench", "--runs", "3", "--svg", "own.svg", "--json=own.json"]);
+    assert!(run.text().contains("\ntotal "), "the table is printed as well: {}", run.text());
+    let drawn = std::fs::read_to_string(sandbox.path("own.svg")).unwrap();
+    let found = elements(&drawn);
+    assert!(texts(&found).contains(&"median of 3") && drawn.contains("prefers-color-scheme:dark"), "{drawn}");
+    // What was recorded gives the same chart.
+    let run = sandbox.run(["bench", "--from", "own.json", "--svg", "again.svg"]).good();
+    assert_eq!((run.text(), run.stderr.as_str()), ("again.svg\n", ""));
+    assert_eq!(std::fs::read_to_string(sandbox.path("again.svg")).unwrap(), drawn);
+
+    // The chart of the documentation is that of the figures beside it.
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let figures = root.join("bench/results/2026-11-15-h200/pictures-1024.json");
+    sandbox.run(["bench", "--from", figures.to_str().unwrap(), "--svg", "docs.svg"]).good();
+    let kept = std::fs::read_to_string(root.join("docs/images/stages-1024.svg")).unwrap();
+    assert!(std::fs::read_to_string(sandbox.path("docs.svg")).unwrap() == kept, "docs/performance.md says how it is drawn");
+
+    // Known figures: a stage that took no time has neither a piece nor an entry of the legend.
+    let times = |total: f64| serde_json::json!({"encode": 0.0, "denoise": 0.2, "decode": 0.05, "png": 0.00001, "total": total});
+    let own = serde_json::json!({
+        "kind": "pictures", "kiln": "9", "model": "m <&> \"q\" 'n'", "machine": "GPU 0 (X)", "precision": "bf16", "width": 64, "height": 64,
+        "steps": 1, "cold_s": {"open": 0.5, "load": 1.0, "denoise": 0.4, "total": 2.0}, "warm_s": [times(0.3), times(0.5), times(0.26)],
+    });
+    let other = serde_json::json!({
+        "kind": "beside", "machine": "X", "width": 64, "height": 64, "steps": 1,
+        "engines": [{"name": "<script>&\u{1}", "images_s": [{"total": 0.6}]}, {"name": "none", "images_s": []}],
+    });
+    std::fs::write(sandbox.path("k.json"), own.to_string()).unwrap();
+    std::fs::write(sandbox.path("o.json"), other.to_string()).unwrap();
+    sandbox.run(["bench", "--from", "k.json", "--svg", "k.svg", "--beside", "o.json"]).good();
+    let drawn = std::fs::read_to_string(sandbox.path("k.svg")).unwrap();
+    let found = elements(&drawn);
+    let rects: Vec<&str> = found.iter().filter(|(tag, ..)| tag == "rect").map(|(_, class, _)| class.as_str()).collect();
+    let legend = ["open", "load", "denoise", "decode", "png", "rest"];
+    // The PNG of ten microseconds is in the legend, but too narrow to be drawn.
+    let bars = ["open", "load", "denoise", "rest", "denoise", "decode", "rest", "rest"];
+    assert_eq!(rects, [&["page"][..], &legend, &bars].concat(), "{drawn}");
+    let shown = texts(&found);
+    for text in ["m &lt;&amp;&gt; &quot;q&quot; &#39;n&#39;, 64x64, 1 steps, bf16", "2,000 ms", "300 ms", "260 to 500", "600 ms"]
+    {
+        assert!(shown.contains(&text), "{text}: {shown:?}");
+    }
+    assert!(shown.contains(&"&lt;script&gt;&amp;\u{fffd}") && shown.contains(&"one picture, 2.00 x kiln&#39;s"), "{shown:?}");
+
+    // Other pictures, results that cannot be, and files that are none are refused before anything is measured.
+    for (change, message) in [
+        (("width", Value::from(80)), "it has 80x64 in 1 steps, these are 64x64 in 1 steps"),
+        (("engines", serde_json::json!([{"name": "x", "images_s": [{"total": -1.0}]}])), "times or rates that cannot be"),
+        (("kind", "what".into()), "not results of a benchmark"),
+    ] {
+        let mut other = other.clone();
+        other[change.0] = change.1;
+        std::fs::write(sandbox.path("bad.json"), other.to_string()).unwrap();
+        let run = sandbox.run(["bench", "--from", "k.json", "--svg", "bad.svg", "--beside", "bad.json"]);
+        assert!(run.code == Some(3) && run.stderr.contains(message), "{message}: {}", run.stderr);
+    }
+    for (line, code, message) in [
+        ("bench --svg own.svg", 5, "give another name"),
+        ("bench --svg a.svg --json=a.svg", 2, "--json and --svg would be the same file"),
+        ("bench --svg -", 2, "--svg writes a file"),
+        ("bench --beside k.json", 2, "--svg"),
+        ("bench --from k.json", 2, "--svg"),
+        ("bench --from o.json --svg b.svg", 3, "stand beside kiln's"),
+    ] {
+        let run = sandbox.run(line.split(' '));
+        assert!(run.code == Some(code) && run.stderr.contains(message), "{line}: {}", run.stderr);
+    }
+    assert_eq!(sandbox.names().iter().filter(|name| name.ends_with(".svg")).count(), 4, "{:?}", sandbox.names());
+}
+
+#[test]
+fn kernels_are_drawn_below_their_ceilings() {
+    let sandbox = Sandbox::new();
+    sandbox.run(["bench", "--kernels=norm", "--quick", "--svg", "cpu.svg", "-q"]).good();
+    elements(&std::fs::read_to_string(sandbox.path("cpu.svg")).unwrap());
+    let recorded = concat!(env!("CARGO_MANIFEST_DIR"), "/bench/results/2026-11-15-h200/kernels.json");
+    sandbox.run(["bench", "--from", recorded, "--svg", "gpu.svg"]).good();
+    let found = elements(&std::fs::read_to_string(sandbox.path("gpu.svg")).unwrap());
+    let report: Value = serde_json::from_slice(&std::fs::read(recorded).unwrap()).unwrap();
+    let rows = report["rows"].as_array().unwrap();
+    let count = |tag: &str, class: &str| found.iter().filter(|(t, c, _)| t == tag && c == class).count();
+    // A bar for each row, and one entry of the legend.
+    let of = |key: &str| rows.iter().filter(|row| !row[key].is_null()).count();
+    assert_eq!((count("rect", "copy"), count("rect", "peak")), (of("of_copy") + 1, of("of_tensor_cores") + 1));
+    let multiply = rows.iter().filter(|row| row["flops"].as_u64() > Some(0)).count();
+    assert_eq!(count("circle", "copy") + count("circle", "peak"), multiply);
+    assert_eq!(count("polyline", "roof"), 2, "the bandwidth of memory and one peak");
+    let shown = texts(&found);
+    assert!(shown.contains(&"arithmetic intensity, FLOP per byte") && shown.contains(&"bf16 peak, 1070.5 TFLOP/s"), "{shown:?}");
+}
+
+/// Another program takes turns with kiln by asking for one picture after the other.
+#[test]
+fn pictures_are_timed_on_request() {
+    use std::io::Write;
+    let sandbox = Sandbox::new();
+    let flags = ["bench", "--on-request", "-q"];
+    let ask = |requests: &[u8]| {
+        let mut child = sandbox.command(flags.iter().chain(&QUICK)).stdin(std::process::Stdio::piped()).spawn().unwrap();
+        child.stdin.take().unwrap().write_all(requests).unwrap();
+        child.wait_with_output().unwrap()
+    };
+    let output = ask(b"3 a fox in the snow\n18446744073709551615 \n");
+    assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+    let text = String::from_utf8(output.stdout).unwrap();
+    let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert!(lines.len() == 3 && lines[0]["kind"] == "pictures", "{lines:?}");
+    check_times(&lines[0]["cold_s"], &["open", "load"], 1);
+    lines[1..].iter().for_each(|times| check_times(times, &[], 1));
+    for (request, message) in [(&b"a fox"[..], "does not begin with a seed"), (b"3", "has no prompt"), (b"3 \xff", "not UTF-8")] {
+        let output = ask(request);
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(2) && stderr.contains(message), "{stderr}");
+    }
     assert!(sandbox.names().is_empty());
 }

@@ -5,6 +5,7 @@ use super::header::{Entry, Header};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::tensor::Bytes;
+use crate::trace;
 use flate2::Crc;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -72,6 +73,8 @@ pub struct Shard {
 impl Shard {
     /// Maps a file and validates its header.
     pub fn open(path: &Path) -> Result<Self> {
+        let name = || path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let _span = trace::span_of("open file", name);
         let file = files::open(path).map_err(|error| match error.kind() {
             ErrorKind::InvalidInput => Error::bad_file(path, "not a safetensors file", error.to_string()),
             _ => Error::read(path, error),
@@ -89,6 +92,7 @@ impl Shard {
     }
 
     fn new(path: PathBuf, bytes: Bytes, mapped: Option<Arc<Mapped>>) -> Result<Self> {
+        let _span = trace::span("parse header");
         let header = Header::parse(&path, &bytes).map_err(|error| {
             // A file that is still being written can fail validation in many ways; then the error says that it changed.
             let changed = mapped.as_ref().and_then(|mapped| mapped.verify(&path).err());

@@ -5,12 +5,14 @@ mod help;
 mod quantised;
 mod quantize;
 mod shell;
+mod trace;
 mod values;
 
 pub use bench::BenchArgs;
 pub use quantised::QuantisedArgs;
 pub use quantize::QuantizeArgs;
 pub use shell::{CompletionsArgs, ManArgs};
+pub use trace::TraceArgs;
 pub use values::{
     BackendArg, DTypeArg, FormatArg, ImageFormatArg, KleinArg, LayoutArg, NoiseArg, Nvfp4LayoutArg, PartArg, PrecisionArg,
     VariantArg, WeightLayoutArg,
@@ -262,6 +264,10 @@ pub struct RunArgs {
     /// CPU threads, at most one per core [default: one per core]
     #[arg(long, value_name = "N", value_parser = within(1usize, 1024), help_heading = "Run")]
     pub threads: Option<usize>,
+
+    /// A trace of the run
+    #[command(flatten)]
+    pub trace: TraceArgs,
 
     /// Print nothing but errors
     #[arg(short, long, conflicts_with = "verbose", help_heading = "Run")]

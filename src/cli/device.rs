@@ -11,6 +11,7 @@ use crate::progress::Progress;
 use crate::selftest::{self, Gate, Records, Verdict};
 use crate::terminal::Terminal;
 use crate::text::gib;
+use crate::trace;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -76,6 +77,7 @@ pub fn select_backend(
         Ok(SelectedBackend { backend: Box::new(cpu), name: "cpu", machine, device: None, predictor, note, gate: Gate::Open })
     };
     let gpu = || -> Result<SelectedBackend> {
+        let _span = trace::span("open the GPU");
         let (mut cuda, gate) = selftest::open(device, stop.clone(), records)?;
         cuda.set_fp8_accumulate(accumulate);
         let (device, predictor) = (cuda.device().clone(), predictor(&cuda));

@@ -34,19 +34,21 @@ impl Outputs {
         target: &Target,
         format: Format,
         dump: Option<PathBuf>,
+        trace: Option<&Path>,
         force: bool,
         json: bool,
     ) -> Result<Self> {
+        let others = [(dump.as_deref(), "--dump"), (trace, "--trace")];
+        if let [(Some(dump), flag), (Some(trace), other)] = others {
+            refuse_same(dump, flag, trace, other)?;
+        }
         let (width, height) = (request.size.width(), request.size.height());
         let bytes = format.max_bytes(width, height) + request.prompt.len() as u64;
         let mut images = Vec::with_capacity(request.seeds.len());
         for path in request.seeds.iter().enumerate().filter_map(|(i, &seed)| target.path(i, request.noise.seed(seed))) {
             check_name(&path)?;
-            if let Some(dump) = &dump
-                && same_file(&path, dump)
-            {
-                let what = format!("the picture and --dump would be the same file ({})", shown_path(&path));
-                return Err(Error::usage(what, "give one of them another name"));
+            for (other, flag) in others.into_iter().filter_map(|(other, flag)| Some((other?, flag))) {
+                refuse_same(&path, "the picture", other, flag)?;
             }
             images.push(Planned { path, bytes });
         }
@@ -219,6 +221,15 @@ fn stdout_was_closed() -> bool {
     }
     #[cfg(not(target_os = "linux"))]
     false
+}
+
+/// Refuses two outputs with one name.
+pub fn refuse_same(a: &Path, what: &str, b: &Path, other: &str) -> Result<()> {
+    if same_file(a, b) {
+        let what = format!("{what} and {other} would be the same file ({})", shown_path(a));
+        return Err(Error::usage(what, "give one of them another name"));
+    }
+    Ok(())
 }
 
 /// Whether two paths that may not exist yet name the same file.

@@ -11,6 +11,7 @@ use super::writer::{Pending, Place, Writer};
 use crate::error::{Error, Result};
 use crate::locate::Environment;
 use crate::terminal::{Terminal, Verbosity};
+use crate::trace;
 use std::io::{Read, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -33,10 +34,12 @@ impl GenerateRequest {
     /// Checks flags against each other, the environment and the file system. `stdin` is read if the prompt comes from there;
     /// `random` is the seed to use if none is given.
     pub fn new(args: GenerateArgs, environment: Environment, stdin: &mut dyn Read, random: u64) -> Result<Self> {
+        let _span = trace::span("read the request");
         let (images, mut setup) = ImageRequest::from_args(&args, environment, stdin, random)?;
         let format = file_format(args.format, args.quality, args.output.as_deref())?;
         let target = Target::new(args.output, &images.prompt, images.seeds.len(), extension(format));
-        let outputs = Outputs::plan(&images, &target, format, args.dump, args.force, args.json)?;
+        let trace = args.run.trace.trace.as_deref();
+        let outputs = Outputs::plan(&images, &target, format, args.dump, trace, args.force, args.json)?;
         setup.notes.extend(unknown_words_note(&images.prompt, &setup.found, &setup.conventions));
         Ok(Self { images, setup, outputs, verbosity: Verbosity::new(args.run.quiet, args.run.verbose) })
     }

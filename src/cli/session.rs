@@ -10,6 +10,7 @@ use crate::locate::Found;
 use crate::pipeline::{Engine, Formats, Job, LoadOptions, OpenModel};
 use crate::progress::Progress;
 use crate::terminal::Terminal;
+use crate::trace;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -34,6 +35,9 @@ impl Session {
         let (backend, model) = join(select, || OpenModel::open(&found, variant));
         let (backend, model) = (backend?, model?);
         backend.announce(terminal);
+        if trace::is_on() && backend.device.is_some() {
+            terminal.say("note: kernels are traced one by one, without overlap and CUDA graphs, so steps take a little longer");
+        }
         model.warnings.iter().for_each(|warning| terminal.warn(warning));
         let mut formats = model.formats(options, backend.backend.gemm_formats())?;
         // Only tensor cores have a choice.
@@ -53,6 +57,7 @@ impl Session {
 
     /// Checks that a job fits into memory, and switches to low-memory mode if it fits only then.
     pub fn fit(&mut self, job: &Job, terminal: &Terminal) -> Result<()> {
+        let _span = trace::span("check memory");
         let SelectedBackend { backend, machine, device, .. } = &self.backend;
         let options = self.model.check_memory(backend.as_ref(), machine, self.options, job)?;
         if options.low_memory && !self.options.low_memory {

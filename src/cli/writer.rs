@@ -159,7 +159,7 @@ impl<'scope, 'a> Writer<'scope, 'a> {
                 let write = |pending: Pending| place.write(&pending, Threads::One);
                 receiver.into_iter().try_for_each(write).inspect_err(|_| place.stop.store(true, Ordering::Relaxed))
             };
-            let thread = std::thread::Builder::new().stack_size(threads::STACK).spawn_scoped(scope, work);
+            let thread = std::thread::Builder::new().name("writer".into()).stack_size(threads::STACK).spawn_scoped(scope, work);
             beside = thread.ok().map(|thread| (sender, thread));
         }
         Self { place, beside, left: count }

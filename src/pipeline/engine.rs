@@ -16,10 +16,11 @@ use crate::image::Image;
 use crate::model::{ReferenceTokens, StepInput};
 use crate::noise::draw;
 use crate::part::{Part, PerPart};
-use crate::progress::{Phase, Progress, Silent};
+use crate::progress::{Phase, Progress, Silent, Traced};
 use crate::sequence::{PATCH, Pixels, RopeSpec};
 use crate::tensor::{Arena, DType, Region, Tensor};
 use crate::tokenizer::{self, Tokenizer, Tokens};
+use crate::trace;
 use std::sync::Arc;
 
 /// A model on a backend, ready to run.
@@ -36,6 +37,7 @@ impl Engine {
     /// Reserves memory for a model's weights on a backend and loads those that encode prompts. The others are loaded with the first
     /// image.
     pub fn load(mut backend: Box<dyn Backend>, model: OpenModel, options: LoadOptions, progress: &dyn Progress) -> Result<Self> {
+        let progress = &Traced::new(progress);
         let OpenModel { weights, tokenizer, configs, variant, name, .. } = model;
         let (mut stages, sizes, _) = Stages::place(&configs, weights.each_ref().map(Some), options, backend.gemm_formats())?;
         backend.reserve_weights(sizes.total(options.low_memory))?;
@@ -96,6 +98,7 @@ impl Engine {
         progress: &dyn Progress,
         sink: &mut dyn FnMut(GeneratedImage) -> Result<()>,
     ) -> Result<()> {
+        let progress = &Traced::new(progress);
         let inputs = self.inputs(job, progress)?;
         let mut plan = Plan::new(self.backend.gemm_formats());
         let bytes = self.stages.dry_run(&mut plan, &inputs, &Silent)?;
@@ -211,6 +214,7 @@ impl Stages {
 
     /// Runs the stages of one image on the dry-run backend. Returns the bytes of the arena they need.
     pub fn dry_run(&self, plan: &mut Plan, inputs: &Inputs<'_>, progress: &dyn Progress) -> Result<u64> {
+        let _span = trace::span("dry run");
         let mut ws = Arena::new(Region::Arena);
         let noise = vec![0.0; inputs.plan.canvas().len() * self.transformer_config.channels];
         let prompts = self.encode_prompts(plan, &mut ws, inputs, true, progress)?;

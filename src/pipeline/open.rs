@@ -12,6 +12,7 @@ use crate::part::{Part, PerPart};
 use crate::tensor::DType;
 use crate::tiny;
 use crate::tokenizer::Tokenizer;
+use crate::trace;
 use std::path::{Path, PathBuf};
 
 /// Sizes of a model's parts.
@@ -57,6 +58,7 @@ impl OpenModel {
     /// Opens the model that was found and checks that every tensor exists and has the right shape. `variant` overrides the variant
     /// that the files and their names imply.
     pub fn open(found: &Found, variant: Option<Variant>) -> Result<Self> {
+        let _span = trace::span("open the model");
         match found {
             Found::Files(files) => Self::files(files, variant),
             Found::BuiltIn(model) => Self::embedded(*model, variant),
@@ -117,6 +119,7 @@ impl OpenModel {
         variant: Variant,
         conventions: Conventions,
     ) -> Result<Self> {
+        let _span = trace::span("check tensors");
         let configs = Configs {
             transformer: TransformerConfig::detect(&weights.transformer, files.transformer)?,
             text_encoder: TextConfig::detect(&weights.text_encoder, files.text_encoder, &conventions)?,

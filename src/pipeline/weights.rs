@@ -11,6 +11,7 @@ use crate::model::{ContextIn, LayerFormat, Loader, TextEncoder, Transformer, Vae
 use crate::part::PerPart;
 use crate::progress::{Phase, Progress};
 use crate::tensor::{Arena, Region};
+use crate::trace::{self, Span};
 use std::sync::Arc;
 
 /// Places weights in the memory of a backend.
@@ -83,14 +84,22 @@ impl Placing<'_> {
         if self.real { loader.wary() } else { loader.dry() }
     }
 
+    /// The span of loading a part; that of placing shapes is not worth one.
+    fn span(&self, what: &'static str) -> Option<Span> {
+        self.real.then(|| trace::span(what))
+    }
+
     /// Places the text side, and calls `loaded` with the bytes of each weight. Also returns their total.
     fn text(&self, be: &mut dyn Backend, loaded: &mut dyn FnMut(u64)) -> Result<(TextSide, u64)> {
         let (configs, sources) = (self.configs, &self.sources);
         let mut region = Arena::new(Region::Weights);
         let mut loader = self.loader(be, &mut region, sources.text_encoder, loaded);
+        let span = self.span("upload the text encoder");
         let encoder = TextEncoder::load(&mut loader, &configs.text_encoder)?;
+        drop(span);
         let mut formats = loader.formats();
         let mut loader = self.loader(be, &mut region, sources.transformer, loaded);
+        let _span = self.span("upload the transformer's first layer for text");
         let context = ContextIn::load(&mut loader, &configs.transformer)?;
         formats.extend(loader.formats());
         Ok((TextSide { encoder, context, formats }, region.peak()))
@@ -101,9 +110,12 @@ impl Placing<'_> {
         let (configs, sources) = (self.configs, &self.sources);
         let mut region = Arena::starting_at(Region::Weights, at);
         let mut loader = self.loader(be, &mut region, sources.transformer, loaded);
+        let span = self.span("upload the transformer");
         let transformer = Transformer::load(&mut loader, &configs.transformer)?;
+        drop(span);
         let formats = loader.formats();
         let mut loader = self.loader(be, &mut region, sources.vae, loaded);
+        let _span = self.span("upload the VAE");
         let vae = Vae::load(&mut loader, &configs.vae, self.options.references)?.with_tiling(self.options.vae_tiling);
         Ok((ImageSide { transformer, vae, formats }, region.peak() - at))
     }

@@ -4,6 +4,7 @@
 use super::{Extent, Key, Line, Outcome, Records, Verdict, run};
 use crate::backend::cuda::Cuda;
 use crate::error::Result;
+use crate::trace;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
@@ -68,6 +69,7 @@ pub fn gate(cuda: &mut Cuda, extent: &Extent<'_>, records: &Records) -> Result<G
         return Ok(Gate::Recorded(verdict));
     }
     let start = Instant::now();
+    let _span = trace::span("self-test");
     let (_, verdict) = record(cuda, extent, records, &mut |_| Ok(()))?;
     Ok(Gate::Ran(verdict, start.elapsed().as_secs_f64()))
 }

@@ -9,9 +9,13 @@ use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::ptr::NonNull;
 use std::rc::Rc;
+use std::time::Duration;
 
 /// Where addresses begin. Which addresses a kernel reads is told from its parameters, and no two sizes side by side look like this.
 const FIRST_ADDRESS: u64 = 0x7f << 40;
+
+/// The time that a kernel takes; nothing else takes time.
+pub const LAUNCH: Duration = Duration::from_micros(10);
 
 /// A driver without a device.
 pub struct StandIn {
@@ -29,6 +33,10 @@ pub struct StandIn {
     pub bytes: Cell<(u64, u64)>,
     memory: u64,
     pub launches: Cell<usize>,
+    /// How many of them may begin before the one before them has ended.
+    pub overlapping: Cell<usize>,
+    /// When events were reached.
+    reached: RefCell<HashMap<u64, Duration>>,
     /// The parameters of the last kernel, in words as long as an address.
     pub params: RefCell<Vec<u64>>,
     pub replays: Cell<usize>,
@@ -63,6 +71,8 @@ impl StandIn {
             bytes: Cell::new((0, 0)),
             memory,
             launches: Cell::new(0),
+            overlapping: Cell::new(0),
+            reached: RefCell::default(),
             params: RefCell::default(),
             replays: Cell::new(0),
             order: RefCell::default(),
@@ -194,6 +204,16 @@ impl Driver for StandIn {
         Ok(Event(self.take("event", 0)))
     }
 
+    fn timed_event(&self) -> Result<Event> {
+        self.event()
+    }
+
+    fn elapsed(&self, from: Event, to: Event) -> Result<Duration> {
+        self.call("elapsed")?;
+        let at = |event: Event| *self.reached.borrow().get(&event.0).expect("an event that was never recorded");
+        Ok(at(to) - at(from))
+    }
+
     fn destroy_event(&self, event: Event) {
         self.give("event", event.0);
     }
@@ -201,6 +221,7 @@ impl Driver for StandIn {
     fn record_event(&self, event: Event, stream: Stream) -> Result<()> {
         self.call("record_event")?;
         self.order.borrow_mut().set_event(event.0, stream.0);
+        self.reached.borrow_mut().insert(event.0, LAUNCH * self.launches.get() as u32);
         Ok(())
     }
 
@@ -237,7 +258,8 @@ impl Driver for StandIn {
         self.call("fill")
     }
 
-    fn launch(&self, stream: Stream, _launch: &Launch, params: &[u8]) -> Result<()> {
+    fn launch(&self, stream: Stream, launch: &Launch, params: &[u8]) -> Result<()> {
+        self.overlapping.set(self.overlapping.get() + usize::from(launch.overlap));
         assert!(self.taken.borrow().contains_key(&stream.0), "a launch on a stream that is gone");
         self.launches.set(self.launches.get() + 1);
         self.call("launch")?;

@@ -10,6 +10,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap};
 use std::ptr::NonNull;
 use std::rc::Rc;
+use std::time::Duration;
 
 /// A GPU to emulate.
 #[derive(Clone, Copy, Debug)]
@@ -252,6 +253,15 @@ impl Driver for Emulated {
 
     fn event(&self) -> Result<Event> {
         Ok(Event(self.handle()))
+    }
+
+    fn timed_event(&self) -> Result<Event> {
+        self.event()
+    }
+
+    /// The emulator has no time.
+    fn elapsed(&self, _from: Event, _to: Event) -> Result<Duration> {
+        Ok(Duration::ZERO)
     }
 
     fn destroy_event(&self, _event: Event) {}

@@ -44,6 +44,7 @@ fn modules_use_only_what_is_below_them() {
     // From the bottom up: a module may use those before it in this list, and itself.
     let order = [
         "text",
+        "trace",
         "words",
         "files",
         "memory",

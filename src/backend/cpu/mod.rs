@@ -460,6 +460,7 @@ impl Backend for Cpu {
         self.check_stop()?;
         op.check()?;
         op.operands(&mut |t, _| self.touch(t));
+        let _span = crate::trace::span(op.name());
         self.on_threads(|| self.dispatch(op))
     }
 

@@ -5,6 +5,7 @@ use super::abi;
 use crate::error::Result;
 use crate::tensor::DType;
 use std::ptr::NonNull;
+use std::time::Duration;
 
 /// Properties of a GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -203,6 +204,12 @@ pub trait Driver {
 
     /// Creates an event.
     fn event(&self) -> Result<Event>;
+
+    /// Creates an event that keeps the time at which it was reached.
+    fn timed_event(&self) -> Result<Event>;
+
+    /// The time from one such event to another, both of which have been reached.
+    fn elapsed(&self, from: Event, to: Event) -> Result<Duration>;
 
     /// Destroys an event.
     fn destroy_event(&self, event: Event);

@@ -3,7 +3,9 @@
 
 use super::abi;
 use super::driver::{Driver, Function, Launch, MapSpec, Module, Stream};
+use super::timeline::Timeline;
 use crate::error::{Error, Result};
+use crate::trace;
 use std::borrow::Cow;
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -153,6 +155,8 @@ pub type Images<'a> = &'a dyn Fn(&'static str) -> Result<Cow<'static, [u8]>>;
 
 /// The loaded kernels and the stream they run on.
 pub struct Kernels {
+    /// Times them, if a trace was being recorded when they were loaded.
+    timeline: Option<Timeline>,
     driver: Rc<dyn Driver>,
     modules: Vec<Module>,
     /// The function of each of [`Kernel::ALL`], where this GPU and this build have it.
@@ -172,8 +176,10 @@ pub struct Kernels {
 impl Kernels {
     /// Loads every module and finds every kernel, so that a missing one is noticed at once and not in the middle of an image.
     pub fn load(driver: Rc<dyn Driver>, images: Images<'_>, stream: Stream) -> Result<Self> {
+        let _span = trace::span("load kernels");
         let (modules, functions, launched) = (Vec::new(), Vec::new(), vec![Cell::new(0); Kernel::ALL.len()]);
         let mut kernels = Self {
+            timeline: Timeline::new(driver.clone(), stream),
             driver,
             modules,
             functions,
@@ -207,6 +213,7 @@ impl Kernels {
         if !kernel.runs_on(self.driver.device().capability) {
             return Ok(None);
         }
+        let _span = trace::span_of("load module", || kernel.file().into());
         let loaded = images(kernel.file()).and_then(|image| {
             let module = self.driver.load(&image)?;
             self.images.push(image);
@@ -270,11 +277,24 @@ impl Kernels {
         }
         let launched = &self.launched[kernel as usize];
         launched.set(launched.get() + 1);
+        // The time of a kernel that begins inside of another would be that of neither.
+        let overlap = overlap && self.timeline.is_none();
         let launch = Launch { function, grid, threads, shared, cluster, overlap };
-        self.driver.launch(self.stream, &launch, bytes).map_err(|error| match error {
-            Error::Device { status, .. } => Error::Device { call: symbol, status },
-            other => other,
-        })
+        let queue = || {
+            self.driver.launch(self.stream, &launch, bytes).map_err(|error| match error {
+                Error::Device { status, .. } => Error::Device { call: symbol, status },
+                other => other,
+            })
+        };
+        match &self.timeline {
+            Some(timeline) => timeline.time(symbol, grid, queue),
+            None => queue(),
+        }
+    }
+
+    /// When the kernels ran, if they are traced.
+    pub fn timeline(&self) -> Option<&Timeline> {
+        self.timeline.as_ref()
     }
 
     /// A tensor map, encoded once. It depends on nothing but its description, so the cache never becomes stale; addresses are fixed,
@@ -308,6 +328,7 @@ fn hash(seed: u64, image: &[u8]) -> u64 {
 
 impl Drop for Kernels {
     fn drop(&mut self) {
+        self.timeline = None;
         self.modules.drain(..).for_each(|module| self.driver.unload(module));
     }
 }

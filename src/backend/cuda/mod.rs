@@ -26,6 +26,7 @@ mod selftest;
 mod staging;
 mod system;
 mod tiles;
+mod timeline;
 
 pub use attention::has_two_attention_ctas;
 pub use context::Choice;
@@ -39,6 +40,7 @@ use super::plan::Live;
 use super::{Backend, Fp8Accumulate, GemmFormats, Op, Role, StepKey};
 use crate::error::{Error, Result};
 use crate::tensor::{ALIGN, DType, Region, Scaling, Tensor, WeightPart, nvfp4};
+use crate::trace;
 use context::OpContext;
 use dispatch::dispatch;
 use driver::{DeviceInfo, Driver, Rows, Stream};
@@ -50,6 +52,7 @@ use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use timeline::Timeline;
 
 /// The quantised GEMMs and attention that there are kernels for on GPUs of this compute capability. Weights with plain inputs are
 /// expanded to bf16: by the GEMM itself on Hopper, elsewhere by a kernel before it. Compute capability 10.x has no `mma.sync` of
@@ -254,6 +257,7 @@ impl Cuda {
     }
 
     fn download(&mut self, from: Tensor, op: &'static str) -> Result<Vec<u8>> {
+        let _span = trace::span("wait and read back");
         self.prepare_transfer(op)?;
         let mut bytes = vec![0; from.dtype.bytes(from.len())];
         if !bytes.is_empty() {
@@ -325,6 +329,7 @@ impl Backend for Cuda {
     }
 
     fn reserve_weights(&mut self, bytes: u64) -> Result<()> {
+        let _span = trace::span_of("allocate weights", || format!("{bytes} bytes"));
         if let Some(staging) = &self.staging {
             staging.synchronize()?;
         }
@@ -339,6 +344,7 @@ impl Backend for Cuda {
 
     fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {
         self.refuse_in_capture("upload")?;
+        let _span = trace::span_of("upload", || format!("{to:?}"));
         let addresses = (self.rows(to, "upload")?.address, self.context.memory.scales(to));
         if to.region != Region::Weights || to.stride != to.cols {
             return Err(Error::Op { op: "upload", what: format!("{to:?} is no place for a weight") });
@@ -357,8 +363,11 @@ impl Backend for Cuda {
     }
 
     fn reserve(&mut self, bytes: u64) -> Result<()> {
+        let _span = trace::span_of("allocate working memory", || format!("{bytes} bytes"));
         self.steps.begin_anew();
         self.driver.synchronize(self.stream.1)?;
+        // A job begins here, and nothing is running.
+        self.context.kernels.timeline().into_iter().for_each(Timeline::collect);
         self.fetch_saturated()?;
         self.context.memory.reserve(bytes)?;
         self.released(0..bytes);
@@ -370,6 +379,7 @@ impl Backend for Cuda {
     }
 
     fn write(&mut self, to: Tensor, values: &[f32]) -> Result<()> {
+        let _span = trace::span("write to the GPU");
         self.prepare_transfer("write")?;
         let rows = self.rows(to, "write")?;
         self.live.touch(to);
@@ -451,7 +461,9 @@ impl Backend for Cuda {
         if self.capturing {
             return body(self);
         }
-        let Some(hash) = self.steps.launches(key).filter(|_| self.capture) else {
+        // The launches of a graph cannot be timed one by one.
+        let capture = self.capture && self.context.kernels.timeline().is_none();
+        let Some(hash) = self.steps.launches(key).filter(|_| capture) else {
             self.context.kernels.begin_hash();
             let issued = body(self);
             let hash = self.context.kernels.end_hash();
@@ -478,6 +490,7 @@ impl Backend for Cuda {
     }
 
     fn synchronize(&mut self) -> Result<()> {
+        let _span = trace::span("wait for the GPU");
         self.order_uploads()?;
         self.driver.synchronize(self.stream.1)
     }

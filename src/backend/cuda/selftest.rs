@@ -178,7 +178,11 @@ impl Cuda {
     /// Captures copies, from the second of each pair to the first, without running them.
     pub fn capture_copies(&self, by: CopyBy, copies: &[(Tensor, Tensor)]) -> Result<CopyGraph> {
         let issue = || copies.iter().try_for_each(|(out, x)| self.copy_by(by, *out, *x));
-        CapturedGraph::capture(&self.driver, self.stream.1, issue).map(CopyGraph)
+        let capture = || CapturedGraph::capture(&self.driver, self.stream.1, issue).map(CopyGraph);
+        match self.context.kernels.timeline() {
+            Some(timeline) => timeline.untimed(capture),
+            None => capture(),
+        }
     }
 
     /// Queues captured copies.

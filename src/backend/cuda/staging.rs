@@ -89,6 +89,7 @@ impl Staging {
     fn copy(&mut self, to: u64, len: usize, fill: impl FnOnce(&mut [u8])) -> Result<()> {
         assert!(len <= BUFFER);
         let (stream, Buffer { memory, free }) = (self.stream.1, &self.buffers[self.next]);
+        let _span = crate::trace::span("fill a staging buffer and queue its copy");
         self.driver.synchronize_event(free.1)?;
         // SAFETY: the buffer has `BUFFER` bytes, and its last copy has ended.
         let bytes = unsafe { std::slice::from_raw_parts_mut(memory.1.as_ptr(), len) };

@@ -6,10 +6,12 @@ use super::driver::{DeviceInfo, Driver, Event, Function, Graph, Launch, MapSpec,
 use crate::error::{Error, Remedy, Result};
 use crate::files;
 use crate::tensor::DType;
+use crate::trace;
 use cudarc::driver::sys::{self, CUdevice_attribute, CUresult};
 use std::ffi::{CStr, CString, c_void};
 use std::path::Path;
 use std::ptr::{NonNull, null_mut};
+use std::time::Duration;
 
 /// The CUDA version that the kernels are compiled with, which the driver has to support.
 const DRIVER: (u32, u32) = (13, 0);
@@ -48,6 +50,7 @@ fn no_gpu(what: impl Into<String>, hint: impl Into<String>) -> Error {
 
 /// Opens the driver, and returns the newest CUDA version that it supports, or why it cannot be used.
 fn driver() -> Result<(u32, u32)> {
+    let _span = trace::span("start the driver");
     // SAFETY: only tries to open the library.
     if !unsafe { sys::is_culib_present() } {
         return Err(no_gpu("the NVIDIA driver is not installed (libcuda was not found)", "install the driver of an NVIDIA GPU"));
@@ -137,6 +140,7 @@ impl System {
                 format!("found {} (compute {major}.{minor}), need {}.{} or newer", device.name, CAPABILITY.0, CAPABILITY.1);
             return Err(no_gpu(what, "kiln runs on RTX 30 and newer, A100 and newer, and on the CPU"));
         }
+        let _span = trace::span("create the context");
         let mut context = null_mut();
         // SAFETY: `context` outlives the calls; the primary context is released when this is dropped.
         unsafe {
@@ -160,6 +164,13 @@ impl Drop for System {
         // SAFETY: retained in `open`. A failure leaves nothing to do.
         let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.handle) };
     }
+}
+
+fn create_event(flags: sys::CUevent_flags) -> Result<Event> {
+    let mut event = null_mut();
+    // SAFETY: `event` outlives the call.
+    check("cuEventCreate", unsafe { sys::cuEventCreate(&mut event, flags as u32) })?;
+    Ok(Event(event as u64))
 }
 
 fn stream_of(stream: Stream) -> sys::CUstream {
@@ -306,11 +317,20 @@ impl Driver for System {
     }
 
     fn event(&self) -> Result<Event> {
-        let mut event = null_mut();
-        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
-        // SAFETY: `event` outlives the call.
-        check("cuEventCreate", unsafe { sys::cuEventCreate(&mut event, flags) })?;
-        Ok(Event(event as u64))
+        create_event(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
+    }
+
+    fn timed_event(&self) -> Result<Event> {
+        create_event(sys::CUevent_flags::CU_EVENT_DEFAULT)
+    }
+
+    fn elapsed(&self, from: Event, to: Event) -> Result<Duration> {
+        let mut milliseconds = 0.0;
+        let (from, to) = (from.0 as sys::CUevent, to.0 as sys::CUevent);
+        // SAFETY: both events are alive, and `milliseconds` outlives the call.
+        check("cuEventElapsedTime", unsafe { sys::cuEventElapsedTime_v2(&mut milliseconds, from, to) })?;
+        // The timestamps have half a microsecond, so that the distance of two at the same place may come out below zero.
+        Ok(Duration::from_secs_f64(f64::from(milliseconds).max(0.0) / 1e3))
     }
 
     fn destroy_event(&self, event: Event) {

@@ -27,7 +27,7 @@ pub struct BenchArgs {
         num_args = 0..=1,
         require_equals = true,
         default_missing_value = "",
-        conflicts_with_all = ["PromptArgs", "ModelArgs", "ShapeArgs", "runs", "low_memory", "attention"],
+        conflicts_with_all = ["PromptArgs", "ModelArgs", "ShapeArgs", "runs", "low_memory", "attention", "trace"],
         help_heading = "Measuring"
     )]
     pub kernels: Option<String>,
@@ -52,6 +52,37 @@ pub struct BenchArgs {
         help_heading = "Measuring"
     )]
     pub json: Option<PathBuf>,
+
+    /// Draw the results to a new SVG file: pictures stage by stage, or kernels below their ceilings
+    #[arg(long, value_name = "FILE", help_heading = "Measuring")]
+    pub svg: Option<PathBuf>,
+
+    /// Draw the pictures of another engine or run beside; may be given several times
+    ///
+    /// A file of tools/bench_beside_diffusers.py, or of --json. Size and steps have to be the same.
+    #[arg(long, value_name = "FILE", requires = "svg", conflicts_with = "kernels", help_heading = "Measuring")]
+    pub beside: Vec<PathBuf>,
+
+    /// Draw what a file of --json has, and measure nothing
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires = "svg",
+        conflicts_with_all = ["PromptArgs", "ModelArgs", "ShapeArgs", "runs", "kernels", "json", "share", "trace"],
+        help_heading = "Measuring"
+    )]
+    pub from: Option<PathBuf>,
+
+    /// Generate a picture for each line of standard input, `SEED PROMPT`, and print its times as JSON
+    ///
+    /// So that another program can take turns with kiln. The first line of output is the JSON of a cold picture, whose prompt and seed
+    /// are those of other runs; each line after it has the times of one picture, prompt to PNG.
+    #[arg(
+        long,
+        conflicts_with_all = ["kernels", "json", "share", "svg", "runs"],
+        help_heading = "Measuring"
+    )]
+    pub on_request: bool,
 
     /// Also print a block to paste into an issue: card, driver, figures, and what was predicted
     ///

@@ -113,6 +113,13 @@ Examples:
   kiln bench --json=times.json
       JSON with every single time: on standard output, or in a new file beside the table.
 
+  kiln bench --runs 10 --json=times.json --svg times.svg
+  kiln bench --from times.json --svg beside.svg --beside diffusers.json
+      A chart of the stages; later, without measuring again, beside that of another engine.
+
+  kiln bench --runs 1 --trace run.json
+      What ran when, thread by thread and kernel by kernel, for ui.perfetto.dev.
+
   kiln bench --model ~/models/FLUX.2-klein-4B --share
       The table, and a block to paste into an issue: card, driver, figures and predictions.
 

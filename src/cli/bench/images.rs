@@ -5,6 +5,7 @@ use super::super::report::{announce_run, warn_of_saturation};
 use super::super::request::{ImageRequest, Setup};
 use super::super::session::Session;
 use super::super::settings::Settings;
+use super::super::stdout::{json_line, print};
 use super::share::Shared;
 use crate::backend::cuda::driver::DeviceInfo;
 use crate::backend::cuda::driver_release;
@@ -15,11 +16,14 @@ use crate::predict::{Prediction, Predictor};
 use crate::progress::{Phase, Progress};
 use crate::tensor::Precision;
 use crate::terminal::Terminal;
-use crate::text::shown;
+use crate::text::{shown, shown_line};
+use crate::tokenizer::{MAX_PROMPT_BYTES, check_length};
 use serde::Serialize;
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
+use std::io::{BufRead, Read, Write};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -213,6 +217,17 @@ impl Progress for Watch<'_> {
     }
 }
 
+/// An engine that has generated its first image.
+struct Started<'a> {
+    engine: Engine,
+    settings: Settings,
+    watch: Watch<'a>,
+    /// Free memory before weights were loaded, if the backend can measure it.
+    before: Option<u64>,
+    /// What is known of the run so far.
+    report: Report,
+}
+
 /// Generates a cold image and `runs` warm ones. The time of the cold one counts from `started`.
 pub fn measure(
     request: ImageRequest,
@@ -222,6 +237,74 @@ pub fn measure(
     stop: &Arc<AtomicBool>,
     terminal: &Terminal,
 ) -> Result<Report> {
+    let Started { mut engine, settings, watch, before, mut report } = start(request, setup, started, stop, terminal)?;
+    // Weights and workspace stay allocated until the engine is dropped, so sampling after each image sees the peak.
+    let mut after = engine.backend().available()?;
+    for run in 1..=runs {
+        // The same picture again, so that its count is the same.
+        let times = warm_image(&mut engine, &settings, &watch, stop)?;
+        terminal.say(&format!("warm picture {run} of {runs}: {:.3} s", times.total));
+        report.warm_s.push(times);
+        after = after.min(engine.backend().available()?);
+    }
+    let measured = before.zip(after).map(|(before, after)| before.saturating_sub(after));
+    report.memory = Memory::new(report.memory.planned_weights, report.memory.planned_working, measured);
+    report.kernels = engine.backend().launches().into_iter().collect();
+    Ok(report)
+}
+
+/// Generates a cold image and then one for each line of `requests`, a seed and a prompt, and writes a line of JSON for each.
+pub fn serve(
+    request: ImageRequest,
+    setup: Setup,
+    started: Instant,
+    stop: &Arc<AtomicBool>,
+    terminal: &Terminal,
+    requests: &mut dyn BufRead,
+    out: &mut dyn Write,
+) -> Result<()> {
+    let Started { mut engine, mut settings, watch, report, .. } = start(request, setup, started, stop, terminal)?;
+    print(out, &json_line(&report)?)?;
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        // A longer line is not a prompt, and is refused as such.
+        let limit = (MAX_PROMPT_BYTES + 32) as u64;
+        let read = requests.take(limit).read_until(b'\n', &mut line);
+        if read.map_err(|source| Error::read(Path::new("standard input"), source))? == 0 {
+            return Ok(());
+        }
+        (settings.job.seeds[0], settings.job.prompt) = parse_request(&line)?;
+        print(out, &json_line(&warm_image(&mut engine, &settings, &watch, stop)?)?)?;
+    }
+}
+
+/// A seed and a prompt, with a space between them.
+fn parse_request(line: &[u8]) -> Result<(u64, String)> {
+    let refused =
+        |what: &str| Error::usage(format!("{what}: `{}`", shown_line(&String::from_utf8_lossy(line))), "write `SEED PROMPT`");
+    let text = std::str::from_utf8(line).map_err(|_| refused("a request is not UTF-8"))?.trim_end_matches(['\r', '\n']);
+    let (seed, prompt) = text.split_once(' ').ok_or_else(|| refused("a request has no prompt"))?;
+    let seed = seed.parse().map_err(|_| refused("a request does not begin with a seed"))?;
+    check_length(prompt.len())?;
+    Ok((seed, prompt.into()))
+}
+
+/// Generates an image and discards it.
+fn warm_image(engine: &mut Engine, settings: &Settings, watch: &Watch<'_>, stop: &AtomicBool) -> Result<Times> {
+    let start = Instant::now();
+    let (png, _) = generate_once(engine, settings, watch, stop)?;
+    Ok(Times::default().finish(&watch.spans.take(), png, start.elapsed().as_secs_f64()))
+}
+
+/// Opens device and model and generates the cold image, whose time counts from `started`.
+fn start<'a>(
+    request: ImageRequest,
+    setup: Setup,
+    started: Instant,
+    stop: &Arc<AtomicBool>,
+    terminal: &'a Terminal,
+) -> Result<Started<'a>> {
     let mut session = Session::open(setup, stop, terminal)?;
     let mut cold = Times { open: Some(started.elapsed().as_secs_f64()), ..Times::default() };
     let settings = Settings::resolve(request, &session.profile());
@@ -246,24 +329,11 @@ pub fn measure(
     let (png, saturated) = generate_once(&mut engine, &settings, &watch, stop)?;
     warn_of_saturation(saturated, &settings, terminal);
     cold = cold.finish(&watch.spans.take(), png, started.elapsed().as_secs_f64());
-    // Weights and workspace stay allocated until the engine is dropped, so sampling after each image sees the peak.
-    let mut after = engine.backend().available()?;
     watch.shown.set(false);
-    let mut warm = Vec::with_capacity(runs);
-    for run in 1..=runs {
-        let start = Instant::now();
-        // The same picture again, so that its count is the same.
-        let (png, _) = generate_once(&mut engine, &settings, &watch, stop)?;
-        let times = Times::default().finish(&watch.spans.take(), png, start.elapsed().as_secs_f64());
-        terminal.say(&format!("warm picture {run} of {runs}: {:.3} s", times.total));
-        warm.push(times);
-        after = after.min(engine.backend().available()?);
-    }
-    let measured = before.zip(after).map(|(before, after)| before.saturating_sub(after));
-    Ok(Report {
+    let report = Report {
         kiln: env!("CARGO_PKG_VERSION"),
         kind: "pictures",
-        model: settings.model,
+        model: settings.model.clone(),
         variant: settings.variant.to_string(),
         backend,
         machine,
@@ -274,14 +344,15 @@ pub fn measure(
         guidance: settings.guidance.chosen,
         references: settings.job.references.len(),
         cold_s: cold,
-        warm_s: warm,
-        memory: Memory::new(weights, plan.arena_bytes, measured),
+        warm_s: Vec::new(),
+        memory: Memory::new(weights, plan.arena_bytes, None),
         formats,
         saturated,
         kernels: engine.backend().launches().into_iter().collect(),
         device,
         predicted,
-    })
+    };
+    Ok(Started { engine, settings, watch, before, report })
 }
 
 /// Generates one image and discards it. Returns the seconds that encoding its PNG took, and how many activations did not fit into
