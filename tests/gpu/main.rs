@@ -5,7 +5,7 @@
 //!     gpu ops [words]    every op, or those whose case has all words in its name, against f64 loops
 //!     gpu NAME           one test by its name
 //!     gpu small I/N [L [portable]]  the share of process I of N, counted from 0, in cases without a number above L in their name
-//!                        (256); `portable`: the image without kernels that store through TMA
+//!                        (256) and with KILN_TEST_CASE in it; `portable`: the image without kernels that store through TMA
 //!     gpu outputs FILE [L]  writes the results of every case without a number above L in its name (256), which
 //!                        `tests/emulated` compares with the emulator's
 //!     gpu list           the names of the tests
@@ -197,8 +197,9 @@ impl Share {
         let mut cuda = unpoisoned();
         // Neighbours in the table are of one kind and take equally long, so they go to different processes.
         let (turn, others) = (Cell::new(0), (self.parts - 1).max(1));
+        let only = std::env::var("KILN_TEST_CASE").unwrap_or_default();
         let ours = |name: &str| {
-            let small = ops::is_within(self.limit, name);
+            let small = ops::is_within(self.limit, name) && name.contains(&only);
             turn.set(turn.get() + usize::from(small));
             small && turn.get() % others == self.part % others
         };
