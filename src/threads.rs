@@ -53,6 +53,18 @@ pub fn affordable(count: usize) -> usize {
     (1..=count).rev().find(|&count| memory::can_allocate(bytes(count))).unwrap_or(0)
 }
 
+/// Runs `here` on this thread and `there` on another thread of the pool, or one after the other if the pool has only this thread.
+/// Unlike with `rayon::join`, `here` need not be `Send`. Returns both results.
+pub fn join<A, B: Send>(here: impl FnOnce() -> A, there: impl FnOnce() -> B + Send) -> (A, B) {
+    let mut second = None;
+    let first = rayon::in_place_scope(|scope| {
+        scope.spawn(|_| second = Some(there()));
+        here()
+    });
+    // The scope returns only after the spawned task has run, so the value is there.
+    (first, second.unwrap_or_else(|| unreachable!()))
+}
+
 /// Starts a thread that waits for a rayon worker and runs it.
 fn spawn(receiver: &Arc<Mutex<Receiver<rayon::ThreadBuilder>>>) -> bool {
     let receiver = receiver.clone();

@@ -119,6 +119,35 @@ fn memory_is_what_was_planned_and_steps_are_replayed() {
     }
 }
 
+/// The host waits for the compute stream a few times per job and image, however many steps there are: what it checks of a step is read
+/// on another stream, while the next one runs.
+#[test]
+fn steps_do_not_wait_for_the_host() {
+    let (model, driver, stop) = (Model::new(), StandIn::new(PLENTY), Arc::default());
+    let [(variant, job), _] = jobs();
+    let mut engine = model.engine(&driver, &stop, variant, false).unwrap();
+    generate(&mut engine, &job).unwrap();
+    let mut waits = |steps: usize, images: u64| {
+        driver.waits.borrow_mut().clear();
+        generate(&mut engine, &Job { steps, seeds: (0..images).collect(), ..job.clone() }).unwrap();
+        let mut waits: Vec<usize> = driver.waits.borrow().values().copied().collect();
+        waits.sort_unstable();
+        waits
+    };
+    // In this order: the stream of ops, which waits for the pixels and the count of saturated values of each image, and that of
+    // reads, which has one for the prompt, one for each step and one for the decoded image.
+    let [three, nine, two_images] = [(3, 1), (9, 1), (9, 2)].map(|(steps, images)| waits(steps, images));
+    assert_eq!(three.len(), 2);
+    let ops = three.iter().copied().find(|&waits| waits != 5 || three[0] == three[1]).unwrap();
+    assert_eq!(nine, sorted([ops, 11]));
+    assert_eq!(two_images, sorted([ops + 2, 21]));
+}
+
+fn sorted<const N: usize>(mut values: [usize; N]) -> Vec<usize> {
+    values.sort_unstable();
+    values.into()
+}
+
 /// A graph is found by what it launches, so a job takes the one that an earlier job of its kind has captured, whatever came between.
 #[test]
 fn graphs_outlive_their_job() {

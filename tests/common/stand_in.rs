@@ -32,6 +32,8 @@ pub struct StandIn {
     /// The parameters of the last kernel, in words as long as an address.
     pub params: RefCell<Vec<u64>>,
     pub replays: Cell<usize>,
+    /// How often the host waited for all that was queued on a stream, by stream.
+    pub waits: RefCell<HashMap<u64, usize>>,
     pub order: RefCell<Order>,
 }
 
@@ -65,6 +67,7 @@ impl StandIn {
             launches: Cell::new(0),
             params: RefCell::default(),
             replays: Cell::new(0),
+            waits: RefCell::default(),
             order: RefCell::default(),
         })
     }
@@ -77,6 +80,11 @@ impl StandIn {
             return Err(Error::Device { call: name, status: "planted".into() });
         }
         Ok(())
+    }
+
+    fn wait(&self, stream: Stream) {
+        *self.waits.borrow_mut().entry(stream.0).or_default() += 1;
+        self.order.borrow_mut().synchronize(stream.0);
     }
 
     fn take(&self, what: &'static str, bytes: u64) -> u64 {
@@ -185,7 +193,7 @@ impl Driver for StandIn {
 
     fn synchronize(&self, stream: Stream) -> Result<()> {
         self.call("synchronize")?;
-        self.order.borrow_mut().synchronize(stream.0);
+        self.wait(stream);
         Ok(())
     }
 
@@ -228,7 +236,7 @@ impl Driver for StandIn {
 
     fn copy_out(&self, stream: Stream, _from: Rows, to: &mut [u8]) -> Result<()> {
         self.call("copy_out")?;
-        self.order.borrow_mut().synchronize(stream.0);
+        self.wait(stream);
         to.fill(0);
         Ok(())
     }
