@@ -5,6 +5,7 @@
 //! created. So the program creates it explicitly. The calling thread is one of the workers: with `--threads 1` it is the only
 //! one, and if the system refuses further threads, it does all the work.
 
+use crate::error::{Error, Result};
 use crate::memory;
 use std::io::ErrorKind;
 use std::num::NonZero;
@@ -44,6 +45,16 @@ pub fn start(asked: usize) -> usize {
     // If there is a global pool already, it is used instead, and the threads started above end without a worker to run.
     drop(built);
     rayon::current_num_threads()
+}
+
+/// Creates the global pool with workers that are all threads of its own, for programs in which several threads start parallel work.
+/// Fails if the system refuses even one worker.
+pub fn start_shared(asked: usize) -> Result<usize> {
+    let count = worker_count(asked, cores());
+    let count = affordable(count).max(1);
+    let built = rayon::ThreadPoolBuilder::new().num_threads(count).stack_size(STACK).build_global();
+    built.map_err(|error| Error::Threads { count, why: error.to_string() })?;
+    Ok(count)
 }
 
 /// How many of `count` threads there is memory for: for their stacks, and for the allocations at the start of a thread, whose

@@ -23,6 +23,8 @@ pub use plan::Plan;
 use crate::error::{Error, Result};
 use crate::tensor::{Arena, DType, Tensor, WeightPart};
 use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// What a weight is used for. A backend may choose the memory layout of its copy by the role; the model never sees that layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -152,6 +154,23 @@ impl Fp8Accumulate {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct StepKey(pub &'static str);
 
+/// What ends ops early: a flag for all jobs, and one of the job that is running.
+#[derive(Clone, Debug, Default)]
+pub struct Stop {
+    /// Set to end every job.
+    pub all: Arc<AtomicBool>,
+    /// Set to end the running job alone.
+    pub job: Option<Arc<AtomicBool>>,
+}
+
+impl Stop {
+    /// [`Error::Interrupted`] once one of the flags is set.
+    pub fn check(&self) -> Result<()> {
+        let is_set = |flag: &Arc<AtomicBool>| flag.load(Ordering::Relaxed);
+        if is_set(&self.all) || self.job.as_ref().is_some_and(is_set) { Err(Error::Interrupted) } else { Ok(()) }
+    }
+}
+
 /// A read that was begun, see [`Backend::begin_read`].
 #[derive(Debug)]
 pub enum Reading {
@@ -175,6 +194,10 @@ pub trait Backend {
     fn gemm_formats(&self) -> GemmFormats {
         GemmFormats::NONE
     }
+
+    /// From now on ops end with [`Error::Interrupted`] once this flag is set, until there is another one or none. A flag that a
+    /// backend was created with ends them as well.
+    fn set_cancel(&mut self, cancel: Option<Arc<AtomicBool>>);
 
     /// Uploads a weight and replaces whatever was stored there. `parts` are its rows in order, in the format of `to` or in one
     /// that can be [converted](WeightPart::converts_to) or [quantised](crate::tensor::quantise::encodes) to it. Ops that were

@@ -1,5 +1,6 @@
 //! The definition of the flags. Only checks of a single flag are here; [`super::GenerateRequest`] checks flags against each other.
 
+mod batch;
 mod bench;
 mod help;
 mod quantised;
@@ -7,6 +8,7 @@ mod quantize;
 mod shell;
 mod values;
 
+pub use batch::BatchArgs;
 pub use bench::BenchArgs;
 pub use quantised::QuantisedArgs;
 pub use quantize::QuantizeArgs;
@@ -21,7 +23,7 @@ use crate::locate::{Environment, LocateRequest};
 use crate::part::PerPart;
 use crate::predict::Card;
 use clap::{Args, Parser, Subcommand};
-use help::{BENCH_EXAMPLE, BENCH_EXAMPLES, EXAMPLE, EXAMPLES, QUANTIZE_EXAMPLES, SELFTEST_EXAMPLES};
+use help::{BENCH_EXAMPLE, BENCH_EXAMPLES, EXAMPLE, EXAMPLES, QUANTIZE_EXAMPLES, RUN_EXAMPLES, SELFTEST_EXAMPLES};
 use std::ffi::OsString;
 use std::path::PathBuf;
 use values::{card, guidance, pixels, within};
@@ -58,6 +60,14 @@ pub enum Command {
     /// Generate pictures; the same as giving only a prompt
     #[command(override_usage = "kiln generate [OPTIONS] [PROMPT]", after_help = EXAMPLE, after_long_help = EXAMPLES)]
     Generate(Box<GenerateArgs>),
+
+    /// Generate a picture for each line of a file or of standard input, with a model that is loaded once
+    ///
+    /// Every line is answered with a line of JSON on standard output, in order and as soon as it is done: the fields of `kiln
+    /// generate --json` and the number of the line, or an `error` with its `hint` and `code`. Errors of a line do not end the run;
+    /// the exit code is 1 if there were any.
+    #[command(override_usage = "kiln run [OPTIONS] [FILE]", after_help = RUN_EXAMPLES)]
+    Run(Box<BatchArgs>),
 
     /// Print what a picture would take, without computing anything
     ///
@@ -120,11 +130,17 @@ impl Command {
     pub fn threads(&self) -> usize {
         let asked = match self {
             Self::Generate(args) => args.run.threads,
+            Self::Run(args) => args.run.threads,
             Self::Bench(args) => args.run.threads,
             Self::Quantize(args) => args.threads,
             Self::Plan(_) | Self::Doctor(_) | Self::Selftest(_) | Self::Tiny(_) | Self::Completions(_) | Self::Man(_) => None,
         };
         asked.unwrap_or(0)
+    }
+
+    /// Whether threads of the command's own start parallel work, and not only the one that runs it.
+    pub fn shares_pool(&self) -> bool {
+        matches!(self, Self::Run(_))
     }
 }
 

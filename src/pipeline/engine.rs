@@ -12,7 +12,7 @@ use crate::backend::{Backend, GemmFormats, Op, Plan, Reading, StepKey, scope};
 use crate::checkpoint::Weights;
 use crate::config::{HEAD_DIM, TextConfig, TransformerConfig, Variant};
 use crate::dump::Record;
-use crate::error::{Error, Result};
+use crate::error::{Error, Remedy, Result};
 use crate::image::Image;
 use crate::model::{ReferenceTokens, StepInput};
 use crate::part::{Part, PerPart};
@@ -22,6 +22,7 @@ use crate::tensor::{Arena, DType, Region, Tensor};
 use crate::threads;
 use crate::tokenizer::{self, Tokenizer, Tokens};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 /// A model on a backend, ready to run.
 pub struct Engine {
@@ -29,6 +30,8 @@ pub struct Engine {
     stages: Stages,
     store: Store,
     shapes: Shapes,
+    /// Bytes of working memory that the backend holds.
+    working: u64,
     tokenizer: Tokenizer,
     variant: Variant,
     name: String,
@@ -43,7 +46,7 @@ impl Engine {
         backend.reserve_weights(sizes.total(options.low_memory))?;
         let mut store = Store { files: Arc::new(weights), configs, options, sizes, text: false, image: false };
         store.load_text(&mut stages.text, backend.as_mut(), progress)?;
-        Ok(Self { backend, stages, store, shapes: Shapes::default(), tokenizer, variant, name })
+        Ok(Self { backend, stages, store, shapes: Shapes::default(), working: 0, tokenizer, variant, name })
     }
 
     /// The model's display name.
@@ -59,6 +62,44 @@ impl Engine {
     /// How the model was trained.
     pub fn variant(&self) -> Variant {
         self.variant
+    }
+
+    /// From now on jobs end with [`Error::Interrupted`] once this flag is set, until there is another one or none.
+    pub fn set_cancel(&mut self, cancel: Option<Arc<AtomicBool>>) {
+        self.backend.set_cancel(cancel);
+    }
+
+    /// Refuses a job whose working memory does not fit into what is free and what earlier jobs of this engine have left. The weights
+    /// are there, or their memory is reserved.
+    pub fn check_memory(&mut self, job: &Job) -> Result<()> {
+        let inputs = self.inputs(job, &Silent)?;
+        let need = self.dry_run(&inputs)?.bytes;
+        if need <= self.working {
+            return Ok(());
+        }
+        let Some(free) = self.backend.available()? else { return Ok(()) };
+        // What is there already is freed before more is allocated.
+        let have = free.saturating_add(self.working);
+        match need <= have {
+            true => Ok(()),
+            false if self.backend.reads_files() => {
+                Err(Error::HostMemory { need, have, ways: vec![Remedy::SmallerImage, Remedy::ClosePrograms] })
+            }
+            false => {
+                let (device, ways) = (self.backend.name().into(), vec![Remedy::SmallerImage, Remedy::CloseGpuPrograms]);
+                Err(Error::DeviceMemory { need, have, device, ways })
+            }
+        }
+    }
+
+    /// Measures what a job takes, unless one of its shape was measured before.
+    fn dry_run(&mut self, inputs: &Inputs<'_>) -> Result<DryRun> {
+        let Self { backend, stages, shapes, .. } = self;
+        shapes.dry_run(inputs, || {
+            let mut plan = Plan::new(backend.gemm_formats());
+            let bytes = stages.dry_run(&mut plan, inputs, &Silent)?;
+            Ok(DryRun { bytes, ops: plan.ops, flops: plan.flops() })
+        })
     }
 
     fn inputs<'a>(&self, job: &'a Job, progress: &dyn Progress) -> Result<Inputs<'a>> {
@@ -99,20 +140,19 @@ impl Engine {
         sink: &mut dyn FnMut(GeneratedImage) -> Result<()>,
     ) -> Result<()> {
         let inputs = self.inputs(job, progress)?;
-        let Self { backend, stages, store, shapes, .. } = self;
-        let (be, mut ws) = (backend.as_mut(), Arena::new(Region::Arena));
-        let DryRun { bytes, ops, flops } = shapes.dry_run(&inputs, || {
-            let mut plan = Plan::new(be.gemm_formats());
-            let bytes = stages.dry_run(&mut plan, &inputs, &Silent)?;
-            Ok(DryRun { bytes, ops: plan.ops, flops: plan.flops() })
-        })?;
+        let DryRun { bytes, ops, flops } = self.dry_run(&inputs)?;
         progress.detail(&format!(
             "{} tokens, {ops} ops, {:.3} TFLOP, {:.1} MiB of working memory",
             inputs.plan.tokens(),
             flops as f64 / 1e12,
             bytes as f64 / 1_048_576.0
         ));
+        let Self { backend, stages, store, shapes, working, .. } = self;
+        let (be, mut ws) = (backend.as_mut(), Arena::new(Region::Arena));
+        // Should this fail, nothing is left of what was there.
+        let before = std::mem::take(working);
         be.reserve(bytes)?;
+        *working = bytes.max(before);
         // What a job that failed left is not of these images.
         be.take_saturated()?;
         store.load_text(&mut stages.text, be, progress)?;

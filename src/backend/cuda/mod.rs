@@ -37,7 +37,7 @@ pub use selftest::{CopyBy, CopyGraph, Fragments, LANES, Mma};
 pub use system::{CAPABILITY, System, devices, driver_release};
 
 use super::plan::Live;
-use super::{Backend, Fp8Accumulate, GemmFormats, Op, Reading, Role, StepKey};
+use super::{Backend, Fp8Accumulate, GemmFormats, Op, Reading, Role, StepKey, Stop};
 use crate::error::{Error, Result};
 use crate::tensor::{ALIGN, DType, Region, Scaling, Tensor, WeightPart, nvfp4};
 use context::OpContext;
@@ -50,7 +50,7 @@ use staging::Staging;
 use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use transfers::Transfers;
 
 /// The quantised GEMMs and attention that there are kernels for on GPUs of this compute capability. Weights with plain inputs are
@@ -91,7 +91,7 @@ pub struct Cuda {
     capturing: bool,
     capture: bool,
     poison: bool,
-    stop: Arc<AtomicBool>,
+    stop: Stop,
     stream: StreamGuard,
     driver: Rc<dyn Driver>,
 }
@@ -105,10 +105,6 @@ impl Drop for StreamGuard {
             driver.destroy_stream(self.1);
         }
     }
-}
-
-fn check_stop(stop: &AtomicBool) -> Result<()> {
-    if stop.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) }
 }
 
 impl Cuda {
@@ -153,7 +149,7 @@ impl Cuda {
             capturing: false,
             capture: true,
             poison: cfg!(debug_assertions),
-            stop,
+            stop: Stop { all: stop, job: None },
             stream,
             driver,
         })
@@ -343,6 +339,10 @@ impl Backend for Cuda {
         false
     }
 
+    fn set_cancel(&mut self, cancel: Option<Arc<AtomicBool>>) {
+        self.stop.job = cancel;
+    }
+
     fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {
         self.refuse_in_capture("upload")?;
         let addresses = (self.rows(to, "upload")?.address, self.context.memory.scales(to));
@@ -359,7 +359,7 @@ impl Backend for Cuda {
             staging.after(self.stream.1)?;
             self.read = 0..0;
         }
-        staging.upload(addresses, to, role, parts, &|| check_stop(&self.stop))
+        staging.upload(addresses, to, role, parts, &|| self.stop.check())
     }
 
     fn reserve(&mut self, bytes: u64) -> Result<()> {
@@ -442,7 +442,7 @@ impl Backend for Cuda {
     }
 
     fn run(&mut self, op: Op<'_>) -> Result<()> {
-        check_stop(&self.stop)?;
+        self.stop.check()?;
         op.check()?;
         self.order_uploads()?;
         op.operands(&mut |tensor, _| {
@@ -470,7 +470,7 @@ impl Backend for Cuda {
     /// Runs the ops one by one the first time, captures them as a CUDA graph the second, and launches the graph from then on. Where an
     /// earlier job has captured the same launches, the second time finds their graph.
     fn step(&mut self, key: StepKey, body: &mut dyn FnMut(&mut dyn Backend) -> Result<()>) -> Result<()> {
-        check_stop(&self.stop)?;
+        self.stop.check()?;
         self.order_uploads()?;
         self.note_read(0..self.context.memory.weight_bytes());
         if self.capturing {
