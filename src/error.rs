@@ -379,8 +379,9 @@ impl Error {
         self.remedy().map(|remedy| shown_text(&remedy.to_string()))
     }
 
-    /// The process exit code: 1 a self-test, a check of a model or a line of many that failed, 2 usage, 3 bad input file, 4 not enough memory, 5 output not written, 6 no
-    /// usable GPU or a fault of it, 7 numeric fault, 130 interrupted, 70 a bug in kiln.
+    /// The process exit code: 1 a self-test, a check of a model or a line of many that failed, 2 usage, 3 bad input file, 4 not
+    /// enough memory, 5 output not written, 6 no usable GPU or a fault of it, 7 numeric fault, 130 interrupted, 70 a bug in
+    /// kiln.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::SelfTest { .. } | Self::ModelCheck { .. } | Self::Lines { .. } => 1,

@@ -119,8 +119,8 @@ fn memory_is_what_was_planned_and_steps_are_replayed() {
     }
 }
 
-/// The host waits for the compute stream a few times per job and image, however many steps there are: what it checks of a step is read
-/// on another stream, while the next one runs.
+/// The host waits for the compute stream a few times per job and image, however many steps there are: what it checks of a step
+/// is read on another stream, while the next one runs.
 #[test]
 fn steps_do_not_wait_for_the_host() {
     let (model, driver, stop) = (Model::new(), StandIn::new(PLENTY), Arc::default());
@@ -134,8 +134,9 @@ fn steps_do_not_wait_for_the_host() {
         waits.sort_unstable();
         waits
     };
-    // The stream of ops is waited for three times at the start of a job, and for the pixels and the count of saturated values of each
-    // image; the other is that of reads: one for the prompts, and for each image one for every step and one for what was decoded.
+    // The stream of ops is waited for three times at the start of a job, and for the pixels and the count of saturated values
+    // of each image; the other is that of reads: one for the prompts, and for each image one for every step and one for what
+    // was decoded.
     assert_eq!([(3, 1), (9, 1), (9, 2)].map(|(steps, images)| waits(steps, images)), [[5, 5], [5, 11], [7, 21]]);
 }
 

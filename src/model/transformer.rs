@@ -243,8 +243,8 @@ impl Transformer {
         self.attentions().map(BlockAttention::format)
     }
 
-    /// Computes the modulations of `rows` timesteps, whose [embeddings](crate::sampler::timestep_embeddings) are given, one row each.
-    /// `guidance` matters only for models that take the guidance scale as an input.
+    /// Computes the modulations of `rows` timesteps, whose [embeddings](crate::sampler::timestep_embeddings) are given, one row
+    /// each. `guidance` matters only for models that take the guidance scale as an input.
     pub fn modulations(&self, be: &mut dyn Backend, ws: &mut Arena, rows: usize, times: &[f32], guidance: f32) -> Result<Tensor> {
         let (h, act) = (self.config.hidden, self.precision.activations());
         let table = ws.alloc(rows, 17 * h, act)?;

@@ -69,8 +69,8 @@ impl Engine {
         self.backend.set_cancel(cancel);
     }
 
-    /// Refuses a job whose working memory does not fit into what is free and what earlier jobs of this engine have left. The weights
-    /// are there, or their memory is reserved.
+    /// Refuses a job whose working memory does not fit into what is free and what earlier jobs of this engine have left. The
+    /// weights are there, or their memory is reserved.
     pub fn check_memory(&mut self, job: &Job) -> Result<()> {
         let inputs = self.inputs(job, &Silent)?;
         let need = self.dry_run(&inputs)?.bytes;

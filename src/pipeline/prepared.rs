@@ -1,5 +1,6 @@
 //! What the host prepares for a job, on the threads of the pool while the device is busy: the RoPE table, the timestep embeddings,
-//! the initial noise and the memory for the pixels. What depends on the shape of a job alone is kept for the next job of that shape.
+//! the initial noise and the memory for the pixels. What depends on the shape of a job alone is kept for the next job of that
+//! shape.
 
 use super::inputs::Inputs;
 use super::job::{Job, Noise};

@@ -48,7 +48,8 @@ pub struct Order {
     /// The addresses that the kernels of a CUDA graph read: of the one being captured, and of those captured before.
     recording: Option<Vec<u64>>,
     recordings: HashMap<u64, Vec<u64>>,
-    /// The number of copies on streams of their own that may overlap with kernels, and of those that wait for all kernels before them.
+    /// The number of copies on streams of their own that may overlap with kernels, and of those that wait for all kernels
+    /// before them.
     pub beside: usize,
     pub behind: usize,
 }

@@ -1,5 +1,5 @@
-//! Transfers beside the ops: writes through pinned buffers, which the device copies in its turn while the host goes on, and reads on a
-//! stream of their own, which wait for what was issued before them and for nothing else.
+//! Transfers beside the ops: writes through pinned buffers, which the device copies in its turn while the host goes on, and
+//! reads on a stream of their own, which wait for what was issued before them and for nothing else.
 
 use super::driver::{Driver, Rows, Stream};
 use super::staging::{CopyStream, EventGuard, Pinned};

@@ -11,8 +11,9 @@ use std::path::PathBuf;
 pub struct BatchArgs {
     /// The file of prompts, one on each line; `-` is standard input
     ///
-    /// A line is a prompt, or a JSON object with `prompt` and any of `size` ("WxH"), `width`, `height`, `steps`, `seed`, `guidance`,
-    /// `negative`, `references` (a list of files) and `output`. A line that begins with `{` is JSON. Empty lines are passed over.
+    /// A line is a prompt, or a JSON object with `prompt` and any of `size` ("WxH"), `width`, `height`, `steps`, `seed`,
+    /// `guidance`, `negative`, `references` (a list of files) and `output`. A line that begins with `{` is JSON. Empty lines
+    /// are passed over.
     #[arg(value_name = "FILE", default_value = "-")]
     pub file: PathBuf,
 
@@ -22,8 +23,8 @@ pub struct BatchArgs {
 
     /// The folder that pictures are written to [default: the current one]
     ///
-    /// Names are made from the prompt's words and a hash of all that decides the picture, unless a line names its `output`, which is
-    /// relative to this folder.
+    /// Names are made from the prompt's words and a hash of all that decides the picture, unless a line names its `output`,
+    /// which is relative to this folder.
     #[arg(short, long, value_name = "DIR", help_heading = "Output")]
     pub output: Option<PathBuf>,
 
