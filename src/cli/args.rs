@@ -5,14 +5,18 @@ mod bench;
 mod help;
 mod quantised;
 mod quantize;
+mod selftest;
 mod shell;
+mod tiny;
 mod values;
 
 pub use batch::BatchArgs;
 pub use bench::BenchArgs;
 pub use quantised::QuantisedArgs;
 pub use quantize::QuantizeArgs;
+pub use selftest::SelftestArgs;
 pub use shell::{CompletionsArgs, ManArgs};
+pub use tiny::TinyArgs;
 pub use values::{
     BackendArg, DTypeArg, FormatArg, ImageFormatArg, KleinArg, LayoutArg, NoiseArg, Nvfp4LayoutArg, PartArg, PrecisionArg,
     VariantArg, WeightLayoutArg,
@@ -467,39 +471,6 @@ pub struct DoctorArgs {
     /// List every kernel of each op, not only the kernel files
     #[arg(short, long)]
     pub verbose: bool,
-}
-
-/// Flags of `kiln selftest`.
-#[derive(Args, Debug, Default)]
-#[command(allow_negative_numbers = true)]
-pub struct SelftestArgs {
-    /// Which GPU, as `kiln doctor` numbers them [default: 0]
-    #[arg(long, value_name = "N", value_parser = within(0usize, 1023))]
-    pub device: Option<usize>,
-
-    /// Only what takes less than a second: no large GEMM, no rates
-    #[arg(long)]
-    pub quick: bool,
-
-    /// Print a JSON object instead of lines
-    #[arg(long)]
-    pub json: bool,
-}
-
-/// Flags of `kiln tiny`.
-#[derive(Args, Debug)]
-pub struct TinyArgs {
-    /// The folder to write; it must not hold anything yet
-    #[arg(value_name = "DIR")]
-    pub folder: PathBuf,
-
-    /// How files and tensors are named
-    #[arg(long, value_enum, default_value = "diffusers")]
-    pub layout: LayoutArg,
-
-    /// Dtype of the weights
-    #[arg(long, value_enum, default_value = "bf16")]
-    pub dtype: DTypeArg,
 }
 
 #[cfg(test)]
