@@ -3,6 +3,7 @@
 //! files. Only `args` and `completions` depend on clap; in a request every number is legal and every input file was checked.
 
 pub mod args;
+mod batch;
 mod bench;
 mod completions;
 mod device;
@@ -24,6 +25,7 @@ mod tiny;
 mod trace;
 mod writer;
 
+pub use batch::{BatchRequest, batch};
 pub use bench::{BenchRequest, bench};
 pub use completions::{completions, man};
 pub use doctor::doctor;

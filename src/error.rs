@@ -245,6 +245,15 @@ pub enum Error {
         checks: usize,
     },
 
+    /// Some of many requests failed; each was answered with its own error.
+    #[error("{failed} of {lines} lines failed")]
+    Lines {
+        /// Lines that failed.
+        failed: u64,
+        /// All lines that were answered.
+        lines: u64,
+    },
+
     /// The output file exists already.
     #[error("output exists ({}); not overwritten", shown_path(.path))]
     OutputExists {
@@ -370,11 +379,12 @@ impl Error {
         self.remedy().map(|remedy| shown_text(&remedy.to_string()))
     }
 
-    /// The process exit code: 1 a self-test or a check of a model that failed, 2 usage, 3 bad input file, 4 not enough memory, 5 output not written, 6 no
-    /// usable GPU or a fault of it, 7 numeric fault, 130 interrupted, 70 a bug in kiln.
+    /// The process exit code: 1 a self-test, a check of a model or a line of many that failed, 2 usage, 3 bad input file, 4 not
+    /// enough memory, 5 output not written, 6 no usable GPU or a fault of it, 7 numeric fault, 130 interrupted, 70 a bug in
+    /// kiln.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::SelfTest { .. } | Self::ModelCheck { .. } => 1,
+            Self::SelfTest { .. } | Self::ModelCheck { .. } | Self::Lines { .. } => 1,
             Self::Usage { .. } | Self::ImageSize { .. } | Self::TooManyTokens { .. } => 2,
             // Memory can also run out while a file is read or mapped, which is not a fault of the file.
             Self::Read { source, .. } if source.kind() == ErrorKind::OutOfMemory => 4,
@@ -440,6 +450,7 @@ mod tests {
             Error::NoGpuToTest { what: text(), hint: text() },
             Error::SelfTest { failed: 1, checks: 2 },
             Error::ModelCheck { failed: 1, checks: 2 },
+            Error::Lines { failed: 1, lines: 2 },
         ]
     }
 
@@ -476,11 +487,12 @@ mod tests {
             Error::NoGpuToTest { .. } => 26,
             Error::SelfTest { .. } => 27,
             Error::ModelCheck { .. } => 28,
+            Error::Lines { .. } => 29,
         };
         let long = "\u{1b}]0;x\u{7}\n".repeat(100_000);
         for foreign in ["\u{1b}[2J\r\nhint: a planted line\u{202e}", &long] {
             let errors = one_of_each_kind(foreign);
-            assert_eq!(errors.iter().map(kind).collect::<Vec<_>>(), (0..=28).collect::<Vec<_>>());
+            assert_eq!(errors.iter().map(kind).collect::<Vec<_>>(), (0..=29).collect::<Vec<_>>());
             for error in errors {
                 for text in [error.to_string(), error.hint().unwrap_or_default()] {
                     assert!(!text.contains(|c: char| c.is_control() || c == '\u{202e}'), "{text:?}");

@@ -45,6 +45,7 @@ pub mod reference;
 pub mod sampler;
 pub mod selftest;
 pub mod sequence;
+pub mod service;
 pub mod tensor;
 pub mod terminal;
 pub mod text;

@@ -6,7 +6,7 @@ mod allocator;
 mod builtin;
 
 use kiln::cli::args::Command;
-use kiln::cli::{self, BenchRequest, GenerateRequest, TraceFile};
+use kiln::cli::{self, BatchRequest, BenchRequest, GenerateRequest, TraceFile};
 use kiln::error::{Error, Result};
 use kiln::locate::{Embedded, Environment};
 use kiln::progress::Progress;
@@ -80,7 +80,11 @@ fn program() -> ExitCode {
         #[cfg(target_os = "linux")]
         allocator::save_addresses();
         // The thread pool has to exist before its first use.
-        threads::start(command.threads());
+        if command.shares_pool() {
+            threads::start_shared(command.threads())?;
+        } else {
+            threads::start(command.threads());
+        }
         run(command, &signals).map(|()| ExitCode::SUCCESS)
     }) {
         Ok(code) => return code,
@@ -122,6 +126,13 @@ fn run(command: Command, signals: &Signals) -> Result<()> {
             let GenerateRequest { images, setup, outputs, verbosity } =
                 GenerateRequest::new(*args, environment, &mut io::stdin(), cli::random_seed())?;
             trace.end(cli::generate(images, setup, outputs, &signals.stop, &terminal(verbosity, signals), out))
+        }
+        Command::Run(args) => {
+            let verbosity = Verbosity::new(args.run.quiet, args.run.verbose);
+            let trace = TraceFile::start(&args.run.trace, "kiln run", Some(args.force), verbosity)?;
+            let request = BatchRequest::new(*args, environment)?;
+            let terminal = Arc::new(terminal(request.verbosity, signals));
+            trace.end(cli::batch(request, &signals.stop, &terminal, out))
         }
         Command::Bench(args) => {
             let verbosity = Verbosity::new(args.run.quiet, args.run.verbose);

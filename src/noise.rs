@@ -68,24 +68,21 @@ pub fn draw(kind: NoiseKind, seed: u64, grid: Grid, precision: Precision) -> Vec
     let _span = trace::span("draw noise");
     let tokens = grid.tokens();
     let count = tokens * CHANNELS;
-    let mut noise = match kind {
+    let stored = |x: f32| if precision == Precision::Bf16 { round(x) } else { x };
+    match kind {
         NoiseKind::TorchCuda { sms, threads } => {
             let cuda = CudaDraw::new(count, seed, 0, resident_threads(sms, threads));
-            by_token(tokens, |i| cuda.normal(i))
+            by_token(tokens, |i| stored(cuda.normal(i)))
         }
         NoiseKind::TorchCpu => {
             let drawn = cpu_normals(count, seed);
-            by_token(tokens, |i| drawn[i])
+            by_token(tokens, |i| stored(drawn[i]))
         }
         NoiseKind::TorchCpuLegacy => {
             let drawn = legacy_normals(count, seed);
-            by_token(tokens, |i| drawn[i])
+            by_token(tokens, |i| stored(drawn[i]))
         }
-    };
-    if precision == Precision::Bf16 {
-        noise.iter_mut().for_each(|x| *x = round(*x));
     }
-    noise
 }
 
 /// Transposes PyTorch's layout `[channels, rows, columns]` to one row per token. `drawn` returns the value at a flat index of the

@@ -8,6 +8,7 @@ mod formats;
 mod inputs;
 mod job;
 mod open;
+mod prepared;
 mod tap;
 mod weights;
 

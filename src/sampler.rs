@@ -84,6 +84,12 @@ pub fn timestep_embedding(t: f32) -> [f32; TIMESTEP_CHANNELS] {
     out
 }
 
+/// The embeddings of all timesteps of a schedule, one row each. The row after the last step is time zero, at which cached
+/// references are encoded.
+pub fn timestep_embeddings(schedule: &Schedule) -> Vec<f32> {
+    schedule.sigmas.iter().flat_map(|&t| timestep_embedding(t)).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

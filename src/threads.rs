@@ -5,6 +5,7 @@
 //! created. So the program creates it explicitly. The calling thread is one of the workers: with `--threads 1` it is the only
 //! one, and if the system refuses further threads, it does all the work.
 
+use crate::error::{Error, Result};
 use crate::memory;
 use std::io::ErrorKind;
 use std::num::NonZero;
@@ -46,11 +47,33 @@ pub fn start(asked: usize) -> usize {
     rayon::current_num_threads()
 }
 
+/// Creates the global pool with workers that are all threads of its own, for programs in which several threads start parallel work.
+/// Fails if the system refuses even one worker.
+pub fn start_shared(asked: usize) -> Result<usize> {
+    let count = worker_count(asked, cores());
+    let count = affordable(count).max(1);
+    let built = rayon::ThreadPoolBuilder::new().num_threads(count).stack_size(STACK).build_global();
+    built.map_err(|error| Error::Threads { count, why: error.to_string() })?;
+    Ok(count)
+}
+
 /// How many of `count` threads there is memory for: for their stacks, and for the allocations at the start of a thread, whose
 /// failure aborts the process.
 pub fn affordable(count: usize) -> usize {
     let bytes = |count: usize| count * (STACK + (64 << 10)) + (4 << 20);
     (1..=count).rev().find(|&count| memory::can_allocate(bytes(count))).unwrap_or(0)
+}
+
+/// Runs `here` on this thread and `there` on another thread of the pool, or one after the other if the pool has only this thread.
+/// Unlike with `rayon::join`, `here` need not be `Send`. Returns both results.
+pub fn join<A, B: Send>(here: impl FnOnce() -> A, there: impl FnOnce() -> B + Send) -> (A, B) {
+    let mut second = None;
+    let first = rayon::in_place_scope(|scope| {
+        scope.spawn(|_| second = Some(there()));
+        here()
+    });
+    // The scope returns only after the spawned task has run, so the value is there.
+    (first, second.unwrap_or_else(|| unreachable!()))
 }
 
 /// Starts a thread that waits for a rayon worker and runs it.

@@ -6,7 +6,7 @@ mod random;
 
 use clap::CommandFactory;
 use kiln::cli::args::{Cli, Command};
-use kiln::cli::{self, BenchRequest, GenerateRequest};
+use kiln::cli::{self, BatchRequest, BenchRequest, GenerateRequest};
 use kiln::locate::Environment;
 use kiln::terminal::{Terminal, Verbosity};
 use random::{Random, cases};
@@ -149,6 +149,7 @@ fn outcome(args: Vec<OsString>) -> Option<u8> {
         }
         Ok(Command::Generate(args)) => GenerateRequest::new(*args, Environment::default(), &mut &b"a fox"[..], 1).err(),
         Ok(Command::Bench(args)) => BenchRequest::new(*args, Environment::default(), &mut &b"a fox"[..]).err(),
+        Ok(Command::Run(args)) => BatchRequest::new(*args, Environment::default()).err(),
         Ok(Command::Plan(args)) => {
             cli::plan(*args, Environment::default(), &Terminal::new(Verbosity::Quiet), &mut Vec::new()).err()
         }

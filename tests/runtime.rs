@@ -119,6 +119,27 @@ fn memory_is_what_was_planned_and_steps_are_replayed() {
     }
 }
 
+/// The host waits for the compute stream a few times per job and image, however many steps there are: what it checks of a step
+/// is read on another stream, while the next one runs.
+#[test]
+fn steps_do_not_wait_for_the_host() {
+    let (model, driver, stop) = (Model::new(), StandIn::new(PLENTY), Arc::default());
+    let [(variant, job), _] = jobs();
+    let mut engine = model.engine(&driver, &stop, variant, false).unwrap();
+    generate(&mut engine, &job).unwrap();
+    let mut waits = |steps: usize, images: u64| {
+        driver.waits.borrow_mut().clear();
+        generate(&mut engine, &Job { steps, seeds: (0..images).collect(), ..job.clone() }).unwrap();
+        let mut waits: Vec<usize> = driver.waits.borrow().values().copied().collect();
+        waits.sort_unstable();
+        waits
+    };
+    // The stream of ops is waited for three times at the start of a job, and for the pixels and the count of saturated values
+    // of each image; the other is that of reads: one for the prompts, and for each image one for every step and one for what
+    // was decoded.
+    assert_eq!([(3, 1), (9, 1), (9, 2)].map(|(steps, images)| waits(steps, images)), [[5, 5], [5, 11], [7, 21]]);
+}
+
 /// A graph is found by what it launches, so a job takes the one that an earlier job of its kind has captured, whatever came between.
 #[test]
 fn graphs_outlive_their_job() {
@@ -418,6 +439,10 @@ struct Refusing {
 impl Backend for Refusing {
     fn name(&self) -> &'static str {
         "refusing"
+    }
+
+    fn set_cancel(&mut self, cancel: Option<Arc<AtomicBool>>) {
+        self.cuda.set_cancel(cancel);
     }
 
     fn reserve_weights(&mut self, bytes: u64) -> Result<()> {

@@ -5,6 +5,8 @@ use super::{Access, Backend, GemmFormats, Op, Role, StepKey};
 use crate::error::{Error, Result};
 use crate::tensor::{DType, Scaling, Tensor, WeightPart, nvfp4};
 use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 /// A trusted backend and one under test.
 pub struct Lockstep<A, B> {
@@ -126,6 +128,11 @@ impl<A: Backend, B: Backend> Backend for Lockstep<A, B> {
 
     fn launches(&self) -> Vec<(&'static str, u64)> {
         self.tested.launches()
+    }
+
+    fn set_cancel(&mut self, cancel: Option<Arc<AtomicBool>>) {
+        self.trusted.set_cancel(cancel.clone());
+        self.tested.set_cancel(cancel);
     }
 
     fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {

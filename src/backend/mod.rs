@@ -20,9 +20,11 @@ pub use op::{
 };
 pub use plan::Plan;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::tensor::{Arena, DType, Tensor, WeightPart};
 use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// What a weight is used for. A backend may choose the memory layout of its copy by the role; the model never sees that layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -152,6 +154,37 @@ impl Fp8Accumulate {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct StepKey(pub &'static str);
 
+/// What ends ops early: a flag for all jobs, and one of the job that is running.
+#[derive(Clone, Debug, Default)]
+pub struct Stop {
+    /// Set to end every job.
+    pub all: Arc<AtomicBool>,
+    /// Set to end the running job alone.
+    pub job: Option<Arc<AtomicBool>>,
+}
+
+impl Stop {
+    /// [`Error::Interrupted`] once one of the flags is set.
+    pub fn check(&self) -> Result<()> {
+        let is_set = |flag: &Arc<AtomicBool>| flag.load(Ordering::Relaxed);
+        if is_set(&self.all) || self.job.as_ref().is_some_and(is_set) { Err(Error::Interrupted) } else { Ok(()) }
+    }
+}
+
+/// A read that was begun, see [`Backend::begin_read`].
+#[derive(Debug)]
+pub enum Reading {
+    /// The values are on the host.
+    Done(Vec<f32>),
+    /// The values are on the device until what was issued before has finished.
+    Queued {
+        /// What is read. It must not be written before the read has finished.
+        from: Tensor,
+        /// The number by which the backend knows the place in its queue.
+        place: usize,
+    },
+}
+
 /// A device that holds weights and working memory and runs ops on them.
 pub trait Backend {
     /// A short name for messages.
@@ -161,6 +194,10 @@ pub trait Backend {
     fn gemm_formats(&self) -> GemmFormats {
         GemmFormats::NONE
     }
+
+    /// From now on ops end with [`Error::Interrupted`] once this flag is set, until there is another one or none. A flag that a
+    /// backend was created with ends them as well.
+    fn set_cancel(&mut self, cancel: Option<Arc<AtomicBool>>);
 
     /// Uploads a weight and replaces whatever was stored there. `parts` are its rows in order, in the format of `to` or in one
     /// that can be [converted](WeightPart::converts_to) or [quantised](crate::tensor::quantise::encodes) to it. Ops that were
@@ -191,11 +228,27 @@ pub trait Backend {
     /// Allocates `bytes` of working memory. Its previous content is lost.
     fn reserve(&mut self, bytes: u64) -> Result<()>;
 
-    /// Writes host values, row by row, rounded to the format of the tensor.
+    /// Writes host values, row by row, rounded to the format of the tensor. Does not wait for ops that were issued earlier.
     fn write(&mut self, to: Tensor, values: &[f32]) -> Result<()>;
 
     /// Reads a tensor back as f32, row by row, after all ops issued so far have finished.
     fn read(&mut self, from: Tensor, to: &mut [f32]) -> Result<()>;
+
+    /// Begins to read a small tensor back, without waiting for it on backends whose ops run on their own: what is issued next runs
+    /// while [`Backend::finish_read`] waits. A read that is never finished is no mistake.
+    fn begin_read(&mut self, from: Tensor) -> Result<Reading> {
+        let mut values = vec![0.0; from.len()];
+        self.read(from, &mut values)?;
+        Ok(Reading::Done(values))
+    }
+
+    /// Waits for the ops that were issued before a read was begun, and for no later ones, and returns its values.
+    fn finish_read(&mut self, reading: Reading) -> Result<Vec<f32>> {
+        match reading {
+            Reading::Done(values) => Ok(values),
+            Reading::Queued { from, .. } => Err(Error::Op { op: "read", what: format!("{from:?} is read by another backend") }),
+        }
+    }
 
     /// Reads a u8 tensor back, row by row, after all ops issued so far have finished.
     fn read_bytes(&mut self, from: Tensor, to: &mut [u8]) -> Result<()>;

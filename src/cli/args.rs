@@ -1,17 +1,23 @@
 //! The definition of the flags. Only checks of a single flag are here; [`super::GenerateRequest`] checks flags against each other.
 
+mod batch;
 mod bench;
 mod help;
 mod quantised;
 mod quantize;
+mod selftest;
 mod shell;
+mod tiny;
 mod trace;
 mod values;
 
+pub use batch::BatchArgs;
 pub use bench::BenchArgs;
 pub use quantised::QuantisedArgs;
 pub use quantize::QuantizeArgs;
+pub use selftest::SelftestArgs;
 pub use shell::{CompletionsArgs, ManArgs};
+pub use tiny::TinyArgs;
 pub use trace::TraceArgs;
 pub use values::{
     BackendArg, DTypeArg, FormatArg, ImageFormatArg, KleinArg, LayoutArg, NoiseArg, Nvfp4LayoutArg, PartArg, PrecisionArg,
@@ -23,7 +29,7 @@ use crate::locate::{Environment, LocateRequest};
 use crate::part::PerPart;
 use crate::predict::Card;
 use clap::{Args, Parser, Subcommand};
-use help::{BENCH_EXAMPLE, BENCH_EXAMPLES, EXAMPLE, EXAMPLES, QUANTIZE_EXAMPLES, SELFTEST_EXAMPLES};
+use help::{BENCH_EXAMPLE, BENCH_EXAMPLES, EXAMPLE, EXAMPLES, QUANTIZE_EXAMPLES, RUN_EXAMPLES, SELFTEST_EXAMPLES};
 use std::ffi::OsString;
 use std::path::PathBuf;
 use values::{card, guidance, pixels, within};
@@ -60,6 +66,14 @@ pub enum Command {
     /// Generate pictures; the same as giving only a prompt
     #[command(override_usage = "kiln generate [OPTIONS] [PROMPT]", after_help = EXAMPLE, after_long_help = EXAMPLES)]
     Generate(Box<GenerateArgs>),
+
+    /// Generate a picture for each line of a file or of standard input, with a model that is loaded once
+    ///
+    /// Every line is answered with a line of JSON on standard output, in order and as soon as it is done: the fields of `kiln
+    /// generate --json` and the number of the line, or an `error` with its `hint` and `code`. Errors of a line do not end the run;
+    /// the exit code is 1 if there were any.
+    #[command(override_usage = "kiln run [OPTIONS] [FILE]", after_help = RUN_EXAMPLES)]
+    Run(Box<BatchArgs>),
 
     /// Print what a picture would take, without computing anything
     ///
@@ -122,11 +136,17 @@ impl Command {
     pub fn threads(&self) -> usize {
         let asked = match self {
             Self::Generate(args) => args.run.threads,
+            Self::Run(args) => args.run.threads,
             Self::Bench(args) => args.run.threads,
             Self::Quantize(args) => args.threads,
             Self::Plan(_) | Self::Doctor(_) | Self::Selftest(_) | Self::Tiny(_) | Self::Completions(_) | Self::Man(_) => None,
         };
         asked.unwrap_or(0)
+    }
+
+    /// Whether threads of the command's own start parallel work, and not only the one that runs it.
+    pub fn shares_pool(&self) -> bool {
+        matches!(self, Self::Run(_))
     }
 }
 
@@ -457,39 +477,6 @@ pub struct DoctorArgs {
     /// List every kernel of each op, not only the kernel files
     #[arg(short, long)]
     pub verbose: bool,
-}
-
-/// Flags of `kiln selftest`.
-#[derive(Args, Debug, Default)]
-#[command(allow_negative_numbers = true)]
-pub struct SelftestArgs {
-    /// Which GPU, as `kiln doctor` numbers them [default: 0]
-    #[arg(long, value_name = "N", value_parser = within(0usize, 1023))]
-    pub device: Option<usize>,
-
-    /// Only what takes less than a second: no large GEMM, no rates
-    #[arg(long)]
-    pub quick: bool,
-
-    /// Print a JSON object instead of lines
-    #[arg(long)]
-    pub json: bool,
-}
-
-/// Flags of `kiln tiny`.
-#[derive(Args, Debug)]
-pub struct TinyArgs {
-    /// The folder to write; it must not hold anything yet
-    #[arg(value_name = "DIR")]
-    pub folder: PathBuf,
-
-    /// How files and tensors are named
-    #[arg(long, value_enum, default_value = "diffusers")]
-    pub layout: LayoutArg,
-
-    /// Dtype of the weights
-    #[arg(long, value_enum, default_value = "bf16")]
-    pub dtype: DTypeArg,
 }
 
 #[cfg(test)]

@@ -44,12 +44,21 @@ impl Target {
             Self::One(path) => Some(path.clone()),
             Self::Numbered(path) => Some(numbered(path, index + 1)),
             Self::Prompt { slug, extension } => {
-                let stem = if slug.is_empty() { "kiln" } else { slug };
                 let id = seed.map_or("noise".into(), |seed| seed.to_string());
-                Some(format!("{stem}-{id}.{extension}").into())
+                Some(format!("{}-{id}.{extension}", stem(slug)).into())
             }
         }
     }
+}
+
+/// The name of a file that is told from others by `id`.
+pub fn content_name(prompt: &str, id: &str, extension: &str) -> PathBuf {
+    format!("{}-{id}.{extension}", stem(&slug(prompt))).into()
+}
+
+/// The words of a prompt, or another word if there are none.
+fn stem(slug: &str) -> &str {
+    if slug.is_empty() { "kiln" } else { slug }
 }
 
 /// Puts a number before the extension.

@@ -1,7 +1,7 @@
 //! `kiln plan`: what an image would cost, estimated without reading weights.
 
 use super::args::{KleinArg, PlanArgs};
-use super::report::{warn_of_accumulation, warn_of_guidance, warn_of_nvfp4_math};
+use super::report::{ignored_guidance, warn_of_accumulation, warn_of_nvfp4_math};
 use super::request::ImageRequest;
 use super::settings::{ModelProfile, Settings};
 use super::stdout::{json_line, print};
@@ -125,7 +125,7 @@ pub fn plan(args: PlanArgs, environment: Environment, terminal: &Terminal, out: 
     let options = request.load_options(args.precision.into(), false, &args.quantised);
     let settings = Settings::resolve(request, &model.profile(options.precision));
     model.warnings.iter().for_each(|warning| terminal.warn(warning));
-    warn_of_guidance(settings.guidance, settings.variant, terminal);
+    ignored_guidance(settings.guidance, settings.variant).iter().for_each(|warning| terminal.warn(warning));
     let gpu = PlannedGpu::new(args.card.as_ref(), options.precision);
     let mut estimate = model.estimate(options, &gpu, &settings.job)?;
     let accumulate = args.quantised.fp8_accumulate.into();

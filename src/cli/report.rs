@@ -75,11 +75,23 @@ pub fn warn_of_nvfp4_math(asked: Nvfp4Math, formats: &Formats, terminal: &Termin
     }
 }
 
-/// Warns of a guidance scale that was given for a model that does not use one.
-pub fn warn_of_guidance(guidance: Guidance, variant: Variant, terminal: &Terminal) {
-    if guidance.ignored {
-        terminal.warn(&format!("--guidance is ignored: this is a {variant} model, only base models take it"));
-    }
+/// Says which settings were given and have no effect with this model.
+pub fn ignored_settings(settings: &Settings) -> Vec<String> {
+    let mut ignored = ignored_guidance(settings.guidance, settings.variant);
+    ignored.extend(match (&settings.negative, settings.guidance.chosen) {
+        (Some(_), None) => Some(format!("--negative is ignored: this is a {} model, only base models take it", settings.variant)),
+        (Some(_), Some(scale)) if !settings.guided => {
+            Some(format!("--negative is ignored: it works through a --guidance above 1, which is {scale} here"))
+        }
+        _ => None,
+    });
+    ignored
+}
+
+/// Says that a guidance scale was given for a model that does not use one.
+pub fn ignored_guidance(guidance: Guidance, variant: Variant) -> Vec<String> {
+    let ignored = || format!("--guidance is ignored: this is a {variant} model, only base models take it");
+    guidance.ignored.then(ignored).into_iter().collect()
 }
 
 /// Prints what is about to be generated, with which model and on which backend, and warns of flags that have no effect.
@@ -94,16 +106,7 @@ pub fn announce_run(
     let headline = headline(settings);
     let mut details = details(settings, found, model, backend);
     details.extend(formats.lines().iter().map(|line| format!("formats {line}")));
-    warn_of_guidance(settings.guidance, settings.variant, terminal);
-    match (&settings.negative, settings.guidance.chosen) {
-        (Some(_), None) => {
-            terminal.warn(&format!("--negative is ignored: this is a {} model, only base models take it", settings.variant));
-        }
-        (Some(_), Some(scale)) if !settings.guided => {
-            terminal.warn(&format!("--negative is ignored: it works through a --guidance above 1, which is {scale} here"));
-        }
-        _ => {}
-    }
+    ignored_settings(settings).iter().for_each(|warning| terminal.warn(warning));
     let Conventions { width, height, .. } = model.conventions;
     let size = settings.job.size;
     if matches!(found, Found::BuiltIn(_)) && (size.width(), size.height()) != (width, height) {

@@ -251,7 +251,7 @@ const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
 const SAVE: &str = "save it as UTF-8";
 
 /// Refuses NUL, the one character that a text chunk of a PNG cannot hold. A file that contains it is most likely UTF-16.
-fn check_nul(text: &str, what: &str, file: Option<&str>) -> Result<()> {
+pub fn check_nul(text: &str, what: &str, file: Option<&str>) -> Result<()> {
     match text.find('\0') {
         Some(at) => {
             let hint = if file.is_some() { SAVE } else { "leave it out" };

@@ -10,6 +10,7 @@ use crate::locate::Found;
 use crate::pipeline::{Engine, Formats, Job, LoadOptions, OpenModel};
 use crate::progress::Progress;
 use crate::terminal::Terminal;
+use crate::threads;
 use crate::trace;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -32,7 +33,7 @@ impl Session {
         announce_model(&found, named, terminal);
         notes.iter().for_each(|note| terminal.say(note));
         let select = || select_backend(backend, device, accumulate, &records, stop);
-        let (backend, model) = join(select, || OpenModel::open(&found, variant));
+        let (backend, model) = threads::join(select, || OpenModel::open(&found, variant));
         let (backend, model) = (backend?, model?);
         backend.announce(terminal);
         if trace::is_on() && backend.device.is_some() {
@@ -72,16 +73,4 @@ impl Session {
     pub fn load(self, progress: &dyn Progress) -> Result<Engine> {
         Engine::load(self.backend.backend, self.model, self.options, progress)
     }
-}
-
-/// Runs `here` on this thread and `there` on another thread of the pool, or one after the other if the pool has only this thread.
-/// Unlike with `rayon::join`, `here` need not be `Send`. Returns both results.
-fn join<A, B: Send>(here: impl FnOnce() -> A, there: impl FnOnce() -> B + Send) -> (A, B) {
-    let mut second = None;
-    let first = rayon::in_place_scope(|scope| {
-        scope.spawn(|_| second = Some(there()));
-        here()
-    });
-    // The scope returns only after the spawned task has run, so the value is there.
-    (first, second.unwrap_or_else(|| unreachable!()))
 }

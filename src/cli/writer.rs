@@ -22,7 +22,7 @@ use std::thread::{Scope, ScopedJoinHandle};
 
 /// What `--json` prints for an image.
 #[derive(Serialize)]
-struct ImageLine<'a> {
+pub struct ImageLine<'a> {
     path: &'a str,
     seed: Option<u64>,
     width: usize,
@@ -42,7 +42,7 @@ struct ImageLine<'a> {
 
 impl<'a> ImageLine<'a> {
     /// JSON holds Unicode only, so bytes of a path that are not valid UTF-8 are replaced in `path`.
-    fn new(path: &'a str, image: &GeneratedImage, settings: &'a Settings, backend: &'a str, seconds: Seconds) -> Self {
+    pub fn new(path: &'a str, image: &GeneratedImage, settings: &'a Settings, backend: &'a str, seconds: Seconds) -> Self {
         Self {
             path,
             seed: settings.job.noise.seed(image.seed),

@@ -9,10 +9,11 @@ use crate::backend::{
     Backend, GatedGemm, Gemm, KvSegment, Linear, Op, Projection, QkNorm, Rope, RopeStyle, Softmax, repeat_rows, scope,
 };
 use crate::config::{HEAD_DIM, TextConfig};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::sequence::rope_table_1d;
 use crate::tensor::{Arena, DType, Precision, Tensor};
 use crate::tokenizer::Tokens;
+use std::sync::OnceLock;
 
 /// The text encoder.
 pub struct TextEncoder {
@@ -20,6 +21,8 @@ pub struct TextEncoder {
     precision: Precision,
     embedding: TokenTable,
     layers: Vec<Layer>,
+    /// The RoPE table of the longest prompt, once one was encoded.
+    rope: OnceLock<Vec<f32>>,
 }
 
 struct Layer {
@@ -52,7 +55,7 @@ impl TextEncoder {
                 })
             })
             .collect::<Result<_>>()?;
-        Ok(Self { config: config.clone(), precision: loader.precision(), embedding, layers })
+        Ok(Self { config: config.clone(), precision: loader.precision(), embedding, layers, rope: OnceLock::new() })
     }
 
     /// Bytes of the table of token embeddings, which is no part of the weights on a backend: it stays in host memory.
@@ -67,7 +70,10 @@ impl TextEncoder {
         let (q_cols, kv_cols) = (c.heads * HEAD_DIM, c.kv_heads * HEAD_DIM);
         scope(be, ws, |be, ws| {
             let table = ws.alloc(rows, HEAD_DIM, DType::F32)?;
-            be.write(table, &rope_table_1d(rows, HEAD_DIM, c.rope_theta))?;
+            let values = self.rope.get_or_init(|| rope_table_1d(c.max_tokens, HEAD_DIM, c.rope_theta));
+            let too_long =
+                || Error::Op { op: "text encoder", what: format!("{rows} tokens, the longest prompt has {}", c.max_tokens) };
+            be.write(table, values.get(..rows * HEAD_DIM).ok_or_else(too_long)?)?;
             let rope = Rope { table, style: RopeStyle::HalfSplit };
 
             let x = ws.alloc(rows, c.hidden, act)?;

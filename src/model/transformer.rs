@@ -243,24 +243,24 @@ impl Transformer {
         self.attentions().map(BlockAttention::format)
     }
 
-    /// Computes the modulations of all timesteps (1 is pure noise), one row each. `guidance` matters only for models that take
-    /// the guidance scale as an input.
-    pub fn modulations(&self, be: &mut dyn Backend, ws: &mut Arena, times: &[f32], guidance: f32) -> Result<Tensor> {
-        let (h, rows, act) = (self.config.hidden, times.len(), self.precision.activations());
+    /// Computes the modulations of `rows` timesteps, whose [embeddings](crate::sampler::timestep_embeddings) are given, one row
+    /// each. `guidance` matters only for models that take the guidance scale as an input.
+    pub fn modulations(&self, be: &mut dyn Backend, ws: &mut Arena, rows: usize, times: &[f32], guidance: f32) -> Result<Tensor> {
+        let (h, act) = (self.config.hidden, self.precision.activations());
         let table = ws.alloc(rows, 17 * h, act)?;
         scope(be, ws, |be, ws| {
             let embedding = ws.alloc(rows, TIMESTEP_CHANNELS, act)?;
             let (a, b) = (ws.alloc(rows, h, act)?, ws.alloc(rows, h, act)?);
             let vector = ws.alloc(rows, h, act)?;
-            let embed = |be: &mut dyn Backend, values: Vec<f32>, w: &Linear| {
-                be.write(embedding, &values)?;
+            let embed = |be: &mut dyn Backend, values: &[f32], w: &Linear| {
+                be.write(embedding, values)?;
                 be.run(Op::Linear(&[Gemm { out: a, x: embedding, w }]))?;
                 be.run(Op::Silu { out: b, x: a })
             };
-            embed(be, times.iter().flat_map(|&t| timestep_embedding(t)).collect(), &self.time_in)?;
+            embed(be, times, &self.time_in)?;
             be.run(Op::Linear(&[Gemm { out: vector, x: b, w: &self.time_out }]))?;
             if let Some((guidance_in, guidance_out)) = &self.guidance {
-                embed(be, timestep_embedding(guidance).repeat(rows), guidance_in)?;
+                embed(be, &timestep_embedding(guidance).repeat(rows), guidance_in)?;
                 be.run(Op::LinearGateResidual(&[GatedGemm { into: vector, x: b, w: guidance_out, gate: None }]))?;
             }
             // All modulation layers read the same silu of the conditioning vector.

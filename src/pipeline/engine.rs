@@ -3,31 +3,36 @@
 //! measures how much memory the stages need.
 
 use super::formats::Formats;
-use super::inputs::{Inputs, download};
-use super::job::{GeneratedImage, Job, LoadOptions, Noise, ReferenceInput};
+use super::inputs::{Checks, Inputs, download};
+use super::job::{GeneratedImage, Job, LoadOptions, ReferenceInput};
 use super::open::{Configs, OpenModel};
+use super::prepared::{DryRun, Prepared, Shapes, Tables};
 use super::weights::{ImageSide, Placing, Sizes, Store, TextSide};
-use crate::backend::{Backend, GemmFormats, Op, Plan, StepKey, scope};
+use crate::backend::{Backend, GemmFormats, Op, Plan, Reading, StepKey, scope};
 use crate::checkpoint::Weights;
 use crate::config::{HEAD_DIM, TextConfig, TransformerConfig, Variant};
 use crate::dump::Record;
-use crate::error::{Error, Result};
+use crate::error::{Error, Remedy, Result};
 use crate::image::Image;
 use crate::model::{ReferenceTokens, StepInput};
-use crate::noise::draw;
 use crate::part::{Part, PerPart};
 use crate::progress::{Phase, Progress, Silent, Traced};
-use crate::sequence::{PATCH, Pixels, RopeSpec};
+use crate::sequence::{PATCH, Pixels};
 use crate::tensor::{Arena, DType, Region, Tensor};
+use crate::threads;
 use crate::tokenizer::{self, Tokenizer, Tokens};
 use crate::trace;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 /// A model on a backend, ready to run.
 pub struct Engine {
     backend: Box<dyn Backend>,
     stages: Stages,
     store: Store,
+    shapes: Shapes,
+    /// Bytes of working memory that the backend holds.
+    working: u64,
     tokenizer: Tokenizer,
     variant: Variant,
     name: String,
@@ -43,7 +48,7 @@ impl Engine {
         backend.reserve_weights(sizes.total(options.low_memory))?;
         let mut store = Store { files: Arc::new(weights), configs, options, sizes, text: false, image: false };
         store.load_text(&mut stages.text, backend.as_mut(), progress)?;
-        Ok(Self { backend, stages, store, tokenizer, variant, name })
+        Ok(Self { backend, stages, store, shapes: Shapes::default(), working: 0, tokenizer, variant, name })
     }
 
     /// The model's display name.
@@ -59,6 +64,44 @@ impl Engine {
     /// How the model was trained.
     pub fn variant(&self) -> Variant {
         self.variant
+    }
+
+    /// From now on jobs end with [`Error::Interrupted`] once this flag is set, until there is another one or none.
+    pub fn set_cancel(&mut self, cancel: Option<Arc<AtomicBool>>) {
+        self.backend.set_cancel(cancel);
+    }
+
+    /// Refuses a job whose working memory does not fit into what is free and what earlier jobs of this engine have left. The
+    /// weights are there, or their memory is reserved.
+    pub fn check_memory(&mut self, job: &Job) -> Result<()> {
+        let inputs = self.inputs(job, &Silent)?;
+        let need = self.dry_run(&inputs)?.bytes;
+        if need <= self.working {
+            return Ok(());
+        }
+        let Some(free) = self.backend.available()? else { return Ok(()) };
+        // What is there already is freed before more is allocated.
+        let have = free.saturating_add(self.working);
+        match need <= have {
+            true => Ok(()),
+            false if self.backend.reads_files() => {
+                Err(Error::HostMemory { need, have, ways: vec![Remedy::SmallerImage, Remedy::ClosePrograms] })
+            }
+            false => {
+                let (device, ways) = (self.backend.name().into(), vec![Remedy::SmallerImage, Remedy::CloseGpuPrograms]);
+                Err(Error::DeviceMemory { need, have, device, ways })
+            }
+        }
+    }
+
+    /// Measures what a job takes, unless one of its shape was measured before.
+    fn dry_run(&mut self, inputs: &Inputs<'_>) -> Result<DryRun> {
+        let Self { backend, stages, shapes, .. } = self;
+        shapes.dry_run(inputs, || {
+            let mut plan = Plan::new(backend.gemm_formats());
+            let bytes = stages.dry_run(&mut plan, inputs, &Silent)?;
+            Ok(DryRun { bytes, ops: plan.ops, flops: plan.flops() })
+        })
     }
 
     fn inputs<'a>(&self, job: &'a Job, progress: &dyn Progress) -> Result<Inputs<'a>> {
@@ -100,30 +143,50 @@ impl Engine {
     ) -> Result<()> {
         let progress = &Traced::new(progress);
         let inputs = self.inputs(job, progress)?;
-        let mut plan = Plan::new(self.backend.gemm_formats());
-        let bytes = self.stages.dry_run(&mut plan, &inputs, &Silent)?;
+        let DryRun { bytes, ops, flops } = self.dry_run(&inputs)?;
         progress.detail(&format!(
-            "{} tokens, {} ops, {:.3} TFLOP, {:.1} MiB of working memory",
+            "{} tokens, {ops} ops, {:.3} TFLOP, {:.1} MiB of working memory",
             inputs.plan.tokens(),
-            plan.ops,
-            plan.flops() as f64 / 1e12,
+            flops as f64 / 1e12,
             bytes as f64 / 1_048_576.0
         ));
-        self.backend.reserve(bytes)?;
-        let Self { backend, stages, store, .. } = self;
+        let Self { backend, stages, store, shapes, working, .. } = self;
         let (be, mut ws) = (backend.as_mut(), Arena::new(Region::Arena));
+        // Should this fail, nothing is left of what was there.
+        let before = std::mem::take(working);
+        be.reserve(bytes)?;
+        *working = bytes.max(before);
         // What a job that failed left is not of these images.
         be.take_saturated()?;
         store.load_text(&mut stages.text, be, progress)?;
-        // If the image side is still to be loaded, loading overlaps with encoding the prompts, so nothing waits for them here.
-        let prompts = stages.encode_prompts(be, &mut ws, &inputs, store.image, progress)?;
-        store.load_image(&mut stages.image, be, progress)?;
-        let (grid, precision) = (job.size.grid(), store.options.precision);
-        let mut noise = |seed| match &job.noise {
-            Noise::Drawn(kind) => draw(*kind, seed, grid, precision),
-            Noise::Given(values) => values.clone(),
+
+        let (kept, config, precision) = (shapes.tables(&inputs), &stages.transformer_config, store.options.precision);
+        let prepare = |seed: u64| Prepared::new(job, seed, precision);
+        let (prompts, (tables, first)) = threads::join(
+            || stages.encode_prompts(be, &mut ws, &inputs, progress),
+            || {
+                let tables = kept.unwrap_or_else(|| Arc::new(Tables::new(config, &inputs)));
+                (tables, job.seeds.first().map(|&seed| prepare(seed)))
+            },
+        );
+        let prompts = prompts?;
+        shapes.keep_tables(&inputs, &tables);
+        let Some(first) = first else {
+            progress.end();
+            return Ok(());
         };
-        stages.denoise_and_decode(be, &mut ws, &inputs, prompts, &job.seeds, &mut noise, progress, &mut |seed, mut values| {
+        let canvas = stages.place_canvas(be, &mut ws, &inputs, &tables, &first)?;
+        // If the image side is still to be loaded, loading overlaps with encoding the prompts, so nothing waits for them here.
+        if store.image {
+            inputs.check_prompts(be, prompts.counts)?;
+            progress.end();
+        } else {
+            progress.end();
+            store.load_image(&mut stages.image, be, progress)?;
+            inputs.check_prompts(be, prompts.counts)?;
+        }
+        let images = Images { canvas, tables: &tables, seeds: &job.seeds, first, prepare: &prepare };
+        stages.denoise_and_decode(be, &mut ws, &inputs, prompts.encoded, images, progress, &mut |seed, mut values| {
             let (pixels, width, height) = (std::mem::take(&mut values.pixels), job.size.width(), job.size.height());
             let saturated = values.saturated;
             let record = job.record.then(|| values.into_record(&inputs.prompt, job.size));
@@ -173,14 +236,38 @@ impl Values {
     }
 }
 
-/// Encoded prompts in the arena.
+/// Prompts whose encoding was issued.
 struct Prompts {
+    encoded: Encoded,
+    /// The number of values that are not finite, one per prompt.
+    counts: Reading,
+}
+
+/// Encoded prompts in the arena.
+struct Encoded {
     context: Tensor,
     negative: Option<Tensor>,
-    /// The number of values that are not finite, one per prompt.
-    counts: Tensor,
     /// Holds the prompt embeddings if the job asks for a record.
     values: Values,
+}
+
+/// What the images of a job are denoised in.
+#[derive(Clone, Copy)]
+struct Canvas {
+    rope: Tensor,
+    latents: Tensor,
+}
+
+/// The images of a job, and what the host prepares for them.
+struct Images<'a> {
+    /// Holds the RoPE table and the noise of the first image.
+    canvas: Canvas,
+    tables: &'a Tables,
+    seeds: &'a [u64],
+    /// Of the first image.
+    first: Prepared<'a>,
+    /// Prepares the image of a seed.
+    prepare: &'a (dyn Fn(u64) -> Prepared<'a> + Sync),
 }
 
 impl Stages {
@@ -216,19 +303,23 @@ impl Stages {
     pub fn dry_run(&self, plan: &mut Plan, inputs: &Inputs<'_>, progress: &dyn Progress) -> Result<u64> {
         let _span = trace::span("dry run");
         let mut ws = Arena::new(Region::Arena);
-        let noise = vec![0.0; inputs.plan.canvas().len() * self.transformer_config.channels];
-        let prompts = self.encode_prompts(plan, &mut ws, inputs, true, progress)?;
-        self.denoise_and_decode(plan, &mut ws, inputs, prompts, &[0], &mut |_| noise.clone(), progress, &mut |_, _| Ok(()))?;
+        // A plan takes no values, so none are computed.
+        let (tables, first, prepare) = (&Tables::default(), Prepared::default(), &|_| Prepared::default());
+        let Prompts { encoded, counts } = self.encode_prompts(plan, &mut ws, inputs, progress)?;
+        let canvas = self.place_canvas(plan, &mut ws, inputs, tables, &first)?;
+        inputs.check_prompts(plan, counts)?;
+        progress.end();
+        let images = Images { canvas, tables, seeds: &[0], first, prepare };
+        self.denoise_and_decode(plan, &mut ws, inputs, encoded, images, progress, &mut |_, _| Ok(()))?;
         Ok(ws.peak().max(plan.arena_bytes))
     }
 
-    /// The first half of the stages: encodes the prompts. With `wait` the backend has finished when this returns.
+    /// The first part of the stages: issues the encoding of the prompts, whose phase ends when their counts are there.
     fn encode_prompts(
         &self,
         be: &mut dyn Backend,
         ws: &mut Arena,
         inputs: &Inputs<'_>,
-        wait: bool,
         progress: &dyn Progress,
     ) -> Result<Prompts> {
         progress.begin(Phase::Encode, 1 + u64::from(inputs.negative.is_some()));
@@ -244,107 +335,130 @@ impl Stages {
             values.negative_prompt_embeds = Some(embeds);
             negative = Some(context);
         }
-        if wait {
-            be.synchronize()?;
-        }
-        progress.end();
-        let counts = counts.rows(0..1 + usize::from(negative.is_some()));
-        Ok(Prompts { context, negative, counts, values })
+        let counts = be.begin_read(counts.rows(0..1 + usize::from(negative.is_some())))?;
+        Ok(Prompts { encoded: Encoded { context, negative, values }, counts })
     }
 
-    /// The second half: encodes the references, then denoises and decodes one image per seed.
+    /// The second: writes what the host has prepared, while the prompts may still be encoded.
+    fn place_canvas(
+        &self,
+        be: &mut dyn Backend,
+        ws: &mut Arena,
+        inputs: &Inputs<'_>,
+        tables: &Tables,
+        first: &Prepared<'_>,
+    ) -> Result<Canvas> {
+        let rope = ws.alloc(inputs.plan.tokens(), HEAD_DIM, DType::F32)?;
+        let latents = ws.alloc(inputs.plan.canvas().len(), self.transformer_config.channels, DType::F32)?;
+        be.write(rope, &tables.rope)?;
+        be.write(latents, &first.noise)?;
+        Ok(Canvas { rope, latents })
+    }
+
+    /// The third: encodes the references, then denoises and decodes one image per seed.
     #[allow(clippy::too_many_arguments)]
     fn denoise_and_decode(
         &self,
         be: &mut dyn Backend,
         ws: &mut Arena,
         inputs: &Inputs<'_>,
-        Prompts { context, negative, counts, values: mut shared }: Prompts,
-        seeds: &[u64],
-        noise: &mut dyn FnMut(u64) -> Vec<f32>,
+        Encoded { context, negative, values: mut shared }: Encoded,
+        Images { canvas: Canvas { rope, latents }, tables, seeds, first, prepare }: Images<'_>,
         progress: &dyn Progress,
         sink: &mut dyn FnMut(u64, Values) -> Result<()>,
     ) -> Result<()> {
-        let (c, job, plan) = (&self.transformer_config, inputs.job, &inputs.plan);
+        let (job, plan) = (inputs.job, &inputs.plan);
         let schedule = &inputs.schedule;
-        // This read does not stall: either `encode_prompts` waited for the prompts, or loading the image side did.
-        inputs.check_prompts(be, counts)?;
-        let count = ws.alloc(1, 1, DType::F32)?;
-        let rope = ws.alloc(plan.tokens(), HEAD_DIM, DType::F32)?;
-        be.write(rope, &plan.rope_table(&RopeSpec { theta: c.rope_theta, axes: c.rope_axes }))?;
-        // The row after the last step is time zero, at which cached references are encoded.
-        let times: Vec<f32> = (0..=schedule.steps()).map(|i| schedule.sigma(i)).collect();
-        let table = self.image.transformer.modulations(be, ws, &times, job.guidance)?;
+        let table = self.image.transformer.modulations(be, ws, schedule.steps() + 1, &tables.times, job.guidance)?;
         let modulation = self.image.transformer.modulation_slot(ws)?;
 
         let (mut tokens, mut cache) = (Vec::new(), Vec::new());
         if !job.references.is_empty() {
             progress.begin(Phase::References, (job.references.len() + usize::from(inputs.cached)) as u64);
-            tokens = self.encode_references(be, ws, inputs, count, &mut shared.references, progress)?;
+            tokens = self.encode_references(be, ws, inputs, &mut shared.references, progress)?;
             if inputs.cached {
                 let rows = rope.rows(plan.canvas().end..plan.tokens());
                 self.image.transformer.select(be, modulation, table, schedule.steps())?;
                 cache = self.image.transformer.reference_cache(be, ws, &tokens, rows, modulation)?;
+                be.synchronize()?;
                 progress.advance(1);
             }
-            be.synchronize()?;
             progress.end();
         }
         let references = if inputs.cached { ReferenceTokens::Cached(&cache) } else { ReferenceTokens::InSequence(&tokens) };
-        let [latents, velocity, other] = {
-            let mut alloc = || ws.alloc(plan.canvas().len(), c.channels, DType::F32);
-            [alloc()?, alloc()?, alloc()?]
+        let [velocity, other] = {
+            let mut alloc = || ws.alloc(latents.rows, latents.cols, latents.dtype);
+            [alloc()?, alloc()?]
         };
         let image = ws.alloc(job.size.width() * job.size.height(), 3, DType::F32)?;
         let pixels = ws.alloc(image.rows, image.cols, DType::U8)?;
+        // One for each step, and one for the decoded image.
+        let counts = ws.alloc(schedule.steps() + 1, 1, DType::F32)?;
+        let count = |stage: usize| counts.rows(stage..stage + 1);
 
-        for &seed in seeds {
-            let mut values = shared.clone();
-            let noise = noise(seed);
-            be.write(latents, &noise)?;
-            if job.record {
-                values.latents.push(noise);
+        let mut prepared = Some(first);
+        for (index, &seed) in seeds.iter().enumerate() {
+            let Prepared { noise, pixels: buffer } = prepared.take().unwrap_or_else(|| prepare(seed));
+            if index > 0 {
+                be.write(latents, &noise)?;
             }
-
-            progress.begin(Phase::Denoise, schedule.steps() as u64);
-            for i in 0..schedule.steps() {
-                self.image.transformer.select(be, modulation, table, i)?;
-                let step = StepInput { plan, rope, context, latents, references, modulation, velocity };
-                self.image.transformer.step(be, ws, StepKey("prompt"), step)?;
-                if let Some(context) = negative {
-                    let step = StepInput { context, velocity: other, ..step };
-                    self.image.transformer.step(be, ws, StepKey("negative"), step)?;
-                    scope(be, ws, |be, ws| {
-                        let guided = ws.alloc(velocity.rows, velocity.cols, velocity.dtype)?;
-                        be.run(Op::Guidance { out: guided, cond: velocity, uncond: other, scale: job.guidance })?;
-                        be.run(Op::Euler { latents, velocity: guided, dt: schedule.dt(i) })
-                    })?;
-                } else {
-                    be.run(Op::Euler { latents, velocity, dt: schedule.dt(i) })?;
-                }
-                // The VAE's weights are checked before they are used: that is cheap, and a fault found later would waste all
-                // steps.
-                let parts = [Part::Transformer, Part::Vae];
-                inputs.check(be, count, latents, &parts, || format!("denoising step {} of {}", i + 1, schedule.steps()))?;
+            let one_image = || {
+                let mut values = shared.clone();
                 if job.record {
-                    values.latents.push(download(be, latents)?);
+                    values.latents.push(noise.into_owned());
                 }
-                progress.advance(1);
-            }
-            progress.end();
+                let mut checks = Checks::new(inputs);
+                progress.begin(Phase::Denoise, schedule.steps() as u64);
+                for i in 0..schedule.steps() {
+                    self.image.transformer.select(be, modulation, table, i)?;
+                    let step = StepInput { plan, rope, context, latents, references, modulation, velocity };
+                    self.image.transformer.step(be, ws, StepKey("prompt"), step)?;
+                    if let Some(context) = negative {
+                        let step = StepInput { context, velocity: other, ..step };
+                        self.image.transformer.step(be, ws, StepKey("negative"), step)?;
+                        scope(be, ws, |be, ws| {
+                            let guided = ws.alloc(velocity.rows, velocity.cols, velocity.dtype)?;
+                            be.run(Op::Guidance { out: guided, cond: velocity, uncond: other, scale: job.guidance })?;
+                            be.run(Op::Euler { latents, velocity: guided, dt: schedule.dt(i) })
+                        })?;
+                    } else {
+                        be.run(Op::Euler { latents, velocity, dt: schedule.dt(i) })?;
+                    }
+                    // The VAE's weights are checked before they are used: that is cheap, and a fault found later would waste all
+                    // steps.
+                    let parts = &[Part::Transformer, Part::Vae];
+                    checks.begin(be, count(i), latents, parts, format!("denoising step {} of {}", i + 1, schedule.steps()))?;
+                    if job.record {
+                        values.latents.push(download(be, latents)?);
+                    }
+                    // The host is one step ahead of a device that runs on its own, so that it never waits for work.
+                    progress.advance(checks.settle(be, 1)?);
+                }
+                progress.advance(checks.settle(be, 0)?);
+                progress.end();
 
-            progress.begin(Phase::Decode, 1);
-            self.image.vae.decode(be, ws, image, latents, job.size.grid())?;
-            inputs.check(be, count, image, &[], || "decoding".into())?;
-            be.run(Op::Pixels { out: pixels, x: image })?;
-            values.pixels = vec![0; pixels.len()];
-            be.read_bytes(pixels, &mut values.pixels)?;
-            if job.record {
-                values.image = download(be, image)?;
+                progress.begin(Phase::Decode, 1);
+                self.image.vae.decode(be, ws, image, latents, job.size.grid())?;
+                checks.begin(be, count(schedule.steps()), image, &[], "decoding".into())?;
+                be.run(Op::Pixels { out: pixels, x: image })?;
+                values.pixels = buffer;
+                be.read_bytes(pixels, &mut values.pixels)?;
+                checks.settle(be, 0)?;
+                if job.record {
+                    values.image = download(be, image)?;
+                }
+                values.saturated = be.take_saturated()?;
+                progress.end();
+                sink(seed, values)
+            };
+            match seeds.get(index + 1) {
+                Some(&next) => {
+                    let (done, next) = threads::join(one_image, || prepare(next));
+                    done?;
+                    prepared = Some(next);
+                }
+                None => one_image()?,
             }
-            values.saturated = be.take_saturated()?;
-            progress.end();
-            sink(seed, values)?;
         }
         Ok(())
     }
@@ -381,12 +495,12 @@ impl Stages {
         be: &mut dyn Backend,
         ws: &mut Arena,
         inputs: &Inputs<'_>,
-        count: Tensor,
         record: &mut Vec<Vec<f32>>,
         progress: &dyn Progress,
     ) -> Result<Vec<Tensor>> {
         let (references, act) = (&inputs.job.references, self.activations);
-        let mut all = Vec::with_capacity(references.len());
+        let (mut all, mut checks) = (Vec::with_capacity(references.len()), Checks::new(inputs));
+        let counts = ws.alloc(references.len(), 1, DType::F32)?;
         for (j, ReferenceInput { grid, pixels }) in references.iter().enumerate() {
             let tokens = ws.alloc(grid.tokens(), self.transformer_config.channels, act)?;
             scope(be, ws, |be, ws| {
@@ -394,13 +508,14 @@ impl Stages {
                 be.write(image, pixels)?;
                 self.image.vae.encode(be, ws, tokens, image, *grid)
             })?;
-            inputs.check(be, count, tokens, &[Part::Vae], || format!("encoding reference {}", j + 1))?;
+            checks.begin(be, counts.rows(j..j + 1), tokens, &[Part::Vae], format!("encoding reference {}", j + 1))?;
             if inputs.job.record {
                 record.push(download(be, tokens)?);
             }
-            progress.advance(1);
+            progress.advance(checks.settle(be, 1)?);
             all.push(tokens);
         }
+        progress.advance(checks.settle(be, 0)?);
         Ok(all)
     }
 }

@@ -1,7 +1,7 @@
 //! The inputs of a job's stages, and the checks of their results.
 
 use super::job::Job;
-use crate::backend::{Backend, Op};
+use crate::backend::{Backend, Op, Reading};
 use crate::checkpoint::Weights;
 use crate::config::Variant;
 use crate::error::{Error, Result};
@@ -10,6 +10,7 @@ use crate::sampler::Schedule;
 use crate::sequence::{Grid, SequencePlan};
 use crate::tensor::Tensor;
 use crate::tokenizer::Tokens;
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 /// The inputs of the stages besides the weights, all known before anything runs.
@@ -50,26 +51,9 @@ impl<'a> Inputs<'a> {
         })
     }
 
-    /// Refuses values that are not finite or were computed from weights that changed or were never written: a NaN would otherwise
-    /// become a black image without an explanation. Weights are checked first, because they can be the cause of a NaN. `count` is a
-    /// tensor of one element for the result, `parts` are the parts whose weights have been read.
-    pub fn check(
-        &self,
-        be: &mut dyn Backend,
-        count: Tensor,
-        x: Tensor,
-        parts: &[Part],
-        stage: impl FnOnce() -> String,
-    ) -> Result<()> {
-        be.run(Op::NonFinite { count, x })?;
-        let found = download(be, count)?[0];
-        self.check_files(parts)?;
-        if found == 0.0 { Ok(()) } else { Err(Error::NotFinite { stage: stage(), count: found as usize }) }
-    }
-
-    /// The same check for encoded prompts. Their counts were computed with the encoding, but not read, in order not to wait for it.
-    pub fn check_prompts(&self, be: &mut dyn Backend, counts: Tensor) -> Result<()> {
-        let counts = download(be, counts)?;
+    /// Refuses encoded prompts with values that are not finite. `counts` is what their encoding has counted of them.
+    pub fn check_prompts(&self, be: &mut dyn Backend, counts: Reading) -> Result<()> {
+        let counts = be.finish_read(counts)?;
         self.check_files(&[Part::TextEncoder])?;
         for (count, stage) in counts.into_iter().zip(["encoding the prompt", "encoding the negative prompt"]) {
             if count != 0.0 {
@@ -84,6 +68,52 @@ impl<'a> Inputs<'a> {
         let files = || self.files.iter().flat_map(|files| files.values());
         files().try_for_each(Weights::verify)?;
         files().filter(|weights| parts.contains(&weights.part())).try_for_each(Weights::check_written)
+    }
+}
+
+/// Checks of results whose counts are still on their way to the host. They refuse values that are not finite or were computed from
+/// weights that changed or were never written: a NaN would otherwise become a black image without an explanation.
+pub struct Checks<'a> {
+    inputs: &'a Inputs<'a>,
+    waiting: VecDeque<Check<'a>>,
+}
+
+struct Check<'a> {
+    count: Reading,
+    /// The parts whose weights have been read.
+    parts: &'a [Part],
+    stage: String,
+}
+
+impl<'a> Checks<'a> {
+    /// No checks yet.
+    pub fn new(inputs: &'a Inputs<'a>) -> Self {
+        Self { inputs, waiting: VecDeque::new() }
+    }
+
+    /// Begins a check of `x`, the result of a stage. `count` is a tensor of one element for the result, which no later op may write
+    /// before the check is settled.
+    pub fn begin(&mut self, be: &mut dyn Backend, count: Tensor, x: Tensor, parts: &'a [Part], stage: String) -> Result<()> {
+        be.run(Op::NonFinite { count, x })?;
+        let count = be.begin_read(count)?;
+        self.waiting.push_back(Check { count, parts, stage });
+        Ok(())
+    }
+
+    /// Waits until at most `most` checks are left, and finishes those that need not be waited for. Returns how many have passed.
+    /// Weights are checked first, because they can be the cause of a NaN.
+    pub fn settle(&mut self, be: &mut dyn Backend, most: usize) -> Result<u64> {
+        let mut passed = 0;
+        while self.waiting.len() > most || self.waiting.front().is_some_and(|check| matches!(check.count, Reading::Done(_))) {
+            let Some(Check { count, parts, stage }) = self.waiting.pop_front() else { break };
+            let found = be.finish_read(count)?.first().copied().unwrap_or(0.0);
+            self.inputs.check_files(parts)?;
+            if found != 0.0 {
+                return Err(Error::NotFinite { stage, count: found as usize });
+            }
+            passed += 1;
+        }
+        Ok(passed)
     }
 }
 

@@ -13,7 +13,7 @@ use kiln::noise::NoiseKind;
 use kiln::part::{Part, PerPart};
 use kiln::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel, ReferenceInput};
 use kiln::progress::Silent;
-use kiln::sampler::Schedule;
+use kiln::sampler::{Schedule, timestep_embedding};
 use kiln::sequence::{Grid, Pixels, RopeSpec, SequencePlan};
 use kiln::tensor::{Arena, DType, Precision, Region};
 use kiln::tiny;
@@ -257,7 +257,7 @@ pub fn predict(
     context_in.run(be, context, features).unwrap();
     let rope = ws.alloc(plan.tokens(), HEAD_DIM, DType::F32).unwrap();
     be.write(rope, &plan.rope_table(&RopeSpec::KLEIN)).unwrap();
-    let table = transformer.modulations(be, &mut ws, &[inputs.time], inputs.guidance).unwrap();
+    let table = transformer.modulations(be, &mut ws, 1, &timestep_embedding(inputs.time), inputs.guidance).unwrap();
     let modulation = transformer.modulation_slot(&mut ws).unwrap();
     transformer.select(be, modulation, table, 0).unwrap();
     let latents = ws.alloc(tokens, config.channels, DType::F32).unwrap();

@@ -48,7 +48,8 @@ pub struct Order {
     /// The addresses that the kernels of a CUDA graph read: of the one being captured, and of those captured before.
     recording: Option<Vec<u64>>,
     recordings: HashMap<u64, Vec<u64>>,
-    /// The number of copies that may overlap with kernels, and of those that wait for all kernels before them.
+    /// The number of copies on streams of their own that may overlap with kernels, and of those that wait for all kernels
+    /// before them.
     pub beside: usize,
     pub behind: usize,
 }
@@ -93,7 +94,7 @@ impl Order {
             assert!(clock.has(old.by), "two copies to one place in no order");
             assert!(old.read.is_none_or(|kernel| clock.has(kernel)), "weights are replaced while a kernel reads them");
         }
-        if let Some(kernel) = self.last_kernel {
+        if let Some(kernel) = self.last_kernel.filter(|kernel| kernel.stream != stream) {
             *if clock.has(kernel) { &mut self.behind } else { &mut self.beside } += 1;
         }
         self.buffers.insert(from, work);

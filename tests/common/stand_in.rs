@@ -40,6 +40,8 @@ pub struct StandIn {
     /// The parameters of the last kernel, in words as long as an address.
     pub params: RefCell<Vec<u64>>,
     pub replays: Cell<usize>,
+    /// How often the host waited for all that was queued on a stream, by stream.
+    pub waits: RefCell<HashMap<u64, usize>>,
     pub order: RefCell<Order>,
 }
 
@@ -75,6 +77,7 @@ impl StandIn {
             reached: RefCell::default(),
             params: RefCell::default(),
             replays: Cell::new(0),
+            waits: RefCell::default(),
             order: RefCell::default(),
         })
     }
@@ -87,6 +90,11 @@ impl StandIn {
             return Err(Error::Device { call: name, status: "planted".into() });
         }
         Ok(())
+    }
+
+    fn wait(&self, stream: Stream) {
+        *self.waits.borrow_mut().entry(stream.0).or_default() += 1;
+        self.order.borrow_mut().synchronize(stream.0);
     }
 
     fn take(&self, what: &'static str, bytes: u64) -> u64 {
@@ -195,7 +203,7 @@ impl Driver for StandIn {
 
     fn synchronize(&self, stream: Stream) -> Result<()> {
         self.call("synchronize")?;
-        self.order.borrow_mut().synchronize(stream.0);
+        self.wait(stream);
         Ok(())
     }
 
@@ -249,7 +257,7 @@ impl Driver for StandIn {
 
     fn copy_out(&self, stream: Stream, _from: Rows, to: &mut [u8]) -> Result<()> {
         self.call("copy_out")?;
-        self.order.borrow_mut().synchronize(stream.0);
+        self.wait(stream);
         to.fill(0);
         Ok(())
     }

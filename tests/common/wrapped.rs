@@ -7,6 +7,8 @@ use kiln::backend::{Backend, GemmFormats, Op, Role, StepKey};
 use kiln::error::Result;
 use kiln::tensor::{Tensor, WeightPart};
 use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 /// Called after op number `usize` with the op and the backend that ran it.
 pub type AfterOp<B = Cpu> = Box<dyn FnMut(usize, Op<'_>, &mut B) -> Result<()>>;
@@ -49,6 +51,10 @@ impl<B: Backend> Backend for Wrapped<B> {
 
     fn gemm_formats(&self) -> GemmFormats {
         self.formats
+    }
+
+    fn set_cancel(&mut self, cancel: Option<Arc<AtomicBool>>) {
+        self.inner.set_cancel(cancel);
     }
 
     fn reserve_weights(&mut self, bytes: u64) -> Result<()> {

@@ -70,6 +70,7 @@ fn modules_use_only_what_is_below_them() {
         "tiny",
         "dump",
         "pipeline",
+        "service",
         "quantise",
         "inspect",
         "predict",

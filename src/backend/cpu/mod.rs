@@ -9,7 +9,7 @@ mod kernels;
 mod math;
 mod view;
 
-use super::{Backend, GemmFormats, Linear, Op, Role, Sampling, StepKey, up_conv};
+use super::{Backend, GemmFormats, Linear, Op, Role, Sampling, StepKey, Stop, up_conv};
 use crate::error::{Error, Result};
 use crate::memory;
 use crate::tensor::{ALIGN, Bytes, DType, PartScaling, Region, Scaling, Stored, Tensor, WeightPart, quantise};
@@ -19,7 +19,7 @@ use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use view::{In, Out};
 
 /// The CPU backend.
@@ -29,7 +29,7 @@ pub struct Cpu {
     high_water: u64,
     /// The backend's own threads; without a pool it runs on those of the caller.
     pool: Option<rayon::ThreadPool>,
-    stop: Arc<AtomicBool>,
+    stop: Stop,
     /// Values that did not fit the FP8 tensor they were stored in.
     saturated: AtomicU64,
 }
@@ -111,7 +111,14 @@ impl Cpu {
 
     /// A backend that runs on the caller's threads: the rayon pool that the caller is in, or the global one.
     pub fn shared(stop: Arc<AtomicBool>) -> Self {
-        Self { weights: Vec::new(), arena: Buffer::EMPTY, high_water: 0, pool: None, stop, saturated: AtomicU64::new(0) }
+        Self {
+            weights: Vec::new(),
+            arena: Buffer::EMPTY,
+            high_water: 0,
+            pool: None,
+            stop: Stop { all: stop, job: None },
+            saturated: AtomicU64::new(0),
+        }
     }
 
     /// Number of worker threads.
@@ -141,10 +148,6 @@ impl Cpu {
         let index = self.weights.partition_point(|s| s.range.end <= range.start);
         let taken = index + self.weights[index..].partition_point(|s| s.range.start < range.end);
         self.weights.splice(index..taken, [Segment { range, data }]);
-    }
-
-    fn check_stop(&self) -> Result<()> {
-        if self.stop.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) }
     }
 
     fn outside(tensor: Tensor, op: &'static str) -> Error {
@@ -364,8 +367,12 @@ impl Backend for Cpu {
         Ok(())
     }
 
+    fn set_cancel(&mut self, cancel: Option<Arc<AtomicBool>>) {
+        self.stop.job = cancel;
+    }
+
     fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {
-        self.check_stop()?;
+        self.stop.check()?;
         let wrong = |what: &str| Error::Op { op: "upload", what: format!("{role:?} parts do not {what} {to:?}") };
         if to.stride != to.cols || parts.iter().map(|part| part.rows).sum::<usize>() != to.rows {
             return Err(wrong("fill"));
@@ -457,7 +464,7 @@ impl Backend for Cpu {
     }
 
     fn run(&mut self, op: Op<'_>) -> Result<()> {
-        self.check_stop()?;
+        self.stop.check()?;
         op.check()?;
         op.operands(&mut |t, _| self.touch(t));
         let _span = crate::trace::span(op.name());

@@ -4,7 +4,7 @@
 //! and the one launch function, `tiles` what `kernels/tiles.def` instantiates; `select` chooses tiles and schedules, without a GPU;
 //! `params` and `memory` turn tensors into kernel parameters; each op family has a file (`pointwise`, `norm`, `gemm`, `conv`
 //! with `conv_sm90`, `attention`) that works on an `OpContext`; `dispatch` is the match from an op to its family. This file is the [`Backend`]:
-//! transfers, uploads (`staging`) and captured graphs (`graph`).
+//! transfers (`transfers`), uploads (`staging`) and captured graphs (`graph`).
 
 mod abi;
 mod attention;
@@ -27,6 +27,7 @@ mod staging;
 mod system;
 mod tiles;
 mod timeline;
+mod transfers;
 
 pub use attention::has_two_attention_ctas;
 pub use context::Choice;
@@ -37,7 +38,7 @@ pub use selftest::{CopyBy, CopyGraph, Fragments, LANES, Mma};
 pub use system::{CAPABILITY, System, devices, driver_release};
 
 use super::plan::Live;
-use super::{Backend, Fp8Accumulate, GemmFormats, Op, Role, StepKey};
+use super::{Backend, Fp8Accumulate, GemmFormats, Op, Reading, Role, StepKey, Stop};
 use crate::error::{Error, Result};
 use crate::tensor::{ALIGN, DType, Region, Scaling, Tensor, WeightPart, nvfp4};
 use crate::trace;
@@ -51,8 +52,9 @@ use staging::Staging;
 use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use timeline::Timeline;
+use transfers::Transfers;
 
 /// The quantised GEMMs and attention that there are kernels for on GPUs of this compute capability. Weights with plain inputs are
 /// expanded to bf16: by the GEMM itself on Hopper, elsewhere by a kernel before it. Compute capability 10.x has no `mma.sync` of
@@ -81,6 +83,7 @@ pub struct Cuda {
     // In this order: graphs and uploads end before the kernels and the memory they use, and all before the stream and the driver.
     steps: Steps,
     staging: Option<Staging>,
+    transfers: Transfers,
     context: OpContext,
     /// Offsets of weights that are read by ops which may still be running.
     read: Range<u64>,
@@ -91,7 +94,7 @@ pub struct Cuda {
     capturing: bool,
     capture: bool,
     poison: bool,
-    stop: Arc<AtomicBool>,
+    stop: Stop,
     stream: StreamGuard,
     driver: Rc<dyn Driver>,
 }
@@ -105,10 +108,6 @@ impl Drop for StreamGuard {
             driver.destroy_stream(self.1);
         }
     }
-}
-
-fn check_stop(stop: &AtomicBool) -> Result<()> {
-    if stop.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) }
 }
 
 impl Cuda {
@@ -138,6 +137,7 @@ impl Cuda {
         Ok(Self {
             steps: Steps::default(),
             staging: None,
+            transfers: Transfers::new(driver.clone()),
             context: OpContext {
                 kernels: Kernels::load(driver.clone(), images, stream.1)?,
                 memory: Memory::new(driver.clone()),
@@ -152,7 +152,7 @@ impl Cuda {
             capturing: false,
             capture: true,
             poison: cfg!(debug_assertions),
-            stop,
+            stop: Stop { all: stop, job: None },
             stream,
             driver,
         })
@@ -256,13 +256,15 @@ impl Cuda {
         };
     }
 
-    fn download(&mut self, from: Tensor, op: &'static str) -> Result<Vec<u8>> {
+    fn download(&mut self, from: Tensor, op: &'static str, to: &mut [u8]) -> Result<()> {
         let _span = trace::span("wait and read back");
         self.prepare_transfer(op)?;
+        if to.is_empty() { Ok(()) } else { self.driver.copy_out(self.stream.1, self.rows(from, op)?, to) }
+    }
+
+    fn downloaded(&mut self, from: Tensor, op: &'static str) -> Result<Vec<u8>> {
         let mut bytes = vec![0; from.dtype.bytes(from.len())];
-        if !bytes.is_empty() {
-            self.driver.copy_out(self.stream.1, self.rows(from, op)?, &mut bytes)?;
-        }
+        self.download(from, op, &mut bytes)?;
         Ok(bytes)
     }
 
@@ -342,6 +344,10 @@ impl Backend for Cuda {
         false
     }
 
+    fn set_cancel(&mut self, cancel: Option<Arc<AtomicBool>>) {
+        self.stop.job = cancel;
+    }
+
     fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {
         self.refuse_in_capture("upload")?;
         let _span = trace::span_of("upload", || format!("{to:?}"));
@@ -359,7 +365,7 @@ impl Backend for Cuda {
             staging.after(self.stream.1)?;
             self.read = 0..0;
         }
-        staging.upload(addresses, to, role, parts, &|| check_stop(&self.stop))
+        staging.upload(addresses, to, role, parts, &|| self.stop.check())
     }
 
     fn reserve(&mut self, bytes: u64) -> Result<()> {
@@ -388,7 +394,7 @@ impl Backend for Cuda {
                 return Ok(());
             }
             // The last tiles may also have scales of rows that are not written.
-            let mut scales = self.download(tiles, "write")?;
+            let mut scales = self.downloaded(tiles, "write")?;
             let codes = nvfp4::encode_rows(values, to.cols, tensor, &mut scales);
             self.driver.copy_in(self.stream.1, rows, &codes)?;
             self.driver.copy_in(self.stream.1, self.rows(tiles, "write")?, &scales)?;
@@ -400,34 +406,53 @@ impl Backend for Cuda {
         if values.is_empty() {
             return Ok(());
         }
-        self.driver.copy_in(self.stream.1, rows, &staging::encode(values, to.dtype, scale))?;
-        self.driver.synchronize(self.stream.1)
+        let len = to.dtype.bytes(values.len());
+        self.transfers.write(self.stream.1, rows, len, |bytes| staging::encode(values, to.dtype, scale, bytes))
     }
 
     fn read(&mut self, from: Tensor, to: &mut [f32]) -> Result<()> {
         if let Some((tiles, tensor)) = block_scales(from).filter(|_| to.len() == from.len()) {
-            let (codes, scales) = (self.download(from, "read")?, self.download(tiles, "read")?);
+            let (codes, scales) = (self.downloaded(from, "read")?, self.downloaded(tiles, "read")?);
             nvfp4::decode_rows(&codes, &scales, from.cols, tensor, to);
             return Ok(());
         }
         let Some(scale) = transferred_scale(from).filter(|_| to.len() == from.len()) else {
             return Err(Error::Op { op: "read", what: format!("{} values from {from:?}", to.len()) });
         };
-        let bytes = self.download(from, "read")?;
+        let bytes = self.downloaded(from, "read")?;
         staging::decode(&bytes, from.dtype, scale, to);
         Ok(())
+    }
+
+    fn begin_read(&mut self, from: Tensor) -> Result<Reading> {
+        self.prepare_transfer("read")?;
+        let place = self.transfers.begin_read(self.stream.1)?;
+        Ok(Reading::Queued { from, place })
+    }
+
+    fn finish_read(&mut self, reading: Reading) -> Result<Vec<f32>> {
+        let (from, place) = match reading {
+            Reading::Done(values) => return Ok(values),
+            Reading::Queued { from, place } => (from, place),
+        };
+        let Some(scale) = transferred_scale(from) else {
+            return Err(Error::Op { op: "read", what: format!("{from:?} in the background") });
+        };
+        let (mut bytes, mut values) = (vec![0; from.dtype.bytes(from.len())], vec![0.0; from.len()]);
+        self.transfers.finish_read(place, self.rows(from, "read")?, &mut bytes)?;
+        staging::decode(&bytes, from.dtype, scale, &mut values);
+        Ok(values)
     }
 
     fn read_bytes(&mut self, from: Tensor, to: &mut [u8]) -> Result<()> {
         if to.len() != from.len() || from.dtype != DType::U8 {
             return Err(Error::Op { op: "read_bytes", what: format!("{} bytes from {from:?}", to.len()) });
         }
-        to.copy_from_slice(&self.download(from, "read_bytes")?);
-        Ok(())
+        self.download(from, "read_bytes", to)
     }
 
     fn run(&mut self, op: Op<'_>) -> Result<()> {
-        check_stop(&self.stop)?;
+        self.stop.check()?;
         op.check()?;
         self.order_uploads()?;
         op.operands(&mut |tensor, _| {
@@ -455,7 +480,7 @@ impl Backend for Cuda {
     /// Runs the ops one by one the first time, captures them as a CUDA graph the second, and launches the graph from then on. Where an
     /// earlier job has captured the same launches, the second time finds their graph.
     fn step(&mut self, key: StepKey, body: &mut dyn FnMut(&mut dyn Backend) -> Result<()>) -> Result<()> {
-        check_stop(&self.stop)?;
+        self.stop.check()?;
         self.order_uploads()?;
         self.note_read(0..self.context.memory.weight_bytes());
         if self.capturing {

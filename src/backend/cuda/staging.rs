@@ -34,7 +34,14 @@ struct Buffer {
     free: EventGuard,
 }
 
-struct CopyStream(Rc<dyn Driver>, Stream);
+/// A stream for copies.
+pub struct CopyStream(Rc<dyn Driver>, pub Stream);
+
+impl CopyStream {
+    pub fn new(driver: &Rc<dyn Driver>) -> Result<Self> {
+        Ok(Self(driver.clone(), driver.stream()?))
+    }
+}
 
 impl Drop for CopyStream {
     fn drop(&mut self) {
@@ -44,7 +51,25 @@ impl Drop for CopyStream {
     }
 }
 
-struct Pinned(Rc<dyn Driver>, NonNull<u8>);
+/// Pinned memory.
+pub struct Pinned(Rc<dyn Driver>, NonNull<u8>, usize);
+
+impl Pinned {
+    pub fn new(driver: &Rc<dyn Driver>, len: usize) -> Result<Self> {
+        Ok(Self(driver.clone(), driver.allocate_pinned(len)?, len))
+    }
+
+    pub fn len(&self) -> usize {
+        self.2
+    }
+
+    /// The first `len` bytes. The device must have finished the last copy from them.
+    pub fn bytes(&mut self, len: usize) -> &mut [u8] {
+        assert!(len <= self.2);
+        // SAFETY: there are so many bytes, which the driver has allocated and which nobody else on the host refers to.
+        unsafe { std::slice::from_raw_parts_mut(self.1.as_ptr(), len) }
+    }
+}
 
 impl Drop for Pinned {
     fn drop(&mut self) {
@@ -52,10 +77,11 @@ impl Drop for Pinned {
     }
 }
 
-struct EventGuard(Rc<dyn Driver>, Event);
+/// An event.
+pub struct EventGuard(Rc<dyn Driver>, pub Event);
 
 impl EventGuard {
-    fn new(driver: &Rc<dyn Driver>) -> Result<Self> {
+    pub fn new(driver: &Rc<dyn Driver>) -> Result<Self> {
         Ok(Self(driver.clone(), driver.event()?))
     }
 }
@@ -69,14 +95,14 @@ impl Drop for EventGuard {
 impl Buffer {
     fn new(driver: &Rc<dyn Driver>) -> Result<Self> {
         let free = EventGuard::new(driver)?;
-        Ok(Self { memory: Pinned(driver.clone(), driver.allocate_pinned(BUFFER)?), free })
+        Ok(Self { memory: Pinned::new(driver, BUFFER)?, free })
     }
 }
 
 impl Staging {
     pub fn new(driver: Rc<dyn Driver>) -> Result<Self> {
         Ok(Self {
-            stream: CopyStream(driver.clone(), driver.stream()?),
+            stream: CopyStream::new(&driver)?,
             buffers: [Buffer::new(&driver)?, Buffer::new(&driver)?],
             next: 0,
             order: EventGuard::new(&driver)?,
@@ -87,12 +113,10 @@ impl Staging {
 
     /// Queues a copy of `len` bytes that `fill` writes.
     fn copy(&mut self, to: u64, len: usize, fill: impl FnOnce(&mut [u8])) -> Result<()> {
-        assert!(len <= BUFFER);
-        let (stream, Buffer { memory, free }) = (self.stream.1, &self.buffers[self.next]);
         let _span = crate::trace::span("fill a staging buffer and queue its copy");
+        let (stream, Buffer { memory, free }) = (self.stream.1, &mut self.buffers[self.next]);
         self.driver.synchronize_event(free.1)?;
-        // SAFETY: the buffer has `BUFFER` bytes, and its last copy has ended.
-        let bytes = unsafe { std::slice::from_raw_parts_mut(memory.1.as_ptr(), len) };
+        let bytes = memory.bytes(len);
         fill(bytes);
         self.pending = true;
         let rows = Rows { address: to, pitch: len as u64, width: len as u64 };
@@ -258,15 +282,13 @@ fn channels_last(row: &[u8], size: usize) -> Vec<u8> {
     out
 }
 
-/// Values as a tensor stores them, whose elements stand for `scale` times their value.
-pub fn encode(values: &[f32], dtype: DType, scale: f32) -> Vec<u8> {
-    let mut bytes = vec![0; dtype.bytes(values.len())];
+/// Stores values as a tensor does, whose elements stand for `scale` times their value.
+pub fn encode(values: &[f32], dtype: DType, scale: f32, bytes: &mut [u8]) {
     let pieces = bytes.par_chunks_mut(dtype.bytes(GRAIN)).zip(values.par_chunks(GRAIN));
     pieces.for_each(|(to, from)| match scale {
         1.0 => dtype.encode(from, to),
         _ => dtype.encode(&from.iter().map(|v| v / scale).collect::<Vec<_>>(), to),
     });
-    bytes
 }
 
 /// Stored values as f32: `scale` times the value of each element.
@@ -284,16 +306,21 @@ mod tests {
 
     #[test]
     fn values_survive_the_way_there_and_back() {
+        let encoded = |values: &[f32], dtype: DType, scale: f32| {
+            let mut bytes = vec![0; dtype.bytes(values.len())];
+            encode(values, dtype, scale, &mut bytes);
+            bytes
+        };
         let values: Vec<f32> = (0..70_001).map(|i| (i % 255) as f32 / 2.0).collect();
         for dtype in [DType::F32, DType::Bf16, DType::F16] {
             let mut back = vec![0.0; values.len()];
-            decode(&encode(&values, dtype, 1.0), dtype, 1.0, &mut back);
+            decode(&encoded(&values, dtype, 1.0), dtype, 1.0, &mut back);
             assert_eq!(back, values, "{dtype:?}");
         }
         // Multiples of the scale that e4m3 has codes for.
         let values: Vec<f32> = (0..70_001).map(|i| (i % 17) as f32 * -0.75).collect();
         let mut back = vec![0.0; values.len()];
-        decode(&encode(&values, DType::E4m3, 0.75), DType::E4m3, 0.75, &mut back);
+        decode(&encoded(&values, DType::E4m3, 0.75), DType::E4m3, 0.75, &mut back);
         assert_eq!(back, values);
     }
 

@@ -62,9 +62,22 @@ Models:
   that was built without `builtin` falls back on it.
 
 Exit codes:
-  0 done, 1 a check that failed, 2 wrong usage, 3 a bad input file, 4 not enough memory,
+  0 done, 1 a check or a line of `kiln run` that failed, 2 wrong usage, 3 a bad input file, 4 not enough memory,
   5 output not written, 6 no usable GPU or a fault of it, 7 a numeric fault, 70 a bug in kiln, 130 and
   143 stopped by a signal";
+
+/// The end of `kiln run --help`.
+pub(super) const RUN_EXAMPLES: &str = "\
+Examples:
+  kiln run prompts.txt -o pictures
+      A picture for each line. Seeds and names follow from the lines, so the same file gives the same
+      pictures under the same names.
+
+  kiln run prompts.txt -o pictures --skip-existing
+      Continues where a run was stopped.
+
+  echo '{\"prompt\": \"a red star\", \"seed\": 7, \"output\": \"star.png\"}' | kiln run | jq .path
+      Settings of its own for a line. Another program may keep the pipe open and wait for each answer.";
 
 /// The end of `kiln quantize --help`.
 pub(super) const QUANTIZE_EXAMPLES: &str = "\

@@ -20,5 +20,5 @@ pub struct ManArgs {
 }
 
 /// The names of all commands.
-pub(super) const COMMANDS: [&str; 9] =
-    ["generate", "plan", "bench", "quantize", "doctor", "selftest", "tiny", "completions", "man"];
+pub(super) const COMMANDS: [&str; 10] =
+    ["generate", "run", "plan", "bench", "quantize", "doctor", "selftest", "tiny", "completions", "man"];

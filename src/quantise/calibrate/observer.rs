@@ -7,6 +7,8 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 /// The largest magnitude of the input of each layer, by name.
 pub type Largest = Rc<RefCell<BTreeMap<String, f32>>>;
@@ -83,6 +85,10 @@ impl Backend for Observer {
     fn gemm_formats(&self) -> GemmFormats {
         let GemmFormats { w8a16, w4a16, expands, .. } = self.inner.gemm_formats();
         GemmFormats { w8a16: w8a16 && !expands, w4a16: w4a16 && !expands, ..GemmFormats::NONE }
+    }
+
+    fn set_cancel(&mut self, cancel: Option<Arc<AtomicBool>>) {
+        self.inner.set_cancel(cancel);
     }
 
     fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {
@@ -174,7 +180,6 @@ mod tests {
     use crate::backend::cpu::Cpu;
     use crate::backend::{Gemm, Linear};
     use crate::tensor::{Arena, Bytes};
-    use std::sync::Arc;
 
     /// What a weight in the place of a watched one multiplies outside of steps, as in low-memory mode, does not count, and neither do
     /// other weights. Rows of a watched one do.

@@ -1,0 +1,113 @@
+//! Transfers beside the ops: writes through pinned buffers, which the device copies in its turn while the host goes on, and
+//! reads on a stream of their own, which wait for what was issued before them and for nothing else.
+
+use super::driver::{Driver, Rows, Stream};
+use super::staging::{CopyStream, EventGuard, Pinned};
+use crate::error::{Error, Result};
+use std::rc::Rc;
+
+/// Writes of up to so many bytes share the small buffers.
+const SMALL: usize = 1 << 20;
+/// Large buffers are multiples of this.
+const GRANULE: usize = 4 << 20;
+
+/// The pinned buffers of writes, and the stream of reads. All are allocated with their first use.
+pub struct Transfers {
+    // Dropped first, because it waits until the device has copied everything.
+    reads: Option<Reads>,
+    small: Ring<4>,
+    large: Ring<2>,
+    driver: Rc<dyn Driver>,
+}
+
+/// Buffers that are filled in turn.
+struct Ring<const N: usize> {
+    buffers: [Option<Buffer>; N],
+    next: usize,
+}
+
+struct Buffer {
+    memory: Pinned,
+    /// Recorded behind its last copy.
+    free: EventGuard,
+}
+
+struct Reads {
+    stream: CopyStream,
+    /// Recorded where reads begin, in turn. A read whose event was recorded anew waits longer, which is no fault.
+    places: [EventGuard; 4],
+    next: usize,
+}
+
+impl<const N: usize> Ring<N> {
+    const EMPTY: Self = Self { buffers: [const { None }; N], next: 0 };
+
+    /// The next buffer, which has at least `len` bytes and is not being copied.
+    fn take(&mut self, driver: &Rc<dyn Driver>, len: usize, granule: usize) -> Result<&mut Buffer> {
+        let slot = &mut self.buffers[self.next];
+        self.next = (self.next + 1) % N;
+        if let Some(buffer) = slot {
+            driver.synchronize_event(buffer.free.1)?;
+        }
+        // One that is too small is freed first, so that both are never pinned at once.
+        let kept = slot.take().filter(|buffer| buffer.memory.len() >= len);
+        let buffer = match kept {
+            Some(buffer) => buffer,
+            None => {
+                let free = EventGuard::new(driver)?;
+                Buffer { memory: Pinned::new(driver, len.next_multiple_of(granule))?, free }
+            }
+        };
+        Ok(slot.insert(buffer))
+    }
+}
+
+impl Transfers {
+    pub fn new(driver: Rc<dyn Driver>) -> Self {
+        Self { reads: None, small: Ring::EMPTY, large: Ring::EMPTY, driver }
+    }
+
+    /// Queues a copy of `len` bytes, which `fill` writes, behind what was queued on `stream`.
+    pub fn write(&mut self, stream: Stream, to: Rows, len: usize, fill: impl FnOnce(&mut [u8])) -> Result<()> {
+        let driver = &self.driver;
+        let Buffer { memory, free } = match len {
+            ..=SMALL => self.small.take(driver, len, SMALL)?,
+            _ => self.large.take(driver, len, GRANULE)?,
+        };
+        let bytes = memory.bytes(len);
+        fill(bytes);
+        let queued = driver.copy_in(stream, to, bytes).and_then(|()| driver.record_event(free.1, stream));
+        if queued.is_err() {
+            // Without the event nothing tells when the buffer is free again.
+            let _ = driver.synchronize(stream);
+        }
+        queued
+    }
+
+    /// Notes that a read waits for what was queued on `stream` so far. Returns the number of the place.
+    pub fn begin_read(&mut self, stream: Stream) -> Result<usize> {
+        let reads = match &mut self.reads {
+            Some(reads) => reads,
+            none => none.insert(Reads::new(&self.driver)?),
+        };
+        let place = reads.next;
+        reads.next = (place + 1) % reads.places.len();
+        self.driver.record_event(reads.places[place].1, stream)?;
+        Ok(place)
+    }
+
+    /// Copies from the device what was there at that place.
+    pub fn finish_read(&mut self, place: usize, from: Rows, to: &mut [u8]) -> Result<()> {
+        let reads = self.reads.as_ref().and_then(|reads| Some((reads.stream.1, reads.places.get(place)?.1)));
+        let (stream, event) = reads.ok_or_else(|| Error::Op { op: "read", what: "it was never begun".into() })?;
+        self.driver.wait_event(stream, event)?;
+        self.driver.copy_out(stream, from, to)
+    }
+}
+
+impl Reads {
+    fn new(driver: &Rc<dyn Driver>) -> Result<Self> {
+        let event = || EventGuard::new(driver);
+        Ok(Self { stream: CopyStream::new(driver)?, places: [event()?, event()?, event()?, event()?], next: 0 })
+    }
+}

@@ -1,0 +1,62 @@
+//! The flags of `kiln run`.
+
+use super::values::within;
+use super::{ImageFormatArg, ModelArgs, RunArgs, ShapeArgs};
+use clap::Args;
+use std::path::PathBuf;
+
+/// Flags of `kiln run`.
+#[derive(Args, Debug)]
+#[command(allow_negative_numbers = true)]
+pub struct BatchArgs {
+    /// The file of prompts, one on each line; `-` is standard input
+    ///
+    /// A line is a prompt, or a JSON object with `prompt` and any of `size` ("WxH"), `width`, `height`, `steps`, `seed`,
+    /// `guidance`, `negative`, `references` (a list of files) and `output`. A line that begins with `{` is JSON. Empty lines
+    /// are passed over.
+    #[arg(value_name = "FILE", default_value = "-")]
+    pub file: PathBuf,
+
+    /// Which model
+    #[command(flatten)]
+    pub model: ModelArgs,
+
+    /// The folder that pictures are written to [default: the current one]
+    ///
+    /// Names are made from the prompt's words and a hash of all that decides the picture, unless a line names its `output`,
+    /// which is relative to this folder.
+    #[arg(short, long, value_name = "DIR", help_heading = "Output")]
+    pub output: Option<PathBuf>,
+
+    /// File format [default: by the name of `output`, else png]
+    #[arg(long, value_enum, value_name = "KIND", help_heading = "Output")]
+    pub format: Option<ImageFormatArg>,
+
+    /// Quality of JPEGs, from 1 to 100 [default: 95]
+    #[arg(long, value_name = "N", value_parser = within(1u8, 100), help_heading = "Output")]
+    pub quality: Option<u8>,
+
+    /// Replace files that exist
+    ///
+    /// Only regular files are replaced, and they keep their permissions; links, devices and folders never are.
+    #[arg(long, help_heading = "Output")]
+    pub force: bool,
+
+    /// Pass over lines whose file exists, so that a run that was stopped can be continued
+    ///
+    /// They are answered, too, with `"skipped": true`.
+    #[arg(long, conflicts_with = "force", help_heading = "Output")]
+    pub skip_existing: bool,
+
+    /// What pictures are made from and how large, where a line does not tell
+    #[command(flatten)]
+    pub shape: ShapeArgs,
+
+    /// Negative prompt of lines without one; base models only
+    #[arg(long, value_name = "PROMPT", help_heading = "Sampling")]
+    pub negative: Option<String>,
+
+    /// Where and how to compute
+    #[command(flatten)]
+    pub run: RunArgs,
+}

@@ -1,0 +1,126 @@
+//! What the host prepares for a job, on the threads of the pool while the device is busy: the RoPE table, the timestep embeddings,
+//! the initial noise and the memory for the pixels. What depends on the shape of a job alone is kept for the next job of that
+//! shape.
+
+use super::inputs::Inputs;
+use super::job::{Job, Noise};
+use crate::config::TransformerConfig;
+use crate::error::Result;
+use crate::noise::draw;
+use crate::sampler::timestep_embeddings;
+use crate::sequence::{RopeSpec, SequencePlan};
+use crate::tensor::Precision;
+use std::borrow::Cow;
+use std::sync::Arc;
+
+/// Everything of a job that decides which ops its images take, on one engine.
+#[derive(Clone, PartialEq, Eq)]
+struct Shape {
+    plan: SequencePlan,
+    steps: usize,
+    /// Real tokens of the prompt, and of the negative prompt if there is one.
+    prompt: usize,
+    negative: Option<usize>,
+    /// Whether references are cached, and whether values are read back for a record.
+    cached: bool,
+    record: bool,
+}
+
+/// What a dry run has found.
+#[derive(Clone, Copy)]
+pub struct DryRun {
+    /// Bytes of working memory.
+    pub bytes: u64,
+    pub ops: u64,
+    pub flops: u64,
+}
+
+/// Values that depend on the shape of a job alone; all are empty in a dry run.
+#[derive(Default)]
+pub struct Tables {
+    /// The RoPE table of the transformer.
+    pub rope: Vec<f32>,
+    /// The embeddings of all timesteps, and of time zero.
+    pub times: Vec<f32>,
+}
+
+impl Tables {
+    pub fn new(config: &TransformerConfig, inputs: &Inputs<'_>) -> Self {
+        let spec = RopeSpec { theta: config.rope_theta, axes: config.rope_axes };
+        Self { rope: inputs.plan.rope_table(&spec), times: timestep_embeddings(&inputs.schedule) }
+    }
+}
+
+/// What is prepared for one image; all is empty in a dry run.
+#[derive(Default)]
+pub struct Prepared<'a> {
+    pub noise: Cow<'a, [f32]>,
+    /// Memory for the pixels.
+    pub pixels: Vec<u8>,
+}
+
+impl<'a> Prepared<'a> {
+    /// Draws the noise of a seed.
+    pub fn new(job: &'a Job, seed: u64, precision: Precision) -> Self {
+        let noise = match &job.noise {
+            Noise::Drawn(kind) => Cow::Owned(draw(*kind, seed, job.size.grid(), precision)),
+            Noise::Given(values) => Cow::Borrowed(&values[..]),
+        };
+        // Zeros would be pages that the system provides one by one when the device's copy arrives.
+        let pixels = vec![u8::MAX; 3 * job.size.width() * job.size.height()];
+        Self { noise, pixels }
+    }
+}
+
+/// What was computed for the shapes of earlier jobs, the latest at the end.
+#[derive(Default)]
+pub struct Shapes {
+    dry_runs: Vec<(Shape, DryRun)>,
+    tables: Vec<(SequencePlan, usize, Arc<Tables>)>,
+}
+
+impl Shapes {
+    /// Dry runs that are kept; prompts of different lengths are different ones.
+    const DRY_RUNS: usize = 64;
+    /// Tables that are kept. One takes 2.4 MB at 1024x1024, and 27 MB at the most tokens that there can be.
+    const TABLES: usize = 4;
+
+    /// What a dry run of these inputs finds; `run` is called if none of their shape is kept.
+    pub fn dry_run(&mut self, inputs: &Inputs<'_>, run: impl FnOnce() -> Result<DryRun>) -> Result<DryRun> {
+        let shape = Shape {
+            plan: inputs.plan.clone(),
+            steps: inputs.job.steps,
+            prompt: inputs.prompt.real,
+            negative: inputs.negative.as_ref().map(|tokens| tokens.real),
+            cached: inputs.cached,
+            record: inputs.job.record,
+        };
+        let kept = self.dry_runs.iter().position(|(of, _)| *of == shape);
+        let found = match kept {
+            Some(at) => self.dry_runs.remove(at).1,
+            None => run()?,
+        };
+        keep(&mut self.dry_runs, (shape, found), Self::DRY_RUNS);
+        Ok(found)
+    }
+
+    /// The tables of these inputs, if they are kept.
+    pub fn tables(&self, inputs: &Inputs<'_>) -> Option<Arc<Tables>> {
+        let same = |(plan, steps, _): &&(SequencePlan, usize, _)| *plan == inputs.plan && *steps == inputs.job.steps;
+        self.tables.iter().find(same).map(|(.., tables)| tables.clone())
+    }
+
+    /// Keeps the tables of these inputs, in place of those that were not used for longest.
+    pub fn keep_tables(&mut self, inputs: &Inputs<'_>, tables: &Arc<Tables>) {
+        self.tables.retain(|(.., kept)| !Arc::ptr_eq(kept, tables));
+        keep(&mut self.tables, (inputs.plan.clone(), inputs.job.steps, tables.clone()), Self::TABLES);
+    }
+}
+
+/// Adds the latest entry, and drops the oldest if there are more than `most`.
+fn keep<T>(entries: &mut Vec<T>, latest: T, most: usize) {
+    entries.push(latest);
+    if entries.len() > most {
+        entries.remove(0);
+    }
+}

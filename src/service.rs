@@ -1,0 +1,206 @@
+//! One engine for many callers. A thread of its own builds the [`Engine`] and keeps it, because a backend may not move between
+//! threads; jobs wait for it in a queue, and each caller gets the images of its own job back through a [`Ticket`].
+//!
+//! A job that is cancelled or fails leaves the engine ready for the next one. A panic ends the service: every job that waits, and
+//! every later one, gets an error.
+
+use crate::error::{Error, Result};
+use crate::pipeline::{Engine, GeneratedImage, Job};
+use crate::progress::Progress;
+use crate::threads;
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+/// Images of one job that wait for the caller, at most; the engine waits when there are more.
+const WAITING_IMAGES: usize = 2;
+
+/// Receives the progress of a job, on the thread of the engine.
+pub type JobProgress = Arc<dyn Progress + Send + Sync>;
+
+/// What comes back from a job.
+#[derive(Debug)]
+pub enum Event {
+    /// An image is done.
+    Image(GeneratedImage),
+    /// The job is over; nothing follows.
+    Done(Result<()>),
+}
+
+/// An engine on a thread of its own. Dropping it cancels all its jobs and waits for the thread to end.
+pub struct Service {
+    queue: Option<Sender<Task>>,
+    state: Arc<State>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What callers and the engine's thread share.
+#[derive(Default)]
+struct State {
+    /// Set when the service is dropped.
+    closing: AtomicBool,
+    /// The flag that cancels the job that is running.
+    running: Mutex<Option<Arc<AtomicBool>>>,
+    /// The message of the panic that ended the thread.
+    panic: Mutex<Option<String>>,
+}
+
+impl State {
+    /// Why there will be no further event.
+    fn ended(&self) -> Error {
+        match &*locked(&self.panic) {
+            Some(message) => Error::Op { op: "service", what: format!("the engine's thread panicked: {message}") },
+            None => Error::Interrupted,
+        }
+    }
+}
+
+/// A job in the queue.
+struct Task {
+    job: Job,
+    cancel: Arc<AtomicBool>,
+    progress: JobProgress,
+    events: SyncSender<Event>,
+}
+
+/// A job that was submitted. Dropping it cancels the job.
+pub struct Ticket {
+    events: Receiver<Event>,
+    cancel: Arc<AtomicBool>,
+    state: Arc<State>,
+}
+
+impl Service {
+    /// Starts the thread, which builds the engine, and waits for that. `build` also returns what the caller needs to know of the
+    /// engine.
+    pub fn start<T: Send + 'static>(build: impl FnOnce() -> Result<(Engine, T)> + Send + 'static) -> Result<(Self, T)> {
+        let (queue, tasks) = channel();
+        let (ready, built) = sync_channel(1);
+        let state = Arc::<State>::default();
+        let own = state.clone();
+        let work = move || {
+            let served = catch_unwind(AssertUnwindSafe(|| match build() {
+                Ok((engine, known)) => {
+                    let _ = ready.send(Ok(known));
+                    serve(engine, &tasks, &own);
+                }
+                Err(error) => drop(ready.send(Err(error))),
+            }));
+            // Before `ready` is dropped, which is what the caller notices.
+            if let Err(payload) = served {
+                *locked(&own.panic) = Some(message(payload.as_ref()));
+            }
+        };
+        let thread = std::thread::Builder::new().stack_size(threads::STACK).spawn(work);
+        let thread = thread.map_err(|error| Error::Threads { count: 1, why: error.to_string() })?;
+        let service = Self { queue: Some(queue), state, thread: Some(thread) };
+        match built.recv() {
+            Ok(known) => Ok((service, known?)),
+            Err(_) => Err(service.state.ended()),
+        }
+    }
+
+    /// Queues a job.
+    pub fn submit(&self, job: Job, progress: JobProgress) -> Ticket {
+        let (events, receiver) = sync_channel(WAITING_IMAGES);
+        let cancel = Arc::<AtomicBool>::default();
+        let task = Task { job, cancel: cancel.clone(), progress, events };
+        if let Some(queue) = &self.queue {
+            // A task that nobody takes is dropped, and the ticket says why.
+            let _ = queue.send(task);
+        }
+        Ticket { events: receiver, cancel, state: self.state.clone() }
+    }
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        self.state.closing.store(true, Ordering::Relaxed);
+        if let Some(cancel) = &*locked(&self.state.running) {
+            cancel.store(true, Ordering::Relaxed);
+        }
+        self.queue = None;
+        if let Some(thread) = self.thread.take() {
+            // Its panic was caught.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Ticket {
+    /// Waits for the next event. After [`Event::Done`] there is none, and this returns an error for ever.
+    pub fn next(&self) -> Event {
+        self.events.recv().unwrap_or_else(|_| Event::Done(Err(self.state.ended())))
+    }
+
+    /// Waits for the job, and returns all its images.
+    pub fn wait(self) -> Result<Vec<GeneratedImage>> {
+        let mut images = Vec::new();
+        loop {
+            match self.next() {
+                Event::Image(image) => images.push(image),
+                Event::Done(result) => return result.map(|()| images),
+            }
+        }
+    }
+
+    /// Cancels the job, which ends with [`Error::Interrupted`] unless it is done before it notices.
+    pub fn cancel(&self) {
+        self.cancel.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        self.cancel();
+    }
+}
+
+/// Runs jobs one after the other, until there are no callers any more.
+fn serve(mut engine: Engine, tasks: &Receiver<Task>, state: &State) {
+    for Task { job, cancel, progress, events } in tasks {
+        *locked(&state.running) = Some(cancel.clone());
+        // Looked at after the flag was made known, so that a service that is dropped now finds it or is found.
+        if state.closing.load(Ordering::Relaxed) {
+            cancel.store(true, Ordering::Relaxed);
+        }
+        let check = || if cancel.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) };
+        let mut work = || {
+            check()?;
+            engine.check_memory(&job)?;
+            engine.set_cancel(Some(cancel.clone()));
+            engine.generate(&job, &*progress, &mut |image| {
+                check()?;
+                // A caller that has dropped its ticket has cancelled the job.
+                events.send(Event::Image(image)).map_err(|_| Error::Interrupted)
+            })
+        };
+        let result = match catch_unwind(AssertUnwindSafe(&mut work)) {
+            Ok(result) => result,
+            Err(payload) => {
+                // Known before the channels are closed, which is what other callers notice. What the engine holds is no longer
+                // known.
+                *locked(&state.panic) = Some(message(payload.as_ref()));
+                let _ = events.send(Event::Done(Err(state.ended())));
+                return;
+            }
+        };
+        engine.set_cancel(None);
+        *locked(&state.running) = None;
+        let _ = events.send(Event::Done(result));
+    }
+}
+
+/// The message of a panic.
+fn message(payload: &(dyn Any + Send)) -> String {
+    let text = payload.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    text.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".into())
+}
+
+/// A value behind a lock. A panic while it was held leaves nothing half-done.
+fn locked<T>(value: &Mutex<T>) -> MutexGuard<'_, T> {
+    value.lock().unwrap_or_else(PoisonError::into_inner)
+}
