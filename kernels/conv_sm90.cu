@@ -5,7 +5,7 @@
 //                               channels for kl_conv_stats. Named by the tile, pixels x output channels
 //
 // Bound: tensor cores and the power they draw, as gemm_bf16_sm90.cu, whose main loop this is; policies_conv_sm90.cuh has what differs.
-// Every pixel is loaded once for each of nine taps, from L2: as many bytes for a multiply-accumulate as a GEMM of the same tile.
+// A pixel is loaded once for all nine taps, so that L2 gives fewer bytes for a multiply-accumulate than for a GEMM of the same tile.
 // Needs: what TMA asks of addresses and strides; even sides with stride two; no residual where the image is upsampled. For moments groups of
 // 2, 4, ... 64 channels, at most KL_CONV_TILE_GROUPS of them in a tile.
 //

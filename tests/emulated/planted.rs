@@ -172,7 +172,7 @@ const EXPECTED: &[Expected] = &[
         bug: "window_released_early",
         choice: Choice::Tile(Tile::Conv128x256),
         case: SHORTCUT,
-        message: "while an asynchronous operation reads it",
+        message: "which a wgmma of CTA",
     },
     Expected { bug: "phases_exchanged", choice: Choice::Tile(Tile::Conv128x256), case: UPSAMPLED, message: "relative error" },
     Expected {

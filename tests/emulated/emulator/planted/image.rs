@@ -72,8 +72,8 @@ pub(super) const BUGS: &[Planted] = &[
         kernel_file: "conv_sm90",
         tile: "KL_CONV_SM90(conv_sm90, 128, 256,",
         source: "gemm/mainloop_sm90.cuh",
-        find: "    if (leaves) release_window();\n    leaves = waits = reader.advance() || k + 1 == work.k_end;\n    if (leaves) pipe.windows.advance();",
-        replace: "    leaves = waits = reader.advance() || k + 1 == work.k_end;\n    if (leaves) pipe.windows.advance();\n    if (leaves && k + 1 < work.k_end) release_window();",
+        find: "    if (leaves) release_window();\n    reader.advance();",
+        replace: "    reader.advance();\n    if (reader.begins_window() && k + 1 < work.k_end) release_stage<1>(pipe.window_ring().empty(pipe.windows.stage));",
     },
     // Lines and columns of a phase are exchanged.
     Planted {
