@@ -258,7 +258,8 @@ mod tests {
             files.map(|file| format!("{file} ({} tiles), ", tiles(file))).collect::<String>() + "gemm_fp8_sm89, expand, naive";
         let shortcuts = ["gemm_bf16_sm90", "gemm_bf16_sm120", "gemm_mma"].map(|file| format!(", {file} ({} tiles)", tiles(file)));
         let conv = format!(
-            "conv_sm90 (6 tiles), conv_mma (3 kernels), conv_narrow, naive, group_norm (3 kernels){}",
+            "conv_sm90 ({} tiles), conv_mma (3 kernels), conv_narrow, naive, group_norm (3 kernels){}",
+            tiles("conv_sm90"),
             shortcuts.concat()
         );
         for (op, files) in [
