@@ -116,10 +116,7 @@ impl Progress for Traced<'_> {
     }
 
     fn advance(&self, amount: u64) {
-        // Nothing is done yet of what the device is still busy with.
-        if amount > 0
-            && let Some(OpenPhase { item: Some(item), since, .. }) = self.open.borrow_mut().last_mut()
-        {
+        if let Some(OpenPhase { item: Some(item), since, .. }) = self.open.borrow_mut().last_mut() {
             trace::since(*since, item);
             *since = Instant::now();
         }

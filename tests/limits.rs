@@ -178,7 +178,8 @@ fn assert_cheap<T: std::fmt::Debug>(what: &str, accepted: bool, open: impl Fn() 
     println!("{what}: {:.1} ms, {:.1} MiB", time.as_secs_f64() * 1e3, peak as f64 / f64::from(1 << 20));
     assert_eq!(result.is_ok(), accepted, "{what}: {result:?}");
     assert!(peak <= 32 << 20, "{what}: {peak} bytes");
-    assert!(time <= Duration::from_millis(50), "{what}: {time:?}");
+    // Usually 30 ms at most; twice as long where other tests share the core.
+    assert!(time <= Duration::from_millis(100), "{what}: {time:?}");
 }
 
 #[test]

@@ -432,9 +432,9 @@ impl Stages {
                         values.latents.push(download(be, latents)?);
                     }
                     // The host is one step ahead of a device that runs on its own, so that it never waits for work.
-                    progress.advance(checks.settle(be, 1)?);
+                    advance(progress, checks.settle(be, 1)?);
                 }
-                progress.advance(checks.settle(be, 0)?);
+                advance(progress, checks.settle(be, 0)?);
                 progress.end();
 
                 progress.begin(Phase::Decode, 1);
@@ -512,10 +512,17 @@ impl Stages {
             if inputs.job.record {
                 record.push(download(be, tokens)?);
             }
-            progress.advance(checks.settle(be, 1)?);
+            advance(progress, checks.settle(be, 1)?);
             all.push(tokens);
         }
-        progress.advance(checks.settle(be, 0)?);
+        advance(progress, checks.settle(be, 0)?);
         Ok(all)
+    }
+}
+
+/// Reports what is done, if anything is: the device may still be busy with all of it.
+fn advance(progress: &dyn Progress, done: u64) {
+    if done > 0 {
+        progress.advance(done);
     }
 }
