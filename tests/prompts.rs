@@ -357,7 +357,7 @@ fn known_tokenizers_are_read_in_all_their_spellings() {
 /// The worst files that are accepted: the shortest tokens, and words as long as a prompt.
 #[test]
 fn no_file_makes_prompts_take_long() {
-    const LIMIT: Duration = Duration::from_millis(120);
+    const LIMIT: Duration = Duration::from_millis(240);
     let think = r#""id":8,"content":"<think>","#;
     let token = |id: usize, content: &str| with(think, &format!(r#""id":{id},"content":"{content}","#));
     let plain = |file: String| file.replace(r#""normalized":true"#, r#""normalized":false"#);
@@ -520,8 +520,8 @@ fn mutated_tokenizer_files_are_isolated() {
 fn no_prompt_takes_long() {
     // Nearly all prompts stay below 50 ms. The slowest have a word per character: the library allocates several times for each
     // word, and digits between spaces make its split pattern try every alternative, which takes up to 90 ms. Encoding cannot stop
-    // at the limit of tokens, because the result counts those beyond it.
-    const LIMIT: Duration = Duration::from_millis(120);
+    // at the limit of tokens, because the result counts those beyond it. A core that other programs share takes twice as long.
+    const LIMIT: Duration = Duration::from_millis(240);
     // Loading is not part of the time.
     let tokenizer = &*QWEN3;
     let mut random = Random::new(1);
