@@ -121,22 +121,19 @@ fn run(command: Command, signals: &Signals) -> Result<()> {
             cli::tiny(&args, &signals.stop, out)
         }
         Command::Generate(args) => {
-            let verbosity = Verbosity::new(args.run.quiet, args.run.verbose);
-            let trace = TraceFile::start(&args.run.trace, "kiln generate", Some(args.force), verbosity)?;
+            let trace = TraceFile::start(&args.run, "kiln generate", Some(args.file.force))?;
             let GenerateRequest { images, setup, outputs, verbosity } =
                 GenerateRequest::new(*args, environment, &mut io::stdin(), cli::random_seed())?;
             trace.end(cli::generate(images, setup, outputs, &signals.stop, &terminal(verbosity, signals), out))
         }
         Command::Run(args) => {
-            let verbosity = Verbosity::new(args.run.quiet, args.run.verbose);
-            let trace = TraceFile::start(&args.run.trace, "kiln run", Some(args.force), verbosity)?;
+            let trace = TraceFile::start(&args.run, "kiln run", Some(args.image_file.force))?;
             let request = BatchRequest::new(*args, environment)?;
             let terminal = Arc::new(terminal(request.verbosity, signals));
             trace.end(cli::batch(request, &signals.stop, &terminal, out))
         }
         Command::Bench(args) => {
-            let verbosity = Verbosity::new(args.run.quiet, args.run.verbose);
-            let trace = TraceFile::start(&args.run.trace, "kiln bench", None, verbosity)?;
+            let trace = TraceFile::start(&args.run, "kiln bench", None)?;
             let request = BenchRequest::new(*args, environment, &mut io::stdin())?;
             let terminal = terminal(request.verbosity, signals);
             trace.end(cli::bench(request, &signals.stop, &terminal, &mut io::stdin().lock(), out))

@@ -2,6 +2,8 @@
 
 mod batch;
 mod bench;
+mod file;
+mod generate;
 mod help;
 mod quantised;
 mod quantize;
@@ -13,6 +15,7 @@ mod values;
 
 pub use batch::BatchArgs;
 pub use bench::BenchArgs;
+pub use file::FileArgs;
 pub use quantised::QuantisedArgs;
 pub use quantize::QuantizeArgs;
 pub use selftest::SelftestArgs;
@@ -28,6 +31,7 @@ use crate::error::{Error, Result};
 use crate::locate::{Environment, LocateRequest};
 use crate::part::PerPart;
 use crate::predict::Card;
+use crate::terminal::Verbosity;
 use clap::{Args, Parser, Subcommand};
 use help::{BENCH_EXAMPLE, BENCH_EXAMPLES, EXAMPLE, EXAMPLES, QUANTIZE_EXAMPLES, RUN_EXAMPLES, SELFTEST_EXAMPLES};
 use std::ffi::OsString;
@@ -170,19 +174,9 @@ pub struct GenerateArgs {
     #[arg(short, long, value_name = "PATH", help_heading = "Output")]
     pub output: Option<PathBuf>,
 
-    /// File format [default: by the name of --output, else png]
-    #[arg(long, value_enum, value_name = "KIND", help_heading = "Output")]
-    pub format: Option<ImageFormatArg>,
-
-    /// Quality of a JPEG, from 1 to 100 [default: 95]
-    #[arg(long, value_name = "N", value_parser = within(1u8, 100), help_heading = "Output")]
-    pub quality: Option<u8>,
-
-    /// Replace files that exist
-    ///
-    /// Only regular files are replaced, and they keep their permissions; links, devices and folders never are.
-    #[arg(long, help_heading = "Output")]
-    pub force: bool,
+    /// How files are written
+    #[command(flatten)]
+    pub file: FileArgs,
 
     /// Write intermediate values to a safetensors file
     ///
@@ -299,6 +293,11 @@ pub struct RunArgs {
 }
 
 impl RunArgs {
+    /// How much to print.
+    pub fn verbosity(&self) -> Verbosity {
+        Verbosity::new(self.quiet, self.verbose)
+    }
+
     /// The index of the GPU to use, should the backend be a GPU.
     pub fn device(&self) -> Result<usize> {
         match self.device {
@@ -377,7 +376,7 @@ impl ModelArgs {
 }
 
 /// Flags that decide what a picture takes.
-#[derive(Args, Debug)]
+#[derive(Args, Clone, Debug)]
 pub struct ShapeArgs {
     /// Reference image to edit or to combine; may be given several times
     ///

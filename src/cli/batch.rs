@@ -6,7 +6,7 @@
 
 mod line;
 
-use super::args::{BatchArgs, GenerateArgs, ImageFormatArg, PromptArgs, ShapeArgs};
+use super::args::{BatchArgs, FileArgs, GenerateArgs, PromptArgs, ShapeArgs};
 use super::hint::{hint, message};
 use super::names::{Target, content_name};
 use super::outputs::{Outputs, extension, file_format, image_text};
@@ -71,9 +71,7 @@ struct Defaults {
     shape: ShapeArgs,
     negative: Option<String>,
     folder: PathBuf,
-    format: Option<ImageFormatArg>,
-    quality: Option<u8>,
-    force: bool,
+    image_file: FileArgs,
     skip_existing: bool,
     /// The file of the trace, which is no file of a line.
     trace: Option<PathBuf>,
@@ -82,10 +80,10 @@ struct Defaults {
 impl BatchRequest {
     /// Checks flags against each other, the environment and the file system.
     pub fn new(args: BatchArgs, environment: Environment) -> Result<Self> {
-        let BatchArgs { file, model, output, format, quality, force, skip_existing, shape, negative, run } = args;
-        let (verbosity, trace) = (Verbosity::new(run.quiet, run.verbose), run.trace.trace.clone());
+        let BatchArgs { file, model, output, image_file, skip_existing, shape, negative, run } = args;
+        let (verbosity, trace) = (run.verbosity(), run.trace.trace.clone());
         // What is wrong for every line is an error of the command.
-        file_format(format, quality, None)?;
+        file_format(image_file.format, image_file.quality, None)?;
         let folder = output.unwrap_or_default();
         if !folder.as_os_str().is_empty() && !folder.is_dir() {
             return Err(Error::usage(format!("there is no such folder ({})", shown_path(&folder)), "create it first"));
@@ -95,38 +93,11 @@ impl BatchRequest {
             path => Box::new(File::open(path).map_err(|error| Error::read(path, error))?),
         };
         let prompt = PromptArgs { prompt: Some(OsString::new()), rest: Vec::new(), prompt_file: None };
-        let ShapeArgs { reference, width, height, steps, guidance, vae_tiling } = &shape;
-        let own = ShapeArgs {
-            reference: reference.clone(),
-            width: *width,
-            height: *height,
-            steps: *steps,
-            guidance: *guidance,
-            vae_tiling: *vae_tiling,
-        };
-        let args = GenerateArgs {
-            prompt,
-            model,
-            output: None,
-            format: None,
-            quality: None,
-            force: false,
-            dump: None,
-            json: false,
-            shape: own,
-            negative: negative.clone(),
-            seed: Some(0),
-            count: 1,
-            noise_kind: None,
-            noise_sms: None,
-            noise_threads: None,
-            noise: None,
-            run,
-        };
+        let args = GenerateArgs::without_files(prompt, model, shape.clone(), negative.clone(), run);
         let (usual, mut setup) = ImageRequest::from_args(&args, environment, &mut io::empty(), 0)?;
         // Any line may have references.
         setup.options.references = true;
-        let defaults = Defaults { shape, negative, folder, format, quality, force, skip_existing, trace };
+        let defaults = Defaults { shape, negative, folder, image_file, skip_existing, trace };
         Ok(Self { source, file, setup, usual, defaults, verbosity })
     }
 }
@@ -379,13 +350,13 @@ impl Run<'_> {
         let too_long = || Error::usage(format!("the line is longer than {MAX_LINE_BYTES} bytes"), "shorten it");
         let Some(line) = Line::parse(bytes.ok_or_else(too_long)?)? else { return Ok(None) };
         let Self { service, known, model_id, defaults, claimed, terminal, .. } = self;
-        let Defaults { shape, folder, force, trace, .. } = defaults;
+        let Defaults { shape, folder, image_file, trace, .. } = defaults;
         let mut line = line.with_defaults(shape, defaults.negative.as_deref());
         let output = line.output.take();
         if output.as_deref() == Some(Path::new(DASH)) {
             return Err(Error::usage("`output` is standard output, where the answers go", "name a file"));
         }
-        let format = file_format(defaults.format, defaults.quality, output.as_deref())?;
+        let format = file_format(image_file.format, image_file.quality, output.as_deref())?;
         let name = output.unwrap_or_else(|| content_name(&line.prompt, &line.id(model_id), extension(format)));
         let (path, seed) = (folder.join(name), line.seed());
         // Two lines with one file are a mistake, whatever became of the first.
@@ -397,7 +368,7 @@ impl Run<'_> {
             return Ok(Some(Planned::Skipped { path, seed }));
         }
         let request = line.request(&known.conventions, shape.vae_tiling)?;
-        Outputs::plan(&request, &Target::One(path.clone()), format, None, trace.as_deref(), *force, true)?;
+        Outputs::plan(&request, &Target::One(path.clone()), format, None, trace.as_deref(), image_file.force, true)?;
         let watch = Arc::new(Watch { line: number, times: Terminal::new(Verbosity::Quiet), terminal: Arc::clone(terminal) });
         unknown_words_note(&request.prompt, &known.found, &known.conventions)
             .iter()
@@ -464,7 +435,7 @@ impl Run<'_> {
     ) -> Result<Vec<u8>> {
         let bytes = image.image.encode(format, &image_text(settings, image.seed), Threads::All)?;
         self.check_stop()?;
-        save_new(path, &bytes, self.defaults.force)?;
+        save_new(path, &bytes, self.defaults.image_file.force)?;
         warn_of_flat_image(image, self.terminal);
         warn_of_saturation(image.saturated, settings, self.terminal);
         self.terminal.say(&format!("line {number}: {}", shown_path(path)));

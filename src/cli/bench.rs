@@ -62,7 +62,7 @@ impl BenchRequest {
         let started = Instant::now();
         let _span = trace::span("read the request");
         let BenchArgs { mut prompt, model, kernels, quick, runs, json, svg, beside, from, on_request, share, shape, run } = args;
-        let verbosity = Verbosity::new(run.quiet, run.verbose);
+        let verbosity = run.verbosity();
         if share && json.as_deref() == Some(Path::new(DASH)) {
             let what = "--share adds a block to the table, and --json prints JSON in its place";
             return Err(Error::usage(what, "write --json=FILE to have both"));
@@ -91,25 +91,7 @@ impl BenchRequest {
         if prompt.prompt.is_none() && prompt.prompt_file.is_none() {
             prompt.prompt = Some(OsString::from(PROMPT));
         }
-        let args = GenerateArgs {
-            prompt,
-            model,
-            output: None,
-            format: None,
-            quality: None,
-            force: false,
-            dump: None,
-            json: false,
-            shape,
-            negative: None,
-            seed: Some(0),
-            count: 1,
-            noise_kind: None,
-            noise_sms: None,
-            noise_threads: None,
-            noise: None,
-            run,
-        };
+        let args = GenerateArgs::without_files(prompt, model, shape, None, run);
         let (request, setup) = ImageRequest::from_args(&args, environment, stdin, 0)?;
         let (request, setup) = (Box::new(request), Box::new(setup));
         Ok(this(match on_request {

@@ -36,12 +36,12 @@ impl GenerateRequest {
     pub fn new(args: GenerateArgs, environment: Environment, stdin: &mut dyn Read, random: u64) -> Result<Self> {
         let _span = trace::span("read the request");
         let (images, mut setup) = ImageRequest::from_args(&args, environment, stdin, random)?;
-        let format = file_format(args.format, args.quality, args.output.as_deref())?;
+        let format = file_format(args.file.format, args.file.quality, args.output.as_deref())?;
         let target = Target::new(args.output, &images.prompt, images.seeds.len(), extension(format));
         let trace = args.run.trace.trace.as_deref();
-        let outputs = Outputs::plan(&images, &target, format, args.dump, trace, args.force, args.json)?;
+        let outputs = Outputs::plan(&images, &target, format, args.dump, trace, args.file.force, args.json)?;
         setup.notes.extend(unknown_words_note(&images.prompt, &setup.found, &setup.conventions));
-        Ok(Self { images, setup, outputs, verbosity: Verbosity::new(args.run.quiet, args.run.verbose) })
+        Ok(Self { images, setup, outputs, verbosity: args.run.verbosity() })
     }
 }
 

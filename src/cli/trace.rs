@@ -1,6 +1,6 @@
 //! The file of `--trace`.
 
-use super::args::TraceArgs;
+use super::args::RunArgs;
 use super::bench::without_force_hint;
 use super::stdout::DASH;
 use crate::error::{Error, Result};
@@ -23,9 +23,9 @@ pub struct TraceFile {
 
 impl TraceFile {
     /// Starts to record, if that was asked for, and refuses a file that cannot be written now rather than after the run.
-    pub fn start(args: &TraceArgs, command: &'static str, force: Option<bool>, verbosity: Verbosity) -> Result<Self> {
-        let mut this = Self { open: None, command, force, verbosity };
-        if let Some(path) = &args.trace {
+    pub fn start(args: &RunArgs, command: &'static str, force: Option<bool>) -> Result<Self> {
+        let mut this = Self { open: None, command, force, verbosity: args.verbosity() };
+        if let Some(path) = &args.trace.trace {
             if path == Path::new(DASH) {
                 return Err(Error::usage("--trace writes a file, not standard output", "name a file, such as trace.json"));
             }

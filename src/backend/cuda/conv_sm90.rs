@@ -58,52 +58,32 @@ const fn taps(p: &abi::KlConv) -> u32 {
     if p.sampling == abi::KL_UP { 4 } else { 9 }
 }
 
-/// The order in which taps are multiplied: those that read the same window follow each other.
-struct TapOrder {
-    /// The place of each tap in the filter, the plane that it reads, and its column and line in the window of that.
-    taps: &'static [(u32, u32, [u32; 2])],
-    /// Columns and lines from a tile to its window.
-    origin: i32,
+/// A tap of a filter: its place there, the plane of the image that it reads, and its column and line in the window of that plane, in
+/// phase 0; the phases of the right and of the lower pixels begin one pixel later.
+struct Tap {
+    filter: u32,
+    plane: u32,
+    at: [u32; 2],
 }
 
-const fn tap_order(p: &abi::KlConv) -> TapOrder {
-    const SAME: [(u32, u32, [u32; 2]); 9] = [
-        (0, 0, [0, 0]),
-        (1, 0, [1, 0]),
-        (2, 0, [2, 0]),
-        (3, 0, [0, 1]),
-        (4, 0, [1, 1]),
-        (5, 0, [2, 1]),
-        (6, 0, [0, 2]),
-        (7, 0, [1, 2]),
-        (8, 0, [2, 2]),
-    ];
-    // In phase 0; that of the right and of the lower pixels begin one pixel later.
-    const UP: [(u32, u32, [u32; 2]); 4] = [(0, 0, [0, 0]), (1, 0, [1, 0]), (2, 0, [0, 1]), (3, 0, [1, 1])];
-    // Even lines and columns, then those of which columns, lines or both are odd.
-    const DOWN: [(u32, u32, [u32; 2]); 9] = [
-        (0, 0, [0, 0]),
-        (2, 0, [1, 0]),
-        (6, 0, [0, 1]),
-        (8, 0, [1, 1]),
-        (1, 1, [0, 0]),
-        (7, 1, [0, 1]),
-        (3, 2, [0, 0]),
-        (5, 2, [1, 0]),
-        (4, 3, [0, 0]),
-    ];
-    match p.sampling {
-        abi::KL_UP => TapOrder { taps: &UP, origin: -1 },
-        abi::KL_DOWN => TapOrder { taps: &DOWN, origin: 0 },
-        _ => TapOrder { taps: &SAME, origin: -1 },
-    }
+/// The taps in the order in which they are multiplied: those that read the same window follow each other.
+fn tap_order(p: &abi::KlConv) -> Vec<Tap> {
+    let (order, side, by): (&[u32], _, _) = match p.sampling {
+        abi::KL_UP => (&[0, 1, 2, 3], 2, 1),
+        // Even lines and columns, then those of which columns, lines or both are odd.
+        abi::KL_DOWN => (&[0, 2, 6, 8, 1, 7, 3, 5, 4], 3, 2),
+        _ => (&[0, 1, 2, 3, 4, 5, 6, 7, 8], 3, 1),
+    };
+    let tap = |&filter: &u32| {
+        let (x, y) = (filter % side, filter / side);
+        Tap { filter, plane: y % by * 2 + x % by, at: [x / by, y / by] }
+    };
+    order.iter().map(tap).collect()
 }
 
-impl TapOrder {
-    /// A value of `bits` bits for each tap, the first in the lowest.
-    fn packed(&self, bits: usize, value: impl Fn(usize) -> u32) -> u64 {
-        (0..self.taps.len()).map(|i| u64::from(value(i)) << (i * bits)).sum()
-    }
+/// Values of `bits` bits each, the first in the lowest.
+fn packed(bits: usize, values: impl Iterator<Item = u32>) -> u64 {
+    values.enumerate().map(|(i, value)| u64::from(value) << (i * bits)).sum()
 }
 
 /// K-blocks of so many channels.
@@ -212,6 +192,8 @@ impl<'a> ConvGemm<'a> {
         let stream = self.stream();
         let k_blocks = k_blocks(p, self.shortcut, config);
         let order = tap_order(p);
+        // A window has the pixels of one plane.
+        let starts = (0..order.len()).map(|i| u32::from(i == 0 || order[i].plane != order[i - 1].plane));
         let clusters = self.plan.schedule.persistent_clusters(stream.row_tiles * stream.col_tiles, self.plan.tile.slots(cx.sms));
         let mut params = abi::KlConvSm90 {
             gemm: abi::KlGemmSm90 {
@@ -232,11 +214,11 @@ impl<'a> ConvGemm<'a> {
                 shortcut: NO_MAP,
                 shortcut_bias: self.shortcut.map_or(NONE, |shortcut| shortcut.bias),
                 partials: fused.map_or(0, |(_, address)| address),
-                tap_rows: order.packed(6, |i| order.taps[i].2[1] * abi::KL_CONV_WINDOW_WIDTH + order.taps[i].2[0]),
-                tap_filters: order.packed(4, |i| order.taps[i].0),
-                tap_planes: order.packed(2, |i| order.taps[i].1) as u32,
-                window_starts: order.packed(1, |i| u32::from(i == 0 || order.taps[i].1 != order.taps[i - 1].1)) as u32,
-                origin: order.origin,
+                tap_rows: packed(6, order.iter().map(|tap| tap.at[1] * abi::KL_CONV_WINDOW_WIDTH + tap.at[0])),
+                tap_filters: packed(4, order.iter().map(|tap| tap.filter)),
+                tap_planes: packed(2, order.iter().map(|tap| tap.plane)) as u32,
+                window_starts: packed(1, starts) as u32,
+                origin: if p.sampling == abi::KL_DOWN { 0 } else { -1 },
                 groups: stats.map_or(0, |stats| stats.rows),
                 width: tiles.width,
                 height: tiles.height,

@@ -28,10 +28,12 @@ pub struct Staging {
     driver: Rc<dyn Driver>,
 }
 
-struct Buffer {
+/// A pinned buffer that the device copies from.
+pub struct Buffer {
     memory: Pinned,
     /// Recorded behind its last copy.
     free: EventGuard,
+    driver: Rc<dyn Driver>,
 }
 
 /// A stream for copies.
@@ -52,19 +54,15 @@ impl Drop for CopyStream {
 }
 
 /// Pinned memory.
-pub struct Pinned(Rc<dyn Driver>, NonNull<u8>, usize);
+struct Pinned(Rc<dyn Driver>, NonNull<u8>, usize);
 
 impl Pinned {
-    pub fn new(driver: &Rc<dyn Driver>, len: usize) -> Result<Self> {
+    fn new(driver: &Rc<dyn Driver>, len: usize) -> Result<Self> {
         Ok(Self(driver.clone(), driver.allocate_pinned(len)?, len))
     }
 
-    pub fn len(&self) -> usize {
-        self.2
-    }
-
     /// The first `len` bytes. The device must have finished the last copy from them.
-    pub fn bytes(&mut self, len: usize) -> &mut [u8] {
+    fn bytes(&mut self, len: usize) -> &mut [u8] {
         assert!(len <= self.2);
         // SAFETY: there are so many bytes, which the driver has allocated and which nobody else on the host refers to.
         unsafe { std::slice::from_raw_parts_mut(self.1.as_ptr(), len) }
@@ -93,9 +91,31 @@ impl Drop for EventGuard {
 }
 
 impl Buffer {
-    fn new(driver: &Rc<dyn Driver>) -> Result<Self> {
+    pub fn new(driver: &Rc<dyn Driver>, len: usize) -> Result<Self> {
         let free = EventGuard::new(driver)?;
-        Ok(Self { memory: Pinned::new(driver, BUFFER)?, free })
+        Ok(Self { memory: Pinned::new(driver, len)?, free, driver: driver.clone() })
+    }
+
+    pub fn len(&self) -> usize {
+        self.memory.2
+    }
+
+    /// Waits until the device has made its last copy.
+    pub fn wait(&self) -> Result<()> {
+        self.driver.synchronize_event(self.free.1)
+    }
+
+    /// Queues a copy of `len` bytes, which `fill` writes. The device must have made the last one.
+    pub fn queue(&mut self, stream: Stream, to: Rows, len: usize, fill: impl FnOnce(&mut [u8])) -> Result<()> {
+        let Self { memory, free, driver } = self;
+        let bytes = memory.bytes(len);
+        fill(bytes);
+        let queued = driver.copy_in(stream, to, bytes).and_then(|()| driver.record_event(free.1, stream));
+        if queued.is_err() {
+            // Without the event nothing tells when the buffer is free again.
+            let _ = driver.synchronize(stream);
+        }
+        queued
     }
 }
 
@@ -103,7 +123,7 @@ impl Staging {
     pub fn new(driver: Rc<dyn Driver>) -> Result<Self> {
         Ok(Self {
             stream: CopyStream::new(&driver)?,
-            buffers: [Buffer::new(&driver)?, Buffer::new(&driver)?],
+            buffers: [Buffer::new(&driver, BUFFER)?, Buffer::new(&driver, BUFFER)?],
             next: 0,
             order: EventGuard::new(&driver)?,
             pending: false,
@@ -114,17 +134,11 @@ impl Staging {
     /// Queues a copy of `len` bytes that `fill` writes.
     fn copy(&mut self, to: u64, len: usize, fill: impl FnOnce(&mut [u8])) -> Result<()> {
         let _span = crate::trace::span("fill a staging buffer and queue its copy");
-        let (stream, Buffer { memory, free }) = (self.stream.1, &mut self.buffers[self.next]);
-        self.driver.synchronize_event(free.1)?;
-        let bytes = memory.bytes(len);
-        fill(bytes);
+        let buffer = &mut self.buffers[self.next];
+        buffer.wait()?;
         self.pending = true;
         let rows = Rows { address: to, pitch: len as u64, width: len as u64 };
-        let queued = self.driver.copy_in(stream, rows, bytes).and_then(|()| self.driver.record_event(free.1, stream));
-        if queued.is_err() {
-            // Without the event nothing tells when the buffer is free again.
-            let _ = self.driver.synchronize(stream);
-        }
+        let queued = buffer.queue(self.stream.1, rows, len, fill);
         self.next = (self.next + 1) % self.buffers.len();
         queued
     }

@@ -2,7 +2,7 @@
 //! reads on a stream of their own, which wait for what was issued before them and for nothing else.
 
 use super::driver::{Driver, Rows, Stream};
-use super::staging::{CopyStream, EventGuard, Pinned};
+use super::staging::{Buffer, CopyStream, EventGuard};
 use crate::error::{Error, Result};
 use std::rc::Rc;
 
@@ -26,12 +26,6 @@ struct Ring<const N: usize> {
     next: usize,
 }
 
-struct Buffer {
-    memory: Pinned,
-    /// Recorded behind its last copy.
-    free: EventGuard,
-}
-
 struct Reads {
     stream: CopyStream,
     /// Recorded where reads begin, in turn. A read whose event was recorded anew waits longer, which is no fault.
@@ -47,16 +41,12 @@ impl<const N: usize> Ring<N> {
         let slot = &mut self.buffers[self.next];
         self.next = (self.next + 1) % N;
         if let Some(buffer) = slot {
-            driver.synchronize_event(buffer.free.1)?;
+            buffer.wait()?;
         }
         // One that is too small is freed first, so that both are never pinned at once.
-        let kept = slot.take().filter(|buffer| buffer.memory.len() >= len);
-        let buffer = match kept {
+        let buffer = match slot.take().filter(|buffer| buffer.len() >= len) {
             Some(buffer) => buffer,
-            None => {
-                let free = EventGuard::new(driver)?;
-                Buffer { memory: Pinned::new(driver, len.next_multiple_of(granule))?, free }
-            }
+            None => Buffer::new(driver, len.next_multiple_of(granule))?,
         };
         Ok(slot.insert(buffer))
     }
@@ -69,19 +59,11 @@ impl Transfers {
 
     /// Queues a copy of `len` bytes, which `fill` writes, behind what was queued on `stream`.
     pub fn write(&mut self, stream: Stream, to: Rows, len: usize, fill: impl FnOnce(&mut [u8])) -> Result<()> {
-        let driver = &self.driver;
-        let Buffer { memory, free } = match len {
-            ..=SMALL => self.small.take(driver, len, SMALL)?,
-            _ => self.large.take(driver, len, GRANULE)?,
+        let buffer = match len {
+            ..=SMALL => self.small.take(&self.driver, len, SMALL)?,
+            _ => self.large.take(&self.driver, len, GRANULE)?,
         };
-        let bytes = memory.bytes(len);
-        fill(bytes);
-        let queued = driver.copy_in(stream, to, bytes).and_then(|()| driver.record_event(free.1, stream));
-        if queued.is_err() {
-            // Without the event nothing tells when the buffer is free again.
-            let _ = driver.synchronize(stream);
-        }
-        queued
+        buffer.queue(stream, to, len, fill)
     }
 
     /// Notes that a read waits for what was queued on `stream` so far. Returns the number of the place.

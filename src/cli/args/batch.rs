@@ -1,7 +1,6 @@
 //! The flags of `kiln run`.
 
-use super::values::within;
-use super::{ImageFormatArg, ModelArgs, RunArgs, ShapeArgs};
+use super::{FileArgs, ModelArgs, RunArgs, ShapeArgs};
 use clap::Args;
 use std::path::PathBuf;
 
@@ -28,19 +27,9 @@ pub struct BatchArgs {
     #[arg(short, long, value_name = "DIR", help_heading = "Output")]
     pub output: Option<PathBuf>,
 
-    /// File format [default: by the name of `output`, else png]
-    #[arg(long, value_enum, value_name = "KIND", help_heading = "Output")]
-    pub format: Option<ImageFormatArg>,
-
-    /// Quality of JPEGs, from 1 to 100 [default: 95]
-    #[arg(long, value_name = "N", value_parser = within(1u8, 100), help_heading = "Output")]
-    pub quality: Option<u8>,
-
-    /// Replace files that exist
-    ///
-    /// Only regular files are replaced, and they keep their permissions; links, devices and folders never are.
-    #[arg(long, help_heading = "Output")]
-    pub force: bool,
+    /// How files are written
+    #[command(flatten)]
+    pub image_file: FileArgs,
 
     /// Pass over lines whose file exists, so that a run that was stopped can be continued
     ///
