@@ -7,6 +7,7 @@ mod fit;
 mod formats;
 mod inputs;
 mod job;
+mod kept;
 mod open;
 mod prepared;
 mod tap;

@@ -11,12 +11,16 @@ use crate::threads;
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+use std::sync::mpsc::{Receiver, Sender, SyncSender, TrySendError, channel, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 /// Images of one job that wait for the caller, at most; the engine waits when there are more.
 const WAITING_IMAGES: usize = 2;
+
+/// How long the engine rests before it looks again whether a caller has room for an image.
+const PATIENCE: Duration = Duration::from_millis(1);
 
 /// Receives the progress of a job, on the thread of the engine.
 pub type JobProgress = Arc<dyn Progress + Send + Sync>;
@@ -174,8 +178,7 @@ fn serve(mut engine: Engine, tasks: &Receiver<Task>, state: &State) {
             engine.set_cancel(Some(cancel.clone()));
             engine.generate(&job, &*progress, &mut |image| {
                 check()?;
-                // A caller that has dropped its ticket has cancelled the job.
-                events.send(Event::Image(image)).map_err(|_| Error::Interrupted)
+                deliver(&events, Event::Image(image), &check)
             })
         };
         let result = match catch_unwind(AssertUnwindSafe(&mut work)) {
@@ -190,7 +193,23 @@ fn serve(mut engine: Engine, tasks: &Receiver<Task>, state: &State) {
         };
         engine.set_cancel(None);
         *locked(&state.running) = None;
-        let _ = events.send(Event::Done(result));
+        let open = || if state.closing.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) };
+        // A caller that is gone needs no answer.
+        let _ = deliver(&events, Event::Done(result), &open);
+    }
+}
+
+/// Hands an event to the caller, who may take long to ask for it, while `check` allows that: a service that is dropped must not wait for
+/// one that never asks. A caller that has dropped its ticket has cancelled the job.
+fn deliver(events: &SyncSender<Event>, mut event: Event, check: &dyn Fn() -> Result<()>) -> Result<()> {
+    loop {
+        match events.try_send(event) {
+            Ok(()) => return Ok(()),
+            Err(TrySendError::Disconnected(_)) => return Err(Error::Interrupted),
+            Err(TrySendError::Full(kept)) => event = kept,
+        }
+        check()?;
+        std::thread::sleep(PATIENCE);
     }
 }
 

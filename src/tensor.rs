@@ -90,6 +90,8 @@ pub enum Region {
     Weights,
     /// Working memory of a run.
     Arena,
+    /// Results that outlive a run: written and read by ops.
+    Kept,
 }
 
 /// The descriptor of a matrix in one of a backend's memory regions: `rows` rows of `cols` elements, `stride` elements from row to

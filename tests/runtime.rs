@@ -462,6 +462,10 @@ impl Backend for Refusing {
         }
     }
 
+    fn reserve_kept(&mut self, bytes: u64) -> Result<()> {
+        self.cuda.reserve_kept(bytes)
+    }
+
     fn reserve(&mut self, bytes: u64) -> Result<()> {
         self.cuda.reserve(bytes)
     }

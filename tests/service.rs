@@ -18,10 +18,11 @@ use kiln::pipeline::{Engine, GeneratedImage, Job, LoadOptions, Noise};
 use kiln::progress::Silent;
 use kiln::sequence::Pixels;
 use kiln::service::{Event, Service, Ticket};
+use kiln::tensor::Region;
 use stand_in::StandIn;
 use std::borrow::Cow;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 const OPTIONS: LoadOptions = LoadOptions { references: true, ..LoadOptions::DEFAULT };
@@ -48,7 +49,24 @@ fn cuda(stop: &Arc<AtomicBool>) -> Cuda {
     Cuda::new(StandIn::new(80 << 30), &|_| Ok(Cow::Borrowed(&[])), stop.clone()).unwrap()
 }
 
-/// What an engine keeps between jobs, tables and dry runs, never shows: every image is that of an engine that has made no other.
+/// A service whose engine keeps encoded prompts and references in so many bytes, and what counts how often they are used.
+fn keeping(bytes: u64) -> (Service, Arc<AtomicUsize>) {
+    let used = Arc::<AtomicUsize>::default();
+    let counter = used.clone();
+    let build = move || {
+        let count = move |_, op: Op<'_>, _: &mut Cpu| {
+            counter.fetch_add(usize::from(matches!(op, Op::Copy { x, .. } if x.region == Region::Kept)), Ordering::Relaxed);
+            Ok(())
+        };
+        let mut engine = engine(Box::new(Wrapped::after_op(cpu(), count)), Variant::Kv)?;
+        engine.keep_results(bytes, &small_job())?;
+        Ok((engine, ()))
+    };
+    (Service::start(build).unwrap().0, used)
+}
+
+/// What an engine keeps between jobs, tables and dry runs, encoded prompts and references, never shows: every image is that of an engine
+/// that has made no other.
 #[test]
 fn an_engine_makes_the_images_of_a_new_one() {
     let modes = common::modes::modes();
@@ -64,10 +82,26 @@ fn an_engine_makes_the_images_of_a_new_one() {
         Job { references: edit.references[..1].to_vec(), ..edit.clone() },
         Job { seeds: vec![8], ..small.clone() },
     ];
-    let service = service(|| Box::new(cpu()), Variant::Kv);
+    let (service, used) = keeping(64 << 20);
     // Twice, so that everything is found in what was kept; the second time in another order.
     let images: Vec<Vec<u8>> = jobs.iter().map(|job| one(submit(&service, job).wait())).collect();
+    // The same prompt four times, and one of two references.
+    assert_eq!(used.swap(0, Ordering::Relaxed), 4);
     let again: Vec<Vec<u8>> = jobs.iter().rev().map(|job| one(submit(&service, job).wait())).collect();
+    let references = 2 + 1;
+    assert_eq!(used.load(Ordering::Relaxed), jobs.len() + references);
+    // A job that fails leaves nothing.
+    let not_finite = Job { noise: Noise::Given(vec![f32::NAN; 16 * 128]), ..small.clone() };
+    assert!(submit(&service, &not_finite).wait().is_err());
+    used.store(0, Ordering::Relaxed);
+    one(submit(&service, &small).wait());
+    assert_eq!(used.load(Ordering::Relaxed), 0);
+    // Where there is little room, one takes the place of another.
+    let (little, used) = keeping(200 << 10);
+    for (job, image) in jobs.iter().zip(&images).chain(jobs.iter().zip(&images)) {
+        assert!(one(submit(&little, job).wait()) == *image);
+    }
+    assert!((1..2 * jobs.len()).contains(&used.load(Ordering::Relaxed)));
     for ((job, image), again) in jobs.iter().zip(&images).zip(again.iter().rev()) {
         let alone = common::run(&mut engine(Box::new(cpu()), Variant::Kv).unwrap(), job).unwrap();
         assert!(alone.image.pixels == *image && image == again, "{} {:?} {}", job.prompt, job.size, job.steps);

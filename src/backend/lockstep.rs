@@ -154,6 +154,11 @@ impl<A: Backend, B: Backend> Backend for Lockstep<A, B> {
         self.tested.reserve(bytes)
     }
 
+    fn reserve_kept(&mut self, bytes: u64) -> Result<()> {
+        self.trusted.reserve_kept(bytes)?;
+        self.tested.reserve_kept(bytes)
+    }
+
     fn write(&mut self, to: Tensor, values: &[f32]) -> Result<()> {
         self.trusted.write(to, values)?;
         self.tested.write(to, values)

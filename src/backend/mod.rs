@@ -228,6 +228,10 @@ pub trait Backend {
     /// Allocates `bytes` of working memory. Its previous content is lost.
     fn reserve(&mut self, bytes: u64) -> Result<()>;
 
+    /// Allocates `bytes` of memory for results that outlive a run ([`Region::Kept`](crate::tensor::Region::Kept)). What was there
+    /// is lost.
+    fn reserve_kept(&mut self, bytes: u64) -> Result<()>;
+
     /// Writes host values, row by row, rounded to the format of the tensor. Does not wait for ops that were issued earlier.
     fn write(&mut self, to: Tensor, values: &[f32]) -> Result<()>;
 

@@ -47,6 +47,10 @@ const AHEAD: usize = 2;
 /// Lines that were read before they are planned, at most.
 const READ_AHEAD: usize = 16;
 
+/// Memory of a GPU for encoded prompts and references that later lines may have as well, at most: 85 prompts of klein 4B, or 250
+/// references of 1024x1024.
+const KEPT_BYTES: u64 = 256 << 20;
+
 /// How long it may take until a signal is noticed while no line comes.
 const PATIENCE: Duration = Duration::from_millis(50);
 
@@ -138,7 +142,13 @@ pub fn batch(request: BatchRequest, stop: &Arc<AtomicBool>, terminal: &Arc<Termi
         let ModelProfile { name, variant, conventions, precision, quantised_flags } = session.profile();
         let (name, conventions, backend) = (name.to_owned(), conventions.clone(), session.backend.name);
         let known = Known { name, variant, conventions, precision, quantised_flags, backend, found };
-        Ok((session.load(&*own_terminal)?, known))
+        let on_gpu = session.backend.device.is_some();
+        let mut engine = session.load(&*own_terminal)?;
+        // On a CPU these would take memory from everything else.
+        if on_gpu {
+            engine.keep_results(KEPT_BYTES, &job)?;
+        }
+        Ok((engine, known))
     })?;
     terminal.say(&format!("{}, ready for lines", known.name));
     let lines = read_lines(source)?;

@@ -5,6 +5,7 @@
 use super::formats::Formats;
 use super::inputs::{Checks, Inputs, download};
 use super::job::{GeneratedImage, Job, LoadOptions, ReferenceInput};
+use super::kept::{Kept, Source};
 use super::open::{Configs, OpenModel};
 use super::prepared::{DryRun, Prepared, Shapes, Tables};
 use super::weights::{ImageSide, Placing, Sizes, Store, TextSide};
@@ -31,6 +32,7 @@ pub struct Engine {
     stages: Stages,
     store: Store,
     shapes: Shapes,
+    kept: Kept,
     /// Bytes of working memory that the backend holds.
     working: u64,
     tokenizer: Tokenizer,
@@ -48,7 +50,17 @@ impl Engine {
         backend.reserve_weights(sizes.total(options.low_memory))?;
         let mut store = Store { files: Arc::new(weights), configs, options, sizes, text: false, image: false };
         store.load_text(&mut stages.text, backend.as_mut(), progress)?;
-        Ok(Self { backend, stages, store, shapes: Shapes::default(), working: 0, tokenizer, variant, name })
+        Ok(Self {
+            backend,
+            stages,
+            store,
+            shapes: Shapes::default(),
+            kept: Kept::default(),
+            working: 0,
+            tokenizer,
+            variant,
+            name,
+        })
     }
 
     /// The model's display name.
@@ -69,6 +81,15 @@ impl Engine {
     /// From now on jobs end with [`Error::Interrupted`] once this flag is set, until there is another one or none.
     pub fn set_cancel(&mut self, cancel: Option<Arc<AtomicBool>>) {
         self.backend.set_cancel(cancel);
+    }
+
+    /// From now on keeps encoded prompts and references in the backend's memory, for later jobs with the same ones, which have the same
+    /// results to the byte. They take `most` bytes, or less where memory is short: at most a quarter of what a `usual` job leaves.
+    pub fn keep_results(&mut self, most: u64, usual: &Job) -> Result<()> {
+        let inputs = self.inputs(usual, &Silent)?;
+        let more = self.dry_run(&inputs)?.bytes.saturating_sub(self.working);
+        let spare = self.backend.available()?.map_or(u64::MAX, |free| free.saturating_sub(more));
+        self.kept.reserve(self.backend.as_mut(), most.min(spare / 4))
     }
 
     /// Refuses a job whose working memory does not fit into what is free and what earlier jobs of this engine have left. The
@@ -141,6 +162,20 @@ impl Engine {
         progress: &dyn Progress,
         sink: &mut dyn FnMut(GeneratedImage) -> Result<()>,
     ) -> Result<()> {
+        let done = self.generate_images(job, progress, sink);
+        if done.is_err() {
+            // What was kept may not have been computed, or not be finite.
+            self.kept.forget();
+        }
+        done
+    }
+
+    fn generate_images(
+        &mut self,
+        job: &Job,
+        progress: &dyn Progress,
+        sink: &mut dyn FnMut(GeneratedImage) -> Result<()>,
+    ) -> Result<()> {
         let progress = &Traced::new(progress);
         let inputs = self.inputs(job, progress)?;
         let DryRun { bytes, ops, flops } = self.dry_run(&inputs)?;
@@ -150,7 +185,7 @@ impl Engine {
             flops as f64 / 1e12,
             bytes as f64 / 1_048_576.0
         ));
-        let Self { backend, stages, store, shapes, working, .. } = self;
+        let Self { backend, stages, store, shapes, kept: results, working, .. } = self;
         let (be, mut ws) = (backend.as_mut(), Arena::new(Region::Arena));
         // Should this fail, nothing is left of what was there.
         let before = std::mem::take(working);
@@ -163,7 +198,7 @@ impl Engine {
         let (kept, config, precision) = (shapes.tables(&inputs), &stages.transformer_config, store.options.precision);
         let prepare = |seed: u64| Prepared::new(job, seed, precision);
         let (prompts, (tables, first)) = threads::join(
-            || stages.encode_prompts(be, &mut ws, &inputs, progress),
+            || stages.encode_prompts(be, &mut ws, &inputs, results, progress),
             || {
                 let tables = kept.unwrap_or_else(|| Arc::new(Tables::new(config, &inputs)));
                 (tables, job.seeds.first().map(|&seed| prepare(seed)))
@@ -185,7 +220,7 @@ impl Engine {
             store.load_image(&mut stages.image, be, progress)?;
             inputs.check_prompts(be, prompts.counts)?;
         }
-        let images = Images { canvas, tables: &tables, seeds: &job.seeds, first, prepare: &prepare };
+        let images = Images { canvas, tables: &tables, seeds: &job.seeds, first, prepare: &prepare, kept: results };
         stages.denoise_and_decode(be, &mut ws, &inputs, prompts.encoded, images, progress, &mut |seed, mut values| {
             let (pixels, width, height) = (std::mem::take(&mut values.pixels), job.size.width(), job.size.height());
             let saturated = values.saturated;
@@ -268,6 +303,8 @@ struct Images<'a> {
     first: Prepared<'a>,
     /// Prepares the image of a seed.
     prepare: &'a (dyn Fn(u64) -> Prepared<'a> + Sync),
+    /// Results of earlier jobs.
+    kept: &'a mut Kept,
 }
 
 impl Stages {
@@ -305,11 +342,12 @@ impl Stages {
         let mut ws = Arena::new(Region::Arena);
         // A plan takes no values, so none are computed.
         let (tables, first, prepare) = (&Tables::default(), Prepared::default(), &|_| Prepared::default());
-        let Prompts { encoded, counts } = self.encode_prompts(plan, &mut ws, inputs, progress)?;
+        let kept = &mut Kept::default();
+        let Prompts { encoded, counts } = self.encode_prompts(plan, &mut ws, inputs, kept, progress)?;
         let canvas = self.place_canvas(plan, &mut ws, inputs, tables, &first)?;
         inputs.check_prompts(plan, counts)?;
         progress.end();
-        let images = Images { canvas, tables, seeds: &[0], first, prepare };
+        let images = Images { canvas, tables, seeds: &[0], first, prepare, kept };
         self.denoise_and_decode(plan, &mut ws, inputs, encoded, images, progress, &mut |_, _| Ok(()))?;
         Ok(ws.peak().max(plan.arena_bytes))
     }
@@ -320,18 +358,19 @@ impl Stages {
         be: &mut dyn Backend,
         ws: &mut Arena,
         inputs: &Inputs<'_>,
+        kept: &mut Kept,
         progress: &dyn Progress,
     ) -> Result<Prompts> {
         progress.begin(Phase::Encode, 1 + u64::from(inputs.negative.is_some()));
         let mut values = Values::default();
         // There is one count for the prompt and one for the negative prompt.
         let counts = ws.alloc(2, 1, DType::F32)?;
-        let (context, embeds) = self.encode_prompt(be, ws, inputs, &inputs.prompt, counts.rows(0..1))?;
+        let (context, embeds) = self.encode_prompt(be, ws, inputs, &inputs.prompt, counts.rows(0..1), kept)?;
         values.prompt_embeds = embeds;
         progress.advance(1);
         let mut negative = None;
         if let Some(tokens) = &inputs.negative {
-            let (context, embeds) = self.encode_prompt(be, ws, inputs, tokens, counts.rows(1..2))?;
+            let (context, embeds) = self.encode_prompt(be, ws, inputs, tokens, counts.rows(1..2), kept)?;
             values.negative_prompt_embeds = Some(embeds);
             negative = Some(context);
         }
@@ -363,7 +402,7 @@ impl Stages {
         ws: &mut Arena,
         inputs: &Inputs<'_>,
         Encoded { context, negative, values: mut shared }: Encoded,
-        Images { canvas: Canvas { rope, latents }, tables, seeds, first, prepare }: Images<'_>,
+        Images { canvas: Canvas { rope, latents }, tables, seeds, first, prepare, kept }: Images<'_>,
         progress: &dyn Progress,
         sink: &mut dyn FnMut(u64, Values) -> Result<()>,
     ) -> Result<()> {
@@ -375,7 +414,7 @@ impl Stages {
         let (mut tokens, mut cache) = (Vec::new(), Vec::new());
         if !job.references.is_empty() {
             progress.begin(Phase::References, (job.references.len() + usize::from(inputs.cached)) as u64);
-            tokens = self.encode_references(be, ws, inputs, &mut shared.references, progress)?;
+            tokens = self.encode_references(be, ws, inputs, kept, &mut shared.references, progress)?;
             if inputs.cached {
                 let rows = rope.rows(plan.canvas().end..plan.tokens());
                 self.image.transformer.select(be, modulation, table, schedule.steps())?;
@@ -472,18 +511,23 @@ impl Stages {
         inputs: &Inputs<'_>,
         tokens: &Tokens,
         count: Tensor,
+        kept: &mut Kept,
     ) -> Result<(Tensor, Vec<f32>)> {
         // Prompts are padded to the length that the model was trained with.
         let length = self.text_config.max_tokens;
         let context = self.text.context.slot(ws, length)?;
         let mut embeds = Vec::new();
-        scope(be, ws, |be, ws| {
-            let features = ws.alloc(length, self.text_config.features(), self.activations)?;
-            self.text.encoder.forward(be, ws, features, tokens)?;
-            if inputs.job.record {
-                embeds = download(be, features)?;
-            }
-            self.text.context.run(be, context, features)
+        // A record has the embeddings as well.
+        let source = (kept.is_on() && !inputs.job.record).then(|| Source::Prompt(tokens.ids.clone(), tokens.real));
+        kept.copy_or(be, source, context, |be| {
+            scope(be, ws, |be, ws| {
+                let features = ws.alloc(length, self.text_config.features(), self.activations)?;
+                self.text.encoder.forward(be, ws, features, tokens)?;
+                if inputs.job.record {
+                    embeds = download(be, features)?;
+                }
+                self.text.context.run(be, context, features)
+            })
         })?;
         be.run(Op::NonFinite { count, x: context })?;
         Ok((context, embeds))
@@ -495,6 +539,7 @@ impl Stages {
         be: &mut dyn Backend,
         ws: &mut Arena,
         inputs: &Inputs<'_>,
+        kept: &mut Kept,
         record: &mut Vec<Vec<f32>>,
         progress: &dyn Progress,
     ) -> Result<Vec<Tensor>> {
@@ -503,10 +548,13 @@ impl Stages {
         let counts = ws.alloc(references.len(), 1, DType::F32)?;
         for (j, ReferenceInput { grid, pixels }) in references.iter().enumerate() {
             let tokens = ws.alloc(grid.tokens(), self.transformer_config.channels, act)?;
-            scope(be, ws, |be, ws| {
-                let image = ws.alloc(PATCH * PATCH * grid.tokens(), 3, act)?;
-                be.write(image, pixels)?;
-                self.image.vae.encode(be, ws, tokens, image, *grid)
+            let source = kept.is_on().then(|| Source::reference(*grid, pixels));
+            kept.copy_or(be, source, tokens, |be| {
+                scope(be, ws, |be, ws| {
+                    let image = ws.alloc(PATCH * PATCH * grid.tokens(), 3, act)?;
+                    be.write(image, pixels)?;
+                    self.image.vae.encode(be, ws, tokens, image, *grid)
+                })
             })?;
             checks.begin(be, counts.rows(j..j + 1), tokens, &[Part::Vae], format!("encoding reference {}", j + 1))?;
             if inputs.job.record {

@@ -69,6 +69,10 @@ impl<B: Backend> Backend for Wrapped<B> {
         self.inner.upload(to, role, parts)
     }
 
+    fn reserve_kept(&mut self, bytes: u64) -> Result<()> {
+        self.inner.reserve_kept(bytes)
+    }
+
     fn reserve(&mut self, bytes: u64) -> Result<()> {
         self.inner.reserve(bytes)
     }

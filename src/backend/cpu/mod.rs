@@ -26,6 +26,7 @@ use view::{In, Out};
 pub struct Cpu {
     weights: Vec<Segment>,
     arena: Buffer,
+    kept: Buffer,
     high_water: u64,
     /// The backend's own threads; without a pool it runs on those of the caller.
     pool: Option<rayon::ThreadPool>,
@@ -114,6 +115,7 @@ impl Cpu {
         Self {
             weights: Vec::new(),
             arena: Buffer::EMPTY,
+            kept: Buffer::EMPTY,
             high_water: 0,
             pool: None,
             stop: Stop { all: stop, job: None },
@@ -154,7 +156,7 @@ impl Cpu {
         Error::Op { op, what: format!("{tensor:?} lies outside its memory") }
     }
 
-    /// Checks what the views rely on. Both regions start at aligned addresses, so a tensor is aligned if its offset is.
+    /// Checks what the views rely on. All regions start at aligned addresses, so a tensor is aligned if its offset is.
     fn check_alignment(tensor: Tensor, op: &'static str) -> Result<()> {
         if tensor.offset.is_multiple_of(tensor.dtype.align() as u64) {
             return Ok(());
@@ -170,9 +172,9 @@ impl Cpu {
         }
         Self::check_alignment(tensor, op)?;
         match tensor.region {
-            Region::Arena => {
-                let (ptr, scales) = self.arena_addresses(tensor, op)?;
-                // SAFETY: elements and scales lie inside the arena, which lives as long as `self`.
+            Region::Arena | Region::Kept => {
+                let (ptr, scales) = self.addresses(tensor, op)?;
+                // SAFETY: elements and scales lie inside a buffer that lives as long as `self`.
                 Ok(unsafe { In::new(tensor, &[(0, ptr.cast_const())], scales) })
             }
             Region::Weights => {
@@ -214,14 +216,14 @@ impl Cpu {
         (at >= range.end).then_some(spans)
     }
 
-    /// The addresses of a tensor's elements and of its scales in the arena.
-    fn arena_addresses(&self, tensor: Tensor, op: &'static str) -> Result<(*mut u8, *mut u8)> {
-        let scales = tensor.scale_extent();
-        if tensor.extent().end.max(scales.end) > self.arena.len as u64 {
+    /// The addresses of a tensor's elements and of its scales, which are no weight's.
+    fn addresses(&self, tensor: Tensor, op: &'static str) -> Result<(*mut u8, *mut u8)> {
+        let (scales, buffer) = (tensor.scale_extent(), if tensor.region == Region::Kept { &self.kept } else { &self.arena });
+        if tensor.extent().end.max(scales.end) > buffer.len as u64 {
             return Err(Self::outside(tensor, op));
         }
-        // SAFETY: both lie inside the arena.
-        unsafe { Ok((self.arena.ptr.as_ptr().add(tensor.offset as usize), self.arena.ptr.as_ptr().add(scales.start as usize))) }
+        // SAFETY: both lie inside the buffer.
+        unsafe { Ok((buffer.ptr.as_ptr().add(tensor.offset as usize), buffer.ptr.as_ptr().add(scales.start as usize))) }
     }
 
     /// A view for writing.
@@ -230,12 +232,12 @@ impl Cpu {
     /// No other view that overlaps the tensor may be used while this one is, which [`Op::check`] ensures. Only an op whose output
     /// is its input has two views of it, and reads each row before it writes that row.
     unsafe fn output(&self, tensor: Tensor, op: &'static str) -> Result<Out<'_>> {
-        if tensor.region != Region::Arena || matches!(tensor.scaling, Scaling::Rows(_)) {
+        if tensor.region == Region::Weights || matches!(tensor.scaling, Scaling::Rows(_)) {
             return Err(Self::outside(tensor, op));
         }
         Self::check_alignment(tensor, op)?;
-        let (ptr, scales) = self.arena_addresses(tensor, op)?;
-        // SAFETY: elements and scales lie inside the arena; the caller guarantees exclusive access.
+        let (ptr, scales) = self.addresses(tensor, op)?;
+        // SAFETY: elements and scales lie inside a buffer; the caller guarantees exclusive access.
         Ok(unsafe { Out::new(tensor, ptr, scales, &self.saturated) })
     }
 
@@ -422,6 +424,12 @@ impl Backend for Cpu {
         self.arena = Buffer::new(bytes)?;
         self.high_water = 0;
         self.released(0..bytes);
+        Ok(())
+    }
+
+    fn reserve_kept(&mut self, bytes: u64) -> Result<()> {
+        self.kept = Buffer::EMPTY;
+        self.kept = Buffer::new(bytes)?;
         Ok(())
     }
 

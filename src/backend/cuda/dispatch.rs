@@ -44,10 +44,10 @@ fn check_operands(op: &Op<'_>) -> Result<()> {
         usable = Err(Error::Op { op: op.name(), what: format!("{t:?} cannot be used so on the GPU: {why}") });
     };
     op.operands(&mut |t, access| {
-        if access != Access::Read && t.region != Region::Arena {
+        if access != Access::Read && t.region == Region::Weights {
             refuse(t, "weights are not written");
         }
-        if t.dtype == DType::F16 && t.region == Region::Arena {
+        if t.dtype == DType::F16 && t.region != Region::Weights {
             refuse(t, "only weights are stored in f16");
         }
         if t.dtype == DType::E5m2 {

@@ -72,6 +72,8 @@ impl Scratch {
 pub struct Memory {
     weights: Allocation,
     arena: Allocation,
+    /// For results that outlive a run.
+    kept: Allocation,
     /// For weights that are expanded when they are multiplied, where working memory has no room for them.
     expanded: Allocation,
     /// Address and bytes of the memory for those of the present op.
@@ -92,6 +94,7 @@ impl Memory {
         Self {
             weights: Allocation::empty(&driver),
             arena: Allocation::empty(&driver),
+            kept: Allocation::empty(&driver),
             expanded: Allocation::empty(&driver),
             expansion: (0, 0),
             base: 0,
@@ -126,6 +129,13 @@ impl Memory {
         // The scratch is the end of the allocation: its place does not depend on the image.
         (self.base, self.working) = (self.arena.address, working);
         self.scratch = self.base + self.arena.bytes - scratch;
+        Ok(())
+    }
+
+    /// Allocates room for results that outlive a run. Those from before are gone.
+    pub fn reserve_kept(&mut self, bytes: u64) -> Result<()> {
+        self.kept = Allocation::empty(&self.driver);
+        self.kept = Allocation::new(&self.driver, bytes)?;
         Ok(())
     }
 
@@ -179,6 +189,7 @@ impl Memory {
         let (base, end) = match tensor.region {
             Region::Weights => (self.weights.address, self.weights.bytes),
             Region::Arena => (self.base, self.working),
+            Region::Kept => (self.kept.address, self.kept.bytes),
         };
         let bytes = |elements: usize| tensor.dtype.bytes(elements) as u64;
         let outside = tensor.extent().end.max(tensor.scale_extent().end) > end;
@@ -218,7 +229,11 @@ impl Memory {
 
     /// Address of the scales that a tensor has for its rows or blocks; zero if it has none.
     pub fn scales(&self, t: Tensor) -> u64 {
-        let base = if t.region == Region::Weights { self.weights.address } else { self.base };
+        let base = match t.region {
+            Region::Weights => self.weights.address,
+            Region::Arena => self.base,
+            Region::Kept => self.kept.address,
+        };
         match t.scaling {
             Scaling::Rows(offset) | Scaling::Blocks16 { scales: offset, .. } => base + offset,
             Scaling::Unscaled | Scaling::Tensor(_) => 0,

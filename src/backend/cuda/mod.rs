@@ -384,6 +384,11 @@ impl Backend for Cuda {
         self.driver.fill(self.stream.1, memory.counters(), 0, ALIGN)
     }
 
+    fn reserve_kept(&mut self, bytes: u64) -> Result<()> {
+        self.driver.synchronize(self.stream.1)?;
+        self.context.memory.reserve_kept(bytes)
+    }
+
     fn write(&mut self, to: Tensor, values: &[f32]) -> Result<()> {
         let _span = trace::span("write to the GPU");
         self.prepare_transfer("write")?;

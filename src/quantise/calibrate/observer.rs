@@ -111,6 +111,10 @@ impl Backend for Observer {
         self.inner.reads_files()
     }
 
+    fn reserve_kept(&mut self, bytes: u64) -> Result<()> {
+        self.inner.reserve_kept(bytes)
+    }
+
     fn reserve(&mut self, bytes: u64) -> Result<()> {
         let (offset, count) = (bytes.next_multiple_of(ALIGN), self.names.len());
         let (region, dtype, scaling) = (Region::Arena, DType::F32, Scaling::Unscaled);

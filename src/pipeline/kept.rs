@@ -1,0 +1,94 @@
+//! Results that outlive a job: encoded prompts and references, found by what they were computed from. They stay in memory of the backend
+//! that is theirs alone, and are copied to the working memory of a job, so that a job has the same ops and addresses with them and
+//! without.
+
+use crate::backend::{Backend, Op};
+use crate::error::Result;
+use crate::sequence::Grid;
+use crate::tensor::{ALIGN, Region, Scaling, Tensor};
+use rayon::prelude::*;
+use sha2::{Digest, Sha256};
+
+/// What a result was computed from.
+#[derive(PartialEq, Eq)]
+pub enum Source {
+    /// The ids of a prompt's tokens, and how many of them are no padding.
+    Prompt(Vec<u32>, usize),
+    /// The digest of a reference's pixels, and its size.
+    Reference([u8; 32], Grid),
+}
+
+impl Source {
+    /// That of a reference.
+    pub fn reference(grid: Grid, pixels: &[f32]) -> Self {
+        // A megabyte takes a thread about a millisecond.
+        const PIECE: usize = 1 << 18;
+        let digest = |values: &[f32]| {
+            let mut hash = Sha256::new();
+            for values in values.chunks(64) {
+                let mut bytes = [0; 256];
+                bytes.chunks_exact_mut(4).zip(values).for_each(|(to, value)| to.copy_from_slice(&value.to_le_bytes()));
+                hash.update(&bytes[..4 * values.len()]);
+            }
+            hash.finalize()
+        };
+        let pieces: Vec<_> = pixels.par_chunks(PIECE).map(digest).collect();
+        let mut hash = Sha256::new();
+        pieces.iter().for_each(|piece| hash.update(piece));
+        Self::Reference(hash.finalize().into(), grid)
+    }
+}
+
+/// The results that are kept, in a ring: the next one takes the place of the oldest.
+#[derive(Default)]
+pub struct Kept {
+    bytes: u64,
+    next: u64,
+    results: Vec<(Source, Tensor)>,
+}
+
+impl Kept {
+    /// Keeps results in so many bytes from now on, and those from before no longer. Zero turns it off.
+    pub fn reserve(&mut self, be: &mut dyn Backend, bytes: u64) -> Result<()> {
+        *self = Self::default();
+        be.reserve_kept(bytes)?;
+        self.bytes = bytes;
+        Ok(())
+    }
+
+    /// Whether results are kept at all.
+    pub fn is_on(&self) -> bool {
+        self.bytes > 0
+    }
+
+    /// Keeps nothing of what there is, as after a job that failed.
+    pub fn forget(&mut self) {
+        (self.next, self.results) = (0, Vec::new());
+    }
+
+    /// Computes a result, or copies it from where it is kept; without a source it is neither found nor kept.
+    pub fn copy_or(
+        &mut self,
+        be: &mut dyn Backend,
+        source: Option<Source>,
+        to: Tensor,
+        compute: impl FnOnce(&mut dyn Backend) -> Result<()>,
+    ) -> Result<()> {
+        let Some(source) = source else { return compute(be) };
+        if let Some((_, kept)) = self.results.iter().find(|(of, _)| *of == source) {
+            return be.run(Op::Copy { out: to, x: *kept });
+        }
+        compute(be)?;
+        let bytes = to.bytes().next_multiple_of(ALIGN);
+        if bytes > self.bytes || to.scaling != Scaling::Unscaled {
+            return Ok(());
+        }
+        let first = if self.next + bytes > self.bytes { 0 } else { self.next };
+        let (place, kept) = (first..first + bytes, Tensor { region: Region::Kept, offset: first, stride: to.cols, ..to });
+        self.results.retain(|(_, other)| other.extent().end <= place.start || place.end <= other.extent().start);
+        be.run(Op::Copy { out: kept, x: to })?;
+        self.next = place.end;
+        self.results.push((source, kept));
+        Ok(())
+    }
+}
