@@ -70,6 +70,9 @@ TIMED = [
 ]
 CHECKED = [
     *(Row(encode, *size) for encode in (False, True) for size in ((1024, 1024), (1360, 768), (144, 208))),
+    Row(False, 2048, 2048),
+    # Beyond 2^31 elements, in a buffer and in a product of attention.
+    Row(False, 4096, 2304),
     Row(False, 1024, 1024, "small"),
     Row(False, 144, 208, "small"),
     Row(False, 2048, 1152, tiling=True),

@@ -10,11 +10,13 @@ mod foreign;
 mod guard;
 mod header;
 mod quantised;
+mod read_ahead;
 mod scales;
 mod shard;
 mod zeros;
 
 pub use header::{Entry, StoredDtype};
+pub use read_ahead::ReadAhead;
 pub use shard::{Identity, Shard};
 
 use crate::error::{Error, Result};

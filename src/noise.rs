@@ -69,26 +69,27 @@ pub fn draw(kind: NoiseKind, seed: u64, grid: Grid, precision: Precision) -> Vec
     let tokens = grid.tokens();
     let count = tokens * CHANNELS;
     let stored = |x: f32| if precision == Precision::Bf16 { round(x) } else { x };
-    match kind {
-        NoiseKind::TorchCuda { sms, threads } => {
-            let cuda = CudaDraw::new(count, seed, 0, resident_threads(sms, threads));
-            by_token(tokens, |i| stored(cuda.normal(i)))
-        }
-        NoiseKind::TorchCpu => {
-            let drawn = cpu_normals(count, seed);
-            by_token(tokens, |i| stored(drawn[i]))
-        }
-        NoiseKind::TorchCpuLegacy => {
-            let drawn = legacy_normals(count, seed);
-            by_token(tokens, |i| stored(drawn[i]))
-        }
-    }
+    let drawn = match kind {
+        NoiseKind::TorchCuda { sms, threads } => cuda_normals(count, seed, 0, resident_threads(sms, threads)),
+        NoiseKind::TorchCpu => cpu_normals(count, seed),
+        NoiseKind::TorchCpuLegacy => legacy_normals(count, seed),
+    };
+    by_token(tokens, &drawn, stored)
 }
 
-/// Transposes PyTorch's layout `[channels, rows, columns]` to one row per token. `drawn` returns the value at a flat index of the
-/// former.
-fn by_token(tokens: usize, drawn: impl Fn(usize) -> f32 + Sync) -> Vec<f32> {
-    (0..tokens * CHANNELS).into_par_iter().map(|i| drawn(i % CHANNELS * tokens + i / CHANNELS)).collect()
+/// Transposes PyTorch's layout `[channels, rows, columns]` to one row per token.
+fn by_token(tokens: usize, drawn: &[f32], stored: impl Fn(f32) -> f32 + Sync) -> Vec<f32> {
+    // A run of tokens, whose rows stay in the cache while channel after channel is written to them.
+    const RUN: usize = 64;
+    let mut rows = vec![0.0; tokens * CHANNELS];
+    rows.par_chunks_mut(RUN * CHANNELS).enumerate().for_each(|(run, rows)| {
+        for channel in 0..CHANNELS {
+            let from = &drawn[channel * tokens + run * RUN..];
+            let to = rows[channel..].iter_mut().step_by(CHANNELS);
+            to.zip(from).for_each(|(to, from)| *to = stored(*from));
+        }
+    });
+    rows
 }
 
 /// Rounds to bfloat16.
@@ -109,30 +110,33 @@ fn resident_threads(sms: u32, threads: u32) -> u64 {
 ///
 /// The kernel is launched with one thread per value, but with no more threads than can be resident on the device. Each thread has
 /// its own Philox stream, draws four normal variates at a time and writes them a whole grid of threads apart. So the stream and
-/// position of value `i` depend on the size of the device; but since Philox is counter-based, each value can be computed on its
-/// own.
-struct CudaDraw {
-    seed: u64,
-    /// Philox blocks that every stream has consumed before this draw.
-    used: u64,
-    launched: usize,
-}
-
-impl CudaDraw {
-    /// `offset` is the generator's offset: 0 after seeding. A draw advances it by 4 for every four values that one thread has
-    /// drawn.
-    fn new(count: usize, seed: u64, offset: u64, resident: u64) -> Self {
-        let launched = (count as u64).next_multiple_of(BLOCK).clamp(BLOCK, resident);
-        Self { seed, used: offset / 4, launched: launched as usize }
+/// position of a value depend on the size of the device; but since Philox is counter-based, every block can be computed on its own.
+///
+/// `offset` is the generator's offset: 0 after seeding. A draw advances it by 4 for every four values that one thread has drawn.
+fn cuda_normals(count: usize, seed: u64, offset: u64, resident: u64) -> Vec<f32> {
+    /// Values that a thread of the pool draws at a time.
+    const PIECE: usize = 4096;
+    let launched = (count as u64).next_multiple_of(BLOCK).clamp(BLOCK, resident) as usize;
+    let mut drawn = vec![0.0; count];
+    // A transform makes two values, which are as far apart as there are threads.
+    for (number, pair) in drawn.chunks_mut(2 * launched).enumerate() {
+        let (firsts, seconds) = pair.split_at_mut(launched.min(pair.len()));
+        // There may be fewer of the second, and none at the end.
+        let missing = firsts.len().div_ceil(PIECE) - seconds.len().div_ceil(PIECE);
+        let seconds = seconds.par_chunks_mut(PIECE).chain((0..missing).into_par_iter().map(|_| Default::default()));
+        firsts.par_chunks_mut(PIECE).zip(seconds).enumerate().for_each(|(piece, (firsts, seconds))| {
+            for (i, first) in firsts.iter_mut().enumerate() {
+                let block = philox(seed, offset / 4 + (number / 2) as u64, (piece * PIECE + i) as u64);
+                let [x, y] = if number % 2 == 0 { [block[0], block[1]] } else { [block[2], block[3]] };
+                let second;
+                [*first, second] = box_muller_cuda(x, y);
+                if let Some(to) = seconds.get_mut(i) {
+                    *to = second;
+                }
+            }
+        });
     }
-
-    /// The value at a flat index of the tensor.
-    fn normal(&self, i: usize) -> f32 {
-        let (call, slot) = (i / (4 * self.launched), i / self.launched % 4);
-        let [x, y, z, w] = philox(self.seed, self.used + call as u64, (i % self.launched) as u64);
-        let pair = if slot < 2 { box_muller_cuda(x, y) } else { box_muller_cuda(z, w) };
-        pair[slot % 2]
-    }
+    drawn
 }
 
 /// The Box-Muller transform (Box and Muller 1958) as in cuRAND: the sine comes first and the uniform variates are never 0. The
@@ -257,8 +261,7 @@ mod tests {
     const H200: u64 = 270_336;
 
     fn cuda_normals(count: usize, seed: u64, offset: u64) -> Vec<f32> {
-        let cuda = CudaDraw::new(count, seed, offset, H200);
-        (0..count).map(|i| cuda.normal(i)).collect()
+        super::cuda_normals(count, seed, offset, H200)
     }
 
     fn assert_close(got: &[f32], want: &[f32], tolerance: f32) {
@@ -303,6 +306,22 @@ mod tests {
         // The second f32 draw from the same generator.
         let second = cuda_normals(COUNT, 0, 4);
         assert_close(&[0, 1, 270_336, 524_287].map(|i| second[i]), &[0.180826, -0.552263, -0.153638, 2.232494], 2e-6);
+    }
+
+    #[test]
+    fn cuda_values_of_several_calls() {
+        // Each value by itself, with any number of the last row and of the last pair of rows.
+        let launched = 512;
+        for count in [1, 511, 513, 1024, 1025, 2047, 2049, 5000, 6 * 512] {
+            let drawn = super::cuda_normals(count, 7, 8, launched as u64);
+            for (i, value) in drawn.iter().enumerate().filter(|_| count > 511) {
+                let (call, slot) = (i / (4 * launched), i / launched % 4);
+                let block = philox(7, 2 + call as u64, (i % launched) as u64);
+                let pair = &block[slot / 2 * 2..][..2];
+                assert_eq!(*value, box_muller_cuda(pair[0], pair[1])[slot % 2], "{i} of {count}");
+            }
+            assert_eq!(drawn.len(), count);
+        }
     }
 
     #[test]

@@ -329,8 +329,9 @@ fn any_call_of_the_first_run_may_fail() {
     }
 }
 
-/// Uploads of the transformer overlap with the kernels of the text encoder, unless they overwrite what these read. That kernels wait for
-/// weights, and copies for kernels, is checked with every call: see [`order::Order`].
+/// Uploads of the transformer overlap with the kernels of the text encoder, unless they overwrite what these read; uploads of the VAE
+/// overlap with those of the first step. That kernels wait for weights, and copies for kernels, is checked with every call: see
+/// [`order::Order`].
 #[test]
 fn weights_are_uploaded_while_the_prompt_is_encoded() {
     let (model, stop) = (Model::new(), Arc::default());
@@ -342,10 +343,10 @@ fn weights_are_uploaded_while_the_prompt_is_encoded() {
         assert_eq!((driver.launches.get(), copies()), (0, (0, 0)));
         generate(&mut engine, &job).unwrap();
         let (beside, behind) = copies();
-        assert!(if low_memory { beside == 0 && behind > 50 } else { beside > 50 && behind == 0 }, "{beside} {behind}");
+        assert!(beside > 50 && if low_memory { behind > 40 } else { behind == 0 }, "{beside} {behind}");
         generate(&mut engine, &Job { prompt: "another".into(), ..job.clone() }).unwrap();
         let again = copies();
-        assert!(if low_memory { again.0 == 0 && again.1 > 2 * behind } else { again == (beside, behind) }, "{again:?}");
+        assert!(if low_memory { again.0 == 2 * beside && again.1 > 2 * behind } else { again == (beside, behind) }, "{again:?}");
     }
 }
 

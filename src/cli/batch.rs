@@ -51,6 +51,9 @@ const READ_AHEAD: usize = 16;
 /// references of 1024x1024.
 const KEPT_BYTES: u64 = 256 << 20;
 
+/// More of it for models that cache the keys and values of references, at most: those of three references of 1024x1024 with klein 4B.
+const KEPT_KEY_VALUES: u64 = 4 << 30;
+
 /// How long it may take until a signal is noticed while no line comes.
 const PATIENCE: Duration = Duration::from_millis(50);
 
@@ -146,7 +149,8 @@ pub fn batch(request: BatchRequest, stop: &Arc<AtomicBool>, terminal: &Arc<Termi
         let mut engine = session.load(&*own_terminal)?;
         // On a CPU these would take memory from everything else.
         if on_gpu {
-            engine.keep_results(KEPT_BYTES, &job)?;
+            let more = if variant == Variant::Kv { KEPT_KEY_VALUES } else { 0 };
+            engine.keep_results(KEPT_BYTES + more, &job)?;
         }
         Ok((engine, known))
     })?;

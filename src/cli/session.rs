@@ -1,10 +1,11 @@
 //! The device and the model that a request runs on, opened in parallel.
 
+use super::args::BackendArg;
 use super::device::{SelectedBackend, select_backend};
 use super::report::{announce_model, expansion_note, warn_of_accumulation, warn_of_nvfp4_math};
 use super::request::Setup;
 use super::settings::{ModelProfile, quantised_flags};
-use crate::backend::cuda::fp8_accumulate;
+use crate::backend::cuda::{fp8_accumulate, has_driver};
 use crate::error::Result;
 use crate::locate::Found;
 use crate::pipeline::{Engine, Formats, Job, LoadOptions, OpenModel};
@@ -33,7 +34,12 @@ impl Session {
         announce_model(&found, named, terminal);
         notes.iter().for_each(|note| terminal.say(note));
         let select = || select_backend(backend, device, accumulate, &records, stop);
-        let (backend, model) = threads::join(select, || OpenModel::open(&found, variant));
+        // A GPU will copy the weights, and its driver takes a while to start.
+        let open = match backend != BackendArg::Cpu && has_driver() {
+            true => OpenModel::open_and_read_ahead,
+            false => OpenModel::open,
+        };
+        let (backend, model) = threads::join(select, || open(&found, variant));
         let (backend, model) = (backend?, model?);
         backend.announce(terminal);
         if trace::is_on() && backend.device.is_some() {

@@ -19,7 +19,7 @@ pub use loader::Loader;
 pub use manifest::{text_manifest, transformer_manifest, vae_manifest};
 pub use nvfp4_math::Nvfp4Math;
 pub use quantise::Producer;
-pub use text_encoder::TextEncoder;
+pub use text_encoder::{TOKEN_TABLE, TextEncoder};
 pub use transformer::{ContextIn, Modulation, ReferenceTokens, StepInput, Transformer};
 pub use vae::Vae;
 

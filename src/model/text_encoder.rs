@@ -15,6 +15,9 @@ use crate::tensor::{Arena, DType, Precision, Tensor};
 use crate::tokenizer::Tokens;
 use std::sync::OnceLock;
 
+/// The name of the table of token embeddings.
+pub const TOKEN_TABLE: &str = "model.embed_tokens.weight";
+
 /// The text encoder.
 pub struct TextEncoder {
     config: TextConfig,
@@ -40,7 +43,7 @@ impl TextEncoder {
     pub fn load(loader: &mut Loader<'_>, config: &TextConfig) -> Result<Self> {
         let c = config;
         let (q, kv, mlp) = (c.heads * HEAD_DIM, c.kv_heads * HEAD_DIM, c.intermediate);
-        let embedding = loader.table("model.embed_tokens.weight", c.vocab, c.hidden)?;
+        let embedding = loader.table(TOKEN_TABLE, c.vocab, c.hidden)?;
         let layers = (0..c.used_layers())
             .map(|i| {
                 let name = |rest: &str| format!("model.layers.{i}.{rest}.weight");

@@ -153,7 +153,7 @@ pub struct StepInput<'a> {
 pub enum ReferenceTokens<'a> {
     /// Their tokens are part of the sequence, one tensor per image.
     InSequence(&'a [Tensor]),
-    /// Their keys and values in every block are cached, by [`Transformer::reference_cache`].
+    /// Their keys and values in every block are cached, by [`Transformer::fill_reference_cache`].
     Cached(&'a [KvSegment]),
 }
 
@@ -336,19 +336,24 @@ impl Transformer {
         })
     }
 
-    /// Computes the keys and values of the reference tokens in every block, for models trained with a KV cache of references: the
-    /// references attend only to each other and are modulated as at timestep zero, so their keys and values do not depend on the
-    /// prompt, the canvas or the step. `rope` has the references' rows only.
-    pub fn reference_cache(
+    /// Allocates memory for the keys and values of so many reference tokens in every block.
+    pub fn reference_cache(&self, ws: &mut Arena, tokens: usize) -> Result<Vec<KvSegment>> {
+        self.attentions().map(|attention| attention.key_values(ws, tokens, self.config.hidden)).collect()
+    }
+
+    /// Computes these keys and values, for models trained with a KV cache of references: the references attend only to each other and
+    /// are modulated as at timestep zero, so their keys and values do not depend on the prompt, the canvas or the step. `rope` has the
+    /// references' rows only.
+    pub fn fill_reference_cache(
         &self,
         be: &mut dyn Backend,
         ws: &mut Arena,
+        cache: &[KvSegment],
         tokens: &[Tensor],
         rope: Tensor,
         modulation: Modulation,
-    ) -> Result<Vec<KvSegment>> {
+    ) -> Result<()> {
         let (h, act, rows) = (self.config.hidden, self.precision.activations(), rope.rows);
-        let cache = self.attentions().map(|attention| attention.key_values(ws, rows, h)).collect::<Result<Vec<_>>>()?;
         let kv_cache = |block: usize| KvCache { read: None, write: Some(cache[block]) };
         let rope = Rope { table: rope, style: RopeStyle::Interleaved };
         scope(be, ws, |be, ws| {
@@ -365,8 +370,7 @@ impl Transformer {
                 scope(be, ws, |be, ws| self.single_block(be, ws, block, x, wanted, rope, modulation.single(), kv_cache))?;
             }
             Ok(())
-        })?;
-        Ok(cache)
+        })
     }
 
     /// Projects image tokens, given as consecutive parts, to the transformer's width.

@@ -45,10 +45,11 @@ impl Engine {
     /// image.
     pub fn load(mut backend: Box<dyn Backend>, model: OpenModel, options: LoadOptions, progress: &dyn Progress) -> Result<Self> {
         let progress = &Traced::new(progress);
-        let OpenModel { weights, tokenizer, configs, variant, name, .. } = model;
+        let OpenModel { weights, tokenizer, configs, variant, name, read_ahead, .. } = model;
         let (mut stages, sizes, _) = Stages::place(&configs, weights.each_ref().map(Some), options, backend.gemm_formats())?;
         backend.reserve_weights(sizes.total(options.low_memory))?;
-        let mut store = Store { files: Arc::new(weights), configs, options, sizes, text: false, image: false };
+        let (text, transformer, vae) = (false, false, false);
+        let mut store = Store { files: Arc::new(weights), configs, options, sizes, text, transformer, vae, read_ahead };
         store.load_text(&mut stages.text, backend.as_mut(), progress)?;
         Ok(Self {
             backend,
@@ -83,8 +84,8 @@ impl Engine {
         self.backend.set_cancel(cancel);
     }
 
-    /// From now on keeps encoded prompts and references in the backend's memory, for later jobs with the same ones, which have the same
-    /// results to the byte. They take `most` bytes, or less where memory is short: at most a quarter of what a `usual` job leaves.
+    /// From now on keeps encoded prompts, references and their keys and values in the backend's memory, for later jobs with the same ones,
+    /// which have the same results to the byte. They take `most` bytes, or less where memory is short: at most a quarter of what a `usual` job leaves.
     pub fn keep_results(&mut self, most: u64, usual: &Job) -> Result<()> {
         let inputs = self.inputs(usual, &Silent)?;
         let more = self.dry_run(&inputs)?.bytes.saturating_sub(self.working);
@@ -195,32 +196,32 @@ impl Engine {
         be.take_saturated()?;
         store.load_text(&mut stages.text, be, progress)?;
 
-        let (kept, config, precision) = (shapes.tables(&inputs), &stages.transformer_config, store.options.precision);
-        let prepare = |seed: u64| Prepared::new(job, seed, precision);
-        let (prompts, (tables, first)) = threads::join(
-            || stages.encode_prompts(be, &mut ws, &inputs, results, progress),
-            || {
-                let tables = kept.unwrap_or_else(|| Arc::new(Tables::new(config, &inputs)));
-                (tables, job.seeds.first().map(|&seed| prepare(seed)))
-            },
-        );
-        let prompts = prompts?;
+        let prompts = stages.encode_prompts(be, &mut ws, &inputs, results, progress)?;
+        // A device that runs on its own encodes the prompts while the host prepares what comes next.
+        let make = || Arc::new(Tables::new(&stages.transformer_config, &inputs));
+        let tables = shapes.tables(&inputs).unwrap_or_else(make);
         shapes.keep_tables(&inputs, &tables);
-        let Some(first) = first else {
+        let precision = store.options.precision;
+        let prepare = |seed: u64| Prepared::new(job, seed, precision);
+        let Some(first) = job.seeds.first().map(|&seed| prepare(seed)) else {
             progress.end();
             return Ok(());
         };
         let canvas = stages.place_canvas(be, &mut ws, &inputs, &tables, &first)?;
-        // If the image side is still to be loaded, loading overlaps with encoding the prompts, so nothing waits for them here.
-        if store.image {
+        // If the transformer is still to be loaded, loading overlaps with encoding the prompts, so nothing waits for them here.
+        if store.transformer {
             inputs.check_prompts(be, prompts.counts)?;
             progress.end();
         } else {
             progress.end();
-            store.load_image(&mut stages.image, be, progress)?;
+            store.load_transformer(&mut stages.image, be, progress)?;
             inputs.check_prompts(be, prompts.counts)?;
         }
-        let images = Images { canvas, tables: &tables, seeds: &job.seeds, first, prepare: &prepare, kept: results };
+        if !job.references.is_empty() {
+            store.load_vae(be)?;
+        }
+        let load_vae = &mut |be: &mut dyn Backend| store.load_vae(be);
+        let images = Images { canvas, tables: &tables, seeds: &job.seeds, first, prepare: &prepare, kept: results, load_vae };
         stages.denoise_and_decode(be, &mut ws, &inputs, prompts.encoded, images, progress, &mut |seed, mut values| {
             let (pixels, width, height) = (std::mem::take(&mut values.pixels), job.size.width(), job.size.height());
             let saturated = values.saturated;
@@ -305,6 +306,8 @@ struct Images<'a> {
     prepare: &'a (dyn Fn(u64) -> Prepared<'a> + Sync),
     /// Results of earlier jobs.
     kept: &'a mut Kept,
+    /// Loads the VAE where that has not been done; a device that runs on its own is denoising meanwhile.
+    load_vae: &'a mut dyn FnMut(&mut dyn Backend) -> Result<()>,
 }
 
 impl Stages {
@@ -347,7 +350,7 @@ impl Stages {
         let canvas = self.place_canvas(plan, &mut ws, inputs, tables, &first)?;
         inputs.check_prompts(plan, counts)?;
         progress.end();
-        let images = Images { canvas, tables, seeds: &[0], first, prepare, kept };
+        let images = Images { canvas, tables, seeds: &[0], first, prepare, kept, load_vae: &mut |_| Ok(()) };
         self.denoise_and_decode(plan, &mut ws, inputs, encoded, images, progress, &mut |_, _| Ok(()))?;
         Ok(ws.peak().max(plan.arena_bytes))
     }
@@ -402,7 +405,7 @@ impl Stages {
         ws: &mut Arena,
         inputs: &Inputs<'_>,
         Encoded { context, negative, values: mut shared }: Encoded,
-        Images { canvas: Canvas { rope, latents }, tables, seeds, first, prepare, kept }: Images<'_>,
+        Images { canvas: Canvas { rope, latents }, tables, seeds, first, prepare, kept, load_vae }: Images<'_>,
         progress: &dyn Progress,
         sink: &mut dyn FnMut(u64, Values) -> Result<()>,
     ) -> Result<()> {
@@ -414,11 +417,18 @@ impl Stages {
         let (mut tokens, mut cache) = (Vec::new(), Vec::new());
         if !job.references.is_empty() {
             progress.begin(Phase::References, (job.references.len() + usize::from(inputs.cached)) as u64);
-            tokens = self.encode_references(be, ws, inputs, kept, &mut shared.references, progress)?;
+            let source = |input: &ReferenceInput| Source::reference(input.grid, &input.pixels);
+            let sources: Vec<Source> = job.references.iter().filter(|_| kept.is_on()).map(source).collect();
+            tokens = self.encode_references(be, ws, inputs, kept, &sources, &mut shared.references, progress)?;
             if inputs.cached {
                 let rows = rope.rows(plan.canvas().end..plan.tokens());
-                self.image.transformer.select(be, modulation, table, schedule.steps())?;
-                cache = self.image.transformer.reference_cache(be, ws, &tokens, rows, modulation)?;
+                cache = self.image.transformer.reference_cache(ws, rows.rows)?;
+                let key_values: Vec<Tensor> = cache.iter().flat_map(|segment| [segment.k, segment.v]).collect();
+                let source = kept.is_on().then_some(Source::KeyValues(sources));
+                kept.copy_or(be, source, &key_values, |be| {
+                    self.image.transformer.select(be, modulation, table, schedule.steps())?;
+                    self.image.transformer.fill_reference_cache(be, ws, &cache, &tokens, rows, modulation)
+                })?;
                 be.synchronize()?;
                 progress.advance(1);
             }
@@ -463,6 +473,7 @@ impl Stages {
                     } else {
                         be.run(Op::Euler { latents, velocity, dt: schedule.dt(i) })?;
                     }
+                    load_vae(be)?;
                     // The VAE's weights are checked before they are used: that is cheap, and a fault found later would waste all
                     // steps.
                     let parts = &[Part::Transformer, Part::Vae];
@@ -519,7 +530,7 @@ impl Stages {
         let mut embeds = Vec::new();
         // A record has the embeddings as well.
         let source = (kept.is_on() && !inputs.job.record).then(|| Source::Prompt(tokens.ids.clone(), tokens.real));
-        kept.copy_or(be, source, context, |be| {
+        kept.copy_or(be, source, &[context], |be| {
             scope(be, ws, |be, ws| {
                 let features = ws.alloc(length, self.text_config.features(), self.activations)?;
                 self.text.encoder.forward(be, ws, features, tokens)?;
@@ -533,13 +544,16 @@ impl Stages {
         Ok((context, embeds))
     }
 
-    /// Encodes the reference images to tokens, and keeps their values in `record` if the job asks for one.
+    /// Encodes the reference images to tokens, and keeps their values in `record` if the job asks for one. `sources` are what they are
+    /// kept by, if they are.
+    #[allow(clippy::too_many_arguments)]
     fn encode_references(
         &self,
         be: &mut dyn Backend,
         ws: &mut Arena,
         inputs: &Inputs<'_>,
         kept: &mut Kept,
+        sources: &[Source],
         record: &mut Vec<Vec<f32>>,
         progress: &dyn Progress,
     ) -> Result<Vec<Tensor>> {
@@ -548,8 +562,7 @@ impl Stages {
         let counts = ws.alloc(references.len(), 1, DType::F32)?;
         for (j, ReferenceInput { grid, pixels }) in references.iter().enumerate() {
             let tokens = ws.alloc(grid.tokens(), self.transformer_config.channels, act)?;
-            let source = kept.is_on().then(|| Source::reference(*grid, pixels));
-            kept.copy_or(be, source, tokens, |be| {
+            kept.copy_or(be, sources.get(j).cloned(), &[tokens], |be| {
                 scope(be, ws, |be, ws| {
                     let image = ws.alloc(PATCH * PATCH * grid.tokens(), 3, act)?;
                     be.write(image, pixels)?;

@@ -1,4 +1,4 @@
-//! Results that outlive a job: encoded prompts and references, found by what they were computed from. They stay in memory of the backend
+//! Results that outlive a job: encoded prompts, references and their keys and values, found by what they were computed from. They stay in memory of the backend
 //! that is theirs alone, and are copied to the working memory of a job, so that a job has the same ops and addresses with them and
 //! without.
 
@@ -10,12 +10,14 @@ use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 
 /// What a result was computed from.
-#[derive(PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub enum Source {
     /// The ids of a prompt's tokens, and how many of them are no padding.
     Prompt(Vec<u32>, usize),
     /// The digest of a reference's pixels, and its size.
     Reference([u8; 32], Grid),
+    /// Those of the references whose keys and values these are, in their order.
+    KeyValues(Vec<Source>),
 }
 
 impl Source {
@@ -44,7 +46,7 @@ impl Source {
 pub struct Kept {
     bytes: u64,
     next: u64,
-    results: Vec<(Source, Tensor)>,
+    results: Vec<(Source, Vec<Tensor>)>,
 }
 
 impl Kept {
@@ -66,28 +68,35 @@ impl Kept {
         (self.next, self.results) = (0, Vec::new());
     }
 
-    /// Computes a result, or copies it from where it is kept; without a source it is neither found nor kept.
+    /// Computes a result, which these tensors hold, or copies it from where it is kept; without a source it is neither found nor kept.
     pub fn copy_or(
         &mut self,
         be: &mut dyn Backend,
         source: Option<Source>,
-        to: Tensor,
+        to: &[Tensor],
         compute: impl FnOnce(&mut dyn Backend) -> Result<()>,
     ) -> Result<()> {
         let Some(source) = source else { return compute(be) };
         if let Some((_, kept)) = self.results.iter().find(|(of, _)| *of == source) {
-            return be.run(Op::Copy { out: to, x: *kept });
+            return to.iter().zip(kept).try_for_each(|(&out, &x)| be.run(Op::Copy { out, x }));
         }
         compute(be)?;
-        let bytes = to.bytes().next_multiple_of(ALIGN);
-        if bytes > self.bytes || to.scaling != Scaling::Unscaled {
+        let bytes: u64 = to.iter().map(|tensor| tensor.bytes().next_multiple_of(ALIGN)).sum();
+        if bytes > self.bytes || to.iter().any(|tensor| tensor.scaling != Scaling::Unscaled) {
             return Ok(());
         }
         let first = if self.next + bytes > self.bytes { 0 } else { self.next };
-        let (place, kept) = (first..first + bytes, Tensor { region: Region::Kept, offset: first, stride: to.cols, ..to });
-        self.results.retain(|(_, other)| other.extent().end <= place.start || place.end <= other.extent().start);
-        be.run(Op::Copy { out: kept, x: to })?;
-        self.next = place.end;
+        let place = first..first + bytes;
+        let is_apart = |other: &Tensor| other.extent().end <= place.start || place.end <= other.extent().start;
+        self.results.retain(|(_, others)| others.iter().all(is_apart));
+        self.next = first;
+        let mut kept = Vec::with_capacity(to.len());
+        for &x in to {
+            let out = Tensor { region: Region::Kept, offset: self.next, stride: x.cols, ..x };
+            be.run(Op::Copy { out, x })?;
+            self.next += x.bytes().next_multiple_of(ALIGN);
+            kept.push(out);
+        }
         self.results.push((source, kept));
         Ok(())
     }

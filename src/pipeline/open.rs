@@ -1,12 +1,13 @@
 //! Opens the files of a model and checks that they are complete and fit each other. No weight is read yet.
 
-use crate::checkpoint::Weights;
+use crate::checkpoint::{ReadAhead, Weights};
 use crate::config::{
     ConfigFile, Conventions, TextConfig, TransformerConfig, VaeConfig, Variant, check_fit, check_scheduler, display_name,
 };
 use crate::error::{Error, Result};
 use crate::locate::{Embedded, Found, ModelFiles};
-use crate::model::{text_manifest, transformer_manifest, vae_manifest};
+use crate::memory;
+use crate::model::{TOKEN_TABLE, text_manifest, transformer_manifest, vae_manifest};
 use crate::names::Layout;
 use crate::part::{Part, PerPart};
 use crate::tensor::DType;
@@ -52,30 +53,56 @@ pub struct OpenModel {
     pub name: String,
     /// Warnings about its files.
     pub warnings: Vec<String>,
+    /// Reads its weights before they are needed, if that was asked for.
+    pub(super) read_ahead: Option<ReadAhead>,
+}
+
+/// The parts of a model, checked.
+struct CheckedParts {
+    weights: PerPart<Weights>,
+    configs: Configs,
+    warnings: Vec<String>,
 }
 
 impl OpenModel {
     /// Opens the model that was found and checks that every tensor exists and has the right shape. `variant` overrides the variant
     /// that the files and their names imply.
     pub fn open(found: &Found, variant: Option<Variant>) -> Result<Self> {
+        Self::open_for(found, variant, false)
+    }
+
+    /// The same, and from then on reads the weights in the background, for a backend that will copy them.
+    pub fn open_and_read_ahead(found: &Found, variant: Option<Variant>) -> Result<Self> {
+        Self::open_for(found, variant, true)
+    }
+
+    fn open_for(found: &Found, variant: Option<Variant>, ahead: bool) -> Result<Self> {
         let _span = trace::span("open the model");
         match found {
-            Found::Files(files) => Self::files(files, variant),
+            Found::Files(files) => Self::files(files, variant, ahead),
             Found::BuiltIn(model) => Self::embedded(*model, variant),
             Found::Tiny => Self::tiny(variant, found.conventions()?),
         }
     }
 
-    fn files(files: &ModelFiles, variant: Option<Variant>) -> Result<Self> {
-        let open = |part| Ok(Weights::open(part, &files.parts[part])?.with_nvfp4_layout(files.nvfp4_layout));
-        let weights = PerPart::try_from_fn(open)?;
+    fn files(files: &ModelFiles, variant: Option<Variant>, ahead: bool) -> Result<Self> {
         let read = |path: Option<PathBuf>| path.as_deref().map(ConfigFile::read).transpose();
-        let configs = PerPart::try_from_fn(|part| read(ModelFiles::config_of(&files.parts[part])))?;
-        read(files.scheduler())?.as_ref().map_or(Ok(()), check_scheduler)?;
-        let tokenizer = match &files.tokenizer {
-            Some(path) => Tokenizer::open(path)?,
-            None => Tokenizer::qwen3()?,
+        let parts = || {
+            let open = |part| Ok(Weights::open(part, &files.parts[part])?.with_nvfp4_layout(files.nvfp4_layout));
+            let weights = PerPart::try_from_fn(open)?;
+            let configs = PerPart::try_from_fn(|part| read(ModelFiles::config_of(&files.parts[part])))?;
+            read(files.scheduler())?.as_ref().map_or(Ok(()), check_scheduler)?;
+            let parts = CheckedParts::new(weights, configs.each_ref().map(Option::as_ref), &files.conventions)?;
+            let read_ahead = ahead.then(|| parts.read_ahead()).transpose()?.flatten();
+            Ok((parts, read_ahead))
         };
+        let tokenizer = || match &files.tokenizer {
+            Some(path) => Tokenizer::open(path),
+            None => Tokenizer::qwen3(),
+        };
+        // Neither needs the other, and a vocabulary takes as long to parse as a driver to start.
+        let (parts, tokenizer) = rayon::join(parts, tokenizer);
+        let ((parts, read_ahead), tokenizer) = (parts?, tokenizer?);
         let variant = match variant.or(files.conventions.variant) {
             Some(variant) => variant,
             None => {
@@ -83,7 +110,7 @@ impl OpenModel {
                 Variant::detect(read(files.index.clone())?.as_ref(), &[&file, &files.origin])?
             }
         };
-        Self::check(weights, configs.each_ref().map(Option::as_ref), tokenizer, variant, files.conventions.clone())
+        Ok(Self { read_ahead, ..Self::of_parts(parts, tokenizer, variant, files.conventions.clone()) })
     }
 
     fn embedded(model: Embedded, variant: Option<Variant>) -> Result<Self> {
@@ -119,10 +146,38 @@ impl OpenModel {
         variant: Variant,
         conventions: Conventions,
     ) -> Result<Self> {
+        Ok(Self::of_parts(CheckedParts::new(weights, files, &conventions)?, tokenizer, variant, conventions))
+    }
+
+    fn of_parts(parts: CheckedParts, tokenizer: Tokenizer, variant: Variant, conventions: Conventions) -> Self {
+        let CheckedParts { weights, configs, warnings } = parts;
+        let name = conventions.name.clone().unwrap_or_else(|| display_name(&configs.transformer, variant));
+        Self { weights, tokenizer, configs, variant, conventions, name, warnings, read_ahead: None }
+    }
+
+    /// The weights of its parts.
+    pub fn weights(&self) -> &PerPart<Weights> {
+        &self.weights
+    }
+
+    /// The files in use, for display.
+    pub fn files_in_use(&self) -> PerPart<String> {
+        self.weights.each_ref().map(Weights::source)
+    }
+
+    /// Fails if one of the files changed since it was opened.
+    pub fn verify(&self) -> Result<()> {
+        self.weights.values().try_for_each(Weights::verify)
+    }
+}
+
+impl CheckedParts {
+    /// Checks that the parts are complete and fit each other.
+    fn new(weights: PerPart<Weights>, files: PerPart<Option<&ConfigFile>>, conventions: &Conventions) -> Result<Self> {
         let _span = trace::span("check tensors");
         let configs = Configs {
             transformer: TransformerConfig::detect(&weights.transformer, files.transformer)?,
-            text_encoder: TextConfig::detect(&weights.text_encoder, files.text_encoder, &conventions)?,
+            text_encoder: TextConfig::detect(&weights.text_encoder, files.text_encoder, conventions)?,
             vae: VaeConfig::detect(&weights.vae, files.vae)?,
         };
         check_fit(&configs.transformer, &configs.text_encoder)?;
@@ -144,22 +199,27 @@ impl OpenModel {
                 warnings.push(format!("{}: unknown tensor `{first}`{more}, ignored", weights.path().display()));
             }
         }
-        let name = conventions.name.clone().unwrap_or_else(|| display_name(&configs.transformer, variant));
-        Ok(Self { weights, tokenizer, configs, variant, conventions, name, warnings })
+        Ok(Self { weights, configs, warnings })
     }
 
-    /// The weights of its parts.
-    pub fn weights(&self) -> &PerPart<Weights> {
-        &self.weights
-    }
-
-    /// The files in use, for display.
-    pub fn files_in_use(&self) -> PerPart<String> {
-        self.weights.each_ref().map(Weights::source)
-    }
-
-    /// Fails if one of the files changed since it was opened.
-    pub fn verify(&self) -> Result<()> {
-        self.weights.values().try_for_each(Weights::verify)
+    /// Starts to read the weights in the order in which they are loaded; unless memory is short, where the first would be gone again when
+    /// they are needed.
+    fn read_ahead(&self) -> Result<Option<ReadAhead>> {
+        let Configs { transformer, text_encoder, vae } = &self.configs;
+        let manifests = [
+            (Part::TextEncoder, text_manifest(text_encoder)),
+            (Part::Transformer, transformer_manifest(transformer)),
+            (Part::Vae, vae_manifest(vae)),
+        ];
+        let mut all = Vec::new();
+        for (part, manifest) in manifests {
+            // Of the token embeddings only a few rows are needed.
+            for spec in manifest.iter().filter(|spec| spec.name != TOKEN_TABLE) {
+                all.extend(self.weights[part].weight(spec)?.parts.into_iter().map(|part| part.bytes));
+            }
+        }
+        let total: u64 = all.iter().map(|bytes| bytes.len() as u64).sum();
+        let fits = memory::available().is_none_or(|free| total <= free / 2);
+        Ok(fits.then(|| ReadAhead::start(all)))
     }
 }

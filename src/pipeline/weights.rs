@@ -1,11 +1,12 @@
 //! A model's weights on a backend. They have two sides: the text side, which encodes prompts and is needed first, and the image
 //! side, which denoises and decodes. The image side is loaded after the prompt's ops were issued, so that loading overlaps with a
-//! GPU running them. In low-memory mode it overwrites the text side, which is then loaded again for the next prompt.
+//! GPU running them, and the VAE, unless it encodes references, after those of the first step. In low-memory mode the image side
+//! overwrites the text side, which is then loaded again for the next prompt.
 
 use super::job::LoadOptions;
 use super::open::Configs;
 use crate::backend::{Backend, GemmFormats, Plan};
-use crate::checkpoint::Weights;
+use crate::checkpoint::{ReadAhead, Weights};
 use crate::error::Result;
 use crate::model::{ContextIn, LayerFormat, Loader, TextEncoder, Transformer, Vae};
 use crate::part::PerPart;
@@ -45,6 +46,8 @@ pub struct ImageSide {
 pub struct Sizes {
     pub text: u64,
     pub image: u64,
+    /// Bytes of the VAE, which are the last ones of the image side.
+    pub vae: u64,
 }
 
 impl Sizes {
@@ -57,6 +60,11 @@ impl Sizes {
     fn image_at(self, shared: bool) -> u64 {
         if shared { 0 } else { self.text }
     }
+
+    /// The offset of the VAE.
+    fn vae_at(self, shared: bool) -> u64 {
+        self.image_at(shared) + self.image - self.vae
+    }
 }
 
 impl Placing<'_> {
@@ -65,10 +73,15 @@ impl Placing<'_> {
     pub fn both(&self, gemms: GemmFormats) -> Result<(TextSide, ImageSide, Sizes, Sizes)> {
         let mut plan = Plan::new(gemms);
         let (text, text_bytes) = self.text(&mut plan, &mut |_| ())?;
-        let (sizes, copied) = (Sizes { text: text_bytes, image: 0 }, Sizes { text: plan.copied_bytes, image: 0 });
-        let (image, image_bytes) = self.image(&mut plan, sizes.image_at(self.options.low_memory), &mut |_| ())?;
-        let copied = Sizes { image: plan.copied_bytes - copied.text, ..copied };
-        Ok((text, image, Sizes { image: image_bytes, ..sizes }, copied))
+        let text_copied = plan.copied_bytes;
+        let at = Sizes { text: text_bytes, image: 0, vae: 0 }.image_at(self.options.low_memory);
+        let (transformer, formats, transformer_bytes) = self.transformer(&mut plan, at, &mut |_| ())?;
+        let transformer_copied = plan.copied_bytes;
+        let (vae, vae_bytes) = self.vae(&mut plan, at + transformer_bytes, &mut |_| ())?;
+        let (image_copied, vae_copied) = (plan.copied_bytes - text_copied, plan.copied_bytes - transformer_copied);
+        let sizes = Sizes { text: text_bytes, image: transformer_bytes + vae_bytes, vae: vae_bytes };
+        let copied = Sizes { text: text_copied, image: image_copied, vae: vae_copied };
+        Ok((text, ImageSide { transformer, vae, formats }, sizes, copied))
     }
 
     fn loader<'a>(
@@ -105,19 +118,29 @@ impl Placing<'_> {
         Ok((TextSide { encoder, context, formats }, region.peak()))
     }
 
-    /// Places the image side from byte `at` on, and calls `loaded` with the bytes of each weight. Also returns their total.
-    fn image(&self, be: &mut dyn Backend, at: u64, loaded: &mut dyn FnMut(u64)) -> Result<(ImageSide, u64)> {
-        let (configs, sources) = (self.configs, &self.sources);
+    /// Places the transformer from byte `at` on, and calls `loaded` with the bytes of each weight. Also returns the formats of its
+    /// layers, and the total.
+    fn transformer(
+        &self,
+        be: &mut dyn Backend,
+        at: u64,
+        loaded: &mut dyn FnMut(u64),
+    ) -> Result<(Transformer, Vec<LayerFormat>, u64)> {
         let mut region = Arena::starting_at(Region::Weights, at);
-        let mut loader = self.loader(be, &mut region, sources.transformer, loaded);
-        let span = self.span("upload the transformer");
-        let transformer = Transformer::load(&mut loader, &configs.transformer)?;
-        drop(span);
+        let mut loader = self.loader(be, &mut region, self.sources.transformer, loaded);
+        let _span = self.span("upload the transformer");
+        let transformer = Transformer::load(&mut loader, &self.configs.transformer)?;
         let formats = loader.formats();
-        let mut loader = self.loader(be, &mut region, sources.vae, loaded);
+        Ok((transformer, formats, region.peak() - at))
+    }
+
+    /// Places the VAE in the same way.
+    fn vae(&self, be: &mut dyn Backend, at: u64, loaded: &mut dyn FnMut(u64)) -> Result<(Vae, u64)> {
+        let mut region = Arena::starting_at(Region::Weights, at);
+        let mut loader = self.loader(be, &mut region, self.sources.vae, loaded);
         let _span = self.span("upload the VAE");
-        let vae = Vae::load(&mut loader, &configs.vae, self.options.references)?.with_tiling(self.options.vae_tiling);
-        Ok((ImageSide { transformer, vae, formats }, region.peak() - at))
+        let vae = Vae::load(&mut loader, &self.configs.vae, self.options.references)?.with_tiling(self.options.vae_tiling);
+        Ok((vae, region.peak() - at))
     }
 }
 
@@ -129,8 +152,12 @@ pub struct Store {
     pub sizes: Sizes,
     /// Whether all of the text side is on the backend.
     pub text: bool,
-    /// Whether all of the image side is on the backend.
-    pub image: bool,
+    /// Whether the transformer is.
+    pub transformer: bool,
+    /// Whether the VAE is.
+    pub vae: bool,
+    /// Reads the files before they are needed; it ends with the last weights.
+    pub read_ahead: Option<ReadAhead>,
 }
 
 impl Store {
@@ -149,9 +176,9 @@ impl Store {
         if self.text {
             return Ok(());
         }
-        if self.image && self.options.low_memory {
+        if self.transformer && self.options.low_memory {
             progress.warn("to save memory, the text encoder is loaded again for every prompt");
-            self.image = false;
+            (self.transformer, self.vae) = (false, false);
         }
         progress.begin(Phase::Load, self.sizes.text);
         (*side, _) = self.placing().text(be, &mut |bytes| progress.advance(bytes))?;
@@ -161,21 +188,33 @@ impl Store {
         Ok(())
     }
 
-    /// Loads the image side in the same way, unless it is on the backend already, and waits until that is done.
-    pub fn load_image(&mut self, side: &mut ImageSide, be: &mut dyn Backend, progress: &dyn Progress) -> Result<()> {
-        if self.image {
+    /// Loads the transformer in the same way, unless it is on the backend already, and waits until that is done.
+    pub fn load_transformer(&mut self, side: &mut ImageSide, be: &mut dyn Backend, progress: &dyn Progress) -> Result<()> {
+        if self.transformer {
             return Ok(());
         }
         if self.options.low_memory {
             self.text = false;
         }
-        progress.begin(Phase::Load, self.sizes.image);
+        progress.begin(Phase::Load, self.sizes.image - self.sizes.vae);
         let at = self.sizes.image_at(self.options.low_memory);
-        (*side, _) = self.placing().image(be, at, &mut |bytes| progress.advance(bytes))?;
+        (side.transformer, side.formats, _) = self.placing().transformer(be, at, &mut |bytes| progress.advance(bytes))?;
         self.verify()?;
         be.synchronize()?;
         progress.end();
-        self.image = true;
+        self.transformer = true;
+        Ok(())
+    }
+
+    /// Loads the VAE, unless it is on the backend already. It is never quantised, so it is what the dry run has placed.
+    pub fn load_vae(&mut self, be: &mut dyn Backend) -> Result<()> {
+        if self.vae {
+            return Ok(());
+        }
+        self.placing().vae(be, self.sizes.vae_at(self.options.low_memory), &mut |_| ())?;
+        self.verify()?;
+        self.vae = true;
+        self.read_ahead = None;
         Ok(())
     }
 }

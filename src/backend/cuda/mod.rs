@@ -35,7 +35,7 @@ pub use dispatch::kernels_of;
 pub use launch::{ARCHS, Images, Kernel, NVCC, built_in};
 pub use select::{GemmOperands, Tile};
 pub use selftest::{CopyBy, CopyGraph, Fragments, LANES, Mma};
-pub use system::{CAPABILITY, System, devices, driver_release};
+pub use system::{CAPABILITY, System, devices, driver_release, has_driver};
 
 use super::plan::Live;
 use super::{Backend, Fp8Accumulate, GemmFormats, Op, Reading, Role, StepKey, Stop};
@@ -487,7 +487,6 @@ impl Backend for Cuda {
     fn step(&mut self, key: StepKey, body: &mut dyn FnMut(&mut dyn Backend) -> Result<()>) -> Result<()> {
         self.stop.check()?;
         self.order_uploads()?;
-        self.note_read(0..self.context.memory.weight_bytes());
         if self.capturing {
             return body(self);
         }
@@ -499,6 +498,8 @@ impl Backend for Cuda {
             let hash = self.context.kernels.end_hash();
             return issued.map(|()| self.steps.saw(key, hash));
         };
+        // Which weights a graph reads is not noted with it.
+        self.note_read(0..self.context.memory.weight_bytes());
         if let Some(graph) = self.steps.graph(hash) {
             return graph.launch(self.stream.1);
         }

@@ -1,4 +1,4 @@
-//! Uploads of weights through two pinned staging buffers, one of which is filled while the other is copied. Copies have a stream of
+//! Uploads of weights through pinned staging buffers, one of which is filled while others are copied. Copies have a stream of
 //! their own and run concurrently with kernels; [`Staging::before`] and [`Staging::after`] state which has to wait for which.
 #![allow(unsafe_code)]
 
@@ -12,14 +12,18 @@ use std::rc::Rc;
 
 /// Bytes of a staging buffer: large enough that a copy runs at full speed, but small because pinning memory takes time.
 const BUFFER: usize = 16 << 20;
+/// Staging buffers: so many that the copies of all but the one that is being filled take longer than filling it, even where the threads
+/// that fill it have to be woken.
+const BUFFERS: usize = 4;
 /// Elements that one thread converts at a time.
 const GRAIN: usize = 32 << 10;
 
-/// The two staging buffers, and the stream on which they are copied in order.
+/// The staging buffers, and the stream on which they are copied in order.
 pub struct Staging {
     // Dropped first, because it waits until the device has copied everything.
     stream: CopyStream,
-    buffers: [Buffer; 2],
+    /// They are filled in turn, and pinned with their first use.
+    buffers: Vec<Buffer>,
     next: usize,
     /// Recorded wherever copies and kernels have to wait for each other.
     order: EventGuard,
@@ -123,7 +127,7 @@ impl Staging {
     pub fn new(driver: Rc<dyn Driver>) -> Result<Self> {
         Ok(Self {
             stream: CopyStream::new(&driver)?,
-            buffers: [Buffer::new(&driver, BUFFER)?, Buffer::new(&driver, BUFFER)?],
+            buffers: Vec::with_capacity(BUFFERS),
             next: 0,
             order: EventGuard::new(&driver)?,
             pending: false,
@@ -134,12 +138,15 @@ impl Staging {
     /// Queues a copy of `len` bytes that `fill` writes.
     fn copy(&mut self, to: u64, len: usize, fill: impl FnOnce(&mut [u8])) -> Result<()> {
         let _span = crate::trace::span("fill a staging buffer and queue its copy");
+        if self.buffers.len() == self.next {
+            self.buffers.push(Buffer::new(&self.driver, BUFFER)?);
+        }
         let buffer = &mut self.buffers[self.next];
         buffer.wait()?;
         self.pending = true;
         let rows = Rows { address: to, pitch: len as u64, width: len as u64 };
         let queued = buffer.queue(self.stream.1, rows, len, fill);
-        self.next = (self.next + 1) % self.buffers.len();
+        self.next = (self.next + 1) % BUFFERS;
         queued
     }
 
@@ -298,11 +305,15 @@ fn channels_last(row: &[u8], size: usize) -> Vec<u8> {
 
 /// Stores values as a tensor does, whose elements stand for `scale` times their value.
 pub fn encode(values: &[f32], dtype: DType, scale: f32, bytes: &mut [u8]) {
-    let pieces = bytes.par_chunks_mut(dtype.bytes(GRAIN)).zip(values.par_chunks(GRAIN));
-    pieces.for_each(|(to, from)| match scale {
+    let store = |to: &mut [u8], from: &[f32]| match scale {
         1.0 => dtype.encode(from, to),
         _ => dtype.encode(&from.iter().map(|v| v / scale).collect::<Vec<_>>(), to),
-    });
+    };
+    // Waking the threads of the pool takes longer than a few values, such as the embeddings of a prompt's tokens.
+    if values.len() <= 4 * GRAIN {
+        return store(bytes, values);
+    }
+    bytes.par_chunks_mut(dtype.bytes(GRAIN)).zip(values.par_chunks(GRAIN)).for_each(|(to, from)| store(to, from));
 }
 
 /// Stored values as f32: `scale` times the value of each element.

@@ -48,11 +48,16 @@ fn no_gpu(what: impl Into<String>, hint: impl Into<String>) -> Error {
     Error::NoGpu { what: what.into(), hint: hint.into() }
 }
 
+/// Whether there is a driver, which may still not start.
+pub fn has_driver() -> bool {
+    // SAFETY: only tries to open the library.
+    unsafe { sys::is_culib_present() }
+}
+
 /// Opens the driver, and returns the newest CUDA version that it supports, or why it cannot be used.
 fn driver() -> Result<(u32, u32)> {
     let _span = trace::span("start the driver");
-    // SAFETY: only tries to open the library.
-    if !unsafe { sys::is_culib_present() } {
+    if !has_driver() {
         return Err(no_gpu("the NVIDIA driver is not installed (libcuda was not found)", "install the driver of an NVIDIA GPU"));
     }
     let mut version = 0;
