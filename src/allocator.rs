@@ -49,13 +49,20 @@ fn checked(ptr: *mut u8, size: usize) -> *mut u8 {
     ptr
 }
 
-/// If the address space is limited, makes all threads share one malloc arena. By default glibc reserves 64 MiB of address space
-/// for each thread, which exhausts the limit on a machine with many cores.
-pub fn save_addresses() {
+/// Sets options of malloc, before there are other threads.
+pub fn configure() {
+    // SAFETY: each sets an option of malloc, and there are no other threads yet. One that fails leaves the default.
     #[cfg(target_env = "gnu")]
-    if kiln::memory::address_limit().is_some() {
-        // SAFETY: this sets an option of malloc before there are other threads. If it fails, more address space is reserved.
-        unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) };
+    unsafe {
+        if kiln::memory::address_limit().is_some() {
+            // By default glibc reserves 64 MiB of address space for each thread, which exhausts the limit on a machine with many cores.
+            libc::mallopt(libc::M_ARENA_MAX, 1);
+        } else {
+            // Memory for the noise, pixels and file of an image is kept for those of the next one: else the system takes it back and provides
+            // it again page by page, which takes milliseconds for large images. More than this at once is still returned.
+            libc::mallopt(libc::M_MMAP_THRESHOLD, 32 << 20);
+            libc::mallopt(libc::M_TRIM_THRESHOLD, 256 << 20);
+        }
     }
 }
 

@@ -78,7 +78,7 @@ fn program() -> ExitCode {
             }
         };
         #[cfg(target_os = "linux")]
-        allocator::save_addresses();
+        allocator::configure();
         // The thread pool has to exist before its first use.
         if command.shares_pool() {
             threads::start_shared(command.threads())?;

@@ -11,6 +11,7 @@ mod kept;
 mod open;
 mod prepared;
 mod tap;
+mod values;
 mod weights;
 
 pub use engine::Engine;

@@ -316,8 +316,11 @@ fn pictures_are_drawn_stage_by_stage() {
 
     // The chart of the documentation is that of the figures beside it.
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let figures = root.join("bench/results/2026-11-15-h200/pictures-1024.json");
-    sandbox.run(["bench", "--from", figures.to_str().unwrap(), "--svg", "docs.svg"]).good();
+    let [own, others] = ["kiln", "diffusers"].map(|engine| {
+        let file = format!("bench/results/2026-11-17-h200/images/{engine}-1024x1024-burst.json");
+        root.join(file).to_str().unwrap().to_owned()
+    });
+    sandbox.run(["bench", "--from", &own, "--beside", &others, "--svg", "docs.svg"]).good();
     let kept = std::fs::read_to_string(root.join("docs/images/stages-1024.svg")).unwrap();
     assert!(std::fs::read_to_string(sandbox.path("docs.svg")).unwrap() == kept, "docs/performance.md says how it is drawn");
 

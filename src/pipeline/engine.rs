@@ -7,22 +7,23 @@ use super::inputs::{Checks, Inputs, download};
 use super::job::{GeneratedImage, Job, LoadOptions, ReferenceInput};
 use super::kept::{Kept, Source};
 use super::open::{Configs, OpenModel};
-use super::prepared::{DryRun, Prepared, Shapes, Tables};
+use super::prepared::{DryRun, Shapes, Tables, initial_noise};
+use super::values::Values;
 use super::weights::{ImageSide, Placing, Sizes, Store, TextSide};
 use crate::backend::{Backend, GemmFormats, Op, Plan, Reading, StepKey, scope};
 use crate::checkpoint::Weights;
 use crate::config::{HEAD_DIM, TextConfig, TransformerConfig, Variant};
-use crate::dump::Record;
 use crate::error::{Error, Remedy, Result};
 use crate::image::Image;
 use crate::model::{ReferenceTokens, StepInput};
 use crate::part::{Part, PerPart};
 use crate::progress::{Phase, Progress, Silent, Traced};
-use crate::sequence::{PATCH, Pixels};
+use crate::sequence::PATCH;
 use crate::tensor::{Arena, DType, Region, Tensor};
 use crate::threads;
 use crate::tokenizer::{self, Tokenizer, Tokens};
 use crate::trace;
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -196,14 +197,18 @@ impl Engine {
         be.take_saturated()?;
         store.load_text(&mut stages.text, be, progress)?;
 
-        let prompts = stages.encode_prompts(be, &mut ws, &inputs, results, progress)?;
-        // A device that runs on its own encodes the prompts while the host prepares what comes next.
-        let make = || Arc::new(Tables::new(&stages.transformer_config, &inputs));
-        let tables = shapes.tables(&inputs).unwrap_or_else(make);
+        let (known, config, precision) = (shapes.tables(&inputs), &stages.transformer_config, store.options.precision);
+        let noise_of = |seed: u64| initial_noise(job, seed, precision);
+        let (prompts, (tables, first)) = threads::join(
+            || stages.encode_prompts(be, &mut ws, &inputs, results, progress),
+            || {
+                let tables = known.unwrap_or_else(|| Arc::new(Tables::new(config, &inputs)));
+                (tables, job.seeds.first().map(|&seed| noise_of(seed)))
+            },
+        );
+        let prompts = prompts?;
         shapes.keep_tables(&inputs, &tables);
-        let precision = store.options.precision;
-        let prepare = |seed: u64| Prepared::new(job, seed, precision);
-        let Some(first) = job.seeds.first().map(|&seed| prepare(seed)) else {
+        let Some(first) = first else {
             progress.end();
             return Ok(());
         };
@@ -221,7 +226,10 @@ impl Engine {
             store.load_vae(be)?;
         }
         let load_vae = &mut |be: &mut dyn Backend| store.load_vae(be);
-        let images = Images { canvas, tables: &tables, seeds: &job.seeds, first, prepare: &prepare, kept: results, load_vae };
+        // Zeros would be pages that the system provides one by one when the device's copy arrives.
+        let pixel_buffer = &|| vec![u8::MAX; 3 * job.size.width() * job.size.height()];
+        let (seeds, tables, noise_of) = (&*job.seeds, &*tables, &noise_of);
+        let images = Images { canvas, tables, seeds, first, noise_of, kept: results, load_vae, pixel_buffer };
         stages.denoise_and_decode(be, &mut ws, &inputs, prompts.encoded, images, progress, &mut |seed, mut values| {
             let (pixels, width, height) = (std::mem::take(&mut values.pixels), job.size.width(), job.size.height());
             let saturated = values.saturated;
@@ -239,37 +247,6 @@ pub struct Stages {
     image: ImageSide,
     /// Element type of activations.
     activations: DType,
-}
-
-/// The results of the stages on the host. Everything but the pixels and the count is kept only if the job asks for a record.
-#[derive(Clone, Default)]
-struct Values {
-    prompt_embeds: Vec<f32>,
-    negative_prompt_embeds: Option<Vec<f32>>,
-    references: Vec<Vec<f32>>,
-    latents: Vec<Vec<f32>>,
-    /// One row of three channels per pixel, before and after rounding to bytes.
-    image: Vec<f32>,
-    pixels: Vec<u8>,
-    /// How many activations did not fit into FP8.
-    saturated: u64,
-}
-
-impl Values {
-    fn into_record(self, prompt: &Tokens, size: Pixels) -> Record {
-        let pixels = size.width() * size.height();
-        let image = (0..3).flat_map(|c| (0..pixels).map(move |p| 3 * p + c)).map(|i| self.image[i]).collect();
-        Record {
-            token_ids: prompt.ids.clone(),
-            prompt_embeds: self.prompt_embeds,
-            negative_prompt_embeds: self.negative_prompt_embeds,
-            references: self.references,
-            latents: self.latents,
-            image,
-            width: size.width(),
-            height: size.height(),
-        }
-    }
 }
 
 /// Prompts whose encoding was issued.
@@ -300,14 +277,16 @@ struct Images<'a> {
     canvas: Canvas,
     tables: &'a Tables,
     seeds: &'a [u64],
-    /// Of the first image.
-    first: Prepared<'a>,
-    /// Prepares the image of a seed.
-    prepare: &'a (dyn Fn(u64) -> Prepared<'a> + Sync),
+    /// The noise of the first image.
+    first: Cow<'a, [f32]>,
+    /// Draws the noise of a seed.
+    noise_of: &'a (dyn Fn(u64) -> Cow<'a, [f32]> + Sync),
     /// Results of earlier jobs.
     kept: &'a mut Kept,
     /// Loads the VAE where that has not been done; a device that runs on its own is denoising meanwhile.
     load_vae: &'a mut dyn FnMut(&mut dyn Backend) -> Result<()>,
+    /// Allocates memory for the pixels of an image, none in a dry run.
+    pixel_buffer: &'a dyn Fn() -> Vec<u8>,
 }
 
 impl Stages {
@@ -344,13 +323,14 @@ impl Stages {
         let _span = trace::span("dry run");
         let mut ws = Arena::new(Region::Arena);
         // A plan takes no values, so none are computed.
-        let (tables, first, prepare) = (&Tables::default(), Prepared::default(), &|_| Prepared::default());
+        let (tables, first, noise_of) = (&Tables::default(), Cow::default(), &|_| Cow::default());
         let kept = &mut Kept::default();
         let Prompts { encoded, counts } = self.encode_prompts(plan, &mut ws, inputs, kept, progress)?;
         let canvas = self.place_canvas(plan, &mut ws, inputs, tables, &first)?;
         inputs.check_prompts(plan, counts)?;
         progress.end();
-        let images = Images { canvas, tables, seeds: &[0], first, prepare, kept, load_vae: &mut |_| Ok(()) };
+        let images =
+            Images { canvas, tables, seeds: &[0], first, noise_of, kept, load_vae: &mut |_| Ok(()), pixel_buffer: &Vec::new };
         self.denoise_and_decode(plan, &mut ws, inputs, encoded, images, progress, &mut |_, _| Ok(()))?;
         Ok(ws.peak().max(plan.arena_bytes))
     }
@@ -388,12 +368,12 @@ impl Stages {
         ws: &mut Arena,
         inputs: &Inputs<'_>,
         tables: &Tables,
-        first: &Prepared<'_>,
+        noise: &[f32],
     ) -> Result<Canvas> {
         let rope = ws.alloc(inputs.plan.tokens(), HEAD_DIM, DType::F32)?;
         let latents = ws.alloc(inputs.plan.canvas().len(), self.transformer_config.channels, DType::F32)?;
         be.write(rope, &tables.rope)?;
-        be.write(latents, &first.noise)?;
+        be.write(latents, noise)?;
         Ok(Canvas { rope, latents })
     }
 
@@ -405,7 +385,7 @@ impl Stages {
         ws: &mut Arena,
         inputs: &Inputs<'_>,
         Encoded { context, negative, values: mut shared }: Encoded,
-        Images { canvas: Canvas { rope, latents }, tables, seeds, first, prepare, kept, load_vae }: Images<'_>,
+        Images { canvas: Canvas { rope, latents }, tables, seeds, first, noise_of, kept, load_vae, pixel_buffer }: Images<'_>,
         progress: &dyn Progress,
         sink: &mut dyn FnMut(u64, Values) -> Result<()>,
     ) -> Result<()> {
@@ -445,9 +425,9 @@ impl Stages {
         let counts = ws.alloc(schedule.steps() + 1, 1, DType::F32)?;
         let count = |stage: usize| counts.rows(stage..stage + 1);
 
-        let mut prepared = Some(first);
+        let mut drawn = Some(first);
         for (index, &seed) in seeds.iter().enumerate() {
-            let Prepared { noise, pixels: buffer } = prepared.take().unwrap_or_else(|| prepare(seed));
+            let noise = drawn.take().unwrap_or_else(|| noise_of(seed));
             if index > 0 {
                 be.write(latents, &noise)?;
             }
@@ -456,7 +436,7 @@ impl Stages {
                 if job.record {
                     values.latents.push(noise.into_owned());
                 }
-                let mut checks = Checks::new(inputs);
+                let (mut checks, mut buffer) = (Checks::new(inputs), Vec::new());
                 progress.begin(Phase::Denoise, schedule.steps() as u64);
                 for i in 0..schedule.steps() {
                     self.image.transformer.select(be, modulation, table, i)?;
@@ -481,6 +461,9 @@ impl Stages {
                     if job.record {
                         values.latents.push(download(be, latents)?);
                     }
+                    if i == 0 {
+                        buffer = pixel_buffer();
+                    }
                     // The host is one step ahead of a device that runs on its own, so that it never waits for work.
                     advance(progress, checks.settle(be, 1)?);
                 }
@@ -503,9 +486,9 @@ impl Stages {
             };
             match seeds.get(index + 1) {
                 Some(&next) => {
-                    let (done, next) = threads::join(one_image, || prepare(next));
+                    let (done, next) = threads::join(one_image, || noise_of(next));
                     done?;
-                    prepared = Some(next);
+                    drawn = Some(next);
                 }
                 None => one_image()?,
             }

@@ -1,5 +1,5 @@
-//! What the host prepares for a job, on the threads of the pool while the device is busy: the RoPE table, the timestep embeddings,
-//! the initial noise and the memory for the pixels. What depends on the shape of a job alone is kept for the next job of that
+//! What the host prepares for a job, on the threads of the pool while the device is busy: the RoPE table, the timestep embeddings
+//! and the initial noise. What depends on the shape of a job alone is kept for the next job of that
 //! shape.
 
 use super::inputs::Inputs;
@@ -51,24 +51,11 @@ impl Tables {
     }
 }
 
-/// What is prepared for one image; all is empty in a dry run.
-#[derive(Default)]
-pub struct Prepared<'a> {
-    pub noise: Cow<'a, [f32]>,
-    /// Memory for the pixels.
-    pub pixels: Vec<u8>,
-}
-
-impl<'a> Prepared<'a> {
-    /// Draws the noise of a seed.
-    pub fn new(job: &'a Job, seed: u64, precision: Precision) -> Self {
-        let noise = match &job.noise {
-            Noise::Drawn(kind) => Cow::Owned(draw(*kind, seed, job.size.grid(), precision)),
-            Noise::Given(values) => Cow::Borrowed(&values[..]),
-        };
-        // Zeros would be pages that the system provides one by one when the device's copy arrives.
-        let pixels = vec![u8::MAX; 3 * job.size.width() * job.size.height()];
-        Self { noise, pixels }
+/// The noise that the image of a seed begins with.
+pub fn initial_noise(job: &Job, seed: u64, precision: Precision) -> Cow<'_, [f32]> {
+    match &job.noise {
+        Noise::Drawn(kind) => Cow::Owned(draw(*kind, seed, job.size.grid(), precision)),
+        Noise::Given(values) => Cow::Borrowed(values),
     }
 }
 

@@ -309,8 +309,9 @@ pub fn encode(values: &[f32], dtype: DType, scale: f32, bytes: &mut [u8]) {
         1.0 => dtype.encode(from, to),
         _ => dtype.encode(&from.iter().map(|v| v / scale).collect::<Vec<_>>(), to),
     };
-    // Waking the threads of the pool takes longer than a few values, such as the embeddings of a prompt's tokens.
-    if values.len() <= 4 * GRAIN {
+    // Few values, such as the embeddings of a prompt's tokens, take less time than waking the threads of the pool, which may moreover be
+    // busy with what nobody waits for yet: the noise.
+    if values.len() <= 8 * GRAIN {
         return store(bytes, values);
     }
     bytes.par_chunks_mut(dtype.bytes(GRAIN)).zip(values.par_chunks(GRAIN)).for_each(|(to, from)| store(to, from));
