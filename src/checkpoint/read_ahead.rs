@@ -88,11 +88,13 @@ mod tests {
     #[test]
     fn all_is_read_and_let_go() {
         let told = Arc::new(Told(vec![0; 3 * PIECE], AtomicBool::new(false)));
-        let ahead = ReadAhead::start(vec![Bytes::new(told.clone())]);
+        let bytes = Bytes::new(told.clone());
         told.1.store(false, Ordering::Relaxed);
+        let ahead = ReadAhead::start(vec![bytes]);
         while Arc::strong_count(&told) > 1 {
             thread::yield_now();
         }
+        assert!(told.1.load(Ordering::Relaxed));
         drop(ahead);
     }
 }

@@ -35,11 +35,11 @@ impl Session {
         notes.iter().for_each(|note| terminal.say(note));
         let select = || select_backend(backend, device, accumulate, &records, stop);
         // A GPU will copy the weights, and its driver takes a while to start.
-        let open = match backend != BackendArg::Cpu && has_driver() {
-            true => OpenModel::open_and_read_ahead,
-            false => OpenModel::open,
+        let open = || match backend != BackendArg::Cpu && has_driver() {
+            true => OpenModel::open_and_read_ahead(&found, variant),
+            false => OpenModel::open(&found, variant),
         };
-        let (backend, model) = threads::join(select, || open(&found, variant));
+        let (backend, model) = threads::join(select, open);
         let (backend, model) = (backend?, model?);
         backend.announce(terminal);
         if trace::is_on() && backend.device.is_some() {

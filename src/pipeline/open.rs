@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::locate::{Embedded, Found, ModelFiles};
 use crate::memory;
 use crate::model::{TOKEN_TABLE, text_manifest, transformer_manifest, vae_manifest};
-use crate::names::Layout;
+use crate::names::{Layout, TensorSpec};
 use crate::part::{Part, PerPart};
 use crate::tensor::DType;
 use crate::tiny;
@@ -61,6 +61,7 @@ pub struct OpenModel {
 struct CheckedParts {
     weights: PerPart<Weights>,
     configs: Configs,
+    manifests: PerPart<Vec<TensorSpec>>,
     warnings: Vec<String>,
 }
 
@@ -150,7 +151,7 @@ impl OpenModel {
     }
 
     fn of_parts(parts: CheckedParts, tokenizer: Tokenizer, variant: Variant, conventions: Conventions) -> Self {
-        let CheckedParts { weights, configs, warnings } = parts;
+        let CheckedParts { weights, configs, warnings, .. } = parts;
         let name = conventions.name.clone().unwrap_or_else(|| display_name(&configs.transformer, variant));
         Self { weights, tokenizer, configs, variant, conventions, name, warnings, read_ahead: None }
     }
@@ -199,22 +200,16 @@ impl CheckedParts {
                 warnings.push(format!("{}: unknown tensor `{first}`{more}, ignored", weights.path().display()));
             }
         }
-        Ok(Self { weights, configs, warnings })
+        Ok(Self { weights, configs, manifests, warnings })
     }
 
     /// Starts to read the weights in the order in which they are loaded; unless memory is short, where the first would be gone again when
     /// they are needed.
     fn read_ahead(&self) -> Result<Option<ReadAhead>> {
-        let Configs { transformer, text_encoder, vae } = &self.configs;
-        let manifests = [
-            (Part::TextEncoder, text_manifest(text_encoder)),
-            (Part::Transformer, transformer_manifest(transformer)),
-            (Part::Vae, vae_manifest(vae)),
-        ];
         let mut all = Vec::new();
-        for (part, manifest) in manifests {
+        for part in [Part::TextEncoder, Part::Transformer, Part::Vae] {
             // Of the token embeddings only a few rows are needed.
-            for spec in manifest.iter().filter(|spec| spec.name != TOKEN_TABLE) {
+            for spec in self.manifests[part].iter().filter(|spec| spec.name != TOKEN_TABLE) {
                 all.extend(self.weights[part].weight(spec)?.parts.into_iter().map(|part| part.bytes));
             }
         }

@@ -41,19 +41,19 @@ pub struct ImageSide {
     pub formats: Vec<LayerFormat>,
 }
 
-/// Bytes of the two sides.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Bytes of the text side and of the two networks of the image side, in the order in which they are placed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sizes {
     pub text: u64,
-    pub image: u64,
-    /// Bytes of the VAE, which are the last ones of the image side.
+    pub transformer: u64,
     pub vae: u64,
 }
 
 impl Sizes {
     /// Bytes of both sides, which are placed one after the other or, if `shared`, in the same memory.
     pub fn total(self, shared: bool) -> u64 {
-        if shared { self.text.max(self.image) } else { self.text + self.image }
+        let image = self.transformer + self.vae;
+        if shared { self.text.max(image) } else { self.text + image }
     }
 
     /// The offset of the image side in bytes.
@@ -63,7 +63,7 @@ impl Sizes {
 
     /// The offset of the VAE.
     fn vae_at(self, shared: bool) -> u64 {
-        self.image_at(shared) + self.image - self.vae
+        self.image_at(shared) + self.transformer
     }
 }
 
@@ -73,14 +73,13 @@ impl Placing<'_> {
     pub fn both(&self, gemms: GemmFormats) -> Result<(TextSide, ImageSide, Sizes, Sizes)> {
         let mut plan = Plan::new(gemms);
         let (text, text_bytes) = self.text(&mut plan, &mut |_| ())?;
-        let text_copied = plan.copied_bytes;
-        let at = Sizes { text: text_bytes, image: 0, vae: 0 }.image_at(self.options.low_memory);
-        let (transformer, formats, transformer_bytes) = self.transformer(&mut plan, at, &mut |_| ())?;
-        let transformer_copied = plan.copied_bytes;
-        let (vae, vae_bytes) = self.vae(&mut plan, at + transformer_bytes, &mut |_| ())?;
-        let (image_copied, vae_copied) = (plan.copied_bytes - text_copied, plan.copied_bytes - transformer_copied);
-        let sizes = Sizes { text: text_bytes, image: transformer_bytes + vae_bytes, vae: vae_bytes };
-        let copied = Sizes { text: text_copied, image: image_copied, vae: vae_copied };
+        let side = |text: u64| Sizes { text, ..Sizes::default() };
+        let (mut sizes, mut copied) = (side(text_bytes), side(plan.copied_bytes));
+        let shared = self.options.low_memory;
+        let (transformer, formats, bytes) = self.transformer(&mut plan, sizes.image_at(shared), &mut |_| ())?;
+        (sizes.transformer, copied.transformer) = (bytes, plan.copied_bytes - copied.text);
+        let (vae, bytes) = self.vae(&mut plan, sizes.vae_at(shared), &mut |_| ())?;
+        (sizes.vae, copied.vae) = (bytes, plan.copied_bytes - copied.text - copied.transformer);
         Ok((text, ImageSide { transformer, vae, formats }, sizes, copied))
     }
 
@@ -196,7 +195,7 @@ impl Store {
         if self.options.low_memory {
             self.text = false;
         }
-        progress.begin(Phase::Load, self.sizes.image - self.sizes.vae);
+        progress.begin(Phase::Load, self.sizes.transformer);
         let at = self.sizes.image_at(self.options.low_memory);
         (side.transformer, side.formats, _) = self.placing().transformer(be, at, &mut |bytes| progress.advance(bytes))?;
         self.verify()?;

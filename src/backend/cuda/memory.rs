@@ -186,11 +186,7 @@ impl Memory {
 
     /// Where a tensor's rows lie.
     pub fn rows(&self, tensor: Tensor, op: &'static str) -> Result<Rows> {
-        let (base, end) = match tensor.region {
-            Region::Weights => (self.weights.address, self.weights.bytes),
-            Region::Arena => (self.base, self.working),
-            Region::Kept => (self.kept.address, self.kept.bytes),
-        };
+        let (base, end) = self.region(tensor.region);
         let bytes = |elements: usize| tensor.dtype.bytes(elements) as u64;
         let outside = tensor.extent().end.max(tensor.scale_extent().end) > end;
         if outside || !tensor.offset.is_multiple_of(tensor.dtype.align() as u64) {
@@ -227,13 +223,18 @@ impl Memory {
         t.map_or(Ok(NONE), |t| self.mat(t, op))
     }
 
+    /// Address and bytes of a region.
+    fn region(&self, region: Region) -> (u64, u64) {
+        match region {
+            Region::Weights => (self.weights.address, self.weights.bytes),
+            Region::Arena => (self.base, self.working),
+            Region::Kept => (self.kept.address, self.kept.bytes),
+        }
+    }
+
     /// Address of the scales that a tensor has for its rows or blocks; zero if it has none.
     pub fn scales(&self, t: Tensor) -> u64 {
-        let base = match t.region {
-            Region::Weights => self.weights.address,
-            Region::Arena => self.base,
-            Region::Kept => self.kept.address,
-        };
+        let (base, _) = self.region(t.region);
         match t.scaling {
             Scaling::Rows(offset) | Scaling::Blocks16 { scales: offset, .. } => base + offset,
             Scaling::Unscaled | Scaling::Tensor(_) => 0,
