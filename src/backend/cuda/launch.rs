@@ -189,34 +189,10 @@ impl Kernels {
     pub fn open(driver: Rc<dyn Driver>, images: Images<'_>, stream: Stream) -> Result<Self> {
         let _span = trace::span("open kernels");
         let capability = driver.device().capability;
-        let mut files: Vec<(&str, KernelFile)> = Vec::new();
-        // Whether this build has the files for these compute capabilities.
-        let mut built = HashMap::new();
-        for kernel in Kernel::ALL {
-            let (name, capabilities) = (kernel.file(), kernel.capabilities());
-            if !kernel.runs_on(capability)
-                || built.get(&capabilities) == Some(&false)
-                || files.iter().any(|(file, _)| *file == name)
-            {
-                continue;
-            }
-            let file = images(name).and_then(|image| {
-                let module = if built.contains_key(&capabilities) { None } else { Some(load(&*driver, name, &image)?) };
-                Ok(KernelFile { image, module: Cell::new(module) })
-            });
-            match file {
-                // The file was built for other GPUs only; every op has a kernel that runs anywhere.
-                Err(Error::NoGpu { .. }) if capabilities.is_some() => _ = built.insert(capabilities, false),
-                file => {
-                    files.push((name, file?));
-                    built.insert(capabilities, true);
-                }
-            }
-        }
-        Ok(Self {
+        let mut kernels = Self {
             timeline: Timeline::new(driver.clone(), stream),
             driver,
-            files,
+            files: Vec::new(),
             functions: vec![Cell::new(None); Kernel::ALL.len()],
             maps: RefCell::default(),
             launched: vec![Cell::new(0); Kernel::ALL.len()],
@@ -224,7 +200,30 @@ impl Kernels {
             rehearsing: Cell::new(false),
             stream,
             hash: Cell::default(),
-        })
+        };
+        // Whether this build has the files for these compute capabilities.
+        let mut built = HashMap::new();
+        for kernel in Kernel::ALL {
+            let (name, capabilities) = (kernel.file(), kernel.capabilities());
+            let is_known = built.get(&capabilities) == Some(&false) || kernels.files.iter().any(|(file, _)| *file == name);
+            if is_known || !kernel.runs_on(capability) {
+                continue;
+            }
+            let file = images(name).and_then(|image| {
+                let is_first = !built.contains_key(&capabilities);
+                let module = is_first.then(|| load(&*kernels.driver, name, &image)).transpose()?;
+                Ok(KernelFile { image, module: Cell::new(module) })
+            });
+            match file {
+                // The file was built for other GPUs only; every op has a kernel that runs anywhere.
+                Err(Error::NoGpu { .. }) if capabilities.is_some() => _ = built.insert(capabilities, false),
+                file => {
+                    kernels.files.push((name, file?));
+                    built.insert(capabilities, true);
+                }
+            }
+        }
+        Ok(kernels)
     }
 
     /// A kernel that can be launched, whose file is loaded if none of its kernels was needed before.
