@@ -2,6 +2,8 @@
 //! weights have to be uploaded when a kernel reads them, and any call can be made to fail.
 
 mod common;
+#[path = "runtime/modules.rs"]
+mod modules;
 #[path = "common/ops/mod.rs"]
 #[allow(dead_code)] // results are not compared here
 mod ops;

@@ -219,7 +219,15 @@ fn kernels_have_a_track_of_their_own() {
     for (name, count) in [("step", 3), ("denoising", 1), ("loading weights", 2), ("dry run", 1), ("decoding", 1)] {
         assert_eq!(parsed.named(name).len(), count, "{name}");
     }
-    for name in ["load kernels", "load module", "upload the transformer", "upload", "write to the GPU", "wait and read back"] {
+    for name in [
+        "open kernels",
+        "find kernels",
+        "load module",
+        "upload the transformer",
+        "upload",
+        "write to the GPU",
+        "wait and read back",
+    ] {
         assert!(!parsed.named(name).is_empty(), "{name}");
     }
     assert!(parsed.about["note"].as_str().unwrap().contains("CUDA graphs"));

@@ -194,6 +194,11 @@ impl<A: Backend, B: Backend> Backend for Lockstep<A, B> {
         Ok(())
     }
 
+    fn rehearse(&mut self, body: &mut dyn FnMut(&mut dyn Backend) -> Result<()>) -> Result<()> {
+        self.trusted.rehearse(body)?;
+        self.tested.rehearse(body)
+    }
+
     fn released(&mut self, range: Range<u64>) {
         self.trusted.released(range.clone());
         self.tested.released(range);

@@ -260,6 +260,12 @@ pub trait Backend {
     /// Runs one op.
     fn run(&mut self, op: Op<'_>) -> Result<()>;
 
+    /// Goes through ops that will run later, with what they are issued by, and computes nothing: what cannot run is noticed, and what takes
+    /// time to find is found. Results that are read back in `body` have no meaning.
+    fn rehearse(&mut self, _body: &mut dyn FnMut(&mut dyn Backend) -> Result<()>) -> Result<()> {
+        Ok(())
+    }
+
     /// Tells the backend that a range of working memory is no longer in use.
     fn released(&mut self, _range: Range<u64>) {}
 

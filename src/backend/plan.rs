@@ -60,7 +60,7 @@ impl Plan {
 }
 
 /// How much of working memory holds something that may still be read: it is allocated and freed like a stack.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Live(u64);
 
 impl Live {

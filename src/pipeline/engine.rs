@@ -193,11 +193,15 @@ impl Engine {
         let before = std::mem::take(working);
         be.reserve(bytes)?;
         *working = bytes.max(before);
+        let known = shapes.tables(&inputs);
+        if known.is_none() {
+            be.rehearse(&mut |be| stages.walk(be, &inputs, &Silent).map(drop))?;
+        }
         // What a job that failed left is not of these images.
         be.take_saturated()?;
         store.load_text(&mut stages.text, be, progress)?;
 
-        let (known, config, precision) = (shapes.tables(&inputs), &stages.transformer_config, store.options.precision);
+        let (config, precision) = (&stages.transformer_config, store.options.precision);
         let noise_of = |seed: u64| initial_noise(job, seed, precision);
         let (prompts, (tables, first)) = threads::join(
             || stages.encode_prompts(be, &mut ws, &inputs, results, progress),
@@ -321,18 +325,24 @@ impl Stages {
     /// Runs the stages of one image on the dry-run backend. Returns the bytes of the arena they need.
     pub fn dry_run(&self, plan: &mut Plan, inputs: &Inputs<'_>, progress: &dyn Progress) -> Result<u64> {
         let _span = trace::span("dry run");
+        let peak = self.walk(plan, inputs, progress)?;
+        Ok(peak.max(plan.arena_bytes))
+    }
+
+    /// Goes through the stages of one image on a backend that computes nothing. Returns the bytes of the arena that it took.
+    fn walk(&self, be: &mut dyn Backend, inputs: &Inputs<'_>, progress: &dyn Progress) -> Result<u64> {
         let mut ws = Arena::new(Region::Arena);
-        // A plan takes no values, so none are computed.
+        // No values are taken, so none are computed.
         let (tables, first, noise_of) = (&Tables::default(), Cow::default(), &|_| Cow::default());
         let kept = &mut Kept::default();
-        let Prompts { encoded, counts } = self.encode_prompts(plan, &mut ws, inputs, kept, progress)?;
-        let canvas = self.place_canvas(plan, &mut ws, inputs, tables, &first)?;
-        inputs.check_prompts(plan, counts)?;
+        let Prompts { encoded, counts } = self.encode_prompts(be, &mut ws, inputs, kept, progress)?;
+        let canvas = self.place_canvas(be, &mut ws, inputs, tables, &first)?;
+        inputs.check_prompts(be, counts)?;
         progress.end();
         let images =
             Images { canvas, tables, seeds: &[0], first, noise_of, kept, load_vae: &mut |_| Ok(()), pixel_buffer: &Vec::new };
-        self.denoise_and_decode(plan, &mut ws, inputs, encoded, images, progress, &mut |_, _| Ok(()))?;
-        Ok(ws.peak().max(plan.arena_bytes))
+        self.denoise_and_decode(be, &mut ws, inputs, encoded, images, progress, &mut |_, _| Ok(()))?;
+        Ok(ws.peak())
     }
 
     /// The first part of the stages: issues the encoding of the prompts, whose phase ends when their counts are there.

@@ -33,7 +33,9 @@ pub struct StandIn {
     pub bytes: Cell<(u64, u64)>,
     memory: u64,
     pub launches: Cell<usize>,
-    /// How many of them may begin before the one before them has ended.
+    /// Modules that were loaded before the first of them, and after it.
+    pub loads: Cell<[usize; 2]>,
+    /// How many launches may begin before the one before them has ended.
     pub overlapping: Cell<usize>,
     /// When events were reached.
     reached: RefCell<HashMap<u64, Duration>>,
@@ -73,6 +75,7 @@ impl StandIn {
             bytes: Cell::new((0, 0)),
             memory,
             launches: Cell::new(0),
+            loads: Cell::default(),
             overlapping: Cell::new(0),
             reached: RefCell::default(),
             params: RefCell::default(),
@@ -179,6 +182,9 @@ impl Driver for StandIn {
 
     fn load(&self, _image: &[u8]) -> Result<Module> {
         self.call("load")?;
+        let mut loads = self.loads.get();
+        loads[usize::from(self.launches.get() > 0)] += 1;
+        self.loads.set(loads);
         Ok(Module(self.take("module", 0)))
     }
 

@@ -153,100 +153,131 @@ impl Kernel {
 /// The fat binary of a kernel file.
 pub type Images<'a> = &'a dyn Fn(&'static str) -> Result<Cow<'static, [u8]>>;
 
-/// The loaded kernels and the stream they run on.
+/// A file of kernels that this GPU can run.
+struct KernelFile {
+    /// One of the program itself is not copied.
+    image: Cow<'static, [u8]>,
+    /// Once one of its kernels was needed.
+    module: Cell<Option<Module>>,
+}
+
+/// The kernels of this GPU and the stream they run on. A file is loaded when the first of its kernels is needed: klein in bf16 needs half
+/// of them.
 pub struct Kernels {
-    /// Times them, if a trace was being recorded when they were loaded.
+    /// Times them, if a trace was being recorded when they were opened.
     timeline: Option<Timeline>,
     driver: Rc<dyn Driver>,
-    modules: Vec<Module>,
-    /// The function of each of [`Kernel::ALL`], where this GPU and this build have it.
-    functions: Vec<Option<Function>>,
+    /// In the order of [`Kernel::ALL`].
+    files: Vec<(&'static str, KernelFile)>,
+    /// The function of each of [`Kernel::ALL`], once it was needed.
+    functions: Vec<Cell<Option<Function>>>,
     maps: RefCell<HashMap<MapSpec, abi::KlTensorMap>>,
     /// Launches of each kernel, by its place in [`Kernel::ALL`].
     launched: Vec<Cell<u64>>,
     /// Whether kernels that have to prove themselves on a GPU before they are chosen have done so.
     proven: bool,
-    /// The images that are loaded; those of the program itself are not copied.
-    images: Vec<Cow<'static, [u8]>>,
+    /// Whether launches only find their kernels.
+    rehearsing: Cell<bool>,
     stream: Stream,
     /// The hash of launches, while they are hashed.
     hash: Cell<Option<u64>>,
 }
 
 impl Kernels {
-    /// Loads every module and finds every kernel, so that a missing one is noticed at once and not in the middle of an image.
-    pub fn load(driver: Rc<dyn Driver>, images: Images<'_>, stream: Stream) -> Result<Self> {
-        let _span = trace::span("load kernels");
-        let (modules, functions, launched) = (Vec::new(), Vec::new(), vec![Cell::new(0); Kernel::ALL.len()]);
+    /// Finds the files for this GPU. All files for the same architectures are compiled for the same ones of those that a build is for, so the
+    /// first of them is loaded to tell whether this GPU has them.
+    pub fn open(driver: Rc<dyn Driver>, images: Images<'_>, stream: Stream) -> Result<Self> {
+        let _span = trace::span("open kernels");
+        let capability = driver.device().capability;
         let mut kernels = Self {
             timeline: Timeline::new(driver.clone(), stream),
             driver,
-            modules,
-            functions,
+            files: Vec::new(),
+            functions: vec![Cell::new(None); Kernel::ALL.len()],
             maps: RefCell::default(),
-            launched,
+            launched: vec![Cell::new(0); Kernel::ALL.len()],
             proven: false,
-            images: Vec::new(),
+            rehearsing: Cell::new(false),
             stream,
             hash: Cell::default(),
         };
-        let mut files: HashMap<&str, Option<Module>> = HashMap::new();
+        // Whether this build has the files for these compute capabilities.
+        let mut built = HashMap::new();
         for kernel in Kernel::ALL {
-            let Row { symbol, file, params, shared, .. } = kernel.row();
-            let module = match files.get(file) {
-                Some(module) => *module,
-                None => {
-                    let module = kernels.module(*kernel, images)?;
-                    *files.entry(file).or_insert(module)
+            let (name, capabilities) = (kernel.file(), kernel.capabilities());
+            let is_known = built.get(&capabilities) == Some(&false) || kernels.files.iter().any(|(file, _)| *file == name);
+            if is_known || !kernel.runs_on(capability) {
+                continue;
+            }
+            let file = images(name).and_then(|image| {
+                let is_first = !built.contains_key(&capabilities);
+                let module = is_first.then(|| load(&*kernels.driver, name, &image)).transpose()?;
+                Ok(KernelFile { image, module: Cell::new(module) })
+            });
+            match file {
+                // The file was built for other GPUs only; every op has a kernel that runs anywhere.
+                Err(Error::NoGpu { .. }) if capabilities.is_some() => _ = built.insert(capabilities, false),
+                file => {
+                    kernels.files.push((name, file?));
+                    built.insert(capabilities, true);
                 }
-            };
-            // Large tiles are for GPUs with enough shared memory; every op has a kernel that runs anywhere.
-            let module = module.filter(|_| shared <= kernels.driver.device().shared);
-            let function = module.map(|module| kernels.driver.function(module, symbol, params, shared)).transpose()?;
-            kernels.functions.push(function);
+            }
         }
         Ok(kernels)
     }
 
-    /// The module of a kernel, or none if this GPU has no use for it.
-    fn module(&mut self, kernel: Kernel, images: Images<'_>) -> Result<Option<Module>> {
-        if !kernel.runs_on(self.driver.device().capability) {
-            return Ok(None);
+    /// A kernel that can be launched, whose file is loaded if none of its kernels was needed before.
+    fn function(&self, kernel: Kernel) -> Result<Function> {
+        let found = &self.functions[kernel as usize];
+        if let Some(function) = found.get() {
+            return Ok(function);
         }
-        let _span = trace::span_of("load module", || kernel.file().into());
-        let loaded = images(kernel.file()).and_then(|image| {
-            let module = self.driver.load(&image)?;
-            self.images.push(image);
-            Ok(module)
-        });
-        let module = match loaded {
-            // The file was built for other GPUs only; every op has a kernel that runs anywhere.
-            Err(Error::NoGpu { .. }) if kernel.capabilities().is_some() => return Ok(None),
-            module => module?,
+        let Row { symbol, params, shared, .. } = kernel.row();
+        let Some((name, file)) = self.file(kernel) else {
+            return Err(Error::Op { op: symbol, what: "this GPU cannot run it".into() });
         };
-        self.modules.push(module);
-        Ok(Some(module))
+        let module = match file.module.get() {
+            Some(module) => module,
+            None => load(&*self.driver, name, &file.image)?,
+        };
+        file.module.set(Some(module));
+        let function = self.driver.function(module, symbol, params, shared)?;
+        found.set(Some(function));
+        Ok(function)
     }
 
-    /// A hash of the images that are loaded: another build has another one. They are megabytes, which nobody but a self-test reads, so
+    /// The file of a kernel, if this GPU can run it.
+    fn file(&self, kernel: Kernel) -> Option<(&'static str, &KernelFile)> {
+        let Row { file: name, shared, .. } = kernel.row();
+        // Large tiles are for GPUs with enough shared memory; every op has a kernel that runs anywhere.
+        let fits = shared <= self.driver.device().shared;
+        self.files.iter().find(|(file, _)| fits && *file == name).map(|(file, found)| (*file, found))
+    }
+
+    /// A hash of the images for this GPU: another build has another one. They are megabytes, which nobody but a self-test reads, so
     /// this is not computed before it is asked for.
     pub fn fingerprint(&self) -> u64 {
-        self.images.iter().fold(0, |state, image| hash(state, image))
+        self.files.iter().fold(0, |state, (_, file)| hash(state, &file.image))
     }
 
     /// Whether a kernel may be chosen here.
     pub fn has(&self, kernel: Kernel) -> bool {
-        self.is_loaded(kernel) && (self.proven || !kernel.needs_proof())
+        self.can_run(kernel) && (self.proven || !kernel.needs_proof())
     }
 
     /// Whether a kernel can be launched here.
-    pub fn is_loaded(&self, kernel: Kernel) -> bool {
-        self.functions[kernel as usize].is_some()
+    pub fn can_run(&self, kernel: Kernel) -> bool {
+        self.file(kernel).is_some()
     }
 
     /// Allows kernels to be chosen that were never run on hardware by those who wrote them, or forbids it, which is the default.
     pub fn set_proven(&mut self, proven: bool) {
         self.proven = proven;
+    }
+
+    /// From now on launches only find their kernels, or are launches again.
+    pub fn set_rehearsing(&self, rehearsing: bool) {
+        self.rehearsing.set(rehearsing);
     }
 
     /// From now on launches are hashed.
@@ -266,9 +297,10 @@ impl Kernels {
         }
         let Row { symbol, params: size, threads, shared, cluster, overlap, .. } = kernel.row();
         assert_eq!(size, size_of::<P>(), "{kernel:?} takes other parameters");
-        let Some(function) = self.functions[kernel as usize] else {
-            return Err(Error::Op { op: symbol, what: "this GPU cannot run it".into() });
-        };
+        let function = self.function(kernel)?;
+        if self.rehearsing.get() {
+            return Ok(());
+        }
         // SAFETY: `Params` promises that every byte is initialised.
         let bytes = unsafe { std::slice::from_raw_parts(std::ptr::from_ref(params).cast::<u8>(), size) };
         if let Some(before) = self.hash.get() {
@@ -314,6 +346,12 @@ impl Kernels {
     }
 }
 
+/// Loads a file of kernels.
+fn load(driver: &dyn Driver, name: &'static str, image: &[u8]) -> Result<Module> {
+    let _span = trace::span_of("load module", || name.into());
+    driver.load(image)
+}
+
 /// Continues a hash with a word.
 const fn mix(hash: u64, word: u64) -> u64 {
     (hash ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)
@@ -329,7 +367,7 @@ fn hash(seed: u64, image: &[u8]) -> u64 {
 impl Drop for Kernels {
     fn drop(&mut self) {
         self.timeline = None;
-        self.modules.drain(..).for_each(|module| self.driver.unload(module));
+        self.files.iter().filter_map(|(_, file)| file.module.get()).for_each(|module| self.driver.unload(module));
     }
 }
 

@@ -21,6 +21,7 @@ mod memory;
 mod norm;
 mod params;
 mod pointwise;
+mod rehearsal;
 mod select;
 mod selftest;
 mod staging;
@@ -48,6 +49,7 @@ use driver::{DeviceInfo, Driver, Rows, Stream};
 use graph::{CapturedGraph, Steps};
 use launch::Kernels;
 use memory::Memory;
+use rehearsal::Rehearsal;
 use staging::Staging;
 use std::ops::Range;
 use std::rc::Rc;
@@ -139,7 +141,7 @@ impl Cuda {
             staging: None,
             transfers: Transfers::new(driver.clone()),
             context: OpContext {
-                kernels: Kernels::load(driver.clone(), images, stream.1)?,
+                kernels: Kernels::open(driver.clone(), images, stream.1)?,
                 memory: Memory::new(driver.clone()),
                 choice: Choice::Best,
                 accumulate: Fp8Accumulate::Auto,
@@ -239,6 +241,15 @@ impl Cuda {
         self.context.memory.reserve_expanded(bytes)?;
         self.context.memory.place_expanded(self.live.end(), bytes);
         Ok(())
+    }
+
+    /// Launches the kernels of an op whose operands fit each other.
+    fn issue(&mut self, op: Op<'_>) -> Result<()> {
+        let expanded = op.expanded_bytes();
+        if expanded > 0 && self.gemm_formats().expands {
+            self.place_expanded(expanded)?;
+        }
+        dispatch(&self.context, op)
     }
 
     fn prepare_transfer(&mut self, op: &'static str) -> Result<()> {
@@ -467,11 +478,18 @@ impl Backend for Cuda {
                 self.note_read(tensor.scale_extent());
             }
         });
-        let expanded = op.expanded_bytes();
-        if expanded > 0 && self.gemm_formats().expands {
-            self.place_expanded(expanded)?;
-        }
-        dispatch(&self.context, op)
+        self.issue(op)
+    }
+
+    fn rehearse(&mut self, body: &mut dyn FnMut(&mut dyn Backend) -> Result<()>) -> Result<()> {
+        let _span = trace::span("find kernels");
+        self.refuse_in_capture("rehearse")?;
+        let live = self.live.clone();
+        self.context.kernels.set_rehearsing(true);
+        let done = body(&mut Rehearsal::new(self));
+        self.context.kernels.set_rehearsing(false);
+        self.live = live;
+        done
     }
 
     fn released(&mut self, range: Range<u64>) {

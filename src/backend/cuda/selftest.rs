@@ -94,7 +94,7 @@ impl Cuda {
 
     /// The kernels that this GPU can run, whether they may be chosen or not.
     pub fn loaded(&self) -> impl Iterator<Item = Kernel> {
-        Kernel::ALL.iter().copied().filter(|kernel| self.context.kernels.is_loaded(*kernel))
+        Kernel::ALL.iter().copied().filter(|kernel| self.context.kernels.can_run(*kernel))
     }
 
     /// A hash of the kernel images that are loaded: another build has another one.

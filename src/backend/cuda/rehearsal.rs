@@ -1,0 +1,83 @@
+//! Ops that are gone through before any of them runs, so that a kernel that is missing is noticed then and not in the middle of an image, and
+//! kernels are not loaded while others run.
+
+use super::Cuda;
+use crate::backend::{Backend, GemmFormats, Op, Role, StepKey};
+use crate::error::Result;
+use crate::tensor::{Tensor, WeightPart};
+use std::collections::HashSet;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+/// A GPU on which nothing runs: ops only find their kernels.
+pub struct Rehearsal<'a> {
+    cuda: &'a mut Cuda,
+    /// Steps that have been gone through. The next one with the same key has the same ops.
+    steps: HashSet<StepKey>,
+}
+
+impl<'a> Rehearsal<'a> {
+    pub fn new(cuda: &'a mut Cuda) -> Self {
+        Self { cuda, steps: HashSet::new() }
+    }
+}
+
+impl Backend for Rehearsal<'_> {
+    fn name(&self) -> &'static str {
+        self.cuda.name()
+    }
+
+    fn gemm_formats(&self) -> GemmFormats {
+        self.cuda.gemm_formats()
+    }
+
+    fn reads_files(&self) -> bool {
+        self.cuda.reads_files()
+    }
+
+    fn set_cancel(&mut self, _cancel: Option<Arc<AtomicBool>>) {}
+
+    fn upload(&mut self, _to: Tensor, _role: Role, _parts: &[WeightPart]) -> Result<()> {
+        Ok(())
+    }
+
+    fn reserve(&mut self, _bytes: u64) -> Result<()> {
+        Ok(())
+    }
+
+    fn reserve_kept(&mut self, _bytes: u64) -> Result<()> {
+        Ok(())
+    }
+
+    fn write(&mut self, to: Tensor, _values: &[f32]) -> Result<()> {
+        self.cuda.live.touch(to);
+        Ok(())
+    }
+
+    fn read(&mut self, _from: Tensor, _to: &mut [f32]) -> Result<()> {
+        Ok(())
+    }
+
+    fn read_bytes(&mut self, _from: Tensor, _to: &mut [u8]) -> Result<()> {
+        Ok(())
+    }
+
+    fn run(&mut self, op: Op<'_>) -> Result<()> {
+        op.check()?;
+        op.operands(&mut |tensor, _| self.cuda.live.touch(tensor));
+        self.cuda.issue(op)
+    }
+
+    fn released(&mut self, range: Range<u64>) {
+        self.cuda.live.release(&range);
+    }
+
+    fn step(&mut self, key: StepKey, body: &mut dyn FnMut(&mut dyn Backend) -> Result<()>) -> Result<()> {
+        if self.steps.insert(key) { body(self) } else { Ok(()) }
+    }
+
+    fn synchronize(&mut self) -> Result<()> {
+        Ok(())
+    }
+}
