@@ -436,7 +436,7 @@ impl Stages {
                 if job.record {
                     values.latents.push(noise.into_owned());
                 }
-                let (mut checks, mut buffer) = (Checks::new(inputs), Vec::new());
+                let (mut checks, mut buffer) = (Checks::new(inputs), None);
                 progress.begin(Phase::Denoise, schedule.steps() as u64);
                 for i in 0..schedule.steps() {
                     self.image.transformer.select(be, modulation, table, i)?;
@@ -461,9 +461,7 @@ impl Stages {
                     if job.record {
                         values.latents.push(download(be, latents)?);
                     }
-                    if i == 0 {
-                        buffer = pixel_buffer();
-                    }
+                    buffer.get_or_insert_with(pixel_buffer);
                     // The host is one step ahead of a device that runs on its own, so that it never waits for work.
                     advance(progress, checks.settle(be, 1)?);
                 }
@@ -471,10 +469,12 @@ impl Stages {
                 progress.end();
 
                 progress.begin(Phase::Decode, 1);
+                // A job without steps only decodes.
+                load_vae(be)?;
                 self.image.vae.decode(be, ws, image, latents, job.size.grid())?;
                 checks.begin(be, count(schedule.steps()), image, &[], "decoding".into())?;
                 be.run(Op::Pixels { out: pixels, x: image })?;
-                values.pixels = buffer;
+                values.pixels = buffer.unwrap_or_else(pixel_buffer);
                 be.read_bytes(pixels, &mut values.pixels)?;
                 checks.settle(be, 0)?;
                 if job.record {
