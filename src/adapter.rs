@@ -5,10 +5,12 @@
 //! without telling.
 
 mod key;
+mod merge;
 mod metadata;
 mod place;
 mod term;
 
+pub use merge::Adapters;
 pub use place::{Place, Places};
 pub use term::{KroneckerFactor, Matrix, Product, Term};
 
