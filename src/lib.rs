@@ -20,6 +20,7 @@
 //!
 //! [`Backend`]: backend::Backend
 
+pub mod adapter;
 pub mod backend;
 pub mod checkpoint;
 pub mod cli;

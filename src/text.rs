@@ -77,6 +77,32 @@ pub fn amount(bytes: u64) -> String {
     }
 }
 
+/// The number of near names that a message lists.
+const NEAR: usize = 3;
+
+/// The names that are spelled most like this one, nearest first.
+pub fn nearest<'a>(name: &str, names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
+    let mut names: Vec<(usize, &str)> = names.map(|other| (distance(name, other), other)).collect();
+    names.sort();
+    names.into_iter().take(NEAR).map(|(_, name)| name).collect()
+}
+
+/// The number of characters that have to be inserted, removed or replaced to make one text the other.
+fn distance(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, a) in a.chars().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, &b) in b.iter().enumerate() {
+            let replaced = diagonal + usize::from(a != b);
+            diagonal = row[j + 1];
+            row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -107,5 +133,15 @@ mod tests {
             assert_eq!(grouped(number), text);
         }
         assert_eq!(gib(3 << 29), "1.5 GiB");
+    }
+
+    #[test]
+    fn near_names_are_those_with_the_fewest_edits() {
+        assert_eq!(distance("kitten", "sitting"), 3);
+        assert_eq!(distance("", "abc"), 3);
+        assert_eq!(
+            nearest("linear3", ["img_in", "linear1", "linear12", "linear2"].into_iter()),
+            ["linear1", "linear2", "linear12"]
+        );
     }
 }

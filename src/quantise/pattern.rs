@@ -1,8 +1,5 @@
 //! Patterns of layer names: `*` stands for any characters, `?` for one.
 
-/// The number of near names that a message lists.
-const NEAR: usize = 3;
-
 /// Whether a whole name matches a pattern.
 pub fn matches(pattern: &str, name: &str) -> bool {
     let (pattern, name): (Vec<char>, Vec<char>) = (pattern.chars().collect(), name.chars().collect());
@@ -23,29 +20,6 @@ pub fn matches(pattern: &str, name: &str) -> bool {
         }
     }
     pattern[p..].iter().all(|&c| c == '*')
-}
-
-/// The names that are spelled most like a pattern, nearest first.
-pub fn nearest<'a>(pattern: &str, names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
-    let mut names: Vec<(usize, &str)> = names.map(|name| (distance(pattern, name), name)).collect();
-    names.sort();
-    names.into_iter().take(NEAR).map(|(_, name)| name).collect()
-}
-
-/// The number of characters that have to be inserted, removed or replaced to make one text the other.
-fn distance(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, a) in a.chars().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, &b) in b.iter().enumerate() {
-            let replaced = diagonal + usize::from(a != b);
-            diagonal = row[j + 1];
-            row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
-        }
-    }
-    row[b.len()]
 }
 
 #[cfg(test)]
@@ -76,15 +50,5 @@ mod tests {
         }
         // A pattern of many stars takes no longer than their number times the length of the name.
         assert!(!matches(&"*a".repeat(200), &"a".repeat(199)));
-    }
-
-    #[test]
-    fn near_names_are_those_with_the_fewest_edits() {
-        assert_eq!(distance("kitten", "sitting"), 3);
-        assert_eq!(distance("", "abc"), 3);
-        assert_eq!(
-            nearest("linear3", ["img_in", "linear1", "linear12", "linear2"].into_iter()),
-            ["linear1", "linear2", "linear12"]
-        );
     }
 }

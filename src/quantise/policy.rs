@@ -7,6 +7,7 @@ use crate::model::Producer;
 use crate::part::Part;
 use crate::tensor::nvfp4::BLOCK;
 use crate::tensor::quantise::QuantisedFormat;
+use crate::text::nearest;
 
 /// The layers that an official file of a model leaves in BF16 though others of their kind are quantised.
 struct Wider {
@@ -94,7 +95,7 @@ pub fn check_patterns<'a>(patterns: &[String], layers: impl Iterator<Item = &'a 
         if layers.clone().any(|layer| pattern::matches(wanted, layer)) {
             continue;
         }
-        let near: Vec<String> = pattern::nearest(wanted, layers.clone()).iter().map(|layer| format!("`{layer}`")).collect();
+        let near: Vec<String> = nearest(wanted, layers.clone()).iter().map(|layer| format!("`{layer}`")).collect();
         let hint = format!("near to it are {}; `*` stands for anything, `?` for one character", near.join(", "));
         return Err(Error::usage(format!("no layer matches `{wanted}`"), hint));
     }

@@ -1,0 +1,212 @@
+//! Where an adapter's layers belong: every spelling of every layer that a model has, found by looking it up. Names with underscores in place of
+//! dots cannot be taken apart by a rule, so all spellings are made from the model's own names.
+
+use crate::names::{self, Layout, Rows, TensorSpec};
+use crate::part::Part;
+use crate::text::nearest;
+use std::collections::HashMap;
+use std::ops::Range;
+
+/// A layer of a model, or rows of one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// The part that it belongs to.
+    pub part: Part,
+    /// The canonical name of its weight.
+    pub name: String,
+    /// The rows of that weight that the rows of an adapter's layer are added to, in order.
+    pub rows: Vec<Range<usize>>,
+    /// The columns of the weight.
+    pub cols: usize,
+}
+
+impl Place {
+    /// Number of rows.
+    pub fn len(&self) -> usize {
+        self.rows.iter().map(ExactSizeIterator::len).sum()
+    }
+}
+
+/// What trainers put in front of the transformer's names, and of those with underscores.
+const TRANSFORMER_PREFIXES: [&str; 6] =
+    ["diffusion_model.", "transformer.", "base_model.model.", "model.diffusion_model.", "unet.", "model."];
+const FLAT_TRANSFORMER_PREFIXES: [&str; 5] = ["lora_unet_", "lora_transformer_", "lycoris_", "lora_", ""];
+/// The same of the text encoder, whose names begin with `model.`.
+const TEXT_PREFIXES: [&str; 6] = [
+    "text_encoder.",
+    "base_model.model.",
+    "text_encoders.qwen3_4b.transformer.",
+    "text_encoders.qwen3_8b.transformer.",
+    "qwen3.transformer.",
+    "transformer.",
+];
+const FLAT_TEXT_PREFIXES: [&str; 4] = ["lora_te_", "lora_te1_", "lora_text_encoder_", "lycoris_text_encoder_"];
+
+/// All layers of a model by their spellings.
+#[derive(Debug, Default)]
+pub struct Places {
+    /// By names with dots and without a prefix.
+    dotted: HashMap<(Part, String), Place>,
+    /// By the same with underscores.
+    flat: HashMap<(Part, String), Place>,
+}
+
+impl Places {
+    /// The layers that the manifests of these parts list.
+    pub fn new<'a>(manifests: impl IntoIterator<Item = (Part, &'a [TensorSpec])>) -> Self {
+        let mut places = Self::default();
+        for (part, manifest) in manifests {
+            manifest.iter().for_each(|spec| places.add(part, spec));
+        }
+        places
+    }
+
+    fn add(&mut self, part: Part, spec: &TensorSpec) {
+        let ([rows, cols], Some(layer)) = (&spec.shape[..], spec.name.strip_suffix(".weight")) else { return };
+        let place = |rows: Vec<Range<usize>>| Place { part, name: spec.name.clone(), rows, cols: *cols };
+        self.spell(layer, place(vec![0..*rows]));
+        for layout in [Layout::Diffusers, Layout::Bfl] {
+            let names = names::spell(part, layout, &spec.name);
+            for (piece, name) in names.iter().enumerate() {
+                let names::Place::Weight(spelling) = names::resolve(part, name) else { continue };
+                let rows = match spelling.holds[..] {
+                    // A spelling that stores the halves the other way round.
+                    [(0, Rows::SecondHalf), (1, Rows::FirstHalf)] => vec![rows / 2..*rows, 0..rows / 2],
+                    _ if names.len() == 1 => vec![0..*rows],
+                    _ => vec![piece_of(&spec.stack, piece)],
+                };
+                self.spell(name.trim_end_matches(".weight"), place(rows));
+            }
+        }
+        // Queries, keys and values of a layer that computes them all, one by one, as some trainers have them.
+        let stack: Vec<usize> = match layer.rsplit('.').next() {
+            Some("qkv") => spec.stack.clone(),
+            Some("linear1") => vec![*cols, *cols, *cols, rows.saturating_sub(3 * cols)],
+            _ => return,
+        };
+        let single = layer.strip_prefix("single_blocks.").and_then(|rest| rest.strip_suffix(".linear1"));
+        for piece in 0..stack.len() {
+            let rows = place(vec![piece_of(&stack, piece)]);
+            self.spell(&format!("{layer}.{piece}"), rows.clone());
+            if let Some(block) = single {
+                let name = ["attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"][piece];
+                self.spell(&format!("single_transformer_blocks.{block}.{name}"), rows);
+            }
+        }
+    }
+
+    fn spell(&mut self, layer: &str, place: Place) {
+        self.flat.insert((place.part, layer.replace('.', "_")), place.clone());
+        // The last layer of a single block is called like that of FLUX.1 by some.
+        if let Some(block) = layer.strip_prefix("single_blocks.").and_then(|rest| rest.strip_suffix(".linear2")) {
+            let other = format!("single_transformer_blocks.{block}.proj_out");
+            self.flat.insert((place.part, other.replace('.', "_")), place.clone());
+            self.dotted.insert((place.part, other), place.clone());
+        }
+        self.dotted.insert((place.part, layer.to_owned()), place);
+    }
+
+    /// The place of a layer of an adapter, however it is spelled.
+    pub fn find(&self, layer: &str) -> Option<&Place> {
+        let of = |part: Part, prefixes: &[&str], flat: &[&str]| {
+            let bare = without(layer, prefixes);
+            // A converter cut off the beginning of this word, another put an underscore where a dot belongs.
+            let whole = if bare.starts_with("sformer_blocks.") { format!("tran{bare}") } else { bare.to_owned() };
+            let dotted = self.dotted.get(&(part, whole.clone()));
+            let mut names =
+                flat.iter().filter_map(|prefix| layer.strip_prefix(prefix)).map(str::to_owned).chain([whole.replace('.', "_")]);
+            dotted.or_else(|| names.find_map(|name| self.flat.get(&(part, name))))
+        };
+        let text = || of(Part::TextEncoder, &TEXT_PREFIXES, &FLAT_TEXT_PREFIXES);
+        of(Part::Transformer, &TRANSFORMER_PREFIXES, &FLAT_TRANSFORMER_PREFIXES).or_else(text)
+    }
+
+    /// The layer whose name is spelled most like this one, for messages.
+    pub fn nearest(&self, layer: &str) -> String {
+        let bare = without(without(layer, &TRANSFORMER_PREFIXES), &FLAT_TRANSFORMER_PREFIXES[..4]);
+        let names = self.dotted.keys().map(|(_, name)| name.as_str());
+        nearest(bare, names).first().map_or_else(String::new, |name| format!("`{name}`"))
+    }
+}
+
+/// The rows of one of the matrices that are stacked on each other.
+fn piece_of(stack: &[usize], piece: usize) -> Range<usize> {
+    let first: usize = stack[..piece].iter().sum();
+    first..first + stack[piece]
+}
+
+/// A name without the prefixes in front of it, of which there may be several.
+fn without<'a>(name: &'a str, prefixes: &[&str]) -> &'a str {
+    match prefixes.iter().find_map(|prefix| name.strip_prefix(prefix)) {
+        Some(rest) => without(rest, prefixes),
+        None => name,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{TextConfig, TransformerConfig};
+    use crate::model::{text_manifest, transformer_manifest};
+
+    fn places() -> Places {
+        let (transformer, text) = (transformer_manifest(&TransformerConfig::klein_4b()), text_manifest(&TextConfig::klein_4b()));
+        Places::new([(Part::Transformer, &transformer[..]), (Part::TextEncoder, &text[..])])
+    }
+
+    #[test]
+    fn every_spelling_is_found() {
+        let places = places();
+        let h = 3072;
+        let qkv = "double_blocks.0.img_attn.qkv.weight";
+        let linear1 = "single_blocks.7.linear1.weight";
+        for (layer, name, rows) in [
+            ("diffusion_model.double_blocks.0.img_attn.qkv", qkv, 0..3 * h),
+            ("base_model.model.double_blocks.0.img_attn.qkv", qkv, 0..3 * h),
+            ("lora_unet_double_blocks_0_img_attn_qkv", qkv, 0..3 * h),
+            ("diffusion_model.double_blocks.0.img_attn_qkv", qkv, 0..3 * h),
+            ("transformer.transformer_blocks.0.attn.to_q", qkv, 0..h),
+            ("transformer_blocks.0.attn.to_v", qkv, 2 * h..3 * h),
+            ("diffusion_model.transformer_blocks.0.attn.to_k", qkv, h..2 * h),
+            ("sformer_blocks.0.attn.to_k", qkv, h..2 * h),
+            ("lycoris_transformer_blocks_0_attn_to_q", qkv, 0..h),
+            ("lora_transformer_transformer_blocks_0_attn_to_q", qkv, 0..h),
+            ("transformer.double_blocks.0.img_attn.qkv.1", qkv, h..2 * h),
+            ("transformer.single_blocks.7.linear1.3", linear1, 3 * h..9 * h),
+            ("single_transformer_blocks.7.attn.to_qkv_mlp_proj", linear1, 0..9 * h),
+            ("transformer.single_transformer_blocks.7.attn.to_v", linear1, 2 * h..3 * h),
+            ("transformer.single_transformer_blocks.7.proj_mlp", linear1, 3 * h..9 * h),
+            ("transformer.single_transformer_blocks.7.proj_out", "single_blocks.7.linear2.weight", 0..h),
+            ("transformer.single_transformer_blocks.7.attn.to_out", "single_blocks.7.linear2.weight", 0..h),
+            ("lora_unet_single_blocks_7_linear2", "single_blocks.7.linear2.weight", 0..h),
+            ("diffusion_model.img_in", "img_in.weight", 0..h),
+            ("transformer.x_embedder", "img_in.weight", 0..h),
+            ("transformer.transformer_blocks.0.ff_context.linear_in", "double_blocks.0.txt_mlp.0.weight", 0..6 * h),
+            ("diffusion_model.final_layer.adaLN_modulation.1", "final_layer.adaLN_modulation.1.weight", 0..2 * h),
+            ("text_encoder.model.layers.3.self_attn.q_proj", "model.layers.3.self_attn.qkv_proj.weight", 0..4096),
+            ("lora_te_model_layers_3_mlp_up_proj", "model.layers.3.mlp.gate_up_proj.weight", 9728..2 * 9728),
+        ] {
+            let place = places.find(layer).unwrap_or_else(|| panic!("{layer}"));
+            assert_eq!((place.name.as_str(), &place.rows[..]), (name, &[rows][..]), "{layer}");
+        }
+        // diffusers has scale before shift there.
+        let swapped = places.find("transformer.norm_out.linear").unwrap();
+        assert_eq!(swapped.rows, [h..2 * h, 0..h]);
+        for layer in [
+            "double_blocks.5.img_attn.qkv",
+            "diffusion_model.double_blocks.0.img_mod.lin",
+            "lora_unet_single_blocks_20_linear1",
+            "",
+        ] {
+            assert_eq!(places.find(layer), None, "{layer}");
+        }
+    }
+
+    #[test]
+    fn underscored_names_are_unambiguous() {
+        let places = places();
+        for ((part, name), place) in &places.dotted {
+            assert_eq!(places.flat.get(&(*part, name.replace('.', "_"))), Some(place), "{name}");
+        }
+    }
+}

@@ -1,0 +1,215 @@
+//! What an adapter adds to the weight of a layer: a product of two matrices of low rank (LoRA, Hu et al. 2021) or a Kronecker product (LoKr,
+//! Yeh et al. 2023). Nothing is expanded before it is needed: a term computes the rows that it is asked for.
+
+use crate::tensor::{Bytes, DType};
+use rayon::prelude::*;
+
+/// A matrix as the file stores it.
+#[derive(Clone, Debug)]
+pub struct Matrix {
+    /// Its elements, row by row.
+    pub bytes: Bytes,
+    /// Their type.
+    pub dtype: DType,
+    /// Number of rows.
+    pub rows: usize,
+    /// Number of columns.
+    pub cols: usize,
+}
+
+impl Matrix {
+    /// All values, row by row.
+    pub fn values(&self) -> Vec<f32> {
+        let mut values = vec![0.0; self.rows * self.cols];
+        self.dtype.decode(&self.bytes, &mut values);
+        values
+    }
+
+    /// Whether all values are finite.
+    pub fn is_finite(&self) -> bool {
+        self.values().par_iter().all(|value| value.is_finite())
+    }
+}
+
+/// A factor of a Kronecker product: a matrix, or the product of two.
+#[derive(Clone, Debug)]
+pub enum KroneckerFactor {
+    /// The matrix itself.
+    Whole(Matrix),
+    /// The product of these, in this order.
+    Product(Matrix, Matrix),
+}
+
+impl KroneckerFactor {
+    /// Rows and columns.
+    pub fn shape(&self) -> [usize; 2] {
+        match self {
+            Self::Whole(whole) => [whole.rows, whole.cols],
+            Self::Product(a, b) => [a.rows, b.cols],
+        }
+    }
+
+    /// The inner dimension of a product.
+    pub fn rank(&self) -> Option<usize> {
+        match self {
+            Self::Whole(_) => None,
+            Self::Product(a, _) => Some(a.cols),
+        }
+    }
+
+    fn values(&self) -> Vec<f32> {
+        match self {
+            Self::Whole(whole) => whole.values(),
+            Self::Product(a, b) => product(&a.values(), &b.values(), a.cols, b.cols),
+        }
+    }
+}
+
+/// What is added to the weight of a layer, or to rows of one, before it is scaled.
+#[derive(Clone, Debug)]
+pub enum Product {
+    /// `up down`.
+    LowRank {
+        /// `[rank, in]`.
+        down: Matrix,
+        /// `[out, rank]`.
+        up: Matrix,
+    },
+    /// Each element of the first factor times all of the second.
+    Kronecker(KroneckerFactor, KroneckerFactor),
+}
+
+/// The same, with its scale.
+#[derive(Clone, Debug)]
+pub struct Term {
+    /// The unscaled term.
+    pub product: Product,
+    /// Its factor.
+    pub scale: f32,
+}
+
+impl Term {
+    /// Rows and columns.
+    pub fn shape(&self) -> [usize; 2] {
+        match &self.product {
+            Product::LowRank { down, up } => [up.rows, down.cols],
+            Product::Kronecker(w1, w2) => {
+                let ([i, j], [p, q]) = (w1.shape(), w2.shape());
+                [i * p, j * q]
+            }
+        }
+    }
+
+    /// The rank, if it is known from the shapes.
+    pub fn rank(&self) -> Option<usize> {
+        match &self.product {
+            Product::LowRank { down, .. } => Some(down.rows),
+            Product::Kronecker(w1, w2) => w2.rank().or(w1.rank()),
+        }
+    }
+
+    /// Whether all values of its factors are finite.
+    pub fn is_finite(&self) -> bool {
+        let factor = |factor: &KroneckerFactor| match factor {
+            KroneckerFactor::Whole(whole) => whole.is_finite(),
+            KroneckerFactor::Product(a, b) => a.is_finite() && b.is_finite(),
+        };
+        match &self.product {
+            Product::LowRank { down, up } => down.is_finite() && up.is_finite(),
+            Product::Kronecker(w1, w2) => factor(w1) && factor(w2),
+        }
+    }
+
+    /// Adds `strength` times the term to a matrix of its shape, in f32.
+    ///
+    /// # Panics
+    /// If the matrix has another number of elements.
+    pub fn add_to(&self, strength: f32, to: &mut [f32]) {
+        let [rows, cols] = self.shape();
+        assert_eq!(to.len(), rows * cols, "the shape of a term");
+        let scale = strength * self.scale;
+        if scale == 0.0 || to.is_empty() {
+            return;
+        }
+        match &self.product {
+            Product::LowRank { down, up } => {
+                let (rank, down, up) = (down.rows, down.values(), up.values());
+                to.par_chunks_exact_mut(cols).zip(up.par_chunks_exact(rank.max(1))).for_each(|(row, up)| {
+                    for (factor, down) in up.iter().zip(down.chunks_exact(cols)) {
+                        let factor = scale * factor;
+                        row.iter_mut().zip(down).for_each(|(to, down)| *to += factor * down);
+                    }
+                });
+            }
+            Product::Kronecker(w1, w2) => {
+                let ([_, j], [p, q]) = (w1.shape(), w2.shape());
+                let (w1, w2) = (w1.values(), w2.values());
+                to.par_chunks_exact_mut(cols).enumerate().for_each(|(row, to)| {
+                    let (w1, w2) = (&w1[row / p * j..][..j], &w2[row % p * q..][..q]);
+                    for (to, factor) in to.chunks_exact_mut(q).zip(w1) {
+                        let factor = scale * factor;
+                        to.iter_mut().zip(w2).for_each(|(to, w2)| *to += factor * w2);
+                    }
+                });
+            }
+        }
+    }
+}
+
+/// The product of two matrices in f32, `inner` being the columns of the first and `cols` those of the second.
+fn product(a: &[f32], b: &[f32], inner: usize, cols: usize) -> Vec<f32> {
+    let mut out = vec![0.0; a.len().checked_div(inner).unwrap_or(0) * cols];
+    out.par_chunks_exact_mut(cols.max(1)).zip(a.par_chunks_exact(inner.max(1))).for_each(|(out, a)| {
+        for (factor, b) in a.iter().zip(b.chunks_exact(cols)) {
+            out.iter_mut().zip(b).for_each(|(out, b)| *out += factor * b);
+        }
+    });
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+
+    fn matrix(rows: usize, cols: usize, values: &[f32]) -> Matrix {
+        assert_eq!(values.len(), rows * cols);
+        Matrix { bytes: Bytes::new(Arc::new(DType::F32.encoded(values))), dtype: DType::F32, rows, cols }
+    }
+
+    fn added(term: &Term, strength: f32) -> Vec<f32> {
+        let [rows, cols] = term.shape();
+        let mut to = vec![1.0; rows * cols];
+        term.add_to(strength, &mut to);
+        to
+    }
+
+    #[test]
+    fn a_low_rank_term_is_a_product() {
+        let down = matrix(2, 3, &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
+        let up = matrix(2, 2, &[1.0, 0.0, 10.0, -1.0]);
+        let term = Term { product: Product::LowRank { down, up }, scale: 0.5 };
+        assert_eq!((term.shape(), term.rank()), ([2, 3], Some(2)));
+        // 1 + 2 * 0.5 * [[1 2 3], [6 15 24]]
+        assert_eq!(added(&term, 2.0), [2.0, 3.0, 4.0, 7.0, 16.0, 25.0]);
+        assert_eq!(added(&term, 0.0), [1.0; 6]);
+    }
+
+    #[test]
+    fn a_kronecker_term_repeats_its_second_factor() {
+        let w1 = KroneckerFactor::Whole(matrix(2, 2, &[1.0, 2.0, 3.0, 4.0]));
+        let w2 = KroneckerFactor::Product(matrix(1, 1, &[2.0]), matrix(1, 3, &[1.0, 0.0, -1.0]));
+        let term = Term { product: Product::Kronecker(w1, w2), scale: 1.0 };
+        assert_eq!((term.shape(), term.rank()), ([2, 6], Some(1)));
+        let want = [2.0, 0.0, -2.0, 4.0, 0.0, -4.0, 6.0, 0.0, -6.0, 8.0, 0.0, -8.0].map(|v| v + 1.0);
+        assert_eq!(added(&term, 1.0), want);
+    }
+
+    #[test]
+    fn what_is_not_finite_is_noticed() {
+        let good = matrix(1, 2, &[1.0, 2.0]);
+        let bad = matrix(2, 1, &[f32::NAN, 1.0]);
+        let term = Term { product: Product::LowRank { down: good, up: bad }, scale: 1.0 };
+        assert!(!term.is_finite());
+    }
+}
