@@ -88,6 +88,7 @@ impl Case {
             seeds: vec![0],
             noise: Noise::Given(goldens.f32("noise")),
             record: true,
+            adapters: None,
         };
         let options = LoadOptions { precision, references: self.reference.is_some(), ..LoadOptions::DEFAULT };
         let mut engine = Engine::load(Box::new(cpu()), model, options, &Silent).unwrap();

@@ -6,6 +6,19 @@ use crate::tensor::{Bytes, DType, WeightPart};
 use std::ops::Range;
 use std::sync::Arc;
 
+/// How adapters are applied to a model.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum AdapterMode {
+    /// Plain weights are merged with what adapters add to them. Quantised ones stay as they are, and the product of what is added is computed
+    /// beside theirs, because rounding to so few bits would lose it.
+    #[default]
+    Auto,
+    /// Weights are merged. Those that are quantised are expanded for it.
+    Merge,
+    /// The product of what is added is computed beside that of every weight, so that a later job can have other adapters.
+    Branch,
+}
+
 /// Adapters with their strengths, in the order in which they are added.
 #[derive(Clone, Debug, Default)]
 pub struct Adapters(pub Vec<(Adapter, f32)>);

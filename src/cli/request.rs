@@ -2,6 +2,7 @@
 
 use super::args::{BackendArg, GenerateArgs, NoiseArg, PromptArgs, QuantisedArgs, ShapeArgs};
 use super::stdout::DASH;
+use crate::adapter::AdapterMode;
 use crate::backend::Fp8Accumulate;
 use crate::config::{Conventions, Variant};
 use crate::dump::read_noise;
@@ -153,7 +154,16 @@ impl ImageRequest {
         let (attention, nvfp4_math) = (quantised.attention.into(), quantised.nvfp4_math.into());
         let quantise = quantised.quantize.map(Into::into);
         let (references, vae_tiling) = (!self.references.is_empty(), self.vae_tiling);
-        LoadOptions { precision, references, low_memory, attention, nvfp4_math, vae_tiling, quantise }
+        LoadOptions {
+            precision,
+            references,
+            low_memory,
+            attention,
+            nvfp4_math,
+            vae_tiling,
+            quantise,
+            adapters: AdapterMode::Auto,
+        }
     }
 }
 
@@ -287,11 +297,12 @@ mod tests {
         assert!(matches!(request.noise, Noise::Drawn(NoiseKind::HOPPER)));
         assert_eq!((request.steps, request.guidance), (None, None));
         assert!(!request.record && request.negative.is_none() && request.references.is_empty());
-        let LoadOptions { precision, references, low_memory, attention, nvfp4_math, vae_tiling, quantise } = setup.options;
+        let LoadOptions { precision, references, low_memory, attention, nvfp4_math, vae_tiling, quantise, adapters } =
+            setup.options;
         assert_eq!((precision, references, setup.device), (Precision::Bf16, false, 0));
         assert!(!low_memory && !vae_tiling);
         assert_eq!((attention, setup.accumulate), (AttentionFormat::Auto, Fp8Accumulate::Auto));
-        assert_eq!((nvfp4_math, quantise), (Nvfp4Math::Auto, None));
+        assert_eq!((nvfp4_math, quantise, adapters), (Nvfp4Math::Auto, None, AdapterMode::Auto));
         assert!(setup.named && matches!(setup.found, Found::Tiny) && setup.notes.is_empty());
     }
 

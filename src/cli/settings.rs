@@ -59,6 +59,7 @@ impl Settings {
             seeds: request.seeds,
             noise: request.noise,
             record: request.record,
+            adapters: None,
         };
         Self {
             job,

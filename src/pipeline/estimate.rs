@@ -179,6 +179,7 @@ mod tests {
             seeds: vec![0],
             noise: Noise::Drawn(NoiseKind::HOPPER),
             record: false,
+            adapters: None,
         }
     }
 

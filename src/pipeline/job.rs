@@ -1,5 +1,6 @@
 //! The inputs and the results of the engine.
 
+use crate::adapter::{AdapterMode, Adapters};
 use crate::config::{Conventions, Variant};
 use crate::dump::Record;
 use crate::error::Result;
@@ -9,6 +10,7 @@ use crate::noise::NoiseKind;
 use crate::sequence::{Grid, Pixels};
 use crate::tensor::Precision;
 use crate::tensor::quantise::QuantisedFormat;
+use std::sync::Arc;
 
 /// Images to generate with one prompt.
 #[derive(Clone, Debug)]
@@ -31,6 +33,8 @@ pub struct Job {
     pub noise: Noise,
     /// Whether images come with a [`Record`].
     pub record: bool,
+    /// Adapters of this job instead of those that the model was loaded with.
+    pub adapters: Option<Arc<Adapters>>,
 }
 
 impl Job {
@@ -47,6 +51,7 @@ impl Job {
             seeds: vec![seed],
             noise: Noise::Drawn(NoiseKind::HOPPER),
             record: false,
+            adapters: None,
         })
     }
 }
@@ -93,6 +98,8 @@ pub struct LoadOptions {
     pub vae_tiling: bool,
     /// What plain weights of transformer blocks and of the text encoder are quantised to, if they are.
     pub quantise: Option<QuantisedFormat>,
+    /// How adapters are applied.
+    pub adapters: AdapterMode,
 }
 
 impl LoadOptions {
@@ -106,6 +113,7 @@ impl LoadOptions {
         nvfp4_math: Nvfp4Math::Auto,
         vae_tiling: false,
         quantise: None,
+        adapters: AdapterMode::Auto,
     };
 }
 

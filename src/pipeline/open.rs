@@ -1,5 +1,6 @@
 //! Opens the files of a model and checks that they are complete and fit each other. No weight is read yet.
 
+use crate::adapter::{Adapters, Places};
 use crate::checkpoint::{ReadAhead, Weights};
 use crate::config::{
     ConfigFile, Conventions, TextConfig, TransformerConfig, VaeConfig, Variant, check_fit, check_scheduler, display_name,
@@ -53,6 +54,8 @@ pub struct OpenModel {
     pub name: String,
     /// Warnings about its files.
     pub warnings: Vec<String>,
+    /// The adapters that it is loaded with.
+    pub adapters: Adapters,
     /// Reads its weights before they are needed, if that was asked for.
     pub(super) read_ahead: Option<ReadAhead>,
 }
@@ -153,12 +156,19 @@ impl OpenModel {
     fn of_parts(parts: CheckedParts, tokenizer: Tokenizer, variant: Variant, conventions: Conventions) -> Self {
         let CheckedParts { weights, configs, warnings, .. } = parts;
         let name = conventions.name.clone().unwrap_or_else(|| display_name(&configs.transformer, variant));
-        Self { weights, tokenizer, configs, variant, conventions, name, warnings, read_ahead: None }
+        let adapters = Adapters::default();
+        Self { weights, tokenizer, configs, variant, conventions, name, warnings, adapters, read_ahead: None }
     }
 
     /// The weights of its parts.
     pub fn weights(&self) -> &PerPart<Weights> {
         &self.weights
+    }
+
+    /// The layers that adapters can change.
+    pub fn places(&self) -> Places {
+        let (transformer, text) = (transformer_manifest(&self.configs.transformer), text_manifest(&self.configs.text_encoder));
+        Places::new([(Part::Transformer, &transformer[..]), (Part::TextEncoder, &text[..])])
     }
 
     /// The files in use, for display.

@@ -124,6 +124,7 @@ fn any_sizes_that_keep_the_rules_are_run() {
         seeds: vec![1],
         noise: Noise::Drawn(NoiseKind::HOPPER),
         record: true,
+        adapters: None,
     };
     let options = LoadOptions { precision: Precision::F32, references: true, ..LoadOptions::DEFAULT };
     let planned = model.estimate(options, GemmFormats::ALL, &job).unwrap();

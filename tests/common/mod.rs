@@ -82,6 +82,7 @@ pub fn small_job() -> Job {
         seeds: vec![5],
         noise: Noise::Drawn(NoiseKind::TorchCpu),
         record: false,
+        adapters: None,
     }
 }
 

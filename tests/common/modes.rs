@@ -113,6 +113,7 @@ impl Case {
             seeds: vec![self.seed],
             noise: Noise::Drawn(NoiseKind::TorchCpu),
             record: true,
+            adapters: None,
         }
     }
 

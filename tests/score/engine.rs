@@ -263,6 +263,7 @@ impl Model {
             seeds: vec![seed],
             noise,
             record: true,
+            adapters: None,
         };
         let mut made = None;
         let mut keep = |output: kiln::pipeline::GeneratedImage| {

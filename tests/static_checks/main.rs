@@ -64,6 +64,7 @@ fn modules_use_only_what_is_below_them() {
         "microbench",
         "names",
         "checkpoint",
+        "adapter",
         "config",
         "locate",
         "model",
