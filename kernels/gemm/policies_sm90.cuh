@@ -55,12 +55,15 @@ struct RowsA {
         : map(&p.x[at.stream]), rank(rank), row_tile(at.row_tile) {}
 
     // Loads k-block `k` to the address `to`; the mbarrier `full` counts the bytes.
-    __device__ __forceinline__ void load(uint32_t k, uint32_t to, uint32_t full) const {
+    __device__ __forceinline__ void load(uint32_t k, uint32_t to, uint32_t full) const { load_from(k * Config::kMapCols, to, full); }
+
+    // Loads as much from column `col` on.
+    __device__ __forceinline__ void load_from(uint32_t col, uint32_t to, uint32_t full) const {
       if constexpr (Config::kMode == ClusterMode::kMulticastA) {
         to += rank * (Config::kABytes / 2);
-        tma_load_2d_multicast(to, map, k * Config::kMapCols, row_tile * Config::kBlockM + rank * (Config::kBlockM / 2), full, kAllCtas);
+        tma_load_2d_multicast(to, map, col, row_tile * Config::kBlockM + rank * (Config::kBlockM / 2), full, kAllCtas);
       } else {
-        tma_load_2d(to, map, k * Config::kMapCols, row_tile * Config::kBlockM, full);
+        tma_load_2d(to, map, col, row_tile * Config::kBlockM, full);
       }
     }
   };
@@ -82,6 +85,14 @@ struct HalfOfB {
   }
 
   __device__ __forceinline__ bool is_expanded() const { return dtype != KL_BF16; }
+
+  // The same rows of the term of low rank.
+  __device__ __forceinline__ void take_up(const KlGemmSm90& p, const TileCoord<Config>& at, uint32_t half) {
+    const KlGemmPart& part = p.stream[at.stream].part[at.part];
+    const bool second = part.epilogue == KL_SWIGLU && half == 1;
+    row = row - part.w[second].first + part.first_col + (second ? part.out.cols : 0);
+    map = &p.up[at.stream];
+  }
 };
 
 // B is rows of a weight, loaded as they are. The CTAs of a cluster that multicast B load one half each.
@@ -103,12 +114,15 @@ struct CopiedB {
     // Waits until k-block `k` can be loaded.
     __device__ __forceinline__ void wait(uint32_t, bool) const {}
 
-    __device__ __forceinline__ void load(uint32_t k, uint32_t to, uint32_t full) const {
+    __device__ __forceinline__ void load(uint32_t k, uint32_t to, uint32_t full) const { load_from(k * Config::kMapCols, to, full); }
+
+    // Loads as much from column `col` on.
+    __device__ __forceinline__ void load_from(uint32_t col, uint32_t to, uint32_t full) const {
       if constexpr (kMulticast) {
-        tma_load_2d_multicast(to + rank * (Config::kBBytes / 2), first.map, k * Config::kMapCols, first.row, full, kAllCtas);
+        tma_load_2d_multicast(to + rank * (Config::kBBytes / 2), first.map, col, first.row, full, kAllCtas);
       } else {
-        tma_load_2d(to, first.map, k * Config::kMapCols, first.row, full);
-        tma_load_2d(to + Config::kBBytes / 2, second.map, k * Config::kMapCols, second.row, full);
+        tma_load_2d(to, first.map, col, first.row, full);
+        tma_load_2d(to + Config::kBBytes / 2, second.map, col, second.row, full);
       }
     }
   };
@@ -133,6 +147,42 @@ struct MmaBf16 : WarpgroupMma {
     wgmma<kCols>(acc, a, b, accumulate);
   }
 };
+
+// Issues the MMAs of a k-block, or of the first kMmaK steps of its K, for kTiles wgmma tiles, whose rows of A are at `a`, and commits them as
+// one group.
+template <class Config, int kMmaK = Config::kMmaK, int kTiles>
+__device__ __forceinline__ void mma_k_block(float (&acc)[kTiles][Config::kBlockN / 2], uint32_t a, uint32_t b, bool accumulate) {
+  // From one instruction to the next, within the rows of a stage.
+  constexpr uint64_t kStep = Config::Mma::kInstructionK * sizeof(typename Config::Mma::Element) / kDescriptorUnitBytes;
+  const uint64_t b_descriptor = wgmma_descriptor(b);
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < kMmaK; i++) {
+#pragma unroll
+    for (int m = 0; m < kTiles; m++) {
+      const uint64_t a_descriptor = Config::OperandA::descriptor(a + m * Config::OperandA::kTileBytes);
+      Config::Mma::template mma<Config::kBlockN>(acc[m], a_descriptor + kStep * i, b_descriptor + kStep * i, accumulate || i > 0);
+    }
+  }
+  wgmma_commit();
+}
+
+// Adds the first `steps` steps of a block of bf16, whatever the type of the other k-blocks, and waits for it.
+template <class Config>
+__device__ __forceinline__ void mma_low_rank_block(typename Config::Acc& acc, uint32_t a, uint32_t b, uint32_t steps) {
+  constexpr uint64_t kStep = MmaBf16::kInstructionK * sizeof(bf16) / kDescriptorUnitBytes;
+  const uint64_t b_descriptor = wgmma_descriptor(b);
+  wgmma_fence();
+#pragma unroll 1
+  for (uint32_t i = 0; i < steps; i++) {
+#pragma unroll
+    for (int m = 0; m < Config::kMmaM; m++) {
+      MmaBf16::mma<Config::kBlockN>(acc[m], wgmma_descriptor(a + m * kWgmmaTileBytes) + kStep * i, b_descriptor + kStep * i, 1);
+    }
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+}
 
 // With an interval of one, sums are exact but for f32: tensor cores keep thirteen binary places of a sum of e4m3 products, so that long
 // sums of one sign come out too small.
