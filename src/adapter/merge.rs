@@ -76,6 +76,7 @@ mod tests {
             path: "a".into(),
             layers: vec![Layer { name: "l".into(), place, term: Term { product, scale: 1.0 } }],
             unmatched: vec![],
+            digest: String::new(),
         }
     }
 
