@@ -120,11 +120,12 @@ impl Adapter {
             return Err(file.refused(detail).with_hint(Remedy::PartOfAdapter));
         }
         file.refuse_twice(&layers)?;
-        if let Some(layer) = layers.iter().find(|layer| !layer.term.is_finite()) {
+        let (digest, spoilt) = rayon::join(|| hex_digest(shard), || layers.iter().find(|layer| !layer.term.is_finite()));
+        if let Some(layer) = spoilt {
             return Err(file.refused(format!("`{}` has values that are not finite", layer.name)));
         }
         shard.verify()?;
-        Ok(Self { path: shard.path().into(), layers, unmatched, digest: hex_digest(shard) })
+        Ok(Self { path: shard.path().into(), layers, unmatched, digest })
     }
 }
 

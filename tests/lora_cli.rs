@@ -217,7 +217,7 @@ fn files_that_do_not_fit_are_refused_with_their_reasons() {
         ),
         (
             of("flux1", &klein("lora_unet_double_blocks_0_img_mod_lin", [18432, 3072])),
-            "near is `double_blocks.0.img_mlp.2`; it seems to be for FLUX.1",
+            "near is `double_blocks.0.img_mlp.0`; it seems to be for FLUX.1",
             inspect,
         ),
         (of("model-file", &[("img_in.weight".into(), vec![4, 4])]), "it has no factors of LoRA or LoKr", inspect),
@@ -394,7 +394,7 @@ fn the_help_teaches() {
             &["--help"][..],
             &["--lora <FILE[:SCALE]>", "style.safetensors:0.8", "owner/name", "--lora-partial", "--lora-mode <HOW>"][..],
         ),
-        (&["run", "--help"], &["--lora <FILE[:SCALE]>", "`lora` (a list of"]),
+        (&["run", "--help"], &["--lora <FILE[:SCALE]>", "`lora`"]),
         (&["plan", "--help"], &["--lora <FILE[:SCALE]>"]),
         (&["bench", "--help"], &["--lora <FILE[:SCALE]>"]),
         (&["lora", "--help"], &["inspect", "--lora"]),

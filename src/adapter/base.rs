@@ -27,9 +27,10 @@ const BASES: [Base; 6] = [
 const TEXT_ENCODERS: [(usize, &str); 2] =
     [(2560, "Qwen3-4B, the text encoder of FLUX.2 [klein] 4B"), (4096, "Qwen3-8B, the text encoder of FLUX.2 [klein] 9B")];
 
-/// What blocks are called, with underscores; a name that ends with another stands before it.
+/// What blocks are called, with underscores; a name that ends with another stands before it. A converter cut off the beginning of
+/// `transformer_blocks`.
 const BLOCKS: [(&str, usize); 4] =
-    [("single_transformer_blocks_", 1), ("single_blocks_", 1), ("transformer_blocks_", 0), ("double_blocks_", 0)];
+    [("single_transformer_blocks_", 1), ("single_blocks_", 1), ("sformer_blocks_", 0), ("double_blocks_", 0)];
 
 /// Layers whose output has the width of the model; the inputs of most others have it.
 const TO_HIDDEN: [&str; 7] = ["mlp_2", "linear_out", "net_2", "linear2", "proj_out", "img_in", "x_embedder"];
@@ -144,6 +145,7 @@ mod tests {
             (&[("lora_unet_single_blocks_19_linear1", [9 * h, h])], Some("FLUX.2 [klein] 4B")),
             (&[("lora_unet_single_blocks_20_linear2", [h, 5 * h])], Some(FLUX1)),
             (&[("transformer.transformer_blocks.5.attn.to_out.0", [h, h])], Some(FLUX1)),
+            (&[("sformer_blocks.0.attn.to_k", [h, h])], Some("FLUX.2 [klein] 4B")),
             (&[("lora_unet_single_blocks_0_linear1", [7 * h, h])], Some(FLUX1)),
             (&[("transformer.single_transformer_blocks.0.proj_mlp", [4 * h, h])], Some(FLUX1)),
             (&[("transformer.transformer_blocks.0.norm1.linear", [6 * h, h])], Some(FLUX1)),

@@ -36,13 +36,16 @@ impl Session {
         notes.iter().for_each(|note| terminal.say(note));
         let select = || select_backend(backend, device, accumulate, &records, stop);
         // A GPU will copy the weights, and its driver takes a while to start.
-        let open = || match backend != BackendArg::Cpu && has_driver() {
-            true => OpenModel::open_and_read_ahead(&found, variant),
-            false => OpenModel::open(&found, variant),
+        let open = || -> Result<OpenModel> {
+            let mut model = match backend != BackendArg::Cpu && has_driver() {
+                true => OpenModel::open_and_read_ahead(&found, variant)?,
+                false => OpenModel::open(&found, variant)?,
+            };
+            model.adapters = adapters.open(|| model.places())?;
+            Ok(model)
         };
         let (backend, model) = threads::join(select, open);
-        let (backend, mut model) = (backend?, model?);
-        model.adapters = adapters.open(|| model.places())?;
+        let (backend, model) = (backend?, model?);
         backend.announce(terminal);
         if trace::is_on() && backend.device.is_some() {
             terminal.say("note: kernels are traced one by one, without overlap and CUDA graphs, so steps take a little longer");

@@ -90,7 +90,7 @@ Examples:
 pub(super) const INSPECT_EXAMPLES: &str = "\
 Examples:
   kiln lora inspect watercolour.safetensors
-      Layers by kind with their ranks, how they are spelled, which model they are for, trigger words.
+      Layers by kind with their ranks, their spelling, the model they are for, trigger words.
 
   kiln lora inspect owner/repository --model ~/models/FLUX.2-klein-4B
       An adapter in the Hugging Face cache, and which of its layers a model has.
