@@ -5,6 +5,7 @@
 //! without telling. `contents` lists what a file has without a model.
 
 mod base;
+mod branch;
 mod contents;
 mod key;
 mod merge;
@@ -14,19 +15,19 @@ mod place;
 mod spelling;
 mod term;
 
+pub use branch::MAX_RANK;
 pub use contents::{Contents, LayerContents};
-pub use merge::{AdapterMode, Adapters};
+pub use merge::{AdapterMode, Adapters, Merger};
 pub use notes::Notes;
 pub use place::{Place, Places};
 pub use spelling::Spelling;
-pub use term::{KroneckerFactor, Matrix, Product, Term};
+pub use term::{KroneckerFactor, Matrix, Product, ScaledTerm, Term};
 
 use crate::checkpoint::{Entry, Shard};
 use crate::error::{Error, Remedy, Result};
 use crate::tensor::DType;
 use key::{Factor, Role};
 use metadata::PeftScales;
-use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -53,8 +54,10 @@ pub struct Adapter {
     pub layers: Vec<Layer>,
     /// Names of those that the model does not have.
     pub unmatched: Vec<String>,
-    /// The SHA-256 of the file as hexadecimal digits.
+    /// The SHA-256 of the file, as hexadecimal digits.
     pub digest: String,
+    /// The file, which values are read from when they are needed.
+    file: Option<Shard>,
 }
 
 /// How much of an adapter has to fit.
@@ -87,6 +90,19 @@ impl Adapter {
     }
 
     fn gather(shard: &Shard, places: &Places, coverage: Coverage) -> Result<Self> {
+        // All of the file is read for either, and it may be some hundred megabytes.
+        let (digest, adapter) = rayon::join(|| shard.sha256(), || Self::placed(shard, places, coverage));
+        let adapter = adapter?;
+        shard.verify()?;
+        Ok(Self { digest, ..adapter })
+    }
+
+    /// Fails if the file changed since it was opened.
+    pub fn verify(&self) -> Result<()> {
+        self.file.as_ref().map_or(Ok(()), Shard::verify)
+    }
+
+    fn placed(shard: &Shard, places: &Places, coverage: Coverage) -> Result<Self> {
         let file = AdapterFile::new(shard)?.supported()?;
         let (mut layers, mut unmatched): (Vec<Layer>, Vec<String>) = Default::default();
         for (name, group) in &file.layers {
@@ -105,7 +121,7 @@ impl Adapter {
             return Err(file.refused(no_layer()));
         }
         for layer in &layers {
-            let (got, want) = (layer.term.shape(), [layer.place.len(), layer.place.cols]);
+            let (got, want) = (layer.term.shape(), [layer.place.row_count(), layer.place.cols]);
             if got != want {
                 return Err(file.refused(format!(
                     "`{}` is for a layer of {got:?}, the model's has {want:?}{}",
@@ -120,18 +136,11 @@ impl Adapter {
             return Err(file.refused(detail).with_hint(Remedy::PartOfAdapter));
         }
         file.refuse_twice(&layers)?;
-        let (digest, spoilt) = rayon::join(|| hex_digest(shard), || layers.iter().find(|layer| !layer.term.is_finite()));
-        if let Some(layer) = spoilt {
+        if let Some(layer) = layers.iter().find(|layer| !layer.term.is_finite()) {
             return Err(file.refused(format!("`{}` has values that are not finite", layer.name)));
         }
-        shard.verify()?;
-        Ok(Self { path: shard.path().into(), layers, unmatched, digest })
+        Ok(Self { path: shard.path().into(), layers, unmatched, digest: String::new(), file: Some(shard.clone()) })
     }
-}
-
-/// The SHA-256 of a file as hexadecimal digits.
-fn hex_digest(shard: &Shard) -> String {
-    Sha256::digest(shard.contents()).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Up to three names, for a message.

@@ -73,7 +73,7 @@ impl Contents {
         let contents = Self {
             path: shard.path().into(),
             bytes: shard.contents().len() as u64,
-            digest: super::hex_digest(shard),
+            digest: shard.sha256(),
             dtypes: dtypes.into_iter().collect(),
             others: file.strange.clone(),
             base: base::likely(layers.iter().filter_map(|layer| Some((layer.name.as_str(), layer.shape?)))),

@@ -4,12 +4,12 @@ use super::args::{LoraArg, LoraArgs};
 use crate::adapter::{Adapter, AdapterMode, Adapters, Places, Product};
 use crate::error::Result;
 use crate::locate::{Environment, locate_adapter};
-use crate::pipeline::Formats;
+use crate::pipeline::{AdapterUse, Formats};
 use crate::progress::Progress;
 use crate::terminal::Terminal;
 use crate::text::shown;
 use serde::Serialize;
-use std::collections::{BTreeSet, HashSet};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// The files of adapters, and how strong each is.
@@ -83,18 +83,22 @@ pub fn metadata(adapters: &[AppliedAdapter], mode: AdapterMode) -> Vec<(&'static
 }
 
 /// Prints a line for each adapter and, with `--verbose`, its layers.
-pub fn announce_adapters(adapters: &Adapters, mode: AdapterMode, formats: &Formats, terminal: &Terminal) {
-    for (adapter, scale) in &adapters.0 {
-        let (line, details) = describe(adapter, *scale, &how_applied(adapter, mode, formats));
+pub fn announce_adapters(adapters: &Adapters, formats: &Formats, terminal: &Terminal) {
+    for (line, details) in descriptions(adapters, formats) {
         terminal.say(&line);
         details.iter().for_each(|line| terminal.detail(line));
     }
 }
 
-/// A line for each adapter.
-pub fn adapter_lines(adapters: &Adapters, mode: AdapterMode, formats: &Formats) -> Vec<String> {
-    adapters.0.iter().map(|(adapter, scale)| describe(adapter, *scale, &how_applied(adapter, mode, formats)).0).collect()
+/// A line for each adapter, and lines about its layers.
+pub fn descriptions(adapters: &Adapters, formats: &Formats) -> Vec<(String, Vec<String>)> {
+    let uses = formats.adapter_uses(adapters);
+    let tell = |((adapter, scale), used): (&(Adapter, f32), &AdapterUse)| describe(adapter, *scale, &how_applied(used));
+    adapters.0.iter().zip(&uses).map(tell).collect()
 }
+
+/// What is said of layers that adapters are not merged with.
+pub const BESIDE: &str = "beside the weights";
 
 /// A line about an adapter, and lines about its layers.
 pub fn describe(adapter: &Adapter, scale: f32, how: &str) -> (String, Vec<String>) {
@@ -116,20 +120,13 @@ pub fn describe(adapter: &Adapter, scale: f32, how: &str) -> (String, Vec<String
     (line, layers.iter().map(place).chain(unmatched.iter().map(missing)).collect())
 }
 
-/// How the layers of an adapter are applied: as was asked, and where that is left open by the format of each weight on the device.
-fn how_applied(adapter: &Adapter, mode: AdapterMode, formats: &Formats) -> String {
-    let is_quantised = |layer: &&crate::model::LayerFormat| layer.parts.iter().any(|part| part.held.is_quantised());
-    let quantised: HashSet<&str> = formats.layers.iter().filter(is_quantised).map(|layer| layer.name.as_str()).collect();
-    let all = adapter.layers.len();
-    let beside = match mode {
-        AdapterMode::Merge => 0,
-        AdapterMode::Branch => all,
-        AdapterMode::Auto => adapter.layers.iter().filter(|layer| quantised.contains(layer.place.name.as_str())).count(),
-    };
-    match (all - beside, beside) {
+/// How the layers of an adapter are applied.
+fn how_applied(used: &AdapterUse) -> String {
+    match (used.merged, used.beside) {
+        (0, 0) => "without effect".into(),
         (_, 0) => "merged".into(),
-        (0, _) => "beside the weights".into(),
-        (merged, beside) => format!("{merged} merged and {beside} beside the weights"),
+        (0, _) => BESIDE.into(),
+        (merged, beside) => format!("{merged} merged and {beside} {BESIDE}"),
     }
 }
 

@@ -409,10 +409,6 @@ impl Run<'_> {
         // A line with the adapters of all lines has those that the model was loaded with.
         let adapters = match line.lora.take() {
             Some(lora) if lora != defaults.lora => {
-                if known.adapter_mode == AdapterMode::Merge {
-                    let what = "`lora` of a line cannot differ from --lora, whose adapters are merged with the weights";
-                    return Err(Error::usage(what, "leave out --lora-mode merge, or `lora`"));
-                }
                 let mut tell = |text: &str| terminal.say(&format!("line {number}: {text}"));
                 Some(library.open(&lora, &mut tell)?)
             }

@@ -55,6 +55,8 @@ fn describe(remedy: &Remedy) -> String {
         Remedy::AnyNvfp4Math => "leave out --nvfp4-math: then they are multiplied as what the device has".into(),
         Remedy::ApplyAdapter => "name the model that it was made for, and pass this file with --lora".into(),
         Remedy::PartOfAdapter => "use the adapter of this model, or --lora-partial to apply the layers that fit".into(),
+        Remedy::MergeAdapters => "use --lora-mode merge".into(),
+        Remedy::AdaptersBeside => "leave out --lora-mode merge, or adapters that differ from those of --lora".into(),
         Remedy::AsStored => "leave out --quantize, or name files that hold them in bf16, f16 or f32".into(),
         plain => plain.to_string(),
     }
@@ -110,6 +112,8 @@ mod tests {
             Remedy::AsStored,
             Remedy::ApplyAdapter,
             Remedy::PartOfAdapter,
+            Remedy::MergeAdapters,
+            Remedy::AdaptersBeside,
         ] {
             assert!(describe(&remedy).contains("--"), "{remedy:?}");
             assert!(!remedy.to_string().contains("--") && !remedy.to_string().is_empty(), "{remedy:?}");

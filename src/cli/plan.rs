@@ -1,6 +1,6 @@
 //! `kiln plan`: what an image would cost, estimated without reading weights.
 
-use super::adapters::{AdapterFiles, AppliedAdapter, adapter_lines, applied};
+use super::adapters::{AdapterFiles, AppliedAdapter, applied, descriptions};
 use super::args::{KleinArg, PlanArgs};
 use super::report::{ignored_guidance, warn_of_accumulation, warn_of_nvfp4_math};
 use super::request::ImageRequest;
@@ -139,7 +139,7 @@ pub fn plan(args: PlanArgs, environment: Environment, terminal: &Terminal, out: 
     estimate.formats.accumulate = Some(fp8_accumulate(gpu.capability, accumulate));
     warn_of_accumulation(accumulate, &estimate.formats, terminal);
     warn_of_nvfp4_math(options.nvfp4_math, &estimate.formats, terminal);
-    let lora_lines = adapter_lines(model.adapters(), options.adapters, &estimate.formats);
+    let lora_lines = descriptions(model.adapters(), &estimate.formats).into_iter().map(|(line, _)| line).collect();
     let report = Report { lora_lines, ..Report::new(settings, estimate, gpu) };
     let text = if args.json { json_line(&report)? } else { report.table().into_bytes() };
     print(out, &text)
@@ -226,7 +226,7 @@ impl PlannedModel {
         let (gemms, time) = (gemm_formats(gpu.capability), gpu.predictor.as_ref().map(Predictor::op_time));
         match &self.source {
             Source::Files(model) => model.estimate_timed(options, gemms, job, time),
-            Source::Klein(configs, _) => estimate_timed(configs, self.variant, options, gemms, job, time),
+            Source::Klein(configs, adapters) => estimate_timed((configs, adapters), self.variant, options, gemms, job, time),
         }
     }
 }

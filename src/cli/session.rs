@@ -57,7 +57,7 @@ impl Session {
         expansion_note(&formats, backend.device.is_some()).iter().for_each(|note| terminal.say(note));
         warn_of_accumulation(accumulate, &formats, terminal);
         warn_of_nvfp4_math(options.nvfp4_math, &formats, terminal);
-        announce_adapters(&model.adapters, options.adapters, &formats, terminal);
+        announce_adapters(&model.adapters, &formats, terminal);
         Ok(Self { backend, found, model, options, formats })
     }
 

@@ -1,6 +1,6 @@
 //! The adapters that lines name: each file is opened once, and again if it has changed.
 
-use super::super::adapters::{describe, open_adapter};
+use super::super::adapters::{BESIDE, describe, open_adapter};
 use super::super::args::LoraArg;
 use crate::adapter::{Adapter, Adapters, Places};
 use crate::checkpoint::Identity;
@@ -40,7 +40,7 @@ impl Library {
             Some(at) => self.open.remove(at),
             None => {
                 let adapter = open_adapter(&path, self.partial, &self.places)?;
-                tell(&describe(&adapter, lora.scale, "beside the weights").0);
+                tell(&describe(&adapter, lora.scale, BESIDE).0);
                 // What is left of an earlier version of the file is of no use.
                 self.open.retain(|(kept, _)| kept.path != identity.path);
                 (identity, adapter)
