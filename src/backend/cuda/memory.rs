@@ -74,6 +74,8 @@ pub struct Memory {
     arena: Allocation,
     /// For results that outlive a run.
     kept: Allocation,
+    /// For what adapters compute beside weights.
+    adapters: Allocation,
     /// For what ops have no tensors for, where working memory has no room for it.
     spare: Allocation,
     /// Address and bytes of the memory for that of the present op: weights that are expanded when they are multiplied, from its beginning on,
@@ -96,6 +98,7 @@ impl Memory {
             weights: Allocation::empty(&driver),
             arena: Allocation::empty(&driver),
             kept: Allocation::empty(&driver),
+            adapters: Allocation::empty(&driver),
             spare: Allocation::empty(&driver),
             op_scratch: (0, 0),
             base: 0,
@@ -137,6 +140,13 @@ impl Memory {
     pub fn reserve_kept(&mut self, bytes: u64) -> Result<()> {
         self.kept = Allocation::empty(&self.driver);
         self.kept = Allocation::new(&self.driver, bytes)?;
+        Ok(())
+    }
+
+    /// Allocates room for what adapters compute beside weights. What was there is gone.
+    pub fn reserve_adapters(&mut self, bytes: u64) -> Result<()> {
+        self.adapters = Allocation::empty(&self.driver);
+        self.adapters = Allocation::new(&self.driver, bytes)?;
         Ok(())
     }
 
@@ -230,6 +240,7 @@ impl Memory {
             Region::Weights => (self.weights.address, self.weights.bytes),
             Region::Arena => (self.base, self.working),
             Region::Kept => (self.kept.address, self.kept.bytes),
+            Region::Adapters => (self.adapters.address, self.adapters.bytes),
         }
     }
 
