@@ -26,7 +26,7 @@ struct Bf16Rows {
   using Codes = uint4;
 
   static __device__ __forceinline__ Codes load(const KlMat& m, uint32_t row, uint32_t col) {
-    return __ldg(reinterpret_cast<const uint4*>(row_of<const bf16>(m, row) + col));
+    return *reinterpret_cast<const uint4*>(row_of<const bf16>(m, row) + col);
   }
   static __device__ __forceinline__ uint4 expand(const Codes& codes, int) { return codes; }
 };
@@ -37,7 +37,7 @@ struct E4m3Rows {
   using Codes = uint4;
 
   static __device__ __forceinline__ Codes load(const KlMat& m, uint32_t row, uint32_t col) {
-    return __ldg(reinterpret_cast<const uint4*>(m.data + row * m.stride + col));
+    return *reinterpret_cast<const uint4*>(m.data + row * m.stride + col);
   }
   static __device__ __forceinline__ uint4 expand(const Codes& codes, int v) {
     const uint2 a = e4m3_to_bf16(v ? codes.z : codes.x), b = e4m3_to_bf16(v ? codes.w : codes.y);
@@ -55,7 +55,7 @@ struct E2m1Rows {
 
   static __device__ __forceinline__ Codes load(const KlMat& m, uint32_t row, uint32_t col) {
     const uint32_t scale = block_scale_offset(row, col / 16, static_cast<uint32_t>(m.stride));
-    return {__ldg(reinterpret_cast<const uint2*>(m.data + (row * m.stride + col) / 2)), reinterpret_cast<const uint8_t*>(m.scales)[scale]};
+    return {*reinterpret_cast<const uint2*>(m.data + (row * m.stride + col) / 2), reinterpret_cast<const uint8_t*>(m.scales)[scale]};
   }
   static __device__ __forceinline__ uint4 expand(const Codes& codes, int v) {
     return e2m1_to_bf16(v ? codes.codes.y : codes.codes.x, block_scale(codes.scale));

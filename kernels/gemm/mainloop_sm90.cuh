@@ -296,7 +296,7 @@ template <class Config>
 __device__ __forceinline__ void accumulate_per_warp(const typename Config::Params& p, const TileCoord<Config>& at, Pipeline<Config>& pipe,
                                                     typename Config::Acc& acc, const WorkTile& work, uint32_t group) {
   using Mma = typename Config::Mma;
-  using Fragments = typename Mma::template Fragments<Config>;
+  using Fragments = WarpFragments<Config>;
   const uint32_t row = group * (Config::kMmaM * kWgmmaRows) + threadIdx.x / 32 % kWarpgroupWarps * kWarpRows;
   const Fragments fragments(row);
   const typename Mma::template Scales<Config> scales(p, at, row);
@@ -312,7 +312,9 @@ __device__ __forceinline__ void accumulate_per_warp(const typename Config::Param
     for (uint32_t step = 0; step < Fragments::kSteps; step++) {
       uint32_t a[Config::kMmaM][4], b[Config::kBlockN / 16][4];
       const auto of_blocks = scales.load(stage, step);
-      fragments.load(stage, step, a, b);
+      fragments.load_a(stage, step, a);
+#pragma unroll
+      for (int n = 0; n < Config::kBlockN / 16; n++) fragments.load_b(stage, step, n, b[n]);
       Mma::template multiply<Config>(acc, a, b, of_blocks);
     }
     pipe.release(pipe.stage);

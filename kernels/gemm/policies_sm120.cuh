@@ -23,38 +23,6 @@ struct WarpMma {
     __device__ __forceinline__ OfBlocks load(uint32_t, uint32_t) const { return {}; }
   };
 
-  // Where the lane's rows of both operands are in a stage, for ldmatrix: sixteen rows of A, or twice eight of B, by two chunks of 16 bytes.
-  // `row` is the first of the warp's rows.
-  template <class Config>
-  struct Fragments {
-    static constexpr uint32_t kStepBytes = 32, kSteps = kRowBytes / kStepBytes;
-    uint32_t a_offset, b_offset;
-
-    __device__ __forceinline__ explicit Fragments(uint32_t row)
-        : a_offset(swizzled<kRowBytes>(row + lane() % 16, lane() / 16)),
-          b_offset(Config::kABytes + swizzled<kRowBytes>(lane() % 8 + lane() / 16 * 8, lane() / 8 % 2)) {}
-
-    __device__ __forceinline__ void load(uint32_t stage, uint32_t step, uint32_t (&a)[Config::kMmaM][4],
-                                         uint32_t (&b)[Config::kBlockN / 16][4]) const {
-#pragma unroll
-      for (int m = 0; m < Config::kMmaM; m++) ldmatrix_x4(a[m], (stage + a_offset ^ step * kStepBytes) + m * kWgmmaRows * kRowBytes);
-#pragma unroll
-      for (int n = 0; n < Config::kBlockN / 16; n++) ldmatrix_x4(b[n], (stage + b_offset ^ step * kStepBytes) + n * 16 * kRowBytes);
-    }
-  };
-
-  // Adds the first `steps` steps of a block of bf16, whatever the type of the other k-blocks.
-  template <class Config>
-  static __device__ __forceinline__ void multiply_low_rank(typename Config::Acc& acc, uint32_t row, uint32_t stage, uint32_t steps) {
-    const Fragments<Config> fragments(row);
-#pragma unroll 1
-    for (uint32_t step = 0; step < steps; step++) {
-      uint32_t a[Config::kMmaM][4], b[Config::kBlockN / 16][4];
-      fragments.load(stage, step, a, b);
-      multiply_bf16<Config>(acc, a, b);
-    }
-  }
-
   // Calls mma(d, a, b0, b1, m, n) for each fragment d of the accumulators: n is that of eight columns.
   template <class Config, class F>
   static __device__ __forceinline__ void for_each_fragment(typename Config::Acc& acc, const uint32_t (&a)[Config::kMmaM][4],
@@ -70,12 +38,6 @@ struct WarpMma {
       }
     }
   }
-
-  template <class Config>
-  static __device__ __forceinline__ void multiply_bf16(typename Config::Acc& acc, const uint32_t (&a)[Config::kMmaM][4],
-                                                       const uint32_t (&b)[Config::kBlockN / 16][4]) {
-    for_each_fragment<Config>(acc, a, b, [](float(&d)[4], const uint32_t(&a)[4], uint32_t b0, uint32_t b1, int, int) { mma(d, a, b0, b1); });
-  }
 };
 
 struct WarpMmaBf16 : WarpMma {
@@ -85,7 +47,7 @@ struct WarpMmaBf16 : WarpMma {
   template <class Config>
   static __device__ __forceinline__ void multiply(typename Config::Acc& acc, const uint32_t (&a)[Config::kMmaM][4],
                                                   const uint32_t (&b)[Config::kBlockN / 16][4], typename Scales<Config>::OfBlocks) {
-    multiply_bf16<Config>(acc, a, b);
+    for_each_fragment<Config>(acc, a, b, [](float(&d)[4], const uint32_t(&a)[4], uint32_t b0, uint32_t b1, int, int) { mma(d, a, b0, b1); });
   }
 };
 

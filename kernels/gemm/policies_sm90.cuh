@@ -167,21 +167,50 @@ __device__ __forceinline__ void mma_k_block(float (&acc)[kTiles][Config::kBlockN
   wgmma_commit();
 }
 
-// Adds the first `steps` steps of a block of bf16, whatever the type of the other k-blocks, and waits for it.
+// Where a lane's rows of both operands are in a stage, for ldmatrix: sixteen rows of A, or twice eight of B, by two chunks of 16 bytes. `row`
+// is the first of the warp's rows.
 template <class Config>
-__device__ __forceinline__ void mma_low_rank_block(typename Config::Acc& acc, uint32_t a, uint32_t b, uint32_t steps) {
-  constexpr uint64_t kStep = MmaBf16::kInstructionK * sizeof(bf16) / kDescriptorUnitBytes;
-  const uint64_t b_descriptor = wgmma_descriptor(b);
-  wgmma_fence();
-#pragma unroll 1
-  for (uint32_t i = 0; i < steps; i++) {
+struct WarpFragments {
+  static constexpr uint32_t kRowBytes = Config::Mma::kRowBytes, kStepBytes = 32, kSteps = kRowBytes / kStepBytes;
+  uint32_t a_offset, b_offset;
+
+  __device__ __forceinline__ explicit WarpFragments(uint32_t row)
+      : a_offset(swizzled<kRowBytes>(row + lane() % 16, lane() / 16)),
+        b_offset(Config::kABytes + swizzled<kRowBytes>(lane() % 8 + lane() / 16 * 8, lane() / 8 % 2)) {}
+
+  __device__ __forceinline__ void load_a(uint32_t stage, uint32_t step, uint32_t (&a)[Config::kMmaM][4]) const {
 #pragma unroll
-    for (int m = 0; m < Config::kMmaM; m++) {
-      MmaBf16::mma<Config::kBlockN>(acc[m], wgmma_descriptor(a + m * kWgmmaTileBytes) + kStep * i, b_descriptor + kStep * i, 1);
+    for (int m = 0; m < Config::kMmaM; m++) ldmatrix_x4(a[m], (stage + a_offset ^ step * kStepBytes) + m * kWgmmaRows * kRowBytes);
+  }
+
+  // Those of columns 16 n to 16 n + 15.
+  __device__ __forceinline__ void load_b(uint32_t stage, uint32_t step, int n, uint32_t (&b)[4]) const {
+    ldmatrix_x4(b, (stage + b_offset ^ step * kStepBytes) + n * 16 * kRowBytes);
+  }
+};
+
+// Adds the first `steps` steps of a block of bf16, whatever the type of the other k-blocks, by mma.sync: accumulators that other instructions
+// have written are in the way of wgmma, which ptxas would then serialise in the main loop as well.
+template <class Config>
+__device__ __forceinline__ void add_low_rank_block(typename Config::Acc& acc, uint32_t row, uint32_t stage, uint32_t steps) {
+  const WarpFragments<Config> fragments(row);
+#pragma unroll 1
+  for (uint32_t step = 0; step < steps; step++) {
+    uint32_t a[Config::kMmaM][4];
+    fragments.load_a(stage, step, a);
+#pragma unroll
+    for (int n = 0; n < Config::kMmaN; n += 2) {
+      uint32_t b[4];
+      fragments.load_b(stage, step, n / 2, b);
+#pragma unroll
+      for (int i = 0; i < 2 * Config::kMmaM; i++) {
+        float* v = &acc[i / 2][4 * (n + i % 2)];
+        float d[4] = {v[0], v[1], v[2], v[3]};
+        mma(d, a[i / 2], b[i % 2 * 2], b[i % 2 * 2 + 1]);
+        v[0] = d[0], v[1] = d[1], v[2] = d[2], v[3] = d[3];
+      }
     }
   }
-  wgmma_commit();
-  wgmma_wait<0>();
 }
 
 // With an interval of one, sums are exact but for f32: tensor cores keep thirteen binary places of a sum of e4m3 products, so that long

@@ -87,7 +87,7 @@ const EXPECTED: &[Expected] = &[
         bug: "low_rank_released_early",
         choice: Choice::Tile(Tile::Sm90_128x192),
         case: LOW_RANK,
-        message: "while a wgmma on it is in flight",
+        message: "which a TMA load of CTA",
     },
     Expected {
         bug: "low_rank_scaled",

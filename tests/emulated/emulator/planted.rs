@@ -438,18 +438,18 @@ const MODELS: &[Planted] = &[
         name: "swizzle_of_longer_rows",
         kernel_file: "gemm_nvfp4_sm120",
         tile: "KL_GEMM_NVFP4_SM120(gemm_nvfp4_sm120, 256, 128,",
-        source: "gemm/policies_sm120.cuh",
+        source: "gemm/policies_sm90.cuh",
         find: "a_offset(swizzled<kRowBytes>(row + lane() % 16, lane() / 16)),",
         replace: "a_offset((row + lane() % 16) * kRowBytes + swizzled_chunk<2 * kRowBytes>(lane() % 4, lane() / 16) * 16),",
     },
-    // A block of a term of low rank is given back while its MMAs are in flight.
+    // A block of a term of low rank is given back before all warps have read it.
     Planted {
         name: "low_rank_released_early",
         kernel_file: "gemm_bf16_sm90",
         tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 192,",
-        source: "gemm/policies_sm90.cuh",
-        find: "  wgmma_commit();\n  wgmma_wait<0>();\n}",
-        replace: "  wgmma_commit();\n}",
+        source: "gemm/epilogue_sm90.cuh",
+        find: "if constexpr (!Config::Mma::kPerWarp) warpgroup_sync(kWarpgroupBarrier + thread / kWarpgroupThreads - 1);\n      pipe.release(pipe.stage);\n    }\n  }\n\n  // Calls f",
+        replace: "pipe.release(pipe.stage);\n    }\n  }\n\n  // Calls f",
     },
     // The term of low rank is multiplied by the scales of the weight.
     Planted {
