@@ -25,6 +25,11 @@ impl Place {
     pub fn row_count(&self) -> usize {
         self.rows.iter().map(ExactSizeIterator::len).sum()
     }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
 }
 
 /// What trainers put in front of the transformer's names, and of those with underscores.
