@@ -36,7 +36,9 @@ impl PeftScales {
         if let Some(text) = shard.metadata().get(ENTRY) {
             // diffusers puts the name of the part in front of every key.
             let all: BTreeMap<String, serde_json::Value> = serde_json::from_str(text).map_err(bad)?;
-            let own = all.into_iter().map(|(key, value)| (key.strip_prefix("transformer.").unwrap_or(&key).to_owned(), value));
+            let own = all
+                .into_iter()
+                .filter_map(|(key, value)| Some((key.strip_prefix("transformer.").unwrap_or(&key).to_owned(), value)));
             let settings = serde_json::from_value(serde_json::Value::Object(own.collect())).map_err(bad)?;
             return Ok(Self(Some(settings)));
         }

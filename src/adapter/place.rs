@@ -22,7 +22,7 @@ pub struct Place {
 
 impl Place {
     /// Number of rows.
-    pub fn row_count(&self) -> usize {
+    pub fn len(&self) -> usize {
         self.rows.iter().map(ExactSizeIterator::len).sum()
     }
 
