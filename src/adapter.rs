@@ -4,15 +4,17 @@
 //! weight. A file of which a part finds no layer is an error, because an adapter that is applied in part, or not at all, gives an image
 //! without telling.
 
+mod branch;
 mod key;
 mod merge;
 mod metadata;
 mod place;
 mod term;
 
-pub use merge::{AdapterMode, Adapters};
+pub use branch::MAX_RANK;
+pub use merge::{AdapterMode, Adapters, Merger};
 pub use place::{Place, Places};
-pub use term::{KroneckerFactor, Matrix, Product, Term};
+pub use term::{KroneckerFactor, Matrix, Product, ScaledTerm, Term};
 
 use crate::checkpoint::{Entry, Shard};
 use crate::error::{Error, Result};
@@ -45,6 +47,10 @@ pub struct Adapter {
     pub layers: Vec<Layer>,
     /// Names of those that the model does not have.
     pub unmatched: Vec<String>,
+    /// The SHA-256 of the file, as hexadecimal digits.
+    pub digest: String,
+    /// The file, which values are read from when they are needed.
+    file: Option<Shard>,
 }
 
 /// The tensors of one layer in a file.
@@ -59,6 +65,19 @@ impl Adapter {
 
     /// The same of a file that is open.
     pub fn read(shard: &Shard, places: &Places) -> Result<Self> {
+        // All of the file is read for either, and it may be some hundred megabytes.
+        let (digest, adapter) = rayon::join(|| shard.sha256(), || Self::placed(shard, places));
+        let adapter = adapter?;
+        shard.verify()?;
+        Ok(Self { digest, ..adapter })
+    }
+
+    /// Fails if the file changed since it was opened.
+    pub fn verify(&self) -> Result<()> {
+        self.file.as_ref().map_or(Ok(()), Shard::verify)
+    }
+
+    fn placed(shard: &Shard, places: &Places) -> Result<Self> {
         let file = AdapterFile::new(shard)?;
         let (mut layers, mut unmatched): (Vec<Layer>, Vec<String>) = Default::default();
         for (name, group) in &file.layers {
@@ -84,8 +103,7 @@ impl Adapter {
         if let Some(layer) = layers.iter().find(|layer| !layer.term.is_finite()) {
             return Err(file.refused(format!("`{}` has values that are not finite", layer.name)));
         }
-        shard.verify()?;
-        Ok(Self { path: shard.path().into(), layers, unmatched })
+        Ok(Self { path: shard.path().into(), layers, unmatched, digest: String::new(), file: Some(shard.clone()) })
     }
 }
 

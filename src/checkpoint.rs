@@ -17,7 +17,7 @@ mod zeros;
 
 pub use header::{Entry, StoredDtype};
 pub use read_ahead::ReadAhead;
-pub use shard::{Identity, Shard};
+pub use shard::{Identity, Shard, digits};
 
 use crate::error::{Error, Result};
 use crate::names::{self, Layout, Place, Rows, Spelling, TensorSpec};

@@ -85,7 +85,7 @@ fn format_of(op: &Op<'_>) -> Option<&'static str> {
     op.operands(&mut |t, access| {
         let to = match (t.region, access) {
             _ if !t.dtype.is_quantised() => return,
-            (Region::Weights, _) => &mut weights,
+            (Region::Weights | Region::Adapters, _) => &mut weights,
             (Region::Arena | Region::Kept, Access::Read) => &mut inputs,
             (Region::Arena | Region::Kept, _) => &mut results,
         };

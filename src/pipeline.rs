@@ -1,6 +1,7 @@
 //! From a prompt to an image: [`OpenModel`] opens and checks a model's files, [`Engine`] loads its weights and generates the images
 //! of a [`Job`], and [`estimate()`] computes beforehand what a job costs.
 
+mod branches;
 mod engine;
 mod estimate;
 mod fit;
@@ -10,10 +11,12 @@ mod job;
 mod kept;
 mod open;
 mod prepared;
+mod stages;
 mod tap;
 mod values;
 mod weights;
 
+pub use branches::AdapterUse;
 pub use engine::Engine;
 pub use estimate::{Estimate, OpTime, estimate, estimate_timed};
 pub use formats::{AttentionFormatCount, Expansion, Formats, KindFormat, LayerKind};

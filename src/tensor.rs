@@ -92,6 +92,15 @@ pub enum Region {
     Arena,
     /// Results that outlive a run: written and read by ops.
     Kept,
+    /// What adapters compute beside weights: written by `upload`, read by ops.
+    Adapters,
+}
+
+impl Region {
+    /// Whether ops may only read it.
+    pub const fn is_read_only(self) -> bool {
+        matches!(self, Self::Weights | Self::Adapters)
+    }
 }
 
 /// The descriptor of a matrix in one of a backend's memory regions: `rows` rows of `cols` elements, `stride` elements from row to

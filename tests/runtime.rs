@@ -469,6 +469,10 @@ impl Backend for Refusing {
         self.cuda.reserve_kept(bytes)
     }
 
+    fn reserve_adapters(&mut self, bytes: u64) -> Result<()> {
+        self.cuda.reserve_adapters(bytes)
+    }
+
     fn reserve(&mut self, bytes: u64) -> Result<()> {
         self.cuda.reserve(bytes)
     }

@@ -1,8 +1,12 @@
 //! Adapters that are merged: their terms are added to the weights of a model in f32, before those are rounded to the type that a backend holds.
 
+use super::branch::MAX_RANK;
+use super::term::{ROWS, ScaledTerm};
 use super::{Adapter, Term};
+use crate::error::{Error, Result};
 use crate::part::Part;
 use crate::tensor::{Bytes, DType, WeightPart};
+use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -23,40 +27,111 @@ pub enum AdapterMode {
 #[derive(Clone, Debug, Default)]
 pub struct Adapters(pub Vec<(Adapter, f32)>);
 
+/// What is added to a weight: a term, the rows that its rows are added to, and its strength.
+pub(super) type Addend<'a> = (&'a Term, &'a [Range<usize>], f32);
+
 impl Adapters {
-    /// What is added to a weight: terms, the rows that theirs are added to, and strengths. Those without any effect are left out.
-    fn terms<'a>(&'a self, part: Part, weight: &'a str) -> impl Iterator<Item = (&'a Term, &'a [Range<usize>], f32)> {
-        let layers = self
-            .0
-            .iter()
-            .filter(|(_, strength)| *strength != 0.0)
-            .flat_map(|(adapter, strength)| adapter.layers.iter().map(move |layer| (layer, *strength)));
+    /// Those that have an effect.
+    pub fn effective(&self) -> impl Iterator<Item = (&Adapter, f32)> {
+        self.0.iter().filter(|(_, strength)| *strength != 0.0).map(|(adapter, strength)| (adapter, *strength))
+    }
+
+    /// What is added to a weight. Terms without any effect are left out.
+    pub(super) fn terms<'a>(&'a self, part: Part, weight: &'a str) -> impl Iterator<Item = Addend<'a>> {
+        let layers = self.effective().flat_map(|(adapter, strength)| adapter.layers.iter().map(move |layer| (layer, strength)));
         let own = layers.filter(move |(layer, _)| layer.place.part == part && layer.place.name == weight);
         own.map(|(layer, strength)| (&layer.term, &layer.place.rows[..], strength))
     }
 
-    /// The weight with its terms, in f32; `None` if nothing is added to it. `parts` are its rows in order.
-    pub fn merged(&self, part: Part, weight: &str, parts: &[WeightPart]) -> Option<WeightPart> {
-        let mut terms = self.terms(part, weight).peekable();
-        terms.peek()?;
-        let (rows, cols) = (parts.iter().map(|part| part.rows).sum::<usize>(), parts.first()?.cols());
-        let mut values = vec![0.0; rows * cols];
-        let mut to = values.chunks_exact_mut(cols);
-        for part in parts {
-            (0..part.rows).zip(&mut to).for_each(|(row, to)| part.decode(row, to));
-        }
-        for (term, ranges, strength) in terms {
-            let mut delta = vec![0.0; term.shape().iter().product()];
-            term.add_to(strength, &mut delta);
-            let mut delta = &delta[..];
-            for range in ranges {
-                let (own, rest) = delta.split_at(range.len() * cols);
-                let to = &mut values[range.start * cols..range.end * cols];
-                to.iter_mut().zip(own).for_each(|(to, delta)| *to += delta);
-                delta = rest;
+    /// The rank of all that is added to a weight of this shape, as a product of two matrices beside it; `None` if nothing is. It is an error
+    /// if a term is for a weight of another shape, as that of another model is.
+    pub fn rank(&self, part: Part, weight: &str, [rows, cols]: [usize; 2]) -> Result<Option<usize>> {
+        let mut total = None;
+        for (term, ranges, _) in self.terms(part, weight) {
+            let covered: usize = ranges.iter().map(ExactSizeIterator::len).sum();
+            if term.shape() != [covered, cols] || ranges.iter().any(|range| range.end > rows) {
+                let what =
+                    format!("an adapter was opened for another model: its `{weight}` is not of {rows} rows and {cols} columns");
+                return Err(Error::Usage { what, hint: None });
             }
+            total = Some(total.unwrap_or(0_usize).saturating_add(term.branch_rank()));
         }
-        Some(WeightPart::plain(Bytes::new(Arc::new(DType::F32.encoded(&values))), DType::F32, rows))
+        Ok(total)
+    }
+
+    /// Whether what is added to a weight with this rank can be computed beside it.
+    pub const fn can_be_beside(rank: usize) -> bool {
+        rank <= MAX_RANK
+    }
+
+    /// Fails if a file changed since it was opened.
+    pub fn verify(&self) -> Result<()> {
+        self.0.iter().try_for_each(|(adapter, _)| adapter.verify())
+    }
+}
+
+/// Merges weights one after the other. The memory of one is used again for the next, where nobody holds it any longer.
+#[derive(Default)]
+pub struct Merger {
+    memory: Arc<Vec<u8>>,
+}
+
+impl Merger {
+    /// A weight with all that adapters add to it, as elements of a plain type. `parts` are its rows in order, and so are the results.
+    ///
+    /// # Panics
+    /// If a term is for a weight of another shape, which [`Adapters::rank`] refuses.
+    pub fn merged(&mut self, adapters: &Adapters, part: Part, weight: &str, parts: &[WeightPart], to: DType) -> Vec<WeightPart> {
+        let cols = parts.first().map_or(0, WeightPart::cols);
+        let (rows, pitch) = (parts.iter().map(|part| part.rows).sum::<usize>(), to.bytes(cols));
+        let terms: Vec<(ScaledTerm, &[Range<usize>])> =
+            adapters.terms(part, weight).map(|(term, ranges, strength)| (term.scaled(strength), ranges)).collect();
+        let first_rows = || {
+            parts.iter().scan(0, |next, part| {
+                let first = *next;
+                *next += part.rows;
+                Some((first, part))
+            })
+        };
+        // A block of rows is decoded, changed and rounded while it is in the cache, so that the weight is read and written once.
+        let merge_block = |values: &mut Vec<f32>, block: Range<usize>, out: &mut [u8]| {
+            values.resize(block.len() * cols, 0.0);
+            for (first, part) in first_rows() {
+                for row in block.start.max(first)..block.end.min(first + part.rows) {
+                    part.decode(row - first, &mut values[(row - block.start) * cols..][..cols]);
+                }
+            }
+            for (term, ranges) in &terms {
+                let mut of_term = 0;
+                for range in *ranges {
+                    let common = block.start.max(range.start)..block.end.min(range.end);
+                    if !common.is_empty() {
+                        let to = &mut values[(common.start - block.start) * cols..(common.end - block.start) * cols];
+                        term.add_rows(of_term + common.start - range.start, to);
+                    }
+                    of_term += range.len();
+                }
+            }
+            to.encode(values, out);
+        };
+        let bytes = rows * pitch;
+        let memory = match Arc::get_mut(&mut self.memory).filter(|memory| memory.len() >= bytes) {
+            Some(memory) => memory,
+            None => {
+                self.memory = Arc::new(Vec::new());
+                let memory = Arc::get_mut(&mut self.memory).expect("nobody else has it yet");
+                *memory = vec![0; bytes];
+                memory
+            }
+        };
+        let blocks = memory[..bytes].par_chunks_mut((ROWS * pitch).max(1)).enumerate();
+        blocks.for_each_init(Vec::new, |values, (i, out)| merge_block(values, i * ROWS..(i * ROWS + ROWS).min(rows), out));
+        let all = Bytes::new(self.memory.clone());
+        let merged = first_rows().map(|(first, part)| {
+            let own = all.slice(first * pitch..(first + part.rows) * pitch).expect("all rows were merged");
+            WeightPart::plain(own, to, part.rows)
+        });
+        merged.collect()
     }
 }
 
@@ -69,14 +144,16 @@ mod tests {
         Matrix { bytes: Bytes::new(Arc::new(DType::F32.encoded(values))), dtype: DType::F32, rows, cols }
     }
 
+    /// Ranges, given by their ends.
+    fn rows(ends: &[usize]) -> Vec<Range<usize>> {
+        ends.chunks_exact(2).map(|ends| ends[0]..ends[1]).collect()
+    }
+
     fn adapter(rows: Vec<Range<usize>>, up: &[f32]) -> Adapter {
         let product = Product::LowRank { down: matrix(1, 2, &[1.0, 10.0]), up: matrix(up.len(), 1, up) };
         let place = Place { part: Part::Transformer, name: "w".into(), rows, cols: 2 };
-        Adapter {
-            path: "a".into(),
-            layers: vec![Layer { name: "l".into(), place, term: Term { product, scale: 1.0 } }],
-            unmatched: vec![],
-        }
+        let layers = vec![Layer { name: "l".into(), place, term: Term { product, scale: 1.0 } }];
+        Adapter { path: "a".into(), layers, unmatched: vec![], digest: String::new(), file: None }
     }
 
     #[test]
@@ -86,17 +163,48 @@ mod tests {
         let parts = [part(&[1.0, 2.0]), part(&[3.0, 4.0, 5.0, 6.0, 7.0, 8.0])];
         // Halves that are stored the other way round, and rows in the middle.
         let adapters =
-            Adapters(vec![(adapter(vec![2..4, 0..2], &[1.0, 2.0, 3.0, 4.0]), 1.0), (adapter(vec![1..2], &[1.0]), -2.0)]);
-        let merged = adapters.merged(Part::Transformer, "w", &parts).unwrap();
-        let mut values = vec![0.0; 8];
-        (0..4).zip(values.chunks_exact_mut(2)).for_each(|(row, to)| merged.decode(row, to));
-        assert_eq!(
-            values,
-            [1.0 + 3.0, 2.0 + 30.0, 3.0 + 4.0 - 2.0, 4.0 + 40.0 - 20.0, 5.0 + 1.0, 6.0 + 10.0, 7.0 + 2.0, 8.0 + 20.0]
-        );
-        assert!(adapters.merged(Part::Transformer, "other", &parts).is_none());
-        assert!(adapters.merged(Part::Vae, "w", &parts).is_none());
+            Adapters(vec![(adapter(rows(&[2, 4, 0, 2]), &[1.0, 2.0, 3.0, 4.0]), 1.0), (adapter(rows(&[1, 2]), &[1.0]), -2.0)]);
+        let merged = |dtype: DType| {
+            let merged = Merger::default().merged(&adapters, Part::Transformer, "w", &parts, dtype);
+            assert_eq!(merged.iter().map(|part| part.rows).collect::<Vec<_>>(), [1, 3]);
+            merged.iter().flat_map(|part| dtype.decoded(&part.bytes)).collect::<Vec<_>>()
+        };
+        let want = [1.0 + 3.0, 2.0 + 30.0, 3.0 + 4.0 - 2.0, 4.0 + 40.0 - 20.0, 5.0 + 1.0, 6.0 + 10.0, 7.0 + 2.0, 8.0 + 20.0];
+        assert_eq!([merged(DType::F32), merged(DType::Bf16)], [want, want]);
+        let rank = |adapters: &Adapters, part, weight| adapters.rank(part, weight, [4, 2]).unwrap();
+        assert_eq!(rank(&adapters, Part::Transformer, "w"), Some(2));
+        assert_eq!(rank(&adapters, Part::Transformer, "other"), None);
+        assert_eq!(rank(&adapters, Part::Vae, "w"), None);
+        assert!(adapters.rank(Part::Transformer, "w", [3, 2]).is_err() && adapters.rank(Part::Transformer, "w", [4, 3]).is_err());
         // A strength of zero is no change at all.
-        assert!(Adapters(vec![(adapter(vec![0..4], &[1.0; 4]), 0.0)]).merged(Part::Transformer, "w", &parts).is_none());
+        let none = Adapters(vec![(adapter(rows(&[0, 4]), &[1.0; 4]), 0.0)]);
+        assert_eq!(rank(&none, Part::Transformer, "w"), None);
+    }
+
+    /// Against sums in f64, at sizes that are no multiples of a block.
+    #[test]
+    fn many_rows_are_merged_block_by_block() {
+        let (rows, cols, rank) = (3 * ROWS + 5, 40, 3);
+        let values =
+            |count: usize, seed: usize| (0..count).map(|i| ((i * 37 + seed) % 101) as f32 / 64.0 - 0.75).collect::<Vec<_>>();
+        let (weight, up, down) = (values(rows * cols, 1), values(rows * rank, 2), values(rank * cols, 3));
+        let place = Place { part: Part::Transformer, name: "w".into(), rows: vec![50..rows, 0..50], cols };
+        let product = Product::LowRank { down: matrix(rank, cols, &down), up: matrix(rows, rank, &up) };
+        let layers = vec![Layer { name: "l".into(), place, term: Term { product, scale: 0.5 } }];
+        let adapter = Adapter { path: "a".into(), layers, unmatched: vec![], digest: String::new(), file: None };
+        let part = WeightPart::plain(Bytes::new(Arc::new(DType::F32.encoded(&weight))), DType::F32, rows);
+        let (mut merger, adapters) = (Merger::default(), Adapters(vec![(adapter, 1.5)]));
+        let first = merger.merged(&adapters, Part::Transformer, "w", &[part.clone()], DType::F32);
+        // What is held stays as it is, and gives its memory to the next one afterwards.
+        let held = first[0].bytes.to_vec();
+        drop(merger.merged(&adapters, Part::Transformer, "w", &[part.clone()], DType::Bf16));
+        assert_eq!(*held, *first[0].bytes);
+        for (i, got) in DType::F32.decoded(&held).into_iter().enumerate() {
+            let (row, col) = (i / cols, i % cols);
+            let of_term = if row < 50 { row + rows - 50 } else { row - 50 };
+            let sum: f64 = (0..rank).map(|r| f64::from(up[of_term * rank + r]) * f64::from(down[r * cols + col])).sum();
+            let want = f64::from(weight[i]) + 0.75 * sum;
+            assert!((f64::from(got) - want).abs() < 1e-6, "{row} {col}: {got} {want}");
+        }
     }
 }

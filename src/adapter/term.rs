@@ -1,6 +1,7 @@
 //! What an adapter adds to the weight of a layer: a product of two matrices of low rank (LoRA, Hu et al. 2021) or a Kronecker product (LoKr,
 //! Yeh et al. 2023). Nothing is expanded before it is needed: a term computes the rows that it is asked for.
 
+use crate::backend::cpu;
 use crate::tensor::{Bytes, DType};
 use rayon::prelude::*;
 
@@ -57,10 +58,10 @@ impl KroneckerFactor {
         }
     }
 
-    fn values(&self) -> Vec<f32> {
+    pub(super) fn values(&self) -> Vec<f32> {
         match self {
             Self::Whole(whole) => whole.values(),
-            Self::Product(a, b) => product(&a.values(), &b.values(), a.cols, b.cols),
+            Self::Product(a, b) => product(&a.values(), &b.values(), a.cols),
         }
     }
 }
@@ -95,7 +96,8 @@ impl Term {
             Product::LowRank { down, up } => [up.rows, down.cols],
             Product::Kronecker(w1, w2) => {
                 let ([i, j], [p, q]) = (w1.shape(), w2.shape());
-                [i * p, j * q]
+                // No weight has so many rows or columns that this would matter to what is refused.
+                [i.saturating_mul(p), j.saturating_mul(q)]
             }
         }
     }
@@ -120,6 +122,24 @@ impl Term {
         }
     }
 
+    /// The same times `strength`, with its factors in f32.
+    pub fn scaled(&self, strength: f32) -> ScaledTerm {
+        let scale = strength * self.scale;
+        let times = |mut values: Vec<f32>| {
+            values.iter_mut().for_each(|value| *value *= scale);
+            values
+        };
+        match &self.product {
+            Product::LowRank { down, up } => {
+                ScaledTerm::LowRank { up: times(up.values()), down: down.values(), rank: down.rows, cols: down.cols }
+            }
+            Product::Kronecker(w1, w2) => {
+                let ([_, j], [p, q]) = (w1.shape(), w2.shape());
+                ScaledTerm::Kronecker { w1: times(w1.values()), w2: w2.values(), j, p, q }
+            }
+        }
+    }
+
     /// Adds `strength` times the term to a matrix of its shape, in f32.
     ///
     /// # Panics
@@ -127,43 +147,71 @@ impl Term {
     pub fn add_to(&self, strength: f32, to: &mut [f32]) {
         let [rows, cols] = self.shape();
         assert_eq!(to.len(), rows * cols, "the shape of a term");
-        let scale = strength * self.scale;
-        if scale == 0.0 || to.is_empty() {
+        if strength * self.scale == 0.0 || to.is_empty() {
             return;
         }
-        match &self.product {
-            Product::LowRank { down, up } => {
-                let (rank, down, up) = (down.rows, down.values(), up.values());
-                to.par_chunks_exact_mut(cols).zip(up.par_chunks_exact(rank.max(1))).for_each(|(row, up)| {
-                    for (factor, down) in up.iter().zip(down.chunks_exact(cols)) {
-                        let factor = scale * factor;
-                        row.iter_mut().zip(down).for_each(|(to, down)| *to += factor * down);
-                    }
-                });
+        let scaled = self.scaled(strength);
+        to.par_chunks_mut(ROWS * cols).enumerate().for_each(|(block, to)| scaled.add_rows(block * ROWS, to));
+    }
+}
+
+/// Rows that are multiplied at a time: so many that reading the other factor costs little, and so few that they stay in the second-level
+/// cache.
+pub const ROWS: usize = 32;
+
+/// A term with its factors in f32, the first of which has its scale.
+pub enum ScaledTerm {
+    /// `up down`.
+    LowRank {
+        /// `[out, rank]`.
+        up: Vec<f32>,
+        /// `[rank, in]`.
+        down: Vec<f32>,
+        /// The rank.
+        rank: usize,
+        /// Its columns.
+        cols: usize,
+    },
+    /// Each element of the first factor times all of the second, which is `[p, q]`.
+    Kronecker {
+        /// The first, of `j` columns.
+        w1: Vec<f32>,
+        /// The second.
+        w2: Vec<f32>,
+        /// Columns of the first.
+        j: usize,
+        /// Rows of the second.
+        p: usize,
+        /// Columns of the second.
+        q: usize,
+    },
+}
+
+impl ScaledTerm {
+    /// Adds the rows from `first` on to as many as there are in `to`, on the calling thread.
+    pub fn add_rows(&self, first: usize, to: &mut [f32]) {
+        match self {
+            Self::LowRank { up, down, rank, cols } => {
+                let rows = to.len() / cols;
+                cpu::add_product(to, &up[first * rank..][..rows * rank], down, *rank);
             }
-            Product::Kronecker(w1, w2) => {
-                let ([_, j], [p, q]) = (w1.shape(), w2.shape());
-                let (w1, w2) = (w1.values(), w2.values());
-                to.par_chunks_exact_mut(cols).enumerate().for_each(|(row, to)| {
-                    let (w1, w2) = (&w1[row / p * j..][..j], &w2[row % p * q..][..q]);
-                    for (to, factor) in to.chunks_exact_mut(q).zip(w1) {
-                        let factor = scale * factor;
+            Self::Kronecker { w1, w2, j, p, q } => {
+                for (row, to) in (first..).zip(to.chunks_exact_mut(j * q)) {
+                    let (w1, w2) = (&w1[row / p * j..][..*j], &w2[row % p * q..][..*q]);
+                    for (to, factor) in to.chunks_exact_mut(*q).zip(w1) {
                         to.iter_mut().zip(w2).for_each(|(to, w2)| *to += factor * w2);
                     }
-                });
+                }
             }
         }
     }
 }
 
-/// The product of two matrices in f32, `inner` being the columns of the first and `cols` those of the second.
-fn product(a: &[f32], b: &[f32], inner: usize, cols: usize) -> Vec<f32> {
-    let mut out = vec![0.0; a.len().checked_div(inner).unwrap_or(0) * cols];
-    out.par_chunks_exact_mut(cols.max(1)).zip(a.par_chunks_exact(inner.max(1))).for_each(|(out, a)| {
-        for (factor, b) in a.iter().zip(b.chunks_exact(cols)) {
-            out.iter_mut().zip(b).for_each(|(out, b)| *out += factor * b);
-        }
-    });
+/// The product of two matrices in f32, `inner` being the columns of the first.
+fn product(a: &[f32], b: &[f32], inner: usize) -> Vec<f32> {
+    let (rows, cols) = (a.len().checked_div(inner).unwrap_or(0), b.len().checked_div(inner).unwrap_or(0));
+    let mut out = vec![0.0; rows * cols];
+    cpu::add_product(&mut out, a, b, inner);
     out
 }
 

@@ -159,6 +159,11 @@ impl<A: Backend, B: Backend> Backend for Lockstep<A, B> {
         self.tested.reserve_kept(bytes)
     }
 
+    fn reserve_adapters(&mut self, bytes: u64) -> Result<()> {
+        self.trusted.reserve_adapters(bytes)?;
+        self.tested.reserve_adapters(bytes)
+    }
+
     fn write(&mut self, to: Tensor, values: &[f32]) -> Result<()> {
         self.trusted.write(to, values)?;
         self.tested.write(to, values)

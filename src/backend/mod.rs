@@ -232,6 +232,12 @@ pub trait Backend {
     /// is lost.
     fn reserve_kept(&mut self, bytes: u64) -> Result<()>;
 
+    /// Allocates `bytes` of memory for what adapters compute beside weights ([`Region::Adapters`](crate::tensor::Region::Adapters)). What was
+    /// there is lost.
+    fn reserve_adapters(&mut self, _bytes: u64) -> Result<()> {
+        Ok(())
+    }
+
     /// Writes host values, row by row, rounded to the format of the tensor. Does not wait for ops that were issued earlier.
     fn write(&mut self, to: Tensor, values: &[f32]) -> Result<()>;
 

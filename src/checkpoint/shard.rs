@@ -8,6 +8,7 @@ use crate::tensor::Bytes;
 use crate::trace;
 use flate2::Crc;
 use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
@@ -58,6 +59,11 @@ impl Identity {
 /// The path of a file with links resolved: the same file may be named in several ways.
 fn resolved(path: &Path) -> PathBuf {
     std::fs::canonicalize(path).unwrap_or_else(|_| path.into())
+}
+
+/// A digest as hexadecimal digits.
+pub fn digits(hash: Sha256) -> String {
+    hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// One safetensors file. Cloning it copies no data.
@@ -137,6 +143,11 @@ impl Shard {
     /// All bytes of the file.
     pub fn contents(&self) -> &[u8] {
         &self.bytes
+    }
+
+    /// The SHA-256 of the file, as hexadecimal digits.
+    pub fn sha256(&self) -> String {
+        digits(Sha256::new_with_prefix(self.contents()))
     }
 
     /// The bytes of one tensor.

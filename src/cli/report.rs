@@ -196,7 +196,8 @@ mod tests {
         let layers = |parts: &[PartFormat]| {
             let name = "single_blocks.0.linear1.weight".into();
             let weight = Weight::new(Arena::new(Region::Weights).alloc(1, 1, DType::Bf16).unwrap());
-            let layer = LayerFormat { name, weight, parts: parts.into(), input: DType::Bf16, inputs: 1, why: None };
+            let layer =
+                LayerFormat { name, weight, parts: parts.into(), input: DType::Bf16, inputs: 1, why: None, merged: false };
             Formats { layers: vec![layer], ..Formats::default() }
         };
         let fp8 = part(DType::E4m3, DType::Bf16, 3 << 29);

@@ -85,6 +85,10 @@ pub enum Remedy {
     AnyNvfp4Math,
     /// Load the weights as they are stored, or name files that are not quantised.
     AsStored,
+    /// Merge adapters with the weights when the model is loaded.
+    MergeAdapters,
+    /// Compute adapters beside the weights, so that jobs can have others.
+    AdaptersBeside,
 }
 
 /// Joins alternatives as in "a, b, or c".
@@ -135,6 +139,8 @@ impl fmt::Display for Remedy {
             Self::AnyAttention => f.write_str("leave its format open: then it is FP8 where that can be had"),
             Self::AnyNvfp4Math => f.write_str("leave open what they are multiplied as: then it is what the device has"),
             Self::AsStored => f.write_str("load them as they are stored, or name files that hold them in bf16, f16 or f32"),
+            Self::MergeAdapters => f.write_str("merge them with the weights when the model is loaded"),
+            Self::AdaptersBeside => f.write_str("load the model with its adapters beside the weights, or without any"),
             Self::ReplaceParts(parts) => write!(f, "put a complete file there, or give another {}", names(parts)),
         }
     }

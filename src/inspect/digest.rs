@@ -1,7 +1,7 @@
 //! SHA-256 of whole files, which is what publishers state, and the only thing here that tells the values of two files apart.
 
 use super::finite::files;
-use crate::checkpoint::{Shard, Weights};
+use crate::checkpoint::{Shard, Weights, digits};
 use crate::error::{Error, Result};
 use crate::part::{Part, PerPart};
 use crate::progress::{Phase, Progress};
@@ -26,10 +26,6 @@ pub struct FileDigest {
 /// The digest of some bytes as hexadecimal digits.
 pub fn hex(bytes: &[u8]) -> String {
     digits(Sha256::new_with_prefix(bytes))
-}
-
-fn digits(hash: Sha256) -> String {
-    hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Hashes the files of a model, several at a time, as far as there are several. Fails if a file changes meanwhile, or if `stop` is
@@ -74,7 +70,7 @@ mod tests {
         let model = tiny::model(Layout::Bfl, DType::Bf16).unwrap();
         let weights = PerPart::try_from_fn(|part| model.weights(part)).unwrap();
         let found = digests(&weights, &AtomicBool::new(false), &Silent).unwrap();
-        let want: Vec<String> = weights.values().flat_map(Weights::shards).map(|shard| hex(shard.contents())).collect();
+        let want: Vec<String> = weights.values().flat_map(Weights::shards).map(Shard::sha256).collect();
         assert_eq!(found.iter().map(|file| file.sha256.clone()).collect::<Vec<_>>(), want);
         assert_eq!(found.len(), 3);
         assert!(matches!(digests(&weights, &AtomicBool::new(true), &Silent), Err(Error::Interrupted)));

@@ -18,6 +18,8 @@ pub struct LayerFormat {
     pub inputs: usize,
     /// Why the input of quantised weights is not quantised, if it is not.
     pub why: Option<PlainInput>,
+    /// Whether the weight has what adapters add to it.
+    pub merged: bool,
 }
 
 /// Why the input of a layer whose weights are quantised is not.
@@ -35,6 +37,8 @@ pub enum PlainInput {
     Device,
     /// Plain inputs were asked for.
     Asked,
+    /// The weights are expanded, because an adapter is merged with them.
+    Adapter,
 }
 
 /// The formats of consecutive rows of a weight: in the checkpoint, and on the backend. Without a checkpoint they are the same.

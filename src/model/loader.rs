@@ -6,13 +6,16 @@ use super::formats::{LayerFormat, PartFormat, PlainInput};
 use super::nvfp4_math::{Nvfp4Math, refused};
 use super::quantise::{self, LayerPlace, Producer};
 use super::table::TokenTable;
+use crate::adapter::{AdapterMode, Adapters, MAX_RANK, Merger};
 use crate::backend::{Backend, Conv, GemmFormats, GroupNorm, Linear, QkNorm, Role, Weight};
 use crate::checkpoint::Weights;
-use crate::error::{Error, Result};
+use crate::error::{Error, Remedy, Result};
 use crate::names::TensorSpec;
+use crate::part::Part;
 use crate::tensor::nvfp4::BLOCK;
 use crate::tensor::quantise::{QuantisedFormat, largest_magnitude, nvfp4_scale};
-use crate::tensor::{Arena, DType, Precision, Region, Scale, Scales, Scaling, Stored, Tensor, WeightPart};
+use crate::tensor::{Arena, Bytes, DType, Precision, Region, Scale, Scales, Scaling, Stored, Tensor, WeightPart};
+use std::sync::Arc;
 
 /// Hands a model the tensors that its `load` names. Every tensor's name and shape is spelled once, in `load`, and serves two
 /// purposes: with weights or a dry run the tensors are placed on a backend, and for a manifest they are only listed.
@@ -42,6 +45,9 @@ struct Upload<'a> {
     wary: bool,
     /// Whether only shapes and formats matter, so that weights which are quantised need not be read for their scales.
     dry: bool,
+    /// What is added to weights of the part that is loaded, and how.
+    adapters: Option<(Part, &'a Adapters, AdapterMode)>,
+    merger: Merger,
     formats: Vec<LayerFormat>,
 }
 
@@ -54,7 +60,8 @@ impl<'a> Loader<'a> {
         precision: Precision,
         loaded: &'a mut dyn FnMut(u64),
     ) -> Self {
-        let target = Target::Backend(Upload { backend, region, source, loaded, wary: false, dry: false, formats: Vec::new() });
+        let (wary, dry, adapters, merger, formats) = (false, false, None, Merger::default(), Vec::new());
+        let target = Target::Backend(Upload { backend, region, source, loaded, wary, dry, adapters, merger, formats });
         Self { target, precision, attention: AttentionFormat::Auto, nvfp4_math: Nvfp4Math::Auto, quantise: None }
     }
 
@@ -71,6 +78,11 @@ impl<'a> Loader<'a> {
     /// Sets the format that plain weights of transformer blocks and text encoders are quantised to, if they are.
     pub fn with_quantise(self, quantise: Option<QuantisedFormat>) -> Self {
         Self { quantise, ..self }
+    }
+
+    /// Sets what adapters add to the weights of the part that is loaded, and how.
+    pub fn with_adapters(self, part: Part, adapters: &'a Adapters, mode: AdapterMode) -> Self {
+        self.with(|upload| upload.adapters = Some((part, adapters, mode)))
     }
 
     /// Checks weights as they are used, so that a matrix of which a part was never written is an error.
@@ -326,10 +338,19 @@ impl Upload<'_> {
             (Some(input), _) if !parts.iter().all(|part| gemms.takes(part.dtype, input.dtype)) => Err(PlainInput::Device),
             (Some(input), _) => Ok(input),
         };
-        let why = input.err().filter(|_| parts.iter().any(|part| part.dtype.is_quantised()));
-        let input = input.unwrap_or(Stored::plain(precision.activations()));
+        let is_quantised = parts.iter().any(|part| part.dtype.is_quantised());
+        let why = input.err().filter(|_| is_quantised);
+        let plain = Stored::plain(precision.activations());
+        let input = input.unwrap_or(plain);
         let is_kept = |part: &WeightPart| part.dtype.is_quantised() && gemms.takes(part.dtype, input.dtype);
-        let weight = if reencoded.is_some() || parts.iter().any(is_kept) {
+        let stays = reencoded.is_some() || parts.iter().any(is_kept);
+        if self.merges(spec, stays)? {
+            let merged = self.merged(spec, &parts, plain.dtype);
+            let weight = Weight::new(self.upload(Role::Linear, [rows, cols], plain, &merged)?);
+            let why = is_quantised.then_some(PlainInput::Adapter);
+            return self.loaded_layer(spec, &parts, weight, plain, why, true);
+        }
+        let weight = if stays {
             // Every part has a tensor of its own, in the format of the file, re-encoded or expanded.
             let each = parts.iter().map(|part| {
                 let one = std::slice::from_ref(part);
@@ -344,7 +365,7 @@ impl Upload<'_> {
         } else {
             Weight::new(self.upload(Role::Linear, [rows, cols], Stored::plain(plain_dtype(&parts, precision)), &parts)?)
         };
-        self.loaded_layer(spec, &parts, weight, input, why)
+        self.loaded_layer(spec, &parts, weight, input, why, false)
     }
 
     /// Loads a layer and quantises its weight on the way, each part of it with scales of its own.
@@ -364,6 +385,8 @@ impl Upload<'_> {
             return Err(refused(format!("`{}` has {cols} columns, which is no multiple of {BLOCK}", spec.name)));
         }
         let input = quantise::input(format, place, self.backend.gemm_formats(), precision, math)?;
+        let merges = self.merges(spec, true)?;
+        let own = if merges && !self.dry { self.merged(spec, &parts, DType::F32) } else { parts.clone() };
         let stored = |part: &[WeightPart]| {
             let scales = match format {
                 QuantisedFormat::Fp8 => Scales::Rows,
@@ -375,8 +398,8 @@ impl Upload<'_> {
             };
             Ok(Stored { dtype: format.dtype(), scales })
         };
-        let parts_of = match &parts[..] {
-            [] => vec![(rows, &parts[..])],
+        let parts_of = match &own[..] {
+            [] => vec![(rows, &own[..])],
             parts => parts.iter().map(|part| (part.rows, std::slice::from_ref(part))).collect(),
         };
         let formats = parts_of.iter().map(|(_, part)| stored(part)).collect::<Result<Vec<_>>>()?;
@@ -384,7 +407,34 @@ impl Upload<'_> {
             parts_of.iter().zip(formats).map(|(&(rows, part), stored)| self.upload(Role::Linear, [rows, cols], stored, part));
         let weight = stacked(spec, &each.collect::<Result<Vec<_>>>()?)?;
         let (why, input) = (input.err(), input.unwrap_or(Stored::plain(precision.activations())));
-        self.loaded_layer(spec, &parts, weight, input, why)
+        self.loaded_layer(spec, &parts, weight, input, why, merges)
+    }
+
+    /// Whether what adapters add to a layer is merged with its weight, of which something `stays` quantised if not. Otherwise it is computed
+    /// beside the weight, or there is nothing.
+    fn merges(&self, spec: &TensorSpec, stays: bool) -> Result<bool> {
+        let Some((part, adapters, mode)) = self.adapters else { return Ok(false) };
+        let Some(rank) = adapters.rank(part, &spec.name, extent(spec).into())? else { return Ok(false) };
+        match mode {
+            AdapterMode::Merge => Ok(true),
+            AdapterMode::Auto => Ok(!stays || rank > MAX_RANK),
+            AdapterMode::Branch if rank <= MAX_RANK => Ok(false),
+            AdapterMode::Branch => Err(Error::Usage {
+                what: format!("adapters add a rank of {rank} to `{}`; up to {MAX_RANK} is computed beside a weight", spec.name),
+                hint: Some(Remedy::MergeAdapters),
+            }),
+        }
+    }
+
+    /// A weight with what adapters add to it. In a dry run there are no values, but parts of another type, which count as copied.
+    fn merged(&mut self, spec: &TensorSpec, parts: &[WeightPart], to: DType) -> Vec<WeightPart> {
+        match self.adapters.filter(|_| !self.dry) {
+            Some((part, adapters, _)) => self.merger.merged(adapters, part, &spec.name, parts, to),
+            None => {
+                let other = if to == DType::F32 { DType::Bf16 } else { DType::F32 };
+                vec![WeightPart::plain(Bytes::new(Arc::new([])), other, extent(spec).0)]
+            }
+        }
     }
 
     /// Notes what became of a layer that was loaded from these parts.
@@ -395,10 +445,11 @@ impl Upload<'_> {
         weight: Weight,
         input: Stored,
         why: Option<PlainInput>,
+        merged: bool,
     ) -> Result<Linear> {
         self.note_used(spec, false)?;
         let (name, parts) = (spec.name.clone(), part_formats(parts, &weight));
-        self.formats.push(LayerFormat { name, weight, parts, input: input.dtype, inputs: weight.cols(), why });
+        self.formats.push(LayerFormat { name, weight, parts, input: input.dtype, inputs: weight.cols(), why, merged });
         Ok(Linear { weight, bias: None, input, low_rank: None })
     }
 

@@ -61,6 +61,11 @@ impl TextEncoder {
         Ok(Self { config: config.clone(), precision: loader.precision(), embedding, layers, rope: OnceLock::new() })
     }
 
+    /// Its linear layers.
+    pub fn layers_mut(&mut self) -> impl Iterator<Item = &mut Linear> {
+        self.layers.iter_mut().flat_map(|Layer { qkv, out, gate_up, down, .. }| [qkv, out, gate_up, down])
+    }
+
     /// Bytes of the table of token embeddings, which is no part of the weights on a backend: it stays in host memory.
     pub fn table_bytes(&self) -> u64 {
         self.embedding.bytes()

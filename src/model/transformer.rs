@@ -29,6 +29,11 @@ impl ContextIn {
         Ok(Self { layer, precision: loader.precision() })
     }
 
+    /// The layer.
+    pub fn layer_mut(&mut self) -> &mut Linear {
+        &mut self.layer
+    }
+
     /// Allocates the context of a prompt of `rows` tokens.
     pub fn slot(&self, ws: &mut Arena, rows: usize) -> Result<Tensor> {
         ws.alloc(rows, self.layer.weight.rows(), self.precision.activations())
@@ -230,6 +235,19 @@ impl Transformer {
                 .map(|i| SingleBlock::load(loader, &format!("single_blocks.{i}"), c))
                 .collect::<Result<_>>()?,
         })
+    }
+
+    /// Its linear layers.
+    pub fn layers_mut(&mut self) -> impl Iterator<Item = &mut Linear> {
+        let streams = self.double_blocks.iter_mut().flat_map(|block| [&mut block.image, &mut block.text]);
+        let double =
+            streams.flat_map(|stream| [&mut stream.qkv, &mut stream.attention_out, &mut stream.mlp_in, &mut stream.mlp_out]);
+        let single = self.single_blocks.iter_mut().flat_map(|SingleBlock { linear1, linear2, .. }| [linear1, linear2]);
+        let guidance = self.guidance.iter_mut().flat_map(|(into, out)| [into, out]);
+        let embedders = [&mut self.image_in, &mut self.time_in, &mut self.time_out].into_iter().chain(guidance);
+        let modulations = [&mut self.image_modulation, &mut self.text_modulation, &mut self.single_modulation];
+        let last = [&mut self.final_modulation, &mut self.image_out];
+        embedders.chain(modulations).chain(last).chain(double).chain(single)
     }
 
     /// The attention of every block, in the order in which they run.

@@ -1,10 +1,12 @@
 //! Estimates the cost of a job: its stages run on the dry-run backend, with the shapes of the weights but not their values.
 
-use super::engine::Stages;
+use super::branches::{Branches, adapters_of};
 use super::formats::Formats;
 use super::inputs::Inputs;
 use super::job::{Job, LoadOptions};
 use super::open::{Configs, OpenModel};
+use super::stages::Stages;
+use crate::adapter::Adapters;
 use crate::backend::{GemmFormats, Op, Plan};
 use crate::checkpoint::Weights;
 use crate::config::Variant;
@@ -37,7 +39,7 @@ pub struct Estimate {
     pub seconds: Vec<(Phase, f64)>,
     /// Number of ops of a whole run.
     pub ops: u64,
-    /// Bytes of the weights on a backend.
+    /// Bytes of the weights on a backend, with what adapters have beside them.
     pub weight_bytes: u64,
     /// Bytes of the weights in low-memory mode, where the transformer replaces the text encoder.
     pub low_memory_weight_bytes: u64,
@@ -46,6 +48,8 @@ pub struct Estimate {
     pub copied_bytes: u64,
     /// Bytes of such weights in low-memory mode.
     pub low_memory_copied_bytes: u64,
+    /// Those of all these bytes that adapters have beside weights.
+    pub adapter_bytes: u64,
     /// Bytes of the token embeddings, which stay in host memory and are not among the weights.
     pub table_bytes: u64,
     /// Bytes of the arena, which holds the activations.
@@ -97,7 +101,7 @@ pub fn estimate_timed(
     job: &Job,
     time: Option<OpTime>,
 ) -> Result<Estimate> {
-    estimate_from(configs, PerPart::default(), variant, options, gemms, job, time)
+    estimate_from((configs, PerPart::default(), &Adapters::default()), variant, options, gemms, job, time)
 }
 
 impl OpenModel {
@@ -109,19 +113,19 @@ impl OpenModel {
 
     /// The same with predicted times, if it is told what ops take.
     pub fn estimate_timed(&self, options: LoadOptions, gemms: GemmFormats, job: &Job, time: Option<OpTime>) -> Result<Estimate> {
-        estimate_from(&self.configs, self.weights.each_ref().map(Some), self.variant, options, gemms, job, time)
+        let model = (&self.configs, self.weights.each_ref().map(Some), &self.adapters);
+        estimate_from(model, self.variant, options, gemms, job, time)
     }
 
     /// The formats of the linear layers and of attention, in the files and on a backend with these GEMMs.
     pub fn formats(&self, options: LoadOptions, gemms: GemmFormats) -> Result<Formats> {
-        let (stages, ..) = Stages::place(&self.configs, self.weights.each_ref().map(Some), options, gemms)?;
+        let (stages, ..) = Stages::place(&self.configs, self.weights.each_ref().map(Some), options, &self.adapters, gemms)?;
         Ok(stages.formats())
     }
 }
 
 fn estimate_from(
-    configs: &Configs,
-    sources: PerPart<Option<&Weights>>,
+    (configs, sources, adapters): (&Configs, PerPart<Option<&Weights>>, &Adapters),
     variant: Variant,
     options: LoadOptions,
     gemms: GemmFormats,
@@ -133,10 +137,14 @@ fn estimate_from(
         let seconds = seconds.clone();
         plan = plan.observed(move |op| seconds.set(seconds.get() + time(op)));
     }
-    let (networks, sizes, copied) = Stages::place(configs, sources, options, gemms)?;
+    let (mut networks, sizes, copied) = Stages::place(configs, sources, options, adapters, gemms)?;
+    let chosen = adapters_of(job.adapters.as_deref(), adapters, networks.layers())?;
+    let branches = Branches::place(chosen, networks.layers(), options.precision)?;
+    networks.attach(&branches);
+    let with_branches = |bytes: u64| bytes.saturating_add(branches.bytes);
     let length = configs.text_encoder.max_tokens;
     // Prompts are padded to the same length, so their texts do not matter.
-    let inputs = Inputs::new(job, variant, None, |_, _| Ok(Tokens { ids: vec![0; length], real: length, cut: 0 }))?;
+    let inputs = Inputs::new(job, variant, &branches, None, |_, _| Ok(Tokens { ids: vec![0; length], real: length, cut: 0 }))?;
     let meter = Meter { flops: plan.counter(), seconds, stages: RefCell::default() };
     let arena_bytes = networks.dry_run(&mut plan, &inputs, &meter)?;
     let canvas_tokens = inputs.plan.canvas().len();
@@ -150,10 +158,11 @@ fn estimate_from(
         seconds: stages.iter().filter(|_| is_timed).map(|&(phase, _, seconds)| (phase, seconds)).collect(),
         stages: stages.into_iter().map(|(phase, flops, _)| (phase, flops)).collect(),
         ops: plan.ops,
-        weight_bytes: sizes.total(false),
-        low_memory_weight_bytes: sizes.total(true),
-        copied_bytes: copied.total(false),
-        low_memory_copied_bytes: copied.total(true),
+        weight_bytes: with_branches(sizes.total(false)),
+        low_memory_weight_bytes: with_branches(sizes.total(true)),
+        copied_bytes: with_branches(copied.total(false)),
+        low_memory_copied_bytes: with_branches(copied.total(true)),
+        adapter_bytes: branches.bytes,
         table_bytes: networks.table_bytes(),
         arena_bytes,
         formats: networks.formats(),

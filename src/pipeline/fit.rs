@@ -85,6 +85,7 @@ mod tests {
             ops: 0,
             weight_bytes,
             low_memory_weight_bytes,
+            adapter_bytes: 0,
             table_bytes: 0,
             arena_bytes,
             formats: Formats::default(),

@@ -23,7 +23,7 @@ pub struct LayerKind {
 }
 
 impl LayerKind {
-    fn of(name: &str) -> &'static Self {
+    pub(super) fn of(name: &str) -> &'static Self {
         let fits = |kind: &&Self| name.starts_with(kind.starts) && name.ends_with(kind.ends);
         KINDS.iter().find(fits).unwrap_or(&KINDS[KINDS.len() - 1])
     }
@@ -96,6 +96,7 @@ impl Product {
             Some(PlainInput::Parts) => Some("its parts need different inputs"),
             Some(PlainInput::Device) => Some("no GEMM of quantised inputs here"),
             Some(PlainInput::Asked) => Some("as asked"),
+            Some(PlainInput::Adapter) => Some("merged with an adapter"),
             // Text encoders always have plain inputs, and in f32 so has everything.
             Some(PlainInput::Model | PlainInput::Precision) | None => None,
         }
@@ -325,7 +326,15 @@ mod tests {
         let bytes = |dtype: DType| dtype.bytes(1000) as u64;
         let part = |&(stored, held)| PartFormat { stored, held, stored_bytes: bytes(stored), held_bytes: bytes(held) };
         let weight = Weight::new(Arena::new(Region::Weights).alloc(1, 1000, Bf16).unwrap());
-        LayerFormat { name: name.into(), weight, parts: parts.iter().map(part).collect(), input, inputs: 1000, why: None }
+        LayerFormat {
+            name: name.into(),
+            weight,
+            parts: parts.iter().map(part).collect(),
+            input,
+            inputs: 1000,
+            why: None,
+            merged: false,
+        }
     }
 
     pub fn formats(layers: impl IntoIterator<Item = LayerFormat>) -> Formats {

@@ -1,5 +1,6 @@
 //! The inputs of a job's stages, and the checks of their results.
 
+use super::branches::{Branches, Ranks, SetId};
 use super::job::Job;
 use crate::backend::{Backend, Op, Reading};
 use crate::checkpoint::Weights;
@@ -23,15 +24,19 @@ pub struct Inputs<'a> {
     pub cached: bool,
     pub plan: SequencePlan,
     pub schedule: Schedule,
+    /// The adapters whose branches are beside weights, and the ranks of these.
+    pub adapters: SetId,
+    pub ranks: Ranks,
     /// The weight files, if the backend reads them in place while ops run.
     pub files: Option<Arc<PerPart<Weights>>>,
 }
 
 impl<'a> Inputs<'a> {
-    /// Derives the inputs from a job for a model of this variant. `tokenize` takes the name of a text, for messages, and the text.
+    /// Derives the inputs from a job for a model of this variant with these branches beside its weights. `tokenize` takes the name of a text, for messages, and the text.
     pub fn new(
         job: &'a Job,
         variant: Variant,
+        branches: &Branches,
         files: Option<Arc<PerPart<Weights>>>,
         tokenize: impl Fn(&str, &str) -> Result<Tokens>,
     ) -> Result<Self> {
@@ -47,6 +52,8 @@ impl<'a> Inputs<'a> {
             schedule: Schedule::new(job.steps, canvas.tokens()),
             prompt,
             negative,
+            adapters: branches.set.clone(),
+            ranks: branches.ranks.clone(),
             files,
         })
     }

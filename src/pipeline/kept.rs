@@ -2,6 +2,7 @@
 //! that is theirs alone, and are copied to the working memory of a job, so that a job has the same ops and addresses with them and
 //! without.
 
+use super::branches::SetId;
 use crate::backend::{Backend, Op};
 use crate::error::Result;
 use crate::sequence::Grid;
@@ -12,12 +13,12 @@ use sha2::{Digest, Sha256};
 /// What a result was computed from.
 #[derive(Clone, PartialEq, Eq)]
 pub enum Source {
-    /// The ids of a prompt's tokens, and how many of them are no padding.
-    Prompt(Vec<u32>, usize),
+    /// The ids of a prompt's tokens, how many of them are no padding, and the adapters.
+    Prompt(Vec<u32>, usize, SetId),
     /// The digest of a reference's pixels, and its size.
     Reference([u8; 32], Grid),
-    /// Those of the references whose keys and values these are, in their order.
-    KeyValues(Vec<Source>),
+    /// Those of the references whose keys and values these are, in their order, and the adapters.
+    KeyValues(Vec<Source>, SetId),
 }
 
 impl Source {

@@ -2,6 +2,7 @@
 //! and the initial noise. What depends on the shape of a job alone is kept for the next job of that
 //! shape.
 
+use super::branches::Ranks;
 use super::inputs::Inputs;
 use super::job::{Job, Noise};
 use crate::config::TransformerConfig;
@@ -24,6 +25,8 @@ struct Shape {
     /// Whether references are cached, and whether values are read back for a record.
     cached: bool,
     record: bool,
+    /// What adapters have beside weights.
+    ranks: Ranks,
 }
 
 /// What a dry run has found.
@@ -63,6 +66,7 @@ pub fn initial_noise(job: &Job, seed: u64, precision: Precision) -> Cow<'_, [f32
 #[derive(Default)]
 pub struct Shapes {
     dry_runs: Vec<(Shape, DryRun)>,
+    rehearsed: Vec<(SequencePlan, usize, Ranks)>,
     tables: Vec<(SequencePlan, usize, Arc<Tables>)>,
 }
 
@@ -81,6 +85,7 @@ impl Shapes {
             negative: inputs.negative.as_ref().map(|tokens| tokens.real),
             cached: inputs.cached,
             record: inputs.job.record,
+            ranks: inputs.ranks.clone(),
         };
         let kept = self.dry_runs.iter().position(|(of, _)| *of == shape);
         let found = match kept {
@@ -89,6 +94,16 @@ impl Shapes {
         };
         keep(&mut self.dry_runs, (shape, found), Self::DRY_RUNS);
         Ok(found)
+    }
+
+    /// Calls `rehearse` unless ops of such inputs were gone through before.
+    pub fn rehearse(&mut self, inputs: &Inputs<'_>, rehearse: impl FnOnce() -> Result<()>) -> Result<()> {
+        let shape = (inputs.plan.clone(), inputs.job.steps, inputs.ranks.clone());
+        if !self.rehearsed.contains(&shape) {
+            rehearse()?;
+            keep(&mut self.rehearsed, shape, Self::DRY_RUNS);
+        }
+        Ok(())
     }
 
     /// The tables of these inputs, if they are kept.

@@ -3,13 +3,15 @@
 //! GPU running them, and the VAE, unless it encodes references, after those of the first step. In low-memory mode the image side
 //! overwrites the text side, which is then loaded again for the next prompt.
 
+use super::branches::Branches;
 use super::job::LoadOptions;
 use super::open::Configs;
+use crate::adapter::Adapters;
 use crate::backend::{Backend, GemmFormats, Plan};
 use crate::checkpoint::{ReadAhead, Weights};
 use crate::error::Result;
 use crate::model::{ContextIn, LayerFormat, Loader, TextEncoder, Transformer, Vae};
-use crate::part::PerPart;
+use crate::part::{Part, PerPart};
 use crate::progress::{Phase, Progress};
 use crate::tensor::{Arena, Region};
 use crate::trace::{self, Span};
@@ -21,6 +23,8 @@ pub struct Placing<'a> {
     /// The files of each part; without them only shapes are placed.
     pub sources: PerPart<Option<&'a Weights>>,
     pub options: LoadOptions,
+    /// What is added to weights when they are loaded, or beside them.
+    pub adapters: &'a Adapters,
     /// Whether the weights are loaded, or only their shapes are passed to a dry run.
     pub real: bool,
 }
@@ -67,6 +71,21 @@ impl Sizes {
     }
 }
 
+impl TextSide {
+    /// Gives its layers these side branches.
+    pub fn attach(&mut self, branches: &Branches) {
+        let layers = self.encoder.layers_mut().chain([self.context.layer_mut()]);
+        branches.attach(layers, &self.formats);
+    }
+}
+
+impl ImageSide {
+    /// Gives its layers these side branches.
+    pub fn attach(&mut self, branches: &Branches) {
+        branches.attach(self.transformer.layers_mut(), &self.formats);
+    }
+}
+
 impl Placing<'_> {
     /// Places both sides on the dry-run backend, as one with these GEMMs does. Also returns the bytes they take, and how many of
     /// those even a backend that reads files in place has to copy.
@@ -84,15 +103,16 @@ impl Placing<'_> {
     }
 
     fn loader<'a>(
-        &self,
+        &'a self,
+        part: Part,
         be: &'a mut dyn Backend,
         region: &'a mut Arena,
-        source: Option<&'a Weights>,
         loaded: &'a mut dyn FnMut(u64),
     ) -> Loader<'a> {
-        let LoadOptions { precision, attention, nvfp4_math, quantise, .. } = self.options;
-        let loader = Loader::new(be, region, source, precision, loaded);
+        let LoadOptions { precision, attention, nvfp4_math, quantise, adapters, .. } = self.options;
+        let loader = Loader::new(be, region, self.sources[part], precision, loaded);
         let loader = loader.with_attention(attention).with_nvfp4_math(nvfp4_math).with_quantise(quantise);
+        let loader = loader.with_adapters(part, self.adapters, adapters);
         if self.real { loader.wary() } else { loader.dry() }
     }
 
@@ -103,14 +123,14 @@ impl Placing<'_> {
 
     /// Places the text side, and calls `loaded` with the bytes of each weight. Also returns their total.
     fn text(&self, be: &mut dyn Backend, loaded: &mut dyn FnMut(u64)) -> Result<(TextSide, u64)> {
-        let (configs, sources) = (self.configs, &self.sources);
+        let configs = self.configs;
         let mut region = Arena::new(Region::Weights);
-        let mut loader = self.loader(be, &mut region, sources.text_encoder, loaded);
+        let mut loader = self.loader(Part::TextEncoder, be, &mut region, loaded);
         let span = self.span("upload the text encoder");
         let encoder = TextEncoder::load(&mut loader, &configs.text_encoder)?;
         drop(span);
         let mut formats = loader.formats();
-        let mut loader = self.loader(be, &mut region, sources.transformer, loaded);
+        let mut loader = self.loader(Part::Transformer, be, &mut region, loaded);
         let _span = self.span("upload the transformer's first layer for text");
         let context = ContextIn::load(&mut loader, &configs.transformer)?;
         formats.extend(loader.formats());
@@ -126,7 +146,7 @@ impl Placing<'_> {
         loaded: &mut dyn FnMut(u64),
     ) -> Result<(Transformer, Vec<LayerFormat>, u64)> {
         let mut region = Arena::starting_at(Region::Weights, at);
-        let mut loader = self.loader(be, &mut region, self.sources.transformer, loaded);
+        let mut loader = self.loader(Part::Transformer, be, &mut region, loaded);
         let _span = self.span("upload the transformer");
         let transformer = Transformer::load(&mut loader, &self.configs.transformer)?;
         let formats = loader.formats();
@@ -136,7 +156,7 @@ impl Placing<'_> {
     /// Places the VAE in the same way.
     fn vae(&self, be: &mut dyn Backend, at: u64, loaded: &mut dyn FnMut(u64)) -> Result<(Vae, u64)> {
         let mut region = Arena::starting_at(Region::Weights, at);
-        let mut loader = self.loader(be, &mut region, self.sources.vae, loaded);
+        let mut loader = self.loader(Part::Vae, be, &mut region, loaded);
         let _span = self.span("upload the VAE");
         let vae = Vae::load(&mut loader, &self.configs.vae, self.options.references)?.with_tiling(self.options.vae_tiling);
         Ok((vae, region.peak() - at))
@@ -149,6 +169,10 @@ pub struct Store {
     pub configs: Configs,
     pub options: LoadOptions,
     pub sizes: Sizes,
+    /// The model's adapters.
+    pub adapters: Adapters,
+    /// What is beside the weights; those of a job may be others.
+    pub branches: Arc<Branches>,
     /// Whether all of the text side is on the backend.
     pub text: bool,
     /// Whether the transformer is.
@@ -161,12 +185,14 @@ pub struct Store {
 
 impl Store {
     fn placing(&self) -> Placing<'_> {
-        Placing { configs: &self.configs, sources: self.files.each_ref().map(Some), options: self.options, real: true }
+        let sources = self.files.each_ref().map(Some);
+        Placing { configs: &self.configs, sources, options: self.options, adapters: &self.adapters, real: true }
     }
 
     /// Fails if a file changed since it was opened.
     fn verify(&self) -> Result<()> {
-        self.files.values().try_for_each(Weights::verify)
+        self.files.values().try_for_each(Weights::verify)?;
+        self.adapters.verify()
     }
 
     /// Loads the text side, unless it is on the backend already. A dry run has placed it in the same memory, but only here the
@@ -181,6 +207,7 @@ impl Store {
         }
         progress.begin(Phase::Load, self.sizes.text);
         (*side, _) = self.placing().text(be, &mut |bytes| progress.advance(bytes))?;
+        side.attach(&self.branches);
         self.verify()?;
         progress.end();
         self.text = true;
@@ -198,6 +225,7 @@ impl Store {
         progress.begin(Phase::Load, self.sizes.transformer);
         let at = self.sizes.image_at(self.options.low_memory);
         (side.transformer, side.formats, _) = self.placing().transformer(be, at, &mut |bytes| progress.advance(bytes))?;
+        side.attach(&self.branches);
         self.verify()?;
         be.synchronize()?;
         progress.end();

@@ -1,6 +1,7 @@
 //! Shared by the integration tests: the tiny model, the recorded reference outputs, and error measures.
 #![allow(dead_code, clippy::print_stdout)] // each test binary uses its own part of this, and some show figures
 
+pub mod adapter_files;
 pub mod fnv;
 pub mod goldens;
 pub mod modes;

@@ -73,6 +73,10 @@ impl<B: Backend> Backend for Wrapped<B> {
         self.inner.reserve_kept(bytes)
     }
 
+    fn reserve_adapters(&mut self, bytes: u64) -> Result<()> {
+        self.inner.reserve_adapters(bytes)
+    }
+
     fn reserve(&mut self, bytes: u64) -> Result<()> {
         self.inner.reserve(bytes)
     }

@@ -22,9 +22,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use view::{In, Out};
 
+pub use view::add_product;
+
 /// The CPU backend.
 pub struct Cpu {
-    weights: Vec<Segment>,
+    weights: Segments,
+    adapters: Segments,
     arena: Buffer,
     kept: Buffer,
     high_water: u64,
@@ -54,6 +57,39 @@ impl Segment {
             SegmentData::F32(v) => v.as_ptr().cast(),
             SegmentData::Half(v) => v.as_ptr().cast(),
         }
+    }
+}
+
+/// What was uploaded to a region, in its order.
+#[derive(Default)]
+struct Segments(Vec<Segment>);
+
+impl Segments {
+    /// Adds a segment. Those that overlap the new one are dropped, even if only in part: reading the rest of them is an error from now on.
+    fn insert(&mut self, range: Range<u64>, data: SegmentData) {
+        if range.is_empty() {
+            return;
+        }
+        let index = self.0.partition_point(|s| s.range.end <= range.start);
+        let taken = index + self.0[index..].partition_point(|s| s.range.start < range.end);
+        self.0.splice(index..taken, [Segment { range, data }]);
+    }
+
+    /// The addresses of the segments that cover a range, each with the offset at which it begins to, or `None` if there is a gap.
+    fn spans(&self, range: Range<u64>) -> Option<Vec<(u64, *const u8)>> {
+        let first = self.0.partition_point(|s| s.range.end <= range.start);
+        let mut spans = Vec::new();
+        let mut at = range.start;
+        for segment in &self.0[first..] {
+            if at >= range.end || segment.range.start > at {
+                break;
+            }
+            let skip = (at - segment.range.start) as usize;
+            // SAFETY: `skip` is less than the segment's length because the segment contains `at`.
+            spans.push((at, unsafe { segment.as_ptr().add(skip) }));
+            at = segment.range.end;
+        }
+        (at >= range.end).then_some(spans)
     }
 }
 
@@ -113,7 +149,8 @@ impl Cpu {
     /// A backend that runs on the caller's threads: the rayon pool that the caller is in, or the global one.
     pub fn shared(stop: Arc<AtomicBool>) -> Self {
         Self {
-            weights: Vec::new(),
+            weights: Segments::default(),
+            adapters: Segments::default(),
             arena: Buffer::EMPTY,
             kept: Buffer::EMPTY,
             high_water: 0,
@@ -141,17 +178,6 @@ impl Cpu {
         self.high_water
     }
 
-    /// Adds a segment of weights. Segments that overlap the new one are dropped, even if only in part: reading the rest of them
-    /// is an error from now on.
-    fn insert(&mut self, range: Range<u64>, data: SegmentData) {
-        if range.is_empty() {
-            return;
-        }
-        let index = self.weights.partition_point(|s| s.range.end <= range.start);
-        let taken = index + self.weights[index..].partition_point(|s| s.range.start < range.end);
-        self.weights.splice(index..taken, [Segment { range, data }]);
-    }
-
     fn outside(tensor: Tensor, op: &'static str) -> Error {
         Error::Op { op, what: format!("{tensor:?} lies outside its memory") }
     }
@@ -177,10 +203,11 @@ impl Cpu {
                 // SAFETY: elements and scales lie inside a buffer that lives as long as `self`.
                 Ok(unsafe { In::new(tensor, &[(0, ptr.cast_const())], scales) })
             }
-            Region::Weights => {
+            Region::Weights | Region::Adapters => {
+                let uploaded = if tensor.region == Region::Weights { &self.weights } else { &self.adapters };
                 let row_bytes = (tensor.dtype.bytes(tensor.stride) as u64).max(1);
-                let spans = self.weight_spans(extent.clone());
-                let scales = self.weight_spans(tensor.scale_extent());
+                let spans = uploaded.spans(extent.clone());
+                let scales = uploaded.spans(tensor.scale_extent());
                 let (Some(spans), Some(scales)) = (spans, scales) else { return Err(Self::outside(tensor, op)) };
                 // Scales are uploaded in one piece, with all rows. Several spans have to begin at rows of the view, which has all
                 // columns.
@@ -196,24 +223,6 @@ impl Cpu {
                 Ok(unsafe { In::new(tensor, &rows, scales) })
             }
         }
-    }
-
-    /// The addresses of the segments that cover a range of the weight region, each with the offset at which it begins to, or
-    /// `None` if there is a gap.
-    fn weight_spans(&self, range: Range<u64>) -> Option<Vec<(u64, *const u8)>> {
-        let first = self.weights.partition_point(|s| s.range.end <= range.start);
-        let mut spans = Vec::new();
-        let mut at = range.start;
-        for segment in &self.weights[first..] {
-            if at >= range.end || segment.range.start > at {
-                break;
-            }
-            let skip = (at - segment.range.start) as usize;
-            // SAFETY: `skip` is less than the segment's length because the segment contains `at`.
-            spans.push((at, unsafe { segment.as_ptr().add(skip) }));
-            at = segment.range.end;
-        }
-        (at >= range.end).then_some(spans)
     }
 
     /// The addresses of a tensor's elements and of its scales, which are no weight's.
@@ -232,7 +241,7 @@ impl Cpu {
     /// No other view that overlaps the tensor may be used while this one is, which [`Op::check`] ensures. Only an op whose output
     /// is its input has two views of it, and reads each row before it writes that row.
     unsafe fn output(&self, tensor: Tensor, op: &'static str) -> Result<Out<'_>> {
-        if tensor.region == Region::Weights || matches!(tensor.scaling, Scaling::Rows(_)) {
+        if tensor.region.is_read_only() || matches!(tensor.scaling, Scaling::Rows(_)) {
             return Err(Self::outside(tensor, op));
         }
         Self::check_alignment(tensor, op)?;
@@ -365,7 +374,7 @@ impl Backend for Cpu {
     }
 
     fn reserve_weights(&mut self, _bytes: u64) -> Result<()> {
-        self.weights.clear();
+        self.weights = Segments::default();
         Ok(())
     }
 
@@ -384,6 +393,7 @@ impl Backend for Cpu {
             return Err(wrong("share the scales of"));
         }
         let mut at = to.offset;
+        let mut segments = Vec::new();
         for part in parts {
             let part = &match role {
                 Role::UpConv => self.on_threads(|| up_conv::folded(part, to.dtype)).ok_or_else(|| wrong("fit"))?,
@@ -398,24 +408,30 @@ impl Backend for Cpu {
                 let encoded = self.on_threads(|| quantise::encoded(part, to.stored()));
                 let infinite = || format!("{to:?} is quantised from values that are not finite");
                 let (codes, scales) = encoded.ok_or_else(|| Error::Op { op: "upload", what: infinite() })?;
-                self.insert(range, SegmentData::Mapped(codes));
-                self.insert(to.scale_extent(), SegmentData::Mapped(scales));
+                segments.push((range, SegmentData::Mapped(codes)));
+                segments.push((to.scale_extent(), SegmentData::Mapped(scales)));
                 continue;
             }
             if part.converts_to(to.stored()) && !part.is_readable_as(to.stored()) {
                 let data = self.on_threads(|| converted(part, to.stored()))?;
-                self.insert(range, data);
+                segments.push((range, data));
                 continue;
             }
             let part = part.in_tensor_layout();
             if !part.is_readable_as(to.stored()) {
                 return Err(wrong("have the format of"));
             }
-            self.insert(range, SegmentData::Mapped(part.bytes));
+            segments.push((range, SegmentData::Mapped(part.bytes)));
             if let PartScaling::Rows(scales) | PartScaling::Blocks16 { scales, .. } = part.scaling {
-                self.insert(to.scale_extent(), SegmentData::Mapped(scales));
+                segments.push((to.scale_extent(), SegmentData::Mapped(scales)));
             }
         }
+        let uploaded = match to.region {
+            Region::Weights => &mut self.weights,
+            Region::Adapters => &mut self.adapters,
+            Region::Arena | Region::Kept => return Err(wrong("belong into")),
+        };
+        segments.into_iter().for_each(|(range, data)| uploaded.insert(range, data));
         Ok(())
     }
 
@@ -430,6 +446,11 @@ impl Backend for Cpu {
     fn reserve_kept(&mut self, bytes: u64) -> Result<()> {
         self.kept = Buffer::EMPTY;
         self.kept = Buffer::new(bytes)?;
+        Ok(())
+    }
+
+    fn reserve_adapters(&mut self, _bytes: u64) -> Result<()> {
+        self.adapters = Segments::default();
         Ok(())
     }
 

@@ -44,7 +44,7 @@ fn check_operands(op: &Op<'_>) -> Result<()> {
         usable = Err(Error::Op { op: op.name(), what: format!("{t:?} cannot be used so on the GPU: {why}") });
     };
     op.operands(&mut |t, access| {
-        if access != Access::Read && t.region == Region::Weights {
+        if access != Access::Read && t.region.is_read_only() {
             refuse(t, "weights are not written");
         }
         if t.dtype == DType::F16 && t.region != Region::Weights {

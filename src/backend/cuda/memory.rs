@@ -74,6 +74,8 @@ pub struct Memory {
     arena: Allocation,
     /// For results that outlive a run.
     kept: Allocation,
+    /// For what adapters compute beside weights.
+    adapters: Allocation,
     /// For weights that are expanded when they are multiplied, where working memory has no room for them.
     expanded: Allocation,
     /// Address and bytes of the memory for those of the present op.
@@ -95,6 +97,7 @@ impl Memory {
             weights: Allocation::empty(&driver),
             arena: Allocation::empty(&driver),
             kept: Allocation::empty(&driver),
+            adapters: Allocation::empty(&driver),
             expanded: Allocation::empty(&driver),
             expansion: (0, 0),
             base: 0,
@@ -136,6 +139,13 @@ impl Memory {
     pub fn reserve_kept(&mut self, bytes: u64) -> Result<()> {
         self.kept = Allocation::empty(&self.driver);
         self.kept = Allocation::new(&self.driver, bytes)?;
+        Ok(())
+    }
+
+    /// Allocates room for what adapters compute beside weights. What was there is gone.
+    pub fn reserve_adapters(&mut self, bytes: u64) -> Result<()> {
+        self.adapters = Allocation::empty(&self.driver);
+        self.adapters = Allocation::new(&self.driver, bytes)?;
         Ok(())
     }
 
@@ -229,6 +239,7 @@ impl Memory {
             Region::Weights => (self.weights.address, self.weights.bytes),
             Region::Arena => (self.base, self.working),
             Region::Kept => (self.kept.address, self.kept.bytes),
+            Region::Adapters => (self.adapters.address, self.adapters.bytes),
         }
     }
 

@@ -363,16 +363,19 @@ impl Backend for Cuda {
         self.refuse_in_capture("upload")?;
         let _span = trace::span_of("upload", || format!("{to:?}"));
         let addresses = (self.rows(to, "upload")?.address, self.context.memory.scales(to));
-        if to.region != Region::Weights || to.stride != to.cols {
+        if !to.region.is_read_only() || to.stride != to.cols {
             return Err(Error::Op { op: "upload", what: format!("{to:?} is no place for a weight") });
         }
         let staging = match &mut self.staging {
             Some(staging) => staging,
             none => none.insert(Staging::new(self.driver.clone())?),
         };
-        // Copies run concurrently with ops, unless these read what is to be replaced.
+        // Copies run concurrently with ops, unless these read what is to be replaced. What adapters compute beside weights is replaced between
+        // jobs, and which of it is read is not noted.
         let is_read = |range: Range<u64>| range.start < self.read.end && self.read.start < range.end;
-        if is_read(to.extent()) || is_read(to.scale_extent()) {
+        if to.region == Region::Adapters {
+            staging.after(self.stream.1)?;
+        } else if is_read(to.extent()) || is_read(to.scale_extent()) {
             staging.after(self.stream.1)?;
             self.read = 0..0;
         }
@@ -398,6 +401,14 @@ impl Backend for Cuda {
     fn reserve_kept(&mut self, bytes: u64) -> Result<()> {
         self.driver.synchronize(self.stream.1)?;
         self.context.memory.reserve_kept(bytes)
+    }
+
+    fn reserve_adapters(&mut self, bytes: u64) -> Result<()> {
+        if let Some(staging) = &self.staging {
+            staging.synchronize()?;
+        }
+        self.driver.synchronize(self.stream.1)?;
+        self.context.memory.reserve_adapters(bytes)
     }
 
     fn write(&mut self, to: Tensor, values: &[f32]) -> Result<()> {

@@ -98,6 +98,7 @@ fn type_words(types: &[(DType, DType)], product: Product) -> String {
             true => String::new(),
             false if stored.is_quantised() => {
                 let cause = match (product.why, product.reason()) {
+                    (Some(PlainInput::Adapter), Some(reason)) => reason.into(),
                     _ if stored == DType::E5m2 => "no GEMM takes it".into(),
                     (Some(PlainInput::File | PlainInput::Parts | PlainInput::Asked), Some(reason)) => {
                         format!("{reason}, no {} GEMM here", gemm(stored, product.input))
@@ -234,6 +235,7 @@ mod tests {
             (expanded, Bf16, PlainInput::File, "fp8 expanded to bf16 (as the file asks, no w8a16 GEMM here)"),
             (expanded, Bf16, PlainInput::Parts, "fp8 expanded to bf16 (its parts need different inputs, no w8a16 GEMM here)"),
             ([(E5m2, Bf16)], Bf16, PlainInput::File, "fp8-e5m2 expanded to bf16 (no GEMM takes it)"),
+            (expanded, Bf16, PlainInput::Adapter, "fp8 expanded to bf16 (merged with an adapter)"),
             ([(E2m1, E2m1)], Bf16, PlainInput::Asked, "nvfp4 (w4a16: as asked)"),
             ([(E2m1, E2m1)], Bf16, PlainInput::Device, "nvfp4 (w4a16: no GEMM of quantised inputs here)"),
             ([(E2m1, Bf16)], Bf16, PlainInput::Asked, "nvfp4 expanded to bf16 (as asked, no w4a16 GEMM here)"),

@@ -115,6 +115,10 @@ impl Backend for Observer {
         self.inner.reserve_kept(bytes)
     }
 
+    fn reserve_adapters(&mut self, bytes: u64) -> Result<()> {
+        self.inner.reserve_adapters(bytes)
+    }
+
     fn reserve(&mut self, bytes: u64) -> Result<()> {
         let (offset, count) = (bytes.next_multiple_of(ALIGN), self.names.len());
         let (region, dtype, scaling) = (Region::Arena, DType::F32, Scaling::Unscaled);

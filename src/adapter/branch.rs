@@ -1,0 +1,189 @@
+//! Adapters that are computed beside the weights of a model: what they add to a weight, as one product of two thin matrices.
+
+use super::merge::Adapters;
+use super::term::{KroneckerFactor, Matrix, Product, Term};
+use crate::part::Part;
+use crate::tensor::DType;
+
+/// The largest rank of all that is added to a weight beside it. Above it the product would cost more than it is worth.
+pub const MAX_RANK: usize = 1024;
+/// Ranks are padded with zeros to multiples of this, which is what tensor cores take at a time.
+const UNIT: usize = 16;
+
+/// A matrix as the product of one of `[rows, rank]` and one of `[rank, cols]`.
+struct Thin {
+    left: Vec<f32>,
+    right: Vec<f32>,
+    rank: usize,
+}
+
+impl Matrix {
+    /// Its product with the identity, on the side where that is smaller.
+    fn with_identity(values: Vec<f32>, [rows, cols]: [usize; 2]) -> Thin {
+        let identity = |n: usize| (0..n * n).map(|i| if i / n == i % n { 1.0 } else { 0.0 }).collect();
+        match rows < cols {
+            true => Thin { left: identity(rows), right: values, rank: rows },
+            false => Thin { left: values, right: identity(cols), rank: cols },
+        }
+    }
+}
+
+impl KroneckerFactor {
+    /// The rank of its [`Thin`] form.
+    fn thin_rank(&self) -> usize {
+        let [rows, cols] = self.shape();
+        self.rank().unwrap_or(usize::MAX).min(rows).min(cols)
+    }
+
+    fn thin(&self) -> Thin {
+        match self {
+            Self::Product(a, b) if a.cols == self.thin_rank() => Thin { left: a.values(), right: b.values(), rank: a.cols },
+            _ => Matrix::with_identity(self.values(), self.shape()),
+        }
+    }
+}
+
+/// The Kronecker product of two matrices, given with their numbers of columns.
+fn kronecker((a, a_cols): (&[f32], usize), (b, b_cols): (&[f32], usize)) -> Vec<f32> {
+    let mut out = Vec::with_capacity(a.len() * b.len());
+    for a in a.chunks_exact(a_cols) {
+        for b in b.chunks_exact(b_cols) {
+            a.iter().for_each(|a| out.extend(b.iter().map(|b| a * b)));
+        }
+    }
+    out
+}
+
+impl Term {
+    /// The rank that the term has as a product of two matrices: of a Kronecker product that of its factors, one times the other, because
+    /// `kron(a b, c d) = kron(a, c) kron(b, d)`.
+    pub fn branch_rank(&self) -> usize {
+        match &self.product {
+            Product::LowRank { down, .. } => down.rows,
+            Product::Kronecker(w1, w2) => w1.thin_rank().saturating_mul(w2.thin_rank()),
+        }
+    }
+
+    /// The term as such a product, without its scale.
+    fn thin(&self) -> Thin {
+        match &self.product {
+            Product::LowRank { down, up } => Thin { left: up.values(), right: down.values(), rank: down.rows },
+            Product::Kronecker(w1, w2) => {
+                let ([_, j], [_, q], one, two) = (w1.shape(), w2.shape(), w1.thin(), w2.thin());
+                Thin {
+                    left: kronecker((&one.left, one.rank), (&two.left, two.rank)),
+                    right: kronecker((&one.right, j), (&two.right, q)),
+                    rank: one.rank * two.rank,
+                }
+            }
+        }
+    }
+}
+
+impl Adapters {
+    /// The rank of the matrices beside a weight to which so much is added.
+    pub const fn padded(rank: usize) -> usize {
+        rank.next_multiple_of(UNIT)
+    }
+
+    /// Writes the two matrices whose product is all that is added to a weight, `down` of `[rank, in]` and `up` of `[out, rank]`, with a
+    /// [padded](Self::padded) rank, as elements of a plain type. Both are zero before.
+    ///
+    /// # Panics
+    /// If they have another shape.
+    pub fn write_branch(&self, part: Part, weight: &str, rank: usize, dtype: DType, [down, up]: [&mut [u8]; 2]) {
+        let mut first = 0;
+        for (term, ranges, strength) in self.terms(part, weight) {
+            let (thin, scale, cols) = (term.thin(), strength * term.scale, term.shape()[1]);
+            let skip = dtype.bytes(first * cols);
+            dtype.encode(&thin.right, &mut down[skip..skip + dtype.bytes(thin.rank * cols)]);
+            let rows = ranges.iter().flat_map(Clone::clone);
+            let mut scaled = vec![0.0; thin.rank];
+            for (row, left) in rows.zip(thin.left.chunks_exact(thin.rank)) {
+                scaled.iter_mut().zip(left).for_each(|(to, value)| *to = scale * value);
+                dtype.encode(&scaled, &mut up[dtype.bytes(row * rank + first)..][..dtype.bytes(thin.rank)]);
+            }
+            first += thin.rank;
+        }
+        assert!(first <= rank, "a rank of {first} in {rank} columns");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Adapter, Layer, Place};
+    use super::*;
+    use crate::tensor::Bytes;
+    use std::ops::Range;
+    use std::sync::Arc;
+
+    fn matrix(rows: usize, cols: usize) -> Matrix {
+        let values: Vec<f32> = (0..rows * cols).map(|i| ((i * 29 + rows * 7 + cols) % 31) as f32 / 16.0 - 1.0).collect();
+        Matrix { bytes: Bytes::new(Arc::new(DType::F32.encoded(&values))), dtype: DType::F32, rows, cols }
+    }
+
+    fn whole(rows: usize, cols: usize) -> KroneckerFactor {
+        KroneckerFactor::Whole(matrix(rows, cols))
+    }
+
+    fn factored(rows: usize, cols: usize, rank: usize) -> KroneckerFactor {
+        KroneckerFactor::Product(matrix(rows, rank), matrix(rank, cols))
+    }
+
+    fn adapters(rows: Vec<Range<usize>>, cols: usize, products: Vec<Product>) -> Adapters {
+        let layers = products.into_iter().map(|product| {
+            let place = Place { part: Part::Transformer, name: "w".into(), rows: rows.clone(), cols };
+            Layer { name: "l".into(), place, term: Term { product, scale: 0.5 } }
+        });
+        let each = layers.map(|layer| {
+            let adapter = Adapter { path: "a".into(), layers: vec![layer], unmatched: vec![], digest: String::new(), file: None };
+            (adapter, 3.0)
+        });
+        Adapters(each.collect())
+    }
+
+    /// `up down`, against the terms as they are merged.
+    fn check(adapters: &Adapters, [rows, cols]: [usize; 2], want_rank: usize) {
+        let rank = adapters.rank(Part::Transformer, "w", [rows, cols]).unwrap().unwrap();
+        assert_eq!(rank, want_rank);
+        let padded = Adapters::padded(rank);
+        let (mut down, mut up) = (vec![0; 4 * padded * cols], vec![0; 4 * rows * padded]);
+        adapters.write_branch(Part::Transformer, "w", padded, DType::F32, [&mut down, &mut up]);
+        let (down, up) = (DType::F32.decoded(&down), DType::F32.decoded(&up));
+        let mut want = vec![0.0; rows * cols];
+        for (term, ranges, strength) in adapters.terms(Part::Transformer, "w") {
+            let mut delta = vec![0.0; term.shape().iter().product()];
+            term.add_to(strength, &mut delta);
+            let rows = ranges.iter().flat_map(Clone::clone);
+            for (row, delta) in rows.zip(delta.chunks_exact(cols)) {
+                want[row * cols..][..cols].iter_mut().zip(delta).for_each(|(to, delta)| *to += delta);
+            }
+        }
+        for (i, want) in want.into_iter().enumerate() {
+            let (row, col) = (i / cols, i % cols);
+            let got: f32 = (0..padded).map(|r| up[row * padded + r] * down[r * cols + col]).sum();
+            assert!((got - want).abs() <= 1e-4 * want.abs().max(1.0), "{row} {col}: {got} {want}");
+        }
+    }
+
+    #[test]
+    fn the_matrices_beside_a_weight_have_the_product_of_its_terms() {
+        let all = |rows: usize| std::iter::once(0..rows).collect::<Vec<_>>();
+        let low_rank = |rows, cols, rank| Product::LowRank { down: matrix(rank, cols), up: matrix(rows, rank) };
+        check(&adapters(all(24), 12, vec![low_rank(24, 12, 5)]), [24, 12], 5);
+        // Two adapters for some rows, halves of which are exchanged.
+        check(&adapters(vec![12..24, 0..6], 12, vec![low_rank(18, 12, 17), low_rank(18, 12, 3)]), [24, 12], 20);
+        for (w1, w2, rank) in [
+            (whole(4, 3), factored(6, 4, 2), 3 * 2),
+            (whole(2, 3), factored(12, 4, 2), 2 * 2),
+            (factored(4, 3, 1), factored(6, 4, 2), 2),
+            (whole(4, 3), whole(6, 4), 3 * 4),
+            (whole(3, 4), whole(8, 3), 3 * 3),
+            (factored(4, 3, 2), whole(6, 4), 2 * 4),
+            // A product whose inner dimension is the largest is none of thin matrices.
+            (whole(4, 3), factored(6, 4, 9), 3 * 4),
+        ] {
+            check(&adapters(all(24), 12, vec![Product::Kronecker(w1, w2)]), [24, 12], rank);
+        }
+    }
+}

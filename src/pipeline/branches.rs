@@ -1,0 +1,227 @@
+//! Side branches: what adapters add to layers whose weights stay as they are. Beside each such weight lie two thin matrices, whose product
+//! with the layer's input is added to that of the weight. They are in memory of their own, so that another set of adapters only has to be
+//! uploaded there, and sets of the same shapes have the same addresses.
+
+use super::formats::{Formats, LayerKind};
+use crate::adapter::{Adapters, MAX_RANK};
+use crate::backend::{Backend, Linear, LowRank, Role};
+use crate::error::{Error, Remedy, Result};
+use crate::model::LayerFormat;
+use crate::tensor::{ALIGN, Arena, Bytes, Precision, Region, Scaling, Tensor, WeightPart};
+use crate::trace;
+use rayon::prelude::*;
+use std::collections::HashSet;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// What tells one set of adapters from another: the digests of their files and the bits of their strengths. Adapters without any effect are
+/// left out.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SetId(Arc<[(String, u32)]>);
+
+impl SetId {
+    fn of(adapters: &Adapters) -> Self {
+        Self(adapters.effective().map(|(adapter, strength)| (adapter.digest.clone(), strength.to_bits())).collect())
+    }
+}
+
+/// The adapters of a job: its own, or those of the model. Fails if others were merged with weights.
+pub fn adapters_of<'a>(
+    job: Option<&'a Adapters>,
+    model: &'a Adapters,
+    mut layers: impl Iterator<Item = &'a LayerFormat>,
+) -> Result<(&'a Adapters, SetId)> {
+    let own = SetId::of(model);
+    let Some(others) = job else { return Ok((model, own)) };
+    let set = SetId::of(others);
+    if set == own {
+        return Ok((model, own));
+    }
+    if let Some(layer) = layers.find(|layer| layer.merged) {
+        let what = format!("the job cannot have other adapters than the model: they are merged with `{}`", layer.name);
+        return Err(Error::Usage { what, hint: Some(Remedy::AdaptersBeside) });
+    }
+    Ok((others, set))
+}
+
+/// The weights that have something beside them, and its rank. This decides which ops a job has.
+pub type Ranks = Arc<[(String, usize)]>;
+
+/// The side branches of a set of adapters.
+#[derive(Default)]
+pub struct Branches {
+    pub set: SetId,
+    pub ranks: Ranks,
+    /// Where the matrices of each are.
+    places: Vec<LowRank>,
+    /// Bytes of all.
+    pub bytes: u64,
+    /// The values of all, in one piece; absent where only shapes matter.
+    values: Option<(Tensor, WeightPart)>,
+}
+
+impl Branches {
+    /// Places what adapters add to layers that they are not merged with.
+    pub fn place<'a>(
+        (adapters, set): (&Adapters, SetId),
+        layers: impl Iterator<Item = &'a LayerFormat>,
+        precision: Precision,
+    ) -> Result<Self> {
+        let (mut region, mut ranks, mut places) = (Arena::new(Region::Adapters), Vec::new(), Vec::new());
+        let (dtype, mut known) = (precision.activations(), HashSet::new());
+        for layer in layers {
+            known.insert(layer.name.as_str());
+            let (rows, cols) = (layer.weight.rows(), layer.weight.cols());
+            let rank = adapters.rank(LayerKind::of(&layer.name).part, &layer.name, [rows, cols])?;
+            let Some(rank) = rank.filter(|_| !layer.merged) else { continue };
+            if rank > MAX_RANK {
+                let what =
+                    format!("adapters add a rank of {rank} to `{}`; up to {MAX_RANK} is computed beside a weight", layer.name);
+                return Err(Error::Usage { what, hint: Some(Remedy::MergeAdapters) });
+            }
+            let rank = Adapters::padded(rank);
+            places.push(LowRank { down: region.alloc(rank, cols, dtype)?, up: region.alloc(rows, rank, dtype)? });
+            ranks.push((layer.name.clone(), rank));
+        }
+        let mut all = adapters.effective().flat_map(|(adapter, _)| &adapter.layers);
+        if let Some(layer) = all.find(|layer| !known.contains(layer.place.name.as_str())) {
+            let what = format!("an adapter was opened for another model: this one has no `{}`", layer.place.name);
+            return Err(Error::Usage { what, hint: None });
+        }
+        Ok(Self { set, ranks: ranks.into(), places, bytes: region.peak(), values: None })
+    }
+
+    /// The same with values, ready to be uploaded. `adapters` are those that were placed.
+    fn with_values(self, adapters: &Adapters) -> Result<Self> {
+        let _span = trace::span("prepare adapters");
+        let Some(dtype) = self.places.first().map(|place| place.down.dtype) else { return Ok(self) };
+        let mut bytes = vec![0; self.bytes as usize];
+        let mut pieces = Vec::with_capacity(self.places.len());
+        let (mut rest, mut at) = (&mut bytes[..], 0);
+        for ((weight, rank), LowRank { down, up }) in self.ranks.iter().zip(&self.places) {
+            let [down, up] = [down, up].map(|tensor| {
+                let extent = tensor.extent();
+                let (own, after) =
+                    std::mem::take(&mut rest)[(extent.start - at) as usize..].split_at_mut((extent.end - extent.start) as usize);
+                (rest, at) = (after, extent.end);
+                own
+            });
+            pieces.push((weight, *rank, [down, up]));
+        }
+        pieces.into_par_iter().for_each(|(weight, rank, matrices)| {
+            adapters.write_branch(LayerKind::of(weight).part, weight, rank, dtype, matrices);
+        });
+        adapters.verify()?;
+        // One piece is uploaded much faster than hundreds of small ones.
+        let cols = dtype.elements(ALIGN as usize);
+        let rows = (self.bytes / ALIGN) as usize;
+        let whole = Tensor { region: Region::Adapters, dtype, offset: 0, rows, cols, stride: cols, scaling: Scaling::Unscaled };
+        let values = WeightPart::plain(Bytes::new(Arc::new(bytes)), dtype, rows);
+        Ok(Self { values: Some((whole, values)), ..self })
+    }
+
+    /// Gives layers the branches beside their weights, and takes those from them that they had. `formats` names them.
+    pub fn attach<'a>(&self, layers: impl Iterator<Item = &'a mut Linear>, formats: &[LayerFormat]) {
+        for layer in layers {
+            let name = formats.iter().find(|format| format.weight == layer.weight).map(|format| format.name.as_str());
+            let found = self.ranks.iter().position(|(weight, _)| Some(weight.as_str()) == name);
+            layer.low_rank = found.map(|at| self.places[at]);
+        }
+    }
+}
+
+/// The side branches of an engine: sets that were prepared, and the one in the backend's memory.
+#[derive(Default)]
+pub struct SideBranches {
+    /// Those of the latest jobs, the last one at the end.
+    prepared: Vec<Arc<Branches>>,
+    /// Bytes of the backend's memory.
+    reserved: u64,
+    /// What is there.
+    uploaded: SetId,
+}
+
+impl SideBranches {
+    /// Sets that stay prepared, and their bytes at most, unless it is only one.
+    const KEPT: usize = 16;
+    const MOST: u64 = 2 << 30;
+
+    /// A set of adapters for these layers, ready to be uploaded.
+    pub fn prepare<'a>(
+        &mut self,
+        (adapters, set): (&Adapters, SetId),
+        layers: impl Iterator<Item = &'a LayerFormat>,
+        precision: Precision,
+    ) -> Result<Arc<Branches>> {
+        let known = self.prepared.iter().position(|branches| branches.set == set);
+        let branches = match known {
+            Some(at) => self.prepared.remove(at),
+            None => Arc::new(Branches::place((adapters, set), layers, precision)?.with_values(adapters)?),
+        };
+        self.prepared.push(branches.clone());
+        let bytes = |all: &[Arc<Branches>]| all.iter().map(|branches| branches.bytes).sum::<u64>();
+        while self.prepared.len() > Self::KEPT || self.prepared.len() > 1 && bytes(&self.prepared) > Self::MOST {
+            self.prepared.remove(0);
+        }
+        Ok(branches)
+    }
+
+    /// Bytes that have to be allocated for branches, and bytes that are freed for that.
+    pub fn growth(&self, branches: &Branches) -> (u64, u64) {
+        if branches.bytes > self.reserved { (branches.bytes, self.reserved) } else { (0, 0) }
+    }
+
+    /// Uploads branches, unless they are there.
+    pub fn upload(&mut self, be: &mut dyn Backend, branches: &Branches) -> Result<()> {
+        if branches.set == self.uploaded {
+            return Ok(());
+        }
+        let _span = trace::span("upload adapters");
+        // Should this fail, nothing is left of what was there.
+        self.uploaded = SetId::default();
+        if branches.bytes > self.reserved {
+            self.reserved = 0;
+            be.reserve_adapters(branches.bytes)?;
+            self.reserved = branches.bytes;
+        }
+        if let Some((whole, values)) = &branches.values {
+            be.upload(*whole, Role::Linear, std::slice::from_ref(values))?;
+        }
+        self.uploaded = branches.set.clone();
+        Ok(())
+    }
+}
+
+/// What became of an adapter.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AdapterUse {
+    /// The file.
+    pub path: PathBuf,
+    /// Its SHA-256, as hexadecimal digits.
+    pub digest: String,
+    /// The strength.
+    pub strength: f32,
+    /// Its layers that the model has.
+    pub layers: usize,
+    /// Those of them that are merged with weights.
+    pub merged: usize,
+    /// Those that are computed beside weights. Without a strength it is none of them.
+    pub beside: usize,
+    /// Its layers that the model does not have.
+    pub unmatched: usize,
+}
+
+impl Formats {
+    /// What becomes of adapters on a model whose layers have these formats.
+    pub fn adapter_uses(&self, adapters: &Adapters) -> Vec<AdapterUse> {
+        let merged: HashSet<&str> = self.layers.iter().filter(|layer| layer.merged).map(|layer| layer.name.as_str()).collect();
+        let of = |(adapter, strength): &(crate::adapter::Adapter, f32)| {
+            let layers = adapter.layers.len();
+            let count = adapter.layers.iter().filter(|layer| merged.contains(layer.place.name.as_str())).count();
+            let (merged, beside) = if *strength == 0.0 { (0, 0) } else { (count, layers - count) };
+            let (path, digest) = (adapter.path.clone(), adapter.digest.clone());
+            AdapterUse { path, digest, strength: *strength, layers, merged, beside, unmatched: adapter.unmatched.len() }
+        };
+        adapters.0.iter().map(of).collect()
+    }
+}

@@ -1,0 +1,377 @@
+//! The stages of an image, written once for every backend: the prompts are encoded, then the references, then the latents are denoised and
+//! decoded.
+
+use super::branches::Branches;
+use super::formats::Formats;
+use super::inputs::{Checks, Inputs, download};
+use super::job::{LoadOptions, ReferenceInput};
+use super::kept::{Kept, Source};
+use super::open::Configs;
+use super::prepared::Tables;
+use super::values::Values;
+use super::weights::{ImageSide, Placing, Sizes, TextSide};
+use crate::adapter::Adapters;
+use crate::backend::{Backend, GemmFormats, Op, Plan, Reading, StepKey, scope};
+use crate::checkpoint::Weights;
+use crate::config::{HEAD_DIM, TextConfig, TransformerConfig};
+use crate::error::Result;
+use crate::model::{LayerFormat, ReferenceTokens, StepInput};
+use crate::part::{Part, PerPart};
+use crate::progress::{Phase, Progress};
+use crate::sequence::PATCH;
+use crate::tensor::{Arena, DType, Region, Tensor};
+use crate::threads;
+use crate::tokenizer::Tokens;
+use crate::trace;
+use std::borrow::Cow;
+
+/// A model's networks, placed on a backend.
+pub struct Stages {
+    pub transformer_config: TransformerConfig,
+    text_config: TextConfig,
+    pub text: TextSide,
+    pub image: ImageSide,
+    /// Element type of activations.
+    activations: DType,
+}
+
+/// Prompts whose encoding was issued.
+pub struct Prompts {
+    pub encoded: Encoded,
+    /// The number of values that are not finite, one per prompt.
+    pub counts: Reading,
+}
+
+/// Encoded prompts in the arena.
+pub struct Encoded {
+    context: Tensor,
+    negative: Option<Tensor>,
+    /// Holds the prompt embeddings if the job asks for a record.
+    values: Values,
+}
+
+/// What the images of a job are denoised in.
+#[derive(Clone, Copy)]
+pub struct Canvas {
+    rope: Tensor,
+    latents: Tensor,
+}
+
+/// The images of a job, and what the host prepares for them.
+pub struct Images<'a> {
+    /// Holds the RoPE table and the noise of the first image.
+    pub canvas: Canvas,
+    pub tables: &'a Tables,
+    pub seeds: &'a [u64],
+    /// The noise of the first image.
+    pub first: Cow<'a, [f32]>,
+    /// Draws the noise of a seed.
+    pub noise_of: &'a (dyn Fn(u64) -> Cow<'a, [f32]> + Sync),
+    /// Results of earlier jobs.
+    pub kept: &'a mut Kept,
+    /// Loads the VAE where that has not been done; a device that runs on its own is denoising meanwhile.
+    pub load_vae: &'a mut dyn FnMut(&mut dyn Backend) -> Result<()>,
+    /// Allocates memory for the pixels of an image, none in a dry run.
+    pub pixel_buffer: &'a dyn Fn() -> Vec<u8>,
+}
+
+impl Stages {
+    /// Places a model's networks without loading them, for a backend with these GEMMs. Also returns how many bytes their weights
+    /// take, and how many of those even a backend that reads files in place has to copy.
+    pub fn place(
+        configs: &Configs,
+        sources: PerPart<Option<&Weights>>,
+        options: LoadOptions,
+        adapters: &Adapters,
+        gemms: GemmFormats,
+    ) -> Result<(Self, Sizes, Sizes)> {
+        let (text, image, sizes, copied) = Placing { configs, sources, options, adapters, real: false }.both(gemms)?;
+        let (transformer_config, text_config) = (configs.transformer.clone(), configs.text_encoder.clone());
+        let activations = options.precision.activations();
+        Ok((Self { transformer_config, text_config, text, image, activations }, sizes, copied))
+    }
+
+    /// Bytes of the token embeddings, which stay in host memory.
+    pub fn table_bytes(&self) -> u64 {
+        self.text.encoder.table_bytes()
+    }
+
+    /// The formats of the linear layers.
+    pub fn layers(&self) -> impl Iterator<Item = &LayerFormat> {
+        self.text.formats.iter().chain(&self.image.formats)
+    }
+
+    /// Gives the linear layers these side branches.
+    pub fn attach(&mut self, branches: &Branches) {
+        self.text.attach(branches);
+        self.image.attach(branches);
+    }
+
+    /// The formats of the linear layers and of attention.
+    pub fn formats(&self) -> Formats {
+        Formats {
+            layers: self.layers().cloned().collect(),
+            attention: self.image.transformer.attention_formats().cloned().collect(),
+            accumulate: None,
+        }
+    }
+
+    /// Runs the stages of one image on the dry-run backend. Returns the bytes of the arena they need.
+    pub fn dry_run(&self, plan: &mut Plan, inputs: &Inputs<'_>, progress: &dyn Progress) -> Result<u64> {
+        let _span = trace::span("dry run");
+        let peak = self.walk(plan, inputs, progress)?;
+        Ok(peak.max(plan.arena_bytes))
+    }
+
+    /// Goes through the stages of one image on a backend that computes nothing. Returns the bytes of the arena that it took.
+    pub fn walk(&self, be: &mut dyn Backend, inputs: &Inputs<'_>, progress: &dyn Progress) -> Result<u64> {
+        let mut ws = Arena::new(Region::Arena);
+        // No values are taken, so none are computed.
+        let (tables, first, noise_of) = (&Tables::default(), Cow::default(), &|_| Cow::default());
+        let kept = &mut Kept::default();
+        let Prompts { encoded, counts } = self.encode_prompts(be, &mut ws, inputs, kept, progress)?;
+        let canvas = self.place_canvas(be, &mut ws, inputs, tables, &first)?;
+        inputs.check_prompts(be, counts)?;
+        progress.end();
+        let images =
+            Images { canvas, tables, seeds: &[0], first, noise_of, kept, load_vae: &mut |_| Ok(()), pixel_buffer: &Vec::new };
+        self.denoise_and_decode(be, &mut ws, inputs, encoded, images, progress, &mut |_, _| Ok(()))?;
+        Ok(ws.peak())
+    }
+
+    /// The first part of the stages: issues the encoding of the prompts, whose phase ends when their counts are there.
+    pub fn encode_prompts(
+        &self,
+        be: &mut dyn Backend,
+        ws: &mut Arena,
+        inputs: &Inputs<'_>,
+        kept: &mut Kept,
+        progress: &dyn Progress,
+    ) -> Result<Prompts> {
+        progress.begin(Phase::Encode, 1 + u64::from(inputs.negative.is_some()));
+        let mut values = Values::default();
+        // There is one count for the prompt and one for the negative prompt.
+        let counts = ws.alloc(2, 1, DType::F32)?;
+        let (context, embeds) = self.encode_prompt(be, ws, inputs, &inputs.prompt, counts.rows(0..1), kept)?;
+        values.prompt_embeds = embeds;
+        progress.advance(1);
+        let mut negative = None;
+        if let Some(tokens) = &inputs.negative {
+            let (context, embeds) = self.encode_prompt(be, ws, inputs, tokens, counts.rows(1..2), kept)?;
+            values.negative_prompt_embeds = Some(embeds);
+            negative = Some(context);
+        }
+        let counts = be.begin_read(counts.rows(0..1 + usize::from(negative.is_some())))?;
+        Ok(Prompts { encoded: Encoded { context, negative, values }, counts })
+    }
+
+    /// The second: writes what the host has prepared, while the prompts may still be encoded.
+    pub fn place_canvas(
+        &self,
+        be: &mut dyn Backend,
+        ws: &mut Arena,
+        inputs: &Inputs<'_>,
+        tables: &Tables,
+        noise: &[f32],
+    ) -> Result<Canvas> {
+        let rope = ws.alloc(inputs.plan.tokens(), HEAD_DIM, DType::F32)?;
+        let latents = ws.alloc(inputs.plan.canvas().len(), self.transformer_config.channels, DType::F32)?;
+        be.write(rope, &tables.rope)?;
+        be.write(latents, noise)?;
+        Ok(Canvas { rope, latents })
+    }
+
+    /// The third: encodes the references, then denoises and decodes one image per seed.
+    #[allow(clippy::too_many_arguments)]
+    pub fn denoise_and_decode(
+        &self,
+        be: &mut dyn Backend,
+        ws: &mut Arena,
+        inputs: &Inputs<'_>,
+        Encoded { context, negative, values: mut shared }: Encoded,
+        Images { canvas: Canvas { rope, latents }, tables, seeds, first, noise_of, kept, load_vae, pixel_buffer }: Images<'_>,
+        progress: &dyn Progress,
+        sink: &mut dyn FnMut(u64, Values) -> Result<()>,
+    ) -> Result<()> {
+        let (job, plan) = (inputs.job, &inputs.plan);
+        let schedule = &inputs.schedule;
+        let table = self.image.transformer.modulations(be, ws, schedule.steps() + 1, &tables.times, job.guidance)?;
+        let modulation = self.image.transformer.modulation_slot(ws)?;
+
+        let (mut tokens, mut cache) = (Vec::new(), Vec::new());
+        if !job.references.is_empty() {
+            progress.begin(Phase::References, (job.references.len() + usize::from(inputs.cached)) as u64);
+            let source = |input: &ReferenceInput| Source::reference(input.grid, &input.pixels);
+            let sources: Vec<Source> = job.references.iter().filter(|_| kept.is_on()).map(source).collect();
+            tokens = self.encode_references(be, ws, inputs, kept, &sources, &mut shared.references, progress)?;
+            if inputs.cached {
+                let rows = rope.rows(plan.canvas().end..plan.tokens());
+                cache = self.image.transformer.reference_cache(ws, rows.rows)?;
+                let key_values: Vec<Tensor> = cache.iter().flat_map(|segment| [segment.k, segment.v]).collect();
+                let source = kept.is_on().then(|| Source::KeyValues(sources, inputs.adapters.clone()));
+                kept.copy_or(be, source, &key_values, |be| {
+                    self.image.transformer.select(be, modulation, table, schedule.steps())?;
+                    self.image.transformer.fill_reference_cache(be, ws, &cache, &tokens, rows, modulation)
+                })?;
+                be.synchronize()?;
+                progress.advance(1);
+            }
+            progress.end();
+        }
+        let references = if inputs.cached { ReferenceTokens::Cached(&cache) } else { ReferenceTokens::InSequence(&tokens) };
+        let [velocity, other] = {
+            let mut alloc = || ws.alloc(latents.rows, latents.cols, latents.dtype);
+            [alloc()?, alloc()?]
+        };
+        let image = ws.alloc(job.size.width() * job.size.height(), 3, DType::F32)?;
+        let pixels = ws.alloc(image.rows, image.cols, DType::U8)?;
+        // One for each step, and one for the decoded image.
+        let counts = ws.alloc(schedule.steps() + 1, 1, DType::F32)?;
+        let count = |stage: usize| counts.rows(stage..stage + 1);
+
+        let mut drawn = Some(first);
+        for (index, &seed) in seeds.iter().enumerate() {
+            let noise = drawn.take().unwrap_or_else(|| noise_of(seed));
+            if index > 0 {
+                be.write(latents, &noise)?;
+            }
+            let one_image = || {
+                let mut values = shared.clone();
+                if job.record {
+                    values.latents.push(noise.into_owned());
+                }
+                let (mut checks, mut buffer) = (Checks::new(inputs), None);
+                progress.begin(Phase::Denoise, schedule.steps() as u64);
+                for i in 0..schedule.steps() {
+                    self.image.transformer.select(be, modulation, table, i)?;
+                    let step = StepInput { plan, rope, context, latents, references, modulation, velocity };
+                    self.image.transformer.step(be, ws, StepKey("prompt"), step)?;
+                    if let Some(context) = negative {
+                        let step = StepInput { context, velocity: other, ..step };
+                        self.image.transformer.step(be, ws, StepKey("negative"), step)?;
+                        scope(be, ws, |be, ws| {
+                            let guided = ws.alloc(velocity.rows, velocity.cols, velocity.dtype)?;
+                            be.run(Op::Guidance { out: guided, cond: velocity, uncond: other, scale: job.guidance })?;
+                            be.run(Op::Euler { latents, velocity: guided, dt: schedule.dt(i) })
+                        })?;
+                    } else {
+                        be.run(Op::Euler { latents, velocity, dt: schedule.dt(i) })?;
+                    }
+                    load_vae(be)?;
+                    // The VAE's weights are checked before they are used: that is cheap, and a fault found later would waste all
+                    // steps.
+                    let parts = &[Part::Transformer, Part::Vae];
+                    checks.begin(be, count(i), latents, parts, format!("denoising step {} of {}", i + 1, schedule.steps()))?;
+                    if job.record {
+                        values.latents.push(download(be, latents)?);
+                    }
+                    buffer.get_or_insert_with(pixel_buffer);
+                    // The host is one step ahead of a device that runs on its own, so that it never waits for work.
+                    advance(progress, checks.settle(be, 1)?);
+                }
+                advance(progress, checks.settle(be, 0)?);
+                progress.end();
+
+                progress.begin(Phase::Decode, 1);
+                // A job without steps only decodes.
+                load_vae(be)?;
+                self.image.vae.decode(be, ws, image, latents, job.size.grid())?;
+                checks.begin(be, count(schedule.steps()), image, &[], "decoding".into())?;
+                be.run(Op::Pixels { out: pixels, x: image })?;
+                values.pixels = buffer.unwrap_or_else(pixel_buffer);
+                be.read_bytes(pixels, &mut values.pixels)?;
+                checks.settle(be, 0)?;
+                if job.record {
+                    values.image = download(be, image)?;
+                }
+                values.saturated = be.take_saturated()?;
+                progress.end();
+                sink(seed, values)
+            };
+            match seeds.get(index + 1) {
+                Some(&next) => {
+                    let (done, next) = threads::join(one_image, || noise_of(next));
+                    done?;
+                    drawn = Some(next);
+                }
+                None => one_image()?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Encodes a prompt to the transformer's context. Also returns the prompt embeddings if the job asks for a record. `count`
+    /// becomes the number of context values that are not finite.
+    fn encode_prompt(
+        &self,
+        be: &mut dyn Backend,
+        ws: &mut Arena,
+        inputs: &Inputs<'_>,
+        tokens: &Tokens,
+        count: Tensor,
+        kept: &mut Kept,
+    ) -> Result<(Tensor, Vec<f32>)> {
+        // Prompts are padded to the length that the model was trained with.
+        let length = self.text_config.max_tokens;
+        let context = self.text.context.slot(ws, length)?;
+        let mut embeds = Vec::new();
+        // A record has the embeddings as well.
+        let source = (kept.is_on() && !inputs.job.record)
+            .then(|| Source::Prompt(tokens.ids.clone(), tokens.real, inputs.adapters.clone()));
+        kept.copy_or(be, source, &[context], |be| {
+            scope(be, ws, |be, ws| {
+                let features = ws.alloc(length, self.text_config.features(), self.activations)?;
+                self.text.encoder.forward(be, ws, features, tokens)?;
+                if inputs.job.record {
+                    embeds = download(be, features)?;
+                }
+                self.text.context.run(be, context, features)
+            })
+        })?;
+        be.run(Op::NonFinite { count, x: context })?;
+        Ok((context, embeds))
+    }
+
+    /// Encodes the reference images to tokens, and keeps their values in `record` if the job asks for one. `sources` are what they are
+    /// kept by, if they are.
+    #[allow(clippy::too_many_arguments)]
+    fn encode_references(
+        &self,
+        be: &mut dyn Backend,
+        ws: &mut Arena,
+        inputs: &Inputs<'_>,
+        kept: &mut Kept,
+        sources: &[Source],
+        record: &mut Vec<Vec<f32>>,
+        progress: &dyn Progress,
+    ) -> Result<Vec<Tensor>> {
+        let (references, act) = (&inputs.job.references, self.activations);
+        let (mut all, mut checks) = (Vec::with_capacity(references.len()), Checks::new(inputs));
+        let counts = ws.alloc(references.len(), 1, DType::F32)?;
+        for (j, ReferenceInput { grid, pixels }) in references.iter().enumerate() {
+            let tokens = ws.alloc(grid.tokens(), self.transformer_config.channels, act)?;
+            kept.copy_or(be, sources.get(j).cloned(), &[tokens], |be| {
+                scope(be, ws, |be, ws| {
+                    let image = ws.alloc(PATCH * PATCH * grid.tokens(), 3, act)?;
+                    be.write(image, pixels)?;
+                    self.image.vae.encode(be, ws, tokens, image, *grid)
+                })
+            })?;
+            checks.begin(be, counts.rows(j..j + 1), tokens, &[Part::Vae], format!("encoding reference {}", j + 1))?;
+            if inputs.job.record {
+                record.push(download(be, tokens)?);
+            }
+            advance(progress, checks.settle(be, 1)?);
+            all.push(tokens);
+        }
+        advance(progress, checks.settle(be, 0)?);
+        Ok(all)
+    }
+}
+
+/// Reports what is done, if anything is: the device may still be busy with all of it.
+fn advance(progress: &dyn Progress, done: u64) {
+    if done > 0 {
+        progress.advance(done);
+    }
+}
