@@ -338,7 +338,7 @@ def build_files():
         lora_file("bfl_all", bfl, 2, dotted("diffusion_model."), torch.float32),
         lora_file("bfl_peft", {k: p for k, p in bfl.items() if k != swapped}, 2, dotted("base_model.model.")),
         lora_file("comfy", diffusers, 2, dotted("diffusion_model."), torch.float16),
-        lora_file("onetrainer", split_places(), 2, dotted("transformer."), torch.bfloat16, 3.0, KOHYA),
+        lora_file("onetrainer", split_places(), 2, dotted("transformer."), torch.bfloat16, 1.0, KOHYA),
         lora_file("onetrainer_flat", blocks(diffusers), 2, flat("lora_transformer_"), torch.float16, 1.0, KOHYA),
         lora_file("underscored", blocks(bfl), 2, lambda k: "diffusion_model." + k.replace("_attn.", "_attn_").replace("_mlp.", "_mlp_")),
         lora_file("sformer", blocks(diffusers), 2, lambda k: "diffusion_model." + k.removeprefix("tran"), torch.float32),
