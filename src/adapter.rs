@@ -15,9 +15,8 @@ mod place;
 mod spelling;
 mod term;
 
-pub use branch::MAX_RANK;
 pub use contents::{Contents, LayerContents};
-pub use merge::{AdapterMode, Adapters, Merger};
+pub use merge::{AdapterMode, Adapters, MAX_RANK, Merger};
 pub use notes::Notes;
 pub use place::{Place, Places};
 pub use spelling::Spelling;
@@ -121,7 +120,7 @@ impl Adapter {
             return Err(file.refused(no_layer()));
         }
         for layer in &layers {
-            let (got, want) = (layer.term.shape(), [layer.place.row_count(), layer.place.cols]);
+            let (got, want) = (layer.term.shape(), [layer.place.len(), layer.place.cols]);
             if got != want {
                 return Err(file.refused(format!(
                     "`{}` is for a layer of {got:?}, the model's has {want:?}{}",

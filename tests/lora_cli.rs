@@ -318,9 +318,15 @@ fn images_and_json_tell_which_adapters_they_have() {
         assert!(webp.contains(text), "{text}");
     }
     assert!(webp.contains("<kiln:lora-mode>branch</kiln:lora-mode>"));
-    let without = run(&sandbox, &["x", "-q", "-o", "b.png", "--json"]).good();
+    let without = run(&sandbox, &["x", "--seed", "3", "-q", "-o", "b.png", "--json"]).good();
     assert_eq!(without.json()[0]["lora"], json!([]));
-    assert!(!Png::read(&sandbox.path("b.png")).text.keys().any(|key| key.starts_with("lora")));
+    let plain = Png::read(&sandbox.path("b.png"));
+    assert!(!plain.text.keys().any(|key| key.starts_with("lora")));
+    assert!(plain.pixels != png.pixels, "adapters change the picture");
+    // At scale 0 it is the picture without, and says so.
+    let none = run(&sandbox, &["x", "--seed", "3", "-o", "c.png", "--lora", "b.safetensors:0"]).good();
+    assert!(none.stderr.contains("LoRA b.safetensors: 1 of 1 layers, rank 1, scale 0, without effect\n"), "{}", none.stderr);
+    assert!(Png::read(&sandbox.path("c.png")).pixels == plain.pixels);
 
     let plan = sandbox.run(["plan", "--model", "model", "--json"].iter().chain(&two)).good();
     assert_eq!(plan.json()[0]["lora"], lora);
@@ -376,6 +382,15 @@ fn lines_have_adapters_of_their_own() {
     );
     assert_eq!(text("0.png")["lora"], "a.safetensors:1");
     assert!(!text("2.png").contains_key("lora"));
+
+    // The pictures are those of `kiln generate`.
+    for (name, lora) in
+        [("1.png", &["--lora", "b.safetensors:0.5", "--lora", "a.safetensors:2", "--lora-mode", "branch"][..]), ("2.png", &[])]
+    {
+        let seed = text(name)["seed"].clone();
+        run(&sandbox, &[&["x", "-q", "-o", "own.png", "--force", "--seed", &seed], lora].concat()).good();
+        assert!(fs::read(sandbox.path("own.png")).unwrap() == fs::read(sandbox.path(name)).unwrap(), "{name}");
+    }
 
     // What is merged cannot change from line to line.
     fs::write(sandbox.path("lines"), "{\"prompt\": \"x\", \"lora\": []}\n{\"prompt\": \"y\", \"lora\": [\"a.safetensors\"]}")

@@ -22,8 +22,13 @@ pub struct Place {
 
 impl Place {
     /// Number of rows.
-    pub fn row_count(&self) -> usize {
+    pub fn len(&self) -> usize {
         self.rows.iter().map(ExactSizeIterator::len).sum()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
     }
 }
 
