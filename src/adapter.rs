@@ -4,6 +4,7 @@
 //! weight. A file of which a part finds no layer is an error, because an adapter that is applied in part, or not at all, gives an image
 //! without telling.
 
+mod block;
 mod branch;
 mod key;
 mod merge;
@@ -14,7 +15,7 @@ mod term;
 pub use branch::MAX_RANK;
 pub use merge::{AdapterMode, Adapters, Merger};
 pub use place::{Place, Places};
-pub use term::{KroneckerFactor, Matrix, Product, ScaledTerm, Term};
+pub use term::{KroneckerFactor, Matrix, Product, Term};
 
 use crate::checkpoint::{Entry, Shard};
 use crate::error::{Error, Result};
