@@ -189,10 +189,10 @@ typedef struct {
 #define KL_SWIGLU 1u
 #define KL_GATE_RESIDUAL 2u
 
-/* `bias` and `gate` may be absent. `w` are matrices of the weight, and `first` are the rows of them with which the GEMM begins; for
- * KL_SWIGLU those of gates, then those of ups. */
+/* `bias`, `gate` and `reduced` may be absent. `w` are matrices of the weight, and `first` are the rows of them with which the GEMM begins; for
+ * KL_SWIGLU those of gates, then those of ups. `reduced` and `up` as in KlGemmStream, `up` from the first of these rows on. */
 typedef struct {
-  KlMat out, x, w[2], bias, gate;
+  KlMat out, x, w[2], bias, gate, reduced, up[2];
   uint64_t saturated;
   uint32_t first[2];
   uint32_t epilogue;
@@ -288,8 +288,7 @@ typedef struct {
 #define KL_E2M1_ALPHA 512.0f
 
 /* Rows of a weight, from row `first` of one of the stream's matrices on, whose type is `dtype`. Accumulators are multiplied by `alpha`:
- * the scale of x times that of the matrix, times KL_E2M1_ALPHA if it is KL_E2M1, and, where a product is stored as e4m3 without a norm in
- * between, divided by that of the output. */
+ * the scale of x times that of the matrix, times KL_E2M1_ALPHA if it is KL_E2M1. */
 typedef struct {
   uint32_t matrix;
   uint32_t first;
@@ -303,16 +302,17 @@ typedef struct {
   KlMat out, extra;
   KlGemmRows w[2];
   uint32_t epilogue;
-  uint32_t first_col; /* the first column of the bias */
+  uint32_t first_col; /* the first column of the bias, and row of `up` */
   uint32_t tiles;     /* the number of column tiles */
-  float scale;        /* applied to heads after their norm; divided by the scale of an e4m3 output */
+  float scale;        /* applied to heads after their norm, and to results of KL_SWIGLU; divided by the scale of an e4m3 output */
 } KlGemmPart;
 
 #define KL_GEMM_PARTS 4u
 
-/* `w` are the matrices that the weight consists of, one below the other. */
+/* `w` are the matrices that the weight consists of, one below the other. A term of low rank, `up down`, is added to them: `reduced`, if
+ * present, is x times the transpose of `down`, and `up` has a row for each row of the weight. Both are KL_BF16. */
 typedef struct {
-  KlMat x, w[KL_GEMM_PARTS], bias, table;
+  KlMat x, w[KL_GEMM_PARTS], bias, table, reduced, up;
   KlGemmPart part[KL_GEMM_PARTS];
   uint32_t row_tiles;
   uint32_t col_tiles;
@@ -338,6 +338,23 @@ typedef struct {
   KlTileSchedule schedule;
   uint64_t saturated;
 } KlGemm;
+
+/* ----------------------------------------------------------------------------------------------------- low_rank.cu */
+
+#define KL_LOW_RANK_THREADS 256u
+/* Rows and, at most, columns of the output of a CTA; the latter are a multiple of KL_LOW_RANK_STEP. */
+#define KL_LOW_RANK_ROWS 32u
+#define KL_LOW_RANK_COLS 64u
+#define KL_LOW_RANK_STEP 16u
+
+/* out = x down^T, for each stream that has an `out`. */
+typedef struct {
+  KlMat out, x, down;
+} KlReduction;
+
+typedef struct {
+  KlReduction stream[KL_STREAMS];
+} KlLowRank;
 
 /* ------------------------------------------------------------------------------------------------------- expand.cu */
 
@@ -389,10 +406,11 @@ typedef struct {
 } KlExpansion;
 
 /* As KlGemm, with tensor maps. `row_tiles` and `col_tiles` of a stream count the tiles of clusters. Rasterisation goes down `group` row
- * tiles before it goes on to the next columns. `out` has the maps of the parts, `residual` that of the first one's residual. `saturated`
- * is the address of a 64-bit count of values that did not fit the range of an e4m3 output. */
+ * tiles before it goes on to the next columns. `out` has the maps of the parts, `residual` that of the first one's residual, `reduced` and
+ * `up` those of the term of low rank. `saturated` is the address of a 64-bit count of values that did not fit the range of an e4m3 output. */
 typedef struct {
   KlTensorMap x[KL_STREAMS], w[KL_STREAMS][KL_GEMM_PARTS], out[KL_STREAMS][KL_GEMM_PARTS], residual[KL_STREAMS];
+  KlTensorMap reduced[KL_STREAMS], up[KL_STREAMS];
   KlGemmStream stream[KL_STREAMS];
   KlExpansion expansion;
   uint32_t group[KL_STREAMS];

@@ -3,6 +3,7 @@
 //
 //   kl_naive_gemm        out = epilogue(x w^T + bias)      x [m, k], w [n, k], out [m, n]
 //                        store | silu(gate) * up, with n gate rows and n up rows of types of their own | out += gate * (...)
+//                        with a term of low rank, of which another kernel has computed the first product;
 //                        inputs, weights and results may be e4m3, and rows of the weight have scales; all three may be NVFP4
 //   kl_naive_conv        3x3 convolution over an NHWC image, + bias, + residual; the input may be upsampled by two (nearest neighbour)
 //                        first, in phase form, or the stride may be two with zero padding at the right and bottom edge only
@@ -99,12 +100,17 @@ KL_ENTRY(kl_naive_gemm, KlNaiveGemm, KL_NAIVE_THREADS, 3) {
       const bool by_rows = kCodes && p.w[j].scales && p.w[j].dtype != KL_E2M1;
       return by_rows ? reinterpret_cast<const float*>(p.w[j].scales)[p.first[j] + col] : 1.0f;
     };
+    const auto low_rank = [&](int j, uint64_t row, uint32_t col) {
+      float sum = 0.0f;
+      for (uint32_t i = 0; i < p.reduced.cols; i++) sum += load_any(p.reduced, row, i) * load_any(p.up[j], col, i);
+      return sum;
+    };
     const uint32_t m = p.out.rows, n = p.out.cols;
     // To find an element of any type takes registers.
     constexpr int kInFlight = kCodes ? 1 : kTile * kBlockK / KL_NAIVE_THREADS;
     if (p.epilogue == KL_SWIGLU) {
       tile_gemm<kInFlight>(a_tile, both, m, n, p.x.cols, x, w, [&](uint64_t row, uint32_t col, const float(&acc)[2], bool inside) {
-        const float v = inside ? silu(acc[0] * scale(0, col)) * (acc[1] * scale(1, col)) : 0.0f;
+        const float v = inside ? silu(acc[0] * scale(0, col) + low_rank(0, row, col)) * (acc[1] * scale(1, col) + low_rank(1, row, col)) : 0.0f;
         if constexpr (kCodes) {
           store_of_lanes(p.out, row, col, v, inside, p.saturated);
         } else if (inside) {
@@ -114,7 +120,7 @@ KL_ENTRY(kl_naive_gemm, KlNaiveGemm, KL_NAIVE_THREADS, 3) {
     } else {
       tile_gemm<kInFlight>(a_tile, one, m, n, p.x.cols, x, w, [&](uint64_t row, uint32_t col, const float(&acc)[1], bool inside) {
         if (!inside) return;
-        float v = acc[0] * scale(0, col) + (p.bias.data ? load<float>(p.bias, 0, col) : 0.0f);
+        float v = acc[0] * scale(0, col) + low_rank(0, row, col) + (p.bias.data ? load<float>(p.bias, 0, col) : 0.0f);
         if (p.epilogue == KL_GATE_RESIDUAL) {
           v = load_any(p.out, row, col) + (p.gate.data ? load_any(p.gate, 0, col) : 1.0f) * v;
         }

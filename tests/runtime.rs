@@ -185,12 +185,13 @@ impl Lost {
             assert!(!self.0.iter().any(|lost| overlap(lost, range)), "{op:?} reads what expanded weights overwrote");
         }
         operands.iter().filter(|(_, access)| *access != Access::Read).for_each(|(range, _)| self.write(range));
-        if op.expanded_bytes() == 0 {
+        let bytes = op.scratch_bytes(GemmFormats { expands: true, ..GemmFormats::ALL });
+        if bytes == 0 {
             return false;
         }
         let offsets = params.iter().filter(|word| arena.contains(word)).map(|word| word - arena.start);
         let first = offsets.filter(|offset| !operands.iter().any(|(range, _)| range.contains(offset))).min().unwrap();
-        let expanded = first..first + op.expanded_bytes();
+        let expanded = first..first + bytes;
         assert!(arena.start + expanded.end <= arena.end, "{op:?} expands weights beyond working memory");
         assert!(!operands.iter().any(|(range, _)| overlap(range, &expanded)), "{op:?} expands weights over its operands");
         self.0.push(expanded);

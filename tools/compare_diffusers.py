@@ -12,6 +12,9 @@ Latents of early steps are mostly the noise, which has no error; the velocity is
 The rule is that of tests/model.rs: kiln's error is at most 1.2 times that of diffusers in bf16. diffusers rounds the timestep to
 bf16, which moves the result by more than everything else; so it runs once more with exact times, and the smaller error counts.
 
+With --lora an adapter is added to the weights in fp32 before they are rounded; kiln takes its file (with --kiln-args "--lora-mode branch" it
+keeps the adapter beside the weights).
+
 Exits 1 when the rule is broken or token ids differ. Also prints how long diffusers takes in bf16, as `peer_ms`: medians after a
 warm-up. kiln's times are of a single run that began with nothing loaded, and no benchmark.
 
@@ -42,6 +45,7 @@ from diffusers import (
 )
 from diffusers.utils import logging as diffusers_logging
 from goldens import Recorder, hash_bytes, relative_l2, rms, to_bf16
+from random_lora import add_lora
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2TokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -105,6 +109,7 @@ def run_kiln(args, case, label="kiln", more=()):
     command = [args.kiln.resolve(), "generate", "--model", args.checkpoint, "--backend", args.device, "--json", "--force"]
     command += ["--width", case.width, "--height", case.height, "--steps", case.steps, "--noise", noise]
     command += ["--dump", dump, "--output", stem.with_suffix(".png"), *shlex.split(args.kiln_args), *more]
+    command += ["--lora", args.lora] if args.lora else []
     command += [part for file in case.references for part in ("--reference", file)]
     command += ["--quiet", "--", args.prompt]
     done = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE)
@@ -386,6 +391,8 @@ def run(args):
         dumps[case.name], reports[case.name] = run_kiln(args, case)
         said(f"kiln {case.name}: {reports[case.name]['model']}, {reports[case.name]['precision']}")
     pipe = load_pipeline(args.checkpoint, args.device)
+    if args.lora:
+        add_lora(pipe.transformer, args.lora)
     said(f"diffusers loaded, {versions()}")
     exact, rounded, timed, times = {}, {}, {}, {}
     for case in cases:
@@ -451,6 +458,7 @@ def arguments(description):
     parser.add_argument("--prompt", default="a red fox in the snow, looking at a sign that says \u201cKiln\u201d")
     parser.add_argument("--json", type=Path, help="write the figures to a file")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--lora", metavar="FILE:SCALE", help="an adapter, as random_lora.py writes it")
     parser.add_argument("--kiln-args", default="", metavar="ARGS", help="more arguments for kiln")
     return parser
 

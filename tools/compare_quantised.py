@@ -57,6 +57,7 @@ from compare_diffusers import (
 from goldens import relative_l2, rms, to_bf16
 from goldens_quantised import Fp8Layer, Nvfp4Layer, QuantisedLinear, quantise_activations
 from quantised import E2M1_MAX, nvfp4_to_fp8, to_fp8
+from random_lora import put_beside
 from safetensors import safe_open
 from single_files import declared_formats, encoder_weights, transformer_weights
 
@@ -256,6 +257,8 @@ def run(args):
         transformer=load_single_file(args.checkpoint, "transformer", args.transformer, args.device),
         vae=load_model(args.checkpoint, "vae", args.device),
     )
+    if args.lora:
+        put_beside(models["transformer"], args.lora, args.device)
     said(f"transformer and VAE loaded, {versions()}")
     embeds, pipe = run_encoders(args, models, said)
     keep_latents_wide(pipe)

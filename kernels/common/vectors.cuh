@@ -64,3 +64,5 @@ __device__ __forceinline__ float2 load_pair(const float* from) { return *reinter
 __device__ __forceinline__ float2 load_pair(const bf16* from) { return unpack_pair(*reinterpret_cast<const uint32_t*>(from)); }
 __device__ __forceinline__ void store_pair(float* to, float a, float b) { *reinterpret_cast<float2*>(to) = make_float2(a, b); }
 __device__ __forceinline__ void store_pair(bf16* to, float a, float b) { *reinterpret_cast<uint32_t*>(to) = pack_bf16(a, b); }
+
+__device__ __forceinline__ void add_vector(float* to, const float4& v) { to[0] += v.x, to[1] += v.y, to[2] += v.z, to[3] += v.w; }

@@ -126,6 +126,19 @@ struct GemmEpilogue : TileEpilogue<Tile, uint64_t> {
     }
   }
 
+  // Adds the term of low rank. The rows of its second matrix are in the columns in which those of the weight are.
+  __device__ __forceinline__ void add_low_rank() const {
+    const bool swiglu = part.epilogue == KL_SWIGLU, half_split = part.epilogue == KL_QK_NORM_ROPE && s.rope == KL_ROPE_HALF_SPLIT;
+    tile.add_product(
+        shared, s.reduced.cols,
+        [&](uint32_t row) { return row_of<const bf16>(s.reduced, min(static_cast<uint32_t>(this->row0) + row, s.reduced.rows - 1)); },
+        [&](uint32_t col) {
+          const uint32_t within = swiglu || half_split ? interleaved_column(col, half_split ? 64 : 0) : col;
+          const uint32_t first = part.first_col + (swiglu && col / 8 % 2 ? out.cols : 0);
+          return row_of<const bf16>(s.up, first + min(static_cast<uint32_t>(this->col0) + within, out.cols - 1));
+        });
+  }
+
   __device__ __forceinline__ void linear() const {
     const bool gate_residual = part.epilogue == KL_GATE_RESIDUAL;
     const auto gate = [&](uint64_t col) { return part.extra.data ? load_any(part.extra, 0, col) : 1.0f; };
@@ -169,7 +182,7 @@ struct GemmEpilogue : TileEpilogue<Tile, uint64_t> {
       for (int n = 0; n < Tile::kMmaN; n += 2) {
         float v[2];
 #pragma unroll
-        for (int e = 0; e < 2; e++) v[e] = silu(tile.acc[m][n][2 * half + e]) * tile.acc[m][n + 1][2 * half + e];
+        for (int e = 0; e < 2; e++) v[e] = silu(tile.acc[m][n][2 * half + e]) * (tile.acc[m][n + 1][2 * half + e] * part.scale);
         const uint32_t col = interleaved_column(Tile::col_of_acc(n), 0);
         const auto exists = [&](int e) { return this->row_exists(r) && this->col0 + col + e < out.cols; };
         if (out.dtype == KL_BF16) {
@@ -265,6 +278,7 @@ __device__ __forceinline__ void finish_gemm_tile(const KlGemmStream& s, const Kl
   const uint32_t width = part.epilogue == KL_SWIGLU ? Tile::kBlockN / 2 : Tile::kBlockN;
   const GemmEpilogue<Tile> epilogue(s, part, saturated, tile, shared, row_tile, col_tile, width);
   epilogue.apply_scales();
+  if (s.reduced.data) epilogue.add_low_rank();
   if (part.epilogue == KL_SWIGLU) {
     epilogue.swiglu();
   } else if (part.epilogue == KL_QK_NORM_ROPE) {

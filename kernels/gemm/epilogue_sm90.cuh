@@ -121,9 +121,10 @@ struct GemmEpilogue {
     store_as<Store, kWidth>(f);
   }
 
-  // What is left to multiply accumulators by, gate columns of SwiGLU or its up columns: the scales of the operands.
+  // What is left to multiply accumulators by, gate columns of SwiGLU or its up columns: the scales of the operands, unless a term of low rank
+  // was added to the product of both.
   __device__ __forceinline__ float alpha(int half = 0) const {
-    if constexpr (kScaled) return part.w[half].alpha;
+    if constexpr (kScaled) return s.reduced.data ? 1.0f : part.w[half].alpha;
     return 1.0f;
   }
 
@@ -155,6 +156,28 @@ struct GemmEpilogue {
           }
         }
       }
+    }
+  }
+
+  // Adds the term of low rank to the product of the operands, scaled: as many columns at a time as come through the pipeline.
+  __device__ __forceinline__ void add_low_rank(Pipeline<Config>& pipe) {
+    if constexpr (kScaled) {
+      const bool paired = part.epilogue == KL_SWIGLU;
+      const float first = part.w[0].alpha, second = part.w[paired ? 1 : 0].alpha;
+#pragma unroll
+      for (int m = 0; m < Config::kMmaM; m++) {
+#pragma unroll
+        for (int e = 0; e < kBlockN / 2; e++) acc[m][e] *= e < kBlockN / 4 ? first : second;
+      }
+    }
+    constexpr uint32_t kStep = 16;  // of K, in an MMA of bf16
+    for (uint32_t col = 0; col < s.reduced.cols; col += Config::kLowRankCols, pipe.advance()) {
+      const uint32_t steps = ceil_div(min(s.reduced.cols - col, Config::kLowRankCols), kStep);
+      mbarrier_wait(pipe.full(pipe.stage), pipe.parity);
+      add_low_rank_block<Config>(acc, first_row(thread), pipe.a(pipe.stage), steps);
+      // All warps that release the stage together have read it.
+      if constexpr (!Config::Mma::kPerWarp) warpgroup_sync(kWarpgroupBarrier + thread / kWarpgroupThreads - 1);
+      pipe.release(pipe.stage);
     }
   }
 
@@ -252,7 +275,7 @@ struct GemmEpilogue {
   }
 
   __device__ __forceinline__ void swiglu() {
-    const float gate = alpha(0), up = alpha(1);
+    const float gate = alpha(0), up = times(alpha(1), part.scale);
     const auto value = [&](int m, int e) { return silu(times(acc[m][e], gate)) * times(acc[m][kBlockN / 4 + e], up); };
     if constexpr (Store::kStoresE2m1) {
       if (part.out.dtype == KL_E2M1) return store_e2m1<kBlockN / 2>(value);
@@ -324,6 +347,9 @@ struct GemmEpilogue {
   __device__ __forceinline__ void run(Pipeline<Config>& pipe) {
     if (lane() == 0) tma_store_wait<0>();  // the stores of the previous tile have read the staging buffers
     apply_row_scales();
+    if constexpr (Config::kLowRank) {
+      if (s.reduced.data) add_low_rank(pipe);
+    }
     if (part.epilogue == KL_GATE_RESIDUAL) {
       apply_gate(add_bias());
       add_residual(pipe);

@@ -64,6 +64,15 @@ __device__ __forceinline__ void reduce_partials(const Pipeline<Config>& pipe, ty
   for (int n = 0; n < Config::kMmaN; n++) add_vector(&acc[0][4 * n], load_shared(from + n * (32 * sizeof(float4))));
 }
 
+// Split-K: a warpgroup whose rows the peer finishes has no use for the term of low rank, but the stages of it are also its to release.
+template <class Config>
+__device__ __forceinline__ void skip_low_rank(const KlGemmStream& s, Pipeline<Config>& pipe) {
+  for (uint32_t col = 0; col < s.reduced.cols; col += Config::kLowRankCols, pipe.advance()) {
+    mbarrier_wait(pipe.full(pipe.stage), pipe.parity);
+    pipe.release(pipe.stage);
+  }
+}
+
 // Loads the residual of a tile through the pipeline, box after box.
 template <class Config>
 __device__ __forceinline__ void produce_residual(const typename Config::Params& p, Pipeline<Config>& pipe, const TileCoord<Config>& at,
@@ -81,11 +90,28 @@ __device__ __forceinline__ void produce_residual(const typename Config::Params& 
   }
 }
 
-// Whether the residual of a tile follows its k-blocks through the pipeline.
+// Loads the operands of the term of low rank of a tile through the pipeline, a block of its columns at a time.
 template <class Config>
-__device__ __forceinline__ bool has_residual(const KlGemmSm90& p, const TileCoord<Config>& at, const WorkTile& work) {
-  const bool adds_residual = p.stream[at.stream].part[at.part].epilogue == KL_GATE_RESIDUAL;
-  return adds_residual && (Config::kSplitK || !work.is_unfinished(p.schedule));
+__device__ __forceinline__ void produce_low_rank(const typename Config::Params& p, Pipeline<Config>& pipe, const TileCoord<Config>& at,
+                                                 uint32_t rank) {
+  const uint32_t cols = p.stream[at.stream].reduced.cols;
+  RowsA::Loader<Config> a(p, at, rank);
+  CopiedB::Loader<Config> b(p, at, rank);
+  a.map = &p.reduced[at.stream];
+  b.first.take_up(p, at, CopiedB::Loader<Config>::kMulticast ? rank : 0), b.second.take_up(p, at, 1);
+  for (uint32_t col = 0; col < cols; col += Config::kLowRankCols, pipe.advance()) {
+    const uint32_t full = pipe.full(pipe.stage);
+    mbarrier_wait(pipe.empty(pipe.stage), pipe.parity ^ 1);
+    mbarrier_arrive_expect_tx(full, Config::kABytes + Config::kBBytes);
+    a.load_from(col, pipe.a(pipe.stage), full);
+    b.load_from(col, pipe.b(pipe.stage), full);
+  }
+}
+
+// Whether this CTA finishes a tile: then the operands of the epilogue follow the k-blocks through the pipeline.
+template <class Config>
+__device__ __forceinline__ bool is_finished(const KlGemmSm90& p, const WorkTile& work) {
+  return Config::kSplitK || !work.is_unfinished(p.schedule);
 }
 
 // Loads the window of A that a k-block multiplies. It belongs to this CTA alone.
@@ -142,7 +168,11 @@ __device__ __forceinline__ void produce(const typename Config::Params& p, Pipeli
       }
       if constexpr (Config::kWindows == 0) a.load(k, pipe.a(pipe.stage), pipe.full(pipe.stage));
     }
-    if (has_residual(p, at, work)) produce_residual(p, pipe, at, rank);
+    if (!is_finished<Config>(p, work)) continue;
+    if constexpr (Config::kLowRank) {
+      if (p.stream[at.stream].reduced.data) produce_low_rank(p, pipe, at, rank);
+    }
+    if (p.stream[at.stream].part[at.part].epilogue == KL_GATE_RESIDUAL) produce_residual(p, pipe, at, rank);
   }
 }
 
@@ -156,25 +186,6 @@ __device__ __forceinline__ void prefetch_epilogue_operands(const KlGemmSm90& p, 
   if (part.epilogue == KL_GATE_RESIDUAL && part.extra.data && lane() * kLineCols < Config::kBlockN && col < part.out.cols) {
     prefetch_l1(row_of<const bf16>(part.extra, 0) + col);
   }
-}
-
-// Issues the MMAs of a k-block, or of the first kMmaK steps of its K, for kTiles wgmma tiles, whose rows of A are at `a`, and commits them as
-// one group.
-template <class Config, int kMmaK = Config::kMmaK, int kTiles>
-__device__ __forceinline__ void mma_k_block(float (&acc)[kTiles][Config::kBlockN / 2], uint32_t a, uint32_t b, bool accumulate) {
-  // From one instruction to the next, within the rows of a stage.
-  constexpr uint64_t kStep = Config::Mma::kInstructionK * sizeof(typename Config::Mma::Element) / kDescriptorUnitBytes;
-  const uint64_t b_descriptor = wgmma_descriptor(b);
-  wgmma_fence();
-#pragma unroll
-  for (int i = 0; i < kMmaK; i++) {
-#pragma unroll
-    for (int m = 0; m < kTiles; m++) {
-      const uint64_t a_descriptor = Config::OperandA::descriptor(a + m * Config::OperandA::kTileBytes);
-      Config::Mma::template mma<Config::kBlockN>(acc[m], a_descriptor + kStep * i, b_descriptor + kStep * i, accumulate || i > 0);
-    }
-  }
-  wgmma_commit();
 }
 
 // A named barrier at which one of two consumer warpgroups waits for the other, after those of each warpgroup.
@@ -285,11 +296,9 @@ template <class Config>
 __device__ __forceinline__ void accumulate_per_warp(const typename Config::Params& p, const TileCoord<Config>& at, Pipeline<Config>& pipe,
                                                     typename Config::Acc& acc, const WorkTile& work, uint32_t group) {
   using Mma = typename Config::Mma;
-  constexpr uint32_t kRowBytes = Mma::kRowBytes, kStepBytes = 32, kSteps = kRowBytes / kStepBytes;
+  using Fragments = WarpFragments<Config>;
   const uint32_t row = group * (Config::kMmaM * kWgmmaRows) + threadIdx.x / 32 % kWarpgroupWarps * kWarpRows;
-  // Where the lane's rows of both operands are in a stage, for ldmatrix: sixteen rows of A, or twice eight of B, by two chunks of 16 bytes.
-  const uint32_t a_offset = swizzled<kRowBytes>(row + lane() % 16, lane() / 16);
-  const uint32_t b_offset = Config::kABytes + swizzled<kRowBytes>(lane() % 8 + lane() / 16 * 8, lane() / 8 % 2);
+  const Fragments fragments(row);
   const typename Mma::template Scales<Config> scales(p, at, row);
 #pragma unroll
   for (int m = 0; m < Config::kMmaM; m++) {
@@ -300,13 +309,12 @@ __device__ __forceinline__ void accumulate_per_warp(const typename Config::Param
     mbarrier_wait(pipe.full(pipe.stage), pipe.parity);
     const uint32_t stage = pipe.a(pipe.stage);
 #pragma unroll
-    for (uint32_t step = 0; step < kSteps; step++) {
+    for (uint32_t step = 0; step < Fragments::kSteps; step++) {
       uint32_t a[Config::kMmaM][4], b[Config::kBlockN / 16][4];
       const auto of_blocks = scales.load(stage, step);
+      fragments.load_a(stage, step, a);
 #pragma unroll
-      for (int m = 0; m < Config::kMmaM; m++) ldmatrix_x4(a[m], (stage + a_offset ^ step * kStepBytes) + m * kWgmmaRows * kRowBytes);
-#pragma unroll
-      for (int n = 0; n < Config::kBlockN / 16; n++) ldmatrix_x4(b[n], (stage + b_offset ^ step * kStepBytes) + n * 16 * kRowBytes);
+      for (int n = 0; n < Config::kBlockN / 16; n++) fragments.load_b(stage, step, n, b[n]);
       Mma::template multiply<Config>(acc, a, b, of_blocks);
     }
     pipe.release(pipe.stage);
@@ -347,6 +355,7 @@ __device__ __forceinline__ void consume(const typename Config::Params& p, Pipeli
         finish();
       } else {
         send_partials(pipe, acc);
+        if constexpr (Config::kLowRank) skip_low_rank(p.stream[at.stream], pipe);
       }
     } else {
       finish_or_store(

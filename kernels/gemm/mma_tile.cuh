@@ -134,6 +134,44 @@ struct MmaTile {
     __syncthreads();  // the epilogue may now overwrite the pipeline stages
   }
 
+  // Adds a product of bf16, `cols` columns of K of it, whatever the type of the other operands. row_a(row) and row_b(row) return the addresses of
+  // the operands' rows. There are few of them, so nothing is copied ahead.
+  template <class RowA, class RowB>
+  __device__ __forceinline__ void add_product(unsigned char* shared, uint32_t cols, RowA row_a, RowB row_b) {
+    constexpr uint32_t kStageCols = kRowBytes / sizeof(bf16), kChunkCols = 16 / sizeof(bf16);
+    const uint32_t base = shared_address(shared), lane = threadIdx.x % 32;
+    const uint32_t a_address = base + swizzled<kRowBytes>(warp_row() + lane % 16, lane / 16);
+    const uint32_t b_address = base + kBOffset + swizzled<kRowBytes>(warp_col() + lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    for (uint32_t col = 0; col < cols; col += kStageCols) {
+      const uint32_t at = col + copy_chunk() * kChunkCols;
+      const auto copy = [&](uint32_t row, const bf16* from) {
+        cp_async(base + swizzled<kRowBytes>(row, copy_chunk()), from + (at < cols ? at : 0), at < cols);
+      };
+      for (uint32_t row = copy_row(); row < kBlockM; row += kRowsPerCopy) copy(row, row_a(row));
+      for (uint32_t row = copy_row(); row < kBlockN; row += kRowsPerCopy) copy(kBlockM + row, row_b(row));
+      cp_async_commit();
+      cp_async_wait<0>();
+      __syncthreads();
+#pragma unroll 1
+      for (uint32_t step = 0; step < kRowBytes; step += 32) {
+        uint32_t a[kMmaM][4];
+#pragma unroll
+        for (int m = 0; m < kMmaM; m++) ldmatrix_x4(a[m], (a_address ^ step) + m * 16 * kRowBytes);
+#pragma unroll
+        for (int n = 0; n < kMmaN; n += 2) {
+          uint32_t b[4];
+          ldmatrix_x4(b, (b_address ^ step) + n * 8 * kRowBytes);
+#pragma unroll
+          for (int m = 0; m < kMmaM; m++) {
+            Bf16Mma::multiply(acc[m][n], a[m], b[0], b[1]);
+            Bf16Mma::multiply(acc[m][n + 1], a[m], b[2], b[3]);
+          }
+        }
+      }
+      __syncthreads();  // the next block, or the epilogue, may overwrite this one
+    }
+  }
+
   // Writes a pair of results to the staged output tile.
   static __device__ __forceinline__ void stage_pair(unsigned char* shared, uint32_t row, uint32_t col, float a, float b) {
     store_pair(reinterpret_cast<bf16*>(shared + row * kOutPitch + col * 2), a, b);

@@ -55,12 +55,15 @@ struct RowsA {
         : map(&p.x[at.stream]), rank(rank), row_tile(at.row_tile) {}
 
     // Loads k-block `k` to the address `to`; the mbarrier `full` counts the bytes.
-    __device__ __forceinline__ void load(uint32_t k, uint32_t to, uint32_t full) const {
+    __device__ __forceinline__ void load(uint32_t k, uint32_t to, uint32_t full) const { load_from(k * Config::kMapCols, to, full); }
+
+    // Loads as much from column `col` on.
+    __device__ __forceinline__ void load_from(uint32_t col, uint32_t to, uint32_t full) const {
       if constexpr (Config::kMode == ClusterMode::kMulticastA) {
         to += rank * (Config::kABytes / 2);
-        tma_load_2d_multicast(to, map, k * Config::kMapCols, row_tile * Config::kBlockM + rank * (Config::kBlockM / 2), full, kAllCtas);
+        tma_load_2d_multicast(to, map, col, row_tile * Config::kBlockM + rank * (Config::kBlockM / 2), full, kAllCtas);
       } else {
-        tma_load_2d(to, map, k * Config::kMapCols, row_tile * Config::kBlockM, full);
+        tma_load_2d(to, map, col, row_tile * Config::kBlockM, full);
       }
     }
   };
@@ -82,6 +85,14 @@ struct HalfOfB {
   }
 
   __device__ __forceinline__ bool is_expanded() const { return dtype != KL_BF16; }
+
+  // The same rows of the term of low rank.
+  __device__ __forceinline__ void take_up(const KlGemmSm90& p, const TileCoord<Config>& at, uint32_t half) {
+    const KlGemmPart& part = p.stream[at.stream].part[at.part];
+    const bool second = part.epilogue == KL_SWIGLU && half == 1;
+    row = row - part.w[second].first + part.first_col + (second ? part.out.cols : 0);
+    map = &p.up[at.stream];
+  }
 };
 
 // B is rows of a weight, loaded as they are. The CTAs of a cluster that multicast B load one half each.
@@ -103,12 +114,15 @@ struct CopiedB {
     // Waits until k-block `k` can be loaded.
     __device__ __forceinline__ void wait(uint32_t, bool) const {}
 
-    __device__ __forceinline__ void load(uint32_t k, uint32_t to, uint32_t full) const {
+    __device__ __forceinline__ void load(uint32_t k, uint32_t to, uint32_t full) const { load_from(k * Config::kMapCols, to, full); }
+
+    // Loads as much from column `col` on.
+    __device__ __forceinline__ void load_from(uint32_t col, uint32_t to, uint32_t full) const {
       if constexpr (kMulticast) {
-        tma_load_2d_multicast(to + rank * (Config::kBBytes / 2), first.map, k * Config::kMapCols, first.row, full, kAllCtas);
+        tma_load_2d_multicast(to + rank * (Config::kBBytes / 2), first.map, col, first.row, full, kAllCtas);
       } else {
-        tma_load_2d(to, first.map, k * Config::kMapCols, first.row, full);
-        tma_load_2d(to + Config::kBBytes / 2, second.map, k * Config::kMapCols, second.row, full);
+        tma_load_2d(to, first.map, col, first.row, full);
+        tma_load_2d(to + Config::kBBytes / 2, second.map, col, second.row, full);
       }
     }
   };
@@ -133,6 +147,71 @@ struct MmaBf16 : WarpgroupMma {
     wgmma<kCols>(acc, a, b, accumulate);
   }
 };
+
+// Issues the MMAs of a k-block, or of the first kMmaK steps of its K, for kTiles wgmma tiles, whose rows of A are at `a`, and commits them as
+// one group.
+template <class Config, int kMmaK = Config::kMmaK, int kTiles>
+__device__ __forceinline__ void mma_k_block(float (&acc)[kTiles][Config::kBlockN / 2], uint32_t a, uint32_t b, bool accumulate) {
+  // From one instruction to the next, within the rows of a stage.
+  constexpr uint64_t kStep = Config::Mma::kInstructionK * sizeof(typename Config::Mma::Element) / kDescriptorUnitBytes;
+  const uint64_t b_descriptor = wgmma_descriptor(b);
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < kMmaK; i++) {
+#pragma unroll
+    for (int m = 0; m < kTiles; m++) {
+      const uint64_t a_descriptor = Config::OperandA::descriptor(a + m * Config::OperandA::kTileBytes);
+      Config::Mma::template mma<Config::kBlockN>(acc[m], a_descriptor + kStep * i, b_descriptor + kStep * i, accumulate || i > 0);
+    }
+  }
+  wgmma_commit();
+}
+
+// Where a lane's rows of both operands are in a stage, for ldmatrix: sixteen rows of A, or twice eight of B, by two chunks of 16 bytes. `row`
+// is the first of the warp's rows.
+template <class Config>
+struct WarpFragments {
+  static constexpr uint32_t kRowBytes = Config::Mma::kRowBytes, kStepBytes = 32, kSteps = kRowBytes / kStepBytes;
+  uint32_t a_offset, b_offset;
+
+  __device__ __forceinline__ explicit WarpFragments(uint32_t row)
+      : a_offset(swizzled<kRowBytes>(row + lane() % 16, lane() / 16)),
+        b_offset(Config::kABytes + swizzled<kRowBytes>(lane() % 8 + lane() / 16 * 8, lane() / 8 % 2)) {}
+
+  __device__ __forceinline__ void load_a(uint32_t stage, uint32_t step, uint32_t (&a)[Config::kMmaM][4]) const {
+#pragma unroll
+    for (int m = 0; m < Config::kMmaM; m++) ldmatrix_x4(a[m], (stage + a_offset ^ step * kStepBytes) + m * kWgmmaRows * kRowBytes);
+  }
+
+  // Those of columns 16 n to 16 n + 15.
+  __device__ __forceinline__ void load_b(uint32_t stage, uint32_t step, int n, uint32_t (&b)[4]) const {
+    ldmatrix_x4(b, (stage + b_offset ^ step * kStepBytes) + n * 16 * kRowBytes);
+  }
+};
+
+// Adds the first `steps` steps of a block of bf16, whatever the type of the other k-blocks, by mma.sync: accumulators that other instructions
+// have written are in the way of wgmma, which ptxas would then serialise in the main loop as well.
+template <class Config>
+__device__ __forceinline__ void add_low_rank_block(typename Config::Acc& acc, uint32_t row, uint32_t stage, uint32_t steps) {
+  const WarpFragments<Config> fragments(row);
+#pragma unroll 1
+  for (uint32_t step = 0; step < steps; step++) {
+    uint32_t a[Config::kMmaM][4];
+    fragments.load_a(stage, step, a);
+#pragma unroll
+    for (int n = 0; n < Config::kMmaN; n += 2) {
+      uint32_t b[4];
+      fragments.load_b(stage, step, n / 2, b);
+#pragma unroll
+      for (int i = 0; i < 2 * Config::kMmaM; i++) {
+        float* v = &acc[i / 2][4 * (n + i % 2)];
+        float d[4] = {v[0], v[1], v[2], v[3]};
+        mma(d, a[i / 2], b[i % 2 * 2], b[i % 2 * 2 + 1]);
+        v[0] = d[0], v[1] = d[1], v[2] = d[2], v[3] = d[3];
+      }
+    }
+  }
+}
 
 // With an interval of one, sums are exact but for f32: tensor cores keep thirteen binary places of a sum of e4m3 products, so that long
 // sums of one sign come out too small.

@@ -107,8 +107,6 @@ struct PartialTile {
   }
 };
 
-__device__ __forceinline__ void add_vector(float* to, const float4& v) { to[0] += v.x, to[1] += v.y, to[2] += v.z, to[3] += v.w; }
-
 // What becomes of the accumulators of a tile: if the next worker finishes it, `store` stores them as partials. Otherwise add(peer) adds the
 // partials of every worker that has computed a part of the tile, from the last to the first, and `finish` runs the epilogue.
 template <class Store, class Add, class Finish>

@@ -1,7 +1,6 @@
 //! Adapters that are merged: their terms are added to the weights of a model in f32, before those are rounded to the type that a backend holds.
 
 use super::block::{BLOCK, Block, ScaledTerm};
-use super::branch::MAX_RANK;
 use super::{Adapter, Term};
 use crate::error::{Error, Result};
 use crate::part::Part;
@@ -9,6 +8,9 @@ use crate::tensor::{Bytes, DType, WeightPart};
 use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::Arc;
+
+/// The largest rank of all that is added to a weight beside it. Above it the product would cost more than it is worth.
+pub const MAX_RANK: usize = 1024;
 
 /// How adapters are applied to a model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -57,11 +59,6 @@ impl Adapters {
             total = Some(total.unwrap_or(0_usize).saturating_add(term.branch_rank()));
         }
         Ok(total)
-    }
-
-    /// Whether what is added to a weight with this rank can be computed beside it.
-    pub const fn can_be_beside(rank: usize) -> bool {
-        rank <= MAX_RANK
     }
 
     /// Fails if a file changed since it was opened.
@@ -166,7 +163,7 @@ mod tests {
     /// Against sums in f64, at sizes that are no multiples of a block.
     #[test]
     fn many_rows_are_merged_block_by_block() {
-        let (rows, cols, rank) = (3 * BLOCK + 5, 40, 3);
+        let (rows, cols, rank) = (12 * BLOCK + 5, 40, 3);
         let values =
             |count: usize, seed: usize| (0..count).map(|i| ((i * 37 + seed) % 101) as f32 / 64.0 - 0.75).collect::<Vec<_>>();
         let (weight, up, down) = (values(rows * cols, 1), values(rows * rank, 2), values(rank * cols, 3));

@@ -3,8 +3,12 @@
 use crate::checkpoint::Shard;
 use crate::error::{Error, Result};
 use crate::files;
+use crate::text;
 use serde::Deserialize;
+use serde_json::{Map, Value};
 use std::collections::BTreeMap;
+use std::io::ErrorKind;
+use std::path::Path;
 
 /// The metadata entry in which diffusers stores PEFT's settings.
 const ENTRY: &str = "lora_adapter_metadata";
@@ -17,45 +21,86 @@ const LIMIT: u64 = 1 << 20;
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 struct Settings {
-    r: Option<f32>,
     lora_alpha: Option<f32>,
     alpha_pattern: BTreeMap<String, f32>,
     use_rslora: bool,
 }
 
-/// The scales of a file's layers.
-#[derive(Debug, Default)]
-pub struct PeftScales(Option<Settings>);
-
-impl PeftScales {
-    /// Reads what there is.
-    pub fn read(shard: &Shard) -> Result<Self> {
-        let bad = |error: serde_json::Error| {
-            Error::bad_file(shard.path(), "the settings of this adapter are not readable", error.to_string())
-        };
-        if let Some(text) = shard.metadata().get(ENTRY) {
-            // diffusers puts the name of the part in front of every key.
-            let all: BTreeMap<String, serde_json::Value> = serde_json::from_str(text).map_err(bad)?;
-            let own = all.into_iter().map(|(key, value)| (key.strip_prefix("transformer.").unwrap_or(&key).to_owned(), value));
-            let settings = serde_json::from_value(serde_json::Value::Object(own.collect())).map_err(bad)?;
-            return Ok(Self(Some(settings)));
-        }
-        let beside = shard.path().with_file_name(FILE);
-        match files::read(&beside, LIMIT) {
-            Ok(text) => Ok(Self(Some(serde_json::from_slice(&text).map_err(bad)?))),
-            Err(_) => Ok(Self(None)),
+impl Settings {
+    /// PEFT takes its patterns for regular expressions. Names of layers, which is what diffusers and trainers write, are understood here, and
+    /// others are an error, because they would change scales.
+    fn check(self) -> std::result::Result<Self, String> {
+        let is_name = |pattern: &String| pattern.chars().all(|c| c.is_alphanumeric() || "._-".contains(c));
+        match self.alpha_pattern.keys().find(|pattern| !is_name(pattern)) {
+            Some(pattern) => Err(format!("`{}` in alpha_pattern is not the name of a layer", text::shown(pattern))),
+            None => Ok(self),
         }
     }
 
     /// Alpha of a layer and what it is divided by.
-    pub fn of(&self, layer: &str, rank: usize) -> Option<(f32, f32)> {
-        let settings = self.0.as_ref()?;
+    fn of(&self, layer: &str, rank: usize) -> Option<(f32, f32)> {
         // A pattern is the end of a layer's name, or all of it.
-        let matches = |pattern: &&String| layer == pattern.as_str() || layer.ends_with(&format!(".{pattern}"));
-        let own = settings.alpha_pattern.iter().find(|(pattern, _)| matches(pattern)).map(|(_, alpha)| *alpha);
-        let alpha = own.or(settings.lora_alpha)?;
+        let matches = |pattern: &str| {
+            let before = layer.strip_suffix(pattern);
+            before.is_some_and(|before| before.is_empty() || before.ends_with('.'))
+        };
+        let own = self.alpha_pattern.iter().find(|(pattern, _)| matches(pattern)).map(|(_, alpha)| *alpha);
         // The rank of a layer may differ from that of the settings, and is the true one.
-        let rank = if settings.r == Some(0.0) { return None } else { rank as f32 };
-        Some((alpha, if settings.use_rslora { rank.sqrt() } else { rank }))
+        let divisor = if self.use_rslora { (rank as f32).sqrt() } else { rank as f32 };
+        Some((own.or(self.lora_alpha)?, divisor))
     }
+}
+
+/// What diffusers puts in front of every setting, and of the names of layers.
+const TRANSFORMER: &str = "transformer.";
+const TEXT_ENCODER: &str = "text_encoder.";
+
+/// The scales of a file's layers.
+#[derive(Debug, Default)]
+pub struct PeftScales {
+    transformer: Option<Settings>,
+    /// Those of layers whose names begin with `text_encoder.`.
+    text_encoder: Option<Settings>,
+}
+
+impl PeftScales {
+    /// Reads what there is.
+    pub fn read(shard: &Shard) -> Result<Self> {
+        let bad = |path: &Path, error: String| Error::bad_file(path, "the settings of this adapter are not readable", error);
+        if let Some(text) = shard.metadata().get(ENTRY) {
+            let all: BTreeMap<String, Value> =
+                serde_json::from_str(text).map_err(|error| bad(shard.path(), error.to_string()))?;
+            let own = |prefix: &str| {
+                let own: Map<_, _> =
+                    all.iter().filter_map(|(key, value)| Some((key.strip_prefix(prefix)?.into(), value.clone()))).collect();
+                let settings = (!own.is_empty()).then(|| settings_of(Value::Object(own))).transpose();
+                settings.map_err(|error| bad(shard.path(), error))
+            };
+            return Ok(Self { transformer: own(TRANSFORMER)?, text_encoder: own(TEXT_ENCODER)? });
+        }
+        let beside = shard.path().with_file_name(FILE);
+        let text = match files::read(&beside, LIMIT) {
+            Ok(text) => text,
+            Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => return Ok(Self::default()),
+            Err(error) => return Err(bad(&beside, error.to_string())),
+        };
+        let value = serde_json::from_slice(&text).map_err(|error| error.to_string());
+        let settings = value.and_then(settings_of).map_err(|error| bad(&beside, error))?;
+        Ok(Self { transformer: Some(settings), text_encoder: None })
+    }
+
+    /// Alpha of a layer and what it is divided by.
+    pub fn of(&self, layer: &str, rank: usize) -> Option<(f32, f32)> {
+        let text = self.text_encoder.as_ref().filter(|_| layer.starts_with(TEXT_ENCODER));
+        text.or(self.transformer.as_ref())?.of(layer, rank)
+    }
+}
+
+fn settings_of(value: Value) -> std::result::Result<Settings, String> {
+    // A list would be taken for the settings in their order.
+    if !value.is_object() {
+        return Err("they are not a JSON object".into());
+    }
+    let settings: Settings = serde_json::from_value(value).map_err(|error| error.to_string())?;
+    settings.check()
 }

@@ -26,9 +26,10 @@ impl Matrix {
         values
     }
 
-    /// Whether all values are finite.
-    pub fn is_finite(&self) -> bool {
-        self.values().par_iter().all(|value| value.is_finite())
+    /// The largest magnitude; infinite if a value is not a number.
+    fn largest(&self) -> f64 {
+        let magnitude = |value: &f32| if value.is_nan() { f64::INFINITY } else { f64::from(value.abs()) };
+        self.values().par_iter().map(magnitude).reduce(|| 0.0, f64::max)
     }
 }
 
@@ -110,16 +111,19 @@ impl Term {
         }
     }
 
-    /// Whether all values of its factors are finite.
+    /// Whether its values are finite in f32, and so are those of its factors: large factors have a product that is not.
     pub fn is_finite(&self) -> bool {
         let factor = |factor: &KroneckerFactor| match factor {
-            KroneckerFactor::Whole(whole) => whole.is_finite(),
-            KroneckerFactor::Product(a, b) => a.is_finite() && b.is_finite(),
+            KroneckerFactor::Whole(whole) => whole.largest(),
+            KroneckerFactor::Product(a, b) => a.largest() * b.largest() * a.cols as f64,
         };
-        match &self.product {
-            Product::LowRank { down, up } => down.is_finite() && up.is_finite(),
-            Product::Kronecker(w1, w2) => factor(w1) && factor(w2),
-        }
+        let (first, second, inner) = match &self.product {
+            Product::LowRank { down, up } => (up.largest(), down.largest(), down.rows),
+            Product::Kronecker(w1, w2) => (factor(w1), factor(w2), 1),
+        };
+        let scaled = first * f64::from(self.scale.abs());
+        // Infinite times zero is no number, and not below the limit either.
+        [first, second, scaled, scaled * second * inner as f64].iter().all(|bound| *bound <= f64::from(f32::MAX))
     }
 
     /// The same times `strength`, with its factors in f32.

@@ -10,6 +10,7 @@ pub use image::{Conv, GroupNorm, LatentStats, Sampling, Seam, Shortcut};
 pub use softmax::Softmax;
 pub use weight::Weight;
 
+use super::GemmFormats;
 use crate::tensor::{ALIGN, DType, Stored, Tensor};
 use std::ops::Range;
 
@@ -50,6 +51,18 @@ pub struct LowRank {
     pub down: Tensor,
     /// `[out, rank]`.
     pub up: Tensor,
+}
+
+impl LowRank {
+    /// The type in which a GPU holds the product of an input and the first matrix.
+    pub fn reduced_type(x: Tensor) -> DType {
+        if x.dtype == DType::F32 { DType::F32 } else { DType::Bf16 }
+    }
+
+    /// Bytes of that product.
+    pub fn reduced_bytes(self, x: Tensor) -> u64 {
+        (Self::reduced_type(x).bytes(x.rows * self.down.rows) as u64).next_multiple_of(ALIGN)
+    }
 }
 
 /// Which elements of a head form the pairs that RoPE rotates.
@@ -531,13 +544,15 @@ impl Op<'_> {
         }
     }
 
-    /// Bytes of its quantised weights with plain inputs in bf16: the working memory that a backend which
-    /// [expands](super::GemmFormats::expands) them needs besides that of the operands.
-    pub fn expanded_bytes(&self) -> u64 {
+    /// Bytes of working memory that a GPU with these GEMMs needs besides that of the operands: for quantised weights with plain inputs in bf16, if
+    /// it [expands](GemmFormats::expands) them, and for products of inputs with the first matrices of terms of low rank.
+    pub fn scratch_bytes(&self, formats: GemmFormats) -> u64 {
         let mut bytes = 0;
-        self.layers(&mut |_, w| {
-            let parts = w.weight.parts().iter().filter(|part| part.dtype.is_quantised() && !w.input.dtype.is_quantised());
+        self.layers(&mut |x, w| {
+            let is_expanded = |part: &&Tensor| formats.expands && part.dtype.is_quantised() && !w.input.dtype.is_quantised();
+            let parts = w.weight.parts().iter().filter(is_expanded);
             bytes += parts.map(|part| (DType::Bf16.bytes(part.len()) as u64).next_multiple_of(ALIGN)).sum::<u64>();
+            bytes += w.low_rank.map_or(0, |term| term.reduced_bytes(x));
         });
         bytes
     }

@@ -133,8 +133,9 @@ impl Backend for Plan {
     fn run(&mut self, op: Op<'_>) -> Result<()> {
         op.check()?;
         op.operands(&mut |t, _| self.touch(t));
-        if self.formats.expands && op.expanded_bytes() > 0 {
-            self.arena_bytes = self.arena_bytes.max(self.live.end().next_multiple_of(ALIGN) + op.expanded_bytes());
+        let scratch = op.scratch_bytes(self.formats);
+        if scratch > 0 {
+            self.arena_bytes = self.arena_bytes.max(self.live.end().next_multiple_of(ALIGN) + scratch);
         }
         if let Some(Observer(observe)) = &mut self.observer {
             observe(&op);

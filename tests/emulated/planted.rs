@@ -53,6 +53,10 @@ const QKV: &str = "qkv 113x64 3:3 heads of 128 interleaved mlp some(129) bf16 wh
 /// Both operands of NVFP4, and the result; the rows of ups begin within a tile of scales.
 const W4A4: &str = "linear_swiglu w4a4 67 rows of 640 to 192, nvfp4 in one matrix into nvfp4 bf16 whole";
 
+/// Terms of low rank that take several pipeline stages, beside a residual; and with scales.
+const LOW_RANK: &str = "linear_gate_residual bf16 67 rows of 640 to 264, rank 144, gate true bias true bf16 whole";
+const LOW_RANK_FP8: &str = "linear w8a8 130 rows of 640 to 168, rank 48, bias true bf16 whole";
+
 /// A convolution with moments, of tiles at every edge.
 const MOMENTS: &str = "conv 33x35 8 to 256 same residual true stats some(4) bf16 whole";
 /// Three windows: that of the taps, and two of another image.
@@ -78,6 +82,31 @@ const EXPECTED: &[Expected] = &[
         choice: Choice::Tile(Tile::Sm90_128x192),
         case: LONG,
         message: "which a wgmma of CTA",
+    },
+    Expected {
+        bug: "low_rank_released_early",
+        choice: Choice::Tile(Tile::Sm90_128x192),
+        case: LOW_RANK,
+        message: "which a TMA load of CTA",
+    },
+    Expected { bug: "low_rank_scaled", choice: Choice::Tile(Tile::Fp8_128x192), case: LOW_RANK_FP8, message: "relative error" },
+    Expected {
+        bug: "low_rank_not_skipped",
+        choice: Choice::Tile(Tile::Sm90_128x160),
+        case: LOW_RANK,
+        message: "arrivals and 0 bytes are missing",
+    },
+    Expected {
+        bug: "low_rank_without_barrier",
+        choice: Choice::Tile(Tile::Sm90_128x192),
+        case: LOW_RANK,
+        message: "without a barrier",
+    },
+    Expected {
+        bug: "low_rank_other_columns",
+        choice: Choice::Tile(Tile::Sm90_128x192),
+        case: LOW_RANK,
+        message: "relative error",
     },
     Expected {
         bug: "missing_empty_wait",

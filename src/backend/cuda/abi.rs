@@ -55,6 +55,10 @@ pub const KL_MMA_COLS: u32 = 128;
 pub const KL_QK_NORM_ROPE: u32 = 3;
 pub const KL_E2M1_ALPHA: f64 = 512.0;
 pub const KL_GEMM_PARTS: u32 = 4;
+pub const KL_LOW_RANK_THREADS: u32 = 256;
+pub const KL_LOW_RANK_ROWS: u32 = 32;
+pub const KL_LOW_RANK_COLS: u32 = 64;
+pub const KL_LOW_RANK_STEP: u32 = 16;
 pub const KL_EXPAND_THREADS: u32 = 256;
 pub const KL_EXPAND_VECTOR: u32 = 8;
 pub const KL_EXPAND_BATCH: u32 = 4;
@@ -404,6 +408,8 @@ pub struct KlNaiveGemm {
     pub w: [KlMat; 2usize],
     pub bias: KlMat,
     pub gate: KlMat,
+    pub reduced: KlMat,
+    pub up: [KlMat; 2usize],
     pub saturated: u64,
     pub first: [u32; 2usize],
     pub epilogue: u32,
@@ -411,17 +417,19 @@ pub struct KlNaiveGemm {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlNaiveGemm"][::core::mem::size_of::<KlNaiveGemm>() - 264usize];
+    ["Size of KlNaiveGemm"][::core::mem::size_of::<KlNaiveGemm>() - 384usize];
     ["Alignment of KlNaiveGemm"][::core::mem::align_of::<KlNaiveGemm>() - 8usize];
     ["Offset of field: KlNaiveGemm::out"][::core::mem::offset_of!(KlNaiveGemm, out) - 0usize];
     ["Offset of field: KlNaiveGemm::x"][::core::mem::offset_of!(KlNaiveGemm, x) - 40usize];
     ["Offset of field: KlNaiveGemm::w"][::core::mem::offset_of!(KlNaiveGemm, w) - 80usize];
     ["Offset of field: KlNaiveGemm::bias"][::core::mem::offset_of!(KlNaiveGemm, bias) - 160usize];
     ["Offset of field: KlNaiveGemm::gate"][::core::mem::offset_of!(KlNaiveGemm, gate) - 200usize];
-    ["Offset of field: KlNaiveGemm::saturated"][::core::mem::offset_of!(KlNaiveGemm, saturated) - 240usize];
-    ["Offset of field: KlNaiveGemm::first"][::core::mem::offset_of!(KlNaiveGemm, first) - 248usize];
-    ["Offset of field: KlNaiveGemm::epilogue"][::core::mem::offset_of!(KlNaiveGemm, epilogue) - 256usize];
-    ["Offset of field: KlNaiveGemm::unused"][::core::mem::offset_of!(KlNaiveGemm, unused) - 260usize];
+    ["Offset of field: KlNaiveGemm::reduced"][::core::mem::offset_of!(KlNaiveGemm, reduced) - 240usize];
+    ["Offset of field: KlNaiveGemm::up"][::core::mem::offset_of!(KlNaiveGemm, up) - 280usize];
+    ["Offset of field: KlNaiveGemm::saturated"][::core::mem::offset_of!(KlNaiveGemm, saturated) - 360usize];
+    ["Offset of field: KlNaiveGemm::first"][::core::mem::offset_of!(KlNaiveGemm, first) - 368usize];
+    ["Offset of field: KlNaiveGemm::epilogue"][::core::mem::offset_of!(KlNaiveGemm, epilogue) - 376usize];
+    ["Offset of field: KlNaiveGemm::unused"][::core::mem::offset_of!(KlNaiveGemm, unused) - 380usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -578,6 +586,8 @@ pub struct KlGemmStream {
     pub w: [KlMat; 4usize],
     pub bias: KlMat,
     pub table: KlMat,
+    pub reduced: KlMat,
+    pub up: KlMat,
     pub part: [KlGemmPart; 4usize],
     pub row_tiles: u32,
     pub col_tiles: u32,
@@ -586,17 +596,19 @@ pub struct KlGemmStream {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlGemmStream"][::core::mem::size_of::<KlGemmStream>() - 808usize];
+    ["Size of KlGemmStream"][::core::mem::size_of::<KlGemmStream>() - 888usize];
     ["Alignment of KlGemmStream"][::core::mem::align_of::<KlGemmStream>() - 8usize];
     ["Offset of field: KlGemmStream::x"][::core::mem::offset_of!(KlGemmStream, x) - 0usize];
     ["Offset of field: KlGemmStream::w"][::core::mem::offset_of!(KlGemmStream, w) - 40usize];
     ["Offset of field: KlGemmStream::bias"][::core::mem::offset_of!(KlGemmStream, bias) - 200usize];
     ["Offset of field: KlGemmStream::table"][::core::mem::offset_of!(KlGemmStream, table) - 240usize];
-    ["Offset of field: KlGemmStream::part"][::core::mem::offset_of!(KlGemmStream, part) - 280usize];
-    ["Offset of field: KlGemmStream::row_tiles"][::core::mem::offset_of!(KlGemmStream, row_tiles) - 792usize];
-    ["Offset of field: KlGemmStream::col_tiles"][::core::mem::offset_of!(KlGemmStream, col_tiles) - 796usize];
-    ["Offset of field: KlGemmStream::rope"][::core::mem::offset_of!(KlGemmStream, rope) - 800usize];
-    ["Offset of field: KlGemmStream::eps"][::core::mem::offset_of!(KlGemmStream, eps) - 804usize];
+    ["Offset of field: KlGemmStream::reduced"][::core::mem::offset_of!(KlGemmStream, reduced) - 280usize];
+    ["Offset of field: KlGemmStream::up"][::core::mem::offset_of!(KlGemmStream, up) - 320usize];
+    ["Offset of field: KlGemmStream::part"][::core::mem::offset_of!(KlGemmStream, part) - 360usize];
+    ["Offset of field: KlGemmStream::row_tiles"][::core::mem::offset_of!(KlGemmStream, row_tiles) - 872usize];
+    ["Offset of field: KlGemmStream::col_tiles"][::core::mem::offset_of!(KlGemmStream, col_tiles) - 876usize];
+    ["Offset of field: KlGemmStream::rope"][::core::mem::offset_of!(KlGemmStream, rope) - 880usize];
+    ["Offset of field: KlGemmStream::eps"][::core::mem::offset_of!(KlGemmStream, eps) - 884usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -629,11 +641,37 @@ pub struct KlGemm {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlGemm"][::core::mem::size_of::<KlGemm>() - 1656usize];
+    ["Size of KlGemm"][::core::mem::size_of::<KlGemm>() - 1816usize];
     ["Alignment of KlGemm"][::core::mem::align_of::<KlGemm>() - 8usize];
     ["Offset of field: KlGemm::stream"][::core::mem::offset_of!(KlGemm, stream) - 0usize];
-    ["Offset of field: KlGemm::schedule"][::core::mem::offset_of!(KlGemm, schedule) - 1616usize];
-    ["Offset of field: KlGemm::saturated"][::core::mem::offset_of!(KlGemm, saturated) - 1648usize];
+    ["Offset of field: KlGemm::schedule"][::core::mem::offset_of!(KlGemm, schedule) - 1776usize];
+    ["Offset of field: KlGemm::saturated"][::core::mem::offset_of!(KlGemm, saturated) - 1808usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct KlReduction {
+    pub out: KlMat,
+    pub x: KlMat,
+    pub down: KlMat,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlReduction"][::core::mem::size_of::<KlReduction>() - 120usize];
+    ["Alignment of KlReduction"][::core::mem::align_of::<KlReduction>() - 8usize];
+    ["Offset of field: KlReduction::out"][::core::mem::offset_of!(KlReduction, out) - 0usize];
+    ["Offset of field: KlReduction::x"][::core::mem::offset_of!(KlReduction, x) - 40usize];
+    ["Offset of field: KlReduction::down"][::core::mem::offset_of!(KlReduction, down) - 80usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct KlLowRank {
+    pub stream: [KlReduction; 2usize],
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of KlLowRank"][::core::mem::size_of::<KlLowRank>() - 240usize];
+    ["Alignment of KlLowRank"][::core::mem::align_of::<KlLowRank>() - 8usize];
+    ["Offset of field: KlLowRank::stream"][::core::mem::offset_of!(KlLowRank, stream) - 0usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -673,6 +711,8 @@ pub struct KlGemmSm90 {
     pub w: [[KlTensorMap; 4usize]; 2usize],
     pub out: [[KlTensorMap; 4usize]; 2usize],
     pub residual: [KlTensorMap; 2usize],
+    pub reduced: [KlTensorMap; 2usize],
+    pub up: [KlTensorMap; 2usize],
     pub stream: [KlGemmStream; 2usize],
     pub expansion: KlExpansion,
     pub group: [u32; 2usize],
@@ -682,18 +722,20 @@ pub struct KlGemmSm90 {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlGemmSm90"][::core::mem::size_of::<KlGemmSm90>() - 4352usize];
+    ["Size of KlGemmSm90"][::core::mem::size_of::<KlGemmSm90>() - 5120usize];
     ["Alignment of KlGemmSm90"][::core::mem::align_of::<KlGemmSm90>() - 128usize];
     ["Offset of field: KlGemmSm90::x"][::core::mem::offset_of!(KlGemmSm90, x) - 0usize];
     ["Offset of field: KlGemmSm90::w"][::core::mem::offset_of!(KlGemmSm90, w) - 256usize];
     ["Offset of field: KlGemmSm90::out"][::core::mem::offset_of!(KlGemmSm90, out) - 1280usize];
     ["Offset of field: KlGemmSm90::residual"][::core::mem::offset_of!(KlGemmSm90, residual) - 2304usize];
-    ["Offset of field: KlGemmSm90::stream"][::core::mem::offset_of!(KlGemmSm90, stream) - 2560usize];
-    ["Offset of field: KlGemmSm90::expansion"][::core::mem::offset_of!(KlGemmSm90, expansion) - 4176usize];
-    ["Offset of field: KlGemmSm90::group"][::core::mem::offset_of!(KlGemmSm90, group) - 4256usize];
-    ["Offset of field: KlGemmSm90::schedule"][::core::mem::offset_of!(KlGemmSm90, schedule) - 4264usize];
-    ["Offset of field: KlGemmSm90::saturated"][::core::mem::offset_of!(KlGemmSm90, saturated) - 4296usize];
-    ["Offset of field: KlGemmSm90::unused"][::core::mem::offset_of!(KlGemmSm90, unused) - 4304usize];
+    ["Offset of field: KlGemmSm90::reduced"][::core::mem::offset_of!(KlGemmSm90, reduced) - 2560usize];
+    ["Offset of field: KlGemmSm90::up"][::core::mem::offset_of!(KlGemmSm90, up) - 2816usize];
+    ["Offset of field: KlGemmSm90::stream"][::core::mem::offset_of!(KlGemmSm90, stream) - 3072usize];
+    ["Offset of field: KlGemmSm90::expansion"][::core::mem::offset_of!(KlGemmSm90, expansion) - 4848usize];
+    ["Offset of field: KlGemmSm90::group"][::core::mem::offset_of!(KlGemmSm90, group) - 4928usize];
+    ["Offset of field: KlGemmSm90::schedule"][::core::mem::offset_of!(KlGemmSm90, schedule) - 4936usize];
+    ["Offset of field: KlGemmSm90::saturated"][::core::mem::offset_of!(KlGemmSm90, saturated) - 4968usize];
+    ["Offset of field: KlGemmSm90::unused"][::core::mem::offset_of!(KlGemmSm90, unused) - 4976usize];
 };
 #[repr(C)]
 #[repr(align(128))]
@@ -750,10 +792,10 @@ pub struct KlConvSm90 {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of KlConvSm90"][::core::mem::size_of::<KlConvSm90>() - 5120usize];
+    ["Size of KlConvSm90"][::core::mem::size_of::<KlConvSm90>() - 5888usize];
     ["Alignment of KlConvSm90"][::core::mem::align_of::<KlConvSm90>() - 128usize];
     ["Offset of field: KlConvSm90::gemm"][::core::mem::offset_of!(KlConvSm90, gemm) - 0usize];
-    ["Offset of field: KlConvSm90::image"][::core::mem::offset_of!(KlConvSm90, image) - 4352usize];
+    ["Offset of field: KlConvSm90::image"][::core::mem::offset_of!(KlConvSm90, image) - 5120usize];
 };
 #[repr(C)]
 #[repr(align(128))]

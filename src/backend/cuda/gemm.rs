@@ -6,6 +6,7 @@
 use super::abi::{self, KlGemmPart, KlGemmRows, KlGemmStream, KlMat, KlTensorMap};
 use super::context::{Choice, OpContext};
 use super::launch::Kernel;
+use super::low_rank::{self, Term};
 use super::norm::{QkHeads, qk_norm_rope, rope_code};
 use super::params::{NO_MAP, NONE, box_cols, bytes, is_async_copyable, naive_grid};
 use super::select::{ClusterMode, GemmOperands, GemmPlan, GemmShape, GroupedGemm, Tile, TileConfig, group_m};
@@ -21,13 +22,13 @@ fn gemm_tiles() -> impl Iterator<Item = TileConfig> {
 
 /// The kernels of a GEMM with one part, the fastest first.
 pub fn kernels() -> Vec<Kernel> {
-    gemm_tiles().map(|tile| tile.kernel).chain([Kernel::Expand, Kernel::NaiveGemm]).collect()
+    gemm_tiles().map(|tile| tile.kernel).chain([Kernel::Expand]).chain(low_rank::kernels()).collect()
 }
 
 /// The kernels of the fused projection, which needs tiles of whole heads.
 pub fn projection_kernels() -> Vec<Kernel> {
     let tiles = gemm_tiles().filter(TileConfig::has_whole_heads);
-    tiles.map(|tile| tile.kernel).chain([Kernel::Expand, Kernel::NaiveGemm, Kernel::QkNormRope]).collect()
+    tiles.map(|tile| tile.kernel).chain([Kernel::Expand, Kernel::QkNormRope]).chain(low_rank::kernels()).collect()
 }
 
 /// A GEMM whose columns all have one epilogue.
@@ -41,17 +42,19 @@ pub struct EpilogueGemm {
 
 impl EpilogueGemm {
     /// One GEMM for each matrix of the weight if there is a residual, which kernels read through one tensor map.
-    fn by_residual(self) -> Vec<Self> {
+    fn by_residual(self, term: Term) -> Vec<(Self, Term)> {
         let Self { out, x, w, epilogue, gate } = self;
         let parts = w.weight.parts();
         if epilogue != abi::KL_GATE_RESIDUAL || parts.len() == 1 {
-            return vec![self];
+            return vec![(self, term)];
         }
         let mut first = 0;
         let of_rows = |part: &Tensor| {
             let rows = first..first + part.rows;
             first = rows.end;
-            Self { out: out.cols(rows.clone()), x, w: w.rows(rows.clone()), epilogue, gate: gate.map(|gate| gate.cols(rows)) }
+            let gate = gate.map(|gate| gate.cols(rows.clone()));
+            let gemm = Self { out: out.cols(rows.clone()), x, w: w.rows(rows.clone()), epilogue, gate };
+            (gemm, Term { up: term.up_from(rows.start), ..term })
         };
         parts.iter().map(of_rows).collect()
     }
@@ -80,6 +83,8 @@ pub const NO_STREAM: KlGemmStream = KlGemmStream {
     w: [NONE; abi::KL_GEMM_PARTS as usize],
     bias: NONE,
     table: NONE,
+    reduced: NONE,
+    up: NONE,
     part: [NO_PART; abi::KL_GEMM_PARTS as usize],
     row_tiles: 0,
     col_tiles: 0,
@@ -147,7 +152,7 @@ fn has_whole_scale_tiles(stream: &KlGemmStream, tile: TileConfig) -> bool {
 /// Whether the portable kernels can compute a stream: no results of e2m1, and gates and ups that are no farther apart than 32 bits
 /// can say, when quantised ones are expanded.
 fn fits_mma(cx: &OpContext, stream: &KlGemmStream) -> bool {
-    let (expansion, _) = cx.memory.expansion();
+    let (expansion, _) = cx.memory.op_scratch();
     let expands = operands(stream) == GemmOperands::MixedInput;
     let place = |w: &KlMat| if expands && w.dtype != abi::KL_BF16 { (expansion, u64::from(w.cols)) } else { (w.data, w.stride) };
     stream.part.iter().all(|part| {
@@ -202,16 +207,20 @@ fn in_launches<T>(
 
 /// GEMMs with one part each.
 pub fn linear(cx: &OpContext, op: &'static str, gemms: impl Iterator<Item = EpilogueGemm>) -> Result<()> {
-    let naive = |group: &[EpilogueGemm]| group.iter().try_for_each(|gemm| naive_gemm(cx, op, gemm.x, &gemm.w, gemm.part()));
-    let gemms: Vec<_> = gemms.flat_map(EpilogueGemm::by_residual).collect();
-    in_launches(cx, &gemms, |gemm| linear_stream(cx, op, gemm), naive)
+    let gemms: Vec<_> = gemms.collect();
+    let terms = low_rank::reduce(cx, op, gemms.iter().map(|gemm| (gemm.x, &gemm.w)))?;
+    let gemms: Vec<_> = gemms.into_iter().zip(terms).flat_map(|(gemm, term)| gemm.by_residual(term)).collect();
+    let naive = |group: &[(EpilogueGemm, Term)]| {
+        group.iter().try_for_each(|(gemm, term)| naive_gemm(cx, op, gemm.x, &gemm.w, term, gemm.part()))
+    };
+    in_launches(cx, &gemms, |(gemm, term)| linear_stream(cx, op, gemm, term), naive)
 }
 
 fn unsupported(op: &'static str, layer: &Linear) -> Error {
     Error::Op { op, what: format!("{layer:?} cannot be multiplied on the GPU") }
 }
 
-/// The matrices of a layer's weight. There are no kernels for a term of low rank, and for inputs of NVFP4 only with weights of it.
+/// The matrices of a layer's weight. For inputs of NVFP4 there are only kernels with weights of it.
 struct Matrices {
     mats: Vec<KlMat>,
 }
@@ -219,7 +228,7 @@ struct Matrices {
 impl Matrices {
     fn new(cx: &OpContext, op: &'static str, layer: &Linear) -> Result<Self> {
         let nvfp4 = |part: &Tensor| part.dtype == DType::E2m1;
-        if layer.low_rank.is_some() || layer.input.dtype == DType::E2m1 && !layer.weight.parts().iter().all(nvfp4) {
+        if layer.input.dtype == DType::E2m1 && !layer.weight.parts().iter().all(nvfp4) {
             return Err(unsupported(op, layer));
         }
         Ok(Self { mats: layer.weight.parts().iter().map(|&part| cx.mat(part, op)).collect::<Result<_>>()? })
@@ -288,14 +297,21 @@ fn split_parts(w: &Matrices, x: &KlMat, parts: Vec<Part>) -> Option<Vec<(Part, [
 }
 
 /// The parameters of parts on tensor cores, if there are not too many of them: what all epilogues have in common.
-fn stream_of(cx: &OpContext, op: &'static str, x: KlMat, w: &Matrices, parts: Vec<Part>) -> Result<Option<KlGemmStream>> {
-    if cx.choice == Choice::Naive || !w.are_multiplied_by(&x) {
+fn stream_of(
+    cx: &OpContext,
+    op: &'static str,
+    x: KlMat,
+    w: &Matrices,
+    term: &Term,
+    parts: Vec<Part>,
+) -> Result<Option<KlGemmStream>> {
+    if cx.choice == Choice::Naive || !w.are_multiplied_by(&x) || !term.is_multiplied() {
         return Ok(None);
     }
     let Some(parts) = split_parts(w, &x, parts).filter(|parts| parts.len() <= abi::KL_GEMM_PARTS as usize) else {
         return Ok(None);
     };
-    let mut stream = KlGemmStream { x, ..NO_STREAM };
+    let mut stream = KlGemmStream { x, reduced: term.reduced, up: term.up, ..NO_STREAM };
     stream.w[..w.mats.len()].copy_from_slice(&w.mats);
     for (to, (part, rows)) in stream.part.iter_mut().zip(parts) {
         let (out, extra) = (cx.mat(part.out, op)?, cx.mat_if(part.extra, op)?);
@@ -305,7 +321,7 @@ fn stream_of(cx: &OpContext, op: &'static str, x: KlMat, w: &Matrices, parts: Ve
             abi::KL_QK_NORM_ROPE => to.scale = part.scale / out.scale,
             // That of an output of e2m1 is one of the scales of its blocks.
             abi::KL_SWIGLU if out.dtype == abi::KL_E2M1 => {}
-            abi::KL_SWIGLU => to.w[1].alpha /= out.scale,
+            abi::KL_SWIGLU => to.scale = out.scale.recip(),
             _ if [abi::KL_E4M3, abi::KL_E2M1].contains(&out.dtype) => return Ok(None),
             _ => {}
         }
@@ -314,17 +330,17 @@ fn stream_of(cx: &OpContext, op: &'static str, x: KlMat, w: &Matrices, parts: Ve
 }
 
 /// The parameters of a GEMM on tensor cores, if its operands allow it.
-fn linear_stream(cx: &OpContext, op: &'static str, gemm: &EpilogueGemm) -> Result<Option<KlGemmStream>> {
+fn linear_stream(cx: &OpContext, op: &'static str, gemm: &EpilogueGemm, term: &Term) -> Result<Option<KlGemmStream>> {
     let (x, w) = (cx.mat(gemm.x, op)?, Matrices::new(cx, op, &gemm.w)?);
     if !matches!(gemm.out.dtype, DType::Bf16 | DType::F32 | DType::E4m3 | DType::E2m1) {
         return Ok(None);
     }
     let bias = cx.mat_if(gemm.w.bias, op)?;
-    Ok(stream_of(cx, op, x, &w, vec![gemm.part()])?.map(|stream| KlGemmStream { bias, ..stream }))
+    Ok(stream_of(cx, op, x, &w, term, vec![gemm.part()])?.map(|stream| KlGemmStream { bias, ..stream }))
 }
 
 /// A part of a layer by the naive kernel, a launch for each matrix of the weight.
-fn naive_gemm(cx: &OpContext, op: &'static str, x: Tensor, layer: &Linear, part: Part) -> Result<()> {
+fn naive_gemm(cx: &OpContext, op: &'static str, x: Tensor, layer: &Linear, term: &Term, part: Part) -> Result<()> {
     let (x, w) = (cx.mat(x, op)?, Matrices::new(cx, op, layer)?);
     for (part, rows) in split_parts(&w, &x, vec![part]).ok_or_else(|| unsupported(op, layer))? {
         let bias = layer.bias.map(|bias| bias.cols(part.rows.clone()));
@@ -334,6 +350,10 @@ fn naive_gemm(cx: &OpContext, op: &'static str, x: Tensor, layer: &Linear, part:
             w: rows.map(|rows| w.mats[rows.matrix as usize]),
             bias: cx.mat_if(bias, op)?,
             gate: cx.mat_if(part.extra, op)?,
+            reduced: term.reduced,
+            // With SwiGLU as many up rows follow.
+            up: [0, if part.epilogue == abi::KL_SWIGLU { part.rows.len() } else { 0 }]
+                .map(|row| term.up_from(part.rows.start + row)),
             saturated: cx.memory.saturated(),
             first: rows.map(|rows| rows.first),
             epilogue: part.epilogue,
@@ -408,6 +428,8 @@ fn launch(cx: &OpContext, streams: &[KlGemmStream], plan: GemmPlan) -> Result<()
         w: maps,
         out: maps,
         residual: no_map,
+        reduced: no_map,
+        up: no_map,
         stream,
         expansion,
         group,
@@ -423,6 +445,11 @@ fn launch(cx: &OpContext, streams: &[KlGemmStream], plan: GemmPlan) -> Result<()
         p.x[i] = cx.tensor_map(&s.x, [k_cols, a_rows])?;
         for ((map, w), &to) in p.w[i].iter_mut().zip(&s.w).zip(&expansion.to[i]).filter(|((_, w), _)| w.data != 0) {
             *map = cx.tensor_map(&if to == 0 { *w } else { in_bf16(w, to) }, [k_cols, block_n / 2])?;
+        }
+        if s.reduced.data != 0 {
+            let cols = plan.tile.low_rank_cols();
+            p.reduced[i] = cx.tensor_map(&s.reduced, [cols, a_rows])?;
+            p.up[i] = cx.tensor_map(&s.up, [cols, block_n / 2])?;
         }
         if s.part[0].epilogue == abi::KL_GATE_RESIDUAL {
             p.residual[i] = cx.tensor_map(&s.part[0].out, [abi::KL_SM90_BOX_COLS, plan.tile.warpgroup_rows()])?;
@@ -446,7 +473,7 @@ fn in_bf16(w: &KlMat, to: u64) -> KlMat {
 
 /// Where the quantised matrices of a mixed-input GEMM are expanded to; zero for other matrices.
 fn expanded_places(cx: &OpContext, stream: &[KlGemmStream]) -> Result<Places> {
-    let (begin, room) = cx.memory.expansion();
+    let (begin, room) = cx.memory.op_scratch();
     let (mut places, mut end) = (Places::default(), begin);
     for (places, s) in places.iter_mut().zip(stream) {
         for (to, w) in places.iter_mut().zip(&s.w).filter(|(_, w)| w.data != 0 && w.dtype != abi::KL_BF16) {
@@ -506,7 +533,9 @@ fn expansion(cx: &OpContext, stream: &[KlGemmStream], tile: Tile, wave: u32) -> 
 /// The fused projection of attention inputs. On tensor cores it is one launch, whose epilogue normalises and rotates queries and keys
 /// before they are stored; elsewhere it is one GEMM for each output and a pass over the heads.
 pub fn projection(cx: &OpContext, op: &'static str, streams: &[Projection<'_>]) -> Result<()> {
-    in_launches(cx, streams, |s| projection_stream(cx, op, s), |group| projection_in_passes(cx, op, group))
+    let terms = low_rank::reduce(cx, op, streams.iter().map(|s| (s.x, s.w)))?;
+    let streams: Vec<_> = streams.iter().zip(terms).collect();
+    in_launches(cx, &streams, |(s, term)| projection_stream(cx, op, s, term), |group| projection_in_passes(cx, op, group))
 }
 
 /// The outputs of a projection with their rows of the weight; queries and keys have norms.
@@ -528,7 +557,7 @@ fn projection_parts(s: &Projection<'_>) -> Vec<Part> {
 }
 
 /// The parameters of a fused projection on tensor cores, if its operands allow it.
-fn projection_stream(cx: &OpContext, op: &'static str, s: &Projection<'_>) -> Result<Option<KlGemmStream>> {
+fn projection_stream(cx: &OpContext, op: &'static str, s: &Projection<'_>, term: &Term) -> Result<Option<KlGemmStream>> {
     let (x, w) = (cx.mat(s.x, op)?, Matrices::new(cx, op, s.w)?);
     let parts = projection_parts(s);
     let storable = parts.iter().all(|part| matches!(part.out.dtype, DType::Bf16 | DType::E4m3 | DType::E2m1));
@@ -536,19 +565,19 @@ fn projection_stream(cx: &OpContext, op: &'static str, s: &Projection<'_>) -> Re
     // The epilogue of tensor-core kernels always normalises.
     let Some(norm) = s.norm.filter(|_| storable && whole_heads) else { return Ok(None) };
     let (table, rope) = (cx.mat(s.rope.table, op)?, rope_code(s.rope.style));
-    let stream = stream_of(cx, op, x, &w, parts)?;
+    let stream = stream_of(cx, op, x, &w, term, parts)?;
     let heads = |part: &KlGemmPart| part.epilogue != abi::KL_QK_NORM_ROPE || part.out.cols.is_multiple_of(abi::KL_MMA_COLS);
     let stream = stream.filter(|stream| stream.part.iter().all(heads));
     Ok(stream.map(|stream| KlGemmStream { table, rope, eps: norm.eps, ..stream }))
 }
 
 /// The projection by naive GEMMs, then the norm and rotation of queries and keys in place: in bf16 these are rounded once more.
-fn projection_in_passes(cx: &OpContext, op: &'static str, streams: &[Projection<'_>]) -> Result<()> {
+fn projection_in_passes(cx: &OpContext, op: &'static str, streams: &[(&Projection<'_>, Term)]) -> Result<()> {
     let mut heads = Vec::new();
-    for s in streams {
+    for (s, term) in streams {
         for part in projection_parts(s) {
             if part.epilogue != abi::KL_QK_NORM_ROPE {
-                naive_gemm(cx, op, s.x, s.w, part)?;
+                naive_gemm(cx, op, s.x, s.w, term, part)?;
                 continue;
             }
             // Rounded before and after the norm, queries and keys of e4m3 would have twice the error.
@@ -562,7 +591,7 @@ fn projection_in_passes(cx: &OpContext, op: &'static str, streams: &[Projection<
                 style: s.rope.style,
                 eps: s.norm.map_or(0.0, |norm| norm.eps),
             });
-            naive_gemm(cx, op, s.x, s.w, Part { epilogue: abi::KL_STORE, extra: None, ..part })?;
+            naive_gemm(cx, op, s.x, s.w, term, Part { epilogue: abi::KL_STORE, extra: None, ..part })?;
         }
     }
     qk_norm_rope(cx, op, &heads)

@@ -76,10 +76,11 @@ pub struct Memory {
     kept: Allocation,
     /// For what adapters compute beside weights.
     adapters: Allocation,
-    /// For weights that are expanded when they are multiplied, where working memory has no room for them.
-    expanded: Allocation,
-    /// Address and bytes of the memory for those of the present op.
-    expansion: (u64, u64),
+    /// For what ops have no tensors for, where working memory has no room for it.
+    spare: Allocation,
+    /// Address and bytes of the memory for that of the present op: weights that are expanded when they are multiplied, from its beginning on,
+    /// and products of low rank, up to its end.
+    op_scratch: (u64, u64),
     /// Address at which working memory begins.
     base: u64,
     /// Bytes of it that ops may use.
@@ -98,8 +99,8 @@ impl Memory {
             arena: Allocation::empty(&driver),
             kept: Allocation::empty(&driver),
             adapters: Allocation::empty(&driver),
-            expanded: Allocation::empty(&driver),
-            expansion: (0, 0),
+            spare: Allocation::empty(&driver),
+            op_scratch: (0, 0),
             base: 0,
             working: 0,
             scratch: 0,
@@ -149,26 +150,26 @@ impl Memory {
         Ok(())
     }
 
-    /// Places weights of so many bytes that an op expands behind the working memory that is in use, at the end of all of it; or, if there
-    /// is no room, in memory of their own. False if that is too small: then it has to be [allocated](Self::reserve_expanded).
-    pub fn place_expanded(&mut self, live: u64, bytes: u64) -> bool {
+    /// Places so many bytes that an op has no tensors for behind the working memory that is in use, at the end of all of it; or, if there is no
+    /// room, in memory of their own. False if that is too small: then it has to be [allocated](Self::reserve_spare).
+    pub fn place_op_scratch(&mut self, live: u64, bytes: u64) -> bool {
         // With addresses for offsets nobody knows where working memory ends.
         let has_room = self.working != u64::MAX && live.next_multiple_of(ALIGN) + bytes <= self.working;
-        let own = self.expanded.address;
-        self.expansion = if has_room { (self.base + self.working - bytes, bytes) } else { (own, self.expanded.bytes) };
-        has_room || bytes <= self.expanded.bytes
+        let own = self.spare.address;
+        self.op_scratch = if has_room { (self.base + self.working - bytes, bytes) } else { (own, self.spare.bytes) };
+        has_room || bytes <= self.spare.bytes
     }
 
-    /// Allocates memory of their own for weights that are expanded. Those from before are gone.
-    pub fn reserve_expanded(&mut self, bytes: u64) -> Result<()> {
-        self.expanded = Allocation::empty(&self.driver);
-        self.expanded = Allocation::new(&self.driver, bytes)?;
+    /// Allocates memory of its own for that. What was there is gone.
+    pub fn reserve_spare(&mut self, bytes: u64) -> Result<()> {
+        self.spare = Allocation::empty(&self.driver);
+        self.spare = Allocation::new(&self.driver, bytes)?;
         Ok(())
     }
 
-    /// Address and bytes of the memory for weights that the present op expands.
-    pub fn expansion(&self) -> (u64, u64) {
-        self.expansion
+    /// Address and bytes of the memory for what the present op has no tensors for.
+    pub fn op_scratch(&self) -> (u64, u64) {
+        self.op_scratch
     }
 
     /// Address of the counters of expansion.

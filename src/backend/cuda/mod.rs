@@ -17,6 +17,7 @@ pub mod driver;
 mod gemm;
 mod graph;
 mod launch;
+mod low_rank;
 mod memory;
 mod norm;
 mod params;
@@ -227,27 +228,27 @@ impl Cuda {
         if self.capturing { Err(Error::Op { op, what: "a transfer inside a step".into() }) } else { Ok(()) }
     }
 
-    /// Finds memory for the weights of an op that are expanded.
-    fn place_expanded(&mut self, bytes: u64) -> Result<()> {
-        if self.context.memory.place_expanded(self.live.end(), bytes) {
+    /// Finds memory for what an op has no tensors for.
+    fn place_op_scratch(&mut self, bytes: u64) -> Result<()> {
+        if self.context.memory.place_op_scratch(self.live.end(), bytes) {
             return Ok(());
         }
         if self.capturing {
-            return Err(Error::Op { op: "expand", what: "an allocation inside a step".into() });
+            return Err(Error::Op { op: "scratch", what: "an allocation inside a step".into() });
         }
         // Captured steps have the address of what was there before.
         self.steps.begin_anew();
         self.driver.synchronize(self.stream.1)?;
-        self.context.memory.reserve_expanded(bytes)?;
-        self.context.memory.place_expanded(self.live.end(), bytes);
+        self.context.memory.reserve_spare(bytes)?;
+        self.context.memory.place_op_scratch(self.live.end(), bytes);
         Ok(())
     }
 
     /// Launches the kernels of an op whose operands fit each other.
     fn issue(&mut self, op: Op<'_>) -> Result<()> {
-        let expanded = op.expanded_bytes();
-        if expanded > 0 && self.gemm_formats().expands {
-            self.place_expanded(expanded)?;
+        let scratch = op.scratch_bytes(self.gemm_formats());
+        if scratch > 0 {
+            self.place_op_scratch(scratch)?;
         }
         dispatch(&self.context, op)
     }

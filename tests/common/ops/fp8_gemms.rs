@@ -4,8 +4,8 @@
 
 use super::cases::{Table, Variants};
 use super::formats::Filed;
-use super::quantised::{FP8, FP8_ROWS, Fused, PLAIN, input, inputs, layer, project, results};
-use super::{Fit, Sums, want};
+use super::quantised::{FP8, FP8_ROWS, Fused, PLAIN, input, inputs, layer, project, results, with_low_rank};
+use super::{Fit, Mat, Rig, Sums, want};
 use kiln::backend::{GatedGemm, Gemm, Linear, Op, RopeStyle};
 use kiln::tensor::DType::{Bf16, E2m1, E4m3};
 use kiln::tensor::{Scale, Stored};
@@ -25,6 +25,19 @@ pub struct Kind {
     pub inner: usize,
     /// Columns of SwiGLU, by itself and as a part of the fused projection.
     pub widths: [usize; 2],
+    /// The rank of a term that is added to the weight.
+    pub rank: Option<usize>,
+}
+
+impl Kind {
+    /// A layer with its term of low rank.
+    fn layer(self, rig: &mut Rig<'_>, parts: &[(usize, Filed)], inner: usize, input: Stored) -> (Linear, Mat) {
+        let layer = layer(rig, parts, inner, input);
+        match self.rank {
+            Some(rank) => with_low_rank(rig, layer, rank),
+            None => layer,
+        }
+    }
 }
 
 /// All cases.
@@ -32,8 +45,8 @@ pub fn all(table: &mut Table) {
     let variants = std::mem::replace(&mut table.variants, ALIGNED);
     let [(_, bf16), (_, e4m3), _] = inputs();
     let [(_, e4m3_out), (_, clipped), ..] = results();
-    let w8a16 = Kind { name: "w8a16", input: bf16, sums: Sums::F32, inner: 528, widths: [208, 80] };
-    let w8a8 = Kind { name: "w8a8", input: e4m3, sums: Sums::Fp8, inner: 528, widths: [208, 80] };
+    let w8a16 = Kind { name: "w8a16", input: bf16, sums: Sums::F32, inner: 528, widths: [208, 80], rank: None };
+    let w8a8 = Kind { name: "w8a8", input: e4m3, sums: Sums::Fp8, inner: 528, widths: [208, 80], rank: None };
     for kind in [w8a16, w8a8] {
         // A handful of rows; more than one tile in both directions; more k-blocks than a pipeline has stages, the last one not
         // full.
@@ -88,7 +101,8 @@ pub fn linear(
     let name = format!("linear {} {rows} rows of {inner} to {cols}, {weight}, bias {bias}", kind.name);
     table.add(name, move |rig| {
         let (format, x) = input(rig, kind.input, rows, inner);
-        let ((w, host), bias, out) = (layer(rig, &parts, inner, format), bias.then(|| rig.vector(cols)), rig.output(rows, cols));
+        let ((w, host), bias, out) =
+            (kind.layer(rig, &parts, inner, format), bias.then(|| rig.vector(cols)), rig.output(rows, cols));
         let w = Linear { bias: bias.as_ref().map(|bias| bias.t), ..w };
         let bias = bias.as_ref().map(|bias| &bias.host);
         let op = Op::Linear(&[Gemm { out, x: x.t, w: &w }]);
@@ -99,14 +113,17 @@ pub fn linear(
 /// Two streams in one launch, whose inputs and weights have different scales.
 pub fn two_streams(table: &mut Table, kind: Kind, [first, second]: [Filed; 2]) {
     let inner = kind.inner;
-    table.add(format!("linear {} 65 and 67 rows of {inner} to 72 and 136, two streams", kind.name), move |rig| {
+    let rank = kind.rank.map_or_else(String::new, |rank| format!(", ranks {rank} and {}", rank + 32));
+    table.add(format!("linear {} 65 and 67 rows of {inner} to 72 and 136, two streams{rank}", kind.name), move |rig| {
         let streams = [(65, 72, first, 1.0), (67, 136, second, 3.0)].map(|(rows, cols, weight, larger)| {
             let format = kind.input.map(|format| match format.dtype {
                 E2m1 => Stored::nvfp4(Scale::new(0.000_41 * larger).unwrap()),
                 _ => Stored::fp8(Scale::new(0.0029 * larger).unwrap()),
             });
             let (format, x) = input(rig, format, rows, inner);
-            (x, layer(rig, &[(cols, weight)], inner, format), rig.output(rows, cols))
+            // The second one's term takes more stages.
+            let kind = Kind { rank: kind.rank.map(|rank| if larger > 1.0 { rank + 32 } else { rank }), ..kind };
+            (x, kind.layer(rig, &[(cols, weight)], inner, format), rig.output(rows, cols))
         });
         let gemms = streams.each_ref().map(|(x, (w, _), out)| Gemm { out: *out, x: x.t, w });
         let checks = streams
@@ -127,7 +144,7 @@ pub fn swiglu(table: &mut Table, kind: Kind, weight: &str, formats: &[Filed]) {
         let parts = parts.clone();
         table.add(format!("linear_swiglu {} {rows} rows of {inner} to {width}, {weight} into {name}", kind.name), move |rig| {
             let (format, x) = input(rig, kind.input, rows, inner);
-            let (w, host) = layer(rig, &parts, inner, format);
+            let (w, host) = kind.layer(rig, &parts, inner, format);
             let out = rig.output_stored(result.unwrap_or(rig.plain()), rows, width);
             let op = Op::LinearSwiglu(&[Gemm { out, x: x.t, w: &w }]);
             rig.run(op, &[(out, want!(kind.sums, swiglu(&x.host, &host, 0, width)))]);
@@ -147,7 +164,7 @@ pub fn gate_residual(
     let name = format!("linear_gate_residual {} {rows} rows of {inner} to {cols}, {weight}, gate {gated} bias {bias}", kind.name);
     table.add(name, move |rig| {
         let (stored, x) = input(rig, kind.input, rows, inner);
-        let (w, host) = layer(rig, &parts, inner, stored);
+        let (w, host) = kind.layer(rig, &parts, inner, stored);
         let (bias, gate) = (bias.then(|| rig.vector(cols)), gated.then(|| rig.input(1, cols, |v| v)));
         let into = rig.updated(rows, cols);
         let w = Linear { bias: bias.as_ref().map(|bias| bias.t), ..w };
@@ -163,7 +180,7 @@ pub fn qkv(table: &mut Table, kind: Kind, weight: &str, case: &Fused) {
     let stored = |format: Option<Stored>| format.map_or("bf16", |format| format.dtype.name());
     let shape @ [rows, inner, width] = [131, kind.inner, kind.widths[1]];
     for style in [RopeStyle::Interleaved, RopeStyle::HalfSplit] {
-        let case = Fused { input: kind.input, shape, style, sums: kind.sums, ..case.clone() };
+        let case = Fused { input: kind.input, shape, style, sums: kind.sums, rank: kind.rank, ..case.clone() };
         let into = format!("{} and {}", stored(case.heads), stored(case.mlp));
         let name = format!("qkv {} {rows} rows of {inner} {style:?} mlp {width}, {weight} into {into}", kind.name);
         table.add(name, move |rig| project(rig, &case, 128));

@@ -1,6 +1,6 @@
 //! The precision of tensor cores on e4m3: f64 but for sums of products, of which they keep thirteen binary places.
 
-use super::oracle::Real;
+use super::oracle::{Real, bf16};
 use std::iter::Sum;
 use std::ops::{Add, AddAssign, Div, Mul, Neg, Sub};
 
@@ -71,6 +71,9 @@ impl Real for Fp8Sums {
     }
     fn sqrt(self) -> Self {
         Self(self.0.sqrt())
+    }
+    fn through_bf16(self) -> Self {
+        Self(bf16(self.0 as f32).into())
     }
 
     fn add_products(sums: &mut [Self], row: &[Self], columns: &[Self]) {

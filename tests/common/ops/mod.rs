@@ -18,6 +18,7 @@ mod fp8_gemms;
 pub mod fp8_sums;
 mod gemms;
 mod judge;
+mod low_rank_gemms;
 #[allow(dead_code)] // the GPU tests and the emulator check kernels
 pub mod mistakes;
 mod nvfp4_gemms;

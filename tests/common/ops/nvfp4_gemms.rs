@@ -19,7 +19,7 @@ pub fn all(table: &mut Table) {
 fn w4a16(table: &mut Table) {
     let ([(_, bf16), ..], [(_, e4m3), (_, clipped), ..]) = (inputs(), results());
     // The inner size is one of whole tiles of scales: nine k-blocks, more than a pipeline has stages.
-    let kind = Kind { name: "w4a16", input: bf16, sums: Sums::F32, inner: 576, widths: [208, 80] };
+    let kind = Kind { name: "w4a16", input: bf16, sums: Sums::F32, inner: 576, widths: [208, 80], rank: None };
     for (shape, bias) in [([3, 640, 136], true), ([130, 576, 168], false), ([67, 832, 392], true), ([257, 64, 136], false)] {
         linear(table, kind, shape, "nvfp4", &[(shape[2], NVFP4)], bias);
     }
@@ -68,7 +68,7 @@ fn w4a16(table: &mut Table) {
 fn w4a4(table: &mut Table) {
     let ([.., (_, nvfp4)], [(_, e4m3), _, (_, nvfp4_out), (_, clipped)]) = (inputs(), results());
     // Whole k-blocks, more than a pipeline has stages, and whole words of scales; gates and ups begin with either half of a scale tile.
-    let kind = Kind { name: "w4a4", input: nvfp4, sums: Sums::F32, inner: 640, widths: [192, 64] };
+    let kind = Kind { name: "w4a4", input: nvfp4, sums: Sums::F32, inner: 640, widths: [192, 64], rank: None };
     // K of whole tiles of scales and of whole blocks alone, a handful of rows, more than a tile of them in both directions.
     for (shape, bias) in [
         ([3, 640, 136], true),

@@ -24,14 +24,23 @@ pub trait Real:
     fn exp(self) -> Self;
     fn sqrt(self) -> Self;
 
+    /// The value as it is after it was stored in bf16, if arithmetic is not exact.
+    fn through_bf16(self) -> Self;
+
     /// Adds the products of a row with the columns of a matrix `[row.len(), sums.len()]` to their sums.
     fn add_products(sums: &mut [Self], row: &[Self], columns: &[Self]) {
         row.iter().zip(columns.chunks_exact(sums.len())).for_each(|(&scale, terms)| add_scaled(sums, scale, terms));
     }
 }
 
+/// Rounded to bf16, to the nearest even.
+pub fn bf16(value: f32) -> f32 {
+    let bits = value.to_bits();
+    f32::from_bits((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff_0000)
+}
+
 macro_rules! real {
-    ($t:ty) => {
+    ($t:ty, $through_bf16:expr) => {
         impl Real for $t {
             fn of(value: f32) -> Self {
                 value.into()
@@ -42,11 +51,14 @@ macro_rules! real {
             fn sqrt(self) -> Self {
                 <$t>::sqrt(self)
             }
+            fn through_bf16(self) -> Self {
+                $through_bf16(self)
+            }
         }
     };
 }
-real!(f32);
-real!(f64);
+real!(f32, bf16);
+real!(f64, std::convert::identity);
 
 fn one<R: Real>() -> R {
     R::of(1.0)
@@ -110,7 +122,11 @@ fn gemm_nt<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>) -> Vec<R> {
     let x: Vec<Vec<R>> = (0..x.rows).map(|r| x.row(r)).collect();
     let mut out = product_nt(&x, w, rows.clone());
     if let Some((down, up)) = w.low_rank.as_deref() {
-        let reduced: Vec<R> = product_nt(&x, down, 0..down.rows);
+        let mut reduced: Vec<R> = product_nt(&x, down, 0..down.rows);
+        // Tensor cores multiply what the kernel before has stored.
+        if down.rows.is_multiple_of(16) {
+            reduced.iter_mut().for_each(|value| *value = value.through_bf16());
+        }
         let reduced: Vec<Vec<R>> = reduced.chunks_exact(down.rows).map(<[R]>::to_vec).collect();
         let added: Vec<R> = product_nt(&reduced, up, rows);
         out.iter_mut().zip(added).for_each(|(sum, term)| *sum += term);

@@ -51,14 +51,13 @@ pub fn all() -> Vec<Case> {
     table.cases
 }
 
-/// Whether GPUs have kernels for a case: those of e4m3 and NVFP4, without terms of low rank, and of inputs in NVFP4 with weights
-/// that are NVFP4 throughout. Of GEMMs it is only what tensor cores do not take; what they do is added as they add it, so it has
+/// Whether GPUs have kernels for a case: those of e4m3 and NVFP4, and of inputs in NVFP4 with weights that are NVFP4 throughout. Of GEMMs it is only what tensor cores do not take; what they do is added as they add it, so it has
 /// cases of its own.
 pub fn has_kernels(name: &str) -> bool {
     let is = |ops: &[&str]| ops.iter().any(|op| name.starts_with(op));
     let weight = name.split_once(" by nvfp4").map_or("", |(before, _)| before);
     let mixed = ["e4m3", "bf16"].iter().any(|other| weight.contains(other));
-    let missing = ["e5m2", "low rank", "heads in e4m3"].iter().any(|missing| name.contains(missing));
+    let missing = ["e5m2", "heads in e4m3"].iter().any(|missing| name.contains(missing));
     let here = is(&["rms_norm", "layer_norm", "attention"]) || is(&["linear", "qkv"]) && name.ends_with(" f32 slice");
     here && !mixed && !missing
 }
@@ -122,10 +121,11 @@ pub fn layer(rig: &mut Rig<'_>, parts: &[(usize, Filed)], cols: usize, input: St
     (Linear { weight, bias: None, input, low_rank: None }, host)
 }
 
-/// Adds a term of low rank to a layer.
-fn with_low_rank(rig: &mut Rig<'_>, (linear, host): (Linear, Mat), rank: usize) -> (Linear, Mat) {
+/// Adds a term of low rank to a layer: one that tensor cores multiply if the rank is a multiple of sixteen.
+pub fn with_low_rank(rig: &mut Rig<'_>, (linear, host): (Linear, Mat), rank: usize) -> (Linear, Mat) {
     let down = rig.weight(Role::Linear, &[rank], host.cols, Bf16, Bf16);
-    let up = rig.weight(Role::Linear, &[host.rows], rank, F32, F32);
+    let dtype = if rank.is_multiple_of(16) { Bf16 } else { F32 };
+    let up = rig.weight(Role::Linear, &[host.rows], rank, dtype, dtype);
     let linear = Linear { low_rank: Some(LowRank { down: down.t, up: up.t }), ..linear };
     (linear, Mat { low_rank: Some(Box::new((down.host, up.host))), ..host })
 }

@@ -412,8 +412,8 @@ const MODELS: &[Planted] = &[
         kernel_file: "gemm_nvfp4_sm120",
         tile: "KL_GEMM_NVFP4_SM120(gemm_nvfp4_sm120, 256, 128,",
         source: "gemm/policies_sm90.cuh",
-        find: "second.map, k * Config::kMapCols,",
-        replace: "second.map, k * Config::kBlockK,",
+        find: "// Waits until k-block `k` can be loaded.\n    __device__ __forceinline__ void wait(uint32_t, bool) const {}\n\n    __device__ __forceinline__ void load(uint32_t k, uint32_t to, uint32_t full) const { load_from(k * Config::kMapCols,",
+        replace: "__device__ __forceinline__ void wait(uint32_t, bool) const {}\n\n    __device__ __forceinline__ void load(uint32_t k, uint32_t to, uint32_t full) const { load_from(k * Config::kBlockK,",
     },
     // Warps wait for the phase before.
     Planted {
@@ -438,9 +438,54 @@ const MODELS: &[Planted] = &[
         name: "swizzle_of_longer_rows",
         kernel_file: "gemm_nvfp4_sm120",
         tile: "KL_GEMM_NVFP4_SM120(gemm_nvfp4_sm120, 256, 128,",
+        source: "gemm/policies_sm90.cuh",
+        find: "a_offset(swizzled<kRowBytes>(row + lane() % 16, lane() / 16)),",
+        replace: "a_offset((row + lane() % 16) * kRowBytes + swizzled_chunk<2 * kRowBytes>(lane() % 4, lane() / 16) * 16),",
+    },
+    // A block of a term of low rank is given back before all warps have read it.
+    Planted {
+        name: "low_rank_released_early",
+        kernel_file: "gemm_bf16_sm90",
+        tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 192,",
+        source: "gemm/epilogue_sm90.cuh",
+        find: "if constexpr (!Config::Mma::kPerWarp) warpgroup_sync(kWarpgroupBarrier + thread / kWarpgroupThreads - 1);\n      pipe.release(pipe.stage);\n    }\n  }\n\n  // Calls f",
+        replace: "pipe.release(pipe.stage);\n    }\n  }\n\n  // Calls f",
+    },
+    // The term of low rank is multiplied by the scales of the weight.
+    Planted {
+        name: "low_rank_scaled",
+        kernel_file: "gemm_fp8_sm90",
+        tile: "KL_GEMM_FP8_SM90(gemm_fp8_sm90, 128, 192, 128, 2, 4, MulticastB, 0,",
+        source: "gemm/epilogue_sm90.cuh",
+        find: "return s.reduced.data ? 1.0f : part.w[half].alpha;",
+        replace: "return part.w[half].alpha;",
+    },
+    // With split-K a warpgroup keeps the stages that are of no use to it.
+    Planted {
+        name: "low_rank_not_skipped",
+        kernel_file: "gemm_bf16_sm90",
+        tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 160,",
         source: "gemm/mainloop_sm90.cuh",
-        find: "swizzled<kRowBytes>(row + lane() % 16, lane() / 16);",
-        replace: "(row + lane() % 16) * kRowBytes + swizzled_chunk<2 * kRowBytes>(lane() % 4, lane() / 16) * 16;",
+        find: "if constexpr (Config::kLowRank) skip_low_rank(p.stream[at.stream], pipe);",
+        replace: "",
+    },
+    // Warps add up their sums of a product of low rank before all have stored them.
+    Planted {
+        name: "low_rank_without_barrier",
+        kernel_file: "low_rank",
+        tile: "",
+        source: "low_rank.cu",
+        find: "    __syncthreads();\n    if (warp < half) {",
+        replace: "    if (warp < half) {",
+    },
+    // The lanes of a quad take each other's part of K for their own.
+    Planted {
+        name: "low_rank_other_columns",
+        kernel_file: "low_rank",
+        tile: "",
+        source: "low_rank.cu",
+        find: "b[n] = Bf16Rows::load(p.down, col0 + line + 8 * n, col + 8 * v);",
+        replace: "b[n] = Bf16Rows::load(p.down, col0 + line + 8 * n, col % 8 + k + (quad ^ 1) * Rows::kElements + 8 * v);",
     },
     // Weights are loaded while the kernel before may still expand them.
     Planted {

@@ -114,6 +114,11 @@ impl Tile {
         matches!(self.config().cluster, Some(ClusterMode::Single))
     }
 
+    /// Columns of bf16 in a row of a pipeline stage, in which persistent kernels load a term of low rank.
+    pub const fn low_rank_cols(self) -> u32 {
+        if self.is_sm120() { abi::KL_SM120_BOX_COLS } else { abi::KL_SM90_BOX_COLS }
+    }
+
     /// Whether it is a tile of a Hopper kernel.
     pub const fn is_sm90(self) -> bool {
         self.is_persistent() && !self.is_sm120()

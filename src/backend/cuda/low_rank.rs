@@ -1,0 +1,116 @@
+//! Terms of low rank. A layer with weight `W + up down` is `x W^T + (x down^T) up^T`: the first product, which has few columns, is computed before
+//! the GEMM, into memory that belongs to no tensor, and the GEMM adds the second one before its epilogue.
+
+use super::abi::{self, KlMat, KlReduction};
+use super::context::{Choice, OpContext};
+use super::launch::Kernel;
+use super::params::{NONE, bytes, dtype_code, is_async_copyable, naive_grid};
+use crate::backend::{Linear, LowRank};
+use crate::error::{Error, Result};
+use crate::tensor::Tensor;
+
+/// The kernels of the first product, the fastest first.
+pub fn kernels() -> [Kernel; 2] {
+    [Kernel::LowRank, Kernel::NaiveGemm]
+}
+
+/// The term of low rank of a layer as GEMMs take it: the first product, and the second matrix. Both are absent if the layer has none.
+#[derive(Clone, Copy)]
+pub struct Term {
+    pub reduced: KlMat,
+    pub up: KlMat,
+}
+
+impl Term {
+    pub const NONE: Self = Self { reduced: NONE, up: NONE };
+
+    /// Whether the layer has one.
+    pub const fn exists(&self) -> bool {
+        self.reduced.data != 0
+    }
+
+    /// Whether tensor cores multiply it.
+    pub fn is_multiplied(&self) -> bool {
+        let step = abi::KL_LOW_RANK_STEP;
+        let fits = |m: &KlMat| is_async_copyable(m, abi::KL_BF16) && m.cols.is_multiple_of(step);
+        !self.exists() || fits(&self.reduced) && fits(&self.up)
+    }
+
+    /// The second matrix from row `first` on.
+    pub fn up_from(&self, first: usize) -> KlMat {
+        let offset = bytes(first as u64 * self.up.stride, self.up.dtype);
+        if self.exists() { KlMat { data: self.up.data + offset, rows: self.up.rows - first as u32, ..self.up } } else { NONE }
+    }
+}
+
+/// Computes the first products of the layers of an op that have such a term.
+pub fn reduce<'a>(cx: &OpContext, op: &'static str, layers: impl Iterator<Item = (Tensor, &'a Linear)>) -> Result<Vec<Term>> {
+    let layers: Vec<(Tensor, Option<LowRank>)> = layers.map(|(x, layer)| (x, layer.low_rank)).collect();
+    let sizes = layers.iter().map(|(x, term)| term.map_or(0, |term| term.reduced_bytes(*x)));
+    let (needed, (begin, room)) = (sizes.sum::<u64>(), cx.memory.op_scratch());
+    if needed > room {
+        return Err(Error::Op { op, what: format!("{needed} bytes of products of low rank") });
+    }
+    let mut next = begin + room - needed;
+    let (mut terms, mut reductions) = (Vec::with_capacity(layers.len()), Vec::new());
+    for (x, term) in layers {
+        let Some(term) = term else {
+            terms.push(Term::NONE);
+            continue;
+        };
+        let cols = term.down.rows as u32;
+        let dtype = dtype_code(LowRank::reduced_type(x));
+        let (x_mat, down) = (cx.mat(x, op)?, cx.mat(term.down, op)?);
+        let reduced = KlMat { data: next, scales: 0, stride: u64::from(cols), rows: x_mat.rows, cols, dtype, scale: 1.0 };
+        next += term.reduced_bytes(x);
+        terms.push(Term { reduced, up: cx.mat(term.up, op)? });
+        reductions.push(KlReduction { out: reduced, x: x_mat, down });
+    }
+    // Streams of one kernel share a launch.
+    for group in reductions.chunk_by(|a, b| is_multiplied(cx, a) == is_multiplied(cx, b)) {
+        if is_multiplied(cx, &group[0]) {
+            group.chunks(abi::KL_STREAMS as usize).try_for_each(|streams| launch(cx, streams))?;
+        } else {
+            group.iter().try_for_each(|reduction| naive(cx, reduction))?;
+        }
+    }
+    Ok(terms)
+}
+
+/// Whether tensor cores compute it.
+fn is_multiplied(cx: &OpContext, KlReduction { out, x, down }: &KlReduction) -> bool {
+    let types = [abi::KL_BF16, abi::KL_E4M3, abi::KL_E2M1];
+    cx.choice != Choice::Naive
+        && cx.kernels.has(Kernel::LowRank)
+        && types.contains(&x.dtype)
+        && is_async_copyable(x, x.dtype)
+        && is_async_copyable(down, abi::KL_BF16)
+        && out.dtype == abi::KL_BF16
+        && out.cols.is_multiple_of(abi::KL_LOW_RANK_STEP)
+}
+
+fn launch(cx: &OpContext, streams: &[KlReduction]) -> Result<()> {
+    let mut stream = [KlReduction { out: NONE, x: NONE, down: NONE }; abi::KL_STREAMS as usize];
+    stream[..streams.len()].copy_from_slice(streams);
+    let most = |size: fn(&KlReduction) -> u32| streams.iter().map(size).max().unwrap_or(0);
+    let rows = most(|s| s.out.rows).div_ceil(abi::KL_LOW_RANK_ROWS);
+    let cols = most(|s| s.out.cols).div_ceil(abi::KL_LOW_RANK_COLS);
+    cx.kernels.launch(Kernel::LowRank, [rows, cols, streams.len() as u32], &abi::KlLowRank { stream })
+}
+
+fn naive(cx: &OpContext, &KlReduction { out, x, down }: &KlReduction) -> Result<()> {
+    let p = abi::KlNaiveGemm {
+        out,
+        x,
+        w: [down; 2],
+        bias: NONE,
+        gate: NONE,
+        reduced: NONE,
+        up: [NONE; 2],
+        saturated: cx.memory.saturated(),
+        first: [0; 2],
+        epilogue: abi::KL_STORE,
+        unused: 0,
+    };
+    cx.kernels.launch(Kernel::NaiveGemm, naive_grid(&p.out), &p)
+}
