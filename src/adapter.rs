@@ -5,6 +5,7 @@
 //! without telling. `contents` lists what a file has without a model.
 
 mod base;
+mod block;
 mod branch;
 mod contents;
 mod key;
@@ -20,7 +21,7 @@ pub use merge::{AdapterMode, Adapters, MAX_RANK, Merger};
 pub use notes::Notes;
 pub use place::{Place, Places};
 pub use spelling::Spelling;
-pub use term::{KroneckerFactor, Matrix, Product, ScaledTerm, Term};
+pub use term::{KroneckerFactor, Matrix, Product, Term};
 
 use crate::checkpoint::{Entry, Shard};
 use crate::error::{Error, Remedy, Result};

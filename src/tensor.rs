@@ -13,6 +13,7 @@ mod values;
 
 pub use format::{DType, Scale, Scales, Scaling, Stored};
 pub use part::{Nvfp4Layout, PartScaling, WeightPart};
+pub use values::{decode_bf16, encode_bf16};
 
 use crate::error::{Error, Result};
 use std::ops::Range;

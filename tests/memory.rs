@@ -6,11 +6,13 @@
 
 mod common;
 
+use common::adapter_files::{adapters, lora_of_all};
 use common::quantised::{self, Content, Form, SHORT};
 use common::{cpu, engine_on, small_job};
 use kiln::backend::GemmFormats;
 use kiln::config::Variant;
 use kiln::locate::Found;
+use kiln::model::transformer_manifest;
 use kiln::names::Layout;
 use kiln::noise::NoiseKind;
 use kiln::part::{Part, PerPart};
@@ -122,6 +124,18 @@ fn copies_are_what_the_plan_says(job: &Job) {
     let [copied, planned] = copied_and_planned(wide_model(), job);
     // Threads keep the packing buffers of GEMMs.
     assert!(planned > 32 << 20 && copied >= planned && copied - planned < 8 << 20, "{copied} bytes, {planned} planned");
+
+    // So are weights that are merged with an adapter.
+    let plain = || OpenModel::open(&Found::Tiny, None).unwrap();
+    let mut merged = plain();
+    let layers = lora_of_all(&transformer_manifest(&merged.configs.transformer), 4);
+    merged.adapters = adapters(&merged, [(&layers[..], 0.1)]);
+    let [less, norms] = copied_and_planned(plain(), job);
+    let [copied, planned] = copied_and_planned(merged, job);
+    assert!(
+        planned - norms > 8 << 20 && (copied - less).abs_diff(planned - norms) < 1 << 20,
+        "{copied} bytes, {planned} planned"
+    );
 
     // ModelOpt has elements and block scales in another order than tensors; ComfyUI has them in the same, so that only norms are
     // copied.

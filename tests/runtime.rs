@@ -576,8 +576,8 @@ fn a_job_that_does_not_fit_is_refused_with_ways_down() {
     let estimate = open.estimate(options, cuda::gemm_formats((9, 0)), &job).unwrap();
     let need = estimate.weight_bytes + estimate.arena_bytes;
     let least = estimate.low_memory_weight_bytes + estimate.arena_bytes;
-    // What comes on top: the scratch, and up to 2 MiB by which the driver rounds up each of the two allocations.
-    let own = SCRATCH + 2 * (2 << 20);
+    // What comes on top: the scratch, and up to 2 MiB by which the driver rounds up each of three allocations.
+    let own = SCRATCH + 3 * (2 << 20);
     let saves = [(need + own, Some(false)), (need + own - 1, Some(true)), (least + own, Some(true))];
     for (memory, saves) in saves.into_iter().chain([least + own - 1, need / 2, 1 << 22].map(|memory| (memory, None))) {
         let driver = StandIn::new(memory);

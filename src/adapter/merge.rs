@@ -1,6 +1,6 @@
 //! Adapters that are merged: their terms are added to the weights of a model in f32, before those are rounded to the type that a backend holds.
 
-use super::term::{ROWS, ScaledTerm};
+use super::block::{BLOCK, Block, ScaledTerm};
 use super::{Adapter, Term};
 use crate::error::{Error, Result};
 use crate::part::Part;
@@ -61,11 +61,6 @@ impl Adapters {
         Ok(total)
     }
 
-    /// Whether what is added to a weight with this rank can be computed beside it.
-    pub const fn can_be_beside(rank: usize) -> bool {
-        rank <= MAX_RANK
-    }
-
     /// Fails if a file changed since it was opened.
     pub fn verify(&self) -> Result<()> {
         self.0.iter().try_for_each(|(adapter, _)| adapter.verify())
@@ -88,34 +83,12 @@ impl Merger {
         let (rows, pitch) = (parts.iter().map(|part| part.rows).sum::<usize>(), to.bytes(cols));
         let terms: Vec<(ScaledTerm, &[Range<usize>])> =
             adapters.terms(part, weight).map(|(term, ranges, strength)| (term.scaled(strength), ranges)).collect();
-        let first_rows = || {
-            parts.iter().scan(0, |next, part| {
-                let first = *next;
-                *next += part.rows;
-                Some((first, part))
-            })
-        };
-        // A block of rows is decoded, changed and rounded while it is in the cache, so that the weight is read and written once.
-        let merge_block = |values: &mut Vec<f32>, block: Range<usize>, out: &mut [u8]| {
-            values.resize(block.len() * cols, 0.0);
-            for (first, part) in first_rows() {
-                for row in block.start.max(first)..block.end.min(first + part.rows) {
-                    part.decode(row - first, &mut values[(row - block.start) * cols..][..cols]);
-                }
-            }
-            for (term, ranges) in &terms {
-                let mut of_term = 0;
-                for range in *ranges {
-                    let common = block.start.max(range.start)..block.end.min(range.end);
-                    if !common.is_empty() {
-                        let to = &mut values[(common.start - block.start) * cols..(common.end - block.start) * cols];
-                        term.add_rows(of_term + common.start - range.start, to);
-                    }
-                    of_term += range.len();
-                }
-            }
-            to.encode(values, out);
-        };
+        let first_rows = parts.iter().scan(0, |next, part| {
+            let first = *next;
+            *next += part.rows;
+            Some((first, part))
+        });
+        let first_rows: Vec<(usize, &WeightPart)> = first_rows.collect();
         let bytes = rows * pitch;
         let memory = match Arc::get_mut(&mut self.memory).filter(|memory| memory.len() >= bytes) {
             Some(memory) => memory,
@@ -126,10 +99,14 @@ impl Merger {
                 memory
             }
         };
-        let blocks = memory[..bytes].par_chunks_mut((ROWS * pitch).max(1)).enumerate();
-        blocks.for_each_init(Vec::new, |values, (i, out)| merge_block(values, i * ROWS..(i * ROWS + ROWS).min(rows), out));
+        let blocks = memory[..bytes].par_chunks_mut((BLOCK * pitch).max(1)).enumerate();
+        // The weight is read and written once, because a block is decoded, changed and rounded while it is in the cache.
+        blocks.for_each_init(Vec::new, |values, (i, out)| {
+            let rows = i * BLOCK..(i * BLOCK + BLOCK).min(rows);
+            Block { parts: &first_rows, terms: &terms, rows, cols, values, to, out }.merge();
+        });
         let all = Bytes::new(self.memory.clone());
-        let merged = first_rows().map(|(first, part)| {
+        let merged = first_rows.iter().map(|(first, part)| {
             let own = all.slice(first * pitch..(first + part.rows) * pitch).expect("all rows were merged");
             WeightPart::plain(own, to, part.rows)
         });
@@ -186,7 +163,7 @@ mod tests {
     /// Against sums in f64, at sizes that are no multiples of a block.
     #[test]
     fn many_rows_are_merged_block_by_block() {
-        let (rows, cols, rank) = (3 * ROWS + 5, 40, 3);
+        let (rows, cols, rank) = (12 * BLOCK + 5, 40, 3);
         let values =
             |count: usize, seed: usize| (0..count).map(|i| ((i * 37 + seed) % 101) as f32 / 64.0 - 0.75).collect::<Vec<_>>();
         let (weight, up, down) = (values(rows * cols, 1), values(rows * rank, 2), values(rank * cols, 3));

@@ -1,7 +1,7 @@
 //! What an adapter adds to the weight of a layer: a product of two matrices of low rank (LoRA, Hu et al. 2021) or a Kronecker product (LoKr,
 //! Yeh et al. 2023). Nothing is expanded before it is needed: a term computes the rows that it is asked for.
 
-use crate::backend::cpu;
+use super::block::{BLOCK, Panels, ScaledTerm};
 use crate::tensor::{Bytes, DType};
 use rayon::prelude::*;
 
@@ -62,7 +62,7 @@ impl KroneckerFactor {
     pub(super) fn values(&self) -> Vec<f32> {
         match self {
             Self::Whole(whole) => whole.values(),
-            Self::Product(a, b) => product(&a.values(), &b.values(), a.cols),
+            Self::Product(a, b) => product(a.values(), &b.values(), a.cols),
         }
     }
 }
@@ -127,7 +127,7 @@ impl Term {
     }
 
     /// The same times `strength`, with its factors in f32.
-    pub fn scaled(&self, strength: f32) -> ScaledTerm {
+    pub(super) fn scaled(&self, strength: f32) -> ScaledTerm {
         let scale = strength * self.scale;
         let times = |mut values: Vec<f32>| {
             values.iter_mut().for_each(|value| *value *= scale);
@@ -135,7 +135,7 @@ impl Term {
         };
         match &self.product {
             Product::LowRank { down, up } => {
-                ScaledTerm::LowRank { up: times(up.values()), down: down.values(), rank: down.rows, cols: down.cols }
+                ScaledTerm::LowRank { up: times(up.values()), down: Panels::new(&down.values(), down.rows, down.cols) }
             }
             Product::Kronecker(w1, w2) => {
                 let ([_, j], [p, q]) = (w1.shape(), w2.shape());
@@ -155,67 +155,15 @@ impl Term {
             return;
         }
         let scaled = self.scaled(strength);
-        to.par_chunks_mut(ROWS * cols).enumerate().for_each(|(block, to)| scaled.add_rows(block * ROWS, to));
-    }
-}
-
-/// Rows that are multiplied at a time: so many that reading the other factor costs little, and so few that they stay in the second-level
-/// cache.
-pub const ROWS: usize = 32;
-
-/// A term with its factors in f32, the first of which has its scale.
-pub enum ScaledTerm {
-    /// `up down`.
-    LowRank {
-        /// `[out, rank]`.
-        up: Vec<f32>,
-        /// `[rank, in]`.
-        down: Vec<f32>,
-        /// The rank.
-        rank: usize,
-        /// Its columns.
-        cols: usize,
-    },
-    /// Each element of the first factor times all of the second, which is `[p, q]`.
-    Kronecker {
-        /// The first, of `j` columns.
-        w1: Vec<f32>,
-        /// The second.
-        w2: Vec<f32>,
-        /// Columns of the first.
-        j: usize,
-        /// Rows of the second.
-        p: usize,
-        /// Columns of the second.
-        q: usize,
-    },
-}
-
-impl ScaledTerm {
-    /// Adds the rows from `first` on to as many as there are in `to`, on the calling thread.
-    pub fn add_rows(&self, first: usize, to: &mut [f32]) {
-        match self {
-            Self::LowRank { up, down, rank, cols } => {
-                let rows = to.len() / cols;
-                cpu::add_product(to, &up[first * rank..][..rows * rank], down, *rank);
-            }
-            Self::Kronecker { w1, w2, j, p, q } => {
-                for (row, to) in (first..).zip(to.chunks_exact_mut(j * q)) {
-                    let (w1, w2) = (&w1[row / p * j..][..*j], &w2[row % p * q..][..*q]);
-                    for (to, factor) in to.chunks_exact_mut(*q).zip(w1) {
-                        to.iter_mut().zip(w2).for_each(|(to, w2)| *to += factor * w2);
-                    }
-                }
-            }
-        }
+        to.par_chunks_mut(BLOCK * cols).enumerate().for_each(|(block, to)| scaled.add_rows(block * BLOCK, to));
     }
 }
 
 /// The product of two matrices in f32, `inner` being the columns of the first.
-fn product(a: &[f32], b: &[f32], inner: usize) -> Vec<f32> {
+fn product(a: Vec<f32>, b: &[f32], inner: usize) -> Vec<f32> {
     let (rows, cols) = (a.len().checked_div(inner).unwrap_or(0), b.len().checked_div(inner).unwrap_or(0));
     let mut out = vec![0.0; rows * cols];
-    cpu::add_product(&mut out, a, b, inner);
+    ScaledTerm::LowRank { up: a, down: Panels::new(b, inner, cols) }.add_rows(0, &mut out);
     out
 }
 

@@ -18,10 +18,7 @@ impl DType {
         assert_eq!(bytes.len(), self.bytes(to.len()), "{self:?} of {} values", to.len());
         match self {
             Self::F32 => to.iter_mut().zip(bytes.as_chunks().0).for_each(|(t, b)| *t = f32::from_le_bytes(*b)),
-            Self::Bf16 => to
-                .iter_mut()
-                .zip(bytes.as_chunks().0)
-                .for_each(|(t, b)| *t = f32::from_bits(u32::from(u16::from_le_bytes(*b)) << 16)),
+            Self::Bf16 => decode_bf16(bytes, to),
             Self::F16 => {
                 // The processor converts eight at a time, but only what lies aligned.
                 let mut block = [f16::ZERO; BLOCK];
@@ -46,7 +43,7 @@ impl DType {
         assert_eq!(to.len(), self.bytes(values.len()), "{self:?} of {} values", values.len());
         match self {
             Self::F32 => to.as_chunks_mut().0.iter_mut().zip(values).for_each(|(t, v)| *t = v.to_le_bytes()),
-            Self::Bf16 => to.as_chunks_mut().0.iter_mut().zip(values).for_each(|(t, &v)| *t = round_bf16(v).to_le_bytes()),
+            Self::Bf16 => encode_bf16(values, to),
             Self::F16 => to.as_chunks_mut().0.iter_mut().zip(values).for_each(|(t, &v)| *t = f16::from_f32(v).to_le_bytes()),
             Self::U8 => to.iter_mut().zip(values).for_each(|(t, v)| *t = v.round_ties_even() as u8),
             Self::E4m3 => to.iter_mut().zip(values).for_each(|(t, &v)| *t = to_e4m3(v)),
@@ -94,8 +91,22 @@ impl DType {
     }
 }
 
+/// Decodes bfloat16. It is inlined, so that it is compiled for the instructions that its caller may use.
+#[inline(always)]
+pub fn decode_bf16(bytes: &[u8], to: &mut [f32]) {
+    let pairs = to.iter_mut().zip(bytes.as_chunks().0);
+    pairs.for_each(|(t, b)| *t = f32::from_bits(u32::from(u16::from_le_bytes(*b)) << 16));
+}
+
+/// Rounds to bfloat16, inlined likewise.
+#[inline(always)]
+pub fn encode_bf16(values: &[f32], to: &mut [u8]) {
+    to.as_chunks_mut().0.iter_mut().zip(values).for_each(|(t, &v)| *t = round_bf16(v).to_le_bytes());
+}
+
 /// The bits of the nearest bfloat16, ties to even. There are no branches, so that the loop around it is vectorised; NaN stays
 /// NaN.
+#[inline(always)]
 fn round_bf16(value: f32) -> u16 {
     let bits = value.to_bits();
     let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;

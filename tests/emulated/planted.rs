@@ -89,12 +89,7 @@ const EXPECTED: &[Expected] = &[
         case: LOW_RANK,
         message: "which a TMA load of CTA",
     },
-    Expected {
-        bug: "low_rank_scaled",
-        choice: Choice::Tile(Tile::Fp8_128x192),
-        case: LOW_RANK_FP8,
-        message: "relative error",
-    },
+    Expected { bug: "low_rank_scaled", choice: Choice::Tile(Tile::Fp8_128x192), case: LOW_RANK_FP8, message: "relative error" },
     Expected {
         bug: "low_rank_not_skipped",
         choice: Choice::Tile(Tile::Sm90_128x160),

@@ -22,8 +22,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use view::{In, Out};
 
-pub use view::add_product;
-
 /// The CPU backend.
 pub struct Cpu {
     weights: Segments,

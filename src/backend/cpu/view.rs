@@ -356,16 +356,6 @@ impl<'a> Strided<'a> {
     }
 }
 
-/// `out += a b` for row-major matrices, `inner` being the columns of `a`. Runs on the calling thread only: callers split the work.
-///
-/// # Panics
-/// If their sizes do not fit each other.
-pub fn add_product(out: &mut [f32], a: &[f32], b: &[f32], inner: usize) {
-    let (rows, cols) = (a.len().checked_div(inner).unwrap_or(0), b.len().checked_div(inner).unwrap_or(0));
-    assert_eq!(out.len(), rows * cols, "{rows} rows by {cols} columns");
-    matmul(out, Strided::new(a, rows, inner), Strided::new(b, inner, cols), true);
-}
-
 /// `out = a b`, or `out += a b`; `out` is row-major and contiguous. Runs on the calling thread only: callers split the work.
 pub fn matmul(out: &mut [f32], a: Strided<'_>, b: Strided<'_>, accumulate: bool) {
     let (m, n, k) = (a.rows, b.cols, a.cols);

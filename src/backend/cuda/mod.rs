@@ -333,9 +333,10 @@ impl Backend for Cuda {
     }
 
     fn available(&self) -> Result<Option<u64>> {
-        // Each of the two allocations is rounded up to a multiple of this.
+        // Each of the three allocations, of weights, of what adapters have beside them and of working memory, is rounded up to a multiple of
+        // this.
         const GRANULE: u64 = 2 << 20;
-        Ok(Some(self.driver.free_memory()?.saturating_sub(self.context.memory.scratch_bytes() + 2 * GRANULE)))
+        Ok(Some(self.driver.free_memory()?.saturating_sub(self.context.memory.scratch_bytes() + 3 * GRANULE)))
     }
 
     fn launches(&self) -> Vec<(&'static str, u64)> {
