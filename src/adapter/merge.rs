@@ -194,10 +194,10 @@ mod tests {
         let adapter = Adapter { path: "a".into(), layers, unmatched: vec![], digest: String::new(), file: None };
         let part = WeightPart::plain(Bytes::new(Arc::new(DType::F32.encoded(&weight))), DType::F32, rows);
         let (mut merger, adapters) = (Merger::default(), Adapters(vec![(adapter, 1.5)]));
-        let first = merger.merged(&adapters, Part::Transformer, "w", &[part.clone()], DType::F32);
+        let first = merger.merged(&adapters, Part::Transformer, "w", std::slice::from_ref(&part), DType::F32);
         // What is held stays as it is, and gives its memory to the next one afterwards.
         let held = first[0].bytes.to_vec();
-        drop(merger.merged(&adapters, Part::Transformer, "w", &[part.clone()], DType::Bf16));
+        drop(merger.merged(&adapters, Part::Transformer, "w", std::slice::from_ref(&part), DType::Bf16));
         assert_eq!(*held, *first[0].bytes);
         for (i, got) in DType::F32.decoded(&held).into_iter().enumerate() {
             let (row, col) = (i / cols, i % cols);

@@ -25,6 +25,11 @@ impl Place {
     pub fn len(&self) -> usize {
         self.rows.iter().map(ExactSizeIterator::len).sum()
     }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
 }
 
 /// What trainers put in front of the transformer's names, and of those with underscores.
@@ -64,7 +69,8 @@ impl Places {
     fn add(&mut self, part: Part, spec: &TensorSpec) {
         let ([rows, cols], Some(layer)) = (&spec.shape[..], spec.name.strip_suffix(".weight")) else { return };
         let place = |rows: Vec<Range<usize>>| Place { part, name: spec.name.clone(), rows, cols: *cols };
-        self.spell(layer, place(vec![0..*rows]));
+        let all = || std::iter::once(0..*rows).collect();
+        self.spell(layer, place(all()));
         for layout in [Layout::Diffusers, Layout::Bfl] {
             let names = names::spell(part, layout, &spec.name);
             for (piece, name) in names.iter().enumerate() {
@@ -72,7 +78,7 @@ impl Places {
                 let rows = match spelling.holds[..] {
                     // A spelling that stores the halves the other way round.
                     [(0, Rows::SecondHalf), (1, Rows::FirstHalf)] => vec![rows / 2..*rows, 0..rows / 2],
-                    _ if names.len() == 1 => vec![0..*rows],
+                    _ if names.len() == 1 => all(),
                     _ => vec![piece_of(&spec.stack, piece)],
                 };
                 self.spell(name.trim_end_matches(".weight"), place(rows));
