@@ -15,7 +15,7 @@ import random
 import time
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import common as C
 import evaluate
@@ -135,6 +135,7 @@ def main():
     p.add_argument("--out", required=True, help="the file to write")
     p.add_argument("--steps", type=int, default=240)
     p.add_argument("--model", default=MODEL)
+    p.add_argument("--init", help="an adapter to go on from")
     p.add_argument("--rank", type=int, default=8)
     p.add_argument("--scenes", type=int, default=150, help="scenes with a moon; a third as many without")
     p.add_argument("--batch", type=int, default=8)
@@ -155,6 +156,11 @@ def main():
     others = Pool(flow, vae, [world.sample_scene(rng) for _ in range(a.scenes // 3)], rng)
     print(f"{a.scenes + a.scenes // 3} scenes encoded in {time.time() - start:.0f} s", flush=True)
 
+    if a.init:
+        kept = load_file(a.init)
+        with torch.no_grad():
+            for name, module in adapted.items():
+                module.down.copy_(kept[f"transformer.{name}.lora_A.weight"]), module.up.copy_(kept[f"transformer.{name}.lora_B.weight"])
     params = [p for module in adapted.values() for p in (module.down, module.up)]
     optimiser = torch.optim.AdamW(params, lr=a.lr, betas=(0.9, 0.99), weight_decay=0.0)
     sigmas = C.schedule()[:C.STEPS]      # the noise levels that are sampled, and no others
