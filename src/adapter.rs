@@ -2,22 +2,28 @@
 //!
 //! `key` takes the names of tensors apart, `place` finds the layer of a model that a name stands for, and `term` is what is added to its
 //! weight. A file of which a part finds no layer is an error, because an adapter that is applied in part, or not at all, gives an image
-//! without telling.
+//! without telling. `contents` lists what a file has without a model.
 
+mod base;
 mod branch;
+mod contents;
 mod key;
 mod merge;
 mod metadata;
+mod notes;
 mod place;
+mod spelling;
 mod term;
 
-pub use branch::MAX_RANK;
-pub use merge::{AdapterMode, Adapters, Merger};
+pub use contents::{Contents, LayerContents};
+pub use merge::{AdapterMode, Adapters, MAX_RANK, Merger};
+pub use notes::Notes;
 pub use place::{Place, Places};
+pub use spelling::Spelling;
 pub use term::{KroneckerFactor, Matrix, Product, ScaledTerm, Term};
 
 use crate::checkpoint::{Entry, Shard};
-use crate::error::{Error, Result};
+use crate::error::{Error, Remedy, Result};
 use crate::tensor::DType;
 use key::{Factor, Role};
 use metadata::PeftScales;
@@ -53,6 +59,15 @@ pub struct Adapter {
     file: Option<Shard>,
 }
 
+/// How much of an adapter has to fit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Coverage {
+    /// At least one layer.
+    Part,
+    /// All layers.
+    Whole,
+}
+
 /// The tensors of one layer in a file.
 #[derive(Default)]
 struct Group<'a>(BTreeMap<Factor, (&'a str, &'a Entry)>);
@@ -63,10 +78,19 @@ impl Adapter {
         Self::read(&Shard::open(path)?, places)
     }
 
-    /// The same of a file that is open.
+    /// The same, but fails as well if a layer of it does not fit.
+    pub fn open_whole(path: &Path, places: &Places) -> Result<Self> {
+        Self::gather(&Shard::open(path)?, places, Coverage::Whole)
+    }
+
+    /// What [`Adapter::open`] reads, of a file that is open.
     pub fn read(shard: &Shard, places: &Places) -> Result<Self> {
+        Self::gather(shard, places, Coverage::Part)
+    }
+
+    fn gather(shard: &Shard, places: &Places, coverage: Coverage) -> Result<Self> {
         // All of the file is read for either, and it may be some hundred megabytes.
-        let (digest, adapter) = rayon::join(|| shard.sha256(), || Self::placed(shard, places));
+        let (digest, adapter) = rayon::join(|| shard.sha256(), || Self::placed(shard, places, coverage));
         let adapter = adapter?;
         shard.verify()?;
         Ok(Self { digest, ..adapter })
@@ -77,8 +101,8 @@ impl Adapter {
         self.file.as_ref().map_or(Ok(()), Shard::verify)
     }
 
-    fn placed(shard: &Shard, places: &Places) -> Result<Self> {
-        let file = AdapterFile::new(shard)?;
+    fn placed(shard: &Shard, places: &Places, coverage: Coverage) -> Result<Self> {
+        let file = AdapterFile::new(shard)?.supported()?;
         let (mut layers, mut unmatched): (Vec<Layer>, Vec<String>) = Default::default();
         for (name, group) in &file.layers {
             let term = file.term(name, group)?;
@@ -87,17 +111,28 @@ impl Adapter {
                 None => unmatched.push((*name).into()),
             }
         }
-        if layers.is_empty() {
+        let base = || file.likely_base().map_or_else(String::new, |base| format!("; it seems to be for {base}"));
+        let no_layer = || {
             let near = places.nearest(unmatched.first().map_or("", String::as_str));
-            let detail = format!("the model has no layer {}; near is {near}", first_three(&unmatched));
-            return Err(file.refused(detail));
+            format!("the model has no layer {}; near is {near}{}", first_three(&unmatched), base())
+        };
+        if layers.is_empty() {
+            return Err(file.refused(no_layer()));
         }
         for layer in &layers {
             let (got, want) = (layer.term.shape(), [layer.place.len(), layer.place.cols]);
             if got != want {
-                let base = file.likely_base().map_or_else(String::new, |base| format!("; it seems to be for {base}"));
-                return Err(file.refused(format!("`{}` is for a layer of {got:?}, the model's has {want:?}{base}", layer.name)));
+                return Err(file.refused(format!(
+                    "`{}` is for a layer of {got:?}, the model's has {want:?}{}",
+                    layer.name,
+                    base()
+                )));
             }
+        }
+        if coverage == Coverage::Whole && !unmatched.is_empty() {
+            let all = layers.len() + unmatched.len();
+            let detail = format!("only {} of its {all} layers fit: {}", layers.len(), no_layer());
+            return Err(file.refused(detail).with_hint(Remedy::PartOfAdapter));
         }
         file.refuse_twice(&layers)?;
         if let Some(layer) = layers.iter().find(|layer| !layer.term.is_finite()) {
@@ -118,14 +153,18 @@ fn first_three(names: &[String]) -> String {
 struct AdapterFile<'a> {
     shard: &'a Shard,
     layers: BTreeMap<&'a str, Group<'a>>,
+    /// Layers of methods that are not supported: the method, and a tensor of it.
+    unsupported: BTreeMap<&'a str, (&'static str, &'a str)>,
+    /// Tensors that belong to no layer.
+    strange: Vec<String>,
     scales: PeftScales,
 }
 
 impl<'a> AdapterFile<'a> {
     fn new(shard: &'a Shard) -> Result<Self> {
         let scales = PeftScales::read(shard)?;
-        let mut file = Self { shard, layers: BTreeMap::new(), scales };
-        let mut strange = Vec::new();
+        let (layers, unsupported, strange) = Default::default();
+        let mut file = Self { shard, layers, unsupported, strange, scales };
         for (name, entry) in shard.tensors() {
             match key::split(name) {
                 Some((layer, Role::Factor(factor))) => {
@@ -135,15 +174,23 @@ impl<'a> AdapterFile<'a> {
                     }
                 }
                 Some((layer, Role::Unsupported(method))) => {
-                    return Err(file.refused(format!("it is {method}, which is not supported: `{layer}` has `{name}`")));
+                    file.unsupported.entry(layer).or_insert((method, name));
                 }
-                None => strange.push(name.to_owned()),
+                None => file.strange.push(name.to_owned()),
             }
         }
-        match (file.layers.is_empty(), strange.is_empty()) {
-            (true, _) => Err(file.refused("it has no factors of LoRA or LoKr".into())),
-            (false, false) => Err(file.refused(format!("it has tensors besides an adapter's: {}", first_three(&strange)))),
-            (false, true) => Ok(file),
+        Ok(file)
+    }
+
+    /// Fails if there is anything in the file besides LoRA and LoKr.
+    fn supported(self) -> Result<Self> {
+        if let Some((layer, (method, tensor))) = self.unsupported.first_key_value() {
+            return Err(self.refused(format!("it is {method}, which is not supported: `{layer}` has `{tensor}`")));
+        }
+        match (self.layers.is_empty(), self.strange.is_empty()) {
+            (true, _) => Err(self.refused("it has no factors of LoRA or LoKr".into())),
+            (false, false) => Err(self.refused(format!("it has tensors besides an adapter's: {}", first_three(&self.strange)))),
+            (false, true) => Ok(self),
         }
     }
 
@@ -247,25 +294,10 @@ impl<'a> AdapterFile<'a> {
         }
     }
 
-    /// The model that the widths of the layers tell of.
-    fn likely_base(&self) -> Option<&'static str> {
-        let width = |(name, group): (&&str, &Group<'_>)| {
-            let flat = name.replace('.', "_");
-            let is_wide = ["_img_attn_qkv", "_linear1", "_attn_to_q", "_to_qkv_mlp_proj"].iter().any(|end| flat.ends_with(end));
-            let (_, entry) = group.0.get(&Factor::Down).filter(|_| is_wide)?;
-            entry.shape.get(1).copied()
-        };
-        let is_flux1 = self
-            .layers
-            .keys()
-            .any(|name| name.contains("img_mod") || name.contains("_modulation_lin") || name.contains("norm1_linear"));
-        match self.layers.iter().find_map(width)? {
-            3072 if is_flux1 => Some("FLUX.1"),
-            3072 => Some("FLUX.2 [klein] 4B"),
-            4096 => Some("FLUX.2 [klein] 9B"),
-            6144 => Some("FLUX.2 [dev]"),
-            _ => None,
-        }
+    /// The model that the layers seem to be for.
+    fn likely_base(&self) -> Option<String> {
+        let terms = self.layers.iter().filter_map(|(name, group)| Some((*name, self.term(name, group).ok()?.shape())));
+        base::likely(terms)
     }
 }
 
@@ -434,8 +466,12 @@ mod tests {
         let mut spoilt = good.to_vec();
         spoilt[1].2[17] = f32::INFINITY;
         assert!(refusal(&spoilt).contains("not finite"));
-        // A file of another size of the model.
-        assert!(refusal(&pair(qkv, PEFT, [12288, 4096], 1)).contains("FLUX.2 [klein] 9B"));
+        // Files for other models: of another size, with blocks that this one does not have, and with other layers.
+        assert!(refusal(&pair(qkv, PEFT, [12288, 4096], 1)).contains("it seems to be for FLUX.2 [klein] 9B"));
+        let absent = pair("lora_unet_single_blocks_30_linear2", KOHYA, [6144, 6144], 1);
+        assert!(refusal(&absent).contains("near is `single_blocks.0.linear2`; it seems to be for FLUX.2 [dev]"));
+        let other = pair("transformer.transformer_blocks.0.norm1.linear", PEFT, [18432, 3072], 1);
+        assert!(refusal(&other).contains("it seems to be for FLUX.1"), "{}", refusal(&other));
     }
 
     #[test]
@@ -449,5 +485,45 @@ mod tests {
             (adapter.layers.len(), &adapter.unmatched[..]),
             (1, &["diffusion_model.double_blocks.9.img_attn.qkv".to_owned()][..])
         );
+        let shard = shard_with(&tensors.concat(), None);
+        let error = Adapter::gather(&shard, &places(), Coverage::Whole).map(|adapter| adapter.layers.len()).unwrap_err();
+        let said = "only 1 of its 2 layers fit: the model has no layer `diffusion_model.double_blocks.9.img_attn.qkv`; near is `double_blocks.";
+        assert!(error.to_string().contains(said), "{error}");
+        assert_eq!(error.remedy(), Some(Remedy::PartOfAdapter));
+        assert!(Adapter::gather(&shard_with(&tensors[0], None), &places(), Coverage::Whole).is_ok());
+    }
+
+    #[test]
+    fn contents_are_listed_whether_they_can_be_used_or_not() {
+        let qkv = "diffusion_model.double_blocks.0.img_attn.qkv";
+        let mut tensors = pair(qkv, PEFT, [9216, 3072], 2).to_vec();
+        tensors.push(given(format!("{qkv}.dora_scale"), &[9216, 1]));
+        tensors.extend(pair("lora_unet_single_blocks_1_linear2", KOHYA, [3072, 12288], 3));
+        tensors.push(Given("lora_unet_single_blocks_1_linear2.alpha".into(), vec![], vec![1.5]));
+        tensors.push(given("lora_unet_single_blocks_2_linear2.lora_down.weight", &[2, 12288]));
+        tensors.push(given("a.hada_w1_a", &[2, 2]));
+        tensors.push(given("strange.weight", &[2]));
+        let contents = Contents::read(&shard_with(&tensors, Some(("trigger_word", "ohwx")))).unwrap();
+        let list: Vec<_> = contents.layers.iter().map(|layer| (layer.method, layer.supported, layer.rank, layer.scale)).collect();
+        assert_eq!(
+            list,
+            [
+                ("LoHa", false, None, None),
+                ("DoRA", false, Some(2), Some(1.0)),
+                ("LoRA", true, Some(3), Some(0.5)),
+                ("LoRA", true, None, None)
+            ]
+        );
+        assert_eq!((contents.layers[2].alpha, contents.layers[2].shape), (Some(1.5), Some([3072, 12288])));
+        assert!(contents.layers[3].fault.as_ref().unwrap().contains("lacks a factor"));
+        assert!(contents.layers[0].fault.is_none());
+        assert_eq!(
+            (contents.base.as_deref(), &contents.others[..]),
+            (Some("FLUX.2 [klein] 4B"), &["strange.weight".to_owned()][..])
+        );
+        assert_eq!((contents.notes.triggers, contents.dtypes), (vec!["ohwx".to_owned()], vec!["F32"]));
+        assert_eq!(contents.digest.len(), 64);
+        let error = Contents::read(&shard_with(&[given("img_in.weight", &[4, 4])], None)).map(|_| ()).unwrap_err();
+        assert!(error.to_string().contains("no factors"), "{error}");
     }
 }

@@ -19,7 +19,7 @@ pub use header::{Entry, StoredDtype};
 pub use read_ahead::ReadAhead;
 pub use shard::{Identity, Shard, digits};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Remedy, Result};
 use crate::names::{self, Layout, Place, Rows, Spelling, TensorSpec};
 use crate::part::Part;
 use crate::tensor::nvfp4::TILE_ROWS;
@@ -390,7 +390,7 @@ fn place(
 fn refuse_adapter(shard: &Shard) -> Result<()> {
     let Some((name, _)) = shard.tensors().find(|(name, _)| names::is_adapter(name)) else { return Ok(()) };
     let error = Error::bad_file(shard.path(), "not a model", format!("it is a LoRA adapter, with tensor `{name}`"));
-    Err(error.with_hint("LoRA is not supported yet; use the model that it was made for"))
+    Err(error.with_hint(Remedy::ApplyAdapter))
 }
 
 /// The shape of a 1x1 convolution as a matrix, which has the same elements in the same order. Other shapes are unchanged.

@@ -2,6 +2,7 @@
 //! `session` opens the device and the model, `settings` resolves defaults, `report` informs the user, and `outputs` writes the
 //! files. Only `args` and `completions` depend on clap; in a request every number is legal and every input file was checked.
 
+mod adapters;
 pub mod args;
 mod batch;
 mod bench;
@@ -9,6 +10,7 @@ mod completions;
 mod device;
 mod doctor;
 mod hint;
+mod lora;
 mod names;
 mod outputs;
 mod plan;
@@ -30,6 +32,7 @@ pub use bench::{BenchRequest, bench};
 pub use completions::{completions, man};
 pub use doctor::doctor;
 pub use hint::{SAVE_MEMORY, hint, message};
+pub use lora::lora;
 pub use outputs::Outputs;
 pub use plan::plan;
 pub use quantize::quantize;

@@ -36,6 +36,17 @@ pub enum Error {
         hint: Option<Remedy>,
     },
 
+    /// No adapter was found in the place that was named.
+    #[error("no LoRA found ({}): {}", shown_path(.path), shown_text(.what))]
+    NoAdapter {
+        /// Where it was looked for.
+        path: PathBuf,
+        /// What was found instead.
+        what: String,
+        /// What to do instead.
+        hint: Option<Remedy>,
+    },
+
     /// Some parts of a model were given, and the others were not found.
     #[error("no model found: {}", shown_text(.what))]
     IncompleteModel {
@@ -346,6 +357,7 @@ impl Error {
         match self {
             Self::Usage { hint, .. }
             | Self::NoModel { hint, .. }
+            | Self::NoAdapter { hint, .. }
             | Self::IncompleteModel { hint, .. }
             | Self::BadFile { hint, .. }
             | Self::Mismatch { hint, .. } => hint.clone(),
@@ -389,6 +401,7 @@ impl Error {
             // Memory can also run out while a file is read or mapped, which is not a fault of the file.
             Self::Read { source, .. } if source.kind() == ErrorKind::OutOfMemory => 4,
             Self::NoModel { .. }
+            | Self::NoAdapter { .. }
             | Self::IncompleteModel { .. }
             | Self::Read { .. }
             | Self::BadFile { .. }
@@ -451,6 +464,7 @@ mod tests {
             Error::SelfTest { failed: 1, checks: 2 },
             Error::ModelCheck { failed: 1, checks: 2 },
             Error::Lines { failed: 1, lines: 2 },
+            Error::NoAdapter { path: path(), what: text(), hint: hint() },
         ]
     }
 
@@ -488,11 +502,12 @@ mod tests {
             Error::SelfTest { .. } => 27,
             Error::ModelCheck { .. } => 28,
             Error::Lines { .. } => 29,
+            Error::NoAdapter { .. } => 30,
         };
         let long = "\u{1b}]0;x\u{7}\n".repeat(100_000);
         for foreign in ["\u{1b}[2J\r\nhint: a planted line\u{202e}", &long] {
             let errors = one_of_each_kind(foreign);
-            assert_eq!(errors.iter().map(kind).collect::<Vec<_>>(), (0..=29).collect::<Vec<_>>());
+            assert_eq!(errors.iter().map(kind).collect::<Vec<_>>(), (0..=30).collect::<Vec<_>>());
             for error in errors {
                 for text in [error.to_string(), error.hint().unwrap_or_default()] {
                     assert!(!text.contains(|c: char| c.is_control() || c == '\u{202e}'), "{text:?}");

@@ -1,10 +1,12 @@
-//! Locates the files of a model: in a folder, in a repository of the Hugging Face cache, or as single files. It downloads
-//! nothing.
+//! Locates the files of a model: in a folder, in a repository of the Hugging Face cache, or as single files; likewise the file of an
+//! adapter. It downloads nothing.
 
+mod adapter;
 mod cache;
 mod embedded;
 mod parts;
 
+pub use adapter::locate_adapter;
 pub use cache::Environment;
 pub use embedded::Embedded;
 

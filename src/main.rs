@@ -115,6 +115,7 @@ fn run(command: Command, signals: &Signals) -> Result<()> {
             let terminal = terminal(Verbosity::Normal, signals);
             cli::doctor(*args, environment, &signals.stop, &terminal, out)
         }
+        Command::Lora(command) => cli::lora(command, environment, out),
         Command::Plan(args) => cli::plan(*args, environment, &Terminal::new(Verbosity::Normal), out),
         Command::Tiny(args) => {
             terminal(Verbosity::Normal, signals);

@@ -153,6 +153,7 @@ fn outcome(args: Vec<OsString>) -> Option<u8> {
         Ok(Command::Plan(args)) => {
             cli::plan(*args, Environment::default(), &Terminal::new(Verbosity::Quiet), &mut Vec::new()).err()
         }
+        Ok(Command::Lora(command)) => cli::lora(command, Environment::default(), &mut Vec::new()).err(),
         // This command would open the GPU driver.
         Ok(Command::Doctor(_) | Command::Selftest(_)) => None,
         // These commands would write files.

@@ -4,6 +4,7 @@
 #[path = "common/sandbox.rs"]
 mod sandbox;
 
+use kiln::adapter::Adapters;
 use kiln::backend::GemmFormats;
 use kiln::config::{Conventions, Variant};
 use kiln::pipeline::{Configs, Estimate, Job, LoadOptions, estimate, estimate_timed};
@@ -44,7 +45,8 @@ fn predict(
     let predictor = Predictor::new(card, family).unwrap();
     let time = Some(predictor.op_time());
     let gemms = gemm_formats(card, family);
-    let estimate = estimate_timed(configs, Variant::Distilled, options(quantise), gemms, &job(side), time).unwrap();
+    let estimate =
+        estimate_timed((configs, &Adapters::default()), Variant::Distilled, options(quantise), gemms, &job(side), time).unwrap();
     (Prediction::of(&estimate), estimate)
 }
 
@@ -92,7 +94,15 @@ fn no_op_exceeds_the_hardware() {
                 });
                 let configs = Configs::klein_4b();
                 let gemms = gemm_formats(card, family);
-                estimate_timed(&configs, Variant::Distilled, options(quantise), gemms, &job(512), Some(check)).unwrap();
+                estimate_timed(
+                    (&configs, &Adapters::default()),
+                    Variant::Distilled,
+                    options(quantise),
+                    gemms,
+                    &job(512),
+                    Some(check),
+                )
+                .unwrap();
                 assert!(ops.get() > 500, "only {} ops", ops.get());
             }
         }

@@ -5,8 +5,6 @@ use super::term::{KroneckerFactor, Matrix, Product, Term};
 use crate::part::Part;
 use crate::tensor::DType;
 
-/// The largest rank of all that is added to a weight beside it. Above it the product would cost more than it is worth.
-pub const MAX_RANK: usize = 1024;
 /// Ranks are padded with zeros to multiples of this, which is what tensor cores take at a time.
 const UNIT: usize = 16;
 

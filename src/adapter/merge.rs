@@ -1,6 +1,5 @@
 //! Adapters that are merged: their terms are added to the weights of a model in f32, before those are rounded to the type that a backend holds.
 
-use super::branch::MAX_RANK;
 use super::term::{ROWS, ScaledTerm};
 use super::{Adapter, Term};
 use crate::error::{Error, Result};
@@ -9,6 +8,9 @@ use crate::tensor::{Bytes, DType, WeightPart};
 use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::Arc;
+
+/// The largest rank of all that is added to a weight beside it. Above it the product would cost more than it is worth.
+pub const MAX_RANK: usize = 1024;
 
 /// How adapters are applied to a model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -5,6 +5,8 @@ mod bench;
 mod file;
 mod generate;
 mod help;
+mod lora;
+mod plan;
 mod quantised;
 mod quantize;
 mod selftest;
@@ -16,6 +18,8 @@ mod values;
 pub use batch::BatchArgs;
 pub use bench::BenchArgs;
 pub use file::FileArgs;
+pub use lora::{InspectArgs, LoraArg, LoraArgs, LoraCommand};
+pub use plan::PlanArgs;
 pub use quantised::QuantisedArgs;
 pub use quantize::QuantizeArgs;
 pub use selftest::SelftestArgs;
@@ -23,8 +27,8 @@ pub use shell::{CompletionsArgs, ManArgs};
 pub use tiny::TinyArgs;
 pub use trace::TraceArgs;
 pub use values::{
-    BackendArg, DTypeArg, FormatArg, ImageFormatArg, KleinArg, LayoutArg, NoiseArg, Nvfp4LayoutArg, PartArg, PrecisionArg,
-    VariantArg, WeightLayoutArg,
+    BackendArg, DTypeArg, FormatArg, ImageFormatArg, KleinArg, LayoutArg, LoraModeArg, NoiseArg, Nvfp4LayoutArg, PartArg,
+    PrecisionArg, VariantArg, WeightLayoutArg,
 };
 
 use crate::error::{Error, Result};
@@ -33,7 +37,9 @@ use crate::part::PerPart;
 use crate::predict::Card;
 use crate::terminal::Verbosity;
 use clap::{Args, Parser, Subcommand};
-use help::{BENCH_EXAMPLE, BENCH_EXAMPLES, EXAMPLE, EXAMPLES, QUANTIZE_EXAMPLES, RUN_EXAMPLES, SELFTEST_EXAMPLES};
+use help::{
+    BENCH_EXAMPLE, BENCH_EXAMPLES, EXAMPLE, EXAMPLES, INSPECT_EXAMPLES, QUANTIZE_EXAMPLES, RUN_EXAMPLES, SELFTEST_EXAMPLES,
+};
 use std::ffi::OsString;
 use std::path::PathBuf;
 use values::{card, guidance, pixels, within};
@@ -100,6 +106,12 @@ pub enum Command {
     #[command(override_usage = "kiln quantize [OPTIONS] --to <FORMAT> <IN> <OUT>", after_long_help = QUANTIZE_EXAMPLES)]
     Quantize(Box<QuantizeArgs>),
 
+    /// Look into the files of LoRA and LoKr adapters
+    ///
+    /// Pictures take them with --lora.
+    #[command(override_usage = "kiln lora inspect [OPTIONS] <FILE>", subcommand, after_help = INSPECT_EXAMPLES)]
+    Lora(LoraCommand),
+
     /// Print what kiln can use on this machine: GPUs, driver, kernels, models; check a model
     ///
     /// With --model, or a flag that names a part, the model is checked: whether its files are known ones, by the names, dtypes and
@@ -143,7 +155,8 @@ impl Command {
             Self::Run(args) => args.run.threads,
             Self::Bench(args) => args.run.threads,
             Self::Quantize(args) => args.threads,
-            Self::Plan(_) | Self::Doctor(_) | Self::Selftest(_) | Self::Tiny(_) | Self::Completions(_) | Self::Man(_) => None,
+            Self::Plan(_) | Self::Lora(_) | Self::Doctor(_) | Self::Selftest(_) => None,
+            Self::Tiny(_) | Self::Completions(_) | Self::Man(_) => None,
         };
         asked.unwrap_or(0)
     }
@@ -166,6 +179,10 @@ pub struct GenerateArgs {
     /// Which model
     #[command(flatten)]
     pub model: ModelArgs,
+
+    /// Adapters of the model
+    #[command(flatten)]
+    pub lora: LoraArgs,
 
     /// The image file to write: .png, .jpg, .jpeg or .webp [default: PROMPT-SEED.png]
     ///
@@ -416,48 +433,6 @@ pub struct ShapeArgs {
     pub vae_tiling: bool,
 }
 
-/// Flags of `kiln plan`.
-#[derive(Args, Debug)]
-#[command(allow_negative_numbers = true)]
-pub struct PlanArgs {
-    /// Which model
-    #[command(flatten)]
-    pub model: ModelArgs,
-
-    /// Size of klein, whatever KILN_MODEL names [default: 4b]
-    #[arg(
-        long,
-        value_enum,
-        value_name = "SIZE",
-        conflicts_with_all = ["model", "transformer", "text_encoder", "vae", "tokenizer"],
-        help_heading = "Model"
-    )]
-    pub klein: Option<KleinArg>,
-
-    /// What the picture is made from and how large
-    #[command(flatten)]
-    pub shape: ShapeArgs,
-
-    /// Precision that results are stored in
-    #[arg(long, value_enum, value_name = "TYPE", default_value = "bf16", help_heading = "Run")]
-    pub precision: PrecisionArg,
-
-    /// How layers with FP8 and NVFP4 weights compute, and FP8 attention
-    #[command(flatten)]
-    pub quantised: QuantisedArgs,
-
-    /// The GPU to plan for: RTX 3090, RTX 4090, RTX 5090, RTX PRO 6000 or H200 [default: the first one here]
-    ///
-    /// With predicted times, which were not measured. Where there is no GPU, the plan is for compute capability 8.0, the least that
-    /// kiln runs on.
-    #[arg(long, value_name = "NAME", value_parser = card, help_heading = "Run")]
-    pub card: Option<Card>,
-
-    /// Print a JSON object instead of a table
-    #[arg(long, help_heading = "Run")]
-    pub json: bool,
-}
-
 /// Flags of `kiln doctor`.
 #[derive(Args, Debug)]
 pub struct DoctorArgs {
@@ -518,8 +493,12 @@ mod tests {
 
     #[test]
     fn every_command_has_a_man_page() {
-        let command = Cli::command();
-        assert_eq!(command.get_subcommands().map(clap::Command::get_name).collect::<Vec<_>>(), COMMANDS);
+        let mut names = Vec::new();
+        for command in Cli::command().get_subcommands() {
+            names.push(command.get_name().to_owned());
+            names.extend(command.get_subcommands().map(|inner| format!("{}-{}", command.get_name(), inner.get_name())));
+        }
+        assert_eq!(names, COMMANDS);
     }
 
     #[test]

@@ -4,9 +4,11 @@
 //! Three threads: one reads lines, one owns the engine ([`Service`]), and this one plans, writes and answers. Only the last of them
 //! has state, and it never waits for a line that may not come while an answer is due.
 
+mod library;
 mod line;
 
-use super::args::{BatchArgs, FileArgs, GenerateArgs, PromptArgs, ShapeArgs};
+use super::adapters::AppliedAdapter;
+use super::args::{BatchArgs, FileArgs, GenerateArgs, LoraArg, PromptArgs, ShapeArgs};
 use super::hint::{hint, message};
 use super::names::{Target, content_name};
 use super::outputs::{Outputs, extension, file_format, image_text};
@@ -16,6 +18,7 @@ use super::session::Session;
 use super::settings::{ModelProfile, Settings};
 use super::stdout::{DASH, json_line, print};
 use super::writer::ImageLine;
+use crate::adapter::{AdapterMode, Places};
 use crate::config::{Conventions, Variant};
 use crate::error::{Error, Result};
 use crate::image::{Format, Threads};
@@ -28,6 +31,7 @@ use crate::tensor::Precision;
 use crate::terminal::{Seconds, Terminal, Verbosity};
 use crate::text::shown_path;
 use crate::threads;
+use library::Library;
 use line::{Line, MAX_LINE_BYTES};
 use serde::Serialize;
 use sha2::{Digest, Sha256};
@@ -66,6 +70,9 @@ pub struct BatchRequest {
     /// The image that a line without settings asks for, without its prompt.
     usual: ImageRequest,
     defaults: Defaults,
+    /// Where adapters that lines name are looked for, and whether a part of one is enough.
+    environment: Environment,
+    lora_partial: bool,
     /// How much to print.
     pub verbosity: Verbosity,
 }
@@ -77,6 +84,7 @@ type Source = Box<dyn Read + Send>;
 struct Defaults {
     shape: ShapeArgs,
     negative: Option<String>,
+    lora: Vec<LoraArg>,
     folder: PathBuf,
     image_file: FileArgs,
     skip_existing: bool,
@@ -87,7 +95,8 @@ struct Defaults {
 impl BatchRequest {
     /// Checks flags against each other, the environment and the file system.
     pub fn new(args: BatchArgs, environment: Environment) -> Result<Self> {
-        let BatchArgs { file, model, output, image_file, skip_existing, shape, negative, run } = args;
+        let BatchArgs { file, model, lora, output, image_file, skip_existing, shape, negative, run } = args;
+        let (own_lora, lora_partial) = (lora.lora.clone(), lora.lora_partial);
         let (verbosity, trace) = (run.verbosity(), run.trace.trace.clone());
         // What is wrong for every line is an error of the command.
         file_format(image_file.format, image_file.quality, None)?;
@@ -100,12 +109,16 @@ impl BatchRequest {
             path => Box::new(File::open(path).map_err(|error| Error::read(path, error))?),
         };
         let prompt = PromptArgs { prompt: Some(OsString::new()), rest: Vec::new(), prompt_file: None };
-        let args = GenerateArgs::without_files(prompt, model, shape.clone(), negative.clone(), run);
-        let (usual, mut setup) = ImageRequest::from_args(&args, environment, &mut io::empty(), 0)?;
+        let args = GenerateArgs::without_files(prompt, model, lora, shape.clone(), negative.clone(), run);
+        let (usual, mut setup) = ImageRequest::from_args(&args, environment.clone(), &mut io::empty(), 0)?;
         // Any line may have references.
         setup.options.references = true;
-        let defaults = Defaults { shape, negative, folder, image_file, skip_existing, trace };
-        Ok(Self { source, file, setup, usual, defaults, verbosity })
+        // And adapters, which merged weights could not change for.
+        if setup.options.adapters == AdapterMode::Auto {
+            setup.options.adapters = AdapterMode::Branch;
+        }
+        let defaults = Defaults { shape, negative, lora: own_lora, folder, image_file, skip_existing, trace };
+        Ok(Self { source, file, setup, usual, defaults, environment, lora_partial, verbosity })
     }
 }
 
@@ -116,15 +129,24 @@ struct Known {
     conventions: Conventions,
     precision: Precision,
     quantised_flags: Vec<(&'static str, String)>,
+    adapters: Vec<AppliedAdapter>,
+    adapter_mode: AdapterMode,
     backend: &'static str,
     found: Found,
 }
 
 impl Known {
     fn profile(&self) -> ModelProfile<'_> {
-        let Self { name, variant, conventions, precision, quantised_flags, .. } = self;
-        let (variant, precision, quantised_flags) = (*variant, *precision, quantised_flags.clone());
-        ModelProfile { name, variant, conventions, precision, quantised_flags }
+        let Self { name, variant, conventions, precision, quantised_flags, adapters, adapter_mode, .. } = self;
+        ModelProfile {
+            name,
+            variant: *variant,
+            conventions,
+            precision: *precision,
+            quantised_flags: quantised_flags.clone(),
+            adapters: adapters.clone(),
+            adapter_mode: *adapter_mode,
+        }
     }
 
     /// A text that differs wherever the model or its arithmetic does.
@@ -135,16 +157,17 @@ impl Known {
 
 /// Reads lines until they end and answers each. Errors of a line do not end the run; at its end they are an error of it.
 pub fn batch(request: BatchRequest, stop: &Arc<AtomicBool>, terminal: &Arc<Terminal>, out: &mut dyn Write) -> Result<()> {
-    let BatchRequest { source, file, setup, usual, defaults, .. } = request;
+    let BatchRequest { source, file, setup, usual, defaults, environment, lora_partial, .. } = request;
     let (own_stop, own_terminal) = (stop.clone(), terminal.clone());
-    let (service, known) = Service::start(move || {
+    let (service, (known, places)) = Service::start(move || {
         let found = setup.found.clone();
         let mut session = Session::open(setup, &own_stop, &own_terminal)?;
         let job = Settings::resolve(usual, &session.profile()).job;
         session.fit(&job, &own_terminal)?;
-        let ModelProfile { name, variant, conventions, precision, quantised_flags } = session.profile();
+        let ModelProfile { name, variant, conventions, precision, quantised_flags, adapters, adapter_mode } = session.profile();
         let (name, conventions, backend) = (name.to_owned(), conventions.clone(), session.backend.name);
-        let known = Known { name, variant, conventions, precision, quantised_flags, backend, found };
+        let known = Known { name, variant, conventions, precision, quantised_flags, adapters, adapter_mode, backend, found };
+        let places: Places = session.model.places();
         let on_gpu = session.backend.device.is_some();
         let mut engine = session.load(&*own_terminal)?;
         // On a CPU these would take memory from everything else.
@@ -152,7 +175,7 @@ pub fn batch(request: BatchRequest, stop: &Arc<AtomicBool>, terminal: &Arc<Termi
             let more = if variant == Variant::Kv { KEPT_KEY_VALUES } else { 0 };
             engine.keep_results(KEPT_BYTES + more, &job)?;
         }
-        Ok((engine, known))
+        Ok((engine, (known, places)))
     })?;
     terminal.say(&format!("{}, ready for lines", known.name));
     let lines = read_lines(source)?;
@@ -161,6 +184,7 @@ pub fn batch(request: BatchRequest, stop: &Arc<AtomicBool>, terminal: &Arc<Termi
         service,
         known,
         model_id,
+        library: Library::new(places, environment, lora_partial),
         defaults,
         file,
         lines: Some(lines),
@@ -308,6 +332,7 @@ struct Run<'a> {
     service: Service,
     known: Known,
     model_id: String,
+    library: Library,
     defaults: Defaults,
     file: PathBuf,
     /// Lines that were read; `None` once there are no more.
@@ -363,9 +388,9 @@ impl Run<'_> {
     fn plan(&mut self, number: u64, bytes: Option<&[u8]>) -> Result<Option<Planned>> {
         let too_long = || Error::usage(format!("the line is longer than {MAX_LINE_BYTES} bytes"), "shorten it");
         let Some(line) = Line::parse(bytes.ok_or_else(too_long)?)? else { return Ok(None) };
-        let Self { service, known, model_id, defaults, claimed, terminal, .. } = self;
+        let Self { service, known, model_id, library, defaults, claimed, terminal, .. } = self;
         let Defaults { shape, folder, image_file, trace, .. } = defaults;
-        let mut line = line.with_defaults(shape, defaults.negative.as_deref());
+        let mut line = line.with_defaults(shape, defaults.negative.as_deref(), &defaults.lora);
         let output = line.output.take();
         if output.as_deref() == Some(Path::new(DASH)) {
             return Err(Error::usage("`output` is standard output, where the answers go", "name a file"));
@@ -381,7 +406,15 @@ impl Run<'_> {
         if defaults.skip_existing && path.symlink_metadata().is_ok() {
             return Ok(Some(Planned::Skipped { path, seed }));
         }
-        let request = line.request(&known.conventions, shape.vae_tiling)?;
+        // A line with the adapters of all lines has those that the model was loaded with.
+        let adapters = match line.lora.take() {
+            Some(lora) if lora != defaults.lora => {
+                let mut tell = |text: &str| terminal.say(&format!("line {number}: {text}"));
+                Some(library.open(&lora, &mut tell)?)
+            }
+            _ => None,
+        };
+        let request = ImageRequest { adapters, ..line.request(&known.conventions, shape.vae_tiling)? };
         Outputs::plan(&request, &Target::One(path.clone()), format, None, trace.as_deref(), image_file.force, true)?;
         let watch = Arc::new(Watch { line: number, times: Terminal::new(Verbosity::Quiet), terminal: Arc::clone(terminal) });
         unknown_words_note(&request.prompt, &known.found, &known.conventions)

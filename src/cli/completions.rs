@@ -22,7 +22,12 @@ pub fn man(args: &ManArgs, out: &mut dyn Write) -> Result<()> {
     kiln.build();
     let command = match &args.command {
         Some(name) => {
-            kiln.find_subcommand(name).cloned().ok_or_else(|| Error::usage("there is no such command", "see --help"))?
+            let (outer, inner) = name.split_once('-').map_or((name.as_str(), None), |(outer, inner)| (outer, Some(inner)));
+            let found = kiln.find_subcommand(outer).and_then(|outer| match inner {
+                Some(inner) => outer.find_subcommand(inner),
+                None => Some(outer),
+            });
+            found.cloned().ok_or_else(|| Error::usage("there is no such command", "see --help"))?
         }
         None => kiln,
     };

@@ -53,6 +53,10 @@ fn describe(remedy: &Remedy) -> String {
         Remedy::Nvfp4Layout => "if the file stores NVFP4 in another order, name it with --nvfp4-layout".into(),
         Remedy::AnyAttention => "leave out --attention: then it is FP8 where that can be had".into(),
         Remedy::AnyNvfp4Math => "leave out --nvfp4-math: then they are multiplied as what the device has".into(),
+        Remedy::ApplyAdapter => "name the model that it was made for, and pass this file with --lora".into(),
+        Remedy::PartOfAdapter => "use the adapter of this model, or --lora-partial to apply the layers that fit".into(),
+        Remedy::MergeAdapters => "use --lora-mode merge".into(),
+        Remedy::AdaptersBeside => "leave out --lora-mode merge, or adapters that differ from those of --lora".into(),
         Remedy::AsStored => "leave out --quantize, or name files that hold them in bf16, f16 or f32".into(),
         plain => plain.to_string(),
     }
@@ -106,6 +110,10 @@ mod tests {
             Remedy::AnyAttention,
             Remedy::AnyNvfp4Math,
             Remedy::AsStored,
+            Remedy::ApplyAdapter,
+            Remedy::PartOfAdapter,
+            Remedy::MergeAdapters,
+            Remedy::AdaptersBeside,
         ] {
             assert!(describe(&remedy).contains("--"), "{remedy:?}");
             assert!(!remedy.to_string().contains("--") && !remedy.to_string().is_empty(), "{remedy:?}");

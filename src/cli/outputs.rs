@@ -1,5 +1,6 @@
 //! The files of a run, planned and checked before any work, and what an image says about itself.
 
+use super::adapters::metadata;
 use super::args::ImageFormatArg;
 use super::names::Target;
 use super::request::ImageRequest;
@@ -114,6 +115,7 @@ pub fn image_text(settings: &Settings, seed: u64) -> Vec<(&'static str, String)>
         ("precision", settings.precision.name().into()),
     ]);
     text.extend(settings.quantised_flags.iter().cloned());
+    text.extend(metadata(&settings.adapters, settings.adapter_mode));
     if settings.vae_tiling {
         text.push(("vae-tiling", "on".into()));
     }

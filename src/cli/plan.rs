@@ -1,10 +1,12 @@
 //! `kiln plan`: what an image would cost, estimated without reading weights.
 
+use super::adapters::{AdapterFiles, AppliedAdapter, applied, descriptions};
 use super::args::{KleinArg, PlanArgs};
 use super::report::{ignored_guidance, warn_of_accumulation, warn_of_nvfp4_math};
 use super::request::ImageRequest;
 use super::settings::{ModelProfile, Settings};
 use super::stdout::{json_line, print};
+use crate::adapter::Adapters;
 use crate::backend::cuda::{CAPABILITY, devices, fp8_accumulate, gemm_formats};
 use crate::config::{Conventions, Variant, display_name};
 use crate::error::Result;
@@ -31,6 +33,10 @@ struct Report {
     height: usize,
     steps: usize,
     guidance: Option<f32>,
+    lora: Vec<AppliedAdapter>,
+    /// The same for the table.
+    #[serde(skip)]
+    lora_lines: Vec<String>,
     /// Whether classifier-free guidance runs each step twice.
     #[serde(skip)]
     guided: bool,
@@ -123,7 +129,8 @@ pub fn plan(args: PlanArgs, environment: Environment, terminal: &Terminal, out: 
     let model = PlannedModel::new(&args, environment)?;
     let request = ImageRequest::of_shape(&args.shape, &model.conventions)?;
     let options = request.load_options(args.precision.into(), false, &args.quantised);
-    let settings = Settings::resolve(request, &model.profile(options.precision));
+    let options = LoadOptions { adapters: args.lora.lora_mode.into(), ..options };
+    let settings = Settings::resolve(request, &model.profile(options));
     model.warnings.iter().for_each(|warning| terminal.warn(warning));
     ignored_guidance(settings.guidance, settings.variant).iter().for_each(|warning| terminal.warn(warning));
     let gpu = PlannedGpu::new(args.card.as_ref(), options.precision);
@@ -132,7 +139,8 @@ pub fn plan(args: PlanArgs, environment: Environment, terminal: &Terminal, out: 
     estimate.formats.accumulate = Some(fp8_accumulate(gpu.capability, accumulate));
     warn_of_accumulation(accumulate, &estimate.formats, terminal);
     warn_of_nvfp4_math(options.nvfp4_math, &estimate.formats, terminal);
-    let report = Report::new(settings, estimate, gpu);
+    let lora_lines = descriptions(model.adapters(), &estimate.formats).into_iter().map(|(line, _)| line).collect();
+    let report = Report { lora_lines, ..Report::new(settings, estimate, gpu) };
     let text = if args.json { json_line(&report)? } else { report.table().into_bytes() };
     print(out, &text)
 }
@@ -151,8 +159,8 @@ struct PlannedModel {
 enum Source {
     /// The headers of its files.
     Files(Box<OpenModel>),
-    /// The configuration of klein as it was published; no files are needed.
-    Klein(Box<Configs>),
+    /// The configuration of klein as it was published; no files are needed. Adapters are checked against it.
+    Klein(Box<Configs>, Adapters),
 }
 
 impl PlannedModel {
@@ -160,12 +168,14 @@ impl PlannedModel {
     /// only the environment names.
     fn new(args: &PlanArgs, environment: Environment) -> Result<Self> {
         let m = &args.model;
+        let adapters = AdapterFiles::locate(&args.lora, &environment)?;
         let parts = [&m.transformer, &m.text_encoder, &m.vae, &m.tokenizer];
         let named = m.is_named(&environment) || parts.iter().any(|part| part.is_some());
         let variant = m.variant.map(Variant::from);
         if named && args.klein.is_none() {
             let found: Found = locate(&m.request(environment))?;
-            let model = OpenModel::open(&found, variant)?;
+            let mut model = OpenModel::open(&found, variant)?;
+            model.adapters = adapters.open(|| model.places())?;
             return Ok(Self {
                 name: model.name.clone(),
                 variant: model.variant,
@@ -179,23 +189,34 @@ impl PlannedModel {
             KleinArg::NineB => Configs::klein_9b(),
         };
         let variant = variant.unwrap_or(Variant::Distilled);
+        let adapters = adapters.open(|| configs.places())?;
         Ok(Self {
             name: display_name(&configs.transformer, variant),
             variant,
             conventions: Conventions::klein(),
             warnings: Vec::new(),
-            source: Source::Klein(Box::new(configs)),
+            source: Source::Klein(Box::new(configs), adapters),
         })
     }
 
+    /// The adapters of the model.
+    fn adapters(&self) -> &Adapters {
+        match &self.source {
+            Source::Files(model) => &model.adapters,
+            Source::Klein(_, adapters) => adapters,
+        }
+    }
+
     /// The properties of the model that the settings of a job depend on.
-    fn profile(&self, precision: Precision) -> ModelProfile<'_> {
+    fn profile(&self, options: LoadOptions) -> ModelProfile<'_> {
         ModelProfile {
             name: &self.name,
             variant: self.variant,
             conventions: &self.conventions,
-            precision,
+            precision: options.precision,
             quantised_flags: Vec::new(),
+            adapters: applied(self.adapters()),
+            adapter_mode: options.adapters,
         }
     }
 
@@ -205,7 +226,7 @@ impl PlannedModel {
         let (gemms, time) = (gemm_formats(gpu.capability), gpu.predictor.as_ref().map(Predictor::op_time));
         match &self.source {
             Source::Files(model) => model.estimate_timed(options, gemms, job, time),
-            Source::Klein(configs) => estimate_timed(configs, self.variant, options, gemms, job, time),
+            Source::Klein(configs, adapters) => estimate_timed((configs, adapters), self.variant, options, gemms, job, time),
         }
     }
 }
@@ -259,7 +280,7 @@ fn predicted_line(prediction: &Prediction) -> Option<String> {
 
 impl Report {
     fn new(settings: Settings, e: Estimate, gpu: PlannedGpu) -> Self {
-        let Settings { job, model, variant, precision, guidance, guided, .. } = settings;
+        let Settings { job, model, variant, precision, guidance, guided, adapters, .. } = settings;
         let predicted_line = predicted_line(&Prediction::of(&e));
         let total = e.text_tokens + e.canvas_tokens + e.reference_tokens.iter().sum::<usize>();
         Self {
@@ -271,6 +292,8 @@ impl Report {
             height: job.size.height(),
             steps: job.steps,
             guidance: guidance.chosen,
+            lora: adapters,
+            lora_lines: Vec::new(),
             guided,
             tokens: TokenReport { text: e.text_tokens, canvas: e.canvas_tokens, references: e.reference_tokens, total },
             mu: e.mu,
@@ -299,6 +322,9 @@ impl Report {
         row("model", format!("{}, {}", self.model, self.precision));
         for (i, line) in self.format_lines.iter().enumerate() {
             row(if i == 0 { "formats" } else { "" }, line.clone());
+        }
+        for (i, line) in self.lora_lines.iter().enumerate() {
+            row(if i == 0 { "adapters" } else { "" }, line.clone());
         }
         row("gpu", self.gpu.clone());
         row("picture", format!("{}x{}, {} steps", self.width, self.height, self.steps));

@@ -1,8 +1,9 @@
 //! Requests: the values of the flags, checked as far as possible before a model is opened.
 
+use super::adapters::AdapterFiles;
 use super::args::{BackendArg, GenerateArgs, NoiseArg, PromptArgs, QuantisedArgs, ShapeArgs};
 use super::stdout::DASH;
-use crate::adapter::AdapterMode;
+use crate::adapter::{AdapterMode, Adapters};
 use crate::backend::Fp8Accumulate;
 use crate::config::{Conventions, Variant};
 use crate::dump::read_noise;
@@ -19,6 +20,7 @@ use std::fs::File;
 use std::hash::{BuildHasher, Hasher};
 use std::io::Read;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// Images to generate. Defaults that depend on the model's files are not resolved yet.
 #[derive(Debug)]
@@ -43,6 +45,8 @@ pub struct ImageRequest {
     pub noise: Noise,
     /// Whether intermediate values are kept.
     pub record: bool,
+    /// Adapters of these images, if they are not those of the model.
+    pub adapters: Option<Arc<Adapters>>,
 }
 
 /// The model that generates the images, and the device it runs on.
@@ -52,6 +56,8 @@ pub struct Setup {
     pub found: Found,
     /// Whether the user named the model; if not, it was found by the default search.
     pub named: bool,
+    /// The model's adapters.
+    pub adapters: AdapterFiles,
     /// The model's defaults for size, steps and guidance.
     pub conventions: Conventions,
     /// The variant, if it overrides the one in the model's files.
@@ -89,6 +95,7 @@ impl ImageRequest {
             seeds: vec![0],
             noise: Noise::Drawn(NoiseKind::HOPPER),
             record: false,
+            adapters: None,
         })
     }
 
@@ -124,6 +131,7 @@ impl ImageRequest {
         let named = args.model.is_named(&environment);
         let variant = args.model.variant.map(Variant::from);
         let records = Records::below(environment.caches().as_deref());
+        let adapters = AdapterFiles::locate(&args.lora, &environment)?;
         let found = locate(&args.model.request(environment))?;
         let conventions = found.conventions()?;
         let shape = Self::of_shape(&args.shape, &conventions)?;
@@ -137,12 +145,16 @@ impl ImageRequest {
         let setup = Setup {
             found,
             named,
+            adapters,
             conventions,
             variant,
             backend: args.run.backend,
             device: args.run.device()?,
             accumulate: args.run.quantised.fp8_accumulate.into(),
-            options: request.load_options(args.run.precision.into(), args.run.low_memory, &args.run.quantised),
+            options: LoadOptions {
+                adapters: args.lora.lora_mode.into(),
+                ..request.load_options(args.run.precision.into(), args.run.low_memory, &args.run.quantised)
+            },
             records,
             notes: Vec::new(),
         };
@@ -303,6 +315,7 @@ mod tests {
         assert!(!low_memory && !vae_tiling);
         assert_eq!((attention, setup.accumulate), (AttentionFormat::Auto, Fp8Accumulate::Auto));
         assert_eq!((nvfp4_math, quantise, adapters), (Nvfp4Math::Auto, None, AdapterMode::Auto));
+        assert!(setup.adapters == AdapterFiles::default() && request.adapters.is_none());
         assert!(setup.named && matches!(setup.found, Found::Tiny) && setup.notes.is_empty());
     }
 

@@ -1,5 +1,6 @@
 //! The device and the model that a request runs on, opened in parallel.
 
+use super::adapters::{announce_adapters, applied};
 use super::args::BackendArg;
 use super::device::{SelectedBackend, select_backend};
 use super::report::{announce_model, expansion_note, warn_of_accumulation, warn_of_nvfp4_math};
@@ -30,14 +31,18 @@ pub struct Session {
 impl Session {
     /// Opens the device and the model's files in parallel, and prints notes and warnings about them.
     pub fn open(setup: Setup, stop: &Arc<AtomicBool>, terminal: &Terminal) -> Result<Self> {
-        let Setup { found, named, variant, backend, device, accumulate, options, records, notes, .. } = setup;
+        let Setup { found, named, adapters, variant, backend, device, accumulate, options, records, notes, .. } = setup;
         announce_model(&found, named, terminal);
         notes.iter().for_each(|note| terminal.say(note));
         let select = || select_backend(backend, device, accumulate, &records, stop);
         // A GPU will copy the weights, and its driver takes a while to start.
-        let open = || match backend != BackendArg::Cpu && has_driver() {
-            true => OpenModel::open_and_read_ahead(&found, variant),
-            false => OpenModel::open(&found, variant),
+        let open = || -> Result<OpenModel> {
+            let mut model = match backend != BackendArg::Cpu && has_driver() {
+                true => OpenModel::open_and_read_ahead(&found, variant)?,
+                false => OpenModel::open(&found, variant)?,
+            };
+            model.adapters = adapters.open(|| model.places())?;
+            Ok(model)
         };
         let (backend, model) = threads::join(select, open);
         let (backend, model) = (backend?, model?);
@@ -52,14 +57,22 @@ impl Session {
         expansion_note(&formats, backend.device.is_some()).iter().for_each(|note| terminal.say(note));
         warn_of_accumulation(accumulate, &formats, terminal);
         warn_of_nvfp4_math(options.nvfp4_math, &formats, terminal);
+        announce_adapters(&model.adapters, &formats, terminal);
         Ok(Self { backend, found, model, options, formats })
     }
 
     /// The properties of the model that the settings of a job depend on.
     pub fn profile(&self) -> ModelProfile<'_> {
         let OpenModel { name, variant, conventions, .. } = &self.model;
-        let quantised_flags = quantised_flags(&self.formats);
-        ModelProfile { name, variant: *variant, conventions, precision: self.options.precision, quantised_flags }
+        ModelProfile {
+            name,
+            variant: *variant,
+            conventions,
+            precision: self.options.precision,
+            quantised_flags: quantised_flags(&self.formats),
+            adapters: applied(&self.model.adapters),
+            adapter_mode: self.options.adapters,
+        }
     }
 
     /// Checks that a job fits into memory, and switches to low-memory mode if it fits only then.

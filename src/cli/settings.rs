@@ -1,7 +1,9 @@
 //! Resolves what a request leaves open and the model decides: steps, guidance, names for display. This is the one place that turns
 //! flags into a [`Job`], for `generate`, `bench` and `plan` alike.
 
+use super::adapters::{AppliedAdapter, applied};
 use super::request::ImageRequest;
+use crate::adapter::AdapterMode;
 use crate::config::{Conventions, Guidance, Variant};
 use crate::noise::NoiseKind;
 use crate::pipeline::{Formats, Job, Noise, ReferenceInput};
@@ -17,6 +19,9 @@ pub struct ModelProfile<'a> {
     pub precision: Precision,
     /// How FP8 and NVFP4 are computed with, as flags and their values; none if the model does not compute with them.
     pub quantised_flags: Vec<(&'static str, String)>,
+    /// The adapters that it is loaded with, and how.
+    pub adapters: Vec<AppliedAdapter>,
+    pub adapter_mode: AdapterMode,
 }
 
 /// How the images of a request are generated.
@@ -36,6 +41,9 @@ pub struct Settings {
     pub noise_flags: Vec<(&'static str, String)>,
     /// How FP8 and NVFP4 are computed with, as flags and their values.
     pub quantised_flags: Vec<(&'static str, String)>,
+    /// The adapters of the images, and how they are applied.
+    pub adapters: Vec<AppliedAdapter>,
+    pub adapter_mode: AdapterMode,
     /// Whether the VAE works in tiles.
     pub vae_tiling: bool,
     /// A description of each reference image: its file, its sizes and its tokens.
@@ -48,6 +56,7 @@ impl Settings {
         let guidance = model.conventions.guide(model.variant, request.guidance);
         let references = request.references.iter().map(describe_reference).collect();
         let noise_flags = noise_flags(&request.noise);
+        let adapters = request.adapters.as_deref().map_or_else(|| model.adapters.clone(), applied);
         let input = |reference: &PreparedReference| ReferenceInput { grid: reference.grid(), pixels: reference.values() };
         let job = Job {
             prompt: request.prompt,
@@ -59,7 +68,7 @@ impl Settings {
             seeds: request.seeds,
             noise: request.noise,
             record: request.record,
-            adapters: None,
+            adapters: request.adapters,
         };
         Self {
             job,
@@ -71,6 +80,8 @@ impl Settings {
             negative: request.negative,
             noise_flags,
             quantised_flags: model.quantised_flags.clone(),
+            adapters,
+            adapter_mode: model.adapter_mode,
             vae_tiling: request.vae_tiling,
             references,
         }

@@ -1,6 +1,7 @@
 //! Encodes and writes images, with metadata in each and a line of output for each file. While there are more to come, that happens
 //! on a thread of its own, beside the denoising of the next one.
 
+use super::adapters::AppliedAdapter;
 use super::outputs::{Outputs, image_text};
 use super::report::{warn_of_flat_image, warn_of_saturation};
 use super::settings::Settings;
@@ -34,6 +35,7 @@ pub struct ImageLine<'a> {
     precision: &'a str,
     /// What weights were quantised to when they were loaded.
     quantize: Option<&'a str>,
+    lora: &'a [AppliedAdapter],
     backend: &'a str,
     /// Activations that did not fit into FP8.
     saturated: u64,
@@ -54,6 +56,7 @@ impl<'a> ImageLine<'a> {
             variant: settings.variant.to_string(),
             precision: settings.precision.name(),
             quantize: settings.quantize(),
+            lora: &settings.adapters,
             backend,
             saturated: image.saturated,
             seconds,

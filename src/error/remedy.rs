@@ -85,6 +85,10 @@ pub enum Remedy {
     AnyNvfp4Math,
     /// Load the weights as they are stored, or name files that are not quantised.
     AsStored,
+    /// Apply the file, which is an adapter, to the model that it was made for.
+    ApplyAdapter,
+    /// Use an adapter without the layers that do not fit.
+    PartOfAdapter,
     /// Merge adapters with the weights when the model is loaded.
     MergeAdapters,
     /// Compute adapters beside the weights, so that jobs can have others.
@@ -139,6 +143,8 @@ impl fmt::Display for Remedy {
             Self::AnyAttention => f.write_str("leave its format open: then it is FP8 where that can be had"),
             Self::AnyNvfp4Math => f.write_str("leave open what they are multiplied as: then it is what the device has"),
             Self::AsStored => f.write_str("load them as they are stored, or name files that hold them in bf16, f16 or f32"),
+            Self::ApplyAdapter => f.write_str("name the model that it was made for, and apply it as an adapter"),
+            Self::PartOfAdapter => f.write_str("use the adapter of this model, or allow a part of it"),
             Self::MergeAdapters => f.write_str("merge them with the weights when the model is loaded"),
             Self::AdaptersBeside => f.write_str("load the model with its adapters beside the weights, or without any"),
             Self::ReplaceParts(parts) => write!(f, "put a complete file there, or give another {}", names(parts)),

@@ -88,11 +88,21 @@ pub(super) fn single_file(folder: &Path, stems: &[&str]) -> Sought {
         let fits = |rest: &str| rest.ends_with(".safetensors") && !rest.starts_with(|c: char| c.is_ascii_alphabetic());
         stems.iter().any(|stem| name.strip_prefix(stem).is_some_and(fits))
     };
-    search_folder(folder, named, |mut good, bad| match bad {
+    search_folder(folder, named, only_one)
+}
+
+/// The only safetensors file of a folder.
+pub(super) fn only_file(folder: &Path) -> Sought {
+    search_folder(folder, |name| name.to_ascii_lowercase().ends_with(".safetensors"), only_one)
+}
+
+/// The only one of the usable files, if none was unusable.
+fn only_one(mut good: Vec<PathBuf>, bad: Option<Fault>) -> Sought {
+    match bad {
         Some((path, why)) => Sought::Unusable(path, why, good),
         None if good.len() == 1 => Sought::At(good.remove(0)),
         None => Sought::Several(good),
-    })
+    }
 }
 
 /// A folder that holds the weights of one part. An index without shards counts as well: opening it reports which shards are

@@ -89,19 +89,19 @@ impl Progress for Meter {
 /// Estimates the cost of one image of `job` on a model of these sizes, whose files are not quantised, and a backend with these
 /// GEMMs.
 pub fn estimate(configs: &Configs, variant: Variant, options: LoadOptions, gemms: GemmFormats, job: &Job) -> Result<Estimate> {
-    estimate_timed(configs, variant, options, gemms, job, None)
+    estimate_timed((configs, &Adapters::default()), variant, options, gemms, job, None)
 }
 
 /// The same with predicted times, if it is told what ops take.
 pub fn estimate_timed(
-    configs: &Configs,
+    (configs, adapters): (&Configs, &Adapters),
     variant: Variant,
     options: LoadOptions,
     gemms: GemmFormats,
     job: &Job,
     time: Option<OpTime>,
 ) -> Result<Estimate> {
-    estimate_from((configs, PerPart::default(), &Adapters::default()), variant, options, gemms, job, time)
+    estimate_from((configs, PerPart::default(), adapters), variant, options, gemms, job, time)
 }
 
 impl OpenModel {

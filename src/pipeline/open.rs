@@ -40,6 +40,14 @@ impl Configs {
     }
 }
 
+impl Configs {
+    /// The layers that adapters can change.
+    pub fn places(&self) -> Places {
+        let (transformer, text) = (transformer_manifest(&self.transformer), text_manifest(&self.text_encoder));
+        Places::new([(Part::Transformer, &transformer[..]), (Part::TextEncoder, &text[..])])
+    }
+}
+
 /// The files of a model, opened and checked.
 pub struct OpenModel {
     pub(super) weights: PerPart<Weights>,
@@ -167,8 +175,7 @@ impl OpenModel {
 
     /// The layers that adapters can change.
     pub fn places(&self) -> Places {
-        let (transformer, text) = (transformer_manifest(&self.configs.transformer), text_manifest(&self.configs.text_encoder));
-        Places::new([(Part::Transformer, &transformer[..]), (Part::TextEncoder, &text[..])])
+        self.configs.places()
     }
 
     /// The files in use, for display.

@@ -306,7 +306,7 @@ fn files_that_go_by_another_name() {
             &part(flag, &format!("lora{i}")),
             3,
             format!("not a model (lora{i}): it is a LoRA adapter, with tensor `{name}`"),
-            Is("LoRA is not supported yet; use the model that it was made for"),
+            Is("name the model that it was made for, and pass this file with --lora"),
         ));
     }
     let down = "model.layers.0.mlp.down_proj";

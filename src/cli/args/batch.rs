@@ -1,6 +1,6 @@
 //! The flags of `kiln run`.
 
-use super::{FileArgs, ModelArgs, RunArgs, ShapeArgs};
+use super::{FileArgs, LoraArgs, ModelArgs, RunArgs, ShapeArgs};
 use clap::Args;
 use std::path::PathBuf;
 
@@ -11,14 +11,18 @@ pub struct BatchArgs {
     /// The file of prompts, one on each line; `-` is standard input
     ///
     /// A line is a prompt, or a JSON object with `prompt` and any of `size` ("WxH"), `width`, `height`, `steps`, `seed`,
-    /// `guidance`, `negative`, `references` (a list of files) and `output`. A line that begins with `{` is JSON. Empty lines
-    /// are passed over.
+    /// `guidance`, `negative`, `references` (a list of files), `lora` (a list of "FILE", "FILE:SCALE" or {"file": .., "scale": ..};
+    /// an empty one is none) and `output`. A line that begins with `{` is JSON. Empty lines are passed over.
     #[arg(value_name = "FILE", default_value = "-")]
     pub file: PathBuf,
 
     /// Which model
     #[command(flatten)]
     pub model: ModelArgs,
+
+    /// Adapters of the model
+    #[command(flatten)]
+    pub lora: LoraArgs,
 
     /// The folder that pictures are written to [default: the current one]
     ///

@@ -1,7 +1,7 @@
 //! The flags of `kiln bench`.
 
 use super::values::within;
-use super::{ModelArgs, PromptArgs, RunArgs, ShapeArgs};
+use super::{LoraArgs, ModelArgs, PromptArgs, RunArgs, ShapeArgs};
 use clap::Args;
 use std::path::PathBuf;
 
@@ -17,6 +17,10 @@ pub struct BenchArgs {
     #[command(flatten)]
     pub model: ModelArgs,
 
+    /// Adapters of the model
+    #[command(flatten)]
+    pub lora: LoraArgs,
+
     /// Time single ops at klein 4B's shapes instead of pictures; with NAME, those whose name contains it
     ///
     /// Needs no model. Each row tells how much of the ceiling is reached: memory-bound ops against a copy of as many bytes in the
@@ -27,7 +31,7 @@ pub struct BenchArgs {
         num_args = 0..=1,
         require_equals = true,
         default_missing_value = "",
-        conflicts_with_all = ["PromptArgs", "ModelArgs", "ShapeArgs", "runs", "low_memory", "attention", "trace"],
+        conflicts_with_all = ["PromptArgs", "ModelArgs", "LoraArgs", "ShapeArgs", "runs", "low_memory", "attention", "trace"],
         help_heading = "Measuring"
     )]
     pub kernels: Option<String>,
@@ -68,7 +72,7 @@ pub struct BenchArgs {
         long,
         value_name = "FILE",
         requires = "svg",
-        conflicts_with_all = ["PromptArgs", "ModelArgs", "ShapeArgs", "runs", "kernels", "json", "share", "trace"],
+        conflicts_with_all = ["PromptArgs", "ModelArgs", "LoraArgs", "ShapeArgs", "runs", "kernels", "json", "share", "trace"],
         help_heading = "Measuring"
     )]
     pub from: Option<PathBuf>,

@@ -1,13 +1,21 @@
 //! The flags of `kiln generate` as other commands fill them in.
 
-use super::{FileArgs, GenerateArgs, ModelArgs, PromptArgs, RunArgs, ShapeArgs};
+use super::{FileArgs, GenerateArgs, LoraArgs, ModelArgs, PromptArgs, RunArgs, ShapeArgs};
 
 impl GenerateArgs {
     /// One image with seed 0 for a command that decides itself what becomes of it.
-    pub fn without_files(prompt: PromptArgs, model: ModelArgs, shape: ShapeArgs, negative: Option<String>, run: RunArgs) -> Self {
+    pub fn without_files(
+        prompt: PromptArgs,
+        model: ModelArgs,
+        lora: LoraArgs,
+        shape: ShapeArgs,
+        negative: Option<String>,
+        run: RunArgs,
+    ) -> Self {
         Self {
             prompt,
             model,
+            lora,
             output: None,
             file: FileArgs::default(),
             dump: None,

@@ -24,6 +24,10 @@ Examples:
   kiln \"a fox\" --transformer klein.safetensors --text-encoder qwen.safetensors --vae ae.safetensors
       FLUX.2 [klein] by its folder, by its name in the Hugging Face cache, or by its files.
 
+  kiln \"a red fox in the snow\" --lora watercolour.safetensors:0.8 --lora owner/repository
+      With LoRA or LoKr adapters, by file or by name in the Hugging Face cache. `kiln lora inspect`
+      tells what is in one.
+
   kiln \"the cat of image 1 on the sofa of image 2\" --reference cat.jpg --reference sofa.png
       Combines several pictures.
 
@@ -77,7 +81,22 @@ Examples:
       Continues where a run was stopped.
 
   echo '{\"prompt\": \"a red star\", \"seed\": 7, \"output\": \"star.png\"}' | kiln run | jq .path
-      Settings of its own for a line. Another program may keep the pipe open and wait for each answer.";
+      Settings of its own for a line. Another program may keep the pipe open and wait for each answer.
+
+  {\"prompt\": \"a fox\", \"lora\": [\"ink.safetensors\", {\"file\": \"owner/repository\", \"scale\": 0.5}]}
+      A line with adapters of its own, in place of those of --lora. The model is not loaded again.";
+
+/// The end of `kiln lora --help` and `kiln lora inspect --help`.
+pub(super) const INSPECT_EXAMPLES: &str = "\
+Examples:
+  kiln lora inspect watercolour.safetensors
+      Layers by kind with their ranks, their spelling, the model they are for, trigger words.
+
+  kiln lora inspect owner/repository --model ~/models/FLUX.2-klein-4B
+      An adapter in the Hugging Face cache, and which of its layers a model has.
+
+  kiln lora inspect watercolour.safetensors --json | jq .trigger_words
+      Every layer and all metadata, for programs.";
 
 /// The end of `kiln quantize --help`.
 pub(super) const QUANTIZE_EXAMPLES: &str = "\

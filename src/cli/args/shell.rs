@@ -19,6 +19,6 @@ pub struct ManArgs {
     pub command: Option<String>,
 }
 
-/// The names of all commands.
-pub(super) const COMMANDS: [&str; 10] =
-    ["generate", "run", "plan", "bench", "quantize", "doctor", "selftest", "tiny", "completions", "man"];
+/// The names of all commands; one of a command's own comes after it and a hyphen.
+pub(super) const COMMANDS: [&str; 12] =
+    ["generate", "run", "plan", "bench", "quantize", "lora", "lora-inspect", "doctor", "selftest", "tiny", "completions", "man"];

@@ -1,5 +1,6 @@
 //! The values of flags: choices, and numbers within limits.
 
+use crate::adapter::AdapterMode;
 use crate::backend::Fp8Accumulate;
 use crate::config::Variant;
 use crate::model::{AttentionFormat, Nvfp4Math};
@@ -88,6 +89,18 @@ choice! {
         Bf16 => Nvfp4Math::Bf16,
         /// FP8, re-encoded when the model is loaded
         Fp8 => Nvfp4Math::Fp8,
+    }
+}
+
+choice! {
+    /// Values of `--lora-mode`.
+    LoraModeArg for AdapterMode {
+        /// Merged with bf16, f16 and f32 weights, beside FP8 and NVFP4 ones; `kiln run`: beside all
+        Auto => AdapterMode::Auto,
+        /// Added to the weights while they are loaded; quantised ones are expanded for it
+        Merge => AdapterMode::Merge,
+        /// Computed beside the layers, which stay as they are
+        Branch => AdapterMode::Branch,
     }
 }
 

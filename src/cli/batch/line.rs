@@ -1,6 +1,6 @@
 //! One line of `kiln run`: a prompt, or a JSON object with a prompt and settings of its own.
 
-use super::super::args::ShapeArgs;
+use super::super::args::{LoraArg, ShapeArgs};
 use super::super::request::{ImageRequest, check_nul};
 use crate::config::Conventions;
 use crate::error::{Error, Result};
@@ -31,6 +31,7 @@ pub struct Line {
     pub negative: Option<String>,
     #[serde(default)]
     pub references: Vec<PathBuf>,
+    pub lora: Option<Vec<LoraArg>>,
     pub output: Option<PathBuf>,
 }
 
@@ -83,7 +84,7 @@ impl Line {
     }
 
     /// Fills in what flags say.
-    pub fn with_defaults(mut self, shape: &ShapeArgs, negative: Option<&str>) -> Self {
+    pub fn with_defaults(mut self, shape: &ShapeArgs, negative: Option<&str>, lora: &[LoraArg]) -> Self {
         // A size is one decision: a line with one side is not completed by the other side of a flag.
         if self.width.is_none() && self.height.is_none() {
             (self.width, self.height) = (shape.width, shape.height);
@@ -94,6 +95,8 @@ impl Line {
         if self.references.is_empty() {
             self.references.clone_from(&shape.reference);
         }
+        // An empty list is a decision, too.
+        self.lora.get_or_insert_with(|| lora.to_vec());
         self
     }
 
@@ -102,7 +105,11 @@ impl Line {
         let references: Vec<_> = self.references.iter().map(|path| path.to_string_lossy()).collect();
         let Self { prompt, width, height, steps, guidance, negative, .. } = self;
         // As a value its numbers and texts cannot run into each other.
-        let content = serde_json::json!([prompt, width, height, steps, guidance, negative, references, seed, more]);
+        let mut content = serde_json::json!([prompt, width, height, steps, guidance, negative, references, seed, more]);
+        // Lines without adapters have the names that they had before there were any.
+        if let (Some(list), Some(lora)) = (content.as_array_mut(), self.lora.as_ref().filter(|lora| !lora.is_empty())) {
+            list.extend(lora.iter().map(|lora| serde_json::json!([lora.file.to_string_lossy(), lora.scale])));
+        }
         let digest = Sha256::digest(content.to_string());
         digest.iter().take(8).fold(0, |hash, byte| hash << 8 | u64::from(*byte))
     }
@@ -148,14 +155,15 @@ mod tests {
         assert_eq!(line("[1]").prompt, "[1]");
         let full = line(
             r#" {"prompt": "狐\n{", "size": "128x64", "steps": 3, "seed": 18446744073709551615, "guidance": 2.5, "negative": "",
-               "references": ["a.png", "b c.jpg"], "output": "x/y.webp"}"#,
+               "references": ["a.png", "b c.jpg"], "lora": ["a:0.5", {"file": "b"}], "output": "x/y.webp"}"#,
         );
         let references = vec!["a.png".into(), "b c.jpg".into()];
         let (width, height) = (Some(128), Some(64));
         let (steps, seed, guidance) = (Some(3), Some(u64::MAX), Some(2.5));
         let (negative, output) = (Some(String::new()), Some("x/y.webp".into()));
         let prompt = "狐\n{".into();
-        assert_eq!(full, Line { prompt, size: None, width, height, steps, seed, guidance, negative, references, output });
+        let lora = Some(vec![LoraArg { file: "a".into(), scale: 0.5 }, LoraArg { file: "b".into(), scale: 1.0 }]);
+        assert_eq!(full, Line { prompt, size: None, width, height, steps, seed, guidance, negative, references, lora, output });
         for empty in ["", " ", "\t\u{a0}"] {
             assert_eq!(Line::parse(empty.as_bytes()).unwrap(), None);
         }
@@ -171,6 +179,9 @@ mod tests {
             (r#"{"prompt": "x", "size": "64x64", "width": 64}"#, "beside"),
             (r#"{"prompt": "x", "steps": 0}"#, "`steps`"),
             (r#"{"prompt": "x", "guidance": 101}"#, "`guidance`"),
+            (r#"{"prompt": "x", "lora": "a"}"#, "expected a sequence"),
+            (r#"{"prompt": "x", "lora": [{"name": "a"}]}"#, "expected \"FILE\", \"FILE:SCALE\" or {\"file\""),
+            (r#"{"prompt": "x", "lora": ["a:nan"]}"#, "expected a finite scale"),
         ] {
             let error = Line::parse(wrong.as_bytes()).unwrap_err();
             assert!(error.to_string().contains(why) && error.exit_code() == 2, "{wrong}: {error}");
@@ -195,11 +206,16 @@ mod tests {
             r#"{"prompt": "a fox", "guidance": 4}"#,
             r#"{"prompt": "a fox", "negative": ""}"#,
             r#"{"prompt": "a fox", "references": ["a fox"]}"#,
+            r#"{"prompt": "a fox", "lora": ["a fox"]}"#,
+            r#"{"prompt": "a fox", "lora": ["a fox:2"]}"#,
+            r#"{"prompt": "a fox", "lora": ["a fox", "a fox"]}"#,
         ];
         let mut ids: Vec<String> = others.iter().map(|text| line(text).id("m")).chain([plain.id("m"), plain.id("n")]).collect();
         ids.sort();
         ids.dedup();
         assert_eq!(ids.len(), others.len() + 2);
+        let none = line(r#"{"prompt": "a fox", "lora": []}"#);
+        assert_eq!((none.seed(), none.id("m")), (plain.seed(), plain.id("m")), "no adapters, however that is said");
         // The model does not change the seed, so that two of them can be compared.
         let given = Line { seed: Some(plain.seed()), ..line("a fox") };
         assert_eq!(given.id("m"), plain.id("m"));
@@ -215,11 +231,15 @@ mod tests {
             guidance: None,
             vae_tiling: false,
         };
-        let filled = line("x").with_defaults(&shape, Some("blurry"));
+        let lora = [LoraArg { file: "l".into(), scale: 0.5 }];
+        let filled = line("x").with_defaults(&shape, Some("blurry"), &lora);
         assert_eq!((filled.width, filled.height, filled.steps), (Some(64), Some(96), Some(2)));
         assert_eq!((filled.negative.as_deref(), &*filled.references), (Some("blurry"), &["r.png".into()][..]));
+        assert_eq!(filled.lora.as_deref(), Some(&lora[..]));
+        let bare = line(r#"{"prompt": "x", "lora": []}"#).with_defaults(&shape, None, &lora);
+        assert_eq!(bare.lora.as_deref(), Some(&[][..]));
         let own = line(r#"{"prompt": "x", "width": 128, "steps": 9, "negative": "", "references": ["o.png"]}"#);
-        let own = own.with_defaults(&shape, Some("blurry"));
+        let own = own.with_defaults(&shape, Some("blurry"), &lora);
         assert_eq!((own.width, own.height, own.steps), (Some(128), None, Some(9)));
         assert_eq!((own.negative.as_deref(), &*own.references), (Some(""), &["o.png".into()][..]));
     }

@@ -1,5 +1,6 @@
 //! Times the stages of one cold image and several warm ones.
 
+use super::super::adapters::AppliedAdapter;
 use super::super::outputs::image_text;
 use super::super::report::{announce_run, warn_of_saturation};
 use super::super::request::{ImageRequest, Setup};
@@ -43,6 +44,7 @@ pub struct Report {
     steps: usize,
     guidance: Option<f32>,
     references: usize,
+    lora: Vec<AppliedAdapter>,
     cold_s: Times,
     warm_s: Vec<Times>,
     memory: Memory,
@@ -343,6 +345,7 @@ fn start<'a>(
         steps: settings.job.steps,
         guidance: settings.guidance.chosen,
         references: settings.job.references.len(),
+        lora: settings.adapters.clone(),
         cold_s: cold,
         warm_s: Vec::new(),
         memory: Memory::new(weights, plan.arena_bytes, None),

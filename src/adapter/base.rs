@@ -1,0 +1,178 @@
+//! Which model an adapter was made for, as far as the widths and the blocks of its layers tell.
+
+use std::collections::BTreeSet;
+
+/// A model that adapters are made for.
+struct Base {
+    name: &'static str,
+    /// The width of its transformer.
+    hidden: usize,
+    /// Its blocks with two streams, and those with one.
+    blocks: [usize; 2],
+}
+
+/// FLUX.1 has the width of klein 4B, and many of its layers' names.
+const FLUX1: &str = "FLUX.1";
+
+const BASES: [Base; 6] = [
+    Base { name: "FLUX.2 [klein] 4B", hidden: 3072, blocks: [5, 20] },
+    Base { name: "FLUX.2 [klein] 9B", hidden: 4096, blocks: [8, 24] },
+    Base { name: "FLUX.2 [dev]", hidden: 6144, blocks: [8, 48] },
+    Base { name: FLUX1, hidden: 3072, blocks: [19, 38] },
+    Base { name: "kiln's tiny model", hidden: 256, blocks: [2, 2] },
+    Base { name: "kiln's built-in model", hidden: 256, blocks: [1, 4] },
+];
+
+/// Text encoders by their width.
+const TEXT_ENCODERS: [(usize, &str); 2] =
+    [(2560, "Qwen3-4B, the text encoder of FLUX.2 [klein] 4B"), (4096, "Qwen3-8B, the text encoder of FLUX.2 [klein] 9B")];
+
+/// What blocks are called, with underscores; a name that ends with another stands before it. A converter cut off the beginning of
+/// `transformer_blocks`.
+const BLOCKS: [(&str, usize); 4] =
+    [("single_transformer_blocks_", 1), ("single_blocks_", 1), ("sformer_blocks_", 0), ("double_blocks_", 0)];
+
+/// Layers whose output has the width of the model; the inputs of most others have it.
+const TO_HIDDEN: [&str; 7] = ["mlp_2", "linear_out", "net_2", "linear2", "proj_out", "img_in", "x_embedder"];
+
+/// Layers of FLUX.1 that no FLUX.2 has.
+const ONLY_FLUX1: [&str; 6] = ["img_mod_", "txt_mod_", "norm1_", "norm_linear", "modulation_lin", "ff_net_"];
+
+/// The name of the model that layers of these names and shapes were made for; `None` if they do not tell.
+pub(super) fn likely<'a>(layers: impl IntoIterator<Item = (&'a str, [usize; 2])>) -> Option<String> {
+    let mut found = Evidence::default();
+    layers.into_iter().for_each(|(name, shape)| found.add(&name.replace('.', "_"), shape));
+    found.base()
+}
+
+/// What the layers of an adapter tell.
+#[derive(Default)]
+struct Evidence {
+    /// Widths of the transformer, of which there is one in a sound file.
+    hidden: BTreeSet<usize>,
+    /// Widths of the text encoder.
+    text: BTreeSet<usize>,
+    /// Blocks of each kind, as many as the numbers of the layers need.
+    blocks: [usize; 2],
+    flux1: bool,
+}
+
+impl Evidence {
+    fn add(&mut self, name: &str, [rows, cols]: [usize; 2]) {
+        if name.contains("layers_") && (name.contains("_self_attn_") || name.contains("_mlp_")) {
+            let outward = ["o_proj", "down_proj"].iter().any(|end| name.ends_with(end));
+            // The input of an output projection has the width of all heads, which may be another one.
+            self.text.insert(if outward { rows } else { cols });
+            return;
+        }
+        let block = BLOCKS.iter().find_map(|(word, kind)| Some((name.split_once(word)?.1, *kind)));
+        let rest = match block.and_then(|(rest, kind)| Some((rest.split_once('_')?, kind))) {
+            Some(((number, rest), kind)) => {
+                let Ok(number) = number.parse::<usize>() else { return };
+                self.blocks[kind] = self.blocks[kind].max(number.saturating_add(1));
+                self.flux1 |= ONLY_FLUX1.iter().any(|word| rest.starts_with(word)) || rest.starts_with("ff_context_net_");
+                // Its MLPs are four times as wide as the model, where those of FLUX.2 have two halves of three times the width.
+                let wide = match rest {
+                    "linear1" => 7,
+                    "img_mlp_0" | "txt_mlp_0" | "proj_mlp" => 4,
+                    _ => 0,
+                };
+                self.flux1 |= wide > 0 && cols.checked_mul(wide) == Some(rows);
+                // This is the whole output of a block with one stream, and follows attention in the others.
+                if kind == 1 && rest == "attn_to_out" {
+                    self.hidden.insert(rows);
+                    return;
+                }
+                rest
+            }
+            None if ["img_in", "x_embedder", "final_layer_linear", "_lin", "modulation_img_linear", "modulation_txt_linear"]
+                .iter()
+                .any(|end| name.ends_with(end)) =>
+            {
+                name
+            }
+            None => return,
+        };
+        self.hidden.insert(if TO_HIDDEN.iter().any(|end| rest.ends_with(end)) { rows } else { cols });
+    }
+
+    fn base(&self) -> Option<String> {
+        let Some(hidden) = only(&self.hidden) else {
+            let text = only(&self.text).filter(|_| self.hidden.is_empty())?;
+            return TEXT_ENCODERS.iter().find(|(width, _)| *width == text).map(|(_, name)| (*name).into());
+        };
+        let fits = |base: &&Base| base.hidden == hidden && (0..2).all(|kind| self.blocks[kind] <= base.blocks[kind]);
+        let mut names: Vec<&str> = BASES.iter().filter(fits).map(|base| base.name).collect();
+        if self.flux1 {
+            names.retain(|name| *name == FLUX1);
+        } else if names.len() > 1 {
+            // Without a sign of it a file is one of FLUX.2.
+            names.retain(|name| *name != FLUX1);
+        }
+        (!names.is_empty()).then(|| names.join(" or "))
+    }
+}
+
+/// The element of a set of one.
+fn only(set: &BTreeSet<usize>) -> Option<usize> {
+    set.first().copied().filter(|_| set.len() == 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{TextConfig, TransformerConfig};
+
+    #[test]
+    fn bases_have_the_sizes_of_their_models() {
+        let sizes = |config: TransformerConfig| (config.hidden, [config.double_blocks, config.single_blocks]);
+        for (name, config) in [
+            ("FLUX.2 [klein] 4B", TransformerConfig::klein_4b()),
+            ("FLUX.2 [klein] 9B", TransformerConfig::klein_9b()),
+            ("kiln's tiny model", TransformerConfig::tiny()),
+        ] {
+            let base = BASES.iter().find(|base| base.name == name).unwrap();
+            assert_eq!((base.hidden, base.blocks), sizes(config), "{name}");
+        }
+        assert_eq!(TEXT_ENCODERS.map(|(width, _)| width), [TextConfig::klein_4b().hidden, TextConfig::klein_9b().hidden]);
+    }
+
+    #[test]
+    fn widths_and_blocks_tell_the_base() {
+        let h = 3072;
+        for (layers, base) in [
+            (&[("diffusion_model.double_blocks.0.img_attn.qkv", [3 * h, h])][..], Some("FLUX.2 [klein] 4B")),
+            (&[("lora_unet_single_blocks_19_linear1", [9 * h, h])], Some("FLUX.2 [klein] 4B")),
+            (&[("lora_unet_single_blocks_20_linear2", [h, 5 * h])], Some(FLUX1)),
+            (&[("transformer.transformer_blocks.5.attn.to_out.0", [h, h])], Some(FLUX1)),
+            (&[("sformer_blocks.0.attn.to_k", [h, h])], Some("FLUX.2 [klein] 4B")),
+            (&[("lora_unet_single_blocks_0_linear1", [7 * h, h])], Some(FLUX1)),
+            (&[("transformer.single_transformer_blocks.0.proj_mlp", [4 * h, h])], Some(FLUX1)),
+            (&[("transformer.transformer_blocks.0.norm1.linear", [6 * h, h])], Some(FLUX1)),
+            (&[("lora_unet_double_blocks_0_img_mod_lin", [6 * h, h])], Some(FLUX1)),
+            (&[("lora_unet_single_blocks_3_modulation_lin", [3 * h, h])], Some(FLUX1)),
+            (&[("transformer.transformer_blocks.2.ff.net.0.proj", [4 * h, h])], Some(FLUX1)),
+            (&[("lora_unet_single_stream_modulation_lin", [3 * h, h])], Some("FLUX.2 [klein] 4B")),
+            (&[("transformer.single_transformer_blocks.3.attn.to_out", [4096, 4 * 4096])], Some("FLUX.2 [klein] 9B")),
+            (&[("x.double_blocks.1.img_mlp.2", [6144, 3 * 6144])], Some("FLUX.2 [dev]")),
+            (&[("x_embedder", [4096, 128])], Some("FLUX.2 [klein] 9B")),
+            (
+                &[("transformer.single_transformer_blocks.1.attn.to_q", [256, 256])],
+                Some("kiln's tiny model or kiln's built-in model"),
+            ),
+            (&[("transformer.single_transformer_blocks.3.attn.to_q", [256, 256])], Some("kiln's built-in model")),
+            (
+                &[
+                    ("lora_te_model_layers_3_mlp_up_proj", [9728, 2560]),
+                    ("text_encoder.model.layers.3.self_attn.o_proj", [2560, 4096]),
+                ],
+                Some("Qwen3-4B, the text encoder of FLUX.2 [klein] 4B"),
+            ),
+            (&[("double_blocks.0.img_attn.qkv", [300, 100])], None),
+            (&[("double_blocks.0.img_attn.qkv", [3 * h, h]), ("double_blocks.1.img_attn.qkv", [300, 100])], None),
+            (&[("double_blocks.99999999999999999999.img_attn.qkv", [300, 100]), ("down.3", [1, 1])], None),
+        ] {
+            assert_eq!(likely(layers.iter().copied()).as_deref(), base, "{layers:?}");
+        }
+    }
+}

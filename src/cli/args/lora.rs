@@ -1,0 +1,170 @@
+//! The flags for adapters, and those of `kiln lora`.
+
+use super::help::INSPECT_EXAMPLES;
+use super::{LoraModeArg, ModelArgs};
+use clap::builder::{OsStringValueParser, TypedValueParser};
+use clap::{Args, Subcommand};
+use serde::{Deserialize, Deserializer, Serialize};
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+/// The flags for adapters.
+#[derive(Args, Clone, Debug)]
+pub struct LoraArgs {
+    /// LoRA or LoKr adapter, with its scale [default: 1]; may be given several times
+    ///
+    /// A safetensors file in any common spelling, a folder with one, or `owner/name` or `owner/name/file` in the Hugging Face
+    /// cache. A colon and a number at the end are the scale: `style.safetensors:0.8`. Adapters are added in the order given.
+    #[arg(long, value_name = "FILE[:SCALE]", value_parser = OsStringValueParser::new().try_map(LoraArg::parse), help_heading = "Model")]
+    pub lora: Vec<LoraArg>,
+
+    /// Use adapters that have layers which the model does not have
+    ///
+    /// Without it such a file is an error, because it is most likely for another model. What is left out is listed with -v.
+    #[arg(long, help_heading = "Model")]
+    pub lora_partial: bool,
+
+    /// How adapters are applied
+    #[arg(long, value_enum, value_name = "HOW", default_value = "auto", help_heading = "Model")]
+    pub lora_mode: LoraModeArg,
+}
+
+/// An adapter that was asked for.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct LoraArg {
+    /// A file, a folder, or a name in the Hugging Face cache.
+    pub file: PathBuf,
+    /// How strong it is.
+    pub scale: f32,
+}
+
+impl LoraArg {
+    /// Splits `FILE:SCALE`. A name that is not Unicode has no scale.
+    fn parse(text: OsString) -> Result<Self, String> {
+        let split = text.to_str().and_then(|text| {
+            let (file, scale) = text.rsplit_once(':')?;
+            Some((PathBuf::from(file), scale.parse::<f32>().ok()?))
+        });
+        let (file, scale) = split.unwrap_or_else(|| (text.into(), 1.0));
+        let lora = Self { file, scale };
+        lora.check().map(|()| lora)
+    }
+
+    fn check(&self) -> Result<(), String> {
+        if self.file.as_os_str().is_empty() {
+            return Err("expected a file, as in style.safetensors or style.safetensors:0.8".into());
+        }
+        if !self.scale.is_finite() {
+            return Err("expected a finite scale, as in style.safetensors:0.8".into());
+        }
+        Ok(())
+    }
+}
+
+/// Both forms of an adapter in a line of JSON.
+#[derive(Deserialize)]
+#[serde(untagged, expecting = "expected \"FILE\", \"FILE:SCALE\" or {\"file\": \"FILE\", \"scale\": SCALE}")]
+enum Spelled {
+    Text(String),
+    Object(Object),
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Object {
+    file: PathBuf,
+    #[serde(default = "full")]
+    scale: f32,
+}
+
+/// The scale of an adapter without one.
+const fn full() -> f32 {
+    1.0
+}
+
+impl<'de> Deserialize<'de> for LoraArg {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let lora = match Spelled::deserialize(deserializer)? {
+            Spelled::Text(text) => Self::parse(text.into()),
+            Spelled::Object(Object { file, scale }) => {
+                let lora = Self { file, scale };
+                lora.check().map(|()| lora)
+            }
+        };
+        lora.map_err(serde::de::Error::custom)
+    }
+}
+
+/// What can be done with the files of adapters.
+#[derive(Debug, Subcommand)]
+pub enum LoraCommand {
+    /// Print what an adapter's file has: layers, ranks, spelling, base model, trigger words
+    ///
+    /// No model is needed. With --model, or a flag that names a part, it says which layers that model has. Methods that kiln does
+    /// not support, such as DoRA and LoHa, are listed as well.
+    #[command(override_usage = "kiln lora inspect [OPTIONS] <FILE>", after_help = INSPECT_EXAMPLES)]
+    Inspect(Box<InspectArgs>),
+}
+
+/// Flags of `kiln lora inspect`.
+#[derive(Args, Debug)]
+pub struct InspectArgs {
+    /// A safetensors file, a folder with one, or `owner/name` in the Hugging Face cache
+    #[arg(value_name = "FILE")]
+    pub file: PathBuf,
+
+    /// Which model to compare it with
+    #[command(flatten)]
+    pub model: ModelArgs,
+
+    /// Print a JSON object with every layer and all metadata instead of a table
+    #[arg(long)]
+    pub json: bool,
+
+    /// List every layer, not only kinds of layers
+    #[arg(short, long)]
+    pub verbose: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_number_behind_a_colon_is_the_scale() {
+        for (text, file, scale) in [
+            ("a.safetensors", "a.safetensors", 1.0),
+            ("a.safetensors:0.8", "a.safetensors", 0.8),
+            ("a:b.safetensors", "a:b.safetensors", 1.0),
+            ("a:2:-0.5", "a:2", -0.5),
+            ("owner/name:1e-3", "owner/name", 1e-3),
+            ("a:", "a:", 1.0),
+            ("a:0", "a", 0.0),
+            ("a: 1", "a: 1", 1.0),
+        ] {
+            assert_eq!(LoraArg::parse(text.into()), Ok(LoraArg { file: file.into(), scale }), "{text}");
+        }
+        for text in ["", ":1", "a:nan", "a:inf", "a:-Infinity", "a:1e39"] {
+            assert!(LoraArg::parse(text.into()).unwrap_err().starts_with("expected a "), "{text}");
+        }
+    }
+
+    #[test]
+    fn lines_have_texts_and_objects() {
+        let of = |text: &str| serde_json::from_str::<Vec<LoraArg>>(text).map_err(|error| error.to_string());
+        let lora = |file: &str, scale| LoraArg { file: file.into(), scale };
+        let all = of(r#"["a", "b:0.5", {"file": "c:2"}, {"file": "d", "scale": -1}]"#).unwrap();
+        assert_eq!(all, [lora("a", 1.0), lora("b", 0.5), lora("c:2", 1.0), lora("d", -1.0)]);
+        assert_eq!(of("[]").unwrap(), []);
+        for (wrong, why) in [
+            (r#"[""]"#, "expected a file"),
+            (r#"["a:nan"]"#, "finite scale"),
+            (r#"[{"file": "a", "scale": 1e39}]"#, "finite scale"),
+            (r#"[{"file": "a", "strength": 1}]"#, "FILE:SCALE"),
+            ("[3]", "FILE:SCALE"),
+            (r#""a""#, "a sequence"),
+        ] {
+            assert!(of(wrong).unwrap_err().contains(why), "{wrong}: {:?}", of(wrong));
+        }
+    }
+}
