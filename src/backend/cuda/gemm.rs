@@ -5,14 +5,15 @@
 
 use super::abi::{self, KlGemmPart, KlGemmRows, KlGemmStream, KlMat, KlTensorMap};
 use super::context::{Choice, OpContext};
+use super::expansion::{expand, expansion, in_bf16};
 use super::launch::Kernel;
 use super::low_rank::{self, Term};
 use super::norm::{QkHeads, qk_norm_rope, rope_code};
-use super::params::{NO_MAP, NONE, box_cols, bytes, is_async_copyable, naive_grid};
+use super::params::{NO_MAP, NONE, box_cols, is_async_copyable, k_of, naive_grid, operands};
 use super::select::{ClusterMode, GemmOperands, GemmPlan, GemmShape, GroupedGemm, Tile, TileConfig, group_m};
 use crate::backend::{Linear, Projection};
 use crate::error::{Error, Result};
-use crate::tensor::{ALIGN, DType, Tensor};
+use crate::tensor::{DType, Tensor};
 use std::ops::Range;
 
 /// The tiles that are not those of convolutions.
@@ -71,12 +72,6 @@ pub const NO_PART: KlGemmPart =
     KlGemmPart { out: NONE, extra: NONE, w: [NO_ROWS; 2], epilogue: 0, first_col: 0, tiles: 0, scale: 1.0 };
 
 pub const NO_MAPS: [KlTensorMap; abi::KL_GEMM_PARTS as usize] = [NO_MAP; abi::KL_GEMM_PARTS as usize];
-
-/// An address for each matrix of each stream.
-type Places = [[u64; abi::KL_GEMM_PARTS as usize]; abi::KL_STREAMS as usize];
-
-/// The pre-pass takes the matrices of all streams in one launch.
-const _: () = assert!(abi::KL_EXPAND_MATRICES == abi::KL_GEMM_PARTS * abi::KL_STREAMS);
 
 pub const NO_STREAM: KlGemmStream = KlGemmStream {
     x: NONE,
@@ -167,21 +162,6 @@ fn fits_mma(cx: &OpContext, stream: &KlGemmStream) -> bool {
 fn multiplies(tile: Tile, operands: GemmOperands) -> bool {
     let own = tile.config().operands;
     own == operands || operands == GemmOperands::MixedInput && own == GemmOperands::Bf16 && !tile.is_sm90()
-}
-
-/// What the tensor-core kernels of a stream multiply.
-fn operands(stream: &KlGemmStream) -> GemmOperands {
-    let e4m3 = |m: &KlMat| m.dtype == abi::KL_E4M3;
-    let codes = |m: &KlMat| e4m3(m) || m.dtype == abi::KL_E2M1;
-    if e4m3(&stream.x) {
-        GemmOperands::Fp8
-    } else if codes(&stream.x) {
-        GemmOperands::Nvfp4
-    } else if stream.w.iter().any(codes) || stream.part.iter().any(|part| codes(&part.out)) {
-        GemmOperands::MixedInput
-    } else {
-        GemmOperands::Bf16
-    }
 }
 
 /// Takes as many streams to a launch as a kernel does: on tensor cores where `stream` has the parameters of all of them and there
@@ -392,11 +372,6 @@ fn plan(cx: &OpContext, streams: &[KlGemmStream]) -> Option<GemmPlan> {
     }
 }
 
-/// K of a grouped GEMM: the largest of its streams.
-fn k_of(streams: &[KlGemmStream]) -> u32 {
-    streams.iter().map(|s| s.x.cols).max().unwrap_or(0)
-}
-
 /// Launches a grouped GEMM on tensor cores.
 fn launch(cx: &OpContext, streams: &[KlGemmStream], plan: GemmPlan) -> Result<()> {
     let TileConfig { block_m, block_n, block_k, kernel, cluster, .. } = plan.tile.config();
@@ -462,72 +437,6 @@ fn launch(cx: &OpContext, streams: &[KlGemmStream], plan: GemmPlan) -> Result<()
         }
     }
     cx.kernels.launch(kernel, [clusters * kernel.cluster(), 1, 1], &p)
-}
-
-/// A matrix as it is after it was expanded to bf16, at this address: the scales of blocks are applied, those of rows are left to the
-/// GEMM.
-fn in_bf16(w: &KlMat, to: u64) -> KlMat {
-    let scales = if w.dtype == abi::KL_E2M1 { 0 } else { w.scales };
-    KlMat { data: to, scales, stride: u64::from(w.cols), dtype: abi::KL_BF16, scale: 1.0, ..*w }
-}
-
-/// Where the quantised matrices of a mixed-input GEMM are expanded to; zero for other matrices.
-fn expanded_places(cx: &OpContext, stream: &[KlGemmStream]) -> Result<Places> {
-    let (begin, room) = cx.memory.op_scratch();
-    let (mut places, mut end) = (Places::default(), begin);
-    for (places, s) in places.iter_mut().zip(stream) {
-        for (to, w) in places.iter_mut().zip(&s.w).filter(|(_, w)| w.data != 0 && w.dtype != abi::KL_BF16) {
-            *to = end;
-            end += bytes(u64::from(w.rows) * u64::from(w.cols), abi::KL_BF16).next_multiple_of(ALIGN);
-        }
-    }
-    if end - begin > room {
-        return Err(Error::Op { op: "linear", what: format!("{} bytes of weights cannot be expanded", end - begin) });
-    }
-    Ok(places)
-}
-
-/// Expands the quantised matrices of a mixed-input GEMM before it, and puts what they become in their place.
-fn expand(cx: &OpContext, stream: &mut [KlGemmStream]) -> Result<()> {
-    if operands(&stream[0]) != GemmOperands::MixedInput {
-        return Ok(());
-    }
-    let mut p = abi::KlExpand { w: [NONE; abi::KL_EXPAND_MATRICES as usize], to: [0; abi::KL_EXPAND_MATRICES as usize] };
-    let (places, mut count, mut vectors) = (expanded_places(cx, stream)?, 0, 0);
-    for (s, places) in stream.iter_mut().zip(places) {
-        for (w, to) in s.w.iter_mut().zip(places).filter(|(_, to)| *to != 0) {
-            (p.w[count], p.to[count]) = (*w, to);
-            vectors = vectors.max(w.rows * (w.cols / abi::KL_EXPAND_VECTOR));
-            count += 1;
-            *w = in_bf16(w, to);
-        }
-    }
-    let ctas = vectors.div_ceil(abi::KL_EXPAND_THREADS * abi::KL_EXPAND_BATCH);
-    cx.kernels.launch(Kernel::Expand, [ctas, count as u32, 1], &p)
-}
-
-/// How the quantised matrices of a mixed-input GEMM are expanded by the GEMM itself. A wave computes `wave` columns of clusters' tiles.
-fn expansion(cx: &OpContext, stream: &[KlGemmStream], tile: Tile, wave: u32) -> Result<abi::KlExpansion> {
-    let TileConfig { block_n, block_k, operands, .. } = tile.config();
-    let mut expansion = abi::KlExpansion { counters: 0, to: [[0; _]; _], units: 0, tiles: 0 };
-    if operands != GemmOperands::MixedInput {
-        return Ok(expansion);
-    }
-    expansion.to = expanded_places(cx, stream)?;
-    if expansion.to.as_flattened().iter().all(|&to| to == 0) {
-        return Ok(expansion);
-    }
-    let groups = k_of(stream).div_ceil(block_k).div_ceil(abi::KL_EXPANSION_GROUP);
-    let tiles: u32 = stream.iter().flat_map(|s| &s.part).map(|part| part.tiles).sum();
-    let needed = 4 * u64::from(abi::KL_EXPANSION_COUNTERS + tiles * groups);
-    if needed > cx.memory.expansion_counter_bytes() {
-        return Err(Error::Op { op: "linear", what: format!("{tiles} column tiles of weights cannot be expanded") });
-    }
-    expansion.counters = cx.memory.expansion_counters();
-    expansion.units = tiles * groups * 2 * (block_n / 2).div_ceil(abi::KL_EXPANSION_ROWS);
-    let side_by_side = if tile.config().cluster == Some(ClusterMode::MulticastA) { abi::KL_SM90_CLUSTER } else { 1 };
-    expansion.tiles = wave * side_by_side;
-    Ok(expansion)
 }
 
 /// The fused projection of attention inputs. On tensor cores it is one launch, whose epilogue normalises and rotates queries and keys

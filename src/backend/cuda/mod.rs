@@ -14,6 +14,7 @@ mod conv_narrow;
 mod conv_sm90;
 mod dispatch;
 pub mod driver;
+mod expansion;
 mod gemm;
 mod graph;
 mod launch;

@@ -1,8 +1,9 @@
 //! Kernel parameters: the forms that matrices take in `abi.h`, what kernels ask of their addresses and strides, and the grids of
 //! kernels that have no tiles to select.
 
-use super::abi::{self, KlMat, KlTensorMap};
+use super::abi::{self, KlGemmStream, KlMat, KlTensorMap};
 use super::driver::{MapSpec, Swizzle};
+use super::select::GemmOperands;
 use crate::tensor::{DType, nvfp4};
 
 /// Values that a thread of a vectorised kernel loads at once.
@@ -52,6 +53,26 @@ const fn bits(dtype: u32) -> u64 {
 /// Bytes of consecutive elements of a dtype of `abi.h`.
 pub const fn bytes(elements: u64, dtype: u32) -> u64 {
     elements * bits(dtype) / 8
+}
+
+/// What the tensor-core kernels of a stream multiply.
+pub fn operands(stream: &KlGemmStream) -> GemmOperands {
+    let e4m3 = |m: &KlMat| m.dtype == abi::KL_E4M3;
+    let codes = |m: &KlMat| e4m3(m) || m.dtype == abi::KL_E2M1;
+    if e4m3(&stream.x) {
+        GemmOperands::Fp8
+    } else if codes(&stream.x) {
+        GemmOperands::Nvfp4
+    } else if stream.w.iter().any(codes) || stream.part.iter().any(|part| codes(&part.out)) {
+        GemmOperands::MixedInput
+    } else {
+        GemmOperands::Bf16
+    }
+}
+
+/// K of a grouped GEMM: the largest of its streams.
+pub fn k_of(streams: &[KlGemmStream]) -> u32 {
+    streams.iter().map(|s| s.x.cols).max().unwrap_or(0)
 }
 
 /// Matrices of one shape as one long row each, if all are contiguous.
