@@ -416,7 +416,7 @@ typedef struct {
   uint32_t group[KL_STREAMS];
   KlTileSchedule schedule;
   uint64_t saturated;
-  uint64_t unused[6];
+  uint64_t unused[18];
 } KlGemmSm90;
 
 /* -------------------------------------------------------------------------------------------------- conv_sm90.cu */

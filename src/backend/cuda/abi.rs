@@ -718,7 +718,7 @@ pub struct KlGemmSm90 {
     pub group: [u32; 2usize],
     pub schedule: KlTileSchedule,
     pub saturated: u64,
-    pub unused: [u64; 6usize],
+    pub unused: [u64; 18usize],
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
