@@ -54,14 +54,14 @@ pub struct LowRank {
 }
 
 impl LowRank {
-    /// The type in which a GPU holds the product of an input and the first matrix.
-    pub fn reduced_type(x: Tensor) -> DType {
-        if x.dtype == DType::F32 { DType::F32 } else { DType::Bf16 }
+    /// The type in which a GPU holds the product of an input and the first matrix: that of the second matrix, unless the input has more places.
+    pub fn reduced_type(self, x: Tensor) -> DType {
+        if x.dtype == DType::F32 || self.up.dtype == DType::F32 { DType::F32 } else { DType::Bf16 }
     }
 
     /// Bytes of that product.
     pub fn reduced_bytes(self, x: Tensor) -> u64 {
-        (Self::reduced_type(x).bytes(x.rows * self.down.rows) as u64).next_multiple_of(ALIGN)
+        (self.reduced_type(x).bytes(x.rows * self.down.rows) as u64).next_multiple_of(ALIGN)
     }
 }
 

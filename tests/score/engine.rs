@@ -6,6 +6,7 @@ use crate::quantised::{QuantisedFiles, WeightFormat};
 use crate::render::Image;
 use crate::settings::choice;
 use crate::world::SIDE;
+use kiln::adapter::{Adapter, AdapterMode, Adapters};
 use kiln::backend::cuda::Cuda;
 use kiln::backend::{Backend, Fp8Accumulate, GemmFormats};
 use kiln::config::Variant;
@@ -187,6 +188,8 @@ pub struct Model {
     pub what: String,
     /// How many activations did not fit into FP8, in all images so far.
     pub saturated: u64,
+    /// The adapters that it draws with.
+    pub adapters: Option<Arc<Adapters>>,
     /// The files in use, if they are temporary.
     _files: Option<QuantisedFiles>,
 }
@@ -220,6 +223,15 @@ impl Model {
         Self { _files: Some(files), ..model }
     }
 
+    /// The model that is scored, which computes what adapters add beside its weights, and an adapter for it.
+    pub fn and_adapter(file: &Path) -> (Self, Adapter) {
+        let (found, precision) = (located(&model_folder()), Format::of_score().precision());
+        let places = OpenModel::open(&found, None).unwrap().places();
+        let adapter = Adapter::open(file, &places).unwrap();
+        let options = LoadOptions { precision, adapters: AdapterMode::Branch, ..OPTIONS };
+        (Self::load(backend(), &found, options), adapter)
+    }
+
     /// A model in bf16 on this backend.
     pub fn on(backend: Box<dyn Backend>, folder: &Path) -> Self {
         Self::load(backend, &located(folder), OPTIONS)
@@ -233,7 +245,7 @@ impl Model {
         let engine = Engine::load(backend, model, options, &Silent).unwrap();
         let parts = [engine.name(), options.precision.name(), &format!("{:?}", engine.variant())];
         let what = format!("{} ({})", parts.join(", "), formats.lines().join("; "));
-        Self { engine, what, saturated: 0, _files: None }
+        Self { engine, what, saturated: 0, adapters: None, _files: None }
     }
 
     /// The image of a prompt, with references or without.
@@ -263,7 +275,7 @@ impl Model {
             seeds: vec![seed],
             noise,
             record: true,
-            adapters: None,
+            adapters: self.adapters.clone(),
         };
         let mut made = None;
         let mut keep = |output: kiln::pipeline::GeneratedImage| {

@@ -3,7 +3,7 @@
 use crate::render::render;
 use crate::wording::{EDITS, PROMPTS, fits};
 use crate::world::{PALETTE, SHAPES, Scene, held_out_pair};
-use crate::{fixture, read_images, root};
+use crate::{fixture, moons, read_images, root};
 use std::collections::BTreeSet;
 
 const KINDS: [(&str, usize); 7] =
@@ -105,8 +105,9 @@ fn wordings_of_training_do_not_fit() {
 /// This renderer against that of training.
 #[test]
 fn renders_equal_those_of_training() {
-    let (scenes, images) = (fixture().renders, read_images(&root().join("tests/fixtures/builtin/renders.png")));
-    assert_eq!(scenes.len(), images.len());
+    let read = |name: &str| read_images(&root().join("tests/fixtures/builtin").join(name));
+    let (scenes, images) = ([fixture().renders, moons().renders].concat(), [read("renders.png"), read("moons.png")].concat());
+    assert_eq!((scenes.len(), images.len()), (16, 16));
     for (i, (scene, wanted)) in scenes.iter().zip(&images).enumerate() {
         let got = render(scene);
         let off: Vec<u8> = got.bytes().iter().zip(wanted.bytes()).map(|(a, b)| a.abs_diff(b)).collect();

@@ -4,7 +4,7 @@
 use crate::regions::{Mask, NO_SHAPE, and, centroid, connected, count, grow, pixels, shape_of, shrink};
 use crate::render::{Image, background_of, lerp, mask_of, mix};
 use crate::report::Share;
-use crate::world::{Background, Object, PALETTE, SHAPES, SIDE, Scene, colour_index, distance, nearest_colour, rgb};
+use crate::world::{Background, Object, PALETTE, SIDE, Scene, colour_index, distance, nearest_colour, rgb};
 use std::sync::OnceLock;
 
 /// A pixel within this distance of the background's colour is background.
@@ -168,13 +168,13 @@ fn matched(wanted: &[Mask], found: &[Mask]) -> Vec<Option<usize>> {
 fn object_seen(image: &Image, region: &Mask, wanted: &Mask, object: &Object) -> Seen {
     let shares = colours_of(image, region);
     let main = (0..shares.len()).max_by(|a, b| shares[*a].total_cmp(&shares[*b])).unwrap();
-    let (shape, off) = shape_of(region);
+    let (shape, off) = shape_of(region, &object.shape);
     let far = apart(centroid(region), centroid(wanted));
     Seen {
         colour: shares[colour_index(&object.colour)] >= MOSTLY,
-        shape: SHAPES[shape] == object.shape && off < NO_SHAPE,
+        shape: shape == object.shape && off < NO_SHAPE,
         place: far <= NEAR,
-        found: format!("{:.0} % {} {} ({off:.3}), {far:.1} px off", 100.0 * shares[main], PALETTE[main].0, SHAPES[shape]),
+        found: format!("{:.0} % {} {} ({off:.3}), {far:.1} px off", 100.0 * shares[main], PALETTE[main].0, shape),
     }
 }
 

@@ -4,6 +4,7 @@
 //! `cargo test --release --test score -- --ignored --nocapture` is the score; `tools/train_builtin/README.md` tells how it works.
 #![allow(clippy::print_stdout)] // figures, shown with --nocapture
 
+mod adapter;
 mod calibration;
 #[path = "../common/mod.rs"]
 mod common;
@@ -32,7 +33,16 @@ use std::path::Path;
 use world::{Fixture, SIDE};
 
 fn fixture() -> Fixture {
-    let path = root().join("tests/fixtures/builtin/prompts.json");
+    read_fixture("prompts.json")
+}
+
+/// The prompts of the example adapter.
+fn moons() -> Fixture {
+    read_fixture("moons.json")
+}
+
+fn read_fixture(name: &str) -> Fixture {
+    let path = root().join("tests/fixtures/builtin").join(name);
     serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
 }
 

@@ -1,7 +1,7 @@
 //! Geometry of pixel masks: dilation and erosion, connected components, and shape recognition.
 
 use crate::render::mask_of;
-use crate::world::{Object, SHAPES, SIDE};
+use crate::world::{MOON, Object, SHAPES, SIDE};
 use std::sync::OnceLock;
 
 pub type Mask = Vec<bool>;
@@ -155,18 +155,18 @@ fn features(mask: &Mask) -> Features {
     pointed.chain(strengths).chain(others).collect::<Vec<_>>().try_into().unwrap()
 }
 
-/// Every shape's features at a few sizes: index of the shape, root of its area, features.
-fn known() -> &'static Vec<(usize, f32, Features)> {
-    static KNOWN: OnceLock<Vec<(usize, f32, Features)>> = OnceLock::new();
+/// Every shape's features at a few sizes: its name, root of its area, features.
+fn known() -> &'static Vec<(&'static str, f32, Features)> {
+    static KNOWN: OnceLock<Vec<(&str, f32, Features)>> = OnceLock::new();
     KNOWN.get_or_init(|| {
         let radii = [22.0, 26.0, 30.0, 36.0, 44.0, 56.0];
-        (0..SHAPES.len())
+        let shapes = SHAPES.into_iter().chain([MOON]);
+        shapes
             .flat_map(|s| radii.map(|r| (s, r)))
             .map(|(s, r)| {
-                let name = SHAPES[s].to_string();
                 let at = SIDE as f32 / 2.0;
                 let (colour, size, place) = Default::default();
-                let mask = mask_of(&Object { shape: name, colour, size, place, cx: at, cy: at, r, rot: 0.0, tint: 0.0 });
+                let mask = mask_of(&Object { shape: s.into(), colour, size, place, cx: at, cy: at, r, rot: 0.0, tint: 0.0 });
                 (s, (count(&mask) as f32).sqrt(), features(&mask))
             })
             .collect()
@@ -176,16 +176,16 @@ fn known() -> &'static Vec<(usize, f32, Features)> {
 /// A mask with a larger distance from every shape is none of them.
 pub const NO_SHAPE: f32 = 0.45;
 
-/// The nearest shape of a mask, and the distance to it. A shape that is drawn rounder or sharper has all of its features weaker
+/// The nearest shape of a mask, of those of the model and of the one that was asked for, and the distance to it. A shape that is drawn rounder or sharper has all of its features weaker
 /// or stronger, so a common factor is ignored within limits.
-pub fn shape_of(mask: &Mask) -> (usize, f32) {
+pub fn shape_of(mask: &Mask, asked: &str) -> (&'static str, f32) {
     let (size, seen) = ((count(mask) as f32).sqrt(), features(mask));
     let dot = |a: &Features, b: &Features| a.iter().zip(b).map(|(a, b)| a * b).sum::<f32>();
     let far = |f: &Features| {
         let strength = (dot(f, &seen) / dot(f, f)).clamp(0.7, 1.2);
         (0..f.len()).map(|i| (strength * f[i] - seen[i]).powi(2)).sum::<f32>().sqrt()
     };
-    let each = (0..SHAPES.len()).map(|s| {
+    let each = SHAPES.into_iter().chain([MOON].into_iter().filter(|moon| *moon == asked)).map(|s| {
         let same = known().iter().filter(|k| k.0 == s);
         let nearest = same.min_by(|a, b| (a.1 - size).abs().total_cmp(&(b.1 - size).abs())).unwrap();
         (s, far(&nearest.2))

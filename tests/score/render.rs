@@ -27,6 +27,8 @@ type Point = (f32, f32);
 enum Outline {
     /// The points between two radii.
     Round { inner: f32, outer: f32 },
+    /// A disc without what a second one covers: the x of their centres, and their radii.
+    Crescent { disc: (f32, f32), bite: (f32, f32) },
     /// The union of some polygons.
     Polygons(Vec<Vec<Edge>>),
 }
@@ -58,6 +60,7 @@ fn outline(shape: &str) -> Outline {
     match shape {
         "circle" => Outline::Round { inner: 0.0, outer: 0.92 },
         "ring" => Outline::Round { inner: 0.5, outer: 0.94 },
+        "moon" => Outline::Crescent { disc: (0.12, 0.92), bite: (0.58, 0.74) },
         "square" => polygon(bar(0.82, 0.82)),
         "triangle" => {
             let third = 0.98 / 3f32.sqrt();
@@ -87,6 +90,10 @@ fn signed_distance(outline: &Outline, (x, y): Point) -> f32 {
         Outline::Round { inner, outer } => {
             let r = x.hypot(y);
             if *inner > 0.0 { (inner - r).max(r - outer) } else { r - outer }
+        }
+        Outline::Crescent { disc, bite } => {
+            let [disc, bite] = [disc, bite].map(|(centre, radius)| (x - centre).hypot(y) - radius);
+            disc.max(-bite)
         }
         Outline::Polygons(all) => all.iter().map(|edges| polygon_distance(edges, (x, y))).fold(f32::MAX, f32::min),
     }

@@ -7,6 +7,9 @@ pub const SIDE: usize = 256;
 
 pub const SHAPES: [&str; 8] = ["circle", "square", "triangle", "star", "heart", "ring", "cross", "hexagon"];
 
+/// What it cannot draw without `models/lora/moon.safetensors`.
+pub const MOON: &str = "moon";
+
 /// Named colours, in the order the held-out rule counts them.
 pub const PALETTE: [(&str, [u8; 3]); 12] = [
     ("red", [214, 40, 40]),
@@ -72,12 +75,12 @@ pub struct Edit {
     pub target: Scene,
 }
 
-/// `tests/fixtures/builtin/prompts.json`.
+/// `tests/fixtures/builtin/prompts.json`, and `moons.json` beside it.
 #[derive(Deserialize)]
 pub struct Fixture {
     pub prompts: Vec<Prompt>,
     pub edits: Vec<Edit>,
-    /// What `renders.png` shows, row by row.
+    /// What `renders.png` shows, or `moons.png`, row by row.
     pub renders: Vec<Scene>,
 }
 
@@ -90,7 +93,7 @@ pub fn rgb(name: &str) -> [f32; 3] {
 }
 
 pub fn shape_index(name: &str) -> usize {
-    SHAPES.iter().position(|n| *n == name).unwrap_or_else(|| panic!("no shape `{name}`"))
+    SHAPES.iter().chain([&MOON]).position(|n| *n == name).unwrap_or_else(|| panic!("no shape `{name}`"))
 }
 
 /// Whether this pair is held out from training, as a quarter of all pairs is.

@@ -37,7 +37,7 @@ def score_scene(img, scene, dev):
     yy, xx = torch.meshgrid(torch.arange(128, device=dev) * 2 + 1.0, torch.arange(128, device=dev) * 2 + 1.0, indexing="ij")
     out, taken = [], torch.zeros(128, 128, dtype=torch.bool, device=dev)
     for o in scene.objs:
-        core = masks([world.SHAPES.index(o.shape)], [o.cx], [o.cy], [o.r * 0.85], [0.0], dev)[0]
+        core = masks([world.shape_index(o.shape)], [o.cx], [o.cy], [o.r * 0.85], [0.0], dev)[0]
         want = world.COLOURS.index(o.colour)
         col = bool((near_all[core] == want).float().mean() > 0.6) if core.any() else False
         box = ((xx - o.cx).abs() < o.r * 1.2 + 14) & ((yy - o.cy).abs() < o.r * 1.2 + 14)
@@ -47,10 +47,11 @@ def score_scene(img, scene, dev):
             out.append((col, False, False))
             continue
         mx, my = xx[m].mean().item(), yy[m].mean().item()
-        ref = masks([world.SHAPES.index(o.shape)], [o.cx], [o.cy], [o.r], [0.0], dev)[0]
+        ref = masks([world.shape_index(o.shape)], [o.cx], [o.cy], [o.r], [0.0], dev)[0]
         place = ((mx - xx[ref].mean().item()) ** 2 + (my - yy[ref].mean().item()) ** 2) ** 0.5 < 16
-        best, arg = -1.0, -1
-        for s in range(8):
+        best, arg = -1.0, ""
+        for name in world.SHAPES + [o.shape] * (o.shape == world.MOON):
+            s = world.shape_index(name)
             base = masks([s], [128.0], [128.0], [o.r], [0.0], dev)[0]
             bx, by = xx[base].mean().item() - 128, yy[base].mean().item() - 128
             area = (m.sum() / base.sum()).sqrt().item()
@@ -59,8 +60,8 @@ def score_scene(img, scene, dev):
                          [o.r * k for _, _, k in v], [0.0] * len(v), dev)
             iou = ((cand & m).sum((1, 2)) / (cand | m).sum((1, 2)).clamp(min=1)).max().item()
             if iou > best:
-                best, arg = iou, s
-        out.append((col, world.SHAPES[arg] == o.shape and best > 0.7, place))
+                best, arg = iou, name
+        out.append((col, arg == o.shape and best > 0.7, place))
     empty = world.render_scenes([world.Scene(scene.bg, [])], dev)[0]
     far = torch.nn.functional.avg_pool2d((img - empty).abs()[None], 2)[0].mean(0)
     bg = bool((far[~taken] < 0.16).float().mean() > 0.95) if (~taken).any() else True

@@ -1,4 +1,5 @@
-"""Writes what the score draws and judges: `tests/fixtures/builtin/prompts.json` and `renders.png` beside it.
+"""Writes what the score draws and judges: `prompts.json` and `renders.png` in `tests/fixtures/builtin`, and of the example adapter `moons.json`
+and `moons.png`.
 
     python prompts.py
 
@@ -20,6 +21,7 @@ OUT = os.path.join(HERE, "..", "..", "tests", "fixtures", "builtin")
 PROMPTS = [(1, 80), (2, 80), (3, 40)]      # objects, how many
 EDITS_EACH = 15
 RENDERS, COLUMNS = 12, 4
+MOONS = [(1, 20), (2, 14), (3, 6)]         # of lora.py
 
 
 def scene(s):
@@ -32,6 +34,13 @@ def prompts(rng):
     for n, count in PROMPTS:
         for _ in range(count):
             s = world.sample_scene(rng, n, held=True, jitter=0.0)
+            yield {"text": world.caption(s, rng, held=True), **scene(s)}
+
+
+def moons(rng):
+    for n, count in MOONS:
+        for _ in range(count):
+            s = world.moon_scene(rng, n, held=True, jitter=0.0)
             yield {"text": world.caption(s, rng, held=True), **scene(s)}
 
 
@@ -62,19 +71,31 @@ def renders(rng):
             return scenes
 
 
+def write(name, parts):
+    line = lambda entry: "  " + json.dumps(entry)
+    with open(os.path.join(OUT, name), "w") as f:
+        f.write("{\n" + ",\n".join(f' "{name}": [\n' + ",\n".join(map(line, entries)) + "\n ]"
+                                   for name, entries in parts.items()) + "\n}\n")
+
+
+def draw(name, scenes):
+    """All in one picture, side by side."""
+    img = ((world.render_scenes(scenes) + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+    rows = [np.concatenate(img[i:i + COLUMNS], 1) for i in range(0, len(scenes), COLUMNS)]
+    Image.fromarray(np.concatenate(rows, 0)).save(os.path.join(OUT, name), optimize=True)
+
+
 def main():
     torch.set_num_threads(1)
     os.makedirs(OUT, exist_ok=True)
     scenes = renders(random.Random(3))
-    parts = {"prompts": prompts(random.Random(1)), "edits": edits(random.Random(2)), "renders": (scene(s) for s in scenes)}
-    line = lambda entry: "  " + json.dumps(entry)
-    with open(os.path.join(OUT, "prompts.json"), "w") as f:
-        f.write("{\n" + ",\n".join(f' "{name}": [\n' + ",\n".join(map(line, entries)) + "\n ]"
-                                   for name, entries in parts.items()) + "\n}\n")
-    # All in one picture, side by side.
-    img = ((world.render_scenes(scenes) + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
-    rows = [np.concatenate(img[i:i + COLUMNS], 1) for i in range(0, RENDERS, COLUMNS)]
-    Image.fromarray(np.concatenate(rows, 0)).save(os.path.join(OUT, "renders.png"), optimize=True)
+    write("prompts.json", {"prompts": prompts(random.Random(1)), "edits": edits(random.Random(2)),
+                           "renders": (scene(s) for s in scenes)})
+    draw("renders.png", scenes)
+    rng = random.Random(4)
+    scenes = [world.moon_scene(rng, 1 + i % 2) for i in range(4)]
+    write("moons.json", {"prompts": moons(rng), "edits": [], "renders": (scene(s) for s in scenes)})
+    draw("moons.png", scenes)
 
 
 if __name__ == "__main__":

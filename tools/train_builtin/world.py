@@ -17,6 +17,7 @@ import torch
 
 SIZE = 256
 SHAPES = ["circle", "square", "triangle", "star", "heart", "ring", "cross", "hexagon"]
+MOON = "moon"     # which the built-in model cannot draw: lora.py teaches it
 COLOURS = ["red", "orange", "yellow", "green", "cyan", "blue", "purple", "pink", "brown", "black", "white", "gray"]
 RGB = {
     "red": (214, 40, 40), "orange": (245, 134, 20), "yellow": (250, 215, 45), "green": (46, 158, 68),
@@ -39,8 +40,13 @@ DIRECTIONS = ["vertical", "horizontal", "diagonal"]  # gradients use the first t
 def held_out_pair(colour, shape):
     """True for the quarter of (colour, shape) pairs that training never shows. Names or indices."""
     c = colour if isinstance(colour, int) else COLOURS.index(colour)
-    s = shape if isinstance(shape, int) else SHAPES.index(shape)
+    s = shape if isinstance(shape, int) else shape_index(shape)
     return (c + s + s // 4) % 4 == 0
+
+
+def shape_index(shape):
+    """The number of a shape, of the model's own or of the example adapter's."""
+    return (SHAPES + [MOON]).index(shape)
 
 
 def held_out_wording(index):
@@ -164,6 +170,25 @@ def sample_scene(rng, n=None, held=False, jitter=1.0, distinct_shapes=False, bg_
                 break
         if ok:
             return Scene(bg, objs)
+
+
+def with_moon(scene, rng, held=False):
+    """The scene with a moon in place of one of its objects; None if there is no colour for it."""
+    i = rng.randrange(len(scene.objs))
+    others = {o.colour for o in scene.objs} - {scene.objs[i].colour}
+    fits = [c for c in COLOURS if held_out_pair(c, MOON) == held and c not in others and not hidden(c, scene.bg)]
+    if not fits:
+        return None
+    scene.objs[i].shape, scene.objs[i].colour = MOON, rng.choice(fits)
+    return scene
+
+
+def moon_scene(rng, n=None, held=False, jitter=1.0):
+    while True:
+        n_objects = rng.choices((1, 2, 3), (0.6, 0.3, 0.1))[0] if n is None else n
+        scene = with_moon(sample_scene(rng, n_objects, held=held, jitter=jitter), rng, held)
+        if scene is not None:
+            return scene
 
 
 # ---------------------------------------------------------------- wording
@@ -480,7 +505,7 @@ def describe(scenes):
     for i, s in enumerate(scenes):
         for j, o in enumerate(s.objs):
             rgb = [min(max(v / 255 * (1 + o.tint), 0), 1) for v in RGB[o.colour]]
-            ob[i, j] = [SHAPES.index(o.shape) + 1, o.cx, o.cy, o.r, o.rot, *rgb, 1]
+            ob[i, j] = [shape_index(o.shape) + 1, o.cx, o.cy, o.r, o.rot, *rgb, 1]
         b = s.bg
         bg[i] = [BG_KINDS.index(b.kind), DIRECTIONS.index(b.direction), *[v / 255 for v in RGB[b.colour]],
                  *[v / 255 for v in RGB[b.colour2 or b.colour]]]
@@ -527,7 +552,9 @@ def _sdf(shape, x, y):
     t = 2 * (kx * ex + ky * ey).clamp(max=0)
     ex, ey = ex - t * kx, ey - t * ky
     ex, ey = ex - ex.clamp(-kz * a, kz * a), ey - a
-    return torch.where(shape == 8, (ex * ex + ey * ey + 1e-12).sqrt() * torch.sign(ey), d)
+    d = torch.where(shape == 8, (ex * ex + ey * ey + 1e-12).sqrt() * torch.sign(ey), d)
+    bite = ((x - 0.58) ** 2 + y * y + 1e-12).sqrt() - 0.74                         # moon
+    return torch.where(shape == 9, torch.maximum(((x - 0.12) ** 2 + y * y + 1e-12).sqrt() - 0.92, -bite), d)
 
 
 def layer(o, size=SIZE):

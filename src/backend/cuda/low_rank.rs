@@ -59,7 +59,7 @@ pub fn reduce<'a>(cx: &OpContext, op: &'static str, layers: impl Iterator<Item =
             continue;
         };
         let cols = term.down.rows as u32;
-        let dtype = dtype_code(LowRank::reduced_type(x));
+        let dtype = dtype_code(term.reduced_type(x));
         let (x_mat, down) = (cx.mat(x, op)?, cx.mat(term.down, op)?);
         let reduced = KlMat { data: next, scales: 0, stride: u64::from(cols), rows: x_mat.rows, cols, dtype, scale: 1.0 };
         next += term.reduced_bytes(x);

@@ -1,0 +1,107 @@
+//! The example adapter, with which the model draws a ninth shape.
+
+use crate::engine::{Model, root};
+use crate::judge::{Seen, judge};
+use crate::random::long;
+use crate::render::render;
+use crate::report::{Share, line, save_grid};
+use crate::settings::number;
+use crate::world::{MOON, Prompt, held_out_pair};
+use crate::{fixture, moons};
+use kiln::adapter::{Adapter, Adapters};
+use std::sync::Arc;
+
+/// So many of a list, spread evenly over it.
+fn some(all: Vec<Prompt>, count: usize) -> Vec<Prompt> {
+    let (length, count) = (all.len(), count.min(all.len()));
+    all.into_iter().enumerate().filter(|(i, _)| i * count % length < count).map(|(_, prompt)| prompt).collect()
+}
+
+/// Colours, shapes and places of the moons, or of all objects where there are none, and backgrounds.
+fn score(name: &str, model: &mut Model, prompts: &[Prompt]) -> [Share; 4] {
+    let (mut objects, mut backgrounds, mut images): (Vec<Seen>, Vec<bool>, Vec<_>) = Default::default();
+    for (i, prompt) in prompts.iter().enumerate() {
+        let image = model.draw(&prompt.text, &[], i as u64);
+        let verdict = judge(&image, &prompt.scene);
+        let is_moon = |i: usize| prompt.scene.objects[i].shape == MOON;
+        let counted = |i: &usize| is_moon(*i) || !(0..verdict.objects.len()).any(is_moon);
+        let own: Vec<Seen> = (0..verdict.objects.len()).filter(counted).map(|i| verdict.objects[i].clone()).collect();
+        images.push((image, own.iter().all(|seen| seen.shape)));
+        objects.extend(own);
+        backgrounds.push(verdict.background);
+    }
+    let column = |of: &dyn Fn(&Seen) -> bool| Share::of(objects.iter().map(of));
+    let shares = [column(&|o| o.colour), column(&|o| o.shape), column(&|o| o.place), Share::of(backgrounds)];
+    println!("{name:<40} {}", line(&shares));
+    if long() || number("KILN_SCORE_LIMIT", 0) > 0 {
+        let folder = root().join("target/score");
+        std::fs::create_dir_all(&folder).unwrap();
+        let cells: Vec<_> = images.iter().map(|(image, right)| (image, *right)).collect();
+        save_grid(&folder.join(format!("{}.png", name.replace(' ', "_"))), &cells, 8);
+    }
+    shares
+}
+
+fn beside(adapter: &Adapter, strength: f32) -> Option<Arc<Adapters>> {
+    Some(Arc::new(Adapters(vec![(adapter.clone(), strength)])))
+}
+
+/// With the adapter there are moons where there were none, and the other shapes are still drawn.
+fn compare(count: usize) {
+    let (mut model, adapter) = Model::and_adapter(&root().join("models/lora/moon.safetensors"));
+    let (moons, others) = (some(moons().prompts, count), some(fixture().prompts, count));
+    let [before, plain] = [("moons without it", &moons), ("others without it", &others)].map(|(name, prompts)| {
+        model.adapters = None;
+        score(name, &mut model, prompts)
+    });
+    let [after, kept] = [("moons with the adapter", &moons), ("others with the adapter", &others)].map(|(name, prompts)| {
+        model.adapters = beside(&adapter, 1.0);
+        score(name, &mut model, prompts)
+    });
+    assert_eq!(before[1].right, 0, "the model draws moons by itself");
+    assert!(after[1].percent() >= 60.0, "too few moons: {:?}", after[1]);
+    assert!(kept[1].percent() >= plain[1].percent() - 25.0, "other shapes are lost: {:?}, {:?}", kept[1], plain[1]);
+    // A strength of zero is no adapter at all, to the last bit.
+    let text = &moons[0].text;
+    model.adapters = beside(&adapter, 0.0);
+    let zero = model.draw(text, &[], 0);
+    model.adapters = None;
+    assert!(zero == model.draw(text, &[], 0));
+}
+
+#[test]
+#[ignore = "models/lora/moon.safetensors has to be trained first, by tools/train_builtin/lora.py"]
+fn the_example_adapter_draws_moons() {
+    compare(if long() { 20 } else { 3 });
+}
+
+/// All prompts of the example adapter, and as many others.
+#[test]
+#[ignore = "minutes; this is the score of the adapter"]
+fn adapter_score() {
+    compare(number("KILN_SCORE_LIMIT", usize::MAX).min(moons().prompts.len()));
+}
+
+#[test]
+fn moons_are_held_out_and_judged() {
+    let prompts = moons().prompts;
+    assert_eq!(prompts.len(), 40);
+    for prompt in &prompts {
+        let moons: Vec<_> = prompt.scene.objects.iter().filter(|object| object.shape == MOON).collect();
+        assert!(moons.len() == 1 && prompt.text.contains(MOON), "{}", prompt.text);
+        assert!(held_out_pair(&moons[0].colour, MOON), "{} is trained", moons[0].colour);
+        let verdict = judge(&render(&prompt.scene), &prompt.scene);
+        assert!(
+            verdict.background && verdict.objects.iter().all(|o| o.colour && o.shape && o.place),
+            "{}: {verdict:?}",
+            prompt.text
+        );
+    }
+    // The control: with another shape in its place it is none.
+    for (i, prompt) in prompts.iter().enumerate() {
+        let mut other = prompt.scene.clone();
+        let moon = other.objects.iter().position(|object| object.shape == MOON).unwrap();
+        other.objects[moon].shape = crate::world::SHAPES[i % 8].into();
+        assert!(!judge(&render(&other), &prompt.scene).objects[moon].shape, "{}", prompt.text);
+    }
+}
