@@ -125,7 +125,7 @@ fn copies_are_what_the_plan_says(job: &Job) {
     // Threads keep the packing buffers of GEMMs.
     assert!(planned > 32 << 20 && copied >= planned && copied - planned < 8 << 20, "{copied} bytes, {planned} planned");
 
-    // So are weights that are merged with an adapter.
+    // So are weights that are merged with an adapter, again up to what threads keep.
     let plain = || OpenModel::open(&Found::Tiny, None).unwrap();
     let mut merged = plain();
     let layers = lora_of_all(&transformer_manifest(&merged.configs.transformer), 4);
@@ -133,7 +133,7 @@ fn copies_are_what_the_plan_says(job: &Job) {
     let [less, norms] = copied_and_planned(plain(), job);
     let [copied, planned] = copied_and_planned(merged, job);
     assert!(
-        planned - norms > 8 << 20 && (copied - less).abs_diff(planned - norms) < 1 << 20,
+        planned - norms > 8 << 20 && (copied - less).abs_diff(planned - norms) < 4 << 20,
         "{copied} bytes, {planned} planned"
     );
 
