@@ -2,7 +2,6 @@
 
 use crate::engine::{Model, root};
 use crate::judge::{Seen, judge};
-use crate::random::long;
 use crate::render::render;
 use crate::report::{Share, line, save_grid};
 use crate::settings::number;
@@ -33,7 +32,7 @@ fn score(name: &str, model: &mut Model, prompts: &[Prompt]) -> [Share; 4] {
     let column = |of: &dyn Fn(&Seen) -> bool| Share::of(objects.iter().map(of));
     let shares = [column(&|o| o.colour), column(&|o| o.shape), column(&|o| o.place), Share::of(backgrounds)];
     println!("{name:<40} {}", line(&shares));
-    if long() || number("KILN_SCORE_LIMIT", 0) > 0 {
+    if prompts.len() > 1 {
         let folder = root().join("target/score");
         std::fs::create_dir_all(&folder).unwrap();
         let cells: Vec<_> = images.iter().map(|(image, right)| (image, *right)).collect();
@@ -46,40 +45,40 @@ fn beside(adapter: &Adapter, strength: f32) -> Option<Arc<Adapters>> {
     Some(Arc::new(Adapters(vec![(adapter.clone(), strength)])))
 }
 
-/// With the adapter there are moons where there were none, and the other shapes are still drawn.
-fn compare(count: usize) {
+/// Scores of so many moons and so many other prompts, each without the adapter and with it.
+fn compare(count: usize, others: usize) -> [[Share; 4]; 4] {
     let (mut model, adapter) = Model::and_adapter(&root().join("models/lora/moon.safetensors"));
-    let (moons, others) = (some(moons().prompts, count), some(fixture().prompts, count));
-    let [before, plain] = [("moons without it", &moons), ("others without it", &others)].map(|(name, prompts)| {
-        model.adapters = None;
+    let (moons, others) = (some(moons().prompts, count), some(fixture().prompts, others));
+    let mut drawn = |name: &str, prompts: &[Prompt], adapters| {
+        model.adapters = adapters;
         score(name, &mut model, prompts)
-    });
-    let [after, kept] = [("moons with the adapter", &moons), ("others with the adapter", &others)].map(|(name, prompts)| {
-        model.adapters = beside(&adapter, 1.0);
-        score(name, &mut model, prompts)
-    });
-    assert_eq!(before[1].right, 0, "the model draws moons by itself");
-    assert!(after[1].percent() >= 60.0, "too few moons: {:?}", after[1]);
-    assert!(kept[1].percent() >= plain[1].percent() - 25.0, "other shapes are lost: {:?}, {:?}", kept[1], plain[1]);
-    // A strength of zero is no adapter at all, to the last bit.
-    let text = &moons[0].text;
-    model.adapters = beside(&adapter, 0.0);
-    let zero = model.draw(text, &[], 0);
-    model.adapters = None;
-    assert!(zero == model.draw(text, &[], 0));
+    };
+    [
+        drawn("moons without it", &moons, None),
+        drawn("moons with the adapter", &moons, beside(&adapter, 1.0)),
+        drawn("others without it", &others, None),
+        drawn("others with the adapter", &others, beside(&adapter, 1.0)),
+    ]
 }
 
+/// With the adapter there is a moon where there was none.
 #[test]
-#[ignore = "models/lora/moon.safetensors has to be trained first, by tools/train_builtin/lora.py"]
-fn the_example_adapter_draws_moons() {
-    compare(if long() { 20 } else { 3 });
+fn the_example_adapter_draws_a_moon() {
+    let [before, after, ..] = compare(1, 0);
+    assert_eq!((before[1].right, after[1].right), (0, 1));
 }
 
-/// All prompts of the example adapter, and as many others.
+/// All prompts of the example adapter, and as many others, which it must not spoil.
 #[test]
 #[ignore = "minutes; this is the score of the adapter"]
 fn adapter_score() {
-    compare(number("KILN_SCORE_LIMIT", usize::MAX).min(moons().prompts.len()));
+    let count = number("KILN_SCORE_LIMIT", usize::MAX).min(moons().prompts.len());
+    let [before, after, plain, kept] = compare(count, count);
+    assert_eq!(before[1].right, 0, "the model draws moons by itself");
+    assert!(after[1].percent() >= 30.0, "too few moons: {:?}", after[1]);
+    for (plain, kept) in plain.iter().zip(&kept) {
+        assert!(kept.percent() >= plain.percent() - 5.0, "other images are spoilt: {plain:?}, {kept:?}");
+    }
 }
 
 #[test]
