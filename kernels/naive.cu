@@ -25,17 +25,37 @@ static_assert(kTile * kTile == static_cast<int>(KL_NAIVE_THREADS) * kPatch * kPa
 
 using SmemTile = float[kBlockK][kTile + 1];
 
-// Accumulates over K for one output tile. a(row, i) and b(j, col, i) return the operands of the j-th of kGemms GEMMs that share A;
-// finish(row, col, acc, inside) receives their accumulators and whether the place is inside the output; sixteen consecutive lanes have
-// consecutive columns. A thread has kInFlight elements of each operand in flight.
-template <int kInFlight = 1, int kGemms, class A, class B, class F>
-__device__ __forceinline__ void tile_gemm(SmemTile& a_tile, SmemTile (&b_tile)[kGemms], uint64_t rows, uint32_t cols, uint32_t k_size,
-                                             A a, B b, F finish) {
-  // Rows are along x, the only grid dimension that is large enough for the pixels of an image.
+// The place of a thread's patch in the output. Rows are along x, the only grid dimension that is large enough for the pixels of an image.
+__device__ __forceinline__ uint64_t patch_row(int r) {
+  return static_cast<uint64_t>(blockIdx.x) * kTile + threadIdx.x / (kTile / kPatch) * kPatch + r;
+}
+__device__ __forceinline__ uint32_t patch_col(int c) { return blockIdx.y * kTile + threadIdx.x % (kTile / kPatch) + c * (kTile / kPatch); }
+
+template <int kGemms>
+using Patch = float[kPatch][kPatch][kGemms];
+
+// Calls f(row, col, accumulators, whether the place is inside the output); sixteen consecutive lanes have consecutive columns.
+template <int kGemms, class F>
+__device__ __forceinline__ void for_each_place(Patch<kGemms>& acc, uint64_t rows, uint32_t cols, F f) {
+#pragma unroll
+  for (int r = 0; r < kPatch; r++) {
+#pragma unroll
+    for (int c = 0; c < kPatch; c++) {
+      const uint64_t row = patch_row(r);
+      const uint32_t col = patch_col(c);
+      f(row, col, acc[r][c], row < rows && col < cols);
+    }
+  }
+}
+
+// Accumulates over K for one output tile. a(row, i) and b(j, col, i) return the operands of the j-th of kGemms GEMMs that share A. A
+// thread has kInFlight elements of each operand in flight.
+template <int kInFlight = 1, int kGemms, class A, class B>
+__device__ __forceinline__ void tile_gemm(SmemTile& a_tile, SmemTile (&b_tile)[kGemms], Patch<kGemms>& acc, uint64_t rows, uint32_t cols,
+                                          uint32_t k_size, A a, B b) {
   const uint64_t row0 = static_cast<uint64_t>(blockIdx.x) * kTile;
   const uint32_t col0 = blockIdx.y * kTile;
   const uint32_t ty = threadIdx.x / (kTile / kPatch), tx = threadIdx.x % (kTile / kPatch);
-  float acc[kPatch][kPatch][kGemms] = {};
   for (uint32_t i0 = 0; i0 < k_size; i0 += kBlockK) {
 #pragma unroll kInFlight
     for (uint32_t e = threadIdx.x; e < kTile * kBlockK; e += KL_NAIVE_THREADS) {
@@ -64,15 +84,6 @@ __device__ __forceinline__ void tile_gemm(SmemTile& a_tile, SmemTile (&b_tile)[k
     }
     __syncthreads();
   }
-#pragma unroll
-  for (int r = 0; r < kPatch; r++) {
-#pragma unroll
-    for (int c = 0; c < kPatch; c++) {
-      const uint64_t row = row0 + ty * kPatch + r;
-      const uint32_t col = col0 + tx + c * (kTile / kPatch);
-      finish(row, col, acc[r][c], row < rows && col < cols);
-    }
-  }
 }
 
 KL_ENTRY(kl_naive_gemm, KlNaiveGemm, KL_NAIVE_THREADS, 3) {
@@ -100,17 +111,25 @@ KL_ENTRY(kl_naive_gemm, KlNaiveGemm, KL_NAIVE_THREADS, 3) {
       const bool by_rows = kCodes && p.w[j].scales && p.w[j].dtype != KL_E2M1;
       return by_rows ? reinterpret_cast<const float*>(p.w[j].scales)[p.first[j] + col] : 1.0f;
     };
-    const auto low_rank = [&](int j, uint64_t row, uint32_t col) {
-      float sum = 0.0f;
-      for (uint32_t i = 0; i < p.reduced.cols; i++) sum += load_any(p.reduced, row, i) * load_any(p.up[j], col, i);
-      return sum;
-    };
+    // The weight's product in units of the result, and the second product of a term of low rank, whose K is the rank.
     const uint32_t m = p.out.rows, n = p.out.cols;
-    // To find an element of any type takes registers.
-    constexpr int kInFlight = kCodes ? 1 : kTile * kBlockK / KL_NAIVE_THREADS;
+    const auto accumulate = [&](auto& b_tile, auto& acc) {
+      constexpr int kGemms = std::extent_v<std::remove_reference_t<decltype(b_tile)>>;
+      // To find an element of any type takes registers.
+      tile_gemm<kCodes ? 1 : kTile * kBlockK / KL_NAIVE_THREADS>(a_tile, b_tile, acc, m, n, p.x.cols, x, w);
+      for_each_place<kGemms>(acc, m, n, [&](uint64_t, uint32_t col, float(&sum)[kGemms], bool inside) {
+#pragma unroll
+        for (int j = 0; j < kGemms; j++) sum[j] *= inside ? scale(j, col) : 1.0f;
+      });
+      const auto reduced = [&](uint64_t row, uint32_t i) { return load_any(p.reduced, row, i); };
+      const auto up = [&](int j, uint32_t col, uint32_t i) { return load_any(p.up[j], col, i); };
+      tile_gemm(a_tile, b_tile, acc, m, n, p.reduced.cols, reduced, up);
+    };
     if (p.epilogue == KL_SWIGLU) {
-      tile_gemm<kInFlight>(a_tile, both, m, n, p.x.cols, x, w, [&](uint64_t row, uint32_t col, const float(&acc)[2], bool inside) {
-        const float v = inside ? silu(acc[0] * scale(0, col) + low_rank(0, row, col)) * (acc[1] * scale(1, col) + low_rank(1, row, col)) : 0.0f;
+      Patch<2> acc = {};
+      accumulate(both, acc);
+      for_each_place<2>(acc, m, n, [&](uint64_t row, uint32_t col, const float(&sum)[2], bool inside) {
+        const float v = inside ? silu(sum[0]) * sum[1] : 0.0f;
         if constexpr (kCodes) {
           store_of_lanes(p.out, row, col, v, inside, p.saturated);
         } else if (inside) {
@@ -118,9 +137,11 @@ KL_ENTRY(kl_naive_gemm, KlNaiveGemm, KL_NAIVE_THREADS, 3) {
         }
       });
     } else {
-      tile_gemm<kInFlight>(a_tile, one, m, n, p.x.cols, x, w, [&](uint64_t row, uint32_t col, const float(&acc)[1], bool inside) {
+      Patch<1> acc = {};
+      accumulate(one, acc);
+      for_each_place<1>(acc, m, n, [&](uint64_t row, uint32_t col, const float(&sum)[1], bool inside) {
         if (!inside) return;
-        float v = acc[0] * scale(0, col) + low_rank(0, row, col) + (p.bias.data ? load<float>(p.bias, 0, col) : 0.0f);
+        float v = sum[0] + (p.bias.data ? load<float>(p.bias, 0, col) : 0.0f);
         if (p.epilogue == KL_GATE_RESIDUAL) {
           v = load_any(p.out, row, col) + (p.gate.data ? load_any(p.gate, 0, col) : 1.0f) * v;
         }
@@ -157,10 +178,12 @@ KL_ENTRY(kl_naive_conv, KlConv, KL_NAIVE_THREADS) {
     };
     const auto w = [&](int, uint32_t col, uint32_t i) { return load<W>(p.w, col, phase * k + i); };
     const uint32_t m = p.out.rows / conv_phases(p.sampling), n = p.out.cols;
-    tile_gemm(a_tile, b_tile, m, n, k, x, w, [&](uint64_t pixel, uint32_t col, const float(&acc)[1], bool inside) {
+    Patch<1> acc = {};
+    tile_gemm(a_tile, b_tile, acc, m, n, k, x, w);
+    for_each_place<1>(acc, m, n, [&](uint64_t pixel, uint32_t col, const float(&sum)[1], bool inside) {
       if (!inside) return;
       const uint64_t row = conv_out_row(p, pixel, phase);
-      float v = acc[0] + load<float>(p.bias, 0, col);
+      float v = sum[0] + load<float>(p.bias, 0, col);
       if (p.residual.data) v += load_any(p.residual, row, col);
       store_any(p.out, row, col, v);
     });
@@ -184,10 +207,11 @@ KL_ENTRY(kl_naive_norm_conv, KlNormConv, KL_NAIVE_THREADS) {
       return silu((v - load<float>(p.stats, group, 0)) * scale + load<float>(p.shift, 0, channel));
     };
     const auto w = [&](int, uint32_t col, uint32_t i) { return load<W>(p.w, col, i); };
-    tile_gemm(a_tile, b_tile, p.out.rows, p.out.cols, 9 * channels, x, w,
-              [&](uint64_t row, uint32_t col, const float(&acc)[1], bool inside) {
-                if (inside) store_any(p.out, row, col, acc[0] + load<float>(p.bias, 0, col));
-              });
+    Patch<1> acc = {};
+    tile_gemm(a_tile, b_tile, acc, p.out.rows, p.out.cols, 9 * channels, x, w);
+    for_each_place<1>(acc, p.out.rows, p.out.cols, [&](uint64_t row, uint32_t col, const float(&sum)[1], bool inside) {
+      if (inside) store_any(p.out, row, col, sum[0] + load<float>(p.bias, 0, col));
+    });
   });
 }
 

@@ -18,13 +18,15 @@ enum class ClusterMode { kMulticastA, kMulticastB, kSplitK, kSingle };
 enum NamedBarrier : uint32_t { kWarpgroupBarrier = 1 };
 
 // Registers per thread: what an SM has is divided among two or three consumer warpgroups and a producer. A producer that expands B, or
-// loads scales of blocks, gets some more where consumers with a single wgmma tile each can do with less.
+// loads scales of blocks, gets some more where consumers with few accumulators can do with less.
 template <int kConsumers, int kBlockM, int kBlockN, bool kMore>
 constexpr auto gemm_registers() {
   if constexpr (kConsumers == 3) {
     return std::conditional_t<kMore, RegisterSplit<3, 56, 152>, RegisterSplit<3, 32, 160>>{};
   } else if constexpr (kMore && kBlockM == 2 * kWgmmaRows) {
     return std::conditional_t<(kBlockN > 208), RegisterSplit<2, 56, 224>, RegisterSplit<2, 104, 200>>{};
+  } else if constexpr (kMore && kBlockN <= 128) {
+    return RegisterSplit<2, 56, 224>{};
   } else {
     return RegisterSplit<2, 40, 232>{};
   }

@@ -174,7 +174,7 @@ struct GemmEpilogue {
     for (uint32_t col = 0; col < s.reduced.cols; col += Config::kLowRankCols, pipe.advance()) {
       const uint32_t steps = ceil_div(min(s.reduced.cols - col, Config::kLowRankCols), kStep);
       mbarrier_wait(pipe.full(pipe.stage), pipe.parity);
-      add_low_rank_block<Config>(acc, first_row(thread), pipe.a(pipe.stage), steps);
+      add_low_rank_block<Config>(acc, first_row(thread), lane(), pipe.a(pipe.stage), steps);
       // All warps that release the stage together have read it.
       if constexpr (!Config::Mma::kPerWarp) warpgroup_sync(kWarpgroupBarrier + thread / kWarpgroupThreads - 1);
       pipe.release(pipe.stage);

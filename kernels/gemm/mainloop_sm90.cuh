@@ -298,7 +298,7 @@ __device__ __forceinline__ void accumulate_per_warp(const typename Config::Param
   using Mma = typename Config::Mma;
   using Fragments = WarpFragments<Config>;
   const uint32_t row = group * (Config::kMmaM * kWgmmaRows) + threadIdx.x / 32 % kWarpgroupWarps * kWarpRows;
-  const Fragments fragments(row);
+  const Fragments fragments(row, lane());
   const typename Mma::template Scales<Config> scales(p, at, row);
 #pragma unroll
   for (int m = 0; m < Config::kMmaM; m++) {
@@ -347,7 +347,13 @@ __device__ __forceinline__ void consume(const typename Config::Params& p, Pipeli
     } else {
       accumulate(pipe, acc, work, group, finishes);
     }
-    const auto finish = [&] { typename Config::template Epilogue<Config>(p, at, acc, pipe, thread).run(pipe); };
+    const auto finish = [&] {
+      TileCoord<Config> tile = at;
+      // Where accumulators take most registers, the addresses of what belongs to the tile are computed anew instead of being kept since its
+      // prefetches.
+      if constexpr (Config::kMmaM > 1 && !Config::Mma::kPerWarp) asm volatile("" : "+r"(tile.stream), "+r"(tile.part));
+      typename Config::template Epilogue<Config>(p, tile, acc, pipe, thread).run(pipe);
+    };
     if constexpr (Config::kSplitK) {
       cluster_wait();  // the peer has initialised its mbarriers, long ago
       if (finishes) {

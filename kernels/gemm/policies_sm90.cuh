@@ -168,15 +168,15 @@ __device__ __forceinline__ void mma_k_block(float (&acc)[kTiles][Config::kBlockN
 }
 
 // Where a lane's rows of both operands are in a stage, for ldmatrix: sixteen rows of A, or twice eight of B, by two chunks of 16 bytes. `row`
-// is the first of the warp's rows.
+// is the first of the warp's rows. The lane is given by the caller, who may have reason not to let the compiler keep what follows from it.
 template <class Config>
 struct WarpFragments {
   static constexpr uint32_t kRowBytes = Config::Mma::kRowBytes, kStepBytes = 32, kSteps = kRowBytes / kStepBytes;
   uint32_t a_offset, b_offset;
 
-  __device__ __forceinline__ explicit WarpFragments(uint32_t row)
-      : a_offset(swizzled<kRowBytes>(row + lane() % 16, lane() / 16)),
-        b_offset(Config::kABytes + swizzled<kRowBytes>(lane() % 8 + lane() / 16 * 8, lane() / 8 % 2)) {}
+  __device__ __forceinline__ WarpFragments(uint32_t row, uint32_t lane)
+      : a_offset(swizzled<kRowBytes>(row + lane % 16, lane / 16)),
+        b_offset(Config::kABytes + swizzled<kRowBytes>(lane % 8 + lane / 16 * 8, lane / 8 % 2)) {}
 
   __device__ __forceinline__ void load_a(uint32_t stage, uint32_t step, uint32_t (&a)[Config::kMmaM][4]) const {
 #pragma unroll
@@ -192,8 +192,8 @@ struct WarpFragments {
 // Adds the first `steps` steps of a block of bf16, whatever the type of the other k-blocks, by mma.sync: accumulators that other instructions
 // have written are in the way of wgmma, which ptxas would then serialise in the main loop as well.
 template <class Config>
-__device__ __forceinline__ void add_low_rank_block(typename Config::Acc& acc, uint32_t row, uint32_t stage, uint32_t steps) {
-  const WarpFragments<Config> fragments(row);
+__device__ __forceinline__ void add_low_rank_block(typename Config::Acc& acc, uint32_t row, uint32_t lane, uint32_t stage, uint32_t steps) {
+  const WarpFragments<Config> fragments(row, lane);
 #pragma unroll 1
   for (uint32_t step = 0; step < steps; step++) {
     uint32_t a[Config::kMmaM][4];

@@ -255,7 +255,7 @@ mod tests {
         let files = sm90.into_iter().chain(["gemm_nvfp4_sm120", "gemm_fp8_sm120", "gemm_bf16_sm120", "gemm_mma"]);
         let tiles = |file| Tile::ALL.iter().filter(|tile| tile.config().kernel.file() == file).count();
         let gemm =
-            files.map(|file| format!("{file} ({} tiles), ", tiles(file))).collect::<String>() + "gemm_fp8_sm89, expand, naive";
+            files.map(|file| format!("{file} ({} tiles), ", tiles(file))).collect::<String>() + "gemm_fp8_sm89, expand, low_rank, naive";
         let shortcuts = ["gemm_bf16_sm90", "gemm_bf16_sm120", "gemm_mma"].map(|file| format!(", {file} ({} tiles)", tiles(file)));
         let conv = format!(
             "conv_sm90 ({} tiles), conv_mma (3 kernels), conv_narrow, naive, group_norm (3 kernels){}",
@@ -275,7 +275,7 @@ mod tests {
             assert_eq!(kernel_files(op), files);
         }
         assert!(
-            kernel_files("qkv_mlp").ends_with(" tiles), gemm_fp8_sm89, expand, naive, qk_norm_rope"),
+            kernel_files("qkv_mlp").ends_with(" tiles), gemm_fp8_sm89, expand, low_rank, naive, qk_norm_rope"),
             "{}",
             kernel_files("qkv_mlp")
         );
