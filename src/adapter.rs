@@ -17,7 +17,7 @@ mod spelling;
 mod term;
 
 pub use contents::{Contents, LayerContents};
-pub use merge::{AdapterMode, Adapters, MAX_RANK, Merger};
+pub use merge::{AdapterMode, AdapterSet, Adapters, MAX_RANK, Merger};
 pub use notes::Notes;
 pub use place::{Place, Places};
 pub use spelling::Spelling;

@@ -93,12 +93,12 @@ pub enum Region {
     Arena,
     /// Results that outlive a run: written and read by ops.
     Kept,
-    /// What adapters compute beside weights: written by `upload`, read by ops.
+    /// What adapters compute beside weights, and behind it what is merged with them: written by `upload`, read by ops.
     Adapters,
 }
 
 impl Region {
-    /// Whether ops may only read it.
+    /// Whether ops of a step may only read it.
     pub const fn is_read_only(self) -> bool {
         matches!(self, Self::Weights | Self::Adapters)
     }

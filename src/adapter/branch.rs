@@ -2,8 +2,11 @@
 
 use super::merge::Adapters;
 use super::term::{KroneckerFactor, Matrix, Product, Term};
+use crate::error::Result;
 use crate::part::Part;
-use crate::tensor::DType;
+use crate::tensor::{Arena, DType, Tensor};
+use rayon::prelude::*;
+use std::ops::Range;
 
 /// Ranks are padded with zeros to multiples of this, which is what tensor cores take at a time.
 const UNIT: usize = 16;
@@ -84,15 +87,24 @@ impl Adapters {
         rank.next_multiple_of(UNIT)
     }
 
+    /// The terms that are added to a weight as products, each with its scale, the rows that its rows are added to, and the rank of those
+    /// before it.
+    fn thin_terms<'a>(&'a self, part: Part, weight: &'a str) -> impl Iterator<Item = (usize, Thin, f32, &'a [Range<usize>])> {
+        self.terms(part, weight).scan(0, |next, (term, ranges, strength)| {
+            let (first, thin) = (*next, term.thin());
+            *next += thin.rank;
+            Some((first, thin, strength * term.scale, ranges))
+        })
+    }
+
     /// Writes the two matrices whose product is all that is added to a weight, `down` of `[rank, in]` and `up` of `[out, rank]`, with a
     /// [padded](Self::padded) rank, as elements of a plain type. Both are zero before.
     ///
     /// # Panics
     /// If they have another shape.
     pub fn write_branch(&self, part: Part, weight: &str, rank: usize, dtype: DType, [down, up]: [&mut [u8]; 2]) {
-        let mut first = 0;
-        for (term, ranges, strength) in self.terms(part, weight) {
-            let (thin, scale, cols) = (term.thin(), strength * term.scale, term.shape()[1]);
+        for (first, thin, scale, ranges) in self.thin_terms(part, weight) {
+            let cols = thin.right.len() / thin.rank.max(1);
             let skip = dtype.bytes(first * cols);
             dtype.encode(&thin.right, &mut down[skip..skip + dtype.bytes(thin.rank * cols)]);
             let rows = ranges.iter().flat_map(Clone::clone);
@@ -101,9 +113,37 @@ impl Adapters {
                 scaled.iter_mut().zip(left).for_each(|(to, value)| *to = scale * value);
                 dtype.encode(&scaled, &mut up[dtype.bytes(row * rank + first)..][..dtype.bytes(thin.rank)]);
             }
-            first += thin.rank;
+            assert!(first + thin.rank <= rank, "a rank of {} in {rank} columns", first + thin.rank);
         }
-        assert!(first <= rank, "a rank of {first} in {rank} columns");
+    }
+
+    /// The same in f32, with both matrices row by row: `up` of `[out, rank]` and the transpose of `down`, `[in, rank]`.
+    ///
+    /// # Panics
+    /// If the weight has another shape.
+    pub fn factors(&self, part: Part, weight: &str, rank: usize, [rows, cols]: [usize; 2]) -> [Vec<f32>; 2] {
+        const GRAIN: usize = 64; // rows that are worth a thread
+        let [mut up, mut down] = [rows, cols].map(|count| vec![0.0; count * rank]);
+        for (first, thin, scale, ranges) in self.thin_terms(part, weight) {
+            let own = first..first + thin.rank;
+            let mut left = &thin.left[..];
+            for range in ranges {
+                let of_range = left.split_off(..range.len() * thin.rank).expect("a row of the term for each of the weight's");
+                let to = up[range.start * rank..range.end * rank].par_chunks_exact_mut(rank).with_min_len(GRAIN);
+                to.zip(of_range.par_chunks_exact(thin.rank)).for_each(|(to, from)| {
+                    to[own.clone()].iter_mut().zip(from).for_each(|(to, value)| *to = scale * value);
+                });
+            }
+            down.par_chunks_exact_mut(rank).with_min_len(GRAIN).enumerate().for_each(|(col, to)| {
+                to[own.clone()].iter_mut().zip(thin.right.iter().skip(col).step_by(cols)).for_each(|(to, value)| *to = *value);
+            });
+        }
+        [up, down]
+    }
+
+    /// Places the two matrices of [`factors`](Self::factors).
+    pub fn place_factors(region: &mut Arena, rank: usize, [rows, cols]: [usize; 2]) -> Result<[Tensor; 2]> {
+        Ok([region.alloc(rows, rank, DType::F32)?, region.alloc(cols, rank, DType::F32)?])
     }
 }
 

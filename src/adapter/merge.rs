@@ -32,7 +32,17 @@ pub struct Adapters(pub Vec<(Adapter, f32)>);
 /// What is added to a weight: a term, the rows that its rows are added to, and its strength.
 pub(super) type Addend<'a> = (&'a Term, &'a [Range<usize>], f32);
 
+/// What tells one set of adapters from another: the digests of their files and the bits of their strengths. Adapters without any effect are
+/// left out.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct AdapterSet(Arc<[(String, u32)]>);
+
 impl Adapters {
+    /// What tells the set from others.
+    pub fn id(&self) -> AdapterSet {
+        AdapterSet(self.effective().map(|(adapter, strength)| (adapter.digest.clone(), strength.to_bits())).collect())
+    }
+
     /// Those that have an effect.
     pub fn effective(&self) -> impl Iterator<Item = (&Adapter, f32)> {
         self.0.iter().filter(|(_, strength)| *strength != 0.0).map(|(adapter, strength)| (adapter, *strength))

@@ -17,7 +17,7 @@ use std::ops::Range;
 /// A linear layer `y = W x + b`, `W` stored `[out, in]`.
 #[derive(Clone, Copy, Debug)]
 pub struct Linear {
-    /// The weight, `[out, in]`. No op may write it: a GPU prefetches it while the previous kernel is still running.
+    /// The weight, `[out, in]`. No op may write it shortly before: a GPU prefetches it while the previous kernel is still running.
     pub weight: Weight,
     /// The bias, `[1, out]`, if the layer has one.
     pub bias: Option<Tensor>,

@@ -254,8 +254,8 @@ mod tests {
         let sm90 = ["gemm_bf16_sm90", "gemm_fp8_sm90", "gemm_mixed_sm90"];
         let files = sm90.into_iter().chain(["gemm_nvfp4_sm120", "gemm_fp8_sm120", "gemm_bf16_sm120", "gemm_mma"]);
         let tiles = |file| Tile::ALL.iter().filter(|tile| tile.config().kernel.file() == file).count();
-        let gemm =
-            files.map(|file| format!("{file} ({} tiles), ", tiles(file))).collect::<String>() + "gemm_fp8_sm89, expand, low_rank, naive";
+        let gemm = files.map(|file| format!("{file} ({} tiles), ", tiles(file))).collect::<String>()
+            + "gemm_fp8_sm89, expand, low_rank, naive";
         let shortcuts = ["gemm_bf16_sm90", "gemm_bf16_sm120", "gemm_mma"].map(|file| format!(", {file} ({} tiles)", tiles(file)));
         let conv = format!(
             "conv_sm90 ({} tiles), conv_mma (3 kernels), conv_narrow, naive, group_norm (3 kernels){}",

@@ -7,7 +7,7 @@ use super::nvfp4_math::{Nvfp4Math, refused};
 use super::quantise::{self, LayerPlace, Producer};
 use super::table::TokenTable;
 use crate::adapter::{AdapterMode, Adapters, MAX_RANK, Merger};
-use crate::backend::{Backend, Conv, GemmFormats, GroupNorm, Linear, QkNorm, Role, Weight};
+use crate::backend::{Backend, Conv, GatedGemm, GemmFormats, GroupNorm, Linear, Op, QkNorm, Role, Weight};
 use crate::checkpoint::Weights;
 use crate::error::{Error, Remedy, Result};
 use crate::names::TensorSpec;
@@ -45,10 +45,20 @@ struct Upload<'a> {
     wary: bool,
     /// Whether only shapes and formats matter, so that weights which are quantised need not be read for their scales.
     dry: bool,
-    /// What is added to weights of the part that is loaded, and how.
-    adapters: Option<(Part, &'a Adapters, AdapterMode)>,
+    /// What is added to weights of the part that is loaded.
+    adapters: Option<Added<'a>>,
     merger: Merger,
     formats: Vec<LayerFormat>,
+}
+
+/// What adapters add to the weights of a part.
+#[derive(Clone, Copy)]
+struct Added<'a> {
+    part: Part,
+    adapters: &'a Adapters,
+    mode: AdapterMode,
+    /// Where in [`Region::Adapters`] a backend has room for what it merges.
+    room_at: u64,
 }
 
 impl<'a> Loader<'a> {
@@ -80,9 +90,10 @@ impl<'a> Loader<'a> {
         Self { quantise, ..self }
     }
 
-    /// Sets what adapters add to the weights of the part that is loaded, and how.
-    pub fn with_adapters(self, part: Part, adapters: &'a Adapters, mode: AdapterMode) -> Self {
-        self.with(|upload| upload.adapters = Some((part, adapters, mode)))
+    /// Sets what adapters add to the weights of the part that is loaded, how, and from where on in [`Region::Adapters`] there is room for
+    /// the [factors](Adapters::factors) of a weight.
+    pub fn with_adapters(self, part: Part, adapters: &'a Adapters, mode: AdapterMode, room_at: u64) -> Self {
+        self.with(|upload| upload.adapters = Some(Added { part, adapters, mode, room_at }))
     }
 
     /// Checks weights as they are used, so that a matrix of which a part was never written is an error.
@@ -345,8 +356,14 @@ impl Upload<'_> {
         let is_kept = |part: &WeightPart| part.dtype.is_quantised() && gemms.takes(part.dtype, input.dtype);
         let stays = reencoded.is_some() || parts.iter().any(is_kept);
         if self.merges(spec, stays)? {
-            let merged = self.merged(spec, &parts, plain.dtype);
-            let weight = Weight::new(self.upload(Role::Linear, [rows, cols], plain, &merged)?);
+            let weight = match self.merged_by_backend(spec, &parts, plain)? {
+                Some(merged) => merged,
+                None => {
+                    let merged = self.merged(spec, &parts, plain.dtype);
+                    self.upload(Role::Linear, [rows, cols], plain, &merged)?
+                }
+            };
+            let weight = Weight::new(weight);
             let why = is_quantised.then_some(PlainInput::Adapter);
             return self.loaded_layer(spec, &parts, weight, plain, why, true);
         }
@@ -413,7 +430,7 @@ impl Upload<'_> {
     /// Whether what adapters add to a layer is merged with its weight, of which something `stays` quantised if not. Otherwise it is computed
     /// beside the weight, or there is nothing.
     fn merges(&self, spec: &TensorSpec, stays: bool) -> Result<bool> {
-        let Some((part, adapters, mode)) = self.adapters else { return Ok(false) };
+        let Some(Added { part, adapters, mode, .. }) = self.adapters else { return Ok(false) };
         let Some(rank) = adapters.rank(part, &spec.name, extent(spec).into())? else { return Ok(false) };
         match mode {
             AdapterMode::Merge => Ok(true),
@@ -426,10 +443,33 @@ impl Upload<'_> {
         }
     }
 
+    /// Uploads a weight and has the backend add to it what adapters do, if its memory is apart from the host's: the GEMM runs while the next
+    /// weight is copied. `None` if the weight is not uploaded as it is stored, or too much is added to it.
+    fn merged_by_backend(&mut self, spec: &TensorSpec, parts: &[WeightPart], to: Stored) -> Result<Option<Tensor>> {
+        let is_copied = parts.iter().all(|part| part.dtype == to.dtype) && to.dtype == DType::Bf16;
+        let Some(Added { part, adapters, room_at, .. }) = self.adapters else { return Ok(None) };
+        if self.dry || self.source.is_none() || self.backend.reads_files() || !is_copied {
+            return Ok(None);
+        }
+        let shape: [usize; 2] = extent(spec).into();
+        let Some(rank) = adapters.rank(part, &spec.name, shape)?.filter(|rank| *rank <= MAX_RANK) else { return Ok(None) };
+        let (rank, mut room) = (Adapters::padded(rank), Arena::starting_at(Region::Adapters, room_at));
+        let tensors = Adapters::place_factors(&mut room, rank, shape)?;
+        let weight = self.upload(Role::Linear, shape, to, parts)?;
+        let factors = adapters.factors(part, &spec.name, rank, shape);
+        for (tensor, values) in tensors.into_iter().zip(&factors) {
+            self.backend.write(tensor, values)?;
+        }
+        let [up, down] = tensors;
+        let down = Linear { input: Stored::plain(down.dtype), ..Linear::new(down, None) };
+        self.backend.run(Op::LinearGateResidual(&[GatedGemm { into: weight, x: up, w: &down, gate: None }]))?;
+        Ok(Some(weight))
+    }
+
     /// A weight with what adapters add to it. In a dry run there are no values, but parts of another type, which count as copied.
     fn merged(&mut self, spec: &TensorSpec, parts: &[WeightPart], to: DType) -> Vec<WeightPart> {
         match self.adapters.filter(|_| !self.dry) {
-            Some((part, adapters, _)) => self.merger.merged(adapters, part, &spec.name, parts, to),
+            Some(Added { part, adapters, .. }) => self.merger.merged(adapters, part, &spec.name, parts, to),
             None => {
                 let other = if to == DType::F32 { DType::Bf16 } else { DType::F32 };
                 vec![WeightPart::plain(Bytes::new(Arc::new([])), other, extent(spec).0)]

@@ -3,7 +3,8 @@
 //! uploaded there, and sets of the same shapes have the same addresses.
 
 use super::formats::{Formats, LayerKind};
-use crate::adapter::{Adapters, MAX_RANK};
+use super::kept::{Kept, Source};
+use crate::adapter::{AdapterSet, Adapters, MAX_RANK};
 use crate::backend::{Backend, Linear, LowRank, Role};
 use crate::error::{Error, Remedy, Result};
 use crate::model::LayerFormat;
@@ -14,26 +15,15 @@ use std::collections::HashSet;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// What tells one set of adapters from another: the digests of their files and the bits of their strengths. Adapters without any effect are
-/// left out.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct SetId(Arc<[(String, u32)]>);
-
-impl SetId {
-    fn of(adapters: &Adapters) -> Self {
-        Self(adapters.effective().map(|(adapter, strength)| (adapter.digest.clone(), strength.to_bits())).collect())
-    }
-}
-
 /// The adapters of a job: its own, or those of the model. Fails if others were merged with weights.
 pub fn adapters_of<'a>(
     job: Option<&'a Adapters>,
     model: &'a Adapters,
     mut layers: impl Iterator<Item = &'a LayerFormat>,
-) -> Result<(&'a Adapters, SetId)> {
-    let own = SetId::of(model);
+) -> Result<(&'a Adapters, AdapterSet)> {
+    let own = model.id();
     let Some(others) = job else { return Ok((model, own)) };
-    let set = SetId::of(others);
+    let set = others.id();
     if set == own {
         return Ok((model, own));
     }
@@ -50,11 +40,13 @@ pub type Ranks = Arc<[(String, usize)]>;
 /// The side branches of a set of adapters.
 #[derive(Default)]
 pub struct Branches {
-    pub set: SetId,
+    pub set: AdapterSet,
     pub ranks: Ranks,
     /// Where the matrices of each are.
     places: Vec<LowRank>,
     /// Bytes of all.
+    pub beside: u64,
+    /// The same with the room behind them for what is merged with a weight.
     pub bytes: u64,
     /// The values of all, in one piece; absent where only shapes matter.
     values: Option<(Tensor, WeightPart)>,
@@ -63,17 +55,25 @@ pub struct Branches {
 impl Branches {
     /// Places what adapters add to layers that they are not merged with.
     pub fn place<'a>(
-        (adapters, set): (&Adapters, SetId),
+        (adapters, set): (&Adapters, AdapterSet),
         layers: impl Iterator<Item = &'a LayerFormat>,
         precision: Precision,
     ) -> Result<Self> {
         let (mut region, mut ranks, mut places) = (Arena::new(Region::Adapters), Vec::new(), Vec::new());
-        let (dtype, mut known) = (precision.activations(), HashSet::new());
+        let (dtype, mut known, mut merged) = (precision.activations(), HashSet::new(), 0);
         for layer in layers {
             known.insert(layer.name.as_str());
             let (rows, cols) = (layer.weight.rows(), layer.weight.cols());
             let rank = adapters.rank(LayerKind::of(&layer.name).part, &layer.name, [rows, cols])?;
-            let Some(rank) = rank.filter(|_| !layer.merged) else { continue };
+            let Some(rank) = rank else { continue };
+            if layer.merged {
+                let mut room = Arena::new(Region::Adapters);
+                if rank <= MAX_RANK {
+                    Adapters::place_factors(&mut room, Adapters::padded(rank), [rows, cols])?;
+                }
+                merged = merged.max(room.peak());
+                continue;
+            }
             if rank > MAX_RANK {
                 let what =
                     format!("adapters add a rank of {rank} to `{}`; up to {MAX_RANK} is computed beside a weight", layer.name);
@@ -88,14 +88,15 @@ impl Branches {
             let what = format!("an adapter was opened for another model: this one has no `{}`", layer.place.name);
             return Err(Error::Usage { what, hint: None });
         }
-        Ok(Self { set, ranks: ranks.into(), places, bytes: region.peak(), values: None })
+        let beside = region.peak();
+        Ok(Self { set, ranks: ranks.into(), places, beside, bytes: beside + merged, values: None })
     }
 
     /// The same with values, ready to be uploaded. `adapters` are those that were placed.
     fn with_values(self, adapters: &Adapters) -> Result<Self> {
         let _span = trace::span("prepare adapters");
         let Some(dtype) = self.places.first().map(|place| place.down.dtype) else { return Ok(self) };
-        let mut bytes = vec![0; self.bytes as usize];
+        let mut bytes = vec![0; self.beside as usize];
         let mut pieces = Vec::with_capacity(self.places.len());
         let (mut rest, mut at) = (&mut bytes[..], 0);
         for ((weight, rank), LowRank { down, up }) in self.ranks.iter().zip(&self.places) {
@@ -114,7 +115,7 @@ impl Branches {
         adapters.verify()?;
         // One piece is uploaded much faster than hundreds of small ones.
         let cols = dtype.elements(ALIGN as usize);
-        let rows = (self.bytes / ALIGN) as usize;
+        let rows = (self.beside / ALIGN) as usize;
         let whole = Tensor { region: Region::Adapters, dtype, offset: 0, rows, cols, stride: cols, scaling: Scaling::Unscaled };
         let values = WeightPart::plain(Bytes::new(Arc::new(bytes)), dtype, rows);
         Ok(Self { values: Some((whole, values)), ..self })
@@ -138,7 +139,7 @@ pub struct SideBranches {
     /// Bytes of the backend's memory.
     reserved: u64,
     /// What is there.
-    uploaded: SetId,
+    uploaded: AdapterSet,
 }
 
 impl SideBranches {
@@ -149,7 +150,7 @@ impl SideBranches {
     /// A set of adapters for these layers, ready to be uploaded.
     pub fn prepare<'a>(
         &mut self,
-        (adapters, set): (&Adapters, SetId),
+        (adapters, set): (&Adapters, AdapterSet),
         layers: impl Iterator<Item = &'a LayerFormat>,
         precision: Precision,
     ) -> Result<Arc<Branches>> {
@@ -171,21 +172,23 @@ impl SideBranches {
         if branches.bytes > self.reserved { (branches.bytes, self.reserved) } else { (0, 0) }
     }
 
-    /// Uploads branches, unless they are there.
-    pub fn upload(&mut self, be: &mut dyn Backend, branches: &Branches) -> Result<()> {
+    /// Uploads branches, unless they are there, or copies them from where they are kept.
+    pub fn upload(&mut self, be: &mut dyn Backend, branches: &Branches, kept: &mut Kept) -> Result<()> {
         if branches.set == self.uploaded {
             return Ok(());
         }
         let _span = trace::span("upload adapters");
         // Should this fail, nothing is left of what was there.
-        self.uploaded = SetId::default();
+        self.uploaded = AdapterSet::default();
         if branches.bytes > self.reserved {
             self.reserved = 0;
             be.reserve_adapters(branches.bytes)?;
             self.reserved = branches.bytes;
         }
         if let Some((whole, values)) = &branches.values {
-            be.upload(*whole, Role::Linear, std::slice::from_ref(values))?;
+            // Where ops read the host's bytes there is nothing that would be copied.
+            let source = (kept.is_on() && !be.reads_files()).then(|| Source::Adapters(branches.set.clone()));
+            kept.copy_or(be, source, &[*whole], |be| be.upload(*whole, Role::Linear, std::slice::from_ref(values)))?;
         }
         self.uploaded = branches.set.clone();
         Ok(())

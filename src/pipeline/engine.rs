@@ -43,11 +43,10 @@ impl Engine {
         let progress = &Traced::new(progress);
         let OpenModel { weights, tokenizer, configs, variant, name, adapters, read_ahead, .. } = model;
         let sources = weights.each_ref().map(Some);
-        let (mut stages, sizes, _) = Stages::place(&configs, sources, options, &adapters, backend.gemm_formats())?;
+        let (stages, sizes, _) = Stages::place(&configs, sources, options, &adapters, backend.gemm_formats())?;
         backend.reserve_weights(sizes.total(options.low_memory))?;
         let (files, branches, text, transformer, vae) = (Arc::new(weights), Arc::default(), false, false, false);
-        let mut store = Store { files, configs, options, sizes, adapters, branches, text, transformer, vae, read_ahead };
-        store.load_text(&mut stages.text, backend.as_mut(), progress)?;
+        let store = Store { files, configs, options, sizes, adapters, branches, text, transformer, vae, read_ahead };
         let mut engine = Self {
             backend,
             stages,
@@ -61,7 +60,10 @@ impl Engine {
             name,
         };
         engine.select(None)?;
-        engine.side.upload(engine.backend.as_mut(), &engine.store.branches)?;
+        let Self { backend, stages, store, side, kept, .. } = &mut engine;
+        // What is merged with weights needs memory as well.
+        side.upload(backend.as_mut(), &store.branches, kept)?;
+        store.load_text(&mut stages.text, backend.as_mut(), progress)?;
         Ok(engine)
     }
 
@@ -214,7 +216,7 @@ impl Engine {
         ));
         let Self { backend, stages, store, side, shapes, kept: results, working, .. } = self;
         let (be, mut ws) = (backend.as_mut(), Arena::new(Region::Arena));
-        side.upload(be, &store.branches)?;
+        side.upload(be, &store.branches, results)?;
         // Should this fail, nothing is left of what was there.
         let before = std::mem::take(working);
         be.reserve(bytes)?;

@@ -1,7 +1,8 @@
 //! The inputs of a job's stages, and the checks of their results.
 
-use super::branches::{Branches, Ranks, SetId};
+use super::branches::{Branches, Ranks};
 use super::job::Job;
+use crate::adapter::AdapterSet;
 use crate::backend::{Backend, Op, Reading};
 use crate::checkpoint::Weights;
 use crate::config::Variant;
@@ -25,7 +26,7 @@ pub struct Inputs<'a> {
     pub plan: SequencePlan,
     pub schedule: Schedule,
     /// The adapters whose branches are beside weights, and the ranks of these.
-    pub adapters: SetId,
+    pub adapters: AdapterSet,
     pub ranks: Ranks,
     /// The weight files, if the backend reads them in place while ops run.
     pub files: Option<Arc<PerPart<Weights>>>,

@@ -1,8 +1,8 @@
-//! Results that outlive a job: encoded prompts, references and their keys and values, found by what they were computed from. They stay in memory of the backend
-//! that is theirs alone, and are copied to the working memory of a job, so that a job has the same ops and addresses with them and
+//! Results that outlive a job: encoded prompts, references and their keys and values, and adapters, found by what they were computed from.
+//! They stay in memory of the backend that is theirs alone, and are copied to the working memory of a job, so that a job has the same ops and addresses with them and
 //! without.
 
-use super::branches::SetId;
+use crate::adapter::AdapterSet;
 use crate::backend::{Backend, Op};
 use crate::error::Result;
 use crate::sequence::Grid;
@@ -14,11 +14,13 @@ use sha2::{Digest, Sha256};
 #[derive(Clone, PartialEq, Eq)]
 pub enum Source {
     /// The ids of a prompt's tokens, how many of them are no padding, and the adapters.
-    Prompt(Vec<u32>, usize, SetId),
+    Prompt(Vec<u32>, usize, AdapterSet),
     /// The digest of a reference's pixels, and its size.
     Reference([u8; 32], Grid),
     /// Those of the references whose keys and values these are, in their order, and the adapters.
-    KeyValues(Vec<Source>, SetId),
+    KeyValues(Vec<Source>, AdapterSet),
+    /// The adapters whose values beside weights these are.
+    Adapters(AdapterSet),
 }
 
 impl Source {

@@ -85,7 +85,8 @@ impl Stages {
         adapters: &Adapters,
         gemms: GemmFormats,
     ) -> Result<(Self, Sizes, Sizes)> {
-        let (text, image, sizes, copied) = Placing { configs, sources, options, adapters, real: false }.both(gemms)?;
+        let (text, image, sizes, copied) =
+            Placing { configs, sources, options, adapters, merged_at: 0, real: false }.both(gemms)?;
         let (transformer_config, text_config) = (configs.transformer.clone(), configs.text_encoder.clone());
         let activations = options.precision.activations();
         Ok((Self { transformer_config, text_config, text, image, activations }, sizes, copied))

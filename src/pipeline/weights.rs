@@ -25,6 +25,8 @@ pub struct Placing<'a> {
     pub options: LoadOptions,
     /// What is added to weights when they are loaded, or beside them.
     pub adapters: &'a Adapters,
+    /// Where in the memory of adapters there is room for what is merged.
+    pub merged_at: u64,
     /// Whether the weights are loaded, or only their shapes are passed to a dry run.
     pub real: bool,
 }
@@ -112,7 +114,7 @@ impl Placing<'_> {
         let LoadOptions { precision, attention, nvfp4_math, quantise, adapters, .. } = self.options;
         let loader = Loader::new(be, region, self.sources[part], precision, loaded);
         let loader = loader.with_attention(attention).with_nvfp4_math(nvfp4_math).with_quantise(quantise);
-        let loader = loader.with_adapters(part, self.adapters, adapters);
+        let loader = loader.with_adapters(part, self.adapters, adapters, self.merged_at);
         if self.real { loader.wary() } else { loader.dry() }
     }
 
@@ -186,7 +188,8 @@ pub struct Store {
 impl Store {
     fn placing(&self) -> Placing<'_> {
         let sources = self.files.each_ref().map(Some);
-        Placing { configs: &self.configs, sources, options: self.options, adapters: &self.adapters, real: true }
+        let (adapters, merged_at) = (&self.adapters, self.branches.beside);
+        Placing { configs: &self.configs, sources, options: self.options, adapters, merged_at, real: true }
     }
 
     /// Fails if a file changed since it was opened.
@@ -209,6 +212,10 @@ impl Store {
         (*side, _) = self.placing().text(be, &mut |bytes| progress.advance(bytes))?;
         side.attach(&self.branches);
         self.verify()?;
+        if side.formats.iter().any(|layer| layer.merged) {
+            // Ops may prefetch weights before those that were issued earlier have ended, merging among them.
+            be.synchronize()?;
+        }
         progress.end();
         self.text = true;
         Ok(())

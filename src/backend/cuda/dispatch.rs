@@ -36,7 +36,7 @@ pub fn kernels_of(op: &str) -> Vec<Kernel> {
     }
 }
 
-/// Fails if an op writes a weight, holds f16 in working memory, has values of attention in a quantised format or anything in e5m2:
+/// Fails if an op writes a weight other than to merge adapters, holds f16 in working memory, has values of attention in a quantised format or anything in e5m2:
 /// there are no kernels for these. Which operands may be quantised at all is a rule of ops.
 fn check_operands(op: &Op<'_>) -> Result<()> {
     let mut usable = Ok(());
@@ -44,7 +44,13 @@ fn check_operands(op: &Op<'_>) -> Result<()> {
         usable = Err(Error::Op { op: op.name(), what: format!("{t:?} cannot be used so on the GPU: {why}") });
     };
     op.operands(&mut |t, access| {
-        if access != Access::Read && t.region.is_read_only() {
+        // Adapters are merged with weights that were just uploaded, and copied from where they are kept, before any op that reads them.
+        let replaces = match op {
+            Op::LinearGateResidual(_) => t.region == Region::Weights,
+            Op::Copy { .. } => t.region == Region::Adapters,
+            _ => false,
+        };
+        if access != Access::Read && t.region.is_read_only() && !replaces {
             refuse(t, "weights are not written");
         }
         if t.dtype == DType::F16 && t.region != Region::Weights {

@@ -439,8 +439,8 @@ const MODELS: &[Planted] = &[
         kernel_file: "gemm_nvfp4_sm120",
         tile: "KL_GEMM_NVFP4_SM120(gemm_nvfp4_sm120, 256, 128,",
         source: "gemm/policies_sm90.cuh",
-        find: "a_offset(swizzled<kRowBytes>(row + lane() % 16, lane() / 16)),",
-        replace: "a_offset((row + lane() % 16) * kRowBytes + swizzled_chunk<2 * kRowBytes>(lane() % 4, lane() / 16) * 16),",
+        find: "a_offset(swizzled<kRowBytes>(row + lane % 16, lane / 16)),",
+        replace: "a_offset((row + lane % 16) * kRowBytes + swizzled_chunk<2 * kRowBytes>(lane % 4, lane / 16) * 16),",
     },
     // A block of a term of low rank is given back before all warps have read it.
     Planted {
