@@ -66,9 +66,11 @@ __device__ __forceinline__ void reduce_partials(const Pipeline<Config>& pipe, ty
 
 // Split-K: a warpgroup whose rows the peer finishes has no use for the term of low rank, but the stages of it are also its to release.
 template <class Config>
-__device__ __forceinline__ void skip_low_rank(const KlGemmStream& s, Pipeline<Config>& pipe) {
+__device__ __forceinline__ void skip_low_rank(const KlGemmStream& s, Pipeline<Config>& pipe, uint32_t group) {
   for (uint32_t col = 0; col < s.reduced.cols; col += Config::kLowRankCols, pipe.advance()) {
     mbarrier_wait(pipe.full(pipe.stage), pipe.parity);
+    // A warp that has not seen this phase when the stage is filled twice more would take the second for it, and wait forever.
+    warpgroup_sync(kWarpgroupBarrier + group);
     pipe.release(pipe.stage);
   }
 }
@@ -361,7 +363,7 @@ __device__ __forceinline__ void consume(const typename Config::Params& p, Pipeli
         finish();
       } else {
         send_partials(pipe, acc);
-        if constexpr (Config::kLowRank) skip_low_rank(p.stream[at.stream], pipe);
+        if constexpr (Config::kLowRank) skip_low_rank(p.stream[at.stream], pipe, group);
       }
     } else {
       finish_or_store(

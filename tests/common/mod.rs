@@ -4,6 +4,7 @@
 pub mod adapter_files;
 pub mod fnv;
 pub mod goldens;
+pub mod merging;
 pub mod modes;
 pub mod quantised;
 pub mod tiling;

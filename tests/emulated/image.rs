@@ -1,6 +1,7 @@
 //! The tiny model makes an image on an emulated GPU.
 
 use crate::available;
+use crate::common::merging::backend_merges_as_the_host;
 use crate::common::{cpu, run, short_engine, short_model, small_job};
 use crate::driver::{Emulated, Gpu};
 use crate::random::long;
@@ -64,4 +65,14 @@ fn neither_graphs_nor_seeds_change_an_image() {
     let first = image(true, run_seed());
     assert!(first == image(false, run_seed()), "captured steps give another image");
     assert!(first == image(true, run_seed() + 1), "another order gives another image");
+}
+
+#[test]
+fn adapters_are_merged_as_by_the_host() {
+    if !available() {
+        return;
+    }
+    let driver = Emulated::new(Gpu::HOPPER);
+    driver.set_seed(run_seed());
+    backend_merges_as_the_host(&mut cuda_with(&driver, None).unwrap());
 }

@@ -27,7 +27,7 @@ mod bundle;
 mod emulated;
 mod large;
 
-use common::{Make, cases, cpu, engine_on, goldens, modes, run, saving_memory_changes_nothing, tiling};
+use common::{Make, cases, cpu, engine_on, goldens, merging, modes, run, saving_memory_changes_nothing, tiling};
 use kiln::backend::cuda::{self, Choice, Cuda, Tile};
 use kiln::backend::{Backend, Lockstep};
 use kiln::config::Variant;
@@ -76,6 +76,7 @@ const TESTS: &[(&str, fn())] = &[
     ("graphs", graphs_change_nothing),
     ("memory", || saving_memory_changes_nothing(&on_cuda)),
     ("calibration", calibration),
+    ("merging", || merging::backend_merges_as_the_host(&mut cuda())),
     ("large", large::last_rows_are_right),
 ];
 

@@ -6,7 +6,7 @@ use super::oracle::{Filter, Heads};
 use super::{Check, Operand, SMALL, want};
 use kiln::backend::{Conv, GatedGemm, Gemm, Linear, Op, Projection, QkNorm, Role, Rope, RopeStyle, Sampling};
 use kiln::tensor::DType::{self, Bf16, E4m3, E5m2, F32};
-use kiln::tensor::Nvfp4Layout;
+use kiln::tensor::{Nvfp4Layout, Stored};
 
 fn linear_of(weight: &Operand, bias: Option<&Operand>) -> Linear {
     Linear::new(weight.t, bias.map(|b| b.t))
@@ -51,6 +51,9 @@ pub fn all(table: &mut Table) {
         for with_bias in [false, true] {
             grouped(table, rows, inner, cols, with_bias);
         }
+    }
+    for (rows, rank, cols) in [(65, 16, 131), (129, 48, 200)] {
+        merged(table, rows, rank, cols);
     }
     // Many long rows: operand A is too large to be decoded at once.
     table.add("linear 1031x8209x3".into(), |rig| {
@@ -134,6 +137,18 @@ pub fn gate_residual(table: &mut Table, rows: usize, inner: usize, cols: usize, 
             Op::LinearGateResidual(&[stream]),
             &[(into.t, want!(gate_residual(&into.host, &x.host, &w.host, host.0, host.1)))],
         );
+    });
+}
+
+/// What adapters add to a weight of bf16, in f32 until it is rounded.
+fn merged(table: &mut Table, rows: usize, rank: usize, cols: usize) {
+    table.add(format!("linear_gate_residual {rows}x{rank}x{cols} of f32 into bf16"), move |rig| {
+        let down = rig.weight(Role::Linear, &[cols], rank, F32, F32);
+        let (up, into) = (rig.input_as(F32, rows, rank, |v| v), rig.updated_as(Bf16, rows, cols));
+        let linear = Linear { input: Stored::plain(F32), ..linear_of(&down, None) };
+        let stream = GatedGemm { into: into.t, x: up.t, w: &linear, gate: None };
+        let want = want!(gate_residual(&into.host, &up.host, &down.host, None, None));
+        rig.run(Op::LinearGateResidual(&[stream]), &[(into.t, want)]);
     });
 }
 

@@ -25,7 +25,7 @@ pub fn all(table: &mut Table) {
         linear(table, kind(16), [3, 640, 264], "rank 16", &[(200, first), (64, second)], true);
         two_streams(table, kind(64), [first, second]);
         swiglu(table, kind(16), "rank 16", &[first, second]);
-        gate_residual(table, kind(144), [67, 640, 264], "rank 144", &[(200, second), (64, first)], (true, true));
+        gate_residual(table, kind(400), [67, 640, 264], "rank 400", &[(200, second), (64, first)], (true, true));
         let parts = [first, second, first, second];
         qkv(table, kind(48), "rank 48", &Fused { parts, heads, mlp, ..Fused::default() });
     }

@@ -273,9 +273,16 @@ impl Rig<'_> {
             let mut noise = self.noise(rows * cols);
             noise.iter_mut().for_each(|v| *v *= scale);
             if !matches!(format, Filed::Plain(_)) {
-                // Rows and blocks of different magnitudes have different scales.
-                let factor = |block: usize| [1.0, 0.5, 0.125, 0.75, 0.0625][block * 7 / 3 % 5];
-                noise.chunks_mut(BLOCK).enumerate().for_each(|(i, block)| block.iter_mut().for_each(|v| *v *= factor(i)));
+                // Parts, rows and blocks of different magnitudes have different scales. A gate and its up would be multiplied to almost
+                // the same by scales that were exchanged, if SiLU was almost linear there: the first part is larger.
+                let of_part = if i % 2 == 0 { 2.0 } else { 0.25 };
+                let of_row = |row: usize| [1.0, 0.375, 0.75][row % 3];
+                let of_block = |block: usize| [1.0, 0.5, 0.125, 0.75, 0.0625][block * 7 / 3 % 5];
+                for (row, values) in noise.chunks_mut(cols).enumerate() {
+                    for (block, values) in values.chunks_mut(BLOCK).enumerate() {
+                        values.iter_mut().for_each(|v| *v *= of_part * of_row(row) * of_block(block));
+                    }
+                }
             }
             let (part, decoded) = format.store(&noise, cols, i % 2);
             values.extend(decoded);

@@ -51,8 +51,8 @@ pub fn all() -> Vec<Case> {
     table.cases
 }
 
-/// Whether GPUs have kernels for a case: those of e4m3 and NVFP4, and of inputs in NVFP4 with weights that are NVFP4 throughout. Of GEMMs it is only what tensor cores do not take; what they do is added as they add it, so it has
-/// cases of its own.
+/// Whether GPUs have kernels for a case: those of e4m3 and NVFP4, and of inputs in NVFP4 with weights that are NVFP4
+/// throughout. Of GEMMs it is only what tensor cores do not take; what they do is added as they add it, so it has cases of its own.
 pub fn has_kernels(name: &str) -> bool {
     let is = |ops: &[&str]| ops.iter().any(|op| name.starts_with(op));
     let weight = name.split_once(" by nvfp4").map_or("", |(before, _)| before);

@@ -466,8 +466,17 @@ const MODELS: &[Planted] = &[
         kernel_file: "gemm_bf16_sm90",
         tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 160,",
         source: "gemm/mainloop_sm90.cuh",
-        find: "if constexpr (Config::kLowRank) skip_low_rank(p.stream[at.stream], pipe);",
+        find: "if constexpr (Config::kLowRank) skip_low_rank(p.stream[at.stream], pipe, group);",
         replace: "",
+    },
+    // Or gives them back before all its warps have seen them filled.
+    Planted {
+        name: "low_rank_skipped_apart",
+        kernel_file: "gemm_bf16_sm90",
+        tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 160,",
+        source: "gemm/mainloop_sm90.cuh",
+        find: "    warpgroup_sync(kWarpgroupBarrier + group);\n    pipe.release(pipe.stage);",
+        replace: "    pipe.release(pipe.stage);",
     },
     // Warps add up their sums of a product of low rank before all have stored them.
     Planted {
