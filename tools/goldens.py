@@ -49,6 +49,7 @@ position shows, and every weight is exact in bf16.
 
 import argparse
 import importlib.metadata
+import itertools
 import json
 import math
 import re
@@ -313,13 +314,13 @@ def build_components():
 
 def to_bf16(components):
     """Convert the models in place to what loading a checkpoint in bf16 gives."""
-    rotary = components["text_encoder"].model.rotary_emb
-    inv_freq = rotary.inv_freq.clone()
     for model in components.values():
+        # Module.to also rounds the rotary frequencies, which are a computed buffer and
+        # not a weight; a model loaded with from_pretrained has them in fp32.
+        rotary = {module: module.inv_freq.clone() for module in model.modules() if hasattr(module, "inv_freq")}
         model.to(torch.bfloat16)
-    # Module.to also rounds the rotary frequencies, which are a computed buffer and
-    # not a weight; a model loaded with from_pretrained has them in fp32.
-    rotary.inv_freq = inv_freq
+        for module, inv_freq in rotary.items():
+            module.inv_freq = inv_freq
 
 
 WEIGHT_SAMPLES = dict(
@@ -400,8 +401,10 @@ class Recorder:
         ]
         pipe.scheduler.step = self.on_scheduler_step
         if exact_time:
-            sinusoid = pipe.transformer.time_guidance_embed.time_proj
-            self.handles.append(sinusoid.register_forward_pre_hook(self.on_sinusoid))
+            embed = pipe.transformer.time_guidance_embed
+            # The sinusoid is computed for the time and, where guidance is embedded, then for the guidance.
+            self.sinusoids = itertools.cycle(["time"] if embed.guidance_embedder is None else ["time", "guidance"])
+            self.handles.append(embed.time_proj.register_forward_pre_hook(self.on_sinusoid))
 
     def close(self):
         for handle in self.handles:
@@ -420,6 +423,8 @@ class Recorder:
     def on_sinusoid(self, _module, args):
         if not args[0].any():
             return None  # the reference tokens of the KV model, always at time 0
+        if next(self.sinusoids) == "guidance":
+            return (1000 * torch.tensor([self.pipe.guidance_scale]),)
         scheduler = self.pipe.scheduler
         return (scheduler.timesteps[scheduler.step_index or 0].reshape(1),)
 
@@ -689,20 +694,25 @@ def compare(fixture, tensors, summary, noise):
     return problems + compare_summaries(stored, computed, fixture.summary.name)
 
 
-def compare_texts(texts):
-    return [f"{path.name} differs" for path, text in texts.items() if path.read_text(encoding="utf-8") != text]
+def as_bytes(content):
+    return content.encode() if isinstance(content, str) else content
 
 
-def write_texts(texts):
-    for path, text in texts.items():
+def compare_files(files):
+    return [f"{path.name} differs" for path, content in files.items() if path.read_bytes() != as_bytes(content)]
+
+
+def write_files(files):
+    for path, content in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(as_bytes(content))
 
 
-def run_tool(description, fixture, compute, texts, noise=lambda _summary: {}):
-    """The command line of a script that writes `fixture` and the files `texts`. Returns the exit code.
+def run_tool(description, fixture, compute, files, noise=lambda _summary: {}, limit=1_000_000):
+    """The command line of a script that writes `fixture` and the texts or bytes `files`. Returns the exit code.
 
     `noise` gives, for a stored summary, the tensors that depend on the order of sums, and how far they may move.
+    `limit` is for the size of all files together.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--check", action="store_true", help="compare with the stored fixtures instead of writing")
@@ -717,9 +727,9 @@ def run_tool(description, fixture, compute, texts, noise=lambda _summary: {}):
 
     problems = []
     if check:
-        problems += compare_texts(texts)
+        problems += compare_files(files)
     else:
-        write_texts(texts)
+        write_files(files)
     tensors, summary, report = compute()
     print(report)
     if check:
@@ -727,10 +737,10 @@ def run_tool(description, fixture, compute, texts, noise=lambda _summary: {}):
         print("\n".join(problems) if problems else "the fixtures are up to date")
     else:
         write(fixture, tensors, summary)
-        sizes = {path: path.stat().st_size for path in (*texts, fixture.tensors, fixture.summary)}
+        sizes = {path: path.stat().st_size for path in (*files, fixture.tensors, fixture.summary)}
         for path, size in sizes.items():
             print(f"{size:>8} bytes  {path.relative_to(ROOT)}")
-        assert sum(sizes.values()) < 1_000_000, "the fixtures should stay below 1 MB"
+        assert sum(sizes.values()) < limit, f"the fixtures should stay below {limit} bytes"
     print(f"{time.monotonic() - started:.1f} s")
     return 1 if problems else 0
 

@@ -184,10 +184,11 @@ class AdapterFile:
 
 
 class Writer:
-    def __init__(self, name, dtype=torch.bfloat16, part="transformer"):
+    def __init__(self, name, dtype=torch.bfloat16, part="transformer", model=None):
         self.file = AdapterFile(name, {}, [], {})
         self.dtype, self.part = dtype, part
-        self.shapes = {key: tuple(t.shape) for key, t in build_once()[part].state_dict().items()}
+        model = build_once()[part] if model is None else model
+        self.shapes = {key: tuple(t.shape) for key, t in model.state_dict().items()}
 
     def shape(self, place):
         """Rows and columns of a place."""
