@@ -18,11 +18,12 @@ use crate::error::{Error, Result};
 /// Width of an attention head, in the transformer and in the text encoder alike.
 pub const HEAD_DIM: usize = 128;
 
-/// Layers of the text encoder whose output klein takes as prompt embeddings.
-const KLEIN_TEXT_LAYERS: [usize; 3] = [9, 18, 27];
+/// Layers of Qwen3 whose output klein takes as prompt embeddings, and layers of Mistral Small whose output \[dev\] takes.
+const QWEN3_TAPS: [usize; 3] = [9, 18, 27];
+const MISTRAL_TAPS: [usize; 3] = [10, 20, 30];
 
-/// Number of tokens that klein's prompts are padded to.
-const KLEIN_TEXT_TOKENS: usize = 512;
+/// Number of tokens that prompts are padded to.
+const TEXT_TOKENS: usize = 512;
 
 /// Sizes of the transformer.
 #[derive(Clone, Debug, PartialEq)]
@@ -75,9 +76,19 @@ impl TransformerConfig {
         Self::sized(4096, 8, 24, 12288)
     }
 
+    /// FLUX.2 \[dev\].
+    pub const fn dev() -> Self {
+        Self { guidance_embed: true, ..Self::sized(6144, 8, 48, 15360) }
+    }
+
     /// The same architecture, small enough for tests.
     pub const fn tiny() -> Self {
         Self::sized(256, 2, 2, 384)
+    }
+
+    /// The same with the guidance scale as an input, as \[dev\] has it.
+    pub const fn tiny_dev() -> Self {
+        Self { guidance_embed: true, ..Self::tiny() }
     }
 
     /// Width of the MLP between its two projections.
@@ -90,15 +101,27 @@ impl TransformerConfig {
         match (self.hidden, self.double_blocks, self.single_blocks) {
             (3072, 5, 20) => "4B",
             (4096, 8, 24) => "9B",
+            (6144, 8, 48) => "32B",
             (256, 2, 2) => "tiny",
             _ => "of unknown size",
         }
     }
 }
 
+/// The language models that serve as text encoders.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TextFamily {
+    /// Qwen3, the encoder of klein: it normalises queries and keys.
+    Qwen3,
+    /// Mistral Small 3, the encoder of \[dev\].
+    Mistral3,
+}
+
 /// Sizes of the text encoder.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TextConfig {
+    /// The family of language models.
+    pub family: TextFamily,
     /// Hidden size: the width of a token.
     pub hidden: usize,
     /// Number of layers in the checkpoint, not all of which are run.
@@ -121,35 +144,80 @@ pub struct TextConfig {
     pub max_tokens: usize,
 }
 
+impl TextFamily {
+    /// The name of its models.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Qwen3 => "Qwen3",
+            Self::Mistral3 => "Mistral Small 3",
+        }
+    }
+
+    /// Whether queries and keys are normalised before they are rotated.
+    pub const fn has_qk_norm(self) -> bool {
+        matches!(self, Self::Qwen3)
+    }
+
+    /// The layers whose output a FLUX.2 model takes as prompt embeddings, by convention.
+    pub const fn taps(self) -> [usize; 3] {
+        match self {
+            Self::Qwen3 => QWEN3_TAPS,
+            Self::Mistral3 => MISTRAL_TAPS,
+        }
+    }
+}
+
 impl TextConfig {
-    const fn sized(hidden: usize, layers: usize, heads: [usize; 2], intermediate: usize, vocab: usize) -> Self {
+    const fn sized(
+        family: TextFamily,
+        hidden: usize,
+        layers: usize,
+        heads: [usize; 2],
+        intermediate: usize,
+        vocab: usize,
+    ) -> Self {
+        let (rope_theta, eps) = match family {
+            TextFamily::Qwen3 => (1e6, 1e-6),
+            TextFamily::Mistral3 => (1e9, 1e-5),
+        };
         Self {
+            family,
             hidden,
             layers,
             heads: heads[0],
             kv_heads: heads[1],
             intermediate,
             vocab,
-            rope_theta: 1_000_000.0,
-            eps: 1e-6,
-            taps: KLEIN_TEXT_LAYERS,
-            max_tokens: KLEIN_TEXT_TOKENS,
+            rope_theta,
+            eps,
+            taps: family.taps(),
+            max_tokens: TEXT_TOKENS,
         }
     }
 
     /// Qwen3-4B.
     pub const fn klein_4b() -> Self {
-        Self::sized(2560, 36, [32, 8], 9728, 151_936)
+        Self::sized(TextFamily::Qwen3, 2560, 36, [32, 8], 9728, 151_936)
     }
 
     /// Qwen3-8B.
     pub const fn klein_9b() -> Self {
-        Self::sized(4096, 36, [32, 8], 12288, 151_936)
+        Self::sized(TextFamily::Qwen3, 4096, 36, [32, 8], 12288, 151_936)
+    }
+
+    /// Mistral Small 3.2 24B.
+    pub const fn dev() -> Self {
+        Self::sized(TextFamily::Mistral3, 5120, 40, [32, 8], 32768, 131_072)
     }
 
     /// The same architecture, small enough for tests.
     pub const fn tiny() -> Self {
-        Self::sized(128, 28, [4, 2], 384, 320)
+        Self::sized(TextFamily::Qwen3, 128, 28, [4, 2], 384, 320)
+    }
+
+    /// That of \[dev\], small enough for tests.
+    pub const fn tiny_dev() -> Self {
+        Self::sized(TextFamily::Mistral3, 128, 31, [8, 2], 384, 1280)
     }
 
     /// Number of layers that are run: up to the last tap.
@@ -197,6 +265,11 @@ impl VaeConfig {
         Self::klein_4b()
     }
 
+    /// The VAE of \[dev\], which is the same.
+    pub const fn dev() -> Self {
+        Self::klein_4b()
+    }
+
     /// The same architecture, small enough for tests.
     pub const fn tiny() -> Self {
         Self::sized([32, 64, 64, 64], [32, 64, 64, 64])
@@ -214,17 +287,18 @@ pub fn check_fit(transformer: &TransformerConfig, text: &TextConfig) -> Result<(
         return Ok(());
     }
     let known = [
-        ("4B", "Qwen3-4B", TextConfig::klein_4b().hidden),
-        ("9B", "Qwen3-8B", TextConfig::klein_9b().hidden),
-        ("tiny", "its own text encoder", TextConfig::tiny().hidden),
+        ("klein 4B", "Qwen3-4B", TextConfig::klein_4b().hidden),
+        ("klein 9B", "Qwen3-8B", TextConfig::klein_9b().hidden),
+        ("[dev]", "Mistral Small 3", TextConfig::dev().hidden),
+        ("the tiny model", "its own text encoder", TextConfig::tiny().hidden),
     ];
     let needs = known.iter().find(|(.., hidden)| hidden * text.taps.len() == transformer.context);
     let detail = match needs {
-        Some((size, encoder, hidden)) => format!("klein {size} needs {encoder} (hidden {hidden}), found hidden {}", text.hidden),
+        Some((model, encoder, hidden)) => format!("{model} needs {encoder} (hidden {hidden}), found hidden {}", text.hidden),
         None => format!("it needs features of width {}, found hidden {} x {}", transformer.context, text.hidden, text.taps.len()),
     };
     let found = known.iter().find(|(.., hidden)| *hidden == text.hidden);
-    let hint = found.map(|(size, ..)| format!("this looks like the {size} encoder").into());
+    let hint = found.map(|(model, ..)| format!("this looks like the encoder of {model}").into());
     Err(Error::Mismatch { part: "text encoder", detail, hint })
 }
 
@@ -242,7 +316,7 @@ mod tests {
             error.to_string(),
             "text encoder does not fit the transformer: klein 4B needs Qwen3-4B (hidden 2560), found hidden 4096"
         );
-        assert_eq!(error.hint().unwrap(), "this looks like the 9B encoder");
+        assert_eq!(error.hint().unwrap(), "this looks like the encoder of klein 9B");
         let odd = TextConfig { hidden: 1024, ..TextConfig::klein_4b() };
         let error = check_fit(&TransformerConfig::klein_9b(), &odd).unwrap_err();
         assert!(error.to_string().contains("klein 9B needs Qwen3-8B (hidden 4096), found hidden 1024"));

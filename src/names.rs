@@ -120,14 +120,35 @@ impl TensorSpec {
 }
 
 /// Prefixes of checkpoints that hold several parts, or that were saved from inside a wrapper; more specific ones come first.
-const PREFIXES: [(&str, Part); 6] = [
+const PREFIXES: [(&str, Part); 9] = [
     ("model.diffusion_model.", Part::Transformer),
     ("model.model.", Part::Transformer),
     ("net.", Part::Transformer),
     ("vae.", Part::Vae),
     ("text_encoders.qwen3_4b.transformer.", Part::TextEncoder),
     ("text_encoders.qwen3_8b.transformer.", Part::TextEncoder),
+    ("text_encoders.mistral3_24b.transformer.", Part::TextEncoder),
+    // A language model inside one that also sees, as it is stored and as it is called in memory.
+    ("language_model.", Part::TextEncoder),
+    (IN_MEMORY, Part::TextEncoder),
 ];
+
+/// Here `model.` itself is a part of the prefix.
+const IN_MEMORY: &str = "model.language_model.";
+
+/// What the files of text encoders hold besides the language model: its head, and of a model that also sees the rest of that; a vocabulary.
+const UNUSED_TEXT: [&str; 7] = [
+    "lm_head.",
+    "model.norm.",
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+    VOCABULARY,
+];
+
+/// The tensor of bytes in which ComfyUI's encoders of \[dev\] carry their vocabulary.
+pub const VOCABULARY: &str = "tekken_model";
 
 /// Suffixes of the tensors that accompany a quantised weight; the rest of such a name is that of the layer.
 const QUANTISATION_SUFFIXES: [(&str, Beside); 21] = [
@@ -223,15 +244,17 @@ pub fn resolve(part: Part, name: &str) -> Place {
     if owner.is_some_and(|owner| owner != part) {
         return Place::OtherPart;
     }
+    let whole = (prefix == IN_MEMORY).then(|| format!("model.{bare}"));
+    let bare = whole.as_deref().unwrap_or(bare);
     if is_unused(part, bare) {
         return Place::Unused;
     }
     if bare == FP8_MARKER {
         return Place::Fp8Marker;
     }
-    let layer = QUANTISATION_SUFFIXES.iter().find_map(|(suffix, kind)| Some((bare.strip_suffix(suffix)?, kind)));
+    let layer = QUANTISATION_SUFFIXES.iter().find_map(|(suffix, kind)| Some((name.strip_suffix(suffix)?, kind)));
     if let Some((layer, kind)) = layer {
-        return Place::Quantisation(format!("{prefix}{layer}"), *kind);
+        return Place::Quantisation(layer.into(), *kind);
     }
     // Some files call the learned scale of a query or key norm its weight.
     let renamed = match bare.strip_suffix("_norm.weight") {
@@ -293,7 +316,7 @@ pub fn file_tensors(part: Part, layout: Layout, spec: &TensorSpec) -> Vec<Tensor
 pub fn is_unused(part: Part, name: &str) -> bool {
     match part {
         Part::Transformer => false,
-        Part::TextEncoder => name.starts_with("lm_head.") || name.starts_with("model.norm."),
+        Part::TextEncoder => UNUSED_TEXT.iter().any(|unused| name.starts_with(unused)),
         Part::Vae => name == "bn.num_batches_tracked",
     }
 }
@@ -301,7 +324,7 @@ pub fn is_unused(part: Part, name: &str) -> bool {
 /// The text encoder's layer that a tensor belongs to, whatever prefix its name has. The model's conventions decide which layers
 /// are used, and a checkpoint may have more of them.
 pub fn text_layer(name: &str) -> Option<usize> {
-    let prefix = "model.layers.";
+    let prefix = ".layers.";
     block_index(&name[name.find(prefix)?..], prefix)
 }
 
@@ -328,6 +351,13 @@ mod tests {
         let key = weight(Part::Transformer, "transformer_blocks.3.attn.to_k.weight");
         assert_eq!(key.canonical, "double_blocks.3.img_attn.qkv.weight");
         assert_eq!((key.pieces, key.holds, key.layout), (3, vec![(1, Rows::All)], Some(Layout::Diffusers)));
+        for prefix in ["language_model.model", "model.language_model", "text_encoders.mistral3_24b.transformer.model", "model"] {
+            let value = weight(Part::TextEncoder, &format!("{prefix}.layers.3.self_attn.v_proj.weight"));
+            assert_eq!((value.canonical.as_str(), value.holds), ("model.layers.3.self_attn.qkv_proj.weight", vec![(2, Rows::All)]));
+            let scale = resolve(Part::TextEncoder, &format!("{prefix}.layers.3.mlp.up_proj.weight_scale"));
+            assert_eq!(scale, Place::Quantisation(format!("{prefix}.layers.3.mlp.up_proj"), Beside::WeightScale));
+            assert_eq!(text_layer(&format!("{prefix}.layers.31.mlp.up_proj.weight")), Some(31));
+        }
         let up = weight(Part::TextEncoder, "text_encoders.qwen3_8b.transformer.model.layers.26.mlp.up_proj.weight");
         assert_eq!((up.canonical.as_str(), up.holds), ("model.layers.26.mlp.gate_up_proj.weight", vec![(1, Rows::All)]));
     }
@@ -376,6 +406,11 @@ mod tests {
         for (part, name, place) in [
             (Part::TextEncoder, "lm_head.weight", Place::Unused),
             (Part::TextEncoder, "model.norm.weight", Place::Unused),
+            (Part::TextEncoder, "language_model.lm_head.weight", Place::Unused),
+            (Part::TextEncoder, "model.language_model.norm.weight", Place::Unused),
+            (Part::TextEncoder, "vision_tower.transformer.layers.0.attention.q_proj.weight", Place::Unused),
+            (Part::TextEncoder, "model.multi_modal_projector.norm.weight", Place::Unused),
+            (Part::TextEncoder, "tekken_model", Place::Unused),
             (Part::Vae, "bn.num_batches_tracked", Place::Unused),
             (Part::Vae, "model.diffusion_model.img_in.weight", Place::OtherPart),
             (Part::Transformer, "vae.decoder.conv_in.weight", Place::OtherPart),

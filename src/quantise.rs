@@ -139,20 +139,25 @@ fn transformer_file(config: &TransformerConfig, variant: Variant, format: Quanti
         size @ ("4B" | "9B") => format!("-{}", size.to_ascii_lowercase()),
         _ => String::new(),
     };
-    let (base, kv) = match variant {
-        Variant::Distilled => ("", ""),
-        Variant::Base => ("-base", ""),
-        Variant::Kv => ("", "-kv"),
+    let model = match variant {
+        Variant::Distilled => format!("flux-2-klein{size}"),
+        Variant::Base => format!("flux-2-klein-base{size}"),
+        Variant::Kv => format!("flux-2-klein{size}-kv"),
+        Variant::Dev => "flux2-dev".into(),
     };
-    format!("transformer/flux-2-klein{base}{size}{kv}-{}.safetensors", format.name())
+    format!("transformer/{model}-{}.safetensors", format.name())
 }
 
 /// The path of a quantised text encoder in a folder, named likewise.
 fn text_encoder_file(weights: &Weights, format: QuantisedFormat) -> String {
-    let known = [("_4b", TextConfig::klein_4b().hidden), ("_8b", TextConfig::klein_9b().hidden)];
+    let known = [
+        ("qwen_3_4b", TextConfig::klein_4b().hidden),
+        ("qwen_3_8b", TextConfig::klein_9b().hidden),
+        ("mistral_3_small_flux2", TextConfig::dev().hidden),
+    ];
     let hidden = weights.shape("model.embed_tokens.weight").and_then(|shape| shape.get(1).copied());
-    let size = known.iter().find(|(_, width)| Some(*width) == hidden).map_or("", |(size, _)| size);
-    format!("text_encoder/qwen_3{size}_{}.safetensors", format.name())
+    let name = known.iter().find(|(_, width)| Some(*width) == hidden).map_or("qwen_3", |(name, _)| name);
+    format!("text_encoder/{name}_{}.safetensors", format.name())
 }
 
 impl Plan {

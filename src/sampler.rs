@@ -5,6 +5,10 @@
 //! that larger images spend more of them at high noise, where the composition is decided. The exponential time shift has one
 //! parameter, `mu`.
 
+use crate::error::{Error, Result};
+use std::fmt;
+use std::str::FromStr;
+
 /// Length of [`timestep_embedding`].
 pub const TIMESTEP_CHANNELS: usize = 256;
 
@@ -26,6 +30,53 @@ pub fn mu(steps: usize, tokens: usize) -> f64 {
     slope * steps as f64 + (at_200 - 200.0 * slope)
 }
 
+/// Noise levels before each step, which the shift of a schedule is applied to in place of even ones.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sigmas(Vec<f64>);
+
+impl Sigmas {
+    /// Those that the Turbo adapter of FLUX.2 \[dev\] was trained for, as its publisher has them.
+    pub const TURBO: [f64; 8] = [1.0, 0.6509, 0.4374, 0.2932, 0.1893, 0.1108, 0.0495, 0.00031];
+
+    /// The most that a list may have.
+    const MOST: usize = 1000;
+
+    /// A list of levels within 0..=1, each below the one before it and the last above zero.
+    pub fn new(levels: &[f64]) -> Result<Self> {
+        let falls = levels.windows(2).all(|pair| pair[0] > pair[1]);
+        let within = levels.iter().all(|level| *level > 0.0 && *level <= 1.0);
+        if !(1..=Self::MOST).contains(&levels.len()) || !falls || !within {
+            let what = "noise levels have to fall, from at most 1 to more than 0";
+            return Err(Error::usage(what, "write `turbo`, or levels with commas between: 1,0.75,0.5,0.25"));
+        }
+        Ok(Self(levels.to_vec()))
+    }
+
+    /// The number of steps.
+    pub fn steps(&self) -> usize {
+        self.0.len()
+    }
+}
+
+impl FromStr for Sigmas {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        if text == "turbo" {
+            return Self::new(&Self::TURBO);
+        }
+        let levels: Option<Vec<f64>> = text.split(',').map(|level| level.trim().parse().ok()).collect();
+        Self::new(&levels.unwrap_or_default())
+    }
+}
+
+impl fmt::Display for Sigmas {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let levels: Vec<String> = self.0.iter().map(f64::to_string).collect();
+        f.write_str(&levels.join(","))
+    }
+}
+
 /// The sigmas of a run: the noise level before each step, and after the last one.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Schedule {
@@ -35,11 +86,17 @@ pub struct Schedule {
 impl Schedule {
     /// The schedule for a canvas of `tokens` tokens. It starts at exactly 1 and ends at exactly 0.
     pub fn new(steps: usize, tokens: usize) -> Self {
+        Self::shifted(steps, tokens, (0..steps).map(|i| 1.0 - i as f64 / steps as f64))
+    }
+
+    /// The schedule with these levels in place of even ones.
+    pub fn of(sigmas: &Sigmas, tokens: usize) -> Self {
+        Self::shifted(sigmas.steps(), tokens, sigmas.0.iter().copied())
+    }
+
+    fn shifted(steps: usize, tokens: usize, levels: impl Iterator<Item = f64>) -> Self {
         let shift = mu(steps, tokens).exp();
-        let shifted = (0..steps).map(|i| {
-            let even = 1.0 - i as f64 / steps as f64;
-            (shift / (shift + (1.0 / even - 1.0))) as f32
-        });
+        let shifted = levels.map(|level| (shift / (shift + (1.0 / level - 1.0))) as f32);
         Self { sigmas: shifted.chain([0.0]).collect() }
     }
 
@@ -96,6 +153,42 @@ mod tests {
 
     fn close(got: f64, want: f64, tolerance: f64, what: &str) {
         assert!((got - want).abs() <= tolerance, "{what}: {got} is not {want}");
+    }
+
+    #[test]
+    fn levels_of_the_turbo_adapter_are_shifted_like_even_ones() {
+        let sigmas: Sigmas = "turbo".parse().unwrap();
+        let schedule = Schedule::of(&sigmas, 4096);
+        let want = [1.0, 0.947394, 0.882484, 0.800272, 0.692818, 0.546192, 0.334673, 0.002986, 0.0];
+        assert_eq!(schedule.steps(), 8);
+        want.iter().enumerate().for_each(|(i, want)| close(schedule.sigma(i).into(), *want, 1e-6, "turbo"));
+        let even: Sigmas = "1, 0.75,0.5,0.25".parse().unwrap();
+        assert_eq!(Schedule::of(&even, 4096), Schedule::new(4, 4096));
+        assert_eq!(even.to_string(), "1,0.75,0.5,0.25");
+        assert_eq!(sigmas.to_string().parse::<Sigmas>().unwrap(), sigmas);
+        for wrong in ["", "1,1", "0.5,0.6", "1,0", "1.5,1", "nan", "1,nan", "1,0.5,", "Turbo", "-1"] {
+            assert_eq!(wrong.parse::<Sigmas>().unwrap_err().exit_code(), 2, "{wrong}");
+        }
+        assert!(Sigmas::new(&[]).is_err());
+    }
+
+    #[test]
+    fn schedules_of_dev() {
+        for (tokens, steps, want) in [
+            (1024, 20, 1.91634762),
+            (1024, 50, 1.70195621),
+            (4080, 28, 2.14992094),
+            (4096, 20, 2.19802207),
+            (4096, 50, 2.02335116),
+            (9216, 28, 2.01665898),
+            (16_384, 50, 3.22998634),
+        ] {
+            close(mu(steps, tokens), want, 1e-8, "mu");
+        }
+        let sigmas = Schedule::new(28, 4096);
+        for (i, want) in [(0, 1.0), (1, 0.995710), (3, 0.986234), (24, 0.588964), (27, 0.241515), (28, 0.0)] {
+            close(sigmas.sigma(i).into(), want, 1e-6, "sigma");
+        }
     }
 
     #[test]

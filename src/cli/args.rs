@@ -414,15 +414,29 @@ pub struct ShapeArgs {
     #[arg(long, value_name = "PIXELS", value_parser = pixels, help_heading = "Sampling")]
     pub height: Option<usize>,
 
-    /// Denoising steps [default: the model's own; 4, base models 50]
+    /// Denoising steps [default: the model's own; 4, base models and dev 50]
     #[arg(long, value_name = "N", value_parser = within(1usize, 1000), help_heading = "Sampling")]
     pub steps: Option<usize>,
 
-    /// Classifier-free guidance scale of base models [default: 4]
+    /// Noise levels of the steps in place of even ones: `turbo`, or 1,0.75,0.5,0.25
     ///
-    /// From 0 to 100; above 1 each step takes twice as long. Other models take none.
+    /// As many as there are steps, falling from at most 1. They are shifted by the size of the picture, as diffusers does with its `sigmas`.
+    /// `turbo` are the eight that the Turbo adapter of dev was trained for.
+    #[arg(long, value_name = "LEVELS", conflicts_with = "steps", help_heading = "Sampling")]
+    pub sigmas: Option<Sigmas>,
+
+    /// Guidance scale of base models and of dev [default: 4]
+    ///
+    /// From 0 to 100. Of base models it is classifier-free guidance: above 1 each step takes twice as long. Other models take none.
     #[arg(long, value_name = "SCALE", value_parser = guidance, help_heading = "Sampling")]
     pub guidance: Option<f32>,
+
+    /// Where the prompt is padded, and with what [default: the model's own; right, dev left]
+    ///
+    /// Programs differ in it for dev, and the same prompt gives another picture with each: `left` is that of Black Forest Labs and of diffusers
+    /// with transformers 4, `right` that of diffusers with transformers 5, `left-zeros` ComfyUI's, `right-zeros` stable-diffusion.cpp's.
+    #[arg(long, value_enum, value_name = "SIDE", help_heading = "Sampling")]
+    pub padding: Option<PaddingArg>,
 
     /// Let the VAE work in tiles, which bounds the memory it takes
     ///

@@ -114,6 +114,11 @@ pub fn image_text(settings: &Settings, seed: u64) -> Vec<(&'static str, String)>
         ("size", settings.size()),
         ("precision", settings.precision.name().into()),
     ]);
+    text.extend(settings.job.sigmas.iter().map(|sigmas| ("sigmas", sigmas.to_string())));
+    // Programs disagree on what is usual for [dev].
+    if settings.variant == Variant::Dev || settings.job.padding != settings.variant.default_padding() {
+        text.push(("padding", settings.job.padding.to_string()));
+    }
     text.extend(settings.quantised_flags.iter().cloned());
     text.extend(metadata(&settings.adapters, settings.adapter_mode));
     if settings.vae_tiling {

@@ -12,10 +12,11 @@ use crate::locate::{Environment, Found, locate};
 use crate::noise::NoiseKind;
 use crate::pipeline::{LoadOptions, Noise};
 use crate::reference::{DecodedReference, PreparedReference};
+use crate::sampler::Sigmas;
 use crate::selftest::Records;
 use crate::sequence::{Grid, Pixels, SequencePlan};
 use crate::tensor::Precision;
-use crate::tokenizer::{MAX_PROMPT_BYTES, SHORTEN, check_length};
+use crate::tokenizer::{MAX_PROMPT_BYTES, Padding, SHORTEN, check_length};
 use std::fs::File;
 use std::hash::{BuildHasher, Hasher};
 use std::io::Read;
@@ -35,6 +36,10 @@ pub struct ImageRequest {
     pub size: Pixels,
     /// The number of steps; without one the default of the variant applies.
     pub steps: Option<usize>,
+    /// Noise levels of the steps, if they were given.
+    pub sigmas: Option<Sigmas>,
+    /// How the prompt is padded; if it was not said, as the variant has it.
+    pub padding: Option<Padding>,
     /// The guidance scale; without one the default of the variant applies.
     pub guidance: Option<f32>,
     /// Whether the VAE works in tiles.
@@ -90,6 +95,8 @@ impl ImageRequest {
             references,
             size: Pixels::new(shape.width.unwrap_or(width), shape.height.unwrap_or(height))?,
             steps: shape.steps,
+            sigmas: shape.sigmas.clone(),
+            padding: shape.padding.map(Into::into),
             guidance: shape.guidance,
             vae_tiling: shape.vae_tiling,
             seeds: vec![0],

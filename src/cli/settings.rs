@@ -8,6 +8,7 @@ use crate::config::{Conventions, Guidance, Variant};
 use crate::noise::NoiseKind;
 use crate::pipeline::{Formats, Job, Noise, ReferenceInput};
 use crate::reference::PreparedReference;
+use crate::sampler::Sigmas;
 use crate::tensor::Precision;
 
 /// The properties of a model that settings depend on.
@@ -61,7 +62,9 @@ impl Settings {
         let job = Job {
             prompt: request.prompt,
             size: request.size,
-            steps: request.steps.unwrap_or(model.conventions.steps(model.variant)),
+            steps: request.sigmas.as_ref().map(Sigmas::steps).or(request.steps).unwrap_or(model.conventions.steps(model.variant)),
+            sigmas: request.sigmas,
+            padding: request.padding.unwrap_or(model.variant.default_padding()),
             negative: request.negative.clone().unwrap_or_default(),
             references: request.references.iter().map(input).collect(),
             guidance: guidance.scale,

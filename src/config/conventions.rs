@@ -2,7 +2,7 @@
 //! of its padded prompts, and the default settings of generation. FLUX.2 \[klein\] fixes these by convention; another model states
 //! them in a `kiln.json` beside its `model_index.json`, where a missing key means the value of klein.
 
-use super::{ConfigFile, KLEIN_TEXT_LAYERS, KLEIN_TEXT_TOKENS, Variant};
+use super::{ConfigFile, TEXT_TOKENS, Variant};
 use crate::error::{Error, Result};
 use crate::reference::AREA_CAP;
 use crate::sequence::Pixels;
@@ -33,7 +33,7 @@ const MAX_DRAWS: usize = 256;
 
 /// Allowed lengths of a padded prompt. The chat template alone takes a dozen tokens, so fewer than 16 leave no room for a prompt;
 /// four times klein's length bounds the work.
-const TEXT_TOKENS: std::ops::RangeInclusive<usize> = 16..=2048;
+const ALLOWED_TEXT_TOKENS: std::ops::RangeInclusive<usize> = 16..=2048;
 
 /// Allowed areas of a reference image, from the smallest image to four times klein's limit.
 const REFERENCE_PIXELS: std::ops::RangeInclusive<usize> = 64 * 64..=4 * AREA_CAP;
@@ -47,8 +47,9 @@ pub struct Conventions {
     pub name: Option<String>,
     /// How it was trained; if this is missing, it is detected from the files and their names.
     pub variant: Option<Variant>,
-    /// The prompt embeddings are the text encoder's residual stream after each of these numbers of layers.
-    pub text_layers: [usize; 3],
+    /// The prompt embeddings are the text encoder's residual stream after each of these numbers of layers, if they differ from those
+    /// of its [family](super::TextFamily::taps).
+    pub text_layers: Option<[usize; 3]>,
     /// Number of tokens of a padded prompt.
     pub max_text_tokens: usize,
     /// Default width of an image.
@@ -85,8 +86,8 @@ impl Conventions {
             path: None,
             name: None,
             variant: None,
-            text_layers: KLEIN_TEXT_LAYERS,
-            max_text_tokens: KLEIN_TEXT_TOKENS,
+            text_layers: None,
+            max_text_tokens: TEXT_TOKENS,
             width: 1024,
             height: 1024,
             max_reference_pixels: AREA_CAP,
@@ -136,9 +137,9 @@ impl Conventions {
         Ok(Self {
             path: Some(file.path().into()),
             name: line("name", MAX_NAME)?,
-            variant: file.take("variant", "distilled, base or kv", |value| value.as_str()?.parse().ok())?,
-            text_layers: layers.unwrap_or(klein.text_layers),
-            max_text_tokens: within("max_text_tokens", TEXT_TOKENS)?.unwrap_or(klein.max_text_tokens),
+            variant: file.take("variant", "distilled, base, kv or dev", |value| value.as_str()?.parse().ok())?,
+            text_layers: layers,
+            max_text_tokens: within("max_text_tokens", ALLOWED_TEXT_TOKENS)?.unwrap_or(klein.max_text_tokens),
             width: side("width")?.unwrap_or(klein.width),
             height: side("height")?.unwrap_or(klein.height),
             max_reference_pixels: within("max_reference_pixels", REFERENCE_PIXELS)?.unwrap_or(klein.max_reference_pixels),
@@ -169,7 +170,7 @@ impl Conventions {
     /// uses none.
     pub fn guide(&self, variant: Variant, asked: Option<f32>) -> Guidance {
         let own = self.guidance(variant);
-        let chosen = (variant == Variant::Base).then(|| asked.unwrap_or(own));
+        let chosen = variant.has_guidance().then(|| asked.unwrap_or(own));
         Guidance { chosen, scale: chosen.unwrap_or(own), ignored: asked.is_some() && chosen.is_none() }
     }
 
@@ -181,7 +182,7 @@ impl Conventions {
     /// complete encoder, whose unused layers the files may leave out. The output of the very last layer cannot be tapped, because
     /// in training it has passed the final norm.
     pub(super) fn check_depth(&self, have: usize, whole: Option<usize>) -> Result<()> {
-        let (Some(path), [.., last]) = (&self.path, self.text_layers) else { return Ok(()) };
+        let (Some(path), Some([.., last])) = (&self.path, self.text_layers) else { return Ok(()) };
         let detail = if last > have {
             format!("`text_layers` ends with {last}, the text encoder's files have {have} layers")
         } else if let Some(whole) = whole.filter(|whole| last >= *whole) {
@@ -223,7 +224,7 @@ mod tests {
             path,
             name: Some("shapes".into()),
             variant: Some(Variant::Base),
-            text_layers: [1, 2, 4],
+            text_layers: Some([1, 2, 4]),
             max_text_tokens: 64,
             width: 256,
             height: 320,
@@ -260,7 +261,7 @@ mod tests {
             (r#"{"name": ""}"#, "`name` is \"\", needed is a short text in one line"),
             (r#"{"name": 7}"#, "`name` is 7, needed is"),
             (r#"{"name": "a\nb"}"#, "`name` is"),
-            (r#"{"variant": "turbo"}"#, "`variant` is \"turbo\", needed is distilled, base or kv"),
+            (r#"{"variant": "turbo"}"#, "`variant` is \"turbo\", needed is distilled, base, kv or dev"),
             (r#"{"text_layers": [1, 2]}"#, "`text_layers` is [1,2], needed is three whole numbers above 0, ascending"),
             (r#"{"text_layers": [1, 2, 3, 4]}"#, "`text_layers` is"),
             (r#"{"text_layers": [2, 2, 4]}"#, "`text_layers` is"),

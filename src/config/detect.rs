@@ -1,6 +1,6 @@
 //! Detects configurations from tensor shapes, and compares them with a `config.json`.
 
-use super::{ConfigFile, Conventions, HEAD_DIM, TextConfig, TransformerConfig, VaeConfig};
+use super::{ConfigFile, Conventions, HEAD_DIM, TextConfig, TextFamily, TransformerConfig, VaeConfig};
 use crate::checkpoint::Weights;
 use crate::error::{Error, Result};
 use crate::names::{block_index, spell};
@@ -12,8 +12,23 @@ const MAX_SIZE: usize = 1 << 20;
 /// Channels of the sinusoidal timestep embedding.
 const TIME_CHANNELS: usize = 256;
 
-/// Model classes of Hugging Face's `transformers` library that have the layers of the text encoder.
-const CLASSES: [&str; 2] = ["Qwen3ForCausalLM", "Qwen3Model"];
+impl TextFamily {
+    /// Model types of Hugging Face's `transformers` library that have the layers of the text encoder.
+    const fn model_types(self) -> &'static [&'static str] {
+        match self {
+            Self::Qwen3 => &["qwen3"],
+            Self::Mistral3 => &["mistral3", "mistral"],
+        }
+    }
+
+    /// Their classes.
+    const fn classes(self) -> &'static [&'static str] {
+        match self {
+            Self::Qwen3 => &["Qwen3ForCausalLM", "Qwen3Model"],
+            Self::Mistral3 => &["Mistral3ForConditionalGeneration", "Mistral3Model", "MistralForCausalLM", "MistralModel"],
+        }
+    }
+}
 
 impl TransformerConfig {
     /// Reads the sizes from the tensors, and the rest from `config` if there is one.
@@ -24,7 +39,7 @@ impl TransformerConfig {
             "single_stream_modulation.lin.weight",
         ];
         let foreign = |detail: String| {
-            Error::bad_file(weights.path(), "not a FLUX.2 transformer", detail).with_hint("kiln runs FLUX.2 [klein] 4B and 9B")
+            Error::bad_file(weights.path(), "not a FLUX.2 transformer", detail).with_hint("kiln runs FLUX.2 [klein] 4B and 9B, and FLUX.2 [dev]")
         };
         // Modulations that are shared by all blocks distinguish FLUX.2 from FLUX.1, where each block has its own.
         if modulations.iter().all(|name| weights.shape(name).is_none()) {
@@ -41,7 +56,7 @@ impl TransformerConfig {
         }
         // Only one tensor shows the text width. If it is missing, the text width of a known model is assumed, and the check of all
         // tensors then reports it.
-        let known = [Self::klein_4b(), Self::klein_9b(), Self::tiny()];
+        let known = [Self::klein_4b(), Self::klein_9b(), Self::dev(), Self::tiny()];
         let expected = known.iter().find(|known| known.hidden == hidden).map(|known| known.context);
         let context = weights.shape("txt_in.weight").and_then(|shape| shape.get(1).copied()).or(expected);
         let context = size(weights, "text width", context)?;
@@ -93,35 +108,51 @@ impl TextConfig {
     /// and how long a padded prompt is.
     pub fn detect(weights: &Weights, config: Option<&ConfigFile>, conventions: &Conventions) -> Result<Self> {
         let foreign = |detail: String| {
-            let error = Error::bad_file(weights.path(), "not a Qwen3 text encoder", detail);
-            error.with_hint("klein 4B needs Qwen3-4B, klein 9B needs Qwen3-8B")
+            let error = Error::bad_file(weights.path(), "not a text encoder of FLUX.2", detail);
+            error.with_hint("klein 4B needs Qwen3-4B, klein 9B Qwen3-8B, and [dev] Mistral Small 3")
         };
+        // A size is a majority over all layers, so that a tensor that is missing or of a wrong shape is reported by its name later.
+        let layer = |rest: &str, dim: usize| {
+            let names = (0..Self::dev().layers).map(|n| format!("model.layers.{n}.{rest}.weight"));
+            majority(names.filter_map(|name| weights.shape(&name)?.get(dim).copied()))
+        };
+        // The configuration of a model that also sees has that of its language model inside.
+        let inner = config.map(|config| config.inner("text_config")).transpose()?.flatten();
+        let text = inner.as_ref().or(config);
         let kind = config.map(|config| config.text("model_type")).transpose()?.flatten();
-        if let Some(kind) = kind.filter(|kind| *kind != "qwen3") {
-            return Err(foreign(format!("its configuration says `{kind}`")));
+        let own_kind = text.map(|config| config.text("model_type")).transpose()?.flatten();
+        let says = |kind: &str| format!("its configuration says `{kind}`");
+        // Of other models without norms of queries and keys only the configuration or the width tells that they are no encoders of FLUX.2.
+        let width = layer("input_layernorm", 0);
+        let family = match layer("self_attn.q_norm", 0) {
+            Some(_) => TextFamily::Qwen3,
+            None if kind.is_some_and(|kind| TextFamily::Mistral3.model_types().contains(&kind)) => TextFamily::Mistral3,
+            None if kind.is_none() && [Self::dev(), Self::tiny_dev()].iter().any(|own| Some(own.hidden) == width) => {
+                TextFamily::Mistral3
+            }
+            None => {
+                let missing = "it has no `model.layers.0.self_attn.q_norm.weight`".into();
+                return Err(foreign(kind.filter(|kind| *kind != "qwen3").map_or(missing, says)));
+            }
+        };
+        if let Some(kind) = [kind, own_kind].into_iter().flatten().find(|kind| !family.model_types().contains(kind)) {
+            return Err(foreign(says(kind)));
         }
         // A model with another output head, or with none, has the same encoder layers.
         let list = |config: &ConfigFile| config.take("architectures", "a list of classes", |list| list.as_array().cloned());
         let classes = config.map(list).transpose()?.flatten();
-        let known = |class: &serde_json::Value| class.as_str().is_some_and(|class| CLASSES.contains(&class));
-        if let Some(class) = classes.into_iter().flatten().find(|class| !known(class)) {
+        let is_known = |class: &serde_json::Value| class.as_str().is_some_and(|class| family.classes().contains(&class));
+        if let Some(class) = classes.into_iter().flatten().find(|class| !is_known(class)) {
             return Err(foreign(format!("its configuration says {class}")));
-        }
-        // A size is a majority over all layers, so that a tensor that is missing or of a wrong shape is reported by its name later.
-        let layer = |rest: &str, dim: usize| {
-            let names = (0..Self::klein_4b().layers).map(|n| format!("model.layers.{n}.{rest}.weight"));
-            majority(names.filter_map(|name| weights.shape(&name)?.get(dim).copied()))
-        };
-        if layer("self_attn.q_norm", 0).is_none() {
-            return Err(foreign("it has no `model.layers.0.self_attn.q_norm.weight`".into()));
         }
         let embedding = |dim: usize| weights.shape("model.embed_tokens.weight").and_then(|shape| shape.get(dim).copied());
         let votes = [embedding(1), layer("mlp.down_proj", 0), layer("input_layernorm", 0)];
         let hidden = size(weights, "width", majority(votes.into_iter().flatten()))?;
         // Only the embedding shows the size of the vocabulary. A configuration confirms it; without one, encoders of a known width
         // have a known vocabulary, and an embedding of another size is reported as wrong.
-        let known = [Self::klein_4b(), Self::klein_9b(), Self::tiny()];
-        let expected = known.iter().find(|known| config.is_none() && known.hidden == hidden).map(|known| known.vocab);
+        let known = [Self::klein_4b(), Self::klein_9b(), Self::dev(), Self::tiny(), Self::tiny_dev()];
+        let is_known = |known: &&Self| config.is_none() && known.hidden == hidden && known.family == family;
+        let expected = known.iter().find(is_known).map(|known| known.vocab);
         let vocab = size(weights, "vocabulary", expected.or(embedding(0)))?;
         let intermediate = size(weights, "MLP width", layer("mlp.down_proj", 1))?;
         let query = size(weights, "query width", layer("self_attn.o_proj", 1))?;
@@ -131,12 +162,13 @@ impl TextConfig {
             let detail = format!("its attention has {heads} heads over {kv_heads} key heads of {HEAD_DIM}");
             return Err(foreign(format!("{detail}; query heads have to be a multiple of key heads")));
         }
-        let mut found = Self::sized(hidden, count(weights, "model.layers."), [heads, kv_heads], intermediate, vocab);
-        found.taps = conventions.text_layers;
+        let layers = count(weights, "model.layers.");
+        let mut found = Self::sized(family, hidden, layers, [heads, kv_heads], intermediate, vocab);
+        found.taps = conventions.text_layers.unwrap_or(family.taps());
         found.max_tokens = conventions.max_text_tokens;
-        let whole = config.map(|config| config.whole("num_hidden_layers")).transpose()?.flatten();
+        let whole = text.map(|config| config.whole("num_hidden_layers")).transpose()?.flatten();
         conventions.check_depth(found.layers, whole)?;
-        if let Some(config) = config {
+        if let Some(config) = text {
             found.compare(config)?;
         }
         Ok(found)
@@ -157,6 +189,11 @@ impl TextConfig {
         config.require_flag("attention_bias", false)?;
         // The window size itself is not checked, because it has no effect as long as no layer uses a window.
         config.require_flag("use_sliding_window", false)?;
+        // Mistral's has no such switch.
+        let window = config.whole("sliding_window")?.filter(|_| self.family == TextFamily::Mistral3);
+        if window.is_some_and(|window| window < self.max_tokens) {
+            return Err(config.unsupported("sliding_window", "null"));
+        }
         config.require_all("layer_types", "full_attention")?;
         check_quantisation(config)?;
         config.require_none("rope_scaling")?;

@@ -1,9 +1,10 @@
-//! The variant of a model: distilled, base or KV. Checkpoints of one size have the same tensors, so only file names and the
-//! pipeline's index tell them apart.
+//! The variant of a model: distilled, base or KV of klein, or \[dev\]. Checkpoints of klein of one size have the same tensors, so only file
+//! names and the pipeline's index tell them apart.
 
 use super::TransformerConfig;
 use super::json::ConfigFile;
 use crate::error::{Error, Result};
+use crate::tokenizer::Padding;
 use std::fmt;
 use std::str::FromStr;
 
@@ -16,23 +17,34 @@ pub enum Variant {
     Base,
     /// Distilled, with reference tokens that attend only to themselves, so that their keys and values can be cached.
     Kv,
+    /// Sampled in many steps, with the guidance scale as an input: FLUX.2 \[dev\].
+    Dev,
 }
 
 impl Variant {
-    /// Finds the variant from a pipeline's `model_index.json`, or, without one, from the names of its
-    /// file, folder or repository.
-    pub fn detect(index: Option<&ConfigFile>, names: &[&str]) -> Result<Self> {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Distilled, Self::Base, Self::Kv, Self::Dev];
+
+    /// The variant of a transformer: \[dev\] if guidance is one of its inputs. Otherwise it is found from a pipeline's `model_index.json`,
+    /// or, without one, from the names of its file, folder or repository.
+    pub fn detect(config: &TransformerConfig, index: Option<&ConfigFile>, names: &[&str]) -> Result<Self> {
         if let Some(index) = index {
             let distilled = index.flag("is_distilled")?;
             let class = index.text("_class_name")?;
             if class.is_some_and(|class| !class.starts_with("Flux2")) {
                 return Err(index.unsupported("_class_name", "a pipeline of FLUX.2"));
             }
+            if config.guidance_embed {
+                return Ok(Self::Dev);
+            }
             if class.is_some_and(|class| class.to_ascii_lowercase().contains("kv")) {
                 return Ok(Self::Kv);
             }
             // The key is left out where it would be false.
             return Ok(if distilled.unwrap_or(false) { Self::Distilled } else { Self::Base });
+        }
+        if config.guidance_embed {
+            return Ok(Self::Dev);
         }
         // Of a path only the last component is the model's name; the folders above it may be called anything.
         let last = |name: &&str| name.trim_end_matches(['/', '\\']).rsplit(['/', '\\']).next().unwrap_or_default().to_owned();
@@ -54,7 +66,7 @@ impl Variant {
     pub const fn default_steps(self) -> usize {
         match self {
             Self::Distilled | Self::Kv => 4,
-            Self::Base => 50,
+            Self::Base | Self::Dev => 50,
         }
     }
 
@@ -68,8 +80,21 @@ impl Variant {
     pub const fn default_guidance(self) -> f32 {
         match self {
             Self::Distilled | Self::Kv => 1.0,
-            Self::Base => 4.0,
+            Self::Base | Self::Dev => 4.0,
         }
+    }
+
+    /// Where prompts are padded, and with what.
+    pub const fn default_padding(self) -> Padding {
+        match self {
+            Self::Distilled | Self::Base | Self::Kv => Padding::Right,
+            Self::Dev => Padding::Left,
+        }
+    }
+
+    /// Whether a guidance scale makes a difference.
+    pub const fn has_guidance(self) -> bool {
+        matches!(self, Self::Base | Self::Dev)
     }
 }
 
@@ -79,6 +104,7 @@ impl fmt::Display for Variant {
             Self::Distilled => "distilled",
             Self::Base => "base",
             Self::Kv => "kv",
+            Self::Dev => "dev",
         })
     }
 }
@@ -87,17 +113,16 @@ impl FromStr for Variant {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        match text {
-            "distilled" => Ok(Self::Distilled),
-            "base" => Ok(Self::Base),
-            "kv" => Ok(Self::Kv),
-            _ => Err(Error::usage(format!("unknown variant `{text}`"), "use distilled, base or kv")),
-        }
+        let found = Self::ALL.into_iter().find(|variant| variant.to_string() == text);
+        found.ok_or_else(|| Error::usage(format!("unknown variant `{text}`"), "use distilled, base, kv or dev"))
     }
 }
 
-/// A model's display name, such as `FLUX.2 [klein] 4B (distilled)`.
+/// A model's display name, such as `FLUX.2 [klein] 4B (distilled)`, or `FLUX.2 [dev] 32B`.
 pub fn display_name(config: &TransformerConfig, variant: Variant) -> String {
+    if variant == Variant::Dev {
+        return format!("FLUX.2 [dev] {}", config.size());
+    }
     format!("FLUX.2 [klein] {} ({variant})", config.size())
 }
 
@@ -116,21 +141,24 @@ mod tests {
             ("/srv/kv/base/klein-4b", Variant::Distilled),
             ("database", Variant::Distilled),
         ] {
-            assert_eq!(Variant::detect(None, &[name]).unwrap(), variant, "{name}");
+            assert_eq!(Variant::detect(&TransformerConfig::klein_4b(), None, &[name]).unwrap(), variant, "{name}");
+            assert_eq!(Variant::detect(&TransformerConfig::dev(), None, &[name]).unwrap(), Variant::Dev, "{name}");
         }
     }
 
     #[test]
     fn variants_round_trip_through_text() {
-        for variant in [Variant::Distilled, Variant::Base, Variant::Kv] {
+        for variant in Variant::ALL {
             assert_eq!(variant.to_string().parse::<Variant>().unwrap(), variant);
         }
         assert_eq!("turbo".parse::<Variant>().unwrap_err().exit_code(), 2);
         assert_eq!((Variant::Base.default_steps(), Variant::Base.default_guidance()), (50, 4.0));
         assert!(Variant::Base.guides(1.5) && !Variant::Base.guides(1.0) && !Variant::Base.guides(0.5));
-        assert!(!Variant::Distilled.guides(4.0) && !Variant::Kv.guides(4.0));
+        assert!(!Variant::Distilled.guides(4.0) && !Variant::Kv.guides(4.0) && !Variant::Dev.guides(4.0));
+        assert_eq!((Variant::Dev.default_steps(), Variant::Dev.default_guidance()), (50, 4.0));
         assert_eq!((Variant::Kv.default_steps(), Variant::Distilled.default_guidance()), (4, 1.0));
         assert_eq!(display_name(&TransformerConfig::klein_4b(), Variant::Distilled), "FLUX.2 [klein] 4B (distilled)");
         assert_eq!(display_name(&TransformerConfig::klein_9b(), Variant::Kv), "FLUX.2 [klein] 9B (kv)");
+        assert_eq!(display_name(&TransformerConfig::dev(), Variant::Dev), "FLUX.2 [dev] 32B");
     }
 }

@@ -1,7 +1,9 @@
-//! Qwen3 as klein uses it: only the first layers run, the hidden states of three of them are the prompt embeddings, and there is
-//! no final norm.
+//! Qwen3 as klein uses it, and Mistral Small 3 as \[dev\] does: only the first layers run, the hidden states of three of them are the prompt
+//! embeddings, and there is no final norm.
 //!
-//! Padding tokens are encoded, too. They attend to every real token and to no padding, and the transformer reads all of them.
+//! The transformer reads padding as well. Behind a prompt, padding tokens attend to every real token and to no padding, so that each has
+//! an embedding of its own. Before a prompt there is nothing that a causal row of padding could attend to: its attention is zero, its
+//! embedding depends on neither the prompt nor the position, and a single row is computed for all of them.
 
 use super::Loader;
 use super::table::TokenTable;
@@ -12,7 +14,8 @@ use crate::config::{HEAD_DIM, TextConfig};
 use crate::error::{Error, Result};
 use crate::sequence::rope_table_1d;
 use crate::tensor::{Arena, DType, Precision, Tensor};
-use crate::tokenizer::Tokens;
+use crate::tokenizer::{Padding, Tokens};
+use std::borrow::Cow;
 use std::sync::OnceLock;
 
 /// The name of the table of token embeddings.
@@ -31,7 +34,7 @@ pub struct TextEncoder {
 struct Layer {
     input_norm: Tensor,
     qkv: Linear,
-    qk_norm: QkNorm,
+    qk_norm: Option<QkNorm>,
     out: Linear,
     mlp_norm: Tensor,
     gate_up: Linear,
@@ -47,10 +50,13 @@ impl TextEncoder {
         let layers = (0..c.used_layers())
             .map(|i| {
                 let name = |rest: &str| format!("model.layers.{i}.{rest}.weight");
+                let qk_norm = |loader: &mut Loader<'_>| {
+                    loader.qk_norm(&name("self_attn.q_norm"), &name("self_attn.k_norm"), HEAD_DIM, c.eps)
+                };
                 Ok(Layer {
                     input_norm: loader.vector(&name("input_layernorm"), c.hidden)?,
                     qkv: loader.encoder_linear(&name("self_attn.qkv_proj"), &[q, kv, kv], c.hidden)?,
-                    qk_norm: loader.qk_norm(&name("self_attn.q_norm"), &name("self_attn.k_norm"), HEAD_DIM, c.eps)?,
+                    qk_norm: c.family.has_qk_norm().then(|| qk_norm(loader)).transpose()?,
                     out: loader.encoder_linear(&name("self_attn.o_proj"), &[c.hidden], q)?,
                     mlp_norm: loader.vector(&name("post_attention_layernorm"), c.hidden)?,
                     gate_up: loader.encoder_linear(&name("mlp.gate_up_proj"), &[mlp, mlp], c.hidden)?,
@@ -74,13 +80,23 @@ impl TextEncoder {
     /// Computes the embeddings of a prompt, one row per token, with the hidden states of the tapped layers side by side.
     pub fn forward(&self, be: &mut dyn Backend, ws: &mut Arena, features: Tensor, tokens: &Tokens) -> Result<()> {
         let c = &self.config;
-        let (rows, act) = (tokens.ids.len(), self.precision.activations());
+        let (all, act) = (tokens.ids.len(), self.precision.activations());
         let (q_cols, kv_cols) = (c.heads * HEAD_DIM, c.kv_heads * HEAD_DIM);
+        // Rows that attend to the prompt; before it, padding has one that does not.
+        let (attending, ids) = match tokens.padding {
+            Padding::Right => (0..all, Cow::Borrowed(&tokens.ids[..])),
+            Padding::Left => {
+                let one = tokens.real.start.min(1);
+                let ids = tokens.ids[tokens.real.clone()].iter().chain(&tokens.ids[..one]).copied().collect();
+                (tokens.real.clone(), Cow::Owned(ids))
+            }
+            Padding::LeftZeros | Padding::RightZeros => (tokens.real.clone(), Cow::Borrowed(&tokens.ids[tokens.real.clone()])),
+        };
         scope(be, ws, |be, ws| {
+            let rows = ids.len();
             let table = ws.alloc(rows, HEAD_DIM, DType::F32)?;
             let values = self.rope.get_or_init(|| rope_table_1d(c.max_tokens, HEAD_DIM, c.rope_theta));
-            let too_long =
-                || Error::Op { op: "text encoder", what: format!("{rows} tokens, the longest prompt has {}", c.max_tokens) };
+            let too_long = || Error::Op { op: "text encoder", what: format!("{all} tokens, the longest prompt has {}", c.max_tokens) };
             be.write(table, values.get(..rows * HEAD_DIM).ok_or_else(too_long)?)?;
             let rope = Rope { table, style: RopeStyle::HalfSplit };
 
@@ -89,14 +105,18 @@ impl TextEncoder {
             let (q, k) = (ws.alloc(rows, q_cols, act)?, ws.alloc(rows, kv_cols, act)?);
             let (v, attended) = (ws.alloc(rows, kv_cols, act)?, ws.alloc(rows, q_cols, act)?);
             let inner = ws.alloc(rows, c.intermediate, act)?;
-            self.embed(be, x, &tokens.ids)?;
+            self.embed(be, x, &ids)?;
+            let own = attending.len();
+            if own < rows {
+                be.write(attended.rows(own..rows), &vec![0.0; q_cols])?;
+            }
 
             for (i, layer) in self.layers.iter().enumerate() {
                 be.run(Op::RmsNorm { out: normed, x, weight: layer.input_norm, eps: c.eps })?;
                 be.run(Op::Qkv(&[Projection {
                     x: normed,
                     w: &layer.qkv,
-                    norm: Some(layer.qk_norm),
+                    norm: layer.qk_norm,
                     q_scale: 1.0,
                     k_scale: 1.0,
                     rope,
@@ -107,18 +127,29 @@ impl TextEncoder {
                 }]))?;
                 // Restricting the keys to the real tokens is the padding mask: a causal row past the end attends to exactly
                 // these.
-                let kv = [KvSegment { k: k.rows(0..tokens.real), v: v.rows(0..tokens.real) }];
+                let real = 0..tokens.real.len();
+                let kv = [KvSegment { k: k.rows(real.clone()), v: v.rows(real) }];
+                let (out, q) = (attended.rows(0..own), q.rows(0..own));
                 let softmax = Softmax::Natural { scale: 1.0 / (HEAD_DIM as f32).sqrt() };
-                be.run(Op::Attention { out: &[attended], q, kv: &kv, head_dim: HEAD_DIM, causal: true, softmax })?;
+                be.run(Op::Attention { out: &[out], q, kv: &kv, head_dim: HEAD_DIM, causal: true, softmax })?;
                 be.run(Op::LinearGateResidual(&[GatedGemm { into: x, x: attended, w: &layer.out, gate: None }]))?;
                 be.run(Op::RmsNorm { out: normed, x, weight: layer.mlp_norm, eps: c.eps })?;
                 be.run(Op::LinearSwiglu(&[Gemm { out: inner, x: normed, w: &layer.gate_up }]))?;
                 be.run(Op::LinearGateResidual(&[GatedGemm { into: x, x: inner, w: &layer.down, gate: None }]))?;
                 if let Some(tap) = c.taps.iter().position(|&depth| depth == i + 1) {
-                    be.run(Op::Copy { out: features.cols(tap * c.hidden..(tap + 1) * c.hidden), x })?;
+                    let tap = features.cols(tap * c.hidden..(tap + 1) * c.hidden);
+                    be.run(Op::Copy { out: tap.rows(attending.clone()), x: x.rows(0..own) })?;
+                    if own < rows {
+                        be.run(Op::Copy { out: tap.rows(0..1), x: x.rows(own..rows) })?;
+                    }
                 }
             }
-            Ok(())
+            // The rest of the rows is padding, all of it before or all of it behind.
+            let padding = if attending.start > 0 { 0..attending.start } else { attending.end..all };
+            if !padding.is_empty() && own == rows {
+                be.write(features.rows(padding.start..padding.start + 1), &vec![0.0; features.cols])?;
+            }
+            repeat_rows(be, features.rows(padding), 1)
         })
     }
 

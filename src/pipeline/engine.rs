@@ -155,13 +155,13 @@ impl Engine {
     fn inputs<'a>(&mut self, job: &'a Job, progress: &dyn Progress) -> Result<Inputs<'a>> {
         self.select(Some(job))?;
         let files = self.backend.reads_files().then(|| self.store.files.clone());
-        Inputs::new(job, self.variant, &self.store.branches, files, |what, text| self.tokenize(what, text, progress))
+        Inputs::new(job, self.variant, &self.store.branches, files, |what, text| self.tokenize(job.padding, what, text, progress))
     }
 
     /// Tokenizes a text. `what` names it in the warning that it is too long.
-    fn tokenize(&self, what: &str, text: &str, progress: &dyn Progress) -> Result<Tokens> {
+    fn tokenize(&self, padding: Padding, what: &str, text: &str, progress: &dyn Progress) -> Result<Tokens> {
         let config = &self.store.configs.text_encoder;
-        let tokens = self.tokenizer.encode(text, config.max_tokens)?;
+        let tokens = self.tokenizer.encode(text, config.max_tokens, padding)?;
         if let Some(id) = tokens.ids.iter().find(|&&id| id as usize >= config.vocab) {
             return Err(Error::Mismatch {
                 part: "tokenizer",

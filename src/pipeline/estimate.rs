@@ -144,7 +144,8 @@ fn estimate_from(
     let with_branches = |bytes: u64| bytes.saturating_add(branches.bytes);
     let length = configs.text_encoder.max_tokens;
     // Prompts are padded to the same length, so their texts do not matter.
-    let inputs = Inputs::new(job, variant, &branches, None, |_, _| Ok(Tokens { ids: vec![0; length], real: length, cut: 0 }))?;
+    let tokens = Tokens { ids: vec![0; length], real: 0..length, padding: job.padding, cut: 0 };
+    let inputs = Inputs::new(job, variant, &branches, None, |_, _| Ok(tokens.clone()))?;
     let meter = Meter { flops: plan.counter(), seconds, stages: RefCell::default() };
     let arena_bytes = networks.dry_run(&mut plan, &inputs, &meter)?;
     let canvas_tokens = inputs.plan.canvas().len();
@@ -153,8 +154,8 @@ fn estimate_from(
         text_tokens: inputs.plan.text().len(),
         canvas_tokens,
         reference_tokens: job.references.iter().map(|r| r.grid.tokens()).collect(),
-        mu: mu(job.steps, canvas_tokens),
-        sigmas: (0..job.steps).map(|i| inputs.schedule.sigma(i)).collect(),
+        mu: mu(inputs.schedule.steps(), canvas_tokens),
+        sigmas: (0..inputs.schedule.steps()).map(|i| inputs.schedule.sigma(i)).collect(),
         seconds: stages.iter().filter(|_| is_timed).map(|&(phase, _, seconds)| (phase, seconds)).collect(),
         stages: stages.into_iter().map(|(phase, flops, _)| (phase, flops)).collect(),
         ops: plan.ops,
@@ -182,6 +183,8 @@ mod tests {
             prompt: String::new(),
             size: Pixels::new(side, side).unwrap(),
             steps: 4,
+            sigmas: None,
+            padding: Padding::Right,
             negative: String::new(),
             references: (0..references).map(|_| ReferenceInput { grid, pixels: Vec::new() }).collect(),
             guidance: 1.0,

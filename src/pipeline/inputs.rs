@@ -33,7 +33,8 @@ pub struct Inputs<'a> {
 }
 
 impl<'a> Inputs<'a> {
-    /// Derives the inputs from a job for a model of this variant with these branches beside its weights. `tokenize` takes the name of a text, for messages, and the text.
+    /// Derives the inputs from a job for a model of this variant with these branches beside its weights. `tokenize` takes the name of a
+    /// text, for messages, and the text.
     pub fn new(
         job: &'a Job,
         variant: Variant,
@@ -50,7 +51,10 @@ impl<'a> Inputs<'a> {
             job,
             cached: variant == Variant::Kv && !references.is_empty(),
             plan: SequencePlan::new(prompt.ids.len(), canvas, &references)?,
-            schedule: Schedule::new(job.steps, canvas.tokens()),
+            schedule: match &job.sigmas {
+                Some(sigmas) => Schedule::of(sigmas, canvas.tokens()),
+                None => Schedule::new(job.steps, canvas.tokens()),
+            },
             prompt,
             negative,
             adapters: branches.set.clone(),

@@ -7,9 +7,11 @@ use crate::error::Result;
 use crate::image::Image;
 use crate::model::{AttentionFormat, Nvfp4Math};
 use crate::noise::NoiseKind;
+use crate::sampler::Sigmas;
 use crate::sequence::{Grid, Pixels};
 use crate::tensor::Precision;
 use crate::tensor::quantise::QuantisedFormat;
+use crate::tokenizer::Padding;
 use std::sync::Arc;
 
 /// Images to generate with one prompt.
@@ -21,11 +23,15 @@ pub struct Job {
     pub size: Pixels,
     /// Denoising steps.
     pub steps: usize,
+    /// Noise levels of the steps, as many, in place of even ones.
+    pub sigmas: Option<Sigmas>,
     /// The negative prompt, which only classifier-free guidance uses.
     pub negative: String,
     /// Reference images, in the order in which the prompt numbers them.
     pub references: Vec<ReferenceInput>,
-    /// Guidance scale. Base models use classifier-free guidance if it is above 1; other models ignore it.
+    /// Where the prompt is padded, and with what.
+    pub padding: Padding,
+    /// Guidance scale. Base models use classifier-free guidance if it is above 1, \[dev\] has it as an input; other models ignore it.
     pub guidance: f32,
     /// One image is generated for each seed.
     pub seeds: Vec<u64>,
@@ -45,8 +51,10 @@ impl Job {
             prompt: prompt.into(),
             size: Pixels::new(conventions.width, conventions.height)?,
             steps: conventions.steps(variant),
+            sigmas: None,
             negative: String::new(),
             references: Vec::new(),
+            padding: variant.default_padding(),
             guidance: conventions.guide(variant, None).scale,
             seeds: vec![seed],
             noise: Noise::Drawn(NoiseKind::HOPPER),

@@ -1,20 +1,21 @@
 //! Results that outlive a job: encoded prompts, references and their keys and values, and adapters, found by what they were computed from.
-//! They stay in memory of the backend that is theirs alone, and are copied to the working memory of a job, so that a job has the same ops and addresses with them and
-//! without.
+//! They stay in memory of the backend that is theirs alone, and are copied to the working memory of a job, so that a job has the same ops and
+//! addresses with them and without.
 
 use crate::adapter::AdapterSet;
 use crate::backend::{Backend, Op};
 use crate::error::Result;
 use crate::sequence::Grid;
 use crate::tensor::{ALIGN, Region, Scaling, Tensor};
+use crate::tokenizer::Tokens;
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 
 /// What a result was computed from.
 #[derive(Clone, PartialEq, Eq)]
 pub enum Source {
-    /// The ids of a prompt's tokens, how many of them are no padding, and the adapters.
-    Prompt(Vec<u32>, usize, AdapterSet),
+    /// A prompt's tokens, and the adapters.
+    Prompt(Tokens, AdapterSet),
     /// The digest of a reference's pixels, and its size.
     Reference([u8; 32], Grid),
     /// Those of the references whose keys and values these are, in their order, and the adapters.

@@ -41,6 +41,11 @@ impl Configs {
 }
 
 impl Configs {
+    /// FLUX.2 \[dev\].
+    pub const fn dev() -> Self {
+        Self { transformer: TransformerConfig::dev(), text_encoder: TextConfig::dev(), vae: VaeConfig::dev() }
+    }
+
     /// The layers that adapters can change.
     pub fn places(&self) -> Places {
         let (transformer, text) = (transformer_manifest(&self.transformer), text_manifest(&self.text_encoder));
@@ -119,7 +124,7 @@ impl OpenModel {
             Some(variant) => variant,
             None => {
                 let file = files.parts.transformer.file_name().unwrap_or_default().to_string_lossy();
-                Variant::detect(read(files.index.clone())?.as_ref(), &[&file, &files.origin])?
+                Variant::detect(&parts.configs.transformer, read(files.index.clone())?.as_ref(), &[&file, &files.origin])?
             }
         };
         Ok(Self { read_ahead, ..Self::of_parts(parts, tokenizer, variant, files.conventions.clone()) })

@@ -8,19 +8,20 @@ use super::job::{Job, Noise};
 use crate::config::TransformerConfig;
 use crate::error::Result;
 use crate::noise::draw;
-use crate::sampler::timestep_embeddings;
+use crate::sampler::{Schedule, timestep_embeddings};
 use crate::sequence::{RopeSpec, SequencePlan};
 use crate::tensor::Precision;
+use crate::tokenizer::Padding;
 use std::borrow::Cow;
 use std::sync::Arc;
 
 /// Everything of a job that decides which ops its images take, on one engine.
-#[derive(Clone, PartialEq, Eq)]
+#[derive(Clone, PartialEq)]
 struct Shape {
     plan: SequencePlan,
     steps: usize,
-    /// Real tokens of the prompt, and of the negative prompt if there is one.
-    prompt: usize,
+    /// Real tokens of the prompt and how it is padded, and those of the negative prompt if there is one.
+    prompt: (usize, Padding),
     negative: Option<usize>,
     /// Whether references are cached, and whether values are read back for a record.
     cached: bool,
@@ -67,7 +68,7 @@ pub fn initial_noise(job: &Job, seed: u64, precision: Precision) -> Cow<'_, [f32
 pub struct Shapes {
     dry_runs: Vec<(Shape, DryRun)>,
     rehearsed: Vec<(SequencePlan, usize, Ranks)>,
-    tables: Vec<(SequencePlan, usize, Arc<Tables>)>,
+    tables: Vec<(SequencePlan, Schedule, Arc<Tables>)>,
 }
 
 impl Shapes {
@@ -80,9 +81,9 @@ impl Shapes {
     pub fn dry_run(&mut self, inputs: &Inputs<'_>, run: impl FnOnce() -> Result<DryRun>) -> Result<DryRun> {
         let shape = Shape {
             plan: inputs.plan.clone(),
-            steps: inputs.job.steps,
-            prompt: inputs.prompt.real,
-            negative: inputs.negative.as_ref().map(|tokens| tokens.real),
+            steps: inputs.schedule.steps(),
+            prompt: (inputs.prompt.real.len(), inputs.prompt.padding),
+            negative: inputs.negative.as_ref().map(|tokens| tokens.real.len()),
             cached: inputs.cached,
             record: inputs.job.record,
             ranks: inputs.ranks.clone(),
@@ -98,7 +99,7 @@ impl Shapes {
 
     /// Calls `rehearse` unless ops of such inputs were gone through before.
     pub fn rehearse(&mut self, inputs: &Inputs<'_>, rehearse: impl FnOnce() -> Result<()>) -> Result<()> {
-        let shape = (inputs.plan.clone(), inputs.job.steps, inputs.ranks.clone());
+        let shape = (inputs.plan.clone(), inputs.schedule.steps(), inputs.ranks.clone());
         if !self.rehearsed.contains(&shape) {
             rehearse()?;
             keep(&mut self.rehearsed, shape, Self::DRY_RUNS);
@@ -108,14 +109,14 @@ impl Shapes {
 
     /// The tables of these inputs, if they are kept.
     pub fn tables(&self, inputs: &Inputs<'_>) -> Option<Arc<Tables>> {
-        let same = |(plan, steps, _): &&(SequencePlan, usize, _)| *plan == inputs.plan && *steps == inputs.job.steps;
+        let same = |(plan, schedule, _): &&(SequencePlan, Schedule, _)| *plan == inputs.plan && *schedule == inputs.schedule;
         self.tables.iter().find(same).map(|(.., tables)| tables.clone())
     }
 
     /// Keeps the tables of these inputs, in place of those that were not used for longest.
     pub fn keep_tables(&mut self, inputs: &Inputs<'_>, tables: &Arc<Tables>) {
         self.tables.retain(|(.., kept)| !Arc::ptr_eq(kept, tables));
-        keep(&mut self.tables, (inputs.plan.clone(), inputs.job.steps, tables.clone()), Self::TABLES);
+        keep(&mut self.tables, (inputs.plan.clone(), inputs.schedule.clone(), tables.clone()), Self::TABLES);
     }
 }
 

@@ -40,7 +40,7 @@ impl PartSource {
         let index = path.parent().filter(|_| path.is_dir()).map(|folder| folder.join("model_index.json"));
         let index = index.filter(|index| files::is_there(index)).map(read).transpose()?;
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        let variant = variant.map_or_else(|| Variant::detect(index.as_ref(), &[&name]), Ok)?;
+        let variant = variant.map_or_else(|| Variant::detect(&config, index.as_ref(), &[&name]), Ok)?;
         Ok(Self::Transformer(weights, config, variant))
     }
 }

@@ -440,19 +440,28 @@ fn launch(cx: &OpContext, streams: &[KlGemmStream], plan: GemmPlan) -> Result<()
 }
 
 /// The fused projection of attention inputs. On tensor cores it is one launch, whose epilogue normalises and rotates queries and keys
-/// before they are stored; elsewhere it is one GEMM for each output and a pass over the heads.
+/// before they are stored; elsewhere it is one GEMM for each output and a pass over the heads. The epilogue always normalises, so heads
+/// without a norm are rotated by such a pass as well.
 pub fn projection(cx: &OpContext, op: &'static str, streams: &[Projection<'_>]) -> Result<()> {
     let terms = low_rank::reduce(cx, op, streams.iter().map(|s| (s.x, s.w)))?;
     let streams: Vec<_> = streams.iter().zip(terms).collect();
-    in_launches(cx, &streams, |(s, term)| projection_stream(cx, op, s, term), |group| projection_in_passes(cx, op, group))
+    for group in streams.chunk_by(|a, b| a.0.norm.is_some() == b.0.norm.is_some()) {
+        in_launches(cx, group, |(s, term)| projection_stream(cx, op, s, term), |group| projection_in_passes(cx, op, group))?;
+        // The passes over normalised heads are those of GEMMs that did not do it.
+        if group.iter().all(|(s, _)| s.norm.is_none()) {
+            group.iter().try_for_each(|(s, _)| rotate_heads(cx, op, s))?;
+        }
+    }
+    Ok(())
 }
 
-/// The outputs of a projection with their rows of the weight; queries and keys have norms.
+/// The outputs of a projection with their rows of the weight; queries and keys may have norms.
 fn projection_parts(s: &Projection<'_>) -> Vec<Part> {
     let norms = (s.norm.map(|norm| norm.q), s.norm.map(|norm| norm.k));
+    let heads = if s.norm.is_some() { abi::KL_QK_NORM_ROPE } else { abi::KL_STORE };
     let epilogues = [
-        (s.q, abi::KL_QK_NORM_ROPE, norms.0, s.q_scale),
-        (Some(s.k), abi::KL_QK_NORM_ROPE, norms.1, s.k_scale),
+        (s.q, heads, norms.0, s.q_scale),
+        (Some(s.k), heads, norms.1, s.k_scale),
         (Some(s.v), abi::KL_STORE, None, 1.0),
         (s.mlp, abi::KL_SWIGLU, None, 1.0),
     ];
@@ -471,39 +480,57 @@ fn projection_stream(cx: &OpContext, op: &'static str, s: &Projection<'_>, term:
     let parts = projection_parts(s);
     let storable = parts.iter().all(|part| matches!(part.out.dtype, DType::Bf16 | DType::E4m3 | DType::E2m1));
     let whole_heads = s.rope.table.cols == abi::KL_MMA_COLS as usize;
-    // The epilogue of tensor-core kernels always normalises.
-    let Some(norm) = s.norm.filter(|_| storable && whole_heads) else { return Ok(None) };
+    if !storable || s.norm.is_some() && !whole_heads {
+        return Ok(None);
+    }
     let (table, rope) = (cx.mat(s.rope.table, op)?, rope_code(s.rope.style));
     let stream = stream_of(cx, op, x, &w, term, parts)?;
     let heads = |part: &KlGemmPart| part.epilogue != abi::KL_QK_NORM_ROPE || part.out.cols.is_multiple_of(abi::KL_MMA_COLS);
     let stream = stream.filter(|stream| stream.part.iter().all(heads));
-    Ok(stream.map(|stream| KlGemmStream { table, rope, eps: norm.eps, ..stream }))
+    let eps = s.norm.map_or(0.0, |norm| norm.eps);
+    Ok(stream.map(|stream| KlGemmStream { table, rope, eps, ..stream }))
 }
 
 /// The projection by naive GEMMs, then the norm and rotation of queries and keys in place: in bf16 these are rounded once more.
 fn projection_in_passes(cx: &OpContext, op: &'static str, streams: &[(&Projection<'_>, Term)]) -> Result<()> {
-    let mut heads = Vec::new();
     for (s, term) in streams {
         for part in projection_parts(s) {
-            if part.epilogue != abi::KL_QK_NORM_ROPE {
-                naive_gemm(cx, op, s.x, s.w, term, part)?;
-                continue;
+            match part.epilogue {
+                abi::KL_QK_NORM_ROPE => {
+                    naive_gemm(cx, op, s.x, s.w, term, Part { epilogue: abi::KL_STORE, extra: None, ..part })?;
+                }
+                _ => naive_gemm(cx, op, s.x, s.w, term, part)?,
             }
-            // Rounded before and after the norm, queries and keys of e4m3 would have twice the error.
-            if part.out.dtype.is_quantised() {
-                return Err(Error::Op { op, what: format!("heads in {:?} need tensor cores", part.out) });
-            }
-            let (x, weight, table) = (cx.mat(part.out, op)?, cx.mat_if(part.extra, op)?, cx.mat(s.rope.table, op)?);
-            heads.push(QkHeads {
-                heads: abi::KlQkHeads { x, weight, table, scale: part.scale, unused: 0 },
-                head_dim: s.rope.table.cols,
-                style: s.rope.style,
-                eps: s.norm.map_or(0.0, |norm| norm.eps),
-            });
-            naive_gemm(cx, op, s.x, s.w, term, Part { epilogue: abi::KL_STORE, extra: None, ..part })?;
         }
     }
-    qk_norm_rope(cx, op, &heads)
+    let normed = streams.iter().filter(|(s, _)| s.norm.is_some());
+    let heads = normed.map(|(s, _)| heads_of(cx, op, s)).collect::<Result<Vec<_>>>()?;
+    qk_norm_rope(cx, op, &heads.into_iter().flatten().collect::<Vec<_>>())
+}
+
+/// Rotates queries and keys that have no norm, in place.
+fn rotate_heads(cx: &OpContext, op: &'static str, s: &Projection<'_>) -> Result<()> {
+    qk_norm_rope(cx, op, &heads_of(cx, op, s)?)
+}
+
+/// The queries and keys of a projection, for a pass over their heads.
+fn heads_of(cx: &OpContext, op: &'static str, s: &Projection<'_>) -> Result<Vec<QkHeads>> {
+    let queries = s.q.map(|q| (q, s.norm.map(|norm| norm.q), s.q_scale));
+    let keys = (s.k, s.norm.map(|norm| norm.k), s.k_scale);
+    let heads = |(out, weight, scale): (Tensor, Option<Tensor>, f32)| {
+        // Rounded before and after the norm, queries and keys of e4m3 would have twice the error.
+        if out.dtype.is_quantised() {
+            return Err(Error::Op { op, what: format!("heads in {out:?} need tensor cores") });
+        }
+        let (x, weight, table) = (cx.mat(out, op)?, cx.mat_if(weight, op)?, cx.mat(s.rope.table, op)?);
+        Ok(QkHeads {
+            heads: abi::KlQkHeads { x, weight, table, scale, unused: 0 },
+            head_dim: s.rope.table.cols,
+            style: s.rope.style,
+            eps: s.norm.map_or(0.0, |norm| norm.eps),
+        })
+    };
+    queries.into_iter().chain([keys]).map(heads).collect()
 }
 
 #[cfg(test)]

@@ -43,6 +43,22 @@ choice! {
         Base => Variant::Base,
         /// Distilled, with cached reference images
         Kv => Variant::Kv,
+        /// FLUX.2 [dev]: many steps, the guidance scale is an input
+        Dev => Variant::Dev,
+    }
+}
+
+choice! {
+    /// Values of `--padding`.
+    PaddingArg for Padding {
+        /// Padding tokens before the prompt, which attend to nothing
+        Left => Padding::Left,
+        /// Padding tokens behind the prompt, which attend to it
+        Right => Padding::Right,
+        /// Zeros before the prompt
+        LeftZeros => Padding::LeftZeros,
+        /// Zeros behind the prompt
+        RightZeros => Padding::RightZeros,
     }
 }
 

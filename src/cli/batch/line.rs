@@ -33,6 +33,11 @@ pub struct Line {
     pub references: Vec<PathBuf>,
     pub lora: Option<Vec<LoraArg>>,
     pub output: Option<PathBuf>,
+    /// Of flags alone.
+    #[serde(skip)]
+    pub sigmas: Option<Sigmas>,
+    #[serde(skip)]
+    pub padding: Option<PaddingArg>,
 }
 
 impl Line {
@@ -90,6 +95,9 @@ impl Line {
             (self.width, self.height) = (shape.width, shape.height);
         }
         self.steps = self.steps.or(shape.steps);
+        // A line with a number of steps wants even ones.
+        self.sigmas = shape.sigmas.clone().filter(|_| self.steps.is_none());
+        self.padding = shape.padding;
         self.guidance = self.guidance.or(shape.guidance);
         self.negative = self.negative.or_else(|| negative.map(String::from));
         if self.references.is_empty() {
@@ -110,6 +118,10 @@ impl Line {
         if let (Some(list), Some(lora)) = (content.as_array_mut(), self.lora.as_ref().filter(|lora| !lora.is_empty())) {
             list.extend(lora.iter().map(|lora| serde_json::json!([lora.file.to_string_lossy(), lora.scale])));
         }
+        let more = [self.sigmas.as_ref().map(Sigmas::to_string), self.padding.map(|padding| Padding::from(padding).to_string())];
+        if let Some(list) = content.as_array_mut() {
+            list.extend(more.into_iter().flatten().map(serde_json::Value::from));
+        }
         let digest = Sha256::digest(content.to_string());
         digest.iter().take(8).fold(0, |hash, byte| hash << 8 | u64::from(*byte))
     }
@@ -127,14 +139,17 @@ impl Line {
     /// The request for its image. Reference images are read.
     pub fn request(self, conventions: &Conventions, vae_tiling: bool) -> Result<ImageRequest> {
         let seed = self.seed();
-        let Self { prompt, width, height, steps, guidance, negative, references: reference, .. } = self;
+        let Self { prompt, width, height, steps, sigmas, padding, guidance, negative, references: reference, .. } = self;
         for (text, what) in [(Some(&prompt), "prompt"), (negative.as_ref(), "negative prompt")] {
             if let Some(text) = text {
                 check_length(text.len())?;
                 check_nul(text, what, None)?;
             }
         }
-        let shape = ImageRequest::of_shape(&ShapeArgs { reference, width, height, steps, guidance, vae_tiling }, conventions)?;
+        let shape = ImageRequest::of_shape(
+            &ShapeArgs { reference, width, height, steps, sigmas, guidance, padding, vae_tiling },
+            conventions,
+        )?;
         let grids: Vec<Grid> = shape.references.iter().map(PreparedReference::grid).collect();
         SequencePlan::new(conventions.max_text_tokens, shape.size.grid(), &grids)?;
         Ok(ImageRequest { prompt, negative, seeds: vec![seed], noise: Noise::Drawn(NoiseKind::HOPPER), ..shape })
