@@ -197,6 +197,15 @@ impl Weights {
         self.checked(spec)
     }
 
+    /// The vocabulary that files of a text encoder may carry, as the bytes of a JSON text.
+    pub fn vocabulary(&self) -> Option<Bytes> {
+        let found = |shard: &Shard| {
+            let name = shard.tensors().map(|(name, _)| name).find(|name| names::without_prefix(name) == names::VOCABULARY)?;
+            shard.bytes(name)
+        };
+        self.shards.iter().find_map(found)
+    }
+
     /// Checks that every tensor of the manifest exists and has the right shape, dtype and scales. Extra tensors are an error in
     /// the transformer, where they mean that it is another model; in other parts their names are returned.
     pub fn check(&self, manifest: &[TensorSpec]) -> Result<Vec<String>> {

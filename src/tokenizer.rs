@@ -1,22 +1,33 @@
 //! Encodes a prompt to the token ids of the text encoder: chat template, byte-level BPE, fixed length.
 //!
-//! The encoding itself is done by the `tokenizers` crate, with a model's own `tokenizer.json` or with the one shipped here. That
-//! file is as untrusted as the model, and the crate was not written for hostile files: `file` parses it, and every call into the
-//! crate goes through `isolated`.
+//! Vocabularies of Qwen3 are encoded by the `tokenizers` crate, with a model's own `tokenizer.json` or with the one shipped here.
+//! That file is as untrusted as the model, and the crate was not written for hostile files: `file` parses it, and every call into
+//! the crate goes through `isolated`. The vocabulary of Mistral is shipped as a list of ranks, which `ranks` encodes with; that
+//! takes a tenth of the time until the first id.
 
 mod file;
+mod format;
+mod mistral;
+mod padding;
+mod ranks;
+
+pub use format::PromptFormat;
+pub use padding::Padding;
 
 use crate::error::{Error, Result};
 use crate::files;
 use crate::trace;
+use file::Parsed;
 use flate2::read::GzDecoder;
+use ranks::{RankList, Ranks};
 use std::any::Any;
 use std::io::Read;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use tokenizers::{Model, OffsetReferential, OffsetType, PreTokenizer};
 
-/// The largest `tokenizer.json`, in bytes. The largest ones in use are a third of that.
+/// The largest `tokenizer.json`, in bytes. Mistral's, the largest in use, is half of that.
 const MAX_FILE_BYTES: u64 = 32 << 20;
 
 /// The longest prompt, in bytes. It is far more than fits the token limit, and bounds the work that a single "word" can cause.
@@ -25,18 +36,17 @@ pub const MAX_PROMPT_BYTES: usize = 32 * 1024;
 /// The hint for a prompt that is too long.
 pub const SHORTEN: &str = "shorten it; models read a few hundred tokens at most";
 
-/// The chat template before and after the prompt. The empty think block disables the reasoning of the encoder's chat model; the
-/// image models were trained with it.
-const TEMPLATE: [&str; 2] = ["<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"];
-
 /// Number of tokens that are shown to tell where a prompt was truncated.
 const ENDING: usize = 12;
 
-/// The padding token.
-const PAD: &str = "<|endoftext|>";
-
 /// The hint for a file that is not a usable tokenizer.
 pub const HINT: &str = "use the tokenizer.json that came with the text encoder";
+
+/// What is said of a file that is not one.
+const NOT_USABLE: &str = "not a usable tokenizer";
+
+/// The place of the vocabulary of Mistral, for messages.
+const MISTRAL: &str = "built-in Mistral vocabulary";
 
 /// The tokenizer of all Qwen3 models, gzipped.
 static QWEN3: &[u8] = include_bytes!("../models/qwen3/tokenizer.json.gz");
@@ -44,20 +54,40 @@ static QWEN3: &[u8] = include_bytes!("../models/qwen3/tokenizer.json.gz");
 /// An encoded prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tokens {
-    /// Exactly the requested number of ids: the prompt in its template, then padding.
+    /// Exactly the requested number of ids: the prompt in its template, with padding before or behind it.
     pub ids: Vec<u32>,
-    /// Number of ids before the padding.
+    /// Number of ids that are no padding.
     pub real: usize,
+    /// Where the others are, and what they stand for.
+    pub padding: Padding,
     /// Number of ids that were truncated at the end, the template's closing part first.
     pub cut: usize,
 }
 
-/// A loaded vocabulary.
+impl Tokens {
+    /// The places of the ids that are no padding.
+    pub fn rows(&self) -> Range<usize> {
+        let first = if self.padding.is_left() { self.ids.len() - self.real } else { 0 };
+        first..first + self.real
+    }
+}
+
+/// A loaded vocabulary and the format of prompts that goes with it.
 #[derive(Debug)]
 pub struct Tokenizer {
-    inner: tokenizers::Tokenizer,
+    encoder: Encoder,
+    format: &'static PromptFormat,
     pad: u32,
     origin: PathBuf,
+}
+
+/// What encodes a text.
+#[derive(Debug)]
+enum Encoder {
+    /// The `tokenizers` crate, with the settings of a file.
+    Library(Box<tokenizers::Tokenizer>),
+    /// A list of ranks, with the special tokens of Mistral.
+    Ranks(Box<Ranks>),
 }
 
 impl Tokenizer {
@@ -69,12 +99,27 @@ impl Tokenizer {
     }
 
     /// Parses the content of a `tokenizer.json`; `origin` is the path that error messages name.
+    ///
+    /// The tokens say which family it is for. A file of Mistral with as many tokens as the vocabulary that is built in has to have
+    /// the same ones, and the one that is built in is used; a file with fewer, of a tiny model, is used itself.
     pub fn from_json(bytes: &[u8], origin: &Path) -> Result<Self> {
-        let inner = isolated(origin, || file::build(bytes))?;
-        let pad = isolated(origin, || Ok(inner.token_to_id(PAD)))?.ok_or_else(|| {
-            Error::bad_file(origin, "not a Qwen3 tokenizer", format!("it has no token `{PAD}`")).with_hint(HINT)
-        })?;
-        Ok(Self { inner, pad, origin: origin.into() })
+        let file = isolated(origin, || Parsed::new(bytes))?;
+        if mistral::is_full_size(file.vocab()) {
+            let ours = Self::shipped_ranks()?;
+            mistral::check_vocab(file.vocab(), RankList(&ours), origin)?;
+            drop(file);
+            return Self::of_ranks(ours, Path::new(MISTRAL));
+        }
+        let inner = isolated(origin, || file.build())?;
+        let has = |format: &PromptFormat| format.marks.iter().all(|mark| inner.token_to_id(mark).is_some());
+        let format = isolated(origin, || Ok(PromptFormat::ALL.into_iter().find(|format| has(format))))?;
+        let pad = isolated(origin, || Ok(format.and_then(|format| inner.token_to_id(format.pad))))?;
+        let (Some(format), Some(pad)) = (format, pad) else {
+            let marks = PromptFormat::ALL.map(|format| format!("`{}` of {}", format.marks.join("` and `"), format.family));
+            let detail = format!("it has neither {}", marks.join(" nor "));
+            return Err(Error::bad_file(origin, "not a known tokenizer", detail).with_hint(HINT));
+        };
+        Ok(Self { encoder: Encoder::Library(inner.into()), format, pad, origin: origin.into() })
     }
 
     /// The embedded Qwen3 tokenizer.
@@ -86,35 +131,100 @@ impl Tokenizer {
         Self::from_json(&json, origin)
     }
 
+    /// The embedded tokenizer of Mistral Small 3.
+    pub fn mistral() -> Result<Self> {
+        let _span = trace::span("read the tokenizer");
+        Self::of_ranks(Self::shipped_ranks()?, Path::new(MISTRAL))
+    }
+
+    /// A tokenizer of Mistral with these tokens after its 1000 special ones: in the order of their ranks, each a byte for its length
+    /// and then its bytes. The first 256 are the single bytes in order, which are enough for a tiny model.
+    pub fn from_ranks(list: &[u8], origin: &Path) -> Result<Self> {
+        Self::of_ranks(list.to_vec(), origin)
+    }
+
+    /// The tokenizer of a `tekken.json`, Mistral's own form, which ComfyUI's files have as the tensor `tekken_model`.
+    ///
+    /// As in [`Tokenizer::from_json`], a vocabulary of full size has to be the one that is built in. What the file says about words
+    /// and special tokens is not used.
+    pub fn from_tekken(json: &[u8], origin: &Path) -> Result<Self> {
+        let _span = trace::span("read the tokenizer");
+        if json.len() as u64 > MAX_FILE_BYTES {
+            let detail = format!("it has {} bytes, the limit is {MAX_FILE_BYTES}", json.len());
+            return Err(Error::bad_file(origin, NOT_USABLE, detail).with_hint(HINT));
+        }
+        let list = isolated(origin, || mistral::tekken_ranks(json))?;
+        if RankList(&list).count() != mistral::TOKENS - mistral::SPECIALS {
+            return Self::of_ranks(list, origin);
+        }
+        let ours = Self::shipped_ranks()?;
+        mistral::check_ranks(RankList(&list), RankList(&ours), origin)?;
+        Self::of_ranks(ours, Path::new(MISTRAL))
+    }
+
+    /// The list of ranks that is built in.
+    fn shipped_ranks() -> Result<Vec<u8>> {
+        mistral::shipped().map_err(|source| Error::read(Path::new(MISTRAL), source))
+    }
+
+    fn of_ranks(list: Vec<u8>, origin: &Path) -> Result<Self> {
+        let ranks = isolated(origin, || Ranks::new(list))?;
+        let format = &PromptFormat::MISTRAL;
+        let pad = mistral::id_of(format.pad).unwrap_or_default();
+        Ok(Self { encoder: Encoder::Ranks(ranks.into()), format, pad, origin: origin.into() })
+    }
+
+    /// The text around prompts, which tells the family of text encoders that the vocabulary is for.
+    pub fn format(&self) -> &'static PromptFormat {
+        self.format
+    }
+
+    /// Encodes a prompt into exactly `length` ids, with padding behind it.
+    pub fn encode(&self, prompt: &str, length: usize) -> Result<Tokens> {
+        self.encode_padded(prompt, length, Padding::Right)
+    }
+
     /// Encodes a prompt into exactly `length` ids.
     ///
     /// Template and prompt are encoded as one string: a newline at the start of the prompt merges with that of the template, and
     /// text that spells a special token is encoded as that token. Both match the models' reference implementation.
-    pub fn encode(&self, prompt: &str, length: usize) -> Result<Tokens> {
+    pub fn encode_padded(&self, prompt: &str, length: usize, padding: Padding) -> Result<Tokens> {
         let _span = trace::span("tokenize");
         check_length(prompt.len())?;
-        let [before, after] = TEMPLATE;
-        let text = [before, prompt, after].concat();
-        let mut ids = isolated(&self.origin, || ids(&self.inner, &text))?;
+        let mut ids = self.ids(&self.format.text(prompt))?;
         let (all, real) = (ids.len(), ids.len().min(length));
         ids.resize(length, self.pad);
-        Ok(Tokens { ids, real, cut: all - real })
+        let mut tokens = Tokens { ids, real, padding, cut: all - real };
+        let first = tokens.rows().start;
+        tokens.ids.rotate_right(first);
+        Ok(tokens)
+    }
+
+    /// The ids of a text as it stands.
+    fn ids(&self, text: &str) -> Result<Vec<u32>> {
+        isolated(&self.origin, || match &self.encoder {
+            Encoder::Library(inner) => library_ids(inner, text),
+            Encoder::Ranks(ranks) => Ok(ranks.ids(text)),
+        })
     }
 
     /// The last words of a truncated prompt, for display.
     pub fn ending(&self, tokens: &Tokens) -> Result<String> {
-        let kept = &tokens.ids[..tokens.real];
+        let kept = &tokens.ids[tokens.rows()];
         let last = &kept[kept.len().saturating_sub(ENDING)..];
-        let text = isolated(&self.origin, || self.inner.decode(last, true))?;
+        let text = isolated(&self.origin, || match &self.encoder {
+            Encoder::Library(inner) => inner.decode(last, true),
+            Encoder::Ranks(ranks) => Ok(ranks.text(last)),
+        })?;
         // Truncation can split a character, and control characters must not reach a terminal.
         let words = text.trim_end_matches(char::REPLACEMENT_CHARACTER).split(|c: char| c.is_whitespace() || c.is_control());
         Ok(words.filter(|word| !word.is_empty()).collect::<Vec<_>>().join(" "))
     }
 }
 
-/// The ids of a text: the steps of `encode_fast` without the token strings, offsets and masks, which would take a third of the
+/// The ids of a text by the library: the steps of `encode_fast` without the token strings, offsets and masks, which would take a third of the
 /// time.
-fn ids(tokenizer: &tokenizers::Tokenizer, text: &str) -> tokenizers::Result<Vec<u32>> {
+fn library_ids(tokenizer: &tokenizers::Tokenizer, text: &str) -> tokenizers::Result<Vec<u32>> {
     let mut pieces = tokenizer.get_added_vocabulary().extract_and_normalize(tokenizer.get_normalizer(), text);
     if let Some(splitter) = tokenizer.get_pre_tokenizer() {
         splitter.pre_tokenize(&mut pieces)?;
@@ -148,7 +258,7 @@ fn isolated<T>(origin: &Path, call: impl FnOnce() -> tokenizers::Result<T>) -> R
         Ok(Err(error)) => error.to_string(),
         Err(panic) => panic_message(panic.as_ref()).to_owned(),
     };
-    Err(Error::bad_file(origin, "not a usable tokenizer", detail).with_hint(HINT))
+    Err(Error::bad_file(origin, NOT_USABLE, detail).with_hint(HINT))
 }
 
 /// The message of a panic.
@@ -222,7 +332,7 @@ mod tests {
         assert_eq!(tokens.cut, 613 - 512);
         assert_eq!(tokens.ids[..3], [151644, 872, 198]);
         assert!(!tokens.ids.contains(&151645), "the closing part of the template is cut, too");
-        assert_eq!(TOKENIZER.encode("a cat", 0).unwrap(), Tokens { ids: vec![], real: 0, cut: 14 });
+        assert_eq!(TOKENIZER.encode("a cat", 0).unwrap(), Tokens { ids: vec![], real: 0, padding: Padding::Right, cut: 14 });
     }
 
     #[test]

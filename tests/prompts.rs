@@ -75,19 +75,37 @@ fn the_shipped_tokenizer_is_the_recorded_one() {
 fn prompts_give_the_ids_of_the_reference() {
     let cases = recorded().cases;
     assert!(cases.len() >= 50, "{}", cases.len());
+    check_cases(&QWEN3, cases, 0, 0);
+}
+
+/// Checks the ids of prompts. Those of short ones are recorded without `before` ids at the start and `after` at the end.
+fn check_cases(tokenizer: &Tokenizer, cases: Vec<Case>, before: usize, after: usize) {
     for case in cases {
         match case {
             Case::Short { prompt, ids } => {
-                let tokens = QWEN3.encode(&prompt, LENGTH).unwrap();
-                assert_eq!((&tokens.ids[..tokens.real], tokens.cut), (&ids[..], 0), "{prompt:?}");
+                let tokens = tokenizer.encode(&prompt, LENGTH).unwrap();
+                assert_eq!((&tokens.ids[before..tokens.real - after], tokens.cut), (&ids[..], 0), "{prompt:?}");
             }
             Case::Long { piece, times, count, fnv: want } => {
-                let tokens = QWEN3.encode(&piece.repeat(times), count).unwrap();
+                let tokens = tokenizer.encode(&piece.repeat(times), count).unwrap();
                 assert_eq!((tokens.real, tokens.cut), (count, 0), "{piece:?}");
                 assert_eq!(fnv(tokens.ids.into_iter().flat_map(u32::to_le_bytes)), want, "{piece:?}");
             }
         }
     }
+}
+
+#[derive(Deserialize)]
+struct RecordedMistral {
+    cases: Vec<Case>,
+}
+
+#[test]
+fn prompts_of_mistral_give_the_ids_of_the_library() {
+    let recorded: RecordedMistral = serde_json::from_str(include_str!("fixtures/tokens_mistral.json")).unwrap();
+    assert!(recorded.cases.len() >= 300, "{}", recorded.cases.len());
+    let tokenizer = Tokenizer::mistral().unwrap();
+    check_cases(&tokenizer, recorded.cases, 32, 1);
 }
 
 /// Pieces that a tokenizer treats specially.
@@ -211,7 +229,7 @@ fn what_no_known_tokenizer_has_is_refused_by_name() {
     let vocab = r#""vocab":{"a":0,"b":1,"c":2,"ab":3,"abc":4,"Ċ":5,"u":6}"#;
     let merges = r#"[["a","b"],["ab","c"]]"#;
     let knows = |what: &str, kind: &str, known: &str| format!("its {what} is `{kind}`, kiln knows {known}");
-    let split = |detail: &str| format!("its pre-tokenizer's Split has {detail}, kiln knows Qwen3's");
+    let split = |detail: &str| format!("its pre-tokenizer's Split has {detail}, kiln knows Qwen3's and Llama 3's");
     let without = |key: &str, said: &str| format!("`{key}` is {said}, kiln knows models without");
     let table = [
         // Steps that compute.
@@ -263,7 +281,6 @@ fn what_no_known_tokenizer_has_is_refused_by_name() {
         (with(r#""end_of_word_suffix":"""#, r#""end_of_word_suffix":"</w>""#), without("end_of_word_suffix", "`</w>`")),
         (with(r#""fuse_unk":false"#, r#""fuse_unk":true"#), without("fuse_unk", "set")),
         (with(r#""byte_fallback":false"#, r#""byte_fallback":true"#), without("byte_fallback", "set")),
-        (with(r#""ignore_merges":false"#, r#""ignore_merges":true"#), without("ignore_merges", "set")),
         // Tables that contradict themselves.
         (with(r#""b":1"#, r#""b":0"#), "its token `b` has the id 0, and so has another".into()),
         (with(r#""b":1"#, r#""a":1"#), "its token `a` is there twice".into()),
@@ -340,6 +357,10 @@ fn known_tokenizers_are_read_in_all_their_spellings() {
     for (part, other) in [
         (r#"["a","b"],["ab","c"]"#, r#""a b","ab c""#),
         (r#""dropout":null"#, r#""dropout":0.0"#),
+        // Here the merges lead to every token.
+        (r#""ignore_merges":false"#, r#""ignore_merges":true"#),
+        // And no token has two digits.
+        (r"|\\p{N}| ", r"|\\p{N}{1,3}| "),
         (r#""continuing_subword_prefix":"""#, r#""continuing_subword_prefix":null"#),
         (r#""type":"BPE","dropout":null,"unk_token":null,"#, ""),
         (r#""decoder":{"type":"ByteLevel","add_prefix_space":true,"trim_offsets":true,"use_regex":true}"#, r#""decoder":null"#),

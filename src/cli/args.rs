@@ -27,7 +27,7 @@ pub use shell::{CompletionsArgs, ManArgs};
 pub use tiny::TinyArgs;
 pub use trace::TraceArgs;
 pub use values::{
-    BackendArg, DTypeArg, FormatArg, ImageFormatArg, KleinArg, LayoutArg, LoraModeArg, NoiseArg, Nvfp4LayoutArg, PartArg,
+    BackendArg, DTypeArg, FormatArg, ImageFormatArg, KleinArg, LayoutArg, LoraModeArg, NoiseArg, Nvfp4LayoutArg, PaddingArg, PartArg,
     PrecisionArg, VariantArg, WeightLayoutArg,
 };
 
@@ -35,6 +35,7 @@ use crate::error::{Error, Result};
 use crate::locate::{Environment, LocateRequest};
 use crate::part::PerPart;
 use crate::predict::Card;
+use crate::sampler::Sigmas;
 use crate::terminal::Verbosity;
 use clap::{Args, Parser, Subcommand};
 use help::{

@@ -6,6 +6,7 @@ use super::names::Target;
 use super::request::ImageRequest;
 use super::settings::Settings;
 use super::stdout::{DASH, STDOUT};
+use crate::config::Variant;
 use crate::error::{Error, Result};
 use crate::image::Format;
 use crate::noise::CHANNELS;

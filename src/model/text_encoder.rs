@@ -86,11 +86,11 @@ impl TextEncoder {
         let (attending, ids) = match tokens.padding {
             Padding::Right => (0..all, Cow::Borrowed(&tokens.ids[..])),
             Padding::Left => {
-                let one = tokens.real.start.min(1);
-                let ids = tokens.ids[tokens.real.clone()].iter().chain(&tokens.ids[..one]).copied().collect();
-                (tokens.real.clone(), Cow::Owned(ids))
+                let (real, one) = (tokens.rows(), tokens.rows().start.min(1));
+                let ids = tokens.ids[real.clone()].iter().chain(&tokens.ids[..one]).copied().collect();
+                (real, Cow::Owned(ids))
             }
-            Padding::LeftZeros | Padding::RightZeros => (tokens.real.clone(), Cow::Borrowed(&tokens.ids[tokens.real.clone()])),
+            Padding::LeftZeros | Padding::RightZeros => (tokens.rows(), Cow::Borrowed(&tokens.ids[tokens.rows()])),
         };
         scope(be, ws, |be, ws| {
             let rows = ids.len();
@@ -127,8 +127,7 @@ impl TextEncoder {
                 }]))?;
                 // Restricting the keys to the real tokens is the padding mask: a causal row past the end attends to exactly
                 // these.
-                let real = 0..tokens.real.len();
-                let kv = [KvSegment { k: k.rows(real.clone()), v: v.rows(real) }];
+                let kv = [KvSegment { k: k.rows(0..tokens.real), v: v.rows(0..tokens.real) }];
                 let (out, q) = (attended.rows(0..own), q.rows(0..own));
                 let softmax = Softmax::Natural { scale: 1.0 / (HEAD_DIM as f32).sqrt() };
                 be.run(Op::Attention { out: &[out], q, kv: &kv, head_dim: HEAD_DIM, causal: true, softmax })?;

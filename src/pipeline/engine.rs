@@ -17,7 +17,7 @@ use crate::image::Image;
 use crate::progress::{Progress, Silent, Traced};
 use crate::tensor::{Arena, Region};
 use crate::threads;
-use crate::tokenizer::{self, Tokenizer, Tokens};
+use crate::tokenizer::{self, Padding, Tokenizer, Tokens};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -161,7 +161,7 @@ impl Engine {
     /// Tokenizes a text. `what` names it in the warning that it is too long.
     fn tokenize(&self, padding: Padding, what: &str, text: &str, progress: &dyn Progress) -> Result<Tokens> {
         let config = &self.store.configs.text_encoder;
-        let tokens = self.tokenizer.encode(text, config.max_tokens, padding)?;
+        let tokens = self.tokenizer.encode_padded(text, config.max_tokens, padding)?;
         if let Some(id) = tokens.ids.iter().find(|&&id| id as usize >= config.vocab) {
             return Err(Error::Mismatch {
                 part: "tokenizer",

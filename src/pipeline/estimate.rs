@@ -144,7 +144,7 @@ fn estimate_from(
     let with_branches = |bytes: u64| bytes.saturating_add(branches.bytes);
     let length = configs.text_encoder.max_tokens;
     // Prompts are padded to the same length, so their texts do not matter.
-    let tokens = Tokens { ids: vec![0; length], real: 0..length, padding: job.padding, cut: 0 };
+    let tokens = Tokens { ids: vec![0; length], real: length, padding: job.padding, cut: 0 };
     let inputs = Inputs::new(job, variant, &branches, None, |_, _| Ok(tokens.clone()))?;
     let meter = Meter { flops: plan.counter(), seconds, stages: RefCell::default() };
     let arena_bytes = networks.dry_run(&mut plan, &inputs, &meter)?;

@@ -3,7 +3,7 @@
 use crate::adapter::{Adapters, Places};
 use crate::checkpoint::{ReadAhead, Weights};
 use crate::config::{
-    ConfigFile, Conventions, TextConfig, TransformerConfig, VaeConfig, Variant, check_fit, check_scheduler, display_name,
+    ConfigFile, Conventions, TextConfig, TextFamily, TransformerConfig, VaeConfig, Variant, check_fit, check_scheduler, display_name,
 };
 use crate::error::{Error, Result};
 use crate::locate::{Embedded, Found, ModelFiles};
@@ -13,7 +13,7 @@ use crate::names::{Layout, TensorSpec};
 use crate::part::{Part, PerPart};
 use crate::tensor::DType;
 use crate::tiny;
-use crate::tokenizer::Tokenizer;
+use crate::tokenizer::{self, Tokenizer};
 use crate::trace;
 use std::path::{Path, PathBuf};
 
@@ -119,7 +119,10 @@ impl OpenModel {
         };
         // Neither needs the other, and a vocabulary takes as long to parse as a driver to start.
         let (parts, tokenizer) = rayon::join(parts, tokenizer);
-        let ((parts, read_ahead), tokenizer) = (parts?, tokenizer?);
+        let ((parts, read_ahead), mut tokenizer) = (parts?, tokenizer?);
+        if parts.configs.text_encoder.family == TextFamily::Mistral3 && files.tokenizer.is_none() {
+            tokenizer = parts.mistral_tokenizer()?;
+        }
         let variant = match variant.or(files.conventions.variant) {
             Some(variant) => variant,
             None => {
@@ -127,7 +130,7 @@ impl OpenModel {
                 Variant::detect(&parts.configs.transformer, read(files.index.clone())?.as_ref(), &[&file, &files.origin])?
             }
         };
-        Ok(Self { read_ahead, ..Self::of_parts(parts, tokenizer, variant, files.conventions.clone()) })
+        Ok(Self { read_ahead, ..Self::of_parts(parts, tokenizer, variant, files.conventions.clone())? })
     }
 
     fn embedded(model: Embedded, variant: Option<Variant>) -> Result<Self> {
@@ -140,7 +143,10 @@ impl OpenModel {
         let conventions = model.conventions()?;
         let variant = match variant.or(conventions.variant) {
             Some(variant) => variant,
-            None => Variant::detect(Some(&model.config("model_index.json")?), &[])?,
+            None => {
+                let transformer = TransformerConfig::detect(&weights.transformer, Some(&configs.transformer))?;
+                Variant::detect(&transformer, Some(&model.config("model_index.json")?), &[])?
+            }
         };
         Self::check(weights, configs.each_ref().map(Some), model.tokenizer()?, variant, conventions)
     }
@@ -163,14 +169,19 @@ impl OpenModel {
         variant: Variant,
         conventions: Conventions,
     ) -> Result<Self> {
-        Ok(Self::of_parts(CheckedParts::new(weights, files, &conventions)?, tokenizer, variant, conventions))
+        Self::of_parts(CheckedParts::new(weights, files, &conventions)?, tokenizer, variant, conventions)
     }
 
-    fn of_parts(parts: CheckedParts, tokenizer: Tokenizer, variant: Variant, conventions: Conventions) -> Self {
+    fn of_parts(parts: CheckedParts, tokenizer: Tokenizer, variant: Variant, conventions: Conventions) -> Result<Self> {
         let CheckedParts { weights, configs, warnings, .. } = parts;
+        let (own, needed) = (tokenizer.format().family, configs.text_encoder.family.name());
+        if own != needed {
+            let detail = format!("it is one of {own}, the text encoder is {needed}");
+            return Err(Error::Mismatch { part: "tokenizer", detail, hint: Some(tokenizer::HINT.into()) });
+        }
         let name = conventions.name.clone().unwrap_or_else(|| display_name(&configs.transformer, variant));
         let adapters = Adapters::default();
-        Self { weights, tokenizer, configs, variant, conventions, name, warnings, adapters, read_ahead: None }
+        Ok(Self { weights, tokenizer, configs, variant, conventions, name, warnings, adapters, read_ahead: None })
     }
 
     /// The weights of its parts.
@@ -223,6 +234,15 @@ impl CheckedParts {
             }
         }
         Ok(Self { weights, configs, manifests, warnings })
+    }
+
+    /// The tokenizer of Mistral's text encoder, whose file may have its vocabulary. It has to be the one that is built in.
+    fn mistral_tokenizer(&self) -> Result<Tokenizer> {
+        let weights = &self.weights.text_encoder;
+        match weights.vocabulary() {
+            Some(json) => Tokenizer::from_tekken(&json, weights.path()),
+            None => Tokenizer::mistral(),
+        }
     }
 
     /// Starts to read the weights in the order in which they are loaded; unless memory is short, where the first would be gone again when

@@ -82,8 +82,8 @@ impl Shapes {
         let shape = Shape {
             plan: inputs.plan.clone(),
             steps: inputs.schedule.steps(),
-            prompt: (inputs.prompt.real.len(), inputs.prompt.padding),
-            negative: inputs.negative.as_ref().map(|tokens| tokens.real.len()),
+            prompt: (inputs.prompt.real, inputs.prompt.padding),
+            negative: inputs.negative.as_ref().map(|tokens| tokens.real),
             cached: inputs.cached,
             record: inputs.job.record,
             ranks: inputs.ranks.clone(),

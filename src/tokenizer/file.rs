@@ -5,6 +5,7 @@
 //! use a small subset of the format. So the file is parsed with types that accept that subset only, and the library never sees
 //! the file itself. Anything else is rejected by name, and memory use is at most a small multiple of the size of the file.
 
+use super::{mistral, ranks};
 use crate::text::shown;
 use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use std::fmt;
@@ -16,10 +17,11 @@ use tokenizers::pre_tokenizers::sequence::Sequence;
 use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
 use tokenizers::{AddedToken, PreTokenizerWrapper, SplitDelimiterBehavior, Tokenizer};
 
-/// Limit on the tokens of a vocabulary, and on its merges. Qwen3 has 151,643; the largest in use have twice that.
-const MAX_TOKENS: usize = 1 << 19;
+/// Limit on the tokens of a vocabulary, and on its merges. Qwen3 has 151,643 tokens and Mistral 269,443 merges; the largest in use
+/// have twice that.
+pub const MAX_TOKENS: usize = 1 << 19;
 
-/// Limit on added tokens. Qwen3 has 26.
+/// Limit on added tokens. Qwen3 has 26, Mistral 1000.
 const MAX_ADDED: usize = 1024;
 
 /// Limit on the length of an added token, in bytes: all of them together are compiled to one automaton.
@@ -28,38 +30,62 @@ const MAX_ADDED_BYTES: usize = 128;
 /// Number of steps of a pre-tokenizer that are kept.
 const STEPS: usize = 2;
 
-/// The pattern with which Qwen2 and Qwen3 split text into words. No other pattern is passed to the library, whose backtracking
-/// search can take exponential time.
+/// The pattern with which Qwen2 and Qwen3 split text into words.
 pub const QWEN_PATTERN: &str =
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// Builds the tokenizer that a file describes. The file's truncation, padding and post-processing are ignored: kiln pads and
-/// truncates the input of the text encoder itself.
-pub fn build(bytes: &[u8]) -> tokenizers::Result<Tokenizer> {
-    let file: File = serde_json::from_slice(bytes)?;
-    let Model { vocab, merges } = file.model.0?;
-    let added = added_tokens(file.added_tokens, &vocab)?;
-    let normalizer = match &file.normalizer {
-        None => None,
-        Some(part) if part.kind == "NFC" => Some(NFC),
-        Some(part) => return Err(part.unknown("normalizer", "NFC").into()),
-    };
-    let decoder = match &file.decoder {
-        None => None,
-        // The settings of ByteLevel do not affect decoding.
-        Some(part) if part.kind == BYTE_LEVEL => Some(ByteLevel::default()),
-        Some(part) => return Err(part.unknown("decoder", BYTE_LEVEL).into()),
-    };
-    let alphabet = check_alphabet(&vocab);
-    let mut tokenizer = Tokenizer::new(BPE::builder().vocab_and_merges(vocab, merges).build()?);
-    // The pattern takes a while to compile, so cheaper checks come first.
-    let splitter =
-        file.pre_tokenizer.map(pre_tokenizer).unwrap_or_else(|| Err("it has no pre-tokenizer, kiln knows ByteLevel".into()))?;
-    tokenizer.with_normalizer(normalizer).with_pre_tokenizer(Some(splitter)).with_decoder(decoder);
-    tokenizer.add_tokens(&added);
-    // This error comes last because the others are more specific.
-    alphabet?;
-    Ok(tokenizer)
+/// The patterns for words that are passed to the library, whose backtracking search takes exponential time for some others.
+const PATTERNS: [&str; 2] = [QWEN_PATTERN, ranks::PATTERN];
+
+/// A file whose model is supported.
+pub struct Parsed {
+    model: Model,
+    normalizer: Option<Part<IgnoredAny>>,
+    pre_tokenizer: Option<Part<Few<Part<IgnoredAny>, STEPS>>>,
+    decoder: Option<Part<IgnoredAny>>,
+    added_tokens: Few<Added, MAX_ADDED>,
+}
+
+impl Parsed {
+    /// Parses a file. Its truncation, padding and post-processing are ignored: kiln pads and truncates the input of the text
+    /// encoder itself.
+    pub fn new(bytes: &[u8]) -> tokenizers::Result<Self> {
+        let File { model, normalizer, pre_tokenizer, decoder, added_tokens } = serde_json::from_slice(bytes)?;
+        Ok(Self { model: model.0?, normalizer, pre_tokenizer, decoder, added_tokens })
+    }
+
+    /// The tokens of the model and their ids, which go up from 0 without a gap.
+    pub fn vocab(&self) -> &Vocab {
+        &self.model.vocab
+    }
+
+    /// Builds the tokenizer that the file describes.
+    pub fn build(self) -> tokenizers::Result<Tokenizer> {
+        let Model { vocab, merges, ignore_merges } = self.model;
+        let added = added_tokens(self.added_tokens, &vocab)?;
+        let normalizer = match &self.normalizer {
+            None => None,
+            Some(part) if part.kind == "NFC" => Some(NFC),
+            Some(part) => return Err(part.unknown("normalizer", "NFC").into()),
+        };
+        let decoder = match &self.decoder {
+            None => None,
+            // The settings of ByteLevel do not affect decoding.
+            Some(part) if part.kind == BYTE_LEVEL => Some(ByteLevel::default()),
+            Some(part) => return Err(part.unknown("decoder", BYTE_LEVEL).into()),
+        };
+        let alphabet = check_alphabet(&vocab);
+        let model = BPE::builder().vocab_and_merges(vocab, merges).ignore_merges(ignore_merges).build()?;
+        let mut tokenizer = Tokenizer::new(model);
+        // The pattern takes a while to compile, so cheaper checks come first.
+        let splitter = self.pre_tokenizer.map(pre_tokenizer);
+        let splitter = splitter.unwrap_or_else(|| Err("it has no pre-tokenizer, kiln knows ByteLevel".into()))?;
+        tokenizer.with_normalizer(normalizer).with_pre_tokenizer(Some(splitter)).with_decoder(decoder);
+        tokenizer.add_tokens(&added);
+        // This error comes last because the others are more specific.
+        alphabet?;
+        Ok(tokenizer)
+    }
 }
 
 /// Checks that the vocabulary has a token for every byte, so that any text can be encoded. The library silently drops bytes
@@ -138,8 +164,8 @@ impl<S> Part<S> {
             return Err(self.unknown("pre-tokenizer's first step", "Split"));
         }
         let detail = match (&self.pattern, self.behavior.as_deref(), self.invert) {
-            (Some(Pattern::Regex(pattern)), Some("Isolated"), false) if pattern == QWEN_PATTERN => {
-                let pattern = SplitPattern::Regex(QWEN_PATTERN.into());
+            (Some(Pattern::Regex(pattern)), Some("Isolated"), false) if PATTERNS.contains(&pattern.as_str()) => {
+                let pattern = SplitPattern::Regex(pattern.clone());
                 return Split::new(pattern, SplitDelimiterBehavior::Isolated, false).map_err(|e| e.to_string());
             }
             (Some(Pattern::Regex(pattern)), Some("Isolated"), false) => format!("the pattern `{}`", shown(pattern)),
@@ -148,7 +174,7 @@ impl<S> Part<S> {
             (_, _, true) => "`invert`".into(),
             (_, behavior, _) => format!("the behavior `{}`", shown(behavior.unwrap_or_default())),
         };
-        Err(format!("its pre-tokenizer's Split has {detail}, kiln knows Qwen3's"))
+        Err(format!("its pre-tokenizer's Split has {detail}, kiln knows Qwen3's and Llama 3's"))
     }
 }
 
@@ -214,6 +240,8 @@ fn added_tokens(list: Few<Added, MAX_ADDED>, vocab: &Vocab) -> Result<Vec<AddedT
 struct Model {
     vocab: Vocab,
     merges: Vec<(String, String)>,
+    /// Whether a word that is a token is that token, even if merges would not lead to it.
+    ignore_merges: bool,
 }
 
 /// A model, or why it is not supported. The reason is a value and not a parse error, to which serde would add a line and a
@@ -236,7 +264,7 @@ impl<'de> Visitor<'de> for ModelVisitor {
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-        let (mut vocab, mut merges) = (None, None);
+        let (mut vocab, mut merges, mut ignore_merges) = (None, None, false);
         let mut refused = None;
         while let Some(key) = map.next_key::<String>()? {
             let refusal = match key.as_str() {
@@ -248,6 +276,11 @@ impl<'de> Visitor<'de> for ModelVisitor {
                     Ok(read) => vocab.replace(read).map(|_| "its model has two vocabularies".into()),
                     Err(detail) => Some(detail),
                 },
+                // Such a vocabulary is compared with the one that is built in, and its merges are not used.
+                "merges" if vocab.as_ref().is_some_and(mistral::is_full_size) => {
+                    map.next_value::<IgnoredAny>()?;
+                    merges.replace(Vec::new()).map(|_| "its model has two lists of merges".into())
+                }
                 "merges" => match map.next_value::<Few<Merge, MAX_TOKENS>>()? {
                     Few { count, .. } if count > MAX_TOKENS => Some(format!("it has {count} merges, the limit is {MAX_TOKENS}")),
                     list => merges
@@ -262,7 +295,11 @@ impl<'de> Visitor<'de> for ModelVisitor {
                     .next_value::<Option<String>>()?
                     .filter(|text| !text.is_empty())
                     .map(|text| format!("`{key}` is `{}`, kiln knows models without", shown(&text))),
-                "fuse_unk" | "byte_fallback" | "ignore_merges" => map
+                "ignore_merges" => {
+                    ignore_merges = map.next_value::<Option<bool>>()?.unwrap_or_default();
+                    None
+                }
+                "fuse_unk" | "byte_fallback" => map
                     .next_value::<Option<bool>>()?
                     .filter(|set| *set)
                     .map(|_| format!("`{key}` is set, kiln knows models without")),
@@ -280,7 +317,7 @@ impl<'de> Visitor<'de> for ModelVisitor {
             return skip_rest(map).map(|()| Err(refused));
         }
         Ok(match (vocab, merges) {
-            (Some(vocab), Some(merges)) => Ok(Model { vocab, merges }),
+            (Some(vocab), Some(merges)) => Ok(Model { vocab, merges, ignore_merges }),
             (None, _) => Err("its model has no `vocab`".into()),
             (_, None) => Err("its model has no `merges`".into()),
         })
@@ -377,9 +414,11 @@ impl<'de> Visitor<'de> for MergeVisitor {
 }
 
 /// The first `N` elements of a list and its length. The other elements are parsed and dropped.
-struct Few<T, const N: usize> {
-    first: Vec<T>,
-    count: usize,
+pub struct Few<T, const N: usize> {
+    /// The first elements.
+    pub first: Vec<T>,
+    /// The number of all elements.
+    pub count: usize,
 }
 
 impl<T, const N: usize> Default for Few<T, N> {

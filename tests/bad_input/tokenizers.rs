@@ -54,7 +54,7 @@ fn files_that_are_programs() {
         ("prepend", "its normalizer is `Prepend`, kiln knows NFC"),
         ("charsmap", "its normalizer is `Precompiled`, kiln knows NFC"),
         ("replace", "its normalizer is `Replace`, kiln knows NFC"),
-        ("pattern", "its pre-tokenizer's Split has the pattern `(a*)*b`, kiln knows Qwen3's"),
+        ("pattern", "its pre-tokenizer's Split has the pattern `(a*)*b`, kiln knows Qwen3's and Llama 3's"),
         ("dropout", "`dropout` is 0.5, kiln knows 0"),
         ("twice", "its token `Ā` has the id 0, and so has another"),
         ("merge", "Token `bc` out of vocabulary"),

@@ -10,6 +10,7 @@ use crate::predict::{CARDS, Card};
 use crate::quantise::WeightLayout;
 use crate::tensor::quantise::QuantisedFormat;
 use crate::tensor::{DType, Nvfp4Layout, Precision};
+use crate::tokenizer::Padding;
 use clap::ValueEnum;
 use std::fmt::Display;
 use std::str::FromStr;

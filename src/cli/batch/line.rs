@@ -1,15 +1,16 @@
 //! One line of `kiln run`: a prompt, or a JSON object with a prompt and settings of its own.
 
-use super::super::args::{LoraArg, ShapeArgs};
+use super::super::args::{LoraArg, PaddingArg, ShapeArgs};
 use super::super::request::{ImageRequest, check_nul};
 use crate::config::Conventions;
 use crate::error::{Error, Result};
 use crate::noise::NoiseKind;
 use crate::pipeline::Noise;
 use crate::reference::PreparedReference;
+use crate::sampler::Sigmas;
 use crate::sequence::{Grid, SequencePlan};
 use crate::text::shown;
-use crate::tokenizer::check_length;
+use crate::tokenizer::{Padding, check_length};
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
 use std::path::PathBuf;

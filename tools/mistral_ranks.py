@@ -1,0 +1,94 @@
+#!/usr/bin/env python3
+"""Rebuild (or check) models/mistral/ranks.gz: the vocabulary of Mistral Small 3, by rank.
+
+The text encoder of FLUX.2 [dev] reads these tokens. They are the first 130,072 of the file
+`tekken_240911.json` in mistral-common 1.13.0 (Apache-2.0); the other ids, 0 to 999, are
+special tokens, whose names src/tokenizer/mistral.rs has. A merge has the rank of the token
+that it makes, so no table of merges is needed.
+
+    pip install --no-deps mistral-common==1.13.0
+    python tools/mistral_ranks.py                  # write the file
+    python tools/mistral_ranks.py --check          # recompute and compare, exit 1 on mismatch
+    python tools/mistral_ranks.py --wheel FILE     # with the package as it was downloaded
+
+models/mistral/ranks.gz, unpacked: per token, in the order of ranks, one byte that says how
+many bytes it has, and these bytes. The ranks from 0 to 255 are the single bytes in order.
+"""
+
+import argparse
+import base64
+import gzip
+import hashlib
+import json
+import sys
+import zipfile
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGET = ROOT / "models" / "mistral" / "ranks.gz"
+
+PACKAGE = "mistral-common"
+VERSION = "1.13.0"
+SOURCE = "data/tekken_240911.json"
+
+# The ids of the text encoder, less its special tokens.
+COUNT = 131072 - 1000
+SHA256 = "65e8dd42ec4e22317d1336ddadfc8fd5f432fb61c763bf00b95d60aa443d459f"
+FNV1A = 0x2C6C6AAB01A53198
+
+
+def fnv1a(data):
+    value = 0xCBF29CE484222325
+    for byte in data:
+        value = (value ^ byte) * 0x100000001B3 % 2**64
+    return value
+
+
+def source(wheel):
+    """The JSON of the vocabulary: out of a downloaded wheel, or of the installed package."""
+    if wheel:
+        with zipfile.ZipFile(wheel) as archive:
+            return archive.read(f"mistral_common/{SOURCE}")
+    if version(PACKAGE) != VERSION:
+        sys.exit(f"{PACKAGE} {version(PACKAGE)} is installed, this needs {VERSION}")
+    return (files("mistral_common") / SOURCE).read_bytes()
+
+
+def ranks(text):
+    """The tokens as the file has them, after checking that they are the expected ones."""
+    tokens = json.loads(text)["vocab"][:COUNT]
+    out = bytearray()
+    for rank, token in enumerate(tokens):
+        data = base64.b64decode(token["token_bytes"], validate=True)
+        if token["rank"] != rank or not 1 <= len(data) <= 255 or (rank < 256 and data != bytes([rank])):
+            sys.exit(f"token {rank} is not as expected: {token}")
+        out.append(len(data))
+        out += data
+    found = (len(tokens), hashlib.sha256(out).hexdigest(), fnv1a(out))
+    if found != (COUNT, SHA256, FNV1A):
+        sys.exit(f"another vocabulary: {found[0]} tokens, SHA-256 {found[1]}, FNV-1a {found[2]:016x}")
+    return bytes(out)
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Rebuild or check the vocabulary of Mistral Small 3.")
+    parser.add_argument("--check", action="store_true", help="compare with the stored file instead of writing")
+    parser.add_argument("--wheel", type=Path, help=f"the wheel of {PACKAGE} {VERSION}, instead of the installed package")
+    arguments = parser.parse_args()
+    found = ranks(source(arguments.wheel))
+    if arguments.check:
+        # What is unpacked is compared, because versions of zlib compress differently.
+        same = gzip.decompress(TARGET.read_bytes()) == found
+        print("the file is up to date" if same else "the file differs")
+        return 0 if same else 1
+    packed = gzip.compress(found, compresslevel=9, mtime=0)
+    TARGET.parent.mkdir(exist_ok=True)
+    TARGET.write_bytes(packed)
+    print(f"{len(packed):>8} bytes  {TARGET.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

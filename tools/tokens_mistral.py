@@ -1,0 +1,191 @@
+#!/usr/bin/env python3
+"""Rebuild (or check) tests/fixtures/tokens_mistral.json: ids of prompts in the format of FLUX.2 [dev].
+
+A `tokenizer.json` is built from models/mistral/ranks.gz as the converter of transformers builds
+the published one, merges and all, and the library `tokenizers` encodes with it. kiln's own
+encoder reads neither. Needs tokenizers of tools/requirements.txt and nothing else.
+
+    python tools/tokens_mistral.py                    # write the fixture
+    python tools/tokens_mistral.py --check            # recompute and compare, exit 1 on mismatch
+    python tools/tokens_mistral.py --json FILE        # write that tokenizer.json, 17 MB
+
+tests/fixtures/tokens_mistral.json:
+    versions    of the packages
+    cases       prompt, its ids without padding and without those of the template; of a long one
+                `piece` and `times`, their number and the FNV-1a 64 of all as little-endian uint32
+"""
+
+import argparse
+import gzip
+import json
+import random
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from mistral_ranks import ROOT, TARGET, fnv1a
+from tokenizers import Tokenizer
+
+FIXTURE = ROOT / "tests" / "fixtures" / "tokens_mistral.json"
+
+NAMED = (
+    "<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] [TOOL_CALLS] [IMG] "
+    "<pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]"
+).split()
+SPECIAL = NAMED + [f"<SPECIAL_{number}>" for number in range(len(NAMED), 1000)]
+PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SYSTEM = (
+    "You are an AI that reasons about image descriptions. You give structured responses focusing on object relationships, "
+    "object\nattribution and actions without speculation."
+)
+
+PROMPTS = [
+    # Every special token with a name, alone and between words, and some of the others.
+    *NAMED,
+    "".join(NAMED),
+    " ".join(reversed(NAMED)),
+    "<SPECIAL_20><SPECIAL_999> <SPECIAL_99>",
+    # Almost a token.
+    "<SPECIAL_19><SPECIAL_1000><SPECIAL_020><SPECIAL_+20><SPECIAL_><special_20><SPECIAL_ 20>",
+    "[inst] [ INST] [INST [[INST]] <<s>> <s [/INST/] [[/INST] [IM[IMG]G] [IMG[IMG]] [IMG_[IMG]END]",
+    "<\u200bs> \uff1cs\uff1e <s>\u0301 [",
+    # What the split pattern is about.
+    "\n",
+    "\n\n\n",
+    " ",
+    "  \n  \n",
+    " \r\n\t x",
+    "it's IT'S I'Ll they'VE 'd' \u017ft '\u017f \u2019s",
+    "1234567890 \u0661\u0662\u0663 \u2460\u2461\u2462\u2463 \u00bd 12\u00b2",
+    "e\u0301 \u00e9 \u1100\u1161\u11a8 \u212b \ufb01",
+    "\u0301\u0302 a\u0328\u0301",
+    "\0\x01\x1b[2J\x7f\u0085",
+    "\u202eabc\u202c \u2028\u2029 \ufeff\u00a0\u3000",
+    "\U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea \u2764\ufe0f",
+    "\U000e0041\U0010ffff\ufffd\ue000",
+    "\u0646\u0645\u0627 \u05e9\u05dc\u05d5\u05dd \u0e2a\u0e27\u0e31\u0e2a\u0e14\u0e35 \u0928\u092e\u0938\u094d\u0924\u0947",
+    "path.\n/next, camelCaseWords HTTPServer",
+    # Runs, where pairs that make the same token overlap.
+    *[piece * 61 for piece in ("a", "-", "=", "ab", "xx.", "\u3042", " ", "\t", "\u0e2d", "ha", "\u200b")],
+]
+
+# Each is repeated until it has 32,768 bytes, the most a prompt may have.
+LONG = [
+    "a", " ", "7", "\u0301", "<s>", "[INST", "[", "\U0001f980", "\u4e2d", "x ", "\r\n", " \n", "'s", "\0", "a.", "-",
+    "The quick brown fox jumps over 13 lazy dogs. ", "    x", "e\u0301", "abcdefghijklmnopqrstuvwxyz",
+]  # fmt: skip
+
+# Drawn from with a fixed seed: text of all scripts, and runs of what repeats.
+PIECES = [
+    "fox", " the", "Snow", "7", "42", "'s", "<s>", "[INST]", "[/", "<SPECIAL_", "]", ">", "\n", "\r\n", " ", "   ", "\t", ".", "--",
+    "\u0301", "\u200d", "\u4e2d\u6587", "\u0928\u094d", "\u0e01\u0e34", "\u0645\u064e", "\uac00", "\U0001f980", "aaaa", "\u00df",
+]  # fmt: skip
+RANDOM = 300
+
+
+def tokens():
+    data, at = gzip.decompress(TARGET.read_bytes()), 0
+    found = []
+    while at < len(data):
+        found.append(data[at + 1 : at + 1 + data[at]])
+        at += 1 + data[at]
+    return found
+
+
+def tokenizer_json():
+    """The published tokenizer.json, rebuilt."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+    ranks = {token: rank for rank, token in enumerate(tokens())}
+
+    def text(token):
+        return "".join(letters[byte] for byte in token)
+
+    merges = []
+    for token in ranks:
+        cuts = [(token[:at], token[at:]) for at in range(1, len(token))]
+        cuts = [(left, right) for left, right in cuts if left in ranks and right in ranks]
+        merges += sorted(cuts, key=lambda cut: (ranks[cut[0]], ranks[cut[1]]))
+    vocab = {name: number for number, name in enumerate(SPECIAL)}
+    vocab |= {text(token): len(SPECIAL) + rank for token, rank in ranks.items()}
+    settings = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+    byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
+    split = dict(type="Split", pattern=dict(Regex=PATTERN), behavior="Isolated", invert=False)
+    return dict(
+        version="1.0",
+        truncation=None,
+        padding=None,
+        added_tokens=[dict(id=number, content=name, **settings) for number, name in enumerate(SPECIAL)],
+        normalizer=None,
+        pre_tokenizer=dict(type="Sequence", pretokenizers=[split, byte_level]),
+        post_processor=None,
+        decoder=dict(byte_level, add_prefix_space=True, use_regex=True),
+        model=dict(
+            type="BPE", dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None, fuse_unk=False,
+            byte_fallback=False, ignore_merges=True, vocab=vocab, merges=[[text(left), text(right)] for left, right in merges],
+        ),
+    )  # fmt: skip
+
+
+def drawn():
+    source = random.Random(1)
+    for _ in range(RANDOM):
+        text = ""
+        for _ in range(source.randrange(1, 16)):
+            kind = source.randrange(4)
+            if kind == 0:
+                text += source.choice(PIECES) * source.choice([1, 1, 1, 2, 7])
+            elif kind == 1:
+                text += chr(source.randrange(0x20, 0x250))
+            else:
+                code = source.randrange(0x3000 if kind == 2 else 0x110000)
+                text += chr(code) if not 0xD800 <= code < 0xE000 else "?"
+        yield text
+
+
+def compute():
+    tokenizer = Tokenizer.from_str(json.dumps(tokenizer_json()))
+
+    def ids(prompt):
+        text = f"<s>[SYSTEM_PROMPT]{SYSTEM}[/SYSTEM_PROMPT][INST]{prompt.replace('[IMG]', '')}[/INST]"
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    head = ids("")[:-1]
+    cases = []
+    for prompt in [*PROMPTS, *drawn()]:
+        found = ids(prompt)
+        assert found[: len(head)] == head and found[-1] == 4, prompt
+        cases.append(dict(prompt=prompt, ids=found[len(head) : -1]))
+    for piece in LONG:
+        times = 32768 // len(piece.encode())
+        found = ids(piece * times)
+        digest = fnv1a(b"".join(i.to_bytes(4, "little") for i in found))
+        cases.append(dict(piece=piece, times=times, count=len(found), fnv=f"{digest:016x}"))
+    return dict(versions=dict(tokenizers=version("tokenizers")), cases=cases)
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Rebuild or check the recorded token ids of FLUX.2 [dev].")
+    parser.add_argument("--check", action="store_true", help="compare with the stored fixture instead of writing")
+    parser.add_argument("--json", type=Path, help="write the tokenizer.json to this file instead")
+    arguments = parser.parse_args()
+    if arguments.json:
+        arguments.json.write_text(json.dumps(tokenizer_json(), indent=2, ensure_ascii=False))
+        return 0
+    found = compute()
+    lines = [json.dumps(case) for case in found.pop("cases")]
+    text = json.dumps(found)[:-1] + ', "cases": [\n' + ",\n".join(lines) + "\n]}\n"
+    if not arguments.check:
+        FIXTURE.write_text(text)
+        print(f"{len(text):>8} bytes  {FIXTURE.relative_to(ROOT)}")
+        return 0
+    same = FIXTURE.read_text() == text
+    print("the fixture is up to date" if same else "the fixture differs")
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
