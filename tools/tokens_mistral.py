@@ -79,8 +79,8 @@ LONG = [
 
 # Drawn from with a fixed seed: text of all scripts, and runs of what repeats.
 PIECES = [
-    "fox", " the", "Snow", "7", "42", "'s", "<s>", "[INST]", "[/", "<SPECIAL_", "]", ">", "\n", "\r\n", " ", "   ", "\t", ".", "--",
-    "\u0301", "\u200d", "\u4e2d\u6587", "\u0928\u094d", "\u0e01\u0e34", "\u0645\u064e", "\uac00", "\U0001f980", "aaaa", "\u00df",
+    "fox", " the", "Snow", "7", "42", "'s", "<s>", "[INST]", "[/", "<SPECIAL_", "]", ">", "\n", "\r\n", " ", "   ", "\t", ".",
+    "--", "\u0301", "\u200d", "\u4e2d\u6587", "\u0928\u094d", "\u0e01\u0e34", "\u0645\u064e", "\uac00", "\U0001f980", "aaaa", "\u00df",
 ]  # fmt: skip
 RANDOM = 300
 

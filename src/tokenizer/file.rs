@@ -17,8 +17,8 @@ use tokenizers::pre_tokenizers::sequence::Sequence;
 use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
 use tokenizers::{AddedToken, PreTokenizerWrapper, SplitDelimiterBehavior, Tokenizer};
 
-/// Limit on the tokens of a vocabulary, and on its merges. Qwen3 has 151,643 tokens and Mistral 269,443 merges; the largest in use
-/// have twice that.
+/// Limit on the tokens of a vocabulary, and on its merges. Qwen3 has 151,643 tokens and Mistral 269,443 merges; the largest in
+/// use have twice that.
 pub const MAX_TOKENS: usize = 1 << 19;
 
 /// Limit on added tokens. Qwen3 has 26, Mistral 1000.

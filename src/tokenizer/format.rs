@@ -15,7 +15,7 @@ pub struct PromptFormat {
     pub removed: Option<&'static str>,
     /// The padding token.
     pub pad: &'static str,
-    /// The tokens by which a vocabulary of the family is recognised; it has all of them.
+    /// The special tokens by which a vocabulary of the family is recognised; it has all of them.
     pub marks: &'static [&'static str],
 }
 
@@ -30,8 +30,8 @@ impl PromptFormat {
         marks: &["<|endoftext|>"],
     };
 
-    /// Mistral Small 3, of FLUX.2 [dev]. The system text has exactly one newline, after its second `object`. The place of an image
-    /// is removed from prompts, because the text encoder is given none.
+    /// Mistral Small 3, of FLUX.2 [dev]. The system text has exactly one newline, after its second `object`. The place of an
+    /// image is removed from prompts, because the text encoder is given none.
     pub const MISTRAL: Self = Self {
         family: "Mistral Small 3",
         before: "<s>[SYSTEM_PROMPT]You are an AI that reasons about image descriptions. You give structured responses focusing \
@@ -39,7 +39,7 @@ impl PromptFormat {
         after: "[/INST]",
         removed: Some("[IMG]"),
         pad: "<pad>",
-        marks: &["[SYSTEM_PROMPT]", "<pad>"],
+        marks: &["<s>", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]", "<pad>"],
     };
 
     /// The formats of all families.

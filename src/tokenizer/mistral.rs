@@ -1,5 +1,5 @@
-//! The vocabulary of Mistral Small 3, the text encoder of FLUX.2 [dev]: special tokens, the list of ranks that is built in, and the
-//! comparison of a model's own files with it.
+//! The vocabulary of Mistral Small 3, the text encoder of FLUX.2 [dev]: special tokens, the list of ranks that is built in, and
+//! the comparison of a model's own files with it.
 //!
 //! Files of FLUX.2 [dev] come with a `tokenizer.json` or, as ComfyUI has them, with Mistral's own JSON as a tensor. Both describe
 //! the same vocabulary, and disagree about how text is split into words; the former is what the image model was trained with. So
@@ -128,8 +128,8 @@ fn other_vocabulary(origin: &Path, id: usize, name: &str, ours: &str) -> Error {
     Error::bad_file(origin, "not the vocabulary of Mistral Small 3", detail).with_hint(HINT)
 }
 
-/// The letters that stand for the bytes in a `tokenizer.json`, as GPT-2 has them: the printable ones of Latin-1 are themselves, the
-/// others follow from U+0100 on.
+/// The letters that stand for the bytes in a `tokenizer.json`, as GPT-2 has them: the printable ones of Latin-1 are themselves,
+/// the others follow from U+0100 on.
 pub fn letters() -> [char; 256] {
     let mut next = '\u{100}'..;
     std::array::from_fn(|byte| match byte as u8 {
@@ -160,8 +160,8 @@ struct TekkenToken<'a> {
     token_bytes: Cow<'a, str>,
 }
 
-/// The list of ranks in a `tekken.json`, which is not trusted: only ranks in order are accepted, and the list is no longer than the
-/// file.
+/// The list of ranks in a `tekken.json`, which is not trusted: only ranks in order are accepted, and the list is no longer than
+/// the file.
 pub fn tekken_ranks(json: &[u8]) -> tokenizers::Result<Vec<u8>> {
     let Tekken { config, vocab } = serde_json::from_slice(json)?;
     let specials = config.default_num_special_tokens;
@@ -239,8 +239,13 @@ mod tests {
 
     const FOX: &str = "A photorealistic photo of a red fox standing on a mossy rock in a misty forest at dawn, volumetric light, \
         85mm lens";
-    const MIST: &str = "a photo of a forest with mist swirling around the tree trunks. The word 'FLUX.2' is painted over it in big, \
-        red brush strokes with visible texture";
+    const MIST: &str = "a photo of a forest with mist swirling around the tree trunks. The word 'FLUX.2' is painted over it in \
+        big, red brush strokes with visible texture";
+
+    const CRAB: &str = "Realistic macro photograph of a hermit crab using a soda can as its shell, partially emerging from the can, \
+        captured with sharp detail and natural colors, on a sunlit beach with soft shadows and a shallow depth of field, with \
+        blurred ocean waves in the background. The can has the text `BFL Diffusers` on it and it has a color gradient that start \
+        with #FF5733 at the top and transitions to #33FF57 at the bottom.";
 
     /// The bytes as the only tokens but for the special ones.
     fn bytes_only() -> Vec<u8> {
@@ -316,6 +321,7 @@ mod tests {
             ("a cat", 35, 0x98EF_E976_89AC_390B),
             (FOX, 64, 0xA6CE_45CF_11E1_39AD),
             (MIST, 69, 0x61E3_21D7_8B4D_7BBC),
+            (CRAB, 132, 0xC602_D525_9A44_93E8),
         ] {
             let ids = real_ids(&TOKENIZER, prompt);
             assert_eq!((ids.len(), fnv1a(&ids)), (count, hash), "{prompt:?}");
@@ -495,6 +501,14 @@ mod tests {
             assert_eq!(tokenizer.format(), &PromptFormat::MISTRAL);
             assert_eq!(real_ids(&tokenizer, "a red fox in the snow"), want);
         }
+        // A special token of the template that is an ordinary one here would not be found in a text.
+        let mut file = tokenizer_json(&list);
+        file["added_tokens"][3]["content"] = "<pad2>".into();
+        file["added_tokens"][3]["id"] = 1259.into();
+        let error = Tokenizer::from_json(file.to_string().as_bytes(), Path::new("t.json")).unwrap_err();
+        assert!(
+            error.to_string().starts_with("not a known tokenizer (t.json): it adds neither `<|endoftext|>` of Qwen3 nor `<s>`")
+        );
     }
 
     #[test]
