@@ -153,19 +153,19 @@ fn instructions(listing: &str) -> BTreeMap<&str, Vec<&str>> {
     kernels.map(|(kernel, codes)| (kernel, codes.into_iter().map(|(_, code)| code).collect())).collect()
 }
 
-/// The shortest loop that has all instructions of a kernel that begin with `mma`: from where a branch goes back to, up to the
-/// branch.
+/// The shortest loop around an instruction that begins with `mma`, from where a branch goes back to up to the branch. Of several, the one that
+/// has most of them: terms of low rank are added by a loop of their own.
 fn loop_around<'a>(codes: &[(u64, &'a str)], mma: &str) -> Vec<&'a str> {
-    let mut mmas = codes.iter().filter(|(_, code)| code.starts_with(mma)).map(|(address, _)| *address);
-    let first = mmas.next().unwrap_or_else(|| panic!("there is no {mma}"));
-    let last = mmas.next_back().unwrap_or(first);
-    let branch = |&(from, code): &(u64, &str)| {
+    let loops = codes.iter().filter_map(|&(from, code)| {
         let to = code.strip_prefix("BRA")?.rsplit_once("0x").and_then(|(_, to)| u64::from_str_radix(to.trim_end(), 16).ok())?;
-        (to <= first && last < from).then_some(to..=from)
-    };
-    let shortest = codes.iter().filter_map(branch).min_by_key(|range| range.end() - range.start());
-    let shortest = shortest.unwrap_or_else(|| panic!("{mma} is in no loop"));
-    codes.iter().filter(|(address, _)| shortest.contains(address)).map(|(_, code)| *code).collect()
+        (to <= from).then_some(to..=from)
+    });
+    let loops: Vec<_> = loops.collect();
+    let mmas: Vec<u64> = codes.iter().filter(|(_, code)| code.starts_with(mma)).map(|(address, _)| *address).collect();
+    let around = |at: &u64| loops.iter().filter(|range| range.contains(at)).min_by_key(|range| range.end() - range.start());
+    let most = mmas.iter().filter_map(around).max_by_key(|range| mmas.iter().filter(|at| range.contains(at)).count());
+    let most = most.unwrap_or_else(|| panic!("{mma} is in no loop"));
+    codes.iter().filter(|(address, _)| most.contains(address)).map(|(_, code)| *code).collect()
 }
 
 /// The opcodes of each kernel, such as `HGMMA`.
@@ -312,6 +312,8 @@ fn a_loop_is_found_in_a_listing() {
     assert_eq!((found.len(), found[0], found[5]), (6, codes[1].1, codes[6].1));
     assert_eq!(loop_around(&codes, "LDSM"), found);
     assert_eq!(loop_around(&codes, "MOV").len(), 8);
+    let two = [(0x00, "HMMA 1"), (0x10, "BRA 0x0"), (0x20, "HMMA 2"), (0x30, "HMMA 3"), (0x40, "BRA 0x20"), (0x50, "BRA 0x0")];
+    assert_eq!(loop_around(&two, "HMMA"), ["HMMA 2", "HMMA 3", "BRA 0x20"]);
 }
 
 #[test]
