@@ -362,9 +362,10 @@ impl Error {
             | Self::BadFile { hint, .. }
             | Self::Mismatch { hint, .. } => hint.clone(),
             Self::ImageSize { nearest: (width, height), .. } => Some(Remedy::LegalSize { width: *width, height: *height }),
-            Self::TensorMissing { .. } | Self::TensorShape { .. } | Self::TensorUnknown { .. } => {
-                Some("this file is incomplete or belongs to another model; kiln runs FLUX.2 [klein] 4B and 9B".into())
-            }
+            Self::TensorMissing { .. } | Self::TensorShape { .. } | Self::TensorUnknown { .. } => Some(
+                "this file is incomplete or belongs to another model; kiln runs FLUX.2 [klein] 4B and 9B, and FLUX.2 [dev]"
+                    .into(),
+            ),
             Self::Quantised { .. } => Some("use the BF16, FP8 or NVFP4 checkpoint of the same model".into()),
             Self::TooManyTokens { .. } => Some(Remedy::SmallerImage),
             Self::Memory { .. } => Some(Remedy::SaveMemory),

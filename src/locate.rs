@@ -29,13 +29,20 @@ pub const TINY: &str = "tiny";
 const TINY_SIDE: usize = 256;
 
 /// Repositories that are searched for in the cache if no model is named, in order of preference.
-pub const KNOWN_REPOSITORIES: [&str; 5] = [
+pub const KNOWN_REPOSITORIES: [&str; 6] = [
     "black-forest-labs/FLUX.2-klein-4B",
     "black-forest-labs/FLUX.2-klein-9B",
     "black-forest-labs/FLUX.2-klein-base-4B",
     "black-forest-labs/FLUX.2-klein-base-9B",
     "black-forest-labs/FLUX.2-klein-9b-kv",
+    "black-forest-labs/FLUX.2-dev",
 ];
+
+/// What the names of single files begin with: transformers of klein and of \[dev\], and the text encoders of each.
+const KLEIN_FILES: [&str; 2] = ["flux-2-klein", "flux2-klein"];
+const DEV_FILES: [&str; 3] = ["flux-2-dev", "flux2-dev", "flux2_dev"];
+const KLEIN_ENCODERS: &[&str] = &["qwen"];
+const DEV_ENCODERS: &[&str] = &["mistral"];
 
 /// Which model to locate.
 #[derive(Clone, Debug, Default)]
@@ -257,24 +264,20 @@ impl Folder {
 
     /// Reads a folder in the diffusers layout, ComfyUI's folder of models, or a folder that holds single files.
     fn read(path: &Path, origin: &str) -> Self {
-        let part = |diffusers: &str, comfy: &str, stems: &[&str]| {
-            // ComfyUI's folders hold files of many models, so files are selected by name. Both layouts have a folder `vae`.
-            let single = single_file(&path.join(comfy), stems);
-            single.or_else(|| folder_of_weights(&path.join(diffusers))).or_else(|| single_file(path, stems))
-        };
+        let part = |diffusers: &str, comfy: &str, stems: &[&str]| part_in(path, diffusers, comfy, stems);
         // A settings file is not skipped if it is not a regular file, because reading it then reports the problem.
         let settings = |name: &str| Some(path.join(name)).filter(|file| files::is_there(file));
         // The same holds if the folder is a dangling link, or not a folder.
         let unusable = || settings("tokenizer").filter(|folder| !folder.is_dir()).map(|folder| folder.join("tokenizer.json"));
-        let transformer = part("transformer", "diffusion_models", &["flux-2-klein", "flux2-klein"]);
+        let transformer = part("transformer", "diffusion_models", &[&KLEIN_FILES[..], &DEV_FILES].concat());
         // The index describes the diffusers folder, not a single file next to it.
         let index = settings("model_index.json").filter(|_| matches!(&transformer, Sought::At(path) if path.is_dir()));
         Self {
             path: Some(path.into()),
             origin: origin.into(),
             parts: PerPart {
+                text_encoder: text_encoder_in(path, &transformer),
                 transformer,
-                text_encoder: part("text_encoder", "text_encoders", &["qwen"]),
                 vae: part("vae", "vae", &["ae", "flux2-vae", "full_encoder_small_decoder"]),
             },
             // A tokenizer that exists is used even if it cannot be read: another one would silently change the images.
@@ -291,12 +294,38 @@ impl Folder {
                 self.parts[part] = Sought::At(path.clone());
             }
         }
+        // A folder may have text encoders of several models.
+        if let (Some(folder), Some(_), None) = (&self.path, &request.parts.transformer, &request.parts.text_encoder) {
+            self.parts.text_encoder = text_encoder_in(folder, &self.parts.transformer);
+        }
     }
 
     /// What is wrong with the parts and the remedy, if not all of them were found.
     fn faults(&self) -> Option<(String, Remedy)> {
         describe_faults(&self.parts, self.path.as_deref())
     }
+}
+
+/// The weights of a part in a folder of models.
+fn part_in(folder: &Path, diffusers: &str, comfy: &str, stems: &[&str]) -> Sought {
+    // ComfyUI's folders hold files of many models, so files are selected by name. Both layouts have a folder `vae`.
+    let single = single_file(&folder.join(comfy), stems);
+    single.or_else(|| folder_of_weights(&folder.join(diffusers))).or_else(|| single_file(folder, stems))
+}
+
+/// The text encoder in a folder of models that a transformer needs, as far as the name of that tells.
+fn text_encoder_in(folder: &Path, transformer: &Sought) -> Sought {
+    let name = transformer.path().and_then(|path| Some(path.file_name()?.to_str()?.to_ascii_lowercase())).unwrap_or_default();
+    let begins = |stems: &[&str]| stems.iter().any(|stem| name.starts_with(stem));
+    let both = [KLEIN_ENCODERS, DEV_ENCODERS].concat();
+    let stems = if begins(&DEV_FILES) {
+        DEV_ENCODERS
+    } else if begins(&KLEIN_FILES) {
+        KLEIN_ENCODERS
+    } else {
+        &both
+    };
+    part_in(folder, "text_encoder", "text_encoders", stems)
 }
 
 fn no_model(path: &Path, what: &str, hint: Option<Remedy>) -> Error {

@@ -353,7 +353,10 @@ mod tests {
         assert_eq!((key.pieces, key.holds, key.layout), (3, vec![(1, Rows::All)], Some(Layout::Diffusers)));
         for prefix in ["language_model.model", "model.language_model", "text_encoders.mistral3_24b.transformer.model", "model"] {
             let value = weight(Part::TextEncoder, &format!("{prefix}.layers.3.self_attn.v_proj.weight"));
-            assert_eq!((value.canonical.as_str(), value.holds), ("model.layers.3.self_attn.qkv_proj.weight", vec![(2, Rows::All)]));
+            assert_eq!(
+                (value.canonical.as_str(), value.holds),
+                ("model.layers.3.self_attn.qkv_proj.weight", vec![(2, Rows::All)])
+            );
             let scale = resolve(Part::TextEncoder, &format!("{prefix}.layers.3.mlp.up_proj.weight_scale"));
             assert_eq!(scale, Place::Quantisation(format!("{prefix}.layers.3.mlp.up_proj"), Beside::WeightScale));
             assert_eq!(text_layer(&format!("{prefix}.layers.31.mlp.up_proj.weight")), Some(31));

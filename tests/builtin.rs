@@ -14,6 +14,7 @@ use kiln::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel, ReferenceInput}
 use kiln::progress::Silent;
 use kiln::sequence::{Grid, PATCH, Pixels};
 use kiln::tensor::Precision;
+use kiln::tokenizer::Padding;
 use sandbox::Sandbox;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -82,6 +83,8 @@ impl Case {
             prompt: self.prompt.clone(),
             size: Pixels::new(self.width, self.height).unwrap(),
             steps: self.steps,
+            sigmas: None,
+            padding: Padding::Right,
             negative: String::new(),
             references: self.reference.iter().map(Disc::reference).collect(),
             guidance: model.conventions.guidance(model.variant),

@@ -24,8 +24,11 @@ const BASES: [Base; 6] = [
 ];
 
 /// Text encoders by their width.
-const TEXT_ENCODERS: [(usize, &str); 2] =
-    [(2560, "Qwen3-4B, the text encoder of FLUX.2 [klein] 4B"), (4096, "Qwen3-8B, the text encoder of FLUX.2 [klein] 9B")];
+const TEXT_ENCODERS: [(usize, &str); 3] = [
+    (2560, "Qwen3-4B, the text encoder of FLUX.2 [klein] 4B"),
+    (4096, "Qwen3-8B, the text encoder of FLUX.2 [klein] 9B"),
+    (5120, "Mistral Small 3, the text encoder of FLUX.2 [dev]"),
+];
 
 /// What blocks are called, with underscores; a name that ends with another stands before it. A converter cut off the beginning of
 /// `transformer_blocks`.

@@ -27,8 +27,8 @@ pub use shell::{CompletionsArgs, ManArgs};
 pub use tiny::TinyArgs;
 pub use trace::TraceArgs;
 pub use values::{
-    BackendArg, DTypeArg, FormatArg, ImageFormatArg, KleinArg, LayoutArg, LoraModeArg, NoiseArg, Nvfp4LayoutArg, PaddingArg, PartArg,
-    PrecisionArg, VariantArg, WeightLayoutArg,
+    BackendArg, DTypeArg, FormatArg, ImageFormatArg, KleinArg, LayoutArg, LoraModeArg, NoiseArg, Nvfp4LayoutArg, PaddingArg,
+    PartArg, PrecisionArg, VariantArg, WeightLayoutArg,
 };
 
 use crate::error::{Error, Result};

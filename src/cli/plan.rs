@@ -159,20 +159,20 @@ struct PlannedModel {
 enum Source {
     /// The headers of its files.
     Files(Box<OpenModel>),
-    /// The configuration of klein as it was published; no files are needed. Adapters are checked against it.
-    Klein(Box<Configs>, Adapters),
+    /// The configuration of a model as it was published; no files are needed. Adapters are checked against it.
+    Published(Box<Configs>, Adapters),
 }
 
 impl PlannedModel {
-    /// Opens the files of the model that was named; without one, takes klein as it was published. `--klein` overrides a model that
-    /// only the environment names.
+    /// Opens the files of the model that was named; without one, takes one as it was published. `--klein` and `--dev` override a model
+    /// that only the environment names.
     fn new(args: &PlanArgs, environment: Environment) -> Result<Self> {
         let m = &args.model;
         let adapters = AdapterFiles::locate(&args.lora, &environment)?;
         let parts = [&m.transformer, &m.text_encoder, &m.vae, &m.tokenizer];
         let named = m.is_named(&environment) || parts.iter().any(|part| part.is_some());
         let variant = m.variant.map(Variant::from);
-        if named && args.klein.is_none() {
+        if named && args.klein.is_none() && !args.dev {
             let found: Found = locate(&m.request(environment))?;
             let mut model = OpenModel::open(&found, variant)?;
             model.adapters = adapters.open(|| model.places())?;
@@ -184,18 +184,19 @@ impl PlannedModel {
                 source: Source::Files(Box::new(model)),
             });
         }
-        let configs = match args.klein.unwrap_or(KleinArg::FourB) {
-            KleinArg::FourB => Configs::klein_4b(),
-            KleinArg::NineB => Configs::klein_9b(),
+        let (configs, usual) = match args.klein.unwrap_or(KleinArg::FourB) {
+            _ if args.dev => (Configs::dev(), Variant::Dev),
+            KleinArg::FourB => (Configs::klein_4b(), Variant::Distilled),
+            KleinArg::NineB => (Configs::klein_9b(), Variant::Distilled),
         };
-        let variant = variant.unwrap_or(Variant::Distilled);
+        let variant = variant.unwrap_or(usual);
         let adapters = adapters.open(|| configs.places())?;
         Ok(Self {
             name: display_name(&configs.transformer, variant),
             variant,
             conventions: Conventions::klein(),
             warnings: Vec::new(),
-            source: Source::Klein(Box::new(configs), adapters),
+            source: Source::Published(Box::new(configs), adapters),
         })
     }
 
@@ -203,7 +204,7 @@ impl PlannedModel {
     fn adapters(&self) -> &Adapters {
         match &self.source {
             Source::Files(model) => &model.adapters,
-            Source::Klein(_, adapters) => adapters,
+            Source::Published(_, adapters) => adapters,
         }
     }
 
@@ -226,7 +227,7 @@ impl PlannedModel {
         let (gemms, time) = (gemm_formats(gpu.capability), gpu.predictor.as_ref().map(Predictor::op_time));
         match &self.source {
             Source::Files(model) => model.estimate_timed(options, gemms, job, time),
-            Source::Klein(configs, adapters) => estimate_timed((configs, adapters), self.variant, options, gemms, job, time),
+            Source::Published(configs, adapters) => estimate_timed((configs, adapters), self.variant, options, gemms, job, time),
         }
     }
 }

@@ -39,7 +39,8 @@ impl TransformerConfig {
             "single_stream_modulation.lin.weight",
         ];
         let foreign = |detail: String| {
-            Error::bad_file(weights.path(), "not a FLUX.2 transformer", detail).with_hint("kiln runs FLUX.2 [klein] 4B and 9B, and FLUX.2 [dev]")
+            Error::bad_file(weights.path(), "not a FLUX.2 transformer", detail)
+                .with_hint("kiln runs FLUX.2 [klein] 4B and 9B, and FLUX.2 [dev]")
         };
         // Modulations that are shared by all blocks distinguish FLUX.2 from FLUX.1, where each block has its own.
         if modulations.iter().all(|name| weights.shape(name).is_none()) {

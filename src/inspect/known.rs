@@ -54,6 +54,7 @@ enum Content {
 enum Size {
     Klein4b,
     Klein9b,
+    Dev,
 }
 
 const fn known(name: &'static str, part: Part, content: Content) -> KnownFile {
@@ -79,12 +80,13 @@ impl KnownFile {
 }
 
 /// The published files. Sizes are those that their repositories state; the fingerprints and the SHA-256 come from
-/// LatentSlate-Engine (`EnviralDesign/LatentSlate-Engine` at d502d5da), which had the files.
-pub static KNOWN: [KnownFile; 24] = {
+/// LatentSlate-Engine (`EnviralDesign/LatentSlate-Engine` at d502d5da), which had the files. The SHA-256 of files for \[dev\] are those that their
+/// repositories state.
+pub static KNOWN: [KnownFile; 30] = {
     use Content::{Encoder, Inferred, NotKnown, Plain, Quantised, Vae};
     use Layout::{Bfl, Diffusers};
     use QuantisedFormat::{Fp8, Nvfp4};
-    use Size::{Klein4b, Klein9b};
+    use Size::{Dev, Klein4b, Klein9b};
     use Variant::{Base, Distilled};
     [
         transformer("flux-2-klein-4b or flux-2-klein-base-4b in bf16", 7_751_105_712, Plain(Klein4b, Bfl))
@@ -110,6 +112,15 @@ pub static KNOWN: [KnownFile; 24] = {
             .with_fingerprint("a222d48e4d796bfdb027b0c8e0eb3c8dc655d0901dbe9a7fdab41b434fb036f8")
             .with_sha256("5c72214496dd278f721a112e1bd1585fffed487bc0831c894bcbf30d12e9ee48"),
         transformer("flux-2-klein-base-9b-nvfp4", 5_809_193_808, Inferred(Klein9b, Base, Nvfp4)),
+        transformer("flux2-dev in bf16", 64_446_596_128, Plain(Dev, Bfl)),
+        known("FLUX.2-dev as diffusers stores it", Part::Transformer, Plain(Dev, Diffusers)),
+        transformer("flux2_dev_fp8mixed", 35_455_599_592, Inferred(Dev, Variant::Dev, Fp8))
+            .with_sha256("863a82e4ff950a42a6b0e80bea824828f129eb1a8fbbdbd9e8cb29859127b486"),
+        transformer("flux2-dev-nvfp4", 21_035_602_376, Inferred(Dev, Variant::Dev, Nvfp4)),
+        encoder("mistral_3_small_flux2_fp8", 18_034_640_095, NotKnown)
+            .with_sha256("e3467b7d912a234fb929cdf215dc08efdb011810b44bc21081c4234cc75b370e"),
+        encoder("mistral_3_small_flux2_fp4_mixed", 12_275_678_071, NotKnown)
+            .with_sha256("1ee1ff334d78228d73049ef0ee4fcd21c1700536b5a45c06547af057f92463a7"),
         encoder("Qwen3-4B in bf16", 8_044_982_048, Encoder(Klein4b, false)),
         encoder("Qwen3-8B in bf16", 16_381_517_176, Encoder(Klein9b, true)),
         encoder("qwen_3_8b_fp8mixed", 8_664_848_742, NotKnown)
@@ -170,6 +181,7 @@ impl Size {
         match self {
             Self::Klein4b => TransformerConfig::klein_4b(),
             Self::Klein9b => TransformerConfig::klein_9b(),
+            Self::Dev => TransformerConfig::dev(),
         }
     }
 
@@ -177,6 +189,7 @@ impl Size {
         match self {
             Self::Klein4b => TextConfig::klein_4b(),
             Self::Klein9b => TextConfig::klein_9b(),
+            Self::Dev => TextConfig::dev(),
         }
     }
 }
@@ -320,7 +333,7 @@ mod tests {
             }
         }
         let published = KNOWN.iter().filter(|file| file.fingerprint.is_some()).count();
-        assert_eq!((published, KNOWN.iter().filter(|file| file.sha256.is_some()).count()), (5, 6));
+        assert_eq!((published, KNOWN.iter().filter(|file| file.sha256.is_some()).count()), (5, 9));
     }
 
     /// No two entries of a part are alike, so that the first match is the only one.

@@ -96,7 +96,8 @@ impl TextEncoder {
             let rows = ids.len();
             let table = ws.alloc(rows, HEAD_DIM, DType::F32)?;
             let values = self.rope.get_or_init(|| rope_table_1d(c.max_tokens, HEAD_DIM, c.rope_theta));
-            let too_long = || Error::Op { op: "text encoder", what: format!("{all} tokens, the longest prompt has {}", c.max_tokens) };
+            let too_long =
+                || Error::Op { op: "text encoder", what: format!("{all} tokens, the longest prompt has {}", c.max_tokens) };
             be.write(table, values.get(..rows * HEAD_DIM).ok_or_else(too_long)?)?;
             let rope = Rope { table, style: RopeStyle::HalfSplit };
 

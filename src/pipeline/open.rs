@@ -3,7 +3,8 @@
 use crate::adapter::{Adapters, Places};
 use crate::checkpoint::{ReadAhead, Weights};
 use crate::config::{
-    ConfigFile, Conventions, TextConfig, TextFamily, TransformerConfig, VaeConfig, Variant, check_fit, check_scheduler, display_name,
+    ConfigFile, Conventions, TextConfig, TextFamily, TransformerConfig, VaeConfig, Variant, check_fit, check_scheduler,
+    display_name,
 };
 use crate::error::{Error, Result};
 use crate::locate::{Embedded, Found, ModelFiles};

@@ -317,8 +317,7 @@ impl Stages {
         let context = self.text.context.slot(ws, length)?;
         let mut embeds = Vec::new();
         // A record has the embeddings as well.
-        let source = (kept.is_on() && !inputs.job.record)
-            .then(|| Source::Prompt(tokens.clone(), inputs.adapters.clone()));
+        let source = (kept.is_on() && !inputs.job.record).then(|| Source::Prompt(tokens.clone(), inputs.adapters.clone()));
         kept.copy_or(be, source, &[context], |be| {
             scope(be, ws, |be, ws| {
                 let features = ws.alloc(length, self.text_config.features(), self.activations)?;

@@ -28,7 +28,7 @@ const DEV: [usize; 3] = [6144, 8, 48];
 static WIDER: [Wider; 5] = {
     use QuantisedFormat::{Fp8, Nvfp4};
     use Variant::{Base, Distilled, Kv};
-    const ANY: &[Variant] = &[Distilled, Base, Kv];
+    const ANY: &[Variant] = &Variant::ALL;
     [
         Wider { model: KLEIN_4B, variants: &[Base], formats: &[Fp8, Nvfp4], layers: &["double_blocks.0.*_attn.proj"] },
         Wider { model: KLEIN_9B, variants: &[Distilled, Kv], formats: &[Nvfp4], layers: &["double_blocks.0.*_attn.qkv"] },

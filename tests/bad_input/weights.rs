@@ -132,36 +132,36 @@ fn parts_of_different_models() {
 
     let misfit = |detail: &str| format!("text encoder does not fit the transformer: {detail}");
     let no_flux2 = |file: &str, tensor: &str| format!("not a FLUX.2 transformer ({file}.safetensors): it has no `{tensor}`");
-    let runs = "kiln runs FLUX.2 [klein] 4B and 9B";
+    let runs = "kiln runs FLUX.2 [klein] 4B and 9B, and FLUX.2 [dev]";
     let rows = [
         (
             ["4b", "qwen8", "vae"],
             misfit("klein 4B needs Qwen3-4B (hidden 2560), found hidden 4096"),
-            "this looks like the 9B encoder",
+            "this looks like the encoder of klein 9B",
         ),
         (
             ["9b", "qwen4", "vae"],
             misfit("klein 9B needs Qwen3-8B (hidden 4096), found hidden 2560"),
-            "this looks like the 4B encoder",
+            "this looks like the encoder of klein 4B",
         ),
         (
             ["dev", "qwen4", "vae"],
             misfit("it needs features of width 15360, found hidden 2560 x 3"),
-            "this looks like the 4B encoder",
+            "this looks like the encoder of klein 4B",
         ),
         (["flux1", "qwen4", "vae"], no_flux2("flux1", "double_stream_modulation_img.lin.weight"), runs),
         (
             ["4b", "qwen4", "ae"],
             "wrong shape (ae.safetensors): tensor `encoder.conv_out.weight` is [32, 512, 3, 3], this model needs [64, 512, 3, 3]"
                 .into(),
-            "this file is incomplete or belongs to another model; kiln runs FLUX.2 [klein] 4B and 9B",
+            "this file is incomplete or belongs to another model; kiln runs FLUX.2 [klein] 4B and 9B, and FLUX.2 [dev]",
         ),
         // The files of two flags are swapped.
         (["vae", "qwen4", "4b"], no_flux2("vae", "double_stream_modulation_img.linear.weight"), runs),
         (
             ["4b", "vae", "qwen4"],
-            "not a Qwen3 text encoder (vae.safetensors): it has no `model.layers.0.self_attn.q_norm.weight`".into(),
-            "klein 4B needs Qwen3-4B, klein 9B needs Qwen3-8B",
+            "not a text encoder of FLUX.2 (vae.safetensors): it has no `model.layers.0.self_attn.q_norm.weight`".into(),
+            "klein 4B needs Qwen3-4B, klein 9B Qwen3-8B, and [dev] Mistral Small 3",
         ),
         (
             ["4b", "qwen4", "9b"],

@@ -16,7 +16,7 @@ use kiln::progress::Silent;
 use kiln::sequence::{Grid, Pixels};
 use kiln::tensor::{DType, Precision};
 use kiln::tiny;
-use kiln::tokenizer::Tokenizer;
+use kiln::tokenizer::{Padding, Tokenizer};
 use serde_json::Value;
 use std::path::Path;
 use std::sync::Arc;
@@ -118,6 +118,8 @@ fn any_sizes_that_keep_the_rules_are_run() {
         prompt: "a fox".into(),
         size: Pixels::new(conventions.width, conventions.height).unwrap(),
         steps: conventions.steps(model.variant),
+        sigmas: None,
+        padding: Padding::Right,
         negative: String::new(),
         references: vec![ReferenceInput { grid: Grid { width: 4, height: 5 }, pixels: vec![0.5; 4 * 5 * 256 * 3] }],
         guidance: 1.0,
@@ -246,7 +248,7 @@ fn config_files_are_compared_and_read() {
     assert_eq!(text("num_hidden_layers", 36.into()).unwrap().layers, 28);
     assert_eq!(text("rope_theta", 5_000_000.into()).unwrap().rope_theta, 5e6);
     assert_eq!(text("rms_norm_eps", 1e-5.into()).unwrap().eps, 1e-5);
-    assert!(text("model_type", "mistral".into()).unwrap_err().to_string().starts_with("not a Qwen3 text encoder"));
+    assert!(text("model_type", "mistral".into()).unwrap_err().to_string().starts_with("not a text encoder of FLUX.2"));
     refused(text("rope_scaling", serde_json::json!({"rope_type": "yarn"})).unwrap_err(), "rope_scaling");
     refused(text("attention_bias", true.into()).unwrap_err(), "attention_bias");
 
@@ -311,7 +313,7 @@ fn config_files_that_ask_for_another_computation_are_refused() {
     }
     let text = message(&check("text_encoder", "architectures", json(r#"["MistralForCausalLM"]"#)).unwrap_err());
     assert!(
-        text.starts_with("not a Qwen3 text encoder") && text.contains(r#"its configuration says "MistralForCausalLM""#),
+        text.starts_with("not a text encoder of FLUX.2") && text.contains(r#"its configuration says "MistralForCausalLM""#),
         "{text}"
     );
     // A number that overflows f64 is invalid.
@@ -403,11 +405,11 @@ fn other_models_are_not_mistaken_for_this_one() {
     assert_eq!(
         message(&error),
         "not a FLUX.2 transformer (x.safetensors): it has no `double_stream_modulation_img.lin.weight` / \
-         kiln runs FLUX.2 [klein] 4B and 9B"
+         kiln runs FLUX.2 [klein] 4B and 9B, and FLUX.2 [dev]"
     );
     let mistral = [described("model.layers.0.self_attn.q_proj.weight", "BF16", &[128, 128])];
     let error = detect_text(&open(Part::TextEncoder, &mistral), None).unwrap_err();
-    assert!(message(&error).starts_with("not a Qwen3 text encoder"), "{error}");
+    assert!(message(&error).starts_with("not a text encoder of FLUX.2"), "{error}");
     let error = VaeConfig::detect(&open(Part::Vae, &mistral), None).unwrap_err();
     assert!(message(&error).starts_with("unknown architecture"), "{error}");
     // Sizes that would overflow later are refused here.
@@ -427,10 +429,14 @@ fn the_index_of_a_pipeline_tells_the_variant() {
     ] {
         let path = scratch.write("model_index.json", text);
         // `model_index.json` takes precedence over the name.
-        assert_eq!(Variant::detect(Some(&ConfigFile::read(&path).unwrap()), &["klein-base"]).unwrap(), variant, "{text}");
+        assert_eq!(
+            Variant::detect(&TransformerConfig::klein_4b(), Some(&ConfigFile::read(&path).unwrap()), &["klein-base"]).unwrap(),
+            variant,
+            "{text}"
+        );
     }
     let path = scratch.write("model_index.json", r#"{"_class_name":"FluxPipeline"}"#);
-    let error = Variant::detect(Some(&ConfigFile::read(&path).unwrap()), &["klein"]).unwrap_err();
+    let error = Variant::detect(&TransformerConfig::klein_4b(), Some(&ConfigFile::read(&path).unwrap()), &["klein"]).unwrap_err();
     assert!(message(&error).ends_with("`_class_name` is \"FluxPipeline\", needed is a pipeline of FLUX.2"), "{error}");
 }
 

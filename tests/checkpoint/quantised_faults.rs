@@ -298,7 +298,7 @@ fn declarations_that_do_not_fit() {
 
 #[test]
 fn shapes_that_do_not_fit() {
-    let other = "this file is incomplete or belongs to another model; kiln runs FLUX.2 [klein] 4B and 9B";
+    let other = "this file is incomplete or belongs to another model; kiln runs FLUX.2 [klein] 4B and 9B, and FLUX.2 [dev]";
     let weight = |rows: usize, bytes: usize| {
         move |file: &mut Written| {
             *file.tensor(&name("weight")) = ((name("weight"), "U8", vec![rows, bytes]), vec![0; rows * bytes])

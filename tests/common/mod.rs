@@ -2,6 +2,7 @@
 #![allow(dead_code, clippy::print_stdout)] // each test binary uses its own part of this, and some show figures
 
 pub mod adapter_files;
+pub mod dev;
 pub mod fnv;
 pub mod goldens;
 pub mod merging;
@@ -23,7 +24,7 @@ use kiln::progress::Silent;
 use kiln::sequence::Pixels;
 use kiln::tensor::{DType, Precision};
 use kiln::tiny;
-use kiln::tokenizer::Tokenizer;
+use kiln::tokenizer::{Padding, Tokenizer};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -78,6 +79,8 @@ pub fn small_job() -> Job {
         prompt: "x".into(),
         size: Pixels::new(64, 64).unwrap(),
         steps: 1,
+        sigmas: None,
+        padding: Padding::Right,
         negative: String::new(),
         references: Vec::new(),
         guidance: 1.0,

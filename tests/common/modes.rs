@@ -2,16 +2,15 @@
 //! cache of references, the small decoder, the guidance embedding.
 
 pub use super::fnv::fnv1a;
-use super::{Goldens, Make, fixture, relative_l2, run, unit_image};
+use super::{Goldens, Make, fixture, relative_l2, run, small_job, unit_image};
 use kiln::backend::{Backend, StepKey};
 use kiln::config::{Conventions, HEAD_DIM, TransformerConfig, VaeConfig, Variant};
 use kiln::dump::Record;
 use kiln::model::{ContextIn, Loader, ReferenceTokens, StepInput, Transformer};
 use kiln::model::{transformer_manifest, vae_manifest};
 use kiln::names::Layout;
-use kiln::noise::NoiseKind;
 use kiln::part::{Part, PerPart};
-use kiln::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel, ReferenceInput};
+use kiln::pipeline::{Engine, Job, LoadOptions, OpenModel, ReferenceInput};
 use kiln::progress::Silent;
 use kiln::sampler::{Schedule, timestep_embedding};
 use kiln::sequence::{Grid, Pixels, RopeSpec, SequencePlan};
@@ -85,7 +84,7 @@ pub fn hashed(name: &str, index: usize) -> u8 {
 }
 
 /// Image `i`: blocks of 8x8 pixels of one colour each, cropped around its centre to multiples of 16.
-fn reference(i: usize, source: &Source) -> ReferenceInput {
+pub fn reference(i: usize, source: &Source) -> ReferenceInput {
     let (w, h) = (source.width, source.height);
     let pixel = |y: usize, x: usize, c: usize| hashed(&format!("image.{i}"), ((y / 8) * w.div_ceil(8) + x / 8) * 3 + c);
     let all = (0..h).flat_map(|y| (0..w).flat_map(move |x| (0..3).map(move |c| (y, x, c))));
@@ -111,9 +110,8 @@ impl Case {
             references: self.references.iter().map(|&i| reference(i, &images[i])).collect(),
             guidance: self.guidance,
             seeds: vec![self.seed],
-            noise: Noise::Drawn(NoiseKind::TorchCpu),
             record: true,
-            adapters: None,
+            ..small_job()
         }
     }
 

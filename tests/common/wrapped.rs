@@ -13,11 +13,15 @@ use std::sync::atomic::AtomicBool;
 /// Called after op number `usize` with the op and the backend that ran it.
 pub type AfterOp<B = Cpu> = Box<dyn FnMut(usize, Op<'_>, &mut B) -> Result<()>>;
 
+/// Called in place of an op, which it may run, or another one.
+pub type Instead<B = Cpu> = Box<dyn FnMut(Op<'_>, &mut B) -> Result<()>>;
+
 /// Called before host data is written, and may change it.
 pub type BeforeWrite = Box<dyn FnMut(Tensor, &mut Vec<f32>)>;
 
 pub struct Wrapped<B = Cpu> {
     pub inner: B,
+    pub instead: Instead<B>,
     pub after_op: AfterOp<B>,
     pub before_write: BeforeWrite,
     formats: GemmFormats,
@@ -27,7 +31,12 @@ pub struct Wrapped<B = Cpu> {
 impl<B: Backend> Wrapped<B> {
     pub fn new(inner: B) -> Self {
         let formats = inner.gemm_formats();
-        Self { inner, after_op: Box::new(|_, _, _| Ok(())), before_write: Box::new(|_, _| ()), formats, ops: 0 }
+        let instead: Instead<B> = Box::new(|op, inner| inner.run(op));
+        Self { inner, instead, after_op: Box::new(|_, _, _| Ok(())), before_write: Box::new(|_, _| ()), formats, ops: 0 }
+    }
+
+    pub fn instead(inner: B, instead: impl FnMut(Op<'_>, &mut B) -> Result<()> + 'static) -> Self {
+        Self { instead: Box::new(instead), ..Self::new(inner) }
     }
 
     pub fn after_op(inner: B, after_op: impl FnMut(usize, Op<'_>, &mut B) -> Result<()> + 'static) -> Self {
@@ -96,7 +105,7 @@ impl<B: Backend> Backend for Wrapped<B> {
     }
 
     fn run(&mut self, op: Op<'_>) -> Result<()> {
-        self.inner.run(op)?;
+        (self.instead)(op, &mut self.inner)?;
         (self.after_op)(self.ops, op, &mut self.inner)?;
         self.ops += 1;
         Ok(())

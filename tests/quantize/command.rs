@@ -179,7 +179,7 @@ fn what_cannot_be_done_is_refused_with_a_remedy() {
             "the rest of the model is needed, too",
             "--no-calibration need only the part",
         ),
-        (&format!("{weights} out.safetensors --to fp8 --part text-encoder"), 3, "not a Qwen3 text encoder", ""),
+        (&format!("{weights} out.safetensors --to fp8 --part text-encoder"), 3, "not a text encoder of FLUX.2", ""),
     ] {
         let args: Vec<&str> = ["quantize"].into_iter().chain(line.split(' ')).collect();
         let run = sandbox.bare(&args);

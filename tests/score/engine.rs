@@ -18,6 +18,7 @@ use kiln::progress::Silent;
 use kiln::sequence::Pixels;
 use kiln::tensor::Precision;
 use kiln::tensor::quantise::QuantisedFormat;
+use kiln::tokenizer::Padding;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -269,6 +270,8 @@ impl Model {
             prompt: prompt.into(),
             size,
             steps,
+            sigmas: None,
+            padding: Padding::Right,
             negative: String::new(),
             references: references.iter().map(|p| ReferenceInput { grid: size.grid(), pixels: values(p) }).collect(),
             guidance: 1.0,

@@ -23,6 +23,15 @@ pub struct PlanArgs {
     )]
     pub klein: Option<KleinArg>,
 
+    /// FLUX.2 [dev] instead of klein, whatever KILN_MODEL names
+    #[allow(rustdoc::broken_intra_doc_links)] // the comment is a help text, and FLUX.2 [dev] a name
+    #[arg(
+        long,
+        conflicts_with_all = ["klein", "model", "transformer", "text_encoder", "vae", "tokenizer"],
+        help_heading = "Model"
+    )]
+    pub dev: bool,
+
     /// Adapters of the model
     #[command(flatten)]
     pub lora: LoraArgs,
