@@ -3,21 +3,28 @@
 
 mod common;
 
+use common::adapter_files::{Factor, PEFT, file, lora, read};
 use common::dev::{Dev, dev, model, tokenizer};
 use common::modes::hashed;
+use common::quantised::{Plain, weights as weights_in, written};
 use common::wrapped::Wrapped;
 use common::{Goldens, cpu, relative_l2, run, small_job};
 use kiln::backend::cpu::Cpu;
-use kiln::backend::{Backend, Op, Projection, Rope, RopeStyle, Softmax};
+use kiln::backend::{Backend, GemmFormats, Op, Projection, Rope, RopeStyle, Softmax};
 use kiln::checkpoint::Weights;
 use kiln::config::{ConfigFile, Conventions, TextConfig, TextFamily, TransformerConfig, Variant};
 use kiln::model::{Loader, TextEncoder, text_manifest};
+use kiln::names::{Layout, file_tensors};
 use kiln::part::Part;
-use kiln::pipeline::{Engine, Job, LoadOptions};
-use kiln::progress::Silent;
+use kiln::pipeline::{Configs, Engine, Job, LoadOptions, estimate};
+use kiln::progress::{Phase, Silent};
+use kiln::sequence::Pixels;
+use kiln::tensor::quantise::QuantisedFormat;
 use kiln::tensor::{Arena, DType, Precision, Region, Tensor};
 use kiln::tiny;
 use kiln::tokenizer::{Padding, PromptFormat, Tokens};
+use safetensors::tensor::Dtype;
+use std::collections::HashMap;
 use std::ops::Range;
 use std::path::Path;
 
@@ -278,4 +285,103 @@ fn configurations_of_mistral_are_compared() {
     assert!(of("256", "mistral").unwrap_err().to_string().contains("sliding_window"));
     assert!(of("null", "llama").unwrap_err().to_string().contains("its configuration says `llama`"));
     assert_eq!(TextConfig::detect(&weights, None, &Conventions::klein()).unwrap(), config);
+}
+
+/// The layers of the Turbo adapter: two prefixes and two spellings in one file.
+fn turbo_layers() -> Vec<(String, [usize; 2])> {
+    const H: usize = 6144;
+    let global = [
+        ("img_in", [H, 128]),
+        ("txt_in", [H, 15360]),
+        ("time_in.in_layer", [H, 256]),
+        ("time_in.out_layer", [H, H]),
+        ("guidance_in.in_layer", [H, 256]),
+        ("guidance_in.out_layer", [H, H]),
+        ("double_stream_modulation_img.lin", [6 * H, H]),
+        ("double_stream_modulation_txt.lin", [6 * H, H]),
+        ("single_stream_modulation.lin", [3 * H, H]),
+        ("final_layer.linear", [128, H]),
+    ];
+    let mut layers: Vec<_> = global.iter().map(|(name, shape)| (format!("diffusion_model.{name}"), *shape)).collect();
+    for block in 0..48 {
+        layers.push((format!("diffusion_model.single_blocks.{block}.linear1"), [9 * H, H]));
+        layers.push((format!("diffusion_model.single_blocks.{block}.linear2"), [H, 4 * H]));
+    }
+    let attention = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"];
+    for block in 0..8 {
+        layers.extend(attention.map(|layer| (format!("transformer.transformer_blocks.{block}.attn.{layer}"), [H, H])));
+    }
+    layers
+}
+
+#[test]
+fn all_layers_of_the_turbo_adapter_are_matched() {
+    let layers = turbo_layers();
+    assert_eq!(layers.len(), 170);
+    let factors: Vec<Factor> = layers.iter().flat_map(|(name, shape)| lora(name, PEFT, *shape, 1)).collect();
+    let adapter = read(file(&factors, DType::Bf16, &[]), &Configs::dev().places()).unwrap();
+    assert_eq!((adapter.layers.len(), adapter.unmatched.len()), (170, 0));
+    // klein 9B has blocks of the same names, and another width.
+    let refused = read(file(&factors, DType::Bf16, &[]), &Configs::klein_9b().places()).unwrap_err();
+    assert!(refused.to_string().contains("FLUX.2 [dev]"), "{refused}");
+}
+
+/// What dev takes, by its published sizes: weights that stay in memory, and those that take turns.
+#[test]
+fn the_plan_has_the_sizes_of_the_published_model() {
+    let job = Job { size: Pixels::new(1024, 1024).unwrap(), steps: 50, padding: Padding::Left, ..small_job() };
+    let estimate = |options| estimate(&Configs::dev(), Variant::Dev, options, GemmFormats::ALL, &job).unwrap();
+    let plain = estimate(LoadOptions::DEFAULT);
+    // Weights of the transformer, 30 layers of the encoder and the VAE's decoder; tensors are aligned.
+    let weights = 64_446_562_304 + 33_345_331_200;
+    assert!((weights..weights + (200 << 20)).contains(&plain.weight_bytes), "{}", plain.weight_bytes);
+    assert_eq!(plain.table_bytes, 131_072 * 5120 * 2);
+    // The transformer takes the place of the encoder, which is smaller.
+    let least = 64_446_562_304;
+    assert!((least..least + (200 << 20)).contains(&plain.low_memory_weight_bytes), "{}", plain.low_memory_weight_bytes);
+    // 282.6 TFLOP a step.
+    let denoise = plain.stages.iter().find(|(phase, _)| *phase == Phase::Denoise).unwrap().1 as f64 / 50e12;
+    assert!((denoise - 282.6).abs() < 3.0, "{denoise}");
+    for (format, least, most) in [(QuantisedFormat::Fp8, 33.8e9, 55.0e9), (QuantisedFormat::Nvfp4, 19.0e9, 33.0e9)] {
+        let quantised = estimate(LoadOptions { quantise: Some(format), ..LoadOptions::DEFAULT });
+        let (low, all) = (quantised.low_memory_weight_bytes as f64, quantised.weight_bytes as f64);
+        assert!(low > least && all < most && low < all, "{format:?}: {low:e} {all:e}");
+    }
+}
+
+/// The tensors of the tiny text encoder with something before their names, and what real files have besides. Values do not matter.
+fn file_of_encoder(prefix: &str, vocabulary: &[u8]) -> Weights {
+    let config = TextConfig::tiny_dev();
+    let [first, second, _] = config.taps;
+    let plain = |name: String, shape: Vec<usize>| {
+        let bytes = vec![0x3f; 2 * shape.iter().product::<usize>()];
+        Plain { name, dtype: Dtype::BF16, shape, bytes }
+    };
+    let manifest = text_manifest(&TextConfig { taps: [first, second, config.layers], ..config });
+    let specs = manifest.iter().flat_map(|spec| file_tensors(Part::TextEncoder, Layout::Diffusers, spec));
+    let rest = |name: &str| name.strip_prefix("model.").unwrap().to_owned();
+    let mut tensors: Vec<Plain> = specs.map(|spec| plain(format!("{prefix}{}", rest(&spec.name)), spec.shape)).collect();
+    for name in ["vision_tower.patch_conv.weight", "multi_modal_projector.linear_1.weight"] {
+        tensors.push(plain(name.into(), vec![3, 5]));
+    }
+    // An odd length, so that what follows is not aligned.
+    tensors.push(Plain {
+        name: "tekken_model".into(),
+        dtype: Dtype::U8,
+        shape: vec![vocabulary.len()],
+        bytes: vocabulary.to_vec(),
+    });
+    weights_in(Part::TextEncoder, written(&tensors, HashMap::new()))
+}
+
+#[test]
+fn every_spelling_of_the_encoder_is_read() {
+    let config = TextConfig::tiny_dev();
+    for prefix in ["language_model.model.", "model.language_model.", "model.", "text_encoders.mistral3_24b.transformer.model."] {
+        let weights = file_of_encoder(prefix, b"{}   ");
+        assert_eq!(TextConfig::detect(&weights, None, &Conventions::klein()).unwrap(), config, "{prefix}");
+        // Layers after the last tap are not read, and neither is what is no language model.
+        assert_eq!(weights.check(&text_manifest(&config)).unwrap(), Vec::<String>::new(), "{prefix}");
+        assert_eq!(&weights.vocabulary().unwrap()[..], b"{}   ");
+    }
 }
