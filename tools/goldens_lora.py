@@ -282,6 +282,10 @@ def saved_by_diffusers(name, rslora):
         with safetensors.safe_open(Path(folder) / "pytorch_lora_weights.safetensors", "pt") as saved:
             assert set(saved.keys()) == set(writer.file.tensors), "diffusers names tensors differently"
             writer.file.metadata = saved.metadata()
+    # The order of this one is that of a set.
+    settings = json.loads(writer.file.metadata["lora_adapter_metadata"])
+    settings["transformer.target_modules"].sort()
+    writer.file.metadata["lora_adapter_metadata"] = json.dumps(settings, indent=2, sort_keys=True)
     return writer.file
 
 

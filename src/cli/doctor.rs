@@ -275,7 +275,7 @@ mod tests {
             assert_eq!(kernel_files(op), files);
         }
         assert!(
-            kernel_files("qkv_mlp").ends_with(" tiles), gemm_fp8_sm89, expand, low_rank, naive, qk_norm_rope"),
+            kernel_files("qkv_mlp").ends_with(" tiles), gemm_fp8_sm89, expand, qk_norm_rope, low_rank, naive"),
             "{}",
             kernel_files("qkv_mlp")
         );
