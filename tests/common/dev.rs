@@ -83,13 +83,18 @@ pub fn tokenizer() -> Tokenizer {
 
 /// The tiny model.
 pub fn model() -> OpenModel {
+    model_with(Conventions::klein())
+}
+
+/// The same with other conventions.
+pub fn model_with(conventions: Conventions) -> OpenModel {
     let weights = PerPart {
         transformer: tiny::weights_of(Part::Transformer, &transformer_manifest(&TransformerConfig::tiny_dev()), DType::Bf16)
             .unwrap(),
         text_encoder: tiny::weights_of(Part::TextEncoder, &text_manifest(&TextConfig::tiny_dev()), DType::Bf16).unwrap(),
         vae: tiny::model(Layout::Diffusers, DType::Bf16).unwrap().weights(Part::Vae).unwrap(),
     };
-    OpenModel::check(weights, PerPart::default(), tokenizer(), Variant::Dev, Conventions::klein()).unwrap()
+    OpenModel::check(weights, PerPart::default(), tokenizer(), Variant::Dev, conventions).unwrap()
 }
 
 impl Case {

@@ -1,16 +1,18 @@
 //! The tiny model makes an image on an emulated GPU.
 
 use crate::available;
+use crate::common::dev::model_with;
 use crate::common::merging::backend_merges_as_the_host;
 use crate::common::{cpu, run, short_engine, short_model, small_job};
 use crate::driver::{Emulated, Gpu};
 use crate::random::long;
 use crate::runner::{cuda_with, run_seed};
 use kiln::backend::{Backend, Lockstep};
-use kiln::config::Variant;
-use kiln::pipeline::{Job, LoadOptions};
+use kiln::config::{Conventions, Variant};
+use kiln::pipeline::{Engine, Job, LoadOptions};
 use kiln::progress::Silent;
 use kiln::quantise::calibrate::{Calibration, calibrate};
+use kiln::tokenizer::Padding;
 
 const OPTIONS: LoadOptions = LoadOptions::DEFAULT;
 
@@ -27,6 +29,22 @@ fn an_image_equals_that_of_the_cpu_op_by_op() {
     run(&mut engine, &Job { steps: 2, ..small_job() })
         .unwrap_or_else(|e| panic!("{e}\n  again with KILN_TEST_SEED={}", run_seed()));
     assert!(driver.launches() > 100, "only {} kernels were launched", driver.launches());
+}
+
+/// The same with the text encoder of \[dev\], of which a few layers are enough: heads without norms, and a row of padding that attends to
+/// nothing.
+#[test]
+fn an_image_of_dev_equals_that_of_the_cpu_op_by_op() {
+    if !available() {
+        return;
+    }
+    let driver = Emulated::new(Gpu::HOPPER);
+    driver.set_seed(run_seed());
+    let backend = Lockstep::new(cpu(), cuda_with(&driver, None).unwrap());
+    let conventions = Conventions { text_layers: Some([1, 2, 3]), max_text_tokens: 192, ..Conventions::klein() };
+    let mut engine = Engine::load(Box::new(backend), model_with(conventions), OPTIONS, &Silent).unwrap();
+    run(&mut engine, &Job { steps: 1, padding: Padding::Left, guidance: 4.0, ..small_job() })
+        .unwrap_or_else(|e| panic!("{e}\n  again with KILN_TEST_SEED={}", run_seed()));
 }
 
 /// The observer of a calibration keeps its values behind the working memory of the stages, and finds there what the CPU finds.

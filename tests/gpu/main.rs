@@ -27,7 +27,7 @@ mod bundle;
 mod emulated;
 mod large;
 
-use common::{Make, cases, cpu, engine_on, goldens, merging, modes, run, saving_memory_changes_nothing, tiling};
+use common::{Make, cases, cpu, dev, engine_on, goldens, merging, modes, run, saving_memory_changes_nothing, tiling};
 use kiln::backend::cuda::{self, Choice, Cuda, Tile};
 use kiln::backend::{Backend, Lockstep};
 use kiln::config::Variant;
@@ -72,6 +72,8 @@ const TESTS: &[(&str, fn())] = &[
     ("tiles", every_tile),
     ("lockstep", lockstep),
     ("goldens", || every_golden(&on_cuda)),
+    ("dev", || dev::f32_equals_diffusers(&on_cuda)),
+    ("dev-bf16", || dev::bf16_is_as_close_as_diffusers_in_bf16(&on_cuda)),
     ("repeat", repeat),
     ("graphs", graphs_change_nothing),
     ("memory", || saving_memory_changes_nothing(&on_cuda)),
