@@ -5,8 +5,8 @@
     python tools/bench_beside_diffusers.py FOLDER --kiln target/release/kiln --out RESULTS --sizes 512,1024
     target/release/kiln bench --from RESULTS/kiln-1024x1024-burst.json --beside RESULTS/diffusers-1024x1024-burst.json --svg beside.svg
 
-Three engines: kiln, which serves images on request (`kiln bench --on-request`); diffusers' Flux2KleinPipeline in bf16 as it is (`eager`);
-and the same with transformer and VAE decoder under torch.compile (`compiled`). The VAE has channels last, and cuDNN chooses its
+Three engines: kiln, which serves images on request (`kiln bench --on-request`); diffusers' Flux2KleinPipeline, for [dev] its Flux2Pipeline with
+prompts padded on the left, in bf16 as it is (`eager`); and the same with transformer and VAE decoder under torch.compile (`compiled`). The VAE has channels last, and cuDNN chooses its
 algorithms by measuring. Every image has a new prompt and seed, the same for all engines of a round, and ends as a PNG in memory: kiln's
 own encoder there, Pillow's with its defaults here, so tables also have times without the PNG. Nothing is waited for inside an image:
 the stages of diffusers are told by CUDA events around the text encoder and the decoder.
@@ -35,7 +35,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "bench"))
 
-from compare_diffusers import PARTS, device_name, load_pipeline, make_pipeline, sizes, to_bf16, versions  # noqa: E402
+from compare_diffusers import GUIDANCE, PARTS, device_name, is_dev, load_pipeline, make_pipeline, sizes, to_bf16, versions  # noqa: E402
 from peer_timing import quartiles, ratio  # noqa: E402
 
 MODE = "max-autotune-no-cudagraphs"
@@ -124,6 +124,7 @@ class Diffusers:
 
     def __init__(self, args, width, height, pipe, name):
         self.args, self.size, self.pipe, self.name = args, (width, height), pipe, name
+        self.guidance = GUIDANCE if is_dev(args.checkpoint) else 1.0
 
     def image(self, seed, prompt):
         width, height = self.size
@@ -136,7 +137,7 @@ class Diffusers:
                 width=width,
                 height=height,
                 num_inference_steps=self.args.steps,
-                guidance_scale=1.0,
+                guidance_scale=self.guidance,
                 generator=generator,
                 output_type="pil",
             ).images[0]

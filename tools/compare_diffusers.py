@@ -15,6 +15,11 @@ bf16, which moves the result by more than everything else; so it runs once more 
 With --lora an adapter is added to the weights in fp32 before they are rounded; kiln takes its file (with --kiln-args "--lora-mode branch" it
 keeps the adapter beside the weights).
 
+A folder of FLUX.2 [dev] is known by its model_index.json, and diffusers runs Flux2Pipeline. --guidance is one of its inputs, which diffusers rounds
+as it does times, and which is exact where those are. --padding says where prompts are padded and with what, in both programs. The weights of the run
+in fp32 stay in bf16, as they are stored, and are widened where they are used: so the whole model and its text encoder need 100 GB of a GPU, and
+not 200. With --lora they are in fp32 from the start.
+
 Exits 1 when the rule is broken or token ids differ. Also prints how long diffusers takes in bf16, as `peer_ms`: medians after a
 warm-up. kiln's times are of a single run that began with nothing loaded, and no benchmark.
 
@@ -30,6 +35,7 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -37,6 +43,7 @@ from pathlib import Path
 import numpy as np
 import PIL.Image
 import torch
+from dev_pipeline import PADDINGS, LanguageModel, padded_pipeline
 from diffusers import (
     AutoencoderKLFlux2,
     FlowMatchEulerDiscreteScheduler,
@@ -48,10 +55,12 @@ from goldens import Recorder, hash_bytes, relative_l2, rms, to_bf16
 from random_lora import add_lora
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import Qwen2TokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import Mistral3Config, Qwen2TokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 ALLOWED = 1.2
 PARTS = ("text_encoder", "transformer", "vae")
+# Of [dev], where both programs agree.
+GUIDANCE = 4.0
 
 
 @dataclass(frozen=True)
@@ -110,6 +119,7 @@ def run_kiln(args, case, label="kiln", more=()):
     command += ["--width", case.width, "--height", case.height, "--steps", case.steps, "--noise", noise]
     command += ["--dump", dump, "--output", stem.with_suffix(".png"), *shlex.split(args.kiln_args), *more]
     command += ["--lora", args.lora] if args.lora else []
+    command += ["--guidance", args.guidance, "--padding", args.padding] if is_dev(args.checkpoint) else []
     command += [part for file in case.references for part in ("--reference", file)]
     command += ["--quiet", "--", args.prompt]
     done = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE)
@@ -119,6 +129,15 @@ def run_kiln(args, case, label="kiln", more=()):
 
 
 # --- diffusers --------------------------------------------------------------
+
+
+def index_of(folder):
+    return json.loads((folder / "model_index.json").read_text())
+
+
+def is_dev(folder):
+    """Whether a folder has FLUX.2 [dev]."""
+    return index_of(folder)["_class_name"] == "Flux2Pipeline"
 
 
 def exact_arithmetic():
@@ -150,43 +169,85 @@ def fill(model, tensors):
     assert not targets, f"not in the files: {sorted(targets)}"
 
 
-def build_model(folder, part, device):
-    """The model of a part in fp32, as its config has it and without the weights of the folder.
+class NarrowLinear(torch.nn.Linear):
+    """A layer whose weights are in bf16, and are widened to what it computes in. They are a buffer: models tell their dtype by parameters."""
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight.to(x.dtype))
+
+
+@contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def keep_narrow(model):
+    """Keeps the weights of linear layers in bf16, in which they are, and has all else in fp32."""
+    for module in model.modules():
+        if type(module) is torch.nn.Linear:
+            assert module.bias is None
+            weight = module.weight.data
+            del module.weight
+            module.register_buffer("weight", weight)
+            module.__class__ = NarrowLinear
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    return model
+
+
+def build_model(folder, part, device, narrow=False):
+    """The model of a part in fp32, as its config has it and without the weights of the folder. `narrow` keeps the weights in bf16.
 
     Not with from_pretrained: that makes the models in the memory of the host first, and can do without only with `accelerate`.
     """
-    with torch.device(device):
-        if part == "text_encoder":
-            model = Qwen3ForCausalLM(Qwen3Config.from_pretrained(folder / part)).float()
+    with torch.device(device), default_dtype(torch.bfloat16 if narrow else torch.float32):
+        if part == "text_encoder" and is_dev(folder):
+            model = LanguageModel(Mistral3Config.from_pretrained(folder / part).text_config)
+        elif part == "text_encoder":
+            model = Qwen3ForCausalLM(Qwen3Config.from_pretrained(folder / part))
         else:
             kind = Flux2Transformer2DModel if part == "transformer" else AutoencoderKLFlux2
             model = kind.from_config(kind.load_config(folder / part))
+    model = keep_narrow(model) if narrow else model.float()
     return model.eval().requires_grad_(False)
 
 
-def load_model(folder, part, device):
+def load_model(folder, part, device, narrow=False):
     """The model of a part in fp32, with the weights of the folder."""
-    model = build_model(folder, part, device)
+    model = build_model(folder, part, device, narrow)
     fill(model, stored_tensors(folder / part, device))
     return model
 
 
-def make_pipeline(folder, models):
-    """The pipeline of a folder with these models."""
-    index = json.loads((folder / "model_index.json").read_text())
+def make_pipeline(folder, models, padding="left"):
+    """The pipeline of a folder with these models. Only prompts of [dev] are padded in more than one way."""
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler")
+    if is_dev(folder):
+        return padded_pipeline(models, scheduler, (folder / "tokenizer" / "tokenizer.json").read_text(encoding="utf-8"), padding)
     pipe = Flux2KleinPipeline(
         **models,
-        scheduler=FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler"),
+        scheduler=scheduler,
         tokenizer=Qwen2TokenizerFast.from_pretrained(folder / "tokenizer"),
-        is_distilled=index.get("is_distilled", False),
+        is_distilled=index_of(folder).get("is_distilled", False),
     )
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
-def load_pipeline(folder, device):
+def is_narrow(folder, part):
+    """Whether weights are widened where they are used: in fp32 those of [dev] fit no GPU."""
+    return is_dev(folder) and part != "vae"
+
+
+def load_pipeline(folder, device, padding="left", narrow=True):
     """The pipeline in fp32."""
-    return make_pipeline(folder, {part: load_model(folder, part, device) for part in PARTS})
+    models = {part: load_model(folder, part, device, narrow and is_narrow(folder, part)) for part in PARTS}
+    return make_pipeline(folder, models, padding)
 
 
 class StepRecorder(Recorder):
@@ -211,7 +272,7 @@ def call(pipe, args, case, prompt_embeds=None, **more):
         width=case.width,
         height=case.height,
         num_inference_steps=case.steps,
-        guidance_scale=1.0,
+        guidance_scale=args.guidance if args.guidance is not None else 1.0,
         latents=noise_of(case),
         **more,
     )
@@ -390,7 +451,8 @@ def run(args):
     for case in cases:
         dumps[case.name], reports[case.name] = run_kiln(args, case)
         said(f"kiln {case.name}: {reports[case.name]['model']}, {reports[case.name]['precision']}")
-    pipe = load_pipeline(args.checkpoint, args.device)
+    # An adapter is added to weights in fp32.
+    pipe = load_pipeline(args.checkpoint, args.device, args.padding, narrow=not args.lora)
     if args.lora:
         add_lora(pipe.transformer, args.lora)
     said(f"diffusers loaded, {versions()}")
@@ -429,6 +491,7 @@ def run(args):
     broken += [f"{name}: token ids differ" for name, same in ids.items() if not same]
     if args.json:
         result = dict(device=device_name(args.device), versions=versions(), prompt=args.prompt, steps=args.steps, allowed=ALLOWED)
+        result.update(dict(guidance=args.guidance, padding=args.padding) if is_dev(args.checkpoint) else {})
         result.update(rows=rows, peer_ms=times, peer_compiled_step_ms=compiled, kiln=reports, broken=broken)
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     print("\n" + "\n".join(broken or ["kiln is as close to fp32 as the rule asks, everywhere"]))
@@ -456,6 +519,8 @@ def arguments(description):
     parser.add_argument("--reference-sizes", type=sizes, default=sizes("1024,1300x1100"), metavar="SIZES")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--prompt", default="a red fox in the snow, looking at a sign that says \u201cKiln\u201d")
+    parser.add_argument("--guidance", type=float, metavar="SCALE", help=f"of FLUX.2 [dev] [default: {GUIDANCE}]")
+    parser.add_argument("--padding", choices=PADDINGS, help="of the prompts of FLUX.2 [dev] [default: left]")
     parser.add_argument("--json", type=Path, help="write the figures to a file")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--lora", metavar="FILE:SCALE", help="an adapter, as random_lora.py writes it")
@@ -463,11 +528,22 @@ def arguments(description):
     return parser
 
 
+def parse(parser):
+    """The arguments, with those that depend on the model."""
+    args = parser.parse_args()
+    if is_dev(args.checkpoint):
+        args.guidance = GUIDANCE if args.guidance is None else args.guidance
+        args.padding = args.padding or PADDINGS[0]
+    elif args.guidance is not None or args.padding:
+        parser.error("--guidance and --padding are for FLUX.2 [dev]")
+    return args
+
+
 def main():
     parser = arguments("Compare kiln with diffusers on one checkpoint.")
     parser.add_argument("--repeats", type=int, default=3, help="measured calls of each timed part")
     parser.add_argument("--compile", action="store_true", help="also time the transformer under torch.compile")
-    return run(parser.parse_args())
+    return run(parse(parser))
 
 
 if __name__ == "__main__":

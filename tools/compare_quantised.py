@@ -7,7 +7,8 @@
         --text-encoder FOLDER/qwen_3_4b_fp8.safetensors FOLDER/qwen_3_4b_fp8mixed.safetensors
 
 The same for NVFP4: `--format nvfp4 --encoder nvfp4` makes FOLDER/flux-2-klein-4b-nvfp4.safetensors and
-FOLDER/qwen_3_4b_nvfp4.safetensors. Three programs run the transformer in every case of tools/compare_diffusers.py, from the same noise and the same prompt embeddings:
+FOLDER/qwen_3_4b_nvfp4.safetensors; and for FLUX.2 [dev] `--model dev --format fp8 --encoder fp8` makes FOLDER/flux2_dev_fp8mixed.safetensors and
+FOLDER/mistral_3_small_flux2_fp8.safetensors, with --guidance and --padding of tools/compare_diffusers.py. Three programs run the transformer in every case of tools/compare_diffusers.py, from the same noise and the same prompt embeddings:
 
     wide    diffusers in fp32 with the weights that the codes and scales stand for, and with inputs as they are
     torch   FP8: what ComfyUI computes. Inputs are clamped and rounded to e4m3 with the file's input_scale, the product of the codes
@@ -28,7 +29,7 @@ Text encoders have quantised weights and inputs as they are. kiln's prompt embed
 transformers in fp32, with the rule of tools/compare_diffusers.py: an error of at most 1.2 times that of transformers in bf16 with
 weights expanded as ComfyUI expands them, with one rounding.
 
-Exits 1 when a rule is broken. Needs what tools/compare_diffusers.py needs, and that the model is distilled.
+Exits 1 when a rule is broken. Needs what tools/compare_diffusers.py needs, and that a model of klein is distilled.
 """
 
 import functools
@@ -47,8 +48,11 @@ from compare_diffusers import (
     build_model,
     denoised,
     device_name,
+    is_dev,
+    is_narrow,
     load_model,
     make_pipeline,
+    parse,
     run_diffusers,
     run_kiln,
     versions,
@@ -132,7 +136,7 @@ def weights_of(part, model):
 def load_single_file(folder, part, path, device):
     """The model of a part in fp32 with the weights of a single file. Codes stay codes, expanded or multiplied in every call."""
     kinds = dict(fp8=fp8_layer(device), nvfp4=ReencodedLayer)
-    model = build_model(folder, part, device)
+    model = build_model(folder, part, device, is_narrow(folder, part))
     state = model.state_dict()
     with safe_open(path, "pt", device=device) as file, torch.no_grad():
         formats, unread = declared_formats(file), set(file.keys())
@@ -174,7 +178,7 @@ def run_encoders(args, models, said):
     embeds = {}
     for path in args.text_encoder:
         encoder = load_single_file(args.checkpoint, "text_encoder", path, args.device)
-        pipe = make_pipeline(args.checkpoint, models | dict(text_encoder=encoder))
+        pipe = make_pipeline(args.checkpoint, models | dict(text_encoder=encoder), args.padding)
         with torch.no_grad():
             exact = pipe.encode_prompt(args.prompt)[0][0].float().cpu()
             to_bf16(dict(text_encoder=encoder))
@@ -240,7 +244,9 @@ def run(args):
     variants = VARIANTS[args.format]
     # First, so that a GPU is not shared with the others.
     dumps, reports, kiln_embeds = {}, {}, {}
-    files = ["--transformer", args.transformer, "--variant", "distilled", "--text-encoder"]
+    # Files of klein do not tell their variant.
+    variant_of = [] if is_dev(args.checkpoint) else ["--variant", "distilled"]
+    files = ["--transformer", args.transformer, *variant_of, "--text-encoder"]
     for case in cases:
         dumps[case.name], reports[case.name] = {}, {}
         for variant in args.variants:
@@ -316,7 +322,7 @@ def main():
     parser.add_argument("--text-encoder", type=Path, nargs="+", required=True, metavar="FILE", help="quantised text encoders")
     names = "; ".join(f"{format}: {', '.join(variants)}" for format, variants in VARIANTS.items())
     parser.add_argument("--variants", nargs="+", metavar="NAME", help=f"of kiln [default: all]. {names}")
-    args = parser.parse_args()
+    args = parse(parser)
     args.format = format_of(args.transformer)
     args.variants = args.variants or [*VARIANTS[args.format]]
     if unknown := [name for name in args.variants if name not in VARIANTS[args.format]]:

@@ -421,10 +421,11 @@ class Recorder:
             self.input_ids, self.inputs = kwargs["img_ids"][0].clone(), kwargs["hidden_states"][0].clone()
 
     def on_sinusoid(self, _module, args):
-        if not args[0].any():
+        guided = self.pipe.transformer.time_guidance_embed.guidance_embedder is not None
+        if not guided and not args[0].any():
             return None  # the reference tokens of the KV model, always at time 0
         if next(self.sinusoids) == "guidance":
-            return (1000 * torch.tensor([self.pipe.guidance_scale]),)
+            return (1000 * torch.tensor([self.pipe.guidance_scale], device=args[0].device),)
         scheduler = self.pipe.scheduler
         return (scheduler.timesteps[scheduler.step_index or 0].reshape(1),)
 

@@ -65,7 +65,6 @@ that were computed independently, with transformers 4.57.3 and 5.22.2; every run
 to them.
 """
 
-import contextlib
 import copy
 import functools
 import json
@@ -79,12 +78,9 @@ import goldens
 import numpy as np
 import safetensors.torch
 import torch
-from diffusers import (
-    AutoencoderKLFlux2,
-    FlowMatchEulerDiscreteScheduler,
-    Flux2Pipeline,
-    Flux2Transformer2DModel,
-)
+from dev_pipeline import SPECIAL_TOKENS, padded_pipeline, recorded_mask, side_of, tiny_tokenizer_json
+from dev_pipeline import TINY_TEXT_ENCODER as TEXT_ENCODER
+from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2Transformer2DModel
 from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 from goldens import (
     ERROR_KINDS,
@@ -108,36 +104,13 @@ from goldens import (
 )
 from goldens_lora import AGREE, DOUBLE, Writer, bfl_places, merge, rows
 from goldens_modes import GUIDANCE_TRANSFORMER, image_summary, reference_image
-from tokenizers import Tokenizer
-from transformers import (
-    Mistral3Config,
-    Mistral3ForConditionalGeneration,
-    PixtralImageProcessorPil,
-    PixtralProcessor,
-    PreTrainedTokenizerFast,
-)
+from transformers import Mistral3Config, Mistral3ForConditionalGeneration
 from transformers.utils import logging as transformers_logging
 
 ADAPTER = Fixture.named("dev_turbo").tensors
 LENGTH, PAD = 512, 11
 
 # --- The tiny model ---------------------------------------------------------
-
-# One layer more than the last tap, whose state is therefore not the normed last one.
-TEXT_ENCODER = dict(
-    vocab_size=1280,
-    hidden_size=128,
-    intermediate_size=384,
-    num_hidden_layers=31,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=128,
-    max_position_embeddings=131072,
-    rms_norm_eps=1e-5,
-    rope_parameters=dict(rope_type="default", rope_theta=1e9),
-    sliding_window=None,
-    tie_word_embeddings=False,
-)
 
 VISION = dict(
     hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, head_dim=16, image_size=64
@@ -172,7 +145,7 @@ class DevCase:
 
     @property
     def side(self):
-        return self.padding.split("-")[0]
+        return side_of(self.padding)
 
 
 FOX = "a red fox in the snow"
@@ -254,52 +227,6 @@ def build_components():
 
 # --- Tokenizer --------------------------------------------------------------
 
-SPECIAL_TOKENS = (
-    "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
-    "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]",
-    "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]",
-    *(f"<SPECIAL_{i}>" for i in range(20, 1000)),
-)  # fmt: skip
-
-# What Mistral's template yields for a system text and one user message.
-CHAT_TEMPLATE = (
-    "{{ bos_token }}"
-    "{% for message in messages %}"
-    "{% set name = 'SYSTEM_PROMPT' if message['role'] == 'system' else 'INST' %}"
-    "{{ '[' + name + ']' }}"
-    "{% for part in message['content'] %}{{ part['text'] }}{% endfor %}"
-    "{{ '[/' + name + ']' }}"
-    "{% endfor %}"
-)
-
-
-def tokenizer_json():
-    """Qwen's tokenizer with Mistral's tokens, no normaliser, and up to three numerals together."""
-    content = json.loads(goldens.tokenizer_json())
-    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
-    content["added_tokens"] = [dict(id=i, content=token, **flags) for i, token in enumerate(SPECIAL_TOKENS)]
-    content["normalizer"] = None
-    split = content["pre_tokenizer"]["pretokenizers"][0]
-    split["pattern"] = dict(Regex=goldens.SPLIT_PATTERN.replace(r"|\p{N}|", r"|\p{N}{1,3}|"))
-    assert "{1,3}" in split["pattern"]["Regex"]
-    vocabulary = [*SPECIAL_TOKENS, *goldens.byte_alphabet()]
-    content["model"] |= dict(vocab={token: i for i, token in enumerate(vocabulary)}, ignore_merges=True)
-    return json.dumps(content)
-
-
-@functools.cache
-def load_processor(side):
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(tokenizer_json()),
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        pad_token="<pad>",
-        padding_side=side,
-    )
-    return PixtralProcessor(PixtralImageProcessorPil(), tokenizer, chat_template=CHAT_TEMPLATE)
-
-
 SPECIALS = re.compile("(" + "|".join(map(re.escape, SPECIAL_TOKENS)) + ")")
 
 
@@ -356,41 +283,24 @@ def chosen_rows(real, side):
     return found
 
 
-def make_pipeline(components, side):
-    scheduler = FlowMatchEulerDiscreteScheduler(**SCHEDULER)
-    pipe = Flux2Pipeline(**components, scheduler=scheduler, tokenizer=load_processor(side))
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+@functools.cache
+def tokenizer_json():
+    return tiny_tokenizer_json()
 
 
-@contextlib.contextmanager
-def recorded_mask(pipe, zeros):
-    """Yields a list that gets the mask of the prompt; with `zeros`, pad rows of the embeddings are zero."""
-    masks, encode = [], pipe.encode_prompt
-
-    def on_text_encoder(_module, _args, kwargs):
-        masks.append(kwargs["attention_mask"][0].bool())
-
-    def encode_zeroed(**kwargs):
-        embeds, ids = encode(**kwargs)
-        return embeds * masks[0][None, :, None], ids
-
-    handle = pipe.text_encoder.register_forward_pre_hook(on_text_encoder, with_kwargs=True)
-    if zeros:
-        pipe.encode_prompt = encode_zeroed
-    yield masks
-    handle.remove()
+def make_pipeline(components, padding):
+    return padded_pipeline(components, FlowMatchEulerDiscreteScheduler(**SCHEDULER), tokenizer_json(), padding)
 
 
 def run_case(components, case, exact_time=False):
     """`components` may be a pipeline."""
-    pipe = make_pipeline(components, case.side) if isinstance(components, dict) else components
+    pipe = make_pipeline(components, case.padding) if isinstance(components, dict) else components
     arguments = dict(guidance_scale=case.guidance)
     if case.references:
         arguments.update(image=[reference_image(index) for index in case.references])
     if case.sigmas:
         arguments.update(sigmas=list(case.sigmas))
-    with recorded_mask(pipe, case.padding.endswith("-zeros")) as masks:
+    with recorded_mask(pipe.text_encoder) as masks:
         run = run_pipeline(pipe, case, exact_time, **arguments)
     (real,) = masks
     ids, mask = padded(ids_of(prompt_text(case.prompt)), case.side)
@@ -466,7 +376,7 @@ def with_adapter(components, case, adapter):
 
 def run_loaded(components, case, adapter):
     """The case with the file as diffusers reads it."""
-    pipe = make_pipeline(copy.deepcopy(components), case.side)
+    pipe = make_pipeline(copy.deepcopy(components), case.padding)
     with tempfile.TemporaryDirectory() as folder:
         pipe.load_lora_weights(adapter.write(folder))
     return run_case(pipe, case)

@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
-"""Write a random FLUX.2 [klein] checkpoint at its real size, as the real ones are published.
+"""Write a random FLUX.2 [klein] or [dev] checkpoint at its real size, as the real ones are published.
 
     python tools/random_checkpoint.py OUT --model 4b                   # 16 GB: klein 4B, Qwen3-4B, VAE, tokenizer
     python tools/random_checkpoint.py OUT --model 9b --blocks 2,2      # fewer blocks: double, single
     python tools/random_checkpoint.py OUT --model tiny --check         # the sizes of tools/goldens.py, and how large activations are
     python tools/random_checkpoint.py OUT --model 4b --format fp8 nvfp4 --encoder fp8mixed     # 27 GB: and quantised files
     python tools/random_checkpoint.py OUT --model 9b --format fp8 --encoder fp8 --quantised-only       # 18 GB instead of 53
+    python tools/random_checkpoint.py OUT --model dev --blocks 2,4     # 45 GB: all of [dev] is 100
+    python tools/random_checkpoint.py OUT --model dev --format fp8 --encoder fp8 --quantised-only      # 54 GB
+    python tools/random_checkpoint.py OUT --model dev --format fp8 nvfp4 --encoder fp8 --lengths       # only says how long the files are
 
 The folder has the diffusers layout with weights in bf16; kiln and diffusers both open it. Nothing in it was trained: it serves to
 compare two engines (tools/compare_diffusers.py) and to time them at the real sizes, not to generate images worth looking at.
@@ -17,11 +20,19 @@ Beside the folders of the parts lie the quantised files that were asked for, mad
                                          model by the real pipeline, without any head room
     qwen_3_4b_fp8mixed.safetensors       the text encoder as ComfyUI has it: a comfy_quant tensor for every quantised layer, and
                                          no input_scale, because its activations are never quantised
+    flux2_dev_fp8mixed.safetensors       [dev] as Comfy-Org publish it, with the attention of double blocks in bf16
+    flux2-dev-nvfp4.safetensors          and as Black Forest Labs do, with the text half of that attention in bf16
+    mistral_3_small_flux2_fp8.safetensors    the 30 layers of its text encoder that it reads, without final norm; the published
+                                         file is longer, because it has the tokenizer too
 
 Layers that a published file keeps in bf16 are so here, and a transformer of the real size is as long as the published file, to
 the byte. In `fp8mixed` a layer is FP8, NVFP4 or bf16 by the hash of its name, in the proportions of the published qwen_3_8b_fp8mixed.
 `kiln --model OUT` still means the bf16 model; the command that takes the quantised files is printed. With --quantised-only a part
 that is written quantised is not written in bf16: its folder has only the config, and only that command works.
+
+The text encoder of [dev] is the language model of Mistral Small 3 under the names that published folders have, without vision tower and output head; it
+has one layer more than are read, and not ten. Measuring the inputs of all of [dev] takes a GPU with 110 GB. `--input-scales formula`
+takes instead what the gains below imply, which is 0.9 to 3 times what is measured.
 
 Names and shapes are those of the diffusers and transformers classes, built without memory. Values come from a generator of their
 own for each tensor, seeded by its name; it is that of the GPU where there is one, so only machines of one kind make the same files.
@@ -45,10 +56,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from dev_pipeline import CHAT_TEMPLATE as MISTRAL_TEMPLATE
+from dev_pipeline import NAMED_TOKENS, TINY_TEXT_ENCODER, LanguageModel, tiny_tokenizer_json
 from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
 from goldens import CHAT_TEMPLATE, ROOT, SCHEDULER, TEXT_ENCODER, TOKENIZER, TRANSFORMER, VAE, fnv1a, rms
 from single_files import DTYPES, FORMATS, PUBLISHED, QUANTISABLE, encoder_weights, single_file, transformer_weights
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tokens_mistral import tokenizer_json as mistral_tokenizer_json
+from transformers import MistralConfig, Qwen3Config, Qwen3ForCausalLM
 
 PROMPT = "a red fox in the snow"
 
@@ -71,7 +85,18 @@ MODELS = {
         text_encoder=QWEN3 | dict(hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False),
         vae=REAL_VAE,
     ),
+    "tiny-dev": dict(transformer=TRANSFORMER | dict(guidance_embeds=True), text_encoder=TINY_TEXT_ENCODER, vae=VAE),
+    "dev": dict(
+        transformer=TRANSFORMER
+        | dict(num_layers=8, num_single_layers=48, num_attention_heads=48, joint_attention_dim=15360, guidance_embeds=True),
+        # The published one has 40 layers.
+        text_encoder=TINY_TEXT_ENCODER
+        | dict(vocab_size=131072, hidden_size=5120, intermediate_size=32768, num_attention_heads=32, num_key_value_heads=8),
+        vae=REAL_VAE,
+    ),
 }
+# Layers of the text encoder that are read. What the reference returns after its last one has gone through a norm.
+LAYERS_READ = {"tiny": 27, "4b": 27, "9b": 27, "tiny-dev": 30, "dev": 30}
 
 # What is written besides the settings above: whose they are.
 HEADS = dict(
@@ -88,6 +113,14 @@ INDEX = dict(
     transformer=["diffusers", "Flux2Transformer2DModel"],
     vae=["diffusers", "AutoencoderKLFlux2"],
 )
+DEV_INDEX = dict(
+    _class_name="Flux2Pipeline",
+    scheduler=INDEX["scheduler"],
+    text_encoder=["transformers", "Mistral3ForConditionalGeneration"],
+    tokenizer=["transformers", "PixtralProcessor"],
+    transformer=INDEX["transformer"],
+    vae=INDEX["vae"],
+)
 TOKENIZER_CONFIG = dict(
     tokenizer_class="Qwen2Tokenizer",
     add_prefix_space=False,
@@ -101,12 +134,21 @@ TOKENIZER_CONFIG = dict(
     chat_template=CHAT_TEMPLATE,
 )
 
+# Without the side of padding, which is left to the library.
+DEV_TOKENIZER_CONFIG = dict(
+    NAMED_TOKENS, tokenizer_class="LlamaTokenizerFast", model_max_length=131072, clean_up_tokenization_spaces=False
+)
+
 # Stem of the weight files and bytes of the largest, as the libraries that save real models have them.
 FILES = dict(
     transformer=("diffusion_pytorch_model", 10_000_000_000),
     text_encoder=("model", 5_000_000_000),
     vae=("diffusion_pytorch_model", 10_000_000_000),
 )
+
+
+def is_dev(model):
+    return model in ("tiny-dev", "dev")
 
 
 def configs_of(args):
@@ -118,9 +160,20 @@ def configs_of(args):
     return configs
 
 
+def written_config(part, config, model):
+    """What the part's config.json says."""
+    if part != "text_encoder" or not is_dev(model):
+        return HEADS[part] | config
+    # The configuration of a model that also sees has that of its language model inside.
+    inner = dict(model_type="mistral", hidden_act="silu") | config
+    outer = dict(architectures=["Mistral3ForConditionalGeneration"], model_type="mistral3", dtype="bfloat16")
+    return outer | dict(tie_word_embeddings=False, text_config=inner)
+
+
 def build(part, config):
     if part == "text_encoder":
-        return Qwen3ForCausalLM(Qwen3Config(**config))
+        # Only Qwen's says this.
+        return Qwen3ForCausalLM(Qwen3Config(**config)) if "attention_bias" in config else LanguageModel(MistralConfig(**config))
     return (Flux2Transformer2DModel if part == "transformer" else AutoencoderKLFlux2)(**config)
 
 
@@ -156,6 +209,8 @@ GAINS = [
     # Text features have grown through the layers of their encoder.
     (r"transformer\.context_embedder", [0.3]),
     (r"transformer\..*\.(to_out|to_add_out|linear_out)\b", [SILU]),
+    # Nothing norms queries and keys of Mistral: with these, scores have a deviation of two.
+    (r"text_encoder\.language_model\..*\.[qk]_proj", [1.4]),
     # The residual stream grows with the root of the number of layers. In the encoder there are more of them.
     (r"text_encoder\..*\.o_proj", [0.7]),
     (r"text_encoder\..*\.down_proj", [0.7 * SILU]),
@@ -297,6 +352,10 @@ def write_weights(folder, part, config, device, pool):
 
 
 def tokenizer_json(model):
+    if model == "tiny-dev":
+        return tiny_tokenizer_json().encode()
+    if model == "dev":
+        return json.dumps(mistral_tokenizer_json(), indent=2, ensure_ascii=False).encode()
     packed = ROOT / "models" / "qwen3" / "tokenizer.json.gz"
     return TOKENIZER.read_bytes() if model == "tiny" else gzip.decompress(packed.read_bytes())
 
@@ -314,12 +373,15 @@ def has_bf16(part, args):
 def write_checkpoint(folder, args, device, pool):
     for part, config in configs_of(args).items():
         started = time.monotonic()
-        write_json(folder / part / "config.json", HEADS[part] | config)
+        write_json(folder / part / "config.json", written_config(part, config, args.model))
         if has_bf16(part, args):
             report(part, *write_weights(folder / part, part, config, device, pool), started)
-    write_json(folder / "model_index.json", INDEX | dict(is_distilled=args.variant == "distilled"))
+    dev = is_dev(args.model)
+    write_json(folder / "model_index.json", DEV_INDEX if dev else INDEX | dict(is_distilled=args.variant == "distilled"))
     write_json(folder / "scheduler" / "scheduler_config.json", dict(_class_name=INDEX["scheduler"][1]) | SCHEDULER)
-    write_json(folder / "tokenizer" / "tokenizer_config.json", TOKENIZER_CONFIG)
+    write_json(folder / "tokenizer" / "tokenizer_config.json", DEV_TOKENIZER_CONFIG if dev else TOKENIZER_CONFIG)
+    if dev:
+        (folder / "tokenizer" / "chat_template.jinja").write_text(MISTRAL_TEMPLATE, encoding="utf-8")
     (folder / "tokenizer" / "tokenizer.json").write_bytes(tokenizer_json(args.model))
 
 
@@ -332,31 +394,49 @@ ENCODERS = dict(
     fp8mixed=["fp8"] * 5 + ["nvfp4"] * 3 + ["bf16"],
     nvfp4=["nvfp4"],
 )
-ENCODER_SIZES = {"tiny": "tiny", "4b": "4b", "9b": "8b"}
+ENCODER_STEMS = {
+    "tiny": "qwen_3_tiny",
+    "4b": "qwen_3_4b",
+    "9b": "qwen_3_8b",
+    "tiny-dev": "mistral_3_tiny_flux2",
+    "dev": "mistral_3_small_flux2",
+}
+# Of the transformer of [dev]. Those of klein are named by variant, size and format.
+DEV_FILES = {
+    ("tiny-dev", "fp8"): "flux2_tiny_dev_fp8mixed",
+    ("tiny-dev", "nvfp4"): "flux2-tiny-dev-nvfp4",
+    ("dev", "fp8"): "flux2_dev_fp8mixed",
+    ("dev", "nvfp4"): "flux2-dev-nvfp4",
+}
 
 
 def write_single_file(path, part, weights, amax, device, pool):
+    """Writes a file, or without a pool only says how long it is. Returns its length."""
     started = time.monotonic()
     tensors, metadata = single_file(weights, amax)
+    size = header_of(tensors, metadata)[2]
 
     def make(weight):
         stacked = weight.stack(lambda name, shape: values(f"{part}.{name}", shape, device))
         return weight.tensors(stacked, amax.get(weight.layer))
 
-    jobs = [functools.partial(make, weight) for weight in weights]
-    finish_file(*queue_file(path, tensors, metadata, jobs, pool))
-    report(path.name, len(tensors), path.stat().st_size, started)
+    if pool:
+        jobs = [functools.partial(make, weight) for weight in weights]
+        finish_file(*queue_file(path, tensors, metadata, jobs, pool))
+        assert path.stat().st_size == size
+    report(path.name, len(tensors), size, started)
+    return size
 
 
 def calibrate(folder, args, device, weights):
     """The largest magnitude of the input of every layer that can be quantised, over a run of the bf16 model."""
-    from compare_diffusers import Case, build_model, exact_arithmetic, fill, make_pipeline, noise_of  # needs more packages
+    from compare_diffusers import Case, build_model, exact_arithmetic, fill, is_narrow, make_pipeline, noise_of  # needs more packages
 
     started = time.monotonic()
     exact_arithmetic()
     models = {}
     for part, config in configs_of(args).items():
-        models[part] = build_model(folder, part, device)
+        models[part] = build_model(folder, part, device, is_narrow(folder, part))
         # Made again, because that is faster than reading them, and the files need not be there.
         fill(models[part], values_of(part, config, device))
     pipe = make_pipeline(folder, models)
@@ -383,26 +463,42 @@ def calibrate(folder, args, device, weights):
     return amax
 
 
+# The largest magnitude of a layer's inputs by its name, in multiples of the largest of a million normal values. Norms make inputs normal; scales, which
+# have the deviation 0.3 and more, then widen some channels several times. Values are normal too, and attention gives something between one of
+# them and their mean. The product of a normal value and the silu of another one is far from normal.
+IMPLIED = [(r"qkv|mlp\.0|linear1", 4.0), (r"proj", 1.0), (r"mlp\.2|linear2", 5.0)]
+NORMAL = 5.0
+
+
+def implied(weights):
+    """The largest magnitude of the input of every layer that can be quantised, by what the gains make of normal values."""
+    layers = [weight.layer for weight in weights if QUANTISABLE.match(weight.name)]
+    return {layer: torch.tensor(NORMAL * first_match(IMPLIED, layer)) for layer in layers}
+
+
 def write_transformers(folder, args, device, pool):
     """Writes the transformer in every format. Returns kiln's arguments for each."""
     arguments = {"bf16": []}
     if args.format != ["bf16"]:
         shapes = shapes_of("transformer", args)
-        amax = calibrate(folder, args, device, transformer_weights(shapes, (), "bf16"))
+        weights = transformer_weights(shapes, (), "bf16")
+        amax = implied(weights) if args.input_scales == "formula" else calibrate(folder, args, device, weights)
         # The pipeline is large, and its parts refer to each other.
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
     stem = "flux-2-klein-base" if args.variant == "base" else "flux-2-klein"
     for format in [format for format in FORMATS if format in args.format]:
-        path = folder / f"{stem}-{args.model}-{format}.safetensors"
-        # The tiny model keeps the layers in bf16 that the smallest published one keeps.
-        size, kept = PUBLISHED["4b" if args.model == "tiny" else args.model, args.variant, format]
-        write_single_file(path, "transformer", transformer_weights(shapes, kept, format), amax, device, pool)
-        if args.model != "tiny" and not args.blocks:
-            assert path.stat().st_size == size, f"the published {path.name} has {size:,} bytes"
-        # The file does not tell its variant.
-        arguments[format] = ["--transformer", path, "--variant", args.variant]
+        name = DEV_FILES.get((args.model, format), f"{stem}-{args.model}-{format}")
+        path = folder / f"{name}.safetensors"
+        # A tiny model keeps the layers in bf16 that the smallest published one keeps.
+        published = {"tiny": "4b", "tiny-dev": "dev"}.get(args.model, args.model)
+        size, kept = PUBLISHED[published, args.variant, format]
+        found = write_single_file(path, "transformer", transformer_weights(shapes, kept, format), amax, device, pool)
+        if published == args.model and not args.blocks:
+            assert found == size, f"the published {path.name} has {size:,} bytes"
+        # Files of klein do not tell their variant.
+        arguments[format] = ["--transformer", path] + ([] if is_dev(args.model) else ["--variant", args.variant])
     return [arguments[format] for format in args.format]
 
 
@@ -410,11 +506,22 @@ def write_encoders(folder, args, device, pool):
     """Writes the text encoder in every format. Returns kiln's arguments for each."""
     arguments = {"bf16": []}
     for format in [format for format in ENCODERS if format in args.encoder]:
-        path = folder / f"qwen_3_{ENCODER_SIZES[args.model]}_{format}.safetensors"
+        path = folder / f"{ENCODER_STEMS[args.model]}_{format}.safetensors"
         weights = encoder_weights(shapes_of("text_encoder", args), ENCODERS[format])
         write_single_file(path, "text_encoder", weights, {}, device, pool)
         arguments[format] = ["--text-encoder", path]
     return [arguments[format] for format in args.encoder]
+
+
+def say_lengths(args):
+    """Says how long all files would be."""
+    for part, config in configs_of(args).items():
+        if has_bf16(part, args):
+            tensors = tensors_of(part, config)
+            report(part, len(tensors), sum(byte_size(*tensor[1:]) for tensor in tensors), time.monotonic())
+    args.input_scales = "formula"
+    write_transformers(args.out, args, "cpu", None)
+    write_encoders(args.out, args, "cpu", None)
 
 
 # --- Check ------------------------------------------------------------------
@@ -422,7 +529,7 @@ def write_encoders(folder, args, device, pool):
 # The modules whose outputs are shown: what adds to a residual stream or changes it, and every modulation.
 SHOWN = re.compile(
     r"(time_guidance_embed|\w+_stream_modulation\w*|x_embedder|context_embedder|norm_out|proj_out"
-    r"|(single_)?transformer_blocks\.\d+(\.attn|\.ff|\.ff_context)?|model\.layers\.\d+(\.self_attn|\.mlp)?"
+    r"|(single_)?transformer_blocks\.\d+(\.attn|\.ff|\.ff_context)?|(language_model\.)?model\.layers\.\d+(\.self_attn|\.mlp)?"
     r"|quant_conv|post_quant_conv|.*\.(attentions|resnets)\.\d+|.*\.conv_out)$"
 )
 
@@ -466,22 +573,31 @@ def block_counts(text):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Write a random FLUX.2 [klein] checkpoint.")
+    parser = argparse.ArgumentParser(description="Write a random FLUX.2 [klein] or [dev] checkpoint.")
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--model", choices=MODELS, required=True, help="sizes of the model")
     parser.add_argument("--blocks", type=block_counts, metavar="D,S", help="double and single blocks, instead of all")
-    parser.add_argument("--encoder-layers", type=int, metavar="N", help="layers of the text encoder, at least 28")
+    layers = "layers of the text encoder, at least 28, and 31 of dev [default: all 36 of klein; of dev 31 of its 40, the others are not read]"
+    parser.add_argument("--encoder-layers", type=int, metavar="N", help=layers)
     parser.add_argument("--format", nargs="+", choices=("bf16", *FORMATS), default=["bf16"], help="of the transformer")
     parser.add_argument("--encoder", nargs="+", choices=("bf16", *ENCODERS), default=["bf16"], help="format of the text encoder")
     parser.add_argument("--quantised-only", action="store_true", help="no weights in bf16 of a part that is written quantised")
-    parser.add_argument("--variant", choices=("distilled", "base"), default="distilled", help="of the published model to follow")
+    scales = "of layers: measured in a run of the model, or what its gains imply"
+    parser.add_argument("--input-scales", choices=("measured", "formula"), default="measured", help=scales)
+    parser.add_argument("--variant", choices=("distilled", "base"), help="of the published model of klein to follow [default: distilled]")
+    parser.add_argument("--lengths", action="store_true", help="write nothing, and say how long the files would be")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--check", action="store_true", help="then run a step and print how large activations are")
     parser.add_argument("--check-size", type=int, default=256, metavar="PIXELS", help="width and height of that")
     args = parser.parse_args()
-    # Features are taken after 27 layers, and what the reference returns after its last one has gone through a norm.
-    if args.encoder_layers is not None and args.encoder_layers < 28:
-        parser.error("--encoder-layers must be at least 28")
+    if args.variant and is_dev(args.model):
+        parser.error("--variant is for klein")
+    args.variant = args.variant or ("dev" if is_dev(args.model) else "distilled")
+    if args.encoder_layers is not None and args.encoder_layers <= LAYERS_READ[args.model]:
+        parser.error(f"--encoder-layers must be at least {LAYERS_READ[args.model] + 1}")
+    if args.lengths:
+        say_lengths(args)
+        return 0
     if args.check and not all(has_bf16(part, args) for part in MODELS[args.model]):
         parser.error("--check runs the bf16 model, which --quantised-only leaves out")
     started = time.monotonic()

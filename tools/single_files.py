@@ -1,8 +1,8 @@
 """The quantised single files that people have: which tensors they hold, under which names and in which order.
 
 The transformer as Black Forest Labs publish it: names of their own, the quantised layers listed in the header's metadata, and an
-input_scale for each of them. The text encoder as ComfyUI has it: names of transformers, a comfy_quant tensor for each quantised
-layer, and no input_scale, because its activations are never quantised.
+input_scale for each of them; that of [dev] in FP8 is Comfy-Org's, in the same way. The text encoder as ComfyUI has it: names of transformers, a
+comfy_quant tensor for each quantised layer, and no input_scale, because its activations are never quantised.
 """
 
 import itertools
@@ -27,16 +27,23 @@ DTYPES = {
 FORMATS = dict(fp8="float8_e4m3fn", nvfp4="nvfp4")
 TENSOR_SCALES = dict(fp8=fp8_scale, nvfp4=nvfp4_scale)
 
-# Bytes of the published transformers, and which attention layers of the first double block they keep in bf16.
+# Which layers of blocks the published transformers keep in bf16: some of the first double block's attention, and of [dev] the attention
+# of all double blocks, or its text half.
+PROJ, QKV = r"double_blocks\.0\.\w+_attn\.proj", r"double_blocks\.0\.\w+_attn\.qkv"
+ATTENTION, TEXT_ATTENTION = r"double_blocks\.\d+\.\w+_attn\.(qkv|proj)", r"double_blocks\.\d+\.txt_attn\.(qkv|proj)"
+
+# Bytes of the published transformers, and patterns of the layers that they keep in bf16.
 PUBLISHED = {
     ("4b", "distilled", "fp8"): (4_070_624_520, ()),
     ("4b", "distilled", "nvfp4"): (2_460_413_488, ()),
-    ("4b", "base", "fp8"): (4_089_498_488, ("proj",)),
-    ("4b", "base", "nvfp4"): (2_487_544_776, ("proj",)),
+    ("4b", "base", "fp8"): (4_089_498_488, (PROJ,)),
+    ("4b", "base", "nvfp4"): (2_487_544_776, (PROJ,)),
     ("9b", "distilled", "fp8"): (9_433_061_528, ()),
-    ("9b", "distilled", "nvfp4"): (5_760_960_048, ("qkv",)),
-    ("9b", "base", "fp8"): (9_567_278_472, ("qkv", "proj")),
-    ("9b", "base", "nvfp4"): (5_809_193_808, ("qkv", "proj")),
+    ("9b", "distilled", "nvfp4"): (5_760_960_048, (QKV,)),
+    ("9b", "base", "fp8"): (9_567_278_472, (QKV, PROJ)),
+    ("9b", "base", "nvfp4"): (5_809_193_808, (QKV, PROJ)),
+    ("dev", "dev", "fp8"): (35_455_599_592, (ATTENTION,)),
+    ("dev", "dev", "nvfp4"): (21_035_602_376, (TEXT_ATTENTION,)),
 }
 
 # Tensors of the transformer by their names in the published single files, and those of diffusers whose rows they stack.
@@ -50,6 +57,11 @@ OUTSIDE = {
     "single_stream_modulation.lin.weight": ["single_stream_modulation.linear.weight"],
     "final_layer.adaLN_modulation.1.weight": ["norm_out.linear.weight"],
     "final_layer.linear.weight": ["proj_out.weight"],
+}
+# Only in [dev].
+GUIDANCE = {
+    "guidance_in.in_layer.weight": ["time_guidance_embed.guidance_embedder.linear_1.weight"],
+    "guidance_in.out_layer.weight": ["time_guidance_embed.guidance_embedder.linear_2.weight"],
 }
 DOUBLE_BLOCK = {
     "img_attn.qkv.weight": ["attn.to_q.weight", "attn.to_k.weight", "attn.to_v.weight"],
@@ -127,25 +139,46 @@ class Weight:
         return {f"{self.layer}.{name}": tensor for name, tensor in stored.items()}
 
 
-def transformer_weights(shapes, kept, format):
-    """The weights of a transformer that has tensors of these shapes in diffusers. `kept` are layers that stay in bf16."""
-    names = dict(OUTSIDE)
+def transformer_tables(shapes):
+    """Names of all tensors in single files, each with those in diffusers, of a transformer that has tensors of these shapes there."""
+    names = OUTSIDE | (GUIDANCE if any("guidance_embedder" in name for name in shapes) else {})
     for single, diffusers, block in BLOCKS:
         for n in sorted({name.split(".")[1] for name in shapes if name.startswith(f"{diffusers}.")}, key=int):
             for name, sources in block.items():
                 names[f"{single}.{n}.{name}"] = [f"{diffusers}.{n}.{source}" for source in sources]
     assert sorted(itertools.chain(*names.values())) == sorted(shapes), "diffusers has other tensors than the tables"
-    wide = {f"double_blocks.0.{stream}_attn.{layer}.weight" for stream in ("img", "txt") for layer in kept}
-    formats = {name: format if QUANTISABLE.match(name) and name not in wide else "bf16" for name in names}
-    return [Weight(name, {source: shapes[source] for source in names[name]}, formats[name]) for name in names]
+    return names
+
+
+def transformer_weights(shapes, kept, format):
+    """The weights of a transformer that has tensors of these shapes in diffusers. `kept` are patterns of layers that stay in bf16."""
+
+    def format_of(name):
+        wide = any(re.fullmatch(pattern, name.removesuffix(".weight")) for pattern in kept)
+        return format if QUANTISABLE.match(name) and not wide else "bf16"
+
+    tables = transformer_tables(shapes)
+    return [Weight(name, {source: shapes[source] for source in tables[name]}, format_of(name)) for name in tables]
+
+
+# What the names of Mistral's language model begin with in the folder of its part, and not in single files; and how many of its layers these
+# have, which are those that [dev] reads.
+LANGUAGE_MODEL, MISTRAL_LAYERS = "language_model.", 30
+
+
+def is_read_of_mistral(name):
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return int(layer[1]) < MISTRAL_LAYERS if layer else name != "model.norm.weight"
 
 
 def encoder_weights(shapes, formats):
     """The weights of a text encoder that has tensors of these shapes. The formats are dealt out by the hash of the names."""
     # The files of ComfyUI have no output head, even where it is not tied.
-    names = [name for name in shapes if name != "lm_head.weight"]
+    names = {name.removeprefix(LANGUAGE_MODEL): name for name in shapes if name != "lm_head.weight"}
+    if LANGUAGE_MODEL + "model.norm.weight" in shapes:
+        names = {name: source for name, source in names.items() if is_read_of_mistral(name)}
     dealt = {name: formats[fnv1a(name.encode()) % len(formats)] for name in names if name.endswith("_proj.weight")}
-    return [Weight(name, {name: shapes[name]}, dealt.get(name, "bf16")) for name in names]
+    return [Weight(name, {source: shapes[source]}, dealt.get(name, "bf16")) for name, source in names.items()]
 
 
 def single_file(weights, input_amax):
