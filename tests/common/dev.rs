@@ -162,23 +162,31 @@ impl Case {
         errors
     }
 
-    /// How far the reference in bf16 is from itself in f32, with exact times and guidance, which it rounds and kiln does not.
-    fn bf16_error(&self, name: &str) -> f64 {
+    /// How far the reference in bf16 is from itself in f32, with exact times and guidance, which it rounds and kiln does not. Not recorded of
+    /// the VAE's encoder, which is klein's.
+    fn bf16_error(&self, name: &str, all: &[Case]) -> Option<f64> {
         let name = if name == "prompt_rows" { "prompt_embeds" } else { name };
-        self.bf16_exact_time_relative_l2[name].min(self.bf16_relative_l2[name])
+        match (self.bf16_exact_time_relative_l2.get(name), self.bf16_relative_l2.get(name), &self.embeds) {
+            (Some(exact), Some(plain), _) => Some(exact.min(*plain)),
+            (_, _, Some(other)) => all.iter().find(|case| case.name == *other).unwrap().bf16_error(name, all),
+            _ if name.starts_with("reference.") => None,
+            _ => panic!("{}: no error of {name} is recorded", self.name),
+        }
     }
 }
 
-fn compare(make: Make<'_>, precision: Precision, allowed: impl Fn(&Case, &str) -> f64) {
-    let (dev, goldens) = (dev(), Goldens::named("dev.safetensors"));
+fn compare(make: Make<'_>, precision: Precision, allowed: impl Fn(&Case, &str) -> Option<f64>) {
+    let (dev, goldens, mut wrong) = (dev(), Goldens::named("dev.safetensors"), Vec::new());
     for case in &dev.cases {
         let record = run(&mut case.engine(make(), precision), &case.job(&dev.images)).unwrap().record.unwrap();
         assert_eq!(record.token_ids, goldens.ids(&format!("{}.token_ids", case.name)), "{}", case.name);
         assert_eq!(record.token_ids.iter().filter(|id| **id != 11).count(), case.real, "{}", case.name);
         for (name, error) in case.errors(&record, &goldens) {
-            let allowed = allowed(case, &name);
+            let Some(allowed) = allowed(case, &name) else { continue };
             println!("{} {} {name}: {error:.2e}, allowed {allowed:.2e}", case.name, precision.name());
-            assert!(error <= allowed, "{}: {name} differs by {error:.2e}, allowed {allowed:.2e}", case.name);
+            if error.is_nan() || error > allowed {
+                wrong.push(format!("{}: {name} differs by {error:.3e}, allowed {allowed:.3e}", case.name));
+            }
         }
         if precision == Precision::F32 && case.kept.iter().any(|kept| kept == "image") {
             let want = goldens.image(&format!("{}.image", case.name));
@@ -186,14 +194,16 @@ fn compare(make: Make<'_>, precision: Precision, allowed: impl Fn(&Case, &str) -
             assert!(worst <= 1.0 / 255.0, "{}: a pixel differs by {worst}", case.name);
         }
     }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
 /// Every case in f32, against the reference in f32; the embeddings more strictly, because the smallest known mistake is an epsilon.
 pub fn f32_equals_diffusers(make: Make<'_>) {
-    compare(make, Precision::F32, |_, name| if name.starts_with("prompt") { 1e-5 } else { 1e-4 });
+    compare(make, Precision::F32, |_, name| Some(if name.starts_with("prompt") { 1e-5 } else { 1e-4 }));
 }
 
 /// Every case in bf16, with the limit of `goldens.rs`.
 pub fn bf16_is_as_close_as_diffusers_in_bf16(make: Make<'_>) {
-    compare(make, Precision::Bf16, |case, name| 1.2 * case.bf16_error(name));
+    let all = dev().cases;
+    compare(make, Precision::Bf16, |case, name| Some(1.2 * case.bf16_error(name, &all)?));
 }
