@@ -137,7 +137,8 @@ mod tests {
             let base = BASES.iter().find(|base| base.name == name).unwrap();
             assert_eq!((base.hidden, base.blocks), sizes(config), "{name}");
         }
-        assert_eq!(TEXT_ENCODERS.map(|(width, _)| width), [TextConfig::klein_4b().hidden, TextConfig::klein_9b().hidden]);
+        let encoders = [TextConfig::klein_4b(), TextConfig::klein_9b(), TextConfig::dev()];
+        assert_eq!(TEXT_ENCODERS.map(|(width, _)| width), encoders.map(|config| config.hidden));
     }
 
     #[test]

@@ -176,6 +176,7 @@ mod tests {
     use crate::noise::NoiseKind;
     use crate::pipeline::{Noise, ReferenceInput};
     use crate::sequence::{Grid, Pixels};
+    use crate::tokenizer::Padding;
 
     fn job(side: usize, references: usize) -> Job {
         let grid = Grid { width: 64, height: 64 };

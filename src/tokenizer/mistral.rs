@@ -224,7 +224,7 @@ fn decode_base64(text: &str, out: &mut Vec<u8>) -> Option<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tokenizer::{Tokenizer, Tokens, ranks};
+    use crate::tokenizer::{Padding, Tokenizer, Tokens, ranks};
     use serde_json::{Value, json};
     use std::collections::HashMap;
     use std::sync::LazyLock;

@@ -179,7 +179,23 @@ mod tests {
         let (negative, output) = (Some(String::new()), Some("x/y.webp".into()));
         let prompt = "狐\n{".into();
         let lora = Some(vec![LoraArg { file: "a".into(), scale: 0.5 }, LoraArg { file: "b".into(), scale: 1.0 }]);
-        assert_eq!(full, Line { prompt, size: None, width, height, steps, seed, guidance, negative, references, lora, output });
+        assert_eq!(
+            full,
+            Line {
+                prompt,
+                size: None,
+                width,
+                height,
+                steps,
+                seed,
+                guidance,
+                negative,
+                references,
+                lora,
+                output,
+                ..Line::default()
+            }
+        );
         for empty in ["", " ", "\t\u{a0}"] {
             assert_eq!(Line::parse(empty.as_bytes()).unwrap(), None);
         }
@@ -244,7 +260,9 @@ mod tests {
             width: Some(64),
             height: Some(96),
             steps: Some(2),
+            sigmas: None,
             guidance: None,
+            padding: Some(PaddingArg::Left),
             vae_tiling: false,
         };
         let lora = [LoraArg { file: "l".into(), scale: 0.5 }];
@@ -252,6 +270,16 @@ mod tests {
         assert_eq!((filled.width, filled.height, filled.steps), (Some(64), Some(96), Some(2)));
         assert_eq!((filled.negative.as_deref(), &*filled.references), (Some("blurry"), &["r.png".into()][..]));
         assert_eq!(filled.lora.as_deref(), Some(&lora[..]));
+        // Noise levels and padding are part of what names and seeds are made from.
+        let sigmas: Option<Sigmas> = Some("turbo".parse().unwrap());
+        let shapes = [
+            ShapeArgs { padding: None, steps: None, ..shape.clone() },
+            ShapeArgs { steps: None, ..shape.clone() },
+            ShapeArgs { steps: None, padding: None, sigmas, ..shape.clone() },
+        ];
+        let [plain, padded, turbo] = shapes.each_ref().map(|shape| line("x").with_defaults(shape, None, &lora));
+        assert!(plain.seed() != padded.seed() && plain.seed() != turbo.seed() && turbo.sigmas.is_some());
+        assert!(line(r#"{"prompt": "x", "steps": 3}"#).with_defaults(&shapes[2], None, &lora).sigmas.is_none());
         let bare = line(r#"{"prompt": "x", "lora": []}"#).with_defaults(&shape, None, &lora);
         assert_eq!(bare.lora.as_deref(), Some(&[][..]));
         let own = line(r#"{"prompt": "x", "width": 128, "steps": 9, "negative": "", "references": ["o.png"]}"#);
