@@ -146,7 +146,7 @@ fn parts_of_different_models() {
         ),
         (
             ["dev", "qwen4", "vae"],
-            misfit("it needs features of width 15360, found hidden 2560 x 3"),
+            misfit("[dev] needs Mistral Small 3 (hidden 5120), found hidden 2560"),
             "this looks like the encoder of klein 4B",
         ),
         (["flux1", "qwen4", "vae"], no_flux2("flux1", "double_stream_modulation_img.lin.weight"), runs),

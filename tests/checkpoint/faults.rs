@@ -103,8 +103,9 @@ fn extras_outside_the_transformer_are_returned_and_known_ones_passed_over() {
         text.push(described(unused, "BF16", &[1]));
     }
     text.push(described("tekken_model", "U8", &[3]));
+    text.push(described("spiece_model", "U8", &[3]));
     let weights = open(Part::TextEncoder, &text).unwrap();
-    assert_eq!(weights.check(&manifest(Part::TextEncoder)).unwrap(), ["tekken_model"]);
+    assert_eq!(weights.check(&manifest(Part::TextEncoder)).unwrap(), ["spiece_model"]);
 
     let mut vae = tensors(Part::Vae, Layout::Bfl);
     vae.push(described("bn.num_batches_tracked", "I64", &[]));
