@@ -330,7 +330,11 @@ impl Report {
         row("gpu", self.gpu.clone());
         row("picture", format!("{}x{}, {} steps", self.width, self.height, self.steps));
         if let Some(guidance) = self.guidance {
-            let passes = if self.guided { "two passes per step" } else { "one pass per step: only above 1 there is a second" };
+            let passes = match self.guided {
+                true => "two passes per step",
+                false if self.variant == Variant::Dev.to_string() => "an input of the model",
+                false => "one pass per step: only above 1 there is a second",
+            };
             row("guidance", format!("{guidance}, {passes}"));
         }
         let references = &self.tokens.references;
