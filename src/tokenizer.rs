@@ -10,6 +10,7 @@ mod format;
 mod mistral;
 mod padding;
 mod ranks;
+mod special;
 
 pub use format::PromptFormat;
 pub use padding::Padding;
@@ -105,7 +106,7 @@ impl Tokenizer {
     /// itself.
     pub fn from_json(bytes: &[u8], origin: &Path) -> Result<Self> {
         let file = isolated(origin, || Parsed::new(bytes))?;
-        if mistral::is_full_size(file.vocab()) {
+        if special::is_full_size(file.vocab()) {
             let ours = Self::shipped_ranks()?;
             mistral::check_vocab(file.vocab(), RankList(&ours), origin)?;
             drop(file);
@@ -156,7 +157,7 @@ impl Tokenizer {
             return Err(Error::bad_file(origin, NOT_USABLE, detail).with_hint(HINT));
         }
         let list = isolated(origin, || mistral::tekken_ranks(json))?;
-        if RankList(&list).count() != mistral::TOKENS - mistral::SPECIALS {
+        if RankList(&list).count() != special::TOKENS - special::SPECIALS {
             return Self::of_ranks(list, origin);
         }
         let ours = Self::shipped_ranks()?;
@@ -172,7 +173,7 @@ impl Tokenizer {
     fn of_ranks(list: Vec<u8>, origin: &Path) -> Result<Self> {
         let ranks = isolated(origin, || Ranks::new(list))?;
         let format = &PromptFormat::MISTRAL;
-        let pad = mistral::id_of(format.pad).unwrap_or_default();
+        let pad = special::id_of(format.pad).unwrap_or_default();
         Ok(Self { encoder: Encoder::Ranks(ranks.into()), format, pad, origin: origin.into() })
     }
 

@@ -5,7 +5,7 @@
 //! use a small subset of the format. So the file is parsed with types that accept that subset only, and the library never sees
 //! the file itself. Anything else is rejected by name, and memory use is at most a small multiple of the size of the file.
 
-use super::{mistral, ranks};
+use super::{ranks, special};
 use crate::text::shown;
 use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use std::fmt;
@@ -277,7 +277,7 @@ impl<'de> Visitor<'de> for ModelVisitor {
                     Err(detail) => Some(detail),
                 },
                 // Such a vocabulary is compared with the one that is built in, and its merges are not used.
-                "merges" if vocab.as_ref().is_some_and(mistral::is_full_size) => {
+                "merges" if vocab.as_ref().is_some_and(special::is_full_size) => {
                     map.next_value::<IgnoredAny>()?;
                     merges.replace(Vec::new()).map(|_| "its model has two lists of merges".into())
                 }

@@ -1,13 +1,13 @@
-//! The vocabulary of Mistral Small 3, the text encoder of FLUX.2 [dev]: special tokens, the list of ranks that is built in, and
-//! the comparison of a model's own files with it.
+//! The vocabulary of Mistral Small 3, the text encoder of FLUX.2 [dev]: the list of ranks that is built in, and the comparison of a
+//! model's own files with it.
 //!
 //! Files of FLUX.2 [dev] come with a `tokenizer.json` or, as ComfyUI has them, with Mistral's own JSON as a tensor. Both describe
 //! the same vocabulary, and disagree about how text is split into words; the former is what the image model was trained with. So
 //! neither is used where it has the vocabulary that is built in, and what it says of words does not count.
 
-use super::PromptFormat;
 use super::file::{Few, MAX_TOKENS};
 use super::ranks::RankList;
+use super::special::{SPECIALS, name_of};
 use crate::error::{Error, Result};
 use crate::text::shown;
 use flate2::read::GzDecoder;
@@ -15,39 +15,6 @@ use std::borrow::Cow;
 use std::io::Read;
 use std::path::Path;
 use tokenizers::models::bpe::Vocab;
-
-/// The number of special tokens, whose ids come first.
-pub const SPECIALS: usize = 1000;
-
-/// The number of all tokens.
-pub const TOKENS: usize = 131_072;
-
-/// The special tokens with names, by id. The others are called `<SPECIAL_20>` to `<SPECIAL_999>`.
-const NAMED: [&str; 20] = [
-    "<unk>",
-    "<s>",
-    "</s>",
-    "[INST]",
-    "[/INST]",
-    "[AVAILABLE_TOOLS]",
-    "[/AVAILABLE_TOOLS]",
-    "[TOOL_RESULTS]",
-    "[/TOOL_RESULTS]",
-    "[TOOL_CALLS]",
-    "[IMG]",
-    "<pad>",
-    "[IMG_BREAK]",
-    "[IMG_END]",
-    "[PREFIX]",
-    "[MIDDLE]",
-    "[SUFFIX]",
-    "[SYSTEM_PROMPT]",
-    "[/SYSTEM_PROMPT]",
-    "[TOOL_CONTENT]",
-];
-
-/// The length of the longest special token, in bytes.
-const LONGEST: usize = 18;
 
 /// The hint for a vocabulary that is not the one of FLUX.2 [dev].
 const HINT: &str = "use the tokenizer that came with FLUX.2 [dev], or none: it is built in";
@@ -60,40 +27,6 @@ pub fn shipped() -> std::io::Result<Vec<u8>> {
     let mut list = Vec::with_capacity(1 << 20);
     GzDecoder::new(RANKS).read_to_end(&mut list)?;
     Ok(list)
-}
-
-/// Whether special tokens start with this byte.
-pub fn opens(byte: u8) -> bool {
-    matches!(byte, b'<' | b'[')
-}
-
-/// The special token that a text starts with: its id and its length in bytes.
-///
-/// Each ends with the first bracket that closes the one it starts with, so there is at most one.
-pub fn special(text: &str) -> Option<(u32, usize)> {
-    let close = if text.starts_with('<') { b'>' } else { b']' };
-    let length = 1 + text.bytes().take(LONGEST).position(|byte| byte == close)?;
-    Some((id_of(&text[..length])?, length))
-}
-
-/// The id of a special token.
-pub fn id_of(name: &str) -> Option<u32> {
-    let id = match name.strip_prefix("<SPECIAL_").and_then(|rest| rest.strip_suffix('>')) {
-        Some(digits) => digits.parse().ok().filter(|id| (NAMED.len()..SPECIALS).contains(id))?,
-        None => NAMED.iter().position(|known| *known == name)?,
-    };
-    // Only one spelling of a number counts.
-    (name_of(id) == name).then_some(id as u32)
-}
-
-/// The special token with this id.
-pub fn name_of(id: usize) -> Cow<'static, str> {
-    NAMED.get(id).map_or_else(|| format!("<SPECIAL_{id}>").into(), |name| (*name).into())
-}
-
-/// Whether the vocabulary of a `tokenizer.json` is one of Mistral with as many tokens as the one that is built in.
-pub fn is_full_size(vocab: &Vocab) -> bool {
-    vocab.len() == TOKENS && PromptFormat::MISTRAL.marks.iter().all(|mark| vocab.contains_key(*mark))
 }
 
 /// Checks that a `tokenizer.json` has the vocabulary that is built in.
@@ -224,7 +157,8 @@ fn decode_base64(text: &str, out: &mut Vec<u8>) -> Option<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tokenizer::{Padding, Tokenizer, Tokens, ranks};
+    use crate::tokenizer::special::{LONGEST, opens};
+    use crate::tokenizer::{Padding, PromptFormat, Tokenizer, Tokens, ranks};
     use serde_json::{Value, json};
     use std::collections::HashMap;
     use std::sync::LazyLock;

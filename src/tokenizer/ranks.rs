@@ -8,7 +8,7 @@
 //!
 //! The list may come out of a file. So the hash is keyed, and no word takes more than n log n steps.
 
-use super::mistral;
+use super::special;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::hash::{BuildHasher, RandomState};
@@ -132,9 +132,9 @@ impl Ranks {
     /// The ids of a text. Special tokens are found first, and what is between them is split into words by itself.
     pub fn ids(&self, text: &str) -> Vec<u32> {
         let (mut ids, mut from, mut at) = (Vec::new(), 0, 0);
-        while let Some(found) = text.as_bytes()[at..].iter().position(|byte| mistral::opens(*byte)) {
+        while let Some(found) = text.as_bytes()[at..].iter().position(|byte| special::opens(*byte)) {
             let start = at + found;
-            match mistral::special(&text[start..]) {
+            match special::at_start(&text[start..]) {
                 Some((id, length)) => {
                     self.add_text(&text[from..start], &mut ids);
                     ids.push(id);
@@ -162,7 +162,7 @@ impl Ranks {
 
     /// Adds the ids of a word.
     fn add_word(&self, word: &[u8], ids: &mut Vec<u32>) {
-        let id = |rank: u32| mistral::SPECIALS as u32 + rank;
+        let id = |rank: u32| special::SPECIALS as u32 + rank;
         if word.is_empty() {
             return;
         }
@@ -187,7 +187,7 @@ impl Ranks {
 
     /// The text of ids, without special tokens. Bytes that are not UTF-8 are replaced.
     pub fn text(&self, ids: &[u32]) -> String {
-        let ranks = ids.iter().filter_map(|id| (*id as usize).checked_sub(mistral::SPECIALS)).filter(|rank| *rank < self.len());
+        let ranks = ids.iter().filter_map(|id| (*id as usize).checked_sub(special::SPECIALS)).filter(|rank| *rank < self.len());
         String::from_utf8_lossy(&ranks.flat_map(|rank| self.token(rank)).copied().collect::<Vec<u8>>()).into_owned()
     }
 }
