@@ -446,11 +446,11 @@ pub fn projection(cx: &OpContext, op: &'static str, streams: &[Projection<'_>]) 
     let terms = low_rank::reduce(cx, op, streams.iter().map(|s| (s.x, s.w)))?;
     let streams: Vec<_> = streams.iter().zip(terms).collect();
     for group in streams.chunk_by(|a, b| a.0.norm.is_some() == b.0.norm.is_some()) {
+        // Whatever is refused is refused before a launch.
+        let without_norm = group.iter().filter(|(s, _)| s.norm.is_none()).map(|(s, _)| heads_of(cx, op, s));
+        let rotated = without_norm.collect::<Result<Vec<_>>>()?;
         in_launches(cx, group, |(s, term)| projection_stream(cx, op, s, term), |group| projection_in_passes(cx, op, group))?;
-        // The passes over normalised heads are those of GEMMs that did not do it.
-        if group.iter().all(|(s, _)| s.norm.is_none()) {
-            group.iter().try_for_each(|(s, _)| rotate_heads(cx, op, s))?;
-        }
+        rotated.iter().try_for_each(|heads| qk_norm_rope(cx, op, heads))?;
     }
     Ok(())
 }
@@ -493,6 +493,8 @@ fn projection_stream(cx: &OpContext, op: &'static str, s: &Projection<'_>, term:
 
 /// The projection by naive GEMMs, then the norm and rotation of queries and keys in place: in bf16 these are rounded once more.
 fn projection_in_passes(cx: &OpContext, op: &'static str, streams: &[(&Projection<'_>, Term)]) -> Result<()> {
+    let normed = streams.iter().filter(|(s, _)| s.norm.is_some());
+    let heads = normed.map(|(s, _)| heads_of(cx, op, s)).collect::<Result<Vec<_>>>()?;
     for (s, term) in streams {
         for part in projection_parts(s) {
             match part.epilogue {
@@ -503,14 +505,7 @@ fn projection_in_passes(cx: &OpContext, op: &'static str, streams: &[(&Projectio
             }
         }
     }
-    let normed = streams.iter().filter(|(s, _)| s.norm.is_some());
-    let heads = normed.map(|(s, _)| heads_of(cx, op, s)).collect::<Result<Vec<_>>>()?;
     qk_norm_rope(cx, op, &heads.into_iter().flatten().collect::<Vec<_>>())
-}
-
-/// Rotates queries and keys that have no norm, in place.
-fn rotate_heads(cx: &OpContext, op: &'static str, s: &Projection<'_>) -> Result<()> {
-    qk_norm_rope(cx, op, &heads_of(cx, op, s)?)
 }
 
 /// The queries and keys of a projection, for a pass over their heads.
