@@ -20,7 +20,7 @@ pub struct PromptFormat {
 }
 
 impl PromptFormat {
-    /// Qwen3, of FLUX.2 [klein]. The empty think block disables the reasoning of the chat model.
+    /// Qwen3, of FLUX.2 \[klein\]. The empty think block disables the reasoning of the chat model.
     pub const QWEN3: Self = Self {
         family: "Qwen3",
         before: "<|im_start|>user\n",
@@ -30,7 +30,7 @@ impl PromptFormat {
         marks: &["<|endoftext|>"],
     };
 
-    /// Mistral Small 3, of FLUX.2 [dev]. The system text has exactly one newline, after its second `object`. The place of an
+    /// Mistral Small 3, of FLUX.2 \[dev\]. The system text has exactly one newline, after its second `object`. The place of an
     /// image is removed from prompts, because the text encoder is given none.
     pub const MISTRAL: Self = Self {
         family: "Mistral Small 3",

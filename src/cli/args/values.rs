@@ -44,7 +44,7 @@ choice! {
         Base => Variant::Base,
         /// Distilled, with cached reference images
         Kv => Variant::Kv,
-        /// FLUX.2 [dev]: many steps, the guidance scale is an input
+        /// FLUX.2 dev: many steps, the guidance scale is an input
         Dev => Variant::Dev,
     }
 }
