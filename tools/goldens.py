@@ -68,9 +68,9 @@ from diffusers import (
     Flux2Transformer2DModel,
 )
 from diffusers.utils import logging as diffusers_logging
+from fixtures import ROOT, fnv1a
 from transformers import Qwen2TokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-ROOT = Path(__file__).resolve().parent.parent
 TOKENIZER = ROOT / "models" / "tiny" / "tokenizer.json"
 
 PACKAGES = ("accelerate", "diffusers", "numpy", "safetensors", "tokenizers", "torch", "transformers")
@@ -245,15 +245,7 @@ def load_tokenizer():
 
 # --- Weights ----------------------------------------------------------------
 
-MASK64 = (1 << 64) - 1
 GAMMA = 0x9E3779B97F4A7C15
-
-
-def fnv1a(data):
-    h = 0xCBF29CE484222325
-    for byte in data:
-        h = ((h ^ byte) * 0x100000001B3) & MASK64
-    return h
 
 
 def hash_bytes(name, count):

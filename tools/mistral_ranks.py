@@ -26,7 +26,8 @@ from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from fixtures import ROOT, fnv1a
+
 TARGET = ROOT / "models" / "mistral" / "ranks.gz"
 
 PACKAGE = "mistral-common"
@@ -37,13 +38,6 @@ SOURCE = "data/tekken_240911.json"
 COUNT = 131072 - 1000
 SHA256 = "65e8dd42ec4e22317d1336ddadfc8fd5f432fb61c763bf00b95d60aa443d459f"
 FNV1A = 0x2C6C6AAB01A53198
-
-
-def fnv1a(data):
-    value = 0xCBF29CE484222325
-    for byte in data:
-        value = (value ^ byte) * 0x100000001B3 % 2**64
-    return value
 
 
 def source(wheel):

@@ -16,13 +16,13 @@ tests/fixtures/tokens.json:
 
 import argparse
 import gzip
-import json
 import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-from goldens import CHAT_TEMPLATE, PLAIN_ADDED_TOKENS, ROOT, SPECIAL_TOKENS, fnv1a
+from fixtures import ROOT, fnv1a, write_or_check
+from goldens import CHAT_TEMPLATE, PLAIN_ADDED_TOKENS, SPECIAL_TOKENS
 from transformers import Qwen2TokenizerFast
 
 FIXTURE = ROOT / "tests" / "fixtures" / "tokens.json"
@@ -121,17 +121,7 @@ def compute():
 def main():
     parser = argparse.ArgumentParser(description="Rebuild or check the recorded token ids.")
     parser.add_argument("--check", action="store_true", help="compare with the stored fixture instead of writing")
-    check = parser.parse_args().check
-    found = compute()
-    lines = [json.dumps(case) for case in found.pop("cases")]
-    text = json.dumps(found)[:-1] + ', "cases": [\n' + ",\n".join(lines) + "\n]}\n"
-    if not check:
-        FIXTURE.write_text(text)
-        print(f"{len(text):>8} bytes  {FIXTURE.relative_to(ROOT)}")
-        return 0
-    same = FIXTURE.read_text() == text
-    print("the fixture is up to date" if same else "the fixture differs")
-    return 0 if same else 1
+    return write_or_check(compute(), FIXTURE, parser.parse_args().check)
 
 
 if __name__ == "__main__":

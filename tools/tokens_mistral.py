@@ -23,7 +23,8 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from mistral_ranks import ROOT, TARGET, fnv1a
+from fixtures import ROOT, fnv1a, write_or_check
+from mistral_ranks import TARGET
 from tokenizers import Tokenizer
 
 FIXTURE = ROOT / "tests" / "fixtures" / "tokens_mistral.json"
@@ -175,16 +176,7 @@ def main():
     if arguments.json:
         arguments.json.write_text(json.dumps(tokenizer_json(), indent=2, ensure_ascii=False))
         return 0
-    found = compute()
-    lines = [json.dumps(case) for case in found.pop("cases")]
-    text = json.dumps(found)[:-1] + ', "cases": [\n' + ",\n".join(lines) + "\n]}\n"
-    if not arguments.check:
-        FIXTURE.write_text(text)
-        print(f"{len(text):>8} bytes  {FIXTURE.relative_to(ROOT)}")
-        return 0
-    same = FIXTURE.read_text() == text
-    print("the fixture is up to date" if same else "the fixture differs")
-    return 0 if same else 1
+    return write_or_check(compute(), FIXTURE, arguments.check)
 
 
 if __name__ == "__main__":

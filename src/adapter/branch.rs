@@ -1,6 +1,6 @@
 //! Adapters that are computed beside the weights of a model: what they add to a weight, as one product of two thin matrices.
 
-use super::merge::Adapters;
+use super::merge::{Adapters, MAX_RANK};
 use super::term::{KroneckerFactor, Matrix, Product, Term};
 use crate::error::Result;
 use crate::part::Part;
@@ -139,6 +139,12 @@ impl Adapters {
             });
         }
         [up, down]
+    }
+
+    /// Whether a backend can add so much to a weight in its own memory: parts of these types, as they are stored and as they are held. The host
+    /// merges what is not copied as it is, and what is too wide.
+    pub fn is_added_in_place(rank: usize, mut parts: impl Iterator<Item = [DType; 2]>) -> bool {
+        rank <= MAX_RANK && parts.all(|types| types == [DType::Bf16; 2])
     }
 
     /// Places the two matrices of [`factors`](Self::factors).

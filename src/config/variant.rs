@@ -28,23 +28,22 @@ impl Variant {
     /// The variant of a transformer: \[dev\] if guidance is one of its inputs. Otherwise it is found from a pipeline's `model_index.json`,
     /// or, without one, from the names of its file, folder or repository.
     pub fn detect(config: &TransformerConfig, index: Option<&ConfigFile>, names: &[&str]) -> Result<Self> {
+        let (mut distilled, mut class) = (None, None);
         if let Some(index) = index {
-            let distilled = index.flag("is_distilled")?;
-            let class = index.text("_class_name")?;
+            (distilled, class) = (index.flag("is_distilled")?, index.text("_class_name")?);
             if class.is_some_and(|class| !class.starts_with("Flux2")) {
                 return Err(index.unsupported("_class_name", "a pipeline of FLUX.2"));
             }
-            if config.guidance_embed {
-                return Ok(Self::Dev);
-            }
+        }
+        if config.guidance_embed {
+            return Ok(Self::Dev);
+        }
+        if index.is_some() {
             if class.is_some_and(|class| class.to_ascii_lowercase().contains("kv")) {
                 return Ok(Self::Kv);
             }
             // The key is left out where it would be false.
             return Ok(if distilled.unwrap_or(false) { Self::Distilled } else { Self::Base });
-        }
-        if config.guidance_embed {
-            return Ok(Self::Dev);
         }
         // Of a path only the last component is the model's name; the folders above it may be called anything.
         let last = |name: &&str| name.trim_end_matches(['/', '\\']).rsplit(['/', '\\']).next().unwrap_or_default().to_owned();

@@ -446,13 +446,13 @@ impl Upload<'_> {
     /// Uploads a weight and has the backend add to it what adapters do, if its memory is apart from the host's: the GEMM runs while the next
     /// weight is copied. `None` if the weight is not uploaded as it is stored, or too much is added to it.
     fn merged_by_backend(&mut self, spec: &TensorSpec, parts: &[WeightPart], to: Stored) -> Result<Option<Tensor>> {
-        let is_copied = parts.iter().all(|part| part.dtype == to.dtype) && to.dtype == DType::Bf16;
         let Some(Added { part, adapters, room_at, .. }) = self.adapters else { return Ok(None) };
-        if self.dry || self.source.is_none() || self.backend.reads_files() || !is_copied {
+        if self.dry || self.source.is_none() || self.backend.reads_files() {
             return Ok(None);
         }
         let shape: [usize; 2] = extent(spec).into();
-        let Some(rank) = adapters.rank(part, &spec.name, shape)?.filter(|rank| *rank <= MAX_RANK) else { return Ok(None) };
+        let is_added = |rank: &usize| Adapters::is_added_in_place(*rank, parts.iter().map(|part| [part.dtype, to.dtype]));
+        let Some(rank) = adapters.rank(part, &spec.name, shape)?.filter(is_added) else { return Ok(None) };
         let (rank, mut room) = (Adapters::padded(rank), Arena::starting_at(Region::Adapters, room_at));
         let tensors = Adapters::place_factors(&mut room, rank, shape)?;
         let weight = self.upload(Role::Linear, shape, to, parts)?;

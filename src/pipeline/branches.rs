@@ -8,7 +8,7 @@ use crate::adapter::{AdapterSet, Adapters, MAX_RANK};
 use crate::backend::{Backend, Linear, LowRank, Role};
 use crate::error::{Error, Remedy, Result};
 use crate::model::LayerFormat;
-use crate::tensor::{ALIGN, Arena, Bytes, DType, Precision, Region, Scaling, Tensor, WeightPart};
+use crate::tensor::{ALIGN, Arena, Bytes, Precision, Region, Scaling, Tensor, WeightPart};
 use crate::trace;
 use rayon::prelude::*;
 use std::collections::HashSet;
@@ -68,9 +68,7 @@ impl Branches {
             let Some(rank) = rank else { continue };
             if layer.merged {
                 let mut room = Arena::new(Region::Adapters);
-                // Others are merged by the host.
-                let is_copied = layer.parts.iter().all(|part| (part.stored, part.held) == (DType::Bf16, DType::Bf16));
-                if is_copied && rank <= MAX_RANK {
+                if Adapters::is_added_in_place(rank, layer.parts.iter().map(|part| [part.stored, part.held])) {
                     Adapters::place_factors(&mut room, Adapters::padded(rank), [rows, cols])?;
                 }
                 merged = merged.max(room.peak());

@@ -7,14 +7,24 @@ use crate::common::{cpu, run, short_engine, short_model, small_job};
 use crate::driver::{Emulated, Gpu};
 use crate::random::long;
 use crate::runner::{cuda_with, run_seed};
+use kiln::backend::cuda::Cuda;
 use kiln::backend::{Backend, Lockstep};
 use kiln::config::{Conventions, Variant};
 use kiln::pipeline::{Engine, Job, LoadOptions};
 use kiln::progress::Silent;
 use kiln::quantise::calibrate::{Calibration, calibrate};
 use kiln::tokenizer::Padding;
+use std::rc::Rc;
 
 const OPTIONS: LoadOptions = LoadOptions::DEFAULT;
+
+/// The CUDA backend on an emulated Hopper, with the seed of this run.
+fn hopper() -> (Rc<Emulated>, Cuda) {
+    let driver = Emulated::new(Gpu::HOPPER);
+    driver.set_seed(run_seed());
+    let cuda = cuda_with(&driver, None).unwrap();
+    (driver, cuda)
+}
 
 /// Every op of an image is within rounding of what the CPU backend computes.
 #[test]
@@ -22,9 +32,8 @@ fn an_image_equals_that_of_the_cpu_op_by_op() {
     if !available() {
         return;
     }
-    let driver = Emulated::new(Gpu::HOPPER);
-    driver.set_seed(run_seed());
-    let backend = Lockstep::new(cpu(), cuda_with(&driver, None).unwrap());
+    let (driver, cuda) = hopper();
+    let backend = Lockstep::new(cpu(), cuda);
     let mut engine = short_engine(Box::new(backend), Variant::Distilled, OPTIONS);
     run(&mut engine, &Job { steps: 2, ..small_job() })
         .unwrap_or_else(|e| panic!("{e}\n  again with KILN_TEST_SEED={}", run_seed()));
@@ -38,9 +47,7 @@ fn an_image_of_dev_equals_that_of_the_cpu_op_by_op() {
     if !available() {
         return;
     }
-    let driver = Emulated::new(Gpu::HOPPER);
-    driver.set_seed(run_seed());
-    let backend = Lockstep::new(cpu(), cuda_with(&driver, None).unwrap());
+    let backend = Lockstep::new(cpu(), hopper().1);
     let conventions = Conventions { text_layers: Some([1, 2, 3]), max_text_tokens: 192, ..Conventions::klein() };
     let mut engine = Engine::load(Box::new(backend), model_with(conventions), OPTIONS, &Silent).unwrap();
     run(&mut engine, &Job { steps: 1, padding: Padding::Left, guidance: 4.0, ..small_job() })
@@ -59,9 +66,7 @@ fn calibration_equals_that_of_the_cpu_op_by_op() {
         calibrate(backend, "here", short_model(Variant::Distilled), &calibration, &in_block, &Silent)
             .unwrap_or_else(|e| panic!("{e}\n  again with KILN_TEST_SEED={}", run_seed()))
     };
-    let driver = Emulated::new(Gpu::HOPPER);
-    driver.set_seed(run_seed());
-    let in_lockstep = found(Box::new(Lockstep::new(cpu(), cuda_with(&driver, None).unwrap())));
+    let in_lockstep = found(Box::new(Lockstep::new(cpu(), hopper().1)));
     assert_eq!(in_lockstep, found(Box::new(cpu())));
 }
 
@@ -90,7 +95,5 @@ fn adapters_are_merged_as_by_the_host() {
     if !available() {
         return;
     }
-    let driver = Emulated::new(Gpu::HOPPER);
-    driver.set_seed(run_seed());
-    backend_merges_as_the_host(&mut cuda_with(&driver, None).unwrap());
+    backend_merges_as_the_host(&mut hopper().1);
 }

@@ -36,8 +36,8 @@ pub fn kernels_of(op: &str) -> Vec<Kernel> {
     }
 }
 
-/// Fails if an op writes a weight other than to merge adapters, holds f16 in working memory, has values of attention in a quantised format or anything in e5m2:
-/// there are no kernels for these. Which operands may be quantised at all is a rule of ops.
+/// Fails if an op writes a weight other than to merge adapters, holds f16 in working memory, has values of attention in a quantised
+/// format or anything in e5m2: there are no kernels for these. Which operands may be quantised at all is a rule of ops.
 fn check_operands(op: &Op<'_>) -> Result<()> {
     let mut usable = Ok(());
     let mut refuse = |t: Tensor, why: &str| {

@@ -497,12 +497,11 @@ fn projection_in_passes(cx: &OpContext, op: &'static str, streams: &[(&Projectio
     let heads = normed.map(|(s, _)| heads_of(cx, op, s)).collect::<Result<Vec<_>>>()?;
     for (s, term) in streams {
         for part in projection_parts(s) {
-            match part.epilogue {
-                abi::KL_QK_NORM_ROPE => {
-                    naive_gemm(cx, op, s.x, s.w, term, Part { epilogue: abi::KL_STORE, extra: None, ..part })?;
-                }
-                _ => naive_gemm(cx, op, s.x, s.w, term, part)?,
-            }
+            let part = match part.epilogue {
+                abi::KL_QK_NORM_ROPE => Part { epilogue: abi::KL_STORE, extra: None, ..part },
+                _ => part,
+            };
+            naive_gemm(cx, op, s.x, s.w, term, part)?;
         }
     }
     qk_norm_rope(cx, op, &heads.into_iter().flatten().collect::<Vec<_>>())
