@@ -4,9 +4,9 @@
 mod common;
 
 use common::adapter_files::{Factor, PEFT, file, lora, read};
-use common::dev::{Dev, dev, model, tokenizer};
+use common::dev::{Dev, dev, model, model_of, tokenizer};
 use common::modes::hashed;
-use common::quantised::{Plain, weights as weights_in, written};
+use common::quantised::{Content, Form, Plain, plain_tensors, weights as weights_in, written};
 use common::wrapped::Wrapped;
 use common::{Goldens, cpu, relative_l2, run, small_job};
 use kiln::backend::cpu::Cpu;
@@ -384,5 +384,35 @@ fn every_spelling_of_the_encoder_is_read() {
         // Layers after the last tap are not read, and neither is what is no language model.
         assert_eq!(weights.check(&text_manifest(&config)).unwrap(), Vec::<String>::new(), "{prefix}");
         assert_eq!(&weights.vocabulary().unwrap()[..], b"{}   ");
+    }
+}
+
+/// The first velocity and what follows from it, of the tiny model with another transformer.
+fn latents(transformer: &Content, form: Form) -> Vec<f32> {
+    let open = model_of(weights_in(Part::Transformer, transformer.file(form)), Conventions::klein());
+    assert_eq!(open.configs.transformer, TransformerConfig::tiny_dev());
+    let mut engine = Engine::load(Box::new(cpu()), open, LoadOptions::DEFAULT, &Silent).unwrap();
+    let job = Job { guidance: 4.0, padding: Padding::Left, record: true, ..small_job() };
+    run(&mut engine, &job).unwrap().record.unwrap().latents.pop().unwrap()
+}
+
+/// As they are published: ComfyUI's FP8 file has the attention of double blocks in bf16, that of NVFP4 the text half of it. A reader that took
+/// such layers for quantised ones, or quantised ones for such layers, would not come close to the model in bf16.
+#[test]
+fn files_with_some_layers_in_bf16_are_read() {
+    let plain = |content: &Content| {
+        // klein's tensors and those of the guidance, which may be those of the time.
+        let time = plain_tensors(Part::Transformer, Layout::Bfl).into_iter().filter(|tensor| tensor.name.starts_with("time_in."));
+        let guidance = time.map(|tensor| Plain { name: tensor.name.replace("time_in.", "guidance_in."), ..tensor });
+        Content { plain: content.plain.iter().cloned().chain(guidance).collect(), ..content.clone() }
+    };
+    let bf16 = latents(&plain(&Content::of("fp8").with_plain_layers(|_| true)), Form::BARE);
+    for (file, form, kept) in [("fp8", Form::COMFY, "_attn."), ("nvfp4", Form::BFL, ".txt_attn.")] {
+        let error = |content: &Content| relative_l2(&latents(&plain(content), form), &bf16);
+        let (all, mixed) = (Content::of(file), Content::of(file).with_plain_layers(|layer| layer.contains(kept)));
+        assert!(all.layers.len() > mixed.layers.len() && !mixed.layers.is_empty());
+        let (all, mixed) = (error(all), error(&mixed));
+        println!("{file}: {all:.3}, with {kept} in bf16 {mixed:.3}");
+        assert!(mixed > 1e-3 && mixed < all && all < 0.3, "{file}: {all} {mixed}");
     }
 }

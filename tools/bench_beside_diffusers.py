@@ -5,23 +5,33 @@
     python tools/bench_beside_diffusers.py FOLDER --kiln target/release/kiln --out RESULTS --sizes 512,1024
     target/release/kiln bench --from RESULTS/kiln-1024x1024-burst.json --beside RESULTS/diffusers-1024x1024-burst.json --svg beside.svg
 
-Three engines: kiln, which serves images on request (`kiln bench --on-request`); diffusers' Flux2KleinPipeline, for [dev] its Flux2Pipeline with
-prompts padded on the left, in bf16 as it is (`eager`); and the same with transformer and VAE decoder under torch.compile (`compiled`). The VAE has channels last, and cuDNN chooses its
-algorithms by measuring. Every image has a new prompt and seed, the same for all engines of a round, and ends as a PNG in memory: kiln's
-own encoder there, Pillow's with its defaults here, so tables also have times without the PNG. Nothing is waited for inside an image:
-the stages of diffusers are told by CUDA events around the text encoder and the decoder.
+Three engines: kiln, which serves images on request (`kiln bench --on-request`); diffusers' Flux2KleinPipeline, for [dev] its
+Flux2Pipeline with prompts padded on the left, in bf16 as it is (`eager`); and the same with transformer and VAE decoder under
+torch.compile (`compiled`). The VAE has channels last, and cuDNN chooses its algorithms by measuring. Every image has a new prompt
+and seed, the same for all engines of a round, and ends as a PNG in memory: kiln's own encoder there, Pillow's with its defaults
+here, so tables also have times without the PNG. Nothing is waited for inside an image: the stages of diffusers are told by CUDA
+events around the text encoder and the decoder.
 
-Burst: rounds of one image for each engine, every other round backwards, with a rest before each image. Sustained: each engine without
-rest for --sustained seconds in two halves and opposite order, of each of which the first third does not count. Ratios are medians of the
-ratios of neighbours in burst, and ratios of medians in sustained; above one kiln is faster.
+Burst: rounds of one image for each engine, every other round backwards, with a rest before each image. Sustained: each engine
+without rest for --sustained seconds in two halves and opposite order, of each of which the first third does not count. Ratios are
+medians of the ratios of neighbours in burst, and ratios of medians in sustained; above one kiln is faster.
 
-Needs a GPU, and what tools/requirements.txt pins. With --dry neither is asked for much: small sizes on the CPU, few rounds, no compiling;
-figures of it mean nothing. Writes two JSON files for each size and way, which `kiln bench --svg` draws.
+With --transformer-only diffusers encodes a prompt before all else, and its text encoder leaves the GPU: two programs with all of
+[dev] do not fit on one. Denoising is then all that is compared, and with `--kiln-args --low-memory` kiln has no more of the model
+on the GPU than that needs. If the folder has no text encoder in bf16, diffusers gets random embeddings. --kiln-args can be given
+several times; each stands for a program that takes turns with diffusers, one after the other:
+
+    python tools/bench_beside_diffusers.py FOLDER --kiln target/release/kiln --out RESULTS --sizes 1024 --transformer-only \\
+        --kiln-args=--low-memory --kiln-args "--transformer FOLDER/flux2_dev_fp8mixed.safetensors"
+
+Needs a GPU, and what tools/requirements.txt pins. With --dry neither is asked for much: small sizes on the CPU, few rounds, no
+compiling; figures of it mean nothing. Writes two JSON files for each size and way, which `kiln bench --svg` draws.
 """
 
 import argparse
 import contextlib
 import copy
+import gc
 import io
 import itertools
 import json
@@ -57,9 +67,9 @@ class Kiln:
 
     name = "kiln"
 
-    def __init__(self, args, width, height):
+    def __init__(self, args, more, width, height, steps):
         command = [args.kiln.resolve(), "bench", "--on-request", "--quiet", "--model", args.checkpoint, "--backend", args.device]
-        command += ["--width", width, "--height", height, "--steps", args.steps, *args.kiln_args.split()]
+        command += ["--width", width, "--height", height, "--steps", steps, *more.split()]
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
         self.process = subprocess.Popen([str(part) for part in command], **pipes)
         self.report = self.answer()
@@ -124,23 +134,25 @@ class Diffusers:
 
     def __init__(self, args, width, height, pipe, name):
         self.args, self.size, self.pipe, self.name = args, (width, height), pipe, name
+        self.steps = None  # set before every measurement
         self.guidance = GUIDANCE if is_dev(args.checkpoint) else 1.0
 
-    def image(self, seed, prompt):
+    def call(self, seed, **more):
         width, height = self.size
+        return self.pipe(
+            width=width,
+            height=height,
+            num_inference_steps=self.steps,
+            guidance_scale=self.guidance,
+            generator=torch.Generator(self.args.device).manual_seed(seed),
+            **more,
+        ).images
+
+    def image(self, seed, prompt):
         marks = Marks(self.args.device)
         start = time.perf_counter()
         with marked(self.pipe, "encode_prompt", marks), marked(self.pipe.vae, "decode", marks):
-            generator = torch.Generator(self.args.device).manual_seed(seed)
-            image = self.pipe(
-                prompt=prompt,
-                width=width,
-                height=height,
-                num_inference_steps=self.args.steps,
-                guidance_scale=self.guidance,
-                generator=generator,
-                output_type="pil",
-            ).images[0]
+            image = self.call(seed, prompt=prompt, output_type="pil")[0]
         decoded = time.perf_counter()
         image.save(io.BytesIO(), "PNG")
         end = time.perf_counter()
@@ -148,17 +160,56 @@ class Diffusers:
         encode, denoise, decode = (marks.between(i, i + 1) for i in range(3))
         return dict(encode=encode, denoise=denoise, decode=decode, png=end - decoded, total=end - start)
 
-    def close(self):
-        pass
+
+class Denoiser(Diffusers):
+    """The pipeline without text encoder and decoder. All its images have the same prompt."""
+
+    def image(self, seed, _prompt):
+        marks = Marks(self.args.device)
+        start = time.perf_counter()
+        with marked(self.pipe, "encode_prompt", marks):
+            self.call(seed, prompt_embeds=self.args.prompt_embeds, output_type="latent")
+        marks.set()
+        if self.args.device == "cuda":
+            torch.cuda.synchronize()
+        nothing = dict.fromkeys(STAGES, 0.0)
+        return nothing | dict(denoise=marks.between(1, 2), total=time.perf_counter() - start)
+
+
+def has_weights(folder, part):
+    return any((folder / part).glob("*.safetensors"))
+
+
+def encode_first(args, pipe):
+    """The embeddings of a prompt, whose encoding is timed. The text encoder then leaves the GPU. Without one, embeddings are drawn."""
+    if pipe.text_encoder is None:
+        return torch.randn(1, 512, pipe.transformer.config.joint_attention_dim, device=args.device, dtype=torch.bfloat16)
+    times = []
+    for _ in range(4):
+        marks = Marks(args.device)
+        marks.set()
+        embeds = pipe.encode_prompt(next(requests())[1])[0]
+        marks.set()
+        if args.device == "cuda":
+            torch.cuda.synchronize()
+        times.append(marks.between(0, 1))
+    print(f"diffusers encodes a prompt in {1e3 * statistics.median(times[1:]):.1f} ms", flush=True)
+    pipe.text_encoder = None
+    gc.collect()
+    if args.device == "cuda":
+        torch.cuda.empty_cache()
+    return embeds
 
 
 def compiled(args, pipe):
     """The same models with transformer and decoder compiled; `pipe` stays as it is."""
+    transformer = torch.compile(pipe.transformer, mode=args.compile, dynamic=False)
+    if args.transformer_only:
+        return make_pipeline(args.checkpoint, dict(text_encoder=None, transformer=transformer, vae=pipe.vae))
     vae = copy.copy(pipe.vae)
     # A copy of a module has the parts of the original, and not yet a list of its own of them.
     vae._modules = dict(pipe.vae._modules)
     vae.decoder = torch.compile(pipe.vae.decoder, mode=args.compile, dynamic=False)
-    transformer = torch.compile(pipe.transformer, mode=args.compile, dynamic=False)
     return make_pipeline(args.checkpoint, dict(text_encoder=pipe.text_encoder, transformer=transformer, vae=vae))
 
 
@@ -184,35 +235,50 @@ def sustained(engines, seconds, asked):
     return times
 
 
-def table(size, way, times):
-    """Lines with quartiles of the total, the ratio to kiln with and without the PNG, and medians of the stages."""
-    of = lambda engine, *stages: [image["total"] - sum(image[stage] for stage in stages) for image in times[engine]]
+def table(size, way, times, compared):
+    """Lines with quartiles of what is compared, the ratio to kiln with and without the PNG, and medians of the stages."""
+    png = "png" if compared == "total" else None
+    of = lambda engine, less=None: [image[compared] - (image[less] if less else 0) for image in times[engine]]
     lines = []
     for engine, images in times.items():
         low, middle, high = (1e3 * value for value in quartiles(of(engine)))
-        ratios = ratio(of(engine), of("kiln")), ratio(of(engine, "png"), of("kiln", "png"))
+        ratios = ratio(of(engine), of("kiln")), ratio(of(engine, png), of("kiln", png))
         stages = "".join(f"{1e3 * statistics.median(image[stage] for image in images):>9.1f}" for stage in STAGES)
         text = f"{size:<12}{way:<10}{engine:<28}{middle:>9.1f} ({low:.1f} to {high:.1f})"
         lines.append(f"{text:<80}{ratios[0]:>8.3f}{ratios[1]:>8.3f}{stages}{len(images):>5}")
     return lines
 
 
-def save(args, width, height, way, report, times):
+def save(args, stem, way, report, times):
     """What `kiln bench --from` and `--beside` read."""
-    stem = f"{width}x{height}-{way}.json"
+    stem = f"{stem}-{way}.json"
     (args.out / f"kiln-{stem}").write_text(json.dumps(report | dict(warm_s=times["kiln"])) + "\n")
     others = [dict(name=name, images_s=images) for name, images in times.items() if name != "kiln"]
-    about = dict(machine=device_name(args.device), width=width, height=height, steps=args.steps, versions=versions())
+    about = dict(machine=device_name(args.device), versions=versions()) | {key: report[key] for key in ("width", "height", "steps")}
     (args.out / f"diffusers-{stem}").write_text(json.dumps(dict(kind="beside", way=way, **about, engines=others)) + "\n")
 
 
 def measure(args, pipe, width, height):
-    """All ways for one size."""
-    release = versions()["diffusers"]
-    engines = [Kiln(args, width, height), Diffusers(args, width, height, pipe, f"diffusers {release}")]
+    """All ways for one size, for each of kiln's arguments and each number of steps."""
+    release, kind = versions()["diffusers"], Denoiser if args.transformer_only else Diffusers
+    others = [kind(args, width, height, pipe, f"diffusers {release}")]
     if args.compile != "none":
-        engines.append(Diffusers(args, width, height, compiled(args, pipe), f"diffusers {release}, compiled"))
-    asked, size = requests(), f"{width}x{height}"
+        others.append(kind(args, width, height, compiled(args, pipe), f"diffusers {release}, compiled"))
+    lines = []
+    for number, more in enumerate(args.kiln_args, 1):
+        for steps in args.steps:
+            numbered = f"-{number}" if len(args.kiln_args) > 1 else ""
+            numbered += f"-{steps}-steps" if len(args.steps) > 1 else ""
+            lines.append(f"{steps} steps{f', kiln {more}' if more else ''}")
+            lines += take_turns(args, [Kiln(args, more, width, height, steps), *others], steps, f"{width}x{height}", numbered)
+    return lines
+
+
+def take_turns(args, engines, steps, size, numbered):
+    """All ways for kiln, the first of these engines, and the others."""
+    asked = requests()
+    for engine in engines[1:]:
+        engine.steps = steps
     try:
         for engine in engines:
             for _ in range(args.warm_up):  # compiles, plans, allocates
@@ -224,12 +290,12 @@ def measure(args, pipe, width, height):
         lines = []
         for way, run in ways.items():
             times = run()
-            save(args, width, height, way, engines[0].report, times)
-            lines += table(size, way, times)
+            save(args, f"{size}{numbered}", way, engines[0].report, times)
+            lines += table(size, way, times, "denoise" if args.transformer_only else "total")
+            print("\n".join(lines[-len(times) :]), flush=True)
         return lines
     finally:
-        for engine in engines:
-            engine.close()
+        engines[0].close()
 
 
 def arguments():
@@ -238,22 +304,27 @@ def arguments():
     parser.add_argument("--kiln", type=Path, required=True, help="the program")
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON files")
     parser.add_argument("--sizes", type=sizes, help="pixels: 512,768x1024 (default 512,1024; with --dry 64)")
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, nargs="+", default=[4], help="steps of an image; several numbers are measured in turn")
+    parser.add_argument("--rest", type=float, metavar="S", help=f"seconds before each image of a burst (default {REST_S}; with --dry none)")
     parser.add_argument("--rounds", type=int, help="images of each engine in burst (default 15; with --dry 3)")
+    parser.add_argument("--warm-up", type=int, metavar="N", help="images of each engine before (default 3; with --dry 1)")
     parser.add_argument("--sustained", type=float, metavar="S", help="seconds of each engine (default 20, 0: none; with --dry 1)")
     parser.add_argument("--compile", help=f"mode of torch.compile, or none (default {MODE}; with --dry none)")
-    parser.add_argument("--kiln-args", default="", metavar="ARGS", help="more arguments for kiln")
+    parser.add_argument("--kiln-args", action="append", metavar="ARGS", help="more arguments for kiln; given again: for another kiln")
+    only = "the text encoder of diffusers does not stay on the GPU, and only denoising is compared"
+    parser.add_argument("--transformer-only", action="store_true", help=only)
     parser.add_argument("--dry", action="store_true", help="a small run on the CPU, to see that everything works")
     args = parser.parse_args()
-    defaults = dict(sizes=sizes("64"), rounds=3, sustained=1.0, compile="none") if args.dry else {}
-    defaults = dict(sizes=sizes("512,1024"), rounds=15, sustained=20.0, compile=MODE) | defaults
+    defaults = dict(sizes=sizes("64"), rounds=3, rest=0.0, warm_up=1, sustained=1.0, compile="none") if args.dry else {}
+    defaults = dict(sizes=sizes("512,1024"), rounds=15, rest=REST_S, warm_up=3, sustained=20.0, compile=MODE) | defaults
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    args.device, args.rest, args.warm_up = ("cpu", 0.0, 1) if args.dry else ("cuda", REST_S, 3)
+    args.kiln_args = args.kiln_args or [""]
+    args.device = "cpu" if args.dry else "cuda"
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU; --dry needs none")
-    if args.rounds < 1 or args.steps < 1:
+    if args.rounds < 1 or min(args.steps) < 1:
         parser.error("--rounds and --steps are 1 or more")
     return args
 
@@ -263,12 +334,15 @@ def main():
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     torch.backends.cudnn.benchmark = True
-    pipe = load_pipeline(args.checkpoint, args.device)
-    to_bf16({part: getattr(pipe, part) for part in PARTS})
+    parts = [part for part in PARTS if not args.transformer_only or part != "text_encoder" or has_weights(args.checkpoint, part)]
+    pipe = load_pipeline(args.checkpoint, args.device, parts=parts)
+    to_bf16({part: getattr(pipe, part) for part in parts})
     pipe.vae.to(memory_format=torch.channels_last)
     print(f"{device_name(args.device)}, {versions()}", flush=True)
+    args.prompt_embeds = encode_first(args, pipe) if args.transformer_only else None
     lines = [line for width, height in args.sizes for line in measure(args, pipe, width, height)]
-    head = f"{'':<12}{'':<10}{'ms, prompt to PNG':<28}{'median':>9} (quartiles)"
+    what = "ms, denoising" if args.transformer_only else "ms, prompt to PNG"
+    head = f"{'':<12}{'':<10}{what:<28}{'median':>9} (quartiles)"
     print(f"\n{head:<80}{'x kiln':>8}{'no png':>8}{''.join(f'{stage:>9}' for stage in STAGES)}{'n':>5}")
     print("\n".join(lines))
     return 0

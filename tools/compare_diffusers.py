@@ -12,13 +12,13 @@ Latents of early steps are mostly the noise, which has no error; the velocity is
 The rule is that of tests/model.rs: kiln's error is at most 1.2 times that of diffusers in bf16. diffusers rounds the timestep to
 bf16, which moves the result by more than everything else; so it runs once more with exact times, and the smaller error counts.
 
-With --lora an adapter is added to the weights in fp32 before they are rounded; kiln takes its file (with --kiln-args "--lora-mode branch" it
-keeps the adapter beside the weights).
+With --lora an adapter is added to the weights in fp32 before they are rounded; kiln takes its file (with --kiln-args "--lora-mode
+branch" it keeps the adapter beside the weights).
 
-A folder of FLUX.2 [dev] is known by its model_index.json, and diffusers runs Flux2Pipeline. --guidance is one of its inputs, which diffusers rounds
-as it does times, and which is exact where those are. --padding says where prompts are padded and with what, in both programs. The weights of the run
-in fp32 stay in bf16, as they are stored, and are widened where they are used: so the whole model and its text encoder need 100 GB of a GPU, and
-not 200. With --lora they are in fp32 from the start.
+A folder of FLUX.2 [dev] is known by its model_index.json, and diffusers runs Flux2Pipeline. --guidance is one of its inputs, which
+diffusers rounds as it does times, and which is exact where those are. --padding says where prompts are padded and with what, in
+both programs. The weights of the run in fp32 stay in bf16, as they are stored, and are widened where they are used: so the whole
+model and its text encoder need 100 GB of a GPU, and not 200. With --lora they are in fp32 from the start.
 
 Exits 1 when the rule is broken or token ids differ. Also prints how long diffusers takes in bf16, as `peer_ms`: medians after a
 warm-up. kiln's times are of a single run that began with nothing loaded, and no benchmark.
@@ -244,10 +244,10 @@ def is_narrow(folder, part):
     return is_dev(folder) and part != "vae"
 
 
-def load_pipeline(folder, device, padding="left", narrow=True):
-    """The pipeline in fp32."""
-    models = {part: load_model(folder, part, device, narrow and is_narrow(folder, part)) for part in PARTS}
-    return make_pipeline(folder, models, padding)
+def load_pipeline(folder, device, padding="left", narrow=True, parts=PARTS):
+    """The pipeline in fp32, with some of its parts."""
+    models = {part: load_model(folder, part, device, narrow and is_narrow(folder, part)) for part in parts}
+    return make_pipeline(folder, dict.fromkeys(PARTS) | models, padding)
 
 
 class StepRecorder(Recorder):

@@ -7,8 +7,10 @@
         --text-encoder FOLDER/qwen_3_4b_fp8.safetensors FOLDER/qwen_3_4b_fp8mixed.safetensors
 
 The same for NVFP4: `--format nvfp4 --encoder nvfp4` makes FOLDER/flux-2-klein-4b-nvfp4.safetensors and
-FOLDER/qwen_3_4b_nvfp4.safetensors; and for FLUX.2 [dev] `--model dev --format fp8 --encoder fp8` makes FOLDER/flux2_dev_fp8mixed.safetensors and
-FOLDER/mistral_3_small_flux2_fp8.safetensors, with --guidance and --padding of tools/compare_diffusers.py. Three programs run the transformer in every case of tools/compare_diffusers.py, from the same noise and the same prompt embeddings:
+FOLDER/qwen_3_4b_nvfp4.safetensors; and for FLUX.2 [dev] `--model dev --format fp8 --encoder fp8` makes
+FOLDER/flux2_dev_fp8mixed.safetensors and FOLDER/mistral_3_small_flux2_fp8.safetensors, with --guidance and --padding of
+tools/compare_diffusers.py. Three programs run the transformer in every case of tools/compare_diffusers.py, from the same noise and
+the same prompt embeddings:
 
     wide    diffusers in fp32 with the weights that the codes and scales stand for, and with inputs as they are
     torch   FP8: what ComfyUI computes. Inputs are clamped and rounded to e4m3 with the file's input_scale, the product of the codes

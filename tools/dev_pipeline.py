@@ -133,6 +133,8 @@ class PaddedPipeline(Flux2Pipeline):
     padding = "left"
 
     def encode_prompt(self, *args, **kwargs):
+        if self.text_encoder is None:  # what it makes is given
+            return super().encode_prompt(*args, **kwargs)
         plain = side_of(self.padding) == "left" and self.text_encoder.device.type == "cuda"
         kernels = sdpa_kernel(SDPBackend.MATH) if plain else contextlib.nullcontext()
         with recorded_mask(self.text_encoder) as masks, kernels:

@@ -30,9 +30,9 @@ the byte. In `fp8mixed` a layer is FP8, NVFP4 or bf16 by the hash of its name, i
 `kiln --model OUT` still means the bf16 model; the command that takes the quantised files is printed. With --quantised-only a part
 that is written quantised is not written in bf16: its folder has only the config, and only that command works.
 
-The text encoder of [dev] is the language model of Mistral Small 3 under the names that published folders have, without vision tower and output head; it
-has one layer more than are read, and not ten. Measuring the inputs of all of [dev] takes a GPU with 110 GB. `--input-scales formula`
-takes instead what the gains below imply, which is 0.9 to 3 times what is measured.
+The text encoder of [dev] is the language model of Mistral Small 3 under the names that published folders have, without vision tower
+and output head; it has one layer more than are read, and not ten. Measuring the inputs of all of [dev] takes a GPU with 110 GB.
+`--input-scales formula` takes instead what the gains below imply, which is 0.9 to 3 times what is measured.
 
 Names and shapes are those of the diffusers and transformers classes, built without memory. Values come from a generator of their
 own for each tensor, seeded by its name; it is that of the GPU where there is one, so only machines of one kind make the same files.

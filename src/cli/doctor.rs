@@ -264,7 +264,7 @@ mod tests {
         );
         for (op, files) in [
             ("copy", "pointwise"),
-            ("rms_norm", "norm_rows (6 kernels)"),
+            ("rms_norm", "norm_rows (7 kernels)"),
             ("linear", gemm.as_str()),
             (
                 "attention",

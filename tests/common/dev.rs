@@ -4,7 +4,7 @@ use super::modes::{Source, reference};
 use super::{Goldens, Make, fixture, relative_l2, run, small_job, unit_image};
 use kiln::adapter::{Adapter, Adapters};
 use kiln::backend::Backend;
-use kiln::checkpoint::Shard;
+use kiln::checkpoint::{Shard, Weights};
 use kiln::config::{Conventions, TextConfig, TransformerConfig, Variant};
 use kiln::dump::Record;
 use kiln::model::{text_manifest, transformer_manifest};
@@ -88,9 +88,14 @@ pub fn model() -> OpenModel {
 
 /// The same with other conventions.
 pub fn model_with(conventions: Conventions) -> OpenModel {
+    let manifest = transformer_manifest(&TransformerConfig::tiny_dev());
+    model_of(tiny::weights_of(Part::Transformer, &manifest, DType::Bf16).unwrap(), conventions)
+}
+
+/// The same with another transformer.
+pub fn model_of(transformer: Weights, conventions: Conventions) -> OpenModel {
     let weights = PerPart {
-        transformer: tiny::weights_of(Part::Transformer, &transformer_manifest(&TransformerConfig::tiny_dev()), DType::Bf16)
-            .unwrap(),
+        transformer,
         text_encoder: tiny::weights_of(Part::TextEncoder, &text_manifest(&TextConfig::tiny_dev()), DType::Bf16).unwrap(),
         vae: tiny::model(Layout::Diffusers, DType::Bf16).unwrap().weights(Part::Vae).unwrap(),
     };

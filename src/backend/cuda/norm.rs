@@ -199,7 +199,7 @@ mod tests {
         let rms = |cols| rms_norm_kernel(cols, true);
         // Each takes what is too wide for the one before it: only then does a thread lack no more than its last vector.
         assert_eq!([8, 1024, 1032, 2560].map(|cols| rms(cols).0), [0, 0, 1, 2].map(|i| rms_norms()[i]));
-        assert_eq!([3072, 4096, 4104, 8192].map(|cols| rms(cols).0), [2, 3, 4, 4].map(|i| rms_norms()[i]));
+        assert_eq!([3072, 4096, 4104, 6144, 6152, 8192].map(|cols| rms(cols).0), [2, 3, 4, 4, 5, 5].map(|i| rms_norms()[i]));
         assert_eq!(rms(8200), (Kernel::RmsNormAny, 1));
         let layer = |vectorizable, result| layer_norm_kernel(3072, vectorizable, result);
         assert_eq!(layer(true, DType::Bf16), (Kernel::LayerNorm3072, 2));

@@ -88,7 +88,7 @@ choice! {
 choice! {
     /// Values of `--fp8-accumulate`.
     AccumulateArg for Fp8Accumulate {
-        /// Partial sums of 1024 products are added up in f32 if there are more than 4096, which leaves at most 1.5 % out
+        /// Partial sums of 1024 products are added up in f32 if there are more than 6144, which leaves at most 1.5 % out
         Auto => Fp8Accumulate::Auto,
         /// Partial sums of 128 products are added up in f32
         Exact => Fp8Accumulate::Exact,

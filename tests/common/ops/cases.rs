@@ -166,7 +166,7 @@ fn row_wise(table: &mut Table) {
         largest_of(table, format!("{rows}x{cols} and nan before"), rows, cols, f32::NAN, |v| v);
     }
     // Widths around those at which other kernels are selected; some threads have a vector less than others, or none.
-    for cols in [8, 264, 1024, 1032, 2040, 3064, 3080, 4104, 6152, 8192, 8200] {
+    for cols in [8, 264, 1024, 1032, 2040, 3064, 3080, 4104, 6144, 6152, 8192, 8200] {
         rms_norm(table, 2, cols);
         layer_norm_modulate(table, 1, cols, (4.0, 1.0));
     }
