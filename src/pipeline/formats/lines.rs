@@ -256,7 +256,7 @@ mod tests {
         let layers = || {
             let of = |name: &str, inputs: usize| LayerFormat { inputs, ..layer(name, &[(E4m3, E4m3)], E4m3) };
             let plain = layer("model.layers.0.self_attn.o_proj.weight", &[(E4m3, E4m3)], Bf16);
-            [of("single_blocks.0.linear1.weight", 4096), of("single_blocks.0.linear2.weight", 4097), plain]
+            [of("single_blocks.0.linear1.weight", 6144), of("single_blocks.0.linear2.weight", 6145), plain]
         };
         let lines = |accumulate| Formats { accumulate, ..formats(layers()) }.lines();
         let encoder = "text encoder: fp8 (w8a16)";
