@@ -387,7 +387,7 @@ fn every_spelling_of_the_encoder_is_read() {
     }
 }
 
-/// The first velocity and what follows from it, of the tiny model with another transformer.
+/// The latents after a step of the tiny model with another transformer.
 fn latents(transformer: &Content, form: Form) -> Vec<f32> {
     let open = model_of(weights_in(Part::Transformer, transformer.file(form)), Conventions::klein());
     assert_eq!(open.configs.transformer, TransformerConfig::tiny_dev());

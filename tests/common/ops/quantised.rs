@@ -65,12 +65,12 @@ pub fn has_kernels(name: &str) -> bool {
 fn norms(table: &mut Table) {
     let [(_, fp8), (_, clipped), (_, nvfp4), (_, clipped_nvfp4)] = results();
     // Rows for every kernel, and streams whose results have different types.
-    for cols in [1024, 2032, 3056, 3088, 6160, 8208] {
+    for cols in [1024, 2032, 3056, 3088, 4112, 6160, 8208] {
         table.add(format!("layer_norm_modulate 5 and 3 rows of {cols} into nvfp4 and clipped nvfp4"), move |rig| {
             two_layer_norms(rig, cols, |v| v + 4.0, [(5, nvfp4), (3, clipped_nvfp4)]);
         });
     }
-    for cols in [1024, 2040, 3064, 3080, 6152, 8200] {
+    for cols in [1024, 2040, 3064, 3080, 4104, 6152, 8200] {
         table.add(format!("layer_norm_modulate 5 and 3 rows of {cols} into e4m3 and clipped e4m3"), move |rig| {
             two_layer_norms(rig, cols, |v| v + 4.0, [(5, fp8), (3, clipped)]);
         });
