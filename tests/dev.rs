@@ -418,12 +418,13 @@ fn files_with_some_layers_in_bf16_are_read() {
         Content { plain: content.plain.iter().cloned().chain(guidance).collect(), ..content.clone() }
     };
     let bf16 = latents(&plain(&Content::of("fp8").with_plain_layers(|_| true)), Form::BARE);
-    for (file, form, kept, most) in [("fp8", Form::COMFY, "_attn.", 0.15), ("nvfp4", Form::BFL, ".txt_attn.", 0.45)] {
+    for (file, form, kept, most) in [("fp8", Form::COMFY, "_attn.", [0.15, 0.08]), ("nvfp4", Form::BFL, ".txt_attn.", [0.45; 2])]
+    {
         let error = |content: &Content| relative_l2(&latents(&plain(content), form), &bf16);
         let (all, mixed) = (Content::of(file), Content::of(file).with_plain_layers(|layer| layer.contains(kept)));
         assert!(all.layers.len() > mixed.layers.len() && !mixed.layers.is_empty());
         let (all, mixed) = (error(all), error(&mixed));
         println!("{file}: {all:.3}, with {kept} in bf16 {mixed:.3}");
-        assert!(mixed > 1e-3 && mixed != all && mixed.max(all) < most, "{file}: {all} {mixed}");
+        assert!(mixed > 1e-3 && mixed != all && all < most[0] && mixed < most[1], "{file}: {all} {mixed}");
     }
 }

@@ -45,7 +45,18 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "bench"))
 
-from compare_diffusers import GUIDANCE, PARTS, device_name, is_dev, load_pipeline, make_pipeline, sizes, to_bf16, versions  # noqa: E402
+from compare_diffusers import (  # noqa: E402
+    GUIDANCE,
+    PARTS,
+    device_name,
+    is_dev,
+    load_pipeline,
+    make_pipeline,
+    median_ms,
+    sizes,
+    to_bf16,
+    versions,
+)
 from peer_timing import quartiles, ratio  # noqa: E402
 
 MODE = "max-autotune-no-cudagraphs"
@@ -108,7 +119,10 @@ class Marks:
 
     def between(self, first, second):
         a, b = self.all[first], self.all[second]
-        return a.elapsed_time(b) / 1e3 if self.device == "cuda" else b - a
+        if self.device != "cuda":
+            return b - a
+        b.synchronize()
+        return a.elapsed_time(b) / 1e3
 
 
 @contextlib.contextmanager
@@ -156,7 +170,6 @@ class Diffusers:
         decoded = time.perf_counter()
         image.save(io.BytesIO(), "PNG")
         end = time.perf_counter()
-        # The pixels were read back, so that all marks have been reached.
         encode, denoise, decode = (marks.between(i, i + 1) for i in range(3))
         return dict(encode=encode, denoise=denoise, decode=decode, png=end - decoded, total=end - start)
 
@@ -170,10 +183,8 @@ class Denoiser(Diffusers):
         with marked(self.pipe, "encode_prompt", marks):
             self.call(seed, prompt_embeds=self.args.prompt_embeds, output_type="latent")
         marks.set()
-        if self.args.device == "cuda":
-            torch.cuda.synchronize()
-        nothing = dict.fromkeys(STAGES, 0.0)
-        return nothing | dict(denoise=marks.between(1, 2), total=time.perf_counter() - start)
+        denoise = marks.between(1, 2)
+        return dict.fromkeys(STAGES, 0.0) | dict(denoise=denoise, total=time.perf_counter() - start)
 
 
 def has_weights(folder, part):
@@ -184,16 +195,10 @@ def encode_first(args, pipe):
     """The embeddings of a prompt, whose encoding is timed. The text encoder then leaves the GPU. Without one, embeddings are drawn."""
     if pipe.text_encoder is None:
         return torch.randn(1, 512, pipe.transformer.config.joint_attention_dim, device=args.device, dtype=torch.bfloat16)
-    times = []
-    for _ in range(4):
-        marks = Marks(args.device)
-        marks.set()
-        embeds = pipe.encode_prompt(next(requests())[1])[0]
-        marks.set()
-        if args.device == "cuda":
-            torch.cuda.synchronize()
-        times.append(marks.between(0, 1))
-    print(f"diffusers encodes a prompt in {1e3 * statistics.median(times[1:]):.1f} ms", flush=True)
+    _, prompt = next(requests())
+    embeds, _ = pipe.encode_prompt(prompt)
+    encode = median_ms(args.device, 3, lambda: pipe.encode_prompt(prompt))
+    print(f"diffusers encodes a prompt in {encode:.1f} ms", flush=True)
     pipe.text_encoder = None
     gc.collect()
     if args.device == "cuda":

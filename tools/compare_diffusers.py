@@ -125,7 +125,9 @@ def run_kiln(args, case, label="kiln", more=()):
     done = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE)
     if done.returncode != 0:
         sys.exit(f"kiln ended with {done.returncode}: {shlex.join(str(part) for part in command)}")
-    return load_file(dump), json.loads(done.stdout)
+    report = json.loads(done.stdout)
+    # Where the picture is tells nobody else anything.
+    return load_file(dump), report | dict(path=Path(report["path"]).name)
 
 
 # --- diffusers --------------------------------------------------------------

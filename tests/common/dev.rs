@@ -205,12 +205,12 @@ fn compare(make: Make<'_>, wanted: Wanted, precision: Precision, allowed: impl F
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// Every case in f32, against the reference in f32; the embeddings more strictly, because the smallest known mistake is an epsilon.
+/// Cases in f32, against the reference in f32; the embeddings more strictly, because the smallest known mistake is an epsilon.
 pub fn f32_equals_diffusers(make: Make<'_>, wanted: Wanted) {
     compare(make, wanted, Precision::F32, |_, name| Some(if name.starts_with("prompt") { 1e-5 } else { 1e-4 }));
 }
 
-/// Every case in bf16, with the limit of `goldens.rs`. The adapter is as large as the weights and changes the modulations of every step, so that after
+/// Cases in bf16, with the limit of `goldens.rs`. The adapter is as large as the weights and changes the modulations of every step, so that after
 /// eight of them the errors of both programs depend on the guidance scale by a factor of two and more: from 2.0 to 4.2 kiln's are 0.83, 1.06, 1.45,
 /// 1.45, 0.91 and 1.23 times the reference's. Of that case the results may be twice as far off.
 pub fn bf16_is_as_close_as_diffusers_in_bf16(make: Make<'_>, wanted: Wanted) {
